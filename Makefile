@@ -1,0 +1,88 @@
+# train_moe: `make` builds, `make train` runs the first training, `make test` runs every test this machine can run.
+# SANITIZE=1 builds with address and undefined-behaviour checks; WERROR=1 turns warnings into errors.
+
+# Every op: x.h is the contract, x.c the CPU reference, x.cu the CUDA kernels.
+OPS = device/device \
+      layers/embedding layers/rmsnorm layers/rope layers/linear layers/attention layers/swiglu layers/loss layers/adamw \
+      moe/router moe/permute moe/grouped_gemm moe/experts
+
+# Host code, the same source in both builds.
+HOST = device/check device/random device/options device/arena device/files \
+       data/json data/safetensors data/shards data/tokenizer data/runlog \
+       moe/moe \
+       model/settings model/params model/forward model/backward model/model model/persist model/report model/sample \
+       dist/checkpoint
+
+# C tests; those in TESTS_F64 compare with finite differences and run in the double build too.
+TESTS     = tests/test_device tests/test_data tests/test_layers tests/test_moe tests/test_model
+TESTS_F64 = tests/test_layers tests/test_moe tests/test_model
+
+ifeq ($(origin CC),default)
+CC = gcc
+endif
+PYTHON   ?= python3
+CPPFLAGS  = -I. -MMD -MP
+# -fno-math-errno and -fno-trapping-math let loops with exp and comparisons vectorize; neither changes a result.
+CFLAGS    = -std=gnu11 -O3 -g -march=native -fopenmp -fno-math-errno -fno-trapping-math -Wall -Wextra $(if $(WERROR),-Werror)
+ifdef SANITIZE
+SUFFIX    = -sanitize
+CFLAGS   += -fsanitize=address,undefined -fno-sanitize-recover=undefined -fno-omit-frame-pointer
+endif
+CBLAS_LIB := $(shell for l in "-lopenblas" "-lcblas -lblas" "-lcblas"; do \
+    echo 'int main(void){return 0;}' | $(CC) -x c - -o /dev/null $$l 2>/dev/null && echo $$l && break; done)
+LDLIBS    = $(CBLAS_LIB) -lz -lm -lpthread
+
+CPU = build/cpu$(SUFFIX)
+F64 = build/f64$(SUFFIX)
+
+.PHONY: all train test test-build bench clean probe format
+all: probe $(CPU)/train_moe
+
+# One line for each thing a build can use.
+probe:
+	@CC="$(CC)" CBLAS_LIB="$(CBLAS_LIB)" sh scripts/probe.sh
+
+# $(1): build folder, $(2): extra flags
+define build
+$(1)/%.o: %.c Makefile
+	@mkdir -p $$(@D)
+	@echo "  CC    $$@"
+	@$(CC) $(CPPFLAGS) $$(CFLAGS) $(2) -c $$< -o $$@
+$(1)/train_moe.o: train_moe.cu Makefile
+	@mkdir -p $$(@D)
+	@echo "  CC    $$@"
+	@$(CC) $(CPPFLAGS) $$(CFLAGS) $(2) -x c -c $$< -o $$@
+# The same seed gives the same weights on every machine: no fused multiply-adds there.
+$(1)/device/random.o: CFLAGS += -ffp-contract=off
+$(1)/train_moe: $(addprefix $(1)/,$(addsuffix .o,train_moe $(HOST) $(OPS)))
+	@echo "  LINK  $$@"
+	@$(CC) $(CFLAGS) $$^ -o $$@ $(LDLIBS)
+$(1)/tests/%: $(1)/tests/%.o $(addprefix $(1)/,$(addsuffix .o,$(HOST) $(OPS)))
+	@echo "  LINK  $$@"
+	@$(CC) $(CFLAGS) $$^ -o $$@ $(LDLIBS)
+-include $(addprefix $(1)/,$(addsuffix .d,train_moe $(HOST) $(OPS) $(TESTS)))
+endef
+$(eval $(call build,$(CPU),))
+$(eval $(call build,$(F64),-DF64))
+.SECONDARY:
+
+train:
+	@sh scripts/setup.sh
+	@$(MAKE) --no-print-directory all
+	@sh scripts/first_run.sh $(CPU)/train_moe
+
+test:
+	@sh scripts/setup.sh
+	@$(MAKE) --no-print-directory probe test-build
+	@$(PYTHON) tests/run.py $(CPU) $(F64) $(TESTS:tests/%=%)
+
+test-build: $(CPU)/train_moe $(addprefix $(CPU)/,$(TESTS)) $(addprefix $(F64)/,$(TESTS_F64))
+
+bench: all
+	@$(PYTHON) bench/run.py $(CPU)/train_moe
+
+clean:
+	rm -rf build
+
+format:
+	clang-format -i $$(git ls-files '*.c' '*.h' '*.cu')

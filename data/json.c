@@ -1,0 +1,340 @@
+#include "data/json.h"
+
+#include <math.h>
+#include <stdbool.h>
+#include <stdio.h>
+#include <stdlib.h>
+#include <string.h>
+
+#include "device/check.h"
+
+// Nesting is bounded because the parser recurses: a hostile file must not exhaust the stack.
+enum { MAX_DEPTH = 128 };
+
+typedef struct Parser {
+    const char* text;
+    size_t length;
+    size_t at;
+    int depth;
+    char* error;
+    size_t error_size;
+} Parser;
+
+static bool fail(Parser* p, size_t at, const char* reason) {
+    if (p->error_size) snprintf(p->error, p->error_size, "byte %zu: %s", at, reason);
+    return false;
+}
+
+// The next byte, or -1 at the end.
+static int peek(const Parser* p) { return p->at < p->length ? (unsigned char)p->text[p->at] : -1; }
+
+static void skip_space(Parser* p) {
+    for (int c = peek(p); c == ' ' || c == '\t' || c == '\n' || c == '\r'; c = peek(p)) p->at++;
+}
+
+// Bytes of the UTF-8 character at s, of which `room` bytes are there; 0 if it is not well-formed (RFC 3629: no overlong
+// forms, no surrogates, nothing above U+10FFFF).
+static int utf8_length(const char* s, size_t room) {
+    const unsigned char* b = (const unsigned char*)s;
+    if (b[0] < 0x80) return 1;
+    int n = b[0] >= 0xf0 ? 4 : b[0] >= 0xe0 ? 3 : 2;
+    if (b[0] < 0xc2 || b[0] > 0xf4 || room < (size_t)n) return 0;
+    for (int i = 1; i < n; i++)
+        if ((b[i] & 0xc0) != 0x80) return 0;
+    if ((b[0] == 0xe0 && b[1] < 0xa0) || (b[0] == 0xed && b[1] > 0x9f)) return 0;
+    if ((b[0] == 0xf0 && b[1] < 0x90) || (b[0] == 0xf4 && b[1] > 0x8f)) return 0;
+    return n;
+}
+
+static int utf8_write(char* out, uint32_t code) {
+    if (code < 0x80) {
+        out[0] = (char)code;
+        return 1;
+    }
+    int n = code < 0x800 ? 2 : code < 0x10000 ? 3 : 4;
+    static const unsigned char lead[5] = {0, 0, 0xc0, 0xe0, 0xf0};
+    for (int i = n - 1; i > 0; i--, code >>= 6) out[i] = (char)(0x80 | (code & 0x3f));
+    out[0] = (char)(lead[n] | code);
+    return n;
+}
+
+// Four hex digits at p->at.
+static bool parse_hex4(Parser* p, uint32_t* code) {
+    *code = 0;
+    for (int i = 0; i < 4; i++, p->at++) {
+        int c = peek(p);
+        int digit = c >= '0' && c <= '9'   ? c - '0'
+                    : c >= 'a' && c <= 'f' ? c - 'a' + 10
+                    : c >= 'A' && c <= 'F' ? c - 'A' + 10
+                                           : -1;
+        if (digit < 0) return fail(p, p->at, "\\u needs four hex digits");
+        *code = *code * 16 + (uint32_t)digit;
+    }
+    return true;
+}
+
+// The escape at p->at (just behind the backslash), decoded into out.
+static bool parse_escape(Parser* p, char* out, int* written) {
+    static const char from[] = "\"\\/bfnrt", to[] = "\"\\/\b\f\n\r\t";
+    size_t start = p->at - 1;
+    int c = peek(p);
+    p->at++;
+    if (c != 'u') {
+        const char* found = c > 0 ? strchr(from, c) : NULL;
+        if (!found) return fail(p, start, "unknown escape in a string");
+        *out = to[found - from];
+        *written = 1;
+        return true;
+    }
+    uint32_t code, low;
+    if (!parse_hex4(p, &code)) return false;
+    if (code >= 0xdc00 && code < 0xe000) return fail(p, start, "the second half of a surrogate pair stands alone");
+    if (code >= 0xd800 && code < 0xdc00) {
+        bool pair = peek(p) == '\\' && p->at + 1 < p->length && p->text[p->at + 1] == 'u';
+        if (!pair) return fail(p, start, "the first half of a surrogate pair stands alone");
+        p->at += 2;
+        if (!parse_hex4(p, &low)) return false;
+        if (low < 0xdc00 || low >= 0xe000) return fail(p, start, "the first half of a surrogate pair stands alone");
+        code = 0x10000 + ((code - 0xd800) << 10) + (low - 0xdc00);
+    }
+    if (code == 0) return fail(p, start, "a NUL character in a string is not supported");
+    *written = utf8_write(out, code);
+    return true;
+}
+
+// A string in fresh memory; p->at is at its opening quote.
+static char* parse_string(Parser* p) {
+    size_t start = p->at++, end = p->at;
+    while (end < p->length && p->text[end] != '"') end += p->text[end] == '\\' ? 2 : 1;
+    if (end >= p->length) {
+        fail(p, start, "a string does not end");
+        return NULL;
+    }
+    char* out = (char*)host_alloc(end - p->at + 1);  // no escape is shorter than what it stands for
+    size_t n = 0;
+    while (p->at < end) {
+        int c = peek(p), bytes = 0;
+        bool ok = true;
+        if (c == '\\') {
+            p->at++;
+            ok = parse_escape(p, out + n, &bytes);
+        } else if (c < 0x20) {
+            ok = fail(p, p->at, "a control character in a string must be escaped");
+        } else {
+            bytes = utf8_length(p->text + p->at, end - p->at);
+            if (bytes == 0) ok = fail(p, p->at, "a string is not UTF-8");
+            memcpy(out + n, p->text + p->at, (size_t)bytes);
+            p->at += (size_t)bytes;
+        }
+        if (!ok) {
+            free(out);
+            return NULL;
+        }
+        n += (size_t)bytes;
+    }
+    p->at = end + 1;
+    return out;
+}
+
+static size_t skip_digits(Parser* p) {
+    size_t start = p->at;
+    while (peek(p) >= '0' && peek(p) <= '9') p->at++;
+    return p->at - start;
+}
+
+// Whether text[0 .. n) (-?[0-9]+) fits 64 bits; if so, its value.
+static bool exact_integer(const char* text, size_t n, int64_t* value) {
+    bool negative = text[0] == '-';
+    uint64_t limit = negative ? (uint64_t)INT64_MAX + 1 : (uint64_t)INT64_MAX, v = 0;
+    for (size_t i = negative; i < n; i++) {
+        uint64_t digit = (uint64_t)(text[i] - '0');
+        if (v > (limit - digit) / 10) return false;
+        v = v * 10 + digit;
+    }
+    *value = negative ? (int64_t)(0 - v) : (int64_t)v;
+    return true;
+}
+
+static bool parse_number(Parser* p, Json* json) {
+    size_t start = p->at;
+    if (peek(p) == '-') p->at++;
+    bool zero = peek(p) == '0';
+    size_t digits = skip_digits(p);
+    if (digits == 0 || (zero && digits > 1)) return fail(p, start, "not a number");
+    bool integer = true;
+    if (peek(p) == '.') {
+        integer = false;
+        p->at++;
+        if (skip_digits(p) == 0) return fail(p, start, "a number needs a digit after its point");
+    }
+    if (peek(p) == 'e' || peek(p) == 'E') {
+        integer = false;
+        p->at++;
+        if (peek(p) == '+' || peek(p) == '-') p->at++;
+        if (skip_digits(p) == 0) return fail(p, start, "a number needs a digit in its exponent");
+    }
+    size_t n = p->at - start;
+    char* copy = (char*)host_alloc(n + 1);  // strtod needs an end
+    memcpy(copy, p->text + start, n);
+    json->type = JSON_NUMBER;
+    json->number = strtod(copy, NULL);
+    free(copy);
+    if (!isfinite(json->number)) return fail(p, start, "a number is too large");
+    if (integer && exact_integer(p->text + start, n, &json->integer)) return true;
+    double x = json->number;
+    json->integer = x >= 0x1p63 ? INT64_MAX : x < -0x1p63 ? INT64_MIN : (int64_t)x;
+    return true;
+}
+
+static bool parse_word(Parser* p, Json* json, const char* word, JsonType type, double number) {
+    size_t n = strlen(word);
+    if (p->length - p->at < n || memcmp(p->text + p->at, word, n) != 0) return fail(p, p->at, "expected a value");
+    p->at += n;
+    json->type = type;
+    json->number = number;
+    json->integer = (int64_t)number;
+    return true;
+}
+
+static Json* parse_value(Parser* p);
+
+// An array or object; p->at is at its opening bracket.
+static bool parse_container(Parser* p, Json* json) {
+    bool object = peek(p) == '{';
+    int close = object ? '}' : ']';
+    json->type = object ? JSON_OBJECT : JSON_ARRAY;
+    if (++p->depth > MAX_DEPTH) return fail(p, p->at, "nested too deeply");
+    p->at++;
+    Json** tail = &json->child;
+    skip_space(p);
+    while (json->child || peek(p) != close) {
+        char* key = NULL;
+        skip_space(p);
+        if (object) {
+            if (peek(p) != '"') return fail(p, p->at, "expected a member's name in quotes");
+            key = parse_string(p);
+            if (!key) return false;
+            skip_space(p);
+            if (peek(p) != ':') {
+                free(key);
+                return fail(p, p->at, "expected ':' behind a member's name");
+            }
+            p->at++;
+        }
+        Json* value = parse_value(p);
+        if (!value) {
+            free(key);
+            return false;
+        }
+        value->key = key;
+        *tail = value;
+        tail = &value->next;
+        skip_space(p);
+        if (peek(p) == close) break;
+        if (peek(p) != ',') return fail(p, p->at, object ? "expected ',' or '}'" : "expected ',' or ']'");
+        p->at++;
+    }
+    p->at++;
+    p->depth--;
+    return true;
+}
+
+static Json* parse_value(Parser* p) {
+    skip_space(p);
+    Json* json = (Json*)host_alloc(sizeof(Json));
+    bool ok;
+    int c = peek(p);
+    if (c == '{' || c == '[') {
+        ok = parse_container(p, json);
+    } else if (c == '"') {
+        json->type = JSON_STRING;
+        json->text = parse_string(p);
+        ok = json->text != NULL;
+    } else if (c == '-' || (c >= '0' && c <= '9')) {
+        ok = parse_number(p, json);
+    } else if (c == 't') {
+        ok = parse_word(p, json, "true", JSON_BOOL, 1);
+    } else if (c == 'f') {
+        ok = parse_word(p, json, "false", JSON_BOOL, 0);
+    } else if (c == 'n') {
+        ok = parse_word(p, json, "null", JSON_NULL, 0);
+    } else {
+        ok = fail(p, p->at, c < 0 ? "the text ends where a value is expected" : "expected a value");
+    }
+    if (ok) return json;
+    json_free(json);
+    return NULL;
+}
+
+Json* json_parse(const char* text, size_t length, char* error, size_t error_size) {
+    Parser p = {text, length, 0, 0, error, error_size};
+    Json* json = parse_value(&p);
+    if (!json) return NULL;
+    skip_space(&p);
+    if (p.at == length) return json;
+    fail(&p, p.at, "more text behind the value");
+    json_free(json);
+    return NULL;
+}
+
+void json_free(Json* json) {
+    while (json) {
+        Json* next = json->next;
+        json_free(json->child);
+        free(json->text);
+        free(json->key);
+        free(json);
+        json = next;
+    }
+}
+
+const Json* json_get(const Json* object, const char* key) {
+    if (!object || object->type != JSON_OBJECT) return NULL;
+    for (const Json* member = object->child; member; member = member->next)
+        if (strcmp(member->key, key) == 0) return member;
+    return NULL;
+}
+
+const char* json_text(const Json* object, const char* key) {
+    const Json* member = json_get(object, key);
+    return member && member->type == JSON_STRING ? member->text : NULL;
+}
+
+int64_t json_int(const Json* object, const char* key, int64_t if_absent) {
+    const Json* member = json_get(object, key);
+    return member && member->type == JSON_NUMBER ? member->integer : if_absent;
+}
+
+int64_t json_count(const Json* container) {
+    int64_t n = 0;
+    for (const Json* child = container ? container->child : NULL; child; child = child->next) n++;
+    return n;
+}
+
+char* json_quote(const char* text) {
+    size_t length = strlen(text);
+    char* out = (char*)host_alloc(6 * length + 3);  // \u00xx is the longest that a byte becomes
+    char* o = out;
+    *o++ = '"';
+    for (size_t i = 0; i < length;) {
+        int c = (unsigned char)text[i], bytes = utf8_length(text + i, length - i);
+        if (c == '"' || c == '\\') {
+            *o++ = '\\';
+            *o++ = (char)c;
+        } else if (c == '\n' || c == '\t' || c == '\r') {
+            *o++ = '\\';
+            *o++ = c == '\n' ? 'n' : c == '\t' ? 't' : 'r';
+        } else if (c < 0x20 || bytes == 0) {
+            // Samples may cut a character in two: what is not UTF-8 becomes the replacement character.
+            o += snprintf(o, 7, "\\u%04x", bytes ? (unsigned)c : 0xfffdu);
+            bytes = 1;
+        } else {
+            memcpy(o, text + i, (size_t)bytes);
+            o += bytes;
+        }
+        i += (size_t)bytes;
+    }
+    *o++ = '"';
+    *o = 0;
+    return out;
+}

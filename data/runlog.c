@@ -1,0 +1,76 @@
+#include "data/runlog.h"
+
+#include <errno.h>
+#include <math.h>
+#include <stdio.h>
+#include <stdlib.h>
+#include <string.h>
+
+#include "data/json.h"
+#include "device/check.h"
+#include "device/files.h"
+
+struct RunLog {
+    char* path;
+    FILE* file;
+};
+
+static void put_line(RunLog* log, const char* line, size_t length) {
+    if (fwrite(line, 1, length, log->file) != length || fputc('\n', log->file) == EOF || fflush(log->file) != 0)
+        die(EXIT_FAILED, "cannot write %s: %s", log->path, strerror(errno));
+}
+
+// Writes the lines of an earlier run's log that belong to steps up to last_step.
+static void keep_lines(RunLog* log, const char* text, int64_t last_step) {
+    const char* line = strchr(text, '\n');  // behind the old configuration
+    while (line && *++line) {
+        const char* end = strchr(line, '\n');
+        if (!end) return;  // torn by a kill
+        char error[64];
+        Json* json = json_parse(line, (size_t)(end - line), error, sizeof(error));
+        int64_t step = json ? json_int(json, "step", INT64_MAX) : INT64_MAX;
+        json_free(json);
+        if (step > last_step) return;
+        put_line(log, line, (size_t)(end - line));
+        line = end;
+    }
+}
+
+RunLog* runlog_open(const char* folder, const char* config_json, int64_t last_step) {
+    RunLog* log = (RunLog*)host_alloc(sizeof(RunLog));
+    log->path = host_format("%s/log.jsonl", folder);
+    char *beside = host_format("%s.tmp", log->path), *old = read_file(log->path, NULL);
+    log->file = fopen(beside, "w");
+    if (!log->file) die(EXIT_FAILED, "cannot write %s: %s", beside, strerror(errno));
+    put_line(log, config_json, strlen(config_json));
+    if (old) keep_lines(log, old, last_step);
+    if (rename(beside, log->path) != 0) die(EXIT_FAILED, "cannot rename %s to %s: %s", beside, log->path, strerror(errno));
+    free(beside);
+    free(old);
+    return log;
+}
+
+static const char* number(char text[32], double x) {
+    if (isfinite(x)) snprintf(text, 32, "%.9g", x);
+    else snprintf(text, 32, "null");
+    return text;
+}
+
+void runlog_add(RunLog* log, const StepRecord* r) {
+    char a[32], b[32], c[32], d[32], e[32], f[32], g[32], h[32], i[32];
+    char* val = isnan(r->val_loss) ? host_strdup("") : host_format("\"val_loss\": %s, ", number(i, r->val_loss));
+    char* line = host_format(
+        "{\"step\": %lld, \"loss\": %s, \"grad_norm\": %s, \"lr\": %s, \"ms\": %s, \"tokens_per_s\": %s, \"mfu\": %s, "
+        "%s\"load_max_over_mean\": %s, \"mem_gib\": %s}",
+        (long long)r->step, number(a, r->loss), number(b, r->grad_norm), number(c, r->lr), number(d, r->ms),
+        number(e, r->tokens_per_s), number(f, r->mfu), val, number(g, r->load_max_over_mean), number(h, r->mem_gib));
+    put_line(log, line, strlen(line));
+    free(val);
+    free(line);
+}
+
+void runlog_close(RunLog* log) {
+    if (fclose(log->file) != 0) die(EXIT_FAILED, "cannot write %s: %s", log->path, strerror(errno));
+    free(log->path);
+    free(log);
+}

@@ -1,0 +1,286 @@
+#include "data/safetensors.h"
+
+#include <errno.h>
+#include <fcntl.h>
+#include <stdarg.h>
+#include <stdbool.h>
+#include <stdio.h>
+#include <stdlib.h>
+#include <string.h>
+#include <sys/stat.h>
+#include <unistd.h>
+
+#include "device/check.h"
+
+#if defined(__BYTE_ORDER__) && __BYTE_ORDER__ != __ORDER_LITTLE_ENDIAN__
+#error "files are little-endian and are read as they are: this needs a little-endian machine"
+#endif
+
+static const int64_t MAX_HEADER = 100 * 1000 * 1000;  // the format's own limit
+
+typedef struct DtypeInfo {
+    const char* name;
+    size_t bytes;
+} DtypeInfo;
+static const DtypeInfo dtypes[ST_DTYPES] = {{"F64", 8}, {"F32", 4}, {"BF16", 2}, {"I64", 8}, {"I32", 4}, {"U8", 1}};
+
+size_t st_dtype_bytes(StDtype dtype) { return dtypes[dtype].bytes; }
+const char* st_dtype_name(StDtype dtype) { return dtypes[dtype].name; }
+
+// Where a message goes. Says "path: reason".
+typedef struct Report {
+    const char* path;
+    char* error;
+    size_t size;
+} Report;
+
+static bool fail(const Report* report, const char* format, ...) PRINTF_LIKE(2, 3);
+static bool fail(const Report* report, const char* format, ...) {
+    if (report->size == 0) return false;
+    int n = snprintf(report->error, report->size, "%s: ", report->path);
+    if (n < 0 || (size_t)n >= report->size) return false;
+    va_list args;
+    va_start(args, format);
+    vsnprintf(report->error + n, report->size - (size_t)n, format, args);
+    va_end(args);
+    return false;
+}
+
+// 0, or -1 with errno set; a file that ends early is EIO.
+static int read_fully(int fd, void* out, int64_t bytes, int64_t offset) {
+    char* to = (char*)out;
+    while (bytes > 0) {
+        ssize_t n = pread(fd, to, (size_t)bytes, (off_t)offset);
+        if (n < 0 && errno == EINTR) continue;
+        if (n == 0) errno = EIO;
+        if (n <= 0) return -1;
+        to += n;
+        offset += n;
+        bytes -= n;
+    }
+    return 0;
+}
+
+// A whole number that is not negative.
+static bool is_size(const Json* json) {
+    return json->type == JSON_NUMBER && json->integer >= 0 && (double)json->integer == json->number;
+}
+
+// Fills `tensor` from a header entry; its offset is still relative to the data.
+static bool parse_tensor(const Json* entry, StTensor* tensor, const Report* report) {
+    const char* name = entry->key;
+    const char* dtype = json_text(entry, "dtype");
+    const Json* shape = json_get(entry, "shape");
+    const Json* offsets = json_get(entry, "data_offsets");
+    if (!dtype || !shape || !offsets || shape->type != JSON_ARRAY || offsets->type != JSON_ARRAY)
+        return fail(report, "tensor '%s' needs dtype, shape and data_offsets", name);
+
+    int d = 0;
+    while (d < ST_DTYPES && strcmp(dtype, dtypes[d].name) != 0) d++;
+    if (d == ST_DTYPES)
+        return fail(report, "tensor '%s' has dtype %s; known are F64, F32, BF16, I64, I32, U8", name, dtype);
+    tensor->dtype = (StDtype)d;
+
+    int64_t bytes = (int64_t)dtypes[d].bytes;
+    bool empty = false;
+    for (const Json* n = shape->child; n; n = n->next) {
+        if (!is_size(n)) return fail(report, "tensor '%s' has a shape that is not made of sizes", name);
+        if (tensor->rank == 4) return fail(report, "tensor '%s' has more than 4 dimensions", name);
+        tensor->shape[tensor->rank++] = n->integer;
+        if (n->integer == 0) {
+            empty = true;
+        } else {
+            if (bytes > INT64_MAX / n->integer) return fail(report, "tensor '%s' is too large", name);
+            bytes *= n->integer;
+        }
+    }
+    if (empty) bytes = 0;
+
+    const Json* begin = offsets->child;
+    const Json* end = begin ? begin->next : NULL;
+    if (!end || end->next || !is_size(begin) || !is_size(end) || end->integer < begin->integer)
+        return fail(report, "tensor '%s' has data_offsets that are not [begin, end]", name);
+    if (end->integer - begin->integer != bytes)
+        return fail(report, "tensor '%s' has %lld bytes of data, its shape and dtype need %lld", name,
+                    (long long)(end->integer - begin->integer), (long long)bytes);
+    tensor->name = host_strdup(name);
+    tensor->offset = begin->integer;
+    tensor->bytes = bytes;
+    return true;
+}
+
+static int by_offset(const void* a, const void* b) {
+    const StTensor *x = (const StTensor*)a, *y = (const StTensor*)b;
+    if (x->offset != y->offset) return x->offset < y->offset ? -1 : 1;
+    return (x->bytes > y->bytes) - (x->bytes < y->bytes);  // empty tensors before the one that starts there
+}
+
+static int by_name(const void* a, const void* b) { return strcmp(*(const char* const*)a, *(const char* const*)b); }
+
+static bool names_unique(const SafeTensors* st, const Report* report) {
+    const char** names = (const char**)host_alloc((size_t)st->count * sizeof(char*));
+    for (int i = 0; i < st->count; i++) names[i] = st->tensors[i].name;
+    qsort((void*)names, (size_t)st->count, sizeof(char*), by_name);
+    bool unique = true;
+    for (int i = 1; i < st->count && unique; i++)
+        if (strcmp(names[i - 1], names[i]) == 0) unique = fail(report, "two tensors are named '%s'", names[i]);
+    free((void*)names);
+    return unique;
+}
+
+// The tensors, in order of offset, must cover [0, data) exactly. Makes the offsets those of the file.
+static bool offsets_tile(SafeTensors* st, int64_t data_start, int64_t data, const Report* report) {
+    qsort(st->tensors, (size_t)st->count, sizeof(StTensor), by_offset);
+    int64_t at = 0;
+    for (int i = 0; i < st->count; i++) {
+        StTensor* t = &st->tensors[i];
+        if (t->offset > data || t->bytes > data - t->offset)
+            return fail(report, "tensor '%s' ends at byte %lld of the data, the file holds %lld: it was cut off",
+                        t->name, (long long)(t->offset + t->bytes), (long long)data);
+        if (t->offset < at) return fail(report, "tensors '%s' and '%s' overlap", st->tensors[i - 1].name, t->name);
+        if (t->offset > at)
+            return fail(report, "%lld bytes before tensor '%s' belong to no tensor", (long long)(t->offset - at),
+                        t->name);
+        at += t->bytes;
+        t->offset += data_start;
+    }
+    if (at != data)
+        return fail(report, "%lld bytes behind the last tensor belong to no tensor", (long long)(data - at));
+    return true;
+}
+
+static bool metadata_ok(const Json* metadata, const Report* report) {
+    bool ok = metadata->type == JSON_OBJECT;
+    for (const Json* m = metadata->child; ok && m; m = m->next) ok = m->type == JSON_STRING;
+    return ok ? true : fail(report, "__metadata__ must be an object of strings");
+}
+
+static bool parse_header(SafeTensors* st, const char* text, int64_t length, const Report* report) {
+    char reason[256];
+    st->header = json_parse(text, (size_t)length, reason, sizeof(reason));
+    if (!st->header) return fail(report, "header: %s (counted from byte 8 of the file)", reason);
+    if (st->header->type != JSON_OBJECT) return fail(report, "the header is not a JSON object");
+    st->tensors = (StTensor*)host_alloc((size_t)json_count(st->header) * sizeof(StTensor));
+    int metadata = 0;
+    for (const Json* entry = st->header->child; entry; entry = entry->next) {
+        if (strcmp(entry->key, "__metadata__") == 0) {
+            if (metadata++) return fail(report, "__metadata__ is there twice");
+            if (!metadata_ok(entry, report)) return false;
+        } else {
+            if (!parse_tensor(entry, &st->tensors[st->count], report)) return false;
+            st->count++;
+        }
+    }
+    return names_unique(st, report);
+}
+
+static bool open_checked(SafeTensors* st, const Report* report) {
+    st->fd = open(st->path, O_RDONLY | O_CLOEXEC);
+    if (st->fd < 0) return fail(report, "cannot open: %s", strerror(errno));
+    struct stat info;
+    if (fstat(st->fd, &info) != 0) return fail(report, "cannot stat: %s", strerror(errno));
+    if (!S_ISREG(info.st_mode)) return fail(report, "not a file");
+    int64_t size = (int64_t)info.st_size;
+    if (size < 8) return fail(report, "%lld bytes are too few for a safetensors file", (long long)size);
+
+    uint64_t length;
+    if (read_fully(st->fd, &length, 8, 0) != 0) return fail(report, "cannot read: %s", strerror(errno));
+    if (length > (uint64_t)MAX_HEADER)
+        return fail(report, "byte 0 gives a header of %llu bytes, more than the format allows: not a safetensors file",
+                    (unsigned long long)length);
+    if ((int64_t)length > size - 8)
+        return fail(report, "byte 0 gives a header of %llu bytes, the file has %lld: it was cut off",
+                    (unsigned long long)length, (long long)size);
+    char* text = (char*)host_alloc((size_t)length + 1);
+    bool ok = read_fully(st->fd, text, (int64_t)length, 8) == 0;
+    if (!ok) fail(report, "cannot read the header: %s", strerror(errno));
+    ok = ok && parse_header(st, text, (int64_t)length, report);
+    free(text);
+    return ok && offsets_tile(st, 8 + (int64_t)length, size - 8 - (int64_t)length, report);
+}
+
+SafeTensors* st_open(const char* path, char* error, size_t error_size) {
+    SafeTensors* st = (SafeTensors*)host_alloc(sizeof(SafeTensors));
+    st->path = host_strdup(path);
+    st->fd = -1;
+    Report report = {st->path, error, error_size};
+    if (open_checked(st, &report)) return st;
+    st_close(st);
+    return NULL;
+}
+
+void st_close(SafeTensors* st) {
+    if (!st) return;
+    if (st->fd >= 0) close(st->fd);
+    for (int i = 0; i < st->count; i++) free(st->tensors[i].name);
+    free(st->tensors);
+    json_free(st->header);
+    free(st->path);
+    free(st);
+}
+
+const StTensor* st_find(const SafeTensors* st, const char* name) {
+    for (int i = 0; i < st->count; i++)
+        if (strcmp(st->tensors[i].name, name) == 0) return &st->tensors[i];
+    return NULL;
+}
+
+const char* st_metadata(const SafeTensors* st, const char* key) {
+    return json_text(json_get(st->header, "__metadata__"), key);
+}
+
+int st_read(const SafeTensors* st, const StTensor* tensor, int64_t first, int64_t count, void* out) {
+    int64_t size = (int64_t)st_dtype_bytes(tensor->dtype), elements = tensor->bytes / size;
+    if (first < 0 || count < 0 || first > elements || count > elements - first) {
+        errno = EINVAL;
+        return -1;
+    }
+    return read_fully(st->fd, out, count * size, tensor->offset + first * size);
+}
+
+char* st_plan_header(StTensor* tensors, int count, const char* const* metadata, int64_t* size) {
+    char* text = NULL;
+    size_t length = 0;
+    FILE* f = open_memstream(&text, &length);
+    ASSERT(f != NULL);
+    fprintf(f, "%8s{", "");  // the length comes last
+    const char* comma = "";
+    if (metadata && metadata[0]) {
+        fprintf(f, "\"__metadata__\":{");
+        for (int i = 0; metadata[i]; i += 2) {
+            char *key = json_quote(metadata[i]), *value = json_quote(metadata[i + 1]);
+            fprintf(f, "%s%s:%s", i ? "," : "", key, value);
+            free(key);
+            free(value);
+        }
+        fprintf(f, "}");
+        comma = ",";
+    }
+    int64_t at = 0;
+    for (int i = 0; i < count; i++) {
+        StTensor* t = &tensors[i];
+        ASSERT(t->rank >= 0 && t->rank <= 4);
+        char* name = json_quote(t->name);
+        fprintf(f, "%s%s:{\"dtype\":\"%s\",\"shape\":[", comma, name, st_dtype_name(t->dtype));
+        free(name);
+        t->bytes = (int64_t)st_dtype_bytes(t->dtype);
+        for (int d = 0; d < t->rank; d++) {
+            fprintf(f, "%s%lld", d ? "," : "", (long long)t->shape[d]);
+            t->bytes *= t->shape[d];
+        }
+        fprintf(f, "],\"data_offsets\":[%lld,%lld]}", (long long)at, (long long)(at + t->bytes));
+        t->offset = at;
+        at += t->bytes;
+        comma = ",";
+    }
+    fprintf(f, "}");
+    fflush(f);
+    fprintf(f, "%*s", (int)((8 - length % 8) % 8), "");
+    int failed = ferror(f) | fclose(f);
+    if (failed) die(EXIT_FAILED, "out of host memory while a safetensors header was built");
+    uint64_t json_bytes = (uint64_t)length - 8;
+    memcpy(text, &json_bytes, 8);
+    for (int i = 0; i < count; i++) tensors[i].offset += (int64_t)length;
+    *size = (int64_t)length;
+    return text;
+}

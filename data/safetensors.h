@@ -1,0 +1,48 @@
+// safetensors files (https://github.com/huggingface/safetensors, "Format"): 8-byte little-endian header length, JSON header
+// {name: {dtype, shape, data_offsets}, "__metadata__": {..}}, then the bytes.
+#ifndef DATA_SAFETENSORS_H
+#define DATA_SAFETENSORS_H
+
+#include "data/json.h"
+#include "device/types.h"
+
+BEGIN_C
+
+typedef enum { ST_F64, ST_F32, ST_BF16, ST_I64, ST_I32, ST_U8, ST_DTYPES } StDtype;
+size_t st_dtype_bytes(StDtype dtype);
+const char* st_dtype_name(StDtype dtype);
+
+typedef struct StTensor {
+    char* name;
+    StDtype dtype;
+    int rank;
+    int64_t shape[4];
+    int64_t offset;  // of the first byte, from the start of the file
+    int64_t bytes;
+} StTensor;
+
+typedef struct SafeTensors {
+    char* path;
+    int count;
+    StTensor* tensors;
+    Json* header;  // with "__metadata__"
+    int fd;
+} SafeTensors;
+
+// Opens and checks everything the header claims (names unique, offsets inside the file, bytes = shape * dtype, no overlap
+// and no hole, as the format demands). NULL on error with a message that names the file.
+SafeTensors* st_open(const char* path, char* error, size_t error_size);
+void st_close(SafeTensors* st);
+const StTensor* st_find(const SafeTensors* st, const char* name);      // NULL if absent
+const char* st_metadata(const SafeTensors* st, const char* key);       // NULL if absent
+// Reads elements first .. first + count - 1 of a tensor as they are stored. 0, or -1 with errno set.
+int st_read(const SafeTensors* st, const StTensor* tensor, int64_t first, int64_t count, void* out);
+
+// Plans a file: gives the tensors (name, dtype, rank, shape) their offset and bytes, in the order given, and returns the
+// header (8-byte length included, padded with spaces to a multiple of 8) in fresh memory and its size in *size. metadata:
+// {key, value} pairs, ended by NULL, or NULL. The data begin at *size.
+char* st_plan_header(StTensor* tensors, int count, const char* const* metadata, int64_t* size);
+
+END_C
+
+#endif

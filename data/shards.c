@@ -1,0 +1,350 @@
+// Shards are read with pread: no mapping, so that a file that is cut off under us is a message and not a SIGBUS.
+#include "data/shards.h"
+
+#include <errno.h>
+#include <fcntl.h>
+#include <glob.h>
+#include <pthread.h>
+#include <signal.h>
+#include <stdbool.h>
+#include <stdio.h>
+#include <stdlib.h>
+#include <string.h>
+#include <sys/resource.h>
+#include <sys/stat.h>
+#include <unistd.h>
+#include <zlib.h>
+
+#include "device/check.h"
+
+#if defined(__BYTE_ORDER__) && __BYTE_ORDER__ != __ORDER_LITTLE_ENDIAN__
+#error "shards are little-endian and are read as they are: this needs a little-endian machine"
+#endif
+
+enum { HEADER_INTS = 256, HEADER_BYTES = 1024 };
+enum { MAGIC_U16 = 20240520, VERSION_U16 = 1, MAGIC_U32 = 20240801, VERSION_U32 = 7 };
+
+typedef struct Shard {
+    char* path;
+    int fd;
+    int token_bytes;
+    int64_t tokens;
+    int64_t first_window;  // windows of the shards before this one
+} Shard;
+
+struct Shards {
+    char* option;
+    int64_t T;
+    int count;
+    Shard* files;
+    int64_t windows;
+    int64_t tokens;
+    uint32_t hash;
+};
+
+// Reads up to `bytes` bytes; fewer only at the end of the file. -1 with errno set on error.
+static int64_t read_at(int fd, void* out, int64_t bytes, int64_t offset) {
+    int64_t done = 0;
+    while (done < bytes) {
+        ssize_t n = pread(fd, (char*)out + done, (size_t)(bytes - done), (off_t)(offset + done));
+        if (n < 0 && errno == EINTR) continue;
+        if (n < 0) return -1;
+        if (n == 0) break;
+        done += n;
+    }
+    return done;
+}
+
+static int64_t windows_in(int64_t tokens, int64_t T) { return tokens > T ? (tokens - 1) / T : 0; }
+
+// All shards stay open, and a large set has more files than the usual soft limit (1024) allows: where open fails for
+// that, the limit is raised to the hard one.
+static int open_file(const char* path) {
+    int fd = open(path, O_RDONLY | O_CLOEXEC);
+    struct rlimit limit;
+    if (fd >= 0 || errno != EMFILE || getrlimit(RLIMIT_NOFILE, &limit) != 0) return fd;
+    limit.rlim_cur = limit.rlim_max;
+    if (setrlimit(RLIMIT_NOFILE, &limit) != 0) return -1;
+    return open(path, O_RDONLY | O_CLOEXEC);
+}
+
+static void open_shard(Shards* s, Shard* shard, const char* path) {
+    shard->path = host_strdup(path);
+    shard->fd = open_file(path);
+    if (shard->fd < 0)
+        die(EXIT_FAILED, "%s: %s: cannot open: %s%s", s->option, path, strerror(errno),
+            errno == EMFILE ? "; allow more open files (ulimit -n)" : "");
+    struct stat info;
+    if (fstat(shard->fd, &info) != 0) die(EXIT_FAILED, "%s: %s: cannot stat: %s", s->option, path, strerror(errno));
+    if (!S_ISREG(info.st_mode)) die(EXIT_FAILED, "%s: %s: not a file; shards are files of tokens", s->option, path);
+
+    int32_t header[HEADER_INTS];
+    int64_t got = read_at(shard->fd, header, HEADER_BYTES, 0);
+    if (got < 0) die(EXIT_FAILED, "%s: %s: cannot read the header: %s", s->option, path, strerror(errno));
+    if (got < HEADER_BYTES)
+        die(EXIT_FAILED, "%s: %s: byte %lld: the file ends inside the header of %d bytes", s->option, path,
+            (long long)got, HEADER_BYTES);
+    if (header[0] != MAGIC_U16 && header[0] != MAGIC_U32)
+        die(EXIT_FAILED,
+            "%s: %s: byte 0: magic number %d is neither %d (uint16 tokens) nor %d (uint32 tokens): not a shard; "
+            "scripts/prepare_text.py makes shards from text",
+            s->option, path, header[0], MAGIC_U16, MAGIC_U32);
+    bool wide = header[0] == MAGIC_U32;
+    int version = wide ? VERSION_U32 : VERSION_U16;
+    if (header[1] != version)
+        die(EXIT_FAILED, "%s: %s: byte 4: version %d, with magic number %d it must be %d", s->option, path, header[1],
+            header[0], version);
+    shard->token_bytes = wide ? 4 : 2;
+    shard->tokens = header[2];
+    int64_t expected = HEADER_BYTES + shard->tokens * shard->token_bytes;
+    if (shard->tokens < 0 || expected != (int64_t)info.st_size)
+        die(EXIT_FAILED,
+            "%s: %s: byte 8: the header counts %d tokens of %d bytes, a file of %lld bytes, but the file has %lld: "
+            "it was cut off or altered; write it again",
+            s->option, path, header[2], shard->token_bytes, (long long)expected, (long long)info.st_size);
+
+    const char* slash = strrchr(path, '/');
+    const char* name = slash ? slash + 1 : path;
+    int64_t size = (int64_t)info.st_size;
+    uLong crc = crc32(s->hash, (const Bytef*)name, (uInt)strlen(name) + 1);
+    crc = crc32(crc, (const Bytef*)&size, sizeof(size));
+    s->hash = (uint32_t)crc32(crc, (const Bytef*)header, HEADER_BYTES);
+
+    shard->first_window = s->windows;
+    s->windows += windows_in(shard->tokens, s->T);
+    s->tokens += shard->tokens;
+}
+
+Shards* shards_open(const char* option, const char* pattern, int64_t T) {
+    ASSERT(T > 0);
+    Shards* s = (Shards*)host_alloc(sizeof(Shards));
+    s->option = host_strdup(option);
+    s->T = T;
+    glob_t found;
+    int rc = glob(pattern, GLOB_ERR, NULL, &found);
+    if (rc == GLOB_NOMATCH)
+        die(EXIT_FAILED, "%s: no file matches '%s'; scripts/prepare_text.py makes shards from text", option, pattern);
+    if (rc != 0) die(EXIT_FAILED, "%s: cannot list '%s': %s", option, pattern, strerror(errno));
+    s->count = (int)found.gl_pathc;
+    s->files = (Shard*)host_alloc(found.gl_pathc * sizeof(Shard));
+    for (int i = 0; i < s->count; i++) open_shard(s, &s->files[i], found.gl_pathv[i]);
+    globfree(&found);
+    if (s->windows == 0) {
+        int64_t longest = 0;
+        for (int i = 0; i < s->count; i++)
+            if (s->files[i].tokens > longest) longest = s->files[i].tokens;
+        die(EXIT_FAILED,
+            "%s: no shard of '%s' holds a window of %lld tokens (--seq-len %lld and one more): the longest of %d has "
+            "%lld; lower --seq-len or prepare more text",
+            option, pattern, (long long)T + 1, (long long)T, s->count, (long long)longest);
+    }
+    return s;
+}
+
+void shards_close(Shards* shards) {
+    if (!shards) return;
+    for (int i = 0; i < shards->count; i++) {
+        close(shards->files[i].fd);
+        free(shards->files[i].path);
+    }
+    free(shards->files);
+    free(shards->option);
+    free(shards);
+}
+
+int64_t shards_windows(const Shards* shards) { return shards->windows; }
+int64_t shards_tokens(const Shards* shards) { return shards->tokens; }
+int shards_count(const Shards* shards) { return shards->count; }
+uint32_t shards_hash(const Shards* shards) { return shards->hash; }
+
+// The last shard that starts at window `index` or before it. Shards without a window share their start with the next.
+static const Shard* find_shard(const Shards* s, int64_t index) {
+    int low = 0, high = s->count;
+    while (high - low > 1) {
+        int middle = low + (high - low) / 2;
+        if (s->files[middle].first_window <= index)
+            low = middle;
+        else
+            high = middle;
+    }
+    return &s->files[low];
+}
+
+// shards_read, but with the message of a failure as its result (in fresh memory) and NULL for success: the loader's
+// thread reads windows that the run may never use, and those must not end it.
+static char* read_window(const Shards* s, int64_t index, int32_t V, int32_t* input, int32_t* target) {
+    unsigned char raw[16384];
+    const Shard* shard = find_shard(s, index);
+    int64_t T = s->T, width = shard->token_bytes, chunk = (int64_t)sizeof(raw) / width;
+    int64_t start = HEADER_BYTES + (index - shard->first_window) * T * width;
+    for (int64_t t = 0; t < T + 1; t += chunk) {
+        int64_t n = T + 1 - t < chunk ? T + 1 - t : chunk;
+        int64_t got = read_at(shard->fd, raw, n * width, start + t * width);
+        if (got < 0)
+            return host_format("%s: %s: byte %lld: cannot read: %s", s->option, shard->path,
+                               (long long)(start + t * width), strerror(errno));
+        if (got < n * width)
+            return host_format("%s: %s: byte %lld: the file ends here; it was longer when the run began", s->option,
+                               shard->path, (long long)(start + t * width + got));
+        for (int64_t i = 0; i < n; i++) {
+            uint32_t id = 0;
+            memcpy(&id, raw + i * width, (size_t)width);
+            if ((int64_t)id >= V)
+                return host_format(
+                    "%s: %s: byte %lld: token %u is outside the vocabulary (--vocab %d): these shards were made with "
+                    "another tokenizer",
+                    s->option, shard->path, (long long)(start + (t + i) * width), id, V);
+            if (t + i < T) input[t + i] = (int32_t)id;
+            if (t + i > 0) target[t + i - 1] = (int32_t)id;
+        }
+    }
+    return NULL;
+}
+
+void shards_read(const Shards* shards, int64_t index, int32_t V, int32_t* input, int32_t* target) {
+    ASSERT(index >= 0 && index < shards->windows);
+    char* error = read_window(shards, index, V, input, target);
+    if (error) die(EXIT_FAILED, "%s", error);
+}
+
+// ---- Order
+
+// The finalizer of SplitMix64 (Steele, Lea & Flood 2014; Stafford's variant 13): every bit of x reaches every bit out.
+static uint64_t mix64(uint64_t x) {
+    x = (x ^ (x >> 30)) * 0xbf58476d1ce4e5b9u;
+    x = (x ^ (x >> 27)) * 0x94d049bb133111ebu;
+    return x ^ (x >> 31);
+}
+
+int64_t shards_permute(uint64_t seed, int64_t epoch, int64_t i, int64_t n) {
+    const uint64_t golden = 0x9e3779b97f4a7c15u;  // 2^64 / golden ratio: spreads consecutive numbers
+    enum { ROUNDS = 8 };
+    ASSERT(i >= 0 && i < n);
+    int half = 1;
+    while (half < 31 && ((uint64_t)1 << (2 * half)) < (uint64_t)n) half++;
+    uint64_t mask = ((uint64_t)1 << half) - 1;
+    uint64_t key = mix64(mix64(seed + golden) + ((uint64_t)epoch + 1) * golden);
+    uint64_t x = (uint64_t)i;
+    // The network permutes 0 .. 4^half - 1, less than 4 n. Walking its cycle from i must come back below n, at i at the
+    // latest.
+    do {
+        uint64_t left = x >> half, right = x & mask;
+        for (int round = 0; round < ROUNDS; round++) {
+            uint64_t f = mix64(key + ((uint64_t)round << 32) + right * golden);
+            uint64_t next = left ^ (f & mask);
+            left = right;
+            right = next;
+        }
+        x = (left << half) | right;
+    } while (x >= (uint64_t)n);
+    return (int64_t)x;
+}
+
+// ---- Loader
+
+// One micro-batch in use, the others read ahead.
+enum { RING = 4 };
+
+typedef struct Slot {
+    int32_t* input;   // (batch, T)
+    int32_t* target;  // (batch, T)
+    char* error;      // why this micro-batch could not be read
+} Slot;
+
+struct Loader {
+    const Shards* shards;
+    int64_t batch;
+    int32_t V;
+    LoaderOrder order;
+    Slot ring[RING];
+    pthread_t thread;
+    pthread_mutex_t mutex;  // guards the three below
+    pthread_cond_t changed;
+    int64_t filled;    // micro-batches read so far
+    int64_t released;  // micro-batches the caller is done with
+    bool stopping;
+    int64_t taken;  // micro-batches handed out; the caller's alone
+};
+
+static void fill(const Loader* loader, Slot* slot, int64_t micro_batch) {
+    int64_t n = shards_windows(loader->shards), T = loader->shards->T;
+    for (int64_t b = 0; b < loader->batch && !slot->error; b++) {
+        int64_t w = loader->order.first + micro_batch * loader->order.stride + b;
+        if (loader->order.wrap > 0) w %= loader->order.wrap;
+        int64_t index = shards_permute(loader->order.seed, w / n, w % n, n);
+        slot->error = read_window(loader->shards, index, loader->V, slot->input + b * T, slot->target + b * T);
+    }
+}
+
+static void* loader_thread(void* argument) {
+    Loader* loader = (Loader*)argument;
+    pthread_mutex_lock(&loader->mutex);
+    for (int64_t micro_batch = 0;; micro_batch++) {
+        while (!loader->stopping && micro_batch - loader->released >= RING)
+            pthread_cond_wait(&loader->changed, &loader->mutex);
+        if (loader->stopping) break;
+        pthread_mutex_unlock(&loader->mutex);
+        Slot* slot = &loader->ring[micro_batch % RING];
+        fill(loader, slot, micro_batch);
+        pthread_mutex_lock(&loader->mutex);
+        loader->filled = micro_batch + 1;
+        pthread_cond_broadcast(&loader->changed);
+        if (slot->error) break;  // nothing behind an error is handed out
+    }
+    pthread_mutex_unlock(&loader->mutex);
+    return NULL;
+}
+
+Loader* loader_start(const Shards* shards, int64_t batch, int32_t V, LoaderOrder order) {
+    ASSERT(batch > 0 && order.first >= 0 && order.stride >= 0 && order.wrap >= 0);
+    Loader* loader = (Loader*)host_alloc(sizeof(Loader));
+    loader->shards = shards;
+    loader->batch = batch;
+    loader->V = V;
+    loader->order = order;
+    size_t bytes = (size_t)(batch * shards->T) * sizeof(int32_t);
+    for (int i = 0; i < RING; i++) {
+        loader->ring[i].input = (int32_t*)host_alloc(bytes);
+        loader->ring[i].target = (int32_t*)host_alloc(bytes);
+    }
+    pthread_mutex_init(&loader->mutex, NULL);
+    pthread_cond_init(&loader->changed, NULL);
+    // Signals are the main thread's: it saves on SIGTERM.
+    sigset_t all, before;
+    sigfillset(&all);
+    pthread_sigmask(SIG_SETMASK, &all, &before);
+    int rc = pthread_create(&loader->thread, NULL, loader_thread, loader);
+    pthread_sigmask(SIG_SETMASK, &before, NULL);
+    if (rc != 0) die(EXIT_FAILED, "cannot start the thread that reads %s: %s", shards->option, strerror(rc));
+    return loader;
+}
+
+void loader_stop(Loader* loader) {
+    if (!loader) return;
+    pthread_mutex_lock(&loader->mutex);
+    loader->stopping = true;
+    pthread_cond_broadcast(&loader->changed);
+    pthread_mutex_unlock(&loader->mutex);
+    pthread_join(loader->thread, NULL);
+    pthread_cond_destroy(&loader->changed);
+    pthread_mutex_destroy(&loader->mutex);
+    for (int i = 0; i < RING; i++) {
+        free(loader->ring[i].input);
+        free(loader->ring[i].target);
+        free(loader->ring[i].error);
+    }
+    free(loader);
+}
+
+void loader_next(Loader* loader, const int32_t** input, const int32_t** target) {
+    pthread_mutex_lock(&loader->mutex);
+    loader->released = loader->taken;  // what the last call gave is free again
+    pthread_cond_broadcast(&loader->changed);
+    while (loader->filled <= loader->taken) pthread_cond_wait(&loader->changed, &loader->mutex);
+    pthread_mutex_unlock(&loader->mutex);
+    const Slot* slot = &loader->ring[loader->taken % RING];
+    if (slot->error) die(EXIT_FAILED, "%s", slot->error);
+    loader->taken++;
+    *input = slot->input;
+    *target = slot->target;
+}

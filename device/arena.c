@@ -1,0 +1,64 @@
+#include "device/arena.h"
+
+#include <stdlib.h>
+#include <string.h>
+
+#include "device/check.h"
+#include "device/device.h"
+
+size_t element_bytes(Element element, Backend backend) {
+    switch (element) {
+        case ELEMENT_X: return backend == BACKEND_CUDA ? 2 : sizeof(real);
+        case ELEMENT_REAL: return backend == BACKEND_CUDA ? 4 : sizeof(real);
+        case ELEMENT_I32: return 4;
+        case ELEMENT_I64: return 8;
+        case ELEMENT_BYTE: return 1;
+    }
+    return 0;
+}
+
+void arena_init(Arena* arena, const char* purpose, Backend backend) {
+    memset(arena, 0, sizeof(*arena));
+    arena->purpose = purpose;
+    arena->backend = backend;
+}
+
+void arena_add(Arena* arena, const char* name, Element element, int64_t count, int per_token, void** slot) {
+    if (arena->count == arena->room) {
+        arena->room = arena->room ? 2 * arena->room : 64;
+        arena->entries = (ArenaEntry*)realloc(arena->entries, (size_t)arena->room * sizeof(ArenaEntry));
+        if (!arena->entries) die(EXIT_FAILED, "out of host memory for the table of buffers");
+    }
+    ArenaEntry* e = &arena->entries[arena->count++];
+    e->name = name;
+    e->element = element;
+    e->count = count;
+    e->per_token = per_token;
+    e->slot = slot;
+}
+
+static size_t entry_bytes(const Arena* arena, int i) {
+    return ((size_t)arena->entries[i].count * element_bytes(arena->entries[i].element, arena->backend) + 255) / 256 * 256;
+}
+
+size_t arena_bytes(const Arena* arena) {
+    size_t bytes = 0;
+    for (int i = 0; i < arena->count; i++) bytes += entry_bytes(arena, i);
+    return bytes;
+}
+
+void arena_allocate(Arena* arena) {
+    ASSERT(arena->backend == BACKEND);
+    arena->memory = (char*)device_alloc(arena_bytes(arena), arena->purpose);
+    size_t at = 0;
+    for (int i = 0; i < arena->count; i++) {
+        *arena->entries[i].slot = arena->memory + at;
+        at += entry_bytes(arena, i);
+    }
+}
+
+void arena_free(Arena* arena) {
+    device_free(arena->memory);
+    free(arena->entries);
+    memset(arena, 0, sizeof(*arena));
+}

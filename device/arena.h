@@ -1,0 +1,41 @@
+// Memory as a table: every buffer of a purpose is named first, then all are allocated at once. The same table, laid out for
+// either backend, is what --dry-run prints, so prediction and allocation cannot drift apart.
+#ifndef DEVICE_ARENA_H
+#define DEVICE_ARENA_H
+
+#include "device/types.h"
+
+BEGIN_C
+
+typedef enum { ELEMENT_X, ELEMENT_REAL, ELEMENT_I32, ELEMENT_I64, ELEMENT_BYTE } Element;
+
+// Bytes of one element on a backend (BACKEND_CPU or BACKEND_CUDA). floatX: bf16 on CUDA, else real.
+size_t element_bytes(Element element, Backend backend);
+
+typedef struct ArenaEntry {
+    const char* name;
+    Element element;
+    int64_t count;
+    int per_token;  // 1: grows with the tokens of a micro-batch (--dry-run divides by them)
+    void** slot;    // gets the address
+} ArenaEntry;
+
+typedef struct Arena {
+    const char* purpose;
+    Backend backend;
+    int count, room;
+    ArenaEntry* entries;
+    char* memory;
+} Arena;
+
+void arena_init(Arena* arena, const char* purpose, Backend backend);
+// Names a buffer of `count` elements. *slot is set by arena_allocate.
+void arena_add(Arena* arena, const char* name, Element element, int64_t count, int per_token, void** slot);
+size_t arena_bytes(const Arena* arena);  // of all buffers, each rounded up to 256 bytes
+// Allocates all of it as one zeroed piece of device memory and sets every slot.
+void arena_allocate(Arena* arena);
+void arena_free(Arena* arena);
+
+END_C
+
+#endif

@@ -1,0 +1,41 @@
+// How the program ends when it must. Every failure prints one line on stderr, `train_moe: error: ...`, with what failed,
+// where, and what to do about it.
+#ifndef DEVICE_CHECK_H
+#define DEVICE_CHECK_H
+
+#include "device/types.h"
+
+BEGIN_C
+
+// Exit codes of the program (0: done, a save on a signal too).
+enum { EXIT_FAILED = 1, EXIT_USAGE = 2 };
+
+#if defined(__GNUC__)
+#define PRINTF_LIKE(f, a) __attribute__((format(printf, f, a)))
+#define NORETURN __attribute__((noreturn))
+#else
+#define PRINTF_LIKE(f, a)
+#define NORETURN
+#endif
+
+// Prints "train_moe: error: <message>" and ends the run with `code`.
+NORETURN void die(int code, const char* format, ...) PRINTF_LIKE(2, 3);
+
+// Prints "train_moe: warning: <message>".
+void warn(const char* format, ...) PRINTF_LIKE(1, 2);
+
+// A broken promise inside the program (a bug, not bad input): file:line and the condition.
+#define ASSERT(condition)                                                                                              \
+    do {                                                                                                               \
+        if (!(condition)) die(EXIT_FAILED, "%s:%d: internal check failed: %s", __FILE__, __LINE__, #condition);        \
+    } while (0)
+
+// malloc and strdup that never return NULL. Zeroed. For host memory outside the training step.
+void* host_alloc(size_t bytes);
+char* host_strdup(const char* text);
+// printf into a fresh string of the right length; the caller frees it.
+char* host_format(const char* format, ...) PRINTF_LIKE(1, 2);
+
+END_C
+
+#endif

@@ -1,0 +1,52 @@
+// What the reference ops (x.c) share: the CPU's Ctx and matrix products. Not for host code.
+#ifndef DEVICE_CPU_H
+#define DEVICE_CPU_H
+
+#include <cblas.h>
+#include <omp.h>
+#include <tgmath.h>
+
+#include "device/check.h"
+#include "device/device.h"
+
+// glibc's libmvec has exp for whole vectors (4 ulp); its headers offer it under -ffast-math only, which we do not use.
+#if defined(__x86_64__) && defined(__GLIBC__) && defined(__GNUC__) && !defined(__clang__)
+__attribute__((simd("notinbranch"))) float (expf)(float);
+__attribute__((simd("notinbranch"))) double (exp)(double);
+#endif
+
+struct Ctx {
+    int threads;
+    char* workspace;
+    size_t workspace_bytes;
+    char name[128];
+};
+
+// Parallelism is over tiles of the output whose size never depends on the number of threads, so the bits do not either.
+enum { TILE = 128 };
+
+static inline int64_t min_i64(int64_t a, int64_t b) { return a < b ? a : b; }
+static inline int64_t ceil_div(int64_t a, int64_t b) { return (a + b - 1) / b; }
+
+// This thread's number inside a parallel region: where its scratch lies.
+static inline int thread_index(void) { return omp_get_thread_num(); }
+
+// The workspace as `count` elements of real; ends the run if the op asks for more than its x_workspace said.
+static inline real* ctx_workspace(Ctx* ctx, int64_t count) {
+    ASSERT((size_t)count * sizeof(real) <= ctx->workspace_bytes);
+    return (real*)ctx->workspace;
+}
+
+// C (m x n, row stride ldc) = alpha * op(A) op(B) + beta * C, row-major, by one thread.
+static inline void gemm(int transpose_a, int transpose_b, int64_t m, int64_t n, int64_t k, real alpha, const real* a,
+                        int64_t lda, const real* b, int64_t ldb, real beta, real* c, int64_t ldc) {
+    if (m == 0 || n == 0) return;
+    enum CBLAS_TRANSPOSE ta = transpose_a ? CblasTrans : CblasNoTrans, tb = transpose_b ? CblasTrans : CblasNoTrans;
+#ifdef F64
+    cblas_dgemm(CblasRowMajor, ta, tb, (int)m, (int)n, (int)k, alpha, a, (int)lda, b, (int)ldb, beta, c, (int)ldc);
+#else
+    cblas_sgemm(CblasRowMajor, ta, tb, (int)m, (int)n, (int)k, alpha, a, (int)lda, b, (int)ldb, beta, c, (int)ldc);
+#endif
+}
+
+#endif

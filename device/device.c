@@ -1,0 +1,97 @@
+#include <omp.h>
+#include <stdio.h>
+#include <stdlib.h>
+#include <string.h>
+#include <sys/resource.h>
+#include <time.h>
+
+#include "device/cpu.h"
+
+// OpenBLAS's own controls; absent (NULL) with another CBLAS.
+extern void openblas_set_num_threads(int n) __attribute__((weak));
+extern char* openblas_get_corename(void) __attribute__((weak));
+
+struct Fetch {
+    size_t bytes;
+    void* host;
+};
+
+struct Stopwatch {
+    double start, stop;
+};
+
+Ctx* ctx_create(size_t workspace) {
+    Ctx* ctx = (Ctx*)host_alloc(sizeof(Ctx));
+    ctx->threads = device_workers();
+    ctx->workspace = (char*)device_alloc(workspace, "workspace");
+    ctx->workspace_bytes = workspace;
+    // The parallelism is ours: every product runs on one thread, so its bits depend on its shape alone.
+    if (openblas_set_num_threads) openblas_set_num_threads(1);
+    snprintf(ctx->name, sizeof(ctx->name), "CPU, %d thread%s, %s%s%s", ctx->threads, ctx->threads == 1 ? "" : "s",
+             openblas_get_corename ? "OpenBLAS (" : "CBLAS", openblas_get_corename ? openblas_get_corename() : "",
+             openblas_get_corename ? " kernels)" : "");
+    return ctx;
+}
+
+void ctx_destroy(Ctx* ctx) {
+    device_free(ctx->workspace);
+    free(ctx);
+}
+
+void ctx_sync(Ctx* ctx) { (void)ctx; }
+const char* device_name(Ctx* ctx) { return ctx->name; }
+double device_peak_flops(Ctx* ctx) { return (void)ctx, 0; }
+int device_workers(void) { return omp_get_max_threads(); }
+
+size_t device_peak_memory(void) {
+    struct rusage usage;
+    getrusage(RUSAGE_SELF, &usage);
+    return (size_t)usage.ru_maxrss * 1024;
+}
+
+void* device_alloc(size_t bytes, const char* what) {
+    size_t rounded = (bytes + 255) / 256 * 256;
+    void* p = aligned_alloc(256, rounded ? rounded : 256);
+    if (!p)
+        die(EXIT_FAILED, "out of memory: %.2f GiB for %s; use a smaller --batch, --seq-len or model", bytes / 0x1p30, what);
+    return memset(p, 0, rounded);
+}
+
+void device_free(void* p) { free(p); }
+void device_zero(void* p, size_t bytes, Ctx* ctx) { (void)ctx, memset(p, 0, bytes); }
+void device_upload(void* to, const void* host, size_t bytes, Ctx* ctx) { (void)ctx, memcpy(to, host, bytes); }
+void device_download(void* host, const void* from, size_t bytes, Ctx* ctx) { (void)ctx, memcpy(host, from, bytes); }
+
+Fetch* fetch_create(size_t bytes) {
+    Fetch* fetch = (Fetch*)host_alloc(sizeof(Fetch));
+    fetch->bytes = bytes;
+    fetch->host = host_alloc(bytes);
+    return fetch;
+}
+
+void fetch_destroy(Fetch* fetch) {
+    free(fetch->host);
+    free(fetch);
+}
+
+void fetch_begin(Fetch* fetch, const void* from, Ctx* ctx) { device_download(fetch->host, from, fetch->bytes, ctx); }
+const void* fetch_end(Fetch* fetch) { return fetch->host; }
+
+static double now(void) {
+    struct timespec t;
+    clock_gettime(CLOCK_MONOTONIC, &t);
+    return (double)t.tv_sec + 1e-9 * (double)t.tv_nsec;
+}
+
+Stopwatch* stopwatch_create(void) { return (Stopwatch*)host_alloc(sizeof(Stopwatch)); }
+void stopwatch_destroy(Stopwatch* watch) { free(watch); }
+void stopwatch_start(Stopwatch* watch, Ctx* ctx) { (void)ctx, watch->start = now(); }
+void stopwatch_stop(Stopwatch* watch, Ctx* ctx) { (void)ctx, watch->stop = now(); }
+double stopwatch_seconds(Stopwatch* watch) { return watch->stop - watch->start; }
+
+void device_to_floatX(floatX* out, const real* in, int64_t n, Ctx* ctx) {
+    (void)ctx;
+    if (out != in) memcpy(out, in, (size_t)n * sizeof(real));
+}
+
+void device_to_real(real* out, const floatX* in, int64_t n, Ctx* ctx) { device_to_floatX(out, in, n, ctx); }

@@ -1,0 +1,151 @@
+#include "device/options.h"
+
+#include <errno.h>
+#include <math.h>
+#include <stdio.h>
+#include <stdlib.h>
+#include <string.h>
+
+#include "device/check.h"
+
+static void* value_at(const Option* o, void* values) { return (char*)values + o->offset; }
+static const void* value_in(const Option* o, const void* values) { return (const char*)values + o->offset; }
+
+// Index of `text` in "a|b|c", -1 if it is none of them.
+static int64_t choice_index(const char* choices, const char* text) {
+    size_t n = strlen(text);
+    int64_t index = 0;
+    for (const char* c = choices; c; index++) {
+        const char* end = strchr(c, '|');
+        size_t length = end ? (size_t)(end - c) : strlen(c);
+        if (length == n && strncmp(c, text, n) == 0) return index;
+        c = end ? end + 1 : NULL;
+    }
+    return -1;
+}
+
+static char* choice_name(const char* choices, int64_t index) {
+    const char* c = choices;
+    while (index-- > 0) c = strchr(c, '|') + 1;
+    const char* end = strchr(c, '|');
+    return host_format("%.*s", end ? (int)(end - c) : (int)strlen(c), c);
+}
+
+void options_set(const Option* o, void* values, const char* text) {
+    char* end = NULL;
+    errno = 0;
+    switch (o->type) {
+        case OPTION_INT: {
+            long long v = strtoll(text, &end, 10);
+            if (end == text || *end || errno)
+                die(EXIT_USAGE, "--%s takes a whole number from %.15g to %.15g, not '%s'", o->name, o->min, o->max, text);
+            if ((double)v < o->min || (double)v > o->max)
+                die(EXIT_USAGE, "--%s %s is out of range: from %.15g to %.15g are allowed", o->name, text, o->min, o->max);
+            *(int64_t*)value_at(o, values) = v;
+            return;
+        }
+        case OPTION_FLOAT: {
+            double v = strtod(text, &end);
+            if (end == text || *end || !isfinite(v))
+                die(EXIT_USAGE, "--%s takes a number from %g to %g, not '%s'", o->name, o->min, o->max, text);
+            if (v < o->min || v > o->max)
+                die(EXIT_USAGE, "--%s %s is out of range: from %g to %g are allowed", o->name, text, o->min, o->max);
+            *(double*)value_at(o, values) = v;
+            return;
+        }
+        case OPTION_CHOICE: {
+            int64_t index = choice_index(o->choices, text);
+            if (index < 0) die(EXIT_USAGE, "--%s takes one of %s, not '%s'", o->name, o->choices, text);
+            *(int64_t*)value_at(o, values) = index;
+            return;
+        }
+        case OPTION_TEXT: *(char**)value_at(o, values) = host_strdup(text); return;
+        case OPTION_FLAG: *(int64_t*)value_at(o, values) = text[0] == '1'; return;
+    }
+}
+
+void options_defaults(const Option* table, int count, void* values) {
+    for (int i = 0; i < count; i++)
+        if (table[i].initial) options_set(&table[i], values, table[i].initial);
+}
+
+// Edit distance (Levenshtein), for "did you mean".
+static int distance(const char* a, const char* b) {
+    int row[64], n = (int)strlen(b);
+    if (n > 63) return 64;
+    for (int j = 0; j <= n; j++) row[j] = j;
+    for (int i = 0; a[i]; i++) {
+        int corner = row[0];
+        row[0] = i + 1;
+        for (int j = 1; j <= n; j++) {
+            int best = corner + (a[i] != b[j - 1]);
+            if (row[j] + 1 < best) best = row[j] + 1;
+            if (row[j - 1] + 1 < best) best = row[j - 1] + 1;
+            corner = row[j];
+            row[j] = best;
+        }
+    }
+    return row[n];
+}
+
+void options_parse(const Option* table, int count, void* values, char* given, int argc, char** argv) {
+    for (int a = 1; a < argc; a++) {
+        const char* name = argv[a];
+        if (strncmp(name, "--", 2) != 0) die(EXIT_USAGE, "'%s' is not an option; options look like --name value (--help lists them)", name);
+        int found = -1, nearest = 0;
+        for (int i = 0; i < count; i++) {
+            if (strcmp(table[i].name, name + 2) == 0) found = i;
+            if (distance(table[i].name, name + 2) < distance(table[nearest].name, name + 2)) nearest = i;
+        }
+        if (found < 0) die(EXIT_USAGE, "unknown option %s; did you mean --%s? (--help lists all)", name, table[nearest].name);
+        if (given[found]) die(EXIT_USAGE, "%s is given twice", name);
+        given[found] = 1;
+        if (table[found].type == OPTION_FLAG) {
+            options_set(&table[found], values, "1");
+            continue;
+        }
+        if (a + 1 >= argc) die(EXIT_USAGE, "%s needs a value", name);
+        options_set(&table[found], values, argv[++a]);
+    }
+}
+
+char* option_text(const Option* o, const void* values) {
+    const void* v = value_in(o, values);
+    switch (o->type) {
+        case OPTION_FLOAT: return host_format("%.9g", *(const double*)v);
+        case OPTION_CHOICE: return choice_name(o->choices, *(const int64_t*)v);
+        case OPTION_TEXT: return host_strdup(*(char* const*)v);
+        default: return host_format("%lld", (long long)*(const int64_t*)v);
+    }
+}
+
+void options_print(const Option* table, int count, const void* values) {
+    int column = 0;
+    for (int i = 0; i < count; i++) {
+        if (i == 0 || strcmp(table[i].group, table[i - 1].group) != 0) column = printf("%s%-10s", i ? "\n" : "", table[i].group);
+        char* text = option_text(&table[i], values);
+        const char* shown = *text ? text : "''";
+        if (column + strlen(table[i].name) + strlen(shown) + 3 > 120) column = printf("\n%-10s", "") - 1;
+        column += printf("  %s %s", table[i].name, shown);
+        free(text);
+    }
+    printf("\n");
+}
+
+void options_help(const Option* table, int count, const char* program) {
+    printf("usage: %s --train GLOB [options]\n", program);
+    for (int i = 0; i < count; i++) {
+        const Option* o = &table[i];
+        if (i == 0 || strcmp(o->group, table[i - 1].group) != 0) printf("\n%s\n", o->group);
+        char* kind = o->type == OPTION_CHOICE ? host_strdup(o->choices)
+                                              : host_strdup(o->type == OPTION_INT     ? "N"
+                                                            : o->type == OPTION_FLOAT ? "X"
+                                                            : o->type == OPTION_TEXT  ? "TEXT"
+                                                                                      : "");
+        char* usage = host_format("--%s %s", o->name, kind);
+        const char* initial = o->type == OPTION_FLAG ? "off" : o->initial ? o->initial : "the model's";
+        printf("  %-34s %s [%s]\n", usage, o->help, *initial ? initial : "none");
+        free(usage);
+        free(kind);
+    }
+}

@@ -1,0 +1,48 @@
+// Options as one table: it parses the command line, prints --help and the configuration, and writes the checkpoint's record,
+// so that these cannot drift apart. Values live in a plain struct that the table points into.
+#ifndef DEVICE_OPTIONS_H
+#define DEVICE_OPTIONS_H
+
+#include "device/types.h"
+
+BEGIN_C
+
+typedef enum {
+    OPTION_INT,     // int64_t
+    OPTION_FLOAT,   // double
+    OPTION_TEXT,    // char*
+    OPTION_CHOICE,  // int64_t: index into choices
+    OPTION_FLAG     // int64_t: 0 or 1, takes no value
+} OptionType;
+
+typedef struct Option {
+    const char* group;
+    const char* name;  // without the dashes
+    OptionType type;
+    size_t offset;        // of the value in the struct
+    const char* initial;  // default as text; NULL: set elsewhere (by the model preset)
+    double min, max;      // INT and FLOAT: allowed range, both ends in
+    const char* choices;  // CHOICE: "a|b|c"
+    int fixed;            // 1: part of what a run is; a resumed run must have the same value
+    const char* help;
+} Option;
+
+// Puts the defaults into `values`. Options without one are left alone.
+void options_defaults(const Option* table, int count, void* values);
+
+// Reads `--name value` pairs and flags; given[i] becomes 1 for every option named. Ends the run with EXIT_USAGE on an unknown
+// option (suggesting the nearest name), a missing or repeated one, a value that is no number or out of range.
+void options_parse(const Option* table, int count, void* values, char* given, int argc, char** argv);
+
+// Sets one option from text, with the same checks.
+void options_set(const Option* option, void* values, const char* text);
+
+// The value as text, in fresh memory.
+char* option_text(const Option* option, const void* values);
+
+void options_help(const Option* table, int count, const char* program);  // to stdout
+void options_print(const Option* table, int count, const void* values);  // "group: name value ..." lines to stdout
+
+END_C
+
+#endif

@@ -1,0 +1,36 @@
+// The number types of the two builds. This file holds the program's only backend #ifdef.
+//
+//   floatX  what activations and working weights are stored in: bf16 on CUDA, `real` on the CPU
+//   real    what must not be rounded to bf16: statistics, gates, router scores, losses, gradients of parameters, masters,
+//           moments. float32; double in the reference when built with F64=1 (the oracle of finite differences).
+//
+// Host code is compiled as C by gcc (CPU build) and as C++ by nvcc (CUDA build). It hands floatX* on and never reads it.
+#ifndef DEVICE_TYPES_H
+#define DEVICE_TYPES_H
+
+#include <stddef.h>
+#include <stdint.h>
+
+#ifdef __CUDACC__
+#include <cuda_bf16.h>
+typedef __nv_bfloat16 floatX;
+typedef float real;
+#define BEGIN_C extern "C" {
+#define END_C }
+#define BACKEND BACKEND_CUDA
+#else
+#ifdef F64
+typedef double real;
+#else
+typedef float real;
+#endif
+typedef real floatX;
+#define BEGIN_C
+#define END_C
+#define BACKEND BACKEND_CPU
+#endif
+
+// The build's own backend is BACKEND; code that only reckons (memory of --dry-run) takes either.
+typedef enum Backend { BACKEND_CPU, BACKEND_CUDA } Backend;
+
+#endif

@@ -1,0 +1,39 @@
+// Causal attention core of MLA (DeepSeek-V2, arXiv 2405.04434, section 2.1.2) on the up-projected heads:
+//   k_h = [k_nope_h ; k_rope]  (k_rope is shared by the heads),  P = softmax(scale * q_h k_h^T) causal,  out_h = P v_h
+// k is never put together in memory: k_nope and v are read where Wkvb's product left them, k_rope where Wkva's did.
+// Works in tiles (flash attention, Dao et al. 2022, arXiv 2205.14135): no T x T matrix exists.
+#ifndef LAYERS_ATTENTION_H
+#define LAYERS_ATTENTION_H
+
+#include "device/device.h"
+
+BEGIN_C
+
+typedef struct AttnShape {
+    int64_t B, T, H;
+    int64_t nope, rope, v;  // head sizes; Dqk = nope + rope
+    int64_t k_rope_stride;  // elements from token to token in k_rope and dk_rope
+    float scale;            // softmax scale
+} AttnShape;
+
+void attention_forward(floatX* out,           // (B, T, H, v)
+                       real* lse,             // (B, H, T): ln sum_j exp(scale q k_j), kept for backward
+                       const floatX* q,       // (B, T, H, nope + rope), rope part turned
+                       const floatX* kv,      // (B, T, H, nope + v): k_nope, then v
+                       const floatX* k_rope,  // (B, T, rope), rows k_rope_stride apart, turned
+                       AttnShape shape, Ctx* ctx);
+
+// Recomputes P from lse; with delta = rowsum(dout * out): dS = P * (dout v^T - delta), dq = scale dS k,
+// dk = scale dS^T q, dv = P^T dout. All outputs are =. dk_rope is summed over the heads in their order.
+void attention_backward(floatX* dq,       // (B, T, H, nope + rope)
+                        floatX* dkv,      // (B, T, H, nope + v)
+                        floatX* dk_rope,  // (B, T, rope), rows k_rope_stride apart
+                        const floatX* dout, const floatX* out, const real* lse, const floatX* q, const floatX* kv,
+                        const floatX* k_rope, AttnShape shape, Ctx* ctx);
+
+// Bytes of workspace that forward and backward need.
+size_t attention_workspace(AttnShape shape);
+
+END_C
+
+#endif

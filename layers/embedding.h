@@ -1,0 +1,23 @@
+// Token embedding: a row of the table per token.
+#ifndef LAYERS_EMBEDDING_H
+#define LAYERS_EMBEDDING_H
+
+#include "device/device.h"
+
+BEGIN_C
+
+// out[n] = table[token[n]]
+void embedding_forward(floatX* out,           // (N, C)
+                       const int32_t* token,  // (N), ids in 0..V-1, checked by the loader
+                       const floatX* table,   // (V, C)
+                       int64_t N, int64_t C, Ctx* ctx);
+
+// dtable[token[n]] += dout[n], summed in the order of n (deterministic: tiles over C, no atomics).
+void embedding_backward(real* dtable,          // (V, C), +=
+                        const floatX* dout,    // (N, C)
+                        const int32_t* token,  // (N)
+                        int64_t N, int64_t V, int64_t C, Ctx* ctx);
+
+END_C
+
+#endif

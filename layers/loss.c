@@ -1,0 +1,25 @@
+#include "layers/loss.h"
+
+#include "device/cpu.h"
+
+void cross_entropy(real* loss, floatX* logits, const int32_t* target, int64_t N, int64_t V, int64_t Vp, float dscale, Ctx* ctx) {
+    (void)ctx;
+#pragma omp parallel for schedule(static)
+    for (int64_t n = 0; n < N; n++) {
+        floatX* z = logits + n * Vp;
+        real top = z[0], sum = 0;
+        // A NaN logit must not get lost in the maximum: it reaches the loss through the sum.
+#pragma omp simd reduction(max : top)
+        for (int64_t v = 0; v < V; v++) top = z[v] > top ? z[v] : top;
+#pragma omp simd reduction(+ : sum)
+        for (int64_t v = 0; v < V; v++) sum += exp(z[v] - top);
+        real lse = top + log(sum);
+        loss[n] = lse - z[target[n]];
+        if (dscale == 0) continue;
+        real scale = (real)dscale / sum;
+#pragma omp simd
+        for (int64_t v = 0; v < V; v++) z[v] = scale * exp(z[v] - top);
+        z[target[n]] -= (real)dscale;
+        for (int64_t v = V; v < Vp; v++) z[v] = 0;
+    }
+}

@@ -1,0 +1,19 @@
+// Cross-entropy over the vocabulary, for a chunk of tokens at a time so that the logits of a batch never exist whole.
+#ifndef LAYERS_LOSS_H
+#define LAYERS_LOSS_H
+
+#include "device/device.h"
+
+BEGIN_C
+
+// loss[n] = ln sum_{v < V} exp(logits[n][v]) - logits[n][target[n]], in nats. Columns V..Vp-1 are padding: they take no
+// part. If dscale is not 0, logits is overwritten by the gradient of dscale * sum_n loss[n]:
+//   dscale * (softmax(logits)[v] - [v == target]), 0 in the padding. Else logits is left alone.
+void cross_entropy(real* loss,             // (N)
+                   floatX* logits,         // (N, Vp), in: logits, out: their gradient
+                   const int32_t* target,  // (N), 0..V-1
+                   int64_t N, int64_t V, int64_t Vp, float dscale, Ctx* ctx);
+
+END_C
+
+#endif

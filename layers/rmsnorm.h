@@ -1,0 +1,41 @@
+// RMSNorm (Zhang & Sennrich 2019, arXiv 1910.07467): y = w * x * rstd, rstd = (mean_c x_c^2 + eps)^-1/2, per row.
+// Rows of x lie `stride` elements apart (>= C), so that a norm can read a part of a wider tensor (MLA's latent); rows of y
+// are contiguous. Statistics and sums in real.
+#ifndef LAYERS_RMSNORM_H
+#define LAYERS_RMSNORM_H
+
+#include "device/device.h"
+
+BEGIN_C
+
+#define RMSNORM_EPS 1e-6f
+
+void rmsnorm_forward(floatX* y,        // (N, C)
+                     real* rstd,       // (N), kept for backward
+                     const floatX* x,  // (N, C), rows `stride` apart
+                     int64_t stride,
+                     const floatX* w,  // (C)
+                     int64_t N, int64_t C, Ctx* ctx);
+
+// The residual stream's step: sum = a + b (rounded to floatX), then y = rmsnorm(sum). sum may be a.
+void residual_rmsnorm_forward(floatX* sum,      // (N, C)
+                              floatX* y,        // (N, C)
+                              real* rstd,       // (N)
+                              const floatX* a,  // (N, C)
+                              const floatX* b,  // (N, C)
+                              const floatX* w,  // (C)
+                              int64_t N, int64_t C, Ctx* ctx);
+
+// With g_c = dy_c w_c:  dx_c = rstd * (g_c - x_c rstd^2 mean_j(g_j x_j)),  dw_c += sum_n dy_c x_c rstd.
+// dx is = if accumulate is 0, += if 1 (the residual stream).
+void rmsnorm_backward(floatX* dx,  // (N, C), rows `stride` apart
+                      real* dw,    // (C), +=
+                      const floatX* dy, const floatX* x, int64_t stride, const floatX* w, const real* rstd, int64_t N,
+                      int64_t C, int accumulate, Ctx* ctx);
+
+// Bytes of workspace that rmsnorm_backward needs (partial sums of dw).
+size_t rmsnorm_workspace(int64_t N, int64_t C);
+
+END_C
+
+#endif

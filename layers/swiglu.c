@@ -1,0 +1,29 @@
+#include "layers/swiglu.h"
+
+#include "device/cpu.h"
+
+void swiglu_forward(floatX* a, const floatX* h, int64_t N, int64_t F, Ctx* ctx) {
+    (void)ctx;
+#pragma omp parallel for schedule(static)
+    for (int64_t n = 0; n < N; n++) {
+        const floatX *g = h + n * 2 * F, *u = g + F;
+#pragma omp simd
+        for (int64_t i = 0; i < F; i++) a[n * F + i] = g[i] / (1 + exp(-g[i])) * u[i];
+    }
+}
+
+void swiglu_backward(floatX* dh, floatX* a, const floatX* da, const floatX* h, int64_t N, int64_t F, Ctx* ctx) {
+    (void)ctx;
+#pragma omp parallel for schedule(static)
+    for (int64_t n = 0; n < N; n++) {
+        const floatX *g = h + n * 2 * F, *u = g + F;
+        floatX *dg = dh + n * 2 * F, *du = dg + F;
+#pragma omp simd
+        for (int64_t i = 0; i < F; i++) {
+            real s = 1 / (1 + exp(-g[i])), silu = g[i] * s, d = da[n * F + i];
+            a[n * F + i] = silu * u[i];
+            du[i] = d * silu;
+            dg[i] = d * u[i] * s * (1 + g[i] * (1 - s));
+        }
+    }
+}

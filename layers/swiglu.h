@@ -1,0 +1,23 @@
+// SwiGLU (Shazeer 2020, arXiv 2002.05202): a = silu(g) * u where h = [g ; u] is one product of gate and up weights.
+#ifndef LAYERS_SWIGLU_H
+#define LAYERS_SWIGLU_H
+
+#include "device/device.h"
+
+BEGIN_C
+
+void swiglu_forward(floatX* a,        // (N, F)
+                    const floatX* h,  // (N, 2F): gate, then up
+                    int64_t N, int64_t F, Ctx* ctx);
+
+// s = sigmoid(g):  du = da silu(g),  dg = da u s (1 + g (1 - s)).
+// Also gives the forward output again (a = silu(g) u), which wgrad of the down projection needs and nobody saved.
+void swiglu_backward(floatX* dh,        // (N, 2F)
+                     floatX* a,         // (N, F)
+                     const floatX* da,  // (N, F)
+                     const floatX* h,   // (N, 2F)
+                     int64_t N, int64_t F, Ctx* ctx);
+
+END_C
+
+#endif

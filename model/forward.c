@@ -1,0 +1,97 @@
+// The forward pass, top to bottom. Formulas and names: model/model.h.
+#include <stddef.h>
+
+#include "device/check.h"
+#include "layers/embedding.h"
+#include "layers/linear.h"
+#include "layers/loss.h"
+#include "layers/rmsnorm.h"
+#include "layers/swiglu.h"
+#include "model/model.h"
+
+// Turns the rope parts of q (every head) and of kva (one vector a token).
+void model_rope(Model* m, floatX* q, floatX* kva, int direction) {
+    const ModelConfig* c = &m->config;
+    int64_t qk = c->nope + c->rope;
+    RopeShape of_q = {m->B * m->T, m->T, c->H, c->rope, c->H * qk, qk};
+    RopeShape of_k = {m->B * m->T, m->T, 1, c->rope, c->kv_lora + c->rope, 0};
+    rope_apply(q + c->nope, m->rope_table, of_q, direction, m->ctx);
+    rope_apply(kva + c->kv_lora, m->rope_table, of_k, direction, m->ctx);
+}
+
+// out = attention block's output for norm1
+static void attention_block(Model* m, floatX* out, const BlockSaved* s, const Unit* u) {
+    const ModelConfig* c = &m->config;
+    const floatX* w = u->dense.weight;
+    int64_t N = m->B * m->T, q_rows = c->H * (c->nope + c->rope), kva_rows = c->kv_lora + c->rope;
+    if (c->q_lora) {
+        linear_forward(s->cq, s->norm1, w + u->at.wqa, N, c->C, c->q_lora, m->ctx);
+        rmsnorm_forward(s->cq_norm, s->rstd_q, s->cq, c->q_lora, w + u->at.q_norm, N, c->q_lora, m->ctx);
+        linear_forward(s->q, s->cq_norm, w + u->at.wqb, N, c->q_lora, q_rows, m->ctx);
+    } else {
+        linear_forward(s->q, s->norm1, w + u->at.wq, N, c->C, q_rows, m->ctx);
+    }
+    linear_forward(s->kva, s->norm1, w + u->at.wkva, N, c->C, kva_rows, m->ctx);
+    rmsnorm_forward(s->ckv, s->rstd_kv, s->kva, kva_rows, w + u->at.kv_norm, N, c->kv_lora, m->ctx);
+    linear_forward(s->kv, s->ckv, w + u->at.wkvb, N, c->kv_lora, c->H * (c->nope + c->v), m->ctx);
+    model_rope(m, s->q, s->kva, +1);
+    attention_forward(s->att, s->lse, s->q, s->kv, s->kva + c->kv_lora, model_attn_shape(m), m->ctx);
+    linear_forward(out, s->att, w + u->at.wo, N, c->H * c->v, c->C, m->ctx);
+}
+
+static void mlp_block(Model* m, floatX* out, int64_t layer, int train) {
+    const BlockSaved* s = &m->blocks[layer];
+    const Unit* u = &m->units[layer + 1];
+    int64_t N = m->B * m->T, C = m->config.C, F = m->config.dense_ffn;
+    if (u->kind == UNIT_MOE) {
+        int64_t* load = train ? m->load + layer * m->config.E : NULL;
+        moe_forward(out, s->norm2, model_moe_weights(m, layer), s->moe, m->t.moe, load, model_moe_shape(m), m->ctx);
+        return;
+    }
+    linear_forward(s->h, s->norm2, u->dense.weight + u->at.mlp13, N, C, 2 * F, m->ctx);
+    swiglu_forward(m->t.act, s->h, N, F, m->ctx);
+    linear_forward(out, m->t.act, u->dense.weight + u->at.mlp2, N, F, C, m->ctx);
+}
+
+void model_forward(Model* m, int train) {
+    int64_t N = m->B * m->T, C = m->config.C, L = m->config.L;
+    embedding_forward(m->blocks[0].residual, m->tokens, m->units[0].dense.weight, N, C, m->ctx);
+    for (int64_t l = 0; l < L; l++) {
+        const BlockSaved* s = &m->blocks[l];
+        const Unit* u = &m->units[l + 1];
+        const floatX *norm1 = u->dense.weight + u->at.norm1, *norm2 = u->dense.weight + u->at.norm2;
+        if (l == 0) rmsnorm_forward(s->norm1, s->rstd1, s->residual, C, norm1, N, C, m->ctx);
+        else residual_rmsnorm_forward(s->residual, s->norm1, s->rstd1, s[-1].residual2, m->t.out, norm1, N, C, m->ctx);
+        attention_block(m, m->t.out, s, u);
+        residual_rmsnorm_forward(s->residual2, s->norm2, s->rstd2, s->residual, m->t.out, norm2, N, C, m->ctx);
+        mlp_block(m, m->t.out, l, train);
+    }
+    const Unit* head = &m->units[L + 1];
+    residual_rmsnorm_forward(m->final_residual, m->final_norm, m->final_rstd, m->blocks[L - 1].residual2, m->t.out,
+                             head->dense.weight + head->at.final_norm, N, C, m->ctx);
+}
+
+void model_loss(Model* m, StepState* state, float dscale) {
+    const Unit* head = &m->units[m->config.L + 1];
+    const floatX* lm_head = head->dense.weight + head->at.lm_head;
+    int64_t N = m->B * m->T, C = m->config.C, V = m->config.V, Vp = config_vocab_padded(&m->config);
+    for (int64_t n = 0; n < N; n += m->chunk) {
+        int64_t rows = N - n < m->chunk ? N - n : m->chunk;
+        floatX *x = m->final_norm + n * C, *logits = m->t.logits;
+        linear_forward(logits, x, lm_head, rows, C, Vp, m->ctx);
+        cross_entropy(m->losses + n, logits, m->targets + n, rows, V, Vp, dscale, m->ctx);
+        if (dscale == 0) continue;
+        linear_dgrad(m->t.dnorm + n * C, logits, lm_head, rows, C, Vp, 0, m->ctx);
+        linear_wgrad(head->dense.grad + head->at.lm_head, logits, x, rows, C, Vp, m->ctx);
+    }
+    loss_add(state, m->losses, N, m->ctx);
+}
+
+void model_logits(Model* m, int64_t n, real* host_logits) {
+    const Unit* head = &m->units[m->config.L + 1];
+    int64_t C = m->config.C, Vp = config_vocab_padded(&m->config);
+    ASSERT(n < m->B * m->T);
+    linear_forward(m->t.logits, m->final_norm + n * C, head->dense.weight + head->at.lm_head, 1, C, Vp, m->ctx);
+    device_to_real(m->t.logits_row, m->t.logits, m->config.V, m->ctx);
+    device_download(host_logits, m->t.logits_row, (size_t)m->config.V * sizeof(real), m->ctx);
+}

@@ -1,0 +1,205 @@
+// A model's memory and its training step.
+#include "model/model.h"
+
+#include <stdlib.h>
+#include <string.h>
+
+#include "device/check.h"
+#include "layers/rmsnorm.h"
+
+AttnShape model_attn_shape(const Model* m) {
+    const ModelConfig* c = &m->config;
+    AttnShape s = {m->B, m->T, c->H, c->nope, c->rope, c->v, c->kv_lora + c->rope, (float)config_softmax_scale(c)};
+    return s;
+}
+
+MoeShape model_moe_shape(const Model* m) {
+    const ModelConfig* c = &m->config;
+    MoeShape s = {{m->B * m->T, m->T, c->C, (int32_t)c->E, (int32_t)c->K, (int32_t)c->groups, (int32_t)c->top_groups,
+                   (int32_t)c->score, (int32_t)c->route_norm, (float)c->route_scale, (int32_t)m->settings.force_balance},
+                  c->F,
+                  c->shared * c->F};
+    return s;
+}
+
+MoeWeights model_moe_weights(const Model* m, int64_t layer) {
+    const Unit* u = &m->units[layer + 1];
+    const floatX* w = u->dense.weight;
+    MoeWeights weights = {w + u->at.router, u->experts.weight + u->at.w13, u->experts.weight + u->at.w2,
+                          w + u->at.mlp13,  w + u->at.mlp2,                m->bias + layer * m->config.E};
+    return weights;
+}
+
+static void plan_block(Arena* a, BlockSaved* s, const Model* m, UnitKind kind) {
+    const ModelConfig* c = &m->config;
+    int64_t N = m->B * m->T;
+    arena_add(a, "residual before attention", ELEMENT_X, N * c->C, 1, (void**)&s->residual);
+    arena_add(a, "norm before attention", ELEMENT_X, N * c->C, 1, (void**)&s->norm1);
+    if (c->q_lora) {
+        arena_add(a, "query latent", ELEMENT_X, N * c->q_lora, 1, (void**)&s->cq);
+        arena_add(a, "query latent, normalised", ELEMENT_X, N * c->q_lora, 1, (void**)&s->cq_norm);
+        arena_add(a, "rstd", ELEMENT_REAL, N, 1, (void**)&s->rstd_q);
+    }
+    arena_add(a, "queries", ELEMENT_X, N * c->H * (c->nope + c->rope), 1, (void**)&s->q);
+    arena_add(a, "key-value latent and k_rope", ELEMENT_X, N * (c->kv_lora + c->rope), 1, (void**)&s->kva);
+    arena_add(a, "key-value latent, normalised", ELEMENT_X, N * c->kv_lora, 1, (void**)&s->ckv);
+    arena_add(a, "keys and values", ELEMENT_X, N * c->H * (c->nope + c->v), 1, (void**)&s->kv);
+    arena_add(a, "attention output", ELEMENT_X, N * c->H * c->v, 1, (void**)&s->att);
+    arena_add(a, "attention log-sum-exp", ELEMENT_REAL, N * c->H, 1, (void**)&s->lse);
+    arena_add(a, "residual before MLP", ELEMENT_X, N * c->C, 1, (void**)&s->residual2);
+    arena_add(a, "norm before MLP", ELEMENT_X, N * c->C, 1, (void**)&s->norm2);
+    arena_add(a, "rstd", ELEMENT_REAL, N, 1, (void**)&s->rstd1);
+    arena_add(a, "rstd", ELEMENT_REAL, N, 1, (void**)&s->rstd2);
+    arena_add(a, "rstd", ELEMENT_REAL, N, 1, (void**)&s->rstd_kv);
+    if (kind == UNIT_MOE) moe_plan_saved(a, &s->moe, model_moe_shape(m));
+    else arena_add(a, "dense MLP hidden", ELEMENT_X, N * 2 * c->dense_ffn, 1, (void**)&s->h);
+}
+
+static void plan_scratch(Arena* a, Model* m) {
+    const ModelConfig* c = &m->config;
+    Scratch* t = &m->t;
+    int64_t N = m->B * m->T;
+    arena_add(a, "block output", ELEMENT_X, N * c->C, 1, (void**)&t->out);
+    arena_add(a, "d residual stream", ELEMENT_X, N * c->C, 1, (void**)&t->dx);
+    arena_add(a, "d norm", ELEMENT_X, N * c->C, 1, (void**)&t->dnorm);
+    if (c->dense_layers) {
+        arena_add(a, "dense MLP activation", ELEMENT_X, N * c->dense_ffn, 1, (void**)&t->act);
+        arena_add(a, "d dense MLP activation", ELEMENT_X, N * c->dense_ffn, 1, (void**)&t->dact);
+        arena_add(a, "d dense MLP hidden", ELEMENT_X, N * 2 * c->dense_ffn, 1, (void**)&t->dh);
+    }
+    if (c->q_lora) {
+        arena_add(a, "d query latent", ELEMENT_X, N * c->q_lora, 1, (void**)&t->dcq);
+        arena_add(a, "d query latent, normalised", ELEMENT_X, N * c->q_lora, 1, (void**)&t->dcq_norm);
+    }
+    arena_add(a, "d queries", ELEMENT_X, N * c->H * (c->nope + c->rope), 1, (void**)&t->dq);
+    arena_add(a, "d key-value latent and k_rope", ELEMENT_X, N * (c->kv_lora + c->rope), 1, (void**)&t->dkva);
+    arena_add(a, "d key-value latent, normalised", ELEMENT_X, N * c->kv_lora, 1, (void**)&t->dckv);
+    arena_add(a, "d keys and values", ELEMENT_X, N * c->H * (c->nope + c->v), 1, (void**)&t->dkv);
+    arena_add(a, "d attention output", ELEMENT_X, N * c->H * c->v, 1, (void**)&t->datt);
+    arena_add(a, "logits of a chunk", ELEMENT_X, m->chunk * config_vocab_padded(c), 0, (void**)&t->logits);
+    arena_add(a, "logits of a token", ELEMENT_REAL, c->V, 0, (void**)&t->logits_row);
+    if (c->dense_layers < c->L) moe_plan_scratch(a, &t->moe, model_moe_shape(m));
+}
+
+void model_plan(Model* m, const Settings* s, Backend backend) {
+    memset(m, 0, sizeof(*m));
+    m->settings = *s;
+    m->config = s->model;
+    m->B = s->batch;
+    m->T = s->seq_len;
+    const ModelConfig* c = &m->config;
+    int64_t N = m->B * m->T;
+    // Logits of a chunk: 16 MiB on the CPU (they stay near the caches), 512 MiB on the GPU; whole tiles of 128 tokens.
+    int64_t room = (backend == BACKEND_CUDA ? (int64_t)1 << 28 : (int64_t)1 << 22) / config_vocab_padded(c);
+    m->chunk = room < 128 ? 128 : room / 128 * 128;
+    if (m->chunk > N) m->chunk = N;
+
+    m->units = (Unit*)host_alloc((size_t)params_units(c) * sizeof(Unit));
+    m->blocks = (BlockSaved*)host_alloc((size_t)c->L * sizeof(BlockSaved));
+    arena_init(&m->params_arena, "parameters and optimizer", backend);
+    params_plan(&m->params_arena, m->units, c);
+
+    arena_init(&m->saved_arena, "activations kept for backward", backend);
+    for (int64_t l = 0; l < c->L; l++) plan_block(&m->saved_arena, &m->blocks[l], m, m->units[l + 1].kind);
+    arena_add(&m->saved_arena, "final residual", ELEMENT_X, N * c->C, 1, (void**)&m->final_residual);
+    arena_add(&m->saved_arena, "final norm", ELEMENT_X, N * c->C, 1, (void**)&m->final_norm);
+    arena_add(&m->saved_arena, "rstd", ELEMENT_REAL, N, 1, (void**)&m->final_rstd);
+
+    arena_init(&m->scratch_arena, "buffers of one block at a time", backend);
+    plan_scratch(&m->scratch_arena, m);
+
+    arena_init(&m->state_arena, "batch, tables and counters", backend);
+    arena_add(&m->state_arena, "tokens", ELEMENT_I32, N, 1, (void**)&m->tokens);
+    arena_add(&m->state_arena, "targets", ELEMENT_I32, N, 1, (void**)&m->targets);
+    arena_add(&m->state_arena, "losses", ELEMENT_REAL, N, 1, (void**)&m->losses);
+    arena_add(&m->state_arena, "rope table", ELEMENT_REAL, m->T * c->rope, 0, (void**)&m->rope_table);
+    arena_add(&m->state_arena, "router biases", ELEMENT_REAL, c->L * c->E, 0, (void**)&m->bias);
+    arena_add(&m->state_arena, "expert loads", ELEMENT_I64, c->L * c->E, 0, (void**)&m->load);
+    arena_add(&m->state_arena, "step state", ELEMENT_BYTE, sizeof(StepState), 0, (void**)&m->state);
+    arena_add(&m->state_arena, "step state of validation", ELEMENT_BYTE, sizeof(StepState), 0, (void**)&m->val_state);
+}
+
+static size_t larger(size_t a, size_t b) { return a > b ? a : b; }
+
+size_t model_workspace(const Model* m) {
+    const ModelConfig* c = &m->config;
+    int64_t N = m->B * m->T;
+    size_t bytes = larger(attention_workspace(model_attn_shape(m)), rmsnorm_workspace(N, c->C));
+    bytes = larger(bytes, rmsnorm_workspace(N, larger((size_t)c->q_lora, (size_t)c->kv_lora)));
+    if (c->dense_layers < c->L) bytes = larger(bytes, moe_workspace(model_moe_shape(m)));
+    for (int u = 0; u < params_units(c); u++)
+        bytes = larger(bytes, larger(adamw_workspace(m->units[u].dense.n), adamw_workspace(m->units[u].experts.n)));
+    return bytes;
+}
+
+Model* model_create(const Settings* s) {
+    Model* m = (Model*)host_alloc(sizeof(Model));
+    model_plan(m, s, BACKEND);
+    m->ctx = ctx_create(model_workspace(m));
+    arena_allocate(&m->params_arena);
+    arena_allocate(&m->saved_arena);
+    arena_allocate(&m->scratch_arena);
+    arena_allocate(&m->state_arena);
+    real* table = (real*)host_alloc((size_t)(m->T * m->config.rope) * sizeof(real));
+    RopeConfig rope = config_rope(&m->config);
+    rope_table(table, m->T, &rope);
+    device_upload(m->rope_table, table, (size_t)(m->T * m->config.rope) * sizeof(real), m->ctx);
+    free(table);
+    return m;
+}
+
+void model_destroy(Model* m) {
+    arena_free(&m->params_arena);
+    arena_free(&m->saved_arena);
+    arena_free(&m->scratch_arena);
+    arena_free(&m->state_arena);
+    ctx_destroy(m->ctx);
+    free(m->units);
+    free(m->blocks);
+    free(m);
+}
+
+void model_batch(Model* m, const int32_t* tokens, const int32_t* targets, int64_t B, int64_t T) {
+    ASSERT(B * T <= m->settings.batch * m->settings.seq_len && T <= m->settings.seq_len);
+    m->B = B;
+    m->T = T;
+    device_upload(m->tokens, tokens, (size_t)(B * T) * sizeof(int32_t), m->ctx);
+    if (targets) device_upload(m->targets, targets, (size_t)(B * T) * sizeof(int32_t), m->ctx);
+}
+
+void model_step_begin(Model* m) {
+    for (int u = 0; u < params_units(&m->config); u++) {
+        device_zero(m->units[u].dense.grad, (size_t)m->units[u].dense.n * sizeof(real), m->ctx);
+        device_zero(m->units[u].experts.grad, (size_t)m->units[u].experts.n * sizeof(real), m->ctx);
+    }
+    device_zero(m->load, (size_t)(m->config.L * m->config.E) * sizeof(int64_t), m->ctx);
+    step_begin(m->state, m->ctx);
+}
+
+void model_micro_step(Model* m) {
+    double tokens = (double)m->settings.tokens_per_step;
+    model_forward(m, 1);
+    model_loss(m, m->state, (float)(1 / tokens));
+    // The balance loss is a mean over the sequences of the step.
+    model_backward(m, (float)(m->settings.aux_loss * (double)m->settings.seq_len / tokens));
+}
+
+void model_update(Model* m, int64_t step) {
+    const Settings* s = &m->settings;
+    AdamW opt = {(float)settings_lr(s, step), (float)s->beta1, (float)s->beta2, (float)s->eps, (float)s->weight_decay, (float)s->clip};
+    int units = params_units(&m->config);
+    for (int u = 0; u < units; u++) {
+        grad_norm_add(m->state, m->units[u].dense.grad, m->units[u].dense.n, m->ctx);
+        if (m->units[u].experts.n) grad_norm_add(m->state, m->units[u].experts.grad, m->units[u].experts.n, m->ctx);
+    }
+    step_decide(m->state, s->tokens_per_step, &opt, m->ctx);
+    for (int u = 0; u < units; u++) {
+        ParamBuffer* buffers[2] = {&m->units[u].dense, &m->units[u].experts};
+        for (int b = 0; b < 2; b++) {
+            ParamBuffer* p = buffers[b];
+            if (p->n) adamw_update(p->weight, p->master, p->m, p->v, p->grad, p->n, p->n_decay, &opt, m->state, m->ctx);
+        }
+    }
+    for (int64_t l = m->config.dense_layers; l < m->config.L; l++)
+        router_update_bias(m->bias + l * m->config.E, m->load + l * m->config.E, (int32_t)m->config.E, (float)s->bias_rate, m->state, m->ctx);
+}

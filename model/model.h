@@ -1,0 +1,104 @@
+// A model in memory, and what can be done with it: forward, loss, backward, update.
+//
+// A block (MLA attention, then dense or MoE MLP), with x the residual stream:
+//
+//   norm1 = rmsnorm(x)                                            model/forward.c reads top to bottom in this order,
+//   q     = norm1 Wq            or  rmsnorm(norm1 Wqa) Wqb        model/backward.c bottom to top
+//   kva   = norm1 Wkva          = [c_kv ; k_rope]
+//   kv    = rmsnorm(c_kv) Wkvb  = per head [k_nope ; v]
+//   q, k_rope turned by rope
+//   x     = x + attention(q, kv, k_rope) Wo
+//   norm2 = rmsnorm(x)
+//   x     = x + mlp(norm2)
+//
+// Source: DeepSeek-V2 (arXiv 2405.04434) section 2.1, DeepSeek-V3 (arXiv 2412.19437) section 2.1.
+#ifndef MODEL_MODEL_H
+#define MODEL_MODEL_H
+
+#include "layers/adamw.h"
+#include "layers/attention.h"
+#include "model/params.h"
+#include "moe/moe.h"
+
+BEGIN_C
+
+// What a block keeps from forward to backward. N = B T tokens.
+typedef struct BlockSaved {
+    floatX *residual, *norm1;  // (N, C): x before attention, and normalised
+    floatX *cq, *cq_norm;      // (N, q_lora), only with q_lora
+    floatX *q, *kva;           // (N, H, nope + rope), (N, kv_lora + rope)
+    floatX *ckv, *kv;          // (N, kv_lora) normalised, (N, H, nope + v)
+    floatX *att;               // (N, H, v)
+    floatX *residual2, *norm2;  // (N, C): x before the MLP, and normalised
+    floatX* h;                 // (N, 2 dense_ffn), dense blocks only
+    real *rstd1, *rstd_q, *rstd_kv, *rstd2, *lse;  // (N) each, lse (B, H, T)
+    MoeSaved moe;                                  // MoE blocks only
+} BlockSaved;
+
+// What lives only inside forward or backward; all blocks share it.
+typedef struct Scratch {
+    floatX *out;                          // (N, C): output of attention or MLP, before it joins the residual stream
+    floatX *act, *dact, *dh;              // (N, dense_ffn), (N, dense_ffn), (N, 2 dense_ffn)
+    floatX *dx, *dnorm;                   // (N, C): gradient of the residual stream; of a norm's output
+    floatX *dq, *dcq, *dcq_norm, *dkva, *dckv, *dkv, *datt;
+    floatX* logits;                       // (chunk, Vp)
+    real* logits_row;                     // (V), for model_logits
+    MoeScratch moe;
+} Scratch;
+
+typedef struct Model {
+    Settings settings;
+    ModelConfig config;
+    Ctx* ctx;
+    Arena params_arena, saved_arena, scratch_arena, state_arena;
+    Unit* units;
+    BlockSaved* blocks;  // (L)
+    floatX *final_residual, *final_norm;
+    real* final_rstd;
+    Scratch t;
+    int64_t chunk;  // tokens that the classifier takes at a time
+
+    int64_t B, T;                // of the micro-batch in work
+    int32_t *tokens, *targets;   // (N)
+    real *rope_table, *losses;   // (T, rope/2, 2), (N)
+    real* bias;                  // (L, E): the routers' balance biases; rows of dense blocks stay 0
+    int64_t* load;               // (L, E): tokens each expert got in this step
+    StepState *state, *val_state;
+} Model;
+
+// Lays everything out for `backend` without memory or device (--dry-run reads the arenas).
+void model_plan(Model* model, const Settings* settings, Backend backend);
+// The same with memory. Weights are not set yet: params_init or a checkpoint does that.
+Model* model_create(const Settings* settings);
+void model_destroy(Model* model);
+size_t model_workspace(const Model* model);
+
+// Copies a micro-batch of B sequences of T tokens to the device; targets may be NULL (sampling).
+// B * T and T must not exceed the settings' batch * seq_len and seq_len.
+void model_batch(Model* model, const int32_t* tokens, const int32_t* targets, int64_t B, int64_t T);
+// Up to the final norm. train 1 counts the experts' load.
+void model_forward(Model* model, int train);
+// Adds the losses of the batch to state->loss_sum. dscale != 0: also leaves the gradient of dscale * (their sum) in t.dnorm
+// and adds to lm_head's.
+void model_loss(Model* model, StepState* state, float dscale);
+// From t.dnorm down to the embedding; all parameters' gradients +=. aux: see router_backward.
+void model_backward(Model* model, float aux);
+
+// A training step: begin, then per micro-batch model_batch and model_micro_step, then model_update.
+void model_step_begin(Model* model);
+void model_micro_step(Model* model);
+// Decides whether the step is good, updates weights and biases. step counts from 1.
+void model_update(Model* model, int64_t step);
+
+// Logits of token n of the batch in work, (V) on the host, after model_forward.
+void model_logits(Model* model, int64_t n, real* host_logits);
+
+// Shapes of the batch in work.
+AttnShape model_attn_shape(const Model* model);
+MoeShape model_moe_shape(const Model* model);
+MoeWeights model_moe_weights(const Model* model, int64_t layer);
+void model_rope(Model* model, floatX* q, floatX* kva, int direction);
+
+END_C
+
+#endif

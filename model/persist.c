@@ -1,0 +1,103 @@
+#include "model/persist.h"
+
+#include <stdio.h>
+#include <stdlib.h>
+#include <string.h>
+
+#include "device/check.h"
+
+static CheckpointTensor* add(CheckpointFile* file, const char* name, const char* suffix, int rank, const int64_t* shape, real* data) {
+    CheckpointTensor* t = &file->tensors[file->count++];
+    snprintf(t->name, sizeof(t->name), "%s%s", name, suffix);
+    t->rank = rank;
+    t->shape[0] = shape[0];
+    t->shape[1] = rank == 2 ? shape[1] : 1;
+    t->data = data;
+    return t;
+}
+
+CheckpointFile* model_files(Model* m, int* count) {
+    int units = params_units(&m->config);
+    CheckpointFile* files = (CheckpointFile*)host_alloc((size_t)(2 * units) * sizeof(CheckpointFile));
+    for (int u = 0; u < units; u++) {
+        CheckpointFile *masters = &files[2 * u], *moments = &files[2 * u + 1];
+        int tensors;
+        NamedTensor* list = params_tensors(&m->config, u, &tensors);
+        snprintf(masters->name, sizeof(masters->name), "block_%03d.safetensors", u);
+        snprintf(moments->name, sizeof(moments->name), "block_%03d.adam.safetensors", u);
+        masters->tensors = (CheckpointTensor*)host_alloc((size_t)(tensors + 1) * sizeof(CheckpointTensor));
+        moments->tensors = (CheckpointTensor*)host_alloc((size_t)(2 * tensors) * sizeof(CheckpointTensor));
+        for (int i = 0; i < tensors; i++) {
+            const NamedTensor* t = &list[i];
+            ParamBuffer* p = t->in_experts ? &m->units[u].experts : &m->units[u].dense;
+            add(masters, t->name, "", t->rank, t->shape, p->master + t->offset);
+            add(moments, t->name, ".exp_avg", t->rank, t->shape, p->m + t->offset);
+            add(moments, t->name, ".exp_avg_sq", t->rank, t->shape, p->v + t->offset);
+        }
+        if (m->units[u].kind == UNIT_MOE) {
+            char name[112];
+            snprintf(name, sizeof(name), "model.layers.%d.mlp.gate.e_score_correction_bias", u - 1);
+            add(masters, name, "", 1, &m->config.E, m->bias + (u - 1) * m->config.E);
+        }
+        free(list);
+    }
+    *count = 2 * units;
+    return files;
+}
+
+void model_files_free(CheckpointFile* files, int count) {
+    for (int i = 0; i < count; i++) free(files[i].tensors);
+    free(files);
+}
+
+void model_save(Model* m, int64_t step, int64_t window, uint32_t data_hash, const StepState* state) {
+    CheckpointRecord record = {step, window, state->updates, state->bad_in_a_row, data_hash};
+    int count;
+    CheckpointFile* files = model_files(m, &count);
+    char* options = settings_json(&m->settings);
+    checkpoint_save(m->settings.out, &record, options, files, count, (int)m->settings.keep, m->ctx);
+    free(options);
+    model_files_free(files, count);
+}
+
+// What must agree between the run that saved and this one.
+static void check_record(const Model* m, const Json* manifest, const CheckpointRecord* record, uint32_t data_hash) {
+    char *was, *is;
+    const char* option = settings_differ(&m->settings, json_get(manifest, "options"), &was, &is);
+    if (option)
+        die(EXIT_USAGE, "--%s is %s, but the run in %s was made with %s; a resumed run keeps its model, data and optimizer options",
+            option, is, m->settings.out, was);
+    if (record->data_hash != (int64_t)data_hash)
+        die(EXIT_USAGE, "--train names other shards than the run in %s was made with (names, sizes or headers differ)", m->settings.out);
+}
+
+int64_t model_resume(Model* m, uint32_t data_hash, int64_t* window) {
+    const char* out = m->settings.out;
+    char error[512];
+    int count, file_count;
+    int64_t *steps = checkpoint_list(out, &count), resumed = 0;
+    CheckpointFile* files = model_files(m, &file_count);
+    for (int i = 0; i < count && resumed == 0; i++) {
+        CheckpointRecord record;
+        Json* manifest = checkpoint_manifest(out, steps[i], &record, error, sizeof(error));
+        if (manifest) check_record(m, manifest, &record, data_hash);
+        if (manifest && checkpoint_load(out, steps[i], manifest, files, file_count, m->ctx, error, sizeof(error)) == 0) {
+            StepState state;
+            memset(&state, 0, sizeof(state));
+            state.updates = record.updates;
+            state.bad_in_a_row = (int32_t)record.bad_in_a_row;
+            device_upload(m->state, &state, sizeof(state), m->ctx);
+            *window = record.window;
+            resumed = record.step;
+        } else {
+            warn("checkpoint step_%08lld is refused: %s", (long long)steps[i], error);
+        }
+        json_free(manifest);
+    }
+    if (count && !resumed) die(EXIT_FAILED, "no checkpoint in %s is good; nothing was changed", out);
+    if (resumed && resumed != steps[0]) warn("resuming from step_%08lld, the newest good checkpoint", (long long)resumed);
+    for (int u = 0; resumed && u < params_units(&m->config); u++) params_publish(&m->units[u], m->ctx);
+    model_files_free(files, file_count);
+    free(steps);
+    return resumed;
+}

@@ -1,0 +1,16 @@
+// What a run will be: parameters, FLOPs and memory, for people.
+#ifndef MODEL_REPORT_H
+#define MODEL_REPORT_H
+
+#include "model/model.h"
+
+BEGIN_C
+
+// "15.71e9 parameters (2.66e9 active a token), 16.41e9 FLOPs a token"
+void report_model(const Settings* settings);
+// --dry-run: configuration, model, and the memory of a rank item by item, for the CPU and the CUDA build.
+void report_dry_run(const Settings* settings);
+
+END_C
+
+#endif

@@ -1,0 +1,63 @@
+// Everything a run can be told: the option table, the model presets, and what must fit together.
+#ifndef MODEL_SETTINGS_H
+#define MODEL_SETTINGS_H
+
+#include "data/json.h"
+#include "device/options.h"
+#include "layers/rope.h"
+
+BEGIN_C
+
+// A DeepSeek-style model. Letters as everywhere: C width, L layers, H heads, E experts, K experts a token, F expert hidden
+// width, V vocabulary.
+typedef struct ModelConfig {
+    int64_t L, C, H;
+    int64_t q_lora, kv_lora;         // MLA's latents; q_lora 0: queries come straight from x
+    int64_t nope, rope, v;           // head sizes
+    int64_t dense_ffn, dense_layers;  // the first dense_layers blocks have a dense MLP of this width
+    int64_t E, K, shared, F;         // the others E routed experts and one shared MLP of width shared * F
+    int64_t V;
+    int64_t groups, top_groups, score, route_norm;
+    double route_scale, rope_theta;
+    int64_t yarn;
+    double yarn_factor, yarn_mscale, yarn_original_len;
+} ModelConfig;
+
+typedef struct Settings {
+    int64_t preset;
+    ModelConfig model;
+    char *train, *val, *tokenizer;
+    int64_t seq_len, batch, tokens_per_step, seed;
+    int64_t steps, resume, save_every, keep, val_every, val_tokens, sample_every, sample_tokens, sample_top_k, dry_run, help;
+    char *out, *prompt;
+    double temperature;
+    double lr, final_lr_frac, weight_decay, beta1, beta2, eps, clip, bias_rate, aux_loss;
+    int64_t warmup, schedule;
+    int64_t force_balance, overfit;
+} Settings;
+
+extern const Option settings_table[];
+extern const int settings_count;
+
+// Defaults, then the command line, then the preset for every model option not given, then all checks. Ends the run with
+// EXIT_USAGE and a message that names the option where something does not fit. --help prints the table and exits 0.
+Settings settings_read(int argc, char** argv);
+
+// All options as one JSON object {"name": value, ...}, in fresh memory.
+char* settings_json(const Settings* settings);
+
+// Compares with the record of a checkpoint (the data are compared by their hash, not by --train): the name of the first option that must not differ but does (with both values in
+// *was and *is, fresh memory), or NULL.
+const char* settings_differ(const Settings* settings, const Json* record, char** was, char** is);
+
+int64_t config_vocab_padded(const ModelConfig* config);  // V rounded up to a multiple of 128
+RopeConfig config_rope(const ModelConfig* config);
+double config_softmax_scale(const ModelConfig* config);  // (nope + rope)^-1/2, times YaRN's mscale^2
+
+// The learning rate of update `step` (1 is the first): linear warm-up over `warmup` steps to lr, then towards
+// lr * final_lr_frac at the last step: cosine, linear, wsd (constant, then linear over the last fifth), or constant.
+double settings_lr(const Settings* settings, int64_t step);
+
+END_C
+
+#endif

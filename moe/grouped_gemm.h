@@ -1,0 +1,32 @@
+// One matrix product per expert over its rows of a ragged buffer (moe/permute.h), all experts in one call. Weights of all
+// experts lie together: w (El, OC, IC). Group ends are read on the device. Products read true rows only; rows of an output
+// that are pad rows are written as zeros.
+#ifndef MOE_GROUPED_GEMM_H
+#define MOE_GROUPED_GEMM_H
+
+#include "device/device.h"
+#include "moe/permute.h"
+
+BEGIN_C
+
+// y[r] = W_e x[r] for the rows r of every expert e
+void grouped_gemm_forward(floatX* y,        // (capacity, OC)
+                          const floatX* x,  // (capacity, IC)
+                          const floatX* w,  // (El, OC, IC)
+                          Ragged ragged, int64_t IC, int64_t OC, Ctx* ctx);
+
+// dx[r] = W_e^T dy[r]
+void grouped_gemm_dgrad(floatX* dx,        // (capacity, IC)
+                        const floatX* dy,  // (capacity, OC)
+                        const floatX* w,   // (El, OC, IC)
+                        Ragged ragged, int64_t IC, int64_t OC, Ctx* ctx);
+
+// dW_e += sum of dy[r] x[r]^T over the expert's rows; an empty expert's dW is left as it is
+void grouped_gemm_wgrad(real* dw,          // (El, OC, IC), +=
+                        const floatX* dy,  // (capacity, OC)
+                        const floatX* x,   // (capacity, IC)
+                        Ragged ragged, int64_t IC, int64_t OC, Ctx* ctx);
+
+END_C
+
+#endif

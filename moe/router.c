@@ -1,0 +1,138 @@
+#include "moe/router.h"
+
+#include "device/cpu.h"
+
+// Never vectorized: a vector's exp and that of the leftover elements differ in the last bit, and equal logits must make equal
+// scores wherever they stand.
+static __attribute__((noinline)) real exp_one(real x) { return exp(x); }
+
+// Scores of one token from its logits, in place.
+static void score_row(real* s, int32_t E, int32_t function) {
+    if (function == SCORE_SIGMOID) {
+        for (int32_t e = 0; e < E; e++) s[e] = 1 / (1 + exp_one(-s[e]));
+        return;
+    }
+    real top = s[0], sum = 0;
+    for (int32_t e = 1; e < E; e++) top = s[e] > top ? s[e] : top;
+    for (int32_t e = 0; e < E; e++) sum += s[e] = exp_one(s[e] - top);
+    for (int32_t e = 0; e < E; e++) s[e] /= sum;
+}
+
+// Index of the largest value, the first of equals; the winner is struck out so that the next call finds the next one. With
+// NaN all around it is the first index not yet struck out: any expert will do, but no expert twice.
+static int32_t take_best(real* value, char* taken, int32_t n) {
+    int32_t best = -1;
+    for (int32_t i = 0; i < n; i++)
+        if (!taken[i] && (best < 0 || value[i] > value[best])) best = i;
+    taken[best] = 1;
+    return best;
+}
+
+// Leaves -inf in `choice` for every expert outside the best groups. `sum` and `taken` hold a value per group.
+static void limit_groups(real* choice, real* group_score, char* taken, RouterShape s) {
+    int32_t size = s.E / s.groups;
+    for (int32_t g = 0; g < s.groups; g++) {
+        real best = -INFINITY, second = -INFINITY;
+        for (int32_t e = g * size; e < (g + 1) * size; e++) {
+            if (choice[e] > best) second = best, best = choice[e];
+            else if (choice[e] > second) second = choice[e];
+        }
+        group_score[g] = s.score == SCORE_SIGMOID && size > 1 ? best + second : best;
+        taken[g] = 0;
+    }
+    for (int32_t i = 0; i < s.top_groups; i++) take_best(group_score, taken, s.groups);
+    for (int32_t e = 0; e < s.E; e++)
+        if (!taken[e / size]) choice[e] = -INFINITY;
+}
+
+// Workspace: dlogits (N, E) in backward; counts (sequences, E) behind it; per thread two rows of E and E marks.
+static int64_t thread_reals(RouterShape s) { return 3 * (int64_t)s.E; }
+
+size_t router_workspace(RouterShape s) {
+    return (size_t)((s.N + ceil_div(s.N, s.T)) * s.E + device_workers() * thread_reals(s)) * sizeof(real);
+}
+
+void router_forward(real* scores, int32_t* expert, real* gate, const floatX* x, const floatX* w, const real* bias, RouterShape s,
+                    Ctx* ctx) {
+    real* scratch = ctx_workspace(ctx, ctx->threads * thread_reals(s));
+#pragma omp parallel for schedule(dynamic)
+    for (int64_t n0 = 0; n0 < s.N; n0 += TILE) {
+        int64_t rows = min_i64(TILE, s.N - n0);
+        real *choice = scratch + thread_index() * thread_reals(s), *group_score = choice + s.E;
+        char* taken = (char*)(group_score + s.E);
+        gemm(0, 1, rows, s.E, s.C, 1, x + n0 * s.C, s.C, w, s.C, 0, scores + n0 * s.E, s.E);
+        for (int64_t n = n0; n < n0 + rows; n++) {
+            real *p = scores + n * s.E, *g = gate + n * s.K, sum = 0;
+            int32_t* id = expert + n * s.K;
+            score_row(p, s.E, s.score);
+            for (int32_t e = 0; e < s.E; e++) choice[e] = p[e] + bias[e];
+            if (s.groups > 1) limit_groups(choice, group_score, taken, s);
+            for (int32_t e = 0; e < s.E; e++) taken[e] = 0;
+            for (int32_t k = 0; k < s.K; k++) {
+                id[k] = s.force_balance ? (int32_t)((n * s.K + k) % s.E) : take_best(choice, taken, s.E);
+                sum += g[k] = p[id[k]];
+            }
+            real factor = s.norm ? (real)s.scale / (sum + (real)1e-20) : (real)s.scale;
+            for (int32_t k = 0; k < s.K; k++) g[k] *= factor;
+        }
+    }
+}
+
+// ds (E) of one token from the gradients of its gates.
+static void gate_backward(real* ds, const real* dgate, const real* p, const int32_t* id, const real* gate, RouterShape s) {
+    for (int32_t e = 0; e < s.E; e++) ds[e] = 0;
+    real sum = (real)1e-20, mean = 0;
+    for (int32_t k = 0; k < s.K; k++) sum += p[id[k]], mean += dgate[k] * gate[k];
+    // With norm: gate_k = scale s_k / sum, so ds_k = (scale dgate_k - sum_j dgate_j gate_j) / sum.
+    for (int32_t k = 0; k < s.K; k++) ds[id[k]] = s.norm ? (s.scale * dgate[k] - mean) / sum : s.scale * dgate[k];
+}
+
+// The auxiliary loss's part of ds: aux / T * (f_e - sum_j f_j p_j) / sum s, with p = s / sum s.
+static void balance_backward(real* ds, const real* p, const real* count, float aux, RouterShape s) {
+    real sum = 0, dot = 0, f = (real)s.E / (s.K * s.T), scale = (real)aux / s.T;
+    for (int32_t e = 0; e < s.E; e++) sum += p[e], dot += f * count[e] * p[e];
+    for (int32_t e = 0; e < s.E; e++) ds[e] += scale / sum * (f * count[e] - dot / sum);
+}
+
+void router_backward(floatX* dx, real* dw, const real* dgate, const real* scores, const int32_t* expert, const real* gate,
+                     const floatX* x, const floatX* w, float aux, RouterShape s, Ctx* ctx) {
+    int64_t sequences = ceil_div(s.N, s.T);
+    real *dlogits = ctx_workspace(ctx, (s.N + sequences) * s.E), *counts = dlogits + s.N * s.E;
+    if (aux != 0) {
+        for (int64_t i = 0; i < sequences * s.E; i++) counts[i] = 0;
+        for (int64_t i = 0; i < s.N * s.K; i++) counts[i / s.K / s.T * s.E + expert[i]]++;
+    }
+#pragma omp parallel for schedule(dynamic)
+    for (int64_t n0 = 0; n0 < s.N; n0 += TILE) {
+        int64_t rows = min_i64(TILE, s.N - n0);
+        for (int64_t n = n0; n < n0 + rows; n++) {
+            const real* p = scores + n * s.E;
+            real *d = dlogits + n * s.E, dot = 0;
+            gate_backward(d, dgate + n * s.K, p, expert + n * s.K, gate + n * s.K, s);
+            if (aux != 0) balance_backward(d, p, counts + n / s.T * s.E, aux, s);
+            for (int32_t e = 0; e < s.E; e++) dot += d[e] * p[e];
+            for (int32_t e = 0; e < s.E; e++) d[e] = p[e] * (s.score == SCORE_SIGMOID ? d[e] * (1 - p[e]) : d[e] - dot);
+        }
+        gemm(0, 0, rows, s.C, s.E, 1, dlogits + n0 * s.E, s.E, w, s.C, 1, dx + n0 * s.C, s.C);
+    }
+    // dw: tiles of its columns, never of the token axis.
+#pragma omp parallel for schedule(dynamic)
+    for (int64_t c = 0; c < s.C; c += TILE)
+        gemm(1, 0, s.E, min_i64(TILE, s.C - c), s.N, 1, dlogits, s.E, x + c, s.C, 1, dw + c, s.C);
+}
+
+void router_count(int64_t* load, const int32_t* expert, int64_t NK, int32_t E, Ctx* ctx) {
+    (void)E, (void)ctx;
+    for (int64_t i = 0; i < NK; i++) load[expert[i]]++;
+}
+
+void router_update_bias(real* bias, const int64_t* load, int32_t E, float rate, const StepState* state, Ctx* ctx) {
+    (void)ctx;
+    int64_t total = 0;
+    for (int32_t e = 0; e < E; e++) total += load[e];
+    if (!state->ok || total == 0) return;
+    for (int32_t e = 0; e < E; e++) {
+        int64_t below = total - load[e] * E;  // E * (mean load - load), exact
+        bias[e] += (real)rate * ((below > 0) - (below < 0));
+    }
+}

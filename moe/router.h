@@ -1,0 +1,61 @@
+// The router: which experts a token goes to, and with which weight. DeepSeek-V3 (arXiv 2412.19437, section 2.1.2) with
+// sigmoid scores, DeepSeek-V2 (arXiv 2405.04434, section 2.2) with softmax scores.
+//
+//   logits = x Wg^T in float32;  s = sigmoid(logits) or softmax(logits)
+//   selection among s + bias, limited to the top_groups best groups of experts (other groups count as -inf); a group's
+//   score is the sum of its two best s + bias (sigmoid) or its best (softmax); equal scores: the lower index first
+//   gate_k = s of the selected expert, divided by (their sum + 1e-20) if norm, times scale
+//
+// The bias only selects; gradients reach x and Wg through the gates (and the auxiliary loss) alone.
+#ifndef MOE_ROUTER_H
+#define MOE_ROUTER_H
+
+#include "device/device.h"
+#include "layers/adamw.h"
+
+BEGIN_C
+
+typedef enum { SCORE_SIGMOID = 0, SCORE_SOFTMAX = 1 } ScoreFunction;
+
+typedef struct RouterShape {
+    int64_t N, T, C;             // tokens, tokens of a sequence (for the auxiliary loss), width
+    int32_t E, K;                // experts, experts a token
+    int32_t groups, top_groups;  // E % groups == 0, K <= top_groups * E / groups
+    int32_t score;               // ScoreFunction
+    int32_t norm;                // 1: gates of a token sum to scale
+    float scale;                 // route_scale
+    int32_t force_balance;       // 1: expert k of token n is (n K + k) % E, whatever the scores
+} RouterShape;
+
+void router_forward(real* scores,       // (N, E): s, kept for backward
+                    int32_t* expert,    // (N, K): selected experts, best first
+                    real* gate,         // (N, K)
+                    const floatX* x,    // (N, C)
+                    const floatX* w,    // (E, C)
+                    const real* bias,   // (E)
+                    RouterShape shape, Ctx* ctx);
+
+// aux: weight of the sequence-wise balance loss aux * sum_sequences sum_e f_e P_e, f_e = E / (K T) * count_e,
+// P_e = mean_t s_te / sum_e' s_te' (DeepSeek-V3, equations 17 to 20), counts taken as constants. 0 switches it off.
+void router_backward(floatX* dx,             // (N, C), +=
+                     real* dw,               // (E, C), +=
+                     const real* dgate,      // (N, K)
+                     const real* scores,     // (N, E)
+                     const int32_t* expert,  // (N, K)
+                     const real* gate,       // (N, K)
+                     const floatX* x, const floatX* w, float aux, RouterShape shape, Ctx* ctx);
+
+size_t router_workspace(RouterShape shape);
+
+// load[e] += tokens that chose expert e. Called in training's forward only, once a micro-step.
+void router_count(int64_t* load,          // (E)
+                  const int32_t* expert,  // (N, K)
+                  int64_t NK, int32_t E, Ctx* ctx);
+
+// Auxiliary-loss-free balancing (arXiv 2408.15664): bias_e += rate * sign(mean load - load_e), load over the whole step and
+// all ranks. Nothing is written if state->ok is 0 or no token was counted.
+void router_update_bias(real* bias, const int64_t* load, int32_t E, float rate, const StepState* state, Ctx* ctx);
+
+END_C
+
+#endif

@@ -1,0 +1,282 @@
+#!/usr/bin/env python3
+"""Write tests/golden/*.safetensors: small random models with logits, loss and gradients by transformers.
+
+The C tests compare the whole model with these files. Needs torch, transformers and numpy; nothing else in the
+repository does, and the files are committed, so run it only to change them:  python3 scripts/make_golden.py
+
+- All numbers come from float64 runs and are rounded to float32 once, at the end: the oracle adds no noise of its own.
+  transformers casts norms, softmax, RoPE and router to float32; `Float64Casts` turns those casts into float64.
+  The same model in plain float32 is run beside it; its distance is printed.
+- Which experts a token takes must not hang on rounding. Tokens are redrawn, position by position, until every gap
+  that decides a choice exceeds MIN_GAP in every MoE layer: between the scores (s + bias) of consecutive chosen experts,
+  between the last chosen and the best other one, and between the worst chosen and the best other group. The scores of
+  the chosen are also above MIN_GAP, so that masking the other groups with 0 or with -inf gives the same experts.
+
+A file holds `weight.*` and `grad.*` under Hugging Face checkpoint names, `tokens` and `targets` (B, T), `logits`
+(B, T, V), `loss` (1), and `expert_ids.L` (B*T, K) for each MoE layer L, by s + bias descending. Its metadata's
+`options` are the command line of train_moe that describes the model.
+"""
+import argparse
+import json
+import math
+import pathlib
+
+import numpy as np
+import torch
+import torch.nn.functional as F
+import transformers
+from torch.overrides import TorchFunctionMode
+from transformers import DeepseekV2Config, DeepseekV2ForCausalLM, DeepseekV3Config, DeepseekV3ForCausalLM
+
+MIN_GAP = 0.03
+BATCH, SEQ_LEN = 2, 24
+
+# Our options, by model. nope-dim != v-dim in the first two; vocab 100 is no multiple of 128, so padding is tested; in
+# v3_yarn a group has 4 experts, so that "the two best" differs from "all", and rope-dim 16 so that the ramp matters.
+COMMON = dict(dim=32, heads=2, kv_lora=16, dense_layers=1, vocab=100, rope_theta=10000)
+MODELS = {
+    "v3": dict(COMMON, layers=3, q_lora=24, nope_dim=16, rope_dim=8, v_dim=24, dense_ffn=48, experts=8, top_k=3,
+               shared_experts=1, expert_ffn=16, groups=4, top_groups=2, score="sigmoid", route_norm=1, route_scale=2.5,
+               yarn=0),
+    "v3_yarn": dict(COMMON, layers=2, q_lora=24, nope_dim=16, rope_dim=16, v_dim=24, dense_ffn=48, experts=16, top_k=3,
+                    shared_experts=1, expert_ffn=16, groups=4, top_groups=2, score="sigmoid", route_norm=1,
+                    route_scale=2.5, yarn=1, yarn_factor=40, yarn_mscale=1, yarn_original_len=4096),
+    "softmax": dict(COMMON, layers=2, q_lora=0, nope_dim=16, rope_dim=8, v_dim=16, dense_ffn=48, experts=8, top_k=2,
+                    shared_experts=2, expert_ffn=16, groups=1, top_groups=1, score="softmax", route_norm=0,
+                    route_scale=1, yarn=0),
+}
+
+
+class Float64Casts(TorchFunctionMode):
+    """Inside this mode every request for float32 gives float64."""
+
+    def __torch_function__(self, func, types, args=(), kwargs=None):
+        def swap(x):
+            return torch.float64 if x is torch.float32 else x
+
+        if func is torch.Tensor.float:
+            func = torch.Tensor.double
+        return func(*map(swap, args), **{k: swap(v) for k, v in (kwargs or {}).items()})
+
+
+def build(o):
+    """The transformers model of options `o`, in eval mode, weights not yet set."""
+    rope = dict(rope_type="default", rope_theta=float(o["rope_theta"]))
+    if o["yarn"]:
+        # mscale == mscale_all_dim: cos and sin stay unscaled, the softmax scale is multiplied by m^2.
+        rope.update(rope_type="yarn", factor=float(o["yarn_factor"]), beta_fast=32.0, beta_slow=1.0,
+                    original_max_position_embeddings=o["yarn_original_len"], mscale=float(o["yarn_mscale"]),
+                    mscale_all_dim=float(o["yarn_mscale"]))
+    args = dict(
+        vocab_size=o["vocab"], hidden_size=o["dim"], intermediate_size=o["dense_ffn"], num_hidden_layers=o["layers"],
+        num_attention_heads=o["heads"], num_key_value_heads=o["heads"], q_lora_rank=o["q_lora"] or None,
+        kv_lora_rank=o["kv_lora"], qk_nope_head_dim=o["nope_dim"], qk_rope_head_dim=o["rope_dim"],
+        v_head_dim=o["v_dim"], n_routed_experts=o["experts"], num_experts_per_tok=o["top_k"],
+        n_shared_experts=o["shared_experts"], moe_intermediate_size=o["expert_ffn"],
+        first_k_dense_replace=o["dense_layers"], n_group=o["groups"], topk_group=o["top_groups"],
+        routed_scaling_factor=float(o["route_scale"]), norm_topk_prob=bool(o["route_norm"]),
+        rms_norm_eps=1e-6, rope_parameters=rope, max_position_embeddings=4096 * o.get("yarn_factor", 1),
+        pad_token_id=None, bos_token_id=None, eos_token_id=None, tie_word_embeddings=False, attention_dropout=0.0,
+        attn_implementation="eager", experts_implementation="eager")
+    if o["score"] == "sigmoid":
+        model = DeepseekV3ForCausalLM(DeepseekV3Config(**args, rope_interleave=True))
+    else:
+        # Softmax scores, the gate is the raw score times the scale, RoPE on interleaved (complex) pairs.
+        model = DeepseekV2ForCausalLM(DeepseekV2Config(**args, topk_method="greedy"))
+    assert model.config._attn_implementation == "eager" and model.config._experts_implementation == "eager"
+    for module in model.modules():
+        assert getattr(module, "variance_epsilon", 1e-6) == 1e-6
+    return model.eval()
+
+
+def draw_weights(model, o, seed):
+    """Weights by parameter name, float32. Wide enough that every gradient is well above rounding."""
+    rng = np.random.default_rng(seed)
+    weights = {}
+    for name, p in model.state_dict().items():
+        if name.endswith("e_score_correction_bias"):
+            w = rng.uniform(-0.15, 0.25, p.shape)
+        elif "norm" in name:
+            w = 1 + 0.1 * rng.standard_normal(p.shape)
+        elif name.endswith("mlp.gate.weight"):
+            w = 0.3 * rng.standard_normal(p.shape)
+        else:
+            w = 0.15 * rng.standard_normal(p.shape)
+        weights[name] = torch.from_numpy(w.astype(np.float32))
+    return weights
+
+
+def record_routers(model):
+    """A dict that each forward fills: layer -> (router logits, bias, gates, expert ids)."""
+    seen = {}
+    for i, layer in enumerate(model.model.layers):
+        if hasattr(layer.mlp, "gate"):
+            def hook(gate, _, out, i=i):
+                bias = getattr(gate, "e_score_correction_bias", torch.zeros(out[0].shape[1]))
+                seen[i] = (out[0].detach(), bias, out[1].detach(), out[2])
+            layer.mlp.gate.register_forward_hook(hook)
+    return seen
+
+
+def route(o, logits, bias):
+    """Our router's rules. Per token: expert ids by s + bias descending, gates, expert gap, group gap, whether the bias
+    and whether the limit to groups changed the choice."""
+    s = logits.sigmoid() if o["score"] == "sigmoid" else logits.softmax(-1)
+    choice = s + bias
+    n, (E, G, K) = len(s), (o["experts"], o["groups"], o["top_k"])
+    group_gap = torch.full((n,), math.inf)
+    masked = choice
+    if o["top_groups"] < G:
+        grouped = choice.view(n, G, E // G)
+        gs = grouped.topk(2, -1)[0].sum(-1) if o["score"] == "sigmoid" else grouped.max(-1)[0]
+        order = gs.sort(-1, descending=True)
+        group_gap = order[0][:, o["top_groups"] - 1] - order[0][:, o["top_groups"]]
+        out = torch.ones(n, G, dtype=torch.bool).scatter(1, order[1][:, :o["top_groups"]], False)
+        masked = choice.masked_fill(out.repeat_interleave(E // G, 1), -math.inf)
+    best, ids = masked.sort(-1, descending=True)
+    ids = ids[:, :K]
+    gap = torch.minimum((best[:, :K] - best[:, 1:K + 1]).min(-1)[0], best[:, K - 1])
+    gates = s.gather(1, ids)
+    if o["route_norm"]:
+        gates = gates / (gates.sum(-1, keepdim=True) + 1e-20)
+    as_set = lambda x: x.topk(K, -1)[1].sort(-1)[0]
+    return (ids, gates * o["route_scale"], gap, group_gap,
+            (as_set(s) != as_set(choice)).any(-1), (as_set(choice) != as_set(masked)).any(-1))
+
+
+def draw_tokens(model, seen, o, seed):
+    """(B, T+1) tokens: redraw the first token of each row that fails MIN_GAP. Those before it stay good (causal)."""
+    rng = np.random.default_rng(seed)
+    tokens = torch.tensor(rng.integers(0, o["vocab"], (BATCH, SEQ_LEN + 1)))
+    for _ in range(100 * SEQ_LEN):
+        with torch.no_grad():
+            model(tokens[:, :-1], use_cache=False)
+        bad = torch.zeros(BATCH * SEQ_LEN, dtype=torch.bool)
+        for logits, bias, _, _ in seen.values():
+            _, _, gap, group_gap, _, _ = route(o, logits, bias)
+            bad |= (gap <= MIN_GAP) | (group_gap <= MIN_GAP)
+        rows = bad.view(BATCH, SEQ_LEN)
+        if not rows.any():
+            return tokens
+        for row, is_bad in zip(tokens, rows):
+            if is_bad.any():
+                row[is_bad.int().argmax()] = int(rng.integers(0, o["vocab"]))
+    raise SystemExit("no tokens with wide enough gaps: change the seed or the scale of the router")
+
+
+def run(model, tokens, targets):
+    """(logits, loss, gradients by parameter name)"""
+    model.zero_grad()
+    logits = model(tokens, use_cache=False).logits
+    loss = F.cross_entropy(logits.flatten(0, 1), targets.flatten())
+    loss.backward()
+    return logits.detach(), loss.detach(), {name: p.grad for name, p in model.named_parameters()}
+
+
+def checkpoint_names(tensors, prefix):
+    """Split the fused experts of this transformers version into the checkpoint's one matrix per expert."""
+    out = {}
+    for name, t in tensors.items():
+        head, _, kind = name.rpartition(".experts.")
+        if kind not in ("gate_up_proj", "down_proj"):
+            out[prefix + name] = t
+            continue
+        for e, w in enumerate(t):
+            parts = zip(("gate_proj", "up_proj"), w.chunk(2)) if kind == "gate_up_proj" else [("down_proj", w)]
+            for part, x in parts:
+                out[f"{prefix}{head}.experts.{e}.{part}.weight"] = x
+    return out
+
+
+def save(path, tensors, metadata):
+    """A safetensors file with a fixed order of keys: the same run gives the same bytes."""
+    header, blobs, offset = {"__metadata__": metadata}, [], 0
+    for name, t in sorted(tensors.items()):
+        is_int = not t.is_floating_point()
+        blob = t.numpy().astype("<i4" if is_int else "<f4").tobytes()
+        header[name] = {"dtype": "I32" if is_int else "F32", "shape": list(t.shape),
+                        "data_offsets": [offset, offset + len(blob)]}
+        blobs.append(blob)
+        offset += len(blob)
+    text = json.dumps(header, separators=(",", ":")).encode()
+    text += b" " * (-len(text) % 8)
+    path.write_bytes(len(text).to_bytes(8, "little") + text + b"".join(blobs))
+
+
+def relative(a, b):
+    a, b = a.double(), b.double()
+    return float((a - b).norm() / b.norm()) if b.norm() > 0 else float(a.norm())
+
+
+def make(name, o, seed, folder, verbose):
+    with Float64Casts():
+        model = build(o)
+        assert model.model.rotary_emb.inv_freq.dtype == torch.float64
+        model = model.double()
+        weights = draw_weights(model, o, seed)
+        model.load_state_dict(weights)
+        seen = record_routers(model)
+        drawn = draw_tokens(model, seen, o, seed)
+        tokens, targets = drawn[:, :-1], drawn[:, 1:]
+        logits, loss, grads = run(model, tokens, targets)
+
+    # Our rules must give transformers' experts and gates; and a token must exist for which each rule decides.
+    gaps, group_gaps, expert_ids = [], [], {}
+    bias_matters = groups_matter = unused = 0
+    for i, (router_logits, bias, gates, ids) in seen.items():
+        mine, my_gates, gap, group_gap, by_bias, by_groups = route(o, router_logits, bias)
+        theirs, at = ids.sort(-1)
+        assert torch.equal(mine.sort(-1)[0], theirs)
+        assert torch.allclose(my_gates.gather(1, mine.argsort(-1)), gates.gather(1, at), rtol=1e-12)
+        expert_ids[i] = mine
+        gaps.append(float(gap.min()))
+        group_gaps.append(float(group_gap.min()))
+        bias_matters += int(by_bias.sum())
+        groups_matter += int(by_groups.sum())
+        unused += o["experts"] - len(mine.unique())
+    assert min(gaps + group_gaps) > MIN_GAP
+    assert o["score"] == "softmax" or (bias_matters > 5 and groups_matter > 5)
+
+    # The same in plain float32: must choose the same experts; its distance is what float32 costs.
+    single = build(o)
+    single.load_state_dict(weights)
+    seen32 = record_routers(single)
+    logits32, loss32, grads32 = run(single, tokens, targets)
+    for i, (_, _, _, ids) in seen32.items():
+        assert torch.equal(ids.sort(-1)[0], expert_ids[i].sort(-1)[0])
+    grads, grads32 = checkpoint_names(grads, "grad."), checkpoint_names(grads32, "grad.")
+    noise = {k: relative(grads32[k], grads[k]) for k in grads}
+    worst = max(noise, key=noise.get)
+
+    options = " ".join(f"--{k.replace('_', '-')} {v}" for k, v in o.items())
+    tensors = {**checkpoint_names(weights, "weight."), **grads, "tokens": tokens, "targets": targets, "logits": logits,
+               "loss": loss.view(1), **{f"expert_ids.{i}": ids for i, ids in expert_ids.items()}}
+    path = folder / f"{name}.safetensors"
+    save(path, tensors, {
+        "options": options, "batch": str(BATCH), "seq_len": str(SEQ_LEN), "min_expert_gap": f"{min(gaps):.4f}",
+        "min_group_gap": f"{min(group_gaps):.4f}", "transformers": transformers.__version__})
+    print(f"{name}: {path.stat().st_size} bytes, loss {float(loss):.6f}, expert gap {min(gaps):.4f}, "
+          f"group gap {min(group_gaps):.4f}, choices changed by bias {bias_matters} by groups {groups_matter}, "
+          f"unused experts {unused}\n"
+          f"  float32 against float64: logits {relative(logits32, logits):.1e} loss {relative(loss32, loss):.1e} "
+          f"gradients up to {noise[worst]:.1e} ({worst}); gradient norms "
+          f"{min(float(g.norm()) for g in grads.values() if g.norm() > 0):.1e} .. "
+          f"{max(float(g.norm()) for g in grads.values()):.1e}")
+    if verbose:
+        for k in grads:
+            print(f"    {noise[k]:.1e}  norm {float(grads[k].norm()):.2e}  {k}")
+
+
+def main():
+    parser = argparse.ArgumentParser(description="Write the golden models of the tests.")
+    default = pathlib.Path(__file__).resolve().parent.parent / "tests" / "golden"
+    parser.add_argument("--out", type=pathlib.Path, default=default, help="folder (default: tests/golden)")
+    parser.add_argument("--verbose", action="store_true", help="print the float32 noise of every gradient")
+    args = parser.parse_args()
+    args.out.mkdir(parents=True, exist_ok=True)
+    for seed, (name, options) in enumerate(MODELS.items(), start=1):
+        make(name, options, seed, args.out, args.verbose)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,30 @@
+#!/bin/sh
+# One line for each thing a build can use, found or not.
+found() { printf '%-17s %s\n' "$1" "$2"; }
+
+if command -v nvcc >/dev/null 2>&1; then
+    found nvcc "$(nvcc --version | sed -n 's/.*release \([0-9.]*\).*/\1/p')"
+else
+    found nvcc "not found"
+fi
+if command -v nvidia-smi >/dev/null 2>&1 && gpu=$(nvidia-smi --query-gpu=name,compute_cap --format=csv,noheader 2>/dev/null | head -n 1) && [ -n "$gpu" ]; then
+    found "GPU architecture" "$gpu"
+else
+    found "GPU architecture" "not found (no GPU)"
+fi
+nccl=$(find /usr/include /usr/local/cuda/include -name nccl.h 2>/dev/null | head -n 1)
+if [ -n "$nccl" ]; then
+    found NCCL "$(sed -n 's/^#define NCCL_\(MAJOR\|MINOR\|PATCH\) *\([0-9]*\).*/\2/p' "$nccl" | paste -sd.)"
+else
+    found NCCL "not found"
+fi
+if command -v mpirun >/dev/null 2>&1; then
+    found "Open MPI" "$(mpirun --version 2>/dev/null | sed -n '1s/.* //p')"
+else
+    found "Open MPI" "not found"
+fi
+if [ -n "$CBLAS_LIB" ]; then
+    found CBLAS "$CBLAS_LIB"
+else
+    found CBLAS "not found (scripts/setup.sh installs OpenBLAS)"
+fi

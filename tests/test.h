@@ -1,0 +1,70 @@
+// The harness of the C tests. A test is a function; it fails by CHECK. A program runs its tests by name and ends with one
+// line `N passed, N failed, N skipped` (tests/run.py adds these up).
+//
+// Error measure of float results: relative_error = ||out - ref|| / ||ref|| over a whole tensor.
+#ifndef TESTS_TEST_H
+#define TESTS_TEST_H
+
+#include <math.h>
+#include <stdio.h>
+#include <stdlib.h>
+#include <string.h>
+
+#include "device/check.h"
+#include "device/device.h"
+#include "device/random.h"
+
+static int test_failures_here, test_passed, test_failed, test_skipped;
+
+#define CHECK(condition, ...)                                                                                          \
+    do {                                                                                                               \
+        if (!(condition)) {                                                                                            \
+            printf("    %s:%d: %s: ", __FILE__, __LINE__, #condition);                                                 \
+            printf(__VA_ARGS__);                                                                                       \
+            printf("\n");                                                                                              \
+            test_failures_here++;                                                                                      \
+        }                                                                                                              \
+    } while (0)
+
+#define RUN(test)                                                                                                      \
+    do {                                                                                                               \
+        test_failures_here = 0;                                                                                        \
+        test();                                                                                                        \
+        if (test_failures_here) test_failed++;                                                                         \
+        else test_passed++;                                                                                            \
+        printf("%s %s\n", test_failures_here ? "FAIL" : "ok  ", #test);                                                \
+        fflush(stdout);                                                                                                \
+    } while (0)
+
+#define SKIP(test, why)                                                                                                \
+    do {                                                                                                               \
+        test_skipped++;                                                                                                \
+        printf("skip %s: %s\n", #test, why);                                                                           \
+    } while (0)
+
+static inline int test_summary(void) {
+    printf("%d passed, %d failed, %d skipped\n", test_passed, test_failed, test_skipped);
+    return test_failed ? 1 : 0;
+}
+
+static inline double relative_error(const real* out, const real* ref, int64_t n) {
+    double diff = 0, norm = 0;
+    for (int64_t i = 0; i < n; i++) {
+        double d = (double)out[i] - (double)ref[i];
+        diff += d * d;
+        norm += (double)ref[i] * (double)ref[i];
+    }
+    return norm > 0 ? sqrt(diff / norm) : sqrt(diff);
+}
+
+// n numbers of a standard normal truncated at 3, from `stream`, in fresh memory.
+static inline real* random_tensor(int64_t n, uint32_t stream) {
+    float* f = (float*)host_alloc((size_t)n * sizeof(float));
+    real* x = (real*)host_alloc((size_t)n * sizeof(real));
+    random_normal(f, n, 1234, stream, 0, 1.0);
+    for (int64_t i = 0; i < n; i++) x[i] = f[i];
+    free(f);
+    return x;
+}
+
+#endif

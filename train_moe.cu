@@ -1,0 +1,238 @@
+// train_moe: pretrains a DeepSeek-style mixture-of-experts model from tokenized shards. Host code only; read on in model/.
+#include <errno.h>
+#include <math.h>
+#include <signal.h>
+#include <stdio.h>
+#include <stdlib.h>
+#include <string.h>
+#include <time.h>
+#include <unistd.h>
+
+#include "data/runlog.h"
+#include "data/shards.h"
+#include "device/check.h"
+#include "device/files.h"
+#include "model/model.h"
+#include "model/persist.h"
+#include "model/report.h"
+#include "model/sample.h"
+
+static volatile sig_atomic_t stop_asked = 0;
+static void ask_stop(int signal_number) { stop_asked = signal_number; }
+
+static double seconds(void) {
+    struct timespec t;
+    clock_gettime(CLOCK_MONOTONIC, &t);
+    return (double)t.tv_sec + 1e-9 * (double)t.tv_nsec;
+}
+
+typedef struct Run {
+    Settings settings;
+    Model* model;
+    Tokenizer* tokenizer;
+    Shards *train, *val;
+    RunLog* log;              // NULL without --out
+    Fetch *state, *load;      // of the last step queued
+    int64_t pending;          // that step, 0 if its results are reported already
+    StepState last;           // of the last step reported
+    Stopwatch* watch[2];      // of even and odd steps: one is read while the other runs
+    double shown;             // when a progress line was last printed
+    double average_ms;        // smoothed, for the ETA
+    int64_t first;            // step after the one resumed from
+} Run;
+
+// A folder that holds a run is touched by --resume only.
+static void open_folder(const Settings* s) {
+    int count;
+    if (!*s->out) {
+        printf("run        no --out: no log and no checkpoint will be kept\n");
+        return;
+    }
+    if (make_folders(s->out) != 0 || access(s->out, W_OK) != 0)
+        die(EXIT_FAILED, "--out %s cannot be used as a folder: %s", s->out, strerror(errno));
+    char* log = host_format("%s/log.jsonl", s->out);
+    free(checkpoint_list(s->out, &count));
+    if (!s->resume && (count || access(log, F_OK) == 0))
+        die(EXIT_USAGE, "--out %s holds a run already; add --resume to go on with it, or choose another folder", s->out);
+    free(log);
+}
+
+// Mean loss over the first --val-tokens of the validation shards, in nats a token.
+static double validate(Run* r) {
+    Model* m = r->model;
+    int64_t T = r->settings.seq_len, B = r->settings.batch, windows = r->settings.val_tokens / T;
+    if (windows > shards_windows(r->val)) windows = shards_windows(r->val);
+    if (windows < 1) windows = 1;
+    int32_t* ids = (int32_t*)host_alloc((size_t)(2 * B * T) * sizeof(int32_t));
+    step_begin(m->val_state, m->ctx);
+    for (int64_t w = 0; w < windows; w += B) {
+        int64_t n = windows - w < B ? windows - w : B;
+        for (int64_t i = 0; i < n; i++) shards_read(r->val, w + i, (int32_t)m->config.V, ids + i * T, ids + (B + i) * T);
+        model_batch(m, ids, ids + B * T, n, T);
+        model_forward(m, 0);
+        model_loss(m, m->val_state, 0);
+    }
+    StepState state;
+    device_download(&state, m->val_state, sizeof(state), m->ctx);
+    free(ids);
+    return state.loss_sum / (double)(windows * T);
+}
+
+// The fullest expert's tokens over the mean, of the worst block.
+static double load_max_over_mean(const ModelConfig* c, const int64_t* load) {
+    double worst = 0;
+    for (int64_t l = c->dense_layers; l < c->L; l++) {
+        int64_t sum = 0, most = 0;
+        for (int64_t e = 0; e < c->E; e++) {
+            int64_t n = load[l * c->E + e];
+            sum += n;
+            if (n > most) most = n;
+        }
+        double ratio = sum ? (double)most * (double)c->E / (double)sum : 0;
+        if (ratio > worst) worst = ratio;
+    }
+    return worst;
+}
+
+static void print_step(Run* r, const StepRecord* s) {
+    double left = r->average_ms * (double)(r->settings.steps - s->step) / 1000;
+    printf("step %lld/%lld  loss %.4f  norm %.3g  lr %.2e  %.0f ms  %.0f tok/s  load %.2f", (long long)s->step,
+           (long long)r->settings.steps, s->loss, s->grad_norm, s->lr, s->ms, s->tokens_per_s, s->load_max_over_mean);
+    if (isfinite(s->mfu)) printf("  MFU %.1f%%", 100 * s->mfu);
+    printf("  ETA %lld:%02lld:%02lld", (long long)left / 3600, (long long)left / 60 % 60, (long long)left % 60);
+    if (!isnan(s->val_loss)) printf("  validation %.4f", s->val_loss);
+    printf("\n");
+    fflush(stdout);
+    r->shown = seconds();
+}
+
+// Waits for the results of the pending step and says them. With val the validation loss is measured and joins them.
+static void report(Run* r, int val) {
+    if (!r->pending) return;
+    const Settings* s = &r->settings;
+    memcpy(&r->last, fetch_end(r->state), sizeof(StepState));
+    StepRecord record;
+    double took = stopwatch_seconds(r->watch[r->pending % 2]), peak = device_peak_flops(r->model->ctx);
+    record.step = r->pending;
+    record.loss = r->last.loss;
+    record.grad_norm = r->last.grad_norm;
+    record.lr = settings_lr(s, r->pending);
+    record.ms = 1000 * took;
+    record.tokens_per_s = (double)s->tokens_per_step / took;
+    record.mfu = peak > 0 ? record.tokens_per_s * flops_per_token(&s->model, s->seq_len) / peak : NAN;
+    record.load_max_over_mean = load_max_over_mean(&s->model, (const int64_t*)fetch_end(r->load));
+    record.mem_gib = (double)device_peak_memory() / 0x1p30;
+    r->average_ms = r->average_ms > 0 ? 0.9 * r->average_ms + 0.1 * record.ms : record.ms;
+    record.val_loss = val ? validate(r) : NAN;
+    if (r->log) runlog_add(r->log, &record);
+    if (val || seconds() - r->shown > 0.5 || r->pending == r->first || r->pending == s->steps || !r->last.ok) print_step(r, &record);
+    if (!r->last.ok)
+        warn("step %lld: loss %g, gradient norm %g: not finite, so no weight was changed", (long long)r->pending, record.loss, record.grad_norm);
+    if (r->last.bad_in_a_row >= 3)
+        die(EXIT_FAILED, "3 steps in a row were not finite; the run ends without saving. Try a smaller --lr or a longer --warmup, "
+                         "and resume from the last checkpoint");
+    r->pending = 0;
+}
+
+static void queue_step(Run* r, Loader* loader, int64_t step) {
+    Model* m = r->model;
+    int64_t micro_steps = r->settings.tokens_per_step / (r->settings.batch * r->settings.seq_len);
+    stopwatch_start(r->watch[step % 2], m->ctx);
+    model_step_begin(m);
+    for (int64_t i = 0; i < micro_steps; i++) {
+        const int32_t *input, *target;
+        loader_next(loader, &input, &target);
+        model_batch(m, input, target, r->settings.batch, r->settings.seq_len);
+        model_micro_step(m);
+    }
+    model_update(m, step);
+    stopwatch_stop(r->watch[step % 2], m->ctx);
+}
+
+static int due(int64_t step, int64_t every) { return every > 0 && step % every == 0; }
+
+static void train(Run* r, int64_t done, int64_t window) {
+    const Settings* s = &r->settings;
+    int64_t windows_per_step = s->tokens_per_step / s->seq_len;
+    LoaderOrder order = {(uint64_t)s->seed, window, s->batch, s->overfit ? windows_per_step : 0};
+    Loader* loader = loader_start(r->train, s->batch, (int32_t)s->model.V, order);
+    r->first = done + 1;
+    for (int64_t step = done + 1; step <= s->steps && !stop_asked; step++) {
+        queue_step(r, loader, step);
+        report(r, 0);  // the step before: its results are there by now, and the device already has its next work
+        fetch_begin(r->state, r->model->state, r->model->ctx);
+        fetch_begin(r->load, r->model->load, r->model->ctx);
+        r->pending = step;
+        int last = step == s->steps || stop_asked;
+        int val = r->val && (step == s->steps || due(step, s->val_every)), sample = due(step, s->sample_every) || (s->sample_every && step == s->steps);
+        int save = *s->out && (last || due(step, s->save_every));
+        if (!last && !val && !sample && !save) continue;
+        report(r, val);
+        if (sample) {
+            char* text = model_sample(r->model, r->tokenizer, step);
+            printf("--- sample at step %lld\n%s\n---\n", (long long)step, text);
+            free(text);
+        }
+        if (save) {
+            model_save(r->model, step, step * windows_per_step, shards_hash(r->train), &r->last);
+            printf("saved %s/step_%08lld\n", s->out, (long long)step);
+        }
+        fflush(stdout);
+    }
+    if (stop_asked) printf("stopped by signal %d%s\n", (int)stop_asked, *s->out ? "; --resume goes on from here" : "");
+    loader_stop(loader);
+}
+
+int main(int argc, char** argv) {
+    Run r;
+    memset(&r, 0, sizeof(r));
+    r.settings = settings_read(argc, argv);
+    const Settings* s = &r.settings;
+    if (s->dry_run) {
+        report_dry_run(s);
+        return 0;
+    }
+    // A full disk or quota is an error of write(2), with a message, not a signal that kills.
+    signal(SIGXFSZ, SIG_IGN);
+    signal(SIGINT, ask_stop);
+    signal(SIGTERM, ask_stop);
+
+    options_print(settings_table, settings_count, s);
+    printf("\n");
+    report_model(s);
+    r.tokenizer = tokenizer_open(s->tokenizer);
+    r.train = shards_open("--train", s->train, s->seq_len);
+    if (*s->val) r.val = shards_open("--val", s->val, s->seq_len);
+    printf("data       %d shards, %lld tokens, %lld windows of %lld (%.3g epochs in %lld steps)\n", shards_count(r.train),
+           (long long)shards_tokens(r.train), (long long)shards_windows(r.train), (long long)s->seq_len,
+           (double)s->steps * (double)s->tokens_per_step / (double)s->seq_len / (double)shards_windows(r.train), (long long)s->steps);
+    if (shards_windows(r.train) < s->batch)
+        die(EXIT_FAILED, "--train has %lld windows of %lld tokens, fewer than one batch of %lld; use a smaller --batch or --seq-len",
+            (long long)shards_windows(r.train), (long long)s->seq_len, (long long)s->batch);
+    open_folder(s);
+
+    r.model = model_create(s);
+    printf("device     %s\n", device_name(r.model->ctx));
+    int64_t window = 0, done = s->resume ? model_resume(r.model, shards_hash(r.train), &window) : 0;
+    if (done) printf("resumed    from %s/step_%08lld\n", s->out, (long long)done);
+    else params_init(r.model->units, &r.model->config, (uint64_t)s->seed, r.model->ctx);
+    if (done >= s->steps) printf("nothing to do: %lld of %lld steps are done\n", (long long)done, (long long)s->steps);
+    char* config = settings_json(s);
+    if (*s->out) r.log = runlog_open(s->out, config, done);
+    free(config);
+    for (int i = 0; i < 2; i++) r.watch[i] = stopwatch_create();
+    r.state = fetch_create(sizeof(StepState));
+    r.load = fetch_create((size_t)(s->model.L * s->model.E) * sizeof(int64_t));
+
+    train(&r, done, window);
+
+    if (r.log) runlog_close(r.log);
+    for (int i = 0; i < 2; i++) stopwatch_destroy(r.watch[i]);
+    fetch_destroy(r.state);
+    fetch_destroy(r.load);
+    model_destroy(r.model);
+    shards_close(r.train);
+    if (r.val) shards_close(r.val);
+    tokenizer_close(r.tokenizer);
+    return 0;
+}
