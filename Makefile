@@ -14,8 +14,9 @@ HOST = device/check device/random device/options device/arena device/files \
        dist/checkpoint
 
 # C tests; those in TESTS_F64 compare with finite differences and run in the double build too.
-TESTS     = tests/test_device tests/test_data tests/test_layers tests/test_moe tests/test_model
-TESTS_F64 = tests/test_layers tests/test_moe tests/test_model
+OP_TESTS = tests/test_layers tests/test_attention tests/test_adamw tests/test_router tests/test_moe
+TESTS     = tests/test_device tests/test_data tests/test_shards $(OP_TESTS) tests/test_model
+TESTS_F64 = $(OP_TESTS) tests/test_model
 
 ifeq ($(origin CC),default)
 CC = gcc
@@ -35,7 +36,7 @@ LDLIBS    = $(CBLAS_LIB) -lz -lm -lpthread
 CPU = build/cpu$(SUFFIX)
 F64 = build/f64$(SUFFIX)
 
-.PHONY: all train test test-build bench clean probe format
+.PHONY: all train test test-build bench clean probe format print-host
 all: probe $(CPU)/train_moe
 
 # One line for each thing a build can use.
@@ -80,6 +81,9 @@ test-build: $(CPU)/train_moe $(addprefix $(CPU)/,$(TESTS)) $(addprefix $(F64)/,$
 
 bench: all
 	@$(PYTHON) bench/run.py $(CPU)/train_moe
+
+print-host:
+	@echo $(HOST:=.c) train_moe.cu
 
 clean:
 	rm -rf build

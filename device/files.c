@@ -54,21 +54,24 @@ int sync_folder(const char* path) {
 }
 
 char* read_file(const char* path, size_t* size) {
-    int fd = open(path, O_RDONLY);
-    if (fd < 0) return NULL;
-    struct stat info;
-    char* text = NULL;
-    if (fstat(fd, &info) == 0) {
-        text = (char*)host_alloc((size_t)info.st_size + 1);
-        size_t got = 0;
-        while (got < (size_t)info.st_size) {
-            ssize_t n = read(fd, text + got, (size_t)info.st_size - got);
-            if (n <= 0) break;
-            got += (size_t)n;
-        }
-        text[got] = 0;
-        if (size) *size = got;
+    FILE* file = fopen(path, "rb");
+    size_t room = 1 << 16, got = 0, n;
+    if (!file) return NULL;
+    char* text = (char*)host_alloc(room);
+    while ((n = fread(text + got, 1, room - got - 1, file)) > 0) {
+        got += n;
+        if (got + 1 < room) continue;
+        text = (char*)realloc(text, room *= 2);
+        if (!text) die(EXIT_FAILED, "out of host memory reading %s", path);
     }
-    close(fd);
+    int why = ferror(file) ? errno : 0;
+    fclose(file);
+    if (why) {
+        free(text);
+        errno = why;
+        return NULL;
+    }
+    text[got] = 0;
+    if (size) *size = got;
     return text;
 }

@@ -1,16 +1,27 @@
 #include "model/report.h"
 
+#include <math.h>
 #include <stdio.h>
 #include <stdlib.h>
 #include <string.h>
 
 #include "device/check.h"
 
+// 15.71e9, 1.864e6: four digits, exponents in steps of three.
+static char* big(double x) {
+    int exponent = x >= 1e9 ? 9 : x >= 1e6 ? 6 : 3;
+    return host_format("%#.4ge%d", x / pow(10, exponent), exponent);
+}
+
 void report_model(const Settings* s) {
     char* name = option_text(&settings_table[0], s);
-    printf("model      %s: %.4ge9 parameters (%.4ge9 active a token), %.4ge9 FLOPs a token at seq-len %lld\n", name,
-           (double)params_total(&s->model) / 1e9, (double)params_active(&s->model) / 1e9, flops_per_token(&s->model, s->seq_len) / 1e9,
+    char *total = big((double)params_total(&s->model)), *active = big((double)params_active(&s->model));
+    char* flops = big(flops_per_token(&s->model, s->seq_len));
+    printf("model      %s: %s parameters (%s active a token), %s FLOPs a token at seq-len %lld\n", name, total, active, flops,
            (long long)s->seq_len);
+    free(total);
+    free(active);
+    free(flops);
     free(name);
 }
 

@@ -1,0 +1,122 @@
+// The ground floor: random numbers, memory tables, folders. Options and their errors are tested through the program
+// (tests/test_cli.py).
+#include <errno.h>
+
+#include "device/arena.h"
+#include "device/files.h"
+#include "tests/files.h"
+
+// Known answer of Philox 4x32-10 for counter 0 and key 0, from the authors' Random123 distribution (kat_vectors).
+static void philox_known_answer(void) {
+    uint32_t out[4];
+    philox(out, 0, 0, 0);
+    CHECK(out[0] == 0x6627e8d5 && out[1] == 0xe169c58d && out[2] == 0xbc57ac4c && out[3] == 0x9b00dbd8, "%08x %08x %08x %08x", out[0],
+          out[1], out[2], out[3]);
+}
+
+// Every part of the address matters.
+static void philox_streams(void) {
+    uint32_t base[4], other[4];
+    philox(base, 1, 2, 3);
+    uint64_t seeds[4] = {2, 1, 1, 1ull << 32 | 1}, indices[4] = {3, 3, 1ull << 32 | 3, 3};
+    uint32_t streams[4] = {2, 3, 2, 2};
+    for (int i = 0; i < 4; i++) {
+        philox(other, seeds[i], streams[i], indices[i]);
+        CHECK(memcmp(base, other, sizeof(base)) != 0, "case %d gives the same numbers", i);
+    }
+}
+
+// Any slice of a stream is what the whole has there, also where a slice begins inside a block of four.
+static void normal_slices(void) {
+    enum { N = 20000 };
+    float *whole = (float*)host_alloc(N * sizeof(float)), *part = (float*)host_alloc(N * sizeof(float));
+    random_normal(whole, N, 5, 6, 0, 2.0);
+    for (uint64_t first = 1; first < 12; first += 3) {
+        random_normal(part, N - 100, 5, 6, first, 2.0);
+        CHECK(memcmp(part, whole + first, (N - 100) * sizeof(float)) == 0, "slice from %d differs", (int)first);
+    }
+    free(whole);
+    free(part);
+}
+
+// The draws are the inverse distribution function of the uniforms: Phi(z), from the C library's erfc, gives the uniform back.
+// float32 z below 3 has steps of 2.4e-7, times the density (at most 0.4): 1e-7. A normal cut at 3 has variance 0.97334; with
+// 1e6 draws its estimate is good to 1.3e-3.
+static void normal_distribution(void) {
+    enum { N = 1000000 };
+    float* z = (float*)host_alloc(N * sizeof(float));
+    random_normal(z, N, 11, 12, 0, 1.0);
+    double mean = 0, square = 0, worst = 0, low = 0.5 * erfc(3 / sqrt(2.0));
+    for (int i = 0; i < N; i++) {
+        mean += z[i] / (double)N;
+        square += (double)z[i] * z[i] / N;
+        double back = 0.5 * erfc(-z[i] / sqrt(2.0)), expected = low + (1 - 2 * low) * random_uniform(11, 12, (uint64_t)i);
+        if (fabs(back - expected) > worst) worst = fabs(back - expected);
+        if (fabs(z[i]) > 3) worst = 1;
+    }
+    CHECK(worst < 1.2e-7, "Phi(z) is off by %g", worst);
+    CHECK(fabs(mean) < 5e-3 && fabs(square - 0.97334) < 7e-3, "mean %g, mean square %g", mean, square);
+    free(z);
+}
+
+static void arena_lays_out(void) {
+    Arena cpu, cuda;
+    floatX* x;
+    real* r;
+    int32_t* ids;
+    arena_init(&cpu, "test", BACKEND);
+    arena_init(&cuda, "test", BACKEND_CUDA);
+    Arena* both[2] = {&cpu, &cuda};
+    for (int i = 0; i < 2; i++) {
+        arena_add(both[i], "x", ELEMENT_X, 1000, 1, (void**)&x);
+        arena_add(both[i], "r", ELEMENT_REAL, 3, 0, (void**)&r);
+        arena_add(both[i], "ids", ELEMENT_I32, 65, 0, (void**)&ids);
+    }
+    CHECK(arena_bytes(&cuda) == 2048 + 256 + 512, "CUDA: %zu bytes", arena_bytes(&cuda));
+    arena_allocate(&cpu);
+    CHECK((uintptr_t)x % 256 == 0 && (uintptr_t)r % 256 == 0 && (uintptr_t)ids % 256 == 0, "not aligned");
+    CHECK((char*)r >= (char*)(x + 1000) && (char*)ids >= (char*)(r + 3), "buffers overlap");
+    CHECK((char*)(ids + 65) <= cpu.memory + arena_bytes(&cpu), "the last buffer does not fit");
+    arena_free(&cpu);
+    free(cuda.entries);
+}
+
+static void folders(void) {
+    make_folder("device");
+    char* deep = host_format("%s/a/b/c", folder);
+    CHECK(make_folders(deep) == 0 && make_folders(deep) == 0, "a/b/c, made twice");
+    free(deep);
+    write_file("file", "12345", 5);
+    char* below = host_format("%s/file/x", folder);
+    CHECK(make_folders(below) == -1 && errno == ENOTDIR, "a folder below a file: errno %d", errno);
+    free(below);
+    CHECK(make_folders(in_folder("file")) == -1 && errno == ENOTDIR, "a folder over a file: errno %d", errno);
+    size_t size;
+    char* text = read_file(in_folder("file"), &size);
+    CHECK(text && size == 5 && strcmp(text, "12345") == 0, "read back %s", text ? text : "nothing");
+    free(text);
+    CHECK(!read_file(in_folder("none"), &size) && errno == ENOENT, "a missing file: errno %d", errno);
+    CHECK(!read_file(folder, &size) && errno == EISDIR, "a folder as a file: errno %d", errno);
+    write_file("a/b/c/one", "1", 1);
+    remove_folder(in_folder("a/b/c"));
+    CHECK(access(in_folder("a/b/c"), F_OK) != 0 && access(in_folder("a/b"), F_OK) == 0, "a/b/c is not gone, or more is");
+    remove_matching("");
+}
+
+static void out_of_memory(void) { device_alloc((size_t)1 << 60, "the moon"); }
+static void wrong_usage(void) { ASSERT(1 + 1 == 3); }
+static void ends_with_reason(void) {
+    DIES(out_of_memory, "out of memory", "the moon");
+    DIES(wrong_usage, "tests/test_device.c", "1 + 1 == 3");
+}
+
+int main(void) {
+    RUN(philox_known_answer);
+    RUN(philox_streams);
+    RUN(normal_slices);
+    RUN(normal_distribution);
+    RUN(arena_lays_out);
+    RUN(folders);
+    RUN(ends_with_reason);
+    return test_summary();
+}
