@@ -13,8 +13,7 @@ void cross_entropy(real* loss, floatX* logits, const int32_t* target, int64_t N,
         for (int64_t v = 0; v < V; v++) top = z[v] > top ? z[v] : top;
 #pragma omp simd reduction(+ : sum)
         for (int64_t v = 0; v < V; v++) sum += exp(z[v] - top);
-        real lse = top + log(sum);
-        loss[n] = lse - z[target[n]];
+        loss[n] = log(sum) + (top - z[target[n]]);  // in this order small losses keep their digits
         if (dscale == 0) continue;
         real scale = (real)dscale / sum;
 #pragma omp simd

@@ -4,7 +4,8 @@
 // Frequencies: f_i = theta^(-2i/D). With YaRN (Peng et al. 2023, arXiv 2309.00071, section 3.2) f_i is blended between
 // f_i (fast pairs, left alone) and f_i / factor (slow pairs, interpolated): f_i = (1 - r_i) f_i + r_i f_i / factor with the
 // ramp r_i = clamp((i - low) / (high - low), 0, 1), low = floor(d(beta_fast)), high = ceil(d(beta_slow)), where
-// d(beta) = D ln(original_len / (2 pi beta)) / (2 ln theta) is the pair that makes beta turns over the original length.
+// d(beta) = D ln(original_len / (2 pi beta)) / (2 ln theta) is the pair that makes beta turns over the original length;
+// beta_fast = 32, beta_slow = 1, low is at least 0 and high at most D - 1.
 #ifndef LAYERS_ROPE_H
 #define LAYERS_ROPE_H
 
@@ -24,7 +25,7 @@ typedef struct RopeConfig {
 // YaRN's ramp (for the tests): pairs below *low are left alone, pairs from *high on are interpolated fully.
 void rope_yarn_ramp(int* low, int* high, const RopeConfig* config);
 
-// 0.1 * mscale * ln(factor) + 1 with YaRN, else 1 (host).
+// 0.1 * mscale * ln(factor) + 1 with YaRN and factor > 1, else 1 (host).
 double rope_mscale(const RopeConfig* config);
 
 // table[t][i] = (cos(t f_i), sin(t f_i)), computed in double on the host, for upload.

@@ -110,8 +110,6 @@ static void check_model(const ModelConfig* m) {
     if (m->K > m->top_groups * (m->E / m->groups))
         die(EXIT_USAGE, "--top-k %lld is more than the %lld experts of --top-groups %lld", (long long)m->K,
             (long long)(m->top_groups * (m->E / m->groups)), (long long)m->top_groups);
-    if (m->groups > 1 && m->score == SCORE_SIGMOID && m->E / m->groups < 2)
-        die(EXIT_USAGE, "--groups %lld leaves one expert a group; sigmoid scores add a group's two best", (long long)m->groups);
 }
 
 static void check_run(Settings* s) {

@@ -28,7 +28,7 @@ static int32_t take_best(real* value, char* taken, int32_t n) {
     return best;
 }
 
-// Leaves -inf in `choice` for every expert outside the best groups. `sum` and `taken` hold a value per group.
+// Leaves -inf in `choice` for every expert outside the best groups. `group_score` and `taken` hold a value per group.
 static void limit_groups(real* choice, real* group_score, char* taken, RouterShape s) {
     int32_t size = s.E / s.groups;
     for (int32_t g = 0; g < s.groups; g++) {

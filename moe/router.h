@@ -3,7 +3,8 @@
 //
 //   logits = x Wg^T in float32;  s = sigmoid(logits) or softmax(logits)
 //   selection among s + bias, limited to the top_groups best groups of experts (other groups count as -inf); a group's
-//   score is the sum of its two best s + bias (sigmoid) or its best (softmax); equal scores: the lower index first
+//   score is the sum of its two best s + bias (sigmoid; of its only one if it has one) or its best (softmax); equal scores:
+//   the lower index first. A token with NaN scores still gets K distinct experts.
 //   gate_k = s of the selected expert, divided by (their sum + 1e-20) if norm, times scale
 //
 // The bias only selects; gradients reach x and Wg through the gates (and the auxiliary loss) alone.

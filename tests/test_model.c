@@ -314,6 +314,7 @@ static void initial_weights(void) {
     CHECK(fabs(sqrt(out / (double)n_out) / (0.02 * 0.98658 / sqrt(6.0)) - 1) < 0.04, "std of w2 is %g", sqrt(out / (double)n_out));
     CHECK(most <= 0.06 && most > 0.055, "largest weight is %g, the cut is at 0.06", most);
     CHECK(u->dense.master[u->at.norm1] == 1, "norms start at 1");
+    CHECK(a->units[0].dense.n == 128 * 32, "a vocabulary of 50 is padded to 128 rows");
     CHECK(a->units[0].dense.master[50 * 32] == 0, "padding rows of the embedding are not zero");
     model_destroy(a);
     model_destroy(b);

@@ -229,13 +229,19 @@ static void test_router_extreme(void) {
     for (s.score = 0; s.score < 2; s.score++) {
         Router r = make_router(s);
         for (int64_t i = 0; i < s.N * s.C; i++)
-            r.x[i] = i == 0 ? -200 : i == 3 ? 200 : i == 6 ? (real)NAN : (real)INFINITY;
+            r.x[i] = i == 0 ? -200 : i == 3 ? 1000 : i == 6 ? (real)NAN : (real)INFINITY;
         for (int32_t e = 0; e < s.E; e++) r.w[e * s.C] = 1, r.w[e * s.C + 1] = r.w[e * s.C + 2] = r.bias[e] = 0;
         r.x[1] = r.x[2] = r.x[4] = r.x[5] = 0;
         check_threads(run_router, &r);
         for (int64_t i = 0; i < 2 * s.K; i++)
             CHECK(isfinite(r.gate[i]), "gate %lld: %g", (long long)i, (double)r.gate[i]);
         for (int64_t i = 0; i < 2 * s.C; i++) CHECK(isfinite(r.dx[i]), "dx %lld: %g", (long long)i, (double)r.dx[i]);
+        // Token 0 has logits of -200. sigmoid: s = 1e-87 (0 in float32) over 1e-20. softmax: three equal shares.
+        double tiny = exp(-200), expected = s.score == SCORE_SIGMOID ? tiny / (1e-20 + 3 * tiny) : 1 / 3.0;
+        for (int64_t i = 0; i < s.K; i++) {
+            double gate = r.gate[i];
+            CHECK(fabs(gate - expected) <= 1e-6 * expected + TOL(1e-37, 0), "gate %g, expected %g", gate, expected);
+        }
         for (int64_t i = 0; i < s.K; i++) CHECK(r.expert[i] == i && r.expert[s.K + i] == i, "equal scores");
         for (int64_t n = 2; n < s.N; n++) {
             int chosen[8] = {0}, bad = 0;
