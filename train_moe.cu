@@ -57,6 +57,19 @@ static void open_folder(const Settings* s) {
     free(log);
 }
 
+// Whether samples can be made is known before the first step.
+static void check_sample(const Settings* s, const Tokenizer* tokenizer) {
+    if (!s->sample_every) return;
+    if (tokenizer_size(tokenizer) > s->model.V)
+        die(EXIT_USAGE, "--sample-every: the tokenizer (%s) has %d tokens, more than --vocab %lld", *s->tokenizer ? s->tokenizer : "bytes",
+            tokenizer_size(tokenizer), (long long)s->model.V);
+    int64_t room = (int64_t)strlen(s->prompt) + 1;
+    int32_t* ids = (int32_t*)host_alloc((size_t)room * sizeof(int32_t));
+    if (tokenizer_encode(tokenizer, s->prompt, ids, room) < 0)
+        die(EXIT_USAGE, "--prompt '%s' has a byte that the tokenizer %s has no token for", s->prompt, s->tokenizer);
+    free(ids);
+}
+
 // Mean loss over the first --val-tokens of the validation shards, in nats a token.
 static double validate(Run* r) {
     Model* m = r->model;
@@ -129,8 +142,8 @@ static void report(Run* r, int val) {
     if (!r->last.ok)
         warn("step %lld: loss %g, gradient norm %g: not finite, so no weight was changed", (long long)r->pending, record.loss, record.grad_norm);
     if (r->last.bad_in_a_row >= 3)
-        die(EXIT_FAILED, "3 steps in a row were not finite; the run ends without saving. Try a smaller --lr or a longer --warmup, "
-                         "and resume from the last checkpoint");
+        die(EXIT_FAILED, "3 steps in a row were not finite; the run ends without saving. Start again with a smaller --lr or a "
+                         "longer --warmup");
     r->pending = 0;
 }
 
@@ -157,13 +170,15 @@ static void train(Run* r, int64_t done, int64_t window) {
     LoaderOrder order = {(uint64_t)s->seed, window, s->batch, s->overfit ? windows_per_step : 0};
     Loader* loader = loader_start(r->train, s->batch, (int32_t)s->model.V, order);
     r->first = done + 1;
-    for (int64_t step = done + 1; step <= s->steps && !stop_asked; step++) {
+    int stop = 0;
+    for (int64_t step = done + 1; step <= s->steps && !stop; step++) {
         queue_step(r, loader, step);
         report(r, 0);  // the step before: its results are there by now, and the device already has its next work
         fetch_begin(r->state, r->model->state, r->model->ctx);
         fetch_begin(r->load, r->model->load, r->model->ctx);
         r->pending = step;
-        int last = step == s->steps || stop_asked;
+        stop = stop_asked;  // read once: a signal that comes later (in a long validation, say) ends the next step
+        int last = step == s->steps || stop;
         int val = r->val && (step == s->steps || due(step, s->val_every)), sample = due(step, s->sample_every) || (s->sample_every && step == s->steps);
         int save = *s->out && (last || due(step, s->save_every));
         if (!last && !val && !sample && !save) continue;
@@ -179,7 +194,7 @@ static void train(Run* r, int64_t done, int64_t window) {
         }
         fflush(stdout);
     }
-    if (stop_asked) printf("stopped by signal %d%s\n", (int)stop_asked, *s->out ? "; --resume goes on from here" : "");
+    if (stop) printf("stopped by signal %d%s\n", stop, *s->out ? "; --resume goes on from here" : "");
     loader_stop(loader);
 }
 
@@ -190,6 +205,7 @@ int main(int argc, char** argv) {
     const Settings* s = &r.settings;
     if (s->dry_run) {
         report_dry_run(s);
+        settings_free(&r.settings);
         return 0;
     }
     // A full disk or quota is an error of write(2), with a message, not a signal that kills.
@@ -201,6 +217,7 @@ int main(int argc, char** argv) {
     printf("\n");
     report_model(s);
     r.tokenizer = tokenizer_open(s->tokenizer);
+    check_sample(s, r.tokenizer);
     r.train = shards_open("--train", s->train, s->seq_len);
     if (*s->val) r.val = shards_open("--val", s->val, s->seq_len);
     printf("data       %d shards, %lld tokens, %lld windows of %lld (%.3g epochs in %lld steps)\n", shards_count(r.train),
@@ -234,5 +251,6 @@ int main(int argc, char** argv) {
     shards_close(r.train);
     if (r.val) shards_close(r.val);
     tokenizer_close(r.tokenizer);
+    settings_free(&r.settings);
     return 0;
 }

@@ -58,7 +58,11 @@ void* device_alloc(size_t bytes, const char* what) {
 }
 
 void device_free(void* p) { free(p); }
-void device_zero(void* p, size_t bytes, Ctx* ctx) { (void)ctx, memset(p, 0, bytes); }
+void device_zero(void* p, size_t bytes, Ctx* ctx) {
+    (void)ctx;
+    if (bytes) memset(p, 0, bytes);
+}
+
 void device_upload(void* to, const void* host, size_t bytes, Ctx* ctx) { (void)ctx, memcpy(to, host, bytes); }
 void device_download(void* host, const void* from, size_t bytes, Ctx* ctx) { (void)ctx, memcpy(host, from, bytes); }
 

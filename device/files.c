@@ -34,7 +34,10 @@ int make_folders(const char* path) {
 
 void remove_folder(const char* path) {
     DIR* folder = opendir(path);
-    if (!folder) return;
+    if (!folder) {
+        unlink(path);
+        return;
+    }
     for (struct dirent* entry; (entry = readdir(folder));) {
         if (strcmp(entry->d_name, ".") == 0 || strcmp(entry->d_name, "..") == 0) continue;
         char* file = host_format("%s/%s", path, entry->d_name);

@@ -59,7 +59,10 @@ void options_set(const Option* o, void* values, const char* text) {
             *(int64_t*)value_at(o, values) = index;
             return;
         }
-        case OPTION_TEXT: *(char**)value_at(o, values) = host_strdup(text); return;
+        case OPTION_TEXT:
+            free(*(char**)value_at(o, values));
+            *(char**)value_at(o, values) = host_strdup(text);
+            return;
         case OPTION_FLAG: *(int64_t*)value_at(o, values) = text[0] == '1'; return;
     }
 }
@@ -67,6 +70,14 @@ void options_set(const Option* o, void* values, const char* text) {
 void options_defaults(const Option* table, int count, void* values) {
     for (int i = 0; i < count; i++)
         if (table[i].initial) options_set(&table[i], values, table[i].initial);
+}
+
+void options_free(const Option* table, int count, void* values) {
+    for (int i = 0; i < count; i++) {
+        if (table[i].type != OPTION_TEXT) continue;
+        free(*(char**)value_at(&table[i], values));
+        *(char**)value_at(&table[i], values) = NULL;
+    }
 }
 
 // Edit distance (Levenshtein), for "did you mean".
@@ -104,7 +115,10 @@ void options_parse(const Option* table, int count, void* values, char* given, in
             options_set(&table[found], values, "1");
             continue;
         }
-        if (a + 1 >= argc) die(EXIT_USAGE, "%s needs a value", name);
+        int next_is_option = 0;
+        for (int i = 0; i < count && a + 1 < argc; i++)
+            if (strncmp(argv[a + 1], "--", 2) == 0 && strcmp(argv[a + 1] + 2, table[i].name) == 0) next_is_option = 1;
+        if (a + 1 >= argc || next_is_option) die(EXIT_USAGE, "%s needs a value", name);
         options_set(&table[found], values, argv[++a]);
     }
 }

@@ -27,15 +27,18 @@ typedef struct Option {
     const char* help;
 } Option;
 
-// Puts the defaults into `values`. Options without one are left alone.
+// Puts the defaults into `values`, which must be zeroed. Options without one are left alone.
 void options_defaults(const Option* table, int count, void* values);
 
 // Reads `--name value` pairs and flags; given[i] becomes 1 for every option named. Ends the run with EXIT_USAGE on an unknown
 // option (suggesting the nearest name), a missing or repeated one, a value that is no number or out of range.
 void options_parse(const Option* table, int count, void* values, char* given, int argc, char** argv);
 
-// Sets one option from text, with the same checks.
+// Sets one option from text, with the same checks; a text set before is freed.
 void options_set(const Option* option, void* values, const char* text);
+
+// Frees the texts.
+void options_free(const Option* table, int count, void* values);
 
 // The value as text, in fresh memory.
 char* option_text(const Option* option, const void* values);

@@ -148,6 +148,8 @@ Settings settings_read(int argc, char** argv) {
     return s;
 }
 
+void settings_free(Settings* s) { options_free(settings_table, settings_count, s); }
+
 static char* value_json(const Option* option, const Settings* s) {
     char* text = option_text(option, s);
     if (option->type != OPTION_TEXT && option->type != OPTION_CHOICE) return text;

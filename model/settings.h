@@ -43,6 +43,8 @@ extern const int settings_count;
 // EXIT_USAGE and a message that names the option where something does not fit. --help prints the table and exits 0.
 Settings settings_read(int argc, char** argv);
 
+void settings_free(Settings* settings);
+
 // All options as one JSON object {"name": value, ...}, in fresh memory.
 char* settings_json(const Settings* settings);
 

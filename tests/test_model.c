@@ -10,7 +10,15 @@ static Settings settings_of(const char* line) {
     char* argv[128] = {(char*)"test"};
     int argc = 1;
     for (char* word = strtok(text, " "); word; word = strtok(NULL, " ")) argv[argc++] = word;
-    return settings_read(argc, argv);
+    Settings s = settings_read(argc, argv);
+    free(text);
+    return s;
+}
+
+static void finish(Model* m) {
+    Settings s = m->settings;
+    model_destroy(m);
+    settings_free(&s);
 }
 
 static ParamBuffer* buffer_of(Model* m, int unit, const NamedTensor* t) {
@@ -125,7 +133,7 @@ static void check_golden(const char* path) {
     free(tokens);
     free(targets);
     free(line);
-    model_destroy(m);
+    finish(m);
     st_close(st);
 }
 
@@ -190,9 +198,9 @@ static void micro_batches(void) {
         }
         int64_t cells = whole->config.L * whole->config.E;
         CHECK(memcmp(split->load, whole->load, (size_t)cells * 8) == 0, "%d micro-steps: expert loads differ", splits[k]);
-        model_destroy(split);
+        finish(split);
     }
-    model_destroy(whole);
+    finish(whole);
 }
 
 // Forward may be run as often as one likes in between (validation, samples): loads count training only.
@@ -203,7 +211,7 @@ static void loads_count_training_only(void) {
     model_forward(m, 0);
     for (int64_t i = 0; i < m->config.L * m->config.E; i++) sum += m->load[i];
     CHECK(sum == 2 * 20 * 2 * 2, "counted %lld choices, 40 tokens x 2 experts x 2 MoE blocks are 160", (long long)sum);
-    model_destroy(m);
+    finish(m);
 }
 
 #ifdef F64
@@ -275,7 +283,7 @@ static void check_differences(const char* line) {
         }
         free(tensors);
     }
-    model_destroy(m);
+    finish(m);
 }
 
 static void differences_sigmoid(void) { check_differences(SMALL "--batch 2 --aux-loss 0.1"); }
@@ -291,9 +299,11 @@ static void parameter_counts(void) {
     CHECK(fabs((double)params_total(&s.model) / 15.71e9 - 1) < 5e-4, "16b: %lld", (long long)params_total(&s.model));
     CHECK(fabs((double)params_active(&s.model) / 2.66e9 - 1) < 3e-3, "16b active: %lld", (long long)params_active(&s.model));
     CHECK(fabs(flops_per_token(&s.model, 4096) / 16.41e9 - 1) < 5e-4, "16b FLOPs: %g", flops_per_token(&s.model, 4096));
+    settings_free(&s);
     s = settings_of("--model 671b --seq-len 4096");
     CHECK(fabs((double)params_total(&s.model) / 671.0e9 - 1) < 2e-4, "671b: %lld", (long long)params_total(&s.model));
     CHECK(fabs((double)params_active(&s.model) / 37.55e9 - 1) < 3e-4, "671b active: %lld", (long long)params_active(&s.model));
+    settings_free(&s);
 }
 
 // Weights are a function of the seed; their spread is as promised. The standard deviation of a normal cut at 3 sigma is
@@ -316,8 +326,8 @@ static void initial_weights(void) {
     CHECK(u->dense.master[u->at.norm1] == 1, "norms start at 1");
     CHECK(a->units[0].dense.n == 128 * 32, "a vocabulary of 50 is padded to 128 rows");
     CHECK(a->units[0].dense.master[50 * 32] == 0, "padding rows of the embedding are not zero");
-    model_destroy(a);
-    model_destroy(b);
+    finish(a);
+    finish(b);
 }
 
 // 10 warm-up steps of 110, peak 2, end 0.2.
@@ -332,6 +342,7 @@ static void schedules(void) {
         CHECK(fabs(settings_lr(&s, 60) - middle[i]) < 1e-12, "%s: half way %.12g", names[i], settings_lr(&s, 60));
         CHECK(fabs(settings_lr(&s, 100) - late[i]) < 1e-4, "%s: at nine tenths %.12g", names[i], settings_lr(&s, 100));
         CHECK(fabs(settings_lr(&s, 110) - end[i]) < 1e-12, "%s: at the end %.12g", names[i], settings_lr(&s, 110));
+        settings_free(&s);
     }
 }
 
@@ -357,7 +368,7 @@ static void bad_step(void) {
     CHECK(m->state->bad_in_a_row == 0 && m->state->updates == 2, "%d bad, %lld updates", m->state->bad_in_a_row, (long long)m->state->updates);
     free(w);
     free(bias);
-    model_destroy(m);
+    finish(m);
 }
 
 int main(void) {
