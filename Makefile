@@ -22,6 +22,7 @@ ifeq ($(origin CC),default)
 CC = gcc
 endif
 PYTHON   ?= python3
+JOBS     := $(shell nproc 2>/dev/null || echo 1)
 CPPFLAGS  = -I. -MMD -MP
 # -fno-math-errno and -fno-trapping-math let loops with exp and comparisons vectorize; neither changes a result.
 CFLAGS    = -std=gnu11 -O3 -g -march=native -fopenmp -fno-math-errno -fno-trapping-math -Wall -Wextra $(if $(WERROR),-Werror)
@@ -69,12 +70,12 @@ $(eval $(call build,$(F64),-DF64))
 
 train:
 	@sh scripts/setup.sh
-	@$(MAKE) --no-print-directory all
+	@$(MAKE) --no-print-directory -j$(JOBS) all
 	@sh scripts/first_run.sh $(CPU)/train_moe
 
 test:
 	@sh scripts/setup.sh
-	@$(MAKE) --no-print-directory probe test-build
+	@$(MAKE) --no-print-directory -j$(JOBS) probe test-build
 	@$(PYTHON) tests/run.py $(CPU) $(F64) $(TESTS:tests/%=%)
 
 test-build: $(CPU)/train_moe $(addprefix $(CPU)/,$(TESTS)) $(addprefix $(F64)/,$(TESTS_F64))

@@ -12,12 +12,18 @@
 
 struct RunLog {
     char* path;
+    char* beside;  // what is written while the log is put together from an old one, NULL afterwards
     FILE* file;
 };
 
+static NORETURN void give_up(const RunLog* log) {
+    int why = errno;
+    if (log->beside) remove(log->beside);
+    die(EXIT_FAILED, "cannot write %s: %s", log->beside ? log->beside : log->path, strerror(why));
+}
+
 static void put_line(RunLog* log, const char* line, size_t length) {
-    if (fwrite(line, 1, length, log->file) != length || fputc('\n', log->file) == EOF || fflush(log->file) != 0)
-        die(EXIT_FAILED, "cannot write %s: %s", log->path, strerror(errno));
+    if (fwrite(line, 1, length, log->file) != length || fputc('\n', log->file) == EOF || fflush(log->file) != 0) give_up(log);
 }
 
 // Writes the lines of an earlier run's log that belong to steps up to last_step.
@@ -39,13 +45,16 @@ static void keep_lines(RunLog* log, const char* text, int64_t last_step) {
 RunLog* runlog_open(const char* folder, const char* config_json, int64_t last_step) {
     RunLog* log = (RunLog*)host_alloc(sizeof(RunLog));
     log->path = host_format("%s/log.jsonl", folder);
-    char *beside = host_format("%s.tmp", log->path), *old = read_file(log->path, NULL);
-    log->file = fopen(beside, "w");
-    if (!log->file) die(EXIT_FAILED, "cannot write %s: %s", beside, strerror(errno));
+    log->beside = host_format("%s.tmp", log->path);
+    char* old = read_file(log->path, NULL);
+    if (!old && errno != ENOENT) die(EXIT_FAILED, "cannot read %s: %s", log->path, strerror(errno));
+    log->file = fopen(log->beside, "w");
+    if (!log->file) give_up(log);
     put_line(log, config_json, strlen(config_json));
     if (old) keep_lines(log, old, last_step);
-    if (rename(beside, log->path) != 0) die(EXIT_FAILED, "cannot rename %s to %s: %s", beside, log->path, strerror(errno));
-    free(beside);
+    if (rename(log->beside, log->path) != 0) give_up(log);
+    free(log->beside);
+    log->beside = NULL;
     free(old);
     return log;
 }
@@ -70,7 +79,7 @@ void runlog_add(RunLog* log, const StepRecord* r) {
 }
 
 void runlog_close(RunLog* log) {
-    if (fclose(log->file) != 0) die(EXIT_FAILED, "cannot write %s: %s", log->path, strerror(errno));
+    if (fclose(log->file) != 0) give_up(log);
     free(log->path);
     free(log);
 }

@@ -96,6 +96,22 @@ static uint32_t text_crc(const char* text, size_t length) { return (uint32_t)crc
 
 static const char manifest_end[] = ",\n\"manifest_crc32\": ";
 
+// Removes what a save that was cut short left behind.
+static void sweep(const char* out) {
+    DIR* folder = opendir(out);
+    for (struct dirent* entry; folder && (entry = readdir(folder));) {
+        char *name = entry->d_name, *end;
+        if (strncmp(name, "step_", 5) != 0) continue;
+        strtoll(name + 5, &end, 10);
+        if (end == name + 5 || (strcmp(end, ".tmp") != 0 && strcmp(end, ".replaced") != 0)) continue;
+        char* path = host_format("%s/%s", out, name);
+        warn("%s was left by a save that did not finish; it is removed", path);
+        remove_folder(path);
+        free(path);
+    }
+    if (folder) closedir(folder);
+}
+
 static void prune(const char* out, int64_t newest, int keep) {
     int count, seen = 0;
     int64_t* steps = checkpoint_list(out, &count);
@@ -111,7 +127,7 @@ static void prune(const char* out, int64_t newest, int keep) {
 void checkpoint_save(const char* out, const CheckpointRecord* r, const char* options_json, const CheckpointFile* files, int count,
                      int keep, Ctx* ctx) {
     Writer w;
-    char *path = step_path(out, r->step, ""), *list = host_strdup(""), *old = step_path(out, r->step, ".old");
+    char *path = step_path(out, r->step, ""), *list = host_strdup(""), *old = step_path(out, r->step, ".replaced");
     void* piece = host_alloc(PIECE);
     w.folder = step_path(out, r->step, ".tmp");
     w.path = w.folder;
@@ -143,6 +159,7 @@ void checkpoint_save(const char* out, const CheckpointRecord* r, const char* opt
     if (rename(w.folder, path) != 0 || sync_folder(out) != 0) give_up(&w, "create");
     remove_folder(old);
     prune(out, r->step, keep);
+    sweep(out);
     free(manifest);
     free(body);
     free(list);
@@ -195,6 +212,11 @@ Json* checkpoint_manifest(const char* out, int64_t step, CheckpointRecord* r, ch
         r->updates = json_int(json, "updates", -1);
         r->bad_in_a_row = json_int(json, "bad_in_a_row", -1);
         r->data_hash = json_int(json, "data_hash", -1);
+    }
+    if (json && r->step != step) {
+        snprintf(error, error_size, "%s: it is of step %lld; the folder was renamed", path, (long long)r->step);
+        json_free(json);
+        json = NULL;
     }
     free(text);
     free(path);

@@ -4,7 +4,7 @@
 missing=""
 command -v "${CC:-gcc}" >/dev/null 2>&1 || missing="$missing gcc libc6-dev"
 command -v make >/dev/null 2>&1 || missing="$missing make"
-command -v python3 >/dev/null 2>&1 || missing="$missing python3-minimal"
+python3 -c 'import gzip, lzma, unittest' 2>/dev/null || missing="$missing python3"
 
 # has HEADER LIBRARY...: a program that includes the header links against one of the libraries
 has() {
