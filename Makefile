@@ -1,5 +1,6 @@
 # train_moe: `make` builds, `make train` runs the first training, `make test` runs every test this machine can run.
-# SANITIZE=1 builds with address and undefined-behaviour checks; WERROR=1 turns warnings into errors.
+# F64=1 builds the reference in double precision (build/f64), SANITIZE=1 adds address and undefined-behaviour checks,
+# WERROR=1 turns warnings into errors.
 
 # Every op: x.h is the contract, x.c the CPU reference, x.cu the CUDA kernels.
 OPS = device/device \
@@ -34,11 +35,11 @@ CBLAS_LIB := $(shell for l in "-lopenblas" "-lcblas -lblas" "-lcblas"; do \
     echo 'int main(void){return 0;}' | $(CC) -x c - -o /dev/null $$l 2>/dev/null && echo $$l && break; done)
 LDLIBS    = $(CBLAS_LIB) -lz -lm -lpthread
 
-CPU = build/cpu$(SUFFIX)
-F64 = build/f64$(SUFFIX)
+CPU    = build/cpu$(SUFFIX)
+DOUBLE = build/f64$(SUFFIX)
 
 .PHONY: all train test test-build bench clean probe format print-host
-all: probe $(CPU)/train_moe
+all: probe $(if $(F64),$(DOUBLE),$(CPU))/train_moe
 
 # One line for each thing a build can use.
 probe:
@@ -65,7 +66,7 @@ $(1)/tests/%: $(1)/tests/%.o $(addprefix $(1)/,$(addsuffix .o,$(HOST) $(OPS)))
 -include $(addprefix $(1)/,$(addsuffix .d,train_moe $(HOST) $(OPS) $(TESTS)))
 endef
 $(eval $(call build,$(CPU),))
-$(eval $(call build,$(F64),-DF64))
+$(eval $(call build,$(DOUBLE),-DF64))
 .SECONDARY:
 
 train:
@@ -76,9 +77,9 @@ train:
 test:
 	@sh scripts/setup.sh
 	@$(MAKE) --no-print-directory -j$(JOBS) probe test-build
-	@$(PYTHON) tests/run.py $(CPU) $(F64) $(TESTS:tests/%=%)
+	@$(PYTHON) tests/run.py $(CPU) $(DOUBLE) $(TESTS:tests/%=%)
 
-test-build: $(CPU)/train_moe $(addprefix $(CPU)/,$(TESTS)) $(addprefix $(F64)/,$(TESTS_F64))
+test-build: $(CPU)/train_moe $(addprefix $(CPU)/,$(TESTS)) $(addprefix $(DOUBLE)/,$(TESTS_F64))
 
 bench: all
 	@$(PYTHON) bench/run.py $(CPU)/train_moe

@@ -1,4 +1,5 @@
-// train_moe: pretrains a DeepSeek-style mixture-of-experts model from tokenized shards. Host code only; read on in model/.
+// train_moe: pretrains a DeepSeek-style mixture-of-experts model from tokenized shards. Host code only; read on in
+// model/.
 #include <errno.h>
 #include <math.h>
 #include <signal.h>
@@ -31,14 +32,14 @@ typedef struct Run {
     Model* model;
     Tokenizer* tokenizer;
     Shards *train, *val;
-    RunLog* log;              // NULL without --out
-    Fetch *state, *load;      // of the last step queued
-    int64_t pending;          // that step, 0 if its results are reported already
-    StepState last;           // of the last step reported
-    Stopwatch* watch[2];      // of even and odd steps: one is read while the other runs
-    double shown;             // when a progress line was last printed
-    double average_ms;        // smoothed, for the ETA
-    int64_t first;            // step after the one resumed from
+    RunLog* log;          // NULL without --out
+    Fetch *state, *load;  // of the last step queued
+    int64_t pending;      // that step, 0 if its results are reported already
+    StepState last;       // of the last step reported
+    Stopwatch* watch[2];  // of even and odd steps: one is read while the other runs
+    double shown;         // when a progress line was last printed
+    double average_ms;    // smoothed, for the ETA
+    int64_t first;        // step after the one resumed from
 } Run;
 
 // A folder that holds a run is touched by --resume only.
@@ -53,7 +54,8 @@ static void open_folder(const Settings* s) {
     char* log = host_format("%s/log.jsonl", s->out);
     free(checkpoint_list(s->out, &count));
     if (!s->resume && (count || access(log, F_OK) == 0))
-        die(EXIT_USAGE, "--out %s holds a run already; add --resume to go on with it, or choose another folder", s->out);
+        die(EXIT_USAGE, "--out %s holds a run already; add --resume to go on with it, or choose another folder",
+            s->out);
     free(log);
 }
 
@@ -61,8 +63,8 @@ static void open_folder(const Settings* s) {
 static void check_sample(const Settings* s, const Tokenizer* tokenizer) {
     if (!s->sample_every) return;
     if (tokenizer_size(tokenizer) > s->model.V)
-        die(EXIT_USAGE, "--sample-every: the tokenizer (%s) has %d tokens, more than --vocab %lld", *s->tokenizer ? s->tokenizer : "bytes",
-            tokenizer_size(tokenizer), (long long)s->model.V);
+        die(EXIT_USAGE, "--sample-every: the tokenizer (%s) has %d tokens, more than --vocab %lld",
+            *s->tokenizer ? s->tokenizer : "bytes", tokenizer_size(tokenizer), (long long)s->model.V);
     int64_t room = (int64_t)strlen(s->prompt) + 1;
     int32_t* ids = (int32_t*)host_alloc((size_t)room * sizeof(int32_t));
     if (tokenizer_encode(tokenizer, s->prompt, ids, room) < 0)
@@ -80,7 +82,8 @@ static double validate(Run* r) {
     step_begin(m->val_state, m->ctx);
     for (int64_t w = 0; w < windows; w += B) {
         int64_t n = windows - w < B ? windows - w : B;
-        for (int64_t i = 0; i < n; i++) shards_read(r->val, w + i, (int32_t)m->config.V, ids + i * T, ids + (B + i) * T);
+        for (int64_t i = 0; i < n; i++)
+            shards_read(r->val, w + i, (int32_t)m->config.V, ids + i * T, ids + (B + i) * T);
         model_batch(m, ids, ids + B * T, n, T);
         model_forward(m, 0);
         model_loss(m, m->val_state, 0);
@@ -138,12 +141,15 @@ static void report(Run* r, int val) {
     r->average_ms = r->average_ms > 0 ? 0.9 * r->average_ms + 0.1 * record.ms : record.ms;
     record.val_loss = val ? validate(r) : NAN;
     if (r->log) runlog_add(r->log, &record);
-    if (val || seconds() - r->shown > 0.5 || r->pending == r->first || r->pending == s->steps || !r->last.ok) print_step(r, &record);
+    if (val || seconds() - r->shown > 0.5 || r->pending == r->first || r->pending == s->steps || !r->last.ok)
+        print_step(r, &record);
     if (!r->last.ok)
-        warn("step %lld: loss %g, gradient norm %g: not finite, so no weight was changed", (long long)r->pending, record.loss, record.grad_norm);
+        warn("step %lld: loss %g, gradient norm %g: not finite, so no weight was changed", (long long)r->pending,
+             record.loss, record.grad_norm);
     if (r->last.bad_in_a_row >= 3)
-        die(EXIT_FAILED, "3 steps in a row were not finite; the run ends without saving. Start again with a smaller --lr or a "
-                         "longer --warmup");
+        die(EXIT_FAILED,
+            "3 steps in a row were not finite; the run ends without saving. Start again with a smaller --lr or a "
+            "longer --warmup");
     r->pending = 0;
 }
 
@@ -179,7 +185,8 @@ static void train(Run* r, int64_t done, int64_t window) {
         r->pending = step;
         stop = stop_asked;  // read once: a signal that comes later (in a long validation, say) ends the next step
         int last = step == s->steps || stop;
-        int val = r->val && (step == s->steps || due(step, s->val_every)), sample = due(step, s->sample_every) || (s->sample_every && step == s->steps);
+        int val = r->val && (step == s->steps || due(step, s->val_every)),
+            sample = due(step, s->sample_every) || (s->sample_every && step == s->steps);
         int save = *s->out && (last || due(step, s->save_every));
         if (!last && !val && !sample && !save) continue;
         report(r, val);
@@ -220,19 +227,24 @@ int main(int argc, char** argv) {
     check_sample(s, r.tokenizer);
     r.train = shards_open("--train", s->train, s->seq_len);
     if (*s->val) r.val = shards_open("--val", s->val, s->seq_len);
-    printf("data       %d shards, %lld tokens, %lld windows of %lld (%.3g epochs in %lld steps)\n", shards_count(r.train),
-           (long long)shards_tokens(r.train), (long long)shards_windows(r.train), (long long)s->seq_len,
-           (double)s->steps * (double)s->tokens_per_step / (double)s->seq_len / (double)shards_windows(r.train), (long long)s->steps);
+    printf("data       %d shards, %lld tokens, %lld windows of %lld (%.3g epochs in %lld steps)\n",
+           shards_count(r.train), (long long)shards_tokens(r.train), (long long)shards_windows(r.train),
+           (long long)s->seq_len,
+           (double)s->steps * (double)s->tokens_per_step / (double)s->seq_len / (double)shards_windows(r.train),
+           (long long)s->steps);
     if (shards_windows(r.train) < s->batch)
-        die(EXIT_FAILED, "--train has %lld windows of %lld tokens, fewer than one batch of %lld; use a smaller --batch or --seq-len",
+        die(EXIT_FAILED,
+            "--train has %lld windows of %lld tokens, fewer than one batch of %lld; use a smaller --batch or --seq-len",
             (long long)shards_windows(r.train), (long long)s->seq_len, (long long)s->batch);
     open_folder(s);
 
     r.model = model_create(s);
     printf("device     %s\n", device_name(r.model->ctx));
     int64_t window = 0, done = s->resume ? model_resume(r.model, shards_hash(r.train), &window) : 0;
-    if (done) printf("resumed    from %s/step_%08lld\n", s->out, (long long)done);
-    else params_init(r.model->units, &r.model->config, (uint64_t)s->seed, r.model->ctx);
+    if (done)
+        printf("resumed    from %s/step_%08lld\n", s->out, (long long)done);
+    else
+        params_init(r.model->units, &r.model->config, (uint64_t)s->seed, r.model->ctx);
     if (done >= s->steps) printf("nothing to do: %lld of %lld steps are done\n", (long long)done, (long long)s->steps);
     char* config = settings_json(s);
     if (*s->out) r.log = runlog_open(s->out, config, done);

@@ -23,7 +23,8 @@ static NORETURN void give_up(const RunLog* log) {
 }
 
 static void put_line(RunLog* log, const char* line, size_t length) {
-    if (fwrite(line, 1, length, log->file) != length || fputc('\n', log->file) == EOF || fflush(log->file) != 0) give_up(log);
+    if (fwrite(line, 1, length, log->file) != length || fputc('\n', log->file) == EOF || fflush(log->file) != 0)
+        give_up(log);
 }
 
 // Writes the lines of an earlier run's log that belong to steps up to last_step.
@@ -60,8 +61,10 @@ RunLog* runlog_open(const char* folder, const char* config_json, int64_t last_st
 }
 
 static const char* number(char text[32], double x) {
-    if (isfinite(x)) snprintf(text, 32, "%.9g", x);
-    else snprintf(text, 32, "null");
+    if (isfinite(x))
+        snprintf(text, 32, "%.9g", x);
+    else
+        snprintf(text, 32, "null");
     return text;
 }
 

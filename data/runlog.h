@@ -1,5 +1,5 @@
-// log.jsonl: the first line is the configuration, then one object a step. Numbers are printed with %.9g (float32 survives the
-// round trip), what is not finite as null, and every line is flushed.
+// log.jsonl: the first line is the configuration, then one object a step. Numbers are printed with %.9g (float32
+// survives the round trip), what is not finite as null, and every line is flushed.
 #ifndef DATA_RUNLOG_H
 #define DATA_RUNLOG_H
 
@@ -11,16 +11,16 @@ typedef struct StepRecord {
     int64_t step;
     double loss, grad_norm, lr;  // loss: mean cross-entropy of the step's tokens in nats
     double ms, tokens_per_s;
-    double mfu;      // share of the device's bf16 peak; NaN where no peak is known
-    double val_loss;  // NaN in steps without validation: the field is left out
+    double mfu;                 // share of the device's bf16 peak; NaN where no peak is known
+    double val_loss;            // NaN in steps without validation: the field is left out
     double load_max_over_mean;  // of the worst MoE block: the fullest expert's tokens over the mean
     double mem_gib;
 } StepRecord;
 
 typedef struct RunLog RunLog;
 
-// Starts `folder`/log.jsonl, or, where it exists, keeps its lines up to `last_step` (a resumed run: -1 keeps none) under a
-// first line with the present configuration. Ends the run if it cannot be written.
+// Starts `folder`/log.jsonl, or, where it exists, keeps its lines up to `last_step` (a resumed run: -1 keeps none)
+// under a first line with the present configuration. Ends the run if it cannot be written.
 RunLog* runlog_open(const char* folder, const char* config_json, int64_t last_step);
 void runlog_add(RunLog* log, const StepRecord* record);
 void runlog_close(RunLog* log);

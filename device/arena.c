@@ -8,11 +8,16 @@
 
 size_t element_bytes(Element element, Backend backend) {
     switch (element) {
-        case ELEMENT_X: return backend == BACKEND_CUDA ? 2 : sizeof(real);
-        case ELEMENT_REAL: return backend == BACKEND_CUDA ? 4 : sizeof(real);
-        case ELEMENT_I32: return 4;
-        case ELEMENT_I64: return 8;
-        case ELEMENT_BYTE: return 1;
+        case ELEMENT_X:
+            return backend == BACKEND_CUDA ? 2 : sizeof(real);
+        case ELEMENT_REAL:
+            return backend == BACKEND_CUDA ? 4 : sizeof(real);
+        case ELEMENT_I32:
+            return 4;
+        case ELEMENT_I64:
+            return 8;
+        case ELEMENT_BYTE:
+            return 1;
     }
     return 0;
 }
@@ -38,7 +43,8 @@ void arena_add(Arena* arena, const char* name, Element element, int64_t count, i
 }
 
 static size_t entry_bytes(const Arena* arena, int i) {
-    return ((size_t)arena->entries[i].count * element_bytes(arena->entries[i].element, arena->backend) + 255) / 256 * 256;
+    return ((size_t)arena->entries[i].count * element_bytes(arena->entries[i].element, arena->backend) + 255) / 256 *
+           256;
 }
 
 size_t arena_bytes(const Arena* arena) {

@@ -1,5 +1,5 @@
-// Memory as a table: every buffer of a purpose is named first, then all are allocated at once. The same table, laid out for
-// either backend, is what --dry-run prints, so prediction and allocation cannot drift apart.
+// Memory as a table: every buffer of a purpose is named first, then all are allocated at once. The same table, laid out
+// for either backend, is what --dry-run prints, so prediction and allocation cannot drift apart.
 #ifndef DEVICE_ARENA_H
 #define DEVICE_ARENA_H
 

@@ -1,5 +1,5 @@
-// How the program ends when it must. Every failure prints one line on stderr, `train_moe: error: ...`, with what failed,
-// where, and what to do about it.
+// How the program ends when it must. Every failure prints one line on stderr, `train_moe: error: ...`, with what
+// failed, where, and what to do about it.
 #ifndef DEVICE_CHECK_H
 #define DEVICE_CHECK_H
 

@@ -11,8 +11,8 @@
 
 // glibc's libmvec has exp for whole vectors (4 ulp); its headers offer it under -ffast-math only, which we do not use.
 #if defined(__x86_64__) && defined(__GLIBC__) && defined(__GNUC__) && !defined(__clang__)
-__attribute__((simd("notinbranch"))) float (expf)(float);
-__attribute__((simd("notinbranch"))) double (exp)(double);
+__attribute__((simd("notinbranch"))) float(expf)(float);
+__attribute__((simd("notinbranch"))) double(exp)(double);
 #endif
 
 struct Ctx {

@@ -53,7 +53,8 @@ void* device_alloc(size_t bytes, const char* what) {
     size_t rounded = (bytes + 255) / 256 * 256;
     void* p = aligned_alloc(256, rounded ? rounded : 256);
     if (!p)
-        die(EXIT_FAILED, "out of memory: %.2f GiB for %s; use a smaller --batch, --seq-len or model", bytes / 0x1p30, what);
+        die(EXIT_FAILED, "out of memory: %.2f GiB for %s; use a smaller --batch, --seq-len or model", bytes / 0x1p30,
+            what);
     return memset(p, 0, rounded);
 }
 

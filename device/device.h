@@ -1,5 +1,6 @@
-// The machine that computes: its memory, its order of work, and the copies to and from it. `device/device.c` is the CPU,
-// `device/device.cu` the GPU. Ops take a Ctx as their last argument; work given to one Ctx happens in the order given.
+// The machine that computes: its memory, its order of work, and the copies to and from it. `device/device.c` is the
+// CPU, `device/device.cu` the GPU. Ops take a Ctx as their last argument; work given to one Ctx happens in the order
+// given.
 #ifndef DEVICE_DEVICE_H
 #define DEVICE_DEVICE_H
 
@@ -10,7 +11,8 @@ BEGIN_C
 // What an op needs besides its operands: stream, library handles, workspace, number of SMs (CPU: threads).
 typedef struct Ctx Ctx;
 
-// `workspace` bytes are shared by all ops; each header that needs some has an `x_workspace` function that says how much.
+// `workspace` bytes are shared by all ops; each header that needs some has an `x_workspace` function that says how
+// much.
 Ctx* ctx_create(size_t workspace);
 void ctx_destroy(Ctx* ctx);
 void ctx_sync(Ctx* ctx);  // waits until all work given to ctx is done

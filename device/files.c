@@ -21,8 +21,10 @@ int make_folders(const char* path) {
         struct stat info;
         if (mkdir(part, 0777) != 0) {
             int why = errno;
-            if (why != EEXIST) result = -1;
-            else if (stat(part, &info) == 0 && !S_ISDIR(info.st_mode)) why = ENOTDIR, result = -1;
+            if (why != EEXIST)
+                result = -1;
+            else if (stat(part, &info) == 0 && !S_ISDIR(info.st_mode))
+                why = ENOTDIR, result = -1;
             errno = why;
         }
         *p = end;

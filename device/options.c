@@ -38,9 +38,11 @@ void options_set(const Option* o, void* values, const char* text) {
         case OPTION_INT: {
             long long v = strtoll(text, &end, 10);
             if (end == text || *end || errno)
-                die(EXIT_USAGE, "--%s takes a whole number from %.15g to %.15g, not '%s'", o->name, o->min, o->max, text);
+                die(EXIT_USAGE, "--%s takes a whole number from %.15g to %.15g, not '%s'", o->name, o->min, o->max,
+                    text);
             if ((double)v < o->min || (double)v > o->max)
-                die(EXIT_USAGE, "--%s %s is out of range: from %.15g to %.15g are allowed", o->name, text, o->min, o->max);
+                die(EXIT_USAGE, "--%s %s is out of range: from %.15g to %.15g are allowed", o->name, text, o->min,
+                    o->max);
             *(int64_t*)value_at(o, values) = v;
             return;
         }
@@ -102,13 +104,15 @@ static int distance(const char* a, const char* b) {
 void options_parse(const Option* table, int count, void* values, char* given, int argc, char** argv) {
     for (int a = 1; a < argc; a++) {
         const char* name = argv[a];
-        if (strncmp(name, "--", 2) != 0) die(EXIT_USAGE, "'%s' is not an option; options look like --name value (--help lists them)", name);
+        if (strncmp(name, "--", 2) != 0)
+            die(EXIT_USAGE, "'%s' is not an option; options look like --name value (--help lists them)", name);
         int found = -1, nearest = 0;
         for (int i = 0; i < count; i++) {
             if (strcmp(table[i].name, name + 2) == 0) found = i;
             if (distance(table[i].name, name + 2) < distance(table[nearest].name, name + 2)) nearest = i;
         }
-        if (found < 0) die(EXIT_USAGE, "unknown option %s; did you mean --%s? (--help lists all)", name, table[nearest].name);
+        if (found < 0)
+            die(EXIT_USAGE, "unknown option %s; did you mean --%s? (--help lists all)", name, table[nearest].name);
         if (given[found]) die(EXIT_USAGE, "%s is given twice", name);
         given[found] = 1;
         if (table[found].type == OPTION_FLAG) {
@@ -136,7 +140,8 @@ char* option_text(const Option* o, const void* values) {
 void options_print(const Option* table, int count, const void* values) {
     int column = 0;
     for (int i = 0; i < count; i++) {
-        if (i == 0 || strcmp(table[i].group, table[i - 1].group) != 0) column = printf("%s%-10s", i ? "\n" : "", table[i].group);
+        if (i == 0 || strcmp(table[i].group, table[i - 1].group) != 0)
+            column = printf("%s%-10s", i ? "\n" : "", table[i].group);
         char* text = option_text(&table[i], values);
         const char* shown = *text ? text : "''";
         if (column + strlen(table[i].name) + strlen(shown) + 3 > 120) column = printf("\n%-10s", "") - 1;

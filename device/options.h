@@ -1,5 +1,5 @@
-// Options as one table: it parses the command line, prints --help and the configuration, and writes the checkpoint's record,
-// so that these cannot drift apart. Values live in a plain struct that the table points into.
+// Options as one table: it parses the command line, prints --help and the configuration, and writes the checkpoint's
+// record, so that these cannot drift apart. Values live in a plain struct that the table points into.
 #ifndef DEVICE_OPTIONS_H
 #define DEVICE_OPTIONS_H
 
@@ -30,8 +30,8 @@ typedef struct Option {
 // Puts the defaults into `values`, which must be zeroed. Options without one are left alone.
 void options_defaults(const Option* table, int count, void* values);
 
-// Reads `--name value` pairs and flags; given[i] becomes 1 for every option named. Ends the run with EXIT_USAGE on an unknown
-// option (suggesting the nearest name), a missing or repeated one, a value that is no number or out of range.
+// Reads `--name value` pairs and flags; given[i] becomes 1 for every option named. Ends the run with EXIT_USAGE on an
+// unknown option (suggesting the nearest name), a missing or repeated one, a value that is no number or out of range.
 void options_parse(const Option* table, int count, void* values, char* given, int argc, char** argv);
 
 // Sets one option from text, with the same checks; a text set before is freed.

@@ -32,7 +32,8 @@ typedef struct Writer {
 static NORETURN void give_up(const Writer* w, const char* what) {
     int why = errno;
     remove_folder(w->folder);
-    die(EXIT_FAILED, "cannot %s %s: %s; this checkpoint was not saved, earlier ones are as they were", what, w->path, strerror(why));
+    die(EXIT_FAILED, "cannot %s %s: %s; this checkpoint was not saved, earlier ones are as they were", what, w->path,
+        strerror(why));
 }
 
 static void writer_open(Writer* w, const char* name) {
@@ -61,7 +62,9 @@ static void writer_close(Writer* w) {
     free(w->path);
 }
 
-static int64_t tensor_count(const CheckpointTensor* t) { return t->rank == 2 ? t->shape[0] * t->shape[1] : t->shape[0]; }
+static int64_t tensor_count(const CheckpointTensor* t) {
+    return t->rank == 2 ? t->shape[0] * t->shape[1] : t->shape[0];
+}
 
 static void write_tensors(Writer* w, const CheckpointFile* file, void* piece, Ctx* ctx) {
     StTensor* planned = (StTensor*)host_alloc((size_t)file->count * sizeof(StTensor));
@@ -92,7 +95,9 @@ static void write_tensors(Writer* w, const CheckpointFile* file, void* piece, Ct
     }
 }
 
-static uint32_t text_crc(const char* text, size_t length) { return (uint32_t)crc32_z(crc32(0, NULL, 0), (const Bytef*)text, length); }
+static uint32_t text_crc(const char* text, size_t length) {
+    return (uint32_t)crc32_z(crc32(0, NULL, 0), (const Bytef*)text, length);
+}
 
 static const char manifest_end[] = ",\n\"manifest_crc32\": ";
 
@@ -124,8 +129,8 @@ static void prune(const char* out, int64_t newest, int keep) {
     free(steps);
 }
 
-void checkpoint_save(const char* out, const CheckpointRecord* r, const char* options_json, const CheckpointFile* files, int count,
-                     int keep, Ctx* ctx) {
+void checkpoint_save(const char* out, const CheckpointRecord* r, const char* options_json, const CheckpointFile* files,
+                     int count, int keep, Ctx* ctx) {
     Writer w;
     char *path = step_path(out, r->step, ""), *list = host_strdup(""), *old = step_path(out, r->step, ".replaced");
     void* piece = host_alloc(PIECE);
@@ -137,23 +142,25 @@ void checkpoint_save(const char* out, const CheckpointRecord* r, const char* opt
         writer_open(&w, files[i].name);
         write_tensors(&w, &files[i], piece, ctx);
         writer_close(&w);
-        char* longer = host_format("%s%s\n  {\"name\": \"%s\", \"bytes\": %lld, \"crc32\": %lu}", list, i ? "," : "", files[i].name,
-                                   (long long)w.bytes, w.crc);
+        char* longer = host_format("%s%s\n  {\"name\": \"%s\", \"bytes\": %lld, \"crc32\": %lu}", list, i ? "," : "",
+                                   files[i].name, (long long)w.bytes, w.crc);
         free(list);
         list = longer;
     }
     char* body = host_format(
-        "{\"format\": \"train_moe checkpoint 1\", \"step\": %lld, \"window\": %lld, \"updates\": %lld, \"bad_in_a_row\": %lld, "
+        "{\"format\": \"train_moe checkpoint 1\", \"step\": %lld, \"window\": %lld, \"updates\": %lld, "
+        "\"bad_in_a_row\": %lld, "
         "\"data_hash\": %lld,\n\"options\": %s,\n\"files\": [%s]",
-        (long long)r->step, (long long)r->window, (long long)r->updates, (long long)r->bad_in_a_row, (long long)r->data_hash,
-        options_json, list);
+        (long long)r->step, (long long)r->window, (long long)r->updates, (long long)r->bad_in_a_row,
+        (long long)r->data_hash, options_json, list);
     char* manifest = host_format("%s%s%lu}\n", body, manifest_end, (unsigned long)text_crc(body, strlen(body)));
     writer_open(&w, "manifest.json");
     writer_put(&w, manifest, strlen(manifest));
     writer_close(&w);
     w.path = path;
     if (sync_folder(w.folder) != 0) give_up(&w, "flush");
-    // A folder of this name can only be one that was refused at resume: out of the way, and gone once the new one stands.
+    // A folder of this name can only be one that was refused at resume: out of the way, and gone once the new one
+    // stands.
     remove_folder(old);
     if (rename(path, old) != 0 && errno != ENOENT) give_up(&w, "replace");
     if (rename(w.folder, path) != 0 || sync_folder(out) != 0) give_up(&w, "create");
@@ -202,10 +209,12 @@ Json* checkpoint_manifest(const char* out, int64_t step, CheckpointRecord* r, ch
     char* text = read_file(path, &size);
     Json* json = NULL;
     char* end = text ? strstr(text, manifest_end) : NULL;
-    if (!text) snprintf(error, error_size, "%s: %s", path, strerror(errno));
+    if (!text)
+        snprintf(error, error_size, "%s: %s", path, strerror(errno));
     else if (!end || strtoul(end + strlen(manifest_end), NULL, 10) != text_crc(text, (size_t)(end - text)))
         snprintf(error, error_size, "%s: truncated or altered (its CRC-32 does not match)", path);
-    else if (!(json = json_parse(text, size, reason, sizeof(reason)))) snprintf(error, error_size, "%s: %s", path, reason);
+    else if (!(json = json_parse(text, size, reason, sizeof(reason))))
+        snprintf(error, error_size, "%s: %s", path, reason);
     if (json) {
         r->step = json_int(json, "step", -1);
         r->window = json_int(json, "window", -1);
@@ -236,20 +245,24 @@ static int check_file(const char* path, const Json* entry, void* piece, char* er
     for (ssize_t n; (n = read(fd, piece, PIECE)) > 0; got += n) crc = crc32_z(crc, (const Bytef*)piece, (size_t)n);
     close(fd);
     if (got != want)
-        snprintf(error, error_size, "%s: %lld bytes long, the manifest says %lld", path, (long long)got, (long long)want);
+        snprintf(error, error_size, "%s: %lld bytes long, the manifest says %lld", path, (long long)got,
+                 (long long)want);
     else if ((int64_t)crc != json_int(entry, "crc32", -1))
         snprintf(error, error_size, "%s: altered (its CRC-32 is %lu, the manifest says %lld)", path, crc,
                  (long long)json_int(entry, "crc32", -1));
-    else return 0;
+    else
+        return 0;
     return -1;
 }
 
-static int load_tensor(const SafeTensors* st, const CheckpointTensor* t, void* piece, Ctx* ctx, char* error, size_t error_size) {
+static int load_tensor(const SafeTensors* st, const CheckpointTensor* t, void* piece, Ctx* ctx, char* error,
+                       size_t error_size) {
     const StTensor* found = st_find(st, t->name);
     StDtype dtype = sizeof(real) == 8 ? ST_F64 : ST_F32;
     if (!found || found->dtype != dtype || found->rank != t->rank || found->shape[0] != t->shape[0] ||
         (t->rank == 2 && found->shape[1] != t->shape[1])) {
-        snprintf(error, error_size, "%s: tensor %s is %s", st->path, t->name, found ? "of another shape or type" : "missing");
+        snprintf(error, error_size, "%s: tensor %s is %s", st->path, t->name,
+                 found ? "of another shape or type" : "missing");
         return -1;
     }
     int64_t count = tensor_count(t), most = (int64_t)(PIECE / sizeof(real));
@@ -273,8 +286,8 @@ static const Json* file_entry(const Json* manifest, const char* name) {
     return NULL;
 }
 
-int checkpoint_load(const char* out, int64_t step, const Json* manifest, const CheckpointFile* files, int count, Ctx* ctx, char* error,
-                    size_t error_size) {
+int checkpoint_load(const char* out, int64_t step, const Json* manifest, const CheckpointFile* files, int count,
+                    Ctx* ctx, char* error, size_t error_size) {
     void* piece = host_alloc(PIECE);
     char* folder = step_path(out, step, "");
     int result = 0;

@@ -47,8 +47,8 @@ void step_decide(StepState* state, int64_t tokens, const AdamW* opt, Ctx* ctx) {
     state->correction2 = 1 - pow(opt->beta2, (double)state->updates);
 }
 
-void adamw_update(floatX* weight, real* master, real* m, real* v, const real* grad, int64_t n, int64_t n_decay, const AdamW* opt,
-                  const StepState* state, Ctx* ctx) {
+void adamw_update(floatX* weight, real* master, real* m, real* v, const real* grad, int64_t n, int64_t n_decay,
+                  const AdamW* opt, const StepState* state, Ctx* ctx) {
     (void)ctx;
     if (!state->ok) return;
     real scale = (real)state->grad_scale, b1 = opt->beta1, b2 = opt->beta2, lr = opt->lr, eps = opt->eps;

@@ -1,5 +1,6 @@
-// The optimizer step: AdamW (Loshchilov & Hutter 2017, arXiv 1711.05101) over flat buffers, clipping by the global norm,
-// and the guard against steps that are not finite. All decisions are taken on the device, so that the host never waits:
+// The optimizer step: AdamW (Loshchilov & Hutter 2017, arXiv 1711.05101) over flat buffers, clipping by the global
+// norm, and the guard against steps that are not finite. All decisions are taken on the device, so that the host never
+// waits:
 //
 //   step_begin -> (loss_add per micro-step) -> grad_norm_add per buffer -> step_decide -> adamw_update per buffer
 //
@@ -29,10 +30,10 @@ typedef struct AdamW {
     float lr, beta1, beta2, eps, weight_decay, clip;  // clip: largest gradient norm, 0 for none
 } AdamW;
 
-void step_begin(StepState* state, Ctx* ctx);                                      // loss_sum = grad_sq = 0
-void loss_add(StepState* state, const real* loss, int64_t N, Ctx* ctx);           // loss_sum += sum_n loss[n]
-void grad_norm_add(StepState* state, const real* grad, int64_t n, Ctx* ctx);      // grad_sq += sum_i grad[i]^2
-void step_decide(StepState* state, int64_t tokens, const AdamW* opt, Ctx* ctx);   // the rest of StepState
+void step_begin(StepState* state, Ctx* ctx);                                     // loss_sum = grad_sq = 0
+void loss_add(StepState* state, const real* loss, int64_t N, Ctx* ctx);          // loss_sum += sum_n loss[n]
+void grad_norm_add(StepState* state, const real* grad, int64_t n, Ctx* ctx);     // grad_sq += sum_i grad[i]^2
+void step_decide(StepState* state, int64_t tokens, const AdamW* opt, Ctx* ctx);  // the rest of StepState
 
 // g = grad_scale * grad;  m = b1 m + (1 - b1) g;  v = b2 v + (1 - b2) g^2;
 // master -= lr * ((m / correction1) / (sqrt(v / correction2) + eps) + decay * master),  weight = round(master)

@@ -4,9 +4,9 @@
 
 #include "device/cpu.h"
 
-// One (sequence, head) at a time, in tiles of Q queries by Q keys. Scores of a tile: S = scale * q k^T, masked where the key
-// stands after the query. Forward keeps a running maximum m and sum l per query (online softmax), so a row of scores never
-// exists whole; backward computes S again and gets P = exp(S - lse) at once.
+// One (sequence, head) at a time, in tiles of Q queries by Q keys. Scores of a tile: S = scale * q k^T, masked where
+// the key stands after the query. Forward keeps a running maximum m and sum l per query (online softmax), so a row of
+// scores never exists whole; backward computes S again and gets P = exp(S - lse) at once.
 enum { Q = 64 };
 
 typedef struct Head {  // where head h of sequence b lies
@@ -49,7 +49,8 @@ size_t attention_workspace(AttnShape s) {
     return (size_t)(rope_parts + device_workers() * tile_reals(s)) * sizeof(real);
 }
 
-void attention_forward(floatX* out, real* lse, const floatX* q, const floatX* kv, const floatX* k_rope, AttnShape s, Ctx* ctx) {
+void attention_forward(floatX* out, real* lse, const floatX* q, const floatX* kv, const floatX* k_rope, AttnShape s,
+                       Ctx* ctx) {
     int64_t out_row = s.H * s.v, tiles = ceil_div(s.T, Q);
     real* scratch = ctx_workspace(ctx, ctx->threads * tile_reals(s));
 #pragma omp parallel for schedule(dynamic) collapse(3)
@@ -96,8 +97,8 @@ void attention_forward(floatX* out, real* lse, const floatX* q, const floatX* kv
 }
 
 // Backward of one (sequence, head). dk_part (T, rope) is this head's part of the shared key's gradient.
-static void head_backward(floatX* dq, floatX* dk_nope, real* dk_part, const floatX* dout, const floatX* out, const real* lse,
-                          Head head, AttnShape s, real* scratch) {
+static void head_backward(floatX* dq, floatX* dk_nope, real* dk_part, const floatX* dout, const floatX* out,
+                          const real* lse, Head head, AttnShape s, real* scratch) {
     real *P = scratch, *dS = P + Q * Q, *k = dS + Q * Q, *dk = k + Q * head.qk, *dv = dk + Q * head.qk;
     int64_t out_row = s.H * s.v;
     floatX* dv_out = dk_nope + s.nope;
@@ -107,7 +108,8 @@ static void head_backward(floatX* dq, floatX* dk_nope, real* dk_part, const floa
         for (int64_t q0 = k0; q0 < s.T; q0 += Q) {
             int64_t rows = min_i64(Q, s.T - q0);
             scores(P, head, k, s, q0, rows, cols);
-            gemm(0, 1, rows, cols, s.v, 1, dout + q0 * out_row, out_row, head.v + k0 * head.kv_row, head.kv_row, 0, dS, Q);
+            gemm(0, 1, rows, cols, s.v, 1, dout + q0 * out_row, out_row, head.v + k0 * head.kv_row, head.kv_row, 0, dS,
+                 Q);
             for (int64_t i = 0; i < rows; i++) {
                 real *p = P + i * Q, *d = dS + i * Q, z = lse[q0 + i], delta = 0;
                 const floatX *g = dout + (q0 + i) * out_row, *o = out + (q0 + i) * out_row;
@@ -134,8 +136,9 @@ static void head_backward(floatX* dq, floatX* dk_nope, real* dk_part, const floa
     }
 }
 
-void attention_backward(floatX* dq, floatX* dkv, floatX* dk_rope, const floatX* dout, const floatX* out, const real* lse,
-                        const floatX* q, const floatX* kv, const floatX* k_rope, AttnShape s, Ctx* ctx) {
+void attention_backward(floatX* dq, floatX* dkv, floatX* dk_rope, const floatX* dout, const floatX* out,
+                        const real* lse, const floatX* q, const floatX* kv, const floatX* k_rope, AttnShape s,
+                        Ctx* ctx) {
     int64_t parts = s.B * s.H * s.T * s.rope;
     real* part = ctx_workspace(ctx, parts + ctx->threads * tile_reals(s));
     real* scratch = part + parts;
@@ -144,8 +147,8 @@ void attention_backward(floatX* dq, floatX* dkv, floatX* dk_rope, const floatX* 
         for (int64_t h = 0; h < s.H; h++) {
             Head head = head_of(q, kv, k_rope, s, b, h);
             int64_t o = b * s.T * s.H * s.v + h * s.v;
-            head_backward(dq + (head.q - q), dkv + (head.k_nope - kv), part + (b * s.H + h) * s.T * s.rope, dout + o, out + o,
-                          lse + (b * s.H + h) * s.T, head, s, scratch + thread_index() * tile_reals(s));
+            head_backward(dq + (head.q - q), dkv + (head.k_nope - kv), part + (b * s.H + h) * s.T * s.rope, dout + o,
+                          out + o, lse + (b * s.H + h) * s.T, head, s, scratch + thread_index() * tile_reals(s));
         }
 #pragma omp parallel for schedule(static)
     for (int64_t n = 0; n < s.B * s.T; n++) {

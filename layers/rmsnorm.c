@@ -11,14 +11,15 @@ static real norm_row(floatX* y, const floatX* x, const floatX* w, int64_t C) {
     return rstd;
 }
 
-void rmsnorm_forward(floatX* y, real* rstd, const floatX* x, int64_t stride, const floatX* w, int64_t N, int64_t C, Ctx* ctx) {
+void rmsnorm_forward(floatX* y, real* rstd, const floatX* x, int64_t stride, const floatX* w, int64_t N, int64_t C,
+                     Ctx* ctx) {
     (void)ctx;
 #pragma omp parallel for schedule(static)
     for (int64_t n = 0; n < N; n++) rstd[n] = norm_row(y + n * C, x + n * stride, w, C);
 }
 
-void residual_rmsnorm_forward(floatX* sum, floatX* y, real* rstd, const floatX* a, const floatX* b, const floatX* w, int64_t N,
-                              int64_t C, Ctx* ctx) {
+void residual_rmsnorm_forward(floatX* sum, floatX* y, real* rstd, const floatX* a, const floatX* b, const floatX* w,
+                              int64_t N, int64_t C, Ctx* ctx) {
     (void)ctx;
 #pragma omp parallel for schedule(static)
     for (int64_t n = 0; n < N; n++) {
@@ -29,8 +30,8 @@ void residual_rmsnorm_forward(floatX* sum, floatX* y, real* rstd, const floatX* 
 
 size_t rmsnorm_workspace(int64_t N, int64_t C) { return (size_t)(ceil_div(N, TILE) * C) * sizeof(real); }
 
-void rmsnorm_backward(floatX* dx, real* dw, const floatX* dy, const floatX* x, int64_t stride, const floatX* w, const real* rstd,
-                      int64_t N, int64_t C, int accumulate, Ctx* ctx) {
+void rmsnorm_backward(floatX* dx, real* dw, const floatX* dy, const floatX* x, int64_t stride, const floatX* w,
+                      const real* rstd, int64_t N, int64_t C, int accumulate, Ctx* ctx) {
     // dw is a sum over all tokens: each tile of tokens writes its own partial sum, added up in order afterwards.
     int64_t tiles = ceil_div(N, TILE);
     real* partial = ctx_workspace(ctx, tiles * C);

@@ -2,8 +2,8 @@
 // (x_2i, x_2i+1) is turned by the angle t * f_i. Positions count from 0 in every sequence. Angles and turns in float32.
 //
 // Frequencies: f_i = theta^(-2i/D). With YaRN (Peng et al. 2023, arXiv 2309.00071, section 3.2) f_i is blended between
-// f_i (fast pairs, left alone) and f_i / factor (slow pairs, interpolated): f_i = (1 - r_i) f_i + r_i f_i / factor with the
-// ramp r_i = clamp((i - low) / (high - low), 0, 1), low = floor(d(beta_fast)), high = ceil(d(beta_slow)), where
+// f_i (fast pairs, left alone) and f_i / factor (slow pairs, interpolated): f_i = (1 - r_i) f_i + r_i f_i / factor with
+// the ramp r_i = clamp((i - low) / (high - low), 0, 1), low = floor(d(beta_fast)), high = ceil(d(beta_slow)), where
 // d(beta) = D ln(original_len / (2 pi beta)) / (2 ln theta) is the pair that makes beta turns over the original length;
 // beta_fast = 32, beta_slow = 1, low is at least 0 and high at most D - 1.
 #ifndef LAYERS_ROPE_H

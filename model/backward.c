@@ -22,13 +22,15 @@ static void attention_backward_block(Model* m, const BlockSaved* s, const Unit* 
     model_rope(m, t->dq, t->dkva, -1);
     linear_dgrad(t->dckv, t->dkv, w + at->wkvb, N, c->kv_lora, kv_rows, 0, m->ctx);
     linear_wgrad(g + at->wkvb, t->dkv, s->ckv, N, c->kv_lora, kv_rows, m->ctx);
-    rmsnorm_backward(t->dkva, g + at->kv_norm, t->dckv, s->kva, kva_rows, w + at->kv_norm, s->rstd_kv, N, c->kv_lora, 0, m->ctx);
+    rmsnorm_backward(t->dkva, g + at->kv_norm, t->dckv, s->kva, kva_rows, w + at->kv_norm, s->rstd_kv, N, c->kv_lora, 0,
+                     m->ctx);
     linear_dgrad(t->dnorm, t->dkva, w + at->wkva, N, C, kva_rows, 0, m->ctx);
     linear_wgrad(g + at->wkva, t->dkva, s->norm1, N, C, kva_rows, m->ctx);
     if (c->q_lora) {
         linear_dgrad(t->dcq_norm, t->dq, w + at->wqb, N, c->q_lora, q_rows, 0, m->ctx);
         linear_wgrad(g + at->wqb, t->dq, s->cq_norm, N, c->q_lora, q_rows, m->ctx);
-        rmsnorm_backward(t->dcq, g + at->q_norm, t->dcq_norm, s->cq, c->q_lora, w + at->q_norm, s->rstd_q, N, c->q_lora, 0, m->ctx);
+        rmsnorm_backward(t->dcq, g + at->q_norm, t->dcq_norm, s->cq, c->q_lora, w + at->q_norm, s->rstd_q, N, c->q_lora,
+                         0, m->ctx);
         linear_dgrad(t->dnorm, t->dcq, w + at->wqa, N, C, c->q_lora, 1, m->ctx);
         linear_wgrad(g + at->wqa, t->dcq, s->norm1, N, C, c->q_lora, m->ctx);
     } else {
@@ -46,8 +48,10 @@ static void mlp_backward(Model* m, int64_t layer, float aux) {
     Scratch* t = &m->t;
     int64_t N = m->B * m->T, C = m->config.C, F = m->config.dense_ffn;
     if (u->kind == UNIT_MOE) {
-        MoeGrads dw = {g + u->at.router, u->experts.grad + u->at.w13, u->experts.grad + u->at.w2, g + u->at.mlp13, g + u->at.mlp2};
-        moe_backward(t->dnorm, t->dx, s->norm2, model_moe_weights(m, layer), dw, s->moe, t->moe, aux, model_moe_shape(m), m->ctx);
+        MoeGrads dw = {g + u->at.router, u->experts.grad + u->at.w13, u->experts.grad + u->at.w2, g + u->at.mlp13,
+                       g + u->at.mlp2};
+        moe_backward(t->dnorm, t->dx, s->norm2, model_moe_weights(m, layer), dw, s->moe, t->moe, aux,
+                     model_moe_shape(m), m->ctx);
         return;
     }
     linear_dgrad(t->dact, t->dx, w + u->at.mlp2, N, F, C, 0, m->ctx);

@@ -60,8 +60,10 @@ void model_forward(Model* m, int train) {
         const BlockSaved* s = &m->blocks[l];
         const Unit* u = &m->units[l + 1];
         const floatX *norm1 = u->dense.weight + u->at.norm1, *norm2 = u->dense.weight + u->at.norm2;
-        if (l == 0) rmsnorm_forward(s->norm1, s->rstd1, s->residual, C, norm1, N, C, m->ctx);
-        else residual_rmsnorm_forward(s->residual, s->norm1, s->rstd1, s[-1].residual2, m->t.out, norm1, N, C, m->ctx);
+        if (l == 0)
+            rmsnorm_forward(s->norm1, s->rstd1, s->residual, C, norm1, N, C, m->ctx);
+        else
+            residual_rmsnorm_forward(s->residual, s->norm1, s->rstd1, s[-1].residual2, m->t.out, norm1, N, C, m->ctx);
         attention_block(m, m->t.out, s, u);
         residual_rmsnorm_forward(s->residual2, s->norm2, s->rstd2, s->residual, m->t.out, norm2, N, C, m->ctx);
         mlp_block(m, m->t.out, l, train);

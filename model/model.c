@@ -15,18 +15,20 @@ AttnShape model_attn_shape(const Model* m) {
 
 MoeShape model_moe_shape(const Model* m) {
     const ModelConfig* c = &m->config;
-    MoeShape s = {{m->B * m->T, m->T, c->C, (int32_t)c->E, (int32_t)c->K, (int32_t)c->groups, (int32_t)c->top_groups,
-                   (int32_t)c->score, (int32_t)c->route_norm, (float)c->route_scale, (int32_t)m->settings.force_balance},
-                  c->F,
-                  c->shared * c->F};
+    MoeShape s = {
+        {m->B * m->T, m->T, c->C, (int32_t)c->E, (int32_t)c->K, (int32_t)c->groups, (int32_t)c->top_groups,
+         (int32_t)c->score, (int32_t)c->route_norm, (float)c->route_scale, (int32_t)m->settings.force_balance},
+        c->F,
+        c->shared * c->F};
     return s;
 }
 
 MoeWeights model_moe_weights(const Model* m, int64_t layer) {
     const Unit* u = &m->units[layer + 1];
     const floatX* w = u->dense.weight;
-    MoeWeights weights = {w + u->at.router, u->experts.weight + u->at.w13, u->experts.weight + u->at.w2,
-                          w + u->at.mlp13,  w + u->at.mlp2,                m->bias + layer * m->config.E};
+    MoeWeights weights = {
+        w + u->at.router, u->experts.weight + u->at.w13, u->experts.weight + u->at.w2, w + u->at.mlp13,
+        w + u->at.mlp2,   m->bias + layer * m->config.E};
     return weights;
 }
 
@@ -51,8 +53,10 @@ static void plan_block(Arena* a, BlockSaved* s, const Model* m, UnitKind kind) {
     arena_add(a, "rstd", ELEMENT_REAL, N, 1, (void**)&s->rstd1);
     arena_add(a, "rstd", ELEMENT_REAL, N, 1, (void**)&s->rstd2);
     arena_add(a, "rstd", ELEMENT_REAL, N, 1, (void**)&s->rstd_kv);
-    if (kind == UNIT_MOE) moe_plan_saved(a, &s->moe, model_moe_shape(m));
-    else arena_add(a, "dense MLP hidden", ELEMENT_X, N * 2 * c->dense_ffn, 1, (void**)&s->h);
+    if (kind == UNIT_MOE)
+        moe_plan_saved(a, &s->moe, model_moe_shape(m));
+    else
+        arena_add(a, "dense MLP hidden", ELEMENT_X, N * 2 * c->dense_ffn, 1, (void**)&s->h);
 }
 
 static void plan_scratch(Arena* a, Model* m) {
@@ -186,7 +190,8 @@ void model_micro_step(Model* m) {
 
 void model_update(Model* m, int64_t step) {
     const Settings* s = &m->settings;
-    AdamW opt = {(float)settings_lr(s, step), (float)s->beta1, (float)s->beta2, (float)s->eps, (float)s->weight_decay, (float)s->clip};
+    AdamW opt = {(float)settings_lr(s, step), (float)s->beta1, (float)s->beta2, (float)s->eps,
+                 (float)s->weight_decay,      (float)s->clip};
     int units = params_units(&m->config);
     for (int u = 0; u < units; u++) {
         grad_norm_add(m->state, m->units[u].dense.grad, m->units[u].dense.n, m->ctx);
@@ -201,5 +206,6 @@ void model_update(Model* m, int64_t step) {
         }
     }
     for (int64_t l = m->config.dense_layers; l < m->config.L; l++)
-        router_update_bias(m->bias + l * m->config.E, m->load + l * m->config.E, (int32_t)m->config.E, (float)s->bias_rate, m->state, m->ctx);
+        router_update_bias(m->bias + l * m->config.E, m->load + l * m->config.E, (int32_t)m->config.E,
+                           (float)s->bias_rate, m->state, m->ctx);
 }

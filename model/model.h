@@ -24,25 +24,25 @@ BEGIN_C
 
 // What a block keeps from forward to backward. N = B T tokens.
 typedef struct BlockSaved {
-    floatX *residual, *norm1;  // (N, C): x before attention, and normalised
-    floatX *cq, *cq_norm;      // (N, q_lora), only with q_lora
-    floatX *q, *kva;           // (N, H, nope + rope), (N, kv_lora + rope)
-    floatX *ckv, *kv;          // (N, kv_lora) normalised, (N, H, nope + v)
-    floatX *att;               // (N, H, v)
-    floatX *residual2, *norm2;  // (N, C): x before the MLP, and normalised
-    floatX* h;                 // (N, 2 dense_ffn), dense blocks only
+    floatX *residual, *norm1;                      // (N, C): x before attention, and normalised
+    floatX *cq, *cq_norm;                          // (N, q_lora), only with q_lora
+    floatX *q, *kva;                               // (N, H, nope + rope), (N, kv_lora + rope)
+    floatX *ckv, *kv;                              // (N, kv_lora) normalised, (N, H, nope + v)
+    floatX* att;                                   // (N, H, v)
+    floatX *residual2, *norm2;                     // (N, C): x before the MLP, and normalised
+    floatX* h;                                     // (N, 2 dense_ffn), dense blocks only
     real *rstd1, *rstd_q, *rstd_kv, *rstd2, *lse;  // (N) each, lse (B, H, T)
     MoeSaved moe;                                  // MoE blocks only
 } BlockSaved;
 
 // What lives only inside forward or backward; all blocks share it.
 typedef struct Scratch {
-    floatX *out;                          // (N, C): output of attention or MLP, before it joins the residual stream
-    floatX *act, *dact, *dh;              // (N, dense_ffn), (N, dense_ffn), (N, 2 dense_ffn)
-    floatX *dx, *dnorm;                   // (N, C): gradient of the residual stream; of a norm's output
+    floatX* out;              // (N, C): output of attention or MLP, before it joins the residual stream
+    floatX *act, *dact, *dh;  // (N, dense_ffn), (N, dense_ffn), (N, 2 dense_ffn)
+    floatX *dx, *dnorm;       // (N, C): gradient of the residual stream; of a norm's output
     floatX *dq, *dcq, *dcq_norm, *dkva, *dckv, *dkv, *datt;
-    floatX* logits;                       // (chunk, Vp)
-    real* logits_row;                     // (V), for model_logits
+    floatX* logits;    // (chunk, Vp)
+    real* logits_row;  // (V), for model_logits
     MoeScratch moe;
 } Scratch;
 
@@ -58,11 +58,11 @@ typedef struct Model {
     Scratch t;
     int64_t chunk;  // tokens that the classifier takes at a time
 
-    int64_t B, T;                // of the micro-batch in work
-    int32_t *tokens, *targets;   // (N)
-    real *rope_table, *losses;   // (T, rope/2, 2), (N)
-    real* bias;                  // (L, E): the routers' balance biases; rows of dense blocks stay 0
-    int64_t* load;               // (L, E): tokens each expert got in this step
+    int64_t B, T;               // of the micro-batch in work
+    int32_t *tokens, *targets;  // (N)
+    real *rope_table, *losses;  // (T, rope/2, 2), (N)
+    real* bias;                 // (L, E): the routers' balance biases; rows of dense blocks stay 0
+    int64_t* load;              // (L, E): tokens each expert got in this step
     StepState *state, *val_state;
 } Model;
 
@@ -78,8 +78,8 @@ size_t model_workspace(const Model* model);
 void model_batch(Model* model, const int32_t* tokens, const int32_t* targets, int64_t B, int64_t T);
 // Up to the final norm. train 1 counts the experts' load.
 void model_forward(Model* model, int train);
-// Adds the losses of the batch to state->loss_sum. dscale != 0: also leaves the gradient of dscale * (their sum) in t.dnorm
-// and adds to lm_head's.
+// Adds the losses of the batch to state->loss_sum. dscale != 0: also leaves the gradient of dscale * (their sum) in
+// t.dnorm and adds to lm_head's.
 void model_loss(Model* model, StepState* state, float dscale);
 // From t.dnorm down to the embedding; all parameters' gradients +=. aux: see router_backward.
 void model_backward(Model* model, float aux);

@@ -23,7 +23,9 @@ static int64_t take(ParamBuffer* buffer, int64_t count) {
     return at;
 }
 
-static int64_t mlp_width(const ModelConfig* c, UnitKind kind) { return kind == UNIT_MOE ? c->shared * c->F : c->dense_ffn; }
+static int64_t mlp_width(const ModelConfig* c, UnitKind kind) {
+    return kind == UNIT_MOE ? c->shared * c->F : c->dense_ffn;
+}
 
 Unit params_unit(const ModelConfig* c, int index) {
     Unit u;
@@ -78,10 +80,13 @@ typedef struct List {
     int layer;
 } List;
 
-static NamedTensor* add(List* list, const char* name, int in_experts, int64_t offset, int64_t rows, int64_t cols, double std) {
+static NamedTensor* add(List* list, const char* name, int in_experts, int64_t offset, int64_t rows, int64_t cols,
+                        double std) {
     NamedTensor* t = &list->tensors[list->count++];
-    if (list->layer >= 0) snprintf(t->name, sizeof(t->name), "model.layers.%d.%s", list->layer, name);
-    else snprintf(t->name, sizeof(t->name), "%s", name);
+    if (list->layer >= 0)
+        snprintf(t->name, sizeof(t->name), "model.layers.%d.%s", list->layer, name);
+    else
+        snprintf(t->name, sizeof(t->name), "%s", name);
     t->in_experts = in_experts;
     t->offset = offset;
     t->rank = rows ? 2 : 1;
@@ -212,7 +217,8 @@ void params_init(Unit* units, const ModelConfig* c, uint64_t seed, Ctx* ctx) {
             real* master = (t->in_experts ? units[unit].experts.master : units[unit].dense.master) + t->offset;
             for (int64_t first = 0; first < t->count; first += piece) {
                 int64_t n = t->count - first < piece ? t->count - first : piece;
-                if (t->std > 0) random_normal(drawn, n, seed, (uint32_t)unit << 20 | (uint32_t)i, (uint64_t)first, t->std);
+                if (t->std > 0)
+                    random_normal(drawn, n, seed, (uint32_t)unit << 20 | (uint32_t)i, (uint64_t)first, t->std);
                 for (int64_t j = 0; j < n; j++) host[j] = t->std > 0 ? drawn[j] : 1;
                 device_upload(master + first, host, (size_t)n * sizeof(real), ctx);
             }

@@ -1,9 +1,9 @@
 // The parameters: which there are, where each lies, how it starts.
 //
-// Parameters live in units: 0 the embedding, 1..L the blocks, L + 1 the head (lm_head and final norm). A unit has two flat
-// buffers, `dense` and `experts` (empty without experts): all else about a parameter is an offset into one of them. Matrices
-// come first in a buffer and norms after, so that weight decay covers a prefix (n_decay). Fused matrices (gate over up) are
-// laid out so that every tensor of a Hugging Face DeepSeek checkpoint is one contiguous slice.
+// Parameters live in units: 0 the embedding, 1..L the blocks, L + 1 the head (lm_head and final norm). A unit has two
+// flat buffers, `dense` and `experts` (empty without experts): all else about a parameter is an offset into one of
+// them. Matrices come first in a buffer and norms after, so that weight decay covers a prefix (n_decay). Fused matrices
+// (gate over up) are laid out so that every tensor of a Hugging Face DeepSeek checkpoint is one contiguous slice.
 #ifndef MODEL_PARAMS_H
 #define MODEL_PARAMS_H
 
@@ -22,12 +22,12 @@ typedef struct ParamBuffer {
 
 // Offsets into a unit's dense buffer in elements; -1 where the unit has no such parameter.
 typedef struct UnitLayout {
-    int64_t embed, lm_head, final_norm;                                    // (Vp, C), (Vp, C), (C)
-    int64_t wq, wqa, wqb, wkva, wkvb, wo;                                  // attention, see model/forward.c
-    int64_t norm1, norm2, q_norm, kv_norm;                                 // (C), (C), (q_lora), (kv_lora)
-    int64_t mlp13, mlp2;                                                   // dense or shared MLP: (2F', C), (C, F')
-    int64_t router;                                                        // (E, C)
-    int64_t w13, w2;                                                       // in `experts`: (E, 2F, C), (E, C, F)
+    int64_t embed, lm_head, final_norm;     // (Vp, C), (Vp, C), (C)
+    int64_t wq, wqa, wqb, wkva, wkvb, wo;   // attention, see model/forward.c
+    int64_t norm1, norm2, q_norm, kv_norm;  // (C), (C), (q_lora), (kv_lora)
+    int64_t mlp13, mlp2;                    // dense or shared MLP: (2F', C), (C, F')
+    int64_t router;                         // (E, C)
+    int64_t w13, w2;                        // in `experts`: (E, 2F, C), (E, C, F)
 } UnitLayout;
 
 typedef enum { UNIT_EMBED, UNIT_DENSE, UNIT_MOE, UNIT_HEAD } UnitKind;
@@ -67,8 +67,8 @@ void params_plan(Arena* arena, Unit* units, const ModelConfig* config);
 // weight = round(master): after the masters were set from outside (start, checkpoint).
 void params_publish(Unit* unit, Ctx* ctx);
 
-// Draws every weight: normal of std 0.02 cut at 3 sigma, residual outputs (Wo, down projections) times (2L)^-1/2, norms 1.
-// Tensor i of unit u is stream (u << 20) + i of the seed, so any slice can be drawn alone.
+// Draws every weight: normal of std 0.02 cut at 3 sigma, residual outputs (Wo, down projections) times (2L)^-1/2,
+// norms 1. Tensor i of unit u is stream (u << 20) + i of the seed, so any slice can be drawn alone.
 void params_init(Unit* units, const ModelConfig* config, uint64_t seed, Ctx* ctx);
 
 END_C

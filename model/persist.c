@@ -6,7 +6,8 @@
 
 #include "device/check.h"
 
-static CheckpointTensor* add(CheckpointFile* file, const char* name, const char* suffix, int rank, const int64_t* shape, real* data) {
+static CheckpointTensor* add(CheckpointFile* file, const char* name, const char* suffix, int rank, const int64_t* shape,
+                             real* data) {
     CheckpointTensor* t = &file->tensors[file->count++];
     snprintf(t->name, sizeof(t->name), "%s%s", name, suffix);
     t->rank = rank;
@@ -65,10 +66,12 @@ static void check_record(const Model* m, const Json* manifest, const CheckpointR
     char *was, *is;
     const char* option = settings_differ(&m->settings, json_get(manifest, "options"), &was, &is);
     if (option)
-        die(EXIT_USAGE, "--%s is %s, but the run in %s was made with %s; a resumed run keeps its model, data and optimizer options",
+        die(EXIT_USAGE,
+            "--%s is %s, but the run in %s was made with %s; a resumed run keeps its model, data and optimizer options",
             option, is, m->settings.out, was);
     if (record->data_hash != (int64_t)data_hash)
-        die(EXIT_USAGE, "--train names other shards than the run in %s was made with (names, sizes or headers differ)", m->settings.out);
+        die(EXIT_USAGE, "--train names other shards than the run in %s was made with (names, sizes or headers differ)",
+            m->settings.out);
 }
 
 int64_t model_resume(Model* m, uint32_t data_hash, int64_t* window) {
@@ -81,7 +84,8 @@ int64_t model_resume(Model* m, uint32_t data_hash, int64_t* window) {
         CheckpointRecord record;
         Json* manifest = checkpoint_manifest(out, steps[i], &record, error, sizeof(error));
         if (manifest) check_record(m, manifest, &record, data_hash);
-        if (manifest && checkpoint_load(out, steps[i], manifest, files, file_count, m->ctx, error, sizeof(error)) == 0) {
+        if (manifest &&
+            checkpoint_load(out, steps[i], manifest, files, file_count, m->ctx, error, sizeof(error)) == 0) {
             StepState state;
             memset(&state, 0, sizeof(state));
             state.updates = record.updates;
@@ -95,7 +99,8 @@ int64_t model_resume(Model* m, uint32_t data_hash, int64_t* window) {
         json_free(manifest);
     }
     if (count && !resumed) die(EXIT_FAILED, "no checkpoint in %s is good; nothing was changed", out);
-    if (resumed && resumed != steps[0]) warn("resuming from step_%08lld, the newest good checkpoint", (long long)resumed);
+    if (resumed && resumed != steps[0])
+        warn("resuming from step_%08lld, the newest good checkpoint", (long long)resumed);
     for (int u = 0; resumed && u < params_units(&m->config); u++) params_publish(&m->units[u], m->ctx);
     model_files_free(files, file_count);
     free(steps);

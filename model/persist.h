@@ -17,9 +17,10 @@ void model_files_free(CheckpointFile* files, int count);
 // state is the host's copy of the device's StepState.
 void model_save(Model* model, int64_t step, int64_t window, uint32_t data_hash, const StepState* state);
 
-// Loads the newest good checkpoint in --out and says which ones were refused and why. Returns its step, 0 if there is none
-// (*window is then 0). Ends the run if there are checkpoints and none is good, or if an option or the data differ that must
-// not.
+// Loads the newest good checkpoint in --out and says which ones were refused and why. Returns its step, 0 if there is
+// none
+// (*window is then 0). Ends the run if there are checkpoints and none is good, or if an option or the data differ that
+// must not.
 int64_t model_resume(Model* model, uint32_t data_hash, int64_t* window);
 
 END_C

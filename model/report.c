@@ -17,8 +17,8 @@ void report_model(const Settings* s) {
     char* name = option_text(&settings_table[0], s);
     char *total = big((double)params_total(&s->model)), *active = big((double)params_active(&s->model));
     char* flops = big(flops_per_token(&s->model, s->seq_len));
-    printf("model      %s: %s parameters (%s active a token), %s FLOPs a token at seq-len %lld\n", name, total, active, flops,
-           (long long)s->seq_len);
+    printf("model      %s: %s parameters (%s active a token), %s FLOPs a token at seq-len %lld\n", name, total, active,
+           flops, (long long)s->seq_len);
     free(total);
     free(active);
     free(flops);

@@ -14,11 +14,13 @@
 
 // group, name, type, offset, default, min, max, choices, fixed on resume, help
 const Option settings_table[] = {
-    {"model", "model", OPTION_CHOICE, AT(preset), "tiny", 0, 0, "tiny|small|debug|16b|236b|671b", 1, "preset for the options of this group"},
+    {"model", "model", OPTION_CHOICE, AT(preset), "tiny", 0, 0, "tiny|small|debug|16b|236b|671b", 1,
+     "preset for the options of this group"},
     {"model", "layers", OPTION_INT, AT(model.L), NULL, 1, 1024, NULL, 1, "blocks"},
     {"model", "dim", OPTION_INT, AT(model.C), NULL, 1, 1 << 20, NULL, 1, "model width"},
     {"model", "heads", OPTION_INT, AT(model.H), NULL, 1, 4096, NULL, 1, "attention heads"},
-    {"model", "q-lora", OPTION_INT, AT(model.q_lora), NULL, 0, 1 << 20, NULL, 1, "rank of the query latent, 0 for none"},
+    {"model", "q-lora", OPTION_INT, AT(model.q_lora), NULL, 0, 1 << 20, NULL, 1,
+     "rank of the query latent, 0 for none"},
     {"model", "kv-lora", OPTION_INT, AT(model.kv_lora), NULL, 1, 1 << 20, NULL, 1, "rank of the key-value latent"},
     {"model", "nope-dim", OPTION_INT, AT(model.nope), NULL, 1, 4096, NULL, 1, "head size without position"},
     {"model", "rope-dim", OPTION_INT, AT(model.rope), NULL, 2, 4096, NULL, 1, "head size with rotary position, even"},
@@ -26,77 +28,94 @@ const Option settings_table[] = {
     {"model", "dense-ffn", OPTION_INT, AT(model.dense_ffn), NULL, 1, 1 << 22, NULL, 1, "hidden width of the dense MLP"},
     {"model", "experts", OPTION_INT, AT(model.E), NULL, 1, 4096, NULL, 1, "routed experts"},
     {"model", "top-k", OPTION_INT, AT(model.K), NULL, 1, 64, NULL, 1, "routed experts a token"},
-    {"model", "shared-experts", OPTION_INT, AT(model.shared), NULL, 0, 64, NULL, 1, "shared experts (one MLP of that many widths)"},
+    {"model", "shared-experts", OPTION_INT, AT(model.shared), NULL, 0, 64, NULL, 1,
+     "shared experts (one MLP of that many widths)"},
     {"model", "expert-ffn", OPTION_INT, AT(model.F), NULL, 1, 1 << 20, NULL, 1, "hidden width of an expert"},
-    {"model", "dense-layers", OPTION_INT, AT(model.dense_layers), NULL, 0, 1024, NULL, 1, "first blocks with a dense MLP"},
+    {"model", "dense-layers", OPTION_INT, AT(model.dense_layers), NULL, 0, 1024, NULL, 1,
+     "first blocks with a dense MLP"},
     {"model", "vocab", OPTION_INT, AT(model.V), NULL, 2, 1 << 24, NULL, 1, "vocabulary"},
     {"model", "groups", OPTION_INT, AT(model.groups), NULL, 1, 4096, NULL, 1, "groups of experts"},
     {"model", "top-groups", OPTION_INT, AT(model.top_groups), NULL, 1, 4096, NULL, 1, "groups a token may choose from"},
     {"model", "score", OPTION_CHOICE, AT(model.score), NULL, 0, 0, "sigmoid|softmax", 1, "router's score"},
-    {"model", "route-norm", OPTION_INT, AT(model.route_norm), NULL, 0, 1, NULL, 1, "1: a token's gates sum to route-scale"},
+    {"model", "route-norm", OPTION_INT, AT(model.route_norm), NULL, 0, 1, NULL, 1,
+     "1: a token's gates sum to route-scale"},
     {"model", "route-scale", OPTION_FLOAT, AT(model.route_scale), NULL, 0, 1e6, NULL, 1, "factor on the gates"},
-    {"model", "rope-theta", OPTION_FLOAT, AT(model.rope_theta), NULL, 2, 1e12, NULL, 1, "base of the rotary frequencies"},
+    {"model", "rope-theta", OPTION_FLOAT, AT(model.rope_theta), NULL, 2, 1e12, NULL, 1,
+     "base of the rotary frequencies"},
     {"model", "yarn", OPTION_INT, AT(model.yarn), NULL, 0, 1, NULL, 1, "1: YaRN frequencies for long context"},
     {"model", "yarn-factor", OPTION_FLOAT, AT(model.yarn_factor), NULL, 1, 1e6, NULL, 1, "YaRN's context extension"},
     {"model", "yarn-mscale", OPTION_FLOAT, AT(model.yarn_mscale), NULL, 0, 100, NULL, 1, "YaRN's softmax temperature"},
-    {"model", "yarn-original-len", OPTION_FLOAT, AT(model.yarn_original_len), NULL, 1, 1e9, NULL, 1, "context length before extension"},
+    {"model", "yarn-original-len", OPTION_FLOAT, AT(model.yarn_original_len), NULL, 1, 1e9, NULL, 1,
+     "context length before extension"},
 
     {"data", "train", OPTION_TEXT, AT(train), "", 0, 0, NULL, 0, "training shards (glob)"},
     {"data", "val", OPTION_TEXT, AT(val), "", 0, 0, NULL, 0, "validation shards (glob)"},
-    {"data", "tokenizer", OPTION_TEXT, AT(tokenizer), "", 0, 0, NULL, 0, "tokenizer file to decode samples; none: bytes"},
+    {"data", "tokenizer", OPTION_TEXT, AT(tokenizer), "", 0, 0, NULL, 0,
+     "tokenizer file to decode samples; none: bytes"},
     {"data", "seq-len", OPTION_INT, AT(seq_len), "256", 1, 1 << 24, NULL, 1, "tokens of a sequence"},
     {"data", "batch", OPTION_INT, AT(batch), "8", 1, 1 << 20, NULL, 0, "sequences per rank and micro-step"},
-    {"data", "tokens-per-step", OPTION_INT, AT(tokens_per_step), "0", 0, BIG, NULL, 1, "tokens of a step, all ranks; 0: one micro-step"},
+    {"data", "tokens-per-step", OPTION_INT, AT(tokens_per_step), "0", 0, BIG, NULL, 1,
+     "tokens of a step, all ranks; 0: one micro-step"},
     {"data", "seed", OPTION_INT, AT(seed), "1", 0, BIG, NULL, 1, "of the weights and of the order of data"},
 
     {"run", "steps", OPTION_INT, AT(steps), "1000", 1, 1e9, NULL, 0, "updates in all"},
     {"run", "out", OPTION_TEXT, AT(out), "", 0, 0, NULL, 0, "folder for log and checkpoints; none: nothing is kept"},
     {"run", "resume", OPTION_FLAG, AT(resume), "0", 0, 1, NULL, 0, "go on from the newest good checkpoint in --out"},
-    {"run", "save-every", OPTION_INT, AT(save_every), "0", 0, 1e9, NULL, 0, "steps between checkpoints; 0: at the end only"},
+    {"run", "save-every", OPTION_INT, AT(save_every), "0", 0, 1e9, NULL, 0,
+     "steps between checkpoints; 0: at the end only"},
     {"run", "keep", OPTION_INT, AT(keep), "2", 1, 1e6, NULL, 0, "checkpoints that stay"},
-    {"run", "val-every", OPTION_INT, AT(val_every), "100", 1, 1e9, NULL, 0, "steps between validations (and one at the end)"},
+    {"run", "val-every", OPTION_INT, AT(val_every), "100", 1, 1e9, NULL, 0,
+     "steps between validations (and one at the end)"},
     {"run", "val-tokens", OPTION_INT, AT(val_tokens), "65536", 1, BIG, NULL, 0, "tokens of a validation, all ranks"},
     {"run", "sample-every", OPTION_INT, AT(sample_every), "0", 0, 1e9, NULL, 0, "steps between samples; 0: none"},
     {"run", "sample-tokens", OPTION_INT, AT(sample_tokens), "128", 1, 1e6, NULL, 0, "tokens of a sample"},
     {"run", "prompt", OPTION_TEXT, AT(prompt), "", 0, 0, NULL, 0, "text that samples begin with"},
-    {"run", "temperature", OPTION_FLOAT, AT(temperature), "0.8", 0, 100, NULL, 0, "of sampling; 0: the likeliest token"},
-    {"run", "sample-top-k", OPTION_INT, AT(sample_top_k), "50", 0, 1e9, NULL, 0, "sample among that many likeliest; 0: all"},
+    {"run", "temperature", OPTION_FLOAT, AT(temperature), "0.8", 0, 100, NULL, 0,
+     "of sampling; 0: the likeliest token"},
+    {"run", "sample-top-k", OPTION_INT, AT(sample_top_k), "50", 0, 1e9, NULL, 0,
+     "sample among that many likeliest; 0: all"},
     {"run", "dry-run", OPTION_FLAG, AT(dry_run), "0", 0, 1, NULL, 0, "print parameters, FLOPs and memory, and stop"},
     {"run", "help", OPTION_FLAG, AT(help), "0", 0, 1, NULL, 0, "print this and stop"},
 
     {"optimizer", "lr", OPTION_FLOAT, AT(lr), "1e-3", 0, 100, NULL, 1, "peak learning rate"},
     {"optimizer", "warmup", OPTION_INT, AT(warmup), "100", 0, 1e9, NULL, 1, "steps of linear warm-up"},
-    {"optimizer", "schedule", OPTION_CHOICE, AT(schedule), "cosine", 0, 0, "cosine|wsd|linear|constant", 1, "after the warm-up"},
-    {"optimizer", "final-lr-frac", OPTION_FLOAT, AT(final_lr_frac), "0.1", 0, 1, NULL, 1, "last learning rate as a part of --lr"},
+    {"optimizer", "schedule", OPTION_CHOICE, AT(schedule), "cosine", 0, 0, "cosine|wsd|linear|constant", 1,
+     "after the warm-up"},
+    {"optimizer", "final-lr-frac", OPTION_FLOAT, AT(final_lr_frac), "0.1", 0, 1, NULL, 1,
+     "last learning rate as a part of --lr"},
     {"optimizer", "weight-decay", OPTION_FLOAT, AT(weight_decay), "0.1", 0, 100, NULL, 1, "on matrices"},
     {"optimizer", "beta1", OPTION_FLOAT, AT(beta1), "0.9", 0, 0.999999, NULL, 1, "AdamW"},
     {"optimizer", "beta2", OPTION_FLOAT, AT(beta2), "0.95", 0, 0.999999, NULL, 1, "AdamW"},
     {"optimizer", "eps", OPTION_FLOAT, AT(eps), "1e-8", 1e-30, 1, NULL, 1, "AdamW"},
     {"optimizer", "clip", OPTION_FLOAT, AT(clip), "1", 0, 1e9, NULL, 1, "largest global gradient norm; 0: no clipping"},
-    {"optimizer", "bias-rate", OPTION_FLOAT, AT(bias_rate), "1e-3", 0, 100, NULL, 1, "step of the router's balance bias"},
-    {"optimizer", "aux-loss", OPTION_FLOAT, AT(aux_loss), "0", 0, 100, NULL, 1, "weight of the sequence-wise balance loss"},
+    {"optimizer", "bias-rate", OPTION_FLOAT, AT(bias_rate), "1e-3", 0, 100, NULL, 1,
+     "step of the router's balance bias"},
+    {"optimizer", "aux-loss", OPTION_FLOAT, AT(aux_loss), "0", 0, 100, NULL, 1,
+     "weight of the sequence-wise balance loss"},
 
     {"debugging", "force-balance", OPTION_FLAG, AT(force_balance), "0", 0, 1, NULL, 1, "route round-robin"},
     {"debugging", "overfit", OPTION_FLAG, AT(overfit), "0", 0, 1, NULL, 1, "train on the first step's tokens for ever"},
 };
 const int settings_count = sizeof(settings_table) / sizeof(settings_table[0]);
 
+// clang-format off
 static const ModelConfig presets[] = {
     // L, C, H, q_lora, kv_lora, nope, rope, v, dense_ffn, dense_layers, E, K, shared, F, V,
     //   groups, top_groups, score, route_norm, route_scale, rope_theta, yarn, factor, mscale, original length
-    {4, 128, 4, 0, 64, 32, 16, 32, 512, 1, 8, 2, 1, 128, 257,  //
+    {4, 128, 4, 0, 64, 32, 16, 32, 512, 1, 8, 2, 1, 128, 257,
      1, 1, SCORE_SIGMOID, 1, 1, 10000, 0, 40, 1, 4096},
-    {8, 512, 8, 0, 256, 64, 32, 64, 2048, 1, 32, 4, 1, 384, 50257,  //
+    {8, 512, 8, 0, 256, 64, 32, 64, 2048, 1, 32, 4, 1, 384, 50257,
      1, 1, SCORE_SIGMOID, 1, 1, 10000, 0, 40, 1, 4096},
-    {6, 256, 16, 0, 512, 128, 64, 128, 1024, 1, 8, 3, 2, 256, 2048,  //
+    {6, 256, 16, 0, 512, 128, 64, 128, 1024, 1, 8, 3, 2, 256, 2048,
      1, 1, SCORE_SOFTMAX, 0, 1, 10000, 0, 40, 0.707, 4096},
-    {27, 2048, 16, 0, 512, 128, 64, 128, 10944, 1, 64, 6, 2, 1408, 102400,  //
+    {27, 2048, 16, 0, 512, 128, 64, 128, 10944, 1, 64, 6, 2, 1408, 102400,
      1, 1, SCORE_SOFTMAX, 0, 1, 10000, 0, 40, 0.707, 4096},
-    {60, 5120, 128, 1536, 512, 128, 64, 128, 12288, 1, 160, 6, 2, 1536, 102400,  //
+    {60, 5120, 128, 1536, 512, 128, 64, 128, 12288, 1, 160, 6, 2, 1536, 102400,
      8, 3, SCORE_SOFTMAX, 0, 16, 10000, 0, 40, 1, 4096},
-    {61, 7168, 128, 1536, 512, 128, 64, 128, 18432, 3, 256, 8, 1, 2048, 129280,  //
+    {61, 7168, 128, 1536, 512, 128, 64, 128, 18432, 3, 256, 8, 1, 2048, 129280,
      8, 4, SCORE_SIGMOID, 1, 2.5, 10000, 0, 40, 1, 4096},
 };
+// clang-format on
 
 static void check_model(const ModelConfig* m) {
     if (m->rope % 2) die(EXIT_USAGE, "--rope-dim %lld is odd: rotary position turns pairs", (long long)m->rope);
@@ -116,12 +135,15 @@ static void check_run(Settings* s) {
     long long micro = (long long)(s->batch * s->seq_len);
     if (s->tokens_per_step == 0) s->tokens_per_step = micro;
     if (s->tokens_per_step % micro)
-        die(EXIT_USAGE, "--tokens-per-step %lld is not a multiple of --batch %lld x --seq-len %lld = %lld tokens a micro-step",
+        die(EXIT_USAGE,
+            "--tokens-per-step %lld is not a multiple of --batch %lld x --seq-len %lld = %lld tokens a micro-step",
             (long long)s->tokens_per_step, (long long)s->batch, (long long)s->seq_len, micro);
-    if (s->warmup > s->steps && s->schedule != 3)
-        warn("--warmup %lld is longer than --steps %lld: the learning rate never reaches --lr", (long long)s->warmup, (long long)s->steps);
+    if (s->warmup > s->steps && s->schedule != SCHEDULE_CONSTANT)
+        warn("--warmup %lld is longer than --steps %lld: the learning rate never reaches --lr", (long long)s->warmup,
+             (long long)s->steps);
     if (s->dry_run) return;
-    if (!*s->train) die(EXIT_USAGE, "--train is missing: name the training shards, e.g. --train 'corpus/text_train_*.bin'");
+    if (!*s->train)
+        die(EXIT_USAGE, "--train is missing: name the training shards, e.g. --train 'corpus/text_train_*.bin'");
     if (s->resume && !*s->out) die(EXIT_USAGE, "--resume needs --out: the folder to resume from");
     if (s->save_every && !*s->out) die(EXIT_USAGE, "--save-every needs --out: the folder to save into");
 }
@@ -218,9 +240,9 @@ double settings_lr(const Settings* s, int64_t step) {
     if (left < 0) left = 0;
     double share = 1;  // of the way from final_lr_frac to 1
     switch (s->schedule) {
-        case 0: share = 0.5 - 0.5 * cos(3.14159265358979323846 * left); break;
-        case 1: share = left < 0.2 ? left / 0.2 : 1; break;
-        case 2: share = left; break;
+        case SCHEDULE_COSINE: share = 0.5 - 0.5 * cos(3.14159265358979323846 * left); break;
+        case SCHEDULE_WSD: share = left < 0.2 ? left / 0.2 : 1; break;
+        case SCHEDULE_LINEAR: share = left; break;
     }
     return s->lr * (s->final_lr_frac + (1 - s->final_lr_frac) * share);
 }

@@ -8,14 +8,14 @@
 
 BEGIN_C
 
-// A DeepSeek-style model. Letters as everywhere: C width, L layers, H heads, E experts, K experts a token, F expert hidden
-// width, V vocabulary.
+// A DeepSeek-style model. Letters as everywhere: C width, L layers, H heads, E experts, K experts a token, F expert
+// hidden width, V vocabulary.
 typedef struct ModelConfig {
     int64_t L, C, H;
-    int64_t q_lora, kv_lora;         // MLA's latents; q_lora 0: queries come straight from x
-    int64_t nope, rope, v;           // head sizes
+    int64_t q_lora, kv_lora;          // MLA's latents; q_lora 0: queries come straight from x
+    int64_t nope, rope, v;            // head sizes
     int64_t dense_ffn, dense_layers;  // the first dense_layers blocks have a dense MLP of this width
-    int64_t E, K, shared, F;         // the others E routed experts and one shared MLP of width shared * F
+    int64_t E, K, shared, F;          // the others E routed experts and one shared MLP of width shared * F
     int64_t V;
     int64_t groups, top_groups, score, route_norm;
     double route_scale, rope_theta;
@@ -23,12 +23,15 @@ typedef struct ModelConfig {
     double yarn_factor, yarn_mscale, yarn_original_len;
 } ModelConfig;
 
+typedef enum { SCHEDULE_COSINE, SCHEDULE_WSD, SCHEDULE_LINEAR, SCHEDULE_CONSTANT } Schedule;
+
 typedef struct Settings {
     int64_t preset;
     ModelConfig model;
     char *train, *val, *tokenizer;
     int64_t seq_len, batch, tokens_per_step, seed;
-    int64_t steps, resume, save_every, keep, val_every, val_tokens, sample_every, sample_tokens, sample_top_k, dry_run, help;
+    int64_t steps, resume, save_every, keep, val_every, val_tokens, sample_every, sample_tokens, sample_top_k, dry_run,
+        help;
     char *out, *prompt;
     double temperature;
     double lr, final_lr_frac, weight_decay, beta1, beta2, eps, clip, bias_rate, aux_loss;
@@ -48,8 +51,8 @@ void settings_free(Settings* settings);
 // All options as one JSON object {"name": value, ...}, in fresh memory.
 char* settings_json(const Settings* settings);
 
-// Compares with the record of a checkpoint (the data are compared by their hash, not by --train): the name of the first option that must not differ but does (with both values in
-// *was and *is, fresh memory), or NULL.
+// Compares with the record of a checkpoint (the data are compared by their hash, not by --train): the name of the first
+// option that must not differ but does (with both values in *was and *is, fresh memory), or NULL.
 const char* settings_differ(const Settings* settings, const Json* record, char** was, char** is);
 
 int64_t config_vocab_padded(const ModelConfig* config);  // V rounded up to a multiple of 128

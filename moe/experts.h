@@ -1,4 +1,5 @@
-// What stands between an expert's two products, over ragged rows (moe/permute.h): SwiGLU, and its backward with the gate.
+// What stands between an expert's two products, over ragged rows (moe/permute.h): SwiGLU, and its backward with the
+// gate.
 //
 // The gate multiplies the expert's output: out_n = sum_k gate_r Y_r. The backward never needs Y: with dA' = dOut W2,
 //   dgate = <dOut, Y> = <dOut, W2 A> = <dA', A>,   dA = gate dA',   dW2 = sum_r dOut_r (gate_r A_r)^T

@@ -1,6 +1,6 @@
-// One matrix product per expert over its rows of a ragged buffer (moe/permute.h), all experts in one call. Weights of all
-// experts lie together: w (El, OC, IC). Group ends are read on the device. Products read true rows only; rows of an output
-// that are pad rows are written as zeros.
+// One matrix product per expert over its rows of a ragged buffer (moe/permute.h), all experts in one call. Weights of
+// all experts lie together: w (El, OC, IC). Group ends are read on the device. Products read true rows only; rows of an
+// output that are pad rows are written as zeros.
 #ifndef MOE_GROUPED_GEMM_H
 #define MOE_GROUPED_GEMM_H
 

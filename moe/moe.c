@@ -45,7 +45,8 @@ size_t moe_workspace(MoeShape s) {
     return router > plan ? router : plan;
 }
 
-void moe_forward(floatX* y, const floatX* x, MoeWeights w, MoeSaved saved, MoeScratch t, int64_t* load, MoeShape s, Ctx* ctx) {
+void moe_forward(floatX* y, const floatX* x, MoeWeights w, MoeSaved saved, MoeScratch t, int64_t* load, MoeShape s,
+                 Ctx* ctx) {
     int64_t N = s.router.N, C = s.router.C;
     int32_t K = s.router.K, E = s.router.E;
     router_forward(saved.scores, saved.expert, saved.gate, x, w.router, w.bias, s.router, ctx);
@@ -63,8 +64,8 @@ void moe_forward(floatX* y, const floatX* x, MoeWeights w, MoeSaved saved, MoeSc
     unpermute_rows(y, t.rows_b, saved.gate, saved.ragged, N, K, C, s.shared_F != 0, ctx);
 }
 
-void moe_backward(floatX* dx, const floatX* dy, const floatX* x, MoeWeights w, MoeGrads dw, MoeSaved saved, MoeScratch t, float aux,
-                  MoeShape s, Ctx* ctx) {
+void moe_backward(floatX* dx, const floatX* dy, const floatX* x, MoeWeights w, MoeGrads dw, MoeSaved saved,
+                  MoeScratch t, float aux, MoeShape s, Ctx* ctx) {
     int64_t N = s.router.N, C = s.router.C;
     int32_t K = s.router.K;
     Ragged r = saved.ragged;

@@ -16,8 +16,9 @@ typedef struct MoeShape {
 } MoeShape;
 
 typedef struct MoeWeights {
-    const floatX *router, *w13, *w2, *shared13, *shared2;  // (E, C), (E, 2F, C), (E, C, F), (2 shared_F, C), (C, shared_F)
-    const real* bias;                                      // (E)
+    const floatX *router, *w13, *w2, *shared13,
+        *shared2;      // (E, C), (E, 2F, C), (E, C, F), (2 shared_F, C), (C, shared_F)
+    const real* bias;  // (E)
 } MoeWeights;
 
 typedef struct MoeGrads {
@@ -34,10 +35,10 @@ typedef struct MoeSaved {
 
 // What lives only inside forward or backward; all blocks share it.
 typedef struct MoeScratch {
-    floatX *rows_a, *rows_b;      // (capacity, C)
-    floatX *act_a, *act_b, *dh;   // (capacity, F), (capacity, F), (capacity, 2F)
+    floatX *rows_a, *rows_b;                   // (capacity, C)
+    floatX *act_a, *act_b, *dh;                // (capacity, F), (capacity, F), (capacity, 2F)
     floatX *shared_a, *shared_da, *shared_dh;  // (N, shared_F), (N, shared_F), (N, 2 shared_F)
-    real *drow_gate, *dgate;      // (capacity), (N, K)
+    real *drow_gate, *dgate;                   // (capacity), (N, K)
 } MoeScratch;
 
 void moe_plan_saved(Arena* arena, MoeSaved* saved, MoeShape shape);
@@ -45,11 +46,12 @@ void moe_plan_scratch(Arena* arena, MoeScratch* scratch, MoeShape shape);
 size_t moe_workspace(MoeShape shape);
 
 // y = (N, C). load (E) += the tokens of each expert, if not NULL (training).
-void moe_forward(floatX* y, const floatX* x, MoeWeights w, MoeSaved saved, MoeScratch scratch, int64_t* load, MoeShape shape, Ctx* ctx);
+void moe_forward(floatX* y, const floatX* x, MoeWeights w, MoeSaved saved, MoeScratch scratch, int64_t* load,
+                 MoeShape shape, Ctx* ctx);
 
 // dx (N, C) is =; gradients of the weights +=. aux: see router_backward.
-void moe_backward(floatX* dx, const floatX* dy, const floatX* x, MoeWeights w, MoeGrads dw, MoeSaved saved, MoeScratch scratch,
-                  float aux, MoeShape shape, Ctx* ctx);
+void moe_backward(floatX* dx, const floatX* dy, const floatX* x, MoeWeights w, MoeGrads dw, MoeSaved saved,
+                  MoeScratch scratch, float aux, MoeShape shape, Ctx* ctx);
 
 END_C
 

@@ -1,9 +1,9 @@
 // The ragged layout: tokens sorted by expert, so that the experts' products run over contiguous rows.
 //
-// Expert e owns rows group_start[e] .. group_start[e] + group_rows[e] - 1. Starts are multiples of ROW_ALIGN (128 in the
-// CUDA build, whose tiles they feed; 1 on the CPU). Rows between an expert's last row and the next start are pad rows:
-// whoever writes a row buffer writes them as zeros. Within an expert rows stand in the order of their tokens. All of it lies
-// in device memory and the host never reads it; buffers hold the worst case `capacity`.
+// Expert e owns rows group_start[e] .. group_start[e] + group_rows[e] - 1. Starts are multiples of ROW_ALIGN (128 in
+// the CUDA build, whose tiles they feed; 1 on the CPU). Rows between an expert's last row and the next start are pad
+// rows: whoever writes a row buffer writes them as zeros. Within an expert rows stand in the order of their tokens. All
+// of it lies in device memory and the host never reads it; buffers hold the worst case `capacity`.
 #ifndef MOE_PERMUTE_H
 #define MOE_PERMUTE_H
 

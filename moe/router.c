@@ -2,8 +2,8 @@
 
 #include "device/cpu.h"
 
-// Never vectorized: a vector's exp and that of the leftover elements differ in the last bit, and equal logits must make equal
-// scores wherever they stand.
+// Never vectorized: a vector's exp and that of the leftover elements differ in the last bit, and equal logits must make
+// equal scores wherever they stand.
 static __attribute__((noinline)) real exp_one(real x) { return exp(x); }
 
 // Scores of one token from its logits, in place.
@@ -18,8 +18,8 @@ static void score_row(real* s, int32_t E, int32_t function) {
     for (int32_t e = 0; e < E; e++) s[e] /= sum;
 }
 
-// Index of the largest value, the first of equals; the winner is struck out so that the next call finds the next one. With
-// NaN all around it is the first index not yet struck out: any expert will do, but no expert twice.
+// Index of the largest value, the first of equals; the winner is struck out so that the next call finds the next one.
+// With NaN all around it is the first index not yet struck out: any expert will do, but no expert twice.
 static int32_t take_best(real* value, char* taken, int32_t n) {
     int32_t best = -1;
     for (int32_t i = 0; i < n; i++)
@@ -34,8 +34,10 @@ static void limit_groups(real* choice, real* group_score, char* taken, RouterSha
     for (int32_t g = 0; g < s.groups; g++) {
         real best = -INFINITY, second = -INFINITY;
         for (int32_t e = g * size; e < (g + 1) * size; e++) {
-            if (choice[e] > best) second = best, best = choice[e];
-            else if (choice[e] > second) second = choice[e];
+            if (choice[e] > best)
+                second = best, best = choice[e];
+            else if (choice[e] > second)
+                second = choice[e];
         }
         group_score[g] = s.score == SCORE_SIGMOID && size > 1 ? best + second : best;
         taken[g] = 0;
@@ -52,8 +54,8 @@ size_t router_workspace(RouterShape s) {
     return (size_t)((s.N + ceil_div(s.N, s.T)) * s.E + device_workers() * thread_reals(s)) * sizeof(real);
 }
 
-void router_forward(real* scores, int32_t* expert, real* gate, const floatX* x, const floatX* w, const real* bias, RouterShape s,
-                    Ctx* ctx) {
+void router_forward(real* scores, int32_t* expert, real* gate, const floatX* x, const floatX* w, const real* bias,
+                    RouterShape s, Ctx* ctx) {
     real* scratch = ctx_workspace(ctx, ctx->threads * thread_reals(s));
 #pragma omp parallel for schedule(dynamic)
     for (int64_t n0 = 0; n0 < s.N; n0 += TILE) {
@@ -79,7 +81,8 @@ void router_forward(real* scores, int32_t* expert, real* gate, const floatX* x, 
 }
 
 // ds (E) of one token from the gradients of its gates.
-static void gate_backward(real* ds, const real* dgate, const real* p, const int32_t* id, const real* gate, RouterShape s) {
+static void gate_backward(real* ds, const real* dgate, const real* p, const int32_t* id, const real* gate,
+                          RouterShape s) {
     for (int32_t e = 0; e < s.E; e++) ds[e] = 0;
     real sum = (real)1e-20, mean = 0;
     for (int32_t k = 0; k < s.K; k++) sum += p[id[k]], mean += dgate[k] * gate[k];
@@ -94,8 +97,8 @@ static void balance_backward(real* ds, const real* p, const real* count, float a
     for (int32_t e = 0; e < s.E; e++) ds[e] += scale / sum * (f * count[e] - dot / sum);
 }
 
-void router_backward(floatX* dx, real* dw, const real* dgate, const real* scores, const int32_t* expert, const real* gate,
-                     const floatX* x, const floatX* w, float aux, RouterShape s, Ctx* ctx) {
+void router_backward(floatX* dx, real* dw, const real* dgate, const real* scores, const int32_t* expert,
+                     const real* gate, const floatX* x, const floatX* w, float aux, RouterShape s, Ctx* ctx) {
     int64_t sequences = ceil_div(s.N, s.T);
     real *dlogits = ctx_workspace(ctx, (s.N + sequences) * s.E), *counts = dlogits + s.N * s.E;
     if (aux != 0) {

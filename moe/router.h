@@ -3,9 +3,9 @@
 //
 //   logits = x Wg^T in float32;  s = sigmoid(logits) or softmax(logits)
 //   selection among s + bias, limited to the top_groups best groups of experts (other groups count as -inf); a group's
-//   score is the sum of its two best s + bias (sigmoid; of its only one if it has one) or its best (softmax); equal scores:
-//   the lower index first. A token with NaN scores still gets K distinct experts.
-//   gate_k = s of the selected expert, divided by (their sum + 1e-20) if norm, times scale
+//   score is the sum of its two best s + bias (sigmoid; of its only one if it has one) or its best (softmax); equal
+//   scores: the lower index first. A token with NaN scores still gets K distinct experts. gate_k = s of the selected
+//   expert, divided by (their sum + 1e-20) if norm, times scale
 //
 // The bias only selects; gradients reach x and Wg through the gates (and the auxiliary loss) alone.
 #ifndef MOE_ROUTER_H
@@ -28,12 +28,12 @@ typedef struct RouterShape {
     int32_t force_balance;       // 1: expert k of token n is (n K + k) % E, whatever the scores
 } RouterShape;
 
-void router_forward(real* scores,       // (N, E): s, kept for backward
-                    int32_t* expert,    // (N, K): selected experts, best first
-                    real* gate,         // (N, K)
-                    const floatX* x,    // (N, C)
-                    const floatX* w,    // (E, C)
-                    const real* bias,   // (E)
+void router_forward(real* scores,      // (N, E): s, kept for backward
+                    int32_t* expert,   // (N, K): selected experts, best first
+                    real* gate,        // (N, K)
+                    const floatX* x,   // (N, C)
+                    const floatX* w,   // (E, C)
+                    const real* bias,  // (E)
                     RouterShape shape, Ctx* ctx);
 
 // aux: weight of the sequence-wise balance loss aux * sum_sequences sum_e f_e P_e, f_e = E / (K T) * count_e,
@@ -53,8 +53,8 @@ void router_count(int64_t* load,          // (E)
                   const int32_t* expert,  // (N, K)
                   int64_t NK, int32_t E, Ctx* ctx);
 
-// Auxiliary-loss-free balancing (arXiv 2408.15664): bias_e += rate * sign(mean load - load_e), load over the whole step and
-// all ranks. Nothing is written if state->ok is 0 or no token was counted.
+// Auxiliary-loss-free balancing (arXiv 2408.15664): bias_e += rate * sign(mean load - load_e), load over the whole step
+// and all ranks. Nothing is written if state->ok is 0 or no token was counted.
 void router_update_bias(real* bias, const int64_t* load, int32_t E, float rate, const StepState* state, Ctx* ctx);
 
 END_C

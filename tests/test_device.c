@@ -10,8 +10,8 @@
 static void philox_known_answer(void) {
     uint32_t out[4];
     philox(out, 0, 0, 0);
-    CHECK(out[0] == 0x6627e8d5 && out[1] == 0xe169c58d && out[2] == 0xbc57ac4c && out[3] == 0x9b00dbd8, "%08x %08x %08x %08x", out[0],
-          out[1], out[2], out[3]);
+    CHECK(out[0] == 0x6627e8d5 && out[1] == 0xe169c58d && out[2] == 0xbc57ac4c && out[3] == 0x9b00dbd8,
+          "%08x %08x %08x %08x", out[0], out[1], out[2], out[3]);
 }
 
 // Every part of the address matters.
@@ -39,9 +39,9 @@ static void normal_slices(void) {
     free(part);
 }
 
-// The draws are the inverse distribution function of the uniforms: Phi(z), from the C library's erfc, gives the uniform back.
-// float32 z below 3 has steps of 2.4e-7, times the density (at most 0.4): 1e-7. A normal cut at 3 has variance 0.97334; with
-// 1e6 draws its estimate is good to 1.3e-3.
+// The draws are the inverse distribution function of the uniforms: Phi(z), from the C library's erfc, gives the uniform
+// back. float32 z below 3 has steps of 2.4e-7, times the density (at most 0.4): 1e-7. A normal cut at 3 has variance
+// 0.97334; with 1e6 draws its estimate is good to 1.3e-3.
 static void normal_distribution(void) {
     enum { N = 1000000 };
     float* z = (float*)host_alloc(N * sizeof(float));
@@ -50,7 +50,8 @@ static void normal_distribution(void) {
     for (int i = 0; i < N; i++) {
         mean += z[i] / (double)N;
         square += (double)z[i] * z[i] / N;
-        double back = 0.5 * erfc(-z[i] / sqrt(2.0)), expected = low + (1 - 2 * low) * random_uniform(11, 12, (uint64_t)i);
+        double back = 0.5 * erfc(-z[i] / sqrt(2.0)),
+               expected = low + (1 - 2 * low) * random_uniform(11, 12, (uint64_t)i);
         if (fabs(back - expected) > worst) worst = fabs(back - expected);
         if (fabs(z[i]) > 3) worst = 1;
     }
@@ -99,7 +100,8 @@ static void folders(void) {
     CHECK(!read_file(folder, &size) && errno == EISDIR, "a folder as a file: errno %d", errno);
     write_file("a/b/c/one", "1", 1);
     remove_folder(in_folder("a/b/c"));
-    CHECK(access(in_folder("a/b/c"), F_OK) != 0 && access(in_folder("a/b"), F_OK) == 0, "a/b/c is not gone, or more is");
+    CHECK(access(in_folder("a/b/c"), F_OK) != 0 && access(in_folder("a/b"), F_OK) == 0,
+          "a/b/c is not gone, or more is");
     remove_matching("");
 }
 

@@ -1,5 +1,5 @@
-// The whole model: against goldens from an independent implementation (scripts/make_golden.py), against finite differences,
-// and against itself where the order of work must not matter.
+// The whole model: against goldens from an independent implementation (scripts/make_golden.py), against finite
+// differences, and against itself where the order of work must not matter.
 #include "data/safetensors.h"
 #include "model/model.h"
 #include "tests/test.h"
@@ -47,7 +47,8 @@ static void load_golden_weights(Model* m, const SafeTensors* st) {
         NamedTensor* tensors = params_tensors(&m->config, u, &count);
         for (int i = 0; i < count; i++) {
             real* w = golden_read(st, "weight.", tensors[i].name, tensors[i].count);
-            device_upload(buffer_of(m, u, &tensors[i])->master + tensors[i].offset, w, (size_t)tensors[i].count * sizeof(real), m->ctx);
+            device_upload(buffer_of(m, u, &tensors[i])->master + tensors[i].offset, w,
+                          (size_t)tensors[i].count * sizeof(real), m->ctx);
             free(w);
         }
         free(tensors);
@@ -80,15 +81,17 @@ static void check_experts(Model* m, const SafeTensors* st) {
     }
 }
 
-// The goldens are float64 results rounded once. float32 against float64 was measured at 5e-7 for logits, 6e-8 for the loss
-// and 1.4e-6 for the worst gradient (scripts/make_golden.py --verbose); another order of summation may be a few times worse.
-// So 1e-5 and 1e-4 leave room for that and for nothing else: the mildest slip tried (YaRN's ramp not rounded) gives 7e-3.
+// The goldens are float64 results rounded once. float32 against float64 was measured at 5e-7 for logits, 6e-8 for the
+// loss and 1.4e-6 for the worst gradient (scripts/make_golden.py --verbose); another order of summation may be a few
+// times worse. So 1e-5 and 1e-4 leave room for that and for nothing else: the mildest slip tried (YaRN's ramp not
+// rounded) gives 7e-3.
 static void check_golden(const char* path) {
     char error[256];
     SafeTensors* st = st_open(path, error, sizeof(error));
     CHECK(st, "%s", error);
     if (!st) return;
-    char* line = host_format("%s --batch %s --seq-len %s", st_metadata(st, "options"), st_metadata(st, "batch"), st_metadata(st, "seq_len"));
+    char* line = host_format("%s --batch %s --seq-len %s", st_metadata(st, "options"), st_metadata(st, "batch"),
+                             st_metadata(st, "seq_len"));
     Settings s = settings_of(line);
     Model* m = model_create(&s);
     load_golden_weights(m, st);
@@ -112,7 +115,8 @@ static void check_golden(const char* path) {
     StepState state;
     device_download(&state, m->state, sizeof(state), m->ctx);
     want = golden_read(st, "", "loss", 1);
-    CHECK(fabs(state.loss_sum / (double)N / (double)want[0] - 1) < 1e-5, "loss %.9g, golden %.9g", state.loss_sum / (double)N, (double)want[0]);
+    CHECK(fabs(state.loss_sum / (double)N / (double)want[0] - 1) < 1e-5, "loss %.9g, golden %.9g",
+          state.loss_sum / (double)N, (double)want[0]);
     free(want);
 
     for (int u = 0; u < params_units(&m->config); u++) {
@@ -121,7 +125,8 @@ static void check_golden(const char* path) {
         for (int i = 0; i < count; i++) {
             int64_t n = tensors[i].count;
             got = (real*)host_alloc((size_t)n * sizeof(real));
-            device_download(got, buffer_of(m, u, &tensors[i])->grad + tensors[i].offset, (size_t)n * sizeof(real), m->ctx);
+            device_download(got, buffer_of(m, u, &tensors[i])->grad + tensors[i].offset, (size_t)n * sizeof(real),
+                            m->ctx);
             want = golden_read(st, "grad.", tensors[i].name, n);
             double e = relative_error(got, want, n);
             CHECK(e < 1e-4, "gradient of %s is off by %g", tensors[i].name, e);
@@ -141,8 +146,9 @@ static void golden_v3(void) { check_golden("tests/golden/v3.safetensors"); }
 static void golden_v3_yarn(void) { check_golden("tests/golden/v3_yarn.safetensors"); }
 static void golden_softmax(void) { check_golden("tests/golden/softmax.safetensors"); }
 
-#define SMALL                                                                                                              \
-    "--layers 3 --dim 32 --heads 2 --kv-lora 16 --nope-dim 8 --rope-dim 8 --v-dim 16 --dense-ffn 48 --experts 6 --top-k 2 " \
+#define SMALL                                                                                                          \
+    "--layers 3 --dim 32 --heads 2 --kv-lora 16 --nope-dim 8 --rope-dim 8 --v-dim 16 --dense-ffn 48 --experts 6 "      \
+    "--top-k 2 "                                                                                                       \
     "--expert-ffn 24 --vocab 50 --seq-len 20 "
 
 static void random_batch(int32_t* ids, int64_t n, int32_t V, uint32_t stream) {
@@ -173,8 +179,8 @@ static Model* fresh(const char* line) {
     return m;
 }
 
-// Eight sequences as 1, 2 and 8 micro-steps. The same products in another grouping: float32 sums over the tokens differ by
-// some rounding units, a few 1e-7 of the whole.
+// Eight sequences as 1, 2 and 8 micro-steps. The same products in another grouping: float32 sums over the tokens differ
+// by some rounding units, a few 1e-7 of the whole.
 static void micro_batches(void) {
     static const int splits[3] = {1, 2, 8};
     Model* whole = fresh(SMALL "--batch 8 --tokens-per-step 160 --aux-loss 0.01");
@@ -197,7 +203,8 @@ static void micro_batches(void) {
             free(tensors);
         }
         int64_t cells = whole->config.L * whole->config.E;
-        CHECK(memcmp(split->load, whole->load, (size_t)cells * 8) == 0, "%d micro-steps: expert loads differ", splits[k]);
+        CHECK(memcmp(split->load, whole->load, (size_t)cells * 8) == 0, "%d micro-steps: expert loads differ",
+              splits[k]);
         finish(split);
     }
     finish(whole);
@@ -215,9 +222,9 @@ static void loads_count_training_only(void) {
 }
 
 #ifdef F64
-// The model's loss plus balance loss as a function of its parameters: d/dp along a random direction of every tensor, central
-// differences in double with h = 1e-5 (truncation h^2 = 1e-10 relative to third derivatives, rounding 1e-16 / h = 1e-11).
-// The balance loss is recomputed here from the router's scores by its definition.
+// The model's loss plus balance loss as a function of its parameters: d/dp along a random direction of every tensor,
+// central differences in double with h = 1e-5 (truncation h^2 = 1e-10 relative to third derivatives, rounding 1e-16 / h
+// = 1e-11). The balance loss is recomputed here from the router's scores by its definition.
 static double objective(Model* m, double aux) {
     const ModelConfig* c = &m->config;
     model_step_begin(m);
@@ -272,10 +279,10 @@ static void check_differences(const char* line) {
             double down = objective(m, aux);
             for (int64_t j = 0; j < n; j++) w[j] += h * direction[j];
             double numeric = (up - down) / (2 * h);
-            // Relative to the size a sum of these terms typically has, so that a sum that happens to cancel is not judged
-            // by its tiny value; 1e-9 is the rounding of the difference itself (1e-16 * loss / h, with room).
-            CHECK(fabs(numeric - analytic) < 1e-6 * sqrt(norm) + 1e-9, "%s: %s: finite difference %.12g, gradient %.12g", line, tensors[i].name,
-                  numeric, analytic);
+            // Relative to the size a sum of these terms typically has, so that a sum that happens to cancel is not
+            // judged by its tiny value; 1e-9 is the rounding of the difference itself (1e-16 * loss / h, with room).
+            CHECK(fabs(numeric - analytic) < 1e-6 * sqrt(norm) + 1e-9,
+                  "%s: %s: finite difference %.12g, gradient %.12g", line, tensors[i].name, numeric, analytic);
             accumulate(m, m->settings.batch);
             CHECK(relative_error(p->grad, grads, p->n) < 1e-7, "%s: gradients do not come back", tensors[i].name);
             free(grads);
@@ -287,8 +294,12 @@ static void check_differences(const char* line) {
 }
 
 static void differences_sigmoid(void) { check_differences(SMALL "--batch 2 --aux-loss 0.1"); }
-static void differences_q_lora(void) { check_differences(SMALL "--batch 1 --q-lora 16 --score softmax --route-norm 0 --route-scale 3"); }
-static void differences_groups(void) { check_differences(SMALL "--batch 1 --groups 3 --top-groups 2 --yarn 1 --aux-loss 0.1"); }
+static void differences_q_lora(void) {
+    check_differences(SMALL "--batch 1 --q-lora 16 --score softmax --route-norm 0 --route-scale 3");
+}
+static void differences_groups(void) {
+    check_differences(SMALL "--batch 1 --groups 3 --top-groups 2 --yarn 1 --aux-loss 0.1");
+}
 static void differences_no_shared(void) { check_differences(SMALL "--batch 1 --shared-experts 0 --dense-layers 0"); }
 static void differences_dense(void) { check_differences(SMALL "--batch 1 --dense-layers 3"); }
 #endif
@@ -297,21 +308,25 @@ static void differences_dense(void) { check_differences(SMALL "--batch 1 --dense
 static void parameter_counts(void) {
     Settings s = settings_of("--model 16b --seq-len 4096");
     CHECK(fabs((double)params_total(&s.model) / 15.71e9 - 1) < 5e-4, "16b: %lld", (long long)params_total(&s.model));
-    CHECK(fabs((double)params_active(&s.model) / 2.66e9 - 1) < 3e-3, "16b active: %lld", (long long)params_active(&s.model));
+    CHECK(fabs((double)params_active(&s.model) / 2.66e9 - 1) < 3e-3, "16b active: %lld",
+          (long long)params_active(&s.model));
     CHECK(fabs(flops_per_token(&s.model, 4096) / 16.41e9 - 1) < 5e-4, "16b FLOPs: %g", flops_per_token(&s.model, 4096));
     settings_free(&s);
     s = settings_of("--model 671b --seq-len 4096");
     CHECK(fabs((double)params_total(&s.model) / 671.0e9 - 1) < 2e-4, "671b: %lld", (long long)params_total(&s.model));
-    CHECK(fabs((double)params_active(&s.model) / 37.55e9 - 1) < 3e-4, "671b active: %lld", (long long)params_active(&s.model));
+    CHECK(fabs((double)params_active(&s.model) / 37.55e9 - 1) < 3e-4, "671b active: %lld",
+          (long long)params_active(&s.model));
     settings_free(&s);
 }
 
 // Weights are a function of the seed; their spread is as promised. The standard deviation of a normal cut at 3 sigma is
-// 0.98658 sigma; with the 4608 draws of w2 the estimate is good to 1 / sqrt(2 * 4608) = 1.0 %: 4 % is four of its sigmas.
+// 0.98658 sigma; with the 4608 draws of w2 the estimate is good to 1 / sqrt(2 * 4608) = 1.0 %: 4 % is four of its
+// sigmas.
 static void initial_weights(void) {
     Model *a = fresh(SMALL "--batch 1"), *b = fresh(SMALL "--batch 2");
     const Unit *u = &a->units[3], *v = &b->units[3];
-    CHECK(memcmp(u->experts.master, v->experts.master, (size_t)u->experts.n * sizeof(real)) == 0, "the same seed gave other weights");
+    CHECK(memcmp(u->experts.master, v->experts.master, (size_t)u->experts.n * sizeof(real)) == 0,
+          "the same seed gave other weights");
     double in = 0, out = 0, most = 0;
     int64_t n_in = 6 * 48 * 32, n_out = 6 * 24 * 32;
     for (int64_t i = 0; i < n_in; i++) {
@@ -321,7 +336,8 @@ static void initial_weights(void) {
     }
     for (int64_t i = 0; i < n_out; i++) out += pow((double)u->experts.master[u->at.w2 + i], 2);
     CHECK(fabs(sqrt(in / (double)n_in) / (0.02 * 0.98658) - 1) < 0.04, "std of w13 is %g", sqrt(in / (double)n_in));
-    CHECK(fabs(sqrt(out / (double)n_out) / (0.02 * 0.98658 / sqrt(6.0)) - 1) < 0.04, "std of w2 is %g", sqrt(out / (double)n_out));
+    CHECK(fabs(sqrt(out / (double)n_out) / (0.02 * 0.98658 / sqrt(6.0)) - 1) < 0.04, "std of w2 is %g",
+          sqrt(out / (double)n_out));
     CHECK(most <= 0.06 && most > 0.055, "largest weight is %g, the cut is at 0.06", most);
     CHECK(u->dense.master[u->at.norm1] == 1, "norms start at 1");
     CHECK(a->units[0].dense.n == 128 * 32, "a vocabulary of 50 is padded to 128 rows");
@@ -351,7 +367,8 @@ static void bad_step(void) {
     Model* m = fresh(SMALL "--batch 2");
     accumulate(m, 2);
     model_update(m, 1);
-    size_t bytes = (size_t)m->units[2].experts.n * sizeof(real), bias_bytes = (size_t)(m->config.L * m->config.E) * sizeof(real);
+    size_t bytes = (size_t)m->units[2].experts.n * sizeof(real),
+           bias_bytes = (size_t)(m->config.L * m->config.E) * sizeof(real);
     real *w = (real*)host_alloc(bytes), *bias = (real*)host_alloc(bias_bytes);
     memcpy(w, m->units[2].experts.master, bytes);
     memcpy(bias, m->bias, bias_bytes);
@@ -360,12 +377,14 @@ static void bad_step(void) {
     model_update(m, 2);
     CHECK(memcmp(w, m->units[2].experts.master, bytes) == 0, "a NaN gradient changed weights");
     CHECK(memcmp(bias, m->bias, bias_bytes) == 0, "a NaN gradient changed biases");
-    CHECK(m->state->ok == 0 && m->state->bad_in_a_row == 1 && m->state->updates == 1, "ok %d, %d bad, %lld updates", m->state->ok,
-          m->state->bad_in_a_row, (long long)m->state->updates);
+    CHECK(m->state->ok == 0 && m->state->bad_in_a_row == 1 && m->state->updates == 1, "ok %d, %d bad, %lld updates",
+          m->state->ok, m->state->bad_in_a_row, (long long)m->state->updates);
     accumulate(m, 2);
     model_update(m, 3);
-    CHECK(memcmp(w, m->units[2].experts.master, bytes) != 0 && memcmp(bias, m->bias, bias_bytes) != 0, "a good step changed nothing");
-    CHECK(m->state->bad_in_a_row == 0 && m->state->updates == 2, "%d bad, %lld updates", m->state->bad_in_a_row, (long long)m->state->updates);
+    CHECK(memcmp(w, m->units[2].experts.master, bytes) != 0 && memcmp(bias, m->bias, bias_bytes) != 0,
+          "a good step changed nothing");
+    CHECK(m->state->bad_in_a_row == 0 && m->state->updates == 2, "%d bad, %lld updates", m->state->bad_in_a_row,
+          (long long)m->state->updates);
     free(w);
     free(bias);
     finish(m);
