@@ -24,7 +24,7 @@ CC = gcc
 endif
 PYTHON   ?= python3
 JOBS     := $(shell nproc 2>/dev/null || echo 1)
-CPPFLAGS  = -I. -MMD -MP
+CPPFLAGS  = -I. -MMD -MP -fPIC
 # -fno-math-errno and -fno-trapping-math let loops with exp and comparisons vectorize; neither changes a result.
 CFLAGS    = -std=gnu11 -O3 -g -march=native -fopenmp -fno-math-errno -fno-trapping-math -Wall -Wextra $(if $(WERROR),-Werror)
 ifdef SANITIZE
@@ -35,8 +35,14 @@ CBLAS_LIB := $(shell for l in "-lopenblas" "-lcblas -lblas" "-lcblas"; do \
     echo 'int main(void){return 0;}' | $(CC) -x c - -o /dev/null $$l 2>/dev/null && echo $$l && break; done)
 LDLIBS    = $(CBLAS_LIB) -lz -lm -lpthread
 
+NVCC     ?= nvcc
+NVCCFLAGS = -std=c++17 -O3 -lineinfo -gencode=arch=compute_90a,code=sm_90a -I. -MMD -MP \
+            -Xcompiler -Wall,-Wextra,-fopenmp,-Wno-unused-function,-Wno-unknown-pragmas $(if $(WERROR),-Werror all-warnings)
+CUDALIBS  = -lcublasLt -lz -lgomp -lpthread -ldl
+
 CPU    = build/cpu$(SUFFIX)
 DOUBLE = build/f64$(SUFFIX)
+CUDA   = build/cuda
 
 .PHONY: all train test test-build bench clean probe format print-host
 all: probe $(if $(F64),$(DOUBLE),$(CPU))/train_moe
@@ -63,10 +69,36 @@ $(1)/train_moe: $(addprefix $(1)/,$(addsuffix .o,train_moe $(HOST) $(OPS)))
 $(1)/tests/%: $(1)/tests/%.o $(addprefix $(1)/,$(addsuffix .o,$(HOST) $(OPS)))
 	@echo "  LINK  $$@"
 	@$(CC) $(CFLAGS) $$^ -o $$@ $(LDLIBS)
+# The reference alone, for the CUDA tests: its functions have the names that the kernels have.
+$(1)/libreference.so: $(addprefix $(1)/,$(addsuffix .o,device/check device/random $(OPS)))
+	@echo "  LINK  $$@"
+	@$(CC) $(CFLAGS) -shared -Wl,-Bsymbolic $$^ -o $$@ $(LDLIBS)
 -include $(addprefix $(1)/,$(addsuffix .d,train_moe $(HOST) $(OPS) $(TESTS)))
 endef
 $(eval $(call build,$(CPU),))
 $(eval $(call build,$(DOUBLE),-DF64))
+
+# Ops are compiled from their .cu alone: one that is missing is an error, never the reference in its place.
+CUDA_HOST = $(addprefix $(CUDA)/,$(HOST:=.o) tests/test_model.o)
+$(CUDA_HOST): $(CUDA)/%.o: %.c Makefile
+	@mkdir -p $(@D)
+	@echo "  NVCC  $@"
+	@$(NVCC) $(NVCCFLAGS) -x cu -c $< -o $@
+$(CUDA)/%.o: %.cu Makefile
+	@mkdir -p $(@D)
+	@echo "  NVCC  $@"
+	@$(NVCC) $(NVCCFLAGS) -c $< -o $@
+$(CUDA)/device/random.o: NVCCFLAGS += -Xcompiler -ffp-contract=off
+$(CUDA)/train_moe: $(addprefix $(CUDA)/,$(addsuffix .o,train_moe $(HOST) $(OPS)))
+	@echo "  LINK  $@"
+	@$(NVCC) $(NVCCFLAGS) $^ -o $@ $(CUDALIBS)
+$(CUDA)/tests/%: $(CUDA)/tests/%.o $(addprefix $(CUDA)/,$(addsuffix .o,$(HOST) $(OPS)))
+	@echo "  LINK  $@"
+	@$(NVCC) $(NVCCFLAGS) $^ -o $@ $(CUDALIBS)
+$(CUDA)/bench/%: $(CUDA)/bench/%.o $(addprefix $(CUDA)/,$(addsuffix .o,$(HOST) $(OPS)))
+	@echo "  LINK  $@"
+	@$(NVCC) $(NVCCFLAGS) $^ -o $@ $(CUDALIBS) -lcublas
+-include $(addprefix $(CUDA)/,$(addsuffix .d,train_moe $(HOST) $(OPS)))
 .SECONDARY:
 
 train:

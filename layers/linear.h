@@ -24,6 +24,9 @@ void linear_wgrad(real* dw,          // (OC, IC), +=
                   const floatX* x,   // (N, IC)
                   int64_t N, int64_t IC, int64_t OC, Ctx* ctx);
 
+// Bytes of workspace that products may use (the library's split sums).
+size_t linear_workspace(void);
+
 END_C
 
 #endif

@@ -5,6 +5,7 @@
 #include <string.h>
 
 #include "device/check.h"
+#include "layers/linear.h"
 #include "layers/rmsnorm.h"
 
 AttnShape model_attn_shape(const Model* m) {
@@ -129,6 +130,7 @@ size_t model_workspace(const Model* m) {
     const ModelConfig* c = &m->config;
     int64_t N = m->B * m->T;
     size_t bytes = larger(attention_workspace(model_attn_shape(m)), rmsnorm_workspace(N, c->C));
+    bytes = larger(bytes, linear_workspace());
     bytes = larger(bytes, rmsnorm_workspace(N, larger((size_t)c->q_lora, (size_t)c->kv_lora)));
     if (c->dense_layers < c->L) bytes = larger(bytes, moe_workspace(model_moe_shape(m)));
     for (int u = 0; u < params_units(c); u++)

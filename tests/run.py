@@ -2,9 +2,10 @@
 """Runs every test and adds up: python3 tests/run.py [--timeout S] CPU_FOLDER F64_FOLDER NAME...
 
 First the C tests by name, from FOLDER/tests/ (one missing in CPU_FOLDER has failed; F64_FOLDER has some of them), then
-tests/test_*.py, which find the program to test in the environment as TRAIN_MOE. Each is a process of its own, and its result is
-its closing line `N passed, N failed, N skipped`, or unittest's own two lines. A crash, a timeout, a test without a result
-and one that ends non-zero with nothing failed count as one failure. The last line is the sum; the exit code 1 if anything failed.
+tests/test_*.py, which find the program to test in the environment as TRAIN_MOE. Each is a process of its own, and its
+result is its closing line `N passed, N failed, N skipped`, or unittest's own two lines. A crash, a timeout, a test
+without a result and one that ends non-zero with nothing failed count as one failure. The last line is the sum; the exit
+code is 1 if anything failed.
 """
 import argparse
 import glob

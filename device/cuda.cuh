@@ -1,0 +1,86 @@
+// What the CUDA ops (x.cu) share: the GPU's Ctx, error checks, 16-byte accesses, reductions. Not for host code.
+#ifndef DEVICE_CUDA_CUH
+#define DEVICE_CUDA_CUH
+
+#include <cublasLt.h>
+#include <cuda.h>
+#include <cuda_bf16.h>
+#include <cuda_runtime.h>
+
+#include "device/check.h"
+#include "device/device.h"
+
+// One line for a failed call: where, which, why, and what to do about the two that users meet.
+NORETURN void cuda_failed(cudaError_t error, const char* call, const char* file, int line);
+#define CUDA_CHECK(call)                                                             \
+    do {                                                                             \
+        cudaError_t error_ = (call);                                                 \
+        if (error_ != cudaSuccess) cuda_failed(error_, #call, __FILE__, __LINE__);   \
+    } while (0)
+#define CUBLAS_CHECK(call)                                                                                         \
+    do {                                                                                                           \
+        cublasStatus_t status_ = (call);                                                                           \
+        if (status_ != CUBLAS_STATUS_SUCCESS)                                                                      \
+            die(EXIT_FAILED, "%s:%d: %s: %s", __FILE__, __LINE__, #call, cublasLtGetStatusString(status_));        \
+    } while (0)
+// Behind every launch: catches bad launch configurations at once (errors inside kernels surface at the next sync).
+#define LAUNCH_CHECK() CUDA_CHECK(cudaGetLastError())
+
+struct Staging;     // device/device.cu: pinned memory for uploads
+struct LinearPlan;  // layers/linear.cu: products whose algorithm is already chosen
+
+struct Ctx {
+    cudaStream_t stream;
+    cublasLtHandle_t lt;
+    LinearPlan* linear_plans;
+    Staging* staging;
+    char* workspace;
+    size_t workspace_bytes;
+    int sms;
+    decltype(&cuTensorMapEncodeTiled) encode_tiled;  // from the driver at run time: the binary starts without one
+    char name[320];
+};
+
+// The workspace; ends the run if the op asks for more than its x_workspace said.
+template <typename T>
+static inline T* ctx_workspace(Ctx* ctx, int64_t count) {
+    ASSERT((size_t)count * sizeof(T) <= ctx->workspace_bytes);
+    return (T*)ctx->workspace;
+}
+
+static inline __host__ __device__ int64_t ceil_div(int64_t a, int64_t b) { return (a + b - 1) / b; }
+
+// Eight bf16 in one 16-byte access.
+struct alignas(16) Pack8 {
+    __nv_bfloat162 pair[4];
+};
+
+static __device__ __forceinline__ void unpack(float out[8], const Pack8& p) {
+#pragma unroll
+    for (int i = 0; i < 4; i++) {
+        float2 f = __bfloat1622float2(p.pair[i]);
+        out[2 * i] = f.x;
+        out[2 * i + 1] = f.y;
+    }
+}
+
+static __device__ __forceinline__ Pack8 pack(const float in[8]) {
+    Pack8 p;
+#pragma unroll
+    for (int i = 0; i < 4; i++) p.pair[i] = __floats2bfloat162_rn(in[2 * i], in[2 * i + 1]);
+    return p;
+}
+
+static __device__ __forceinline__ float warp_sum(float x) {
+#pragma unroll
+    for (int lane = 16; lane; lane /= 2) x += __shfl_xor_sync(0xffffffffu, x, lane);
+    return x;
+}
+
+static __device__ __forceinline__ float warp_max(float x) {
+#pragma unroll
+    for (int lane = 16; lane; lane /= 2) x = fmaxf(x, __shfl_xor_sync(0xffffffffu, x, lane));
+    return x;
+}
+
+#endif

@@ -1,0 +1,200 @@
+#include <stdio.h>
+#include <stdlib.h>
+#include <string.h>
+
+#include "device/cuda.cuh"
+
+NORETURN void cuda_failed(cudaError_t error, const char* call, const char* file, int line) {
+    const char* hint = "";
+    if (error == cudaErrorMemoryAllocation) hint = "; use a smaller --batch, --seq-len or model (--dry-run shows what needs how much)";
+    if (error == cudaErrorInsufficientDriver) hint = "; install a driver for the CUDA version this was built with";
+    if (error == cudaErrorNoKernelImageForDevice || error == cudaErrorInvalidDeviceFunction)
+        hint = "; this build is for sm_90a (H100, H200)";
+    die(EXIT_FAILED, "%s:%d: %s: %s%s", file, line, call, cudaGetErrorString(error), hint);
+}
+
+// Uploads go through pinned memory in pieces, so that the host never waits for the GPU unless all pieces are under way.
+enum { STAGES = 4 };
+static const size_t STAGE_BYTES = (size_t)4 << 20;
+struct Staging {
+    char* host[STAGES];
+    cudaEvent_t sent[STAGES];
+    int next;
+};
+
+struct Fetch {
+    size_t bytes;
+    void* host;  // pinned
+    cudaEvent_t there;
+};
+
+struct Stopwatch {
+    cudaEvent_t start, stop;
+};
+
+// Ends the run with one line where there is no GPU that this build can use.
+static void check_gpu(int device, cudaDeviceProp* properties) {
+    int driver = 0, count = 0, built = CUDART_VERSION;
+    if (cudaDriverGetVersion(&driver) != cudaSuccess || driver == 0)
+        die(EXIT_FAILED, "no GPU: no NVIDIA driver on this machine; use build/cpu/train_moe");
+    if (driver < built)
+        die(EXIT_FAILED, "the NVIDIA driver supports CUDA %d.%d, this program was built with %d.%d: update the driver or build with an older toolkit",
+            driver / 1000, driver % 1000 / 10, built / 1000, built % 1000 / 10);
+    cudaError_t error = cudaGetDeviceCount(&count);
+    if (error != cudaSuccess || count == 0)
+        die(EXIT_FAILED, "no GPU: %s; use build/cpu/train_moe", error != cudaSuccess ? cudaGetErrorString(error) : "the driver lists none");
+    CUDA_CHECK(cudaSetDevice(device));
+    CUDA_CHECK(cudaGetDeviceProperties(properties, device));
+    if (properties->major != 9 || properties->minor != 0)
+        die(EXIT_FAILED, "%s has compute capability %d.%d; this build is for 9.0 (H100, H200)", properties->name, properties->major, properties->minor);
+}
+
+Ctx* ctx_create(size_t workspace) {
+    Ctx* ctx = (Ctx*)host_alloc(sizeof(Ctx));
+    cudaDeviceProp properties;
+    check_gpu(0, &properties);
+    ctx->sms = properties.multiProcessorCount;
+    int driver = 0;
+    CUDA_CHECK(cudaDriverGetVersion(&driver));
+    snprintf(ctx->name, sizeof(ctx->name), "%s, %d SMs, %.1f GiB, CUDA %d.%d", properties.name, ctx->sms,
+             (double)properties.totalGlobalMem / 0x1p30, driver / 1000, driver % 1000 / 10);
+    CUDA_CHECK(cudaStreamCreateWithFlags(&ctx->stream, cudaStreamNonBlocking));
+    CUBLAS_CHECK(cublasLtCreate(&ctx->lt));
+    cudaDriverEntryPointQueryResult found;
+    CUDA_CHECK(cudaGetDriverEntryPointByVersion("cuTensorMapEncodeTiled", (void**)&ctx->encode_tiled, 12000, cudaEnableDefault, &found));
+    if (found != cudaDriverEntryPointSuccess) die(EXIT_FAILED, "the NVIDIA driver is too old: it lacks cuTensorMapEncodeTiled (CUDA 12)");
+    ctx->staging = (Staging*)host_alloc(sizeof(Staging));
+    for (int i = 0; i < STAGES; i++) {
+        CUDA_CHECK(cudaMallocHost((void**)&ctx->staging->host[i], STAGE_BYTES));
+        CUDA_CHECK(cudaEventCreateWithFlags(&ctx->staging->sent[i], cudaEventDisableTiming));
+    }
+    ctx->workspace = (char*)device_alloc(workspace, "workspace of the ops");
+    ctx->workspace_bytes = workspace;
+    return ctx;
+}
+
+void linear_forget(Ctx* ctx);  // layers/linear.cu
+
+void ctx_destroy(Ctx* ctx) {
+    ctx_sync(ctx);
+    linear_forget(ctx);
+    CUBLAS_CHECK(cublasLtDestroy(ctx->lt));
+    for (int i = 0; i < STAGES; i++) {
+        CUDA_CHECK(cudaFreeHost(ctx->staging->host[i]));
+        CUDA_CHECK(cudaEventDestroy(ctx->staging->sent[i]));
+    }
+    free(ctx->staging);
+    CUDA_CHECK(cudaStreamDestroy(ctx->stream));
+    device_free(ctx->workspace);
+    free(ctx);
+}
+
+void ctx_sync(Ctx* ctx) { CUDA_CHECK(cudaStreamSynchronize(ctx->stream)); }
+const char* device_name(Ctx* ctx) { return ctx->name; }
+double device_peak_flops(Ctx* ctx) { return strstr(ctx->name, "H100") || strstr(ctx->name, "H200") ? 989e12 : 0; }
+
+size_t device_peak_memory(void) {
+    size_t free_bytes, total;
+    CUDA_CHECK(cudaMemGetInfo(&free_bytes, &total));  // nothing is freed during a run: what is in use is the peak
+    return total - free_bytes;
+}
+
+void* device_alloc(size_t bytes, const char* what) {
+    void* p = NULL;
+    cudaError_t error = cudaMalloc(&p, bytes ? bytes : 1);
+    if (error == cudaErrorMemoryAllocation) {
+        size_t free_bytes = 0, total = 0;
+        cudaMemGetInfo(&free_bytes, &total);
+        die(EXIT_FAILED, "out of GPU memory: %.2f GiB for %s, %.2f of %.2f GiB are free; use a smaller --batch, --seq-len or model (--dry-run "
+            "shows what needs how much)", (double)bytes / 0x1p30, what, (double)free_bytes / 0x1p30, (double)total / 0x1p30);
+    }
+    CUDA_CHECK(error);
+    CUDA_CHECK(cudaMemset(p, 0, bytes));
+    CUDA_CHECK(cudaDeviceSynchronize());  // the ops' stream does not wait for the default stream
+    return p;
+}
+
+void device_free(void* p) { CUDA_CHECK(cudaFree(p)); }
+
+void device_zero(void* p, size_t bytes, Ctx* ctx) {
+    if (bytes) CUDA_CHECK(cudaMemsetAsync(p, 0, bytes, ctx->stream));
+}
+
+void device_upload(void* to, const void* host, size_t bytes, Ctx* ctx) {
+    Staging* s = ctx->staging;
+    for (size_t at = 0; at < bytes; at += STAGE_BYTES) {
+        size_t n = bytes - at < STAGE_BYTES ? bytes - at : STAGE_BYTES;
+        int i = s->next++ % STAGES;
+        CUDA_CHECK(cudaEventSynchronize(s->sent[i]));  // of its last use; at once if there was none
+        memcpy(s->host[i], (const char*)host + at, n);
+        CUDA_CHECK(cudaMemcpyAsync((char*)to + at, s->host[i], n, cudaMemcpyHostToDevice, ctx->stream));
+        CUDA_CHECK(cudaEventRecord(s->sent[i], ctx->stream));
+    }
+}
+
+void device_download(void* host, const void* from, size_t bytes, Ctx* ctx) {
+    CUDA_CHECK(cudaMemcpyAsync(host, from, bytes, cudaMemcpyDeviceToHost, ctx->stream));
+    ctx_sync(ctx);
+}
+
+Fetch* fetch_create(size_t bytes) {
+    Fetch* fetch = (Fetch*)host_alloc(sizeof(Fetch));
+    fetch->bytes = bytes;
+    CUDA_CHECK(cudaMallocHost(&fetch->host, bytes));
+    CUDA_CHECK(cudaEventCreateWithFlags(&fetch->there, cudaEventDisableTiming));
+    return fetch;
+}
+
+void fetch_destroy(Fetch* fetch) {
+    CUDA_CHECK(cudaFreeHost(fetch->host));
+    CUDA_CHECK(cudaEventDestroy(fetch->there));
+    free(fetch);
+}
+
+void fetch_begin(Fetch* fetch, const void* from, Ctx* ctx) {
+    CUDA_CHECK(cudaMemcpyAsync(fetch->host, from, fetch->bytes, cudaMemcpyDeviceToHost, ctx->stream));
+    CUDA_CHECK(cudaEventRecord(fetch->there, ctx->stream));
+}
+
+const void* fetch_end(Fetch* fetch) {
+    CUDA_CHECK(cudaEventSynchronize(fetch->there));
+    return fetch->host;
+}
+
+Stopwatch* stopwatch_create(void) {
+    Stopwatch* watch = (Stopwatch*)host_alloc(sizeof(Stopwatch));
+    CUDA_CHECK(cudaEventCreate(&watch->start));
+    CUDA_CHECK(cudaEventCreate(&watch->stop));
+    return watch;
+}
+
+void stopwatch_destroy(Stopwatch* watch) {
+    CUDA_CHECK(cudaEventDestroy(watch->start));
+    CUDA_CHECK(cudaEventDestroy(watch->stop));
+    free(watch);
+}
+
+void stopwatch_start(Stopwatch* watch, Ctx* ctx) { CUDA_CHECK(cudaEventRecord(watch->start, ctx->stream)); }
+void stopwatch_stop(Stopwatch* watch, Ctx* ctx) { CUDA_CHECK(cudaEventRecord(watch->stop, ctx->stream)); }
+
+double stopwatch_seconds(Stopwatch* watch) {
+    float ms;
+    CUDA_CHECK(cudaEventSynchronize(watch->stop));
+    CUDA_CHECK(cudaEventElapsedTime(&ms, watch->start, watch->stop));
+    return ms / 1000;
+}
+
+template <typename Out, typename In>
+static __global__ void convert(Out* out, const In* in, int64_t n) {
+    for (int64_t i = blockIdx.x * (int64_t)blockDim.x + threadIdx.x; i < n; i += gridDim.x * (int64_t)blockDim.x) out[i] = (Out)(float)in[i];
+}
+
+void device_to_floatX(floatX* out, const real* in, int64_t n, Ctx* ctx) {
+    convert<<<8 * ctx->sms, 256, 0, ctx->stream>>>(out, in, n);
+    LAUNCH_CHECK();
+}
+
+void device_to_real(real* out, const floatX* in, int64_t n, Ctx* ctx) {
+    convert<<<8 * ctx->sms, 256, 0, ctx->stream>>>(out, in, n);
+    LAUNCH_CHECK();
+}
