@@ -12,16 +12,16 @@
 
 // One line for a failed call: where, which, why, and what to do about the two that users meet.
 NORETURN void cuda_failed(cudaError_t error, const char* call, const char* file, int line);
-#define CUDA_CHECK(call)                                                             \
-    do {                                                                             \
-        cudaError_t error_ = (call);                                                 \
-        if (error_ != cudaSuccess) cuda_failed(error_, #call, __FILE__, __LINE__);   \
+#define CUDA_CHECK(call)                                                                                               \
+    do {                                                                                                               \
+        cudaError_t error_ = (call);                                                                                   \
+        if (error_ != cudaSuccess) cuda_failed(error_, #call, __FILE__, __LINE__);                                     \
     } while (0)
-#define CUBLAS_CHECK(call)                                                                                         \
-    do {                                                                                                           \
-        cublasStatus_t status_ = (call);                                                                           \
-        if (status_ != CUBLAS_STATUS_SUCCESS)                                                                      \
-            die(EXIT_FAILED, "%s:%d: %s: %s", __FILE__, __LINE__, #call, cublasLtGetStatusString(status_));        \
+#define CUBLAS_CHECK(call)                                                                                             \
+    do {                                                                                                               \
+        cublasStatus_t status_ = (call);                                                                               \
+        if (status_ != CUBLAS_STATUS_SUCCESS)                                                                          \
+            die(EXIT_FAILED, "%s:%d: %s: %s", __FILE__, __LINE__, #call, cublasLtGetStatusString(status_));            \
     } while (0)
 // Behind every launch: catches bad launch configurations at once (errors inside kernels surface at the next sync).
 #define LAUNCH_CHECK() CUDA_CHECK(cudaGetLastError())

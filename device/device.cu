@@ -6,7 +6,8 @@
 
 NORETURN void cuda_failed(cudaError_t error, const char* call, const char* file, int line) {
     const char* hint = "";
-    if (error == cudaErrorMemoryAllocation) hint = "; use a smaller --batch, --seq-len or model (--dry-run shows what needs how much)";
+    if (error == cudaErrorMemoryAllocation)
+        hint = "; use a smaller --batch, --seq-len or model (--dry-run shows what needs how much)";
     if (error == cudaErrorInsufficientDriver) hint = "; install a driver for the CUDA version this was built with";
     if (error == cudaErrorNoKernelImageForDevice || error == cudaErrorInvalidDeviceFunction)
         hint = "; this build is for sm_90a (H100, H200)";
@@ -38,15 +39,19 @@ static void check_gpu(int device, cudaDeviceProp* properties) {
     if (cudaDriverGetVersion(&driver) != cudaSuccess || driver == 0)
         die(EXIT_FAILED, "no GPU: no NVIDIA driver on this machine; use build/cpu/train_moe");
     if (driver < built)
-        die(EXIT_FAILED, "the NVIDIA driver supports CUDA %d.%d, this program was built with %d.%d: update the driver or build with an older toolkit",
+        die(EXIT_FAILED,
+            "the NVIDIA driver supports CUDA %d.%d, this program was built with %d.%d: update the driver or build with "
+            "an older toolkit",
             driver / 1000, driver % 1000 / 10, built / 1000, built % 1000 / 10);
     cudaError_t error = cudaGetDeviceCount(&count);
     if (error != cudaSuccess || count == 0)
-        die(EXIT_FAILED, "no GPU: %s; use build/cpu/train_moe", error != cudaSuccess ? cudaGetErrorString(error) : "the driver lists none");
+        die(EXIT_FAILED, "no GPU: %s; use build/cpu/train_moe",
+            error != cudaSuccess ? cudaGetErrorString(error) : "the driver lists none");
     CUDA_CHECK(cudaSetDevice(device));
     CUDA_CHECK(cudaGetDeviceProperties(properties, device));
     if (properties->major != 9 || properties->minor != 0)
-        die(EXIT_FAILED, "%s has compute capability %d.%d; this build is for 9.0 (H100, H200)", properties->name, properties->major, properties->minor);
+        die(EXIT_FAILED, "%s has compute capability %d.%d; this build is for 9.0 (H100, H200)", properties->name,
+            properties->major, properties->minor);
 }
 
 Ctx* ctx_create(size_t workspace) {
@@ -61,8 +66,10 @@ Ctx* ctx_create(size_t workspace) {
     CUDA_CHECK(cudaStreamCreateWithFlags(&ctx->stream, cudaStreamNonBlocking));
     CUBLAS_CHECK(cublasLtCreate(&ctx->lt));
     cudaDriverEntryPointQueryResult found;
-    CUDA_CHECK(cudaGetDriverEntryPointByVersion("cuTensorMapEncodeTiled", (void**)&ctx->encode_tiled, 12000, cudaEnableDefault, &found));
-    if (found != cudaDriverEntryPointSuccess) die(EXIT_FAILED, "the NVIDIA driver is too old: it lacks cuTensorMapEncodeTiled (CUDA 12)");
+    CUDA_CHECK(cudaGetDriverEntryPointByVersion("cuTensorMapEncodeTiled", (void**)&ctx->encode_tiled, 12000,
+                                                cudaEnableDefault, &found));
+    if (found != cudaDriverEntryPointSuccess)
+        die(EXIT_FAILED, "the NVIDIA driver is too old: it lacks cuTensorMapEncodeTiled (CUDA 12)");
     ctx->staging = (Staging*)host_alloc(sizeof(Staging));
     for (int i = 0; i < STAGES; i++) {
         CUDA_CHECK(cudaMallocHost((void**)&ctx->staging->host[i], STAGE_BYTES));
@@ -91,6 +98,8 @@ void ctx_destroy(Ctx* ctx) {
 
 void ctx_sync(Ctx* ctx) { CUDA_CHECK(cudaStreamSynchronize(ctx->stream)); }
 const char* device_name(Ctx* ctx) { return ctx->name; }
+// Of an H100 or H200: workspaces are sized without a device (--dry-run).
+int device_workers(void) { return 132; }
 double device_peak_flops(Ctx* ctx) { return strstr(ctx->name, "H100") || strstr(ctx->name, "H200") ? 989e12 : 0; }
 
 size_t device_peak_memory(void) {
@@ -105,8 +114,11 @@ void* device_alloc(size_t bytes, const char* what) {
     if (error == cudaErrorMemoryAllocation) {
         size_t free_bytes = 0, total = 0;
         cudaMemGetInfo(&free_bytes, &total);
-        die(EXIT_FAILED, "out of GPU memory: %.2f GiB for %s, %.2f of %.2f GiB are free; use a smaller --batch, --seq-len or model (--dry-run "
-            "shows what needs how much)", (double)bytes / 0x1p30, what, (double)free_bytes / 0x1p30, (double)total / 0x1p30);
+        die(EXIT_FAILED,
+            "out of GPU memory: %.2f GiB for %s, %.2f of %.2f GiB are free; use a smaller --batch, --seq-len or model "
+            "(--dry-run "
+            "shows what needs how much)",
+            (double)bytes / 0x1p30, what, (double)free_bytes / 0x1p30, (double)total / 0x1p30);
     }
     CUDA_CHECK(error);
     CUDA_CHECK(cudaMemset(p, 0, bytes));
@@ -186,7 +198,8 @@ double stopwatch_seconds(Stopwatch* watch) {
 
 template <typename Out, typename In>
 static __global__ void convert(Out* out, const In* in, int64_t n) {
-    for (int64_t i = blockIdx.x * (int64_t)blockDim.x + threadIdx.x; i < n; i += gridDim.x * (int64_t)blockDim.x) out[i] = (Out)(float)in[i];
+    for (int64_t i = blockIdx.x * (int64_t)blockDim.x + threadIdx.x; i < n; i += gridDim.x * (int64_t)blockDim.x)
+        out[i] = (Out)(float)in[i];
 }
 
 void device_to_floatX(floatX* out, const real* in, int64_t n, Ctx* ctx) {

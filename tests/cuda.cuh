@@ -1,6 +1,6 @@
-// What the tests of CUDA ops share. Every op runs twice on the same random inputs: as a kernel on bf16, and as the reference
-// in double, from build/f64/libreference.so, on the values that the bf16 inputs have. Outputs are poisoned with NaN before
-// the call, so that an element nobody writes shows.
+// What the tests of CUDA ops share. Every op runs twice on the same random inputs: as a kernel on bf16, and as the
+// reference in double, from build/f64/libreference.so, on the values that the bf16 inputs have. Outputs are poisoned
+// with NaN before the call, so that an element nobody writes shows.
 //
 //   X x(n, stream), w(n, stream), y(n);        bf16 tensors: random, random, output
 //   rmsnorm_forward(y.dev, ..., ctx);
@@ -94,8 +94,8 @@ struct Tensor {
     static Ref back(int64_t x) { return (Ref)x; }
 };
 
-typedef Tensor<floatX, double> X;        // floatX: bf16 against double
-typedef Tensor<float, double> R;         // real: float against double
+typedef Tensor<floatX, double> X;  // floatX: bf16 against double
+typedef Tensor<float, double> R;   // real: float against double
 typedef Tensor<int32_t, int32_t> I32;
 typedef Tensor<int64_t, int64_t> I64;
 
@@ -121,23 +121,26 @@ static int64_t differing(const T& t, int64_t count = -1) {
     return differ;
 }
 
-#define CHECK_CLOSE(tensor, tolerance)                                              \
-    do {                                                                            \
-        double error_ = tensor_error(tensor);                                       \
-        if (getenv("TEST_ERRORS")) printf("    %s: %.3g of %.3g\n", #tensor, error_, (double)(tolerance)); \
-        CHECK(error_ <= (tolerance), "%s is off by %g", #tensor, error_);           \
+#define CHECK_CLOSE(tensor, tolerance)                                                                                 \
+    do {                                                                                                               \
+        double error_ = tensor_error(tensor);                                                                          \
+        if (getenv("TEST_ERRORS")) printf("    %s: %.3g of %.3g\n", #tensor, error_, (double)(tolerance));             \
+        CHECK(error_ <= (tolerance), "%s is off by %g", #tensor, error_);                                              \
     } while (0)
-#define CHECK_SAME(tensor) CHECK(differing(tensor) == 0, "%s: %lld of %lld differ", #tensor, (long long)differing(tensor), (long long)(tensor).n)
+#define CHECK_SAME(tensor)                                                                                             \
+    CHECK(differing(tensor) == 0, "%s: %lld of %lld differ", #tensor, (long long)differing(tensor),                    \
+          (long long)(tensor).n)
 
 // The same call twice gives the same bits: `run` writes `tensor`.
-#define CHECK_REPEATS(tensor, run)                                       \
-    do {                                                                 \
-        run;                                                             \
-        auto first_ = (tensor).got();                                    \
-        (tensor).poison();                                               \
-        run;                                                             \
-        auto second_ = (tensor).got();                                   \
-        CHECK(memcmp(first_.data(), second_.data(), first_.size() * sizeof(first_[0])) == 0, "%s differs from run to run", #tensor); \
+#define CHECK_REPEATS(tensor, run)                                                                                     \
+    do {                                                                                                               \
+        run;                                                                                                           \
+        auto first_ = (tensor).got();                                                                                  \
+        (tensor).poison();                                                                                             \
+        run;                                                                                                           \
+        auto second_ = (tensor).got();                                                                                 \
+        CHECK(memcmp(first_.data(), second_.data(), first_.size() * sizeof(first_[0])) == 0,                           \
+              "%s differs from run to run", #tensor);                                                                  \
     } while (0)
 
 #endif
