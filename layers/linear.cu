@@ -95,18 +95,18 @@ static void multiply(void* d, const floatX* a, const floatX* b, Product p, Ctx* 
 }
 
 void linear_forward(floatX* y, const floatX* x, const floatX* w, int64_t N, int64_t IC, int64_t OC, Ctx* ctx) {
-    Product p = {OC, N, IC, IC, IC, OC, 1, 0, 0, 0};
+    Product p = {OC, N, IC, IC, IC, OC, 1, 0, 0, 0, 0, 0, 0, 0};
     multiply(y, w, x, p, ctx);
 }
 
 void linear_dgrad(floatX* dx, const floatX* dy, const floatX* w, int64_t N, int64_t IC, int64_t OC, int accumulate,
                   Ctx* ctx) {
-    Product p = {IC, N, OC, IC, OC, IC, 0, 0, 0, accumulate};
+    Product p = {IC, N, OC, IC, OC, IC, 0, 0, 0, accumulate, 0, 0, 0, 0};
     multiply(dx, w, dy, p, ctx);
 }
 
 void linear_wgrad(real* dw, const floatX* dy, const floatX* x, int64_t N, int64_t IC, int64_t OC, Ctx* ctx) {
-    Product p = {IC, OC, N, IC, OC, IC, 0, 1, 1, 1};
+    Product p = {IC, OC, N, IC, OC, IC, 0, 1, 1, 1, 0, 0, 0, 0};
     multiply(dw, x, dy, p, ctx);
 }
 
