@@ -116,7 +116,7 @@ static void print_step(Run* r, const StepRecord* s) {
            (long long)r->settings.steps, s->loss, s->grad_norm, s->lr, s->ms, s->tokens_per_s, s->load_max_over_mean);
     if (isfinite(s->mfu)) printf("  MFU %.1f%%", 100 * s->mfu);
     printf("  ETA %lld:%02lld:%02lld", (long long)left / 3600, (long long)left / 60 % 60, (long long)left % 60);
-    if (!isnan(s->val_loss)) printf("  validation %.4f", s->val_loss);
+    if (s->validated) printf("  validation %.4f", s->val_loss);
     printf("\n");
     fflush(stdout);
     r->shown = seconds();
@@ -139,7 +139,8 @@ static void report(Run* r, int val) {
     record.load_max_over_mean = load_max_over_mean(&s->model, (const int64_t*)fetch_end(r->load));
     record.mem_gib = (double)device_peak_memory() / 0x1p30;
     r->average_ms = r->average_ms > 0 ? 0.9 * r->average_ms + 0.1 * record.ms : record.ms;
-    record.val_loss = val ? validate(r) : NAN;
+    record.validated = val;
+    record.val_loss = val ? validate(r) : 0;
     if (r->log) runlog_add(r->log, &record);
     if (val || seconds() - r->shown > 0.5 || r->pending == r->first || r->pending == s->steps || !r->last.ok)
         print_step(r, &record);

@@ -70,7 +70,7 @@ static const char* number(char text[32], double x) {
 
 void runlog_add(RunLog* log, const StepRecord* r) {
     char a[32], b[32], c[32], d[32], e[32], f[32], g[32], h[32], i[32];
-    char* val = isnan(r->val_loss) ? host_strdup("") : host_format("\"val_loss\": %s, ", number(i, r->val_loss));
+    char* val = r->validated ? host_format("\"val_loss\": %s, ", number(i, r->val_loss)) : host_strdup("");
     char* line = host_format(
         "{\"step\": %lld, \"loss\": %s, \"grad_norm\": %s, \"lr\": %s, \"ms\": %s, \"tokens_per_s\": %s, \"mfu\": %s, "
         "%s\"load_max_over_mean\": %s, \"mem_gib\": %s}",

@@ -11,8 +11,9 @@ typedef struct StepRecord {
     int64_t step;
     double loss, grad_norm, lr;  // loss: mean cross-entropy of the step's tokens in nats
     double ms, tokens_per_s;
-    double mfu;                 // share of the device's bf16 peak; NaN where no peak is known
-    double val_loss;            // NaN in steps without validation: the field is left out
+    double mfu;     // share of the device's bf16 peak; NaN where no peak is known
+    int validated;  // 1: val_loss was measured in this step; else the field is left out
+    double val_loss;
     double load_max_over_mean;  // of the worst MoE block: the fullest expert's tokens over the mean
     double mem_gib;
 } StepRecord;

@@ -99,6 +99,7 @@ static uint32_t text_crc(const char* text, size_t length) {
     return (uint32_t)crc32_z(crc32(0, NULL, 0), (const Bytef*)text, length);
 }
 
+static const char format[] = "train_moe checkpoint 1";
 static const char manifest_end[] = ",\n\"manifest_crc32\": ";
 
 // Removes what a save that was cut short left behind.
@@ -148,10 +149,10 @@ void checkpoint_save(const char* out, const CheckpointRecord* r, const char* opt
         list = longer;
     }
     char* body = host_format(
-        "{\"format\": \"train_moe checkpoint 1\", \"step\": %lld, \"window\": %lld, \"updates\": %lld, "
+        "{\"format\": \"%s\", \"step\": %lld, \"window\": %lld, \"updates\": %lld, "
         "\"bad_in_a_row\": %lld, "
         "\"data_hash\": %lld,\n\"options\": %s,\n\"files\": [%s]",
-        (long long)r->step, (long long)r->window, (long long)r->updates, (long long)r->bad_in_a_row,
+        format, (long long)r->step, (long long)r->window, (long long)r->updates, (long long)r->bad_in_a_row,
         (long long)r->data_hash, options_json, list);
     char* manifest = host_format("%s%s%lu}\n", body, manifest_end, (unsigned long)text_crc(body, strlen(body)));
     writer_open(&w, "manifest.json");
@@ -221,6 +222,11 @@ Json* checkpoint_manifest(const char* out, int64_t step, CheckpointRecord* r, ch
         r->updates = json_int(json, "updates", -1);
         r->bad_in_a_row = json_int(json, "bad_in_a_row", -1);
         r->data_hash = json_int(json, "data_hash", -1);
+    }
+    if (json && (!json_text(json, "format") || strcmp(json_text(json, "format"), format) != 0)) {
+        snprintf(error, error_size, "%s: not of the format '%s'", path, format);
+        json_free(json);
+        json = NULL;
     }
     if (json && r->step != step) {
         snprintf(error, error_size, "%s: it is of step %lld; the folder was renamed", path, (long long)r->step);

@@ -34,8 +34,8 @@ typedef struct CheckpointRecord {
     int64_t data_hash;  // shards_hash of the training shards
 } CheckpointRecord;
 
-// Writes out/step_%08d and removes the oldest ones beyond `keep`. Ends the run on any error, leaving older ones as they
-// are.
+// Writes out/step_%08d; removes the oldest ones beyond `keep` and what unfinished saves left. Ends the run on any error,
+// leaving older ones as they are.
 void checkpoint_save(const char* out, const CheckpointRecord* record, const char* options_json,
                      const CheckpointFile* files, int count, int keep, Ctx* ctx);
 
