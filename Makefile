@@ -16,8 +16,8 @@ HOST = device/check device/random device/options device/arena device/files \
 
 # C tests; those in TESTS_F64 compare with finite differences and run in the double build too.
 OP_TESTS = tests/test_layers tests/test_attention tests/test_adamw tests/test_router tests/test_moe
-TESTS     = tests/test_device tests/test_data tests/test_shards $(OP_TESTS) tests/test_model
-TESTS_F64 = $(OP_TESTS) tests/test_model
+TESTS     = tests/test_device tests/test_data tests/test_shards $(OP_TESTS) tests/test_golden tests/test_model
+TESTS_F64 = $(OP_TESTS) tests/test_golden tests/test_model
 
 ifeq ($(origin CC),default)
 CC = gcc
@@ -79,7 +79,7 @@ $(eval $(call build,$(CPU),))
 $(eval $(call build,$(DOUBLE),-DF64))
 
 # Ops are compiled from their .cu alone: one that is missing is an error, never the reference in its place.
-CUDA_HOST = $(addprefix $(CUDA)/,$(HOST:=.o) tests/test_model.o)
+CUDA_HOST = $(addprefix $(CUDA)/,$(HOST:=.o) tests/test_golden.o tests/test_model.o)
 $(CUDA_HOST): $(CUDA)/%.o: %.c Makefile
 	@mkdir -p $(@D)
 	@echo "  NVCC  $@"

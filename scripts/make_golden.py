@@ -31,17 +31,17 @@ from transformers import DeepseekV2Config, DeepseekV2ForCausalLM, DeepseekV3Conf
 MIN_GAP = 0.03
 BATCH, SEQ_LEN = 2, 24
 
-# Our options, by model. nope-dim != v-dim in the first two; vocab 100 is no multiple of 128, so padding is tested; in
-# v3_yarn a group has 4 experts, so that "the two best" differs from "all", and rope-dim 16 so that the ramp matters.
+# Our options, by model. Head sizes are the smallest that the CUDA attention takes; vocab 100 is no multiple of 128, so
+# padding is tested; in v3_yarn a group has 4 experts, so that "the two best" differs from "all".
 COMMON = dict(dim=32, heads=2, kv_lora=16, dense_layers=1, vocab=100, rope_theta=10000)
 MODELS = {
-    "v3": dict(COMMON, layers=3, q_lora=24, nope_dim=16, rope_dim=8, v_dim=24, dense_ffn=48, experts=8, top_k=3,
+    "v3": dict(COMMON, layers=3, q_lora=24, nope_dim=32, rope_dim=16, v_dim=32, dense_ffn=48, experts=8, top_k=3,
                shared_experts=1, expert_ffn=16, groups=4, top_groups=2, score="sigmoid", route_norm=1, route_scale=2.5,
                yarn=0),
-    "v3_yarn": dict(COMMON, layers=2, q_lora=24, nope_dim=16, rope_dim=16, v_dim=24, dense_ffn=48, experts=16, top_k=3,
+    "v3_yarn": dict(COMMON, layers=2, q_lora=24, nope_dim=32, rope_dim=16, v_dim=32, dense_ffn=48, experts=16, top_k=3,
                     shared_experts=1, expert_ffn=16, groups=4, top_groups=2, score="sigmoid", route_norm=1,
                     route_scale=2.5, yarn=1, yarn_factor=40, yarn_mscale=1, yarn_original_len=4096),
-    "softmax": dict(COMMON, layers=2, q_lora=0, nope_dim=16, rope_dim=8, v_dim=16, dense_ffn=48, experts=8, top_k=2,
+    "softmax": dict(COMMON, layers=2, q_lora=0, nope_dim=32, rope_dim=16, v_dim=32, dense_ffn=48, experts=8, top_k=2,
                     shared_experts=2, expert_ffn=16, groups=1, top_groups=1, score="softmax", route_norm=0,
                     route_scale=1, yarn=0),
 }

@@ -1,155 +1,13 @@
-// The whole model: against goldens from an independent implementation (scripts/make_golden.py), against finite
-// differences, and against itself where the order of work must not matter.
-#include "data/safetensors.h"
-#include "model/model.h"
-#include "tests/test.h"
+// The whole model: against finite differences, and against itself where the order of work must not matter.
+#include "tests/model.h"
 
-// Settings from one line of options.
-static Settings settings_of(const char* line) {
-    char* text = host_format("--train none %s", line);
-    char* argv[128] = {(char*)"test"};
-    int argc = 1;
-    for (char* word = strtok(text, " "); word; word = strtok(NULL, " ")) argv[argc++] = word;
-    Settings s = settings_read(argc, argv);
-    free(text);
-    return s;
-}
+enum { BF16 = BACKEND == BACKEND_CUDA };
 
-static void finish(Model* m) {
-    Settings s = m->settings;
-    model_destroy(m);
-    settings_free(&s);
-}
-
-static ParamBuffer* buffer_of(Model* m, int unit, const NamedTensor* t) {
-    return t->in_experts ? &m->units[unit].experts : &m->units[unit].dense;
-}
-
-// Reads a float32 tensor of the golden as reals, in fresh memory.
-static real* golden_read(const SafeTensors* st, const char* prefix, const char* name, int64_t count) {
-    char* full = host_format("%s%s", prefix, name);
-    const StTensor* t = st_find(st, full);
-    real* out = (real*)host_alloc((size_t)count * sizeof(real));
-    CHECK(t && t->bytes == count * 4, "%s: %s is missing or has another size", st->path, full);
-    if (t && t->bytes == count * 4) {
-        float* f = (float*)host_alloc((size_t)count * 4);
-        CHECK(st_read(st, t, 0, count, f) == 0, "cannot read %s", full);
-        for (int64_t i = 0; i < count; i++) out[i] = f[i];
-        free(f);
-    }
-    free(full);
-    return out;
-}
-
-static void load_golden_weights(Model* m, const SafeTensors* st) {
-    for (int u = 0; u < params_units(&m->config); u++) {
-        int count;
-        NamedTensor* tensors = params_tensors(&m->config, u, &count);
-        for (int i = 0; i < count; i++) {
-            real* w = golden_read(st, "weight.", tensors[i].name, tensors[i].count);
-            device_upload(buffer_of(m, u, &tensors[i])->master + tensors[i].offset, w,
-                          (size_t)tensors[i].count * sizeof(real), m->ctx);
-            free(w);
-        }
-        free(tensors);
-        params_publish(&m->units[u], m->ctx);
-        char name[112];
-        snprintf(name, sizeof(name), "weight.model.layers.%d.mlp.gate.e_score_correction_bias", u - 1);
-        if (!st_find(st, name)) continue;  // softmax routers have none
-        real* bias = golden_read(st, "", name, m->config.E);
-        device_upload(m->bias + (u - 1) * m->config.E, bias, (size_t)m->config.E * sizeof(real), m->ctx);
-        free(bias);
-    }
-}
-
-// Experts chosen in every MoE block: exactly the golden's, in its order (best first).
-static void check_experts(Model* m, const SafeTensors* st) {
-    for (int64_t l = m->config.dense_layers; l < m->config.L; l++) {
-        char name[32];
-        snprintf(name, sizeof(name), "expert_ids.%d", (int)l);
-        int64_t count = m->B * m->T * m->config.K, differ = 0;
-        const StTensor* t = st_find(st, name);
-        CHECK(t && t->bytes == count * 4, "%s: %s is missing or has another size", st->path, name);
-        if (!t || t->bytes != count * 4) continue;
-        int32_t *want = (int32_t*)host_alloc((size_t)count * 4), *got = (int32_t*)host_alloc((size_t)count * 4);
-        st_read(st, t, 0, count, want);
-        device_download(got, m->blocks[l].moe.expert, (size_t)count * 4, m->ctx);
-        for (int64_t i = 0; i < count; i++) differ += want[i] != got[i];
-        CHECK(differ == 0, "%s: %lld of %lld expert ids differ", name, (long long)differ, (long long)count);
-        free(want);
-        free(got);
-    }
-}
-
-// The goldens are float64 results rounded once. float32 against float64 was measured at 5e-7 for logits, 6e-8 for the
-// loss and 1.4e-6 for the worst gradient (scripts/make_golden.py --verbose); another order of summation may be a few
-// times worse. So 1e-5 and 1e-4 leave room for that and for nothing else: the mildest slip tried (YaRN's ramp not
-// rounded) gives 7e-3.
-static void check_golden(const char* path) {
-    char error[256];
-    SafeTensors* st = st_open(path, error, sizeof(error));
-    CHECK(st, "%s", error);
-    if (!st) return;
-    char* line = host_format("%s --batch %s --seq-len %s", st_metadata(st, "options"), st_metadata(st, "batch"),
-                             st_metadata(st, "seq_len"));
-    Settings s = settings_of(line);
-    Model* m = model_create(&s);
-    load_golden_weights(m, st);
-    int64_t N = s.batch * s.seq_len, V = s.model.V;
-    int32_t *tokens = (int32_t*)host_alloc((size_t)N * 4), *targets = (int32_t*)host_alloc((size_t)N * 4);
-    st_read(st, st_find(st, "tokens"), 0, N, tokens);
-    st_read(st, st_find(st, "targets"), 0, N, targets);
-    model_step_begin(m);
-    model_batch(m, tokens, targets, s.batch, s.seq_len);
-    model_forward(m, 1);
-    check_experts(m, st);
-
-    real *want = golden_read(st, "", "logits", N * V), *got = (real*)host_alloc((size_t)(N * V) * sizeof(real));
-    for (int64_t n = 0; n < N; n++) model_logits(m, n, got + n * V);
-    CHECK(relative_error(got, want, N * V) < 1e-5, "logits are off by %g", relative_error(got, want, N * V));
-    free(want);
-    free(got);
-
-    model_loss(m, m->state, (float)(1.0 / (double)N));
-    model_backward(m, 0);
-    StepState state;
-    device_download(&state, m->state, sizeof(state), m->ctx);
-    want = golden_read(st, "", "loss", 1);
-    CHECK(fabs(state.loss_sum / (double)N / (double)want[0] - 1) < 1e-5, "loss %.9g, golden %.9g",
-          state.loss_sum / (double)N, (double)want[0]);
-    free(want);
-
-    for (int u = 0; u < params_units(&m->config); u++) {
-        int count;
-        NamedTensor* tensors = params_tensors(&m->config, u, &count);
-        for (int i = 0; i < count; i++) {
-            int64_t n = tensors[i].count;
-            got = (real*)host_alloc((size_t)n * sizeof(real));
-            device_download(got, buffer_of(m, u, &tensors[i])->grad + tensors[i].offset, (size_t)n * sizeof(real),
-                            m->ctx);
-            want = golden_read(st, "grad.", tensors[i].name, n);
-            double e = relative_error(got, want, n);
-            CHECK(e < 1e-4, "gradient of %s is off by %g", tensors[i].name, e);
-            free(got);
-            free(want);
-        }
-        free(tensors);
-    }
-    free(tokens);
-    free(targets);
-    free(line);
-    finish(m);
-    st_close(st);
-}
-
-static void golden_v3(void) { check_golden("tests/golden/v3.safetensors"); }
-static void golden_v3_yarn(void) { check_golden("tests/golden/v3_yarn.safetensors"); }
-static void golden_softmax(void) { check_golden("tests/golden/softmax.safetensors"); }
-
-#define SMALL                                                                                                          \
-    "--layers 3 --dim 32 --heads 2 --kv-lora 16 --nope-dim 8 --rope-dim 8 --v-dim 16 --dense-ffn 48 --experts 6 "      \
-    "--top-k 2 "                                                                                                       \
-    "--expert-ffn 24 --vocab 50 --seq-len 20 "
+// Head sizes are the smallest that the CUDA attention takes; finite differences take others (below).
+#define BASE                                                                                                           \
+    "--layers 3 --dim 32 --heads 2 --kv-lora 16 --dense-ffn 48 --experts 6 --top-k 2 --expert-ffn 24 --vocab 50 "      \
+    "--seq-len 20 "
+#define SMALL BASE "--nope-dim 32 --rope-dim 16 --v-dim 32 "
 
 static void random_batch(int32_t* ids, int64_t n, int32_t V, uint32_t stream) {
     for (int64_t i = 0; i < n; i++) ids[i] = (int32_t)(random_uniform(99, stream, (uint64_t)i) * V);
@@ -167,9 +25,7 @@ static double accumulate(Model* m, int64_t sequences) {
         model_micro_step(m);
     }
     free(ids);
-    StepState state;
-    device_download(&state, m->state, sizeof(state), m->ctx);
-    return state.loss_sum / (double)n;
+    return state_of(m).loss_sum / (double)n;
 }
 
 static Model* fresh(const char* line) {
@@ -177,6 +33,20 @@ static Model* fresh(const char* line) {
     Model* m = model_create(&s);
     params_init(m->units, &m->config, 3, m->ctx);
     return m;
+}
+
+static int64_t* host_load(Model* m) {
+    size_t bytes = (size_t)(m->config.L * m->config.E) * sizeof(int64_t);
+    int64_t* load = (int64_t*)host_alloc(bytes);
+    device_download(load, m->load, bytes, m->ctx);
+    return load;
+}
+
+static void check_same_load(Model* a, Model* b) {
+    int64_t *x = host_load(a), *y = host_load(b);
+    CHECK(memcmp(x, y, (size_t)(a->config.L * a->config.E) * sizeof(int64_t)) == 0, "expert loads differ");
+    free(x);
+    free(y);
 }
 
 // Eight sequences as 1, 2 and 8 micro-steps. The same products in another grouping: float32 sums over the tokens differ
@@ -190,21 +60,24 @@ static void micro_batches(void) {
         snprintf(line, sizeof(line), SMALL "--batch %d --tokens-per-step 160 --aux-loss 0.01", 8 / splits[k]);
         Model* split = fresh(line);
         double other = accumulate(split, 8);
-        CHECK(fabs(other / loss - 1) < 1e-6, "%d micro-steps: loss %.9g, in one %.9g", splits[k], other, loss);
+        CHECK(fabs(other / loss - 1) < (BF16 ? 1e-4 : 1e-6), "%d micro-steps: loss %.9g, in one %.9g", splits[k], other,
+              loss);
         for (int u = 0; u < params_units(&whole->config); u++) {
             int count;
             NamedTensor* tensors = params_tensors(&whole->config, u, &count);
             for (int i = 0; i < count; i++) {
-                const real* a = buffer_of(split, u, &tensors[i])->grad + tensors[i].offset;
-                const real* b = buffer_of(whole, u, &tensors[i])->grad + tensors[i].offset;
-                double e = relative_error(a, b, tensors[i].count);
-                CHECK(e < 1e-5, "%d micro-steps: gradient of %s is off by %g", splits[k], tensors[i].name, e);
+                int64_t at = tensors[i].offset, n = tensors[i].count;
+                real* a = host_copy(split, buffer_of(split, u, &tensors[i])->grad + at, n);
+                real* b = host_copy(whole, buffer_of(whole, u, &tensors[i])->grad + at, n);
+                double e = relative_error(a, b, n);
+                free(a);
+                free(b);
+                CHECK(e < (BF16 ? 1e-2 : 1e-5), "%d micro-steps: gradient of %s is off by %g", splits[k],
+                      tensors[i].name, e);
             }
             free(tensors);
         }
-        int64_t cells = whole->config.L * whole->config.E;
-        CHECK(memcmp(split->load, whole->load, (size_t)cells * 8) == 0, "%d micro-steps: expert loads differ",
-              splits[k]);
+        if (!BF16) check_same_load(split, whole);
         finish(split);
     }
     finish(whole);
@@ -216,7 +89,9 @@ static void loads_count_training_only(void) {
     accumulate(m, 2);
     int64_t sum = 0;
     model_forward(m, 0);
-    for (int64_t i = 0; i < m->config.L * m->config.E; i++) sum += m->load[i];
+    int64_t* load = host_load(m);
+    for (int64_t i = 0; i < m->config.L * m->config.E; i++) sum += load[i];
+    free(load);
     CHECK(sum == 2 * 20 * 2 * 2, "counted %lld choices, 40 tokens x 2 experts x 2 MoE blocks are 160", (long long)sum);
     finish(m);
 }
@@ -293,15 +168,18 @@ static void check_differences(const char* line) {
     finish(m);
 }
 
-static void differences_sigmoid(void) { check_differences(SMALL "--batch 2 --aux-loss 0.1"); }
+#define DIFFERENT BASE "--nope-dim 8 --rope-dim 8 --v-dim 16 "
+static void differences_sigmoid(void) { check_differences(DIFFERENT "--batch 2 --aux-loss 0.1"); }
 static void differences_q_lora(void) {
-    check_differences(SMALL "--batch 1 --q-lora 16 --score softmax --route-norm 0 --route-scale 3");
+    check_differences(DIFFERENT "--batch 1 --q-lora 16 --score softmax --route-norm 0 --route-scale 3");
 }
 static void differences_groups(void) {
-    check_differences(SMALL "--batch 1 --groups 3 --top-groups 2 --yarn 1 --aux-loss 0.1");
+    check_differences(DIFFERENT "--batch 1 --groups 3 --top-groups 2 --yarn 1 --aux-loss 0.1");
 }
-static void differences_no_shared(void) { check_differences(SMALL "--batch 1 --shared-experts 0 --dense-layers 0"); }
-static void differences_dense(void) { check_differences(SMALL "--batch 1 --dense-layers 3"); }
+static void differences_no_shared(void) {
+    check_differences(DIFFERENT "--batch 1 --shared-experts 0 --dense-layers 0");
+}
+static void differences_dense(void) { check_differences(DIFFERENT "--batch 1 --dense-layers 3"); }
 #endif
 
 // Published sizes: DeepSeek-V2-Lite 15.71e9 (2.66e9 active), DeepSeek-V3 671.0e9 (37.55e9 active).
@@ -324,24 +202,31 @@ static void parameter_counts(void) {
 // sigmas.
 static void initial_weights(void) {
     Model *a = fresh(SMALL "--batch 1"), *b = fresh(SMALL "--batch 2");
-    const Unit *u = &a->units[3], *v = &b->units[3];
-    CHECK(memcmp(u->experts.master, v->experts.master, (size_t)u->experts.n * sizeof(real)) == 0,
-          "the same seed gave other weights");
+    const Unit* u = &a->units[3];
+    real *x = host_copy(a, u->experts.master, u->experts.n),
+         *y = host_copy(b, b->units[3].experts.master, u->experts.n);
+    CHECK(memcmp(x, y, (size_t)u->experts.n * sizeof(real)) == 0, "the same seed gave other weights");
     double in = 0, out = 0, most = 0;
     int64_t n_in = 6 * 48 * 32, n_out = 6 * 24 * 32;
     for (int64_t i = 0; i < n_in; i++) {
-        double w = fabs((double)u->experts.master[u->at.w13 + i]);
+        double w = fabs((double)x[u->at.w13 + i]);
         in += w * w;
         if (w > most) most = w;
     }
-    for (int64_t i = 0; i < n_out; i++) out += pow((double)u->experts.master[u->at.w2 + i], 2);
+    for (int64_t i = 0; i < n_out; i++) out += pow((double)x[u->at.w2 + i], 2);
     CHECK(fabs(sqrt(in / (double)n_in) / (0.02 * 0.98658) - 1) < 0.04, "std of w13 is %g", sqrt(in / (double)n_in));
     CHECK(fabs(sqrt(out / (double)n_out) / (0.02 * 0.98658 / sqrt(6.0)) - 1) < 0.04, "std of w2 is %g",
           sqrt(out / (double)n_out));
-    CHECK(most <= 0.06 && most > 0.055, "largest weight is %g, the cut is at 0.06", most);
-    CHECK(u->dense.master[u->at.norm1] == 1, "norms start at 1");
+    CHECK(most <= 0.0600001 && most > 0.055, "largest weight is %g, the cut is at 0.06", most);
+    real *norm = host_copy(a, u->dense.master + u->at.norm1, 1),
+         *padding = host_copy(a, a->units[0].dense.master + 50 * 32, 1);
+    CHECK(*norm == 1, "norms start at 1");
     CHECK(a->units[0].dense.n == 128 * 32, "a vocabulary of 50 is padded to 128 rows");
-    CHECK(a->units[0].dense.master[50 * 32] == 0, "padding rows of the embedding are not zero");
+    CHECK(*padding == 0, "padding rows of the embedding are not zero");
+    free(norm);
+    free(padding);
+    free(x);
+    free(y);
     finish(a);
     finish(b);
 }
@@ -367,33 +252,31 @@ static void bad_step(void) {
     Model* m = fresh(SMALL "--batch 2");
     accumulate(m, 2);
     model_update(m, 1);
-    size_t bytes = (size_t)m->units[2].experts.n * sizeof(real),
-           bias_bytes = (size_t)(m->config.L * m->config.E) * sizeof(real);
-    real *w = (real*)host_alloc(bytes), *bias = (real*)host_alloc(bias_bytes);
-    memcpy(w, m->units[2].experts.master, bytes);
-    memcpy(bias, m->bias, bias_bytes);
+    int64_t n = m->units[2].experts.n, cells = m->config.L * m->config.E;
+    real *w = host_copy(m, m->units[2].experts.master, n), *bias = host_copy(m, m->bias, cells), nan_value = NAN;
     accumulate(m, 2);
-    m->units[1].dense.grad[5] = NAN;
+    device_upload(m->units[1].dense.grad + 5, &nan_value, sizeof(real), m->ctx);
     model_update(m, 2);
-    CHECK(memcmp(w, m->units[2].experts.master, bytes) == 0, "a NaN gradient changed weights");
-    CHECK(memcmp(bias, m->bias, bias_bytes) == 0, "a NaN gradient changed biases");
-    CHECK(m->state->ok == 0 && m->state->bad_in_a_row == 1 && m->state->updates == 1, "ok %d, %d bad, %lld updates",
-          m->state->ok, m->state->bad_in_a_row, (long long)m->state->updates);
+    real *w2 = host_copy(m, m->units[2].experts.master, n), *bias2 = host_copy(m, m->bias, cells);
+    CHECK(memcmp(w, w2, (size_t)n * sizeof(real)) == 0, "a NaN gradient changed weights");
+    CHECK(memcmp(bias, bias2, (size_t)cells * sizeof(real)) == 0, "a NaN gradient changed biases");
+    StepState bad = state_of(m);
+    CHECK(bad.ok == 0 && bad.bad_in_a_row == 1 && bad.updates == 1, "ok %d, %d bad, %lld updates", bad.ok,
+          bad.bad_in_a_row, (long long)bad.updates);
     accumulate(m, 2);
     model_update(m, 3);
-    CHECK(memcmp(w, m->units[2].experts.master, bytes) != 0 && memcmp(bias, m->bias, bias_bytes) != 0,
-          "a good step changed nothing");
-    CHECK(m->state->bad_in_a_row == 0 && m->state->updates == 2, "%d bad, %lld updates", m->state->bad_in_a_row,
-          (long long)m->state->updates);
-    free(w);
-    free(bias);
+    real *w3 = host_copy(m, m->units[2].experts.master, n), *bias3 = host_copy(m, m->bias, cells);
+    CHECK(memcmp(w, w3, (size_t)n * sizeof(real)) != 0, "a good step changed no weight");
+    CHECK(memcmp(bias, bias3, (size_t)cells * sizeof(real)) != 0, "a good step changed no bias");
+    StepState good = state_of(m);
+    CHECK(good.bad_in_a_row == 0 && good.updates == 2, "%d bad, %lld updates", good.bad_in_a_row,
+          (long long)good.updates);
+    real* all[6] = {w, w2, w3, bias, bias2, bias3};
+    for (int i = 0; i < 6; i++) free(all[i]);
     finish(m);
 }
 
 int main(void) {
-    RUN(golden_v3);
-    RUN(golden_v3_yarn);
-    RUN(golden_softmax);
 #ifdef F64
     RUN(differences_sigmoid);
     RUN(differences_q_lora);

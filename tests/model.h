@@ -1,0 +1,42 @@
+// What the tests of whole models share. They run in every build: nothing here reads device memory but by copying it.
+#ifndef TESTS_MODEL_H
+#define TESTS_MODEL_H
+
+#include "model/model.h"
+#include "tests/test.h"
+
+// Settings from one line of options.
+static Settings settings_of(const char* line) {
+    char* text = host_format("--train none %s", line);
+    char* argv[128] = {(char*)"test"};
+    int argc = 1;
+    for (char* word = strtok(text, " "); word; word = strtok(NULL, " ")) argv[argc++] = word;
+    Settings s = settings_read(argc, argv);
+    free(text);
+    return s;
+}
+
+static void finish(Model* m) {
+    Settings s = m->settings;
+    model_destroy(m);
+    settings_free(&s);
+}
+
+static ParamBuffer* buffer_of(Model* m, int unit, const NamedTensor* t) {
+    return t->in_experts ? &m->units[unit].experts : &m->units[unit].dense;
+}
+
+// n reals of the device, in fresh memory.
+static real* host_copy(Model* m, const real* device, int64_t n) {
+    real* host = (real*)host_alloc((size_t)n * sizeof(real));
+    device_download(host, device, (size_t)n * sizeof(real), m->ctx);
+    return host;
+}
+
+static StepState state_of(Model* m) {
+    StepState state;
+    device_download(&state, m->state, sizeof(state), m->ctx);
+    return state;
+}
+
+#endif
