@@ -44,8 +44,18 @@ CPU    = build/cpu$(SUFFIX)
 DOUBLE = build/f64$(SUFFIX)
 CUDA   = build/cuda
 
-.PHONY: all train test test-build bench clean probe format print-host
-all: probe $(if $(F64),$(DOUBLE),$(CPU))/train_moe
+HAVE_NVCC := $(shell command -v $(NVCC) 2>/dev/null)
+HAVE_GPU  := $(if $(HAVE_NVCC),$(shell nvidia-smi -L 2>/dev/null | grep GPU))
+# The backend that this machine can run.
+RUNNABLE   = $(if $(HAVE_GPU),$(CUDA),$(CPU))
+
+# Tests on the GPU: the kernels against the reference, and the model tests in the CUDA build.
+TESTS_CUDA = $(patsubst %.cu,%,$(wildcard tests/test_cuda_*.cu)) tests/test_golden tests/test_model
+
+.PHONY: all cpu cuda train test test-build cuda-test-build bench clean probe format print-host
+all: probe cpu
+cpu: $(if $(F64),$(DOUBLE),$(CPU))/train_moe
+cuda: $(CUDA)/train_moe
 
 # One line for each thing a build can use.
 probe:
@@ -103,15 +113,17 @@ $(CUDA)/bench/%: $(CUDA)/bench/%.o $(addprefix $(CUDA)/,$(addsuffix .o,$(HOST) $
 
 train:
 	@sh scripts/setup.sh
-	@$(MAKE) --no-print-directory -j$(JOBS) all
-	@sh scripts/first_run.sh $(CPU)/train_moe
+	@$(MAKE) --no-print-directory -j$(JOBS) probe $(RUNNABLE)/train_moe
+	@sh scripts/first_run.sh $(RUNNABLE)/train_moe
 
 test:
 	@sh scripts/setup.sh
-	@$(MAKE) --no-print-directory -j$(JOBS) probe test-build
-	@$(PYTHON) tests/run.py $(CPU) $(DOUBLE) $(TESTS:tests/%=%)
+	@$(MAKE) --no-print-directory -j$(JOBS) probe test-build $(if $(HAVE_GPU),cuda-test-build)
+	@$(PYTHON) tests/run.py --program $(CPU)/train_moe $(if $(HAVE_GPU),--program $(CUDA)/train_moe) \
+	    $(TESTS:%=$(CPU)/%) $(TESTS_F64:%=$(DOUBLE)/%) $(TESTS_CUDA:%=$(if $(HAVE_GPU),,--skip )$(CUDA)/%)
 
-test-build: $(CPU)/train_moe $(addprefix $(CPU)/,$(TESTS)) $(addprefix $(DOUBLE)/,$(TESTS_F64))
+test-build: $(CPU)/train_moe $(TESTS:%=$(CPU)/%) $(TESTS_F64:%=$(DOUBLE)/%)
+cuda-test-build: $(CUDA)/train_moe $(DOUBLE)/libreference.so $(TESTS_CUDA:%=$(CUDA)/%)
 
 bench: all
 	@$(PYTHON) bench/run.py $(CPU)/train_moe

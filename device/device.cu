@@ -80,6 +80,11 @@ Ctx* ctx_create(size_t workspace) {
     return ctx;
 }
 
+int device_available(void) {
+    cudaDeviceProp properties;
+    return cudaGetDeviceProperties(&properties, 0) == cudaSuccess && properties.major == 9 && properties.minor == 0;
+}
+
 void linear_forget(Ctx* ctx);  // layers/linear.cu
 
 void ctx_destroy(Ctx* ctx) {

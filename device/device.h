@@ -17,6 +17,8 @@ Ctx* ctx_create(size_t workspace);
 void ctx_destroy(Ctx* ctx);
 void ctx_sync(Ctx* ctx);  // waits until all work given to ctx is done
 
+// 1 if this machine has a device that the build can use.
+int device_available(void);
 // One line for the reader: "CPU, 2 threads, OpenBLAS (Haswell kernels)".
 const char* device_name(Ctx* ctx);
 // Dense bf16 peak in FLOP/s that MFU is measured against; 0 where none is known (the CPU).

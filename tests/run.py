@@ -1,11 +1,11 @@
 #!/usr/bin/env python3
-"""Runs every test and adds up: python3 tests/run.py [--timeout S] CPU_FOLDER F64_FOLDER NAME...
+"""Runs tests and adds up: python3 tests/run.py [--program TRAIN_MOE]... [--skip NAME]... [C_TEST]...
 
-First the C tests by name, from FOLDER/tests/ (one missing in CPU_FOLDER has failed; F64_FOLDER has some of them), then
-tests/test_*.py, which find the program to test in the environment as TRAIN_MOE. Each is a process of its own, and its
-result is its closing line `N passed, N failed, N skipped`, or unittest's own two lines. A crash, a timeout, a test
-without a result and one that ends non-zero with nothing failed count as one failure. The last line is the sum; the exit
-code is 1 if anything failed.
+First the C tests by path, then tests/test_*.py; those that need the program run once for each --program and find it in the
+environment as TRAIN_MOE. Each is a process of its own, and its result is its closing line `N passed, N failed, N skipped`, or
+unittest's own two lines. A crash, a timeout, a test without a result and one that ends non-zero with nothing failed count as
+one failure; a name under --skip, of a test that this machine cannot run, as one skipped. The last line is the sum; the exit
+code 1 if anything failed.
 """
 import argparse
 import glob
@@ -38,6 +38,9 @@ def counts(output):
 
 def run(name, command, timeout):
     """Runs one test, prints a line for it and, if it failed, its output; returns its counts."""
+    if not os.path.exists(command[-1]):
+        print(f"{name:40}           is missing: 1 failed")
+        return [0, 1, 0]
     environment = dict(os.environ, PYTHONDONTWRITEBYTECODE="1")
     began, code = time.monotonic(), None
     with tempfile.TemporaryFile() as file:
@@ -78,27 +81,26 @@ def run(name, command, timeout):
 def main():
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--timeout", type=float, default=240, help="seconds for one test (240)")
-    parser.add_argument("cpu")
-    parser.add_argument("f64")
-    parser.add_argument("names", nargs="*")
+    parser.add_argument("--program", action="append", default=[])
+    parser.add_argument("--skip", action="append", default=[])
+    parser.add_argument("tests", nargs="*")
     options = parser.parse_args()
-    os.environ["TRAIN_MOE"] = os.path.abspath(os.path.join(options.cpu, "train_moe"))
 
-    total = [0, 0, 0]
-    for folder in (options.cpu, options.f64):
-        for name in options.names:
-            path = os.path.join(folder, "tests", name)
-            if os.path.exists(path):
-                result = run(path, [os.path.abspath(path)], options.timeout)
-            elif folder == options.cpu:
-                print(f"{path:40}  is missing: 1 failed")
-                result = [0, 1, 0]
-            else:
-                continue
-            total = [a + b for a, b in zip(total, result)]
+    results = []
+    for path in options.tests:
+        results.append(run(path, [os.path.abspath(path)], options.timeout))
     for path in sorted(glob.glob(os.path.join(TESTS, "test_*.py"))):
-        result = run(os.path.relpath(path), [sys.executable, path], options.timeout)
-        total = [a + b for a, b in zip(total, result)]
+        with open(path) as file:
+            programs = options.program if "TRAIN_MOE" in file.read() else [None]
+        for program in programs:
+            if program:
+                os.environ["TRAIN_MOE"] = os.path.abspath(program)
+            name = os.path.relpath(path) + (f" ({os.path.dirname(program)})" if program else "")
+            results.append(run(name, [sys.executable, path], options.timeout))
+    for name in options.skip:
+        print(f"{name:40}           skipped: needs a GPU")
+        results.append([0, 0, 1])
+    total = [sum(column) for column in zip(*results)]
     print("%d passed, %d failed, %d skipped" % tuple(total))
     return 1 if total[1] else 0
 

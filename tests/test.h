@@ -1,5 +1,5 @@
-// The harness of the C tests. A test is a function; it fails by CHECK. A program runs its tests by name and ends with one
-// line `N passed, N failed, N skipped` (tests/run.py adds these up).
+// The harness of the C tests. A test is a function; it fails by CHECK. A program runs its tests by name and ends with
+// one line `N passed, N failed, N skipped` (tests/run.py adds these up).
 //
 // Error measure of float results: relative_error = ||out - ref|| / ||ref|| over a whole tensor.
 #ifndef TESTS_TEST_H
@@ -26,12 +26,19 @@ static int test_failures_here, test_passed, test_failed, test_skipped;
         }                                                                                                              \
     } while (0)
 
+// Tests of a CUDA build are skipped where there is no GPU for it.
 #define RUN(test)                                                                                                      \
     do {                                                                                                               \
+        if (!device_available()) {                                                                                     \
+            SKIP(test, "no GPU");                                                                                      \
+            break;                                                                                                     \
+        }                                                                                                              \
         test_failures_here = 0;                                                                                        \
         test();                                                                                                        \
-        if (test_failures_here) test_failed++;                                                                         \
-        else test_passed++;                                                                                            \
+        if (test_failures_here)                                                                                        \
+            test_failed++;                                                                                             \
+        else                                                                                                           \
+            test_passed++;                                                                                             \
         printf("%s %s\n", test_failures_here ? "FAIL" : "ok  ", #test);                                                \
         fflush(stdout);                                                                                                \
     } while (0)
