@@ -36,6 +36,7 @@ CBLAS_LIB := $(shell for l in "-lopenblas" "-lcblas -lblas" "-lcblas"; do \
 LDLIBS    = $(CBLAS_LIB) -lz -lm -lpthread
 
 NVCC     ?= nvcc
+CUDA_HOME = $(patsubst %/bin/nvcc,%,$(realpath $(shell command -v $(NVCC))))
 NVCCFLAGS = -std=c++17 -O3 -lineinfo -gencode=arch=compute_90a,code=sm_90a -I. -MMD -MP \
             -Xcompiler -Wall,-Wextra,-fopenmp,-Wno-unused-function,-Wno-unknown-pragmas $(if $(WERROR),-Werror all-warnings)
 CUDALIBS  = -lcublasLt -lz -lgomp -lpthread -ldl
@@ -108,6 +109,12 @@ $(CUDA)/tests/%: $(CUDA)/tests/%.o $(addprefix $(CUDA)/,$(addsuffix .o,$(HOST) $
 $(CUDA)/bench/%: $(CUDA)/bench/%.o $(addprefix $(CUDA)/,$(addsuffix .o,$(HOST) $(OPS)))
 	@echo "  LINK  $@"
 	@$(NVCC) $(NVCCFLAGS) $^ -o $@ $(CUDALIBS) -lcublas
+# Loaded into the program by CUDA_INJECTION64_PATH (bench/profile.cc).
+$(CUDA)/bench/libprofile.so: bench/profile.cc Makefile
+	@mkdir -p $(@D)
+	@echo "  LINK  $@"
+	@$(NVCC) -std=c++17 -O2 -shared -Xcompiler -fPIC -I$(CUDA_HOME)/extras/CUPTI/include $< -o $@ \
+	    -L$(CUDA_HOME)/extras/CUPTI/lib64 -lcupti
 -include $(addprefix $(CUDA)/,$(addsuffix .d,train_moe $(HOST) $(OPS)))
 .SECONDARY:
 

@@ -1,0 +1,168 @@
+// Where a training step's time goes, by kernel class. A library that CUDA loads into the unchanged program:
+//
+//   CUDA_INJECTION64_PATH=build/cuda/bench/libprofile.so build/cuda/train_moe ... --steps 12
+//
+// It records every kernel, copy and fill (CUPTI activity records) and, at exit, prints for the whole steps after the
+// first two: time per step by class, the share of time in which the GPU did nothing, and the calls by which the host
+// waited for it. Steps are told apart by the kernel step_begin (layers/adamw.cu).
+#include <cupti.h>
+#include <cxxabi.h>
+
+#include <algorithm>
+#include <cstdio>
+#include <cstdlib>
+#include <cstring>
+#include <map>
+#include <mutex>
+#include <string>
+#include <vector>
+
+namespace {
+
+struct Record {
+    uint64_t start, end;  // ns
+    std::string name;
+};
+
+std::mutex mutex;
+std::vector<Record> work, calls;
+
+// First match wins.
+const char* const classes[][2] = {
+    {"grouped_gemm", "grouped GEMM"},
+    {"attention", "attention"},
+    {"adamw", "optimizer"},
+    {"grad_norm", "optimizer"},
+    {"step_", "optimizer"},
+    {"router", "router"},
+    {"permute", "permute, combine"},
+    {"plan", "permute, combine"},
+    {"cross_entropy", "classifier's softmax"},
+    {"rmsnorm", "norms"},
+    {"swiglu", "SwiGLU"},
+    {"rope", "rope"},
+    {"embedding", "embedding"},
+    {"memset", "copies and fills"},
+    {"memcpy", "copies and fills"},
+    {"gemm", "dense GEMM"},
+    {"nvjet", "dense GEMM"},
+    {"cutlass", "dense GEMM"},
+    {"splitK", "dense GEMM"},
+    {"xmma", "dense GEMM"},
+};
+
+std::string class_of(const std::string& name) {
+    for (auto& c : classes)
+        if (name.find(c[0]) != std::string::npos) return c[1];
+    return "other";
+}
+
+std::string demangled(const char* name) {
+    int status;
+    char* text = abi::__cxa_demangle(name, nullptr, nullptr, &status);
+    std::string out = status == 0 ? text : name;
+    free(text);
+    return out.substr(0, out.find('('));
+}
+
+void CUPTIAPI request(uint8_t** buffer, size_t* size, size_t* most) {
+    *size = 8 << 20;
+    *buffer = (uint8_t*)aligned_alloc(8, *size);
+    *most = 0;
+}
+
+void CUPTIAPI complete(CUcontext, uint32_t, uint8_t* buffer, size_t, size_t valid) {
+    std::lock_guard<std::mutex> lock(mutex);
+    CUpti_Activity* record = nullptr;
+    while (valid && cuptiActivityGetNextRecord(buffer, valid, &record) == CUPTI_SUCCESS) {
+        switch (record->kind) {
+            case CUPTI_ACTIVITY_KIND_CONCURRENT_KERNEL: {
+                auto* k = (CUpti_ActivityKernel9*)record;
+                work.push_back({k->start, k->end, demangled(k->name)});
+                break;
+            }
+            case CUPTI_ACTIVITY_KIND_MEMCPY: {
+                auto* c = (CUpti_ActivityMemcpy5*)record;
+                work.push_back({c->start, c->end, "memcpy"});
+                break;
+            }
+            case CUPTI_ACTIVITY_KIND_MEMSET: {
+                auto* s = (CUpti_ActivityMemset4*)record;
+                work.push_back({s->start, s->end, "memset"});
+                break;
+            }
+            case CUPTI_ACTIVITY_KIND_RUNTIME: {
+                auto* a = (CUpti_ActivityAPI*)record;
+                const char* name = nullptr;
+                cuptiGetCallbackName(CUPTI_CB_DOMAIN_RUNTIME_API, a->cbid, &name);
+                if (name && (strstr(name, "Synchronize") || strncmp(name, "cudaMemcpy_v", 12) == 0 ||
+                             strstr(name, "cudaMalloc")))
+                    calls.push_back({a->start, a->end, name});
+                break;
+            }
+            default: break;
+        }
+    }
+    free(buffer);
+}
+
+void report() {
+    cuptiActivityFlushAll(1);
+    std::sort(work.begin(), work.end(), [](const Record& a, const Record& b) { return a.start < b.start; });
+    std::vector<uint64_t> begins;
+    for (auto& r : work)
+        if (r.name.find("step_begin") != std::string::npos) begins.push_back(r.start);
+    if (begins.size() < 5) {
+        printf("profile: fewer than 5 steps were recorded\n");
+        return;
+    }
+    uint64_t from = begins[2], to = begins.back(), busy_until = from, idle = 0;
+    double steps = (double)begins.size() - 3, span = (double)(to - from);
+    std::map<std::string, double> by_class;
+    std::map<std::string, std::pair<double, int>> by_name, waits;
+    for (auto& r : work) {
+        if (r.start < from || r.start >= to) continue;
+        if (r.start > busy_until) idle += r.start - busy_until;
+        busy_until = std::max(busy_until, r.end);
+        by_class[class_of(r.name)] += (double)(r.end - r.start);
+        by_name[r.name].first += (double)(r.end - r.start);
+        by_name[r.name].second++;
+    }
+    if (to > busy_until) idle += to - busy_until;
+    printf("\nprofile of %.0f steps: %.2f ms a step, GPU idle %.2f %%\n", steps, span / steps / 1e6,
+           100 * (double)idle / span);
+    std::vector<std::pair<double, std::string>> sorted;
+    for (auto& c : by_class) sorted.push_back({c.second, c.first});
+    std::sort(sorted.rbegin(), sorted.rend());
+    printf("| class | ms a step | share |\n|---|---|---|\n");
+    for (auto& c : sorted)
+        printf("| %s | %.3f | %.1f %% |\n", c.second.c_str(), c.first / steps / 1e6, 100 * c.first / span);
+    std::vector<std::pair<double, std::string>> kernels;
+    for (auto& k : by_name) kernels.push_back({k.second.first, k.first});
+    std::sort(kernels.rbegin(), kernels.rend());
+    printf("\n| kernel | launches a step | ms a step |\n|---|---|---|\n");
+    for (size_t i = 0; i < kernels.size() && i < 30; i++)
+        printf("| %.90s | %.1f | %.3f |\n", kernels[i].second.c_str(), by_name[kernels[i].second].second / steps,
+               kernels[i].first / steps / 1e6);
+    for (auto& c : calls) {
+        if (c.start < from || c.start >= to) continue;
+        waits[c.name].first += (double)(c.end - c.start);
+        waits[c.name].second++;
+    }
+    printf("\n| host call that can wait or allocate | calls a step | ms a step |\n|---|---|---|\n");
+    for (auto& w : waits)
+        printf("| %s | %.1f | %.3f |\n", w.first.c_str(), w.second.second / steps, w.second.first / steps / 1e6);
+    fflush(stdout);
+}
+
+}  // namespace
+
+// CUDA calls this when it starts, because of CUDA_INJECTION64_PATH.
+extern "C" __attribute__((visibility("default"))) int InitializeInjection(void) {
+    cuptiActivityRegisterCallbacks(request, complete);
+    for (CUpti_ActivityKind kind : {CUPTI_ACTIVITY_KIND_CONCURRENT_KERNEL, CUPTI_ACTIVITY_KIND_MEMCPY,
+                                    CUPTI_ACTIVITY_KIND_MEMSET, CUPTI_ACTIVITY_KIND_RUNTIME})
+        cuptiActivityEnable(kind);
+    atexit(report);
+    return 1;
+}

@@ -1,0 +1,136 @@
+// AdamW, the gradient norm and the step's decisions.
+//
+// adamw_update reads master, m, v and grad once and writes master, m, v and weight once: 30 bytes a parameter, bound by
+// memory. A thread takes 8 elements, so that 8 loads of 16 bytes are under way at once.
+//
+// Sums run in double over fixed chunks: a block a chunk, then one block over the chunks' sums. Which element is added
+// to which never depends on the number of SMs or on time.
+#include <math.h>
+
+#include "layers/adamw.h"
+#include "layers/rows.cuh"
+
+enum { CHUNK = 16384, THREADS = 256, TOTAL_THREADS = 1024 };
+
+static __device__ double block_sum(double x) {  // valid in thread 0
+    __shared__ double part[32];
+#pragma unroll
+    for (int lane = 16; lane; lane /= 2) x += __shfl_xor_sync(0xffffffffu, x, lane);
+    if (threadIdx.x % 32 == 0) part[threadIdx.x / 32] = x;
+    __syncthreads();
+    double sum = 0;
+    if (threadIdx.x == 0)
+        for (int w = 0; w < (int)blockDim.x / 32; w++) sum += part[w];
+    return sum;
+}
+
+template <int SQUARE>
+static __device__ __forceinline__ double term(float x) {
+    return SQUARE ? (double)x * x : (double)x;
+}
+
+template <int SQUARE>
+static __global__ void chunk_sums(double* partial, const float* x, int64_t n, int aligned) {
+    const int64_t first = blockIdx.x * (int64_t)CHUNK;
+    double sum = 0;
+    if (aligned && first + CHUNK <= n) {
+        const float4* p = (const float4*)(x + first);
+#pragma unroll 8
+        for (int i = threadIdx.x; i < CHUNK / 4; i += THREADS) {
+            float4 f = p[i];
+            sum += (term<SQUARE>(f.x) + term<SQUARE>(f.y)) + (term<SQUARE>(f.z) + term<SQUARE>(f.w));
+        }
+    } else {
+        for (int64_t i = first + threadIdx.x; i < n && i < first + CHUNK; i += THREADS) sum += term<SQUARE>(x[i]);
+    }
+    sum = block_sum(sum);
+    if (threadIdx.x == 0) partial[blockIdx.x] = sum;
+}
+
+static __global__ void add_total(double* total, const double* partial, int64_t count) {
+    double sum = 0;
+    for (int64_t i = threadIdx.x; i < count; i += TOTAL_THREADS) sum += partial[i];
+    sum = block_sum(sum);
+    if (threadIdx.x == 0) *total += sum;
+}
+
+template <int SQUARE>
+static void add_sum(double* total, const float* x, int64_t n, Ctx* ctx) {
+    if (n == 0) return;
+    int64_t chunks = ceil_div(n, CHUNK);
+    double* partial = ctx_workspace<double>(ctx, chunks);
+    chunk_sums<SQUARE><<<(unsigned)chunks, THREADS, 0, ctx->stream>>>(partial, x, n, wide(0, x));
+    LAUNCH_CHECK();
+    add_total<<<1, TOTAL_THREADS, 0, ctx->stream>>>(total, partial, chunks);
+    LAUNCH_CHECK();
+}
+
+size_t adamw_workspace(int64_t n) { return (size_t)ceil_div(n, CHUNK) * sizeof(double); }
+
+void loss_add(StepState* state, const real* loss, int64_t N, Ctx* ctx) { add_sum<0>(&state->loss_sum, loss, N, ctx); }
+
+void grad_norm_add(StepState* state, const real* grad, int64_t n, Ctx* ctx) {
+    add_sum<1>(&state->grad_sq, grad, n, ctx);
+}
+
+static __global__ void begin(StepState* state) { state->loss_sum = state->grad_sq = 0; }
+
+void step_begin(StepState* state, Ctx* ctx) {
+    begin<<<1, 1, 0, ctx->stream>>>(state);
+    LAUNCH_CHECK();
+}
+
+static __global__ void decide(StepState* state, int64_t tokens, AdamW opt) {
+    state->loss = state->loss_sum / tokens;
+    state->grad_norm = sqrt(state->grad_sq);
+    state->ok = isfinite(state->loss) && isfinite(state->grad_norm);
+    state->bad_in_a_row = state->ok ? 0 : state->bad_in_a_row + 1;
+    if (!state->ok) return;
+    state->updates++;
+    state->grad_scale = opt.clip > 0 && state->grad_norm > opt.clip ? opt.clip / state->grad_norm : 1;
+    state->correction1 = 1 - pow((double)opt.beta1, (double)state->updates);
+    state->correction2 = 1 - pow((double)opt.beta2, (double)state->updates);
+}
+
+void step_decide(StepState* state, int64_t tokens, const AdamW* opt, Ctx* ctx) {
+    decide<<<1, 1, 0, ctx->stream>>>(state, tokens, *opt);
+    LAUNCH_CHECK();
+}
+
+template <int W>
+static __global__ void __launch_bounds__(THREADS)
+    update(floatX* weight, float* master, float* m, float* v, const float* grad, int64_t n, int64_t n_decay, AdamW opt,
+           const StepState* state) {
+    const int64_t i = (blockIdx.x * (int64_t)THREADS + threadIdx.x) * W;
+    if (i >= n || !state->ok) return;
+    const float scale = (float)state->grad_scale, fix1 = (float)(1 / state->correction1),
+                fix2 = (float)(1 / state->correction2);
+    float g[W], p[W], m1[W], v1[W];
+    load_real<W>(g, grad + i);
+    load_real<W>(p, master + i);
+    load_real<W>(m1, m + i);
+    load_real<W>(v1, v + i);
+#pragma unroll
+    for (int j = 0; j < W; j++) {
+        float gj = scale * g[j], decay = i + j < n_decay ? opt.weight_decay : 0;
+        m1[j] = opt.beta1 * m1[j] + (1 - opt.beta1) * gj;
+        v1[j] = opt.beta2 * v1[j] + (1 - opt.beta2) * gj * gj;
+        p[j] -= opt.lr * (m1[j] * fix1 / (sqrtf(v1[j] * fix2) + opt.eps) + decay * p[j]);
+    }
+    store_real<W>(master + i, p);
+    store_real<W>(m + i, m1);
+    store_real<W>(v + i, v1);
+    store<W>(weight + i, p);
+}
+
+void adamw_update(floatX* weight, real* master, real* m, real* v, const real* grad, int64_t n, int64_t n_decay,
+                  const AdamW* opt, const StepState* state, Ctx* ctx) {
+    if (n == 0) return;
+    if (wide(n, weight, master, m, v, grad))
+        update<8><<<blocks_for(n, 8 * THREADS), THREADS, 0, ctx->stream>>>(weight, master, m, v, grad, n, n_decay, *opt,
+                                                                           state);
+    else
+        update<1><<<blocks_for(n, THREADS), THREADS, 0, ctx->stream>>>(weight, master, m, v, grad, n, n_decay, *opt,
+                                                                       state);
+    LAUNCH_CHECK();
+}

@@ -1,0 +1,193 @@
+// Flash attention on Hopper's tensor cores for MLA's heads (Dao et al. 2022, arXiv 2205.14135; Shah et al. 2024, arXiv
+// 2407.08608). The presets' head sizes are D x (2, 1, 2) for (nope, rope, v), D = 64, 32, 16, so every tile is made of
+// D-wide chunks: q 3, k 2 + 1 (k_nope and k_rope meet only in shared memory), v 2. One warp per SM copies tiles by TMA
+// and takes the next piece of work from a counter, heaviest first; two warpgroups of 64 rows each multiply by wgmma,
+// with scores, probabilities and sums in registers. Backward makes two passes, keys' gradients over the queries and
+// queries' over the keys: 7 products where 5 would do, but every sum has one owner and one order, so bits repeat
+// without waiting for neighbours; k_rope's gradient is left per head in float and summed in the heads' order.
+// Bound by the tensor cores: a tile of 128 x 128 takes 2560 clocks of them in forward, 9216 in backward, beside about
+// 1100 and 2100 of exp2; what it loses is the start and end of a tile and the softmax that no product covers.
+#include "layers/attention.h"
+
+#include "device/wgmma.cuh"
+
+namespace {
+
+const float LOG2E = 1.4426950408889634f;
+enum { TILE = 128, THREADS = 384 };  // rows of a block's work; a producer and two consumer warpgroups
+
+// Pieces of work, (sequence and head, tile) in sections of heads whose tensors fit in L2 together, heaviest tiles first.
+struct Order {
+    int heads, tiles, section;
+    __host__ __device__ int total() const { return heads * tiles; }
+    __device__ void place(int work, int* head, int* rank) const {
+        int first = work / (section * tiles) * section, here = min(section, heads - first);
+        int r = work - first * tiles;
+        *head = first + r % here;
+        *rank = r / here;
+    }
+};
+
+Order order_of(AttnShape s) {
+    const int64_t l2 = 28 << 20;
+    int64_t heads = s.B * s.H, head_bytes = s.T * (s.nope + s.rope + s.v) * (int64_t)sizeof(floatX);
+    int64_t sections = ceil_div(heads, l2 / head_bytes > 0 ? l2 / head_bytes : 1);
+    return {(int)heads, (int)ceil_div(s.T, TILE), (int)ceil_div(heads, sections)};
+}
+
+// A full and an empty barrier for each of N buffers used in turn; `use` counts the uses, on both sides.
+template <int N>
+struct Ring {
+    uint64_t full[N], empty[N];
+    __device__ void init() {
+        for (int i = 0; i < N; i++) {
+            barrier_init(&full[i], 1);
+            barrier_init(&empty[i], 8);  // consumer warps
+        }
+    }
+    __device__ void wait_empty(int use) { barrier_wait(&empty[use % N], (use / N & 1) ^ 1); }
+    __device__ void wait_full(int use) { barrier_wait(&full[use % N], use / N & 1); }
+    __device__ void release(int use) {
+        __syncwarp();
+        if (threadIdx.x % 32 == 0) barrier_arrive(&empty[use % N]);
+    }
+};
+
+__device__ __forceinline__ float exp2_approx(float x) {
+    float y;
+    asm("ex2.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x));
+    return y;
+}
+
+__device__ __forceinline__ float quad_sum(float x) {
+    x += __shfl_xor_sync(0xffffffffu, x, 1);
+    return x + __shfl_xor_sync(0xffffffffu, x, 2);
+}
+
+__device__ __forceinline__ float quad_max(float x) {
+    x = fmaxf(x, __shfl_xor_sync(0xffffffffu, x, 1));
+    return fmaxf(x, __shfl_xor_sync(0xffffffffu, x, 2));
+}
+
+// s (64, N) = A B^T over CHUNKS chunks, both K-major: A's chunks of A_ROWS rows, B's of B_ROWS.
+template <int D, int N, int CHUNKS, int A_ROWS, int B_ROWS>
+__device__ __forceinline__ void multiply_rows(float (&s)[N / 2], uint64_t a, uint64_t b) {
+    constexpr int STEPS = D / 16;
+#pragma unroll
+    for (int k = 0; k < CHUNKS * STEPS; k++)
+        wgmma_ss<N, 0, 0>(s, a + k / STEPS * (A_ROWS * D / 8) + k % STEPS * 2,
+                          b + k / STEPS * (B_ROWS * D / 8) + k % STEPS * 2, k > 0);
+}
+
+// d (64, N) += A B with A (64, K) in registers and B's K rows in chunks of D columns.
+template <int D, int N, int K>
+__device__ __forceinline__ void multiply_add(float (&d)[N / 2], const uint32_t (&a)[K / 4], uint64_t b) {
+#pragma unroll
+    for (int k = 0; k < K / 16; k++) wgmma_rs<N, 1>(d, a + 4 * k, b + k * 2 * D, 1);
+}
+
+template <int N>
+__device__ __forceinline__ void zero(float (&d)[N]) {
+#pragma unroll
+    for (int i = 0; i < N; i++) d[i] = 0;
+}
+
+// The accumulator's columns FROM .. FROM + COLUMNS - 1, times `times`, to a row in memory; half 0 is row l / 4, 1 row
+// l / 4 + 8. Neighbouring lanes swap, so that each writes 8 bytes and four of them a sector.
+template <int FROM, int COLUMNS, int N>
+__device__ __forceinline__ void store_row(floatX* row, const float (&d)[N], int half, float times, bool inside) {
+    int lane = threadIdx.x % 32, odd = lane & 1;
+#pragma unroll
+    for (int j = FROM / 8; j < (FROM + COLUMNS) / 8; j += 2) {
+        uint32_t u = pack_bf16(d[4 * j + 2 * half] * times, d[4 * j + 2 * half + 1] * times);
+        uint32_t v = pack_bf16(d[4 * j + 4 + 2 * half] * times, d[4 * j + 5 + 2 * half] * times);
+        uint32_t got = __shfl_xor_sync(0xffffffffu, odd ? u : v, 1);
+        int column = 8 * j - FROM + (odd ? 8 : 0) + (lane & 2) * 2;
+        if (inside) *(uint2*)(row + column) = odd ? make_uint2(got, v) : make_uint2(u, got);
+    }
+}
+
+// Chunks of D columns of a (B, T, H, width) tensor: coordinates column, head, token, chunk, sequence.
+CUtensorMap heads_map(const floatX* p, AttnShape s, int64_t width, int rows, int chunks, Ctx* ctx) {
+    int64_t size[5] = {s.rope, s.H, s.T, width / s.rope, s.B};
+    int64_t stride[4] = {width, s.H * width, s.rope, s.T * s.H * width};
+    int box[5] = {(int)s.rope, 1, rows, chunks, 1};
+    return tensor_map(p, 5, size, stride, box, ctx);
+}
+
+// k_rope (B, T, rope): coordinates column, token, sequence.
+CUtensorMap rope_map(const floatX* p, AttnShape s, int rows, Ctx* ctx) {
+    int64_t size[3] = {s.rope, s.T, s.B}, stride[2] = {s.k_rope_stride, s.T * s.k_rope_stride};
+    int box[3] = {(int)s.rope, rows, 1};
+    return tensor_map(p, 3, size, stride, box, ctx);
+}
+
+void check_shape(AttnShape s, const floatX* k_rope) {
+    bool known = s.nope == 2 * s.rope && s.v == 2 * s.rope && (s.rope == 64 || s.rope == 32 || s.rope == 16);
+    if (!known)
+        die(EXIT_USAGE,
+            "attention on the GPU has no kernel for head sizes nope/rope/v %lld/%lld/%lld; it has 128/64/128, 64/32/64 "
+            "and 32/16/32",
+            (long long)s.nope, (long long)s.rope, (long long)s.v);
+    if (s.k_rope_stride % 8 || (uintptr_t)k_rope % 16)
+        die(EXIT_USAGE,
+            "attention on the GPU needs k_rope's rows on 16 bytes (got a stride of %lld elements): make kv-lora and "
+            "rope-dim multiples of 8",
+            (long long)s.k_rope_stride);
+    ASSERT(s.scale > 0 && s.T < (1 << 30) && s.B * s.H * ceil_div(s.T, TILE) < (1 << 30));
+}
+
+// The workspace: counters of work, then backward's lse and delta, padded to whole tiles, and dk_rope's parts.
+struct Workspace {
+    int* next;
+    float *lse2, *delta, *rope_part;
+    int64_t padded;  // tokens
+    size_t bytes;
+};
+
+Workspace workspace_of(AttnShape s, char* base) {
+    Workspace w;
+    w.padded = ceil_div(s.T, TILE) * TILE;
+    size_t rows = (size_t)(s.B * s.H * w.padded) * sizeof(float), parts = (size_t)(s.B * s.H * s.T * s.rope);
+    w.next = (int*)base;
+    w.lse2 = (float*)(base + 256);
+    w.delta = (float*)(base + 256 + rows);
+    w.rope_part = (float*)(base + 256 + 2 * rows);
+    w.bytes = 256 + 2 * rows + parts * sizeof(float);
+    return w;
+}
+
+Workspace get_workspace(AttnShape s, Ctx* ctx) {
+    Workspace w = workspace_of(s, ctx->workspace);
+    ctx_workspace<char>(ctx, (int64_t)w.bytes);
+    CUDA_CHECK(cudaMemsetAsync(w.next, 0, 256, ctx->stream));
+    return w;
+}
+
+template <typename Kernel>
+void allow_shared(Kernel kernel, size_t bytes) {
+    CUDA_CHECK(cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, (int)bytes));
+}
+
+}  // namespace
+
+#include "layers/attention_backward.cuh"
+#include "layers/attention_forward.cuh"
+
+size_t attention_workspace(AttnShape s) { return workspace_of(s, nullptr).bytes; }
+
+void attention_forward(floatX* out, real* lse, const floatX* q, const floatX* kv, const floatX* k_rope, AttnShape s,
+                       Ctx* ctx) {
+    check_shape(s, k_rope);
+    auto run = s.rope == 64 ? run_forward<64> : s.rope == 32 ? run_forward<32> : run_forward<16>;
+    run(out, lse, q, kv, k_rope, s, ctx);
+}
+
+void attention_backward(floatX* dq, floatX* dkv, floatX* dk_rope, const floatX* dout, const floatX* out,
+                        const real* lse, const floatX* q, const floatX* kv, const floatX* k_rope, AttnShape s,
+                        Ctx* ctx) {
+    check_shape(s, k_rope);
+    check_shape(s, dk_rope);
+    auto run = run_backward;
+    run(dq, dkv, dk_rope, dout, out, lse, q, kv, k_rope, s, ctx);
+}

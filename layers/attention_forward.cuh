@@ -1,0 +1,205 @@
+// Forward of layers/attention.cu. A block owns 128 queries of a head and walks the keys from the diagonal back in tiles
+// of 128. Each consumer warpgroup issues the next tile's scores and this tile's P v together and takes the softmax of
+// the scores while P v runs; the two warpgroups take turns at issuing (bar 1, 2), so that one multiplies while the other
+// takes its softmax.
+#ifndef LAYERS_ATTENTION_FORWARD_CUH
+#define LAYERS_ATTENTION_FORWARD_CUH
+
+namespace {
+
+#ifndef ATTENTION_TURNS
+#define ATTENTION_TURNS 1
+#endif
+
+template <int D>
+struct ForwardShared {
+    floatX q[3][TILE][D];
+    floatX k[2][3][TILE][D];
+    floatX v[2][2][TILE][D];
+    Ring<1> work_ring;
+    Ring<2> k_ring, v_ring;
+    int work;  // travels with q
+};
+
+template <int D>
+__global__ void __launch_bounds__(THREADS, 1)
+    forward(const __grid_constant__ CUtensorMap q_map, const __grid_constant__ CUtensorMap kv_map,
+            const __grid_constant__ CUtensorMap rope_map, floatX* out, float* lse, int* next, Order order, int T, int H,
+            float scale) {
+    extern __shared__ __align__(1024) char raw[];
+    ForwardShared<D>& sh = *(ForwardShared<D>*)raw;
+    if (threadIdx.x == 0) {
+        sh.work_ring.init(), sh.k_ring.init(), sh.v_ring.init();
+        barrier_init_fence();
+    }
+    __syncthreads();
+
+    if (threadIdx.x < 128) {  // producer
+        registers_fewer<24>();
+        if (threadIdx.x == 0) {
+            int k_use = 0, v_use = 0;
+            for (int use = 0, work = blockIdx.x;; use++) {
+                sh.work_ring.wait_empty(use);
+                sh.work = work;
+                if (work >= order.total()) {
+                    barrier_arrive(&sh.work_ring.full[0]);
+                    break;
+                }
+                int head, rank;
+                order.place(work, &head, &rank);
+                int b = head / H, h = head % H, tile = order.tiles - 1 - rank;
+                barrier_expect(&sh.work_ring.full[0], sizeof(sh.q));
+                tma_load(sh.q, &q_map, &sh.work_ring.full[0], 0, h, tile * TILE, 0, b);
+                work = gridDim.x + atomicAdd(next, 1);
+                for (int n = tile; n >= -1; n--) {  // keys of tile n, then values of tile n + 1
+                    if (n >= 0) {
+                        int i = k_use % 2;
+                        sh.k_ring.wait_empty(k_use++);
+                        barrier_expect(&sh.k_ring.full[i], sizeof(sh.k[0]));
+                        tma_load(sh.k[i][0], &kv_map, &sh.k_ring.full[i], 0, h, n * TILE, 0, b);
+                        tma_load(sh.k[i][2], &rope_map, &sh.k_ring.full[i], 0, n * TILE, b);
+                    }
+                    if (n < tile) {
+                        int i = v_use % 2;
+                        sh.v_ring.wait_empty(v_use++);
+                        barrier_expect(&sh.v_ring.full[i], sizeof(sh.v[0]));
+                        tma_load(sh.v[i], &kv_map, &sh.v_ring.full[i], 0, h, (n + 1) * TILE, 2, b);
+                    }
+                }
+            }
+        }
+    } else {
+        registers_more<240>();
+        const int group = threadIdx.x / 128 - 1, warp = threadIdx.x / 32 % 4, lane = threadIdx.x % 32;
+        const int row = group * 64 + warp * 16 + lane / 4;  // in the tile; the thread also holds row + 8
+        const float scale2 = scale * LOG2E;
+        const uint64_t q_at = wgmma_descriptor<D>(shared_address(sh.q) + group * 64 * D * 2, 0);
+        const uint64_t k_at = wgmma_descriptor<D>(shared_address(sh.k), 0);
+        const uint64_t v_at = wgmma_descriptor<D>(shared_address(sh.v), TILE * D * 2);
+        const int k_stage = sizeof(sh.k[0]) / 16, v_stage = sizeof(sh.v[0]) / 16;
+        int k_use = 0, v_use = 0;
+        if (ATTENTION_TURNS && group == 1) named_arrive(1, 256);  // the first turn is group 0's
+        auto my_turn = [&] {
+            if (ATTENTION_TURNS) named_sync(1 + group, 256);
+        };
+        auto your_turn = [&] {
+            if (ATTENTION_TURNS) named_arrive(2 - group, 256);
+        };
+
+        for (int use = 0;; use++) {
+            sh.work_ring.wait_full(use);
+            int work = sh.work;
+            if (work >= order.total()) break;
+            int head, rank;
+            order.place(work, &head, &rank);
+            const int tile = order.tiles - 1 - rank;
+
+            float o[D], s[TILE / 2], top[2], sum[2], shrink[2];
+            uint32_t p[TILE / 4];
+            zero(o);
+            // Scores to probabilities: new maxima, the factor for what was summed on the old ones, sums per thread.
+            auto softmax = [&](bool first) {
+#pragma unroll
+                for (int half = 0; half < 2; half++) {
+                    float old = top[half], most = s[2 * half];
+#pragma unroll
+                    for (int j = 0; j < TILE / 8; j++)
+                        most = fmaxf(most, fmaxf(s[4 * j + 2 * half], s[4 * j + 2 * half + 1]));
+                    most = quad_max(most);
+                    if (!first) most = fmaxf(most, old);
+                    top[half] = most;
+                    float shift = most * scale2;
+                    shrink[half] = first ? 1 : exp2_approx(old * scale2 - shift);
+                    float here = 0;
+#pragma unroll
+                    for (int j = 0; j < TILE / 8; j++)
+#pragma unroll
+                        for (int e = 0; e < 2; e++) {
+                            float& x = s[4 * j + 2 * half + e];
+                            x = exp2_approx(x * scale2 - shift);
+                            here += x;
+                        }
+                    sum[half] = first ? here : sum[half] * shrink[half] + here;
+                }
+            };
+            auto pack_p = [&] {
+#pragma unroll
+                for (int i = 0; i < TILE / 4; i++) p[i] = pack_bf16(s[2 * i], s[2 * i + 1]);
+            };
+
+            sh.k_ring.wait_full(k_use);
+            my_turn();
+            wgmma_fence();
+            multiply_rows<D, TILE, 3, TILE, TILE>(s, q_at, k_at + k_use % 2 * k_stage);
+            wgmma_commit();
+            your_turn();
+            wgmma_wait<0>();
+            wgmma_pin(s);
+            sh.k_ring.release(k_use++);
+#pragma unroll
+            for (int i = 0; i < TILE / 2; i++)  // the diagonal: keys after the query
+                if (i / 4 * 8 + lane % 4 * 2 + i % 2 > row + i / 2 % 2 * 8) s[i] = -INFINITY;
+            softmax(true);
+            pack_p();
+
+            for (int n = tile - 1; n >= 0; n--) {
+                sh.k_ring.wait_full(k_use);
+                my_turn();
+                wgmma_pin(o);
+                wgmma_fence();
+                multiply_rows<D, TILE, 3, TILE, TILE>(s, q_at, k_at + k_use % 2 * k_stage);
+                wgmma_commit();
+                sh.v_ring.wait_full(v_use);
+                multiply_add<D, 2 * D, TILE>(o, p, v_at + v_use % 2 * v_stage);
+                wgmma_commit();
+                your_turn();
+                wgmma_wait<1>();
+                wgmma_pin(s);
+                sh.k_ring.release(k_use++);
+                softmax(false);
+                wgmma_wait<0>();
+                wgmma_pin(o);
+                sh.v_ring.release(v_use++);
+#pragma unroll
+                for (int i = 0; i < D; i++) o[i] *= shrink[i / 2 % 2];
+                pack_p();
+            }
+            sh.work_ring.release(use);  // q is read
+            sh.v_ring.wait_full(v_use);
+            wgmma_pin(o);
+            wgmma_fence();
+            multiply_add<D, 2 * D, TILE>(o, p, v_at + v_use % 2 * v_stage);
+            wgmma_commit();
+            wgmma_wait<0>();
+            wgmma_pin(o);
+            sh.v_ring.release(v_use++);
+
+#pragma unroll
+            for (int half = 0; half < 2; half++) {
+                int t = tile * TILE + row + 8 * half;
+                float l = quad_sum(sum[half]);
+                if (t < T && lane % 4 == 0) lse[(int64_t)head * T + t] = top[half] * scale + logf(l);
+                int64_t token = (int64_t)(head / H) * T + t;
+                store_row<0, 2 * D>(out + (token * H + head % H) * 2 * D, o, half, 1 / l, t < T);
+            }
+        }
+    }
+}
+
+template <int D>
+void run_forward(floatX* out, real* lse, const floatX* q, const floatX* kv, const floatX* k_rope, AttnShape s,
+                 Ctx* ctx) {
+    Workspace w = get_workspace(s, ctx);
+    Order order = order_of(s);
+    CUtensorMap q_map = heads_map(q, s, 3 * D, TILE, 3, ctx), kv_map = heads_map(kv, s, 4 * D, TILE, 2, ctx);
+    CUtensorMap r_map = rope_map(k_rope, s, TILE, ctx);
+    int grid = order.total() < ctx->sms ? order.total() : ctx->sms;
+    allow_shared(forward<D>, sizeof(ForwardShared<D>));
+    forward<D><<<grid, THREADS, sizeof(ForwardShared<D>), ctx->stream>>>(q_map, kv_map, r_map, out, lse, w.next, order,
+                                                                         (int)s.T, (int)s.H, s.scale);
+    LAUNCH_CHECK();
+}
+
+}  // namespace
+
+#endif
