@@ -15,8 +15,8 @@ NORETURN void cuda_failed(cudaError_t error, const char* call, const char* file,
 }
 
 // Uploads go through pinned memory in pieces, so that the host never waits for the GPU unless all pieces are under way.
-enum { STAGES = 4 };
-static const size_t STAGE_BYTES = (size_t)4 << 20;
+enum { STAGES = 16 };
+static const size_t STAGE_BYTES = (size_t)1 << 20;
 struct Staging {
     char* host[STAGES];
     cudaEvent_t sent[STAGES];

@@ -18,6 +18,9 @@ void embedding_backward(real* dtable,          // (V, C), +=
                         const int32_t* token,  // (N)
                         int64_t N, int64_t V, int64_t C, Ctx* ctx);
 
+// Bytes of workspace that embedding_backward needs (tokens sorted by id; none on the CPU).
+size_t embedding_workspace(int64_t N, int64_t V);
+
 END_C
 
 #endif

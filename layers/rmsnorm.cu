@@ -7,7 +7,8 @@
 #include "layers/rmsnorm.h"
 #include "layers/rows.cuh"
 
-enum { WARP_BLOCKS = 396, TEAM_BLOCKS = 264, PLAIN_CHUNKS = 64, MAX_BLOCKS = WARP_BLOCKS };  // 3 and 2 an SM of an H200
+// Blocks of the backward at most: 3 and 2 an SM of an H200.
+static const int64_t WARP_BLOCKS = 396, TEAM_BLOCKS = 264, PLAIN_CHUNKS = 64;
 
 template <int WARPS>
 static __device__ __forceinline__ float team_sum(float x) {
@@ -256,7 +257,7 @@ static __global__ void add_partials(float* dw, const float* partial, int count, 
 }
 
 size_t rmsnorm_workspace(int64_t N, int64_t C) {
-    return (size_t)((N < MAX_BLOCKS ? N : MAX_BLOCKS) * C) * sizeof(float);
+    return (size_t)(smaller(N, WARP_BLOCKS) * C) * sizeof(float);
 }
 
 void rmsnorm_backward(floatX* dx, real* dw, const floatX* dy, const floatX* x, int64_t stride, const floatX* w,
@@ -266,13 +267,12 @@ void rmsnorm_backward(floatX* dx, real* dw, const floatX* dy, const floatX* x, i
     float* partial = ctx_workspace<float>(ctx, rmsnorm_workspace(N, C) / sizeof(float));
     bool done = wide(C | stride, dx, dy, x, w) && by_width(C / 8, [&](auto p, auto warps) {
                     constexpr int P = decltype(p)::value, WARPS = decltype(warps)::value;
-                    blocks = WARPS == 1 ? ceil_div(N, 4) : N;
-                    if (blocks > (WARPS == 1 ? WARP_BLOCKS : TEAM_BLOCKS)) blocks = WARPS == 1 ? WARP_BLOCKS : TEAM_BLOCKS;
+                    blocks = WARPS == 1 ? smaller(ceil_div(N, 4), WARP_BLOCKS) : smaller(N, TEAM_BLOCKS);
                     backward<P, WARPS><<<(unsigned)blocks, WARPS == 1 ? 128 : 256, 0, ctx->stream>>>(
                         dx, partial, dy, x, stride, w, rstd, N, C, accumulate);
                 });
     if (!done) {
-        blocks = N < PLAIN_CHUNKS ? N : PLAIN_CHUNKS;
+        blocks = smaller(N, PLAIN_CHUNKS);
         weight_plain<<<dim3(blocks_for(C, 128), (unsigned)blocks), 128, 0, ctx->stream>>>(partial, dy, x, stride, rstd,
                                                                                           N, C);
         LAUNCH_CHECK();

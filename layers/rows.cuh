@@ -69,6 +69,8 @@ static inline bool wide(int64_t columns, const T*... p) {
     return columns % 8 == 0 && (((uintptr_t)p % 16 == 0) && ...);
 }
 
+static inline int64_t smaller(int64_t a, int64_t b) { return a < b ? a : b; }
+
 static inline unsigned blocks_for(int64_t work, int64_t per_block) { return (unsigned)ceil_div(work, per_block); }
 
 // silu(g) * u and what its backward needs. bf16 results: the fast exp and division (2^-21) are exact enough.
