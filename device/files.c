@@ -40,7 +40,7 @@ void remove_folder(const char* path) {
         unlink(path);
         return;
     }
-    for (struct dirent* entry; (entry = readdir(folder));) {
+    for (struct dirent* entry; (entry = readdir(folder)) != NULL;) {
         if (strcmp(entry->d_name, ".") == 0 || strcmp(entry->d_name, "..") == 0) continue;
         char* file = host_format("%s/%s", path, entry->d_name);
         unlink(file);

@@ -195,6 +195,8 @@ static __device__ __forceinline__ void wgmma_pin(float (&d)[N]) {
 #define WGMMA_OUT48 WGMMA_D8(0), WGMMA_D8(8), WGMMA_D8(16)
 #define WGMMA_REGS64 WGMMA_R0 ", " WGMMA_R8 ", " WGMMA_R16 ", " WGMMA_R24
 #define WGMMA_OUT64 WGMMA_D8(0), WGMMA_D8(8), WGMMA_D8(16), WGMMA_D8(24)
+#define WGMMA_REGS80 WGMMA_R0 ", " WGMMA_R8 ", " WGMMA_R16 ", " WGMMA_R24 ", " WGMMA_R32
+#define WGMMA_OUT80 WGMMA_D8(0), WGMMA_D8(8), WGMMA_D8(16), WGMMA_D8(24), WGMMA_D8(32)
 #define WGMMA_REGS96 WGMMA_R0 ", " WGMMA_R8 ", " WGMMA_R16 ", " WGMMA_R24 ", " WGMMA_R32 ", " WGMMA_R40
 #define WGMMA_OUT96 WGMMA_D8(0), WGMMA_D8(8), WGMMA_D8(16), WGMMA_D8(24), WGMMA_D8(32), WGMMA_D8(40)
 #define WGMMA_REGS128                                                                                                  \
@@ -216,11 +218,16 @@ static __device__ __forceinline__ void wgmma_pin(float (&d)[N]) {
         WGMMA_D8(64), WGMMA_D8(72), WGMMA_D8(80), WGMMA_D8(88), WGMMA_D8(96), WGMMA_D8(104), WGMMA_D8(112),            \
         WGMMA_D8(120)
 
+constexpr __host__ __device__ bool wgmma_known(int n) {
+    return n == 32 || n == 48 || n == 64 || n == 80 || n == 96 || n == 128 || n == 192 || n == 256;
+}
+
 // d (64, N) += or = (accumulate 0) A B over k16. In a warp's 16 rows, lane l holds of each 8 columns: d[4j], d[4j + 1]
 // of row l / 4, columns 8j + l % 4 * 2 and the next; d[4j + 2], d[4j + 3] of row l / 4 + 8. A and B in shared memory;
 // MN_A, MN_B: 1 where the operand is MN-major.
 template <int N, int MN_A, int MN_B>
 static __device__ __forceinline__ void wgmma_ss(float (&d)[N / 2], uint64_t a, uint64_t b, int accumulate) {
+    static_assert(wgmma_known(N), "add this N to the lists");
 #define WGMMA_SS(n, A, B, C, TA, TB)                                                                                   \
     if constexpr (N == n)                                                                                              \
         asm volatile("{\n.reg .pred p;\nsetp.ne.b32 p, %" #C                                                           \
@@ -232,6 +239,7 @@ static __device__ __forceinline__ void wgmma_ss(float (&d)[N / 2], uint64_t a, u
     WGMMA_SS(32, 16, 17, 18, 19, 20)
     WGMMA_SS(48, 24, 25, 26, 27, 28)
     WGMMA_SS(64, 32, 33, 34, 35, 36)
+    WGMMA_SS(80, 40, 41, 42, 43, 44)
     WGMMA_SS(96, 48, 49, 50, 51, 52)
     WGMMA_SS(128, 64, 65, 66, 67, 68)
     WGMMA_SS(192, 96, 97, 98, 99, 100)
@@ -242,6 +250,7 @@ static __device__ __forceinline__ void wgmma_ss(float (&d)[N / 2], uint64_t a, u
 // A (64, 16) in registers: a[0] row l / 4, columns l % 4 * 2 and the next; a[1] row l / 4 + 8; a[2], a[3] columns 8 on.
 template <int N, int MN_B>
 static __device__ __forceinline__ void wgmma_rs(float (&d)[N / 2], const uint32_t* a, uint64_t b, int accumulate) {
+    static_assert(wgmma_known(N), "add this N to the lists");
 #define WGMMA_RS(n, A, A1, A2, A3, B, C, TB)                                                                           \
     if constexpr (N == n)                                                                                              \
         asm volatile("{\n.reg .pred p;\nsetp.ne.b32 p, %" #C                                                           \
@@ -253,6 +262,7 @@ static __device__ __forceinline__ void wgmma_rs(float (&d)[N / 2], const uint32_
     WGMMA_RS(32, 16, 17, 18, 19, 20, 21, 22)
     WGMMA_RS(48, 24, 25, 26, 27, 28, 29, 30)
     WGMMA_RS(64, 32, 33, 34, 35, 36, 37, 38)
+    WGMMA_RS(80, 40, 41, 42, 43, 44, 45, 46)
     WGMMA_RS(96, 48, 49, 50, 51, 52, 53, 54)
     WGMMA_RS(128, 64, 65, 66, 67, 68, 69, 70)
     WGMMA_RS(192, 96, 97, 98, 99, 100, 101, 102)

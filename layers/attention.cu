@@ -9,6 +9,8 @@
 // 1100 and 2100 of exp2; what it loses is the start and end of a tile and the softmax that no product covers.
 #include "layers/attention.h"
 
+#include <type_traits>
+
 #include "device/wgmma.cuh"
 
 namespace {
@@ -16,7 +18,8 @@ namespace {
 const float LOG2E = 1.4426950408889634f;
 enum { TILE = 128, THREADS = 384 };  // rows of a block's work; a producer and two consumer warpgroups
 
-// Pieces of work, (sequence and head, tile) in sections of heads whose tensors fit in L2 together, heaviest tiles first.
+// Pieces of work, (sequence and head, tile) in sections of heads whose tensors fit in L2 together, heaviest tiles
+// first.
 struct Order {
     int heads, tiles, section;
     __host__ __device__ int total() const { return heads * tiles; }
@@ -69,14 +72,14 @@ __device__ __forceinline__ float quad_max(float x) {
     return fmaxf(x, __shfl_xor_sync(0xffffffffu, x, 2));
 }
 
-// s (64, N) = A B^T over CHUNKS chunks, both K-major: A's chunks of A_ROWS rows, B's of B_ROWS.
+// s (64, N) = (or +=: accumulate) A B^T over CHUNKS chunks, both K-major: A's chunks of A_ROWS rows, B's of B_ROWS.
 template <int D, int N, int CHUNKS, int A_ROWS, int B_ROWS>
-__device__ __forceinline__ void multiply_rows(float (&s)[N / 2], uint64_t a, uint64_t b) {
+__device__ __forceinline__ void multiply_rows(float (&s)[N / 2], uint64_t a, uint64_t b, int accumulate = 0) {
     constexpr int STEPS = D / 16;
 #pragma unroll
     for (int k = 0; k < CHUNKS * STEPS; k++)
         wgmma_ss<N, 0, 0>(s, a + k / STEPS * (A_ROWS * D / 8) + k % STEPS * 2,
-                          b + k / STEPS * (B_ROWS * D / 8) + k % STEPS * 2, k > 0);
+                          b + k / STEPS * (B_ROWS * D / 8) + k % STEPS * 2, k > 0 || accumulate);
 }
 
 // d (64, N) += A B with A (64, K) in registers and B's K rows in chunks of D columns.
@@ -137,10 +140,11 @@ void check_shape(AttnShape s, const floatX* k_rope) {
     ASSERT(s.scale > 0 && s.T < (1 << 30) && s.B * s.H * ceil_div(s.T, TILE) < (1 << 30));
 }
 
-// The workspace: counters of work, then backward's lse and delta, padded to whole tiles, and dk_rope's parts.
+// The workspace: counters of work, then what backward's products start from, padded to whole tiles, and dk_rope's
+// parts.
 struct Workspace {
     int* next;
-    float *lse2, *delta, *rope_part;
+    float *lse, *delta, *rope_part;
     int64_t padded;  // tokens
     size_t bytes;
 };
@@ -150,7 +154,7 @@ Workspace workspace_of(AttnShape s, char* base) {
     w.padded = ceil_div(s.T, TILE) * TILE;
     size_t rows = (size_t)(s.B * s.H * w.padded) * sizeof(float), parts = (size_t)(s.B * s.H * s.T * s.rope);
     w.next = (int*)base;
-    w.lse2 = (float*)(base + 256);
+    w.lse = (float*)(base + 256);
     w.delta = (float*)(base + 256 + rows);
     w.rope_part = (float*)(base + 256 + 2 * rows);
     w.bytes = 256 + 2 * rows + parts * sizeof(float);
@@ -188,6 +192,6 @@ void attention_backward(floatX* dq, floatX* dkv, floatX* dk_rope, const floatX* 
                         Ctx* ctx) {
     check_shape(s, k_rope);
     check_shape(s, dk_rope);
-    auto run = run_backward;
+    auto run = s.rope == 64 ? run_backward<64> : s.rope == 32 ? run_backward<32> : run_backward<16>;
     run(dq, dkv, dk_rope, dout, out, lse, q, kv, k_rope, s, ctx);
 }

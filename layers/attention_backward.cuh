@@ -1,0 +1,421 @@
+// Backward of layers/attention.cu, four kernels in a row: prepare (delta and lse, padded), queries_backward (dq),
+// keys_backward (dk, dv), sum_rope (dk_rope over the heads). In both big ones a block owns 128 rows, 64 a consumer
+// warpgroup, whose gradients stay in registers; dS is the product's left operand straight from registers and is
+// multiplied one tile late, beside the next tile's scores, so that softmax arithmetic always has a product to hide
+// behind. keys_backward works on transposed scores (rows are keys): P^T and dS^T are then left operands as well.
+#ifndef LAYERS_ATTENTION_BACKWARD_CUH
+#define LAYERS_ATTENTION_BACKWARD_CUH
+
+namespace {
+
+// What the products of backward start from, so that they end as softmax wants them: start_delta = -rowsum(dout * out),
+// start_lse = -lse / scale; beyond T 0 and -inf, which make P and dS 0 there.
+template <int D>
+__global__ void prepare(float* start_delta, float* start_lse, const floatX* dout, const floatX* out, const float* lse,
+                        int64_t B, int64_t T, int64_t H, int64_t padded, float scale) {
+    constexpr int LANES = 2 * D / 8;                                         // threads to a row
+    int64_t row = (blockIdx.x * (int64_t)blockDim.x + threadIdx.x) / LANES;  // (b, t, h)
+    int lane = threadIdx.x % LANES;
+    int64_t h = row % H, t = row / H % padded, b = row / H / padded;
+    if (b >= B) return;  // whole blocks' tails: LANES divides 32, but the shuffles below want whole warps
+    float sum = 0;
+    if (t < T) {
+        int64_t at = (((b * T + t) * H + h) * 2 * D) / 8 + lane;
+        float x[8], y[8];
+        unpack(x, ((const Pack8*)dout)[at]);
+        unpack(y, ((const Pack8*)out)[at]);
+#pragma unroll
+        for (int i = 0; i < 8; i++) sum += x[i] * y[i];
+    }
+#pragma unroll
+    for (int i = LANES / 2; i; i /= 2) sum += __shfl_xor_sync(0xffffffffu, sum, i);
+    if (lane == 0) {
+        int64_t to = (b * H + h) * padded + t;
+        start_delta[to] = -sum;
+        start_lse[to] = t < T ? -lse[(b * H + h) * T + t] / scale : -INFINITY;
+    }
+}
+
+// dk_rope = the heads' parts (B, H, T, D), added in the order of heads; 8 columns a thread.
+template <int D>
+__global__ void sum_rope(floatX* dk_rope, const float* part, int64_t B, int64_t T, int64_t H, int64_t stride) {
+    int64_t i = blockIdx.x * (int64_t)blockDim.x + threadIdx.x, token = i / (D / 8), column = i % (D / 8) * 8;
+    if (token >= B * T) return;
+    const float4* p = (const float4*)(part + (token / T * H * T + token % T) * D + column);
+    float sum[8] = {};
+#pragma unroll 4
+    for (int64_t h = 0; h < H; h++) {
+        float4 low = p[h * T * D / 4], high = p[h * T * D / 4 + 1];
+        sum[0] += low.x, sum[1] += low.y, sum[2] += low.z, sum[3] += low.w;
+        sum[4] += high.x, sum[5] += high.y, sum[6] += high.z, sum[7] += high.w;
+    }
+    *(Pack8*)(dk_rope + token * stride + column) = pack(sum);
+}
+
+// --- dq ---
+
+#ifndef ATTENTION_DQ_KEYS
+#define ATTENTION_DQ_KEYS 96
+#endif
+enum { DQ_KEYS = ATTENTION_DQ_KEYS, DQ_STAGES = DQ_KEYS == 64 ? 3 : 2 };
+
+template <int D>
+struct QueriesShared {
+    floatX q[3][TILE][D];
+    floatX dout[2][TILE][D];
+    floatX k[DQ_STAGES][3][DQ_KEYS][D];
+    floatX v[DQ_STAGES][2][DQ_KEYS][D];
+    Ring<1> work_ring;
+    Ring<DQ_STAGES> k_ring, v_ring;
+    int work;
+};
+
+template <int D>
+__global__ void __launch_bounds__(THREADS, 1)
+    queries_backward(const __grid_constant__ CUtensorMap q_map, const __grid_constant__ CUtensorMap dout_map,
+                     const __grid_constant__ CUtensorMap kv_map, const __grid_constant__ CUtensorMap rope_map,
+                     floatX* dq, const float* lse, const float* delta, int* next, Order order, int T, int H,
+                     float scale) {
+    extern __shared__ __align__(1024) char raw[];
+    QueriesShared<D>& sh = *(QueriesShared<D>*)raw;
+    if (threadIdx.x == 0) {
+        sh.work_ring.init(), sh.k_ring.init(), sh.v_ring.init();
+        barrier_init_fence();
+    }
+    __syncthreads();
+
+    if (threadIdx.x < 128) {  // producer
+        registers_fewer<24>();
+        if (threadIdx.x == 0) {
+            int kv_use = 0;
+            for (int use = 0, work = blockIdx.x;; use++) {
+                sh.work_ring.wait_empty(use);
+                sh.work = work;
+                if (work >= order.total()) {
+                    barrier_arrive(&sh.work_ring.full[0]);
+                    break;
+                }
+                int head, rank;
+                order.place(work, &head, &rank);
+                int b = head / H, h = head % H, q0 = (order.tiles - 1 - rank) * TILE;
+                barrier_expect(&sh.work_ring.full[0], sizeof(sh.q) + sizeof(sh.dout));
+                tma_load(sh.q, &q_map, &sh.work_ring.full[0], 0, h, q0, 0, b);
+                tma_load(sh.dout, &dout_map, &sh.work_ring.full[0], 0, h, q0, 0, b);
+                work = gridDim.x + atomicAdd(next, 1);
+                for (int n = (min(q0 + TILE, T) - 1) / DQ_KEYS; n >= 0; n--, kv_use++) {
+                    int i = kv_use % DQ_STAGES;
+                    sh.v_ring.wait_empty(kv_use);
+                    barrier_expect(&sh.v_ring.full[i], sizeof(sh.v[0]));
+                    tma_load(sh.v[i], &kv_map, &sh.v_ring.full[i], 0, h, n * DQ_KEYS, 2, b);
+                    sh.k_ring.wait_empty(kv_use);
+                    barrier_expect(&sh.k_ring.full[i], sizeof(sh.k[0]));
+                    tma_load(sh.k[i][0], &kv_map, &sh.k_ring.full[i], 0, h, n * DQ_KEYS, 0, b);
+                    tma_load(sh.k[i][2], &rope_map, &sh.k_ring.full[i], 0, n * DQ_KEYS, b);
+                }
+            }
+        }
+    } else {
+        registers_more<240>();
+        const int group = threadIdx.x / 128 - 1, warp = threadIdx.x / 32 % 4, lane = threadIdx.x % 32;
+        const int row = group * 64 + warp * 16 + lane / 4;
+        const float scale2 = scale * LOG2E;
+        const uint64_t q_at = wgmma_descriptor<D>(shared_address(sh.q) + group * 64 * D * 2, 0);
+        const uint64_t dout_at = wgmma_descriptor<D>(shared_address(sh.dout) + group * 64 * D * 2, 0);
+        const uint64_t k_at = wgmma_descriptor<D>(shared_address(sh.k), DQ_KEYS * D * 2);
+        const uint64_t v_at = wgmma_descriptor<D>(shared_address(sh.v), 0);
+        const int k_stage = sizeof(sh.k[0]) / 16, v_stage = sizeof(sh.v[0]) / 16;
+        int kv_use = 0;
+
+        for (int use = 0;; use++) {
+            sh.work_ring.wait_full(use);
+            int work = sh.work;
+            if (work >= order.total()) break;
+            int head, rank;
+            order.place(work, &head, &rank);
+            const int q0 = (order.tiles - 1 - rank) * TILE;
+            float grad[D * 3 / 2], lse_row[2], delta_row[2];
+            uint32_t ds[DQ_KEYS / 4];
+            zero(grad);
+#pragma unroll
+            for (int half = 0; half < 2; half++) {
+                int64_t at = (int64_t)head * order.tiles * TILE + q0 + row + 8 * half;
+                lse_row[half] = lse[at] * scale2;
+                delta_row[half] = delta[at];
+            }
+            // This group's own first tile of keys; those before it on the walk lie after all of its queries.
+            int n = (min(q0 + TILE, T) - 1) / DQ_KEYS, own = min(n, (q0 + group * 64 + 63) / DQ_KEYS);
+            for (; n > own; n--, kv_use++) {
+                sh.v_ring.wait_full(kv_use);
+                sh.v_ring.release(kv_use);
+                sh.k_ring.wait_full(kv_use);
+                sh.k_ring.release(kv_use);
+            }
+            auto step = [&](auto first, auto masked) {
+                float s[DQ_KEYS / 2], dp[DQ_KEYS / 2];
+                int i = kv_use % DQ_STAGES;
+                sh.v_ring.wait_full(kv_use);
+                sh.k_ring.wait_full(kv_use);
+                wgmma_pin(grad);
+                wgmma_fence();
+                multiply_rows<D, DQ_KEYS, 3, TILE, DQ_KEYS>(s, q_at, k_at + i * k_stage);
+                wgmma_commit();
+                if (!first.value) {
+                    int before = (kv_use + DQ_STAGES - 1) % DQ_STAGES;
+                    multiply_add<D, 3 * D, DQ_KEYS>(grad, ds, k_at + before * k_stage);
+                }
+                wgmma_commit();
+                multiply_rows<D, DQ_KEYS, 2, TILE, DQ_KEYS>(dp, dout_at, v_at + i * v_stage);
+                wgmma_commit();
+                wgmma_wait<2>();
+                wgmma_pin(s);
+#pragma unroll
+                for (int j = 0; j < DQ_KEYS / 2; j++) {
+                    s[j] = exp2_approx(s[j] * scale2 + lse_row[j / 2 % 2]);
+                    if (masked.value && n * DQ_KEYS + j / 4 * 8 + lane % 4 * 2 + j % 2 > q0 + row + j / 2 % 2 * 8)
+                        s[j] = 0;
+                }
+                wgmma_wait<1>();
+                wgmma_pin(grad);
+                if (!first.value) sh.k_ring.release(kv_use - 1);
+                wgmma_wait<0>();
+                wgmma_pin(dp);
+                sh.v_ring.release(kv_use);
+#pragma unroll
+                for (int j = 0; j < DQ_KEYS / 4; j++)
+                    ds[j] = pack_bf16(s[2 * j] * (dp[2 * j] + delta_row[j % 2]),
+                                      s[2 * j + 1] * (dp[2 * j + 1] + delta_row[j % 2]));
+                kv_use++;
+            };
+            using Yes = std::true_type;
+            using No = std::false_type;
+            step(Yes(), Yes());
+            for (n--; n >= 0 && n * DQ_KEYS + DQ_KEYS > q0 + group * 64 + 1; n--) step(No(), Yes());
+            for (; n >= 0; n--) step(No(), No());
+            sh.work_ring.release(use);  // q and dout are read
+            wgmma_pin(grad);
+            wgmma_fence();
+            multiply_add<D, 3 * D, DQ_KEYS>(grad, ds, k_at + (kv_use + DQ_STAGES - 1) % DQ_STAGES * k_stage);
+            wgmma_commit();
+            wgmma_wait<0>();
+            wgmma_pin(grad);
+            sh.k_ring.release(kv_use - 1);
+#pragma unroll
+            for (int half = 0; half < 2; half++) {
+                int t = q0 + row + 8 * half;
+                int64_t token = (int64_t)(head / H) * T + t;
+                store_row<0, 3 * D>(dq + (token * H + head % H) * 3 * D, grad, half, scale, t < T);
+            }
+        }
+    }
+}
+
+// --- dk, dv ---
+
+// Every row starts from the same 2N numbers, one a column.
+template <int N>
+__device__ __forceinline__ void start_columns(float (&d)[N], const float* columns) {
+#pragma unroll
+    for (int j = 0; j < N / 4; j++) {
+        float2 x = *(const float2*)(columns + 8 * j + threadIdx.x % 4 * 2);
+        d[4 * j] = d[4 * j + 2] = x.x;
+        d[4 * j + 1] = d[4 * j + 3] = x.y;
+    }
+}
+
+enum { DK_QUERIES = 64, DK_STAGES = 3 };
+
+template <int D>
+struct KeysShared {
+    floatX k[3][TILE][D];
+    floatX v[2][TILE][D];
+    floatX q[DK_STAGES][3][DK_QUERIES][D];
+    floatX dout[DK_STAGES][2][DK_QUERIES][D];
+    float lse[DK_STAGES][DK_QUERIES];  // as prepare leaves them
+    float delta[DK_STAGES][DK_QUERIES];
+    Ring<1> work_ring;
+    Ring<DK_STAGES> ring;
+    int work;
+};
+
+template <int D>
+__global__ void __launch_bounds__(THREADS, 1)
+    keys_backward(const __grid_constant__ CUtensorMap q_map, const __grid_constant__ CUtensorMap dout_map,
+                  const __grid_constant__ CUtensorMap kv_map, const __grid_constant__ CUtensorMap rope_map, floatX* dkv,
+                  float* rope_part, const float* lse, const float* delta, int* next, Order order, int T, int H,
+                  float scale) {
+    extern __shared__ __align__(1024) char raw[];
+    KeysShared<D>& sh = *(KeysShared<D>*)raw;
+    if (threadIdx.x == 0) {
+        sh.work_ring.init(), sh.ring.init();
+        barrier_init_fence();
+    }
+    __syncthreads();
+    const int ends = (T + DK_QUERIES - 1) / DK_QUERIES;  // tiles of queries
+
+    if (threadIdx.x < 128) {  // producer
+        registers_fewer<24>();
+        if (threadIdx.x == 0) {
+            int q_use = 0;
+            for (int use = 0, work = blockIdx.x;; use++) {
+                sh.work_ring.wait_empty(use);
+                sh.work = work;
+                if (work >= order.total()) {
+                    barrier_arrive(&sh.work_ring.full[0]);
+                    break;
+                }
+                int head, rank;
+                order.place(work, &head, &rank);
+                int b = head / H, h = head % H, k0 = rank * TILE;
+                barrier_expect(&sh.work_ring.full[0], sizeof(sh.k) + sizeof(sh.v));
+                tma_load(sh.k[0], &kv_map, &sh.work_ring.full[0], 0, h, k0, 0, b);
+                tma_load(sh.k[2], &rope_map, &sh.work_ring.full[0], 0, k0, b);
+                tma_load(sh.v, &kv_map, &sh.work_ring.full[0], 0, h, k0, 2, b);
+                work = gridDim.x + atomicAdd(next, 1);
+                for (int m = k0 / DK_QUERIES; m < ends; m++, q_use++) {
+                    int i = q_use % DK_STAGES;
+                    uint64_t* full = &sh.ring.full[i];
+                    int64_t at = (int64_t)head * order.tiles * TILE + m * DK_QUERIES;
+                    sh.ring.wait_empty(q_use);
+                    barrier_expect(full, sizeof(sh.q[0]) + sizeof(sh.dout[0]) + 2 * sizeof(sh.lse[0]));
+                    tma_load(sh.q[i], &q_map, full, 0, h, m * DK_QUERIES, 0, b);
+                    bulk_load(sh.lse[i], lse + at, sizeof(sh.lse[0]), full);
+                    tma_load(sh.dout[i], &dout_map, full, 0, h, m * DK_QUERIES, 0, b);
+                    bulk_load(sh.delta[i], delta + at, sizeof(sh.delta[0]), full);
+                }
+            }
+        }
+    } else {
+        registers_more<240>();
+        const int group = threadIdx.x / 128 - 1, warp = threadIdx.x / 32 % 4, lane = threadIdx.x % 32;
+        const int row = group * 64 + warp * 16 + lane / 4;
+        const float scale2 = scale * LOG2E;
+        const uint64_t k_at = wgmma_descriptor<D>(shared_address(sh.k) + group * 64 * D * 2, 0);
+        const uint64_t v_at = wgmma_descriptor<D>(shared_address(sh.v) + group * 64 * D * 2, 0);
+        const uint64_t q_at = wgmma_descriptor<D>(shared_address(sh.q), DK_QUERIES * D * 2);
+        const uint64_t dout_at = wgmma_descriptor<D>(shared_address(sh.dout), DK_QUERIES * D * 2);
+        const int q_stage = sizeof(sh.q[0]) / 16, dout_stage = sizeof(sh.dout[0]) / 16;
+        int q_use = 0;
+
+        for (int use = 0;; use++) {
+            sh.work_ring.wait_full(use);
+            int work = sh.work;
+            if (work >= order.total()) break;
+            int head, rank;
+            order.place(work, &head, &rank);
+            const int k0 = rank * TILE;
+            float dk[D * 3 / 2], dv[D];
+            uint32_t ds[DK_QUERIES / 4] = {};
+            zero(dk);
+            zero(dv);
+            int m = k0 / DK_QUERIES;
+            if (group == 1) {  // the first queries all lie before its keys
+                sh.ring.wait_full(q_use);
+                sh.ring.release(q_use++);
+                m++;
+            }
+            int first = m;
+            for (; m < ends; m++) {  // none if all of this group's keys lie beyond T
+                int i = q_use % DK_STAGES, before = m > first ? (q_use + DK_STAGES - 1) % DK_STAGES : i;
+                float s[DK_QUERIES / 2], dp[DK_QUERIES / 2];
+                uint32_t p[DK_QUERIES / 4];
+                sh.ring.wait_full(q_use);
+                start_columns(s, sh.lse[i]);
+                wgmma_pin(s);
+                wgmma_pin(dk);
+                wgmma_fence();
+                multiply_rows<D, DK_QUERIES, 3, TILE, DK_QUERIES>(s, k_at, q_at + i * q_stage, 1);
+                wgmma_commit();
+                multiply_add<D, 3 * D, DK_QUERIES>(dk, ds, q_at + before * q_stage);  // at first dS is 0
+                wgmma_commit();
+                wgmma_wait<1>();
+                wgmma_pin(s);
+#pragma unroll
+                for (int j = 0; j < DK_QUERIES / 2; j++) s[j] = exp2_approx(s[j] * scale2);
+                if (m == first)  // the diagonal: queries before the key
+#pragma unroll
+                    for (int j = 0; j < DK_QUERIES / 2; j++)
+                        if (group * 64 + j / 4 * 8 + lane % 4 * 2 + j % 2 < row + j / 2 % 2 * 8) s[j] = 0;
+                wgmma_wait<0>();
+                wgmma_pin(dk);
+                if (m > first) sh.ring.release(q_use - 1);
+#pragma unroll
+                for (int j = 0; j < DK_QUERIES / 4; j++) p[j] = pack_bf16(s[2 * j], s[2 * j + 1]);
+                start_columns(dp, sh.delta[i]);
+                wgmma_pin(dp);
+                wgmma_pin(dv);
+                wgmma_fence();
+                multiply_rows<D, DK_QUERIES, 2, TILE, DK_QUERIES>(dp, v_at, dout_at + i * dout_stage, 1);
+                wgmma_commit();
+                multiply_add<D, 2 * D, DK_QUERIES>(dv, p, dout_at + i * dout_stage);
+                wgmma_commit();
+                wgmma_wait<1>();
+                wgmma_pin(dp);
+#pragma unroll
+                for (int j = 0; j < DK_QUERIES / 4; j++)  // P as it was multiplied: rounded
+                    ds[j] = pack_bf16(__uint_as_float(p[j] << 16) * dp[2 * j],
+                                      __uint_as_float(p[j] & 0xffff0000u) * dp[2 * j + 1]);
+                wgmma_wait<0>();
+                wgmma_pin(dv);
+                q_use++;
+            }
+            if (first < ends) {
+                wgmma_pin(dk);
+                wgmma_fence();
+                multiply_add<D, 3 * D, DK_QUERIES>(dk, ds, q_at + (q_use + DK_STAGES - 1) % DK_STAGES * q_stage);
+                wgmma_commit();
+                wgmma_wait<0>();
+                wgmma_pin(dk);
+                sh.ring.release(q_use - 1);
+            }
+            sh.work_ring.release(use);  // k and v are read
+#pragma unroll
+            for (int half = 0; half < 2; half++) {
+                int t = k0 + row + 8 * half;
+                int64_t token = (int64_t)(head / H) * T + t;
+                floatX* to = dkv + (token * H + head % H) * 4 * D;
+                store_row<0, 2 * D>(to, dk, half, scale, t < T);
+                store_row<0, 2 * D>(to + 2 * D, dv, half, 1, t < T);
+                float* part = rope_part + ((int64_t)head * T + t) * D + lane % 4 * 2;
+                if (t < T)
+#pragma unroll
+                    for (int j = 0; j < D / 8; j++)
+                        *(float2*)(part + 8 * j) = make_float2(dk[4 * (D / 4 + j) + 2 * half] * scale,
+                                                               dk[4 * (D / 4 + j) + 2 * half + 1] * scale);
+            }
+        }
+    }
+}
+
+template <int D>
+void run_backward(floatX* dq, floatX* dkv, floatX* dk_rope, const floatX* dout, const floatX* out, const real* lse,
+                  const floatX* q, const floatX* kv, const floatX* k_rope, AttnShape s, Ctx* ctx) {
+    Workspace w = get_workspace(s, ctx);
+    Order order = order_of(s);
+    int T = (int)s.T, H = (int)s.H, grid = order.total() < ctx->sms ? order.total() : ctx->sms;
+    int64_t rows = s.B * w.padded * s.H;
+    prepare<D><<<(unsigned)ceil_div(rows * (D / 4), 256), 256, 0, ctx->stream>>>(w.delta, w.lse, dout, out, lse, s.B,
+                                                                                 s.T, s.H, w.padded, s.scale);
+    LAUNCH_CHECK();
+
+    CUtensorMap q_map = heads_map(q, s, 3 * D, TILE, 3, ctx), dout_map = heads_map(dout, s, 2 * D, TILE, 2, ctx);
+    CUtensorMap kv_map = heads_map(kv, s, 4 * D, DQ_KEYS, 2, ctx), r_map = rope_map(k_rope, s, DQ_KEYS, ctx);
+    allow_shared(queries_backward<D>, sizeof(QueriesShared<D>));
+    queries_backward<D><<<grid, THREADS, sizeof(QueriesShared<D>), ctx->stream>>>(
+        q_map, dout_map, kv_map, r_map, dq, w.lse, w.delta, w.next, order, T, H, s.scale);
+    LAUNCH_CHECK();
+
+    q_map = heads_map(q, s, 3 * D, DK_QUERIES, 3, ctx), dout_map = heads_map(dout, s, 2 * D, DK_QUERIES, 2, ctx);
+    kv_map = heads_map(kv, s, 4 * D, TILE, 2, ctx), r_map = rope_map(k_rope, s, TILE, ctx);
+    allow_shared(keys_backward<D>, sizeof(KeysShared<D>));
+    keys_backward<D><<<grid, THREADS, sizeof(KeysShared<D>), ctx->stream>>>(
+        q_map, dout_map, kv_map, r_map, dkv, w.rope_part, w.lse, w.delta, w.next + 1, order, T, H, s.scale);
+    LAUNCH_CHECK();
+
+    sum_rope<D><<<(unsigned)ceil_div(s.B * s.T * (D / 8), 256), 256, 0, ctx->stream>>>(dk_rope, w.rope_part, s.B, s.T,
+                                                                                       s.H, s.k_rope_stride);
+    LAUNCH_CHECK();
+}
+
+}  // namespace
+
+#endif

@@ -5,6 +5,7 @@
 #include <string.h>
 
 #include "device/check.h"
+#include "layers/embedding.h"
 #include "layers/linear.h"
 #include "layers/rmsnorm.h"
 
@@ -131,6 +132,7 @@ size_t model_workspace(const Model* m) {
     int64_t N = m->B * m->T;
     size_t bytes = larger(attention_workspace(model_attn_shape(m)), rmsnorm_workspace(N, c->C));
     bytes = larger(bytes, linear_workspace());
+    bytes = larger(bytes, embedding_workspace(N, c->V));
     bytes = larger(bytes, rmsnorm_workspace(N, larger((size_t)c->q_lora, (size_t)c->kv_lora)));
     if (c->dense_layers < c->L) bytes = larger(bytes, moe_workspace(model_moe_shape(m)));
     for (int u = 0; u < params_units(c); u++)

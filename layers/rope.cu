@@ -1,0 +1,99 @@
+// Rotary embedding in place: bound by memory (each element read and written once). A thread takes 4 pairs of a token
+// (16 bytes) and turns them in 4 heads with the same angles, so that the table is read once for 4 heads and 4 loads are
+// under way at a time; the table itself (T x D floats) stays in L2. Turns in float32, rounded once.
+#include <math.h>
+
+#include "layers/rope.h"
+#include "layers/rows.cuh"
+
+static const double pi = 3.14159265358979323846;
+
+// The pair that makes `beta` turns over the original length.
+static double pair_of(double beta, const RopeConfig* config) {
+    return config->dim * log(config->original_len / (2 * pi * beta)) / (2 * log(config->theta));
+}
+
+void rope_yarn_ramp(int* low, int* high, const RopeConfig* config) {
+    double first = floor(pair_of(32, config)), last = ceil(pair_of(1, config));
+    *low = first < 0 ? 0 : (int)first;
+    *high = last > config->dim - 1 ? config->dim - 1 : (int)last;
+}
+
+double rope_mscale(const RopeConfig* config) {
+    return config->yarn && config->factor > 1 ? 0.1 * config->mscale * log(config->factor) + 1 : 1;
+}
+
+static double frequency(int i, const RopeConfig* config) {
+    double f = pow(config->theta, -2.0 * i / config->dim);
+    if (!config->yarn) return f;
+    int low, high;
+    rope_yarn_ramp(&low, &high, config);
+    double ramp = (i - low) / (high > low ? (double)(high - low) : 0.001);
+    ramp = ramp < 0 ? 0 : ramp > 1 ? 1 : ramp;
+    return (1 - ramp) * f + ramp * f / config->factor;
+}
+
+void rope_table(real* host_table, int64_t T, const RopeConfig* config) {
+    int half = config->dim / 2;
+    for (int i = 0; i < half; i++) {
+        double f = frequency(i, config);
+        for (int64_t t = 0; t < T; t++) {
+            host_table[(t * half + i) * 2] = (real)cos(t * f);
+            host_table[(t * half + i) * 2 + 1] = (real)sin(t * f);
+        }
+    }
+}
+
+enum { HEADS = 4 };
+
+// W elements (8, or one pair) of HEADS heads a thread.
+template <int W>
+static __global__ void turn(floatX* x, const float* table, RopeShape s, float direction) {
+    const int64_t i = blockIdx.x * (int64_t)256 + threadIdx.x, pieces = s.D / W, n = i / pieces, d = i % pieces * W;
+    if (n >= s.N) return;
+    const int64_t h0 = blockIdx.y * (int64_t)HEADS;
+    floatX* v = x + n * s.stride + h0 * s.head_stride + d;
+    float f[HEADS][W], angle[W];
+#pragma unroll
+    for (int h = 0; h < HEADS; h++)
+        if (h0 + h < s.heads) {
+            if constexpr (W == 8) {
+                load<8>(f[h], v + h * s.head_stride);
+            } else {
+                f[h][0] = v[h * s.head_stride];
+                f[h][1] = v[h * s.head_stride + 1];
+            }
+        }
+    const float* row = table + n % s.T * s.D + d;
+    if constexpr (W == 8) {
+        load_real<8>(angle, row);
+    } else {
+        angle[0] = row[0], angle[1] = row[1];
+    }
+#pragma unroll
+    for (int h = 0; h < HEADS; h++) {
+        if (h0 + h >= s.heads) continue;
+#pragma unroll
+        for (int j = 0; j < W; j += 2) {
+            float cosine = angle[j], sine = direction * angle[j + 1], even = f[h][j], odd = f[h][j + 1];
+            f[h][j] = even * cosine - odd * sine;
+            f[h][j + 1] = even * sine + odd * cosine;
+        }
+        if constexpr (W == 8) {
+            store<8>(v + h * s.head_stride, f[h]);
+        } else {
+            v[h * s.head_stride] = (floatX)f[h][0];
+            v[h * s.head_stride + 1] = (floatX)f[h][1];
+        }
+    }
+}
+
+void rope_apply(floatX* x, const real* table, RopeShape s, int direction, Ctx* ctx) {
+    if (s.N == 0 || s.heads == 0 || s.D == 0) return;
+    const unsigned groups = blocks_for(s.heads, HEADS);
+    if (wide(s.D | s.stride | s.head_stride, x) && wide(0, table))
+        turn<8><<<dim3(blocks_for(s.N * (s.D / 8), 256), groups), 256, 0, ctx->stream>>>(x, table, s, (float)direction);
+    else
+        turn<2><<<dim3(blocks_for(s.N * (s.D / 2), 256), groups), 256, 0, ctx->stream>>>(x, table, s, (float)direction);
+    LAUNCH_CHECK();
+}

@@ -1,0 +1,133 @@
+// The ragged layout: a stable counting sort of the choices (layers/sort.cuh, three short launches), then rows moved in
+// 16-byte pieces, one warp a row; bound by memory.
+//
+// permute_rows writes K copies of each token. An expert's rows stand in the order of their tokens, so blocks take the
+// same slice of every expert before the next slice: the copies of a token are made at about the same time, and it comes
+// from memory once and from L2 after that. unpermute_rows goes by token: K rows in, one out, summed in float32 in the
+// order of k.
+#include "layers/rows.cuh"
+#include "layers/sort.cuh"
+#include "moe/permute.h"
+
+enum { ROW_ALIGN = 128 };
+
+int64_t ragged_capacity(int64_t N, int32_t K, int32_t El, Backend backend) {
+    int64_t align = backend == BACKEND_CUDA ? ROW_ALIGN : 1;
+    int64_t rows = N * (K < El ? K : El);  // a token's experts are distinct
+    return ceil_div(rows + El * (align - 1), align) * align;
+}
+
+size_t permute_workspace(int64_t N, int32_t K, int32_t El) { return sort_workspace(N * K, El) * sizeof(int32_t); }
+
+struct Choice {
+    const int32_t* expert;
+    __device__ int operator()(int64_t i) const { return expert[i]; }
+};
+
+struct Plan {
+    Ragged r;
+    const float* gate;
+    int32_t K;
+    __device__ void operator()(int64_t i, int32_t row) const {
+        r.token_row[i] = row;
+        if (row < 0) return;
+        r.row_token[row] = (int32_t)(i / K);
+        r.row_gate[row] = gate[i];
+    }
+    // The blocks share out the pad rows; the first writes what describes the groups.
+    __device__ void finish(const int32_t* start, const int32_t* totals, int bins) const {
+        for (int b = blockIdx.x; b < bins; b += gridDim.x)
+            for (int row = start[b] + totals[b] + threadIdx.x; row < start[b + 1]; row += blockDim.x) {
+                r.row_token[row] = -1;
+                r.row_gate[row] = 0;
+            }
+        if (blockIdx.x > 0) return;
+        for (int b = threadIdx.x; b <= bins; b += blockDim.x) {
+            r.group_start[b] = start[b];
+            if (b < bins) r.group_rows[b] = totals[b];
+        }
+    }
+};
+
+void permute_plan(Ragged r, const int32_t* expert, const real* gate, int64_t N, int32_t K, Ctx* ctx) {
+    if (r.El > SORT_MAX_BINS) die(EXIT_FAILED, "permute_plan: %d experts on one GPU, at most %d", r.El, SORT_MAX_BINS);
+    ASSERT(N > 0 && r.capacity < INT32_MAX && N * K < INT32_MAX);
+    int32_t* workspace = ctx_workspace<int32_t>(ctx, sort_workspace(N * K, r.El));
+    counting_sort(Choice{expert}, Plan{r, gate, K}, N * K, r.El, ROW_ALIGN, workspace, ctx);
+}
+
+// Block: slice blockIdx.x / El of the rows of expert blockIdx.x % El, pad rows in.
+template <int W>
+static __global__ void __launch_bounds__(256)
+    spread(floatX* rows, const floatX* tokens, Ragged r, int64_t C, int64_t slices) {
+    const int64_t e = blockIdx.x % r.El, slice = blockIdx.x / r.El;
+    const int64_t start = r.group_start[e], length = r.group_start[e + 1] - start;
+    const int64_t end = start + length * (slice + 1) / slices;
+    for (int64_t row = start + length * slice / slices + threadIdx.x / 32; row < end; row += 8) {
+        const int32_t token = r.row_token[row];
+        copy_row<W>(rows + row * C, token < 0 ? NULL : tokens + token * C, C);
+    }
+}
+
+void permute_rows(floatX* rows, const floatX* tokens, Ragged r, int64_t C, Ctx* ctx) {
+    const int64_t slices = ceil_div(r.capacity, r.El * 8);  // at even load: a row a warp
+    const unsigned blocks = (unsigned)(slices * r.El);
+    if (wide(C, rows, tokens))
+        spread<8><<<blocks, 256, 0, ctx->stream>>>(rows, tokens, r, C, slices);
+    else
+        spread<1><<<blocks, 256, 0, ctx->stream>>>(rows, tokens, r, C, slices);
+    LAUNCH_CHECK();
+}
+
+// A thread a piece of a token; 4 rows under way at a time.
+template <int W>
+static __global__ void __launch_bounds__(256)
+    combine(floatX* tokens, const floatX* rows, const float* gate, const int32_t* token_row, int64_t N, int32_t K,
+            int64_t C, int accumulate) {
+    const int64_t i = blockIdx.x * (int64_t)256 + threadIdx.x, pieces = C / W, n = i / pieces, c = i % pieces * W;
+    if (n >= N) return;
+    float sum[W] = {};
+    if (accumulate) load<W>(sum, tokens + n * C + c);
+    for (int32_t k0 = 0; k0 < K; k0 += 4) {
+        Piece<W> p[4] = {};
+        float g[4] = {};
+#pragma unroll
+        for (int j = 0; j < 4; j++) {
+            const int64_t row = k0 + j < K ? token_row[n * K + k0 + j] : -1;
+            if (row < 0) continue;
+            g[j] = gate ? gate[n * K + k0 + j] : 1;
+            p[j] = *(const Piece<W>*)(rows + row * C + c);
+        }
+#pragma unroll
+        for (int j = 0; j < 4; j++) {
+            float f[W];
+            load<W>(f, (const floatX*)&p[j]);
+#pragma unroll
+            for (int e = 0; e < W; e++) sum[e] += g[j] * f[e];
+        }
+    }
+    store<W>(tokens + n * C + c, sum);
+}
+
+void unpermute_rows(floatX* tokens, const floatX* rows, const real* gate, Ragged r, int64_t N, int32_t K, int64_t C,
+                    int accumulate, Ctx* ctx) {
+    if (N == 0) return;
+    if (wide(C, tokens, rows))
+        combine<8><<<blocks_for(N * (C / 8), 256), 256, 0, ctx->stream>>>(tokens, rows, gate, r.token_row, N, K, C,
+                                                                          accumulate);
+    else
+        combine<1><<<blocks_for(N * C, 256), 256, 0, ctx->stream>>>(tokens, rows, gate, r.token_row, N, K, C,
+                                                                    accumulate);
+    LAUNCH_CHECK();
+}
+
+static __global__ void pick_gates(float* dgate, const float* drow_gate, const int32_t* token_row, int64_t count) {
+    const int64_t i = blockIdx.x * (int64_t)256 + threadIdx.x;
+    if (i < count) dgate[i] = token_row[i] < 0 ? 0 : drow_gate[token_row[i]];
+}
+
+void unpermute_gates(real* dgate, const real* drow_gate, Ragged r, int64_t N, int32_t K, Ctx* ctx) {
+    if (N == 0) return;
+    pick_gates<<<blocks_for(N * K, 256), 256, 0, ctx->stream>>>(dgate, drow_gate, r.token_row, N * K);
+    LAUNCH_CHECK();
+}
