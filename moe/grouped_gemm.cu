@@ -1,35 +1,38 @@
 // Grouped products on the tensor cores: one persistent kernel per pass over the ragged buffer, no transposed copies.
 //
-// Each SM runs one block: a producer warp finds tiles (128 x 256 of the output) and feeds 64-deep slices of both
-// operands through TMA into a ring of 4 stages; two warpgroups multiply them (wgmma m64n256k16, float32 accumulators in
-// registers) and write through shared memory and TMA. wgmma reads operands whose rows are the contraction (dgrad's W,
-// both of wgrad) as they lie, so the passes differ in coordinates only. Starts of groups are multiples of 128: no tile
-// holds rows of two experts, and no row behind group_start[El] is ever read. Only the producer reads group sizes, on
-// the device; what the warpgroups need of a tile reaches them through a small ring. Two neighbouring blocks form a
-// cluster that shares the operand common to their tiles (each loads half and multicasts). Tiles are handed out in a
-// fixed order and one block owns a tile for its whole sum: the same bits on every run. Bound by the tensor cores (the
-// card's power limit holds them at about 700 TFLOP/s) and, at small contractions, by the write-out of tiles, during
-// which a block does not multiply. wgrad writes with TMA's add: W's gradient is not read.
-#include "device/wgmma.cuh"
+// A block per SM: a producer warp finds tiles (128 x 256 of the output), reading the group sizes on the device, and
+// feeds 64-deep slices of both operands by TMA into a ring of 4 stages; two warpgroups multiply them (wgmma m64n256k16,
+// sums in registers) and write through shared memory and TMA; a small ring tells them what tile it is. wgmma takes
+// operands whose rows are the contraction (dgrad's W, both of wgrad) as they lie: the passes differ in coordinates
+// only. Groups start at multiples of 128, so no tile holds rows of two experts and nothing behind group_start[El] is
+// read. Two blocks form a cluster and share the operand that is common to their tiles: each loads half of it for both.
+// Tiles are handed out in a fixed order and one block owns a tile's whole sum: the same bits on every run. wgrad adds
+// to dW by TMA. Bound by the tensor cores under the card's power limit; with few rows per expert wgrad by the traffic
+// of dW.
 #include "moe/grouped_gemm.h"
-
-#ifndef GROUPED_GEMM_CLUSTER  // bench/grouped_gemm.cu compares
-#define GROUPED_GEMM_CLUSTER 2
-#endif
+#include "moe/grouped_gemm_ptx.cuh"
 
 namespace {
 
-enum { CLUSTER = GROUPED_GEMM_CLUSTER };
+enum { CLUSTER = 2, BOTH = 3 };  // blocks of a cluster, and their bits
 enum { TILE_M = 128, TILE_N = 256, TILE_K = 64 };
 enum { BOX = 64, BOX_BYTES = BOX * BOX * 2 };  // every load is a box of 64 x 64 bf16, swizzled over 128 bytes
-enum { A_BOXES = TILE_M / BOX, B_BOXES = TILE_N / BOX, STAGE_BYTES = (A_BOXES + B_BOXES) * BOX_BYTES };
+enum { STAGE_BYTES = (TILE_M + TILE_N) / BOX * BOX_BYTES };
 enum { STAGES = 4, RING = 4 };
 enum { WARPS = 8, THREADS = 128 + 32 * WARPS };  // a producer warpgroup (one warp works) and two that multiply
 enum { OUT_BYTES = 16 * 128 };                   // a warp writes out 16 rows of 128 bytes at a time
-enum { BAND = 16 / CLUSTER };                    // tiles of M (or pairs) that are walked before the next N: reuse in L2
+enum { BAND = 16 / CLUSTER };  // pairs of tiles below each other that are walked before the next column: reuse in L2
 enum { MAX_EXPERTS = 1024 };
 
 enum Pass { FORWARD, DGRAD, WGRAD };
+
+// WIDE: 128 x 256. Of an output whose last 128 columns or fewer stand alone (N = 1408), those are taken by TALL tiles,
+// 256 x 128, which cost the same, so that blocks stay even; NARROW, 128 x 128, is what is left of an expert.
+enum Kind { WIDE, TALL, NARROW };
+template <Kind KIND>
+constexpr int COLUMNS = KIND == WIDE ? 256 : 128;
+template <Kind KIND>
+constexpr int PARTS = KIND == TALL ? 2 : 1;  // of 128 rows; a warpgroup takes 64 rows of each
 
 // The output of one expert is M x N, the contraction K. FORWARD, DGRAD: M is the expert's rows; WGRAD: K is.
 struct Groups {
@@ -43,9 +46,9 @@ struct Tile {
     int expert;  // of WGRAD's output
     int steps;   // of TILE_K along the contraction; 0: no more tiles
     int valid;   // rows from m on that are not pad rows
-    int narrow;  // 128 columns or fewer: half the work
-    int store;   // 0 in a block that keeps its neighbour company
-    int k;       // the contraction's first coordinate
+    int kind;
+    int store;  // 0 in a block that keeps its neighbour company
+    int k;      // the contraction's first coordinate
 };
 
 struct Shared {
@@ -55,59 +58,6 @@ struct Shared {
     Tile tile[RING];
     int16_t order[MAX_EXPERTS];  // WGRAD: largest experts first
 };
-
-// --- Instructions that device/wgmma.cuh does not have: clusters, and a store that adds ---
-
-__device__ __forceinline__ int cluster_rank() {
-    int rank;
-    asm volatile("mov.u32 %0, %%cluster_ctarank;" : "=r"(rank));
-    return rank;
-}
-
-__device__ __forceinline__ void cluster_sync() {
-    asm volatile("barrier.cluster.arrive.aligned;\nbarrier.cluster.wait.aligned;" ::: "memory");
-}
-
-// Arrives at the same barrier of block `rank` of the cluster. (With .release.cluster it would cost a memory barrier.)
-__device__ __forceinline__ void barrier_arrive_at(uint64_t* bar, int rank) {
-    asm volatile(
-        "{\n.reg .b32 at;\nmapa.shared::cluster.u32 at, %0, %1;\nmbarrier.arrive.shared::cluster.b64 _, [at];\n}" ::"r"(
-            shared_address(bar)),
-        "r"(rank)
-        : "memory");
-}
-
-// To the same place in all blocks of the cluster, each one's own barrier counting the bytes.
-__device__ __forceinline__ void tma_multicast(void* to, const CUtensorMap* map, uint64_t* bar, int x, int y) {
-    asm volatile(
-        "cp.async.bulk.tensor.2d.shared::cluster.global.tile.mbarrier::complete_tx::bytes.multicast::cluster [%0], "
-        "[%1, "
-        "{%3, %4}], [%2], %5;" ::"r"(shared_address(to)),
-        "l"(map), "r"(shared_address(bar)), "r"(x), "r"(y), "h"((uint16_t)((1 << CLUSTER) - 1))
-        : "memory");
-}
-
-__device__ __forceinline__ void tma_multicast(void* to, const CUtensorMap* map, uint64_t* bar, int x, int y, int z) {
-    asm volatile(
-        "cp.async.bulk.tensor.3d.shared::cluster.global.tile.mbarrier::complete_tx::bytes.multicast::cluster [%0], "
-        "[%1, "
-        "{%3, %4, %5}], [%2], %6;" ::"r"(shared_address(to)),
-        "l"(map), "r"(shared_address(bar)), "r"(x), "r"(y), "r"(z), "h"((uint16_t)((1 << CLUSTER) - 1))
-        : "memory");
-}
-
-__device__ __forceinline__ void tma_add(const CUtensorMap* map, const void* from, int x, int y, int z) {
-    asm volatile(
-        "cp.reduce.async.bulk.tensor.3d.global.shared::cta.add.tile.bulk_group [%0, {%2, %3, %4}], [%1];" ::"l"(map),
-        "r"(shared_address(from)), "r"(x), "r"(y), "r"(z)
-        : "memory");
-}
-
-__device__ __forceinline__ void store_matrices(uint32_t at, uint32_t a, uint32_t b, uint32_t c, uint32_t d) {
-    asm volatile("stmatrix.sync.aligned.m8n8.x4.shared.b16 [%0], {%1, %2, %3, %4};" ::"r"(at), "r"(a), "r"(b), "r"(c),
-                 "r"(d)
-                 : "memory");
-}
 
 __device__ __forceinline__ int div_up(int a, int b) { return (a + b - 1) / b; }
 
@@ -120,7 +70,8 @@ struct Window {
 };
 
 template <Pass P>
-__device__ __forceinline__ void load_window(Window& w, const Groups& g, const int16_t* order, int tiles_n, int lane) {
+__device__ __forceinline__ void load_window(Window& w, const Groups& g, const int16_t* order, int tiles_n, int wide,
+                                            int lane) {
     int i = w.first + lane, units = 0;
     w.expert = w.start = w.rows = w.tiles_m = 0;
     if (i < g.El) {
@@ -132,7 +83,8 @@ __device__ __forceinline__ void load_window(Window& w, const Groups& g, const in
             w.tiles_m = w.rows > 0 ? div_up(g.M, TILE_M) : 0;
         else
             w.tiles_m = ((int)g.start[w.expert + 1] - w.start) / TILE_M;
-        units = w.tiles_m / CLUSTER * tiles_n + w.tiles_m % CLUSTER * div_up(tiles_n, CLUSTER);
+        units = w.tiles_m / CLUSTER * wide + div_up(w.tiles_m / CLUSTER, 2) * (tiles_n - wide) +
+                w.tiles_m % CLUSTER * div_up(tiles_n, CLUSTER);
     }
     w.end = units;
 #pragma unroll
@@ -147,7 +99,7 @@ template <Pass P>
 __device__ __forceinline__ void load_a(uint8_t* to, const CUtensorMap* map, uint64_t* bar, int m, int k, int shared) {
     int x = P == WGRAD ? m : k, y = P == WGRAD ? k : m;
     if (shared)
-        tma_multicast(to, map, bar, x, y);
+        tma_multicast(to, map, bar, x, y, BOTH);
     else
         tma_load(to, map, bar, x, y);
 }
@@ -158,12 +110,12 @@ __device__ __forceinline__ void load_b(uint8_t* to, const CUtensorMap* map, uint
     int x = P == FORWARD ? k : n, y = P == FORWARD ? n : k;
     if (P == WGRAD) {
         if (shared)
-            tma_multicast(to, map, bar, x, y);
+            tma_multicast(to, map, bar, x, y, BOTH);
         else
             tma_load(to, map, bar, x, y);
     } else {
         if (shared)
-            tma_multicast(to, map, bar, x, y, expert);
+            tma_multicast(to, map, bar, x, y, expert, BOTH);
         else
             tma_load(to, map, bar, x, y, expert);
     }
@@ -171,19 +123,20 @@ __device__ __forceinline__ void load_b(uint8_t* to, const CUtensorMap* map, uint
 
 template <Pass P>
 __device__ __forceinline__ void produce(Shared& s, const CUtensorMap* a, const CUtensorMap* b, const Groups& g) {
-    const int lane = threadIdx.x % 32, rank = CLUSTER > 1 ? cluster_rank() : 0;
+    const int lane = threadIdx.x % 32, rank = cluster_rank();
     const int cluster = blockIdx.x / CLUSTER, clusters = gridDim.x / CLUSTER, tiles_n = div_up(g.N, TILE_N);
+    const int wide = div_up(g.N - TILE_N / 2, TILE_N);  // columns of WIDE tiles: all, or all but the last
     int slot = 0, ring = 0;
     uint32_t parity = 1, ring_parity = 1;
     Window w;
     w.first = w.base = 0;
-    load_window<P>(w, g, s.order, tiles_n, lane);
+    load_window<P>(w, g, s.order, tiles_n, wide, lane);
     for (int round = 0;; round++) {
         // Back and forth over the clusters: with experts in falling order of size, as WGRAD has them, sums stay even.
         int unit = round * clusters + (P == WGRAD && round % 2 ? clusters - 1 - cluster : cluster), total;
         while (total = __shfl_sync(0xffffffffu, w.end, 31), unit >= total && w.first + 32 < g.El) {
             w.first += 32, w.base = total;
-            load_window<P>(w, g, s.order, tiles_n, lane);
+            load_window<P>(w, g, s.order, tiles_n, wide, lane);
         }
         Tile t = {};
         int shared_a = 0, shared_b = 0;
@@ -195,43 +148,53 @@ __device__ __forceinline__ void produce(Shared& s, const CUtensorMap* a, const C
             unit -= owner ? before : w.base;
             t.expert = __shfl_sync(0xffffffffu, w.expert, owner);
             t.store = 1;
-            if (unit < high * tiles_n) {  // tiles below each other: B is common
-                int band = unit / (BAND * tiles_n), height = min((int)BAND, high - band * BAND);
-                unit -= band * BAND * tiles_n;
-                n = unit / height;
-                m = (band * BAND + unit % height) * CLUSTER + rank;
-                shared_b = CLUSTER > 1;
+            int paired = high * wide + div_up(high, 2) * (tiles_n - wide);
+            t.kind = WIDE;
+            if (unit < paired) {  // tiles below each other: B is common
+                const int band = unit / (BAND * wide + BAND / 2 * (tiles_n - wide)), first = band * BAND;
+                const int height = min((int)BAND, high - first);
+                unit -= band * (BAND * wide + BAND / 2 * (tiles_n - wide));
+                shared_b = 1;
+                if (unit < height * wide) {
+                    n = unit / height;
+                    m = (first + unit % height) * CLUSTER + rank;
+                } else {
+                    n = wide;
+                    m = 2 * (unit - height * wide);
+                    t.kind = m + 1 < height ? TALL : NARROW;
+                    m = (first + m) * CLUSTER + (t.kind == TALL ? 2 * rank : rank);
+                }
             } else {  // an odd last row of tiles: tiles beside each other, A is common
                 m = tiles_m - 1;
-                n = (unit - high * tiles_n) * CLUSTER + rank;
-                shared_a = CLUSTER > 1;
+                n = (unit - paired) * CLUSTER + rank;
+                shared_a = 1;
                 if (n >= tiles_n) t.store = 0, n = tiles_n - 1;
+                if (n == wide) t.kind = NARROW;
             }
             t.m = m * TILE_M + (P == WGRAD ? 0 : start);
             t.n = n * TILE_N;
             t.k = P == WGRAD ? start : 0;
-            t.valid = P == WGRAD ? TILE_M : rows - m * TILE_M;
-            t.narrow = g.N - t.n <= TILE_N / 2;
+            t.valid = rows - m * TILE_M;
             t.steps = div_up(P == WGRAD ? rows : g.K, TILE_K);
         }
         barrier_wait(&s.tile_empty[ring], ring_parity);
         if (lane == 0) {
             s.tile[ring] = t;
             barrier_arrive(&s.tile_full[ring]);
-            const int boxes = t.narrow ? B_BOXES / 2 : B_BOXES;
+            const int a_boxes = t.kind == TALL ? 4 : 2, b_boxes = t.kind == WIDE ? 4 : 2;
             for (int step = 0, k = t.k; step < t.steps; step++, k += TILE_K) {
                 barrier_wait(&s.empty[slot], parity);
                 uint64_t* bar = &s.full[slot];
                 uint8_t* to = s.stage[slot];
-                barrier_expect(bar, (A_BOXES + boxes) * BOX_BYTES);
+                barrier_expect(bar, (a_boxes + b_boxes) * BOX_BYTES);
 #pragma unroll
-                for (int i = 0; i < A_BOXES; i++)
-                    if (!shared_a || i % CLUSTER == rank)
+                for (int i = 0; i < 4; i++)
+                    if (i < a_boxes && (!shared_a || i % CLUSTER == rank))
                         load_a<P>(to + i * BOX_BYTES, a, bar, t.m + i * BOX, k, shared_a);
-                to += A_BOXES * BOX_BYTES;
+                to += a_boxes * BOX_BYTES;
 #pragma unroll
-                for (int i = 0; i < B_BOXES; i++)
-                    if (i < boxes && (!shared_b || i % CLUSTER == rank))
+                for (int i = 0; i < 4; i++)
+                    if (i < b_boxes && (!shared_b || i % CLUSTER == rank))
                         load_b<P>(to + i * BOX_BYTES, b, bar, t.n + i * BOX, k, t.expert, shared_b);
                 if (++slot == STAGES) slot = 0, parity ^= 1;
             }
@@ -246,30 +209,34 @@ __device__ __forceinline__ void produce(Shared& s, const CUtensorMap* a, const C
 
 // A stage may be overwritten, here and by the neighbour. One arrival per warp and block.
 __device__ __forceinline__ void release(Shared& s, int slot, int lane) {
-    if (CLUSTER == 1) {
-        if (lane == 0) barrier_arrive(&s.empty[slot]);
-    } else if (lane < CLUSTER)
-        barrier_arrive_at(&s.empty[slot], lane);
+    if (lane < CLUSTER) barrier_arrive_at(&s.empty[slot], lane);
 }
 
-// d = the tile's sums; the tensor cores always have the next slice queued when a stage is given back.
-template <Pass P, int N>
-__device__ __forceinline__ void multiply(Shared& s, float (&d)[N / 2], int steps, int group, int lane, int& slot,
-                                         uint32_t& parity) {
+// d = the tile's sums; the tensor cores always have the next slice queued when a stage is given back. Each kind of tile
+// has its own d, set to zero here: anything else made the compiler serialize wgmma (C7511, C7512).
+template <Pass P, Kind KIND>
+__device__ __forceinline__ void multiply(Shared& s, float (&d)[PARTS<KIND>][COLUMNS<KIND> / 2], int steps, int group,
+                                         int lane, int& slot, uint32_t& parity) {
+    constexpr int N = COLUMNS<KIND>;
     constexpr int MN_A = P == WGRAD, MN_B = P != FORWARD;
-    // k16 in units of 16 bytes: 32 bytes along a row, or 16 rows of 128 bytes
-    constexpr int STEP_A = MN_A ? 128 : 2, STEP_B = MN_B ? 128 : 2;
+    // In units of 16 bytes. k16: 32 bytes along a row, or 16 rows of 128 bytes
+    constexpr int STEP_A = MN_A ? 128 : 2, STEP_B = MN_B ? 128 : 2, PART = 2 * BOX_BYTES / 16;
     const uint64_t a = wgmma_descriptor<BOX>(shared_address(s.stage) + group * BOX_BYTES, BOX_BYTES);
-    const uint64_t b = wgmma_descriptor<BOX>(shared_address(s.stage) + A_BOXES * BOX_BYTES, BOX_BYTES);
+    const uint64_t b = wgmma_descriptor<BOX>(shared_address(s.stage) + PARTS<KIND> * 2 * BOX_BYTES, BOX_BYTES);
     int before = 0;
-    wgmma_pin(d);
+#pragma unroll
+    for (int part = 0; part < PARTS<KIND>; part++)
+#pragma unroll
+        for (int i = 0; i < N / 2; i++) d[part][i] = 0;
     for (int step = 0; step < steps; step++) {
         barrier_wait(&s.full[slot], parity);
         const uint64_t at = slot * (STAGE_BYTES / 16);
         wgmma_fence();
 #pragma unroll
         for (int k = 0; k < TILE_K / 16; k++)
-            wgmma_ss<N, MN_A, MN_B>(d, a + at + k * STEP_A, b + at + k * STEP_B, step | k);
+#pragma unroll
+            for (int part = 0; part < PARTS<KIND>; part++)
+                wgmma_ss<N, MN_A, MN_B>(d[part], a + at + k * STEP_A + part * PART, b + at + k * STEP_B, 1);
         wgmma_commit();
         wgmma_wait<1>();
         if (step) release(s, before, lane);
@@ -277,7 +244,8 @@ __device__ __forceinline__ void multiply(Shared& s, float (&d)[N / 2], int steps
         if (++slot == STAGES) slot = 0, parity ^= 1;
     }
     wgmma_wait<0>();
-    wgmma_pin(d);
+#pragma unroll
+    for (int part = 0; part < PARTS<KIND>; part++) wgmma_pin(d[part]);
     release(s, before, lane);
 }
 
@@ -298,15 +266,16 @@ struct Writer {
     }
 };
 
-// 64 columns of bf16 at a time; 16-byte units are swizzled as TMA expects them.
-__device__ __forceinline__ void write_bf16(Writer& w, const float (&d)[TILE_N / 2], const CUtensorMap* out, int m,
-                                           int n, int valid, int N) {
-    const int lane = w.lane, row = lane / 4;
-    // Pad rows become zeros whatever the sums are. (Writing d itself here would serialize wgmma, C7515.)
-    const uint32_t keep = row < valid ? ~0u : 0, keep8 = row + 8 < valid ? ~0u : 0;
+// 64 columns of bf16 at a time, `row` being the warp's first row in the tile; 16-byte units are swizzled as TMA expects
+// them. Pad rows become zeros whatever their sums are (by the packed values: writing d itself would serialize wgmma).
+template <int N>
+__device__ __forceinline__ void write_bf16(Writer& w, const float (&d)[N / 2], const CUtensorMap* out, const Tile& t,
+                                           int row, int columns) {
+    const int lane = w.lane, m = t.m + row, n = t.n;
+    const uint32_t keep = row + lane / 4 < t.valid ? ~0u : 0, keep8 = row + lane / 4 + 8 < t.valid ? ~0u : 0;
 #pragma unroll
-    for (int c = 0; c < TILE_N / 64; c++) {
-        if (n + c * 64 >= N) break;
+    for (int c = 0; c < N / 64; c++) {
+        if (n + c * 64 >= columns) break;
         uint8_t* to = w.begin();
         // Lanes 0-7, 8-15 address rows 0-7 and 8-15 of 8 columns, lanes 16-31 those of the next 8.
         const uint32_t at = shared_address(to) + lane % 16 * 128;
@@ -322,20 +291,21 @@ __device__ __forceinline__ void write_bf16(Writer& w, const float (&d)[TILE_N / 
 }
 
 // 32 columns of float32 at a time. Odd rows go through their columns in another order: no bank conflicts.
-__device__ __forceinline__ void add_float(Writer& w, const float (&d)[TILE_N / 2], const CUtensorMap* out, int m, int n,
-                                          int expert, int N) {
-    const int lane = w.lane, row = lane / 4, odd = row % 2;
+template <int N>
+__device__ __forceinline__ void add_float(Writer& w, const float (&d)[N / 2], const CUtensorMap* out, const Tile& t,
+                                          int row, int columns) {
+    const int lane = w.lane, r = lane / 4, odd = r % 2, m = t.m + row, n = t.n, expert = t.expert;
 #pragma unroll
-    for (int c = 0; c < TILE_N / 32; c++) {
-        if (n + c * 32 >= N) break;
-        uint8_t* to = w.begin() + row * 128 + lane % 2 * 8;
+    for (int c = 0; c < N / 32; c++) {
+        if (n + c * 32 >= columns) break;
+        uint8_t* to = w.begin() + r * 128 + lane % 2 * 8;
 #pragma unroll
         for (int j = 0; j < 2; j++)
 #pragma unroll
             for (int half = 0; half < 2; half++) {
                 const float* p = d + c * 16 + j * 4 + half * 2;
                 float2 near = {p[0], p[1]}, far = {p[8], p[9]};
-                const int unit = (j * 2 + lane % 4 / 2) ^ row ^ odd * 4;
+                const int unit = (j * 2 + lane % 4 / 2) ^ r ^ odd * 4;
                 *(float2*)(to + half * 8 * 128 + unit * 16) = odd ? far : near;
                 *(float2*)(to + half * 8 * 128 + (unit ^ 4) * 16) = odd ? near : far;
             }
@@ -344,30 +314,44 @@ __device__ __forceinline__ void add_float(Writer& w, const float (&d)[TILE_N / 2
     }
 }
 
+// One tile, from the first slice to the output.
+template <Pass P, Kind KIND>
+__device__ __forceinline__ void compute(Shared& s, const Tile& t, const CUtensorMap* out, int columns, int& slot,
+                                        uint32_t& parity, Writer& writer) {
+    const int warp = threadIdx.x / 32 - 4;
+    float d[PARTS<KIND>][COLUMNS<KIND> / 2];
+    multiply<P, KIND>(s, d, t.steps, warp / 4, writer.lane, slot, parity);
+    if (!t.store) return;
+#pragma unroll
+    for (int part = 0; part < PARTS<KIND>; part++) {
+        const int row = part * TILE_M + warp * 16;
+        if (P == WGRAD)
+            add_float<COLUMNS<KIND>>(writer, d[part], out, t, row, columns);
+        else
+            write_bf16<COLUMNS<KIND>>(writer, d[part], out, t, row, columns);
+    }
+}
+
 template <Pass P>
 __device__ __forceinline__ void consume(Shared& s, const CUtensorMap* out, int N) {
-    const int lane = threadIdx.x % 32, warp = threadIdx.x / 32 - 4, group = warp / 4;
+    const int lane = threadIdx.x % 32, warp = threadIdx.x / 32 - 4;
     Writer writer = {s.out[warp], 0, lane};
-    float d[TILE_N / 2];
     int slot = 0, ring = 0;
     uint32_t parity = 0, ring_parity = 0;
     for (;;) {
         barrier_wait(&s.tile_full[ring], ring_parity);
-        const Tile t = s.tile[ring];
+        const Tile& t = s.tile[ring];  // read again behind the sums: registers are short
+        const int kind = t.kind;
+        if (t.steps == 0) break;
+        if (kind == WIDE)
+            compute<P, WIDE>(s, t, out, N, slot, parity, writer);
+        else if (kind == TALL)
+            compute<P, TALL>(s, t, out, N, slot, parity, writer);
+        else
+            compute<P, NARROW>(s, t, out, N, slot, parity, writer);
         __syncwarp();
         if (lane == 0) barrier_arrive(&s.tile_empty[ring]);
         if (++ring == RING) ring = 0, ring_parity ^= 1;
-        if (t.steps == 0) break;
-        if (t.narrow)
-            multiply<P, TILE_N / 2>(s, reinterpret_cast<float(&)[TILE_N / 4]>(d), t.steps, group, lane, slot, parity);
-        else
-            multiply<P, TILE_N>(s, d, t.steps, group, lane, slot, parity);
-        if (!t.store) continue;
-        const int row = warp * 16;
-        if (P == WGRAD)
-            add_float(writer, d, out, t.m + row, t.n, t.expert, N);
-        else
-            write_bf16(writer, d, out, t.m + row, t.n, t.valid - row, N);
     }
     if (lane == 0) tma_wait_read<0>();
     __syncwarp();
@@ -375,7 +359,7 @@ __device__ __forceinline__ void consume(Shared& s, const CUtensorMap* out, int N
 
 template <Pass P>
 __global__ void __cluster_dims__(CLUSTER, 1, 1) __launch_bounds__(THREADS, 1)
-    grouped_kernel(const __grid_constant__ CUtensorMap a, const __grid_constant__ CUtensorMap b,
+    grouped_gemm_kernel(const __grid_constant__ CUtensorMap a, const __grid_constant__ CUtensorMap b,
                    const __grid_constant__ CUtensorMap out, const Groups g) {
     extern __shared__ __align__(1024) uint8_t memory[];
     Shared& s = *(Shared*)memory;
@@ -391,16 +375,16 @@ __global__ void __cluster_dims__(CLUSTER, 1, 1) __launch_bounds__(THREADS, 1)
             for (int i = 0; i < g.El; i++) place += g.rows[i] > rows || (g.rows[i] == rows && i < e);
             s.order[place] = (int16_t)e;
         }
-    __syncthreads();
-    if (CLUSTER > 1) cluster_sync();
+    __syncthreads();  // warps whole again
+    cluster_sync();
     if (threadIdx.x < 128) {
-        registers_fewer<40>();
+        registers_fewer<56>();
         if (threadIdx.x < 32) produce<P>(s, &a, &b, g);
     } else {
-        registers_more<232>();
+        registers_more<224>();
         consume<P>(s, &out, g.N);
     }
-    if (CLUSTER > 1) cluster_sync();  // the neighbour may still write here or arrive here
+    cluster_sync();  // the neighbour may still write here or arrive here
 }
 
 // --- The host's side ---
@@ -435,8 +419,8 @@ void check_sizes(const Ragged& r, int64_t IC, int64_t OC) {
 
 template <Pass P>
 void launch(const CUtensorMap& a, const CUtensorMap& b, const CUtensorMap& out, const Groups& g, Ctx* ctx) {
-    CUDA_CHECK(cudaFuncSetAttribute(grouped_kernel<P>, cudaFuncAttributeMaxDynamicSharedMemorySize, sizeof(Shared)));
-    grouped_kernel<P><<<ctx->sms / CLUSTER * CLUSTER, THREADS, sizeof(Shared), ctx->stream>>>(a, b, out, g);
+    CUDA_CHECK(cudaFuncSetAttribute(grouped_gemm_kernel<P>, cudaFuncAttributeMaxDynamicSharedMemorySize, sizeof(Shared)));
+    grouped_gemm_kernel<P><<<ctx->sms / CLUSTER * CLUSTER, THREADS, sizeof(Shared), ctx->stream>>>(a, b, out, g);
     LAUNCH_CHECK();
 }
 
