@@ -30,7 +30,7 @@ static __device__ __forceinline__ double term(float x) {
 }
 
 template <int SQUARE>
-static __global__ void chunk_sums(double* partial, const float* x, int64_t n, int aligned) {
+static __global__ void sum_chunks_kernel(double* partial, const float* x, int64_t n, int aligned) {
     const int64_t first = blockIdx.x * (int64_t)CHUNK;
     double sum = 0;
     if (aligned && first + CHUNK <= n) {
@@ -47,7 +47,7 @@ static __global__ void chunk_sums(double* partial, const float* x, int64_t n, in
     if (threadIdx.x == 0) partial[blockIdx.x] = sum;
 }
 
-static __global__ void add_total(double* total, const double* partial, int64_t count) {
+static __global__ void add_total_kernel(double* total, const double* partial, int64_t count) {
     double sum = 0;
     for (int64_t i = threadIdx.x; i < count; i += TOTAL_THREADS) sum += partial[i];
     sum = block_sum(sum);
@@ -59,9 +59,9 @@ static void add_sum(double* total, const float* x, int64_t n, Ctx* ctx) {
     if (n == 0) return;
     int64_t chunks = ceil_div(n, CHUNK);
     double* partial = ctx_workspace<double>(ctx, chunks);
-    chunk_sums<SQUARE><<<(unsigned)chunks, THREADS, 0, ctx->stream>>>(partial, x, n, wide(0, x));
+    sum_chunks_kernel<SQUARE><<<(unsigned)chunks, THREADS, 0, ctx->stream>>>(partial, x, n, wide(0, x));
     LAUNCH_CHECK();
-    add_total<<<1, TOTAL_THREADS, 0, ctx->stream>>>(total, partial, chunks);
+    add_total_kernel<<<1, TOTAL_THREADS, 0, ctx->stream>>>(total, partial, chunks);
     LAUNCH_CHECK();
 }
 
@@ -73,14 +73,14 @@ void grad_norm_add(StepState* state, const real* grad, int64_t n, Ctx* ctx) {
     add_sum<1>(&state->grad_sq, grad, n, ctx);
 }
 
-static __global__ void begin(StepState* state) { state->loss_sum = state->grad_sq = 0; }
+static __global__ void step_begin_kernel(StepState* state) { state->loss_sum = state->grad_sq = 0; }
 
 void step_begin(StepState* state, Ctx* ctx) {
-    begin<<<1, 1, 0, ctx->stream>>>(state);
+    step_begin_kernel<<<1, 1, 0, ctx->stream>>>(state);
     LAUNCH_CHECK();
 }
 
-static __global__ void decide(StepState* state, int64_t tokens, AdamW opt) {
+static __global__ void step_decide_kernel(StepState* state, int64_t tokens, AdamW opt) {
     state->loss = state->loss_sum / tokens;
     state->grad_norm = sqrt(state->grad_sq);
     state->ok = isfinite(state->loss) && isfinite(state->grad_norm);
@@ -93,14 +93,14 @@ static __global__ void decide(StepState* state, int64_t tokens, AdamW opt) {
 }
 
 void step_decide(StepState* state, int64_t tokens, const AdamW* opt, Ctx* ctx) {
-    decide<<<1, 1, 0, ctx->stream>>>(state, tokens, *opt);
+    step_decide_kernel<<<1, 1, 0, ctx->stream>>>(state, tokens, *opt);
     LAUNCH_CHECK();
 }
 
 template <int W>
 static __global__ void __launch_bounds__(THREADS)
-    update(floatX* weight, float* master, float* m, float* v, const float* grad, int64_t n, int64_t n_decay, AdamW opt,
-           const StepState* state) {
+    adamw_kernel(floatX* weight, float* master, float* m, float* v, const float* grad, int64_t n, int64_t n_decay,
+                 AdamW opt, const StepState* state) {
     const int64_t i = (blockIdx.x * (int64_t)THREADS + threadIdx.x) * W;
     if (i >= n || !state->ok) return;
     const float scale = (float)state->grad_scale, fix1 = (float)(1 / state->correction1),
@@ -127,10 +127,10 @@ void adamw_update(floatX* weight, real* master, real* m, real* v, const real* gr
                   const AdamW* opt, const StepState* state, Ctx* ctx) {
     if (n == 0) return;
     if (wide(n, weight, master, m, v, grad))
-        update<8><<<blocks_for(n, 8 * THREADS), THREADS, 0, ctx->stream>>>(weight, master, m, v, grad, n, n_decay, *opt,
-                                                                           state);
+        adamw_kernel<8><<<blocks_for(n, 8 * THREADS), THREADS, 0, ctx->stream>>>(weight, master, m, v, grad, n, n_decay,
+                                                                                 *opt, state);
     else
-        update<1><<<blocks_for(n, THREADS), THREADS, 0, ctx->stream>>>(weight, master, m, v, grad, n, n_decay, *opt,
-                                                                       state);
+        update<1>
+            <<<blocks_for(n, THREADS), THREADS, 0, ctx->stream>>>(weight, master, m, v, grad, n, n_decay, *opt, state);
     LAUNCH_CHECK();
 }

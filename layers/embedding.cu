@@ -1,15 +1,16 @@
 // Token embedding. forward: a warp copies a row in 16-byte pieces; bound by memory.
 //
-// backward: tokens repeat, so rows of dtable are sums. The positions are sorted by token (layers/sort.cuh, two passes of
-// up to 9 bits), which brings equal tokens together in the order of n; then a warp a token and stripe of columns adds its
-// rows, and 8 warps share a token that occurs more than 32 times, their sums added in order. Only rows that occur are
-// touched: no pass over V x C. No atomics on floats.
+// backward: tokens repeat, so rows of dtable are sums. The positions are sorted by token (layers/sort.cuh, two passes
+// of up to 9 bits), which brings equal tokens together in the order of n; then a warp a token and stripe of columns
+// adds its rows, and 8 warps share a token that occurs more than 32 times, their sums added in order. Only rows that
+// occur are touched: no pass over V x C. No atomics on floats.
 #include "layers/embedding.h"
 #include "layers/rows.cuh"
 #include "layers/sort.cuh"
 
 template <int W>
-static __global__ void gather(floatX* out, const int32_t* token, const floatX* table, int64_t N, int64_t C) {
+static __global__ void embedding_forward_kernel(floatX* out, const int32_t* token, const floatX* table, int64_t N,
+                                                int64_t C) {
     const int64_t n = blockIdx.x * 8 + threadIdx.x / 32;
     if (n < N) copy_row<W>(out + n * C, table + token[n] * C, C);
 }
@@ -17,9 +18,9 @@ static __global__ void gather(floatX* out, const int32_t* token, const floatX* t
 void embedding_forward(floatX* out, const int32_t* token, const floatX* table, int64_t N, int64_t C, Ctx* ctx) {
     if (N == 0) return;
     if (wide(C, out, table))
-        gather<8><<<blocks_for(N, 8), 256, 0, ctx->stream>>>(out, token, table, N, C);
+        embedding_forward_kernel<8><<<blocks_for(N, 8), 256, 0, ctx->stream>>>(out, token, table, N, C);
     else
-        gather<1><<<blocks_for(N, 8), 256, 0, ctx->stream>>>(out, token, table, N, C);
+        embedding_forward_kernel<1><<<blocks_for(N, 8), 256, 0, ctx->stream>>>(out, token, table, N, C);
     LAUNCH_CHECK();
 }
 
@@ -81,10 +82,12 @@ static __device__ __forceinline__ int64_t run_end(const int32_t* token, int64_t 
     return high;
 }
 
-// Block: 8 sorted positions (x) and a stripe of 32 W columns (y). Warp w takes the run that starts at position w, if any.
+// Block: 8 sorted positions (x) and a stripe of 32 W columns (y). Warp w takes the run that starts at position w, if
+// any.
 template <int W>
 static __global__ void __launch_bounds__(256)
-    sum_runs(float* dtable, const floatX* dout, const int32_t* token, const int32_t* position, int64_t N, int64_t C) {
+    embedding_backward_kernel(float* dtable, const floatX* dout, const int32_t* token, const int32_t* position,
+                              int64_t N, int64_t C) {
     __shared__ float part[8][32 * W];
     __shared__ int64_t ends[8];  // of runs that the whole block shares, else 0
     const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
@@ -144,10 +147,10 @@ void embedding_backward(real* dtable, const floatX* dout, const int32_t* token, 
         tokens = out[0], positions = out[1];
     }
     if (wide(C, dtable, dout))
-        sum_runs<8><<<dim3(blocks_for(N, 8), blocks_for(C, 256)), 256, 0, ctx->stream>>>(dtable, dout, tokens, positions,
-                                                                                         N, C);
+        embedding_backward_kernel<8><<<dim3(blocks_for(N, 8), blocks_for(C, 256)), 256, 0, ctx->stream>>>(
+            dtable, dout, tokens, positions, N, C);
     else
-        sum_runs<1><<<dim3(blocks_for(N, 8), blocks_for(C, 32)), 256, 0, ctx->stream>>>(dtable, dout, tokens, positions,
-                                                                                        N, C);
+        embedding_backward_kernel<1>
+            <<<dim3(blocks_for(N, 8), blocks_for(C, 32)), 256, 0, ctx->stream>>>(dtable, dout, tokens, positions, N, C);
     LAUNCH_CHECK();
 }

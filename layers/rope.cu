@@ -1,6 +1,6 @@
 // Rotary embedding in place: bound by memory (each element read and written once). A thread takes 4 pairs of a token
-// (16 bytes) and turns them in 4 heads with the same angles, so that the table is read once for 4 heads and 4 loads are
-// under way at a time; the table itself (T x D floats) stays in L2. Turns in float32, rounded once.
+// (16 bytes) and turns them in 2 heads with the same angles; the table itself (T x D floats) stays in L2. Turns in
+// float32, rounded once.
 #include <math.h>
 
 #include "layers/rope.h"
@@ -44,12 +44,14 @@ void rope_table(real* host_table, int64_t T, const RopeConfig* config) {
     }
 }
 
-enum { HEADS = 4 };
+enum { HEADS = 2 };
 
 // W elements (8, or one pair) of HEADS heads a thread.
 template <int W>
-static __global__ void turn(floatX* x, const float* table, RopeShape s, float direction) {
-    const int64_t i = blockIdx.x * (int64_t)256 + threadIdx.x, pieces = s.D / W, n = i / pieces, d = i % pieces * W;
+static __global__ void rope_kernel(floatX* x, const float* table, RopeShape s, float direction) {
+    // 32-bit divisions: 64-bit ones would take as long as the memory.
+    const uint32_t i = blockIdx.x * 256 + threadIdx.x, pieces = (uint32_t)s.D / W;
+    const int64_t n = i / pieces, d = i % pieces * W;
     if (n >= s.N) return;
     const int64_t h0 = blockIdx.y * (int64_t)HEADS;
     floatX* v = x + n * s.stride + h0 * s.head_stride + d;
@@ -64,7 +66,7 @@ static __global__ void turn(floatX* x, const float* table, RopeShape s, float di
                 f[h][1] = v[h * s.head_stride + 1];
             }
         }
-    const float* row = table + n % s.T * s.D + d;
+    const float* row = table + (uint32_t)n % (uint32_t)s.T * s.D + d;
     if constexpr (W == 8) {
         load_real<8>(angle, row);
     } else {
@@ -90,10 +92,13 @@ static __global__ void turn(floatX* x, const float* table, RopeShape s, float di
 
 void rope_apply(floatX* x, const real* table, RopeShape s, int direction, Ctx* ctx) {
     if (s.N == 0 || s.heads == 0 || s.D == 0) return;
+    ASSERT(s.N * s.D < UINT32_MAX && s.T <= INT32_MAX);
     const unsigned groups = blocks_for(s.heads, HEADS);
     if (wide(s.D | s.stride | s.head_stride, x) && wide(0, table))
-        turn<8><<<dim3(blocks_for(s.N * (s.D / 8), 256), groups), 256, 0, ctx->stream>>>(x, table, s, (float)direction);
+        rope_kernel<8>
+            <<<dim3(blocks_for(s.N * (s.D / 8), 256), groups), 256, 0, ctx->stream>>>(x, table, s, (float)direction);
     else
-        turn<2><<<dim3(blocks_for(s.N * (s.D / 2), 256), groups), 256, 0, ctx->stream>>>(x, table, s, (float)direction);
+        rope_kernel<2>
+            <<<dim3(blocks_for(s.N * (s.D / 2), 256), groups), 256, 0, ctx->stream>>>(x, table, s, (float)direction);
     LAUNCH_CHECK();
 }

@@ -5,8 +5,8 @@
 //   sort_scatter   per chunk: where each bin starts + earlier chunks + earlier warps + earlier elements of the warp
 //                  (__match_any_sync), handed to `emit`
 //
-// `key(i)` gives the bin of element i, negative for one to leave out; `emit(i, place)` gets every element, with place -1
-// if it was left out. Bins start at multiples of `align`. Bound by latency: three short launches.
+// `key(i)` gives the bin of element i, negative for one to leave out; `emit(i, place)` gets every element, with place
+// -1 if it was left out. Bins start at multiples of `align`. Bound by latency: three short launches.
 #ifndef LAYERS_SORT_CUH
 #define LAYERS_SORT_CUH
 

@@ -6,7 +6,8 @@
 enum { THREADS = 256 };
 
 template <int W>
-static __global__ void __launch_bounds__(THREADS) forward(floatX* a, const floatX* h, int64_t N, int64_t F) {
+static __global__ void __launch_bounds__(THREADS)
+    swiglu_forward_kernel(floatX* a, const floatX* h, int64_t N, int64_t F) {
     const int64_t i = blockIdx.x * (int64_t)THREADS + threadIdx.x, pieces = F / W, n = i / pieces, c = i % pieces * W;
     if (n >= N) return;
     const floatX* gate = h + n * 2 * F + c;
@@ -20,7 +21,7 @@ static __global__ void __launch_bounds__(THREADS) forward(floatX* a, const float
 
 template <int W>
 static __global__ void __launch_bounds__(THREADS)
-    backward(floatX* dh, floatX* a, const floatX* da, const floatX* h, int64_t N, int64_t F) {
+    swiglu_backward_kernel(floatX* dh, floatX* a, const floatX* da, const floatX* h, int64_t N, int64_t F) {
     const int64_t i = blockIdx.x * (int64_t)THREADS + threadIdx.x, pieces = F / W, n = i / pieces, c = i % pieces * W;
     if (n >= N) return;
     const floatX* gate = h + n * 2 * F + c;
@@ -43,17 +44,17 @@ static __global__ void __launch_bounds__(THREADS)
 void swiglu_forward(floatX* a, const floatX* h, int64_t N, int64_t F, Ctx* ctx) {
     if (N == 0) return;
     if (wide(F, a, h))
-        forward<8><<<blocks_for(N * (F / 8), THREADS), THREADS, 0, ctx->stream>>>(a, h, N, F);
+        swiglu_forward_kernel<8><<<blocks_for(N * (F / 8), THREADS), THREADS, 0, ctx->stream>>>(a, h, N, F);
     else
-        forward<1><<<blocks_for(N * F, THREADS), THREADS, 0, ctx->stream>>>(a, h, N, F);
+        swiglu_forward_kernel<1><<<blocks_for(N * F, THREADS), THREADS, 0, ctx->stream>>>(a, h, N, F);
     LAUNCH_CHECK();
 }
 
 void swiglu_backward(floatX* dh, floatX* a, const floatX* da, const floatX* h, int64_t N, int64_t F, Ctx* ctx) {
     if (N == 0) return;
     if (wide(F, dh, a, da, h))
-        backward<8><<<blocks_for(N * (F / 8), THREADS), THREADS, 0, ctx->stream>>>(dh, a, da, h, N, F);
+        swiglu_backward_kernel<8><<<blocks_for(N * (F / 8), THREADS), THREADS, 0, ctx->stream>>>(dh, a, da, h, N, F);
     else
-        backward<1><<<blocks_for(N * F, THREADS), THREADS, 0, ctx->stream>>>(dh, a, da, h, N, F);
+        swiglu_backward_kernel<1><<<blocks_for(N * F, THREADS), THREADS, 0, ctx->stream>>>(dh, a, da, h, N, F);
     LAUNCH_CHECK();
 }

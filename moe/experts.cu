@@ -1,45 +1,36 @@
 // SwiGLU between an expert's two products, over the ragged rows in use: bound by memory (forward 3 elements moved per
-// output, backward 6). One warp a row, so that <dA', A> is one warp's sum in a fixed order; how many rows there are is
-// read on the device, and the grid walks them. Pad rows are written as zeros without being read.
+// output, backward 6). How many rows there are is read on the device, and the grid walks them; in the backward one warp
+// a row, so that <dA', A> is one warp's sum in a fixed order. Pad rows are written as zeros without being read.
 #include "layers/rows.cuh"
 #include "moe/experts.h"
 
 enum { UNROLL = 2 };
 
-// A row a warp at moderate capacities; blocks past the rows in use end at once.
-static unsigned grid_of(const Ragged& r, const Ctx* ctx) {
-    return (unsigned)smaller(ceil_div(r.capacity, 8), 128 * (int64_t)ctx->sms);
-}
+// Many more blocks than run at a time, for balance; those past the rows in use end at once.
+static unsigned grid_of(int64_t blocks, const Ctx* ctx) { return (unsigned)smaller(blocks, 256 * (int64_t)ctx->sms); }
 
+// A thread a piece at a time: no sum ties a row together here.
 template <int W>
-static __global__ void __launch_bounds__(256) forward(floatX* a, const floatX* h, Ragged r, int64_t F) {
-    const int64_t step = 32 * W, used = r.group_start[r.El];
-    const int lane = threadIdx.x % 32;
-    for (int64_t row = blockIdx.x * (int64_t)8 + threadIdx.x / 32; row < used; row += gridDim.x * (int64_t)8) {
-        const bool real_row = r.row_token[row] >= 0;
-        const floatX* gate = h + row * 2 * F;
-        for (int64_t c0 = lane * W; c0 < F; c0 += UNROLL * step) {
-            float g[UNROLL][W] = {}, u[UNROLL][W] = {};
-#pragma unroll
-            for (int i = 0; i < UNROLL; i++)
-                if (real_row && c0 + i * step < F) {
-                    load<W>(g[i], gate + c0 + i * step);
-                    load<W>(u[i], gate + F + c0 + i * step);
-                }
-#pragma unroll
-            for (int i = 0; i < UNROLL; i++) {
-                if (c0 + i * step >= F) continue;
-#pragma unroll
-                for (int j = 0; j < W; j++) g[i][j] *= sigmoid_fast(g[i][j]) * u[i][j];
-                store<W>(a + row * F + c0 + i * step, g[i]);
-            }
+static __global__ void __launch_bounds__(256)
+    experts_swiglu_forward_kernel(floatX* a, const floatX* h, Ragged r, int64_t F) {
+    const int64_t pieces = F / W, end = r.group_start[r.El] * pieces;
+    for (int64_t i = blockIdx.x * (int64_t)256 + threadIdx.x; i < end; i += gridDim.x * (int64_t)256) {
+        const int64_t row = i / pieces, c = i % pieces * W;
+        float g[W] = {}, u[W] = {};
+        if (r.row_token[row] >= 0) {
+            load<W>(g, h + row * 2 * F + c);
+            load<W>(u, h + row * 2 * F + F + c);
         }
+#pragma unroll
+        for (int j = 0; j < W; j++) g[j] *= sigmoid_fast(g[j]) * u[j];
+        store<W>(a + row * F + c, g);
     }
 }
 
 template <int W>
 static __global__ void __launch_bounds__(256)
-    backward(floatX* dh, floatX* gated_a, float* drow_gate, const floatX* dap, const floatX* h, Ragged r, int64_t F) {
+    experts_swiglu_backward_kernel(floatX* dh, floatX* gated_a, float* drow_gate, const floatX* dap, const floatX* h,
+                                   Ragged r, int64_t F) {
     const int64_t step = 32 * W, used = r.group_start[r.El];
     const int lane = threadIdx.x % 32;
     for (int64_t row = blockIdx.x * (int64_t)8 + threadIdx.x / 32; row < used; row += gridDim.x * (int64_t)8) {
@@ -87,17 +78,21 @@ static __global__ void __launch_bounds__(256)
 
 void experts_swiglu_forward(floatX* a, const floatX* h, Ragged r, int64_t F, Ctx* ctx) {
     if (wide(F, a, h))
-        forward<8><<<grid_of(r, ctx), 256, 0, ctx->stream>>>(a, h, r, F);
+        experts_swiglu_forward_kernel<8>
+            <<<grid_of(ceil_div(r.capacity * (F / 8), 256), ctx), 256, 0, ctx->stream>>>(a, h, r, F);
     else
-        forward<1><<<grid_of(r, ctx), 256, 0, ctx->stream>>>(a, h, r, F);
+        experts_swiglu_forward_kernel<1>
+            <<<grid_of(ceil_div(r.capacity * F, 256), ctx), 256, 0, ctx->stream>>>(a, h, r, F);
     LAUNCH_CHECK();
 }
 
 void experts_swiglu_backward(floatX* dh, floatX* gated_a, real* drow_gate, const floatX* dap, const floatX* h, Ragged r,
                              int64_t F, Ctx* ctx) {
     if (wide(F, dh, gated_a, dap, h))
-        backward<8><<<grid_of(r, ctx), 256, 0, ctx->stream>>>(dh, gated_a, drow_gate, dap, h, r, F);
+        backward<8>
+            <<<grid_of(ceil_div(r.capacity, 8), ctx), 256, 0, ctx->stream>>>(dh, gated_a, drow_gate, dap, h, r, F);
     else
-        backward<1><<<grid_of(r, ctx), 256, 0, ctx->stream>>>(dh, gated_a, drow_gate, dap, h, r, F);
+        backward<1>
+            <<<grid_of(ceil_div(r.capacity, 8), ctx), 256, 0, ctx->stream>>>(dh, gated_a, drow_gate, dap, h, r, F);
     LAUNCH_CHECK();
 }

@@ -59,7 +59,7 @@ void permute_plan(Ragged r, const int32_t* expert, const real* gate, int64_t N, 
 // Block: slice blockIdx.x / El of the rows of expert blockIdx.x % El, pad rows in.
 template <int W>
 static __global__ void __launch_bounds__(256)
-    spread(floatX* rows, const floatX* tokens, Ragged r, int64_t C, int64_t slices) {
+    permute_rows_kernel(floatX* rows, const floatX* tokens, Ragged r, int64_t C, int64_t slices) {
     const int64_t e = blockIdx.x % r.El, slice = blockIdx.x / r.El;
     const int64_t start = r.group_start[e], length = r.group_start[e + 1] - start;
     const int64_t end = start + length * (slice + 1) / slices;
@@ -73,17 +73,17 @@ void permute_rows(floatX* rows, const floatX* tokens, Ragged r, int64_t C, Ctx* 
     const int64_t slices = ceil_div(r.capacity, r.El * 8);  // at even load: a row a warp
     const unsigned blocks = (unsigned)(slices * r.El);
     if (wide(C, rows, tokens))
-        spread<8><<<blocks, 256, 0, ctx->stream>>>(rows, tokens, r, C, slices);
+        permute_rows_kernel<8><<<blocks, 256, 0, ctx->stream>>>(rows, tokens, r, C, slices);
     else
-        spread<1><<<blocks, 256, 0, ctx->stream>>>(rows, tokens, r, C, slices);
+        permute_rows_kernel<1><<<blocks, 256, 0, ctx->stream>>>(rows, tokens, r, C, slices);
     LAUNCH_CHECK();
 }
 
 // A thread a piece of a token; 4 rows under way at a time.
 template <int W>
 static __global__ void __launch_bounds__(256)
-    combine(floatX* tokens, const floatX* rows, const float* gate, const int32_t* token_row, int64_t N, int32_t K,
-            int64_t C, int accumulate) {
+    unpermute_rows_kernel(floatX* tokens, const floatX* rows, const float* gate, const int32_t* token_row, int64_t N,
+                          int32_t K, int64_t C, int accumulate) {
     const int64_t i = blockIdx.x * (int64_t)256 + threadIdx.x, pieces = C / W, n = i / pieces, c = i % pieces * W;
     if (n >= N) return;
     float sum[W] = {};
@@ -113,21 +113,22 @@ void unpermute_rows(floatX* tokens, const floatX* rows, const real* gate, Ragged
                     int accumulate, Ctx* ctx) {
     if (N == 0) return;
     if (wide(C, tokens, rows))
-        combine<8><<<blocks_for(N * (C / 8), 256), 256, 0, ctx->stream>>>(tokens, rows, gate, r.token_row, N, K, C,
-                                                                          accumulate);
+        unpermute_rows_kernel<8><<<blocks_for(N * (C / 8), 256), 256, 0, ctx->stream>>>(tokens, rows, gate, r.token_row,
+                                                                                        N, K, C, accumulate);
     else
-        combine<1><<<blocks_for(N * C, 256), 256, 0, ctx->stream>>>(tokens, rows, gate, r.token_row, N, K, C,
-                                                                    accumulate);
+        combine<1>
+            <<<blocks_for(N * C, 256), 256, 0, ctx->stream>>>(tokens, rows, gate, r.token_row, N, K, C, accumulate);
     LAUNCH_CHECK();
 }
 
-static __global__ void pick_gates(float* dgate, const float* drow_gate, const int32_t* token_row, int64_t count) {
+static __global__ void unpermute_gates_kernel(float* dgate, const float* drow_gate, const int32_t* token_row,
+                                              int64_t count) {
     const int64_t i = blockIdx.x * (int64_t)256 + threadIdx.x;
     if (i < count) dgate[i] = token_row[i] < 0 ? 0 : drow_gate[token_row[i]];
 }
 
 void unpermute_gates(real* dgate, const real* drow_gate, Ragged r, int64_t N, int32_t K, Ctx* ctx) {
     if (N == 0) return;
-    pick_gates<<<blocks_for(N * K, 256), 256, 0, ctx->stream>>>(dgate, drow_gate, r.token_row, N * K);
+    unpermute_gates_kernel<<<blocks_for(N * K, 256), 256, 0, ctx->stream>>>(dgate, drow_gate, r.token_row, N * K);
     LAUNCH_CHECK();
 }

@@ -1,16 +1,24 @@
 // The router. Its three products are small (2 N E C operations) and bound by memory: x (N, C) is read once forward; x
-// and dx pass once more backward. One kernel template does them on the tensor cores (mma.sync m16n8k16, bf16 products
-// are exact in float32) in tiles of 64 x 64 x 64 that cp.async brings into swizzled shared memory three stages deep.
-// Sums of 64 products are added to float32 registers outside the tensor cores, whose own long sums truncate. dlogits,
-// float32 by nature, enters as a sum of two bf16 (hi + lo, 2^-17).
-//
+// and dx pass once more backward. They run on the tensor cores (mma.sync m16n8k16: products of bf16 are exact in
+// float32) in tiles of 64 x 64 x 64 that cp.async brings into swizzled shared memory stages ahead. Sums of 64 products
+// are added to float32 registers outside the tensor cores, whose own long sums truncate. dlogits, float32 by nature,
+// enters as a sum of two bf16 (hi + lo, 2^-17).
 // Selection: one warp a token; lane l holds experts l, l + 32, ... Scores become integers of the same order, so that
 // two warp reductions (redux.sync) find the best score and the lowest index that has it.
 // dw sums over tokens: fixed splits of N write partial sums to the workspace, added in order by a last launch.
 #include "layers/rows.cuh"
 #include "moe/router.h"
 
-enum { TILE = 64, STAGES = 3, MAX_E = 512, MAX_K = 32, DW_TILES = 512 };
+// BYTES: of a tile in shared memory. OUT_WIDTH: a tile's row of floats, 16-byte aligned and off the banks.
+enum {
+    TILE = 64,
+    BYTES = TILE * TILE * 2,
+    OUT_WIDTH = TILE + 4,
+    DX_STAGES = 3,
+    MAX_E = 512,
+    MAX_K = 32,
+    DW_TILES = 512
+};
 
 // A row-major matrix of bf16 in memory.
 struct Matrix {
@@ -20,7 +28,9 @@ struct Matrix {
 
 // Where 8 elements lie in a tile of 64 rows of 128 bytes: 16-byte columns are swizzled by the row, so that the 8 rows
 // of an ldmatrix come from different banks.
-static __device__ __forceinline__ uint32_t tile_at(int row, int piece) { return row * 128 + ((piece ^ (row & 7)) << 4); }
+static __device__ __forceinline__ uint32_t tile_at(int row, int piece) {
+    return row * 128 + ((piece ^ (row & 7)) << 4);
+}
 
 // Brings the 64 x 64 tile at (row0, column0) to shared memory, zeros outside of the matrix.
 template <bool WIDE>
@@ -38,8 +48,8 @@ static __device__ __forceinline__ void load_tile(char* tile, const Matrix& m, in
                          : "memory");
         } else {
             for (int j = 0; j < 8; j++)
-                ((floatX*)to)[j] = row < m.rows && column + j < m.columns ? m.p[row * m.stride + column + j]
-                                                                          : (floatX)0.0f;
+                ((floatX*)to)[j] =
+                    row < m.rows && column + j < m.columns ? m.p[row * m.stride + column + j] : (floatX)0.0f;
         }
     }
 }
@@ -66,118 +76,189 @@ static __device__ __forceinline__ void mma(float d[4], const uint32_t a[4], uint
         : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b0), "r"(b1));
 }
 
-// What becomes of a finished product: overwrite float32 (of split blockIdx.z, M x N apart), or add to bf16.
-struct Output {
-    float* set;
-    floatX* add;
-};
+// sum += A B for 64 x 64 x 64 tiles in shared memory, this warp's 16 rows: A is (m, k), or (k, m) with A_T, its low
+// half in the next tile; B is (n, k), or (k, n) with B_T.
+template <bool A_T, bool B_T, int HALVES>
+static __device__ __forceinline__ void multiply_tiles(float sum[8][4], const char* tile_a, const char* tile_b) {
+    const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
+    float part[8][4] = {};
+#pragma unroll
+    for (int k = 0; k < TILE; k += 16) {
+        // ldmatrix takes the row addresses of four 8 x 8 matrices from lanes 0-7, 8-15, 16-23, 24-31.
+        const int quarter = lane / 8, within = lane % 8;
+        uint32_t fa[HALVES][4], fb[4][4];
+#pragma unroll
+        for (int h = 0; h < HALVES; h++) {
+            // Matrices of A: (rows 0-7, k 0-7), (rows 8-15, k 0-7), (rows 0-7, k 8-15), (rows 8-15, k 8-15).
+            const int m = warp * 16 + quarter % 2 * 8, kk = k + quarter / 2 * 8;
+            const uint32_t at = A_T ? tile_at(kk + within, m / 8) : tile_at(m + within, kk / 8);
+            load_fragments<A_T>(fa[h], tile_a + h * BYTES + at);
+        }
+#pragma unroll
+        for (int j = 0; j < 4; j++) {
+            // Two 8-wide columns of B: (n 0-7, k 0-7), (n 0-7, k 8-15), (n 8-15, k 0-7), (n 8-15, k 8-15).
+            const int n = j * 16 + quarter / 2 * 8, kk = k + quarter % 2 * 8;
+            const uint32_t at = B_T ? tile_at(kk + within, n / 8) : tile_at(n + within, kk / 8);
+            load_fragments<B_T>(fb[j], tile_b + at);
+        }
+#pragma unroll
+        for (int h = HALVES - 1; h >= 0; h--)
+#pragma unroll
+            for (int j = 0; j < 8; j++) mma(part[j], fa[h], fb[j / 2][j % 2 * 2], fb[j / 2][j % 2 * 2 + 1]);
+    }
+#pragma unroll
+    for (int j = 0; j < 8; j++)
+#pragma unroll
+        for (int i = 0; i < 4; i++) sum[j][i] += part[j][i];
+}
 
-// D (M, N) = sum_k A B: A is (M, K), or (K, M) with A_T; B is (N, K), or (K, N) with B_T. a_lo: the low half of A, or
-// NULL. Block: one 64 x 64 tile of D (blockIdx.x over M, y over N) and `per` of K (z). 4 warps of 16 rows each.
-template <bool A_T, bool B_T, int HALVES, bool WIDE>
+// A finished tile to shared memory, so that memory sees whole pieces: rows of OUT_WIDTH floats.
+static __device__ __forceinline__ void put_tile(float* tile, const float sum[8][4]) {
+    const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
+#pragma unroll
+    for (int j = 0; j < 8; j++)
+#pragma unroll
+        for (int i = 0; i < 4; i++)
+            tile[(warp * 16 + lane / 4 + i / 2 * 8) * OUT_WIDTH + j * 8 + lane % 4 * 2 + i % 2] = sum[j][i];
+}
+
+static __device__ __forceinline__ void commit() { asm volatile("cp.async.commit_group;" ::: "memory"); }
+template <int PENDING>
+static __device__ __forceinline__ void wait() {
+    asm volatile("cp.async.wait_group %0;" ::"n"(PENDING) : "memory");
+}
+
+// D (splits, M, N) = sum_k A B, the K axis split by blockIdx.z into parts of `per`. Block: one tile of D (x over M, y
+// over N). a_lo: the low half of A, or NULL.
+template <bool A_T, bool B_T, int HALVES, int STAGES, bool WIDE>
 static __global__ void __launch_bounds__(128)
-    product(Output out, Matrix a, const floatX* a_lo, Matrix b, int64_t M, int64_t N, int64_t K, int64_t per) {
+    product(float* out, Matrix a, const floatX* a_lo, Matrix b, int64_t M, int64_t N, int64_t K, int64_t per) {
     extern __shared__ __align__(128) char shared[];
-    const int BYTES = TILE * TILE * 2, STAGE = (HALVES + 1) * BYTES;
+    const int STAGE = (HALVES + 1) * BYTES;
     const int64_t m0 = blockIdx.x * (int64_t)TILE, n0 = blockIdx.y * (int64_t)TILE, first = blockIdx.z * per;
     const int64_t last = first + per < K ? first + per : K;
     const int steps = last > first ? (int)ceil_div(last - first, TILE) : 0;
-    const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
+    Matrix lo = a;
+    lo.p = a_lo;
 
     auto fetch = [&](int step) {
         if (step < steps) {
             char* stage = shared + step % STAGES * STAGE;
             const int64_t k0 = first + step * TILE;
-            Matrix lo = a;
-            lo.p = a_lo;
             load_tile<WIDE>(stage, a, A_T ? k0 : m0, A_T ? m0 : k0);
             if (HALVES == 2) load_tile<WIDE>(stage + BYTES, lo, A_T ? k0 : m0, A_T ? m0 : k0);
             load_tile<WIDE>(stage + HALVES * BYTES, b, B_T ? k0 : n0, B_T ? n0 : k0);
         }
-        asm volatile("cp.async.commit_group;" ::: "memory");
+        commit();
     };
 
     float sum[8][4] = {};
     for (int s = 0; s < STAGES - 1; s++) fetch(s);
     for (int step = 0; step < steps; step++) {
-        asm volatile("cp.async.wait_group %0;" ::"n"(STAGES - 2) : "memory");
+        wait<STAGES - 2>();
         __syncthreads();  // this stage is there for all, and all are done with the one fetched next
         fetch(step + STAGES - 1);
-        const char *stage = shared + step % STAGES * STAGE, *tile_b = stage + HALVES * BYTES;
-        float part[8][4] = {};
+        const char* stage = shared + step % STAGES * STAGE;
+        multiply_tiles<A_T, B_T, HALVES>(sum, stage, stage + HALVES * BYTES);
+    }
+    wait<0>();
+    __syncthreads();
+    float* tile = (float*)shared;
+    put_tile(tile, sum);
+    __syncthreads();
+    for (int at = threadIdx.x; at < TILE * TILE; at += 128) {
+        const int64_t m = m0 + at / TILE, n = n0 + at % TILE;
+        if (m < M && n < N) out[(blockIdx.z * M + m) * N + n] = tile[at / TILE * OUT_WIDTH + at % TILE];
+    }
+}
+
+template <bool A_T, bool B_T, int HALVES, int STAGES>
+static void launch_product(float* out, Matrix a, const floatX* a_lo, Matrix b, int64_t M, int64_t N, int64_t K,
+                           int64_t splits, Ctx* ctx) {
+    const size_t bytes = (size_t)STAGES * (HALVES + 1) * BYTES;
+    const dim3 grid(blocks_for(M, TILE), blocks_for(N, TILE), (unsigned)splits);
+    const int64_t per = ceil_div(ceil_div(K, splits), TILE) * TILE;
+    auto kernel = wide(a.stride | b.stride, a.p, a_lo, b.p) ? product<A_T, B_T, HALVES, STAGES, true>
+                                                            : product<A_T, B_T, HALVES, STAGES, false>;
+    CUDA_CHECK(cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, (int)bytes));
+    kernel<<<grid, 128, bytes, ctx->stream>>>(out, a, a_lo, b, M, N, K, per);
+    LAUNCH_CHECK();
+}
+
+// dx (N, C) += (hi + lo) w. Block: 64 tokens, whose dlogits stay in shared memory, and `columns` tiles of C, for which
+// tiles of w stream through three stages; dx is on its way while the tile is multiplied.
+template <bool WIDE>
+static __global__ void __launch_bounds__(128)
+    add_product(floatX* dx, Matrix hi, const floatX* low, Matrix w, int64_t N, int64_t C, int steps, int columns) {
+    extern __shared__ __align__(128) char shared[];
+    char *tiles_a = shared, *tiles_b = shared + steps * 2 * BYTES;
+    float* tile = (float*)(tiles_b + DX_STAGES * BYTES);
+    const int64_t m0 = blockIdx.x * (int64_t)TILE, n_first = blockIdx.y * (int64_t)columns * TILE;
+    const int total = (int)(ceil_div(C - n_first, TILE) < columns ? ceil_div(C - n_first, TILE) : columns) * steps;
+    Matrix lo = hi;
+    lo.p = low;
+    auto fetch = [&](int i) {
+        if (i < total)
+            load_tile<WIDE>(tiles_b + i % DX_STAGES * BYTES, w, i % steps * TILE, n_first + i / steps * TILE);
+        commit();
+    };
+    for (int s = 0; s < steps; s++) {
+        load_tile<WIDE>(tiles_a + s * 2 * BYTES, hi, m0, s * TILE);
+        load_tile<WIDE>(tiles_a + (s * 2 + 1) * BYTES, lo, m0, s * TILE);
+    }
+    for (int s = 0; s < DX_STAGES - 1; s++) fetch(s);
+    float sum[8][4] = {};
+    for (int i = 0; i < total; i++) {
+        const int step = i % steps;
+        const bool done = step == steps - 1;
+        const int64_t n = n_first + i / steps * TILE + threadIdx.x % 8 * 8;
+        Pack8 old[4];
+        if (WIDE && done) {
 #pragma unroll
-        for (int k = 0; k < TILE; k += 16) {
-            // ldmatrix takes the row addresses of four 8 x 8 matrices from lanes 0-7, 8-15, 16-23, 24-31.
-            const int quarter = lane / 8, within = lane % 8;
-            uint32_t fa[HALVES][4], fb[4][4];
-#pragma unroll
-            for (int h = 0; h < HALVES; h++) {
-                // Matrices of A: (rows 0-7, k 0-7), (rows 8-15, k 0-7), (rows 0-7, k 8-15), (rows 8-15, k 8-15).
-                const int m = warp * 16 + quarter % 2 * 8, kk = k + quarter / 2 * 8;
-                const uint32_t at = A_T ? tile_at(kk + within, m / 8) : tile_at(m + within, kk / 8);
-                load_fragments<A_T>(fa[h], stage + h * BYTES + at);
+            for (int r = 0; r < 4; r++) {
+                const int64_t m = m0 + r * 16 + threadIdx.x / 8;
+                if (m < N && n < C) old[r] = *(const Pack8*)(dx + m * C + n);
             }
+        }
+        wait<DX_STAGES - 2>();
+        __syncthreads();  // this stage is there for all, all are done with the one fetched next, and with `tile`
+        fetch(i + DX_STAGES - 1);
+        multiply_tiles<false, true, 2>(sum, tiles_a + step * 2 * BYTES, tiles_b + i % DX_STAGES * BYTES);
+        if (!done) continue;
+        put_tile(tile, sum);
+        __syncthreads();
 #pragma unroll
-            for (int j = 0; j < 4; j++) {
-                // Two 8-wide columns of B: (n 0-7, k 0-7), (n 0-7, k 8-15), (n 8-15, k 0-7), (n 8-15, k 8-15).
-                const int n = j * 16 + quarter / 2 * 8, kk = k + quarter % 2 * 8;
-                const uint32_t at = B_T ? tile_at(kk + within, n / 8) : tile_at(n + within, kk / 8);
-                load_fragments<B_T>(fb[j], tile_b + at);
+        for (int r = 0; r < 4; r++) {
+            const int64_t m = m0 + r * 16 + threadIdx.x / 8;
+            const float* from = tile + (r * 16 + threadIdx.x / 8) * OUT_WIDTH + threadIdx.x % 8 * 8;
+            if (m >= N) continue;
+            if constexpr (WIDE) {
+                if (n >= C) continue;
+                float f[8];
+                unpack(f, old[r]);
+#pragma unroll
+                for (int j = 0; j < 8; j++) f[j] += from[j];
+                store<8>(dx + m * C + n, f);
+            } else {
+                for (int j = 0; j < 8 && n + j < C; j++)
+                    dx[m * C + n + j] = (floatX)((float)dx[m * C + n + j] + from[j]);
             }
-#pragma unroll
-            for (int h = HALVES - 1; h >= 0; h--)
-#pragma unroll
-                for (int j = 0; j < 8; j++) mma(part[j], fa[h], fb[j / 2][j % 2 * 2], fb[j / 2][j % 2 * 2 + 1]);
         }
 #pragma unroll
         for (int j = 0; j < 8; j++)
 #pragma unroll
-            for (int i = 0; i < 4; i++) sum[j][i] += part[j][i];
-    }
-
-    // Through shared memory, so that memory sees whole pieces. Rows of 68 floats: 16-byte aligned, off the banks.
-    asm volatile("cp.async.wait_group 0;" ::: "memory");
-    __syncthreads();
-    const int WIDTH = TILE + 4;
-    float* tile = (float*)shared;
-#pragma unroll
-    for (int j = 0; j < 8; j++)
-#pragma unroll
-        for (int i = 0; i < 4; i++)
-            tile[(warp * 16 + lane / 4 + i / 2 * 8) * WIDTH + j * 8 + lane % 4 * 2 + i % 2] = sum[j][i];
-    __syncthreads();
-    for (int at = threadIdx.x; at < TILE * TILE / 8; at += 128) {
-        const int64_t m = m0 + at / 8, n = n0 + at % 8 * 8;
-        const float* from = tile + at / 8 * WIDTH + at % 8 * 8;
-        if (m >= M) continue;
-        if (out.add) {
-            floatX* to = out.add + m * N + n;
-            if (WIDE && n < N) {
-                float f[8];
-                load<8>(f, to);
-#pragma unroll
-                for (int i = 0; i < 8; i++) f[i] += from[i];
-                store<8>(to, f);
-            } else {
-                for (int i = 0; i < 8 && n + i < N; i++) to[i] = (floatX)((float)to[i] + from[i]);
-            }
-        } else {
-            float* to = out.set + (blockIdx.z * M + m) * N + n;
-            for (int i = 0; i < 8 && n + i < N; i++) to[i] = from[i];
-        }
+            for (int e = 0; e < 4; e++) sum[j][e] = 0;
     }
 }
 
-template <bool A_T, bool B_T, int HALVES>
-static void launch_product(Output out, Matrix a, const floatX* a_lo, Matrix b, int64_t M, int64_t N, int64_t K,
-                           int64_t splits, Ctx* ctx) {
-    const size_t bytes = (size_t)STAGES * (HALVES + 1) * TILE * TILE * 2;
-    const dim3 grid(blocks_for(M, TILE), blocks_for(N, TILE), (unsigned)splits);
-    const int64_t per = ceil_div(ceil_div(K, splits), TILE) * TILE;
-    bool pieces = wide(a.stride | b.stride, a.p, a_lo, b.p) && (!out.add || wide(N, out.add));
-    auto kernel = pieces ? product<A_T, B_T, HALVES, true> : product<A_T, B_T, HALVES, false>;
+static void launch_add(floatX* dx, Matrix hi, const floatX* lo, Matrix w, int64_t N, int64_t C, Ctx* ctx) {
+    const int steps = (int)ceil_div(hi.columns, TILE), columns = 8;
+    const size_t bytes =
+        (size_t)(2 * steps + DX_STAGES) * BYTES + TILE * OUT_WIDTH * sizeof(float);  // 169 KiB: E = 512
+    auto kernel = wide(hi.stride | w.stride, hi.p, lo, w.p, dx) ? add_product<true> : add_product<false>;
     CUDA_CHECK(cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, (int)bytes));
-    kernel<<<grid, 128, bytes, ctx->stream>>>(out, a, a_lo, b, M, N, K, per);
+    kernel<<<dim3(blocks_for(N, TILE), blocks_for(C, columns * TILE)), 128, bytes, ctx->stream>>>(dx, hi, lo, w, N, C,
+                                                                                                  steps, columns);
     LAUNCH_CHECK();
 }
 
@@ -298,18 +379,23 @@ template <typename Launch>
 static void by_experts(RouterShape s, Launch launch) {
     if (s.E > MAX_E || s.K > MAX_K || s.K > s.E)
         die(EXIT_FAILED, "router: %d of %d experts; at most %d of %d", s.K, s.E, MAX_K, MAX_E);
-    if (s.E <= 32) launch(std::integral_constant<int, 1>());
-    else if (s.E <= 64) launch(std::integral_constant<int, 2>());
-    else if (s.E <= 128) launch(std::integral_constant<int, 4>());
-    else if (s.E <= 256) launch(std::integral_constant<int, 8>());
-    else launch(std::integral_constant<int, 16>());
+    if (s.E <= 32)
+        launch(std::integral_constant<int, 1>());
+    else if (s.E <= 64)
+        launch(std::integral_constant<int, 2>());
+    else if (s.E <= 128)
+        launch(std::integral_constant<int, 4>());
+    else if (s.E <= 256)
+        launch(std::integral_constant<int, 8>());
+    else
+        launch(std::integral_constant<int, 16>());
 }
 
 void router_forward(real* scores, int32_t* expert, real* gate, const floatX* x, const floatX* w, const real* bias,
                     RouterShape s, Ctx* ctx) {
     if (s.N == 0) return;
-    launch_product<false, false, 1>(Output{scores, NULL}, Matrix{x, s.N, s.C, s.C}, NULL, Matrix{w, s.E, s.C, s.C}, s.N,
-                                    s.E, s.C, 1, ctx);
+    launch_product<false, false, 1, 6>(scores, Matrix{x, s.N, s.C, s.C}, NULL, Matrix{w, s.E, s.C, s.C}, s.N, s.E, s.C,
+                                       1, ctx);
     by_experts(s, [&](auto j) {
         choose<decltype(j)::value><<<blocks_for(s.N, 8), 256, 0, ctx->stream>>>(scores, expert, gate, bias, s);
     });
@@ -430,14 +516,14 @@ void router_backward(floatX* dx, real* dw, const real* dgate, const real* scores
     }
     const int64_t stride = padded(s);
     by_experts(s, [&](auto j) {
-        score_backward<decltype(j)::value><<<blocks_for(s.N, 8), 256, 0, ctx->stream>>>(
-            hi, lo, stride, dgate, scores, expert, gate, count, aux, s);
+        score_backward<decltype(j)::value>
+            <<<blocks_for(s.N, 8), 256, 0, ctx->stream>>>(hi, lo, stride, dgate, scores, expert, gate, count, aux, s);
     });
     LAUNCH_CHECK();
     const Matrix dlogits = {hi, s.N, stride, stride};
-    launch_product<false, true, 2>(Output{NULL, dx}, dlogits, lo, Matrix{w, s.E, s.C, s.C}, s.N, s.C, s.E, 1, ctx);
+    launch_add(dx, dlogits, lo, Matrix{w, s.E, s.C, s.C}, s.N, s.C, ctx);
     const int64_t splits = dw_splits(s), count_dw = s.E * s.C;
-    launch_product<true, true, 2>(Output{part, NULL}, dlogits, lo, Matrix{x, s.N, s.C, s.C}, s.E, s.C, s.N, splits, ctx);
+    launch_product<true, true, 2, 4>(part, dlogits, lo, Matrix{x, s.N, s.C, s.C}, s.E, s.C, s.N, splits, ctx);
     add_splits<<<blocks_for(count_dw, 256), 256, 0, ctx->stream>>>(dw, part, count_dw, (int)splits);
     LAUNCH_CHECK();
 }

@@ -72,6 +72,8 @@ struct Tensor {
             host[(size_t)i] = back(rounded[(size_t)i]);
         }
         CUDA_CHECK(cudaMemcpy(dev, rounded.data(), (size_t)n * sizeof(Dev), cudaMemcpyHostToDevice));
+        CUDA_CHECK(
+            cudaDeviceSynchronize());  // pageable copies may still be on their way, and ctx's stream does not wait
     }
     std::vector<Ref> got() const {
         std::vector<Dev> raw((size_t)n);
