@@ -130,7 +130,7 @@ void adamw_update(floatX* weight, real* master, real* m, real* v, const real* gr
         adamw_kernel<8><<<blocks_for(n, 8 * THREADS), THREADS, 0, ctx->stream>>>(weight, master, m, v, grad, n, n_decay,
                                                                                  *opt, state);
     else
-        update<1>
+        adamw_kernel<1>
             <<<blocks_for(n, THREADS), THREADS, 0, ctx->stream>>>(weight, master, m, v, grad, n, n_decay, *opt, state);
     LAUNCH_CHECK();
 }

@@ -89,10 +89,10 @@ void experts_swiglu_forward(floatX* a, const floatX* h, Ragged r, int64_t F, Ctx
 void experts_swiglu_backward(floatX* dh, floatX* gated_a, real* drow_gate, const floatX* dap, const floatX* h, Ragged r,
                              int64_t F, Ctx* ctx) {
     if (wide(F, dh, gated_a, dap, h))
-        backward<8>
+        experts_swiglu_backward_kernel<8>
             <<<grid_of(ceil_div(r.capacity, 8), ctx), 256, 0, ctx->stream>>>(dh, gated_a, drow_gate, dap, h, r, F);
     else
-        backward<1>
+        experts_swiglu_backward_kernel<1>
             <<<grid_of(ceil_div(r.capacity, 8), ctx), 256, 0, ctx->stream>>>(dh, gated_a, drow_gate, dap, h, r, F);
     LAUNCH_CHECK();
 }

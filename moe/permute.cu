@@ -116,7 +116,7 @@ void unpermute_rows(floatX* tokens, const floatX* rows, const real* gate, Ragged
         unpermute_rows_kernel<8><<<blocks_for(N * (C / 8), 256), 256, 0, ctx->stream>>>(tokens, rows, gate, r.token_row,
                                                                                         N, K, C, accumulate);
     else
-        combine<1>
+        unpermute_rows_kernel<1>
             <<<blocks_for(N * C, 256), 256, 0, ctx->stream>>>(tokens, rows, gate, r.token_row, N, K, C, accumulate);
     LAUNCH_CHECK();
 }
