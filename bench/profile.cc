@@ -43,10 +43,6 @@ const char* const classes[][2] = {
     {"rope_kernel", "rope"},
     {"embedding", "embedding"},
     {"attention", "attention"},
-    {"queries_backward", "attention"},
-    {"keys_backward", "attention"},
-    {"sum_rope", "attention"},
-    {"prepare", "attention"},
     {"choose", "router"},
     {"add_splits", "router"},
     {"score_backward", "router"},
@@ -73,6 +69,8 @@ std::string demangled(const char* name) {
     char* text = abi::__cxa_demangle(name, nullptr, nullptr, &status);
     std::string out = status == 0 ? text : name;
     free(text);
+    for (const char* noise : {"(anonymous namespace)::", "void "})
+        while (out.find(noise) != std::string::npos) out.erase(out.find(noise), strlen(noise));
     return out.substr(0, out.find('('));
 }
 

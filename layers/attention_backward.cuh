@@ -1,8 +1,9 @@
-// Backward of layers/attention.cu, four kernels in a row: prepare (delta and lse, padded), queries_backward (dq),
-// keys_backward (dk, dv), sum_rope (dk_rope over the heads). In both big ones a block owns 128 rows, 64 a consumer
-// warpgroup, whose gradients stay in registers; dS is the product's left operand straight from registers and is
-// multiplied one tile late, beside the next tile's scores, so that softmax arithmetic always has a product to hide
-// behind. keys_backward works on transposed scores (rows are keys): P^T and dS^T are then left operands as well.
+// Backward of layers/attention.cu, four kernels in a row: prepare (delta and lse), attention_backward_dq_kernel (dq),
+// attention_backward_dkv_kernel (dk, dv), attention_sum_rope_kernel (dk_rope over the heads). In both big ones a block
+// owns 128 rows, 64 a consumer warpgroup, whose gradients stay in registers, and dS is a product's left operand
+// straight from registers. attention_backward_dq_kernel multiplies dS one tile late, beside the next tile's scores.
+// attention_backward_dkv_kernel works on transposed scores (rows are keys), so that P^T and dS^T are left operands as
+// well; its 160 registers of sums leave no room to be late: there the other warpgroup's products fill the gaps.
 #ifndef LAYERS_ATTENTION_BACKWARD_CUH
 #define LAYERS_ATTENTION_BACKWARD_CUH
 
@@ -11,8 +12,8 @@ namespace {
 // What the products of backward start from, so that they end as softmax wants them: start_delta = -rowsum(dout * out),
 // start_lse = -lse / scale; beyond T 0 and -inf, which make P and dS 0 there.
 template <int D>
-__global__ void prepare(float* start_delta, float* start_lse, const floatX* dout, const floatX* out, const float* lse,
-                        int64_t B, int64_t T, int64_t H, int64_t padded, float scale) {
+__global__ void attention_delta_kernel(float* start_delta, float* start_lse, const floatX* dout, const floatX* out,
+                                       const float* lse, int64_t B, int64_t T, int64_t H, int64_t padded, float scale) {
     constexpr int LANES = 2 * D / 8;                                         // threads to a row
     int64_t row = (blockIdx.x * (int64_t)blockDim.x + threadIdx.x) / LANES;  // (b, t, h)
     int lane = threadIdx.x % LANES;
@@ -38,7 +39,8 @@ __global__ void prepare(float* start_delta, float* start_lse, const floatX* dout
 
 // dk_rope = the heads' parts (B, H, T, D), added in the order of heads; 8 columns a thread.
 template <int D>
-__global__ void sum_rope(floatX* dk_rope, const float* part, int64_t B, int64_t T, int64_t H, int64_t stride) {
+__global__ void attention_sum_rope_kernel(floatX* dk_rope, const float* part, int64_t B, int64_t T, int64_t H,
+                                          int64_t stride) {
     int64_t i = blockIdx.x * (int64_t)blockDim.x + threadIdx.x, token = i / (D / 8), column = i % (D / 8) * 8;
     if (token >= B * T) return;
     const float4* p = (const float4*)(part + (token / T * H * T + token % T) * D + column);
@@ -54,28 +56,28 @@ __global__ void sum_rope(floatX* dk_rope, const float* part, int64_t B, int64_t 
 
 // --- dq ---
 
-#ifndef ATTENTION_DQ_KEYS
-#define ATTENTION_DQ_KEYS 96
-#endif
-enum { DQ_KEYS = ATTENTION_DQ_KEYS, DQ_STAGES = DQ_KEYS == 64 ? 3 : 2 };
+// 80 keys: 96 leave too few registers (wgmma would run one by one), 64 are 3 % slower.
+enum { DQ_KEYS = 80, K_STAGES = 3, V_STAGES = 2 };
 
 template <int D>
 struct QueriesShared {
     floatX q[3][TILE][D];
     floatX dout[2][TILE][D];
-    floatX k[DQ_STAGES][3][DQ_KEYS][D];
-    floatX v[DQ_STAGES][2][DQ_KEYS][D];
+    floatX k[K_STAGES][3][DQ_KEYS][D];
+    floatX v[V_STAGES][2][DQ_KEYS][D];
     Ring<1> work_ring;
-    Ring<DQ_STAGES> k_ring, v_ring;
+    Ring<K_STAGES> k_ring;
+    Ring<V_STAGES> v_ring;
     int work;
 };
 
 template <int D>
 __global__ void __launch_bounds__(THREADS, 1)
-    queries_backward(const __grid_constant__ CUtensorMap q_map, const __grid_constant__ CUtensorMap dout_map,
-                     const __grid_constant__ CUtensorMap kv_map, const __grid_constant__ CUtensorMap rope_map,
-                     floatX* dq, const float* lse, const float* delta, int* next, Order order, int T, int H,
-                     float scale) {
+    attention_backward_dq_kernel(const __grid_constant__ CUtensorMap q_map,
+                                 const __grid_constant__ CUtensorMap dout_map,
+                                 const __grid_constant__ CUtensorMap kv_map,
+                                 const __grid_constant__ CUtensorMap rope_map, floatX* dq, const float* lse,
+                                 const float* delta, int* next, Order order, int T, int H, float scale) {
     extern __shared__ __align__(1024) char raw[];
     QueriesShared<D>& sh = *(QueriesShared<D>*)raw;
     if (threadIdx.x == 0) {
@@ -103,10 +105,11 @@ __global__ void __launch_bounds__(THREADS, 1)
                 tma_load(sh.dout, &dout_map, &sh.work_ring.full[0], 0, h, q0, 0, b);
                 work = gridDim.x + atomicAdd(next, 1);
                 for (int n = (min(q0 + TILE, T) - 1) / DQ_KEYS; n >= 0; n--, kv_use++) {
-                    int i = kv_use % DQ_STAGES;
+                    int i = kv_use % V_STAGES;
                     sh.v_ring.wait_empty(kv_use);
                     barrier_expect(&sh.v_ring.full[i], sizeof(sh.v[0]));
                     tma_load(sh.v[i], &kv_map, &sh.v_ring.full[i], 0, h, n * DQ_KEYS, 2, b);
+                    i = kv_use % K_STAGES;
                     sh.k_ring.wait_empty(kv_use);
                     barrier_expect(&sh.k_ring.full[i], sizeof(sh.k[0]));
                     tma_load(sh.k[i][0], &kv_map, &sh.k_ring.full[i], 0, h, n * DQ_KEYS, 0, b);
@@ -152,19 +155,18 @@ __global__ void __launch_bounds__(THREADS, 1)
             }
             auto step = [&](auto first, auto masked) {
                 float s[DQ_KEYS / 2], dp[DQ_KEYS / 2];
-                int i = kv_use % DQ_STAGES;
                 sh.v_ring.wait_full(kv_use);
                 sh.k_ring.wait_full(kv_use);
                 wgmma_pin(grad);
                 wgmma_fence();
-                multiply_rows<D, DQ_KEYS, 3, TILE, DQ_KEYS>(s, q_at, k_at + i * k_stage);
+                multiply_rows<D, DQ_KEYS, 3, TILE, DQ_KEYS>(s, q_at, k_at + kv_use % K_STAGES * k_stage);
                 wgmma_commit();
                 if (!first.value) {
-                    int before = (kv_use + DQ_STAGES - 1) % DQ_STAGES;
+                    int before = (kv_use + K_STAGES - 1) % K_STAGES;
                     multiply_add<D, 3 * D, DQ_KEYS>(grad, ds, k_at + before * k_stage);
                 }
                 wgmma_commit();
-                multiply_rows<D, DQ_KEYS, 2, TILE, DQ_KEYS>(dp, dout_at, v_at + i * v_stage);
+                multiply_rows<D, DQ_KEYS, 2, TILE, DQ_KEYS>(dp, dout_at, v_at + kv_use % V_STAGES * v_stage);
                 wgmma_commit();
                 wgmma_wait<2>();
                 wgmma_pin(s);
@@ -194,7 +196,7 @@ __global__ void __launch_bounds__(THREADS, 1)
             sh.work_ring.release(use);  // q and dout are read
             wgmma_pin(grad);
             wgmma_fence();
-            multiply_add<D, 3 * D, DQ_KEYS>(grad, ds, k_at + (kv_use + DQ_STAGES - 1) % DQ_STAGES * k_stage);
+            multiply_add<D, 3 * D, DQ_KEYS>(grad, ds, k_at + (kv_use + K_STAGES - 1) % K_STAGES * k_stage);
             wgmma_commit();
             wgmma_wait<0>();
             wgmma_pin(grad);
@@ -230,7 +232,7 @@ struct KeysShared {
     floatX v[2][TILE][D];
     floatX q[DK_STAGES][3][DK_QUERIES][D];
     floatX dout[DK_STAGES][2][DK_QUERIES][D];
-    float lse[DK_STAGES][DK_QUERIES];  // as prepare leaves them
+    float lse[DK_STAGES][DK_QUERIES];  // as attention_delta_kernel leaves them
     float delta[DK_STAGES][DK_QUERIES];
     Ring<1> work_ring;
     Ring<DK_STAGES> ring;
@@ -239,10 +241,12 @@ struct KeysShared {
 
 template <int D>
 __global__ void __launch_bounds__(THREADS, 1)
-    keys_backward(const __grid_constant__ CUtensorMap q_map, const __grid_constant__ CUtensorMap dout_map,
-                  const __grid_constant__ CUtensorMap kv_map, const __grid_constant__ CUtensorMap rope_map, floatX* dkv,
-                  float* rope_part, const float* lse, const float* delta, int* next, Order order, int T, int H,
-                  float scale) {
+    attention_backward_dkv_kernel(const __grid_constant__ CUtensorMap q_map,
+                                  const __grid_constant__ CUtensorMap dout_map,
+                                  const __grid_constant__ CUtensorMap kv_map,
+                                  const __grid_constant__ CUtensorMap rope_map, floatX* dkv, float* rope_part,
+                                  const float* lse, const float* delta, int* next, Order order, int T, int H,
+                                  float scale) {
     extern __shared__ __align__(1024) char raw[];
     KeysShared<D>& sh = *(KeysShared<D>*)raw;
     if (threadIdx.x == 0) {
@@ -304,7 +308,6 @@ __global__ void __launch_bounds__(THREADS, 1)
             order.place(work, &head, &rank);
             const int k0 = rank * TILE;
             float dk[D * 3 / 2], dv[D];
-            uint32_t ds[DK_QUERIES / 4] = {};
             zero(dk);
             zero(dv);
             int m = k0 / DK_QUERIES;
@@ -315,19 +318,16 @@ __global__ void __launch_bounds__(THREADS, 1)
             }
             int first = m;
             for (; m < ends; m++) {  // none if all of this group's keys lie beyond T
-                int i = q_use % DK_STAGES, before = m > first ? (q_use + DK_STAGES - 1) % DK_STAGES : i;
+                int i = q_use % DK_STAGES;
                 float s[DK_QUERIES / 2], dp[DK_QUERIES / 2];
-                uint32_t p[DK_QUERIES / 4];
+                uint32_t p[DK_QUERIES / 4], ds[DK_QUERIES / 4];
                 sh.ring.wait_full(q_use);
                 start_columns(s, sh.lse[i]);
                 wgmma_pin(s);
-                wgmma_pin(dk);
                 wgmma_fence();
                 multiply_rows<D, DK_QUERIES, 3, TILE, DK_QUERIES>(s, k_at, q_at + i * q_stage, 1);
                 wgmma_commit();
-                multiply_add<D, 3 * D, DK_QUERIES>(dk, ds, q_at + before * q_stage);  // at first dS is 0
-                wgmma_commit();
-                wgmma_wait<1>();
+                wgmma_wait<0>();
                 wgmma_pin(s);
 #pragma unroll
                 for (int j = 0; j < DK_QUERIES / 2; j++) s[j] = exp2_approx(s[j] * scale2);
@@ -335,9 +335,6 @@ __global__ void __launch_bounds__(THREADS, 1)
 #pragma unroll
                     for (int j = 0; j < DK_QUERIES / 2; j++)
                         if (group * 64 + j / 4 * 8 + lane % 4 * 2 + j % 2 < row + j / 2 % 2 * 8) s[j] = 0;
-                wgmma_wait<0>();
-                wgmma_pin(dk);
-                if (m > first) sh.ring.release(q_use - 1);
 #pragma unroll
                 for (int j = 0; j < DK_QUERIES / 4; j++) p[j] = pack_bf16(s[2 * j], s[2 * j + 1]);
                 start_columns(dp, sh.delta[i]);
@@ -354,18 +351,14 @@ __global__ void __launch_bounds__(THREADS, 1)
                 for (int j = 0; j < DK_QUERIES / 4; j++)  // P as it was multiplied: rounded
                     ds[j] = pack_bf16(__uint_as_float(p[j] << 16) * dp[2 * j],
                                       __uint_as_float(p[j] & 0xffff0000u) * dp[2 * j + 1]);
-                wgmma_wait<0>();
-                wgmma_pin(dv);
-                q_use++;
-            }
-            if (first < ends) {
                 wgmma_pin(dk);
                 wgmma_fence();
-                multiply_add<D, 3 * D, DK_QUERIES>(dk, ds, q_at + (q_use + DK_STAGES - 1) % DK_STAGES * q_stage);
+                multiply_add<D, 3 * D, DK_QUERIES>(dk, ds, q_at + i * q_stage);
                 wgmma_commit();
                 wgmma_wait<0>();
+                wgmma_pin(dv);
                 wgmma_pin(dk);
-                sh.ring.release(q_use - 1);
+                sh.ring.release(q_use++);
             }
             sh.work_ring.release(use);  // k and v are read
 #pragma unroll
@@ -393,26 +386,26 @@ void run_backward(floatX* dq, floatX* dkv, floatX* dk_rope, const floatX* dout, 
     Order order = order_of(s);
     int T = (int)s.T, H = (int)s.H, grid = order.total() < ctx->sms ? order.total() : ctx->sms;
     int64_t rows = s.B * w.padded * s.H;
-    prepare<D><<<(unsigned)ceil_div(rows * (D / 4), 256), 256, 0, ctx->stream>>>(w.delta, w.lse, dout, out, lse, s.B,
-                                                                                 s.T, s.H, w.padded, s.scale);
+    attention_delta_kernel<D><<<(unsigned)ceil_div(rows * (D / 4), 256), 256, 0, ctx->stream>>>(
+        w.delta, w.lse, dout, out, lse, s.B, s.T, s.H, w.padded, s.scale);
     LAUNCH_CHECK();
 
     CUtensorMap q_map = heads_map(q, s, 3 * D, TILE, 3, ctx), dout_map = heads_map(dout, s, 2 * D, TILE, 2, ctx);
     CUtensorMap kv_map = heads_map(kv, s, 4 * D, DQ_KEYS, 2, ctx), r_map = rope_map(k_rope, s, DQ_KEYS, ctx);
-    allow_shared(queries_backward<D>, sizeof(QueriesShared<D>));
-    queries_backward<D><<<grid, THREADS, sizeof(QueriesShared<D>), ctx->stream>>>(
+    allow_shared(attention_backward_dq_kernel<D>, sizeof(QueriesShared<D>));
+    attention_backward_dq_kernel<D><<<grid, THREADS, sizeof(QueriesShared<D>), ctx->stream>>>(
         q_map, dout_map, kv_map, r_map, dq, w.lse, w.delta, w.next, order, T, H, s.scale);
     LAUNCH_CHECK();
 
     q_map = heads_map(q, s, 3 * D, DK_QUERIES, 3, ctx), dout_map = heads_map(dout, s, 2 * D, DK_QUERIES, 2, ctx);
     kv_map = heads_map(kv, s, 4 * D, TILE, 2, ctx), r_map = rope_map(k_rope, s, TILE, ctx);
-    allow_shared(keys_backward<D>, sizeof(KeysShared<D>));
-    keys_backward<D><<<grid, THREADS, sizeof(KeysShared<D>), ctx->stream>>>(
+    allow_shared(attention_backward_dkv_kernel<D>, sizeof(KeysShared<D>));
+    attention_backward_dkv_kernel<D><<<grid, THREADS, sizeof(KeysShared<D>), ctx->stream>>>(
         q_map, dout_map, kv_map, r_map, dkv, w.rope_part, w.lse, w.delta, w.next + 1, order, T, H, s.scale);
     LAUNCH_CHECK();
 
-    sum_rope<D><<<(unsigned)ceil_div(s.B * s.T * (D / 8), 256), 256, 0, ctx->stream>>>(dk_rope, w.rope_part, s.B, s.T,
-                                                                                       s.H, s.k_rope_stride);
+    attention_sum_rope_kernel<D><<<(unsigned)ceil_div(s.B * s.T * (D / 8), 256), 256, 0, ctx->stream>>>(
+        dk_rope, w.rope_part, s.B, s.T, s.H, s.k_rope_stride);
     LAUNCH_CHECK();
 }
 

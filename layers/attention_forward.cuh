@@ -7,10 +7,6 @@
 
 namespace {
 
-#ifndef ATTENTION_TURNS
-#define ATTENTION_TURNS 1
-#endif
-
 template <int D>
 struct ForwardShared {
     floatX q[3][TILE][D];
@@ -23,9 +19,9 @@ struct ForwardShared {
 
 template <int D>
 __global__ void __launch_bounds__(THREADS, 1)
-    forward(const __grid_constant__ CUtensorMap q_map, const __grid_constant__ CUtensorMap kv_map,
-            const __grid_constant__ CUtensorMap rope_map, floatX* out, float* lse, int* next, Order order, int T, int H,
-            float scale) {
+    attention_forward_kernel(const __grid_constant__ CUtensorMap q_map, const __grid_constant__ CUtensorMap kv_map,
+                             const __grid_constant__ CUtensorMap rope_map, floatX* out, float* lse, int* next,
+                             Order order, int T, int H, float scale) {
     extern __shared__ __align__(1024) char raw[];
     ForwardShared<D>& sh = *(ForwardShared<D>*)raw;
     if (threadIdx.x == 0) {
@@ -78,13 +74,9 @@ __global__ void __launch_bounds__(THREADS, 1)
         const uint64_t v_at = wgmma_descriptor<D>(shared_address(sh.v), TILE * D * 2);
         const int k_stage = sizeof(sh.k[0]) / 16, v_stage = sizeof(sh.v[0]) / 16;
         int k_use = 0, v_use = 0;
-        if (ATTENTION_TURNS && group == 1) named_arrive(1, 256);  // the first turn is group 0's
-        auto my_turn = [&] {
-            if (ATTENTION_TURNS) named_sync(1 + group, 256);
-        };
-        auto your_turn = [&] {
-            if (ATTENTION_TURNS) named_arrive(2 - group, 256);
-        };
+        if (group == 1) named_arrive(1, 256);  // the first turn is group 0's
+        auto my_turn = [&] { named_sync(1 + group, 256); };
+        auto your_turn = [&] { named_arrive(2 - group, 256); };
 
         for (int use = 0;; use++) {
             sh.work_ring.wait_full(use);
@@ -150,6 +142,7 @@ __global__ void __launch_bounds__(THREADS, 1)
                 multiply_rows<D, TILE, 3, TILE, TILE>(s, q_at, k_at + k_use % 2 * k_stage);
                 wgmma_commit();
                 sh.v_ring.wait_full(v_use);
+                wgmma_fence();
                 multiply_add<D, 2 * D, TILE>(o, p, v_at + v_use % 2 * v_stage);
                 wgmma_commit();
                 your_turn();
@@ -194,9 +187,9 @@ void run_forward(floatX* out, real* lse, const floatX* q, const floatX* kv, cons
     CUtensorMap q_map = heads_map(q, s, 3 * D, TILE, 3, ctx), kv_map = heads_map(kv, s, 4 * D, TILE, 2, ctx);
     CUtensorMap r_map = rope_map(k_rope, s, TILE, ctx);
     int grid = order.total() < ctx->sms ? order.total() : ctx->sms;
-    allow_shared(forward<D>, sizeof(ForwardShared<D>));
-    forward<D><<<grid, THREADS, sizeof(ForwardShared<D>), ctx->stream>>>(q_map, kv_map, r_map, out, lse, w.next, order,
-                                                                         (int)s.T, (int)s.H, s.scale);
+    allow_shared(attention_forward_kernel<D>, sizeof(ForwardShared<D>));
+    attention_forward_kernel<D><<<grid, THREADS, sizeof(ForwardShared<D>), ctx->stream>>>(
+        q_map, kv_map, r_map, out, lse, w.next, order, (int)s.T, (int)s.H, s.scale);
     LAUNCH_CHECK();
 }
 
