@@ -39,20 +39,20 @@ Order order_of(AttnShape s) {
 }
 
 // A full and an empty barrier for each of N buffers used in turn; `use` counts the uses, on both sides.
-template <int N>
+template <int N, bool EVERY_THREAD = false>
 struct Ring {
     uint64_t full[N], empty[N];
     __device__ void init() {
         for (int i = 0; i < N; i++) {
             barrier_init(&full[i], 1);
-            barrier_init(&empty[i], 8);  // consumer warps
+            barrier_init(&empty[i], EVERY_THREAD ? 256 : 8);  // consumers: two warpgroups
         }
     }
     __device__ void wait_empty(int use) { barrier_wait(&empty[use % N], (use / N & 1) ^ 1); }
     __device__ void wait_full(int use) { barrier_wait(&full[use % N], use / N & 1); }
     __device__ void release(int use) {
         __syncwarp();
-        if (threadIdx.x % 32 == 0) barrier_arrive(&empty[use % N]);
+        if (EVERY_THREAD || threadIdx.x % 32 == 0) barrier_arrive(&empty[use % N]);
     }
 };
 

@@ -66,7 +66,7 @@ struct QueriesShared {
     floatX dout[2][TILE][D];
     floatX k[K_STAGES][3][DQ_KEYS][D];
     floatX v[V_STAGES][2][DQ_KEYS][D];
-    Ring<1> work_ring;
+    Ring<1, true> work_ring;  // every thread has read `work` itself
     Ring<K_STAGES> k_ring;
     Ring<V_STAGES> v_ring;
     int work;
@@ -235,7 +235,7 @@ struct KeysShared {
     floatX dout[DK_STAGES][2][DK_QUERIES][D];
     float lse[DK_STAGES][DK_QUERIES];  // as attention_delta_kernel leaves them
     float delta[DK_STAGES][DK_QUERIES];
-    Ring<1> work_ring;
+    Ring<1, true> work_ring;  // every thread has read `work` itself
     Ring<DK_STAGES> ring;
     int work;
 };

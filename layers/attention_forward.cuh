@@ -12,7 +12,7 @@ struct ForwardShared {
     floatX q[3][TILE][D];
     floatX k[2][3][TILE][D];
     floatX v[2][2][TILE][D];
-    Ring<1> work_ring;
+    Ring<1, true> work_ring;  // every thread has read `work` itself
     Ring<2> k_ring, v_ring;
     int work;  // travels with q
 };
