@@ -54,7 +54,7 @@ RUNNABLE   = $(if $(HAVE_GPU),$(CUDA),$(CPU))
 TESTS_CUDA = $(patsubst %.cu,%,$(wildcard tests/test_cuda_*.cu)) tests/test_golden tests/test_model
 
 .PHONY: all cpu cuda train test test-build cuda-test-build bench clean probe format print-host
-all: probe cpu
+all: probe cpu $(if $(HAVE_NVCC),cuda)
 cpu: $(if $(F64),$(DOUBLE),$(CPU))/train_moe
 cuda: $(CUDA)/train_moe
 
@@ -132,8 +132,12 @@ test:
 test-build: $(CPU)/train_moe $(TESTS:%=$(CPU)/%) $(TESTS_F64:%=$(DOUBLE)/%)
 cuda-test-build: $(CUDA)/train_moe $(DOUBLE)/libreference.so $(TESTS_CUDA:%=$(CUDA)/%)
 
-bench: all
+# Yardsticks that need PyTorch are left out where it is not installed.
+BENCH_CUDA = attention grouped_gemm memory
+bench: all $(if $(HAVE_GPU),$(BENCH_CUDA:%=$(CUDA)/bench/%))
 	@$(PYTHON) bench/run.py $(CPU)/train_moe
+	@$(if $(HAVE_GPU),for name in $(BENCH_CUDA); do echo "== $$name"; $(CUDA)/bench/$$name || exit 1; done)
+	@$(if $(HAVE_GPU),for name in attention grouped_gemm; do $(PYTHON) bench/$${name}_torch.py || true; done)
 
 print-host:
 	@echo $(HOST:=.c) train_moe.cu
