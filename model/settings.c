@@ -131,6 +131,27 @@ static void check_model(const ModelConfig* m) {
             (long long)(m->top_groups * (m->E / m->groups)), (long long)m->top_groups);
 }
 
+// What the kernels take: 16-byte rows, and the head sizes that the attention kernels are written for.
+static void check_cuda_model(const ModelConfig* m) {
+    const struct {
+        const char* option;
+        int64_t value;
+    } widths[] = {{"dim", m->C},
+                  {"q-lora", m->q_lora},
+                  {"kv-lora", m->kv_lora},
+                  {"expert-ffn", m->F},
+                  {"dense-ffn", m->dense_ffn}};
+    for (size_t i = 0; i < sizeof(widths) / sizeof(widths[0]); i++)
+        if (widths[i].value % 8)
+            die(EXIT_USAGE, "--%s %lld is not a multiple of 8, which the CUDA build needs", widths[i].option,
+                (long long)widths[i].value);
+    int64_t r = m->rope;
+    if ((r != 64 && r != 32 && r != 16) || m->nope != 2 * r || m->v != 2 * r)
+        die(EXIT_USAGE,
+            "--nope-dim %lld --rope-dim %lld --v-dim %lld: the CUDA build takes 128/64/128, 64/32/64 and 32/16/32",
+            (long long)m->nope, (long long)m->rope, (long long)m->v);
+}
+
 static void check_run(Settings* s) {
     long long micro = (long long)(s->batch * s->seq_len);
     if (s->tokens_per_step == 0) s->tokens_per_step = micro;
@@ -166,6 +187,7 @@ Settings settings_read(int argc, char** argv) {
             memcpy((char*)&s + settings_table[i].offset, (char*)&from + settings_table[i].offset, 8);
     free(given);
     check_model(&s.model);
+    if (BACKEND == BACKEND_CUDA) check_cuda_model(&s.model);
     check_run(&s);
     return s;
 }
