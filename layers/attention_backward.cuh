@@ -235,8 +235,8 @@ struct KeysShared {
     floatX dout[DK_STAGES][2][DK_QUERIES][D];
     float lse[DK_STAGES][DK_QUERIES];  // as attention_delta_kernel leaves them
     float delta[DK_STAGES][DK_QUERIES];
-    Ring<1, true> work_ring;  // every thread has read `work` itself
-    Ring<DK_STAGES> ring;
+    Ring<1, true> work_ring;     // every thread has read `work` itself
+    Ring<DK_STAGES, true> ring;  // every thread has read lse and delta itself
     int work;
 };
 

@@ -11,10 +11,11 @@ while [ -e "runs/tiny-$n" ]; do n=$((n + 1)); done
 out=runs/tiny-$n
 
 mkdir -p runs
-# Every text file that git tracks; without git, every source file.
-{ git ls-files 2>/dev/null || find . -type f \( -name '*.[ch]' -o -name '*.cu' -o -name '*.py' -o -name '*.sh' -o -name '*.md' \); } |
-    grep -E '\.(c|h|cu|cuh|py|sh|md)$|(^|/)(Makefile|LICENSE)$' | sort >runs/corpus.list
-xargs "$python" scripts/prepare_text.py --out "$corpus" --name repository --val-fraction 0.1 --overwrite <runs/corpus.list
+# Every text file that git tracks; outside a git checkout, every source file.
+git ls-files >runs/corpus.list 2>/dev/null || true
+[ -s runs/corpus.list ] || find . -type f -not -path './build/*' -not -path './runs/*' >runs/corpus.list
+grep -E '\.(c|h|cu|cuh|py|sh|md)$|(^|/)(Makefile|LICENSE)$' runs/corpus.list | sort >runs/corpus.text
+xargs "$python" scripts/prepare_text.py --out "$corpus" --name repository --val-fraction 0.1 --overwrite <runs/corpus.text
 
 "$program" --model tiny --train "$corpus/repository_train_*.bin" --val "$corpus/repository_val_*.bin" \
     --seq-len 256 --batch 8 --steps 1000 --lr 3e-3 --warmup 50 --bias-rate 0.01 --val-every 250 --val-tokens 1000000 \
