@@ -10,7 +10,7 @@ OPS = device/device \
 # Host code, the same source in both builds.
 HOST = device/check device/random device/options device/arena device/files \
        data/json data/safetensors data/shards data/tokenizer data/runlog \
-       moe/moe \
+       layers/rope_table moe/moe \
        model/settings model/params model/forward model/backward model/model model/persist model/report model/sample \
        dist/checkpoint
 
@@ -81,7 +81,7 @@ $(1)/tests/%: $(1)/tests/%.o $(addprefix $(1)/,$(addsuffix .o,$(HOST) $(OPS)))
 	@echo "  LINK  $$@"
 	@$(CC) $(CFLAGS) $$^ -o $$@ $(LDLIBS)
 # The reference alone, for the CUDA tests: its functions have the names that the kernels have.
-$(1)/libreference.so: $(addprefix $(1)/,$(addsuffix .o,device/check device/random $(OPS)))
+$(1)/libreference.so: $(addprefix $(1)/,$(addsuffix .o,device/check device/random layers/rope_table $(OPS)))
 	@echo "  LINK  $$@"
 	@$(CC) $(CFLAGS) -shared -Wl,-Bsymbolic $$^ -o $$@ $(LDLIBS)
 -include $(addprefix $(1)/,$(addsuffix .d,train_moe $(HOST) $(OPS) $(TESTS)))
