@@ -1,22 +1,37 @@
 # train_moe: `make` builds, `make train` runs the first training, `make test` runs every test this machine can run.
 # F64=1 builds the reference in double precision (build/f64), SANITIZE=1 adds address and undefined-behaviour checks,
-# WERROR=1 turns warnings into errors.
+# WERROR=1 turns warnings into errors, MPI=0 leaves Open MPI out.
 
 # Every op: x.h is the contract, x.c the CPU reference, x.cu the CUDA kernels.
 OPS = device/device \
       layers/embedding layers/rmsnorm layers/rope layers/linear layers/attention layers/swiglu layers/loss layers/adamw \
-      moe/router moe/permute moe/grouped_gemm moe/experts
+      moe/router moe/permute moe/grouped_gemm moe/experts moe/dispatch dist/comm
 
 # Host code, the same source in both builds.
-HOST = device/check device/random device/options device/arena device/files \
+HOST = device/check device/random device/options device/arena device/pool device/files \
        data/json data/safetensors data/shards data/tokenizer data/runlog \
        layers/rope_table moe/moe \
        model/settings model/params model/forward model/backward model/model model/persist model/report model/sample \
-       dist/checkpoint
+       model/agree $(RANKS) dist/watch dist/sharding dist/slices dist/checkpoint dist/resume
+
+# Open MPI connects the ranks; without it every program is one rank, and nothing else changes.
+ifndef MPI
+MPI := $(if $(shell mpicc --showme:version 2>/dev/null),1,0)
+endif
+ifeq ($(MPI),0)
+RANKS = dist/ranks_one
+else
+RANKS = dist/ranks_mpi
+# Its C++ interface, which host code in the CUDA build would otherwise get, is left out.
+MPI_FLAGS := $(filter -I% -D%,$(shell mpicc --showme:compile)) -DOMPI_SKIP_MPICXX
+MPI_LIBS  := $(filter-out -pthread,$(shell mpicc --showme:link))
+endif
 
 # C tests; those in TESTS_F64 compare with finite differences and run in the double build too.
 OP_TESTS = tests/test_layers tests/test_attention tests/test_adamw tests/test_router tests/test_moe
 TESTS     = tests/test_device tests/test_data tests/test_shards $(OP_TESTS) tests/test_golden tests/test_model
+# Tests of several ranks: four, where there is an mpirun, in the CUDA build one a GPU.
+TESTS_RANKS = tests/test_ranks tests/test_comm tests/test_checkpoint tests/test_expert_parallel tests/test_layouts
 TESTS_F64 = $(OP_TESTS) tests/test_golden tests/test_model
 
 ifeq ($(origin CC),default)
@@ -33,13 +48,14 @@ CFLAGS   += -fsanitize=address,undefined -fno-sanitize-recover=undefined -fno-om
 endif
 CBLAS_LIB := $(shell for l in "-lopenblas" "-lcblas -lblas" "-lcblas"; do \
     echo 'int main(void){return 0;}' | $(CC) -x c - -o /dev/null $$l 2>/dev/null && echo $$l && break; done)
-LDLIBS    = $(CBLAS_LIB) -lz -lm -lpthread
+LDLIBS    = $(CBLAS_LIB) $(MPI_LIBS) -lz -lm -lpthread
 
 NVCC     ?= nvcc
 CUDA_HOME = $(patsubst %/bin/nvcc,%,$(realpath $(shell command -v $(NVCC))))
 NVCCFLAGS = -std=c++17 -O3 -lineinfo -gencode=arch=compute_90a,code=sm_90a -I. -MMD -MP \
             -Xcompiler -Wall,-Wextra,-fopenmp,-Wno-unused-function,-Wno-unknown-pragmas $(if $(WERROR),-Werror all-warnings)
-CUDALIBS  = -lcublasLt -lz -lgomp -lpthread -ldl
+CUDALIBS  = -lcublasLt -lnccl $(patsubst -Wl$(COMMA)%,-Xlinker %,$(MPI_LIBS)) -lz -lgomp -lpthread -ldl
+COMMA     = ,
 
 CPU    = build/cpu$(SUFFIX)
 DOUBLE = build/f64$(SUFFIX)
@@ -47,20 +63,28 @@ CUDA   = build/cuda
 
 HAVE_NVCC := $(shell command -v $(NVCC) 2>/dev/null)
 HAVE_GPU  := $(if $(HAVE_NVCC),$(shell nvidia-smi -L 2>/dev/null | grep GPU))
+GPUS      := $(if $(HAVE_GPU),$(shell nvidia-smi -L | grep -c GPU))
 # The backend that this machine can run.
 RUNNABLE   = $(if $(HAVE_GPU),$(CUDA),$(CPU))
 
 # Tests on the GPU: the kernels against the reference, and the model tests in the CUDA build.
 TESTS_CUDA = $(patsubst %.cu,%,$(wildcard tests/test_cuda_*.cu)) tests/test_golden tests/test_model
+TESTS_CUDA_RANKS = tests/test_comm tests/test_expert_parallel tests/test_layouts
 
-.PHONY: all cpu cuda train test test-build cuda-test-build bench clean probe format print-host
+.PHONY: all cpu cuda train test test-build cuda-test-build bench clean probe format check-host
 all: probe cpu $(if $(HAVE_NVCC),cuda)
 cpu: $(if $(F64),$(DOUBLE),$(CPU))/train_moe
 cuda: $(CUDA)/train_moe
 
 # One line for each thing a build can use.
 probe:
-	@CC="$(CC)" CBLAS_LIB="$(CBLAS_LIB)" sh scripts/probe.sh
+	@CC="$(CC)" CBLAS_LIB="$(CBLAS_LIB)" MPI="$(MPI)" sh scripts/probe.sh
+
+# What a folder's binaries reach their ranks through: they are linked again when it changes.
+build/%/ranks: FORCE
+	@mkdir -p $(@D)
+	@echo "$(RANKS)" | cmp -s - $@ || echo "$(RANKS)" > $@
+FORCE:
 
 # $(1): build folder, $(2): extra flags
 define build
@@ -74,23 +98,25 @@ $(1)/train_moe.o: train_moe.cu Makefile
 	@$(CC) $(CPPFLAGS) $$(CFLAGS) $(2) -x c -c $$< -o $$@
 # The same seed gives the same weights on every machine: no fused multiply-adds there.
 $(1)/device/random.o: CFLAGS += -ffp-contract=off
-$(1)/train_moe: $(addprefix $(1)/,$(addsuffix .o,train_moe $(HOST) $(OPS)))
+$(1)/dist/ranks_mpi.o: CFLAGS += $(MPI_FLAGS)
+$(1)/train_moe: $(addprefix $(1)/,$(addsuffix .o,train_moe $(HOST) $(OPS)) ranks)
 	@echo "  LINK  $$@"
-	@$(CC) $(CFLAGS) $$^ -o $$@ $(LDLIBS)
-$(1)/tests/%: $(1)/tests/%.o $(addprefix $(1)/,$(addsuffix .o,$(HOST) $(OPS)))
+	@$(CC) $(CFLAGS) $$(filter %.o,$$^) -o $$@ $(LDLIBS)
+$(1)/tests/%: $(1)/tests/%.o $(addprefix $(1)/,$(addsuffix .o,$(HOST) $(OPS)) ranks)
 	@echo "  LINK  $$@"
-	@$(CC) $(CFLAGS) $$^ -o $$@ $(LDLIBS)
+	@$(CC) $(CFLAGS) $$(filter %.o,$$^) -o $$@ $(LDLIBS)
 # The reference alone, for the CUDA tests: its functions have the names that the kernels have.
-$(1)/libreference.so: $(addprefix $(1)/,$(addsuffix .o,device/check device/random layers/rope_table $(OPS)))
+$(1)/libreference.so: $(addprefix $(1)/,$(addsuffix .o,device/check device/random layers/rope_table \
+                        $(filter-out dist/comm,$(OPS))))
 	@echo "  LINK  $$@"
 	@$(CC) $(CFLAGS) -shared -Wl,-Bsymbolic $$^ -o $$@ $(LDLIBS)
--include $(addprefix $(1)/,$(addsuffix .d,train_moe $(HOST) $(OPS) $(TESTS)))
+-include $(addprefix $(1)/,$(addsuffix .d,train_moe $(HOST) $(OPS) $(TESTS) $(TESTS_RANKS)))
 endef
 $(eval $(call build,$(CPU),))
 $(eval $(call build,$(DOUBLE),-DF64))
 
 # Ops are compiled from their .cu alone: one that is missing is an error, never the reference in its place.
-CUDA_HOST = $(addprefix $(CUDA)/,$(HOST:=.o) tests/test_golden.o tests/test_model.o)
+CUDA_HOST = $(addprefix $(CUDA)/,$(addsuffix .o,$(HOST) tests/test_golden tests/test_model $(TESTS_CUDA_RANKS)))
 $(CUDA_HOST): $(CUDA)/%.o: %.c Makefile
 	@mkdir -p $(@D)
 	@echo "  NVCC  $@"
@@ -100,15 +126,16 @@ $(CUDA)/%.o: %.cu Makefile
 	@echo "  NVCC  $@"
 	@$(NVCC) $(NVCCFLAGS) -c $< -o $@
 $(CUDA)/device/random.o: NVCCFLAGS += -Xcompiler -ffp-contract=off
-$(CUDA)/train_moe: $(addprefix $(CUDA)/,$(addsuffix .o,train_moe $(HOST) $(OPS)))
+$(CUDA)/dist/ranks_mpi.o: NVCCFLAGS += $(MPI_FLAGS)
+$(CUDA)/train_moe: $(addprefix $(CUDA)/,$(addsuffix .o,train_moe $(HOST) $(OPS)) ranks)
 	@echo "  LINK  $@"
-	@$(NVCC) $(NVCCFLAGS) $^ -o $@ $(CUDALIBS)
-$(CUDA)/tests/%: $(CUDA)/tests/%.o $(addprefix $(CUDA)/,$(addsuffix .o,$(HOST) $(OPS)))
+	@$(NVCC) $(NVCCFLAGS) $(filter %.o,$^) -o $@ $(CUDALIBS)
+$(CUDA)/tests/%: $(CUDA)/tests/%.o $(addprefix $(CUDA)/,$(addsuffix .o,$(HOST) $(OPS)) ranks)
 	@echo "  LINK  $@"
-	@$(NVCC) $(NVCCFLAGS) $^ -o $@ $(CUDALIBS)
-$(CUDA)/bench/%: $(CUDA)/bench/%.o $(addprefix $(CUDA)/,$(addsuffix .o,$(HOST) $(OPS)))
+	@$(NVCC) $(NVCCFLAGS) $(filter %.o,$^) -o $@ $(CUDALIBS)
+$(CUDA)/bench/%: $(CUDA)/bench/%.o $(addprefix $(CUDA)/,$(addsuffix .o,$(HOST) $(OPS)) ranks)
 	@echo "  LINK  $@"
-	@$(NVCC) $(NVCCFLAGS) $^ -o $@ $(CUDALIBS) -lcublas
+	@$(NVCC) $(NVCCFLAGS) $(filter %.o,$^) -o $@ $(CUDALIBS) -lcublas
 # Loaded into the program by CUDA_INJECTION64_PATH (bench/profile.cc).
 $(CUDA)/bench/libprofile.so: bench/profile.cc Makefile
 	@mkdir -p $(@D)
@@ -126,11 +153,12 @@ train:
 test:
 	@sh scripts/setup.sh
 	@$(MAKE) --no-print-directory -j$(JOBS) probe test-build $(if $(HAVE_GPU),cuda-test-build)
-	@$(PYTHON) tests/run.py --program $(CPU)/train_moe $(if $(HAVE_GPU),--program $(CUDA)/train_moe) \
-	    $(TESTS:%=$(CPU)/%) $(TESTS_F64:%=$(DOUBLE)/%) $(TESTS_CUDA:%=$(if $(HAVE_GPU),,--skip )$(CUDA)/%)
+	@MPI=$(MPI) $(PYTHON) tests/run.py --program $(CPU)/train_moe $(if $(HAVE_GPU),--program $(CUDA)/train_moe) \
+	    $(TESTS:%=$(CPU)/%) $(TESTS_F64:%=$(DOUBLE)/%) $(TESTS_CUDA:%=$(if $(HAVE_GPU),,--skip )$(CUDA)/%) \
+	    $(TESTS_RANKS:%=--ranks 4 $(CPU)/%) $(TESTS_CUDA_RANKS:%=$(if $(HAVE_GPU),--ranks $(GPUS),--skip) $(CUDA)/%)
 
-test-build: $(CPU)/train_moe $(TESTS:%=$(CPU)/%) $(TESTS_F64:%=$(DOUBLE)/%)
-cuda-test-build: $(CUDA)/train_moe $(DOUBLE)/libreference.so $(TESTS_CUDA:%=$(CUDA)/%)
+test-build: $(CPU)/train_moe $(addprefix $(CPU)/,$(TESTS) $(TESTS_RANKS)) $(TESTS_F64:%=$(DOUBLE)/%)
+cuda-test-build: $(CUDA)/train_moe $(DOUBLE)/libreference.so $(addprefix $(CUDA)/,$(TESTS_CUDA) $(TESTS_CUDA_RANKS))
 
 # Yardsticks that need PyTorch are left out where it is not installed.
 BENCH_CUDA = attention grouped_gemm memory
@@ -139,8 +167,11 @@ bench: all $(if $(HAVE_GPU),$(BENCH_CUDA:%=$(CUDA)/bench/%))
 	@$(if $(HAVE_GPU),for name in $(BENCH_CUDA); do echo "== $$name"; $(CUDA)/bench/$$name || exit 1; done)
 	@$(if $(HAVE_GPU),for name in attention grouped_gemm; do $(PYTHON) bench/$${name}_torch.py || true; done)
 
-print-host:
-	@echo $(HOST:=.c) train_moe.cu
+# Host code is C for gcc and C++ for nvcc: it must stay in the common subset.
+check-host:
+	@for file in $(HOST:=.c) train_moe.cu; do \
+	    g++ -x c++ -std=c++17 -Wall -Wextra -Werror -Wno-unknown-pragmas -I. $(MPI_FLAGS) -fsyntax-only $$file || exit 1; \
+	done
 
 clean:
 	rm -rf build

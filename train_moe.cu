@@ -13,6 +13,8 @@
 #include "data/shards.h"
 #include "device/check.h"
 #include "device/files.h"
+#include "dist/watch.h"
+#include "model/agree.h"
 #include "model/model.h"
 #include "model/persist.h"
 #include "model/report.h"
@@ -29,10 +31,13 @@ static double seconds(void) {
 
 typedef struct Run {
     Settings settings;
+    Ranks* world;
+    int ranks, rank;
     Model* model;
     Tokenizer* tokenizer;
     Shards *train, *val;
-    RunLog* log;          // NULL without --out
+    RunLog* log;          // of rank 0; NULL without --out
+    Saver* saver;         // NULL without --out
     Fetch *state, *load;  // of the last step queued
     int64_t pending;      // that step, 0 if its results are reported already
     StepState last;       // of the last step reported
@@ -72,7 +77,8 @@ static void check_sample(const Settings* s, const Tokenizer* tokenizer) {
     free(ids);
 }
 
-// Mean loss over the first --val-tokens of the validation shards, in nats a token.
+// Mean loss over the first --val-tokens of the validation shards, in nats a token. The ranks take batches in turns; one
+// that has none left computes along, for the ranks it shares weights and experts with, and counts nothing.
 static double validate(Run* r) {
     Model* m = r->model;
     int64_t T = r->settings.seq_len, B = r->settings.batch, windows = r->settings.val_tokens / T;
@@ -80,14 +86,17 @@ static double validate(Run* r) {
     if (windows < 1) windows = 1;
     int32_t* ids = (int32_t*)host_alloc((size_t)(2 * B * T) * sizeof(int32_t));
     step_begin(m->val_state, m->ctx);
-    for (int64_t w = 0; w < windows; w += B) {
-        int64_t n = windows - w < B ? windows - w : B;
+    for (int64_t round = 0; round < windows; round += r->ranks * B) {
+        int64_t first = round + r->rank * B, left = windows - first, n = left < B ? left : B;
+        int counts = n > 0;
+        if (!counts) first = 0, n = 1;
         for (int64_t i = 0; i < n; i++)
-            shards_read(r->val, w + i, (int32_t)m->config.V, ids + i * T, ids + (B + i) * T);
+            shards_read(r->val, first + i, (int32_t)m->config.V, ids + i * T, ids + (B + i) * T);
         model_batch(m, ids, ids + B * T, n, T);
         model_forward(m, 0);
-        model_loss(m, m->val_state, 0);
+        if (counts) model_loss(m, m->val_state, 0);
     }
+    if (m->world) comm_sum_double(m->world, &m->val_state->loss_sum, 1, m->ctx);
     StepState state;
     device_download(&state, m->val_state, sizeof(state), m->ctx);
     free(ids);
@@ -128,7 +137,7 @@ static void report(Run* r, int val) {
     const Settings* s = &r->settings;
     memcpy(&r->last, fetch_end(r->state), sizeof(StepState));
     StepRecord record;
-    double took = stopwatch_seconds(r->watch[r->pending % 2]), peak = device_peak_flops(r->model->ctx);
+    double took = stopwatch_seconds(r->watch[r->pending % 2]), peak = r->ranks * device_peak_flops(r->model->ctx);
     record.step = r->pending;
     record.loss = r->last.loss;
     record.grad_norm = r->last.grad_norm;
@@ -147,25 +156,27 @@ static void report(Run* r, int val) {
     if (!r->last.ok)
         warn("step %lld: loss %g, gradient norm %g: not finite, so no weight was changed", (long long)r->pending,
              record.loss, record.grad_norm);
-    if (r->last.bad_in_a_row >= 3)
+    if (r->last.bad_in_a_row >= 3) {
+        if (r->saver) checkpoint_wait(r->saver);  // an earlier one may still be on its way to the disk
         die(EXIT_FAILED,
             "3 steps in a row were not finite; the run ends without saving. Start again with a smaller --lr or a "
             "longer --warmup");
+    }
     r->pending = 0;
 }
 
 static void queue_step(Run* r, Loader* loader, int64_t step) {
     Model* m = r->model;
-    int64_t micro_steps = r->settings.tokens_per_step / (r->settings.batch * r->settings.seq_len);
+    int64_t micro_steps = r->settings.tokens_per_step / settings_micro_tokens(&r->settings);
     stopwatch_start(r->watch[step % 2], m->ctx);
     model_step_begin(m);
     for (int64_t i = 0; i < micro_steps; i++) {
         const int32_t *input, *target;
         loader_next(loader, &input, &target);
         model_batch(m, input, target, r->settings.batch, r->settings.seq_len);
-        model_micro_step(m);
+        model_micro_step(m, i == micro_steps - 1);
     }
-    model_update(m, step);
+    model_update(m, step, stop_asked != 0);
     stopwatch_stop(r->watch[step % 2], m->ctx);
 }
 
@@ -174,7 +185,8 @@ static int due(int64_t step, int64_t every) { return every > 0 && step % every =
 static void train(Run* r, int64_t done, int64_t window) {
     const Settings* s = &r->settings;
     int64_t windows_per_step = s->tokens_per_step / s->seq_len;
-    LoaderOrder order = {(uint64_t)s->seed, window, s->batch, s->overfit ? windows_per_step : 0};
+    LoaderOrder order = {(uint64_t)s->seed, window + r->rank * s->batch, r->ranks * s->batch,
+                         s->overfit ? windows_per_step : 0};
     Loader* loader = loader_start(r->train, s->batch, (int32_t)s->model.V, order);
     r->first = done + 1;
     int stop = 0;
@@ -184,7 +196,8 @@ static void train(Run* r, int64_t done, int64_t window) {
         fetch_begin(r->state, r->model->state, r->model->ctx);
         fetch_begin(r->load, r->model->load, r->model->ctx);
         r->pending = step;
-        stop = stop_asked;  // read once: a signal that comes later (in a long validation, say) ends the next step
+        // A rank that was asked to stop said so in the step before, and all ranks learn it here together.
+        stop = r->last.stop != 0;
         int last = step == s->steps || stop;
         int val = r->val && (step == s->steps || due(step, s->val_every)),
             sample = due(step, s->sample_every) || (s->sample_every && step == s->steps);
@@ -196,24 +209,32 @@ static void train(Run* r, int64_t done, int64_t window) {
             printf("--- sample at step %lld\n%s\n---\n", (long long)step, text);
             free(text);
         }
-        if (save) {
-            model_save(r->model, step, step * windows_per_step, shards_hash(r->train), &r->last);
-            printf("saved %s/step_%08lld\n", s->out, (long long)step);
-        }
+        if (save) model_save(r->model, r->saver, step, step * windows_per_step, shards_hash(r->train), &r->last);
         fflush(stdout);
     }
-    if (stop) printf("stopped by signal %d%s\n", stop, *s->out ? "; --resume goes on from here" : "");
+    if (*s->out) checkpoint_wait(r->saver);
+    if (stop) {
+        if (stop_asked)
+            printf("stopped by signal %d", (int)stop_asked);
+        else
+            printf("stopped because another rank was asked to");
+        printf("%s\n", *s->out ? "; --resume goes on from here" : "");
+    }
     loader_stop(loader);
 }
 
 int main(int argc, char** argv) {
     Run r;
     memset(&r, 0, sizeof(r));
-    r.settings = settings_read(argc, argv);
+    r.world = ranks_start(&argc, &argv);
+    r.ranks = ranks_count(r.world);
+    r.rank = ranks_index(r.world);
+    r.settings = settings_read(argc, argv, r.ranks);
     const Settings* s = &r.settings;
     if (s->dry_run) {
         report_dry_run(s);
         settings_free(&r.settings);
+        ranks_end(r.world);
         return 0;
     }
     // A full disk or quota is an error of write(2), with a message, not a signal that kills.
@@ -221,13 +242,17 @@ int main(int argc, char** argv) {
     signal(SIGINT, ask_stop);
     signal(SIGTERM, ask_stop);
 
+    watch_start(r.world, s->timeout);
+    agree_on_settings(r.world, s);
     options_print(settings_table, settings_count, s);
     printf("\n");
     report_model(s);
     r.tokenizer = tokenizer_open(s->tokenizer);
     check_sample(s, r.tokenizer);
     r.train = shards_open("--train", s->train, s->seq_len);
+    agree_on_data(r.world, "--train", shards_hash(r.train));
     if (*s->val) r.val = shards_open("--val", s->val, s->seq_len);
+    if (r.val) agree_on_data(r.world, "--val", shards_hash(r.val));
     printf("data       %d shards, %lld tokens, %lld windows of %lld (%.3g epochs in %lld steps)\n",
            shards_count(r.train), (long long)shards_tokens(r.train), (long long)shards_windows(r.train),
            (long long)s->seq_len,
@@ -237,18 +262,22 @@ int main(int argc, char** argv) {
         die(EXIT_FAILED,
             "--train has %lld windows of %lld tokens, fewer than one batch of %lld; use a smaller --batch or --seq-len",
             (long long)shards_windows(r.train), (long long)s->seq_len, (long long)s->batch);
-    open_folder(s);
+    if (r.rank == 0) open_folder(s);
+    ranks_barrier(r.world);
 
-    r.model = model_create(s);
+    device_choose(ranks_local());
+    r.model = model_create(s, r.world);
     printf("device     %s\n", device_name(r.model->ctx));
-    int64_t window = 0, done = s->resume ? model_resume(r.model, shards_hash(r.train), &window) : 0;
+    if (r.ranks > 1) printf("ranks      %d, %lld share a set of experts\n", r.ranks, (long long)s->ep);
+    int64_t window = 0, done = s->resume ? model_resume(r.model, r.world, shards_hash(r.train), &window) : 0;
     if (done)
         printf("resumed    from %s/step_%08lld\n", s->out, (long long)done);
     else
-        params_init(r.model->units, &r.model->config, (uint64_t)s->seed, r.model->ctx);
+        model_init(r.model, (uint64_t)s->seed);
     if (done >= s->steps) printf("nothing to do: %lld of %lld steps are done\n", (long long)done, (long long)s->steps);
     char* config = settings_json(s);
-    if (*s->out) r.log = runlog_open(s->out, config, done);
+    if (*s->out && r.rank == 0) r.log = runlog_open(s->out, config, done);
+    if (*s->out) r.saver = saver_create(r.world, s->out, (int)s->keep);
     free(config);
     for (int i = 0; i < 2; i++) r.watch[i] = stopwatch_create();
     r.state = fetch_create(sizeof(StepState));
@@ -257,6 +286,7 @@ int main(int argc, char** argv) {
     train(&r, done, window);
 
     if (r.log) runlog_close(r.log);
+    if (r.saver) saver_destroy(r.saver);
     for (int i = 0; i < 2; i++) stopwatch_destroy(r.watch[i]);
     fetch_destroy(r.state);
     fetch_destroy(r.load);
@@ -265,5 +295,7 @@ int main(int argc, char** argv) {
     if (r.val) shards_close(r.val);
     tokenizer_close(r.tokenizer);
     settings_free(&r.settings);
+    watch_stop();
+    ranks_end(r.world);
     return 0;
 }

@@ -4,7 +4,8 @@
 //
 // It records every kernel, copy and fill (CUPTI activity records) and, at exit, prints for the whole steps after the
 // first two: time per step by class, the share of time in which the GPU did nothing, and the calls by which the host
-// waited for it. Steps are told apart by the kernel step_begin (layers/adamw.cu).
+// waited for it. Transfers between GPUs are exposed while nothing else runs beside them. Steps are told apart by the
+// kernel step_begin (layers/adamw.cu).
 #include <cupti.h>
 #include <cxxabi.h>
 
@@ -58,7 +59,11 @@ const char* const classes[][2] = {
     {"xmma", "dense GEMM"},
 };
 
+bool is_transfer(const std::string& name) { return name.find("nccl") == 0; }
+
 std::string class_of(const std::string& name) {
+    if (name.find("ncclDevKernel_SendRecv") == 0) return "dispatch, combine";
+    if (is_transfer(name)) return "gathers, reductions";
     for (auto& c : classes)
         if (name.find(c[0]) != std::string::npos) return c[1];
     return "other";
@@ -115,6 +120,35 @@ void CUPTIAPI complete(CUcontext, uint32_t, uint8_t* buffer, size_t, size_t vali
     free(buffer);
 }
 
+// Of the transfers (in order of their starts), the time in which nothing else ran, by class and (under "") in all.
+std::map<std::string, double> exposed(uint64_t from, uint64_t to) {
+    std::vector<std::pair<uint64_t, uint64_t>> busy;  // when something else ran, merged
+    for (auto& r : work) {
+        if (is_transfer(r.name)) continue;
+        if (!busy.empty() && r.start <= busy.back().second)
+            busy.back().second = std::max(busy.back().second, r.end);
+        else
+            busy.push_back({r.start, r.end});
+    }
+    std::map<std::string, double> time;
+    std::map<std::string, uint64_t> seen;  // up to where a class has been counted
+    size_t first = 0;
+    for (auto& r : work) {
+        if (!is_transfer(r.name) || r.start < from || r.start >= to) continue;
+        while (first < busy.size() && busy[first].second <= r.start) first++;
+        for (const std::string& key : {class_of(r.name), std::string()}) {
+            uint64_t at = std::max(r.start, seen[key]);
+            for (size_t i = first; i < busy.size() && at < r.end; i++) {
+                if (busy[i].first > at) time[key] += (double)(std::min(busy[i].first, r.end) - at);
+                at = std::max(at, busy[i].second);
+            }
+            if (at < r.end) time[key] += (double)(r.end - at);
+            seen[key] = std::max(seen[key], r.end);
+        }
+    }
+    return time;
+}
+
 void report() {
     cuptiActivityFlushAll(1);
     std::sort(work.begin(), work.end(), [](const Record& a, const Record& b) { return a.start < b.start; });
@@ -138,14 +172,21 @@ void report() {
         by_name[r.name].second++;
     }
     if (to > busy_until) idle += to - busy_until;
+    const char* rank = getenv("OMPI_COMM_WORLD_RANK");
+    if (rank && strcmp(rank, "0") != 0) return;
     printf("\nprofile of %.0f steps: %.2f ms a step, GPU idle %.2f %%\n", steps, span / steps / 1e6,
            100 * (double)idle / span);
+    auto alone = exposed(from, to);
+    printf("transfers exposed: %.3f ms a step, %.2f %%\n", alone[""] / steps / 1e6, 100 * alone[""] / span);
     std::vector<std::pair<double, std::string>> sorted;
     for (auto& c : by_class) sorted.push_back({c.second, c.first});
     std::sort(sorted.rbegin(), sorted.rend());
-    printf("| class | ms a step | share |\n|---|---|---|\n");
-    for (auto& c : sorted)
-        printf("| %s | %.3f | %.1f %% |\n", c.second.c_str(), c.first / steps / 1e6, 100 * c.first / span);
+    printf("| class | ms a step | share | of which exposed |\n|---|---|---|---|\n");
+    for (auto& c : sorted) {
+        printf("| %s | %.3f | %.1f %% | ", c.second.c_str(), c.first / steps / 1e6, 100 * c.first / span);
+        if (alone.count(c.second)) printf("%.1f %% ", 100 * alone[c.second] / c.first);
+        printf("|\n");
+    }
     std::vector<std::pair<double, std::string>> kernels;
     for (auto& k : by_name) kernels.push_back({k.second.first, k.first});
     std::sort(kernels.rbegin(), kernels.rend());

@@ -115,19 +115,6 @@ static int by_offset(const void* a, const void* b) {
     return (x->bytes > y->bytes) - (x->bytes < y->bytes);  // empty tensors before the one that starts there
 }
 
-static int by_name(const void* a, const void* b) { return strcmp(*(const char* const*)a, *(const char* const*)b); }
-
-static bool names_unique(const SafeTensors* st, const Report* report) {
-    const char** names = (const char**)host_alloc((size_t)st->count * sizeof(char*));
-    for (int i = 0; i < st->count; i++) names[i] = st->tensors[i].name;
-    qsort((void*)names, (size_t)st->count, sizeof(char*), by_name);
-    bool unique = true;
-    for (int i = 1; i < st->count && unique; i++)
-        if (strcmp(names[i - 1], names[i]) == 0) unique = fail(report, "two tensors are named '%s'", names[i]);
-    free((void*)names);
-    return unique;
-}
-
 // The tensors, in order of offset, must cover [0, data) exactly. Makes the offsets those of the file.
 static bool offsets_tile(SafeTensors* st, int64_t data_start, int64_t data, const Report* report) {
     qsort(st->tensors, (size_t)st->count, sizeof(StTensor), by_offset);
@@ -146,6 +133,21 @@ static bool offsets_tile(SafeTensors* st, int64_t data_start, int64_t data, cons
     }
     if (at != data)
         return fail(report, "%lld bytes behind the last tensor belong to no tensor", (long long)(data - at));
+    return true;
+}
+
+static int by_name(const void* a, const void* b) {
+    return strcmp((*(const StTensor* const*)a)->name, (*(const StTensor* const*)b)->name);
+}
+
+// Fills st->by_name; the tensors lie where they stay.
+static bool names_unique(SafeTensors* st, const Report* report) {
+    st->by_name = (const StTensor**)host_alloc((size_t)st->count * sizeof(StTensor*));
+    for (int i = 0; i < st->count; i++) st->by_name[i] = &st->tensors[i];
+    qsort((void*)st->by_name, (size_t)st->count, sizeof(StTensor*), by_name);
+    for (int i = 1; i < st->count; i++)
+        if (by_name(&st->by_name[i - 1], &st->by_name[i]) == 0)
+            return fail(report, "two tensors are named '%s'", st->by_name[i]->name);
     return true;
 }
 
@@ -171,7 +173,7 @@ static bool parse_header(SafeTensors* st, const char* text, int64_t length, cons
             st->count++;
         }
     }
-    return names_unique(st, report);
+    return true;
 }
 
 static bool open_checked(SafeTensors* st, const Report* report) {
@@ -196,7 +198,7 @@ static bool open_checked(SafeTensors* st, const Report* report) {
     if (!ok) fail(report, "cannot read the header: %s", strerror(errno));
     ok = ok && parse_header(st, text, (int64_t)length, report);
     free(text);
-    return ok && offsets_tile(st, 8 + (int64_t)length, size - 8 - (int64_t)length, report);
+    return ok && offsets_tile(st, 8 + (int64_t)length, size - 8 - (int64_t)length, report) && names_unique(st, report);
 }
 
 SafeTensors* st_open(const char* path, char* error, size_t error_size) {
@@ -214,15 +216,19 @@ void st_close(SafeTensors* st) {
     if (st->fd >= 0) close(st->fd);
     for (int i = 0; i < st->count; i++) free(st->tensors[i].name);
     free(st->tensors);
+    free((void*)st->by_name);
     json_free(st->header);
     free(st->path);
     free(st);
 }
 
 const StTensor* st_find(const SafeTensors* st, const char* name) {
-    for (int i = 0; i < st->count; i++)
-        if (strcmp(st->tensors[i].name, name) == 0) return &st->tensors[i];
-    return NULL;
+    StTensor wanted;
+    const StTensor* key = &wanted;
+    wanted.name = (char*)name;
+    const StTensor** found =
+        (const StTensor**)bsearch(&key, (const void*)st->by_name, (size_t)st->count, sizeof(StTensor*), by_name);
+    return found ? *found : NULL;
 }
 
 const char* st_metadata(const SafeTensors* st, const char* key) {

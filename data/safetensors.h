@@ -1,5 +1,5 @@
-// safetensors files (https://github.com/huggingface/safetensors, "Format"): 8-byte little-endian header length, JSON header
-// {name: {dtype, shape, data_offsets}, "__metadata__": {..}}, then the bytes.
+// safetensors files (https://github.com/huggingface/safetensors, "Format"): 8-byte little-endian header length, JSON
+// header {name: {dtype, shape, data_offsets}, "__metadata__": {..}}, then the bytes.
 #ifndef DATA_SAFETENSORS_H
 #define DATA_SAFETENSORS_H
 
@@ -24,23 +24,24 @@ typedef struct StTensor {
 typedef struct SafeTensors {
     char* path;
     int count;
-    StTensor* tensors;
-    Json* header;  // with "__metadata__"
+    StTensor* tensors;         // in order of offset
+    const StTensor** by_name;  // the same, in order of name
+    Json* header;              // with "__metadata__"
     int fd;
 } SafeTensors;
 
-// Opens and checks everything the header claims (names unique, offsets inside the file, bytes = shape * dtype, no overlap
-// and no hole, as the format demands). NULL on error with a message that names the file.
+// Opens and checks everything the header claims (names unique, offsets inside the file, bytes = shape * dtype, no
+// overlap and no hole, as the format demands). NULL on error with a message that names the file.
 SafeTensors* st_open(const char* path, char* error, size_t error_size);
 void st_close(SafeTensors* st);
-const StTensor* st_find(const SafeTensors* st, const char* name);      // NULL if absent
-const char* st_metadata(const SafeTensors* st, const char* key);       // NULL if absent
+const StTensor* st_find(const SafeTensors* st, const char* name);  // NULL if absent
+const char* st_metadata(const SafeTensors* st, const char* key);   // NULL if absent
 // Reads elements first .. first + count - 1 of a tensor as they are stored. 0, or -1 with errno set.
 int st_read(const SafeTensors* st, const StTensor* tensor, int64_t first, int64_t count, void* out);
 
-// Plans a file: gives the tensors (name, dtype, rank, shape) their offset and bytes, in the order given, and returns the
-// header (8-byte length included, padded with spaces to a multiple of 8) in fresh memory and its size in *size. metadata:
-// {key, value} pairs, ended by NULL, or NULL. The data begin at *size.
+// Plans a file: gives the tensors (name, dtype, rank, shape) their offset and bytes, in the order given, and returns
+// the header (8-byte length included, padded with spaces to a multiple of 8) in fresh memory and its size in *size.
+// metadata: {key, value} pairs, ended by NULL, or NULL. The data begin at *size.
 char* st_plan_header(StTensor* tensors, int count, const char* const* metadata, int64_t* size);
 
 END_C

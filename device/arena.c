@@ -58,13 +58,13 @@ void arena_allocate(Arena* arena) {
     arena->memory = (char*)device_alloc(arena_bytes(arena), arena->purpose);
     size_t at = 0;
     for (int i = 0; i < arena->count; i++) {
-        *arena->entries[i].slot = arena->memory + at;
+        if (arena->entries[i].slot) *arena->entries[i].slot = arena->memory + at;
         at += entry_bytes(arena, i);
     }
 }
 
 void arena_free(Arena* arena) {
-    device_free(arena->memory);
+    if (arena->memory) device_free(arena->memory);  // else it was only laid out
     free(arena->entries);
     memset(arena, 0, sizeof(*arena));
 }

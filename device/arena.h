@@ -17,7 +17,7 @@ typedef struct ArenaEntry {
     Element element;
     int64_t count;
     int per_token;  // 1: grows with the tokens of a micro-batch (--dry-run divides by them)
-    void** slot;    // gets the address
+    void** slot;    // gets the address; NULL for a buffer that is only named, whose room others give out
 } ArenaEntry;
 
 typedef struct Arena {
@@ -29,7 +29,7 @@ typedef struct Arena {
 } Arena;
 
 void arena_init(Arena* arena, const char* purpose, Backend backend);
-// Names a buffer of `count` elements. *slot is set by arena_allocate.
+// Names a buffer of `count` elements. *slot is set by arena_allocate, unless slot is NULL.
 void arena_add(Arena* arena, const char* name, Element element, int64_t count, int per_token, void** slot);
 size_t arena_bytes(const Arena* arena);  // of all buffers, each rounded up to 256 bytes
 // Allocates all of it as one zeroed piece of device memory and sets every slot.

@@ -1,29 +1,73 @@
 #include "device/check.h"
 
+#include <pthread.h>
+#include <signal.h>
 #include <stdarg.h>
 #include <stdio.h>
 #include <stdlib.h>
 #include <string.h>
+#include <time.h>
+#include <unistd.h>
+
+static struct {
+    int rank;
+    char who[128];
+    void (*end_all)(int code);
+} run;
+
+void die_as_rank(int rank, const char* who, void (*end_all)(int code)) {
+    run.rank = rank;
+    snprintf(run.who, sizeof(run.who), "%s", who);
+    run.end_all = end_all;
+}
+
+static int exit_code;
+static void leave(int signal_number) {
+    (void)signal_number;
+    _Exit(exit_code);
+}
+
+// Before a rank speaks of a failure that the others may share. Ended by rank 0 it goes at once: no handler of SIGTERM
+// has work to save any more. And whatever hangs on the way out, some seconds later this process is gone.
+static void wait_for_rank_0(int code) {
+    unsigned patience_ms = run.rank == 0 ? 0 : 1000 + 250 * (unsigned)(run.rank < 20 ? run.rank : 20);
+    signal(SIGTERM, SIG_DFL);
+    exit_code = code;
+    signal(SIGALRM, leave);
+    alarm(patience_ms / 1000 + 5);
+    struct timespec patience = {patience_ms / 1000, patience_ms % 1000 * 1000000};
+    nanosleep(&patience, NULL);
+}
+
+// One line in one piece: other ranks write to the same terminal.
+static void say(const char* kind, const char* who, const char* format, va_list args) {
+    char line[8192];
+    int room = (int)sizeof(line) - 1, n = snprintf(line, (size_t)room, "train_moe: %s: %s", kind, who);
+    n += vsnprintf(line + n, (size_t)(room - n), format, args);
+    strcpy(line + (n < room ? n : room - 1), "\n");
+    fputs(line, stderr);
+    fflush(stderr);
+}
 
 void die(int code, const char* format, ...) {
+    static pthread_mutex_t first = PTHREAD_MUTEX_INITIALIZER;  // never unlocked: other threads wait for the end
+    pthread_mutex_lock(&first);
+    if (run.end_all) wait_for_rank_0(code);
+    fflush(stdout);
     va_list args;
     va_start(args, format);
-    fflush(stdout);
-    fprintf(stderr, "train_moe: error: ");
-    vfprintf(stderr, format, args);
-    fprintf(stderr, "\n");
+    say("error", run.who, format, args);
     va_end(args);
-    fflush(stderr);
+    if (run.end_all) run.end_all(code);
     // _Exit: other threads may still be at work (the loader), and exit handlers must not wait for them.
     _Exit(code);
 }
 
 void warn(const char* format, ...) {
+    if (run.rank != 0) return;
     va_list args;
     va_start(args, format);
-    fprintf(stderr, "train_moe: warning: ");
-    vfprintf(stderr, format, args);
-    fprintf(stderr, "\n");
+    say("warning", "", format, args);
     va_end(args);
 }
 

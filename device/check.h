@@ -18,11 +18,17 @@ enum { EXIT_FAILED = 1, EXIT_USAGE = 2 };
 #define NORETURN
 #endif
 
-// Prints "train_moe: error: <message>" and ends the run with `code`.
+// Prints "train_moe: error: <message>" and ends the run with `code`. Any thread may call it; of several that fail at
+// once, the first is heard.
 NORETURN void die(int code, const char* format, ...) PRINTF_LIKE(2, 3);
 
-// Prints "train_moe: warning: <message>".
+// Prints "train_moe: warning: <message>"; on rank 0 only.
 void warn(const char* format, ...) PRINTF_LIKE(1, 2);
+
+// Makes die() end a run of several ranks (dist/ranks_mpi.c calls it): `who` ("rank 2 of 4 (host): ") stands before the
+// message, and end_all(code) then ends every rank, this one too. Ranks other than 0 wait a moment before they speak:
+// where all fail for one reason, rank 0 says it and ends them. end_all NULL: this process is on its own again.
+void die_as_rank(int rank, const char* who, void (*end_all)(int code));
 
 // A broken promise inside the program (a bug, not bad input): file:line and the condition.
 #define ASSERT(condition)                                                                                              \

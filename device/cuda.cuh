@@ -1,4 +1,4 @@
-// What the CUDA ops (x.cu) share: the GPU's Ctx, error checks, 16-byte accesses, reductions. Not for host code.
+// What the CUDA ops (x.cu) share: the GPU's Ctx, error checks, reductions. Not for host code.
 #ifndef DEVICE_CUDA_CUH
 #define DEVICE_CUDA_CUH
 
@@ -49,27 +49,6 @@ static inline T* ctx_workspace(Ctx* ctx, int64_t count) {
 }
 
 static inline __host__ __device__ int64_t ceil_div(int64_t a, int64_t b) { return (a + b - 1) / b; }
-
-// Eight bf16 in one 16-byte access.
-struct alignas(16) Pack8 {
-    __nv_bfloat162 pair[4];
-};
-
-static __device__ __forceinline__ void unpack(float out[8], const Pack8& p) {
-#pragma unroll
-    for (int i = 0; i < 4; i++) {
-        float2 f = __bfloat1622float2(p.pair[i]);
-        out[2 * i] = f.x;
-        out[2 * i + 1] = f.y;
-    }
-}
-
-static __device__ __forceinline__ Pack8 pack(const float in[8]) {
-    Pack8 p;
-#pragma unroll
-    for (int i = 0; i < 4; i++) p.pair[i] = __floats2bfloat162_rn(in[2 * i], in[2 * i + 1]);
-    return p;
-}
 
 static __device__ __forceinline__ float warp_sum(float x) {
 #pragma unroll

@@ -29,13 +29,17 @@ struct Fetch {
     cudaEvent_t there;
 };
 
+struct Event {
+    cudaEvent_t event;
+};
+
 struct Stopwatch {
     cudaEvent_t start, stop;
 };
 
 // Ends the run with one line where there is no GPU that this build can use.
-static void check_gpu(int device, cudaDeviceProp* properties) {
-    int driver = 0, count = 0, built = CUDART_VERSION;
+static void check_gpu(cudaDeviceProp* properties) {
+    int driver = 0, count = 0, device = 0, built = CUDART_VERSION;
     if (cudaDriverGetVersion(&driver) != cudaSuccess || driver == 0)
         die(EXIT_FAILED, "no GPU: no NVIDIA driver on this machine; use build/cpu/train_moe");
     if (driver < built)
@@ -47,17 +51,26 @@ static void check_gpu(int device, cudaDeviceProp* properties) {
     if (error != cudaSuccess || count == 0)
         die(EXIT_FAILED, "no GPU: %s; use build/cpu/train_moe",
             error != cudaSuccess ? cudaGetErrorString(error) : "the driver lists none");
-    CUDA_CHECK(cudaSetDevice(device));
+    CUDA_CHECK(cudaGetDevice(&device));
     CUDA_CHECK(cudaGetDeviceProperties(properties, device));
     if (properties->major != 9 || properties->minor != 0)
         die(EXIT_FAILED, "%s has compute capability %d.%d; this build is for 9.0 (H100, H200)", properties->name,
             properties->major, properties->minor);
 }
 
+void device_choose(int index) {
+    int count = 0;
+    if (cudaGetDeviceCount(&count) != cudaSuccess || count == 0) return;  // ctx_create says what is wrong
+    if (index >= count)
+        die(EXIT_FAILED, "this machine has %d GPU%s, too few for a process of its own each: start at most %d here", count,
+            count == 1 ? "" : "s", count);
+    CUDA_CHECK(cudaSetDevice(index));
+}
+
 Ctx* ctx_create(size_t workspace) {
     Ctx* ctx = (Ctx*)host_alloc(sizeof(Ctx));
     cudaDeviceProp properties;
-    check_gpu(0, &properties);
+    check_gpu(&properties);
     ctx->sms = properties.multiProcessorCount;
     int driver = 0;
     CUDA_CHECK(cudaDriverGetVersion(&driver));
@@ -85,21 +98,47 @@ int device_available(void) {
     return cudaGetDeviceProperties(&properties, 0) == cudaSuccess && properties.major == 9 && properties.minor == 0;
 }
 
+// Of the highest priority: what travels shall start when it can, and takes few SMs.
+Ctx* ctx_side(Ctx* ctx) {
+    Ctx* side = (Ctx*)host_alloc(sizeof(Ctx));
+    int lowest, highest;
+    CUDA_CHECK(cudaDeviceGetStreamPriorityRange(&lowest, &highest));
+    CUDA_CHECK(cudaStreamCreateWithPriority(&side->stream, cudaStreamNonBlocking, highest));
+    side->sms = ctx->sms;
+    return side;
+}
+
 void linear_forget(Ctx* ctx);  // layers/linear.cu
 
 void ctx_destroy(Ctx* ctx) {
     ctx_sync(ctx);
-    linear_forget(ctx);
-    CUBLAS_CHECK(cublasLtDestroy(ctx->lt));
-    for (int i = 0; i < STAGES; i++) {
-        CUDA_CHECK(cudaFreeHost(ctx->staging->host[i]));
-        CUDA_CHECK(cudaEventDestroy(ctx->staging->sent[i]));
-    }
-    free(ctx->staging);
     CUDA_CHECK(cudaStreamDestroy(ctx->stream));
-    device_free(ctx->workspace);
+    if (ctx->lt) {
+        linear_forget(ctx);
+        CUBLAS_CHECK(cublasLtDestroy(ctx->lt));
+        for (int i = 0; i < STAGES; i++) {
+            CUDA_CHECK(cudaFreeHost(ctx->staging->host[i]));
+            CUDA_CHECK(cudaEventDestroy(ctx->staging->sent[i]));
+        }
+        free(ctx->staging);
+        device_free(ctx->workspace);
+    }
     free(ctx);
 }
+
+Event* event_create(void) {
+    Event* event = (Event*)host_alloc(sizeof(Event));
+    CUDA_CHECK(cudaEventCreateWithFlags(&event->event, cudaEventDisableTiming));
+    return event;
+}
+
+void event_destroy(Event* event) {
+    CUDA_CHECK(cudaEventDestroy(event->event));
+    free(event);
+}
+
+void event_record(Event* event, Ctx* ctx) { CUDA_CHECK(cudaEventRecord(event->event, ctx->stream)); }
+void event_wait(Event* event, Ctx* ctx) { CUDA_CHECK(cudaStreamWaitEvent(ctx->stream, event->event, 0)); }
 
 void ctx_sync(Ctx* ctx) { CUDA_CHECK(cudaStreamSynchronize(ctx->stream)); }
 const char* device_name(Ctx* ctx) { return ctx->name; }
@@ -215,4 +254,18 @@ void device_to_floatX(floatX* out, const real* in, int64_t n, Ctx* ctx) {
 void device_to_real(real* out, const floatX* in, int64_t n, Ctx* ctx) {
     convert<<<8 * ctx->sms, 256, 0, ctx->stream>>>(out, in, n);
     LAUNCH_CHECK();
+}
+
+static __global__ void add(float* out, const float* in, int64_t n) {
+    for (int64_t i = blockIdx.x * (int64_t)blockDim.x + threadIdx.x; i < n; i += gridDim.x * (int64_t)blockDim.x)
+        out[i] += in[i];
+}
+
+void device_add(real* out, const real* in, int64_t n, Ctx* ctx) {
+    add<<<8 * ctx->sms, 256, 0, ctx->stream>>>(out, in, n);
+    LAUNCH_CHECK();
+}
+
+void device_copy(void* to, const void* from, size_t bytes, Ctx* ctx) {
+    CUDA_CHECK(cudaMemcpyAsync(to, from, bytes, cudaMemcpyDeviceToDevice, ctx->stream));
 }

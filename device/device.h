@@ -11,9 +11,16 @@ BEGIN_C
 // What an op needs besides its operands: stream, library handles, workspace, number of SMs (CPU: threads).
 typedef struct Ctx Ctx;
 
+// Chooses the device of this process among those of this machine, before the first ctx_create; 0 without it. Ends the
+// run if there is no such device. The CPU build has one device, that every process may use.
+void device_choose(int index);
+
 // `workspace` bytes are shared by all ops; each header that needs some has an `x_workspace` function that says how
 // much.
 Ctx* ctx_create(size_t workspace);
+// A line of work beside ctx's on the same device, with an order of its own, for copies, sums and transfers: it has no
+// workspace, takes no uploads and no matrix products.
+Ctx* ctx_side(Ctx* ctx);
 void ctx_destroy(Ctx* ctx);
 void ctx_sync(Ctx* ctx);  // waits until all work given to ctx is done
 
@@ -45,6 +52,14 @@ void fetch_destroy(Fetch* fetch);
 void fetch_begin(Fetch* fetch, const void* from, Ctx* ctx);
 const void* fetch_end(Fetch* fetch);
 
+// Order between lines of work: what is given to `ctx` after event_wait runs after what was given to event_record's ctx
+// before event_record. Waiting for an event that was never recorded is no wait. The host never waits.
+typedef struct Event Event;
+Event* event_create(void);
+void event_destroy(Event* event);
+void event_record(Event* event, Ctx* ctx);
+void event_wait(Event* event, Ctx* ctx);
+
 // Times work on the device: from the work given before start to the work given before stop. Reading waits for the stop.
 typedef struct Stopwatch Stopwatch;
 Stopwatch* stopwatch_create(void);
@@ -56,6 +71,10 @@ double stopwatch_seconds(Stopwatch* watch);
 // out[i] = in[i], rounded to nearest even where floatX is narrower. May be in place only where the types are the same.
 void device_to_floatX(floatX* out, const real* in, int64_t n, Ctx* ctx);
 void device_to_real(real* out, const floatX* in, int64_t n, Ctx* ctx);
+// out[i] += in[i]
+void device_add(real* out, const real* in, int64_t n, Ctx* ctx);
+// In the order of ctx's work, between buffers of the device that do not overlap.
+void device_copy(void* to, const void* from, size_t bytes, Ctx* ctx);
 
 END_C
 

@@ -247,6 +247,26 @@ static __device__ __forceinline__ void wgmma_ss(float (&d)[N / 2], uint64_t a, u
 #undef WGMMA_SS
 }
 
+// The same on e4m3 over k32: both operands K-major. The tensor cores keep few bits below the sum's largest addend here
+// (about 14), so long sums are made of short ones.
+template <int N>
+static __device__ __forceinline__ void wgmma_e4m3(float (&d)[N / 2], uint64_t a, uint64_t b, int accumulate) {
+    static_assert(wgmma_known(N), "add this N to the lists");
+#define WGMMA_E4M3(n, A, B, C)                                                                                         \
+    if constexpr (N == n)                                                                                              \
+        asm volatile("{\n.reg .pred p;\nsetp.ne.b32 p, %" #C                                                           \
+                     ", 0;\n"                                                                                          \
+                     "wgmma.mma_async.sync.aligned.m64n" #n "k32.f32.e4m3.e4m3 {" WGMMA_REGS##n "}, %" #A ", %" #B      \
+                     ", p, 1, 1;\n}"                                                                                   \
+                     : WGMMA_OUT##n                                                                                    \
+                     : "l"(a), "l"(b), "r"(accumulate));
+    WGMMA_E4M3(64, 32, 33, 34)
+    WGMMA_E4M3(128, 64, 65, 66)
+    WGMMA_E4M3(192, 96, 97, 98)
+    WGMMA_E4M3(256, 128, 129, 130)
+#undef WGMMA_E4M3
+}
+
 // A (64, 16) in registers: a[0] row l / 4, columns l % 4 * 2 and the next; a[1] row l / 4 + 8; a[2], a[3] columns 8 on.
 template <int N, int MN_B>
 static __device__ __forceinline__ void wgmma_rs(float (&d)[N / 2], const uint32_t* a, uint64_t b, int accumulate) {

@@ -1,106 +1,169 @@
+// Saving. For each checkpoint the threads of all ranks, together:
+//
+//   rank 0 makes the folder and the files, at their full size and with their headers
+//   every rank writes its slices in place, flushes them and tells rank 0 their CRC-32s
+//   rank 0 joins these, writes the manifest, gives the folder its name and removes old ones
+#ifndef _GNU_SOURCE
+#define _GNU_SOURCE  // fallocate: posix_fallocate writes every block where the file system cannot
+#endif
 #include "dist/checkpoint.h"
 
 #include <dirent.h>
 #include <errno.h>
 #include <fcntl.h>
+#include <pthread.h>
+#include <signal.h>
 #include <stdio.h>
 #include <stdlib.h>
 #include <string.h>
 #include <sys/stat.h>
 #include <unistd.h>
-#include <zlib.h>
 
-#include "data/safetensors.h"
 #include "device/check.h"
 #include "device/files.h"
+#include "dist/slices.h"
 
-static const size_t PIECE = (size_t)16 << 20;  // bytes copied, written and summed at a time
+typedef struct SavedFile {
+    char name[sizeof(((CheckpointFile*)0)->name)];
+    char* header;
+    int64_t header_bytes, bytes;
+} SavedFile;
 
-static char* step_path(const char* out, int64_t step, const char* suffix) {
-    return host_format("%s/step_%08lld%s", out, (long long)step, suffix);
+struct Saver {
+    Ranks* group;  // the world, with messages of its own
+    char* out;
+    int keep;
+    pthread_t thread;
+    bool running;
+    // The thread's while it runs: what this rank writes, slice after slice in `buffer`.
+    char* buffer;
+    size_t room;
+    FileSlice* slices;
+    int64_t slice_count;
+    SavedFile* files;
+    int count;
+    int64_t step;
+    char *folder, *record;  // the unfinished folder; the manifest ahead of its list of files
+};
+
+Saver* saver_create(Ranks* world, const char* out, int keep) {
+    Saver* s = (Saver*)host_alloc(sizeof(Saver));
+    s->group = ranks_split(world, 0);
+    s->out = host_strdup(out);
+    s->keep = keep;
+    // A folder that each host has for itself is found now, not at the first save. The name is a new one each time: the
+    // others' file systems may remember that an old one was not there.
+    int64_t id = getpid();
+    ranks_broadcast(world, &id, sizeof(id), 0);
+    char* probe = host_format("%s/.shared_%lld", out, (long long)id);
+    int fd = -1;
+    if (ranks_index(world) == 0 && (make_folders(out) != 0 || (fd = open(probe, O_WRONLY | O_CREAT, 0666)) < 0))
+        die(EXIT_FAILED, "cannot create %s: %s", probe, strerror(errno));
+    if (fd >= 0) close(fd);
+    ranks_barrier(world);
+    bool there = access(probe, F_OK) == 0;
+    ranks_barrier(world);
+    if (fd >= 0) unlink(probe);
+    ranks_must_share(world, out, there);
+    free(probe);
+    return s;
 }
 
-// A file being written: its size and CRC-32 so far. Errors end the run, after the unfinished folder is removed: what it
-// took may be just the room that is missing.
-typedef struct Writer {
-    char *folder, *path;
-    int fd;
-    int64_t bytes;
-    uLong crc;
-} Writer;
+void checkpoint_wait(Saver* s) {
+    if (s->running) pthread_join(s->thread, NULL);
+    s->running = false;
+}
 
-static NORETURN void give_up(const Writer* w, const char* what) {
+void saver_destroy(Saver* s) {
+    checkpoint_wait(s);
+    ranks_free(s->group);
+    free(s->buffer);
+    free(s->out);
+    free(s);
+}
+
+// Errors end the run, after the unfinished folder is removed: what it took may be just the room that is missing.
+static NORETURN void give_up(const Saver* s, const char* what, const char* path) {
     int why = errno;
-    remove_folder(w->folder);
-    die(EXIT_FAILED, "cannot %s %s: %s; this checkpoint was not saved, earlier ones are as they were", what, w->path,
+    remove_folder(s->folder);
+    die(EXIT_FAILED, "cannot %s %s: %s; this checkpoint was not saved, earlier ones are as they were", what, path,
         strerror(why));
 }
 
-static void writer_open(Writer* w, const char* name) {
-    w->path = host_format("%s/%s", w->folder, name);
-    w->bytes = 0;
-    w->crc = crc32(0, NULL, 0);
-    w->fd = open(w->path, O_WRONLY | O_CREAT | O_TRUNC, 0666);
-    if (w->fd < 0) give_up(w, "create");
+static int reserve(int fd, int64_t bytes) {
+    if (fallocate(fd, 0, 0, (off_t)bytes) == 0) return 0;
+    return errno == EOPNOTSUPP ? ftruncate(fd, (off_t)bytes) : -1;
 }
 
-static void writer_put(Writer* w, const void* data, size_t bytes) {
-    w->crc = crc32_z(w->crc, (const Bytef*)data, bytes);
-    w->bytes += (int64_t)bytes;
-    const char* p = (const char*)data;
-    while (bytes) {
-        ssize_t n = write(w->fd, p, bytes);
-        if (n < 0 && errno == EINTR) continue;
-        if (n <= 0) give_up(w, "write");
-        p += n;
-        bytes -= (size_t)n;
+static int put(int fd, const char* data, int64_t bytes, int64_t offset) {
+    while (bytes > 0) {
+        ssize_t n = pwrite(fd, data, (size_t)bytes, (off_t)offset);
+        if (n <= 0) return -1;
+        data += n;
+        offset += n;
+        bytes -= n;
     }
+    return 0;
 }
 
-static void writer_close(Writer* w) {
-    if (fsync(w->fd) != 0 || close(w->fd) != 0) give_up(w, "write");
-    free(w->path);
+// Makes a file of `bytes` bytes and writes its head. Room for all of it is taken now: a full disk is found early.
+static void make_file(const Saver* s, const char* name, const char* head, int64_t head_bytes, int64_t bytes) {
+    char* path = host_format("%s/%s", s->folder, name);
+    int fd = open(path, O_WRONLY | O_CREAT | O_TRUNC, 0666);
+    if (fd < 0) give_up(s, "create", path);
+    if (reserve(fd, bytes) != 0 || put(fd, head, head_bytes, 0) != 0 || fsync(fd) != 0 || close(fd) != 0)
+        give_up(s, "write", path);
+    free(path);
 }
 
-static int64_t tensor_count(const CheckpointTensor* t) {
-    return t->rank == 2 ? t->shape[0] * t->shape[1] : t->shape[0];
+static void make_files(const Saver* s) {
+    remove_folder(s->folder);
+    if (make_folders(s->folder) != 0) give_up(s, "create", s->folder);
+    for (int i = 0; i < s->count; i++)
+        make_file(s, s->files[i].name, s->files[i].header, s->files[i].header_bytes, s->files[i].bytes);
 }
 
-static void write_tensors(Writer* w, const CheckpointFile* file, void* piece, Ctx* ctx) {
-    StTensor* planned = (StTensor*)host_alloc((size_t)file->count * sizeof(StTensor));
-    for (int i = 0; i < file->count; i++) {
-        const CheckpointTensor* t = &file->tensors[i];
-        planned[i].name = (char*)t->name;
-        planned[i].dtype = sizeof(real) == 8 ? ST_F64 : ST_F32;
-        planned[i].rank = t->rank;
-        planned[i].shape[0] = t->shape[0];
-        planned[i].shape[1] = t->shape[1];
-    }
-    const char* const metadata[] = {"format", "pt", NULL};
-    int64_t header_bytes;
-    char* header = st_plan_header(planned, file->count, metadata, &header_bytes);
-    writer_put(w, header, (size_t)header_bytes);
-    free(header);
-    free(planned);
-    for (int i = 0; i < file->count; i++) {
-        const char* data = (const char*)file->tensors[i].data;
-        size_t left = (size_t)tensor_count(&file->tensors[i]) * sizeof(real);
-        while (left) {
-            size_t n = left < PIECE ? left : PIECE;
-            device_download(piece, data, n, ctx);
-            writer_put(w, piece, n);
-            data += n;
-            left -= n;
+// NULL, or the path of the file that failed, with errno set. Each file is flushed by every rank that wrote in it.
+static char* write_slices(Saver* s) {
+    const char* from = s->buffer;
+    FileSlice *slice = s->slices, *end = slice + s->slice_count;
+    while (slice < end) {
+        int64_t file = slice->file;
+        char* path = host_format("%s/%s", s->folder, s->files[file].name);
+        int fd = open(path, O_WRONLY);
+        if (fd < 0) return path;
+        for (; slice < end && slice->file == file; slice++) {
+            slice->crc = crc_of(from, (size_t)slice->bytes);
+            if (put(fd, from, slice->bytes, slice->offset) != 0) return path;
+            from += slice->bytes;
         }
+        if (fsync(fd) != 0 || close(fd) != 0) return path;
+        free(path);
     }
+    return NULL;
 }
 
-static uint32_t text_crc(const char* text, size_t length) {
-    return (uint32_t)crc32_z(crc32(0, NULL, 0), (const Bytef*)text, length);
+static void write_manifest(const Saver* s, const FileSlice* slices, int64_t slice_count) {
+    const FileSlice *next = slices, *end = slices + slice_count;
+    char* body = host_strdup(s->record);
+    for (int i = 0; i < s->count; i++) {
+        const SavedFile* f = &s->files[i];
+        uLong crc = crc_of(f->header, (size_t)f->header_bytes);
+        if (!slices_join(&next, end, i, f->header_bytes, f->bytes, &crc))
+            die(EXIT_FAILED, "internal error: the ranks did not write every byte of %s/%s once", s->folder, f->name);
+        char* longer = host_format("%s%s\n  {\"name\": \"%s\", \"bytes\": %lld, \"crc32\": %lu}", body, i ? "," : "",
+                                   f->name, (long long)f->bytes, crc);
+        free(body);
+        body = longer;
+    }
+    char* closed = host_format("%s]", body);
+    char* sealed = host_format("%s%s%lu}\n", closed, CHECKPOINT_MANIFEST_END, crc_of(closed, strlen(closed)));
+    int64_t length = (int64_t)strlen(sealed);
+    make_file(s, "manifest.json", sealed, length, length);
+    free(sealed);
+    free(closed);
+    free(body);
 }
-
-static const char format[] = "train_moe checkpoint 1";
-static const char manifest_end[] = ",\n\"manifest_crc32\": ";
 
 // Removes what a save that was cut short left behind.
 static void sweep(const char* out) {
@@ -130,189 +193,127 @@ static void prune(const char* out, int64_t newest, int keep) {
     free(steps);
 }
 
-void checkpoint_save(const char* out, const CheckpointRecord* r, const char* options_json, const CheckpointFile* files,
-                     int count, int keep, Ctx* ctx) {
-    Writer w;
-    char *path = step_path(out, r->step, ""), *list = host_strdup(""), *old = step_path(out, r->step, ".replaced");
-    void* piece = host_alloc(PIECE);
-    w.folder = step_path(out, r->step, ".tmp");
-    w.path = w.folder;
-    remove_folder(w.folder);
-    if (make_folders(w.folder) != 0) give_up(&w, "create");
-    for (int i = 0; i < count; i++) {
-        writer_open(&w, files[i].name);
-        write_tensors(&w, &files[i], piece, ctx);
-        writer_close(&w);
-        char* longer = host_format("%s%s\n  {\"name\": \"%s\", \"bytes\": %lld, \"crc32\": %lu}", list, i ? "," : "",
-                                   files[i].name, (long long)w.bytes, w.crc);
-        free(list);
-        list = longer;
-    }
-    char* body = host_format(
-        "{\"format\": \"%s\", \"step\": %lld, \"window\": %lld, \"updates\": %lld, "
-        "\"bad_in_a_row\": %lld, "
-        "\"data_hash\": %lld,\n\"options\": %s,\n\"files\": [%s]",
-        format, (long long)r->step, (long long)r->window, (long long)r->updates, (long long)r->bad_in_a_row,
-        (long long)r->data_hash, options_json, list);
-    char* manifest = host_format("%s%s%lu}\n", body, manifest_end, (unsigned long)text_crc(body, strlen(body)));
-    writer_open(&w, "manifest.json");
-    writer_put(&w, manifest, strlen(manifest));
-    writer_close(&w);
-    w.path = path;
-    if (sync_folder(w.folder) != 0) give_up(&w, "flush");
+// All is on disk: gives the folder its name, removes what is too old.
+static void publish(const Saver* s) {
+    char *path = step_path(s->out, s->step, ""), *old = step_path(s->out, s->step, ".replaced");
+    if (sync_folder(s->folder) != 0) give_up(s, "flush", path);
     // A folder of this name can only be one that was refused at resume: out of the way, and gone once the new one
     // stands.
     remove_folder(old);
-    if (rename(path, old) != 0 && errno != ENOENT) give_up(&w, "replace");
-    if (rename(w.folder, path) != 0 || sync_folder(out) != 0) give_up(&w, "create");
+    if (rename(path, old) != 0 && errno != ENOENT) give_up(s, "replace", path);
+    if (rename(s->folder, path) != 0 || sync_folder(s->out) != 0) give_up(s, "create", path);
     remove_folder(old);
-    prune(out, r->step, keep);
-    sweep(out);
-    free(manifest);
-    free(body);
-    free(list);
-    free(piece);
+    prune(s->out, s->step, s->keep);
+    sweep(s->out);
+    printf("saved %s\n", path);
+    fflush(stdout);
     free(path);
     free(old);
-    free(w.folder);
 }
 
-static int newest_first(const void* a, const void* b) {
-    int64_t x = *(const int64_t*)a, y = *(const int64_t*)b;
-    return (x < y) - (x > y);
-}
-
-int64_t* checkpoint_list(const char* out, int* count) {
-    int64_t* steps = NULL;
-    int room = 0;
-    *count = 0;
-    DIR* folder = opendir(out);
-    for (struct dirent* entry; folder && (entry = readdir(folder));) {
-        char* end;
-        if (strncmp(entry->d_name, "step_", 5) != 0 || strlen(entry->d_name) < 13) continue;
-        long long step = strtoll(entry->d_name + 5, &end, 10);
-        if (*end) continue;
-        if (*count == room) {
-            room = room ? 2 * room : 16;
-            steps = (int64_t*)realloc(steps, (size_t)room * sizeof(int64_t));
-            if (!steps) die(EXIT_FAILED, "out of host memory for the list of checkpoints");
-        }
-        steps[(*count)++] = step;
+static void* saver_thread(void* saver) {
+    Saver* s = (Saver*)saver;
+    bool leads = ranks_index(s->group) == 0;
+    int64_t total;
+    if (leads) make_files(s);
+    ranks_barrier(s->group);
+    char* failed = write_slices(s);
+    int why = errno;
+    if (!ranks_well(s->group, !failed)) {
+        errno = why;
+        give_up(s, "write", failed);
     }
-    if (folder) closedir(folder);
-    if (*count) qsort(steps, (size_t)*count, sizeof(int64_t), newest_first);
-    return steps;
-}
-
-Json* checkpoint_manifest(const char* out, int64_t step, CheckpointRecord* r, char* error, size_t error_size) {
-    char *folder = step_path(out, step, ""), *path = host_format("%s/manifest.json", folder), reason[128] = "";
-    size_t size = 0;
-    char* text = read_file(path, &size);
-    Json* json = NULL;
-    char* end = text ? strstr(text, manifest_end) : NULL;
-    if (!text)
-        snprintf(error, error_size, "%s: %s", path, strerror(errno));
-    else if (!end || strtoul(end + strlen(manifest_end), NULL, 10) != text_crc(text, (size_t)(end - text)))
-        snprintf(error, error_size, "%s: truncated or altered (its CRC-32 does not match)", path);
-    else if (!(json = json_parse(text, size, reason, sizeof(reason))))
-        snprintf(error, error_size, "%s: %s", path, reason);
-    if (json) {
-        r->step = json_int(json, "step", -1);
-        r->window = json_int(json, "window", -1);
-        r->updates = json_int(json, "updates", -1);
-        r->bad_in_a_row = json_int(json, "bad_in_a_row", -1);
-        r->data_hash = json_int(json, "data_hash", -1);
+    FileSlice* all = slices_gather(s->group, s->slices, s->slice_count, &total);
+    if (leads) {
+        write_manifest(s, all, total);
+        publish(s);
     }
-    if (json && (!json_text(json, "format") || strcmp(json_text(json, "format"), format) != 0)) {
-        snprintf(error, error_size, "%s: not of the format '%s'", path, format);
-        json_free(json);
-        json = NULL;
-    }
-    if (json && r->step != step) {
-        snprintf(error, error_size, "%s: it is of step %lld; the folder was renamed", path, (long long)r->step);
-        json_free(json);
-        json = NULL;
-    }
-    free(text);
-    free(path);
-    free(folder);
-    return json;
-}
-
-// Compares size and CRC-32 of a file with what the manifest says.
-static int check_file(const char* path, const Json* entry, void* piece, char* error, size_t error_size) {
-    int64_t want = json_int(entry, "bytes", -1), got = 0;
-    int fd = open(path, O_RDONLY);
-    if (fd < 0) {
-        snprintf(error, error_size, "%s: %s", path, strerror(errno));
-        return -1;
-    }
-    uLong crc = crc32(0, NULL, 0);
-    for (ssize_t n; (n = read(fd, piece, PIECE)) > 0; got += n) crc = crc32_z(crc, (const Bytef*)piece, (size_t)n);
-    close(fd);
-    if (got != want)
-        snprintf(error, error_size, "%s: %lld bytes long, the manifest says %lld", path, (long long)got,
-                 (long long)want);
-    else if ((int64_t)crc != json_int(entry, "crc32", -1))
-        snprintf(error, error_size, "%s: altered (its CRC-32 is %lu, the manifest says %lld)", path, crc,
-                 (long long)json_int(entry, "crc32", -1));
-    else
-        return 0;
-    return -1;
-}
-
-static int load_tensor(const SafeTensors* st, const CheckpointTensor* t, void* piece, Ctx* ctx, char* error,
-                       size_t error_size) {
-    const StTensor* found = st_find(st, t->name);
-    StDtype dtype = sizeof(real) == 8 ? ST_F64 : ST_F32;
-    if (!found || found->dtype != dtype || found->rank != t->rank || found->shape[0] != t->shape[0] ||
-        (t->rank == 2 && found->shape[1] != t->shape[1])) {
-        snprintf(error, error_size, "%s: tensor %s is %s", st->path, t->name,
-                 found ? "of another shape or type" : "missing");
-        return -1;
-    }
-    int64_t count = tensor_count(t), most = (int64_t)(PIECE / sizeof(real));
-    for (int64_t first = 0; first < count; first += most) {
-        int64_t n = count - first < most ? count - first : most;
-        if (st_read(st, found, first, n, piece) != 0) {
-            snprintf(error, error_size, "%s: cannot read %s: %s", st->path, t->name, strerror(errno));
-            return -1;
-        }
-        device_upload(t->data + first, piece, (size_t)n * sizeof(real), ctx);
-    }
-    return 0;
-}
-
-static const Json* file_entry(const Json* manifest, const char* name) {
-    const Json* list = json_get(manifest, "files");
-    for (const Json* e = list ? list->child : NULL; e; e = e->next) {
-        const char* text = json_text(e, "name");
-        if (text && strcmp(text, name) == 0) return e;
-    }
+    ranks_barrier(s->group);  // every rank's wait ends when the checkpoint stands
+    free(all);
+    for (int i = 0; i < s->count; i++) free(s->files[i].header);
+    free(s->files);
+    free(s->slices);
+    free(s->folder);
+    free(s->record);
     return NULL;
 }
 
-int checkpoint_load(const char* out, int64_t step, const Json* manifest, const CheckpointFile* files, int count,
-                    Ctx* ctx, char* error, size_t error_size) {
-    void* piece = host_alloc(PIECE);
-    char* folder = step_path(out, step, "");
-    int result = 0;
-    for (int i = 0; i < count && result == 0; i++) {
-        char* path = host_format("%s/%s", folder, files[i].name);
-        const Json* entry = file_entry(manifest, files[i].name);
-        SafeTensors* st = NULL;
-        if (!entry) {
-            snprintf(error, error_size, "%s: the manifest does not list it", path);
-            result = -1;
-        } else if (check_file(path, entry, piece, error, error_size) != 0 || !(st = st_open(path, error, error_size))) {
-            result = -1;
-        }
-        for (int t = 0; t < files[i].count && result == 0; t++)
-            result = load_tensor(st, &files[i].tensors[t], piece, ctx, error, error_size);
-        if (st) st_close(st);
-        free(path);
+// Lays out the file: its header, and in planned[i].offset the place of tensor i.
+static SavedFile plan_file(const CheckpointFile* file, StTensor* planned) {
+    SavedFile saved;
+    for (int i = 0; i < file->count; i++) {
+        const CheckpointTensor* t = &file->tensors[i];
+        planned[i].name = (char*)t->name;
+        planned[i].dtype = CHECKPOINT_DTYPE;
+        planned[i].rank = t->rank;
+        planned[i].shape[0] = t->shape[0];
+        planned[i].shape[1] = t->shape[1];
     }
-    free(folder);
-    free(piece);
-    return result;
+    const char* const metadata[] = {"format", "pt", NULL};
+    memcpy(saved.name, file->name, sizeof(saved.name));
+    saved.header = st_plan_header(planned, file->count, metadata, &saved.header_bytes);
+    saved.bytes = saved.header_bytes;
+    for (int i = 0; i < file->count; i++) saved.bytes += planned[i].bytes;
+    return saved;
+}
+
+// Copies what this rank writes of a tensor behind what is in the buffer. What lies side by side in the file is one
+// slice.
+static char* copy_slice(Saver* s, int64_t file, const CheckpointTensor* t, int64_t tensor_offset, char* to, Ctx* ctx) {
+    int64_t size = (int64_t)sizeof(real), bytes = t->save_count * size, offset = tensor_offset + t->save_first * size;
+    ASSERT(t->save_first >= t->first && t->save_first + t->save_count <= t->first + t->count);
+    device_download(to, t->data + (t->save_first - t->first), (size_t)bytes, ctx);
+    FileSlice* last = s->slices + s->slice_count - 1;
+    if (s->slice_count && last->file == file && last->offset + last->bytes == offset) {
+        last->bytes += bytes;
+    } else {
+        FileSlice slice = {file, offset, bytes, 0};
+        s->slices[s->slice_count++] = slice;
+    }
+    return to + bytes;
+}
+
+void checkpoint_save(Saver* s, const CheckpointRecord* r, const char* options_json, const CheckpointFile* files,
+                     int count, Ctx* ctx) {
+    checkpoint_wait(s);
+    size_t bytes = 0, slices = 0, most = 0;
+    for (int i = 0; i < count; i++) {
+        for (int t = 0; t < files[i].count; t++) {
+            bytes += (size_t)files[i].tensors[t].save_count * sizeof(real);
+            slices += files[i].tensors[t].save_count > 0;
+        }
+        if ((size_t)files[i].count > most) most = (size_t)files[i].count;
+    }
+    if (bytes > s->room) {
+        free(s->buffer);
+        s->buffer = (char*)host_alloc(bytes);
+        s->room = bytes;
+    }
+    s->slices = (FileSlice*)host_alloc(slices * sizeof(FileSlice));
+    s->slice_count = 0;
+    s->files = (SavedFile*)host_alloc((size_t)count * sizeof(SavedFile));
+    s->count = count;
+    s->step = r->step;
+    s->folder = step_path(s->out, r->step, ".tmp");
+    s->record = host_format(
+        "{\"format\": \"%s\", \"step\": %lld, \"window\": %lld, \"updates\": %lld, \"bad_in_a_row\": %lld, "
+        "\"data_hash\": %lld,\n\"options\": %s,\n\"files\": [",
+        CHECKPOINT_FORMAT, (long long)r->step, (long long)r->window, (long long)r->updates, (long long)r->bad_in_a_row,
+        (long long)r->data_hash, options_json);
+    StTensor* planned = (StTensor*)host_alloc(most * sizeof(StTensor));
+    char* to = s->buffer;
+    for (int i = 0; i < count; i++) {
+        s->files[i] = plan_file(&files[i], planned);
+        for (int t = 0; t < files[i].count; t++)
+            if (files[i].tensors[t].save_count) to = copy_slice(s, i, &files[i].tensors[t], planned[t].offset, to, ctx);
+    }
+    free(planned);
+    // Signals are the main thread's: it saves on SIGTERM.
+    sigset_t all, before;
+    sigfillset(&all);
+    pthread_sigmask(SIG_SETMASK, &all, &before);
+    int rc = pthread_create(&s->thread, NULL, saver_thread, s);
+    pthread_sigmask(SIG_SETMASK, &before, NULL);
+    if (rc != 0) die(EXIT_FAILED, "cannot start the thread that writes %s: %s", s->folder, strerror(rc));
+    s->running = true;
 }

@@ -9,7 +9,7 @@ enum { BLOCK = 4096 };
 
 void step_begin(StepState* state, Ctx* ctx) {
     (void)ctx;
-    state->loss_sum = state->grad_sq = 0;
+    state->loss_sum = state->grad_sq = state->stop = 0;
 }
 
 void loss_add(StepState* state, const real* loss, int64_t N, Ctx* ctx) {

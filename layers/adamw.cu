@@ -73,7 +73,7 @@ void grad_norm_add(StepState* state, const real* grad, int64_t n, Ctx* ctx) {
     add_sum<1>(&state->grad_sq, grad, n, ctx);
 }
 
-static __global__ void step_begin_kernel(StepState* state) { state->loss_sum = state->grad_sq = 0; }
+static __global__ void step_begin_kernel(StepState* state) { state->loss_sum = state->grad_sq = state->stop = 0; }
 
 void step_begin(StepState* state, Ctx* ctx) {
     step_begin_kernel<<<1, 1, 0, ctx->stream>>>(state);

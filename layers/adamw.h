@@ -12,10 +12,11 @@
 
 BEGIN_C
 
-// In device memory. loss_sum and grad_sq lie first, side by side: one all-reduce serves both.
+// In device memory. The first three lie side by side: one sum over the ranks serves them.
 typedef struct StepState {
     double loss_sum;       // sum of token losses so far, nats
     double grad_sq;        // sum of squares of the gradient so far
+    double stop;           // not 0: a rank was asked to stop
     double loss;           // loss_sum / tokens, set by step_decide
     double grad_norm;      // sqrt(grad_sq), before clipping
     double grad_scale;     // min(1, clip / grad_norm), or 1 where clip is 0
@@ -30,7 +31,7 @@ typedef struct AdamW {
     float lr, beta1, beta2, eps, weight_decay, clip;  // clip: largest gradient norm, 0 for none
 } AdamW;
 
-void step_begin(StepState* state, Ctx* ctx);                                     // loss_sum = grad_sq = 0
+void step_begin(StepState* state, Ctx* ctx);                                     // loss_sum = grad_sq = stop = 0
 void loss_add(StepState* state, const real* loss, int64_t N, Ctx* ctx);          // loss_sum += sum_n loss[n]
 void grad_norm_add(StepState* state, const real* grad, int64_t n, Ctx* ctx);     // grad_sq += sum_i grad[i]^2
 void step_decide(StepState* state, int64_t tokens, const AdamW* opt, Ctx* ctx);  // the rest of StepState

@@ -12,6 +12,7 @@
 #include <type_traits>
 
 #include "device/wgmma.cuh"
+#include "layers/rows.cuh"
 
 namespace {
 

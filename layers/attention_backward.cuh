@@ -22,10 +22,10 @@ __global__ void attention_delta_kernel(float* start_delta, float* start_lse, con
     if (b >= B) return;  // whole blocks' tails: LANES divides 32, but the shuffles below want whole warps
     float sum = 0;
     if (t < T) {
-        int64_t at = (((b * T + t) * H + h) * 2 * D) / 8 + lane;
+        int64_t at = ((b * T + t) * H + h) * 2 * D + lane * 8;
         float x[8], y[8];
-        unpack(x, ((const Pack8*)dout)[at]);
-        unpack(y, ((const Pack8*)out)[at]);
+        load<8>(x, dout + at);
+        load<8>(y, out + at);
 #pragma unroll
         for (int i = 0; i < 8; i++) sum += x[i] * y[i];
     }
@@ -52,7 +52,7 @@ __global__ void attention_sum_rope_kernel(floatX* dk_rope, const float* part, in
         sum[0] += low.x, sum[1] += low.y, sum[2] += low.z, sum[3] += low.w;
         sum[4] += high.x, sum[5] += high.y, sum[6] += high.z, sum[7] += high.w;
     }
-    *(Pack8*)(dk_rope + token * stride + column) = pack(sum);
+    store<8>(dk_rope + token * stride + column, sum);
 }
 
 // --- dq ---

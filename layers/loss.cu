@@ -1,14 +1,17 @@
-// Cross-entropy: bound by memory. Four blocks (a cluster) share a row of logits: each reads its quarter once, into
-// shared memory, while its threads keep a running maximum and sum of exponentials; the four exchange theirs through
-// distributed shared memory, and the gradient is written from shared memory over the logits. At V = 102400 a quarter
-// takes 50 KiB, so that several clusters at different stages keep reads and writes of an SM going side by side.
-// Sums in float32 in a fixed order. Exponentials are ex2.approx (2^-22), two a logit: the second bound.
+// Cross-entropy: bound by memory. Four blocks (a cluster) share a row of logits: each copies its quarter once into
+// shared memory, where every thread reads what it copied itself, and sums exponentials under a running maximum; the
+// four exchange maximum and sum through distributed shared memory, and write the gradient over the logits. A cluster
+// takes several rows in turn: as soon as the gradient has read a piece, the next row's is on its way into its place, so
+// that reads and writes of an SM go side by side. Padding lies in shared memory as -inf and whole batches of pieces are
+// taken without a branch, so that a logit costs 5 instructions in either pass, one of them ex2.approx (2^-22; its unit
+// is busy for 60 % of the time). Sums in float32 in a fixed order.
 #include <cooperative_groups.h>
+#include <cuda_pipeline_primitives.h>
 
 #include "layers/loss.h"
 #include "layers/rows.cuh"
 
-enum { CLUSTER = 4, THREADS = 256, WARPS = THREADS / 32, BATCH = 4 };
+enum { CLUSTER = 4, THREADS = 256, WARPS = THREADS / 32, BATCH = 3, ROWS = 4 };
 
 static const float LOG2_E = 1.44269504f, LN_2 = 0.693147181f, LOWEST = -1e38f;
 
@@ -30,114 +33,131 @@ struct Softmax {
     }
 };
 
-// The logits of a piece; padding, which may hold anything, as -inf.
-template <int W>
-static __device__ __forceinline__ void logits_of(float f[W], const Piece<W>& p, int64_t v, int64_t V) {
-    load<W>(f, (const floatX*)&p);
-    if (v + W > V) {
-#pragma unroll
-        for (int j = 0; j < W; j++)
-            if (v + j >= V) f[j] = -INFINITY;
-    }
-}
-
-// The largest of a piece, two at a time where none is padding. NaN loses, as in fmaxf.
-template <int W>
-static __device__ __forceinline__ float top_of(const Piece<W>& p, int64_t v, int64_t V) {
+// The largest of B pieces, two at a time. NaN loses, as in fmaxf.
+template <int W, int B>
+static __device__ __forceinline__ float top_of(const Piece<W> p[B]) {
     if constexpr (W == 8) {
-        if (v + 8 <= V) {
-            const Pack8& q = *(const Pack8*)&p;
-            const float2 top =
-                __bfloat1622float2(__hmax2(__hmax2(q.pair[0], q.pair[1]), __hmax2(q.pair[2], q.pair[3])));
-            return fmaxf(top.x, top.y);
-        }
-    }
-    float f[W], top = -INFINITY;
-    logits_of<W>(f, p, v, V);
+        const __nv_bfloat162* pair = (const __nv_bfloat162*)p;
+        __nv_bfloat162 top = pair[0];
 #pragma unroll
-    for (int j = 0; j < W; j++) top = fmaxf(top, f[j]);
-    return top;
+        for (int i = 1; i < 4 * B; i++) top = __hmax2(top, pair[i]);
+        return fmaxf(__low2float(top), __high2float(top));
+    } else {
+        float f, top = -INFINITY;
+#pragma unroll
+        for (int b = 0; b < B; b++) {
+            floats_of<W>(&f, p[b]);
+            top = fmaxf(top, f);
+        }
+        return top;
+    }
 }
 
 template <int W>
 static __global__ void __cluster_dims__(CLUSTER) __launch_bounds__(THREADS, 4)
-    cross_entropy_kernel(float* loss, floatX* logits, const int32_t* target, int64_t V, int64_t Vp, float dscale) {
+    cross_entropy_kernel(float* loss, floatX* logits, const int32_t* target, int64_t N, int64_t V, int64_t Vp,
+                         float dscale) {
     extern __shared__ __align__(16) char quarter[];
-    __shared__ Softmax of_warp[WARPS], of_block[CLUSTER];
+    __shared__ Softmax of_warp[WARPS], of_block[2][CLUSTER];
     Piece<W>* kept = (Piece<W>*)quarter;
     cooperative_groups::cluster_group cluster = cooperative_groups::this_cluster();
     const int rank = (int)cluster.block_rank(), warp = threadIdx.x / 32, lane = threadIdx.x % 32;
-    const int64_t n = blockIdx.x / CLUSTER, first = rank * ceil_div(Vp / W, CLUSTER);
-    const int64_t rest = Vp / W - first, per = ceil_div(Vp / W, CLUSTER);
-    const int count = (int)(rest < 0 ? 0 : rest < per ? rest : per);  // pieces of this block
-    floatX* z = logits + n * Vp;
-    const int64_t right = target[n];
-    const float z_right = z[right];  // before anyone of the cluster writes
-
-    Softmax mine = {LOWEST, 0};
-    for (int i0 = threadIdx.x; i0 < count; i0 += BATCH * THREADS) {
-        Piece<W> p[BATCH];
-        float f[W], top = -INFINITY;
-#pragma unroll
-        for (int b = 0; b < BATCH; b++)
-            if (i0 + b * THREADS < count) p[b] = *(const Piece<W>*)(z + (first + i0 + b * THREADS) * W);
-#pragma unroll
-        for (int b = 0; b < BATCH; b++) {
-            const int i = i0 + b * THREADS;
-            if (i >= count) continue;
-            kept[i] = p[b];
-            top = fmaxf(top, top_of<W>(p[b], (first + i) * W, V));
-        }
-        top = fmaxf(mine.top, top * LOG2_E);
-        mine.sum *= exp2_fast(mine.top - top);
-        mine.top = top;
-#pragma unroll
-        for (int b = 0; b < BATCH; b++) {
-            const int i = i0 + b * THREADS;
-            if (i >= count) continue;
-            logits_of<W>(f, p[b], (first + i) * W, V);
-#pragma unroll
-            for (int j = 0; j < W; j++) f[j] = exp2_fast(fmaf(f[j], LOG2_E, -top));
-#pragma unroll
-            for (int d = 1; d < W; d *= 2)
-#pragma unroll
-                for (int j = 0; j < W; j += 2 * d) f[j] += f[j + d];
-            mine.sum += f[0];
-        }
-    }
-#pragma unroll
-    for (int d = 16; d; d /= 2)
-        mine.add(__shfl_xor_sync(0xffffffffu, mine.top, d), __shfl_xor_sync(0xffffffffu, mine.sum, d));
-    if (lane == 0) of_warp[warp] = mine;
-    __syncwarp();
-    cluster.sync();  // also: every block of the cluster runs, so its shared memory may be written
-    if (threadIdx.x < CLUSTER) {
-        mine = of_warp[0];
-        for (int w = 1; w < WARPS; w++) mine.add(of_warp[w].top, of_warp[w].sum);
-        *cluster.map_shared_rank(&of_block[rank], threadIdx.x) = mine;
-    }
-    __syncwarp();
-    cluster.sync();
-    Softmax all = of_block[0];
-    for (int r = 1; r < CLUSTER; r++) all.add(of_block[r].top, of_block[r].sum);
-    // In this order small losses keep their digits.
-    if (rank == 0 && threadIdx.x == 0) loss[n] = LN_2 * (log2f(all.sum) + fmaf(-z_right, LOG2_E, all.top));
-    if (dscale == 0) return;
-    const float scale = dscale / all.sum;
-#pragma unroll 2
-    for (int i = threadIdx.x; i < count; i += THREADS) {
-        const int64_t v = (first + i) * W;
-        float f[W];
-        Piece<W> p = kept[i];
-        logits_of<W>(f, p, v, V);  // padding: -inf, so its gradient is 0
-#pragma unroll
-        for (int j = 0; j < W; j++) f[j] = scale * exp2_fast(fmaf(f[j], LOG2_E, -all.top));
-        if (right >= v && right < v + W) {
+    const int pieces = (int)(Vp / W), per = (pieces + CLUSTER - 1) / CLUSTER, first = rank * per;
+    const int count = min(per, pieces - first);  // pieces of this block
+    const int valid = (int)V - first * W;        // its logits that are not padding
+    const int64_t next = gridDim.x / CLUSTER;
+    auto in_batches = [&](auto take) {
+        int i = threadIdx.x;
+        for (; i + (BATCH - 1) * THREADS < count; i += BATCH * THREADS) take(i, Int<BATCH>());
+        for (; i < count; i += THREADS) take(i, Int<1>());
+    };
+    auto fetch = [&](int i, const floatX* z) {
+        const floatX* from = z + (int64_t)i * W;
+        if (W == 8 && (i + 1) * W <= valid) {
+            __pipeline_memcpy_async(kept + i, from, 16);
+        } else {  // padding may hold anything
+            float f[W];
+            load<W>(f, from);
 #pragma unroll
             for (int j = 0; j < W; j++)
-                if (v + j == right) f[j] -= dscale;
+                if (i * W + j >= valid) f[j] = -INFINITY;
+            kept[i] = piece_of<W>(f);
         }
-        store<W>(z + v, f);
+    };
+
+    int64_t n = blockIdx.x / CLUSTER;
+    floatX* z = logits + n * Vp + (int64_t)first * W;
+    for (int i = threadIdx.x; i < count; i += THREADS) fetch(i, z);
+    __pipeline_commit();
+    cluster.sync();  // every block of the cluster runs: its shared memory may be written
+    for (int turn = 0; n < N; n += next, z += next * Vp, turn ^= 1) {
+        const int right = target[n] - first * W;
+        Softmax mine = {LOWEST, 0};
+        __pipeline_wait_prior(0);
+        in_batches([&](int i, auto batch) {
+            constexpr int B = decltype(batch)::value;
+            Piece<W> p[B];
+#pragma unroll
+            for (int b = 0; b < B; b++) p[b] = kept[i + b * THREADS];
+            const float top = fmaxf(mine.top, top_of<W, B>(p) * LOG2_E);
+            mine.sum *= exp2_fast(mine.top - top);
+            mine.top = top;
+#pragma unroll
+            for (int b = 0; b < B; b++) {
+                float f[W];
+                floats_of<W>(f, p[b]);
+#pragma unroll
+                for (int j = 0; j < W; j++) f[j] = exp2_fast(fmaf(f[j], LOG2_E, -top));
+#pragma unroll
+                for (int d = 1; d < W; d *= 2)
+#pragma unroll
+                    for (int j = 0; j < W; j += 2 * d) f[j] += f[j + d];
+                mine.sum += f[0];
+            }
+        });
+#pragma unroll
+        for (int d = 16; d; d /= 2)
+            mine.add(__shfl_xor_sync(0xffffffffu, mine.top, d), __shfl_xor_sync(0xffffffffu, mine.sum, d));
+        if (lane == 0) of_warp[warp] = mine;
+        __syncthreads();
+        if (threadIdx.x < CLUSTER) {
+            mine = of_warp[0];
+            for (int w = 1; w < WARPS; w++) mine.add(of_warp[w].top, of_warp[w].sum);
+            *cluster.map_shared_rank(&of_block[turn][rank], threadIdx.x) = mine;
+        }
+        __syncwarp();
+        cluster.sync();  // one a row: of_block alternates
+        Softmax all = of_block[turn][0];
+        for (int r = 1; r < CLUSTER; r++) all.add(of_block[turn][r].top, of_block[turn][r].sum);
+
+        const float scale = dscale / all.sum;
+        const bool more = n + next < N;
+        const bool owner = right >= 0 && right < count * W && right / W % THREADS == threadIdx.x;
+        float z_right = 0;
+        if (owner) floats_of<1>(&z_right, ((const Piece<1>*)kept)[right]);
+        in_batches([&](int i, auto batch) {
+            constexpr int B = decltype(batch)::value;
+            Piece<W> p[B];
+#pragma unroll
+            for (int b = 0; b < B; b++) p[b] = kept[i + b * THREADS];
+            if (more)
+#pragma unroll
+                for (int b = 0; b < B; b++) fetch(i + b * THREADS, z + next * Vp);
+            if (dscale == 0) return;
+#pragma unroll
+            for (int b = 0; b < B; b++) {
+                float f[W];
+                floats_of<W>(f, p[b]);
+#pragma unroll
+                for (int j = 0; j < W; j++) f[j] = scale * exp2_fast(fmaf(f[j], LOG2_E, -all.top));
+                store<W>(z + (int64_t)(i + b * THREADS) * W, f);
+            }
+        });
+        __pipeline_commit();
+        if (!owner) continue;
+        // In this order small losses keep their digits.
+        loss[n] = LN_2 * (log2f(all.sum) + fmaf(-z_right, LOG2_E, all.top));
+        if (dscale != 0) z[right] = (floatX)(scale * exp2_fast(fmaf(z_right, LOG2_E, -all.top)) - dscale);
     }
 }
 
@@ -149,8 +169,9 @@ static void launch(float* loss, floatX* logits, const int32_t* target, int64_t N
         die(EXIT_FAILED, "cross_entropy: a vocabulary of %lld does not fit in shared memory (at most %d)", (long long)V,
             CLUSTER * (220 << 10) / (int)sizeof(floatX));
     CUDA_CHECK(cudaFuncSetAttribute(cross_entropy_kernel<W>, cudaFuncAttributeMaxDynamicSharedMemorySize, (int)shared));
-    cross_entropy_kernel<W>
-        <<<(unsigned)(N * CLUSTER), THREADS, (size_t)shared, ctx->stream>>>(loss, logits, target, V, Vp, dscale);
+    const int64_t clusters = ceil_div(N, smaller(ROWS, ceil_div(N, ctx->sms)));
+    cross_entropy_kernel<W><<<(unsigned)(clusters * CLUSTER), THREADS, (size_t)shared, ctx->stream>>>(
+        loss, logits, target, N, V, Vp, dscale);
     LAUNCH_CHECK();
 }
 

@@ -1,38 +1,42 @@
-// RMSNorm: bound by memory. A row is read once and kept in registers while its statistics are summed: a few pieces of
-// 16 bytes a thread, so that a team of 1 to 16 warps, a block of its own, takes a row and an SM holds many teams at
-// different stages. Rows that cannot be read in 16-byte pieces, or that are wider than 16384, take the plain path.
+// RMSNorm: bound by memory. forward: a row is read once and kept in registers while its statistics are summed: a few
+// pieces of 16 bytes a thread, so that a team of 1 to 16 warps, a block of its own, takes a row and an SM holds many
+// teams at different stages. Rows that cannot be read in 16-byte pieces, or wider than 16384, take the plain path.
 //
-// backward: a fixed number of blocks walks the rows, each keeping its sum for dw in registers and reading a row ahead;
-// the blocks' sums go to the workspace and are added in a fixed order by a second launch. No atomics, so the bits do
-// not depend on timing.
+// backward: one block an SM, of as many teams as 16 warps make, walks the rows. While a team works on one row, its
+// threads copy their pieces of the next into shared memory: that is enough in flight, and more rows at once would only
+// scatter the accesses over more pages of DRAM. Each thread keeps its sums for dw in registers; the blocks' sums go to
+// the workspace and are added in a fixed order by a second launch. No atomics, so the bits do not depend on timing.
 #include "layers/rmsnorm.h"
+
+#include <cuda_pipeline_primitives.h>
+
 #include "layers/rows.cuh"
 
-// Pieces a thread: the backward keeps four rows' worth of them.
-enum { FORWARD_P = 4, BACKWARD_P = 2 };
-static const int64_t SMS = 132, PLAIN_BLOCKS = 64,
-                     SMALL_ROWS = 4;  // of an H200; the bits do not follow the GPU at hand
+// Pieces a thread.
+enum { FORWARD_P = 4, BACKWARD_P = 2, BACKWARD_WARPS = 16, BACKWARD_THREADS = 32 * BACKWARD_WARPS };
+static const int64_t PLAIN_BLOCKS = 64, SMALL_ROWS = 4;
+static const int64_t SMS = 132;  // of an H200; the bits do not follow the GPU at hand
 
-// Sum over a team; `turn` alternates from call to call, so that one barrier a sum is enough.
-template <int WARPS>
-static __device__ __forceinline__ float team_sum(float x, int turn) {
+// Sum over team `team` of a block; `turn` alternates from call to call, so that one barrier a sum is enough.
+template <int WARPS, int TEAMS>
+static __device__ __forceinline__ float team_sum(float x, int team, int turn) {
     x = warp_sum(x);
     if constexpr (WARPS > 1) {
-        __shared__ float part[2][WARPS];
-        if (threadIdx.x % 32 == 0) part[turn][threadIdx.x / 32] = x;
+        __shared__ float part[2][TEAMS][WARPS];
+        if (threadIdx.x % 32 == 0) part[turn][team][threadIdx.x / 32 % WARPS] = x;
         __syncthreads();
         x = 0;
 #pragma unroll
-        for (int w = 0; w < WARPS; w++) x += part[turn][w];
+        for (int w = 0; w < WARPS; w++) x += part[turn][team][w];
     }
     return x;
 }
 
 template <int P>
-static __device__ __forceinline__ void load_pieces(Pack8 x[P], const floatX* row, int first, int step, int64_t C) {
+static __device__ __forceinline__ void load_pieces(Piece<8> x[P], const floatX* row, int first, int step, int64_t C) {
 #pragma unroll
     for (int i = 0; i < P; i++)
-        if (first + i * step < C) x[i] = *(const Pack8*)(row + first + i * step);
+        if (first + i * step < C) x[i] = *(const Piece<8>*)(row + first + i * step);
 }
 
 // P pieces a thread, WARPS warps a row; teams of one warp share a block by four.
@@ -43,22 +47,23 @@ static __global__ void __launch_bounds__(WARPS == 1 ? 128 : 32 * WARPS)
     const int first = threadIdx.x % (32 * WARPS) * 8, step = 32 * WARPS * 8;
     const int64_t row = WARPS == 1 ? blockIdx.x * SMALL_ROWS + threadIdx.x / 32 : blockIdx.x;
     if (row >= N) return;
-    Pack8 x[P];
+    cudaGridDependencySynchronize();
+    Piece<8> x[P];
     load_pieces<P>(x, a + row * stride, first, step, C);
     if constexpr (RESIDUAL) {
-        Pack8 other[P];
+        Piece<8> other[P];
         load_pieces<P>(other, b + row * C, first, step, C);
 #pragma unroll
         for (int i = 0; i < P; i++) {
             const int c = first + i * step;
             if (c >= C) continue;
             float f[8], g[8];
-            unpack(f, x[i]);
-            unpack(g, other[i]);
+            floats_of<8>(f, x[i]);
+            floats_of<8>(g, other[i]);
 #pragma unroll
             for (int j = 0; j < 8; j++) f[j] += g[j];
-            x[i] = pack(f);
-            *(Pack8*)(sum + row * C + c) = x[i];
+            x[i] = piece_of<8>(f);
+            *(Piece<8>*)(sum + row * C + c) = x[i];
         }
     }
     float squares = 0;
@@ -66,21 +71,21 @@ static __global__ void __launch_bounds__(WARPS == 1 ? 128 : 32 * WARPS)
     for (int i = 0; i < P; i++) {
         if (first + i * step >= C) continue;
         float f[8];
-        unpack(f, x[i]);
+        floats_of<8>(f, x[i]);
 #pragma unroll
         for (int j = 0; j < 8; j++) squares += f[j] * f[j];
     }
-    Pack8 weight[P];
+    Piece<8> weight[P];
     load_pieces<P>(weight, w, first, step, C);  // under way during the sum
-    const float r = 1 / sqrtf(team_sum<WARPS>(squares, 0) / C + RMSNORM_EPS);
+    const float r = 1 / sqrtf(team_sum<WARPS, 1>(squares, 0, 0) / C + RMSNORM_EPS);
     if (first == 0) rstd[row] = r;
 #pragma unroll
     for (int i = 0; i < P; i++) {
         const int c = first + i * step;
         if (c >= C) continue;
         float f[8], scale[8];
-        unpack(f, x[i]);
-        unpack(scale, weight[i]);
+        floats_of<8>(f, x[i]);
+        floats_of<8>(scale, weight[i]);
 #pragma unroll
         for (int j = 0; j < 8; j++) f[j] *= r * scale[j];
         store<8>(y + row * C + c, f);
@@ -105,9 +110,6 @@ static __global__ void rmsnorm_forward_plain_kernel(floatX* sum, floatX* y, floa
     if (lane == 0) rstd[row] = r;
     for (int64_t c = lane; c < C; c += 32) y[row * C + c] = (floatX)((float)x[c] * r * (float)w[c]);
 }
-
-template <int N>
-using Int = std::integral_constant<int, N>;
 
 // Calls launch(P, WARPS) for rows of this many pieces; false if they are too wide.
 template <int P, typename Launch>
@@ -136,12 +138,12 @@ static constexpr int threads_of(int warps) { return warps == 1 ? 128 : 32 * warp
 void rmsnorm_forward(floatX* y, real* rstd, const floatX* x, int64_t stride, const floatX* w, int64_t N, int64_t C,
                      Ctx* ctx) {
     if (N == 0) return;
-    bool done = wide(C | stride, y, x, w) && by_width<FORWARD_P>(C / 8, [&](auto p, auto warps) {
-                    constexpr int P = decltype(p)::value, WARPS = decltype(warps)::value;
-                    rmsnorm_forward_kernel<P, WARPS, false>
-                        <<<blocks_for(N, WARPS == 1 ? SMALL_ROWS : 1), threads_of(WARPS), 0, ctx->stream>>>(
-                            NULL, y, rstd, x, NULL, stride, w, N, C);
-                });
+    bool done =
+        wide(C | stride, y, x, w) && by_width<FORWARD_P>(C / 8, [&](auto p, auto warps) {
+            constexpr int P = decltype(p)::value, WARPS = decltype(warps)::value;
+            launch_early(rmsnorm_forward_kernel<P, WARPS, false>, blocks_for(N, WARPS == 1 ? SMALL_ROWS : 1),
+                         threads_of(WARPS), 0, ctx, (floatX*)NULL, y, rstd, x, (const floatX*)NULL, stride, w, N, C);
+        });
     if (!done)
         rmsnorm_forward_plain_kernel<<<blocks_for(N, 8), 256, 0, ctx->stream>>>(NULL, y, rstd, x, NULL, stride, w, N,
                                                                                 C);
@@ -153,91 +155,85 @@ void residual_rmsnorm_forward(floatX* sum, floatX* y, real* rstd, const floatX* 
     if (N == 0) return;
     bool done = wide(C, sum, y, a, b, w) && by_width<FORWARD_P>(C / 8, [&](auto p, auto warps) {
                     constexpr int P = decltype(p)::value, WARPS = decltype(warps)::value;
-                    rmsnorm_forward_kernel<P, WARPS, true>
-                        <<<blocks_for(N, WARPS == 1 ? SMALL_ROWS : 1), threads_of(WARPS), 0, ctx->stream>>>(
-                            sum, y, rstd, a, b, C, w, N, C);
+                    launch_early(rmsnorm_forward_kernel<P, WARPS, true>, blocks_for(N, WARPS == 1 ? SMALL_ROWS : 1),
+                                 threads_of(WARPS), 0, ctx, sum, y, rstd, a, b, C, w, N, C);
                 });
     if (!done) rmsnorm_forward_plain_kernel<<<blocks_for(N, 8), 256, 0, ctx->stream>>>(sum, y, rstd, a, b, C, w, N, C);
     LAUNCH_CHECK();
 }
 
 template <int P, int WARPS>
-static __global__ void __launch_bounds__(WARPS == 1 ? 128 : 32 * WARPS)
+static __global__ void __launch_bounds__(BACKWARD_THREADS, 1)
     rmsnorm_backward_kernel(floatX* dx, float* partial, const floatX* dy, const floatX* x, int64_t stride,
                             const floatX* w, const float* rstd, int64_t N, int64_t C, int accumulate) {
-    const int TEAMS = WARPS == 1 ? 4 : 1, step = 32 * WARPS * 8;
-    const int t = threadIdx.x % (32 * WARPS), team = threadIdx.x / (32 * WARPS), first = t * 8;
-    const int64_t stride_rows = (int64_t)gridDim.x * TEAMS;
-    float dw[P][8] = {};
-    Pack8 xs[P], gs[P], next_x[P], next_g[P];
-    int64_t row = blockIdx.x * (int64_t)TEAMS + team;
-    if (row < N) {
-        load_pieces<P>(next_x, x + row * stride, first, step, C);
-        load_pieces<P>(next_g, dy + row * C, first, step, C);
-    }
-    for (int turn = 0; row < N; row += stride_rows, turn ^= 1) {
-#pragma unroll
-        for (int i = 0; i < P; i++) xs[i] = next_x[i], gs[i] = next_g[i];
-        Pack8 old[P] = {};
-        if (accumulate) load_pieces<P>(old, dx + row * stride, first, step, C);
-        if (row + stride_rows < N) {
-            load_pieces<P>(next_x, x + (row + stride_rows) * stride, first, step, C);
-            load_pieces<P>(next_g, dy + (row + stride_rows) * C, first, step, C);
-        }
-        const float r = rstd[row];
-        float dot = 0;
+    constexpr int TEAMS = BACKWARD_WARPS / WARPS, step = 32 * WARPS * 8;
+    extern __shared__ __align__(16) char shared[];
+    auto ring = (Piece<8>(*)[3][P][BACKWARD_THREADS])shared;  // two rows: x, dy, dx; a thread reads what it copied
+    const int team = threadIdx.x / (32 * WARPS), first = threadIdx.x % (32 * WARPS) * 8;
+    const int64_t next = (int64_t)gridDim.x * TEAMS;
+    cudaTriggerProgrammaticLaunchCompletion();
+    cudaGridDependencySynchronize();
+    auto fetch = [&](int64_t row, int turn) {
 #pragma unroll
         for (int i = 0; i < P; i++) {
             const int c = first + i * step;
-            if (c >= C) continue;
+            if (row >= N || c >= C) continue;
+            __pipeline_memcpy_async(&ring[turn][0][i][threadIdx.x], x + row * stride + c, 16);
+            __pipeline_memcpy_async(&ring[turn][1][i][threadIdx.x], dy + row * C + c, 16);
+            if (accumulate) __pipeline_memcpy_async(&ring[turn][2][i][threadIdx.x], dx + row * stride + c, 16);
+        }
+        __pipeline_commit();
+    };
+    int64_t row = blockIdx.x * (int64_t)TEAMS + team;
+    fetch(row, 0);
+    Piece<8> weight[P];
+    load_pieces<P>(weight, w, first, step, C);
+    float dw[P][8] = {}, next_r = row < N ? rstd[row] : 0;
+    for (int turn = 0; row - team < N; row += next, turn ^= 1) {  // all teams alike, for team_sum's barrier
+        fetch(row + next, turn ^ 1);
+        const int64_t width = row < N ? C : 0;
+        const float r = next_r;
+        if (row + next < N) next_r = rstd[row + next];
+        __pipeline_wait_prior(1);
+        float dot = 0;
+#pragma unroll
+        for (int i = 0; i < P; i++) {
+            if (first + i * step >= width) continue;
             float f[8], g[8], scale[8];
-            unpack(f, xs[i]);
-            unpack(g, gs[i]);
-            load<8>(scale, w + c);
+            floats_of<8>(f, ring[turn][0][i][threadIdx.x]);
+            floats_of<8>(g, ring[turn][1][i][threadIdx.x]);
+            floats_of<8>(scale, weight[i]);
 #pragma unroll
             for (int j = 0; j < 8; j++) {
                 dot += g[j] * scale[j] * f[j];
                 dw[i][j] += g[j] * f[j] * r;
             }
         }
-        const float k = team_sum<WARPS>(dot, turn) / C * r * r;
+        const float k = team_sum<WARPS, TEAMS>(dot, team, turn) / C * r * r;
 #pragma unroll
         for (int i = 0; i < P; i++) {
             const int c = first + i * step;
-            if (c >= C) continue;
-            float f[8], g[8], scale[8], before[8];
-            unpack(f, xs[i]);
-            unpack(g, gs[i]);
-            load<8>(scale, w + c);
-            unpack(before, old[i]);
+            if (c >= width) continue;
+            float f[8], g[8], scale[8], before[8] = {};
+            floats_of<8>(f, ring[turn][0][i][threadIdx.x]);
+            floats_of<8>(g, ring[turn][1][i][threadIdx.x]);
+            floats_of<8>(scale, weight[i]);
+            if (accumulate) floats_of<8>(before, ring[turn][2][i][threadIdx.x]);
 #pragma unroll
             for (int j = 0; j < 8; j++) f[j] = before[j] + r * (g[j] * scale[j] - f[j] * k);
             store<8>(dx + row * stride + c, f);
         }
     }
-    if constexpr (WARPS == 1) {  // the block's warps, in order
-        __shared__ float sum[P * 256];
-        for (int turn = 0; turn < TEAMS; turn++) {
-            if (team == turn)
+    __syncthreads();
+    auto sums = (float(*)[P * step]) shared;
 #pragma unroll
-                for (int i = 0; i < P; i++)
+    for (int i = 0; i < P; i++) store_real<8>(&sums[team][first + i * step], dw[i]);
+    __syncthreads();
+    for (int c = threadIdx.x; c < C; c += BACKWARD_THREADS) {
+        float sum = 0;
 #pragma unroll
-                    for (int j = 0; j < 8; j++) {
-                        int c = i * 256 + j * 32 + t;  // free of bank conflicts: any one-to-one place will do
-                        sum[c] = (turn ? sum[c] : 0) + dw[i][j];
-                    }
-            __syncthreads();
-        }
-        for (int i = threadIdx.x; i < P * 256; i += 128) {
-            int64_t c = i / 256 * 256 + i % 32 * 8 + i / 32 % 8;
-            if (c < C) partial[blockIdx.x * C + c] = sum[i];
-        }
-    } else {
-#pragma unroll
-        for (int i = 0; i < P; i++) {
-            const int c = first + i * step;
-            if (c < C) store_real<8>(partial + blockIdx.x * C + c, dw[i]);
-        }
+        for (int t = 0; t < TEAMS; t++) sum += sums[t][c];
+        partial[blockIdx.x * C + c] = sum;
     }
 }
 
@@ -271,6 +267,7 @@ static __global__ void rmsnorm_weight_plain_kernel(float* partial, const floatX*
 static __global__ void rmsnorm_weight_kernel(float* dw, const float* partial, int count, int64_t C) {
     __shared__ float part[32][33];
     const int64_t c = blockIdx.x * 32 + threadIdx.x;
+    cudaGridDependencySynchronize();
     float sum = 0;
     if (c < C)
 #pragma unroll 4
@@ -281,37 +278,29 @@ static __global__ void rmsnorm_weight_kernel(float* dw, const float* partial, in
     if (threadIdx.x == 0 && blockIdx.x * 32 + threadIdx.y < C) dw[blockIdx.x * 32 + threadIdx.y] += sum;
 }
 
-// Blocks of the backward for teams of this many warps: what the registers of an SM hold, 24 warps or one team of 16.
-static int64_t backward_blocks(int64_t N, int warps) {
-    if (warps == 1) return smaller(ceil_div(N, SMALL_ROWS), SMS * 24 / SMALL_ROWS);
-    return smaller(N, warps == 16 ? SMS : SMS * 24 / warps);
-}
-
-size_t rmsnorm_workspace(int64_t N, int64_t C) {
-    const int64_t warps = C <= 1024 ? 2 : C <= 2048 ? 4 : 8;  // teams of two make the most blocks, C of 1024 included
-    return (size_t)(smaller(N, SMS * 24 / warps) * C) * sizeof(float);
-}
+size_t rmsnorm_workspace(int64_t N, int64_t C) { return (size_t)(smaller(N, SMS) * C) * sizeof(float); }
 
 void rmsnorm_backward(floatX* dx, real* dw, const floatX* dy, const floatX* x, int64_t stride, const floatX* w,
                       const real* rstd, int64_t N, int64_t C, int accumulate, Ctx* ctx) {
     if (N == 0) return;
-    int64_t blocks = 0;
+    int64_t blocks = smaller(N, PLAIN_BLOCKS);
     float* partial = ctx_workspace<float>(ctx, rmsnorm_workspace(N, C) / sizeof(float));
     bool done = wide(C | stride, dx, dy, x, w) && by_width<BACKWARD_P>(C / 8, [&](auto p, auto warps) {
                     constexpr int P = decltype(p)::value, WARPS = decltype(warps)::value;
-                    blocks = backward_blocks(N, WARPS);
-                    rmsnorm_backward_kernel<P, WARPS><<<(unsigned)blocks, threads_of(WARPS), 0, ctx->stream>>>(
-                        dx, partial, dy, x, stride, w, rstd, N, C, accumulate);
+                    const int shared = 2 * 3 * P * BACKWARD_THREADS * (int)sizeof(Piece<8>);
+                    auto kernel = rmsnorm_backward_kernel<P, WARPS>;
+                    CUDA_CHECK(cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, shared));
+                    blocks = smaller(ceil_div(N, BACKWARD_WARPS / WARPS), SMS);
+                    launch_early(kernel, (unsigned)blocks, BACKWARD_THREADS, shared, ctx, dx, partial, dy, x, stride, w,
+                                 rstd, N, C, accumulate);
                 });
     if (!done) {
-        blocks = smaller(N, PLAIN_BLOCKS);
         rmsnorm_weight_plain_kernel<<<dim3(blocks_for(C, 128), (unsigned)blocks), 128, 0, ctx->stream>>>(
             partial, dy, x, stride, rstd, N, C);
         LAUNCH_CHECK();
         rmsnorm_backward_plain_kernel<<<blocks_for(N, 8), 256, 0, ctx->stream>>>(dx, dy, x, stride, w, rstd, N, C,
                                                                                  accumulate);
+        LAUNCH_CHECK();
     }
-    LAUNCH_CHECK();
-    rmsnorm_weight_kernel<<<blocks_for(C, 32), dim3(32, 32), 0, ctx->stream>>>(dw, partial, (int)blocks, C);
-    LAUNCH_CHECK();
+    launch_early(rmsnorm_weight_kernel, blocks_for(C, 32), dim3(32, 32), 0, ctx, dw, partial, (int)blocks, C);
 }

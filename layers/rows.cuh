@@ -7,20 +7,48 @@
 
 #include "device/cuda.cuh"
 
+// W elements as they lie in memory: one access of 16 bytes, or of 2. (A struct of
+// bf16 pairs would be copied pair by pair.)
+template <int W>
+using Piece = std::conditional_t<W == 8, uint4, uint16_t>;
+
+template <int W>
+static __device__ __forceinline__ void floats_of(float out[W], const Piece<W>& p) {
+    if constexpr (W == 8) {
+        const uint32_t pair[4] = {p.x, p.y, p.z, p.w};
+#pragma unroll
+        for (int i = 0; i < 4; i++) {
+            out[2 * i] = __uint_as_float(pair[i] << 16);
+            out[2 * i + 1] = __uint_as_float(pair[i] & 0xffff0000u);
+        }
+    } else {
+        out[0] = __uint_as_float((uint32_t)p << 16);
+    }
+}
+
+template <int W>
+static __device__ __forceinline__ Piece<W> piece_of(const float in[W]) {
+    if constexpr (W == 8) {
+        uint32_t pair[4];
+#pragma unroll
+        for (int i = 0; i < 4; i++) {
+            __nv_bfloat162 rounded = __floats2bfloat162_rn(in[2 * i], in[2 * i + 1]);
+            pair[i] = *(const uint32_t*)&rounded;
+        }
+        return make_uint4(pair[0], pair[1], pair[2], pair[3]);
+    } else {
+        return __bfloat16_as_ushort(__float2bfloat16_rn(in[0]));
+    }
+}
+
 template <int W>
 static __device__ __forceinline__ void load(float out[W], const floatX* p) {
-    if constexpr (W == 8)
-        unpack(out, *(const Pack8*)p);
-    else
-        out[0] = __bfloat162float(*p);
+    floats_of<W>(out, *(const Piece<W>*)p);
 }
 
 template <int W>
 static __device__ __forceinline__ void store(floatX* p, const float in[W]) {
-    if constexpr (W == 8)
-        *(Pack8*)p = pack(in);
-    else
-        *p = __float2bfloat16_rn(in[0]);
+    *(Piece<W>*)p = piece_of<W>(in);
 }
 
 template <int W>
@@ -44,10 +72,6 @@ static __device__ __forceinline__ void store_real(float* p, const float in[W]) {
     }
 }
 
-// W elements that are only moved.
-template <int W>
-using Piece = std::conditional_t<W == 8, uint4, uint16_t>;
-
 // One warp copies a row, or writes zeros where `from` is NULL. All loads of 8 pieces go out before the first store.
 template <int W>
 static __device__ __forceinline__ void copy_row(floatX* to, const floatX* from, int64_t C) {
@@ -67,6 +91,22 @@ static __device__ __forceinline__ void copy_row(floatX* to, const floatX* from, 
 template <typename... T>
 static inline bool wide(int64_t columns, const T*... p) {
     return columns % 8 == 0 && (((uintptr_t)p % 16 == 0) && ...);
+}
+
+template <int N>
+using Int = std::integral_constant<int, N>;
+
+// Launches a kernel that may start while the stream's previous one drains. It calls cudaGridDependencySynchronize()
+// before it touches what other kernels write or read.
+template <typename... P, typename... A>
+static inline void launch_early(void (*kernel)(P...), dim3 grid, dim3 block, size_t shared, Ctx* ctx, A... arguments) {
+    cudaLaunchAttribute early = {};
+    early.id = cudaLaunchAttributeProgrammaticStreamSerialization;
+    early.val.programmaticStreamSerializationAllowed = 1;
+    cudaLaunchConfig_t config = {};
+    config.gridDim = grid, config.blockDim = block, config.dynamicSmemBytes = shared;
+    config.stream = ctx->stream, config.attrs = &early, config.numAttrs = 1;
+    CUDA_CHECK(cudaLaunchKernelEx(&config, kernel, P(arguments)...));
 }
 
 static inline int64_t smaller(int64_t a, int64_t b) { return a < b ? a : b; }

@@ -41,7 +41,7 @@ static void attention_backward_block(Model* m, const BlockSaved* s, const Unit* 
 
 // t.dnorm = gradient of norm2, from t.dx = gradient of the MLP's output
 static void mlp_backward(Model* m, int64_t layer, float aux) {
-    const BlockSaved* s = &m->blocks[layer];
+    BlockSaved* s = &m->blocks[layer];
     const Unit* u = &m->units[layer + 1];
     const floatX* w = u->dense.weight;
     real* g = u->dense.grad;
@@ -50,8 +50,8 @@ static void mlp_backward(Model* m, int64_t layer, float aux) {
     if (u->kind == UNIT_MOE) {
         MoeGrads dw = {g + u->at.router, u->experts.grad + u->at.w13, u->experts.grad + u->at.w2, g + u->at.mlp13,
                        g + u->at.mlp2};
-        moe_backward(t->dnorm, t->dx, s->norm2, model_moe_weights(m, layer), dw, s->moe, t->moe, aux,
-                     model_moe_shape(m), m->ctx);
+        moe_backward(t->dnorm, t->dx, s->norm2, model_moe_weights(m, layer), dw, &s->moe, aux, model_moe_shape(m),
+                     m->ways, m->ctx);
         return;
     }
     linear_dgrad(t->dact, t->dx, w + u->at.mlp2, N, F, C, 0, m->ctx);
@@ -61,21 +61,35 @@ static void mlp_backward(Model* m, int64_t layer, float aux) {
     linear_wgrad(g + u->at.mlp13, t->dh, s->norm2, N, C, 2 * F, m->ctx);
 }
 
-void model_backward(Model* m, float aux) {
+void model_backward(Model* m, float aux, int last_micro_step) {
     int64_t N = m->B * m->T, C = m->config.C, L = m->config.L;
+    int last = last_micro_step, unit = (int)L + 1;
     Scratch* t = &m->t;
     const Unit* head = &m->units[L + 1];
+    weights_get(m->sharding, unit, m->ctx);
+    weights_start(m->sharding, unit - 1);
     rmsnorm_backward(t->dx, head->dense.grad + head->at.final_norm, t->dnorm, m->final_residual, C,
                      head->dense.weight + head->at.final_norm, m->final_rstd, N, C, 0, m->ctx);
+    grads_reduce(m->sharding, unit, last, m->ctx);
+    weights_release(m->sharding, unit, m->ctx);
     for (int64_t l = L - 1; l >= 0; l--) {
         const BlockSaved* s = &m->blocks[l];
         const Unit* u = &m->units[l + 1];
+        unit = (int)l + 1;
+        weights_get(m->sharding, unit, m->ctx);
+        if (l > 0 || !last) weights_start(m->sharding, unit - 1);  // the embedding's only for the next forward
+        grads_get(m->sharding, unit, m->ctx);
         const floatX* w = u->dense.weight;
         real* g = u->dense.grad;
+        if (m->settings.recompute == RECOMPUTE_BLOCK) model_rebuild_block(m, l);
         mlp_backward(m, l, aux);
         rmsnorm_backward(t->dx, g + u->at.norm2, t->dnorm, s->residual2, C, w + u->at.norm2, s->rstd2, N, C, 1, m->ctx);
         attention_backward_block(m, s, u);
         rmsnorm_backward(t->dx, g + u->at.norm1, t->dnorm, s->residual, C, w + u->at.norm1, s->rstd1, N, C, 1, m->ctx);
+        grads_reduce(m->sharding, unit, last, m->ctx);
+        weights_release(m->sharding, unit, m->ctx);
     }
+    grads_get(m->sharding, 0, m->ctx);
     embedding_backward(m->units[0].dense.grad, t->dx, m->tokens, N, m->config.V, C, m->ctx);
+    grads_reduce(m->sharding, 0, last, m->ctx);
 }

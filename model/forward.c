@@ -39,42 +39,76 @@ static void attention_block(Model* m, floatX* out, const BlockSaved* s, const Un
     linear_forward(out, s->att, w + u->at.wo, N, c->H * c->v, c->C, m->ctx);
 }
 
+static void dense_hidden(Model* m, const BlockSaved* s, const Unit* u) {
+    linear_forward(s->h, s->norm2, u->dense.weight + u->at.mlp13, m->B * m->T, m->config.C, 2 * m->config.dense_ffn,
+                   m->ctx);
+}
+
 static void mlp_block(Model* m, floatX* out, int64_t layer, int train) {
-    const BlockSaved* s = &m->blocks[layer];
+    BlockSaved* s = &m->blocks[layer];
     const Unit* u = &m->units[layer + 1];
     int64_t N = m->B * m->T, C = m->config.C, F = m->config.dense_ffn;
     if (u->kind == UNIT_MOE) {
         int64_t* load = train ? m->load + layer * m->config.E : NULL;
-        moe_forward(out, s->norm2, model_moe_weights(m, layer), s->moe, m->t.moe, load, model_moe_shape(m), m->ctx);
+        moe_forward(out, s->norm2, model_moe_weights(m, layer), &s->moe, load, model_moe_shape(m), m->ways, m->ctx);
         return;
     }
-    linear_forward(s->h, s->norm2, u->dense.weight + u->at.mlp13, N, C, 2 * F, m->ctx);
+    dense_hidden(m, s, u);
     swiglu_forward(m->t.act, s->h, N, F, m->ctx);
     linear_forward(out, m->t.act, u->dense.weight + u->at.mlp2, N, F, C, m->ctx);
 }
 
+// From norm1 on: attention, and the norm before the MLP.
+static void attention_part(Model* m, const BlockSaved* s, const Unit* u) {
+    const floatX* norm2 = u->dense.weight + u->at.norm2;
+    attention_block(m, m->t.out, s, u);
+    residual_rmsnorm_forward(s->residual2, s->norm2, s->rstd2, s->residual, m->t.out, norm2, m->B * m->T, m->config.C,
+                             m->ctx);
+}
+
+void model_rebuild_block(Model* m, int64_t layer) {
+    const BlockSaved* s = &m->blocks[layer];
+    const Unit* u = &m->units[layer + 1];
+    int64_t C = m->config.C;
+    rmsnorm_forward(s->norm1, s->rstd1, s->residual, C, u->dense.weight + u->at.norm1, m->B * m->T, C, m->ctx);
+    attention_part(m, s, u);
+    if (u->kind == UNIT_DENSE) dense_hidden(m, s, u);
+}
+
 void model_forward(Model* m, int train) {
     int64_t N = m->B * m->T, C = m->config.C, L = m->config.L;
+    pool_release(m->pool, m->pool_empty);
+    weights_get(m->sharding, 0, m->ctx);
+    weights_start(m->sharding, 1);
     embedding_forward(m->blocks[0].residual, m->tokens, m->units[0].dense.weight, N, C, m->ctx);
+    weights_release(m->sharding, 0, m->ctx);
     for (int64_t l = 0; l < L; l++) {
         const BlockSaved* s = &m->blocks[l];
         const Unit* u = &m->units[l + 1];
-        const floatX *norm1 = u->dense.weight + u->at.norm1, *norm2 = u->dense.weight + u->at.norm2;
+        int unit = (int)l + 1;
+        weights_get(m->sharding, unit, m->ctx);
+        weights_start(m->sharding, unit + 1);
+        const floatX* norm1 = u->dense.weight + u->at.norm1;
         if (l == 0)
             rmsnorm_forward(s->norm1, s->rstd1, s->residual, C, norm1, N, C, m->ctx);
         else
             residual_rmsnorm_forward(s->residual, s->norm1, s->rstd1, s[-1].residual2, m->t.out, norm1, N, C, m->ctx);
-        attention_block(m, m->t.out, s, u);
-        residual_rmsnorm_forward(s->residual2, s->norm2, s->rstd2, s->residual, m->t.out, norm2, N, C, m->ctx);
+        attention_part(m, s, u);
         mlp_block(m, m->t.out, l, train);
+        weights_release(m->sharding, unit, m->ctx);
     }
     const Unit* head = &m->units[L + 1];
+    weights_get(m->sharding, (int)L + 1, m->ctx);
     residual_rmsnorm_forward(m->final_residual, m->final_norm, m->final_rstd, m->blocks[L - 1].residual2, m->t.out,
                              head->dense.weight + head->at.final_norm, N, C, m->ctx);
+    weights_release(m->sharding, (int)L + 1, m->ctx);
 }
 
 void model_loss(Model* m, StepState* state, float dscale) {
-    const Unit* head = &m->units[m->config.L + 1];
+    int unit = (int)m->config.L + 1;
+    const Unit* head = &m->units[unit];
+    weights_get(m->sharding, unit, m->ctx);
+    if (dscale != 0) grads_get(m->sharding, unit, m->ctx);
     const floatX* lm_head = head->dense.weight + head->at.lm_head;
     int64_t N = m->B * m->T, C = m->config.C, V = m->config.V, Vp = config_vocab_padded(&m->config);
     for (int64_t n = 0; n < N; n += m->chunk) {
@@ -86,6 +120,7 @@ void model_loss(Model* m, StepState* state, float dscale) {
         linear_dgrad(m->t.dnorm + n * C, logits, lm_head, rows, C, Vp, 0, m->ctx);
         linear_wgrad(head->dense.grad + head->at.lm_head, logits, x, rows, C, Vp, m->ctx);
     }
+    weights_release(m->sharding, unit, m->ctx);
     loss_add(state, m->losses, N, m->ctx);
 }
 
@@ -93,7 +128,9 @@ void model_logits(Model* m, int64_t n, real* host_logits) {
     const Unit* head = &m->units[m->config.L + 1];
     int64_t C = m->config.C, Vp = config_vocab_padded(&m->config);
     ASSERT(n < m->B * m->T);
+    weights_get(m->sharding, (int)m->config.L + 1, m->ctx);
     linear_forward(m->t.logits, m->final_norm + n * C, head->dense.weight + head->at.lm_head, 1, C, Vp, m->ctx);
+    weights_release(m->sharding, (int)m->config.L + 1, m->ctx);
     device_to_real(m->t.logits_row, m->t.logits, m->config.V, m->ctx);
     device_download(host_logits, m->t.logits_row, (size_t)m->config.V * sizeof(real), m->ctx);
 }

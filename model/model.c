@@ -21,7 +21,9 @@ MoeShape model_moe_shape(const Model* m) {
         {m->B * m->T, m->T, c->C, (int32_t)c->E, (int32_t)c->K, (int32_t)c->groups, (int32_t)c->top_groups,
          (int32_t)c->score, (int32_t)c->route_norm, (float)c->route_scale, (int32_t)m->settings.force_balance},
         c->F,
-        c->shared * c->F};
+        c->shared * c->F,
+        m->layout.ep,
+        m->settings.recompute != RECOMPUTE_NONE};
     return s;
 }
 
@@ -34,10 +36,14 @@ MoeWeights model_moe_weights(const Model* m, int64_t layer) {
     return weights;
 }
 
-static void plan_block(Arena* a, BlockSaved* s, const Model* m, UnitKind kind) {
+static void plan_residual(Arena* a, BlockSaved* s, const Model* m) {
+    arena_add(a, "residual before attention", ELEMENT_X, m->B * m->T * m->config.C, 1, (void**)&s->residual);
+}
+
+// All but the residual.
+static void plan_block(Arena* a, BlockSaved* s, const Model* m, int dense_mlp) {
     const ModelConfig* c = &m->config;
     int64_t N = m->B * m->T;
-    arena_add(a, "residual before attention", ELEMENT_X, N * c->C, 1, (void**)&s->residual);
     arena_add(a, "norm before attention", ELEMENT_X, N * c->C, 1, (void**)&s->norm1);
     if (c->q_lora) {
         arena_add(a, "query latent", ELEMENT_X, N * c->q_lora, 1, (void**)&s->cq);
@@ -55,10 +61,7 @@ static void plan_block(Arena* a, BlockSaved* s, const Model* m, UnitKind kind) {
     arena_add(a, "rstd", ELEMENT_REAL, N, 1, (void**)&s->rstd1);
     arena_add(a, "rstd", ELEMENT_REAL, N, 1, (void**)&s->rstd2);
     arena_add(a, "rstd", ELEMENT_REAL, N, 1, (void**)&s->rstd_kv);
-    if (kind == UNIT_MOE)
-        moe_plan_saved(a, &s->moe, model_moe_shape(m));
-    else
-        arena_add(a, "dense MLP hidden", ELEMENT_X, N * 2 * c->dense_ffn, 1, (void**)&s->h);
+    if (dense_mlp) arena_add(a, "dense MLP hidden", ELEMENT_X, N * 2 * c->dense_ffn, 1, (void**)&s->h);
 }
 
 static void plan_scratch(Arena* a, Model* m) {
@@ -84,35 +87,54 @@ static void plan_scratch(Arena* a, Model* m) {
     arena_add(a, "d attention output", ELEMENT_X, N * c->H * c->v, 1, (void**)&t->datt);
     arena_add(a, "logits of a chunk", ELEMENT_X, m->chunk * config_vocab_padded(c), 0, (void**)&t->logits);
     arena_add(a, "logits of a token", ELEMENT_REAL, c->V, 0, (void**)&t->logits_row);
-    if (c->dense_layers < c->L) moe_plan_scratch(a, &t->moe, model_moe_shape(m));
 }
 
-void model_plan(Model* m, const Settings* s, Backend backend) {
+void model_plan(Model* m, const Settings* s, int rank, Backend backend) {
     memset(m, 0, sizeof(*m));
     m->settings = *s;
     m->config = s->model;
     m->B = s->batch;
     m->T = s->seq_len;
+    m->layout.ranks = (int)s->ranks;
+    m->layout.rank = rank;
+    m->layout.ep = (int)s->ep;
+    m->layout.shard = (Shard)s->shard;
     const ModelConfig* c = &m->config;
     int64_t N = m->B * m->T;
+    int units = params_units(c), per_block = s->recompute != RECOMPUTE_BLOCK;
     // Logits of a chunk: 16 MiB on the CPU (they stay near the caches), 512 MiB on the GPU; whole tiles of 128 tokens.
     int64_t room = (backend == BACKEND_CUDA ? (int64_t)1 << 28 : (int64_t)1 << 22) / config_vocab_padded(c);
     m->chunk = room < 128 ? 128 : room / 128 * 128;
     if (m->chunk > N) m->chunk = N;
 
-    m->units = (Unit*)host_alloc((size_t)params_units(c) * sizeof(Unit));
+    m->units = (Unit*)host_alloc((size_t)units * sizeof(Unit));
     m->blocks = (BlockSaved*)host_alloc((size_t)c->L * sizeof(BlockSaved));
+    ShardUnit* shards = (ShardUnit*)host_alloc((size_t)units * sizeof(ShardUnit));
     arena_init(&m->params_arena, "parameters and optimizer", backend);
-    params_plan(&m->params_arena, m->units, c);
+    params_plan(&m->params_arena, m->units, c, &m->layout);
+    for (int u = 0; u < units; u++) {
+        shards[u].dense = &m->units[u].dense;
+        shards[u].experts = &m->units[u].experts;
+    }
+    m->sharding = sharding_plan_slots(&m->params_arena, shards, units);
+    free(shards);
 
     arena_init(&m->saved_arena, "activations kept for backward", backend);
-    for (int64_t l = 0; l < c->L; l++) plan_block(&m->saved_arena, &m->blocks[l], m, m->units[l + 1].kind);
+    for (int64_t l = 0; l < c->L; l++) {
+        plan_residual(&m->saved_arena, &m->blocks[l], m);
+        if (per_block) plan_block(&m->saved_arena, &m->blocks[l], m, m->units[l + 1].kind == UNIT_DENSE);
+    }
     arena_add(&m->saved_arena, "final residual", ELEMENT_X, N * c->C, 1, (void**)&m->final_residual);
     arena_add(&m->saved_arena, "final norm", ELEMENT_X, N * c->C, 1, (void**)&m->final_norm);
     arena_add(&m->saved_arena, "rstd", ELEMENT_REAL, N, 1, (void**)&m->final_rstd);
 
     arena_init(&m->scratch_arena, "buffers of one block at a time", backend);
+    if (!per_block) plan_block(&m->scratch_arena, &m->rebuilt, m, c->dense_layers > 0);
     plan_scratch(&m->scratch_arena, m);
+
+    arena_init(&m->pool_arena, "pool of the MoE blocks", backend);
+    if (c->dense_layers < c->L)
+        moe_plan(&m->pool_arena, model_moe_shape(m), c->L - c->dense_layers, s->ep > 1 ? s->capacity : 1);
 
     arena_init(&m->state_arena, "batch, tables and counters", backend);
     arena_add(&m->state_arena, "tokens", ELEMENT_I32, N, 1, (void**)&m->tokens);
@@ -140,14 +162,49 @@ size_t model_workspace(const Model* m) {
     return bytes;
 }
 
-Model* model_create(const Settings* s) {
+void model_plan_free(Model* m) {
+    arena_free(&m->params_arena);
+    arena_free(&m->saved_arena);
+    arena_free(&m->scratch_arena);
+    arena_free(&m->pool_arena);
+    arena_free(&m->state_arena);
+    sharding_destroy(m->sharding);
+    free(m->units);
+    free(m->blocks);
+}
+
+// Communicators of the run, of the ranks that share a set of experts and of those that hold the same ones.
+static void connect(Model* m, Ranks* world) {
+    const Layout* l = &m->layout;
+    Ranks *same_set = ranks_split(world, l->rank / l->ep), *same_experts = ranks_split(world, l->rank % l->ep);
+    m->world = comm_create(world, "all ranks", m->ctx);
+    m->experts = comm_create(same_set, "expert parallel", m->ctx);
+    m->holders = comm_create(same_experts, "holders of the same experts", m->ctx);
+    ranks_free(same_set);
+    ranks_free(same_experts);
+}
+
+Model* model_create(const Settings* s, Ranks* world) {
     Model* m = (Model*)host_alloc(sizeof(Model));
-    model_plan(m, s, BACKEND);
+    ASSERT(s->ranks == (world ? ranks_count(world) : 1));
+    model_plan(m, s, world ? ranks_index(world) : 0, BACKEND);
     m->ctx = ctx_create(model_workspace(m));
     arena_allocate(&m->params_arena);
     arena_allocate(&m->saved_arena);
     arena_allocate(&m->scratch_arena);
+    arena_allocate(&m->pool_arena);
     arena_allocate(&m->state_arena);
+    for (int64_t l = 0; l < m->config.L && s->recompute == RECOMPUTE_BLOCK; l++) {
+        floatX* residual = m->blocks[l].residual;
+        m->blocks[l] = m->rebuilt;
+        m->blocks[l].residual = residual;
+    }
+    if (m->layout.ranks > 1) connect(m, world);
+    sharding_connect(m->sharding, m->world, m->holders, m->ctx);
+    m->pool = pool_create("activations of the MoE blocks", m->pool_arena.memory, arena_bytes(&m->pool_arena));
+    m->pool_empty = pool_mark(m->pool);
+    if (m->config.dense_layers < m->config.L)
+        m->ways = moe_ways_create(m->pool, m->layout.ep > 1 ? m->experts : NULL, model_moe_shape(m), m->ctx);
     real* table = (real*)host_alloc((size_t)(m->T * m->config.rope) * sizeof(real));
     RopeConfig rope = config_rope(&m->config);
     rope_table(table, m->T, &rope);
@@ -156,14 +213,22 @@ Model* model_create(const Settings* s) {
     return m;
 }
 
+void model_init(Model* m, uint64_t seed) {
+    params_init(m->units, &m->config, &m->layout, seed, m->ctx);
+    weights_changed(m->sharding, m->ctx);
+}
+
 void model_destroy(Model* m) {
-    arena_free(&m->params_arena);
-    arena_free(&m->saved_arena);
-    arena_free(&m->scratch_arena);
-    arena_free(&m->state_arena);
+    ctx_sync(m->ctx);
+    if (m->ways) moe_ways_destroy(m->ways);
+    pool_destroy(m->pool);
+    model_plan_free(m);
+    if (m->world) {
+        comm_destroy(m->holders);
+        comm_destroy(m->experts);
+        comm_destroy(m->world);
+    }
     ctx_destroy(m->ctx);
-    free(m->units);
-    free(m->blocks);
     free(m);
 }
 
@@ -176,40 +241,56 @@ void model_batch(Model* m, const int32_t* tokens, const int32_t* targets, int64_
 }
 
 void model_step_begin(Model* m) {
-    for (int u = 0; u < params_units(&m->config); u++) {
-        device_zero(m->units[u].dense.grad, (size_t)m->units[u].dense.n * sizeof(real), m->ctx);
-        device_zero(m->units[u].experts.grad, (size_t)m->units[u].experts.n * sizeof(real), m->ctx);
-    }
+    grads_zero(m->sharding, m->ctx);
     device_zero(m->load, (size_t)(m->config.L * m->config.E) * sizeof(int64_t), m->ctx);
     step_begin(m->state, m->ctx);
 }
 
-void model_micro_step(Model* m) {
+void model_micro_step(Model* m, int last) {
     double tokens = (double)m->settings.tokens_per_step;
     model_forward(m, 1);
     model_loss(m, m->state, (float)(1 / tokens));
     // The balance loss is a mean over the sequences of the step.
-    model_backward(m, (float)(m->settings.aux_loss * (double)m->settings.seq_len / tokens));
+    model_backward(m, (float)(m->settings.aux_loss * (double)m->settings.seq_len / tokens), last);
 }
 
-void model_update(Model* m, int64_t step) {
+// Sums over the ranks what decides the step: every rank adds the squares of its own parts, so each parameter counts
+// once.
+static void sum_over_ranks(Model* m, int stop) {
+    const double one = 1;
+    int units = params_units(&m->config);
+    grads_wait(m->sharding, m->ctx);
+    for (int u = 0; u < units; u++) {
+        const ParamBuffer *dense = &m->units[u].dense, *experts = &m->units[u].experts;
+        grad_norm_add(m->state, dense->own_grad, dense->part, m->ctx);
+        if (experts->n) grad_norm_add(m->state, experts->own_grad, experts->part, m->ctx);
+    }
+    if (stop) device_upload(&m->state->stop, &one, sizeof(one), m->ctx);
+    if (!m->world) return;
+    comm_sum_double(m->world, &m->state->loss_sum, 3, m->ctx);
+    comm_sum_i64(m->world, m->load, m->config.L * m->config.E, m->ctx);
+}
+
+static int64_t clamp(int64_t x, int64_t most) { return x < 0 ? 0 : x < most ? x : most; }
+
+void model_update(Model* m, int64_t step, int stop) {
     const Settings* s = &m->settings;
     AdamW opt = {(float)settings_lr(s, step), (float)s->beta1, (float)s->beta2, (float)s->eps,
                  (float)s->weight_decay,      (float)s->clip};
-    int units = params_units(&m->config);
-    for (int u = 0; u < units; u++) {
-        grad_norm_add(m->state, m->units[u].dense.grad, m->units[u].dense.n, m->ctx);
-        if (m->units[u].experts.n) grad_norm_add(m->state, m->units[u].experts.grad, m->units[u].experts.n, m->ctx);
-    }
+    sum_over_ranks(m, stop);
     step_decide(m->state, s->tokens_per_step, &opt, m->ctx);
-    for (int u = 0; u < units; u++) {
+    for (int u = 0; u < params_units(&m->config); u++) {
         ParamBuffer* buffers[2] = {&m->units[u].dense, &m->units[u].experts};
         for (int b = 0; b < 2; b++) {
             ParamBuffer* p = buffers[b];
-            if (p->n) adamw_update(p->weight, p->master, p->m, p->v, p->grad, p->n, p->n_decay, &opt, m->state, m->ctx);
+            const real* grad = p->own_grad - (p->first - p->held_from);
+            if (p->n)
+                adamw_update(p->held_weight, p->master, p->m, p->v, grad, p->held,
+                             clamp(p->n_decay - p->held_from, p->held), &opt, m->state, m->ctx);
         }
     }
     for (int64_t l = m->config.dense_layers; l < m->config.L; l++)
         router_update_bias(m->bias + l * m->config.E, m->load + l * m->config.E, (int32_t)m->config.E,
                            (float)s->bias_rate, m->state, m->ctx);
+    weights_changed(m->sharding, m->ctx);
 }

@@ -22,7 +22,8 @@
 
 BEGIN_C
 
-// What a block keeps from forward to backward. N = B T tokens.
+// What a block keeps from forward to backward. N = B T tokens. With --recompute block only `residual` and the routing
+// (in moe) are a block's own; backward rebuilds the rest, in memory that all blocks share.
 typedef struct BlockSaved {
     floatX *residual, *norm1;                      // (N, C): x before attention, and normalised
     floatX *cq, *cq_norm;                          // (N, q_lora), only with q_lora
@@ -32,7 +33,7 @@ typedef struct BlockSaved {
     floatX *residual2, *norm2;                     // (N, C): x before the MLP, and normalised
     floatX* h;                                     // (N, 2 dense_ffn), dense blocks only
     real *rstd1, *rstd_q, *rstd_kv, *rstd2, *lse;  // (N) each, lse (B, H, T)
-    MoeSaved moe;                                  // MoE blocks only
+    MoeSaved moe;                                  // MoE blocks only; lies in the pool
 } BlockSaved;
 
 // What lives only inside forward or backward; all blocks share it.
@@ -43,16 +44,22 @@ typedef struct Scratch {
     floatX *dq, *dcq, *dcq_norm, *dkva, *dckv, *dkv, *datt;
     floatX* logits;    // (chunk, Vp)
     real* logits_row;  // (V), for model_logits
-    MoeScratch moe;
 } Scratch;
 
 typedef struct Model {
     Settings settings;
     ModelConfig config;
+    Layout layout;
     Ctx* ctx;
-    Arena params_arena, saved_arena, scratch_arena, state_arena;
+    Comm *world, *experts, *holders;  // all ranks; those that share a set of experts; those that hold the same ones
+    Arena params_arena, saved_arena, scratch_arena, pool_arena, state_arena;
     Unit* units;
+    Sharding* sharding;
     BlockSaved* blocks;  // (L)
+    BlockSaved rebuilt;  // the memory that blocks share with --recompute block
+    Pool* pool;          // activations of the MoE blocks, a stack in forward order
+    PoolMark pool_empty;
+    MoeWays* ways;
     floatX *final_residual, *final_norm;
     real* final_rstd;
     Scratch t;
@@ -66,10 +73,13 @@ typedef struct Model {
     StepState *state, *val_state;
 } Model;
 
-// Lays everything out for `backend` without memory or device (--dry-run reads the arenas).
-void model_plan(Model* model, const Settings* settings, Backend backend);
-// The same with memory. Weights are not set yet: params_init or a checkpoint does that.
-Model* model_create(const Settings* settings);
+// Lays out what rank `rank` holds for `backend` without memory or device (--dry-run reads the arenas).
+void model_plan(Model* model, const Settings* settings, int rank, Backend backend);
+void model_plan_free(Model* model);
+// The same with memory, connected to the other ranks; world may be NULL with one. Weights are not set yet: model_init
+// or a checkpoint does that.
+Model* model_create(const Settings* settings, Ranks* world);
+void model_init(Model* model, uint64_t seed);
 void model_destroy(Model* model);
 size_t model_workspace(const Model* model);
 
@@ -79,16 +89,17 @@ void model_batch(Model* model, const int32_t* tokens, const int32_t* targets, in
 // Up to the final norm. train 1 counts the experts' load.
 void model_forward(Model* model, int train);
 // Adds the losses of the batch to state->loss_sum. dscale != 0: also leaves the gradient of dscale * (their sum) in
-// t.dnorm and adds to lm_head's.
+// t.dnorm and in lm_head's.
 void model_loss(Model* model, StepState* state, float dscale);
-// From t.dnorm down to the embedding; all parameters' gradients +=. aux: see router_backward.
-void model_backward(Model* model, float aux);
+// From t.dnorm down to the embedding; all parameters' gradients +=, and summed over the ranks by the last micro-step.
+// aux: see router_backward.
+void model_backward(Model* model, float aux, int last_micro_step);
 
 // A training step: begin, then per micro-batch model_batch and model_micro_step, then model_update.
 void model_step_begin(Model* model);
-void model_micro_step(Model* model);
-// Decides whether the step is good, updates weights and biases. step counts from 1.
-void model_update(Model* model, int64_t step);
+void model_micro_step(Model* model, int last);
+// Decides whether the step is good, updates weights and biases. step counts from 1. stop: see StepState.
+void model_update(Model* model, int64_t step, int stop);
 
 // Logits of token n of the batch in work, (V) on the host, after model_forward.
 void model_logits(Model* model, int64_t n, real* host_logits);
@@ -98,6 +109,8 @@ AttnShape model_attn_shape(const Model* model);
 MoeShape model_moe_shape(const Model* model);
 MoeWeights model_moe_weights(const Model* model, int64_t layer);
 void model_rope(Model* model, floatX* q, floatX* kva, int direction);
+// Rebuilds what the block kept nothing of, from its residual.
+void model_rebuild_block(Model* model, int64_t layer);
 
 END_C
 

@@ -27,23 +27,34 @@ static int64_t mlp_width(const ModelConfig* c, UnitKind kind) {
     return kind == UNIT_MOE ? c->shared * c->F : c->dense_ffn;
 }
 
-Unit params_unit(const ModelConfig* c, int index) {
+// Cuts a buffer whose elements have all been given away.
+static void cut(ParamBuffer* p, int parts, int index, Shard shard) {
+    if (p->n) sharding_cut(p, p->n, p->n_decay, parts, index, shard);
+}
+
+static Unit cut_unit(Unit u, const Layout* l) {
+    cut(&u.dense, l->ranks, l->rank, l->shard);
+    cut(&u.experts, l->ranks / l->ep, l->rank / l->ep, l->shard);
+    return u;
+}
+
+Unit params_unit(const ModelConfig* c, const Layout* layout, int index) {
     Unit u;
     UnitKind kind = params_unit_kind(c, index);
-    int64_t* offsets = (int64_t*)&u.at;
+    int64_t *offsets = (int64_t*)&u.at, El = c->E / layout->ep;
     memset(&u, 0, sizeof(u));
     for (size_t i = 0; i < sizeof(u.at) / sizeof(int64_t); i++) offsets[i] = -1;
     u.kind = kind;
     if (kind == UNIT_EMBED) {
         u.at.embed = take(&u.dense, config_vocab_padded(c) * c->C);
         u.dense.n_decay = u.dense.n;
-        return u;
+        return cut_unit(u, layout);
     }
     if (kind == UNIT_HEAD) {
         u.at.lm_head = take(&u.dense, config_vocab_padded(c) * c->C);
         u.dense.n_decay = u.dense.n;
         u.at.final_norm = take(&u.dense, c->C);
-        return u;
+        return cut_unit(u, layout);
     }
     int64_t q_rows = c->H * (c->nope + c->rope), width = mlp_width(c, kind);
     if (c->q_lora) {
@@ -61,8 +72,8 @@ Unit params_unit(const ModelConfig* c, int index) {
     }
     if (kind == UNIT_MOE) {
         u.at.router = take(&u.dense, c->E * c->C);
-        u.at.w13 = take(&u.experts, c->E * 2 * c->F * c->C);
-        u.at.w2 = take(&u.experts, c->E * c->C * c->F);
+        u.at.w13 = take(&u.experts, El * 2 * c->F * c->C);
+        u.at.w2 = take(&u.experts, El * c->C * c->F);
         u.experts.n_decay = u.experts.n;
     }
     u.dense.n_decay = u.dense.n;
@@ -70,7 +81,7 @@ Unit params_unit(const ModelConfig* c, int index) {
     if (c->q_lora) u.at.q_norm = take(&u.dense, c->q_lora);
     u.at.kv_norm = take(&u.dense, c->kv_lora);
     u.at.norm2 = take(&u.dense, c->C);
-    return u;
+    return cut_unit(u, layout);
 }
 
 // A list under construction.
@@ -97,8 +108,8 @@ static NamedTensor* add(List* list, const char* name, int in_experts, int64_t of
     return t;
 }
 
-NamedTensor* params_tensors(const ModelConfig* c, int index, int* count) {
-    Unit u = params_unit(c, index);
+NamedTensor* params_tensors(const ModelConfig* c, const Layout* layout, int index, int* count) {
+    Unit u = params_unit(c, layout, index);
     const UnitLayout* at = &u.at;
     const double std = 0.02, residual_std = 0.02 / sqrt(2.0 * (double)c->L);
     List list;
@@ -137,31 +148,43 @@ NamedTensor* params_tensors(const ModelConfig* c, int index, int* count) {
         if (c->q_lora) add(&list, "self_attn.q_a_layernorm.weight", 0, at->q_norm, 0, c->q_lora, 0);
         add(&list, "self_attn.kv_a_layernorm.weight", 0, at->kv_norm, 0, c->kv_lora, 0);
         add(&list, "post_attention_layernorm.weight", 0, at->norm2, 0, c->C, 0);
+        int64_t El = c->E / layout->ep, first = layout->rank % layout->ep * El;
         for (int64_t e = 0; u.kind == UNIT_MOE && e < c->E; e++) {
-            int64_t w13 = at->w13 + e * 2 * c->F * c->C;
+            int here = e >= first && e < first + El;
+            int64_t w13 = at->w13 + (e - first) * 2 * c->F * c->C, w2 = at->w2 + (e - first) * c->C * c->F;
             snprintf(name, sizeof(name), "mlp.experts.%d.gate_proj.weight", (int)e);
-            add(&list, name, 1, w13, c->F, c->C, std);
+            add(&list, name, 1, here ? w13 : -1, c->F, c->C, std);
             snprintf(name, sizeof(name), "mlp.experts.%d.up_proj.weight", (int)e);
-            add(&list, name, 1, w13 + c->F * c->C, c->F, c->C, std);
+            add(&list, name, 1, here ? w13 + c->F * c->C : -1, c->F, c->C, std);
             snprintf(name, sizeof(name), "mlp.experts.%d.down_proj.weight", (int)e);
-            add(&list, name, 1, at->w2 + e * c->C * c->F, c->C, c->F, residual_std);
+            add(&list, name, 1, here ? w2 : -1, c->C, c->F, residual_std);
         }
     }
     *count = list.count;
     return list.tensors;
 }
 
+Slice tensor_slice(const NamedTensor* t, int64_t from, int64_t n) {
+    Slice none = {0, 0}, s;
+    if (t->offset < 0) return none;
+    int64_t end = t->offset + t->count < from + n ? t->offset + t->count : from + n;
+    s.first = t->offset > from ? 0 : from - t->offset;
+    s.count = end - (t->offset + s.first);
+    return s.count > 0 ? s : none;
+}
+
 // Parameters of the routed experts of one block.
 static int64_t expert_params(const ModelConfig* c) { return 3 * c->E * c->F * c->C; }
 
 int64_t params_total(const ModelConfig* c) {
+    const Layout one_rank = {1, 0, 1, SHARD_NONE};
     int64_t total = 0;
     for (int unit = 0; unit < params_units(c); unit++) {
         // Blocks of a kind are alike; enumerating one of each is enough.
         int alike = unit == 1 && c->dense_layers > 1 ? (int)c->dense_layers : 1;
         if (unit == c->dense_layers + 1 && unit <= c->L) alike = (int)(c->L - c->dense_layers);
         int count;
-        NamedTensor* tensors = params_tensors(c, unit, &count);
+        NamedTensor* tensors = params_tensors(c, &one_rank, unit, &count);
         for (int i = 0; i < count; i++) total += tensors[i].count * alike;
         free(tensors);
         unit += alike - 1;
@@ -179,48 +202,37 @@ double flops_per_token(const ModelConfig* c, int64_t T) {
     return 6 * matmul + 6.0 * (double)(c->L * c->H * (c->nope + c->rope + c->v)) * (double)T / 2;
 }
 
-void params_plan(Arena* arena, Unit* units, const ModelConfig* c) {
+void params_plan(Arena* arena, Unit* units, const ModelConfig* c, const Layout* layout) {
     for (int unit = 0; unit < params_units(c); unit++) {
-        units[unit] = params_unit(c, unit);
-        ParamBuffer* buffers[2] = {&units[unit].dense, &units[unit].experts};
-        for (int b = 0; b < 2; b++) {
-            ParamBuffer* p = buffers[b];
-            if (p->n == 0) continue;
-            if (arena->backend == BACKEND_CUDA) arena_add(arena, "weights", ELEMENT_X, p->n, 0, (void**)&p->weight);
-            arena_add(arena, "master weights", ELEMENT_REAL, p->n, 0, (void**)&p->master);
-            arena_add(arena, "gradients", ELEMENT_REAL, p->n, 0, (void**)&p->grad);
-            arena_add(arena, "AdamW first moments", ELEMENT_REAL, p->n, 0, (void**)&p->m);
-            arena_add(arena, "AdamW second moments", ELEMENT_REAL, p->n, 0, (void**)&p->v);
-        }
+        units[unit] = params_unit(c, layout, unit);
+        sharding_plan(arena, &units[unit].dense);
+        sharding_plan(arena, &units[unit].experts);
     }
 }
 
 void params_publish(Unit* unit, Ctx* ctx) {
     ParamBuffer* buffers[2] = {&unit->dense, &unit->experts};
-    for (int b = 0; b < 2; b++) {
-        ParamBuffer* p = buffers[b];
-        // Where floatX is as wide as real, the working weights are the masters themselves.
-        if (p->n && BACKEND == BACKEND_CPU) p->weight = (floatX*)p->master;
-        if (p->n) device_to_floatX(p->weight, p->master, p->n, ctx);
-    }
+    for (int b = 0; b < 2; b++)
+        if (buffers[b]->n) device_to_floatX(buffers[b]->held_weight, buffers[b]->master, buffers[b]->held, ctx);
 }
 
-void params_init(Unit* units, const ModelConfig* c, uint64_t seed, Ctx* ctx) {
+void params_init(Unit* units, const ModelConfig* c, const Layout* layout, uint64_t seed, Ctx* ctx) {
     const int64_t piece = 1 << 20;
     float* drawn = (float*)host_alloc((size_t)piece * sizeof(float));
     real* host = (real*)host_alloc((size_t)piece * sizeof(real));
     for (int unit = 0; unit < params_units(c); unit++) {
         int count;
-        NamedTensor* tensors = params_tensors(c, unit, &count);
+        NamedTensor* tensors = params_tensors(c, layout, unit, &count);
         for (int i = 0; i < count; i++) {
             const NamedTensor* t = &tensors[i];
-            real* master = (t->in_experts ? units[unit].experts.master : units[unit].dense.master) + t->offset;
-            for (int64_t first = 0; first < t->count; first += piece) {
-                int64_t n = t->count - first < piece ? t->count - first : piece;
+            const ParamBuffer* p = t->in_experts ? &units[unit].experts : &units[unit].dense;
+            Slice mine = tensor_slice(t, p->held_from, p->held);
+            for (int64_t first = mine.first; first < mine.first + mine.count; first += piece) {
+                int64_t left = mine.first + mine.count - first, n = left < piece ? left : piece;
                 if (t->std > 0)
                     random_normal(drawn, n, seed, (uint32_t)unit << 20 | (uint32_t)i, (uint64_t)first, t->std);
                 for (int64_t j = 0; j < n; j++) host[j] = t->std > 0 ? drawn[j] : 1;
-                device_upload(master + first, host, (size_t)n * sizeof(real), ctx);
+                device_upload(p->master + (t->offset + first - p->held_from), host, (size_t)n * sizeof(real), ctx);
             }
         }
         free(tensors);

@@ -3,22 +3,15 @@
 // Parameters live in units: 0 the embedding, 1..L the blocks, L + 1 the head (lm_head and final norm). A unit has two
 // flat buffers, `dense` and `experts` (empty without experts): all else about a parameter is an offset into one of
 // them. Matrices come first in a buffer and norms after, so that weight decay covers a prefix (n_decay). Fused matrices
-// (gate over up) are laid out so that every tensor of a Hugging Face DeepSeek checkpoint is one contiguous slice.
+// (gate over up) are laid out so that every tensor of a Hugging Face DeepSeek checkpoint is one contiguous slice. A
+// rank holds E / ep experts; how the buffers are cut beyond that is dist/sharding.h's.
 #ifndef MODEL_PARAMS_H
 #define MODEL_PARAMS_H
 
-#include "device/arena.h"
-#include "device/device.h"
+#include "dist/sharding.h"
 #include "model/settings.h"
 
 BEGIN_C
-
-// One flat buffer. All arrays have n elements; weight is what the ops read, master what the optimizer updates.
-typedef struct ParamBuffer {
-    int64_t n, n_decay;
-    floatX* weight;
-    real *master, *m, *v, *grad;
-} ParamBuffer;
 
 // Offsets into a unit's dense buffer in elements; -1 where the unit has no such parameter.
 typedef struct UnitLayout {
@@ -27,7 +20,7 @@ typedef struct UnitLayout {
     int64_t norm1, norm2, q_norm, kv_norm;  // (C), (C), (q_lora), (kv_lora)
     int64_t mlp13, mlp2;                    // dense or shared MLP: (2F', C), (C, F')
     int64_t router;                         // (E, C)
-    int64_t w13, w2;                        // in `experts`: (E, 2F, C), (E, C, F)
+    int64_t w13, w2;                        // in `experts`: (E / ep, 2F, C), (E / ep, C, F)
 } UnitLayout;
 
 typedef enum { UNIT_EMBED, UNIT_DENSE, UNIT_MOE, UNIT_HEAD } UnitKind;
@@ -42,7 +35,7 @@ typedef struct Unit {
 typedef struct NamedTensor {
     char name[112];
     int in_experts;         // which buffer
-    int64_t offset, count;  // elements
+    int64_t offset, count;  // elements; offset -1: an expert of another rank
     int rank;
     int64_t shape[2];
     double std;  // of its start; 0: ones (norms)
@@ -51,9 +44,17 @@ typedef struct NamedTensor {
 int params_units(const ModelConfig* config);  // L + 2
 UnitKind params_unit_kind(const ModelConfig* config, int unit);
 // Fills kind, layout and sizes; no memory.
-Unit params_unit(const ModelConfig* config, int unit);
-// The unit's tensors in the order of its buffers, in fresh memory; *count gets their number.
-NamedTensor* params_tensors(const ModelConfig* config, int unit, int* count);
+Unit params_unit(const ModelConfig* config, const Layout* layout, int unit);
+// The unit's tensors in the order of its buffers, those of other ranks' experts too, in fresh memory; *count gets their
+// number. It is the same list on every layout but for the offsets.
+NamedTensor* params_tensors(const ModelConfig* config, const Layout* layout, int unit, int* count);
+
+// Elements of a slice, from its start.
+typedef struct Slice {
+    int64_t first, count;
+} Slice;
+// What elements from .. from + n - 1 of a buffer hold of a tensor; count 0 if nothing.
+Slice tensor_slice(const NamedTensor* tensor, int64_t from, int64_t n);
 
 // Number of parameters: all, and those a token meets (K of E experts; embedding and lm_head in).
 int64_t params_total(const ModelConfig* config);
@@ -62,14 +63,15 @@ int64_t params_active(const ModelConfig* config);
 double flops_per_token(const ModelConfig* config, int64_t T);
 
 // Lays out every unit and names its arrays in `arena`.
-void params_plan(Arena* arena, Unit* units, const ModelConfig* config);
+void params_plan(Arena* arena, Unit* units, const ModelConfig* config, const Layout* layout);
 
-// weight = round(master): after the masters were set from outside (start, checkpoint).
+// The held weights = round(master): after the masters were set from outside (start, checkpoint).
 void params_publish(Unit* unit, Ctx* ctx);
 
-// Draws every weight: normal of std 0.02 cut at 3 sigma, residual outputs (Wo, down projections) times (2L)^-1/2,
-// norms 1. Tensor i of unit u is stream (u << 20) + i of the seed, so any slice can be drawn alone.
-void params_init(Unit* units, const ModelConfig* config, uint64_t seed, Ctx* ctx);
+// Draws every weight that this rank holds: normal of std 0.02 cut at 3 sigma, residual outputs (Wo, down projections)
+// times (2L)^-1/2, norms 1. Tensor i of unit u is stream (u << 20) + i of the seed, so any slice can be drawn alone and
+// the weights do not depend on the layout.
+void params_init(Unit* units, const ModelConfig* config, const Layout* layout, uint64_t seed, Ctx* ctx);
 
 END_C
 

@@ -6,15 +6,19 @@
 
 #include "device/check.h"
 
-static CheckpointTensor* add(CheckpointFile* file, const char* name, const char* suffix, int rank, const int64_t* shape,
-                             real* data) {
+// held: the slice in this rank's memory, from `data` on; own: the part of it that this rank writes.
+static void add(CheckpointFile* file, const char* name, const char* suffix, int rank, const int64_t* shape, Slice held,
+                Slice own, real* data) {
     CheckpointTensor* t = &file->tensors[file->count++];
     snprintf(t->name, sizeof(t->name), "%s%s", name, suffix);
     t->rank = rank;
     t->shape[0] = shape[0];
     t->shape[1] = rank == 2 ? shape[1] : 1;
+    t->first = held.first;
+    t->count = held.count;
+    t->save_first = own.first;
+    t->save_count = own.count;
     t->data = data;
-    return t;
 }
 
 CheckpointFile* model_files(Model* m, int* count) {
@@ -23,22 +27,25 @@ CheckpointFile* model_files(Model* m, int* count) {
     for (int u = 0; u < units; u++) {
         CheckpointFile *masters = &files[2 * u], *moments = &files[2 * u + 1];
         int tensors;
-        NamedTensor* list = params_tensors(&m->config, u, &tensors);
+        NamedTensor* list = params_tensors(&m->config, &m->layout, u, &tensors);
         snprintf(masters->name, sizeof(masters->name), "block_%03d.safetensors", u);
         snprintf(moments->name, sizeof(moments->name), "block_%03d.adam.safetensors", u);
         masters->tensors = (CheckpointTensor*)host_alloc((size_t)(tensors + 1) * sizeof(CheckpointTensor));
         moments->tensors = (CheckpointTensor*)host_alloc((size_t)(2 * tensors) * sizeof(CheckpointTensor));
         for (int i = 0; i < tensors; i++) {
             const NamedTensor* t = &list[i];
-            ParamBuffer* p = t->in_experts ? &m->units[u].experts : &m->units[u].dense;
-            add(masters, t->name, "", t->rank, t->shape, p->master + t->offset);
-            add(moments, t->name, ".exp_avg", t->rank, t->shape, p->m + t->offset);
-            add(moments, t->name, ".exp_avg_sq", t->rank, t->shape, p->v + t->offset);
+            const ParamBuffer* p = t->in_experts ? &m->units[u].experts : &m->units[u].dense;
+            Slice held = tensor_slice(t, p->held_from, p->held), own = tensor_slice(t, p->first, p->part);
+            int64_t at = held.count ? t->offset + held.first - p->held_from : 0;
+            add(masters, t->name, "", t->rank, t->shape, held, own, p->master + at);
+            add(moments, t->name, ".exp_avg", t->rank, t->shape, held, own, p->m + at);
+            add(moments, t->name, ".exp_avg_sq", t->rank, t->shape, held, own, p->v + at);
         }
         if (m->units[u].kind == UNIT_MOE) {
             char name[112];
+            Slice all = {0, m->config.E}, own = {0, m->layout.rank == 0 ? m->config.E : 0};
             snprintf(name, sizeof(name), "model.layers.%d.mlp.gate.e_score_correction_bias", u - 1);
-            add(masters, name, "", 1, &m->config.E, m->bias + (u - 1) * m->config.E);
+            add(masters, name, "", 1, &m->config.E, all, own, m->bias + (u - 1) * m->config.E);
         }
         free(list);
     }
@@ -51,12 +58,12 @@ void model_files_free(CheckpointFile* files, int count) {
     free(files);
 }
 
-void model_save(Model* m, int64_t step, int64_t window, uint32_t data_hash, const StepState* state) {
+void model_save(Model* m, Saver* saver, int64_t step, int64_t window, uint32_t data_hash, const StepState* state) {
     CheckpointRecord record = {step, window, state->updates, state->bad_in_a_row, data_hash};
     int count;
     CheckpointFile* files = model_files(m, &count);
     char* options = settings_json(&m->settings);
-    checkpoint_save(m->settings.out, &record, options, files, count, (int)m->settings.keep, m->ctx);
+    checkpoint_save(saver, &record, options, files, count, m->ctx);
     free(options);
     model_files_free(files, count);
 }
@@ -74,18 +81,29 @@ static void check_record(const Model* m, const Json* manifest, const CheckpointR
             m->settings.out);
 }
 
-int64_t model_resume(Model* m, uint32_t data_hash, int64_t* window) {
+// The checkpoints that rank 0 sees: every rank tries the same ones.
+static int64_t* all_ranks_list(Ranks* world, const char* out, int* count) {
+    int64_t* steps = checkpoint_list(out, count);
+    ranks_broadcast(world, count, sizeof(*count), 0);
+    if (ranks_index(world) != 0) {
+        free(steps);
+        steps = (int64_t*)host_alloc((size_t)*count * sizeof(int64_t));
+    }
+    ranks_broadcast(world, steps, (size_t)*count * sizeof(int64_t), 0);
+    return steps;
+}
+
+int64_t model_resume(Model* m, Ranks* world, uint32_t data_hash, int64_t* window) {
     const char* out = m->settings.out;
     char error[512];
     int count, file_count;
-    int64_t *steps = checkpoint_list(out, &count), resumed = 0;
+    int64_t *steps = all_ranks_list(world, out, &count), resumed = 0;
     CheckpointFile* files = model_files(m, &file_count);
     for (int i = 0; i < count && resumed == 0; i++) {
         CheckpointRecord record;
         Json* manifest = checkpoint_manifest(out, steps[i], &record, error, sizeof(error));
         if (manifest) check_record(m, manifest, &record, data_hash);
-        if (manifest &&
-            checkpoint_load(out, steps[i], manifest, files, file_count, m->ctx, error, sizeof(error)) == 0) {
+        if (checkpoint_load(world, out, steps[i], manifest, files, file_count, m->ctx, error, sizeof(error)) == 0) {
             StepState state;
             memset(&state, 0, sizeof(state));
             state.updates = record.updates;
@@ -102,6 +120,7 @@ int64_t model_resume(Model* m, uint32_t data_hash, int64_t* window) {
     if (resumed && resumed != steps[0])
         warn("resuming from step_%08lld, the newest good checkpoint", (long long)resumed);
     for (int u = 0; resumed && u < params_units(&m->config); u++) params_publish(&m->units[u], m->ctx);
+    weights_changed(m->sharding, m->ctx);
     model_files_free(files, file_count);
     free(steps);
     return resumed;

@@ -10,18 +10,17 @@
 
 BEGIN_C
 
-// The files of a checkpoint of this model, pointing at its memory, in fresh memory.
+// The files of a checkpoint of this model, pointing at the slices in this rank's memory, in fresh memory.
 CheckpointFile* model_files(Model* model, int* count);
 void model_files_free(CheckpointFile* files, int count);
 
 // state is the host's copy of the device's StepState.
-void model_save(Model* model, int64_t step, int64_t window, uint32_t data_hash, const StepState* state);
+void model_save(Model* model, Saver* saver, int64_t step, int64_t window, uint32_t data_hash, const StepState* state);
 
 // Loads the newest good checkpoint in --out and says which ones were refused and why. Returns its step, 0 if there is
-// none
-// (*window is then 0). Ends the run if there are checkpoints and none is good, or if an option or the data differ that
-// must not.
-int64_t model_resume(Model* model, uint32_t data_hash, int64_t* window);
+// none (*window is then 0). Ends the run if there are checkpoints and none is good, or if an option or the data differ
+// that must not.
+int64_t model_resume(Model* model, Ranks* world, uint32_t data_hash, int64_t* window);
 
 END_C
 

@@ -56,12 +56,13 @@ void report_dry_run(const Settings* s) {
            (long long)params_active(&s->model), flops_per_token(&s->model, s->seq_len));
     for (int b = BACKEND_CPU; b <= BACKEND_CUDA; b++) {
         Model m;
-        model_plan(&m, s, (Backend)b);
-        const Arena* arenas[4] = {&m.params_arena, &m.saved_arena, &m.scratch_arena, &m.state_arena};
+        model_plan(&m, s, 0, (Backend)b);
+        const Arena* arenas[5] = {&m.params_arena, &m.saved_arena, &m.scratch_arena, &m.pool_arena, &m.state_arena};
         size_t total = 0;
-        printf("\nmemory of a rank, %s build (weights and activations in %s), %lld tokens a micro-step\n",
-               b == BACKEND_CPU ? "CPU" : "CUDA", b == BACKEND_CPU ? "float32" : "bf16", (long long)(m.B * m.T));
-        for (int i = 0; i < 4; i++) {
+        printf("\nmemory of each of %d rank%s, %s build (weights and activations in %s), %lld tokens a micro-step\n",
+               m.layout.ranks, m.layout.ranks == 1 ? "" : "s", b == BACKEND_CPU ? "CPU" : "CUDA",
+               b == BACKEND_CPU ? "float32" : "bf16", (long long)(m.B * m.T));
+        for (int i = 0; i < 5; i++) {
             report_arena(arenas[i], m.B * m.T);
             total += arena_bytes(arenas[i]);
         }
@@ -70,8 +71,6 @@ void report_dry_run(const Settings* s) {
             total += model_workspace(&m);
         }
         printf("  %-48s %12.3f MiB = %.3f GiB\n", "total", (double)total / 0x1p20, (double)total / 0x1p30);
-        for (int i = 0; i < 4; i++) free(((Arena*)arenas[i])->entries);
-        free(m.units);
-        free(m.blocks);
+        model_plan_free(&m);
     }
 }

@@ -7,6 +7,7 @@
 #include <string.h>
 
 #include "device/check.h"
+#include "dist/sharding.h"
 #include "moe/router.h"
 
 #define AT(field) offsetof(Settings, field)
@@ -75,6 +76,8 @@ const Option settings_table[] = {
     {"run", "sample-top-k", OPTION_INT, AT(sample_top_k), "50", 0, 1e9, NULL, 0,
      "sample among that many likeliest; 0: all"},
     {"run", "dry-run", OPTION_FLAG, AT(dry_run), "0", 0, 1, NULL, 0, "print parameters, FLOPs and memory, and stop"},
+    {"run", "ranks", OPTION_INT, AT(ranks), "0", 0, 1 << 20, NULL, 0,
+     "with --dry-run: ranks to plan for; a run has those that mpirun or srun starts"},
     {"run", "help", OPTION_FLAG, AT(help), "0", 0, 1, NULL, 0, "print this and stop"},
 
     {"optimizer", "lr", OPTION_FLOAT, AT(lr), "1e-3", 0, 100, NULL, 1, "peak learning rate"},
@@ -92,6 +95,17 @@ const Option settings_table[] = {
      "step of the router's balance bias"},
     {"optimizer", "aux-loss", OPTION_FLOAT, AT(aux_loss), "0", 0, 100, NULL, 1,
      "weight of the sequence-wise balance loss"},
+
+    {"parallel", "ep", OPTION_INT, AT(ep), "1", 1, 4096, NULL, 0, "ranks that share a set of experts"},
+    {"parallel", "shard", OPTION_CHOICE, AT(shard), "none", 0, 0, "none|optimizer|grads|weights", 0,
+     "what ranks keep a part of, up to and with"},
+    {"parallel", "timeout", OPTION_FLOAT, AT(timeout), "600", 1, 1e6, NULL, 0,
+     "seconds that ranks wait for one another before the run ends"},
+
+    {"memory", "recompute", OPTION_CHOICE, AT(recompute), "none", 0, 0, "none|moe|block", 0,
+     "activations that backward computes again"},
+    {"memory", "capacity", OPTION_FLOAT, AT(capacity), "1.25", 1, 1e6, NULL, 0,
+     "room for routed tokens over the mean load, with --ep; more is made if needed"},
 
     {"debugging", "force-balance", OPTION_FLAG, AT(force_balance), "0", 0, 1, NULL, 1, "route round-robin"},
     {"debugging", "overfit", OPTION_FLAG, AT(overfit), "0", 0, 1, NULL, 1, "train on the first step's tokens for ever"},
@@ -152,13 +166,25 @@ static void check_cuda_model(const ModelConfig* m) {
             (long long)m->nope, (long long)m->rope, (long long)m->v);
 }
 
+int64_t settings_micro_tokens(const Settings* s) { return s->ranks * s->batch * s->seq_len; }
+
+static void check_layout(const Settings* s) {
+    if (s->ranks % s->ep)
+        die(EXIT_USAGE, "--ep %lld does not divide the %lld rank%s of the run", (long long)s->ep, (long long)s->ranks,
+            s->ranks == 1 ? "" : "s");
+    if (s->model.E % s->ep)
+        die(EXIT_USAGE, "--ep %lld does not divide --experts %lld", (long long)s->ep, (long long)s->model.E);
+}
+
 static void check_run(Settings* s) {
-    long long micro = (long long)(s->batch * s->seq_len);
+    int64_t micro = settings_micro_tokens(s);
     if (s->tokens_per_step == 0) s->tokens_per_step = micro;
     if (s->tokens_per_step % micro)
         die(EXIT_USAGE,
-            "--tokens-per-step %lld is not a multiple of --batch %lld x --seq-len %lld = %lld tokens a micro-step",
-            (long long)s->tokens_per_step, (long long)s->batch, (long long)s->seq_len, micro);
+            "--tokens-per-step %lld is not a multiple of %lld ranks x --batch %lld x --seq-len %lld = %lld tokens a "
+            "micro-step",
+            (long long)s->tokens_per_step, (long long)s->ranks, (long long)s->batch, (long long)s->seq_len,
+            (long long)micro);
     if (s->warmup > s->steps && s->schedule != SCHEDULE_CONSTANT)
         warn("--warmup %lld is longer than --steps %lld: the learning rate never reaches --lr", (long long)s->warmup,
              (long long)s->steps);
@@ -169,7 +195,7 @@ static void check_run(Settings* s) {
     if (s->save_every && !*s->out) die(EXIT_USAGE, "--save-every needs --out: the folder to save into");
 }
 
-Settings settings_read(int argc, char** argv) {
+Settings settings_read(int argc, char** argv, int ranks) {
     Settings s;
     memset(&s, 0, sizeof(s));
     char* given = (char*)host_alloc((size_t)settings_count);
@@ -188,6 +214,11 @@ Settings settings_read(int argc, char** argv) {
     free(given);
     check_model(&s.model);
     if (BACKEND == BACKEND_CUDA) check_cuda_model(&s.model);
+    if (s.ranks && !s.dry_run)
+        die(EXIT_USAGE, "--ranks is for --dry-run; start %lld ranks with mpirun -np %lld", (long long)s.ranks,
+            (long long)s.ranks);
+    if (!s.ranks) s.ranks = ranks;
+    check_layout(&s);
     check_run(&s);
     return s;
 }

@@ -31,20 +31,25 @@ typedef struct Settings {
     char *train, *val, *tokenizer;
     int64_t seq_len, batch, tokens_per_step, seed;
     int64_t steps, resume, save_every, keep, val_every, val_tokens, sample_every, sample_tokens, sample_top_k, dry_run,
-        help;
+        ranks, help;
     char *out, *prompt;
     double temperature;
     double lr, final_lr_frac, weight_decay, beta1, beta2, eps, clip, bias_rate, aux_loss;
     int64_t warmup, schedule;
+    int64_t ep, shard, recompute;
+    double timeout, capacity;
     int64_t force_balance, overfit;
 } Settings;
+
+typedef enum { RECOMPUTE_NONE, RECOMPUTE_MOE, RECOMPUTE_BLOCK } Recompute;
 
 extern const Option settings_table[];
 extern const int settings_count;
 
-// Defaults, then the command line, then the preset for every model option not given, then all checks. Ends the run with
-// EXIT_USAGE and a message that names the option where something does not fit. --help prints the table and exits 0.
-Settings settings_read(int argc, char** argv);
+// Defaults, then the command line, then the preset for every model option not given, then all checks for a run of
+// `ranks` ranks (--dry-run: of --ranks). Ends the run with EXIT_USAGE and a message that names the option where
+// something does not fit. --help prints the table and exits 0.
+Settings settings_read(int argc, char** argv, int ranks);
 
 void settings_free(Settings* settings);
 
@@ -54,6 +59,9 @@ char* settings_json(const Settings* settings);
 // Compares with the record of a checkpoint (the data are compared by their hash, not by --train): the name of the first
 // option that must not differ but does (with both values in *was and *is, fresh memory), or NULL.
 const char* settings_differ(const Settings* settings, const Json* record, char** was, char** is);
+
+// Tokens that a micro-step takes on all ranks together.
+int64_t settings_micro_tokens(const Settings* settings);
 
 int64_t config_vocab_padded(const ModelConfig* config);  // V rounded up to a multiple of 128
 RopeConfig config_rope(const ModelConfig* config);

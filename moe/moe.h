@@ -1,23 +1,33 @@
 // The MoE block: router, routed experts on ragged rows, one shared MLP.
 //   y_n = shared(x_n) + sum_k gate_nk E_{expert_nk}(x_n),   E(x) = W2 swiglu(W13 x)
+//
+// Expert parallelism (GShard, arXiv 2006.16668): the `ep` ranks of a group hold E / ep experts each, rank i the experts
+// i E / ep onwards. A token goes once to each rank that holds one of its experts, with the ids and gates of its choices
+// there (dispatch); it is placed there for each of them, and comes back as one gate-weighted sum per rank, summed in
+// float32 and sent as floatX (combine). The shared MLP computes while tokens travel. Backward sends dy the same way,
+// and dx returns while the weights' gradients are computed. Who sends what is settled once, in forward, and kept.
 #ifndef MOE_MOE_H
 #define MOE_MOE_H
 
 #include "device/arena.h"
+#include "device/pool.h"
+#include "dist/comm.h"
 #include "moe/permute.h"
 #include "moe/router.h"
 
 BEGIN_C
 
 typedef struct MoeShape {
-    RouterShape router;
-    int64_t F;         // hidden width of a routed expert
-    int64_t shared_F;  // of the shared MLP, 0: there is none
+    RouterShape router;  // N: the tokens of this rank
+    int64_t F;           // hidden width of a routed expert
+    int64_t shared_F;    // of the shared MLP, 0: there is none
+    int32_t ep;          // ranks that share the experts; E % ep == 0
+    int32_t recompute;   // 1: backward dispatches x again and rebuilds the hidden activations, which are not kept
 } MoeShape;
 
 typedef struct MoeWeights {
     const floatX *router, *w13, *w2, *shared13,
-        *shared2;      // (E, C), (E, 2F, C), (E, C, F), (2 shared_F, C), (C, shared_F)
+        *shared2;      // (E, C), (E / ep, 2F, C), (E / ep, C, F), (2 shared_F, C), (C, shared_F)
     const real* bias;  // (E)
 } MoeWeights;
 
@@ -25,33 +35,44 @@ typedef struct MoeGrads {
     real *router, *w13, *w2, *shared13, *shared2;
 } MoeGrads;
 
-// What one block keeps from forward to backward.
+enum { MOE_MAX_EP = 64 };
+
+// What one block keeps from forward to backward; all of it lies in the pool. N tokens of this rank, Nr tokens received.
 typedef struct MoeSaved {
     real *scores, *gate;  // (N, E), (N, K)
     int32_t* expert;      // (N, K): chosen once, in forward; backward never chooses again
-    Ragged ragged;
-    floatX *h, *shared_h;  // (capacity, 2F), (N, 2 shared_F): before SwiGLU
+    // With ep > 1: the tokens by the rank they go to (El = K = ep), and for each rank, on the host, which rows of it
+    // go there and which of the received tokens come from there.
+    Ragged send;
+    int64_t send_start[MOE_MAX_EP], send_rows[MOE_MAX_EP], recv_start[MOE_MAX_EP], recv_rows[MOE_MAX_EP];
+    int64_t received;      // Nr; N with ep 1
+    int64_t choices;       // token-expert pairs among them
+    int32_t* recv_expert;  // (Nr, K): numbers of experts held here, -1 for choices held elsewhere
+    real* recv_gate;       // (Nr, K)
+    floatX* recv_x;        // (Nr, C); NULL with ep 1, where x itself is used
+    Ragged ragged;         // the received tokens by expert
+    floatX *h, *shared_h;  // (rows, 2F), (N, 2 shared_F): before SwiGLU
 } MoeSaved;
 
-// What lives only inside forward or backward; all blocks share it.
-typedef struct MoeScratch {
-    floatX *rows_a, *rows_b;                   // (capacity, C)
-    floatX *act_a, *act_b, *dh;                // (capacity, F), (capacity, F), (capacity, 2F)
-    floatX *shared_a, *shared_da, *shared_dh;  // (N, shared_F), (N, shared_F), (N, 2 shared_F)
-    real *drow_gate, *dgate;                   // (capacity), (N, K)
-} MoeScratch;
+// What the MoE blocks of a model share: the pool their activations lie in, and how tokens travel: on a line of work
+// beside ctx.
+typedef struct MoeWays MoeWays;
+MoeWays* moe_ways_create(Pool* pool, Comm* comm, MoeShape shape, Ctx* ctx);  // comm: of ep ranks, NULL with ep 1
+void moe_ways_destroy(MoeWays* ways);
 
-void moe_plan_saved(Arena* arena, MoeSaved* saved, MoeShape shape);
-void moe_plan_scratch(Arena* arena, MoeScratch* scratch, MoeShape shape);
+// Names in `pool` what `blocks` MoE blocks keep and what one of them needs while it works, when every rank receives
+// `capacity` times the mean number of tokens and choices (1 with ep 1, where the number is known).
+void moe_plan(Arena* pool, MoeShape shape, int64_t blocks, double capacity);
 size_t moe_workspace(MoeShape shape);
 
-// y = (N, C). load (E) += the tokens of each expert, if not NULL (training).
-void moe_forward(floatX* y, const floatX* x, MoeWeights w, MoeSaved saved, MoeScratch scratch, int64_t* load,
-                 MoeShape shape, Ctx* ctx);
+// y = (N, C). load (E) += the tokens of this rank that chose each expert, if not NULL (training). Takes *saved from the
+// pool; whoever called releases it.
+void moe_forward(floatX* y, const floatX* x, MoeWeights w, MoeSaved* saved, int64_t* load, MoeShape shape,
+                 MoeWays* ways, Ctx* ctx);
 
 // dx (N, C) is =; gradients of the weights +=. aux: see router_backward.
-void moe_backward(floatX* dx, const floatX* dy, const floatX* x, MoeWeights w, MoeGrads dw, MoeSaved saved,
-                  MoeScratch scratch, float aux, MoeShape shape, Ctx* ctx);
+void moe_backward(floatX* dx, const floatX* dy, const floatX* x, MoeWeights w, MoeGrads dw, MoeSaved* saved, float aux,
+                  MoeShape shape, MoeWays* ways, Ctx* ctx);
 
 END_C
 

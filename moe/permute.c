@@ -4,12 +4,6 @@
 
 #include "device/cpu.h"
 
-int64_t ragged_capacity(int64_t N, int32_t K, int32_t El, Backend backend) {
-    int64_t align = backend == BACKEND_CUDA ? 128 : 1;
-    int64_t rows = N * (K < El ? K : El);  // a token's experts are distinct
-    return ceil_div(rows + El * (align - 1), align) * align;
-}
-
 size_t permute_workspace(int64_t N, int32_t K, int32_t El) { return (void)N, (void)K, (size_t)El * sizeof(int64_t); }
 
 void permute_plan(Ragged r, const int32_t* expert, const real* gate, int64_t N, int32_t K, Ctx* ctx) {
@@ -23,14 +17,14 @@ void permute_plan(Ragged r, const int32_t* expert, const real* gate, int64_t N, 
         next[e] = r.group_start[e];
         r.group_start[e + 1] = r.group_start[e] + r.group_rows[e];  // no pad rows on the CPU
     }
-    ASSERT(r.group_start[r.El] <= r.capacity);
+    ASSERT(r.group_start[r.El] <= r.capacity && r.capacity <= INT32_MAX);
     for (int64_t i = 0; i < N * K; i++) {
         r.token_row[i] = -1;
         if (expert[i] < 0) continue;
         int64_t row = next[expert[i]]++;
         r.token_row[i] = (int32_t)row;
         r.row_token[row] = (int32_t)(i / K);
-        r.row_gate[row] = gate[i];
+        if (gate) r.row_gate[row] = gate[i];
     }
 }
 

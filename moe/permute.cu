@@ -9,14 +9,6 @@
 #include "layers/sort.cuh"
 #include "moe/permute.h"
 
-enum { ROW_ALIGN = 128 };
-
-int64_t ragged_capacity(int64_t N, int32_t K, int32_t El, Backend backend) {
-    int64_t align = backend == BACKEND_CUDA ? ROW_ALIGN : 1;
-    int64_t rows = N * (K < El ? K : El);  // a token's experts are distinct
-    return ceil_div(rows + El * (align - 1), align) * align;
-}
-
 size_t permute_workspace(int64_t N, int32_t K, int32_t El) { return sort_workspace(N * K, El) * sizeof(int32_t); }
 
 struct Choice {
@@ -32,14 +24,14 @@ struct Plan {
         r.token_row[i] = row;
         if (row < 0) return;
         r.row_token[row] = (int32_t)(i / K);
-        r.row_gate[row] = gate[i];
+        if (gate) r.row_gate[row] = gate[i];
     }
     // The blocks share out the pad rows; the first writes what describes the groups.
     __device__ void finish(const int32_t* start, const int32_t* totals, int bins) const {
         for (int b = blockIdx.x; b < bins; b += gridDim.x)
             for (int row = start[b] + totals[b] + threadIdx.x; row < start[b + 1]; row += blockDim.x) {
                 r.row_token[row] = -1;
-                r.row_gate[row] = 0;
+                if (gate) r.row_gate[row] = 0;
             }
         if (blockIdx.x > 0) return;
         for (int b = threadIdx.x; b <= bins; b += blockDim.x) {
@@ -51,9 +43,14 @@ struct Plan {
 
 void permute_plan(Ragged r, const int32_t* expert, const real* gate, int64_t N, int32_t K, Ctx* ctx) {
     if (r.El > SORT_MAX_BINS) die(EXIT_FAILED, "permute_plan: %d experts on one GPU, at most %d", r.El, SORT_MAX_BINS);
-    ASSERT(N > 0 && r.capacity < INT32_MAX && N * K < INT32_MAX);
+    ASSERT(r.capacity < INT32_MAX && N * K < INT32_MAX);
+    if (N == 0) {
+        device_zero(r.group_start, (r.El + 1) * sizeof(int64_t), ctx);
+        device_zero(r.group_rows, r.El * sizeof(int32_t), ctx);
+        return;
+    }
     int32_t* workspace = ctx_workspace<int32_t>(ctx, sort_workspace(N * K, r.El));
-    counting_sort(Choice{expert}, Plan{r, gate, K}, N * K, r.El, ROW_ALIGN, workspace, ctx);
+    counting_sort(Choice{expert}, Plan{r, gate, K}, N * K, r.El, row_align(BACKEND), workspace, ctx);
 }
 
 // Block: slice blockIdx.x / El of the rows of expert blockIdx.x % El, pad rows in.
@@ -70,6 +67,7 @@ static __global__ void __launch_bounds__(256)
 }
 
 void permute_rows(floatX* rows, const floatX* tokens, Ragged r, int64_t C, Ctx* ctx) {
+    if (r.capacity == 0) return;
     const int64_t slices = ceil_div(r.capacity, r.El * 8);  // at even load: a row a warp
     const unsigned blocks = (unsigned)(slices * r.El);
     if (wide(C, rows, tokens))

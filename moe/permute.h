@@ -1,9 +1,9 @@
 // The ragged layout: tokens sorted by expert, so that the experts' products run over contiguous rows.
 //
-// Expert e owns rows group_start[e] .. group_start[e] + group_rows[e] - 1. Starts are multiples of ROW_ALIGN (128 in
+// Expert e owns rows group_start[e] .. group_start[e] + group_rows[e] - 1. Starts are multiples of row_align (128 in
 // the CUDA build, whose tiles they feed; 1 on the CPU). Rows between an expert's last row and the next start are pad
 // rows: whoever writes a row buffer writes them as zeros. Within an expert rows stand in the order of their tokens. All
-// of it lies in device memory and the host never reads it; buffers hold the worst case `capacity`.
+// of it lies in device memory and the host never reads it.
 #ifndef MOE_PERMUTE_H
 #define MOE_PERMUTE_H
 
@@ -13,7 +13,7 @@ BEGIN_C
 
 typedef struct Ragged {
     int32_t El;            // experts held here
-    int64_t capacity;      // rows that row buffers have room for: ragged_capacity
+    int64_t capacity;      // rows that row buffers have room for
     int64_t* group_start;  // (El + 1), group_start[El] is the number of rows in use, pads in
     int32_t* group_rows;   // (El), true counts; 0 for an empty expert
     int32_t* row_token;    // (capacity): the token of a row, -1 in a pad row
@@ -21,13 +21,24 @@ typedef struct Ragged {
     real* row_gate;        // (capacity): the gate of a row, 0 in a pad row
 } Ragged;
 
-// Rows that suffice for any routing of N tokens to K of El experts, on the given backend.
-int64_t ragged_capacity(int64_t N, int32_t K, int32_t El, Backend backend);
+// Starts of experts are multiples of this, on the given backend.
+static inline int64_t row_align(Backend backend) { return backend == BACKEND_CUDA ? 128 : 1; }
+
+// Rows that suffice for `choices` spread over El experts in any way.
+static inline int64_t ragged_rows(int64_t choices, int32_t El, Backend backend) {
+    int64_t align = row_align(backend);
+    return (choices + El * (align - 1) + align - 1) / align * align;
+}
+
+// Rows that suffice for any routing of N tokens to K of El experts: a token's experts are distinct.
+static inline int64_t ragged_capacity(int64_t N, int32_t K, int32_t El, Backend backend) {
+    return ragged_rows(N * (K < El ? K : El), El, backend);
+}
 
 // Sorts the choices by expert (a stable counting sort) and fills all of `ragged`.
 void permute_plan(Ragged ragged,
                   const int32_t* expert,  // (N, K), experts held here are 0..El-1; others are negative
-                  const real* gate,       // (N, K)
+                  const real* gate,       // (N, K); NULL: row_gate is left as it is
                   int64_t N, int32_t K, Ctx* ctx);
 
 // rows[r] = tokens[row_token[r]], zeros in pad rows.

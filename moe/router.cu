@@ -212,12 +212,12 @@ static __global__ void __launch_bounds__(128)
         const int step = i % steps;
         const bool done = step == steps - 1;
         const int64_t n = n_first + i / steps * TILE + threadIdx.x % 8 * 8;
-        Pack8 old[4];
+        Piece<8> old[4];
         if (WIDE && done) {
 #pragma unroll
             for (int r = 0; r < 4; r++) {
                 const int64_t m = m0 + r * 16 + threadIdx.x / 8;
-                if (m < N && n < C) old[r] = *(const Pack8*)(dx + m * C + n);
+                if (m < N && n < C) old[r] = *(const Piece<8>*)(dx + m * C + n);
             }
         }
         wait<DX_STAGES - 2>();
@@ -235,7 +235,7 @@ static __global__ void __launch_bounds__(128)
             if constexpr (WIDE) {
                 if (n >= C) continue;
                 float f[8];
-                unpack(f, old[r]);
+                floats_of<8>(f, old[r]);
 #pragma unroll
                 for (int j = 0; j < 8; j++) f[j] += from[j];
                 store<8>(dx + m * C + n, f);

@@ -18,10 +18,10 @@ if [ -n "$nccl" ]; then
 else
     found NCCL "not found"
 fi
-if command -v mpirun >/dev/null 2>&1; then
-    found "Open MPI" "$(mpirun --version 2>/dev/null | sed -n '1s/.* //p')"
+if [ "${MPI:-1}" = 0 ]; then
+    found "Open MPI" "none: programs run as one rank"
 else
-    found "Open MPI" "not found"
+    found "Open MPI" "$(mpirun --version 2>/dev/null | sed -n '1s/.* //p')"
 fi
 if [ -n "$CBLAS_LIB" ]; then
     found CBLAS "$CBLAS_LIB"

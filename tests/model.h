@@ -5,16 +5,18 @@
 #include "model/model.h"
 #include "tests/test.h"
 
-// Settings from one line of options.
-static Settings settings_of(const char* line) {
+// Settings of a run of `ranks` from one line of options.
+static inline Settings settings_for(const char* line, int ranks) {
     char* text = host_format("--train none %s", line);
     char* argv[128] = {(char*)"test"};
     int argc = 1;
     for (char* word = strtok(text, " "); word; word = strtok(NULL, " ")) argv[argc++] = word;
-    Settings s = settings_read(argc, argv);
+    Settings s = settings_read(argc, argv, ranks);
     free(text);
     return s;
 }
+
+static inline Settings settings_of(const char* line) { return settings_for(line, 1); }
 
 static void finish(Model* m) {
     Settings s = m->settings;
@@ -27,7 +29,7 @@ static ParamBuffer* buffer_of(Model* m, int unit, const NamedTensor* t) {
 }
 
 // n reals of the device, in fresh memory.
-static real* host_copy(Model* m, const real* device, int64_t n) {
+static inline real* host_copy(Model* m, const real* device, int64_t n) {
     real* host = (real*)host_alloc((size_t)n * sizeof(real));
     device_download(host, device, (size_t)n * sizeof(real), m->ctx);
     return host;

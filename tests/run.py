@@ -1,7 +1,7 @@
 #!/usr/bin/env python3
-"""Runs tests and adds up: python3 tests/run.py [--program TRAIN_MOE]... [--skip NAME]... [C_TEST]...
+"""Runs tests and adds up: python3 tests/run.py [--program TRAIN_MOE]... [--skip NAME]... [--ranks N C_TEST]... [C_TEST]...
 
-First the C tests by path, then tests/test_*.py; those that need the program run once for each --program and find it in the
+First the C tests by path, those with --ranks on N ranks where there is an mpirun (else on one), then tests/test_*.py; those that need the program run once for each --program and find it in the
 environment as TRAIN_MOE. Each is a process of its own, and its result is its closing line `N passed, N failed, N skipped`, or
 unittest's own two lines. A crash, a timeout, a test without a result and one that ends non-zero with nothing failed count as
 one failure; a name under --skip, of a test that this machine cannot run, as one skipped. The last line is the sum; the exit
@@ -11,6 +11,7 @@ import argparse
 import glob
 import os
 import re
+import shutil
 import signal
 import subprocess
 import sys
@@ -20,6 +21,16 @@ import time
 TESTS = os.path.dirname(os.path.abspath(__file__))
 CLOSING = re.compile(r"^(\d+) passed, (\d+) failed, (\d+) skipped$", re.M)
 UNITTEST = re.compile(r"^Ran (\d+) tests? in .*\n\n(?:OK|FAILED)(?: \((.*)\))?$", re.M)
+
+
+def mpirun(ranks):
+    """What a command for so many ranks begins with; nothing where they cannot be had. More ranks than cores: they give way
+    while they wait, and none is tied to a core. A root account is what a container has."""
+    if not shutil.which("mpirun") or os.environ.get("MPI") == "0":
+        return []
+    return ["mpirun", "--allow-run-as-root", "--oversubscribe", "--bind-to", "none", "--mca", "mpi_yield_when_idle", "1",
+            "-x", "OMP_NUM_THREADS=1", "-x", "ASAN_OPTIONS=detect_leaks=0",  # Open MPI leaks
+            "-np", str(ranks)]
 
 
 def counts(output):
@@ -51,10 +62,12 @@ def run(name, command, timeout):
         except subprocess.TimeoutExpired:
             pass
         finally:
-            try:
-                os.killpg(process.pid, signal.SIGKILL)  # with all that it started
-            except ProcessLookupError:
-                pass
+            for number in [signal.SIGTERM, signal.SIGKILL]:  # with all that it started: mpirun needs to be asked first
+                try:
+                    os.killpg(process.pid, number)
+                    process.wait(5)
+                except (ProcessLookupError, subprocess.TimeoutExpired):
+                    pass
             process.wait()
         file.seek(0)
         output = file.read().decode(errors="replace")
@@ -83,12 +96,17 @@ def main():
     parser.add_argument("--timeout", type=float, default=240, help="seconds for one test (240)")
     parser.add_argument("--program", action="append", default=[])
     parser.add_argument("--skip", action="append", default=[])
+    parser.add_argument("--ranks", nargs=2, action="append", default=[], metavar=("N", "C_TEST"))
     parser.add_argument("tests", nargs="*")
     options = parser.parse_args()
 
     results = []
     for path in options.tests:
         results.append(run(path, [os.path.abspath(path)], options.timeout))
+    for ranks, path in options.ranks:
+        command = mpirun(ranks)
+        name = f"{path} ({ranks} ranks)" if command else path
+        results.append(run(name, command + [os.path.abspath(path)], options.timeout))
     for path in sorted(glob.glob(os.path.join(TESTS, "test_*.py"))):
         with open(path) as file:
             programs = options.program if "TRAIN_MOE" in file.read() else [None]

@@ -113,6 +113,9 @@ static void test_rmsnorm(void) {
     rmsnorm_case(129, 512, 576);
     rmsnorm_case(129, 512, 579);
     rmsnorm_case(4000, 128, 128);
+    rmsnorm_case(4100, 2048, 2048);  // several rows a block
+    rmsnorm_case(1000, 4096, 4096);
+    rmsnorm_case(2500, 1024, 1024);
 }
 
 static void rope_case(int64_t N, int64_t T, int64_t heads, int64_t D, int64_t head_stride, int64_t stride,
@@ -151,6 +154,8 @@ static void test_rope(void) {
     rope_case(1000, 250, 16, 64, 192, 16 * 192, 128);
     rope_case(130, 65, 5, 24, 40, 200, 0);
     rope_case(130, 65, 3, 6, 10, 33, 1);
+    rope_case(300, 100, 128, 64, 192, 128 * 192, 128);
+    rope_case(130, 65, 9, 24, 40, 400, 1);
     RopeConfig config = {64, 10000, 1, 40, 0.707, 4096};
     int low, high, low_ref, high_ref;
     rope_yarn_ramp(&low, &high, &config);
@@ -233,6 +238,9 @@ static void test_cross_entropy(void) {
     loss_case(5, 102400, 102400, 30);
     loss_case(3, 129279, 129280, 4);
     loss_case(100, 1000, 1001, 10);
+    loss_case(600, 1000, 1024, 3);  // several rows a cluster
+    loss_case(700, 257, 257, 3);
+    loss_case(1000, 9000, 9088, 3);
 }
 
 static StepState fetch_state(const StepState* dev) {

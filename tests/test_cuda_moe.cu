@@ -1,9 +1,11 @@
-// The CUDA kernels of the MoE block that are no products: router, ragged layout, SwiGLU of the experts. Bounds as in
-// test_cuda_layers.cu. The reference lays experts out without gaps, the kernels at multiples of 128: a plan holds the
-// first in its tensors' host halves and the second in their device halves, and Layout::place maps rows between them.
+// The CUDA kernels of the MoE block that are no products: router, ragged layout, dispatch, SwiGLU of the experts.
+// Bounds as in test_cuda_layers.cu. The reference lays experts out without gaps, the kernels at multiples of 128: a
+// plan holds the first in its tensors' host halves and the second in their device halves, and Layout::place maps rows
+// between them.
 #include <algorithm>
 #include <functional>
 
+#include "moe/dispatch.h"
 #include "moe/experts.h"
 #include "moe/permute.h"
 #include "moe/router.h"
@@ -181,6 +183,20 @@ static void test_permute(void) {
     permute_case(3000, 6, 64, 64, ELSEWHERE);
     permute_case(700, 3, 600, 8, SPREAD);
     permute_case(5, 2, 16, 8, ELSEWHERE);
+    permute_case(0, 2, 4, 8, SPREAD);
+}
+
+static void test_plan_without_gates(void) {
+    Layout l(1000, 6, 64, ELSEWHERE);
+    l.row_token.poison(), l.token_row.poison(), l.row_gate.poison();
+    settle();
+    permute_plan(l.dev, l.expert.dev, NULL, l.N, l.K, ctx);
+    REFERENCE(permute_plan)(l.ref, l.expert.ref(), l.gate.ref(), l.N, l.K, reference_ctx);
+    int64_t written = 0;
+    for (double gate : l.row_gate.got()) written += gate == gate;
+    CHECK(written == 0, "%lld gates written", (long long)written);
+    permute_plan(l.dev, l.expert.dev, l.gate.dev, l.N, l.K, ctx);
+    l.check();
 }
 
 static void test_plan_large(void) {  // many chunks, and the same plan every time
@@ -189,6 +205,75 @@ static void test_plan_large(void) {  // many chunks, and the same plan every tim
         l.check();
         CHECK_REPEATS(l.token_row, permute_plan(l.dev, l.expert.dev, l.gate.dev, l.N, l.K, ctx));
     }
+}
+
+// Where choices go: distinct experts anywhere, all on the last rank as far as its experts go, or those of few ranks.
+static void dispatch_case(int64_t N, int32_t K, int32_t P, int32_t El, Kind kind) {
+    const int32_t E = P * El;
+    const int64_t capacity = ragged_capacity(N, P, P, BACKEND_CUDA);
+    I32 expert(N * K), rank(N * P), group_rows(P), row_token(capacity), token_row(N * P), row_expert(capacity * K);
+    I64 counts(2 * P), start(P + 1);
+    R gate(N * K, 9), row_gate(capacity * K), dgate(N * K), drow_gate(capacity * K, 10);
+    for (int64_t n = 0; n < N; n++)
+        for (int32_t k = 0; k < K; k++) {
+            int32_t first = (int32_t)draw(22, n, (uint32_t)E);
+            if (kind == ONE) first = E - El;
+            if (kind == SOME_EMPTY) first = first / (3 * El) * (3 * El);
+            expert.host[(size_t)(n * K + k)] = (first + k) % E;
+        }
+    expert.send();
+    Ragged dev = {P, capacity, start.dev, group_rows.dev, row_token.dev, token_row.dev, NULL};
+    Ragged ref = {P, capacity, start.ref(), group_rows.ref(), row_token.ref(), token_row.ref(), NULL};
+    CHECK(permute_workspace(N, P, P) <= ctx->workspace_bytes, "workspace");
+    settle();
+    auto ranks = [&] { dispatch_ranks(rank.dev, counts.dev, expert.dev, N, K, P, El, ctx); };
+    ranks();
+    REFERENCE(dispatch_ranks)(rank.ref(), counts.ref(), expert.ref(), N, K, P, El, reference_ctx);
+    CHECK_SAME(rank);
+    CHECK_SAME(counts);
+    CHECK_REPEATS(counts, ranks());
+    permute_plan(dev, rank.dev, NULL, N, P, ctx);
+    REFERENCE(permute_plan)(ref, rank.ref(), NULL, N, P, reference_ctx);
+    CHECK_SAME(group_rows);
+    dispatch_choices(row_expert.dev, row_gate.dev, expert.dev, gate.dev, dev, N, K, El, ctx);
+    REFERENCE(dispatch_choices)
+    (row_expert.ref(), row_gate.ref(), expert.ref(), gate.ref(), ref, N, K, El, reference_ctx);
+    // The reference lays the ranks' rows out without gaps. drow_gate goes to the same rows here, NaN to the others.
+    auto places = token_row.got(), ids = row_expert.got();
+    auto gates = row_gate.got(), values = drow_gate.host;
+    std::fill(drow_gate.host.begin(), drow_gate.host.end(), NAN);
+    int64_t wrong = 0, written = 0, sent = 0;
+    for (int64_t i = 0; i < N * P; i++) {
+        const int64_t here = places[(size_t)i], there = token_row.host[(size_t)i];
+        wrong += (here < 0) != (there < 0);
+        if (here < 0 || there < 0) continue;
+        sent++;
+        for (int32_t k = 0; k < K; k++) {
+            wrong += ids[(size_t)(here * K + k)] != row_expert.host[(size_t)(there * K + k)];
+            wrong += gates[(size_t)(here * K + k)] != row_gate.host[(size_t)(there * K + k)];
+            drow_gate.host[(size_t)(here * K + k)] = values[(size_t)(there * K + k)];
+        }
+    }
+    for (double g : gates) written += g == g;
+    CHECK(wrong == 0, "%lld of the sent choices wrong", (long long)wrong);
+    CHECK(written == sent * K, "%lld gates written for %lld rows", (long long)written, (long long)sent);
+    drow_gate.send();
+    drow_gate.host = values;
+    settle();
+    dispatch_choices_backward(dgate.dev, drow_gate.dev, expert.dev, dev, N, K, El, ctx);
+    REFERENCE(dispatch_choices_backward)(dgate.ref(), drow_gate.ref(), expert.ref(), ref, N, K, El, reference_ctx);
+    CHECK_SAME(dgate);
+}
+
+static void test_dispatch(void) {
+    dispatch_case(1, 1, 1, 1, SPREAD);
+    dispatch_case(3, 2, 2, 1, SPREAD);
+    dispatch_case(129, 3, 4, 2, SPREAD);
+    dispatch_case(1000, 6, 8, 8, SPREAD);
+    dispatch_case(1000, 6, 8, 8, ONE);
+    dispatch_case(777, 1, 64, 4, SOME_EMPTY);
+    dispatch_case(70001, 8, 8, 32, SPREAD);
+    dispatch_case(0, 6, 8, 8, SPREAD);
 }
 
 static void experts_case(int64_t N, int32_t K, int32_t El, int64_t F, Kind kind) {
@@ -222,6 +307,7 @@ static void test_experts(void) {
     experts_case(1000, 1, 16, 128, ONE);
     experts_case(300, 3, 9, 264, SOME_EMPTY);
     experts_case(4, 2, 16, 24, ELSEWHERE);
+    experts_case(0, 2, 4, 24, SPREAD);
 }
 
 // The smallest gap that decided a token's choice: between its groups in and out, and between successive choices.
@@ -388,6 +474,8 @@ int main(void) {
     open_contexts((size_t)256 << 20);
     RUN(test_permute);
     RUN(test_plan_large);
+    RUN(test_plan_without_gates);
+    RUN(test_dispatch);
     RUN(test_experts);
     RUN(test_router);
     RUN(test_router_ties);

@@ -23,7 +23,7 @@ static real* golden_read(const SafeTensors* st, const char* prefix, const char* 
 static void load_golden_weights(Model* m, const SafeTensors* st) {
     for (int u = 0; u < params_units(&m->config); u++) {
         int count;
-        NamedTensor* tensors = params_tensors(&m->config, u, &count);
+        NamedTensor* tensors = params_tensors(&m->config, &m->layout, u, &count);
         for (int i = 0; i < count; i++) {
             real* w = golden_read(st, "weight.", tensors[i].name, tensors[i].count);
             device_upload(buffer_of(m, u, &tensors[i])->master + tensors[i].offset, w,
@@ -92,7 +92,7 @@ static void check_golden(const char* path) {
     char* line = host_format("%s --batch %s --seq-len %s", st_metadata(st, "options"), st_metadata(st, "batch"),
                              st_metadata(st, "seq_len"));
     Settings s = settings_of(line);
-    Model* m = model_create(&s);
+    Model* m = model_create(&s, NULL);
     load_golden_weights(m, st);
     int64_t N = s.batch * s.seq_len, V = s.model.V;
     int32_t *tokens = (int32_t*)host_alloc((size_t)N * 4), *targets = (int32_t*)host_alloc((size_t)N * 4);
@@ -111,7 +111,7 @@ static void check_golden(const char* path) {
     free(got);
 
     model_loss(m, m->state, (float)(1.0 / (double)N));
-    model_backward(m, 0);
+    model_backward(m, 0, 1);
     StepState state = state_of(m);
     want = golden_read(st, "", "loss", 1);
     CHECK(fabs(state.loss_sum / (double)N / (double)want[0] - 1) < (BF16 ? 2e-3 : 1e-5), "loss %.9g, golden %.9g",
@@ -120,7 +120,7 @@ static void check_golden(const char* path) {
 
     for (int u = 0; u < params_units(&m->config); u++) {
         int count;
-        NamedTensor* tensors = params_tensors(&m->config, u, &count);
+        NamedTensor* tensors = params_tensors(&m->config, &m->layout, u, &count);
         for (int i = 0; i < count; i++) {
             int64_t n = tensors[i].count;
             got = host_copy(m, buffer_of(m, u, &tensors[i])->grad + tensors[i].offset, n);

@@ -22,7 +22,7 @@ static double accumulate(Model* m, int64_t sequences) {
     model_step_begin(m);
     for (int64_t i = 0; i < n; i += micro) {
         model_batch(m, ids + i, ids + n + i, s->batch, s->seq_len);
-        model_micro_step(m);
+        model_micro_step(m, i + micro >= n);
     }
     free(ids);
     return state_of(m).loss_sum / (double)n;
@@ -30,8 +30,8 @@ static double accumulate(Model* m, int64_t sequences) {
 
 static Model* fresh(const char* line) {
     Settings s = settings_of(line);
-    Model* m = model_create(&s);
-    params_init(m->units, &m->config, 3, m->ctx);
+    Model* m = model_create(&s, NULL);
+    model_init(m, 3);
     return m;
 }
 
@@ -64,7 +64,7 @@ static void micro_batches(void) {
               loss);
         for (int u = 0; u < params_units(&whole->config); u++) {
             int count;
-            NamedTensor* tensors = params_tensors(&whole->config, u, &count);
+            NamedTensor* tensors = params_tensors(&whole->config, &whole->layout, u, &count);
             for (int i = 0; i < count; i++) {
                 int64_t at = tensors[i].offset, n = tensors[i].count;
                 real* a = host_copy(split, buffer_of(split, u, &tensors[i])->grad + at, n);
@@ -135,7 +135,7 @@ static void check_differences(const char* line) {
     accumulate(m, m->settings.batch);
     for (int u = 0; u < params_units(&m->config); u++) {
         int count;
-        NamedTensor* tensors = params_tensors(&m->config, u, &count);
+        NamedTensor* tensors = params_tensors(&m->config, &m->layout, u, &count);
         for (int i = 0; i < count; i++) {
             ParamBuffer* p = buffer_of(m, u, &tensors[i]);
             int64_t n = tensors[i].count;
@@ -251,12 +251,12 @@ static void schedules(void) {
 static void bad_step(void) {
     Model* m = fresh(SMALL "--batch 2");
     accumulate(m, 2);
-    model_update(m, 1);
+    model_update(m, 1, 0);
     int64_t n = m->units[2].experts.n, cells = m->config.L * m->config.E;
     real *w = host_copy(m, m->units[2].experts.master, n), *bias = host_copy(m, m->bias, cells), nan_value = NAN;
     accumulate(m, 2);
     device_upload(m->units[1].dense.grad + 5, &nan_value, sizeof(real), m->ctx);
-    model_update(m, 2);
+    model_update(m, 2, 0);
     real *w2 = host_copy(m, m->units[2].experts.master, n), *bias2 = host_copy(m, m->bias, cells);
     CHECK(memcmp(w, w2, (size_t)n * sizeof(real)) == 0, "a NaN gradient changed weights");
     CHECK(memcmp(bias, bias2, (size_t)cells * sizeof(real)) == 0, "a NaN gradient changed biases");
@@ -264,7 +264,7 @@ static void bad_step(void) {
     CHECK(bad.ok == 0 && bad.bad_in_a_row == 1 && bad.updates == 1, "ok %d, %d bad, %lld updates", bad.ok,
           bad.bad_in_a_row, (long long)bad.updates);
     accumulate(m, 2);
-    model_update(m, 3);
+    model_update(m, 3, 0);
     real *w3 = host_copy(m, m->units[2].experts.master, n), *bias3 = host_copy(m, m->bias, cells);
     CHECK(memcmp(w, w3, (size_t)n * sizeof(real)) != 0, "a good step changed no weight");
     CHECK(memcmp(bias, bias3, (size_t)cells * sizeof(real)) != 0, "a good step changed no bias");

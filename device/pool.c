@@ -1,0 +1,62 @@
+#include "device/pool.h"
+
+#include <stdlib.h>
+
+#include "device/check.h"
+#include "device/device.h"
+
+typedef struct Chunk {
+    char* memory;
+    size_t bytes;
+} Chunk;
+
+struct Pool {
+    const char* purpose;
+    Chunk* chunks;  // the first is the caller's
+    int count;
+    PoolMark top;
+};
+
+static void add_chunk(Pool* pool, void* memory, size_t bytes) {
+    pool->chunks = (Chunk*)realloc(pool->chunks, (size_t)(pool->count + 1) * sizeof(Chunk));
+    if (!pool->chunks) die(EXIT_FAILED, "out of host memory for the pool of %s", pool->purpose);
+    pool->chunks[pool->count].memory = (char*)memory;
+    pool->chunks[pool->count++].bytes = bytes;
+}
+
+Pool* pool_create(const char* purpose, void* memory, size_t bytes) {
+    Pool* pool = (Pool*)host_alloc(sizeof(Pool));
+    pool->purpose = purpose;
+    add_chunk(pool, memory, bytes);
+    return pool;
+}
+
+void pool_destroy(Pool* pool) {
+    for (int i = 1; i < pool->count; i++) device_free(pool->chunks[i].memory);
+    free(pool->chunks);
+    free(pool);
+}
+
+// Steps that need more are often followed by others that need a little more: at least a sixteenth of the pool.
+static void grow(Pool* pool, size_t need) {
+    size_t all = 0, megabyte = (size_t)1 << 20;
+    for (int i = 0; i < pool->count; i++) all += pool->chunks[i].bytes;
+    size_t bytes = ((need > all / 16 ? need : all / 16) + megabyte - 1) / megabyte * megabyte;
+    warn("the pool for %s grew by %.0f MiB to %.2f GiB: expert loads are uneven; --capacity sets the room",
+         pool->purpose, (double)bytes / 0x1p20, (double)(all + bytes) / 0x1p30);
+    add_chunk(pool, device_alloc(bytes, pool->purpose), bytes);
+}
+
+void* pool_take(Pool* pool, size_t bytes) {
+    bytes = (bytes + 255) / 256 * 256;
+    while (bytes > pool->chunks[pool->top.chunk].bytes - pool->top.at) {
+        if (pool->top.chunk + 1 == pool->count) grow(pool, bytes);
+        pool->top.chunk++;
+        pool->top.at = 0;
+    }
+    pool->top.at += bytes;
+    return pool->chunks[pool->top.chunk].memory + pool->top.at - bytes;
+}
+
+PoolMark pool_mark(const Pool* pool) { return pool->top; }
+void pool_release(Pool* pool, PoolMark mark) { pool->top = mark; }

@@ -1,0 +1,26 @@
+// Device memory for what is needed in an amount that is known only during a step: a stack, taken from in forward order
+// and given back in reverse. Planned with a size; a step that needs more gets more (allocated then and there, and
+// said), so nothing is ever dropped.
+#ifndef DEVICE_POOL_H
+#define DEVICE_POOL_H
+
+#include "device/types.h"
+
+BEGIN_C
+
+typedef struct Pool Pool;
+typedef struct PoolMark {  // a height of the stack
+    int chunk;
+    size_t at;
+} PoolMark;
+
+// The stack's first `bytes` lie in `memory`, which stays the caller's.
+Pool* pool_create(const char* purpose, void* memory, size_t bytes);
+void pool_destroy(Pool* pool);
+void* pool_take(Pool* pool, size_t bytes);  // aligned to 256 bytes, contents undefined
+PoolMark pool_mark(const Pool* pool);
+void pool_release(Pool* pool, PoolMark mark);  // all that was taken since the mark is free again
+
+END_C
+
+#endif

@@ -1,0 +1,80 @@
+#include "model/agree.h"
+
+#include <stdio.h>
+#include <stdlib.h>
+#include <string.h>
+#include <zlib.h>
+
+#include "device/check.h"
+
+// Every rank's `bytes`, in fresh memory.
+static char* gather(Ranks* world, const void* mine, size_t bytes) {
+    char* all = (char*)host_alloc((size_t)ranks_count(world) * bytes);
+    ranks_all_gather(world, all, mine, bytes);
+    return all;
+}
+
+static uint32_t program_crc(void) {
+    uLong crc = crc32(0, NULL, 0);
+    FILE* file = fopen("/proc/self/exe", "rb");
+    unsigned char piece[1 << 16];
+    for (size_t n; file && (n = fread(piece, 1, sizeof(piece), file)) > 0;) crc = crc32_z(crc, piece, n);
+    if (file) fclose(file);
+    return (uint32_t)crc;
+}
+
+// One option after the other as "name value\n".
+static char* option_list(const Settings* s) {
+    char* list = host_strdup("");
+    for (int i = 0; i < settings_count; i++) {
+        const Option* o = &settings_table[i];
+        const char* name = o->name;
+        if (strcmp(name, "train") == 0 || strcmp(name, "val") == 0 || strcmp(name, "tokenizer") == 0) continue;
+        char *value = option_text(o, s), *longer = host_format("%s%s %s\n", list, name, value);
+        free(value);
+        free(list);
+        list = longer;
+    }
+    return list;
+}
+
+static NORETURN void options_differ(int rank, char* first, char* other) {
+    char *rest_a, *rest_b, *a = strtok_r(first, "\n", &rest_a), *b = strtok_r(other, "\n", &rest_b);
+    while (a && b && strcmp(a, b) == 0) {
+        a = strtok_r(NULL, "\n", &rest_a);
+        b = strtok_r(NULL, "\n", &rest_b);
+    }
+    die(EXIT_USAGE, "rank %d runs with --%s, rank 0 with --%s: give all ranks the same options", rank, b ? b : "(none)",
+        a ? a : "(none)");
+}
+
+void agree_on_settings(Ranks* world, const Settings* s) {
+    int R = ranks_count(world);
+    uint32_t crc = program_crc(), *crcs = (uint32_t*)gather(world, &crc, sizeof(crc));
+    for (int r = 1; r < R; r++)
+        if (crcs[r] != crcs[0])
+            die(EXIT_USAGE, "rank %d runs another build of the program than rank 0 (CRC-32 %08x, not %08x)", r, crcs[r],
+                crcs[0]);
+    free(crcs);
+    char* list = option_list(s);
+    size_t length = strlen(list) + 1, *lengths = (size_t*)gather(world, &length, sizeof(length)), longest = 0;
+    for (int r = 0; r < R; r++)
+        if (lengths[r] > longest) longest = lengths[r];
+    char* padded = (char*)host_alloc(longest);
+    memcpy(padded, list, length);
+    char* lists = gather(world, padded, longest);
+    for (int r = 1; r < R; r++)
+        if (strcmp(lists + (size_t)r * longest, lists) != 0) options_differ(r, lists, lists + (size_t)r * longest);
+    free(lists);
+    free(padded);
+    free(lengths);
+    free(list);
+}
+
+void agree_on_data(Ranks* world, const char* option, uint32_t hash) {
+    uint32_t* hashes = (uint32_t*)gather(world, &hash, sizeof(hash));
+    for (int r = 1; r < ranks_count(world); r++)
+        if (hashes[r] != hashes[0])
+            die(EXIT_USAGE, "%s: rank %d sees other shards than rank 0 (names, sizes or headers differ)", option, r);
+    free(hashes);
+}

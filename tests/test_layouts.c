@@ -1,0 +1,287 @@
+// Any layout against one rank, on the same global batches: the same experts, gradients and losses. Run by any number of
+// ranks that is a power of two (mpirun -np 4); each layout runs on the first ranks of them while the others wait.
+//
+// Bounds. A layout changes only the order of float sums: over tokens in the weights' gradients, over a token's experts
+// (summed per rank first), and where an activation's gradient gathers its parts.
+//   float32: some 1e-7 per sum, against 1e-5 asked for. bf16: a token's sum is rounded to bf16 once per rank it visits
+//   (2^-9 each), and what follows carries that on; 1e-2 on a gradient as in tests/test_model.c, 2e-3 on a loss.
+#include <unistd.h>
+
+#include "device/files.h"
+#include "dist/watch.h"
+#include "model/persist.h"
+#include "tests/model.h"
+
+enum { SEQUENCES = 16, STEPS = 20, BF16 = BACKEND == BACKEND_CUDA };
+static const double GRADIENT_BOUND = BF16 ? 1e-2 : 1e-5, LOSS_BOUND = BF16 ? 2e-3 : 1e-5;
+
+static Ranks* world;
+static const char* shards[4] = {"none", "optimizer", "grads", "weights"};
+
+#define TINY                                                                                                           \
+    "--layers 2 --dim 64 --heads 2 --kv-lora 32 --nope-dim 32 --rope-dim 16 --v-dim 32 --dense-ffn 96 --experts 8 "    \
+    "--top-k 2 --expert-ffn 40 --vocab 50 --seq-len 16 --batch 2 --tokens-per-step 256 --aux-loss 0.01 --lr 1e-4 "     \
+    "--warmup 0 --steps 20 "
+
+typedef struct Case {
+    int ranks, ep;
+    const char *shard, *recompute;
+    int one_expert;  // 1: the router is driven to send every token to expert 3
+} Case;
+
+// What a run showed; valid on rank 0 of its ranks.
+typedef struct Shown {
+    double loss[STEPS], norm[STEPS];
+    int64_t choices;
+    int32_t* expert;  // of the first step, by sequence
+    int tensors;
+    real** grad;  // of the first step, whole tensors
+    int64_t* elements;
+} Shown;
+
+static void shown_free(Shown* s) {
+    for (int i = 0; i < s->tensors; i++) free(s->grad[i]);
+    free(s->grad);
+    free(s->elements);
+    free(s->expert);
+}
+
+static Model* start(Ranks* group, Case c, const char* more) {
+    char* line = host_format(TINY "--ep %d --shard %s --recompute %s %s", c.ep, c.shard, c.recompute, more);
+    Settings s = settings_for(line, c.ranks);
+    Model* m = model_create(&s, group);
+    model_init(m, 3);
+    if (c.one_expert) {
+        real high = 100;
+        for (int64_t l = m->config.dense_layers; l < m->config.L; l++)
+            device_upload(m->bias + l * m->config.E + 3, &high, sizeof(real), m->ctx);
+    }
+    free(line);
+    return m;
+}
+
+// One step on random tokens that depend on the step alone. Records experts (if asked for) by sequence.
+static StepState one_step(Model* m, int step, int32_t* expert) {
+    int64_t T = m->settings.seq_len, B = m->settings.batch, K = m->config.K, R = m->layout.ranks, n = SEQUENCES * T;
+    int32_t* ids = (int32_t*)host_alloc((size_t)(2 * n) * 4);
+    for (int64_t i = 0; i < 2 * n; i++)
+        ids[i] = (int32_t)(random_uniform(99, (uint32_t)step, (uint64_t)i) * (double)m->config.V);
+    model_step_begin(m);
+    for (int64_t s = 0; s < SEQUENCES; s += R * B) {
+        int64_t mine = s + m->layout.rank * B;
+        model_batch(m, ids + mine * T, ids + n + mine * T, B, T);
+        model_micro_step(m, s + R * B >= SEQUENCES);
+        if (expert)
+            device_download(expert + mine * T * K, m->blocks[m->config.dense_layers].moe.expert,
+                            (size_t)(B * T * K) * 4, m->ctx);
+    }
+    model_update(m, step, 0);
+    free(ids);
+    return state_of(m);
+}
+
+// Adds the ranks' int32 or real values, which are 0 where a rank holds nothing.
+static void add_up(Ranks* group, void* data, int64_t n, int reals) {
+    size_t bytes = (size_t)n * (reals ? sizeof(real) : 4);
+    char* all = (char*)host_alloc((size_t)ranks_count(group) * bytes);
+    ranks_all_gather(group, all, data, bytes);
+    memset(data, 0, bytes);
+    for (int r = 0; r < ranks_count(group); r++)
+        for (int64_t i = 0; i < n; i++) {
+            if (reals)
+                ((real*)data)[i] += ((real*)(all + (size_t)r * bytes))[i];
+            else
+                ((int32_t*)data)[i] += ((int32_t*)(all + (size_t)r * bytes))[i];
+        }
+    free(all);
+}
+
+// The summed gradients, put together from the ranks' parts.
+static void gather_gradients(Shown* shown, Model* m, Ranks* group) {
+    shown->grad = (real**)host_alloc(1000 * sizeof(real*));
+    shown->elements = (int64_t*)host_alloc(1000 * sizeof(int64_t));
+    for (int u = 0; u < params_units(&m->config); u++) {
+        int count;
+        NamedTensor* tensors = params_tensors(&m->config, &m->layout, u, &count);
+        for (int i = 0; i < count; i++) {
+            ParamBuffer* p = buffer_of(m, u, &tensors[i]);
+            Slice own = tensor_slice(&tensors[i], p->first, p->part);
+            real* whole = (real*)host_alloc((size_t)tensors[i].count * sizeof(real));
+            if (own.count)
+                device_download(whole + own.first, p->own_grad + (tensors[i].offset + own.first - p->first),
+                                (size_t)own.count * sizeof(real), m->ctx);
+            add_up(group, whole, tensors[i].count, 1);
+            shown->elements[shown->tensors] = tensors[i].count;
+            shown->grad[shown->tensors++] = whole;
+        }
+        free(tensors);
+    }
+}
+
+static Shown show(Case c, int steps) {
+    Shown shown;
+    memset(&shown, 0, sizeof(shown));
+    int takes_part = ranks_index(world) < c.ranks;
+    Ranks* group = ranks_split(world, takes_part);
+    if (takes_part) {
+        Model* m = start(group, c, "");
+        shown.choices = SEQUENCES * m->settings.seq_len * m->config.K;
+        shown.expert = (int32_t*)host_alloc((size_t)shown.choices * 4);
+        for (int step = 0; step < steps; step++) {
+            StepState state = one_step(m, step + 1, step ? NULL : shown.expert);
+            shown.loss[step] = state.loss;
+            shown.norm[step] = state.grad_norm;
+            if (step) continue;
+            add_up(group, shown.expert, shown.choices, 0);
+            gather_gradients(&shown, m, group);
+        }
+        finish(m);
+    }
+    ranks_barrier(world);
+    ranks_free(group);
+    return shown;
+}
+
+static char* name_of(Case c) {
+    return host_format("%d ranks, ep %d, shard %s, recompute %s%s", c.ranks, c.ep, c.shard, c.recompute,
+                       c.one_expert ? ", all tokens to one expert" : "");
+}
+
+static void compare(const Shown* got, const Shown* want, Case c, int steps) {
+    if (ranks_index(world)) return;
+    char* name = name_of(c);
+    if (!BF16)
+        CHECK(memcmp(got->expert, want->expert, (size_t)got->choices * 4) == 0, "%s: other experts are chosen", name);
+    for (int i = 0; i < got->tensors; i++) {
+        double e = relative_error(got->grad[i], want->grad[i], got->elements[i]);
+        CHECK(e < GRADIENT_BOUND, "%s: the gradient of tensor %d is off by %g", name, i, e);
+    }
+    for (int step = 0; step < steps; step++) {
+        CHECK(fabs(got->loss[step] / want->loss[step] - 1) < LOSS_BOUND, "%s: step %d: loss %.9g, one rank %.9g", name,
+              step + 1, got->loss[step], want->loss[step]);
+        CHECK(fabs(got->norm[step] / want->norm[step] - 1) < 10 * LOSS_BOUND, "%s: step %d: norm %.9g, one rank %.9g",
+              name, step + 1, got->norm[step], want->norm[step]);
+    }
+    free(name);
+}
+
+static void all_layouts(int one_expert) {
+    Case one = {1, 1, "none", "none", one_expert};
+    Shown want = show(one, STEPS);
+    if (one_expert && ranks_index(world) == 0) {
+        int64_t hits = 0;
+        for (int64_t i = 0; i < want.choices; i++) hits += want.expert[i] == 3;
+        CHECK(hits == want.choices / 2, "expert 3 was chosen %lld times for %lld tokens", (long long)hits,
+              (long long)want.choices / 2);
+    }
+    int number = 0;
+    for (int ranks = 1; ranks <= ranks_count(world) && ranks <= 4; ranks *= 2)
+        for (int ep = 1; ep <= ranks; ep *= 2, number++)
+            for (int s = 0; s < 4; s++) {
+                // To connect GPUs takes seconds: there, one level of sharding for each pair of ranks and ep.
+                if (BF16 && s != (number + one_expert) % 4) continue;
+                Case c = {ranks, ep, shards[s], "none", one_expert};
+                Shown got = show(c, STEPS);
+                compare(&got, &want, c, STEPS);
+                shown_free(&got);
+            }
+    shown_free(&want);
+}
+
+static void layouts_agree(void) { all_layouts(0); }
+static void layouts_agree_on_one_expert(void) { all_layouts(1); }
+
+static void same_bits(const Shown* a, const Shown* b, const char* name, int steps) {
+    if (ranks_index(world)) return;
+    for (int i = 0; i < a->tensors; i++)
+        CHECK(memcmp(a->grad[i], b->grad[i], (size_t)a->elements[i] * sizeof(real)) == 0,
+              "%s: the gradient of tensor %d has other bits", name, i);
+    CHECK(memcmp(a->loss, b->loss, (size_t)steps * sizeof(double)) == 0, "%s: losses have other bits", name);
+}
+
+// Twice the same layout, and with activations computed again: the same bits.
+static void recompute_is_exact(void) {
+    static const char* kinds[3] = {"none", "moe", "block"};
+    int R = ranks_count(world) < 4 ? ranks_count(world) : 4;
+    for (int ep = BF16 ? R : 1; ep <= R; ep *= 2) {
+        Case plain = {R, ep, "weights", "none", 0};
+        Shown want = show(plain, 3);
+        for (int k = 0; k < 3; k++) {
+            Case c = {R, ep, "weights", kinds[k], 0};
+            Shown got = show(c, 3);
+            char* name = name_of(c);
+            same_bits(&got, &want, name, 3);
+            free(name);
+            shown_free(&got);
+        }
+        shown_free(&want);
+    }
+}
+
+// Ten steps, a checkpoint, and ten more on another layout: the curve goes on.
+static void resumes_anywhere(void) {
+    int R = ranks_count(world) < 4 ? ranks_count(world) : 4;
+    Case from = {R, R, "weights", "none", 0};
+    Case to[4] = {{R, R, "weights", "none", 0},
+                  {1, 1, "none", "none", 0},
+                  {R / 2, 1, "grads", "none", 0},
+                  {R, 1, "optimizer", "none", 0}};
+    Shown want = show(from, STEPS);
+    char folder[] = "/tmp/train_moe_layouts_XXXXXX";
+    if (ranks_index(world) == 0) ASSERT(mkdtemp(folder));
+    ranks_broadcast(world, folder, sizeof(folder), 0);
+    for (int i = 0; i < 4; i++) {
+        Case c = to[i];
+        if (c.ranks == 0) continue;
+        for (int half = 0; half < 2; half++) {
+            if (half == 0 && i > 0) continue;  // one checkpoint serves all
+            Case layout = half ? c : from;
+            int takes_part = ranks_index(world) < layout.ranks;
+            Ranks* group = ranks_split(world, takes_part);
+            if (takes_part) {
+                char* out = host_format("--out %s", folder);
+                Model* m = start(group, layout, out);
+                int64_t window = 0, done = half ? model_resume(m, group, 7, &window) : 0;
+                StepState state = state_of(m);
+                CHECK(done == 10 * half && window == 160 * half, "resumed step %lld, window %lld", (long long)done,
+                      (long long)window);
+                for (int step = (int)done; step < 10 * (half + 1); step++) {
+                    state = one_step(m, step + 1, NULL);
+                    if (ranks_index(world)) continue;
+                    char* name = name_of(layout);
+                    int exact = half == 0 || i == 0;
+                    double e = fabs(state.loss / want.loss[step] - 1);
+                    CHECK(exact ? state.loss == want.loss[step] && state.grad_norm == want.norm[step] : e < LOSS_BOUND,
+                          "%s, resumed: step %d: loss %.9g, uninterrupted %.9g", name, step + 1, state.loss,
+                          want.loss[step]);
+                    free(name);
+                }
+                if (half == 0) {
+                    Saver* saver = saver_create(group, folder, 2);
+                    model_save(m, saver, 10, 160, 7, &state);
+                    saver_destroy(saver);
+                }
+                finish(m);
+                free(out);
+            }
+            ranks_barrier(world);
+            ranks_free(group);
+        }
+    }
+    if (ranks_index(world) == 0) remove_folder(folder);
+    shown_free(&want);
+}
+
+int main(int argc, char** argv) {
+    world = ranks_start(&argc, &argv);
+    watch_start(world, 60);
+    device_choose(ranks_local());
+    RUN(layouts_agree);
+    RUN(layouts_agree_on_one_expert);
+    RUN(recompute_is_exact);
+    RUN(resumes_anywhere);
+    int failed = test_summary();
+    watch_stop();
+    ranks_end(world);
+    return failed;
+}
