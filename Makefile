@@ -29,7 +29,7 @@ endif
 
 # C tests; those in TESTS_F64 compare with finite differences and run in the double build too.
 OP_TESTS = tests/test_layers tests/test_attention tests/test_adamw tests/test_router tests/test_moe
-TESTS     = tests/test_device tests/test_data tests/test_shards $(OP_TESTS) tests/test_golden tests/test_model
+TESTS     = tests/test_device tests/test_data tests/test_shards $(OP_TESTS) tests/test_golden tests/test_model tests/test_checkpoint
 # Tests of several ranks: four, where there is an mpirun, in the CUDA build one a GPU.
 TESTS_RANKS = tests/test_ranks tests/test_comm tests/test_checkpoint tests/test_expert_parallel tests/test_layouts
 TESTS_F64 = $(OP_TESTS) tests/test_golden tests/test_model

@@ -34,6 +34,7 @@ struct Tile {
     int steps;  // of TILE_K along the contraction; 0: no more tiles
     int rows;   // up to the next expert
     int valid;  // those that are not pad rows
+    int w_scale;
     int store;
 };
 
@@ -114,6 +115,7 @@ __device__ __forceinline__ void produce(Shared& s, const CUtensorMap* x, const C
             t.n = n * TILE_N;
             t.rows = height - m;
             t.valid = rows - m;
+            t.w_scale = (int)(t.expert * tiles_n * t.steps + t.n / TILE_N * g.w_stride_o);
         }
         barrier_wait(&s.tile_empty[ring], ring_parity);
         if (lane == 0) {
@@ -150,53 +152,62 @@ __device__ __forceinline__ void produce(Shared& s, const CUtensorMap* x, const C
     }
 }
 
-__device__ __forceinline__ void release(Shared& s, int slot, int lane) {
-    if (lane < CLUSTER) barrier_arrive_at(&s.empty[slot], lane);
-}
+// 2^(s - 127) (the smallest, 2^-127, has no exponent bits); 255 gives infinity.
+__device__ __forceinline__ float power(uint32_t s) { return fmaxf(__uint_as_float(s << 23), 0x1p-127f); }
 
-// 2^(s - 127); 255, which becomes NaN behind the product of both scales, is infinite here
-__device__ __forceinline__ float power(uint32_t s) { return __uint_as_float(max(s << 23, 0x400000u)); }
+// Where a warpgroup reads, in registers that the compiler knows to be the same in all lanes, and a lane's scales.
+struct Consumer {
+    uint32_t a, b;   // descriptors in the first stage
+    uint32_t empty;  // barriers of one of the two blocks
+    int slot;
+    uint32_t parity;
+    const uint8_t *x_scale, *w_scale;
+    uint32_t sx, sw;  // for the next step
+};
 
 template <int W>
-__device__ __forceinline__ void multiply(Shared& s, float (&d)[W][64], const uint8_t* x_scale, const uint8_t* w_scale,
-                                         int64_t w_stride, int steps, int group, int lane, int& slot,
-                                         uint32_t& parity) {
-    const uint64_t a = wgmma_descriptor<BOX>(shared_address(s.stage) + group * BOX_BYTES, 0);
-    const uint64_t b = wgmma_descriptor<BOX>(shared_address(s.stage) + TILE_M * TILE_K, 0);
-    uint32_t sx = *x_scale, sw = *w_scale;
+__device__ __forceinline__ void multiply(Shared& s, Consumer& c, float (&d)[W][64], uint32_t w_stride, int steps, int lane) {
+    const uint64_t high = wgmma_descriptor<BOX>(0, 0);
 #pragma unroll
     for (int v = 0; v < W; v++)
 #pragma unroll
         for (int i = 0; i < 64; i++) d[v][i] = 0;
-    for (int step = 0; step < steps; step++) {
+    if (GROUPS == 3) c.slot = __reduce_max_sync(0xffffffffu, c.slot), c.a = __reduce_max_sync(0xffffffffu, c.a), c.b = __reduce_max_sync(0xffffffffu, c.b), steps = __reduce_max_sync(0xffffffffu, steps);
+    for (; steps > 0; steps--) {
         float p[64], scale = 0;
-        barrier_wait(&s.full[slot], parity);
-        const uint64_t at = slot * (STAGE_BYTES / 16);
+        barrier_wait(&s.full[c.slot], c.parity);
+        const uint32_t a = c.a + c.slot * (STAGE_BYTES / 16), b = c.b + c.slot * (STAGE_BYTES / 16);
 #pragma unroll
         for (int v = 0; v < W; v++) {
             wgmma_fence();
 #pragma unroll
             for (int k = 0; k < TILE_K / 32; k++)
-                wgmma_e4m3<TILE_N>(p, a + at + v * (GROUPS * BOX_BYTES / 16) + k * 2, b + at + k * 2, k > 0);
+                wgmma_e4m3<TILE_N>(p, high | (a + v * (GROUPS * BOX_BYTES / 16) + k * 2), high | (b + k * 2), k > 0);
             wgmma_commit();
             if (v == 0) {
-                scale = power(sx) * power(sw);
+                scale = power(c.sx) * power(c.sw);
                 scale = fmaf(scale, 0, scale);
-                if (step + 1 < steps) {
-                    x_scale += 4, w_scale += w_stride;
-                    sx = *x_scale, sw = *w_scale;
-                }
+                c.x_scale += 4, c.w_scale += w_stride;
+                if (steps > 1) c.sx = *c.x_scale, c.sw = *c.w_scale;
             }
-            const float near = __shfl_sync(0xffffffffu, scale, v * 16 + lane / 4);
-            const float far = __shfl_sync(0xffffffffu, scale, v * 16 + lane / 4 + 8);
+            const float near = __shfl_sync(0xffffffffu, scale, v * 2, 4);
+            const float far = __shfl_sync(0xffffffffu, scale, v * 2 + 1, 4);
             wgmma_wait<0>();
             wgmma_pin(p);
-            if (v == W - 1) release(s, slot, lane);
+            if (v == W - 1 && lane < CLUSTER) barrier_arrive_cluster(c.empty + c.slot * 8);
 #pragma unroll
             for (int i = 0; i < 64; i++) d[v][i] = fmaf(p[i], i & 2 ? far : near, d[v][i]);
         }
-        if (++slot == STAGES) slot = 0, parity ^= 1;
+        if (++c.slot == STAGES) c.slot = 0, c.parity ^= 1;
     }
+}
+
+__device__ __forceinline__ void begin(Consumer& c, const Tile& t, const Groups& g) {
+    const int warp = threadIdx.x / 32 - 4, lane = threadIdx.x % 32;
+    const int row = t.m + (t.rows > 64 * GROUPS ? lane % 4 / 2 * (64 * GROUPS) : 0) + warp * 16 + lane / 4 + lane % 2 * 8;
+    c.x_scale = g.x_scale + (GROUPS == 3 ? min(row, t.m + t.rows - 1) : row) * g.x_stride;
+    c.w_scale = g.w_scale + t.w_scale;
+    c.sx = *c.x_scale, c.sw = *c.w_scale;
 }
 
 struct Writer {
@@ -218,25 +229,29 @@ struct Writer {
 
 __device__ __forceinline__ void write(Writer& w, const float (&d)[64], floatX*, const CUtensorMap* out, const Tile& t,
                                       int row, int columns) {
-    const int lane = w.lane, m = t.m + row, n = t.n;
-    const uint32_t keep = row + lane / 4 < t.valid ? ~0u : 0, keep8 = row + lane / 4 + 8 < t.valid ? ~0u : 0;
+    const int lane = w.lane, m = GROUPS == 2 || row < t.rows ? t.m + row : 1 << 30, n = t.n;
 #pragma unroll
     for (int c = 0; c < 2; c++) {
         if (n + c * 64 >= columns) break;
+        uint32_t packed[16];
+#pragma unroll
+        for (int i = 0; i < 16; i++) packed[i] = pack_bf16(d[c * 32 + 2 * i], d[c * 32 + 2 * i + 1]);
+        if (row + 16 > t.valid)
+#pragma unroll
+            for (int i = 0; i < 16; i++)
+                if (row + lane / 4 + i % 2 * 8 >= t.valid) packed[i] = 0;
         const uint32_t at = shared_address(w.begin()) + lane % 16 * 128;
 #pragma unroll
-        for (int j = 0; j < 8; j += 2) {
-            const float* p = d + c * 32 + j * 4;
-            store_matrices(at + ((j + lane / 16) ^ lane % 8) * 16, pack_bf16(p[0], p[1]) & keep,
-                           pack_bf16(p[2], p[3]) & keep8, pack_bf16(p[4], p[5]) & keep, pack_bf16(p[6], p[7]) & keep8);
-        }
+        for (int j = 0; j < 8; j += 2)
+            store_matrices(at + ((j + lane / 16) ^ lane % 8) * 16, packed[2 * j], packed[2 * j + 1], packed[2 * j + 2],
+                           packed[2 * j + 3]);
         w.end(out, n + c * 64, m);
     }
 }
 
 __device__ __forceinline__ void write(Writer& w, const float (&d)[64], float*, const CUtensorMap* out, const Tile& t,
                                       int row, int columns) {
-    const int lane = w.lane, r = lane / 4, odd = r % 2, m = t.m + row, n = t.n;
+    const int lane = w.lane, r = lane / 4, odd = r % 2, m = GROUPS == 2 || row < t.rows ? t.m + row : 1 << 30, n = t.n;
     const bool keep[2] = {row + r < t.valid, row + r + 8 < t.valid};
 #pragma unroll
     for (int c = 0; c < 4; c++) {
@@ -258,13 +273,13 @@ __device__ __forceinline__ void write(Writer& w, const float (&d)[64], float*, c
 }
 
 template <int W, typename Out>
-__device__ __forceinline__ void compute(Shared& s, const Tile& t, const Groups& g, const CUtensorMap* out, int& slot,
-                                        uint32_t& parity, Writer& writer) {
+__device__ __forceinline__ void compute(Shared& s, Consumer& c, const Tile& t, const Tile& next, uint64_t* next_full,
+                                        uint32_t next_parity, const Groups& g, const CUtensorMap* out, Writer& writer) {
     const int warp = threadIdx.x / 32 - 4, lane = writer.lane;
-    const int64_t row = t.m + (W > 1 ? lane / 16 * (64 * GROUPS) : 0) + warp * 16 + lane % 16;
-    const uint8_t* w_scale = g.w_scale + (int64_t)t.expert * div_up(g.N, TILE_N) * t.steps + t.n / TILE_N * g.w_stride_o;
     float d[W][64];
-    multiply<W>(s, d, g.x_scale + row * g.x_stride, w_scale, g.w_stride_c, t.steps, warp / 4, lane, slot, parity);
+    multiply<W>(s, c, d, g.w_stride_c, t.steps, lane);
+    barrier_wait(next_full, next_parity);
+    if (next.steps) begin(c, next, g);
     if (!t.store) return;
 #pragma unroll
     for (int v = 0; v < W; v++) write(writer, d[v], (Out*)nullptr, out, t, v * (64 * GROUPS) + warp * 16, g.N);
@@ -274,30 +289,30 @@ template <typename Out>
 __device__ __forceinline__ void consume(Shared& s, const Groups& g, const CUtensorMap* out) {
     const int lane = threadIdx.x % 32, warp = threadIdx.x / 32 - 4;
     Writer writer = {s.out[warp], 0, lane};
-    int slot = 0, ring = 0;
-    uint32_t parity = 0, ring_parity = 0;
+    Consumer c = {};
+    c.a = __reduce_max_sync(0xffffffffu, (uint32_t)wgmma_descriptor<BOX>(shared_address(s.stage) + warp / 4 * BOX_BYTES, 0));
+    c.b = __reduce_max_sync(0xffffffffu, (uint32_t)wgmma_descriptor<BOX>(shared_address(s.stage) + TILE_M * TILE_K, 0));
+    c.empty = cluster_address(s.empty, lane % CLUSTER);
+    int ring = 0;
+    uint32_t ring_parity = 0;
+    barrier_wait(&s.tile_full[ring], ring_parity);
+    if (s.tile[0].steps) begin(c, s.tile[0], g);
     for (;;) {
-        barrier_wait(&s.tile_full[ring], ring_parity);
         const Tile& t = s.tile[ring];
         if (t.steps == 0) break;
+        const int next = (ring + 1) % RING;
+        const uint32_t next_parity = ring_parity ^ (next == 0);
 #if V_WAVES == 2
         if (t.rows > 64 * GROUPS)
-            compute<2, Out>(s, t, g, out, slot, parity, writer);
+            compute<2, Out>(s, c, t, s.tile[next], &s.tile_full[next], next_parity, g, out, writer);
         else
-            compute<1, Out>(s, t, g, out, slot, parity, writer);
+            compute<1, Out>(s, c, t, s.tile[next], &s.tile_full[next], next_parity, g, out, writer);
 #else
-        if (warp / 4 * 64 < t.rows)
-            compute<1, Out>(s, t, g, out, slot, parity, writer);
-        else
-            for (int steps = t.steps; steps > 0; steps--) {
-                barrier_wait(&s.full[slot], parity);
-                release(s, slot, lane);
-                if (++slot == STAGES) slot = 0, parity ^= 1;
-            }
+        compute<1, Out>(s, c, t, s.tile[next], &s.tile_full[next], next_parity, g, out, writer);
 #endif
         __syncwarp();
         if (lane == 0) barrier_arrive(&s.tile_empty[ring]);
-        if (++ring == RING) ring = 0, ring_parity ^= 1;
+        ring = next, ring_parity = next_parity;
     }
     if (lane == 0) tma_wait_read<0>();
     __syncwarp();
@@ -318,10 +333,10 @@ __global__ void __cluster_dims__(CLUSTER, 1, 1) __launch_bounds__(THREADS, 1)
     __syncthreads();  // warps whole again
     cluster_sync();
     if (threadIdx.x < 128) {
-        registers_fewer<GROUPS == 2 ? 40 : 32>();
+        registers_fewer<56>();
         if (threadIdx.x < 32) produce(s, &x, &w, g);
     } else {
-        registers_more<GROUPS == 2 ? 232 : 160>();
+        registers_more<GROUPS == 2 ? 224 : 152>();
         consume<Out>(s, g, &out);
     }
     cluster_sync();  // the neighbour may still write here or arrive here

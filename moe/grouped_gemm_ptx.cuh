@@ -24,6 +24,17 @@ static __device__ __forceinline__ void barrier_arrive_at(uint64_t* bar, int rank
         : "memory");
 }
 
+// The two halves of that, for loops that arrive at the same barriers again and again.
+static __device__ __forceinline__ uint32_t cluster_address(const void* p, int rank) {
+    uint32_t at;
+    asm volatile("mapa.shared::cluster.u32 %0, %1, %2;" : "=r"(at) : "r"(shared_address(p)), "r"(rank));
+    return at;
+}
+
+static __device__ __forceinline__ void barrier_arrive_cluster(uint32_t at) {
+    asm volatile("mbarrier.arrive.shared::cluster.b64 _, [%0];" ::"r"(at) : "memory");
+}
+
 // To the same place in several blocks of the cluster (a bit each), every one's own barrier counting the bytes.
 static __device__ __forceinline__ void tma_multicast(void* to, const CUtensorMap* map, uint64_t* bar, int x, int y,
                                                      uint16_t blocks) {

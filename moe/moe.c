@@ -166,8 +166,7 @@ MoeWays* moe_ways_create(Pool* pool, Comm* comm, MoeShape s, Ctx* ctx) {
     ways->pool = pool;
     arena_init(&ways->table, "MoE block", BACKEND);
     if (s.ep == 1) return ways;
-    if (s.ep > MOE_MAX_EP) die(EXIT_USAGE, "--ep %d: at most %d ranks can share the experts", s.ep, MOE_MAX_EP);
-    ASSERT(comm_count(comm) == s.ep && s.router.E % s.ep == 0);
+    ASSERT(comm_count(comm) == s.ep && s.ep <= MOE_MAX_EP && s.router.E % s.ep == 0);
     ways->comm = comm;
     ways->line = ctx_side(ctx);
     ways->ready = event_create();

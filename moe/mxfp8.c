@@ -22,7 +22,8 @@ static uint8_t e4m3_of(float x) {
     uint32_t u = bits_of(x), sign = u >> 24 & 0x80, a = u & 0x7fffffff;
     if (a > 0x7f800000) return 0x7f;
     if (a >= bits_of(448)) return sign | 0x7e;
-    // Below 2^-6 e4m3 counts in steps of 2^-9, and so do the last bits of floats from 2^14 on: the sum is rounded there.
+    // Below 2^-6 e4m3 counts in steps of 2^-9, and so do the last bits of floats from 2^14 on: the sum is rounded
+    // there.
     if (a < bits_of(0x1p-6f)) return sign | (bits_of(float_of(a) + 0x1p14f) - bits_of(0x1p14f));
     // 20 bits of mantissa go, half to even; a carry runs into the exponent as it should.
     a += 0x7ffff + (a >> 20 & 1);
@@ -54,9 +55,7 @@ static int scale_of(const floatX* x, int64_t stride, int64_t rows, int64_t colum
     if (amax >= 0x7f800000) return MX_NAN;
     // 1.75 = 448 / 2^8: a mantissa above it, and only that, carries into the exponent. amax / 448 is just above 2^-127
     // for 0x04600001, and rounded to float32 it is 2^-127.
-    int s = mode == MX_FLOOR       ? (int)(amax >> 23) - 8
-            : amax == 0x04600001 ? 0
-                                 : (int)((amax + 0x1fffff) >> 23) - 8;
+    int s = mode == MX_FLOOR ? (int)(amax >> 23) - 8 : amax == 0x04600001 ? 0 : (int)((amax + 0x1fffff) >> 23) - 8;
     return s > 0 ? s : 0;
 }
 
@@ -128,6 +127,7 @@ void mx_swiglu_quantize(uint8_t* q, uint8_t* scale, const floatX* h, Ragged ragg
             const floatX *g = h + r * 2 * F + c, *u = g + F;
             floatX a[MX_CHUNK];
             int64_t n = min_i64(chunk, F - c);
+#pragma omp simd
             for (int64_t i = 0; i < n; i++) a[i] = g[i] / (1 + exp(-g[i])) * u[i];
             int s = scale_of(a, n, 1, n, cast.scale);
             memset(scale + r * stride + c / MX_BLOCK, s, n / MX_BLOCK);
@@ -148,11 +148,23 @@ void mx_dequantize(floatX* x, const uint8_t* q, const uint8_t* scale, int64_t ro
 void mx_stats(MxStats* stats, const floatX* x, int64_t rows, int64_t columns, MxCast cast, Ctx* ctx) {
     (void)ctx;
     const int64_t chunk = chunk_of(cast);
-    for (int64_t i = 0; i < rows * columns; i++) {
-        int64_t c = i % columns, c0 = c / chunk * chunk;
-        static_assert(1, "");
-        (void)c0;
-    }
+    for (int64_t r = 0; r < rows; r++)
+        for (int64_t c = 0; c < columns; c += MX_BLOCK) {
+            const floatX *row = x + r * columns, *block = row + c;
+            const int64_t c0 = c / chunk * chunk;
+            const int s = scale_of(row + c0, columns, 1, min_i64(chunk, columns - c0), cast.scale);
+            const int s_alone = scale_of(block, columns, 1, MX_BLOCK, cast.scale);
+            for (int64_t i = 0; i < MX_BLOCK && s != MX_NAN; i++) {
+                const float y = scaled(block[i], s);
+                const double value = value_of(e4m3_of(y), s), exact = (float)block[i];
+                stats->elements += exact != 0;
+                stats->saturated += fabs(y) > 448;
+                stats->flushed += exact != 0 && value == 0;
+                stats->inexact += value != value_of(e4m3_of(scaled(block[i], s_alone)), s_alone);
+                stats->signal += exact * exact;
+                stats->noise += (exact - value) * (exact - value);
+            }
+        }
 }
 
 size_t mx_stats_workspace(void) { return 0; }

@@ -10,12 +10,12 @@
 // Casts are exact to the bit: the reference takes x as float32 (its double build rounds it first), the GPU as bf16, and
 // subnormal numbers count in full. Zeros, and what is rounded to zero, keep their sign (q = 0x80).
 //
-// With align 128 the blocks of each 128 along the contraction share one s, that of their largest element (fewer than 128
-// at the end of a row stand alone), and x is rounded once, with that s: still MX, and what the fast products on Hopper
-// read. Weights for those share one s in tiles of 128 x 128, so that one set of bytes serves both orientations.
+// With align 128 the blocks of each 128 along the contraction share one s, that of their largest element (fewer than
+// 128 at the end of a row stand alone), and x is rounded once, with that s: still MX, and what the fast products on
+// Hopper read. Weights for those share one s in tiles of 128 x 128, so that one set of bytes serves both orientations.
 //
-// Scale bytes are row-major, mx_stride bytes a row: a multiple of 16, as TMA wants it; bytes behind the last block are 0.
-// Widths are multiples of 32, and all buffers lie on 16 bytes.
+// Scale bytes are row-major, mx_stride bytes a row: a multiple of 16, as TMA wants it; bytes behind the last block are
+// 0. Widths are multiples of 32, and all buffers lie on 16 bytes.
 #ifndef MOE_MXFP8_H
 #define MOE_MXFP8_H
 
@@ -35,9 +35,9 @@ enum { MX_BLOCK = 32, MX_CHUNK = 128, MX_NAN = 255 };
 static inline int64_t mx_stride(int64_t columns) { return (columns / MX_BLOCK + 15) / 16 * 16; }
 
 // Blocks along the rows (1x32): activations and gradients for the products that contract over the columns.
-void mx_quantize(uint8_t* q,        // (rows, columns)
-                 uint8_t* scale,    // (rows, mx_stride(columns))
-                 const floatX* x,   // (rows, columns)
+void mx_quantize(uint8_t* q,       // (rows, columns)
+                 uint8_t* scale,   // (rows, mx_stride(columns))
+                 const floatX* x,  // (rows, columns)
                  int64_t rows, int64_t columns, MxCast cast, Ctx* ctx);
 
 // Blocks down the columns (32x1), written transposed, as products that contract over the rows read them. For every one
@@ -56,14 +56,15 @@ void mx_quantize_tiles(uint8_t* q,             // (count, rows, columns)
                        int64_t count, int64_t rows, int64_t columns, int32_t scale_mode, Ctx* ctx);
 
 // SwiGLU between an expert's two products, cast as it is made: a = silu(h_gate) * h_up is rounded to floatX, then cast
-// as mx_quantize casts it, so the bytes are those of experts_swiglu_forward (moe/experts.h) and mx_quantize. Pad rows
-// are zeros with scale 0.
+// as mx_quantize casts it. On the GPU the bytes are those of experts_swiglu_forward (moe/experts.h) and mx_quantize.
+// Pad rows are zeros with scale 0.
 void mx_swiglu_quantize(uint8_t* q,       // (capacity, F)
                         uint8_t* scale,   // (capacity, mx_stride(F))
                         const floatX* h,  // (capacity, 2F): gate, then up
                         Ragged ragged, int64_t F, MxCast cast, Ctx* ctx);
 
-// x = q 2^(s - 127): exact in bf16 but for values outside its range (what is below 2^-133 is rounded, beyond 2^128 Inf).
+// x = q 2^(s - 127): exact in bf16 but for values outside its range (what is below 2^-133 is rounded, beyond 2^128
+// Inf).
 void mx_dequantize(floatX* x,             // (rows, columns)
                    const uint8_t* q,      // (rows, columns)
                    const uint8_t* scale,  // (rows, mx_stride(columns))

@@ -1,0 +1,415 @@
+// MXFP8 casts: bound by memory (3.03 bytes an element, 4.0 for tiles, 5.03 for SwiGLU). All of an input is read once,
+// in 16-byte pieces of which a lane has 4 to 16 under way, and what shares a scale never leaves the warp or the block
+// that read it.
+//
+// Magnitudes of bf16 compare like their bits, Inf and NaN above all others, so the largest is found two at a time by
+// integers and without conversion; lanes that share a block, chunk or column exchange theirs by shuffles. Products with
+// 2^(127 - s) are exact in float32 (or so small that they are rounded to 0), and cvt.rn.satfinite rounds them as the
+// header says, NaN to 0x7f.
+//
+// Along rows a warp takes 1024 columns of a row: a piece is 256 of them, a block lies in 4 lanes, a chunk in 16. The 32
+// scale bytes go out in one store.
+//
+// Down the columns a lane takes 16 rows x 8 columns, a warp 64 x 64: two blocks of rows in two pairs of 8 lanes. The
+// bytes are turned in registers, 4 x 4 at a time, and leave in 16-byte pieces that make 64 bytes of a row of the
+// result: no shared memory but for the scales of chunks and tiles, which span warps.
+#include <cuda_fp8.h>
+
+#include "layers/rows.cuh"
+#include "moe/mxfp8.h"
+
+enum { PIECES = 4, UNIT = PIECES * 256, PATCH_ROWS = 16, WARP_ROWS = 4 * PATCH_ROWS, WARP_COLUMNS = 64 };
+enum { ROW_WARPS = 8, COLUMN_WARPS = 4, STATS_BLOCKS = 512, STATS_SUMS = sizeof(MxStats) / sizeof(double) };
+
+// What RCEIL adds to the bits of a bf16: mantissas above 1.75 = 448 / 2^8 carry into the exponent.
+static uint32_t carry_of(int32_t scale_mode) { return scale_mode == MX_RCEIL ? 0x1f : 0; }
+
+// Of pairs of bf16: the magnitudes, and the larger of each.
+static __device__ __forceinline__ uint32_t magnitudes(uint32_t pair) { return pair & 0x7fff7fffu; }
+static __device__ __forceinline__ uint32_t larger(uint32_t a, uint32_t b) { return __vmaxu2(a, b); }
+
+static __device__ __forceinline__ uint32_t largest(const uint4& p) {
+    return larger(larger(magnitudes(p.x), magnitudes(p.y)), larger(magnitudes(p.z), magnitudes(p.w)));
+}
+
+static __device__ __forceinline__ uint32_t higher_half(uint32_t pair) { return max(pair & 0xffff, pair >> 16); }
+
+static __device__ __forceinline__ uint32_t scale_of(uint32_t amax, uint32_t carry) {
+    return amax >= 0x7f80 ? MX_NAN : (uint32_t)max((int)((amax + carry) >> 7) - 8, 0);
+}
+
+// 2^(127 - s): a normal number, for no finite block has s > 247.
+static __device__ __forceinline__ float factor_of(uint32_t s) {
+    return __uint_as_float(s == MX_NAN ? 0x7fffffffu : (254 - s) << 23);
+}
+
+// 2^(s - 127)
+static __device__ __forceinline__ float unit_of(uint32_t s) {
+    return __uint_as_float(s == MX_NAN ? 0x7fffffffu : s == 0 ? 0x00400000u : s << 23);
+}
+
+static __device__ __forceinline__ uint32_t cast2(float low, float high) {
+    return __nv_cvt_float2_to_fp8x2(make_float2(low, high), __NV_SATFINITE, __NV_E4M3);
+}
+
+static __device__ __forceinline__ float2 floats_of_e4m3(uint32_t two) {
+    return __half22float2(__nv_cvt_fp8x2_to_halfraw2((__nv_fp8x2_storage_t)two, __NV_E4M3));
+}
+
+static __device__ __forceinline__ uint2 cast8(const uint4& p, const float factor[8]) {
+    float x[8];
+    floats_of<8>(x, p);
+#pragma unroll
+    for (int i = 0; i < 8; i++) x[i] *= factor[i];
+    return make_uint2(cast2(x[0], x[1]) | cast2(x[2], x[3]) << 16, cast2(x[4], x[5]) | cast2(x[6], x[7]) << 16);
+}
+
+// The largest magnitude of the LANES lanes around this one (LANES a power of two).
+template <int LANES>
+static __device__ __forceinline__ uint32_t largest_of_lanes(uint32_t pair) {
+#pragma unroll
+    for (int lane = LANES / 2; lane; lane /= 2) pair = larger(pair, __shfl_xor_sync(0xffffffffu, pair, lane));
+    return higher_half(pair);
+}
+
+// --- Along rows ---
+
+// Casts columns c0 .. c0 + 1023 of a row, of which this lane has p. q and scale are the row's.
+template <int ALIGN>
+static __device__ __forceinline__ void cast_unit(uint8_t* q, uint8_t* scale, const uint4 p[PIECES], int64_t c0,
+                                                 int64_t columns, int64_t stride, uint32_t carry) {
+    const int lane = threadIdx.x % 32;
+    uint32_t scales = 0;  // byte i: of this lane's block in piece i
+#pragma unroll
+    for (int i = 0; i < PIECES; i++) {
+        const int64_t c = c0 + i * 256 + lane * 8;
+        const uint32_t s = scale_of(largest_of_lanes<ALIGN / 8>(largest(p[i])), carry);
+        const float f = factor_of(s), factor[8] = {f, f, f, f, f, f, f, f};
+        const uint2 bytes = cast8(p[i], factor);
+        if (c < columns) {
+            scales |= s << 8 * i;
+            *(uint2*)(q + c) = bytes;
+        }
+    }
+    scales = __shfl_sync(0xffffffffu, scales, lane % 8 * 4) >> lane / 8 * 8;
+    if (c0 / MX_BLOCK + lane < stride) scale[c0 / MX_BLOCK + lane] = (uint8_t)scales;
+}
+
+// Which unit of which row this warp takes first, and how many it passes over to the next.
+static __device__ __forceinline__ uint32_t first_unit(void) { return blockIdx.x * ROW_WARPS + threadIdx.x / 32; }
+
+template <int ALIGN>
+static __global__ void __launch_bounds__(32 * ROW_WARPS)
+    quantize_kernel(uint8_t* q, uint8_t* scale, const floatX* x, int64_t rows, int64_t columns, int64_t stride,
+                    uint32_t carry) {
+    const uint32_t units = (uint32_t)ceil_div(columns, UNIT), unit = first_unit();
+    const int64_t row = unit / units, c0 = unit % units * (int64_t)UNIT;
+    if (row >= rows) return;
+    uint4 p[PIECES] = {};
+#pragma unroll
+    for (int i = 0; i < PIECES; i++) {
+        const int64_t c = c0 + i * 256 + threadIdx.x % 32 * 8;
+        if (c < columns) p[i] = *(const uint4*)(x + row * columns + c);
+    }
+    cast_unit<ALIGN>(q + row * columns, scale + row * stride, p, c0, columns, stride, carry);
+}
+
+// How many rows there are is read on the device, and the grid walks them.
+template <int ALIGN>
+static __global__ void __launch_bounds__(32 * ROW_WARPS)
+    swiglu_kernel(uint8_t* q, uint8_t* scale, const floatX* h, Ragged r, int64_t F, int64_t stride, uint32_t carry) {
+    const uint32_t units = (uint32_t)ceil_div(F, UNIT), end = (uint32_t)r.group_start[r.El] * units;
+    for (uint32_t unit = first_unit(); unit < end; unit += gridDim.x * ROW_WARPS) {
+        const int64_t row = unit / units, c0 = unit % units * (int64_t)UNIT;
+        const bool real_row = r.row_token[row] >= 0;
+        uint4 gate[PIECES] = {}, up[PIECES] = {};
+#pragma unroll
+        for (int i = 0; i < PIECES; i++) {
+            const int64_t c = c0 + i * 256 + threadIdx.x % 32 * 8;
+            if (!real_row || c >= F) continue;
+            gate[i] = *(const uint4*)(h + row * 2 * F + c);
+            up[i] = *(const uint4*)(h + row * 2 * F + F + c);
+        }
+#pragma unroll
+        for (int i = 0; i < PIECES; i++) {
+            float g[8], u[8];
+            floats_of<8>(g, gate[i]);
+            floats_of<8>(u, up[i]);
+#pragma unroll
+            for (int j = 0; j < 8; j++) g[j] *= sigmoid_fast(g[j]) * u[j];  // as experts_swiglu_forward does
+            gate[i] = piece_of<8>(g);
+        }
+        cast_unit<ALIGN>(q + row * F, scale + row * stride, gate, c0, F, stride, carry);
+    }
+}
+
+static __global__ void __launch_bounds__(32 * ROW_WARPS)
+    dequantize_kernel(floatX* x, const uint8_t* q, const uint8_t* scale, int64_t rows, int64_t columns,
+                      int64_t stride) {
+    const uint32_t units = (uint32_t)ceil_div(columns, UNIT), unit = first_unit();
+    const int64_t row = unit / units, c0 = unit % units * (int64_t)UNIT + threadIdx.x % 32 * 8;
+    if (row >= rows) return;
+    uint2 p[PIECES];
+    uint32_t s[PIECES];
+#pragma unroll
+    for (int i = 0; i < PIECES; i++) {
+        const int64_t c = c0 + i * 256;
+        if (c >= columns) continue;
+        p[i] = *(const uint2*)(q + row * columns + c);
+        s[i] = scale[row * stride + c / MX_BLOCK];
+    }
+#pragma unroll
+    for (int i = 0; i < PIECES; i++) {
+        const int64_t c = c0 + i * 256;
+        if (c >= columns) continue;
+        float out[8];
+        const float unit = unit_of(s[i]);
+#pragma unroll
+        for (int j = 0; j < 4; j++) {
+            const float2 two = floats_of_e4m3((j < 2 ? p[i].x : p[i].y) >> j % 2 * 16);
+            out[2 * j] = two.x * unit, out[2 * j + 1] = two.y * unit;
+        }
+        store<8>(x + row * columns + c, out);
+    }
+}
+
+// --- Down the columns ---
+
+// A lane's patch: 16 rows x 8 columns, zeros outside of the matrix.
+static __device__ __forceinline__ void load_patch(uint4 p[PATCH_ROWS], const floatX* x, int64_t columns, bool inside) {
+#pragma unroll
+    for (int i = 0; i < PATCH_ROWS; i++) p[i] = inside ? *(const uint4*)(x + i * columns) : make_uint4(0, 0, 0, 0);
+}
+
+// The largest of every column of a patch, in pairs.
+static __device__ __forceinline__ void largest_of_columns(uint32_t pair[4], const uint4 p[PATCH_ROWS]) {
+    pair[0] = pair[1] = pair[2] = pair[3] = 0;
+#pragma unroll
+    for (int i = 0; i < PATCH_ROWS; i++) {
+        pair[0] = larger(pair[0], magnitudes(p[i].x)), pair[1] = larger(pair[1], magnitudes(p[i].y));
+        pair[2] = larger(pair[2], magnitudes(p[i].z)), pair[3] = larger(pair[3], magnitudes(p[i].w));
+    }
+}
+
+static __device__ __forceinline__ void cast_patch(uint2 bytes[PATCH_ROWS], const uint4 p[PATCH_ROWS],
+                                                  const float factor[8]) {
+#pragma unroll
+    for (int i = 0; i < PATCH_ROWS; i++) bytes[i] = cast8(p[i], factor);
+}
+
+// Writes the columns of a patch as rows of q, which are `rows` long.
+static __device__ __forceinline__ void store_turned(uint8_t* q, int64_t rows, const uint2 bytes[PATCH_ROWS]) {
+#pragma unroll
+    for (int half = 0; half < 2; half++) {
+        uint32_t column[4][4];  // of columns 4 half .. 4 half + 3, four rows in a word
+#pragma unroll
+        for (int k = 0; k < 4; k++) {
+            const uint32_t a = half ? bytes[4 * k].y : bytes[4 * k].x,
+                           b = half ? bytes[4 * k + 1].y : bytes[4 * k + 1].x;
+            const uint32_t c = half ? bytes[4 * k + 2].y : bytes[4 * k + 2].x,
+                           d = half ? bytes[4 * k + 3].y : bytes[4 * k + 3].x;
+            const uint32_t ab01 = __byte_perm(a, b, 0x5140), cd01 = __byte_perm(c, d, 0x5140);
+            const uint32_t ab23 = __byte_perm(a, b, 0x7362), cd23 = __byte_perm(c, d, 0x7362);
+            column[0][k] = __byte_perm(ab01, cd01, 0x5410), column[1][k] = __byte_perm(ab01, cd01, 0x7632);
+            column[2][k] = __byte_perm(ab23, cd23, 0x5410), column[3][k] = __byte_perm(ab23, cd23, 0x7632);
+        }
+#pragma unroll
+        for (int j = 0; j < 4; j++)
+            *(uint4*)(q + (4 * half + j) * rows) = make_uint4(column[j][0], column[j][1], column[j][2], column[j][3]);
+    }
+}
+
+// A block of threads: 256 rows x 64 columns, a warp under the other. Its scales, 8 bytes of 64 rows, are gathered
+// first.
+template <int ALIGN>
+static __global__ void __launch_bounds__(32 * COLUMN_WARPS)
+    transposed_kernel(uint8_t* q, uint8_t* scale, const floatX* x, int64_t rows, int64_t columns, int64_t stride,
+                      uint32_t carry) {
+    __shared__ uint4 of_warp[COLUMN_WARPS][8];
+    __shared__ uint8_t scales[WARP_COLUMNS][2 * COLUMN_WARPS];
+    const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
+    const int64_t r = blockIdx.x * (int64_t)(COLUMN_WARPS * WARP_ROWS) + warp * WARP_ROWS + lane / 8 * PATCH_ROWS;
+    const int64_t first = blockIdx.y * (int64_t)WARP_COLUMNS, c = first + lane % 8 * 8, matrix = blockIdx.z;
+    const bool inside = r < rows && c < columns;
+    uint4 p[PATCH_ROWS];
+    load_patch(p, x + (matrix * rows + r) * columns + c, columns, inside);
+    uint32_t pair[4];
+    largest_of_columns(pair, p);
+#pragma unroll
+    for (int i = 0; i < 4; i++) {
+        pair[i] = larger(pair[i], __shfl_xor_sync(0xffffffffu, pair[i], 8));
+        if (ALIGN == MX_CHUNK) pair[i] = larger(pair[i], __shfl_xor_sync(0xffffffffu, pair[i], 16));
+    }
+    if (ALIGN == MX_CHUNK) {  // a chunk is two warps
+        if (lane < 8) of_warp[warp][lane] = make_uint4(pair[0], pair[1], pair[2], pair[3]);
+        __syncthreads();
+        const uint4 other = of_warp[warp ^ 1][lane % 8];
+        pair[0] = larger(pair[0], other.x), pair[1] = larger(pair[1], other.y);
+        pair[2] = larger(pair[2], other.z), pair[3] = larger(pair[3], other.w);
+    }
+    float factor[8];
+#pragma unroll
+    for (int i = 0; i < 8; i++) {
+        const uint32_t s = scale_of(i % 2 ? pair[i / 2] >> 16 : pair[i / 2] & 0xffff, carry);
+        factor[i] = factor_of(s);
+        if (lane / 8 % 2 == i / 4) scales[lane % 8 * 8 + i][2 * warp + lane / 16] = (uint8_t)(inside ? s : 0);
+    }
+    __syncthreads();
+    if (threadIdx.x < WARP_COLUMNS && first + threadIdx.x < columns)
+        *(uint2*)(scale + (matrix * columns + first + threadIdx.x) * stride + blockIdx.x * 8) =
+            *(const uint2*)scales[threadIdx.x];
+    if (!inside) return;
+    uint2 bytes[PATCH_ROWS];
+    cast_patch(bytes, p, factor);
+    store_turned(q + (matrix * columns + c) * rows + r, rows, bytes);
+}
+
+// A block of threads: a tile, two warps by two.
+static __global__ void __launch_bounds__(32 * COLUMN_WARPS)
+    tiles_kernel(uint8_t* q, uint8_t* q_transposed, uint8_t* scale, const floatX* w, int64_t rows, int64_t columns,
+                 uint32_t carry) {
+    __shared__ uint32_t of_warp[COLUMN_WARPS];
+    const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
+    const int64_t r = blockIdx.y * (int64_t)MX_CHUNK + warp / 2 * WARP_ROWS + lane / 8 * PATCH_ROWS;
+    const int64_t c = blockIdx.x * (int64_t)MX_CHUNK + warp % 2 * WARP_COLUMNS + lane % 8 * 8, matrix = blockIdx.z;
+    const bool inside = r < rows && c < columns;
+    uint4 p[PATCH_ROWS];
+    load_patch(p, w + (matrix * rows + r) * columns + c, columns, inside);
+    uint32_t pair[4];
+    largest_of_columns(pair, p);
+    const uint32_t of_lanes = largest_of_lanes<32>(larger(larger(pair[0], pair[1]), larger(pair[2], pair[3])));
+    if (lane == 0) of_warp[warp] = of_lanes;
+    __syncthreads();
+    const uint32_t s = scale_of(max(max(of_warp[0], of_warp[1]), max(of_warp[2], of_warp[3])), carry);
+    if (threadIdx.x == 0) scale[(matrix * gridDim.y + blockIdx.y) * gridDim.x + blockIdx.x] = (uint8_t)s;
+    if (!inside) return;
+    const float f = factor_of(s), factor[8] = {f, f, f, f, f, f, f, f};
+    uint2 bytes[PATCH_ROWS];
+    cast_patch(bytes, p, factor);
+#pragma unroll
+    for (int i = 0; i < PATCH_ROWS; i++) *(uint2*)(q + (matrix * rows + r + i) * columns + c) = bytes[i];
+    store_turned(q_transposed + (matrix * columns + c) * rows + r, rows, bytes);
+}
+
+// --- Statistics ---
+
+static __device__ __forceinline__ float back(float x, uint32_t s) {
+    return floats_of_e4m3(cast2(x * factor_of(s), 0)).x * unit_of(s);
+}
+
+// Sums of a fixed number of blocks, then of those in order: the same bits on every run.
+template <int ALIGN>
+static __global__ void __launch_bounds__(32 * ROW_WARPS)
+    stats_kernel(MxStats* partial, const floatX* x, int64_t rows, int64_t columns, uint32_t carry) {
+    __shared__ double of_warp[ROW_WARPS][STATS_SUMS];
+    const int64_t pieces = ceil_div(columns, 256);
+    const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
+    double sums[STATS_SUMS] = {};
+    for (int64_t i = first_unit(); i < rows * pieces; i += gridDim.x * ROW_WARPS) {
+        const int64_t c = i % pieces * 256 + lane * 8;
+        const uint4 p = c < columns ? *(const uint4*)(x + i / pieces * columns + c) : make_uint4(0, 0, 0, 0);
+        const uint32_t s_alone = scale_of(largest_of_lanes<MX_BLOCK / 8>(largest(p)), carry);
+        const uint32_t s = scale_of(largest_of_lanes<ALIGN / 8>(largest(p)), carry);
+        if (s == MX_NAN) continue;
+        float exact[8];
+        floats_of<8>(exact, p);
+#pragma unroll
+        for (int j = 0; j < 8; j++) {
+            const float value = back(exact[j], s);
+            const double off = (double)exact[j] - value;
+            sums[0] += exact[j] != 0;
+            sums[1] += fabsf(exact[j] * factor_of(s)) > 448;
+            sums[2] += exact[j] != 0 && value == 0;
+            sums[3] += value != back(exact[j], s_alone);
+            sums[4] += (double)exact[j] * exact[j];
+            sums[5] += off * off;
+        }
+    }
+#pragma unroll
+    for (int k = 0; k < STATS_SUMS; k++) {
+        for (int i = 16; i; i /= 2) sums[k] += __shfl_xor_sync(0xffffffffu, sums[k], i);
+        if (lane == 0) of_warp[warp][k] = sums[k];
+    }
+    __syncthreads();
+    if (threadIdx.x >= STATS_SUMS) return;
+    double sum = 0;
+    for (int k = 0; k < ROW_WARPS; k++) sum += of_warp[k][threadIdx.x];
+    ((double*)&partial[blockIdx.x])[threadIdx.x] = sum;
+}
+
+static __global__ void add_stats_kernel(MxStats* stats, const MxStats* partial) {
+    double sum = 0;
+    for (int i = 0; i < STATS_BLOCKS; i++) sum += ((const double*)&partial[i])[threadIdx.x];
+    ((double*)stats)[threadIdx.x] += sum;
+}
+
+// --- Launches ---
+
+static bool aligned(const void* p) { return (uintptr_t)p % 16 == 0; }
+
+// Blocks of the kernels along rows. Units are counted in 32 bits.
+static unsigned row_blocks(int64_t rows, int64_t columns) {
+    const int64_t blocks = ceil_div(rows * ceil_div(columns, UNIT), ROW_WARPS);
+    ASSERT(columns % MX_BLOCK == 0 && blocks <= INT32_MAX / ROW_WARPS);
+    return (unsigned)blocks;
+}
+
+void mx_quantize(uint8_t* q, uint8_t* scale, const floatX* x, int64_t rows, int64_t columns, MxCast cast, Ctx* ctx) {
+    if (rows == 0) return;
+    ASSERT(aligned(q) && aligned(x));
+    auto kernel = cast.align == 1 ? quantize_kernel<MX_BLOCK> : quantize_kernel<MX_CHUNK>;
+    kernel<<<row_blocks(rows, columns), 32 * ROW_WARPS, 0, ctx->stream>>>(q, scale, x, rows, columns,
+                                                                          mx_stride(columns), carry_of(cast.scale));
+    LAUNCH_CHECK();
+}
+
+void mx_quantize_transposed(uint8_t* q, uint8_t* scale, const floatX* x, int64_t count, int64_t rows, int64_t columns,
+                            MxCast cast, Ctx* ctx) {
+    if (count == 0 || rows == 0) return;
+    ASSERT(aligned(q) && aligned(scale) && aligned(x) && rows % MX_BLOCK == 0 && columns % MX_BLOCK == 0);
+    auto kernel = cast.align == 1 ? transposed_kernel<MX_BLOCK> : transposed_kernel<MX_CHUNK>;
+    // Blocks for all bytes of a row of scales, those behind the last one too.
+    const int64_t stride = mx_stride(rows);
+    const dim3 grid((unsigned)(stride / (2 * COLUMN_WARPS)), blocks_for(columns, WARP_COLUMNS), (unsigned)count);
+    kernel<<<grid, 32 * COLUMN_WARPS, 0, ctx->stream>>>(q, scale, x, rows, columns, stride, carry_of(cast.scale));
+    LAUNCH_CHECK();
+}
+
+void mx_quantize_tiles(uint8_t* q, uint8_t* q_transposed, uint8_t* scale, const floatX* w, int64_t count, int64_t rows,
+                       int64_t columns, int32_t scale_mode, Ctx* ctx) {
+    if (count == 0 || rows == 0) return;
+    ASSERT(aligned(q) && aligned(q_transposed) && aligned(w) && rows % MX_BLOCK == 0 && columns % MX_BLOCK == 0);
+    const dim3 grid(blocks_for(columns, MX_CHUNK), blocks_for(rows, MX_CHUNK), (unsigned)count);
+    tiles_kernel<<<grid, 32 * COLUMN_WARPS, 0, ctx->stream>>>(q, q_transposed, scale, w, rows, columns,
+                                                              carry_of(scale_mode));
+    LAUNCH_CHECK();
+}
+
+void mx_swiglu_quantize(uint8_t* q, uint8_t* scale, const floatX* h, Ragged r, int64_t F, MxCast cast, Ctx* ctx) {
+    ASSERT(aligned(q) && aligned(h));
+    auto kernel = cast.align == 1 ? swiglu_kernel<MX_BLOCK> : swiglu_kernel<MX_CHUNK>;
+    // Many more blocks than run at a time, for balance; those past the rows in use end at once.
+    const unsigned blocks = (unsigned)smaller(row_blocks(r.capacity, F), 256 * (int64_t)ctx->sms);
+    kernel<<<blocks, 32 * ROW_WARPS, 0, ctx->stream>>>(q, scale, h, r, F, mx_stride(F), carry_of(cast.scale));
+    LAUNCH_CHECK();
+}
+
+void mx_dequantize(floatX* x, const uint8_t* q, const uint8_t* scale, int64_t rows, int64_t columns, Ctx* ctx) {
+    if (rows == 0) return;
+    ASSERT(aligned(x) && aligned(q));
+    dequantize_kernel<<<row_blocks(rows, columns), 32 * ROW_WARPS, 0, ctx->stream>>>(x, q, scale, rows, columns,
+                                                                                     mx_stride(columns));
+    LAUNCH_CHECK();
+}
+
+size_t mx_stats_workspace(void) { return STATS_BLOCKS * sizeof(MxStats); }
+
+void mx_stats(MxStats* stats, const floatX* x, int64_t rows, int64_t columns, MxCast cast, Ctx* ctx) {
+    ASSERT(aligned(x) && columns % MX_BLOCK == 0);
+    MxStats* partial = ctx_workspace<MxStats>(ctx, STATS_BLOCKS);
+    auto kernel = cast.align == 1 ? stats_kernel<MX_BLOCK> : stats_kernel<MX_CHUNK>;
+    kernel<<<STATS_BLOCKS, 32 * ROW_WARPS, 0, ctx->stream>>>(partial, x, rows, columns, carry_of(cast.scale));
+    LAUNCH_CHECK();
+    add_stats_kernel<<<1, STATS_SUMS, 0, ctx->stream>>>(stats, partial);
+    LAUNCH_CHECK();
+}

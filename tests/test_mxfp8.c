@@ -1,0 +1,545 @@
+// MXFP8 casts, bit for bit: every bf16 value as the largest of its block, float32 with its subnormals and borders,
+// zero, Inf and NaN, aligned chunks, both orientations, tiles, the way back, statistics; against an oracle that knows
+// nothing of bits, and against goldens by torchao and PyTorch (scripts/make_mx_golden.py).
+#include "data/safetensors.h"
+#include "moe/experts.h"
+#include "moe/mxfp8.h"
+#include "tests/oracle.h"
+
+// --- The oracle: the definitions, in float64 ---
+
+static double e4m3_values[127];  // of the bytes 0 .. 0x7e, in order
+
+static void list_e4m3(void) {
+    for (int b = 0; b < 127; b++) e4m3_values[b] = b < 8 ? b / 8.0 * pow(2, -6) : (1 + b % 8 / 8.0) * pow(2, b / 8 - 7);
+}
+
+// The nearest of all e4m3 values; of two as near, the one whose last bit is 0.
+static uint8_t nearest_e4m3(double y) {
+    double a = fabs(y);
+    int low = 0;
+    if (isnan(y)) return 0x7f;
+    for (int step = 64; step; step /= 2)
+        if (low + step < 127 && e4m3_values[low + step] <= a) low += step;
+    if (low < 126) {
+        double below = a - e4m3_values[low], above = e4m3_values[low + 1] - a;
+        low += above < below || (above == below && low % 2);
+    }
+    return (uint8_t)(low + (signbit(y) ? 128 : 0));
+}
+
+static int oracle_scale(double amax, int mode) {
+    int e = -127;
+    if (!isfinite(amax)) return 255;
+    if (mode == MX_FLOOR) return amax == 0 || ilogb(amax) - 8 < -127 ? 0 : ilogb(amax) - 8 + 127;
+    if (amax == 0x1.c00002p-119) return 0;  // the exception
+    while (448 * pow(2, e) < amax) e++;
+    return e + 127;
+}
+
+// The largest |x| of rows x columns elements; NaN if one is.
+static double oracle_amax(const real* x, int64_t stride, int64_t rows, int64_t columns) {
+    double amax = 0;
+    for (int64_t r = 0; r < rows; r++)
+        for (int64_t c = 0; c < columns; c++) {
+            double a = fabs((double)(float)x[r * stride + c]);
+            if (!(a <= amax)) amax = isnan(amax) ? amax : a;
+        }
+    return amax;
+}
+
+static uint8_t oracle_byte(real x, int s) { return nearest_e4m3(s == 255 ? NAN : (float)x * pow(2, 127 - s)); }
+
+static double oracle_value(uint8_t q, int s) {
+    double magnitude = (q & 127) == 127 || s == 255 ? NAN : e4m3_values[q & 127] * pow(2, s - 127);
+    return q & 128 ? -magnitude : magnitude;
+}
+
+static void oracle_quantize(uint8_t* q, uint8_t* scale, const real* x, int64_t rows, int64_t columns, MxCast cast) {
+    const int64_t chunk = cast.align == 128 ? 128 : 32, stride = (columns / 32 + 15) / 16 * 16;
+    memset(scale, 0, rows * stride);
+    for (int64_t r = 0; r < rows; r++)
+        for (int64_t c = 0; c < columns; c++) {
+            int64_t c0 = c / chunk * chunk, n = columns - c0 < chunk ? columns - c0 : chunk;
+            int s = scale[r * stride + c / 32];
+            if (c % 32 == 0)
+                s = scale[r * stride + c / 32] =
+                    (uint8_t)oracle_scale(oracle_amax(x + r * columns + c0, 0, 1, n), cast.scale);
+            q[r * columns + c] = oracle_byte(x[r * columns + c], s);
+        }
+}
+
+// --- Inputs and comparison ---
+
+static uint8_t* poisoned_bytes(int64_t n) { return memset(kept_bytes(n), 0xa5, n); }
+
+#define CHECK_BYTES(got, want, n, ...)                                                                                 \
+    do {                                                                                                               \
+        int64_t wrong_ = 0, first_ = -1;                                                                               \
+        for (int64_t i_ = 0; i_ < (n); i_++)                                                                           \
+            if ((got)[i_] != (want)[i_] && ++wrong_ == 1) first_ = i_;                                                 \
+        if (!wrong_) break;                                                                                            \
+        printf("    " __VA_ARGS__);                                                                                    \
+        CHECK(wrong_ == 0, ": %lld of %lld differ, the first at %lld is %d, not %d", (long long)wrong_,                \
+              (long long)(n), (long long)first_, (got)[first_], (want)[first_]);                                       \
+    } while (0)
+
+static real from_bits(uint32_t u) {
+    float x;
+    memcpy(&x, &u, sizeof(x));
+    return x;
+}
+
+static uint32_t draw(uint32_t stream, int64_t i, double below) {
+    return (uint32_t)(random_uniform(5, stream, (uint64_t)i) * below);
+}
+
+// Normal numbers, every block of 32 at a size of its own, 2^-20 .. 2^19, and every row at another.
+static real* wild_tensor(int64_t rows, int64_t columns, uint32_t stream) {
+    real* x = tensor(rows * columns, stream);
+    for (int64_t i = 0; i < rows * columns; i++)
+        x[i] = ldexp(x[i], (int)draw(stream, i / 32, 40) - 20 + (int)(i / columns % 9));
+    return x;
+}
+
+static const MxCast casts[] = {{MX_RCEIL, 1}, {MX_FLOOR, 1}, {MX_RCEIL, 128}, {MX_FLOOR, 128}};
+
+typedef struct {
+    const real* x;
+    int64_t rows, columns;
+    MxCast cast;
+    uint8_t *q, *scale;
+} Cast;
+
+static void run_quantize(void* arg) {
+    Cast* c = arg;
+    Ctx* ctx = ctx_create(0);
+    c->q = poisoned_bytes(c->rows * c->columns), c->scale = poisoned_bytes(c->rows * mx_stride(c->columns));
+    mx_quantize(c->q, c->scale, c->x, c->rows, c->columns, c->cast, ctx);
+    ctx_destroy(ctx);
+}
+
+// Casts x in every way and holds it against the oracle.
+static void check_quantize(const real* x, int64_t rows, int64_t columns, const char* what) {
+    uint8_t *q = kept_bytes(rows * columns), *scale = kept_bytes(rows * mx_stride(columns));
+    for (int i = 0; i < COUNT(casts); i++) {
+        Cast c = {.x = x, .rows = rows, .columns = columns, .cast = casts[i]};
+        check_threads(run_quantize, &c);
+        oracle_quantize(q, scale, x, rows, columns, casts[i]);
+        CHECK_BYTES(c.scale, scale, rows * mx_stride(columns), "%s, mode %d align %d, scales", what, casts[i].scale,
+                    casts[i].align);
+        CHECK_BYTES(c.q, q, rows * columns, "%s, mode %d align %d, bytes", what, casts[i].scale, casts[i].align);
+    }
+}
+
+// --- Blocks ---
+
+// Every bf16 as the largest of a block, whose other elements lie up to 24 binades below.
+static void test_every_bf16(void) {
+    real* x = kept_bytes(65536 * 32 * sizeof(real));
+    for (uint32_t h = 0; h < 65536; h++) {
+        uint32_t largest = h & 0x7fff, at = draw(1, h, 32);
+        for (uint32_t i = 0; i < 32; i++) {
+            uint32_t below = draw(2, h * 32 + i, 24 * 128);
+            if (largest >= 0x7f80) below = largest - draw(2, h * 32 + i, 0x7f80);
+            uint32_t magnitude = below < largest ? largest - below : 0;
+            x[h * 32 + i] = from_bits(i == at ? h << 16 : (magnitude | draw(3, h * 32 + i, 2) << 15) << 16);
+        }
+    }
+    check_quantize(x, 65536, 32, "bf16");
+    release_all();
+}
+
+static void test_float32(void) {
+    // Where a scale changes: mantissas about 1.75 and at the ends, of every exponent, each with elements of all sizes.
+    static const uint32_t mantissas[] = {0, 1, 0x5fffff, 0x600000, 0x600001, 0x7fffff};
+    real* x = kept_bytes(256 * COUNT(mantissas) * 32 * sizeof(real));
+    for (uint32_t i = 0; i < 256 * (uint32_t)COUNT(mantissas) * 32; i++) {
+        uint32_t u = (i / 32 / COUNT(mantissas)) << 23 | mantissas[i / 32 % COUNT(mantissas)];
+        uint32_t below = draw(5, i, 24.0 * (1 << 23)) + draw(6, i, 2);
+        x[i] = from_bits(i % 32 == 7 ? u : (u > below ? u - below : 0) | draw(7, i, 2) << 31);
+    }
+    check_quantize(x, 256 * COUNT(mantissas), 32, "borders");
+    // Subnormal blocks, scaled by 2^127 and all that 448 holds of them.
+    x = kept_bytes(4096 * 64 * sizeof(real));
+    for (uint32_t i = 0; i < 4096 * 64; i++)
+        x[i] = from_bits(draw(8, i, (double)(2u << (i / 64 % 25))) | draw(9, i, 2) << 31);
+    check_quantize(x, 4096, 64, "subnormal");
+    // Any bits, Inf and NaN among them.
+    for (uint32_t i = 0; i < 4096 * 64; i++) x[i] = from_bits(draw(10, i, 4294967296.0));
+    check_quantize(x, 4096, 64, "any bits");
+    x = tensor(512 * 224, 11);
+    check_quantize(x, 512, 224, "normal");
+    release_all();
+}
+
+// Halfway between neighbours, and one step of float32 to either side; 448 makes the scale 1.
+static void test_rounding(void) {
+    real* x = filled(127 * 32, 448);
+    for (int b = 0; b < 127; b++) {
+        float middle = (float)(b < 126 ? (e4m3_values[b] + e4m3_values[b + 1]) / 2 : 464);
+        float near[] = {middle, nextafterf(middle, 0), nextafterf(middle, 1000), (float)e4m3_values[b]};
+        for (int i = 0; i < 8; i++) x[b * 32 + i] = fabsf(near[i / 2]) > 448 ? 448 : near[i / 2] * (i % 2 ? -1 : 1);
+    }
+    check_quantize(x, 127, 32, "rounding");
+    // FLOOR saturates: the largest of a block may be up to 512 after scaling.
+    for (int i = 0; i < 127 * 32; i++) x[i] = (i % 2 ? -1 : 1) * (447 + i / 64.0);
+    check_quantize(x, 127, 32, "saturation");
+    release_all();
+}
+
+static void expect(real value, int s, uint8_t q, MxCast cast, const char* what) {
+    real* x = filled(32, 0);
+    x[31] = value;
+    Cast c = {.x = x, .rows = 1, .columns = 32, .cast = cast};
+    run_quantize(&c);
+    CHECK(c.scale[0] == s && c.q[31] == q, "%s: scale %d byte %#x, not %d %#x", what, c.scale[0], c.q[31], s, q);
+    for (int i = 0; i < 31; i++) CHECK(c.q[i] == (s == 255 ? 0x7f : 0), "%s: byte %d is %#x", what, i, c.q[i]);
+}
+
+// By hand, so that the oracle is checked too.
+static void test_special_values(void) {
+    for (int i = 0; i < COUNT(casts); i++) {
+        expect(0, 0, 0, casts[i], "zero");
+        expect(-(real)0, 0, 0x80, casts[i], "-0");
+        expect(NAN, 255, 0x7f, casts[i], "NaN");
+        expect(-(real)NAN, 255, 0x7f, casts[i], "-NaN");
+        expect(INFINITY, 255, 0x7f, casts[i], "Inf");
+        expect(-(real)INFINITY, 255, 0x7f, casts[i], "-Inf");
+        expect(1, 119, 0x78, casts[i], "1: 256 x 2^-8");
+        expect(1.75, 119, 0x7e, casts[i], "1.75: 448 x 2^-8");
+        expect((real)0x1p-133, 0, 0x01 << 3, casts[i], "2^-133: 2^-6 x 2^-127");
+        expect((real)0x1p-136, 0, 0x01, casts[i], "2^-136: the smallest byte at the smallest scale");
+        expect((real)0x1p-137, 0, 0x00, casts[i], "2^-137: half of it, to even");
+        expect((real)-0x1.8p-137, 0, 0x81, casts[i], "more than half");
+        expect((real)-0x1p-149, 0, 0x80, casts[i], "the smallest float32");
+    }
+    expect((real)1.875, 120, 0x77, casts[0], "RCEIL, 1.875: 240 x 2^-7");
+    expect((real)1.875, 119, 0x7e, casts[1], "FLOOR, 1.875: 480, saturated");
+    expect((real)0x1.fffffep127, 247, 0x78, casts[0], "RCEIL, the largest float32");
+    expect((real)0x1.fffffep127, 246, 0x7e, casts[1], "FLOOR, the largest float32");
+    expect((real)0x1.cp-119, 0, 0x7e, casts[0], "448 x 2^-127");
+    expect((real)0x1.c00002p-119, 0, 0x7e, casts[0], "the exception of RCEIL");
+    expect((real)0x1.c00004p-119, 1, 0x76, casts[0], "the next float32");
+#ifdef F64
+    expect(1 + 0.75 + 0x1p-30, 119, 0x7e, casts[0], "a double is rounded to float32 first");
+    expect(1e300, 255, 0x7f, casts[0], "too large for float32");
+#endif
+    release_all();
+}
+
+// --- Chunks of 128 ---
+
+static void test_align(void) {
+    static const int64_t widths[] = {32, 64, 96, 128, 160, 192, 224, 256, 544, 1408};
+    for (int w = 0; w < COUNT(widths); w++) {
+        real* x = wild_tensor(67, widths[w], 20 + w);
+        for (int64_t i = 0; i < 67 * widths[w]; i += 1 + draw(30, i, 3000)) x[i] = i % 2 ? INFINITY : NAN;
+        check_quantize(x, 67, widths[w], "chunks");
+        release_all();
+    }
+    // One NaN takes its chunk and no more; the trailing 64 stand alone.
+    real* x = filled(320, 1);
+    x[140] = NAN, x[256] = 1024;
+    Cast c = {.x = x, .rows = 1, .columns = 320, .cast = {MX_RCEIL, 128}};
+    run_quantize(&c);
+    static const uint8_t want[16] = {119, 119, 119, 119, 255, 255, 255, 255, 129, 129};
+    CHECK_BYTES(c.scale, want, 16, "a chunk of NaN");
+    for (int i = 0; i < 320; i++)
+        CHECK(c.q[i] == (i < 128 ? 0x78 : i < 256 ? 0x7f : i == 256 ? 0x78 : 0x28), "byte %d is %#x", i, c.q[i]);
+    release_all();
+}
+
+// --- Down the columns, and tiles ---
+
+typedef struct {
+    const real* x;
+    int64_t count, rows, columns;
+    MxCast cast;
+    uint8_t *q, *q_transposed, *scale;
+} Matrices;
+
+static void run_transposed(void* arg) {
+    Matrices* m = arg;
+    Ctx* ctx = ctx_create(0);
+    m->q_transposed = poisoned_bytes(m->count * m->rows * m->columns);
+    m->scale = poisoned_bytes(m->count * m->columns * mx_stride(m->rows));
+    mx_quantize_transposed(m->q_transposed, m->scale, m->x, m->count, m->rows, m->columns, m->cast, ctx);
+    ctx_destroy(ctx);
+}
+
+static int64_t tiles_of(int64_t n) { return (n + 127) / 128; }
+
+static void run_tiles(void* arg) {
+    Matrices* m = arg;
+    Ctx* ctx = ctx_create(0);
+    m->q = poisoned_bytes(m->count * m->rows * m->columns);
+    m->q_transposed = poisoned_bytes(m->count * m->rows * m->columns);
+    m->scale = poisoned_bytes(m->count * tiles_of(m->rows) * tiles_of(m->columns));
+    mx_quantize_tiles(m->q, m->q_transposed, m->scale, m->x, m->count, m->rows, m->columns, m->cast.scale, ctx);
+    ctx_destroy(ctx);
+}
+
+static const int64_t matrices[][3] = {{1, 32, 32}, {3, 96, 160}, {2, 224, 64}, {5, 288, 416}, {1, 544, 32}};
+
+static void test_transposed(void) {
+    for (int i = 0; i < COUNT(matrices) * COUNT(casts); i++) {
+        const int64_t* s = matrices[i / COUNT(casts)];
+        int64_t count = s[0], rows = s[1], columns = s[2], n = count * rows * columns;
+        real *x = wild_tensor(count * rows, columns, 40), *turned = kept_bytes(n * sizeof(real));
+        for (int64_t j = 0; j < n; j += 1 + draw(41, j, 9000)) x[j] = j % 2 ? -(real)INFINITY : NAN;
+        for (int64_t j = 0; j < n; j++) {
+            int64_t m = j / (rows * columns), r = j / columns % rows, c = j % columns;
+            turned[(m * columns + c) * rows + r] = x[j];
+        }
+        Matrices m = {.x = x, .count = count, .rows = rows, .columns = columns, .cast = casts[i % COUNT(casts)]};
+        check_threads(run_transposed, &m);
+        uint8_t *q = kept_bytes(n), *scale = kept_bytes(count * columns * mx_stride(rows));
+        oracle_quantize(q, scale, turned, count * columns, rows, m.cast);
+        CHECK_BYTES(m.scale, scale, count * columns * mx_stride(rows), "transposed %d, scales", i);
+        CHECK_BYTES(m.q_transposed, q, n, "transposed %d, bytes", i);
+        release_all();
+    }
+}
+
+static void test_tiles(void) {
+    for (int i = 0; i < COUNT(matrices) * 2; i++) {
+        const int64_t* s = matrices[i / 2];
+        int64_t count = s[0], rows = s[1], columns = s[2], n = count * rows * columns, tc = tiles_of(columns);
+        real* x = wild_tensor(count * rows, columns, 50);
+        x[n / 2] = i % 4 ? 0 : NAN;
+        Matrices m = {.x = x, .count = count, .rows = rows, .columns = columns, .cast = casts[i % 2]};
+        check_threads(run_tiles, &m);
+        uint8_t *q = kept_bytes(n), *turned = kept_bytes(n), *scale = kept_bytes(count * tiles_of(rows) * tc);
+        for (int64_t j = 0; j < n; j++) {
+            int64_t e = j / (rows * columns), r = j / columns % rows, c = j % columns, r0 = r / 128 * 128;
+            int64_t c0 = c / 128 * 128, nr = rows - r0 < 128 ? rows - r0 : 128;
+            int64_t nc = columns - c0 < 128 ? columns - c0 : 128,
+                    tile = (e * tiles_of(rows) + r0 / 128) * tc + c0 / 128;
+            if (r == r0 && c == c0)
+                scale[tile] = (uint8_t)oracle_scale(oracle_amax(x + j, columns, nr, nc), m.cast.scale);
+            q[j] = turned[(e * columns + c) * rows + r] = oracle_byte(x[j], scale[tile]);
+        }
+        CHECK_BYTES(m.scale, scale, count * tiles_of(rows) * tc, "tiles %d, scales", i);
+        CHECK_BYTES(m.q, q, n, "tiles %d, bytes", i);
+        CHECK_BYTES(m.q_transposed, turned, n, "tiles %d, transposed bytes", i);
+        release_all();
+    }
+}
+
+// --- SwiGLU ---
+
+typedef struct {
+    const real* h;
+    Ragged ragged;
+    int64_t F;
+    MxCast cast;
+    uint8_t *q, *scale;
+} Swiglu;
+
+static void run_swiglu(void* arg) {
+    Swiglu* s = arg;
+    Ctx* ctx = ctx_create(0);
+    s->q = poisoned_bytes(s->ragged.capacity * s->F), s->scale = poisoned_bytes(s->ragged.capacity * mx_stride(s->F));
+    mx_swiglu_quantize(s->q, s->scale, s->h, s->ragged, s->F, s->cast, ctx);
+    ctx_destroy(ctx);
+}
+
+static void test_swiglu(void) {
+    enum { ROWS = 50, ROOM = 60 };
+    for (int i = 0; i < COUNT(casts); i++) {
+        int64_t F = i % 2 ? 32 : 416, starts[] = {0, 20, ROWS}, differ = 0, far = 0;
+        real* h = tensor(ROOM * 2 * F, 60);
+        for (int64_t j = 0; j < ROOM * F; j++)  // silu(x) is x from 40 on, and 0 at 0
+            if (j / F % 2) h[j / F * 2 * F + j % F] = j % 5 ? (real)(40 + j % 7) : 0;
+        Swiglu s = {.h = h, .ragged = {.El = 2, .capacity = ROOM, .group_start = starts}, .F = F, .cast = casts[i]};
+        check_threads(run_swiglu, &s);
+        real* a = kept_bytes(ROWS * F * sizeof(real));
+        for (int64_t j = 0; j < ROWS * F; j++) {
+            real g = h[j / F * 2 * F + j % F], u = h[j / F * 2 * F + F + j % F];
+            a[j] = g >= 40 ? g * u : g == 0 ? 0 * u : (real)(g / (1 + exp(-(double)g)) * u);
+        }
+        uint8_t *q = poisoned_bytes(ROOM * F), *scale = poisoned_bytes(ROOM * mx_stride(F));
+        oracle_quantize(q, scale, a, ROWS, F, s.cast);
+        CHECK_BYTES(s.scale, scale, ROOM * mx_stride(F), "swiglu, scales");
+        for (int64_t j = 0; j < ROOM * F; j++)
+            if (j / F % 2)
+                CHECK(s.q[j] == q[j], "byte %lld is %#x, not %#x", (long long)j, s.q[j], q[j]);
+            else
+                differ += s.q[j] != q[j], far += abs(s.q[j] - q[j]) > 1;
+        // float32's exp may put a number on the other side of a border: one in 2^15 or so.
+        CHECK(far == 0 && differ <= TOL(5, 0), "%lld of %lld bytes differ", (long long)differ, (long long)ROOM * F);
+        release_all();
+    }
+}
+
+// --- Back, statistics, layout ---
+
+static void test_dequantize(void) {
+    uint8_t *q = kept_bytes(256 * 256), *scale = kept_bytes(256 * mx_stride(256));
+    for (int i = 0; i < 256 * 256; i++)
+        q[i] = (uint8_t)(i % 256), scale[i / 256 * mx_stride(256) + i % 256 / 32] = i / 256;
+    real* x = poisoned(256 * 256);
+    Ctx* ctx = ctx_create(0);
+    mx_dequantize(x, q, scale, 256, 256, ctx);
+    for (int i = 0; i < 256 * 256; i++) {
+        float want = (float)oracle_value(q[i], i / 256), got = (float)x[i];
+        CHECK(isnan(want) ? isnan(got) : !memcmp(&got, &want, 4), "byte %#x scale %d is %g, not %g", i % 256, i / 256,
+              got, want);
+    }
+    // What is cast comes back within half a step of 3 bits of mantissa, or of the smallest step.
+    real* from = wild_tensor(64, 352, 70);
+    Cast c = {.x = from, .rows = 64, .columns = 352, .cast = {MX_RCEIL, 128}};
+    run_quantize(&c);
+    real* back = poisoned(64 * 352);
+    mx_dequantize(back, c.q, c.scale, 64, 352, ctx);
+    for (int64_t i = 0; i < 64 * 352; i++) {
+        double step = pow(2, c.scale[i / 352 * mx_stride(352) + i % 352 / 32] - 127 - 10);
+        CHECK(fabs(back[i] - from[i]) <= fmax(fabs(from[i]) / 16, step), "%g came back as %g", from[i], back[i]);
+    }
+    ctx_destroy(ctx);
+    release_all();
+}
+
+static MxStats stats_of(const real* x, int64_t rows, int64_t columns, MxCast cast) {
+    MxStats stats = {1, 2, 3, 4, 5, 6};  // added to
+    Ctx* ctx = ctx_create(mx_stats_workspace());
+    mx_stats(&stats, x, rows, columns, cast, ctx);
+    ctx_destroy(ctx);
+    return (MxStats){stats.elements - 1, stats.saturated - 2, stats.flushed - 3,
+                     stats.inexact - 4,  stats.signal - 5,    stats.noise - 6};
+}
+
+static void test_stats(void) {
+    // By hand: a chunk of 2^14, whose other blocks hold 2^-5, halfway to the smallest byte, 1.25 and Inf or 0.
+    for (int broken = 0; broken < 2; broken++) {
+        real* x = filled(256, 0);
+        x[0] = 16384, x[1] = 16385, x[40] = 0x1p-5, x[70] = 1.25, x[200] = broken ? INFINITY : 1;
+        MxStats s = stats_of(x, 1, 256, (MxCast){MX_RCEIL, 128});
+        double exact = 1 - broken, signal = 0x1p28 + 16385.0 * 16385.0 + 0x1p-10 + 1.5625 + exact;
+        CHECK(s.elements == 4 + exact && s.saturated == 0 && s.flushed == 1 && s.inexact == 1, "%g %g %g %g",
+              s.elements, s.saturated, s.flushed, s.inexact);
+        CHECK(fabs(s.signal / signal - 1) < 1e-12, "signal %.17g, not %.17g", s.signal, signal);
+        CHECK(fabs(s.noise - (1 + 0x1p-10)) < 1e-6, "noise %.17g", s.noise);  // beside a sum of 2^28: 2^-24
+        release_all();
+    }
+    for (int i = 0; i < COUNT(casts); i++) {
+        real* x = wild_tensor(64, 352, 80);
+        x[5] = NAN;
+        MxStats s = stats_of(x, 64, 352, casts[i]), want = {0, 0, 0, 0, 0, 0};
+        uint8_t *q = kept_bytes(64 * 352), *scale = kept_bytes(64 * 16), *q1 = kept_bytes(64 * 352);
+        uint8_t* scale1 = kept_bytes(64 * 16);
+        oracle_quantize(q, scale, x, 64, 352, casts[i]);
+        oracle_quantize(q1, scale1, x, 64, 352, (MxCast){casts[i].scale, 1});
+        for (int64_t j = 0; j < 64 * 352; j++) {
+            int64_t b = j / 352 * 16 + j % 352 / 32;
+            double v = oracle_value(q[j], scale[b]), f = (float)x[j];
+            if (scale[b] == 255) continue;
+            want.elements += f != 0, want.saturated += fabs(f) * pow(2, 127 - scale[b]) > 448;
+            want.flushed += f != 0 && v == 0, want.inexact += v != oracle_value(q1[j], scale1[b]);
+            want.signal += f * f, want.noise += (f - v) * (f - v);
+        }
+        CHECK(s.elements == want.elements && s.saturated == want.saturated && s.flushed == want.flushed &&
+                  s.inexact == want.inexact,
+              "cast %d: %g %g %g %g, not %g %g %g %g", i, s.elements, s.saturated, s.flushed, s.inexact, want.elements,
+              want.saturated, want.flushed, want.inexact);
+        CHECK((casts[i].scale == MX_FLOOR) == (want.saturated > 0), "cast %d: %g saturated", i, want.saturated);
+        CHECK((casts[i].align == 128) == (want.inexact > 0), "cast %d: %g inexact", i, want.inexact);
+        CHECK(fabs(s.signal / want.signal - 1) < 1e-12 && fabs(s.noise / want.noise - 1) < 1e-9,
+              "cast %d: %g %g, not %g %g", i, s.signal, s.noise, want.signal, want.noise);
+        release_all();
+    }
+}
+
+static void test_blackwell_offset(void) {
+    for (int64_t R = 128; R <= 384; R += 128)
+        for (int64_t C = 4; C <= 12; C += 4) {
+            uint8_t* seen = kept_bytes(R * C);
+            int64_t wrong = 0;
+            for (int64_t i = 0; i < R * C; i++) {
+                int64_t at = mx_blackwell_offset(i / C, i % C, C);
+                wrong += at < 0 || at >= R * C || seen[at]++;
+            }
+            CHECK(wrong == 0, "%lld x %lld: %lld scales share a place", (long long)R, (long long)C, (long long)wrong);
+        }
+    static const int64_t by_hand[][4] = {// row, block, blocks, offset
+                                         {0, 0, 4, 0},    {0, 3, 4, 3},      {1, 0, 4, 16},     {31, 3, 4, 499},
+                                         {32, 0, 4, 4},   {127, 3, 4, 511},  {0, 4, 8, 512},    {128, 0, 8, 1024},
+                                         {70, 6, 7, 618}, {128, 0, 5, 1024}, {300, 9, 10, 4293}};
+    for (int i = 0; i < COUNT(by_hand); i++) {
+        int64_t at = mx_blackwell_offset(by_hand[i][0], by_hand[i][1], by_hand[i][2]);
+        CHECK(at == by_hand[i][3], "(%lld, %lld) lies at %lld", (long long)by_hand[i][0], (long long)by_hand[i][1],
+              (long long)at);
+    }
+    release_all();
+}
+
+// --- Goldens ---
+
+static void* golden_bytes(const SafeTensors* st, const char* name, int64_t bytes) {
+    const StTensor* t = st_find(st, name);
+    void* out = kept_bytes(bytes);
+    CHECK(t && t->bytes == bytes, "%s is missing or has another size", name);
+    if (t && t->bytes == bytes) CHECK(st_read(st, t, 0, bytes / st_dtype_bytes(t->dtype), out) == 0, "%s", name);
+    return out;
+}
+
+static void test_golden(void) {
+    enum { ROWS = 64, COLUMNS = 96 };
+    static const char* inputs[] = {"bf16", "float32"};
+    static const char* modes[] = {"rceil", "floor"};
+    char error[256], name[64];
+    SafeTensors* st = st_open("tests/golden/mxfp8.safetensors", error, sizeof(error));
+    CHECK(st, "%s", error);
+    if (!st) return;
+    for (int input = 0; input < 2; input++) {
+        real* x = kept_bytes(ROWS * COLUMNS * sizeof(real));
+        snprintf(name, sizeof(name), "%s.x", inputs[input]);
+        if (input == 0) {
+            uint16_t* h = golden_bytes(st, name, ROWS * COLUMNS * 2);
+            for (int i = 0; i < ROWS * COLUMNS; i++) x[i] = from_bits((uint32_t)h[i] << 16);
+        } else {
+            float* f = golden_bytes(st, name, ROWS * COLUMNS * 4);
+            for (int i = 0; i < ROWS * COLUMNS; i++) x[i] = f[i];
+        }
+        for (int mode = 0; mode < 2; mode++)
+            for (int down = 0; down < 2; down++) {
+                Cast c = {.x = x, .rows = ROWS, .columns = COLUMNS, .cast = {mode, 1}};
+                Matrices m = {.x = x, .count = 1, .rows = ROWS, .columns = COLUMNS, .cast = {mode, 1}};
+                if (down)
+                    run_transposed(&m);
+                else
+                    run_quantize(&c);
+                const int64_t blocks = (down ? ROWS : COLUMNS) / 32, rows = down ? COLUMNS : ROWS;
+                const char* along = down ? "columns" : "rows";
+                uint8_t *q = down ? m.q_transposed : c.q, *scale = kept_bytes(rows * blocks);
+                for (int64_t i = 0; i < rows * blocks; i++)
+                    scale[i] = (down ? m.scale : c.scale)[i / blocks * 16 + i % blocks];
+                snprintf(name, sizeof(name), "%s.%s.%s.q", inputs[input], modes[mode], along);
+                uint8_t* want = golden_bytes(st, name, ROWS * COLUMNS);
+                CHECK_BYTES(q, want, ROWS * COLUMNS, "%s", name);
+                snprintf(name, sizeof(name), "%s.%s.%s.scale", inputs[input], modes[mode], along);
+                want = golden_bytes(st, name, rows * blocks);
+                CHECK_BYTES(scale, want, rows * blocks, "%s", name);
+            }
+    }
+    st_close(st);
+    release_all();
+}
+
+int main(void) {
+    list_e4m3();
+    RUN(test_every_bf16);
+    RUN(test_float32);
+    RUN(test_rounding);
+    RUN(test_special_values);
+    RUN(test_align);
+    RUN(test_transposed);
+    RUN(test_tiles);
+    RUN(test_swiglu);
+    RUN(test_dequantize);
+    RUN(test_stats);
+    RUN(test_blackwell_offset);
+    RUN(test_golden);
+    return test_summary();
+}
