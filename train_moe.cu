@@ -231,8 +231,8 @@ int main(int argc, char** argv) {
     r.rank = ranks_index(r.world);
     r.settings = settings_read(argc, argv, r.ranks);
     const Settings* s = &r.settings;
-    if (s->dry_run) {
-        report_dry_run(s);
+    if (s->help || s->dry_run) {
+        if (!s->help) report_dry_run(s);
         settings_free(&r.settings);
         ranks_end(r.world);
         return 0;
@@ -253,7 +253,7 @@ int main(int argc, char** argv) {
     r.train = shards_open("--train", s->train, s->seq_len);
     agree_on_data(r.world, "--train", shards_hash(r.train));
     if (*s->val) r.val = shards_open("--val", s->val, s->seq_len);
-    if (r.val) agree_on_data(r.world, "--val", shards_hash(r.val));
+    agree_on_data(r.world, "--val", r.val ? shards_hash(r.val) : 0);
     printf("data       %d shards, %lld tokens, %lld windows of %lld (%.3g epochs in %lld steps)\n",
            shards_count(r.train), (long long)shards_tokens(r.train), (long long)shards_windows(r.train),
            (long long)s->seq_len,

@@ -228,7 +228,8 @@ static void bench_moe(int64_t N) {
     const double rows_x = 2.0 * (double)(N * K * C), used_x = 2.0 * (double)(used * C);
     {
         X tokens(N * C), rows(r.capacity * C);
-        row("permute_rows", "N 6 of 64", x + used_x, [&](int i) { permute_rows(rows[i], tokens[i], r, C, ctx); });
+        row("permute_rows", "N 6 of 64", x + used_x,
+            [&](int i) { permute_rows(rows[i], tokens[i], r, (size_t)C * 2, ctx); });
         row("unpermute_rows, gates", "N 6 of 64", x + rows_x,
             [&](int i) { unpermute_rows(tokens[i], rows[i], gate[i], r, N, K, C, 0, ctx); });
         row("unpermute_rows, +=", "N 6 of 64", 2 * x + rows_x,
@@ -241,7 +242,7 @@ static void bench_moe(int64_t N) {
         row("experts_swiglu_forward", "6 N 1408", 6.0 * (double)(used * F),
             [&](int i) { experts_swiglu_forward(a[i], h[i], r, F, ctx); });
         row("experts_swiglu_backward", "6 N 1408", 12.0 * (double)(used * F),
-            [&](int i) { experts_swiglu_backward(dh[i], a[i], drow_gate[i], da[i], h[i], r, F, ctx); });
+            [&](int i) { experts_swiglu_backward(dh[i], a[i], drow_gate[i], da[i], h[i], NULL, r, F, ctx); });
     }
     for (int large = 0; large < 2; large++) {
         RouterShape s = {N, 4096, C, E, K, 1, 1, SCORE_SOFTMAX, 0, 1, 0};

@@ -22,6 +22,7 @@
 #include "device/check.h"
 #include "device/files.h"
 #include "dist/slices.h"
+#include "dist/watch.h"
 
 typedef struct SavedFile {
     char name[sizeof(((CheckpointFile*)0)->name)];
@@ -70,7 +71,9 @@ Saver* saver_create(Ranks* world, const char* out, int keep) {
 }
 
 void checkpoint_wait(Saver* s) {
+    watch_begin("save");
     if (s->running) pthread_join(s->thread, NULL);
+    watch_end();
     s->running = false;
 }
 
@@ -123,24 +126,37 @@ static void make_files(const Saver* s) {
         make_file(s, s->files[i].name, s->files[i].header, s->files[i].header_bytes, s->files[i].bytes);
 }
 
-// NULL, or the path of the file that failed, with errno set. Each file is flushed by every rank that wrote in it.
-static char* write_slices(Saver* s) {
+// Writes this rank's slices of a file, which begin at *next and *from, and moves both behind them. Flushed by every rank
+// that wrote. False on errors, with errno set.
+static bool write_slices(const char* path, int64_t file, FileSlice** next, const FileSlice* end, const char** from) {
+    if (*next == end || (*next)->file != file) return true;
+    int fd = open(path, O_WRONLY);
+    if (fd < 0) return false;
+    for (; *next < end && (*next)->file == file; ++*next) {
+        (*next)->crc = crc_of(*from, (size_t)(*next)->bytes);
+        if (put(fd, *from, (*next)->bytes, (*next)->offset) != 0) return false;
+        *from += (*next)->bytes;
+    }
+    return fsync(fd) == 0 && close(fd) == 0;
+}
+
+// File after file, all ranks together: a rank whose disk hangs is found by the time limit of waits, which a save may
+// take longer than.
+static void write_files(Saver* s) {
     const char* from = s->buffer;
-    FileSlice *slice = s->slices, *end = slice + s->slice_count;
-    while (slice < end) {
-        int64_t file = slice->file;
-        char* path = host_format("%s/%s", s->folder, s->files[file].name);
-        int fd = open(path, O_WRONLY);
-        if (fd < 0) return path;
-        for (; slice < end && slice->file == file; slice++) {
-            slice->crc = crc_of(from, (size_t)slice->bytes);
-            if (put(fd, from, slice->bytes, slice->offset) != 0) return path;
-            from += slice->bytes;
+    FileSlice* next = s->slices;
+    for (int i = 0; i < s->count; i++) {
+        char* path = host_format("%s/%s", s->folder, s->files[i].name);
+        bool written = write_slices(path, i, &next, s->slices + s->slice_count, &from);
+        int why = errno;
+        watch_progress();
+        if (!ranks_well(s->group, written)) {
+            errno = why;
+            give_up(s, "write", path);
         }
-        if (fsync(fd) != 0 || close(fd) != 0) return path;
+        watch_progress();
         free(path);
     }
-    return NULL;
 }
 
 static void write_manifest(const Saver* s, const FileSlice* slices, int64_t slice_count) {
@@ -217,12 +233,7 @@ static void* saver_thread(void* saver) {
     int64_t total;
     if (leads) make_files(s);
     ranks_barrier(s->group);
-    char* failed = write_slices(s);
-    int why = errno;
-    if (!ranks_well(s->group, !failed)) {
-        errno = why;
-        give_up(s, "write", failed);
-    }
+    write_files(s);
     FileSlice* all = slices_gather(s->group, s->slices, s->slice_count, &total);
     if (leads) {
         write_manifest(s, all, total);

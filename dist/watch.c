@@ -224,6 +224,12 @@ void watch_end(void) {
     pthread_mutex_unlock(&lock);
 }
 
+void watch_progress(void) {
+    pthread_mutex_lock(&lock);
+    watched.done++;
+    pthread_mutex_unlock(&lock);
+}
+
 void watch_probe(WatchProbe probe, void* context) {
     pthread_mutex_lock(&probing);
     device_probe = probe;

@@ -19,6 +19,9 @@ void watch_stop(void);
 // waits for counts as the rank's progress: other threads (a save) may wait as well, but are not watched.
 void watch_begin(const char* what);
 void watch_end(void);
+// Another thread, which the watched one may come to wait for, has got on: a wait longer than the limit for all of its
+// work is no fault. Called as often on every rank.
+void watch_progress(void);
 
 // For waits that the host does not stand in (work queued on a device): called by the thread a few times a second, from
 // watch_probe until the next watch_probe, or watch_probe(NULL, NULL), returns. Returns how many collectives are done so

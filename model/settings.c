@@ -203,7 +203,8 @@ Settings settings_read(int argc, char** argv, int ranks) {
     options_parse(settings_table, settings_count, &s, given, argc, argv);
     if (s.help) {
         options_help(settings_table, settings_count, "train_moe");
-        exit(0);
+        free(given);
+        return s;
     }
     Settings from;
     memset(&from, 0, sizeof(from));

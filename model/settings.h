@@ -48,7 +48,7 @@ extern const int settings_count;
 
 // Defaults, then the command line, then the preset for every model option not given, then all checks for a run of
 // `ranks` ranks (--dry-run: of --ranks). Ends the run with EXIT_USAGE and a message that names the option where
-// something does not fit. --help prints the table and exits 0.
+// something does not fit. With --help it prints the table and checks nothing.
 Settings settings_read(int argc, char** argv, int ranks);
 
 void settings_free(Settings* settings);

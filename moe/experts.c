@@ -7,8 +7,8 @@ void experts_swiglu_forward(floatX* a, const floatX* h, Ragged r, int64_t F, Ctx
     swiglu_forward(a, h, r.group_start[r.El], F, ctx);  // rows lie without gaps on the CPU
 }
 
-void experts_swiglu_backward(floatX* dh, floatX* gated_a, real* drow_gate, const floatX* dap, const floatX* h, Ragged r,
-                             int64_t F, Ctx* ctx) {
+void experts_swiglu_backward(floatX* dh, floatX* gated_a, real* drow_gate, const floatX* dap, const floatX* h,
+                             const floatX* a, Ragged r, int64_t F, Ctx* ctx) {
     (void)ctx;
 #pragma omp parallel for schedule(static)
     for (int64_t row = 0; row < r.group_start[r.El]; row++) {
@@ -18,8 +18,9 @@ void experts_swiglu_backward(floatX* dh, floatX* gated_a, real* drow_gate, const
 #pragma omp simd reduction(+ : dgate)
         for (int64_t i = 0; i < F; i++) {
             real s = 1 / (1 + exp(-g[i])), silu = g[i] * s, d = dap[row * F + i];
-            dgate += d * silu * u[i];
-            gated_a[row * F + i] = gate * silu * u[i];
+            real act = a ? a[row * F + i] : silu * u[i];
+            dgate += d * act;
+            gated_a[row * F + i] = gate * act;
             du[i] = gate * d * silu;
             dg[i] = gate * d * u[i] * s * (1 + g[i] * (1 - s));
         }

@@ -18,7 +18,13 @@ enum { STAGE_BYTES = (TILE_M + TILE_N) / BOX * BOX_BYTES };
 enum { STAGES = 4, RING = 4 };
 enum { WARPS = 4 * GROUPS, THREADS = 128 + 32 * WARPS };
 enum { OUT_BYTES = 16 * 128 };
-enum { BAND = 8 };
+#ifndef V_BAND
+#define V_BAND 8
+#endif
+#ifndef V_SHARE
+#define V_SHARE 1
+#endif
+enum { BAND = V_BAND };
 
 struct Groups {
     const int64_t* start;
@@ -103,11 +109,11 @@ __device__ __forceinline__ void produce(Shared& s, const CUtensorMap* x, const C
             if (unit < high * pairs) {
                 m = unit % high;
                 n = unit / high * 2 + rank;
-                shared_a = 1;
+                shared_a = V_SHARE;
             } else {
                 m = (unit - high * pairs) * 2 + rank;
                 n = tiles_n - 1;
-                shared_b = 1;
+                shared_b = V_SHARE;
                 if (m >= high) t.store = 0, m = high - 1;
             }
             m = (band * BAND + m) * TILE_M;
@@ -152,8 +158,20 @@ __device__ __forceinline__ void produce(Shared& s, const CUtensorMap* x, const C
     }
 }
 
-// 2^(s - 127) (the smallest, 2^-127, has no exponent bits); 255 gives infinity.
-__device__ __forceinline__ float power(uint32_t s) { return fmaxf(__uint_as_float(s << 23), 0x1p-127f); }
+// 2^(s - 127) of the low byte (the smallest, 2^-127, has no exponent bits); 255 gives infinity.
+__device__ __forceinline__ float power(uint32_t s) { return fmaxf(__uint_as_float(s << 23 & 0x7f800000), 0x1p-127f); }
+
+struct Scales {
+    const uint4* x;
+    const uint8_t* w;
+    uint4 x_next;
+    uint32_t w_next;
+};
+
+__device__ __forceinline__ void load(Scales& c, int quad, int steps, int64_t w_stride, int lane) {
+    c.x_next = c.x[min(quad, (steps - 1) / 4)];
+    c.w_next = c.w[min(quad * 4 + lane % 4, steps - 1) * w_stride];
+}
 
 // Where a warpgroup reads, in registers that the compiler knows to be the same in all lanes, and a lane's scales.
 struct Consumer {
@@ -161,19 +179,26 @@ struct Consumer {
     uint32_t empty;  // barriers of one of the two blocks
     int slot;
     uint32_t parity;
-    const uint8_t *x_scale, *w_scale;
-    uint32_t sx, sw;  // for the next step
+    Scales scales;
 };
 
 template <int W>
-__device__ __forceinline__ void multiply(Shared& s, Consumer& c, float (&d)[W][64], uint32_t w_stride, int steps, int lane) {
+__device__ __forceinline__ void multiply(Shared& s, Consumer& c, float (&d)[W][64], int64_t w_stride, int steps, int lane) {
     const uint64_t high = wgmma_descriptor<BOX>(0, 0);
 #pragma unroll
     for (int v = 0; v < W; v++)
 #pragma unroll
         for (int i = 0; i < 64; i++) d[v][i] = 0;
-    if (GROUPS == 3) c.slot = __reduce_max_sync(0xffffffffu, c.slot), c.a = __reduce_max_sync(0xffffffffu, c.a), c.b = __reduce_max_sync(0xffffffffu, c.b), steps = __reduce_max_sync(0xffffffffu, steps);
-    for (; steps > 0; steps--) {
+    uint32_t sx = 0, sw = 0;
+    if (GROUPS == 3) c.slot = __reduce_max_sync(0xffffffffu, c.slot);
+    auto refill = [&](int quad) {
+        const uint4& q = c.scales.x_next;
+        sx = __byte_perm(__byte_perm(q.x, q.y, 0x0040), __byte_perm(q.z, q.w, 0x0040), 0x5410);
+        sw = c.scales.w_next;
+        load(c.scales, quad + 1, steps, w_stride, lane);
+    };
+    refill(0);
+    for (int step = 0; step < steps; step++) {
         float p[64], scale = 0;
         barrier_wait(&s.full[c.slot], c.parity);
         const uint32_t a = c.a + c.slot * (STAGE_BYTES / 16), b = c.b + c.slot * (STAGE_BYTES / 16);
@@ -185,13 +210,13 @@ __device__ __forceinline__ void multiply(Shared& s, Consumer& c, float (&d)[W][6
                 wgmma_e4m3<TILE_N>(p, high | (a + v * (GROUPS * BOX_BYTES / 16) + k * 2), high | (b + k * 2), k > 0);
             wgmma_commit();
             if (v == 0) {
-                scale = power(c.sx) * power(c.sw);
+                scale = power(sx) * power(__shfl_sync(0xffffffffu, sw, step, 4));
                 scale = fmaf(scale, 0, scale);
-                c.x_scale += 4, c.w_scale += w_stride;
-                if (steps > 1) c.sx = *c.x_scale, c.sw = *c.w_scale;
+                sx >>= 8;
             }
             const float near = __shfl_sync(0xffffffffu, scale, v * 2, 4);
             const float far = __shfl_sync(0xffffffffu, scale, v * 2 + 1, 4);
+            if (v == W - 1 && step % 4 == 3) refill((step + 1) / 4);
             wgmma_wait<0>();
             wgmma_pin(p);
             if (v == W - 1 && lane < CLUSTER) barrier_arrive_cluster(c.empty + c.slot * 8);
@@ -205,9 +230,9 @@ __device__ __forceinline__ void multiply(Shared& s, Consumer& c, float (&d)[W][6
 __device__ __forceinline__ void begin(Consumer& c, const Tile& t, const Groups& g) {
     const int warp = threadIdx.x / 32 - 4, lane = threadIdx.x % 32;
     const int row = t.m + (t.rows > 64 * GROUPS ? lane % 4 / 2 * (64 * GROUPS) : 0) + warp * 16 + lane / 4 + lane % 2 * 8;
-    c.x_scale = g.x_scale + (GROUPS == 3 ? min(row, t.m + t.rows - 1) : row) * g.x_stride;
-    c.w_scale = g.w_scale + t.w_scale;
-    c.sx = *c.x_scale, c.sw = *c.w_scale;
+    c.scales.x = (const uint4*)(g.x_scale + (GROUPS == 3 ? min(row, t.m + t.rows - 1) : row) * g.x_stride);
+    c.scales.w = g.w_scale + t.w_scale;
+    load(c.scales, 0, t.steps, g.w_stride_c, lane);
 }
 
 struct Writer {

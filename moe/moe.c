@@ -261,7 +261,7 @@ void moe_forward(floatX* y, const floatX* x, MoeWeights w, MoeSaved* m, int64_t*
     take(ways);
 
     if (s.ep > 1) {
-        permute_rows(t.home, x, m->send, C, ctx);
+        permute_rows(t.home, x, m->send, row, ctx);
         dispatch_choices(t.home_expert, t.home_gate, m->expert, m->gate, m->send, N, K, held(s), ctx);
         ExchangeBuffer buffers[3] = {{m->recv_x, t.home, row},
                                      {m->recv_expert, t.home_expert, (size_t)K * sizeof(int32_t)},
@@ -274,7 +274,7 @@ void moe_forward(floatX* y, const floatX* x, MoeWeights w, MoeSaved* m, int64_t*
     }
     if (s.ep > 1) arrive(ways, ctx);
     permute_plan(m->ragged, m->recv_expert, m->recv_gate, m->received, K, ctx);
-    permute_rows(t.rows, s.ep > 1 ? m->recv_x : x, m->ragged, C, ctx);
+    permute_rows(t.rows, s.ep > 1 ? m->recv_x : x, m->ragged, row, ctx);
     grouped_gemm_forward(m->h, t.rows, w.w13, m->ragged, C, 2 * s.F, ctx);
     experts_swiglu_forward(t.act, m->h, m->ragged, s.F, ctx);
     grouped_gemm_forward(t.rows, t.act, w.w2, m->ragged, s.F, C, ctx);
@@ -317,21 +317,21 @@ void moe_backward(floatX* dx, const floatX* dy, const floatX* x, MoeWeights w, M
     const floatX *dy_here = s.ep > 1 ? t.here : dy, *x_here = s.ep > 1 ? m->recv_x : x;
 
     if (s.ep > 1) {
-        permute_rows(t.home, dy, m->send, C, ctx);
-        if (s.recompute) permute_rows(t.home_x, x, m->send, C, ctx);
+        permute_rows(t.home, dy, m->send, row, ctx);
+        if (s.recompute) permute_rows(t.home_x, x, m->send, row, ctx);
         ExchangeBuffer buffers[2] = {{t.here, t.home, row}, {m->recv_x, t.home_x, row}};
         leave(ways, buffers, s.recompute ? 2 : 1, outward(m), ctx);
     }
     if (s.shared_F) shared_backward(dx, dy, x, w, dw, m, t, s, ctx);  // while tokens travel
     if (s.ep > 1) arrive(ways, ctx);
     if (s.recompute) {
-        permute_rows(t.rows, x_here, r, C, ctx);
+        permute_rows(t.rows, x_here, r, row, ctx);
         grouped_gemm_forward(m->h, t.rows, w.w13, r, C, 2 * s.F, ctx);
     }
     // The combine's backward sends dy to the rows as it is; the gate is applied behind W2 (moe/experts.h).
-    permute_rows(t.rows, dy_here, r, C, ctx);
+    permute_rows(t.rows, dy_here, r, row, ctx);
     grouped_gemm_dgrad(t.dact, t.rows, w.w2, r, s.F, C, ctx);
-    experts_swiglu_backward(t.dh, t.act, t.drow_gate, t.dact, m->h, r, s.F, ctx);
+    experts_swiglu_backward(t.dh, t.act, t.drow_gate, t.dact, m->h, NULL, r, s.F, ctx);
     floatX* dx_rows = t.dact;  // dA' is done with
     grouped_gemm_dgrad(dx_rows, t.dh, w.w13, r, C, 2 * s.F, ctx);
     if (s.ep > 1) {
@@ -341,7 +341,7 @@ void moe_backward(floatX* dx, const floatX* dy, const floatX* x, MoeWeights w, M
         leave(ways, buffers, 2, homeward(m), ctx);
     }
     grouped_gemm_wgrad(dw.w2, t.rows, t.act, r, s.F, C, ctx);  // while dx travels
-    permute_rows(t.rows, x_here, r, C, ctx);
+    permute_rows(t.rows, x_here, r, row, ctx);
     grouped_gemm_wgrad(dw.w13, t.dh, t.rows, r, C, 2 * s.F, ctx);
     if (s.ep > 1) {
         arrive(ways, ctx);

@@ -28,11 +28,12 @@ void permute_plan(Ragged r, const int32_t* expert, const real* gate, int64_t N, 
     }
 }
 
-void permute_rows(floatX* rows, const floatX* tokens, Ragged r, int64_t C, Ctx* ctx) {
+void permute_rows(void* rows, const void* tokens, Ragged r, size_t row_bytes, Ctx* ctx) {
     (void)ctx;
 #pragma omp parallel for schedule(static)
     for (int64_t i = 0; i < r.group_start[r.El]; i++)
-        memcpy(rows + i * C, tokens + r.row_token[i] * C, (size_t)C * sizeof(floatX));
+        memcpy((char*)rows + (size_t)i * row_bytes, (const char*)tokens + (size_t)r.row_token[i] * row_bytes,
+               row_bytes);
 }
 
 void unpermute_rows(floatX* tokens, const floatX* rows, const real* gate, Ragged r, int64_t N, int32_t K, int64_t C,

@@ -66,8 +66,13 @@ static __global__ void __launch_bounds__(256)
     }
 }
 
-void permute_rows(floatX* rows, const floatX* tokens, Ragged r, int64_t C, Ctx* ctx) {
+void permute_rows(void* to, const void* from, Ragged r, size_t row_bytes, Ctx* ctx) {
     if (r.capacity == 0) return;
+    // Elements of two bytes, whatever they are.
+    floatX* rows = (floatX*)to;
+    const floatX* tokens = (const floatX*)from;
+    const int64_t C = (int64_t)row_bytes / 2;
+    ASSERT(row_bytes % 2 == 0);
     const int64_t slices = ceil_div(r.capacity, r.El * 8);  // at even load: a row a warp
     const unsigned blocks = (unsigned)(slices * r.El);
     if (wide(C, rows, tokens))

@@ -41,10 +41,10 @@ void permute_plan(Ragged ragged,
                   const real* gate,       // (N, K); NULL: row_gate is left as it is
                   int64_t N, int32_t K, Ctx* ctx);
 
-// rows[r] = tokens[row_token[r]], zeros in pad rows.
-void permute_rows(floatX* rows,          // (capacity, C)
-                  const floatX* tokens,  // (N, C)
-                  Ragged ragged, int64_t C, Ctx* ctx);
+// rows[r] = tokens[row_token[r]], zeros in pad rows; what a row holds does not matter (an even number of bytes).
+void permute_rows(void* rows,          // (capacity) rows
+                  const void* tokens,  // (N) rows
+                  Ragged ragged, size_t row_bytes, Ctx* ctx);
 
 // tokens[n] = sum_k gate[n][k] * rows[token_row[n][k]] in real, choices not held here left out; gate NULL means 1.
 // += with accumulate 1. This is the forward's combine, and without gates the backward of permute_rows.

@@ -169,7 +169,7 @@ static void run_move(void* arg) {
     int64_t n = r->N * m->C;
     Ctx* ctx = ctx_create(permute_workspace(r->N, r->K, r->El));
     m->rows = poisoned(r->ragged.capacity * m->C);
-    permute_rows(m->rows, m->tokens, r->ragged, m->C, ctx);
+    permute_rows(m->rows, m->tokens, r->ragged, (size_t)m->C * sizeof(real), ctx);
     m->combined = poisoned(n), m->summed = poisoned(n), m->added = copied(m->tokens_before, n);
     unpermute_rows(m->combined, m->from, r->gate, r->ragged, r->N, r->K, m->C, 0, ctx);
     unpermute_rows(m->summed, m->from, NULL, r->ragged, r->N, r->K, m->C, 0, ctx);
@@ -299,7 +299,7 @@ static void run_middle(void* arg) {
     m->a = poisoned(ragged.capacity * m->F), m->gated_a = poisoned(ragged.capacity * m->F);
     m->dh = poisoned(2 * ragged.capacity * m->F), m->drow_gate = poisoned(ragged.capacity);
     experts_swiglu_forward(m->a, m->h, ragged, m->F, ctx);
-    experts_swiglu_backward(m->dh, m->gated_a, m->drow_gate, m->dap, m->h, ragged, m->F, ctx);
+    experts_swiglu_backward(m->dh, m->gated_a, m->drow_gate, m->dap, m->h, NULL, ragged, m->F, ctx);
     ctx_sync(ctx);
     ctx_destroy(ctx);
 }
@@ -356,7 +356,7 @@ static void run_path(void* arg) {
     Ctx* ctx = ctx_create(permute_workspace(r->N, r->K, r->El));
     real *x = poisoned(rows * C), *h = poisoned(rows * 2 * F), *a = poisoned(rows * F), *y = poisoned(rows * C);
     p->out = poisoned(r->N * C);
-    permute_rows(x, p->x, g, C, ctx);
+    permute_rows(x, p->x, g, (size_t)C * sizeof(real), ctx);
     grouped_gemm_forward(h, x, p->w13, g, C, 2 * F, ctx);
     experts_swiglu_forward(a, h, g, F, ctx);
     grouped_gemm_forward(y, a, p->w2, g, F, C, ctx);
@@ -366,9 +366,9 @@ static void run_path(void* arg) {
     real *gated_a = poisoned(rows * F), *drow_gate = poisoned(rows);
     p->dx = poisoned(r->N * C), p->dgate = poisoned(r->N * r->K);
     p->dw13 = copied(p->w13_before, r->El * 2 * F * C), p->dw2 = copied(p->w2_before, r->El * C * F);
-    permute_rows(dout, p->dout, g, C, ctx);
+    permute_rows(dout, p->dout, g, (size_t)C * sizeof(real), ctx);
     grouped_gemm_dgrad(dap, dout, p->w2, g, F, C, ctx);
-    experts_swiglu_backward(dh, gated_a, drow_gate, dap, h, g, F, ctx);
+    experts_swiglu_backward(dh, gated_a, drow_gate, dap, h, NULL, g, F, ctx);
     grouped_gemm_dgrad(dx, dh, p->w13, g, C, 2 * F, ctx);
     unpermute_rows(p->dx, dx, NULL, g, r->N, r->K, C, 0, ctx);
     unpermute_gates(p->dgate, drow_gate, g, r->N, r->K, ctx);

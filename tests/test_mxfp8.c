@@ -423,10 +423,16 @@ static void test_stats(void) {
         CHECK(fabs(s.noise - (1 + 0x1p-10)) < 1e-6, "noise %.17g", s.noise);  // beside a sum of 2^28: 2^-24
         release_all();
     }
+    // FLOOR: 448 is in range, 480 is not.
+    real* x = filled(32, 1.75);
+    x[3] = -1.875;
+    MxStats s = stats_of(x, 1, 32, (MxCast){MX_FLOOR, 1});
+    CHECK(s.saturated == 1 && fabs(s.noise - 0x1p-6) < 1e-12, "%g saturated, noise %g", s.saturated, s.noise);
     for (int i = 0; i < COUNT(casts); i++) {
-        real* x = wild_tensor(64, 352, 80);
+        x = wild_tensor(64, 352, 80);
         x[5] = NAN;
-        MxStats s = stats_of(x, 64, 352, casts[i]), want = {0, 0, 0, 0, 0, 0};
+        s = stats_of(x, 64, 352, casts[i]);
+        MxStats want = {0, 0, 0, 0, 0, 0};
         uint8_t *q = kept_bytes(64 * 352), *scale = kept_bytes(64 * 16), *q1 = kept_bytes(64 * 352);
         uint8_t* scale1 = kept_bytes(64 * 16);
         oracle_quantize(q, scale, x, 64, 352, casts[i]);

@@ -1,0 +1,193 @@
+// The MXFP8 casts at the sizes of 16b and 671b: time, bytes a second, and the share of a device-to-device copy measured
+// in the same run. Bytes count each input read once and each output written once, scales too. A time is the median of
+// 20 batches of calls, by CUDA events; calls go round sets of buffers too large for L2 together.
+//
+//   build/cuda/bench/casts [rows [part of an op's name]]
+#include <stdio.h>
+#include <stdlib.h>
+#include <string.h>
+
+#include <algorithm>
+#include <functional>
+#include <vector>
+
+#include "device/cuda.cuh"
+#include "moe/mxfp8.h"
+
+enum { CALLS = 6, BATCHES = 20 };
+
+static Ctx* ctx;
+static double copy_rate;  // bytes a second
+static const char* only = "";
+
+static __global__ void fill(floatX* p, int64_t n, uint32_t seed) {  // about normal
+    for (int64_t i = blockIdx.x * (int64_t)blockDim.x + threadIdx.x; i < n; i += gridDim.x * (int64_t)blockDim.x) {
+        float sum = 0;
+        for (int k = 0; k < 4; k++) {
+            uint64_t x = (uint64_t)i * 4 + k + ((uint64_t)seed << 40);
+            x ^= x >> 31, x *= 0x7fb5d329728ea185ull, x ^= x >> 27, x *= 0x81dadef4bc2dd44dull, x ^= x >> 33;
+            sum += (float)(uint32_t)x * 0x1p-32f - 0.5f;
+        }
+        p[i] = __float2bfloat16(sum * 1.7320508f);
+    }
+}
+
+static double seconds(int sets, const std::function<void(int)>& call) {
+    cudaEvent_t start, stop;
+    CUDA_CHECK(cudaEventCreate(&start));
+    CUDA_CHECK(cudaEventCreate(&stop));
+    for (int i = 0; i < sets; i++) call(i);
+    std::vector<float> times;
+    int set = 0;
+    for (int b = 0; b < BATCHES; b++) {
+        CUDA_CHECK(cudaEventRecord(start, ctx->stream));
+        for (int i = 0; i < CALLS; i++) call(set++ % sets);
+        CUDA_CHECK(cudaEventRecord(stop, ctx->stream));
+        CUDA_CHECK(cudaEventSynchronize(stop));
+        float ms;
+        CUDA_CHECK(cudaEventElapsedTime(&ms, start, stop));
+        times.push_back(ms);
+    }
+    std::sort(times.begin(), times.end());
+    CUDA_CHECK(cudaEventDestroy(start));
+    CUDA_CHECK(cudaEventDestroy(stop));
+    return times[BATCHES / 2] / 1000.0 / CALLS;
+}
+
+// One buffer each for the inputs and the outputs of all sets; set i's lie at i * elements.
+struct Buffers {
+    int sets;
+    floatX *x, *back;
+    uint8_t *q, *turned, *scale;
+    int64_t scales;
+
+    Buffers(int64_t elements, int64_t scales, bool wide_out) : scales(scales) {
+        sets = (int)std::max((int64_t)3, ceil_div((int64_t)1 << 28, elements));
+        auto room = [&](int64_t bytes) { return device_alloc((size_t)(sets * bytes), "the benchmark"); };
+        x = (floatX*)room(elements * 2), q = (uint8_t*)room(elements), turned = (uint8_t*)room(elements);
+        scale = (uint8_t*)room(scales), back = wide_out ? (floatX*)room(elements * 2) : NULL;
+        fill<<<1024, 256, 0, ctx->stream>>>(x, sets * elements, 1);
+        ctx_sync(ctx);
+    }
+    ~Buffers() {
+        for (void* p : {(void*)x, (void*)q, (void*)turned, (void*)scale, (void*)back}) device_free(p);
+    }
+};
+
+static void row(const char* op, const char* shape, double bytes, int sets, const std::function<void(int)>& call) {
+    if (!strstr(op, only)) return;
+    const double s = seconds(sets, call);
+    printf("| %s | %s | %.1f | %.2f | %.0f %% |\n", op, shape, s * 1e6, bytes / s * 1e-12, 100 * bytes / s / copy_rate);
+    fflush(stdout);
+}
+
+static void bench_copy(void) {
+    const size_t bytes = (size_t)1 << 30;
+    char* p = (char*)device_alloc(6 * bytes, "the benchmark");
+    fill<<<1024, 256, 0, ctx->stream>>>((floatX*)p, 3 * (int64_t)bytes, 1);
+    auto call = [&](int i) {
+        CUDA_CHECK(cudaMemcpyAsync(p + i * bytes, p + (3 + i) * bytes, bytes, cudaMemcpyDeviceToDevice, ctx->stream));
+    };
+    copy_rate = 2 * (double)bytes / seconds(3, call);
+    row("copy", "1 GiB", 2 * (double)bytes, 3, call);
+    device_free(p);
+}
+
+// Activations: rows x columns.
+static void bench_rows(int64_t rows, int64_t columns) {
+    const int64_t n = rows * columns, stride = mx_stride(columns);
+    char shape[64];
+    snprintf(shape, sizeof(shape), "%lld x %lld", (long long)rows, (long long)columns);
+    const double cast = 3.0 * (double)n + (double)(rows * columns / MX_BLOCK);
+    Buffers b(n, std::max(rows * stride, columns * mx_stride(rows)), true);
+    for (int32_t align : {1, 128}) {
+        MxCast how = {MX_RCEIL, align};
+        row(align == 1 ? "mx_quantize" : "mx_quantize, 128", shape, cast, b.sets,
+            [&](int i) { mx_quantize(b.q + i * n, b.scale + i * b.scales, b.x + i * n, rows, columns, how, ctx); });
+    }
+    row("mx_dequantize", shape, cast, b.sets,
+        [&](int i) { mx_dequantize(b.back + i * n, b.q + i * n, b.scale + i * b.scales, rows, columns, ctx); });
+    for (int32_t align : {1, 128}) {
+        MxCast how = {MX_RCEIL, align};
+        row(align == 1 ? "mx_quantize_transposed" : "mx_quantize_transposed, 128", shape, cast, b.sets, [&](int i) {
+            mx_quantize_transposed(b.turned + i * n, b.scale + i * b.scales, b.x + i * n, 1, rows, columns, how, ctx);
+        });
+    }
+    MxStats* stats = (MxStats*)device_alloc(sizeof(MxStats), "the benchmark");
+    row("mx_stats", shape, 2.0 * (double)n, b.sets, [&](int i) {
+        mx_stats(stats, b.x + i * n, rows, columns, {MX_RCEIL, 128}, ctx);
+    });
+    device_free(stats);
+}
+
+// Weights of experts, all in one launch.
+static void bench_weights(int64_t experts, int64_t rows, int64_t columns) {
+    const int64_t n = experts * rows * columns;
+    char shape[64];
+    snprintf(shape, sizeof(shape), "%lld x %lld x %lld", (long long)experts, (long long)rows, (long long)columns);
+    Buffers b(n, experts * std::max(columns * mx_stride(rows), rows * mx_stride(columns)), false);
+    const double cast = 3.0 * (double)n + (double)(n / MX_BLOCK);
+    row("mx_quantize", shape, cast, b.sets, [&](int i) {
+        mx_quantize(b.q + i * n, b.scale + i * b.scales, b.x + i * n, experts * rows, columns, {MX_RCEIL, 1}, ctx);
+    });
+    row("mx_quantize_transposed", shape, cast, b.sets, [&](int i) {
+        mx_quantize_transposed(b.q + i * n, b.scale + i * b.scales, b.x + i * n, experts, rows, columns, {MX_RCEIL, 1},
+                               ctx);
+    });
+    row("mx_quantize_tiles", shape, 4.0 * (double)n, b.sets, [&](int i) {
+        mx_quantize_tiles(b.q + i * n, b.turned + i * n, b.scale + i * b.scales, b.x + i * n, experts, rows, columns,
+                          MX_RCEIL, ctx);
+    });
+}
+
+// Eight experts with uneven numbers of rows.
+static void bench_swiglu(int64_t rows, int64_t F) {
+    const int32_t El = 8;
+    std::vector<int64_t> start(1, 0);
+    std::vector<int32_t> token;
+    for (int32_t e = 0; e < El; e++) {
+        const int64_t count = rows / El + (e % 3 - 1) * 333, end = start.back() + ceil_div(count, 128) * 128;
+        for (int64_t r = start.back(); r < end; r++) token.push_back(r < start.back() + count ? 0 : -1);
+        start.push_back(end);
+    }
+    const int64_t used = start.back(), capacity = 2 * used, n = used * F;
+    token.resize((size_t)capacity, -1);
+    Ragged ragged = {};
+    ragged.El = El, ragged.capacity = capacity;
+    ragged.group_start = (int64_t*)device_alloc(start.size() * sizeof(int64_t), "the benchmark");
+    ragged.row_token = (int32_t*)device_alloc(token.size() * sizeof(int32_t), "the benchmark");
+    device_upload(ragged.group_start, start.data(), start.size() * sizeof(int64_t), ctx);
+    device_upload(ragged.row_token, token.data(), token.size() * sizeof(int32_t), ctx);
+    char shape[64];
+    snprintf(shape, sizeof(shape), "%lld x %lld", (long long)used, (long long)F);
+    Buffers b(2 * n, used * mx_stride(F), false);
+    for (int32_t align : {1, 128})
+        row(align == 1 ? "mx_swiglu_quantize" : "mx_swiglu_quantize, 128", shape,
+            5.0 * (double)n + (double)(n / MX_BLOCK), b.sets, [&](int i) {
+                mx_swiglu_quantize(b.q + i * n, b.scale + i * b.scales, b.x + 2 * i * n, ragged, F, {MX_RCEIL, align},
+                                   ctx);
+            });
+    device_free(ragged.group_start);
+    device_free(ragged.row_token);
+}
+
+int main(int argc, char** argv) {
+    const int64_t rows = argc > 1 ? atoll(argv[1]) : 131072;
+    if (argc > 2) only = argv[2];
+    ctx = ctx_create(mx_stats_workspace());
+    printf("%s\n", device_name(ctx));
+    printf("| op | shape | us | TB/s | of a copy |\n|---|---|---|---|---|\n");
+    bench_copy();
+    for (int64_t columns : {1408, 2048, 7168}) bench_rows(rows, columns);
+    bench_swiglu(rows, 1408);
+    bench_swiglu(rows, 2048);
+    for (int64_t experts : {1, 8, 64}) {
+        bench_weights(experts, 2816, 2048);  // 16b: gate and up, down
+        bench_weights(experts, 2048, 1408);
+        if (experts == 64) continue;
+        bench_weights(experts, 4096, 7168);  // 671b
+        bench_weights(experts, 7168, 2048);
+    }
+    ctx_destroy(ctx);
+    return 0;
+}

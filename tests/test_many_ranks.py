@@ -1,0 +1,465 @@
+#!/usr/bin/env python3
+"""A run on many ranks, from outside: TRAIN_MOE=build/cpu/train_moe python3 tests/test_many_ranks.py (standard library only).
+
+The tiny model of tests/test_cli.py trains on up to four ranks of this machine. Curves and validation do not depend on how a
+run lies on its ranks; it resumes on any other layout, and bit for bit on its own. Every fault of one rank ends all of them
+with one message that names the rank and the reason, and the run goes on from its newest checkpoint as if nothing had
+happened.
+"""
+import concurrent.futures
+import os
+import pathlib
+import re
+import shutil
+import signal
+import struct
+import subprocess
+import time
+import unittest
+
+import test_cli as cli
+from run import mpirun
+from test_ranks_faults import running
+
+
+def gpus():
+    try:
+        listed = subprocess.run(["nvidia-smi", "-L"], capture_output=True, text=True).stdout
+    except OSError:
+        return 0
+    return len(re.findall(r"^GPU \d", listed, re.M))
+
+
+CUDA = pathlib.Path(cli.PROGRAM).parent.name == "cuda"
+SANITIZED = "sanitize" in cli.PROGRAM
+RANKS = min(4, gpus()) if CUDA else 4  # one a GPU
+RANKS -= RANKS == 3                    # which would not divide the 4 experts
+VICTIM = RANKS - 2 or 1                # the rank that has the fault: neither the first nor, of four, the last
+# How far curves of different layouts may lie apart. Sums in another order move float32 by 1e-8 here, bf16 by its steps.
+CLOSE = 1e-2 if CUDA else 1e-5
+
+# 32 windows and several micro-steps a step: slow enough for faults to come between two steps.
+RUN = dict(tokens_per_step=2048, lr=1e-3, steps=60, save_every=10)
+LAYOUT = dict(ep=RANKS, shard="weights")
+
+
+class Outcome:
+    """What became of a run: exit code, output, its lines of error, and seconds since the fault."""
+
+    def __init__(self, code, out, err, seconds):
+        self.code, self.out, self.err, self.seconds = code, out, err, seconds
+        self.errors = re.findall("^train_moe: error: (.*)", err, re.M)
+
+    def __str__(self):
+        return f"exit code {self.code} after {self.seconds:.1f} s\n{self.out[-1500:]}\n{self.err}"
+
+
+class Process:
+    """A run on the ranks given as (count, command line)... Only one of them stands before a colon."""
+
+    def __init__(self, folder, *parts, more=()):
+        line = mpirun(1)[:-2] + list(more)
+        for i, (count, command) in enumerate(parts):
+            line += [":"] * (i > 0) + ["-np", str(count)] + [str(word) for word in command]
+        self.out, self.err = open(folder / "stdout", "w+"), open(folder / "stderr", "w+")
+        self.mpirun = subprocess.Popen(line, cwd=folder, env=cli.environment(), stdin=subprocess.DEVNULL,
+                                       stdout=self.out, stderr=self.err)
+        self.began = time.monotonic()
+
+    def ranks(self):
+        """{rank: process id}, of mpirun's children."""
+        found = {}
+        for stat in pathlib.Path("/proc").glob("[0-9]*/stat"):
+            try:
+                parent = stat.read_text().rpartition(")")[2].split()[1]
+                if int(parent) == self.mpirun.pid:
+                    rank = re.search(rb"\0OMPI_COMM_WORLD_RANK=(\d+)\0", b"\0" + (stat.parent / "environ").read_bytes())
+                    found[int(rank[1])] = int(stat.parent.name)
+            except (OSError, TypeError):  # it ended meanwhile; not a rank yet
+                pass
+        return found
+
+    def wait_for(self, condition):
+        while not condition():
+            if self.mpirun.poll() is not None or time.monotonic() > self.began + 60:
+                raise AssertionError(f"the run ended, or took too long, before its fault: {self.end()}")
+            time.sleep(0.001)
+
+    def fault(self, ranks, number):
+        """Sends a signal to ranks; from now on the seconds count."""
+        processes = self.ranks()
+        for rank in ranks:
+            os.kill(processes[rank], number)
+        self.began = time.monotonic()
+
+    def end(self):
+        ranks = self.ranks().values()
+        try:
+            self.mpirun.wait(60)
+        except subprocess.TimeoutExpired:
+            self.mpirun.kill()
+        seconds, hangs = time.monotonic() - self.began, self.mpirun.wait() == -signal.SIGKILL
+        while any(map(running, ranks)) and not hangs:
+            hangs = time.monotonic() - self.began > seconds + 5
+            time.sleep(0.01)
+        for pid in filter(running, ranks):
+            os.kill(pid, signal.SIGKILL)
+        texts = []
+        for file in (self.out, self.err):
+            file.seek(0)
+            texts.append(file.read())
+            file.close()
+        return Outcome("none: it hangs" if hangs else self.mpirun.returncode, *texts, seconds)
+
+
+@unittest.skipUnless(mpirun(1), "no mpirun")
+@unittest.skipIf(RANKS < 2, f"one rank a GPU, and of these there are {RANKS}: needs 2")
+class Case(cli.Case):
+    def command(self, **options):
+        return cli.command(**{"train": self.train_glob, "out": "run", **RUN, **options})
+
+    def on(self, count, folder=None, code=0, **options):
+        """A run on so many ranks that ends with `code` and, if that is not 0, with one line of error."""
+        folder = folder or self.dir
+        outcome = Process(folder, (count, self.command(**options))).end()
+        self.assertEqual(outcome.code, code, outcome)
+        self.assertEqual(len(outcome.errors), int(code != 0), outcome)
+        return outcome
+
+    def reference(self):
+        """The run in the layout of all faults, never stopped; every checkpoint is there. Made once a class."""
+        if not self.references:
+            folder = pathlib.Path(self.shared.name)
+            self.on(RANKS, folder, out="reference", keep=9, **LAYOUT)
+            self.references["run"] = folder / "reference"
+        return self.references["run"]
+
+    def losses(self, out):
+        return [line["loss"] for line in cli.curve(out)]
+
+    def assert_close(self, losses, expected, bound=CLOSE):
+        self.assertEqual(len(losses), len(expected))
+        worst = max(abs(a - b) / abs(b) for a, b in zip(losses, expected))
+        self.assertLess(worst, bound)
+
+    def other_layout(self):
+        return (2, dict(ep=1, shard="grads")) if RANKS > 2 else (1, dict(ep=1))
+
+    def check_goes_on(self, folder, at=None):
+        """The run there goes on from its newest checkpoint: to the same bits in its layout, close to them in another."""
+        newest = cli.checkpoints(folder / "run")
+        newest = max(name for name in newest if re.fullmatch(r"step_\d{8}", name))
+        self.assertGreaterEqual(int(newest[5:]), 10)
+        if at:
+            self.assertEqual(newest, at)
+        (folder / "other").mkdir()
+        shutil.copytree(folder / "run", folder / "other/run")
+        ranks, layout = self.other_layout()
+        for place, count, options in ((folder, RANKS, LAYOUT), (folder / "other", ranks, layout)):
+            done = self.on(count, place, resume=True, **options)
+            self.assertIn(f"resumed    from run/{newest}\n", done.out)
+            self.assertNotIn("refused", done.err)
+            self.assertEqual([n for n in cli.checkpoints(place / "run") if not re.fullmatch(r"step_\d{8}", n)], [])
+        self.assert_same_run(folder / "run", self.reference(), 60)
+        curve, expected = cli.curve(folder / "other/run"), cli.curve(self.reference())
+        self.assertEqual(curve[:int(newest[5:])], expected[:int(newest[5:])])
+        self.assert_close(self.losses(folder / "other/run"), self.losses(self.reference()))
+
+
+def limited(limit, command):
+    return ["sh", "-c", f'ulimit {limit}; exec "$@"', "sh", *command]
+
+
+class Faults(Case):
+    """All of them start at once in setUpClass, since they mostly wait; each test looks at what became of one."""
+
+    @classmethod
+    def setUpClass(cls):
+        super().setUpClass()
+        self = cls("reference")
+        self.reference()
+        names = [name[6:] for name in dir(cls) if name.startswith("fault_")]
+        folders = {name: pathlib.Path(cls.shared.name) / name for name in names}
+        for folder in folders.values():
+            folder.mkdir()
+        with concurrent.futures.ThreadPoolExecutor(4) as pool:
+            cls.running = {name: pool.submit(getattr(self, f"fault_{name}"), folders[name]) for name in names}
+        cls.folders = folders
+
+    def among(self, command):
+        """Everywhere but on VICTIM the usual command line."""
+        usual = self.command(timeout=60, **LAYOUT)
+        return [part for part in ((VICTIM, usual), (1, command), (RANKS - VICTIM - 1, usual)) if part[0]]
+
+    def signalled(self, folder, at, ranks, number, **options):
+        """A run that gets a signal once `at` steps are logged."""
+        run, log = Process(folder, (RANKS, self.command(**LAYOUT, **options))), folder / "run/log.jsonl"
+        run.wait_for(lambda: log.exists() and log.read_bytes().count(b"\n") > at)
+        run.fault(ranks, number)
+        return run.end()
+
+    def fault_killed(self, folder):
+        return self.signalled(folder, 23, [VICTIM], signal.SIGKILL)
+
+    def fault_stopped(self, folder):
+        return self.signalled(folder, 23, [VICTIM], signal.SIGSTOP, timeout=2)
+
+    def fault_first_stopped(self, folder):
+        return self.signalled(folder, 23, [0], signal.SIGSTOP, timeout=2)
+
+    def fault_stopped_saving(self, folder, rank=VICTIM):
+        """In the last save no rank waits in a step any more."""
+        run = Process(folder, (RANKS, self.command(timeout=2, dense_ffn=8192, **{**RUN, **LAYOUT, "steps": 4,
+                                                                                "save_every": 2})))
+        run.wait_for(lambda: (folder / "run/step_00000004.tmp").exists())
+        run.fault([rank], signal.SIGSTOP)
+        return run.end()
+
+    def fault_asked(self, folder):
+        return self.signalled(folder, 23, [VICTIM], signal.SIGTERM)
+
+    def fault_all_asked(self, folder):
+        return self.signalled(folder, 23, range(RANKS), signal.SIGTERM)
+
+    def fault_no_memory(self, folder):
+        if CUDA or SANITIZED:
+            return None
+        big = dict(dense_ffn=2000000, timeout=60, **LAYOUT)
+        usual = self.command(**big)
+        return Process(folder, (VICTIM, usual), (1, limited("-v 1500000", usual)), (RANKS - VICTIM - 1, usual)).end()
+
+    def fault_shard_missing(self, folder):
+        first = self.data / "text_train_000000.bin"
+        return Process(folder, *self.among(self.command(train=first, timeout=60, **LAYOUT))).end()
+
+    def fault_no_shards(self, folder):
+        return Process(folder, *self.among(self.command(train=folder / "*.bin", timeout=60, **LAYOUT))).end()
+
+    def fault_other_shards(self, folder):
+        (folder / "data").mkdir()
+        for old, new in (("text_train_000000.bin",) * 2, ("text_train_000001.bin", "text_train_000002.bin")):
+            shutil.copy(self.data / old, folder / "data" / new)
+        return Process(folder, *self.among(self.command(train="data/*.bin", timeout=60, **LAYOUT))).end()
+
+    def fault_other_validation(self, folder):
+        return Process(folder, *self.among(self.command(val=self.val_glob, timeout=60, **LAYOUT))).end()
+
+    def fault_other_option(self, folder):
+        return Process(folder, *self.among(self.command(timeout=60, **{**RUN, **LAYOUT, "lr": 2e-3}))).end()
+
+    def fault_other_binary(self, folder):
+        shutil.copy(cli.PROGRAM, folder / "other")
+        with open(folder / "other", "ab") as file:
+            file.write(b"x")
+        command = self.command(timeout=60, **LAYOUT)
+        return Process(folder, *self.among([folder / "other", *command[1:]])).end()
+
+    def fault_disk_full(self, folder):
+        """Through TCP: the file through which ranks of a host share memory would not fit either."""
+        shutil.copytree(self.reference(), folder / "run")
+        shutil.rmtree(folder / "run/step_00000060")
+        usual = self.command(resume=True, timeout=60, **LAYOUT)
+        type(self).before = {n: cli.snapshot(folder / "run" / n) for n in ("step_00000040", "step_00000050")}
+        return Process(folder, (VICTIM, usual), (1, limited("-f 96", usual)), (RANKS - VICTIM - 1, usual),
+                       more=["--mca", "btl", "self,tcp"]).end()
+
+    def outcome(self, name):
+        return self.running[name].result()
+
+    def failed(self, name, code, pattern):
+        """Ended on every rank, in time, with this one line of error."""
+        outcome = self.outcome(name)
+        self.assertEqual(outcome.code, code, outcome)
+        self.assertEqual(len(outcome.errors), 1, outcome)
+        self.assertRegex(outcome.errors[0], pattern)
+        self.assertLess(outcome.seconds, 30)
+        return outcome
+
+    def on_all(self, name, pattern):
+        """Found by comparing the ranks, before anything is written: rank 0 says it, as wrong usage."""
+        self.failed(name, 2, rf"^rank 0 of {RANKS} \(.+\): {pattern}")
+        self.assertFalse((self.folders[name] / "run").exists())
+
+    def test_killed(self):
+        outcome = self.outcome("killed")
+        self.assertEqual((outcome.code, outcome.errors), (128 + signal.SIGKILL, []), outcome)
+        self.assertRegex(outcome.err, rf"process rank {VICTIM} .* exited on signal 9 \(Killed\)")  # mpirun's words
+        self.assertLess(outcome.seconds, 30)
+        self.check_goes_on(self.folders["killed"])
+
+    def test_stopped(self):
+        self.failed("stopped", 1, rf"^rank 0 of {RANKS} .* rank {VICTIM} \(.+\) holds up '.+', where {RANKS - 1} of {RANKS} "
+                    r"ranks have waited for \d s: stopped, .*no sign of it.*--timeout 2 is the limit$")
+        self.check_goes_on(self.folders["stopped"])
+
+    def test_first_stopped(self):
+        self.failed("first_stopped", 1, rf"^rank [1-9] of {RANKS} .* rank 0 \(.+\) holds up '.+', .*: stopped, .*"
+                    "--timeout 2 is the limit$")
+        self.check_goes_on(self.folders["first_stopped"])
+
+    def test_stopped_saving(self):
+        self.failed("stopped_saving", 1, rf"rank {VICTIM} \(.+\) holds up '(save|the end of the run)', .*: stopped")
+        self.assertIn("step_00000002", cli.checkpoints(self.folders["stopped_saving"] / "run"))
+
+    def test_asked_to_stop(self):
+        for name, words in (("asked", "stopped because another rank was asked to"), ("all_asked", "stopped by signal 15")):
+            outcome, out = self.outcome(name), self.folders[name] / "run"
+            self.assertEqual((outcome.code, outcome.errors), (0, []), outcome)
+            self.assertIn(words + "; --resume goes on from here\n", outcome.out)
+            self.assertLess(outcome.seconds, 30)
+            last = cli.checkpoints(out)[-1]
+            self.assertIn(f"saved run/{last}\n", outcome.out)
+            self.assertEqual([line["step"] for line in cli.curve(out)], list(range(1, int(last[5:]) + 1)))
+            self.assertLess(int(last[5:]), 60)
+            self.check_goes_on(self.folders[name])
+
+    def test_no_memory(self):
+        if CUDA or SANITIZED:
+            self.skipTest("no limit for the memory of one rank in this build")
+        self.failed("no_memory", 1, rf"^rank {VICTIM} of {RANKS} \(.+\): out of memory: \d\S+ GiB for parameters and optimizer")
+
+    def test_data(self):
+        for name in ("shard_missing", "other_shards"):
+            self.on_all(name, rf"--train: rank {VICTIM} sees other shards than rank 0 \(names, sizes or headers differ\)$")
+        self.on_all("other_validation", rf"--val: rank {VICTIM} sees other shards than rank 0")
+        self.failed("no_shards", 1, rf"^rank {VICTIM} of {RANKS} \(.+\): --train: no file matches '.*no_shards/")
+
+    def test_options_and_binary(self):
+        self.on_all("other_option", rf"rank {VICTIM} runs with --lr 0.002, rank 0 with --lr 0.001: give all ranks the same")
+        self.on_all("other_binary", rf"rank {VICTIM} runs another build of the program than rank 0 \(CRC-32")
+
+    def test_disk_full(self):
+        folder = self.folders["disk_full"]
+        self.failed("disk_full", 1, rf"^rank {VICTIM} of {RANKS} \(.+\): cannot write run/step_00000060.tmp/block_00\d\S+: File "
+                    "too large; this checkpoint was not saved, earlier ones are as they were$")
+        self.assertEqual(cli.checkpoints(folder / "run")[-2:], ["step_00000040", "step_00000050"])
+        self.assertEqual({name: cli.snapshot(folder / "run" / name) for name in self.before}, self.before)
+        self.check_goes_on(folder, "step_00000050")
+
+
+class Usage(Case):
+    def test_what_does_not_fit(self):
+        """All ranks find it: one says it."""
+        for words, options in ((f"--ep 3 does not divide the {RANKS} ranks of the run", dict(ep=3)),
+                               (f"--ep {RANKS} does not divide --experts {RANKS + 1}", dict(ep=RANKS, experts=RANKS + 1)),
+                               (f"--tokens-per-step 64 is not a multiple of {RANKS} ranks x --batch 2 x --seq-len 32 = "
+                                f"{RANKS * 64} tokens", dict(tokens_per_step=64)),
+                               (f"--ranks is for --dry-run; start {RANKS} ranks with mpirun -np {RANKS}", dict(ranks=RANKS)),
+                               ("--lr takes a number", dict(lr="fast"))):
+            outcome = self.on(RANKS, code=2, **options)
+            self.assertIn(f"rank 0 of {RANKS} (", outcome.errors[0])
+            self.assertIn(words, outcome.errors[0])
+            self.assertFalse((self.dir / "run").exists())
+
+    def test_help_and_dry_run(self):
+        for option in ("--help", "--dry-run"):
+            outcome = Process(self.dir, (RANKS, [cli.PROGRAM, option])).end()
+            self.assertEqual((outcome.code, outcome.err), (0, ""), outcome)
+            self.assertEqual(outcome.out.count("--help " if option == "--help" else "model      tiny"), 1)
+
+    def test_dry_run_for_other_ranks(self):
+        """Without mpirun: --ranks says how many to plan for."""
+        def mib(*words, **options):
+            done = self.call(self.command(dry_run=True, out=None, save_every=None, **options))
+            for word in words:
+                self.assertIn(word, done.stdout)
+            return [float(n) for n in re.findall(r"^  total +([\d.]+) MiB", done.stdout, re.M)]
+        fitting = dict(ranks=8, batch=1, expert_ffn=512, layers=12)
+        kept = [mib("memory of each of 8 ranks", ep=4, shard=shard, **fitting)
+                for shard in ("none", "optimizer", "grads", "weights")]
+        for less, more in zip(kept[1:], kept):
+            self.assertTrue(all(a < b for a, b in zip(less, more)), kept)
+        self.assertLess(kept[0][0], mib(ep=1, shard="none", **fitting)[0])
+        for code, words, options in ((2, "--ep 3 does not divide the 8 ranks", dict(dry_run=True, ranks=8, ep=3, batch=1)),
+                                     (2, "--ep 4 does not divide the 1 rank of", dict(dry_run=True, ep=4)),
+                                     (2, "--ranks is for --dry-run; start 8 ranks with mpirun -np 8", dict(ranks=8))):
+            self.assertIn(words, self.call(self.command(**options), code).stderr)
+
+
+class Layouts(Case):
+    """All as one rank does it."""
+
+    LAYOUTS = [(n, ep, shard) for n, ep, shard in ((2, 1, "grads"), (2, 2, "optimizer"), (4, 4, "weights"), (4, 2, "none"))
+               if n <= RANKS]
+
+    def test_curves_and_validation(self):
+        """9 windows of validation, by twos: of four ranks each has its share first, then three have none."""
+        options = dict(steps=10, save_every=None, tokens_per_step=256, val=self.val_glob, val_every=4, val_tokens=9 * 32)
+        self.on(1, out="one", **options)
+        first, alone = cli.read_log(self.dir / "one")
+        validated = [line["val_loss"] for line in alone if "val_loss" in line]
+        self.assertEqual(len(validated), 3)
+        for n, ep, shard in self.LAYOUTS:
+            with self.subTest(ranks=n, ep=ep, shard=shard):
+                out = f"run{n}{ep}{shard}"
+                self.on(n, out=out, ep=ep, shard=shard, **options)
+                first, steps = cli.read_log(self.dir / out)
+                self.assertEqual((first["ranks"], first["ep"], first["shard"]), (n, ep, shard))
+                for key in ("loss", "grad_norm"):
+                    self.assert_close([line[key] for line in steps], [line[key] for line in alone])
+                self.assert_close([line["val_loss"] for line in steps if "val_loss" in line], validated,
+                                  CLOSE if CUDA else 1e-6)
+                self.assertEqual(sorted(p.name for p in (self.dir / out / "step_00000010").iterdir()),
+                                 sorted(p.name for p in (self.dir / "one/step_00000010").iterdir()))
+
+    def test_resume_on_another_layout(self):
+        """Stopped at steps 20 and 40, each time to go on elsewhere; and once more where it ran first."""
+        ranks, other = self.other_layout()
+        for name, places in (("same", [(RANKS, LAYOUT)] * 2), ("away", [(1, {}), (ranks, other)]),
+                             ("back", [(ranks, other), (RANKS, LAYOUT)])):
+            with self.subTest(name):
+                shutil.copytree(self.reference(), self.dir / name)
+                for step in (30, 40, 50, 60):
+                    shutil.rmtree(self.dir / name / f"step_000000{step}")
+                for (count, options), done, steps in zip(places, (20, 40), (40, 60)):
+                    outcome = self.on(count, out=name, resume=True, **{**RUN, **options, "steps": steps})
+                    self.assertIn(f"resumed    from {name}/step_000000{done}\n", outcome.out)
+                if name == "same":
+                    self.assert_same_run(self.dir / name, self.reference(), 60)
+                self.assertEqual(cli.curve(self.dir / name)[:20], cli.curve(self.reference())[:20])
+                self.assert_close(self.losses(self.dir / name), self.losses(self.reference()))
+                for key in ("step", "window", "updates", "data_hash"):
+                    last = [cli.manifest(out / "step_00000060")[key] for out in (self.dir / name, self.reference())]
+                    self.assertEqual(*last, key)
+
+    def poison(self, path, tensor, element):
+        """Makes a weight of a checkpoint infinite."""
+        data = bytearray(path.read_bytes())
+        struct.pack_into("<f", data, cli.tensor_start(data, tensor) + 4 * element, float("inf"))
+        path.write_bytes(data)
+        cli.write_manifest(path.parent, cli.manifest(path.parent))
+
+    def test_a_step_that_is_not_finite_on_one_rank(self):
+        """A token that one window in 20 has, with an infinite embedding: that step is skipped by all, the others count."""
+        tokens = cli.text(20 * 32 + 1)
+        tokens[11 * 32 + 9] = 256
+        self.data = self.dir / "data"
+        self.data.mkdir()
+        cli.write_shard(self.data / "text_train_000000.bin", tokens)
+        options = dict(train="data/*.bin", tokens_per_step=256, save_every=None, clip=0)
+        self.on(RANKS, out="start", **{**RUN, **options, **LAYOUT, "steps": 1})
+        self.poison(self.dir / "start/step_00000001/block_000.safetensors", "model.embed_tokens.weight", 256 * 32)
+        runs = {}
+        for count, layout in ((1, {}), (RANKS, LAYOUT)):
+            shutil.copytree(self.dir / "start", self.dir / f"on{count}")
+            outcome = self.on(count, out=f"on{count}", resume=True, **{**RUN, **options, **layout, "steps": 12})
+            runs[count] = cli.curve(self.dir / f"on{count}"), cli.manifest(self.dir / f"on{count}/step_00000012")["updates"]
+            bad = [line["step"] for line in runs[count][0] if line["loss"] is None]
+            self.assertEqual([int(n) for n in re.findall(r"warning: step (\d+): .* no weight was changed", outcome.err)], bad)
+        (alone, updates), (together, others) = runs[1], runs[RANKS]
+        self.assertTrue(2 <= len(bad) < 8, bad)
+        self.assertEqual((updates, others), (12 - len(bad),) * 2)
+        self.assertEqual([line["step"] for line in alone if line["loss"] is None], bad)
+        self.assert_close(*[[line["loss"] for line in curve if line["loss"] is not None] for curve in (together, alone)])
+
+    def test_three_steps_that_are_not_finite(self):
+        out = self.copy_of(self.reference())
+        self.poison(out / "step_00000060/block_003.safetensors", "model.norm.weight", 0)
+        outcome = self.on(RANKS, code=1, resume=True, **{**RUN, **LAYOUT, "steps": 70})
+        self.assertRegex(outcome.errors[0], rf"^rank 0 of {RANKS} .*3 steps in a row were not finite; the run ends without saving")
+        self.assertEqual([line["loss"] for line in cli.curve(out)[60:]], [None] * 3)
+        self.assertEqual(cli.checkpoints(out)[-1], "step_00000060")
+
+
+if __name__ == "__main__":
+    unittest.main()
