@@ -5,7 +5,7 @@
 # Every op: x.h is the contract, x.c the CPU reference, x.cu the CUDA kernels.
 OPS = device/device \
       layers/embedding layers/rmsnorm layers/rope layers/linear layers/attention layers/swiglu layers/loss layers/adamw \
-      moe/router moe/permute moe/grouped_gemm moe/experts moe/dispatch dist/comm
+      moe/router moe/permute moe/grouped_gemm moe/experts moe/dispatch moe/mxfp8 moe/grouped_gemm_mx dist/comm
 
 # Host code, the same source in both builds.
 HOST = device/check device/random device/options device/arena device/pool device/files \
@@ -28,7 +28,7 @@ MPI_LIBS  := $(filter-out -pthread,$(shell mpicc --showme:link))
 endif
 
 # C tests; those in TESTS_F64 compare with finite differences and run in the double build too.
-OP_TESTS = tests/test_layers tests/test_attention tests/test_adamw tests/test_router tests/test_moe
+OP_TESTS = tests/test_layers tests/test_attention tests/test_adamw tests/test_router tests/test_moe tests/test_mxfp8
 TESTS     = tests/test_device tests/test_data tests/test_shards $(OP_TESTS) tests/test_golden tests/test_model tests/test_checkpoint
 # Tests of several ranks: four, where there is an mpirun, in the CUDA build one a GPU.
 TESTS_RANKS = tests/test_ranks tests/test_comm tests/test_checkpoint tests/test_expert_parallel tests/test_layouts
@@ -161,7 +161,7 @@ test-build: $(CPU)/train_moe $(addprefix $(CPU)/,$(TESTS) $(TESTS_RANKS)) $(TEST
 cuda-test-build: $(CUDA)/train_moe $(DOUBLE)/libreference.so $(addprefix $(CUDA)/,$(TESTS_CUDA) $(TESTS_CUDA_RANKS))
 
 # Yardsticks that need PyTorch are left out where it is not installed.
-BENCH_CUDA = attention grouped_gemm memory
+BENCH_CUDA = attention grouped_gemm memory casts grouped_gemm_mx
 bench: all $(if $(HAVE_GPU),$(BENCH_CUDA:%=$(CUDA)/bench/%))
 	@$(PYTHON) bench/run.py $(CPU)/train_moe
 	@$(if $(HAVE_GPU),for name in $(BENCH_CUDA); do echo "== $$name"; $(CUDA)/bench/$$name || exit 1; done)

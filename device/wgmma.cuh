@@ -247,24 +247,14 @@ static __device__ __forceinline__ void wgmma_ss(float (&d)[N / 2], uint64_t a, u
 #undef WGMMA_SS
 }
 
-// The same on e4m3 over k32: both operands K-major. The tensor cores keep few bits below the sum's largest addend here
-// (about 14), so long sums are made of short ones.
-template <int N>
-static __device__ __forceinline__ void wgmma_e4m3(float (&d)[N / 2], uint64_t a, uint64_t b, int accumulate) {
-    static_assert(wgmma_known(N), "add this N to the lists");
-#define WGMMA_E4M3(n, A, B, C)                                                                                         \
-    if constexpr (N == n)                                                                                              \
-        asm volatile("{\n.reg .pred p;\nsetp.ne.b32 p, %" #C                                                           \
-                     ", 0;\n"                                                                                          \
-                     "wgmma.mma_async.sync.aligned.m64n" #n "k32.f32.e4m3.e4m3 {" WGMMA_REGS##n "}, %" #A ", %" #B      \
-                     ", p, 1, 1;\n}"                                                                                   \
-                     : WGMMA_OUT##n                                                                                    \
-                     : "l"(a), "l"(b), "r"(accumulate));
-    WGMMA_E4M3(64, 32, 33, 34)
-    WGMMA_E4M3(128, 64, 65, 66)
-    WGMMA_E4M3(192, 96, 97, 98)
-    WGMMA_E4M3(256, 128, 129, 130)
-#undef WGMMA_E4M3
+// The same on e4m3 over k32, N 128, both operands K-major. The tensor cores keep about 14 bits below the largest of the
+// addends here, so long sums are made of short ones.
+static __device__ __forceinline__ void wgmma_e4m3_n128(float (&d)[64], uint64_t a, uint64_t b, int accumulate) {
+    asm volatile(
+        "{\n.reg .pred p;\nsetp.ne.b32 p, %66, 0;\n"
+        "wgmma.mma_async.sync.aligned.m64n128k32.f32.e4m3.e4m3 {" WGMMA_REGS128 "}, %64, %65, p, 1, 1;\n}"
+        : WGMMA_OUT128
+        : "l"(a), "l"(b), "r"(accumulate));
 }
 
 // A (64, 16) in registers: a[0] row l / 4, columns l % 4 * 2 and the next; a[1] row l / 4 + 8; a[2], a[3] columns 8 on.

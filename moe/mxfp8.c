@@ -30,19 +30,17 @@ static uint8_t e4m3_of(float x) {
     return sign | ((a >> 20) - ((127 - 7) << 3));
 }
 
+// The same bits as a float32, whose bias is 120 more; subnormal numbers are subnormal there too.
 static float float_of_e4m3(uint8_t q) {
-    int exponent = q >> 3 & 15, mantissa = q & 7;
-    float x = (q & 0x7f) == 0x7f ? NAN
-              : exponent == 0    ? ldexpf((float)mantissa, -9)
-                                 : ldexpf((float)(8 + mantissa), exponent - 10);
-    return q & 0x80 ? -x : x;
+    float magnitude = (q & 0x7f) == 0x7f ? NAN : float_of((uint32_t)(q & 0x7f) << 20) * 0x1p120f;
+    return q & 0x80 ? -magnitude : magnitude;
 }
 
-// q 2^(s - 127), in float32 (which holds every value up to 2^128).
-static float value_of(uint8_t q, int s) { return s == MX_NAN ? NAN : ldexpf(float_of_e4m3(q), s - 127); }
+// What x is multiplied with, 2^(127 - s). The product is exact in float32, or so small that it is rounded to 0 anyway.
+static float factor_of(int s) { return s == MX_NAN ? NAN : ldexpf(1, 127 - s); }
 
-// What e4m3_of is given for x: exact, or so small that it is rounded to 0 anyway.
-static float scaled(floatX x, int s) { return (float)x * (s == MX_NAN ? NAN : ldexpf(1, 127 - s)); }
+// What bytes are multiplied with, 2^(s - 127). The product is exact in float32, up to 2^128.
+static float unit_of(int s) { return s == MX_NAN ? NAN : ldexpf(1, s - 127); }
 
 // The scale byte of rows x columns elements, rows `stride` apart, that share one.
 static int scale_of(const floatX* x, int64_t stride, int64_t rows, int64_t columns, int32_t mode) {
@@ -62,8 +60,9 @@ static int scale_of(const floatX* x, int64_t stride, int64_t rows, int64_t colum
 // Casts them; the bytes of element (r, c) go to q[r q_row + c q_column].
 static void cast_all(uint8_t* q, int64_t q_row, int64_t q_column, const floatX* x, int64_t stride, int64_t rows,
                      int64_t columns, int s) {
+    const float factor = factor_of(s);
     for (int64_t r = 0; r < rows; r++)
-        for (int64_t c = 0; c < columns; c++) q[r * q_row + c * q_column] = e4m3_of(scaled(x[r * stride + c], s));
+        for (int64_t c = 0; c < columns; c++) q[r * q_row + c * q_column] = e4m3_of((float)x[r * stride + c] * factor);
 }
 
 // How many elements share a scale, along the contraction, but at the end of a row.
@@ -78,7 +77,7 @@ void mx_quantize(uint8_t* q, uint8_t* scale, const floatX* x, int64_t rows, int6
         for (int64_t c = 0; c < columns; c += chunk) {
             int64_t n = min_i64(chunk, columns - c), at = r * columns + c;
             int s = scale_of(x + at, columns, 1, n, cast.scale);
-            memset(scale + r * stride + c / MX_BLOCK, s, n / MX_BLOCK);
+            memset(scale + r * stride + c / MX_BLOCK, s, (size_t)n / MX_BLOCK);
             cast_all(q + at, columns, 1, x + at, columns, 1, n, s);
         }
     }
@@ -96,7 +95,7 @@ void mx_quantize_transposed(uint8_t* q, uint8_t* scale, const floatX* x, int64_t
                 int64_t n = min_i64(chunk, rows - r), column = m * columns + c;
                 const floatX* from = x + (m * rows + r) * columns + c;
                 int s = scale_of(from, columns, n, 1, cast.scale);
-                memset(scale + column * stride + r / MX_BLOCK, s, n / MX_BLOCK);
+                memset(scale + column * stride + r / MX_BLOCK, s, (size_t)n / MX_BLOCK);
                 cast_all(q + column * rows + r, 1, rows, from, columns, n, 1, s);
             }
 }
@@ -130,7 +129,7 @@ void mx_swiglu_quantize(uint8_t* q, uint8_t* scale, const floatX* h, Ragged ragg
 #pragma omp simd
             for (int64_t i = 0; i < n; i++) a[i] = g[i] / (1 + exp(-g[i])) * u[i];
             int s = scale_of(a, n, 1, n, cast.scale);
-            memset(scale + r * stride + c / MX_BLOCK, s, n / MX_BLOCK);
+            memset(scale + r * stride + c / MX_BLOCK, s, (size_t)n / MX_BLOCK);
             cast_all(q + r * F + c, n, 1, a, n, 1, n, s);
         }
     }
@@ -141,8 +140,10 @@ void mx_dequantize(floatX* x, const uint8_t* q, const uint8_t* scale, int64_t ro
     const int64_t stride = mx_stride(columns);
 #pragma omp parallel for schedule(static)
     for (int64_t r = 0; r < rows; r++)
-        for (int64_t c = 0; c < columns; c++)
-            x[r * columns + c] = value_of(q[r * columns + c], scale[r * stride + c / MX_BLOCK]);
+        for (int64_t c = 0; c < columns; c += MX_BLOCK) {
+            const float unit = unit_of(scale[r * stride + c / MX_BLOCK]);
+            for (int64_t i = r * columns + c; i < r * columns + c + MX_BLOCK; i++) x[i] = float_of_e4m3(q[i]) * unit;
+        }
 }
 
 void mx_stats(MxStats* stats, const floatX* x, int64_t rows, int64_t columns, MxCast cast, Ctx* ctx) {
@@ -155,14 +156,14 @@ void mx_stats(MxStats* stats, const floatX* x, int64_t rows, int64_t columns, Mx
             const int s = scale_of(row + c0, columns, 1, min_i64(chunk, columns - c0), cast.scale);
             const int s_alone = scale_of(block, columns, 1, MX_BLOCK, cast.scale);
             for (int64_t i = 0; i < MX_BLOCK && s != MX_NAN; i++) {
-                const float y = scaled(block[i], s);
-                const double value = value_of(e4m3_of(y), s), exact = (float)block[i];
-                stats->elements += exact != 0;
-                stats->saturated += fabs(y) > 448;
-                stats->flushed += exact != 0 && value == 0;
-                stats->inexact += value != value_of(e4m3_of(scaled(block[i], s_alone)), s_alone);
-                stats->signal += exact * exact;
-                stats->noise += (exact - value) * (exact - value);
+                const float x_i = (float)block[i], y = x_i * factor_of(s),
+                            value = float_of_e4m3(e4m3_of(y)) * unit_of(s);
+                stats->elements += x_i != 0;
+                stats->saturated += fabsf(y) > 448;
+                stats->flushed += x_i != 0 && value == 0;
+                stats->inexact += value != float_of_e4m3(e4m3_of(x_i * factor_of(s_alone))) * unit_of(s_alone);
+                stats->signal += (double)x_i * x_i;
+                stats->noise += ((double)x_i - value) * ((double)x_i - value);
             }
         }
 }

@@ -64,12 +64,12 @@ static __device__ __forceinline__ uint2 cast8(const uint4& p, const float factor
     return make_uint2(cast2(x[0], x[1]) | cast2(x[2], x[3]) << 16, cast2(x[4], x[5]) | cast2(x[6], x[7]) << 16);
 }
 
-// The largest magnitude of the LANES lanes around this one (LANES a power of two).
+// Of each half, the largest in the LANES lanes around this one (a power of two).
 template <int LANES>
 static __device__ __forceinline__ uint32_t largest_of_lanes(uint32_t pair) {
 #pragma unroll
     for (int lane = LANES / 2; lane; lane /= 2) pair = larger(pair, __shfl_xor_sync(0xffffffffu, pair, lane));
-    return higher_half(pair);
+    return pair;
 }
 
 // --- Along rows ---
@@ -79,11 +79,16 @@ template <int ALIGN>
 static __device__ __forceinline__ void cast_unit(uint8_t* q, uint8_t* scale, const uint4 p[PIECES], int64_t c0,
                                                  int64_t columns, int64_t stride, uint32_t carry) {
     const int lane = threadIdx.x % 32;
-    uint32_t scales = 0;  // byte i: of this lane's block in piece i
+    uint32_t pair[PIECES / 2];  // the largest of two pieces: one shuffle serves both
+    uint32_t scales = 0;        // byte i: of this lane's block in piece i
+#pragma unroll
+    for (int i = 0; i < PIECES / 2; i++)
+        pair[i] =
+            largest_of_lanes<ALIGN / 8>(higher_half(largest(p[2 * i])) | higher_half(largest(p[2 * i + 1])) << 16);
 #pragma unroll
     for (int i = 0; i < PIECES; i++) {
         const int64_t c = c0 + i * 256 + lane * 8;
-        const uint32_t s = scale_of(largest_of_lanes<ALIGN / 8>(largest(p[i])), carry);
+        const uint32_t s = scale_of(pair[i / 2] >> i % 2 * 16 & 0xffff, carry);
         const float f = factor_of(s), factor[8] = {f, f, f, f, f, f, f, f};
         const uint2 bytes = cast8(p[i], factor);
         if (c < columns) {
@@ -95,11 +100,13 @@ static __device__ __forceinline__ void cast_unit(uint8_t* q, uint8_t* scale, con
     if (c0 / MX_BLOCK + lane < stride) scale[c0 / MX_BLOCK + lane] = (uint8_t)scales;
 }
 
-// Which unit of which row this warp takes first, and how many it passes over to the next.
+// The unit (1024 columns of a row) that this warp takes, or takes first.
 static __device__ __forceinline__ uint32_t first_unit(void) { return blockIdx.x * ROW_WARPS + threadIdx.x / 32; }
 
+// The second number of these launch bounds leaves just the registers that hold all loads at once: with none given, the
+// compiler waits for the first before it issues the last.
 template <int ALIGN>
-static __global__ void __launch_bounds__(32 * ROW_WARPS)
+static __global__ void __launch_bounds__(32 * ROW_WARPS, 6)
     quantize_kernel(uint8_t* q, uint8_t* scale, const floatX* x, int64_t rows, int64_t columns, int64_t stride,
                     uint32_t carry) {
     const uint32_t units = (uint32_t)ceil_div(columns, UNIT), unit = first_unit();
@@ -116,7 +123,7 @@ static __global__ void __launch_bounds__(32 * ROW_WARPS)
 
 // How many rows there are is read on the device, and the grid walks them.
 template <int ALIGN>
-static __global__ void __launch_bounds__(32 * ROW_WARPS)
+static __global__ void __launch_bounds__(32 * ROW_WARPS, 4)
     swiglu_kernel(uint8_t* q, uint8_t* scale, const floatX* h, Ragged r, int64_t F, int64_t stride, uint32_t carry) {
     const uint32_t units = (uint32_t)ceil_div(F, UNIT), end = (uint32_t)r.group_start[r.El] * units;
     for (uint32_t unit = first_unit(); unit < end; unit += gridDim.x * ROW_WARPS) {
@@ -148,9 +155,10 @@ static __global__ void __launch_bounds__(32 * ROW_WARPS)
                       int64_t stride) {
     const uint32_t units = (uint32_t)ceil_div(columns, UNIT), unit = first_unit();
     const int64_t row = unit / units, c0 = unit % units * (int64_t)UNIT + threadIdx.x % 32 * 8;
-    if (row >= rows) return;
-    uint2 p[PIECES];
-    uint32_t s[PIECES];
+    if (row >= rows || c0 >= columns) return;
+    uint4* to = (uint4*)(x + row * columns);
+    uint2 p[PIECES] = {};
+    uint32_t s[PIECES] = {};
 #pragma unroll
     for (int i = 0; i < PIECES; i++) {
         const int64_t c = c0 + i * 256;
@@ -160,16 +168,15 @@ static __global__ void __launch_bounds__(32 * ROW_WARPS)
     }
 #pragma unroll
     for (int i = 0; i < PIECES; i++) {
-        const int64_t c = c0 + i * 256;
-        if (c >= columns) continue;
-        float out[8];
         const float unit = unit_of(s[i]);
+        const uint32_t pairs[4] = {p[i].x, p[i].x >> 16, p[i].y, p[i].y >> 16};
+        float out[8];
 #pragma unroll
         for (int j = 0; j < 4; j++) {
-            const float2 two = floats_of_e4m3((j < 2 ? p[i].x : p[i].y) >> j % 2 * 16);
+            const float2 two = floats_of_e4m3(pairs[j]);
             out[2 * j] = two.x * unit, out[2 * j + 1] = two.y * unit;
         }
-        store<8>(x + row * columns + c, out);
+        if (c0 + i * 256 < columns) to[c0 / 8 + i * 32] = piece_of<8>(out);
     }
 }
 
@@ -204,12 +211,11 @@ static __device__ __forceinline__ void store_turned(uint8_t* q, int64_t rows, co
         uint32_t column[4][4];  // of columns 4 half .. 4 half + 3, four rows in a word
 #pragma unroll
         for (int k = 0; k < 4; k++) {
-            const uint32_t a = half ? bytes[4 * k].y : bytes[4 * k].x,
-                           b = half ? bytes[4 * k + 1].y : bytes[4 * k + 1].x;
-            const uint32_t c = half ? bytes[4 * k + 2].y : bytes[4 * k + 2].x,
-                           d = half ? bytes[4 * k + 3].y : bytes[4 * k + 3].x;
-            const uint32_t ab01 = __byte_perm(a, b, 0x5140), cd01 = __byte_perm(c, d, 0x5140);
-            const uint32_t ab23 = __byte_perm(a, b, 0x7362), cd23 = __byte_perm(c, d, 0x7362);
+            uint32_t row[4];
+#pragma unroll
+            for (int i = 0; i < 4; i++) row[i] = half ? bytes[4 * k + i].y : bytes[4 * k + i].x;
+            const uint32_t ab01 = __byte_perm(row[0], row[1], 0x5140), cd01 = __byte_perm(row[2], row[3], 0x5140);
+            const uint32_t ab23 = __byte_perm(row[0], row[1], 0x7362), cd23 = __byte_perm(row[2], row[3], 0x7362);
             column[0][k] = __byte_perm(ab01, cd01, 0x5410), column[1][k] = __byte_perm(ab01, cd01, 0x7632);
             column[2][k] = __byte_perm(ab23, cd23, 0x5410), column[3][k] = __byte_perm(ab23, cd23, 0x7632);
         }
@@ -226,10 +232,10 @@ static __global__ void __launch_bounds__(32 * COLUMN_WARPS)
     transposed_kernel(uint8_t* q, uint8_t* scale, const floatX* x, int64_t rows, int64_t columns, int64_t stride,
                       uint32_t carry) {
     __shared__ uint4 of_warp[COLUMN_WARPS][8];
-    __shared__ uint8_t scales[WARP_COLUMNS][2 * COLUMN_WARPS];
+    __shared__ uint2 scales[WARP_COLUMNS];
     const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
-    const int64_t r = blockIdx.x * (int64_t)(COLUMN_WARPS * WARP_ROWS) + warp * WARP_ROWS + lane / 8 * PATCH_ROWS;
-    const int64_t first = blockIdx.y * (int64_t)WARP_COLUMNS, c = first + lane % 8 * 8, matrix = blockIdx.z;
+    const int64_t r = blockIdx.y * (int64_t)(COLUMN_WARPS * WARP_ROWS) + warp * WARP_ROWS + lane / 8 * PATCH_ROWS;
+    const int64_t first = blockIdx.x * (int64_t)WARP_COLUMNS, c = first + lane % 8 * 8, matrix = blockIdx.z;
     const bool inside = r < rows && c < columns;
     uint4 p[PATCH_ROWS];
     load_patch(p, x + (matrix * rows + r) * columns + c, columns, inside);
@@ -252,12 +258,12 @@ static __global__ void __launch_bounds__(32 * COLUMN_WARPS)
     for (int i = 0; i < 8; i++) {
         const uint32_t s = scale_of(i % 2 ? pair[i / 2] >> 16 : pair[i / 2] & 0xffff, carry);
         factor[i] = factor_of(s);
-        if (lane / 8 % 2 == i / 4) scales[lane % 8 * 8 + i][2 * warp + lane / 16] = (uint8_t)(inside ? s : 0);
+        if (lane / 8 % 2 == i / 4)
+            ((uint8_t*)&scales[lane % 8 * 8 + i])[2 * warp + lane / 16] = (uint8_t)(inside ? s : 0);
     }
     __syncthreads();
     if (threadIdx.x < WARP_COLUMNS && first + threadIdx.x < columns)
-        *(uint2*)(scale + (matrix * columns + first + threadIdx.x) * stride + blockIdx.x * 8) =
-            *(const uint2*)scales[threadIdx.x];
+        *(uint2*)(scale + (matrix * columns + first + threadIdx.x) * stride + blockIdx.y * 8) = scales[threadIdx.x];
     if (!inside) return;
     uint2 bytes[PATCH_ROWS];
     cast_patch(bytes, p, factor);
@@ -277,7 +283,8 @@ static __global__ void __launch_bounds__(32 * COLUMN_WARPS)
     load_patch(p, w + (matrix * rows + r) * columns + c, columns, inside);
     uint32_t pair[4];
     largest_of_columns(pair, p);
-    const uint32_t of_lanes = largest_of_lanes<32>(larger(larger(pair[0], pair[1]), larger(pair[2], pair[3])));
+    const uint32_t of_lanes =
+        higher_half(largest_of_lanes<32>(larger(larger(pair[0], pair[1]), larger(pair[2], pair[3]))));
     if (lane == 0) of_warp[warp] = of_lanes;
     __syncthreads();
     const uint32_t s = scale_of(max(max(of_warp[0], of_warp[1]), max(of_warp[2], of_warp[3])), carry);
@@ -308,8 +315,8 @@ static __global__ void __launch_bounds__(32 * ROW_WARPS)
     for (int64_t i = first_unit(); i < rows * pieces; i += gridDim.x * ROW_WARPS) {
         const int64_t c = i % pieces * 256 + lane * 8;
         const uint4 p = c < columns ? *(const uint4*)(x + i / pieces * columns + c) : make_uint4(0, 0, 0, 0);
-        const uint32_t s_alone = scale_of(largest_of_lanes<MX_BLOCK / 8>(largest(p)), carry);
-        const uint32_t s = scale_of(largest_of_lanes<ALIGN / 8>(largest(p)), carry);
+        const uint32_t s_alone = scale_of(higher_half(largest_of_lanes<MX_BLOCK / 8>(largest(p))), carry);
+        const uint32_t s = scale_of(higher_half(largest_of_lanes<ALIGN / 8>(largest(p))), carry);
         if (s == MX_NAN) continue;
         float exact[8];
         floats_of<8>(exact, p);
@@ -368,9 +375,10 @@ void mx_quantize_transposed(uint8_t* q, uint8_t* scale, const floatX* x, int64_t
     if (count == 0 || rows == 0) return;
     ASSERT(aligned(q) && aligned(scale) && aligned(x) && rows % MX_BLOCK == 0 && columns % MX_BLOCK == 0);
     auto kernel = cast.align == 1 ? transposed_kernel<MX_BLOCK> : transposed_kernel<MX_CHUNK>;
-    // Blocks for all bytes of a row of scales, those behind the last one too.
+    // The columns first, so that blocks at work at one time read whole rows. Down, blocks for all bytes of a row of
+    // scales, those behind the last one too.
     const int64_t stride = mx_stride(rows);
-    const dim3 grid((unsigned)(stride / (2 * COLUMN_WARPS)), blocks_for(columns, WARP_COLUMNS), (unsigned)count);
+    const dim3 grid(blocks_for(columns, WARP_COLUMNS), (unsigned)(stride / (2 * COLUMN_WARPS)), (unsigned)count);
     kernel<<<grid, 32 * COLUMN_WARPS, 0, ctx->stream>>>(q, scale, x, rows, columns, stride, carry_of(cast.scale));
     LAUNCH_CHECK();
 }

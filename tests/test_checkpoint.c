@@ -220,15 +220,18 @@ static void check_format(void) {
     char* text = host_strdup(
         "{\"format\": \"train_moe checkpoint 1\", \"step\": 7, \"window\": 14, \"updates\": 6, \"bad_in_a_row\": 1, "
         "\"data_hash\": 4000000000,\n\"options\": {\"lr\": 0.1},\n\"files\": [");
-    for (int f = 0; f <= FILES; f++) {
+    for (int f = 0; f < FILES; f++) {
         got = read_file(file_of(7, file_names[f]), &got_bytes);
-        char* more = f == FILES ? host_format("%s]", text)
-                                : host_format("%s%s\n  {\"name\": \"%s\", \"bytes\": %zu, \"crc32\": %lu}", text,
-                                              f ? "," : "", file_names[f], got_bytes, crc_of(got, got_bytes));
+        char* more = host_format("%s%s\n  {\"name\": \"%s\", \"bytes\": %zu, \"crc32\": %lu}", text, f ? "," : "",
+                                 file_names[f], got_bytes, crc_of(got, got_bytes));
+        free(got);
         free(text);
         text = more;
-        if (f < FILES) free(got);
     }
+    char* body = host_format("%s]", text);
+    free(text);
+    text = body;
+    got = read_file(file_of(7, file_names[FILES]), &got_bytes);
     char* sealed = host_format("%s,\n\"manifest_crc32\": %lu}\n", text, crc_of(text, strlen(text)));
     CHECK(strcmp(got, sealed) == 0, "manifest: %s instead of %s", got, sealed);
     free(sealed);

@@ -169,8 +169,7 @@ static void test_dequantize(void) {
         const int64_t rows = 256, stride = mx_stride(columns);
         Bytes q(rows * columns), scale(rows * stride);
         std::vector<uint8_t> bytes((size_t)q.n), scales((size_t)scale.n);
-        for (int64_t i = 0; i < q.n; i++)
-            bytes[(size_t)i] = (uint8_t)(columns == 8192 ? i : draw(11, i, 256));
+        for (int64_t i = 0; i < q.n; i++) bytes[(size_t)i] = (uint8_t)(columns == 8192 ? i : draw(11, i, 256));
         for (int64_t i = 0; i < scale.n; i++)
             scales[(size_t)i] = (uint8_t)(i / stride);  // every scale, and every byte at it
         q.send(bytes), scale.send(scales);
@@ -208,7 +207,8 @@ static void test_stats(void) {
                   got.inexact == want.inexact,
               "%g %g %g %g, not %g %g %g %g", got.elements, got.saturated, got.flushed, got.inexact, want.elements,
               want.saturated, want.flushed, want.inexact);
-        CHECK(fabs(got.signal / want.signal - 1) < 1e-12 && fabs(got.noise / want.noise - 1) < 1e-12,
+        // 4 million positive numbers, which the reference adds one after the other.
+        CHECK(fabs(got.signal / want.signal - 1) < 1e-10 && fabs(got.noise / want.noise - 1) < 1e-10,
               "signal %.17g noise %.17g, not %.17g %.17g", got.signal, got.noise, want.signal, want.noise);
         device_free(dev);
     }
