@@ -126,8 +126,8 @@ static void make_files(const Saver* s) {
         make_file(s, s->files[i].name, s->files[i].header, s->files[i].header_bytes, s->files[i].bytes);
 }
 
-// Writes this rank's slices of a file, which begin at *next and *from, and moves both behind them. Flushed by every rank
-// that wrote. False on errors, with errno set.
+// Writes this rank's slices of a file, which begin at *next and *from, and moves both behind them. Flushed by every
+// rank that wrote. False on errors, with errno set.
 static bool write_slices(const char* path, int64_t file, FileSlice** next, const FileSlice* end, const char** from) {
     if (*next == end || (*next)->file != file) return true;
     int fd = open(path, O_WRONLY);
