@@ -1,12 +1,12 @@
 #!/usr/bin/env python3
 """Write tests/golden/mxfp8.safetensors: blocks and what torchao makes of them.
 
-tests/test_mxfp8.c compares the casts with this file bit for bit. Needs torch, torchao and safetensors, on the CPU; the file is
-committed, so run it only to change it:  python3 scripts/make_mx_golden.py
+tests/test_mxfp8.c compares the casts with this file bit for bit. Needs torch, torchao and safetensors, on the CPU; the
+file is committed, so run it only to change it:  python3 scripts/make_mx_golden.py
 
-Inputs, 64 x 96: `bf16.x` and `float32.x`. Rows differ in size by up to 2^16, and among the first
-16 are zeros, the smallest and the largest numbers, NaN and Inf. For each input, mode (rceil, floor) and direction: `<input>.<mode>.rows.q` and `.scale`
-are x cast along its rows, `<input>.<mode>.columns.q` and `.scale` the transposed x cast along its rows.
+Inputs, 64 x 96: `bf16.x` and `float32.x`. Rows differ in size by up to 2^16, and among the first 16 are zeros, the
+smallest and the largest numbers, NaN and Inf. For each input and mode (rceil, floor): `<input>.<mode>.rows.q` and
+`.scale` are x cast along its rows, `<input>.<mode>.columns.q` and `.scale` the transposed x cast along its rows.
 
 torchao 0.18 departs from the formula for blocks with s = 0 (it does not multiply by 2^127) and with Inf (s = 254). So
 every block is cast a second time, in float64 by the definition of MX with PyTorch's rounding to e4m3: where torchao
