@@ -10,7 +10,7 @@ OPS = device/device \
 # Host code, the same source in both builds.
 HOST = device/check device/random device/options device/arena device/pool device/files \
        data/json data/safetensors data/shards data/tokenizer data/runlog \
-       layers/rope_table moe/moe \
+       layers/rope_table moe/moe moe/moe_buffers \
        model/settings model/params model/forward model/backward model/model model/persist model/report model/sample \
        model/agree $(RANKS) dist/watch dist/sharding dist/slices dist/checkpoint dist/resume
 

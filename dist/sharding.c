@@ -188,6 +188,8 @@ void weights_changed(Sharding* s, Ctx* ctx) {
     }
 }
 
+int64_t weights_version(const Sharding* s) { return s->version; }
+
 void grads_zero(Sharding* s, Ctx* ctx) {
     for (int u = 0; u < s->count; u++)
         for (int i = 0; i < 2; i++) {

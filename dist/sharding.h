@@ -67,6 +67,7 @@ void weights_get(Sharding* sharding, int unit, Ctx* ctx);
 void weights_release(Sharding* sharding, int unit, Ctx* ctx);
 // The held weights have changed (start, resume, update): whatever was gathered is old.
 void weights_changed(Sharding* sharding, Ctx* ctx);
+int64_t weights_version(const Sharding* sharding);  // counts these changes, from 1
 
 // grads_get hands out the unit's gradient buffers, grads_reduce sums them over the ranks into own_grad: at once where
 // they are not kept whole, else in the last micro-step. grads_wait: ctx waits for all of it.

@@ -23,16 +23,27 @@ MoeShape model_moe_shape(const Model* m) {
         c->F,
         c->shared * c->F,
         m->layout.ep,
-        m->settings.recompute != RECOMPUTE_NONE};
+        m->settings.recompute != RECOMPUTE_NONE,
+        {(int32_t)m->settings.expert_precision, (int32_t)m->settings.dispatch_precision,
+         (int32_t)m->settings.combine_precision, (int32_t)m->settings.wgrad_precision, (int32_t)m->settings.mx_fast,
+         (int32_t)m->settings.mx_scale}};
     return s;
 }
 
-MoeWeights model_moe_weights(const Model* m, int64_t layer) {
+MoeWeights model_moe_weights(Model* m, int64_t layer) {
     const Unit* u = &m->units[layer + 1];
     const floatX* w = u->dense.weight;
-    MoeWeights weights = {
-        w + u->at.router, u->experts.weight + u->at.w13, u->experts.weight + u->at.w2, w + u->at.mlp13,
-        w + u->at.mlp2,   m->bias + layer * m->config.E};
+    MoeWeights weights = {w + u->at.router,
+                          u->experts.weight + u->at.w13,
+                          u->experts.weight + u->at.w2,
+                          w + u->at.mlp13,
+                          w + u->at.mlp2,
+                          m->bias + layer * m->config.E,
+                          &m->mx[layer]};
+    if (m->settings.expert_precision && m->mx_version[layer] != weights_version(m->sharding)) {
+        moe_cast_weights(&m->mx[layer], weights.w13, weights.w2, model_moe_shape(m), m->ways, m->ctx);
+        m->mx_version[layer] = weights_version(m->sharding);
+    }
     return weights;
 }
 
@@ -118,6 +129,10 @@ void model_plan(Model* m, const Settings* s, int rank, Backend backend) {
     }
     m->sharding = sharding_plan_slots(&m->params_arena, shards, units);
     free(shards);
+    m->mx = (MxExperts*)host_alloc((size_t)c->L * sizeof(MxExperts));
+    m->mx_version = (int64_t*)host_alloc((size_t)c->L * sizeof(int64_t));
+    for (int64_t l = c->dense_layers; l < c->L && s->expert_precision; l++)
+        moe_plan_mx(&m->params_arena, &m->mx[l], model_moe_shape(m));
 
     arena_init(&m->saved_arena, "activations kept for backward", backend);
     for (int64_t l = 0; l < c->L; l++) {
@@ -169,6 +184,8 @@ void model_plan_free(Model* m) {
     arena_free(&m->pool_arena);
     arena_free(&m->state_arena);
     sharding_destroy(m->sharding);
+    free(m->mx);
+    free(m->mx_version);
     free(m->units);
     free(m->blocks);
 }

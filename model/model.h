@@ -55,9 +55,11 @@ typedef struct Model {
     Arena params_arena, saved_arena, scratch_arena, pool_arena, state_arena;
     Unit* units;
     Sharding* sharding;
-    BlockSaved* blocks;  // (L)
-    BlockSaved rebuilt;  // the memory that blocks share with --recompute block
-    Pool* pool;          // activations of the MoE blocks, a stack in forward order
+    MxExperts* mx;        // (L): the experts' weights in MXFP8, with --expert-precision mxfp8
+    int64_t* mx_version;  // (L): of the weights they were cast from (dist/sharding.h)
+    BlockSaved* blocks;   // (L)
+    BlockSaved rebuilt;   // the memory that blocks share with --recompute block
+    Pool* pool;           // activations of the MoE blocks, a stack in forward order
     PoolMark pool_empty;
     MoeWays* ways;
     floatX *final_residual, *final_norm;
@@ -107,7 +109,8 @@ void model_logits(Model* model, int64_t n, real* host_logits);
 // Shapes of the batch in work.
 AttnShape model_attn_shape(const Model* model);
 MoeShape model_moe_shape(const Model* model);
-MoeWeights model_moe_weights(const Model* model, int64_t layer);
+// Casts them first, where that is needed and not done since they changed.
+MoeWeights model_moe_weights(Model* model, int64_t layer);
 void model_rope(Model* model, floatX* q, floatX* kva, int direction);
 // Rebuilds what the block kept nothing of, from its residual.
 void model_rebuild_block(Model* model, int64_t layer);

@@ -102,6 +102,19 @@ const Option settings_table[] = {
     {"parallel", "timeout", OPTION_FLOAT, AT(timeout), "600", 1, 1e6, NULL, 0,
      "seconds that ranks wait for one another before the run ends"},
 
+    {"precision", "expert-precision", OPTION_CHOICE, AT(expert_precision), "bf16", 0, 0, "bf16|mxfp8", 0,
+     "of the routed experts' products (bf16 is float32 in the CPU build)"},
+    {"precision", "dispatch-precision", OPTION_CHOICE, AT(dispatch_precision), "bf16", 0, 0, "bf16|mxfp8", 0,
+     "of what goes to the experts, also where they are on the same rank"},
+    {"precision", "combine-precision", OPTION_CHOICE, AT(combine_precision), "bf16", 0, 0, "bf16|mxfp8", 0,
+     "of what comes back from them"},
+    {"precision", "wgrad-precision", OPTION_CHOICE, AT(wgrad_precision), "bf16", 0, 0, "bf16|mxfp8", 0,
+     "of the operands of the expert weights' gradients"},
+    {"precision", "mx-scale", OPTION_CHOICE, AT(mx_scale), "rceil", 0, 0, "rceil|floor", 0,
+     "how MXFP8 blocks are scaled"},
+    {"precision", "mx-gemm", OPTION_CHOICE, AT(mx_fast), "exact", 0, 0, "exact|fast", 0,
+     "MXFP8 products in bf16, or on the bytes with scales aligned to 128"},
+
     {"memory", "recompute", OPTION_CHOICE, AT(recompute), "none", 0, 0, "none|moe|block", 0,
      "activations that backward computes again"},
     {"memory", "capacity", OPTION_FLOAT, AT(capacity), "1.25", 1, 1e6, NULL, 0,
@@ -176,6 +189,15 @@ static void check_layout(const Settings* s) {
         die(EXIT_USAGE, "--ep %lld does not divide --experts %lld", (long long)s->ep, (long long)s->model.E);
 }
 
+// Blocks of 32 along every contraction that meets MXFP8.
+static void check_precision(const Settings* s) {
+    if (!s->expert_precision && !s->dispatch_precision && !s->combine_precision && !s->wgrad_precision) return;
+    if (s->model.C % MX_BLOCK)
+        die(EXIT_USAGE, "--dim %lld is not a multiple of 32, which MXFP8 needs", (long long)s->model.C);
+    if ((s->expert_precision || s->wgrad_precision) && s->model.F % MX_BLOCK)
+        die(EXIT_USAGE, "--expert-ffn %lld is not a multiple of 32, which MXFP8 needs", (long long)s->model.F);
+}
+
 static void check_run(Settings* s) {
     int64_t micro = settings_micro_tokens(s);
     if (s->tokens_per_step == 0) s->tokens_per_step = micro;
@@ -220,6 +242,7 @@ Settings settings_read(int argc, char** argv, int ranks) {
             (long long)s.ranks);
     if (!s.ranks) s.ranks = ranks;
     check_layout(&s);
+    check_precision(&s);
     check_run(&s);
     return s;
 }

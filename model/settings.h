@@ -38,9 +38,11 @@ typedef struct Settings {
     int64_t warmup, schedule;
     int64_t ep, shard, recompute;
     double timeout, capacity;
+    int64_t expert_precision, dispatch_precision, combine_precision, wgrad_precision, mx_scale, mx_fast;
     int64_t force_balance, overfit;
 } Settings;
 
+typedef enum { PRECISION_BF16, PRECISION_MXFP8 } Precision;
 typedef enum { RECOMPUTE_NONE, RECOMPUTE_MOE, RECOMPUTE_BLOCK } Recompute;
 
 extern const Option settings_table[];

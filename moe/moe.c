@@ -1,7 +1,7 @@
 // Sizes that depend on the routing are known to the host before a buffer of that size is taken: with ep > 1 the ranks
 // exchange counts first, and that is the one time the host waits. Tokens travel on a line of work of their own, always
 // from one event of ctx's line to another, so that pool memory has one order of use.
-#include "moe/moe.h"
+#include "moe/moe_buffers.h"
 
 #include <stdlib.h>
 #include <string.h>
@@ -12,6 +12,7 @@
 #include "moe/dispatch.h"
 #include "moe/experts.h"
 #include "moe/grouped_gemm.h"
+#include "moe/grouped_gemm_mx.h"
 
 struct MoeWays {
     Pool* pool;
@@ -22,103 +23,6 @@ struct MoeWays {
     Fetch* counts;
 };
 
-// Buffers of one pass. "home": tokens in the order of m->send, before they leave and when they are back; "here": tokens
-// received from the ranks.
-typedef struct Forward {
-    floatX *rows, *act;    // (rows, C): x, then the experts' outputs; (rows, F)
-    floatX* shared_act;    // (N, shared_F)
-    floatX *home, *here;   // (sent rows, C), (Nr, C)
-    int32_t* home_expert;  // (sent rows, K)
-    real* home_gate;       // (sent rows, K)
-} Forward;
-
-// dact, act and dh serve the shared MLP first: (N, shared_F), (N, shared_F), (N, 2 shared_F).
-typedef struct Backward {
-    floatX* rows;                   // (rows, C): x or dy
-    floatX *dact, *act, *dh;        // (rows, max(C, F)): dA', then dx; (rows, F): gate * A; (rows, 2F)
-    real *drow_gate, *dgate;        // (rows), (N, K)
-    floatX *home, *home_x, *here;   // (sent rows, C), (sent rows, C), (Nr, C)
-    real *home_dgate, *here_dgate;  // (sent rows, K), (Nr, K)
-} Backward;
-
-// --- Memory: tables that are laid out to plan, and taken from the pool to run ---
-
-static int64_t larger(int64_t a, int64_t b) { return a > b ? a : b; }
-static int32_t held(MoeShape s) { return s.router.E / s.ep; }
-
-// Named before the counts are known.
-static void name_choices(Arena* a, MoeSaved* m, MoeShape s) {
-    int64_t N = s.router.N, E = s.router.E, K = s.router.K;
-    memset(m, 0, sizeof(*m));
-    arena_add(a, "router scores", ELEMENT_REAL, N * E, 1, (void**)&m->scores);
-    arena_add(a, "gates", ELEMENT_REAL, N * K, 1, (void**)&m->gate);
-    arena_add(a, "expert ids", ELEMENT_I32, N * K, 1, (void**)&m->expert);
-    if (s.ep == 1) return;
-    m->send.El = s.ep;
-    m->send.capacity = ragged_capacity(N, s.router.K, s.ep, a->backend);
-    arena_add(a, "rank starts", ELEMENT_I64, s.ep + 1, 0, (void**)&m->send.group_start);
-    arena_add(a, "rank rows", ELEMENT_I32, s.ep, 0, (void**)&m->send.group_rows);
-    arena_add(a, "sent row -> token", ELEMENT_I32, m->send.capacity, 1, (void**)&m->send.row_token);
-    arena_add(a, "token -> sent row", ELEMENT_I32, N * s.ep, 1, (void**)&m->send.token_row);
-}
-
-static void name_hidden(Arena* a, MoeSaved* m, MoeShape s) {
-    if (s.ep > 1) arena_add(a, "received x", ELEMENT_X, m->received * s.router.C, 1, (void**)&m->recv_x);
-    arena_add(a, "routed hidden", ELEMENT_X, m->ragged.capacity * 2 * s.F, 1, (void**)&m->h);
-    if (s.shared_F) arena_add(a, "shared hidden", ELEMENT_X, s.router.N * 2 * s.shared_F, 1, (void**)&m->shared_h);
-}
-
-// From here on m->received, m->choices and m->send.capacity say how much.
-static void name_routed(Arena* a, MoeSaved* m, MoeShape s) {
-    int64_t Nr = m->received, K = s.router.K, El = held(s), rows = ragged_rows(m->choices, held(s), a->backend);
-    ASSERT(rows <= INT32_MAX && Nr <= INT32_MAX && m->send.capacity <= INT32_MAX);  // row numbers are int32
-    m->ragged.El = held(s);
-    m->ragged.capacity = rows;
-    if (s.ep > 1) {
-        arena_add(a, "received expert ids", ELEMENT_I32, Nr * K, 1, (void**)&m->recv_expert);
-        arena_add(a, "received gates", ELEMENT_REAL, Nr * K, 1, (void**)&m->recv_gate);
-    }
-    arena_add(a, "group starts", ELEMENT_I64, El + 1, 0, (void**)&m->ragged.group_start);
-    arena_add(a, "group rows", ELEMENT_I32, El, 0, (void**)&m->ragged.group_rows);
-    arena_add(a, "row -> token", ELEMENT_I32, rows, 1, (void**)&m->ragged.row_token);
-    arena_add(a, "token -> row", ELEMENT_I32, Nr * K, 1, (void**)&m->ragged.token_row);
-    arena_add(a, "row gates", ELEMENT_REAL, rows, 1, (void**)&m->ragged.row_gate);
-    if (!s.recompute) name_hidden(a, m, s);
-}
-
-static void name_forward(Arena* a, Forward* t, MoeSaved* m, MoeShape s) {
-    int64_t C = s.router.C, K = s.router.K, rows = m->ragged.capacity;
-    if (s.recompute) name_hidden(a, m, s);
-    arena_add(a, "routed rows", ELEMENT_X, rows * C, 1, (void**)&t->rows);
-    arena_add(a, "routed activation", ELEMENT_X, rows * s.F, 1, (void**)&t->act);
-    if (s.shared_F) arena_add(a, "shared activation", ELEMENT_X, s.router.N * s.shared_F, 1, (void**)&t->shared_act);
-    if (s.ep == 1) return;
-    arena_add(a, "sent rows", ELEMENT_X, m->send.capacity * C, 1, (void**)&t->home);
-    arena_add(a, "sent expert ids", ELEMENT_I32, m->send.capacity * K, 1, (void**)&t->home_expert);
-    arena_add(a, "sent gates", ELEMENT_REAL, m->send.capacity * K, 1, (void**)&t->home_gate);
-    arena_add(a, "combined outputs", ELEMENT_X, m->received * C, 1, (void**)&t->here);
-}
-
-static void name_backward(Arena* a, Backward* t, MoeSaved* m, MoeShape s) {
-    int64_t N = s.router.N, C = s.router.C, K = s.router.K, F = s.F, sF = s.shared_F, rows = m->ragged.capacity;
-    memset(t, 0, sizeof(*t));
-    if (s.recompute) name_hidden(a, m, s);
-    arena_add(a, "routed rows", ELEMENT_X, rows * C, 1, (void**)&t->rows);
-    arena_add(a, "d activation, d routed rows", ELEMENT_X, larger(rows * larger(C, F), N * sF), 1, (void**)&t->dact);
-    arena_add(a, "activation", ELEMENT_X, larger(rows * F, N * sF), 1, (void**)&t->act);
-    arena_add(a, "d hidden", ELEMENT_X, larger(rows * 2 * F, N * 2 * sF), 1, (void**)&t->dh);
-    arena_add(a, "d row gates", ELEMENT_REAL, rows, 1, (void**)&t->drow_gate);
-    if (s.ep > 1) {
-        int64_t sent = m->send.capacity, Nr = m->received;
-        arena_add(a, "sent rows", ELEMENT_X, sent * C, 1, (void**)&t->home);
-        if (s.recompute) arena_add(a, "sent rows of x", ELEMENT_X, sent * C, 1, (void**)&t->home_x);
-        arena_add(a, "received rows", ELEMENT_X, Nr * C, 1, (void**)&t->here);
-        arena_add(a, "sent d gates", ELEMENT_REAL, sent * K, 1, (void**)&t->home_dgate);
-        arena_add(a, "received d gates", ELEMENT_REAL, Nr * K, 1, (void**)&t->here_dgate);
-    }
-    arena_add(a, "d gates", ELEMENT_REAL, N * K, 1, (void**)&t->dgate);
-}
-
 static void take(MoeWays* ways) {
     Arena* a = &ways->table;
     for (int i = 0; i < a->count; i++)
@@ -127,37 +31,12 @@ static void take(MoeWays* ways) {
     a->count = 0;
 }
 
-// Mean number of ranks that hold one of a token's K distinct experts: ep (1 - C(E - El, K) / C(E, K)).
-static double mean_ranks(MoeShape s) {
-    double none = 1;
-    for (int32_t k = 0; k < s.router.K; k++)
-        none *= (double)larger(s.router.E - held(s) - k, 0) / (double)(s.router.E - k);
-    return s.ep * (1 - none);
-}
-
-void moe_plan(Arena* pool, MoeShape s, int64_t blocks, double capacity) {
-    int64_t N = s.router.N, choices = N * s.router.K, first = pool->count;
-    double tokens = (double)N * mean_ranks(s);
-    MoeSaved m;
-    Backward t;
-    for (int64_t b = 0; b < blocks; b++) {
-        name_choices(pool, &m, s);
-        m.received = s.ep > 1 ? (int64_t)(capacity * tokens) : N;
-        m.choices = s.ep > 1 ? (int64_t)(capacity * (double)choices) : choices;
-        int64_t sent = ragged_rows((int64_t)(capacity * tokens), s.ep, pool->backend);
-        if (sent < m.send.capacity) m.send.capacity = sent;
-        name_routed(pool, &m, s);
-    }
-    if (blocks) name_backward(pool, &t, &m, s);  // forward takes less
-    for (int64_t i = first; i < pool->count; i++) pool->entries[i].slot = NULL;
-}
-
 static size_t larger_size(size_t a, size_t b) { return a > b ? a : b; }
 
 // At worst a rank receives every token of the group.
 size_t moe_workspace(MoeShape s) {
     size_t bytes = larger_size(router_workspace(s.router), linear_workspace());
-    bytes = larger_size(bytes, permute_workspace(s.ep * s.router.N, s.router.K, held(s)));
+    bytes = larger_size(bytes, permute_workspace(s.ep * s.router.N, s.router.K, moe_held(s)));
     return larger_size(bytes, permute_workspace(s.router.N, s.ep, s.ep));
 }
 
@@ -214,7 +93,7 @@ static void settle(MoeSaved* m, MoeShape s, MoeWays* ways, Ctx* ctx) {
     PoolMark mark = pool_mark(ways->pool);
     int32_t* rank = (int32_t*)pool_take(ways->pool, (size_t)(N * P) * sizeof(int32_t));
     int64_t* counts = (int64_t*)pool_take(ways->pool, (size_t)P * 4 * sizeof(int64_t));  // (2, P, 2): to, from
-    dispatch_ranks(rank, counts, m->expert, N, s.router.K, s.ep, held(s), ctx);
+    dispatch_ranks(rank, counts, m->expert, N, s.router.K, s.ep, moe_held(s), ctx);
     for (int64_t j = 0; j < P; j++) one_each[j] = 1, place[j] = j;
     ExchangeBuffer both = {counts + 2 * P, counts, 2 * sizeof(int64_t)};
     ExchangeRows rows = {place, one_each, place, one_each};
@@ -236,15 +115,113 @@ static void settle(MoeSaved* m, MoeShape s, MoeWays* ways, Ctx* ctx) {
     }
 }
 
+static int64_t larger(int64_t a, int64_t b) { return a > b ? a : b; }
+
+// --- Casts (all of it nothing where everything is floatX) ---
+
+// One weight for both directions.
+static void cast_weight(MxWeight* w, MxWeight* back, const floatX* weight, int64_t OC, int64_t IC, MoeShape s,
+                        MoeWays* ways, Ctx* ctx) {
+    int64_t El = moe_held(s), tiles_i = (IC + MX_CHUNK - 1) / MX_CHUNK;
+    if (s.precision.fast) {  // the same bytes both ways
+        back->tiles.scale = w->tiles.scale;
+        w->stride_o = back->stride_c = tiles_i;
+        w->stride_c = back->stride_o = 1;
+        mx_quantize_tiles(w->tiles.q, back->tiles.q, w->tiles.scale, weight, El, OC, IC, s.precision.scale, ctx);
+        return;
+    }
+    MxCast cast = moe_cast(s);
+    PoolMark mark = pool_mark(ways->pool);
+    uint8_t* q = (uint8_t*)pool_take(ways->pool, (size_t)(El * OC * IC));
+    uint8_t* scale = (uint8_t*)pool_take(ways->pool, (size_t)(El * (larger(OC * mx_stride(IC), IC * mx_stride(OC)))));
+    mx_quantize(q, scale, weight, El * OC, IC, cast, ctx);
+    mx_dequantize(w->value, q, scale, El * OC, IC, ctx);
+    mx_quantize_transposed(q, scale, weight, El, OC, IC, cast, ctx);
+    mx_dequantize(back->value, q, scale, El * IC, OC, ctx);
+    pool_release(ways->pool, mark);
+}
+
+void moe_cast_weights(MxExperts* mx, const floatX* w13, const floatX* w2, MoeShape s, MoeWays* ways, Ctx* ctx) {
+    cast_weight(&mx->w13, &mx->w13_back, w13, 2 * s.F, s.router.C, s, ways, ctx);
+    cast_weight(&mx->w2, &mx->w2_back, w2, s.router.C, s.F, s, ways, ctx);
+}
+
+static void permute_mx(MxRows rows, MxRows tokens, Ragged r, int64_t C, Ctx* ctx) {
+    permute_rows(rows.q, tokens.q, r, (size_t)C, ctx);
+    permute_rows(rows.scale, tokens.scale, r, (size_t)mx_stride(C), ctx);
+}
+
+// What comes back is read by no product: blocks of 32.
+static MxCast combine_cast(MoeShape s) {
+    MxCast cast = {s.precision.scale, 1};
+    return cast;
+}
+
+// What travels of (rows, C): a buffer of values, or two of bytes and scales. Returns how many.
+static int carried(ExchangeBuffer* buffers, floatX* to, const floatX* from, MxRows to_mx, MxRows from_mx, int64_t C,
+                   int cast) {
+    ExchangeBuffer value = {to, from, (size_t)C * sizeof(floatX)}, q = {to_mx.q, from_mx.q, (size_t)C},
+                   scale = {to_mx.scale, from_mx.scale, (size_t)mx_stride(C)};
+    buffers[0] = cast ? q : value;
+    buffers[1] = scale;
+    return cast ? 2 : 1;
+}
+
+// rows = the tokens' rows: from values, or from bytes, which rows_mx gets then.
+static void place(floatX* rows, MxRows rows_mx, const floatX* tokens, MxRows tokens_mx, const MoeSaved* m, MoeShape s,
+                  int values, Ctx* ctx) {
+    int64_t C = s.router.C;
+    if (!moe_casts(s)) {
+        permute_rows(rows, tokens, m->ragged, (size_t)C * sizeof(floatX), ctx);
+        return;
+    }
+    permute_mx(rows_mx, tokens_mx, m->ragged, C, ctx);
+    if (values) mx_dequantize(rows, rows_mx.q, rows_mx.scale, m->ragged.capacity, C, ctx);
+}
+
+// y = W x per expert.
+static void product(floatX* y, const floatX* x, MxRows x_mx, MxWeight w, Ragged r, int64_t IC, int64_t OC, MoeShape s,
+                    Ctx* ctx) {
+    if (moe_fast(s))
+        grouped_gemm_mx(y, NULL, x_mx.q, x_mx.scale, w.tiles.q, w.tiles.scale, w.stride_o, w.stride_c, r, IC, OC, ctx);
+    else
+        grouped_gemm_forward(y, x, w.value, r, IC, OC, ctx);
+}
+
 // --- Forward and backward ---
+
+// Sends tokens towards the experts: x as rows `home` of m->send arrive as `here`. With bytes in x_mx, home_mx, here_mx
+// where they are cast before.
+typedef struct Outward {
+    const floatX* x;
+    floatX *home, *here;
+    MxRows x_mx, home_mx, here_mx;
+} Outward;
+
+static int pack(ExchangeBuffer* buffers, Outward o, const MoeSaved* m, MoeShape s, Ctx* ctx) {
+    int64_t C = s.router.C;
+    if (s.precision.dispatch) {
+        mx_quantize(o.x_mx.q, o.x_mx.scale, o.x, s.router.N, C, moe_cast(s), ctx);
+        permute_mx(o.home_mx, o.x_mx, m->send, C, ctx);
+    } else {
+        permute_rows(o.home, o.x, m->send, (size_t)C * sizeof(floatX), ctx);
+    }
+    return carried(buffers, o.here, o.home, o.here_mx, o.home_mx, C, s.precision.dispatch);
+}
+
+// After arrival: what was not cast before and has to be.
+static void unpack(Outward o, const MoeSaved* m, MoeShape s, Ctx* ctx) {
+    if (!moe_casts(s) || (s.ep > 1 && s.precision.dispatch)) return;
+    mx_quantize(o.here_mx.q, o.here_mx.scale, s.ep > 1 ? o.here : o.x, m->received, s.router.C, moe_cast(s), ctx);
+}
 
 void moe_forward(floatX* y, const floatX* x, MoeWeights w, MoeSaved* m, int64_t* load, MoeShape s, MoeWays* ways,
                  Ctx* ctx) {
     int64_t N = s.router.N, C = s.router.C, shared = s.shared_F;
     int32_t K = s.router.K;
-    size_t row = (size_t)C * sizeof(floatX);
     Forward t;
-    name_choices(&ways->table, m, s);
+    ExchangeBuffer buffers[4];
+    moe_name_choices(&ways->table, m, s);
     take(ways);
     router_forward(m->scores, m->expert, m->gate, x, w.router, w.bias, s.router, ctx);
     if (load) router_count(load, m->expert, N * K, s.router.E, ctx);
@@ -254,45 +231,61 @@ void moe_forward(floatX* y, const floatX* x, MoeWeights w, MoeSaved* m, int64_t*
         m->received = N, m->choices = N * K;
         m->recv_expert = m->expert, m->recv_gate = m->gate;
     }
-    name_routed(&ways->table, m, s);
+    moe_name_routed(&ways->table, m, s);
     take(ways);
     PoolMark mark = pool_mark(ways->pool);
-    name_forward(&ways->table, &t, m, s);
+    moe_name_forward(&ways->table, &t, m, s);
     take(ways);
 
+    Outward out = {x, t.home, m->recv_x ? m->recv_x : t.here, t.x_mx, t.home_mx, m->recv_mx};
     if (s.ep > 1) {
-        permute_rows(t.home, x, m->send, row, ctx);
-        dispatch_choices(t.home_expert, t.home_gate, m->expert, m->gate, m->send, N, K, held(s), ctx);
-        ExchangeBuffer buffers[3] = {{m->recv_x, t.home, row},
-                                     {m->recv_expert, t.home_expert, (size_t)K * sizeof(int32_t)},
-                                     {m->recv_gate, t.home_gate, (size_t)K * sizeof(real)}};
-        leave(ways, buffers, 3, outward(m), ctx);
+        int count = pack(buffers, out, m, s, ctx);
+        dispatch_choices(t.home_expert, t.home_gate, m->expert, m->gate, m->send, N, K, moe_held(s), ctx);
+        ExchangeBuffer ids = {m->recv_expert, t.home_expert, (size_t)K * sizeof(int32_t)};
+        ExchangeBuffer gates = {m->recv_gate, t.home_gate, (size_t)K * sizeof(real)};
+        buffers[count++] = ids;
+        buffers[count++] = gates;
+        leave(ways, buffers, count, outward(m), ctx);
     }
     if (shared) {  // while tokens travel
         linear_forward(m->shared_h, x, w.shared13, N, C, 2 * shared, ctx);
         swiglu_forward(t.shared_act, m->shared_h, N, shared, ctx);
     }
     if (s.ep > 1) arrive(ways, ctx);
+    unpack(out, m, s, ctx);
     permute_plan(m->ragged, m->recv_expert, m->recv_gate, m->received, K, ctx);
-    permute_rows(t.rows, s.ep > 1 ? m->recv_x : x, m->ragged, row, ctx);
-    grouped_gemm_forward(m->h, t.rows, w.w13, m->ragged, C, 2 * s.F, ctx);
-    experts_swiglu_forward(t.act, m->h, m->ragged, s.F, ctx);
-    grouped_gemm_forward(t.rows, t.act, w.w2, m->ragged, s.F, C, ctx);
-    if (s.ep > 1) {
+    place(t.rows, t.rows_mx, s.ep > 1 ? m->recv_x : x, m->recv_mx, m, s, !moe_fast(s), ctx);
+    if (s.precision.expert) {
+        product(m->h, t.rows, t.rows_mx, w.mx->w13, m->ragged, C, 2 * s.F, s, ctx);
+        mx_swiglu_quantize(t.act_mx.q, t.act_mx.scale, m->h, m->ragged, s.F, moe_cast(s), ctx);
+        if (!moe_fast(s)) mx_dequantize(t.act, t.act_mx.q, t.act_mx.scale, m->ragged.capacity, s.F, ctx);
+        product(t.rows, t.act, t.act_mx, w.mx->w2, m->ragged, s.F, C, s, ctx);
+    } else {
+        grouped_gemm_forward(m->h, t.rows, w.w13, m->ragged, C, 2 * s.F, ctx);
+        experts_swiglu_forward(t.act, m->h, m->ragged, s.F, ctx);
+        grouped_gemm_forward(t.rows, t.act, w.w2, m->ragged, s.F, C, ctx);
+    }
+    if (t.here) {
         unpermute_rows(t.here, t.rows, m->recv_gate, m->ragged, m->received, K, C, 0, ctx);
-        ExchangeBuffer buffer = {t.home, t.here, row};
-        leave(ways, &buffer, 1, homeward(m), ctx);
+        if (s.precision.combine)
+            mx_quantize(t.here_mx.q, t.here_mx.scale, t.here, m->received, C, combine_cast(s), ctx);
+    }
+    if (s.ep > 1) {
+        int count = carried(buffers, t.home, t.here, t.home_mx, t.here_mx, C, s.precision.combine);
+        leave(ways, buffers, count, homeward(m), ctx);
     }
     if (shared) linear_forward(y, t.shared_act, w.shared2, N, shared, C, ctx);
     if (s.ep > 1) {
         arrive(ways, ctx);
+        if (s.precision.combine) mx_dequantize(t.home, t.home_mx.q, t.home_mx.scale, m->send.capacity, C, ctx);
         unpermute_rows(y, t.home, NULL, m->send, N, s.ep, C, shared != 0, ctx);
+    } else if (s.precision.combine) {
+        (shared ? mx_dequantize_add : mx_dequantize)(y, t.here_mx.q, t.here_mx.scale, N, C, ctx);
     } else {
         unpermute_rows(y, t.rows, m->gate, m->ragged, N, K, C, shared != 0, ctx);
     }
     pool_release(ways->pool, mark);
 }
-
 static void shared_backward(floatX* dx, const floatX* dy, const floatX* x, MoeWeights w, MoeGrads dw, MoeSaved* m,
                             Backward t, MoeShape s, Ctx* ctx) {
     int64_t N = s.router.N, C = s.router.C, F = s.shared_F;
@@ -304,51 +297,93 @@ static void shared_backward(floatX* dx, const floatX* dy, const floatX* x, MoeWe
     linear_wgrad(dw.shared13, t.dh, x, N, C, 2 * F, ctx);
 }
 
+// Between an expert's two products backward: dh and gate * A, and the activation's gradient in t.dact turned into that
+// of x in the same place.
+static void experts_backward(MoeWeights w, MoeSaved* m, Backward t, MoeShape s, Ctx* ctx) {
+    int64_t C = s.router.C, F = s.F;
+    Ragged r = m->ragged;
+    if (!s.precision.expert) {
+        grouped_gemm_dgrad(t.dact, t.rows, w.w2, r, F, C, ctx);
+        experts_swiglu_backward(t.dh, t.act, t.drow_gate, t.dact, m->h, NULL, r, F, ctx);
+        grouped_gemm_dgrad(t.dact, t.dh, w.w13, r, C, 2 * F, ctx);
+        return;
+    }
+    product(t.dact, t.rows, t.rows_mx, w.mx->w2_back, r, C, F, s, ctx);
+    mx_swiglu_quantize(t.act_mx.q, t.act_mx.scale, m->h, r, F, moe_cast(s), ctx);
+    mx_dequantize(t.act, t.act_mx.q, t.act_mx.scale, r.capacity, F, ctx);
+    experts_swiglu_backward(t.dh, t.act, t.drow_gate, t.dact, m->h, t.act, r, F, ctx);
+    mx_quantize(t.dh_mx.q, t.dh_mx.scale, t.dh, r.capacity, 2 * F, moe_cast(s), ctx);
+    if (!s.precision.fast) mx_dequantize(t.dh_cast, t.dh_mx.q, t.dh_mx.scale, r.capacity, 2 * F, ctx);
+    product(t.dact, t.dh_cast, t.dh_mx, w.mx->w13_back, r, 2 * F, C, s, ctx);
+}
+
+// dW += dy^T x over each expert's rows; both are rounded in place first where wgrad is MXFP8.
+static void weight_gradient(real* dw, floatX* dy, floatX* x, Ragged r, int64_t IC, int64_t OC, MoeShape s, Ctx* ctx) {
+    if (s.precision.wgrad) {
+        mx_round_columns(dy, r, OC, moe_cast(s), ctx);
+        mx_round_columns(x, r, IC, moe_cast(s), ctx);
+    }
+    grouped_gemm_wgrad(dw, dy, x, r, IC, OC, ctx);
+}
+
 void moe_backward(floatX* dx, const floatX* dy, const floatX* x, MoeWeights w, MoeGrads dw, MoeSaved* m, float aux,
                   MoeShape s, MoeWays* ways, Ctx* ctx) {
     int64_t N = s.router.N, C = s.router.C, Nr = m->received;
     int32_t K = s.router.K;
     Ragged r = m->ragged;
-    size_t row = (size_t)C * sizeof(floatX);
     Backward t;
+    ExchangeBuffer buffers[4];
     PoolMark mark = pool_mark(ways->pool);
-    name_backward(&ways->table, &t, m, s);
+    moe_name_backward(&ways->table, &t, m, s);
     take(ways);
-    const floatX *dy_here = s.ep > 1 ? t.here : dy, *x_here = s.ep > 1 ? m->recv_x : x;
 
+    Outward of_dy = {dy, t.home, t.here, t.x_mx, t.home_mx, t.here_mx};
+    Outward of_x = {x, t.home_x, m->recv_x ? m->recv_x : t.rows, t.x_mx, t.home_x_mx, m->recv_mx};
     if (s.ep > 1) {
-        permute_rows(t.home, dy, m->send, row, ctx);
-        if (s.recompute) permute_rows(t.home_x, x, m->send, row, ctx);
-        ExchangeBuffer buffers[2] = {{t.here, t.home, row}, {m->recv_x, t.home_x, row}};
-        leave(ways, buffers, s.recompute ? 2 : 1, outward(m), ctx);
+        int count = pack(buffers, of_dy, m, s, ctx);
+        if (s.recompute) count += pack(buffers + count, of_x, m, s, ctx);
+        leave(ways, buffers, count, outward(m), ctx);
     }
     if (s.shared_F) shared_backward(dx, dy, x, w, dw, m, t, s, ctx);  // while tokens travel
     if (s.ep > 1) arrive(ways, ctx);
+    unpack(of_dy, m, s, ctx);
+    const floatX* x_here = s.ep > 1 ? m->recv_x : x;
     if (s.recompute) {
-        permute_rows(t.rows, x_here, r, row, ctx);
-        grouped_gemm_forward(m->h, t.rows, w.w13, r, C, 2 * s.F, ctx);
+        unpack(of_x, m, s, ctx);
+        place(t.rows, t.rows_mx, x_here, m->recv_mx, m, s, !moe_fast(s), ctx);
+        if (s.precision.expert)
+            product(m->h, t.rows, t.rows_mx, w.mx->w13, r, C, 2 * s.F, s, ctx);
+        else
+            grouped_gemm_forward(m->h, t.rows, w.w13, r, C, 2 * s.F, ctx);
     }
     // The combine's backward sends dy to the rows as it is; the gate is applied behind W2 (moe/experts.h).
-    permute_rows(t.rows, dy_here, r, row, ctx);
-    grouped_gemm_dgrad(t.dact, t.rows, w.w2, r, s.F, C, ctx);
-    experts_swiglu_backward(t.dh, t.act, t.drow_gate, t.dact, m->h, NULL, r, s.F, ctx);
-    floatX* dx_rows = t.dact;  // dA' is done with
-    grouped_gemm_dgrad(dx_rows, t.dh, w.w13, r, C, 2 * s.F, ctx);
-    if (s.ep > 1) {
+    place(t.rows, t.rows_mx, s.ep > 1 ? t.here : dy, t.here_mx, m, s, 1, ctx);
+    experts_backward(w, m, t, s, ctx);
+    floatX* dx_rows = t.dact;
+    if (t.here) {
         unpermute_rows(t.here, dx_rows, NULL, r, Nr, K, C, 0, ctx);
-        unpermute_gates(t.here_dgate, t.drow_gate, r, Nr, K, ctx);
-        ExchangeBuffer buffers[2] = {{t.home, t.here, row}, {t.home_dgate, t.here_dgate, (size_t)K * sizeof(real)}};
-        leave(ways, buffers, 2, homeward(m), ctx);
+        if (s.precision.combine) mx_quantize(t.here_mx.q, t.here_mx.scale, t.here, Nr, C, combine_cast(s), ctx);
     }
-    grouped_gemm_wgrad(dw.w2, t.rows, t.act, r, s.F, C, ctx);  // while dx travels
-    permute_rows(t.rows, x_here, r, row, ctx);
-    grouped_gemm_wgrad(dw.w13, t.dh, t.rows, r, C, 2 * s.F, ctx);
+    if (s.ep > 1) {
+        unpermute_gates(t.here_dgate, t.drow_gate, r, Nr, K, ctx);
+        int count = carried(buffers, t.home, t.here, t.home_mx, t.here_mx, C, s.precision.combine);
+        ExchangeBuffer dgates = {t.home_dgate, t.here_dgate, (size_t)K * sizeof(real)};
+        buffers[count++] = dgates;
+        leave(ways, buffers, count, homeward(m), ctx);
+    }
+    weight_gradient(dw.w2, t.rows, t.act, r, s.F, C, s, ctx);  // while dx travels
+    place(t.rows, t.rows_mx, x_here, m->recv_mx, m, s, 1, ctx);
+    weight_gradient(dw.w13, t.dh, t.rows, r, C, 2 * s.F, s, ctx);
     if (s.ep > 1) {
         arrive(ways, ctx);
+        if (s.precision.combine) mx_dequantize(t.home, t.home_mx.q, t.home_mx.scale, m->send.capacity, C, ctx);
         unpermute_rows(dx, t.home, NULL, m->send, N, s.ep, C, s.shared_F != 0, ctx);
-        dispatch_choices_backward(t.dgate, t.home_dgate, m->expert, m->send, N, K, held(s), ctx);
+        dispatch_choices_backward(t.dgate, t.home_dgate, m->expert, m->send, N, K, moe_held(s), ctx);
     } else {
-        unpermute_rows(dx, dx_rows, NULL, r, N, K, C, s.shared_F != 0, ctx);
+        if (s.precision.combine)
+            (s.shared_F ? mx_dequantize_add : mx_dequantize)(dx, t.here_mx.q, t.here_mx.scale, N, C, ctx);
+        else
+            unpermute_rows(dx, dx_rows, NULL, r, N, K, C, s.shared_F != 0, ctx);
         unpermute_gates(t.dgate, t.drow_gate, r, N, K, ctx);
     }
     router_backward(dx, dw.router, t.dgate, m->scores, m->expert, m->gate, x, w.router, aux, s.router, ctx);

@@ -12,10 +12,23 @@
 #include "device/arena.h"
 #include "device/pool.h"
 #include "dist/comm.h"
+#include "moe/mxfp8.h"
 #include "moe/permute.h"
 #include "moe/router.h"
 
 BEGIN_C
+
+// What is MXFP8 (1) and what floatX (0). A cast is made once, by the earliest stage that needs it, whatever ep is:
+//   dispatch  x and dy are cast before they travel to the experts
+//   expert    the experts' products, weights and activations; x and dy too, where they were not before
+//   combine   outputs and dx are cast before they travel back, as one sum per token and rank
+//   wgrad     both operands of the weights' gradients, along the tokens
+// Where x, dy or the activation were cast, the weights' gradients see what the bytes stand for.
+typedef struct MoePrecision {
+    int32_t expert, dispatch, combine, wgrad;
+    int32_t fast;   // products on the bytes, scales aligned to 128; else on the values they stand for, in floatX
+    int32_t scale;  // MxScale
+} MoePrecision;
 
 typedef struct MoeShape {
     RouterShape router;  // N: the tokens of this rank
@@ -23,12 +36,29 @@ typedef struct MoeShape {
     int64_t shared_F;    // of the shared MLP, 0: there is none
     int32_t ep;          // ranks that share the experts; E % ep == 0
     int32_t recompute;   // 1: backward dispatches x again and rebuilds the hidden activations, which are not kept
+    MoePrecision precision;
 } MoeShape;
+
+typedef struct MxRows {
+    uint8_t *q, *scale;
+} MxRows;
+
+// An expert weight as one product reads it, contraction last: values (exact) or bytes and the scales of their tiles.
+typedef struct MxWeight {
+    floatX* value;
+    MxRows tiles;
+    int64_t stride_o, stride_c;  // from one tile's scale to the next, as grouped_gemm_mx takes them
+} MxWeight;
+typedef struct MxExperts {
+    MxWeight w13, w2;            // forward: (E / ep, 2F, C), (E / ep, C, F)
+    MxWeight w13_back, w2_back;  // dgrad: (E / ep, C, 2F), (E / ep, F, C)
+} MxExperts;
 
 typedef struct MoeWeights {
     const floatX *router, *w13, *w2, *shared13,
-        *shared2;      // (E, C), (E / ep, 2F, C), (E / ep, C, F), (2 shared_F, C), (C, shared_F)
-    const real* bias;  // (E)
+        *shared2;         // (E, C), (E / ep, 2F, C), (E / ep, C, F), (2 shared_F, C), (C, shared_F)
+    const real* bias;     // (E)
+    const MxExperts* mx;  // with precision.expert
 } MoeWeights;
 
 typedef struct MoeGrads {
@@ -49,7 +79,8 @@ typedef struct MoeSaved {
     int64_t choices;       // token-expert pairs among them
     int32_t* recv_expert;  // (Nr, K): numbers of experts held here, -1 for choices held elsewhere
     real* recv_gate;       // (Nr, K)
-    floatX* recv_x;        // (Nr, C); NULL with ep 1, where x itself is used
+    floatX* recv_x;        // (Nr, C); NULL with ep 1, where x itself is used, and where x was cast
+    MxRows recv_mx;        // (Nr, C): the bytes that the products read, where x was cast
     Ragged ragged;         // the received tokens by expert
     floatX *h, *shared_h;  // (rows, 2F), (N, 2 shared_F): before SwiGLU
 } MoeSaved;
@@ -64,6 +95,10 @@ void moe_ways_destroy(MoeWays* ways);
 // `capacity` times the mean number of tokens and choices (1 with ep 1, where the number is known).
 void moe_plan(Arena* pool, MoeShape shape, int64_t blocks, double capacity);
 size_t moe_workspace(MoeShape shape);
+
+// A block's expert weights in MXFP8: named in `arena`, and cast anew whenever the weights have changed.
+void moe_plan_mx(Arena* arena, MxExperts* mx, MoeShape shape);
+void moe_cast_weights(MxExperts* mx, const floatX* w13, const floatX* w2, MoeShape shape, MoeWays* ways, Ctx* ctx);
 
 // y = (N, C). load (E) += the tokens of this rank that chose each expert, if not NULL (training). Takes *saved from the
 // pool; whoever called releases it.

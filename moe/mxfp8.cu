@@ -56,6 +56,11 @@ static __device__ __forceinline__ float2 floats_of_e4m3(uint32_t two) {
     return __half22float2(__nv_cvt_fp8x2_to_halfraw2((__nv_fp8x2_storage_t)two, __NV_E4M3));
 }
 
+// What the cast of x with scale s stands for.
+static __device__ __forceinline__ float back(float x, uint32_t s) {
+    return floats_of_e4m3(cast2(x * factor_of(s), 0)).x * unit_of(s);
+}
+
 static __device__ __forceinline__ uint2 cast8(const uint4& p, const float factor[8]) {
     float x[8];
     floats_of<8>(x, p);
@@ -150,6 +155,7 @@ static __global__ void __launch_bounds__(32 * ROW_WARPS, 4)
     }
 }
 
+template <bool ADD>
 static __global__ void __launch_bounds__(32 * ROW_WARPS)
     dequantize_kernel(floatX* x, const uint8_t* q, const uint8_t* scale, int64_t rows, int64_t columns,
                       int64_t stride) {
@@ -176,7 +182,15 @@ static __global__ void __launch_bounds__(32 * ROW_WARPS)
             const float2 two = floats_of_e4m3(pairs[j]);
             out[2 * j] = two.x * unit, out[2 * j + 1] = two.y * unit;
         }
-        if (c0 + i * 256 < columns) to[c0 / 8 + i * 32] = piece_of<8>(out);
+        if (c0 + i * 256 >= columns) continue;
+        uint4* piece = to + c0 / 8 + i * 32;
+        if constexpr (ADD) {
+            float before[8];
+            floats_of<8>(before, *piece);
+#pragma unroll
+            for (int j = 0; j < 8; j++) out[j] += before[j];
+        }
+        *piece = piece_of<8>(out);
     }
 }
 
@@ -298,11 +312,36 @@ static __global__ void __launch_bounds__(32 * COLUMN_WARPS)
     store_turned(q_transposed + (matrix * columns + c) * rows + r, rows, bytes);
 }
 
-// --- Statistics ---
-
-static __device__ __forceinline__ float back(float x, uint32_t s) {
-    return floats_of_e4m3(cast2(x * factor_of(s), 0)).x * unit_of(s);
+// A warp a chunk of CHUNK rows and 256 columns, 8 a lane; groups start at multiples of 128, so no chunk has rows of
+// two. What was read for the largest comes from the caches for the casts.
+template <int CHUNK>
+static __global__ void __launch_bounds__(32 * ROW_WARPS)
+    round_columns_kernel(floatX* x, const int64_t* used, int64_t columns, uint32_t carry) {
+    const int64_t c = (blockIdx.y * (int64_t)32 + threadIdx.x % 32) * 8;
+    const int64_t row = (blockIdx.x * (int64_t)ROW_WARPS + threadIdx.x / 32) * CHUNK;
+    if (row >= *used || c >= columns) return;
+    floatX* top = x + row * columns + c;
+    uint32_t pair[4] = {};
+#pragma unroll 8
+    for (int i = 0; i < CHUNK; i++) {
+        const uint4 p = *(const uint4*)(top + i * columns);
+        pair[0] = larger(pair[0], magnitudes(p.x)), pair[1] = larger(pair[1], magnitudes(p.y));
+        pair[2] = larger(pair[2], magnitudes(p.z)), pair[3] = larger(pair[3], magnitudes(p.w));
+    }
+    uint32_t s[8];
+#pragma unroll
+    for (int j = 0; j < 8; j++) s[j] = scale_of(j % 2 ? pair[j / 2] >> 16 : pair[j / 2] & 0xffff, carry);
+#pragma unroll 8
+    for (int i = 0; i < CHUNK; i++) {
+        float f[8];
+        load<8>(f, top + i * columns);
+#pragma unroll
+        for (int j = 0; j < 8; j++) f[j] = back(f[j], s[j]);
+        store<8>(top + i * columns, f);
+    }
 }
+
+// --- Statistics ---
 
 // Sums of a fixed number of blocks, then of those in order: the same bits on every run.
 template <int ALIGN>
@@ -405,8 +444,26 @@ void mx_swiglu_quantize(uint8_t* q, uint8_t* scale, const floatX* h, Ragged r, i
 void mx_dequantize(floatX* x, const uint8_t* q, const uint8_t* scale, int64_t rows, int64_t columns, Ctx* ctx) {
     if (rows == 0) return;
     ASSERT(aligned(x) && aligned(q));
-    dequantize_kernel<<<row_blocks(rows, columns), 32 * ROW_WARPS, 0, ctx->stream>>>(x, q, scale, rows, columns,
-                                                                                     mx_stride(columns));
+    dequantize_kernel<false>
+        <<<row_blocks(rows, columns), 32 * ROW_WARPS, 0, ctx->stream>>>(x, q, scale, rows, columns, mx_stride(columns));
+    LAUNCH_CHECK();
+}
+
+void mx_dequantize_add(floatX* x, const uint8_t* q, const uint8_t* scale, int64_t rows, int64_t columns, Ctx* ctx) {
+    if (rows == 0) return;
+    ASSERT(aligned(x) && aligned(q));
+    dequantize_kernel<true>
+        <<<row_blocks(rows, columns), 32 * ROW_WARPS, 0, ctx->stream>>>(x, q, scale, rows, columns, mx_stride(columns));
+    LAUNCH_CHECK();
+}
+
+void mx_round_columns(floatX* x, Ragged r, int64_t columns, MxCast cast, Ctx* ctx) {
+    if (r.capacity == 0) return;
+    ASSERT(aligned(x) && columns % MX_BLOCK == 0 && r.capacity % MX_CHUNK == 0);
+    const int chunk = cast.align == 1 ? MX_BLOCK : MX_CHUNK;
+    auto kernel = cast.align == 1 ? round_columns_kernel<MX_BLOCK> : round_columns_kernel<MX_CHUNK>;
+    const dim3 grid(blocks_for(r.capacity / chunk, ROW_WARPS), blocks_for(columns, 256));
+    kernel<<<grid, 32 * ROW_WARPS, 0, ctx->stream>>>(x, r.group_start + r.El, columns, carry_of(cast.scale));
     LAUNCH_CHECK();
 }
 

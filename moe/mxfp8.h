@@ -70,6 +70,15 @@ void mx_dequantize(floatX* x,             // (rows, columns)
                    const uint8_t* scale,  // (rows, mx_stride(columns))
                    int64_t rows, int64_t columns, Ctx* ctx);
 
+// x += q 2^(s - 127), the sum rounded once.
+void mx_dequantize_add(floatX* x, const uint8_t* q, const uint8_t* scale, int64_t rows, int64_t columns, Ctx* ctx);
+
+// x = what its cast along the rows' direction (blocks down the columns of each group) stands for, in place: the
+// operands of weights' gradients, whose contraction runs over a group's rows. On the GPU pad rows, which are zeros,
+// count as rows. Chunks at the end of a group are cast on their own.
+void mx_round_columns(floatX* x,  // (capacity, columns)
+                      Ragged ragged, int64_t columns, MxCast cast, Ctx* ctx);
+
 // What a cast does to a tensor: --mx-stats. Sums over blocks of 32 as mx_quantize casts x, added to *stats; blocks that
 // are NaN are left out, so that one of them does not hide the rest.
 typedef struct MxStats {
