@@ -135,37 +135,40 @@ void mx_swiglu_quantize(uint8_t* q, uint8_t* scale, const floatX* h, Ragged ragg
     }
 }
 
-void mx_dequantize(floatX* x, const uint8_t* q, const uint8_t* scale, int64_t rows, int64_t columns, Ctx* ctx) {
-    (void)ctx;
+// before: 1 adds to x.
+static void dequantize(floatX* x, const uint8_t* q, const uint8_t* scale, int64_t rows, int64_t columns, int before) {
     const int64_t stride = mx_stride(columns);
 #pragma omp parallel for schedule(static)
     for (int64_t r = 0; r < rows; r++)
         for (int64_t c = 0; c < columns; c += MX_BLOCK) {
             const float unit = unit_of(scale[r * stride + c / MX_BLOCK]);
-            for (int64_t i = r * columns + c; i < r * columns + c + MX_BLOCK; i++) x[i] = float_of_e4m3(q[i]) * unit;
+            for (int64_t i = r * columns + c; i < r * columns + c + MX_BLOCK; i++)
+                x[i] = before ? x[i] + float_of_e4m3(q[i]) * unit : float_of_e4m3(q[i]) * unit;
         }
 }
 
+void mx_dequantize(floatX* x, const uint8_t* q, const uint8_t* scale, int64_t rows, int64_t columns, Ctx* ctx) {
+    (void)ctx, dequantize(x, q, scale, rows, columns, 0);
+}
+
 void mx_dequantize_add(floatX* x, const uint8_t* q, const uint8_t* scale, int64_t rows, int64_t columns, Ctx* ctx) {
-    (void)ctx;
-    const int64_t stride = mx_stride(columns);
-#pragma omp parallel for schedule(static)
-    for (int64_t r = 0; r < rows; r++)
-        for (int64_t c = 0; c < columns; c++)
-            x[r * columns + c] += value_of(q[r * columns + c], scale[r * stride + c / MX_BLOCK]);
+    (void)ctx, dequantize(x, q, scale, rows, columns, 1);
 }
 
 void mx_round_columns(floatX* x, Ragged ragged, int64_t columns, MxCast cast, Ctx* ctx) {
     (void)ctx;
     const int64_t chunk = chunk_of(cast);
-#pragma omp parallel for schedule(dynamic)
-    for (int32_t e = 0; e < ragged.El; e++)
-        for (int64_t r = 0; r < ragged.group_rows[e]; r += chunk)
-            for (int64_t c = 0; c < columns; c++) {
+#pragma omp parallel for schedule(static)
+    for (int64_t c = 0; c < columns; c++)
+        for (int32_t e = 0; e < ragged.El; e++)
+            for (int64_t r = 0; r < ragged.group_rows[e]; r += chunk) {
                 floatX* top = x + (ragged.group_start[e] + r) * columns + c;
                 int64_t n = min_i64(chunk, ragged.group_rows[e] - r);
                 int s = scale_of(top, columns, n, 1, cast.scale);
-                for (int64_t i = 0; i < n; i++) top[i * columns] = value_of(e4m3_of(scaled(top[i * columns], s)), s);
+                for (int64_t i = 0; i < n; i++) {
+                    float scaled = (float)top[i * columns] * factor_of(s);
+                    top[i * columns] = float_of_e4m3(e4m3_of(scaled)) * unit_of(s);
+                }
             }
 }
 

@@ -121,7 +121,7 @@ static int64_t total_tokens(const Case* c) { return tokens_before(c, ranks); }
 static MoeShape shape_of(const Case* c, int64_t N, int ep, int recompute) {
     int32_t groups = c->groups > 1 ? c->groups : 1, top = groups > 1 ? groups / 2 : 1, norm = c->score == SCORE_SIGMOID;
     RouterShape router = {N, T, C, E, c->K, groups, top, c->score, norm, 1.5f, c->force_balance};
-    MoeShape s = {router, F, c->shared_F, ep, recompute};
+    MoeShape s = {router, F, c->shared_F, ep, recompute, {0, 0, 0, 0, 0, 0}};
     return s;
 }
 
@@ -157,8 +157,13 @@ static Outputs run_block(const Inputs* in, MoeShape s, int64_t first, size_t roo
     int64_t sF = s.shared_F, n13 = El * 2 * F * C, n2 = El * C * F;
     floatX *x = send(in->x + first * C, N * C), *dy = send(in->dy + first * C, N * C), *y = poison(N * C);
     floatX* dx = poison(N * C);
-    MoeWeights w = {send(in->router, E * C),        send(in->w13 + at * 2 * F * C, n13), send(in->w2 + at * C * F, n2),
-                    send(in->shared13, 2 * sF * C), send(in->shared2, C * sF),           send_real(in->bias, E)};
+    MoeWeights w = {send(in->router, E * C),
+                    send(in->w13 + at * 2 * F * C, n13),
+                    send(in->w2 + at * C * F, n2),
+                    send(in->shared13, 2 * sF * C),
+                    send(in->shared2, C * sF),
+                    send_real(in->bias, E),
+                    NULL};
     Outputs o = {{NULL}, {N * C, N * C, E * C, n13, n2, 2 * sF * C, C * sF}, NULL, NULL, 0};
     real* d[OUTPUTS];
     for (int i = 2; i < OUTPUTS; i++) d[i] = (real*)device_room((size_t)o.n[i] * sizeof(real));
