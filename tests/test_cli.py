@@ -795,7 +795,7 @@ class Reports(Case):
     def test_help(self):
         done = self.call([PROGRAM, "--help"])
         groups = re.findall(r"^(\w+)$", done.stdout, re.M)
-        self.assertEqual(groups, ["model", "data", "run", "optimizer", "parallel", "memory", "debugging"])
+        self.assertEqual(groups, ["model", "data", "run", "optimizer", "parallel", "precision", "memory", "debugging"])
         for name in [*SMALL, "train", "val", "out", "resume", "dry_run", "help", "prompt", "overfit"]:
             self.assertRegex(done.stdout, rf"(?m)^  --{name.replace('_', '-')} .*\[.+\]$")
 

@@ -186,6 +186,32 @@ static void test_dequantize(void) {
     }
 }
 
+// Groups of whole 128 rows; the rows after the last are not in use.
+static void test_round_columns(void) {
+    const int64_t starts[5] = {0, 128, 128, 640, 768}, capacity = 1024;
+    const int32_t rows[4] = {128, 0, 512, 128};
+    int64_t* start_dev = (int64_t*)device_alloc(sizeof(starts), "a test");
+    CUDA_CHECK(cudaMemcpy(start_dev, starts, sizeof(starts), cudaMemcpyHostToDevice));
+    Ragged on_gpu = {}, on_host = {};
+    on_gpu.El = on_host.El = 4, on_gpu.capacity = on_host.capacity = capacity;
+    on_gpu.group_start = start_dev, on_host.group_start = (int64_t*)starts, on_host.group_rows = (int32_t*)rows;
+    for (MxCast cast : casts)
+        for (int64_t columns : {(int64_t)32, (int64_t)1408}) {
+            X x(capacity * columns);
+            set_wild(x, 5);
+            mx_round_columns(x.dev, on_gpu, columns, cast, ctx);
+            REFERENCE(mx_round_columns)(x.ref(), on_host, columns, cast, reference_ctx);
+            auto got = x.got();
+            int64_t wrong = 0;
+            for (int64_t i = 0; i < x.n; i++) {
+                const double want = __bfloat162float(__double2bfloat16(x.host[(size_t)i])), have = got[(size_t)i];
+                wrong += want != want ? have == have : have != want;
+            }
+            CHECK(wrong == 0, "%lld of %lld differ", (long long)wrong, (long long)x.n);
+        }
+    device_free(start_dev);
+}
+
 static void test_stats(void) {
     CHECK(mx_stats_workspace() <= ctx->workspace_bytes, "workspace");
     for (MxCast cast : casts) {
@@ -264,6 +290,7 @@ int main(void) {
     RUN(test_rows);
     RUN(test_columns);
     RUN(test_dequantize);
+    RUN(test_round_columns);
     RUN(test_stats);
     RUN(test_swiglu);
     return test_summary();

@@ -401,6 +401,56 @@ static void test_dequantize(void) {
     release_all();
 }
 
+// The sum of what was there and the value, both float32 at most.
+static void test_dequantize_add(void) {
+    enum { ROWS = 7, COLUMNS = 96 };
+    real *from = wild_tensor(ROWS, COLUMNS, 71), *before = random_tensor(ROWS * COLUMNS, 72);
+    Cast c = {.x = from, .rows = ROWS, .columns = COLUMNS, .cast = {MX_RCEIL, 1}};
+    run_quantize(&c);
+    real *value = poisoned(ROWS * COLUMNS), *sum = poisoned(ROWS * COLUMNS);
+    Ctx* ctx = ctx_create(0);
+    mx_dequantize(value, c.q, c.scale, ROWS, COLUMNS, ctx);
+    memcpy(sum, before, sizeof(real) * ROWS * COLUMNS);
+    mx_dequantize_add(sum, c.q, c.scale, ROWS, COLUMNS, ctx);
+    for (int i = 0; i < ROWS * COLUMNS; i++)
+        CHECK(sum[i] == before[i] + value[i], "%g + %g is %g", before[i], value[i], sum[i]);
+    ctx_destroy(ctx);
+    free(before);
+    release_all();
+}
+
+// Each group's columns as rows of the oracle, filled up with zeros to whole blocks.
+static void test_round_columns(void) {
+    enum { GROUPS = 6, COLUMNS = 64 };
+    static const int32_t rows_of[GROUPS] = {1, 0, 32, 127, 300, 45};
+    int64_t start[GROUPS + 1] = {0};
+    int32_t rows[GROUPS];
+    for (int e = 0; e < GROUPS; e++) rows[e] = rows_of[e], start[e + 1] = start[e] + rows[e];
+    Ragged r = {.El = GROUPS, .capacity = start[GROUPS], .group_start = start, .group_rows = rows};
+    Ctx* ctx = ctx_create(0);
+    for (int i = 0; i < 4; i++) {
+        real *from = wild_tensor(r.capacity, COLUMNS, 80 + i), *x = poisoned(r.capacity * COLUMNS);
+        memcpy(x, from, sizeof(real) * r.capacity * COLUMNS);
+        mx_round_columns(x, r, COLUMNS, casts[i], ctx);
+        for (int e = 0; e < GROUPS; e++)
+            for (int c = 0; c < COLUMNS; c++) {
+                enum { LONGEST = 320 };
+                real column[LONGEST] = {0};
+                uint8_t q[LONGEST], scale[LONGEST / 32 + 16];
+                int64_t n = (rows[e] + 31) / 32 * 32;
+                for (int64_t k = 0; k < rows[e]; k++) column[k] = from[(start[e] + k) * COLUMNS + c];
+                oracle_quantize(q, scale, column, 1, n, casts[i]);
+                for (int64_t k = 0; k < rows[e]; k++) {
+                    float want = (float)oracle_value(q[k], scale[k / 32]), got = (float)x[(start[e] + k) * COLUMNS + c];
+                    CHECK(isnan(want) ? isnan(got) : got == want, "group %d, row %lld, column %d is %g, not %g", e,
+                          (long long)k, c, got, want);
+                }
+            }
+    }
+    ctx_destroy(ctx);
+    release_all();
+}
+
 static MxStats stats_of(const real* x, int64_t rows, int64_t columns, MxCast cast) {
     MxStats stats = {1, 2, 3, 4, 5, 6};  // added to
     Ctx* ctx = ctx_create(mx_stats_workspace());
@@ -544,6 +594,8 @@ int main(void) {
     RUN(test_tiles);
     RUN(test_swiglu);
     RUN(test_dequantize);
+    RUN(test_dequantize_add);
+    RUN(test_round_columns);
     RUN(test_stats);
     RUN(test_blackwell_offset);
     RUN(test_golden);
