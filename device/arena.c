@@ -8,16 +8,11 @@
 
 size_t element_bytes(Element element, Backend backend) {
     switch (element) {
-        case ELEMENT_X:
-            return backend == BACKEND_CUDA ? 2 : sizeof(real);
-        case ELEMENT_REAL:
-            return backend == BACKEND_CUDA ? 4 : sizeof(real);
-        case ELEMENT_I32:
-            return 4;
-        case ELEMENT_I64:
-            return 8;
-        case ELEMENT_BYTE:
-            return 1;
+        case ELEMENT_X: return backend == BACKEND_CUDA ? 2 : sizeof(real);
+        case ELEMENT_REAL: return backend == BACKEND_CUDA ? 4 : sizeof(real);
+        case ELEMENT_I32: return 4;
+        case ELEMENT_I64: return 8;
+        case ELEMENT_BYTE: return 1;
     }
     return 0;
 }

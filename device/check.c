@@ -71,6 +71,13 @@ void warn(const char* format, ...) {
     va_end(args);
 }
 
+void warn_here(const char* format, ...) {
+    va_list args;
+    va_start(args, format);
+    say("warning", run.who, format, args);
+    va_end(args);
+}
+
 void* host_alloc(size_t bytes) {
     void* p = calloc(1, bytes ? bytes : 1);
     if (!p) die(EXIT_FAILED, "out of host memory: %zu bytes were asked for", bytes);

@@ -22,8 +22,10 @@ enum { EXIT_FAILED = 1, EXIT_USAGE = 2 };
 // once, the first is heard.
 NORETURN void die(int code, const char* format, ...) PRINTF_LIKE(2, 3);
 
-// Prints "train_moe: warning: <message>"; on rank 0 only.
+// Prints "train_moe: warning: <message>"; on rank 0 only, for what all ranks find alike.
 void warn(const char* format, ...) PRINTF_LIKE(1, 2);
+// On every rank that calls it, with its name: for what concerns that rank alone.
+void warn_here(const char* format, ...) PRINTF_LIKE(1, 2);
 
 // Makes die() end a run of several ranks (dist/ranks_mpi.c calls it): `who` ("rank 2 of 4 (host): ") stands before the
 // message, and end_all(code) then ends every rank, this one too. Ranks other than 0 wait a moment before they speak:

@@ -4,10 +4,13 @@
 
 #include "device/cuda.cuh"
 
+static const char less_memory[] =
+    "; use a smaller --batch, --seq-len or model, more of --shard and --recompute, or more ranks (--dry-run shows what "
+    "needs how much)";
+
 NORETURN void cuda_failed(cudaError_t error, const char* call, const char* file, int line) {
     const char* hint = "";
-    if (error == cudaErrorMemoryAllocation)
-        hint = "; use a smaller --batch, --seq-len or model (--dry-run shows what needs how much)";
+    if (error == cudaErrorMemoryAllocation) hint = less_memory;
     if (error == cudaErrorInsufficientDriver) hint = "; install a driver for the CUDA version this was built with";
     if (error == cudaErrorNoKernelImageForDevice || error == cudaErrorInvalidDeviceFunction)
         hint = "; this build is for sm_90a (H100, H200)";
@@ -61,9 +64,11 @@ static void check_gpu(cudaDeviceProp* properties) {
 void device_choose(int index) {
     int count = 0;
     if (cudaGetDeviceCount(&count) != cudaSuccess || count == 0) return;  // ctx_create says what is wrong
+    // Where a launcher lets every process see one GPU only, that is its own.
+    if (count == 1 && getenv("CUDA_VISIBLE_DEVICES")) index = 0;
     if (index >= count)
-        die(EXIT_FAILED, "this machine has %d GPU%s, too few for a process of its own each: start at most %d here", count,
-            count == 1 ? "" : "s", count);
+        die(EXIT_FAILED, "this machine has %d GPU%s, too few for a process of its own each: start at most %d here",
+            count, count == 1 ? "" : "s", count);
     CUDA_CHECK(cudaSetDevice(index));
 }
 
@@ -158,11 +163,8 @@ void* device_alloc(size_t bytes, const char* what) {
     if (error == cudaErrorMemoryAllocation) {
         size_t free_bytes = 0, total = 0;
         cudaMemGetInfo(&free_bytes, &total);
-        die(EXIT_FAILED,
-            "out of GPU memory: %.2f GiB for %s, %.2f of %.2f GiB are free; use a smaller --batch, --seq-len or model "
-            "(--dry-run "
-            "shows what needs how much)",
-            (double)bytes / 0x1p30, what, (double)free_bytes / 0x1p30, (double)total / 0x1p30);
+        die(EXIT_FAILED, "out of GPU memory: %.2f GiB for %s, %.2f of %.2f GiB are free%s", (double)bytes / 0x1p30,
+            what, (double)free_bytes / 0x1p30, (double)total / 0x1p30, less_memory);
     }
     CUDA_CHECK(error);
     CUDA_CHECK(cudaMemset(p, 0, bytes));
