@@ -3,115 +3,19 @@
 // last column is the difference of the two results, ||a - b|| / ||b||.
 //
 //   build/cuda/bench/grouped_gemm [rows [block_ms]]
-#include <cublas_v2.h>
-#include <stdio.h>
-#include <stdlib.h>
-
-#include <algorithm>
-#include <functional>
-#include <vector>
-
-#include "device/cuda.cuh"
+#include "bench/grouped.cuh"
 #include "moe/grouped_gemm.h"
 
-static __device__ uint32_t hash(uint64_t x) {
-    x ^= x >> 31, x *= 0x7fb5d329728ea185ull, x ^= x >> 27, x *= 0x81dadef4bc2dd44dull, x ^= x >> 33;
-    return (uint32_t)x;
-}
-
-// About normal with variance 1; rows whose mark is 0 become zeros (mark NULL: none).
-static __global__ void fill(floatX* p, int64_t rows, int64_t cols, const char* mark, uint64_t seed) {
-    for (int64_t i = blockIdx.x * (int64_t)blockDim.x + threadIdx.x; i < rows * cols;
-         i += gridDim.x * (int64_t)blockDim.x) {
-        float sum = 0;
-        for (int k = 0; k < 4; k++) sum += (float)hash(i * 4 + k + (seed << 40)) * 0x1p-32f - 0.5f;
-        p[i] = mark && !mark[i / cols] ? (floatX)0.0f : (floatX)(sum * 1.7320508f);
-    }
-}
-
-template <typename T>
-static __global__ void difference(const T* a, const T* b, int64_t n, double* sums) {
-    double diff = 0, norm = 0;
-    for (int64_t i = blockIdx.x * (int64_t)blockDim.x + threadIdx.x; i < n; i += gridDim.x * (int64_t)blockDim.x) {
-        double x = (double)(float)a[i], y = (double)(float)b[i];
-        diff += (x - y) * (x - y), norm += y * y;
-    }
-    atomicAdd(sums, diff), atomicAdd(sums + 1, norm);
-}
-
-static cudaStream_t stream;
-static double* sums;
-static double block_ms = 80;
-
-static double median(std::vector<double> t) {
-    std::sort(t.begin(), t.end());
-    return t[t.size() / 2];
-}
-
-// Adds the times in ms of a block of calls to `times`.
-static void run_block(const std::function<void()>& call, std::vector<double>& times) {
-    enum { MOST = 400 };
-    static cudaEvent_t at[MOST + 1];
-    if (!at[0])
-        for (cudaEvent_t& e : at) CUDA_CHECK(cudaEventCreate(&e));
-    float once;
-    CUDA_CHECK(cudaEventRecord(at[0], stream));
-    for (int i = 0; i < 2; i++) call();
-    CUDA_CHECK(cudaEventRecord(at[1], stream));
-    CUDA_CHECK(cudaEventSynchronize(at[1]));
-    CUDA_CHECK(cudaEventElapsedTime(&once, at[0], at[1]));
-    int calls = std::max(3, std::min((int)MOST, (int)(2 * block_ms / once)));
-    for (int i = 0; i < calls; i++) {
-        CUDA_CHECK(cudaEventRecord(at[i], stream));
-        call();
-    }
-    CUDA_CHECK(cudaEventRecord(at[calls], stream));
-    CUDA_CHECK(cudaEventSynchronize(at[calls]));
-    for (int i = calls / 4; i < calls; i++) {  // the first calls still run at the other's clock
-        float ms;
-        CUDA_CHECK(cudaEventElapsedTime(&ms, at[i], at[i + 1]));
-        times.push_back(ms);
-    }
-}
-
-#define CUBLAS(call)                                                                                                   \
-    do {                                                                                                               \
-        cublasStatus_t status_ = (call);                                                                               \
-        if (status_ != CUBLAS_STATUS_SUCCESS) die(EXIT_FAILED, "%s: status %d", #call, (int)status_);                  \
-    } while (0)
-
-static void bench(Ctx* ctx, cublasHandle_t cublas, int64_t OC, int64_t IC, int El, int64_t M) {
-    // Uneven groups: shares between 0.4 and 1.6 of the mean, the same as bench/grouped_gemm_torch.py takes.
-    std::vector<int32_t> rows(El);
-    std::vector<int64_t> start(El + 1);
-    double total = 0;
-    for (int e = 0; e < El; e++) total += 0.4 + 1.2 * fmod((e + 1) * 0.6180339887, 1.0);
-    int64_t left = M;
-    for (int e = 0; e < El; e++) {
-        rows[e] = e == El - 1 ? (int32_t)left
-                              : (int32_t)((double)M * (0.4 + 1.2 * fmod((e + 1) * 0.6180339887, 1.0)) / total);
-        left -= rows[e];
-        start[e + 1] = start[e] + ceil_div(rows[e], 128) * 128;
-    }
-    int64_t capacity = start[El];
-    std::vector<char> mark(capacity, 0);
-    for (int e = 0; e < El; e++) std::fill_n(mark.begin() + start[e], rows[e], 1);
-
-    Ragged r = {};
-    r.El = El, r.capacity = capacity;
-    r.group_start = (int64_t*)device_alloc((El + 1) * sizeof(int64_t), "starts");
-    r.group_rows = (int32_t*)device_alloc(El * sizeof(int32_t), "rows");
-    char* marks = (char*)device_alloc(capacity, "marks");
-    device_upload(r.group_start, start.data(), (El + 1) * sizeof(int64_t), ctx);
-    device_upload(r.group_rows, rows.data(), El * sizeof(int32_t), ctx);
-    device_upload(marks, mark.data(), capacity, ctx);
+static void bench(int64_t OC, int64_t IC, int El, int64_t M) {
+    Groups g(El, M);
+    const int64_t capacity = g.r.capacity;
     floatX* x = (floatX*)device_alloc(capacity * IC * 2, "x");
     floatX* y = (floatX*)device_alloc(capacity * OC * 2, "y");
     floatX* w = (floatX*)device_alloc(El * OC * IC * 2, "w");
     size_t out_bytes = std::max(capacity * std::max(IC, OC) * 2, El * OC * IC * 4);
     void *ours = device_alloc(out_bytes, "ours"), *theirs = device_alloc(out_bytes, "theirs");
-    fill<<<1024, 256, 0, stream>>>(x, capacity, IC, marks, 1);
-    fill<<<1024, 256, 0, stream>>>(y, capacity, OC, marks, 2);
+    fill<<<1024, 256, 0, stream>>>(x, capacity, IC, g.marks, 1);
+    fill<<<1024, 256, 0, stream>>>(y, capacity, OC, g.marks, 2);
     fill<<<1024, 256, 0, stream>>>(w, El * OC, IC, nullptr, 3);
     LAUNCH_CHECK();
 
@@ -119,25 +23,25 @@ static void bench(Ctx* ctx, cublasHandle_t cublas, int64_t OC, int64_t IC, int E
     const char* names[] = {"forward", "dgrad", "wgrad"};
     for (int pass = 0; pass < 3; pass++) {
         auto mine = [&] {
-            if (pass == 0) grouped_gemm_forward((floatX*)ours, x, w, r, IC, OC, ctx);
-            if (pass == 1) grouped_gemm_dgrad((floatX*)ours, y, w, r, IC, OC, ctx);
-            if (pass == 2) grouped_gemm_wgrad((real*)ours, y, x, r, IC, OC, ctx);
+            if (pass == 0) grouped_gemm_forward((floatX*)ours, x, w, g.r, IC, OC, ctx);
+            if (pass == 1) grouped_gemm_dgrad((floatX*)ours, y, w, g.r, IC, OC, ctx);
+            if (pass == 2) grouped_gemm_wgrad((real*)ours, y, x, g.r, IC, OC, ctx);
         };
         auto library = [&] {
             for (int e = 0; e < El; e++) {
-                floatX *xe = x + start[e] * IC, *ye = y + start[e] * OC, *we = w + e * OC * IC;
+                floatX *xe = x + g.start[e] * IC, *ye = y + g.start[e] * OC, *we = w + e * OC * IC;
                 if (pass == 0)
-                    CUBLAS(cublasGemmEx(cublas, CUBLAS_OP_T, CUBLAS_OP_N, (int)OC, rows[e], (int)IC, &one, we,
+                    CUBLAS(cublasGemmEx(cublas, CUBLAS_OP_T, CUBLAS_OP_N, (int)OC, g.rows[e], (int)IC, &one, we,
                                         CUDA_R_16BF, (int)IC, xe, CUDA_R_16BF, (int)IC, &zero,
-                                        (floatX*)theirs + start[e] * OC, CUDA_R_16BF, (int)OC, CUBLAS_COMPUTE_32F,
+                                        (floatX*)theirs + g.start[e] * OC, CUDA_R_16BF, (int)OC, CUBLAS_COMPUTE_32F,
                                         CUBLAS_GEMM_DEFAULT));
                 if (pass == 1)
-                    CUBLAS(cublasGemmEx(cublas, CUBLAS_OP_N, CUBLAS_OP_N, (int)IC, rows[e], (int)OC, &one, we,
+                    CUBLAS(cublasGemmEx(cublas, CUBLAS_OP_N, CUBLAS_OP_N, (int)IC, g.rows[e], (int)OC, &one, we,
                                         CUDA_R_16BF, (int)IC, ye, CUDA_R_16BF, (int)OC, &zero,
-                                        (floatX*)theirs + start[e] * IC, CUDA_R_16BF, (int)IC, CUBLAS_COMPUTE_32F,
+                                        (floatX*)theirs + g.start[e] * IC, CUDA_R_16BF, (int)IC, CUBLAS_COMPUTE_32F,
                                         CUBLAS_GEMM_DEFAULT));
                 if (pass == 2)
-                    CUBLAS(cublasGemmEx(cublas, CUBLAS_OP_N, CUBLAS_OP_T, (int)IC, (int)OC, rows[e], &one, xe,
+                    CUBLAS(cublasGemmEx(cublas, CUBLAS_OP_N, CUBLAS_OP_T, (int)IC, (int)OC, g.rows[e], &one, xe,
                                         CUDA_R_16BF, (int)IC, ye, CUDA_R_16BF, (int)OC, &one,
                                         (float*)theirs + e * OC * IC, CUDA_R_32F, (int)IC, CUBLAS_COMPUTE_32F,
                                         CUBLAS_GEMM_DEFAULT));
@@ -149,40 +53,12 @@ static void bench(Ctx* ctx, cublasHandle_t cublas, int64_t OC, int64_t IC, int E
             difference<<<512, 256, 0, stream>>>((float*)ours, (float*)theirs, El * OC * IC, sums);
         else
             difference<<<512, 256, 0, stream>>>((floatX*)ours, (floatX*)theirs, capacity * (pass ? IC : OC), sums);
-        double error[2];
-        device_download(error, sums, sizeof(error), ctx);
-        std::vector<double> t, t_library;
-        for (int round = 0; round < 3; round++) run_block(library, t_library), run_block(mine, t);
-        double work = 2.0 * (double)M * (double)OC * (double)IC * 1e-9;  // GFLOP; over ms: TFLOP/s
-        printf("| %lld x %lld | %d | %s | %.3f | %.0f | %.0f | %.3f | %.1e |\n", (long long)OC, (long long)IC, El,
-               names[pass], median(t), work / median(t), work / median(t_library), median(t_library) / median(t),
-               sqrt(error[0] / error[1]));
-        fflush(stdout);
+        compare(M, OC, IC, El, names[pass], mine, library);
     }
-    for (void* p :
-         {(void*)x, (void*)y, (void*)w, ours, theirs, (void*)marks, (void*)r.group_start, (void*)r.group_rows})
-        device_free(p);
+    for (void* p : {(void*)x, (void*)y, (void*)w, ours, theirs}) device_free(p);
 }
 
 int main(int argc, char** argv) {
-    int64_t M = argc > 1 ? atoll(argv[1]) : 131072;
-    if (argc > 2) block_ms = atof(argv[2]);
-    Ctx* ctx = ctx_create((size_t)1 << 20);
-    stream = ctx->stream;
-    sums = (double*)device_alloc(16, "sums");
-    cublasHandle_t cublas;
-    CUBLAS(cublasCreate(&cublas));
-    CUBLAS(cublasSetStream(cublas, stream));
-    void* workspace = device_alloc((size_t)64 << 20, "cuBLAS");
-    CUBLAS(cublasSetWorkspace(cublas, workspace, (size_t)64 << 20));
-    printf("%s, %lld rows in uneven groups\n", device_name(ctx), (long long)M);
-    printf(
-        "| OC x IC | groups | pass | ms | TFLOP/s | cuBLAS per expert | ratio | difference "
-        "|\n|---|---|---|---|---|---|---|---|\n");
-    const int64_t shapes[][2] = {{2816, 2048}, {2048, 1408}, {1408, 2048}, {7168, 2048}, {8192, 5120}};
-    for (int El : {8, 64})
-        for (auto& s : shapes) bench(ctx, cublas, s[0], s[1], El, M);
-    CUBLAS(cublasDestroy(cublas));
-    ctx_destroy(ctx);
-    return 0;
+    return run_shapes(argc, argv, "cuBLAS per expert",
+                      {{2816, 2048}, {2048, 1408}, {1408, 2048}, {7168, 2048}, {8192, 5120}}, bench);
 }

@@ -1,0 +1,152 @@
+// What the benchmarks of grouped products share: random operands, uneven groups, blocks of calls in turns with cuBLAS,
+// and a row of the table.
+#ifndef BENCH_GROUPED_CUH
+#define BENCH_GROUPED_CUH
+
+#include <cublas_v2.h>
+#include <stdio.h>
+#include <stdlib.h>
+
+#include <algorithm>
+#include <functional>
+#include <vector>
+
+#include "device/cuda.cuh"
+#include "moe/permute.h"
+
+static __device__ uint32_t hash(uint64_t x) {
+    x ^= x >> 31, x *= 0x7fb5d329728ea185ull, x ^= x >> 27, x *= 0x81dadef4bc2dd44dull, x ^= x >> 33;
+    return (uint32_t)x;
+}
+
+// About normal with variance 1; rows whose mark is 0 become zeros (mark NULL: none).
+static __global__ void fill(floatX* p, int64_t rows, int64_t cols, const char* mark, uint64_t seed) {
+    for (int64_t i = blockIdx.x * (int64_t)blockDim.x + threadIdx.x; i < rows * cols;
+         i += gridDim.x * (int64_t)blockDim.x) {
+        float sum = 0;
+        for (int k = 0; k < 4; k++) sum += (float)hash(i * 4 + k + (seed << 40)) * 0x1p-32f - 0.5f;
+        p[i] = mark && !mark[i / cols] ? (floatX)0.0f : (floatX)(sum * 1.7320508f);
+    }
+}
+
+template <typename T>
+static __global__ void difference(const T* a, const T* b, int64_t n, double* sums) {
+    double diff = 0, norm = 0;
+    for (int64_t i = blockIdx.x * (int64_t)blockDim.x + threadIdx.x; i < n; i += gridDim.x * (int64_t)blockDim.x) {
+        double x = (double)(float)a[i], y = (double)(float)b[i];
+        diff += (x - y) * (x - y), norm += y * y;
+    }
+    atomicAdd(sums, diff), atomicAdd(sums + 1, norm);
+}
+
+static Ctx* ctx;
+static cublasHandle_t cublas;
+static cudaStream_t stream;
+static double* sums;
+static double block_ms = 80;
+
+static double median(std::vector<double> t) {
+    std::sort(t.begin(), t.end());
+    return t[t.size() / 2];
+}
+
+// Adds the times in ms of a block of calls to `times`.
+static void run_block(const std::function<void()>& call, std::vector<double>& times) {
+    enum { MOST = 400 };
+    static cudaEvent_t at[MOST + 1];
+    if (!at[0])
+        for (cudaEvent_t& e : at) CUDA_CHECK(cudaEventCreate(&e));
+    float once;
+    CUDA_CHECK(cudaEventRecord(at[0], stream));
+    for (int i = 0; i < 2; i++) call();
+    CUDA_CHECK(cudaEventRecord(at[1], stream));
+    CUDA_CHECK(cudaEventSynchronize(at[1]));
+    CUDA_CHECK(cudaEventElapsedTime(&once, at[0], at[1]));
+    int calls = std::max(3, std::min((int)MOST, (int)(2 * block_ms / once)));
+    for (int i = 0; i < calls; i++) {
+        CUDA_CHECK(cudaEventRecord(at[i], stream));
+        call();
+    }
+    CUDA_CHECK(cudaEventRecord(at[calls], stream));
+    CUDA_CHECK(cudaEventSynchronize(at[calls]));
+    for (int i = calls / 4; i < calls; i++) {  // the first calls still run at the other's clock
+        float ms;
+        CUDA_CHECK(cudaEventElapsedTime(&ms, at[i], at[i + 1]));
+        times.push_back(ms);
+    }
+}
+
+#define CUBLAS(call)                                                                                                   \
+    do {                                                                                                               \
+        cublasStatus_t status_ = (call);                                                                               \
+        if (status_ != CUBLAS_STATUS_SUCCESS) die(EXIT_FAILED, "%s: status %d", #call, (int)status_);                  \
+    } while (0)
+
+// Uneven groups of M rows: shares between 0.4 and 1.6 of the mean, the same as bench/grouped_gemm_torch.py takes.
+struct Groups {
+    Ragged r = {};
+    std::vector<int32_t> rows;
+    std::vector<int64_t> start;
+    char* marks;  // 1 for rows that are no pad rows
+
+    Groups(int El, int64_t M) : rows(El), start(El + 1) {
+        auto share = [](int e) { return 0.4 + 1.2 * fmod((e + 1) * 0.6180339887, 1.0); };
+        double total = 0;
+        for (int e = 0; e < El; e++) total += share(e);
+        int64_t left = M;
+        for (int e = 0; e < El; e++) {
+            rows[e] = e == El - 1 ? (int32_t)left : (int32_t)((double)M * share(e) / total);
+            left -= rows[e];
+            start[e + 1] = start[e] + ceil_div(rows[e], 128) * 128;
+        }
+        std::vector<char> mark(start[El], 0);
+        for (int e = 0; e < El; e++) std::fill_n(mark.begin() + start[e], rows[e], 1);
+        r.El = El, r.capacity = start[El];
+        r.group_start = (int64_t*)device_alloc((El + 1) * sizeof(int64_t), "starts");
+        r.group_rows = (int32_t*)device_alloc(El * sizeof(int32_t), "rows");
+        marks = (char*)device_alloc(r.capacity, "marks");
+        device_upload(r.group_start, start.data(), (El + 1) * sizeof(int64_t), ctx);
+        device_upload(r.group_rows, rows.data(), El * sizeof(int32_t), ctx);
+        device_upload(marks, mark.data(), r.capacity, ctx);
+    }
+    ~Groups() { device_free(r.group_start), device_free(r.group_rows), device_free(marks); }
+};
+
+// Times both in turns and prints a row; M rows, and the difference of what they wrote lies in `sums`.
+static void compare(int64_t M, int64_t OC, int64_t IC, int El, const char* pass, const std::function<void()>& mine,
+                    const std::function<void()>& library) {
+    double error[2];
+    device_download(error, sums, sizeof(error), ctx);
+    std::vector<double> t, t_library;
+    for (int round = 0; round < 3; round++) run_block(library, t_library), run_block(mine, t);
+    double work = 2.0 * (double)M * (double)OC * (double)IC * 1e-9;  // GFLOP; over ms: TFLOP/s
+    printf("| %lld x %lld | %d | %s | %.3f | %.0f | %.0f | %.3f | %.1e |\n", (long long)OC, (long long)IC, El, pass,
+           median(t), work / median(t), work / median(t_library), median(t_library) / median(t),
+           sqrt(error[0] / error[1]));
+    fflush(stdout);
+}
+
+// Runs bench(OC, IC, El, M) for the shapes; arguments: [rows [block_ms]].
+static int run_shapes(int argc, char** argv, const char* yardstick,
+                      const std::vector<std::pair<int64_t, int64_t>>& shapes,
+                      void (*bench)(int64_t OC, int64_t IC, int El, int64_t M)) {
+    int64_t M = argc > 1 ? atoll(argv[1]) : 131072;
+    if (argc > 2) block_ms = atof(argv[2]);
+    ctx = ctx_create((size_t)1 << 20);
+    stream = ctx->stream;
+    sums = (double*)device_alloc(16, "sums");
+    CUBLAS(cublasCreate(&cublas));
+    CUBLAS(cublasSetStream(cublas, stream));
+    void* workspace = device_alloc((size_t)64 << 20, "cuBLAS");
+    CUBLAS(cublasSetWorkspace(cublas, workspace, (size_t)64 << 20));
+    printf("%s, %lld rows in uneven groups\n", device_name(ctx), (long long)M);
+    printf("| OC x IC | groups | pass | ms | TFLOP/s | %s | ratio | difference |\n|---|---|---|---|---|---|---|---|\n",
+           yardstick);
+    for (int El : {8, 64})
+        for (auto& s : shapes) bench(s.first, s.second, El, M);
+    CUBLAS(cublasDestroy(cublas));
+    ctx_destroy(ctx);
+    return 0;
+}
+
+#endif
