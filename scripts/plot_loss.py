@@ -74,9 +74,9 @@ class Run:
     def xs(self, axis):
         if axis == "step":
             return self.steps
-        per_step = finite(self.config.get("tokens_per_step"))
+        per_step = finite(self.config.get("tokens-per-step"))
         if not per_step:
-            fail(f"{self.path}: the configuration has no tokens_per_step, which --x tokens needs")
+            fail(f"{self.path}: the configuration has no tokens-per-step, which --x tokens needs")
         return [s * per_step for s in self.steps]
 
 

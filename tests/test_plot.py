@@ -18,7 +18,7 @@ class PlotLoss(unittest.TestCase):
         self.addCleanup(self.folder.cleanup)
         self.dir = pathlib.Path(self.folder.name)
 
-    def log(self, name, rows, config={"model": "tiny", "tokens_per_step": 4096}, tail=""):
+    def log(self, name, rows, config={"model": "tiny", "tokens-per-step": 4096}, tail=""):
         path = self.dir / name / "log.jsonl"
         path.parent.mkdir(parents=True, exist_ok=True)
         path.write_text("".join(json.dumps(row) + "\n" for row in [config] + rows) + tail)
@@ -161,7 +161,7 @@ class PlotLoss(unittest.TestCase):
         path = self.log("no-step", [{"loss": 1.0}])
         self.fails(path, names=f"{path}:2", says="no step number")
         path = self.log("no-tokens", self.rows(3), config={"model": "tiny"})
-        self.fails(path, "--x", "tokens", names=path, says="tokens_per_step")
+        self.fails(path, "--x", "tokens", names=path, says="tokens-per-step")
         path = self.log("negative", [{"step": 1, "loss": -1.0}])
         self.fails(path, "--log-y", names="--log-y", says="above 0")
         good = self.log("good", self.rows(3))

@@ -1,0 +1,261 @@
+#!/usr/bin/env python3
+"""Train one model from one seed on the same data in several precisions, one after the other, and compare their losses.
+
+    python3 scripts/compare_precision.py --out runs/compare -- --train 'corpus/*_train_*.bin' \\
+        --val 'corpus/*_val_*.bin' --model small --steps 2000 --save-every 500
+
+    # on 4 GPUs, with a set of options of one's own and a second seed of bf16, which shows the noise between seeds
+    python3 scripts/compare_precision.py --out runs/compare --launch 'mpirun -np 4' --seeds 2 \\
+        --set combine '--expert-precision mxfp8 --dispatch-precision mxfp8 --combine-precision mxfp8' \\
+        -- --train 'corpus/*_train_*.bin' --val 'corpus/*_val_*.bin' --model 16b --ep 4 --shard weights --steps 1000
+
+What follows `--` goes to every run; a set's own options are added to it. Each run has its folder OUT/NAME. The same
+command again goes on where it stopped: a run whose log is complete is not repeated (its checkpoints may be deleted),
+another resumes from its newest checkpoint. The table goes to standard output as Markdown, what the runs print to
+standard error, the picture to OUT/compare.svg.
+
+A gap is the training loss minus that of bf16 at the same step, as a mean over the last --window steps: above 0 is
+worse. Standard library only.
+"""
+import argparse
+import json
+import pathlib
+import re
+import shlex
+import signal
+import statistics
+import subprocess
+import sys
+import types
+
+from plot_loss import LEFT, RIGHT, WIDTH, Chart, finite, style
+
+ROOT = pathlib.Path(__file__).resolve().parent.parent
+MXFP8 = "--expert-precision mxfp8 --dispatch-precision mxfp8"
+SETS = {"bf16": "", "mxfp8-exact": f"{MXFP8} --mx-gemm exact", "mxfp8-fast": f"{MXFP8} --mx-gemm fast"}
+LAST = 50  # steps that the final training loss is the mean of
+LEAST_GAP = 1e-3  # nats: the lower panel shows at least so much to both sides of 0
+
+
+def fail(message):
+    print(f"compare_precision: {message}", file=sys.stderr)
+    sys.exit(1)
+
+
+def mean(values):
+    """Of those that are finite; None if none is."""
+    known = [v for v in values if v is not None]
+    return statistics.fmean(known) if known else None
+
+
+def number(value, form):
+    return "-" if value is None else "0" if value == 0 else format(value, form)
+
+
+class Run:
+    def __init__(self, name, options, seed, out):
+        self.name, self.folder = name, out / name
+        self.options = [*options, "--seed", str(seed)]
+        self.rows, self.steps = {}, None
+
+    def read(self):
+        """The log as far as there is one: self.rows, by step, and self.steps, how many it shall have."""
+        path = self.folder / "log.jsonl"
+        if not path.exists():
+            return
+        try:
+            lines = path.read_text(encoding="utf-8").split("\n")[:-1]  # a last line cut short is left out
+            config, *rows = [json.loads(line) for line in lines]
+            self.steps = config["steps"]
+            self.rows = {row["step"]: {key: finite(value) for key, value in row.items()} for row in rows}
+        except (ValueError, KeyError, TypeError):
+            fail(f"{path} is not a log of train_moe")
+
+    def finished(self):
+        return self.steps is not None and self.steps in self.rows
+
+    def train(self, launch, program):
+        self.read()
+        record, said = self.folder / "options.txt", shlex.join(self.options)
+        before = record.read_text(encoding="utf-8") if record.exists() else ""
+        if self.rows and before != said + "\n":
+            fail(f"{self.folder} holds a run with other options; delete it or choose another --out\n"
+                 f"  then: {before.strip() or 'unknown'}\n  now:  {said}")
+        if self.finished():
+            return print(f"{self.name}: finished already", file=sys.stderr)
+        self.folder.mkdir(parents=True, exist_ok=True)
+        record.write_text(said + "\n", encoding="utf-8")
+        command = [*launch, str(program), *self.options, "--out", str(self.folder), "--resume"]
+        print(f"\n{self.name}: {shlex.join(command)}", file=sys.stderr, flush=True)
+        try:
+            process = subprocess.Popen(command, stdin=subprocess.DEVNULL, stdout=sys.stderr)
+        except OSError as error:
+            fail(f"cannot start {command[0]}: {error.strerror}")
+        # When asked to stop, the program saves first. Ctrl-C has reached it already.
+        signal.signal(signal.SIGINT, lambda *_: None)
+        for asked in (signal.SIGTERM, signal.SIGUSR1):
+            signal.signal(asked, lambda *_: process.send_signal(signal.SIGUSR1))
+        code = process.wait()
+        for asked in (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1):
+            signal.signal(asked, signal.default_int_handler if asked == signal.SIGINT else signal.SIG_DFL)
+        if code:
+            fail(f"{self.name} failed with exit code {code}, its message is above; the same command tries again")
+        self.read()
+        if not self.finished():
+            fail(f"{self.name} ended at step {max(self.rows, default=0)} of {self.steps}; the same command goes on")
+
+    def column(self, key):
+        return [row.get(key) for _, row in sorted(self.rows.items())]
+
+
+def windows(points, length):
+    """(step, mean over that step and those before it), from the first step that has `length` of them."""
+    return [(points[i][0], mean([v for _, v in points[i - length + 1:i + 1]])) for i in range(length - 1, len(points))]
+
+
+def loss_curve(run, length):
+    return windows([(step, run.rows[step]["loss"]) for step in sorted(run.rows)], length)
+
+
+def gap_curve(run, base, length):
+    pairs = [(step, run.rows[step]["loss"], base.rows[step]["loss"]) for step in sorted(run.rows) if step in base.rows]
+    return windows([(step, None if None in (a, b) else a - b) for step, a, b in pairs], length)
+
+
+def table(runs, length):
+    """A row for each run; the first is the one that the others are compared with."""
+    base = runs[0]
+    last = min(LAST, len(base.rows))
+    yield (f"| set | validation loss | training loss, last {last} steps | largest gap to {base.name} | mean gap "
+           "| tokens/s | memory, GiB |")
+    yield "|---|---|---|---|---|---|---|"
+    for run in runs:
+        known = [(step, v) for step, v in gap_curve(run, base, length) if v is not None] if run is not base else []
+        largest = "-"
+        if known:
+            step, value = max(known, key=lambda p: abs(p[1]))
+            largest = number(value, "+.5f") + (f" (step {step})" if value else "")
+        speeds = [v for v in run.column("tokens_per_s") if v is not None]
+        memory = [v for v in run.column("mem_gib") if v is not None]
+        yield (f"| {run.name} | {number(run.rows[run.steps].get('val_loss'), '.5f')} "
+               f"| {number(mean(run.column('loss')[-LAST:]), '.5f')} | {largest} "
+               f"| {number(mean([v for _, v in known]), '+.5f')} "
+               f"| {number(statistics.median(speeds) if speeds else None, ',.0f')} "
+               f"| {number(max(memory, default=None), '.2f')} |")
+
+
+class Panel(Chart):
+    """One part of the picture, a curve a run: in its coordinates from `top` to `height`, down to the axis' label."""
+
+    def __init__(self, curves, label, top, height, shown=()):
+        self.args = types.SimpleNamespace(x="step", y_range=None)
+        self.out, self.log_y, self.label, self.top, self.height = [], False, label, top, height
+        self.curves = [[points, [(0, y) for y in shown]] for points in curves]
+        self.set_ranges()
+
+    def text(self, x, y, text, *more, **extra):  # the base class calls its axis "loss"
+        super().text(x, y, self.label if text == "loss" else text, *more, **extra)
+
+    def draw(self, clip):
+        self.add(f'<clipPath id="{clip}"><rect x="{LEFT - 5}" y="{self.top}" width="{WIDTH - LEFT - RIGHT + 10}" '
+                 f'height="{self.height - self.top}"/></clipPath>')
+        self.axes()
+        self.add(f'<g clip-path="url(#{clip})">')
+        for i, (points, _) in enumerate(self.curves):
+            self.line(points, style(i), 2, 0.9)
+        self.add("</g>")
+        return self.out
+
+
+def svg(runs, length):
+    loss = [loss_curve(run, length) for run in runs]
+    gaps = [gap_curve(run, runs[0], length) for run in runs]
+    if not any(v is not None for curve in loss for _, v in curve):
+        fail("no finite loss in these runs")
+    smoothed = f"mean of {length} steps"
+    upper = Panel(loss, f"training loss, {smoothed}", 0, 0)
+    upper.entries = [run.name for run in runs]
+    rows = upper.legend_rows()
+    upper.top = 18 + 22 * len(rows)
+    upper.height = upper.top + 384
+    height = upper.height + 390
+    lower = Panel(gaps, f"minus that of {runs[0].name}, {smoothed}", upper.height + 10, height, (-LEAST_GAP, LEAST_GAP))
+    upper.add(f'<svg xmlns="http://www.w3.org/2000/svg" width="{WIDTH}" height="{height}" '
+              f'viewBox="0 0 {WIDTH} {height}" font-family="Helvetica, Arial, sans-serif">')
+    upper.add(f'<rect width="{WIDTH}" height="{height}" fill="#fff"/>')
+    for y, row in enumerate(rows):
+        for i, x in row:
+            at = 18 + 22 * y
+            upper.add(f'<line x1="{x}" x2="{x + 26}" y1="{at}" y2="{at}" {style(i)} stroke-width="3"/>')
+            Chart.text(upper, x + 34, at + 4.5, runs[i].name)
+    return "\n".join(upper.draw("above") + lower.draw("below") + ["</svg>"]) + "\n"
+
+
+def arguments():
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter,
+                                     usage="compare_precision.py --out FOLDER [options] -- TRAIN_MOE_OPTIONS")
+    program = ROOT / "build/cuda/train_moe"
+    program = program if program.exists() else ROOT / "build/cpu/train_moe"
+    parser.add_argument("--out", type=pathlib.Path, required=True, metavar="FOLDER", help="of the runs and the picture")
+    parser.add_argument("--set", nargs=2, action="append", default=[], metavar=("NAME", "OPTIONS"), dest="sets",
+                        help="one more set of train_moe's options; may be repeated")
+    parser.add_argument("--only", action="append", metavar="NAME",
+                        help=f"run only bf16 and this set; may be repeated (default: {', '.join(SETS)}, every --set)")
+    parser.add_argument("--seed", type=int, default=1, help="of every set (default: 1)")
+    parser.add_argument("--seeds", type=int, default=1, metavar="N", help="seeds that bf16 is run with (default: 1)")
+    parser.add_argument("--window", type=int, metavar="STEPS",
+                        help="of the smoothing (default: 50, or a tenth of the steps if that is less)")
+    parser.add_argument("--launch", default="", metavar="COMMAND", help="what starts the ranks, such as 'mpirun -np 4'")
+    parser.add_argument("--program", type=pathlib.Path, default=program, metavar="PATH", help=f"(default: {program})")
+    ours, common = sys.argv[1:], []
+    if "--" in ours:
+        ours, common = ours[:ours.index("--")], ours[ours.index("--") + 1:]
+    args = parser.parse_args(ours)
+    args.common, args.options = common, {name: shlex.split(options) for name, options in SETS.items()}
+    for name, options in args.sets:
+        if name in args.options:
+            parser.error(f"--set {name}: there is a set of this name")
+        if not re.fullmatch(r"\w[\w.+-]*", name) or name.startswith("bf16-seed-"):
+            parser.error(f"--set '{name}': a name has letters, digits and . _ + -, and does not begin with bf16-seed-")
+        args.options[name] = shlex.split(options)
+    for name in args.only or []:
+        if name not in args.options:
+            parser.error(f"--only {name}: the sets are {', '.join(args.options)}")
+    for option in common + [option for options in args.options.values() for option in options]:
+        if option in ("--out", "--resume", "--seed", "--help", "--dry-run"):
+            parser.error(f"{option} among train_moe's options: it is chosen here for each run")
+    if not common:
+        parser.error("train_moe's options are missing: they follow --")
+    if args.seeds < 1 or args.window is not None and args.window < 1:
+        parser.error("--seeds and --window are at least 1")
+    return args
+
+
+def main():
+    args = arguments()
+    program = args.program.resolve()
+    if not program.exists():
+        fail(f"{args.program} is not there; `make` builds it, or name another with --program")
+    runs = [Run(name, args.common + options, args.seed, args.out) for name, options in args.options.items()
+            if not args.only or name == "bf16" or name in args.only]
+    for seed in range(args.seed + 1, args.seed + args.seeds):
+        runs.append(Run(f"bf16-seed-{seed}", args.common, seed, args.out))
+    try:
+        for run in runs:
+            run.train(shlex.split(args.launch), program)
+        length = args.window or max(1, min(50, runs[0].steps // 10))
+        if length > min(run.steps for run in runs):
+            fail(f"--window {length} is more than the {min(run.steps for run in runs)} steps")
+        (args.out / "compare.svg").write_text(svg(runs, length), encoding="utf-8")
+    except OSError as error:
+        fail(f"{error.filename or args.out}: {error.strerror}")
+    print(*table(runs, length), sep="\n")
+    for run in runs:
+        odd = run.column("loss").count(None)
+        if odd:
+            print(f"\n{run.name}: the loss of {odd} steps was not finite; they are left out.")
+    print(f"\nNats a token; gaps in the training loss as a mean of {length} steps. Curves: {args.out / 'compare.svg'}")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,209 @@
+"""scripts/compare_precision.py with the program TRAIN_MOE (build/cpu/train_moe): python3 tests/test_compare.py"""
+import array
+import json
+import os
+import pathlib
+import random
+import re
+import shutil
+import signal
+import statistics
+import struct
+import subprocess
+import sys
+import tempfile
+import time
+import unittest
+import xml.etree.ElementTree as ET
+
+ROOT = pathlib.Path(__file__).resolve().parent.parent
+PROGRAM = os.path.abspath(os.environ.get("TRAIN_MOE", ROOT / "build/cpu/train_moe"))
+SVG = "{http://www.w3.org/2000/svg}"
+MODEL = """--layers 2 --dim 32 --heads 2 --kv-lora 16 --nope-dim 32 --rope-dim 16 --v-dim 32 --dense-ffn 64 --experts 4
+    --top-k 2 --expert-ffn 32 --seq-len 32 --batch 2 --lr 1e-2 --warmup 2""".split()
+STEPS, WINDOW = 24, 4
+
+
+def write_shard(path, count, seed):
+    """Words of a small lexicon in the order of a seed."""
+    lexicon, rng, tokens = random.Random(1), random.Random(seed), []
+    words = [lexicon.sample(range(97, 123), 5) for _ in range(12)]
+    while len(tokens) < count:
+        tokens += rng.choice(words) + [32]
+    header = struct.pack("<3i", 20240520, 1, count).ljust(1024, b"\0")
+    path.write_bytes(header + array.array("H", tokens[:count]).tobytes())
+
+
+class Compare(unittest.TestCase):
+    @classmethod
+    def setUpClass(cls):
+        folder = tempfile.TemporaryDirectory(prefix="train_moe_compare_")
+        cls.addClassCleanup(folder.cleanup)
+        cls.dir = pathlib.Path(folder.name)
+        write_shard(cls.dir / "text_train_000000.bin", 4000, 2)
+        write_shard(cls.dir / "text_val_000000.bin", 400, 3)
+        cls.data = ["--train", f"{cls.dir}/text_train_*.bin", "--val", f"{cls.dir}/text_val_*.bin"]
+        cls.out = cls.dir / "all"
+        cls.first = cls.compare(cls)
+
+    def command(self, *args, out=None, steps=STEPS, more=()):
+        return [sys.executable, str(ROOT / "scripts/compare_precision.py"), "--out", str(out or self.out), "--program",
+                PROGRAM, *map(str, args), "--", *self.data, *MODEL, "--steps", str(steps), *more]
+
+    def run_script(self, command):
+        return subprocess.run(command, cwd=self.dir, env=dict(os.environ, OMP_NUM_THREADS="1"), timeout=120,
+                              stdin=subprocess.DEVNULL, capture_output=True, text=True)
+
+    def compare(self):
+        """The comparison that most tests look at: the three sets, one equal to bf16, and a second seed."""
+        args = ("--set", "same", "--timeout 99", "--seeds", 2, "--window", WINDOW)
+        done = self.run_script(self, self.command(self, *args, more=("--save-every", "10")))
+        if done.returncode:
+            raise AssertionError(done.stderr)
+        return done
+
+    def again(self):
+        done = type(self).compare(type(self))
+        return done.stdout, done.stderr
+
+    NAMES = ["bf16", "mxfp8-exact", "mxfp8-fast", "same", "bf16-seed-2"]
+
+    def log(self, name):
+        first, *rows = map(json.loads, (self.out / name / "log.jsonl").read_text().splitlines())
+        self.assertEqual([row["step"] for row in rows], list(range(1, STEPS + 1)))
+        return first, rows
+
+    def rows(self):
+        lines = [line for line in self.first.stdout.splitlines() if line.startswith("|")]
+        self.assertTrue(all(line.count("|") == 8 for line in lines), lines)
+        cells = [[cell.strip() for cell in line.strip("|").split("|")] for line in lines]
+        return {row[0]: row[1:] for row in cells[2:]}
+
+    def fails(self, command, *says, code=1):
+        done = self.run_script(command)
+        self.assertEqual(done.returncode, code, done.stderr)
+        self.assertEqual(done.stdout, "")
+        for words in says:
+            self.assertIn(words, done.stderr)
+        self.assertNotIn("Traceback", done.stderr)
+
+    def test_sets_have_their_options_and_the_rest_in_common(self):
+        expected = {"mxfp8-exact": ("mxfp8", "mxfp8", "exact"), "mxfp8-fast": ("mxfp8", "mxfp8", "fast")}
+        configs = {name: self.log(name)[0] for name in self.NAMES}
+        for name, config in configs.items():
+            said = tuple(config[key] for key in ("expert-precision", "dispatch-precision", "mx-gemm"))
+            self.assertEqual(said, expected.get(name, ("bf16", "bf16", "exact")))
+            self.assertEqual(config["seed"], 2 if name == "bf16-seed-2" else 1)
+            for key in set(config) - {"expert-precision", "dispatch-precision", "mx-gemm", "seed", "out", "timeout"}:
+                self.assertEqual(config[key], configs["bf16"][key], key)
+
+    def test_table_is_what_the_logs_say(self):
+        rows = self.rows()
+        self.assertEqual(list(rows), self.NAMES)
+        self.assertIn(f"training loss, last {STEPS} steps", self.first.stdout)
+        base = [row["loss"] for row in self.log("bf16")[1]]
+        for name, (val, train, largest, mean_gap, speed, memory) in rows.items():
+            log = self.log(name)[1]
+            loss = [row["loss"] for row in log]
+            self.assertAlmostEqual(float(val), log[-1]["val_loss"], delta=6e-6)
+            self.assertAlmostEqual(float(train), sum(loss) / STEPS, delta=6e-6)
+            median = statistics.median(row["tokens_per_s"] for row in log)
+            self.assertAlmostEqual(float(speed.replace(",", "")), median, delta=0.6)
+            self.assertAlmostEqual(float(memory), max(row["mem_gib"] for row in log), delta=0.006)
+            if name == "bf16":
+                self.assertEqual((largest, mean_gap), ("-", "-"))
+            elif name != "same":
+                gaps = {end: sum(loss[end - i] - base[end - i] for i in range(1, WINDOW + 1)) / WINDOW
+                        for end in range(WINDOW, STEPS + 1)}
+                value, step = re.fullmatch(r"([+-][\d.]+) \(step (\d+)\)", largest).groups()
+                self.assertAlmostEqual(float(value), gaps[int(step)], delta=6e-6)
+                self.assertAlmostEqual(abs(float(value)), max(map(abs, gaps.values())), delta=6e-6)
+                self.assertAlmostEqual(float(mean_gap), sum(gaps.values()) / len(gaps), delta=6e-6)
+                self.assertNotEqual(float(value), 0)
+
+    def test_equal_sets_have_no_gap(self):
+        self.assertEqual(self.rows()["same"][2:4], ["0", "0"])
+
+    def test_picture(self):
+        root = ET.parse(self.out / "compare.svg").getroot()
+        texts = [text.text for text in root.iter(SVG + "text")]
+        for name in self.NAMES:
+            self.assertEqual(texts.count(name), 1)
+        self.assertIn(f"training loss, mean of {WINDOW} steps", texts)
+        self.assertIn(f"minus that of bf16, mean of {WINDOW} steps", texts)
+        above, below = [[path for path in group.iter(SVG + "path")] for group in root.iter(SVG + "g")]
+        for curves in (above, below):
+            self.assertEqual(len({path.get("stroke") for path in curves}), len(self.NAMES))
+            self.assertEqual([path.get("d").count("L") for path in curves], [STEPS - WINDOW] * len(self.NAMES))
+        heights = [{float(y) for y in re.findall(r"[ML][\d.]+ ([\d.]+)", path.get("d"))} for path in below]
+        self.assertEqual(heights[0], heights[3])  # bf16 and its equal lie on 0
+        self.assertEqual([len(ys) == 1 for ys in heights], [True, False, False, True, False])
+
+    def test_finished_runs_are_not_repeated_and_an_unfinished_one_goes_on(self):
+        logs = {name: (self.out / name / "log.jsonl").read_bytes() for name in self.NAMES}
+        for checkpoint in (self.out / "same").glob("step_*"):
+            shutil.rmtree(checkpoint)  # nobody needs those of a finished run
+        stdout, stderr = self.again()
+        self.assertEqual(stdout, self.first.stdout)
+        self.assertEqual(stderr.count("finished already"), len(self.NAMES))
+
+        folder, lines = self.out / "mxfp8-fast", logs["mxfp8-fast"].splitlines(keepends=True)
+        shutil.rmtree(folder / f"step_{STEPS:08d}")
+        (folder / "log.jsonl").write_bytes(b"".join(lines[:23]) + lines[23][:40])
+        stdout, stderr = self.again()
+        self.assertIn("/mxfp8-fast/step_00000020", stderr)
+        self.assertEqual(stderr.count("finished already"), len(self.NAMES) - 1)
+        after = (folder / "log.jsonl").read_bytes().splitlines(keepends=True)
+        self.assertEqual(after[1:21], lines[1:21])  # the steps before the checkpoint were not run again
+        losses = [[json.loads(line)["loss"] for line in text[1:]] for text in (lines, after)]
+        self.assertEqual(*losses)
+        for name in self.NAMES:
+            if name != "mxfp8-fast":
+                self.assertEqual((self.out / name / "log.jsonl").read_bytes(), logs[name])
+        type(self).first = subprocess.CompletedProcess([], 0, stdout, stderr)  # that run's speed is another now
+
+    def test_a_signal_saves_and_the_same_command_goes_on(self):
+        out = self.dir / "signal"
+        with subprocess.Popen(self.command("--only", "mxfp8-fast", out=out, steps=10000000), cwd=self.dir,
+                              stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as process:
+            log, deadline = out / "bf16/log.jsonl", time.monotonic() + 60
+            while not (log.exists() and log.read_text().count("\n") > 3) and time.monotonic() < deadline:
+                time.sleep(0.05)
+            process.send_signal(signal.SIGTERM)
+            _, stderr = process.communicate(timeout=60)
+        step, = re.findall(r"bf16 ended at step (\d+) of 10000000; the same command goes on", stderr)
+        self.assertEqual(process.returncode, 1)
+        self.assertTrue((out / f"bf16/step_{int(step):08d}").is_dir())
+        self.assertFalse((out / "mxfp8-fast").exists())
+
+    def test_failures_say_what_failed(self):
+        out = self.dir / "failed"
+        self.fails(self.command("--set", "odd", "--experts 5", out=out), "train_moe: error: --experts is given twice",
+                   "odd failed with exit code 2")
+        self.assertFalse((out / "compare.svg").exists())
+        # The finished ones stay; what has not begun may be named again with other options.
+        done = self.run_script(self.command("--set", "odd", "--recompute block", "--launch", "env", out=out))
+        self.assertEqual((done.returncode, done.stderr.count("finished already")), (0, 3), done.stderr)
+        self.fails(self.command("--set", "odd", "--recompute moe", out=out), "odd holds a run with other options",
+                   "--recompute block", "--recompute moe")
+        self.fails(self.command(out=out, more=("--clip", "2")), f"{out}/bf16 holds a run with other options")
+        self.fails(self.command("--window", STEPS + 1, out=out), f"--window {STEPS + 1} is more than the {STEPS} steps")
+        self.fails(self.command("--program", "nothing", out=out), "nothing is not there")
+        self.fails(self.command("--launch", "no-such-launcher", out=self.dir / "new"), "cannot start no-such-launcher")
+        (out / "bf16/log.jsonl").write_text("{}\n")
+        self.fails(self.command(out=out), f"{out}/bf16/log.jsonl is not a log of train_moe")
+        (self.dir / "file").write_text("")
+        self.fails(self.command(out=self.dir / "file"), "file/bf16: Not a directory")
+
+    def test_wrong_usage(self):
+        for args, says in ((["--set", "bf16", ""], "there is a set of this name"), (["--set", "a/b", ""], "a name has"),
+                           (["--only", "fp4"], "the sets are bf16, mxfp8-exact, mxfp8-fast"),
+                           (["--set", "a", "--out x"], "--out among"), (["--seeds", 0], "at least 1")):
+            self.fails(self.command(*args, out=self.dir / "usage"), says, code=2)
+        self.fails(self.command(out=self.dir / "usage", more=("--seed", "3")), "--seed among", code=2)
+        self.fails(self.command(out=self.dir / "usage")[:4], "they follow --", code=2)
+        self.assertFalse((self.dir / "usage").exists())
+
+
+if __name__ == "__main__":
+    unittest.main()

@@ -1,0 +1,556 @@
+// The MoE block under every precision switch against a chain written here in float64: its own e4m3 and block scales (by
+// frexp and ldexp), its own SwiGLU, router and dense products, and a cast wherever the contract (moe/moe.h) names one.
+// One rank; other layouts of the same block are tests/test_expert_parallel.c's.
+//
+// Tolerances. Both sides make the same casts, so what differs is their arithmetic, and where that differs by delta an
+// element within delta of the middle of two e4m3 numbers is rounded the other way: a tip, an error of one step.
+//   double  delta is 1e-16 of an element whose step is 1/11 of it: a tip in 1e15 elements. What is left is rounding,
+//           1e-16 sqrt(terms): 1e-13. This is the sharp check: one element cast with another scale is 1e-8 or more.
+//   float   delta is some 4e-7 (sums of 100 terms, exp), a tip in 2e5 elements: one or none in each of the tensors here
+//           (1e4 elements), and in all cases together a dozen. It touches one row of y or dx, one expert of dW2, one
+//           row of dW13. So the median of the rows' errors is that of float32: below 2e-6. Of the whole, a tip of step
+//           D is D^2 / (n rms^2): beyond 1e-4 (40 dB) with n = 8000 only if D > 0.9 rms, that is, for elements over 7
+//           rms, of which a tensor has ten at most; each tips with 4e-7 / 0.9, 1e-3 in all cases.
+//   CUDA    everything between products is bf16 (delta 2^-9 of an element), 2 % of the elements tip, but near the
+//           middle of two numbers one is as far as the other: the distance to the unquantized result stays. It is
+//           compared with the chain's: SQNR, within 0.3 dB (7 % in power). bf16 itself adds 3 to 6 roundings of
+//           2.7e-6 (in power) to quantization's 3.5e-3, 0.02 dB; without quantization 45 dB must be left.
+#include <math.h>
+
+#include "moe/moe.h"
+#include "tests/test.h"
+
+#ifdef F64
+#define WHOLE_TOLERANCE 1e-13
+#define ROW_TOLERANCE 1e-13
+#else
+#define WHOLE_TOLERANCE 1e-2
+#define ROW_TOLERANCE 2e-6
+#endif
+#define SQNR_TOLERANCE 0.3
+#define SQNR_BF16 45.0
+
+enum { E = 5, FAVOURITE = 1, EMPTY = 3, N = 131, K = 2, T = 8 };  // a group of 128 + 3 rows, and one of none
+enum { OUTPUTS = 5 };
+static const char* const output_names[OUTPUTS] = {"y", "dx", "dw13", "dw2", "drouter"};
+
+static Ctx* ctx;
+
+// --- Memory that a test forgets about ---
+
+static void *on_host[512], *on_device[512];
+static int host_count, device_count;
+
+static void* host_room(size_t bytes) {
+    ASSERT(host_count < 512);
+    return on_host[host_count++] = host_alloc(bytes);
+}
+
+static double* numbers(int64_t n) { return (double*)host_room((size_t)n * sizeof(double)); }
+
+static double* copy_of(const double* x, int64_t n) {
+    return (double*)memcpy(numbers(n), x, (size_t)n * sizeof(double));
+}
+
+static void* device_room(size_t bytes) {
+    ASSERT(device_count < 512);
+    return on_device[device_count++] = device_alloc(bytes, "a test");
+}
+
+static void forget(int host, int device) {
+    while (host_count > host) free(on_host[--host_count]);
+    while (device_count > device) device_free(on_device[--device_count]);
+}
+
+static real* send_real(const double* x, int64_t n) {
+    real *host = (real*)host_room((size_t)n * sizeof(real)), *to = (real*)device_room((size_t)n * sizeof(real));
+    for (int64_t i = 0; i < n; i++) host[i] = (real)x[i];
+    device_upload(to, host, (size_t)n * sizeof(real), ctx);
+    return to;
+}
+
+static floatX* send(const double* x, int64_t n) {
+    floatX* to = (floatX*)device_room((size_t)n * sizeof(floatX));
+    if (n) device_to_floatX(to, send_real(x, n), n, ctx);
+    return to;
+}
+
+static void* poison(size_t bytes) {
+    char *to = (char*)device_room(bytes), *nan = (char*)host_room(bytes);
+    memset(nan, 0xff, bytes);
+    device_upload(to, nan, bytes, ctx);
+    return to;
+}
+
+static real* fetch(const real* x, int64_t n) {
+    real* host = (real*)host_room((size_t)n * sizeof(real));
+    device_download(host, x, (size_t)n * sizeof(real), ctx);
+    return host;
+}
+
+static real* fetch_floatX(const floatX* x, int64_t n) {
+    real* wide = (real*)device_room((size_t)n * sizeof(real));
+    device_to_real(wide, x, n, ctx);
+    return fetch(wide, n);
+}
+
+// --- Inputs ---
+
+typedef struct Widths {
+    int64_t C, F, shared_F;
+    int32_t score;
+    int32_t force_balance;  // else the router chooses: FAVOURITE always, EMPTY never
+    int32_t spread;         // binades between the largest and the smallest tiles of 32 x 32 (activations: 1 x 32)
+} Widths;
+
+typedef struct Inputs {
+    double *x, *dy, *router, *w13, *w2, *shared13, *shared2, *bias;
+} Inputs;
+
+// (rows, columns) of bf16 numbers, so that all builds see the same ones.
+static double* random_input(int64_t rows, int64_t columns, uint32_t stream, double scale, int64_t tile, int spread) {
+    double* x = numbers(rows * columns);
+    real* normal = random_tensor(rows * columns, stream);
+    for (int64_t r = 0; r < rows; r++)
+        for (int64_t c = 0; c < columns; c++) {
+            double step = floor(random_uniform(1234, stream + 100, r / tile * 64 + c / 32) * 4);  // 0..3
+            int exponent;
+            double m = frexp(scale * (double)normal[r * columns + c], &exponent);
+            x[r * columns + c] = ldexp(rint(ldexp(m, 8)), exponent - 8 - (int)(step * spread / 3));
+        }
+    free(normal);
+    return x;
+}
+
+static Inputs make_inputs(Widths d) {
+    double narrow = 1 / sqrt((double)d.C), hidden = 1 / sqrt((double)d.F);
+    Inputs in;
+    in.x = random_input(N, d.C, 1, 1, 1, d.spread);
+    in.dy = random_input(N, d.C, 2, 1, 1, d.spread);
+    in.router = random_input(E, d.C, 3, narrow, 1, 0);
+    in.w13 = random_input(E * 2 * d.F, d.C, 4, narrow, 32, d.spread);
+    in.w2 = random_input(E * d.C, d.F, 5, hidden, 32, d.spread);
+    in.shared13 = random_input(2 * d.shared_F, d.C, 6, narrow, 1, 0);
+    in.shared2 = random_input(d.C, d.shared_F, 7, hidden, 1, 0);
+    in.bias = numbers(E);
+    for (int e = 0; e < E; e++) in.bias[e] = e == FAVOURITE ? 10 : e == EMPTY ? -10 : 0;
+    return in;
+}
+
+// --- The chain ---
+
+// To nearest even, saturating at 448. Three bits follow the first one; below 2^-6 steps are 2^-9.
+static double e4m3(double x) {
+    int exponent;
+    frexp(x, &exponent);
+    int step = (exponent - 1 < -6 ? -6 : exponent - 1) - 3;
+    double q = ldexp(rint(ldexp(x, -step)), step);
+    return q > 448 ? 448 : q < -448 ? -448 : q;
+}
+
+// The exponent of a block's scale: amax = m 2^e with 1/2 <= m < 1, and 448 = 7/8 2^9.
+static int scale_exponent(double amax, MxScale mode) {
+    int exponent;
+    double m = frexp(amax, &exponent);
+    int p = mode == MX_RCEIL && m > 0.875 ? exponent - 8 : exponent - 9;
+    return amax == 0 || p < -127 ? -127 : p;
+}
+
+// x (rows, columns) becomes what its cast stands for, in place; one scale for each tile, smaller at the edges.
+static void cast(double* x, int64_t rows, int64_t columns, int64_t tile_rows, int64_t tile_columns, MxScale mode) {
+    for (int64_t r0 = 0; r0 < rows; r0 += tile_rows)
+        for (int64_t c0 = 0; c0 < columns; c0 += tile_columns) {
+            int64_t r1 = r0 + tile_rows < rows ? r0 + tile_rows : rows;
+            int64_t c1 = c0 + tile_columns < columns ? c0 + tile_columns : columns;
+            double amax = 0;
+            for (int64_t r = r0; r < r1; r++)
+                for (int64_t c = c0; c < c1; c++) amax = fmax(amax, fabs((double)(float)x[r * columns + c]));
+            int p = scale_exponent(amax, mode);
+            for (int64_t r = r0; r < r1; r++)
+                for (int64_t c = c0; c < c1; c++) {
+                    double* at = x + r * columns + c;
+                    *at = ldexp(e4m3(ldexp((double)(float)*at, -p)), p);
+                }
+        }
+}
+
+// out (M, P) += op(a) op(b): element (m, j) of op(a) lies at a[m am + j aj], row j of op(b), P long, at b + j P.
+static void product(double* out, const double* a, int64_t am, int64_t aj, const double* b, int64_t M, int64_t J,
+                    int64_t P) {
+    for (int64_t m = 0; m < M; m++)
+        for (int64_t j = 0; j < J; j++) {
+            const double s = a[m * am + j * aj], *row = b + j * P;
+            for (int64_t p = 0; p < P; p++) out[m * P + p] += s * row[p];
+        }
+}
+
+static double* transposed(const double* x, int64_t rows, int64_t columns) {
+    double* t = numbers(rows * columns);
+    for (int64_t r = 0; r < rows; r++)
+        for (int64_t c = 0; c < columns; c++) t[c * rows + r] = x[r * columns + c];
+    return t;
+}
+
+static double* times_transposed(const double* x, const double* w, int64_t M, int64_t IC, int64_t OC) {  // x w^T
+    double* y = numbers(M * OC);
+    product(y, x, IC, 1, transposed(w, OC, IC), M, IC, OC);
+    return y;
+}
+
+static double* times(const double* dy, const double* w, int64_t M, int64_t OC, int64_t IC) {  // dy w
+    double* dx = numbers(M * IC);
+    product(dx, dy, OC, 1, w, M, OC, IC);
+    return dx;
+}
+
+static double silu(double g) { return g / (1 + exp(-g)); }
+
+static double silu_slope(double g) {
+    double s = 1 / (1 + exp(-g));
+    return s + g * s * (1 - s);
+}
+
+static double* swiglu(const double* h, int64_t M, int64_t F) {
+    double* a = numbers(M * F);
+    for (int64_t m = 0; m < M; m++)
+        for (int64_t i = 0; i < F; i++) a[m * F + i] = silu(h[m * 2 * F + i]) * h[m * 2 * F + F + i];
+    return a;
+}
+
+// dh of gate * <da, swiglu(h)>
+static double* swiglu_slope(const double* h, const double* da, const double* gate, int64_t M, int64_t F) {
+    double* dh = numbers(M * 2 * F);
+    for (int64_t m = 0; m < M; m++)
+        for (int64_t i = 0; i < F; i++) {
+            double g = h[m * 2 * F + i], u = h[m * 2 * F + F + i], d = (gate ? gate[m] : 1) * da[m * F + i];
+            dh[m * 2 * F + i] = d * u * silu_slope(g);
+            dh[m * 2 * F + F + i] = d * silu(g);
+        }
+    return dh;
+}
+
+typedef struct Chain {
+    double* out[OUTPUTS];
+    double *score, *gate, *dgate;  // (N, E), (N, K), (N, K)
+} Chain;
+
+static const float route_scale = 1.5f;
+
+static void router(Chain* c, const Inputs* in, const int32_t* expert, Widths d) {
+    c->score = times_transposed(in->x, in->router, N, d.C, E);
+    c->gate = numbers(N * K);
+    c->dgate = numbers(N * K);
+    for (int n = 0; n < N; n++) {
+        double *s = c->score + n * E, sum = 0;
+        for (int e = 0; e < E; e++) sum += exp(s[e]);
+        for (int e = 0; e < E; e++) s[e] = d.score == SCORE_SOFTMAX ? exp(s[e]) / sum : 1 / (1 + exp(-s[e]));
+        double chosen = 0;
+        for (int k = 0; k < K; k++) chosen += s[expert[n * K + k]];
+        for (int k = 0; k < K; k++)
+            c->gate[n * K + k] = s[expert[n * K + k]] / (d.score == SCORE_SOFTMAX ? 1 : chosen) * route_scale;
+    }
+}
+
+// dx and drouter += the gates' part.
+static void router_slope(Chain* c, const Inputs* in, const int32_t* expert, Widths d) {
+    double* dlogit = numbers(N * E);
+    for (int n = 0; n < N; n++) {
+        double *dl = dlogit + n * E, chosen = 0, mean = 0;
+        const double* s = c->score + n * E;
+        for (int k = 0; k < K; k++) chosen += s[expert[n * K + k]];
+        for (int k = 0; k < K; k++) {  // gate_k = scale s_k / chosen, or scale s_k
+            double slope = c->dgate[n * K + k] * route_scale;
+            if (d.score == SCORE_SOFTMAX) {
+                dl[expert[n * K + k]] += slope;
+                continue;
+            }
+            dl[expert[n * K + k]] += slope / chosen;
+            for (int j = 0; j < K; j++) dl[expert[n * K + j]] -= slope * s[expert[n * K + k]] / (chosen * chosen);
+        }
+        for (int e = 0; e < E; e++) mean += dl[e] * s[e];
+        for (int e = 0; e < E; e++)
+            dl[e] = d.score == SCORE_SOFTMAX ? s[e] * (dl[e] - mean) : dl[e] * s[e] * (1 - s[e]);
+    }
+    product(c->out[1], dlogit, E, 1, in->router, N, E, d.C);
+    product(c->out[4], dlogit, 1, E, in->x, E, N, d.C);
+}
+
+static void shared_mlp(Chain* c, const Inputs* in, Widths d) {
+    int64_t C = d.C, F = d.shared_F;
+    double *h = times_transposed(in->x, in->shared13, N, C, 2 * F), *a = swiglu(h, N, F);
+    double* dh = swiglu_slope(h, times(in->dy, in->shared2, N, C, F), NULL, N, F);
+    product(c->out[0], a, F, 1, transposed(in->shared2, C, F), N, F, C);
+    product(c->out[1], dh, 2 * F, 1, in->shared13, N, 2 * F, C);
+}
+
+// An expert on its tokens, in their order: adds to y, dx, and writes its dW13, dW2 and dgates. x and dy as dispatched.
+static void run_expert(Chain* c, int e, const double* x, const double* dy, const Inputs* in, const int32_t* expert,
+                       Widths d, MoePrecision p) {
+    const int64_t C = d.C, F = d.F, along = p.fast ? 128 : 32;
+    const MxScale mode = (MxScale)p.scale;
+    double *w13 = copy_of(in->w13 + e * 2 * F * C, 2 * F * C), *w13_back = copy_of(w13, 2 * F * C);
+    double *w2 = copy_of(in->w2 + e * C * F, C * F), *w2_back = copy_of(w2, C * F);
+    if (p.expert) {
+        cast(w13, 2 * F, C, p.fast ? 128 : 1, along, mode);
+        cast(w2, C, F, p.fast ? 128 : 1, along, mode);
+        cast(w13_back, 2 * F, C, along, p.fast ? 128 : 1, mode);
+        cast(w2_back, C, F, along, p.fast ? 128 : 1, mode);
+    }
+    int choice[N * K], M = 0;
+    for (int i = 0; i < N * K; i++)
+        if (expert[i] == e) choice[M++] = i;
+    double *xr = numbers(M * C), *dr = numbers(M * C), *gate = numbers(M);
+    for (int m = 0; m < M; m++) {
+        memcpy(xr + m * C, x + choice[m] / K * C, (size_t)C * sizeof(double));
+        memcpy(dr + m * C, dy + choice[m] / K * C, (size_t)C * sizeof(double));
+        gate[m] = c->gate[choice[m]];
+    }
+
+    double *h = times_transposed(xr, w13, M, C, 2 * F), *a = swiglu(h, M, F);
+    if (p.expert) cast(a, M, F, 1, along, mode);
+    double* y = times_transposed(a, w2, M, F, C);
+    double* da = times(dr, w2_back, M, C, F);
+    double *dh = swiglu_slope(h, da, gate, M, F), *dh_cast = copy_of(dh, M * 2 * F);
+    if (p.expert) cast(dh_cast, M, 2 * F, 1, along, mode);
+    double* dx = times(dh_cast, w13_back, M, 2 * F, C);
+
+    for (int m = 0; m < M; m++) {
+        int64_t n = choice[m] / K;
+        for (int64_t j = 0; j < C; j++) {
+            c->out[0][n * C + j] += gate[m] * y[m * C + j];
+            c->out[1][n * C + j] += dx[m * C + j];
+        }
+        for (int64_t j = 0; j < F; j++) {
+            c->dgate[choice[m]] += da[m * F + j] * a[m * F + j];
+            a[m * F + j] *= gate[m];
+        }
+    }
+    if (p.wgrad) {
+        cast(dr, M, C, along, 1, mode);
+        cast(a, M, F, along, 1, mode);
+        cast(dh, M, 2 * F, along, 1, mode);
+        cast(xr, M, C, along, 1, mode);
+    }
+    product(c->out[2] + e * 2 * F * C, dh, 1, 2 * F, xr, 2 * F, M, C);
+    product(c->out[3] + e * C * F, dr, 1, C, a, C, M, F);
+}
+
+static Chain run_chain(const Inputs* in, const int32_t* expert, Widths d, MoePrecision p) {
+    const int64_t C = d.C, F = d.F;
+    const MxScale mode = (MxScale)p.scale;
+    Chain c = {
+        {numbers(N * C), numbers(N * C), numbers(E * 2 * F * C), numbers(E * C * F), numbers(E * C)}, NULL, NULL, NULL};
+    router(&c, in, expert, d);
+    p.fast = p.fast && p.expert;  // says how the experts' products are made
+    double *x = copy_of(in->x, N * C), *dy = copy_of(in->dy, N * C);
+    if (p.dispatch || p.expert) {
+        cast(x, N, C, 1, p.fast ? 128 : 32, mode);
+        cast(dy, N, C, 1, p.fast ? 128 : 32, mode);
+    }
+    for (int e = 0; e < E; e++) run_expert(&c, e, x, dy, in, expert, d, p);
+    if (p.combine) {
+        cast(c.out[0], N, C, 1, 32, mode);
+        cast(c.out[1], N, C, 1, 32, mode);
+    }
+    shared_mlp(&c, in, d);
+    router_slope(&c, in, expert, d);
+    return c;
+}
+
+// --- The block ---
+
+typedef struct Block {
+    real* out[OUTPUTS];
+    int32_t* expert;  // (N, K)
+} Block;
+
+static MoeShape shape_of(Widths d, MoePrecision p, int recompute) {
+    int32_t norm = d.score == SCORE_SIGMOID;
+    RouterShape r = {N, T, d.C, E, K, 1, 1, d.score, norm, route_scale, d.force_balance};
+    MoeShape s = {r, d.F, d.shared_F, 1, recompute, p};
+    return s;
+}
+
+static void sizes_of(int64_t* n, Widths d) {
+    n[0] = n[1] = N * d.C;
+    n[2] = E * 2 * d.F * d.C;
+    n[3] = E * d.C * d.F;
+    n[4] = E * d.C;
+}
+
+static Block run_block(const Inputs* in, Widths d, MoePrecision p, int recompute) {
+    const int64_t C = d.C, sF = d.shared_F;
+    MoeShape s = shape_of(d, p, recompute);
+    int64_t n[OUTPUTS];
+    sizes_of(n, d);
+    floatX *x = send(in->x, N * C), *dy = send(in->dy, N * C), *y = (floatX*)poison((size_t)n[0] * sizeof(floatX));
+    floatX* dx = (floatX*)poison((size_t)n[1] * sizeof(floatX));
+    MxExperts mx;
+    MoeWeights w = {send(in->router, E * C),        send(in->w13, n[2]),       send(in->w2, n[3]),
+                    send(in->shared13, 2 * sF * C), send(in->shared2, C * sF), send_real(in->bias, E),
+                    p.expert ? &mx : NULL};
+    real* dw[OUTPUTS];
+    for (int i = 2; i < OUTPUTS; i++) dw[i] = (real*)device_room((size_t)n[i] * sizeof(real));
+    MoeGrads grads = {dw[4], dw[2], dw[3], (real*)device_room((size_t)(2 * sF * C) * sizeof(real)),
+                      (real*)device_room((size_t)(C * sF) * sizeof(real))};
+
+    Arena plan, weights;
+    arena_init(&plan, "a test", BACKEND);
+    moe_plan(&plan, s, 1, 1);
+    size_t room = arena_bytes(&plan);
+    arena_free(&plan);
+    Pool* pool = pool_create("a test", poison(room), room);
+    MoeWays* ways = moe_ways_create(pool, NULL, s, ctx);
+    arena_init(&weights, "a test", BACKEND);
+    if (p.expert) {
+        moe_plan_mx(&weights, &mx, s);
+        arena_allocate(&weights);
+        moe_cast_weights(&mx, w.w13, w.w2, s, ways, ctx);
+    }
+    MoeSaved saved;
+    Block b;
+    moe_forward(y, x, w, &saved, NULL, s, ways, ctx);
+    b.expert = (int32_t*)host_room(N * K * sizeof(int32_t));
+    device_download(b.expert, saved.expert, N * K * sizeof(int32_t), ctx);
+    moe_backward(dx, dy, x, w, grads, &saved, 0, s, ways, ctx);
+    b.out[0] = fetch_floatX(y, n[0]);
+    b.out[1] = fetch_floatX(dx, n[1]);
+    for (int i = 2; i < OUTPUTS; i++) b.out[i] = fetch(dw[i], n[i]);
+    moe_ways_destroy(ways);
+    pool_destroy(pool);
+    arena_free(&weights);
+    return b;
+}
+
+// --- Comparison ---
+
+static int ascending(const void* a, const void* b) {
+    double x = *(const double*)a, y = *(const double*)b;
+    return (x > y) - (x < y);
+}
+
+// ||out - ref||^2 / ||ref||^2
+static double power(const real* out, const double* wide, const double* ref, int64_t n) {
+    double diff = 0, norm = 0;
+    for (int64_t i = 0; i < n; i++) {
+        double o = out ? (double)out[i] : wide[i];
+        diff += (o - ref[i]) * (o - ref[i]);
+        norm += ref[i] * ref[i];
+    }
+    return norm > 0 ? diff / norm : diff;
+}
+
+static double decibels(double power) { return power > 0 ? -10 * log10(power) : 400; }
+
+// Median of the errors of rows of which something is expected; rows that must be 0 (empty experts) and are not fail.
+static double median_error(const real* out, const double* ref, int64_t rows, int64_t columns, const char* name) {
+    double* error = numbers(rows);
+    int64_t count = 0, not_zero = 0;
+    for (int64_t r = 0; r < rows; r++) {
+        int any = 0, differs = 0;
+        for (int64_t c = r * columns; c < (r + 1) * columns; c++) any |= ref[c] != 0, differs |= !(out[c] == 0);
+        if (any) {
+            error[count] = sqrt(power(out + r * columns, NULL, ref + r * columns, columns));
+            if (isnan(error[count])) error[count] = INFINITY;
+            count++;
+        } else {
+            not_zero += differs;
+        }
+    }
+    CHECK(not_zero == 0, "%s: %lld rows without tokens are not 0", name, (long long)not_zero);
+    qsort(error, (size_t)count, sizeof(double), ascending);
+    return count ? error[count / 2] : 0;
+}
+
+static void compare(const Block* b, const Chain* chain, const Chain* plain, Widths d, MoePrecision p) {
+    int64_t n[OUTPUTS], columns[OUTPUTS] = {d.C, d.C, d.C, d.F, d.C};
+    sizes_of(n, d);
+    for (int i = 0; i < OUTPUTS; i++) {
+        char name[160];
+        snprintf(name, sizeof(name), "C %d F %d %s %s expert %d dispatch %d combine %d wgrad %d: %s", (int)d.C,
+                 (int)d.F, p.fast ? "fast" : "exact", p.scale == MX_RCEIL ? "rceil" : "floor", p.expert, p.dispatch,
+                 p.combine, p.wgrad, output_names[i]);
+        double ours = decibels(power(b->out[i], NULL, plain->out[i], n[i]));
+        double theirs = decibels(power(NULL, chain->out[i], plain->out[i], n[i]));
+        double whole = sqrt(power(b->out[i], NULL, chain->out[i], n[i]));
+        double row = median_error(b->out[i], chain->out[i], n[i] / columns[i], columns[i], name);
+        if (getenv("TEST_ERRORS"))
+            printf("    %s: %.1e, rows %.1e; %.2f dB, chain %.2f dB\n", name, whole, row, ours, theirs);
+        if (BACKEND == BACKEND_CUDA) {
+            if (theirs > SQNR_BF16)
+                CHECK(ours >= SQNR_BF16, "%s: %.2f dB", name, ours);
+            else
+                CHECK(fabs(ours - theirs) <= SQNR_TOLERANCE, "%s: %.2f dB, the chain %.2f dB", name, ours, theirs);
+        } else {
+            CHECK(whole <= WHOLE_TOLERANCE, "%s: off by %.3g", name, whole);
+            CHECK(row <= ROW_TOLERANCE, "%s: rows are off by %.3g", name, row);
+        }
+    }
+}
+
+// --- Tests ---
+
+static const Widths widths[] = {
+    // C  F shared score     balanced spread
+    {160, 32, 32, SCORE_SIGMOID, 0, 12},
+    {96, 160, 0, SCORE_SIGMOID, 0, 12},
+    {96, 32, 32, SCORE_SOFTMAX, 1, 0},
+    {160, 160, 0, SCORE_SOFTMAX, 0, 0},
+};
+
+static const MoePrecision plainly = {0, 0, 0, 0, 0, 0};
+
+static MoePrecision precision_of(int bits) {
+    MoePrecision p = {bits & 1, bits >> 1 & 1, bits >> 2 & 1, bits >> 3 & 1, bits >> 4 & 1, bits >> 5 & 1};
+    return p;
+}
+
+static void check_all(Widths d, int first, int step) {
+    Inputs in = make_inputs(d);
+    int64_t n[OUTPUTS];
+    sizes_of(n, d);
+    Chain plain = {{NULL}, NULL, NULL, NULL};
+    for (int bits = first; bits < 64; bits += step) {
+        MoePrecision p = precision_of(bits);
+        int host = host_count, device = device_count;
+        Block b = run_block(&in, d, p, 0), again = run_block(&in, d, p, 1);
+        for (int i = 0; i < OUTPUTS; i++)
+            CHECK(!memcmp(b.out[i], again.out[i], (size_t)n[i] * sizeof(real)), "C %d F %d, switches %d: %s recomputed",
+                  (int)d.C, (int)d.F, bits, output_names[i]);
+        int rows[E] = {0};
+        for (int i = 0; i < N * K; i++) rows[b.expert[i]]++;
+        if (!d.force_balance) ASSERT(rows[FAVOURITE] == N && rows[EMPTY] == 0);
+        if (!plain.score) {
+            plain = run_chain(&in, b.expert, d, plainly);
+            host = host_count;  // it stays
+        }
+        Chain chain = run_chain(&in, b.expert, d, p);
+        compare(&b, &chain, &plain, d, p);
+        forget(host, device);
+    }
+    forget(0, 0);
+}
+
+static void test_switches(void) {
+    check_all(widths[0], 0, 1);
+    check_all(widths[1], 0, 1);
+}
+static void test_widths(void) {
+    check_all(widths[2], 1, 5);
+    check_all(widths[3], 1, 5);
+}
+
+int main(void) {
+    if (device_available()) {
+        size_t workspace = 0;
+        for (int i = 0; i < 4; i++) {
+            size_t one = moe_workspace(shape_of(widths[i], plainly, 0));
+            workspace = one > workspace ? one : workspace;
+        }
+        ctx = ctx_create(workspace);
+    }
+    RUN(test_switches);
+    RUN(test_widths);
+    if (ctx) ctx_destroy(ctx);
+    return test_summary();
+}
