@@ -264,8 +264,8 @@ static void check_sqnr(const char* name, const T* a, const T* b, int64_t n, doub
 static void check_sample(const char* name, const std::function<double(int64_t, double*)>& sample, double least) {
     double diff = 0, norm = 0;
     for (int64_t i = 0; i < 64; i++) {
-        double want = 0, d = sample(i, &want) - want;
-        diff += d * d, norm += want * want;
+        double want = 0, ours = sample(i, &want);
+        diff += (ours - want) * (ours - want), norm += want * want;
     }
     verdict(name, norm, diff, least);
 }

@@ -114,8 +114,8 @@ def main():
     torch.manual_seed(1 + rank)
     check()
     if rank == 0:
-        print(f"{torch.cuda.get_device_name()}, PyTorch {torch.__version__}, {dist.get_world_size()} ranks, {EXPERTS} experts a rank,"
-              f" {tokens} tokens a rank, each to one expert, all equally often")
+        print(f"{torch.cuda.get_device_name()}, PyTorch {torch.__version__}, {dist.get_world_size()} ranks,"
+              f" {EXPERTS} experts a rank, {tokens} tokens a rank, each to one expert, all equally often")
         print("| dim x hidden | pass | bf16, ms |\n|---|---|---|")
     for dim, hidden in ((8192, 5120), (7168, 2048), (2048, 1408)):
         p = Pipeline(tokens, dim, hidden)

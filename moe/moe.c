@@ -357,7 +357,7 @@ void moe_backward(floatX* dx, const floatX* dy, const floatX* x, MoeWeights w, M
             grouped_gemm_forward(m->h, t.rows, w.w13, r, C, 2 * s.F, ctx);
     }
     // The combine's backward sends dy to the rows as it is; the gate is applied behind W2 (moe/experts.h).
-    place(t.rows, t.rows_mx, s.ep > 1 ? t.here : dy, t.here_mx, m, s, 1, ctx);
+    place(t.rows, t.rows_mx, s.ep > 1 ? t.here : dy, t.here_mx, m, s, !moe_fast(s), ctx);
     experts_backward(w, m, t, s, ctx);
     floatX* dx_rows = t.dact;
     if (t.here) {
@@ -371,7 +371,9 @@ void moe_backward(floatX* dx, const floatX* dy, const floatX* x, MoeWeights w, M
         buffers[count++] = dgates;
         leave(ways, buffers, count, homeward(m), ctx);
     }
-    weight_gradient(dw.w2, t.rows, t.act, r, s.F, C, s, ctx);  // while dx travels
+    // While dx travels.
+    if (moe_fast(s)) mx_dequantize(t.rows, t.rows_mx.q, t.rows_mx.scale, r.capacity, C, ctx);
+    weight_gradient(dw.w2, t.rows, t.act, r, s.F, C, s, ctx);
     place(t.rows, t.rows_mx, x_here, m->recv_mx, m, s, 1, ctx);
     weight_gradient(dw.w13, t.dh, t.rows, r, C, 2 * s.F, s, ctx);
     if (s.ep > 1) {
