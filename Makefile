@@ -28,7 +28,7 @@ MPI_LIBS  := $(filter-out -pthread,$(shell mpicc --showme:link))
 endif
 
 # C tests; those in TESTS_F64 compare with finite differences and run in the double build too.
-OP_TESTS = tests/test_layers tests/test_attention tests/test_adamw tests/test_router tests/test_moe tests/test_mxfp8
+OP_TESTS = tests/test_layers tests/test_attention tests/test_adamw tests/test_router tests/test_moe tests/test_mxfp8 tests/test_mx_block
 TESTS     = tests/test_device tests/test_data tests/test_shards $(OP_TESTS) tests/test_golden tests/test_model tests/test_checkpoint
 # Tests of several ranks: four, where there is an mpirun, in the CUDA build one a GPU.
 TESTS_RANKS = tests/test_ranks tests/test_comm tests/test_checkpoint tests/test_expert_parallel tests/test_layouts
@@ -68,7 +68,7 @@ GPUS      := $(if $(HAVE_GPU),$(shell nvidia-smi -L | grep -c GPU))
 RUNNABLE   = $(if $(HAVE_GPU),$(CUDA),$(CPU))
 
 # Tests on the GPU: the kernels against the reference, and the model tests in the CUDA build.
-TESTS_CUDA = $(patsubst %.cu,%,$(wildcard tests/test_cuda_*.cu)) tests/test_golden tests/test_model
+TESTS_CUDA = $(patsubst %.cu,%,$(wildcard tests/test_cuda_*.cu)) tests/test_golden tests/test_model tests/test_mx_block
 TESTS_CUDA_RANKS = tests/test_comm tests/test_expert_parallel tests/test_layouts
 
 .PHONY: all cpu cuda train test test-build cuda-test-build bench clean probe format check-host
@@ -116,7 +116,7 @@ $(eval $(call build,$(CPU),))
 $(eval $(call build,$(DOUBLE),-DF64))
 
 # Ops are compiled from their .cu alone: one that is missing is an error, never the reference in its place.
-CUDA_HOST = $(addprefix $(CUDA)/,$(addsuffix .o,$(HOST) tests/test_golden tests/test_model $(TESTS_CUDA_RANKS)))
+CUDA_HOST = $(addprefix $(CUDA)/,$(addsuffix .o,$(HOST) tests/test_golden tests/test_model tests/test_mx_block $(TESTS_CUDA_RANKS)))
 $(CUDA_HOST): $(CUDA)/%.o: %.c Makefile
 	@mkdir -p $(@D)
 	@echo "  NVCC  $@"

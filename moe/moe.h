@@ -21,12 +21,13 @@ BEGIN_C
 // What is MXFP8 (1) and what floatX (0). A cast is made once, by the earliest stage that needs it, whatever ep is:
 //   dispatch  x and dy are cast before they travel to the experts
 //   expert    the experts' products, weights and activations; x and dy too, where they were not before
-//   combine   outputs and dx are cast before they travel back, as one sum per token and rank
+//   combine   outputs and dx are cast before they travel back, as one sum per token and rank: the one cast whose
+//             result depends on how the experts lie on the ranks
 //   wgrad     both operands of the weights' gradients, along the tokens
 // Where x, dy or the activation were cast, the weights' gradients see what the bytes stand for.
 typedef struct MoePrecision {
     int32_t expert, dispatch, combine, wgrad;
-    int32_t fast;   // products on the bytes, scales aligned to 128; else on the values they stand for, in floatX
+    int32_t fast;   // the experts' products on the bytes, scales aligned to 128; else on the values, in floatX
     int32_t scale;  // MxScale
 } MoePrecision;
 

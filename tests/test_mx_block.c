@@ -12,10 +12,12 @@
 //           with 500 elements that count (of inputs spread over 12 binades few do), beyond 4e-4 (34 dB) only if D is
 //           0.45 rms, the element 5 rms. One tensor in two has such an element, which tips with 4e-7 / 0.45: 3e-4 in
 //           all cases.
-//   CUDA    everything between products is bf16 (delta 2^-9 of an element) and 2 % of the elements tip, but near the
-//           middle of two numbers one is as far as the other: the distance to the unquantized result stays. It is
-//           compared with the chain's: SQNR, within 0.3 dB (7 % in power). bf16 itself adds up to eight roundings of
-//           2.7e-6 (in power) to quantization's 4e-3, 0.02 dB; where the chain is not quantized, 45 dB must be left.
+//   CUDA    buffers between products are bf16 there, and the chain rounds where they are. Products then differ by up to
+//           1e-5 (exact) or 1.3e-4 (fast, short sums) of the norm, and of the elements of a bf16 buffer 0.3 or 3 % come
+//           out one step aside: 2e-4 or 7e-4. A cast then tips 11 delta of its elements by 1/11 each: it makes
+//           sqrt(delta / 11) of delta, 8e-3, and if another one follows (combine) 2.5e-2; the median row is below. And
+//           SQNR, of the block's and of the chain's results against those without any rounding, agree within 0.3 dB;
+//           beyond 40 dB, where each bf16 rounding counts, within 3 dB.
 #include <math.h>
 #include <omp.h>
 
@@ -26,11 +28,10 @@
 #define WHOLE_TOLERANCE 1e-13
 #define ROW_TOLERANCE 1e-13
 #else
-#define WHOLE_TOLERANCE 2e-2
-#define ROW_TOLERANCE 2e-6
+#define WHOLE_TOLERANCE (BACKEND == BACKEND_CUDA ? 2.5e-2 : 2e-2)
+#define ROW_TOLERANCE (BACKEND == BACKEND_CUDA ? 2e-2 : 2e-6)
 #endif
-#define SQNR_TOLERANCE 0.3
-#define SQNR_BF16 45.0
+#define SQNR_TOLERANCE(sqnr) ((sqnr) > 40 ? 3 : 0.3)
 
 enum { E = 5, FAVOURITE = 1, EMPTY = 3, N = 131, K = 2, T = 8 };  // a group of 128 + 3 rows, and one of none
 enum { OUTPUTS = 5 };
@@ -109,6 +110,12 @@ typedef struct Inputs {
     double *x, *dy, *router, *w13, *w2, *shared13, *shared2, *bias;
 } Inputs;
 
+static double bf16(double x) {
+    int exponent;
+    double m = frexp(x, &exponent);
+    return ldexp(rint(ldexp(m, 8)), exponent - 8);
+}
+
 // (rows, columns) of bf16 numbers, so that all builds see the same ones.
 static double* random_input(int64_t rows, int64_t columns, uint32_t stream, double scale, int64_t tile, int spread) {
     double* x = numbers(rows * columns);
@@ -116,9 +123,7 @@ static double* random_input(int64_t rows, int64_t columns, uint32_t stream, doub
     for (int64_t r = 0; r < rows; r++)
         for (int64_t c = 0; c < columns; c++) {
             double step = floor(random_uniform(1234, stream + 100, r / tile * 64 + c / 32) * 4);  // 0..3
-            int exponent;
-            double m = frexp(scale * (double)normal[r * columns + c], &exponent);
-            x[r * columns + c] = ldexp(rint(ldexp(m, 8)), exponent - 8 - (int)(step * spread / 3));
+            x[r * columns + c] = ldexp(bf16(scale * (double)normal[r * columns + c]), -(int)(step * spread / 3));
         }
     free(normal);
     return x;
@@ -126,6 +131,7 @@ static double* random_input(int64_t rows, int64_t columns, uint32_t stream, doub
 
 static Inputs make_inputs(Widths d) {
     double narrow = 1 / sqrt((double)d.C), hidden = 1 / sqrt((double)d.F);
+    if (BACKEND == BACKEND_CUDA) d.spread = 0;  // few elements would decide the SQNR
     Inputs in;
     in.x = random_input(N, d.C, 1, 1, 1, d.spread);
     in.dy = random_input(N, d.C, 2, 1, 1, d.spread);
@@ -233,7 +239,13 @@ static double* swiglu_slope(const double* h, const double* da, const double* gat
 typedef struct Chain {
     double* out[OUTPUTS];
     double *score, *gate, *dgate;  // (N, E), (N, K), (N, K)
+    int narrow;                    // 1: buffers are rounded as floatX is
 } Chain;
+
+static double* narrow(const Chain* c, double* x, int64_t n) {
+    for (int64_t i = 0; i < n && c->narrow && BACKEND == BACKEND_CUDA; i++) x[i] = bf16(x[i]);
+    return x;
+}
 
 static const float route_scale = 1.5f;
 
@@ -278,10 +290,13 @@ static void router_slope(Chain* c, const Inputs* in, const int32_t* expert, Widt
 
 static void shared_mlp(Chain* c, const Inputs* in, Widths d) {
     int64_t C = d.C, F = d.shared_F;
-    double *h = times_transposed(in->x, in->shared13, N, C, 2 * F), *a = swiglu(h, N, F);
-    double* dh = swiglu_slope(h, times(in->dy, in->shared2, N, C, F), NULL, N, F);
-    product(c->out[0], a, F, 1, transposed(in->shared2, C, F), N, F, C);
-    product(c->out[1], dh, 2 * F, 1, in->shared13, N, 2 * F, C);
+    if (!F) return;
+    double* h = narrow(c, times_transposed(in->x, in->shared13, N, C, 2 * F), N * 2 * F);
+    double* y = times_transposed(narrow(c, swiglu(h, N, F), N * F), in->shared2, N, F, C);
+    double* da = narrow(c, times(in->dy, in->shared2, N, C, F), N * F);
+    double* dx = times(narrow(c, swiglu_slope(h, da, NULL, N, F), N * 2 * F), in->shared13, N, 2 * F, C);
+    narrow(c, y, N * C), narrow(c, dx, N * C);
+    for (int64_t i = 0; i < N * C; i++) c->out[0][i] += y[i], c->out[1][i] += dx[i];
 }
 
 // An expert on its tokens, in their order: adds to y, dx, and writes its dW13, dW2 and dgates. x and dy as dispatched.
@@ -308,13 +323,14 @@ static void run_expert(Chain* c, int e, const double* x, const double* dy, const
         gate[m] = c->gate[choice[m]];
     }
 
-    double *h = times_transposed(xr, w13, M, C, 2 * F), *a = swiglu(h, M, F);
+    double* h = narrow(c, times_transposed(xr, w13, M, C, 2 * F), M * 2 * F);
+    double* a = narrow(c, swiglu(h, M, F), M * F);
     if (p.expert) cast(a, M, F, 1, along, mode);
-    double* y = times_transposed(a, w2, M, F, C);
-    double* da = times(dr, w2_back, M, C, F);
-    double *dh = swiglu_slope(h, da, gate, M, F), *dh_cast = copy_of(dh, M * 2 * F);
+    double* y = narrow(c, times_transposed(a, w2, M, F, C), M * C);
+    double* da = narrow(c, times(dr, w2_back, M, C, F), M * F);
+    double *dh = narrow(c, swiglu_slope(h, da, gate, M, F), M * 2 * F), *dh_cast = copy_of(dh, M * 2 * F);
     if (p.expert) cast(dh_cast, M, 2 * F, 1, along, mode);
-    double* dx = times(dh_cast, w13_back, M, 2 * F, C);
+    double* dx = narrow(c, times(dh_cast, w13_back, M, 2 * F, C), M * C);
 
     for (int m = 0; m < M; m++) {
         int64_t n = choice[m] / K;
@@ -327,6 +343,7 @@ static void run_expert(Chain* c, int e, const double* x, const double* dy, const
             a[m * F + j] *= gate[m];
         }
     }
+    narrow(c, a, M * F);
     if (p.wgrad) {
         cast(dr, M, C, along, 1, mode);
         cast(a, M, F, along, 1, mode);
@@ -338,11 +355,14 @@ static void run_expert(Chain* c, int e, const double* x, const double* dy, const
     forget(before, device_count);
 }
 
-static Chain run_chain(const Inputs* in, const int32_t* expert, Widths d, MoePrecision p) {
+static Chain run_chain(const Inputs* in, const int32_t* expert, Widths d, MoePrecision p, int rounded) {
     const int64_t C = d.C, F = d.F;
     const MxScale mode = (MxScale)p.scale;
-    Chain c = {
-        {numbers(N * C), numbers(N * C), numbers(E * 2 * F * C), numbers(E * C * F), numbers(E * C)}, NULL, NULL, NULL};
+    Chain c = {{numbers(N * C), numbers(N * C), numbers(E * 2 * F * C), numbers(E * C * F), numbers(E * C)},
+               NULL,
+               NULL,
+               NULL,
+               rounded};
     router(&c, in, expert, d);
     p.fast = p.fast && p.expert;  // says how the experts' products are made
     double *x = copy_of(in->x, N * C), *dy = copy_of(in->dy, N * C);
@@ -352,11 +372,13 @@ static Chain run_chain(const Inputs* in, const int32_t* expert, Widths d, MoePre
     }
     for (int e = 0; e < E; e++) run_expert(&c, e, x, dy, in, expert, d, p);
     if (p.combine) {
-        cast(c.out[0], N, C, 1, 32, mode);
-        cast(c.out[1], N, C, 1, 32, mode);
+        cast(narrow(&c, c.out[0], N * C), N, C, 1, 32, mode);
+        cast(narrow(&c, c.out[1], N * C), N, C, 1, 32, mode);
     }
     shared_mlp(&c, in, d);
+    narrow(&c, c.out[0], N * C), narrow(&c, c.out[1], N * C);
     router_slope(&c, in, expert, d);
+    narrow(&c, c.out[1], N * C);
     return c;
 }
 
@@ -479,15 +501,10 @@ static void compare(const Block* b, const Chain* chain, const Chain* plain, Widt
         double row = median_error(b->out[i], chain->out[i], n[i] / columns[i], columns[i], name);
         if (getenv("TEST_ERRORS"))
             printf("    %s: %.1e, rows %.1e; %.2f dB, chain %.2f dB\n", name, whole, row, ours, theirs);
-        if (BACKEND == BACKEND_CUDA) {
-            if (theirs > SQNR_BF16)
-                CHECK(ours >= SQNR_BF16, "%s: %.2f dB", name, ours);
-            else
-                CHECK(fabs(ours - theirs) <= SQNR_TOLERANCE, "%s: %.2f dB, the chain %.2f dB", name, ours, theirs);
-        } else {
-            CHECK(whole <= WHOLE_TOLERANCE, "%s: off by %.3g", name, whole);
-            CHECK(row <= ROW_TOLERANCE, "%s: rows are off by %.3g", name, row);
-        }
+        CHECK(whole <= WHOLE_TOLERANCE, "%s: off by %.3g", name, whole);
+        CHECK(row <= ROW_TOLERANCE, "%s: rows are off by %.3g", name, row);
+        if (BACKEND == BACKEND_CUDA)
+            CHECK(fabs(ours - theirs) <= SQNR_TOLERANCE(theirs), "%s: %.2f dB, the chain %.2f dB", name, ours, theirs);
     }
 }
 
@@ -512,7 +529,7 @@ static void check_all(Widths d, int first, int step) {
     Inputs in = make_inputs(d);
     int64_t n[OUTPUTS];
     sizes_of(n, d);
-    Chain plain = {{NULL}, NULL, NULL, NULL};
+    Chain plain = {{NULL}, NULL, NULL, NULL, 0};
     for (int bits = first; bits < 64; bits += step) {
         MoePrecision p = precision_of(bits);
         int host = host_count, device = device_count;
@@ -524,10 +541,10 @@ static void check_all(Widths d, int first, int step) {
         for (int i = 0; i < N * K; i++) rows[b.expert[i]]++;
         if (!d.force_balance) ASSERT(rows[FAVOURITE] == N && rows[EMPTY] == 0);
         if (!plain.score) {
-            plain = run_chain(&in, b.expert, d, plainly);
+            plain = run_chain(&in, b.expert, d, plainly, 0);
             host = host_count;  // it stays
         }
-        Chain chain = run_chain(&in, b.expert, d, p);
+        Chain chain = run_chain(&in, b.expert, d, p, 1);
         compare(&b, &chain, &plain, d, p);
         forget(host, device);
     }
@@ -556,7 +573,7 @@ static void test_noise(void) {
         MoePrecision p = {1, 1, 0, 0, fast, MX_RCEIL};
         Inputs in = make_inputs(widths[3]);
         Block b = run_block(&in, widths[3], p, 0);
-        Chain plain = run_chain(&in, b.expert, widths[3], plainly);
+        Chain plain = run_chain(&in, b.expert, widths[3], plainly, 0);
         int64_t n[OUTPUTS];
         sizes_of(n, widths[3]);
         for (int i = 0; i < 4; i++) {
