@@ -177,4 +177,4 @@ clean:
 	rm -rf build
 
 format:
-	clang-format -i $$(git ls-files '*.c' '*.h' '*.cu')
+	clang-format -i $$(git ls-files '*.c' '*.h' '*.cu' '*.cuh')

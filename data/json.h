@@ -10,20 +10,20 @@ typedef enum { JSON_NULL, JSON_BOOL, JSON_NUMBER, JSON_STRING, JSON_ARRAY, JSON_
 
 typedef struct Json {
     JsonType type;
-    double number;         // NUMBER; BOOL: 0 or 1
-    int64_t integer;       // NUMBER written without fraction or exponent that fits: exactly; else (int64_t)number
-    char* text;            // STRING, UTF-8
-    char* key;             // set on members of an object
-    struct Json* child;    // first element or member
-    struct Json* next;     // next sibling
+    double number;       // NUMBER; BOOL: 0 or 1
+    int64_t integer;     // NUMBER written without fraction or exponent that fits: exactly; else (int64_t)number
+    char* text;          // STRING, UTF-8
+    char* key;           // set on members of an object
+    struct Json* child;  // first element or member
+    struct Json* next;   // next sibling
 } Json;
 
 // Parses `length` bytes; the whole input must be one value. NULL on error with the reason and byte offset in error.
 Json* json_parse(const char* text, size_t length, char* error, size_t error_size);
 void json_free(Json* json);
 
-const Json* json_get(const Json* object, const char* key);                        // NULL if absent or not an object
-const char* json_text(const Json* object, const char* key);                       // NULL if absent or not a string
+const Json* json_get(const Json* object, const char* key);   // NULL if absent or not an object
+const char* json_text(const Json* object, const char* key);  // NULL if absent or not a string
 int64_t json_int(const Json* object, const char* key, int64_t if_absent);
 int64_t json_count(const Json* container);
 

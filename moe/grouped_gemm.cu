@@ -360,7 +360,7 @@ __device__ __forceinline__ void consume(Shared& s, const CUtensorMap* out, int N
 template <Pass P>
 __global__ void __cluster_dims__(CLUSTER, 1, 1) __launch_bounds__(THREADS, 1)
     grouped_gemm_kernel(const __grid_constant__ CUtensorMap a, const __grid_constant__ CUtensorMap b,
-                   const __grid_constant__ CUtensorMap out, const Groups g) {
+                        const __grid_constant__ CUtensorMap out, const Groups g) {
     extern __shared__ __align__(1024) uint8_t memory[];
     Shared& s = *(Shared*)memory;
     if (threadIdx.x == 0) {
@@ -419,7 +419,8 @@ void check_sizes(const Ragged& r, int64_t IC, int64_t OC) {
 
 template <Pass P>
 void launch(const CUtensorMap& a, const CUtensorMap& b, const CUtensorMap& out, const Groups& g, Ctx* ctx) {
-    CUDA_CHECK(cudaFuncSetAttribute(grouped_gemm_kernel<P>, cudaFuncAttributeMaxDynamicSharedMemorySize, sizeof(Shared)));
+    CUDA_CHECK(
+        cudaFuncSetAttribute(grouped_gemm_kernel<P>, cudaFuncAttributeMaxDynamicSharedMemorySize, sizeof(Shared)));
     grouped_gemm_kernel<P><<<ctx->sms / CLUSTER * CLUSTER, THREADS, sizeof(Shared), ctx->stream>>>(a, b, out, g);
     LAUNCH_CHECK();
 }
