@@ -6,11 +6,13 @@
 OPS = device/device \
       layers/embedding layers/rmsnorm layers/rope layers/linear layers/attention layers/swiglu layers/loss layers/adamw \
       moe/router moe/permute moe/grouped_gemm moe/experts moe/dispatch moe/mxfp8 moe/grouped_gemm_mx dist/comm
+# What ops do on GPUs that their own kernels are not for: in the CUDA build alone, x_lt.cuh.
+OPS_LT = layers/attention_lt moe/grouped_gemm_lt
 
 # Host code, the same source in both builds.
 HOST = device/check device/random device/options device/arena device/pool device/files \
        data/json data/safetensors data/shards data/tokenizer data/runlog \
-       layers/rope_table moe/moe moe/moe_buffers \
+       layers/rope_table moe/linear_mx moe/moe moe/moe_buffers moe/mx_check \
        model/settings model/params model/forward model/backward model/model model/persist model/report model/sample \
        model/agree $(RANKS) dist/watch dist/sharding dist/slices dist/checkpoint dist/resume
 
@@ -28,7 +30,8 @@ MPI_LIBS  := $(filter-out -pthread,$(shell mpicc --showme:link))
 endif
 
 # C tests; those in TESTS_F64 compare with finite differences and run in the double build too.
-OP_TESTS = tests/test_layers tests/test_attention tests/test_adamw tests/test_router tests/test_moe tests/test_mxfp8 tests/test_mx_block
+OP_TESTS = tests/test_layers tests/test_attention tests/test_adamw tests/test_router tests/test_moe tests/test_mxfp8 tests/test_mx_block \
+           tests/test_mx_check tests/test_linear_mx
 TESTS     = tests/test_device tests/test_data tests/test_shards $(OP_TESTS) tests/test_golden tests/test_model tests/test_checkpoint
 # Tests of several ranks: four, where there is an mpirun, in the CUDA build one a GPU.
 TESTS_RANKS = tests/test_ranks tests/test_comm tests/test_checkpoint tests/test_expert_parallel tests/test_layouts
@@ -52,7 +55,9 @@ LDLIBS    = $(CBLAS_LIB) $(MPI_LIBS) -lz -lm -lpthread
 
 NVCC     ?= nvcc
 CUDA_HOME = $(patsubst %/bin/nvcc,%,$(realpath $(shell command -v $(NVCC))))
-NVCCFLAGS = -std=c++17 -O3 -lineinfo -gencode=arch=compute_90a,code=sm_90a -I. -MMD -MP \
+# One binary for Hopper and Blackwell (device/wgmma.cuh: what is Hopper's alone is left out of the latter's half).
+GPU_CODE  = -gencode=arch=compute_90a,code=sm_90a -gencode=arch=compute_100,code=sm_100
+NVCCFLAGS = -std=c++17 -O3 -lineinfo $(GPU_CODE) -I. -MMD -MP \
             -Xcompiler -Wall,-Wextra,-fopenmp,-Wno-unused-function,-Wno-unknown-pragmas $(if $(WERROR),-Werror all-warnings)
 CUDALIBS  = -lcublasLt -lnccl $(patsubst -Wl$(COMMA)%,-Xlinker %,$(MPI_LIBS)) -lz -lgomp -lpthread -ldl
 COMMA     = ,
@@ -68,7 +73,8 @@ GPUS      := $(if $(HAVE_GPU),$(shell nvidia-smi -L | grep -c GPU))
 RUNNABLE   = $(if $(HAVE_GPU),$(CUDA),$(CPU))
 
 # Tests on the GPU: the kernels against the reference, and the model tests in the CUDA build.
-TESTS_CUDA = $(patsubst %.cu,%,$(wildcard tests/test_cuda_*.cu)) tests/test_golden tests/test_model tests/test_mx_block
+TESTS_CUDA = $(patsubst %.cu,%,$(wildcard tests/test_cuda_*.cu)) tests/test_golden tests/test_model tests/test_mx_block tests/test_mx_check \
+             tests/test_linear_mx
 TESTS_CUDA_RANKS = tests/test_comm tests/test_expert_parallel tests/test_layouts
 
 .PHONY: all cpu cuda train test test-build cuda-test-build bench clean probe format check-host
@@ -116,7 +122,8 @@ $(eval $(call build,$(CPU),))
 $(eval $(call build,$(DOUBLE),-DF64))
 
 # Ops are compiled from their .cu alone: one that is missing is an error, never the reference in its place.
-CUDA_HOST = $(addprefix $(CUDA)/,$(addsuffix .o,$(HOST) tests/test_golden tests/test_model tests/test_mx_block $(TESTS_CUDA_RANKS)))
+CUDA_HOST = $(addprefix $(CUDA)/,$(addsuffix .o,$(HOST) tests/test_golden tests/test_model tests/test_mx_block tests/test_mx_check \
+              tests/test_linear_mx $(TESTS_CUDA_RANKS)))
 $(CUDA_HOST): $(CUDA)/%.o: %.c Makefile
 	@mkdir -p $(@D)
 	@echo "  NVCC  $@"
@@ -127,13 +134,13 @@ $(CUDA)/%.o: %.cu Makefile
 	@$(NVCC) $(NVCCFLAGS) -c $< -o $@
 $(CUDA)/device/random.o: NVCCFLAGS += -Xcompiler -ffp-contract=off
 $(CUDA)/dist/ranks_mpi.o: NVCCFLAGS += $(MPI_FLAGS)
-$(CUDA)/train_moe: $(addprefix $(CUDA)/,$(addsuffix .o,train_moe $(HOST) $(OPS)) ranks)
+$(CUDA)/train_moe: $(addprefix $(CUDA)/,$(addsuffix .o,train_moe $(HOST) $(OPS) $(OPS_LT)) ranks)
 	@echo "  LINK  $@"
 	@$(NVCC) $(NVCCFLAGS) $(filter %.o,$^) -o $@ $(CUDALIBS)
-$(CUDA)/tests/%: $(CUDA)/tests/%.o $(addprefix $(CUDA)/,$(addsuffix .o,$(HOST) $(OPS)) ranks)
+$(CUDA)/tests/%: $(CUDA)/tests/%.o $(addprefix $(CUDA)/,$(addsuffix .o,$(HOST) $(OPS) $(OPS_LT)) ranks)
 	@echo "  LINK  $@"
 	@$(NVCC) $(NVCCFLAGS) $(filter %.o,$^) -o $@ $(CUDALIBS)
-$(CUDA)/bench/%: $(CUDA)/bench/%.o $(addprefix $(CUDA)/,$(addsuffix .o,$(HOST) $(OPS)) ranks)
+$(CUDA)/bench/%: $(CUDA)/bench/%.o $(addprefix $(CUDA)/,$(addsuffix .o,$(HOST) $(OPS) $(OPS_LT)) ranks)
 	@echo "  LINK  $@"
 	@$(NVCC) $(NVCCFLAGS) $(filter %.o,$^) -o $@ $(CUDALIBS) -lcublas
 # Loaded into the program by CUDA_INJECTION64_PATH (bench/profile.cc).
@@ -142,7 +149,7 @@ $(CUDA)/bench/libprofile.so: bench/profile.cc Makefile
 	@echo "  LINK  $@"
 	@$(NVCC) -std=c++17 -O2 -shared -Xcompiler -fPIC -I$(CUDA_HOME)/extras/CUPTI/include $< -o $@ \
 	    -L$(CUDA_HOME)/extras/CUPTI/lib64 -lcupti
--include $(addprefix $(CUDA)/,$(addsuffix .d,train_moe $(HOST) $(OPS)))
+-include $(addprefix $(CUDA)/,$(addsuffix .d,train_moe $(HOST) $(OPS) $(OPS_LT)))
 .SECONDARY:
 
 train:

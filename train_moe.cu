@@ -39,6 +39,7 @@ typedef struct Run {
     RunLog* log;          // of rank 0; NULL without --out
     Saver* saver;         // NULL without --out
     Fetch *state, *load;  // of the last step queued
+    Fetch* casts;         // of the last one that measured them; NULL without a log and --mx-stats
     int64_t pending;      // that step, 0 if its results are reported already
     StepState last;       // of the last step reported
     Stopwatch* watch[2];  // of even and odd steps: one is read while the other runs
@@ -119,6 +120,27 @@ static double load_max_over_mean(const ModelConfig* c, const int64_t* load) {
     return worst;
 }
 
+static int due(int64_t step, int64_t every) { return every > 0 && step % every == 0; }
+
+// The shares and ratios of the sums that the casts of a step left, in fresh memory; returns how many.
+static int cast_records(CastRecord** records, const Model* m, const MxStats* sums) {
+    const MoePrecision precision = model_moe_shape(m).precision;
+    int count = 0;
+    *records = (CastRecord*)host_alloc((size_t)(m->config.L * MOE_STATS) * sizeof(CastRecord));
+    for (int64_t i = m->config.dense_layers * MOE_STATS; i < m->config.L * MOE_STATS; i++) {
+        const char* name = moe_stats_name((int)(i % MOE_STATS), precision);
+        const MxStats* s = &sums[i];
+        CastRecord record = {i / MOE_STATS,
+                             name,
+                             s->saturated / s->elements,
+                             s->flushed / s->elements,
+                             s->inexact / s->elements,
+                             10 * log10(s->signal / s->noise)};
+        if (name) (*records)[count++] = record;
+    }
+    return count;
+}
+
 static void print_step(Run* r, const StepRecord* s) {
     double left = r->average_ms * (double)(r->settings.steps - s->step) / 1000;
     printf("step %lld/%lld  loss %.4f  norm %.3g  lr %.2e  %.0f ms  %.0f tok/s  load %.2f", (long long)s->step,
@@ -150,7 +172,13 @@ static void report(Run* r, int val) {
     r->average_ms = r->average_ms > 0 ? 0.9 * r->average_ms + 0.1 * record.ms : record.ms;
     record.validated = val;
     record.val_loss = val ? validate(r) : 0;
+    CastRecord* casts = NULL;
+    record.cast_count = 0;
+    if (r->casts && due(r->pending, s->mx_stats))
+        record.cast_count = cast_records(&casts, r->model, (const MxStats*)fetch_end(r->casts));
+    record.casts = casts;
     if (r->log) runlog_add(r->log, &record);
+    free(casts);
     if (val || seconds() - r->shown > 0.5 || r->pending == r->first || r->pending == s->steps || !r->last.ok)
         print_step(r, &record);
     if (!r->last.ok)
@@ -169,6 +197,7 @@ static void queue_step(Run* r, Loader* loader, int64_t step) {
     Model* m = r->model;
     int64_t micro_steps = r->settings.tokens_per_step / settings_micro_tokens(&r->settings);
     stopwatch_start(r->watch[step % 2], m->ctx);
+    m->measures = due(step, r->settings.mx_stats);
     model_step_begin(m);
     for (int64_t i = 0; i < micro_steps; i++) {
         const int32_t *input, *target;
@@ -179,8 +208,6 @@ static void queue_step(Run* r, Loader* loader, int64_t step) {
     model_update(m, step, stop_asked != 0);
     stopwatch_stop(r->watch[step % 2], m->ctx);
 }
-
-static int due(int64_t step, int64_t every) { return every > 0 && step % every == 0; }
 
 static void train(Run* r, int64_t done, int64_t window) {
     const Settings* s = &r->settings;
@@ -195,6 +222,7 @@ static void train(Run* r, int64_t done, int64_t window) {
         report(r, 0);  // the step before: its results are there by now, and the device already has its next work
         fetch_begin(r->state, r->model->state, r->model->ctx);
         fetch_begin(r->load, r->model->load, r->model->ctx);
+        if (r->casts && r->model->measures) fetch_begin(r->casts, r->model->mx_stats, r->model->ctx);
         r->pending = step;
         // A rank that was asked to stop said so in the step before, and all ranks learn it here together.
         stop = r->last.stop != 0;
@@ -283,6 +311,7 @@ int main(int argc, char** argv) {
     for (int i = 0; i < 2; i++) r.watch[i] = stopwatch_create();
     r.state = fetch_create(sizeof(StepState));
     r.load = fetch_create((size_t)(s->model.L * s->model.E) * sizeof(int64_t));
+    if (r.log && s->mx_stats) r.casts = fetch_create((size_t)(s->model.L * MOE_STATS) * sizeof(MxStats));
 
     train(&r, done, window);
 
@@ -291,6 +320,7 @@ int main(int argc, char** argv) {
     for (int i = 0; i < 2; i++) stopwatch_destroy(r.watch[i]);
     fetch_destroy(r.state);
     fetch_destroy(r.load);
+    if (r.casts) fetch_destroy(r.casts);
     model_destroy(r.model);
     shards_close(r.train);
     if (r.val) shards_close(r.val);

@@ -160,13 +160,27 @@ static void bench_swiglu(int64_t rows, int64_t F) {
     device_upload(ragged.row_token, token.data(), token.size() * sizeof(int32_t), ctx);
     char shape[64];
     snprintf(shape, sizeof(shape), "%lld x %lld", (long long)used, (long long)F);
-    Buffers b(2 * n, used * mx_stride(F), false);
+    Buffers b(2 * n, used * mx_stride(2 * F), true);
     for (int32_t align : {1, 128})
         row(align == 1 ? "mx_swiglu_quantize" : "mx_swiglu_quantize, 128", shape,
             5.0 * (double)n + (double)(n / MX_BLOCK), b.sets, [&](int i) {
                 mx_swiglu_quantize(b.q + i * n, b.scale + i * b.scales, b.x + 2 * i * n, ragged, F, {MX_RCEIL, align},
                                    ctx);
             });
+    floatX* dap = (floatX*)device_alloc((size_t)(b.sets * n) * sizeof(floatX), "the benchmark");
+    float* of_rows = (float*)device_alloc((size_t)(2 * capacity) * sizeof(float), "the benchmark");
+    fill<<<1024, 256, 0, ctx->stream>>>(dap, b.sets * n, 2);
+    fill<<<1024, 256, 0, ctx->stream>>>((floatX*)of_rows, 2 * capacity, 3);  // gates: any numbers
+    ragged.row_gate = of_rows;
+    for (int32_t align : {1, 128})
+        row(align == 1 ? "mx_swiglu_backward_quantize" : "mx_swiglu_backward_quantize, 128", shape,
+            14.0 * (double)n + (double)(n / (MX_BLOCK / 2)) + 12.0 * (double)used, b.sets, [&](int i) {
+                mx_swiglu_backward_quantize(b.q + 2 * i * n, b.scale + i * b.scales, b.back + 2 * i * n,
+                                            (floatX*)b.turned + i * n, of_rows + capacity, dap + i * n,
+                                            b.x + 2 * i * n, ragged, F, {MX_RCEIL, align}, ctx);
+            });
+    device_free(dap);
+    device_free(of_rows);
     device_free(ragged.group_start);
     device_free(ragged.row_token);
 }

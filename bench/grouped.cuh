@@ -13,6 +13,7 @@
 
 #include "device/cuda.cuh"
 #include "moe/permute.h"
+#include "tests/hold.cuh"
 
 static __device__ uint32_t hash(uint64_t x) {
     x ^= x >> 31, x *= 0x7fb5d329728ea185ull, x ^= x >> 27, x *= 0x81dadef4bc2dd44dull, x ^= x >> 33;
@@ -112,17 +113,22 @@ struct Groups {
     ~Groups() { device_free(r.group_start), device_free(r.group_rows), device_free(marks); }
 };
 
-// Times both in turns and prints a row; M rows, and the difference of what they wrote lies in `sums`.
+// Times both in turns and prints a row; M rows, and the difference of what they wrote lies in `sums`. Last how much
+// longer ours takes while 16 SMs are held, as by a transfer between GPUs: 1.14 would be their share of 132.
 static void compare(int64_t M, int64_t OC, int64_t IC, int El, const char* pass, const std::function<void()>& mine,
                     const std::function<void()>& library) {
     double error[2];
     device_download(error, sums, sizeof(error), ctx);
-    std::vector<double> t, t_library;
+    std::vector<double> t, t_library, t_held;
     for (int round = 0; round < 3; round++) run_block(library, t_library), run_block(mine, t);
+    {
+        HeldSms held(16);
+        run_block(mine, t_held);
+    }
     double work = 2.0 * (double)M * (double)OC * (double)IC * 1e-9;  // GFLOP; over ms: TFLOP/s
-    printf("| %lld x %lld | %d | %s | %.3f | %.0f | %.0f | %.3f | %.1e |\n", (long long)OC, (long long)IC, El, pass,
-           median(t), work / median(t), work / median(t_library), median(t_library) / median(t),
-           sqrt(error[0] / error[1]));
+    printf("| %lld x %lld | %d | %s | %.3f | %.0f | %.0f | %.3f | %.1e | %.2f |\n", (long long)OC, (long long)IC, El,
+           pass, median(t), work / median(t), work / median(t_library), median(t_library) / median(t),
+           sqrt(error[0] / error[1]), median(t_held) / median(t));
     fflush(stdout);
 }
 
@@ -140,7 +146,8 @@ static int run_shapes(int argc, char** argv, const char* yardstick,
     void* workspace = device_alloc((size_t)64 << 20, "cuBLAS");
     CUBLAS(cublasSetWorkspace(cublas, workspace, (size_t)64 << 20));
     printf("%s, %lld rows in uneven groups\n", device_name(ctx), (long long)M);
-    printf("| OC x IC | groups | pass | ms | TFLOP/s | %s | ratio | difference |\n|---|---|---|---|---|---|---|---|\n",
+    printf("| OC x IC | groups | pass | ms | TFLOP/s | %s | ratio | difference | 16 SMs held |\n"
+           "|---|---|---|---|---|---|---|---|---|\n",
            yardstick);
     for (int El : {8, 64})
         for (auto& s : shapes) bench(s.first, s.second, El, M);

@@ -1,6 +1,7 @@
 // The grouped products beside a cuBLAS call per expert, which knows the group sizes on the host; both in turns of
 // blocks long enough (80 ms) that the card's power limit has its say. Median of the calls' times by CUDA events. The
-// last column is the difference of the two results, ||a - b|| / ||b||.
+// difference is that of the two results, ||a - b|| / ||b||. The last column is how much longer ours takes while 16 SMs
+// are held.
 //
 //   build/cuda/bench/grouped_gemm [rows [block_ms]]
 #include "bench/grouped.cuh"

@@ -1,7 +1,7 @@
 // The grouped products of MXFP8 bytes beside a cuBLAS call per expert on the bf16 numbers the bytes were made of; both
 // in turns of blocks long enough (80 ms) that the card's power limit has its say. Casts are not timed. Median of the
-// calls' times by CUDA events. The last column is the difference of the two results, ||a - b|| / ||b||: what e4m3
-// costs, 3.7e-2.
+// calls' times by CUDA events. The difference is that of the two results, ||a - b|| / ||b||: what e4m3 costs,
+// 3.7e-2. The last column is how much longer ours takes while 16 SMs are held.
 //
 //   build/cuda/bench/grouped_gemm_mx [rows [block_ms]]
 #include "bench/grouped.cuh"

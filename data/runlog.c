@@ -68,16 +68,36 @@ static const char* number(char text[32], double x) {
     return text;
 }
 
+// The field "mx_stats" with its comma, in fresh memory; "" where nothing was measured.
+static char* casts_json(const StepRecord* r) {
+    char a[32], b[32], c[32], d[32];
+    char* json = host_strdup(r->cast_count ? ", \"mx_stats\": [" : "");
+    for (int i = 0; i < r->cast_count; i++) {
+        const CastRecord* cast = &r->casts[i];
+        char* longer = host_format(
+            "%s{\"layer\": %lld, \"tensor\": \"%s\", \"saturated\": %s, \"flushed\": %s, \"inexact\": %s, "
+            "\"snr_db\": %s}%s",
+            json, (long long)cast->layer, cast->tensor, number(a, cast->saturated), number(b, cast->flushed),
+            number(c, cast->inexact), number(d, cast->snr_db), i + 1 < r->cast_count ? ", " : "]");
+        free(json);
+        json = longer;
+    }
+    return json;
+}
+
 void runlog_add(RunLog* log, const StepRecord* r) {
     char a[32], b[32], c[32], d[32], e[32], f[32], g[32], h[32], i[32];
     char* val = r->validated ? host_format("\"val_loss\": %s, ", number(i, r->val_loss)) : host_strdup("");
+    char* casts = casts_json(r);
     char* line = host_format(
         "{\"step\": %lld, \"loss\": %s, \"grad_norm\": %s, \"lr\": %s, \"ms\": %s, \"tokens_per_s\": %s, \"mfu\": %s, "
-        "%s\"load_max_over_mean\": %s, \"mem_gib\": %s}",
+        "%s\"load_max_over_mean\": %s, \"mem_gib\": %s%s}",
         (long long)r->step, number(a, r->loss), number(b, r->grad_norm), number(c, r->lr), number(d, r->ms),
-        number(e, r->tokens_per_s), number(f, r->mfu), val, number(g, r->load_max_over_mean), number(h, r->mem_gib));
+        number(e, r->tokens_per_s), number(f, r->mfu), val, number(g, r->load_max_over_mean), number(h, r->mem_gib),
+        casts);
     put_line(log, line, strlen(line));
     free(val);
+    free(casts);
     free(line);
 }
 

@@ -7,6 +7,15 @@
 
 BEGIN_C
 
+// What a cast to MXFP8 did to a tensor of a layer in one step: shares of its elements that are not zero, and the
+// signal over the noise.
+typedef struct CastRecord {
+    int64_t layer;  // counted from 0, as in the names of the checkpoint's tensors
+    const char* tensor;
+    double saturated, flushed, inexact;  // too large for the scale; rounded to 0; not what blocks of 32 give
+    double snr_db;
+} CastRecord;
+
 typedef struct StepRecord {
     int64_t step;
     double loss, grad_norm, lr;  // loss: mean cross-entropy of the step's tokens in nats
@@ -16,6 +25,8 @@ typedef struct StepRecord {
     double val_loss;
     double load_max_over_mean;  // of the worst MoE block: the fullest expert's tokens over the mean
     double mem_gib;
+    const CastRecord* casts;  // cast_count of them; 0: the field is left out
+    int cast_count;
 } StepRecord;
 
 typedef struct RunLog RunLog;

@@ -37,6 +37,7 @@ struct Ctx {
     char* workspace;
     size_t workspace_bytes;
     int sms;
+    bool blackwell;  // no wgmma: ops with kernels for Hopper take their other road (x_lt.cuh)
     decltype(&cuTensorMapEncodeTiled) encode_tiled;  // from the driver at run time: the binary starts without one
     char name[320];
 };

@@ -13,7 +13,7 @@ NORETURN void cuda_failed(cudaError_t error, const char* call, const char* file,
     if (error == cudaErrorMemoryAllocation) hint = less_memory;
     if (error == cudaErrorInsufficientDriver) hint = "; install a driver for the CUDA version this was built with";
     if (error == cudaErrorNoKernelImageForDevice || error == cudaErrorInvalidDeviceFunction)
-        hint = "; this build is for sm_90a (H100, H200)";
+        hint = "; this build is for sm_90a (H100, H200) and sm_100 (B200)";
     die(EXIT_FAILED, "%s:%d: %s: %s%s", file, line, call, cudaGetErrorString(error), hint);
 }
 
@@ -40,6 +40,10 @@ struct Stopwatch {
     cudaEvent_t start, stop;
 };
 
+// Compute capability 9.0, or 10 and what comes after it, which runs what is built for 10.0.
+static bool is_hopper(const cudaDeviceProp& p) { return p.major == 9 && p.minor == 0; }
+static bool is_blackwell(const cudaDeviceProp& p) { return p.major == 10; }
+
 // Ends the run with one line where there is no GPU that this build can use.
 static void check_gpu(cudaDeviceProp* properties) {
     int driver = 0, count = 0, device = 0, built = CUDART_VERSION;
@@ -56,9 +60,9 @@ static void check_gpu(cudaDeviceProp* properties) {
             error != cudaSuccess ? cudaGetErrorString(error) : "the driver lists none");
     CUDA_CHECK(cudaGetDevice(&device));
     CUDA_CHECK(cudaGetDeviceProperties(properties, device));
-    if (properties->major != 9 || properties->minor != 0)
-        die(EXIT_FAILED, "%s has compute capability %d.%d; this build is for 9.0 (H100, H200)", properties->name,
-            properties->major, properties->minor);
+    if (!is_hopper(*properties) && !is_blackwell(*properties))
+        die(EXIT_FAILED, "%s has compute capability %d.%d; this build is for 9.0 (H100, H200) and 10.x (B200)",
+            properties->name, properties->major, properties->minor);
 }
 
 void device_choose(int index) {
@@ -77,6 +81,7 @@ Ctx* ctx_create(size_t workspace) {
     cudaDeviceProp properties;
     check_gpu(&properties);
     ctx->sms = properties.multiProcessorCount;
+    ctx->blackwell = is_blackwell(properties);
     int driver = 0;
     CUDA_CHECK(cudaDriverGetVersion(&driver));
     snprintf(ctx->name, sizeof(ctx->name), "%s, %d SMs, %.1f GiB, CUDA %d.%d", properties.name, ctx->sms,
@@ -100,7 +105,8 @@ Ctx* ctx_create(size_t workspace) {
 
 int device_available(void) {
     cudaDeviceProp properties;
-    return cudaGetDeviceProperties(&properties, 0) == cudaSuccess && properties.major == 9 && properties.minor == 0;
+    return cudaGetDeviceProperties(&properties, 0) == cudaSuccess &&
+           (is_hopper(properties) || is_blackwell(properties));
 }
 
 // Of the highest priority: what travels shall start when it can, and takes few SMs.
@@ -110,6 +116,7 @@ Ctx* ctx_side(Ctx* ctx) {
     CUDA_CHECK(cudaDeviceGetStreamPriorityRange(&lowest, &highest));
     CUDA_CHECK(cudaStreamCreateWithPriority(&side->stream, cudaStreamNonBlocking, highest));
     side->sms = ctx->sms;
+    side->blackwell = ctx->blackwell;
     return side;
 }
 

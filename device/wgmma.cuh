@@ -288,12 +288,21 @@ static __device__ __forceinline__ uint32_t pack_bf16(float low, float high) {
 }
 
 // Registers per thread of this warpgroup; the kernel needs __launch_bounds__(threads, 1) and roles in one if/else.
+// Every role of a kernel with wgmma begins so, and in code for other GPUs than Hopper ends here: the compiler drops all
+// that follows, which only sm_90a knows. On those GPUs ops take other roads (x_lt.cuh); to launch it is an error there.
+#if defined(__CUDA_ARCH__) && !defined(__CUDA_ARCH_FEAT_SM90_ALL)
+#define HOPPER_ONLY() (__trap(), __builtin_unreachable())
+#else
+#define HOPPER_ONLY()
+#endif
 template <int N>
 static __device__ __forceinline__ void registers_more() {
+    HOPPER_ONLY();
     asm volatile("setmaxnreg.inc.sync.aligned.u32 %0;" ::"n"(N));
 }
 template <int N>
 static __device__ __forceinline__ void registers_fewer() {
+    HOPPER_ONLY();
     asm volatile("setmaxnreg.dec.sync.aligned.u32 %0;" ::"n"(N));
 }
 

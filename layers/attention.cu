@@ -12,6 +12,7 @@
 #include <type_traits>
 
 #include "device/wgmma.cuh"
+#include "layers/attention_lt.cuh"
 #include "layers/rows.cuh"
 
 namespace {
@@ -179,11 +180,16 @@ void allow_shared(Kernel kernel, size_t bytes) {
 #include "layers/attention_backward.cuh"
 #include "layers/attention_forward.cuh"
 
-size_t attention_workspace(AttnShape s) { return workspace_of(s, nullptr).bytes; }
+// Of either road: it is asked for without a device too.
+size_t attention_workspace(AttnShape s) {
+    const size_t bytes = workspace_of(s, nullptr).bytes, lt = attention_lt_workspace(s);
+    return bytes > lt ? bytes : lt;
+}
 
 void attention_forward(floatX* out, real* lse, const floatX* q, const floatX* kv, const floatX* k_rope, AttnShape s,
                        Ctx* ctx) {
     check_shape(s, k_rope);
+    if (ctx->blackwell) return attention_lt_forward(out, lse, q, kv, k_rope, s, ctx);
     auto run = s.rope == 64 ? run_forward<64> : s.rope == 32 ? run_forward<32> : run_forward<16>;
     run(out, lse, q, kv, k_rope, s, ctx);
 }
@@ -193,6 +199,7 @@ void attention_backward(floatX* dq, floatX* dkv, floatX* dk_rope, const floatX* 
                         Ctx* ctx) {
     check_shape(s, k_rope);
     check_shape(s, dk_rope);
+    if (ctx->blackwell) return attention_lt_backward(dq, dkv, dk_rope, dout, out, lse, q, kv, k_rope, s, ctx);
     auto run = s.rope == 64 ? run_backward<64> : s.rope == 32 ? run_backward<32> : run_backward<16>;
     run(dq, dkv, dk_rope, dout, out, lse, q, kv, k_rope, s, ctx);
 }

@@ -7,43 +7,46 @@
 #include "model/model.h"
 
 // t.dnorm = gradient of norm1, from t.dx = gradient of the attention block's output
-static void attention_backward_block(Model* m, const BlockSaved* s, const Unit* u) {
+static void attention_backward_block(Model* m, int64_t layer) {
     const ModelConfig* c = &m->config;
+    const BlockSaved* s = &m->blocks[layer];
+    const Unit* u = &m->units[layer + 1];
+    const BlockMatrices* matrix = model_matrices(m, layer);
     const floatX* w = u->dense.weight;
     real* g = u->dense.grad;
     const UnitLayout* at = &u->at;
     Scratch* t = &m->t;
     int64_t N = m->B * m->T, C = c->C, q_rows = c->H * (c->nope + c->rope), kva_rows = c->kv_lora + c->rope;
     int64_t kv_rows = c->H * (c->nope + c->v), att_rows = c->H * c->v;
-    linear_dgrad(t->datt, t->dx, w + at->wo, N, att_rows, C, 0, m->ctx);
+    linear_mx_dgrad(t->datt, t->dx, &matrix->wo, N, m->ctx);
     linear_wgrad(g + at->wo, t->dx, s->att, N, att_rows, C, m->ctx);
     attention_backward(t->dq, t->dkv, t->dkva + c->kv_lora, t->datt, s->att, s->lse, s->q, s->kv, s->kva + c->kv_lora,
                        model_attn_shape(m), m->ctx);
     model_rope(m, t->dq, t->dkva, -1);
-    linear_dgrad(t->dckv, t->dkv, w + at->wkvb, N, c->kv_lora, kv_rows, 0, m->ctx);
+    linear_mx_dgrad(t->dckv, t->dkv, &matrix->wkvb, N, m->ctx);
     linear_wgrad(g + at->wkvb, t->dkv, s->ckv, N, c->kv_lora, kv_rows, m->ctx);
     rmsnorm_backward(t->dkva, g + at->kv_norm, t->dckv, s->kva, kva_rows, w + at->kv_norm, s->rstd_kv, N, c->kv_lora, 0,
                      m->ctx);
-    linear_dgrad(t->dnorm, t->dkva, w + at->wkva, N, C, kva_rows, 0, m->ctx);
-    linear_wgrad(g + at->wkva, t->dkva, s->norm1, N, C, kva_rows, m->ctx);
     if (c->q_lora) {
-        linear_dgrad(t->dcq_norm, t->dq, w + at->wqb, N, c->q_lora, q_rows, 0, m->ctx);
+        linear_mx_dgrad(t->dcq_norm, t->dq, &matrix->wqb, N, m->ctx);
         linear_wgrad(g + at->wqb, t->dq, s->cq_norm, N, c->q_lora, q_rows, m->ctx);
         rmsnorm_backward(t->dcq, g + at->q_norm, t->dcq_norm, s->cq, c->q_lora, w + at->q_norm, s->rstd_q, N, c->q_lora,
                          0, m->ctx);
-        linear_dgrad(t->dnorm, t->dcq, w + at->wqa, N, C, c->q_lora, 1, m->ctx);
+        linear_mx_dgrad(t->dnorm, t->dcq, &matrix->wqa, N, m->ctx);
         linear_wgrad(g + at->wqa, t->dcq, s->norm1, N, C, c->q_lora, m->ctx);
     } else {
-        linear_dgrad(t->dnorm, t->dq, w + at->wq, N, C, q_rows, 1, m->ctx);
+        linear_mx_dgrad(t->dnorm, t->dq, &matrix->wq, N, m->ctx);
         linear_wgrad(g + at->wq, t->dq, s->norm1, N, C, q_rows, m->ctx);
     }
+    linear_dgrad(t->dnorm, t->dkva, w + at->wkva, N, C, kva_rows, 1, m->ctx);
+    linear_wgrad(g + at->wkva, t->dkva, s->norm1, N, C, kva_rows, m->ctx);
 }
 
 // t.dnorm = gradient of norm2, from t.dx = gradient of the MLP's output
 static void mlp_backward(Model* m, int64_t layer, float aux) {
     BlockSaved* s = &m->blocks[layer];
     const Unit* u = &m->units[layer + 1];
-    const floatX* w = u->dense.weight;
+    const BlockMatrices* matrix = model_matrices(m, layer);
     real* g = u->dense.grad;
     Scratch* t = &m->t;
     int64_t N = m->B * m->T, C = m->config.C, F = m->config.dense_ffn;
@@ -54,10 +57,10 @@ static void mlp_backward(Model* m, int64_t layer, float aux) {
                      m->ways, m->ctx);
         return;
     }
-    linear_dgrad(t->dact, t->dx, w + u->at.mlp2, N, F, C, 0, m->ctx);
+    linear_mx_dgrad(t->dact, t->dx, &matrix->mlp2, N, m->ctx);
     swiglu_backward(t->dh, t->act, t->dact, s->h, N, F, m->ctx);
     linear_wgrad(g + u->at.mlp2, t->dx, t->act, N, F, C, m->ctx);
-    linear_dgrad(t->dnorm, t->dh, w + u->at.mlp13, N, C, 2 * F, 0, m->ctx);
+    linear_mx_dgrad(t->dnorm, t->dh, &matrix->mlp13, N, m->ctx);
     linear_wgrad(g + u->at.mlp13, t->dh, s->norm2, N, C, 2 * F, m->ctx);
 }
 
@@ -84,7 +87,7 @@ void model_backward(Model* m, float aux, int last_micro_step) {
         if (m->settings.recompute == RECOMPUTE_BLOCK) model_rebuild_block(m, l);
         mlp_backward(m, l, aux);
         rmsnorm_backward(t->dx, g + u->at.norm2, t->dnorm, s->residual2, C, w + u->at.norm2, s->rstd2, N, C, 1, m->ctx);
-        attention_backward_block(m, s, u);
+        attention_backward_block(m, l);
         rmsnorm_backward(t->dx, g + u->at.norm1, t->dnorm, s->residual, C, w + u->at.norm1, s->rstd1, N, C, 1, m->ctx);
         grads_reduce(m->sharding, unit, last, m->ctx);
         weights_release(m->sharding, unit, m->ctx);

@@ -20,48 +20,54 @@ void model_rope(Model* m, floatX* q, floatX* kva, int direction) {
 }
 
 // out = attention block's output for norm1
-static void attention_block(Model* m, floatX* out, const BlockSaved* s, const Unit* u) {
+static void attention_block(Model* m, floatX* out, int64_t layer) {
     const ModelConfig* c = &m->config;
+    const BlockSaved* s = &m->blocks[layer];
+    const Unit* u = &m->units[layer + 1];
+    const BlockMatrices* matrix = model_matrices(m, layer);
     const floatX* w = u->dense.weight;
-    int64_t N = m->B * m->T, q_rows = c->H * (c->nope + c->rope), kva_rows = c->kv_lora + c->rope;
+    int64_t N = m->B * m->T, kva_rows = c->kv_lora + c->rope;
     if (c->q_lora) {
-        linear_forward(s->cq, s->norm1, w + u->at.wqa, N, c->C, c->q_lora, m->ctx);
+        linear_mx_forward(s->cq, s->norm1, &matrix->wqa, N, m->ctx);
         rmsnorm_forward(s->cq_norm, s->rstd_q, s->cq, c->q_lora, w + u->at.q_norm, N, c->q_lora, m->ctx);
-        linear_forward(s->q, s->cq_norm, w + u->at.wqb, N, c->q_lora, q_rows, m->ctx);
+        linear_mx_forward(s->q, s->cq_norm, &matrix->wqb, N, m->ctx);
     } else {
-        linear_forward(s->q, s->norm1, w + u->at.wq, N, c->C, q_rows, m->ctx);
+        linear_mx_forward(s->q, s->norm1, &matrix->wq, N, m->ctx);
     }
     linear_forward(s->kva, s->norm1, w + u->at.wkva, N, c->C, kva_rows, m->ctx);
     rmsnorm_forward(s->ckv, s->rstd_kv, s->kva, kva_rows, w + u->at.kv_norm, N, c->kv_lora, m->ctx);
-    linear_forward(s->kv, s->ckv, w + u->at.wkvb, N, c->kv_lora, c->H * (c->nope + c->v), m->ctx);
+    linear_mx_forward(s->kv, s->ckv, &matrix->wkvb, N, m->ctx);
     model_rope(m, s->q, s->kva, +1);
     attention_forward(s->att, s->lse, s->q, s->kv, s->kva + c->kv_lora, model_attn_shape(m), m->ctx);
-    linear_forward(out, s->att, w + u->at.wo, N, c->H * c->v, c->C, m->ctx);
+    linear_mx_forward(out, s->att, &matrix->wo, N, m->ctx);
 }
 
-static void dense_hidden(Model* m, const BlockSaved* s, const Unit* u) {
-    linear_forward(s->h, s->norm2, u->dense.weight + u->at.mlp13, m->B * m->T, m->config.C, 2 * m->config.dense_ffn,
-                   m->ctx);
+static void dense_hidden(Model* m, int64_t layer) {
+    const BlockSaved* s = &m->blocks[layer];
+    linear_mx_forward(s->h, s->norm2, &model_matrices(m, layer)->mlp13, m->B * m->T, m->ctx);
 }
 
 static void mlp_block(Model* m, floatX* out, int64_t layer, int train) {
     BlockSaved* s = &m->blocks[layer];
-    const Unit* u = &m->units[layer + 1];
-    int64_t N = m->B * m->T, C = m->config.C, F = m->config.dense_ffn;
-    if (u->kind == UNIT_MOE) {
+    int64_t N = m->B * m->T;
+    if (m->units[layer + 1].kind == UNIT_MOE) {
         int64_t* load = train ? m->load + layer * m->config.E : NULL;
-        moe_forward(out, s->norm2, model_moe_weights(m, layer), &s->moe, load, model_moe_shape(m), m->ways, m->ctx);
+        MxStats* stats = train && m->measures ? m->mx_stats + layer * MOE_STATS : NULL;
+        moe_forward(out, s->norm2, model_moe_weights(m, layer), &s->moe, load, stats, model_moe_shape(m), m->ways,
+                    m->ctx);
         return;
     }
-    dense_hidden(m, s, u);
-    swiglu_forward(m->t.act, s->h, N, F, m->ctx);
-    linear_forward(out, m->t.act, u->dense.weight + u->at.mlp2, N, F, C, m->ctx);
+    dense_hidden(m, layer);
+    swiglu_forward(m->t.act, s->h, N, m->config.dense_ffn, m->ctx);
+    linear_mx_forward(out, m->t.act, &model_matrices(m, layer)->mlp2, N, m->ctx);
 }
 
 // From norm1 on: attention, and the norm before the MLP.
-static void attention_part(Model* m, const BlockSaved* s, const Unit* u) {
+static void attention_part(Model* m, int64_t layer) {
+    const BlockSaved* s = &m->blocks[layer];
+    const Unit* u = &m->units[layer + 1];
     const floatX* norm2 = u->dense.weight + u->at.norm2;
-    attention_block(m, m->t.out, s, u);
+    attention_block(m, m->t.out, layer);
     residual_rmsnorm_forward(s->residual2, s->norm2, s->rstd2, s->residual, m->t.out, norm2, m->B * m->T, m->config.C,
                              m->ctx);
 }
@@ -71,8 +77,8 @@ void model_rebuild_block(Model* m, int64_t layer) {
     const Unit* u = &m->units[layer + 1];
     int64_t C = m->config.C;
     rmsnorm_forward(s->norm1, s->rstd1, s->residual, C, u->dense.weight + u->at.norm1, m->B * m->T, C, m->ctx);
-    attention_part(m, s, u);
-    if (u->kind == UNIT_DENSE) dense_hidden(m, s, u);
+    attention_part(m, layer);
+    if (u->kind == UNIT_DENSE) dense_hidden(m, layer);
 }
 
 void model_forward(Model* m, int train) {
@@ -93,7 +99,7 @@ void model_forward(Model* m, int train) {
             rmsnorm_forward(s->norm1, s->rstd1, s->residual, C, norm1, N, C, m->ctx);
         else
             residual_rmsnorm_forward(s->residual, s->norm1, s->rstd1, s[-1].residual2, m->t.out, norm1, N, C, m->ctx);
-        attention_part(m, s, u);
+        attention_part(m, l);
         mlp_block(m, m->t.out, l, train);
         weights_release(m->sharding, unit, m->ctx);
     }

@@ -8,6 +8,7 @@
 #include "layers/embedding.h"
 #include "layers/linear.h"
 #include "layers/rmsnorm.h"
+#include "moe/mx_check.h"
 
 AttnShape model_attn_shape(const Model* m) {
     const ModelConfig* c = &m->config;
@@ -30,20 +31,71 @@ MoeShape model_moe_shape(const Model* m) {
     return s;
 }
 
+// A block's matrix, where it lies among the dense weights (-1: the block has none), and its shape.
+typedef struct Matrix {
+    LinearWeight* weight;
+    int64_t at, OC, IC;
+} Matrix;
+enum { MATRICES = 7 };
+
+static void list_matrices(Matrix list[MATRICES], Model* m, int64_t layer) {
+    const ModelConfig* c = &m->config;
+    const Unit* u = &m->units[layer + 1];
+    const UnitLayout* at = &u->at;
+    BlockMatrices* b = &m->matrices[layer];
+    int64_t q_rows = c->H * (c->nope + c->rope), width = u->kind == UNIT_MOE ? c->shared * c->F : c->dense_ffn;
+    const Matrix all[MATRICES] = {{&b->wq, at->wq, q_rows, c->C},
+                                  {&b->wqa, at->wqa, c->q_lora, c->C},
+                                  {&b->wqb, at->wqb, q_rows, c->q_lora},
+                                  {&b->wkvb, at->wkvb, c->H * (c->nope + c->v), c->kv_lora},
+                                  {&b->wo, at->wo, c->C, c->H * c->v},
+                                  {&b->mlp13, at->mlp13, 2 * width, c->C},
+                                  {&b->mlp2, at->mlp2, c->C, width}};
+    memcpy(list, all, sizeof(all));
+}
+
+static void plan_matrices(Model* m, int64_t layer) {
+    Matrix list[MATRICES];
+    list_matrices(list, m, layer);
+    for (int i = 0; i < MATRICES; i++) {
+        if (list[i].at < 0) continue;
+        *list[i].weight = linear_weight(NULL, list[i].OC, list[i].IC);
+        if (!m->settings.linear_precision) continue;
+        list[i].weight->mx = &m->linear_mx;
+        linear_mx_plan_weight(&m->params_arena, list[i].weight);
+    }
+    if (m->settings.expert_precision && m->units[layer + 1].kind == UNIT_MOE)
+        moe_plan_mx(&m->params_arena, &m->matrices[layer].experts, model_moe_shape(m));
+}
+
+const BlockMatrices* model_matrices(Model* m, int64_t layer) {
+    const Unit* u = &m->units[layer + 1];
+    BlockMatrices* b = &m->matrices[layer];
+    int changed = b->version != weights_version(m->sharding);
+    Matrix list[MATRICES];
+    list_matrices(list, m, layer);
+    for (int i = 0; i < MATRICES; i++) {
+        if (list[i].at < 0) continue;
+        list[i].weight->w = u->dense.weight + list[i].at;
+        if (changed && list[i].weight->mx) linear_mx_cast(list[i].weight, m->ctx);
+    }
+    if (changed && m->settings.expert_precision && u->kind == UNIT_MOE)
+        moe_cast_weights(&b->experts, u->experts.weight + u->at.w13, u->experts.weight + u->at.w2, model_moe_shape(m),
+                         m->ways, m->ctx);
+    b->version = weights_version(m->sharding);
+    return b;
+}
+
 MoeWeights model_moe_weights(Model* m, int64_t layer) {
     const Unit* u = &m->units[layer + 1];
-    const floatX* w = u->dense.weight;
-    MoeWeights weights = {w + u->at.router,
+    const BlockMatrices* b = model_matrices(m, layer);
+    MoeWeights weights = {u->dense.weight + u->at.router,
                           u->experts.weight + u->at.w13,
                           u->experts.weight + u->at.w2,
-                          w + u->at.mlp13,
-                          w + u->at.mlp2,
+                          b->mlp13,
+                          b->mlp2,
                           m->bias + layer * m->config.E,
-                          &m->mx[layer]};
-    if (m->settings.expert_precision && m->mx_version[layer] != weights_version(m->sharding)) {
-        moe_cast_weights(&m->mx[layer], weights.w13, weights.w2, model_moe_shape(m), m->ways, m->ctx);
-        m->mx_version[layer] = weights_version(m->sharding);
-    }
+                          &b->experts};
     return weights;
 }
 
@@ -129,10 +181,10 @@ void model_plan(Model* m, const Settings* s, int rank, Backend backend) {
     }
     m->sharding = sharding_plan_slots(&m->params_arena, shards, units);
     free(shards);
-    m->mx = (MxExperts*)host_alloc((size_t)c->L * sizeof(MxExperts));
-    m->mx_version = (int64_t*)host_alloc((size_t)c->L * sizeof(int64_t));
-    for (int64_t l = c->dense_layers; l < c->L && s->expert_precision; l++)
-        moe_plan_mx(&m->params_arena, &m->mx[l], model_moe_shape(m));
+    m->matrices = (BlockMatrices*)host_alloc((size_t)c->L * sizeof(BlockMatrices));
+    m->linear_mx.fast = (int32_t)s->mx_fast;
+    m->linear_mx.scale_mode = (int32_t)s->mx_scale;
+    for (int64_t l = 0; l < c->L; l++) plan_matrices(m, l);
 
     arena_init(&m->saved_arena, "activations kept for backward", backend);
     for (int64_t l = 0; l < c->L; l++) {
@@ -146,6 +198,7 @@ void model_plan(Model* m, const Settings* s, int rank, Backend backend) {
     arena_init(&m->scratch_arena, "buffers of one block at a time", backend);
     if (!per_block) plan_block(&m->scratch_arena, &m->rebuilt, m, c->dense_layers > 0);
     plan_scratch(&m->scratch_arena, m);
+    if (s->linear_precision) linear_mx_plan(&m->scratch_arena, &m->linear_mx, N);
 
     arena_init(&m->pool_arena, "pool of the MoE blocks", backend);
     if (c->dense_layers < c->L)
@@ -158,6 +211,9 @@ void model_plan(Model* m, const Settings* s, int rank, Backend backend) {
     arena_add(&m->state_arena, "rope table", ELEMENT_REAL, m->T * c->rope, 0, (void**)&m->rope_table);
     arena_add(&m->state_arena, "router biases", ELEMENT_REAL, c->L * c->E, 0, (void**)&m->bias);
     arena_add(&m->state_arena, "expert loads", ELEMENT_I64, c->L * c->E, 0, (void**)&m->load);
+    if (s->mx_stats)
+        arena_add(&m->state_arena, "cast statistics", ELEMENT_BYTE, c->L * MOE_STATS * (int64_t)sizeof(MxStats), 0,
+                  (void**)&m->mx_stats);
     arena_add(&m->state_arena, "step state", ELEMENT_BYTE, sizeof(StepState), 0, (void**)&m->state);
     arena_add(&m->state_arena, "step state of validation", ELEMENT_BYTE, sizeof(StepState), 0, (void**)&m->val_state);
 }
@@ -184,8 +240,7 @@ void model_plan_free(Model* m) {
     arena_free(&m->pool_arena);
     arena_free(&m->state_arena);
     sharding_destroy(m->sharding);
-    free(m->mx);
-    free(m->mx_version);
+    free(m->matrices);
     free(m->units);
     free(m->blocks);
 }
@@ -206,6 +261,7 @@ Model* model_create(const Settings* s, Ranks* world) {
     ASSERT(s->ranks == (world ? ranks_count(world) : 1));
     model_plan(m, s, world ? ranks_index(world) : 0, BACKEND);
     m->ctx = ctx_create(model_workspace(m));
+    if (s->mx_fast && (s->expert_precision || s->linear_precision)) mx_check(m->ctx);
     arena_allocate(&m->params_arena);
     arena_allocate(&m->saved_arena);
     arena_allocate(&m->scratch_arena);
@@ -253,6 +309,7 @@ void model_batch(Model* m, const int32_t* tokens, const int32_t* targets, int64_
     ASSERT(B * T <= m->settings.batch * m->settings.seq_len && T <= m->settings.seq_len);
     m->B = B;
     m->T = T;
+    if (m->settings.linear_precision) linear_mx_batch(&m->linear_mx, B * T, m->ctx);
     device_upload(m->tokens, tokens, (size_t)(B * T) * sizeof(int32_t), m->ctx);
     if (targets) device_upload(m->targets, targets, (size_t)(B * T) * sizeof(int32_t), m->ctx);
 }
@@ -260,6 +317,7 @@ void model_batch(Model* m, const int32_t* tokens, const int32_t* targets, int64_
 void model_step_begin(Model* m) {
     grads_zero(m->sharding, m->ctx);
     device_zero(m->load, (size_t)(m->config.L * m->config.E) * sizeof(int64_t), m->ctx);
+    if (m->measures) device_zero(m->mx_stats, (size_t)(m->config.L * MOE_STATS) * sizeof(MxStats), m->ctx);
     step_begin(m->state, m->ctx);
 }
 
@@ -286,6 +344,9 @@ static void sum_over_ranks(Model* m, int stop) {
     if (!m->world) return;
     comm_sum_double(m->world, &m->state->loss_sum, 3, m->ctx);
     comm_sum_i64(m->world, m->load, m->config.L * m->config.E, m->ctx);
+    if (m->measures)  // doubles, all of it
+        comm_sum_double(m->world, (double*)m->mx_stats,
+                        m->config.L * MOE_STATS * (int64_t)(sizeof(MxStats) / sizeof(double)), m->ctx);
 }
 
 static int64_t clamp(int64_t x, int64_t most) { return x < 0 ? 0 : x < most ? x : most; }

@@ -46,6 +46,14 @@ typedef struct Scratch {
     real* logits_row;  // (V), for model_logits
 } Scratch;
 
+// The matrices of a block whose products may be MXFP8; those that it lacks are unset.
+typedef struct BlockMatrices {
+    LinearWeight wq, wqa, wqb, wkvb, wo;  // by --linear-precision
+    LinearWeight mlp13, mlp2;             // of the dense or the shared MLP, the same
+    MxExperts experts;                    // casts, with --expert-precision mxfp8
+    int64_t version;                      // of the weights that the casts were made from (dist/sharding.h)
+} BlockMatrices;
+
 typedef struct Model {
     Settings settings;
     ModelConfig config;
@@ -55,11 +63,11 @@ typedef struct Model {
     Arena params_arena, saved_arena, scratch_arena, pool_arena, state_arena;
     Unit* units;
     Sharding* sharding;
-    MxExperts* mx;        // (L): the experts' weights in MXFP8, with --expert-precision mxfp8
-    int64_t* mx_version;  // (L): of the weights they were cast from (dist/sharding.h)
-    BlockSaved* blocks;   // (L)
-    BlockSaved rebuilt;   // the memory that blocks share with --recompute block
-    Pool* pool;           // activations of the MoE blocks, a stack in forward order
+    BlockMatrices* matrices;  // (L)
+    LinearMx linear_mx;       // with --linear-precision mxfp8
+    BlockSaved* blocks;       // (L)
+    BlockSaved rebuilt;       // the memory that blocks share with --recompute block
+    Pool* pool;               // activations of the MoE blocks, a stack in forward order
     PoolMark pool_empty;
     MoeWays* ways;
     floatX *final_residual, *final_norm;
@@ -72,6 +80,8 @@ typedef struct Model {
     real *rope_table, *losses;  // (T, rope/2, 2), (N)
     real* bias;                 // (L, E): the routers' balance biases; rows of dense blocks stay 0
     int64_t* load;              // (L, E): tokens each expert got in this step
+    MxStats* mx_stats;          // (L, MOE_STATS): what the casts of this step did, with --mx-stats
+    int measures;               // 1: this step makes mx_stats; set before model_step_begin
     StepState *state, *val_state;
 } Model;
 
@@ -109,7 +119,8 @@ void model_logits(Model* model, int64_t n, real* host_logits);
 // Shapes of the batch in work.
 AttnShape model_attn_shape(const Model* model);
 MoeShape model_moe_shape(const Model* model);
-// Casts them first, where that is needed and not done since they changed.
+// Between weights_get and weights_release of the block. Casts first what is needed and was not cast since it changed.
+const BlockMatrices* model_matrices(Model* model, int64_t layer);
 MoeWeights model_moe_weights(Model* model, int64_t layer);
 void model_rope(Model* model, floatX* q, floatX* kva, int direction);
 // Rebuilds what the block kept nothing of, from its residual.

@@ -110,10 +110,14 @@ const Option settings_table[] = {
      "of what comes back from them"},
     {"precision", "wgrad-precision", OPTION_CHOICE, AT(wgrad_precision), "bf16", 0, 0, "bf16|mxfp8", 0,
      "of the operands of the expert weights' gradients"},
+    {"precision", "linear-precision", OPTION_CHOICE, AT(linear_precision), "bf16", 0, 0, "bf16|mxfp8", 0,
+     "of the products of attention but Wkva's, and of the dense and shared MLPs"},
     {"precision", "mx-scale", OPTION_CHOICE, AT(mx_scale), "rceil", 0, 0, "rceil|floor", 0,
      "how MXFP8 blocks are scaled"},
     {"precision", "mx-gemm", OPTION_CHOICE, AT(mx_fast), "exact", 0, 0, "exact|fast", 0,
      "MXFP8 products in bf16, or on the bytes with scales aligned to 128"},
+    {"precision", "mx-stats", OPTION_INT, AT(mx_stats), "0", 0, 1e9, NULL, 0,
+     "steps between statistics of the MoE blocks' casts in the log; 0: none"},
 
     {"memory", "recompute", OPTION_CHOICE, AT(recompute), "none", 0, 0, "none|moe|block", 0,
      "activations that backward computes again"},
@@ -189,13 +193,39 @@ static void check_layout(const Settings* s) {
         die(EXIT_USAGE, "--ep %lld does not divide --experts %lld", (long long)s->ep, (long long)s->model.E);
 }
 
-// Blocks of 32 along every contraction that meets MXFP8.
+// Blocks of 32 along every contraction that meets MXFP8: forward contracts over a matrix' columns, dgrad over its rows.
 static void check_precision(const Settings* s) {
-    if (!s->expert_precision && !s->dispatch_precision && !s->combine_precision && !s->wgrad_precision) return;
-    if (s->model.C % MX_BLOCK)
-        die(EXIT_USAGE, "--dim %lld is not a multiple of 32, which MXFP8 needs", (long long)s->model.C);
-    if ((s->expert_precision || s->wgrad_precision) && s->model.F % MX_BLOCK)
-        die(EXIT_USAGE, "--expert-ffn %lld is not a multiple of 32, which MXFP8 needs", (long long)s->model.F);
+    const ModelConfig* m = &s->model;
+    const int linear = s->linear_precision == PRECISION_MXFP8, expert = s->expert_precision || s->wgrad_precision;
+    const int moe = m->dense_layers < m->L;
+    const struct {
+        int used;
+        int64_t width;
+        const char* options;
+    } widths[] = {{linear || expert || s->dispatch_precision || s->combine_precision, m->C, "--dim"},
+                  {expert, m->F, "--expert-ffn"},
+                  {linear, m->q_lora, "--q-lora"},
+                  {linear, m->kv_lora, "--kv-lora"},
+                  {linear, m->H * (m->nope + m->rope), "--heads x (--nope-dim + --rope-dim) ="},
+                  {linear, m->H * (m->nope + m->v), "--heads x (--nope-dim + --v-dim) ="},
+                  {linear, m->H * m->v, "--heads x --v-dim ="},
+                  {linear && m->dense_layers, m->dense_ffn, "--dense-ffn"},
+                  {linear && moe, m->shared * m->F, "--shared-experts x --expert-ffn ="}};
+    for (size_t i = 0; i < sizeof(widths) / sizeof(widths[0]); i++)
+        if (widths[i].used && widths[i].width % MX_BLOCK)
+            die(EXIT_USAGE, "%s %lld is not a multiple of 32, which MXFP8 needs", widths[i].options,
+                (long long)widths[i].width);
+}
+
+static void check_stats(const Settings* s) {
+    if (s->mx_stats && s->model.dense_layers == s->model.L)
+        die(EXIT_USAGE, "--mx-stats %lld: the model has no MoE block, and no others are measured",
+            (long long)s->mx_stats);
+    if (s->mx_stats && !s->expert_precision && !s->dispatch_precision)
+        die(EXIT_USAGE,
+            "--mx-stats %lld: nothing that it measures is MXFP8; it goes with --expert-precision mxfp8 or "
+            "--dispatch-precision mxfp8",
+            (long long)s->mx_stats);
 }
 
 static void check_run(Settings* s) {
@@ -214,6 +244,7 @@ static void check_run(Settings* s) {
     if (!*s->train)
         die(EXIT_USAGE, "--train is missing: name the training shards, e.g. --train 'corpus/text_train_*.bin'");
     if (s->resume && !*s->out) die(EXIT_USAGE, "--resume needs --out: the folder to resume from");
+    if (s->mx_stats && !*s->out) die(EXIT_USAGE, "--mx-stats needs --out: the statistics go into its log");
     if (s->save_every && !*s->out) die(EXIT_USAGE, "--save-every needs --out: the folder to save into");
 }
 
@@ -243,6 +274,7 @@ Settings settings_read(int argc, char** argv, int ranks) {
     if (!s.ranks) s.ranks = ranks;
     check_layout(&s);
     check_precision(&s);
+    check_stats(&s);
     check_run(&s);
     return s;
 }

@@ -38,7 +38,8 @@ typedef struct Settings {
     int64_t warmup, schedule;
     int64_t ep, shard, recompute;
     double timeout, capacity;
-    int64_t expert_precision, dispatch_precision, combine_precision, wgrad_precision, mx_scale, mx_fast;
+    int64_t expert_precision, dispatch_precision, combine_precision, wgrad_precision, linear_precision, mx_scale,
+        mx_fast, mx_stats;
     int64_t force_balance, overfit;
 } Settings;
 

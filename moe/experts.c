@@ -8,7 +8,7 @@ void experts_swiglu_forward(floatX* a, const floatX* h, Ragged r, int64_t F, Ctx
 }
 
 void experts_swiglu_backward(floatX* dh, floatX* gated_a, real* drow_gate, const floatX* dap, const floatX* h,
-                             const floatX* a, Ragged r, int64_t F, Ctx* ctx) {
+                             Ragged r, int64_t F, Ctx* ctx) {
     (void)ctx;
 #pragma omp parallel for schedule(static)
     for (int64_t row = 0; row < r.group_start[r.El]; row++) {
@@ -17,8 +17,7 @@ void experts_swiglu_backward(floatX* dh, floatX* gated_a, real* drow_gate, const
         real gate = r.row_gate[row], dgate = 0;
 #pragma omp simd reduction(+ : dgate)
         for (int64_t i = 0; i < F; i++) {
-            real s = 1 / (1 + exp(-g[i])), silu = g[i] * s, d = dap[row * F + i];
-            real act = a ? a[row * F + i] : silu * u[i];
+            real s = 1 / (1 + exp(-g[i])), silu = g[i] * s, act = silu * u[i], d = dap[row * F + i];
             dgate += d * act;
             gated_a[row * F + i] = gate * act;
             du[i] = gate * d * silu;

@@ -30,7 +30,7 @@ static __global__ void __launch_bounds__(256)
 template <int W>
 static __global__ void __launch_bounds__(256)
     experts_swiglu_backward_kernel(floatX* dh, floatX* gated_a, float* drow_gate, const floatX* dap, const floatX* h,
-                                   const floatX* a_read, Ragged r, int64_t F) {
+                                   Ragged r, int64_t F) {
     const int64_t step = 32 * W, used = r.group_start[r.El];
     const int lane = threadIdx.x % 32;
     for (int64_t row = blockIdx.x * (int64_t)8 + threadIdx.x / 32; row < used; row += gridDim.x * (int64_t)8) {
@@ -40,7 +40,7 @@ static __global__ void __launch_bounds__(256)
         floatX* d = dh + row * 2 * F;
         float dot = 0;
         for (int64_t c0 = lane * W; c0 < F; c0 += UNROLL * step) {
-            Piece<W> gs[UNROLL] = {}, us[UNROLL] = {}, ds[UNROLL] = {}, as[UNROLL] = {};
+            Piece<W> gs[UNROLL] = {}, us[UNROLL] = {}, ds[UNROLL] = {};
 #pragma unroll
             for (int i = 0; i < UNROLL; i++) {
                 const int64_t c = c0 + i * step;
@@ -48,7 +48,6 @@ static __global__ void __launch_bounds__(256)
                 gs[i] = *(const Piece<W>*)(gate + c);
                 us[i] = *(const Piece<W>*)(gate + F + c);
                 ds[i] = *(const Piece<W>*)(da + c);
-                if (a_read) as[i] = *(const Piece<W>*)(a_read + row * F + c);
             }
 #pragma unroll
             for (int i = 0; i < UNROLL; i++) {
@@ -58,10 +57,9 @@ static __global__ void __launch_bounds__(256)
                 load<W>(g, (const floatX*)&gs[i]);
                 load<W>(u, (const floatX*)&us[i]);
                 load<W>(x, (const floatX*)&ds[i]);
-                load<W>(a, (const floatX*)&as[i]);
 #pragma unroll
                 for (int j = 0; j < W; j++) {
-                    float s = sigmoid_fast(g[j]), silu = g[j] * s, act = a_read ? a[j] : silu * u[j];
+                    float s = sigmoid_fast(g[j]), silu = g[j] * s, act = silu * u[j];
                     dot += x[j] * act;
                     a[j] = scale * act;
                     x[j] *= scale;
@@ -89,12 +87,12 @@ void experts_swiglu_forward(floatX* a, const floatX* h, Ragged r, int64_t F, Ctx
 }
 
 void experts_swiglu_backward(floatX* dh, floatX* gated_a, real* drow_gate, const floatX* dap, const floatX* h,
-                             const floatX* a, Ragged r, int64_t F, Ctx* ctx) {
-    if (wide(F, dh, gated_a, dap, h, a))
+                             Ragged r, int64_t F, Ctx* ctx) {
+    if (wide(F, dh, gated_a, dap, h))
         experts_swiglu_backward_kernel<8>
-            <<<grid_of(ceil_div(r.capacity, 8), ctx), 256, 0, ctx->stream>>>(dh, gated_a, drow_gate, dap, h, a, r, F);
+            <<<grid_of(ceil_div(r.capacity, 8), ctx), 256, 0, ctx->stream>>>(dh, gated_a, drow_gate, dap, h, r, F);
     else
         experts_swiglu_backward_kernel<1>
-            <<<grid_of(ceil_div(r.capacity, 8), ctx), 256, 0, ctx->stream>>>(dh, gated_a, drow_gate, dap, h, a, r, F);
+            <<<grid_of(ceil_div(r.capacity, 8), ctx), 256, 0, ctx->stream>>>(dh, gated_a, drow_gate, dap, h, r, F);
     LAUNCH_CHECK();
 }

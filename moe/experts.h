@@ -22,7 +22,6 @@ void experts_swiglu_backward(floatX* dh,         // (capacity, 2F)
                              real* drow_gate,    // (capacity): <dA', A>
                              const floatX* dap,  // (capacity, F): dA' = dOut W2
                              const floatX* h,    // (capacity, 2F)
-                             const floatX* a,    // (capacity, F): A as W2 read it; NULL: as h gives it; may be gated_a
                              Ragged ragged, int64_t F, Ctx* ctx);
 
 END_C

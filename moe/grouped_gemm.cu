@@ -6,21 +6,20 @@
 // operands whose rows are the contraction (dgrad's W, both of wgrad) as they lie: the passes differ in coordinates
 // only. Groups start at multiples of 128, so no tile holds rows of two experts and nothing behind group_start[El] is
 // read. Two blocks form a cluster and share the operand that is common to their tiles: each loads half of it for both.
-// Tiles are handed out in a fixed order and one block owns a tile's whole sum: the same bits on every run. wgrad adds
+// Tiles go to clusters as they come for them; one block owns a tile's whole sum: the same bits on every run. wgrad adds
 // to dW by TMA. Bound by the tensor cores under the card's power limit; with few rows per expert wgrad by the traffic
 // of dW.
 #include "moe/grouped_gemm.h"
-#include "moe/grouped_gemm_ptx.cuh"
+#include "moe/grouped_gemm_lt.cuh"
+#include "moe/grouped_gemm_parts.cuh"
 
 namespace {
 
-enum { CLUSTER = 2, BOTH = 3 };  // blocks of a cluster, and their bits
 enum { TILE_M = 128, TILE_N = 256, TILE_K = 64 };
 enum { BOX = 64, BOX_BYTES = BOX * BOX * 2 };  // every load is a box of 64 x 64 bf16, swizzled over 128 bytes
 enum { STAGE_BYTES = (TILE_M + TILE_N) / BOX * BOX_BYTES };
 enum { STAGES = 4, RING = 4 };
 enum { WARPS = 8, THREADS = 128 + 32 * WARPS };  // a producer warpgroup (one warp works) and two that multiply
-enum { OUT_BYTES = 16 * 128 };                   // a warp writes out 16 rows of 128 bytes at a time
 enum { BAND = 16 / CLUSTER };  // pairs of tiles below each other that are walked before the next column: reuse in L2
 enum { MAX_EXPERTS = 1024 };
 
@@ -39,6 +38,7 @@ struct Groups {
     const int64_t* start;
     const int32_t* rows;
     int El, M, N, K;
+    uint32_t* counter;  // of units handed out
 };
 
 struct Tile {
@@ -53,13 +53,12 @@ struct Tile {
 
 struct Shared {
     alignas(1024) uint8_t stage[STAGES][STAGE_BYTES];  // A's boxes, then B's
-    alignas(1024) uint8_t out[WARPS][2][OUT_BYTES];
+    alignas(1024) uint8_t out[WARPS][2][PIECE_BYTES];
     uint64_t full[STAGES], empty[STAGES], tile_full[RING], tile_empty[RING];
     Tile tile[RING];
+    Queue queue;
     int16_t order[MAX_EXPERTS];  // WGRAD: largest experts first
 };
-
-__device__ __forceinline__ int div_up(int a, int b) { return (a + b - 1) / b; }
 
 // --- The producer ---
 
@@ -124,16 +123,17 @@ __device__ __forceinline__ void load_b(uint8_t* to, const CUtensorMap* map, uint
 template <Pass P>
 __device__ __forceinline__ void produce(Shared& s, const CUtensorMap* a, const CUtensorMap* b, const Groups& g) {
     const int lane = threadIdx.x % 32, rank = cluster_rank();
-    const int cluster = blockIdx.x / CLUSTER, clusters = gridDim.x / CLUSTER, tiles_n = div_up(g.N, TILE_N);
+    const int tiles_n = div_up(g.N, TILE_N);
     const int wide = div_up(g.N - TILE_N / 2, TILE_N);  // columns of WIDE tiles: all, or all but the last
     int slot = 0, ring = 0;
     uint32_t parity = 1, ring_parity = 1;
+    Units units = {s.queue, g.counter, rank, lane, 0, 0};
+    units.draw();
     Window w;
     w.first = w.base = 0;
     load_window<P>(w, g, s.order, tiles_n, wide, lane);
-    for (int round = 0;; round++) {
-        // Back and forth over the clusters: with experts in falling order of size, as WGRAD has them, sums stay even.
-        int unit = round * clusters + (P == WGRAD && round % 2 ? clusters - 1 - cluster : cluster), total;
+    for (;;) {
+        int unit = units.next(), total;
         while (total = __shfl_sync(0xffffffffu, w.end, 31), unit >= total && w.first + 32 < g.El) {
             w.first += 32, w.base = total;
             load_window<P>(w, g, s.order, tiles_n, wide, lane);
@@ -141,6 +141,7 @@ __device__ __forceinline__ void produce(Shared& s, const CUtensorMap* a, const C
         Tile t = {};
         int shared_a = 0, shared_b = 0;
         if (unit < total) {
+            units.draw();
             int owner = __popc(__ballot_sync(0xffffffffu, w.end <= unit));
             int before = __shfl_sync(0xffffffffu, w.end, (owner + 31) % 32);
             int start = __shfl_sync(0xffffffffu, w.start, owner), rows = __shfl_sync(0xffffffffu, w.rows, owner);
@@ -209,7 +210,7 @@ __device__ __forceinline__ void produce(Shared& s, const CUtensorMap* a, const C
 
 // A stage may be overwritten, here and by the neighbour. One arrival per warp and block.
 __device__ __forceinline__ void release(Shared& s, int slot, int lane) {
-    if (lane < CLUSTER) barrier_arrive_at(&s.empty[slot], lane);
+    if (lane < CLUSTER) barrier_arrive_cluster(cluster_address(&s.empty[slot], lane));
 }
 
 // d = the tile's sums; the tensor cores always have the next slice queued when a stage is given back. Each kind of tile
@@ -249,71 +250,6 @@ __device__ __forceinline__ void multiply(Shared& s, float (&d)[PARTS<KIND>][COLU
     release(s, before, lane);
 }
 
-// A warp's 16 rows leave in pieces of 128 bytes a row, through two buffers of its own. TMA drops what lies outside.
-struct Writer {
-    uint8_t (*buffer)[OUT_BYTES];
-    int turn, lane;
-
-    __device__ __forceinline__ uint8_t* begin() {
-        if (lane == 0) tma_wait_read<1>();
-        __syncwarp();
-        turn ^= 1;
-        return buffer[turn];
-    }
-    __device__ __forceinline__ void ready() {
-        fence_async();
-        __syncwarp();
-    }
-};
-
-// 64 columns of bf16 at a time, `row` being the warp's first row in the tile; 16-byte units are swizzled as TMA expects
-// them. Pad rows become zeros whatever their sums are (by the packed values: writing d itself would serialize wgmma).
-template <int N>
-__device__ __forceinline__ void write_bf16(Writer& w, const float (&d)[N / 2], const CUtensorMap* out, const Tile& t,
-                                           int row, int columns) {
-    const int lane = w.lane, m = t.m + row, n = t.n;
-    const uint32_t keep = row + lane / 4 < t.valid ? ~0u : 0, keep8 = row + lane / 4 + 8 < t.valid ? ~0u : 0;
-#pragma unroll
-    for (int c = 0; c < N / 64; c++) {
-        if (n + c * 64 >= columns) break;
-        uint8_t* to = w.begin();
-        // Lanes 0-7, 8-15 address rows 0-7 and 8-15 of 8 columns, lanes 16-31 those of the next 8.
-        const uint32_t at = shared_address(to) + lane % 16 * 128;
-#pragma unroll
-        for (int j = 0; j < 8; j += 2) {
-            const float* p = d + c * 32 + j * 4;
-            store_matrices(at + ((j + lane / 16) ^ lane % 8) * 16, pack_bf16(p[0], p[1]) & keep,
-                           pack_bf16(p[2], p[3]) & keep8, pack_bf16(p[4], p[5]) & keep, pack_bf16(p[6], p[7]) & keep8);
-        }
-        w.ready();
-        if (lane == 0) tma_store(out, to, n + c * 64, m), tma_commit();
-    }
-}
-
-// 32 columns of float32 at a time. Odd rows go through their columns in another order: no bank conflicts.
-template <int N>
-__device__ __forceinline__ void add_float(Writer& w, const float (&d)[N / 2], const CUtensorMap* out, const Tile& t,
-                                          int row, int columns) {
-    const int lane = w.lane, r = lane / 4, odd = r % 2, m = t.m + row, n = t.n, expert = t.expert;
-#pragma unroll
-    for (int c = 0; c < N / 32; c++) {
-        if (n + c * 32 >= columns) break;
-        uint8_t* to = w.begin() + r * 128 + lane % 2 * 8;
-#pragma unroll
-        for (int j = 0; j < 2; j++)
-#pragma unroll
-            for (int half = 0; half < 2; half++) {
-                const float* p = d + c * 16 + j * 4 + half * 2;
-                float2 near = {p[0], p[1]}, far = {p[8], p[9]};
-                const int unit = (j * 2 + lane % 4 / 2) ^ r ^ odd * 4;
-                *(float2*)(to + half * 8 * 128 + unit * 16) = odd ? far : near;
-                *(float2*)(to + half * 8 * 128 + (unit ^ 4) * 16) = odd ? near : far;
-            }
-        w.ready();
-        if (lane == 0) tma_add(out, w.buffer[w.turn], n + c * 32, m, expert), tma_commit();
-    }
-}
-
 // One tile, from the first slice to the output.
 template <Pass P, Kind KIND>
 __device__ __forceinline__ void compute(Shared& s, const Tile& t, const CUtensorMap* out, int columns, int& slot,
@@ -324,11 +260,13 @@ __device__ __forceinline__ void compute(Shared& s, const Tile& t, const CUtensor
     if (!t.store) return;
 #pragma unroll
     for (int part = 0; part < PARTS<KIND>; part++) {
-        const int row = part * TILE_M + warp * 16;
+        const int row = part * TILE_M + warp * 16, m = t.m + row, expert = t.expert;
         if (P == WGRAD)
-            add_float<COLUMNS<KIND>>(writer, d[part], out, t, row, columns);
+            write<float, COLUMNS<KIND>>(writer, d[part], t.n, columns, 16,
+                                        [&](const void* piece, int n) { tma_add(out, piece, n, m, expert); });
         else
-            write_bf16<COLUMNS<KIND>>(writer, d[part], out, t, row, columns);
+            write<floatX, COLUMNS<KIND>>(writer, d[part], t.n, columns, t.valid - row,
+                                         [&](const void* piece, int n) { tma_store(out, piece, n, m); });
     }
 }
 
@@ -366,6 +304,7 @@ __global__ void __cluster_dims__(CLUSTER, 1, 1) __launch_bounds__(THREADS, 1)
     if (threadIdx.x == 0) {
         for (int i = 0; i < STAGES; i++) barrier_init(&s.full[i], 1), barrier_init(&s.empty[i], WARPS * CLUSTER);
         for (int i = 0; i < RING; i++) barrier_init(&s.tile_full[i], 1), barrier_init(&s.tile_empty[i], WARPS);
+        queue_init(s.queue);
         barrier_init_fence();
         tma_prefetch(&a), tma_prefetch(&b), tma_prefetch(&out);
     }
@@ -389,23 +328,6 @@ __global__ void __cluster_dims__(CLUSTER, 1, 1) __launch_bounds__(THREADS, 1)
 
 // --- The host's side ---
 
-// (depth, rows, cols), or (rows, cols) with depth 0; swizzled boxes 128 bytes wide.
-CUtensorMap matrix_map(const void* p, CUtensorMapDataType type, int64_t depth, int64_t rows, int64_t cols, int box_rows,
-                       Ctx* ctx) {
-    const cuuint64_t bytes = type == CU_TENSOR_MAP_DATA_TYPE_FLOAT32 ? 4 : 2;
-    cuuint64_t sizes[3] = {(cuuint64_t)cols, (cuuint64_t)rows, (cuuint64_t)depth};
-    cuuint64_t strides[2] = {(cuuint64_t)cols * bytes, (cuuint64_t)(rows * cols) * bytes};
-    cuuint32_t box[3] = {(cuuint32_t)(128 / bytes), (cuuint32_t)box_rows, 1}, ones[3] = {1, 1, 1};
-    CUtensorMap map;
-    CUresult result = ctx->encode_tiled(&map, type, depth ? 3 : 2, (void*)p, sizes, strides, box, ones,
-                                        CU_TENSOR_MAP_INTERLEAVE_NONE, CU_TENSOR_MAP_SWIZZLE_128B,
-                                        CU_TENSOR_MAP_L2_PROMOTION_L2_256B, CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE);
-    if (result != CUDA_SUCCESS)
-        die(EXIT_FAILED, "%s:%d: cuTensorMapEncodeTiled: error %d (pointer %p, %lld x %lld x %lld)", __FILE__, __LINE__,
-            (int)result, p, (long long)depth, (long long)rows, (long long)cols);
-    return map;
-}
-
 void check_sizes(const Ragged& r, int64_t IC, int64_t OC) {
     if (IC <= 0 || OC <= 0 || IC % 8 != 0 || OC % 8 != 0)
         die(EXIT_USAGE,
@@ -425,31 +347,32 @@ void launch(const CUtensorMap& a, const CUtensorMap& b, const CUtensorMap& out, 
     LAUNCH_CHECK();
 }
 
-const CUtensorMapDataType BF16 = CU_TENSOR_MAP_DATA_TYPE_BFLOAT16, F32 = CU_TENSOR_MAP_DATA_TYPE_FLOAT32;
-
 }  // namespace
 
 void grouped_gemm_forward(floatX* y, const floatX* x, const floatX* w, Ragged r, int64_t IC, int64_t OC, Ctx* ctx) {
     check_sizes(r, IC, OC);
     if (r.capacity == 0 || r.El == 0) return;
-    launch<FORWARD>(matrix_map(x, BF16, 0, r.capacity, IC, BOX, ctx), matrix_map(w, BF16, r.El, OC, IC, BOX, ctx),
-                    matrix_map(y, BF16, 0, r.capacity, OC, 16, ctx),
-                    {r.group_start, r.group_rows, r.El, 0, (int)OC, (int)IC}, ctx);
+    if (ctx->blackwell) return grouped_gemm_lt_forward(y, x, w, r, IC, OC, ctx);
+    launch<FORWARD>(matrix_map(x, 0, r.capacity, IC, BOX, ctx), matrix_map(w, r.El, OC, IC, BOX, ctx),
+                    matrix_map(y, 0, r.capacity, OC, 16, ctx),
+                    {r.group_start, r.group_rows, r.El, 0, (int)OC, (int)IC, unit_counter(ctx)}, ctx);
 }
 
 void grouped_gemm_dgrad(floatX* dx, const floatX* dy, const floatX* w, Ragged r, int64_t IC, int64_t OC, Ctx* ctx) {
     check_sizes(r, IC, OC);
     if (r.capacity == 0 || r.El == 0) return;
-    launch<DGRAD>(matrix_map(dy, BF16, 0, r.capacity, OC, BOX, ctx), matrix_map(w, BF16, r.El, OC, IC, BOX, ctx),
-                  matrix_map(dx, BF16, 0, r.capacity, IC, 16, ctx),
-                  {r.group_start, r.group_rows, r.El, 0, (int)IC, (int)OC}, ctx);
+    if (ctx->blackwell) return grouped_gemm_lt_dgrad(dx, dy, w, r, IC, OC, ctx);
+    launch<DGRAD>(matrix_map(dy, 0, r.capacity, OC, BOX, ctx), matrix_map(w, r.El, OC, IC, BOX, ctx),
+                  matrix_map(dx, 0, r.capacity, IC, 16, ctx),
+                  {r.group_start, r.group_rows, r.El, 0, (int)IC, (int)OC, unit_counter(ctx)}, ctx);
 }
 
 // Sums run over whole slices of 64 rows: pad rows at an expert's end are zeros in dy and x and add nothing.
 void grouped_gemm_wgrad(real* dw, const floatX* dy, const floatX* x, Ragged r, int64_t IC, int64_t OC, Ctx* ctx) {
     check_sizes(r, IC, OC);
     if (r.capacity == 0 || r.El == 0) return;
-    launch<WGRAD>(matrix_map(dy, BF16, 0, r.capacity, OC, BOX, ctx), matrix_map(x, BF16, 0, r.capacity, IC, BOX, ctx),
-                  matrix_map(dw, F32, r.El, OC, IC, 16, ctx), {r.group_start, r.group_rows, r.El, (int)OC, (int)IC, 0},
-                  ctx);
+    if (ctx->blackwell) return grouped_gemm_lt_wgrad(dw, dy, x, r, IC, OC, ctx);
+    launch<WGRAD>(matrix_map(dy, 0, r.capacity, OC, BOX, ctx), matrix_map(x, 0, r.capacity, IC, BOX, ctx),
+                  matrix_map(dw, r.El, OC, IC, 16, ctx),
+                  {r.group_start, r.group_rows, r.El, (int)OC, (int)IC, 0, unit_counter(ctx)}, ctx);
 }

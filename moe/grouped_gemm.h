@@ -1,6 +1,7 @@
 // One matrix product per expert over its rows of a ragged buffer (moe/permute.h), all experts in one call. Weights of
-// all experts lie together: w (El, OC, IC). Group ends are read on the device. Products read true rows only; rows of an
-// output that are pad rows are written as zeros.
+// all experts lie together: w (El, OC, IC). Group ends are read on the device, and units of work are counted in four
+// bytes of the workspace (on Blackwell the ends are fetched and linear_workspace() is used: moe/grouped_gemm_lt.cuh).
+// Products read true rows only, or pad rows that are zeros; rows of an output that are pad rows are written as zeros.
 #ifndef MOE_GROUPED_GEMM_H
 #define MOE_GROUPED_GEMM_H
 

@@ -7,25 +7,24 @@
 // know no scales and keep few bits in fp8 sums, so a chunk is summed by itself and then added to the tile's float32
 // sums, times both scales: a multiply-add per element and chunk. While one warpgroup does that, the tensor cores work
 // for the other. Groups start at multiples of 128, so no tile holds rows of two experts. Two blocks form a cluster and
-// share the operand that is common to their tiles: each loads half of it for both. Tiles are handed out in a fixed
-// order and one block owns a tile's whole sum: the same bits on every run. Bound by the tensor cores under the card's
+// share the operand that is common to their tiles: each loads half of it for both. Tiles go to clusters as they come
+// for them; one block owns a tile's whole sum: the same bits on every run. Bound by the tensor cores under the card's
 // power limit and by what is issued beside them: a warp's 205 instructions a chunk, 128 of them the multiply-adds, in
 // the 512 clocks that its products take.
 #include "moe/grouped_gemm_mx.h"
-#include "moe/grouped_gemm_ptx.cuh"
+#include "moe/grouped_gemm_lt.cuh"
+#include "moe/grouped_gemm_parts.cuh"
 #include "moe/mxfp8.h"
 
 namespace {
 
-enum { CLUSTER = 2, BOTH = 3 };  // blocks of a cluster, and their bits
 enum { TILE_M = 256, TILE_N = 128, TILE_K = MX_CHUNK };
 enum { PART = 128 };                          // rows of a part of a tile: 64 for each warpgroup
 enum { BOX = 64, BOX_BYTES = BOX * TILE_K };  // every load is a box of 64 rows of 128 bytes, swizzled
 enum { STAGE_BYTES = (TILE_M + TILE_N) / BOX * BOX_BYTES };
 enum { STAGES = 4, RING = 4 };
 enum { WARPS = 8, THREADS = 128 + 32 * WARPS };  // a producer warpgroup (one warp works) and two that multiply
-enum { OUT_BYTES = 16 * 128 };                   // a warp writes out 16 rows of 128 bytes at a time
-enum { BAND = 8 };  // tiles below each other that are walked before the next columns: reuse in L2
+enum { BAND = 8 };  // an even number of tiles below each other that are walked before the next columns: reuse in L2
 
 // The output of one expert is its rows x N, the contraction K.
 struct Groups {
@@ -35,6 +34,7 @@ struct Groups {
     int64_t x_stride;
     int w_stride_o, w_stride_c;
     int El, N, K;
+    uint32_t* counter;  // of units handed out
 };
 
 struct Tile {
@@ -49,18 +49,17 @@ struct Tile {
 
 struct Shared {
     alignas(1024) uint8_t stage[STAGES][STAGE_BYTES];  // A's boxes, then B's
-    alignas(1024) uint8_t out[WARPS][2][OUT_BYTES];
+    alignas(1024) uint8_t out[WARPS][2][PIECE_BYTES];
     uint64_t full[STAGES], empty[STAGES], tile_full[RING], tile_empty[RING];
     Tile tile[RING];
+    Queue queue;
 };
-
-__device__ __forceinline__ int div_up(int a, int b) { return (a + b - 1) / b; }
 
 // --- The producer ---
 
 // A unit of work is one tile for each block of the cluster: two beside each other, which share rows of x; those of an
 // odd last column go by twos below each other and share rows of W, the last of an odd number alone.
-__device__ __forceinline__ int units(int tiles_m, int tiles_n) {
+__device__ __forceinline__ int units_of(int tiles_m, int tiles_n) {
     return tiles_m * (tiles_n / 2) + div_up(tiles_m, 2) * (tiles_n % 2);
 }
 
@@ -78,7 +77,7 @@ __device__ __forceinline__ void load_window(Window& w, const Groups& g, int tile
         w.rows = g.rows[e];
         w.height = (int)g.start[e + 1] - w.start;
     }
-    w.end = units(div_up(w.height, TILE_M), tiles_n);
+    w.end = units_of(div_up(w.height, TILE_M), tiles_n);
 #pragma unroll
     for (int d = 1; d < 32; d *= 2) {
         int before = __shfl_up_sync(0xffffffffu, w.end, d);
@@ -89,14 +88,16 @@ __device__ __forceinline__ void load_window(Window& w, const Groups& g, int tile
 
 __device__ __forceinline__ void produce(Shared& s, const CUtensorMap* x, const CUtensorMap* weights, const Groups& g) {
     const int lane = threadIdx.x % 32, rank = cluster_rank();
-    const int tiles_n = div_up(g.N, TILE_N), pairs = tiles_n / 2, per_band = units(BAND, tiles_n);
+    const int tiles_n = div_up(g.N, TILE_N), pairs = tiles_n / 2, per_band = units_of(BAND, tiles_n);
     int slot = 0, ring = 0;
     uint32_t parity = 1, ring_parity = 1;
+    Units units = {s.queue, g.counter, rank, lane, 0, 0};
+    units.draw();
     Window w;
     w.first = w.base = 0;
     load_window(w, g, tiles_n, lane);
-    for (int at = blockIdx.x / CLUSTER;; at += gridDim.x / CLUSTER) {
-        int unit = at, total;
+    for (;;) {
+        int unit = units.next(), total;
         while (total = __shfl_sync(0xffffffffu, w.end, 31), unit >= total && w.first + 32 < g.El) {
             w.first += 32, w.base = total;
             load_window(w, g, tiles_n, lane);
@@ -104,6 +105,7 @@ __device__ __forceinline__ void produce(Shared& s, const CUtensorMap* x, const C
         Tile t = {};
         int shared_a = 0, shared_b = 0;
         if (unit < total) {
+            units.draw();
             const int owner = __popc(__ballot_sync(0xffffffffu, w.end <= unit));
             const int before = __shfl_sync(0xffffffffu, w.end, (owner + 31) % 32);
             const int start = __shfl_sync(0xffffffffu, w.start, owner), rows = __shfl_sync(0xffffffffu, w.rows, owner);
@@ -208,7 +210,7 @@ struct Consumer {
     Scales scales;
 };
 
-// Of `next`, the tile to come: called before the present one is written, so that they are there in time.
+// Of `next`, the tile to come: called before the present one's last part is written, so that they are there in time.
 __device__ __forceinline__ void begin_scales(Scales& c, const Tile& next, const Groups& g) {
     const int warp = threadIdx.x / 32 - 4, lane = threadIdx.x % 32, part = next.rows > PART ? lane % 4 / 2 : 0;
     const int row = next.m + part * PART + warp * 16 + lane / 4 + lane % 2 * 8;
@@ -217,127 +219,70 @@ __device__ __forceinline__ void begin_scales(Scales& c, const Tile& next, const 
     load_scales(c, 0, next.steps, g.w_stride_c, lane);
 }
 
-// d = the tile's sums.
-template <int PARTS>
-__device__ __forceinline__ void multiply(Shared& s, Consumer& c, float (&d)[PARTS][TILE_N / 2], int steps, int w_stride,
-                                         int lane) {
+// Adds the chunk at hand to d, the tile's sums. `beside` runs while the last products of a tile's LAST chunk do. (That
+// chunk is not in the loop of the others: there the compiler would give sums and products registers of the same bank.)
+template <int PARTS, bool LAST, typename Beside>
+__device__ __forceinline__ void add_chunk(Shared& s, Consumer& c, float (&d)[PARTS][TILE_N / 2], int step, int steps,
+                                          int w_stride, int lane, Beside beside) {
     const uint64_t high = wgmma_descriptor<BOX>(0, 0);
+    float p[TILE_N / 2], scale = 0;
+    barrier_wait(&s.full[c.slot], c.parity);
+    const uint32_t a = c.a + c.slot * (STAGE_BYTES / 16), b = c.b + c.slot * (STAGE_BYTES / 16);
+#pragma unroll
+    for (int part = 0; part < PARTS; part++) {
+        wgmma_fence();
+#pragma unroll
+        for (int k = 0; k < TILE_K / 32; k++)  // descriptors count in units of 16 bytes
+            wgmma_e4m3_n128(p, high | (a + part * (PART * TILE_K / 16) + k * 2), high | (b + k * 2), k > 0);
+        wgmma_commit();
+        // Meanwhile: this chunk's scale, of the row that this lane reads for.
+        if (part == 0) {
+            scale = power(c.scales.sx) * __shfl_sync(0xffffffffu, c.scales.sw, step, 4);
+            scale = fmaf(scale, 0, scale);  // infinity becomes NaN
+            c.scales.sx >>= 8;
+        }
+        const float near = __shfl_sync(0xffffffffu, scale, part * 2, 4);
+        const float far = __shfl_sync(0xffffffffu, scale, part * 2 + 1, 4);
+        if (part == PARTS - 1 && !LAST && step % 4 == 3) next_scales(c.scales, step / 4 + 1, steps, w_stride, lane);
+        if (part == PARTS - 1 && LAST) beside();
+        wgmma_wait<0>();
+        wgmma_pin(p);
+        // The stage may be overwritten, here and by the neighbour. One arrival per warp and block.
+        if (part == PARTS - 1 && lane < CLUSTER) barrier_arrive_cluster(c.empty + c.slot * sizeof(uint64_t));
+#pragma unroll
+        for (int i = 0; i < TILE_N / 2; i++) d[part][i] = fmaf(p[i], i & 2 ? far : near, d[part][i]);
+    }
+    if (++c.slot == STAGES) c.slot = 0, c.parity ^= 1;
+}
+
+// One tile, from the first chunk to the output; of two parts the first leaves while the second's last products run.
+// Leaves the consumer at the next tile.
+template <int PARTS, typename Out>
+__device__ __forceinline__ void compute(Shared& s, Consumer& c, const Tile& t, const Groups& g, const CUtensorMap* out,
+                                        Writer& writer) {
+    const int warp = threadIdx.x / 32 - 4, steps = t.steps, lane = writer.lane;
+    float d[PARTS][TILE_N / 2];
 #pragma unroll
     for (int part = 0; part < PARTS; part++)
 #pragma unroll
         for (int i = 0; i < TILE_N / 2; i++) d[part][i] = 0;
-    next_scales(c.scales, 0, steps, w_stride, lane);
-    for (int step = 0; step < steps; step++) {
-        float p[TILE_N / 2], scale = 0;
-        barrier_wait(&s.full[c.slot], c.parity);
-        const uint32_t a = c.a + c.slot * (STAGE_BYTES / 16), b = c.b + c.slot * (STAGE_BYTES / 16);
-#pragma unroll
-        for (int part = 0; part < PARTS; part++) {
-            wgmma_fence();
-#pragma unroll
-            for (int k = 0; k < TILE_K / 32; k++)  // descriptors count in units of 16 bytes
-                wgmma_e4m3_n128(p, high | (a + part * (PART * TILE_K / 16) + k * 2), high | (b + k * 2), k > 0);
-            wgmma_commit();
-            // Meanwhile: this chunk's scale, of the row that this lane reads for.
-            if (part == 0) {
-                scale = power(c.scales.sx) * __shfl_sync(0xffffffffu, c.scales.sw, step, 4);
-                scale = fmaf(scale, 0, scale);  // infinity becomes NaN
-                c.scales.sx >>= 8;
-            }
-            const float near = __shfl_sync(0xffffffffu, scale, part * 2, 4);
-            const float far = __shfl_sync(0xffffffffu, scale, part * 2 + 1, 4);
-            if (part == PARTS - 1 && step % 4 == 3) next_scales(c.scales, step / 4 + 1, steps, w_stride, lane);
-            wgmma_wait<0>();
-            wgmma_pin(p);
-            // The stage may be overwritten, here and by the neighbour. One arrival per warp and block.
-            if (part == PARTS - 1 && lane < CLUSTER) barrier_arrive_cluster(c.empty + c.slot * sizeof(uint64_t));
-#pragma unroll
-            for (int i = 0; i < TILE_N / 2; i++) d[part][i] = fmaf(p[i], i & 2 ? far : near, d[part][i]);
-        }
-        if (++c.slot == STAGES) c.slot = 0, c.parity ^= 1;
-    }
-}
-
-// A warp's 16 rows leave in pieces of 128 bytes a row, through two buffers of its own. TMA drops what lies outside.
-struct Writer {
-    uint8_t (*buffer)[OUT_BYTES];
-    int turn, lane;
-
-    __device__ __forceinline__ uint8_t* begin() {
-        if (lane == 0) tma_wait_read<1>();
-        __syncwarp();
-        turn ^= 1;
-        return buffer[turn];
-    }
-    __device__ __forceinline__ void end(const CUtensorMap* out, int x, int y) {
-        fence_async();
-        __syncwarp();
-        if (lane == 0) tma_store(out, buffer[turn], x, y), tma_commit();
-    }
-};
-
-// 64 columns of bf16 at a time, `row` being the warp's first row in the tile; 16-byte units are swizzled as TMA expects
-// them. Pad rows become zeros whatever their sums are.
-__device__ __forceinline__ void write(Writer& w, const float (&d)[TILE_N / 2], floatX*, const CUtensorMap* out,
-                                      const Tile& t, int row, int columns) {
-    const int lane = w.lane, m = t.m + row, n = t.n, valid = t.valid - row;
-#pragma unroll
-    for (int c = 0; c < TILE_N / 64; c++) {
-        if (n + c * 64 >= columns) break;
-        uint32_t packed[16];
-#pragma unroll
-        for (int i = 0; i < 16; i++) packed[i] = pack_bf16(d[c * 32 + 2 * i], d[c * 32 + 2 * i + 1]);
-        if (valid < 16)
-#pragma unroll
-            for (int i = 0; i < 16; i++)
-                if (lane / 4 + i % 2 * 8 >= valid) packed[i] = 0;
-        // Lanes 0-7, 8-15 address rows 0-7 and 8-15 of 8 columns, lanes 16-31 those of the next 8.
-        const uint32_t at = shared_address(w.begin()) + lane % 16 * 128;
-#pragma unroll
-        for (int j = 0; j < 8; j += 2)
-            store_matrices(at + ((j + lane / 16) ^ lane % 8) * 16, packed[2 * j], packed[2 * j + 1], packed[2 * j + 2],
-                           packed[2 * j + 3]);
-        w.end(out, n + c * 64, m);
-    }
-}
-
-// 32 columns of float32 at a time. Odd rows go through their columns in another order: no bank conflicts.
-__device__ __forceinline__ void write(Writer& w, const float (&d)[TILE_N / 2], float*, const CUtensorMap* out,
-                                      const Tile& t, int row, int columns) {
-    const int lane = w.lane, r = lane / 4, odd = r % 2, m = t.m + row, n = t.n, valid = t.valid - row;
-#pragma unroll
-    for (int c = 0; c < TILE_N / 32; c++) {
-        if (n + c * 32 >= columns) break;
-        uint8_t* to = w.begin() + r * 128 + lane % 2 * 8;
-#pragma unroll
-        for (int j = 0; j < 2; j++)
-#pragma unroll
-            for (int half = 0; half < 2; half++) {
-                const float* p = d + c * 16 + j * 4 + half * 2;
-                float2 near = {p[0], p[1]}, far = {p[8], p[9]};
-                if (r + half * 8 >= valid) near = far = {0, 0};
-                const int unit = (j * 2 + lane % 4 / 2) ^ r ^ odd * 4;
-                *(float2*)(to + half * 8 * 128 + unit * 16) = odd ? far : near;
-                *(float2*)(to + half * 8 * 128 + (unit ^ 4) * 16) = odd ? near : far;
-            }
-        w.end(out, n + c * 32, m);
-    }
-}
-
-// One tile, from the first chunk to the output. Leaves the consumer at the next one.
-template <int PARTS, typename Out>
-__device__ __forceinline__ void compute(Shared& s, Consumer& c, const Tile& t, const Groups& g, const CUtensorMap* out,
-                                        Writer& writer) {
-    const int warp = threadIdx.x / 32 - 4;
-    float d[PARTS][TILE_N / 2];
-    multiply<PARTS>(s, c, d, t.steps, g.w_stride_c, writer.lane);
+    auto write_part = [&](int part) {
+        if (!t.store) return;
+        const int row = part * PART + warp * 16, m = t.m + row;
+        write<Out, TILE_N>(writer, d[part], t.n, g.N, t.valid - row,
+                           [&](const void* piece, int n) { tma_store(out, piece, n, m); });
+    };
+    auto first_part = [&] {
+        if (PARTS == 2) write_part(0);
+    };
+    next_scales(c.scales, 0, steps, g.w_stride_c, lane);
+    for (int step = 0; step < steps - 1; step++)
+        add_chunk<PARTS, false>(s, c, d, step, steps, g.w_stride_c, lane, first_part);
+    add_chunk<PARTS, true>(s, c, d, steps - 1, steps, g.w_stride_c, lane, first_part);
     if (++c.ring == RING) c.ring = 0, c.ring_parity ^= 1;
     barrier_wait(&s.tile_full[c.ring], c.ring_parity);
     if (s.tile[c.ring].steps) begin_scales(c.scales, s.tile[c.ring], g);
-    if (!t.store) return;
-#pragma unroll
-    for (int part = 0; part < PARTS; part++)
-        write(writer, d[part], (Out*)nullptr, out, t, part * PART + warp * 16, g.N);
+    write_part(PARTS - 1);
 }
 
 template <typename Out>
@@ -376,6 +321,7 @@ __global__ void __cluster_dims__(CLUSTER, 1, 1) __launch_bounds__(THREADS, 1)
     if (threadIdx.x == 0) {
         for (int i = 0; i < STAGES; i++) barrier_init(&s.full[i], 1), barrier_init(&s.empty[i], WARPS * CLUSTER);
         for (int i = 0; i < RING; i++) barrier_init(&s.tile_full[i], 1), barrier_init(&s.tile_empty[i], WARPS);
+        queue_init(s.queue);
         barrier_init_fence();
         tma_prefetch(&x), tma_prefetch(&w), tma_prefetch(&out);
     }
@@ -393,25 +339,6 @@ __global__ void __cluster_dims__(CLUSTER, 1, 1) __launch_bounds__(THREADS, 1)
 
 // --- The host's side ---
 
-// (depth, rows, cols), or (rows, cols) with depth 0; swizzled boxes 128 bytes wide.
-CUtensorMap matrix_map(const void* p, CUtensorMapDataType type, int64_t depth, int64_t rows, int64_t cols, int box_rows,
-                       Ctx* ctx) {
-    const cuuint64_t bytes = type == CU_TENSOR_MAP_DATA_TYPE_FLOAT32 ? 4
-                             : type == CU_TENSOR_MAP_DATA_TYPE_UINT8 ? 1
-                                                                     : 2;
-    cuuint64_t sizes[3] = {(cuuint64_t)cols, (cuuint64_t)rows, (cuuint64_t)depth};
-    cuuint64_t strides[2] = {(cuuint64_t)cols * bytes, (cuuint64_t)(rows * cols) * bytes};
-    cuuint32_t box[3] = {(cuuint32_t)(128 / bytes), (cuuint32_t)box_rows, 1}, ones[3] = {1, 1, 1};
-    CUtensorMap map;
-    CUresult result = ctx->encode_tiled(&map, type, depth ? 3 : 2, (void*)p, sizes, strides, box, ones,
-                                        CU_TENSOR_MAP_INTERLEAVE_NONE, CU_TENSOR_MAP_SWIZZLE_128B,
-                                        CU_TENSOR_MAP_L2_PROMOTION_L2_256B, CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE);
-    if (result != CUDA_SUCCESS)
-        die(EXIT_FAILED, "%s:%d: cuTensorMapEncodeTiled: error %d (pointer %p, %lld x %lld x %lld)", __FILE__, __LINE__,
-            (int)result, p, (long long)depth, (long long)rows, (long long)cols);
-    return map;
-}
-
 template <typename Out>
 void launch(const CUtensorMap& x, const CUtensorMap& w, const CUtensorMap& out, const Groups& g, Ctx* ctx) {
     CUDA_CHECK(
@@ -419,9 +346,6 @@ void launch(const CUtensorMap& x, const CUtensorMap& w, const CUtensorMap& out, 
     grouped_gemm_mx_kernel<Out><<<ctx->sms / CLUSTER * CLUSTER, THREADS, sizeof(Shared), ctx->stream>>>(x, w, out, g);
     LAUNCH_CHECK();
 }
-
-const CUtensorMapDataType BYTES = CU_TENSOR_MAP_DATA_TYPE_UINT8, BF16 = CU_TENSOR_MAP_DATA_TYPE_BFLOAT16,
-                          F32 = CU_TENSOR_MAP_DATA_TYPE_FLOAT32;
 
 }  // namespace
 
@@ -431,12 +355,14 @@ void grouped_gemm_mx(floatX* y, real* y_real, const uint8_t* x, const uint8_t* x
     ASSERT(IC > 0 && IC % MX_BLOCK == 0 && OC > 0 && OC % 8 == 0);
     ASSERT(r.capacity <= INT32_MAX && IC <= INT32_MAX && OC <= INT32_MAX);  // coordinates of TMA are int32
     if (r.capacity == 0 || r.El == 0) return;
-    const CUtensorMap from = matrix_map(x, BYTES, 0, r.capacity, IC, BOX, ctx);
-    const CUtensorMap by = matrix_map(w, BYTES, r.El, OC, IC, BOX, ctx);
-    const Groups g = {r.group_start,   r.group_rows,    x_scale, w_scale, mx_stride(IC),
-                      (int)w_stride_o, (int)w_stride_c, r.El,    (int)OC, (int)IC};
+    if (ctx->blackwell)
+        return grouped_gemm_lt_mx(y, y_real, x, x_scale, w, w_scale, w_stride_o, w_stride_c, r, IC, OC, ctx);
+    const CUtensorMap from = matrix_map(x, 0, r.capacity, IC, BOX, ctx);
+    const CUtensorMap by = matrix_map(w, r.El, OC, IC, BOX, ctx);
+    const Groups g = {r.group_start,   r.group_rows, x_scale, w_scale, mx_stride(IC),    (int)w_stride_o,
+                      (int)w_stride_c, r.El,         (int)OC, (int)IC, unit_counter(ctx)};
     if (y)
-        launch<floatX>(from, by, matrix_map(y, BF16, 0, r.capacity, OC, 16, ctx), g, ctx);
+        launch<floatX>(from, by, matrix_map(y, 0, r.capacity, OC, 16, ctx), g, ctx);
     else
-        launch<real>(from, by, matrix_map(y_real, F32, 0, r.capacity, OC, 16, ctx), g, ctx);
+        launch<real>(from, by, matrix_map(y_real, 0, r.capacity, OC, 16, ctx), g, ctx);
 }

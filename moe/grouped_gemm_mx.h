@@ -7,7 +7,10 @@
 // for the rows r of every expert e (moe/permute.h). The sum inside a chunk has the tensor cores' short fp8
 // accumulators, chunks are added in float32. A scale of 255 makes NaN of what it reaches. On the GPU the product of the
 // two scales is a float32: from 2^128 on it is NaN, below 2^-149 it is 0 (what is lost is below 2^-124: a chunk's sum
-// is below 2^25). IC is a multiple of 32, OC of 8. Rows of y that are pad rows are zeros.
+// is below 2^25). IC is a multiple of 32, OC of 8. Rows of y that are pad rows are zeros. On the GPU the last group may
+// end beyond capacity, at the next multiple of 128 (moe/linear_mx.c, whose rows are the tokens): of those rows x and y
+// are neither read nor written; x_scale has room for them, and what it holds there does not matter. Workspace: as in
+// moe/grouped_gemm.h.
 #ifndef MOE_GROUPED_GEMM_MX_H
 #define MOE_GROUPED_GEMM_MX_H
 

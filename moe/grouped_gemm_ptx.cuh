@@ -1,5 +1,5 @@
-// What the grouped products need beyond device/wgmma.cuh: clusters, loads into several blocks, a store that adds, and
-// matrices from registers to shared memory. Each function is one instruction.
+// What the grouped products need beyond device/wgmma.cuh: clusters, loads and words into several blocks, a store that
+// adds, and matrices from registers to shared memory. Each function is one instruction.
 #ifndef MOE_GROUPED_GEMM_PTX_CUH
 #define MOE_GROUPED_GEMM_PTX_CUH
 
@@ -15,24 +15,31 @@ static __device__ __forceinline__ void cluster_sync() {
     asm volatile("barrier.cluster.arrive.aligned;\nbarrier.cluster.wait.aligned;" ::: "memory");
 }
 
-// Arrives at the same barrier of block `rank` of the cluster. (With .release.cluster it would cost a memory barrier.)
-static __device__ __forceinline__ void barrier_arrive_at(uint64_t* bar, int rank) {
-    asm volatile(
-        "{\n.reg .b32 at;\nmapa.shared::cluster.u32 at, %0, %1;\nmbarrier.arrive.shared::cluster.b64 _, [at];\n}" ::"r"(
-            shared_address(bar)),
-        "r"(rank)
-        : "memory");
-}
-
-// The two halves of that, for loops that arrive at the same barriers again and again.
+// Where `p` of block `rank` of the cluster is.
 static __device__ __forceinline__ uint32_t cluster_address(const void* p, int rank) {
     uint32_t at;
     asm volatile("mapa.shared::cluster.u32 %0, %1, %2;" : "=r"(at) : "r"(shared_address(p)), "r"(rank));
     return at;
 }
 
+// Arrives at a barrier of another block. (With .release.cluster it would cost a memory barrier.)
 static __device__ __forceinline__ void barrier_arrive_cluster(uint32_t at) {
     asm volatile("mbarrier.arrive.shared::cluster.b64 _, [%0];" ::"r"(at) : "memory");
+}
+
+// The next number of a counter. (Of atomicAdd, or inc without a limit, the compiler makes one request for all lanes and
+// a shuffle of its answer, which waits for it at once.)
+static __device__ __forceinline__ uint32_t draw_number(uint32_t* counter) {
+    uint32_t number;
+    asm volatile("atom.relaxed.gpu.global.inc.u32 %0, [%1], 0x7fffffff;" : "=r"(number) : "l"(counter) : "memory");
+    return number;
+}
+
+// A word to a place in a block of the cluster, whose barrier counts its 4 bytes (addresses of cluster_address).
+static __device__ __forceinline__ void send_word(uint32_t to, uint32_t word, uint32_t bar) {
+    asm volatile("st.async.shared::cluster.mbarrier::complete_tx::bytes.b32 [%0], %1, [%2];" ::"r"(to), "r"(word),
+                 "r"(bar)
+                 : "memory");
 }
 
 // To the same place in several blocks of the cluster (a bit each), every one's own barrier counting the bytes.

@@ -37,6 +37,7 @@ static size_t larger_size(size_t a, size_t b) { return a > b ? a : b; }
 size_t moe_workspace(MoeShape s) {
     size_t bytes = larger_size(router_workspace(s.router), linear_workspace());
     bytes = larger_size(bytes, permute_workspace(s.ep * s.router.N, s.router.K, moe_held(s)));
+    bytes = larger_size(bytes, mx_stats_workspace());
     return larger_size(bytes, permute_workspace(s.router.N, s.ep, s.ep));
 }
 
@@ -119,31 +120,17 @@ static int64_t larger(int64_t a, int64_t b) { return a > b ? a : b; }
 
 // --- Casts (all of it nothing where everything is floatX) ---
 
-// One weight for both directions.
-static void cast_weight(MxWeight* w, MxWeight* back, const floatX* weight, int64_t OC, int64_t IC, MoeShape s,
-                        MoeWays* ways, Ctx* ctx) {
-    int64_t El = moe_held(s), tiles_i = (IC + MX_CHUNK - 1) / MX_CHUNK;
-    if (s.precision.fast) {  // the same bytes both ways
-        back->tiles.scale = w->tiles.scale;
-        w->stride_o = back->stride_c = tiles_i;
-        w->stride_c = back->stride_o = 1;
-        mx_quantize_tiles(w->tiles.q, back->tiles.q, w->tiles.scale, weight, El, OC, IC, s.precision.scale, ctx);
-        return;
-    }
-    MxCast cast = moe_cast(s);
-    PoolMark mark = pool_mark(ways->pool);
-    uint8_t* q = (uint8_t*)pool_take(ways->pool, (size_t)(El * OC * IC));
-    uint8_t* scale = (uint8_t*)pool_take(ways->pool, (size_t)(El * (larger(OC * mx_stride(IC), IC * mx_stride(OC)))));
-    mx_quantize(q, scale, weight, El * OC, IC, cast, ctx);
-    mx_dequantize(w->value, q, scale, El * OC, IC, ctx);
-    mx_quantize_transposed(q, scale, weight, El, OC, IC, cast, ctx);
-    mx_dequantize(back->value, q, scale, El * IC, OC, ctx);
-    pool_release(ways->pool, mark);
-}
-
 void moe_cast_weights(MxExperts* mx, const floatX* w13, const floatX* w2, MoeShape s, MoeWays* ways, Ctx* ctx) {
-    cast_weight(&mx->w13, &mx->w13_back, w13, 2 * s.F, s.router.C, s, ways, ctx);
-    cast_weight(&mx->w2, &mx->w2_back, w2, s.router.C, s.F, s, ways, ctx);
+    int64_t C = s.router.C, F = s.F, El = moe_held(s);
+    PoolMark mark = pool_mark(ways->pool);
+    MxRows room = {NULL, NULL};
+    if (!s.precision.fast) {  // for w13, the larger one
+        room.q = (uint8_t*)pool_take(ways->pool, (size_t)(El * 2 * F * C));
+        room.scale = (uint8_t*)pool_take(ways->pool, (size_t)(El * larger(2 * F * mx_stride(C), C * mx_stride(2 * F))));
+    }
+    mx_cast_weight(&mx->w13, &mx->w13_back, w13, El, 2 * F, C, room, s.precision.scale, ctx);
+    mx_cast_weight(&mx->w2, &mx->w2_back, w2, El, C, F, room, s.precision.scale, ctx);
+    pool_release(ways->pool, mark);
 }
 
 static void permute_mx(MxRows rows, MxRows tokens, Ragged r, int64_t C, Ctx* ctx) {
@@ -188,6 +175,39 @@ static void product(floatX* y, const floatX* x, MxRows x_mx, MxWeight w, Ragged 
         grouped_gemm_forward(y, x, w.value, r, IC, OC, ctx);
 }
 
+// --- Statistics ---
+
+const char* moe_stats_name(int tensor, MoePrecision p) {
+    static const char* const names[MOE_STATS] = {"x", "act", "dy", "dh", "w13", "w2"};
+    int of_tokens = tensor == MOE_STATS_X || tensor == MOE_STATS_DY;
+    return p.expert || (of_tokens && p.dispatch) ? names[tensor] : NULL;
+}
+
+static void weight_stats(MxStats* stats, const floatX* w, const MxWeight* cast, int64_t OC, int64_t IC, MoeShape s,
+                         Ctx* ctx) {
+    if (s.precision.fast)
+        mx_stats_tiles(stats, w, cast->tiles.scale, moe_held(s), OC, IC, s.precision.scale, ctx);
+    else
+        mx_stats(stats, w, moe_held(s) * OC, IC, moe_cast(s), ctx);
+}
+
+// Of the rows in use: the others are made zeros, which count nothing.
+static void forward_stats(const floatX* x, MoeWeights w, const MoeSaved* m, MoeShape s, MoeWays* ways, Ctx* ctx) {
+    int64_t C = s.router.C, F = s.F, rows = m->ragged.capacity;
+    mx_stats(&m->stats[MOE_STATS_X], x, s.router.N, C, moe_cast(s), ctx);
+    if (!s.precision.expert) return;
+    // No other buffer holds the activation before its cast. There is room: backward takes more than forward and this.
+    PoolMark mark = pool_mark(ways->pool);
+    size_t bytes = (size_t)(rows * F) * sizeof(floatX);
+    floatX* act = (floatX*)pool_take(ways->pool, bytes);
+    device_zero(act, bytes, ctx);
+    experts_swiglu_forward(act, m->h, m->ragged, F, ctx);
+    mx_stats(&m->stats[MOE_STATS_ACT], act, rows, F, moe_cast(s), ctx);
+    pool_release(ways->pool, mark);
+    weight_stats(&m->stats[MOE_STATS_W13], w.w13, &w.mx->w13, 2 * F, C, s, ctx);
+    weight_stats(&m->stats[MOE_STATS_W2], w.w2, &w.mx->w2, C, F, s, ctx);
+}
+
 // --- Forward and backward ---
 
 // Sends tokens towards the experts: x as rows `home` of m->send arrive as `here`. With bytes in x_mx, home_mx, here_mx
@@ -215,14 +235,15 @@ static void unpack(Outward o, const MoeSaved* m, MoeShape s, Ctx* ctx) {
     mx_quantize(o.here_mx.q, o.here_mx.scale, s.ep > 1 ? o.here : o.x, m->received, s.router.C, moe_cast(s), ctx);
 }
 
-void moe_forward(floatX* y, const floatX* x, MoeWeights w, MoeSaved* m, int64_t* load, MoeShape s, MoeWays* ways,
-                 Ctx* ctx) {
+void moe_forward(floatX* y, const floatX* x, MoeWeights w, MoeSaved* m, int64_t* load, MxStats* stats, MoeShape s,
+                 MoeWays* ways, Ctx* ctx) {
     int64_t N = s.router.N, C = s.router.C, shared = s.shared_F;
     int32_t K = s.router.K;
     Forward t;
     ExchangeBuffer buffers[4];
     moe_name_choices(&ways->table, m, s);
     take(ways);
+    m->stats = stats;
     router_forward(m->scores, m->expert, m->gate, x, w.router, w.bias, s.router, ctx);
     if (load) router_count(load, m->expert, N * K, s.router.E, ctx);
     if (s.ep > 1) {
@@ -248,7 +269,7 @@ void moe_forward(floatX* y, const floatX* x, MoeWeights w, MoeSaved* m, int64_t*
         leave(ways, buffers, count, outward(m), ctx);
     }
     if (shared) {  // while tokens travel
-        linear_forward(m->shared_h, x, w.shared13, N, C, 2 * shared, ctx);
+        linear_mx_forward(m->shared_h, x, &w.shared13, N, ctx);
         swiglu_forward(t.shared_act, m->shared_h, N, shared, ctx);
     }
     if (s.ep > 1) arrive(ways, ctx);
@@ -265,6 +286,7 @@ void moe_forward(floatX* y, const floatX* x, MoeWeights w, MoeSaved* m, int64_t*
         experts_swiglu_forward(t.act, m->h, m->ragged, s.F, ctx);
         grouped_gemm_forward(t.rows, t.act, w.w2, m->ragged, s.F, C, ctx);
     }
+    if (stats) forward_stats(x, w, m, s, ways, ctx);
     if (t.here) {
         unpermute_rows(t.here, t.rows, m->recv_gate, m->ragged, m->received, K, C, 0, ctx);
         if (s.precision.combine)
@@ -274,7 +296,7 @@ void moe_forward(floatX* y, const floatX* x, MoeWeights w, MoeSaved* m, int64_t*
         int count = carried(buffers, t.home, t.here, t.home_mx, t.here_mx, C, s.precision.combine);
         leave(ways, buffers, count, homeward(m), ctx);
     }
-    if (shared) linear_forward(y, t.shared_act, w.shared2, N, shared, C, ctx);
+    if (shared) linear_mx_forward(y, t.shared_act, &w.shared2, N, ctx);
     if (s.ep > 1) {
         arrive(ways, ctx);
         if (s.precision.combine) mx_dequantize(t.home, t.home_mx.q, t.home_mx.scale, m->send.capacity, C, ctx);
@@ -289,11 +311,11 @@ void moe_forward(floatX* y, const floatX* x, MoeWeights w, MoeSaved* m, int64_t*
 static void shared_backward(floatX* dx, const floatX* dy, const floatX* x, MoeWeights w, MoeGrads dw, MoeSaved* m,
                             Backward t, MoeShape s, Ctx* ctx) {
     int64_t N = s.router.N, C = s.router.C, F = s.shared_F;
-    if (s.recompute) linear_forward(m->shared_h, x, w.shared13, N, C, 2 * F, ctx);
-    linear_dgrad(t.dact, dy, w.shared2, N, F, C, 0, ctx);
+    if (s.recompute) linear_mx_forward(m->shared_h, x, &w.shared13, N, ctx);
+    linear_mx_dgrad(t.dact, dy, &w.shared2, N, ctx);
     swiglu_backward(t.dh, t.act, t.dact, m->shared_h, N, F, ctx);
     linear_wgrad(dw.shared2, dy, t.act, N, F, C, ctx);
-    linear_dgrad(dx, t.dh, w.shared13, N, C, 2 * F, 0, ctx);
+    linear_mx_dgrad(dx, t.dh, &w.shared13, N, ctx);
     linear_wgrad(dw.shared13, t.dh, x, N, C, 2 * F, ctx);
 }
 
@@ -304,15 +326,13 @@ static void experts_backward(MoeWeights w, MoeSaved* m, Backward t, MoeShape s, 
     Ragged r = m->ragged;
     if (!s.precision.expert) {
         grouped_gemm_dgrad(t.dact, t.rows, w.w2, r, F, C, ctx);
-        experts_swiglu_backward(t.dh, t.act, t.drow_gate, t.dact, m->h, NULL, r, F, ctx);
+        experts_swiglu_backward(t.dh, t.act, t.drow_gate, t.dact, m->h, r, F, ctx);
         grouped_gemm_dgrad(t.dact, t.dh, w.w13, r, C, 2 * F, ctx);
         return;
     }
     product(t.dact, t.rows, t.rows_mx, w.mx->w2_back, r, C, F, s, ctx);
-    mx_swiglu_quantize(t.act_mx.q, t.act_mx.scale, m->h, r, F, moe_cast(s), ctx);
-    mx_dequantize(t.act, t.act_mx.q, t.act_mx.scale, r.capacity, F, ctx);
-    experts_swiglu_backward(t.dh, t.act, t.drow_gate, t.dact, m->h, t.act, r, F, ctx);
-    mx_quantize(t.dh_mx.q, t.dh_mx.scale, t.dh, r.capacity, 2 * F, moe_cast(s), ctx);
+    mx_swiglu_backward_quantize(t.dh_mx.q, t.dh_mx.scale, t.dh, t.act, t.drow_gate, t.dact, m->h, r, F, moe_cast(s),
+                                ctx);
     if (!s.precision.fast) mx_dequantize(t.dh_cast, t.dh_mx.q, t.dh_mx.scale, r.capacity, 2 * F, ctx);
     product(t.dact, t.dh_cast, t.dh_mx, w.mx->w13_back, r, 2 * F, C, s, ctx);
 }
@@ -358,7 +378,12 @@ void moe_backward(floatX* dx, const floatX* dy, const floatX* x, MoeWeights w, M
     }
     // The combine's backward sends dy to the rows as it is; the gate is applied behind W2 (moe/experts.h).
     place(t.rows, t.rows_mx, s.ep > 1 ? t.here : dy, t.here_mx, m, s, !moe_fast(s), ctx);
+    if (m->stats) device_zero(t.dh, (size_t)(r.capacity * 2 * s.F) * sizeof(floatX), ctx);  // as in forward_stats
     experts_backward(w, m, t, s, ctx);
+    if (m->stats) {
+        mx_stats(&m->stats[MOE_STATS_DY], dy, N, C, moe_cast(s), ctx);
+        if (s.precision.expert) mx_stats(&m->stats[MOE_STATS_DH], t.dh, r.capacity, 2 * s.F, moe_cast(s), ctx);
+    }
     floatX* dx_rows = t.dact;
     if (t.here) {
         unpermute_rows(t.here, dx_rows, NULL, r, Nr, K, C, 0, ctx);

@@ -12,7 +12,7 @@
 #include "device/arena.h"
 #include "device/pool.h"
 #include "dist/comm.h"
-#include "moe/mxfp8.h"
+#include "moe/linear_mx.h"
 #include "moe/permute.h"
 #include "moe/router.h"
 
@@ -40,26 +40,16 @@ typedef struct MoeShape {
     MoePrecision precision;
 } MoeShape;
 
-typedef struct MxRows {
-    uint8_t *q, *scale;
-} MxRows;
-
-// An expert weight as one product reads it, contraction last: values (exact) or bytes and the scales of their tiles.
-typedef struct MxWeight {
-    floatX* value;
-    MxRows tiles;
-    int64_t stride_o, stride_c;  // from one tile's scale to the next, as grouped_gemm_mx takes them
-} MxWeight;
 typedef struct MxExperts {
     MxWeight w13, w2;            // forward: (E / ep, 2F, C), (E / ep, C, F)
     MxWeight w13_back, w2_back;  // dgrad: (E / ep, C, 2F), (E / ep, F, C)
 } MxExperts;
 
 typedef struct MoeWeights {
-    const floatX *router, *w13, *w2, *shared13,
-        *shared2;         // (E, C), (E / ep, 2F, C), (E / ep, C, F), (2 shared_F, C), (C, shared_F)
-    const real* bias;     // (E)
-    const MxExperts* mx;  // with precision.expert
+    const floatX *router, *w13, *w2;  // (E, C), (E / ep, 2F, C), (E / ep, C, F)
+    LinearWeight shared13, shared2;   // (2 shared_F, C), (C, shared_F); their precision is their own
+    const real* bias;                 // (E)
+    const MxExperts* mx;              // with precision.expert
 } MoeWeights;
 
 typedef struct MoeGrads {
@@ -67,6 +57,12 @@ typedef struct MoeGrads {
 } MoeGrads;
 
 enum { MOE_MAX_EP = 64 };
+
+// The casts that --mx-stats measures: x before dispatch and the activation between the experts' products, in forward;
+// dy and the gradient of the hidden activation, in backward; the weights as forward reads them. All are as the products
+// read them, along the contraction.
+enum { MOE_STATS_X, MOE_STATS_ACT, MOE_STATS_DY, MOE_STATS_DH, MOE_STATS_W13, MOE_STATS_W2, MOE_STATS };
+const char* moe_stats_name(int tensor, MoePrecision precision);  // "x", ..; NULL: no cast of it is made
 
 // What one block keeps from forward to backward; all of it lies in the pool. N tokens of this rank, Nr tokens received.
 typedef struct MoeSaved {
@@ -84,6 +80,7 @@ typedef struct MoeSaved {
     MxRows recv_mx;        // (Nr, C): the bytes that the products read, where x was cast
     Ragged ragged;         // the received tokens by expert
     floatX *h, *shared_h;  // (rows, 2F), (N, 2 shared_F): before SwiGLU
+    MxStats* stats;        // forward's, for backward
 } MoeSaved;
 
 // What the MoE blocks of a model share: the pool their activations lie in, and how tokens travel: on a line of work
@@ -101,10 +98,11 @@ size_t moe_workspace(MoeShape shape);
 void moe_plan_mx(Arena* arena, MxExperts* mx, MoeShape shape);
 void moe_cast_weights(MxExperts* mx, const floatX* w13, const floatX* w2, MoeShape shape, MoeWays* ways, Ctx* ctx);
 
-// y = (N, C). load (E) += the tokens of this rank that chose each expert, if not NULL (training). Takes *saved from the
-// pool; whoever called releases it.
-void moe_forward(floatX* y, const floatX* x, MoeWeights w, MoeSaved* saved, int64_t* load, MoeShape shape,
-                 MoeWays* ways, Ctx* ctx);
+// y = (N, C). load (E) += the tokens of this rank that chose each expert, if not NULL (training). stats (MOE_STATS) +=
+// what the casts do here and in moe_backward, if not NULL: tokens count once, rows and weights where the experts are.
+// Takes *saved from the pool; whoever called releases it.
+void moe_forward(floatX* y, const floatX* x, MoeWeights w, MoeSaved* saved, int64_t* load, MxStats* stats,
+                 MoeShape shape, MoeWays* ways, Ctx* ctx);
 
 // dx (N, C) is =; gradients of the weights +=. aux: see router_backward.
 void moe_backward(floatX* dx, const floatX* dy, const floatX* x, MoeWeights w, MoeGrads dw, MoeSaved* saved, float aux,

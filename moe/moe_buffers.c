@@ -86,7 +86,6 @@ void moe_name_backward(Arena* a, Backward* t, MoeSaved* m, MoeShape s) {
     if (moe_casts(s)) name_mx(a, "routed rows, bytes", "routed rows, scales", rows, C, &t->rows_mx);
     if (s.ep > 1 && p.dispatch) name_mx(a, "x or dy, bytes", "x or dy, scales", N, C, &t->x_mx);
     if (p.expert) {
-        name_mx(a, "activation, bytes", "activation, scales", rows, F, &t->act_mx);
         name_mx(a, "d hidden, bytes", "d hidden, scales", rows, 2 * F, &t->dh_mx);
         if (!p.fast) arena_add(a, "d hidden, cast", ELEMENT_X, rows * 2 * F, 1, (void**)&t->dh_cast);
     }
@@ -147,6 +146,7 @@ static int64_t tiles(int64_t n) { return (n + MX_CHUNK - 1) / MX_CHUNK; }
 
 void moe_plan_mx(Arena* a, MxExperts* mx, MoeShape s) {
     int64_t C = s.router.C, F = s.F, El = moe_held(s);
+    memset(mx, 0, sizeof(*mx));
     name_weight(a, &mx->w13, s, 2 * F, C);
     name_weight(a, &mx->w2, s, C, F);
     name_weight(a, &mx->w13_back, s, C, 2 * F);

@@ -25,7 +25,7 @@ typedef struct Backward {
     floatX* rows;             // (rows, C): x or dy
     floatX *dact, *act, *dh;  // (rows, max(C, F)): dA', then dx; (rows, F): gate * A; (rows, 2F)
     floatX* dh_cast;          // (rows, 2F): dh as its bytes say, for exact products
-    MxRows rows_mx, act_mx, dh_mx;
+    MxRows rows_mx, dh_mx;
     real *drow_gate, *dgate;                   // (rows), (N, K)
     floatX *home, *home_x, *here;              // (sent rows, C), (sent rows, C), (Nr, C)
     MxRows x_mx, home_mx, home_x_mx, here_mx;  // x_mx: (N, C)

@@ -3,6 +3,7 @@
 #include <string.h>
 
 #include "device/cpu.h"
+#include "moe/experts.h"
 
 static uint32_t bits_of(float x) {
     uint32_t u;
@@ -41,6 +42,9 @@ static float factor_of(int s) { return s == MX_NAN ? NAN : ldexpf(1, 127 - s); }
 
 // What bytes are multiplied with, 2^(s - 127). The product is exact in float32, up to 2^128.
 static float unit_of(int s) { return s == MX_NAN ? NAN : ldexpf(1, s - 127); }
+
+// What the cast of x with scale s stands for.
+static float value_of(float x, int s) { return float_of_e4m3(e4m3_of(x * factor_of(s))) * unit_of(s); }
 
 // The scale byte of rows x columns elements, rows `stride` apart, that share one.
 static int scale_of(const floatX* x, int64_t stride, int64_t rows, int64_t columns, int32_t mode) {
@@ -135,6 +139,31 @@ void mx_swiglu_quantize(uint8_t* q, uint8_t* scale, const floatX* h, Ragged ragg
     }
 }
 
+void mx_swiglu_backward_quantize(uint8_t* q, uint8_t* scale, floatX* dh, floatX* gated_a, real* drow_gate,
+                                 const floatX* dap, const floatX* h, Ragged ragged, int64_t F, MxCast cast, Ctx* ctx) {
+    const int64_t chunk = chunk_of(cast), rows = ragged.group_start[ragged.El];
+    experts_swiglu_backward(dh, gated_a, drow_gate, dap, h, ragged, F, ctx);
+    mx_quantize(q, scale, dh, rows, 2 * F, cast, ctx);
+    // What depends on A is of the A before its cast so far.
+#pragma omp parallel for schedule(static)
+    for (int64_t r = 0; r < rows; r++) {
+        const floatX *g = h + r * 2 * F, *u = g + F;
+        floatX* a = gated_a + r * F;
+        real gate = ragged.row_gate[r], dgate = 0;
+#pragma omp simd
+        for (int64_t i = 0; i < F; i++) a[i] = g[i] / (1 + exp(-g[i])) * u[i];
+        for (int64_t c = 0; c < F; c += chunk) {
+            int64_t n = min_i64(chunk, F - c);
+            int s = scale_of(a + c, n, 1, n, cast.scale);
+            for (int64_t i = c; i < c + n; i++) a[i] = value_of((float)a[i], s);
+        }
+#pragma omp simd reduction(+ : dgate)
+        for (int64_t i = 0; i < F; i++) dgate += dap[r * F + i] * a[i];
+        for (int64_t i = 0; i < F; i++) a[i] *= gate;
+        drow_gate[r] = dgate;
+    }
+}
+
 // before: 1 adds to x.
 static void dequantize(floatX* x, const uint8_t* q, const uint8_t* scale, int64_t rows, int64_t columns, int before) {
     const int64_t stride = mx_stride(columns);
@@ -165,11 +194,22 @@ void mx_round_columns(floatX* x, Ragged ragged, int64_t columns, MxCast cast, Ct
                 floatX* top = x + (ragged.group_start[e] + r) * columns + c;
                 int64_t n = min_i64(chunk, ragged.group_rows[e] - r);
                 int s = scale_of(top, columns, n, 1, cast.scale);
-                for (int64_t i = 0; i < n; i++) {
-                    float scaled = (float)top[i * columns] * factor_of(s);
-                    top[i * columns] = float_of_e4m3(e4m3_of(scaled)) * unit_of(s);
-                }
+                for (int64_t i = 0; i < n; i++) top[i * columns] = value_of((float)top[i * columns], s);
             }
+}
+
+// Adds what the cast of a block with scale s does.
+static void add_block(MxStats* stats, const floatX* block, int s, int32_t scale_mode) {
+    const int s_alone = scale_of(block, MX_BLOCK, 1, MX_BLOCK, scale_mode);
+    for (int64_t i = 0; i < MX_BLOCK && s != MX_NAN; i++) {
+        const float x = (float)block[i], value = value_of(x, s);
+        stats->elements += x != 0;
+        stats->saturated += fabsf(x * factor_of(s)) > 448;
+        stats->flushed += x != 0 && value == 0;
+        stats->inexact += value != value_of(x, s_alone);
+        stats->signal += (double)x * x;
+        stats->noise += ((double)x - value) * ((double)x - value);
+    }
 }
 
 void mx_stats(MxStats* stats, const floatX* x, int64_t rows, int64_t columns, MxCast cast, Ctx* ctx) {
@@ -177,20 +217,20 @@ void mx_stats(MxStats* stats, const floatX* x, int64_t rows, int64_t columns, Mx
     const int64_t chunk = chunk_of(cast);
     for (int64_t r = 0; r < rows; r++)
         for (int64_t c = 0; c < columns; c += MX_BLOCK) {
-            const floatX *row = x + r * columns, *block = row + c;
-            const int64_t c0 = c / chunk * chunk;
-            const int s = scale_of(row + c0, columns, 1, min_i64(chunk, columns - c0), cast.scale);
-            const int s_alone = scale_of(block, columns, 1, MX_BLOCK, cast.scale);
-            for (int64_t i = 0; i < MX_BLOCK && s != MX_NAN; i++) {
-                const float x_i = (float)block[i], y = x_i * factor_of(s),
-                            value = float_of_e4m3(e4m3_of(y)) * unit_of(s);
-                stats->elements += x_i != 0;
-                stats->saturated += fabsf(y) > 448;
-                stats->flushed += x_i != 0 && value == 0;
-                stats->inexact += value != float_of_e4m3(e4m3_of(x_i * factor_of(s_alone))) * unit_of(s_alone);
-                stats->signal += (double)x_i * x_i;
-                stats->noise += ((double)x_i - value) * ((double)x_i - value);
-            }
+            const int64_t c0 = c / chunk * chunk, at = r * columns;
+            const int s = scale_of(x + at + c0, columns, 1, min_i64(chunk, columns - c0), cast.scale);
+            add_block(stats, x + at + c, s, cast.scale);
+        }
+}
+
+void mx_stats_tiles(MxStats* stats, const floatX* w, const uint8_t* scale, int64_t count, int64_t rows, int64_t columns,
+                    int32_t scale_mode, Ctx* ctx) {
+    (void)ctx;
+    const int64_t tiles_r = ceil_div(rows, MX_CHUNK), tiles_c = ceil_div(columns, MX_CHUNK);
+    for (int64_t r = 0; r < count * rows; r++)
+        for (int64_t c = 0; c < columns; c += MX_BLOCK) {
+            const int64_t tile = (r / rows * tiles_r + r % rows / MX_CHUNK) * tiles_c + c / MX_CHUNK;
+            add_block(stats, w + r * columns + c, scale[tile], scale_mode);
         }
 }
 

@@ -1,6 +1,6 @@
-// MXFP8 casts: bound by memory (3.03 bytes an element, 4.0 for tiles, 5.03 for SwiGLU). All of an input is read once,
-// in 16-byte pieces of which a lane has 4 to 16 under way, and what shares a scale never leaves the warp or the block
-// that read it.
+// MXFP8 casts: bound by memory (3.03 bytes an element, 4.0 for tiles, 5.03 for SwiGLU and 14.06 for its backward, of F
+// elements a row). All of an input is read once, in 16-byte pieces of which a lane has 4 to 16 under way, and what
+// shares a scale never leaves the warp or the block that read it.
 //
 // Magnitudes of bf16 compare like their bits, Inf and NaN above all others, so the largest is found two at a time by
 // integers and without conversion; lanes that share a block, chunk or column exchange theirs by shuffles. Products with
@@ -8,7 +8,8 @@
 // header says, NaN to 0x7f.
 //
 // Along rows a warp takes 1024 columns of a row: a piece is 256 of them, a block lies in 4 lanes, a chunk in 16. The 32
-// scale bytes go out in one store.
+// scale bytes go out in one store. SwiGLU's backward gives a warp a whole row, two pieces of gate, up and dA' at a
+// time: <dA', A> is one warp's sum in a fixed order.
 //
 // Down the columns a lane takes 16 rows x 8 columns, a warp 64 x 64: two blocks of rows in two pairs of 8 lanes. The
 // bytes are turned in registers, 4 x 4 at a time, and leave in 16-byte pieces that make 64 bytes of a row of the
@@ -19,7 +20,8 @@
 #include "moe/mxfp8.h"
 
 enum { PIECES = 4, UNIT = PIECES * 256, PATCH_ROWS = 16, WARP_ROWS = 4 * PATCH_ROWS, WARP_COLUMNS = 64 };
-enum { ROW_WARPS = 8, COLUMN_WARPS = 4, STATS_BLOCKS = 512, STATS_SUMS = sizeof(MxStats) / sizeof(double) };
+enum { ROW_WARPS = 8, BACK_PIECES = 2, COLUMN_WARPS = 4 };
+enum { STATS_BLOCKS = 512, STATS_SUMS = sizeof(MxStats) / sizeof(double) };
 
 // What RCEIL adds to the bits of a bf16: mantissas above 1.75 = 448 / 2^8 carry into the exponent.
 static uint32_t carry_of(int32_t scale_mode) { return scale_mode == MX_RCEIL ? 0x1f : 0; }
@@ -69,6 +71,11 @@ static __device__ __forceinline__ uint2 cast8(const uint4& p, const float factor
     return make_uint2(cast2(x[0], x[1]) | cast2(x[2], x[3]) << 16, cast2(x[4], x[5]) | cast2(x[6], x[7]) << 16);
 }
 
+static __device__ __forceinline__ uint2 cast8(const uint4& p, float factor) {
+    const float all[8] = {factor, factor, factor, factor, factor, factor, factor, factor};
+    return cast8(p, all);
+}
+
 // Of each half, the largest in the LANES lanes around this one (a power of two).
 template <int LANES>
 static __device__ __forceinline__ uint32_t largest_of_lanes(uint32_t pair) {
@@ -94,8 +101,7 @@ static __device__ __forceinline__ void cast_unit(uint8_t* q, uint8_t* scale, con
     for (int i = 0; i < PIECES; i++) {
         const int64_t c = c0 + i * 256 + lane * 8;
         const uint32_t s = scale_of(pair[i / 2] >> i % 2 * 16 & 0xffff, carry);
-        const float f = factor_of(s), factor[8] = {f, f, f, f, f, f, f, f};
-        const uint2 bytes = cast8(p[i], factor);
+        const uint2 bytes = cast8(p[i], factor_of(s));
         if (c < columns) {
             scales |= s << 8 * i;
             *(uint2*)(q + c) = bytes;
@@ -103,6 +109,15 @@ static __device__ __forceinline__ void cast_unit(uint8_t* q, uint8_t* scale, con
     }
     scales = __shfl_sync(0xffffffffu, scales, lane % 8 * 4) >> lane / 8 * 8;
     if (c0 / MX_BLOCK + lane < stride) scale[c0 / MX_BLOCK + lane] = (uint8_t)scales;
+}
+
+// This lane's pieces of columns c0 .. c0 + 1023 of a row; zeros outside of it.
+static __device__ __forceinline__ void load_unit(uint4 p[PIECES], const floatX* row, int64_t c0, int64_t columns) {
+#pragma unroll
+    for (int i = 0; i < PIECES; i++) {
+        const int64_t c = c0 + i * 256 + threadIdx.x % 32 * 8;
+        p[i] = c < columns ? *(const uint4*)(row + c) : make_uint4(0, 0, 0, 0);
+    }
 }
 
 // The unit (1024 columns of a row) that this warp takes, or takes first.
@@ -117,12 +132,8 @@ static __global__ void __launch_bounds__(32 * ROW_WARPS, 6)
     const uint32_t units = (uint32_t)ceil_div(columns, UNIT), unit = first_unit();
     const int64_t row = unit / units, c0 = unit % units * (int64_t)UNIT;
     if (row >= rows) return;
-    uint4 p[PIECES] = {};
-#pragma unroll
-    for (int i = 0; i < PIECES; i++) {
-        const int64_t c = c0 + i * 256 + threadIdx.x % 32 * 8;
-        if (c < columns) p[i] = *(const uint4*)(x + row * columns + c);
-    }
+    uint4 p[PIECES];
+    load_unit(p, x + row * columns, c0, columns);
     cast_unit<ALIGN>(q + row * columns, scale + row * stride, p, c0, columns, stride, carry);
 }
 
@@ -152,6 +163,100 @@ static __global__ void __launch_bounds__(32 * ROW_WARPS, 4)
             gate[i] = piece_of<8>(g);
         }
         cast_unit<ALIGN>(q + row * F, scale + row * stride, gate, c0, F, stride, carry);
+    }
+}
+
+// x becomes what its cast stands for, in this lane's 8 columns.
+template <int ALIGN>
+static __device__ __forceinline__ void round_piece(float x[8], uint32_t carry) {
+    const uint4 p = piece_of<8>(x);
+    const uint32_t s = scale_of(higher_half(largest_of_lanes<ALIGN / 8>(largest(p))), carry);
+    const float factor = factor_of(s), unit = unit_of(s);
+    floats_of<8>(x, p);
+#pragma unroll
+    for (int j = 0; j < 8; j += 2) {
+        const float2 two = floats_of_e4m3(cast2(x[j] * factor, x[j + 1] * factor));
+        x[j] = two.x * unit, x[j + 1] = two.y * unit;
+    }
+}
+
+// Casts a lane's pieces of gate and up, whose blocks and chunks the same lanes hold. q and scale: where those of the
+// gate go; up's lie F columns behind.
+template <int ALIGN>
+static __device__ __forceinline__ void cast_two(uint8_t* q, uint8_t* scale, const uint4& gate, const uint4& up,
+                                                int64_t F, bool inside, uint32_t carry) {
+    const uint32_t pair = largest_of_lanes<ALIGN / 8>(higher_half(largest(gate)) | higher_half(largest(up)) << 16);
+    const uint32_t of_gate = scale_of(pair & 0xffff, carry), of_up = scale_of(pair >> 16, carry);
+    if (!inside) return;
+    *(uint2*)q = cast8(gate, factor_of(of_gate));
+    *(uint2*)(q + F) = cast8(up, factor_of(of_up));
+    if (threadIdx.x % 4) return;
+    scale[0] = (uint8_t)of_gate, scale[F / MX_BLOCK] = (uint8_t)of_up;
+}
+
+// ACROSS: a chunk holds the last of the gate and the first of up, in other lanes and pieces: the row is cast when it is
+// complete, and read once more for that (from the caches).
+template <int ALIGN, bool ACROSS>
+static __global__ void __launch_bounds__(32 * ROW_WARPS, 3)
+    swiglu_backward_kernel(uint8_t* q, uint8_t* scale, floatX* dh, floatX* gated_a, float* drow_gate, const floatX* dap,
+                           const floatX* h, Ragged r, int64_t F, int64_t stride, uint32_t carry) {
+    const int64_t used = r.group_start[r.El];
+    const int lane = threadIdx.x % 32;
+    for (int64_t row = first_unit(); row < used; row += gridDim.x * (int64_t)ROW_WARPS) {
+        const bool real_row = r.row_token[row] >= 0;
+        const float weight = real_row ? r.row_gate[row] : 0;
+        const floatX *h_row = h + row * 2 * F, *da = dap + row * F;
+        floatX* d = dh + row * 2 * F;
+        uint8_t *q_row = q + row * 2 * F, *s_row = scale + row * stride;
+        float dot = 0;
+        for (int64_t c0 = lane * 8; c0 - lane * 8 < F; c0 += BACK_PIECES * 256) {  // all lanes as often, for shuffles
+            uint4 gs[BACK_PIECES] = {}, us[BACK_PIECES] = {}, ds[BACK_PIECES] = {};
+#pragma unroll
+            for (int i = 0; i < BACK_PIECES; i++) {
+                const int64_t c = c0 + i * 256;
+                if (!real_row || c >= F) continue;
+                gs[i] = *(const uint4*)(h_row + c);
+                us[i] = *(const uint4*)(h_row + F + c);
+                ds[i] = *(const uint4*)(da + c);
+            }
+#pragma unroll
+            for (int i = 0; i < BACK_PIECES; i++) {
+                const int64_t c = c0 + i * 256;
+                float g[8], u[8], x[8], a[8];
+                floats_of<8>(g, gs[i]);
+                floats_of<8>(u, us[i]);
+                floats_of<8>(x, ds[i]);
+#pragma unroll
+                for (int j = 0; j < 8; j++) a[j] = g[j] * (sigmoid_fast(g[j]) * u[j]);  // as mx_swiglu_quantize does
+                round_piece<ALIGN>(a, carry);
+#pragma unroll
+                for (int j = 0; j < 8; j++) {  // as experts_swiglu_backward does
+                    const float s = sigmoid_fast(g[j]), silu = g[j] * s;
+                    dot += x[j] * a[j];
+                    a[j] *= weight;
+                    x[j] *= weight;
+                    g[j] = x[j] * u[j] * s * (1 + g[j] * (1 - s));
+                    u[j] = x[j] * silu;
+                }
+                const uint4 gate = piece_of<8>(g), up = piece_of<8>(u);
+                if (c < F) {
+                    store<8>(gated_a + row * F + c, a);
+                    *(uint4*)(d + c) = gate;
+                    *(uint4*)(d + F + c) = up;
+                }
+                if (!ACROSS) cast_two<ALIGN>(q_row + c, s_row + c / MX_BLOCK, gate, up, F, c < F, carry);
+            }
+        }
+        dot = warp_sum(dot);
+        if (lane == 0) drow_gate[row] = dot;
+        if (!ACROSS && 2 * F / MX_BLOCK + lane < stride) s_row[2 * F / MX_BLOCK + lane] = 0;
+        if (!ACROSS) continue;
+        __syncwarp();
+        for (int64_t c0 = 0; c0 < 2 * F; c0 += UNIT) {
+            uint4 p[PIECES];
+            load_unit(p, d, c0, 2 * F);
+            cast_unit<ALIGN>(q_row, s_row, p, c0, 2 * F, stride, carry);
+        }
     }
 }
 
@@ -343,19 +448,29 @@ static __global__ void __launch_bounds__(32 * ROW_WARPS)
 
 // --- Statistics ---
 
+// The scales of matrices of `rows` rows in tiles; scale NULL: there are none.
+struct Tiles {
+    const uint8_t* scale;
+    int64_t rows;
+};
+
 // Sums of a fixed number of blocks, then of those in order: the same bits on every run.
 template <int ALIGN>
 static __global__ void __launch_bounds__(32 * ROW_WARPS)
-    stats_kernel(MxStats* partial, const floatX* x, int64_t rows, int64_t columns, uint32_t carry) {
+    stats_kernel(MxStats* partial, const floatX* x, Tiles tiles, int64_t rows, int64_t columns, uint32_t carry) {
     __shared__ double of_warp[ROW_WARPS][STATS_SUMS];
     const int64_t pieces = ceil_div(columns, 256);
     const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
     double sums[STATS_SUMS] = {};
     for (int64_t i = first_unit(); i < rows * pieces; i += gridDim.x * ROW_WARPS) {
-        const int64_t c = i % pieces * 256 + lane * 8;
-        const uint4 p = c < columns ? *(const uint4*)(x + i / pieces * columns + c) : make_uint4(0, 0, 0, 0);
+        const int64_t row = i / pieces, c = i % pieces * 256 + lane * 8;
+        const uint4 p = c < columns ? *(const uint4*)(x + row * columns + c) : make_uint4(0, 0, 0, 0);
         const uint32_t s_alone = scale_of(higher_half(largest_of_lanes<MX_BLOCK / 8>(largest(p))), carry);
-        const uint32_t s = scale_of(higher_half(largest_of_lanes<ALIGN / 8>(largest(p))), carry);
+        uint32_t s = scale_of(higher_half(largest_of_lanes<ALIGN / 8>(largest(p))), carry);
+        if (tiles.scale && c < columns) {
+            const int64_t above = row / tiles.rows * ceil_div(tiles.rows, MX_CHUNK) + row % tiles.rows / MX_CHUNK;
+            s = tiles.scale[above * ceil_div(columns, MX_CHUNK) + c / MX_CHUNK];
+        }
         if (s == MX_NAN) continue;
         float exact[8];
         floats_of<8>(exact, p);
@@ -441,6 +556,19 @@ void mx_swiglu_quantize(uint8_t* q, uint8_t* scale, const floatX* h, Ragged r, i
     LAUNCH_CHECK();
 }
 
+void mx_swiglu_backward_quantize(uint8_t* q, uint8_t* scale, floatX* dh, floatX* gated_a, real* drow_gate,
+                                 const floatX* dap, const floatX* h, Ragged r, int64_t F, MxCast cast, Ctx* ctx) {
+    ASSERT(aligned(q) && aligned(dh) && aligned(gated_a) && aligned(dap) && aligned(h) && F % MX_BLOCK == 0);
+    auto kernel = cast.align == 1     ? swiglu_backward_kernel<MX_BLOCK, false>
+                  : F % MX_CHUNK == 0 ? swiglu_backward_kernel<MX_CHUNK, false>
+                                      : swiglu_backward_kernel<MX_CHUNK, true>;
+    const unsigned blocks = (unsigned)smaller(ceil_div(r.capacity, ROW_WARPS), 256 * (int64_t)ctx->sms);
+    if (blocks == 0) return;
+    kernel<<<blocks, 32 * ROW_WARPS, 0, ctx->stream>>>(q, scale, dh, gated_a, drow_gate, dap, h, r, F, mx_stride(2 * F),
+                                                       carry_of(cast.scale));
+    LAUNCH_CHECK();
+}
+
 void mx_dequantize(floatX* x, const uint8_t* q, const uint8_t* scale, int64_t rows, int64_t columns, Ctx* ctx) {
     if (rows == 0) return;
     ASSERT(aligned(x) && aligned(q));
@@ -469,12 +597,22 @@ void mx_round_columns(floatX* x, Ragged r, int64_t columns, MxCast cast, Ctx* ct
 
 size_t mx_stats_workspace(void) { return STATS_BLOCKS * sizeof(MxStats); }
 
-void mx_stats(MxStats* stats, const floatX* x, int64_t rows, int64_t columns, MxCast cast, Ctx* ctx) {
+static void add_stats(MxStats* stats, const floatX* x, Tiles tiles, int64_t rows, int64_t columns, MxCast cast,
+                      Ctx* ctx) {
     ASSERT(aligned(x) && columns % MX_BLOCK == 0);
     MxStats* partial = ctx_workspace<MxStats>(ctx, STATS_BLOCKS);
     auto kernel = cast.align == 1 ? stats_kernel<MX_BLOCK> : stats_kernel<MX_CHUNK>;
-    kernel<<<STATS_BLOCKS, 32 * ROW_WARPS, 0, ctx->stream>>>(partial, x, rows, columns, carry_of(cast.scale));
+    kernel<<<STATS_BLOCKS, 32 * ROW_WARPS, 0, ctx->stream>>>(partial, x, tiles, rows, columns, carry_of(cast.scale));
     LAUNCH_CHECK();
     add_stats_kernel<<<1, STATS_SUMS, 0, ctx->stream>>>(stats, partial);
     LAUNCH_CHECK();
+}
+
+void mx_stats(MxStats* stats, const floatX* x, int64_t rows, int64_t columns, MxCast cast, Ctx* ctx) {
+    add_stats(stats, x, {NULL, rows}, rows, columns, cast, ctx);
+}
+
+void mx_stats_tiles(MxStats* stats, const floatX* w, const uint8_t* scale, int64_t count, int64_t rows, int64_t columns,
+                    int32_t scale_mode, Ctx* ctx) {
+    add_stats(stats, w, {scale, rows}, count * rows, columns, {scale_mode, MX_CHUNK}, ctx);
 }

@@ -63,6 +63,18 @@ void mx_swiglu_quantize(uint8_t* q,       // (capacity, F)
                         const floatX* h,  // (capacity, 2F): gate, then up
                         Ragged ragged, int64_t F, MxCast cast, Ctx* ctx);
 
+// Its backward with the gate (moe/experts.h), between the same products: dh is rounded to floatX, then cast as
+// mx_quantize casts it, with 2F as one width. A is what its cast by mx_swiglu_quantize stands for (not rounded again).
+// On the GPU dh and the bytes are those of experts_swiglu_backward and mx_quantize. Pad rows are zeros with scale 0.
+void mx_swiglu_backward_quantize(uint8_t* q,         // (capacity, 2F): of dh
+                                 uint8_t* scale,     // (capacity, mx_stride(2F))
+                                 floatX* dh,         // (capacity, 2F)
+                                 floatX* gated_a,    // (capacity, F): gate * A, for wgrad of W2
+                                 real* drow_gate,    // (capacity): <dA', A>
+                                 const floatX* dap,  // (capacity, F): dA' = dOut W2
+                                 const floatX* h,    // (capacity, 2F)
+                                 Ragged ragged, int64_t F, MxCast cast, Ctx* ctx);
+
 // x = q 2^(s - 127): exact in bf16 but for values outside its range (what is below 2^-133 is rounded, beyond 2^128
 // Inf).
 void mx_dequantize(floatX* x,             // (rows, columns)
@@ -85,10 +97,15 @@ typedef struct MxStats {
     double elements;       // not zero
     double saturated;      // |x| 2^(127 - s) > 448 (FLOOR only)
     double flushed;        // not zero, but q is
-    double inexact;        // with align 128: bytes whose value is not what align 1 gives
+    double inexact;        // with align 128 and tiles: bytes whose value is not what align 1 gives
     double signal, noise;  // sums of x^2 and (x - value)^2: SNR = 10 log10(signal / noise) dB
 } MxStats;
 void mx_stats(MxStats* stats, const floatX* x, int64_t rows, int64_t columns, MxCast cast, Ctx* ctx);
+// The same of mx_quantize_tiles and the scales it made; inexact against blocks of 32 along the columns.
+void mx_stats_tiles(MxStats* stats,
+                    const floatX* w,       // (count, rows, columns)
+                    const uint8_t* scale,  // (count, ceil(rows / 128), ceil(columns / 128))
+                    int64_t count, int64_t rows, int64_t columns, int32_t scale_mode, Ctx* ctx);
 size_t mx_stats_workspace(void);
 
 // Where Blackwell's tensor cores look for the scale of block c of row r (of C blocks a row): tiles of 128 x 4, rows

@@ -7,7 +7,9 @@ a message that says what and where, and harm no file; a resumed run must equal o
 import array
 import contextlib
 import hashlib
+import itertools
 import json
+import math
 import os
 import pathlib
 import random
@@ -183,6 +185,52 @@ class Case(unittest.TestCase):
             self.assertEqual(manifest(a)[key], manifest(b)[key], key)
 
 
+def tensor(path, name):
+    """The rows of a float32 matrix in a safetensors file."""
+    data = path.read_bytes()
+    length, = struct.unpack("<Q", data[:8])
+    rows, columns = json.loads(data[8:8 + length])[name]["shape"]
+    values = struct.unpack_from(f"<{rows * columns}f", data, tensor_start(data, name))
+    return [list(values[r * columns:(r + 1) * columns]) for r in range(rows)]
+
+
+def bf16(x):
+    mantissa, exponent = math.frexp(x)
+    return math.ldexp(round(math.ldexp(mantissa, 8)), exponent - 8)
+
+
+def cast(matrix, tile_rows, tile_columns, mode):
+    """What MXFP8 makes of a matrix with a scale for each tile, and how many elements it saturates."""
+    out, saturated = [list(row) for row in matrix], 0
+    for r0 in range(0, len(matrix), tile_rows):
+        for c0 in range(0, len(matrix[0]), tile_columns):
+            rows = range(r0, min(r0 + tile_rows, len(matrix)))
+            columns = range(c0, min(c0 + tile_columns, len(matrix[0])))
+            mantissa, exponent = math.frexp(max(abs(matrix[r][c]) for r in rows for c in columns))
+            unit = 2.0 ** (exponent - (8 if mode == "rceil" and mantissa > 0.875 else 9))
+            for r in rows:
+                for c in columns:
+                    x = matrix[r][c] / unit
+                    step = 2.0 ** (max(math.frexp(x)[1] - 1, -6) - 3)
+                    saturated += abs(x) > 448
+                    out[r][c] = max(-448, min(448, round(x / step) * step)) * unit
+    return out, saturated
+
+
+def cast_statistics(matrices, tile, mode):
+    """A line of mx_stats for matrices cast in tiles of so many (rows, columns)."""
+    count = saturated = flushed = inexact = signal = noise = 0
+    for matrix in matrices:
+        values, over = cast(matrix, *tile, mode)
+        alone, _ = cast(matrix, 1, 32, mode)
+        saturated += over
+        for x, v, a in zip(*(itertools.chain(*m) for m in (matrix, values, alone))):
+            count, flushed, inexact = count + (x != 0), flushed + (x != 0 and v == 0), inexact + (v != a)
+            signal, noise = signal + x * x, noise + (x - v) ** 2
+    return dict(saturated=saturated / count, flushed=flushed / count, inexact=inexact / count,
+                snr_db=10 * math.log10(signal / noise))
+
+
 class BadOptions(Case):
     def test_names_and_values(self):
         for words, args in (
@@ -225,6 +273,8 @@ class BadOptions(Case):
             (("--rope-dim 7", "odd"), dict(rope_dim=7)),
             (("--dense-layers 3", "--layers 2"), dict(dense_layers=3)),
             (("--tokens-per-step 100", "--batch 2 x --seq-len 32 = 64"), dict(tokens_per_step=100)),
+            (("--mx-stats 5", "nothing that it measures is MXFP8"), dict(mx_stats=5, combine_precision="mxfp8")),
+            (("--mx-stats 5", "no MoE block"), dict(mx_stats=5, dispatch_precision="mxfp8", dense_layers=2)),
         ):
             for dry_run in (False, True):
                 with self.subTest(options, dry_run=dry_run):
@@ -232,6 +282,24 @@ class BadOptions(Case):
         self.refused(2, "--train is missing", train=None, out="run")
         self.refused(2, "--resume needs --out", resume=True)
         self.refused(2, "--save-every needs --out", save_every=5)
+        self.refused(2, "--mx-stats needs --out", mx_stats=5, dispatch_precision="mxfp8")
+
+    def test_widths_of_mxfp8(self):
+        fits = dict(kv_lora=32, expert_ffn=32)
+        for width, change in (
+            ("--dim 40", dict(dispatch_precision="mxfp8", dim=40)),
+            ("--expert-ffn 16", dict(expert_precision="mxfp8")),
+            ("--dim 40", dict(linear_precision="mxfp8", **fits, dim=40)),
+            ("--kv-lora 16", dict(linear_precision="mxfp8")),
+            ("--q-lora 40", dict(linear_precision="mxfp8", **fits, q_lora=40)),
+            ("--heads x (--nope-dim + --rope-dim) = 144", dict(linear_precision="mxfp8", **fits, heads=3)),
+            ("--dense-ffn 72", dict(linear_precision="mxfp8", **fits, dense_ffn=72)),
+            ("--shared-experts x --expert-ffn = 48", dict(linear_precision="mxfp8", kv_lora=32, expert_ffn=16,
+                                                          shared_experts=3)),
+        ):
+            with self.subTest(width):
+                self.refused(2, f"{width} is not a multiple of 32, which MXFP8 needs", out="run", **change)
+        self.train(steps=2, linear_precision="mxfp8", **fits)
 
     def test_samples(self):
         write_tokenizer(self.dir / "letters.bin", [b"<end>", b"a", b"b", b"ab"])
@@ -772,6 +840,41 @@ class Log(Case):
             self.assertTrue(1 <= step["load_max_over_mean"] <= 2)  # 4 experts, 2 a token
             self.assertAlmostEqual(step["tokens_per_s"] * step["ms"] / 64000, 1, places=5)
         self.assertAlmostEqual(steps[0]["loss"], 5.55, delta=0.1)  # ln 257: nothing is known yet
+
+    def test_cast_statistics(self):
+        """Those of step 4, the weights' once more from the checkpoint before. They change nothing that is computed."""
+        options = dict(steps=4, save_every=1, keep=9, dim=160, expert_ffn=96, layers=3, tokens_per_step=128, lr=1e-2,
+                       expert_precision="mxfp8")
+        round_weight = bf16 if pathlib.Path(PROGRAM).parent.name == "cuda" else float
+        for name, tile, cast_options in (("exact", (1, 32), dict(mx_scale="floor")),
+                                         ("fast", (128, 128), dict(mx_gemm="fast"))):
+            out = self.dir / name
+            self.train(out=out, mx_stats=2, **cast_options, **options)
+            self.train(out=self.dir / f"{name}_without", **cast_options, **options)
+            self.assert_same_run(out, self.dir / f"{name}_without", 4)
+            _, steps = read_log(out)
+            self.assertEqual(["mx_stats" in step for step in steps], [False, True] * 2)
+            self.assertEqual(list(steps[3])[:-1], LOG_FIELDS)
+            lines = steps[3]["mx_stats"]
+            self.assertEqual([(line["layer"], line["tensor"]) for line in lines],
+                             [(layer, t) for layer in (1, 2) for t in ("x", "act", "dy", "dh", "w13", "w2")])
+            for line in lines:
+                self.assertTrue(27 < line["snr_db"] < 33, line)  # 31.5 of normal numbers, less where FLOOR saturates
+                self.assertEqual(line["saturated"] > 0, name == "exact")
+                self.assertTrue(0 <= line["flushed"] < 0.01 and 0 <= line["inexact"] < 0.01 and line["saturated"] < 0.1)
+                self.assertFalse(name == "exact" and line["inexact"])
+                if line["tensor"] not in ("w13", "w2"):
+                    continue
+                path = out / "step_00000003" / ("block_%03d.safetensors" % (line["layer"] + 1))
+                parts = ("gate_proj", "up_proj") if line["tensor"] == "w13" else ("down_proj",)
+                expert = f"model.layers.{line['layer']}.mlp.experts.%d.%s.weight"
+                matrices = [[[round_weight(x) for x in row] for part in parts for row in tensor(path, expert % (e, part))]
+                            for e in range(4)]
+                for key, value in cast_statistics(matrices, tile, cast_options.get("mx_scale", "rceil")).items():
+                    self.assertAlmostEqual(line[key], value, delta=1e-8 * max(1, abs(value)), msg=f"{line} {key}")
+        self.train(out="tokens", mx_stats=1, **{**options, "expert_precision": "bf16", "dispatch_precision": "mxfp8"})
+        for step in read_log(self.dir / "tokens")[1]:
+            self.assertEqual([line["tensor"] for line in step["mx_stats"]], ["x", "dy"] * 2)
 
     def test_loss_goes_down(self):
         self.train(out="run", steps=300, lr=1e-2, val=self.val_glob, val_every=300, val_tokens=10**6)

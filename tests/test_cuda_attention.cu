@@ -1,4 +1,6 @@
-// Attention on the GPU against the reference in double, forward and backward, for the three head sizes.
+// Attention on the GPU against the reference in double, forward and backward, for the three head sizes, on both roads:
+// Hopper's kernels (layers/attention.cu; on other GPUs attention_forward is the other road too) and cuBLASLt's products
+// (layers/attention_lt.cu).
 //
 // Tolerances (of ||out - ref|| / ||ref||). bf16 rounds by at most u = 2^-9 = 1.95e-3 of each element, typically u
 // / 1.7.
@@ -11,9 +13,12 @@
 #include <unistd.h>
 
 #include "layers/attention.h"
+#include "layers/attention_lt.cuh"
 #include "tests/cuda.cuh"
 
 static const double U = 0x1p-9;
+
+static bool by_lt;  // the road that is tested
 
 struct Case {
     AttnShape shape;
@@ -33,10 +38,14 @@ struct Case {
           lse(s.B * s.T * s.H) {}
     // k_rope stands at the end of its rows, behind kv_lora's columns in the model.
     int64_t rope_at() const { return shape.k_rope_stride - shape.rope; }
-    void forward() { attention_forward(out.dev, lse.dev, q.dev, kv.dev, k_rope.dev + rope_at(), shape, ctx); }
+    void forward() {
+        auto run = by_lt ? attention_lt_forward : attention_forward;
+        run(out.dev, lse.dev, q.dev, kv.dev, k_rope.dev + rope_at(), shape, ctx);
+    }
     void backward() {
-        attention_backward(dq.dev, dkv.dev, dk_rope.dev + rope_at(), dout.dev, out.dev, lse.dev, q.dev, kv.dev,
-                           k_rope.dev + rope_at(), shape, ctx);
+        auto run = by_lt ? attention_lt_backward : attention_backward;
+        run(dq.dev, dkv.dev, dk_rope.dev + rope_at(), dout.dev, out.dev, lse.dev, q.dev, kv.dev,
+            k_rope.dev + rope_at(), shape, ctx);
     }
     floatX* rope_ref(X& t) { return (floatX*)(t.host.data() + rope_at()); }
 };
@@ -191,16 +200,19 @@ int main(int argc, char** argv) {
     RUN(test_unknown_heads);  // forks: before there is a CUDA context
     open_contexts((size_t)128 << 20);
     CHECK(attention_workspace(shape_of(64, 2, 1100, 12, 72)) < (size_t)128 << 20, "the workspace of these tests");
-    if (argc > 1 && !strcmp(argv[1], "small")) {  // under compute-sanitizer
+    const bool small = argc > 1 && !strcmp(argv[1], "small");  // under compute-sanitizer
+    for (int road = 0; road < 2; road++) {
+        by_lt = road == 1;
+        printf("%s\n", by_lt ? "by cuBLASLt:" : "by this GPU's own kernels:");
         RUN(test_small);
-        return test_summary();
+        if (small) continue;
+        RUN(test_heads_128_64_128);
+        RUN(test_heads_64_32_64);
+        RUN(test_heads_32_16_32);
+        RUN(test_many_blocks);
+        RUN(test_large_logits);
+        RUN(test_repeats);
+        RUN(test_causality);
     }
-    RUN(test_heads_128_64_128);
-    RUN(test_heads_64_32_64);
-    RUN(test_heads_32_16_32);
-    RUN(test_many_blocks);
-    RUN(test_large_logits);
-    RUN(test_repeats);
-    RUN(test_causality);
     return test_summary();
 }

@@ -14,6 +14,7 @@
 
 #include "moe/grouped_gemm.h"
 #include "tests/cuda.cuh"
+#include "tests/hold.cuh"
 
 typedef std::vector<int32_t> Rows;
 
@@ -215,6 +216,38 @@ static void test_repeats(void) {
     }
 }
 
+// Blocks that start late, because their SMs are held, leave their share to the others, and no bit changes. With 16 of
+// 132 SMs held the forward product should take 1.14 times as long, or 1.33 where each one held costs a cluster (8
+// rounds of units, not 6); with a share for every block nearly twice as long, since the late ones begin when the others
+// end (1.7 seen): 1.5 is allowed.
+static void test_late_blocks(void) {
+    Layout l({5000, 0, 1000, 5500, 1, 500});
+    const int64_t IC = 1024, OC = 2048;
+    RowBuffer x(l, IC, 1), dy(l, OC, 2);
+    X w(l.El() * OC * IC, 3), y(l.capacity * OC), dx(l.capacity * IC);
+    R dw(l.El() * OC * IC, 4);
+    std::vector<std::vector<double>> free;
+    float free_ms = 0;
+    for (int sms : {0, 16, 112}) {
+        y.poison(), dx.poison(), dw.send();
+        float ms;
+        {
+            HeldSms held(sms);
+            ms = least_ms([&] { grouped_gemm_forward(y.dev, x.dev, w.dev, l.device(), IC, OC, ctx); }, ctx->stream);
+            grouped_gemm_dgrad(dx.dev, dy.dev, w.dev, l.device(), IC, OC, ctx);
+            grouped_gemm_wgrad(dw.dev, dy.dev, x.dev, l.device(), IC, OC, ctx);
+            ctx_sync(ctx);
+        }
+        std::vector<std::vector<double>> now = {y.got(), dx.got(), dw.got()};
+        if (getenv("TEST_ERRORS")) printf("    %d SMs held: %.3f ms\n", sms, ms);
+        if (sms == 0) free = now, free_ms = ms;
+        for (int i = 0; i < 3; i++)
+            CHECK(memcmp(free[i].data(), now[i].data(), now[i].size() * sizeof(double)) == 0,
+                  "product %d differs where %d SMs are held", i, sms);
+        CHECK(ms <= 1.5f * free_ms || sms > 16, "%g ms where %d SMs are held, %g without", ms, sms, free_ms);
+    }
+}
+
 // NaN in the weights of one expert and in the rows of another touch nothing else, and no pad row.
 static void test_nan_stays(void) {
     const int64_t IC = 200, OC = 328;
@@ -278,6 +311,7 @@ int main(int argc, char** argv) {
     RUN(test_experts);
     RUN(test_model_sizes);
     RUN(test_repeats);
+    RUN(test_late_blocks);
     RUN(test_nan_stays);
     return test_summary();
 }

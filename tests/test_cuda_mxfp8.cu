@@ -240,25 +240,71 @@ static void test_stats(void) {
     }
 }
 
-// Groups at multiples of 128, NaN in pad rows and behind the last row.
+// As test_stats, the scales those of the cast.
+static void test_stats_tiles(void) {
+    static const int64_t shapes[][3] = {{1, 32, 32}, {3, 96, 160}, {7, 288, 416}, {2, 1408, 992}};
+    for (auto& m : shapes)
+        for (int mode = MX_RCEIL; mode <= MX_FLOOR; mode++) {
+            const int64_t n = m[0] * m[1] * m[2];
+            X w(n);
+            set_wild(w, 0);
+            Bytes q(n), turned(n), scale(m[0] * ceil_div(m[1], 128) * ceil_div(m[2], 128));
+            mx_quantize_tiles(q.dev, turned.dev, scale.dev, w.dev, m[0], m[1], m[2], mode, ctx);
+            std::vector<uint8_t> scales = scale.got();
+            scales.resize((size_t)scale.n);
+            scales[(size_t)scale.n / 2] = MX_NAN;  // left out
+            scale.send(scales);
+            MxStats want = {1, 2, 3, 4, 5, 6}, got;
+            MxStats* dev = (MxStats*)device_alloc(sizeof(MxStats), "a test");
+            device_upload(dev, &want, sizeof(want), ctx);
+            mx_stats_tiles(dev, w.dev, scale.dev, m[0], m[1], m[2], mode, ctx);
+            device_download(&got, dev, sizeof(got), ctx);
+            REFERENCE(mx_stats_tiles)(&want, w.ref(), scales.data(), m[0], m[1], m[2], mode, reference_ctx);
+            CHECK(got.elements == want.elements && got.saturated == want.saturated && got.flushed == want.flushed &&
+                      got.inexact == want.inexact && fabs(got.signal / want.signal - 1) < 1e-10 &&
+                      fabs(got.noise / want.noise - 1) < 1e-10,
+                  "%g %g %g %g %.17g %.17g, not %g %g %g %g %.17g %.17g", got.elements, got.saturated, got.flushed,
+                  got.inexact, got.signal, got.noise, want.elements, want.saturated, want.flushed, want.inexact,
+                  want.signal, want.noise);
+            device_free(dev);
+        }
+}
+
+// Groups at multiples of 128, and 256 rows behind the last one.
+struct Groups {
+    I64 start;
+    int64_t used, capacity;
+    I32 row_token;
+    Ragged ragged;
+
+    explicit Groups(const std::vector<int32_t>& counts)
+        : start((int64_t)counts.size() + 1), used(0), capacity(rows_of(counts) + 256), row_token(capacity) {
+        for (size_t e = 0; e < counts.size(); e++) {
+            start.host[e] = used;
+            for (int64_t i = 0; i < counts[e]; i++) row_token.host[(size_t)(used + i)] = 0;  // the others stay -1
+            used += ceil_div(counts[e], 128) * 128;
+        }
+        start.host[counts.size()] = used;
+        start.send(), row_token.send();
+        ragged = {(int32_t)counts.size(), capacity, start.dev, NULL, row_token.dev, NULL, NULL};
+    }
+    static int64_t rows_of(const std::vector<int32_t>& counts) {
+        int64_t rows = 0;
+        for (int32_t count : counts) rows += ceil_div(count, 128) * 128;
+        return rows;
+    }
+    bool pad(int64_t row) const { return row_token.host[(size_t)row] < 0; }
+};
+
+// NaN in pad rows and behind the last row.
 static void swiglu_case(const std::vector<int32_t>& counts, int64_t F) {
-    const int32_t El = (int32_t)counts.size();
-    int64_t used = 0;
-    I64 start(El + 1);
-    for (int32_t e = 0; e < El; e++) start.host[(size_t)e] = used, used += ceil_div(counts[(size_t)e], 128) * 128;
-    start.host[(size_t)El] = used;
-    start.send();
-    const int64_t capacity = used + 256;
-    I32 row_token(capacity);
-    for (int32_t e = 0; e < El; e++)
-        for (int64_t r = start.host[(size_t)e]; r < start.host[(size_t)e + 1]; r++)
-            row_token.host[(size_t)r] = r < start.host[(size_t)e] + counts[(size_t)e] ? 0 : -1;
-    row_token.send();
+    Groups l(counts);
+    const int64_t used = l.used, capacity = l.capacity;
+    const Ragged ragged = l.ragged;
     X h(capacity * 2 * F, 1, 4), a(capacity * F);
     for (int64_t i = 0; i < h.n; i++)
-        if (row_token.host[(size_t)(i / (2 * F))] < 0) h.host[(size_t)i] = NAN;
+        if (l.pad(i / (2 * F))) h.host[(size_t)i] = NAN;
     h.send();
-    Ragged ragged = {El, capacity, start.dev, NULL, row_token.dev, NULL, NULL};
     experts_swiglu_forward(a.dev, h.dev, ragged, F, ctx);
     for (MxCast cast : casts) {
         Bytes q(capacity * F), scale(capacity * mx_stride(F)), whole_q(capacity * F), whole_scale(scale.n);
@@ -269,11 +315,78 @@ static void swiglu_case(const std::vector<int32_t>& counts, int64_t F) {
         CHECK_BYTES(q);
         CHECK_BYTES(scale);
         int64_t wrong = 0;
-        for (int64_t i = 0; i < used * F; i++) wrong += row_token.host[(size_t)(i / F)] < 0 && q.host[(size_t)i] != 0;
+        for (int64_t i = 0; i < used * F; i++) wrong += l.pad(i / F) && q.host[(size_t)i] != 0;
         for (int64_t i = 0, stride = mx_stride(F); i < used * stride; i++)
-            wrong += row_token.host[(size_t)(i / stride)] < 0 && scale.host[(size_t)i] != 0;
+            wrong += l.pad(i / stride) && scale.host[(size_t)i] != 0;
         CHECK(wrong == 0, "%lld bytes of pad rows are not 0", (long long)wrong);
     }
+}
+
+// The fused backward against the kernels that it stands for, bit for bit: dh and its bytes; gate * A with the A that
+// the cast's bytes give. <dA', A> is a sum of up to 2048 products in float32: 1e-5 of the norm of its terms.
+static void swiglu_backward_case(const std::vector<int32_t>& counts, int64_t F) {
+    Groups l(counts);
+    const int64_t used = l.used, capacity = l.capacity;
+    X h(capacity * 2 * F, 1, 4), dap(capacity * F, 2), act(capacity * F), gated(capacity * F), other(capacity * F);
+    X dh(capacity * 2 * F), whole_dh(capacity * 2 * F);
+    R gate(capacity, 3), drow_gate(capacity), other_gate(capacity);
+    l.ragged.row_gate = gate.dev;
+    for (int64_t i = 0; i < dap.n; i++)
+        if (l.pad(i / F)) h.host[(size_t)(2 * i)] = h.host[(size_t)(2 * i + 1)] = dap.host[(size_t)i] = NAN;
+    for (int64_t i = 0; i < capacity; i++)
+        if (l.pad(i)) gate.host[(size_t)i] = NAN;
+    h.send(), dap.send(), gate.send();
+    experts_swiglu_backward(whole_dh.dev, other.dev, other_gate.dev, dap.dev, h.dev, l.ragged, F, ctx);
+    whole_dh.host = whole_dh.got();
+    for (MxCast cast : casts) {
+        Bytes a_q(capacity * F), a_scale(capacity * mx_stride(F)), q(capacity * 2 * F), whole_q(q.n);
+        Bytes scale(capacity * mx_stride(2 * F)), whole_scale(scale.n);
+        dh.poison(), gated.poison(), drow_gate.poison();
+        auto run = [&] {
+            mx_swiglu_backward_quantize(q.dev, scale.dev, dh.dev, gated.dev, drow_gate.dev, dap.dev, h.dev, l.ragged, F,
+                                        cast, ctx);
+        };
+        run();
+        mx_swiglu_quantize(a_q.dev, a_scale.dev, h.dev, l.ragged, F, cast, ctx);
+        mx_dequantize(act.dev, a_q.dev, a_scale.dev, used, F, ctx);
+        mx_quantize(whole_q.dev, whole_scale.dev, whole_dh.dev, used, 2 * F, cast, ctx);
+        q.host = whole_q.got(), scale.host = whole_scale.got();
+        CHECK_BYTES(q);
+        CHECK_BYTES(scale);
+        auto got_dh = dh.got(), got_gated = gated.got(), got_dgate = drow_gate.got(), a = act.got();
+        int64_t wrong_dh = 0, wrong_gated = 0, wrong_gate = 0;
+        for (int64_t r = 0; r < capacity; r++) {
+            double sum = 0, norm = 0;
+            for (int64_t i = 2 * r * F; i < 2 * (r + 1) * F; i++) {
+                const double want = whole_dh.host[(size_t)i], have = got_dh[(size_t)i];
+                wrong_dh += want != want ? have == have : have != want || signbit(have) != signbit(want);
+            }
+            for (int64_t i = r * F; i < (r + 1) * F; i++) {
+                const float product = l.pad(r) ? 0 : (float)gate.host[(size_t)r] * (float)a[(size_t)i];
+                const double want = __bfloat162float(__float2bfloat16(product)), have = got_gated[(size_t)i];
+                wrong_gated += r < used ? have != want : have == have;
+                if (l.pad(r)) continue;
+                const double term = dap.host[(size_t)i] * a[(size_t)i];
+                sum += term, norm += term * term;
+            }
+            const double have = got_dgate[(size_t)r];
+            wrong_gate += r < used ? !(fabs(have - sum) <= 1e-5 * sqrt(norm)) : have == have;
+        }
+        CHECK(wrong_dh == 0 && wrong_gated == 0 && wrong_gate == 0,
+              "F %d: %lld of dh, %lld of gate * A and %lld gates' gradients are wrong", (int)F, (long long)wrong_dh,
+              (long long)wrong_gated, (long long)wrong_gate);
+        CHECK_REPEATS(drow_gate, run());
+    }
+}
+
+static void test_swiglu_backward(void) {
+    swiglu_backward_case({1}, 32);
+    swiglu_backward_case({129, 0, 128, 5}, 96);
+    swiglu_backward_case({0, 0}, 64);
+    swiglu_backward_case({3, 130}, 160);
+    swiglu_backward_case({5, 250}, 544);
+    swiglu_backward_case({300, 1, 77, 512, 0}, 1408);
+    swiglu_backward_case({40, 40}, 2048);
 }
 
 static void test_swiglu(void) {
@@ -292,6 +405,8 @@ int main(void) {
     RUN(test_dequantize);
     RUN(test_round_columns);
     RUN(test_stats);
+    RUN(test_stats_tiles);
     RUN(test_swiglu);
+    RUN(test_swiglu_backward);
     return test_summary();
 }

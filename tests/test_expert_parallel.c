@@ -160,8 +160,8 @@ static Outputs run_block(const Inputs* in, MoeShape s, int64_t first, size_t roo
     MoeWeights w = {send(in->router, E * C),
                     send(in->w13 + at * 2 * F * C, n13),
                     send(in->w2 + at * C * F, n2),
-                    send(in->shared13, 2 * sF * C),
-                    send(in->shared2, C * sF),
+                    linear_weight(send(in->shared13, 2 * sF * C), 2 * sF, C),
+                    linear_weight(send(in->shared2, C * sF), C, sF),
                     send_real(in->bias, E),
                     NULL};
     Outputs o = {{NULL}, {N * C, N * C, E * C, n13, n2, 2 * sF * C, C * sF}, NULL, NULL, 0};
@@ -179,7 +179,7 @@ static Outputs run_block(const Inputs* in, MoeShape s, int64_t first, size_t roo
     PoolMark mark[BLOCKS];
     for (int b = 0; b < BLOCKS; b++) {
         mark[b] = pool_mark(pool);
-        moe_forward(y, x, w, &saved[b], b ? NULL : load, s, ways, ctx);
+        moe_forward(y, x, w, &saved[b], b ? NULL : load, NULL, s, ways, ctx);
     }
     o.expert = (int32_t*)fetch(saved[0].expert, (size_t)(N * K) * sizeof(int32_t));
     for (int b = BLOCKS - 1; b >= 0; b--) {

@@ -201,10 +201,12 @@ static void layouts_agree(void) { all_layouts(0); }
 static void layouts_agree_on_one_expert(void) { all_layouts(1); }
 
 #define MX "--expert-precision mxfp8 --dispatch-precision mxfp8 "
+#define LINEAR "--linear-precision mxfp8 "
 
 // What is cast does not depend on where it is computed: only sums in another order can tip a rounding.
 static void layouts_agree_in_mxfp8(void) {
-    static const char* precisions[4] = {MX "--mx-gemm exact", MX "--mx-gemm fast --wgrad-precision mxfp8",
+    static const char* precisions[4] = {MX LINEAR "--mx-gemm exact",
+                                        MX LINEAR "--mx-gemm fast --wgrad-precision mxfp8",
                                         "--expert-precision mxfp8 --mx-scale floor", "--dispatch-precision mxfp8"};
     int R = ranks_count(world) < 4 ? ranks_count(world) : 4;
     for (int p = 0; p < (BF16 ? 2 : 4); p++) {
@@ -233,7 +235,7 @@ static void recompute_is_exact(void) {
     static const char* kinds[3] = {"none", "moe", "block"};
     int R = ranks_count(world) < 4 ? ranks_count(world) : 4;
     for (int ep = BF16 ? R : 1; ep <= 2 * R; ep *= 2) {
-        const char* precision = ep > R ? MX "--mx-gemm fast" : "";  // the last round
+        const char* precision = ep > R ? MX LINEAR "--mx-gemm fast" : "";  // the last round
         Case plain = {R, ep > R ? R : ep, "weights", "none", 0, precision};
         Shown want = show(plain, 3);
         for (int k = 0; k < 3; k++) {

@@ -299,7 +299,7 @@ static void run_middle(void* arg) {
     m->a = poisoned(ragged.capacity * m->F), m->gated_a = poisoned(ragged.capacity * m->F);
     m->dh = poisoned(2 * ragged.capacity * m->F), m->drow_gate = poisoned(ragged.capacity);
     experts_swiglu_forward(m->a, m->h, ragged, m->F, ctx);
-    experts_swiglu_backward(m->dh, m->gated_a, m->drow_gate, m->dap, m->h, NULL, ragged, m->F, ctx);
+    experts_swiglu_backward(m->dh, m->gated_a, m->drow_gate, m->dap, m->h, ragged, m->F, ctx);
     ctx_sync(ctx);
     ctx_destroy(ctx);
 }
@@ -368,7 +368,7 @@ static void run_path(void* arg) {
     p->dw13 = copied(p->w13_before, r->El * 2 * F * C), p->dw2 = copied(p->w2_before, r->El * C * F);
     permute_rows(dout, p->dout, g, (size_t)C * sizeof(real), ctx);
     grouped_gemm_dgrad(dap, dout, p->w2, g, F, C, ctx);
-    experts_swiglu_backward(dh, gated_a, drow_gate, dap, h, NULL, g, F, ctx);
+    experts_swiglu_backward(dh, gated_a, drow_gate, dap, h, g, F, ctx);
     grouped_gemm_dgrad(dx, dh, p->w13, g, C, 2 * F, ctx);
     unpermute_rows(p->dx, dx, NULL, g, r->N, r->K, C, 0, ctx);
     unpermute_gates(p->dgate, drow_gate, g, r->N, r->K, ctx);
@@ -599,7 +599,13 @@ static void run_block(void* arg) {
     Ctx* ctx = ctx_create(moe_workspace(s));
     Pool* pool = pool_create("a test", b->memory, room);
     MoeWays* ways = moe_ways_create(pool, NULL, s, ctx);
-    MoeWeights w = {b->router, b->w13, b->w2, b->shared13, b->shared2, b->bias, NULL};
+    MoeWeights w = {b->router,
+                    b->w13,
+                    b->w2,
+                    linear_weight(b->shared13, 2 * sF, C),
+                    linear_weight(b->shared2, C, sF),
+                    b->bias,
+                    NULL};
     b->drouter = copied(b->drouter_before, E * C);
     b->dw13 = copied(b->dw13_before, E * 2 * F * C), b->dw2 = copied(b->dw2_before, E * C * F);
     b->dshared13 = copied(b->dshared13_before, 2 * sF * C), b->dshared2 = copied(b->dshared2_before, C * sF);
@@ -610,7 +616,7 @@ static void run_block(void* arg) {
     PoolMark mark[3];
     for (int i = 0; i < b->blocks; i++) {
         mark[i] = pool_mark(pool);
-        moe_forward(b->y, b->x, w, &saved[i], i == 0 ? b->load : NULL, s, ways, ctx);
+        moe_forward(b->y, b->x, w, &saved[i], i == 0 ? b->load : NULL, NULL, s, ways, ctx);
     }
     memcpy(b->expert, saved[0].expert, N * s.router.K * sizeof(int32_t));
     for (int i = b->blocks - 1; i >= 0; i--) {

@@ -22,6 +22,7 @@
 #include <omp.h>
 
 #include "moe/moe.h"
+#include "tests/mx.h"
 #include "tests/test.h"
 
 #ifdef F64
@@ -78,12 +79,14 @@ static floatX* send(const double* x, int64_t n) {
     return to;
 }
 
-static void* poison(size_t bytes) {
-    char *to = (char*)device_room(bytes), *nan = (char*)host_room(bytes);
-    memset(nan, 0xff, bytes);
-    device_upload(to, nan, bytes, ctx);
+static void* filled_with(int byte, size_t bytes) {
+    char *to = (char*)device_room(bytes), *fill = (char*)host_room(bytes);
+    memset(fill, byte, bytes);
+    device_upload(to, fill, bytes, ctx);
     return to;
 }
+
+static void* poison(size_t bytes) { return filled_with(0xff, bytes); }  // NaN
 
 static real* fetch(const real* x, int64_t n) {
     real* host = (real*)host_room((size_t)n * sizeof(real));
@@ -109,12 +112,6 @@ typedef struct Widths {
 typedef struct Inputs {
     double *x, *dy, *router, *w13, *w2, *shared13, *shared2, *bias;
 } Inputs;
-
-static double bf16(double x) {
-    int exponent;
-    double m = frexp(x, &exponent);
-    return ldexp(rint(ldexp(m, 8)), exponent - 8);
-}
 
 // (rows, columns) of bf16 numbers, so that all builds see the same ones.
 static double* random_input(int64_t rows, int64_t columns, uint32_t stream, double scale, int64_t tile, int spread) {
@@ -146,40 +143,6 @@ static Inputs make_inputs(Widths d) {
 }
 
 // --- The chain ---
-
-// To nearest even, saturating at 448. Three bits follow the first one; below 2^-6 steps are 2^-9.
-static double e4m3(double x) {
-    int exponent;
-    frexp(x, &exponent);
-    double step = ldexp(1, (exponent - 1 < -6 ? -6 : exponent - 1) - 3), q = rint(x / step) * step;
-    return q > 448 ? 448 : q < -448 ? -448 : q;
-}
-
-// The exponent of a block's scale: amax = m 2^e with 1/2 <= m < 1, and 448 = 7/8 2^9.
-static int scale_exponent(double amax, MxScale mode) {
-    int exponent;
-    double m = frexp(amax, &exponent);
-    int p = mode == MX_RCEIL && m > 0.875 ? exponent - 8 : exponent - 9;
-    return amax == 0 || p < -127 ? -127 : p;
-}
-
-// x (rows, columns) becomes what its cast stands for, in place; one scale for each tile, smaller at the edges.
-static void cast(double* x, int64_t rows, int64_t columns, int64_t tile_rows, int64_t tile_columns, MxScale mode) {
-    for (int64_t r0 = 0; r0 < rows; r0 += tile_rows)
-        for (int64_t c0 = 0; c0 < columns; c0 += tile_columns) {
-            int64_t r1 = r0 + tile_rows < rows ? r0 + tile_rows : rows;
-            int64_t c1 = c0 + tile_columns < columns ? c0 + tile_columns : columns;
-            double amax = 0;
-            for (int64_t r = r0; r < r1; r++)
-                for (int64_t c = c0; c < c1; c++) amax = fmax(amax, fabs((double)(float)x[r * columns + c]));
-            double scale = ldexp(1, scale_exponent(amax, mode));
-            for (int64_t r = r0; r < r1; r++)
-                for (int64_t c = c0; c < c1; c++) {
-                    double* at = x + r * columns + c;
-                    *at = e4m3((double)(float)*at / scale) * scale;
-                }
-        }
-}
 
 // out (M, P) += op(a) op(b): element (m, j) of op(a) lies at a[m am + j aj], row j of op(b), P long, at b + j P.
 static void product(double* out, const double* a, int64_t am, int64_t aj, const double* b, int64_t M, int64_t J,
@@ -387,6 +350,7 @@ static Chain run_chain(const Inputs* in, const int32_t* expert, Widths d, MoePre
 typedef struct Block {
     real* out[OUTPUTS];
     int32_t* expert;  // (N, K)
+    MxStats stats[MOE_STATS];
 } Block;
 
 static MoeShape shape_of(Widths d, MoePrecision p, int recompute) {
@@ -403,7 +367,7 @@ static void sizes_of(int64_t* n, Widths d) {
     n[4] = E * d.C;
 }
 
-static Block run_block(const Inputs* in, Widths d, MoePrecision p, int recompute) {
+static Block run_block(const Inputs* in, Widths d, MoePrecision p, int recompute, int measured) {
     const int64_t C = d.C, sF = d.shared_F;
     MoeShape s = shape_of(d, p, recompute);
     int64_t n[OUTPUTS];
@@ -411,8 +375,12 @@ static Block run_block(const Inputs* in, Widths d, MoePrecision p, int recompute
     floatX *x = send(in->x, N * C), *dy = send(in->dy, N * C), *y = (floatX*)poison((size_t)n[0] * sizeof(floatX));
     floatX* dx = (floatX*)poison((size_t)n[1] * sizeof(floatX));
     MxExperts mx;
-    MoeWeights w = {send(in->router, E * C),        send(in->w13, n[2]),       send(in->w2, n[3]),
-                    send(in->shared13, 2 * sF * C), send(in->shared2, C * sF), send_real(in->bias, E),
+    MoeWeights w = {send(in->router, E * C),
+                    send(in->w13, n[2]),
+                    send(in->w2, n[3]),
+                    linear_weight(send(in->shared13, 2 * sF * C), 2 * sF, C),
+                    linear_weight(send(in->shared2, C * sF), C, sF),
+                    send_real(in->bias, E),
                     p.expert ? &mx : NULL};
     real* dw[OUTPUTS];
     for (int i = 2; i < OUTPUTS; i++) dw[i] = (real*)device_room((size_t)n[i] * sizeof(real));
@@ -424,7 +392,8 @@ static Block run_block(const Inputs* in, Widths d, MoePrecision p, int recompute
     moe_plan(&plan, s, 1, 1);
     size_t room = arena_bytes(&plan);
     arena_free(&plan);
-    Pool* pool = pool_create("a test", poison(room), room);
+    // Statistics leave NaN out: what they must not count is about 0.75 for them.
+    Pool* pool = pool_create("a test", measured ? filled_with(0x3f, room) : poison(room), room);
     MoeWays* ways = moe_ways_create(pool, NULL, s, ctx);
     arena_init(&weights, "a test", BACKEND);
     if (p.expert) {
@@ -434,10 +403,12 @@ static Block run_block(const Inputs* in, Widths d, MoePrecision p, int recompute
     }
     MoeSaved saved;
     Block b;
-    moe_forward(y, x, w, &saved, NULL, s, ways, ctx);
+    MxStats* stats = (MxStats*)device_room(sizeof(b.stats));
+    moe_forward(y, x, w, &saved, NULL, measured ? stats : NULL, s, ways, ctx);
     b.expert = (int32_t*)host_room(N * K * sizeof(int32_t));
     device_download(b.expert, saved.expert, N * K * sizeof(int32_t), ctx);
     moe_backward(dx, dy, x, w, grads, &saved, 0, s, ways, ctx);
+    device_download(b.stats, stats, sizeof(b.stats), ctx);
     b.out[0] = fetch_floatX(y, n[0]);
     b.out[1] = fetch_floatX(dx, n[1]);
     for (int i = 2; i < OUTPUTS; i++) b.out[i] = fetch(dw[i], n[i]);
@@ -533,7 +504,7 @@ static void check_all(Widths d, int first, int step) {
     for (int bits = first; bits < 64; bits += step) {
         MoePrecision p = precision_of(bits);
         int host = host_count, device = device_count;
-        Block b = run_block(&in, d, p, 0), again = run_block(&in, d, p, 1);
+        Block b = run_block(&in, d, p, 0, 0), again = run_block(&in, d, p, 1, 0);
         for (int i = 0; i < OUTPUTS; i++)
             CHECK(!memcmp(b.out[i], again.out[i], (size_t)n[i] * sizeof(real)), "C %d F %d, switches %d: %s recomputed",
                   (int)d.C, (int)d.F, bits, output_names[i]);
@@ -572,7 +543,7 @@ static void test_noise(void) {
     for (int fast = 0; fast < 2; fast++) {
         MoePrecision p = {1, 1, 0, 0, fast, MX_RCEIL};
         Inputs in = make_inputs(widths[3]);
-        Block b = run_block(&in, widths[3], p, 0);
+        Block b = run_block(&in, widths[3], p, 0, 0);
         Chain plain = run_chain(&in, b.expert, widths[3], plainly, 0);
         int64_t n[OUTPUTS];
         sizes_of(n, widths[3]);
@@ -583,6 +554,84 @@ static void test_noise(void) {
         }
         forget(0, 0);
     }
+}
+
+// What a cast of `count` matrices in tiles does, element by element; blocks of 32 alone beside it.
+static MxStats oracle_stats(const double* x, int64_t count, int64_t rows, int64_t columns, int64_t tile_rows,
+                            int64_t along, MxScale mode) {
+    MxStats s = {0, 0, 0, 0, 0, 0};
+    double* alone = copy_of(x, count * rows * columns);
+    cast(alone, count * rows, columns, 1, 32, mode);
+    for (int64_t m = 0; m < count; m++)
+        for (int64_t r0 = 0; r0 < rows; r0 += tile_rows)
+            for (int64_t c0 = 0; c0 < columns; c0 += along) {
+                int64_t r1 = m * rows + (r0 + tile_rows < rows ? r0 + tile_rows : rows);
+                int64_t c1 = c0 + along < columns ? c0 + along : columns;
+                double amax = 0;
+                for (int64_t r = m * rows + r0; r < r1; r++)
+                    for (int64_t c = c0; c < c1; c++) amax = fmax(amax, fabs(x[r * columns + c]));
+                double scale = ldexp(1, scale_exponent(amax, mode));
+                for (int64_t r = m * rows + r0; r < r1; r++)
+                    for (int64_t c = c0; c < c1; c++) {
+                        double f = x[r * columns + c], v = e4m3(f / scale) * scale;
+                        s.elements += f != 0, s.saturated += fabs(f) > 448 * scale, s.flushed += f != 0 && v == 0;
+                        s.inexact += v != alone[r * columns + c];
+                        s.signal += f * f, s.noise += (f - v) * (f - v);
+                    }
+            }
+    return s;
+}
+
+// Statistics change no bit of a result and are the same with recompute. Of inputs and weights, which are bf16 numbers,
+// they are the oracle's. Of the activation and of dh every element of every row counts once, none of pads or unused
+// rows (where floatX is bf16, sums of short products cancel to 0 now and then), and casts of about normal numbers make
+// some 31.5 dB of them (FLOOR, which saturates, a little less).
+static void test_stats(void) {
+    const Widths d = widths[1];
+    Inputs in = make_inputs(d);
+    for (int bits = 0; bits < 6; bits++) {
+        MoePrecision p = {bits < 4, 1, 0, 0, bits & 1, bits >> 1 & 1};
+        Block b = run_block(&in, d, p, 0, 1), again = run_block(&in, d, p, 1, 1), without = run_block(&in, d, p, 0, 0);
+        int64_t n[OUTPUTS], along = p.fast && p.expert ? 128 : 32, tile = along == 128 ? 128 : 1;
+        const MxScale mode = (MxScale)p.scale;
+        sizes_of(n, d);
+        for (int i = 0; i < OUTPUTS; i++)
+            CHECK(!memcmp(b.out[i], without.out[i], (size_t)n[i] * sizeof(real)), "%d: statistics change %s", bits,
+                  output_names[i]);
+        CHECK(!memcmp(b.stats, again.stats, sizeof(b.stats)), "%d: other statistics with recompute", bits);
+        MxStats want[MOE_STATS];
+        memset(want, 0, sizeof(want));
+        want[MOE_STATS_X] = oracle_stats(in.x, 1, N, d.C, 1, along, mode);
+        want[MOE_STATS_DY] = oracle_stats(in.dy, 1, N, d.C, 1, along, mode);
+        want[MOE_STATS_W13] = oracle_stats(in.w13, E, 2 * d.F, d.C, tile, along, mode);
+        want[MOE_STATS_W2] = oracle_stats(in.w2, E, d.C, d.F, tile, along, mode);
+        want[MOE_STATS_ACT].elements = (double)(N * K * d.F);
+        want[MOE_STATS_DH].elements = (double)(2 * N * K * d.F);
+        for (int i = 0; i < MOE_STATS; i++) {
+            const MxStats *got = &b.stats[i], *w = &want[i];
+            const char* name = moe_stats_name(i, p);
+            int of_tokens = i == MOE_STATS_X || i == MOE_STATS_DY;
+            CHECK(!name == !(p.expert || of_tokens), "%d: tensor %d is %s", bits, i, name ? name : "not there");
+            if (!name) continue;
+            int made = i == MOE_STATS_ACT || i == MOE_STATS_DH;
+            double zeros = made && BACKEND == BACKEND_CUDA ? 1e-3 * w->elements : 0;
+            CHECK(w->elements - zeros <= got->elements && got->elements <= w->elements, "%d: %g of %s, not %g", bits,
+                  got->elements, name, w->elements);
+            double snr = 10 * log10(got->signal / got->noise);
+            CHECK(28 < snr && snr < 33, "%d: %s has %.2f dB", bits, name, snr);
+            if (made) continue;
+            CHECK(got->saturated == w->saturated && got->flushed == w->flushed && got->inexact == w->inexact,
+                  "%d: of %s %g %g %g, not %g %g %g", bits, name, got->saturated, got->flushed, got->inexact,
+                  w->saturated, w->flushed, w->inexact);
+            if (of_tokens)
+                CHECK((mode == MX_FLOOR) == (got->saturated > 0), "%d: %g of %s saturated", bits, got->saturated, name);
+            CHECK(fabs(got->signal / w->signal - 1) < 1e-10 && fabs(got->noise / w->noise - 1) < 1e-10,
+                  "%d: %s %.17g %.17g, not %.17g %.17g", bits, name, got->signal, got->noise, w->signal, w->noise);
+        }
+        forget(0, 0);
+        in = make_inputs(d);
+    }
+    forget(0, 0);
 }
 
 int main(void) {
@@ -598,6 +647,7 @@ int main(void) {
     RUN(test_switches);
     RUN(test_widths);
     RUN(test_noise);
+    RUN(test_stats);
     if (ctx) ctx_destroy(ctx);
     return test_summary();
 }

@@ -373,6 +373,75 @@ static void test_swiglu(void) {
     }
 }
 
+typedef struct {
+    const real *h, *dap;
+    Ragged ragged;
+    int64_t F;
+    MxCast cast;
+    uint8_t *q, *scale;
+    real *dh, *gated_a, *drow_gate;
+} SwigluBackward;
+
+static void run_swiglu_backward(void* arg) {
+    SwigluBackward* s = arg;
+    int64_t F = s->F, room = s->ragged.capacity;
+    Ctx* ctx = ctx_create(0);
+    s->q = poisoned_bytes(room * 2 * F), s->scale = poisoned_bytes(room * mx_stride(2 * F));
+    s->dh = poisoned(room * 2 * F), s->gated_a = poisoned(room * F), s->drow_gate = poisoned(room);
+    mx_swiglu_backward_quantize(s->q, s->scale, s->dh, s->gated_a, s->drow_gate, s->dap, s->h, s->ragged, F, s->cast,
+                                ctx);
+    ctx_destroy(ctx);
+}
+
+// dh by its formula, its bytes by the oracle's cast of it; A by the oracle's cast of the float64 activation. The rows
+// behind those in use are NaN and stay poisoned.
+static void test_swiglu_backward(void) {
+    enum { ROWS = 50, ROOM = 53 };
+    static const int64_t widths[] = {32, 160, 384, 416};  // 2F: less than a chunk; chunks of gate and up; whole ones
+    for (int i = 0; i < COUNT(casts) * COUNT(widths); i++) {
+        int64_t F = widths[i / COUNT(casts)], starts[] = {0, 20, 20, ROWS}, steps_aside = 0, wrong = 0;
+        real *h = tensor(ROOM * 2 * F, 61), *dap = tensor(ROOM * F, 62), *gate = filled(ROOM, NAN);
+        for (int64_t r = 0; r < ROWS; r++) gate[r] = ldexp(1, -(int)(r % 5));  // so that gate * A gives A back
+        for (int64_t j = ROWS * F; j < ROOM * F; j++) h[2 * j] = h[2 * j + 1] = dap[j] = NAN;
+        SwigluBackward s = {.h = h, .dap = dap, .F = F, .cast = casts[i % COUNT(casts)]};
+        s.ragged = (Ragged){.El = 3, .capacity = ROOM, .group_start = starts, .row_gate = gate};
+        check_threads(run_swiglu_backward, &s);
+
+        real* a = kept_bytes(ROWS * F * sizeof(real));
+        uint8_t *a_q = kept_bytes(ROWS * F), *a_scale = kept_bytes(ROWS * mx_stride(F));
+        double *dh = zeros(ROWS * 2 * F), *dgate = zeros(ROWS);
+        for (int64_t j = 0; j < ROWS * F; j++) {
+            int64_t r = j / F, at = r * 2 * F + j % F;
+            double g = h[at], u = h[at + F], sigmoid = 1 / (1 + exp(-g)), d = (double)gate[r] * dap[j];
+            a[j] = (real)(g * sigmoid * u);
+            dh[at] = d * u * (sigmoid + g * sigmoid * (1 - sigmoid));
+            dh[at + F] = d * g * sigmoid;
+        }
+        oracle_quantize(a_q, a_scale, a, ROWS, F, s.cast);
+        for (int64_t j = 0; j < ROWS * F; j++) {
+            int64_t r = j / F, scale = a_scale[r * mx_stride(F) + j % F / 32];
+            double want = oracle_value(a_q[j], (int)scale), got = (double)s.gated_a[j] / gate[r];
+            double step = fmax(fabs(want) / 8, pow(2, (double)scale - 127 - 9));
+            steps_aside += got != want;
+            wrong += !(fabs(got - want) <= 1.01 * step);
+            dgate[r] += dap[j] * got;
+        }
+        // float32's exp may put a number on the other side of a border: one in 2^15 or so.
+        CHECK(wrong == 0 && steps_aside <= TOL(5, 0), "%d: %lld elements of A differ, %lld by more than a step", i,
+              (long long)steps_aside, (long long)wrong);
+        // A few operations; a sum of up to 416 terms, 1e-6 of their norm.
+        CHECK_CLOSE(s.dh, dh, ROWS * 2 * F, TOL(1e-6, 1e-14));
+        CHECK_CLOSE(s.drow_gate, dgate, ROWS, TOL(5e-6, 1e-13));
+        uint8_t *q = poisoned_bytes(ROOM * 2 * F), *scale = poisoned_bytes(ROOM * mx_stride(2 * F));
+        oracle_quantize(q, scale, s.dh, ROWS, 2 * F, s.cast);
+        CHECK_BYTES(s.scale, scale, ROOM * mx_stride(2 * F), "swiglu backward %d, scales", i);
+        CHECK_BYTES(s.q, q, ROOM * 2 * F, "swiglu backward %d, bytes", i);
+        for (int64_t j = ROWS * F; j < ROOM * F; j++)
+            CHECK(isnan(s.dh[2 * j]) && isnan(s.dh[2 * j + 1]) && isnan(s.gated_a[j]), "a row not in use was written");
+        release_all();
+    }
+}
+
 // --- Back, statistics, layout ---
 
 static void test_dequantize(void) {
@@ -507,6 +576,46 @@ static void test_stats(void) {
     }
 }
 
+// Tiles whose scales are the oracle's, one of them NaN: every element against its tile's scale and its block's own.
+static void test_stats_tiles(void) {
+    for (int i = 0; i < COUNT(matrices) * 2; i++) {
+        const int64_t *m = matrices[i / 2], rows = m[1], columns = m[2], n = m[0] * rows * columns;
+        const int64_t tr = tiles_of(rows), tc = tiles_of(columns);
+        const int mode = i % 2;
+        real* w = wild_tensor(m[0] * rows, columns, 90);
+        w[n / 2] = NAN;
+        uint8_t *scale = kept_bytes(m[0] * tr * tc), *q = kept_bytes(n), *alone = kept_bytes(m[0] * rows * 16);
+        oracle_quantize(q, alone, w, m[0] * rows, columns, (MxCast){mode, 1});
+        MxStats want = {1, 2, 3, 4, 5, 6}, got = want;
+        int64_t broken = 0;
+        for (int64_t j = 0; j < n; j++) {
+            int64_t e = j / (rows * columns), r = j / columns % rows, c = j % columns, r0 = r / 128 * 128;
+            int64_t c0 = c / 128 * 128, nr = rows - r0 < 128 ? rows - r0 : 128;
+            int64_t nc = columns - c0 < 128 ? columns - c0 : 128, tile = (e * tr + r0 / 128) * tc + c0 / 128;
+            if (r == r0 && c == c0) scale[tile] = (uint8_t)oracle_scale(oracle_amax(w + j, columns, nr, nc), mode);
+            const int s = scale[tile];
+            broken += s == 255;
+            if (s == 255) continue;
+            const double f = (float)w[j], v = oracle_value(oracle_byte(w[j], s), s);
+            want.elements += f != 0, want.saturated += fabs(f) * pow(2, 127 - s) > 448;
+            want.flushed += f != 0 && v == 0;
+            want.inexact += v != oracle_value(q[j], alone[(e * rows + r) * 16 + c / 32]);
+            want.signal += f * f, want.noise += (f - v) * (f - v);
+        }
+        Ctx* ctx = ctx_create(mx_stats_workspace());
+        mx_stats_tiles(&got, w, scale, m[0], rows, columns, mode, ctx);
+        ctx_destroy(ctx);
+        CHECK(broken > 0 && broken <= 128 * 128, "%lld elements in a tile of NaN", (long long)broken);
+        CHECK(got.elements == want.elements && got.saturated == want.saturated && got.flushed == want.flushed &&
+                  got.inexact == want.inexact,
+              "tiles %d: %g %g %g %g, not %g %g %g %g", i, got.elements, got.saturated, got.flushed, got.inexact,
+              want.elements, want.saturated, want.flushed, want.inexact);
+        CHECK(fabs(got.signal / want.signal - 1) < 1e-12 && fabs(got.noise / want.noise - 1) < 1e-9,
+              "tiles %d: %g %g, not %g %g", i, got.signal, got.noise, want.signal, want.noise);
+        release_all();
+    }
+}
+
 static void test_blackwell_offset(void) {
     for (int64_t R = 128; R <= 384; R += 128)
         for (int64_t C = 4; C <= 12; C += 4) {
@@ -593,10 +702,12 @@ int main(void) {
     RUN(test_transposed);
     RUN(test_tiles);
     RUN(test_swiglu);
+    RUN(test_swiglu_backward);
     RUN(test_dequantize);
     RUN(test_dequantize_add);
     RUN(test_round_columns);
     RUN(test_stats);
+    RUN(test_stats_tiles);
     RUN(test_blackwell_offset);
     RUN(test_golden);
     return test_summary();

@@ -1,0 +1,488 @@
+// What the grouped products do on Blackwell (moe/grouped_gemm_lt.cu), tried on the GPU at hand: bf16 products against
+// the reference in double; the order of scales, to the byte, against the documentation's; MXFP8 products against the
+// reference. Where cuBLASLt has no MXFP8 product, as on Hopper, a plain kernel written from its documentation takes the
+// place of that one call: descriptors, pointers and the order of scales are those that Blackwell would be given.
+//
+// Tolerances. bf16 out, 8 significant bits: rounding moves an element by at most 2^-8 of itself, and the float32 sums
+// add 1e-5 to a row. dW in float32: the tensor cores add 16 products at a time and cut the running sum off at 24 bits;
+// partial sums are no larger than the final one on average; dW is then added with one rounding: (rows / 16 + 4) 2^-23.
+// MXFP8 in float32: the stand-in adds up to 4096 products, each time off by up to 2^-24 of a partial sum, in random
+// directions: 64 * 2^-24 = 4e-6 of a row. Tensor cores, which may keep fewer bits, are allowed MX_CHECK_BOUND, 4e-3. A
+// wrong scale is off by half of a block: more than 1e-2.
+#include <cuda_fp8.h>
+#include <sys/wait.h>
+#include <unistd.h>
+
+#include <algorithm>
+#include <string>
+
+#include "device/lt.cuh"
+#include "layers/linear.h"
+#include "moe/grouped_gemm.h"
+#include "moe/grouped_gemm_lt.cuh"
+#include "moe/grouped_gemm_mx.h"
+#include "moe/mx_check.h"
+#include "moe/mxfp8.h"
+#include "tests/cuda.cuh"
+
+// --- In place of cuBLASLt's MXFP8 products ---
+
+static bool stand_in;     // take the calls
+static bool plain_order;  // read scales as if they were row-major: what the tests must notice
+
+// D (m, n), column-major, of A (k, m) and B (k, n), k first: cuBLAS documentation 13, "16/32-Element 1D Block Scaling".
+struct Scaled {
+    const uint8_t *a, *b, *a_scale, *b_scale;
+    void* d;
+    int64_t m, n, k, lda, ldb, ldd;
+    bool real_out, plain;
+};
+
+// "1D Block Scaling Factors Layout": tiles of 128 x 4, row-major; `inner` along k.
+static __host__ __device__ int64_t documented_offset(int64_t outer, int64_t inner, int64_t inner_dim) {
+    int64_t sf_inner = inner / 4 * 4, sf_outer = outer / 128 * 128, o = outer % 128, i = inner % 4;
+    return (sf_inner + sf_outer / 128 * inner_dim) * 128 + (o % 32) * 16 + (o / 32) * 4 + i;
+}
+
+static __global__ void scaled_product(Scaled p) {
+    const int64_t i = blockIdx.x * (int64_t)256 + threadIdx.x, row = i % p.m, column = i / p.m;
+    if (column >= p.n) return;
+    const int64_t inner_dim = (p.k / 32 + 3) / 4 * 4;
+    float total = 0;
+    for (int64_t block = 0; block < p.k / 32; block++) {
+        float sum = 0;
+        for (int64_t k = block * 32; k < block * 32 + 32; k++)
+            sum += (float)*(const __nv_fp8_e4m3*)&p.a[row * p.lda + k] *
+                   (float)*(const __nv_fp8_e4m3*)&p.b[column * p.ldb + k];
+        int64_t at_a = documented_offset(row, block, inner_dim), at_b = documented_offset(column, block, inner_dim);
+        if (p.plain) at_b = column * inner_dim + block;
+        const int sa = p.a_scale[at_a], sb = p.b_scale[at_b];
+        total += sa == 255 || sb == 255 ? NAN : ldexpf(sum, sa + sb - 2 * 127);
+    }
+    if (p.real_out)
+        ((float*)p.d)[column * p.ldd + row] = total;
+    else
+        ((floatX*)p.d)[column * p.ldd + row] = (floatX)total;
+}
+
+template <typename T>
+static T attribute(cublasLtMatmulDesc_t op, cublasLtMatmulDescAttributes_t which) {
+    T value;
+    CUBLAS_CHECK(cublasLtMatmulDescGetAttribute(op, which, &value, sizeof(value), NULL));
+    return value;
+}
+
+template <typename T>
+static T attribute(cublasLtMatrixLayout_t layout, cublasLtMatrixLayoutAttribute_t which) {
+    T value;
+    CUBLAS_CHECK(cublasLtMatrixLayoutGetAttribute(layout, which, &value, sizeof(value), NULL));
+    return value;
+}
+
+static bool is_mxfp8(cublasLtMatmulDesc_t op) {
+    return attribute<int32_t>(op, CUBLASLT_MATMUL_DESC_A_SCALE_MODE) == CUBLASLT_MATMUL_MATRIX_SCALE_VEC32_UE8M0;
+}
+
+// These two stand before the library's own of the same names.
+cublasStatus_t cublasLtMatmulAlgoGetHeuristic(cublasLtHandle_t lt, cublasLtMatmulDesc_t op, cublasLtMatrixLayout_t a,
+                                              cublasLtMatrixLayout_t b, cublasLtMatrixLayout_t c,
+                                              cublasLtMatrixLayout_t d, cublasLtMatmulPreference_t preference,
+                                              int wanted, cublasLtMatmulHeuristicResult_t found[], int* count) {
+    if (stand_in && is_mxfp8(op)) {
+        *count = 1;
+        return CUBLAS_STATUS_SUCCESS;
+    }
+    static auto library = (decltype(&cublasLtMatmulAlgoGetHeuristic))dlsym(RTLD_NEXT, "cublasLtMatmulAlgoGetHeuristic");
+    return library(lt, op, a, b, c, d, preference, wanted, found, count);
+}
+
+cublasStatus_t cublasLtMatmul(cublasLtHandle_t lt, cublasLtMatmulDesc_t op, const void* alpha, const void* A,
+                              cublasLtMatrixLayout_t a, const void* B, cublasLtMatrixLayout_t b, const void* beta,
+                              const void* C, cublasLtMatrixLayout_t c, void* D, cublasLtMatrixLayout_t d,
+                              const cublasLtMatmulAlgo_t* algo, void* workspace, size_t bytes, cudaStream_t stream) {
+    if (!stand_in || !is_mxfp8(op)) {
+        static auto library = (decltype(&cublasLtMatmul))dlsym(RTLD_NEXT, "cublasLtMatmul");
+        return library(lt, op, alpha, A, a, B, b, beta, C, c, D, d, algo, workspace, bytes, stream);
+    }
+    Scaled p = {(const uint8_t*)A, (const uint8_t*)B,
+                (const uint8_t*)attribute<void*>(op, CUBLASLT_MATMUL_DESC_A_SCALE_POINTER),
+                (const uint8_t*)attribute<void*>(op, CUBLASLT_MATMUL_DESC_B_SCALE_POINTER), D,
+                attribute<int64_t>(d, CUBLASLT_MATRIX_LAYOUT_ROWS), attribute<int64_t>(d, CUBLASLT_MATRIX_LAYOUT_COLS),
+                attribute<int64_t>(a, CUBLASLT_MATRIX_LAYOUT_ROWS), attribute<int64_t>(a, CUBLASLT_MATRIX_LAYOUT_LD),
+                attribute<int64_t>(b, CUBLASLT_MATRIX_LAYOUT_LD), attribute<int64_t>(d, CUBLASLT_MATRIX_LAYOUT_LD),
+                attribute<uint32_t>(d, CUBLASLT_MATRIX_LAYOUT_TYPE) == CUDA_R_32F, plain_order};
+    // What the documentation asks for ("Narrow Precision Data Types Usage", cublasLtMatmul: FP8 kernels).
+    CHECK(attribute<int32_t>(op, CUBLASLT_MATMUL_DESC_B_SCALE_MODE) == CUBLASLT_MATMUL_MATRIX_SCALE_VEC32_UE8M0,
+          "B's scale mode");
+    CHECK(attribute<int32_t>(op, CUBLASLT_MATMUL_DESC_TRANSA) == CUBLAS_OP_T &&
+              attribute<int32_t>(op, CUBLASLT_MATMUL_DESC_TRANSB) == CUBLAS_OP_N,
+          "not TN");
+    CHECK(attribute<uint32_t>(a, CUBLASLT_MATRIX_LAYOUT_TYPE) == CUDA_R_8F_E4M3 &&
+              attribute<uint32_t>(b, CUBLASLT_MATRIX_LAYOUT_TYPE) == CUDA_R_8F_E4M3,
+          "not e4m3");
+    CHECK(attribute<int64_t>(a, CUBLASLT_MATRIX_LAYOUT_COLS) == p.m &&
+              attribute<int64_t>(b, CUBLASLT_MATRIX_LAYOUT_COLS) == p.n &&
+              attribute<int64_t>(b, CUBLASLT_MATRIX_LAYOUT_ROWS) == p.k,
+          "shapes do not meet");
+    CHECK(p.m % 16 == 0 && p.k % 16 == 0 && p.lda % 16 == 0 && p.ldb % 16 == 0, "m %lld, k %lld", (long long)p.m,
+          (long long)p.k);
+    const uintptr_t all = (uintptr_t)A | (uintptr_t)B | (uintptr_t)D | (uintptr_t)p.a_scale | (uintptr_t)p.b_scale;
+    CHECK(all % 16 == 0, "pointers are not on 16 bytes");
+    CHECK(*(const float*)alpha == 1 && *(const float*)beta == 0, "alpha, beta");
+    scaled_product<<<(unsigned)ceil_div(p.m * p.n, 256), 256, 0, stream>>>(p);
+    LAUNCH_CHECK();
+    return CUBLAS_STATUS_SUCCESS;
+}
+
+// --- Operands ---
+
+typedef std::vector<int32_t> Rows;
+
+// The groups, at multiples of 128 on both sides. With `short_by` the capacity ends before the last group's pad rows do.
+// All buffers go on behind: nothing there may count or be written.
+struct Layout {
+    Rows rows;
+    std::vector<int64_t> start;
+    int64_t capacity, end, held;  // held: rows of the buffers
+    I64 device_start;
+    I32 device_rows;
+
+    explicit Layout(const Rows& r, int64_t short_by = 0)
+        : rows(r), device_start((int64_t)r.size() + 1), device_rows((int64_t)r.size()) {
+        int64_t at = 0;
+        for (int32_t n : rows) start.push_back(at), at += ceil_div(n, 128) * 128;
+        start.push_back(at);
+        end = at - short_by, held = at + 200, capacity = short_by ? end : held;
+        device_start.host = start, device_rows.host = rows;
+        device_start.send(), device_rows.send();
+    }
+    int El() const { return (int)rows.size(); }
+    bool holds(int64_t row) const {  // not a pad row
+        for (int e = 0; e < El(); e++)
+            if (row >= start[e] && row < start[e] + rows[e]) return true;
+        return false;
+    }
+    Ragged device() {
+        Ragged r = {};
+        r.El = El(), r.capacity = capacity, r.group_start = device_start.dev, r.group_rows = device_rows.dev;
+        return r;
+    }
+    Ragged reference() {
+        Ragged r = device();
+        r.group_start = start.data(), r.group_rows = rows.data();
+        return r;
+    }
+};
+
+// Random rows, zeros in pad rows.
+struct RowBuffer : X {
+    RowBuffer(const Layout& l, int64_t C, uint32_t stream) : X(l.held * C, stream) {
+        for (int64_t r = 0; r < l.end; r++)
+            if (!l.holds(r)) std::fill_n(host.begin() + r * C, C, 0.0);
+        send();
+    }
+};
+
+struct Bytes {
+    std::vector<uint8_t> host;
+    uint8_t* dev;
+    explicit Bytes(int64_t n, uint8_t value) : host((size_t)n, value) {
+        dev = (uint8_t*)device_alloc((size_t)n, "a test");
+    }
+    Bytes(const Bytes&) = delete;
+    ~Bytes() { device_free(dev); }
+    void send() {
+        CUDA_CHECK(cudaMemcpy(dev, host.data(), host.size(), cudaMemcpyHostToDevice));
+        CUDA_CHECK(cudaDeviceSynchronize());
+    }
+    std::vector<uint8_t> got() const {
+        std::vector<uint8_t> bytes(host.size());
+        ctx_sync(ctx);
+        CUDA_CHECK(cudaMemcpy(bytes.data(), dev, bytes.size(), cudaMemcpyDeviceToHost));
+        return bytes;
+    }
+};
+
+// Every true row within `tolerance`, every pad row zero, everything behind as it was.
+template <typename T>
+static void check_rows(const char* what, const T& out, const Layout& l, int64_t C, double tolerance) {
+    auto got = out.got();
+    double worst = 0;
+    int64_t pads = 0, behind = 0;
+    for (int64_t r = 0; r < l.held; r++) {
+        double diff = 0, norm = 0;
+        for (int64_t i = r * C; i < (r + 1) * C; i++) {
+            const double d = got[(size_t)i] - out.host[(size_t)i];
+            if (l.holds(r))
+                diff += d * d, norm += out.host[(size_t)i] * out.host[(size_t)i];
+            else if (r < l.end)
+                pads += got[(size_t)i] != 0;
+            else
+                behind += !isnan(got[(size_t)i]);
+        }
+        const double error = l.holds(r) ? sqrt(diff / norm) : 0;
+        if (!(error <= worst)) worst = isfinite(error) ? error : INFINITY;
+    }
+    if (getenv("TEST_ERRORS")) printf("    %s: %.3g of %.3g\n", what, worst, tolerance);
+    CHECK(worst <= tolerance, "%s: a row is off by %g", what, worst);
+    CHECK(pads == 0, "%s: %lld elements of pad rows are not zero", what, (long long)pads);
+    CHECK(behind == 0, "%s: %lld elements behind the last expert were written", what, (long long)behind);
+}
+
+// --- bf16 ---
+
+static void compare(const Rows& rows, int64_t IC, int64_t OC, int64_t short_by = 0) {
+    const int before = test_failures_here;
+    Layout l(rows, short_by);
+    RowBuffer x(l, IC, 1), dy(l, OC, 2);
+    X w(l.El() * OC * IC, 3), y(l.held * OC), dx(l.held * IC);
+    R dw(l.El() * OC * IC, 4, 8.0);
+    const std::vector<double> dw_start = dw.host;
+    grouped_gemm_lt_forward(y.dev, x.dev, w.dev, l.device(), IC, OC, ctx);
+    grouped_gemm_lt_dgrad(dx.dev, dy.dev, w.dev, l.device(), IC, OC, ctx);
+    grouped_gemm_lt_wgrad(dw.dev, dy.dev, x.dev, l.device(), IC, OC, ctx);
+    REFERENCE(grouped_gemm_forward)(y.ref(), x.ref(), w.ref(), l.reference(), IC, OC, reference_ctx);
+    REFERENCE(grouped_gemm_dgrad)(dx.ref(), dy.ref(), w.ref(), l.reference(), IC, OC, reference_ctx);
+    REFERENCE(grouped_gemm_wgrad)((real*)dw.ref(), dy.ref(), x.ref(), l.reference(), IC, OC, reference_ctx);
+    check_rows("y", y, l, OC, 0x1p-8 + 1e-5);
+    check_rows("dx", dx, l, IC, 0x1p-8 + 1e-5);
+    auto got = dw.got();
+    for (int e = 0; e < l.El(); e++) {
+        double diff = 0, norm = 0;
+        int64_t changed = 0;
+        for (int64_t i = e * OC * IC; i < (e + 1) * OC * IC; i++) {
+            diff += pow(got[(size_t)i] - dw.host[(size_t)i], 2), norm += pow(dw.host[(size_t)i], 2);
+            changed += got[(size_t)i] != dw_start[(size_t)i];
+        }
+        const double tolerance = ((double)l.rows[e] / 16 + 4) * 0x1p-23;
+        CHECK(sqrt(diff / norm) <= tolerance, "dW of expert %d (%d rows) is off by %g", e, l.rows[e],
+              sqrt(diff / norm));
+        CHECK(l.rows[e] > 0 || changed == 0, "dW of expert %d changed without rows", e);
+    }
+    if (test_failures_here > before)
+        printf("    with IC %lld, OC %lld, %d experts, %lld rows\n", (long long)IC, (long long)OC, l.El(),
+               (long long)l.end);
+}
+
+static void test_bf16_sizes(void) {
+    for (int64_t IC : {8, 40, 136, 264})
+        for (int64_t OC : {8, 24, 128, 264}) compare({129, 0, 1, 130}, IC, OC);
+    for (int32_t n : {0, 1, 127, 128, 129, 400}) compare({1, n, 128}, 264, 136);
+    compare({0, 0, 0}, 64, 128);
+    compare({129, 0, 300, 1}, 1408, 2048);
+}
+
+// One group whose last row is the buffers' last.
+static void test_bf16_short_buffer(void) {
+    for (int32_t n : {1, 127, 129, 200}) compare({n}, 72, 136, ceil_div(n, 128) * 128 - n);
+}
+
+// NaN in one expert's weights reaches no other expert and no pad row.
+static void test_bf16_nan_stays(void) {
+    const int64_t IC = 72, OC = 136;
+    Layout l({130, 77, 129});
+    RowBuffer x(l, IC, 1);
+    X w(l.El() * OC * IC, 3), y(l.held * OC);
+    std::fill_n(w.host.begin() + OC * IC, OC * IC, (double)NAN);
+    w.send();
+    grouped_gemm_lt_forward(y.dev, x.dev, w.dev, l.device(), IC, OC, ctx);
+    auto got = y.got();
+    int64_t wrong = 0;
+    for (int64_t r = 0; r < l.end; r++) {
+        const bool nan = r >= l.start[1] && r < l.start[1] + l.rows[1];
+        for (int64_t i = r * OC; i < (r + 1) * OC; i++) wrong += isnan(got[(size_t)i]) != nan;
+    }
+    CHECK(wrong == 0, "%lld elements are NaN that should not be, or the reverse", (long long)wrong);
+}
+
+// --- The order of scales ---
+
+static int64_t draw(uint32_t stream, int64_t index, int64_t least, int64_t most) {
+    return least + (int64_t)((double)(most - least + 1) * random_uniform(5, stream, (uint64_t)index));
+}
+
+// `rows` x `blocks` scales, each of which holds for r rows and b blocks, at the strides of either order.
+static void compare_scales(int64_t rows, int64_t blocks, int64_t r, int64_t b, bool turned) {
+    const int64_t high = ceil_div(rows, r), wide = ceil_div(blocks, b), gap = draw(2, rows, 0, 9);
+    const int64_t stride = turned ? 1 : wide + gap, step = turned ? high : 1;
+    const int64_t size = ceil_div(rows, 128) * ceil_div(blocks, 4) * 512;
+    Bytes scales((high - 1) * stride + (wide - 1) * step + 1, 0), out(size + 64, 0xff);
+    for (size_t i = 0; i < scales.host.size(); i++) scales.host[i] = (uint8_t)draw(3, (int64_t)i + rows, 1, 255);
+    scales.send(), out.send();
+    mx_blackwell_scales(out.dev, {scales.dev, r, stride, b, step}, rows, blocks, ctx);
+    std::vector<uint8_t> got = out.got(), expected((size_t)size + 64, 0xff);
+    std::fill_n(expected.begin(), size, (uint8_t)0);
+    int64_t unlike = 0;
+    for (int64_t row = 0; row < rows; row++)
+        for (int64_t block = 0; block < blocks; block++) {
+            const int64_t at = mx_blackwell_offset(row, block, blocks);
+            unlike += at != documented_offset(row, block, ceil_div(blocks, 4) * 4);
+            expected[(size_t)at] = scales.host[(size_t)(row / r * stride + block / b * step)];
+        }
+    CHECK(unlike == 0, "mx_blackwell_offset differs from the documentation's");
+    CHECK(got == expected, "%lld rows of %lld blocks, scales of %lld x %lld", (long long)rows, (long long)blocks,
+          (long long)r, (long long)b);
+}
+
+static void test_scale_order(void) {
+    for (int64_t rows : {1, 31, 32, 127, 128, 129, 300})
+        for (int64_t blocks : {1, 3, 4, 5, 11, 64}) {
+            compare_scales(rows, blocks, 1, 1, false);        // of rows
+            compare_scales(rows, blocks, 128, 4, false);      // of tiles
+            compare_scales(rows, blocks, 128, 4, true);       // of tiles, of W transposed
+        }
+    for (int64_t i = 0; i < 40; i++) {
+        compare_scales(draw(6, i, 1, 700), draw(7, i, 1, 230), 1, 1, false);
+        compare_scales(draw(8, i, 1, 700), draw(9, i, 1, 230), 128, 4, i % 2 == 1);
+    }
+}
+
+// --- MXFP8 ---
+
+// Random bytes and scales; NaN in pad rows.
+struct Operands {
+    int64_t IC, OC, chunks, columns, stride_o, stride_c;
+    Bytes x, x_scale, w, w_scale;
+
+    Operands(const Layout& l, int64_t IC, int64_t OC, bool turned)
+        : IC(IC),
+          OC(OC),
+          chunks(ceil_div(IC, 128)),
+          columns(ceil_div(OC, 128)),
+          x(l.held * IC, 0x7f),
+          x_scale(l.held * mx_stride(IC), MX_NAN),
+          w(l.El() * OC * IC, 0),
+          w_scale(l.El() * columns * chunks, 0) {
+        stride_o = turned ? 1 : chunks, stride_c = turned ? columns : 1;
+        auto byte = [](uint32_t stream, int64_t i) {
+            const uint8_t q = (uint8_t)draw(stream, i, 0, 255);
+            return (q & 127) == 127 ? (uint8_t)(q ^ 1) : q;
+        };
+        for (int64_t r = 0; r < l.held; r++)
+            for (int64_t k = 0; (l.holds(r) || r >= l.end) && k < IC; k++) {
+                x.host[(size_t)(r * IC + k)] = byte(11, r * IC + k);
+                const uint8_t scale = (uint8_t)draw(12, r * chunks + k / 128, 125, 129);
+                x_scale.host[(size_t)(r * mx_stride(IC) + k / 32)] = scale;
+            }
+        for (int64_t i = 0; i < (int64_t)w.host.size(); i++) w.host[(size_t)i] = byte(13, i);
+        for (int64_t i = 0; i < (int64_t)w_scale.host.size(); i++)
+            w_scale.host[(size_t)i] = (uint8_t)draw(14, i, 125, 129);
+        x.send(), x_scale.send(), w.send(), w_scale.send();
+    }
+};
+
+static void compare_mx(const Rows& rows, int64_t IC, int64_t OC, bool turned, int64_t short_by = 0, Ctx* with = ctx) {
+    const int before = test_failures_here;
+    Layout l(rows, short_by);
+    Operands p(l, IC, OC, turned);
+    R y(l.held * OC);
+    X rounded(l.held * OC);
+    for (int real_out = 0; real_out < 2; real_out++)
+        grouped_gemm_lt_mx(real_out ? NULL : rounded.dev, real_out ? y.dev : NULL, p.x.dev, p.x_scale.dev, p.w.dev,
+                           p.w_scale.dev, p.stride_o, p.stride_c, l.device(), IC, OC, with);
+    ctx_sync(with);
+    REFERENCE(grouped_gemm_mx)
+    (nullptr, (real*)y.ref(), p.x.host.data(), p.x_scale.host.data(), p.w.host.data(), p.w_scale.host.data(),
+     p.stride_o, p.stride_c, l.reference(), IC, OC, reference_ctx);
+    rounded.host = y.host;
+    check_rows("y in float32", y, l, OC, ctx->blackwell ? MX_CHECK_BOUND : 4e-6);
+    check_rows("y in bf16", rounded, l, OC, (ctx->blackwell ? MX_CHECK_BOUND : 4e-6) + 0x1p-8);
+    if (test_failures_here > before)
+        printf("    with IC %lld, OC %lld, %d experts, %lld rows\n", (long long)IC, (long long)OC, l.El(),
+               (long long)l.end);
+}
+
+static void test_mx_sizes(void) {
+    stand_in = !ctx->blackwell;
+    for (int64_t IC : {32, 96, 128, 352, 480})  // trailing chunks of every depth
+        for (int64_t OC : {16, 112, 128, 144, 400}) compare_mx({129, 0, 1, 130}, IC, OC, OC == 144);
+    for (int32_t n : {0, 1, 127, 128, 129, 400}) compare_mx({1, n, 128}, 160, 272, n > 127);
+    compare_mx({129, 0, 300, 1}, 1408, 2048, true);
+    compare_mx({77, 1, 140}, 4096, 272, false);
+}
+
+static void test_mx_short_buffer(void) {
+    stand_in = !ctx->blackwell;
+    for (int32_t n : {1, 127, 129, 200}) compare_mx({n}, 352, 144, false, ceil_div(n, 128) * 128 - n);
+}
+
+// A workspace that holds the scales of 256 rows at a time.
+static void test_mx_in_pieces(void) {
+    stand_in = !ctx->blackwell;
+    const int64_t IC = 352, OC = 144, w_bytes = 2 * 3 * 512, tile = 3 * 512;
+    Ctx* small = ctx_create((size_t)(LT_WORKSPACE + w_bytes + 2 * tile));
+    compare_mx({129, 257, 0, 1000}, IC, OC, true, 0, small);
+    ctx_destroy(small);
+}
+
+// The check at start, of both roads: the stand-in that reads scales row by row is what it must find out.
+static void test_check(void) {
+    stand_in = !ctx->blackwell;
+    double error = mx_check_error(grouped_gemm_mx, ctx), by_lt = mx_check_error(grouped_gemm_lt_mx, ctx);
+    if (getenv("TEST_ERRORS")) printf("    %.3g, %.3g of %.3g\n", error, by_lt, MX_CHECK_BOUND);
+    CHECK(error <= MX_CHECK_BOUND && by_lt <= MX_CHECK_BOUND, "%g, %g", error, by_lt);
+    stand_in = plain_order = true;
+    double wrong = mx_check_error(grouped_gemm_lt_mx, ctx);
+    CHECK(wrong > MX_CHECK_BOUND, "scales in the wrong order give %g only", wrong);
+    stand_in = plain_order = false;
+}
+
+// Runs this program with `what` as its argument in a process of its own: its exit code, and what it said.
+static int run_self(const char* what, std::string* said) {
+    char self[4096], command[4200], line[512];
+    const ssize_t length = readlink("/proc/self/exe", self, sizeof(self) - 1);
+    self[length < 0 ? 0 : length] = 0;
+    snprintf(command, sizeof(command), "'%s' %s 2>&1", self, what);
+    fflush(stdout);
+    FILE* pipe = popen(command, "r");
+    while (pipe && fgets(line, sizeof(line), pipe)) *said += line;
+    const int status = pipe ? pclose(pipe) : -1;
+    return WIFEXITED(status) ? WEXITSTATUS(status) : -1;
+}
+
+static void refuse(int64_t OC) {
+    Layout l({130});
+    Operands p(l, 128, OC, false);
+    X y(l.held * OC);
+    grouped_gemm_lt_mx(y.dev, NULL, p.x.dev, p.x_scale.dev, p.w.dev, p.w_scale.dev, p.stride_o, p.stride_c, l.device(),
+                       128, OC, ctx);
+}
+
+static void test_refusals(void) {
+    std::string said;
+    int code = run_self("refuse-size", &said);
+    CHECK(code == EXIT_USAGE && said.find("multiples of 16, not 24") != std::string::npos, "%d: %s", code,
+          said.c_str());
+    if (ctx->blackwell) return;
+    said.clear();
+    code = run_self("refuse-gpu", &said);
+    CHECK(code == EXIT_FAILED && said.find("cuBLASLt refuses an MXFP8 product") != std::string::npos, "%d: %s", code,
+          said.c_str());
+}
+
+int main(int argc, char** argv) {
+    const char* what = argc > 1 ? argv[1] : "";
+    if (device_available()) open_contexts(linear_workspace());
+    if (!strncmp(what, "refuse", 6)) {
+        refuse(!strcmp(what, "refuse-size") ? 24 : 32);
+        return 0;
+    }
+    if (!strcmp(what, "small")) {  // for compute-sanitizer
+        stand_in = !ctx->blackwell;
+        compare({129, 0, 1, 130}, 72, 136);
+        compare_scales(129, 11, 1, 1, false);
+        compare_mx({129, 0, 1, 130}, 96, 144, true);
+        compare_mx({127}, 352, 32, false, 1);
+        return test_failures_here != 0;
+    }
+    RUN(test_bf16_sizes);
+    RUN(test_bf16_short_buffer);
+    RUN(test_bf16_nan_stays);
+    RUN(test_scale_order);
+    RUN(test_mx_sizes);
+    RUN(test_mx_short_buffer);
+    RUN(test_mx_in_pieces);
+    RUN(test_check);
+    RUN(test_refusals);
+    return test_summary();
+}
