@@ -1,5 +1,5 @@
 #!/usr/bin/env python3
-"""Train one model from one seed on the same data in several precisions, one after the other, and compare their losses.
+"""Train one model from one seed on the same data in several precisions and compare their losses.
 
     python3 scripts/compare_precision.py --out runs/compare -- --train 'corpus/*_train_*.bin' \\
         --val 'corpus/*_val_*.bin' --model small --steps 2000 --save-every 500
@@ -9,16 +9,20 @@
         --set combine '--expert-precision mxfp8 --dispatch-precision mxfp8 --combine-precision mxfp8' \\
         -- --train 'corpus/*_train_*.bin' --val 'corpus/*_val_*.bin' --model 16b --ep 4 --shard weights --steps 1000
 
+    # four runs at a time, each on a GPU of its own
+    python3 scripts/compare_precision.py --out runs/compare --at-once 4 --seeds 2 -- --train ... --model small
+
 What follows `--` goes to every run; a set's own options are added to it. Each run has its folder OUT/NAME. The same
 command again goes on where it stopped: a run whose log is complete is not repeated (its checkpoints may be deleted),
 another resumes from its newest checkpoint. The table goes to standard output as Markdown, what the runs print to
-standard error, the picture to OUT/compare.svg.
+standard error (with --at-once to OUT/NAME/output.txt), the picture to OUT/compare.svg.
 
 A gap is the training loss minus that of bf16 at the same step, as a mean over the last --window steps: above 0 is
 worse. Standard library only.
 """
 import argparse
 import json
+import os
 import pathlib
 import re
 import shlex
@@ -26,6 +30,7 @@ import signal
 import statistics
 import subprocess
 import sys
+import time
 import types
 
 from plot_loss import LEFT, RIGHT, WIDTH, Chart, finite, style
@@ -74,38 +79,84 @@ class Run:
     def finished(self):
         return self.steps is not None and self.steps in self.rows
 
-    def train(self, launch, program):
+    def check(self):
+        """Reads what there is of it; it must be of the same options."""
         self.read()
-        record, said = self.folder / "options.txt", shlex.join(self.options)
+        record = self.folder / "options.txt"
         before = record.read_text(encoding="utf-8") if record.exists() else ""
-        if self.rows and before != said + "\n":
+        if self.rows and before != shlex.join(self.options) + "\n":
             fail(f"{self.folder} holds a run with other options; delete it or choose another --out\n"
-                 f"  then: {before.strip() or 'unknown'}\n  now:  {said}")
-        if self.finished():
-            return print(f"{self.name}: finished already", file=sys.stderr)
+                 f"  then: {before.strip() or 'unknown'}\n  now:  {shlex.join(self.options)}")
+
+    def start(self, launch, program, slot=None):
+        """In a slot on the GPU of that number, else on all."""
         self.folder.mkdir(parents=True, exist_ok=True)
-        record.write_text(said + "\n", encoding="utf-8")
+        (self.folder / "options.txt").write_text(shlex.join(self.options) + "\n", encoding="utf-8")
         command = [*launch, str(program), *self.options, "--out", str(self.folder), "--resume"]
         print(f"\n{self.name}: {shlex.join(command)}", file=sys.stderr, flush=True)
+        environment, output = dict(os.environ), sys.stderr
+        if slot is not None:
+            gpus = environment.get("CUDA_VISIBLE_DEVICES", "").split(",")
+            environment["CUDA_VISIBLE_DEVICES"] = gpus[slot] if slot < len(gpus) and gpus[slot] else str(slot)
+            output = open(self.folder / "output.txt", "a", encoding="utf-8")
         try:
-            process = subprocess.Popen(command, stdin=subprocess.DEVNULL, stdout=sys.stderr)
+            return subprocess.Popen(command, stdin=subprocess.DEVNULL, stdout=output, env=environment,
+                                    stderr=None if slot is None else output)
         except OSError as error:
-            fail(f"cannot start {command[0]}: {error.strerror}")
-        # When asked to stop, the program saves first. Ctrl-C has reached it already.
-        signal.signal(signal.SIGINT, lambda *_: None)
-        for asked in (signal.SIGTERM, signal.SIGUSR1):
-            signal.signal(asked, lambda *_: process.send_signal(signal.SIGUSR1))
-        code = process.wait()
-        for asked in (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1):
-            signal.signal(asked, signal.default_int_handler if asked == signal.SIGINT else signal.SIG_DFL)
-        if code:
-            fail(f"{self.name} failed with exit code {code}, its message is above; the same command tries again")
+            return fail(f"cannot start {command[0]}: {error.strerror}")
+        finally:
+            if slot is not None:
+                output.close()
+
+    def ended(self, code, where):
+        """What is wrong with how it ended, None if nothing is."""
+        if code not in (0, -signal.SIGUSR1):  # asked to stop before it could know
+            return f"{self.name} failed with exit code {code}, its message is {where}; the same command tries again"
         self.read()
         if not self.finished():
-            fail(f"{self.name} ended at step {max(self.rows, default=0)} of {self.steps}; the same command goes on")
+            reached = f"at step {max(self.rows)} of {self.steps}" if self.rows else "before its first step"
+            return f"{self.name} ended {reached}; the same command goes on"
+        return None
 
     def column(self, key):
         return [row.get(key) for _, row in sorted(self.rows.items())]
+
+
+def train(runs, launch, program, at_once):
+    """All runs, so many at a time. The first that fails, or a signal to this script, makes the others save and stop."""
+    for run in runs:
+        run.check()
+        if run.finished():
+            print(f"{run.name}: finished already", file=sys.stderr)
+    waiting, slots, wrong = [run for run in runs if not run.finished()], [None] * at_once, []
+    asked = []  # signals to stop
+
+    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1):
+        signal.signal(number, lambda number, _: asked.append(number))
+    while waiting or any(slots):
+        if asked:
+            number = asked.pop()
+            waiting.clear()
+            for _, process in filter(None, slots):
+                if number != signal.SIGINT:  # Ctrl-C has reached them already
+                    process.send_signal(signal.SIGUSR1)
+        for i, slot in enumerate(slots):
+            if slot is None and waiting:
+                run = waiting.pop(0)
+                slots[i] = run, run.start(launch, program, i if at_once > 1 else None)
+            elif slot and slot[1].poll() is not None:
+                run, process = slot
+                where = f"in {run.folder / 'output.txt'}" if at_once > 1 else "above"
+                problem = run.ended(process.returncode, where)
+                slots[i] = None
+                if problem and not wrong:
+                    asked.append(signal.SIGUSR1)
+                wrong += [problem] if problem else []
+        time.sleep(0.02)
+    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1):
+        signal.signal(number, signal.default_int_handler if number == signal.SIGINT else signal.SIG_DFL)
+    if wrong:
+        fail("\n".join(wrong))
 
 
 def windows(points, length):
@@ -206,6 +257,7 @@ def arguments():
     parser.add_argument("--window", type=int, metavar="STEPS",
                         help="of the smoothing (default: 50, or a tenth of the steps if that is less)")
     parser.add_argument("--launch", default="", metavar="COMMAND", help="what starts the ranks, such as 'mpirun -np 4'")
+    parser.add_argument("--at-once", type=int, default=1, metavar="N", help="runs at a time, each on one GPU (default: 1)")
     parser.add_argument("--program", type=pathlib.Path, default=program, metavar="PATH", help=f"(default: {program})")
     ours, common = sys.argv[1:], []
     if "--" in ours:
@@ -228,6 +280,8 @@ def arguments():
         parser.error("train_moe's options are missing: they follow --")
     if args.seeds < 1 or args.window is not None and args.window < 1:
         parser.error("--seeds and --window are at least 1")
+    if args.at_once < 1 or args.at_once > 1 and args.launch:
+        parser.error("--at-once is at least 1, and goes without --launch: each of its runs has one GPU")
     return args
 
 
@@ -241,8 +295,7 @@ def main():
     for seed in range(args.seed + 1, args.seed + args.seeds):
         runs.append(Run(f"bf16-seed-{seed}", args.common, seed, args.out))
     try:
-        for run in runs:
-            run.train(shlex.split(args.launch), program)
+        train(runs, shlex.split(args.launch), program, args.at_once)
         length = args.window or max(1, min(50, runs[0].steps // 10))
         if length > min(run.steps for run in runs):
             fail(f"--window {length} is more than the {min(run.steps for run in runs)} steps")

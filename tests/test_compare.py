@@ -176,6 +176,23 @@ class Compare(unittest.TestCase):
         self.assertTrue((out / f"bf16/step_{int(step):08d}").is_dir())
         self.assertFalse((out / "mxfp8-fast").exists())
 
+    def test_several_at_once(self):
+        """The same losses, each run's output in its folder; one that fails stops the others, which can go on."""
+        out = self.dir / "at_once"
+        args = ("--set", "same", "--timeout 99", "--at-once", 3, "--window", WINDOW)
+        done = self.run_script(self.command(*args, out=out, more=("--save-every", "10")))
+        self.assertEqual(done.returncode, 0, done.stderr)
+        for name in self.NAMES[:4]:
+            losses = [[json.loads(line)["loss"] for line in (folder / name / "log.jsonl").read_text().splitlines()[1:]]
+                      for folder in (out, self.out)]
+            self.assertEqual(*losses)
+            self.assertIn(f"step {STEPS}/{STEPS}", (out / name / "output.txt").read_text())
+        out = self.dir / "at_once_failed"
+        self.fails(self.command("--set", "odd", "--experts 5", "--at-once", 4, out=out, steps=10000000),
+                   f"odd failed with exit code 2, its message is in {out}/odd/output.txt", "\nbf16 ended ",
+                   "\nmxfp8-exact ended ", "\nmxfp8-fast ended ")
+        self.assertIn("--experts is given twice", (out / "odd/output.txt").read_text())
+
     def test_failures_say_what_failed(self):
         out = self.dir / "failed"
         self.fails(self.command("--set", "odd", "--experts 5", out=out), "train_moe: error: --experts is given twice",
@@ -198,7 +215,8 @@ class Compare(unittest.TestCase):
     def test_wrong_usage(self):
         for args, says in ((["--set", "bf16", ""], "there is a set of this name"), (["--set", "a/b", ""], "a name has"),
                            (["--only", "fp4"], "the sets are bf16, mxfp8-exact, mxfp8-fast"),
-                           (["--set", "a", "--out x"], "--out among"), (["--seeds", 0], "at least 1")):
+                           (["--set", "a", "--out x"], "--out among"), (["--seeds", 0], "at least 1"), (["--at-once", 0], "at least 1"),
+                           (["--at-once", 2, "--launch", "mpirun -np 2"], "goes without --launch")):
             self.fails(self.command(*args, out=self.dir / "usage"), says, code=2)
         self.fails(self.command(out=self.dir / "usage", more=("--seed", "3")), "--seed among", code=2)
         self.fails(self.command(out=self.dir / "usage")[:4], "they follow --", code=2)
