@@ -4,11 +4,12 @@
 // of their experts where they start, so that nothing is sorted before they leave, and how many go where is known.
 // Beside it bench/ep_pipeline_torch.py, which does the same work in PyTorch.
 //
-// Order and overlap are those of moe/moe.c. MXFP8 is its usual set: products on bytes (fast), tokens and their
-// gradients cast once where they start, bytes and scales in one transfer, outputs and dx back in bf16, weights'
-// gradients in bf16 of what the bytes stand for; the last column rounds both operands of those along the tokens.
-// Weights are cast once a step, not here. dW += in float32. Backward reads x as it was received and permutes it again,
-// while dx travels; the row "rows kept" has the permuted rows (or bytes) from forward, as PyTorch does.
+// Order and overlap are those of moe/moe.c, but that x's rows are made while dy travels, where a model computes its
+// shared MLP. MXFP8 is its usual set: products on bytes (fast), tokens and their gradients cast once where they start,
+// bytes and scales in one transfer, outputs and dx back in bf16, weights' gradients in bf16 of what the bytes stand
+// for; the last column rounds both operands of those along the tokens. Weights are cast once a step, not here. dW += in
+// float32. Backward reads x as it was received and permutes it again; the row "rows kept" has the permuted rows (or
+// bytes) from forward, as PyTorch does.
 //
 // Medians of events over 30 calls, bf16 and MXFP8 in turns, the slowest rank's. First, on a small size, samples of the
 // bf16 results are compared with sums on the host, and MXFP8 with bf16 by SQNR.
@@ -205,17 +206,17 @@ static void forward(const Pipeline& p, int v) {
 static void backward(const Pipeline& p, int v, bool kept) {
     const int64_t dim = p.x.C, hidden = p.y.C;
     leave_outward(p, p.dy, v, false);
+    if (!kept) permute(p, p.x, v);  // while dy travels
+    floatX* x = operand(p, p.x, v);
     arrive();
     permute(p, p.dy, v);
-    floatX* dy = operand(p, p.dy, v);
     if (v == BF16)
         grouped_gemm_dgrad(p.dx.rows, p.dy.rows, p.w, p.r, dim, hidden, ctx);
     else
         grouped_gemm_mx(p.dx.rows, NULL, p.dy.rows_mx.q, p.dy.rows_mx.scale, p.w_transposed, p.w_mx.scale, 1,
                         ceil_div(dim, MX_CHUNK), p.r, hidden, dim, ctx);
     leave_homeward(p, p.dx, v);
-    if (!kept) permute(p, p.x, v);  // from here on while dx travels
-    floatX* x = operand(p, p.x, v);
+    floatX* dy = operand(p, p.dy, v);  // from here on while dx travels
     if (v == MXFP8_WGRAD) {
         mx_round_columns(dy, p.r, hidden, CAST, ctx);
         mx_round_columns(x, p.r, dim, CAST, ctx);
