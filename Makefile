@@ -5,7 +5,8 @@
 # Every op: x.h is the contract, x.c the CPU reference, x.cu the CUDA kernels.
 OPS = device/device \
       layers/embedding layers/rmsnorm layers/rope layers/linear layers/attention layers/swiglu layers/loss layers/adamw \
-      moe/router moe/permute moe/grouped_gemm moe/experts moe/dispatch moe/mxfp8 moe/grouped_gemm_mx dist/comm
+      moe/router moe/permute moe/grouped_gemm moe/experts moe/dispatch moe/mxfp8 moe/mx_swiglu moe/mx_stats \
+      moe/grouped_gemm_mx dist/comm
 # What ops do on GPUs that their own kernels are not for: in the CUDA build alone, x_lt.cuh.
 OPS_LT = layers/attention_lt moe/grouped_gemm_lt
 
@@ -30,8 +31,9 @@ MPI_LIBS  := $(filter-out -pthread,$(shell mpicc --showme:link))
 endif
 
 # C tests; those in TESTS_F64 compare with finite differences and run in the double build too.
-OP_TESTS = tests/test_layers tests/test_attention tests/test_adamw tests/test_router tests/test_moe tests/test_mxfp8 tests/test_mx_block \
-           tests/test_mx_check tests/test_linear_mx
+OP_TESTS = tests/test_layers tests/test_attention tests/test_adamw tests/test_router tests/test_permute \
+           tests/test_grouped_gemm tests/test_experts tests/test_dispatch tests/test_moe tests/test_mxfp8 \
+           tests/test_mx_swiglu tests/test_mx_stats tests/test_mx_block tests/test_mx_check tests/test_linear_mx
 TESTS     = tests/test_device tests/test_data tests/test_shards $(OP_TESTS) tests/test_golden tests/test_model tests/test_checkpoint
 # Tests of several ranks: four, where there is an mpirun, in the CUDA build one a GPU.
 TESTS_RANKS = tests/test_ranks tests/test_comm tests/test_checkpoint tests/test_expert_parallel tests/test_layouts

@@ -1,5 +1,6 @@
-// The MXFP8 casts at the sizes of 16b and 671b: time, bytes a second, and the share of a device-to-device copy measured
-// in the same run. Bytes count each input read once and each output written once, scales too. A time is the median of
+// The MXFP8 casts at the sizes of 16b and 671b: time, bytes a second, and their share of what device-to-device copies
+// reach in the same run: one of 1 GiB, the memory's rate, and one that moves as many bytes as the op, so that both pay
+// for their launch. Bytes count each input read once and each output written once, scales too. A time is the median of
 // 20 batches of calls, by CUDA events; calls go round sets of buffers too large for L2 together.
 //
 //   build/cuda/bench/casts [rows [part of an op's name]]
@@ -12,12 +13,13 @@
 #include <vector>
 
 #include "device/cuda.cuh"
-#include "moe/mxfp8.h"
+#include "moe/mx_stats.h"
+#include "moe/mx_swiglu.h"
 
 enum { CALLS = 6, BATCHES = 20 };
 
 static Ctx* ctx;
-static double copy_rate;  // bytes a second
+static double copy_rate;  // of 1 GiB, bytes a second
 static const char* only = "";
 
 static __global__ void fill(floatX* p, int64_t n, uint32_t seed) {  // about normal
@@ -74,23 +76,25 @@ struct Buffers {
     }
 };
 
-static void row(const char* op, const char* shape, double bytes, int sets, const std::function<void(int)>& call) {
-    if (!strstr(op, only)) return;
-    const double s = seconds(sets, call);
-    printf("| %s | %s | %.1f | %.2f | %.0f %% |\n", op, shape, s * 1e6, bytes / s * 1e-12, 100 * bytes / s / copy_rate);
-    fflush(stdout);
+// A copy that moves so many bytes: it reads one half of them and writes the other.
+static double copy_seconds(double bytes, int sets) {
+    const int64_t half = (int64_t)(bytes / 2) / 16 * 16;
+    char* p = (char*)device_alloc((size_t)(2 * sets * half), "the benchmark");
+    fill<<<1024, 256, 0, ctx->stream>>>((floatX*)p, sets * half, 1);
+    const double s = seconds(sets, [&](int i) {
+        CUDA_CHECK(cudaMemcpyAsync(p + i * half, p + (sets + i) * half, (size_t)half, cudaMemcpyDeviceToDevice,
+                                   ctx->stream));
+    });
+    device_free(p);
+    return s;
 }
 
-static void bench_copy(void) {
-    const size_t bytes = (size_t)1 << 30;
-    char* p = (char*)device_alloc(6 * bytes, "the benchmark");
-    fill<<<1024, 256, 0, ctx->stream>>>((floatX*)p, 3 * (int64_t)bytes, 1);
-    auto call = [&](int i) {
-        CUDA_CHECK(cudaMemcpyAsync(p + i * bytes, p + (3 + i) * bytes, bytes, cudaMemcpyDeviceToDevice, ctx->stream));
-    };
-    copy_rate = 2 * (double)bytes / seconds(3, call);
-    row("copy", "1 GiB", 2 * (double)bytes, 3, call);
-    device_free(p);
+static void row(const char* op, const char* shape, double bytes, int sets, const std::function<void(int)>& call) {
+    if (!strstr(op, only)) return;
+    const double s = seconds(sets, call), copy = copy_seconds(bytes, sets);
+    printf("| %s | %s | %.1f | %.2f | %.0f %% | %.0f %% |\n", op, shape, s * 1e6, bytes / s * 1e-12,
+           100 * bytes / s / copy_rate, 100 * copy / s);
+    fflush(stdout);
 }
 
 // Activations: rows x columns.
@@ -189,9 +193,9 @@ int main(int argc, char** argv) {
     const int64_t rows = argc > 1 ? atoll(argv[1]) : 131072;
     if (argc > 2) only = argv[2];
     ctx = ctx_create(mx_stats_workspace());
-    printf("%s\n", device_name(ctx));
-    printf("| op | shape | us | TB/s | of a copy |\n|---|---|---|---|---|\n");
-    bench_copy();
+    copy_rate = 0x1p31 / copy_seconds(0x1p31, 3);
+    printf("%s; a copy of 1 GiB: %.2f TB/s\n", device_name(ctx), copy_rate * 1e-12);
+    printf("| op | shape | us | TB/s | of a copy | of a copy as large |\n|---|---|---|---|---|---|\n");
     for (int64_t columns : {1408, 2048, 7168}) bench_rows(rows, columns);
     bench_swiglu(rows, 1408);
     bench_swiglu(rows, 2048);

@@ -13,6 +13,7 @@
 #include "moe/experts.h"
 #include "moe/grouped_gemm.h"
 #include "moe/grouped_gemm_mx.h"
+#include "moe/mx_swiglu.h"
 
 struct MoeWays {
     Pool* pool;

@@ -13,6 +13,7 @@
 #include "device/pool.h"
 #include "dist/comm.h"
 #include "moe/linear_mx.h"
+#include "moe/mx_stats.h"
 #include "moe/permute.h"
 #include "moe/router.h"
 

@@ -55,26 +55,6 @@ void mx_quantize_tiles(uint8_t* q,             // (count, rows, columns)
                        const floatX* w,        // (count, rows, columns)
                        int64_t count, int64_t rows, int64_t columns, int32_t scale_mode, Ctx* ctx);
 
-// SwiGLU between an expert's two products, cast as it is made: a = silu(h_gate) * h_up is rounded to floatX, then cast
-// as mx_quantize casts it. On the GPU the bytes are those of experts_swiglu_forward (moe/experts.h) and mx_quantize.
-// Pad rows are zeros with scale 0.
-void mx_swiglu_quantize(uint8_t* q,       // (capacity, F)
-                        uint8_t* scale,   // (capacity, mx_stride(F))
-                        const floatX* h,  // (capacity, 2F): gate, then up
-                        Ragged ragged, int64_t F, MxCast cast, Ctx* ctx);
-
-// Its backward with the gate (moe/experts.h), between the same products: dh is rounded to floatX, then cast as
-// mx_quantize casts it, with 2F as one width. A is what its cast by mx_swiglu_quantize stands for (not rounded again).
-// On the GPU dh and the bytes are those of experts_swiglu_backward and mx_quantize. Pad rows are zeros with scale 0.
-void mx_swiglu_backward_quantize(uint8_t* q,         // (capacity, 2F): of dh
-                                 uint8_t* scale,     // (capacity, mx_stride(2F))
-                                 floatX* dh,         // (capacity, 2F)
-                                 floatX* gated_a,    // (capacity, F): gate * A, for wgrad of W2
-                                 real* drow_gate,    // (capacity): <dA', A>
-                                 const floatX* dap,  // (capacity, F): dA' = dOut W2
-                                 const floatX* h,    // (capacity, 2F)
-                                 Ragged ragged, int64_t F, MxCast cast, Ctx* ctx);
-
 // x = q 2^(s - 127): exact in bf16 but for values outside its range (what is below 2^-133 is rounded, beyond 2^128
 // Inf).
 void mx_dequantize(floatX* x,             // (rows, columns)
@@ -90,23 +70,6 @@ void mx_dequantize_add(floatX* x, const uint8_t* q, const uint8_t* scale, int64_
 // count as rows. Chunks at the end of a group are cast on their own.
 void mx_round_columns(floatX* x,  // (capacity, columns)
                       Ragged ragged, int64_t columns, MxCast cast, Ctx* ctx);
-
-// What a cast does to a tensor: --mx-stats. Sums over blocks of 32 as mx_quantize casts x, added to *stats; blocks that
-// are NaN are left out, so that one of them does not hide the rest.
-typedef struct MxStats {
-    double elements;       // not zero
-    double saturated;      // |x| 2^(127 - s) > 448 (FLOOR only)
-    double flushed;        // not zero, but q is
-    double inexact;        // with align 128 and tiles: bytes whose value is not what align 1 gives
-    double signal, noise;  // sums of x^2 and (x - value)^2: SNR = 10 log10(signal / noise) dB
-} MxStats;
-void mx_stats(MxStats* stats, const floatX* x, int64_t rows, int64_t columns, MxCast cast, Ctx* ctx);
-// The same of mx_quantize_tiles and the scales it made; inexact against blocks of 32 along the columns.
-void mx_stats_tiles(MxStats* stats,
-                    const floatX* w,       // (count, rows, columns)
-                    const uint8_t* scale,  // (count, ceil(rows / 128), ceil(columns / 128))
-                    int64_t count, int64_t rows, int64_t columns, int32_t scale_mode, Ctx* ctx);
-size_t mx_stats_workspace(void);
 
 // Where Blackwell's tensor cores look for the scale of block c of row r (of C blocks a row): tiles of 128 x 4, rows
 // padded to 128 and blocks to 4 (cuBLAS documentation, "1D block scaling factors layout").

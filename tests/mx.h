@@ -1,5 +1,5 @@
-// Rounding and MXFP8's casts in float64 by frexp and ldexp, for tests that compare with them: nothing here is shared
-// with moe/mxfp8.c.
+// Rounding and MXFP8's casts in float64 by frexp and ldexp, for tests that compare values (mx_bytes.h compares bytes):
+// nothing here is shared with the reference.
 #ifndef TESTS_MX_H
 #define TESTS_MX_H
 

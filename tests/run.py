@@ -1,11 +1,12 @@
 #!/usr/bin/env python3
 """Runs tests and adds up: python3 tests/run.py [--program TRAIN_MOE]... [--skip NAME]... [--ranks N C_TEST]... [C_TEST]...
 
-First the C tests by path, those with --ranks on N ranks where there is an mpirun (else on one), then tests/test_*.py; those that need the program run once for each --program and find it in the
-environment as TRAIN_MOE. Each is a process of its own, and its result is its closing line `N passed, N failed, N skipped`, or
-unittest's own two lines. A crash, a timeout, a test without a result and one that ends non-zero with nothing failed count as
-one failure; a name under --skip, of a test that this machine cannot run, as one skipped. The last line is the sum; the exit
-code 1 if anything failed.
+First the C tests by path, those with --ranks on N ranks where there is an mpirun (else on one), then tests/test_*.py; those
+that need the program, and say so by its name TRAIN_MOE or by importing tests/cli.py, run once for each --program and find it
+in the environment as TRAIN_MOE. Each is a process of its own, and its result is its closing line `N passed, N failed, N
+skipped`, or unittest's own two lines. A crash, a timeout, a test without a result and one that ends non-zero with nothing
+failed count as one failure; a name under --skip, of a test that this machine cannot run, as one skipped. The last line is the
+sum; the exit code 1 if anything failed.
 """
 import argparse
 import glob
@@ -20,6 +21,7 @@ import time
 
 TESTS = os.path.dirname(os.path.abspath(__file__))
 CLOSING = re.compile(r"^(\d+) passed, (\d+) failed, (\d+) skipped$", re.M)
+NEEDS_PROGRAM = re.compile(r"TRAIN_MOE|^(?:import|from) cli\b", re.M)
 UNITTEST = re.compile(r"^Ran (\d+) tests? in .*\n\n(?:OK|FAILED)(?: \((.*)\))?$", re.M)
 
 
@@ -109,7 +111,7 @@ def main():
         results.append(run(name, command + [os.path.abspath(path)], options.timeout))
     for path in sorted(glob.glob(os.path.join(TESTS, "test_*.py"))):
         with open(path) as file:
-            programs = options.program if "TRAIN_MOE" in file.read() else [None]
+            programs = options.program if NEEDS_PROGRAM.search(file.read()) else [None]
         for program in programs:
             if program:
                 os.environ["TRAIN_MOE"] = os.path.abspath(program)

@@ -4,16 +4,13 @@
 // place of that one call: descriptors, pointers and the order of scales are those that Blackwell would be given.
 //
 // Tolerances. bf16 out, 8 significant bits: rounding moves an element by at most 2^-8 of itself, and the float32 sums
-// add 1e-5 to a row. dW in float32: the tensor cores add 16 products at a time and cut the running sum off at 24 bits;
-// partial sums are no larger than the final one on average; dW is then added with one rounding: (rows / 16 + 4) 2^-23.
-// MXFP8 in float32: the stand-in adds up to 4096 products, each time off by up to 2^-24 of a partial sum, in random
-// directions: 64 * 2^-24 = 4e-6 of a row. Tensor cores, which may keep fewer bits, are allowed MX_CHECK_BOUND, 4e-3. A
-// wrong scale is off by half of a block: more than 1e-2.
+// add 1e-5 to a row. dW: tests/ragged.cuh. MXFP8 in float32: the stand-in adds up to 4096 products, each time off by up
+// to 2^-24 of a partial sum, in random directions: 64 * 2^-24 = 4e-6 of a row. Tensor cores, which may keep fewer bits,
+// are allowed MX_CHECK_BOUND, 4e-3. A wrong scale is off by half of a block: more than 1e-2.
 #include <cuda_fp8.h>
 #include <sys/wait.h>
 #include <unistd.h>
 
-#include <algorithm>
 #include <string>
 
 #include "device/lt.cuh"
@@ -23,7 +20,7 @@
 #include "moe/grouped_gemm_mx.h"
 #include "moe/mx_check.h"
 #include "moe/mxfp8.h"
-#include "tests/cuda.cuh"
+#include "tests/ragged.cuh"
 
 // --- In place of cuBLASLt's MXFP8 products ---
 
@@ -134,101 +131,6 @@ cublasStatus_t cublasLtMatmul(cublasLtHandle_t lt, cublasLtMatmulDesc_t op, cons
     return CUBLAS_STATUS_SUCCESS;
 }
 
-// --- Operands ---
-
-typedef std::vector<int32_t> Rows;
-
-// The groups, at multiples of 128 on both sides. With `short_by` the capacity ends before the last group's pad rows do.
-// All buffers go on behind: nothing there may count or be written.
-struct Layout {
-    Rows rows;
-    std::vector<int64_t> start;
-    int64_t capacity, end, held;  // held: rows of the buffers
-    I64 device_start;
-    I32 device_rows;
-
-    explicit Layout(const Rows& r, int64_t short_by = 0)
-        : rows(r), device_start((int64_t)r.size() + 1), device_rows((int64_t)r.size()) {
-        int64_t at = 0;
-        for (int32_t n : rows) start.push_back(at), at += ceil_div(n, 128) * 128;
-        start.push_back(at);
-        end = at - short_by, held = at + 200, capacity = short_by ? end : held;
-        device_start.host = start, device_rows.host = rows;
-        device_start.send(), device_rows.send();
-    }
-    int El() const { return (int)rows.size(); }
-    bool holds(int64_t row) const {  // not a pad row
-        for (int e = 0; e < El(); e++)
-            if (row >= start[e] && row < start[e] + rows[e]) return true;
-        return false;
-    }
-    Ragged device() {
-        Ragged r = {};
-        r.El = El(), r.capacity = capacity, r.group_start = device_start.dev, r.group_rows = device_rows.dev;
-        return r;
-    }
-    Ragged reference() {
-        Ragged r = device();
-        r.group_start = start.data(), r.group_rows = rows.data();
-        return r;
-    }
-};
-
-// Random rows, zeros in pad rows.
-struct RowBuffer : X {
-    RowBuffer(const Layout& l, int64_t C, uint32_t stream) : X(l.held * C, stream) {
-        for (int64_t r = 0; r < l.end; r++)
-            if (!l.holds(r)) std::fill_n(host.begin() + r * C, C, 0.0);
-        send();
-    }
-};
-
-struct Bytes {
-    std::vector<uint8_t> host;
-    uint8_t* dev;
-    explicit Bytes(int64_t n, uint8_t value) : host((size_t)n, value) {
-        dev = (uint8_t*)device_alloc((size_t)n, "a test");
-    }
-    Bytes(const Bytes&) = delete;
-    ~Bytes() { device_free(dev); }
-    void send() {
-        CUDA_CHECK(cudaMemcpy(dev, host.data(), host.size(), cudaMemcpyHostToDevice));
-        CUDA_CHECK(cudaDeviceSynchronize());
-    }
-    std::vector<uint8_t> got() const {
-        std::vector<uint8_t> bytes(host.size());
-        ctx_sync(ctx);
-        CUDA_CHECK(cudaMemcpy(bytes.data(), dev, bytes.size(), cudaMemcpyDeviceToHost));
-        return bytes;
-    }
-};
-
-// Every true row within `tolerance`, every pad row zero, everything behind as it was.
-template <typename T>
-static void check_rows(const char* what, const T& out, const Layout& l, int64_t C, double tolerance) {
-    auto got = out.got();
-    double worst = 0;
-    int64_t pads = 0, behind = 0;
-    for (int64_t r = 0; r < l.held; r++) {
-        double diff = 0, norm = 0;
-        for (int64_t i = r * C; i < (r + 1) * C; i++) {
-            const double d = got[(size_t)i] - out.host[(size_t)i];
-            if (l.holds(r))
-                diff += d * d, norm += out.host[(size_t)i] * out.host[(size_t)i];
-            else if (r < l.end)
-                pads += got[(size_t)i] != 0;
-            else
-                behind += !isnan(got[(size_t)i]);
-        }
-        const double error = l.holds(r) ? sqrt(diff / norm) : 0;
-        if (!(error <= worst)) worst = isfinite(error) ? error : INFINITY;
-    }
-    if (getenv("TEST_ERRORS")) printf("    %s: %.3g of %.3g\n", what, worst, tolerance);
-    CHECK(worst <= tolerance, "%s: a row is off by %g", what, worst);
-    CHECK(pads == 0, "%s: %lld elements of pad rows are not zero", what, (long long)pads);
-    CHECK(behind == 0, "%s: %lld elements behind the last expert were written", what, (long long)behind);
-}
-
 // --- bf16 ---
 
 static void compare(const Rows& rows, int64_t IC, int64_t OC, int64_t short_by = 0) {
@@ -246,19 +148,7 @@ static void compare(const Rows& rows, int64_t IC, int64_t OC, int64_t short_by =
     REFERENCE(grouped_gemm_wgrad)((real*)dw.ref(), dy.ref(), x.ref(), l.reference(), IC, OC, reference_ctx);
     check_rows("y", y, l, OC, 0x1p-8 + 1e-5);
     check_rows("dx", dx, l, IC, 0x1p-8 + 1e-5);
-    auto got = dw.got();
-    for (int e = 0; e < l.El(); e++) {
-        double diff = 0, norm = 0;
-        int64_t changed = 0;
-        for (int64_t i = e * OC * IC; i < (e + 1) * OC * IC; i++) {
-            diff += pow(got[(size_t)i] - dw.host[(size_t)i], 2), norm += pow(dw.host[(size_t)i], 2);
-            changed += got[(size_t)i] != dw_start[(size_t)i];
-        }
-        const double tolerance = ((double)l.rows[e] / 16 + 4) * 0x1p-23;
-        CHECK(sqrt(diff / norm) <= tolerance, "dW of expert %d (%d rows) is off by %g", e, l.rows[e],
-              sqrt(diff / norm));
-        CHECK(l.rows[e] > 0 || changed == 0, "dW of expert %d changed without rows", e);
-    }
+    check_weights(dw, dw_start, l, OC * IC);
     if (test_failures_here > before)
         printf("    with IC %lld, OC %lld, %d experts, %lld rows\n", (long long)IC, (long long)OC, l.El(),
                (long long)l.end);
@@ -359,7 +249,7 @@ struct Operands {
             return (q & 127) == 127 ? (uint8_t)(q ^ 1) : q;
         };
         for (int64_t r = 0; r < l.held; r++)
-            for (int64_t k = 0; (l.holds(r) || r >= l.end) && k < IC; k++) {
+            for (int64_t k = 0; (l.expert(r) >= 0 || r >= l.end) && k < IC; k++) {
                 x.host[(size_t)(r * IC + k)] = byte(11, r * IC + k);
                 const uint8_t scale = (uint8_t)draw(12, r * chunks + k / 128, 125, 129);
                 x_scale.host[(size_t)(r * mx_stride(IC) + k / 32)] = scale;

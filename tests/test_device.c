@@ -1,5 +1,5 @@
 // The ground floor: random numbers, memory tables, folders. Options and their errors are tested through the program
-// (tests/test_cli.py).
+// (tests/test_options.py).
 #include <errno.h>
 
 #include "device/arena.h"

@@ -1,7 +1,7 @@
 #!/usr/bin/env python3
 """A run on many ranks, from outside: TRAIN_MOE=build/cpu/train_moe python3 tests/test_many_ranks.py (standard library only).
 
-The tiny model of tests/test_cli.py trains on up to four ranks of this machine. Curves and validation do not depend on how a
+The tiny model of tests/cli.py trains on up to four ranks of this machine. Curves and validation do not depend on how a
 run lies on its ranks; it resumes on any other layout, and bit for bit on its own. Every fault of one rank ends all of them
 with one message that names the rank and the reason, and the run goes on from its newest checkpoint as if nothing had
 happened.
@@ -17,7 +17,7 @@ import subprocess
 import time
 import unittest
 
-import test_cli as cli
+import cli
 from run import mpirun
 from test_ranks_faults import running
 

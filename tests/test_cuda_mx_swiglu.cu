@@ -1,0 +1,139 @@
+// SwiGLU with the cast of its result, forward and backward, against the kernels that they stand for, bit for bit: empty
+// experts, pad rows of NaN, widths that end inside a chunk or put one across gate and up.
+#include "moe/experts.h"
+#include "moe/mx_swiglu.h"
+#include "tests/mx_bytes.cuh"
+
+// Groups at multiples of 128, and 256 rows behind the last one.
+struct Groups {
+    I64 start;
+    int64_t used, capacity;
+    I32 row_token;
+    Ragged ragged;
+
+    explicit Groups(const std::vector<int32_t>& counts)
+        : start((int64_t)counts.size() + 1), used(0), capacity(rows_of(counts) + 256), row_token(capacity) {
+        for (size_t e = 0; e < counts.size(); e++) {
+            start.host[e] = used;
+            for (int64_t i = 0; i < counts[e]; i++) row_token.host[(size_t)(used + i)] = 0;  // the others stay -1
+            used += ceil_div(counts[e], 128) * 128;
+        }
+        start.host[counts.size()] = used;
+        start.send(), row_token.send();
+        ragged = {(int32_t)counts.size(), capacity, start.dev, NULL, row_token.dev, NULL, NULL};
+    }
+    static int64_t rows_of(const std::vector<int32_t>& counts) {
+        int64_t rows = 0;
+        for (int32_t count : counts) rows += ceil_div(count, 128) * 128;
+        return rows;
+    }
+    bool pad(int64_t row) const { return row_token.host[(size_t)row] < 0; }
+};
+
+// NaN in pad rows and behind the last row.
+static void swiglu_case(const std::vector<int32_t>& counts, int64_t F) {
+    Groups l(counts);
+    const int64_t used = l.used, capacity = l.capacity;
+    const Ragged ragged = l.ragged;
+    X h(capacity * 2 * F, 1, 4), a(capacity * F);
+    for (int64_t i = 0; i < h.n; i++)
+        if (l.pad(i / (2 * F))) h.host[(size_t)i] = NAN;
+    h.send();
+    experts_swiglu_forward(a.dev, h.dev, ragged, F, ctx);
+    for (MxCast cast : casts) {
+        Bytes q(capacity * F), scale(capacity * mx_stride(F)), whole_q(capacity * F), whole_scale(scale.n);
+        mx_swiglu_quantize(q.dev, scale.dev, h.dev, ragged, F, cast, ctx);
+        mx_quantize(whole_q.dev, whole_scale.dev, a.dev, used, F, cast,
+                    ctx);  // a's rows that nobody wrote are left out
+        q.host = whole_q.got(), scale.host = whole_scale.got();
+        CHECK_BYTES(q);
+        CHECK_BYTES(scale);
+        int64_t wrong = 0;
+        for (int64_t i = 0; i < used * F; i++) wrong += l.pad(i / F) && q.host[(size_t)i] != 0;
+        for (int64_t i = 0, stride = mx_stride(F); i < used * stride; i++)
+            wrong += l.pad(i / stride) && scale.host[(size_t)i] != 0;
+        CHECK(wrong == 0, "%lld bytes of pad rows are not 0", (long long)wrong);
+    }
+}
+
+// The fused backward against the kernels that it stands for, bit for bit: dh and its bytes; gate * A with the A that
+// the cast's bytes give. <dA', A> is a sum of up to 2048 products in float32: 1e-5 of the norm of its terms.
+static void swiglu_backward_case(const std::vector<int32_t>& counts, int64_t F) {
+    Groups l(counts);
+    const int64_t used = l.used, capacity = l.capacity;
+    X h(capacity * 2 * F, 1, 4), dap(capacity * F, 2), act(capacity * F), gated(capacity * F), other(capacity * F);
+    X dh(capacity * 2 * F), whole_dh(capacity * 2 * F);
+    R gate(capacity, 3), drow_gate(capacity), other_gate(capacity);
+    l.ragged.row_gate = gate.dev;
+    for (int64_t i = 0; i < dap.n; i++)
+        if (l.pad(i / F)) h.host[(size_t)(2 * i)] = h.host[(size_t)(2 * i + 1)] = dap.host[(size_t)i] = NAN;
+    for (int64_t i = 0; i < capacity; i++)
+        if (l.pad(i)) gate.host[(size_t)i] = NAN;
+    h.send(), dap.send(), gate.send();
+    experts_swiglu_backward(whole_dh.dev, other.dev, other_gate.dev, dap.dev, h.dev, l.ragged, F, ctx);
+    whole_dh.host = whole_dh.got();
+    for (MxCast cast : casts) {
+        Bytes a_q(capacity * F), a_scale(capacity * mx_stride(F)), q(capacity * 2 * F), whole_q(q.n);
+        Bytes scale(capacity * mx_stride(2 * F)), whole_scale(scale.n);
+        dh.poison(), gated.poison(), drow_gate.poison();
+        auto run = [&] {
+            mx_swiglu_backward_quantize(q.dev, scale.dev, dh.dev, gated.dev, drow_gate.dev, dap.dev, h.dev, l.ragged, F,
+                                        cast, ctx);
+        };
+        run();
+        mx_swiglu_quantize(a_q.dev, a_scale.dev, h.dev, l.ragged, F, cast, ctx);
+        mx_dequantize(act.dev, a_q.dev, a_scale.dev, used, F, ctx);
+        mx_quantize(whole_q.dev, whole_scale.dev, whole_dh.dev, used, 2 * F, cast, ctx);
+        q.host = whole_q.got(), scale.host = whole_scale.got();
+        CHECK_BYTES(q);
+        CHECK_BYTES(scale);
+        auto got_dh = dh.got(), got_gated = gated.got(), got_dgate = drow_gate.got(), a = act.got();
+        int64_t wrong_dh = 0, wrong_gated = 0, wrong_gate = 0;
+        for (int64_t r = 0; r < capacity; r++) {
+            double sum = 0, norm = 0;
+            for (int64_t i = 2 * r * F; i < 2 * (r + 1) * F; i++) {
+                const double want = whole_dh.host[(size_t)i], have = got_dh[(size_t)i];
+                wrong_dh += want != want ? have == have : have != want || signbit(have) != signbit(want);
+            }
+            for (int64_t i = r * F; i < (r + 1) * F; i++) {
+                const float product = l.pad(r) ? 0 : (float)gate.host[(size_t)r] * (float)a[(size_t)i];
+                const double want = __bfloat162float(__float2bfloat16(product)), have = got_gated[(size_t)i];
+                wrong_gated += r < used ? have != want : have == have;
+                if (l.pad(r)) continue;
+                const double term = dap.host[(size_t)i] * a[(size_t)i];
+                sum += term, norm += term * term;
+            }
+            const double have = got_dgate[(size_t)r];
+            wrong_gate += r < used ? !(fabs(have - sum) <= 1e-5 * sqrt(norm)) : have == have;
+        }
+        CHECK(wrong_dh == 0 && wrong_gated == 0 && wrong_gate == 0,
+              "F %d: %lld of dh, %lld of gate * A and %lld gates' gradients are wrong", (int)F, (long long)wrong_dh,
+              (long long)wrong_gated, (long long)wrong_gate);
+        CHECK_REPEATS(drow_gate, run());
+    }
+}
+
+static void test_swiglu(void) {
+    swiglu_case({1}, 32);
+    swiglu_case({129, 0, 128, 5}, 96);
+    swiglu_case({0, 0}, 64);
+    swiglu_case({300, 1, 77, 512, 0}, 1408);
+    swiglu_case({40, 40}, 2048);
+}
+
+static void test_swiglu_backward(void) {
+    swiglu_backward_case({1}, 32);
+    swiglu_backward_case({129, 0, 128, 5}, 96);
+    swiglu_backward_case({0, 0}, 64);
+    swiglu_backward_case({3, 130}, 160);
+    swiglu_backward_case({5, 250}, 544);
+    swiglu_backward_case({300, 1, 77, 512, 0}, 1408);
+    swiglu_backward_case({40, 40}, 2048);
+}
+
+int main(void) {
+    open_contexts(0);
+    RUN(test_swiglu);
+    RUN(test_swiglu_backward);
+    return test_summary();
+}

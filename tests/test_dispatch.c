@@ -1,0 +1,84 @@
+// What expert parallelism sends where.
+#include "moe/dispatch.h"
+#include "tests/routing.h"
+
+typedef struct {
+    int64_t N;
+    int32_t K, P, El;
+    int32_t* expert;
+    real *gate, *sent;
+    int32_t *rank, *row_expert;
+    int64_t* counts;
+    real *row_gate, *dgate;
+    Ragged send;
+} Dispatch;
+
+static void run_dispatch(void* arg) {
+    Dispatch* d = arg;
+    int64_t capacity = d->send.capacity = ragged_capacity(d->N, d->P, d->P, BACKEND);
+    d->send.El = d->P;
+    d->rank = poisoned_ints(d->N * d->P), d->counts = kept_bytes(2 * d->P * sizeof(int64_t));
+    memset(d->counts, 0x7b, 2 * d->P * sizeof(int64_t));
+    d->send.group_start = kept_bytes((d->P + 1) * sizeof(int64_t)), d->send.group_rows = poisoned_ints(d->P);
+    d->send.row_token = poisoned_ints(capacity), d->send.token_row = poisoned_ints(d->N * d->P);
+    d->row_expert = poisoned_ints(capacity * d->K), d->row_gate = poisoned(capacity * d->K);
+    d->dgate = poisoned(d->N * d->K);
+    Ctx* ctx = ctx_create(permute_workspace(d->N, d->P, d->P));
+    dispatch_ranks(d->rank, d->counts, d->expert, d->N, d->K, d->P, d->El, ctx);
+    permute_plan(d->send, d->rank, NULL, d->N, d->P, ctx);
+    dispatch_choices(d->row_expert, d->row_gate, d->expert, d->gate, d->send, d->N, d->K, d->El, ctx);
+    dispatch_choices_backward(d->dgate, d->sent, d->expert, d->send, d->N, d->K, d->El, ctx);
+    ctx_sync(ctx);
+    ctx_destroy(ctx);
+}
+
+static void check_dispatch(int64_t N, int32_t K, int32_t P, int32_t El, int kind) {
+    Routing r = make_routing(N, K, P * El, P * El, 0, kind == ONE_TAKES_ALL ? RANDOM : kind);
+    if (kind == ONE_TAKES_ALL)  // one rank, as far as its experts go
+        for (int64_t i = 0; i < N * K; i++) r.expert[i] = (int32_t)(((P - 1) * El + i % K) % (P * El));
+    Dispatch d = {.N = N, .K = K, .P = P, .El = El, .expert = r.expert, .gate = r.gate};
+    d.sent = tensor(ragged_capacity(N, P, P, BACKEND) * K, 4);
+    check_threads(run_dispatch, &d);
+    int64_t wrong = 0, row = 0;
+    for (int32_t j = 0; j < P; j++) {  // in order of ranks, then of tokens
+        int64_t first = row, choices = 0;
+        for (int64_t n = 0; n < N; n++) {
+            int64_t here = 0;
+            for (int32_t k = 0; k < K; k++) here += r.expert[n * K + k] / El == j;
+            wrong += d.rank[n * P + j] != (here ? j : -1);
+            choices += here;
+            if (!here) continue;
+            wrong += d.send.row_token[row] != n;
+            for (int32_t k = 0; k < K; k++) {
+                int32_t local = r.expert[n * K + k] - j * El, held = local >= 0 && local < El;
+                wrong += d.row_expert[row * K + k] != (held ? local : -1);
+                wrong += d.row_gate[row * K + k] != (held ? r.gate[n * K + k] : 0);
+                wrong += held && d.dgate[n * K + k] != d.sent[row * K + k];
+            }
+            row++;
+        }
+        CHECK(d.counts[2 * j] == row - first && d.counts[2 * j + 1] == choices,
+              "rank %d: %lld tokens, %lld choices, expected %lld and %lld", j, (long long)d.counts[2 * j],
+              (long long)d.counts[2 * j + 1], (long long)(row - first), (long long)choices);
+    }
+    CHECK(wrong == 0, "%lld wrong values, N %lld K %d P %d El %d kind %d", (long long)wrong, (long long)N, K, P, El,
+          kind);
+    release_all();
+}
+
+static void test_dispatch(void) {
+    for (int kind = 0; kind < 3; kind++) {
+        static const int kinds[3] = {RANDOM, IN_ORDER, ONE_TAKES_ALL};
+        check_dispatch(1, 1, 1, 1, kinds[kind]);
+        check_dispatch(5, 2, 2, 1, kinds[kind]);
+        check_dispatch(129, 3, 4, 2, kinds[kind]);
+        check_dispatch(130, 1, 8, 1, kinds[kind]);
+        check_dispatch(300, 6, 8, 8, kinds[kind]);
+        check_dispatch(0, 3, 4, 2, kinds[kind]);
+    }
+}
+
+int main(void) {
+    RUN(test_dispatch);
+    return test_summary();
+}

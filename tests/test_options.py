@@ -1,0 +1,275 @@
+#!/usr/bin/env python3
+"""What the program refuses and what it prints: TRAIN_MOE=build/cpu/train_moe python3 tests/test_options.py
+
+Every bad option, file and folder must end with its exit code and a message that says what and where, and harm no file.
+"""
+import json
+import re
+import shutil
+import struct
+
+from cli import Case, PROGRAM, SMALL, checkpoints, command, curve, main, snapshot, text, write_shard, write_tokenizer
+
+
+class BadOptions(Case):
+    def test_names_and_values(self):
+        for words, args in (
+            (("--step", "did you mean --steps?"), ["--step", "5"]),
+            (("--batchsize", "did you mean --batch?"), ["--batchsize", "5"]),
+            (("--lr=0.1", "unknown option"), ["--lr=0.1"]),
+            (("'steps' is not an option",), ["steps", "5"]),
+            (("--steps takes a whole number from 1 to 1000000000, not 'ten'",), ["--steps", "ten"]),
+            (("--steps", "not '1.5'"), ["--steps", "1.5"]),
+            (("--steps", "not '5x'"), ["--steps", "5x"]),
+            (("--steps", "not ''"), ["--steps", ""]),
+            (("--steps", "not '99999999999999999999'"), ["--steps", "99999999999999999999"]),
+            (("--steps 0 is out of range: from 1 to 1000000000",), ["--steps", "0"]),
+            (("--keep 0 is out of range",), ["--keep", "0"]),
+            (("--temperature", "not 'warm'"), ["--temperature", "warm"]),
+            (("--temperature", "not 'nan'"), ["--temperature", "nan"]),
+            (("--temperature", "not 'inf'"), ["--temperature", "inf"]),
+            (("--weight-decay -1 is out of range: from 0 to 100",), ["--weight-decay", "-1"]),
+            (("--beta2 1 is out of range",), ["--beta2", "1"]),
+            (("--score takes one of sigmoid|softmax, not 'tanh'",), ["--score", "tanh"]),
+            (("--model takes one of tiny|small|", "not 'huge'"), ["--model", "huge"]),
+            (("--steps needs a value",), ["--steps"]),
+            (("--tokenizer needs a value",), ["--tokenizer", "--steps", "5"]),
+            (("--resume is given twice",), ["--resume"]),
+            (("--lr is given twice",), ["--lr", "1e-3"]),
+        ):
+            with self.subTest(args=args):
+                before = snapshot(self.dir)
+                done = self.call(command(train=self.train_glob, out="run", resume=True) + args, 2)
+                for word in words:
+                    self.assertIn(word, done.stderr)
+                self.assertEqual(snapshot(self.dir), before)
+
+    def test_combinations(self):
+        for words, options in (
+            (("--top-k 5", "--experts 4"), dict(top_k=5)),
+            (("--experts 4", "--groups 3"), dict(groups=3)),
+            (("--top-groups 3", "--groups 2"), dict(groups=2, top_groups=3)),
+            (("--top-k 3", "2 experts of --top-groups 1"), dict(groups=2, top_groups=1, top_k=3)),
+            (("--rope-dim 7", "odd"), dict(rope_dim=7)),
+            (("--dense-layers 3", "--layers 2"), dict(dense_layers=3)),
+            (("--tokens-per-step 100", "--batch 2 x --seq-len 32 = 64"), dict(tokens_per_step=100)),
+            (("--mx-stats 5", "nothing that it measures is MXFP8"), dict(mx_stats=5, combine_precision="mxfp8")),
+            (("--mx-stats 5", "no MoE block"), dict(mx_stats=5, dispatch_precision="mxfp8", dense_layers=2)),
+        ):
+            for dry_run in (False, True):
+                with self.subTest(options, dry_run=dry_run):
+                    self.refused(2, *words, out="run", dry_run=dry_run, **options)
+        self.refused(2, "--train is missing", train=None, out="run")
+        self.refused(2, "--resume needs --out", resume=True)
+        self.refused(2, "--save-every needs --out", save_every=5)
+        self.refused(2, "--mx-stats needs --out", mx_stats=5, dispatch_precision="mxfp8")
+
+    def test_widths_of_mxfp8(self):
+        fits = dict(kv_lora=32, expert_ffn=32)
+        for width, change in (
+            ("--dim 40", dict(dispatch_precision="mxfp8", dim=40)),
+            ("--expert-ffn 16", dict(expert_precision="mxfp8")),
+            ("--dim 40", dict(linear_precision="mxfp8", **fits, dim=40)),
+            ("--kv-lora 16", dict(linear_precision="mxfp8")),
+            ("--q-lora 40", dict(linear_precision="mxfp8", **fits, q_lora=40)),
+            ("--heads x (--nope-dim + --rope-dim) = 144", dict(linear_precision="mxfp8", **fits, heads=3)),
+            ("--dense-ffn 72", dict(linear_precision="mxfp8", **fits, dense_ffn=72)),
+            ("--shared-experts x --expert-ffn = 48", dict(linear_precision="mxfp8", kv_lora=32, expert_ffn=16,
+                                                          shared_experts=3)),
+        ):
+            with self.subTest(width):
+                self.refused(2, f"{width} is not a multiple of 32, which MXFP8 needs", out="run", **change)
+        self.train(steps=2, linear_precision="mxfp8", **fits)
+
+    def test_samples(self):
+        write_tokenizer(self.dir / "letters.bin", [b"<end>", b"a", b"b", b"ab"])
+        sampling = dict(sample_every=5, tokenizer="letters.bin", out="run")
+        self.refused(2, "--prompt 'abc'", "letters.bin", prompt="abc", **sampling)
+        self.refused(2, "bytes", "257 tokens", "--vocab 200", sample_every=5, vocab=200, out="run")
+        self.refused(2, "letters.bin", "4 tokens", "--vocab 3", vocab=3, **sampling)
+        self.train(steps=5, **{**sampling, "prompt": "abba"})
+
+    def test_tokenizer_file(self):
+        path = self.dir / "t.bin"
+        for words, change in (
+            (("byte 0", "magic number 5"), dict(magic=5)),
+            (("byte 4", "version 1"), dict(version=1)),
+            (("byte 12", "id 9"), dict(eot=9)),
+        ):
+            write_tokenizer(path, [b"<end>", b"a"], **change)
+            self.refused(1, "--tokenizer: t.bin", *words, tokenizer="t.bin", out="run")
+        write_tokenizer(path, [b"<end>", b"abc"])
+        whole = path.read_bytes()
+        for size, words in ((0, "inside the header"), (1000, "byte 1000: the file ends inside the header"),
+                            (len(whole) - 1, "byte 1033: the file ends inside token 1 of 2")):
+            path.write_bytes(whole[:size])
+            self.refused(1, "--tokenizer: t.bin", words, tokenizer="t.bin", out="run")
+        path.write_bytes(whole + b"x")
+        self.refused(1, "--tokenizer: t.bin", "1 bytes behind the last", tokenizer="t.bin", out="run")
+        self.refused(1, "--tokenizer: gone.bin", "No such file", tokenizer="gone.bin", out="run")
+
+
+class BadData(Case):
+    def test_headers(self):
+        good, bad = text(200), self.dir / "x_train_000001.bin"
+        write_shard(self.dir / "x_train_000000.bin", good)
+        for option in ("train", "val"):
+            for words, change in (
+                (("byte 0", "magic number 77"), dict(magic=77)),
+                (("byte 4", "version 2", "must be 1"), dict(version=2)),
+                (("byte 4", "version 1", "must be 7"), dict(magic=20240801)),
+                (("byte 8", "counts 201 tokens", "1426 bytes", "1424"), dict(count=201)),
+                (("byte 8", "counts -1 tokens"), dict(count=-1)),
+            ):
+                with self.subTest(option, **change):
+                    write_shard(bad, good, **change)
+                    self.refused(1, f"--{option}: x_train_000001.bin", *words, **{option: "x_train_*.bin", "out": "run"})
+            write_shard(bad, good)
+            whole = bad.read_bytes()
+            for size, words in ((0, "byte 0: the file ends inside the header"), (500, "byte 500: the file ends inside"),
+                                (1423, "cut off or altered")):
+                with self.subTest(option, size=size):
+                    bad.write_bytes(whole[:size])
+                    self.refused(1, f"--{option}: x_train_000001.bin", words, **{option: "x_train_*.bin", "out": "run"})
+            bad.unlink()
+            bad.mkdir()
+            self.refused(1, f"--{option}: x_train_000001.bin", "not a file", **{option: "x_train_*.bin", "out": "run"})
+            bad.rmdir()
+            self.refused(1, f"--{option}", "no file matches 'y_*.bin'", **{option: "y_*.bin", "out": "run"})
+
+    def test_too_few_tokens(self):
+        write_shard(self.dir / "few.bin", text(40))
+        self.refused(1, "1 windows of 32 tokens, fewer than one batch of 2", train="few.bin", out="run")
+        write_shard(self.dir / "few.bin", text(32))
+        self.refused(1, "no shard of 'few.bin' holds a window of 33 tokens", "longest of 1 has 32", train="few.bin",
+                     out="run")
+        write_shard(self.dir / "few.bin", [])
+        self.refused(1, "no shard of 'few.bin'", train="few.bin", out="run")
+
+    def test_token_outside_the_vocabulary(self):
+        tokens = text(600)
+        tokens[77] = 257
+        write_shard(self.dir / "x.bin", tokens)
+        done = self.train(1, train="x.bin", out="run")
+        self.assertIn("--train: x.bin: byte 1178: token 257 is outside the vocabulary (--vocab 257)", done.stderr)
+        self.assertEqual(checkpoints(self.dir / "run"), [])
+        self.train(steps=2, train="x.bin", vocab=258)
+        write_shard(self.dir / "wide.bin", text(77) + [3000000000] + text(600), magic=20240801, version=7)
+        self.assertIn("wide.bin: byte 1332: token 3000000000", self.train(1, train="wide.bin").stderr)
+        done = self.train(1, val="x.bin", steps=3, out="validated")
+        self.assertIn("--val: x.bin: byte 1178: token 257", done.stderr)
+
+    def test_bad_token_on_resume(self):
+        """The hash of the data does not cover tokens: a bad one is found on reading, and no checkpoint is harmed."""
+        shutil.copytree(self.data, self.dir / "data")
+        out = self.copy_of(self.reference())
+        write_shard(self.dir / "data/text_train_000000.bin", [60000] * 1200)
+        before, steps = snapshot(out), curve(out)
+        self.train(1, train="data/text_train_*.bin", out="run", resume=True, steps=40)
+        after = snapshot(out)
+        self.assertEqual(curve(out)[:20], steps)
+        self.assertEqual({**after, "log.jsonl": ""}, {**before, "log.jsonl": ""})
+
+
+class OutputFolder(Case):
+    def test_cannot_be_a_folder(self):
+        (self.dir / "file").write_text("mine")
+        for out in ("file", "file/run", "/dev/null/x"):
+            self.refused(1, f"--out {out} cannot be used as a folder: Not a directory", out=out)
+            self.refused(1, f"--out {out} cannot be used as a folder: Not a directory", out=out, resume=True)
+        out = self.copy_of(self.reference())
+        (out / "log.jsonl").unlink()
+        (out / "log.jsonl").mkdir()
+        self.refused(1, "run/log.jsonl: Is a directory", out="run", resume=True, steps=30)
+
+    def test_used_folder_without_resume(self):
+        out = self.copy_of(self.reference())
+        self.refused(2, "--out run holds a run already", "--resume", out="run")
+        (out / "log.jsonl").unlink()
+        self.refused(2, "--out run holds a run already", out="run")
+        (self.dir / "other").mkdir()
+        shutil.copy(self.reference() / "log.jsonl", self.dir / "other")
+        self.refused(2, "--out other holds a run already", out="other")
+
+    def test_other_files_stay(self):
+        """A folder that holds no run can be used, and what lies there is nobody's business."""
+        out = self.dir / "run"
+        (out / "deep").mkdir(parents=True)
+        for name in ("notes.txt", "step_notes.txt", "step_1.txt", "deep/notes"):
+            (out / name).write_text("mine")
+        before = snapshot(out)
+        self.train(out="run", steps=4, save_every=1, keep=1)
+        self.assertEqual(checkpoints(out), ["deep", "step_00000004"])
+        self.assertEqual({name: value for name, value in snapshot(out).items() if name in before}, before)
+
+    def test_resume_without_a_checkpoint_starts_afresh(self):
+        (self.dir / "empty").mkdir()
+        for out in ("empty", "new/nested/folder"):
+            done = self.train(out=out, resume=True, steps=20, save_every=10)
+            self.assertNotIn("resumed", done.stdout)
+            self.assert_same_run(self.dir / out, self.reference(), 20)
+
+
+class Reports(Case):
+    def test_help(self):
+        done = self.call([PROGRAM, "--help"])
+        groups = re.findall(r"^(\w+)$", done.stdout, re.M)
+        self.assertEqual(groups, ["model", "data", "run", "optimizer", "parallel", "precision", "memory", "debugging"])
+        for name in [*SMALL, "train", "val", "out", "resume", "dry_run", "help", "prompt", "overfit"]:
+            self.assertRegex(done.stdout, rf"(?m)^  --{name.replace('_', '-')} .*\[.+\]$")
+
+    def test_dry_run(self):
+        for preset, *numbers in (("tiny",), ("small",), ("debug",), ("236b", "235.7e9 parameters (21.38e9 active"),
+                                 ("16b", "15.71e9 parameters (2.661e9 active", "16.41e9 FLOPs a token",
+                                  "parameters 15706484224"),
+                                 ("671b", "parameters 671026404352", "(37.55e9 active")):
+            done = self.call([PROGRAM, "--dry-run", "--model", preset, "--seq-len", 4096, "--batch", 1, "--out", "run"])
+            for words in (*numbers, f"model {preset}", "CPU build", "CUDA build", "master weights", "bytes a token"):
+                self.assertIn(words, done.stdout)
+            self.assertEqual(len(re.findall(r"^  total .* MiB = [\d.]+ GiB$", done.stdout, re.M)), 2)
+        self.assertEqual(snapshot(self.dir), {})
+
+    def test_dry_run_matches_checkpoint(self):
+        """The parameters counted are those in the files."""
+        total = int(re.search(r"parameters (\d+), active", self.train(dry_run=True).stdout).group(1))
+        stored = 0
+        for path in (self.reference() / "step_00000020").glob("block_???.safetensors"):
+            data = path.read_bytes()
+            header = json.loads(data[8:8 + struct.unpack("<Q", data[:8])[0]])
+            for name, tensor in header.items():
+                if name != "__metadata__" and not name.endswith("e_score_correction_bias"):
+                    size = 1
+                    for n in tensor["shape"]:
+                        size *= n
+                    stored += size
+        self.assertEqual(stored, total)
+
+    def test_samples(self):
+        options = dict(steps=10, sample_every=4, sample_tokens=6, prompt="hello\u00e9")
+        done = self.train(**options)
+        samples = re.findall(r"^--- sample at step (\d+)\n(.*?)\n---$", done.stdout, re.M | re.S)
+        self.assertEqual([step for step, _ in samples], ["4", "8", "10"])
+        for _, sample in samples:
+            self.assertTrue(sample.startswith("hello\u00e9"), sample)
+        self.assertEqual(re.findall("^--- sample.*?^---$", self.train(**options).stdout, re.M | re.S),
+                         re.findall("^--- sample.*?^---$", done.stdout, re.M | re.S))
+        self.assertNotIn("--- sample", self.train(steps=4).stdout)
+
+    def test_sample_after_learning(self):
+        """What a trained model writes follows what it was trained on; the likeliest token each time."""
+        write_shard(self.dir / "x.bin", ([256] + [ord(c) for c in "the quick brown fox jumps over "]) * 20)
+        done = self.train(train="x.bin", steps=200, lr=1e-2, sample_every=200, sample_tokens=40, prompt="the quick",
+                          temperature=0)
+        self.assertIn("--- sample at step 200\nthe quick brown fox jumps over \n---", done.stdout)
+
+    def test_what_a_run_prints(self):
+        done = self.train(steps=3, val=self.val_glob, out="run")
+        for words in ("model tiny", "  dim 32", "2 shards, 2100 tokens, 65 windows of 32", "step 3/3  loss",
+                      "validation", "saved run/step_00000003"):
+            self.assertIn(words, done.stdout)
+        self.assertEqual(done.stderr, "")
+        self.assertIn("no log and no checkpoint", self.train(steps=1).stdout)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,226 @@
+#!/usr/bin/env python3
+"""Runs that stop and go on: TRAIN_MOE=build/cpu/train_moe python3 tests/test_resume.py
+
+A resumed run must equal one that was never stopped, bit for bit, however it was stopped.
+"""
+import contextlib
+import os
+import re
+import shutil
+import signal
+import subprocess
+import time
+
+from cli import Case, checkpoints, command, curve, environment, main, snapshot, text, write_shard
+
+
+class ResumeOptions(Case):
+    def test_what_must_not_differ(self):
+        self.copy_of(self.reference())
+        resume = dict(out="run", resume=True, steps=30)
+        for name, value, was in (
+            ("lr", 1e-3, "0.003"), ("seed", 2, "1"), ("dim", 64, "32"), ("experts", 8, "4"),
+            ("score", "softmax", "sigmoid"), ("schedule", "cosine", "constant"), ("warmup", 3, "0"),
+            ("seq_len", 16, "32"),
+            ("tokens_per_step", 128, "64"), ("batch", 4, "64"), ("aux_loss", 0.1, "0"), ("bias_rate", 0, "0.01"),
+            ("clip", 2, "1"), ("overfit", True, "0"), ("force_balance", True, "0"), ("model", "debug", "tiny"),
+            ("vocab", 300, "257"),
+        ):
+            with self.subTest(name):
+                option = "--tokens-per-step is 128" if name == "batch" else f"--{name.replace('_', '-')} is "
+                self.refused(2, option, f"the run in run was made with {was};", **{**resume, name: value})
+
+    def test_what_may_differ(self):
+        out = self.copy_of(self.reference(tokens_per_step=128), "moved")
+        shutil.copytree(self.data, self.dir / "data")
+        done = self.train(train="data/text_train_*.bin", val=self.val_glob, out="moved", resume=True, steps=23, batch=4,
+                          tokens_per_step=128, save_every=1, keep=3, val_every=1, val_tokens=64,
+                          sample_every=2, sample_tokens=3, prompt="abc", temperature=0, sample_top_k=1)
+        self.assertIn("resumed    from moved/step_00000020", done.stdout)
+        self.assertEqual(checkpoints(out), ["step_00000021", "step_00000022", "step_00000023"])
+        losses = [step["loss"] for step in curve(out)]
+        expected = [step["loss"] for step in curve(self.reference(23, tokens_per_step=128))]
+        self.assertEqual((len(losses), losses[:20]), (23, expected[:20]))
+        for a, b in zip(losses[20:], expected[20:]):  # sums in another order
+            self.assertAlmostEqual(a, b, places=4)
+
+    def test_nothing_to_do(self):
+        out = self.copy_of(self.reference())
+        for steps in (20, 5):
+            before = snapshot(out)
+            self.assertIn("nothing to do", self.train(out="run", resume=True, steps=steps).stdout)
+            self.assertEqual({**snapshot(out), "log.jsonl": ""}, {**before, "log.jsonl": ""})
+            self.assertEqual(curve(out), curve(self.reference()))
+
+    def test_data_differs(self):
+        self.copy_of(self.reference())
+        resume = dict(out="run", resume=True, steps=30)
+        (self.dir / "more").mkdir()
+        for shard in self.data.glob("text_train_*"):
+            shutil.copy(shard, self.dir / "more")
+        write_shard(self.dir / "more/text_train_000002.bin", text(100))
+        self.refused(2, "--train names other shards", train="more/*.bin", **resume)
+        self.refused(2, "--train names other shards", train="more/text_train_000000.bin", **resume)
+        (self.dir / "more/text_train_000002.bin").unlink()
+        write_shard(self.dir / "more/text_train_000001.bin", text(901, 8))
+        self.refused(2, "--train names other shards", train="more/*.bin", **resume)
+        write_shard(self.dir / "more/text_train_000001.bin", text(900, 8))
+        self.train(train="more/*.bin", **resume)
+
+
+class Resume(Case):
+    def check(self, stops, steps=20, **options):
+        """A run stopped after each of `stops` equals one that was not."""
+        expected, last = self.reference(steps, **options), 0
+        shutil.rmtree(self.dir / "run", ignore_errors=True)
+        for stop in stops + [steps]:
+            done = self.train(out="run", resume=True, steps=stop, **options)
+            resumed = re.findall(r"resumed    from run/step_0*(\d+)$", done.stdout, re.M)
+            self.assertEqual(resumed, [str(last)] if last else [])
+            last = stop
+        self.assert_same_run(self.dir / "run", expected, steps)
+
+    def test_once_and_often(self):
+        self.check([10])
+        self.check([7, 13])
+        self.check([1, 2, 3, 19])
+
+    def test_gradient_accumulation(self):
+        self.check([6, 13], tokens_per_step=256)
+
+    def test_architectures(self):
+        for options in (dict(score="softmax", route_norm=0, groups=2, top_groups=1, dense_layers=0, aux_loss=0.01),
+                        dict(q_lora=8, yarn=1, shared_experts=0, top_k=1, dense_layers=1), dict(dense_layers=2),
+                        dict(overfit=True, clip=0, force_balance=True)):
+            with self.subTest(options):
+                self.check([9], **options)
+
+    def test_epochs(self):
+        """11 windows, 2 a step: epochs end inside steps; stops inside the second epoch and at its end."""
+        write_shard(self.dir / "small.bin", text(11 * 32 + 5))
+        self.check([7, 11], train="small.bin")
+        losses = [step["loss"] for step in curve(self.reference(train="small.bin"))]
+        self.assertLess(losses[-1], losses[0])
+
+    def test_order_of_data(self):
+        """With weights that stand still a window has its loss: all in every epoch, each epoch in another order."""
+        write_shard(self.dir / "small.bin", text(7 * 32 + 5))
+        still = dict(train="small.bin", lr=0, bias_rate=0, batch=1, out="run")
+        self.train(steps=10, **still)
+        self.train(steps=21, resume=True, **still)
+        losses = [step["loss"] for step in curve(self.dir / "run")]
+        epochs = [losses[:7], losses[7:14], losses[14:]]
+        self.assertEqual(len(set(epochs[0])), 7)
+        self.assertEqual([sorted(epoch) for epoch in epochs], [sorted(epochs[0])] * 3)
+        self.assertEqual(len(set(map(tuple, epochs))), 3)
+
+    def test_validation_and_samples_change_nothing(self):
+        self.train(out="run", steps=20, val=self.val_glob, val_every=3, val_tokens=100, sample_every=4, sample_tokens=40,
+                   save_every=7)
+        self.assert_same_run(self.dir / "run", self.reference(), 20)
+
+    def test_lines_of_lost_steps_are_dropped(self):
+        """After a kill the log runs ahead of the newest checkpoint, and its last line may be torn."""
+        for tail in ("", '{"step": 21, "loss": 5.0, "gr', '{"step": 21, "loss": 5.0}', "\n\n", "\0\0\0"):
+            out = self.copy_of(self.reference())
+            shutil.rmtree(out / "step_00000020")
+            with open(out / "log.jsonl", "a") as log:
+                log.write(tail)
+            self.train(out="run", resume=True, steps=12)
+            self.assertEqual(curve(out), curve(self.reference())[:12])
+            self.train(out="run", resume=True, steps=20)
+            self.assert_same_run(out, self.reference(), 20)
+
+    def test_log_lost_or_torn_early(self):
+        for content in (None, b"", b'{"model": "ti'):
+            out = self.copy_of(self.reference())
+            (out / "log.jsonl").unlink()
+            if content is not None:
+                (out / "log.jsonl").write_bytes(content)
+            self.train(out="run", resume=True, steps=22)
+            self.assertEqual([step["step"] for step in curve(out)], [21, 22])
+            self.assertEqual(curve(out), curve(self.reference(22))[20:])
+
+
+class Signals(Case):
+    STEPS = dict(steps=10**6, tokens_per_step=256)
+
+    @contextlib.contextmanager
+    def running(self, **options):
+        args = command(**{"train": self.train_glob, "out": "run", **self.STEPS, **options})
+        process = subprocess.Popen(args, cwd=self.dir, env=environment(), stdout=subprocess.PIPE, stderr=subprocess.PIPE,
+                                   encoding="utf-8", errors="replace")
+        try:
+            yield process
+        finally:
+            process.kill()
+            process.communicate()
+
+    def logged(self):
+        """Steps in the log so far."""
+        path = self.dir / "run/log.jsonl"
+        return max(0, path.read_bytes().count(b"\n") - 1) if path.exists() else 0
+
+    def wait_for(self, condition):
+        end = time.monotonic() + 60
+        while not condition():
+            self.assertLess(time.monotonic(), end, "waited in vain")
+            time.sleep(0.001)
+
+    def check_stop(self, number, **options):
+        for name in ("run", "whole"):
+            shutil.rmtree(self.dir / name, ignore_errors=True)
+        with self.running(**options) as process:
+            self.wait_for(lambda: self.logged() >= 3)
+            process.send_signal(number)
+            out, err = process.communicate(timeout=60)
+        self.assertEqual((process.returncode, err), (0, ""))
+        self.assertIn(f"stopped by signal {int(number)}; --resume goes on from here", out)
+        last, = checkpoints(self.dir / "run")
+        done = int(last[5:])
+        self.assertEqual([step["step"] for step in curve(self.dir / "run")], list(range(1, done + 1)))
+        self.train(out="run", resume=True, steps=done + 3, tokens_per_step=256)
+        self.train(out="whole", steps=done + 3, tokens_per_step=256)
+        self.assert_same_run(self.dir / "run", self.dir / "whole", done + 3)
+
+    def test_interrupt_and_terminate_save(self):
+        for number in (signal.SIGINT, signal.SIGTERM):
+            with self.subTest(number):
+                self.check_stop(number)
+
+    def test_signal_in_a_long_validation_or_sample(self):
+        """Nearly all the time is spent beside the steps, so the signal comes there."""
+        self.check_stop(signal.SIGTERM, val=self.train_glob, val_every=1)
+        self.check_stop(signal.SIGINT, sample_every=1, sample_tokens=60)
+
+    def test_kill(self):
+        """SIGKILL with the log ahead of the newest checkpoint: --resume goes on as if nothing had happened."""
+        out = self.dir / "run"
+
+        def newest():
+            return max([int(path.name[5:]) for path in out.glob("step_????????")], default=0)
+
+        def ahead():
+            """Whether the log is ahead; only then the process stays stopped."""
+            if not newest():
+                return False
+            process.send_signal(signal.SIGSTOP)
+            os.waitpid(process.pid, os.WUNTRACED)
+            if self.logged() > newest():
+                return True
+            process.send_signal(signal.SIGCONT)
+            return False
+        with self.running(save_every=8) as process:
+            self.wait_for(ahead)
+        done, logged = newest(), self.logged()
+        self.assertGreater(logged, done)
+        first = curve(out) if (out / "log.jsonl").read_bytes().endswith(b"\n") else []
+        self.train(out="run", resume=True, steps=done + 3, tokens_per_step=256)
+        self.train(out="whole", steps=max(done + 3, logged), save_every=done + 3, keep=9, tokens_per_step=256)
+        self.assert_same_run(out, self.dir / "whole", done + 3)
+        self.assertEqual(first, curve(self.dir / "whole")[:len(first)])
+        self.assertFalse([p for p in out.iterdir() if p.name.endswith(".tmp")])
+
+
+if __name__ == "__main__":
+    main()
