@@ -339,8 +339,8 @@ static void experts_backward(MoeWeights w, MoeSaved* m, Backward t, MoeShape s, 
 }
 
 // dW += dy^T x over each expert's rows; both are rounded in place first where wgrad is MXFP8. The product stays bf16:
-// on bytes every row and every column of dW would have a scale of its own for each 128 tokens, and Hopper's partial sums
-// would take two multiplications each, for which its tensor cores would wait.
+// on bytes every row and every column of dW would have a scale of its own for each 128 tokens, and Hopper's partial
+// sums would take two multiplications each, for which its tensor cores would wait.
 static void weight_gradient(real* dw, floatX* dy, floatX* x, Ragged r, int64_t IC, int64_t OC, MoeShape s, Ctx* ctx) {
     if (s.precision.wgrad) {
         mx_round_columns(dy, r, OC, moe_cast(s), ctx);
