@@ -124,13 +124,12 @@ static int due(int64_t step, int64_t every) { return every > 0 && step % every =
 
 // The shares and ratios of the sums that the casts of a step left, in fresh memory; returns how many.
 static int cast_records(CastRecord** records, const Model* m, const MxStats* sums) {
-    const MoePrecision precision = model_moe_shape(m).precision;
     int count = 0;
-    *records = (CastRecord*)host_alloc((size_t)(m->config.L * MOE_STATS) * sizeof(CastRecord));
-    for (int64_t i = m->config.dense_layers * MOE_STATS; i < m->config.L * MOE_STATS; i++) {
-        const char* name = moe_stats_name((int)(i % MOE_STATS), precision);
+    *records = (CastRecord*)host_alloc((size_t)(m->config.L * BLOCK_STATS) * sizeof(CastRecord));
+    for (int64_t i = 0; i < m->config.L * BLOCK_STATS; i++) {
+        const char* name = model_stats_name(m, i / BLOCK_STATS, (int)(i % BLOCK_STATS));
         const MxStats* s = &sums[i];
-        CastRecord record = {i / MOE_STATS,
+        CastRecord record = {i / BLOCK_STATS,
                              name,
                              s->saturated / s->elements,
                              s->flushed / s->elements,
@@ -222,7 +221,7 @@ static void train(Run* r, int64_t done, int64_t window) {
         report(r, 0);  // the step before: its results are there by now, and the device already has its next work
         fetch_begin(r->state, r->model->state, r->model->ctx);
         fetch_begin(r->load, r->model->load, r->model->ctx);
-        if (r->casts && r->model->measures) fetch_begin(r->casts, r->model->mx_stats, r->model->ctx);
+        if (r->casts && due(step, s->mx_stats)) fetch_begin(r->casts, r->model->mx_stats, r->model->ctx);
         r->pending = step;
         // A rank that was asked to stop said so in the step before, and all ranks learn it here together.
         stop = r->last.stop != 0;
@@ -311,7 +310,7 @@ int main(int argc, char** argv) {
     for (int i = 0; i < 2; i++) r.watch[i] = stopwatch_create();
     r.state = fetch_create(sizeof(StepState));
     r.load = fetch_create((size_t)(s->model.L * s->model.E) * sizeof(int64_t));
-    if (r.log && s->mx_stats) r.casts = fetch_create((size_t)(s->model.L * MOE_STATS) * sizeof(MxStats));
+    if (r.log && s->mx_stats) r.casts = fetch_create((size_t)(s->model.L * BLOCK_STATS) * sizeof(MxStats));
 
     train(&r, done, window);
 

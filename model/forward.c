@@ -52,7 +52,7 @@ static void mlp_block(Model* m, floatX* out, int64_t layer, int train) {
     int64_t N = m->B * m->T;
     if (m->units[layer + 1].kind == UNIT_MOE) {
         int64_t* load = train ? m->load + layer * m->config.E : NULL;
-        MxStats* stats = train && m->measures ? m->mx_stats + layer * MOE_STATS : NULL;
+        MxStats* stats = m->measures ? m->mx_stats + layer * BLOCK_STATS : NULL;
         moe_forward(out, s->norm2, model_moe_weights(m, layer), &s->moe, load, stats, model_moe_shape(m), m->ways,
                     m->ctx);
         return;

@@ -36,15 +36,14 @@ typedef struct Matrix {
     LinearWeight* weight;
     int64_t at, OC, IC;
 } Matrix;
-enum { MATRICES = 7 };
 
-static void list_matrices(Matrix list[MATRICES], Model* m, int64_t layer) {
+static void list_matrices(Matrix list[BLOCK_MATRICES], const Model* m, int64_t layer) {
     const ModelConfig* c = &m->config;
     const Unit* u = &m->units[layer + 1];
     const UnitLayout* at = &u->at;
     BlockMatrices* b = &m->matrices[layer];
     int64_t q_rows = c->H * (c->nope + c->rope), width = u->kind == UNIT_MOE ? c->shared * c->F : c->dense_ffn;
-    const Matrix all[MATRICES] = {{&b->wq, at->wq, q_rows, c->C},
+    const Matrix all[BLOCK_MATRICES] = {{&b->wq, at->wq, q_rows, c->C},
                                   {&b->wqa, at->wqa, c->q_lora, c->C},
                                   {&b->wqb, at->wqb, q_rows, c->q_lora},
                                   {&b->wkvb, at->wkvb, c->H * (c->nope + c->v), c->kv_lora},
@@ -55,9 +54,9 @@ static void list_matrices(Matrix list[MATRICES], Model* m, int64_t layer) {
 }
 
 static void plan_matrices(Model* m, int64_t layer) {
-    Matrix list[MATRICES];
+    Matrix list[BLOCK_MATRICES];
     list_matrices(list, m, layer);
-    for (int i = 0; i < MATRICES; i++) {
+    for (int i = 0; i < BLOCK_MATRICES; i++) {
         if (list[i].at < 0) continue;
         *list[i].weight = linear_weight(NULL, list[i].OC, list[i].IC);
         if (!m->settings.linear_precision) continue;
@@ -72,11 +71,13 @@ const BlockMatrices* model_matrices(Model* m, int64_t layer) {
     const Unit* u = &m->units[layer + 1];
     BlockMatrices* b = &m->matrices[layer];
     int changed = b->version != weights_version(m->sharding);
-    Matrix list[MATRICES];
+    Matrix list[BLOCK_MATRICES];
     list_matrices(list, m, layer);
-    for (int i = 0; i < MATRICES; i++) {
+    for (int i = 0; i < BLOCK_MATRICES; i++) {
         if (list[i].at < 0) continue;
         list[i].weight->w = u->dense.weight + list[i].at;
+        list[i].weight->stats =
+            m->measures ? m->mx_stats + layer * BLOCK_STATS + MOE_STATS + i * LINEAR_STATS : NULL;
         if (changed && list[i].weight->mx) linear_mx_cast(list[i].weight, m->ctx);
     }
     if (changed && m->settings.expert_precision && u->kind == UNIT_MOE)
@@ -84,6 +85,19 @@ const BlockMatrices* model_matrices(Model* m, int64_t layer) {
                          m->ways, m->ctx);
     b->version = weights_version(m->sharding);
     return b;
+}
+
+const char* model_stats_name(const Model* m, int64_t layer, int tensor) {
+    static const char* const names[BLOCK_MATRICES][LINEAR_STATS] = {  // as list_matrices lists them
+        {"wq.x", "wq.dy", "wq.w"},          {"wqa.x", "wqa.dy", "wqa.w"},    {"wqb.x", "wqb.dy", "wqb.w"},
+        {"wkvb.x", "wkvb.dy", "wkvb.w"},    {"wo.x", "wo.dy", "wo.w"},       {"mlp13.x", "mlp13.dy", "mlp13.w"},
+        {"mlp2.x", "mlp2.dy", "mlp2.w"}};
+    if (tensor < MOE_STATS)
+        return m->units[layer + 1].kind == UNIT_MOE ? moe_stats_name(tensor, model_moe_shape(m).precision) : NULL;
+    Matrix list[BLOCK_MATRICES];
+    list_matrices(list, m, layer);
+    const int i = (tensor - MOE_STATS) / LINEAR_STATS;
+    return list[i].at >= 0 && m->settings.linear_precision ? names[i][(tensor - MOE_STATS) % LINEAR_STATS] : NULL;
 }
 
 MoeWeights model_moe_weights(Model* m, int64_t layer) {
@@ -212,7 +226,7 @@ void model_plan(Model* m, const Settings* s, int rank, Backend backend) {
     arena_add(&m->state_arena, "router biases", ELEMENT_REAL, c->L * c->E, 0, (void**)&m->bias);
     arena_add(&m->state_arena, "expert loads", ELEMENT_I64, c->L * c->E, 0, (void**)&m->load);
     if (s->mx_stats)
-        arena_add(&m->state_arena, "cast statistics", ELEMENT_BYTE, c->L * MOE_STATS * (int64_t)sizeof(MxStats), 0,
+        arena_add(&m->state_arena, "cast statistics", ELEMENT_BYTE, c->L * BLOCK_STATS * (int64_t)sizeof(MxStats), 0,
                   (void**)&m->mx_stats);
     arena_add(&m->state_arena, "step state", ELEMENT_BYTE, sizeof(StepState), 0, (void**)&m->state);
     arena_add(&m->state_arena, "step state of validation", ELEMENT_BYTE, sizeof(StepState), 0, (void**)&m->val_state);
@@ -228,6 +242,7 @@ size_t model_workspace(const Model* m) {
     bytes = larger(bytes, embedding_workspace(N, c->V));
     bytes = larger(bytes, rmsnorm_workspace(N, larger((size_t)c->q_lora, (size_t)c->kv_lora)));
     if (c->dense_layers < c->L) bytes = larger(bytes, moe_workspace(model_moe_shape(m)));
+    if (m->settings.mx_stats) bytes = larger(bytes, mx_stats_workspace());
     for (int u = 0; u < params_units(c); u++)
         bytes = larger(bytes, larger(adamw_workspace(m->units[u].dense.n), adamw_workspace(m->units[u].experts.n)));
     return bytes;
@@ -317,7 +332,7 @@ void model_batch(Model* m, const int32_t* tokens, const int32_t* targets, int64_
 void model_step_begin(Model* m) {
     grads_zero(m->sharding, m->ctx);
     device_zero(m->load, (size_t)(m->config.L * m->config.E) * sizeof(int64_t), m->ctx);
-    if (m->measures) device_zero(m->mx_stats, (size_t)(m->config.L * MOE_STATS) * sizeof(MxStats), m->ctx);
+    if (m->measures) device_zero(m->mx_stats, (size_t)(m->config.L * BLOCK_STATS) * sizeof(MxStats), m->ctx);
     step_begin(m->state, m->ctx);
 }
 
@@ -346,7 +361,7 @@ static void sum_over_ranks(Model* m, int stop) {
     comm_sum_i64(m->world, m->load, m->config.L * m->config.E, m->ctx);
     if (m->measures)  // doubles, all of it
         comm_sum_double(m->world, (double*)m->mx_stats,
-                        m->config.L * MOE_STATS * (int64_t)(sizeof(MxStats) / sizeof(double)), m->ctx);
+                        m->config.L * BLOCK_STATS * (int64_t)(sizeof(MxStats) / sizeof(double)), m->ctx);
 }
 
 static int64_t clamp(int64_t x, int64_t most) { return x < 0 ? 0 : x < most ? x : most; }
@@ -371,4 +386,5 @@ void model_update(Model* m, int64_t step, int stop) {
         router_update_bias(m->bias + l * m->config.E, m->load + l * m->config.E, (int32_t)m->config.E,
                            (float)s->bias_rate, m->state, m->ctx);
     weights_changed(m->sharding, m->ctx);
+    m->measures = 0;
 }

@@ -46,7 +46,9 @@ typedef struct Scratch {
     real* logits_row;  // (V), for model_logits
 } Scratch;
 
-// The matrices of a block whose products may be MXFP8; those that it lacks are unset.
+// The matrices of a block whose products may be MXFP8; those that it lacks are unset. What --mx-stats measures of a
+// block: the MoE block's casts, then those of each matrix.
+enum { BLOCK_MATRICES = 7, BLOCK_STATS = MOE_STATS + BLOCK_MATRICES * LINEAR_STATS };
 typedef struct BlockMatrices {
     LinearWeight wq, wqa, wqb, wkvb, wo;  // by --linear-precision
     LinearWeight mlp13, mlp2;             // of the dense or the shared MLP, the same
@@ -80,8 +82,8 @@ typedef struct Model {
     real *rope_table, *losses;  // (T, rope/2, 2), (N)
     real* bias;                 // (L, E): the routers' balance biases; rows of dense blocks stay 0
     int64_t* load;              // (L, E): tokens each expert got in this step
-    MxStats* mx_stats;          // (L, MOE_STATS): what the casts of this step did, with --mx-stats
-    int measures;               // 1: this step makes mx_stats; set before model_step_begin
+    MxStats* mx_stats;          // (L, BLOCK_STATS): what the casts of this step did, with --mx-stats
+    int measures;               // 1: this step makes mx_stats; set before model_step_begin, 0 again after model_update
     StepState *state, *val_state;
 } Model;
 
@@ -122,6 +124,8 @@ MoeShape model_moe_shape(const Model* model);
 // Between weights_get and weights_release of the block. Casts first what is needed and was not cast since it changed.
 const BlockMatrices* model_matrices(Model* model, int64_t layer);
 MoeWeights model_moe_weights(Model* model, int64_t layer);
+// The name in the log of one of a block's BLOCK_STATS; NULL: no cast of it is made.
+const char* model_stats_name(const Model* model, int64_t layer, int tensor);
 void model_rope(Model* model, floatX* q, floatX* kva, int direction);
 // Rebuilds what the block kept nothing of, from its residual.
 void model_rebuild_block(Model* model, int64_t layer);

@@ -117,7 +117,7 @@ const Option settings_table[] = {
     {"precision", "mx-gemm", OPTION_CHOICE, AT(mx_fast), "exact", 0, 0, "exact|fast", 0,
      "MXFP8 products in bf16, or on the bytes with scales aligned to 128"},
     {"precision", "mx-stats", OPTION_INT, AT(mx_stats), "0", 0, 1e9, NULL, 0,
-     "steps between statistics of the MoE blocks' casts in the log; 0: none"},
+     "steps between statistics of the casts to MXFP8 in the log; 0: none"},
 
     {"memory", "recompute", OPTION_CHOICE, AT(recompute), "none", 0, 0, "none|moe|block", 0,
      "activations that backward computes again"},
@@ -218,13 +218,11 @@ static void check_precision(const Settings* s) {
 }
 
 static void check_stats(const Settings* s) {
-    if (s->mx_stats && s->model.dense_layers == s->model.L)
-        die(EXIT_USAGE, "--mx-stats %lld: the model has no MoE block, and no others are measured",
-            (long long)s->mx_stats);
-    if (s->mx_stats && !s->expert_precision && !s->dispatch_precision)
+    const int moe = s->model.dense_layers < s->model.L, experts = s->expert_precision || s->dispatch_precision;
+    if (s->mx_stats && !s->linear_precision && !(moe && experts))
         die(EXIT_USAGE,
-            "--mx-stats %lld: nothing that it measures is MXFP8; it goes with --expert-precision mxfp8 or "
-            "--dispatch-precision mxfp8",
+            "--mx-stats %lld: nothing that it measures is MXFP8; it goes with --linear-precision mxfp8 or, where there "
+            "is a MoE block, --expert-precision mxfp8 or --dispatch-precision mxfp8",
             (long long)s->mx_stats);
 }
 

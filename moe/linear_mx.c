@@ -85,7 +85,23 @@ static void product(floatX* y, const floatX* x, const MxWeight* w, int64_t N, in
     }
 }
 
+static void input_stats(const LinearWeight* w, int tensor, const floatX* x, int64_t N, int64_t C, Ctx* ctx) {
+    const MxCast cast = {w->mx->scale_mode, w->mx->fast ? MX_CHUNK : 1};
+    mx_stats(&w->stats[tensor], x, N, C, cast, ctx);
+}
+
+static void weight_stats(const LinearWeight* w, Ctx* ctx) {
+    if (w->mx->fast)
+        mx_stats_tiles(&w->stats[LINEAR_STATS_W], w->w, w->forward.tiles.scale, 1, w->OC, w->IC, w->mx->scale_mode, ctx);
+    else
+        input_stats(w, LINEAR_STATS_W, w->w, w->OC, w->IC, ctx);
+}
+
 void linear_mx_forward(floatX* y, const floatX* x, const LinearWeight* w, int64_t N, Ctx* ctx) {
+    if (w->mx && w->stats) {
+        input_stats(w, LINEAR_STATS_X, x, N, w->IC, ctx);
+        weight_stats(w, ctx);
+    }
     if (w->mx)
         product(y, x, &w->forward, N, w->IC, w->OC, w->mx, ctx);
     else
@@ -93,6 +109,7 @@ void linear_mx_forward(floatX* y, const floatX* x, const LinearWeight* w, int64_
 }
 
 void linear_mx_dgrad(floatX* dx, const floatX* dy, const LinearWeight* w, int64_t N, Ctx* ctx) {
+    if (w->mx && w->stats) input_stats(w, LINEAR_STATS_DY, dy, N, w->OC, ctx);
     if (w->mx)
         product(dx, dy, &w->back, N, w->OC, w->IC, w->mx, ctx);
     else

@@ -14,6 +14,7 @@
 #define MOE_LINEAR_MX_H
 
 #include "device/arena.h"
+#include "moe/mx_stats.h"
 #include "moe/mxfp8.h"
 
 BEGIN_C
@@ -45,16 +46,20 @@ typedef struct LinearMx {
     struct TokenGroup* group;              // fast: the tokens as a group of grouped_gemm_mx, in device memory
 } LinearMx;
 
+// The casts that --mx-stats measures: those of x and of W as forward reads it, and of dy.
+enum { LINEAR_STATS_X, LINEAR_STATS_DY, LINEAR_STATS_W, LINEAR_STATS };
+
 typedef struct LinearWeight {
     const floatX* w;         // (OC, IC)
     int64_t OC, IC;
     LinearMx* mx;            // NULL: products in floatX
     MxWeight forward, back;  // with mx: (OC, IC), (IC, OC)
+    MxStats* stats;          // (LINEAR_STATS) += what the casts of each product do; NULL: not measured
 } LinearWeight;
 
 // A weight whose products are floatX.
 static inline LinearWeight linear_weight(const floatX* w, int64_t OC, int64_t IC) {
-    LinearWeight weight = {w, OC, IC, NULL, {NULL, {NULL, NULL}, 0, 0}, {NULL, {NULL, NULL}, 0, 0}};
+    LinearWeight weight = {w, OC, IC, NULL, {NULL, {NULL, NULL}, 0, 0}, {NULL, {NULL, NULL}, 0, 0}, NULL};
     return weight;
 }
 

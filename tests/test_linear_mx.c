@@ -160,6 +160,23 @@ static void run(int dgrad, const double* x, double* ref, const LinearWeight* w, 
     device_free(in), device_free(out);
 }
 
+// Of a tensor cast in tiles: sums over its elements as they are and as their casts stand for (float32: 1e-6).
+static void compare_stats(const MxStats* got, const double* x, int64_t rows, int64_t columns, int64_t tile_rows, Way way,
+                          const char* name) {
+    MxStats want = {0, 0, 0, 0, 0, 0};
+    double* c = copy_of(x, rows * columns);
+    cast(c, rows, columns, tile_rows, way.fast ? 128 : 32, way.mode);
+    for (int64_t i = 0; i < rows * columns; i++) {
+        want.elements += x[i] != 0, want.flushed += x[i] != 0 && c[i] == 0;
+        want.signal += x[i] * x[i], want.noise += (x[i] - c[i]) * (x[i] - c[i]);
+    }
+    CHECK(got->elements == want.elements && got->flushed == want.flushed, "%s: %g elements, %g flushed", name,
+          got->elements, got->flushed);
+    CHECK(fabs(got->signal / want.signal - 1) < 1e-6 && fabs(got->noise / want.noise - 1) < 1e-6, "%s: %g, %g", name,
+          got->signal / want.signal, got->noise / want.noise);
+    free(c);
+}
+
 // Memory planned for `room` tokens, and N of them multiplied.
 static void check_product(int64_t room, int64_t N, int64_t IC, int64_t OC, Way way) {
     double *x = random_input(N, IC, 1, 1), *dy = random_input(N, OC, 1, 2), *w = random_input(OC, IC, 32, 3);
@@ -177,6 +194,9 @@ static void check_product(int64_t room, int64_t N, int64_t IC, int64_t OC, Way w
     poison(arena.memory, arena_bytes(&arena), ctx);
     linear_mx_cast(&weight, ctx);
     linear_mx_batch(&mx, N, ctx);
+    MxStats stats[LINEAR_STATS];
+    weight.stats = (MxStats*)device_alloc(sizeof(stats), "statistics");
+    device_zero(weight.stats, sizeof(stats), ctx);
     char name[120];
     for (int dgrad = 0; dgrad < 2; dgrad++) {
         snprintf(name, sizeof(name), "%s %s, %s, N %d, IC %d, OC %d", way.fast ? "fast" : "exact",
@@ -186,6 +206,11 @@ static void check_product(int64_t room, int64_t N, int64_t IC, int64_t OC, Way w
         else
             run(0, x, expected_forward(x, w, N, IC, OC, way), &weight, N, IC, OC, name);
     }
+    device_download(stats, weight.stats, sizeof(stats), ctx);
+    compare_stats(&stats[LINEAR_STATS_X], x, N, IC, 1, way, "statistics of x");
+    compare_stats(&stats[LINEAR_STATS_DY], dy, N, OC, 1, way, "statistics of dy");
+    compare_stats(&stats[LINEAR_STATS_W], w, OC, IC, way.fast ? 128 : 1, way, "statistics of W");
+    device_free(weight.stats);
     free(x), free(dy), free(w);
     device_free(wx);
     arena_free(&arena);

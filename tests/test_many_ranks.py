@@ -430,8 +430,8 @@ class Layouts(Case):
         """Of the first step: later ones drift apart, as elements that tip over a border tip others. Another order of sums
         tips one of some 10^4 elements or none; in bf16 1 % of the elements are a step aside. What a rank alone would say
         of its quarter of the rows is further off: 1 % are saturated, and 1e-3 more or less."""
-        options = dict(steps=1, save_every=None, tokens_per_step=256, dim=160, expert_ffn=96, expert_precision="mxfp8",
-                       mx_scale="floor", mx_stats=1)
+        options = dict(steps=1, save_every=None, tokens_per_step=256, dim=160, kv_lora=32, expert_ffn=96,
+                       expert_precision="mxfp8", linear_precision="mxfp8", mx_scale="floor", mx_stats=1)
         for kind in ("exact", "fast"):
             self.on(1, out=kind, mx_gemm=kind, **{**RUN, **options})
             alone = cli.read_log(self.dir / kind)[1][0]["mx_stats"]

@@ -89,9 +89,36 @@ class CastStatistics(Case):
                             for e in range(4)]
                 for key, value in cast_statistics(matrices, tile, cast_options.get("mx_scale", "rceil")).items():
                     self.assertAlmostEqual(line[key], value, delta=1e-8 * max(1, abs(value)), msg=f"{line} {key}")
+        self.linear(options)
         self.train(out="tokens", mx_stats=1, **{**options, "expert_precision": "bf16", "dispatch_precision": "mxfp8"})
         for step in read_log(self.dir / "tokens")[1]:
             self.assertEqual([line["tensor"] for line in step["mx_stats"]], ["x", "dy"] * 2)
+
+    def linear(self, options):
+        """The same of --linear-precision: a block with a dense MLP and one with experts, without those of experts."""
+        options = dict(options, layers=2, kv_lora=32, expert_precision="bf16", linear_precision="mxfp8")
+        round_weight = bf16 if pathlib.Path(PROGRAM).parent.name == "cuda" else float
+        for name, tile, recompute in (("exact", (1, 32), "none"), ("fast", (128, 128), "block")):
+            out = self.dir / f"linear_{name}"
+            cast_options = dict(mx_gemm=name, recompute=recompute)
+            self.train(out=out, mx_stats=2, **cast_options, **options)
+            self.train(out=self.dir / f"linear_{name}_without", **cast_options, **options)
+            self.assert_same_run(out, self.dir / f"linear_{name}_without", 4)
+            lines = read_log(out)[1][3]["mx_stats"]
+            self.assertEqual([(line["layer"], line["tensor"]) for line in lines],
+                             [(layer, f"{matrix}.{t}") for layer in (0, 1) for matrix in ("wq", "wkvb", "wo", "mlp13", "mlp2")
+                              for t in ("x", "dy", "w")])
+            for line in lines:
+                self.assertTrue(27 < line["snr_db"] < 34, line)
+                matrix, _, kind = line["tensor"].partition(".")
+                if kind == "w" and matrix in ("wo", "mlp13"):
+                    prefix = f"model.layers.{line['layer']}." + ("self_attn.o_proj" if matrix == "wo" else
+                                                                 "mlp.%s" if line["layer"] == 0 else "mlp.shared_experts.%s")
+                    names = [prefix] if matrix == "wo" else [prefix % part for part in ("gate_proj", "up_proj")]
+                    path = out / "step_00000003" / ("block_%03d.safetensors" % (line["layer"] + 1))
+                    rows = [[round_weight(x) for x in row] for name in names for row in tensor(path, name + ".weight")]
+                    for key, value in cast_statistics([rows], tile, "rceil").items():
+                        self.assertAlmostEqual(line[key], value, delta=1e-8 * max(1, abs(value)), msg=f"{line} {key}")
 
 
 if __name__ == "__main__":

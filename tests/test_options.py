@@ -54,7 +54,7 @@ class BadOptions(Case):
             (("--dense-layers 3", "--layers 2"), dict(dense_layers=3)),
             (("--tokens-per-step 100", "--batch 2 x --seq-len 32 = 64"), dict(tokens_per_step=100)),
             (("--mx-stats 5", "nothing that it measures is MXFP8"), dict(mx_stats=5, combine_precision="mxfp8")),
-            (("--mx-stats 5", "no MoE block"), dict(mx_stats=5, dispatch_precision="mxfp8", dense_layers=2)),
+            (("--mx-stats 5", "nothing that it measures is MXFP8"), dict(mx_stats=5, dispatch_precision="mxfp8", dense_layers=2)),
         ):
             for dry_run in (False, True):
                 with self.subTest(options, dry_run=dry_run):
