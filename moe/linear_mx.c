@@ -92,7 +92,8 @@ static void input_stats(const LinearWeight* w, int tensor, const floatX* x, int6
 
 static void weight_stats(const LinearWeight* w, Ctx* ctx) {
     if (w->mx->fast)
-        mx_stats_tiles(&w->stats[LINEAR_STATS_W], w->w, w->forward.tiles.scale, 1, w->OC, w->IC, w->mx->scale_mode, ctx);
+        mx_stats_tiles(&w->stats[LINEAR_STATS_W], w->w, w->forward.tiles.scale, 1, w->OC, w->IC, w->mx->scale_mode,
+                       ctx);
     else
         input_stats(w, LINEAR_STATS_W, w->w, w->OC, w->IC, ctx);
 }

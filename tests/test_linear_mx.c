@@ -161,8 +161,8 @@ static void run(int dgrad, const double* x, double* ref, const LinearWeight* w, 
 }
 
 // Of a tensor cast in tiles: sums over its elements as they are and as their casts stand for (float32: 1e-6).
-static void compare_stats(const MxStats* got, const double* x, int64_t rows, int64_t columns, int64_t tile_rows, Way way,
-                          const char* name) {
+static void compare_stats(const MxStats* got, const double* x, int64_t rows, int64_t columns, int64_t tile_rows,
+                          Way way, const char* name) {
     MxStats want = {0, 0, 0, 0, 0, 0};
     double* c = copy_of(x, rows * columns);
     cast(c, rows, columns, tile_rows, way.fast ? 128 : 32, way.mode);
