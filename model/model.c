@@ -44,12 +44,12 @@ static void list_matrices(Matrix list[BLOCK_MATRICES], const Model* m, int64_t l
     BlockMatrices* b = &m->matrices[layer];
     int64_t q_rows = c->H * (c->nope + c->rope), width = u->kind == UNIT_MOE ? c->shared * c->F : c->dense_ffn;
     const Matrix all[BLOCK_MATRICES] = {{&b->wq, at->wq, q_rows, c->C},
-                                  {&b->wqa, at->wqa, c->q_lora, c->C},
-                                  {&b->wqb, at->wqb, q_rows, c->q_lora},
-                                  {&b->wkvb, at->wkvb, c->H * (c->nope + c->v), c->kv_lora},
-                                  {&b->wo, at->wo, c->C, c->H * c->v},
-                                  {&b->mlp13, at->mlp13, 2 * width, c->C},
-                                  {&b->mlp2, at->mlp2, c->C, width}};
+                                        {&b->wqa, at->wqa, c->q_lora, c->C},
+                                        {&b->wqb, at->wqb, q_rows, c->q_lora},
+                                        {&b->wkvb, at->wkvb, c->H * (c->nope + c->v), c->kv_lora},
+                                        {&b->wo, at->wo, c->C, c->H * c->v},
+                                        {&b->mlp13, at->mlp13, 2 * width, c->C},
+                                        {&b->mlp2, at->mlp2, c->C, width}};
     memcpy(list, all, sizeof(all));
 }
 
@@ -76,8 +76,7 @@ const BlockMatrices* model_matrices(Model* m, int64_t layer) {
     for (int i = 0; i < BLOCK_MATRICES; i++) {
         if (list[i].at < 0) continue;
         list[i].weight->w = u->dense.weight + list[i].at;
-        list[i].weight->stats =
-            m->measures ? m->mx_stats + layer * BLOCK_STATS + MOE_STATS + i * LINEAR_STATS : NULL;
+        list[i].weight->stats = m->measures ? m->mx_stats + layer * BLOCK_STATS + MOE_STATS + i * LINEAR_STATS : NULL;
         if (changed && list[i].weight->mx) linear_mx_cast(list[i].weight, m->ctx);
     }
     if (changed && m->settings.expert_precision && u->kind == UNIT_MOE)
@@ -89,8 +88,8 @@ const BlockMatrices* model_matrices(Model* m, int64_t layer) {
 
 const char* model_stats_name(const Model* m, int64_t layer, int tensor) {
     static const char* const names[BLOCK_MATRICES][LINEAR_STATS] = {  // as list_matrices lists them
-        {"wq.x", "wq.dy", "wq.w"},          {"wqa.x", "wqa.dy", "wqa.w"},    {"wqb.x", "wqb.dy", "wqb.w"},
-        {"wkvb.x", "wkvb.dy", "wkvb.w"},    {"wo.x", "wo.dy", "wo.w"},       {"mlp13.x", "mlp13.dy", "mlp13.w"},
+        {"wq.x", "wq.dy", "wq.w"},       {"wqa.x", "wqa.dy", "wqa.w"}, {"wqb.x", "wqb.dy", "wqb.w"},
+        {"wkvb.x", "wkvb.dy", "wkvb.w"}, {"wo.x", "wo.dy", "wo.w"},    {"mlp13.x", "mlp13.dy", "mlp13.w"},
         {"mlp2.x", "mlp2.dy", "mlp2.w"}};
     if (tensor < MOE_STATS)
         return m->units[layer + 1].kind == UNIT_MOE ? moe_stats_name(tensor, model_moe_shape(m).precision) : NULL;

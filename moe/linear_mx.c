@@ -33,6 +33,15 @@ void mx_cast_weight(MxWeight* forward, MxWeight* back, const floatX* w, int64_t 
     mx_dequantize(back->value, room.q, room.scale, count * IC, OC, ctx);
 }
 
+void mx_weight_stats(MxStats* stats, const MxWeight* forward, const floatX* w, int64_t count, int64_t OC, int64_t IC,
+                     int32_t scale_mode, Ctx* ctx) {
+    const MxCast cast = {scale_mode, 1};
+    if (forward->value)
+        mx_stats(stats, w, count * OC, IC, cast, ctx);
+    else
+        mx_stats_tiles(stats, w, forward->tiles.scale, count, OC, IC, scale_mode, ctx);
+}
+
 void linear_mx_plan_weight(Arena* a, LinearWeight* w) {
     const int64_t n = w->OC * w->IC;
     LinearMx* mx = w->mx;
@@ -90,18 +99,10 @@ static void input_stats(const LinearWeight* w, int tensor, const floatX* x, int6
     mx_stats(&w->stats[tensor], x, N, C, cast, ctx);
 }
 
-static void weight_stats(const LinearWeight* w, Ctx* ctx) {
-    if (w->mx->fast)
-        mx_stats_tiles(&w->stats[LINEAR_STATS_W], w->w, w->forward.tiles.scale, 1, w->OC, w->IC, w->mx->scale_mode,
-                       ctx);
-    else
-        input_stats(w, LINEAR_STATS_W, w->w, w->OC, w->IC, ctx);
-}
-
 void linear_mx_forward(floatX* y, const floatX* x, const LinearWeight* w, int64_t N, Ctx* ctx) {
     if (w->mx && w->stats) {
         input_stats(w, LINEAR_STATS_X, x, N, w->IC, ctx);
-        weight_stats(w, ctx);
+        mx_weight_stats(&w->stats[LINEAR_STATS_W], &w->forward, w->w, 1, w->OC, w->IC, w->mx->scale_mode, ctx);
     }
     if (w->mx)
         product(y, x, &w->forward, N, w->IC, w->OC, w->mx, ctx);

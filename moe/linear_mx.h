@@ -35,6 +35,9 @@ typedef struct MxWeight {
 // OC IC bytes, and as many scales as the larger of the casts along IC and along OC has.
 void mx_cast_weight(MxWeight* forward, MxWeight* back, const floatX* w, int64_t count, int64_t OC, int64_t IC,
                     MxRows room, int32_t scale_mode, Ctx* ctx);
+// *stats += what its cast for the forward direction did.
+void mx_weight_stats(MxStats* stats, const MxWeight* forward, const floatX* w, int64_t count, int64_t OC, int64_t IC,
+                     int32_t scale_mode, Ctx* ctx);
 
 // How a model makes its MXFP8 products, and what they share.
 typedef struct LinearMx {

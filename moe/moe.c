@@ -184,17 +184,9 @@ const char* moe_stats_name(int tensor, MoePrecision p) {
     return p.expert || (of_tokens && p.dispatch) ? names[tensor] : NULL;
 }
 
-static void weight_stats(MxStats* stats, const floatX* w, const MxWeight* cast, int64_t OC, int64_t IC, MoeShape s,
-                         Ctx* ctx) {
-    if (s.precision.fast)
-        mx_stats_tiles(stats, w, cast->tiles.scale, moe_held(s), OC, IC, s.precision.scale, ctx);
-    else
-        mx_stats(stats, w, moe_held(s) * OC, IC, moe_cast(s), ctx);
-}
-
 // Of the rows in use: the others are made zeros, which count nothing.
 static void forward_stats(const floatX* x, MoeWeights w, const MoeSaved* m, MoeShape s, MoeWays* ways, Ctx* ctx) {
-    int64_t C = s.router.C, F = s.F, rows = m->ragged.capacity;
+    int64_t C = s.router.C, F = s.F, El = moe_held(s), rows = m->ragged.capacity;
     mx_stats(&m->stats[MOE_STATS_X], x, s.router.N, C, moe_cast(s), ctx);
     if (!s.precision.expert) return;
     // No other buffer holds the activation before its cast. There is room: backward takes more than forward and this.
@@ -205,8 +197,8 @@ static void forward_stats(const floatX* x, MoeWeights w, const MoeSaved* m, MoeS
     experts_swiglu_forward(act, m->h, m->ragged, F, ctx);
     mx_stats(&m->stats[MOE_STATS_ACT], act, rows, F, moe_cast(s), ctx);
     pool_release(ways->pool, mark);
-    weight_stats(&m->stats[MOE_STATS_W13], w.w13, &w.mx->w13, 2 * F, C, s, ctx);
-    weight_stats(&m->stats[MOE_STATS_W2], w.w2, &w.mx->w2, C, F, s, ctx);
+    mx_weight_stats(&m->stats[MOE_STATS_W13], &w.mx->w13, w.w13, El, 2 * F, C, s.precision.scale, ctx);
+    mx_weight_stats(&m->stats[MOE_STATS_W2], &w.mx->w2, w.w2, El, C, F, s.precision.scale, ctx);
 }
 
 // --- Forward and backward ---
