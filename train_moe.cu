@@ -268,7 +268,7 @@ int main(int argc, char** argv) {
     signal(SIGXFSZ, SIG_IGN);
     signal(SIGINT, ask_stop);
     signal(SIGTERM, ask_stop);
-    signal(SIGUSR1, ask_stop);  // what mpirun passes on; on SIGTERM it kills a second later
+    signal(SIGUSR1, ask_stop);  // what Slurm sends ahead of a job's end: --signal
 
     watch_start(r.world, s->timeout);
     agree_on_settings(r.world, s);

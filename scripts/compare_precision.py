@@ -122,6 +122,18 @@ class Run:
         return [row.get(key) for _, row in sorted(self.rows.items())]
 
 
+def ask_to_stop(process, program):
+    """The run, and behind a launcher its ranks on this machine: not every mpirun passes the signal on."""
+    for stat in pathlib.Path("/proc").glob("[0-9]*/stat"):
+        try:
+            name, _, rest = stat.read_text().partition("(")[2].rpartition(")")
+            if name == program.name[:15] and int(rest.split()[1]) == process.pid:
+                os.kill(int(stat.parent.name), signal.SIGUSR1)
+        except OSError:  # it ended meanwhile
+            pass
+    process.send_signal(signal.SIGUSR1)
+
+
 def train(runs, launch, program, at_once):
     """All runs, so many at a time. The first that fails, or a signal to this script, makes the others save and stop."""
     for run in runs:
@@ -139,7 +151,7 @@ def train(runs, launch, program, at_once):
             waiting.clear()
             for _, process in filter(None, slots):
                 if number != signal.SIGINT:  # Ctrl-C has reached them already
-                    process.send_signal(signal.SIGUSR1)
+                    ask_to_stop(process, program)
         for i, slot in enumerate(slots):
             if slot is None and waiting:
                 run = waiting.pop(0)

@@ -88,12 +88,10 @@ class Process:
             time.sleep(0.001)
 
     def fault(self, ranks, number):
-        """Sends a signal to ranks, or to mpirun; from now on the seconds count."""
+        """Sends a signal to ranks; from now on the seconds count."""
         processes = self.ranks()
-        for rank in ranks or []:
+        for rank in ranks:
             os.kill(processes[rank], number)
-        if not ranks:
-            self.mpirun.send_signal(number)
         self.began = time.monotonic()
 
     def end(self):
@@ -159,7 +157,7 @@ class Faults(Case):
     what became of one."""
 
     # Those that go on afterwards. The first take longest.
-    AGAIN = ["first_stopped", "stopped", "killed", "asked", "all_asked", "mpirun_asked", "disk_full"]
+    AGAIN = ["first_stopped", "stopped", "killed", "connection_lost", "asked", "all_asked", "disk_full"]
 
     @classmethod
     def setUpClass(cls):
@@ -176,7 +174,7 @@ class Faults(Case):
         self.folders[name].mkdir()
         outcome = getattr(self, f"fault_{name}")(self.folders[name])
         try:
-            return outcome, name in self.AGAIN and self.check_goes_on(self.folders[name], outcome)
+            return outcome, outcome and name in self.AGAIN and self.check_goes_on(self.folders[name], outcome)
         except AssertionError as error:
             return outcome, error
 
@@ -214,15 +212,22 @@ class Faults(Case):
         usual = self.command(timeout=60, **LAYOUT)
         return [part for part in ((VICTIM, usual), (1, command), (RANKS - VICTIM - 1, usual)) if part[0]]
 
-    def signalled(self, folder, at, ranks, number, **options):
+    def signalled(self, folder, at, ranks, number, more=(), **options):
         """A run that gets a signal once `at` steps are logged."""
-        run, log = Process(folder, (RANKS, self.command(**LAYOUT, **options))), folder / "run/log.jsonl"
+        run, log = Process(folder, (RANKS, self.command(**LAYOUT, **options)), more=more), folder / "run/log.jsonl"
         run.wait_for(lambda: log.exists() and log.read_bytes().count(b"\n") > at)
         run.fault(ranks, number)
         return run.end()
 
     def fault_killed(self, folder):
         return self.signalled(folder, 23, [VICTIM], signal.SIGKILL)
+
+    def fault_connection_lost(self, folder):
+        """A rank is killed, mpirun leaves the others alone, and NCCL, which talks through sockets here, tells them."""
+        if not CUDA:
+            return None
+        return self.signalled(folder, 23, [VICTIM], signal.SIGKILL,
+                              ["--mca", "orte_enable_recovery", "1", "-x", "NCCL_P2P_DISABLE=1", "-x", "NCCL_SHM_DISABLE=1"])
 
     def fault_stopped(self, folder):
         return self.signalled(folder, 23, [VICTIM], signal.SIGSTOP, timeout=LIMIT)
@@ -242,10 +247,7 @@ class Faults(Case):
         return self.signalled(folder, 23, [VICTIM], signal.SIGTERM)
 
     def fault_all_asked(self, folder):
-        return self.signalled(folder, 23, range(RANKS), signal.SIGTERM)
-
-    def fault_mpirun_asked(self, folder):
-        return self.signalled(folder, 23, None, signal.SIGUSR1)
+        return self.signalled(folder, 23, range(RANKS), signal.SIGUSR1)
 
     def fault_no_memory(self, folder):
         if CUDA or SANITIZED:
@@ -329,14 +331,24 @@ class Faults(Case):
 
     def test_asked_to_stop(self):
         another = "because another rank was asked to"  # where a step ends before the signal has reached rank 0, too
-        for name, words in (("asked", another), ("all_asked", f"(by signal 15|{another})"),
-                            ("mpirun_asked", f"(by signal 10|{another})")):
+        for name, words in (("asked", another), ("all_asked", f"(by signal 10|{another})")):
             outcome = self.outcome(name)
             self.assertEqual((outcome.code, outcome.errors), (0, []), outcome)
             self.assertRegex(outcome.out, rf"(?m)^stopped {words}; --resume goes on from here$")
             self.assertLess(outcome.seconds, 30)
             self.assertNotIn("step_00000060", outcome.out)
             self.goes_on(name)
+
+    def test_connection_lost(self):
+        if not CUDA:
+            self.skipTest("NCCL belongs to the CUDA build")
+        outcome = self.outcome("connection_lost")  # mpirun's exit code is 0: it was told to bear with dead ranks
+        self.assertNotEqual(outcome.code, "none: it hangs")
+        self.assertLess(outcome.seconds, 30)
+        self.assertTrue(outcome.errors)
+        for line in outcome.errors:
+            self.assertRegex(line, rf"^rank \d of {RANKS} \(.+\): .*remote process exited or there was a network error")
+        self.goes_on("connection_lost")
 
     def test_no_memory(self):
         if CUDA or SANITIZED:
