@@ -82,8 +82,8 @@ static double copy_seconds(double bytes, int sets) {
     char* p = (char*)device_alloc((size_t)(2 * sets * half), "the benchmark");
     fill<<<1024, 256, 0, ctx->stream>>>((floatX*)p, sets * half, 1);
     const double s = seconds(sets, [&](int i) {
-        CUDA_CHECK(cudaMemcpyAsync(p + i * half, p + (sets + i) * half, (size_t)half, cudaMemcpyDeviceToDevice,
-                                   ctx->stream));
+        CUDA_CHECK(
+            cudaMemcpyAsync(p + i * half, p + (sets + i) * half, (size_t)half, cudaMemcpyDeviceToDevice, ctx->stream));
     });
     device_free(p);
     return s;
@@ -95,6 +95,21 @@ static void row(const char* op, const char* shape, double bytes, int sets, const
     printf("| %s | %s | %.1f | %.2f | %.0f %% | %.0f %% |\n", op, shape, s * 1e6, bytes / s * 1e-12,
            100 * bytes / s / copy_rate, 100 * copy / s);
     fflush(stdout);
+}
+
+// Eight experts of as many rows, their tokens those of a routing in turns: expert e has e, e + 8, e + 16 ...
+static Ragged mixed_rows(int64_t rows) {
+    Ragged r = {};
+    r.El = 8, r.capacity = rows;
+    r.group_start = (int64_t*)device_alloc((size_t)(r.El + 1) * sizeof(int64_t), "the benchmark");
+    r.row_token = (int32_t*)device_alloc((size_t)rows * sizeof(int32_t), "the benchmark");
+    std::vector<int64_t> start;
+    std::vector<int32_t> token;
+    for (int64_t e = 0; e <= r.El; e++) start.push_back(rows / r.El * e);
+    for (int64_t i = 0; i < rows; i++) token.push_back((int32_t)(i % (rows / r.El) * r.El + i / (rows / r.El)));
+    device_upload(r.group_start, start.data(), start.size() * sizeof(int64_t), ctx);
+    device_upload(r.row_token, token.data(), token.size() * sizeof(int32_t), ctx);
+    return r;
 }
 
 // Activations: rows x columns.
@@ -111,6 +126,10 @@ static void bench_rows(int64_t rows, int64_t columns) {
     }
     row("mx_dequantize", shape, cast, b.sets,
         [&](int i) { mx_dequantize(b.back + i * n, b.q + i * n, b.scale + i * b.scales, rows, columns, ctx); });
+    const Ragged mixed = mixed_rows(rows);
+    row("mx_dequantize_rows", shape, cast, b.sets,
+        [&](int i) { mx_dequantize_rows(b.back + i * n, b.q + i * n, b.scale + i * b.scales, mixed, columns, ctx); });
+    device_free(mixed.group_start), device_free(mixed.row_token);
     for (int32_t align : {1, 128}) {
         MxCast how = {MX_RCEIL, align};
         row(align == 1 ? "mx_quantize_transposed" : "mx_quantize_transposed, 128", shape, cast, b.sets, [&](int i) {
@@ -180,8 +199,8 @@ static void bench_swiglu(int64_t rows, int64_t F) {
         row(align == 1 ? "mx_swiglu_backward_quantize" : "mx_swiglu_backward_quantize, 128", shape,
             14.0 * (double)n + (double)(n / (MX_BLOCK / 2)) + 12.0 * (double)used, b.sets, [&](int i) {
                 mx_swiglu_backward_quantize(b.q + 2 * i * n, b.scale + i * b.scales, b.back + 2 * i * n,
-                                            (floatX*)b.turned + i * n, of_rows + capacity, dap + i * n,
-                                            b.x + 2 * i * n, ragged, F, {MX_RCEIL, align}, ctx);
+                                            (floatX*)b.turned + i * n, of_rows + capacity, dap + i * n, b.x + 2 * i * n,
+                                            ragged, F, {MX_RCEIL, align}, ctx);
             });
     device_free(dap);
     device_free(of_rows);

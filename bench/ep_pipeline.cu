@@ -180,10 +180,16 @@ static void permute(const Pipeline& p, const Outward& o, int v) {
     permute_rows(o.rows_mx.scale, o.here_mx.scale, p.r, (size_t)mx_stride(o.C), ctx);
 }
 
-// The operand of dW, from the permuted rows.
-static floatX* operand(const Pipeline& p, const Outward& o, int v) {
-    if (v == BF16) return o.rows;
-    mx_dequantize(o.values, o.rows_mx.q, o.rows_mx.scale, p.r.capacity, o.C, ctx);
+// The operand of dW, from the rows as they were received or as they were permuted.
+static floatX* operand(const Pipeline& p, const Outward& o, int v, bool permuted) {
+    if (v == BF16) {
+        if (!permuted) permute(p, o, v);
+        return o.rows;
+    }
+    if (permuted)
+        mx_dequantize(o.values, o.rows_mx.q, o.rows_mx.scale, p.r.capacity, o.C, ctx);
+    else
+        mx_dequantize_rows(o.values, o.here_mx.q, o.here_mx.scale, p.r, o.C, ctx);
     return o.values;
 }
 
@@ -206,8 +212,7 @@ static void forward(const Pipeline& p, int v) {
 static void backward(const Pipeline& p, int v, bool kept) {
     const int64_t dim = p.x.C, hidden = p.y.C;
     leave_outward(p, p.dy, v, false);
-    if (!kept) permute(p, p.x, v);  // while dy travels
-    floatX* x = operand(p, p.x, v);
+    floatX* x = operand(p, p.x, v, kept);  // while dy travels
     arrive();
     permute(p, p.dy, v);
     if (v == BF16)
@@ -216,7 +221,7 @@ static void backward(const Pipeline& p, int v, bool kept) {
         grouped_gemm_mx(p.dx.rows, NULL, p.dy.rows_mx.q, p.dy.rows_mx.scale, p.w_transposed, p.w_mx.scale, 1,
                         ceil_div(dim, MX_CHUNK), p.r, hidden, dim, ctx);
     leave_homeward(p, p.dx, v);
-    floatX* dy = operand(p, p.dy, v);  // from here on while dx travels
+    floatX* dy = operand(p, p.dy, v, true);  // from here on while dx travels
     if (v == MXFP8_WGRAD) {
         mx_round_columns(dy, p.r, hidden, CAST, ctx);
         mx_round_columns(x, p.r, dim, CAST, ctx);

@@ -155,16 +155,22 @@ static int carried(ExchangeBuffer* buffers, floatX* to, const floatX* from, MxRo
     return cast ? 2 : 1;
 }
 
-// rows = the tokens' rows: from values, or from bytes, which rows_mx gets then.
+// The tokens' rows, as values.
+static void place_values(floatX* rows, const floatX* tokens, MxRows tokens_mx, const MoeSaved* m, MoeShape s,
+                         Ctx* ctx) {
+    if (moe_casts(s))
+        mx_dequantize_rows(rows, tokens_mx.q, tokens_mx.scale, m->ragged, s.router.C, ctx);
+    else
+        permute_rows(rows, tokens, m->ragged, (size_t)s.router.C * sizeof(floatX), ctx);
+}
+
+// The tokens' rows as the experts' products read them: bytes, if those are fast.
 static void place(floatX* rows, MxRows rows_mx, const floatX* tokens, MxRows tokens_mx, const MoeSaved* m, MoeShape s,
-                  int values, Ctx* ctx) {
-    int64_t C = s.router.C;
-    if (!moe_casts(s)) {
-        permute_rows(rows, tokens, m->ragged, (size_t)C * sizeof(floatX), ctx);
-        return;
-    }
-    permute_mx(rows_mx, tokens_mx, m->ragged, C, ctx);
-    if (values) mx_dequantize(rows, rows_mx.q, rows_mx.scale, m->ragged.capacity, C, ctx);
+                  Ctx* ctx) {
+    if (moe_fast(s))
+        permute_mx(rows_mx, tokens_mx, m->ragged, s.router.C, ctx);
+    else
+        place_values(rows, tokens, tokens_mx, m, s, ctx);
 }
 
 // y = W x per expert.
@@ -268,7 +274,7 @@ void moe_forward(floatX* y, const floatX* x, MoeWeights w, MoeSaved* m, int64_t*
     if (s.ep > 1) arrive(ways, ctx);
     unpack(out, m, s, ctx);
     permute_plan(m->ragged, m->recv_expert, m->recv_gate, m->received, K, ctx);
-    place(t.rows, t.rows_mx, s.ep > 1 ? m->recv_x : x, m->recv_mx, m, s, !moe_fast(s), ctx);
+    place(t.rows, t.rows_mx, s.ep > 1 ? m->recv_x : x, m->recv_mx, m, s, ctx);
     if (s.precision.expert) {
         product(m->h, t.rows, t.rows_mx, w.mx->w13, m->ragged, C, 2 * s.F, s, ctx);
         mx_swiglu_quantize(t.act_mx.q, t.act_mx.scale, m->h, m->ragged, s.F, moe_cast(s), ctx);
@@ -365,14 +371,14 @@ void moe_backward(floatX* dx, const floatX* dy, const floatX* x, MoeWeights w, M
     const floatX* x_here = s.ep > 1 ? m->recv_x : x;
     if (s.recompute) {
         unpack(of_x, m, s, ctx);
-        place(t.rows, t.rows_mx, x_here, m->recv_mx, m, s, !moe_fast(s), ctx);
+        place(t.rows, t.rows_mx, x_here, m->recv_mx, m, s, ctx);
         if (s.precision.expert)
             product(m->h, t.rows, t.rows_mx, w.mx->w13, r, C, 2 * s.F, s, ctx);
         else
             grouped_gemm_forward(m->h, t.rows, w.w13, r, C, 2 * s.F, ctx);
     }
     // The combine's backward sends dy to the rows as it is; the gate is applied behind W2 (moe/experts.h).
-    place(t.rows, t.rows_mx, s.ep > 1 ? t.here : dy, t.here_mx, m, s, !moe_fast(s), ctx);
+    place(t.rows, t.rows_mx, s.ep > 1 ? t.here : dy, t.here_mx, m, s, ctx);
     if (m->stats) device_zero(t.dh, (size_t)(r.capacity * 2 * s.F) * sizeof(floatX), ctx);  // as in forward_stats
     experts_backward(w, m, t, s, ctx);
     if (m->stats) {
@@ -394,7 +400,7 @@ void moe_backward(floatX* dx, const floatX* dy, const floatX* x, MoeWeights w, M
     // While dx travels.
     if (moe_fast(s)) mx_dequantize(t.rows, t.rows_mx.q, t.rows_mx.scale, r.capacity, C, ctx);
     weight_gradient(dw.w2, t.rows, t.act, r, s.F, C, s, ctx);
-    place(t.rows, t.rows_mx, x_here, m->recv_mx, m, s, 1, ctx);
+    place_values(t.rows, x_here, m->recv_mx, m, s, ctx);
     weight_gradient(dw.w13, t.dh, t.rows, r, C, 2 * s.F, s, ctx);
     if (s.ep > 1) {
         arrive(ways, ctx);

@@ -59,7 +59,7 @@ void moe_name_forward(Arena* a, Forward* t, MoeSaved* m, MoeShape s) {
     memset(t, 0, sizeof(*t));
     if (s.recompute) name_hidden(a, m, s);
     arena_add(a, "routed rows", ELEMENT_X, rows * C, 1, (void**)&t->rows);
-    if (moe_casts(s)) name_mx(a, "routed rows, bytes", "routed rows, scales", rows, C, &t->rows_mx);
+    if (moe_fast(s)) name_mx(a, "routed rows, bytes", "routed rows, scales", rows, C, &t->rows_mx);
     if (!moe_fast(s)) arena_add(a, "routed activation", ELEMENT_X, rows * s.F, 1, (void**)&t->act);
     if (p.expert) name_mx(a, "activation, bytes", "activation, scales", rows, s.F, &t->act_mx);
     if (s.shared_F) arena_add(a, "shared activation", ELEMENT_X, N * s.shared_F, 1, (void**)&t->shared_act);
@@ -83,7 +83,7 @@ void moe_name_backward(Arena* a, Backward* t, MoeSaved* m, MoeShape s) {
     arena_add(a, "d activation, d routed rows", ELEMENT_X, larger(rows * larger(C, F), N * sF), 1, (void**)&t->dact);
     arena_add(a, "activation", ELEMENT_X, larger(rows * F, N * sF), 1, (void**)&t->act);
     arena_add(a, "d hidden", ELEMENT_X, larger(rows * 2 * F, N * 2 * sF), 1, (void**)&t->dh);
-    if (moe_casts(s)) name_mx(a, "routed rows, bytes", "routed rows, scales", rows, C, &t->rows_mx);
+    if (moe_fast(s)) name_mx(a, "routed rows, bytes", "routed rows, scales", rows, C, &t->rows_mx);
     if (s.ep > 1 && p.dispatch) name_mx(a, "x or dy, bytes", "x or dy, scales", N, C, &t->x_mx);
     if (p.expert) {
         name_mx(a, "d hidden, bytes", "d hidden, scales", rows, 2 * F, &t->dh_mx);

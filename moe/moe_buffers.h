@@ -11,7 +11,7 @@ BEGIN_C
 // received from the ranks. MxRows are there only where the precision asks for them.
 typedef struct Forward {
     floatX *rows, *act;       // (rows, C): x, then the experts' outputs; (rows, F)
-    MxRows rows_mx, act_mx;   // the same cast
+    MxRows rows_mx, act_mx;   // the same cast; the rows where products are fast
     floatX* shared_act;       // (N, shared_F)
     floatX *home, *here;      // (sent rows, C), (Nr, C)
     MxRows x_mx;              // (N, C)

@@ -50,24 +50,40 @@ void mx_quantize_tiles(uint8_t* q, uint8_t* q_transposed, uint8_t* scale, const 
     }
 }
 
-// before: 1 adds to x.
-static void dequantize(floatX* x, const uint8_t* q, const uint8_t* scale, int64_t rows, int64_t columns, int before) {
-    const int64_t stride = mx_stride(columns);
-#pragma omp parallel for schedule(static)
-    for (int64_t r = 0; r < rows; r++)
-        for (int64_t c = 0; c < columns; c += MX_BLOCK) {
-            const float unit = unit_of(scale[r * stride + c / MX_BLOCK]);
-            for (int64_t i = r * columns + c; i < r * columns + c + MX_BLOCK; i++)
-                x[i] = before ? x[i] + float_of_e4m3(q[i]) * unit : float_of_e4m3(q[i]) * unit;
-        }
+static void dequantize_row(floatX* x, const uint8_t* q, const uint8_t* scale, int64_t columns) {
+    for (int64_t c = 0; c < columns; c += MX_BLOCK) {
+        const float unit = unit_of(scale[c / MX_BLOCK]);
+        for (int64_t i = c; i < c + MX_BLOCK; i++) x[i] = float_of_e4m3(q[i]) * unit;
+    }
 }
 
 void mx_dequantize(floatX* x, const uint8_t* q, const uint8_t* scale, int64_t rows, int64_t columns, Ctx* ctx) {
-    (void)ctx, dequantize(x, q, scale, rows, columns, 0);
+    (void)ctx;
+#pragma omp parallel for schedule(static)
+    for (int64_t r = 0; r < rows; r++)
+        dequantize_row(x + r * columns, q + r * columns, scale + r * mx_stride(columns), columns);
+}
+
+void mx_dequantize_rows(floatX* rows, const uint8_t* q, const uint8_t* scale, Ragged ragged, int64_t columns,
+                        Ctx* ctx) {
+    (void)ctx;
+#pragma omp parallel for schedule(static)
+    for (int64_t r = 0; r < ragged.group_start[ragged.El]; r++) {
+        const int64_t token = ragged.row_token[r];
+        if (token < 0)
+            memset(rows + r * columns, 0, columns * sizeof(floatX));
+        else
+            dequantize_row(rows + r * columns, q + token * columns, scale + token * mx_stride(columns), columns);
+    }
 }
 
 void mx_dequantize_add(floatX* x, const uint8_t* q, const uint8_t* scale, int64_t rows, int64_t columns, Ctx* ctx) {
-    (void)ctx, dequantize(x, q, scale, rows, columns, 1);
+    (void)ctx;
+    const int64_t stride = mx_stride(columns);
+#pragma omp parallel for schedule(static)
+    for (int64_t r = 0; r < rows; r++)
+        for (int64_t c = 0; c < columns; c++)
+            x[r * columns + c] += float_of_e4m3(q[r * columns + c]) * unit_of(scale[r * stride + c / MX_BLOCK]);
 }
 
 void mx_round_columns(floatX* x, Ragged ragged, int64_t columns, MxCast cast, Ctx* ctx) {

@@ -7,6 +7,7 @@
 // bytes are turned in registers, 4 x 4 at a time, and leave in 16-byte pieces that make 64 bytes of a row of the
 // result: no shared memory but for the scales of chunks and tiles, which span warps.
 #include "moe/mxfp8.cuh"
+#include "moe/permute.cuh"
 
 enum { PATCH_ROWS = 16, WARP_ROWS = 4 * PATCH_ROWS, WARP_COLUMNS = 64, COLUMN_WARPS = 4 };
 
@@ -26,22 +27,19 @@ static __global__ void __launch_bounds__(32 * ROW_WARPS, 6)
     cast_unit<ALIGN>(q + row * columns, scale + row * stride, p, c0, columns, stride, carry);
 }
 
+// Columns c0 .. c0 + 1023 of a row: what its bytes stand for, or zeros where q is NULL; with ADD onto what is there.
 template <bool ADD>
-static __global__ void __launch_bounds__(32 * ROW_WARPS)
-    dequantize_kernel(floatX* x, const uint8_t* q, const uint8_t* scale, int64_t rows, int64_t columns,
-                      int64_t stride) {
-    const uint32_t units = (uint32_t)ceil_div(columns, UNIT), unit = first_unit();
-    const int64_t row = unit / units, c0 = unit % units * (int64_t)UNIT + threadIdx.x % 32 * 8;
-    if (row >= rows || c0 >= columns) return;
-    uint4* to = (uint4*)(x + row * columns);
+static __device__ __forceinline__ void dequantize_unit(floatX* x, const uint8_t* q, const uint8_t* scale, int64_t c0,
+                                                       int64_t columns) {
+    c0 += threadIdx.x % 32 * 8;
     uint2 p[PIECES] = {};
     uint32_t s[PIECES] = {};
 #pragma unroll
     for (int i = 0; i < PIECES; i++) {
         const int64_t c = c0 + i * 256;
-        if (c >= columns) continue;
-        p[i] = *(const uint2*)(q + row * columns + c);
-        s[i] = scale[row * stride + c / MX_BLOCK];
+        if (!q || c >= columns) continue;
+        p[i] = *(const uint2*)(q + c);
+        s[i] = scale[c / MX_BLOCK];
     }
 #pragma unroll
     for (int i = 0; i < PIECES; i++) {
@@ -54,7 +52,7 @@ static __global__ void __launch_bounds__(32 * ROW_WARPS)
             out[2 * j] = two.x * unit, out[2 * j + 1] = two.y * unit;
         }
         if (c0 + i * 256 >= columns) continue;
-        uint4* piece = to + c0 / 8 + i * 32;
+        uint4* piece = (uint4*)(x + c0) + i * 32;
         if constexpr (ADD) {
             float before[8];
             floats_of<8>(before, *piece);
@@ -63,6 +61,27 @@ static __global__ void __launch_bounds__(32 * ROW_WARPS)
         }
         *piece = piece_of<8>(out);
     }
+}
+
+template <bool ADD>
+static __global__ void __launch_bounds__(32 * ROW_WARPS)
+    dequantize_kernel(floatX* x, const uint8_t* q, const uint8_t* scale, int64_t rows, int64_t columns,
+                      int64_t stride) {
+    const uint32_t units = (uint32_t)ceil_div(columns, UNIT), unit = first_unit();
+    const int64_t row = unit / units;
+    if (row < rows)
+        dequantize_unit<ADD>(x + row * columns, q + row * columns, scale + row * stride, unit % units * (int64_t)UNIT,
+                             columns);
+}
+
+static __global__ void __launch_bounds__(32 * PERMUTE_WARPS)
+    dequantize_rows_kernel(floatX* rows, const uint8_t* q, const uint8_t* scale, Ragged r, int64_t columns,
+                           int64_t stride, int64_t slices) {
+    permute_slice(r, slices, [&](int64_t row, int64_t token) {
+        for (int64_t c0 = 0; c0 < columns; c0 += UNIT)
+            dequantize_unit<false>(rows + row * columns, token < 0 ? NULL : q + token * columns, scale + token * stride,
+                                   c0, columns);
+    });
 }
 
 // --- Down the columns ---
@@ -251,6 +270,15 @@ void mx_dequantize(floatX* x, const uint8_t* q, const uint8_t* scale, int64_t ro
     ASSERT(aligned(x) && aligned(q));
     dequantize_kernel<false>
         <<<row_blocks(rows, columns), 32 * ROW_WARPS, 0, ctx->stream>>>(x, q, scale, rows, columns, mx_stride(columns));
+    LAUNCH_CHECK();
+}
+
+void mx_dequantize_rows(floatX* rows, const uint8_t* q, const uint8_t* scale, Ragged r, int64_t columns, Ctx* ctx) {
+    if (r.capacity == 0) return;
+    ASSERT(aligned(rows) && aligned(q) && columns % MX_BLOCK == 0);
+    const int64_t slices = permute_slices(r);
+    dequantize_rows_kernel<<<(unsigned)(slices * r.El), 32 * PERMUTE_WARPS, 0, ctx->stream>>>(
+        rows, q, scale, r, columns, mx_stride(columns), slices);
     LAUNCH_CHECK();
 }
 

@@ -62,6 +62,12 @@ void mx_dequantize(floatX* x,             // (rows, columns)
                    const uint8_t* scale,  // (rows, mx_stride(columns))
                    int64_t rows, int64_t columns, Ctx* ctx);
 
+// rows[r] = what the bytes of token row_token[r] stand for, zeros in pad rows: mx_dequantize and permute_rows at once.
+void mx_dequantize_rows(floatX* rows,          // (capacity, columns)
+                        const uint8_t* q,      // (N, columns)
+                        const uint8_t* scale,  // (N, mx_stride(columns))
+                        Ragged ragged, int64_t columns, Ctx* ctx);
+
 // x += q 2^(s - 127), the sum rounded once.
 void mx_dequantize_add(floatX* x, const uint8_t* q, const uint8_t* scale, int64_t rows, int64_t columns, Ctx* ctx);
 

@@ -1,13 +1,10 @@
 // The ragged layout: a stable counting sort of the choices (layers/sort.cuh, three short launches), then rows moved in
 // 16-byte pieces, one warp a row; bound by memory.
 //
-// permute_rows writes K copies of each token. An expert's rows stand in the order of their tokens, so blocks take the
-// same slice of every expert before the next slice: the copies of a token are made at about the same time, and it comes
-// from memory once and from L2 after that. unpermute_rows goes by token: K rows in, one out, summed in float32 in the
-// order of k.
-#include "layers/rows.cuh"
+// permute_rows writes K copies of each token, in an order that reads it from memory once (moe/permute.cuh).
+// unpermute_rows goes by token: K rows in, one out, summed in float32 in the order of k.
 #include "layers/sort.cuh"
-#include "moe/permute.h"
+#include "moe/permute.cuh"
 
 size_t permute_workspace(int64_t N, int32_t K, int32_t El) { return sort_workspace(N * K, El) * sizeof(int32_t); }
 
@@ -53,17 +50,12 @@ void permute_plan(Ragged r, const int32_t* expert, const real* gate, int64_t N, 
     counting_sort(Choice{expert}, Plan{r, gate, K}, N * K, r.El, row_align(BACKEND), workspace, ctx);
 }
 
-// Block: slice blockIdx.x / El of the rows of expert blockIdx.x % El, pad rows in.
 template <int W>
-static __global__ void __launch_bounds__(256)
+static __global__ void __launch_bounds__(32 * PERMUTE_WARPS)
     permute_rows_kernel(floatX* rows, const floatX* tokens, Ragged r, int64_t C, int64_t slices) {
-    const int64_t e = blockIdx.x % r.El, slice = blockIdx.x / r.El;
-    const int64_t start = r.group_start[e], length = r.group_start[e + 1] - start;
-    const int64_t end = start + length * (slice + 1) / slices;
-    for (int64_t row = start + length * slice / slices + threadIdx.x / 32; row < end; row += 8) {
-        const int32_t token = r.row_token[row];
+    permute_slice(r, slices, [&](int64_t row, int64_t token) {
         copy_row<W>(rows + row * C, token < 0 ? NULL : tokens + token * C, C);
-    }
+    });
 }
 
 void permute_rows(void* to, const void* from, Ragged r, size_t row_bytes, Ctx* ctx) {
@@ -73,12 +65,9 @@ void permute_rows(void* to, const void* from, Ragged r, size_t row_bytes, Ctx* c
     const floatX* tokens = (const floatX*)from;
     const int64_t C = (int64_t)row_bytes / 2;
     ASSERT(row_bytes % 2 == 0);
-    const int64_t slices = ceil_div(r.capacity, r.El * 8);  // at even load: a row a warp
-    const unsigned blocks = (unsigned)(slices * r.El);
-    if (wide(C, rows, tokens))
-        permute_rows_kernel<8><<<blocks, 256, 0, ctx->stream>>>(rows, tokens, r, C, slices);
-    else
-        permute_rows_kernel<1><<<blocks, 256, 0, ctx->stream>>>(rows, tokens, r, C, slices);
+    const int64_t slices = permute_slices(r);
+    auto kernel = wide(C, rows, tokens) ? permute_rows_kernel<8> : permute_rows_kernel<1>;
+    kernel<<<(unsigned)(slices * r.El), 32 * PERMUTE_WARPS, 0, ctx->stream>>>(rows, tokens, r, C, slices);
     LAUNCH_CHECK();
 }
 

@@ -89,6 +89,17 @@ static void test_columns(void) {
         }
 }
 
+// What x holds against what the reference made, rounded to bf16; poison counts as NaN.
+static void check_values(X& x) {
+    auto got = x.got();
+    int64_t wrong = 0;
+    for (int64_t i = 0; i < x.n; i++) {
+        const double want = __bfloat162float(__double2bfloat16(x.host[(size_t)i])), have = got[(size_t)i];
+        wrong += want != want ? have == have : have != want || signbit(have) != signbit(want);
+    }
+    CHECK(wrong == 0, "%lld of %lld differ", (long long)wrong, (long long)x.n);
+}
+
 static void test_dequantize(void) {
     for (int64_t columns : {(int64_t)32, (int64_t)1056, (int64_t)8192}) {
         const int64_t rows = 256, stride = mx_stride(columns);
@@ -101,13 +112,35 @@ static void test_dequantize(void) {
         X x(rows * columns);
         mx_dequantize(x.dev, q.dev, scale.dev, rows, columns, ctx);
         REFERENCE(mx_dequantize)(x.ref(), q.host.data(), scale.host.data(), rows, columns, reference_ctx);
-        auto got = x.got();
-        int64_t wrong = 0;
-        for (int64_t i = 0; i < x.n; i++) {
-            const double want = __bfloat162float(__double2bfloat16(x.host[(size_t)i])), have = got[(size_t)i];
-            wrong += want != want ? have == have : have != want || signbit(have) != signbit(want);
-        }
-        CHECK(wrong == 0, "%lld of %lld differ", (long long)wrong, (long long)x.n);
+        check_values(x);
+    }
+}
+
+// 200 tokens in any order in a group of one block of rows, none, one of all tokens and one with pad rows; behind the
+// last group nothing is read or written.
+static void test_dequantize_rows(void) {
+    enum { N = 200, END = 128 + 512 + 256, CAPACITY = END + 128 };
+    const int32_t rows[4] = {128, 0, 512, 131};
+    I64 start(5);
+    I32 token(CAPACITY);
+    start.host = {0, 128, 128, 640, END};
+    for (int32_t r = 0; r < CAPACITY; r++)
+        token.host[(size_t)r] = r >= END ? 1 << 30 : r >= 640 + rows[3] ? -1 : (int32_t)draw(12, r, N);
+    start.send(), token.send();
+    Ragged on_gpu = {}, on_host = {};
+    on_gpu.El = on_host.El = 4, on_gpu.capacity = on_host.capacity = CAPACITY;
+    on_gpu.group_start = start.dev, on_host.group_start = start.host.data();
+    on_gpu.row_token = token.dev, on_host.row_token = token.host.data();
+    for (int64_t columns : {(int64_t)32, (int64_t)1056, (int64_t)7168}) {
+        Bytes q(N * columns), scale(N * mx_stride(columns));
+        std::vector<uint8_t> bytes((size_t)q.n), scales((size_t)scale.n);
+        for (int64_t i = 0; i < q.n; i++) bytes[(size_t)i] = (uint8_t)draw(13, i, 256);
+        for (int64_t i = 0; i < scale.n; i++) scales[(size_t)i] = (uint8_t)draw(14, i, 256);
+        q.send(bytes), scale.send(scales);
+        X x(CAPACITY * columns);
+        mx_dequantize_rows(x.dev, q.dev, scale.dev, on_gpu, columns, ctx);
+        REFERENCE(mx_dequantize_rows)(x.ref(), q.host.data(), scale.host.data(), on_host, columns, reference_ctx);
+        check_values(x);
     }
 }
 
@@ -143,6 +176,7 @@ int main(void) {
     RUN(test_rows);
     RUN(test_columns);
     RUN(test_dequantize);
+    RUN(test_dequantize_rows);
     RUN(test_round_columns);
     return test_summary();
 }

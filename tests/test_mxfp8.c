@@ -252,6 +252,30 @@ static void test_dequantize(void) {
     release_all();
 }
 
+// Rows of two experts and an empty one between them, with pad rows; behind the last nothing is read or written.
+static void test_dequantize_rows(void) {
+    enum { N = 5, COLUMNS = 96, CAPACITY = 12 };
+    int64_t start[4] = {0, 4, 4, 10};
+    int32_t counts[3] = {3, 0, 6}, token[CAPACITY] = {4, 0, 2, -1, 0, 1, 2, 3, 4, 2, 99, 99};
+    Ragged r = {.El = 3, .capacity = CAPACITY, .group_start = start, .group_rows = counts, .row_token = token};
+    uint8_t *q = kept_bytes(N * COLUMNS), *scale = kept_bytes(N * mx_stride(COLUMNS));
+    for (int i = 0; i < N * COLUMNS; i++) q[i] = (uint8_t)draw(60, i, 256);
+    for (int i = 0; i < N * mx_stride(COLUMNS); i++) scale[i] = (uint8_t)draw(61, i, 256);
+    real* rows = poisoned(CAPACITY * COLUMNS);
+    Ctx* ctx = ctx_create(0);
+    mx_dequantize_rows(rows, q, scale, r, COLUMNS, ctx);
+    for (int i = 0; i < CAPACITY * COLUMNS; i++) {
+        int n = token[i / COLUMNS], c = i % COLUMNS;
+        float got = (float)rows[i], want = NAN;  // behind the last group
+        if (n < 0) want = 0;
+        if (n >= 0 && n < N) want = (float)oracle_value(q[n * COLUMNS + c], scale[n * mx_stride(COLUMNS) + c / 32]);
+        CHECK(isnan(want) ? isnan(got) : !memcmp(&got, &want, 4), "row %d column %d is %g, not %g", i / COLUMNS, c, got,
+              want);
+    }
+    ctx_destroy(ctx);
+    release_all();
+}
+
 // The sum of what was there and the value, both float32 at most.
 static void test_dequantize_add(void) {
     enum { ROWS = 7, COLUMNS = 96 };
@@ -388,6 +412,7 @@ int main(void) {
     RUN(test_transposed);
     RUN(test_tiles);
     RUN(test_dequantize);
+    RUN(test_dequantize_rows);
     RUN(test_dequantize_add);
     RUN(test_round_columns);
     RUN(test_blackwell_offset);
