@@ -27,17 +27,19 @@ static __global__ void __launch_bounds__(32 * ROW_WARPS, 6)
     cast_unit<ALIGN>(q + row * columns, scale + row * stride, p, c0, columns, stride, carry);
 }
 
-// Columns c0 .. c0 + 1023 of a row: what its bytes stand for, or zeros where q is NULL; with ADD onto what is there.
+// Columns c0 .. c0 + 1023 of a row: what its bytes stand for; with ADD onto what is there.
 template <bool ADD>
 static __device__ __forceinline__ void dequantize_unit(floatX* x, const uint8_t* q, const uint8_t* scale, int64_t c0,
                                                        int64_t columns) {
     c0 += threadIdx.x % 32 * 8;
+    if (c0 >= columns) return;
+    uint4* to = (uint4*)x;
     uint2 p[PIECES] = {};
     uint32_t s[PIECES] = {};
 #pragma unroll
     for (int i = 0; i < PIECES; i++) {
         const int64_t c = c0 + i * 256;
-        if (!q || c >= columns) continue;
+        if (c >= columns) continue;
         p[i] = *(const uint2*)(q + c);
         s[i] = scale[c / MX_BLOCK];
     }
@@ -52,7 +54,7 @@ static __device__ __forceinline__ void dequantize_unit(floatX* x, const uint8_t*
             out[2 * j] = two.x * unit, out[2 * j + 1] = two.y * unit;
         }
         if (c0 + i * 256 >= columns) continue;
-        uint4* piece = (uint4*)(x + c0) + i * 32;
+        uint4* piece = to + c0 / 8 + i * 32;
         if constexpr (ADD) {
             float before[8];
             floats_of<8>(before, *piece);
@@ -78,9 +80,10 @@ static __global__ void __launch_bounds__(32 * PERMUTE_WARPS)
     dequantize_rows_kernel(floatX* rows, const uint8_t* q, const uint8_t* scale, Ragged r, int64_t columns,
                            int64_t stride, int64_t slices) {
     permute_slice(r, slices, [&](int64_t row, int64_t token) {
+        floatX* to = rows + row * columns;
+        if (token < 0) return copy_row<8>(to, NULL, columns);
         for (int64_t c0 = 0; c0 < columns; c0 += UNIT)
-            dequantize_unit<false>(rows + row * columns, token < 0 ? NULL : q + token * columns, scale + token * stride,
-                                   c0, columns);
+            dequantize_unit<false>(to, q + token * columns, scale + token * stride, c0, columns);
     });
 }
 
