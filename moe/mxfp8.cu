@@ -27,32 +27,37 @@ static __global__ void __launch_bounds__(32 * ROW_WARPS, 6)
     cast_unit<ALIGN>(q + row * columns, scale + row * stride, p, c0, columns, stride, carry);
 }
 
-// Columns c0 .. c0 + 1023 of a row: what its bytes stand for; with ADD onto what is there.
+// What 8 bytes stand for.
+static __device__ __forceinline__ void values_of(float out[8], uint2 p, float unit) {
+    const uint32_t pairs[4] = {p.x, p.x >> 16, p.y, p.y >> 16};
+#pragma unroll
+    for (int j = 0; j < 4; j++) {
+        const float2 two = floats_of_e4m3(pairs[j]);
+        out[2 * j] = two.x * unit, out[2 * j + 1] = two.y * unit;
+    }
+}
+
 template <bool ADD>
-static __device__ __forceinline__ void dequantize_unit(floatX* x, const uint8_t* q, const uint8_t* scale, int64_t c0,
-                                                       int64_t columns) {
-    c0 += threadIdx.x % 32 * 8;
-    if (c0 >= columns) return;
-    uint4* to = (uint4*)x;
+static __global__ void __launch_bounds__(32 * ROW_WARPS)
+    dequantize_kernel(floatX* x, const uint8_t* q, const uint8_t* scale, int64_t rows, int64_t columns,
+                      int64_t stride) {
+    const uint32_t units = (uint32_t)ceil_div(columns, UNIT), unit = first_unit();
+    const int64_t row = unit / units, c0 = unit % units * (int64_t)UNIT + threadIdx.x % 32 * 8;
+    if (row >= rows || c0 >= columns) return;
+    uint4* to = (uint4*)(x + row * columns);
     uint2 p[PIECES] = {};
     uint32_t s[PIECES] = {};
 #pragma unroll
     for (int i = 0; i < PIECES; i++) {
         const int64_t c = c0 + i * 256;
         if (c >= columns) continue;
-        p[i] = *(const uint2*)(q + c);
-        s[i] = scale[c / MX_BLOCK];
+        p[i] = *(const uint2*)(q + row * columns + c);
+        s[i] = scale[row * stride + c / MX_BLOCK];
     }
 #pragma unroll
     for (int i = 0; i < PIECES; i++) {
-        const float unit = unit_of(s[i]);
-        const uint32_t pairs[4] = {p[i].x, p[i].x >> 16, p[i].y, p[i].y >> 16};
         float out[8];
-#pragma unroll
-        for (int j = 0; j < 4; j++) {
-            const float2 two = floats_of_e4m3(pairs[j]);
-            out[2 * j] = two.x * unit, out[2 * j + 1] = two.y * unit;
-        }
+        values_of(out, p[i], unit_of(s[i]));
         if (c0 + i * 256 >= columns) continue;
         uint4* piece = to + c0 / 8 + i * 32;
         if constexpr (ADD) {
@@ -65,25 +70,34 @@ static __device__ __forceinline__ void dequantize_unit(floatX* x, const uint8_t*
     }
 }
 
-template <bool ADD>
-static __global__ void __launch_bounds__(32 * ROW_WARPS)
-    dequantize_kernel(floatX* x, const uint8_t* q, const uint8_t* scale, int64_t rows, int64_t columns,
-                      int64_t stride) {
-    const uint32_t units = (uint32_t)ceil_div(columns, UNIT), unit = first_unit();
-    const int64_t row = unit / units;
-    if (row < rows)
-        dequantize_unit<ADD>(x + row * columns, q + row * columns, scale + row * stride, unit % units * (int64_t)UNIT,
-                             columns);
+// Columns c0 .. c0 + 1023 of a row, which are zeros where q is NULL.
+static __device__ __forceinline__ void dequantize_unit(floatX* x, const uint8_t* q, const uint8_t* scale, int64_t c0,
+                                                       int64_t columns) {
+    c0 += threadIdx.x % 32 * 8;
+    uint2 p[PIECES] = {};
+    uint32_t s[PIECES] = {};
+#pragma unroll
+    for (int i = 0; i < PIECES; i++) {
+        const int64_t c = c0 + i * 256;
+        if (!q || c >= columns) continue;
+        p[i] = *(const uint2*)(q + c);
+        s[i] = scale[c / MX_BLOCK];
+    }
+#pragma unroll
+    for (int i = 0; i < PIECES; i++) {
+        float out[8];
+        values_of(out, p[i], unit_of(s[i]));
+        if (c0 + i * 256 < columns) ((uint4*)(x + c0))[i * 32] = piece_of<8>(out);
+    }
 }
 
 static __global__ void __launch_bounds__(32 * PERMUTE_WARPS)
     dequantize_rows_kernel(floatX* rows, const uint8_t* q, const uint8_t* scale, Ragged r, int64_t columns,
                            int64_t stride, int64_t slices) {
     permute_slice(r, slices, [&](int64_t row, int64_t token) {
-        floatX* to = rows + row * columns;
-        if (token < 0) return copy_row<8>(to, NULL, columns);
         for (int64_t c0 = 0; c0 < columns; c0 += UNIT)
-            dequantize_unit<false>(to, q + token * columns, scale + token * stride, c0, columns);
+            dequantize_unit(rows + row * columns, token < 0 ? NULL : q + token * columns, scale + token * stride, c0,
+                            columns);
     });
 }
 
