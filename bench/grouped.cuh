@@ -146,9 +146,10 @@ static int run_shapes(int argc, char** argv, const char* yardstick,
     void* workspace = device_alloc((size_t)64 << 20, "cuBLAS");
     CUBLAS(cublasSetWorkspace(cublas, workspace, (size_t)64 << 20));
     printf("%s, %lld rows in uneven groups\n", device_name(ctx), (long long)M);
-    printf("| OC x IC | groups | pass | ms | TFLOP/s | %s | ratio | difference | 16 SMs held |\n"
-           "|---|---|---|---|---|---|---|---|---|\n",
-           yardstick);
+    printf(
+        "| OC x IC | groups | pass | ms | TFLOP/s | %s | ratio | difference | 16 SMs held |\n"
+        "|---|---|---|---|---|---|---|---|---|\n",
+        yardstick);
     for (int El : {8, 64})
         for (auto& s : shapes) bench(s.first, s.second, El, M);
     CUBLAS(cublasDestroy(cublas));

@@ -40,7 +40,7 @@ struct Stopwatch {
     cudaEvent_t start, stop;
 };
 
-// Compute capability 9.0, or 10 and what comes after it, which runs what is built for 10.0.
+// Compute capability 9.0, or 10.x, which runs what is built for 10.0.
 static bool is_hopper(const cudaDeviceProp& p) { return p.major == 9 && p.minor == 0; }
 static bool is_blackwell(const cudaDeviceProp& p) { return p.major == 10; }
 

@@ -2,8 +2,8 @@
 //
 //   floatX  what activations and working weights are stored in: bf16 on CUDA, `real` on the CPU
 //   real    what must not be rounded to bf16: statistics, gates, router scores, losses, gradients of parameters,
-//   masters,
-//           moments. float32; double in the reference when built with F64=1 (the oracle of finite differences).
+//           masters, moments. float32; double in the reference when built with F64=1 (the oracle of finite
+//           differences).
 //
 // Host code is compiled as C by gcc (CPU build) and as C++ by nvcc (CUDA build). It hands floatX* on and never reads
 // it.

@@ -56,9 +56,8 @@ struct Row {
 };
 
 // P = exp(scale s - lse), 0 behind the diagonal; `keys` columns are written.
-__global__ void __launch_bounds__(32 * WARPS)
-    softmax_kernel(Piece w, float* lse, int64_t heads, int64_t first, int64_t rows, int64_t keys, int64_t T,
-                   float scale) {
+__global__ void __launch_bounds__(32 * WARPS) softmax_kernel(Piece w, float* lse, int64_t heads, int64_t first,
+                                                             int64_t rows, int64_t keys, int64_t T, float scale) {
     const Row r(w, heads, first, rows);
     if (!r.inside) return;
     const float* s = w.scores + r.at;
@@ -160,8 +159,8 @@ void multiply_scores(const Piece& w, LtMatrix q, LtMatrix kv, LtMatrix k_rope, i
                      int64_t keys, AttnShape s, Ctx* ctx) {
     const LtMatrix scores = {w.scores, w.keys, w.queries * w.keys};
     lt_multiply(scores, q, kv, {rows, keys, s.nope, false, true, heads, true, 0}, ctx->workspace, ctx);
-    lt_multiply(scores, columns(q, s.nope), k_rope, {rows, keys, s.rope, false, true, heads, true, 1},
-                ctx->workspace, ctx);
+    lt_multiply(scores, columns(q, s.nope), k_rope, {rows, keys, s.rope, false, true, heads, true, 1}, ctx->workspace,
+                ctx);
 }
 
 }  // namespace
@@ -175,11 +174,11 @@ void attention_lt_forward(floatX* out, real* lse, const floatX* q, const floatX*
     auto nothing = [](Heads, int64_t) {};
     auto work = [&](Heads at, int64_t heads, int64_t t, int64_t rows, int64_t keys) {
         multiply_scores(w, at.q(q, t), at.kv(kv), at.k_rope(k_rope), heads, rows, keys, s, ctx);
-        softmax_kernel<<<blocks(heads * rows, WARPS), 32 * WARPS, 0, ctx->stream>>>(
-            w, lse + (at.b * s.H + at.h) * s.T, heads, t, rows, keys, s.T, s.scale);
+        softmax_kernel<<<blocks(heads * rows, WARPS), 32 * WARPS, 0, ctx->stream>>>(w, lse + (at.b * s.H + at.h) * s.T,
+                                                                                    heads, t, rows, keys, s.T, s.scale);
         LAUNCH_CHECK();
-        lt_multiply(at.out(out, t), p, columns(at.kv(kv), s.nope),
-                    {rows, s.v, keys, false, false, heads, false, 0}, ctx->workspace, ctx);
+        lt_multiply(at.out(out, t), p, columns(at.kv(kv), s.nope), {rows, s.v, keys, false, false, heads, false, 0},
+                    ctx->workspace, ctx);
     };
     for_pieces(s, w, nothing, work, nothing);
 }
@@ -204,16 +203,15 @@ void attention_lt_backward(floatX* dq, floatX* dkv, floatX* dk_rope, const float
             w, lse + (at.b * s.H + at.h) * s.T, dout + head, out + head, heads, t, rows, keys, s);
         LAUNCH_CHECK();
         multiply(dq_at, ds, kv_at, {rows, s.nope, keys, false, false, heads, false, 0});
-        multiply(columns(dq_at, s.nope), ds, at.k_rope(k_rope),
-                 {rows, s.rope, keys, false, false, heads, false, 0});
+        multiply(columns(dq_at, s.nope), ds, at.k_rope(k_rope), {rows, s.rope, keys, false, false, heads, false, 0});
         multiply(dk, ds, q_at, {keys, qk, rows, true, false, heads, true, 1});
         multiply(dv, p, dout_at, {keys, s.v, rows, true, false, heads, true, 1});
     };
     auto end = [&](Heads at, int64_t heads) {
         store_dkv_kernel<<<blocks(s.T * heads * (s.nope + s.v), 256), 256, 0, ctx->stream>>>(
             dkv + (at.b * s.T * s.H + at.h) * (s.nope + s.v), w, heads, s);
-        sum_rope_kernel<<<blocks(s.T * s.rope, 256), 256, 0, ctx->stream>>>(
-            dk_rope + at.b * s.T * s.k_rope_stride, w, heads, at.h == 0, s);
+        sum_rope_kernel<<<blocks(s.T * s.rope, 256), 256, 0, ctx->stream>>>(dk_rope + at.b * s.T * s.k_rope_stride, w,
+                                                                            heads, at.h == 0, s);
         LAUNCH_CHECK();
     };
     for_pieces(s, w, begin, work, end);

@@ -43,13 +43,12 @@ static void list_matrices(Matrix list[BLOCK_MATRICES], const Model* m, int64_t l
     const UnitLayout* at = &u->at;
     BlockMatrices* b = &m->matrices[layer];
     int64_t q_rows = c->H * (c->nope + c->rope), width = u->kind == UNIT_MOE ? c->shared * c->F : c->dense_ffn;
-    const Matrix all[BLOCK_MATRICES] = {{&b->wq, at->wq, q_rows, c->C},
-                                        {&b->wqa, at->wqa, c->q_lora, c->C},
-                                        {&b->wqb, at->wqb, q_rows, c->q_lora},
-                                        {&b->wkvb, at->wkvb, c->H * (c->nope + c->v), c->kv_lora},
-                                        {&b->wo, at->wo, c->C, c->H * c->v},
-                                        {&b->mlp13, at->mlp13, 2 * width, c->C},
-                                        {&b->mlp2, at->mlp2, c->C, width}};
+    const Matrix all[BLOCK_MATRICES] = {
+        {&b->wq, at->wq, q_rows, c->C},        {&b->wqa, at->wqa, c->q_lora, c->C},
+        {&b->wqb, at->wqb, q_rows, c->q_lora}, {&b->wkvb, at->wkvb, c->H * (c->nope + c->v), c->kv_lora},
+        {&b->wo, at->wo, c->C, c->H * c->v},   {&b->mlp13, at->mlp13, 2 * width, c->C},
+        {&b->mlp2, at->mlp2, c->C, width},
+    };
     memcpy(list, all, sizeof(all));
 }
 
@@ -87,7 +86,8 @@ const BlockMatrices* model_matrices(Model* m, int64_t layer) {
 }
 
 const char* model_stats_name(const Model* m, int64_t layer, int tensor) {
-    static const char* const names[BLOCK_MATRICES][LINEAR_STATS] = {  // as list_matrices lists them
+    // As list_matrices lists them.
+    static const char* const names[BLOCK_MATRICES][LINEAR_STATS] = {
         {"wq.x", "wq.dy", "wq.w"},       {"wqa.x", "wqa.dy", "wqa.w"}, {"wqb.x", "wqb.dy", "wqb.w"},
         {"wkvb.x", "wkvb.dy", "wkvb.w"}, {"wo.x", "wo.dy", "wo.w"},    {"mlp13.x", "mlp13.dy", "mlp13.w"},
         {"mlp2.x", "mlp2.dy", "mlp2.w"}};

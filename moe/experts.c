@@ -7,8 +7,8 @@ void experts_swiglu_forward(floatX* a, const floatX* h, Ragged r, int64_t F, Ctx
     swiglu_forward(a, h, r.group_start[r.El], F, ctx);  // rows lie without gaps on the CPU
 }
 
-void experts_swiglu_backward(floatX* dh, floatX* gated_a, real* drow_gate, const floatX* dap, const floatX* h,
-                             Ragged r, int64_t F, Ctx* ctx) {
+void experts_swiglu_backward(floatX* dh, floatX* gated_a, real* drow_gate, const floatX* dap, const floatX* h, Ragged r,
+                             int64_t F, Ctx* ctx) {
     (void)ctx;
 #pragma omp parallel for schedule(static)
     for (int64_t row = 0; row < r.group_start[r.El]; row++) {

@@ -86,8 +86,8 @@ void experts_swiglu_forward(floatX* a, const floatX* h, Ragged r, int64_t F, Ctx
     LAUNCH_CHECK();
 }
 
-void experts_swiglu_backward(floatX* dh, floatX* gated_a, real* drow_gate, const floatX* dap, const floatX* h,
-                             Ragged r, int64_t F, Ctx* ctx) {
+void experts_swiglu_backward(floatX* dh, floatX* gated_a, real* drow_gate, const floatX* dap, const floatX* h, Ragged r,
+                             int64_t F, Ctx* ctx) {
     if (wide(F, dh, gated_a, dap, h))
         experts_swiglu_backward_kernel<8>
             <<<grid_of(ceil_div(r.capacity, 8), ctx), 256, 0, ctx->stream>>>(dh, gated_a, drow_gate, dap, h, r, F);

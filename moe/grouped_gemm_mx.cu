@@ -11,8 +11,8 @@
 // for them; one block owns a tile's whole sum: the same bits on every run. Bound by the tensor cores under the card's
 // power limit and by what is issued beside them: a warp's 205 instructions a chunk, 128 of them the multiply-adds, in
 // the 512 clocks that its products take.
-#include "moe/grouped_gemm_mx.h"
 #include "moe/grouped_gemm_lt.cuh"
+#include "moe/grouped_gemm_mx.h"
 #include "moe/grouped_gemm_parts.cuh"
 #include "moe/mxfp8.h"
 

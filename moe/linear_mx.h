@@ -41,8 +41,8 @@ void mx_weight_stats(MxStats* stats, const MxWeight* forward, const floatX* w, i
 
 // How a model makes its MXFP8 products, and what they share.
 typedef struct LinearMx {
-    int32_t fast;        // on the bytes; else on the values, in floatX
-    int32_t scale_mode;  // MxScale
+    int32_t fast;                          // on the bytes; else on the values, in floatX
+    int32_t scale_mode;                    // MxScale
     int64_t widest, largest, most_scales;  // of the weights planned: width, elements, scales of a cast along one axis
     MxRows input;                          // x or dy, cast; with exact products a weight too, while it is cast
     floatX* value;                         // exact: what the bytes of x or dy stand for
@@ -53,7 +53,7 @@ typedef struct LinearMx {
 enum { LINEAR_STATS_X, LINEAR_STATS_DY, LINEAR_STATS_W, LINEAR_STATS };
 
 typedef struct LinearWeight {
-    const floatX* w;         // (OC, IC)
+    const floatX* w;  // (OC, IC)
     int64_t OC, IC;
     LinearMx* mx;            // NULL: products in floatX
     MxWeight forward, back;  // with mx: (OC, IC), (IC, OC)

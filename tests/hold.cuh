@@ -28,7 +28,8 @@ struct HeldSms {
         if (sms) hold_kernel<<<sms, 32, shared, stream>>>(host, let_go);
         LAUNCH_CHECK();
         for (int i = 0; i < sms; i++)
-            while (!((volatile int*)host)[i]) {}
+            while (!((volatile int*)host)[i]) {
+            }
         count = sms;
     }
     HeldSms(const HeldSms&) = delete;

@@ -44,8 +44,8 @@ struct Case {
     }
     void backward() {
         auto run = by_lt ? attention_lt_backward : attention_backward;
-        run(dq.dev, dkv.dev, dk_rope.dev + rope_at(), dout.dev, out.dev, lse.dev, q.dev, kv.dev,
-            k_rope.dev + rope_at(), shape, ctx);
+        run(dq.dev, dkv.dev, dk_rope.dev + rope_at(), dout.dev, out.dev, lse.dev, q.dev, kv.dev, k_rope.dev + rope_at(),
+            shape, ctx);
     }
     floatX* rope_ref(X& t) { return (floatX*)(t.host.data() + rope_at()); }
 };

@@ -101,13 +101,19 @@ cublasStatus_t cublasLtMatmul(cublasLtHandle_t lt, cublasLtMatmulDesc_t op, cons
         static auto library = (decltype(&cublasLtMatmul))dlsym(RTLD_NEXT, "cublasLtMatmul");
         return library(lt, op, alpha, A, a, B, b, beta, C, c, D, d, algo, workspace, bytes, stream);
     }
-    Scaled p = {(const uint8_t*)A, (const uint8_t*)B,
+    Scaled p = {(const uint8_t*)A,
+                (const uint8_t*)B,
                 (const uint8_t*)attribute<void*>(op, CUBLASLT_MATMUL_DESC_A_SCALE_POINTER),
-                (const uint8_t*)attribute<void*>(op, CUBLASLT_MATMUL_DESC_B_SCALE_POINTER), D,
-                attribute<int64_t>(d, CUBLASLT_MATRIX_LAYOUT_ROWS), attribute<int64_t>(d, CUBLASLT_MATRIX_LAYOUT_COLS),
-                attribute<int64_t>(a, CUBLASLT_MATRIX_LAYOUT_ROWS), attribute<int64_t>(a, CUBLASLT_MATRIX_LAYOUT_LD),
-                attribute<int64_t>(b, CUBLASLT_MATRIX_LAYOUT_LD), attribute<int64_t>(d, CUBLASLT_MATRIX_LAYOUT_LD),
-                attribute<uint32_t>(d, CUBLASLT_MATRIX_LAYOUT_TYPE) == CUDA_R_32F, plain_order};
+                (const uint8_t*)attribute<void*>(op, CUBLASLT_MATMUL_DESC_B_SCALE_POINTER),
+                D,
+                attribute<int64_t>(d, CUBLASLT_MATRIX_LAYOUT_ROWS),
+                attribute<int64_t>(d, CUBLASLT_MATRIX_LAYOUT_COLS),
+                attribute<int64_t>(a, CUBLASLT_MATRIX_LAYOUT_ROWS),
+                attribute<int64_t>(a, CUBLASLT_MATRIX_LAYOUT_LD),
+                attribute<int64_t>(b, CUBLASLT_MATRIX_LAYOUT_LD),
+                attribute<int64_t>(d, CUBLASLT_MATRIX_LAYOUT_LD),
+                attribute<uint32_t>(d, CUBLASLT_MATRIX_LAYOUT_TYPE) == CUDA_R_32F,
+                plain_order};
     // What the documentation asks for ("Narrow Precision Data Types Usage", cublasLtMatmul: FP8 kernels).
     CHECK(attribute<int32_t>(op, CUBLASLT_MATMUL_DESC_B_SCALE_MODE) == CUBLASLT_MATMUL_MATRIX_SCALE_VEC32_UE8M0,
           "B's scale mode");
@@ -217,9 +223,9 @@ static void compare_scales(int64_t rows, int64_t blocks, int64_t r, int64_t b, b
 static void test_scale_order(void) {
     for (int64_t rows : {1, 31, 32, 127, 128, 129, 300})
         for (int64_t blocks : {1, 3, 4, 5, 11, 64}) {
-            compare_scales(rows, blocks, 1, 1, false);        // of rows
-            compare_scales(rows, blocks, 128, 4, false);      // of tiles
-            compare_scales(rows, blocks, 128, 4, true);       // of tiles, of W transposed
+            compare_scales(rows, blocks, 1, 1, false);    // of rows
+            compare_scales(rows, blocks, 128, 4, false);  // of tiles
+            compare_scales(rows, blocks, 128, 4, true);   // of tiles, of W transposed
         }
     for (int64_t i = 0; i < 40; i++) {
         compare_scales(draw(6, i, 1, 700), draw(7, i, 1, 230), 1, 1, false);

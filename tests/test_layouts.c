@@ -205,8 +205,7 @@ static void layouts_agree_on_one_expert(void) { all_layouts(1); }
 
 // What is cast does not depend on where it is computed: only sums in another order can tip a rounding.
 static void layouts_agree_in_mxfp8(void) {
-    static const char* precisions[4] = {MX LINEAR "--mx-gemm exact",
-                                        MX LINEAR "--mx-gemm fast --wgrad-precision mxfp8",
+    static const char* precisions[4] = {MX LINEAR "--mx-gemm exact", MX LINEAR "--mx-gemm fast --wgrad-precision mxfp8",
                                         "--expert-precision mxfp8 --mx-scale floor", "--dispatch-precision mxfp8"};
     int R = ranks_count(world) < 4 ? ranks_count(world) : 4;
     for (int p = 0; p < (BF16 ? 2 : 4); p++) {

@@ -154,8 +154,7 @@ static void run(int dgrad, const double* x, double* ref, const LinearWeight* w, 
     (dgrad ? linear_mx_dgrad : linear_mx_forward)(out, in, w, N, ctx);
     double* got = fetch(out, N * width + BEHIND, ctx);
     compare(got, ref, N, width, w->mx && w->mx->fast, name);
-    for (int64_t i = N * width; i < N * width + BEHIND; i++)
-        CHECK(isnan(got[i]), "%s: wrote behind its output", name);
+    for (int64_t i = N * width; i < N * width + BEHIND; i++) CHECK(isnan(got[i]), "%s: wrote behind its output", name);
     free(got);
     device_free(in), device_free(out);
 }
@@ -321,7 +320,7 @@ static void test_products_of_models(void) {
             // d norm1: Wq's or Wqa's, rounded, and Wkva's added to it.
             double* dq = fetch(c->q_lora ? t->dcq : t->dq, N * rows, m->ctx);
             double* dkva = fetch(t->dkva, N * kva_rows, m->ctx);
-            double *wq = matrix_of(m, 0, c->q_lora ? at->wqa : at->wq, rows * C);
+            double* wq = matrix_of(m, 0, c->q_lora ? at->wqa : at->wq, rows * C);
             double *wkva = matrix_of(m, 0, at->wkva, kva_rows * C), *got = fetch(t->dnorm, N * C, m->ctx);
             double *ref = expected_dgrad(dq, wq, N, C, rows, way), *more = times(dkva, wkva, N, C, kva_rows);
             for (int64_t j = 0; j < N * C; j++) ref[j] = (CUDA ? bf16(ref[j]) : ref[j]) + more[j];

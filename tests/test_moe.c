@@ -97,13 +97,8 @@ static void run_block(void* arg) {
     Ctx* ctx = ctx_create(moe_workspace(s));
     Pool* pool = pool_create("a test", b->memory, room);
     MoeWays* ways = moe_ways_create(pool, NULL, s, ctx);
-    MoeWeights w = {b->router,
-                    b->w13,
-                    b->w2,
-                    linear_weight(b->shared13, 2 * sF, C),
-                    linear_weight(b->shared2, C, sF),
-                    b->bias,
-                    NULL};
+    MoeWeights w = {b->router, b->w13, b->w2, linear_weight(b->shared13, 2 * sF, C), linear_weight(b->shared2, C, sF),
+                    b->bias,   NULL};
     b->drouter = copied(b->drouter_before, E * C);
     b->dw13 = copied(b->dw13_before, E * 2 * F * C), b->dw2 = copied(b->dw2_before, E * C * F);
     b->dshared13 = copied(b->dshared13_before, 2 * sF * C), b->dshared2 = copied(b->dshared2_before, C * sF);
