@@ -74,9 +74,9 @@ GPUS      := $(if $(HAVE_GPU),$(shell nvidia-smi -L | grep -c GPU))
 # The backend that this machine can run.
 RUNNABLE   = $(if $(HAVE_GPU),$(CUDA),$(CPU))
 
-# Tests on the GPU: the kernels against the reference, and the model tests in the CUDA build.
-TESTS_CUDA = $(patsubst %.cu,%,$(wildcard tests/test_cuda_*.cu)) tests/test_golden tests/test_model tests/test_mx_block tests/test_mx_check \
-             tests/test_linear_mx
+# Tests on the GPU: the kernels against the reference, and C tests that run in either build.
+TESTS_EITHER = tests/test_golden tests/test_model tests/test_mx_block tests/test_mx_check tests/test_linear_mx
+TESTS_CUDA = $(patsubst %.cu,%,$(wildcard tests/test_cuda_*.cu)) $(TESTS_EITHER)
 TESTS_CUDA_RANKS = tests/test_comm tests/test_expert_parallel tests/test_layouts
 
 .PHONY: all cpu cuda train test test-build cuda-test-build bench clean probe format check-host
@@ -124,8 +124,7 @@ $(eval $(call build,$(CPU),))
 $(eval $(call build,$(DOUBLE),-DF64))
 
 # Ops are compiled from their .cu alone: one that is missing is an error, never the reference in its place.
-CUDA_HOST = $(addprefix $(CUDA)/,$(addsuffix .o,$(HOST) tests/test_golden tests/test_model tests/test_mx_block tests/test_mx_check \
-              tests/test_linear_mx $(TESTS_CUDA_RANKS)))
+CUDA_HOST = $(addprefix $(CUDA)/,$(addsuffix .o,$(HOST) $(TESTS_EITHER) $(TESTS_CUDA_RANKS)))
 $(CUDA_HOST): $(CUDA)/%.o: %.c Makefile
 	@mkdir -p $(@D)
 	@echo "  NVCC  $@"
