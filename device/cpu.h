@@ -25,9 +25,6 @@ struct Ctx {
 // Parallelism is over tiles of the output whose size never depends on the number of threads, so the bits do not either.
 enum { TILE = 128 };
 
-static inline int64_t min_i64(int64_t a, int64_t b) { return a < b ? a : b; }
-static inline int64_t ceil_div(int64_t a, int64_t b) { return (a + b - 1) / b; }
-
 // This thread's number inside a parallel region: where its scratch lies.
 static inline int thread_index(void) { return omp_get_thread_num(); }
 

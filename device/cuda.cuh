@@ -49,8 +49,6 @@ static inline T* ctx_workspace(Ctx* ctx, int64_t count) {
     return (T*)ctx->workspace;
 }
 
-static inline __host__ __device__ int64_t ceil_div(int64_t a, int64_t b) { return (a + b - 1) / b; }
-
 static __device__ __forceinline__ float warp_sum(float x) {
 #pragma unroll
     for (int lane = 16; lane; lane /= 2) x += __shfl_xor_sync(0xffffffffu, x, lane);

@@ -1,4 +1,4 @@
-// The number types of the two builds. This file holds the program's only backend #ifdef.
+// The number types of the two builds, and whole numbers. This file holds the program's only backend #ifdef.
 //
 //   floatX  what activations and working weights are stored in: bf16 on CUDA, `real` on the CPU
 //   real    what must not be rounded to bf16: statistics, gates, router scores, losses, gradients of parameters,
@@ -20,6 +20,7 @@ typedef float real;
 #define BEGIN_C extern "C" {
 #define END_C }
 #define BACKEND BACKEND_CUDA
+#define BOTH_SIDES __host__ __device__
 #else
 #ifdef F64
 typedef double real;
@@ -30,9 +31,16 @@ typedef real floatX;
 #define BEGIN_C
 #define END_C
 #define BACKEND BACKEND_CPU
+#define BOTH_SIDES
 #endif
 
 // The build's own backend is BACKEND; code that only reckons (memory of --dry-run) takes either.
 typedef enum Backend { BACKEND_CPU, BACKEND_CUDA } Backend;
+
+static inline BOTH_SIDES int64_t min_i64(int64_t a, int64_t b) { return a < b ? a : b; }
+static inline BOTH_SIDES int64_t max_i64(int64_t a, int64_t b) { return a > b ? a : b; }
+static inline BOTH_SIDES int64_t ceil_div(int64_t a, int64_t b) { return (a + b - 1) / b; }
+static inline BOTH_SIDES int64_t round_up(int64_t a, int64_t b) { return (a + b - 1) / b * b; }  // to a multiple of b
+static inline size_t max_size(size_t a, size_t b) { return a > b ? a : b; }
 
 #endif

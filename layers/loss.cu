@@ -169,7 +169,7 @@ static void launch(float* loss, floatX* logits, const int32_t* target, int64_t N
         die(EXIT_FAILED, "cross_entropy: a vocabulary of %lld does not fit in shared memory (at most %d)", (long long)V,
             CLUSTER * (220 << 10) / (int)sizeof(floatX));
     CUDA_CHECK(cudaFuncSetAttribute(cross_entropy_kernel<W>, cudaFuncAttributeMaxDynamicSharedMemorySize, (int)shared));
-    const int64_t clusters = ceil_div(N, smaller(ROWS, ceil_div(N, ctx->sms)));
+    const int64_t clusters = ceil_div(N, min_i64(ROWS, ceil_div(N, ctx->sms)));
     cross_entropy_kernel<W><<<(unsigned)(clusters * CLUSTER), THREADS, (size_t)shared, ctx->stream>>>(
         loss, logits, target, N, V, Vp, dscale);
     LAUNCH_CHECK();

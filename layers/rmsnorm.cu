@@ -278,19 +278,19 @@ static __global__ void rmsnorm_weight_kernel(float* dw, const float* partial, in
     if (threadIdx.x == 0 && blockIdx.x * 32 + threadIdx.y < C) dw[blockIdx.x * 32 + threadIdx.y] += sum;
 }
 
-size_t rmsnorm_workspace(int64_t N, int64_t C) { return (size_t)(smaller(N, SMS) * C) * sizeof(float); }
+size_t rmsnorm_workspace(int64_t N, int64_t C) { return (size_t)(min_i64(N, SMS) * C) * sizeof(float); }
 
 void rmsnorm_backward(floatX* dx, real* dw, const floatX* dy, const floatX* x, int64_t stride, const floatX* w,
                       const real* rstd, int64_t N, int64_t C, int accumulate, Ctx* ctx) {
     if (N == 0) return;
-    int64_t blocks = smaller(N, PLAIN_BLOCKS);
+    int64_t blocks = min_i64(N, PLAIN_BLOCKS);
     float* partial = ctx_workspace<float>(ctx, rmsnorm_workspace(N, C) / sizeof(float));
     bool done = wide(C | stride, dx, dy, x, w) && by_width<BACKWARD_P>(C / 8, [&](auto p, auto warps) {
                     constexpr int P = decltype(p)::value, WARPS = decltype(warps)::value;
                     const int shared = 2 * 3 * P * BACKWARD_THREADS * (int)sizeof(Piece<8>);
                     auto kernel = rmsnorm_backward_kernel<P, WARPS>;
                     CUDA_CHECK(cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, shared));
-                    blocks = smaller(ceil_div(N, BACKWARD_WARPS / WARPS), SMS);
+                    blocks = min_i64(ceil_div(N, BACKWARD_WARPS / WARPS), SMS);
                     launch_early(kernel, (unsigned)blocks, BACKWARD_THREADS, shared, ctx, dx, partial, dy, x, stride, w,
                                  rstd, N, C, accumulate);
                 });

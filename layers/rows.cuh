@@ -109,8 +109,6 @@ static inline void launch_early(void (*kernel)(P...), dim3 grid, dim3 block, siz
     CUDA_CHECK(cudaLaunchKernelEx(&config, kernel, P(arguments)...));
 }
 
-static inline int64_t smaller(int64_t a, int64_t b) { return a < b ? a : b; }
-
 static inline unsigned blocks_for(int64_t work, int64_t per_block) { return (unsigned)ceil_div(work, per_block); }
 
 // silu(g) * u and what its backward needs. bf16 results: the fast exp and division (2^-21) are exact enough.

@@ -231,19 +231,17 @@ void model_plan(Model* m, const Settings* s, int rank, Backend backend) {
     arena_add(&m->state_arena, "step state of validation", ELEMENT_BYTE, sizeof(StepState), 0, (void**)&m->val_state);
 }
 
-static size_t larger(size_t a, size_t b) { return a > b ? a : b; }
-
 size_t model_workspace(const Model* m) {
     const ModelConfig* c = &m->config;
     int64_t N = m->B * m->T;
-    size_t bytes = larger(attention_workspace(model_attn_shape(m)), rmsnorm_workspace(N, c->C));
-    bytes = larger(bytes, linear_workspace());
-    bytes = larger(bytes, embedding_workspace(N, c->V));
-    bytes = larger(bytes, rmsnorm_workspace(N, larger((size_t)c->q_lora, (size_t)c->kv_lora)));
-    if (c->dense_layers < c->L) bytes = larger(bytes, moe_workspace(model_moe_shape(m)));
-    if (m->settings.mx_stats) bytes = larger(bytes, mx_stats_workspace());
+    size_t bytes = max_size(attention_workspace(model_attn_shape(m)), rmsnorm_workspace(N, c->C));
+    bytes = max_size(bytes, linear_workspace());
+    bytes = max_size(bytes, embedding_workspace(N, c->V));
+    bytes = max_size(bytes, rmsnorm_workspace(N, max_size((size_t)c->q_lora, (size_t)c->kv_lora)));
+    if (c->dense_layers < c->L) bytes = max_size(bytes, moe_workspace(model_moe_shape(m)));
+    if (m->settings.mx_stats) bytes = max_size(bytes, mx_stats_workspace());
     for (int u = 0; u < params_units(c); u++)
-        bytes = larger(bytes, larger(adamw_workspace(m->units[u].dense.n), adamw_workspace(m->units[u].experts.n)));
+        bytes = max_size(bytes, max_size(adamw_workspace(m->units[u].dense.n), adamw_workspace(m->units[u].experts.n)));
     return bytes;
 }
 

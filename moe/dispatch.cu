@@ -29,7 +29,7 @@ void dispatch_ranks(int32_t* rank, int64_t* counts, const int32_t* expert, int64
                     Ctx* ctx) {
     device_zero(counts, 2 * P * sizeof(int64_t), ctx);
     if (N == 0) return;
-    const unsigned blocks = (unsigned)smaller(ceil_div(N * P, 1024), 4 * (int64_t)ctx->sms);
+    const unsigned blocks = (unsigned)min_i64(ceil_div(N * P, 1024), 4 * (int64_t)ctx->sms);
     ranks_kernel<<<blocks, 256, 2 * P * sizeof(int), ctx->stream>>>(rank, (unsigned long long*)counts, expert, N, K, P,
                                                                     El);
     LAUNCH_CHECK();

@@ -7,7 +7,7 @@
 enum { UNROLL = 2 };
 
 // Many more blocks than run at a time, for balance; those past the rows in use end at once.
-static unsigned grid_of(int64_t blocks, const Ctx* ctx) { return (unsigned)smaller(blocks, 256 * (int64_t)ctx->sms); }
+static unsigned grid_of(int64_t blocks, const Ctx* ctx) { return (unsigned)min_i64(blocks, 256 * (int64_t)ctx->sms); }
 
 // A thread a piece at a time: no sum ties a row together here.
 template <int W>

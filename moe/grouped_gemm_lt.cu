@@ -103,7 +103,7 @@ void grouped_gemm_lt_mx(floatX* y, real* y_real, const uint8_t* x, const uint8_t
     ASSERT(piece > 0);
     char* library = ctx->workspace;
     uint8_t *of_w = (uint8_t*)library + LT_WORKSPACE, *of_x = of_w + w_bytes;
-    const int64_t w_tiles = ceil_div(OC, MX_CHUNK) * ceil_div(IC, MX_CHUNK);
+    const int64_t w_tiles = mx_tiles(OC) * mx_tiles(IC);
     const int64_t out_bytes = y ? (int64_t)sizeof(floatX) : (int64_t)sizeof(real);
     char* out = y ? (char*)y : (char*)y_real;
     const Groups g = fetch_groups(r, ctx);

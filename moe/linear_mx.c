@@ -9,20 +9,12 @@ typedef struct TokenGroup {
     int32_t rows;
 } TokenGroup;
 
-static int64_t larger(int64_t a, int64_t b) { return a > b ? a : b; }
-static int64_t tiles(int64_t n) { return (n + MX_CHUNK - 1) / MX_CHUNK; }
-
-static int64_t whole_tiles(int64_t N, Backend backend) {
-    int64_t align = row_align(backend);
-    return (N + align - 1) / align * align;
-}
-
 void mx_cast_weight(MxWeight* forward, MxWeight* back, const floatX* w, int64_t count, int64_t OC, int64_t IC,
                     MxRows room, int32_t scale_mode, Ctx* ctx) {
     const MxCast cast = {scale_mode, 1};
     if (!forward->value) {  // the same bytes both ways
         back->tiles.scale = forward->tiles.scale;
-        forward->stride_o = back->stride_c = tiles(IC);
+        forward->stride_o = back->stride_c = mx_tiles(IC);
         forward->stride_c = back->stride_o = 1;
         mx_quantize_tiles(forward->tiles.q, back->tiles.q, forward->tiles.scale, w, count, OC, IC, scale_mode, ctx);
         return;
@@ -45,13 +37,13 @@ void mx_weight_stats(MxStats* stats, const MxWeight* forward, const floatX* w, i
 void linear_mx_plan_weight(Arena* a, LinearWeight* w) {
     const int64_t n = w->OC * w->IC;
     LinearMx* mx = w->mx;
-    mx->widest = larger(mx->widest, larger(w->OC, w->IC));
-    mx->largest = larger(mx->largest, n);
-    mx->most_scales = larger(mx->most_scales, larger(w->OC * mx_stride(w->IC), w->IC * mx_stride(w->OC)));
+    mx->widest = max_i64(mx->widest, max_i64(w->OC, w->IC));
+    mx->largest = max_i64(mx->largest, n);
+    mx->most_scales = max_i64(mx->most_scales, max_i64(w->OC * mx_stride(w->IC), w->IC * mx_stride(w->OC)));
     if (mx->fast) {
         arena_add(a, "dense weights, bytes", ELEMENT_BYTE, n, 0, (void**)&w->forward.tiles.q);
         arena_add(a, "dense weights, bytes", ELEMENT_BYTE, n, 0, (void**)&w->back.tiles.q);
-        arena_add(a, "dense weights, scales", ELEMENT_BYTE, tiles(w->OC) * tiles(w->IC), 0,
+        arena_add(a, "dense weights, scales", ELEMENT_BYTE, mx_tiles(w->OC) * mx_tiles(w->IC), 0,
                   (void**)&w->forward.tiles.scale);
     } else {
         arena_add(a, "dense weights, cast", ELEMENT_X, n, 0, (void**)&w->forward.value);
@@ -60,8 +52,8 @@ void linear_mx_plan_weight(Arena* a, LinearWeight* w) {
 }
 
 void linear_mx_plan(Arena* a, LinearMx* mx, int64_t N) {
-    int64_t bytes = N * mx->widest, scales = whole_tiles(N, a->backend) * mx_stride(mx->widest);
-    if (!mx->fast) bytes = larger(bytes, mx->largest), scales = larger(scales, mx->most_scales);
+    int64_t bytes = N * mx->widest, scales = round_up(N, row_align(a->backend)) * mx_stride(mx->widest);
+    if (!mx->fast) bytes = max_i64(bytes, mx->largest), scales = max_i64(scales, mx->most_scales);
     arena_add(a, "input of a dense product, bytes", ELEMENT_BYTE, bytes, 1, (void**)&mx->input.q);
     arena_add(a, "input of a dense product, scales", ELEMENT_BYTE, scales, 1, (void**)&mx->input.scale);
     if (mx->fast)
@@ -75,7 +67,7 @@ void linear_mx_cast(LinearWeight* w, Ctx* ctx) {
 }
 
 void linear_mx_batch(LinearMx* mx, int64_t N, Ctx* ctx) {
-    const TokenGroup group = {{0, whole_tiles(N, BACKEND)}, (int32_t)N};
+    const TokenGroup group = {{0, round_up(N, row_align(BACKEND))}, (int32_t)N};
     if (mx->fast) device_upload(mx->group, &group, sizeof(group), ctx);
 }
 

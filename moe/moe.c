@@ -32,14 +32,12 @@ static void take(MoeWays* ways) {
     a->count = 0;
 }
 
-static size_t larger_size(size_t a, size_t b) { return a > b ? a : b; }
-
 // At worst a rank receives every token of the group.
 size_t moe_workspace(MoeShape s) {
-    size_t bytes = larger_size(router_workspace(s.router), linear_workspace());
-    bytes = larger_size(bytes, permute_workspace(s.ep * s.router.N, s.router.K, moe_held(s)));
-    bytes = larger_size(bytes, mx_stats_workspace());
-    return larger_size(bytes, permute_workspace(s.router.N, s.ep, s.ep));
+    size_t bytes = max_size(router_workspace(s.router), linear_workspace());
+    bytes = max_size(bytes, permute_workspace(s.ep * s.router.N, s.router.K, moe_held(s)));
+    bytes = max_size(bytes, mx_stats_workspace());
+    return max_size(bytes, permute_workspace(s.router.N, s.ep, s.ep));
 }
 
 MoeWays* moe_ways_create(Pool* pool, Comm* comm, MoeShape s, Ctx* ctx) {
@@ -109,15 +107,13 @@ static void settle(MoeSaved* m, MoeShape s, MoeWays* ways, Ctx* ctx) {
     for (int64_t j = 0, align = row_align(BACKEND); j < P; j++) {
         m->send_start[j] = m->send.capacity;
         m->send_rows[j] = to[2 * j];
-        m->send.capacity += (to[2 * j] + align - 1) / align * align;
+        m->send.capacity += round_up(to[2 * j], align);
         m->recv_start[j] = m->received;
         m->recv_rows[j] = from[2 * j];
         m->received += from[2 * j];
         m->choices += from[2 * j + 1];
     }
 }
-
-static int64_t larger(int64_t a, int64_t b) { return a > b ? a : b; }
 
 // --- Casts (all of it nothing where everything is floatX) ---
 
@@ -127,7 +123,8 @@ void moe_cast_weights(MxExperts* mx, const floatX* w13, const floatX* w2, MoeSha
     MxRows room = {NULL, NULL};
     if (!s.precision.fast) {  // for w13, the larger one
         room.q = (uint8_t*)pool_take(ways->pool, (size_t)(El * 2 * F * C));
-        room.scale = (uint8_t*)pool_take(ways->pool, (size_t)(El * larger(2 * F * mx_stride(C), C * mx_stride(2 * F))));
+        room.scale =
+            (uint8_t*)pool_take(ways->pool, (size_t)(El * max_i64(2 * F * mx_stride(C), C * mx_stride(2 * F))));
     }
     mx_cast_weight(&mx->w13, &mx->w13_back, w13, El, 2 * F, C, room, s.precision.scale, ctx);
     mx_cast_weight(&mx->w2, &mx->w2_back, w2, El, C, F, room, s.precision.scale, ctx);

@@ -4,8 +4,6 @@
 
 #include "device/check.h"
 
-static int64_t larger(int64_t a, int64_t b) { return a > b ? a : b; }
-
 // Bytes and scales of (rows, columns).
 static void name_mx(Arena* a, const char* bytes, const char* scales, int64_t rows, int64_t columns, MxRows* mx) {
     arena_add(a, bytes, ELEMENT_BYTE, rows * columns, 1, (void**)&mx->q);
@@ -80,9 +78,9 @@ void moe_name_backward(Arena* a, Backward* t, MoeSaved* m, MoeShape s) {
     memset(t, 0, sizeof(*t));
     if (s.recompute) name_hidden(a, m, s);
     arena_add(a, "routed rows", ELEMENT_X, rows * C, 1, (void**)&t->rows);
-    arena_add(a, "d activation, d routed rows", ELEMENT_X, larger(rows * larger(C, F), N * sF), 1, (void**)&t->dact);
-    arena_add(a, "activation", ELEMENT_X, larger(rows * F, N * sF), 1, (void**)&t->act);
-    arena_add(a, "d hidden", ELEMENT_X, larger(rows * 2 * F, N * 2 * sF), 1, (void**)&t->dh);
+    arena_add(a, "d activation, d routed rows", ELEMENT_X, max_i64(rows * max_i64(C, F), N * sF), 1, (void**)&t->dact);
+    arena_add(a, "activation", ELEMENT_X, max_i64(rows * F, N * sF), 1, (void**)&t->act);
+    arena_add(a, "d hidden", ELEMENT_X, max_i64(rows * 2 * F, N * 2 * sF), 1, (void**)&t->dh);
     if (moe_fast(s)) name_mx(a, "routed rows, bytes", "routed rows, scales", rows, C, &t->rows_mx);
     if (s.ep > 1 && p.dispatch) name_mx(a, "x or dy, bytes", "x or dy, scales", N, C, &t->x_mx);
     if (p.expert) {
@@ -109,7 +107,7 @@ void moe_name_backward(Arena* a, Backward* t, MoeSaved* m, MoeShape s) {
 static double mean_ranks(MoeShape s) {
     double none = 1;
     for (int32_t k = 0; k < s.router.K; k++)
-        none *= (double)larger(s.router.E - moe_held(s) - k, 0) / (double)(s.router.E - k);
+        none *= (double)max_i64(s.router.E - moe_held(s) - k, 0) / (double)(s.router.E - k);
     return s.ep * (1 - none);
 }
 
@@ -128,7 +126,7 @@ void moe_plan(Arena* pool, MoeShape s, int64_t blocks, double capacity) {
     }
     if (blocks) moe_name_backward(pool, &t, &m, s);  // forward takes less
     if (s.precision.expert && !s.precision.fast) {   // moe_cast_weights
-        int64_t OC = 2 * s.F, IC = s.router.C, scales = larger(OC * mx_stride(IC), IC * mx_stride(OC));
+        int64_t OC = 2 * s.F, IC = s.router.C, scales = max_i64(OC * mx_stride(IC), IC * mx_stride(OC));
         arena_add(pool, "expert weights, while cast", ELEMENT_BYTE, moe_held(s) * (OC * IC + scales), 0, NULL);
     }
     for (int64_t i = first; i < pool->count; i++) pool->entries[i].slot = NULL;
@@ -142,8 +140,6 @@ static void name_weight(Arena* a, MxWeight* w, MoeShape s, int64_t OC, int64_t I
         arena_add(a, "expert weights, cast", ELEMENT_X, El * OC * IC, 0, (void**)&w->value);
 }
 
-static int64_t tiles(int64_t n) { return (n + MX_CHUNK - 1) / MX_CHUNK; }
-
 void moe_plan_mx(Arena* a, MxExperts* mx, MoeShape s) {
     int64_t C = s.router.C, F = s.F, El = moe_held(s);
     memset(mx, 0, sizeof(*mx));
@@ -152,6 +148,8 @@ void moe_plan_mx(Arena* a, MxExperts* mx, MoeShape s) {
     name_weight(a, &mx->w13_back, s, C, 2 * F);
     name_weight(a, &mx->w2_back, s, F, C);
     if (!s.precision.fast) return;
-    arena_add(a, "expert weights, scales", ELEMENT_BYTE, El * tiles(2 * F) * tiles(C), 0, (void**)&mx->w13.tiles.scale);
-    arena_add(a, "expert weights, scales", ELEMENT_BYTE, El * tiles(C) * tiles(F), 0, (void**)&mx->w2.tiles.scale);
+    arena_add(a, "expert weights, scales", ELEMENT_BYTE, El * mx_tiles(2 * F) * mx_tiles(C), 0,
+              (void**)&mx->w13.tiles.scale);
+    arena_add(a, "expert weights, scales", ELEMENT_BYTE, El * mx_tiles(C) * mx_tiles(F), 0,
+              (void**)&mx->w2.tiles.scale);
 }

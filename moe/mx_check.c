@@ -69,7 +69,7 @@ static void* upload(const void* host, size_t bytes, Ctx* ctx) {
 double mx_check_error(MxProduct* product, Ctx* ctx) {
     Case* c = (Case*)host_alloc(sizeof(Case));
     const int64_t align = row_align(BACKEND);
-    for (int e = 0; e < EXPERTS; e++) c->start[e + 1] = c->start[e] + (group_rows[e] + align - 1) / align * align;
+    for (int e = 0; e < EXPERTS; e++) c->start[e + 1] = c->start[e] + round_up(group_rows[e], align);
     const int64_t rows = c->start[EXPERTS], stride = mx_stride(IC);
     ASSERT(rows <= MOST_ROWS);
     fill_e4m3(c->e4m3);

@@ -30,7 +30,7 @@ void mx_stats(MxStats* stats, const floatX* x, int64_t rows, int64_t columns, Mx
 void mx_stats_tiles(MxStats* stats, const floatX* w, const uint8_t* scale, int64_t count, int64_t rows, int64_t columns,
                     int32_t scale_mode, Ctx* ctx) {
     (void)ctx;
-    const int64_t tiles_r = ceil_div(rows, MX_CHUNK), tiles_c = ceil_div(columns, MX_CHUNK);
+    const int64_t tiles_r = mx_tiles(rows), tiles_c = mx_tiles(columns);
     for (int64_t r = 0; r < count * rows; r++)
         for (int64_t c = 0; c < columns; c += MX_BLOCK) {
             const int64_t tile = (r / rows * tiles_r + r % rows / MX_CHUNK) * tiles_c + c / MX_CHUNK;

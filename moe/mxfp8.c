@@ -37,7 +37,7 @@ void mx_quantize_transposed(uint8_t* q, uint8_t* scale, const floatX* x, int64_t
 void mx_quantize_tiles(uint8_t* q, uint8_t* q_transposed, uint8_t* scale, const floatX* w, int64_t count, int64_t rows,
                        int64_t columns, int32_t scale_mode, Ctx* ctx) {
     (void)ctx;
-    const int64_t tiles_r = ceil_div(rows, MX_CHUNK), tiles_c = ceil_div(columns, MX_CHUNK);
+    const int64_t tiles_r = mx_tiles(rows), tiles_c = mx_tiles(columns);
 #pragma omp parallel for schedule(static)
     for (int64_t tile = 0; tile < count * tiles_r * tiles_c; tile++) {
         int64_t m = tile / (tiles_r * tiles_c), r = tile / tiles_c % tiles_r * MX_CHUNK, c = tile % tiles_c * MX_CHUNK;

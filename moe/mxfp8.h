@@ -32,7 +32,8 @@ typedef struct MxCast {
 
 enum { MX_BLOCK = 32, MX_CHUNK = 128, MX_NAN = 255 };
 
-static inline int64_t mx_stride(int64_t columns) { return (columns / MX_BLOCK + 15) / 16 * 16; }
+static inline int64_t mx_stride(int64_t columns) { return round_up(columns / MX_BLOCK, 16); }
+static inline int64_t mx_tiles(int64_t n) { return ceil_div(n, MX_CHUNK); }  // of 128, along one axis
 
 // Blocks along the rows (1x32): activations and gradients for the products that contract over the columns.
 void mx_quantize(uint8_t* q,       // (rows, columns)

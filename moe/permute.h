@@ -27,7 +27,7 @@ static inline int64_t row_align(Backend backend) { return backend == BACKEND_CUD
 // Rows that suffice for `choices` spread over El experts in any way.
 static inline int64_t ragged_rows(int64_t choices, int32_t El, Backend backend) {
     int64_t align = row_align(backend);
-    return (choices + El * (align - 1) + align - 1) / align * align;
+    return round_up(choices + El * (align - 1), align);
 }
 
 // Rows that suffice for any routing of N tokens to K of El experts: a token's experts are distinct.

@@ -479,7 +479,7 @@ static __global__ void add_splits(float* dw, const float* part, int64_t count, i
 // Splits of the token axis for dw: enough blocks to fill the GPU, at least 256 tokens each.
 static int64_t dw_splits(RouterShape s) {
     int64_t tiles = ceil_div(s.E, TILE) * ceil_div(s.C, TILE), splits = DW_TILES / tiles;
-    splits = smaller(splits, ceil_div(s.N, 256));
+    splits = min_i64(splits, ceil_div(s.N, 256));
     return splits < 1 ? 1 : splits;
 }
 
@@ -541,7 +541,7 @@ static __global__ void count_choices(unsigned long long* load, const int32_t* ex
 
 void router_count(int64_t* load, const int32_t* expert, int64_t NK, int32_t E, Ctx* ctx) {
     if (NK == 0) return;
-    const unsigned blocks = (unsigned)smaller(ceil_div(NK, 1024), 4 * (int64_t)ctx->sms);
+    const unsigned blocks = (unsigned)min_i64(ceil_div(NK, 1024), 4 * (int64_t)ctx->sms);
     count_choices<<<blocks, 256, E * sizeof(int), ctx->stream>>>((unsigned long long*)load, expert, NK, E);
     LAUNCH_CHECK();
 }

@@ -23,7 +23,7 @@ static uint8_t* rotated(const uint8_t* scale, int64_t bytes, int64_t by) {
 static void faulty(floatX* y, real* y_real, const uint8_t* x, const uint8_t* x_scale, const uint8_t* w,
                    const uint8_t* w_scale, int64_t stride_o, int64_t stride_c, Ragged r, int64_t IC, int64_t OC,
                    Ctx* at) {
-    const int64_t tiles = (OC + MX_CHUNK - 1) / MX_CHUNK, chunks = (IC + MX_CHUNK - 1) / MX_CHUNK;
+    const int64_t tiles = mx_tiles(OC), chunks = mx_tiles(IC);
     uint8_t* copy = NULL;
     if (fault == W_ORDER) {
         grouped_gemm_mx(y, y_real, x, x_scale, w, w_scale, stride_c, stride_o, r, IC, OC, at);
