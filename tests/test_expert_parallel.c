@@ -8,6 +8,7 @@
 #include "dist/comm.h"
 #include "moe/moe.h"
 #include "tests/ranks.h"
+#include "tests/transfer.h"
 
 #ifdef F64
 #define TOLERANCE 1e-14
@@ -18,70 +19,16 @@
 enum { C = 32, E = 8, F = 24, T = 8 };
 enum { OUTPUTS = 7, BLOCKS = 2 };
 
-static Ctx* ctx;
 static Comm* comms[E + 1];  // by ep: of this rank's group of so many
 
 // Layouts: ep = 1, 2, 4, ... as far as it divides the ranks and the experts.
 static int next_ep(int ep) { return ep < E && ranks % (2 * ep) == 0 ? 2 * ep : 0; }
 
-// --- Memory that a test forgets about ---
-
-static void *on_host[1024], *on_device[1024];
-static int host_count, device_count;
-
-static void* host_room(size_t bytes) {
-    ASSERT(host_count < 1024);
-    return on_host[host_count++] = host_alloc(bytes);
-}
-
-static void* device_room(size_t bytes) {
-    ASSERT(device_count < 1024);
-    return on_device[device_count++] = device_alloc(bytes, "a test");
-}
-
-static void forget_all(void) {
-    while (host_count) free(on_host[--host_count]);
-    while (device_count) device_free(on_device[--device_count]);
-}
-
 static real* random_reals(int64_t n, uint32_t stream, double scale) {
-    ASSERT(host_count < 1024);
-    real* x = random_tensor(n, stream);
-    on_host[host_count++] = x;
-    for (int64_t i = 0; i < n; i++) x[i] = (real)(scale * (double)x[i]);
+    real *normal = random_tensor(n, stream), *x = (real*)host_room((size_t)n * sizeof(real));
+    for (int64_t i = 0; i < n; i++) x[i] = (real)(scale * (double)normal[i]);
+    free(normal);
     return x;
-}
-
-static real* send_real(const real* x, int64_t n) {
-    real* to = (real*)device_room((size_t)n * sizeof(real));
-    device_upload(to, x, (size_t)n * sizeof(real), ctx);
-    return to;
-}
-
-static floatX* send(const real* x, int64_t n) {
-    floatX* to = (floatX*)device_room((size_t)n * sizeof(floatX));
-    if (n) device_to_floatX(to, send_real(x, n), n, ctx);
-    return to;
-}
-
-static floatX* poison(int64_t n) {
-    floatX* x = (floatX*)device_room((size_t)n * sizeof(floatX));
-    char* nan = (char*)host_room((size_t)n * sizeof(floatX));
-    memset(nan, 0xff, (size_t)n * sizeof(floatX));
-    device_upload(x, nan, (size_t)n * sizeof(floatX), ctx);
-    return x;
-}
-
-static void* fetch(const void* x, size_t bytes) {
-    void* host = host_room(bytes);
-    if (bytes) device_download(host, x, bytes, ctx);
-    return host;
-}
-
-static real* fetch_floatX(const floatX* x, int64_t n) {
-    real* wide = (real*)device_room((size_t)n * sizeof(real));
-    if (n) device_to_real(wide, x, n, ctx);
-    return (real*)fetch(wide, (size_t)n * sizeof(real));
 }
 
 // --- The block ---
@@ -155,8 +102,9 @@ static size_t planned(MoeShape s) {
 static Outputs run_block(const Inputs* in, MoeShape s, int64_t first, size_t room) {
     int64_t N = s.router.N, K = s.router.K, El = E / s.ep, at = s.ep > 1 ? comm_index(comms[s.ep]) * El : 0;
     int64_t sF = s.shared_F, n13 = El * 2 * F * C, n2 = El * C * F;
-    floatX *x = send(in->x + first * C, N * C), *dy = send(in->dy + first * C, N * C), *y = poison(N * C);
-    floatX* dx = poison(N * C);
+    floatX *x = send(in->x + first * C, N * C), *dy = send(in->dy + first * C, N * C),
+           *y = (floatX*)poison((size_t)(N * C) * sizeof(floatX));
+    floatX* dx = (floatX*)poison((size_t)(N * C) * sizeof(floatX));
     MoeWeights w = {send(in->router, E * C),
                     send(in->w13 + at * 2 * F * C, n13),
                     send(in->w2 + at * C * F, n2),
@@ -286,7 +234,7 @@ static void test_layouts(void) {
         MoeShape s = shape_of(c, total_tokens(c), 1, 0);
         Outputs one = run_block(&in, s, 0, planned(s));
         for (int ep = 1; ep; ep = next_ep(ep)) check_layout(c, ep, &in, &one);
-        forget_all();
+        forget(0, 0);
     }
 }
 
@@ -307,7 +255,7 @@ static void test_plan(void) {
             CHECK(mean > 0.97 * (double)bytes && mean < 1.03 * (double)bytes,
                   "ep %d, recompute %d: %.0f bytes used, %.0f planned", ep, recompute, mean, (double)bytes);
         }
-    forget_all();
+    forget(0, 0);
 }
 
 int main(int argc, char** argv) {

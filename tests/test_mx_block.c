@@ -23,7 +23,7 @@
 
 #include "moe/moe.h"
 #include "tests/mx.h"
-#include "tests/test.h"
+#include "tests/transfer.h"
 
 #ifdef F64
 #define WHOLE_TOLERANCE 1e-13
@@ -38,67 +38,19 @@ enum { E = 5, FAVOURITE = 1, EMPTY = 3, N = 131, K = 2, T = 8 };  // a group of 
 enum { OUTPUTS = 5 };
 static const char* const output_names[OUTPUTS] = {"y", "dx", "dw13", "dw2", "drouter"};
 
-static Ctx* ctx;
-
-// --- Memory that a test forgets about ---
-
-static void *on_host[512], *on_device[512];
-static int host_count, device_count;
-
-static void* host_room(size_t bytes) {
-    ASSERT(host_count < 512);
-    return on_host[host_count++] = host_alloc(bytes);
-}
-
 static double* numbers(int64_t n) { return (double*)host_room((size_t)n * sizeof(double)); }
 
 static double* copy_of(const double* x, int64_t n) {
     return (double*)memcpy(numbers(n), x, (size_t)n * sizeof(double));
 }
 
-static void* device_room(size_t bytes) {
-    ASSERT(device_count < 512);
-    return on_device[device_count++] = device_alloc(bytes, "a test");
-}
-
-static void forget(int host, int device) {
-    while (host_count > host) free(on_host[--host_count]);
-    while (device_count > device) device_free(on_device[--device_count]);
-}
-
-static real* send_real(const double* x, int64_t n) {
-    real *host = (real*)host_room((size_t)n * sizeof(real)), *to = (real*)device_room((size_t)n * sizeof(real));
-    for (int64_t i = 0; i < n; i++) host[i] = (real)x[i];
-    device_upload(to, host, (size_t)n * sizeof(real), ctx);
+static real* reals(const double* x, int64_t n) {
+    real* to = (real*)host_room((size_t)n * sizeof(real));
+    for (int64_t i = 0; i < n; i++) to[i] = (real)x[i];
     return to;
 }
 
-static floatX* send(const double* x, int64_t n) {
-    floatX* to = (floatX*)device_room((size_t)n * sizeof(floatX));
-    if (n) device_to_floatX(to, send_real(x, n), n, ctx);
-    return to;
-}
-
-static void* filled_with(int byte, size_t bytes) {
-    char *to = (char*)device_room(bytes), *fill = (char*)host_room(bytes);
-    memset(fill, byte, bytes);
-    device_upload(to, fill, bytes, ctx);
-    return to;
-}
-
-static void* poison(size_t bytes) { return filled_with(0xff, bytes); }  // NaN
-
-static real* fetch(const real* x, int64_t n) {
-    real* host = (real*)host_room((size_t)n * sizeof(real));
-    device_download(host, x, (size_t)n * sizeof(real), ctx);
-    return host;
-}
-
-static real* fetch_floatX(const floatX* x, int64_t n) {
-    real* wide = (real*)device_room((size_t)n * sizeof(real));
-    device_to_real(wide, x, n, ctx);
-    return fetch(wide, n);
-}
+static floatX* send_numbers(const double* x, int64_t n) { return send(reals(x, n), n); }
 
 // --- Inputs ---
 
@@ -372,15 +324,16 @@ static Block run_block(const Inputs* in, Widths d, MoePrecision p, int recompute
     MoeShape s = shape_of(d, p, recompute);
     int64_t n[OUTPUTS];
     sizes_of(n, d);
-    floatX *x = send(in->x, N * C), *dy = send(in->dy, N * C), *y = (floatX*)poison((size_t)n[0] * sizeof(floatX));
+    floatX *x = send_numbers(in->x, N * C), *dy = send_numbers(in->dy, N * C),
+           *y = (floatX*)poison((size_t)n[0] * sizeof(floatX));
     floatX* dx = (floatX*)poison((size_t)n[1] * sizeof(floatX));
     MxExperts mx;
-    MoeWeights w = {send(in->router, E * C),
-                    send(in->w13, n[2]),
-                    send(in->w2, n[3]),
-                    linear_weight(send(in->shared13, 2 * sF * C), 2 * sF, C),
-                    linear_weight(send(in->shared2, C * sF), C, sF),
-                    send_real(in->bias, E),
+    MoeWeights w = {send_numbers(in->router, E * C),
+                    send_numbers(in->w13, n[2]),
+                    send_numbers(in->w2, n[3]),
+                    linear_weight(send_numbers(in->shared13, 2 * sF * C), 2 * sF, C),
+                    linear_weight(send_numbers(in->shared2, C * sF), C, sF),
+                    send_real(reals(in->bias, E), E),
                     p.expert ? &mx : NULL};
     real* dw[OUTPUTS];
     for (int i = 2; i < OUTPUTS; i++) dw[i] = (real*)device_room((size_t)n[i] * sizeof(real));
@@ -411,7 +364,7 @@ static Block run_block(const Inputs* in, Widths d, MoePrecision p, int recompute
     device_download(b.stats, stats, sizeof(b.stats), ctx);
     b.out[0] = fetch_floatX(y, n[0]);
     b.out[1] = fetch_floatX(dx, n[1]);
-    for (int i = 2; i < OUTPUTS; i++) b.out[i] = fetch(dw[i], n[i]);
+    for (int i = 2; i < OUTPUTS; i++) b.out[i] = (real*)fetch(dw[i], (size_t)n[i] * sizeof(real));
     moe_ways_destroy(ways);
     pool_destroy(pool);
     arena_free(&weights);
