@@ -38,6 +38,7 @@ TESTS     = tests/test_device tests/test_data tests/test_shards $(OP_TESTS) test
 # Tests of several ranks: four, where there is an mpirun, in the CUDA build one a GPU.
 TESTS_RANKS = tests/test_ranks tests/test_comm tests/test_checkpoint tests/test_expert_parallel tests/test_layouts
 TESTS_F64 = $(OP_TESTS) tests/test_golden tests/test_model
+TESTS_RANKS_F64 = tests/test_expert_parallel
 
 ifeq ($(origin CC),default)
 CC = gcc
@@ -163,9 +164,10 @@ test:
 	@$(MAKE) --no-print-directory -j$(JOBS) probe test-build $(if $(HAVE_GPU),cuda-test-build)
 	@MPI=$(MPI) $(PYTHON) tests/run.py --program $(CPU)/train_moe $(if $(HAVE_GPU),--program $(CUDA)/train_moe) \
 	    $(TESTS:%=$(CPU)/%) $(TESTS_F64:%=$(DOUBLE)/%) $(TESTS_CUDA:%=$(if $(HAVE_GPU),,--skip )$(CUDA)/%) \
-	    $(TESTS_RANKS:%=--ranks 4 $(CPU)/%) $(TESTS_CUDA_RANKS:%=$(if $(HAVE_GPU),--ranks $(GPUS),--skip) $(CUDA)/%)
+	    $(TESTS_RANKS:%=--ranks 4 $(CPU)/%) $(TESTS_RANKS_F64:%=--ranks 4 $(DOUBLE)/%) \
+	    $(TESTS_CUDA_RANKS:%=$(if $(HAVE_GPU),--ranks $(GPUS),--skip) $(CUDA)/%)
 
-test-build: $(CPU)/train_moe $(addprefix $(CPU)/,$(TESTS) $(TESTS_RANKS)) $(TESTS_F64:%=$(DOUBLE)/%)
+test-build: $(CPU)/train_moe $(addprefix $(CPU)/,$(TESTS) $(TESTS_RANKS)) $(addprefix $(DOUBLE)/,$(TESTS_F64) $(TESTS_RANKS_F64))
 cuda-test-build: $(CUDA)/train_moe $(DOUBLE)/libreference.so $(addprefix $(CUDA)/,$(TESTS_CUDA) $(TESTS_CUDA_RANKS))
 
 # Yardsticks that need PyTorch are left out where it is not installed.
