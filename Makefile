@@ -151,7 +151,7 @@ $(CUDA)/bench/libprofile.so: bench/profile.cc Makefile
 	@echo "  LINK  $@"
 	@$(NVCC) -std=c++17 -O2 -shared -Xcompiler -fPIC -I$(CUDA_HOME)/extras/CUPTI/include $< -o $@ \
 	    -L$(CUDA_HOME)/extras/CUPTI/lib64 -lcupti
--include $(addprefix $(CUDA)/,$(addsuffix .d,train_moe $(HOST) $(OPS) $(OPS_LT)))
+-include $(addprefix $(CUDA)/,$(addsuffix .d,train_moe $(HOST) $(OPS) $(OPS_LT))) $(wildcard $(CUDA)/tests/*.d $(CUDA)/bench/*.d)
 .SECONDARY:
 
 train:
