@@ -12,7 +12,7 @@
 #include <functional>
 #include <vector>
 
-#include "device/cuda.cuh"
+#include "bench/data.cuh"
 #include "moe/mx_stats.h"
 #include "moe/mx_swiglu.h"
 
@@ -21,18 +21,6 @@ enum { CALLS = 6, BATCHES = 20 };
 static Ctx* ctx;
 static double copy_rate;  // of 1 GiB, bytes a second
 static const char* only = "";
-
-static __global__ void fill(floatX* p, int64_t n, uint32_t seed) {  // about normal
-    for (int64_t i = blockIdx.x * (int64_t)blockDim.x + threadIdx.x; i < n; i += gridDim.x * (int64_t)blockDim.x) {
-        float sum = 0;
-        for (int k = 0; k < 4; k++) {
-            uint64_t x = (uint64_t)i * 4 + k + ((uint64_t)seed << 40);
-            x ^= x >> 31, x *= 0x7fb5d329728ea185ull, x ^= x >> 27, x *= 0x81dadef4bc2dd44dull, x ^= x >> 33;
-            sum += (float)(uint32_t)x * 0x1p-32f - 0.5f;
-        }
-        p[i] = __float2bfloat16(sum * 1.7320508f);
-    }
-}
 
 static double seconds(int sets, const std::function<void(int)>& call) {
     cudaEvent_t start, stop;

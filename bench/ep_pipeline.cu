@@ -23,7 +23,7 @@
 #include <functional>
 #include <vector>
 
-#include "device/cuda.cuh"
+#include "bench/data.cuh"
 #include "moe/grouped_gemm.h"
 #include "moe/grouped_gemm_mx.h"
 #include "moe/moe.h"
@@ -40,23 +40,6 @@ static double* sums;
 static const MxCast CAST = {MX_RCEIL, MX_CHUNK};
 
 // --- Data: every element follows from its index over all ranks, on the host too ---
-
-static __host__ __device__ uint32_t hash(uint64_t x) {
-    x ^= x >> 31, x *= 0x7fb5d329728ea185ull, x ^= x >> 27, x *= 0x81dadef4bc2dd44dull, x ^= x >> 33;
-    return (uint32_t)x;
-}
-
-// About normal with variance 1.
-static __host__ __device__ floatX value(int64_t i, Seed seed) {
-    float sum = 0;
-    for (int k = 0; k < 4; k++) sum += (float)hash((uint64_t)i * 4 + k + ((uint64_t)seed << 40)) * 0x1p-32f - 0.5f;
-    return (floatX)(sum * 1.7320508f);
-}
-
-static __global__ void fill(floatX* p, int64_t count, int64_t first, Seed seed) {
-    for (int64_t i = blockIdx.x * (int64_t)blockDim.x + threadIdx.x; i < count; i += gridDim.x * (int64_t)blockDim.x)
-        p[i] = value(first + i, seed);
-}
 
 // What travels to the experts, x or dy, C wide. "home": in the order in which the tokens of this rank start; "here": as
 // received, rank after rank; "rows": by expert. N tokens start here and as many arrive.
@@ -98,7 +81,7 @@ static void take_outward(Pipeline& p, Outward& o, int64_t C, Seed seed) {
     take(p, o.home, N * C), take(p, o.here, N * C), take(p, o.rows, capacity * C), take(p, o.values, capacity * C);
     for (MxRows* mx : {&o.home_mx, &o.here_mx, &o.rows_mx})
         take(p, mx->q, capacity * C), take(p, mx->scale, capacity * mx_stride(C));
-    fill<<<1024, 256, 0, ctx->stream>>>(o.home, N * C, ranks_index(world) * N * C, seed);
+    fill<<<1024, 256, 0, ctx->stream>>>(o.home, N * C, seed, 1, ranks_index(world) * N * C);
     LAUNCH_CHECK();
 }
 
@@ -124,7 +107,7 @@ static Pipeline make(int64_t N, int64_t dim, int64_t hidden) {
     take(p, p.w, weights), take(p, p.w_mx.q, weights), take(p, p.w_transposed, weights);
     take(p, p.w_mx.scale, EL * ceil_div(hidden, MX_CHUNK) * ceil_div(dim, MX_CHUNK));
     for (real*& dw : p.dw) take(p, dw, weights);
-    fill<<<1024, 256, 0, ctx->stream>>>(p.w, weights, ranks_index(world) * weights, W);
+    fill<<<1024, 256, 0, ctx->stream>>>(p.w, weights, W, 1, ranks_index(world) * weights);
     LAUNCH_CHECK();
     mx_quantize_tiles(p.w_mx.q, p.w_transposed, p.w_mx.scale, p.w, EL, hidden, dim, CAST.scale, ctx);
     std::vector<int32_t> id((size_t)N);  // of the experts of the rank that a token goes to
@@ -248,16 +231,6 @@ static void verdict(const char* name, double signal, double noise, double least)
 }
 
 template <typename T>
-static __global__ void difference(const T* a, const T* b, int64_t n, double* to) {
-    double diff = 0, norm = 0;
-    for (int64_t i = blockIdx.x * (int64_t)blockDim.x + threadIdx.x; i < n; i += gridDim.x * (int64_t)blockDim.x) {
-        double x = (double)(float)a[i], y = (double)(float)b[i];
-        diff += (x - y) * (x - y), norm += y * y;
-    }
-    atomicAdd(to, diff), atomicAdd(to + 1, norm);
-}
-
-template <typename T>
 static void check_sqnr(const char* name, const T* a, const T* b, int64_t n, double least) {
     double s[2];
     device_zero(sums, sizeof(s), ctx);
@@ -282,7 +255,7 @@ static double element(const T* from, int64_t i) {
     device_download(&x, from + i, sizeof(x), ctx);
     return (double)(float)x;
 }
-static double at(int64_t i, Seed seed) { return (double)(float)value(i, seed); }
+static double at(int64_t i, Seed seed) { return (double)(float)(floatX)normal(i, seed); }
 
 static void check(void) {
     const int64_t ranks = ranks_count(world), me = ranks_index(world), E = EL * ranks;

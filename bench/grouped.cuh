@@ -11,33 +11,15 @@
 #include <functional>
 #include <vector>
 
-#include "device/cuda.cuh"
+#include "bench/data.cuh"
 #include "moe/permute.h"
 #include "tests/hold.cuh"
 
-static __device__ uint32_t hash(uint64_t x) {
-    x ^= x >> 31, x *= 0x7fb5d329728ea185ull, x ^= x >> 27, x *= 0x81dadef4bc2dd44dull, x ^= x >> 33;
-    return (uint32_t)x;
-}
-
-// About normal with variance 1; rows whose mark is 0 become zeros (mark NULL: none).
-static __global__ void fill(floatX* p, int64_t rows, int64_t cols, const char* mark, uint64_t seed) {
+// About normal; rows whose mark is 0 become zeros.
+static __global__ void fill_rows(floatX* p, int64_t rows, int64_t cols, const char* mark, uint64_t seed) {
     for (int64_t i = blockIdx.x * (int64_t)blockDim.x + threadIdx.x; i < rows * cols;
-         i += gridDim.x * (int64_t)blockDim.x) {
-        float sum = 0;
-        for (int k = 0; k < 4; k++) sum += (float)hash(i * 4 + k + (seed << 40)) * 0x1p-32f - 0.5f;
-        p[i] = mark && !mark[i / cols] ? (floatX)0.0f : (floatX)(sum * 1.7320508f);
-    }
-}
-
-template <typename T>
-static __global__ void difference(const T* a, const T* b, int64_t n, double* sums) {
-    double diff = 0, norm = 0;
-    for (int64_t i = blockIdx.x * (int64_t)blockDim.x + threadIdx.x; i < n; i += gridDim.x * (int64_t)blockDim.x) {
-        double x = (double)(float)a[i], y = (double)(float)b[i];
-        diff += (x - y) * (x - y), norm += y * y;
-    }
-    atomicAdd(sums, diff), atomicAdd(sums + 1, norm);
+         i += gridDim.x * (int64_t)blockDim.x)
+        p[i] = mark[i / cols] ? (floatX)normal(i, seed) : (floatX)0.0f;
 }
 
 static Ctx* ctx;

@@ -15,9 +15,9 @@ static void bench(int64_t OC, int64_t IC, int El, int64_t M) {
     floatX* w = (floatX*)device_alloc(El * OC * IC * 2, "w");
     size_t out_bytes = std::max(capacity * std::max(IC, OC) * 2, El * OC * IC * 4);
     void *ours = device_alloc(out_bytes, "ours"), *theirs = device_alloc(out_bytes, "theirs");
-    fill<<<1024, 256, 0, stream>>>(x, capacity, IC, g.marks, 1);
-    fill<<<1024, 256, 0, stream>>>(y, capacity, OC, g.marks, 2);
-    fill<<<1024, 256, 0, stream>>>(w, El * OC, IC, nullptr, 3);
+    fill_rows<<<1024, 256, 0, stream>>>(x, capacity, IC, g.marks, 1);
+    fill_rows<<<1024, 256, 0, stream>>>(y, capacity, OC, g.marks, 2);
+    fill<<<1024, 256, 0, stream>>>(w, El * OC * IC, 3);
     LAUNCH_CHECK();
 
     const float one = 1, zero = 0;

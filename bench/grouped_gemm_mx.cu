@@ -21,14 +21,14 @@ static void bench(int64_t OC, int64_t IC, int El, int64_t M) {
     uint8_t* sw = (uint8_t*)device_alloc(El * tiles_i * tiles_o, "scales of w");
     floatX* ours = (floatX*)device_alloc(capacity * most * 2, "ours");
     floatX* theirs = (floatX*)device_alloc(capacity * most * 2, "theirs");
-    fill<<<1024, 256, 0, stream>>>(w, El * OC, IC, nullptr, 3);
+    fill<<<1024, 256, 0, stream>>>(w, El * OC * IC, 3);
     LAUNCH_CHECK();
     mx_quantize_tiles(qw, qw_transposed, sw, w, El, OC, IC, MX_RCEIL, ctx);
 
     const float one = 1, zero = 0;
     for (int dgrad = 0; dgrad < 2; dgrad++) {
         const int64_t K = dgrad ? OC : IC, N = dgrad ? IC : OC;
-        fill<<<1024, 256, 0, stream>>>(x, capacity, K, g.marks, 1);
+        fill_rows<<<1024, 256, 0, stream>>>(x, capacity, K, g.marks, 1);
         LAUNCH_CHECK();
         mx_quantize(qx, sx, x, capacity, K, {MX_RCEIL, 128}, ctx);
         auto mine = [&] {

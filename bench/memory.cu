@@ -11,6 +11,7 @@
 #include <functional>
 #include <vector>
 
+#include "bench/data.cuh"
 #include "device/cuda.cuh"
 #include "layers/adamw.h"
 #include "layers/embedding.h"
@@ -35,19 +36,6 @@ static uint32_t random32(void) {
 }
 static double uniform(void) { return (random32() + 0.5) / 2147483648.0; }
 
-template <typename T>
-static __global__ void fill(T* p, int64_t n, float scale, uint64_t seed) {  // about normal
-    for (int64_t i = blockIdx.x * (int64_t)blockDim.x + threadIdx.x; i < n; i += gridDim.x * (int64_t)blockDim.x) {
-        float sum = 0;
-        for (int k = 0; k < 4; k++) {
-            uint64_t x = (uint64_t)i * 4 + k + (seed << 40);
-            x ^= x >> 31, x *= 0x7fb5d329728ea185ull, x ^= x >> 27, x *= 0x81dadef4bc2dd44dull, x ^= x >> 33;
-            sum += (float)(uint32_t)x * 0x1p-32f - 0.5f;
-        }
-        p[i] = (T)(sum * 1.7320508f * scale);
-    }
-}
-
 // SETS buffers of n elements, about normal.
 template <typename T>
 struct Buffers {
@@ -56,7 +44,7 @@ struct Buffers {
         static uint64_t seed;
         for (T*& b : p) {
             b = (T*)device_alloc((size_t)n * sizeof(T), "the benchmark");
-            fill<<<1024, 256, 0, ctx->stream>>>(b, n, scale, ++seed);
+            fill<<<1024, 256, 0, ctx->stream>>>(b, n, ++seed, scale);
         }
         ctx_sync(ctx);
     }
