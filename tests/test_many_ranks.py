@@ -38,10 +38,13 @@ RANKS -= RANKS == 3                    # which would not divide the 4 experts
 VICTIM = RANKS - 2 or 1                # the rank that has the fault: neither the first nor, of four, the last
 # How far curves of different layouts may lie apart. Sums in another order move float32 by 1e-8 here, bf16 by its steps.
 CLOSE = 1e-2 if CUDA else 1e-5
-STATS_CLOSE = 1e-3 if CUDA else 1e-4  # shares of elements
-# The noise of a gradient is that of its few largest blocks: in bf16 some of them tip (0.15 dB), and a sum that misses one
-# of two ranks is 3 dB off.
-SNR_CLOSE = 0.5 if CUDA else 1e-3
+# Shares of some 10^4 elements, and decibels. Another order of sums tips an element in a cast, its tensor's row behind it
+# then has other last bits, and a block whose largest is next to a power of two another scale: 32 elements with a noise
+# 4 times as large, 1 of 750 blocks. In bf16 1 % of the elements are a step aside, and the noise of a gradient is that of
+# its few largest blocks. A rank that speaks of its own rows alone is up to 1e-3 off in shares, a sum that one of two
+# ranks lacks is 3 dB.
+STATS_CLOSE = 1e-3 if CUDA else 2e-4
+SNR_CLOSE = 0.5 if CUDA else 0.05
 
 LIMIT = 10 if CUDA else 2  # --timeout for ranks that hang, in seconds
 # 32 windows and several micro-steps a step: slow enough for faults to come between two steps.
@@ -448,9 +451,7 @@ class Layouts(Case):
                                  sorted(p.name for p in (self.dir / "one/step_00000010").iterdir()))
 
     def test_cast_statistics(self):
-        """Of the first step: later ones drift apart, as elements that tip over a border tip others. Another order of sums
-        tips one of some 10^4 elements or none; in bf16 1 % of the elements are a step aside. What a rank alone would say
-        of its quarter of the rows is further off: 1 % are saturated, and 1e-3 more or less."""
+        """Of the first step: later ones drift apart, as elements that tip over a border tip others."""
         options = dict(steps=1, save_every=None, tokens_per_step=256, dim=160, kv_lora=32, expert_ffn=96,
                        expert_precision="mxfp8", linear_precision="mxfp8", mx_scale="floor", mx_stats=1)
         for kind in ("exact", "fast"):
