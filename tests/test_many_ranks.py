@@ -38,9 +38,9 @@ RANKS -= RANKS == 3                    # which would not divide the 4 experts
 VICTIM = RANKS - 2 or 1                # the rank that has the fault: neither the first nor, of four, the last
 # How far curves of different layouts may lie apart. Sums in another order move float32 by 1e-8 here, bf16 by its steps.
 CLOSE = 1e-2 if CUDA else 1e-5
-# Shares of some 10^4 elements, and decibels. Another order of sums tips an element in a cast, its tensor's row behind it
-# then has other last bits, and a block whose largest is next to a power of two another scale: 32 elements with a noise
-# 4 times as large, 1 of 750 blocks. In bf16 1 % of the elements are a step aside, and the noise of a gradient is that of
+# Shares of some 10^4 elements, and decibels. Another order of sums tips an element in a cast, so that what follows from it
+# differs by more than last bits, and a block whose largest is next to a power of two gets another scale: 32 elements with
+# 4 times the noise, 1 block of 750. In bf16 1 % of the elements are a step aside, and the noise of a gradient is that of
 # its few largest blocks. A rank that speaks of its own rows alone is up to 1e-3 off in shares, a sum that one of two
 # ranks lacks is 3 dB.
 STATS_CLOSE = 1e-3 if CUDA else 2e-4
