@@ -1,6 +1,7 @@
 // train_moe: pretrains a DeepSeek-style mixture-of-experts model from tokenized shards. Host code only; read on in
 // model/.
 #include <errno.h>
+#include <fcntl.h>
 #include <math.h>
 #include <signal.h>
 #include <stdio.h>
@@ -36,8 +37,11 @@ typedef struct Run {
     Model* model;
     Tokenizer* tokenizer;
     Shards *train, *val;
+    char* lock_path;      // of rank 0, while it has --out for itself; NULL without
+    int lock;             // its descriptor
     RunLog* log;          // of rank 0; NULL without --out
     Saver* saver;         // NULL without --out
+    int64_t saved;        // newest step on the disk or on its way there
     Fetch *state, *load;  // of the last step queued
     Fetch* casts;         // of the last one that measured them; NULL without a log and --mx-stats
     int64_t pending;      // that step, 0 if its results are reported already
@@ -48,8 +52,26 @@ typedef struct Run {
     int64_t first;        // step after the one resumed from
 } Run;
 
+// One run at a time writes into a folder.
+static void lock_folder(Run* r) {
+    const char* out = r->settings.out;
+    r->lock_path = host_format("%s/.lock", out);
+    r->lock = lock_file(r->lock_path);
+    if (r->lock >= 0) return;
+    if (errno == EAGAIN) {
+        char* holder = read_file(r->lock_path, 256, NULL);
+        die(EXIT_FAILED, "--out %s is in use by another run (%s): wait for its end, or choose another folder", out,
+            holder && *holder ? holder : "unknown");
+    }
+    if (errno == ELOOP) die(EXIT_FAILED, "%s: %s", r->lock_path, file_error(errno));
+    warn("--out %s cannot be locked (%s): another run in it would not be noticed", out, strerror(errno));
+    free(r->lock_path);
+    r->lock_path = NULL;
+}
+
 // A folder that holds a run is touched by --resume only.
-static void open_folder(const Settings* s) {
+static void open_folder(Run* r) {
+    const Settings* s = &r->settings;
     int count;
     if (!*s->out) {
         printf("run        no --out: no log and no checkpoint will be kept\n");
@@ -63,6 +85,7 @@ static void open_folder(const Settings* s) {
         die(EXIT_USAGE, "--out %s holds a run already; add --resume to go on with it, or choose another folder",
             s->out);
     free(log);
+    lock_folder(r);
 }
 
 // Whether samples can be made is known before the first step.
@@ -96,6 +119,11 @@ static double validate(Run* r) {
         model_batch(m, ids, ids + B * T, n, T);
         model_forward(m, 0);
         if (counts) model_loss(m, m->val_state, 0);
+        if (seconds() - r->shown < 10) continue;
+        printf("validation %lld of %lld windows\n", (long long)min_i64(round + r->ranks * B, windows),
+               (long long)windows);
+        fflush(stdout);
+        r->shown = seconds();
     }
     if (m->world) comm_sum_double(m->world, &m->val_state->loss_sum, 1, m->ctx);
     StepState state;
@@ -152,7 +180,22 @@ static void print_step(Run* r, const StepRecord* s) {
     r->shown = seconds();
 }
 
-// Waits for the results of the pending step and says them. With val the validation loss is measured and joins them.
+// Three steps in a row that are not finite: the model has diverged. It did so before the last checkpoint if no step was
+// good since.
+static NORETURN void end_diverged(Run* r) {
+    int64_t good = r->pending - r->last.bad_in_a_row;
+    int aside = r->saver && good == r->saved && checkpoint_set_aside(r->saver, good);
+    if (r->saver) checkpoint_wait(r->saver);  // an earlier one may still be on its way to the disk
+    char* note = aside ? host_format(" (step_%08lld, after which no step was finite, is now step_%08lld.diverged)",
+                                     (long long)good, (long long)good)
+                       : host_strdup("");
+    die(EXIT_FAILED,
+        "3 steps in a row were not finite; the run ends without saving%s. Start again with a smaller --lr or a longer "
+        "--warmup",
+        note);
+}
+
+// Waits for the results of the pending step and prints them. With val the validation loss is measured and joins them.
 static void report(Run* r, int val) {
     if (!r->pending) return;
     const Settings* s = &r->settings;
@@ -181,14 +224,12 @@ static void report(Run* r, int val) {
     if (val || seconds() - r->shown > 0.5 || r->pending == r->first || r->pending == s->steps || !r->last.ok)
         print_step(r, &record);
     if (!r->last.ok)
-        warn("step %lld: loss %g, gradient norm %g: not finite, so no weight was changed", (long long)r->pending,
-             record.loss, record.grad_norm);
-    if (r->last.bad_in_a_row >= 3) {
-        if (r->saver) checkpoint_wait(r->saver);  // an earlier one may still be on its way to the disk
-        die(EXIT_FAILED,
-            "3 steps in a row were not finite; the run ends without saving. Start again with a smaller --lr or a "
-            "longer --warmup");
-    }
+        warn("step %lld: loss %g, gradient norm %g: %s, so no weight was changed", (long long)r->pending, record.loss,
+             record.grad_norm,
+             isfinite(record.loss) && isfinite(record.grad_norm) ? "the update could leave weights that are not finite"
+                                                                 : "not finite");
+    if (r->last.bad_in_a_row >= 3) end_diverged(r);
+    if (r->pending == r->first) watch_settled();
     r->pending = 0;
 }
 
@@ -208,6 +249,23 @@ static void queue_step(Run* r, Loader* loader, int64_t step) {
     stopwatch_stop(r->watch[step % 2], m->ctx);
 }
 
+// A step that was not finite changed nothing, so the model is still that of the last good one: saved as such at the
+// end, and not at all before.
+static void save(Run* r, int64_t step, int at_the_end) {
+    const Settings* s = &r->settings;
+    int64_t good = step - r->last.bad_in_a_row;
+    if (good == r->saved || (good != step && !at_the_end)) return;
+    for (int i = 0; i < LARGEST; i++)
+        if (!isfinite(r->last.own_largest[i]))
+            die(EXIT_FAILED,
+                "step %lld is not saved: the weights or moments of this rank are not finite; its memory may "
+                "be faulty",
+                (long long)good);
+    if (r->log) runlog_sync(r->log);
+    model_save(r->model, r->saver, good, good * (s->tokens_per_step / s->seq_len), shards_hash(r->train), &r->last);
+    r->saved = good;
+}
+
 static void train(Run* r, int64_t done, int64_t window) {
     const Settings* s = &r->settings;
     int64_t windows_per_step = s->tokens_per_step / s->seq_len;
@@ -215,6 +273,7 @@ static void train(Run* r, int64_t done, int64_t window) {
                          s->overfit ? windows_per_step : 0};
     Loader* loader = loader_start(r->train, s->batch, (int32_t)s->model.V, order);
     r->first = done + 1;
+    r->saved = done;
     int stop = 0;
     for (int64_t step = done + 1; step <= s->steps && !stop; step++) {
         queue_step(r, loader, step);
@@ -228,17 +287,18 @@ static void train(Run* r, int64_t done, int64_t window) {
         int last = step == s->steps || stop;
         int val = r->val && (step == s->steps || due(step, s->val_every)),
             sample = due(step, s->sample_every) || (s->sample_every && step == s->steps);
-        int save = *s->out && (last || due(step, s->save_every));
-        if (!last && !val && !sample && !save) continue;
+        int saves = *s->out && (last || due(step, s->save_every));
+        if (!last && !val && !sample && !saves) continue;
         report(r, val);
         if (sample) {
             char* text = model_sample(r->model, r->tokenizer, step);
             printf("--- sample at step %lld\n%s\n---\n", (long long)step, text);
             free(text);
         }
-        if (save) model_save(r->model, r->saver, step, step * windows_per_step, shards_hash(r->train), &r->last);
+        if (saves) save(r, step, last);
         fflush(stdout);
     }
+    if (*s->out && !stop) checkpoint_finish(r->saver);
     if (*s->out) checkpoint_wait(r->saver);
     if (stop) {
         if (stop_asked)
@@ -253,25 +313,32 @@ static void train(Run* r, int64_t done, int64_t window) {
 int main(int argc, char** argv) {
     Run r;
     memset(&r, 0, sizeof(r));
+    // A file must not get the number of a closed standard stream, or the program's output would go into it.
+    for (int fd = 0; fd <= 2; fd++)
+        if (fcntl(fd, F_GETFD) < 0) open("/dev/null", O_RDWR);  // the lowest number that is free
     r.world = ranks_start(&argc, &argv);
     r.ranks = ranks_count(r.world);
     r.rank = ranks_index(r.world);
     r.settings = settings_read(argc, argv, r.ranks);
     const Settings* s = &r.settings;
+    watch_start(r.world, s->timeout);
+    agree_on_settings(r.world, s);
     if (s->help || s->dry_run) {
         if (!s->help) report_dry_run(s);
         settings_free(&r.settings);
+        watch_stop();
         ranks_end(r.world);
         return 0;
     }
-    // A full disk or quota is an error of write(2), with a message, not a signal that kills.
+    // A full disk or quota is an error of write(2), with a message, not a signal that kills; and nobody needs to read
+    // what a run prints.
     signal(SIGXFSZ, SIG_IGN);
+    signal(SIGPIPE, SIG_IGN);
     signal(SIGINT, ask_stop);
     signal(SIGTERM, ask_stop);
     signal(SIGUSR1, ask_stop);  // what Slurm sends ahead of a job's end: --signal
+    if (signal(SIGHUP, ask_stop) == SIG_IGN) signal(SIGHUP, SIG_IGN);  // nohup
 
-    watch_start(r.world, s->timeout);
-    agree_on_settings(r.world, s);
     options_print(settings_table, settings_count, s);
     printf("\n");
     report_model(s);
@@ -290,7 +357,7 @@ int main(int argc, char** argv) {
         die(EXIT_FAILED,
             "--train has %lld windows of %lld tokens, fewer than one batch of %lld; use a smaller --batch or --seq-len",
             (long long)shards_windows(r.train), (long long)s->seq_len, (long long)s->batch);
-    if (r.rank == 0) open_folder(s);
+    if (r.rank == 0) open_folder(&r);
     ranks_barrier(r.world);
 
     device_choose(ranks_local());
@@ -298,11 +365,13 @@ int main(int argc, char** argv) {
     printf("device     %s\n", device_name(r.model->ctx));
     if (r.ranks > 1) printf("ranks      %d, %lld share a set of experts\n", r.ranks, (long long)s->ep);
     int64_t window = 0, done = s->resume ? model_resume(r.model, r.world, shards_hash(r.train), &window) : 0;
+    char* out = host_printable(s->out, strlen(s->out), "");
     if (done)
-        printf("resumed    from %s/step_%08lld\n", s->out, (long long)done);
+        printf("resumed    from %s/step_%08lld\n", out, (long long)done);
     else
         model_init(r.model, (uint64_t)s->seed);
     if (done >= s->steps) printf("nothing to do: %lld of %lld steps are done\n", (long long)done, (long long)s->steps);
+    free(out);
     char* config = settings_json(s);
     if (*s->out && r.rank == 0) r.log = runlog_open(s->out, config, done);
     if (*s->out) r.saver = saver_create(r.world, s->out, (int)s->keep);
@@ -316,6 +385,8 @@ int main(int argc, char** argv) {
 
     if (r.log) runlog_close(r.log);
     if (r.saver) saver_destroy(r.saver);
+    if (r.lock_path) unlock_file(r.lock_path, r.lock);
+    free(r.lock_path);
     for (int i = 0; i < 2; i++) stopwatch_destroy(r.watch[i]);
     fetch_destroy(r.state);
     fetch_destroy(r.load);

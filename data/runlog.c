@@ -1,14 +1,18 @@
 #include "data/runlog.h"
 
 #include <errno.h>
+#include <fcntl.h>
 #include <math.h>
 #include <stdio.h>
 #include <stdlib.h>
 #include <string.h>
+#include <unistd.h>
 
 #include "data/json.h"
 #include "device/check.h"
 #include "device/files.h"
+
+static const size_t LIMIT = (size_t)4 << 30;  // bytes of a log that is gone on with
 
 struct RunLog {
     char* path;
@@ -18,8 +22,8 @@ struct RunLog {
 
 static NORETURN void give_up(const RunLog* log) {
     int why = errno;
-    if (log->beside) remove(log->beside);
-    die(EXIT_FAILED, "cannot write %s: %s", log->beside ? log->beside : log->path, strerror(why));
+    if (log->beside) remove_tree(log->beside);
+    die(EXIT_FAILED, "cannot write %s: %s", log->beside ? log->beside : log->path, file_error(why));
 }
 
 static void put_line(RunLog* log, const char* line, size_t length) {
@@ -27,37 +31,64 @@ static void put_line(RunLog* log, const char* line, size_t length) {
         give_up(log);
 }
 
-// Writes the lines of an earlier run's log that belong to steps up to last_step.
-static void keep_lines(RunLog* log, const char* text, int64_t last_step) {
-    const char* line = strchr(text, '\n');  // behind the old configuration
-    while (line && *++line) {
-        const char* end = strchr(line, '\n');
-        if (!end) return;  // torn by a kill
-        char error[64];
-        Json* json = json_parse(line, (size_t)(end - line), error, sizeof(error));
-        int64_t step = json ? json_int(json, "step", INT64_MAX) : INT64_MAX;
-        json_free(json);
-        if (step > last_step) return;
-        put_line(log, line, (size_t)(end - line));
-        line = end;
+// The step of a line; 0: it is a configuration, -1: it cannot be read.
+static int64_t step_of(const char* line, size_t length) {
+    char error[64];
+    Json* json = json_parse(line, length, error, sizeof(error));
+    int64_t step = !json || json->type != JSON_OBJECT ? -1 : json_get(json, "step") ? json_int(json, "step", -1) : 0;
+    json_free(json);
+    return step;
+}
+
+// Adds a line to those that could not be read, which lie in a file of their own.
+static void set_aside(const char* path, const char* line, size_t length) {
+    int fd = open(path, O_WRONLY | O_CREAT | O_APPEND | O_NOFOLLOW | O_NONBLOCK | O_CLOEXEC, 0666);
+    if (fd < 0 || write(fd, line, length) != (ssize_t)length || close(fd) != 0)
+        die(EXIT_FAILED, "cannot write %s: %s", path, file_error(errno));
+}
+
+// Writes the lines of an earlier run's log that belong to steps up to last_step. Its last line counts if it is whole.
+static void keep_lines(RunLog* log, const char* text, size_t size, int64_t last_step) {
+    char* aside = host_format("%s.unreadable", log->path);
+    int64_t number = 0, odd = 0, first_odd = 0;
+    for (const char *line = text, *end; (end = (const char*)memchr(line, '\n', (size_t)(text + size - line)));
+         line = end + 1) {
+        int64_t step = step_of(line, (size_t)(end - line));
+        number++;
+        if (step > 0 && step <= last_step) put_line(log, line, (size_t)(end - line));
+        if (step >= 0) continue;
+        set_aside(aside, line, (size_t)(end - line) + 1);
+        if (odd++ == 0) first_odd = number;
     }
+    if (odd)
+        warn("%s: %lld line%s cannot be read, the first is line %lld: kept in %s", log->path, (long long)odd,
+             odd == 1 ? "" : "s", (long long)first_odd, aside);
+    free(aside);
 }
 
 RunLog* runlog_open(const char* folder, const char* config_json, int64_t last_step) {
     RunLog* log = (RunLog*)host_alloc(sizeof(RunLog));
+    size_t size = 0;
     log->path = host_format("%s/log.jsonl", folder);
     log->beside = host_format("%s.tmp", log->path);
-    char* old = read_file(log->path, NULL);
-    if (!old && errno != ENOENT) die(EXIT_FAILED, "cannot read %s: %s", log->path, strerror(errno));
-    log->file = fopen(log->beside, "w");
+    char* old = is_link(log->path) ? (errno = ELOOP, (char*)NULL) : read_file(log->path, LIMIT, &size);
+    if (!old && errno != ENOENT) die(EXIT_FAILED, "cannot read %s: %s", log->path, file_error(errno));
+    if (!old && last_step > 0) warn("%s is missing: the log begins at step %lld", log->path, (long long)last_step + 1);
+    int fd = create_file(log->beside);
+    log->file = fd < 0 ? NULL : fdopen(fd, "w");
     if (!log->file) give_up(log);
     put_line(log, config_json, strlen(config_json));
-    if (old) keep_lines(log, old, last_step);
-    if (rename(log->beside, log->path) != 0) give_up(log);
+    if (old) keep_lines(log, old, size, last_step);
+    // On the disk before it takes the old one's place.
+    if (fsync(fileno(log->file)) != 0 || rename(log->beside, log->path) != 0 || sync_folder(folder) != 0) give_up(log);
     free(log->beside);
     log->beside = NULL;
     free(old);
     return log;
+}
+
+void runlog_sync(RunLog* log) {
+    if (fsync(fileno(log->file)) != 0) give_up(log);
 }
 
 static const char* number(char text[32], double x) {

@@ -31,10 +31,13 @@ typedef struct StepRecord {
 
 typedef struct RunLog RunLog;
 
-// Starts `folder`/log.jsonl, or, where it exists, keeps its lines up to `last_step` (a resumed run: -1 keeps none)
-// under a first line with the present configuration. Ends the run if it cannot be written.
+// Starts `folder`/log.jsonl, or, where it exists, keeps its lines up to `last_step` (a run that starts: 0 keeps none)
+// after a first line with the present configuration. Lines that cannot be read go to log.jsonl.unreadable, with a
+// warning. Ends the run if it cannot be written, or is a link.
 RunLog* runlog_open(const char* folder, const char* config_json, int64_t last_step);
 void runlog_add(RunLog* log, const StepRecord* record);
+// All lines so far are on the disk: before a checkpoint that counts on them.
+void runlog_sync(RunLog* log);
 void runlog_close(RunLog* log);
 
 END_C

@@ -1,7 +1,6 @@
 #include "data/safetensors.h"
 
 #include <errno.h>
-#include <fcntl.h>
 #include <stdarg.h>
 #include <stdbool.h>
 #include <stdio.h>
@@ -11,6 +10,7 @@
 #include <unistd.h>
 
 #include "device/check.h"
+#include "device/files.h"
 
 #if defined(__BYTE_ORDER__) && __BYTE_ORDER__ != __ORDER_LITTLE_ENDIAN__
 #error "files are little-endian and are read as they are: this needs a little-endian machine"
@@ -177,11 +177,10 @@ static bool parse_header(SafeTensors* st, const char* text, int64_t length, cons
 }
 
 static bool open_checked(SafeTensors* st, const Report* report) {
-    st->fd = open(st->path, O_RDONLY | O_CLOEXEC);
-    if (st->fd < 0) return fail(report, "cannot open: %s", strerror(errno));
+    st->fd = open_file(st->path);
+    if (st->fd < 0) return fail(report, "cannot open: %s", file_error(errno));
     struct stat info;
     if (fstat(st->fd, &info) != 0) return fail(report, "cannot stat: %s", strerror(errno));
-    if (!S_ISREG(info.st_mode)) return fail(report, "not a file");
     int64_t size = (int64_t)info.st_size;
     if (size < 8) return fail(report, "%lld bytes are too few for a safetensors file", (long long)size);
 

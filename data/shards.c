@@ -2,7 +2,6 @@
 #include "data/shards.h"
 
 #include <errno.h>
-#include <fcntl.h>
 #include <glob.h>
 #include <pthread.h>
 #include <signal.h>
@@ -16,6 +15,7 @@
 #include <zlib.h>
 
 #include "device/check.h"
+#include "device/files.h"
 
 #if defined(__BYTE_ORDER__) && __BYTE_ORDER__ != __ORDER_LITTLE_ENDIAN__
 #error "shards are little-endian and are read as they are: this needs a little-endian machine"
@@ -59,24 +59,25 @@ static int64_t windows_in(int64_t tokens, int64_t T) { return tokens > T ? (toke
 
 // All shards stay open, and a large set has more files than the usual soft limit (1024) allows: where open fails for
 // that, the limit is raised to the hard one.
-static int open_file(const char* path) {
-    int fd = open(path, O_RDONLY | O_CLOEXEC);
+static int open_one_more(const char* path) {
+    int fd = open_file(path);
     struct rlimit limit;
     if (fd >= 0 || errno != EMFILE || getrlimit(RLIMIT_NOFILE, &limit) != 0) return fd;
     limit.rlim_cur = limit.rlim_max;
     if (setrlimit(RLIMIT_NOFILE, &limit) != 0) return -1;
-    return open(path, O_RDONLY | O_CLOEXEC);
+    return open_file(path);
 }
 
 static void open_shard(Shards* s, Shard* shard, const char* path) {
     shard->path = host_strdup(path);
-    shard->fd = open_file(path);
+    shard->fd = open_one_more(path);
+    if (shard->fd < 0 && (errno == EISDIR || errno == ENXIO))
+        die(EXIT_FAILED, "%s: %s: not a file; shards are files of tokens", s->option, path);
     if (shard->fd < 0)
         die(EXIT_FAILED, "%s: %s: cannot open: %s%s", s->option, path, strerror(errno),
             errno == EMFILE ? "; allow more open files (ulimit -n)" : "");
     struct stat info;
     if (fstat(shard->fd, &info) != 0) die(EXIT_FAILED, "%s: %s: cannot stat: %s", s->option, path, strerror(errno));
-    if (!S_ISREG(info.st_mode)) die(EXIT_FAILED, "%s: %s: not a file; shards are files of tokens", s->option, path);
 
     int32_t header[HEADER_INTS];
     int64_t got = read_at(shard->fd, header, HEADER_BYTES, 0);

@@ -9,6 +9,7 @@
 #include "device/files.h"
 
 enum { MAGIC = 20240328, VERSION = 2, HEADER_BYTES = 1024, MAX_TOKENS = 1 << 24 };
+static const size_t LIMIT = (size_t)1 << 30;  // bytes; those in use have some MiB
 
 typedef struct Token {
     const char* bytes;
@@ -88,8 +89,8 @@ Tokenizer* tokenizer_open(const char* path) {
     if (path[0] == 0) return open_bytes();
     Tokenizer* t = (Tokenizer*)host_alloc(sizeof(Tokenizer));
     size_t size, at = HEADER_BYTES;
-    t->data = read_file(path, &size);
-    if (!t->data) die(EXIT_FAILED, "--tokenizer: %s: cannot read: %s", path, strerror(errno));
+    t->data = read_file(path, LIMIT, &size);
+    if (!t->data) die(EXIT_FAILED, "--tokenizer: %s: cannot read: %s", path, file_error(errno));
     if (size < HEADER_BYTES)
         die(EXIT_FAILED, "--tokenizer: %s: byte %zu: the file ends inside the header of %d bytes", path, size,
             HEADER_BYTES);

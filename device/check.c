@@ -39,12 +39,35 @@ static void wait_for_rank_0(int code) {
     nanosleep(&patience, NULL);
 }
 
-// One line in one piece: other ranks write to the same terminal.
+// Control characters can move a terminal's cursor and more: as text, of which up to 4 bytes a byte are written. U+0080
+// to U+009F are control characters too, in UTF-8 a pair of bytes.
+static size_t printable(char* to, const char* bytes, size_t n, const char* keep) {
+    size_t length = 0;
+    for (size_t i = 0; i < n; i++) {
+        unsigned char c = (unsigned char)bytes[i], next = i + 1 < n ? (unsigned char)bytes[i + 1] : 0;
+        if (c == 0xc2 && next >= 0x80 && next < 0xa0)
+            length += (size_t)sprintf(to + length, "\\xc2\\x%02x", next), i++;
+        else if ((c < 0x20 && !(c && strchr(keep, c))) || c == 0x7f)
+            length += (size_t)sprintf(to + length, "\\x%02x", c);
+        else
+            to[length++] = (char)c;
+    }
+    to[length] = 0;
+    return length;
+}
+
+char* host_printable(const char* bytes, size_t n, const char* keep) {
+    char* text = (char*)host_alloc(4 * n + 1);
+    printable(text, bytes, n, keep);
+    return text;
+}
+
+// One line in one piece: other ranks write to the same terminal. Takes no memory: there may be none.
 static void say(const char* kind, const char* who, const char* format, va_list args) {
-    char line[8192];
-    int room = (int)sizeof(line) - 1, n = snprintf(line, (size_t)room, "train_moe: %s: %s", kind, who);
-    n += vsnprintf(line + n, (size_t)(room - n), format, args);
-    strcpy(line + (n < room ? n : room - 1), "\n");
+    char text[8192], line[4 * sizeof(text) + 2];
+    int room = (int)sizeof(text), n = snprintf(text, (size_t)room, "train_moe: %s: %s", kind, who);
+    n += vsnprintf(text + n, (size_t)(room - n), format, args);
+    strcpy(line + printable(line, text, (size_t)(n < room ? n : room - 1), ""), "\n");
     fputs(line, stderr);
     fflush(stderr);
 }

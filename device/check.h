@@ -38,6 +38,9 @@ void die_as_rank(int rank, const char* who, void (*end_all)(int code));
         if (!(condition)) die(EXIT_FAILED, "%s:%d: internal check failed: %s", __FILE__, __LINE__, #condition);        \
     } while (0)
 
+// n bytes as a string for a terminal, in fresh memory: control characters but those in `keep` as \\x1b.
+char* host_printable(const char* bytes, size_t n, const char* keep);
+
 // malloc and strdup that never return NULL. Zeroed. For host memory outside the training step.
 void* host_alloc(size_t bytes);
 char* host_strdup(const char* text);

@@ -34,43 +34,75 @@ int make_folders(const char* path) {
     return result;
 }
 
-void remove_folder(const char* path) {
-    DIR* folder = opendir(path);
-    if (!folder) {
-        unlink(path);
-        return;
-    }
-    for (struct dirent* entry; (entry = readdir(folder)) != NULL;) {
-        if (strcmp(entry->d_name, ".") == 0 || strcmp(entry->d_name, "..") == 0) continue;
-        char* file = host_format("%s/%s", path, entry->d_name);
-        unlink(file);
-        free(file);
-    }
+// Relative to an open folder, so that no link can come between.
+static int remove_at(int parent, const char* name) {
+    if (unlinkat(parent, name, 0) == 0 || errno == ENOENT) return 0;
+    if (errno != EISDIR && errno != EPERM) return -1;  // how Linux and POSIX say that it is a folder
+    int fd = openat(parent, name, O_RDONLY | O_DIRECTORY | O_NOFOLLOW | O_CLOEXEC);
+    DIR* folder = fd < 0 ? NULL : fdopendir(fd);
+    if (!folder) return -1;
+    int result = 0;
+    errno = 0;
+    for (struct dirent* entry; result == 0 && (entry = readdir(folder)) != NULL; errno = 0)
+        if (strcmp(entry->d_name, ".") != 0 && strcmp(entry->d_name, "..") != 0)
+            result = remove_at(dirfd(folder), entry->d_name);
+    int why = errno;
     closedir(folder);
-    rmdir(path);
+    if (result == 0 && why == 0) return unlinkat(parent, name, AT_REMOVEDIR);
+    errno = why;
+    return -1;
+}
+
+bool is_link(const char* path) {
+    struct stat info;
+    return lstat(path, &info) == 0 && S_ISLNK(info.st_mode);
+}
+
+int remove_tree(const char* path) {
+    if (!is_link(path)) return remove_at(AT_FDCWD, path);
+    errno = ELOOP;
+    return -1;
 }
 
 int sync_folder(const char* path) {
-    int fd = open(path, O_RDONLY);
+    int fd = open(path, O_RDONLY | O_DIRECTORY | O_CLOEXEC);
     if (fd < 0) return -1;
-    int result = fsync(fd);
+    int result = fsync(fd), why = errno;
     close(fd);
+    errno = why;
     return result;
 }
 
-char* read_file(const char* path, size_t* size) {
-    FILE* file = fopen(path, "rb");
-    size_t room = 1 << 16, got = 0, n;
-    if (!file) return NULL;
+int open_file(const char* path) {
+    struct stat info;
+    if (stat(path, &info) != 0) return -1;
+    if (S_ISREG(info.st_mode)) return open(path, O_RDONLY | O_NONBLOCK | O_CLOEXEC);
+    errno = S_ISDIR(info.st_mode) ? EISDIR : ENXIO;
+    return -1;
+}
+
+int create_file(const char* path) {
+    if (is_link(path)) {
+        errno = ELOOP;
+        return -1;
+    }
+    if (unlink(path) != 0 && errno != ENOENT) return -1;
+    return open(path, O_WRONLY | O_CREAT | O_EXCL | O_NOFOLLOW | O_CLOEXEC, 0666);
+}
+
+char* read_file(const char* path, size_t limit, size_t* size) {
+    int fd = open_file(path);
+    if (fd < 0) return NULL;
+    size_t room = 1 << 16, got = 0;
     char* text = (char*)host_alloc(room);
-    while ((n = fread(text + got, 1, room - got - 1, file)) > 0) {
-        got += n;
+    ssize_t n;
+    while ((n = read(fd, text + got, room - got - 1)) > 0 && (got += (size_t)n) <= limit) {
         if (got + 1 < room) continue;
         text = (char*)realloc(text, room *= 2);
         if (!text) die(EXIT_FAILED, "out of host memory reading %s", path);
     }
-    int why = ferror(file) ? errno : 0;
-    fclose(file);
+    int why = n < 0 ? errno : got > limit ? EFBIG : 0;
+    close(fd);
     if (why) {
         free(text);
         errno = why;
@@ -79,4 +111,40 @@ char* read_file(const char* path, size_t* size) {
     text[got] = 0;
     if (size) *size = got;
     return text;
+}
+
+int lock_file(const char* path) {
+    struct flock whole = {0};
+    struct stat held, named;
+    whole.l_type = F_WRLCK;
+    for (;;) {
+        int fd = is_link(path) ? (errno = ELOOP, -1) : open(path, O_RDWR | O_CREAT | O_NOFOLLOW | O_CLOEXEC, 0666);
+        if (fd < 0) return -1;
+        if (fcntl(fd, F_SETLK, &whole) == 0) {
+            // Its last holder may have removed it meanwhile: then this lock is on a file that nobody else finds.
+            if (fstat(fd, &held) == 0 && lstat(path, &named) == 0 && held.st_ino == named.st_ino) {
+                char host[64] = "";
+                gethostname(host, sizeof(host) - 1);
+                if (ftruncate(fd, 0) == 0) dprintf(fd, "process %d on %s", (int)getpid(), host);
+                return fd;
+            }
+            close(fd);
+            continue;
+        }
+        int why = errno == EACCES ? EAGAIN : errno;
+        close(fd);
+        errno = why;
+        return -1;
+    }
+}
+
+void unlock_file(const char* path, int fd) {
+    unlink(path);
+    close(fd);
+}
+
+const char* file_error(int why) {
+    if (why == ELOOP) return "it is a symbolic link, and these are not followed here: remove it";
+    if (why == ENXIO) return "it is not a file";
+    return strerror(why);
 }

@@ -142,10 +142,11 @@ void options_print(const Option* table, int count, const void* values) {
     for (int i = 0; i < count; i++) {
         if (i == 0 || strcmp(table[i].group, table[i - 1].group) != 0)
             column = printf("%s%-10s", i ? "\n" : "", table[i].group);
-        char* text = option_text(&table[i], values);
+        char *value = option_text(&table[i], values), *text = host_printable(value, strlen(value), "");
         const char* shown = *text ? text : "''";
         if (column + strlen(table[i].name) + strlen(shown) + 3 > 120) column = printf("\n%-10s", "") - 1;
         column += printf("  %s %s", table[i].name, shown);
+        free(value);
         free(text);
     }
     printf("\n");

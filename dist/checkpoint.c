@@ -30,6 +30,8 @@ typedef struct SavedFile {
     int64_t header_bytes, bytes;
 } SavedFile;
 
+#define PROBE ".shared_"  // by which the ranks find out that they share the folder
+
 struct Saver {
     Ranks* group;  // the world, with messages of its own
     char* out;
@@ -47,6 +49,27 @@ struct Saver {
     char *folder, *record;  // the unfinished folder; the manifest ahead of its list of files
 };
 
+// Whether it is gone. What cannot be removed, a link for one, does no harm where it is.
+static bool clear_away(const char* path) {
+    if (remove_tree(path) == 0) return true;
+    warn("cannot remove %s: %s", path, file_error(errno));
+    return false;
+}
+
+// Removes what a run that was cut short left in the middle of a save or of its start.
+static void sweep(const char* out) {
+    DIR* folder = opendir(out);
+    for (struct dirent* entry; folder && (entry = readdir(folder)) != NULL;) {
+        const char* name = entry->d_name;
+        bool probe = strncmp(name, PROBE, strlen(PROBE)) == 0 && !name[strspn(name, PROBE "0123456789")];
+        if (!probe && step_number(name, ".tmp") < 0 && step_number(name, ".replaced") < 0) continue;
+        char* path = host_format("%s/%s", out, name);
+        if (clear_away(path) && !probe) warn("%s was left by a save that did not finish; it is removed", path);
+        free(path);
+    }
+    if (folder) closedir(folder);
+}
+
 Saver* saver_create(Ranks* world, const char* out, int keep) {
     Saver* s = (Saver*)host_alloc(sizeof(Saver));
     s->group = ranks_split(world, 0);
@@ -56,11 +79,13 @@ Saver* saver_create(Ranks* world, const char* out, int keep) {
     // others' file systems may remember that an old one was not there.
     int64_t id = getpid();
     ranks_broadcast(world, &id, sizeof(id), 0);
-    char* probe = host_format("%s/.shared_%lld", out, (long long)id);
+    char* probe = host_format("%s/" PROBE "%lld", out, (long long)id);
     int fd = -1;
-    if (ranks_index(world) == 0 && (make_folders(out) != 0 || (fd = open(probe, O_WRONLY | O_CREAT, 0666)) < 0))
-        die(EXIT_FAILED, "cannot create %s: %s", probe, strerror(errno));
-    if (fd >= 0) close(fd);
+    if (ranks_index(world) == 0) {
+        if (make_folders(out) == 0) sweep(out), fd = create_file(probe);
+        if (fd < 0) die(EXIT_FAILED, "cannot create %s: %s", probe, file_error(errno));
+        close(fd);
+    }
     ranks_barrier(world);
     bool there = access(probe, F_OK) == 0;
     ranks_barrier(world);
@@ -88,9 +113,9 @@ void saver_destroy(Saver* s) {
 // Errors end the run, after the unfinished folder is removed: what it took may be just the room that is missing.
 static NORETURN void give_up(const Saver* s, const char* what, const char* path) {
     int why = errno;
-    remove_folder(s->folder);
+    remove_tree(s->folder);
     die(EXIT_FAILED, "cannot %s %s: %s; this checkpoint was not saved, earlier ones are as they were", what, path,
-        strerror(why));
+        file_error(why));
 }
 
 static int reserve(int fd, int64_t bytes) {
@@ -101,7 +126,8 @@ static int reserve(int fd, int64_t bytes) {
 static int put(int fd, const char* data, int64_t bytes, int64_t offset) {
     while (bytes > 0) {
         ssize_t n = pwrite(fd, data, (size_t)bytes, (off_t)offset);
-        if (n <= 0) return -1;
+        if (n < 0 && errno == EINTR) continue;
+        if (n < 0) return -1;
         data += n;
         offset += n;
         bytes -= n;
@@ -112,7 +138,7 @@ static int put(int fd, const char* data, int64_t bytes, int64_t offset) {
 // Makes a file of `bytes` bytes and writes its head. Room for all of it is taken now: a full disk is found early.
 static void make_file(const Saver* s, const char* name, const char* head, int64_t head_bytes, int64_t bytes) {
     char* path = host_format("%s/%s", s->folder, name);
-    int fd = open(path, O_WRONLY | O_CREAT | O_TRUNC, 0666);
+    int fd = create_file(path);
     if (fd < 0) give_up(s, "create", path);
     if (reserve(fd, bytes) != 0 || put(fd, head, head_bytes, 0) != 0 || fsync(fd) != 0 || close(fd) != 0)
         give_up(s, "write", path);
@@ -120,8 +146,7 @@ static void make_file(const Saver* s, const char* name, const char* head, int64_
 }
 
 static void make_files(const Saver* s) {
-    remove_folder(s->folder);
-    if (make_folders(s->folder) != 0) give_up(s, "create", s->folder);
+    if (remove_tree(s->folder) != 0 || mkdir(s->folder, 0777) != 0) give_up(s, "create", s->folder);
     for (int i = 0; i < s->count; i++)
         make_file(s, s->files[i].name, s->files[i].header, s->files[i].header_bytes, s->files[i].bytes);
 }
@@ -130,7 +155,7 @@ static void make_files(const Saver* s) {
 // rank that wrote. False on errors, with errno set.
 static bool write_slices(const char* path, int64_t file, FileSlice** next, const FileSlice* end, const char** from) {
     if (*next == end || (*next)->file != file) return true;
-    int fd = open(path, O_WRONLY);
+    int fd = open(path, O_WRONLY | O_NOFOLLOW | O_CLOEXEC);
     if (fd < 0) return false;
     for (; *next < end && (*next)->file == file; ++*next) {
         (*next)->crc = crc_of(*from, (size_t)(*next)->bytes);
@@ -181,32 +206,35 @@ static void write_manifest(const Saver* s, const FileSlice* slices, int64_t slic
     free(body);
 }
 
-// Removes what a save that was cut short left behind.
-static void sweep(const char* out) {
-    DIR* folder = opendir(out);
-    for (struct dirent* entry; folder && (entry = readdir(folder));) {
-        char *name = entry->d_name, *end;
-        if (strncmp(name, "step_", 5) != 0) continue;
-        strtoll(name + 5, &end, 10);
-        if (end == name + 5 || (strcmp(end, ".tmp") != 0 && strcmp(end, ".replaced") != 0)) continue;
-        char* path = host_format("%s/%s", out, name);
-        warn("%s was left by a save that did not finish; it is removed", path);
-        remove_folder(path);
-        free(path);
-    }
-    if (folder) closedir(folder);
-}
-
 static void prune(const char* out, int64_t newest, int keep) {
     int count, seen = 0;
     int64_t* steps = checkpoint_list(out, &count);
     for (int i = 0; i < count; i++) {
         if (steps[i] > newest) continue;  // refused ones that a resumed run went back behind: not ours to count
         char* path = step_path(out, steps[i], "");
-        if (++seen > keep) remove_folder(path);
+        if (++seen > keep) clear_away(path);
         free(path);
     }
     free(steps);
+}
+
+void checkpoint_finish(Saver* s) {
+    checkpoint_wait(s);
+    if (ranks_index(s->group) == 0) prune(s->out, s->step, s->keep);
+}
+
+bool checkpoint_set_aside(Saver* s, int64_t step) {
+    checkpoint_wait(s);
+    if (ranks_index(s->group) != 0) return false;
+    int count;
+    int64_t* steps = checkpoint_list(s->out, &count);
+    char *path = step_path(s->out, step, ""), *aside = step_path(s->out, step, ".diverged");
+    bool last = !count || steps[count - 1] >= step;
+    bool done = !last && remove_tree(aside) == 0 && !is_link(path) && rename(path, aside) == 0;
+    free(steps);
+    free(path);
+    free(aside);
+    return done;
 }
 
 // All is on disk: gives the folder its name, removes what is too old.
@@ -215,14 +243,16 @@ static void publish(const Saver* s) {
     if (sync_folder(s->folder) != 0) give_up(s, "flush", path);
     // A folder of this name can only be one that was refused at resume: out of the way, and gone once the new one
     // stands.
-    remove_folder(old);
+    if (is_link(path)) errno = ELOOP, give_up(s, "replace", path);
     if (rename(path, old) != 0 && errno != ENOENT) give_up(s, "replace", path);
     if (rename(s->folder, path) != 0 || sync_folder(s->out) != 0) give_up(s, "create", path);
-    remove_folder(old);
-    prune(s->out, s->step, s->keep);
-    sweep(s->out);
-    printf("saved %s\n", path);
+    clear_away(old);
+    // Two stay at least: whether the newest is any good is known when the next step is.
+    prune(s->out, s->step, s->keep > 2 ? s->keep : 2);
+    char* shown = host_printable(path, strlen(path), "");
+    printf("saved %s\n", shown);
     fflush(stdout);
+    free(shown);
     free(path);
     free(old);
 }
@@ -307,10 +337,10 @@ void checkpoint_save(Saver* s, const CheckpointRecord* r, const char* options_js
     s->step = r->step;
     s->folder = step_path(s->out, r->step, ".tmp");
     s->record = host_format(
-        "{\"format\": \"%s\", \"step\": %lld, \"window\": %lld, \"updates\": %lld, \"bad_in_a_row\": %lld, "
-        "\"data_hash\": %lld,\n\"options\": %s,\n\"files\": [",
-        CHECKPOINT_FORMAT, (long long)r->step, (long long)r->window, (long long)r->updates, (long long)r->bad_in_a_row,
-        (long long)r->data_hash, options_json);
+        "{\"format\": \"%s\", \"step\": %lld, \"window\": %lld, \"updates\": %lld, \"data_hash\": %lld,\n\"options\": "
+        "%s,\n\"files\": [",
+        CHECKPOINT_FORMAT, (long long)r->step, (long long)r->window, (long long)r->updates, (long long)r->data_hash,
+        options_json);
     StTensor* planned = (StTensor*)host_alloc(most * sizeof(StTensor));
     char* to = s->buffer;
     for (int i = 0; i < count; i++) {

@@ -11,6 +11,8 @@
 #ifndef DIST_CHECKPOINT_H
 #define DIST_CHECKPOINT_H
 
+#include <stdbool.h>
+
 #include "data/json.h"
 #include "device/device.h"
 #include "dist/ranks.h"
@@ -35,26 +37,31 @@ typedef struct CheckpointFile {
 
 // What a run needs besides its tensors to go on.
 typedef struct CheckpointRecord {
-    int64_t step;     // updates done
-    int64_t window;   // next window of the run (data/shards.h)
-    int64_t updates;  // StepState.updates and .bad_in_a_row
-    int64_t bad_in_a_row;
+    int64_t step;       // updates done
+    int64_t window;     // next window of the run (data/shards.h)
+    int64_t updates;    // StepState.updates
     int64_t data_hash;  // shards_hash of the training shards
 } CheckpointRecord;
 
 // Writes checkpoints into folder `out`, one at a time, on a thread. Made by all ranks together; ends the run if they do
-// not share the folder.
+// not share the folder. Removes what runs that were killed left unfinished there.
 typedef struct Saver Saver;
 Saver* saver_create(Ranks* world, const char* out, int keep);
 // Waits for the last save, then ends.
 void saver_destroy(Saver* saver);
 
 // Copies what this rank writes to host memory (after waiting for the last save) and returns; the thread then writes
-// out/step_%08d, removes the oldest ones beyond `keep` and what unfinished saves left, and says so on stdout ("saved
-// PATH"). Ends the run on every rank on any error, leaving older ones as they are.
+// out/step_%08d, removes the oldest ones beyond `keep` (of which it lets two stay at least: the newest may turn out to
+// be that of a model that diverged) and prints "saved PATH". Ends the run on every rank on any error, leaving older
+// ones as they are.
 void checkpoint_save(Saver* saver, const CheckpointRecord* record, const char* options_json,
                      const CheckpointFile* files, int count, Ctx* ctx);
 void checkpoint_wait(Saver* saver);  // until the last save is on disk
+// The run is complete: waits, and keeps no more than `keep`.
+void checkpoint_finish(Saver* saver);
+// No step after this one was finite: the checkpoint gets the suffix .diverged, so that --resume takes the one before
+// it. Whether rank 0 could do so; false where it is the oldest.
+bool checkpoint_set_aside(Saver* saver, int64_t step);
 
 // Steps of the checkpoints in `out`, newest first, in fresh memory; *count gets their number.
 int64_t* checkpoint_list(const char* out, int* count);

@@ -1,7 +1,7 @@
 // Finding checkpoints, and loading from them.
 #include <dirent.h>
 #include <errno.h>
-#include <fcntl.h>
+#include <math.h>
 #include <stdio.h>
 #include <stdlib.h>
 #include <string.h>
@@ -14,6 +14,9 @@
 #include "dist/slices.h"
 
 static const size_t PIECE = (size_t)4 << 20;  // bytes read at a time
+// No checkpoint comes near these; a manifest that says more is not to exhaust memory or 64 bits.
+static const size_t MANIFEST_LIMIT = (size_t)64 << 20;
+static const int64_t FILE_LIMIT = (int64_t)1 << 50;
 
 static int newest_first(const void* a, const void* b) {
     int64_t x = *(const int64_t*)a, y = *(const int64_t*)b;
@@ -25,11 +28,10 @@ int64_t* checkpoint_list(const char* out, int* count) {
     int room = 0;
     *count = 0;
     DIR* folder = opendir(out);
-    for (struct dirent* entry; folder && (entry = readdir(folder));) {
-        char* end;
-        if (strncmp(entry->d_name, "step_", 5) != 0 || strlen(entry->d_name) < 13) continue;
-        long long step = strtoll(entry->d_name + 5, &end, 10);
-        if (*end) continue;
+    errno = folder ? 0 : errno;
+    for (struct dirent* entry; folder && (entry = readdir(folder)) != NULL; errno = 0) {
+        int64_t step = step_number(entry->d_name, "");
+        if (step < 0) continue;
         if (*count == room) {
             room = room ? 2 * room : 16;
             steps = (int64_t*)realloc(steps, (size_t)room * sizeof(int64_t));
@@ -37,19 +39,31 @@ int64_t* checkpoint_list(const char* out, int* count) {
         }
         steps[(*count)++] = step;
     }
-    if (folder) closedir(folder);
+    // A folder that cannot be read is not an empty one.
+    if (errno) die(EXIT_FAILED, "cannot list %s: %s; nothing was changed", out, strerror(errno));
+    closedir(folder);
     if (*count) qsort(steps, (size_t)*count, sizeof(int64_t), newest_first);
     return steps;
+}
+
+// What is wrong with a manifest whose CRC-32 is right; NULL if nothing is.
+static const char* odd_record(const Json* json, const CheckpointRecord* r) {
+    const char* format = json_text(json, "format");
+    if (!format || strcmp(format, CHECKPOINT_FORMAT) != 0) return "not of the format '" CHECKPOINT_FORMAT "'";
+    if (r->window < 0) return "its window is out of range";
+    // Of three steps in a row one at least is an update.
+    if (r->updates < r->step / 3 || r->updates > r->step) return "its number of updates is out of range";
+    return NULL;
 }
 
 Json* checkpoint_manifest(const char* out, int64_t step, CheckpointRecord* r, char* error, size_t error_size) {
     char *folder = step_path(out, step, ""), *path = host_format("%s/manifest.json", folder), reason[128] = "";
     size_t size = 0;
-    char* text = read_file(path, &size);
+    char* text = read_file(path, MANIFEST_LIMIT, &size);
     Json* json = NULL;
     char* end = text ? strstr(text, CHECKPOINT_MANIFEST_END) : NULL;
     if (!text)
-        snprintf(error, error_size, "%s: %s", path, strerror(errno));
+        snprintf(error, error_size, "%s: %s", path, file_error(errno));
     else if (!end || strtoul(end + strlen(CHECKPOINT_MANIFEST_END), NULL, 10) != crc_of(text, (size_t)(end - text)))
         snprintf(error, error_size, "%s: truncated or altered (its CRC-32 does not match)", path);
     else if (!(json = json_parse(text, size, reason, sizeof(reason))))
@@ -58,18 +72,16 @@ Json* checkpoint_manifest(const char* out, int64_t step, CheckpointRecord* r, ch
         r->step = json_int(json, "step", -1);
         r->window = json_int(json, "window", -1);
         r->updates = json_int(json, "updates", -1);
-        r->bad_in_a_row = json_int(json, "bad_in_a_row", -1);
         r->data_hash = json_int(json, "data_hash", -1);
-    }
-    if (json && (!json_text(json, "format") || strcmp(json_text(json, "format"), CHECKPOINT_FORMAT) != 0)) {
-        snprintf(error, error_size, "%s: not of the format '%s'", path, CHECKPOINT_FORMAT);
-        json_free(json);
-        json = NULL;
-    }
-    if (json && r->step != step) {
-        snprintf(error, error_size, "%s: it is of step %lld; the folder was renamed", path, (long long)r->step);
-        json_free(json);
-        json = NULL;
+        const char* odd = odd_record(json, r);
+        if (odd)
+            snprintf(error, error_size, "%s: %s", path, odd);
+        else if (r->step != step)
+            snprintf(error, error_size, "%s: it is of step %lld; the folder was renamed", path, (long long)r->step);
+        if (odd || r->step != step) {
+            json_free(json);
+            json = NULL;
+        }
     }
     free(text);
     free(path);
@@ -100,7 +112,7 @@ static int agree(Ranks* world, int64_t bad, char* error, size_t error_size) {
 // Fills in the CRC-32 of a slice of a file that must be `size` bytes long.
 static int sum_slice(const char* path, int64_t size, FileSlice* slice, void* piece, char* error, size_t error_size) {
     struct stat info;
-    int fd = open(path, O_RDONLY);
+    int fd = open_file(path);
     bool ok = fd >= 0 && fstat(fd, &info) == 0;
     if (ok && info.st_size != size) {
         snprintf(error, error_size, "%s: %lld bytes long, the manifest says %lld", path, (long long)info.st_size,
@@ -118,7 +130,7 @@ static int sum_slice(const char* path, int64_t size, FileSlice* slice, void* pie
         if (ok) crc = crc32_z(crc, (const Bytef*)piece, (size_t)n);
     }
     slice->crc = crc;
-    if (!ok) snprintf(error, error_size, "%s: %s", path, strerror(errno));
+    if (!ok) snprintf(error, error_size, "%s: %s", path, file_error(errno));
     if (fd >= 0) close(fd);
     return ok ? 0 : -1;
 }
@@ -131,10 +143,11 @@ static int check_files(Ranks* world, const char* folder, const Json* manifest, c
     int listed = 0;  // files ahead of the first that the manifest does not list
     for (; listed < count; all_bytes += sizes[listed++]) {
         sizes[listed] = json_int(file_entry(manifest, files[listed].name), "bytes", 0);
-        if (sizes[listed] <= 0) break;
+        if (sizes[listed] <= 0 || sizes[listed] > FILE_LIMIT) break;
     }
     if (listed < count) {
-        snprintf(error, error_size, "%s/%s: the manifest does not list it", folder, files[listed].name);
+        snprintf(error, error_size, "%s/%s: the manifest %s", folder, files[listed].name,
+                 sizes[listed] ? "gives it a size that is out of range" : "does not list it");
         bad = listed;
     }
     int64_t ranks = ranks_count(world), rank = ranks_index(world), slices = 0, total, at = 0;
@@ -187,6 +200,12 @@ static int load_slice(const SafeTensors* st, const CheckpointTensor* t, void* pi
             snprintf(error, error_size, "%s: cannot read %s: %s", st->path, t->name, strerror(errno));
             return -1;
         }
+        for (int64_t i = 0; i < n; i++)
+            if (!isfinite(((const real*)piece)[i])) {
+                snprintf(error, error_size, "%s: element %lld of %s is not finite", st->path,
+                         (long long)(t->first + at + i), t->name);
+                return -1;
+            }
         device_upload(t->data + at, piece, (size_t)n * sizeof(real), ctx);
     }
     return 0;

@@ -44,6 +44,7 @@ static struct {
     pthread_t thread;
     Ranks* group;
     double limit;
+    volatile int settled;
     char (*hosts)[NAME];
     Progress* ranks;  // rank 0: the latest note of each; elsewhere the own entry alone is used
     double* silent;   // rank 0: seconds since then
@@ -74,6 +75,13 @@ static void measure(Progress* mine, double seconds) {
     int stands_still = *now.what && now.done == mine->done && strcmp(now.what, mine->what) == 0;
     now.waited = stands_still ? mine->waited + seconds : 0;
     *mine = now;
+}
+
+static const char* hint(void) {
+    return watcher.settled
+               ? ""
+               : "; the start and the first step, which load kernels and connect the ranks, take longest: a "
+                 "larger --timeout may be all that is missing";
 }
 
 // The wait that most ranks stand in, of equal ones the longest.
@@ -114,8 +122,8 @@ static void judge(void) {
             if (at_fault((Fault)fault, i, wait, least)) late = i, lates++;
     if (!lates)
         die(EXIT_FAILED,
-            "all %d ranks have waited for %.0f s in '%s': the network or a GPU hangs; --timeout %g is the limit", count,
-            wait->waited, wait->what, watcher.limit);
+            "all %d ranks have waited for %.0f s in '%s': the network or a GPU hangs; --timeout %g is the limit%s",
+            count, wait->waited, wait->what, watcher.limit, hint());
 
     for (int i = 0; i < count; i++) waiting += *watcher.ranks[i].what && !at_fault((Fault)fault, i, wait, least);
     char* more = lates > 1 ? host_format(" and %d more", lates - 1) : host_strdup("");
@@ -124,8 +132,8 @@ static void judge(void) {
                 : fault == AT_WORK ? host_strdup("it hangs in work of its own, or takes too long for it")
                                    : host_format("it waits in '%s'", watcher.ranks[late].what);
     die(EXIT_FAILED,
-        "rank %d (%s)%s holds up '%s', where %d of %d ranks have waited for %.0f s: %s; --timeout %g is the limit",
-        late, watcher.hosts[late], more, wait->what, waiting, count, wait->waited, why, watcher.limit);
+        "rank %d (%s)%s holds up '%s', where %d of %d ranks have waited for %.0f s: %s; --timeout %g is the limit%s",
+        late, watcher.hosts[late], more, wait->what, waiting, count, wait->waited, why, watcher.limit, hint());
 }
 
 // A turn of rank 0; 1 once every rank has stopped.
@@ -169,8 +177,8 @@ static void* look_on(void* unused) {
         if (mine->waited > watcher.limit + 2 * SILENCE + turn_to_speak)
             die(EXIT_FAILED,
                 "rank 0 (%s) holds up '%s', where this rank has waited for %.0f s, or it would have ended the run: "
-                "stopped, or its machine or network hangs; --timeout %g is the limit",
-                watcher.hosts[0], mine->what, mine->waited, watcher.limit);
+                "stopped, or its machine or network hangs; --timeout %g is the limit%s",
+                watcher.hosts[0], mine->what, mine->waited, watcher.limit, hint());
         until_report -= seconds;
         if (!stopping && until_report > 0) continue;
         mine->stopped = stopping;
@@ -197,6 +205,8 @@ void watch_start(Ranks* world, double seconds) {
     int error = pthread_create(&watcher.thread, NULL, look_on, NULL);
     if (error) die(EXIT_FAILED, "cannot start the thread that watches the ranks: %s", strerror(error));
 }
+
+void watch_settled(void) { watcher.settled = 1; }
 
 void watch_stop(void) {
     if (!watched.running) return;

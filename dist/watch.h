@@ -14,6 +14,9 @@ void watch_start(Ranks* world, double seconds);
 // Ends this rank's part. Rank 0 waits here for the others to get as far, within the limit as in any wait.
 void watch_stop(void);
 
+// The first step is done. Messages before it say that the start may need a longer limit.
+void watch_settled(void);
+
 // Around everything that waits for other ranks on the host. Waits within a wait count as the outer one, which gives the
 // name ("dispatch", "all-gather"). Without watch_start they do nothing. Only what the thread that called watch_start
 // waits for counts as the rank's progress: other threads (a save) may wait as well, but are not watched.

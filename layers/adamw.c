@@ -1,6 +1,7 @@
 #include "layers/adamw.h"
 
 #include <math.h>
+#include <string.h>
 
 #include "device/cpu.h"
 
@@ -10,6 +11,7 @@ enum { BLOCK = 4096 };
 void step_begin(StepState* state, Ctx* ctx) {
     (void)ctx;
     state->loss_sum = state->grad_sq = state->stop = 0;
+    for (int i = 0; i < LARGEST; i++) state->largest[i] = state->own_largest[i];
 }
 
 void loss_add(StepState* state, const real* loss, int64_t N, Ctx* ctx) {
@@ -36,24 +38,56 @@ void grad_norm_add(StepState* state, const real* grad, int64_t n, Ctx* ctx) {
 
 void step_decide(StepState* state, int64_t tokens, const AdamW* opt, Ctx* ctx) {
     (void)ctx;
-    state->loss = state->loss_sum / tokens;
-    state->grad_norm = sqrt(state->grad_sq);
-    state->ok = isfinite(state->loss) && isfinite(state->grad_norm);
-    state->bad_in_a_row = state->ok ? 0 : state->bad_in_a_row + 1;
-    if (!state->ok) return;
-    state->updates++;
-    state->grad_scale = opt->clip > 0 && state->grad_norm > opt->clip ? opt->clip / state->grad_norm : 1;
-    state->correction1 = 1 - pow(opt->beta1, (double)state->updates);
-    state->correction2 = 1 - pow(opt->beta2, (double)state->updates);
+    step_decide_now(state, tokens, opt);
+    for (int i = 0; i < LARGEST && state->ok; i++) state->own_largest[i] = 0;
+}
+
+// Numbers without their sign as whole numbers: in the same order, and NaN above all.
+#ifdef F64
+typedef uint64_t Bits;
+#else
+typedef uint32_t Bits;
+#endif
+static inline Bits magnitude(real x) {
+    Bits bits;
+    memcpy(&bits, &x, sizeof(bits));
+    return bits & ~((Bits)1 << (8 * sizeof(Bits) - 1));
+}
+
+static void keep_largest(StepState* state, const Bits most[LARGEST]) {
+    for (int k = 0; k < LARGEST; k++) {
+        real x;
+        memcpy(&x, &most[k], sizeof(x));
+        if (!(x <= state->own_largest[k])) state->own_largest[k] = x;  // a NaN stays
+    }
+}
+
+static void take_in(Bits most[LARGEST], const real* master, const real* m, const real* v, int64_t first, int64_t end) {
+    Bits most_w = most[LARGEST_WEIGHT], most_m = most[LARGEST_M], most_v = most[LARGEST_V];
+#pragma omp simd reduction(max : most_w, most_m, most_v)
+    for (int64_t i = first; i < end; i++) {
+        most_w = magnitude(master[i]) > most_w ? magnitude(master[i]) : most_w;
+        most_m = magnitude(m[i]) > most_m ? magnitude(m[i]) : most_m;
+        most_v = magnitude(v[i]) > most_v ? magnitude(v[i]) : most_v;
+    }
+    most[LARGEST_WEIGHT] = most_w, most[LARGEST_M] = most_m, most[LARGEST_V] = most_v;
+}
+
+void adamw_measure(StepState* state, const real* master, const real* m, const real* v, int64_t n, Ctx* ctx) {
+    (void)ctx;
+    Bits most[LARGEST] = {0};
+    take_in(most, master, m, v, 0, n);
+    keep_largest(state, most);
 }
 
 void adamw_update(floatX* weight, real* master, real* m, real* v, const real* grad, int64_t n, int64_t n_decay,
-                  const AdamW* opt, const StepState* state, Ctx* ctx) {
+                  const AdamW* opt, StepState* state, Ctx* ctx) {
     (void)ctx;
     if (!state->ok) return;
     real scale = (real)state->grad_scale, b1 = opt->beta1, b2 = opt->beta2, lr = opt->lr, eps = opt->eps;
     real fix1 = (real)(1 / state->correction1), fix2 = (real)(1 / state->correction2);
-#pragma omp parallel for schedule(static)
+    Bits most[LARGEST] = {0};
+#pragma omp parallel for schedule(static) reduction(max : most[:LARGEST])
     for (int64_t b = 0; b < ceil_div(n, BLOCK); b++) {
         int64_t end = min_i64(n, (b + 1) * BLOCK);
 #pragma omp simd
@@ -65,5 +99,7 @@ void adamw_update(floatX* weight, real* master, real* m, real* v, const real* gr
             master[i] -= lr * (m[i] * fix1 / (sqrt(v[i] * fix2) + eps) + decay * master[i]);
             weight[i] = master[i];
         }
+        take_in(most, master, m, v, b * BLOCK, end);  // still in the cache
     }
+    keep_largest(state, most);
 }

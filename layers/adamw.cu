@@ -1,7 +1,8 @@
 // AdamW, the gradient norm and the step's decisions.
 //
 // adamw_update reads master, m, v and grad once and writes master, m, v and weight once: 30 bytes a parameter, bound by
-// memory. A thread takes 8 elements, so that 8 loads of 16 bytes are under way at once.
+// memory. A thread takes 8 elements, so that 8 loads of 16 bytes are under way at once. The largest of what it writes
+// costs no access: a maximum a block, and an atomic maximum of whole numbers, in which no order counts.
 //
 // Sums run in double over fixed chunks: a block a chunk, then one block over the chunks' sums. Which element is added
 // to which never depends on the number of SMs or on time.
@@ -73,7 +74,10 @@ void grad_norm_add(StepState* state, const real* grad, int64_t n, Ctx* ctx) {
     add_sum<1>(&state->grad_sq, grad, n, ctx);
 }
 
-static __global__ void step_begin_kernel(StepState* state) { state->loss_sum = state->grad_sq = state->stop = 0; }
+static __global__ void step_begin_kernel(StepState* state) {
+    state->loss_sum = state->grad_sq = state->stop = 0;
+    for (int i = 0; i < LARGEST; i++) state->largest[i] = state->own_largest[i];
+}
 
 void step_begin(StepState* state, Ctx* ctx) {
     step_begin_kernel<<<1, 1, 0, ctx->stream>>>(state);
@@ -81,15 +85,8 @@ void step_begin(StepState* state, Ctx* ctx) {
 }
 
 static __global__ void step_decide_kernel(StepState* state, int64_t tokens, AdamW opt) {
-    state->loss = state->loss_sum / tokens;
-    state->grad_norm = sqrt(state->grad_sq);
-    state->ok = isfinite(state->loss) && isfinite(state->grad_norm);
-    state->bad_in_a_row = state->ok ? 0 : state->bad_in_a_row + 1;
-    if (!state->ok) return;
-    state->updates++;
-    state->grad_scale = opt.clip > 0 && state->grad_norm > opt.clip ? opt.clip / state->grad_norm : 1;
-    state->correction1 = 1 - pow((double)opt.beta1, (double)state->updates);
-    state->correction2 = 1 - pow((double)opt.beta2, (double)state->updates);
+    step_decide_now(state, tokens, &opt);
+    for (int i = 0; i < LARGEST && state->ok; i++) state->own_largest[i] = 0;
 }
 
 void step_decide(StepState* state, int64_t tokens, const AdamW* opt, Ctx* ctx) {
@@ -97,34 +94,65 @@ void step_decide(StepState* state, int64_t tokens, const AdamW* opt, Ctx* ctx) {
     LAUNCH_CHECK();
 }
 
+// Numbers without their sign are in the order of their bits, NaN above all. Whole blocks call it.
+static __device__ __forceinline__ void keep_largest(StepState* state, const unsigned (&bits)[LARGEST]) {
+    __shared__ unsigned part[LARGEST][THREADS / 32];
+#pragma unroll
+    for (int k = 0; k < LARGEST; k++) {
+        const unsigned most = __reduce_max_sync(0xffffffffu, bits[k]);
+        if (threadIdx.x % 32 == 0) part[k][threadIdx.x / 32] = most;
+    }
+    __syncthreads();
+    if (threadIdx.x >= LARGEST) return;
+    unsigned most = 0;
+    for (int w = 0; w < THREADS / 32; w++) most = max(most, part[threadIdx.x][w]);
+    // As a double, in the same order. Few blocks find a larger one: the others spare the atomic.
+    const unsigned long long now = __double_as_longlong((double)__uint_as_float(most));
+    unsigned long long* kept = (unsigned long long*)&state->own_largest[threadIdx.x];
+    if (now > __ldcg(kept)) atomicMax(kept, now);
+}
+
+template <int W>
+static __device__ __forceinline__ void take_in(unsigned& most, const float (&x)[W]) {
+#pragma unroll
+    for (int j = 0; j < W; j++) most = max(most, __float_as_uint(x[j]) & 0x7fffffffu);
+}
+
 template <int W>
 static __global__ void __launch_bounds__(THREADS)
     adamw_kernel(floatX* weight, float* master, float* m, float* v, const float* grad, int64_t n, int64_t n_decay,
-                 AdamW opt, const StepState* state) {
+                 AdamW opt, StepState* state) {
+    if (!state->ok) return;
     const int64_t i = (blockIdx.x * (int64_t)THREADS + threadIdx.x) * W;
-    if (i >= n || !state->ok) return;
-    const float scale = (float)state->grad_scale, fix1 = (float)(1 / state->correction1),
-                fix2 = (float)(1 / state->correction2);
-    float g[W], p[W], m1[W], v1[W];
-    load_real<W>(g, grad + i);
-    load_real<W>(p, master + i);
-    load_real<W>(m1, m + i);
-    load_real<W>(v1, v + i);
+    unsigned most[LARGEST] = {};
+    if (i < n) {
+        const float scale = (float)state->grad_scale, fix1 = (float)(1 / state->correction1),
+                    fix2 = (float)(1 / state->correction2);
+        float g[W], p[W], m1[W], v1[W];
+        load_real<W>(g, grad + i);
+        load_real<W>(p, master + i);
+        load_real<W>(m1, m + i);
+        load_real<W>(v1, v + i);
 #pragma unroll
-    for (int j = 0; j < W; j++) {
-        float gj = scale * g[j], decay = i + j < n_decay ? opt.weight_decay : 0;
-        m1[j] = opt.beta1 * m1[j] + (1 - opt.beta1) * gj;
-        v1[j] = opt.beta2 * v1[j] + (1 - opt.beta2) * gj * gj;
-        p[j] -= opt.lr * (m1[j] * fix1 / (sqrtf(v1[j] * fix2) + opt.eps) + decay * p[j]);
+        for (int j = 0; j < W; j++) {
+            float gj = scale * g[j], decay = i + j < n_decay ? opt.weight_decay : 0;
+            m1[j] = opt.beta1 * m1[j] + (1 - opt.beta1) * gj;
+            v1[j] = opt.beta2 * v1[j] + (1 - opt.beta2) * gj * gj;
+            p[j] -= opt.lr * (m1[j] * fix1 / (sqrtf(v1[j] * fix2) + opt.eps) + decay * p[j]);
+        }
+        store_real<W>(master + i, p);
+        store_real<W>(m + i, m1);
+        store_real<W>(v + i, v1);
+        store<W>(weight + i, p);
+        take_in(most[LARGEST_WEIGHT], p);
+        take_in(most[LARGEST_M], m1);
+        take_in(most[LARGEST_V], v1);
     }
-    store_real<W>(master + i, p);
-    store_real<W>(m + i, m1);
-    store_real<W>(v + i, v1);
-    store<W>(weight + i, p);
+    keep_largest(state, most);
 }
 
 void adamw_update(floatX* weight, real* master, real* m, real* v, const real* grad, int64_t n, int64_t n_decay,
-                  const AdamW* opt, const StepState* state, Ctx* ctx) {
+                  const AdamW* opt, StepState* state, Ctx* ctx) {
     if (n == 0) return;
     if (wide(n, weight, master, m, v, grad))
         adamw_kernel<8><<<blocks_for(n, 8 * THREADS), THREADS, 0, ctx->stream>>>(weight, master, m, v, grad, n, n_decay,
@@ -132,5 +160,22 @@ void adamw_update(floatX* weight, real* master, real* m, real* v, const real* gr
     else
         adamw_kernel<1>
             <<<blocks_for(n, THREADS), THREADS, 0, ctx->stream>>>(weight, master, m, v, grad, n, n_decay, *opt, state);
+    LAUNCH_CHECK();
+}
+
+static __global__ void __launch_bounds__(THREADS)
+    measure_kernel(StepState* state, const float* master, const float* m, const float* v, int64_t n) {
+    unsigned most[LARGEST] = {};
+    for (int64_t i = blockIdx.x * (int64_t)THREADS + threadIdx.x; i < n; i += gridDim.x * (int64_t)THREADS) {
+        take_in<1>(most[LARGEST_WEIGHT], {master[i]});
+        take_in<1>(most[LARGEST_M], {m[i]});
+        take_in<1>(most[LARGEST_V], {v[i]});
+    }
+    keep_largest(state, most);
+}
+
+void adamw_measure(StepState* state, const real* master, const real* m, const real* v, int64_t n, Ctx* ctx) {
+    if (n == 0) return;
+    measure_kernel<<<8 * ctx->sms, THREADS, 0, ctx->stream>>>(state, master, m, v, n);
     LAUNCH_CHECK();
 }

@@ -4,47 +4,78 @@
 //
 //   step_begin -> (loss_add per micro-step) -> grad_norm_add per buffer -> step_decide -> adamw_update per buffer
 //
-// A step whose loss or gradient norm is not finite (ok = 0) changes no weight and no moment.
+// A step whose loss or gradient norm is not finite (ok = 0) changes no weight and no moment; neither does one whose
+// update could leave a weight or a moment infinite. That is decided beforehand, from bounds: an update keeps the
+// largest |w|, |m| and v that it leaves, a maximum beside the reads and writes that it makes anyway, and with the norm
+// of the next gradient these bound all that the next update can make.
 #ifndef LAYERS_ADAMW_H
 #define LAYERS_ADAMW_H
+
+#include <float.h>
+#include <math.h>
 
 #include "device/device.h"
 
 BEGIN_C
 
-// In device memory. The first three lie side by side: one sum over the ranks serves them.
+enum { LARGEST_WEIGHT, LARGEST_M, LARGEST_V, LARGEST };
+
+// In device memory. The first three fields lie side by side, and so do `largest`: one sum over the ranks serves them.
 typedef struct StepState {
-    double loss_sum;       // sum of token losses so far, nats
-    double grad_sq;        // sum of squares of the gradient so far
-    double stop;           // not 0: a rank was asked to stop
-    double loss;           // loss_sum / tokens, set by step_decide
-    double grad_norm;      // sqrt(grad_sq), before clipping
-    double grad_scale;     // min(1, clip / grad_norm), or 1 where clip is 0
-    double correction1;    // 1 - beta1^updates
-    double correction2;    // 1 - beta2^updates
-    int64_t updates;       // updates applied so far, this one included; saved in checkpoints
-    int32_t ok;            // 1: this step's loss and gradient norm are finite
-    int32_t bad_in_a_row;  // steps in a row that were not
+    double loss_sum;              // sum of token losses so far, nats
+    double grad_sq;               // sum of squares of the gradient so far
+    double stop;                  // not 0: a rank was asked to stop
+    double largest[LARGEST];      // before this step: own_largest, and after the sum over the ranks a bound on them all
+    double loss;                  // loss_sum / tokens, set by step_decide
+    double grad_norm;             // sqrt(grad_sq), before clipping
+    double grad_scale;            // min(1, clip / grad_norm), or 1 where clip is 0
+    double correction1;           // 1 - beta1^updates
+    double correction2;           // 1 - beta2^updates
+    double own_largest[LARGEST];  // |w|, |m| and v of this rank after its last update; NaN where one is NaN
+    int64_t updates;              // updates applied so far, this one included; saved in checkpoints
+    int32_t ok;                   // 1: this step's loss, gradient norm and update are finite
+    int32_t bad_in_a_row;         // steps in a row that were not
 } StepState;
+enum { STEP_SUMS = 3 + LARGEST };  // doubles from loss_sum on that are summed over the ranks
 
 typedef struct AdamW {
     float lr, beta1, beta2, eps, weight_decay, clip;  // clip: largest gradient norm, 0 for none
 } AdamW;
 
-void step_begin(StepState* state, Ctx* ctx);                                     // loss_sum = grad_sq = stop = 0
-void loss_add(StepState* state, const real* loss, int64_t N, Ctx* ctx);          // loss_sum += sum_n loss[n]
-void grad_norm_add(StepState* state, const real* grad, int64_t n, Ctx* ctx);     // grad_sq += sum_i grad[i]^2
+void step_begin(StepState* state, Ctx* ctx);                                  // the sums are 0, largest = own_largest
+void loss_add(StepState* state, const real* loss, int64_t N, Ctx* ctx);       // loss_sum += sum_n loss[n]
+void grad_norm_add(StepState* state, const real* grad, int64_t n, Ctx* ctx);  // grad_sq += sum_i grad[i]^2
 void step_decide(StepState* state, int64_t tokens, const AdamW* opt, Ctx* ctx);  // the rest of StepState
 
 // g = grad_scale * grad;  m = b1 m + (1 - b1) g;  v = b2 v + (1 - b2) g^2;
 // master -= lr * ((m / correction1) / (sqrt(v / correction2) + eps) + decay * master),  weight = round(master)
 // with decay = weight_decay for i < n_decay and 0 after (matrices lie before vectors in a buffer).
-// weight may be master where floatX is real. Nothing is written if state->ok is 0.
+// weight may be master where floatX is real. Nothing is written if state->ok is 0. own_largest takes these in.
 void adamw_update(floatX* weight, real* master, real* m, real* v, const real* grad, int64_t n, int64_t n_decay,
-                  const AdamW* opt, const StepState* state, Ctx* ctx);
+                  const AdamW* opt, StepState* state, Ctx* ctx);
+// Takes into own_largest what was set from outside (start, checkpoint).
+void adamw_measure(StepState* state, const real* master, const real* m, const real* v, int64_t n, Ctx* ctx);
 
 // Bytes of workspace for loss_add and grad_norm_add (partial sums).
 size_t adamw_workspace(int64_t n);
+
+// The decisions, as both builds take them.
+static inline BOTH_SIDES void step_decide_now(StepState* s, int64_t tokens, const AdamW* opt) {
+    const double limit = (sizeof(real) == 8 ? DBL_MAX : (double)FLT_MAX) / 2;  // roundings have the other half
+    s->loss = s->loss_sum / (double)tokens;
+    s->grad_norm = sqrt(s->grad_sq);
+    s->grad_scale = opt->clip > 0 && s->grad_norm > opt->clip ? opt->clip / s->grad_norm : 1;
+    s->correction1 = 1 - pow((double)opt->beta1, (double)(s->updates + 1));
+    s->correction2 = 1 - pow((double)opt->beta2, (double)(s->updates + 1));
+    // No element of the gradient is larger than its norm.
+    const double g = s->grad_scale * s->grad_norm, w = s->largest[LARGEST_WEIGHT];
+    const double m = (opt->beta1 * s->largest[LARGEST_M] + (1 - opt->beta1) * g) / s->correction1;
+    const double v = (opt->beta2 * s->largest[LARGEST_V] + (1 - opt->beta2) * g * g) / s->correction2;
+    const double change = m / opt->eps + opt->weight_decay * w;
+    s->ok = isfinite(s->loss) && m < limit && v < limit && change < limit && w + opt->lr * change < limit;
+    s->bad_in_a_row = s->ok ? 0 : s->bad_in_a_row + 1;
+    s->updates += s->ok;
+}
 
 END_C
 

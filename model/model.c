@@ -298,9 +298,19 @@ Model* model_create(const Settings* s, Ranks* world) {
     return m;
 }
 
+void model_weights_set(Model* m) {
+    for (int u = 0; u < params_units(&m->config); u++) {
+        params_publish(&m->units[u], m->ctx);
+        const ParamBuffer* buffers[2] = {&m->units[u].dense, &m->units[u].experts};
+        for (int b = 0; b < 2; b++)
+            adamw_measure(m->state, buffers[b]->master, buffers[b]->m, buffers[b]->v, buffers[b]->held, m->ctx);
+    }
+    weights_changed(m->sharding, m->ctx);
+}
+
 void model_init(Model* m, uint64_t seed) {
     params_init(m->units, &m->config, &m->layout, seed, m->ctx);
-    weights_changed(m->sharding, m->ctx);
+    model_weights_set(m);
 }
 
 void model_destroy(Model* m) {
@@ -354,7 +364,7 @@ static void sum_over_ranks(Model* m, int stop) {
     }
     if (stop) device_upload(&m->state->stop, &one, sizeof(one), m->ctx);
     if (!m->world) return;
-    comm_sum_double(m->world, &m->state->loss_sum, 3, m->ctx);
+    comm_sum_double(m->world, &m->state->loss_sum, STEP_SUMS, m->ctx);
     comm_sum_i64(m->world, m->load, m->config.L * m->config.E, m->ctx);
     if (m->measures)  // doubles, all of it
         comm_sum_double(m->world, (double*)m->mx_stats,

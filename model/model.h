@@ -94,6 +94,8 @@ void model_plan_free(Model* model);
 // or a checkpoint does that.
 Model* model_create(const Settings* settings, Ranks* world);
 void model_init(Model* model, uint64_t seed);
+// The masters and moments were set from outside: working weights and the bounds of the next update follow from them.
+void model_weights_set(Model* model);
 void model_destroy(Model* model);
 size_t model_workspace(const Model* model);
 

@@ -236,7 +236,6 @@ void params_init(Unit* units, const ModelConfig* c, const Layout* layout, uint64
             }
         }
         free(tensors);
-        params_publish(&units[unit], ctx);
     }
     free(drawn);
     free(host);

@@ -59,7 +59,7 @@ void model_files_free(CheckpointFile* files, int count) {
 }
 
 void model_save(Model* m, Saver* saver, int64_t step, int64_t window, uint32_t data_hash, const StepState* state) {
-    CheckpointRecord record = {step, window, state->updates, state->bad_in_a_row, data_hash};
+    CheckpointRecord record = {step, window, state->updates, data_hash};
     int count;
     CheckpointFile* files = model_files(m, &count);
     char* options = settings_json(&m->settings);
@@ -83,12 +83,10 @@ static void check_record(const Model* m, const Json* manifest, const CheckpointR
 
 // The checkpoints that rank 0 sees: every rank tries the same ones.
 static int64_t* all_ranks_list(Ranks* world, const char* out, int* count) {
-    int64_t* steps = checkpoint_list(out, count);
+    bool leads = ranks_index(world) == 0;
+    int64_t* steps = leads ? checkpoint_list(out, count) : NULL;
     ranks_broadcast(world, count, sizeof(*count), 0);
-    if (ranks_index(world) != 0) {
-        free(steps);
-        steps = (int64_t*)host_alloc((size_t)*count * sizeof(int64_t));
-    }
+    if (!leads) steps = (int64_t*)host_alloc((size_t)*count * sizeof(int64_t));
     ranks_broadcast(world, steps, (size_t)*count * sizeof(int64_t), 0);
     return steps;
 }
@@ -103,11 +101,17 @@ int64_t model_resume(Model* m, Ranks* world, uint32_t data_hash, int64_t* window
         CheckpointRecord record;
         Json* manifest = checkpoint_manifest(out, steps[i], &record, error, sizeof(error));
         if (manifest) check_record(m, manifest, &record, data_hash);
+        int64_t window_of_step = steps[i] * (m->settings.tokens_per_step / m->settings.seq_len);
+        if (manifest && record.window != window_of_step) {
+            snprintf(error, sizeof(error), "%s/step_%08lld/manifest.json: its window is %lld, that of the step is %lld",
+                     out, (long long)steps[i], (long long)record.window, (long long)window_of_step);
+            json_free(manifest);
+            manifest = NULL;
+        }
         if (checkpoint_load(world, out, steps[i], manifest, files, file_count, m->ctx, error, sizeof(error)) == 0) {
             StepState state;
             memset(&state, 0, sizeof(state));
             state.updates = record.updates;
-            state.bad_in_a_row = (int32_t)record.bad_in_a_row;
             device_upload(m->state, &state, sizeof(state), m->ctx);
             *window = record.window;
             resumed = record.step;
@@ -119,8 +123,7 @@ int64_t model_resume(Model* m, Ranks* world, uint32_t data_hash, int64_t* window
     if (count && !resumed) die(EXIT_FAILED, "no checkpoint in %s is good; nothing was changed", out);
     if (resumed && resumed != steps[0])
         warn("resuming from step_%08lld, the newest good checkpoint", (long long)resumed);
-    for (int u = 0; resumed && u < params_units(&m->config); u++) params_publish(&m->units[u], m->ctx);
-    weights_changed(m->sharding, m->ctx);
+    if (resumed) model_weights_set(m);
     model_files_free(files, file_count);
     free(steps);
     return resumed;

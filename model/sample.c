@@ -67,8 +67,10 @@ char* model_sample(Model* m, const Tokenizer* tokenizer, int64_t step) {
         }
         if (!text) text = (char*)host_alloc(length + 1);
     }
+    char* shown = host_printable(text, length, "\n\t");
+    free(text);
     free(ids);
     free(logits);
     free(sorted);
-    return text;
+    return shown;
 }

@@ -3,11 +3,16 @@
 
 Damaged checkpoints, full disks and steps that are not finite: each is named, and the run goes on from what is good.
 """
-import os
+import array
+import json
+import math
+import re
 import shutil
 import struct
+import subprocess
+import zlib
 
-from cli import Case, checkpoints, curve, main, manifest, read_log, snapshot, tensor_start, write_manifest
+from cli import Case, checkpoints, command, main, manifest, read_log, snapshot, tensor_start, write_manifest
 
 
 class Checkpoints(Case):
@@ -128,52 +133,118 @@ class Checkpoints(Case):
     def test_disk_full_while_logging(self):
         done = self.train(1, limit=3000, out="run", steps=50)
         self.assertIn("cannot write run/log.jsonl: File too large", done.stderr)
-        self.assertEqual(os.listdir(self.dir / "run"), ["log.jsonl"])
+        self.assertEqual(list(snapshot(self.dir / "run")), ["log.jsonl"])
         self.train(out="run", resume=True, steps=20, save_every=10)
         self.assert_same_run(self.dir / "run", self.reference(), 20)
         for limit in (500, 3000):  # in the first line; in the lines that are kept
             self.refused(1, "cannot write run/log.jsonl.tmp: File too large", out="run", resume=True, steps=30,
                          limit=limit)
 
-    def test_steps_that_are_not_finite(self):
-        """One changes no weight, moment or bias; the third in a row, over resumes too, ends the run."""
-        out = self.copy_of(self.reference())
-        name = "block_003.safetensors"
-        data = bytearray((out / "step_00000020" / name).read_bytes())
-        at = tensor_start(data, "model.norm.weight")
-        self.assertEqual(0.5 < struct.unpack_from("<f", data, at)[0] < 2, True)
-        struct.pack_into("<f", data, at, float("inf"))
-        (out / "step_00000020" / name).write_bytes(data)
-        write_manifest(out / "step_00000020", manifest(out / "step_00000020"))
-        before = snapshot(out / "step_00000020")
-        before.pop("manifest.json")
-        for step, bad in ((21, 1), (22, 2)):
-            done = self.train(out="run", resume=True, steps=step, keep=9)
-            self.assertIn(f"warning: step {step}: ", done.stderr)
-            self.assertIn("no weight was changed", done.stderr)
-            record, after = manifest(out / f"step_000000{step}"), snapshot(out / f"step_000000{step}")
-            self.assertEqual([record[key] for key in ("updates", "bad_in_a_row", "window")], [20, bad, 2 * step])
-            after.pop("manifest.json")
-            self.assertEqual(after, before)
-        done = self.train(1, out="run", resume=True, steps=30, keep=9)
-        self.assertIn("3 steps in a row were not finite; the run ends without saving", done.stderr)
-        self.assertEqual(checkpoints(out)[-1], "step_00000022")
-        self.assertEqual([step["loss"] for step in curve(out)[20:]], [None] * 3)
+    def diverging(self):
+        """A run in which some steps are good and the others are not: weights grow a hundredfold a step."""
+        return dict(out="run", lr=100, weight_decay=1, clip=0, steps=100)
 
-    def test_a_finite_step_ends_the_row(self):
-        out = self.copy_of(self.reference())
-        write_manifest(out / "step_00000020", {**manifest(out / "step_00000020"), "bad_in_a_row": 2})
-        self.train(out="run", resume=True, steps=21)
-        self.assertEqual(manifest(out / "step_00000021")["bad_in_a_row"], 0)
-        self.assert_same_run(out, self.reference(21), 21)
+    def test_steps_that_are_not_finite(self):
+        """They change nothing, are logged, and the third in a row ends the run. None is saved, and of the good ones two
+        stay at least: a step after which none was finite gives way to the one before."""
+        for keep in (1, 2):
+            out = self.dir / "run"
+            shutil.rmtree(out, ignore_errors=True)
+            done = self.train(1, save_every=1, keep=keep, **self.diverging())
+            steps = read_log(out)[1]
+            last = len(steps) - 3
+            self.assertGreater(last, 3)
+            for step in steps[-3:]:
+                self.assertRegex(done.stderr, f"warning: step {step['step']}: .*, so no weight was changed")
+            self.assertEqual(done.stderr.count("no weight was changed"), 3)
+            self.assertIn(f"3 steps in a row were not finite; the run ends without saving (step_{last:08d}, after which no "
+                          f"step was finite, is now step_{last:08d}.diverged)", done.stderr)
+            self.assertEqual(checkpoints(out), [f"step_{last - 1:08d}", f"step_{last:08d}.diverged"])
+            done = self.train(1, resume=True, save_every=1, keep=keep, **self.diverging())
+            self.assertIn(f"resumed    from run/step_{last - 1:08d}", done.stdout)
+            self.assertIn(f"saved run/step_{last:08d}", done.stdout)
+            self.assertEqual(checkpoints(out), [f"step_{last - 1:08d}", f"step_{last:08d}.diverged"])
+
+    def test_the_only_checkpoint_stays(self):
+        self.train(1, save_every=1, **self.diverging())
+        last = len(read_log(self.dir / "run")[1]) - 3
+        shutil.rmtree(self.dir / "run")
+        self.train(1, save_every=last, **self.diverging())
+        self.assertEqual(checkpoints(self.dir / "run"), [f"step_{last:08d}"])
+
+    def test_a_run_that_ends_in_a_bad_step_saves_the_last_good_one(self):
+        self.train(1, **self.diverging())
+        last = len(read_log(self.dir / "run")[1]) - 3
+        for steps in (last + 1, last + 2):
+            shutil.rmtree(self.dir / "run")
+            self.train(**{**self.diverging(), "steps": steps, "save_every": steps})
+            self.assertEqual(checkpoints(self.dir / "run"), [f"step_{last:08d}"])
+            self.assertEqual(len(read_log(self.dir / "run")[1]), steps)
+            self.assertEqual(manifest(self.dir / f"run/step_{last:08d}")["updates"], last)
+
+    def test_no_infinite_number_is_saved(self):
+        """Each lets gradients, moments or weights grow without bound, one way or another."""
+        for options in (dict(lr=1, weight_decay=1, beta1=0, beta2=0), dict(lr=100, weight_decay=100),
+                        dict(lr=100, weight_decay=100, beta1=0), dict(lr=30, weight_decay=0, eps=1e-30),
+                        dict(lr=3, weight_decay=1, beta1=0.999999, beta2=0.999999), dict(lr=1, route_scale=1e6)):
+            with self.subTest(options):
+                shutil.rmtree(self.dir / "run", ignore_errors=True)
+                done = subprocess.run(command(train=self.train_glob, out=self.dir / "run", clip=0, steps=30, save_every=1,
+                                              keep=99, **{"lr": 1, **options}), capture_output=True, text=True)
+                self.assertIn(done.returncode, (0, 1), done.stderr)
+                self.assertTrue(checkpoints(self.dir / "run"))
+                for path in (self.dir / "run").glob("step_*/*.safetensors"):
+                    data = path.read_bytes()
+                    start = 8 + struct.unpack("<Q", data[:8])[0]
+                    numbers = array.array("f", data[start:])
+                    self.assertTrue(all(map(math.isfinite, numbers)), path)
+
+    def test_a_checkpoint_with_an_infinite_number_is_refused(self):
+        """Whichever of its tensors has it, and though the CRC-32 is right."""
+        for name, tensor, value in (("block_003.safetensors", "model.norm.weight", float("inf")),
+                                    ("block_002.adam.safetensors", "model.layers.1.mlp.gate.weight.exp_avg", float("nan")),
+                                    ("block_002.safetensors", "model.layers.1.mlp.gate.e_score_correction_bias", -float("inf"))):
+            with self.subTest(tensor):
+                out = self.copy_of(self.reference())
+                data = bytearray((out / "step_00000020" / name).read_bytes())
+                struct.pack_into("<f", data, tensor_start(data, tensor) + 4, value)
+                (out / "step_00000020" / name).write_bytes(data)
+                write_manifest(out / "step_00000020", manifest(out / "step_00000020"))
+                done = self.train(out="run", resume=True, steps=20)
+                self.assertIn(f"step_00000020 is refused: run/step_00000020/{name}: element 1 of {tensor} is not finite",
+                              done.stderr)
+                self.assert_same_run(out, self.reference(), 20)
+
+    def test_a_manifest_whose_numbers_are_odd_is_refused(self):
+        """Though its CRC-32 is right."""
+        for change, words in ((dict(window=-1), "its window is out of range"),
+                              (dict(window=2**63 - 1), "its window is 9223372036854775807, that of the step is 40"),
+                              (dict(window=41), "its window is 41"), (dict(window=None), "its window is out of range"),
+                              (dict(updates=-1), "its number of updates is out of range"),
+                              (dict(updates=21), "its number of updates"), (dict(updates=5), "its number of updates"),
+                              (dict(bytes=2**62), "gives it a size that is out of range"),
+                              (dict(bytes=0), "does not list it"), (dict(bytes="many"), "does not list it")):
+            with self.subTest(change):
+                out = self.copy_of(self.reference())
+                record = manifest(out / "step_00000020")
+                write_manifest(out / "step_00000020", {**record, **change})
+                if "bytes" in change:
+                    path = out / "step_00000020/manifest.json"
+                    body = path.read_text().partition(',\n"manifest_crc32"')[0]
+                    body = re.sub(r'"bytes": \d+', f'"bytes": {json.dumps(change["bytes"])}', body)
+                    path.write_text(body + ',\n"manifest_crc32": %d}\n' % zlib.crc32(body.encode()))
+                done = self.train(out="run", resume=True, steps=20)
+                self.assertIn("step_00000020 is refused", done.stderr)
+                self.assertIn(words, done.stderr)
+                self.assert_same_run(out, self.reference(), 20)
 
     def test_divergence(self):
         done = self.train(1, out="run", steps=100, lr=100, clip=0, weight_decay=100)
         self.assertIn("3 steps in a row were not finite", done.stderr)
-        self.assertEqual(os.listdir(self.dir / "run"), ["log.jsonl"])
+        self.assertEqual(list(snapshot(self.dir / "run")), ["log.jsonl"])
         steps = read_log(self.dir / "run")[1]
-        self.assertEqual([step["grad_norm"] for step in steps[-3:]], [None] * 3)
-        self.assertNotIn(None, [step["grad_norm"] for step in steps[:-3]])
+        self.assertEqual(done.stderr.count("no weight was changed"), 3)
+        self.assertNotIn(None, [step["loss"] for step in steps[:-3]])
 
 
 if __name__ == "__main__":
