@@ -121,7 +121,7 @@ static void check_state(const State* s, int64_t step, const char* what) {
 }
 
 static void save(Saver* saver, int64_t step, const State* s) {
-    CheckpointRecord record = {step, 2 * step, step - 1, 1, 4000000000};
+    CheckpointRecord record = {step, 2 * step, step - 1, 4000000000};
     checkpoint_save(saver, &record, "{\"lr\": 0.1}", s->files, FILES, ctx);
 }
 
@@ -140,7 +140,7 @@ static State* saved(int64_t step) {
 }
 
 static int load(Ranks* group, int64_t step, const State* s, char* error, size_t error_size) {
-    CheckpointRecord expected = {step, 2 * step, step - 1, 1, 4000000000}, record;
+    CheckpointRecord expected = {step, 2 * step, step - 1, 4000000000}, record;
     Json* manifest = checkpoint_manifest(out, step, &record, error, error_size);
     CHECK(!manifest || memcmp(&record, &expected, sizeof(expected)) == 0, "record");
     int result = checkpoint_load(group, out, step, manifest, s->files, FILES, ctx, error, error_size);
@@ -211,17 +211,17 @@ static void check_format(void) {
     for (int t = 1; t <= 3; t++)
         for (int64_t i = 0; i < elements(t); i++) *data++ = value(7, t, i);
     size_t got_bytes = 0;
-    char* got = read_file(file_of(7, file_names[1]), &got_bytes);
+    char* got = read_file(file_of(7, file_names[1]), SIZE_MAX, &got_bytes);
     CHECK(got && got_bytes == bytes && memcmp(got, file, bytes) == 0, "file");
     free(got);
     free(file);
     free(header);
 
     char* text = host_strdup(
-        "{\"format\": \"train_moe checkpoint 1\", \"step\": 7, \"window\": 14, \"updates\": 6, \"bad_in_a_row\": 1, "
+        "{\"format\": \"train_moe checkpoint 1\", \"step\": 7, \"window\": 14, \"updates\": 6, "
         "\"data_hash\": 4000000000,\n\"options\": {\"lr\": 0.1},\n\"files\": [");
     for (int f = 0; f < FILES; f++) {
-        got = read_file(file_of(7, file_names[f]), &got_bytes);
+        got = read_file(file_of(7, file_names[f]), SIZE_MAX, &got_bytes);
         char* more = host_format("%s%s\n  {\"name\": \"%s\", \"bytes\": %zu, \"crc32\": %lu}", text, f ? "," : "",
                                  file_names[f], got_bytes, crc_of(got, got_bytes));
         free(got);
@@ -231,7 +231,7 @@ static void check_format(void) {
     char* body = host_format("%s]", text);
     free(text);
     text = body;
-    got = read_file(file_of(7, file_names[FILES]), &got_bytes);
+    got = read_file(file_of(7, file_names[FILES]), SIZE_MAX, &got_bytes);
     char* sealed = host_format("%s,\n\"manifest_crc32\": %lu}\n", text, crc_of(text, strlen(text)));
     CHECK(strcmp(got, sealed) == 0, "manifest: %s instead of %s", got, sealed);
     free(sealed);
@@ -249,7 +249,7 @@ static void files_do_not_depend_on_ranks(void) {
         fill(s, 7);
         save_one(apart, 7, s);
         check_format();
-        for (int f = 0; f <= FILES; f++) alone[f] = read_file(file_of(7, file_names[f]), &sizes[f]);
+        for (int f = 0; f <= FILES; f++) alone[f] = read_file(file_of(7, file_names[f]), SIZE_MAX, &sizes[f]);
         state_free(s);
     }
     for (int kind = 0; kind < KINDS; kind++) {
@@ -259,7 +259,7 @@ static void files_do_not_depend_on_ranks(void) {
         fill(s, 7);
         save_one(world, 7, s);
         for (int f = 0; f <= FILES && rank == 0; f++) {
-            char* file = read_file(file_of(7, file_names[f]), &size);
+            char* file = read_file(file_of(7, file_names[f]), SIZE_MAX, &size);
             CHECK(file && size == sizes[f] && memcmp(file, alone[f], size) == 0, "kind %d: %s", kind, file_names[f]);
             free(file);
         }
@@ -329,27 +329,41 @@ static void check_list(int expected, const int64_t* steps) {
 static void the_newest_stay(void) {
     open_out("keep");
     const char* unfinished = in_folder("keep/step_00000009.tmp");
+    if (rank == 0 && make_folders(unfinished) != 0) die(EXIT_FAILED, "cannot make %s", unfinished);
+    ranks_barrier(world);
     State* s = state_create(0, rank, ranks);
-    Saver* saver = saver_create(world, out, 2);
-    check_list(0, NULL);
     const int64_t steps[][2] = {{1, 0}, {2, 1}, {3, 2}, {4, 3}};
-    for (int64_t step = 1; step <= 4; step++) {
-        if (rank == 0 && step == 4 && make_folders(unfinished) != 0) die(EXIT_FAILED, "cannot make %s", unfinished);
-        fill(s, step);
-        save(saver, step, s);
-        checkpoint_wait(saver);
-        check_list(step == 1 ? 1 : 2, steps[step - 1]);
+    for (int keep = 2; keep >= 1; keep--) {  // two stay while a run goes on, even of --keep 1
+        Saver* saver = saver_create(world, out, keep);
+        CHECK(access(unfinished, F_OK) != 0, "what an unfinished save left is still there");
+        for (int64_t step = 1; step <= 4; step++) {
+            fill(s, step);
+            save(saver, step, s);
+            checkpoint_wait(saver);
+            if (keep == 2) check_list(step == 1 ? 1 : 2, steps[step - 1]);
+            ranks_barrier(world);
+        }
+        check_list(2, steps[3]);
         ranks_barrier(world);
+        checkpoint_finish(saver);
+        ranks_barrier(world);
+        check_list(keep, steps[3]);
+        saver_destroy(saver);
     }
-    CHECK(access(unfinished, F_OK) != 0, "what an unfinished save left is still there");
-    saver_destroy(saver);
-    // A run that went back behind step 4 saves step 3 anew; the one ahead is not its to count.
-    saver = saver_create(world, out, 1);
+    // A run that went back to before step 4 saves step 3 anew; the one ahead is not its to count.
+    Saver* saver = saver_create(world, out, 1);
     fill(s, 3);
     save(saver, 3, s);
-    saver_destroy(saver);
+    checkpoint_finish(saver);
+    ranks_barrier(world);
     check_list(2, steps[3]);
     check_load(world, 0, 3, "saved anew");
+    // After which no step was good: it goes out of the way, but the oldest never does.
+    bool aside = checkpoint_set_aside(saver, 4), oldest = checkpoint_set_aside(saver, 3);
+    ranks_barrier(world);
+    CHECK(aside == (rank == 0) && !oldest && access(in_folder("keep/step_00000004.diverged"), F_OK) == 0, "set aside");
+    check_list(1, steps[2]);
+    saver_destroy(saver);
     state_free(s);
 }
 
@@ -373,7 +387,7 @@ typedef enum Damage { TRUNCATED, LONGER, EMPTY, FIRST, MIDDLE, LAST, MISSING, DA
 static char* damage(int file, Damage how, size_t* size) {
     if (rank != 0) return NULL;
     const char* path = file_of(1, file_names[file]);
-    char *good = read_file(path, size), *bad = (char*)host_alloc(*size + 1);
+    char *good = read_file(path, SIZE_MAX, size), *bad = (char*)host_alloc(*size + 1);
     size_t n = *size, bytes = how == TRUNCATED ? n - 3 : how == LONGER ? n + 1 : how == EMPTY ? 0 : n;
     memcpy(bad, good, n);
     bad[how == MIDDLE ? n / 2 : how == LAST ? n - 1 : 0] ^= how == FIRST || how == MIDDLE || how == LAST;

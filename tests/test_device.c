@@ -1,6 +1,7 @@
 // The ground floor: random numbers, memory tables, folders. Options and their errors are tested through the program
 // (tests/test_options.py).
 #include <errno.h>
+#include <sys/stat.h>
 
 #include "device/arena.h"
 #include "device/files.h"
@@ -93,15 +94,23 @@ static void folders(void) {
     free(below);
     CHECK(make_folders(in_folder("file")) == -1 && errno == ENOTDIR, "a folder over a file: errno %d", errno);
     size_t size;
-    char* text = read_file(in_folder("file"), &size);
+    char* text = read_file(in_folder("file"), SIZE_MAX, &size);
     CHECK(text && size == 5 && strcmp(text, "12345") == 0, "read back %s", text ? text : "nothing");
     free(text);
-    CHECK(!read_file(in_folder("none"), &size) && errno == ENOENT, "a missing file: errno %d", errno);
-    CHECK(!read_file(folder, &size) && errno == EISDIR, "a folder as a file: errno %d", errno);
+    CHECK(!read_file(in_folder("none"), SIZE_MAX, &size) && errno == ENOENT, "a missing file: errno %d", errno);
+    CHECK(!read_file(folder, SIZE_MAX, &size) && errno == EISDIR, "a folder as a file: errno %d", errno);
     write_file("a/b/c/one", "1", 1);
-    remove_folder(in_folder("a/b/c"));
-    CHECK(access(in_folder("a/b/c"), F_OK) != 0 && access(in_folder("a/b"), F_OK) == 0,
-          "a/b/c is not gone, or more is");
+    CHECK(
+        remove_tree(in_folder("a/b")) == 0 && access(in_folder("a/b"), F_OK) != 0 && access(in_folder("a"), F_OK) == 0,
+        "a/b is not gone, or more is");
+    CHECK(remove_tree(in_folder("a/b")) == 0, "what is missing is gone");
+    CHECK(!read_file(in_folder("file"), 4, &size) && errno == EFBIG, "a file beyond the limit: errno %d", errno);
+    CHECK(symlink(folder, in_folder("a/link")) == 0 && remove_tree(in_folder("a/link")) == -1 && errno == ELOOP,
+          "a link is removed: errno %d", errno);
+    CHECK(create_file(in_folder("a/link")) == -1 && errno == ELOOP, "written through a link: errno %d", errno);
+    CHECK(remove_tree(in_folder("a")) == 0 && access(in_folder("file"), F_OK) == 0, "removed through a link");
+    CHECK(mkfifo(in_folder("fifo"), 0600) == 0 && open_file(in_folder("fifo")) == -1 && errno == ENXIO,
+          "a FIFO is opened: errno %d", errno);
     remove_matching("");
 }
 
