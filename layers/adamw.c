@@ -58,7 +58,7 @@ static void keep_largest(StepState* state, const Bits most[LARGEST]) {
     for (int k = 0; k < LARGEST; k++) {
         real x;
         memcpy(&x, &most[k], sizeof(x));
-        if (!(x <= state->own_largest[k])) state->own_largest[k] = x;  // a NaN stays
+        if (x > state->own_largest[k] || isnan(x)) state->own_largest[k] = x;  // a NaN stays
     }
 }
 

@@ -31,7 +31,6 @@ static void load_golden_weights(Model* m, const SafeTensors* st) {
             free(w);
         }
         free(tensors);
-        params_publish(&m->units[u], m->ctx);
         char name[112];
         snprintf(name, sizeof(name), "weight.model.layers.%d.mlp.gate.e_score_correction_bias", u - 1);
         if (!st_find(st, name)) continue;  // softmax routers have none
@@ -39,6 +38,7 @@ static void load_golden_weights(Model* m, const SafeTensors* st) {
         device_upload(m->bias + (u - 1) * m->config.E, bias, (size_t)m->config.E * sizeof(real), m->ctx);
         free(bias);
     }
+    model_weights_set(m);
 }
 
 // Experts chosen in every MoE block: exactly the golden's, in its order (best first).
