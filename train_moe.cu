@@ -119,7 +119,7 @@ static double validate(Run* r) {
         model_batch(m, ids, ids + B * T, n, T);
         model_forward(m, 0);
         if (counts) model_loss(m, m->val_state, 0);
-        if (seconds() - r->shown < 10) continue;
+        if (seconds() - r->shown < 5) continue;
         printf("validation %lld of %lld windows\n", (long long)min_i64(round + r->ranks * B, windows),
                (long long)windows);
         fflush(stdout);
@@ -274,6 +274,7 @@ static void train(Run* r, int64_t done, int64_t window) {
     Loader* loader = loader_start(r->train, s->batch, (int32_t)s->model.V, order);
     r->first = done + 1;
     r->saved = done;
+    r->shown = seconds();
     int stop = 0;
     for (int64_t step = done + 1; step <= s->steps && !stop; step++) {
         queue_step(r, loader, step);

@@ -237,6 +237,18 @@ class Processes(Case):
             self.assertIn(f"stopped by signal {15 if ignored else 1}", out)
             self.assertEqual(len(checkpoints(self.dir / "run")), 1)
 
+    def test_a_long_validation_is_not_silent(self):
+        write_shard(self.dir / "long.bin", [65] * 5_000_000)
+        with self.start(val="long.bin", val_every=1, val_tokens=10**9) as process:
+            began = time.monotonic()
+            for line in process.stdout:
+                said = re.fullmatch(r"validation (\d+) of 156249 windows\n", line)
+                if said:
+                    break
+            process.kill()
+        self.assertTrue(said and 0 < int(said[1]) < 156249, said)
+        self.assertLess(time.monotonic() - began, 10)
+
     def test_nobody_reads_the_output(self):
         with self.start(out="run", steps=60, sample_every=1, sample_tokens=5) as process:
             process.stdout.close()

@@ -405,6 +405,16 @@ class Usage(Case):
             self.assertEqual((outcome.code, outcome.err), (0, ""), outcome)
             self.assertEqual(outcome.out.count("--help " if option == "--help" else "model      tiny"), 1)
 
+    def test_help_on_one_rank(self):
+        """It compares its options with the others before it leaves them."""
+        for option in ("--help", "--dry-run"):
+            for first in (True, False):
+                parts = [(1, self.command(out=None) + [option]), (RANKS - 1, self.command(timeout=60))]
+                outcome = Process(self.dir, *parts[::1 if first else -1]).end()
+                self.assertEqual(outcome.code, 2, outcome)
+                self.assertIn("give all ranks the same options", outcome.errors[0])
+                self.assertLess(outcome.seconds, 30)
+
     def test_dry_run_for_other_ranks(self):
         """Without mpirun: --ranks says how many to plan for."""
         def mib(*words, **options):
