@@ -299,7 +299,7 @@ static void resumes_anywhere(void) {
             ranks_free(group);
         }
     }
-    if (ranks_index(world) == 0) remove_folder(folder);
+    if (ranks_index(world) == 0) remove_tree(folder);
     shown_free(&want);
 }
 

@@ -79,11 +79,11 @@ class Process:
         found = {}
         for stat in pathlib.Path("/proc").glob("[0-9]*/stat"):
             try:
-                parent = stat.read_text().rpartition(")")[2].split()[1]
+                parent = stat.read_text(errors="replace").rpartition(")")[2].split()[1]
                 if int(parent) == self.mpirun.pid:
                     rank = re.search(rb"\0OMPI_COMM_WORLD_RANK=(\d+)\0", b"\0" + (stat.parent / "environ").read_bytes())
                     found[int(rank[1])] = int(stat.parent.name)
-            except (OSError, TypeError):  # it ended meanwhile; not a rank yet
+            except (OSError, TypeError, IndexError):  # it ended meanwhile; not a rank yet
                 pass
         return found
 
