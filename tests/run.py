@@ -1,14 +1,18 @@
 #!/usr/bin/env python3
 """Runs tests and adds up: python3 tests/run.py [--program TRAIN_MOE]... [--skip NAME]... [--ranks N C_TEST]... [C_TEST]...
 
-First the C tests by path, those with --ranks on N ranks where there is an mpirun (else on one), then tests/test_*.py; those
-that need the program, and say so by its name TRAIN_MOE or by importing tests/cli.py, run once for each --program and find it
-in the environment as TRAIN_MOE. Each is a process of its own, and its result is its closing line `N passed, N failed, N
-skipped`, or unittest's own two lines. A crash, a timeout, a test without a result and one that ends non-zero with nothing
-failed count as one failure; a name under --skip, of a test that this machine cannot run, as one skipped. The last line is the
-sum; the exit code 1 if anything failed.
+The C tests by path, those with --ranks on N ranks where there is an mpirun (else on one), and tests/test_*.py; those that
+need the program, and say so by its name TRAIN_MOE or by importing tests/cli.py, run once for each --program and find it in
+the environment as TRAIN_MOE. Those that say ONE_BUILD are about code that is the same in every build, and run for the first
+alone. Several run at a time where there are cores for them.
+
+Each is a process of its own, and its result is its closing line `N passed, N failed, N skipped`, or unittest's own two
+lines. A crash, a timeout, a test without a result and one that ends non-zero with nothing failed count as one failure; a
+name under --skip, of a test that this machine cannot run, as one skipped. The last line is the sum; the exit code 1 if
+anything failed.
 """
 import argparse
+import concurrent.futures
 import glob
 import os
 import re
@@ -22,6 +26,8 @@ import time
 TESTS = os.path.dirname(os.path.abspath(__file__))
 CLOSING = re.compile(r"^(\d+) passed, (\d+) failed, (\d+) skipped$", re.M)
 NEEDS_PROGRAM = re.compile(r"TRAIN_MOE|^(?:import|from) cli\b", re.M)
+ONE_BUILD = re.compile(r"^ONE_BUILD = True", re.M)
+CORES = len(os.sched_getaffinity(0))
 UNITTEST = re.compile(r"^Ran (\d+) tests? in .*\n\n(?:OK|FAILED)(?: \((.*)\))?$", re.M)
 
 
@@ -49,12 +55,16 @@ def counts(output):
     return [max(0, int(ran[-1][0]) - failed - skipped), failed, skipped]  # one test can fail in several parts
 
 
-def run(name, command, timeout):
-    """Runs one test, prints a line for it and, if it failed, its output; returns its counts."""
+def run(name, command, timeout, jobs, program):
+    """Runs one test, one of `jobs` at a time; prints a line for it and, if it failed, its output; returns its counts."""
     if not os.path.exists(command[-1]):
         print(f"{name:40}           is missing: 1 failed")
         return [0, 1, 0]
     environment = dict(os.environ, PYTHONDONTWRITEBYTECODE="1")
+    if program:
+        environment["TRAIN_MOE"] = os.path.abspath(program)
+    if jobs > 1:
+        environment.setdefault("OMP_NUM_THREADS", str(max(1, CORES // jobs)))
     began, code = time.monotonic(), None
     with tempfile.TemporaryFile() as file:
         process = subprocess.Popen(command, stdin=subprocess.DEVNULL, stdout=file, stderr=subprocess.STDOUT,
@@ -85,38 +95,38 @@ def run(name, command, timeout):
     result = result or [0, 0, 0]
     if problem:
         result[1] += 1
-    seconds = time.monotonic() - began
-    print("%-40s %6.1f s  %d passed, %d failed, %d skipped%s" % (name, seconds, *result, problem and f" ({problem})"))
-    if result[1]:
-        print("".join(f"    {line}\n" for line in output.splitlines()), end="")
-    sys.stdout.flush()
+    report = "%-40s %6.1f s  %d passed, %d failed, %d skipped%s\n" % (
+        name, time.monotonic() - began, *result, problem and f" ({problem})")
+    print(report + "".join(f"    {line}\n" for line in output.splitlines() if result[1]), end="", flush=True)
     return result
 
 
 def main():
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--timeout", type=float, default=240, help="seconds for one test (240)")
+    parser.add_argument("--jobs", type=int, default=max(1, min(8, CORES // 2)), help="tests at a time (8, fewer on few cores)")
     parser.add_argument("--program", action="append", default=[])
     parser.add_argument("--skip", action="append", default=[])
     parser.add_argument("--ranks", nargs=2, action="append", default=[], metavar=("N", "C_TEST"))
     parser.add_argument("tests", nargs="*")
     options = parser.parse_args()
 
-    results = []
-    for path in options.tests:
-        results.append(run(path, [os.path.abspath(path)], options.timeout))
-    for ranks, path in options.ranks:
-        command = mpirun(ranks)
-        name = f"{path} ({ranks} ranks)" if command else path
-        results.append(run(name, command + [os.path.abspath(path)], options.timeout))
+    # The longest first, so that none is left alone at the end.
+    tests = []
     for path in sorted(glob.glob(os.path.join(TESTS, "test_*.py"))):
         with open(path) as file:
-            programs = options.program if NEEDS_PROGRAM.search(file.read()) else [None]
-        for program in programs:
-            if program:
-                os.environ["TRAIN_MOE"] = os.path.abspath(program)
+            text = file.read()
+        programs = options.program if NEEDS_PROGRAM.search(text) else [None]
+        for program in programs[:1] if ONE_BUILD.search(text) else programs:
             name = os.path.relpath(path) + (f" ({os.path.dirname(program)})" if program else "")
-            results.append(run(name, [sys.executable, path], options.timeout))
+            tests.append((name, [sys.executable, path], program))
+    for ranks, path in options.ranks:
+        command = mpirun(ranks)
+        tests.append((f"{path} ({ranks} ranks)" if command else path, command + [os.path.abspath(path)], None))
+    tests += [(path, [os.path.abspath(path)], None) for path in options.tests]
+    with concurrent.futures.ThreadPoolExecutor(options.jobs) as pool:
+        waiting = [pool.submit(run, name, command, options.timeout, options.jobs, program) for name, command, program in tests]
+        results = [test.result() for test in waiting]
     for name in options.skip:
         print(f"{name:40}           skipped: needs a GPU")
         results.append([0, 0, 1])

@@ -1,18 +1,17 @@
 #!/usr/bin/env python3
 """Checkpoints, and what harms a run: TRAIN_MOE=build/cpu/train_moe python3 tests/test_faults.py
 
-Damaged checkpoints, full disks and steps that are not finite: each is named, and the run goes on from what is good.
+Damaged checkpoints and full disks: each is named, and the run goes on from what is good.
 """
-import array
 import json
-import math
 import re
 import shutil
 import struct
-import subprocess
 import zlib
 
-from cli import Case, checkpoints, command, main, manifest, read_log, snapshot, tensor_start, write_manifest
+from cli import Case, checkpoints, main, manifest, snapshot, tensor_start, write_manifest
+
+ONE_BUILD = True  # tests/run.py: nothing here depends on what computes
 
 
 class Checkpoints(Case):
@@ -140,65 +139,6 @@ class Checkpoints(Case):
             self.refused(1, "cannot write run/log.jsonl.tmp: File too large", out="run", resume=True, steps=30,
                          limit=limit)
 
-    def diverging(self):
-        """A run in which some steps are good and the others are not: weights grow a hundredfold a step."""
-        return dict(out="run", lr=100, weight_decay=1, clip=0, steps=100)
-
-    def test_steps_that_are_not_finite(self):
-        """They change nothing, are logged, and the third in a row ends the run. None is saved, and of the good ones two
-        stay at least: a step after which none was finite gives way to the one before."""
-        for keep in (1, 2):
-            out = self.dir / "run"
-            shutil.rmtree(out, ignore_errors=True)
-            done = self.train(1, save_every=1, keep=keep, **self.diverging())
-            steps = read_log(out)[1]
-            last = len(steps) - 3
-            self.assertGreater(last, 3)
-            for step in steps[-3:]:
-                self.assertRegex(done.stderr, f"warning: step {step['step']}: .*, so no weight was changed")
-            self.assertEqual(done.stderr.count("no weight was changed"), 3)
-            self.assertIn(f"3 steps in a row were not finite; the run ends without saving (step_{last:08d}, after which no "
-                          f"step was finite, is now step_{last:08d}.diverged)", done.stderr)
-            self.assertEqual(checkpoints(out), [f"step_{last - 1:08d}", f"step_{last:08d}.diverged"])
-            done = self.train(1, resume=True, save_every=1, keep=keep, **self.diverging())
-            self.assertIn(f"resumed    from run/step_{last - 1:08d}", done.stdout)
-            self.assertIn(f"saved run/step_{last:08d}", done.stdout)
-            self.assertEqual(checkpoints(out), [f"step_{last - 1:08d}", f"step_{last:08d}.diverged"])
-
-    def test_the_only_checkpoint_stays(self):
-        self.train(1, save_every=1, **self.diverging())
-        last = len(read_log(self.dir / "run")[1]) - 3
-        shutil.rmtree(self.dir / "run")
-        self.train(1, save_every=last, **self.diverging())
-        self.assertEqual(checkpoints(self.dir / "run"), [f"step_{last:08d}"])
-
-    def test_a_run_that_ends_in_a_bad_step_saves_the_last_good_one(self):
-        self.train(1, **self.diverging())
-        last = len(read_log(self.dir / "run")[1]) - 3
-        for steps in (last + 1, last + 2):
-            shutil.rmtree(self.dir / "run")
-            self.train(**{**self.diverging(), "steps": steps, "save_every": steps})
-            self.assertEqual(checkpoints(self.dir / "run"), [f"step_{last:08d}"])
-            self.assertEqual(len(read_log(self.dir / "run")[1]), steps)
-            self.assertEqual(manifest(self.dir / f"run/step_{last:08d}")["updates"], last)
-
-    def test_no_infinite_number_is_saved(self):
-        """Each lets gradients, moments or weights grow without bound, one way or another."""
-        for options in (dict(lr=1, weight_decay=1, beta1=0, beta2=0), dict(lr=100, weight_decay=100),
-                        dict(lr=100, weight_decay=100, beta1=0), dict(lr=30, weight_decay=0, eps=1e-30),
-                        dict(lr=3, weight_decay=1, beta1=0.999999, beta2=0.999999), dict(lr=1, route_scale=1e6)):
-            with self.subTest(options):
-                shutil.rmtree(self.dir / "run", ignore_errors=True)
-                done = subprocess.run(command(train=self.train_glob, out=self.dir / "run", clip=0, steps=30, save_every=1,
-                                              keep=99, **{"lr": 1, **options}), capture_output=True, text=True)
-                self.assertIn(done.returncode, (0, 1), done.stderr)
-                self.assertTrue(checkpoints(self.dir / "run"))
-                for path in (self.dir / "run").glob("step_*/*.safetensors"):
-                    data = path.read_bytes()
-                    start = 8 + struct.unpack("<Q", data[:8])[0]
-                    numbers = array.array("f", data[start:])
-                    self.assertTrue(all(map(math.isfinite, numbers)), path)
-
     def test_a_checkpoint_with_an_infinite_number_is_refused(self):
         """Whichever of its tensors has it, and though the CRC-32 is right."""
         for name, tensor, value in (("block_003.safetensors", "model.norm.weight", float("inf")),
@@ -237,14 +177,6 @@ class Checkpoints(Case):
                 self.assertIn("step_00000020 is refused", done.stderr)
                 self.assertIn(words, done.stderr)
                 self.assert_same_run(out, self.reference(), 20)
-
-    def test_divergence(self):
-        done = self.train(1, out="run", steps=100, lr=100, clip=0, weight_decay=100)
-        self.assertIn("3 steps in a row were not finite", done.stderr)
-        self.assertEqual(list(snapshot(self.dir / "run")), ["log.jsonl"])
-        steps = read_log(self.dir / "run")[1]
-        self.assertEqual(done.stderr.count("no weight was changed"), 3)
-        self.assertNotIn(None, [step["loss"] for step in steps[:-3]])
 
 
 if __name__ == "__main__":

@@ -14,6 +14,8 @@ import unittest
 
 from cli import Case, checkpoints, command, curve, environment, main, read_log, snapshot, write_shard
 
+ONE_BUILD = True  # tests/run.py: nothing here depends on what computes
+
 
 class Links(Case):
     """Links in --out are refused by name, and what they point to stays as it is."""

@@ -10,6 +10,8 @@ import struct
 
 from cli import Case, PROGRAM, SMALL, checkpoints, command, curve, main, snapshot, text, write_shard, write_tokenizer
 
+ONE_BUILD = True  # tests/run.py: nothing here depends on what computes
+
 
 class BadOptions(Case):
     def test_names_and_values(self):
