@@ -317,5 +317,6 @@ def main():
 
 
 if __name__ == "__main__":
-    sys.stdout.reconfigure(errors="surrogateescape")  # file names may hold any bytes
+    if sys.stdout:
+        sys.stdout.reconfigure(errors="surrogateescape")  # file names may hold any bytes
     main()

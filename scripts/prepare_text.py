@@ -536,7 +536,8 @@ def main(arguments=None):
     except Failure as error:
         message = error
     except OSError as error:
-        message = f"{error.filename2 or error.filename or args.out}: {error.strerror or error}"
+        name = next(name for name in (error.filename2, error.filename, args.out) if name is not None)
+        message = f"{name or 'an empty name'}: {error.strerror or error}"
     else:
         return 0
     print(f"prepare_text.py: error: {message}", file=sys.stderr)
@@ -544,5 +545,6 @@ def main(arguments=None):
 
 
 if __name__ == "__main__":
-    sys.stdout.reconfigure(errors="surrogateescape")  # file names may hold any bytes
+    if sys.stdout:
+        sys.stdout.reconfigure(errors="surrogateescape")  # file names may hold any bytes
     sys.exit(main())

@@ -225,8 +225,8 @@ class Compare(unittest.TestCase):
     def test_damaged_logs(self):
         """Whatever is in a log: an error that names it, before anything is run."""
         config, row = b'{"steps": 2}', b'{"step": 1, "loss": 1.0}'
-        first = [b"", b"1", b"[]", b"{}", b"x", b'{"steps": "10"}', b'{"steps": null}', b'{"steps": true}', b'{"steps": 1.5}',
-                 b'{"steps": [1]}', b"[" * 100000]
+        first = [b"", b"1", b"[]", b"{}", b"x", b'{"steps": "10"}', b'{"steps": null}', b'{"steps": true}',
+                 b'{"steps": 1.5}', b'{"steps": [1]}', b"[" * 100000]
         rows = [b"1", b"[]", b"{}", b'{"step": null}', b'{"step": "1"}', b'{"step": 1.0, "loss": 1.0}', b"[" * 100000]
         rows += [b'{"step": 2, "%s": %s}' % pair for pair in (
             (b"loss", b'"1.0"'), (b"loss", b"[1.0]"), (b"loss", b"true"), (b"val_loss", b"{}"), (b"mem_gib", b'"1"'),
@@ -279,7 +279,8 @@ class Compare(unittest.TestCase):
         for args, says in ((["--set", "bf16", ""], "there is a set of this name"), (["--set", "a/b", ""], "a name has"),
                            (["--only", "fp4"], "the sets are bf16, mxfp8-exact, mxfp8-fast"),
                            (["--set", "a\x01", ""], "a name has"), (["--set", "a<", ""], "a name has"),
-                           (["--set", "a", "'"], "--set a: No closing quotation"), (["--launch", "'"], "argument --launch"),
+                           (["--set", "a", "'"], "--set a: No closing quotation"),
+                           (["--launch", "'"], "argument --launch"),
                            (["--set", "a", "--out x"], "--out among"), (["--seeds", 0], "at least 1"), (["--at-once", 0], "at least 1"),
                            (["--at-once", 2, "--launch", "mpirun -np 2"], "goes without --launch")):
             self.fails(self.command(*args, out=self.dir / "usage"), says, code=2)

@@ -200,7 +200,7 @@ class PlotLoss(unittest.TestCase):
         return path
 
     def test_lines_end_at_newlines_only(self):
-        texts = ["\x85", "\u2028", "\u2029", "\x7f"]  # raw in JSON, where Python's splitlines ends a line at most of them
+        texts = ["\x85", "\u2028", "\u2029", "\x7f"]  # JSON holds them raw; str.splitlines ends a line at most of them
         rows = [json.dumps({"step": i, "loss": 2.0, "note": text}, ensure_ascii=False).encode()
                 for i, text in enumerate(texts, 1)]
         _, _, _, curves = self.plot(self.raw_log("odd", *rows), "--smooth", 0)
@@ -249,7 +249,7 @@ class PlotLoss(unittest.TestCase):
         extremes = [("3.4e38", "-3.4e38"), ("0", "5e-324"), ("0", "1e-322"), ("0", "1e-310"), ("5e-324", "5e-324"),
                     ("1e30", "1e30"), ("1", "1.0000000000000002"), ("-1", "100000000000000000000000000000000000000")]
         for pair in extremes:
-            rows = [b'{"step": %d, "loss": %s, "val_loss": %s}' % (s, *(v.encode() for v in pair)) for s in (1, 2**63 - 1)]
+            rows = [('{"step": %d, "loss": %s, "val_loss": %s}' % (s, *pair)).encode() for s in (1, 2**63 - 1)]
             for axis in ("step", "tokens"):
                 _, _, circles, _ = self.plot(self.raw_log("extreme", *rows), "--x", axis)
                 self.assertEqual(len(circles), 2)
@@ -273,7 +273,7 @@ class PlotLoss(unittest.TestCase):
     def test_any_title_and_name_is_drawn(self):
         """Characters that XML cannot hold show as replacement characters."""
         hostile = os.fsdecode(self.HOSTILE)
-        logs = [self.log(f"{folder}/{hostile}", self.rows(3)) for folder in ("x", "y")]  # the same name: two folders each
+        logs = [self.log(f"{folder}/{hostile}", self.rows(3)) for folder in ("x", "y")]  # where two read the same
         _, texts, _, _ = self.plot(*logs, "--title", hostile)
         drawn = "a<b>&\"'\ufffd\ufffd\ufffd\ufffd\x7f\x85\ufffd\ufffd\ufffd\ufffd\ufffd]]>\n\t \U0001f600"
         self.assertIn(drawn, texts)

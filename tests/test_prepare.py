@@ -279,6 +279,7 @@ class Refused(Prepare):
         a = self.write("a.txt", b"text\n" * 100)
         self.fails(os.path.join(self.folder, "none"), says="No such file or directory")
         self.fails(a, "--val", os.path.join(self.folder, "none"), says="No such file or directory")
+        self.fails("", says="error: an empty name: No such file or directory")
         self.fails(self.folder, "--glob", "*.zip", says="matches *.zip; choose others with --glob")
         self.fails(a, "--tokenizer", "words", says="must be bytes, tokenizers:FILE or tiktoken:NAME")
         self.fails(self.write("e.txt", b" \n"), says="no text for train")
