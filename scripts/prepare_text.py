@@ -5,8 +5,9 @@
   prepare_text.py train.txt.xz --val val.txt.xz --out data --name docs --split-on '<|endoftext|>'
   prepare_text.py src/ --glob '*.c' '*.h' --out data --tokenizer tiktoken:gpt2
 
-Writes NAME_train_%06d.bin, NAME_val_%06d.bin and NAME_tokenizer.bin. Every document starts with the end-of-text token.
-The byte tokenizer (ids 0..255, 256 = end of text) needs nothing but Python's standard library.
+Writes NAME_train_%06d.bin, NAME_val_%06d.bin and NAME_tokenizer.bin. Until all are complete they end in .tmp; those that
+a killed run left go with the next run of the same NAME. Every document starts with the end-of-text token. The byte
+tokenizer (ids 0..255, 256 = end of text) needs nothing but Python's standard library.
 
 A document is a file, or with --split-on a part of one (line ends around a part are dropped). Files that end in .gz or .xz
 are unpacked as they are read. Text is handled in pieces of a few MiB; a document longer than that is cut at line ends.
