@@ -21,7 +21,6 @@ A gap is the training loss minus that of bf16 at the same step, as a mean over t
 worse. Standard library only.
 """
 import argparse
-import json
 import os
 import pathlib
 import re
@@ -33,18 +32,13 @@ import sys
 import time
 import types
 
-from plot_loss import LEFT, RIGHT, WIDTH, Chart, finite, style
+from plot_loss import LEFT, RIGHT, WIDTH, Chart, fail, read_log, style
 
 ROOT = pathlib.Path(__file__).resolve().parent.parent
 MXFP8 = "--expert-precision mxfp8 --dispatch-precision mxfp8"
 SETS = {"bf16": "", "mxfp8-exact": f"{MXFP8} --mx-gemm exact", "mxfp8-fast": f"{MXFP8} --mx-gemm fast"}
 LAST = 50  # steps that the final training loss is the mean of
 LEAST_GAP = 1e-3  # nats: the lower panel shows at least so much to both sides of 0
-
-
-def fail(message):
-    print(f"compare_precision: {message}", file=sys.stderr)
-    sys.exit(1)
 
 
 def mean(values):
@@ -66,15 +60,11 @@ class Run:
     def read(self):
         """The log as far as there is one: self.rows, by step, and self.steps, how many it shall have."""
         path = self.folder / "log.jsonl"
-        if not path.exists():
-            return
-        try:
-            lines = path.read_text(encoding="utf-8").split("\n")[:-1]  # a last line cut short is left out
-            config, *rows = [json.loads(line) for line in lines]
-            self.steps = config["steps"]
-            self.rows = {row["step"]: {key: finite(value) for key, value in row.items()} for row in rows}
-        except (ValueError, KeyError, TypeError):
-            fail(f"{path} is not a log of train_moe")
+        if path.exists():
+            config, self.rows = read_log(path)
+            self.steps = config.get("steps")
+            if type(self.steps) is not int:
+                fail(f"{path} is not a log of train_moe: line 1: no number of steps")
 
     def finished(self):
         return self.steps is not None and self.steps in self.rows
@@ -83,7 +73,7 @@ class Run:
         """Reads what there is of it; it must be of the same options."""
         self.read()
         record = self.folder / "options.txt"
-        before = record.read_text(encoding="utf-8") if record.exists() else ""
+        before = os.fsdecode(record.read_bytes()) if record.exists() else ""
         if self.rows and before != shlex.join(self.options) + "\n":
             fail(f"{self.folder} holds a run with other options; delete it or choose another --out\n"
                  f"  then: {before.strip() or 'unknown'}\n  now:  {shlex.join(self.options)}")
@@ -91,7 +81,7 @@ class Run:
     def start(self, launch, program, slot=None):
         """In a slot on the GPU of that number, else on all."""
         self.folder.mkdir(parents=True, exist_ok=True)
-        (self.folder / "options.txt").write_text(shlex.join(self.options) + "\n", encoding="utf-8")
+        (self.folder / "options.txt").write_bytes(os.fsencode(shlex.join(self.options) + "\n"))
         command = [*launch, str(program), *self.options, "--out", str(self.folder), "--resume"]
         print(f"\n{self.name}: {shlex.join(command)}", file=sys.stderr, flush=True)
         environment, output = dict(os.environ), sys.stderr
@@ -119,14 +109,14 @@ class Run:
         return None
 
     def column(self, key):
-        return [row.get(key) for _, row in sorted(self.rows.items())]
+        return [row[key] for _, row in sorted(self.rows.items())]
 
 
 def ask_to_stop(process, program):
     """The run, and behind a launcher its ranks on this machine: not every mpirun passes the signal on."""
     for stat in pathlib.Path("/proc").glob("[0-9]*/stat"):
         try:
-            name, _, rest = stat.read_text().partition("(")[2].rpartition(")")
+            name, _, rest = stat.read_text(errors="replace").partition("(")[2].rpartition(")")
             if name == program.name[:15] and int(rest.split()[1]) == process.pid:
                 os.kill(int(stat.parent.name), signal.SIGUSR1)
         except OSError:  # it ended meanwhile
@@ -140,7 +130,7 @@ def train(runs, launch, program, at_once):
         run.check()
         if run.finished():
             print(f"{run.name}: finished already", file=sys.stderr)
-    waiting, slots, wrong = [run for run in runs if not run.finished()], [None] * at_once, []
+    waiting, slots, wrong = [run for run in runs if not run.finished()], [None] * min(at_once, len(runs)), []
     asked = []  # signals to stop
 
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1):
@@ -200,7 +190,7 @@ def table(runs, length):
             largest = number(value, "+.5f") + (f" (step {step})" if value else "")
         speeds = [v for v in run.column("tokens_per_s") if v is not None]
         memory = [v for v in run.column("mem_gib") if v is not None]
-        yield (f"| {run.name} | {number(run.rows[run.steps].get('val_loss'), '.5f')} "
+        yield (f"| {run.name} | {number(run.rows[run.steps]['val_loss'], '.5f')} "
                f"| {number(mean(run.column('loss')[-LAST:]), '.5f')} | {largest} "
                f"| {number(mean([v for _, v in known]), '+.5f')} "
                f"| {number(statistics.median(speeds) if speeds else None, ',.0f')} "
@@ -268,7 +258,8 @@ def arguments():
     parser.add_argument("--seeds", type=int, default=1, metavar="N", help="seeds that bf16 is run with (default: 1)")
     parser.add_argument("--window", type=int, metavar="STEPS",
                         help="of the smoothing (default: 50, or a tenth of the steps if that is less)")
-    parser.add_argument("--launch", default="", metavar="COMMAND", help="what starts the ranks, such as 'mpirun -np 4'")
+    parser.add_argument("--launch", type=shlex.split, default=[], metavar="COMMAND",
+                        help="what starts the ranks, such as 'mpirun -np 4'")
     parser.add_argument("--at-once", type=int, default=1, metavar="N", help="runs at a time, each on one GPU (default: 1)")
     parser.add_argument("--program", type=pathlib.Path, default=program, metavar="PATH", help=f"(default: {program})")
     ours, common = sys.argv[1:], []
@@ -281,7 +272,10 @@ def arguments():
             parser.error(f"--set {name}: there is a set of this name")
         if not re.fullmatch(r"\w[\w.+-]*", name) or name.startswith("bf16-seed-"):
             parser.error(f"--set '{name}': a name has letters, digits and . _ + -, and does not begin with bf16-seed-")
-        args.options[name] = shlex.split(options)
+        try:
+            args.options[name] = shlex.split(options)
+        except ValueError as error:
+            parser.error(f"--set {name}: {error}")
     for name in args.only or []:
         if name not in args.options:
             parser.error(f"--only {name}: the sets are {', '.join(args.options)}")
@@ -299,7 +293,7 @@ def arguments():
 
 def main():
     args = arguments()
-    program = args.program.resolve()
+    program = pathlib.Path(os.path.realpath(args.program))
     if not program.exists():
         fail(f"{args.program} is not there; `make` builds it, or name another with --program")
     runs = [Run(name, args.common + options, args.seed, args.out) for name, options in args.options.items()
@@ -307,7 +301,7 @@ def main():
     for seed in range(args.seed + 1, args.seed + args.seeds):
         runs.append(Run(f"bf16-seed-{seed}", args.common, seed, args.out))
     try:
-        train(runs, shlex.split(args.launch), program, args.at_once)
+        train(runs, args.launch, program, args.at_once)
         length = args.window or max(1, min(50, runs[0].steps // 10))
         if length > min(run.steps for run in runs):
             fail(f"--window {length} is more than the {min(run.steps for run in runs)} steps")
@@ -323,4 +317,6 @@ def main():
 
 
 if __name__ == "__main__":
+    if sys.stdout:
+        sys.stdout.reconfigure(errors="surrogateescape")  # file names may hold any bytes
     main()

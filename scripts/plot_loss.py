@@ -5,12 +5,15 @@
 
 The thin line is the training loss of each step, the thick line its moving average, circles are the validation loss.
 The first line of a log is the run's configuration; then one object per step, where null stands for a loss that was not
-finite. A last line cut short (the run is alive, or died writing) is left out.
+finite. A number that float32 cannot hold counts as not finite too. A last line cut short (the run is alive, or died
+writing) is left out.
 """
 import argparse
 import json
 import math
+import os
 import pathlib
+import re
 import sys
 from xml.sax.saxutils import escape
 
@@ -19,63 +22,81 @@ COLOURS = ["#0072B2", "#D55E00", "#009E73", "#CC79A7", "#56B4E9", "#E69F00", "#0
 WIDTH, HEIGHT = 960, 560
 LEFT, RIGHT, BOTTOM = 76, 24, 58
 COLUMNS = 600  # a line is drawn with at most this many steps' worth of detail
+LEAST = 1e-12  # a logarithmic axis begins no lower
+NUMBERS = ("loss", "val_loss", "tokens_per_s", "mem_gib")  # what is read of a step
+NOT_XML = re.compile("[^\t\n\r -\ud7ff\ue000-\ufffd\U00010000-\U0010ffff]")  # characters that no XML may hold
+
+
+def note(message):
+    print(f"{pathlib.Path(sys.argv[0]).stem}: {message}", file=sys.stderr)
 
 
 def fail(message):
-    print(f"plot_loss: {message}", file=sys.stderr)
+    note(message)
     sys.exit(1)
 
 
 def finite(x):
-    return x if isinstance(x, (int, float)) and math.isfinite(x) else None
+    return x if type(x) in (int, float) and abs(x) < 2.0**128 else None
+
+
+def read_log(path):
+    """A log as (configuration, {step: {one of NUMBERS: its value, None if it is not there or not finite}})."""
+    def bad(what):
+        fail(f"{path} is not a log of train_moe: {what}")
+
+    try:
+        *lines, tail = path.read_bytes().decode("utf-8", "replace").split("\n")
+    except OSError as error:
+        fail(f"{path}: cannot read it: {error.strerror}")
+    lines += [tail] if tail else []
+    if not lines:
+        bad("it is empty")
+    rows = {}
+    for i, line in enumerate(lines, 1):
+        try:
+            row = json.loads(line)
+        except (ValueError, RecursionError):
+            if tail and 1 < i == len(lines):
+                note(f"{path}: the last line is cut short, left out")
+                break
+            row = None
+        if not isinstance(row, dict):
+            bad(f"line {i}: not a JSON object")
+        if i == 1:
+            config = row
+            continue
+        step = row.get("step")
+        if type(step) is not int or not 0 <= step < 2**63:
+            bad(f"line {i}: no step number")
+        for key in NUMBERS:
+            if type(row.get(key)) not in (int, float, type(None)):
+                bad(f"line {i}: {key} is not a number")
+        # A step that was run again after a resume replaces the older one.
+        rows[step] = {key: finite(row.get(key)) for key in NUMBERS}
+    return config, rows
 
 
 class Run:
     """The steps of one log, ascending: self.steps, self.loss and self.val (None where there is none)."""
 
     def __init__(self, path):
-        self.path = path / "log.jsonl" if path.is_dir() else path
-        self.name = self.path.resolve().parent.name
-        try:
-            lines = self.path.read_text(encoding="utf-8", errors="replace").splitlines()
-        except OSError as error:
-            fail(f"{self.path}: cannot read it: {error.strerror}")
-        if not lines:
-            fail(f"{self.path}: the log is empty")
-        self.config = self.parse(lines, 0)
-        rows = {}
-        for i in range(1, len(lines)):
-            row = self.parse(lines, i)
-            if row is None:
-                continue
-            if not isinstance(row.get("step"), int):
-                fail(f"{self.path}:{i + 1}: no step number in this line")
-            rows[row["step"]] = row  # a step that was run again after a resume replaces the older one
+        self.path = path / "log.jsonl" if os.path.isdir(path) else path
+        self.folder = pathlib.Path(os.path.realpath(self.path)).parent
+        self.config, rows = read_log(self.path)
         if not rows:
             fail(f"{self.path}: the log holds no steps")
         self.steps = sorted(rows)
-        self.loss = [finite(rows[s].get("loss")) for s in self.steps]
-        self.val = [finite(rows[s].get("val_loss")) for s in self.steps]
+        self.loss = [rows[s]["loss"] for s in self.steps]
+        self.val = [rows[s]["val_loss"] for s in self.steps]
         if not any(v is not None for v in self.loss + self.val):
             fail(f"{self.path}: no finite loss in this log")
-
-    def parse(self, lines, i):
-        try:
-            value = json.loads(lines[i])
-        except ValueError:
-            if i > 0 and i == len(lines) - 1:
-                print(f"plot_loss: {self.path}: the last line is cut short, left out", file=sys.stderr)
-                return None
-            fail(f"{self.path}:{i + 1}: not a JSON object")
-        if not isinstance(value, dict):
-            fail(f"{self.path}:{i + 1}: not a JSON object")
-        return value
 
     def xs(self, axis):
         if axis == "step":
             return self.steps
-        per_step = finite(self.config.get("tokens-per-step"))
-        if not per_step:
+        per_step = finite(self.config.get("tokens-per-step")) or 0
+        if per_step <= 0:
             fail(f"{self.path}: the configuration has no tokens-per-step, which --x tokens needs")
         return [s * per_step for s in self.steps]
 
@@ -188,8 +209,8 @@ class Chart:
         ys = [y for _, y in points]
         self.x0, self.x1 = 0, max(max(xs), 1)
         self.y0, self.y1 = self.args.y_range or (min(ys), max(ys))
-        if self.log_y and self.y0 <= 0:
-            fail("--log-y needs losses (and --y-range) above 0")
+        if self.log_y and self.y0 < LEAST:
+            fail(f"--log-y needs losses (and --y-range) of at least {LEAST:g}")
         if not self.args.y_range:
             if self.log_y:
                 pad = max(1.02, (self.y1 / self.y0) ** 0.04)
@@ -202,7 +223,7 @@ class Chart:
         return LEFT + (v - self.x0) / (self.x1 - self.x0) * (WIDTH - LEFT - RIGHT)
 
     def y(self, v):
-        f = math.log if self.log_y else float
+        f = (lambda v: math.log(max(v, LEAST))) if self.log_y else float
         part = (f(v) - f(self.y0)) / (f(self.y1) - f(self.y0))
         return self.height - BOTTOM - part * (self.height - BOTTOM - self.top)
 
@@ -211,7 +232,7 @@ class Chart:
 
     def text(self, x, y, text, size=13, anchor="start", colour="#333", extra=""):
         self.add(f'<text x="{x:.1f}" y="{y:.1f}" font-size="{size}" text-anchor="{anchor}" fill="{colour}"{extra}>'
-                 f'{escape(text)}</text>')
+                 f'{escape(NOT_XML.sub(chr(0xFFFD), text))}</text>')
 
     def line(self, points, style, width, opacity):
         """A path with a gap wherever the value is None; a lone point between gaps becomes a dot by its round cap."""
@@ -220,7 +241,7 @@ class Chart:
             if v is None:
                 pen_down = False
                 continue
-            at = f"{self.x(x):.1f} {self.y(max(v, 1e-12) if self.log_y else v):.1f}"
+            at = f"{self.x(x):.1f} {self.y(v):.1f}"
             path.append(f"L{at}" if pen_down else f"M{at}h0")
             pen_down = True
         if path:
@@ -285,9 +306,8 @@ class Chart:
 
 def names(runs):
     """Each run by its folder; with the folder above where two would read the same."""
-    plain = [run.name for run in runs]
-    return [f"{run.path.resolve().parent.parent.name}/{name}" if plain.count(name) > 1 else name
-            for run, name in zip(runs, plain)]
+    plain = [run.folder.name for run in runs]
+    return [f"{run.folder.parent.name}/{name}" if plain.count(name) > 1 else name for run, name in zip(runs, plain)]
 
 
 def main():
@@ -305,8 +325,10 @@ def main():
     args = parser.parse_args()
     if not 0 <= args.smooth < 1:
         parser.error("--smooth must be in [0, 1)")
-    if args.y_range and not args.y_range[0] < args.y_range[1]:
-        parser.error("--y-range: LOW must be less than HIGH")
+    if args.y_range:
+        low, high = args.y_range
+        if None in (finite(low), finite(high)) or not high - low > 1e-9 * max(abs(low), abs(high), LEAST):
+            parser.error("--y-range: LOW must be less than HIGH, by as much as can be drawn")
     svg = Chart(args, [Run(path) for path in args.logs]).svg()
     try:
         args.out.write_text(svg, encoding="utf-8")

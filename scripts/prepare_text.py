@@ -5,8 +5,9 @@
   prepare_text.py train.txt.xz --val val.txt.xz --out data --name docs --split-on '<|endoftext|>'
   prepare_text.py src/ --glob '*.c' '*.h' --out data --tokenizer tiktoken:gpt2
 
-Writes NAME_train_%06d.bin, NAME_val_%06d.bin and NAME_tokenizer.bin. Every document starts with the end-of-text token.
-The byte tokenizer (ids 0..255, 256 = end of text) needs nothing but Python's standard library.
+Writes NAME_train_%06d.bin, NAME_val_%06d.bin and NAME_tokenizer.bin. Until all are complete they end in .tmp; those that
+a killed run left go with the next run of the same NAME. Every document starts with the end-of-text token. The byte
+tokenizer (ids 0..255, 256 = end of text) needs nothing but Python's standard library.
 
 A document is a file, or with --split-on a part of one (line ends around a part are dropped). Files that end in .gz or .xz
 are unpacked as they are read. Text is handled in pieces of a few MiB; a document longer than that is cut at line ends.
@@ -16,6 +17,7 @@ document with the lowest hash is validation in any case. Where there is only one
 """
 import argparse
 import array
+import contextlib
 import fnmatch
 import glob
 import gzip
@@ -24,14 +26,18 @@ import json
 import lzma
 import os
 import re
+import shlex
+import stat
 import struct
 import sys
 import time
+import zlib
 
 HEADERS = {2: (20240520, 1), 4: (20240801, 7)}  # magic and version of shards, by bytes per token
 TOKENIZER_HEADER = (20240328, 2)
 HEADER_BYTES = 1024
 MAX_SHARD_TOKENS = 2**31 - 1  # the header counts in int32
+MAX_VOCAB = 1 << 24  # train_moe reads no larger tokenizer
 PIECE = 4 << 20  # bytes of text handled at a time
 HASHED = 64 << 10  # bytes of a document that decide where it goes
 PACKED = (".gz", ".xz")
@@ -46,22 +52,32 @@ class Failure(Exception):
 # ---- Text
 
 
+def refuse(error):
+    raise error
+
+
 def find_files(inputs, patterns):
     """The files that inputs name, folders searched for patterns (hidden files left out), in a fixed order."""
     files = []
     for path in inputs:
-        if os.path.isfile(path):
+        mode = os.stat(path).st_mode
+        if stat.S_ISREG(mode):
             files.append(path)
             continue
-        if not os.path.isdir(path):
-            raise Failure(f"{path}: no such file or folder")
+        if not stat.S_ISDIR(mode):
+            raise Failure(f"{path}: neither a file nor a folder")
         found = []
-        for folder, folders, names in os.walk(path):
+        for folder, folders, names in os.walk(path, onerror=refuse):
             folders[:] = sorted(f for f in folders if not f.startswith("."))
             for name in sorted(n for n in names if not n.startswith(".")):
                 unpacked = os.path.splitext(name)[0] if name.endswith(PACKED) else name
-                if any(fnmatch.fnmatch(n, p) for n in (name, unpacked) for p in patterns):
-                    found.append(os.path.join(folder, name))
+                if not any(fnmatch.fnmatch(n, p) for n in (name, unpacked) for p in patterns):
+                    continue
+                inside = os.path.join(folder, name)
+                if stat.S_ISREG(os.stat(inside).st_mode):
+                    found.append(inside)
+                else:  # a pipe would wait for a writer
+                    print(f"prepare_text.py: warning: {inside}: not a file, left out", file=sys.stderr)
         if not found:
             raise Failure(f"{path}: no file in this folder matches {' '.join(patterns)}; choose others with --glob")
         files += found
@@ -96,7 +112,7 @@ def raw_pieces(path, separator):
                     at = cut_point(rest, PIECE)
                     yield rest[:at], False
                     rest = rest[at:]
-    except (OSError, EOFError, lzma.LZMAError) as error:
+    except (OSError, EOFError, lzma.LZMAError, zlib.error) as error:
         raise Failure(f"{path}: cannot read: {error}") from error
     yield rest, True
 
@@ -163,16 +179,18 @@ def deal(read, fraction):
 # ---- Tokenizers. vocab, eot; encode(texts) gives little-endian tokens for each text; table() the bytes of each token.
 
 
-def pack(ids, width):
+def width_of(vocab):
+    return 2 if vocab <= 65536 else 4
+
+
+def pack(ids, vocab):
     """Token ids as little-endian bytes."""
-    packed = array.array("H" if width == 2 else "I", ids)
+    if max(ids, default=0) >= vocab:
+        raise Failure(f"id {max(ids)} is outside of the vocabulary of {vocab} tokens")
+    packed = array.array("H" if width_of(vocab) == 2 else "I", ids)
     if sys.byteorder == "big":
         packed.byteswap()
     return packed.tobytes()
-
-
-def width_of(vocab):
-    return 2 if vocab <= 65536 else 4
 
 
 class ByteTokenizer:
@@ -188,25 +206,45 @@ class ByteTokenizer:
         return [bytes([i]) for i in range(256)] + [b"<|endoftext|>"]
 
 
-class TiktokenTokenizer:
-    def __init__(self, encoding):
-        self.encoding = encoding
-        self.vocab, self.eot = encoding.n_vocab, encoding.eot_token
+class LibraryTokenizer:
+    """What tokenizers of libraries share; ids(texts) gives a list of token ids for each text."""
 
-    @classmethod
-    def named(cls, name):
+    def __init__(self, name, vocab):
+        if vocab == 0:
+            raise Failure(f"--tokenizer: {name}: the vocabulary is empty")
+        if vocab > MAX_VOCAB:
+            raise Failure(f"--tokenizer: {name}: a token has the id {vocab - 1}; train_moe takes ids below {MAX_VOCAB}")
+        self.name, self.vocab = name, vocab
+
+    def encode(self, texts):
+        texts = [text.decode("utf-8", "replace") for text in texts]
+        try:
+            return [pack(ids, self.vocab) for ids in self.ids(texts)]
+        except KeyboardInterrupt:
+            raise
+        except BaseException as error:  # a panic of a library written in Rust is not an Exception
+            raise Failure(f"--tokenizer: {self.name}: cannot encode: {error}") from error
+
+
+class TiktokenTokenizer(LibraryTokenizer):
+    EOT = "<|endoftext|>"
+
+    def __init__(self, name):
         try:
             import tiktoken
         except ImportError as error:
             raise Failure("--tokenizer tiktoken:... needs the tiktoken package: pip install tiktoken") from error
         try:
-            return cls(tiktoken.get_encoding(name))
+            self.encoding = tiktoken.get_encoding(name)
         except Exception as error:  # an unknown name, or no network to fetch it from
-            raise Failure(f"--tokenizer tiktoken:{name}: {error}") from error
+            raise Failure(f"--tokenizer: tiktoken:{name}: {error}") from error
+        super().__init__(f"tiktoken:{name}", self.encoding.n_vocab)
+        if self.EOT not in self.encoding.special_tokens_set:
+            raise Failure(f"--tokenizer: tiktoken:{name}: it has no token {self.EOT}")
+        self.eot = self.encoding.eot_token
 
-    def encode(self, texts):
-        texts = [text.decode("utf-8", "replace") for text in texts]
-        return (pack(ids, width_of(self.vocab)) for ids in self.encoding.encode_ordinary_batch(texts))
+    def ids(self, texts):
+        return self.encoding.encode_ordinary_batch(texts)
 
     def table(self):
         def token(i):
@@ -225,7 +263,7 @@ def byte_level_alphabet():
     return {chr(b): b for b in printable} | {chr(256 + i): b for i, b in enumerate(others)}
 
 
-class HuggingFaceTokenizer:
+class HuggingFaceTokenizer(LibraryTokenizer):
     EOT_NAMES = ("<|endoftext|>", "<｜end▁of▁sentence｜>", "<|end_of_text|>", "</s>", "<eos>", "[EOS]", "<|im_end|>")
 
     def __init__(self, path, eot_name=None):
@@ -242,28 +280,42 @@ class HuggingFaceTokenizer:
         self.tokenizer.no_truncation()
         self.tokenizer.no_padding()
         self.tokenizer.encode_special_tokens = True  # the name of a special token in the text is text
-        self.vocab = max(self.tokenizer.get_vocab().values()) + 1
+        vocab = self.tokenizer.get_vocab()
+        super().__init__(path, max(vocab.values(), default=-1) + 1)
         names = [eot_name] if eot_name else self.EOT_NAMES
-        self.eot = next((i for i in map(self.tokenizer.token_to_id, names) if i is not None), None)
+        self.eot = next((vocab[name] for name in names if name in vocab), None)
         if self.eot is None:
             raise Failure(f"--tokenizer: {path}: no end-of-text token is named {' or '.join(names)}; name it with --eot")
+        config = json.loads(self.tokenizer.to_str())
+        parts = json.dumps([config.get(part) for part in ("normalizer", "pre_tokenizer", "decoder")])
+        self.kinds = set(re.findall(r'"type": "(\w+)"', parts))
+        self.check_bytes(config["model"], vocab)
 
-    def encode(self, texts):
-        texts = [text.decode("utf-8", "replace") for text in texts]
-        encoded = self.tokenizer.encode_batch(texts, add_special_tokens=False)
-        return (pack(e.ids, width_of(self.vocab)) for e in encoded)
+    def check_bytes(self, model, vocab):
+        """BPE without an unknown token drops what it has no token for: it needs one for each byte that UTF-8 uses."""
+        if model["type"] != "BPE" or model.get("unk_token"):
+            return
+        tokens = [f"<0x{byte:02X}>" if model.get("byte_fallback") else None for byte in range(256)]
+        if "ByteLevel" in self.kinds:
+            for character, byte in byte_level_alphabet().items():
+                tokens[byte] = character
+        lost = [byte for byte in (*range(0xC0), *range(0xC2, 0xF5)) if tokens[byte] not in vocab]
+        if lost:
+            raise Failure(f"--tokenizer: {self.name}: it would drop text: it has neither an unknown token nor tokens "
+                          f"for {len(lost)} bytes, such as 0x{lost[0]:02X}")
+
+    def ids(self, texts):
+        return [e.ids for e in self.tokenizer.encode_batch(texts, add_special_tokens=False)]
 
     def table(self):
-        config = json.loads(self.tokenizer.to_str())
-        kinds = set(re.findall(r'"type": "(\w+)"', json.dumps([config.get("decoder"), config.get("pre_tokenizer")])))
         added = self.tokenizer.get_added_tokens_decoder()  # written as they are
         alphabet = byte_level_alphabet()
 
         def token(i):
             text = self.tokenizer.id_to_token(i) or ""
-            if i not in added and "ByteLevel" in kinds and all(c in alphabet for c in text):
+            if i not in added and "ByteLevel" in self.kinds and all(c in alphabet for c in text):
                 return bytes(alphabet[c] for c in text)
-            if i not in added and kinds & {"ByteFallback", "Metaspace"}:  # as SentencePiece writes them
+            if i not in added and self.kinds & {"ByteFallback", "Metaspace"}:  # as SentencePiece writes them
                 if re.fullmatch("<0x[0-9A-F]{2}>", text):
                     return bytes([int(text[3:5], 16)])
                 text = text.replace("▁", " ")
@@ -274,10 +326,12 @@ class HuggingFaceTokenizer:
 
 def make_tokenizer(spec, eot_name):
     kind, _, rest = spec.partition(":")
+    if eot_name and kind != "tokenizers":
+        raise Failure("--eot goes with --tokenizer tokenizers:FILE; other tokenizers have their own end of text")
     if spec == "bytes":
         return ByteTokenizer()
     if kind == "tiktoken" and rest:
-        return TiktokenTokenizer.named(rest)
+        return TiktokenTokenizer(rest)
     if kind == "tokenizers" and rest:
         return HuggingFaceTokenizer(rest, eot_name)
     raise Failure(f"--tokenizer {spec}: must be bytes, tokenizers:FILE or tiktoken:NAME")
@@ -290,23 +344,47 @@ def header_bytes(*fields):
     return struct.pack("<256I", *fields, *[0] * (256 - len(fields)))
 
 
-class ShardWriter:
-    """The shards of one split, under temporary names until commit."""
+class NewFiles:
+    """Files under temporary names until commit puts them in place; discard removes those that are not."""
 
-    def __init__(self, prefix, width, shard_tokens):
-        self.prefix, self.width, self.shard_tokens = prefix, width, shard_tokens
-        self.files, self.file, self.room = [], None, 0
-        self.documents = self.text_bytes = self.tokens = 0
+    def __init__(self):
+        self.files = []  # (final name, file)
+
+    def create(self, name):
+        file = open(name + ".tmp", "xb")  # never what is there already, nor what a link leads to
+        self.files.append((name, file))
+        return file
+
+    def commit(self):
+        while self.files:
+            name, file = self.files[-1]
+            file.close()
+            os.replace(name + ".tmp", name)
+            self.files.pop()
+
+    def discard(self):
+        for name, file in self.files:
+            os.remove(name + ".tmp")
+            with contextlib.suppress(OSError):  # closing writes again what a full disk refused
+                file.close()
+
+
+class ShardWriter:
+    """The shards of one split."""
+
+    def __init__(self, files, prefix, width, shard_tokens):
+        self.files, self.prefix, self.width, self.shard_tokens = files, prefix, width, shard_tokens
+        self.file, self.room = None, 0
+        self.shards = self.documents = self.text_bytes = self.tokens = 0
 
     def write(self, data):
         data = memoryview(data)
         self.tokens += len(data) // self.width
         while len(data):
             if not self.file:
-                name = f"{self.prefix}_{len(self.files):06d}.bin"
-                self.files.append(name)
-                self.file = open(name + ".tmp", "wb")
+                self.file = self.files.create(f"{self.prefix}_{self.shards:06d}.bin")
                 self.file.write(header_bytes())
+                self.shards += 1
                 self.room = self.shard_tokens
             part = data[: self.room * self.width]
             self.file.write(part)
@@ -322,43 +400,28 @@ class ShardWriter:
             self.file.close()
             self.file = None
 
-    def commit(self):
-        self.finish_file()
-        for name in self.files:
-            os.replace(name + ".tmp", name)
-
-    def discard(self):
-        if self.file:
-            self.file.close()
-        for name in self.files:
-            if os.path.exists(name + ".tmp"):
-                os.remove(name + ".tmp")
-
     def summary(self):
         per_token = f", {self.text_bytes / self.tokens:.2f} bytes per token" if self.tokens else ""
-        return (f"{self.documents} documents, {self.text_bytes} bytes, {self.tokens} tokens in {len(self.files)} "
-                f"file{'s' * (len(self.files) != 1)}{per_token}")
+        return (f"{self.documents} documents, {self.text_bytes} bytes, {self.tokens} tokens in {self.shards} "
+                f"file{'s' * (self.shards != 1)}{per_token}")
 
 
-def write_tokenizer(path, tokenizer):
+def write_tokenizer(file, tokenizer):
     """The table that train_moe decodes samples with (llm.c's layout: data/tokenizer.h)."""
     table = tokenizer.table()
     too_long = sum(len(token) > 255 for token in table)
     if too_long:
         print(f"prepare_text.py: warning: {too_long} tokens of more than 255 bytes will show as nothing in samples",
               file=sys.stderr)
-    with open(path + ".tmp", "wb") as file:
-        file.write(header_bytes(*TOKENIZER_HEADER, tokenizer.vocab, tokenizer.eot))
-        for token in table:
-            token = token if len(token) <= 255 else b""
-            file.write(bytes([len(token)]) + token)
-    os.replace(path + ".tmp", path)
+    file.write(header_bytes(*TOKENIZER_HEADER, tokenizer.vocab, tokenizer.eot))
+    for token in table:
+        token = token if len(token) <= 255 else b""
+        file.write(bytes([len(token)]) + token)
 
 
 def tokenize(dealt, tokenizer, writers):
     """Tokenizes a few MiB at a time: libraries spread a batch of documents over the cores."""
-    width = width_of(tokenizer.vocab)
-    eot = pack([tokenizer.eot], width)
+    eot = pack([tokenizer.eot], tokenizer.vocab)
     batch, size, done, said = [], 0, 0, time.monotonic()
 
     def flush():
@@ -381,16 +444,29 @@ def tokenize(dealt, tokenizer, writers):
     flush()
 
 
+def earlier_files(prefix):
+    """What earlier runs of this prefix left: (shards, temporary files of a run that was killed)."""
+    folder, name = os.path.split(prefix)
+    shard = re.escape(name) + r"_(train|val)_([0-9]{6}|[1-9][0-9]{6,})\.bin"
+    temporary = rf"({shard}|{re.escape(name)}_tokenizer\.bin)\.tmp"
+    names = sorted(os.listdir(folder))
+    return [[os.path.join(folder, n) for n in names if re.fullmatch(form, n)] for form in (shard, temporary)]
+
+
 def prepare(args):
     tokenizer = make_tokenizer(args.tokenizer, args.eot)
-    separator = args.split_on.encode() if args.split_on else None
+    separator = args.split_on.encode("utf-8", "surrogateescape") if args.split_on else None
     files = find_files(args.inputs, args.glob)
     val_files = find_files(args.val, args.glob) if args.val else []
     os.makedirs(args.out, exist_ok=True)
     prefix = os.path.join(args.out, args.name)
-    earlier = [p for split in ("train", "val") for p in glob.glob(glob.escape(f"{prefix}_{split}_") + "*.bin")]
+    earlier, temporary = earlier_files(prefix)
     if earlier and not args.overwrite:
         raise Failure(f"{earlier[0]} is there already; choose another --name, or --overwrite all shards of this name")
+    for path in temporary:
+        if not stat.S_ISREG(os.lstat(path).st_mode):
+            raise Failure(f"{path} is in the way: a link or a folder, not a file that a killed run left; remove it")
+        os.remove(path)
 
     def read():
         return read_documents(files, separator)
@@ -400,28 +476,30 @@ def prepare(args):
     else:
         dealt = [deal(read, args.val_fraction)]
     width = width_of(tokenizer.vocab)
-    writers = {split: ShardWriter(f"{prefix}_{split}", width, args.shard_tokens) for split in ("train", "val")}
+    new = NewFiles()
+    writers = {split: ShardWriter(new, f"{prefix}_{split}", width, args.shard_tokens) for split in ("train", "val")}
     try:
         for documents in dealt:
             tokenize(documents, tokenizer, writers)
         for split, wanted in (("train", True), ("val", val_files)):
             if wanted and not writers[split].tokens:
                 raise Failure(f"there is no text for {split}: the files are empty or blank")
-        write_tokenizer(f"{prefix}_tokenizer.bin", tokenizer)
-        for writer in writers.values():
-            writer.commit()
-        for path in set(earlier) - {name for writer in writers.values() for name in writer.files}:
+            writers[split].finish_file()
+        write_tokenizer(new.create(f"{prefix}_tokenizer.bin"), tokenizer)
+        stale = set(earlier) - {name for name, _ in new.files}
+        new.commit()
+        for path in stale:
             os.remove(path)
     finally:
-        for writer in writers.values():
-            writer.discard()
+        new.discard()
 
     for split, writer in writers.items():
         print(f"{split + ':':6} {writer.summary()}")
-    options = [f"--train '{prefix}_train_*.bin'"]
+    escaped = glob.escape(prefix).replace("\\", r"[\\]")  # as glob(3) reads it, which knows escapes, and Python
+    options = ["--train", f"{escaped}_train_[0-9]*.bin"]
     if writers["val"].tokens:
-        options.append(f"--val '{prefix}_val_*.bin'")
-    print(f"use:   {' '.join(options)} --tokenizer '{prefix}_tokenizer.bin' --vocab {tokenizer.vocab}")
+        options += ["--val", f"{escaped}_val_[0-9]*.bin"]
+    print("use:  ", shlex.join([*options, "--tokenizer", f"{prefix}_tokenizer.bin", "--vocab", str(tokenizer.vocab)]))
 
 
 def number(kind, low, high):
@@ -456,11 +534,18 @@ def main(arguments=None):
         parser.error("--split-on needs a text")
     try:
         prepare(args)
-    except (Failure, OSError) as error:
-        print(f"prepare_text.py: error: {error}", file=sys.stderr)
-        return 1
-    return 0
+    except Failure as error:
+        message = error
+    except OSError as error:
+        name = next(name for name in (error.filename2, error.filename, args.out) if name is not None)
+        message = f"{name or 'an empty name'}: {error.strerror or error}"
+    else:
+        return 0
+    print(f"prepare_text.py: error: {message}", file=sys.stderr)
+    return 1
 
 
 if __name__ == "__main__":
+    if sys.stdout:
+        sys.stdout.reconfigure(errors="surrogateescape")  # file names may hold any bytes
     sys.exit(main())

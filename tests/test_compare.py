@@ -51,8 +51,9 @@ class Compare(unittest.TestCase):
                 PROGRAM, *map(str, args), "--", *self.data, *MODEL, "--steps", str(steps), *more]
 
     def run_script(self, command):
-        return subprocess.run(command, cwd=self.dir, env=dict(os.environ, OMP_NUM_THREADS="1"), timeout=120,
-                              stdin=subprocess.DEVNULL, capture_output=True, text=True)
+        environment = dict(os.environ, OMP_NUM_THREADS="1", PYTHONIOENCODING="utf-8:strict")  # as in most locales
+        return subprocess.run(command, cwd=self.dir, env=environment, timeout=120, stdin=subprocess.DEVNULL,
+                              capture_output=True, encoding="utf-8", errors="surrogateescape")
 
     def compare(self):
         """The comparison that most tests look at: the three sets, one equal to bf16, and a second seed."""
@@ -166,6 +167,11 @@ class Compare(unittest.TestCase):
         """Also behind a launcher that keeps the signal to itself."""
         out = self.dir / "signal"
         launch = """sh -c 'trap : USR1; "$0" "$@"; exit $?'"""
+        odd = os.fsencode(self.dir) + b"/\xff"  # any process may have such a name
+        shutil.copy(shutil.which("sleep"), odd)
+        other = subprocess.Popen([odd, "300"])
+        self.addCleanup(other.wait)
+        self.addCleanup(other.kill)
         with subprocess.Popen(self.command("--only", "mxfp8-fast", "--launch", launch, out=out, steps=10000000),
                               cwd=self.dir, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as process:
             log, deadline = out / "bf16/log.jsonl", time.monotonic() + 60
@@ -207,16 +213,74 @@ class Compare(unittest.TestCase):
                    "--recompute block", "--recompute moe")
         self.fails(self.command(out=out, more=("--clip", "2")), f"{out}/bf16 holds a run with other options")
         self.fails(self.command("--window", STEPS + 1, out=out), f"--window {STEPS + 1} is more than the {STEPS} steps")
-        self.fails(self.command("--program", "nothing", out=out), "nothing is not there")
+        (self.dir / "loop").symlink_to("loop")
+        for program in ("nothing", "loop"):
+            self.fails(self.command("--program", program, out=out), f"{program} is not there")
         self.fails(self.command("--launch", "no-such-launcher", out=self.dir / "new"), "cannot start no-such-launcher")
         (out / "bf16/log.jsonl").write_text("{}\n")
         self.fails(self.command(out=out), f"{out}/bf16/log.jsonl is not a log of train_moe")
         (self.dir / "file").write_text("")
         self.fails(self.command(out=self.dir / "file"), "file/bf16: Not a directory")
 
+    def test_damaged_logs(self):
+        """Whatever is in a log: an error that names it, before anything is run."""
+        config, row = b'{"steps": 2}', b'{"step": 1, "loss": 1.0}'
+        first = [b"", b"1", b"[]", b"{}", b"x", b'{"steps": "10"}', b'{"steps": null}', b'{"steps": true}',
+                 b'{"steps": 1.5}', b'{"steps": [1]}', b"[" * 100000]
+        rows = [b"1", b"[]", b"{}", b'{"step": null}', b'{"step": "1"}', b'{"step": 1.0, "loss": 1.0}', b"[" * 100000]
+        rows += [b'{"step": 2, "%s": %s}' % pair for pair in (
+            (b"loss", b'"1.0"'), (b"loss", b"[1.0]"), (b"loss", b"true"), (b"val_loss", b"{}"), (b"mem_gib", b'"1"'),
+            (b"tokens_per_s", b"[]"))]
+        out = self.dir / "damaged"
+        log = out / "bf16/log.jsonl"
+        log.parent.mkdir(parents=True)
+        for number, line in [(1, line) for line in first] + [(3, line) for line in rows]:
+            log.write_bytes(b"\n".join([line, row] if number == 1 else [config, row, line]) + b"\n")
+            self.fails(self.command(out=out), f"{log} is not a log of train_moe: line {number}: ")
+        log.write_bytes(b"")
+        self.fails(self.command(out=out), f"{log} is not a log of train_moe: it is empty")
+        self.assertEqual(list(out.iterdir()), [log.parent])
+
+    def test_numbers_that_are_not_finite(self):
+        """They are left out of means, and counted; as many runs at once as one likes."""
+        out = self.dir / "huge"
+        for name in self.NAMES:
+            (out / name).mkdir(parents=True)
+            for file in ("log.jsonl", "options.txt"):
+                shutil.copy(self.out / name / file, out / name / file)
+        log = out / "same/log.jsonl"
+        lines = log.read_text().splitlines(keepends=True)
+        for i, loss in ((3, "1" + "0" * 400), (4, "1e400"), (5, "-3.5e38"), (6, "null")):
+            lines[i] = re.sub(r'"loss": [^,]+', f'"loss": {loss}', lines[i])
+        lines[7] = re.sub(r'"loss": [^,]+, ', "", lines[7])
+        log.write_text("".join(lines))
+        args = ("--set", "same", "--timeout 99", "--seeds", 2, "--window", WINDOW, "--at-once", 10**15)
+        done = self.run_script(self.command(*args, out=out, more=("--save-every", "10")))
+        self.assertEqual(done.returncode, 0, done.stderr)
+        self.assertIn("\nsame: the loss of 5 steps was not finite; they are left out.\n", done.stdout)
+        self.assertEqual(ET.parse(out / "compare.svg").getroot().tag, SVG + "svg")
+
+    def test_names_of_any_bytes(self):
+        folder = self.dir / os.fsdecode(b"\xff\x01")
+        folder.mkdir()
+        for path in self.dir.glob("text_*.bin"):
+            shutil.copy(path, folder)
+        command = [str(a).replace(f"{self.dir}/text", f"{folder}/text")
+                   for a in self.command("--only", "a.b+c-\xe9", "--set", "a.b+c-\xe9", "", out=folder / "out")]
+        done = self.run_script(command)
+        self.assertEqual(done.returncode, 0, done.stderr)
+        self.assertIn(f"Curves: {folder}/out/compare.svg", done.stdout)
+        texts = [text.text for text in ET.parse(folder / "out/compare.svg").iter(SVG + "text")]
+        self.assertIn("a.b+c-\xe9", texts)
+        again = self.run_script(command)
+        self.assertEqual((again.returncode, again.stderr.count("finished already")), (0, 2), again.stderr)
+
     def test_wrong_usage(self):
         for args, says in ((["--set", "bf16", ""], "there is a set of this name"), (["--set", "a/b", ""], "a name has"),
                            (["--only", "fp4"], "the sets are bf16, mxfp8-exact, mxfp8-fast"),
+                           (["--set", "a\x01", ""], "a name has"), (["--set", "a<", ""], "a name has"),
+                           (["--set", "a", "'"], "--set a: No closing quotation"),
+                           (["--launch", "'"], "argument --launch"),
                            (["--set", "a", "--out x"], "--out among"), (["--seeds", 0], "at least 1"), (["--at-once", 0], "at least 1"),
                            (["--at-once", 2, "--launch", "mpirun -np 2"], "goes without --launch")):
             self.fails(self.command(*args, out=self.dir / "usage"), says, code=2)

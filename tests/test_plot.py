@@ -1,5 +1,8 @@
 """scripts/plot_loss.py: python3 tests/test_plot.py (standard library only)."""
+import contextlib
+import io
 import json
+import os
 import pathlib
 import re
 import subprocess
@@ -7,8 +10,13 @@ import sys
 import tempfile
 import unittest
 import xml.etree.ElementTree as ET
+from unittest import mock
 
 SCRIPT = pathlib.Path(__file__).resolve().parent.parent / "scripts" / "plot_loss.py"
+sys.path.insert(0, str(SCRIPT.parent))
+sys.dont_write_bytecode = True
+import plot_loss  # noqa: E402
+
 SVG = "{http://www.w3.org/2000/svg}"
 
 
@@ -17,6 +25,8 @@ class PlotLoss(unittest.TestCase):
         self.folder = tempfile.TemporaryDirectory()
         self.addCleanup(self.folder.cleanup)
         self.dir = pathlib.Path(self.folder.name)
+        self.addCleanup(os.chdir, os.getcwd())
+        os.chdir(self.dir)
 
     def log(self, name, rows, config={"model": "tiny", "tokens-per-step": 4096}, tail=""):
         path = self.dir / name / "log.jsonl"
@@ -32,8 +42,14 @@ class PlotLoss(unittest.TestCase):
         return out
 
     def run_script(self, *args):
-        command = [sys.executable, str(SCRIPT), *map(str, args)]
-        return subprocess.run(command, cwd=self.dir, capture_output=True, text=True)
+        """The script, without a process of its own: those add up."""
+        command, stderr, code = [str(SCRIPT), *map(str, args)], io.StringIO(), 0
+        with mock.patch.object(sys, "argv", command), contextlib.redirect_stderr(stderr):
+            try:
+                plot_loss.main()
+            except SystemExit as end:
+                code = end.code
+        return subprocess.CompletedProcess(command, code, None, stderr.getvalue())
 
     def plot(self, *args):
         """Plot, parse, and return (root, texts, circles, paths that are drawn as curves)."""
@@ -47,6 +63,7 @@ class PlotLoss(unittest.TestCase):
         return root, [t.text for t in root.iter(SVG + "text")], list(root.iter(SVG + "circle")), curves
 
     def fails(self, *args, names, says):
+        (self.dir / "out.svg").unlink(missing_ok=True)
         done = self.run_script(*args, "--out", self.dir / "out.svg")
         self.assertEqual(done.returncode, 1, done.stderr)
         self.assertIn(str(names), done.stderr)
@@ -157,21 +174,120 @@ class PlotLoss(unittest.TestCase):
         self.fails(path, names=path, says="no finite loss")
         path = self.log("garbage", self.rows(3))
         path.write_text(path.read_text().replace('{"step": 2', '"step": 2'))
-        self.fails(path, names=f"{path}:3", says="not a JSON object")
+        self.fails(path, names=path, says="is not a log of train_moe: line 3: not a JSON object")
         path = self.log("no-step", [{"loss": 1.0}])
-        self.fails(path, names=f"{path}:2", says="no step number")
+        self.fails(path, names=path, says="is not a log of train_moe: line 2: no step number")
         path = self.log("no-tokens", self.rows(3), config={"model": "tiny"})
         self.fails(path, "--x", "tokens", names=path, says="tokens-per-step")
         path = self.log("negative", [{"step": 1, "loss": -1.0}])
-        self.fails(path, "--log-y", names="--log-y", says="above 0")
+        self.fails(path, "--log-y", names="--log-y", says="at least 1e-12")
         good = self.log("good", self.rows(3))
         self.fails(good, "none.jsonl", names="none.jsonl", says="cannot read it")  # one bad among several
 
     def test_wrong_usage(self):
         path = self.log("u", self.rows(3))
-        for args in (["--smooth", "1"], ["--x", "epoch"], ["--y-range", "3", "2"]):
-            self.assertEqual(self.run_script(path, *args).returncode, 2)
+        for args in (["--smooth", "1"], ["--smooth", "nan"], ["--x", "epoch"], ["--y-range", "3", "2"],
+                     ["--y-range", "1", "inf"], ["--y-range", "nan", "1"], ["--y-range", "0", "5e-324"],
+                     ["--y-range", "-1e308", "1e308"], ["--y-range", "1", "1.0000000000000002"]):
+            self.assertEqual(self.run_script(path, *args).returncode, 2, args)
         self.assertEqual(self.run_script().returncode, 2)
+
+    def raw_log(self, name, *lines, tail=b""):
+        """A log of lines as they are, after the configuration."""
+        path = self.dir / name / "log.jsonl"
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_bytes(b"".join(line + b"\n" for line in (b'{"tokens-per-step": 4096}', *lines)) + tail)
+        return path
+
+    def test_lines_end_at_newlines_only(self):
+        texts = ["\x85", "\u2028", "\u2029", "\x7f"]  # JSON holds them raw; str.splitlines ends a line at most of them
+        rows = [json.dumps({"step": i, "loss": 2.0, "note": text}, ensure_ascii=False).encode()
+                for i, text in enumerate(texts, 1)]
+        _, _, _, curves = self.plot(self.raw_log("odd", *rows), "--smooth", 0)
+        self.assertEqual(len(self.ys(curves[0])), len(texts))
+        windows = self.raw_log("windows", *[row + b"\r" for row in rows])
+        _, _, _, curves = self.plot(windows, "--smooth", 0)
+        self.assertEqual(len(self.ys(curves[0])), len(texts))
+        for separator in (b"\r", b"\x0b", b"\x0c", b"\x1c"):  # two objects, but one line
+            path = self.raw_log("joined", rows[0], separator.join(rows[1:3]), rows[3])
+            self.fails(path, names=path, says="line 3: not a JSON object")
+
+    def test_a_whole_last_line_needs_no_newline_but_a_bad_one_is_no_torn_one(self):
+        whole = b'{"step": 1, "loss": 2.0}'
+        _, _, _, curves = self.plot(self.raw_log("whole", whole, tail=whole.replace(b"1", b"2")), "--smooth", 0)
+        self.assertEqual(len(self.ys(curves[0])), 2)
+        path = self.raw_log("bad", whole, b'{"step": 2')
+        self.fails(path, names=path, says="line 3: not a JSON object")
+
+    def test_odd_values_are_named(self):
+        cases = [("step", value) for value in (b'"1"', b"1.0", b"null", b"true", b"[]", b"-1", b"9223372036854775808",
+                                               b"1" + b"0" * 400)]
+        cases += [(key, value) for key in ("loss", "val_loss") for value in (b'"1"', b"[1]", b"{}", b"true")]
+        for key, value in cases:
+            row = {"step": b"2", "loss": b"1.0", key: value}
+            line = b"{%s}" % b", ".join(b'"%s": %s' % (k.encode(), v) for k, v in row.items())
+            path = self.raw_log("odd", b'{"step": 1, "loss": 1.0}', line, b'{"step": 3, "loss": 1.0}')
+            says = "no step number" if key == "step" else f"{key} is not a number"
+            self.fails(path, names=path, says=f"is not a log of train_moe: line 3: {says}")
+        deep = [b"[" * 100000, b'{"a":' * 100000, b'{"step": 2, "loss": ' + b"[" * 100000 + b"]" * 100000 + b"}"]
+        for line in [b"1", b"null", b'"text"', b"", b"\0\0", b'{"step": 2, "loss": 1' + b"0" * 5000 + b"x}", *deep]:
+            path = self.raw_log("odd", b'{"step": 1, "loss": 1.0}', line, b'{"step": 3, "loss": 1.0}')
+            self.fails(path, names=path, says="is not a log of train_moe: line 3: ")
+            path.write_bytes(line + b"\n" + b'{"step": 3, "loss": 1.0}\n')
+            self.fails(path, names=path, says="is not a log of train_moe: line 1: ")
+        for value in ('"4096"', "0", "-1", "1e400", "[]", "1" + "0" * 400):
+            path = self.raw_log("odd", b'{"step": 1, "loss": 1.0}')
+            path.write_text(path.read_text().replace("4096", value))
+            self.fails(path, "--x", "tokens", names=path, says="tokens-per-step")
+
+    def test_huge_and_tiny_numbers(self):
+        """What float32 cannot hold is a gap, like what is not finite; the rest is drawn, on either axis."""
+        for loss in ("1e400", "-1e400", "1e308", "1" + "0" * 400, "3.5e38", "Infinity", "NaN", "null"):
+            rows = [b'{"step": %d, "loss": %s}' % (s, b"2.0" if s != 3 else loss.encode()) for s in range(1, 6)]
+            _, _, _, curves = self.plot(self.raw_log("huge", *rows), "--smooth", 0)
+            self.assertEqual([len(self.ys(d)) for d in curves], [4], loss)
+        extremes = [("3.4e38", "-3.4e38"), ("0", "5e-324"), ("0", "1e-322"), ("0", "1e-310"), ("5e-324", "5e-324"),
+                    ("1e30", "1e30"), ("1", "1.0000000000000002"), ("-1", "100000000000000000000000000000000000000")]
+        for pair in extremes:
+            rows = [('{"step": %d, "loss": %s, "val_loss": %s}' % (s, *pair)).encode() for s in (1, 2**63 - 1)]
+            for axis in ("step", "tokens"):
+                _, _, circles, _ = self.plot(self.raw_log("extreme", *rows), "--x", axis)
+                self.assertEqual(len(circles), 2)
+        for y_range in (["1e-12", "2"], ["1", "2"], ["1e-12", "3e38"]):
+            rows = [b'{"step": 1, "loss": 3e38, "val_loss": -1}', b'{"step": 2, "loss": 1e-300, "val_loss": 0}']
+            _, _, circles, _ = self.plot(self.raw_log("log", *rows), "--log-y", "--y-range", *y_range)
+            self.assertEqual(len(circles), 2)
+        self.plot(self.raw_log("log", b'{"step": 1, "loss": 3e38}', b'{"step": 2, "loss": 1e-12}'), "--log-y")
+
+    def test_as_a_command(self):
+        command = [sys.executable, SCRIPT, self.log("first", self.rows(3)), "--out", "command.svg", "--title", b"\xff"]
+        done = subprocess.run(command, cwd=self.dir, capture_output=True, text=True)
+        self.assertEqual((done.returncode, done.stdout, done.stderr), (0, "", ""))
+        self.assertIn("\ufffd", [t.text for t in ET.parse(self.dir / "command.svg").iter(SVG + "text")])
+        done = subprocess.run([*command[:2], "none.jsonl"], cwd=self.dir, capture_output=True, text=True)
+        self.assertEqual((done.returncode, done.stderr),
+                         (1, "plot_loss: none.jsonl: cannot read it: No such file or directory\n"))
+
+    HOSTILE = b"a<b>&\"'\x01\x08\x0b\x1b\x7f\xc2\x85\xef\xbf\xbf\xff\xed\xa0\x80]]>\n\t \xf0\x9f\x98\x80"
+
+    def test_any_title_and_name_is_drawn(self):
+        """Characters that XML cannot hold show as replacement characters."""
+        hostile = os.fsdecode(self.HOSTILE)
+        logs = [self.log(f"{folder}/{hostile}", self.rows(3)) for folder in ("x", "y")]  # where two read the same
+        _, texts, _, _ = self.plot(*logs, "--title", hostile)
+        drawn = "a<b>&\"'\ufffd\ufffd\ufffd\ufffd\x7f\x85\ufffd\ufffd\ufffd\ufffd\ufffd]]>\n\t \U0001f600"
+        self.assertIn(drawn, texts)
+        for folder in ("x", "y"):
+            self.assertEqual(sum(t.startswith(f"{folder}/{drawn} (") for t in texts), 1, texts)
+
+    def test_odd_paths(self):
+        os.symlink("loop", self.dir / "loop")
+        self.fails("loop", names="loop", says="Too many levels")
+        self.fails("x" * 5000, names="x" * 5000, says="File name too long")
+        good = self.log("good", self.rows(3))
+        os.symlink(good, self.dir / "link")
+        _, texts, _, _ = self.plot("link")  # is called as where it lies
+        self.assertTrue(any(t.startswith("good (") for t in texts))
 
 
 if __name__ == "__main__":

@@ -1,20 +1,27 @@
 #!/usr/bin/env python3
 """Tests of scripts/prepare_text.py. Needs only the standard library; those of other tokenizers run where they are installed."""
 import contextlib
+import ctypes
 import glob
 import gzip
 import io
+import json
 import lzma
 import os
 import random
+import resource
+import shlex
 import shutil
+import socket
 import struct
+import subprocess
 import sys
 import tempfile
 import unittest
 from unittest import mock
 
-sys.path.insert(0, os.path.join(os.path.dirname(os.path.abspath(__file__)), "..", "scripts"))
+SCRIPTS = os.path.join(os.path.dirname(os.path.abspath(__file__)), "..", "scripts")
+sys.path.insert(0, SCRIPTS)
 sys.dont_write_bytecode = True
 import prepare_text  # noqa: E402
 
@@ -81,6 +88,18 @@ class Prepare(unittest.TestCase):
         self.assertEqual([n for n in os.listdir(self.folder) if n.endswith(".tmp")], [])
         if os.path.isdir(self.out):
             self.assertEqual([n for n in os.listdir(self.out) if n.endswith(".tmp")], [])
+
+    def run_script(self, *arguments, file_limit=None):
+        """The script as a process of its own: (exit code, stdout, stderr)."""
+        def limit():
+            if file_limit:
+                resource.setrlimit(resource.RLIMIT_FSIZE, (file_limit, file_limit))
+
+        done = subprocess.run([sys.executable, os.path.join(SCRIPTS, "prepare_text.py"), *arguments, "--out", self.out],
+                              stdin=subprocess.DEVNULL, capture_output=True, timeout=60, preexec_fn=limit,
+                              env=dict(os.environ, PYTHONIOENCODING="utf-8:strict"))  # as in most locales
+        self.assertNotIn(b"Traceback", done.stderr)
+        return done.returncode, done.stdout, done.stderr.decode()
 
     def tokens(self, split, name="text"):
         files = sorted(glob.glob(os.path.join(self.out, f"{name}_{split}_*.bin")))
@@ -172,7 +191,7 @@ class Bytes(Prepare):
                 self.vocab, self.eot = vocab, vocab - 1
 
             def encode(self, texts):
-                return [prepare_text.pack([self.vocab - 2] * len(t), prepare_text.width_of(self.vocab)) for t in texts]
+                return [prepare_text.pack([self.vocab - 2] * len(t), self.vocab) for t in texts]
 
             def table(self):
                 return [b"x"] * self.vocab
@@ -258,8 +277,9 @@ class Dealing(Prepare):
 class Refused(Prepare):
     def test_errors(self):
         a = self.write("a.txt", b"text\n" * 100)
-        self.fails(os.path.join(self.folder, "none"), says="no such file or folder")
-        self.fails(a, "--val", os.path.join(self.folder, "none"), says="no such file or folder")
+        self.fails(os.path.join(self.folder, "none"), says="No such file or directory")
+        self.fails(a, "--val", os.path.join(self.folder, "none"), says="No such file or directory")
+        self.fails("", says="error: an empty name: No such file or directory")
         self.fails(self.folder, "--glob", "*.zip", says="matches *.zip; choose others with --glob")
         self.fails(a, "--tokenizer", "words", says="must be bytes, tokenizers:FILE or tiktoken:NAME")
         self.fails(self.write("e.txt", b" \n"), says="no text for train")
@@ -286,7 +306,7 @@ class Refused(Prepare):
         self.run_it(self.write("b.txt", b"y" * 100), "--overwrite")
         self.assertEqual(self.documents("train") + self.documents("val"), [b"y" * 98, b"y" * 2])
         # A run that fails leaves what was there.
-        self.fails(os.path.join(self.folder, "none"), "--overwrite", says="no such file")
+        self.fails(os.path.join(self.folder, "none"), "--overwrite", says="No such file")
         self.assertEqual(self.documents("train"), [b"y" * 98])
 
     def test_missing_packages(self):
@@ -294,6 +314,220 @@ class Refused(Prepare):
         with mock.patch.dict(sys.modules, {"tokenizers": None, "tiktoken": None}):
             self.fails(a, "--tokenizer", "tokenizers:x.json", says="pip install tokenizers")
             self.fails(a, "--tokenizer", "tiktoken:gpt2", says="pip install tiktoken")
+
+
+    def test_damaged_gzip(self):
+        """Whichever byte is damaged: an error by name, or the text that the library makes of it."""
+        whole, raised = gzip.compress(b"some text, more text, other text\n" * 20), set()
+        for at in range(len(whole)):
+            path = self.write("a.txt.gz", whole[:at] + bytes([whole[at] ^ 0xFF]) + whole[at + 1:])
+            try:
+                list(prepare_text.raw_pieces(path, None))
+            except prepare_text.Failure as error:
+                self.assertTrue(str(error).startswith(f"{path}: cannot read: "), error)
+                raised.add(type(error.__cause__).__name__)
+        self.assertIn("error", raised)  # zlib.error
+        self.assertIn("BadGzipFile", raised)
+
+    def test_unreadable_folder(self):
+        self.write("d/a.txt", b"text")
+        self.write("d/secret/b.txt", b"text")
+        os.chmod(self.folder, 0o777)
+        os.chmod(os.path.join(self.folder, "d/secret"), 0)
+        if os.geteuid() == 0:  # root may read everything
+            os.seteuid(65534)
+            self.addCleanup(os.seteuid, 0)
+        self.fails(os.path.join(self.folder, "d"), "--val-fraction", "0", says="d/secret: Permission denied")
+        self.fails(os.path.join(self.folder, "d/secret/b.txt"), says="d/secret/b.txt: Permission denied")
+
+    def test_full_disk(self):
+        a = self.write("a.txt", b"text\n" * 20000)
+        self.run_it(a, "--shard-tokens", "1000", "--name", "first")  # no file of these is too large
+        before = sorted(os.listdir(self.out))
+        code, _, stderr = self.run_script(a, "--name", "second", file_limit=65536)
+        self.assertEqual((code, stderr), (1, f"prepare_text.py: error: {self.out}: File too large\n"))
+        self.assertEqual(sorted(os.listdir(self.out)), before)
+
+    def test_separator_of_any_bytes(self):
+        self.run_it(self.write("a.txt", b"one\xfftwo"), "--split-on", os.fsdecode(b"\xff"), "--val-fraction", "0")
+        self.assertEqual(self.documents("train"), [b"one", b"two"])
+
+
+class NotFiles(Prepare):
+    def setUp(self):
+        super().setUp()
+        self.victim = self.write("victim", b"precious")
+        os.mkdir(self.out)
+        self.text = self.write("a.txt", b"text\n" * 100)
+
+    def assert_victim(self):
+        with open(self.victim, "rb") as file:
+            self.assertEqual(file.read(), b"precious")
+
+    def test_temporary_name_is_a_link_or_a_folder(self):
+        for name in ("train_000000", "train_000004", "val_000000", "tokenizer"):
+            path = os.path.join(self.out, f"text_{name}.bin.tmp")
+            os.symlink(self.victim, path)
+            self.assertIn(f"error: {path} is in the way", self.run_it(self.text, expect=1))
+            self.assertEqual(os.readlink(path), self.victim)
+            os.remove(path)
+            os.mkdir(path)
+            self.assertIn(f"error: {path} is in the way", self.run_it(self.text, expect=1))
+            os.rmdir(path)
+        self.assertEqual(os.listdir(self.out), [])
+        self.assert_victim()
+
+    def test_temporary_name_is_a_hard_link(self):
+        for name in ("text_train_000000.bin.tmp", "text_tokenizer.bin.tmp"):
+            os.link(self.victim, os.path.join(self.out, name))
+        self.run_it(self.text)
+        self.assertEqual(len(os.listdir(self.out)), 3)
+        self.assert_victim()
+
+    def test_link_that_appears_during_the_run(self):
+        for name in ("text_train_000000.bin.tmp", "text_tokenizer.bin.tmp"):
+            path, encode = os.path.join(self.out, name), prepare_text.ByteTokenizer.encode
+
+            def encode_and_link(tokenizer, texts):
+                os.symlink(self.victim, path)
+                return encode(tokenizer, texts)
+
+            with mock.patch.object(prepare_text.ByteTokenizer, "encode", encode_and_link):
+                self.assertIn(f"error: {path}: File exists", self.run_it(self.text, expect=1))
+            self.assertEqual(os.listdir(self.out), [name])  # nothing but the link, which is not the script's
+            os.remove(path)
+        self.assert_victim()
+
+    def test_final_name_is_a_link(self):
+        """The link is replaced, or removed where no new shard takes its name; what it leads to stays."""
+        names = ["text_tokenizer.bin", "text_train_000000.bin", "text_train_000001.bin", "text_val_000000.bin"]
+        for name in names:
+            os.symlink(self.victim, os.path.join(self.out, name))
+        self.fails(self.text, says="text_train_000000.bin is there already")
+        self.run_it(self.text, "--overwrite")
+        self.assertEqual(sorted(os.listdir(self.out)), names[:2] + names[3:])
+        self.assertFalse(any(os.path.islink(os.path.join(self.out, name)) for name in names))
+        self.assert_victim()
+
+    def test_killed_run(self):
+        """Its files go with the next run of the same name, and no others."""
+        killed = ["text_train_000000.bin.tmp", "text_train_000123.bin.tmp", "text_val_1000000.bin.tmp"]
+        others = ["text_train_12.bin.tmp", "text_train_0000001.bin.tmp", "text_train_000000.tmp",
+                  "text_test_000000.bin.tmp", "text_train_000000.bin.tmp.tmp", "other_train_000000.bin.tmp",
+                  "text_x_tokenizer.bin.tmp", "text_train_x_train_000000.bin.tmp", "xtext_train_000000.bin.tmp"]
+        for name in killed + others + ["text_tokenizer.bin.tmp"]:
+            self.write(f"out/{name}", b"x")
+        self.run_it(self.text)
+        written = ["text_tokenizer.bin", "text_train_000000.bin", "text_val_000000.bin"]
+        self.assertEqual(sorted(os.listdir(self.out)), sorted(written + others))
+
+    def test_overwrite_keeps_to_its_name(self):
+        others = ["text_train_x_train_000000.bin", "text_train_notes.bin"]
+        for name in others + ["text_train_000009.bin"]:
+            self.write(f"out/{name}", b"x")
+        words = shlex.split(self.run_it(self.text, "--overwrite"))
+        written = ["text_tokenizer.bin", "text_train_000000.bin", "text_val_000000.bin"]
+        self.assertEqual(sorted(os.listdir(self.out)), sorted(written + others))
+        self.assertEqual(glob.glob(words[words.index("--train") + 1]), [os.path.join(self.out, written[1])])
+
+    def test_pipes_and_devices(self):
+        for name in ("d/a.txt", "d/sub/b.txt"):
+            self.write(name, b"text\n" * 100)
+        d = os.path.join(self.folder, "d")
+        os.mkfifo(os.path.join(d, "pipe.txt"))
+        os.symlink("/dev/zero", os.path.join(d, "sub/zero.txt"))
+        with socket.socket(socket.AF_UNIX) as listener:
+            listener.bind(os.path.join(d, "socket.txt"))
+        code, _, stderr = self.run_script(d, "--val-fraction", "0")
+        self.assertEqual(code, 0, stderr)
+        warning = "prepare_text.py: warning: {}: not a file, left out\n"
+        skipped = [os.path.join(d, name) for name in ("pipe.txt", "socket.txt", "sub/zero.txt")]
+        self.assertEqual(stderr, "".join(map(warning.format, skipped)))
+        self.assertEqual(len(self.documents("train")), 2)
+        for path in (os.path.join(d, "pipe.txt"), "/dev/null"):
+            code, _, stderr = self.run_script(self.text, path)
+            self.assertEqual((code, stderr), (1, f"prepare_text.py: error: {path}: neither a file nor a folder\n"))
+
+    def test_loops(self):
+        self.write("d/sub/a.txt", b"text")
+        d = os.path.join(self.folder, "d")
+        os.symlink("..", os.path.join(d, "sub/up"))
+        self.run_it(d, "--val-fraction", "0")
+        self.assertEqual(self.documents("train"), [b"text"])
+        os.symlink("self.txt", os.path.join(d, "self.txt"))
+        self.fails(d, "--overwrite", says="d/self.txt: Too many levels of symbolic links")
+
+
+class UseLine(Prepare):
+    def words(self, printed):
+        return shlex.split(printed[printed.index("use:") + 4:])
+
+    def found_by_program(self, pattern):
+        """How many paths the C library's glob finds, the one that train_moe calls."""
+        found = (ctypes.c_size_t * 32)()  # a glob_t is smaller; its first field is the count
+        self.assertEqual(ctypes.CDLL(None).glob(os.fsencode(pattern), 0, None, found), 0)
+        return found[0]
+
+    def test_odd_names(self):
+        names = ["plain", "a b", "*", "[x]", "what?", "it's", '"$HOME"', "back\\slash", "\\*", "line\nend", "-x", "ü"]
+        for name in names:
+            self.write("in.txt", b"text\n" * 100)
+            self.out = os.path.join(self.folder, name)
+            for decoy in ("backslash", "x", "whatx", "b"):  # what the names match as patterns
+                self.write(f"{decoy}/{decoy}_train_000000.bin", b"")
+            text = os.path.join(self.folder, "in.txt")
+            words = self.words(self.run_it(text, f"--name={name}", "--shard-tokens", "300"))
+            self.assertEqual(words[::2], ["--train", "--val", "--tokenizer", "--vocab"])
+            for pattern, split, count in ((words[1], "train", 2), (words[3], "val", 1)):
+                files = [os.path.join(self.out, f"{name}_{split}_{i:06d}.bin") for i in range(count)]
+                self.assertEqual(sorted(glob.glob(pattern)), files)
+                self.assertEqual(self.found_by_program(pattern), count, pattern)
+            self.assertEqual(words[5:], [os.path.join(self.out, f"{name}_tokenizer.bin"), "--vocab", "257"])
+
+    def test_names_of_any_bytes(self):
+        self.out = os.path.join(self.folder, os.fsdecode(b"\xff"))
+        code, stdout, stderr = self.run_script(self.write("a.txt", b"text\n" * 100))
+        self.assertEqual(code, 0, stderr)
+        words = self.words(os.fsdecode(stdout))
+        self.assertEqual(glob.glob(words[1]), [os.path.join(self.out, "text_train_000000.bin")])
+
+
+class Library(Prepare):
+    """What tokenizers of libraries may do wrong, by one that does it."""
+
+    def fails_with(self, ids, says, vocab=300):
+        class Tokenizer(prepare_text.LibraryTokenizer):
+            eot = 0
+
+            def ids(self, texts):
+                return [ids() for _ in texts]
+
+        path = self.write("a.txt", b"text\n" * 100)
+        with mock.patch.object(prepare_text, "make_tokenizer", lambda *_: Tokenizer("odd.json", vocab)):
+            self.fails(path, says=f"--tokenizer: odd.json: {says}")
+
+    def test_ids(self):
+        for vocab in (300, 70000):  # both widths
+            self.fails_with(lambda: [1, vocab, 2], f"cannot encode: id {vocab} is outside of the vocabulary", vocab)
+            self.fails_with(lambda: [2**40], f"cannot encode: id {2**40} is outside", vocab)
+
+    def test_vocabulary(self):
+        self.fails_with(list, "the vocabulary is empty", 0)
+        self.fails_with(list, "a token has the id 16777216", 2**24 + 1)
+        prepare_text.LibraryTokenizer("large.json", 2**24)
+
+    def test_failure(self):
+        class Panic(BaseException):
+            """What libraries written in Rust raise."""
+
+        for kind in (Panic, RuntimeError):
+            def fail(kind=kind):
+                raise kind("lost")
+
+            self.fails_with(fail, "cannot encode: lost")
+
+    def test_end_of_text_token_is_not_for_bytes(self):
+        self.fails(self.write("a.txt", b"text"), "--eot", "</s>", says="--eot goes with --tokenizer tokenizers:FILE")
 
 
 TEXT = "Hello, wörld! Ünï 😀 <|endoftext|> x = [1,  2]\n\ttabs\n" * 20
@@ -350,7 +584,50 @@ class HuggingFace(Prepare):
         a = self.write("a.txt", b"text")
         self.fails(a, "--tokenizer", "tokenizers:none.json", says="none.json: no such file")
         self.fails(a, "--tokenizer", f"tokenizers:{a}", says="not a tokenizer.json")
-        self.fails(a, "--tokenizer", f"tokenizers:{self.byte_level()}", "--eot", "<none>", says="name it with --eot")
+        for name in ("<none>", "\udcff"):
+            self.fails(a, "--tokenizer", f"tokenizers:{self.byte_level()}", "--eot", name, says="name it with --eot")
+
+    def test_odd_vocabularies(self):
+        """Files that the library reads, but that no shards can be made with."""
+        bytes_tokens = {character: i for i, character in enumerate(prepare_text.byte_level_alphabet())}
+        but_one = {character: i for character, i in bytes_tokens.items() if character != "t"}
+        level = {"type": "ByteLevel", "add_prefix_space": False, "trim_offsets": True, "use_regex": True}
+        added = {"id": 2**31, "content": "</s>", "special": True, "single_word": False, "lstrip": False,
+                 "rstrip": False, "normalized": False}
+
+        def bpe(vocab, **more):
+            return {"type": "BPE", "vocab": vocab, "merges": [], **more}
+
+        cases = [
+            (dict(model=bpe({})), "the vocabulary is empty"),
+            (dict(model={"type": "Unigram", "unk_id": None, "vocab": []}), "the vocabulary is empty"),
+            (dict(model=bpe({"</s>": 0, "a": 10**9})), "a token has the id 1000000000"),
+            (dict(model=bpe({"</s>": 0, "a": 2**31})), "a token has the id 2147483648"),
+            (dict(model=bpe({"</s>": 0, "a": 2**24})), "a token has the id 16777216"),
+            (dict(model=bpe({"</s>": 0, "a": 2**32})), "not a tokenizer.json"),
+            (dict(model=bpe({"a": 0})), "no end-of-text token is named"),
+            (dict(model=bpe({"</s>": 0, "a": 1})), "neither an unknown token nor tokens for 243 bytes"),
+            (dict(model=bpe({"</s>": 0, "<0x0A>": 1}, byte_fallback=True)), "242 bytes, such as 0x00"),
+            (dict(model=bpe({"</s>": 256, **bytes_tokens})), "243 bytes"),
+            (dict(model=bpe({"</s>": 256, **bytes_tokens, "x": 257, "y": 258}), pre_tokenizer=level), None),
+            (dict(model=bpe({"</s>": 256, **but_one}), pre_tokenizer=level), "1 bytes, such as 0x74"),
+            (dict(model=bpe({"a": 0, "</s>": 1}, unk_token="[UNK]")), "cannot encode"),
+            (dict(model=bpe({"a": 0, "</s>": 1}, unk_token="a")), None),
+            (dict(model={"type": "WordLevel", "vocab": {"</s>": 0}, "unk_token": "[UNK]"}), "cannot encode"),
+            (dict(model=bpe({"a": 0}, unk_token="a"), added_tokens=[added]), None),  # the library renumbers these
+        ]
+        a = self.write("a.txt", b"text\n" * 100)
+        parts = dict.fromkeys(("truncation", "padding", "normalizer", "pre_tokenizer", "post_processor", "decoder"))
+        for config, says in cases:
+            config = {"version": "1.0", "added_tokens": [], **parts, **config}
+            path = self.write("odd.json", json.dumps(config).encode())
+            with self.subTest(model=str(config["model"])[:100]):
+                arguments = [a, "--tokenizer", f"tokenizers:{path}", "--overwrite"]
+                if says:
+                    self.fails(*arguments, says=f"--tokenizer: {path}: ")
+                    self.fails(*arguments, says=says)
+                else:
+                    self.run_it(*arguments)
 
 
 @unittest.skipUnless(tiktoken, "the tiktoken package is not installed")
@@ -367,6 +644,16 @@ class Tiktoken(Prepare):
         self.assertEqual(tokens[:4], [300, 257, 256, 32])
         self.assertEqual(tokens.count(300), 1)
         self.assertEqual(b"".join(table[t] for t in tokens[1:]).decode(), "abcab <|endoftext|>\ufffd")
+
+    def test_odd_encodings(self):
+        every = {bytes([i]): i for i in range(256)}
+        cases = [(every, {"<|x|>": 256}, "tiktoken:odd: it has no token <|endoftext|>"),
+                 (every, {"<|endoftext|>": 2**31}, "tiktoken:odd: a token has the id 2147483648"),
+                 ({b"a": 0}, {"<|endoftext|>": 1}, "tiktoken:odd: cannot encode: ")]
+        for ranks, special, says in cases:
+            encoding = tiktoken.Encoding("odd", pat_str=r"\s+|\S+", mergeable_ranks=ranks, special_tokens=special)
+            with mock.patch.object(tiktoken, "get_encoding", lambda name, encoding=encoding: encoding):
+                self.fails(self.write("a.txt", b"text\n" * 100), "--tokenizer", "tiktoken:odd", says=says)
 
 
 if __name__ == "__main__":
