@@ -51,7 +51,7 @@ static void set_aside(const char* path, const char* line, size_t length) {
 static void keep_lines(RunLog* log, const char* text, size_t size, int64_t last_step) {
     char* aside = host_format("%s.unreadable", log->path);
     int64_t number = 0, odd = 0, first_odd = 0;
-    for (const char *line = text, *end; (end = (const char*)memchr(line, '\n', (size_t)(text + size - line)));
+    for (const char *line = text, *end; (end = (const char*)memchr(line, '\n', (size_t)(text + size - line))) != NULL;
          line = end + 1) {
         int64_t step = step_of(line, (size_t)(end - line));
         number++;
