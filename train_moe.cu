@@ -294,6 +294,7 @@ int main(int argc, char** argv) {
     ranks_barrier(r.world);
 
     device_choose(ranks_local());
+    check_memory(s, r.world);
     r.model = model_create(s, r.world);
     printf("device     %s\n", device_name(r.model->ctx));
     if (r.ranks > 1) printf("ranks      %d, %lld share a set of experts\n", r.ranks, (long long)s->ep);

@@ -95,6 +95,7 @@ void model_plan_free(Model* model);
 Model* model_create(const Settings* settings, Ranks* world);
 void model_init(Model* model, uint64_t seed);
 void model_destroy(Model* model);
+// Bytes that the ops share. Of a plan for the other build an estimate from above.
 size_t model_workspace(const Model* model);
 
 // Copies a micro-batch of B sequences of T tokens to the device; targets may be NULL (sampling).
