@@ -6,6 +6,7 @@
 #include <string.h>
 
 #include "device/check.h"
+#include "dist/ranks.h"
 
 // 15.71e9, 1.864e6: four digits, exponents in steps of three.
 static char* big(double x) {
@@ -149,17 +150,14 @@ static char* what_fits(const Settings* s, int rank, size_t room) {
     if (*list) return list;
     free(list);
     return host_strdup(
-        "; no --batch, --recompute or --shard makes it fit: use a smaller model or --seq-len, or more "
-        "ranks");
+        "; no --batch, --recompute or --shard makes it fit: use a smaller model, --seq-len or more ranks");
 }
 
-void check_memory(const Settings* s, Ranks* world) {
-    int rank = ranks_index(world);
+void check_memory(const Settings* s, int rank) {
     size_t room = device_free_memory(ranks_here()), bytes = memory_needed(s, rank);
     if (room && bytes > room)
         die(EXIT_FAILED,
             "memory: %.2f GiB are needed (%.2f of them estimated; --dry-run lists all), %.2f GiB are free%s",
             (double)bytes / 0x1p30, (double)memory_estimated(s) / 0x1p30, (double)room / 0x1p30,
             what_fits(s, rank, room));
-    ranks_barrier(world);  // nobody takes memory before all have seen what is free
 }

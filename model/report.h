@@ -2,7 +2,6 @@
 #ifndef MODEL_REPORT_H
 #define MODEL_REPORT_H
 
-#include "dist/ranks.h"
 #include "model/model.h"
 
 BEGIN_C
@@ -11,9 +10,9 @@ BEGIN_C
 void report_model(const Settings* settings);
 // --dry-run: configuration, model, and the memory of a rank item by item, for the CPU and the CUDA build.
 void report_dry_run(const Settings* settings);
-// Before the device is chosen's first allocation: ends the run where its ranks need more memory than is free, with both
-// numbers and the options with which they would fit. All ranks call it.
-void check_memory(const Settings* settings, Ranks* world);
+// On the device that was chosen, before any rank of this machine takes memory: ends the run where `rank` needs more
+// than is free, with both numbers and the options with which it would fit.
+void check_memory(const Settings* settings, int rank);
 
 END_C
 

@@ -274,11 +274,8 @@ static void check_run(Settings* s) {
         warn("--warmup %lld is longer than --steps %lld: the learning rate never reaches --lr", (long long)s->warmup,
              (long long)s->steps);
     if (s->model.K == 1 && s->model.route_norm && s->model.dense_layers < s->model.L)
-        warn(
-            "--top-k 1 --route-norm 1: every gate is --route-scale, so the router %s; --route-norm 0 lets it learn "
-            "from the "
-            "loss",
-            s->aux_loss > 0 ? "learns from --aux-loss alone" : "learns nothing");
+        warn("--top-k 1 --route-norm 1: every gate is --route-scale, so the router gets %s; --route-norm 0 helps",
+             s->aux_loss > 0 ? "a gradient from --aux-loss alone" : "no gradient");
     if (s->dry_run) return;
     if (!*s->train)
         die(EXIT_USAGE, "--train is missing: name the training shards, e.g. --train 'corpus/text_train_*.bin'");

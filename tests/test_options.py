@@ -4,11 +4,22 @@
 Every bad option, file and folder must end with its exit code and a message that says what and where, and harm no file.
 """
 import json
+import pathlib
+import random
 import re
 import shutil
 import struct
+import subprocess
+import unittest
 
 from cli import Case, PROGRAM, SMALL, checkpoints, command, curve, main, snapshot, text, write_shard, write_tokenizer
+
+# The largest values that the options take.
+MOST = dict(layers=1024, dim=1 << 20, heads=4096, q_lora=1 << 20, kv_lora=1 << 20, nope_dim=4096, v_dim=4096,
+            dense_ffn=1 << 21, experts=4096, top_k=64, shared_experts=64, expert_ffn=1 << 20, vocab=1 << 24, seq_len=1 << 24,
+            batch=1 << 20, steps=10**9, ranks=1 << 20, ep=64, capacity=10**6)
+CUDA = pathlib.Path(PROGRAM).parent.name == "cuda"
+SANITIZED = "sanitize" in PROGRAM
 
 
 class BadOptions(Case):
@@ -33,7 +44,8 @@ class BadOptions(Case):
             (("--score takes one of sigmoid|softmax, not 'tanh'",), ["--score", "tanh"]),
             (("--model takes one of tiny|small|", "not 'huge'"), ["--model", "huge"]),
             (("--steps needs a value",), ["--steps"]),
-            (("--tokenizer needs a value",), ["--tokenizer", "--steps", "5"]),
+            (("--tokenizer needs a value, and --steps looks like an option",), ["--tokenizer", "--steps", "5"]),
+            (("--tokenizer needs a value, and --resum looks like an option",), ["--tokenizer", "--resum"]),
             (("--resume is given twice",), ["--resume"]),
             (("--lr is given twice",), ["--lr", "1e-3"]),
         ):
@@ -63,6 +75,52 @@ class BadOptions(Case):
         self.refused(2, "--resume needs --out", resume=True)
         self.refused(2, "--save-every needs --out", save_every=5)
         self.refused(2, "--mx-stats needs --out", mx_stats=5, dispatch_precision="mxfp8")
+
+    def test_sizes_that_cannot_be_counted(self):
+        for words, options in (
+            ("ranks x --batch x --seq-len make 1.84e+19 tokens a micro-step", dict(ranks=MOST["ranks"], batch=MOST["batch"],
+                                                                      seq_len=MOST["seq_len"], tokens_per_step=5)),
+            ("--steps x --tokens-per-step make 1e+21 tokens", dict(steps=10**9, tokens_per_step=10**12)),
+            ("--batch x --seq-len x --top-k, and with --ep", dict(batch=MOST["batch"], seq_len=2048)),
+            ("--ep x --ep or --capacity, make", dict(ranks=2, ep=2, capacity=MOST["capacity"], batch=64)),
+            ("--batch x --heads x --seq-len / 128 make", dict(heads=4096, batch=64, seq_len=1 << 20)),
+            ("--shared-experts x --expert-ffn make", dict(shared_experts=64, expert_ffn=1 << 16)),
+            ("--vocab make", dict(layers=1024, dim=MOST["dim"], experts=4096, expert_ffn=MOST["expert_ffn"])),
+            ("--dense-ffn make 2.7e+16 activations of a rank", dict(layers=1024, dim=1 << 18, seq_len=1 << 22, batch=8)),
+        ):
+            with self.subTest(words):
+                done = self.refused(2, words, "at most", dry_run=True, **options)
+                self.assertRegex(done.stderr, r"make [\d.e+]+ ")
+
+    def test_any_sizes(self):
+        """Whatever the options ask for is planned or refused by name: up to what their ranges allow."""
+        for seed in range(50):
+            rng = random.Random(seed)
+            share = rng.choice([0.1, 0.2, 0.5])
+            sizes = {name: rng.choice([most, 1 << rng.randrange(most.bit_length()), rng.randint(1, most)])
+                     for name, most in MOST.items() if rng.random() < share}
+            if "top_k" in sizes or "ep" in sizes:
+                sizes.update(experts=4096)
+            if "ep" in sizes:
+                sizes["ep"] = 1 << sizes["ep"].bit_length() - 1
+                sizes["ranks"] = max(1, sizes.get("ranks", 1) // sizes["ep"]) * sizes["ep"]
+            sizes.update(rng.choice([{}, dict(expert_precision="mxfp8"), dict(linear_precision="mxfp8"),
+                                     dict(dispatch_precision="mxfp8"), dict(combine_precision="mxfp8")]))
+            sizes.update(shard=rng.choice(["none", "weights"]), recompute=rng.choice(["none", "moe", "block"]))
+            args = command(**{**dict.fromkeys(SMALL), **sizes, "dry_run": True,
+                              "model": rng.choice(["tiny", "16b", "671b"])})
+            with self.subTest(seed=seed):
+                done = subprocess.run(args, capture_output=True, text=True)
+                self.assertIn(done.returncode, (0, 2), f"{args}\n{done.stderr}")
+                self.assertNotIn("runtime error", done.stderr)
+
+    def test_gates_that_are_constant(self):
+        for words, options in (("the router gets no gradient;", {}),
+                               ("the router gets a gradient from --aux-loss alone;", dict(aux_loss=0.01))):
+            done = self.train(top_k=1, route_norm=1, dry_run=True, **options)
+            self.assertIn(f"warning: --top-k 1 --route-norm 1: every gate is --route-scale, so {words}", done.stderr)
+        for options in (dict(route_norm=0), dict(route_norm=1, dense_layers=2)):
+            self.assertEqual(self.train(top_k=1, dry_run=True, **options).stderr, "")
 
     def test_widths_of_mxfp8(self):
         fits = dict(kv_lora=32, expert_ffn=32)
@@ -107,6 +165,47 @@ class BadOptions(Case):
         path.write_bytes(whole + b"x")
         self.refused(1, "--tokenizer: t.bin", "1 bytes behind the last", tokenizer="t.bin", out="run")
         self.refused(1, "--tokenizer: gone.bin", "No such file", tokenizer="gone.bin", out="run")
+
+
+class Memory(Case):
+    """What does not fit is refused before anything is taken, with what would."""
+
+    SIZE = dict(layers=12, dense_layers=0, expert_ffn=2048, batch=32, steps=1)
+
+    def planned(self, **options):
+        """GiB in this build."""
+        done = self.train(dry_run=True, **{**self.SIZE, **options})
+        return float(re.findall(r"^  total .* = ([\d.]+) GiB$", done.stdout, re.M)[CUDA])
+
+    def limited(self, gib, code, **options):
+        """A run with so much address space."""
+        args = command(train=self.train_glob, **{**self.SIZE, **options})
+        return self.call(["sh", "-c", f'ulimit -v {int(gib * 2**20)}; exec "$@"', "sh", *args], code)
+
+    def test_nothing_fits(self):
+        done = self.refused(1, "GiB are needed", "GiB are free; no --batch, --recompute or --shard makes it fit: use a smaller",
+                            dim=65536, dense_ffn=2000000, out="run")
+        needed = float(re.search(r"memory: ([\d.]+) GiB", done.stderr)[1])
+        self.assertGreater(needed, 1000)
+
+    @unittest.skipIf(CUDA or SANITIZED, "no limit for the memory of a process in this build")
+    def test_what_fits(self):
+        plans = {change: self.planned(**dict([change])) for change in
+                 [("batch", 32), ("batch", 16), ("recompute", "moe"), ("recompute", "block")]}
+        whole = plans["batch", 32]
+        # What the program's own code and libraries take of the address space.
+        free = re.search(r"([\d.]+) GiB are free", self.limited(0.75 * whole, 1).stderr)
+        base = 0.75 * whole - float(free[1])
+        for room in (0.97 * whole, 0.6 * whole):
+            done = self.limited(base + room, 1)
+            self.assertIn(f"memory: {whole:.2f} GiB are needed (0.00 of them estimated", done.stderr)
+            named = re.findall(r"--(\w+) (\w+) \(([\d.]+) GiB\)", done.stderr.split("these fit:")[1])
+            best = int(dict((name, value) for name, value, _ in named)["batch"])
+            for (name, value), plan in plans.items():
+                fits = plan < room and (name != "batch" or value == best)
+                self.assertEqual((name, str(value), f"{plan:.2f}") in named, fits, done.stderr)
+        # Room for the threads' stacks, and what is named does run.
+        self.limited(base + 0.97 * whole, 0, recompute="block")
 
 
 class BadData(Case):
@@ -227,6 +326,16 @@ class Reports(Case):
             for words in (*numbers, f"model {preset}", "CPU build", "CUDA build", "master weights", "bytes a token"):
                 self.assertIn(words, done.stdout)
             self.assertEqual(len(re.findall(r"^  total .* MiB = [\d.]+ GiB$", done.stdout, re.M)), 2)
+            cpu, cuda = done.stdout.split("\nmemory of each")[1:]
+            other, own = (cpu, cuda) if CUDA else (cuda, cpu)
+            self.assertRegex(own, r"(?m)^  workspace of the ops  ")
+            self.assertRegex(other, r"(?m)^  workspace of the ops \(estimated\)")
+            self.assertIn("\n  CUDA context and libraries (estimated)", cuda)
+            for table in (cpu, cuda):
+                mib = [float(n) for n in re.findall(r"^  \S.*? ([\d.]+) MiB", table, re.M)]
+                self.assertAlmostEqual(sum(mib[:-1]), mib[-1], delta=0.01)  # the last is the total
+        self.assertNotIn("NCCL", done.stdout)
+        self.assertIn("\n  NCCL connections (estimated)", self.train(dry_run=True, ranks=2).stdout)
         self.assertEqual(snapshot(self.dir), {})
 
     def test_dry_run_matches_checkpoint(self):
