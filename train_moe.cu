@@ -358,10 +358,11 @@ int main(int argc, char** argv) {
         die(EXIT_FAILED,
             "--train has %lld windows of %lld tokens, fewer than one batch of %lld; use a smaller --batch or --seq-len",
             (long long)shards_windows(r.train), (long long)s->seq_len, (long long)s->batch);
-    if (r.rank == 0) open_folder(&r);
-    ranks_barrier(r.world);
-
     device_choose(ranks_local());
+    check_memory(s, r.rank);
+    if (r.rank == 0) open_folder(&r);
+    ranks_barrier(r.world);  // nobody takes memory before all have seen what is free
+
     r.model = model_create(s, r.world);
     printf("device     %s\n", device_name(r.model->ctx));
     if (r.ranks > 1) printf("ranks      %d, %lld share a set of experts\n", r.ranks, (long long)s->ep);

@@ -4,6 +4,7 @@
 #include <string.h>
 #include <sys/resource.h>
 #include <time.h>
+#include <unistd.h>
 
 #include "device/cpu.h"
 
@@ -57,6 +58,53 @@ void ctx_sync(Ctx* ctx) { (void)ctx; }
 const char* device_name(Ctx* ctx) { return ctx->name; }
 double device_peak_flops(Ctx* ctx) { return (void)ctx, 0; }
 int device_workers(void) { return omp_get_max_threads(); }
+
+// The number after `name` in a file of lines "name number"; -1 if there is none.
+static int64_t number_in(const char* path, const char* name) {
+    FILE* file = fopen(path, "r");
+    char line[256];
+    long long number = -1;
+    while (file && number < 0 && fgets(line, sizeof(line), file))
+        if (strncmp(line, name, strlen(name)) == 0) sscanf(line + strlen(name), "%lld", &number);
+    if (file) fclose(file);
+    return number;
+}
+
+static int64_t number_of_group(const char* group, const char* file, const char* name) {
+    char* path = host_format("/sys/fs/cgroup%s/%s", group, file);
+    int64_t number = number_in(path, name);
+    free(path);
+    return number;
+}
+
+// `most`, or less where this process' control group (version 2), or one around it, has less left. What a group holds
+// of files is given back when memory is short.
+static int64_t left_in_groups(int64_t most) {
+    FILE* file = fopen("/proc/self/cgroup", "r");
+    char line[4096], *end = NULL;
+    while (file && fgets(line, sizeof(line), file))
+        if (strncmp(line, "0::", 3) == 0) end = line + strcspn(line, "\n");
+    if (file) fclose(file);
+    for (; end; end = strrchr(line + 2, '/')) {
+        *end = 0;
+        const char* group = line + 3;
+        int64_t limit = number_of_group(group, "memory.max", ""), used = number_of_group(group, "memory.current", "");
+        int64_t files = number_of_group(group, "memory.stat", "inactive_file ") +
+                        number_of_group(group, "memory.stat", "active_file ");
+        if (limit >= 0 && used >= 0) most = min_i64(most, limit - used + files);
+    }
+    return most;
+}
+
+size_t device_free_memory(int sharing) {
+    int64_t available = number_in("/proc/meminfo", "MemAvailable:"), swap = number_in("/proc/meminfo", "SwapFree:");
+    if (available < 0) return 0;
+    int64_t left = left_in_groups(1024 * (available + max_i64(swap, 0))) / sharing;
+    struct rlimit limit;
+    if (getrlimit(RLIMIT_AS, &limit) == 0 && limit.rlim_cur != RLIM_INFINITY)
+        left = min_i64(left, (int64_t)limit.rlim_cur - number_in("/proc/self/statm", "") * sysconf(_SC_PAGESIZE));
+    return (size_t)max_i64(left, 1);  // 0 would be unknown
+}
 
 size_t device_peak_memory(void) {
     struct rusage usage;

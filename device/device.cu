@@ -158,6 +158,12 @@ const char* device_name(Ctx* ctx) { return ctx->name; }
 int device_workers(void) { return 132; }
 double device_peak_flops(Ctx* ctx) { return strstr(ctx->name, "H100") || strstr(ctx->name, "H200") ? 989e12 : 0; }
 
+size_t device_free_memory(int sharing) {
+    size_t free_bytes, total;
+    (void)sharing;
+    return cudaMemGetInfo(&free_bytes, &total) == cudaSuccess ? free_bytes : 0;  // ctx_create says what is wrong
+}
+
 size_t device_peak_memory(void) {
     size_t free_bytes, total;
     CUDA_CHECK(cudaMemGetInfo(&free_bytes, &total));  // nothing is freed during a run: what is in use is the peak

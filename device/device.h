@@ -32,6 +32,9 @@ const char* device_name(Ctx* ctx);
 double device_peak_flops(Ctx* ctx);
 // What the workspace functions must reckon with: threads on the CPU, SMs on the GPU.
 int device_workers(void);
+// Bytes of the device that this process may still take, one of `sharing` that want as much on this machine (a GPU is
+// not shared); 0 if that is unknown. On the GPU the process' CUDA context is taken already.
+size_t device_free_memory(int sharing);
 // Peak memory of this process on the device in bytes (CPU: peak resident set).
 size_t device_peak_memory(void);
 

@@ -119,10 +119,9 @@ void options_parse(const Option* table, int count, void* values, char* given, in
             options_set(&table[found], values, "1");
             continue;
         }
-        int next_is_option = 0;
-        for (int i = 0; i < count && a + 1 < argc; i++)
-            if (strncmp(argv[a + 1], "--", 2) == 0 && strcmp(argv[a + 1] + 2, table[i].name) == 0) next_is_option = 1;
-        if (a + 1 >= argc || next_is_option) die(EXIT_USAGE, "%s needs a value", name);
+        if (a + 1 >= argc) die(EXIT_USAGE, "%s needs a value", name);
+        if (strncmp(argv[a + 1], "--", 2) == 0)
+            die(EXIT_USAGE, "%s needs a value, and %s looks like an option", name, argv[a + 1]);
         options_set(&table[found], values, argv[++a]);
     }
 }

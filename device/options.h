@@ -31,7 +31,8 @@ typedef struct Option {
 void options_defaults(const Option* table, int count, void* values);
 
 // Reads `--name value` pairs and flags; given[i] becomes 1 for every option named. Ends the run with EXIT_USAGE on an
-// unknown option (suggesting the nearest name), a missing or repeated one, a value that is no number or out of range.
+// unknown option (suggesting the nearest name), a missing or repeated one, a value that begins with "--", is no number
+// or is out of range.
 void options_parse(const Option* table, int count, void* values, char* given, int argc, char** argv);
 
 // Sets one option from text, with the same checks; a text set before is freed.

@@ -23,6 +23,7 @@ void ranks_end(Ranks* world);
 int ranks_count(const Ranks* group);
 int ranks_index(const Ranks* group);  // 0 .. count - 1: this process in the group
 int ranks_local(void);                // this process among those of its host
+int ranks_here(void);                 // how many those are
 
 // The ranks that give the same colour, in the group's order. With messages of its own: a thread may use one group while
 // another thread uses another.

@@ -34,7 +34,7 @@ struct Ranks {
     char note[RANKS_NOTE];
 };
 
-static int local;
+static int local, here = 1;
 
 static size_t min_size(size_t a, size_t b) { return a < b ? a : b; }
 static size_t pieces(size_t bytes) { return (bytes + PIECE - 1) / PIECE; }
@@ -64,8 +64,8 @@ static int launched(void) {
 
 // The ranks of a host share its processors, where they are not bound to some each already: more threads than processors
 // would wait for one another.
-static void share_processors(int ranks_here) {
-    int share = (int)sysconf(_SC_NPROCESSORS_ONLN) / ranks_here, bound = omp_get_num_procs();
+static void share_processors(void) {
+    int share = (int)sysconf(_SC_NPROCESSORS_ONLN) / here, bound = omp_get_num_procs();
     int threads = share < bound ? share : bound;
     if (!getenv("OMP_NUM_THREADS")) omp_set_num_threads(threads > 1 ? threads : 1);
 }
@@ -89,11 +89,10 @@ Ranks* ranks_start(int* argc, char*** argv) {
     if (world->index != 0 && !freopen("/dev/null", "w", stdout)) die(EXIT_FAILED, "cannot open /dev/null");
     MPI_Comm host_comm;
     MPI_CHECK(MPI_Comm_split_type(MPI_COMM_WORLD, MPI_COMM_TYPE_SHARED, 0, MPI_INFO_NULL, &host_comm));
-    int here;
     MPI_CHECK(MPI_Comm_rank(host_comm, &local));
     MPI_CHECK(MPI_Comm_size(host_comm, &here));
     MPI_CHECK(MPI_Comm_free(&host_comm));
-    share_processors(here);
+    share_processors();
     return world;
 }
 
@@ -110,6 +109,7 @@ void ranks_end(Ranks* world) {
 int ranks_count(const Ranks* group) { return group->count; }
 int ranks_index(const Ranks* group) { return group->index; }
 int ranks_local(void) { return local; }
+int ranks_here(void) { return here; }
 
 Ranks* ranks_split(Ranks* group, int color) {
     MPI_Comm comm = MPI_COMM_NULL;

@@ -242,7 +242,9 @@ size_t model_workspace(const Model* m) {
     if (m->settings.mx_stats) bytes = max_size(bytes, mx_stats_workspace());
     for (int u = 0; u < params_units(c); u++)
         bytes = max_size(bytes, max_size(adamw_workspace(m->units[u].dense.n), adamw_workspace(m->units[u].experts.n)));
-    return bytes;
+    // The largest part of a large workspace, attention's for dk_rope, is the same in both builds. The GPU's has up to
+    // an eighth more, and 32 MiB for matrix products at least, the CPU's some scratch for each thread.
+    return m->params_arena.backend == BACKEND ? bytes : bytes + bytes / 8 + ((size_t)32 << 20);
 }
 
 void model_plan_free(Model* m) {

@@ -97,6 +97,7 @@ void model_init(Model* model, uint64_t seed);
 // The masters and moments were set from outside: working weights and the bounds of the next update follow from them.
 void model_weights_set(Model* model);
 void model_destroy(Model* model);
+// Bytes that the ops share. Of a plan for the other build an estimate from above.
 size_t model_workspace(const Model* model);
 
 // Copies a micro-batch of B sequences of T tokens to the device; targets may be NULL (sampling).

@@ -6,6 +6,7 @@
 #include <string.h>
 
 #include "device/check.h"
+#include "dist/ranks.h"
 
 // 15.71e9, 1.864e6: four digits, exponents in steps of three.
 static char* big(double x) {
@@ -25,9 +26,14 @@ void report_model(const Settings* s) {
     free(name);
 }
 
+static size_t report_line(const char* name, size_t bytes) {
+    printf("  %-48s %12.3f MiB\n", name, (double)bytes / 0x1p20);
+    return bytes;
+}
+
 // Entries of one name are shown as one line: how many, their bytes, and per token where they grow with tokens.
-static void report_arena(const Arena* arena, int64_t tokens) {
-    printf("  %-48s %12.3f MiB\n", arena->purpose, (double)arena_bytes(arena) / 0x1p20);
+static size_t report_arena(const Arena* arena, int64_t tokens) {
+    size_t total = report_line(arena->purpose, arena_bytes(arena));
     char* done = (char*)host_alloc((size_t)arena->count + 1);
     for (int i = 0; i < arena->count; i++) {
         if (done[i]) continue;
@@ -46,6 +52,32 @@ static void report_arena(const Arena* arena, int64_t tokens) {
         printf("\n");
     }
     free(done);
+    return total;
+}
+
+// What a rank of the CUDA build takes besides its buffers, estimated: the context as it is made, what the kernels and
+// cuBLASLt take of it when they are first used, and the channels of NCCL's three communicators.
+static const size_t CUDA_CONTEXT = (size_t)512 << 20, CUDA_LIBRARIES = (size_t)410 << 20, NCCL = (size_t)1536 << 20;
+
+enum { ARENAS = 5 };
+static const Arena* arena_of(const Model* m, int i) {
+    const Arena* arenas[ARENAS] = {&m->params_arena, &m->saved_arena, &m->scratch_arena, &m->pool_arena,
+                                   &m->state_arena};
+    return arenas[i];
+}
+
+// Of the memory that a rank of this build takes once its context is there: what is estimated, and all of it.
+static size_t memory_estimated(const Settings* s) {
+    return BACKEND == BACKEND_CPU ? 0 : CUDA_LIBRARIES + (s->ranks > 1 ? NCCL : 0);
+}
+
+static size_t memory_needed(const Settings* s, int rank) {
+    Model m;
+    model_plan(&m, s, rank, BACKEND);
+    size_t bytes = model_workspace(&m) + memory_estimated(s);
+    for (int i = 0; i < ARENAS; i++) bytes += arena_bytes(arena_of(&m, i));
+    model_plan_free(&m);
+    return bytes;
 }
 
 void report_dry_run(const Settings* s) {
@@ -57,20 +89,75 @@ void report_dry_run(const Settings* s) {
     for (int b = BACKEND_CPU; b <= BACKEND_CUDA; b++) {
         Model m;
         model_plan(&m, s, 0, (Backend)b);
-        const Arena* arenas[5] = {&m.params_arena, &m.saved_arena, &m.scratch_arena, &m.pool_arena, &m.state_arena};
         size_t total = 0;
         printf("\nmemory of each of %d rank%s, %s build (weights and activations in %s), %lld tokens a micro-step\n",
                m.layout.ranks, m.layout.ranks == 1 ? "" : "s", b == BACKEND_CPU ? "CPU" : "CUDA",
                b == BACKEND_CPU ? "float32" : "bf16", (long long)(m.B * m.T));
-        for (int i = 0; i < 5; i++) {
-            report_arena(arenas[i], m.B * m.T);
-            total += arena_bytes(arenas[i]);
-        }
-        if (b == (int)BACKEND) {
-            printf("  %-48s %12.3f MiB\n", "workspace of the ops", (double)model_workspace(&m) / 0x1p20);
-            total += model_workspace(&m);
-        }
+        for (int i = 0; i < ARENAS; i++) total += report_arena(arena_of(&m, i), m.B * m.T);
+        total += report_line(b == (int)BACKEND ? "workspace of the ops" : "workspace of the ops (estimated)",
+                             model_workspace(&m));
+        if (b == BACKEND_CUDA)
+            total += report_line("CUDA context and libraries (estimated)", CUDA_CONTEXT + CUDA_LIBRARIES);
+        if (b == BACKEND_CUDA && s->ranks > 1) total += report_line("NCCL connections (estimated)", NCCL);
         printf("  %-48s %12.3f MiB = %.3f GiB\n", "total", (double)total / 0x1p20, (double)total / 0x1p30);
         model_plan_free(&m);
     }
+}
+
+// The options in which `s` differs from `was`, as they are given, in fresh memory.
+static char* changes(const Settings* s, const Settings* was) {
+    char* list = host_strdup("");
+    for (int i = 0; i < settings_count; i++) {
+        char *now = option_text(&settings_table[i], s), *then = option_text(&settings_table[i], was);
+        char* longer = host_format("%s%s--%s %s", list, *list ? " " : "", settings_table[i].name, now);
+        int differ = strcmp(now, then) != 0;
+        free(now);
+        free(then);
+        free(differ ? list : longer);
+        if (differ) list = longer;
+    }
+    return list;
+}
+
+// Adds `other` to the list of what fits, with its largest batch beyond `least` that fits; returns that, `least` if none
+// does.
+static int64_t add_fitting(char** list, Settings other, int64_t least, const Settings* s, int rank, size_t room) {
+    for (; other.batch > least; other.batch--) {
+        if (s->tokens_per_step % settings_micro_tokens(&other)) continue;
+        size_t bytes = memory_needed(&other, rank);
+        if (bytes > room) continue;
+        char *options = changes(&other, s), *before = *list;
+        *list =
+            host_format("%s%s%s (%.2f GiB)", before, *before ? ", " : "; these fit: ", options, (double)bytes / 0x1p30);
+        free(options);
+        free(before);
+        return other.batch;
+    }
+    return least;
+}
+
+// A smaller batch, each stronger --recompute and --shard with a larger one than that, or else all of it together.
+static char* what_fits(const Settings* s, int rank, size_t room) {
+    char* list = host_strdup("");
+    Settings other = *s;
+    int64_t least = add_fitting(&list, other, 0, s, rank, room), last_shard = s->ranks > 1 ? SHARD_WEIGHTS : 0;
+    while (++other.recompute <= RECOMPUTE_BLOCK) add_fitting(&list, other, least, s, rank, room);
+    other = *s;
+    while (++other.shard <= last_shard) add_fitting(&list, other, least, s, rank, room);
+    other.recompute = RECOMPUTE_BLOCK;
+    other.shard = max_i64(s->shard, last_shard);
+    if (!*list) add_fitting(&list, other, 0, s, rank, room);
+    if (*list) return list;
+    free(list);
+    return host_strdup(
+        "; no --batch, --recompute or --shard makes it fit: use a smaller model, --seq-len or more ranks");
+}
+
+void check_memory(const Settings* s, int rank) {
+    size_t room = device_free_memory(ranks_here()), bytes = memory_needed(s, rank);
+    if (room && bytes > room)
+        die(EXIT_FAILED,
+            "memory: %.2f GiB are needed (%.2f of them estimated; --dry-run lists all), %.2f GiB are free%s",
+            (double)bytes / 0x1p30, (double)memory_estimated(s) / 0x1p30, (double)room / 0x1p30,
+            what_fits(s, rank, room));
 }

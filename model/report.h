@@ -10,6 +10,9 @@ BEGIN_C
 void report_model(const Settings* settings);
 // --dry-run: configuration, model, and the memory of a rank item by item, for the CPU and the CUDA build.
 void report_dry_run(const Settings* settings);
+// On the device that was chosen, before any rank of this machine takes memory: ends the run where `rank` needs more
+// than is free, with both numbers and the options with which it would fit.
+void check_memory(const Settings* settings, int rank);
 
 END_C
 

@@ -26,7 +26,7 @@ const Option settings_table[] = {
     {"model", "nope-dim", OPTION_INT, AT(model.nope), NULL, 1, 4096, NULL, 1, "head size without position"},
     {"model", "rope-dim", OPTION_INT, AT(model.rope), NULL, 2, 4096, NULL, 1, "head size with rotary position, even"},
     {"model", "v-dim", OPTION_INT, AT(model.v), NULL, 1, 4096, NULL, 1, "head size of values"},
-    {"model", "dense-ffn", OPTION_INT, AT(model.dense_ffn), NULL, 1, 1 << 22, NULL, 1, "hidden width of the dense MLP"},
+    {"model", "dense-ffn", OPTION_INT, AT(model.dense_ffn), NULL, 1, 1 << 21, NULL, 1, "hidden width of the dense MLP"},
     {"model", "experts", OPTION_INT, AT(model.E), NULL, 1, 4096, NULL, 1, "routed experts"},
     {"model", "top-k", OPTION_INT, AT(model.K), NULL, 1, 64, NULL, 1, "routed experts a token"},
     {"model", "shared-experts", OPTION_INT, AT(model.shared), NULL, 0, 64, NULL, 1,
@@ -185,6 +185,41 @@ static void check_cuda_model(const ModelConfig* m) {
 
 int64_t settings_micro_tokens(const Settings* s) { return s->ranks * s->batch * s->seq_len; }
 
+// Options in their ranges can ask together for more than can be counted. Sizes are rounded up freely, in double, which
+// does not overflow. 1e15 numbers leave int64 room for the bytes of several hundred copies; rows and pieces of work are
+// int32 in kernels and CBLAS, and a grid has at most 65535 times 128 columns of a hidden layer, gate and up.
+static void check_sizes(const Settings* s) {
+    const ModelConfig* m = &s->model;
+    const double L = (double)m->L, C = (double)m->C, H = (double)m->H, q_lora = (double)m->q_lora;
+    const double latent = (double)(m->kv_lora + m->rope), head = (double)(m->nope + m->rope + m->v);
+    const double hidden = (double)max_i64(m->dense_ffn, m->shared * m->F), E = (double)m->E, F = (double)m->F;
+    const double tokens = (double)s->batch * (double)s->seq_len, micro = tokens * (double)s->ranks;
+    const double spread = s->ep > 1 ? fmax((double)s->ep, s->capacity) : 1;
+    const double rows = tokens * (double)m->K * spread + 128 * (E + 1);
+    const double matrices = (C + q_lora + latent) * (C + H * head) + 3 * C * (hidden + E * F) + E * C;
+    const double widths = C + q_lora + latent + H * head + hidden + E;
+    const struct {
+        const char *what, *options;
+        double size, most;
+    } sizes[] = {
+        {"tokens a micro-step", "ranks x --batch x --seq-len", micro, BIG},
+        {"tokens in all", "--steps x --tokens-per-step", (double)s->steps * fmax(micro, (double)s->tokens_per_step),
+         1e18},
+        {"rows of the experts", "--batch x --seq-len x --top-k, and with --ep x --ep or --capacity,", rows, INT32_MAX},
+        {"pieces of attention", "--batch x --heads x --seq-len / 128", tokens / 128 * H + (double)s->batch * H,
+         1 << 30},
+        {"hidden columns", "--shared-experts x --expert-ffn", (double)(m->shared * m->F), 1 << 21},
+        {"parameters", "--layers, --dim, --heads, --experts, --expert-ffn, --dense-ffn and --vocab",
+         L * matrices + 2 * C * (double)m->V, 1e15},
+        {"activations of a rank", "--batch, --seq-len, --layers, --dim, --heads, --top-k, --expert-ffn and --dense-ffn",
+         L * (tokens * widths + rows * (C + F)), 1e15},
+    };
+    for (size_t i = 0; i < sizeof(sizes) / sizeof(sizes[0]); i++)
+        if (sizes[i].size > sizes[i].most)
+            die(EXIT_USAGE, "%s make %.3g %s: at most %.3g are possible", sizes[i].options, sizes[i].size,
+                sizes[i].what, sizes[i].most);
+}
+
 static void check_layout(const Settings* s) {
     if (s->ranks % s->ep)
         die(EXIT_USAGE, "--ep %lld does not divide the %lld rank%s of the run", (long long)s->ep, (long long)s->ranks,
@@ -238,6 +273,9 @@ static void check_run(Settings* s) {
     if (s->warmup > s->steps && s->schedule != SCHEDULE_CONSTANT)
         warn("--warmup %lld is longer than --steps %lld: the learning rate never reaches --lr", (long long)s->warmup,
              (long long)s->steps);
+    if (s->model.K == 1 && s->model.route_norm && s->model.dense_layers < s->model.L)
+        warn("--top-k 1 --route-norm 1: every gate is --route-scale, so the router gets %s; --route-norm 0 helps",
+             s->aux_loss > 0 ? "a gradient from --aux-loss alone" : "no gradient");
     if (s->dry_run) return;
     if (!*s->train)
         die(EXIT_USAGE, "--train is missing: name the training shards, e.g. --train 'corpus/text_train_*.bin'");
@@ -270,6 +308,7 @@ Settings settings_read(int argc, char** argv, int ranks) {
         die(EXIT_USAGE, "--ranks is for --dry-run; start %lld ranks with mpirun -np %lld", (long long)s.ranks,
             (long long)s.ranks);
     if (!s.ranks) s.ranks = ranks;
+    check_sizes(&s);
     check_layout(&s);
     check_precision(&s);
     check_stats(&s);

@@ -22,9 +22,12 @@ BEGIN_C
 // What is MXFP8 (1) and what floatX (0). A cast is made once, by the earliest stage that needs it, whatever ep is:
 //   dispatch  x and dy are cast before they travel to the experts
 //   expert    the experts' products, weights and activations; x and dy too, where they were not before
-//   combine   outputs and dx are cast before they travel back, as one sum per token and rank: the one cast whose
-//             result depends on how the experts lie on the ranks
-//   wgrad     both operands of the weights' gradients, along the tokens
+//   combine   outputs and dx are cast before they travel back, as one sum per token and rank
+//   wgrad     both operands of the weights' gradients, along the tokens, in blocks cut from those that a rank's experts
+//             get in a micro-step
+// The results of combine and wgrad depend on how the run lies on its ranks, those of the others do not. wgrad's do so
+// with MX_FLOOR, which cuts off what is large in its block; with MX_RCEIL a block's scale matters only to elements some
+// 2^14 below its largest.
 // Where x, dy or the activation were cast, the weights' gradients see what the bytes stand for.
 typedef struct MoePrecision {
     int32_t expert, dispatch, combine, wgrad;

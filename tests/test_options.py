@@ -4,13 +4,20 @@
 Every bad option, file and folder must end with its exit code and a message that says what and where, and harm no file.
 """
 import json
+import random
 import re
 import shutil
 import struct
+import subprocess
 
 from cli import Case, PROGRAM, SMALL, checkpoints, command, curve, main, snapshot, text, write_shard, write_tokenizer
 
 ONE_BUILD = True  # tests/run.py: nothing here depends on what computes
+
+# The largest values that the options take.
+MOST = dict(layers=1024, dim=1 << 20, heads=4096, q_lora=1 << 20, kv_lora=1 << 20, nope_dim=4096, v_dim=4096,
+            dense_ffn=1 << 21, experts=4096, top_k=64, shared_experts=64, expert_ffn=1 << 20, vocab=1 << 24, seq_len=1 << 24,
+            batch=1 << 20, steps=10**9, ranks=1 << 20, ep=64, capacity=10**6)
 
 
 class BadOptions(Case):
@@ -35,7 +42,8 @@ class BadOptions(Case):
             (("--score takes one of sigmoid|softmax, not 'tanh'",), ["--score", "tanh"]),
             (("--model takes one of tiny|small|", "not 'huge'"), ["--model", "huge"]),
             (("--steps needs a value",), ["--steps"]),
-            (("--tokenizer needs a value",), ["--tokenizer", "--steps", "5"]),
+            (("--tokenizer needs a value, and --steps looks like an option",), ["--tokenizer", "--steps", "5"]),
+            (("--tokenizer needs a value, and --resum looks like an option",), ["--tokenizer", "--resum"]),
             (("--resume is given twice",), ["--resume"]),
             (("--lr is given twice",), ["--lr", "1e-3"]),
         ):
@@ -65,6 +73,52 @@ class BadOptions(Case):
         self.refused(2, "--resume needs --out", resume=True)
         self.refused(2, "--save-every needs --out", save_every=5)
         self.refused(2, "--mx-stats needs --out", mx_stats=5, dispatch_precision="mxfp8")
+
+    def test_sizes_that_cannot_be_counted(self):
+        for words, options in (
+            ("ranks x --batch x --seq-len make 1.84e+19 tokens a micro-step", dict(ranks=MOST["ranks"], batch=MOST["batch"],
+                                                                      seq_len=MOST["seq_len"], tokens_per_step=5)),
+            ("--steps x --tokens-per-step make 1e+21 tokens", dict(steps=10**9, tokens_per_step=10**12)),
+            ("--batch x --seq-len x --top-k, and with --ep", dict(batch=MOST["batch"], seq_len=2048)),
+            ("--ep x --ep or --capacity, make", dict(ranks=2, ep=2, capacity=MOST["capacity"], batch=64)),
+            ("--batch x --heads x --seq-len / 128 make", dict(heads=4096, batch=64, seq_len=1 << 20)),
+            ("--shared-experts x --expert-ffn make", dict(shared_experts=64, expert_ffn=1 << 16)),
+            ("--vocab make", dict(layers=1024, dim=MOST["dim"], experts=4096, expert_ffn=MOST["expert_ffn"])),
+            ("--dense-ffn make 2.7e+16 activations of a rank", dict(layers=1024, dim=1 << 18, seq_len=1 << 22, batch=8)),
+        ):
+            with self.subTest(words):
+                done = self.refused(2, words, "at most", dry_run=True, **options)
+                self.assertRegex(done.stderr, r"make [\d.e+]+ ")
+
+    def test_any_sizes(self):
+        """Whatever the options ask for is planned or refused by name: up to what their ranges allow."""
+        for seed in range(50):
+            rng = random.Random(seed)
+            share = rng.choice([0.1, 0.2, 0.5])
+            sizes = {name: rng.choice([most, 1 << rng.randrange(most.bit_length()), rng.randint(1, most)])
+                     for name, most in MOST.items() if rng.random() < share}
+            if "top_k" in sizes or "ep" in sizes:
+                sizes.update(experts=4096)
+            if "ep" in sizes:
+                sizes["ep"] = 1 << sizes["ep"].bit_length() - 1
+                sizes["ranks"] = max(1, sizes.get("ranks", 1) // sizes["ep"]) * sizes["ep"]
+            sizes.update(rng.choice([{}, dict(expert_precision="mxfp8"), dict(linear_precision="mxfp8"),
+                                     dict(dispatch_precision="mxfp8"), dict(combine_precision="mxfp8")]))
+            sizes.update(shard=rng.choice(["none", "weights"]), recompute=rng.choice(["none", "moe", "block"]))
+            args = command(**{**dict.fromkeys(SMALL), **sizes, "dry_run": True,
+                              "model": rng.choice(["tiny", "16b", "671b"])})
+            with self.subTest(seed=seed):
+                done = subprocess.run(args, capture_output=True, text=True)
+                self.assertIn(done.returncode, (0, 2), f"{args}\n{done.stderr}")
+                self.assertNotIn("runtime error", done.stderr)
+
+    def test_gates_that_are_constant(self):
+        for words, options in (("the router gets no gradient;", {}),
+                               ("the router gets a gradient from --aux-loss alone;", dict(aux_loss=0.01))):
+            done = self.train(top_k=1, route_norm=1, dry_run=True, **options)
+            self.assertIn(f"warning: --top-k 1 --route-norm 1: every gate is --route-scale, so {words}", done.stderr)
+        for options in (dict(route_norm=0), dict(route_norm=1, dense_layers=2)):
+            self.assertEqual(self.train(top_k=1, dry_run=True, **options).stderr, "")
 
     def test_widths_of_mxfp8(self):
         fits = dict(kv_lora=32, expert_ffn=32)
@@ -229,6 +283,15 @@ class Reports(Case):
             for words in (*numbers, f"model {preset}", "CPU build", "CUDA build", "master weights", "bytes a token"):
                 self.assertIn(words, done.stdout)
             self.assertEqual(len(re.findall(r"^  total .* MiB = [\d.]+ GiB$", done.stdout, re.M)), 2)
+            cpu, cuda = done.stdout.split("\nmemory of each")[1:]
+            self.assertRegex(cpu, r"(?m)^  workspace of the ops  ")
+            self.assertRegex(cuda, r"(?m)^  workspace of the ops \(estimated\)")
+            self.assertIn("\n  CUDA context and libraries (estimated)", cuda)
+            for table in (cpu, cuda):
+                mib = [float(n) for n in re.findall(r"^  \S.*? ([\d.]+) MiB", table, re.M)]
+                self.assertAlmostEqual(sum(mib[:-1]), mib[-1], delta=0.01)  # the last is the total
+        self.assertNotIn("NCCL", done.stdout)
+        self.assertIn("\n  NCCL connections (estimated)", self.train(dry_run=True, ranks=2).stdout)
         self.assertEqual(snapshot(self.dir), {})
 
     def test_dry_run_matches_checkpoint(self):

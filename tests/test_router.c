@@ -151,6 +151,23 @@ static void test_router_random(void) {
     }
 }
 
+// The gate of one expert, normalised, is `scale` whatever its score: dgate gives the router no gradient, the balance
+// loss does. What the subtraction leaves is a rounding of the gate and one of each product: 3 u dgate (1 - s) of dgate
+// s'.
+static void test_router_constant_gate(void) {
+    RouterShape s = {40, 20, 24, 8, 1, 1, 1, SCORE_SIGMOID, 1, 2.5f, 0};
+    for (int aux = 0; aux < 2; aux++) {
+        Router r = make_router(s);
+        r.aux = (float)aux;
+        memset(r.dw_before, 0, (size_t)(s.E * s.C) * sizeof(real));
+        run_router(&r);
+        double most = 0;
+        for (int64_t i = 0; i < s.E * s.C; i++) most = fmax(most, fabs((double)r.dw[i]));
+        CHECK(aux ? most > 1e-3 : most < TOL(1e-5, 1e-13), "with aux %d the largest gradient is %g", aux, most);
+        release_all();
+    }
+}
+
 // Tokens e_0: the logits are what w's first column says, small whole numbers, so that equal means equal in any
 // arithmetic.
 static void check_choice(RouterShape s, const double* logits, const double* bias, const int32_t* expected) {
@@ -309,6 +326,7 @@ static void test_router_update_bias(void) {
 
 int main(void) {
     RUN(test_router_random);
+    RUN(test_router_constant_gate);
     RUN(test_router_choice);
     RUN(test_router_extreme);
     RUN(test_router_count);

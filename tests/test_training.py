@@ -2,12 +2,17 @@
 """What a run computes and logs: TRAIN_MOE=build/cpu/train_moe python3 tests/test_training.py"""
 import array
 import math
+import pathlib
 import re
 import shutil
 import struct
 import subprocess
+import unittest
 
 from cli import Case, LOG_FIELDS, PROGRAM, SMALL, checkpoints, command, curve, main, manifest, read_log, snapshot
+
+CUDA = pathlib.Path(PROGRAM).parent.name == "cuda"
+SANITIZED = "sanitize" in PROGRAM
 
 
 class Determinism(Case):
@@ -63,6 +68,47 @@ class Log(Case):
         self.train(out=out, steps=2)
         self.assertEqual(read_log(out)[0]["out"], str(out))
         self.train(out=out, steps=3, resume=True)
+
+
+class Memory(Case):
+    """What does not fit is refused before anything is taken, with what would."""
+
+    SIZE = dict(layers=12, dense_layers=0, expert_ffn=2048, batch=32, steps=1)
+
+    def planned(self, **options):
+        """GiB in this build."""
+        done = self.train(dry_run=True, **{**self.SIZE, **options})
+        return float(re.findall(r"^  total .* = ([\d.]+) GiB$", done.stdout, re.M)[CUDA])
+
+    def limited(self, gib, code, **options):
+        """A run with so much address space."""
+        args = command(train=self.train_glob, **{**self.SIZE, **options})
+        return self.call(["sh", "-c", f'ulimit -v {int(gib * 2**20)}; exec "$@"', "sh", *args], code)
+
+    def test_nothing_fits(self):
+        done = self.refused(1, "GiB are needed", "GiB are free; no --batch, --recompute or --shard makes it fit: use a smaller",
+                            dim=65536, dense_ffn=2000000, out="run")
+        needed = float(re.search(r"memory: ([\d.]+) GiB", done.stderr)[1])
+        self.assertGreater(needed, 1000)
+
+    @unittest.skipIf(CUDA or SANITIZED, "no limit for the memory of a process in this build")
+    def test_what_fits(self):
+        plans = {change: self.planned(**dict([change])) for change in
+                 [("batch", 32), ("batch", 16), ("recompute", "moe"), ("recompute", "block")]}
+        whole = plans["batch", 32]
+        # What the program's own code and libraries take of the address space.
+        free = re.search(r"([\d.]+) GiB are free", self.limited(0.75 * whole, 1).stderr)
+        base = 0.75 * whole - float(free[1])
+        for room in (0.97 * whole, 0.6 * whole):
+            done = self.limited(base + room, 1)
+            self.assertIn(f"memory: {whole:.2f} GiB are needed (0.00 of them estimated", done.stderr)
+            named = re.findall(r"--(\w+) (\w+) \(([\d.]+) GiB\)", done.stderr.split("these fit:")[1])
+            best = int(dict((name, value) for name, value, _ in named)["batch"])
+            for (name, value), plan in plans.items():
+                fits = plan < room and (name != "batch" or value == best)
+                self.assertEqual((name, str(value), f"{plan:.2f}") in named, fits, done.stderr)
+        # Room for the threads' stacks, and what is named does run.
+        self.limited(base + 0.97 * whole, 0, recompute="block")
 
 
 class NotFinite(Case):
