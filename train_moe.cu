@@ -13,6 +13,7 @@
 #include "data/shards.h"
 #include "device/check.h"
 #include "device/files.h"
+#include "device/threads.h"
 #include "dist/watch.h"
 #include "model/agree.h"
 #include "model/model.h"
@@ -253,6 +254,7 @@ static void train(Run* r, int64_t done, int64_t window) {
 int main(int argc, char** argv) {
     Run r;
     memset(&r, 0, sizeof(r));
+    device_setup(argv);  // before MPI, which starts but once in a process
     r.world = ranks_start(&argc, &argv);
     r.ranks = ranks_count(r.world);
     r.rank = ranks_index(r.world);
@@ -270,6 +272,7 @@ int main(int argc, char** argv) {
     signal(SIGTERM, ask_stop);
     signal(SIGUSR1, ask_stop);  // what Slurm sends ahead of a job's end: --signal
 
+    threads_check();
     watch_start(r.world, s->timeout);
     agree_on_settings(r.world, s);
     options_print(settings_table, settings_count, s);
