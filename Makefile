@@ -11,7 +11,7 @@ OPS = device/device \
 OPS_LT = layers/attention_lt moe/grouped_gemm_lt
 
 # Host code, the same source in both builds.
-HOST = device/check device/random device/options device/arena device/pool device/files \
+HOST = device/check device/random device/options device/arena device/pool device/files device/threads \
        data/json data/safetensors data/shards data/tokenizer data/runlog \
        layers/rope_table moe/linear_mx moe/moe moe/moe_buffers moe/mx_check \
        model/settings model/params model/forward model/backward model/model model/persist model/report model/sample \

@@ -14,6 +14,7 @@
 #include "data/shards.h"
 #include "device/check.h"
 #include "device/files.h"
+#include "device/threads.h"
 #include "dist/watch.h"
 #include "model/agree.h"
 #include "model/model.h"
@@ -317,11 +318,13 @@ int main(int argc, char** argv) {
     // A file must not get the number of a closed standard stream, or the program's output would go into it.
     for (int fd = 0; fd <= 2; fd++)
         if (fcntl(fd, F_GETFD) < 0) open("/dev/null", O_RDWR);  // the lowest number that is free
+    device_setup(argv);                                         // before MPI, which starts but once in a process
     r.world = ranks_start(&argc, &argv);
     r.ranks = ranks_count(r.world);
     r.rank = ranks_index(r.world);
     r.settings = settings_read(argc, argv, r.ranks);
     const Settings* s = &r.settings;
+    threads_check();
     watch_start(r.world, s->timeout);
     agree_on_settings(r.world, s);
     if (s->help || s->dry_run) {

@@ -34,6 +34,10 @@ static inline real* ctx_workspace(Ctx* ctx, int64_t count) {
     return (real*)ctx->workspace;
 }
 
+// The OpenBLAS kernels to ask for where it chose the family `chosen` on a processor with AVX2 and FMA, or also AVX-512
+// (F, CD, BW, DQ, VL); NULL: its choice stands.
+const char* blas_kernels(const char* chosen, int avx2, int avx512);
+
 // C (m x n, row stride ldc) = alpha * op(A) op(B) + beta * C, row-major, by one thread.
 static inline void gemm(int transpose_a, int transpose_b, int64_t m, int64_t n, int64_t k, real alpha, const real* a,
                         int64_t lda, const real* b, int64_t ldb, real beta, real* c, int64_t ldc) {

@@ -1,7 +1,11 @@
+#define _GNU_SOURCE  // sched_setaffinity
 #include <omp.h>
+#include <sched.h>
 #include <stdio.h>
 #include <stdlib.h>
 #include <string.h>
+#include <sys/auxv.h>
+#include <sys/mman.h>
 #include <sys/resource.h>
 #include <time.h>
 #include <unistd.h>
@@ -11,6 +15,9 @@
 // OpenBLAS's own controls; absent (NULL) with another CBLAS.
 extern void openblas_set_num_threads(int n) __attribute__((weak));
 extern char* openblas_get_corename(void) __attribute__((weak));
+extern char* openblas_get_config(void) __attribute__((weak));
+extern void* blas_memory_alloc(int place) __attribute__((weak));
+extern void blas_memory_free(void* buffer) __attribute__((weak));
 
 struct Fetch {
     size_t bytes;
@@ -21,11 +28,95 @@ struct Stopwatch {
     double start, stop;
 };
 
+// OpenBLAS takes SSE3 kernels (Prescott) or AVX2 ones (Haswell, Zen) on processors younger than itself. Families that
+// are not listed are no poorer than what could be asked for.
+const char* blas_kernels(const char* chosen, int avx2, int avx512) {
+    static const char* const before_avx2[] = {"Katmai",      "Coppermine", "Northwood",    "Prescott",   "Banias",
+                                              "Atom",        "Core2",      "Penryn",       "Dunnington", "Nehalem",
+                                              "Athlon",      "Opteron",    "Opteron_SSE3", "Barcelona",  "Nano",
+                                              "Sandybridge", "Bobcat",     "Bulldozer",    "Piledriver"};
+    int old = 0, has_avx2 = strcmp(chosen, "Haswell") == 0 || strcmp(chosen, "Zen") == 0;
+    for (size_t i = 0; i < sizeof(before_avx2) / sizeof(before_avx2[0]); i++)
+        old |= strcmp(chosen, before_avx2[i]) == 0;
+    if (avx512 && (old || has_avx2)) return "SkylakeX";
+    return avx2 && old ? "Haswell" : NULL;
+}
+
+static const char* better_kernels(void) {
+#ifdef __x86_64__
+    if (!openblas_get_corename || !openblas_get_config || !strstr(openblas_get_config(), "DYNAMIC_ARCH")) return NULL;
+    int avx2 = __builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma");
+    int avx512 = avx2 && __builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512cd") &&
+                 __builtin_cpu_supports("avx512bw") && __builtin_cpu_supports("avx512dq") &&
+                 __builtin_cpu_supports("avx512vl");
+    return blas_kernels(openblas_get_corename(), avx2, avx512);
+#else
+    return NULL;
+#endif
+}
+
+// With OMP_PROC_BIND this thread is bound to the first of OpenMP's places, and the program would start again with that
+// one only: it gets them all back.
+static void unbind(void) {
+    cpu_set_t all;
+    CPU_ZERO(&all);
+    for (int place = 0; place < omp_get_num_places(); place++) {
+        int count = omp_get_place_num_procs(place), *ids = (int*)host_alloc((size_t)count * sizeof(int));
+        omp_get_place_proc_ids(place, ids);
+        for (int i = 0; i < count; i++) CPU_SET(ids[i], &all);
+        free(ids);
+    }
+    if (CPU_COUNT(&all)) sched_setaffinity(0, sizeof(all), &all);
+}
+
+// Whether the environment lacked it.
+static int set_variable(const char* name, const char* value) {
+    return value && !getenv(name) && setenv(name, value, 1) == 0;
+}
+
+void device_setup(char** argv) {
+    // Some 50 us, in which a sleeping thread would just wake: threads that wait longer would take the processor from
+    // other programs, and from the thread they wait for.
+    int lacked = !getenv("OMP_WAIT_POLICY") && set_variable("GOMP_SPINCOUNT", "1000");
+    lacked |= set_variable("OPENBLAS_NUM_THREADS", "1");
+    lacked |= set_variable("OPENBLAS_CORETYPE", better_kernels());
+    // Not /proc/self/exe, which would name the process "exe". Without AT_BASE the loader was started, with the program
+    // as its argument.
+    if (!lacked || !getauxval(AT_BASE)) return;
+    unbind();
+    execv((const char*)getauxval(AT_EXECFN), argv);
+}
+
 void device_choose(int index) { (void)index; }
+
+// A product takes a buffer, which OpenBLAS keeps for later ones. Where there is no memory for it, OpenBLAS tries again
+// for ever: so all buffers are taken here, once it is sure that they can be had.
+static void take_buffers(int threads) {
+    const size_t bytes = (size_t)128 << 20;  // of address space; OpenBLAS 0.3 has none larger on x86-64 and arm64
+    if (!blas_memory_alloc || !blas_memory_free) return;
+    void** rooms = (void**)host_alloc((size_t)threads * sizeof(void*));
+    for (int i = 0; i < threads; i++) {
+        rooms[i] = mmap(NULL, bytes, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS, -1, 0);
+        if (rooms[i] == MAP_FAILED)
+            die(EXIT_FAILED,
+                "out of memory: %.2f GiB of address space for OpenBLAS's buffers of %d threads; set OMP_NUM_THREADS to "
+                "fewer, or raise the limit (ulimit -v)",
+                (double)threads * (double)bytes / 0x1p30, threads);
+    }
+    for (int i = 0; i < threads; i++) munmap(rooms[i], bytes);
+    free(rooms);
+#pragma omp parallel num_threads(threads)
+    {
+        void* buffer = blas_memory_alloc(0);
+#pragma omp barrier
+        blas_memory_free(buffer);
+    }
+}
 
 Ctx* ctx_create(size_t workspace) {
     Ctx* ctx = (Ctx*)host_alloc(sizeof(Ctx));
     ctx->threads = device_workers();
+    take_buffers(ctx->threads);
     ctx->workspace = (char*)device_alloc(workspace, "workspace");
     ctx->workspace_bytes = workspace;
     // The parallelism is ours: every product runs on one thread, so its bits depend on its shape alone.

@@ -65,6 +65,8 @@ static void check_gpu(cudaDeviceProp* properties) {
             properties->name, properties->major, properties->minor);
 }
 
+void device_setup(char** argv) { (void)argv; }
+
 void device_choose(int index) {
     int count = 0;
     if (cudaGetDeviceCount(&count) != cudaSuccess || count == 0) return;  // ctx_create says what is wrong

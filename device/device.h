@@ -11,6 +11,16 @@ BEGIN_C
 // What an op needs besides its operands: stream, library handles, workspace, number of SMs (CPU: threads).
 typedef struct Ctx Ctx;
 
+// First in main. On the CPU, OpenMP and OpenBLAS read the environment before main: where it lacks what makes them fast,
+// the program sets that and starts once more, as the same process with the same arguments.
+//
+//   GOMP_SPINCOUNT        threads that wait soon leave their processor to others; not where OMP_WAIT_POLICY is set
+//   OPENBLAS_NUM_THREADS  1: every product runs on one thread, and others would only take memory
+//   OPENBLAS_CORETYPE     where OpenBLAS chose poorer kernels than the processor has others for
+//
+// What the user has set stands. Returns where all is set, and where a program cannot start again.
+void device_setup(char** argv);
+
 // Chooses the device of this process among those of this machine, before the first ctx_create; 0 without it. Ends the
 // run if there is no such device. The CPU build has one device, that every process may use.
 void device_choose(int index);

@@ -1,5 +1,6 @@
 #!/bin/sh
-# The first training: `tiny` on this repository's own text, then a sample, a plot, and the loss beside a bigram's.
+# The first training: `tiny` on data/repository.txt.xz, the sources of an early version of this program, then a sample, a
+# plot, and the loss beside a bigram's.
 # usage: first_run.sh TRAIN_MOE [more train_moe options]
 set -eu
 program=$1
@@ -10,12 +11,8 @@ n=1
 while [ -e "runs/tiny-$n" ]; do n=$((n + 1)); done
 out=runs/tiny-$n
 
-mkdir -p runs
-# Every text file that git tracks; outside a git checkout, every source file.
-git ls-files >runs/corpus.list 2>/dev/null || true
-[ -s runs/corpus.list ] || find . -type f -not -path './build/*' -not -path './runs/*' >runs/corpus.list
-grep -E '\.(c|h|cu|cuh|py|sh|md)$|(^|/)(Makefile|LICENSE)$' runs/corpus.list | sort >runs/corpus.text
-xargs "$python" scripts/prepare_text.py --out "$corpus" --name repository --val-fraction 0.1 --overwrite <runs/corpus.text
+"$python" scripts/prepare_text.py data/repository.txt.xz --split-on '<|endoftext|>' --out "$corpus" --name repository \
+    --val-fraction 0.1 --overwrite
 
 "$program" --model tiny --train "$corpus/repository_train_*.bin" --val "$corpus/repository_val_*.bin" \
     --seq-len 256 --batch 8 --steps 1000 --lr 3e-3 --warmup 50 --bias-rate 0.01 --val-every 250 --val-tokens 1000000 \

@@ -4,6 +4,7 @@
 #include <sys/stat.h>
 
 #include "device/arena.h"
+#include "device/cpu.h"
 #include "device/files.h"
 #include "tests/files.h"
 
@@ -114,6 +115,40 @@ static void folders(void) {
     remove_matching("");
 }
 
+// What the program asks OpenBLAS for, by the processor and by what the library chose itself.
+static void kernels_to_ask_for(void) {
+    static const struct {
+        const char* chosen;
+        int avx2, avx512;
+        const char* better;
+    } cases[] = {{"Prescott", 1, 1, "SkylakeX"},
+                 {"Prescott", 1, 0, "Haswell"},
+                 {"Prescott", 0, 0, NULL},
+                 {"Core2", 1, 0, "Haswell"},
+                 {"Nehalem", 1, 1, "SkylakeX"},
+                 {"Barcelona", 1, 0, "Haswell"},
+                 {"Sandybridge", 1, 1, "SkylakeX"},
+                 {"Sandybridge", 0, 0, NULL},
+                 {"Piledriver", 0, 0, NULL},
+                 {"Haswell", 1, 1, "SkylakeX"},
+                 {"Haswell", 1, 0, NULL},
+                 {"Zen", 1, 1, "SkylakeX"},
+                 {"Zen", 1, 0, NULL},
+                 {"Excavator", 1, 0, NULL},
+                 {"SkylakeX", 1, 1, NULL},
+                 {"Cooperlake", 1, 1, NULL},
+                 {"SapphireRapids", 1, 1, NULL},
+                 {"a later one", 1, 1, NULL},
+                 {"neoversen1", 0, 0, NULL},
+                 {"", 1, 1, NULL}};
+    for (size_t i = 0; i < sizeof(cases) / sizeof(cases[0]); i++) {
+        const char* better = blas_kernels(cases[i].chosen, cases[i].avx2, cases[i].avx512);
+        int same = better && cases[i].better ? strcmp(better, cases[i].better) == 0 : better == cases[i].better;
+        CHECK(same, "%s, AVX2 %d, AVX-512 %d: %s", cases[i].chosen, cases[i].avx2, cases[i].avx512,
+              better ? better : "as it is");
+    }
+}
+
 // The address sanitizer would end the program itself where malloc must return NULL.
 const char* __asan_default_options(void) { return "allocator_may_return_null=1"; }
 
@@ -131,6 +166,7 @@ int main(void) {
     RUN(normal_distribution);
     RUN(arena_lays_out);
     RUN(folders);
+    RUN(kernels_to_ask_for);
     RUN(ends_with_reason);
     return test_summary();
 }

@@ -1,0 +1,36 @@
+#include "device/threads.h"
+
+#include <omp.h>
+#include <pthread.h>
+#include <stdlib.h>
+#include <string.h>
+
+#include "device/check.h"
+
+enum { MOST = 512 };  // OpenBLAS has buffers for 640 products at once
+
+static void* wait_at(void* gate) {
+    pthread_mutex_lock((pthread_mutex_t*)gate);
+    pthread_mutex_unlock((pthread_mutex_t*)gate);
+    return NULL;
+}
+
+void threads_check(void) {
+    int threads = omp_get_max_threads(), started = 1, error = 0;  // this one runs already
+    if (threads > MOST) {
+        if (getenv("OMP_NUM_THREADS"))
+            die(EXIT_USAGE, "OMP_NUM_THREADS asks for %d threads; it can be 1 to %d", threads, MOST);
+        omp_set_num_threads(threads = MOST);
+    }
+    pthread_t all[MOST];
+    pthread_mutex_t gate = PTHREAD_MUTEX_INITIALIZER;
+    pthread_mutex_lock(&gate);
+    while (started < threads && (error = pthread_create(&all[started], NULL, wait_at, &gate)) == 0) started++;
+    pthread_mutex_unlock(&gate);
+    for (int i = 1; i < started; i++) pthread_join(all[i], NULL);
+    if (error)
+        die(EXIT_FAILED,
+            "out of memory, or of threads: %d of %d could be started (%s); set OMP_NUM_THREADS to fewer, or raise the "
+            "limits (ulimit -v, ulimit -u)",
+            started, threads, strerror(error));
+}
