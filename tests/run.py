@@ -1,5 +1,6 @@
 #!/usr/bin/env python3
-"""Runs tests and adds up: python3 tests/run.py [--program TRAIN_MOE]... [--skip NAME]... [--ranks N C_TEST]... [C_TEST]...
+"""Runs tests and adds up: python3 tests/run.py [--program TRAIN_MOE]... [--skip NAME]... [--ranks N C_TEST]... [--alone C_TEST]...
+    [C_TEST]...
 
 The C tests by path, those with --ranks on N ranks where there is an mpirun (else on one), and tests/test_*.py; those that
 need the program, and say so by its name TRAIN_MOE or by importing tests/cli.py, run once for each --program and find it in
@@ -107,6 +108,7 @@ def main():
     parser.add_argument("--jobs", type=int, default=max(1, min(8, CORES // 2)), help="tests at a time (8, fewer on few cores)")
     parser.add_argument("--program", action="append", default=[])
     parser.add_argument("--skip", action="append", default=[])
+    parser.add_argument("--alone", action="append", default=[], metavar="C_TEST", help="it measures times: run by itself")
     parser.add_argument("--ranks", nargs=2, action="append", default=[], metavar=("N", "C_TEST"))
     parser.add_argument("tests", nargs="*")
     options = parser.parse_args()
@@ -127,6 +129,7 @@ def main():
     with concurrent.futures.ThreadPoolExecutor(options.jobs) as pool:
         waiting = [pool.submit(run, name, command, options.timeout, options.jobs, program) for name, command, program in tests]
         results = [test.result() for test in waiting]
+    results += [run(path, [os.path.abspath(path)], options.timeout, 1, None) for path in options.alone]
     for name in options.skip:
         print(f"{name:40}           skipped: needs a GPU")
         results.append([0, 0, 1])

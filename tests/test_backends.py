@@ -41,32 +41,40 @@ class Backends(unittest.TestCase):
         self.assertEqual(done.returncode, 0, done.stderr)
         return [json.loads(line)["loss"] for line in (self.folder / out / "log.jsonl").read_text().splitlines()[1:]]
 
-    def check_curves(self, last, *options):
-        cpu = self.train(CPU, f"cpu{last}", *options)
-        cuda = self.train(CUDA, f"cuda{last}", *options)
+    def parted(self, cpu, cuda, first, end):
+        """By how much the mean loss of steps first + 1 .. end differs."""
         self.assertEqual(len(cpu), len(cuda))
-        worst = max(abs(b / a - 1) for a, b in zip(cpu, cuda))
-        mean = abs(sum(cuda[-last:]) / sum(cpu[-last:]) - 1)
-        print(f"    {' '.join(map(str, options))}: last {last} steps differ by {mean:.3%}, a single step by up to {worst:.3%}")
-        self.assertLess(mean, 0.01)
-        self.assertLess(worst, 0.03)
+        return abs(sum(cuda[first:end]) / sum(cpu[first:end]) - 1)
+
+    # Bounds: the mean and 8 standard deviations of what 24 seeds showed on an H200 (this text, one draw a seed). Roundings
+    # that differ grow from step to step, so the early steps say most; the largest of the 24 is given beside.
 
     def test_tiny(self):
-        self.check_curves(50, "--model", "tiny", "--steps", 300, "--lr", 1e-3, "--warmup", 50)
+        for seed in (1, 2):
+            options = ["--model", "tiny", "--steps", 100, "--lr", 1e-3, "--warmup", 50, "--seed", seed]
+            curves = self.train(CPU, f"cpu{seed}", *options), self.train(CUDA, f"cuda{seed}", *options)
+            for first, end, bound in ((0, 20, 0.00026),    # 0.0159 % and 0.0012 %; 0.018 %
+                                      (20, 50, 0.0011),    # -0.0086 % and 0.0122 %; 0.037 %
+                                      (50, 100, 0.0056)):  # 0.0098 % and 0.0685 %; 0.19 %
+                self.assertLess(self.parted(*curves, first, end), bound, f"seed {seed}, steps {first + 1} to {end}")
 
-    def test_small(self):
-        self.check_curves(10, "--model", "small", "--steps", 10, "--lr", 3e-4, "--warmup", 5)
+    def test_heads_and_experts_of_small(self):
+        options = ["--model", "small", "--layers", 3, "--vocab", 257, "--steps", 10, "--lr", 3e-4, "--warmup", 5]
+        curves = self.train(CPU, "cpu", *options), self.train(CUDA, "cuda", *options)
+        self.assertLess(self.parted(*curves, 0, 1), 0.00067)  # 0.0006 % and 0.0082 %; 0.017 %
+        self.assertLess(self.parted(*curves, 0, 10), 0.0018)  # 0.0047 % and 0.021 %; 0.069 %
 
     def test_checkpoints_go_both_ways(self):
-        """20 steps in one go on the CPU, and with step 11 to 20 on the GPU, and the other way round."""
+        """10 steps in one go on the CPU, and with steps 6 to 10 on the GPU, and the other way round. A single step of a run
+        that was wholly on the other side differed by 0.071 % at most."""
         options = ["--model", "tiny", "--lr", 1e-3, "--warmup", 5, "--schedule", "constant"]
-        whole = self.train(CPU, "whole", *options, "--steps", 20)
+        whole = self.train(CPU, "whole", *options, "--steps", 10)
         for first, second, name in ((CPU, CUDA, "there"), (CUDA, CPU, "back")):
-            self.train(first, name, *options, "--steps", 10)
-            losses = self.train(second, name, *options, "--steps", 20, "--resume")
-            self.assertEqual(len(losses), 20)
+            self.train(first, name, *options, "--steps", 5)
+            losses = self.train(second, name, *options, "--steps", 10, "--resume")
+            self.assertEqual(len(losses), 10)
             for a, b in zip(whole, losses):
-                self.assertLess(abs(b / a - 1), 0.01)
+                self.assertLess(abs(b / a - 1), 0.002)
 
 
 if __name__ == "__main__":

@@ -291,7 +291,7 @@ static void test_safetensors_malformed(void) {
     CHECK(!st_open(write_file("bad.safetensors", huge, 16), error, sizeof(error)) && strstr(error, "cut off"), "%s",
           error);
     CHECK(!st_open(in_folder("absent"), error, sizeof(error)) && strstr(error, "No such file"), "%s", error);
-    CHECK(!st_open(folder, error, sizeof(error)) && strstr(error, "not a file"), "%s", error);
+    CHECK(!st_open(folder, error, sizeof(error)) && strstr(error, "Is a directory"), "%s", error);
 }
 
 // ---- Tokenizer

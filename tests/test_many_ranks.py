@@ -499,7 +499,7 @@ class Layouts(Case):
 
     def test_three_steps_that_are_not_finite(self):
         """On all ranks together; the checkpoint after which none was finite gives way to the one before."""
-        options = dict(RUN, lr=100, weight_decay=1, clip=0, save_every=1, steps=100)
+        options = dict(RUN, lr=1, weight_decay=3, clip=0, save_every=1, steps=100)
         outcome = self.on(RANKS, code=1, **{**options, **LAYOUT})
         last = len(cli.curve(self.dir / "run")) - 3
         self.assertGreater(last, 2)
