@@ -75,9 +75,9 @@ static int set_variable(const char* name, const char* value) {
 }
 
 void device_setup(char** argv) {
-    // Some 50 us, in which a sleeping thread would just wake: threads that wait longer would take the processor from
+    // Some 50 to 100 us, about what a sleeping thread takes to wake: longer, waiting would take the processor from
     // other programs, and from the thread they wait for.
-    int lacked = !getenv("OMP_WAIT_POLICY") && set_variable("GOMP_SPINCOUNT", "1000");
+    int lacked = !getenv("OMP_WAIT_POLICY") && set_variable("GOMP_SPINCOUNT", "2000");
     lacked |= set_variable("OPENBLAS_NUM_THREADS", "1");
     lacked |= set_variable("OPENBLAS_CORETYPE", better_kernels());
     // Not /proc/self/exe, which would name the process "exe". Without AT_BASE the loader was started, with the program

@@ -72,7 +72,7 @@ class Processors(cli.Case):
     def test_what_is_set(self):
         """Of this very process, under the name that pkill knows."""
         found, name, arguments, command = self.process()
-        self.assertEqual((found.get("GOMP_SPINCOUNT"), found.get("OPENBLAS_NUM_THREADS")), ("1000", "1"))
+        self.assertEqual((found.get("GOMP_SPINCOUNT"), found.get("OPENBLAS_NUM_THREADS")), ("2000", "1"))
         self.assertEqual((name, arguments), (os.path.basename(cli.PROGRAM), command))
 
     def test_what_the_user_set_stands(self):
