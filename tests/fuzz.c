@@ -1,11 +1,12 @@
 // What reads bytes from outside, fed with inputs that nobody would write: none may crash a reader, lead it out of
-// bounds, make it hang or ask for much memory, and what is accepted must be what was written. `make fuzz`: libFuzzer
-// looks for inputs, with address and undefined-behaviour checks (fuzz [options] FOLDER; the folder is named after a
-// target below). `make test`: a fixed number of mutated seeds (fuzz [SEED]).
+// bounds, make it hang or ask for much memory. `make fuzz`: libFuzzer looks for inputs, with address and
+// undefined-behaviour checks (fuzz [options] FOLDER, named after a target below). `make test`: mutated seeds, as many
+// each time (fuzz [SEED]).
 //
 // A reader that ends the run comes back here by longjmp: the linker gives it the functions __wrap_*, and what it has
 // allocated is freed for it.
 #define _GNU_SOURCE  // memfd_create
+#include <assert.h>
 #include <math.h>
 #include <setjmp.h>
 #include <stdarg.h>
@@ -21,12 +22,6 @@
 #include "device/check.h"
 #include "model/report.h"
 
-#define HOLDS(condition) ((condition) ? (void)0 : does_not_hold(__LINE__, #condition))
-static NORETURN void does_not_hold(int line, const char* condition) {
-    fprintf(stderr, "tests/fuzz.c:%d: does not hold: %s\n", line, condition);
-    abort();
-}
-
 static jmp_buf reader;
 static volatile bool reading;
 static void* allocated[1 << 14];
@@ -37,7 +32,7 @@ void* __real_realloc(void* p, size_t size);
 void __real_free(void* p);
 
 static void* keep(void* p) {
-    HOLDS(p && count < sizeof(allocated) / sizeof(allocated[0]));
+    assert(p && count < sizeof(allocated) / sizeof(allocated[0]));
     if (reading) allocated[count++] = p;
     return p;
 }
@@ -47,7 +42,7 @@ static void drop(const void* p) {
     if (i > 0) allocated[i - 1] = allocated[--count];
 }
 void* __wrap_calloc(size_t n, size_t size) {
-    HOLDS(n * size < 1 << 24);
+    assert(n * size < 1 << 24);
     return keep(__real_calloc(n, size));
 }
 void* __wrap_realloc(void* p, size_t size) {
@@ -61,12 +56,11 @@ void __wrap_free(void* p) {
 
 void __wrap_warn(const char* format, ...) { (void)format; }
 NORETURN void __wrap_die(int code, const char* format, ...) {
-    char message[8192];
     va_list args;
     va_start(args, format);
-    vsnprintf(message, sizeof(message), format, args);
+    assert(vsnprintf(NULL, 0, format, args) > 0);
     va_end(args);
-    HOLDS(reading && (code == EXIT_FAILED || code == EXIT_USAGE) && !strstr(format, "internal"));
+    assert(reading && (code == EXIT_FAILED || code == EXIT_USAGE) && !strstr(format, "internal"));
     reading = false;
     while (count > 0) __real_free(allocated[--count]);
     longjmp(reader, 1);
@@ -78,60 +72,47 @@ static void has_read(void) { reading = false, count = 0; }
 // ---- Targets. What is beyond mutations, lengths and paddings, is added here to inputs that begin with an odd byte.
 
 static char file[64];  // the input in memory, for readers that take a path
-static int file_fd;
 
 static void write_file(const void* head, size_t head_bytes, const void* body, size_t body_bytes, size_t body_at) {
-    HOLDS(ftruncate(file_fd, 0) == 0 && ftruncate(file_fd, (off_t)(body_at + body_bytes)) == 0);
-    HOLDS(pwrite(file_fd, head, head_bytes, 0) == (ssize_t)head_bytes);
-    HOLDS(pwrite(file_fd, body, body_bytes, (off_t)body_at) == (ssize_t)body_bytes);
-}
-
-static void print_json(FILE* f, const Json* j) {
-    char *key = j->key ? json_quote(j->key) : NULL, *text = j->text ? json_quote(j->text) : NULL;
-    const char* const opening[] = {"null", j->number ? "true" : "false", "", text, "[", "{"};
-    fprintf(f, "%s%s%s", key ? key : "", key ? ":" : "", opening[j->type]);
-    if (j->type == JSON_NUMBER && (double)j->integer == j->number)
-        fprintf(f, "%lld", (long long)j->integer);
-    else if (j->type == JSON_NUMBER)
-        fprintf(f, "%.17g", j->number);
-    for (const Json* child = j->child; child; child = child->next) {
-        print_json(f, child);
-        if (child->next) fputc(',', f);
-    }
-    fputs(j->type == JSON_ARRAY ? "]" : j->type == JSON_OBJECT ? "}" : "", f);
-    free(key);
-    free(text);
+    static int file_fd = -1;
+    if (file_fd < 0) file_fd = memfd_create("input", 0);
+    snprintf(file, sizeof(file), "/proc/self/fd/%d", file_fd);
+    assert(ftruncate(file_fd, 0) == 0 && ftruncate(file_fd, (off_t)(body_at + body_bytes)) == 0);
+    assert(pwrite(file_fd, head, head_bytes, 0) == (ssize_t)head_bytes);
+    assert(pwrite(file_fd, body, body_bytes, (off_t)body_at) == (ssize_t)body_bytes);
 }
 
 static Json* parsed(const char* text) {
     char error[64];
     Json* j = json_parse(text, strlen(text), error, sizeof(error));
-    HOLDS(j);
+    assert(j);
     return j;
 }
 
-// What is accepted is the same when it is printed and read again; any bytes can be quoted, and UTF-8 stays what it is.
-static void read_json(const uint8_t* data, size_t size) {
-    char error[64] = "", *printed[2];
-    size_t length;
-    Json* j = json_parse((const char*)data, size, error, sizeof(error));
-    HOLDS((j != NULL) == (error[0] == 0));
-    for (int i = 0; i < 2 && j; i++) {
-        FILE* f = open_memstream(&printed[i], &length);
-        print_json(f, j);
-        fclose(f);
-        json_free(j);
-        j = parsed(printed[i]);
-        if (i == 1) HOLDS(strcmp(printed[0], printed[1]) == 0);
-        free(i == 1 ? printed[0] : NULL);
-    }
-    if (j) free(printed[1]);
-    json_free(j);
-    char *text = host_format("%.*s", (int)size, (const char*)data), *quoted = json_quote(text);
-    j = parsed(quoted);
-    HOLDS(j->type == JSON_STRING && (strstr(quoted, "\\ufffd") || strcmp(j->text, text) == 0));
+// Any bytes can be quoted, and UTF-8 stays what it is.
+static void check_quote(const char* text) {
+    char* quoted = json_quote(text);
+    Json* j = parsed(quoted);
+    assert(j->type == JSON_STRING && (strstr(quoted, "\\ufffd") || strcmp(j->text, text) == 0));
     json_free(j);
     free(quoted);
+}
+
+static void check_strings(const Json* j) {
+    for (; j; j = j->next) {
+        check_quote(j->key ? j->key : "");
+        check_quote(j->text ? j->text : "");
+        check_strings(j->child);
+    }
+}
+
+static void read_json(const uint8_t* data, size_t size) {
+    char error[64] = "", *text = host_format("%.*s", (int)size, (const char*)data);
+    Json* j = json_parse((const char*)data, size, error, sizeof(error));
+    assert((j != NULL) == (error[0] == 0));
+    check_strings(j);
+    check_quote(text);
+    json_free(j);
     free(text);
 }
 
@@ -149,14 +130,14 @@ static void read_safetensors(const uint8_t* data, size_t size) {
         write_file(NULL, 0, data, size, 0);
     }
     SafeTensors* st = st_open(file, error, sizeof(error));
-    HOLDS((st != NULL) == (error[0] == 0));
+    assert((st != NULL) == (error[0] == 0));
     for (int i = 0; st && i < st->count; i++) {
         const StTensor* t = &st->tensors[i];
         int64_t elements = t->bytes / (int64_t)st_dtype_bytes(t->dtype);
         char* to = (char*)malloc((size_t)t->bytes + 1);
-        HOLDS(st_read(st, t, 0, elements, to) == 0 && st_read(st, t, 1, elements, to) != 0);
-        HOLDS(!end || memcmp(to, end + 1 + t->offset - 8 - (int64_t)length, (size_t)t->bytes) == 0);
-        HOLDS(st_find(st, t->name) == t);
+        assert(st_read(st, t, 0, elements, to) == 0 && st_read(st, t, 1, elements, to) != 0);
+        assert(!end || memcmp(to, end + 1 + t->offset - 8 - (int64_t)length, (size_t)t->bytes) == 0);
+        assert(st_find(st, t->name) == t);
         free(to);
     }
     st_close(st);
@@ -173,16 +154,16 @@ static void read_tokenizer(const uint8_t* data, size_t size) {
     int length;
     for (int32_t id = -1; id <= tokenizer_size(t); id++) {
         const char* bytes = tokenizer_decode(t, id, &length);
-        HOLDS((bytes != NULL) == (id >= 0 && id < tokenizer_size(t)) && length >= 0 && length < 256);
-        HOLDS(length == 0 || memchr(bytes, bytes[length - 1], (size_t)length));
+        assert((bytes != NULL) == (id >= 0 && id < tokenizer_size(t)) && length >= 0 && length < 256);
+        assert(length == 0 || memchr(bytes, bytes[length - 1], (size_t)length));
     }
     char *text = host_format("%.*s", (int)size, (const char*)data), *at = text;
     int64_t n = tokenizer_encode(t, text, ids, 64);
     for (int64_t i = 0; i < n; i++, at += length) {
         const char* bytes = tokenizer_decode(t, ids[i], &length);
-        HOLDS(length > 0 && strncmp(at, bytes, (size_t)length) == 0);
+        assert(length > 0 && strncmp(at, bytes, (size_t)length) == 0);
     }
-    HOLDS(n < 0 || n == 64 || *at == 0);
+    assert(n < 0 || n == 64 || *at == 0);
     free(text);
     tokenizer_close(t);
 }
@@ -200,8 +181,8 @@ static void read_options(const uint8_t* data, size_t size) {
     if (!s.help) {
         char* json = settings_json(&s);
         Json* record = parsed(json);
-        HOLDS(json_count(record) == settings_count && !settings_differ(&s, record, &was, &is));
-        HOLDS(isfinite(settings_lr(&s, 1)) && isfinite(settings_lr(&s, s.steps)));
+        assert(json_count(record) == settings_count && !settings_differ(&s, record, &was, &is));
+        assert(isfinite(settings_lr(&s, 1)) && isfinite(settings_lr(&s, s.steps)));
         if (s.model.L <= 4 && s.ranks <= 64) report_dry_run(&s);
         json_free(record);
         free(json);
@@ -212,40 +193,29 @@ static void read_options(const uint8_t* data, size_t size) {
 typedef struct Target {
     const char* name;
     void (*read)(const uint8_t* data, size_t size);
-    const char* seeds[3];
-    size_t sizes[3];
+    const char* seeds[2];
+    size_t sizes[2];
 } Target;
 
 // clang-format off
-#define SEEDS(a, b, c) {a, b, c}, {sizeof(a) - 1, sizeof(b) - 1, sizeof(c) - 1}
+#define SEEDS(a, b) {a, b}, {sizeof(a) - 1, sizeof(b) - 1}
 static const Target targets[] = {
     {"json", read_json, SEEDS(
         "{\"a\": [1, -2.5e-3, true, false, null, {}], \"b\\u00e9\\ud83d\\ude00\\n\": \"\xc3\xa9\xf0\x9f\x98\x80\"}",
-        "[9223372036854775807, -9223372036854775808, 1e308, 0.1, \"\\\"\\\\\\/\\b\\f\\n\\r\\t\"]",
-        "{\"step\": 3, \"loss\": 5.44823647, \"mfu\": null, \"mx_stats\": [{\"layer\": 1}]}\n")},
+        "[9223372036854775807, -9223372036854775808, 1e308, 0.1, \"\\\"\\\\\\/\\b\\f\\n\\r\\t\"]")},
     {"safetensors", read_safetensors, SEEDS(
-        "1{\"__metadata__\":{\"format\":\"pt\"},\"a\":{\"dtype\":\"F32\",\"shape\":[2,1],\"data_offsets\":[0,8]},"
-        "\"b\":{\"dtype\":\"U8\",\"shape\":[],\"data_offsets\":[8,9]}}  \0ABCDEFGHI",
-        "1{\"e\":{\"dtype\":\"I64\",\"shape\":[0,3],\"data_offsets\":[0,0]},\"x\":{\"dtype\":\"BF16\",\"shape\":[1,1,2,1],"
-        "\"data_offsets\":[0,4]}}\0abcd",
+        "1{\"__metadata__\":{\"format\":\"pt\"},\"a\":{\"dtype\":\"F32\",\"shape\":[2,1],\"data_offsets\":[0,8]},\"e\":"
+        "{\"dtype\":\"I64\",\"shape\":[0,3],\"data_offsets\":[8,8]}}\0ABCDEFGH",
         "\x34\0\0\0\0\0\0\0{\"t\":{\"dtype\":\"U8\",\"shape\":[1],\"data_offsets\":[0,1]}}z")},
     {"tokenizer", read_tokenizer, SEEDS(
         "1\xc8\xd7\x34\x01\2\0\0\0\4\0\0\0\3\0\0\0\1a\2ab\1b\5<eot>",
-        "1\xc8\xd7\x34\x01\2\0\0\0\6\0\0\0\0\0\0\0\0\1x\1\xc8\1x\2\xd7\x34\1\x31",
-        "\xc8\xd7\x34\x01\2\0\0\0\1\0\0\0\0\0\0\0")},
+        "1\xc8\xd7\x34\x01\2\0\0\0\6\0\0\0\0\0\0\0\0\1x\1\xc8\1x\2\xd7\x34\1\x31")},
     {"options", read_options, SEEDS(
-        "--train\nx*.bin\n--steps\n10\n--lr\n1e-3\n--schedule\nwsd\n--out\nrun\n--resume\n--seed\n7",
-        "--dry-run\n--model\n671b\n--ranks\n64\n--ep\n8\n--shard\nweights\n--linear-precision\nmxfp8\n--layers\n4",
-        "--train\nx\n--layers\n2\n--dim\n64\n--score\nsoftmax\n--batch\n2\n--tokens-per-step\n4096\n--overfit\n--clip\n0.5")},
+        "--train\nx*.bin\n--steps\n10\n--lr\n1e-3\n--schedule\nwsd\n--out\nrun\n--resume\n--layers\n2\n--overfit",
+        "--dry-run\n--model\n671b\n--ranks\n64\n--ep\n8\n--shard\nweights\n--linear-precision\nmxfp8\n--layers\n4")},
 };
 // clang-format on
 enum { TARGETS = sizeof(targets) / sizeof(targets[0]), ROOM = 4096 };
-
-static void make_file(void) {
-    file_fd = memfd_create("input", 0);
-    HOLDS(file_fd >= 0);
-    snprintf(file, sizeof(file), "/proc/self/fd/%d", file_fd);
-}
 
 #ifdef LIBFUZZER
 static const Target* target;
@@ -255,14 +225,13 @@ int LLVMFuzzerInitialize(int* argc, char*** argv) {
     const char *folder = (*argv)[*argc - 1], *slash = strrchr(folder, '/');
     for (int t = 0; t < TARGETS; t++)
         if (strcmp(targets[t].name, slash ? slash + 1 : folder) == 0) target = &targets[t];
-    HOLDS(target);
-    for (int i = 0; i < 3; i++) {
+    assert(target);
+    for (int i = 0; i < 2; i++) {
         char* path = host_format("%s/seed_%d", folder, i);
         FILE* f = fopen(path, "wb");
-        HOLDS(f && fwrite(target->seeds[i], 1, target->sizes[i], f) == target->sizes[i] && fclose(f) == 0);
+        assert(f && fwrite(target->seeds[i], 1, target->sizes[i], f) == target->sizes[i] && fclose(f) == 0);
         free(path);
     }
-    make_file();
     return 0;
 }
 
@@ -282,7 +251,7 @@ static size_t dice(size_t sides) {  // xorshift64*
 static size_t mutate(const Target* t, char* data) {
     static const char words[][20] = {"\"",           "{",    "]",  ",", "-", "0", "\n--", "e999", "\\ud800",
                                      "\xed\xa0\x80", "1e19", "nan"};
-    size_t seed = dice(3), size = t->sizes[seed], count_words = sizeof(words) / sizeof(words[0]);
+    size_t seed = dice(2), size = t->sizes[seed], count_words = sizeof(words) / sizeof(words[0]);
     memcpy(data, t->seeds[seed], size);
     for (size_t n = 1 + dice(8); n > 0; n--) {
         size_t at = dice(size + 1), kind = dice(5), cut = dice(2) * dice(size - at + 1);
@@ -303,7 +272,6 @@ static size_t mutate(const Target* t, char* data) {
 
 int main(int argc, char** argv) {
     unsigned long long seed = argc > 1 ? strtoull(argv[1], NULL, 10) : 1;
-    make_file();
     for (int t = 0; t < TARGETS; t++) {
         fprintf(stderr, "25000 inputs of %s, seed %llu\n", targets[t].name, seed);
         for (uint64_t input = 0; input < 25000; input++) {
