@@ -96,7 +96,7 @@ build/%/ranks: FORCE
 FORCE:
 
 # tests/fuzz.c has these functions in the place of the program's.
-FUZZ_WRAP = $(patsubst %,-Wl$(COMMA)--wrap=%,die warn calloc realloc free)
+FUZZ_WRAP = $(patsubst %,-Wl$(COMMA)--wrap=%,die warn calloc free)
 
 # $(1): build folder, $(2): extra flags
 define build

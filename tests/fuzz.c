@@ -28,29 +28,18 @@ static void* allocated[1 << 14];
 static size_t count;
 
 void* __real_calloc(size_t n, size_t size);
-void* __real_realloc(void* p, size_t size);
 void __real_free(void* p);
 
-static void* keep(void* p) {
-    assert(p && count < sizeof(allocated) / sizeof(allocated[0]));
+void* __wrap_calloc(size_t n, size_t size) {
+    void* p = __real_calloc(n, size);
+    assert(p && n * size < 1 << 24 && count < sizeof(allocated) / sizeof(allocated[0]));
     if (reading) allocated[count++] = p;
     return p;
 }
-static void drop(const void* p) {
+void __wrap_free(void* p) {
     size_t i = count;
     while (i > 0 && allocated[i - 1] != p) i--;
     if (i > 0) allocated[i - 1] = allocated[--count];
-}
-void* __wrap_calloc(size_t n, size_t size) {
-    assert(n * size < 1 << 24);
-    return keep(__real_calloc(n, size));
-}
-void* __wrap_realloc(void* p, size_t size) {
-    drop(p);
-    return keep(__real_realloc(p, size));
-}
-void __wrap_free(void* p) {
-    drop(p);
     __real_free(p);
 }
 
