@@ -313,10 +313,10 @@ class Torture:
         case.about = f"{ranks} ranks"
         try:
             getattr(case, kind)(i, of)
-        except Wrong as wrong:
-            return f"FAIL {kind}/{i} of {of}, seed {self.seed}: {case.about}: {wrong}"
+        except Exception as wrong:
+            return f"FAIL {kind}/{i} of {of}, seed {self.seed}: {case.about}: {type(wrong).__name__}: {wrong}"
         finally:
-            shutil.rmtree(case.dir)
+            shutil.rmtree(case.dir, ignore_errors=True)
         return None
 
 
