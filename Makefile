@@ -34,7 +34,7 @@ endif
 OP_TESTS = tests/test_layers tests/test_attention tests/test_adamw tests/test_router tests/test_permute \
            tests/test_grouped_gemm tests/test_experts tests/test_dispatch tests/test_moe tests/test_mxfp8 \
            tests/test_mx_swiglu tests/test_mx_stats tests/test_mx_block tests/test_mx_check tests/test_linear_mx
-TESTS     = tests/test_device tests/test_data tests/test_shards $(OP_TESTS) tests/test_golden tests/test_model tests/test_checkpoint
+TESTS     = tests/test_device tests/test_data tests/fuzz tests/test_shards $(OP_TESTS) tests/test_golden tests/test_model tests/test_checkpoint
 # Tests of several ranks: four, where there is an mpirun, in the CUDA build one a GPU.
 TESTS_RANKS = tests/test_ranks tests/test_comm tests/test_checkpoint tests/test_expert_parallel tests/test_layouts
 TESTS_F64 = $(OP_TESTS) tests/test_golden tests/test_model
@@ -82,7 +82,7 @@ TESTS_CUDA = $(patsubst %.cu,%,$(wildcard tests/test_cuda_*.cu)) $(TESTS_EITHER)
 TESTS_ALONE = tests/test_cuda_grouped_gemm tests/test_cuda_grouped_gemm_mx
 TESTS_CUDA_RANKS = tests/test_comm tests/test_expert_parallel tests/test_layouts
 
-.PHONY: all cpu cuda train test test-build cuda-test-build bench clean probe format check-host
+.PHONY: all cpu cuda train test test-build cuda-test-build bench fuzz torture clean probe format check-host
 all: probe cpu $(if $(HAVE_NVCC),cuda)
 cpu: $(if $(F64),$(DOUBLE),$(CPU))/train_moe
 cuda: $(CUDA)/train_moe
@@ -96,6 +96,9 @@ build/%/ranks: FORCE
 	@mkdir -p $(@D)
 	@echo "$(RANKS)" | cmp -s - $@ || echo "$(RANKS)" > $@
 FORCE:
+
+# tests/fuzz.c has these functions in the place of the program's.
+FUZZ_WRAP = $(patsubst %,-Wl$(COMMA)--wrap=%,die warn calloc free)
 
 # $(1): build folder, $(2): extra flags
 define build
@@ -115,7 +118,12 @@ $(1)/train_moe: $(addprefix $(1)/,$(addsuffix .o,train_moe $(HOST) $(OPS)) ranks
 	@$(CC) $(CFLAGS) $$(filter %.o,$$^) -o $$@ $(LDLIBS)
 $(1)/tests/%: $(1)/tests/%.o $(addprefix $(1)/,$(addsuffix .o,$(HOST) $(OPS)) ranks)
 	@echo "  LINK  $$@"
-	@$(CC) $(CFLAGS) $$(filter %.o,$$^) -o $$@ $(LDLIBS)
+	@$(CC) $(CFLAGS) $$(filter %.o,$$^) -o $$@ $(LDLIBS) $$(WRAP)
+$(1)/tests/fuzz: WRAP = $(FUZZ_WRAP)
+$(1)/tests/libtorture.so: tests/torture_preload.c Makefile
+	@mkdir -p $$(@D)
+	@echo "  LINK  $$@"
+	@$(CC) -std=gnu11 -O2 -g -fPIC -Wall -Wextra $(if $(WERROR),-Werror) -shared $$< -o $$@ -ldl
 # The reference alone, for the CUDA tests: its functions have the names that the kernels have.
 $(1)/libreference.so: $(addprefix $(1)/,$(addsuffix .o,device/check device/random layers/rope_table \
                         $(filter-out dist/comm,$(OPS))))
@@ -169,8 +177,27 @@ test:
 	    $(TESTS_RANKS:%=--ranks 4 $(CPU)/%) $(TESTS_RANKS_F64:%=--ranks 4 $(DOUBLE)/%) \
 	    $(TESTS_CUDA_RANKS:%=$(if $(HAVE_GPU),--ranks $(GPUS),--skip) $(CUDA)/%)
 
-test-build: $(CPU)/train_moe $(addprefix $(CPU)/,$(TESTS) $(TESTS_RANKS)) $(addprefix $(DOUBLE)/,$(TESTS_F64) $(TESTS_RANKS_F64))
+test-build: $(CPU)/train_moe $(CPU)/tests/libtorture.so $(addprefix $(CPU)/,$(TESTS) $(TESTS_RANKS)) $(addprefix $(DOUBLE)/,$(TESTS_F64) $(TESTS_RANKS_F64))
 cuda-test-build: $(CUDA)/train_moe $(DOUBLE)/libreference.so $(addprefix $(CUDA)/,$(TESTS_CUDA) $(TESTS_CUDA_RANKS))
+
+# SECONDS of random inputs for each reader of files and options.
+SECONDS = 60
+FUZZ_CC = clang -std=gnu11 -O1 -g -fsanitize=fuzzer,address,undefined -fno-sanitize-recover=undefined
+fuzz: build/fuzz/fuzz
+	@for target in json safetensors tokenizer options; do \
+	    echo "== $$target" && mkdir -p build/fuzz/$$target && build/fuzz/fuzz -max_total_time=$(SECONDS) -close_fd_mask=1 \
+	        -timeout=20 -verbosity=0 -print_final_stats=1 -artifact_prefix=build/fuzz/$$target- build/fuzz/$$target || exit 1; \
+	done
+build/fuzz/fuzz: $(addsuffix .c,tests/fuzz $(subst ranks_mpi,ranks_one,$(HOST)) $(OPS)) $(wildcard */*.h) Makefile
+	@mkdir -p $(@D)
+	@echo 'int LLVMFuzzerTestOneInput(void) { return 0; }' | $(FUZZ_CC) -x c - -o $@ || \
+	    { echo "make fuzz needs clang and its libFuzzer: on Debian, apt install clang libclang-rt-14-dev"; exit 1; }
+	@echo "  CC    $@"
+	@$(FUZZ_CC) -DLIBFUZZER -I. -Wno-unknown-pragmas $(filter %.c,$^) -o $@ $(CBLAS_LIB) -lgomp -lz -lm $(FUZZ_WRAP)
+
+# KILLS, failing calls (FAILS) and DAMAGES of short runs, chosen by SEED.
+torture: $(CPU)/train_moe $(CPU)/tests/libtorture.so
+	@TRAIN_MOE=$(CPU)/train_moe $(PYTHON) tests/torture.py $(foreach option,KILLS FAILS DAMAGES SEED,$($(option):%=--$(option) %))
 
 # Yardsticks that need PyTorch are left out where it is not installed.
 BENCH_CUDA = attention grouped_gemm memory casts grouped_gemm_mx

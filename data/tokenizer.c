@@ -99,7 +99,9 @@ Tokenizer* tokenizer_open(const char* path) {
     check_header(path, header);
     t->size = (int32_t)header[2];
     t->eot = (int32_t)header[3];
-    t->tokens = (Token*)host_alloc((size_t)t->size * sizeof(Token));
+    // Room for as many as the file can hold, whatever it claims: a token takes a byte at least.
+    size_t most = size - HEADER_BYTES;
+    t->tokens = (Token*)host_alloc(((size_t)t->size < most ? (size_t)t->size : most) * sizeof(Token));
     for (int32_t id = 0; id < t->size; id++) {
         size_t length = at < size ? (unsigned char)t->data[at] : 0;
         if (at >= size || length > size - at - 1)

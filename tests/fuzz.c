@@ -1,0 +1,279 @@
+// What reads bytes from outside, fed with inputs that nobody would write: none may crash a reader, lead it out of
+// bounds, make it hang or ask for much memory. `make fuzz`: libFuzzer looks for inputs, with address and
+// undefined-behaviour checks (fuzz [options] FOLDER, named after a target below). `make test`: mutated seeds, as many
+// each time (fuzz [SEED]).
+//
+// A reader that ends the run comes back here by longjmp: the linker gives it the functions __wrap_*, and what it has
+// allocated is freed for it.
+#define _GNU_SOURCE  // memfd_create
+#include <assert.h>
+#include <math.h>
+#include <setjmp.h>
+#include <stdarg.h>
+#include <stdbool.h>
+#include <stdio.h>
+#include <stdlib.h>
+#include <string.h>
+#include <sys/mman.h>
+#include <unistd.h>
+
+#include "data/safetensors.h"
+#include "data/tokenizer.h"
+#include "device/check.h"
+#include "model/report.h"
+
+static jmp_buf reader;
+static volatile bool reading;
+static void* allocated[1 << 14];
+static size_t count;
+
+void* __real_calloc(size_t n, size_t size);
+void __real_free(void* p);
+
+void* __wrap_calloc(size_t n, size_t size) {
+    void* p = __real_calloc(n, size);
+    assert(p && n * size < 1 << 24 && count < sizeof(allocated) / sizeof(allocated[0]));
+    if (reading) allocated[count++] = p;
+    return p;
+}
+void __wrap_free(void* p) {
+    size_t i = count;
+    while (i > 0 && allocated[i - 1] != p) i--;
+    if (i > 0) allocated[i - 1] = allocated[--count];
+    __real_free(p);
+}
+
+void __wrap_warn(const char* format, ...) { (void)format; }
+NORETURN void __wrap_die(int code, const char* format, ...) {
+    va_list args;
+    va_start(args, format);
+    assert(vsnprintf(NULL, 0, format, args) > 0);
+    va_end(args);
+    assert(reading && (code == EXIT_FAILED || code == EXIT_USAGE) && !strstr(format, "internal"));
+    reading = false;
+    while (count > 0) __real_free(allocated[--count]);
+    longjmp(reader, 1);
+}
+// True ahead of the reader, false where it has ended the run.
+#define BEGINS_TO_READ (reading = true, setjmp(reader) == 0)
+static void has_read(void) { reading = false, count = 0; }
+
+// ---- Targets. What is beyond mutations, lengths and paddings, is added here to inputs that begin with an odd byte.
+
+static char file[64];  // the input in memory, for readers that take a path
+
+static void write_file(const void* head, size_t head_bytes, const void* body, size_t body_bytes, size_t body_at) {
+    static int file_fd = -1;
+    if (file_fd < 0) file_fd = memfd_create("input", 0);
+    snprintf(file, sizeof(file), "/proc/self/fd/%d", file_fd);
+    assert(ftruncate(file_fd, 0) == 0 && ftruncate(file_fd, (off_t)(body_at + body_bytes)) == 0);
+    assert(pwrite(file_fd, head, head_bytes, 0) == (ssize_t)head_bytes);
+    assert(pwrite(file_fd, body, body_bytes, (off_t)body_at) == (ssize_t)body_bytes);
+}
+
+static Json* parsed(const char* text) {
+    char error[64];
+    Json* j = json_parse(text, strlen(text), error, sizeof(error));
+    assert(j);
+    return j;
+}
+
+// Any bytes can be quoted, and UTF-8 stays what it is.
+static void check_quote(const char* text) {
+    char* quoted = json_quote(text);
+    Json* j = parsed(quoted);
+    assert(j->type == JSON_STRING && (strstr(quoted, "\\ufffd") || strcmp(j->text, text) == 0));
+    json_free(j);
+    free(quoted);
+}
+
+static void check_strings(const Json* j) {
+    for (; j; j = j->next) {
+        check_quote(j->key ? j->key : "");
+        check_quote(j->text ? j->text : "");
+        check_strings(j->child);
+    }
+}
+
+static void read_json(const uint8_t* data, size_t size) {
+    char error[64] = "", *text = host_format("%.*s", (int)size, (const char*)data);
+    Json* j = json_parse((const char*)data, size, error, sizeof(error));
+    assert((j != NULL) == (error[0] == 0));
+    check_strings(j);
+    check_quote(text);
+    json_free(j);
+    free(text);
+}
+
+// Odd: a header, NUL, and the data.
+static void read_safetensors(const uint8_t* data, size_t size) {
+    char error[256] = "";
+    const uint8_t* end = size && data[0] % 2 ? (const uint8_t*)memchr(data, 0, size) : NULL;
+    uint64_t length = end ? (uint64_t)(end - data) - 1 : 0;
+    if (end) {
+        char* head = host_format("8 bytes.%s", (const char*)data + 1);
+        memcpy(head, &length, 8);
+        write_file(head, 8 + (size_t)length, end + 1, size - (size_t)length - 2, 8 + (size_t)length);
+        free(head);
+    } else {
+        write_file(NULL, 0, data, size, 0);
+    }
+    SafeTensors* st = st_open(file, error, sizeof(error));
+    assert((st != NULL) == (error[0] == 0));
+    for (int i = 0; st && i < st->count; i++) {
+        const StTensor* t = &st->tensors[i];
+        int64_t elements = t->bytes / (int64_t)st_dtype_bytes(t->dtype);
+        char* to = (char*)malloc((size_t)t->bytes + 1);
+        assert(st_read(st, t, 0, elements, to) == 0 && st_read(st, t, 1, elements, to) != 0);
+        assert(!end || memcmp(to, end + 1 + t->offset - 8 - (int64_t)length, (size_t)t->bytes) == 0);
+        assert(st_find(st, t->name) == t);
+        free(to);
+    }
+    st_close(st);
+}
+
+// Odd: the four numbers of the header, then the tokens.
+static void read_tokenizer(const uint8_t* data, size_t size) {
+    size_t head = size > 16 && data[0] % 2 ? 17 : 0;
+    write_file(data + (head > 0), head ? 16 : 0, data + head, size - head, head ? 1024 : 0);
+    if (!BEGINS_TO_READ) return;
+    Tokenizer* t = tokenizer_open(file);
+    has_read();
+    int32_t ids[64];
+    int length;
+    for (int32_t id = -1; id <= tokenizer_size(t); id++) {
+        const char* bytes = tokenizer_decode(t, id, &length);
+        assert((bytes != NULL) == (id >= 0 && id < tokenizer_size(t)) && length >= 0 && length < 256);
+        assert(length == 0 || memchr(bytes, bytes[length - 1], (size_t)length));
+    }
+    char *text = host_format("%.*s", (int)size, (const char*)data), *at = text;
+    int64_t n = tokenizer_encode(t, text, ids, 64);
+    for (int64_t i = 0; i < n; i++, at += length) {
+        const char* bytes = tokenizer_decode(t, ids[i], &length);
+        assert(length > 0 && strncmp(at, bytes, (size_t)length) == 0);
+    }
+    assert(n < 0 || n == 64 || *at == 0);
+    free(text);
+    tokenizer_close(t);
+}
+
+// Words are lines.
+static void read_options(const uint8_t* data, size_t size) {
+    static char text[4200], *words[256];
+    char *was, *is;
+    int n = 0;
+    snprintf(text, sizeof(text), "train_moe\n%.*s", (int)size, (const char*)data);
+    for (char* line = strtok(text, "\n"); line && n < 256; line = strtok(NULL, "\n")) words[n++] = line;
+    if (!BEGINS_TO_READ) return;
+    Settings s = settings_read(n, words, 1);
+    has_read();
+    if (!s.help) {
+        char* json = settings_json(&s);
+        Json* record = parsed(json);
+        assert(json_count(record) == settings_count && !settings_differ(&s, record, &was, &is));
+        assert(isfinite(settings_lr(&s, 1)) && isfinite(settings_lr(&s, s.steps)));
+        if (s.model.L <= 4 && s.ranks <= 64) report_dry_run(&s);
+        json_free(record);
+        free(json);
+    }
+    settings_free(&s);
+}
+
+typedef struct Target {
+    const char* name;
+    void (*read)(const uint8_t* data, size_t size);
+    const char* seeds[2];
+    size_t sizes[2];
+} Target;
+
+// clang-format off
+#define SEEDS(a, b) {a, b}, {sizeof(a) - 1, sizeof(b) - 1}
+static const Target targets[] = {
+    {"json", read_json, SEEDS(
+        "{\"a\": [1, -2.5e-3, true, false, null, {}], \"b\\u00e9\\ud83d\\ude00\\n\": \"\xc3\xa9\xf0\x9f\x98\x80\"}",
+        "[9223372036854775807, -9223372036854775808, 1e308, 0.1, \"\\\"\\\\\\/\\b\\f\\n\\r\\t\"]")},
+    {"safetensors", read_safetensors, SEEDS(
+        "1{\"__metadata__\":{\"format\":\"pt\"},\"a\":{\"dtype\":\"F32\",\"shape\":[2,1],\"data_offsets\":[0,8]},\"e\":"
+        "{\"dtype\":\"I64\",\"shape\":[0,3],\"data_offsets\":[8,8]}}\0ABCDEFGH",
+        "\x34\0\0\0\0\0\0\0{\"t\":{\"dtype\":\"U8\",\"shape\":[1],\"data_offsets\":[0,1]}}z")},
+    {"tokenizer", read_tokenizer, SEEDS(
+        "1\xc8\xd7\x34\x01\2\0\0\0\4\0\0\0\3\0\0\0\1a\2ab\1b\5<eot>",
+        "1\xc8\xd7\x34\x01\2\0\0\0\6\0\0\0\0\0\0\0\0\1x\1\xc8\1x\2\xd7\x34\1\x31")},
+    {"options", read_options, SEEDS(
+        "--train\nx*.bin\n--steps\n10\n--lr\n1e-3\n--schedule\nwsd\n--out\nrun\n--resume\n--layers\n2\n--overfit",
+        "--dry-run\n--model\n671b\n--ranks\n64\n--ep\n8\n--shard\nweights\n--linear-precision\nmxfp8\n--layers\n4")},
+};
+// clang-format on
+enum { TARGETS = sizeof(targets) / sizeof(targets[0]), ROOM = 4096 };
+
+#ifdef LIBFUZZER
+static const Target* target;
+
+// Writes the seeds into the folder.
+int LLVMFuzzerInitialize(int* argc, char*** argv) {
+    const char *folder = (*argv)[*argc - 1], *slash = strrchr(folder, '/');
+    for (int t = 0; t < TARGETS; t++)
+        if (strcmp(targets[t].name, slash ? slash + 1 : folder) == 0) target = &targets[t];
+    assert(target);
+    for (int i = 0; i < 2; i++) {
+        char* path = host_format("%s/seed_%d", folder, i);
+        FILE* f = fopen(path, "wb");
+        assert(f && fwrite(target->seeds[i], 1, target->sizes[i], f) == target->sizes[i] && fclose(f) == 0);
+        free(path);
+    }
+    return 0;
+}
+
+int LLVMFuzzerTestOneInput(const uint8_t* data, size_t size) {
+    target->read(data, size);
+    return 0;
+}
+#else
+static uint64_t state;
+
+static size_t dice(size_t sides) {  // xorshift64*
+    state ^= state >> 12, state ^= state << 25, state ^= state >> 27;
+    return (size_t)(state * 0x2545f4914f6cdd1du >> 16) % sides;
+}
+
+// One to eight changes of a seed: a bit, a byte, or a word or a copy of other bytes in the place of some.
+static size_t mutate(const Target* t, char* data) {
+    static const char words[][20] = {"\"",           "{",    "]",  ",", "-", "0", "\n--", "e999", "\\ud800",
+                                     "\xed\xa0\x80", "1e19", "nan"};
+    size_t seed = dice(2), size = t->sizes[seed], count_words = sizeof(words) / sizeof(words[0]);
+    memcpy(data, t->seeds[seed], size);
+    for (size_t n = 1 + dice(8); n > 0; n--) {
+        size_t at = dice(size + 1), kind = dice(5), cut = dice(2) * dice(size - at + 1);
+        char put[64];
+        snprintf(put, sizeof(put), "%s",
+                 kind == 2 ? words[dice(count_words)] : settings_table[dice((size_t)settings_count)].name);
+        size_t length = kind == 4 ? dice(at < 64 ? at + 1 : 64) : strlen(put);
+        if (kind == 4) memcpy(put, data + at - length, length);
+        if (kind == 0 && at < size) data[at] ^= (char)(1 << dice(8));
+        if (kind == 1 && at < size) data[at] = (char)dice(256);
+        if (kind < 2 || size - cut + length > ROOM) continue;
+        memmove(data + at + length, data + at + cut, size - at - cut);
+        memcpy(data + at, put, length);
+        size += length - cut;
+    }
+    return size;
+}
+
+int main(int argc, char** argv) {
+    unsigned long long seed = argc > 1 ? strtoull(argv[1], NULL, 10) : 1;
+    for (int t = 0; t < TARGETS; t++) {
+        fprintf(stderr, "25000 inputs of %s, seed %llu\n", targets[t].name, seed);
+        for (uint64_t input = 0; input < 25000; input++) {
+            char data[ROOM];
+            state = (seed * 1000003 + input) * 0x9e3779b97f4a7c15u + 1;
+            size_t size = mutate(&targets[t], data);
+            uint8_t* exact = (uint8_t*)memcpy(malloc(size + 1), data, size);
+            alarm(20);
+            targets[t].read(exact, size);
+            free(exact);
+        }
+    }
+    fprintf(stderr, "%d passed, 0 failed, 0 skipped\n", TARGETS);
+    return 0;
+}
+#endif
