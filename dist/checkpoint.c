@@ -206,14 +206,23 @@ static void write_manifest(const Saver* s, const FileSlice* slices, int64_t slic
     free(body);
 }
 
+// Out of the way first: a folder with a checkpoint's name is never half there.
+static void remove_step(const char* out, int64_t step) {
+    char *path = step_path(out, step, ""), *old = step_path(out, step, ".replaced");
+    if (is_link(path) || !clear_away(old) || rename(path, old) != 0)
+        clear_away(path);  // a link stays; where names cannot change, it is removed as it is
+    else
+        clear_away(old);
+    free(path);
+    free(old);
+}
+
 static void prune(const char* out, int64_t newest, int keep) {
     int count, seen = 0;
     int64_t* steps = checkpoint_list(out, &count);
     for (int i = 0; i < count; i++) {
-        if (steps[i] > newest) continue;  // refused ones that a resumed run went back behind: not ours to count
-        char* path = step_path(out, steps[i], "");
-        if (++seen > keep) clear_away(path);
-        free(path);
+        if (steps[i] > newest) continue;  // refused ones that a resumed run went back before: not ours to count
+        if (++seen > keep) remove_step(out, steps[i]);
     }
     free(steps);
 }
