@@ -95,7 +95,8 @@ class Case:
         if self.ranks == 2:
             line, options = mpirun(2) + line, dict(options, batch=1, ep=2, shard="weights")
         self.torture.counts["runs"] += 1
-        return subprocess.Popen(line + cli.command(**options), cwd=self.dir, env=cli.environment(), text=True,
+        environment = dict(cli.environment(), OMPI_MCA_btl_vader_backing_directory=self.torture.dir)  # ranks leave files there
+        return subprocess.Popen(line + cli.command(**options), cwd=self.dir, env=environment, text=True,
                                 stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.PIPE, errors="replace")
 
     def run(self, options={}, **torture):
