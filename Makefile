@@ -197,7 +197,8 @@ build/fuzz/fuzz: $(addsuffix .c,tests/fuzz $(subst ranks_mpi,ranks_one,$(HOST)) 
 
 # KILLS, failing calls (FAILS) and DAMAGES of short runs, chosen by SEED.
 torture: $(CPU)/train_moe $(CPU)/tests/libtorture.so
-	@TRAIN_MOE=$(CPU)/train_moe $(PYTHON) tests/torture.py $(foreach option,KILLS FAILS DAMAGES SEED,$($(option):%=--$(option) %))
+	@TRAIN_MOE=$(CPU)/train_moe $(PYTHON) tests/torture.py $(KILLS:%=--kills %) $(FAILS:%=--fails %) \
+	    $(DAMAGES:%=--damages %) $(SEED:%=--seed %)
 
 # Yardsticks that need PyTorch are left out where it is not installed.
 BENCH_CUDA = attention grouped_gemm memory casts grouped_gemm_mx

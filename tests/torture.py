@@ -2,12 +2,12 @@
 """What may become of a run's files: TRAIN_MOE=build/cpu/train_moe python3 tests/torture.py [--kills N] [--fails N]
 [--damages N] [--seed N] [--jobs N] [--only kill/17]
 
-Short runs of the small model of tests/cli.py, one in 25 on two ranks, are killed at a file operation (every one of a run
-in turn) or have it fail (tests/torture_preload.c does both), or go on from damaged checkpoints and logs; links and odd names
-lie in their folder, and two of them share one. Whatever happens, a folder with the name of a checkpoint is whole; a run ends
-by itself, with exit code 0 or one line of error; --resume goes on to the bits of a run that nothing happened to and leaves
-nothing behind; damage is refused by name; nothing outside of --out changes. Each case has random numbers of its own, made
-from --seed and its name: --only repeats it, where the numbers of cases are the same.
+Short runs of the small model of tests/cli.py, one in 25 on two ranks, are killed at a file operation (every one of a
+run in turn) or have it fail (tests/torture_preload.c does both), or go on from damaged checkpoints and logs; links and
+odd names lie in their folder, and two of them share one. Whatever happens, a folder with the name of a checkpoint is
+whole; a run ends by itself, with exit code 0 or one line of error; --resume goes on to the bits of a run that nothing
+happened to and leaves nothing behind; damage is refused by name; nothing outside of --out changes. Each case has
+random numbers of its own, made from --seed and its name: --only repeats it, where the numbers of cases are the same.
 """
 import argparse
 import collections
@@ -95,8 +95,10 @@ class Case:
         if self.ranks == 2:
             line, options = mpirun(2) + line, dict(options, batch=1, ep=2, shard="weights")
         self.torture.counts["runs"] += 1
-        return subprocess.Popen(line + cli.command(**options), cwd=self.dir, env=cli.environment(), text=True,
-                                stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.PIPE, errors="replace")
+        environment = dict(cli.environment(), OMPI_MCA_btl_vader_backing_directory=self.torture.dir)  # where ranks leave files
+        return subprocess.Popen(line + cli.command(**options), cwd=self.dir, env=environment, text=True,
+                                stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.PIPE,
+                                errors="replace")
 
     def run(self, options={}, **torture):
         return Ended(self.start(options, **torture))
@@ -120,7 +122,7 @@ class Case:
         for path in self.out.glob("*"):
             if re.fullmatch(r"step_\d{8}", path.name) and path.name not in self.spoiled and not path.is_symlink():
                 try:
-                    check(essence(path) == essence(self.expected / path.name), f"{path.name} has other bits or lacks a file")
+                    check(essence(path) == essence(self.expected / path.name), f"{path.name}: other bits, or files")
                 except (OSError, ValueError, KeyError) as error:
                     raise Wrong(f"{path.name} is not whole: {error!r}") from None
 
@@ -159,7 +161,8 @@ class Case:
     def fail(self, i, of):
         fresh, log = i % 3 < 2, self.dir / "operations"
         ended = self.run(TORTURE_AT=1 + i * self.begin(fresh) // of, TORTURE_DO="short" if i % 8 == 7 else "fail",
-                         TORTURE_ERROR=self.rng.randrange(60), TORTURE_RANK=self.rng.randrange(self.ranks), TORTURE_LOG=log)
+                         TORTURE_ERROR=self.rng.randrange(60), TORTURE_RANK=self.rng.randrange(self.ranks),
+                         TORTURE_LOG=log)
         self.torture.counts["failing calls"] += 1
         self.torture.counts["failing calls that a run survived"] += ended.code == 0
         self.about = [line for line in log.read_text().splitlines() if line.endswith("FAILED")]
@@ -176,7 +179,8 @@ class Case:
     def harm(self, path):
         """Damages a file or the folder of a checkpoint; returns how."""
         folder = path.is_dir()
-        kind = self.rng.choice(["delete", "empty", "other", "fifo", "link"] + ["flip", "truncate", "extend"] * 2 * (not folder))
+        kinds = ["delete", "empty", "other", "fifo", "link"] + ["flip", "truncate", "extend"] * 2 * (not folder)
+        kind = self.rng.choice(kinds)
         if kind == "flip":
             self.flip(path)
         elif kind == "truncate":
