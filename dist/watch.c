@@ -6,6 +6,7 @@
 #include "dist/watch.h"
 
 #include <pthread.h>
+#include <signal.h>
 #include <stdlib.h>
 #include <string.h>
 #include <time.h>
@@ -208,6 +209,16 @@ void watch_start(Ranks* world, double seconds) {
 
 void watch_settled(void) { watcher.settled = 1; }
 
+// Of a process whose last act hangs: there is no memory to take any more, nor a lock.
+static void too_late(int signal_number) {
+    static const char message[] =
+        "train_moe: error: other ranks do not end, though the run is complete: one is stopped, or its machine hangs\n";
+    (void)signal_number;
+    ssize_t written = write(STDERR_FILENO, message, sizeof(message) - 1);
+    (void)written;
+    _Exit(EXIT_FAILED);
+}
+
 void watch_stop(void) {
     if (!watched.running) return;
     watch_begin("the end of the run");
@@ -220,6 +231,9 @@ void watch_stop(void) {
     free(watcher.hosts);
     free(watcher.ranks);
     free(watcher.silent);
+    // What is left, the end of MPI, nobody looks on.
+    signal(SIGALRM, too_late);
+    alarm((unsigned)(watcher.limit + 2 * SILENCE));
 }
 
 void watch_begin(const char* what) {

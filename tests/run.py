@@ -111,7 +111,7 @@ def main():
     parser.add_argument("--alone", action="append", default=[], metavar="C_TEST", help="it measures times: run by itself")
     parser.add_argument("--ranks", nargs=2, action="append", default=[], metavar=("N", "C_TEST"))
     parser.add_argument("tests", nargs="*")
-    options = parser.parse_args()
+    options = parser.parse_intermixed_args()
 
     # The longest first, so that none is left alone at the end.
     tests = []

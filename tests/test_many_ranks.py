@@ -309,7 +309,7 @@ class Faults(Case):
         self.assertEqual(outcome.code, code, outcome)
         self.assertEqual(len(outcome.errors), 1, outcome)
         self.assertRegex(outcome.errors[0], pattern)
-        self.assertLess(outcome.seconds, 30)
+        self.assertLess(outcome.seconds, 60)
         return outcome
 
     def on_all(self, name, pattern):
@@ -335,8 +335,8 @@ class Faults(Case):
         self.goes_on("first_stopped")
 
     def test_stopped_saving(self):
-        self.failed("stopped_saving", 1, rf"rank {VICTIM} \(.+\) holds up '(save|the end of the run|disconnecting the GPUs)', "
-                    ".*: stopped")
+        self.failed("stopped_saving", 1, rf"(rank {VICTIM} \(.+\) holds up '(save|the end of the run|disconnecting the GPUs)', "
+                    ".*: stopped|other ranks do not end, though the run is complete)")
         self.assertIn("step_00000002", cli.checkpoints(self.folders["stopped_saving"] / "run"))
 
     def test_asked_to_stop(self):
@@ -502,11 +502,11 @@ class Layouts(Case):
         options = dict(RUN, lr=1, weight_decay=3, clip=0, save_every=1, steps=100)
         outcome = self.on(RANKS, code=1, **{**options, **LAYOUT})
         last = len(cli.curve(self.dir / "run")) - 3
-        self.assertGreater(last, 2)
+        bad = [int(n) for n in re.findall(r"warning: step (\d+): .* no weight was changed", outcome.err)]
+        self.assertEqual(bad[-3:], [last + 1, last + 2, last + 3])
+        before = max(set(range(1, last)) - set(bad))
         self.assertRegex(outcome.errors[0], rf"^rank 0 of {RANKS} .*3 steps in a row were not finite; the run ends without")
-        self.assertEqual([int(n) for n in re.findall(r"warning: step (\d+): .* no weight was changed", outcome.err)],
-                         [last + 1, last + 2, last + 3])
-        self.assertEqual(cli.checkpoints(self.dir / "run"), [f"step_{last - 1:08d}", f"step_{last:08d}.diverged"])
+        self.assertEqual(cli.checkpoints(self.dir / "run"), [f"step_{before:08d}", f"step_{last:08d}.diverged"])
 
 
 if __name__ == "__main__":

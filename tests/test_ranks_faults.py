@@ -25,6 +25,7 @@ FAULTS = {
     "threads": ("threads", None, None),
     "busy": ("busy", None, None),
     "elsewhere": ("elsewhere", None, None),
+    "last": ("last", None, None),
     "killed": ("wait", signal.SIGKILL, 2),
     "stopped": ("wait", signal.SIGSTOP, 2),
     "first stopped": ("wait", signal.SIGSTOP, 0),
@@ -110,6 +111,10 @@ class Faults(unittest.TestCase):
 
     def test_a_rank_waits_elsewhere(self):
         self.error("elsewhere", 1, r"rank 3 \(.+\) holds up 'barrier', where 3 of 4 ranks .* it waits in 'another wait'")
+
+    def test_a_rank_hangs_after_all_is_done(self):
+        run = self.ended("last", 1)  # some rank's alarm comes first
+        self.assertIn("train_moe: error: other ranks do not end, though the run is complete: ", run.output)
 
     def test_a_rank_is_killed(self):
         run = self.ended("killed", 128 + signal.SIGKILL)
