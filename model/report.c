@@ -56,8 +56,8 @@ static size_t report_arena(const Arena* arena, int64_t tokens) {
 }
 
 // What a rank of the CUDA build takes besides its buffers, as measured on H200: the context as it is made, what kernels
-// and cuBLASLt add to it, and the connections of NCCL's three communicators, 2.62 GiB of 2 ranks and 4.6 of 4. More
-// than 8 are not measured: there a machine's links end.
+// and cuBLASLt add to it, and the connections of NCCL's three communicators, 2.62 GiB of 2 ranks and 4.6 of 4. That of
+// more ranks is a guess, which ends at the 8 of a machine.
 static const size_t CUDA_CONTEXT = (size_t)512 << 20, CUDA_LIBRARIES = (size_t)32 << 20;
 static size_t nccl_memory(int64_t ranks) {
     return ranks > 1 ? ((size_t)700 << 20) + ((size_t)1000 << 20) * (size_t)min_i64(ranks, 8) : 0;
