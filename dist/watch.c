@@ -227,13 +227,16 @@ void watch_stop(void) {
     pthread_mutex_unlock(&lock);
     pthread_join(watcher.thread, NULL);
     watched.running = 0;
+    int index = ranks_index(watcher.group);
     ranks_free(watcher.group);
     free(watcher.hosts);
     free(watcher.ranks);
     free(watcher.silent);
-    // What is left, the end of MPI, nobody looks on.
+    // At what is left, the end of MPI, nobody looks on. One rank after the other, so that the first can end the others,
+    // which have nothing to save any more.
+    signal(SIGTERM, SIG_DFL);
     signal(SIGALRM, too_late);
-    alarm((unsigned)(watcher.limit + 2 * SILENCE));
+    alarm((unsigned)(watcher.limit + 2 * SILENCE) + 3 * (unsigned)(index < 10 ? index : 10));
 }
 
 void watch_begin(const char* what) {
