@@ -1,10 +1,12 @@
 #include "model/persist.h"
 
+#include <errno.h>
 #include <stdio.h>
 #include <stdlib.h>
 #include <string.h>
 
 #include "device/check.h"
+#include "device/files.h"
 
 // held: the slice in this rank's memory, from `data` on; own: the part of it that this rank writes.
 static void add(CheckpointFile* file, const char* name, const char* suffix, int rank, const int64_t* shape, Slice held,
@@ -116,6 +118,11 @@ int64_t model_resume(Model* m, Ranks* world, uint32_t data_hash, int64_t* window
             *window = record.window;
             resumed = record.step;
         } else {
+            // The run would come to replace it.
+            char* path = host_format("%s/step_%08lld", out, (long long)steps[i]);
+            if (is_link(path))
+                die(EXIT_FAILED, "checkpoint %s is refused (%s), and %s", path, error, file_error(ELOOP));
+            free(path);
             warn("checkpoint step_%08lld is refused: %s", (long long)steps[i], error);
         }
         json_free(manifest);

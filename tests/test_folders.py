@@ -69,6 +69,16 @@ class Links(Case):
         self.check("step_00000010", self.outside / "step_00000010", resume=True, steps=30, save_every=5, keep=1)
         self.assertIn("step_00000030", checkpoints(out))
 
+    def test_a_refused_step(self):
+        """Which the run would replace: it does not begin."""
+        out = self.copy_of(self.reference())
+        (out / "step_00000020").rename(self.outside / "step_00000020")
+        (self.outside / "step_00000020/block_001.safetensors").unlink()
+        before = snapshot(out)
+        self.check("step_00000020", self.outside / "step_00000020", 1, resume=True, steps=30)
+        (out / "step_00000020").unlink()
+        self.assertEqual(snapshot(out), before)
+
     def test_links_inside(self):
         """Of a link below a folder that goes, the link goes."""
         out = self.copy_of(self.reference())
