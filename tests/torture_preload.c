@@ -1,5 +1,5 @@
-// Loaded ahead of libc (LD_PRELOAD) by tests/torture.py: counts the program's operations on files below a folder, and
-// at one of them kills, stops or fails it. What the environment says:
+// Loaded ahead of libc (LD_PRELOAD) by tests/test_torture.py: counts the program's operations on files below a folder,
+// and at one of them kills, stops or fails it. What the environment says:
 //
 //   TORTURE_BELOW   the folder, as an absolute path
 //   TORTURE_RANK    of several ranks only this one
@@ -8,7 +8,7 @@
 //   TORTURE_DO      says: kill, stop (a signal ahead of it), half (SIGKILL after half of a write, or after another
 //                   operation), short (write half and report that), fail (with the error that TORTURE_ERROR chooses)
 //
-// Not seen: what stdio reads or writes unless fread, fflush or fclose is called for it, and system calls that do not go
+// Not seen: what stdio reads or writes unless fflush or fclose is called for it, and system calls that do not go
 // through libc. Names that end in 64 are not needed on 64-bit Linux.
 #define _GNU_SOURCE
 #include <dirent.h>
@@ -110,7 +110,6 @@ static Turn turn(const char* name, const char* path, const int* errors) {
 
 WRAP(int, open, (const char* path, int flags, mode_t mode), (path, flags, mode), path, MAKING, -1)
 WRAP(int, openat, (int fd, const char* path, int flags, mode_t mode), (fd, path, flags, mode), AT, MAKING, -1)
-WRAP(FILE*, fopen, (const char* path, const char* mode), (path, mode), path, OPENING, NULL)
 WRAP(DIR*, opendir, (const char* path), (path), path, OPENING, NULL)
 WRAP(DIR*, fdopendir, (int fd), (fd), FD, OPENING, NULL)
 WRAP(struct dirent*, readdir, (DIR* folder), (folder), path_of(dirfd(folder), NULL, room), READING, NULL)
@@ -122,20 +121,14 @@ WRAP(int, access, (const char* path, int mode), (path, mode), path, READING, -1)
 WRAP(int, stat, (const char* restrict path, struct stat* restrict to), (path, to), path, READING, -1)
 WRAP(int, lstat, (const char* restrict path, struct stat* restrict to), (path, to), path, READING, -1)
 WRAP(int, fstat, (int fd, struct stat* to), (fd, to), FD, READING, -1)
-WRAP(int, flock, (int fd, int how), (fd, how), FD, ERRORS(ENOLCK, EINTR), -1)
-WRAP(int, ftruncate, (int fd, off_t size), (fd, size), FD, WRITING, -1)
 WRAP(int, fallocate, (int fd, int how, off_t from, off_t n), (fd, how, from, n), FD, ERRORS(ENOSPC, EDQUOT, EOPNOTSUPP), -1)
 WRAP(int, fsync, (int fd), (fd), FD, FLUSHING, -1)
-WRAP(int, fdatasync, (int fd), (fd), FD, FLUSHING, -1)
 WRAP(int, close, (int fd), (fd), FD, FLUSHING, -1)
 WRAP(int, fclose, (FILE* file), (file), OF(file), WRITING, EOF)
 WRAP(int, rename, (const char* from, const char* path), (from, path), path, NAMING, -1)
-WRAP(int, renameat, (int at, const char* from, int fd, const char* path), (at, from, fd, path), AT, NAMING, -1)
-WRAP(int, remove, (const char* path), (path), path, NAMING, -1)
 WRAP(int, unlink, (const char* path), (path), path, NAMING, -1)
 WRAP(int, unlinkat, (int fd, const char* path, int flags), (fd, path, flags), AT, NAMING, -1)
 WRAP(int, mkdir, (const char* path, mode_t mode), (path, mode), path, NAMING, -1)
-WRAP(int, mkdirat, (int fd, const char* path, mode_t mode), (fd, path, mode), AT, NAMING, -1)
 WRAP(int, rmdir, (const char* path), (path), path, NAMING, -1)
 // clang-format on
 
@@ -148,11 +141,4 @@ int fflush(FILE* file) {
         end();
     }
     return t == FAIL ? EOF : REAL(fflush)(file);
-}
-
-size_t fread(void* to, size_t size, size_t n, FILE* file) {
-    char room[PATH_MAX];
-    if (turn("fread", OF(file), READING) != FAIL) return REAL(fread)(to, size, n, file);
-    file->_flags |= 0x20;  // ferror's
-    return 0;
 }
