@@ -5,6 +5,7 @@ A folder may come from somebody else, hold what a killed run left, be unreadable
 of it may cost a file, here or elsewhere.
 """
 import os
+import pathlib
 import re
 import shutil
 import signal
@@ -12,8 +13,9 @@ import subprocess
 import time
 import unittest
 
-from cli import Case, checkpoints, command, curve, environment, main, read_log, snapshot, write_shard
+from cli import Case, PROGRAM, checkpoints, command, curve, environment, main, read_log, snapshot, write_shard
 
+LIBRARY = pathlib.Path(PROGRAM).parent / "tests/libtorture.so"
 ONE_BUILD = True  # tests/run.py: nothing here depends on what computes
 
 
@@ -180,6 +182,22 @@ class Log(Case):
         self.assertEqual((out / "log.jsonl.unreadable").read_bytes(), b"".join(odd))
         self.assertEqual(curve(out), curve(self.reference(22)))
         self.assertEqual(self.train(out="run", resume=True, steps=23).stderr, "")
+
+    @unittest.skipUnless(LIBRARY.exists(), "built for the CPU alone")
+    def test_the_log_is_on_the_disk_before_what_counts_on_it(self):
+        """A power cut after a checkpoint has its name leaves the lines of its steps, and the log that a new one replaces
+        leaves when the new one is there."""
+        self.train(out="run", steps=4, save_every=2)
+        operations = self.dir / "operations"
+        self.call(["env", f"LD_PRELOAD={LIBRARY}", f"TORTURE_BELOW={self.dir}/run", f"TORTURE_LOG={operations}",
+                   *command(train=self.train_glob, out="run", resume=True, steps=8, save_every=2)])
+        done = [tuple(line.split(" ")[1:3]) for line in operations.read_text().splitlines()]
+        self.assertLess(done.index(("fsync", "/log.jsonl.tmp")), done.index(("rename", "/log.jsonl")))
+        written = [i for i, operation in enumerate(done) if operation == ("fflush", "/log.jsonl")]
+        self.assertEqual(len(written), 4)  # steps 5 to 8
+        for step, line in ((6, written[1]), (8, written[3])):
+            named = done.index(("rename", f"/step_{step:08d}"))
+            self.assertIn(("fsync", "/log.jsonl"), done[line:named])
 
     def test_a_missing_log(self):
         out = self.copy_of(self.reference())
