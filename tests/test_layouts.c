@@ -314,6 +314,48 @@ static void resumes_anywhere(void) {
     shown_free(&want);
 }
 
+// The embedding of one rank alone is infinite for a step: a bad step for all ranks, which changes nothing on any, so
+// that the next is that of a model which nothing happened to.
+static void not_finite_on_one_rank(void) {
+    Case c = {ranks_count(world) < 4 ? ranks_count(world) : 4, 1, "none", "none", 0, ""};
+    c.ep = c.ranks;
+    int takes_part = ranks_index(world) < c.ranks;
+    Ranks* group = ranks_split(world, takes_part);
+    if (takes_part) {
+        Model *m = start(group, c, ""), *other = start(group, c, "");
+        ParamBuffer *embedding = &m->units[0].dense, *block = &m->units[2].experts;
+        size_t bytes = (size_t)embedding->n * sizeof(real), block_bytes = (size_t)block->n * sizeof(real);
+        real *good = (real*)host_alloc(bytes), *bad = (real*)host_alloc(bytes);
+        real *before = (real*)host_alloc(block_bytes), *after = (real*)host_alloc(block_bytes);
+        device_download(good, embedding->master, bytes, m->ctx);
+        device_download(before, block->master, block_bytes, m->ctx);
+        for (int64_t i = 0; i < embedding->n; i++) bad[i] = INFINITY;
+        int poisoned = ranks_index(group) == c.ranks - 1;
+        device_upload(embedding->master, poisoned ? bad : good, bytes, m->ctx);
+        params_publish(&m->units[0], m->ctx);
+        StepState state = one_step(m, 1, NULL);
+        CHECK(!state.ok && state.bad_in_a_row == 1 && state.updates == 0 && !isfinite(state.loss),
+              "rank %d: ok %d, loss %g", ranks_index(group), state.ok, state.loss);
+        device_upload(embedding->master, good, bytes, m->ctx);
+        params_publish(&m->units[0], m->ctx);
+        device_download(after, block->master, block_bytes, m->ctx);
+        CHECK(memcmp(before, after, block_bytes) == 0, "rank %d: experts have changed", ranks_index(group));
+        state = one_step(m, 2, NULL);
+        StepState expected = one_step(other, 2, NULL);
+        CHECK(
+            state.ok && state.bad_in_a_row == 0 && state.loss == expected.loss && state.grad_norm == expected.grad_norm,
+            "rank %d: loss %.9g, without the bad step %.9g", ranks_index(group), state.loss, expected.loss);
+        free(good);
+        free(bad);
+        free(before);
+        free(after);
+        finish(m);
+        finish(other);
+    }
+    ranks_barrier(world);
+    ranks_free(group);
+}
+
 int main(int argc, char** argv) {
     world = ranks_start(&argc, &argv);
     watch_start(world, 60);
@@ -322,6 +364,7 @@ int main(int argc, char** argv) {
     RUN(layouts_agree_on_one_expert);
     RUN(layouts_agree_in_mxfp8);
     RUN(recompute_is_exact);
+    RUN(not_finite_on_one_rank);
     RUN(resumes_anywhere);
     int failed = test_summary();
     watch_stop();
