@@ -80,13 +80,15 @@ static void open_folder(Run* r) {
     }
     if (make_folders(s->out) != 0 || access(s->out, W_OK) != 0)
         die(EXIT_FAILED, "--out %s cannot be used as a folder: %s", s->out, strerror(errno));
+    lock_folder(r);
     char* log = host_format("%s/log.jsonl", s->out);
     free(checkpoint_list(s->out, &count));
-    if (!s->resume && (count || access(log, F_OK) == 0))
+    if (!s->resume && (count || access(log, F_OK) == 0)) {
+        if (r->lock_path) unlock_file(r->lock_path, r->lock);
         die(EXIT_USAGE, "--out %s holds a run already; add --resume to go on with it, or choose another folder",
             s->out);
+    }
     free(log);
-    lock_folder(r);
 }
 
 // Whether samples can be made is known before the first step.

@@ -229,9 +229,8 @@ class Processes(Case):
             try:
                 self.steps_logged(3)
                 for options in (dict(resume=True), dict()):
-                    done = self.train(1 if options else 2, out="run", steps=3, **options)
-                    if options:
-                        self.assertIn(f"--out run is in use by another run (process {first.pid} on ", done.stderr)
+                    done = self.train(1, out="run", steps=3, **options)
+                    self.assertIn(f"--out run is in use by another run (process {first.pid} on ", done.stderr)
             finally:
                 first.send_signal(signal.SIGTERM)
             first.communicate(timeout=60)
