@@ -82,7 +82,7 @@ TESTS_CUDA = $(patsubst %.cu,%,$(wildcard tests/test_cuda_*.cu)) $(TESTS_EITHER)
 TESTS_ALONE = tests/test_cuda_grouped_gemm tests/test_cuda_grouped_gemm_mx
 TESTS_CUDA_RANKS = tests/test_comm tests/test_expert_parallel tests/test_layouts
 
-.PHONY: all cpu cuda train test test-build cuda-test-build bench fuzz torture clean probe format check-host
+.PHONY: FORCE all cpu cuda train test test-build cuda-test-build bench fuzz torture clean probe format check-host
 all: probe cpu $(if $(HAVE_NVCC),cuda)
 cpu: $(if $(F64),$(DOUBLE),$(CPU))/train_moe
 cuda: $(CUDA)/train_moe
@@ -95,7 +95,6 @@ probe:
 build/%/ranks: FORCE
 	@mkdir -p $(@D)
 	@echo "$(RANKS)" | cmp -s - $@ || echo "$(RANKS)" > $@
-FORCE:
 
 # tests/fuzz.c has these functions in the place of the program's.
 FUZZ_WRAP = $(patsubst %,-Wl$(COMMA)--wrap=%,die warn calloc free)
