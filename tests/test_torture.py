@@ -31,13 +31,9 @@ LIBRARY = pathlib.Path(cli.PROGRAM).parent / "tests/libtorture.so"
 STEPS, LIMIT = 6, 20  # of a run; seconds after which it hangs
 
 
-class Wrong(Exception):
-    """What must not be."""
-
-
 def check(condition, *what):
     if not condition:
-        raise Wrong("\n".join(map(str, what)))
+        raise AssertionError("\n".join(map(str, what)))
 
 
 def step(number):
@@ -63,7 +59,7 @@ class Ended:
             time.sleep(2)
             process.kill()
             process.communicate()
-            raise Wrong("hangs") from None
+            raise AssertionError("hangs") from None
         self.code = process.returncode
         self.errors = re.findall("^train_moe: error: .*", self.err, re.M)
         resumed = re.search(r"^resumed    from \S*/step_0*(\d+)$", self.out, re.M)
@@ -124,7 +120,7 @@ class Case:
                 try:
                     check(essence(path) == essence(self.expected / path.name), f"{path.name}: other bits, or files")
                 except (OSError, ValueError, KeyError) as error:
-                    raise Wrong(f"{path.name} is not whole: {error!r}") from None
+                    raise AssertionError(f"{path.name} is not whole: {error!r}") from None
 
     def check_end(self, ended, steps=STEPS, more=()):
         """A run that came to its end: its checkpoints have the right bits, and nothing else is there."""
