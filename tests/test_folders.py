@@ -169,7 +169,15 @@ class Leftovers(Case):
                 self.assertIn("File too large", done.stderr)
 
 
-class Log(Case):
+class LogAndLock(Case):
+    def operations(self, *variables, **options):
+        """What a run does with its folder's files, as (call, path in it), and how it ended."""
+        log = self.dir / "operations"
+        log.unlink(missing_ok=True)
+        ended = self.call(["env", f"LD_PRELOAD={LIBRARY}", f"TORTURE_BELOW={self.dir}/run", f"TORTURE_LOG={log}", *variables,
+                           *command(train=self.train_glob, out="run", **options)])
+        return [tuple(line.split(" ")[1:3]) for line in log.read_text().splitlines()], ended
+
     def test_lines_that_cannot_be_read(self):
         """They are kept aside and named, and those after them stay."""
         out = self.copy_of(self.reference())
@@ -188,10 +196,7 @@ class Log(Case):
         """A power cut after a checkpoint has its name leaves the lines of its steps, and the log that a new one replaces
         leaves when the new one is there."""
         self.train(out="run", steps=4, save_every=2)
-        operations = self.dir / "operations"
-        self.call(["env", f"LD_PRELOAD={LIBRARY}", f"TORTURE_BELOW={self.dir}/run", f"TORTURE_LOG={operations}",
-                   *command(train=self.train_glob, out="run", resume=True, steps=8, save_every=2)])
-        done = [tuple(line.split(" ")[1:3]) for line in operations.read_text().splitlines()]
+        done, _ = self.operations(resume=True, steps=8, save_every=2)
         self.assertLess(done.index(("fsync", "/log.jsonl.tmp")), done.index(("rename", "/log.jsonl")))
         written = [i for i, operation in enumerate(done) if operation == ("fflush", "/log.jsonl")]
         self.assertEqual(len(written), 4)  # steps 5 to 8
@@ -210,6 +215,17 @@ class Log(Case):
         (out / "log.jsonl").write_text("".join((out / "log.jsonl").read_text().splitlines(True)[1:]))
         self.train(out="run", resume=True, steps=22)
         self.assertEqual(curve(out), curve(self.reference(22)))
+
+
+    @unittest.skipUnless(LIBRARY.exists(), "built for the CPU alone")
+    def test_a_file_system_without_locks(self):
+        done, _ = self.operations(steps=2)
+        number = done.index(("fcntl", "/.lock")) + 1
+        shutil.rmtree(self.dir / "run")
+        _, ended = self.operations(f"TORTURE_AT={number}", "TORTURE_DO=fail", steps=2)
+        self.assertIn("warning: --out run cannot be locked (No locks available): another run in it would not be noticed",
+                      ended.stderr)
+        self.assertEqual(checkpoints(self.dir / "run"), ["step_00000002"])
 
 
 class Processes(Case):
