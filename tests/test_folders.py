@@ -191,7 +191,6 @@ class LogAndLock(Case):
         self.assertEqual(curve(out), curve(self.reference(22)))
         self.assertEqual(self.train(out="run", resume=True, steps=23).stderr, "")
 
-    @unittest.skipUnless(LIBRARY.exists(), "built for the CPU alone")
     def test_the_log_is_on_the_disk_before_what_counts_on_it(self):
         """A power cut after a checkpoint has its name leaves the lines of its steps, and the log that a new one replaces
         leaves when the new one is there."""
@@ -217,7 +216,6 @@ class LogAndLock(Case):
         self.assertEqual(curve(out), curve(self.reference(22)))
 
 
-    @unittest.skipUnless(LIBRARY.exists(), "built for the CPU alone")
     def test_a_file_system_without_locks(self):
         done, _ = self.operations(steps=2)
         number = done.index(("fcntl", "/.lock")) + 1

@@ -28,6 +28,7 @@ import cli
 from run import mpirun
 
 LIBRARY = pathlib.Path(cli.PROGRAM).parent / "tests/libtorture.so"
+ONE_BUILD = True  # tests/run.py: files are the same code in each
 STEPS, LIMIT = 6, 20  # of a run; seconds after which it hangs
 
 
@@ -320,9 +321,6 @@ def run(kills, fails, damages, seed, jobs=os.cpu_count(), only=None):
 
 
 if __name__ == "__main__":
-    if not LIBRARY.exists():  # built for the CPU alone
-        print("0 passed, 0 failed, 1 skipped")
-        sys.exit(0)
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     for name, value in dict(kills=40, fails=20, damages=20, seed=1, jobs=os.cpu_count()).items():
         parser.add_argument(f"--{name}", type=int, default=value)
