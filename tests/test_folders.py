@@ -291,7 +291,7 @@ class Processes(Case):
                     break
             process.kill()
         self.assertTrue(said and 0 < int(said[1]) < 156249, said)
-        self.assertLess(time.monotonic() - began, 10)
+        self.assertLess(time.monotonic() - began, 20)  # 5 after the start; all of it takes minutes
 
     def test_nobody_reads_the_output(self):
         with self.start(out="run", steps=60, sample_every=1, sample_tokens=5) as process:
