@@ -6,7 +6,7 @@
 //   TORTURE_LOG     a file that gets a line for each operation: number, name, path
 //   TORTURE_AT      the number of the operation (1 is the first) at which to do what
 //   TORTURE_DO      says: kill, stop (a signal ahead of it), half (SIGKILL after half of a write, or after another
-//                   operation), short (write half and report that), fail (with the error that TORTURE_ERROR chooses)
+//                   operation), fail (with the error that TORTURE_ERROR chooses)
 //
 // Not seen: what stdio reads or writes unless fflush or fclose is called for it, and system calls that do not go
 // through libc. Names that end in 64 are not needed on 64-bit Linux.
@@ -26,7 +26,7 @@
 #include <sys/syscall.h>
 #include <unistd.h>
 
-typedef enum { GO, FAIL, HALF, SHORT } Turn;
+typedef enum { GO, FAIL, HALF } Turn;
 
 static const char *below, *action;
 static long at, chosen;
@@ -78,7 +78,7 @@ static Turn turn(const char* name, const char* path, const int* errors) {
     if (number != at) return GO;
     if (strcmp(action, "kill") == 0) end();
     if (strcmp(action, "stop") == 0) kill(getpid(), SIGSTOP);
-    return fails ? FAIL : strcmp(action, "half") == 0 ? HALF : strcmp(action, "short") == 0 ? SHORT : GO;
+    return fails ? FAIL : strcmp(action, "half") == 0 ? HALF : GO;
 }
 
 // clang-format off
