@@ -187,8 +187,8 @@ static void print_step(Run* r, const StepRecord* s) {
 // good since.
 static NORETURN void end_diverged(Run* r) {
     int64_t good = r->pending - r->last.bad_in_a_row;
+    if (r->saver) checkpoint_wait(r->saver);  // it may still be on its way to the disk
     int aside = r->saver && good == r->saved && checkpoint_set_aside(r->saver, good);
-    if (r->saver) checkpoint_wait(r->saver);  // an earlier one may still be on its way to the disk
     char* note = aside ? host_format(" (step_%08lld, after which no step was finite, is now step_%08lld.diverged)",
                                      (long long)good, (long long)good)
                        : host_strdup("");
@@ -302,8 +302,7 @@ static void train(Run* r, int64_t done, int64_t window) {
         if (saves) save(r, step, last);
         fflush(stdout);
     }
-    if (*s->out && !stop) checkpoint_finish(r->saver);
-    if (*s->out) checkpoint_wait(r->saver);
+    if (*s->out) stop ? checkpoint_wait(r->saver) : checkpoint_finish(r->saver);
     if (stop) {
         if (stop_asked)
             printf("stopped by signal %d", (int)stop_asked);
@@ -320,7 +319,9 @@ int main(int argc, char** argv) {
     // A file must not get the number of a closed standard stream, or the program's output would go into it.
     for (int fd = 0; fd <= 2; fd++)
         if (fcntl(fd, F_GETFD) < 0) open("/dev/null", O_RDWR);  // the lowest number that is free
-    device_setup(argv);                                         // before MPI, which starts but once in a process
+
+    // The ranks, and what they are asked to do: the same.
+    device_setup(argv);  // before MPI, which starts but once in a process
     r.world = ranks_start(&argc, &argv);
     r.ranks = ranks_count(r.world);
     r.rank = ranks_index(r.world);
@@ -336,6 +337,7 @@ int main(int argc, char** argv) {
         ranks_end(r.world);
         return 0;
     }
+
     // A full disk or quota is an error of write(2), with a message, not a signal that kills; and nobody needs to read
     // what a run prints.
     signal(SIGXFSZ, SIG_IGN);
@@ -345,6 +347,7 @@ int main(int argc, char** argv) {
     signal(SIGUSR1, ask_stop);  // what Slurm sends ahead of a job's end: --signal
     if (signal(SIGHUP, ask_stop) == SIG_IGN) signal(SIGHUP, SIG_IGN);  // nohup
 
+    // What is trained, on which data.
     options_print(settings_table, settings_count, s);
     printf("\n");
     report_model(s);
@@ -363,11 +366,14 @@ int main(int argc, char** argv) {
         die(EXIT_FAILED,
             "--train has %lld windows of %lld tokens, fewer than one batch of %lld; use a smaller --batch or --seq-len",
             (long long)shards_windows(r.train), (long long)s->seq_len, (long long)s->batch);
+
+    // Where: what does not fit or may not be written ends the run before anything is taken.
     device_choose(ranks_local());
     check_memory(s, r.rank);
     if (r.rank == 0) open_folder(&r);
     ranks_barrier(r.world);  // nobody takes memory before all have seen what is free
 
+    // The model, as it begins or as it was saved.
     r.model = model_create(s, r.world);
     printf("device     %s\n", device_name(r.model->ctx));
     if (r.ranks > 1) printf("ranks      %d, %lld share a set of experts\n", r.ranks, (long long)s->ep);
@@ -379,6 +385,8 @@ int main(int argc, char** argv) {
         model_init(r.model, (uint64_t)s->seed);
     if (done >= s->steps) printf("nothing to do: %lld of %lld steps are done\n", (long long)done, (long long)s->steps);
     free(out);
+
+    // What is kept of the run, and what is measured of a step.
     char* config = settings_json(s);
     if (*s->out && r.rank == 0) r.log = runlog_open(s->out, config, done);
     if (*s->out) r.saver = saver_create(r.world, s->out, (int)s->keep);

@@ -233,7 +233,6 @@ void checkpoint_finish(Saver* s) {
 }
 
 bool checkpoint_set_aside(Saver* s, int64_t step) {
-    checkpoint_wait(s);
     if (ranks_index(s->group) != 0) return false;
     int count;
     int64_t* steps = checkpoint_list(s->out, &count);

@@ -60,7 +60,7 @@ void checkpoint_wait(Saver* saver);  // until the last save is on disk
 // The run is complete: waits, and keeps no more than `keep`.
 void checkpoint_finish(Saver* saver);
 // No step after this one was finite: the checkpoint gets the suffix .diverged, so that --resume takes the one before
-// it. Whether rank 0 could do so; false where it is the oldest.
+// it. After checkpoint_wait. Whether rank 0 could do so; false where it is the oldest.
 bool checkpoint_set_aside(Saver* saver, int64_t step);
 
 // Steps of the checkpoints in `out`, newest first, in fresh memory; *count gets their number.

@@ -103,7 +103,9 @@ int64_t model_resume(Model* m, Ranks* world, uint32_t data_hash, int64_t* window
         CheckpointRecord record;
         Json* manifest = checkpoint_manifest(out, steps[i], &record, error, sizeof(error));
         if (manifest) check_record(m, manifest, &record, data_hash);
-        int64_t window_of_step = steps[i] * (m->settings.tokens_per_step / m->settings.seq_len);
+        // Unsigned: a folder may be named after any step.
+        uint64_t windows_per_step = (uint64_t)(m->settings.tokens_per_step / m->settings.seq_len);
+        int64_t window_of_step = (int64_t)((uint64_t)steps[i] * windows_per_step);
         if (manifest && record.window != window_of_step) {
             snprintf(error, sizeof(error), "%s/step_%08lld/manifest.json: its window is %lld, that of the step is %lld",
                      out, (long long)steps[i], (long long)record.window, (long long)window_of_step);
