@@ -4,27 +4,27 @@
 
 # Every op: x.h is the contract, x.c the CPU reference, x.cu the CUDA kernels.
 OPS = device/device \
-      layers/embedding layers/rmsnorm layers/rope layers/linear layers/attention layers/swiglu layers/loss layers/adamw \
-      moe/router moe/permute moe/grouped_gemm moe/experts moe/dispatch moe/mxfp8 moe/mx_swiglu moe/mx_stats \
-      moe/grouped_gemm_mx dist/comm
+      layers/embedding layers/rmsnorm layers/rope layers/matmul layers/attention layers/swiglu layers/loss layers/adamw \
+      moe/router grouped/permute grouped/grouped_gemm grouped/experts moe/dispatch_plan mx/mxfp8 mx/mx_swiglu mx/mx_stats \
+      mx/grouped_gemm_mx parallel/comm
 # What ops do on GPUs that their own kernels are not for: in the CUDA build alone, x_lt.cuh.
-OPS_LT = layers/attention_lt moe/grouped_gemm_lt
+OPS_LT = blackwell/attention_lt blackwell/grouped_gemm_lt
 
 # Host code, the same source in both builds.
 HOST = device/check device/random device/options device/arena device/pool device/files device/threads \
        data/json data/safetensors data/shards data/tokenizer data/runlog \
-       layers/rope_table moe/linear_mx moe/moe moe/moe_buffers moe/mx_check \
+       layers/rope_table mx/linear_mx moe/moe moe/moe_buffers mx/mx_check \
        model/settings model/params model/forward model/backward model/model model/persist model/report model/sample \
-       model/agree $(RANKS) dist/watch dist/sharding dist/slices dist/checkpoint dist/resume
+       model/agree $(RANKS) parallel/watch parallel/sharding parallel/slices parallel/checkpoint parallel/resume
 
 # Open MPI connects the ranks; without it every program is one rank, and nothing else changes.
 ifndef MPI
 MPI := $(if $(shell mpicc --showme:version 2>/dev/null),1,0)
 endif
 ifeq ($(MPI),0)
-RANKS = dist/ranks_one
+RANKS = parallel/ranks_one
 else
-RANKS = dist/ranks_mpi
+RANKS = parallel/ranks_mpi
 # Its C++ interface, which host code in the CUDA build would otherwise get, is left out.
 MPI_FLAGS := $(filter -I% -D%,$(shell mpicc --showme:compile)) -DOMPI_SKIP_MPICXX
 MPI_LIBS  := $(filter-out -pthread,$(shell mpicc --showme:link))
@@ -111,7 +111,7 @@ $(1)/train_moe.o: train_moe.cu Makefile
 	@$(CC) $(CPPFLAGS) $$(CFLAGS) $(2) -x c -c $$< -o $$@
 # The same seed gives the same weights on every machine: no fused multiply-adds there.
 $(1)/device/random.o: CFLAGS += -ffp-contract=off
-$(1)/dist/ranks_mpi.o: CFLAGS += $(MPI_FLAGS)
+$(1)/parallel/ranks_mpi.o: CFLAGS += $(MPI_FLAGS)
 $(1)/train_moe: $(addprefix $(1)/,$(addsuffix .o,train_moe $(HOST) $(OPS)) ranks)
 	@echo "  LINK  $$@"
 	@$(CC) $(CFLAGS) $$(filter %.o,$$^) -o $$@ $(LDLIBS)
@@ -125,7 +125,7 @@ $(1)/tests/libtorture.so: tests/torture_preload.c Makefile
 	@$(CC) -std=gnu11 -O2 -g -fPIC -Wall -Wextra $(if $(WERROR),-Werror) -shared $$< -o $$@ -ldl
 # The reference alone, for the CUDA tests: its functions have the names that the kernels have.
 $(1)/libreference.so: $(addprefix $(1)/,$(addsuffix .o,device/check device/random layers/rope_table \
-                        $(filter-out dist/comm,$(OPS))))
+                        $(filter-out parallel/comm,$(OPS))))
 	@echo "  LINK  $$@"
 	@$(CC) $(CFLAGS) -shared -Wl,-Bsymbolic $$^ -o $$@ $(LDLIBS)
 -include $(addprefix $(1)/,$(addsuffix .d,train_moe $(HOST) $(OPS) $(TESTS) $(TESTS_RANKS)))
@@ -144,7 +144,7 @@ $(CUDA)/%.o: %.cu Makefile
 	@echo "  NVCC  $@"
 	@$(NVCC) $(NVCCFLAGS) -c $< -o $@
 $(CUDA)/device/random.o: NVCCFLAGS += -Xcompiler -ffp-contract=off
-$(CUDA)/dist/ranks_mpi.o: NVCCFLAGS += $(MPI_FLAGS)
+$(CUDA)/parallel/ranks_mpi.o: NVCCFLAGS += $(MPI_FLAGS)
 $(CUDA)/train_moe: $(addprefix $(CUDA)/,$(addsuffix .o,train_moe $(HOST) $(OPS) $(OPS_LT)) ranks)
 	@echo "  LINK  $@"
 	@$(NVCC) $(NVCCFLAGS) $(filter %.o,$^) -o $@ $(CUDALIBS)

@@ -15,12 +15,12 @@
 #include "device/check.h"
 #include "device/files.h"
 #include "device/threads.h"
-#include "dist/watch.h"
 #include "model/agree.h"
 #include "model/model.h"
 #include "model/persist.h"
 #include "model/report.h"
 #include "model/sample.h"
+#include "parallel/watch.h"
 
 static volatile sig_atomic_t stop_asked = 0;
 static void ask_stop(int signal_number) { stop_asked = signal_number; }

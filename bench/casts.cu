@@ -13,8 +13,8 @@
 #include <vector>
 
 #include "bench/data.cuh"
-#include "moe/mx_stats.h"
-#include "moe/mx_swiglu.h"
+#include "mx/mx_stats.h"
+#include "mx/mx_swiglu.h"
 
 enum { CALLS = 6, BATCHES = 20 };
 

@@ -24,9 +24,9 @@
 #include <vector>
 
 #include "bench/data.cuh"
-#include "moe/grouped_gemm.h"
-#include "moe/grouped_gemm_mx.h"
+#include "grouped/grouped_gemm.h"
 #include "moe/moe.h"
+#include "mx/grouped_gemm_mx.h"
 
 enum { EL = 8, ROUNDS = 3, WARM = 3, CALLS = 10 };
 enum Precision { BF16, MXFP8, MXFP8_WGRAD, PRECISIONS };

@@ -106,7 +106,7 @@ def main():
             os.environ[name] = os.environ.get("OMPI_COMM_WORLD_" + source, "1" if source == "SIZE" else "0")
         os.environ.setdefault("MASTER_ADDR", "127.0.0.1")
         os.environ.setdefault("MASTER_PORT", "29511")
-    os.environ.setdefault("NCCL_NVLS_ENABLE", "0")  # as dist/comm.cu
+    os.environ.setdefault("NCCL_NVLS_ENABLE", "0")  # as parallel/comm.cu
     device = torch.device("cuda", int(os.environ["LOCAL_RANK"]))
     torch.cuda.set_device(device)
     dist.init_process_group("nccl", device_id=device)

@@ -11,7 +11,7 @@
 #include <vector>
 
 #include "device/cuda.cuh"
-#include "dist/comm.h"
+#include "parallel/comm.h"
 
 static Ctx* ctx;
 static Ranks* world;

@@ -12,7 +12,7 @@
 #include <vector>
 
 #include "bench/data.cuh"
-#include "moe/permute.h"
+#include "grouped/permute.h"
 #include "tests/hold.cuh"
 
 // About normal; rows whose mark is 0 become zeros.

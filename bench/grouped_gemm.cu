@@ -5,7 +5,7 @@
 //
 //   build/cuda/bench/grouped_gemm [rows [block_ms]]
 #include "bench/grouped.cuh"
-#include "moe/grouped_gemm.h"
+#include "grouped/grouped_gemm.h"
 
 static void bench(int64_t OC, int64_t IC, int El, int64_t M) {
     Groups g(El, M);

@@ -5,8 +5,8 @@
 //
 //   build/cuda/bench/grouped_gemm_mx [rows [block_ms]]
 #include "bench/grouped.cuh"
-#include "moe/grouped_gemm_mx.h"
-#include "moe/mxfp8.h"
+#include "mx/grouped_gemm_mx.h"
+#include "mx/mxfp8.h"
 
 static void bench(int64_t OC, int64_t IC, int El, int64_t M) {
     Groups g(El, M);

@@ -13,14 +13,14 @@
 
 #include "bench/data.cuh"
 #include "device/cuda.cuh"
+#include "grouped/experts.h"
+#include "grouped/permute.h"
 #include "layers/adamw.h"
 #include "layers/embedding.h"
 #include "layers/loss.h"
 #include "layers/rmsnorm.h"
 #include "layers/rope.h"
 #include "layers/swiglu.h"
-#include "moe/experts.h"
-#include "moe/permute.h"
 #include "moe/router.h"
 
 enum { SETS = 3, CALLS = 6, BATCHES = 20 };

@@ -27,9 +27,9 @@ void warn(const char* format, ...) PRINTF_LIKE(1, 2);
 // On every rank that calls it, with its name: for what concerns that rank alone.
 void warn_here(const char* format, ...) PRINTF_LIKE(1, 2);
 
-// Makes die() end a run of several ranks (dist/ranks_mpi.c calls it): `who` ("rank 2 of 4 (host): ") stands before the
-// message, and end_all(code) then ends every rank, this one too. Ranks other than 0 wait a moment before they speak:
-// where all fail for one reason, rank 0 says it and ends them. end_all NULL: this process is on its own again.
+// Makes die() end a run of several ranks (parallel/ranks_mpi.c calls it): `who` ("rank 2 of 4 (host): ") stands before
+// the message, and end_all(code) then ends every rank, this one too. Ranks other than 0 wait a moment before they
+// speak: where all fail for one reason, rank 0 says it and ends them. end_all NULL: this process is on its own again.
 void die_as_rank(int rank, const char* who, void (*end_all)(int code));
 
 // A broken promise inside the program (a bug, not bad input): file:line and the condition.

@@ -27,12 +27,12 @@ NORETURN void cuda_failed(cudaError_t error, const char* call, const char* file,
 #define LAUNCH_CHECK() CUDA_CHECK(cudaGetLastError())
 
 struct Staging;     // device/device.cu: pinned memory for uploads
-struct LinearPlan;  // layers/linear.cu: products whose algorithm is already chosen
+struct MatmulPlan;  // layers/matmul.cu: products whose algorithm is already chosen
 
 struct Ctx {
     cudaStream_t stream;
     cublasLtHandle_t lt;
-    LinearPlan* linear_plans;
+    MatmulPlan* matmul_plans;
     Staging* staging;
     char* workspace;
     size_t workspace_bytes;

@@ -122,13 +122,13 @@ Ctx* ctx_side(Ctx* ctx) {
     return side;
 }
 
-void linear_forget(Ctx* ctx);  // layers/linear.cu
+void matmul_forget(Ctx* ctx);  // layers/matmul.cu
 
 void ctx_destroy(Ctx* ctx) {
     ctx_sync(ctx);
     CUDA_CHECK(cudaStreamDestroy(ctx->stream));
     if (ctx->lt) {
-        linear_forget(ctx);
+        matmul_forget(ctx);
         CUBLAS_CHECK(cublasLtDestroy(ctx->lt));
         for (int i = 0; i < STAGES; i++) {
             CUDA_CHECK(cudaFreeHost(ctx->staging->host[i]));

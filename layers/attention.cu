@@ -11,8 +11,8 @@
 
 #include <type_traits>
 
+#include "blackwell/attention_lt.cuh"
 #include "device/wgmma.cuh"
-#include "layers/attention_lt.cuh"
 #include "layers/rows.cuh"
 
 namespace {

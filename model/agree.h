@@ -3,8 +3,8 @@
 #ifndef MODEL_AGREE_H
 #define MODEL_AGREE_H
 
-#include "dist/ranks.h"
 #include "model/settings.h"
+#include "parallel/ranks.h"
 
 BEGIN_C
 

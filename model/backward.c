@@ -1,7 +1,7 @@
 // The backward pass: model/forward.c from bottom to top. t.dx is the gradient of the residual stream and is added to;
 // gradients of parameters are added to; all others are written.
 #include "layers/embedding.h"
-#include "layers/linear.h"
+#include "layers/matmul.h"
 #include "layers/rmsnorm.h"
 #include "layers/swiglu.h"
 #include "model/model.h"
@@ -19,27 +19,27 @@ static void attention_backward_block(Model* m, int64_t layer) {
     int64_t N = m->B * m->T, C = c->C, q_rows = c->H * (c->nope + c->rope), kva_rows = c->kv_lora + c->rope;
     int64_t kv_rows = c->H * (c->nope + c->v), att_rows = c->H * c->v;
     linear_mx_dgrad(t->datt, t->dx, &matrix->wo, N, m->ctx);
-    linear_wgrad(g + at->wo, t->dx, s->att, N, att_rows, C, m->ctx);
+    matmul_wgrad(g + at->wo, t->dx, s->att, N, att_rows, C, m->ctx);
     attention_backward(t->dq, t->dkv, t->dkva + c->kv_lora, t->datt, s->att, s->lse, s->q, s->kv, s->kva + c->kv_lora,
                        model_attn_shape(m), m->ctx);
     model_rope(m, t->dq, t->dkva, -1);
     linear_mx_dgrad(t->dckv, t->dkv, &matrix->wkvb, N, m->ctx);
-    linear_wgrad(g + at->wkvb, t->dkv, s->ckv, N, c->kv_lora, kv_rows, m->ctx);
+    matmul_wgrad(g + at->wkvb, t->dkv, s->ckv, N, c->kv_lora, kv_rows, m->ctx);
     rmsnorm_backward(t->dkva, g + at->kv_norm, t->dckv, s->kva, kva_rows, w + at->kv_norm, s->rstd_kv, N, c->kv_lora, 0,
                      m->ctx);
     if (c->q_lora) {
         linear_mx_dgrad(t->dcq_norm, t->dq, &matrix->wqb, N, m->ctx);
-        linear_wgrad(g + at->wqb, t->dq, s->cq_norm, N, c->q_lora, q_rows, m->ctx);
+        matmul_wgrad(g + at->wqb, t->dq, s->cq_norm, N, c->q_lora, q_rows, m->ctx);
         rmsnorm_backward(t->dcq, g + at->q_norm, t->dcq_norm, s->cq, c->q_lora, w + at->q_norm, s->rstd_q, N, c->q_lora,
                          0, m->ctx);
         linear_mx_dgrad(t->dnorm, t->dcq, &matrix->wqa, N, m->ctx);
-        linear_wgrad(g + at->wqa, t->dcq, s->norm1, N, C, c->q_lora, m->ctx);
+        matmul_wgrad(g + at->wqa, t->dcq, s->norm1, N, C, c->q_lora, m->ctx);
     } else {
         linear_mx_dgrad(t->dnorm, t->dq, &matrix->wq, N, m->ctx);
-        linear_wgrad(g + at->wq, t->dq, s->norm1, N, C, q_rows, m->ctx);
+        matmul_wgrad(g + at->wq, t->dq, s->norm1, N, C, q_rows, m->ctx);
     }
-    linear_dgrad(t->dnorm, t->dkva, w + at->wkva, N, C, kva_rows, 1, m->ctx);
-    linear_wgrad(g + at->wkva, t->dkva, s->norm1, N, C, kva_rows, m->ctx);
+    matmul_dgrad(t->dnorm, t->dkva, w + at->wkva, N, C, kva_rows, 1, m->ctx);
+    matmul_wgrad(g + at->wkva, t->dkva, s->norm1, N, C, kva_rows, m->ctx);
 }
 
 // t.dnorm = gradient of norm2, from t.dx = gradient of the MLP's output
@@ -59,9 +59,9 @@ static void mlp_backward(Model* m, int64_t layer, float aux) {
     }
     linear_mx_dgrad(t->dact, t->dx, &matrix->mlp2, N, m->ctx);
     swiglu_backward(t->dh, t->act, t->dact, s->h, N, F, m->ctx);
-    linear_wgrad(g + u->at.mlp2, t->dx, t->act, N, F, C, m->ctx);
+    matmul_wgrad(g + u->at.mlp2, t->dx, t->act, N, F, C, m->ctx);
     linear_mx_dgrad(t->dnorm, t->dh, &matrix->mlp13, N, m->ctx);
-    linear_wgrad(g + u->at.mlp13, t->dh, s->norm2, N, C, 2 * F, m->ctx);
+    matmul_wgrad(g + u->at.mlp13, t->dh, s->norm2, N, C, 2 * F, m->ctx);
 }
 
 void model_backward(Model* m, float aux, int last_micro_step) {

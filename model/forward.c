@@ -3,8 +3,8 @@
 
 #include "device/check.h"
 #include "layers/embedding.h"
-#include "layers/linear.h"
 #include "layers/loss.h"
+#include "layers/matmul.h"
 #include "layers/rmsnorm.h"
 #include "layers/swiglu.h"
 #include "model/model.h"
@@ -34,7 +34,7 @@ static void attention_block(Model* m, floatX* out, int64_t layer) {
     } else {
         linear_mx_forward(s->q, s->norm1, &matrix->wq, N, m->ctx);
     }
-    linear_forward(s->kva, s->norm1, w + u->at.wkva, N, c->C, kva_rows, m->ctx);
+    matmul_forward(s->kva, s->norm1, w + u->at.wkva, N, c->C, kva_rows, m->ctx);
     rmsnorm_forward(s->ckv, s->rstd_kv, s->kva, kva_rows, w + u->at.kv_norm, N, c->kv_lora, m->ctx);
     linear_mx_forward(s->kv, s->ckv, &matrix->wkvb, N, m->ctx);
     model_rope(m, s->q, s->kva, +1);
@@ -120,11 +120,11 @@ void model_loss(Model* m, StepState* state, float dscale) {
     for (int64_t n = 0; n < N; n += m->chunk) {
         int64_t rows = N - n < m->chunk ? N - n : m->chunk;
         floatX *x = m->final_norm + n * C, *logits = m->t.logits;
-        linear_forward(logits, x, lm_head, rows, C, Vp, m->ctx);
+        matmul_forward(logits, x, lm_head, rows, C, Vp, m->ctx);
         cross_entropy(m->losses + n, logits, m->targets + n, rows, V, Vp, dscale, m->ctx);
         if (dscale == 0) continue;
-        linear_dgrad(m->t.dnorm + n * C, logits, lm_head, rows, C, Vp, 0, m->ctx);
-        linear_wgrad(head->dense.grad + head->at.lm_head, logits, x, rows, C, Vp, m->ctx);
+        matmul_dgrad(m->t.dnorm + n * C, logits, lm_head, rows, C, Vp, 0, m->ctx);
+        matmul_wgrad(head->dense.grad + head->at.lm_head, logits, x, rows, C, Vp, m->ctx);
     }
     weights_release(m->sharding, unit, m->ctx);
     loss_add(state, m->losses, N, m->ctx);
@@ -135,7 +135,7 @@ void model_logits(Model* m, int64_t n, real* host_logits) {
     int64_t C = m->config.C, Vp = config_vocab_padded(&m->config);
     ASSERT(n < m->B * m->T);
     weights_get(m->sharding, (int)m->config.L + 1, m->ctx);
-    linear_forward(m->t.logits, m->final_norm + n * C, head->dense.weight + head->at.lm_head, 1, C, Vp, m->ctx);
+    matmul_forward(m->t.logits, m->final_norm + n * C, head->dense.weight + head->at.lm_head, 1, C, Vp, m->ctx);
     weights_release(m->sharding, (int)m->config.L + 1, m->ctx);
     device_to_real(m->t.logits_row, m->t.logits, m->config.V, m->ctx);
     device_download(host_logits, m->t.logits_row, (size_t)m->config.V * sizeof(real), m->ctx);

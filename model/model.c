@@ -6,9 +6,9 @@
 
 #include "device/check.h"
 #include "layers/embedding.h"
-#include "layers/linear.h"
+#include "layers/matmul.h"
 #include "layers/rmsnorm.h"
-#include "moe/mx_check.h"
+#include "mx/mx_check.h"
 
 AttnShape model_attn_shape(const Model* m) {
     const ModelConfig* c = &m->config;
@@ -235,7 +235,7 @@ size_t model_workspace(const Model* m) {
     const ModelConfig* c = &m->config;
     int64_t N = m->B * m->T;
     size_t bytes = max_size(attention_workspace(model_attn_shape(m)), rmsnorm_workspace(N, c->C));
-    bytes = max_size(bytes, linear_workspace());
+    bytes = max_size(bytes, matmul_workspace());
     bytes = max_size(bytes, embedding_workspace(N, c->V));
     bytes = max_size(bytes, rmsnorm_workspace(N, max_size((size_t)c->q_lora, (size_t)c->kv_lora)));
     if (c->dense_layers < c->L) bytes = max_size(bytes, moe_workspace(model_moe_shape(m)));

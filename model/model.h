@@ -53,7 +53,7 @@ typedef struct BlockMatrices {
     LinearWeight wq, wqa, wqb, wkvb, wo;  // by --linear-precision
     LinearWeight mlp13, mlp2;             // of the dense or the shared MLP, the same
     MxExperts experts;                    // casts, with --expert-precision mxfp8
-    int64_t version;                      // of the weights that the casts were made from (dist/sharding.h)
+    int64_t version;                      // of the weights that the casts were made from (parallel/sharding.h)
 } BlockMatrices;
 
 typedef struct Model {

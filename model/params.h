@@ -4,12 +4,12 @@
 // flat buffers, `dense` and `experts` (empty without experts): all else about a parameter is an offset into one of
 // them. Matrices come first in a buffer and norms after, so that weight decay covers a prefix (n_decay). Fused matrices
 // (gate over up) are laid out so that every tensor of a Hugging Face DeepSeek checkpoint is one contiguous slice. A
-// rank holds E / ep experts; how the buffers are cut beyond that is dist/sharding.h's.
+// rank holds E / ep experts; how the buffers are cut beyond that is parallel/sharding.h's.
 #ifndef MODEL_PARAMS_H
 #define MODEL_PARAMS_H
 
-#include "dist/sharding.h"
 #include "model/settings.h"
+#include "parallel/sharding.h"
 
 BEGIN_C
 

@@ -5,8 +5,8 @@
 #ifndef MODEL_PERSIST_H
 #define MODEL_PERSIST_H
 
-#include "dist/checkpoint.h"
 #include "model/model.h"
+#include "parallel/checkpoint.h"
 
 BEGIN_C
 

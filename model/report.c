@@ -6,7 +6,7 @@
 #include <string.h>
 
 #include "device/check.h"
-#include "dist/ranks.h"
+#include "parallel/ranks.h"
 
 // 15.71e9, 1.864e6: four digits, exponents in steps of three.
 static char* big(double x) {

@@ -7,8 +7,8 @@
 #include <string.h>
 
 #include "device/check.h"
-#include "dist/sharding.h"
 #include "moe/moe.h"
+#include "parallel/sharding.h"
 
 #define AT(field) offsetof(Settings, field)
 #define BIG 1e12

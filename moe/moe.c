@@ -7,13 +7,13 @@
 #include <string.h>
 
 #include "device/check.h"
-#include "layers/linear.h"
+#include "grouped/experts.h"
+#include "grouped/grouped_gemm.h"
+#include "layers/matmul.h"
 #include "layers/swiglu.h"
-#include "moe/dispatch.h"
-#include "moe/experts.h"
-#include "moe/grouped_gemm.h"
-#include "moe/grouped_gemm_mx.h"
-#include "moe/mx_swiglu.h"
+#include "moe/dispatch_plan.h"
+#include "mx/grouped_gemm_mx.h"
+#include "mx/mx_swiglu.h"
 
 struct MoeWays {
     Pool* pool;
@@ -34,7 +34,7 @@ static void take(MoeWays* ways) {
 
 // At worst a rank receives every token of the group.
 size_t moe_workspace(MoeShape s) {
-    size_t bytes = max_size(router_workspace(s.router), linear_workspace());
+    size_t bytes = max_size(router_workspace(s.router), matmul_workspace());
     bytes = max_size(bytes, permute_workspace(s.ep * s.router.N, s.router.K, moe_held(s)));
     bytes = max_size(bytes, mx_stats_workspace());
     return max_size(bytes, permute_workspace(s.router.N, s.ep, s.ep));
@@ -310,9 +310,9 @@ static void shared_backward(floatX* dx, const floatX* dy, const floatX* x, MoeWe
     if (s.recompute) linear_mx_forward(m->shared_h, x, &w.shared13, N, ctx);
     linear_mx_dgrad(t.dact, dy, &w.shared2, N, ctx);
     swiglu_backward(t.dh, t.act, t.dact, m->shared_h, N, F, ctx);
-    linear_wgrad(dw.shared2, dy, t.act, N, F, C, ctx);
+    matmul_wgrad(dw.shared2, dy, t.act, N, F, C, ctx);
     linear_mx_dgrad(dx, t.dh, &w.shared13, N, ctx);
-    linear_wgrad(dw.shared13, t.dh, x, N, C, 2 * F, ctx);
+    matmul_wgrad(dw.shared13, t.dh, x, N, C, 2 * F, ctx);
 }
 
 // Between an expert's two products backward: dh and gate * A, and the activation's gradient in t.dact turned into that
@@ -374,7 +374,7 @@ void moe_backward(floatX* dx, const floatX* dy, const floatX* x, MoeWeights w, M
         else
             grouped_gemm_forward(m->h, t.rows, w.w13, r, C, 2 * s.F, ctx);
     }
-    // The combine's backward sends dy to the rows as it is; the gate is applied behind W2 (moe/experts.h).
+    // The combine's backward sends dy to the rows as it is; the gate is applied behind W2 (grouped/experts.h).
     place(t.rows, t.rows_mx, s.ep > 1 ? t.here : dy, t.here_mx, m, s, ctx);
     if (m->stats) device_zero(t.dh, (size_t)(r.capacity * 2 * s.F) * sizeof(floatX), ctx);  // as in forward_stats
     experts_backward(w, m, t, s, ctx);

@@ -11,11 +11,11 @@
 
 #include "device/arena.h"
 #include "device/pool.h"
-#include "dist/comm.h"
-#include "moe/linear_mx.h"
-#include "moe/mx_stats.h"
-#include "moe/permute.h"
+#include "grouped/permute.h"
 #include "moe/router.h"
+#include "mx/linear_mx.h"
+#include "mx/mx_stats.h"
+#include "parallel/comm.h"
 
 BEGIN_C
 

@@ -11,7 +11,7 @@ smallest and the largest numbers, NaN and Inf. For each input and mode (rceil, f
 torchao 0.18 departs from the formula for blocks with s = 0 (it does not multiply by 2^127) and with Inf (s = 254). In
 eager mode its rceil takes ceil(log2(amax / 448)) with the logarithm rounded to float32: just above 448 * 2^k, by at most
 2 (k = 4) to 39 (k = 64) of float32's steps, the logarithm is k and s one too small, for k >= 4 and k <= -5. No bf16
-comes so near, and no block here does: cast() would stop. (The one exception in moe/mxfp8.h is another: there the quotient
+comes so near, and no block here does: cast() would stop. (The one exception in mx/mxfp8.h is another: there the quotient
 is subnormal and rounded down.) So every block is cast a second time, in float64 by the definition of MX with PyTorch's
 rounding to e4m3: where torchao keeps to the formula both must agree, and elsewhere the file holds the second.
 """

@@ -5,7 +5,7 @@
 
 #include <math.h>
 
-#include "moe/mxfp8.h"
+#include "mx/mxfp8.h"
 
 static inline double bf16(double x) {
     int exponent;

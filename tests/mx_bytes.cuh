@@ -4,7 +4,7 @@
 
 #include <functional>
 
-#include "moe/mxfp8.h"
+#include "mx/mxfp8.h"
 #include "tests/cuda.cuh"
 
 // Bytes on the GPU, poisoned, and a guard behind them that nobody may touch; the reference's on the host.

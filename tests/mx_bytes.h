@@ -1,9 +1,9 @@
-// The casts of MXFP8 (moe/mxfp8.h) byte by byte, by their definitions in float64, from a list of all e4m3 values and
+// The casts of MXFP8 (mx/mxfp8.h) byte by byte, by their definitions in float64, from a list of all e4m3 values and
 // without a look at any bits; and the inputs that their tests share. A test calls list_e4m3 first.
 #ifndef TESTS_MX_BYTES_H
 #define TESTS_MX_BYTES_H
 
-#include "moe/mxfp8.h"
+#include "mx/mxfp8.h"
 #include "tests/oracle.h"
 
 // --- The oracle: the definitions, in float64 ---

@@ -5,7 +5,7 @@
 
 #include <algorithm>
 
-#include "moe/permute.h"
+#include "grouped/permute.h"
 #include "tests/cuda.cuh"
 
 typedef std::vector<int32_t> Rows;

@@ -5,8 +5,8 @@
 
 #include <unistd.h>
 
-#include "dist/ranks.h"
-#include "dist/watch.h"
+#include "parallel/ranks.h"
+#include "parallel/watch.h"
 #include "tests/test.h"
 
 static Ranks* world;

@@ -2,7 +2,7 @@
 #ifndef TESTS_ROUTING_H
 #define TESTS_ROUTING_H
 
-#include "moe/permute.h"
+#include "grouped/permute.h"
 #include "tests/oracle.h"
 
 enum { RANDOM, ONE_TAKES_ALL, ODD_ONES_EMPTY, NONE_HELD, IN_ORDER, ROUTINGS };

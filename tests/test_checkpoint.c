@@ -6,8 +6,8 @@
 #include <sys/stat.h>
 
 #include "device/files.h"
-#include "dist/checkpoint.h"
-#include "dist/slices.h"
+#include "parallel/checkpoint.h"
+#include "parallel/slices.h"
 #include "tests/files.h"
 #include "tests/ranks.h"
 

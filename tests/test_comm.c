@@ -3,7 +3,7 @@
 // each of the R - 1 additions rounds to u = 2^-24 of a partial sum, so ||out - ref|| / ||ref|| stays below R u, about
 // 2.4e-7 on 4 ranks; 1e-6 is asked for.
 #include "device/device.h"
-#include "dist/comm.h"
+#include "parallel/comm.h"
 #include "tests/ranks.h"
 
 static Ctx* ctx;

@@ -1,6 +1,6 @@
 // Attention on the GPU against the reference in double, forward and backward, for the three head sizes, on both roads:
 // Hopper's kernels (layers/attention.cu; on other GPUs attention_forward is the other road too) and cuBLASLt's products
-// (layers/attention_lt.cu).
+// (blackwell/attention_lt.cu).
 //
 // Tolerances (of ||out - ref|| / ||ref||). bf16 rounds by at most u = 2^-9 = 1.95e-3 of each element, typically u
 // / 1.7.
@@ -12,8 +12,8 @@
 #include <sys/wait.h>
 #include <unistd.h>
 
+#include "blackwell/attention_lt.cuh"
 #include "layers/attention.h"
-#include "layers/attention_lt.cuh"
 #include "tests/cuda.cuh"
 
 static const double U = 0x1p-9;

@@ -1,7 +1,8 @@
-// What the grouped products do on Blackwell (moe/grouped_gemm_lt.cu), tried on the GPU at hand: bf16 products against
-// the reference in double; the order of scales, to the byte, against the documentation's; MXFP8 products against the
-// reference. Where cuBLASLt has no MXFP8 product, as on Hopper, a plain kernel written from its documentation takes the
-// place of that one call: descriptors, pointers and the order of scales are those that Blackwell would be given.
+// What the grouped products do on Blackwell (blackwell/grouped_gemm_lt.cu), tried on the GPU at hand: bf16 products
+// against the reference in double; the order of scales, to the byte, against the documentation's; MXFP8 products
+// against the reference. Where cuBLASLt has no MXFP8 product, as on Hopper, a plain kernel written from its
+// documentation takes the place of that one call: descriptors, pointers and the order of scales are those that
+// Blackwell would be given.
 //
 // Tolerances. bf16 out, 8 significant bits: rounding moves an element by at most 2^-8 of itself, and the float32 sums
 // add 1e-5 to a row. dW: tests/ragged.cuh. MXFP8 in float32: the stand-in adds up to 4096 products, each time off by up
@@ -13,13 +14,13 @@
 
 #include <string>
 
+#include "blackwell/grouped_gemm_lt.cuh"
 #include "device/lt.cuh"
-#include "layers/linear.h"
-#include "moe/grouped_gemm.h"
-#include "moe/grouped_gemm_lt.cuh"
-#include "moe/grouped_gemm_mx.h"
-#include "moe/mx_check.h"
-#include "moe/mxfp8.h"
+#include "grouped/grouped_gemm.h"
+#include "layers/matmul.h"
+#include "mx/grouped_gemm_mx.h"
+#include "mx/mx_check.h"
+#include "mx/mxfp8.h"
 #include "tests/ragged.cuh"
 
 // --- In place of cuBLASLt's MXFP8 products ---
@@ -358,7 +359,7 @@ static void test_refusals(void) {
 
 int main(int argc, char** argv) {
     const char* what = argc > 1 ? argv[1] : "";
-    if (device_available()) open_contexts(linear_workspace());
+    if (device_available()) open_contexts(matmul_workspace());
     if (!strncmp(what, "refuse", 6)) {
         refuse(!strcmp(what, "refuse-size") ? 24 : 32);
         return 0;

@@ -8,9 +8,9 @@
 // 1.8e-9 K. Allowed: 2e-9 K, and 5e-7 for the roundings that do not grow with K. Sums in bf16 would show 1e-3, fp8
 // products 1e-4. And whatever the card does, the library's bf16 product of the same operands does it too: at most 1.2
 // times its error.
-#include "layers/linear.h"
-#include "moe/grouped_gemm.h"
-#include "moe/mxfp8.h"
+#include "grouped/grouped_gemm.h"
+#include "layers/matmul.h"
+#include "mx/mxfp8.h"
 #include "tests/cuda.cuh"
 
 enum { OC = 2048, IC = 1408 };
@@ -37,8 +37,8 @@ static double error_of_product(int64_t K, int32_t align) {
         out->send();
     }
     grouped_gemm_wgrad(dw.dev, dy.dev, x.dev, r, IC, OC, ctx);
-    linear_wgrad(library.dev, dy.dev, x.dev, K, IC, OC, ctx);
-    REFERENCE(linear_wgrad)((real*)dw.ref(), (floatX*)dy.ref(), (floatX*)x.ref(), K, IC, OC, reference_ctx);
+    matmul_wgrad(library.dev, dy.dev, x.dev, K, IC, OC, ctx);
+    REFERENCE(matmul_wgrad)((real*)dw.ref(), (floatX*)dy.ref(), (floatX*)x.ref(), K, IC, OC, reference_ctx);
     library.host = dw.host;
     const double error = tensor_error(dw), of_library = tensor_error(library);
     if (getenv("TEST_ERRORS"))
@@ -57,7 +57,7 @@ static void test_exact(void) {
 }
 
 int main(void) {
-    if (device_available()) open_contexts(linear_workspace());
+    if (device_available()) open_contexts(matmul_workspace());
     RUN(test_exact);
     return test_summary();
 }

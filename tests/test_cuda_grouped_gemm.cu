@@ -6,8 +6,8 @@
 #include <sys/wait.h>
 #include <unistd.h>
 
-#include "layers/linear.h"
-#include "moe/grouped_gemm.h"
+#include "grouped/grouped_gemm.h"
+#include "layers/matmul.h"
 #include "tests/hold.cuh"
 #include "tests/ragged.cuh"
 
@@ -169,7 +169,7 @@ int main(int argc, char** argv) {
         grouped_gemm_forward(nullptr, nullptr, nullptr, Ragged{}, 12, 16, nullptr);
         return 0;
     }
-    if (device_available()) open_contexts(linear_workspace());
+    if (device_available()) open_contexts(matmul_workspace());
     if (argc > 1 && !strcmp(argv[1], "small")) {  // for compute-sanitizer
         compare({129, 0, 1, 130}, 72, 136);
         compare({1, 300, 128}, 136, 264);

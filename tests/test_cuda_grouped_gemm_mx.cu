@@ -7,8 +7,8 @@
 // row's rms. The output in bf16 is the output in float32, rounded: exactly.
 #include <cuda_fp8.h>
 
-#include "moe/grouped_gemm_mx.h"
-#include "moe/mxfp8.h"
+#include "mx/grouped_gemm_mx.h"
+#include "mx/mxfp8.h"
 #include "tests/hold.cuh"
 #include "tests/ragged.cuh"
 
@@ -210,7 +210,7 @@ static void test_nan_stays(void) {
     CHECK(wrong == 0, "%lld elements are NaN that should not be, or the reverse", (long long)wrong);
 }
 
-// Scales as they come, from 2^-127 to 2^127: their product may leave float32's range (moe/grouped_gemm_mx.h).
+// Scales as they come, from 2^-127 to 2^127: their product may leave float32's range (mx/grouped_gemm_mx.h).
 static void test_extreme_scales(void) {
     const int scales[] = {0, 1, 2, 100, 104, 105, 106, 126, 127, 128, 200, 227, 247, 254};
     const int n = (int)(sizeof(scales) / sizeof(scales[0]));

@@ -5,9 +5,9 @@
 #include <algorithm>
 #include <functional>
 
-#include "moe/dispatch.h"
-#include "moe/experts.h"
-#include "moe/permute.h"
+#include "grouped/experts.h"
+#include "grouped/permute.h"
+#include "moe/dispatch_plan.h"
 #include "moe/router.h"
 #include "tests/cuda.cuh"
 

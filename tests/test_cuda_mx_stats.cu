@@ -1,5 +1,5 @@
 // The CUDA statistics of casts against the reference in double.
-#include "moe/mx_stats.h"
+#include "mx/mx_stats.h"
 
 #include "tests/mx_bytes.cuh"
 

@@ -1,7 +1,7 @@
 // SwiGLU with the cast of its result, forward and backward, against the kernels that they stand for, bit for bit: empty
 // experts, pad rows of NaN, widths that end inside a chunk or put one across gate and up.
-#include "moe/experts.h"
-#include "moe/mx_swiglu.h"
+#include "grouped/experts.h"
+#include "mx/mx_swiglu.h"
 #include "tests/mx_bytes.cuh"
 
 // Groups at multiples of 128, and 256 rows behind the last one.

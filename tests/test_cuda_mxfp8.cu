@@ -1,6 +1,6 @@
 // The CUDA casts against the reference, bit for bit: every bf16 as the largest of a block, subnormal numbers, zeros,
 // Inf and NaN, widths and heights that end inside a chunk, a warp or a block of threads, 1 to 64 experts.
-#include "moe/mxfp8.h"
+#include "mx/mxfp8.h"
 
 #include "tests/mx_bytes.cuh"
 

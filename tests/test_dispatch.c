@@ -1,5 +1,5 @@
 // What expert parallelism sends where.
-#include "moe/dispatch.h"
+#include "moe/dispatch_plan.h"
 #include "tests/routing.h"
 
 typedef struct {

@@ -5,8 +5,8 @@
 // weight's gradient group by group, and a product may take other instructions for a row that stands elsewhere in its
 // tile: some u = 6e-8 (1e-16 in double). On CUDA what travels is rounded to bf16, once for each rank that has a part in
 // a sum: such a rounding is 8e-4 of its part (2^-9, even within a binade), and three of them meet.
-#include "dist/comm.h"
 #include "moe/moe.h"
+#include "parallel/comm.h"
 #include "tests/ranks.h"
 #include "tests/transfer.h"
 

@@ -1,6 +1,6 @@
 // The experts: SwiGLU and gates between the products, and the whole path of a token through them against differences.
-#include "moe/experts.h"
-#include "moe/grouped_gemm.h"
+#include "grouped/experts.h"
+#include "grouped/grouped_gemm.h"
 #include "tests/routing.h"
 
 // --- Between the products ---

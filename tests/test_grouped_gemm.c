@@ -1,5 +1,5 @@
 // The grouped products against sums in float64, on random and on extreme routings.
-#include "moe/grouped_gemm.h"
+#include "grouped/grouped_gemm.h"
 #include "tests/routing.h"
 
 typedef struct {

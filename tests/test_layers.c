@@ -1,7 +1,7 @@
 // The dense ops: embedding, linear, rmsnorm, swiglu, cross-entropy. tests/oracle.h says how they are tested.
 #include "layers/embedding.h"
-#include "layers/linear.h"
 #include "layers/loss.h"
+#include "layers/matmul.h"
 #include "layers/rmsnorm.h"
 #include "layers/swiglu.h"
 #include "tests/oracle.h"
@@ -58,13 +58,13 @@ static void run_linear(void* arg) {
     Linear* l = arg;
     Ctx* ctx = ctx_create(0);
     l->y = poisoned(l->N * l->OC);
-    linear_forward(l->y, l->x, l->w, l->N, l->IC, l->OC, ctx);
+    matmul_forward(l->y, l->x, l->w, l->N, l->IC, l->OC, ctx);
     l->dx = poisoned(l->N * l->IC);
-    linear_dgrad(l->dx, l->dy, l->w, l->N, l->IC, l->OC, 0, ctx);
+    matmul_dgrad(l->dx, l->dy, l->w, l->N, l->IC, l->OC, 0, ctx);
     l->dx_added = copied(l->dx_before, l->N * l->IC);
-    linear_dgrad(l->dx_added, l->dy, l->w, l->N, l->IC, l->OC, 1, ctx);
+    matmul_dgrad(l->dx_added, l->dy, l->w, l->N, l->IC, l->OC, 1, ctx);
     l->dw = copied(l->dw_before, l->OC * l->IC);
-    linear_wgrad(l->dw, l->dy, l->x, l->N, l->IC, l->OC, ctx);
+    matmul_wgrad(l->dw, l->dy, l->x, l->N, l->IC, l->OC, ctx);
     ctx_sync(ctx);
     ctx_destroy(ctx);
 }

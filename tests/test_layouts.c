@@ -8,8 +8,8 @@
 #include <unistd.h>
 
 #include "device/files.h"
-#include "dist/watch.h"
 #include "model/persist.h"
+#include "parallel/watch.h"
 #include "tests/model.h"
 
 enum { SEQUENCES = 16, STEPS = 20, BF16 = BACKEND == BACKEND_CUDA };

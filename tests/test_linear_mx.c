@@ -1,4 +1,4 @@
-// Dense products in MXFP8 (moe/linear_mx.h) against float64 with casts of its own (tests/mx.h): one by one, then those
+// Dense products in MXFP8 (mx/linear_mx.h) against float64 with casts of its own (tests/mx.h): one by one, then those
 // of whole models, on what the model itself holds. Operands are the same numbers on both sides, so that casts agree to
 // the bit and only sums differ:
 //   double  1e-16 a sum's term: below 1e-15; 1e-14
@@ -7,7 +7,7 @@
 //           norm, of which 4e-4 are allowed, and of a row, where they may cancel, 4e-3
 //           (tests/test_cuda_grouped_gemm_mx.cu)
 // A cast left out is 2.6e-2 of a product's norm, a wrong scale more.
-#include "moe/linear_mx.h"
+#include "mx/linear_mx.h"
 #include "tests/model.h"
 #include "tests/mx.h"
 

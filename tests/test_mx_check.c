@@ -1,9 +1,9 @@
-// The check of MXFP8 products at start (moe/mx_check.h): the build's own products pass, and every way of reading scales
+// The check of MXFP8 products at start (mx/mx_check.h): the build's own products pass, and every way of reading scales
 // wrongly that is tried here does not. Runs in all builds.
-#include "moe/mx_check.h"
+#include "mx/mx_check.h"
 
-#include "moe/grouped_gemm_mx.h"
-#include "moe/mxfp8.h"
+#include "mx/grouped_gemm_mx.h"
+#include "mx/mxfp8.h"
 #include "tests/test.h"
 
 static Ctx* ctx;

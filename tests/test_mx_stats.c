@@ -1,5 +1,5 @@
 // Statistics of casts: by hand, and against sums over the oracle's bytes (tests/mx_bytes.h).
-#include "moe/mx_stats.h"
+#include "mx/mx_stats.h"
 
 #include "tests/mx_bytes.h"
 

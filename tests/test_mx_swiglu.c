@@ -1,6 +1,6 @@
 // SwiGLU and its backward, cast as they are made: bytes and scales against the oracle's cast (tests/mx_bytes.h) of the
 // activation and of its gradients in float64.
-#include "moe/mx_swiglu.h"
+#include "mx/mx_swiglu.h"
 
 #include "tests/mx_bytes.h"
 

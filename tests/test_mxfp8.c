@@ -2,7 +2,7 @@
 // zero, Inf and NaN, aligned chunks, both orientations, tiles, the way back; against an oracle that knows nothing of
 // bits (tests/mx_bytes.h), and against goldens by torchao and PyTorch (scripts/make_mx_golden.py).
 #include "data/safetensors.h"
-#include "moe/mxfp8.h"
+#include "mx/mxfp8.h"
 #include "tests/mx_bytes.h"
 
 typedef struct {

@@ -1,0 +1,124 @@
+// One product after another through cuBLASLt; what is left to do here is to cut the ragged buffer, to write the zeros
+// of pad rows, and for MXFP8 to bring the scales into the order that Blackwell's tensor cores read. Bound by the tensor
+// cores with many rows per expert, with few by the wait for the group sizes and by launches.
+#include "blackwell/grouped_gemm_lt.cuh"
+
+#include "device/lt.cuh"
+#include "layers/matmul.h"
+#include "mx/mxfp8.h"
+
+enum { MAX_EXPERTS = 1024 };
+
+// The groups on the host, and where all buffers end.
+struct Groups {
+    int64_t start[MAX_EXPERTS + 1], capacity;
+    int32_t rows[MAX_EXPERTS];
+
+    // Rows that a product takes: whole 128s where the buffers have them, which cost little and give the library fewer
+    // sizes to search for. Pad rows are zeros in bf16 operands; what comes of others is written over.
+    int64_t taken(int e) const {
+        const int64_t whole = rows[e] ? ceil_div(rows[e], 128) * 128 : 0, room = capacity - start[e];
+        return whole < room ? whole : room;
+    }
+    // Zeros for the pad rows of an output.
+    void clear_pads(void* out, int e, int64_t row_bytes, Ctx* ctx) const {
+        const int64_t from = start[e] + rows[e], to = start[e + 1] < capacity ? start[e + 1] : capacity;
+        device_zero((char*)out + from * row_bytes, (size_t)((to - from) * row_bytes), ctx);
+    }
+};
+
+static Groups fetch_groups(Ragged r, Ctx* ctx) {
+    if (r.El > MAX_EXPERTS)
+        die(EXIT_USAGE, "%d experts on one GPU are too many: at most %d; raise --ep", (int)r.El, (int)MAX_EXPERTS);
+    Groups g;
+    g.capacity = r.capacity;
+    CUDA_CHECK(cudaMemcpyAsync(g.start, r.group_start, (size_t)(r.El + 1) * sizeof(g.start[0]), cudaMemcpyDeviceToHost,
+                               ctx->stream));
+    CUDA_CHECK(
+        cudaMemcpyAsync(g.rows, r.group_rows, (size_t)r.El * sizeof(g.rows[0]), cudaMemcpyDeviceToHost, ctx->stream));
+    ctx_sync(ctx);
+    return g;
+}
+
+void grouped_gemm_lt_forward(floatX* y, const floatX* x, const floatX* w, Ragged r, int64_t IC, int64_t OC, Ctx* ctx) {
+    const Groups g = fetch_groups(r, ctx);
+    for (int e = 0; e < r.El; e++) {
+        matmul_forward(y + g.start[e] * OC, x + g.start[e] * IC, w + e * OC * IC, g.taken(e), IC, OC, ctx);
+        g.clear_pads(y, e, OC * (int64_t)sizeof(floatX), ctx);
+    }
+}
+
+void grouped_gemm_lt_dgrad(floatX* dx, const floatX* dy, const floatX* w, Ragged r, int64_t IC, int64_t OC, Ctx* ctx) {
+    const Groups g = fetch_groups(r, ctx);
+    for (int e = 0; e < r.El; e++) {
+        matmul_dgrad(dx + g.start[e] * IC, dy + g.start[e] * OC, w + e * OC * IC, g.taken(e), IC, OC, 0, ctx);
+        g.clear_pads(dx, e, IC * (int64_t)sizeof(floatX), ctx);
+    }
+}
+
+void grouped_gemm_lt_wgrad(real* dw, const floatX* dy, const floatX* x, Ragged r, int64_t IC, int64_t OC, Ctx* ctx) {
+    const Groups g = fetch_groups(r, ctx);
+    for (int e = 0; e < r.El; e++)
+        matmul_wgrad(dw + e * OC * IC, dy + g.start[e] * OC, x + g.start[e] * IC, g.taken(e), IC, OC, ctx);
+}
+
+// --- MXFP8 ---
+
+// The inverse of mx_blackwell_offset: a thread writes the four bytes that lie together, of neighbours in a row.
+static __global__ void __launch_bounds__(256)
+    blackwell_scales_kernel(uint32_t* out, ScaleTiles s, int64_t rows, int64_t blocks, int64_t count) {
+    const int64_t i = blockIdx.x * (int64_t)256 + threadIdx.x, quads = ceil_div(blocks, 4);
+    if (i >= count) return;
+    const int64_t tile = i / 128, row = tile / quads * 128 + i % 4 * 32 + i % 128 / 4, first = tile % quads * 4;
+    uint32_t four = 0;
+    for (int j = 0; j < 4; j++)
+        if (row < rows && first + j < blocks) {
+            const uint8_t byte = s.p[row / s.rows * s.row_stride + (first + j) / s.blocks * s.block_stride];
+            four |= (uint32_t)byte << 8 * j;
+        }
+    out[i] = four;
+}
+
+static int64_t scales_bytes(int64_t rows, int64_t blocks) { return ceil_div(rows, 128) * ceil_div(blocks, 4) * 512; }
+
+void mx_blackwell_scales(uint8_t* out, ScaleTiles scales, int64_t rows, int64_t blocks, Ctx* ctx) {
+    const int64_t count = scales_bytes(rows, blocks) / 4;
+    const unsigned grid = (unsigned)ceil_div(count, 256);
+    blackwell_scales_kernel<<<grid, 256, 0, ctx->stream>>>((uint32_t*)out, scales, rows, blocks, count);
+    LAUNCH_CHECK();
+}
+
+// The workspace holds the library's part, the scales of an expert's weights and those of its rows; of many rows a piece
+// at a time.
+void grouped_gemm_lt_mx(floatX* y, real* y_real, const uint8_t* x, const uint8_t* x_scale, const uint8_t* w,
+                        const uint8_t* w_scale, int64_t w_stride_o, int64_t w_stride_c, Ragged r, int64_t IC,
+                        int64_t OC, Ctx* ctx) {
+    if (OC % 16 != 0)
+        die(EXIT_USAGE,
+            "an MXFP8 product on this GPU needs outputs in multiples of 16, not %lld; choose --dim and --expert-ffn "
+            "so, or --mx-gemm exact",
+            (long long)OC);
+    const int64_t blocks = IC / MX_BLOCK, w_bytes = scales_bytes(OC, blocks), tile_bytes = scales_bytes(128, blocks);
+    const int64_t piece = ((int64_t)ctx->workspace_bytes - LT_WORKSPACE - w_bytes) / tile_bytes * 128;
+    ASSERT(piece > 0);
+    char* library = ctx->workspace;
+    uint8_t *of_w = (uint8_t*)library + LT_WORKSPACE, *of_x = of_w + w_bytes;
+    const int64_t w_tiles = mx_tiles(OC) * mx_tiles(IC);
+    const int64_t out_bytes = y ? (int64_t)sizeof(floatX) : (int64_t)sizeof(real);
+    char* out = y ? (char*)y : (char*)y_real;
+    const Groups g = fetch_groups(r, ctx);
+    for (int e = 0; e < r.El; e++) {
+        const ScaleTiles w_tile = {w_scale + e * w_tiles, MX_CHUNK, w_stride_o, MX_CHUNK / MX_BLOCK, w_stride_c};
+        if (g.rows[e]) mx_blackwell_scales(of_w, w_tile, OC, blocks, ctx);
+        for (int64_t at = 0; at < g.taken(e); at += piece) {
+            const int64_t row = g.start[e] + at, rows = g.taken(e) - at < piece ? g.taken(e) - at : piece;
+            const int64_t valid = g.rows[e] - at < rows ? g.rows[e] - at : rows;
+            const ScaleTiles x_tile = {x_scale + row * mx_stride(IC), 1, mx_stride(IC), 1, 1};
+            mx_blackwell_scales(of_x, x_tile, valid, blocks, ctx);
+            LtProduct p = {rows, OC, IC, false, true, 1, y == NULL, 0, of_x, of_w};
+            lt_multiply({out + row * OC * out_bytes, OC, 0}, {x + row * IC, IC, 0}, {w + e * OC * IC, IC, 0}, p,
+                        library, ctx);
+        }
+        g.clear_pads(out, e, OC * out_bytes, ctx);
+    }
+}

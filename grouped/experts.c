@@ -1,0 +1,28 @@
+#include "grouped/experts.h"
+
+#include "device/cpu.h"
+#include "layers/swiglu.h"
+
+void experts_swiglu_forward(floatX* a, const floatX* h, Ragged r, int64_t F, Ctx* ctx) {
+    swiglu_forward(a, h, r.group_start[r.El], F, ctx);  // rows lie without gaps on the CPU
+}
+
+void experts_swiglu_backward(floatX* dh, floatX* gated_a, real* drow_gate, const floatX* dap, const floatX* h, Ragged r,
+                             int64_t F, Ctx* ctx) {
+    (void)ctx;
+#pragma omp parallel for schedule(static)
+    for (int64_t row = 0; row < r.group_start[r.El]; row++) {
+        const floatX *g = h + row * 2 * F, *u = g + F;
+        floatX *dg = dh + row * 2 * F, *du = dg + F;
+        real gate = r.row_gate[row], dgate = 0;
+#pragma omp simd reduction(+ : dgate)
+        for (int64_t i = 0; i < F; i++) {
+            real s = 1 / (1 + exp(-g[i])), silu = g[i] * s, act = silu * u[i], d = dap[row * F + i];
+            dgate += d * act;
+            gated_a[row * F + i] = gate * act;
+            du[i] = gate * d * silu;
+            dg[i] = gate * d * u[i] * s * (1 + g[i] * (1 - s));
+        }
+        drow_gate[row] = dgate;
+    }
+}

@@ -1,0 +1,46 @@
+#include "grouped/grouped_gemm.h"
+
+#include "device/cpu.h"
+
+// Experts have uneven numbers of rows, so work is handed out as (expert, tile) pairs: tile i of an expert is its rows
+// i * TILE and on, and an expert with fewer rows has nothing to do there.
+
+static int64_t most_tiles(Ragged r) {
+    int64_t most = 0;
+    for (int32_t e = 0; e < r.El; e++) most = r.group_rows[e] > most ? r.group_rows[e] : most;
+    return ceil_div(most, TILE);
+}
+
+void grouped_gemm_forward(floatX* y, const floatX* x, const floatX* w, Ragged r, int64_t IC, int64_t OC, Ctx* ctx) {
+    (void)ctx;
+    int64_t tiles = most_tiles(r);
+#pragma omp parallel for schedule(dynamic) collapse(2)
+    for (int64_t tile = 0; tile < tiles; tile++)
+        for (int32_t e = 0; e < r.El; e++) {
+            int64_t rows = min_i64(TILE, r.group_rows[e] - tile * TILE), at = r.group_start[e] + tile * TILE;
+            if (rows > 0) gemm(0, 1, rows, OC, IC, 1, x + at * IC, IC, w + e * OC * IC, IC, 0, y + at * OC, OC);
+        }
+}
+
+void grouped_gemm_dgrad(floatX* dx, const floatX* dy, const floatX* w, Ragged r, int64_t IC, int64_t OC, Ctx* ctx) {
+    (void)ctx;
+    int64_t tiles = most_tiles(r);
+#pragma omp parallel for schedule(dynamic) collapse(2)
+    for (int64_t tile = 0; tile < tiles; tile++)
+        for (int32_t e = 0; e < r.El; e++) {
+            int64_t rows = min_i64(TILE, r.group_rows[e] - tile * TILE), at = r.group_start[e] + tile * TILE;
+            if (rows > 0) gemm(0, 0, rows, IC, OC, 1, dy + at * OC, OC, w + e * OC * IC, IC, 0, dx + at * IC, IC);
+        }
+}
+
+void grouped_gemm_wgrad(real* dw, const floatX* dy, const floatX* x, Ragged r, int64_t IC, int64_t OC, Ctx* ctx) {
+    (void)ctx;
+#pragma omp parallel for schedule(dynamic) collapse(2)
+    for (int32_t e = 0; e < r.El; e++)
+        for (int64_t o = 0; o < OC; o += TILE) {
+            int64_t at = r.group_start[e];
+            if (r.group_rows[e] > 0)
+                gemm(1, 0, min_i64(TILE, OC - o), IC, r.group_rows[e], 1, dy + at * OC + o, OC, x + at * IC, IC, 1,
+                     dw + (e * OC + o) * IC, IC);
+        }
+}

@@ -1,0 +1,34 @@
+// One matrix product per expert over its rows of a ragged buffer (grouped/permute.h), all experts in one call. Weights
+// of all experts lie together: w (El, OC, IC). Group ends are read on the device, and units of work are counted in four
+// bytes of the workspace (on Blackwell the ends are fetched and matmul_workspace() is used:
+// blackwell/grouped_gemm_lt.cuh). Products read true rows only, or pad rows that are zeros; rows of an output that are
+// pad rows are written as zeros.
+#ifndef GROUPED_GROUPED_GEMM_H
+#define GROUPED_GROUPED_GEMM_H
+
+#include "device/device.h"
+#include "grouped/permute.h"
+
+BEGIN_C
+
+// y[r] = W_e x[r] for the rows r of every expert e
+void grouped_gemm_forward(floatX* y,        // (capacity, OC)
+                          const floatX* x,  // (capacity, IC)
+                          const floatX* w,  // (El, OC, IC)
+                          Ragged ragged, int64_t IC, int64_t OC, Ctx* ctx);
+
+// dx[r] = W_e^T dy[r]
+void grouped_gemm_dgrad(floatX* dx,        // (capacity, IC)
+                        const floatX* dy,  // (capacity, OC)
+                        const floatX* w,   // (El, OC, IC)
+                        Ragged ragged, int64_t IC, int64_t OC, Ctx* ctx);
+
+// dW_e += sum of dy[r] x[r]^T over the expert's rows; an empty expert's dW is left as it is
+void grouped_gemm_wgrad(real* dw,          // (El, OC, IC), +=
+                        const floatX* dy,  // (capacity, OC)
+                        const floatX* x,   // (capacity, IC)
+                        Ragged ragged, int64_t IC, int64_t OC, Ctx* ctx);
+
+END_C
+
+#endif

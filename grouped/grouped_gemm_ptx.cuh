@@ -1,0 +1,77 @@
+// What the grouped products need beyond device/wgmma.cuh: clusters, loads and words into several blocks, a store that
+// adds, and matrices from registers to shared memory. Each function is one instruction.
+#ifndef GROUPED_GROUPED_GEMM_PTX_CUH
+#define GROUPED_GROUPED_GEMM_PTX_CUH
+
+#include "device/wgmma.cuh"
+
+static __device__ __forceinline__ int cluster_rank() {
+    int rank;
+    asm volatile("mov.u32 %0, %%cluster_ctarank;" : "=r"(rank));
+    return rank;
+}
+
+static __device__ __forceinline__ void cluster_sync() {
+    asm volatile("barrier.cluster.arrive.aligned;\nbarrier.cluster.wait.aligned;" ::: "memory");
+}
+
+// Where `p` of block `rank` of the cluster is.
+static __device__ __forceinline__ uint32_t cluster_address(const void* p, int rank) {
+    uint32_t at;
+    asm volatile("mapa.shared::cluster.u32 %0, %1, %2;" : "=r"(at) : "r"(shared_address(p)), "r"(rank));
+    return at;
+}
+
+// Arrives at a barrier of another block. (With .release.cluster it would cost a memory barrier.)
+static __device__ __forceinline__ void barrier_arrive_cluster(uint32_t at) {
+    asm volatile("mbarrier.arrive.shared::cluster.b64 _, [%0];" ::"r"(at) : "memory");
+}
+
+// The next number of a counter. (Of atomicAdd, or inc without a limit, the compiler makes one request for all lanes and
+// a shuffle of its answer, which waits for it at once.)
+static __device__ __forceinline__ uint32_t draw_number(uint32_t* counter) {
+    uint32_t number;
+    asm volatile("atom.relaxed.gpu.global.inc.u32 %0, [%1], 0x7fffffff;" : "=r"(number) : "l"(counter) : "memory");
+    return number;
+}
+
+// A word to a place in a block of the cluster, whose barrier counts its 4 bytes (addresses of cluster_address).
+static __device__ __forceinline__ void send_word(uint32_t to, uint32_t word, uint32_t bar) {
+    asm volatile("st.async.shared::cluster.mbarrier::complete_tx::bytes.b32 [%0], %1, [%2];" ::"r"(to), "r"(word),
+                 "r"(bar)
+                 : "memory");
+}
+
+// To the same place in several blocks of the cluster (a bit each), every one's own barrier counting the bytes.
+static __device__ __forceinline__ void tma_multicast(void* to, const CUtensorMap* map, uint64_t* bar, int x, int y,
+                                                     uint16_t blocks) {
+    asm volatile(
+        "cp.async.bulk.tensor.2d.shared::cluster.global.tile.mbarrier::complete_tx::bytes.multicast::cluster "
+        "[%0], [%1, {%3, %4}], [%2], %5;" ::"r"(shared_address(to)),
+        "l"(map), "r"(shared_address(bar)), "r"(x), "r"(y), "h"(blocks)
+        : "memory");
+}
+
+static __device__ __forceinline__ void tma_multicast(void* to, const CUtensorMap* map, uint64_t* bar, int x, int y,
+                                                     int z, uint16_t blocks) {
+    asm volatile(
+        "cp.async.bulk.tensor.3d.shared::cluster.global.tile.mbarrier::complete_tx::bytes.multicast::cluster "
+        "[%0], [%1, {%3, %4, %5}], [%2], %6;" ::"r"(shared_address(to)),
+        "l"(map), "r"(shared_address(bar)), "r"(x), "r"(y), "r"(z), "h"(blocks)
+        : "memory");
+}
+
+static __device__ __forceinline__ void tma_add(const CUtensorMap* map, const void* from, int x, int y, int z) {
+    asm volatile(
+        "cp.reduce.async.bulk.tensor.3d.global.shared::cta.add.tile.bulk_group [%0, {%2, %3, %4}], [%1];" ::"l"(map),
+        "r"(shared_address(from)), "r"(x), "r"(y), "r"(z)
+        : "memory");
+}
+
+static __device__ __forceinline__ void store_matrices(uint32_t at, uint32_t a, uint32_t b, uint32_t c, uint32_t d) {
+    asm volatile("stmatrix.sync.aligned.m8n8.x4.shared.b16 [%0], {%1, %2, %3, %4};" ::"r"(at), "r"(a), "r"(b), "r"(c),
+                 "r"(d)
+                 : "memory");
+}
+
+#endif

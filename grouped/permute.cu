@@ -1,0 +1,126 @@
+// The ragged layout: a stable counting sort of the choices (layers/sort.cuh, three short launches), then rows moved in
+// 16-byte pieces, one warp a row; bound by memory.
+//
+// permute_rows writes K copies of each token, in an order that reads it from memory once (grouped/permute.cuh).
+// unpermute_rows goes by token: K rows in, one out, summed in float32 in the order of k.
+#include "grouped/permute.cuh"
+#include "layers/sort.cuh"
+
+size_t permute_workspace(int64_t N, int32_t K, int32_t El) { return sort_workspace(N * K, El) * sizeof(int32_t); }
+
+struct Choice {
+    const int32_t* expert;
+    __device__ int operator()(int64_t i) const { return expert[i]; }
+};
+
+struct Plan {
+    Ragged r;
+    const float* gate;
+    int32_t K;
+    __device__ void operator()(int64_t i, int32_t row) const {
+        r.token_row[i] = row;
+        if (row < 0) return;
+        r.row_token[row] = (int32_t)(i / K);
+        if (gate) r.row_gate[row] = gate[i];
+    }
+    // The blocks share out the pad rows; the first writes what describes the groups.
+    __device__ void finish(const int32_t* start, const int32_t* totals, int bins) const {
+        for (int b = blockIdx.x; b < bins; b += gridDim.x)
+            for (int row = start[b] + totals[b] + threadIdx.x; row < start[b + 1]; row += blockDim.x) {
+                r.row_token[row] = -1;
+                if (gate) r.row_gate[row] = 0;
+            }
+        if (blockIdx.x > 0) return;
+        for (int b = threadIdx.x; b <= bins; b += blockDim.x) {
+            r.group_start[b] = start[b];
+            if (b < bins) r.group_rows[b] = totals[b];
+        }
+    }
+};
+
+void permute_plan(Ragged r, const int32_t* expert, const real* gate, int64_t N, int32_t K, Ctx* ctx) {
+    if (r.El > SORT_MAX_BINS) die(EXIT_FAILED, "permute_plan: %d experts on one GPU, at most %d", r.El, SORT_MAX_BINS);
+    ASSERT(r.capacity < INT32_MAX && N * K < INT32_MAX);
+    if (N == 0) {
+        device_zero(r.group_start, (r.El + 1) * sizeof(int64_t), ctx);
+        device_zero(r.group_rows, r.El * sizeof(int32_t), ctx);
+        return;
+    }
+    int32_t* workspace = ctx_workspace<int32_t>(ctx, sort_workspace(N * K, r.El));
+    counting_sort(Choice{expert}, Plan{r, gate, K}, N * K, r.El, row_align(BACKEND), workspace, ctx);
+}
+
+template <int W>
+static __global__ void __launch_bounds__(32 * PERMUTE_WARPS)
+    permute_rows_kernel(floatX* rows, const floatX* tokens, Ragged r, int64_t C, int64_t slices) {
+    permute_slice(r, slices, [&](int64_t row, int64_t token) {
+        copy_row<W>(rows + row * C, token < 0 ? NULL : tokens + token * C, C);
+    });
+}
+
+void permute_rows(void* to, const void* from, Ragged r, size_t row_bytes, Ctx* ctx) {
+    if (r.capacity == 0) return;
+    // Elements of two bytes, whatever they are.
+    floatX* rows = (floatX*)to;
+    const floatX* tokens = (const floatX*)from;
+    const int64_t C = (int64_t)row_bytes / 2;
+    ASSERT(row_bytes % 2 == 0);
+    const int64_t slices = permute_slices(r);
+    auto kernel = wide(C, rows, tokens) ? permute_rows_kernel<8> : permute_rows_kernel<1>;
+    kernel<<<(unsigned)(slices * r.El), 32 * PERMUTE_WARPS, 0, ctx->stream>>>(rows, tokens, r, C, slices);
+    LAUNCH_CHECK();
+}
+
+// A thread a piece of a token; 4 rows under way at a time.
+template <int W>
+static __global__ void __launch_bounds__(256)
+    unpermute_rows_kernel(floatX* tokens, const floatX* rows, const float* gate, const int32_t* token_row, int64_t N,
+                          int32_t K, int64_t C, int accumulate) {
+    const int64_t i = blockIdx.x * (int64_t)256 + threadIdx.x, pieces = C / W, n = i / pieces, c = i % pieces * W;
+    if (n >= N) return;
+    float sum[W] = {};
+    if (accumulate) load<W>(sum, tokens + n * C + c);
+    for (int32_t k0 = 0; k0 < K; k0 += 4) {
+        Piece<W> p[4] = {};
+        float g[4] = {};
+#pragma unroll
+        for (int j = 0; j < 4; j++) {
+            const int64_t row = k0 + j < K ? token_row[n * K + k0 + j] : -1;
+            if (row < 0) continue;
+            g[j] = gate ? gate[n * K + k0 + j] : 1;
+            p[j] = *(const Piece<W>*)(rows + row * C + c);
+        }
+#pragma unroll
+        for (int j = 0; j < 4; j++) {
+            float f[W];
+            load<W>(f, (const floatX*)&p[j]);
+#pragma unroll
+            for (int e = 0; e < W; e++) sum[e] += g[j] * f[e];
+        }
+    }
+    store<W>(tokens + n * C + c, sum);
+}
+
+void unpermute_rows(floatX* tokens, const floatX* rows, const real* gate, Ragged r, int64_t N, int32_t K, int64_t C,
+                    int accumulate, Ctx* ctx) {
+    if (N == 0) return;
+    if (wide(C, tokens, rows))
+        unpermute_rows_kernel<8><<<blocks_for(N * (C / 8), 256), 256, 0, ctx->stream>>>(tokens, rows, gate, r.token_row,
+                                                                                        N, K, C, accumulate);
+    else
+        unpermute_rows_kernel<1>
+            <<<blocks_for(N * C, 256), 256, 0, ctx->stream>>>(tokens, rows, gate, r.token_row, N, K, C, accumulate);
+    LAUNCH_CHECK();
+}
+
+static __global__ void unpermute_gates_kernel(float* dgate, const float* drow_gate, const int32_t* token_row,
+                                              int64_t count) {
+    const int64_t i = blockIdx.x * (int64_t)256 + threadIdx.x;
+    if (i < count) dgate[i] = token_row[i] < 0 ? 0 : drow_gate[token_row[i]];
+}
+
+void unpermute_gates(real* dgate, const real* drow_gate, Ragged r, int64_t N, int32_t K, Ctx* ctx) {
+    if (N == 0) return;
+    unpermute_gates_kernel<<<blocks_for(N * K, 256), 256, 0, ctx->stream>>>(dgate, drow_gate, r.token_row, N * K);
+    LAUNCH_CHECK();
+}

@@ -1,0 +1,65 @@
+// The ragged layout: tokens sorted by expert, so that the experts' products run over contiguous rows.
+//
+// Expert e owns rows group_start[e] .. group_start[e] + group_rows[e] - 1. Starts are multiples of row_align (128 in
+// the CUDA build, whose tiles they feed; 1 on the CPU). Rows between an expert's last row and the next start are pad
+// rows: whoever writes a row buffer writes them as zeros. Within an expert rows stand in the order of their tokens. All
+// of it lies in device memory and the host never reads it.
+#ifndef GROUPED_PERMUTE_H
+#define GROUPED_PERMUTE_H
+
+#include "device/device.h"
+
+BEGIN_C
+
+typedef struct Ragged {
+    int32_t El;            // experts held here
+    int64_t capacity;      // rows that row buffers have room for
+    int64_t* group_start;  // (El + 1), group_start[El] is the number of rows in use, pads in
+    int32_t* group_rows;   // (El), true counts; 0 for an empty expert
+    int32_t* row_token;    // (capacity): the token of a row, -1 in a pad row
+    int32_t* token_row;    // (N, K): the row of a token's k-th choice, -1 if that expert is not held here
+    real* row_gate;        // (capacity): the gate of a row, 0 in a pad row
+} Ragged;
+
+// Starts of experts are multiples of this, on the given backend.
+static inline int64_t row_align(Backend backend) { return backend == BACKEND_CUDA ? 128 : 1; }
+
+// Rows that suffice for `choices` spread over El experts in any way.
+static inline int64_t ragged_rows(int64_t choices, int32_t El, Backend backend) {
+    int64_t align = row_align(backend);
+    return round_up(choices + El * (align - 1), align);
+}
+
+// Rows that suffice for any routing of N tokens to K of El experts: a token's experts are distinct.
+static inline int64_t ragged_capacity(int64_t N, int32_t K, int32_t El, Backend backend) {
+    return ragged_rows(N * (K < El ? K : El), El, backend);
+}
+
+// Sorts the choices by expert (a stable counting sort) and fills all of `ragged`.
+void permute_plan(Ragged ragged,
+                  const int32_t* expert,  // (N, K), experts held here are 0..El-1; others are negative
+                  const real* gate,       // (N, K); NULL: row_gate is left as it is
+                  int64_t N, int32_t K, Ctx* ctx);
+
+// rows[r] = tokens[row_token[r]], zeros in pad rows; what a row holds does not matter (an even number of bytes).
+void permute_rows(void* rows,          // (capacity) rows
+                  const void* tokens,  // (N) rows
+                  Ragged ragged, size_t row_bytes, Ctx* ctx);
+
+// tokens[n] = sum_k gate[n][k] * rows[token_row[n][k]] in real, choices not held here left out; gate NULL means 1.
+// += with accumulate 1. This is the forward's combine, and without gates the backward of permute_rows.
+void unpermute_rows(floatX* tokens,      // (N, C)
+                    const floatX* rows,  // (capacity, C)
+                    const real* gate,    // (N, K) or NULL
+                    Ragged ragged, int64_t N, int32_t K, int64_t C, int accumulate, Ctx* ctx);
+
+// dgate[n][k] = drow_gate[token_row[n][k]], 0 where the choice is not held here.
+void unpermute_gates(real* dgate,            // (N, K)
+                     const real* drow_gate,  // (capacity)
+                     Ragged ragged, int64_t N, int32_t K, Ctx* ctx);
+
+size_t permute_workspace(int64_t N, int32_t K, int32_t El);
+
+END_C
+
+#endif

@@ -1,0 +1,32 @@
+// Matrix product with a weight stored (OC, IC), as Hugging Face stores it: y = x W^T. No bias.
+#ifndef LAYERS_MATMUL_H
+#define LAYERS_MATMUL_H
+
+#include "device/device.h"
+
+BEGIN_C
+
+// y = x W^T
+void matmul_forward(floatX* y,        // (N, OC)
+                    const floatX* x,  // (N, IC)
+                    const floatX* w,  // (OC, IC)
+                    int64_t N, int64_t IC, int64_t OC, Ctx* ctx);
+
+// dgrad: dx = dy W, or dx += dy W with accumulate 1
+void matmul_dgrad(floatX* dx,        // (N, IC)
+                  const floatX* dy,  // (N, OC)
+                  const floatX* w,   // (OC, IC)
+                  int64_t N, int64_t IC, int64_t OC, int accumulate, Ctx* ctx);
+
+// wgrad: dW += dy^T x, accumulated in real
+void matmul_wgrad(real* dw,          // (OC, IC), +=
+                  const floatX* dy,  // (N, OC)
+                  const floatX* x,   // (N, IC)
+                  int64_t N, int64_t IC, int64_t OC, Ctx* ctx);
+
+// Bytes of workspace that products may use (the library's split sums).
+size_t matmul_workspace(void);
+
+END_C
+
+#endif

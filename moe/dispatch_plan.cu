@@ -1,0 +1,75 @@
+// The bookkeeping of expert parallelism: a thread an element of the output, neighbours in memory side by side; a
+// token's K choices come from L1 after its first thread. Bound by memory, and about a hundredth of what the tokens
+// themselves move. Counts are integers: atomics in shared memory, then one per block and count.
+#include "layers/rows.cuh"
+#include "moe/dispatch_plan.h"
+
+static __global__ void __launch_bounds__(256)
+    ranks_kernel(int32_t* rank, unsigned long long* counts, const int32_t* expert, int64_t N, int32_t K, int32_t P,
+                 int32_t El) {
+    extern __shared__ int held[];  // (P, 2)
+    for (int i = threadIdx.x; i < 2 * P; i += 256) held[i] = 0;
+    __syncthreads();
+    for (int64_t i = blockIdx.x * (int64_t)256 + threadIdx.x; i < N * P; i += gridDim.x * (int64_t)256) {
+        const int64_t n = i / P;
+        const int32_t j = (int32_t)(i % P);
+        int choices = 0;
+        for (int32_t k = 0; k < K; k++) choices += expert[n * K + k] / El == j;
+        rank[i] = choices ? j : -1;
+        if (choices == 0) continue;
+        atomicAdd(&held[2 * j], 1);
+        atomicAdd(&held[2 * j + 1], choices);
+    }
+    __syncthreads();
+    for (int i = threadIdx.x; i < 2 * P; i += 256)
+        if (held[i]) atomicAdd(&counts[i], (unsigned long long)held[i]);
+}
+
+void dispatch_ranks(int32_t* rank, int64_t* counts, const int32_t* expert, int64_t N, int32_t K, int32_t P, int32_t El,
+                    Ctx* ctx) {
+    device_zero(counts, 2 * P * sizeof(int64_t), ctx);
+    if (N == 0) return;
+    const unsigned blocks = (unsigned)min_i64(ceil_div(N * P, 1024), 4 * (int64_t)ctx->sms);
+    ranks_kernel<<<blocks, 256, 2 * P * sizeof(int), ctx->stream>>>(rank, (unsigned long long*)counts, expert, N, K, P,
+                                                                    El);
+    LAUNCH_CHECK();
+}
+
+static __global__ void __launch_bounds__(256)
+    choices_kernel(int32_t* row_expert, float* row_gate, const int32_t* expert, const float* gate,
+                   const int32_t* token_row, int64_t N, int32_t K, int32_t P, int32_t El) {
+    const int64_t i = blockIdx.x * (int64_t)256 + threadIdx.x, n = i / K / P;
+    if (n >= N) return;
+    const int32_t j = (int32_t)(i / K % P), k = (int32_t)(i % K);
+    const int64_t row = token_row[n * P + j];
+    if (row < 0) return;
+    const int32_t e = expert[n * K + k];
+    const bool here = e / El == j;
+    row_expert[row * K + k] = here ? e - j * El : -1;
+    row_gate[row * K + k] = here ? gate[n * K + k] : 0;
+}
+
+void dispatch_choices(int32_t* row_expert, real* row_gate, const int32_t* expert, const real* gate, Ragged send,
+                      int64_t N, int32_t K, int32_t El, Ctx* ctx) {
+    if (N == 0) return;
+    choices_kernel<<<blocks_for(N * send.El * K, 256), 256, 0, ctx->stream>>>(row_expert, row_gate, expert, gate,
+                                                                              send.token_row, N, K, send.El, El);
+    LAUNCH_CHECK();
+}
+
+static __global__ void __launch_bounds__(256)
+    choices_backward_kernel(float* dgate, const float* drow_gate, const int32_t* expert, const int32_t* token_row,
+                            int64_t count, int32_t K, int32_t P, int32_t El) {
+    const int64_t i = blockIdx.x * (int64_t)256 + threadIdx.x;
+    if (i >= count) return;
+    const int64_t row = token_row[i / K * P + expert[i] / El];
+    dgate[i] = drow_gate[row * K + i % K];
+}
+
+void dispatch_choices_backward(real* dgate, const real* drow_gate, const int32_t* expert, Ragged send, int64_t N,
+                               int32_t K, int32_t El, Ctx* ctx) {
+    if (N == 0) return;
+    choices_backward_kernel<<<blocks_for(N * K, 256), 256, 0, ctx->stream>>>(dgate, drow_gate, expert, send.token_row,
+                                                                             N * K, K, send.El, El);
+    LAUNCH_CHECK();
+}

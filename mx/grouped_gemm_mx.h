@@ -1,0 +1,34 @@
+// Grouped products of MXFP8 operands (mx/mxfp8.h) whose scales are aligned to 128 along the contraction: the fast way
+// on Hopper, whose tensor cores know no block scales. Both operands are K-major, so one function serves the forward
+// pass (x, W) and dgrad (dy, W transposed: the same bytes, mx_quantize_tiles).
+//
+//   y[r][o] = sum over chunks c of 128: 2^(sx[r][c] - 127) 2^(sw[e][o / 128][c] - 127) sum_{k in c} x[r][k] w[e][o][k]
+//
+// for the rows r of every expert e (grouped/permute.h). The sum inside a chunk has the tensor cores' short fp8
+// accumulators, chunks are added in float32. A scale of 255 makes NaN of what it reaches. On the GPU the product of the
+// two scales is a float32: from 2^128 on it is NaN, below 2^-149 it is 0 (what is lost is below 2^-124: a chunk's sum
+// is below 2^25). IC is a multiple of 32, OC of 8. Rows of y that are pad rows are zeros. On the GPU the last group may
+// end beyond capacity, at the next multiple of 128 (mx/linear_mx.c, whose rows are the tokens): of those rows x and y
+// are neither read nor written; x_scale has room for them, and what it holds there does not matter. Workspace: as in
+// grouped/grouped_gemm.h.
+#ifndef MX_GROUPED_GEMM_MX_H
+#define MX_GROUPED_GEMM_MX_H
+
+#include "device/device.h"
+#include "grouped/permute.h"
+
+BEGIN_C
+
+void grouped_gemm_mx(floatX* y,               // (capacity, OC), or NULL
+                     real* y_real,            // (capacity, OC): the same before rounding, or NULL (one of the two is)
+                     const uint8_t* x,        // (capacity, IC)
+                     const uint8_t* x_scale,  // (capacity, mx_stride(IC)): the 4 bytes of a chunk are equal
+                     const uint8_t* w,        // (El, OC, IC)
+                     const uint8_t* w_scale,  // (El, ceil(OC / 128), ceil(IC / 128)) at strides that follow: of a
+                     int64_t w_stride_o, int64_t w_stride_c,  // step in o / 128 and in c (a transposed W reads its
+                                                              // tiles the other way round)
+                     Ragged ragged, int64_t IC, int64_t OC, Ctx* ctx);
+
+END_C
+
+#endif

@@ -1,0 +1,31 @@
+// SwiGLU between an expert's two products, and its backward with the gate (grouped/experts.h), cast to MXFP8
+// (mx/mxfp8.h) as they are made. Over ragged rows (grouped/permute.h); pad rows are zeros with scale 0.
+#ifndef MX_MX_SWIGLU_H
+#define MX_MX_SWIGLU_H
+
+#include "mx/mxfp8.h"
+
+BEGIN_C
+
+// a = silu(h_gate) * h_up is rounded to floatX, then cast as mx_quantize casts it. On the GPU the bytes are those of
+// experts_swiglu_forward and mx_quantize.
+void mx_swiglu_quantize(uint8_t* q,       // (capacity, F)
+                        uint8_t* scale,   // (capacity, mx_stride(F))
+                        const floatX* h,  // (capacity, 2F): gate, then up
+                        Ragged ragged, int64_t F, MxCast cast, Ctx* ctx);
+
+// dh is rounded to floatX, then cast as mx_quantize casts it, with 2F as one width. A is what its cast by
+// mx_swiglu_quantize stands for (not rounded again). On the GPU dh and the bytes are those of experts_swiglu_backward
+// and mx_quantize.
+void mx_swiglu_backward_quantize(uint8_t* q,         // (capacity, 2F): of dh
+                                 uint8_t* scale,     // (capacity, mx_stride(2F))
+                                 floatX* dh,         // (capacity, 2F)
+                                 floatX* gated_a,    // (capacity, F): gate * A, for wgrad of W2
+                                 real* drow_gate,    // (capacity): <dA', A>
+                                 const floatX* dap,  // (capacity, F): dA' = dOut W2
+                                 const floatX* h,    // (capacity, 2F)
+                                 Ragged ragged, int64_t F, MxCast cast, Ctx* ctx);
+
+END_C
+
+#endif

@@ -1,0 +1,101 @@
+#include "mx/mxfp8.h"
+
+#include "mx/mxfp8_cpu.h"
+
+void mx_quantize(uint8_t* q, uint8_t* scale, const floatX* x, int64_t rows, int64_t columns, MxCast cast, Ctx* ctx) {
+    (void)ctx;
+    const int64_t chunk = chunk_of(cast), stride = mx_stride(columns);
+#pragma omp parallel for schedule(static)
+    for (int64_t r = 0; r < rows; r++) {
+        memset(scale + r * stride, 0, stride);
+        for (int64_t c = 0; c < columns; c += chunk) {
+            int64_t n = min_i64(chunk, columns - c), at = r * columns + c;
+            int s = scale_of(x + at, columns, 1, n, cast.scale);
+            memset(scale + r * stride + c / MX_BLOCK, s, (size_t)n / MX_BLOCK);
+            cast_all(q + at, columns, 1, x + at, columns, 1, n, s);
+        }
+    }
+}
+
+void mx_quantize_transposed(uint8_t* q, uint8_t* scale, const floatX* x, int64_t count, int64_t rows, int64_t columns,
+                            MxCast cast, Ctx* ctx) {
+    (void)ctx;
+    const int64_t chunk = chunk_of(cast), stride = mx_stride(rows);
+    memset(scale, 0, count * columns * stride);
+#pragma omp parallel for collapse(2) schedule(static)
+    for (int64_t m = 0; m < count; m++)
+        for (int64_t r = 0; r < rows; r += chunk)
+            for (int64_t c = 0; c < columns; c++) {
+                int64_t n = min_i64(chunk, rows - r), column = m * columns + c;
+                const floatX* from = x + (m * rows + r) * columns + c;
+                int s = scale_of(from, columns, n, 1, cast.scale);
+                memset(scale + column * stride + r / MX_BLOCK, s, (size_t)n / MX_BLOCK);
+                cast_all(q + column * rows + r, 1, rows, from, columns, n, 1, s);
+            }
+}
+
+void mx_quantize_tiles(uint8_t* q, uint8_t* q_transposed, uint8_t* scale, const floatX* w, int64_t count, int64_t rows,
+                       int64_t columns, int32_t scale_mode, Ctx* ctx) {
+    (void)ctx;
+    const int64_t tiles_r = mx_tiles(rows), tiles_c = mx_tiles(columns);
+#pragma omp parallel for schedule(static)
+    for (int64_t tile = 0; tile < count * tiles_r * tiles_c; tile++) {
+        int64_t m = tile / (tiles_r * tiles_c), r = tile / tiles_c % tiles_r * MX_CHUNK, c = tile % tiles_c * MX_CHUNK;
+        int64_t nr = min_i64(MX_CHUNK, rows - r), nc = min_i64(MX_CHUNK, columns - c);
+        int64_t at = (m * rows + r) * columns + c, at_transposed = (m * columns + c) * rows + r;
+        int s = scale_of(w + at, columns, nr, nc, scale_mode);
+        scale[tile] = s;
+        cast_all(q + at, columns, 1, w + at, columns, nr, nc, s);
+        cast_all(q_transposed + at_transposed, 1, rows, w + at, columns, nr, nc, s);
+    }
+}
+
+static void dequantize_row(floatX* x, const uint8_t* q, const uint8_t* scale, int64_t columns) {
+    for (int64_t c = 0; c < columns; c += MX_BLOCK) {
+        const float unit = unit_of(scale[c / MX_BLOCK]);
+        for (int64_t i = c; i < c + MX_BLOCK; i++) x[i] = float_of_e4m3(q[i]) * unit;
+    }
+}
+
+void mx_dequantize(floatX* x, const uint8_t* q, const uint8_t* scale, int64_t rows, int64_t columns, Ctx* ctx) {
+    (void)ctx;
+#pragma omp parallel for schedule(static)
+    for (int64_t r = 0; r < rows; r++)
+        dequantize_row(x + r * columns, q + r * columns, scale + r * mx_stride(columns), columns);
+}
+
+void mx_dequantize_rows(floatX* rows, const uint8_t* q, const uint8_t* scale, Ragged ragged, int64_t columns,
+                        Ctx* ctx) {
+    (void)ctx;
+#pragma omp parallel for schedule(static)
+    for (int64_t r = 0; r < ragged.group_start[ragged.El]; r++) {
+        const int64_t token = ragged.row_token[r];
+        if (token < 0)
+            memset(rows + r * columns, 0, columns * sizeof(floatX));
+        else
+            dequantize_row(rows + r * columns, q + token * columns, scale + token * mx_stride(columns), columns);
+    }
+}
+
+void mx_dequantize_add(floatX* x, const uint8_t* q, const uint8_t* scale, int64_t rows, int64_t columns, Ctx* ctx) {
+    (void)ctx;
+    const int64_t stride = mx_stride(columns);
+#pragma omp parallel for schedule(static)
+    for (int64_t r = 0; r < rows; r++)
+        for (int64_t c = 0; c < columns; c++)
+            x[r * columns + c] += float_of_e4m3(q[r * columns + c]) * unit_of(scale[r * stride + c / MX_BLOCK]);
+}
+
+void mx_round_columns(floatX* x, Ragged ragged, int64_t columns, MxCast cast, Ctx* ctx) {
+    (void)ctx;
+    const int64_t chunk = chunk_of(cast);
+#pragma omp parallel for schedule(static)
+    for (int64_t c = 0; c < columns; c++)
+        for (int32_t e = 0; e < ragged.El; e++)
+            for (int64_t r = 0; r < ragged.group_rows[e]; r += chunk) {
+                floatX* top = x + (ragged.group_start[e] + r) * columns + c;
+                int64_t n = min_i64(chunk, ragged.group_rows[e] - r);
+                int s = scale_of(top, columns, n, 1, cast.scale);
+                for (int64_t i = 0; i < n; i++) top[i * columns] = value_of((float)top[i * columns], s);
+            }
+}

@@ -1,0 +1,318 @@
+// MXFP8 casts: bound by memory (3.03 bytes an element, 4.0 for tiles). All of an input is read once, in 16-byte pieces
+// of which a lane has 4 to 16 under way, and what shares a scale never leaves the warp or the block that read it; only
+// the rounding of columns reads its chunks again, from the caches. How the largest is found, and what a warp takes
+// along rows: mxfp8.cuh.
+//
+// Down the columns a lane takes 16 rows x 8 columns, a warp 64 x 64: two blocks of rows in two pairs of 8 lanes. The
+// bytes are turned in registers, 4 x 4 at a time, and leave in 16-byte pieces that make 64 bytes of a row of the
+// result: no shared memory but for the scales of chunks and tiles, which span warps.
+#include "grouped/permute.cuh"
+#include "mx/mxfp8.cuh"
+
+enum { PATCH_ROWS = 16, WARP_ROWS = 4 * PATCH_ROWS, WARP_COLUMNS = 64, COLUMN_WARPS = 4 };
+
+// --- Along rows ---
+
+// The second number of these launch bounds leaves just the registers that hold all loads at once: with none given, the
+// compiler waits for the first before it issues the last.
+template <int ALIGN>
+static __global__ void __launch_bounds__(32 * ROW_WARPS, 6)
+    quantize_kernel(uint8_t* q, uint8_t* scale, const floatX* x, int64_t rows, int64_t columns, int64_t stride,
+                    uint32_t carry) {
+    const uint32_t units = (uint32_t)ceil_div(columns, UNIT), unit = first_unit();
+    const int64_t row = unit / units, c0 = unit % units * (int64_t)UNIT;
+    if (row >= rows) return;
+    uint4 p[PIECES];
+    load_unit(p, x + row * columns, c0, columns);
+    cast_unit<ALIGN>(q + row * columns, scale + row * stride, p, c0, columns, stride, carry);
+}
+
+// What 8 bytes stand for.
+static __device__ __forceinline__ void values_of(float out[8], uint2 p, float unit) {
+    const uint32_t pairs[4] = {p.x, p.x >> 16, p.y, p.y >> 16};
+#pragma unroll
+    for (int j = 0; j < 4; j++) {
+        const float2 two = floats_of_e4m3(pairs[j]);
+        out[2 * j] = two.x * unit, out[2 * j + 1] = two.y * unit;
+    }
+}
+
+template <bool ADD>
+static __global__ void __launch_bounds__(32 * ROW_WARPS)
+    dequantize_kernel(floatX* x, const uint8_t* q, const uint8_t* scale, int64_t rows, int64_t columns,
+                      int64_t stride) {
+    const uint32_t units = (uint32_t)ceil_div(columns, UNIT), unit = first_unit();
+    const int64_t row = unit / units, c0 = unit % units * (int64_t)UNIT + threadIdx.x % 32 * 8;
+    if (row >= rows || c0 >= columns) return;
+    uint4* to = (uint4*)(x + row * columns);
+    uint2 p[PIECES] = {};
+    uint32_t s[PIECES] = {};
+#pragma unroll
+    for (int i = 0; i < PIECES; i++) {
+        const int64_t c = c0 + i * 256;
+        if (c >= columns) continue;
+        p[i] = *(const uint2*)(q + row * columns + c);
+        s[i] = scale[row * stride + c / MX_BLOCK];
+    }
+#pragma unroll
+    for (int i = 0; i < PIECES; i++) {
+        float out[8];
+        values_of(out, p[i], unit_of(s[i]));
+        if (c0 + i * 256 >= columns) continue;
+        uint4* piece = to + c0 / 8 + i * 32;
+        if constexpr (ADD) {
+            float before[8];
+            floats_of<8>(before, *piece);
+#pragma unroll
+            for (int j = 0; j < 8; j++) out[j] += before[j];
+        }
+        *piece = piece_of<8>(out);
+    }
+}
+
+// Columns c0 .. c0 + 1023 of a row, which are zeros where q is NULL.
+static __device__ __forceinline__ void dequantize_unit(floatX* x, const uint8_t* q, const uint8_t* scale, int64_t c0,
+                                                       int64_t columns) {
+    c0 += threadIdx.x % 32 * 8;
+    uint2 p[PIECES] = {};
+    uint32_t s[PIECES] = {};
+#pragma unroll
+    for (int i = 0; i < PIECES; i++) {
+        const int64_t c = c0 + i * 256;
+        if (!q || c >= columns) continue;
+        p[i] = *(const uint2*)(q + c);
+        s[i] = scale[c / MX_BLOCK];
+    }
+#pragma unroll
+    for (int i = 0; i < PIECES; i++) {
+        float out[8];
+        values_of(out, p[i], unit_of(s[i]));
+        if (c0 + i * 256 < columns) ((uint4*)(x + c0))[i * 32] = piece_of<8>(out);
+    }
+}
+
+static __global__ void __launch_bounds__(32 * PERMUTE_WARPS)
+    dequantize_rows_kernel(floatX* rows, const uint8_t* q, const uint8_t* scale, Ragged r, int64_t columns,
+                           int64_t stride, int64_t slices) {
+    permute_slice(r, slices, [&](int64_t row, int64_t token) {
+        for (int64_t c0 = 0; c0 < columns; c0 += UNIT)
+            dequantize_unit(rows + row * columns, token < 0 ? NULL : q + token * columns, scale + token * stride, c0,
+                            columns);
+    });
+}
+
+// --- Down the columns ---
+
+// A lane's patch: 16 rows x 8 columns, zeros outside of the matrix.
+static __device__ __forceinline__ void load_patch(uint4 p[PATCH_ROWS], const floatX* x, int64_t columns, bool inside) {
+#pragma unroll
+    for (int i = 0; i < PATCH_ROWS; i++) p[i] = inside ? *(const uint4*)(x + i * columns) : make_uint4(0, 0, 0, 0);
+}
+
+// The largest of every column of a patch, in pairs.
+static __device__ __forceinline__ void largest_of_columns(uint32_t pair[4], const uint4 p[PATCH_ROWS]) {
+    pair[0] = pair[1] = pair[2] = pair[3] = 0;
+#pragma unroll
+    for (int i = 0; i < PATCH_ROWS; i++) {
+        pair[0] = larger(pair[0], magnitudes(p[i].x)), pair[1] = larger(pair[1], magnitudes(p[i].y));
+        pair[2] = larger(pair[2], magnitudes(p[i].z)), pair[3] = larger(pair[3], magnitudes(p[i].w));
+    }
+}
+
+static __device__ __forceinline__ void cast_patch(uint2 bytes[PATCH_ROWS], const uint4 p[PATCH_ROWS],
+                                                  const float factor[8]) {
+#pragma unroll
+    for (int i = 0; i < PATCH_ROWS; i++) bytes[i] = cast8(p[i], factor);
+}
+
+// Writes the columns of a patch as rows of q, which are `rows` long.
+static __device__ __forceinline__ void store_turned(uint8_t* q, int64_t rows, const uint2 bytes[PATCH_ROWS]) {
+#pragma unroll
+    for (int half = 0; half < 2; half++) {
+        uint32_t column[4][4];  // of columns 4 half .. 4 half + 3, four rows in a word
+#pragma unroll
+        for (int k = 0; k < 4; k++) {
+            uint32_t row[4];
+#pragma unroll
+            for (int i = 0; i < 4; i++) row[i] = half ? bytes[4 * k + i].y : bytes[4 * k + i].x;
+            const uint32_t ab01 = __byte_perm(row[0], row[1], 0x5140), cd01 = __byte_perm(row[2], row[3], 0x5140);
+            const uint32_t ab23 = __byte_perm(row[0], row[1], 0x7362), cd23 = __byte_perm(row[2], row[3], 0x7362);
+            column[0][k] = __byte_perm(ab01, cd01, 0x5410), column[1][k] = __byte_perm(ab01, cd01, 0x7632);
+            column[2][k] = __byte_perm(ab23, cd23, 0x5410), column[3][k] = __byte_perm(ab23, cd23, 0x7632);
+        }
+#pragma unroll
+        for (int j = 0; j < 4; j++)
+            *(uint4*)(q + (4 * half + j) * rows) = make_uint4(column[j][0], column[j][1], column[j][2], column[j][3]);
+    }
+}
+
+// A block of threads: 256 rows x 64 columns, a warp under the other. Its scales, 8 bytes of 64 rows, are gathered
+// first.
+template <int ALIGN>
+static __global__ void __launch_bounds__(32 * COLUMN_WARPS)
+    transposed_kernel(uint8_t* q, uint8_t* scale, const floatX* x, int64_t rows, int64_t columns, int64_t stride,
+                      uint32_t carry) {
+    __shared__ uint4 of_warp[COLUMN_WARPS][8];
+    __shared__ uint2 scales[WARP_COLUMNS];
+    const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
+    const int64_t r = blockIdx.y * (int64_t)(COLUMN_WARPS * WARP_ROWS) + warp * WARP_ROWS + lane / 8 * PATCH_ROWS;
+    const int64_t first = blockIdx.x * (int64_t)WARP_COLUMNS, c = first + lane % 8 * 8, matrix = blockIdx.z;
+    const bool inside = r < rows && c < columns;
+    uint4 p[PATCH_ROWS];
+    load_patch(p, x + (matrix * rows + r) * columns + c, columns, inside);
+    uint32_t pair[4];
+    largest_of_columns(pair, p);
+#pragma unroll
+    for (int i = 0; i < 4; i++) {
+        pair[i] = larger(pair[i], __shfl_xor_sync(0xffffffffu, pair[i], 8));
+        if (ALIGN == MX_CHUNK) pair[i] = larger(pair[i], __shfl_xor_sync(0xffffffffu, pair[i], 16));
+    }
+    if (ALIGN == MX_CHUNK) {  // a chunk is two warps
+        if (lane < 8) of_warp[warp][lane] = make_uint4(pair[0], pair[1], pair[2], pair[3]);
+        __syncthreads();
+        const uint4 other = of_warp[warp ^ 1][lane % 8];
+        pair[0] = larger(pair[0], other.x), pair[1] = larger(pair[1], other.y);
+        pair[2] = larger(pair[2], other.z), pair[3] = larger(pair[3], other.w);
+    }
+    float factor[8];
+#pragma unroll
+    for (int i = 0; i < 8; i++) {
+        const uint32_t s = scale_of(i % 2 ? pair[i / 2] >> 16 : pair[i / 2] & 0xffff, carry);
+        factor[i] = factor_of(s);
+        if (lane / 8 % 2 == i / 4)
+            ((uint8_t*)&scales[lane % 8 * 8 + i])[2 * warp + lane / 16] = (uint8_t)(inside ? s : 0);
+    }
+    __syncthreads();
+    if (threadIdx.x < WARP_COLUMNS && first + threadIdx.x < columns)
+        *(uint2*)(scale + (matrix * columns + first + threadIdx.x) * stride + blockIdx.y * 8) = scales[threadIdx.x];
+    if (!inside) return;
+    uint2 bytes[PATCH_ROWS];
+    cast_patch(bytes, p, factor);
+    store_turned(q + (matrix * columns + c) * rows + r, rows, bytes);
+}
+
+// A block of threads: a tile, two warps by two.
+static __global__ void __launch_bounds__(32 * COLUMN_WARPS)
+    tiles_kernel(uint8_t* q, uint8_t* q_transposed, uint8_t* scale, const floatX* w, int64_t rows, int64_t columns,
+                 uint32_t carry) {
+    __shared__ uint32_t of_warp[COLUMN_WARPS];
+    const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
+    const int64_t r = blockIdx.y * (int64_t)MX_CHUNK + warp / 2 * WARP_ROWS + lane / 8 * PATCH_ROWS;
+    const int64_t c = blockIdx.x * (int64_t)MX_CHUNK + warp % 2 * WARP_COLUMNS + lane % 8 * 8, matrix = blockIdx.z;
+    const bool inside = r < rows && c < columns;
+    uint4 p[PATCH_ROWS];
+    load_patch(p, w + (matrix * rows + r) * columns + c, columns, inside);
+    uint32_t pair[4];
+    largest_of_columns(pair, p);
+    const uint32_t of_lanes =
+        higher_half(largest_of_lanes<32>(larger(larger(pair[0], pair[1]), larger(pair[2], pair[3]))));
+    if (lane == 0) of_warp[warp] = of_lanes;
+    __syncthreads();
+    const uint32_t s = scale_of(max(max(of_warp[0], of_warp[1]), max(of_warp[2], of_warp[3])), carry);
+    if (threadIdx.x == 0) scale[(matrix * gridDim.y + blockIdx.y) * gridDim.x + blockIdx.x] = (uint8_t)s;
+    if (!inside) return;
+    const float f = factor_of(s), factor[8] = {f, f, f, f, f, f, f, f};
+    uint2 bytes[PATCH_ROWS];
+    cast_patch(bytes, p, factor);
+#pragma unroll
+    for (int i = 0; i < PATCH_ROWS; i++) *(uint2*)(q + (matrix * rows + r + i) * columns + c) = bytes[i];
+    store_turned(q_transposed + (matrix * columns + c) * rows + r, rows, bytes);
+}
+
+// A warp a chunk of CHUNK rows and 256 columns, 8 a lane; groups start at multiples of 128, so no chunk has rows of
+// two. What was read for the largest comes from the caches for the casts.
+template <int CHUNK>
+static __global__ void __launch_bounds__(32 * ROW_WARPS)
+    round_columns_kernel(floatX* x, const int64_t* used, int64_t columns, uint32_t carry) {
+    const int64_t c = (blockIdx.y * (int64_t)32 + threadIdx.x % 32) * 8;
+    const int64_t row = (blockIdx.x * (int64_t)ROW_WARPS + threadIdx.x / 32) * CHUNK;
+    if (row >= *used || c >= columns) return;
+    floatX* top = x + row * columns + c;
+    uint32_t pair[4] = {};
+#pragma unroll 8
+    for (int i = 0; i < CHUNK; i++) {
+        const uint4 p = *(const uint4*)(top + i * columns);
+        pair[0] = larger(pair[0], magnitudes(p.x)), pair[1] = larger(pair[1], magnitudes(p.y));
+        pair[2] = larger(pair[2], magnitudes(p.z)), pair[3] = larger(pair[3], magnitudes(p.w));
+    }
+    uint32_t s[8];
+#pragma unroll
+    for (int j = 0; j < 8; j++) s[j] = scale_of(j % 2 ? pair[j / 2] >> 16 : pair[j / 2] & 0xffff, carry);
+#pragma unroll 8
+    for (int i = 0; i < CHUNK; i++) {
+        float f[8];
+        load<8>(f, top + i * columns);
+#pragma unroll
+        for (int j = 0; j < 8; j++) f[j] = back(f[j], s[j]);
+        store<8>(top + i * columns, f);
+    }
+}
+
+// --- Launches ---
+
+void mx_quantize(uint8_t* q, uint8_t* scale, const floatX* x, int64_t rows, int64_t columns, MxCast cast, Ctx* ctx) {
+    if (rows == 0) return;
+    ASSERT(aligned(q) && aligned(x));
+    auto kernel = cast.align == 1 ? quantize_kernel<MX_BLOCK> : quantize_kernel<MX_CHUNK>;
+    kernel<<<row_blocks(rows, columns), 32 * ROW_WARPS, 0, ctx->stream>>>(q, scale, x, rows, columns,
+                                                                          mx_stride(columns), carry_of(cast.scale));
+    LAUNCH_CHECK();
+}
+
+void mx_quantize_transposed(uint8_t* q, uint8_t* scale, const floatX* x, int64_t count, int64_t rows, int64_t columns,
+                            MxCast cast, Ctx* ctx) {
+    if (count == 0 || rows == 0) return;
+    ASSERT(aligned(q) && aligned(scale) && aligned(x) && rows % MX_BLOCK == 0 && columns % MX_BLOCK == 0);
+    auto kernel = cast.align == 1 ? transposed_kernel<MX_BLOCK> : transposed_kernel<MX_CHUNK>;
+    // The columns first, so that blocks at work at one time read whole rows. Down, blocks for all bytes of a row of
+    // scales, those behind the last one too.
+    const int64_t stride = mx_stride(rows);
+    const dim3 grid(blocks_for(columns, WARP_COLUMNS), (unsigned)(stride / (2 * COLUMN_WARPS)), (unsigned)count);
+    kernel<<<grid, 32 * COLUMN_WARPS, 0, ctx->stream>>>(q, scale, x, rows, columns, stride, carry_of(cast.scale));
+    LAUNCH_CHECK();
+}
+
+void mx_quantize_tiles(uint8_t* q, uint8_t* q_transposed, uint8_t* scale, const floatX* w, int64_t count, int64_t rows,
+                       int64_t columns, int32_t scale_mode, Ctx* ctx) {
+    if (count == 0 || rows == 0) return;
+    ASSERT(aligned(q) && aligned(q_transposed) && aligned(w) && rows % MX_BLOCK == 0 && columns % MX_BLOCK == 0);
+    const dim3 grid(blocks_for(columns, MX_CHUNK), blocks_for(rows, MX_CHUNK), (unsigned)count);
+    tiles_kernel<<<grid, 32 * COLUMN_WARPS, 0, ctx->stream>>>(q, q_transposed, scale, w, rows, columns,
+                                                              carry_of(scale_mode));
+    LAUNCH_CHECK();
+}
+
+void mx_dequantize(floatX* x, const uint8_t* q, const uint8_t* scale, int64_t rows, int64_t columns, Ctx* ctx) {
+    if (rows == 0) return;
+    ASSERT(aligned(x) && aligned(q));
+    dequantize_kernel<false>
+        <<<row_blocks(rows, columns), 32 * ROW_WARPS, 0, ctx->stream>>>(x, q, scale, rows, columns, mx_stride(columns));
+    LAUNCH_CHECK();
+}
+
+void mx_dequantize_rows(floatX* rows, const uint8_t* q, const uint8_t* scale, Ragged r, int64_t columns, Ctx* ctx) {
+    if (r.capacity == 0) return;
+    ASSERT(aligned(rows) && aligned(q) && columns % MX_BLOCK == 0);
+    const int64_t slices = permute_slices(r);
+    dequantize_rows_kernel<<<(unsigned)(slices * r.El), 32 * PERMUTE_WARPS, 0, ctx->stream>>>(
+        rows, q, scale, r, columns, mx_stride(columns), slices);
+    LAUNCH_CHECK();
+}
+
+void mx_dequantize_add(floatX* x, const uint8_t* q, const uint8_t* scale, int64_t rows, int64_t columns, Ctx* ctx) {
+    if (rows == 0) return;
+    ASSERT(aligned(x) && aligned(q));
+    dequantize_kernel<true>
+        <<<row_blocks(rows, columns), 32 * ROW_WARPS, 0, ctx->stream>>>(x, q, scale, rows, columns, mx_stride(columns));
+    LAUNCH_CHECK();
+}
+
+void mx_round_columns(floatX* x, Ragged r, int64_t columns, MxCast cast, Ctx* ctx) {
+    if (r.capacity == 0) return;
+    ASSERT(aligned(x) && columns % MX_BLOCK == 0 && r.capacity % MX_CHUNK == 0);
+    const int chunk = cast.align == 1 ? MX_BLOCK : MX_CHUNK;
+    auto kernel = cast.align == 1 ? round_columns_kernel<MX_BLOCK> : round_columns_kernel<MX_CHUNK>;
+    const dim3 grid(blocks_for(r.capacity / chunk, ROW_WARPS), blocks_for(columns, 256));
+    kernel<<<grid, 32 * ROW_WARPS, 0, ctx->stream>>>(x, r.group_start + r.El, columns, carry_of(cast.scale));
+    LAUNCH_CHECK();
+}

@@ -1,0 +1,368 @@
+// Saving. For each checkpoint the threads of all ranks, together:
+//
+//   rank 0 makes the folder and the files, at their full size and with their headers
+//   every rank writes its slices in place, flushes them and tells rank 0 their CRC-32s
+//   rank 0 joins these, writes the manifest, gives the folder its name and removes old ones
+#ifndef _GNU_SOURCE
+#define _GNU_SOURCE  // fallocate: posix_fallocate writes every block where the file system cannot
+#endif
+#include "parallel/checkpoint.h"
+
+#include <dirent.h>
+#include <errno.h>
+#include <fcntl.h>
+#include <pthread.h>
+#include <signal.h>
+#include <stdio.h>
+#include <stdlib.h>
+#include <string.h>
+#include <sys/stat.h>
+#include <unistd.h>
+
+#include "device/check.h"
+#include "device/files.h"
+#include "parallel/slices.h"
+#include "parallel/watch.h"
+
+typedef struct SavedFile {
+    char name[sizeof(((CheckpointFile*)0)->name)];
+    char* header;
+    int64_t header_bytes, bytes;
+} SavedFile;
+
+#define PROBE ".shared_"  // by which the ranks find out that they share the folder
+
+struct Saver {
+    Ranks* group;  // the world, with messages of its own
+    char* out;
+    int keep;
+    pthread_t thread;
+    bool running;
+    // The thread's while it runs: what this rank writes, slice after slice in `buffer`.
+    char* buffer;
+    size_t room;
+    FileSlice* slices;
+    int64_t slice_count;
+    SavedFile* files;
+    int count;
+    int64_t step;
+    char *folder, *record;  // the unfinished folder; the manifest ahead of its list of files
+};
+
+// Whether it is gone. What cannot be removed, a link for one, does no harm where it is.
+static bool clear_away(const char* path) {
+    if (remove_tree(path) == 0) return true;
+    warn("cannot remove %s: %s", path, file_error(errno));
+    return false;
+}
+
+// Removes what a run that was cut short left in the middle of a save or of its start.
+static void sweep(const char* out) {
+    DIR* folder = opendir(out);
+    for (struct dirent* entry; folder && (entry = readdir(folder)) != NULL;) {
+        const char* name = entry->d_name;
+        bool probe = strncmp(name, PROBE, strlen(PROBE)) == 0 && !name[strspn(name, PROBE "0123456789")];
+        if (!probe && step_number(name, ".tmp") < 0 && step_number(name, ".replaced") < 0) continue;
+        char* path = host_format("%s/%s", out, name);
+        if (clear_away(path) && !probe) warn("%s was left by a save that did not finish; it is removed", path);
+        free(path);
+    }
+    if (folder) closedir(folder);
+}
+
+Saver* saver_create(Ranks* world, const char* out, int keep) {
+    Saver* s = (Saver*)host_alloc(sizeof(Saver));
+    s->group = ranks_split(world, 0);
+    s->out = host_strdup(out);
+    s->keep = keep;
+    // A folder that each host has for itself is found now, not at the first save. The name is a new one each time: the
+    // others' file systems may remember that an old one was not there.
+    int64_t id = getpid();
+    ranks_broadcast(world, &id, sizeof(id), 0);
+    char* probe = host_format("%s/" PROBE "%lld", out, (long long)id);
+    int fd = -1;
+    if (ranks_index(world) == 0) {
+        if (make_folders(out) == 0) sweep(out), fd = create_file(probe);
+        if (fd < 0) die(EXIT_FAILED, "cannot create %s: %s", probe, file_error(errno));
+        close(fd);
+    }
+    ranks_barrier(world);
+    bool there = access(probe, F_OK) == 0;
+    ranks_barrier(world);
+    if (fd >= 0) unlink(probe);
+    ranks_must_share(world, out, there);
+    free(probe);
+    return s;
+}
+
+void checkpoint_wait(Saver* s) {
+    watch_begin("save");
+    if (s->running) pthread_join(s->thread, NULL);
+    watch_end();
+    s->running = false;
+}
+
+void saver_destroy(Saver* s) {
+    checkpoint_wait(s);
+    ranks_free(s->group);
+    free(s->buffer);
+    free(s->out);
+    free(s);
+}
+
+// Errors end the run, after the unfinished folder is removed: what it took may be just the room that is missing.
+static NORETURN void give_up(const Saver* s, const char* what, const char* path) {
+    int why = errno;
+    remove_tree(s->folder);
+    die(EXIT_FAILED, "cannot %s %s: %s; this checkpoint was not saved, earlier ones are as they were", what, path,
+        file_error(why));
+}
+
+static int reserve(int fd, int64_t bytes) {
+    if (fallocate(fd, 0, 0, (off_t)bytes) == 0) return 0;
+    return errno == EOPNOTSUPP ? ftruncate(fd, (off_t)bytes) : -1;
+}
+
+static int put(int fd, const char* data, int64_t bytes, int64_t offset) {
+    while (bytes > 0) {
+        ssize_t n = pwrite(fd, data, (size_t)bytes, (off_t)offset);
+        if (n < 0 && errno == EINTR) continue;
+        if (n < 0) return -1;
+        data += n;
+        offset += n;
+        bytes -= n;
+    }
+    return 0;
+}
+
+// Makes a file of `bytes` bytes and writes its head. Room for all of it is taken now: a full disk is found early.
+static void make_file(const Saver* s, const char* name, const char* head, int64_t head_bytes, int64_t bytes) {
+    char* path = host_format("%s/%s", s->folder, name);
+    int fd = create_file(path);
+    if (fd < 0) give_up(s, "create", path);
+    if (reserve(fd, bytes) != 0 || put(fd, head, head_bytes, 0) != 0 || fsync(fd) != 0 || close(fd) != 0)
+        give_up(s, "write", path);
+    free(path);
+}
+
+static void make_files(const Saver* s) {
+    if (remove_tree(s->folder) != 0 || mkdir(s->folder, 0777) != 0) give_up(s, "create", s->folder);
+    for (int i = 0; i < s->count; i++)
+        make_file(s, s->files[i].name, s->files[i].header, s->files[i].header_bytes, s->files[i].bytes);
+}
+
+// Writes this rank's slices of a file, which begin at *next and *from, and moves both behind them. Flushed by every
+// rank that wrote. False on errors, with errno set.
+static bool write_slices(const char* path, int64_t file, FileSlice** next, const FileSlice* end, const char** from) {
+    if (*next == end || (*next)->file != file) return true;
+    int fd = open(path, O_WRONLY | O_NOFOLLOW | O_CLOEXEC);
+    if (fd < 0) return false;
+    for (; *next < end && (*next)->file == file; ++*next) {
+        (*next)->crc = crc_of(*from, (size_t)(*next)->bytes);
+        if (put(fd, *from, (*next)->bytes, (*next)->offset) != 0) return false;
+        *from += (*next)->bytes;
+    }
+    return fsync(fd) == 0 && close(fd) == 0;
+}
+
+// File after file, all ranks together: a rank whose disk hangs is found by the time limit of waits, which a save may
+// take longer than.
+static void write_files(Saver* s) {
+    const char* from = s->buffer;
+    FileSlice* next = s->slices;
+    for (int i = 0; i < s->count; i++) {
+        char* path = host_format("%s/%s", s->folder, s->files[i].name);
+        bool written = write_slices(path, i, &next, s->slices + s->slice_count, &from);
+        int why = errno;
+        watch_progress();
+        if (!ranks_well(s->group, written)) {
+            errno = why;
+            give_up(s, "write", path);
+        }
+        watch_progress();
+        free(path);
+    }
+}
+
+static void write_manifest(const Saver* s, const FileSlice* slices, int64_t slice_count) {
+    const FileSlice *next = slices, *end = slices + slice_count;
+    char* body = host_strdup(s->record);
+    for (int i = 0; i < s->count; i++) {
+        const SavedFile* f = &s->files[i];
+        uLong crc = crc_of(f->header, (size_t)f->header_bytes);
+        if (!slices_join(&next, end, i, f->header_bytes, f->bytes, &crc))
+            die(EXIT_FAILED, "internal error: the ranks did not write every byte of %s/%s once", s->folder, f->name);
+        char* longer = host_format("%s%s\n  {\"name\": \"%s\", \"bytes\": %lld, \"crc32\": %lu}", body, i ? "," : "",
+                                   f->name, (long long)f->bytes, crc);
+        free(body);
+        body = longer;
+    }
+    char* closed = host_format("%s]", body);
+    char* sealed = host_format("%s%s%lu}\n", closed, CHECKPOINT_MANIFEST_END, crc_of(closed, strlen(closed)));
+    int64_t length = (int64_t)strlen(sealed);
+    make_file(s, "manifest.json", sealed, length, length);
+    free(sealed);
+    free(closed);
+    free(body);
+}
+
+// Out of the way first: a folder with a checkpoint's name is never half there.
+static void remove_step(const char* out, int64_t step) {
+    char *path = step_path(out, step, ""), *old = step_path(out, step, ".replaced");
+    if (is_link(path) || !clear_away(old) || rename(path, old) != 0)
+        clear_away(path);  // a link stays; where names cannot change, it is removed as it is
+    else
+        clear_away(old);
+    free(path);
+    free(old);
+}
+
+static void prune(const char* out, int64_t newest, int keep) {
+    int count, seen = 0;
+    int64_t* steps = checkpoint_list(out, &count);
+    for (int i = 0; i < count; i++) {
+        if (steps[i] > newest) continue;  // refused ones that a resumed run went back before: not ours to count
+        if (++seen > keep) remove_step(out, steps[i]);
+    }
+    free(steps);
+}
+
+void checkpoint_finish(Saver* s) {
+    checkpoint_wait(s);
+    if (ranks_index(s->group) == 0) prune(s->out, s->step, s->keep);
+}
+
+bool checkpoint_set_aside(Saver* s, int64_t step) {
+    if (ranks_index(s->group) != 0) return false;
+    int count;
+    int64_t* steps = checkpoint_list(s->out, &count);
+    char *path = step_path(s->out, step, ""), *aside = step_path(s->out, step, ".diverged");
+    bool last = !count || steps[count - 1] >= step;
+    bool done = !last && remove_tree(aside) == 0 && !is_link(path) && rename(path, aside) == 0;
+    free(steps);
+    free(path);
+    free(aside);
+    return done;
+}
+
+// All is on disk: gives the folder its name, removes what is too old.
+static void publish(const Saver* s) {
+    char *path = step_path(s->out, s->step, ""), *old = step_path(s->out, s->step, ".replaced");
+    if (sync_folder(s->folder) != 0) give_up(s, "flush", path);
+    // A folder of this name can only be one that was refused at resume: out of the way, and gone once the new one
+    // stands.
+    if (is_link(path)) errno = ELOOP, give_up(s, "replace", path);
+    if (rename(path, old) != 0 && errno != ENOENT) give_up(s, "replace", path);
+    if (rename(s->folder, path) != 0 || sync_folder(s->out) != 0) give_up(s, "create", path);
+    clear_away(old);
+    // Two stay at least: whether the newest is any good is known when the next step is.
+    prune(s->out, s->step, s->keep > 2 ? s->keep : 2);
+    char* shown = host_printable(path, strlen(path), "");
+    printf("saved %s\n", shown);
+    fflush(stdout);
+    free(shown);
+    free(path);
+    free(old);
+}
+
+static void* saver_thread(void* saver) {
+    Saver* s = (Saver*)saver;
+    bool leads = ranks_index(s->group) == 0;
+    int64_t total;
+    if (leads) make_files(s);
+    ranks_barrier(s->group);
+    write_files(s);
+    FileSlice* all = slices_gather(s->group, s->slices, s->slice_count, &total);
+    if (leads) {
+        write_manifest(s, all, total);
+        publish(s);
+    }
+    ranks_barrier(s->group);  // every rank's wait ends when the checkpoint stands
+    free(all);
+    for (int i = 0; i < s->count; i++) free(s->files[i].header);
+    free(s->files);
+    free(s->slices);
+    free(s->folder);
+    free(s->record);
+    return NULL;
+}
+
+// Lays out the file: its header, and in planned[i].offset the place of tensor i.
+static SavedFile plan_file(const CheckpointFile* file, StTensor* planned) {
+    SavedFile saved;
+    for (int i = 0; i < file->count; i++) {
+        const CheckpointTensor* t = &file->tensors[i];
+        planned[i].name = (char*)t->name;
+        planned[i].dtype = CHECKPOINT_DTYPE;
+        planned[i].rank = t->rank;
+        planned[i].shape[0] = t->shape[0];
+        planned[i].shape[1] = t->shape[1];
+    }
+    const char* const metadata[] = {"format", "pt", NULL};
+    memcpy(saved.name, file->name, sizeof(saved.name));
+    saved.header = st_plan_header(planned, file->count, metadata, &saved.header_bytes);
+    saved.bytes = saved.header_bytes;
+    for (int i = 0; i < file->count; i++) saved.bytes += planned[i].bytes;
+    return saved;
+}
+
+// Copies what this rank writes of a tensor behind what is in the buffer. What lies side by side in the file is one
+// slice.
+static char* copy_slice(Saver* s, int64_t file, const CheckpointTensor* t, int64_t tensor_offset, char* to, Ctx* ctx) {
+    int64_t size = (int64_t)sizeof(real), bytes = t->save_count * size, offset = tensor_offset + t->save_first * size;
+    ASSERT(t->save_first >= t->first && t->save_first + t->save_count <= t->first + t->count);
+    device_download(to, t->data + (t->save_first - t->first), (size_t)bytes, ctx);
+    FileSlice* last = s->slices + s->slice_count - 1;
+    if (s->slice_count && last->file == file && last->offset + last->bytes == offset) {
+        last->bytes += bytes;
+    } else {
+        FileSlice slice = {file, offset, bytes, 0};
+        s->slices[s->slice_count++] = slice;
+    }
+    return to + bytes;
+}
+
+void checkpoint_save(Saver* s, const CheckpointRecord* r, const char* options_json, const CheckpointFile* files,
+                     int count, Ctx* ctx) {
+    checkpoint_wait(s);
+    size_t bytes = 0, slices = 0, most = 0;
+    for (int i = 0; i < count; i++) {
+        for (int t = 0; t < files[i].count; t++) {
+            bytes += (size_t)files[i].tensors[t].save_count * sizeof(real);
+            slices += files[i].tensors[t].save_count > 0;
+        }
+        if ((size_t)files[i].count > most) most = (size_t)files[i].count;
+    }
+    if (bytes > s->room) {
+        free(s->buffer);
+        s->buffer = (char*)host_alloc(bytes);
+        s->room = bytes;
+    }
+    s->slices = (FileSlice*)host_alloc(slices * sizeof(FileSlice));
+    s->slice_count = 0;
+    s->files = (SavedFile*)host_alloc((size_t)count * sizeof(SavedFile));
+    s->count = count;
+    s->step = r->step;
+    s->folder = step_path(s->out, r->step, ".tmp");
+    s->record = host_format(
+        "{\"format\": \"%s\", \"step\": %lld, \"window\": %lld, \"updates\": %lld, \"data_hash\": %lld,\n\"options\": "
+        "%s,\n\"files\": [",
+        CHECKPOINT_FORMAT, (long long)r->step, (long long)r->window, (long long)r->updates, (long long)r->data_hash,
+        options_json);
+    StTensor* planned = (StTensor*)host_alloc(most * sizeof(StTensor));
+    char* to = s->buffer;
+    for (int i = 0; i < count; i++) {
+        s->files[i] = plan_file(&files[i], planned);
+        for (int t = 0; t < files[i].count; t++)
+            if (files[i].tensors[t].save_count) to = copy_slice(s, i, &files[i].tensors[t], planned[t].offset, to, ctx);
+    }
+    free(planned);
+    // Signals are the main thread's: it saves on SIGTERM.
+    sigset_t all, before;
+    sigfillset(&all);
+    pthread_sigmask(SIG_SETMASK, &all, &before);
+    int rc = pthread_create(&s->thread, NULL, saver_thread, s);
+    pthread_sigmask(SIG_SETMASK, &before, NULL);
+    if (rc != 0) die(EXIT_FAILED, "cannot start the thread that writes %s: %s", s->folder, strerror(rc));
+    s->running = true;
+}

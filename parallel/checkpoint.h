@@ -1,0 +1,80 @@
+// Checkpoints on disk: a folder `step_%08d` of safetensors files and a manifest.json, the same whatever number of ranks
+// wrote it: every rank writes its slices of each tensor in place, and reads the slices that it holds.
+//
+// A checkpoint is written beside (`step_%08d.tmp`), flushed, its manifest last, and renamed: whatever happens, a folder
+// with the right name is whole. The manifest holds step, data position, options, and of every file its size and CRC-32
+// (of the slices' CRC-32s, joined); it ends with a CRC-32 of itself. What does not match is refused by name, and the
+// next older checkpoint is tried. Tensors are stored in real (float32), so bf16 and quantized weights are derived again
+// after loading.
+//
+// Saving stops the training for the copy to host memory only; a thread writes.
+#ifndef PARALLEL_CHECKPOINT_H
+#define PARALLEL_CHECKPOINT_H
+
+#include <stdbool.h>
+
+#include "data/json.h"
+#include "device/device.h"
+#include "parallel/ranks.h"
+
+BEGIN_C
+
+// A tensor of a file and the slice of it that this rank holds. Every rank lists every tensor, in the same order.
+typedef struct CheckpointTensor {
+    char name[128];
+    int rank;
+    int64_t shape[2];
+    int64_t first, count;            // elements first .. first + count - 1 of the tensor; count may be 0
+    int64_t save_first, save_count;  // those that this rank writes, among the above; over all ranks each element once
+    real* data;                      // device memory of the slice, contiguous
+} CheckpointTensor;
+
+typedef struct CheckpointFile {
+    char name[64];
+    int count;
+    CheckpointTensor* tensors;
+} CheckpointFile;
+
+// What a run needs besides its tensors to go on.
+typedef struct CheckpointRecord {
+    int64_t step;       // updates done
+    int64_t window;     // next window of the run (data/shards.h)
+    int64_t updates;    // StepState.updates
+    int64_t data_hash;  // shards_hash of the training shards
+} CheckpointRecord;
+
+// Writes checkpoints into folder `out`, one at a time, on a thread. Made by all ranks together; ends the run if they do
+// not share the folder. Removes what runs that were killed left unfinished there.
+typedef struct Saver Saver;
+Saver* saver_create(Ranks* world, const char* out, int keep);
+// Waits for the last save, then ends.
+void saver_destroy(Saver* saver);
+
+// Copies what this rank writes to host memory (after waiting for the last save) and returns; the thread then writes
+// out/step_%08d, removes the oldest ones beyond `keep` (of which it lets two stay at least: the newest may turn out to
+// be that of a model that diverged) and prints "saved PATH". Ends the run on every rank on any error, leaving older
+// ones as they are.
+void checkpoint_save(Saver* saver, const CheckpointRecord* record, const char* options_json,
+                     const CheckpointFile* files, int count, Ctx* ctx);
+void checkpoint_wait(Saver* saver);  // until the last save is on disk
+// The run is complete: waits, and keeps no more than `keep`.
+void checkpoint_finish(Saver* saver);
+// No step after this one was finite: the checkpoint gets the suffix .diverged, so that --resume takes the one before
+// it. After checkpoint_wait. Whether rank 0 could do so; false where it is the oldest.
+bool checkpoint_set_aside(Saver* saver, int64_t step);
+
+// Steps of the checkpoints in `out`, newest first, in fresh memory; *count gets their number.
+int64_t* checkpoint_list(const char* out, int* count);
+
+// Opens the manifest of one and checks it. NULL with the reason in `error`. Record and options are read from it.
+Json* checkpoint_manifest(const char* out, int64_t step, CheckpointRecord* record, char* error, size_t error_size);
+
+// Checks every file against the manifest (the ranks share the bytes) and loads every slice. 0 on all ranks, or -1 on
+// all with the same reason in `error`; then some tensors may have been overwritten. manifest NULL: none was found, and
+// `error` says why. Ends the run where a rank was given another step or manifest than rank 0.
+int checkpoint_load(Ranks* world, const char* out, int64_t step, const Json* manifest, const CheckpointFile* files,
+                    int count, Ctx* ctx, char* error, size_t error_size);
+
+END_C
+
+#endif

@@ -1,0 +1,158 @@
+#include "parallel/comm.h"
+
+#include <stdio.h>
+#include <stdlib.h>
+#include <string.h>
+
+#include "device/cpu.h"
+#include "parallel/watch.h"
+
+// Sums of fewer bytes than this are taken by every rank for itself, in one exchange instead of two.
+static const size_t SMALL_SUM = (size_t)64 << 10;
+
+enum { ALL_GATHER, REDUCE_SCATTER, SUM, EXCHANGE, KINDS };
+
+struct Comm {
+    Ranks* group;
+    int count, index;
+    char what[KINDS][64];  // names of waits
+    char* scratch;         // what arrived and is not summed yet; grows to the largest sum
+    size_t scratch_bytes;
+    size_t *send_at, *send_bytes, *recv_at, *recv_bytes;  // (count) each, of ranks_exchange
+};
+
+Comm* comm_create(Ranks* group, const char* name, Ctx* ctx) {
+    static const char* const kinds[KINDS] = {"all-gather", "reduce-scatter", "sum", "exchange"};
+    (void)ctx;
+    Comm* c = (Comm*)host_alloc(sizeof(Comm));
+    c->group = ranks_split(group, 0);
+    c->count = ranks_count(group);
+    c->index = ranks_index(group);
+    for (int i = 0; i < KINDS; i++) snprintf(c->what[i], sizeof(c->what[i]), "%s (%s)", kinds[i], name);
+    size_t** of_ranks[] = {&c->send_at, &c->send_bytes, &c->recv_at, &c->recv_bytes};
+    for (int i = 0; i < 4; i++) *of_ranks[i] = (size_t*)host_alloc((size_t)c->count * sizeof(size_t));
+    return c;
+}
+
+void comm_destroy(Comm* c) {
+    ranks_free(c->group);
+    free(c->scratch);
+    free(c->send_at);
+    free(c->send_bytes);
+    free(c->recv_at);
+    free(c->recv_bytes);
+    free(c);
+}
+
+int comm_count(const Comm* c) { return c->count; }
+int comm_index(const Comm* c) { return c->index; }
+
+static char* scratch(Comm* c, size_t bytes) {
+    if (bytes > c->scratch_bytes) {
+        free(c->scratch);
+        c->scratch = (char*)host_alloc(bytes);
+        c->scratch_bytes = bytes;
+    }
+    return c->scratch;
+}
+
+static void exchange(Comm* c, void* recv, const void* send) {
+    ranks_exchange(c->group, recv, c->recv_at, c->recv_bytes, send, c->send_at, c->send_bytes);
+}
+
+// out[i] = parts[0][i] + parts[1][i] + ...: from the left, so its bits depend on the number of ranks alone.
+typedef void (*AddParts)(void* out, const void* parts, int count, int64_t n);
+#define ADD_PARTS(name, T)                                                                                             \
+    static void name(void* out_, const void* parts_, int count, int64_t n) {                                           \
+        T* out = (T*)out_;                                                                                             \
+        const T* parts = (const T*)parts_;                                                                             \
+        if (n) memcpy(out, parts, (size_t)n * sizeof(T));                                                              \
+        for (int r = 1; r < count; r++) {                                                                              \
+            const T* part = parts + r * n;                                                                             \
+            _Pragma("omp parallel for simd schedule(static)") /* each its own i */                                     \
+                for (int64_t i = 0; i < n; i++) out[i] += part[i];                                                     \
+        }                                                                                                              \
+    }
+ADD_PARTS(add_real, real)
+ADD_PARTS(add_double, double)
+ADD_PARTS(add_i64, int64_t)
+
+void comm_all_gather(Comm* c, void* all, const void* mine, size_t bytes, Ctx* ctx) {
+    (void)ctx;
+    watch_begin(c->what[ALL_GATHER]);
+    ranks_all_gather(c->group, all, mine, bytes);
+    watch_end();
+}
+
+// Rank r gets elements first(r) .. first(r + 1) - 1 of every rank's `all`, and sums them into `part`.
+static int64_t first(const Comm* c, int64_t n, int r) { return n / c->count * r + min_i64(r, n % c->count); }
+static void reduce_parts(Comm* c, void* part, const void* all, int64_t n, size_t size, AddParts add) {
+    int64_t own = first(c, n, c->index + 1) - first(c, n, c->index);
+    for (int r = 0; r < c->count; r++) {
+        c->send_at[r] = (size_t)first(c, n, r) * size;
+        c->send_bytes[r] = (size_t)(first(c, n, r + 1) - first(c, n, r)) * size;
+        c->recv_at[r] = (size_t)(r * own) * size;
+        c->recv_bytes[r] = (size_t)own * size;
+    }
+    char* parts = scratch(c, (size_t)(c->count * own) * size);
+    exchange(c, parts, all);
+    add(part, parts, c->count, own);
+}
+
+void comm_reduce_scatter(Comm* c, real* part, real* all, int64_t n, Ctx* ctx) {
+    (void)ctx;
+    if (c->count == 1) {
+        if (part != all) memcpy(part, all, (size_t)n * sizeof(real));
+        return;
+    }
+    watch_begin(c->what[REDUCE_SCATTER]);
+    reduce_parts(c, part, all, n * c->count, sizeof(real), add_real);
+    watch_end();
+}
+
+static void sum(Comm* c, void* data, int64_t n, size_t size, AddParts add) {
+    if (c->count == 1) return;
+    watch_begin(c->what[SUM]);
+    size_t bytes = (size_t)n * size;
+    if (bytes < SMALL_SUM) {
+        char* all = scratch(c, (size_t)c->count * bytes);
+        ranks_all_gather(c->group, all, data, bytes);
+        add(data, all, c->count, n);
+    } else {
+        char* own = (char*)data + (size_t)first(c, n, c->index) * size;
+        reduce_parts(c, own, data, n, size, add);
+        for (int r = 0; r < c->count; r++) {
+            c->recv_at[r] = c->send_at[r];
+            c->recv_bytes[r] = c->send_bytes[r];
+        }
+        for (int r = 0; r < c->count; r++) {
+            c->send_at[r] = c->recv_at[c->index];
+            c->send_bytes[r] = c->recv_bytes[c->index];
+        }
+        exchange(c, data, data);
+    }
+    watch_end();
+}
+
+void comm_sum(Comm* c, real* data, int64_t n, Ctx* ctx) { (void)ctx, sum(c, data, n, sizeof(real), add_real); }
+void comm_sum_double(Comm* c, double* data, int64_t n, Ctx* ctx) {
+    (void)ctx;
+    sum(c, data, n, sizeof(double), add_double);
+}
+void comm_sum_i64(Comm* c, int64_t* data, int64_t n, Ctx* ctx) { (void)ctx, sum(c, data, n, sizeof(int64_t), add_i64); }
+
+void comm_exchange(Comm* c, const ExchangeBuffer* buffers, int buffer_count, ExchangeRows rows, Ctx* ctx) {
+    (void)ctx;
+    watch_begin(c->what[EXCHANGE]);
+    for (int b = 0; b < buffer_count; b++) {
+        size_t bytes = buffers[b].row_bytes;
+        for (int r = 0; r < c->count; r++) {
+            c->send_at[r] = (size_t)rows.send_start[r] * bytes;
+            c->send_bytes[r] = (size_t)rows.send_rows[r] * bytes;
+            c->recv_at[r] = (size_t)rows.recv_start[r] * bytes;
+            c->recv_bytes[r] = (size_t)rows.recv_rows[r] * bytes;
+        }
+        exchange(c, buffers[b].recv, buffers[b].send);
+    }
+    watch_end();
+}

@@ -1,0 +1,221 @@
+// Collectives through NCCL. What is queued is followed by an event each, so that parallel/watch.h can tell which one
+// hangs.
+//
+// Determinism: NCCL sums in the order of its rings and trees, which follow from the machines' layout. Sums inside the
+// switch (NVLS) promise no order and stay off.
+// Several communicators at once: kernels of one could keep those of another from starting, in another order on another
+// GPU, for ever. NCCL_LAUNCH_ORDER_IMPLICIT lets them start in the order they are given, which is the same everywhere.
+// One communicator used from two streams keeps the order given by itself.
+#include <nccl.h>
+#include <pthread.h>
+
+#include <stdio.h>
+#include <stdlib.h>
+#include <string.h>
+
+#include "device/cuda.cuh"
+#include "parallel/comm.h"
+#include "parallel/watch.h"
+
+#define NCCL_CHECK(call, comm)                                                                                         \
+    do {                                                                                                               \
+        ncclResult_t result_ = (call);                                                                                 \
+        if (result_ != ncclSuccess) nccl_failed(result_, comm, #call, __FILE__, __LINE__);                             \
+    } while (0)
+
+NORETURN static void nccl_failed(ncclResult_t result, ncclComm_t comm, const char* call, const char* file, int line) {
+    die(EXIT_FAILED,
+        "%s:%d: %s: %s: %s; if another rank failed before, its message says more, else set NCCL_DEBUG=WARN", file, line,
+        call, ncclGetErrorString(result), ncclGetLastError(comm));
+}
+
+enum { ALL_GATHER, REDUCE_SCATTER, SUM, EXCHANGE, KINDS };
+
+// A collective that is queued: the event behind it, and its number among those of all communicators.
+typedef struct Queued {
+    cudaEvent_t event;
+    const char* what;
+    int64_t number;
+} Queued;
+enum { RING = 256 };  // so many of a communicator may be on their way before the host waits
+
+struct Comm {
+    ncclComm_t nccl;  // NULL: a group of one
+    int count, index, device;
+    char what[KINDS][64];
+    Queued ring[RING];
+    int64_t first, end;  // ring[i % RING] for i from first to end - 1 are on their way
+    Comm* next;
+};
+
+// What the watching thread looks at.
+static pthread_mutex_t lock = PTHREAD_MUTEX_INITIALIZER;
+static Comm* comms;
+static int64_t queued, done;
+
+// Called with the lock.
+static void forget_done(Comm* c) {
+    while (c->first < c->end) {
+        cudaError_t error = cudaEventQuery(c->ring[c->first % RING].event);
+        if (error == cudaErrorNotReady) return;
+        CUDA_CHECK(error);
+        c->first++;
+        done++;
+    }
+}
+
+static int64_t probe(void* context, const char** pending) {
+    (void)context;
+    const Queued* oldest = NULL;
+    pthread_mutex_lock(&lock);
+    for (Comm* c = comms; c; c = c->next) {
+        CUDA_CHECK(cudaSetDevice(c->device));
+        ncclResult_t result;
+        NCCL_CHECK(ncclCommGetAsyncError(c->nccl, &result), c->nccl);
+        if (result != ncclSuccess && result != ncclInProgress)
+            nccl_failed(result, c->nccl, c->first < c->end ? c->ring[c->first % RING].what : c->what[0], __FILE__,
+                        __LINE__);
+        forget_done(c);
+        const Queued* mine = c->first < c->end ? &c->ring[c->first % RING] : NULL;
+        if (mine && (!oldest || mine->number < oldest->number)) oldest = mine;
+    }
+    int64_t all_done = done;
+    *pending = oldest ? oldest->what : NULL;
+    pthread_mutex_unlock(&lock);
+    return all_done;
+}
+
+static void add_to_queue(Comm* c, int kind, Ctx* ctx) {
+    pthread_mutex_lock(&lock);
+    forget_done(c);
+    while (c->end - c->first == RING) {
+        cudaEvent_t oldest = c->ring[c->first % RING].event;
+        pthread_mutex_unlock(&lock);
+        CUDA_CHECK(cudaEventSynchronize(oldest));
+        pthread_mutex_lock(&lock);
+        forget_done(c);
+    }
+    Queued* q = &c->ring[c->end++ % RING];
+    CUDA_CHECK(cudaEventRecord(q->event, ctx->stream));
+    q->what = c->what[kind];
+    q->number = queued++;
+    pthread_mutex_unlock(&lock);
+}
+
+// Connections between two ranks are made, with memory of their own, when they first exchange something: not in a step.
+static void connect_pairs(Comm* c, Ctx* ctx) {
+    int64_t* rows = (int64_t*)host_alloc((size_t)(2 * c->count) * sizeof(int64_t));
+    int64_t *start = rows, *one = rows + c->count;
+    for (int i = 0; i < c->count; i++) start[i] = i, one[i] = 1;
+    char* bytes = (char*)device_alloc(2 * (size_t)c->count, "connecting the ranks");
+    ExchangeBuffer buffer = {bytes, bytes + c->count, 1};
+    comm_exchange(c, &buffer, 1, {start, one, start, one}, ctx);
+    ctx_sync(ctx);
+    device_free(bytes);
+    free(rows);
+}
+
+Comm* comm_create(Ranks* group, const char* name, Ctx* ctx) {
+    static const char* const kinds[KINDS] = {"all-gather", "reduce-scatter", "sum", "exchange"};
+    Comm* c = (Comm*)host_alloc(sizeof(Comm));
+    c->count = ranks_count(group);
+    c->index = ranks_index(group);
+    if (c->count == 1) return c;
+    CUDA_CHECK(cudaGetDevice(&c->device));
+    for (int i = 0; i < KINDS; i++) snprintf(c->what[i], sizeof(c->what[i]), "%s (%s)", kinds[i], name);
+    for (int i = 0; i < RING; i++) CUDA_CHECK(cudaEventCreateWithFlags(&c->ring[i].event, cudaEventDisableTiming));
+
+    setenv("NCCL_NVLS_ENABLE", "0", 0);
+    setenv("NCCL_LAUNCH_ORDER_IMPLICIT", "1", 0);
+    setenv("NCCL_RUNTIME_CONNECT", "0", 0);  // rings and trees get their memory now, not in the first step
+    ncclUniqueId id;
+    if (c->index == 0) NCCL_CHECK(ncclGetUniqueId(&id), NULL);
+    ranks_broadcast(group, &id, sizeof(id), 0);
+    watch_begin("connecting the GPUs");
+    // How many SMs it takes is left to NCCL, which knows the links.
+    NCCL_CHECK(ncclCommInitRank(&c->nccl, c->count, id, c->index), NULL);
+    watch_end();
+
+    pthread_mutex_lock(&lock);
+    c->next = comms;
+    comms = c;
+    pthread_mutex_unlock(&lock);
+    watch_probe(probe, NULL);
+    connect_pairs(c, ctx);
+    return c;
+}
+
+void comm_destroy(Comm* c) {
+    if (c->nccl) {
+        pthread_mutex_lock(&lock);
+        Comm** link = &comms;
+        while (*link != c) link = &(*link)->next;
+        *link = c->next;
+        WatchProbe others = comms ? probe : NULL;
+        pthread_mutex_unlock(&lock);
+        watch_probe(others, NULL);  // returns when nobody looks at this one any more
+        watch_begin("disconnecting the GPUs");
+        NCCL_CHECK(ncclCommDestroy(c->nccl), NULL);
+        watch_end();
+        for (int i = 0; i < RING; i++) CUDA_CHECK(cudaEventDestroy(c->ring[i].event));
+    }
+    free(c);
+}
+
+int comm_count(const Comm* c) { return c->count; }
+int comm_index(const Comm* c) { return c->index; }
+
+void comm_all_gather(Comm* c, void* all, const void* mine, size_t bytes, Ctx* ctx) {
+    if (c->nccl) {
+        NCCL_CHECK(ncclAllGather(mine, all, bytes, ncclInt8, c->nccl, ctx->stream), c->nccl);
+        add_to_queue(c, ALL_GATHER, ctx);
+    } else if (mine != all)
+        device_copy(all, mine, bytes, ctx);
+}
+
+void comm_reduce_scatter(Comm* c, real* part, real* all, int64_t n, Ctx* ctx) {
+    if (c->nccl) {
+        NCCL_CHECK(ncclReduceScatter(all, part, (size_t)n, ncclFloat, ncclSum, c->nccl, ctx->stream), c->nccl);
+        add_to_queue(c, REDUCE_SCATTER, ctx);
+    } else if (part != all)
+        device_copy(part, all, (size_t)n * sizeof(real), ctx);
+}
+
+static void sum(Comm* c, void* data, int64_t n, ncclDataType_t type, Ctx* ctx) {
+    if (!c->nccl) return;
+    NCCL_CHECK(ncclAllReduce(data, data, (size_t)n, type, ncclSum, c->nccl, ctx->stream), c->nccl);
+    add_to_queue(c, SUM, ctx);
+}
+
+void comm_sum(Comm* c, real* data, int64_t n, Ctx* ctx) { sum(c, data, n, ncclFloat, ctx); }
+void comm_sum_double(Comm* c, double* data, int64_t n, Ctx* ctx) { sum(c, data, n, ncclDouble, ctx); }
+void comm_sum_i64(Comm* c, int64_t* data, int64_t n, Ctx* ctx) { sum(c, data, n, ncclInt64, ctx); }
+
+void comm_exchange(Comm* c, const ExchangeBuffer* buffers, int buffer_count, ExchangeRows rows, Ctx* ctx) {
+    int own = c->index;
+    ASSERT(rows.send_rows[own] == rows.recv_rows[own]);
+    for (int b = 0; b < buffer_count; b++) {
+        size_t bytes = buffers[b].row_bytes;
+        device_copy((char*)buffers[b].recv + (size_t)rows.recv_start[own] * bytes,
+                    (const char*)buffers[b].send + (size_t)rows.send_start[own] * bytes,
+                    (size_t)rows.send_rows[own] * bytes, ctx);
+    }
+    if (!c->nccl) return;
+    NCCL_CHECK(ncclGroupStart(), c->nccl);
+    for (int step = 1; step < c->count; step++) {
+        int to = (own + step) % c->count, from = (own + c->count - step) % c->count;
+        for (int b = 0; b < buffer_count; b++) {
+            size_t bytes = buffers[b].row_bytes;
+            if (rows.send_rows[to])
+                NCCL_CHECK(ncclSend((const char*)buffers[b].send + (size_t)rows.send_start[to] * bytes,
+                                    (size_t)rows.send_rows[to] * bytes, ncclInt8, to, c->nccl, ctx->stream),
+                           c->nccl);
+            if (rows.recv_rows[from])
+                NCCL_CHECK(ncclRecv((char*)buffers[b].recv + (size_t)rows.recv_start[from] * bytes,
+                                    (size_t)rows.recv_rows[from] * bytes, ncclInt8, from, c->nccl, ctx->stream),
+                           c->nccl);
+        }
+    }
+    NCCL_CHECK(ncclGroupEnd(), c->nccl);
+    add_to_queue(c, EXCHANGE, ctx);
+}

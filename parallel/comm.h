@@ -1,0 +1,46 @@
+// Collectives on device memory: NCCL in the CUDA build (parallel/comm.cu), MPI in the CPU build (parallel/comm.c, on
+// parallel/ranks.h). All are queued on a Ctx like any op, collective over the group, in the same order on each of its
+// ranks. Sums are taken in an order that depends on the layout alone, never on time.
+#ifndef PARALLEL_COMM_H
+#define PARALLEL_COMM_H
+
+#include "device/device.h"
+#include "parallel/ranks.h"
+
+BEGIN_C
+
+// A group of ranks whose device memory is connected. A group of one rank works too, and costs nothing. `group` may be
+// freed behind comm_create.
+typedef struct Comm Comm;
+Comm* comm_create(Ranks* group, const char* name, Ctx* ctx);  // name: for messages, "world" or "expert parallel"
+void comm_destroy(Comm* comm);
+int comm_count(const Comm* comm);
+int comm_index(const Comm* comm);
+
+// all = the ranks' parts of `bytes` one after the other. In place where mine == all + index * bytes.
+void comm_all_gather(Comm* comm, void* all, const void* mine, size_t bytes, Ctx* ctx);
+// part (n) = sum over ranks of their all[index * n ..]: `all` holds count * n elements. In place where part == all +
+// index * n; the rest of `all` may be changed.
+void comm_reduce_scatter(Comm* comm, real* part, real* all, int64_t n, Ctx* ctx);
+// Sums over the ranks, in place, the same bits on every rank.
+void comm_sum(Comm* comm, real* data, int64_t n, Ctx* ctx);
+void comm_sum_double(Comm* comm, double* data, int64_t n, Ctx* ctx);
+void comm_sum_i64(Comm* comm, int64_t* data, int64_t n, Ctx* ctx);
+
+// Rows that go from every rank to every rank of the group, all in one transfer. For each rank i: rows send_start[i] ..
+// + send_rows[i] of `send` go to rank i, and recv_rows[i] rows from it arrive at recv_start[i]. The four arrays are
+// host memory and are read at once. Several buffers with rows of the same number travel together. An Exchange of rows
+// sent back is the same with send and recv changed round.
+typedef struct ExchangeRows {
+    const int64_t *send_start, *send_rows, *recv_start, *recv_rows;  // (count of the group) each
+} ExchangeRows;
+typedef struct ExchangeBuffer {
+    void* recv;
+    const void* send;
+    size_t row_bytes;
+} ExchangeBuffer;
+void comm_exchange(Comm* comm, const ExchangeBuffer* buffers, int buffer_count, ExchangeRows rows, Ctx* ctx);
+
+END_C
+
+#endif

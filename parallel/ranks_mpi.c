@@ -1,0 +1,215 @@
+// The ranks through MPI, with messages from any thread. A message has at most PIECE bytes, since MPI counts in int.
+#include <mpi.h>
+#include <omp.h>
+#include <stdio.h>
+#include <stdlib.h>
+#include <string.h>
+#include <unistd.h>
+
+#include "device/check.h"
+#include "parallel/ranks.h"
+#include "parallel/watch.h"
+
+#define MPI_CHECK(call)                                                                                                \
+    do {                                                                                                               \
+        int error_ = (call);                                                                                           \
+        if (error_ != MPI_SUCCESS) mpi_failed(error_, #call, __FILE__, __LINE__);                                      \
+    } while (0)
+
+NORETURN static void mpi_failed(int error, const char* call, const char* file, int line) {
+    char why[MPI_MAX_ERROR_STRING] = "";
+    int length;
+    MPI_Error_string(error, why, &length);
+    die(EXIT_FAILED, "%s:%d: %s: %s; if another rank failed before, its message says more", file, line, call, why);
+}
+
+static const size_t PIECE = (size_t)16 << 20;
+
+struct Ranks {
+    MPI_Comm comm;  // MPI_COMM_NULL: one rank, without MPI
+    int count, index;
+    MPI_Request* requests;  // of an exchange
+    size_t requests_size;
+    MPI_Request posted;  // the note on its way
+    char note[RANKS_NOTE];
+};
+
+static int local, here = 1;
+
+static size_t min_size(size_t a, size_t b) { return a < b ? a : b; }
+static size_t pieces(size_t bytes) { return (bytes + PIECE - 1) / PIECE; }
+
+static Ranks* group_create(MPI_Comm comm) {
+    Ranks* group = (Ranks*)host_alloc(sizeof(Ranks));
+    group->comm = comm;
+    group->count = 1;
+    group->posted = MPI_REQUEST_NULL;
+    if (comm != MPI_COMM_NULL) {
+        MPI_CHECK(MPI_Comm_size(comm, &group->count));
+        MPI_CHECK(MPI_Comm_rank(comm, &group->index));
+    }
+    return group;
+}
+
+static void end_all(int code) { MPI_Abort(MPI_COMM_WORLD, code); }
+
+// Whether mpirun, or srun on a cluster, started this process. Alone it needs no MPI: MPI_Init would take 0.3 s and
+// leave a folder in /tmp.
+static int launched(void) {
+    static const char* const marks[] = {"OMPI_COMM_WORLD_SIZE", "PMIX_RANK", "PMI_RANK", "SLURM_STEP_NUM_TASKS"};
+    for (size_t i = 0; i < sizeof(marks) / sizeof(marks[0]); i++)
+        if (getenv(marks[i])) return 1;
+    return 0;
+}
+
+// The ranks of a host share its processors, where they are not bound to some each already: more threads than processors
+// would wait for one another.
+static void share_processors(void) {
+    int share = (int)sysconf(_SC_NPROCESSORS_ONLN) / here, bound = omp_get_num_procs();
+    int threads = share < bound ? share : bound;
+    if (!getenv("OMP_NUM_THREADS")) omp_set_num_threads(threads > 1 ? threads : 1);
+}
+
+Ranks* ranks_start(int* argc, char*** argv) {
+    if (!launched()) return group_create(MPI_COMM_NULL);
+    int threads;
+    MPI_CHECK(MPI_Init_thread(argc, argv, MPI_THREAD_MULTIPLE, &threads));
+    MPI_CHECK(MPI_Comm_set_errhandler(MPI_COMM_WORLD, MPI_ERRORS_RETURN));  // groups made from it take it over
+    Ranks* world = group_create(MPI_COMM_WORLD);
+    if (world->count > 1) {
+        char host[64] = "", who[128];
+        gethostname(host, sizeof(host) - 1);
+        snprintf(who, sizeof(who), "rank %d of %d (%s): ", world->index, world->count, host);
+        die_as_rank(world->index, who, end_all);
+    }
+    if (threads < MPI_THREAD_MULTIPLE)
+        die(EXIT_FAILED,
+            "this MPI was built without MPI_THREAD_MULTIPLE, which threads that save and watch need; use "
+            "an Open MPI that has it");
+    if (world->index != 0 && !freopen("/dev/null", "w", stdout)) die(EXIT_FAILED, "cannot open /dev/null");
+    MPI_Comm host_comm;
+    MPI_CHECK(MPI_Comm_split_type(MPI_COMM_WORLD, MPI_COMM_TYPE_SHARED, 0, MPI_INFO_NULL, &host_comm));
+    MPI_CHECK(MPI_Comm_rank(host_comm, &local));
+    MPI_CHECK(MPI_Comm_size(host_comm, &here));
+    MPI_CHECK(MPI_Comm_free(&host_comm));
+    share_processors();
+    return world;
+}
+
+void ranks_end(Ranks* world) {
+    if (world->comm != MPI_COMM_NULL) {
+        ranks_barrier(world);
+        die_as_rank(0, "", NULL);
+        MPI_CHECK(MPI_Finalize());
+    }
+    free(world->requests);
+    free(world);
+}
+
+int ranks_count(const Ranks* group) { return group->count; }
+int ranks_index(const Ranks* group) { return group->index; }
+int ranks_local(void) { return local; }
+int ranks_here(void) { return here; }
+
+Ranks* ranks_split(Ranks* group, int color) {
+    MPI_Comm comm = MPI_COMM_NULL;
+    if (group->comm != MPI_COMM_NULL) {
+        watch_begin("split");
+        MPI_CHECK(MPI_Comm_split(group->comm, color, group->index, &comm));
+        watch_end();
+    }
+    return group_create(comm);
+}
+
+void ranks_free(Ranks* group) {
+    if (group->comm != MPI_COMM_NULL) {
+        MPI_CHECK(MPI_Wait(&group->posted, MPI_STATUS_IGNORE));
+        MPI_CHECK(MPI_Comm_free(&group->comm));
+    }
+    free(group->requests);
+    free(group);
+}
+
+void ranks_broadcast(Ranks* group, void* data, size_t bytes, int root) {
+    if (group->count == 1) return;
+    watch_begin("broadcast");
+    for (size_t at = 0; at < bytes; at += PIECE)
+        MPI_CHECK(MPI_Bcast((char*)data + at, (int)min_size(PIECE, bytes - at), MPI_BYTE, root, group->comm));
+    watch_end();
+}
+
+void ranks_all_gather(Ranks* group, void* all, const void* mine, size_t bytes) {
+    char* own = (char*)all + (size_t)group->index * bytes;
+    if (bytes && own != mine) memcpy(own, mine, bytes);
+    if (group->count == 1) return;
+    watch_begin("all-gather");
+    for (size_t at = 0; at < bytes; at += PIECE) {
+        // A piece of every rank's part: the parts lie `bytes` apart.
+        MPI_Datatype piece, apart;
+        MPI_CHECK(MPI_Type_contiguous((int)min_size(PIECE, bytes - at), MPI_BYTE, &piece));
+        MPI_CHECK(MPI_Type_create_resized(piece, 0, (MPI_Aint)bytes, &apart));
+        MPI_CHECK(MPI_Type_commit(&apart));
+        MPI_CHECK(MPI_Allgather(MPI_IN_PLACE, 0, MPI_DATATYPE_NULL, (char*)all + at, 1, apart, group->comm));
+        MPI_CHECK(MPI_Type_free(&apart));
+        MPI_CHECK(MPI_Type_free(&piece));
+    }
+    watch_end();
+}
+
+void ranks_exchange(Ranks* group, void* recv, const size_t* recv_at, const size_t* recv_bytes, const void* send,
+                    const size_t* send_at, const size_t* send_bytes) {
+    int own = group->index;
+    ASSERT(send_bytes[own] == recv_bytes[own]);
+    if (send_bytes[own]) memmove((char*)recv + recv_at[own], (const char*)send + send_at[own], send_bytes[own]);
+    if (group->count == 1) return;
+    watch_begin("exchange");
+    size_t most = 0;
+    int n = 0;
+    for (int i = 0; i < group->count; i++) most += pieces(send_bytes[i]) + pieces(recv_bytes[i]);
+    if (most > group->requests_size) {
+        free(group->requests);
+        group->requests = (MPI_Request*)host_alloc(most * sizeof(MPI_Request));
+        group->requests_size = most;
+    }
+    // From the next rank onwards, so that not all send to one at once. Pieces between two ranks arrive in order.
+    for (int step = 1; step < group->count; step++) {
+        int from = (own + group->count - step) % group->count;
+        for (size_t at = 0; at < recv_bytes[from]; at += PIECE)
+            MPI_CHECK(MPI_Irecv((char*)recv + recv_at[from] + at, (int)min_size(PIECE, recv_bytes[from] - at), MPI_BYTE,
+                                from, 0, group->comm, &group->requests[n++]));
+    }
+    for (int step = 1; step < group->count; step++) {
+        int to = (own + step) % group->count;
+        for (size_t at = 0; at < send_bytes[to]; at += PIECE)
+            MPI_CHECK(MPI_Isend((const char*)send + send_at[to] + at, (int)min_size(PIECE, send_bytes[to] - at),
+                                MPI_BYTE, to, 0, group->comm, &group->requests[n++]));
+    }
+    MPI_CHECK(MPI_Waitall(n, group->requests, MPI_STATUSES_IGNORE));
+    watch_end();
+}
+
+void ranks_barrier(Ranks* group) {
+    if (group->count == 1) return;
+    watch_begin("barrier");
+    MPI_CHECK(MPI_Barrier(group->comm));
+    watch_end();
+}
+
+int ranks_post(Ranks* group, const void* note, size_t bytes) {
+    int sent;
+    ASSERT(bytes <= RANKS_NOTE);
+    MPI_CHECK(MPI_Test(&group->posted, &sent, MPI_STATUS_IGNORE));
+    if (!sent) return 0;
+    memcpy(group->note, note, bytes);
+    MPI_CHECK(MPI_Isend(group->note, (int)bytes, MPI_BYTE, 0, 0, group->comm, &group->posted));
+    return 1;
+}
+
+int ranks_poll(Ranks* group, void* note, size_t bytes) {
+    int there;
+    MPI_Status status;
+    MPI_CHECK(MPI_Iprobe(MPI_ANY_SOURCE, 0, group->comm, &there, &status));
+    if (!there) return -1;
+    MPI_CHECK(MPI_Recv(note, (int)bytes, MPI_BYTE, status.MPI_SOURCE, 0, group->comm, MPI_STATUS_IGNORE));
+    return status.MPI_SOURCE;
+}

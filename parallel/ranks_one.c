@@ -1,0 +1,54 @@
+// A build without MPI: a run is one rank. What is here is what ranks_mpi.c does in a group of one.
+#include <stdlib.h>
+#include <string.h>
+
+#include "device/check.h"
+#include "parallel/ranks.h"
+
+struct Ranks {
+    char nothing;
+};
+
+// Started as one of several it would be several runs that write over each other.
+Ranks* ranks_start(int* argc, char*** argv) {
+    (void)argc, (void)argv;
+    static const char* const counts[] = {"OMPI_COMM_WORLD_SIZE", "PMI_SIZE", "SLURM_STEP_NUM_TASKS"};
+    for (size_t i = 0; i < sizeof(counts) / sizeof(counts[0]); i++) {
+        const char* count = getenv(counts[i]);
+        if (count && atoi(count) > 1)
+            die(EXIT_USAGE, "started as one of %s ranks, but built without MPI: install Open MPI and run make again",
+                count);
+    }
+    return (Ranks*)host_alloc(sizeof(Ranks));
+}
+
+void ranks_end(Ranks* world) { free(world); }
+
+int ranks_count(const Ranks* group) { return (void)group, 1; }
+int ranks_index(const Ranks* group) { return (void)group, 0; }
+int ranks_local(void) { return 0; }
+int ranks_here(void) { return 1; }
+
+Ranks* ranks_split(Ranks* group, int color) { return (void)group, (void)color, (Ranks*)host_alloc(sizeof(Ranks)); }
+void ranks_free(Ranks* group) { free(group); }
+
+void ranks_broadcast(Ranks* group, void* data, size_t bytes, int root) {
+    (void)group, (void)data, (void)bytes, (void)root;
+}
+
+void ranks_all_gather(Ranks* group, void* all, const void* mine, size_t bytes) {
+    (void)group;
+    if (bytes && all != mine) memcpy(all, mine, bytes);
+}
+
+void ranks_exchange(Ranks* group, void* recv, const size_t* recv_at, const size_t* recv_bytes, const void* send,
+                    const size_t* send_at, const size_t* send_bytes) {
+    (void)group;
+    ASSERT(send_bytes[0] == recv_bytes[0]);
+    if (send_bytes[0]) memmove((char*)recv + recv_at[0], (const char*)send + send_at[0], send_bytes[0]);
+}
+
+void ranks_barrier(Ranks* group) { (void)group; }
+
+int ranks_post(Ranks* group, const void* note, size_t bytes) { return (void)group, (void)note, (void)bytes, 0; }
+int ranks_poll(Ranks* group, void* note, size_t bytes) { return (void)group, (void)note, (void)bytes, -1; }

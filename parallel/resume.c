@@ -1,0 +1,244 @@
+// Finding checkpoints, and loading from them.
+#include <dirent.h>
+#include <errno.h>
+#include <math.h>
+#include <stdio.h>
+#include <stdlib.h>
+#include <string.h>
+#include <sys/stat.h>
+#include <unistd.h>
+
+#include "device/check.h"
+#include "device/files.h"
+#include "parallel/checkpoint.h"
+#include "parallel/slices.h"
+
+static const size_t PIECE = (size_t)4 << 20;  // bytes read at a time
+// No checkpoint comes near these; a manifest that says more is not to exhaust memory or 64 bits.
+static const size_t MANIFEST_LIMIT = (size_t)64 << 20;
+static const int64_t FILE_LIMIT = (int64_t)1 << 50;
+
+static int newest_first(const void* a, const void* b) {
+    int64_t x = *(const int64_t*)a, y = *(const int64_t*)b;
+    return (x < y) - (x > y);
+}
+
+int64_t* checkpoint_list(const char* out, int* count) {
+    int64_t* steps = NULL;
+    int room = 0;
+    *count = 0;
+    DIR* folder = opendir(out);
+    errno = folder ? 0 : errno;
+    for (struct dirent* entry; folder && (entry = readdir(folder)) != NULL; errno = 0) {
+        int64_t step = step_number(entry->d_name, "");
+        if (step < 0) continue;
+        if (*count == room) {
+            room = room ? 2 * room : 16;
+            steps = (int64_t*)realloc(steps, (size_t)room * sizeof(int64_t));
+            if (!steps) die(EXIT_FAILED, "out of host memory for the list of checkpoints");
+        }
+        steps[(*count)++] = step;
+    }
+    // A folder that cannot be read is not an empty one.
+    if (errno) die(EXIT_FAILED, "cannot list %s: %s; nothing was changed", out, strerror(errno));
+    closedir(folder);
+    if (*count) qsort(steps, (size_t)*count, sizeof(int64_t), newest_first);
+    return steps;
+}
+
+// What is wrong with a manifest whose CRC-32 is right; NULL if nothing is.
+static const char* odd_record(const Json* json, const CheckpointRecord* r) {
+    const char* format = json_text(json, "format");
+    if (!format || strcmp(format, CHECKPOINT_FORMAT) != 0) return "not of the format '" CHECKPOINT_FORMAT "'";
+    if (r->window < 0) return "its window is out of range";
+    // Of three steps in a row one at least is an update.
+    if (r->updates < r->step / 3 || r->updates > r->step) return "its number of updates is out of range";
+    return NULL;
+}
+
+Json* checkpoint_manifest(const char* out, int64_t step, CheckpointRecord* r, char* error, size_t error_size) {
+    char *folder = step_path(out, step, ""), *path = host_format("%s/manifest.json", folder), reason[128] = "";
+    size_t size = 0;
+    char* text = read_file(path, MANIFEST_LIMIT, &size);
+    Json* json = NULL;
+    char* end = text ? strstr(text, CHECKPOINT_MANIFEST_END) : NULL;
+    if (!text)
+        snprintf(error, error_size, "%s: %s", path, file_error(errno));
+    else if (!end || strtoul(end + strlen(CHECKPOINT_MANIFEST_END), NULL, 10) != crc_of(text, (size_t)(end - text)))
+        snprintf(error, error_size, "%s: truncated or altered (its CRC-32 does not match)", path);
+    else if (!(json = json_parse(text, size, reason, sizeof(reason))))
+        snprintf(error, error_size, "%s: %s", path, reason);
+    if (json) {
+        r->step = json_int(json, "step", -1);
+        r->window = json_int(json, "window", -1);
+        r->updates = json_int(json, "updates", -1);
+        r->data_hash = json_int(json, "data_hash", -1);
+        const char* odd = odd_record(json, r);
+        if (odd)
+            snprintf(error, error_size, "%s: %s", path, odd);
+        else if (r->step != step)
+            snprintf(error, error_size, "%s: it is of step %lld; the folder was renamed", path, (long long)r->step);
+        if (odd || r->step != step) {
+            json_free(json);
+            json = NULL;
+        }
+    }
+    free(text);
+    free(path);
+    free(folder);
+    return json;
+}
+
+static const Json* file_entry(const Json* manifest, const char* name) {
+    const Json* list = json_get(manifest, "files");
+    for (const Json* e = list ? list->child : NULL; e; e = e->next) {
+        const char* text = json_text(e, "name");
+        if (text && strcmp(text, name) == 0) return e;
+    }
+    return NULL;
+}
+
+static const int64_t GOOD = INT64_MAX;
+
+// bad: the first file that this rank found bad, for the reason in `error`, or GOOD. -1 on all ranks if any did; all
+// have the reason of the first such file then.
+static int agree(Ranks* world, int64_t bad, char* error, size_t error_size) {
+    int who;
+    if (ranks_lowest(world, bad, &who) == GOOD) return 0;
+    ranks_broadcast(world, error, error_size, who);
+    return -1;
+}
+
+// Fills in the CRC-32 of a slice of a file that must be `size` bytes long.
+static int sum_slice(const char* path, int64_t size, FileSlice* slice, void* piece, char* error, size_t error_size) {
+    struct stat info;
+    int fd = open_file(path);
+    bool ok = fd >= 0 && fstat(fd, &info) == 0;
+    if (ok && info.st_size != size) {
+        snprintf(error, error_size, "%s: %lld bytes long, the manifest says %lld", path, (long long)info.st_size,
+                 (long long)size);
+        close(fd);
+        return -1;
+    }
+    uLong crc = crc32(0, NULL, 0);
+    ssize_t n;
+    for (int64_t at = 0; ok && at < slice->bytes; at += n) {
+        size_t left = (size_t)(slice->bytes - at);
+        errno = EIO;  // of a file that ends early
+        n = pread(fd, piece, left < PIECE ? left : PIECE, (off_t)(slice->offset + at));
+        ok = n > 0;
+        if (ok) crc = crc32_z(crc, (const Bytef*)piece, (size_t)n);
+    }
+    slice->crc = crc;
+    if (!ok) snprintf(error, error_size, "%s: %s", path, file_error(errno));
+    if (fd >= 0) close(fd);
+    return ok ? 0 : -1;
+}
+
+// Compares size and CRC-32 of every file with what the manifest says. Each rank reads an equal share of all bytes, laid
+// end to end.
+static int check_files(Ranks* world, const char* folder, const Json* manifest, const CheckpointFile* files, int count,
+                       char* error, size_t error_size) {
+    int64_t *sizes = (int64_t*)host_alloc((size_t)count * sizeof(int64_t)), all_bytes = 0, bad = GOOD;
+    int listed = 0;  // files ahead of the first that the manifest does not list
+    for (; listed < count; all_bytes += sizes[listed++]) {
+        sizes[listed] = json_int(file_entry(manifest, files[listed].name), "bytes", 0);
+        if (sizes[listed] <= 0 || sizes[listed] > FILE_LIMIT) break;
+    }
+    if (listed < count) {
+        snprintf(error, error_size, "%s/%s: the manifest %s", folder, files[listed].name,
+                 sizes[listed] ? "gives it a size that is out of range" : "does not list it");
+        bad = listed;
+    }
+    int64_t ranks = ranks_count(world), rank = ranks_index(world), slices = 0, total, at = 0;
+    int64_t begin = all_bytes * rank / ranks, end = all_bytes * (rank + 1) / ranks;
+    FileSlice* mine = (FileSlice*)host_alloc((size_t)listed * sizeof(FileSlice));
+    void* piece = host_alloc(PIECE);
+    for (int i = 0; i < listed && i < bad; at += sizes[i++]) {
+        int64_t from = begin > at ? begin - at : 0, to = end < at + sizes[i] ? end - at : sizes[i];
+        if (from >= to) continue;
+        char* path = host_format("%s/%s", folder, files[i].name);
+        FileSlice slice = {i, from, to - from, 0};
+        if (sum_slice(path, sizes[i], &slice, piece, error, error_size) == 0)
+            mine[slices++] = slice;
+        else
+            bad = i;
+        free(path);
+    }
+    FileSlice* all = slices_gather(world, mine, slices, &total);
+    const FileSlice* next = all;
+    for (int i = 0; i < listed && i < bad && ranks_index(world) == 0; i++) {
+        uLong crc = crc32(0, NULL, 0);
+        int64_t want = json_int(file_entry(manifest, files[i].name), "crc32", -1);
+        // A part that is missing could not be read: its rank has a reason of its own.
+        if (!slices_join(&next, all + total, i, 0, sizes[i], &crc) || (int64_t)crc == want) continue;
+        snprintf(error, error_size, "%s/%s: altered (its CRC-32 is %lu, the manifest says %lld)", folder, files[i].name,
+                 crc, (long long)want);
+        bad = i;
+    }
+    free(all);
+    free(piece);
+    free(mine);
+    free(sizes);
+    return agree(world, bad, error, error_size);
+}
+
+// Loads the slice of a tensor that this rank holds.
+static int load_slice(const SafeTensors* st, const CheckpointTensor* t, void* piece, Ctx* ctx, char* error,
+                      size_t error_size) {
+    const StTensor* found = st_find(st, t->name);
+    if (!found || found->dtype != CHECKPOINT_DTYPE || found->rank != t->rank || found->shape[0] != t->shape[0] ||
+        (t->rank == 2 && found->shape[1] != t->shape[1])) {
+        snprintf(error, error_size, "%s: tensor %s is %s", st->path, t->name,
+                 found ? "of another shape or type" : "missing");
+        return -1;
+    }
+    int64_t most = (int64_t)(PIECE / sizeof(real));
+    for (int64_t at = 0; at < t->count; at += most) {
+        int64_t n = t->count - at < most ? t->count - at : most;
+        if (st_read(st, found, t->first + at, n, piece) != 0) {
+            snprintf(error, error_size, "%s: cannot read %s: %s", st->path, t->name, strerror(errno));
+            return -1;
+        }
+        for (int64_t i = 0; i < n; i++)
+            if (!isfinite(((const real*)piece)[i])) {
+                snprintf(error, error_size, "%s: element %lld of %s is not finite", st->path,
+                         (long long)(t->first + at + i), t->name);
+                return -1;
+            }
+        device_upload(t->data + at, piece, (size_t)n * sizeof(real), ctx);
+    }
+    return 0;
+}
+
+// Every rank looks every tensor up, held or not: what is missing is missing for all.
+static int load_files(Ranks* world, const char* folder, const CheckpointFile* files, int count, Ctx* ctx, char* error,
+                      size_t error_size) {
+    void* piece = host_alloc(PIECE);
+    int64_t bad = GOOD;
+    for (int i = 0; i < count && bad == GOOD; i++) {
+        char* path = host_format("%s/%s", folder, files[i].name);
+        SafeTensors* st = st_open(path, error, error_size);
+        if (!st) bad = i;
+        for (int t = 0; t < files[i].count && bad == GOOD; t++)
+            if (load_slice(st, &files[i].tensors[t], piece, ctx, error, error_size) != 0) bad = i;
+        st_close(st);
+        free(path);
+    }
+    free(piece);
+    return agree(world, bad, error, error_size);
+}
+
+int checkpoint_load(Ranks* world, const char* out, int64_t step, const Json* manifest, const CheckpointFile* files,
+                    int count, Ctx* ctx, char* error, size_t error_size) {
+    int64_t mine[2] = {step, manifest ? json_int(manifest, "manifest_crc32", -1) : -1}, theirs[2];
+    memcpy(theirs, mine, sizeof(mine));
+    ranks_broadcast(world, theirs, sizeof(theirs), 0);
+    ranks_must_share(world, out, mine[0] == theirs[0] && mine[1] == theirs[1]);
+    char* folder = step_path(out, step, "");
+    int result = agree(world, manifest ? GOOD : 0, error, error_size);
+    if (result == 0) result = check_files(world, folder, manifest, files, count, error, error_size);
+    if (result == 0) result = load_files(world, folder, files, count, ctx, error, error_size);
+    free(folder);
+    return result;
+}

@@ -1,0 +1,238 @@
+#include "parallel/sharding.h"
+
+#include <stdlib.h>
+#include <string.h>
+
+#include "device/check.h"
+
+typedef struct Slot {
+    floatX* weight;
+    real* grad;
+    int unit;         // whose weights are in it, or on their way
+    int64_t version;  // of those weights
+    Event* filled;    // the weights are there
+    Event* free;      // nobody reads the weights any more
+    Event* reduced;   // the gradients have been summed
+} Slot;
+
+struct Sharding {
+    int count;
+    ShardUnit* units;
+    Comm *world, *holders;
+    Ctx* line;            // gathers and reductions, in the order given
+    Event *given, *done;  // from the computing line to this one and back
+    Event** whole;        // (count): weights that are kept whole have been gathered again
+    int64_t version;      // counts changes of the weights
+    Slot slots[2];
+};
+
+// Parts start on 128 bytes of bf16, and all have the same size.
+enum { ALIGN = 64 };
+
+void sharding_cut(ParamBuffer* p, int64_t n, int64_t n_decay, int parts, int index, Shard shard) {
+    p->parts = parts;
+    p->part = (n + parts * ALIGN - 1) / (parts * ALIGN) * ALIGN;
+    p->n = p->part * parts;
+    p->n_decay = n_decay;
+    p->first = index * p->part;
+    p->shard = parts == 1 ? SHARD_NONE : shard;
+    p->held = p->shard == SHARD_NONE ? p->n : p->part;
+    p->held_from = p->shard == SHARD_NONE ? 0 : p->first;
+}
+
+static int slotted_weight(const ParamBuffer* p) { return p->shard == SHARD_WEIGHTS; }
+static int slotted_grad(const ParamBuffer* p) { return p->shard >= SHARD_GRADS; }
+
+void sharding_plan(Arena* arena, ParamBuffer* p) {
+    if (p->n == 0) return;
+    // Where floatX is as wide as real, whole working weights are the masters themselves.
+    int own_weight = arena->backend == BACKEND_CUDA || (p->shard != SHARD_NONE && !slotted_weight(p));
+    if (own_weight) {
+        if (slotted_weight(p))
+            arena_add(arena, "weights (own part)", ELEMENT_X, p->part, 0, (void**)&p->held_weight);
+        else
+            arena_add(arena, "weights", ELEMENT_X, p->n, 0, (void**)&p->weight);
+    }
+    arena_add(arena, "master weights", ELEMENT_REAL, p->held, 0, (void**)&p->master);
+    if (slotted_grad(p))
+        arena_add(arena, "gradients (own part)", ELEMENT_REAL, p->part, 0, (void**)&p->own_grad);
+    else
+        arena_add(arena, "gradients", ELEMENT_REAL, p->n, 0, (void**)&p->grad);
+    arena_add(arena, "AdamW first moments", ELEMENT_REAL, p->held, 0, (void**)&p->m);
+    arena_add(arena, "AdamW second moments", ELEMENT_REAL, p->held, 0, (void**)&p->v);
+}
+
+static ParamBuffer* buffer_of(const Sharding* s, int unit, int i) {
+    return i ? s->units[unit].experts : s->units[unit].dense;
+}
+
+Sharding* sharding_plan_slots(Arena* arena, const ShardUnit* units, int count) {
+    Sharding* s = (Sharding*)host_alloc(sizeof(Sharding));
+    s->count = count;
+    s->units = (ShardUnit*)host_alloc((size_t)count * sizeof(ShardUnit));
+    memcpy(s->units, units, (size_t)count * sizeof(ShardUnit));
+    for (int i = 0; i < 2; i++) {
+        int64_t weights = 0, grads = 0;
+        for (int u = i; u < count; u += 2) {
+            int64_t w = 0, g = 0;
+            for (int b = 0; b < 2; b++) {
+                const ParamBuffer* p = buffer_of(s, u, b);
+                if (slotted_weight(p)) w += p->n;
+                if (slotted_grad(p)) g += p->n;
+            }
+            if (w > weights) weights = w;
+            if (g > grads) grads = g;
+        }
+        s->slots[i].unit = -1;
+        if (weights) arena_add(arena, "weights gathered for use", ELEMENT_X, weights, 0, (void**)&s->slots[i].weight);
+        if (grads) arena_add(arena, "gradients to be reduced", ELEMENT_REAL, grads, 0, (void**)&s->slots[i].grad);
+    }
+    return s;
+}
+
+void sharding_connect(Sharding* s, Comm* world, Comm* holders, Ctx* ctx) {
+    for (int u = 0; u < s->count; u++)
+        for (int b = 0; b < 2; b++) {
+            ParamBuffer* p = buffer_of(s, u, b);
+            if (p->n == 0) continue;
+            if (slotted_weight(p)) {
+                if (!p->held_weight) p->held_weight = (floatX*)p->master;
+            } else {
+                if (!p->weight) p->weight = (floatX*)p->master;
+                p->held_weight = p->weight + p->held_from;
+            }
+            if (!slotted_grad(p)) p->own_grad = p->grad + p->first;
+        }
+    s->world = world;
+    s->holders = holders;
+    s->line = ctx_side(ctx);
+    s->given = event_create();
+    s->done = event_create();
+    s->whole = (Event**)host_alloc((size_t)s->count * sizeof(Event*));
+    for (int u = 0; u < s->count; u++) s->whole[u] = event_create();
+    for (int i = 0; i < 2; i++) {
+        s->slots[i].filled = event_create();
+        s->slots[i].free = event_create();
+        s->slots[i].reduced = event_create();
+    }
+}
+
+void sharding_destroy(Sharding* s) {
+    if (s->line) {
+        ctx_destroy(s->line);
+        event_destroy(s->given);
+        event_destroy(s->done);
+        for (int u = 0; u < s->count; u++) event_destroy(s->whole[u]);
+        for (int i = 0; i < 2; i++) {
+            event_destroy(s->slots[i].filled);
+            event_destroy(s->slots[i].free);
+            event_destroy(s->slots[i].reduced);
+        }
+        free(s->whole);
+    }
+    free(s->units);
+    free(s);
+}
+
+static Comm* comm_of(const Sharding* s, int i) { return i ? s->holders : s->world; }
+
+// The line goes on after all that ctx has been given so far.
+static void line_follows(Sharding* s, Ctx* ctx) {
+    event_record(s->given, ctx);
+    event_wait(s->given, s->line);
+}
+
+void weights_start(Sharding* s, int unit) {
+    if (unit < 0 || unit >= s->count) return;
+    Slot* slot = &s->slots[unit % 2];
+    if (slot->unit == unit && slot->version == s->version) return;
+    floatX* to = slot->weight;
+    event_wait(slot->free, s->line);
+    for (int i = 0; i < 2; i++) {
+        const ParamBuffer* p = buffer_of(s, unit, i);
+        if (!slotted_weight(p)) continue;
+        comm_all_gather(comm_of(s, i), to, p->held_weight, (size_t)p->part * sizeof(floatX), s->line);
+        to += p->n;
+    }
+    event_record(slot->filled, s->line);
+    slot->unit = unit;
+    slot->version = s->version;
+}
+
+void weights_get(Sharding* s, int unit, Ctx* ctx) {
+    Slot* slot = &s->slots[unit % 2];
+    weights_start(s, unit);
+    event_wait(slot->filled, ctx);
+    event_wait(s->whole[unit], ctx);
+    floatX* from = slot->weight;
+    for (int i = 0; i < 2; i++) {
+        ParamBuffer* p = buffer_of(s, unit, i);
+        if (!slotted_weight(p)) continue;
+        p->weight = from;
+        from += p->n;
+    }
+}
+
+void weights_release(Sharding* s, int unit, Ctx* ctx) { event_record(s->slots[unit % 2].free, ctx); }
+
+void weights_changed(Sharding* s, Ctx* ctx) {
+    s->version++;
+    line_follows(s, ctx);
+    for (int u = 0; u < s->count; u++) {
+        for (int i = 0; i < 2; i++) {
+            const ParamBuffer* p = buffer_of(s, u, i);
+            if (p->n && p->shard != SHARD_NONE && !slotted_weight(p))
+                comm_all_gather(comm_of(s, i), p->weight, p->held_weight, (size_t)p->part * sizeof(floatX), s->line);
+        }
+        event_record(s->whole[u], s->line);
+    }
+}
+
+int64_t weights_version(const Sharding* s) { return s->version; }
+
+void grads_zero(Sharding* s, Ctx* ctx) {
+    for (int u = 0; u < s->count; u++)
+        for (int i = 0; i < 2; i++) {
+            const ParamBuffer* p = buffer_of(s, u, i);
+            if (p->n == 0) continue;
+            if (slotted_grad(p))
+                device_zero(p->own_grad, (size_t)p->part * sizeof(real), ctx);
+            else
+                device_zero(p->grad, (size_t)p->n * sizeof(real), ctx);
+        }
+}
+
+void grads_get(Sharding* s, int unit, Ctx* ctx) {
+    Slot* slot = &s->slots[unit % 2];
+    real* from = slot->grad;
+    event_wait(slot->reduced, ctx);
+    for (int i = 0; i < 2; i++) {
+        ParamBuffer* p = buffer_of(s, unit, i);
+        if (!slotted_grad(p)) continue;
+        p->grad = from;
+        device_zero(from, (size_t)p->n * sizeof(real), ctx);
+        from += p->n;
+    }
+}
+
+void grads_reduce(Sharding* s, int unit, int last, Ctx* ctx) {
+    line_follows(s, ctx);
+    for (int i = 0; i < 2; i++) {
+        ParamBuffer* p = buffer_of(s, unit, i);
+        if (p->n == 0 || p->parts == 1) continue;
+        if (slotted_grad(p)) {
+            comm_reduce_scatter(comm_of(s, i), p->grad + p->first, p->grad, p->part, s->line);
+            device_add(p->own_grad, p->grad + p->first, p->part, s->line);
+        } else if (last && p->shard == SHARD_OPTIMIZER) {
+            comm_reduce_scatter(comm_of(s, i), p->own_grad, p->grad, p->part, s->line);
+        } else if (last) {
+            comm_sum(comm_of(s, i), p->grad, p->n, s->line);
+        }
+    }
+    event_record(s->slots[unit % 2].reduced, s->line);
+}
+
+void grads_wait(Sharding* s, Ctx* ctx) {
+    event_record(s->done, s->line);
+    event_wait(s->done, ctx);
+}

@@ -1,0 +1,82 @@
+// FSDP-style sharding (ZeRO, arXiv 1910.02054; FSDP, arXiv 2304.11277) of flat parameter buffers.
+//
+// A unit (a block, the embedding, the head) has two buffers: `dense`, the same on all ranks of the run, and `experts`,
+// the same on the ranks that hold the same experts. A buffer is cut into one part a rank of that group. How far this
+// goes is --shard; what a rank keeps of n elements in P parts:
+//
+//               weights        gradients      masters and moments
+//   none        n              n              n         (gradients are summed over the ranks, all ranks update all)
+//   optimizer   n              n              n / P     (weights are gathered after the update)
+//   grads       n              n / P          n / P
+//   weights     n / P          n / P          n / P     (weights are gathered for use)
+//
+// What is not kept whole passes through two rotating slots: unit u uses slot u % 2, so that one unit is gathered (or
+// reduced) on a line of work of its own while the other computes. Gradients are sums in real. With P = 1 every level is
+// the same and nothing travels.
+#ifndef PARALLEL_SHARDING_H
+#define PARALLEL_SHARDING_H
+
+#include "device/arena.h"
+#include "parallel/comm.h"
+
+BEGIN_C
+
+typedef enum { SHARD_NONE, SHARD_OPTIMIZER, SHARD_GRADS, SHARD_WEIGHTS } Shard;
+
+// How a run lies on its ranks: rank r is number r % ep of its expert-parallel group.
+typedef struct Layout {
+    int ranks, rank, ep;
+    Shard shard;
+} Layout;
+
+typedef struct ParamBuffer {
+    int64_t n, n_decay;       // elements on this rank as the ops see them, padding in; weight decay covers a prefix
+    int64_t parts, part;      // ranks that share it; elements of a part (n / parts)
+    int64_t first;            // of this rank's own part
+    int64_t held, held_from;  // of master, m and v: elements held_from .. held_from + held - 1
+    Shard shard;              // SHARD_NONE where parts is 1
+    floatX* weight;           // (n): valid from weights_get to weights_release
+    floatX* held_weight;      // (held): what the update writes
+    real *master, *m, *v;     // (held)
+    real* grad;               // (n): what backward adds to, from grads_get to grads_reduce
+    real* own_grad;           // (part): this rank's part of the sum
+} ParamBuffer;
+
+typedef struct ShardUnit {
+    ParamBuffer *dense, *experts;  // experts->n may be 0
+} ShardUnit;
+
+typedef struct Sharding Sharding;
+
+// Sets the fields of a buffer of `n` elements in use (n_decay likewise) that says how it is cut.
+void sharding_cut(ParamBuffer* buffer, int64_t n, int64_t n_decay, int parts, int index, Shard shard);
+// Names the buffer's arrays, and the slots that all units of a run pass through.
+void sharding_plan(Arena* arena, ParamBuffer* buffer);
+Sharding* sharding_plan_slots(Arena* arena, const ShardUnit* units, int count);
+
+// After the arena is allocated: connects. world and holders (the ranks that hold the same experts) are NULL with one
+// rank.
+void sharding_connect(Sharding* sharding, Comm* world, Comm* holders, Ctx* ctx);
+void sharding_destroy(Sharding* sharding);
+
+// weights_start gathers a unit's weights unless they are there or under way; weights_get waits for them (the device
+// does, not the host) and sets `weight`; weights_release lets the next unit have the slot. Between get and release of a
+// unit only its neighbours may be started.
+void weights_start(Sharding* sharding, int unit);
+void weights_get(Sharding* sharding, int unit, Ctx* ctx);
+void weights_release(Sharding* sharding, int unit, Ctx* ctx);
+// The held weights have changed (start, resume, update): whatever was gathered is old.
+void weights_changed(Sharding* sharding, Ctx* ctx);
+int64_t weights_version(const Sharding* sharding);  // counts these changes, from 1
+
+// grads_get hands out the unit's gradient buffers, grads_reduce sums them over the ranks into own_grad: at once where
+// they are not kept whole, else in the last micro-step. grads_wait: ctx waits for all of it.
+void grads_get(Sharding* sharding, int unit, Ctx* ctx);
+void grads_reduce(Sharding* sharding, int unit, int last_micro_step, Ctx* ctx);
+void grads_wait(Sharding* sharding, Ctx* ctx);
+// A new step: gradients are 0.
+void grads_zero(Sharding* sharding, Ctx* ctx);
+
+END_C
+
+#endif

@@ -1,0 +1,87 @@
+#include "parallel/slices.h"
+
+#include <stdio.h>
+#include <stdlib.h>
+#include <string.h>
+
+#include "device/check.h"
+
+char* step_path(const char* out, int64_t step, const char* suffix) {
+    return host_format("%s/step_%08lld%s", out, (long long)step, suffix);
+}
+
+int64_t step_number(const char* name, const char* suffix) {
+    if (strncmp(name, "step_", 5) != 0) return -1;
+    char exact[64];
+    long long step = strtoll(name + 5, NULL, 10);
+    snprintf(exact, sizeof(exact), "step_%08lld%s", step, suffix);
+    return strcmp(name, exact) == 0 ? step : -1;
+}
+
+uLong crc_of(const void* data, size_t bytes) { return crc32_z(crc32(0, NULL, 0), (const Bytef*)data, bytes); }
+
+static int in_order(const void* a, const void* b) {
+    const FileSlice *x = (const FileSlice*)a, *y = (const FileSlice*)b;
+    if (x->file != y->file) return x->file < y->file ? -1 : 1;
+    return (x->offset > y->offset) - (x->offset < y->offset);
+}
+
+FileSlice* slices_gather(Ranks* group, const FileSlice* mine, int64_t count, int64_t* total) {
+    size_t ranks = (size_t)ranks_count(group);
+    int64_t* counts = (int64_t*)host_alloc(ranks * sizeof(int64_t));
+    size_t* sizes = (size_t*)host_alloc(4 * ranks * sizeof(size_t));
+    size_t *recv_at = sizes, *recv = sizes + ranks, *send_at = sizes + 2 * ranks, *send = sizes + 3 * ranks;
+    ranks_all_gather(group, counts, &count, sizeof(count));
+    *total = 0;
+    for (size_t r = 0; r < ranks && ranks_index(group) == 0; r++) {
+        recv_at[r] = (size_t)*total * sizeof(FileSlice);
+        recv[r] = (size_t)counts[r] * sizeof(FileSlice);
+        *total += counts[r];
+    }
+    send[0] = (size_t)count * sizeof(FileSlice);
+    FileSlice* all = (FileSlice*)host_alloc((size_t)*total * sizeof(FileSlice));
+    ranks_exchange(group, all, recv_at, recv, mine, send_at, send);
+    qsort(all, (size_t)*total, sizeof(FileSlice), in_order);
+    free(sizes);
+    free(counts);
+    return all;
+}
+
+bool slices_join(const FileSlice** next, const FileSlice* end, int64_t file, int64_t at, int64_t bytes, uLong* crc) {
+    bool tiled = true;
+    for (; *next < end && (*next)->file <= file; ++*next) {
+        const FileSlice* s = *next;
+        if (s->file < file) continue;  // of a file that was not asked for
+        tiled = tiled && s->offset == at;
+        *crc = crc32_combine(*crc, (uLong)s->crc, (z_off_t)s->bytes);
+        at += s->bytes;
+    }
+    return tiled && at == bytes;
+}
+
+int64_t ranks_lowest(Ranks* group, int64_t value, int* who) {
+    int ranks = ranks_count(group);
+    int64_t* all = (int64_t*)host_alloc((size_t)ranks * sizeof(int64_t));
+    ranks_all_gather(group, all, &value, sizeof(value));
+    *who = 0;
+    for (int r = 1; r < ranks; r++)
+        if (all[r] < all[*who]) *who = r;
+    value = all[*who];
+    free(all);
+    return value;
+}
+
+bool ranks_well(Ranks* group, bool well) {
+    int who;
+    if (ranks_lowest(group, well, &who) == 1) return true;
+    if (who != ranks_index(group)) ranks_barrier(group);  // never passed
+    return false;
+}
+
+void ranks_must_share(Ranks* world, const char* out, bool same) {
+    if (!ranks_well(world, same))
+        die(EXIT_FAILED,
+            "this rank does not find in %s what rank 0 finds there; it must be a folder on a file system that all "
+            "ranks share",
+            out);
+}

@@ -1,0 +1,265 @@
+// Every rank's thread measures how long the rank has stood still in a wait, and tells rank 0, whose thread decides:
+//
+//   a rank waits longer than the limit: what holds it up are the ranks not heard of, else those that do not wait, else
+//   those with the fewest waits behind them, else those in another wait; the message that ends the run names them.
+//   a rank waits even longer: rank 0 should have ended the run and has not, so this rank does, and names rank 0.
+#include "parallel/watch.h"
+
+#include <pthread.h>
+#include <signal.h>
+#include <stdlib.h>
+#include <string.h>
+#include <time.h>
+#include <unistd.h>
+
+#include "device/check.h"
+
+static const double TURN = 0.05;  // seconds between two looks
+static const double REPORT = 1;   // between two notes to rank 0
+// After so long without a note a rank is not heard of. Rank 0 waits as long beyond the limit, to know who is heard of;
+// the others as long again before they take the run's end into their hands.
+static const double SILENCE = 3;
+enum { NAME = 64 };
+
+typedef struct Progress {  // a note to rank 0
+    int64_t done;          // waits and collectives behind it
+    double waited;         // seconds in the present one
+    char what[NAME];       // "": it does not wait
+    int32_t stopped;       // no more notes will come
+} Progress;
+
+static pthread_mutex_t lock = PTHREAD_MUTEX_INITIALIZER;  // of what the watched thread and the watching one share
+static struct {
+    int running, stopping;
+    pthread_t thread;  // the watched one
+    int depth;         // of waits within waits
+    const char* what;
+    int64_t done;
+} watched;
+
+static pthread_mutex_t probing = PTHREAD_MUTEX_INITIALIZER;  // held while the probe is called
+static WatchProbe device_probe;
+static void* device_context;
+
+static struct {
+    pthread_t thread;
+    Ranks* group;
+    double limit;
+    volatile int settled;
+    char (*hosts)[NAME];
+    Progress* ranks;  // rank 0: the latest note of each; elsewhere the own entry alone is used
+    double* silent;   // rank 0: seconds since then
+    double awake;     // rank 0: seconds since the thread last lost a second or more
+} watcher;
+
+// Seconds since the last call, 1 at most: while this process is stopped, nothing counts as waiting.
+static double elapsed(struct timespec* last) {
+    struct timespec now;
+    clock_gettime(CLOCK_MONOTONIC, &now);
+    double seconds = (double)(now.tv_sec - last->tv_sec) + 1e-9 * (double)(now.tv_nsec - last->tv_nsec);
+    *last = now;
+    return seconds < 1 ? seconds : 1;
+}
+
+static void measure(Progress* mine, double seconds) {
+    Progress now;
+    memset(&now, 0, sizeof(now));
+    const char* pending = NULL;
+    pthread_mutex_lock(&probing);
+    if (device_probe) now.done = device_probe(device_context, &pending);
+    if (pending) strncpy(now.what, pending, NAME - 1);
+    pthread_mutex_unlock(&probing);
+    pthread_mutex_lock(&lock);
+    now.done += watched.done;
+    if (watched.depth) strncpy(now.what, watched.what, NAME - 1);
+    pthread_mutex_unlock(&lock);
+    int stands_still = *now.what && now.done == mine->done && strcmp(now.what, mine->what) == 0;
+    now.waited = stands_still ? mine->waited + seconds : 0;
+    *mine = now;
+}
+
+static const char* hint(void) {
+    return watcher.settled
+               ? ""
+               : "; the start and the first step, which load kernels and connect the ranks, take longest: a "
+                 "larger --timeout may be all that is missing";
+}
+
+// The wait that most ranks stand in, of equal ones the longest.
+static const Progress* common_wait(int count) {
+    const Progress *ranks = watcher.ranks, *common = ranks;
+    int most = 0;
+    for (int i = 0; i < count; i++) {
+        int same = 0;
+        for (int j = 0; j < count && *ranks[i].what; j++) same += strcmp(ranks[i].what, ranks[j].what) == 0;
+        if (same > most || (same == most && ranks[i].waited > common->waited)) most = same, common = &ranks[i];
+    }
+    return common;
+}
+
+// How rank i may hold up a wait, in the order of suspicion.
+typedef enum Fault { UNHEARD, AT_WORK, BEHIND, ELSEWHERE, FAULTS } Fault;
+static int at_fault(Fault fault, int i, const Progress* wait, int64_t least) {
+    const Progress* p = &watcher.ranks[i];
+    if (fault == UNHEARD) return !p->stopped && watcher.silent[i] > SILENCE;
+    if (fault == AT_WORK) return !*p->what;
+    if (fault == BEHIND) return p->done == least && least < wait->done;
+    return strcmp(p->what, wait->what) != 0;
+}
+
+// Ends the run if a rank waits too long.
+static void judge(void) {
+    int count = ranks_count(watcher.group), too_long = 0, late = -1, lates = 0, waiting = 0, fault = -1;
+    int64_t least = watcher.ranks[0].done;
+    for (int i = 0; i < count; i++) {
+        too_long |= watcher.ranks[i].waited > watcher.limit + SILENCE;
+        if (watcher.ranks[i].done < least) least = watcher.ranks[i].done;
+    }
+    if (!too_long) return;
+
+    const Progress* wait = common_wait(count);
+    while (!lates && ++fault < FAULTS)
+        for (int i = count - 1; i >= 0; i--)
+            if (at_fault((Fault)fault, i, wait, least)) late = i, lates++;
+    if (!lates)
+        die(EXIT_FAILED,
+            "all %d ranks have waited for %.0f s in '%s': the network or a GPU hangs; --timeout %g is the limit%s",
+            count, wait->waited, wait->what, watcher.limit, hint());
+
+    for (int i = 0; i < count; i++) waiting += *watcher.ranks[i].what && !at_fault((Fault)fault, i, wait, least);
+    char* more = lates > 1 ? host_format(" and %d more", lates - 1) : host_strdup("");
+    char* why = fault == UNHEARD
+                    ? host_format("stopped, or its machine hangs (no sign of it for %.0f s)", watcher.silent[late])
+                : fault == AT_WORK ? host_strdup("it hangs in work of its own, or takes too long for it")
+                                   : host_format("it waits in '%s'", watcher.ranks[late].what);
+    die(EXIT_FAILED,
+        "rank %d (%s)%s holds up '%s', where %d of %d ranks have waited for %.0f s: %s; --timeout %g is the limit%s",
+        late, watcher.hosts[late], more, wait->what, waiting, count, wait->waited, why, watcher.limit, hint());
+}
+
+// A turn of rank 0; 1 once every rank has stopped.
+static int collect(double seconds) {
+    int count = ranks_count(watcher.group), from, stopped = 0;
+    Progress note;
+    while ((from = ranks_poll(watcher.group, &note, sizeof(note))) >= 0) {
+        watcher.ranks[from] = note;
+        watcher.silent[from] = 0;
+    }
+    // After a stop of this process itself its picture is old, and it may be going on only to be ended.
+    watcher.awake = seconds < 1 ? watcher.awake + seconds : 0;
+    if (watcher.awake > SILENCE) judge();
+    for (int i = 1; i < count; i++) {
+        watcher.silent[i] += seconds;
+        stopped += watcher.ranks[i].stopped;
+    }
+    return stopped == count - 1;
+}
+
+static void* look_on(void* unused) {
+    (void)unused;
+    int index = ranks_index(watcher.group);
+    Progress* mine = &watcher.ranks[index];
+    double until_report = 0;
+    struct timespec turn = {0, (long)(TURN * 1e9)}, last;
+    clock_gettime(CLOCK_MONOTONIC, &last);
+    for (;;) {
+        nanosleep(&turn, NULL);
+        double seconds = elapsed(&last);
+        measure(mine, seconds);
+        pthread_mutex_lock(&lock);
+        int stopping = watched.stopping;
+        pthread_mutex_unlock(&lock);
+        if (index == 0) {
+            int all_stopped = collect(seconds);
+            if (stopping && all_stopped) return NULL;
+            continue;
+        }
+        int turn_to_speak = index < 10 ? index : 10;  // one after the other, so that the first can end the others
+        if (mine->waited > watcher.limit + 2 * SILENCE + turn_to_speak)
+            die(EXIT_FAILED,
+                "rank 0 (%s) holds up '%s', where this rank has waited for %.0f s, or it would have ended the run: "
+                "stopped, or its machine or network hangs; --timeout %g is the limit%s",
+                watcher.hosts[0], mine->what, mine->waited, watcher.limit, hint());
+        until_report -= seconds;
+        if (!stopping && until_report > 0) continue;
+        mine->stopped = stopping;
+        if (ranks_post(watcher.group, mine, sizeof(*mine)) && stopping) return NULL;
+        until_report = REPORT;
+    }
+}
+
+void watch_start(Ranks* world, double seconds) {
+    int count = ranks_count(world);
+    if (count == 1) return;
+    char host[NAME] = "";
+    gethostname(host, NAME - 1);
+    watcher.hosts = (char(*)[NAME])host_alloc((size_t)count * NAME);
+    watcher.ranks = (Progress*)host_alloc((size_t)count * sizeof(Progress));
+    watcher.silent = (double*)host_alloc((size_t)count * sizeof(double));
+    watcher.limit = seconds;
+    watcher.awake = 0;
+    watcher.group = ranks_split(world, 0);
+    ranks_all_gather(watcher.group, watcher.hosts, host, NAME);
+    memset(&watched, 0, sizeof(watched));
+    watched.thread = pthread_self();
+    watched.running = 1;
+    int error = pthread_create(&watcher.thread, NULL, look_on, NULL);
+    if (error) die(EXIT_FAILED, "cannot start the thread that watches the ranks: %s", strerror(error));
+}
+
+void watch_settled(void) { watcher.settled = 1; }
+
+// Of a process whose last act hangs: there is no memory to take any more, nor a lock.
+static void too_late(int signal_number) {
+    static const char message[] =
+        "train_moe: error: other ranks do not end, though the run is complete: one is stopped, or its machine hangs\n";
+    (void)signal_number;
+    ssize_t written = write(STDERR_FILENO, message, sizeof(message) - 1);
+    (void)written;
+    _Exit(EXIT_FAILED);
+}
+
+void watch_stop(void) {
+    if (!watched.running) return;
+    watch_begin("the end of the run");
+    pthread_mutex_lock(&lock);
+    watched.stopping = 1;
+    pthread_mutex_unlock(&lock);
+    pthread_join(watcher.thread, NULL);
+    watched.running = 0;
+    int index = ranks_index(watcher.group);
+    ranks_free(watcher.group);
+    free(watcher.hosts);
+    free(watcher.ranks);
+    free(watcher.silent);
+    // At what is left, the end of MPI, nobody looks on. One rank after the other, so that the first can end the others,
+    // which have nothing to save any more.
+    signal(SIGTERM, SIG_DFL);
+    signal(SIGALRM, too_late);
+    alarm((unsigned)(watcher.limit + 2 * SILENCE) + 3 * (unsigned)(index < 10 ? index : 10));
+}
+
+void watch_begin(const char* what) {
+    pthread_mutex_lock(&lock);
+    if (watched.running && pthread_equal(watched.thread, pthread_self()) && watched.depth++ == 0) watched.what = what;
+    pthread_mutex_unlock(&lock);
+}
+
+void watch_end(void) {
+    pthread_mutex_lock(&lock);
+    if (watched.running && pthread_equal(watched.thread, pthread_self()) && --watched.depth == 0) watched.done++;
+    pthread_mutex_unlock(&lock);
+}
+
+void watch_progress(void) {
+    pthread_mutex_lock(&lock);
+    watched.done++;
+    pthread_mutex_unlock(&lock);
+}
+
+void watch_probe(WatchProbe probe, void* context) {
+    pthread_mutex_lock(&probing);
+    device_probe = probe;
+    device_context = context;
+    pthread_mutex_unlock(&probing);
+}
