@@ -5,7 +5,7 @@
 # Every op: x.h is the contract, x.c the CPU reference, x.cu the CUDA kernels.
 OPS = device/device \
       layers/embedding layers/rmsnorm layers/rope layers/matmul layers/attention layers/swiglu layers/loss layers/adamw \
-      moe/router grouped/permute grouped/grouped_gemm grouped/experts moe/dispatch_plan mx/mxfp8 mx/mx_swiglu mx/mx_stats \
+      moe/router grouped/permute grouped/grouped_gemm grouped/experts moe/dispatch_ops mx/mxfp8 mx/mx_swiglu mx/mx_stats \
       mx/grouped_gemm_mx parallel/comm
 # What ops do on GPUs that their own kernels are not for: in the CUDA build alone, x_lt.cuh.
 OPS_LT = blackwell/attention_lt blackwell/grouped_gemm_lt
@@ -13,7 +13,7 @@ OPS_LT = blackwell/attention_lt blackwell/grouped_gemm_lt
 # Host code, the same source in both builds.
 HOST = device/check device/random device/options device/arena device/pool device/files device/threads \
        data/json data/safetensors data/shards data/tokenizer data/runlog \
-       layers/rope_table mx/linear_mx moe/moe moe/moe_buffers mx/mx_check \
+       layers/rope_table mx/rows mx/products mx/mx_check moe/dispatch moe/moe moe/moe_buffers \
        model/settings model/params model/forward model/backward model/model model/persist model/report model/sample \
        model/agree $(RANKS) parallel/watch parallel/sharding parallel/slices parallel/checkpoint parallel/resume
 
@@ -33,7 +33,7 @@ endif
 # C tests; those in TESTS_F64 compare with finite differences and run in the double build too.
 OP_TESTS = tests/test_layers tests/test_attention tests/test_adamw tests/test_router tests/test_permute \
            tests/test_grouped_gemm tests/test_experts tests/test_dispatch tests/test_moe tests/test_mxfp8 \
-           tests/test_mx_swiglu tests/test_mx_stats tests/test_mx_block tests/test_mx_check tests/test_linear_mx
+           tests/test_mx_swiglu tests/test_mx_stats tests/test_mx_block tests/test_mx_check tests/test_products
 TESTS     = tests/test_device tests/test_data tests/fuzz tests/test_shards $(OP_TESTS) tests/test_golden tests/test_model tests/test_checkpoint
 # Tests of several ranks: four, where there is an mpirun, in the CUDA build one a GPU.
 TESTS_RANKS = tests/test_ranks tests/test_comm tests/test_checkpoint tests/test_expert_parallel tests/test_layouts
@@ -76,7 +76,7 @@ GPUS      := $(if $(HAVE_GPU),$(shell nvidia-smi -L | grep -c GPU))
 RUNNABLE   = $(if $(HAVE_GPU),$(CUDA),$(CPU))
 
 # Tests on the GPU: the kernels against the reference, and C tests that run in either build.
-TESTS_EITHER = tests/test_golden tests/test_model tests/test_mx_block tests/test_mx_check tests/test_linear_mx
+TESTS_EITHER = tests/test_golden tests/test_model tests/test_mx_block tests/test_mx_check tests/test_products
 TESTS_CUDA = $(patsubst %.cu,%,$(wildcard tests/test_cuda_*.cu)) $(TESTS_EITHER)
 # Some of these measure times: nothing else may run.
 TESTS_ALONE = tests/test_cuda_grouped_gemm tests/test_cuda_grouped_gemm_mx

@@ -15,6 +15,7 @@ struct Pool {
     Chunk* chunks;  // the first is the caller's
     int count;
     PoolMark top;
+    Arena table;
 };
 
 static void add_chunk(Pool* pool, void* memory, size_t bytes) {
@@ -27,12 +28,14 @@ static void add_chunk(Pool* pool, void* memory, size_t bytes) {
 Pool* pool_create(const char* purpose, void* memory, size_t bytes) {
     Pool* pool = (Pool*)host_alloc(sizeof(Pool));
     pool->purpose = purpose;
+    arena_init(&pool->table, purpose, BACKEND);
     add_chunk(pool, memory, bytes);
     return pool;
 }
 
 void pool_destroy(Pool* pool) {
     for (int i = 1; i < pool->count; i++) device_free(pool->chunks[i].memory);
+    arena_free(&pool->table);
     free(pool->chunks);
     free(pool);
 }
@@ -56,6 +59,16 @@ void* pool_take(Pool* pool, size_t bytes) {
     }
     pool->top.at += bytes;
     return pool->chunks[pool->top.chunk].memory + pool->top.at - bytes;
+}
+
+Arena* pool_table(Pool* pool) { return &pool->table; }
+
+void pool_take_table(Pool* pool) {
+    for (int i = 0; i < pool->table.count; i++) {
+        const ArenaEntry* e = &pool->table.entries[i];
+        *e->slot = pool_take(pool, (size_t)e->count * element_bytes(e->element, BACKEND));
+    }
+    pool->table.count = 0;
 }
 
 PoolMark pool_mark(const Pool* pool) { return pool->top; }

@@ -4,7 +4,7 @@
 #ifndef DEVICE_POOL_H
 #define DEVICE_POOL_H
 
-#include "device/types.h"
+#include "device/arena.h"
 
 BEGIN_C
 
@@ -18,6 +18,9 @@ typedef struct PoolMark {  // a height of the stack
 Pool* pool_create(const char* purpose, void* memory, size_t bytes);
 void pool_destroy(Pool* pool);
 void* pool_take(Pool* pool, size_t bytes);  // aligned to 256 bytes, contents undefined
+// A table to name buffers in, and all that it names taken at once, its slots set: what is planned is what is taken.
+Arena* pool_table(Pool* pool);
+void pool_take_table(Pool* pool);
 PoolMark pool_mark(const Pool* pool);
 void pool_release(Pool* pool, PoolMark mark);  // all that was taken since the mark is free again
 

@@ -1,97 +1,82 @@
-// The backward pass: model/forward.c from bottom to top. t.dx is the gradient of the residual stream and is added to;
-// gradients of parameters are added to; all others are written.
+// The backward pass: model/forward.c from bottom to top, from the gradient of the final norm that model_loss left.
+// t.dx is the gradient of the residual stream and is added to; gradients of parameters are added to; all others are
+// written.
 #include "layers/embedding.h"
-#include "layers/matmul.h"
 #include "layers/rmsnorm.h"
 #include "layers/swiglu.h"
 #include "model/model.h"
 
 // t.dnorm = gradient of norm1, from t.dx = gradient of the attention block's output
-static void attention_backward_block(Model* m, int64_t layer) {
+static void attention_backward_block(Model* m, const Weight* w, const BlockSaved* s) {
     const ModelConfig* c = &m->config;
-    const BlockSaved* s = &m->blocks[layer];
-    const Unit* u = &m->units[layer + 1];
-    const BlockMatrices* matrix = model_matrices(m, layer);
-    const floatX* w = u->dense.weight;
-    real* g = u->dense.grad;
-    const UnitLayout* at = &u->at;
+    const int64_t N = m->B * m->T;
     Scratch* t = &m->t;
-    int64_t N = m->B * m->T, C = c->C, q_rows = c->H * (c->nope + c->rope), kva_rows = c->kv_lora + c->rope;
-    int64_t kv_rows = c->H * (c->nope + c->v), att_rows = c->H * c->v;
-    linear_mx_dgrad(t->datt, t->dx, &matrix->wo, N, m->ctx);
-    matmul_wgrad(g + at->wo, t->dx, s->att, N, att_rows, C, m->ctx);
+
+    // Output, attention, positions.
+    linear_backward(t->datt, t->dx, s->att, &w[WO], N, 0, m->ctx);
     attention_backward(t->dq, t->dkv, t->dkva + c->kv_lora, t->datt, s->att, s->lse, s->q, s->kv, s->kva + c->kv_lora,
                        model_attn_shape(m), m->ctx);
     model_rope(m, t->dq, t->dkva, -1);
-    linear_mx_dgrad(t->dckv, t->dkv, &matrix->wkvb, N, m->ctx);
-    matmul_wgrad(g + at->wkvb, t->dkv, s->ckv, N, c->kv_lora, kv_rows, m->ctx);
-    rmsnorm_backward(t->dkva, g + at->kv_norm, t->dckv, s->kva, kva_rows, w + at->kv_norm, s->rstd_kv, N, c->kv_lora, 0,
+
+    // Keys and values: to c_kv, beside the gradient of k_rope in dkva.
+    linear_backward(t->dckv, t->dkv, s->ckv, &w[WKVB], N, 0, m->ctx);
+    rmsnorm_backward(t->dkva, w[KV_NORM].grad, t->dckv, s->kva, w[WKVA].OC, w[KV_NORM].w, s->rstd_kv, N, c->kv_lora, 0,
                      m->ctx);
+
+    // Queries.
     if (c->q_lora) {
-        linear_mx_dgrad(t->dcq_norm, t->dq, &matrix->wqb, N, m->ctx);
-        matmul_wgrad(g + at->wqb, t->dq, s->cq_norm, N, c->q_lora, q_rows, m->ctx);
-        rmsnorm_backward(t->dcq, g + at->q_norm, t->dcq_norm, s->cq, c->q_lora, w + at->q_norm, s->rstd_q, N, c->q_lora,
-                         0, m->ctx);
-        linear_mx_dgrad(t->dnorm, t->dcq, &matrix->wqa, N, m->ctx);
-        matmul_wgrad(g + at->wqa, t->dcq, s->norm1, N, C, c->q_lora, m->ctx);
+        linear_backward(t->dcq_norm, t->dq, s->cq_norm, &w[WQB], N, 0, m->ctx);
+        rmsnorm_backward(t->dcq, w[Q_NORM].grad, t->dcq_norm, s->cq, c->q_lora, w[Q_NORM].w, s->rstd_q, N, c->q_lora, 0,
+                         m->ctx);
+        linear_backward(t->dnorm, t->dcq, s->norm1, &w[WQA], N, 0, m->ctx);
     } else {
-        linear_mx_dgrad(t->dnorm, t->dq, &matrix->wq, N, m->ctx);
-        matmul_wgrad(g + at->wq, t->dq, s->norm1, N, C, q_rows, m->ctx);
+        linear_backward(t->dnorm, t->dq, s->norm1, &w[WQ], N, 0, m->ctx);
     }
-    matmul_dgrad(t->dnorm, t->dkva, w + at->wkva, N, C, kva_rows, 1, m->ctx);
-    matmul_wgrad(g + at->wkva, t->dkva, s->norm1, N, C, kva_rows, m->ctx);
+
+    // Both meet in norm1.
+    linear_backward(t->dnorm, t->dkva, s->norm1, &w[WKVA], N, 1, m->ctx);
 }
 
 // t.dnorm = gradient of norm2, from t.dx = gradient of the MLP's output
 static void mlp_backward(Model* m, int64_t layer, float aux) {
     BlockSaved* s = &m->blocks[layer];
     const Unit* u = &m->units[layer + 1];
-    const BlockMatrices* matrix = model_matrices(m, layer);
-    real* g = u->dense.grad;
     Scratch* t = &m->t;
-    int64_t N = m->B * m->T, C = m->config.C, F = m->config.dense_ffn;
+    const int64_t N = m->B * m->T;
     if (u->kind == UNIT_MOE) {
-        MoeGrads dw = {g + u->at.router, u->experts.grad + u->at.w13, u->experts.grad + u->at.w2, g + u->at.mlp13,
-                       g + u->at.mlp2};
-        moe_backward(t->dnorm, t->dx, s->norm2, model_moe_weights(m, layer), dw, &s->moe, aux, model_moe_shape(m),
-                     m->ways, m->ctx);
+        moe_backward(t->dnorm, t->dx, s->norm2, model_moe_weights(m, layer), &s->moe, aux, model_moe_shape(m),
+                     m->dispatch, m->pool, m->ctx);
         return;
     }
-    linear_mx_dgrad(t->dact, t->dx, &matrix->mlp2, N, m->ctx);
-    swiglu_backward(t->dh, t->act, t->dact, s->h, N, F, m->ctx);
-    matmul_wgrad(g + u->at.mlp2, t->dx, t->act, N, F, C, m->ctx);
-    linear_mx_dgrad(t->dnorm, t->dh, &matrix->mlp13, N, m->ctx);
-    matmul_wgrad(g + u->at.mlp13, t->dh, s->norm2, N, C, 2 * F, m->ctx);
+    linear_dgrad(t->dact, t->dx, &u->w[MLP2], N, 0, m->ctx);
+    swiglu_backward(t->dh, t->act, t->dact, s->h, N, m->config.dense_ffn, m->ctx);
+    linear_wgrad(t->dx, t->act, &u->w[MLP2], N, m->ctx);
+    linear_backward(t->dnorm, t->dh, s->norm2, &u->w[MLP13], N, 0, m->ctx);
 }
 
-void model_backward(Model* m, float aux, int last_micro_step) {
-    int64_t N = m->B * m->T, C = m->config.C, L = m->config.L;
-    int last = last_micro_step, unit = (int)L + 1;
+void model_backward(Model* m, float aux, int last) {
+    const int64_t N = m->B * m->T, C = m->config.C;
+    const int head = (int)m->config.L + 1;
     Scratch* t = &m->t;
-    const Unit* head = &m->units[L + 1];
-    weights_get(m->sharding, unit, m->ctx);
-    weights_start(m->sharding, unit - 1);
-    rmsnorm_backward(t->dx, head->dense.grad + head->at.final_norm, t->dnorm, m->final_residual, C,
-                     head->dense.weight + head->at.final_norm, m->final_rstd, N, C, 0, m->ctx);
-    grads_reduce(m->sharding, unit, last, m->ctx);
-    weights_release(m->sharding, unit, m->ctx);
-    for (int64_t l = L - 1; l >= 0; l--) {
+
+    Unit* u = unit_begin(m, head, head - 1, 0);  // its gradients are there since model_loss
+    rmsnorm_backward(t->dx, u->w[FINAL_NORM].grad, t->dnorm, m->final_residual, C, u->w[FINAL_NORM].w, m->final_rstd, N,
+                     C, 0, m->ctx);
+    unit_end(m, head, 1, last);
+
+    for (int64_t l = m->config.L - 1; l >= 0; l--) {
         const BlockSaved* s = &m->blocks[l];
-        const Unit* u = &m->units[l + 1];
-        unit = (int)l + 1;
-        weights_get(m->sharding, unit, m->ctx);
-        if (l > 0 || !last) weights_start(m->sharding, unit - 1);  // the embedding's only for the next forward
-        grads_get(m->sharding, unit, m->ctx);
-        const floatX* w = u->dense.weight;
-        real* g = u->dense.grad;
+        const int unit = (int)l + 1;
+        // The embedding's weights are only for the next forward.
+        u = unit_begin(m, unit, l > 0 || !last ? unit - 1 : -1, 1);
         if (m->settings.recompute == RECOMPUTE_BLOCK) model_rebuild_block(m, l);
         mlp_backward(m, l, aux);
-        rmsnorm_backward(t->dx, g + u->at.norm2, t->dnorm, s->residual2, C, w + u->at.norm2, s->rstd2, N, C, 1, m->ctx);
-        attention_backward_block(m, l);
-        rmsnorm_backward(t->dx, g + u->at.norm1, t->dnorm, s->residual, C, w + u->at.norm1, s->rstd1, N, C, 1, m->ctx);
-        grads_reduce(m->sharding, unit, last, m->ctx);
-        weights_release(m->sharding, unit, m->ctx);
+        rmsnorm_backward(t->dx, u->w[NORM2].grad, t->dnorm, s->residual2, C, u->w[NORM2].w, s->rstd2, N, C, 1, m->ctx);
+        attention_backward_block(m, u->w, s);
+        rmsnorm_backward(t->dx, u->w[NORM1].grad, t->dnorm, s->residual, C, u->w[NORM1].w, s->rstd1, N, C, 1, m->ctx);
+        unit_end(m, unit, 1, last);
     }
+
     grads_get(m->sharding, 0, m->ctx);
     embedding_backward(m->units[0].dense.grad, t->dx, m->tokens, N, m->config.V, C, m->ctx);
     grads_reduce(m->sharding, 0, last, m->ctx);

@@ -16,100 +16,94 @@ AttnShape model_attn_shape(const Model* m) {
     return s;
 }
 
+static Format format_of(int64_t precision, const Settings* s, int64_t align) {
+    const Format bytes = {1, {(int32_t)s->mx_scale, (int32_t)align}};
+    return precision == PRECISION_MXFP8 ? bytes : FORMAT_VALUES;
+}
+
+// Blocks of 128 where the experts' products read bytes, so that each tensor is cast once for all that it is used for.
+static int64_t expert_align(const Settings* s) { return s->expert_precision && s->mx_fast ? MX_CHUNK : 1; }
+
 MoeShape model_moe_shape(const Model* m) {
     const ModelConfig* c = &m->config;
-    MoeShape s = {
-        {m->B * m->T, m->T, c->C, (int32_t)c->E, (int32_t)c->K, (int32_t)c->groups, (int32_t)c->top_groups,
-         (int32_t)c->score, (int32_t)c->route_norm, (float)c->route_scale, (int32_t)m->settings.force_balance},
-        c->F,
-        c->shared * c->F,
-        m->layout.ep,
-        m->settings.recompute != RECOMPUTE_NONE,
-        {(int32_t)m->settings.expert_precision, (int32_t)m->settings.dispatch_precision,
-         (int32_t)m->settings.combine_precision, (int32_t)m->settings.wgrad_precision, (int32_t)m->settings.mx_fast,
-         (int32_t)m->settings.mx_scale}};
-    return s;
+    const Settings* s = &m->settings;
+    const RouterShape router = {m->B * m->T,
+                                m->T,
+                                c->C,
+                                (int32_t)c->E,
+                                (int32_t)c->K,
+                                (int32_t)c->groups,
+                                (int32_t)c->top_groups,
+                                (int32_t)c->score,
+                                (int32_t)c->route_norm,
+                                (float)c->route_scale,
+                                (int32_t)s->force_balance};
+    MoeShape shape = {router,
+                      c->F,
+                      c->shared * c->F,
+                      m->layout.ep,
+                      s->recompute != RECOMPUTE_NONE,
+                      format_of(s->dispatch_precision, s, expert_align(s)),
+                      format_of(s->expert_precision, s, expert_align(s)),
+                      format_of(s->combine_precision, s, 1)};  // no product reads what comes back: blocks of 32
+    return shape;
 }
 
-// A block's matrix, where it lies among the dense weights (-1: the block has none), and its shape.
-typedef struct Matrix {
-    LinearWeight* weight;
-    int64_t at, OC, IC;
-} Matrix;
-
-static void list_matrices(Matrix list[BLOCK_MATRICES], const Model* m, int64_t layer) {
-    const ModelConfig* c = &m->config;
-    const Unit* u = &m->units[layer + 1];
-    const UnitLayout* at = &u->at;
-    BlockMatrices* b = &m->matrices[layer];
-    int64_t q_rows = c->H * (c->nope + c->rope), width = u->kind == UNIT_MOE ? c->shared * c->F : c->dense_ffn;
-    const Matrix all[BLOCK_MATRICES] = {
-        {&b->wq, at->wq, q_rows, c->C},        {&b->wqa, at->wqa, c->q_lora, c->C},
-        {&b->wqb, at->wqb, q_rows, c->q_lora}, {&b->wkvb, at->wkvb, c->H * (c->nope + c->v), c->kv_lora},
-        {&b->wo, at->wo, c->C, c->H * c->v},   {&b->mlp13, at->mlp13, 2 * width, c->C},
-        {&b->mlp2, at->mlp2, c->C, width},
-    };
-    memcpy(list, all, sizeof(all));
-}
-
-static void plan_matrices(Model* m, int64_t layer) {
-    Matrix list[BLOCK_MATRICES];
-    list_matrices(list, m, layer);
-    for (int i = 0; i < BLOCK_MATRICES; i++) {
-        if (list[i].at < 0) continue;
-        *list[i].weight = linear_weight(NULL, list[i].OC, list[i].IC);
-        if (!m->settings.linear_precision) continue;
-        list[i].weight->mx = &m->linear_mx;
-        linear_mx_plan_weight(&m->params_arena, list[i].weight);
-    }
-    if (m->settings.expert_precision && m->units[layer + 1].kind == UNIT_MOE)
-        moe_plan_mx(&m->params_arena, &m->matrices[layer].experts, model_moe_shape(m));
-}
-
-const BlockMatrices* model_matrices(Model* m, int64_t layer) {
-    const Unit* u = &m->units[layer + 1];
-    BlockMatrices* b = &m->matrices[layer];
-    int changed = b->version != weights_version(m->sharding);
-    Matrix list[BLOCK_MATRICES];
-    list_matrices(list, m, layer);
-    for (int i = 0; i < BLOCK_MATRICES; i++) {
-        if (list[i].at < 0) continue;
-        list[i].weight->w = u->dense.weight + list[i].at;
-        list[i].weight->stats = m->measures ? m->mx_stats + layer * BLOCK_STATS + MOE_STATS + i * LINEAR_STATS : NULL;
-        if (changed && list[i].weight->mx) linear_mx_cast(list[i].weight, m->ctx);
-    }
-    if (changed && m->settings.expert_precision && u->kind == UNIT_MOE)
-        moe_cast_weights(&b->experts, u->experts.weight + u->at.w13, u->experts.weight + u->at.w2, model_moe_shape(m),
-                         m->ways, m->ctx);
-    b->version = weights_version(m->sharding);
-    return b;
-}
-
-const char* model_stats_name(const Model* m, int64_t layer, int tensor) {
-    // As list_matrices lists them.
-    static const char* const names[BLOCK_MATRICES][LINEAR_STATS] = {
-        {"wq.x", "wq.dy", "wq.w"},       {"wqa.x", "wqa.dy", "wqa.w"}, {"wqb.x", "wqb.dy", "wqb.w"},
-        {"wkvb.x", "wkvb.dy", "wkvb.w"}, {"wo.x", "wo.dy", "wo.w"},    {"mlp13.x", "mlp13.dy", "mlp13.w"},
-        {"mlp2.x", "mlp2.dy", "mlp2.w"}};
-    if (tensor < MOE_STATS)
-        return m->units[layer + 1].kind == UNIT_MOE ? moe_stats_name(tensor, model_moe_shape(m).precision) : NULL;
-    Matrix list[BLOCK_MATRICES];
-    list_matrices(list, m, layer);
-    const int i = (tensor - MOE_STATS) / LINEAR_STATS;
-    return list[i].at >= 0 && m->settings.linear_precision ? names[i][(tensor - MOE_STATS) % LINEAR_STATS] : NULL;
-}
-
-MoeWeights model_moe_weights(Model* m, int64_t layer) {
-    const Unit* u = &m->units[layer + 1];
-    const BlockMatrices* b = model_matrices(m, layer);
-    MoeWeights weights = {u->dense.weight + u->at.router,
-                          u->experts.weight + u->at.w13,
-                          u->experts.weight + u->at.w2,
-                          b->mlp13,
-                          b->mlp2,
-                          m->bias + layer * m->config.E,
-                          &b->experts};
+MoeWeights model_moe_weights(const Model* m, int64_t layer) {
+    const Weight* w = m->units[layer + 1].w;
+    MoeWeights weights = {w[ROUTER].w, w[ROUTER].grad, m->bias + layer * m->config.E, &w[W13], &w[W2],
+                          &w[MLP13],   &w[MLP2]};
     return weights;
+}
+
+// The formats of a unit's products, and memory for its weights' casts.
+static void plan_products(Model* m, Unit* u) {
+    const Settings* s = &m->settings;
+    Param list[PARAMS];
+    const int count = params_list(list, &m->config, u->kind);
+    for (int i = 0; i < count; i++) {
+        Weight* w = &u->w[list[i].id];
+        w->room = &m->products;
+        if (list[i].cast == LINEAR) w->format = format_of(s->linear_precision, s, s->mx_fast ? MX_CHUNK : 1);
+        if (list[i].cast == EXPERT) w->format = format_of(s->expert_precision, s, expert_align(s));
+        if (list[i].cast == EXPERT) w->wgrad = format_of(s->wgrad_precision, s, expert_align(s));
+        weight_plan(&m->params_arena, w);
+    }
+}
+
+Unit* unit_begin(Model* m, int unit, int next, int grads) {
+    Unit* u = &m->units[unit];
+    weights_get(m->sharding, unit, m->ctx);
+    weights_start(m->sharding, next);
+    if (grads) grads_get(m->sharding, unit, m->ctx);
+    for (int i = 0; i < PARAMS; i++) {
+        if (u->at[i] < 0) continue;
+        Weight* w = &u->w[i];
+        const ParamBuffer* buffer = param_in_experts((ParamId)i) ? &u->experts : &u->dense;
+        w->w = buffer->weight + u->at[i];
+        w->grad = buffer->grad ? buffer->grad + u->at[i] : NULL;  // where grads_get put them last
+        w->stats = m->measures ? m->mx_stats + (unit - 1) * BLOCK_STATS + i * WEIGHT_STATS : NULL;
+        if (u->version != weights_version(m->sharding)) weight_cast(w, m->ctx);
+    }
+    u->version = weights_version(m->sharding);
+    return u;
+}
+
+void unit_end(Model* m, int unit, int grads, int last_micro_step) {
+    if (grads) grads_reduce(m->sharding, unit, last_micro_step, m->ctx);
+    weights_release(m->sharding, unit, m->ctx);
+}
+
+const char* model_stats_name(const Model* m, int64_t layer, int cast) {
+    const Unit* u = &m->units[layer + 1];
+    const int id = cast / WEIGHT_STATS, operand = cast % WEIGHT_STATS;
+    // x and dy may be cast only to travel.
+    const int travels = (id == W13 && operand == STATS_X) || (id == W2 && operand == STATS_DY);
+    const int is_cast = u->w[id].format.bytes || (travels && m->settings.dispatch_precision);
+    Param list[PARAMS];
+    for (int i = params_list(list, &m->config, u->kind) - 1; i >= 0; i--)
+        if ((int)list[i].id == id && is_cast) return list[i].casts[operand];
+    return NULL;
 }
 
 static void plan_residual(Arena* a, BlockSaved* s, const Model* m) {
@@ -194,10 +188,7 @@ void model_plan(Model* m, const Settings* s, int rank, Backend backend) {
     }
     m->sharding = sharding_plan_slots(&m->params_arena, shards, units);
     free(shards);
-    m->matrices = (BlockMatrices*)host_alloc((size_t)c->L * sizeof(BlockMatrices));
-    m->linear_mx.fast = (int32_t)s->mx_fast;
-    m->linear_mx.scale_mode = (int32_t)s->mx_scale;
-    for (int64_t l = 0; l < c->L; l++) plan_matrices(m, l);
+    for (int u = 0; u < units; u++) plan_products(m, &m->units[u]);
 
     arena_init(&m->saved_arena, "activations kept for backward", backend);
     for (int64_t l = 0; l < c->L; l++) {
@@ -211,7 +202,7 @@ void model_plan(Model* m, const Settings* s, int rank, Backend backend) {
     arena_init(&m->scratch_arena, "buffers of one block at a time", backend);
     if (!per_block) plan_block(&m->scratch_arena, &m->rebuilt, m, c->dense_layers > 0);
     plan_scratch(&m->scratch_arena, m);
-    if (s->linear_precision) linear_mx_plan(&m->scratch_arena, &m->linear_mx, N);
+    if (s->linear_precision || s->expert_precision) products_plan(&m->scratch_arena, &m->products, N);
 
     arena_init(&m->pool_arena, "pool of the MoE blocks", backend);
     if (c->dense_layers < c->L)
@@ -254,7 +245,6 @@ void model_plan_free(Model* m) {
     arena_free(&m->pool_arena);
     arena_free(&m->state_arena);
     sharding_destroy(m->sharding);
-    free(m->matrices);
     free(m->units);
     free(m->blocks);
 }
@@ -291,7 +281,7 @@ Model* model_create(const Settings* s, Ranks* world) {
     m->pool = pool_create("activations of the MoE blocks", m->pool_arena.memory, arena_bytes(&m->pool_arena));
     m->pool_empty = pool_mark(m->pool);
     if (m->config.dense_layers < m->config.L)
-        m->ways = moe_ways_create(m->pool, m->layout.ep > 1 ? m->experts : NULL, model_moe_shape(m), m->ctx);
+        m->dispatch = dispatch_create(m->layout.ep > 1 ? m->experts : NULL, m->pool, m->ctx);
     real* table = (real*)host_alloc((size_t)(m->T * m->config.rope) * sizeof(real));
     RopeConfig rope = config_rope(&m->config);
     rope_table(table, m->T, &rope);
@@ -317,7 +307,7 @@ void model_init(Model* m, uint64_t seed) {
 
 void model_destroy(Model* m) {
     ctx_sync(m->ctx);
-    if (m->ways) moe_ways_destroy(m->ways);
+    if (m->dispatch) dispatch_destroy(m->dispatch);
     pool_destroy(m->pool);
     model_plan_free(m);
     if (m->world) {
@@ -333,7 +323,7 @@ void model_batch(Model* m, const int32_t* tokens, const int32_t* targets, int64_
     ASSERT(B * T <= m->settings.batch * m->settings.seq_len && T <= m->settings.seq_len);
     m->B = B;
     m->T = T;
-    if (m->settings.linear_precision) linear_mx_batch(&m->linear_mx, B * T, m->ctx);
+    products_batch(&m->products, B * T, m->ctx);
     device_upload(m->tokens, tokens, (size_t)(B * T) * sizeof(int32_t), m->ctx);
     if (targets) device_upload(m->targets, targets, (size_t)(B * T) * sizeof(int32_t), m->ctx);
 }

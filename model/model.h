@@ -46,15 +46,8 @@ typedef struct Scratch {
     real* logits_row;  // (V), for model_logits
 } Scratch;
 
-// The matrices of a block whose products may be MXFP8; those that it lacks are unset. What --mx-stats measures of a
-// block: the MoE block's casts, then those of each matrix.
-enum { BLOCK_MATRICES = 7, BLOCK_STATS = MOE_STATS + BLOCK_MATRICES * LINEAR_STATS };
-typedef struct BlockMatrices {
-    LinearWeight wq, wqa, wqb, wkvb, wo;  // by --linear-precision
-    LinearWeight mlp13, mlp2;             // of the dense or the shared MLP, the same
-    MxExperts experts;                    // casts, with --expert-precision mxfp8
-    int64_t version;                      // of the weights that the casts were made from (parallel/sharding.h)
-} BlockMatrices;
+// What --mx-stats measures of a block: of each parameter the casts of its products' operands.
+enum { BLOCK_STATS = PARAMS * WEIGHT_STATS };
 
 typedef struct Model {
     Settings settings;
@@ -65,13 +58,12 @@ typedef struct Model {
     Arena params_arena, saved_arena, scratch_arena, pool_arena, state_arena;
     Unit* units;
     Sharding* sharding;
-    BlockMatrices* matrices;  // (L)
-    LinearMx linear_mx;       // with --linear-precision mxfp8
-    BlockSaved* blocks;       // (L)
-    BlockSaved rebuilt;       // the memory that blocks share with --recompute block
-    Pool* pool;               // activations of the MoE blocks, a stack in forward order
+    ProductRoom products;  // what products in MXFP8 share
+    BlockSaved* blocks;    // (L)
+    BlockSaved rebuilt;    // the memory that blocks share with --recompute block
+    Pool* pool;            // activations of the MoE blocks, a stack in forward order
     PoolMark pool_empty;
-    MoeWays* ways;
+    Dispatch* dispatch;  // of the MoE blocks
     floatX *final_residual, *final_norm;
     real* final_rstd;
     Scratch t;
@@ -121,14 +113,18 @@ void model_update(Model* model, int64_t step, int stop);
 // Logits of token n of the batch in work, (V) on the host, after model_forward.
 void model_logits(Model* model, int64_t n, real* host_logits);
 
+// Between them a unit's weights are there, as ops take them in unit->w: gathered, and cast if they have changed since
+// they were. `next` is gathered meanwhile (out of range: none). grads 1: from then on there are gradients to be added
+// to, until a unit_end with grads 1 sums them over the ranks: at once, or in the last micro-step.
+Unit* unit_begin(Model* model, int unit, int next, int grads);
+void unit_end(Model* model, int unit, int grads, int last_micro_step);
+
 // Shapes of the batch in work.
 AttnShape model_attn_shape(const Model* model);
 MoeShape model_moe_shape(const Model* model);
-// Between weights_get and weights_release of the block. Casts first what is needed and was not cast since it changed.
-const BlockMatrices* model_matrices(Model* model, int64_t layer);
-MoeWeights model_moe_weights(Model* model, int64_t layer);
+MoeWeights model_moe_weights(const Model* model, int64_t layer);
 // The name in the log of one of a block's BLOCK_STATS; NULL: no cast of it is made.
-const char* model_stats_name(const Model* model, int64_t layer, int tensor);
+const char* model_stats_name(const Model* model, int64_t layer, int cast);
 void model_rope(Model* model, floatX* q, floatX* kva, int direction);
 // Rebuilds what the block kept nothing of, from its residual.
 void model_rebuild_block(Model* model, int64_t layer);

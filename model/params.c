@@ -16,152 +16,118 @@ UnitKind params_unit_kind(const ModelConfig* c, int unit) {
     return unit <= c->dense_layers ? UNIT_DENSE : UNIT_MOE;
 }
 
-// Gives `count` elements of a buffer away; parameters start on multiples of 64 elements (whole 128-byte lines of bf16).
-static int64_t take(ParamBuffer* buffer, int64_t count) {
-    int64_t at = buffer->n;
-    buffer->n += (count + 63) / 64 * 64;
-    return at;
+// The casts of a dense weight's operands, as the log calls them.
+#define CASTS(label)                                                                                                   \
+    { label ".x", label ".dy", label ".w" }
+
+int params_list(Param list[PARAMS], const ModelConfig* c, UnitKind kind) {
+    enum { EMBEDS = 1 << UNIT_EMBED, DENSE = 1 << UNIT_DENSE, MOE = 1 << UNIT_MOE, HEAD = 1 << UNIT_HEAD };
+    const int blocks = DENSE | MOE, latent = c->q_lora ? blocks : 0, direct = c->q_lora ? 0 : blocks;
+    const int shared = c->shared ? MOE : 0;
+    const int64_t C = c->C, V = c->V, Q = c->H * (c->nope + c->rope), sF = c->shared * c->F;
+    const int64_t KVA = c->kv_lora + c->rope, KV = c->H * (c->nope + c->v), O = c->H * c->v;
+    // clang-format off
+    const Param table[] = {
+        // id           units   rows              columns       start     cast    its names           name, and that of the second half
+        {EMBED,        EMBEDS, V,                C,            NORMAL,   NEVER,  {NULL},             "model.embed_tokens.weight", NULL},
+        {LM_HEAD,      HEAD,   V,                C,            NORMAL,   NEVER,  {NULL},             "lm_head.weight", NULL},
+        {WQA,          latent, c->q_lora,        C,            NORMAL,   LINEAR, CASTS("wqa"),       "self_attn.q_a_proj.weight", NULL},
+        {WQB,          latent, Q,                c->q_lora,    NORMAL,   LINEAR, CASTS("wqb"),       "self_attn.q_b_proj.weight", NULL},
+        {WQ,           direct, Q,                C,            NORMAL,   LINEAR, CASTS("wq"),        "self_attn.q_proj.weight", NULL},
+        {WKVA,         blocks, KVA,              C,            NORMAL,   NEVER,  {NULL},             "self_attn.kv_a_proj_with_mqa.weight", NULL},
+        {WKVB,         blocks, KV,               c->kv_lora,   NORMAL,   LINEAR, CASTS("wkvb"),      "self_attn.kv_b_proj.weight", NULL},
+        {WO,           blocks, C,                O,            RESIDUAL, LINEAR, CASTS("wo"),        "self_attn.o_proj.weight", NULL},
+        {MLP13,        DENSE,  2 * c->dense_ffn, C,            NORMAL,   LINEAR, CASTS("mlp13"),     "mlp.gate_proj.weight",
+                                                                                          "mlp.up_proj.weight"},
+        {MLP2,         DENSE,  C,                c->dense_ffn, RESIDUAL, LINEAR, CASTS("mlp2"),      "mlp.down_proj.weight", NULL},
+        {MLP13,        shared, 2 * sF,           C,            NORMAL,   LINEAR, CASTS("mlp13"),     "mlp.shared_experts.gate_proj.weight",
+                                                                                          "mlp.shared_experts.up_proj.weight"},
+        {MLP2,         shared, C,                sF,           RESIDUAL, LINEAR, CASTS("mlp2"),      "mlp.shared_experts.down_proj.weight", NULL},
+        {ROUTER,       MOE,    c->E,             C,            NORMAL,   NEVER,  {NULL},             "mlp.gate.weight", NULL},
+        {W13,          MOE,    2 * c->F,         C,            NORMAL,   EXPERT, {"x", "dh", "w13"}, "mlp.experts.%d.gate_proj.weight",
+                                                                                          "mlp.experts.%d.up_proj.weight"},
+        {W2,           MOE,    C,                c->F,         RESIDUAL, EXPERT, {"act", "dy", "w2"},"mlp.experts.%d.down_proj.weight", NULL},
+        {NORM1,        blocks, 1,                C,            ONE,      NEVER,  {NULL},             "input_layernorm.weight", NULL},
+        {Q_NORM,       latent, 1,                c->q_lora,    ONE,      NEVER,  {NULL},             "self_attn.q_a_layernorm.weight", NULL},
+        {KV_NORM,      blocks, 1,                c->kv_lora,   ONE,      NEVER,  {NULL},             "self_attn.kv_a_layernorm.weight", NULL},
+        {NORM2,        blocks, 1,                C,            ONE,      NEVER,  {NULL},             "post_attention_layernorm.weight", NULL},
+        {FINAL_NORM,   HEAD,   1,                C,            ONE,      NEVER,  {NULL},             "model.norm.weight", NULL},
+    };
+    // clang-format on
+    int count = 0;
+    for (size_t i = 0; i < sizeof(table) / sizeof(table[0]); i++)
+        if (table[i].kinds & 1 << kind) list[count++] = table[i];
+    return count;
 }
 
-static int64_t mlp_width(const ModelConfig* c, UnitKind kind) {
-    return kind == UNIT_MOE ? c->shared * c->F : c->dense_ffn;
-}
-
-// Cuts a buffer whose elements have all been given away.
-static void cut(ParamBuffer* p, int parts, int index, Shard shard) {
-    if (p->n) sharding_cut(p, p->n, p->n_decay, parts, index, shard);
-}
-
-static Unit cut_unit(Unit u, const Layout* l) {
-    cut(&u.dense, l->ranks, l->rank, l->shard);
-    cut(&u.experts, l->ranks / l->ep, l->rank / l->ep, l->shard);
+Unit params_unit(const ModelConfig* c, const Layout* l, int index) {
+    Unit u;
+    Param list[PARAMS];
+    memset(&u, 0, sizeof(u));
+    for (int i = 0; i < PARAMS; i++) u.at[i] = -1;
+    u.kind = params_unit_kind(c, index);
+    const int count = params_list(list, c, u.kind);
+    for (int i = 0; i < count; i++) {
+        const Param* p = &list[i];
+        ParamBuffer* buffer = param_in_experts(p->id) ? &u.experts : &u.dense;
+        Weight* w = &u.w[p->id];
+        w->count = param_in_experts(p->id) ? c->E / l->ep : 1;
+        w->OC = p->id == EMBED || p->id == LM_HEAD ? config_vocab_padded(c) : p->rows;
+        w->IC = p->columns;
+        // Parameters start on multiples of 64 elements (whole 128-byte lines of bf16).
+        u.at[p->id] = buffer->n;
+        buffer->n += round_up(w->count * w->OC * w->IC, 64);
+        if (p->start != ONE) buffer->n_decay = buffer->n;
+    }
+    if (u.dense.n) sharding_cut(&u.dense, u.dense.n, u.dense.n_decay, l->ranks, l->rank, l->shard);
+    if (u.experts.n)
+        sharding_cut(&u.experts, u.experts.n, u.experts.n_decay, l->ranks / l->ep, l->rank / l->ep, l->shard);
     return u;
 }
 
-Unit params_unit(const ModelConfig* c, const Layout* layout, int index) {
-    Unit u;
-    UnitKind kind = params_unit_kind(c, index);
-    int64_t *offsets = (int64_t*)&u.at, El = c->E / layout->ep;
-    memset(&u, 0, sizeof(u));
-    for (size_t i = 0; i < sizeof(u.at) / sizeof(int64_t); i++) offsets[i] = -1;
-    u.kind = kind;
-    if (kind == UNIT_EMBED) {
-        u.at.embed = take(&u.dense, config_vocab_padded(c) * c->C);
-        u.dense.n_decay = u.dense.n;
-        return cut_unit(u, layout);
+// Adds a parameter's tensors: its rows under one name, or half of them under each of two; of `expert`, or -1. Those of
+// an expert of another rank have no offset.
+static void add_tensors(NamedTensor* list, int* count, const Param* p, const ModelConfig* c, int layer, int expert,
+                        int64_t at) {
+    const int halves = p->second ? 2 : 1;
+    const double residual = sqrt(2.0 * (double)c->L), std = 0.02;
+    for (int half = 0; half < halves; half++) {
+        NamedTensor* t = &list[(*count)++];
+        char* name = host_format(half ? p->second : p->name, expert);
+        if (layer >= 0)
+            snprintf(t->name, sizeof(t->name), "model.layers.%d.%s", layer, name);
+        else
+            snprintf(t->name, sizeof(t->name), "%s", name);
+        free(name);
+        t->in_experts = expert >= 0;
+        t->shape[0] = p->rows / halves;
+        t->shape[1] = p->columns;
+        t->count = t->shape[0] * t->shape[1];
+        t->rank = p->start == ONE ? 1 : 2;
+        if (t->rank == 1) t->shape[0] = p->columns;
+        t->offset = at < 0 ? -1 : at + half * t->count;
+        t->std = p->start == ONE ? 0 : p->start == RESIDUAL ? std / residual : std;
     }
-    if (kind == UNIT_HEAD) {
-        u.at.lm_head = take(&u.dense, config_vocab_padded(c) * c->C);
-        u.dense.n_decay = u.dense.n;
-        u.at.final_norm = take(&u.dense, c->C);
-        return cut_unit(u, layout);
-    }
-    int64_t q_rows = c->H * (c->nope + c->rope), width = mlp_width(c, kind);
-    if (c->q_lora) {
-        u.at.wqa = take(&u.dense, c->q_lora * c->C);
-        u.at.wqb = take(&u.dense, q_rows * c->q_lora);
-    } else {
-        u.at.wq = take(&u.dense, q_rows * c->C);
-    }
-    u.at.wkva = take(&u.dense, (c->kv_lora + c->rope) * c->C);
-    u.at.wkvb = take(&u.dense, c->H * (c->nope + c->v) * c->kv_lora);
-    u.at.wo = take(&u.dense, c->C * c->H * c->v);
-    if (width) {
-        u.at.mlp13 = take(&u.dense, 2 * width * c->C);
-        u.at.mlp2 = take(&u.dense, c->C * width);
-    }
-    if (kind == UNIT_MOE) {
-        u.at.router = take(&u.dense, c->E * c->C);
-        u.at.w13 = take(&u.experts, El * 2 * c->F * c->C);
-        u.at.w2 = take(&u.experts, El * c->C * c->F);
-        u.experts.n_decay = u.experts.n;
-    }
-    u.dense.n_decay = u.dense.n;
-    u.at.norm1 = take(&u.dense, c->C);
-    if (c->q_lora) u.at.q_norm = take(&u.dense, c->q_lora);
-    u.at.kv_norm = take(&u.dense, c->kv_lora);
-    u.at.norm2 = take(&u.dense, c->C);
-    return cut_unit(u, layout);
-}
-
-// A list under construction.
-typedef struct List {
-    NamedTensor* tensors;
-    int count;
-    int layer;
-} List;
-
-static NamedTensor* add(List* list, const char* name, int in_experts, int64_t offset, int64_t rows, int64_t cols,
-                        double std) {
-    NamedTensor* t = &list->tensors[list->count++];
-    if (list->layer >= 0)
-        snprintf(t->name, sizeof(t->name), "model.layers.%d.%s", list->layer, name);
-    else
-        snprintf(t->name, sizeof(t->name), "%s", name);
-    t->in_experts = in_experts;
-    t->offset = offset;
-    t->rank = rows ? 2 : 1;
-    t->shape[0] = rows ? rows : cols;
-    t->shape[1] = cols;
-    t->count = rows ? rows * cols : cols;
-    t->std = std;
-    return t;
 }
 
 NamedTensor* params_tensors(const ModelConfig* c, const Layout* layout, int index, int* count) {
-    Unit u = params_unit(c, layout, index);
-    const UnitLayout* at = &u.at;
-    const double std = 0.02, residual_std = 0.02 / sqrt(2.0 * (double)c->L);
-    List list;
-    list.tensors = (NamedTensor*)host_alloc((size_t)(32 + (u.kind == UNIT_MOE ? 3 * c->E : 0)) * sizeof(NamedTensor));
-    list.count = 0;
-    list.layer = -1;
-    if (u.kind == UNIT_EMBED) {
-        add(&list, "model.embed_tokens.weight", 0, at->embed, c->V, c->C, std);
-    } else if (u.kind == UNIT_HEAD) {
-        add(&list, "lm_head.weight", 0, at->lm_head, c->V, c->C, std);
-        add(&list, "model.norm.weight", 0, at->final_norm, 0, c->C, 0);
-    } else {
-        int64_t q_rows = c->H * (c->nope + c->rope), width = mlp_width(c, u.kind);
-        const char* mlp = u.kind == UNIT_MOE ? "mlp.shared_experts." : "mlp.";
-        char name[64];
-        list.layer = index - 1;
-        if (c->q_lora) {
-            add(&list, "self_attn.q_a_proj.weight", 0, at->wqa, c->q_lora, c->C, std);
-            add(&list, "self_attn.q_b_proj.weight", 0, at->wqb, q_rows, c->q_lora, std);
-        } else {
-            add(&list, "self_attn.q_proj.weight", 0, at->wq, q_rows, c->C, std);
+    Param list[PARAMS];
+    const Unit u = params_unit(c, layout, index);
+    const int params = params_list(list, c, u.kind),
+              layer = u.kind == UNIT_DENSE || u.kind == UNIT_MOE ? index - 1 : -1;
+    const int64_t El = c->E / layout->ep, first = layout->rank % layout->ep * El;
+    NamedTensor* tensors = (NamedTensor*)host_alloc((size_t)(2 * PARAMS + 3 * c->E) * sizeof(NamedTensor));
+    *count = 0;
+    for (int i = 0; i < params; i++)
+        if (!param_in_experts(list[i].id)) add_tensors(tensors, count, &list[i], c, layer, -1, u.at[list[i].id]);
+    for (int64_t e = 0; u.kind == UNIT_MOE && e < c->E; e++)
+        for (int i = 0; i < params; i++) {
+            const Param* p = &list[i];
+            const int64_t of_expert = u.at[p->id] + (e - first) * p->rows * p->columns;
+            if (param_in_experts(p->id))
+                add_tensors(tensors, count, p, c, layer, (int)e, e >= first && e < first + El ? of_expert : -1);
         }
-        add(&list, "self_attn.kv_a_proj_with_mqa.weight", 0, at->wkva, c->kv_lora + c->rope, c->C, std);
-        add(&list, "self_attn.kv_b_proj.weight", 0, at->wkvb, c->H * (c->nope + c->v), c->kv_lora, std);
-        add(&list, "self_attn.o_proj.weight", 0, at->wo, c->C, c->H * c->v, residual_std);
-        if (width) {
-            snprintf(name, sizeof(name), "%sgate_proj.weight", mlp);
-            add(&list, name, 0, at->mlp13, width, c->C, std);
-            snprintf(name, sizeof(name), "%sup_proj.weight", mlp);
-            add(&list, name, 0, at->mlp13 + width * c->C, width, c->C, std);
-            snprintf(name, sizeof(name), "%sdown_proj.weight", mlp);
-            add(&list, name, 0, at->mlp2, c->C, width, residual_std);
-        }
-        if (u.kind == UNIT_MOE) add(&list, "mlp.gate.weight", 0, at->router, c->E, c->C, std);
-        add(&list, "input_layernorm.weight", 0, at->norm1, 0, c->C, 0);
-        if (c->q_lora) add(&list, "self_attn.q_a_layernorm.weight", 0, at->q_norm, 0, c->q_lora, 0);
-        add(&list, "self_attn.kv_a_layernorm.weight", 0, at->kv_norm, 0, c->kv_lora, 0);
-        add(&list, "post_attention_layernorm.weight", 0, at->norm2, 0, c->C, 0);
-        int64_t El = c->E / layout->ep, first = layout->rank % layout->ep * El;
-        for (int64_t e = 0; u.kind == UNIT_MOE && e < c->E; e++) {
-            int here = e >= first && e < first + El;
-            int64_t w13 = at->w13 + (e - first) * 2 * c->F * c->C, w2 = at->w2 + (e - first) * c->C * c->F;
-            snprintf(name, sizeof(name), "mlp.experts.%d.gate_proj.weight", (int)e);
-            add(&list, name, 1, here ? w13 : -1, c->F, c->C, std);
-            snprintf(name, sizeof(name), "mlp.experts.%d.up_proj.weight", (int)e);
-            add(&list, name, 1, here ? w13 + c->F * c->C : -1, c->F, c->C, std);
-            snprintf(name, sizeof(name), "mlp.experts.%d.down_proj.weight", (int)e);
-            add(&list, name, 1, here ? w2 : -1, c->C, c->F, residual_std);
-        }
-    }
-    *count = list.count;
-    return list.tensors;
+    return tensors;
 }
 
 Slice tensor_slice(const NamedTensor* t, int64_t from, int64_t n) {

@@ -1,34 +1,68 @@
-// The parameters: which there are, where each lies, how it starts.
+// The parameters: which there are, where each lies, how it starts. ONE table says it (params.c), and layout, names,
+// casts, start and checkpoints are read from it.
 //
 // Parameters live in units: 0 the embedding, 1..L the blocks, L + 1 the head (lm_head and final norm). A unit has two
-// flat buffers, `dense` and `experts` (empty without experts): all else about a parameter is an offset into one of
-// them. Matrices come first in a buffer and norms after, so that weight decay covers a prefix (n_decay). Fused matrices
-// (gate over up) are laid out so that every tensor of a Hugging Face DeepSeek checkpoint is one contiguous slice. A
-// rank holds E / ep experts; how the buffers are cut beyond that is parallel/sharding.h's.
+// flat buffers, `dense` and `experts` (empty without experts). Matrices come first in a buffer and norms after, so that
+// weight decay covers a prefix (n_decay). Fused matrices (gate over up) are laid out so that every tensor of a Hugging
+// Face DeepSeek checkpoint is one contiguous slice. A rank holds E / ep experts; how the buffers are cut beyond that is
+// parallel/sharding.h's.
 #ifndef MODEL_PARAMS_H
 #define MODEL_PARAMS_H
 
 #include "model/settings.h"
+#include "mx/products.h"
 #include "parallel/sharding.h"
 
 BEGIN_C
 
-// Offsets into a unit's dense buffer in elements; -1 where the unit has no such parameter.
-typedef struct UnitLayout {
-    int64_t embed, lm_head, final_norm;     // (Vp, C), (Vp, C), (C)
-    int64_t wq, wqa, wqb, wkva, wkvb, wo;   // attention, see model/forward.c
-    int64_t norm1, norm2, q_norm, kv_norm;  // (C), (C), (q_lora), (kv_lora)
-    int64_t mlp13, mlp2;                    // dense or shared MLP: (2F', C), (C, F')
-    int64_t router;                         // (E, C)
-    int64_t w13, w2;                        // in `experts`: (E / ep, 2F, C), (E / ep, C, F)
-} UnitLayout;
+// In the order of the buffers.
+typedef enum ParamId {
+    EMBED,    // (Vp, C): V padded to a multiple of 128
+    LM_HEAD,  // (Vp, C)
+    WQA,      // (q_lora, C), with WQB where queries have a latent
+    WQB,      // (H (nope + rope), q_lora)
+    WQ,       // (H (nope + rope), C), where they have none
+    WKVA,     // (kv_lora + rope, C)
+    WKVB,     // (H (nope + v), kv_lora)
+    WO,       // (C, H v)
+    MLP13,    // (2F', C): gate, then up, of the dense or the shared MLP
+    MLP2,     // (C, F')
+    ROUTER,   // (E, C)
+    W13,      // (E / ep, 2F, C), in `experts`
+    W2,       // (E / ep, C, F), in `experts`
+    NORM1,    // (C)
+    Q_NORM,   // (q_lora)
+    KV_NORM,  // (kv_lora)
+    NORM2,    // (C)
+    FINAL_NORM,
+    PARAMS
+} ParamId;
 
 typedef enum { UNIT_EMBED, UNIT_DENSE, UNIT_MOE, UNIT_HEAD } UnitKind;
+typedef enum { NORMAL, RESIDUAL, ONE } ParamStart;  // params_init
+typedef enum { NEVER, LINEAR, EXPERT } ParamCast;   // in MXFP8 by --linear-precision, by --expert-precision
+
+typedef struct Param {
+    ParamId id;
+    int kinds;              // of units that have it: 1 << UnitKind each
+    int64_t rows, columns;  // of one expert; a vector has 1 row. EMBED and LM_HEAD: without padding
+    ParamStart start;
+    ParamCast cast;
+    const char* casts[WEIGHT_STATS];  // their names in the log (--mx-stats)
+    const char* name;                 // Hugging Face's; a block's without "model.layers.N.", an expert's with %d
+    const char* second;               // of the second half of the rows (up after gate), else NULL
+} Param;
+
+// Those of a kind of unit, in the order of its buffers. Returns how many.
+int params_list(Param list[PARAMS], const ModelConfig* config, UnitKind kind);
+static inline int param_in_experts(ParamId id) { return id == W13 || id == W2; }
 
 typedef struct Unit {
     UnitKind kind;
-    UnitLayout at;
+    int64_t at[PARAMS];  // offsets into its buffer in elements, -1 where the unit has no such parameter
     ParamBuffer dense, experts;
+    Weight w[PARAMS];  // as ops take them, from unit_begin to unit_end (model/model.h)
+    int64_t version;   // of the weights that casts were made from (parallel/sharding.h)
 } Unit;
 
 // A slice of a unit that carries a Hugging Face name.

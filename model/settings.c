@@ -96,7 +96,7 @@ const Option settings_table[] = {
     {"optimizer", "aux-loss", OPTION_FLOAT, AT(aux_loss), "0", 0, 100, NULL, 1,
      "weight of the sequence-wise balance loss"},
 
-    {"parallel", "ep", OPTION_INT, AT(ep), "1", 1, MOE_MAX_EP, NULL, 0, "ranks that share a set of experts"},
+    {"parallel", "ep", OPTION_INT, AT(ep), "1", 1, DISPATCH_MAX_RANKS, NULL, 0, "ranks that share a set of experts"},
     {"parallel", "shard", OPTION_CHOICE, AT(shard), "none", 0, 0, "none|optimizer|grads|weights", 0,
      "what ranks keep a part of, up to and with"},
     {"parallel", "timeout", OPTION_FLOAT, AT(timeout), "600", 1, 1e6, NULL, 0,

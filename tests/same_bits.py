@@ -126,6 +126,8 @@ def record(args):
 def differences(before, after):
     """Lines about a run that differs."""
     for a, b in zip(before["log"], after["log"]):
+        for record in (a, b):  # in any order
+            record.get("mx_stats", []).sort(key=lambda cast: (cast["layer"], cast["tensor"]))
         for key in sorted(a.keys() | b.keys()):
             x, y = a.get(key), b.get(key)
             if x != y:

@@ -7,7 +7,7 @@
 
 #include "grouped/experts.h"
 #include "grouped/permute.h"
-#include "moe/dispatch_plan.h"
+#include "moe/dispatch_ops.h"
 #include "moe/router.h"
 #include "tests/cuda.cuh"
 

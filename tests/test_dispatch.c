@@ -1,5 +1,5 @@
 // What expert parallelism sends where.
-#include "moe/dispatch_plan.h"
+#include "moe/dispatch_ops.h"
 #include "tests/routing.h"
 
 typedef struct {

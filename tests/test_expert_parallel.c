@@ -9,6 +9,7 @@
 #include "parallel/comm.h"
 #include "tests/ranks.h"
 #include "tests/transfer.h"
+#include "tests/weight.h"
 
 #ifdef F64
 #define TOLERANCE 1e-14
@@ -68,7 +69,7 @@ static int64_t total_tokens(const Case* c) { return tokens_before(c, ranks); }
 static MoeShape shape_of(const Case* c, int64_t N, int ep, int recompute) {
     int32_t groups = c->groups > 1 ? c->groups : 1, top = groups > 1 ? groups / 2 : 1, norm = c->score == SCORE_SIGMOID;
     RouterShape router = {N, T, C, E, c->K, groups, top, c->score, norm, 1.5f, c->force_balance};
-    MoeShape s = {router, F, c->shared_F, ep, recompute, {0, 0, 0, 0, 0, 0}};
+    MoeShape s = {router, F, c->shared_F, ep, recompute, FORMAT_VALUES, FORMAT_VALUES, FORMAT_VALUES};
     return s;
 }
 
@@ -105,33 +106,30 @@ static Outputs run_block(const Inputs* in, MoeShape s, int64_t first, size_t roo
     floatX *x = send(in->x + first * C, N * C), *dy = send(in->dy + first * C, N * C),
            *y = (floatX*)poison((size_t)(N * C) * sizeof(floatX));
     floatX* dx = (floatX*)poison((size_t)(N * C) * sizeof(floatX));
-    MoeWeights w = {send(in->router, E * C),
-                    send(in->w13 + at * 2 * F * C, n13),
-                    send(in->w2 + at * C * F, n2),
-                    linear_weight(send(in->shared13, 2 * sF * C), 2 * sF, C),
-                    linear_weight(send(in->shared2, C * sF), C, sF),
-                    send_real(in->bias, E),
-                    NULL};
     Outputs o = {{NULL}, {N * C, N * C, E * C, n13, n2, 2 * sF * C, C * sF}, NULL, NULL, 0};
     real* d[OUTPUTS];
     for (int i = 2; i < OUTPUTS; i++) d[i] = (real*)device_room((size_t)o.n[i] * sizeof(real));
-    MoeGrads dw = {d[2], d[3], d[4], d[5], d[6]};
+    Weight w13 = plain_weight(send(in->w13 + at * 2 * F * C, n13), d[3], El, 2 * F, C);
+    Weight w2 = plain_weight(send(in->w2 + at * C * F, n2), d[4], El, C, F);
+    Weight shared13 = plain_weight(send(in->shared13, 2 * sF * C), d[5], 1, 2 * sF, C);
+    Weight shared2 = plain_weight(send(in->shared2, C * sF), d[6], 1, C, sF);
+    MoeWeights w = {send(in->router, E * C), d[2], send_real(in->bias, E), &w13, &w2, &shared13, &shared2};
     int64_t* load = (int64_t*)device_room(E * sizeof(int64_t));
 
     char *memory = (char*)device_room(room), *before = (char*)host_room(room);
     memset(before, 0xff, room);  // NaN, and -1
     device_upload(memory, before, room, ctx);
     Pool* pool = pool_create("a test", memory, room);
-    MoeWays* ways = moe_ways_create(pool, s.ep > 1 ? comms[s.ep] : NULL, s, ctx);
+    Dispatch* dispatch = dispatch_create(s.ep > 1 ? comms[s.ep] : NULL, pool, ctx);
     MoeSaved saved[BLOCKS];
     PoolMark mark[BLOCKS];
     for (int b = 0; b < BLOCKS; b++) {
         mark[b] = pool_mark(pool);
-        moe_forward(y, x, w, &saved[b], b ? NULL : load, NULL, s, ways, ctx);
+        moe_forward(y, x, w, &saved[b], b ? NULL : load, s, dispatch, pool, ctx);
     }
-    o.expert = (int32_t*)fetch(saved[0].expert, (size_t)(N * K) * sizeof(int32_t));
+    o.expert = (int32_t*)fetch(saved[0].route.expert, (size_t)(N * K) * sizeof(int32_t));
     for (int b = BLOCKS - 1; b >= 0; b--) {
-        moe_backward(dx, dy, x, w, dw, &saved[b], 0, s, ways, ctx);
+        moe_backward(dx, dy, x, w, &saved[b], 0, s, dispatch, pool, ctx);
         pool_release(pool, mark[b]);
     }
     o.out[0] = fetch_floatX(y, N * C);
@@ -141,7 +139,7 @@ static Outputs run_block(const Inputs* in, MoeShape s, int64_t first, size_t roo
     const char* after = (const char*)fetch(memory, room);
     o.used = (int64_t)room;
     while (o.used > 0 && after[o.used - 1] == (char)0xff) o.used--;
-    moe_ways_destroy(ways);
+    dispatch_destroy(dispatch);
     pool_destroy(pool);
     return o;
 }

@@ -209,16 +209,16 @@ static void initial_weights(void) {
     double in = 0, out = 0, most = 0;
     int64_t n_in = 6 * 48 * 32, n_out = 6 * 24 * 32;
     for (int64_t i = 0; i < n_in; i++) {
-        double w = fabs((double)x[u->at.w13 + i]);
+        double w = fabs((double)x[u->at[W13] + i]);
         in += w * w;
         if (w > most) most = w;
     }
-    for (int64_t i = 0; i < n_out; i++) out += pow((double)x[u->at.w2 + i], 2);
+    for (int64_t i = 0; i < n_out; i++) out += pow((double)x[u->at[W2] + i], 2);
     CHECK(fabs(sqrt(in / (double)n_in) / (0.02 * 0.98658) - 1) < 0.04, "std of w13 is %g", sqrt(in / (double)n_in));
     CHECK(fabs(sqrt(out / (double)n_out) / (0.02 * 0.98658 / sqrt(6.0)) - 1) < 0.04, "std of w2 is %g",
           sqrt(out / (double)n_out));
     CHECK(most <= 0.0600001 && most > 0.055, "largest weight is %g, the cut is at 0.06", most);
-    real *norm = host_copy(a, u->dense.master + u->at.norm1, 1),
+    real *norm = host_copy(a, u->dense.master + u->at[NORM1], 1),
          *padding = host_copy(a, a->units[0].dense.master + 50 * 32, 1);
     CHECK(*norm == 1, "norms start at 1");
     CHECK(a->units[0].dense.n == 128 * 32, "a vocabulary of 50 is padded to 128 rows");

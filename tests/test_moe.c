@@ -6,6 +6,7 @@
 #include "device/pool.h"
 #include "moe/moe.h"
 #include "tests/oracle.h"
+#include "tests/weight.h"
 
 // --- The pool ---
 
@@ -96,27 +97,28 @@ static void run_block(void* arg) {
     b->memory = memset(kept_bytes(room), 0xff, room);  // NaN, and -1
     Ctx* ctx = ctx_create(moe_workspace(s));
     Pool* pool = pool_create("a test", b->memory, room);
-    MoeWays* ways = moe_ways_create(pool, NULL, s, ctx);
-    MoeWeights w = {b->router, b->w13, b->w2, linear_weight(b->shared13, 2 * sF, C), linear_weight(b->shared2, C, sF),
-                    b->bias,   NULL};
+    Dispatch* dispatch = dispatch_create(NULL, pool, ctx);
     b->drouter = copied(b->drouter_before, E * C);
     b->dw13 = copied(b->dw13_before, E * 2 * F * C), b->dw2 = copied(b->dw2_before, E * C * F);
     b->dshared13 = copied(b->dshared13_before, 2 * sF * C), b->dshared2 = copied(b->dshared2_before, C * sF);
-    MoeGrads dw = {b->drouter, b->dw13, b->dw2, b->dshared13, b->dshared2};
+    Weight w13 = plain_weight(b->w13, b->dw13, E, 2 * F, C), w2 = plain_weight(b->w2, b->dw2, E, C, F);
+    Weight shared13 = plain_weight(b->shared13, b->dshared13, 1, 2 * sF, C);
+    Weight shared2 = plain_weight(b->shared2, b->dshared2, 1, C, sF);
+    MoeWeights w = {b->router, b->drouter, b->bias, &w13, &w2, &shared13, &shared2};
     b->y = poisoned(N * C), b->dx = poisoned(N * C), b->load = kept_bytes(E * sizeof(int64_t));
     b->expert = poisoned_ints(N * s.router.K);
     MoeSaved saved[3];
     PoolMark mark[3];
     for (int i = 0; i < b->blocks; i++) {
         mark[i] = pool_mark(pool);
-        moe_forward(b->y, b->x, w, &saved[i], i == 0 ? b->load : NULL, NULL, s, ways, ctx);
+        moe_forward(b->y, b->x, w, &saved[i], i == 0 ? b->load : NULL, s, dispatch, pool, ctx);
     }
-    memcpy(b->expert, saved[0].expert, N * s.router.K * sizeof(int32_t));
+    memcpy(b->expert, saved[0].route.expert, N * s.router.K * sizeof(int32_t));
     for (int i = b->blocks - 1; i >= 0; i--) {
-        moe_backward(b->dx, b->dy, b->x, w, dw, &saved[i], 0, s, ways, ctx);
+        moe_backward(b->dx, b->dy, b->x, w, &saved[i], 0, s, dispatch, pool, ctx);
         pool_release(pool, mark[i]);
     }
-    moe_ways_destroy(ways);
+    dispatch_destroy(dispatch);
     pool_destroy(pool);
     ctx_destroy(ctx);
 }
@@ -219,8 +221,7 @@ static void check_block(MoeShape s) {
     release_all();
 }
 
-#define BF16                                                                                                           \
-    { 0, 0, 0, 0, 0, 0 }  // nothing in MXFP8
+#define BF16 FORMAT_VALUES, FORMAT_VALUES, FORMAT_VALUES  // nothing in MXFP8
 static void test_block(void) {
     //             N    T   C  E  K  groups   score    norm scale force  F  shared ep recompute
     check_block((MoeShape){{1, 1, 3, 1, 1, 1, 1, SCORE_SIGMOID, 1, 1, 0}, 2, 2, 1, 0, BF16});

@@ -24,6 +24,7 @@
 #include "moe/moe.h"
 #include "tests/mx.h"
 #include "tests/transfer.h"
+#include "tests/weight.h"
 
 #ifdef F64
 #define WHOLE_TOLERANCE 1e-13
@@ -51,6 +52,15 @@ static real* reals(const double* x, int64_t n) {
 }
 
 static floatX* send_numbers(const double* x, int64_t n) { return send(reals(x, n), n); }
+
+// What is MXFP8; fast: the experts' products on bytes.
+typedef struct Precision {
+    int32_t expert, dispatch, combine, wgrad, fast, scale;
+} Precision;
+
+// The casts measured, as STATS_X, _DY, _W of W13, then of W2.
+enum { OF_X, OF_DH, OF_W13, OF_ACT, OF_DY, OF_W2, MEASURED };
+static const char* const measured_names[MEASURED] = {"x", "dh", "w13", "act", "dy", "w2"};
 
 // --- Inputs ---
 
@@ -216,7 +226,7 @@ static void shared_mlp(Chain* c, const Inputs* in, Widths d) {
 
 // An expert on its tokens, in their order: adds to y, dx, and writes its dW13, dW2 and dgates. x and dy as dispatched.
 static void run_expert(Chain* c, int e, const double* x, const double* dy, const Inputs* in, const int32_t* expert,
-                       Widths d, MoePrecision p) {
+                       Widths d, Precision p) {
     const int64_t C = d.C, F = d.F, along = p.fast ? 128 : 32;
     const MxScale mode = (MxScale)p.scale;
     const int before = host_count;
@@ -270,7 +280,7 @@ static void run_expert(Chain* c, int e, const double* x, const double* dy, const
     forget(before, device_count);
 }
 
-static Chain run_chain(const Inputs* in, const int32_t* expert, Widths d, MoePrecision p, int rounded) {
+static Chain run_chain(const Inputs* in, const int32_t* expert, Widths d, Precision p, int rounded) {
     const int64_t C = d.C, F = d.F;
     const MxScale mode = (MxScale)p.scale;
     Chain c = {{numbers(N * C), numbers(N * C), numbers(E * 2 * F * C), numbers(E * C * F), numbers(E * C)},
@@ -302,13 +312,19 @@ static Chain run_chain(const Inputs* in, const int32_t* expert, Widths d, MoePre
 typedef struct Block {
     real* out[OUTPUTS];
     int32_t* expert;  // (N, K)
-    MxStats stats[MOE_STATS];
+    MxStats stats[MEASURED];
 } Block;
 
-static MoeShape shape_of(Widths d, MoePrecision p, int recompute) {
+static Format format_of(int bytes, Precision p) {
+    Format f = {bytes, {p.scale, p.expert && p.fast ? 128 : 1}};
+    return bytes ? f : FORMAT_VALUES;
+}
+
+static MoeShape shape_of(Widths d, Precision p, int recompute) {
     int32_t norm = d.score == SCORE_SIGMOID;
     RouterShape r = {N, T, d.C, E, K, 1, 1, d.score, norm, route_scale, d.force_balance};
-    MoeShape s = {r, d.F, d.shared_F, 1, recompute, p};
+    MoeShape s = {r, d.F, d.shared_F, 1, recompute, format_of(p.dispatch, p), format_of(p.expert, p), FORMAT_VALUES};
+    if (p.combine) s.combine.bytes = 1, s.combine.cast.scale = p.scale, s.combine.cast.align = 1;
     return s;
 }
 
@@ -319,7 +335,7 @@ static void sizes_of(int64_t* n, Widths d) {
     n[4] = E * d.C;
 }
 
-static Block run_block(const Inputs* in, Widths d, MoePrecision p, int recompute, int measured) {
+static Block run_block(const Inputs* in, Widths d, Precision p, int recompute, int measured) {
     const int64_t C = d.C, sF = d.shared_F;
     MoeShape s = shape_of(d, p, recompute);
     int64_t n[OUTPUTS];
@@ -327,18 +343,16 @@ static Block run_block(const Inputs* in, Widths d, MoePrecision p, int recompute
     floatX *x = send_numbers(in->x, N * C), *dy = send_numbers(in->dy, N * C),
            *y = (floatX*)poison((size_t)n[0] * sizeof(floatX));
     floatX* dx = (floatX*)poison((size_t)n[1] * sizeof(floatX));
-    MxExperts mx;
-    MoeWeights w = {send_numbers(in->router, E * C),
-                    send_numbers(in->w13, n[2]),
-                    send_numbers(in->w2, n[3]),
-                    linear_weight(send_numbers(in->shared13, 2 * sF * C), 2 * sF, C),
-                    linear_weight(send_numbers(in->shared2, C * sF), C, sF),
-                    send_real(reals(in->bias, E), E),
-                    p.expert ? &mx : NULL};
     real* dw[OUTPUTS];
     for (int i = 2; i < OUTPUTS; i++) dw[i] = (real*)device_room((size_t)n[i] * sizeof(real));
-    MoeGrads grads = {dw[4], dw[2], dw[3], (real*)device_room((size_t)(2 * sF * C) * sizeof(real)),
-                      (real*)device_room((size_t)(C * sF) * sizeof(real))};
+    Weight w13 = plain_weight(send_numbers(in->w13, n[2]), dw[2], E, 2 * d.F, C);
+    Weight w2 = plain_weight(send_numbers(in->w2, n[3]), dw[3], E, C, d.F);
+    Weight shared13 = plain_weight(send_numbers(in->shared13, 2 * sF * C),
+                                   (real*)device_room((size_t)(2 * sF * C) * sizeof(real)), 1, 2 * sF, C);
+    Weight shared2 =
+        plain_weight(send_numbers(in->shared2, C * sF), (real*)device_room((size_t)(C * sF) * sizeof(real)), 1, C, sF);
+    MoeWeights w = {
+        send_numbers(in->router, E * C), dw[4], send_real(reals(in->bias, E), E), &w13, &w2, &shared13, &shared2};
 
     Arena plan, weights;
     arena_init(&plan, "a test", BACKEND);
@@ -347,25 +361,32 @@ static Block run_block(const Inputs* in, Widths d, MoePrecision p, int recompute
     arena_free(&plan);
     // Statistics leave NaN out: what they must not count is about 0.75 for them.
     Pool* pool = pool_create("a test", measured ? filled_with(0x3f, room) : poison(room), room);
-    MoeWays* ways = moe_ways_create(pool, NULL, s, ctx);
+    Dispatch* dispatch = dispatch_create(NULL, pool, ctx);
+    ProductRoom products;
+    memset(&products, 0, sizeof(products));
     arena_init(&weights, "a test", BACKEND);
-    if (p.expert) {
-        moe_plan_mx(&weights, &mx, s);
-        arena_allocate(&weights);
-        moe_cast_weights(&mx, w.w13, w.w2, s, ways, ctx);
+    Weight* experts[2] = {&w13, &w2};
+    for (int i = 0; i < 2; i++) {
+        experts[i]->format = format_of(p.expert, p), experts[i]->wgrad = format_of(p.wgrad, p);
+        experts[i]->room = &products;
+        weight_plan(&weights, experts[i]);
     }
+    products_plan(&weights, &products, N);
+    arena_allocate(&weights);
+    for (int i = 0; i < 2; i++) weight_cast(experts[i], ctx);
     MoeSaved saved;
     Block b;
     MxStats* stats = (MxStats*)device_room(sizeof(b.stats));
-    moe_forward(y, x, w, &saved, NULL, measured ? stats : NULL, s, ways, ctx);
+    if (measured) w13.stats = stats, w2.stats = stats + WEIGHT_STATS;
+    moe_forward(y, x, w, &saved, NULL, s, dispatch, pool, ctx);
     b.expert = (int32_t*)host_room(N * K * sizeof(int32_t));
-    device_download(b.expert, saved.expert, N * K * sizeof(int32_t), ctx);
-    moe_backward(dx, dy, x, w, grads, &saved, 0, s, ways, ctx);
+    device_download(b.expert, saved.route.expert, N * K * sizeof(int32_t), ctx);
+    moe_backward(dx, dy, x, w, &saved, 0, s, dispatch, pool, ctx);
     device_download(b.stats, stats, sizeof(b.stats), ctx);
     b.out[0] = fetch_floatX(y, n[0]);
     b.out[1] = fetch_floatX(dx, n[1]);
     for (int i = 2; i < OUTPUTS; i++) b.out[i] = (real*)fetch(dw[i], (size_t)n[i] * sizeof(real));
-    moe_ways_destroy(ways);
+    dispatch_destroy(dispatch);
     pool_destroy(pool);
     arena_free(&weights);
     return b;
@@ -411,7 +432,7 @@ static double median_error(const real* out, const double* ref, int64_t rows, int
     return count ? error[count / 2] : 0;
 }
 
-static void compare(const Block* b, const Chain* chain, const Chain* plain, Widths d, MoePrecision p) {
+static void compare(const Block* b, const Chain* chain, const Chain* plain, Widths d, Precision p) {
     int64_t n[OUTPUTS], columns[OUTPUTS] = {d.C, d.C, d.C, d.F, d.C};
     sizes_of(n, d);
     for (int i = 0; i < OUTPUTS; i++) {
@@ -442,10 +463,10 @@ static const Widths widths[] = {
     {160, 160, 0, SCORE_SOFTMAX, 0, 0},
 };
 
-static const MoePrecision plainly = {0, 0, 0, 0, 0, 0};
+static const Precision plainly = {0, 0, 0, 0, 0, 0};
 
-static MoePrecision precision_of(int bits) {
-    MoePrecision p = {bits & 1, bits >> 1 & 1, bits >> 2 & 1, bits >> 3 & 1, bits >> 4 & 1, bits >> 5 & 1};
+static Precision precision_of(int bits) {
+    Precision p = {bits & 1, bits >> 1 & 1, bits >> 2 & 1, bits >> 3 & 1, bits >> 4 & 1, bits >> 5 & 1};
     return p;
 }
 
@@ -455,7 +476,7 @@ static void check_all(Widths d, int first, int step) {
     sizes_of(n, d);
     Chain plain = {{NULL}, NULL, NULL, NULL, 0};
     for (int bits = first; bits < 64; bits += step) {
-        MoePrecision p = precision_of(bits);
+        Precision p = precision_of(bits);
         int host = host_count, device = device_count;
         Block b = run_block(&in, d, p, 0, 0), again = run_block(&in, d, p, 1, 0);
         for (int i = 0; i < OUTPUTS; i++)
@@ -494,7 +515,7 @@ static void test_widths(void) {
 static void test_noise(void) {
     static const double expected[] = {23.7, 23.5, 24.2, 23.7};
     for (int fast = 0; fast < 2; fast++) {
-        MoePrecision p = {1, 1, 0, 0, fast, MX_RCEIL};
+        Precision p = {1, 1, 0, 0, fast, MX_RCEIL};
         Inputs in = make_inputs(widths[3]);
         Block b = run_block(&in, widths[3], p, 0, 0);
         Chain plain = run_chain(&in, b.expert, widths[3], plainly, 0);
@@ -543,7 +564,7 @@ static void test_stats(void) {
     const Widths d = widths[1];
     Inputs in = make_inputs(d);
     for (int bits = 0; bits < 6; bits++) {
-        MoePrecision p = {bits < 4, 1, 0, 0, bits & 1, bits >> 1 & 1};
+        Precision p = {bits < 4, 1, 0, 0, bits & 1, bits >> 1 & 1};
         Block b = run_block(&in, d, p, 0, 1), again = run_block(&in, d, p, 1, 1), without = run_block(&in, d, p, 0, 0);
         int64_t n[OUTPUTS], along = p.fast && p.expert ? 128 : 32, tile = along == 128 ? 128 : 1;
         const MxScale mode = (MxScale)p.scale;
@@ -552,21 +573,23 @@ static void test_stats(void) {
             CHECK(!memcmp(b.out[i], without.out[i], (size_t)n[i] * sizeof(real)), "%d: statistics change %s", bits,
                   output_names[i]);
         CHECK(!memcmp(b.stats, again.stats, sizeof(b.stats)), "%d: other statistics with recompute", bits);
-        MxStats want[MOE_STATS];
+        MxStats want[MEASURED];
         memset(want, 0, sizeof(want));
-        want[MOE_STATS_X] = oracle_stats(in.x, 1, N, d.C, 1, along, mode);
-        want[MOE_STATS_DY] = oracle_stats(in.dy, 1, N, d.C, 1, along, mode);
-        want[MOE_STATS_W13] = oracle_stats(in.w13, E, 2 * d.F, d.C, tile, along, mode);
-        want[MOE_STATS_W2] = oracle_stats(in.w2, E, d.C, d.F, tile, along, mode);
-        want[MOE_STATS_ACT].elements = (double)(N * K * d.F);
-        want[MOE_STATS_DH].elements = (double)(2 * N * K * d.F);
-        for (int i = 0; i < MOE_STATS; i++) {
+        want[OF_X] = oracle_stats(in.x, 1, N, d.C, 1, along, mode);
+        want[OF_DY] = oracle_stats(in.dy, 1, N, d.C, 1, along, mode);
+        want[OF_W13] = oracle_stats(in.w13, E, 2 * d.F, d.C, tile, along, mode);
+        want[OF_W2] = oracle_stats(in.w2, E, d.C, d.F, tile, along, mode);
+        want[OF_ACT].elements = (double)(N * K * d.F);
+        want[OF_DH].elements = (double)(2 * N * K * d.F);
+        for (int i = 0; i < MEASURED; i++) {
             const MxStats *got = &b.stats[i], *w = &want[i];
-            const char* name = moe_stats_name(i, p);
-            int of_tokens = i == MOE_STATS_X || i == MOE_STATS_DY;
-            CHECK(!name == !(p.expert || of_tokens), "%d: tensor %d is %s", bits, i, name ? name : "not there");
-            if (!name) continue;
-            int made = i == MOE_STATS_ACT || i == MOE_STATS_DH;
+            const char* name = measured_names[i];
+            int of_tokens = i == OF_X || i == OF_DY;
+            if (!p.expert && !of_tokens) {
+                CHECK(got->elements == 0, "%d: %s was measured, but not cast", bits, name);
+                continue;
+            }
+            int made = i == OF_ACT || i == OF_DH;
             double zeros = made && BACKEND == BACKEND_CUDA ? 1e-3 * w->elements : 0;
             CHECK(w->elements - zeros <= got->elements && got->elements <= w->elements, "%d: %g of %s, not %g", bits,
                   got->elements, name, w->elements);

@@ -1,4 +1,4 @@
-// Dense products in MXFP8 (mx/linear_mx.h) against float64 with casts of its own (tests/mx.h): one by one, then those
+// Dense products in MXFP8 (mx/products.h) against float64 with casts of its own (tests/mx.h): one by one, then those
 // of whole models, on what the model itself holds. Operands are the same numbers on both sides, so that casts agree to
 // the bit and only sums differ:
 //   double  1e-16 a sum's term: below 1e-15; 1e-14
@@ -7,9 +7,10 @@
 //           norm, of which 4e-4 are allowed, and of a row, where they may cancel, 4e-3
 //           (tests/test_cuda_grouped_gemm_mx.cu)
 // A cast left out is 2.6e-2 of a product's norm, a wrong scale more.
-#include "mx/linear_mx.h"
+#include "mx/products.h"
 #include "tests/model.h"
 #include "tests/mx.h"
+#include "tests/weight.h"
 
 enum { CUDA = BACKEND == BACKEND_CUDA };
 #ifdef F64
@@ -147,13 +148,16 @@ static void poison(void* p, size_t bytes, Ctx* of) {
 enum { BEHIND = 64 };  // elements behind an output that must stay as they are
 
 // One direction; out gets its rows, and nothing behind them.
-static void run(int dgrad, const double* x, double* ref, const LinearWeight* w, int64_t N, int64_t width_x,
-                int64_t width, const char* name) {
+static void run(int dgrad, const double* x, double* ref, const Weight* w, int64_t N, int64_t width_x, int64_t width,
+                const char* name) {
     floatX *in = send(x, N * width_x), *out = (floatX*)device_alloc((size_t)(N * width + BEHIND) * sizeof(floatX), "y");
     poison(out, (size_t)(N * width + BEHIND) * sizeof(floatX), ctx);
-    (dgrad ? linear_mx_dgrad : linear_mx_forward)(out, in, w, N, ctx);
+    if (dgrad)
+        linear_dgrad(out, in, w, N, 0, ctx);
+    else
+        linear_forward(out, in, w, N, ctx);
     double* got = fetch(out, N * width + BEHIND, ctx);
-    compare(got, ref, N, width, w->mx && w->mx->fast, name);
+    compare(got, ref, N, width, w->format.cast.align == 128, name);
     for (int64_t i = N * width; i < N * width + BEHIND; i++) CHECK(isnan(got[i]), "%s: wrote behind its output", name);
     free(got);
     device_free(in), device_free(out);
@@ -180,20 +184,20 @@ static void compare_stats(const MxStats* got, const double* x, int64_t rows, int
 static void check_product(int64_t room, int64_t N, int64_t IC, int64_t OC, Way way) {
     double *x = random_input(N, IC, 1, 1), *dy = random_input(N, OC, 1, 2), *w = random_input(OC, IC, 32, 3);
     floatX* wx = send(w, OC * IC);
-    LinearMx mx;
-    memset(&mx, 0, sizeof(mx));
-    mx.fast = way.fast, mx.scale_mode = way.mode;
-    LinearWeight weight = linear_weight(wx, OC, IC);
-    weight.mx = &mx;
+    ProductRoom products;
+    memset(&products, 0, sizeof(products));
+    Weight weight = plain_weight(wx, (real*)device_alloc((size_t)(OC * IC) * sizeof(real), "dW"), 1, OC, IC);
+    weight.room = &products;
+    weight.format.bytes = 1, weight.format.cast.scale = way.mode, weight.format.cast.align = way.fast ? 128 : 1;
     Arena arena;
     arena_init(&arena, "a test", BACKEND);
-    linear_mx_plan_weight(&arena, &weight);
-    linear_mx_plan(&arena, &mx, room);
+    weight_plan(&arena, &weight);
+    products_plan(&arena, &products, room);
     arena_allocate(&arena);
     poison(arena.memory, arena_bytes(&arena), ctx);
-    linear_mx_cast(&weight, ctx);
-    linear_mx_batch(&mx, N, ctx);
-    MxStats stats[LINEAR_STATS];
+    weight_cast(&weight, ctx);
+    products_batch(&products, N, ctx);
+    MxStats stats[WEIGHT_STATS];
     weight.stats = (MxStats*)device_alloc(sizeof(stats), "statistics");
     device_zero(weight.stats, sizeof(stats), ctx);
     char name[120];
@@ -205,10 +209,13 @@ static void check_product(int64_t room, int64_t N, int64_t IC, int64_t OC, Way w
         else
             run(0, x, expected_forward(x, w, N, IC, OC, way), &weight, N, IC, OC, name);
     }
+    floatX *x_there = send(x, N * IC), *dy_there = send(dy, N * OC);
+    linear_wgrad(dy_there, x_there, &weight, N, ctx);  // with it W's cast is measured
     device_download(stats, weight.stats, sizeof(stats), ctx);
-    compare_stats(&stats[LINEAR_STATS_X], x, N, IC, 1, way, "statistics of x");
-    compare_stats(&stats[LINEAR_STATS_DY], dy, N, OC, 1, way, "statistics of dy");
-    compare_stats(&stats[LINEAR_STATS_W], w, OC, IC, way.fast ? 128 : 1, way, "statistics of W");
+    device_free(x_there), device_free(dy_there), device_free(weight.grad);
+    compare_stats(&stats[STATS_X], x, N, IC, 1, way, "statistics of x");
+    compare_stats(&stats[STATS_DY], dy, N, OC, 1, way, "statistics of dy");
+    compare_stats(&stats[STATS_W], w, OC, IC, way.fast ? 128 : 1, way, "statistics of W");
     device_free(weight.stats);
     free(x), free(dy), free(w);
     device_free(wx);
@@ -295,33 +302,33 @@ static void test_products_of_models(void) {
                 const BlockSaved* s = &m->blocks[l];
                 const Unit* u = &m->units[l + 1];
                 if (c->q_lora) {
-                    check_made(m, l, "Wqa", 0, s->cq, s->norm1, u->at.wqa, C, c->q_lora, c->q_lora, c->q_lora, way);
-                    check_made(m, l, "Wqb", 0, s->q, s->cq_norm, u->at.wqb, c->q_lora, c->H * qk, qk, c->nope, way);
+                    check_made(m, l, "Wqa", 0, s->cq, s->norm1, u->at[WQA], C, c->q_lora, c->q_lora, c->q_lora, way);
+                    check_made(m, l, "Wqb", 0, s->q, s->cq_norm, u->at[WQB], c->q_lora, c->H * qk, qk, c->nope, way);
                 } else {
-                    check_made(m, l, "Wq", 0, s->q, s->norm1, u->at.wq, C, c->H * qk, qk, c->nope, way);
+                    check_made(m, l, "Wq", 0, s->q, s->norm1, u->at[WQ], C, c->H * qk, qk, c->nope, way);
                 }
-                check_made(m, l, "Wkvb", 0, s->kv, s->ckv, u->at.wkvb, c->kv_lora, kv_rows, kv_rows, kv_rows, way);
+                check_made(m, l, "Wkvb", 0, s->kv, s->ckv, u->at[WKVB], c->kv_lora, kv_rows, kv_rows, kv_rows, way);
                 const int64_t F2 = 2 * (u->kind == UNIT_MOE ? c->shared * c->F : c->dense_ffn);
                 const floatX* h = u->kind == UNIT_MOE ? s->moe.shared_h : s->h;
-                check_made(m, l, "MLP's W13", 0, h, s->norm2, u->at.mlp13, C, F2, F2, F2, way);
+                check_made(m, l, "MLP's W13", 0, h, s->norm2, u->at[MLP13], C, F2, F2, F2, way);
 
                 // Wkva's is not among them.
-                double *x = fetch(s->norm1, N * C, m->ctx), *w = matrix_of(m, l, u->at.wkva, kva_rows * C);
+                double *x = fetch(s->norm1, N * C, m->ctx), *w = matrix_of(m, l, u->at[WKVA], kva_rows * C);
                 double* kva = fetch(s->kva, N * kva_rows, m->ctx);
                 compare_part(kva, times_transposed(x, w, N, C, kva_rows), N, kva_rows, kva_rows, c->kv_lora, 0, "Wkva");
                 free(x), free(w), free(kva);
             }
-            const UnitLayout* at = &m->units[1].at;
-            check_made(m, 0, "Wkvb", 1, t->dckv, t->dkv, at->wkvb, c->kv_lora, kv_rows, c->kv_lora, c->kv_lora, way);
+            const int64_t* at = m->units[1].at;
+            check_made(m, 0, "Wkvb", 1, t->dckv, t->dkv, at[WKVB], c->kv_lora, kv_rows, c->kv_lora, c->kv_lora, way);
             int64_t rows = c->q_lora ? c->q_lora : c->H * qk;
             if (c->q_lora)
-                check_made(m, 0, "Wqb", 1, t->dcq_norm, t->dq, at->wqb, c->q_lora, c->H * qk, c->q_lora, c->q_lora,
+                check_made(m, 0, "Wqb", 1, t->dcq_norm, t->dq, at[WQB], c->q_lora, c->H * qk, c->q_lora, c->q_lora,
                            way);
             // d norm1: Wq's or Wqa's, rounded, and Wkva's added to it.
             double* dq = fetch(c->q_lora ? t->dcq : t->dq, N * rows, m->ctx);
             double* dkva = fetch(t->dkva, N * kva_rows, m->ctx);
-            double* wq = matrix_of(m, 0, c->q_lora ? at->wqa : at->wq, rows * C);
-            double *wkva = matrix_of(m, 0, at->wkva, kva_rows * C), *got = fetch(t->dnorm, N * C, m->ctx);
+            double* wq = matrix_of(m, 0, c->q_lora ? at[WQA] : at[WQ], rows * C);
+            double *wkva = matrix_of(m, 0, at[WKVA], kva_rows * C), *got = fetch(t->dnorm, N * C, m->ctx);
             double *ref = expected_dgrad(dq, wq, N, C, rows, way), *more = times(dkva, wkva, N, C, kva_rows);
             for (int64_t j = 0; j < N * C; j++) ref[j] = (CUDA ? bf16(ref[j]) : ref[j]) + more[j];
             compare(got, ref, N, C, way.fast, "d norm1");
@@ -356,10 +363,11 @@ static void test_casts_are_read(void) {
             int64_t n;
             real* want = gradients(m, &n);
             for (int64_t l = 0; l < m->config.L; l++) {
-                const BlockMatrices* b = model_matrices(m, l);
-                const LinearWeight* w[] = {&b->wq, &b->wqa, &b->wqb, &b->wkvb, &b->wo, &b->mlp13, &b->mlp2};
-                for (int k = 0; k < 7; k++)
-                    if (w[k]->w) poison((void*)w[k]->w, (size_t)(w[k]->OC * w[k]->IC) * sizeof(floatX), m->ctx);
+                const Unit* u = unit_begin(m, (int)l + 1, -1, 0);
+                for (int k = 0; k < PARAMS; k++)
+                    if (u->w[k].format.bytes)
+                        poison((void*)u->w[k].w, (size_t)(u->w[k].OC * u->w[k].IC) * sizeof(floatX), m->ctx);
+                unit_end(m, (int)l + 1, 0, 0);
             }
             CHECK(one_step(m, 1) == loss, "%s%s: another loss without the weights", models[i], precisions[p]);
             real* got = gradients(m, &n);
@@ -377,13 +385,13 @@ static void test_casts_follow_the_weights(void) {
         one_step(m, 1);
         model_update(m, 1, 0);
         double followed = one_step(m, 0);
-        for (int64_t l = 0; l < m->config.L; l++) m->matrices[l].version = 0;
+        for (int64_t l = 0; l < m->config.L; l++) m->units[l + 1].version = 0;
         double cast_now = one_step(m, 0);
         one_step(m, 1);
         model_update(m, 2, 0);
-        for (int64_t l = 0; l < m->config.L; l++) m->matrices[l].version = weights_version(m->sharding);
+        for (int64_t l = 0; l < m->config.L; l++) m->units[l + 1].version = weights_version(m->sharding);
         double old = one_step(m, 0);
-        for (int64_t l = 0; l < m->config.L; l++) m->matrices[l].version = 0;
+        for (int64_t l = 0; l < m->config.L; l++) m->units[l + 1].version = 0;
         CHECK(followed == cast_now, "after an update the loss is %.9g, cast again %.9g", followed, cast_now);
         CHECK(one_step(m, 0) != old, "old casts give the same loss, %.9g", old);
         finish(m);

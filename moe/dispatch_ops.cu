@@ -2,7 +2,7 @@
 // token's K choices come from L1 after its first thread. Bound by memory, and about a hundredth of what the tokens
 // themselves move. Counts are integers: atomics in shared memory, then one per block and count.
 #include "layers/rows.cuh"
-#include "moe/dispatch_plan.h"
+#include "moe/dispatch_ops.h"
 
 static __global__ void __launch_bounds__(256)
     ranks_kernel(int32_t* rank, unsigned long long* counts, const int32_t* expert, int64_t N, int32_t K, int32_t P,

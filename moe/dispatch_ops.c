@@ -1,4 +1,4 @@
-#include "moe/dispatch_plan.h"
+#include "moe/dispatch_ops.h"
 
 #include "device/cpu.h"
 

@@ -1,0 +1,261 @@
+#include "moe/dispatch.h"
+
+#include <stdlib.h>
+#include <string.h>
+
+#include "device/check.h"
+#include "moe/dispatch_ops.h"
+
+enum { MOST_BUFFERS = 8 };
+
+struct Dispatch {
+    Pool* pool;
+    Comm* comm;  // NULL with one rank, and then the rest is unused
+    Ctx* side_stream;
+    Event *ready, *there;  // ctx's work that a transfer waits for; the transfer is done
+    Fetch* counts;
+    ExchangeBuffer buffers[MOST_BUFFERS];  // of the next transfer
+    int buffer_count;
+};
+
+Dispatch* dispatch_create(Comm* comm, Pool* pool, Ctx* ctx) {
+    Dispatch* d = (Dispatch*)host_alloc(sizeof(Dispatch));
+    d->pool = pool;
+    if (!comm) return d;
+    ASSERT(comm_count(comm) <= DISPATCH_MAX_RANKS);
+    d->comm = comm;
+    d->side_stream = ctx_side(ctx);
+    d->ready = event_create();
+    d->there = event_create();
+    d->counts = fetch_create((size_t)comm_count(comm) * 4 * sizeof(int64_t));
+    return d;
+}
+
+void dispatch_destroy(Dispatch* d) {
+    if (d->comm) {
+        ctx_destroy(d->side_stream);
+        event_destroy(d->ready);
+        event_destroy(d->there);
+        fetch_destroy(d->counts);
+    }
+    free(d);
+}
+
+// At worst a rank receives every token of the group.
+size_t dispatch_workspace(DispatchShape s) {
+    return max_size(permute_workspace(s.ep * s.N, s.K, experts_held(s)), permute_workspace(s.N, s.ep, s.ep));
+}
+
+// --- Memory ---
+
+void dispatch_plan_choices(Arena* a, Route* r, DispatchShape s) {
+    memset(r, 0, sizeof(*r));
+    r->shape = s;
+    arena_add(a, "gates", ELEMENT_REAL, s.N * s.K, 1, (void**)&r->gate);
+    arena_add(a, "expert ids", ELEMENT_I32, s.N * s.K, 1, (void**)&r->expert);
+    if (s.ep == 1) return;
+    r->send.El = s.ep;
+    r->send.capacity = ragged_capacity(s.N, s.K, s.ep, a->backend);
+    arena_add(a, "rank starts", ELEMENT_I64, s.ep + 1, 0, (void**)&r->send.group_start);
+    arena_add(a, "rank rows", ELEMENT_I32, s.ep, 0, (void**)&r->send.group_rows);
+    arena_add(a, "sent row -> token", ELEMENT_I32, r->send.capacity, 1, (void**)&r->send.row_token);
+    arena_add(a, "token -> sent row", ELEMENT_I32, s.N * s.ep, 1, (void**)&r->send.token_row);
+}
+
+void dispatch_plan_received(Arena* a, Route* r) {
+    if (r->shape.ep == 1) return;
+    arena_add(a, "received expert ids", ELEMENT_I32, r->received * r->shape.K, 1, (void**)&r->recv_expert);
+    arena_add(a, "received gates", ELEMENT_REAL, r->received * r->shape.K, 1, (void**)&r->recv_gate);
+}
+
+void dispatch_plan_x(Arena* a, Rows* x, const Route* r) {
+    const int memory = received_format(r->shape).bytes ? ROWS_BYTES : r->shape.ep > 1 ? ROWS_VALUES : 0;
+    rows_plan(a, "received x", x, memory, r->received, r->shape.C);
+}
+
+static void plan_sent(Arena* a, Travel* t, const Route* r, int memory) {
+    const DispatchShape s = r->shape;
+    rows_plan(a, "x or dy, cast", &t->own, s.dispatch.bytes ? ROWS_BYTES : 0, s.N, s.C);
+    rows_plan(a, "sent rows", &t->sent, memory, r->send.capacity, s.C);
+}
+
+void dispatch_plan_travel(Arena* a, Travel* t, const Route* r, int choices) {
+    const DispatchShape s = r->shape;
+    const int cast_back = s.combine.bytes ? ROWS_BYTES : 0, cast_out = s.dispatch.bytes ? ROWS_BYTES : 0;
+    const int cast_here =
+        !choices && received_format(s).bytes ? ROWS_BYTES : 0;  // forward's are kept (dispatch_plan_x)
+    memset(t, 0, sizeof(*t));
+    rows_plan(a, "received rows", &t->received, (s.ep > 1 || cast_back ? ROWS_VALUES : 0) | cast_back | cast_here,
+              r->received, s.C);
+    if (s.ep == 1) return;
+    plan_sent(a, t, r, ROWS_VALUES | cast_out | cast_back);
+    arena_add(a, "sent gates", ELEMENT_REAL, r->send.capacity * s.K, 1, (void**)&t->sent_gate);
+    if (choices)
+        arena_add(a, "sent expert ids", ELEMENT_I32, r->send.capacity * s.K, 1, (void**)&t->sent_expert);
+    else
+        arena_add(a, "received gates", ELEMENT_REAL, r->received * s.K, 1, (void**)&t->received_gate);
+}
+
+void dispatch_plan_again(Arena* a, Travel* t, const Route* r) {
+    const DispatchShape s = r->shape;
+    memset(t, 0, sizeof(*t));
+    if (s.ep == 1) return;
+    plan_sent(a, t, r, s.dispatch.bytes ? ROWS_BYTES : ROWS_VALUES);
+    // Values that arrive to be cast have no memory of their own (dispatch_plan_x).
+    const int cast_here = s.expert.bytes && !s.dispatch.bytes;
+    rows_plan(a, "received rows", &t->received, cast_here ? ROWS_VALUES : 0, r->received, s.C);
+}
+
+// Mean number of ranks that hold one of a token's K distinct experts: ep (1 - C(E - El, K) / C(E, K)).
+static double mean_ranks(DispatchShape s) {
+    double none = 1;
+    for (int32_t k = 0; k < s.K; k++) none *= (double)max_i64(s.E - experts_held(s) - k, 0) / (double)(s.E - k);
+    return s.ep * (1 - none);
+}
+
+void dispatch_expect(Route* r, double capacity, Backend backend) {
+    const DispatchShape s = r->shape;
+    if (s.ep == 1) capacity = 1;
+    r->received = (int64_t)(capacity * (double)s.N * mean_ranks(s));
+    r->choices = (int64_t)(capacity * (double)(s.N * s.K));
+    r->send.capacity = min_i64(r->send.capacity, ragged_rows(r->received, s.ep, backend));
+}
+
+// --- Transfers ---
+
+// Queues what is packed behind all that ctx was given so far. What ctx is given after a wait for `there` finds it done.
+static void exchange(Dispatch* d, ExchangeRows rows, Ctx* ctx) {
+    event_record(d->ready, ctx);
+    event_wait(d->ready, d->side_stream);
+    comm_exchange(d->comm, d->buffers, d->buffer_count, rows, d->side_stream);
+    event_record(d->there, d->side_stream);
+    d->buffer_count = 0;
+}
+
+static void pack(Dispatch* d, void* recv, const void* send, size_t row_bytes) {
+    const ExchangeBuffer buffer = {recv, send, row_bytes};
+    ASSERT(d->buffer_count < MOST_BUFFERS);
+    d->buffers[d->buffer_count++] = buffer;
+}
+
+// Values, or bytes and scales.
+static void pack_rows(Dispatch* d, Rows recv, Rows send) {
+    const int64_t C = send.columns;
+    if (send.format.bytes) {
+        pack(d, recv.q, send.q, (size_t)C);
+        pack(d, recv.scale, send.scale, (size_t)mx_stride(C));
+    } else {
+        pack(d, recv.value, send.value, (size_t)C * sizeof(floatX));
+    }
+}
+
+void dispatch_counts(Dispatch* d, Route* r, Ctx* ctx) {
+    const DispatchShape s = r->shape;
+    const int64_t N = s.N, P = s.ep, align = row_align(BACKEND);
+    if (!d->comm) {
+        r->received = N, r->choices = N * s.K;
+        r->recv_expert = r->expert, r->recv_gate = r->gate;
+        return;
+    }
+
+    // Each rank tells each other one how many tokens it will send, and how many choices they have there.
+    int64_t one_each[DISPATCH_MAX_RANKS], place[DISPATCH_MAX_RANKS];
+    const ExchangeRows each_to_each = {place, one_each, place, one_each};
+    for (int64_t j = 0; j < P; j++) one_each[j] = 1, place[j] = j;
+    PoolMark mark = pool_mark(d->pool);
+    int32_t* rank = (int32_t*)pool_take(d->pool, (size_t)(N * P) * sizeof(int32_t));
+    int64_t* counts = (int64_t*)pool_take(d->pool, (size_t)P * 4 * sizeof(int64_t));  // (2, P, 2): to, from
+    dispatch_ranks(rank, counts, r->expert, N, s.K, s.ep, experts_held(s), ctx);
+    pack(d, counts + 2 * P, counts, 2 * sizeof(int64_t));
+    exchange(d, each_to_each, ctx);
+    fetch_begin(d->counts, counts, d->side_stream);
+
+    // Meanwhile the tokens are sorted by rank.
+    permute_plan(r->send, rank, NULL, N, s.ep, ctx);
+    const int64_t *to = (const int64_t*)fetch_end(d->counts), *from = to + 2 * P;
+    pool_release(d->pool, mark);
+
+    r->send.capacity = 0;
+    for (int64_t j = 0; j < P; j++) {
+        r->send_start[j] = r->send.capacity;
+        r->send_rows[j] = to[2 * j];
+        r->send.capacity += round_up(to[2 * j], align);
+        r->recv_start[j] = r->received;
+        r->recv_rows[j] = from[2 * j];
+        r->received += from[2 * j];
+        r->choices += from[2 * j + 1];
+    }
+}
+
+void dispatch_pack(Dispatch* d, const Route* r, Travel* t, const floatX* x, const Rows* kept, MxStats* stats,
+                   Ctx* ctx) {
+    const DispatchShape s = r->shape;
+    const Rows tokens = rows_of_values(x, s.N, s.C);
+    if (stats && received_format(s).bytes) mx_stats(stats, x, s.N, s.C, received_format(s).cast, ctx);
+    t->room = t->received;
+    if (kept && kept->value) t->room.value = kept->value;
+    if (kept && kept->q) t->room.q = kept->q, t->room.scale = kept->scale;
+    t->room.count = r->received, t->room.columns = s.C;
+    t->arrived = tokens;
+    if (!d->comm) return;
+    t->arrived = t->room;
+    t->arrived.format = s.dispatch;
+    const Rows sent = rows_permute(t->sent, rows_as(t->own, tokens, s.dispatch, ctx), s.dispatch, r->send, ctx);
+    pack_rows(d, t->arrived, sent);
+}
+
+void dispatch_pack_choices(Dispatch* d, const Route* r, const Travel* t, Ctx* ctx) {
+    const DispatchShape s = r->shape;
+    if (!d->comm) return;
+    dispatch_choices(t->sent_expert, t->sent_gate, r->expert, r->gate, r->send, s.N, s.K, experts_held(s), ctx);
+    pack(d, r->recv_expert, t->sent_expert, (size_t)s.K * sizeof(int32_t));
+    pack(d, r->recv_gate, t->sent_gate, (size_t)s.K * sizeof(real));
+}
+
+void dispatch_start(Dispatch* d, const Route* r, Ctx* ctx) {
+    const ExchangeRows out = {r->send_start, r->send_rows, r->recv_start, r->recv_rows};
+    if (d->comm) exchange(d, out, ctx);
+}
+
+Rows dispatch_receive(Dispatch* d, const Route* r, const Travel* t, Ctx* ctx) {
+    if (d->comm) event_wait(d->there, ctx);
+    return rows_as(t->room, t->arrived, received_format(r->shape), ctx);
+}
+
+// The received tokens' sums, cast if they travel so.
+static Rows sums_here(const Route* r, const Travel* t, Sums sums, Ctx* ctx) {
+    const DispatchShape s = r->shape;
+    unpermute_rows(t->received.value, sums.rows, sums.gate, sums.ragged, r->received, s.K, s.C, 0, ctx);
+    return rows_as(t->received, rows_of_values(t->received.value, r->received, s.C), s.combine, ctx);
+}
+
+void combine_send(Dispatch* d, const Route* r, const Travel* t, Sums sums, Ctx* ctx) {
+    const DispatchShape s = r->shape;
+    const ExchangeRows home = {r->recv_start, r->recv_rows, r->send_start, r->send_rows};
+    if (!d->comm) return;
+    pack_rows(d, t->sent, sums_here(r, t, sums, ctx));
+    if (sums.drow_gate) {
+        unpermute_gates(t->received_gate, sums.drow_gate, sums.ragged, r->received, s.K, ctx);
+        pack(d, t->sent_gate, t->received_gate, (size_t)s.K * sizeof(real));
+    }
+    exchange(d, home, ctx);
+}
+
+void combine_receive(Dispatch* d, const Route* r, const Travel* t, Sums sums, floatX* y, int accumulate, real* dgate,
+                     Ctx* ctx) {
+    const DispatchShape s = r->shape;
+    if (d->comm) {
+        Rows back = t->sent;
+        back.format = s.combine;
+        event_wait(d->there, ctx);
+        unpermute_rows(y, rows_as(t->sent, back, FORMAT_VALUES, ctx).value, NULL, r->send, s.N, s.ep, s.C, accumulate,
+                       ctx);
+        if (dgate) dispatch_choices_backward(dgate, t->sent_gate, r->expert, r->send, s.N, s.K, experts_held(s), ctx);
+        return;
+    }
+    if (s.combine.bytes)
+        rows_add(y, sums_here(r, t, sums, ctx), accumulate, ctx);
+    else
+        unpermute_rows(y, sums.rows, sums.gate, sums.ragged, s.N, s.K, s.C, accumulate, ctx);
+    if (dgate) unpermute_gates(dgate, sums.drow_gate, sums.ragged, s.N, s.K, ctx);
+}

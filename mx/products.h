@@ -1,0 +1,93 @@
+// Weights, and the products with them in every precision: of attention, of the dense and shared MLPs (linear_) and of
+// the routed experts (grouped_). With y, x, dy rows of tokens and W (OC, IC):
+//
+//   forward  y  = cast(x) cast(W)^T     both in blocks along IC
+//   dgrad    dx = cast(dy) castT(W)     both in blocks along OC
+//   wgrad    dW += dy^T x               of linear_: as they were before their casts. Of grouped_: what was cast is what
+//                                       the bytes stand for; with a format of its own, rounded along the tokens
+//
+// A weight's format says what the casts are. Values: none. Exact: blocks of 32, so that W's bytes in forward and in
+// dgrad differ; bytes become floatX, which is multiplied as in layers/matmul.h and grouped/grouped_gemm.h. Fast: x and
+// dy in blocks of 128, W in tiles of 128 x 128 whose bytes serve both directions; products on the bytes
+// (mx/grouped_gemm_mx.h), linear ones with all tokens as one group. Formats: mx/rows.h, mx/mxfp8.h.
+//
+// A weight is cast once after each update and its casts are kept. x and dy of linear_ are cast where they are
+// multiplied, into memory that all products share. Widths that meet MXFP8 are multiples of 32; N is any number.
+#ifndef MX_PRODUCTS_H
+#define MX_PRODUCTS_H
+
+#include "mx/rows.h"
+
+BEGIN_C
+
+// A weight as one direction reads it, contraction last: values (exact), or bytes and the scales of their tiles (fast).
+typedef struct WeightCast {
+    floatX* value;
+    uint8_t *q, *scale;
+    int64_t stride_o, stride_c;  // from one tile's scale to the next, as grouped_gemm_mx takes them
+} WeightCast;
+
+// What all products of a model share.
+typedef struct ProductRoom {
+    int64_t inputs, bytes, scales;  // of what was planned: the widest x or dy, and the largest cast of a weight
+    int64_t input_scales;           // a row's
+    int32_t fast;                   // 1: some weight of linear_ is fast
+    Rows input;                     // x or dy, cast; a weight too, while it is cast for exact products
+    struct TokenGroup* group;       // fast: the tokens as a group of grouped_gemm_mx, in device memory
+} ProductRoom;
+
+// The casts that --mx-stats measures: those of x and of W as forward reads it, and of dy.
+enum { STATS_X, STATS_DY, STATS_W, WEIGHT_STATS };
+
+// One matrix, or those of all experts held here.
+typedef struct Weight {
+    const floatX* w;  // (count, OC, IC)
+    real* grad;       // the same, +=
+    int64_t count, OC, IC;
+    Format format, wgrad;      // what its products cast their operands to
+    WeightCast forward, back;  // (count, OC, IC), (count, IC, OC)
+    ProductRoom* room;         // with a format of bytes
+    MxStats* stats;            // (WEIGHT_STATS) += what the casts of each product do; NULL: not measured
+} Weight;
+
+// Where to add what the cast of one operand does; NULL: nowhere.
+static inline MxStats* weight_stats(const Weight* w, int operand) { return w->stats ? w->stats + operand : NULL; }
+
+// Names a weight's casts in `arena`, and, after all weights, what products of up to N tokens share.
+void weight_plan(Arena* arena, Weight* weight);
+void products_plan(Arena* arena, ProductRoom* room, int64_t N);
+
+// Before products: the casts of a weight whose w has changed, and the tokens of the batch in work.
+void weight_cast(Weight* weight, Ctx* ctx);
+void products_batch(ProductRoom* room, int64_t N, Ctx* ctx);
+
+void linear_forward(floatX* y,        // (N, OC)
+                    const floatX* x,  // (N, IC)
+                    const Weight* weight, int64_t N, Ctx* ctx);
+// dx = dy W, or += with accumulate 1 (formats of values only)
+void linear_dgrad(floatX* dx,        // (N, IC)
+                  const floatX* dy,  // (N, OC)
+                  const Weight* weight, int64_t N, int accumulate, Ctx* ctx);
+// weight->grad += dy^T x
+void linear_wgrad(const floatX* dy,  // (N, OC)
+                  const floatX* x,   // (N, IC)
+                  const Weight* weight, int64_t N, Ctx* ctx);
+// Both.
+void linear_backward(floatX* dx, const floatX* dy, const floatX* x, const Weight* weight, int64_t N, int accumulate,
+                     Ctx* ctx);
+
+// x and dy in the format that products of the weight's format read (format_read).
+void grouped_forward(floatX* y,  // (capacity, OC)
+                     Rows x,     // (capacity, IC)
+                     const Weight* weight, Ragged ragged, Ctx* ctx);
+void grouped_dgrad(floatX* dx,  // (capacity, IC)
+                   Rows dy,     // (capacity, OC)
+                   const Weight* weight, Ragged ragged, Ctx* ctx);
+// With a format of bytes in weight->wgrad, dy and x are rounded in place.
+void grouped_wgrad(floatX* dy,  // (capacity, OC)
+                   floatX* x,   // (capacity, IC)
+                   const Weight* weight, Ragged ragged, Ctx* ctx);
+
+END_C
+
+#endif

@@ -1,0 +1,80 @@
+#include "mx/rows.h"
+
+#include "device/check.h"
+#include "grouped/experts.h"
+#include "mx/mx_swiglu.h"
+
+void rows_plan(Arena* a, const char* name, Rows* rows, int memory, int64_t count, int64_t columns) {
+    *rows = rows_of_values(NULL, count, columns);
+    if (memory & ROWS_VALUES) arena_add(a, name, ELEMENT_X, count * columns, 1, (void**)&rows->value);
+    if (!(memory & ROWS_BYTES)) return;
+    arena_add(a, name, ELEMENT_BYTE, count * columns, 1, (void**)&rows->q);
+    arena_add(a, name, ELEMENT_BYTE, count * mx_stride(columns), 1, (void**)&rows->scale);
+}
+
+Rows rows_as(Rows room, Rows x, Format format, Ctx* ctx) {
+    if (x.format.bytes == format.bytes) {
+        ASSERT(!format.bytes || x.format.cast.align == format.cast.align);
+        return x;
+    }
+    room.format = format;
+    if (format.bytes)
+        mx_quantize(room.q, room.scale, x.value, x.count, x.columns, format.cast, ctx);
+    else
+        mx_dequantize(room.value, x.q, x.scale, x.count, x.columns, ctx);
+    return room;
+}
+
+void rows_add(floatX* x, Rows rows, int accumulate, Ctx* ctx) {
+    ASSERT(rows.format.bytes);
+    (accumulate ? mx_dequantize_add : mx_dequantize)(x, rows.q, rows.scale, rows.count, rows.columns, ctx);
+}
+
+Rows rows_permute(Rows room, Rows tokens, Format format, Ragged r, Ctx* ctx) {
+    const int64_t C = tokens.columns;
+    room.format = format;
+    room.columns = C;
+    if (!tokens.format.bytes) {
+        ASSERT(!format.bytes);
+        permute_rows(room.value, tokens.value, r, (size_t)C * sizeof(floatX), ctx);
+    } else if (!format.bytes) {
+        mx_dequantize_rows(room.value, tokens.q, tokens.scale, r, C, ctx);
+    } else {
+        permute_rows(room.q, tokens.q, r, (size_t)C, ctx);
+        permute_rows(room.scale, tokens.scale, r, (size_t)mx_stride(C), ctx);
+    }
+    return room;
+}
+
+Rows rows_swiglu(Rows room, const floatX* h, Ragged r, Format format, MxStats* stats, floatX* spare, Ctx* ctx) {
+    const int64_t F = room.columns;
+    if (!format.bytes) {
+        experts_swiglu_forward(room.value, h, r, F, ctx);
+        return rows_of_values(room.value, room.count, F);
+    }
+
+    // The cast is made with the activation, which is nowhere in memory before it: statistics make it once more. Rows
+    // that are not in use count nothing as zeros.
+    if (stats) {
+        device_zero(spare, (size_t)(room.count * F) * sizeof(floatX), ctx);
+        experts_swiglu_forward(spare, h, r, F, ctx);
+        mx_stats(stats, spare, room.count, F, format.cast, ctx);
+    }
+    mx_swiglu_quantize(room.q, room.scale, h, r, F, format.cast, ctx);
+    room.format = format;
+    return rows_as(room, room, format_read(format), ctx);
+}
+
+Rows rows_swiglu_backward(Rows room, floatX* dh, floatX* gated_a, real* drow_gate, const floatX* da_ungated,
+                          const floatX* h, Ragged r, Format format, MxStats* stats, Ctx* ctx) {
+    const int64_t F = room.columns / 2;
+    if (!format.bytes) {
+        experts_swiglu_backward(dh, gated_a, drow_gate, da_ungated, h, r, F, ctx);
+        return rows_of_values(dh, room.count, 2 * F);
+    }
+    if (stats) device_zero(dh, (size_t)(room.count * 2 * F) * sizeof(floatX), ctx);  // as in rows_swiglu
+    mx_swiglu_backward_quantize(room.q, room.scale, dh, gated_a, drow_gate, da_ungated, h, r, F, format.cast, ctx);
+    if (stats) mx_stats(stats, dh, room.count, 2 * F, format.cast, ctx);
+    room.format = format;
+    return rows_as(room, room, format_read(format), ctx);
+}
