@@ -4,12 +4,13 @@
 // of their experts where they start, so that nothing is sorted before they leave, and how many go where is known.
 // Beside it bench/ep_pipeline_torch.py, which does the same work in PyTorch.
 //
-// Order and overlap are those of moe/moe.c, but that x's rows are made while dy travels, where a model computes its
-// shared MLP. MXFP8 is its usual set: products on bytes (fast), tokens and their gradients cast once where they start,
-// bytes and scales in one transfer, outputs and dx back in bf16, weights' gradients in bf16 of what the bytes stand
-// for; the last column rounds both operands of those along the tokens. Weights are cast once a step, not here. dW += in
-// float32. Backward reads x as it was received and permutes it again; the row "rows kept" has the permuted rows (or
-// bytes) from forward, as PyTorch does.
+// It calls what moe/moe.c calls: dispatch, rows_permute, grouped products, combine (moe/dispatch.h, mx/rows.h,
+// mx/products.h), and differs in that x's rows are made while dy travels, where a model computes its shared MLP. MXFP8
+// is its usual set: products on bytes (fast), tokens and their gradients cast once where they start, bytes and scales
+// in one transfer, outputs and dx back in bf16, weights' gradients in bf16 of what the bytes stand for; the last column
+// rounds both operands of those along the tokens. Weights are cast once a step, not here. dW += in float32. Backward
+// reads x as it was received and permutes it again; the row "rows kept" has the permuted rows (or bytes) from forward,
+// as PyTorch does.
 //
 // Medians of events over 30 calls, bf16 and MXFP8 in turns, the slowest rank's. First, on a small size, samples of the
 // bf16 results are compared with sums on the host, and MXFP8 with bf16 by SQNR.
@@ -24,194 +25,169 @@
 #include <vector>
 
 #include "bench/data.cuh"
-#include "grouped/grouped_gemm.h"
-#include "moe/moe.h"
-#include "mx/grouped_gemm_mx.h"
+#include "device/pool.h"
+#include "moe/dispatch.h"
+#include "mx/products.h"
 
 enum { EL = 8, ROUNDS = 3, WARM = 3, CALLS = 10 };
 enum Precision { BF16, MXFP8, MXFP8_WGRAD, PRECISIONS };
 enum Seed { X = 1, DY = 2, W = 3 };
 
 static Ranks* world;
-static Ctx *ctx, *line;  // tokens travel on `line`
+static Ctx* ctx;
 static Comm* comm;
-static Event *ready, *there;
 static double* sums;
-static const MxCast CAST = {MX_RCEIL, MX_CHUNK};
+static const Format BYTES = {1, {MX_RCEIL, MX_CHUNK}};
 
 // --- Data: every element follows from its index over all ranks, on the host too ---
 
-// What travels to the experts, x or dy, C wide. "home": in the order in which the tokens of this rank start; "here": as
-// received, rank after rank; "rows": by expert. N tokens start here and as many arrive.
-struct Outward {
-    int64_t C;
-    floatX *home, *here, *rows;        // bf16
-    MxRows home_mx, here_mx, rows_mx;  // MXFP8
-    floatX* values;                    // what rows_mx stands for
-};
-// What travels back, y or dx.
-struct Homeward {
-    int64_t C;
-    floatX *rows, *here, *home[PRECISIONS];
+// The pipeline in one precision. x is dim wide, dy and y hidden wide.
+struct Pass {
+    Route route_x, route_dy;   // the same route, for rows of either width
+    Travel x, dy;              // dx comes home through x's, y through dy's
+    Rows kept;                 // x as it was received
+    Rows x_rows, dy_rows;      // (capacity, dim), (capacity, hidden), sorted by expert
+    Rows x_values, dy_values;  // what their bytes stand for
+    Ragged ragged;
+    floatX *y, *dx;  // (capacity, hidden), (capacity, dim)
+    Weight w;        // (EL, hidden, dim)
 };
 
 struct Pipeline {
-    int64_t N;
-    std::vector<int64_t> start, count;  // tokens to each rank, and from it
-    Ragged r;
-    int32_t *home_id, *here_id;
-    Outward x, dy;
-    Homeward y, dx;
-    floatX* w;  // (EL, hidden, dim), as all of these
-    MxRows w_mx;
-    uint8_t* w_transposed;
+    int64_t N, dim, hidden;
+    floatX *x, *dy, *w;  // tokens of this rank in the order of their experts
+    Pass pass[2];        // BF16; MXFP8
     real* dw[PRECISIONS];
-    std::vector<void*> memory;
+    ProductRoom room;
+    Arena arena;
+    Pool* pool;
+    Dispatch* dispatch;
 };
 
-template <typename T>
-static void take(Pipeline& p, T*& to, int64_t count) {
-    to = (T*)device_alloc((size_t)count * sizeof(T), "the benchmark");
-    p.memory.push_back(to);
+static Pass& pass_of(Pipeline& p, int v) { return p.pass[v != BF16]; }
+
+// What travels of one width: as moe/moe.c plans it for a forward and a backward.
+static void plan_travel(Arena* a, Route* route, Travel* t, const Pipeline& p, int64_t C, Format format, int choices) {
+    const int32_t ranks = ranks_count(world);
+    const DispatchShape shape = {p.N, C, EL * ranks, 1, ranks, format, format, FORMAT_VALUES};
+    dispatch_plan_choices(a, route, shape);
+    route->received = route->choices = p.N;
+    route->send.capacity = p.N;
+    dispatch_plan_received(a, route);
+    dispatch_plan_travel(a, t, route, choices);
 }
 
-static void take_outward(Pipeline& p, Outward& o, int64_t C, Seed seed) {
-    const int64_t N = p.N, capacity = p.r.capacity;
-    o.C = C;
-    take(p, o.home, N * C), take(p, o.here, N * C), take(p, o.rows, capacity * C), take(p, o.values, capacity * C);
-    for (MxRows* mx : {&o.home_mx, &o.here_mx, &o.rows_mx})
-        take(p, mx->q, capacity * C), take(p, mx->scale, capacity * mx_stride(C));
-    fill<<<1024, 256, 0, ctx->stream>>>(o.home, N * C, seed, 1, ranks_index(world) * N * C);
+static void plan_pass(Pipeline& p, Pass& q, Format format) {
+    Arena* a = &p.arena;
+    plan_travel(a, &q.route_x, &q.x, p, p.dim, format, 1);
+    plan_travel(a, &q.route_dy, &q.dy, p, p.hidden, format, 0);
+    dispatch_plan_x(a, &q.kept, &q.route_x);
+
+    const int64_t capacity = ragged_rows(p.N, EL, BACKEND);
+    q.ragged.El = EL, q.ragged.capacity = capacity;
+    arena_add(a, "group starts", ELEMENT_I64, EL + 1, 0, (void**)&q.ragged.group_start);
+    arena_add(a, "group rows", ELEMENT_I32, EL, 0, (void**)&q.ragged.group_rows);
+    arena_add(a, "row -> token", ELEMENT_I32, capacity, 0, (void**)&q.ragged.row_token);
+    arena_add(a, "token -> row", ELEMENT_I32, p.N, 0, (void**)&q.ragged.token_row);
+    arena_add(a, "row gates", ELEMENT_REAL, capacity, 0, (void**)&q.ragged.row_gate);
+    arena_add(a, "y", ELEMENT_X, capacity * p.hidden, 0, (void**)&q.y);
+    arena_add(a, "dx", ELEMENT_X, capacity * p.dim, 0, (void**)&q.dx);
+    const int memory = format.bytes ? ROWS_BYTES : ROWS_VALUES, values = format.bytes ? ROWS_VALUES : 0;
+    rows_plan(a, "x by expert", &q.x_rows, memory, capacity, p.dim);
+    rows_plan(a, "dy by expert", &q.dy_rows, memory, capacity, p.hidden);
+    rows_plan(a, "x by expert, values", &q.x_values, values, capacity, p.dim);
+    rows_plan(a, "dy by expert, values", &q.dy_values, values, capacity, p.hidden);
+    q.w.count = EL, q.w.OC = p.hidden, q.w.IC = p.dim, q.w.format = format, q.w.room = &p.room;
+    weight_plan(a, &q.w);
+}
+
+static void make(Pipeline& p, int64_t N, int64_t dim, int64_t hidden) {
+    const int64_t ranks = ranks_count(world), E = EL * ranks, weights = EL * hidden * dim, me = ranks_index(world);
+    if (N <= 0 || N % E || N / ranks % row_align(BACKEND))
+        die(EXIT_USAGE, "%lld tokens a rank: must be a multiple of %lld experts and of 128 a rank", (long long)N,
+            (long long)E);
+    memset(&p, 0, sizeof(p));
+    p.N = N, p.dim = dim, p.hidden = hidden;
+    arena_init(&p.arena, "the benchmark", BACKEND);
+    arena_add(&p.arena, "x", ELEMENT_X, N * dim, 0, (void**)&p.x);
+    arena_add(&p.arena, "dy", ELEMENT_X, N * hidden, 0, (void**)&p.dy);
+    arena_add(&p.arena, "w", ELEMENT_X, weights, 0, (void**)&p.w);
+    for (real*& dw : p.dw) arena_add(&p.arena, "dw", ELEMENT_REAL, weights, 0, (void**)&dw);
+    plan_pass(p, p.pass[0], FORMAT_VALUES);
+    plan_pass(p, p.pass[1], BYTES);
+    void* pool;  // dispatch_counts works there
+    const size_t room = (size_t)(N * ranks) * sizeof(int32_t) + 65536;
+    arena_add(&p.arena, "pool", ELEMENT_BYTE, (int64_t)room, 0, &pool);
+    arena_allocate(&p.arena);
+    p.pool = pool_create("the benchmark", pool, room);
+    p.dispatch = dispatch_create(comm, p.pool, ctx);
+
+    fill<<<1024, 256, 0, ctx->stream>>>(p.x, N * dim, X, 1, me * N * dim);
+    fill<<<1024, 256, 0, ctx->stream>>>(p.dy, N * hidden, DY, 1, me * N * hidden);
+    fill<<<1024, 256, 0, ctx->stream>>>(p.w, weights, W, 1, me * weights);
     LAUNCH_CHECK();
-}
-
-static void take_homeward(Pipeline& p, Homeward& h, int64_t C) {
-    h.C = C;
-    take(p, h.rows, p.r.capacity * C), take(p, h.here, p.N * C);
-    for (floatX*& home : h.home) take(p, home, p.N * C);
-}
-
-static Pipeline make(int64_t N, int64_t dim, int64_t hidden) {
-    Pipeline p = {};
-    const int64_t ranks = ranks_count(world), E = EL * ranks, weights = EL * hidden * dim;
-    if (N <= 0 || N % E)
-        die(EXIT_USAGE, "%lld tokens a rank: must be a multiple of %lld experts", (long long)N, (long long)E);
-    p.N = N;
-    for (int64_t j = 0; j < ranks; j++) p.start.push_back(j * (N / ranks)), p.count.push_back(N / ranks);
-    p.r.El = EL, p.r.capacity = ragged_rows(N, EL, BACKEND);
-    take(p, p.r.group_start, EL + 1), take(p, p.r.group_rows, EL);
-    take(p, p.r.row_token, p.r.capacity), take(p, p.r.token_row, N);
-    take(p, p.home_id, N), take(p, p.here_id, N);
-    take_outward(p, p.x, dim, X), take_outward(p, p.dy, hidden, DY);
-    take_homeward(p, p.y, hidden), take_homeward(p, p.dx, dim);
-    take(p, p.w, weights), take(p, p.w_mx.q, weights), take(p, p.w_transposed, weights);
-    take(p, p.w_mx.scale, EL * ceil_div(hidden, MX_CHUNK) * ceil_div(dim, MX_CHUNK));
-    for (real*& dw : p.dw) take(p, dw, weights);
-    fill<<<1024, 256, 0, ctx->stream>>>(p.w, weights, W, 1, ranks_index(world) * weights);
-    LAUNCH_CHECK();
-    mx_quantize_tiles(p.w_mx.q, p.w_transposed, p.w_mx.scale, p.w, EL, hidden, dim, CAST.scale, ctx);
-    std::vector<int32_t> id((size_t)N);  // of the experts of the rank that a token goes to
-    for (int64_t n = 0; n < N; n++) id[(size_t)n] = (int32_t)(n / (N / E) % EL);
-    device_upload(p.home_id, id.data(), id.size() * sizeof(int32_t), ctx);
-    return p;
+    std::vector<int32_t> expert((size_t)N);
+    for (int64_t n = 0; n < N; n++) expert[(size_t)n] = (int32_t)(n / (N / E));
+    for (Pass& q : p.pass) {
+        q.w.w = p.w;
+        weight_cast(&q.w, ctx);
+        for (Route* route : {&q.route_x, &q.route_dy}) {
+            device_upload(route->expert, expert.data(), expert.size() * sizeof(int32_t), ctx);
+            route->received = route->choices = 0;
+            dispatch_counts(p.dispatch, route, ctx);
+        }
+    }
 }
 
 static void forget(Pipeline& p) {
     ctx_sync(ctx);
-    for (void* m : p.memory) device_free(m);
+    dispatch_destroy(p.dispatch);
+    pool_destroy(p.pool);
+    arena_free(&p.arena);
 }
 
 // --- The pipeline: moe_forward and moe_backward with one product, and nothing to sort where tokens start ---
 
-static void leave(const ExchangeBuffer* buffers, int count, const Pipeline& p) {
-    // As many go to a rank as come from it: the same outward and homeward.
-    ExchangeRows rows = {p.start.data(), p.count.data(), p.start.data(), p.count.data()};
-    event_record(ready, ctx);
-    event_wait(ready, line);
-    comm_exchange(comm, buffers, count, rows, line);
-    event_record(there, line);
-}
-
-static void arrive(void) { event_wait(there, ctx); }
-
-static void leave_outward(const Pipeline& p, const Outward& o, int v, bool ids) {
-    ExchangeBuffer buffers[3];
-    int count = 0;
-    if (v == BF16) {
-        buffers[count++] = {o.here, o.home, (size_t)o.C * sizeof(floatX)};
-    } else {
-        mx_quantize(o.home_mx.q, o.home_mx.scale, o.home, p.N, o.C, CAST, ctx);
-        buffers[count++] = {o.here_mx.q, o.home_mx.q, (size_t)o.C};
-        buffers[count++] = {o.here_mx.scale, o.home_mx.scale, (size_t)mx_stride(o.C)};
-    }
-    if (ids) buffers[count++] = {p.here_id, p.home_id, sizeof(int32_t)};
-    leave(buffers, count, p);
-}
-
-static void leave_homeward(const Pipeline& p, const Homeward& h, int v) {
-    unpermute_rows(h.here, h.rows, NULL, p.r, p.N, 1, h.C, 0, ctx);
-    ExchangeBuffer buffer = {h.home[v], h.here, (size_t)h.C * sizeof(floatX)};
-    leave(&buffer, 1, p);
-}
-
-static void permute(const Pipeline& p, const Outward& o, int v) {
-    if (v == BF16) {
-        permute_rows(o.rows, o.here, p.r, (size_t)o.C * sizeof(floatX), ctx);
-        return;
-    }
-    permute_rows(o.rows_mx.q, o.here_mx.q, p.r, (size_t)o.C, ctx);
-    permute_rows(o.rows_mx.scale, o.here_mx.scale, p.r, (size_t)mx_stride(o.C), ctx);
-}
-
-// The operand of dW, from the rows as they were received or as they were permuted.
-static floatX* operand(const Pipeline& p, const Outward& o, int v, bool permuted) {
-    if (v == BF16) {
-        if (!permuted) permute(p, o, v);
-        return o.rows;
-    }
-    if (permuted)
-        mx_dequantize(o.values, o.rows_mx.q, o.rows_mx.scale, p.r.capacity, o.C, ctx);
-    else
-        mx_dequantize_rows(o.values, o.here_mx.q, o.here_mx.scale, p.r, o.C, ctx);
-    return o.values;
-}
-
-static void forward(const Pipeline& p, int v) {
-    const int64_t dim = p.x.C, hidden = p.y.C;
-    leave_outward(p, p.x, v, true);
-    arrive();
-    permute_plan(p.r, p.here_id, NULL, p.N, 1, ctx);
-    permute(p, p.x, v);
-    if (v == BF16)
-        grouped_gemm_forward(p.y.rows, p.x.rows, p.w, p.r, dim, hidden, ctx);
-    else
-        grouped_gemm_mx(p.y.rows, NULL, p.x.rows_mx.q, p.x.rows_mx.scale, p.w_mx.q, p.w_mx.scale,
-                        ceil_div(dim, MX_CHUNK), 1, p.r, dim, hidden, ctx);
-    leave_homeward(p, p.y, v);
-    arrive();
+static void forward(Pipeline& p, int v) {
+    Pass& q = pass_of(p, v);
+    const Rows x = rows_as(q.x.sent, rows_of_values(p.x, p.N, p.dim), q.w.format, ctx);
+    dispatch_pack_sorted(p.dispatch, &q.route_x, &q.x, x, &q.kept);
+    dispatch_pack_choices(p.dispatch, &q.route_x, &q.x, ctx);
+    dispatch_start(p.dispatch, &q.route_x, ctx);
+    q.kept = dispatch_receive(p.dispatch, &q.route_x, &q.x, ctx);
+    permute_plan(q.ragged, q.route_x.recv_expert, q.route_x.recv_gate, p.N, 1, ctx);
+    q.x_rows = rows_permute(q.x_rows, q.kept, q.w.format, q.ragged, ctx);
+    grouped_forward(q.y, q.x_rows, &q.w, q.ragged, ctx);
+    combine_send(p.dispatch, &q.route_dy, &q.dy, {q.y, q.ragged, NULL, NULL}, ctx);
+    combine_back(p.dispatch, &q.route_dy, &q.dy, ctx);
 }
 
 // After a forward in the same precision. kept: x's rows are as forward left them.
-static void backward(const Pipeline& p, int v, bool kept) {
-    const int64_t dim = p.x.C, hidden = p.y.C;
-    leave_outward(p, p.dy, v, false);
-    floatX* x = operand(p, p.x, v, kept);  // while dy travels
-    arrive();
-    permute(p, p.dy, v);
-    if (v == BF16)
-        grouped_gemm_dgrad(p.dx.rows, p.dy.rows, p.w, p.r, dim, hidden, ctx);
+static void backward(Pipeline& p, int v, bool kept) {
+    Pass& q = pass_of(p, v);
+    const Rows dy = rows_as(q.dy.sent, rows_of_values(p.dy, p.N, p.hidden), q.w.format, ctx);
+    dispatch_pack_sorted(p.dispatch, &q.route_dy, &q.dy, dy, NULL);
+    dispatch_start(p.dispatch, &q.route_dy, ctx);
+    // While dy travels: x's rows, as values.
+    Rows x;
+    if (kept)
+        x = rows_as(q.x_values, q.x_rows, FORMAT_VALUES, ctx);
     else
-        grouped_gemm_mx(p.dx.rows, NULL, p.dy.rows_mx.q, p.dy.rows_mx.scale, p.w_transposed, p.w_mx.scale, 1,
-                        ceil_div(dim, MX_CHUNK), p.r, hidden, dim, ctx);
-    leave_homeward(p, p.dx, v);
-    floatX* dy = operand(p, p.dy, v, true);  // from here on while dx travels
-    if (v == MXFP8_WGRAD) {
-        mx_round_columns(dy, p.r, hidden, CAST, ctx);
-        mx_round_columns(x, p.r, dim, CAST, ctx);
-    }
-    grouped_gemm_wgrad(p.dw[v], dy, x, p.r, dim, hidden, ctx);
-    arrive();
+        x = rows_permute(q.w.format.bytes ? q.x_values : q.x_rows, q.kept, FORMAT_VALUES, q.ragged, ctx);
+    q.dy_rows =
+        rows_permute(q.dy_rows, dispatch_receive(p.dispatch, &q.route_dy, &q.dy, ctx), q.w.format, q.ragged, ctx);
+    grouped_dgrad(q.dx, q.dy_rows, &q.w, q.ragged, ctx);
+    combine_send(p.dispatch, &q.route_x, &q.x, {q.dx, q.ragged, NULL, NULL}, ctx);
+    // While dx travels: dW.
+    Weight w = q.w;
+    w.grad = p.dw[v];
+    w.wgrad = v == MXFP8_WGRAD ? BYTES : FORMAT_VALUES;
+    grouped_wgrad(rows_as(q.dy_values, q.dy_rows, FORMAT_VALUES, ctx).value, x.value, &w, q.ragged, ctx);
+    combine_back(p.dispatch, &q.route_x, &q.x, ctx);
 }
+
+static floatX* y_of(Pipeline& p, int v) { return pass_of(p, v).dy.sent.value; }
+static floatX* dx_of(Pipeline& p, int v) { return pass_of(p, v).x.sent.value; }
 
 // --- Is it right? ---
 
@@ -259,20 +235,21 @@ static double at(int64_t i, Seed seed) { return (double)(float)(floatX)normal(i,
 
 static void check(void) {
     const int64_t ranks = ranks_count(world), me = ranks_index(world), E = EL * ranks;
-    const int64_t each = 100, N = each * E, dim = 1024, hidden = 704;  // groups with pad rows, half a chunk at the end
-    Pipeline p = make(N, dim, hidden);
+    const int64_t each = 112, N = each * E, dim = 1024, hidden = 704;  // groups with pad rows, half a chunk at the end
+    Pipeline p;
+    make(p, N, dim, hidden);
     for (int v = 0; v < PRECISIONS; v++) forward(p, v), backward(p, v, false);
     printf("| %lld tokens a rank, %lld x %lld | SQNR, dB | at least |\n|---|---|---|\n", (long long)N, (long long)dim,
            (long long)hidden);
     auto y = [&](int64_t i, double* want) {
         const int64_t n = (i * 509 + 3) % N, o = i * 37 % hidden, token = me * N + n, e = n / each;
         for (int64_t c = 0; c < dim; c++) *want += at(token * dim + c, X) * at((e * hidden + o) * dim + c, W);
-        return element(p.y.home[BF16], n * hidden + o);
+        return element(y_of(p, BF16), n * hidden + o);
     };
     auto dx = [&](int64_t i, double* want) {
         const int64_t n = (i * 509 + 3) % N, c = i * 37 % dim, token = me * N + n, e = n / each;
         for (int64_t o = 0; o < hidden; o++) *want += at(token * hidden + o, DY) * at((e * hidden + o) * dim + c, W);
-        return element(p.dx.home[BF16], n * dim + c);
+        return element(dx_of(p, BF16), n * dim + c);
     };
     auto dw = [&](int64_t i, double* want) {
         const int64_t l = i % EL, e = me * EL + l, o = i * 37 % hidden, c = i * 53 % dim;
@@ -284,10 +261,10 @@ static void check(void) {
     check_sample("bf16, output, against the host", y, 50);
     check_sample("bf16, input gradient, against the host", dx, 50);
     check_sample("bf16, weight gradient, against the host", dw, 80);
-    mx_dequantize(p.x.values, p.x.here_mx.q, p.x.here_mx.scale, N, dim, ctx);
-    check_sqnr("MXFP8, after dispatch", p.x.values, p.x.here, N * dim, 31);
-    check_sqnr("MXFP8, output", p.y.home[MXFP8], p.y.home[BF16], N * hidden, 28.2);
-    check_sqnr("MXFP8, input gradient", p.dx.home[MXFP8], p.dx.home[BF16], N * dim, 28.2);
+    const Rows here = rows_as(p.pass[1].x_values, p.pass[1].kept, FORMAT_VALUES, ctx);
+    check_sqnr("MXFP8, after dispatch", here.value, p.pass[0].kept.value, N * dim, 31);
+    check_sqnr("MXFP8, output", y_of(p, MXFP8), y_of(p, BF16), N * hidden, 28.2);
+    check_sqnr("MXFP8, input gradient", dx_of(p, MXFP8), dx_of(p, BF16), N * dim, 28.2);
     check_sqnr("MXFP8, weight gradient", p.dw[MXFP8], p.dw[BF16], EL * hidden * dim, 28);
     check_sqnr("wgrad MXFP8 too, weight gradient", p.dw[MXFP8_WGRAD], p.dw[BF16], EL * hidden * dim, 28);
     forget(p);
@@ -320,7 +297,8 @@ static std::vector<double> measure(const std::vector<std::function<void()>>& cal
 }
 
 static void bench(int64_t N, int64_t dim, int64_t hidden) {
-    Pipeline p = make(N, dim, hidden);
+    Pipeline p;
+    make(p, N, dim, hidden);
     forward(p, BF16), forward(p, MXFP8);  // what backward reads
     double total[2] = {};
     auto row = [&](const char* name, const std::vector<double>& ms) {
@@ -346,10 +324,9 @@ int main(int argc, char** argv) {
     world = ranks_start(&argc, &argv);
     const int64_t N = argc > 1 ? atoll(argv[1]) : 131072;
     device_choose(ranks_local());
+    if (ranks_count(world) == 1) die(EXIT_USAGE, "nothing travels on one rank: start more with mpirun");
     ctx = ctx_create(permute_workspace(std::max(N, (int64_t)131072), 1, EL));
     comm = comm_create(world, "benchmark", ctx);
-    line = ctx_side(ctx);
-    ready = event_create(), there = event_create();
     sums = (double*)device_alloc(2 * sizeof(double), "the benchmark");
     printf("%s, %d ranks, %d experts a rank, %lld tokens a rank, each to one expert, all equally often\n",
            device_name(ctx), ranks_count(world), (int)EL, (long long)N);
@@ -359,9 +336,7 @@ int main(int argc, char** argv) {
     bench(N, 7168, 2048);
     bench(N, 2048, 1408);
     device_free(sums);
-    event_destroy(ready), event_destroy(there);
     comm_destroy(comm);
-    ctx_destroy(line);
     ctx_destroy(ctx);
     ranks_end(world);
     return 0;

@@ -187,21 +187,26 @@ void dispatch_counts(Dispatch* d, Route* r, Ctx* ctx) {
     }
 }
 
-void dispatch_pack(Dispatch* d, const Route* r, Travel* t, const floatX* x, const Rows* kept, MxStats* stats,
-                   Ctx* ctx) {
-    const DispatchShape s = r->shape;
-    const Rows tokens = rows_of_values(x, s.N, s.C);
-    if (stats && received_format(s).bytes) mx_stats(stats, x, s.N, s.C, received_format(s).cast, ctx);
+void dispatch_pack_sorted(Dispatch* d, const Route* r, Travel* t, Rows sorted, const Rows* kept) {
     t->room = t->received;
     if (kept && kept->value) t->room.value = kept->value;
     if (kept && kept->q) t->room.q = kept->q, t->room.scale = kept->scale;
-    t->room.count = r->received, t->room.columns = s.C;
-    t->arrived = tokens;
-    if (!d->comm) return;
+    t->room.count = r->received, t->room.columns = sorted.columns;
     t->arrived = t->room;
-    t->arrived.format = s.dispatch;
-    const Rows sent = rows_permute(t->sent, rows_as(t->own, tokens, s.dispatch, ctx), s.dispatch, r->send, ctx);
-    pack_rows(d, t->arrived, sent);
+    t->arrived.format = sorted.format;
+    if (d->comm)
+        pack_rows(d, t->arrived, sorted);
+    else
+        t->arrived = sorted;
+}
+
+void dispatch_pack(Dispatch* d, const Route* r, Travel* t, const floatX* x, const Rows* kept, MxStats* stats,
+                   Ctx* ctx) {
+    const DispatchShape s = r->shape;
+    Rows tokens = rows_of_values(x, s.N, s.C);
+    if (stats && received_format(s).bytes) mx_stats(stats, x, s.N, s.C, received_format(s).cast, ctx);
+    if (d->comm) tokens = rows_permute(t->sent, rows_as(t->own, tokens, s.dispatch, ctx), s.dispatch, r->send, ctx);
+    dispatch_pack_sorted(d, r, t, tokens, kept);
 }
 
 void dispatch_pack_choices(Dispatch* d, const Route* r, const Travel* t, Ctx* ctx) {
@@ -241,15 +246,19 @@ void combine_send(Dispatch* d, const Route* r, const Travel* t, Sums sums, Ctx* 
     exchange(d, home, ctx);
 }
 
+Rows combine_back(Dispatch* d, const Route* r, const Travel* t, Ctx* ctx) {
+    Rows back = t->sent;
+    back.format = r->shape.combine;
+    event_wait(d->there, ctx);
+    return rows_as(t->sent, back, FORMAT_VALUES, ctx);
+}
+
 void combine_receive(Dispatch* d, const Route* r, const Travel* t, Sums sums, floatX* y, int accumulate, real* dgate,
                      Ctx* ctx) {
     const DispatchShape s = r->shape;
     if (d->comm) {
-        Rows back = t->sent;
-        back.format = s.combine;
-        event_wait(d->there, ctx);
-        unpermute_rows(y, rows_as(t->sent, back, FORMAT_VALUES, ctx).value, NULL, r->send, s.N, s.ep, s.C, accumulate,
-                       ctx);
+        const floatX* back = combine_back(d, r, t, ctx).value;
+        unpermute_rows(y, back, NULL, r->send, s.N, s.ep, s.C, accumulate, ctx);
         if (dgate) dispatch_choices_backward(dgate, t->sent_gate, r->expert, r->send, s.N, s.K, experts_held(s), ctx);
         return;
     }

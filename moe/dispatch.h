@@ -90,6 +90,8 @@ void dispatch_counts(Dispatch* d, Route* route, Ctx* ctx);
 // of `t` where `kept` has none or is NULL. *stats += what its cast does, if not NULL.
 void dispatch_pack(Dispatch* d, const Route* route, Travel* t, const floatX* x, const Rows* kept, MxStats* stats,
                    Ctx* ctx);
+// The same of tokens that are cast and in the order of route->send already.
+void dispatch_pack_sorted(Dispatch* d, const Route* route, Travel* t, Rows sorted, const Rows* kept);
 void dispatch_pack_choices(Dispatch* d, const Route* route, const Travel* t, Ctx* ctx);
 void dispatch_start(Dispatch* d, const Route* route, Ctx* ctx);
 // The tokens that arrived: cast, wherever that is, if the shape asks for it.
@@ -100,6 +102,9 @@ Rows dispatch_receive(Dispatch* d, const Route* route, const Travel* t, Ctx* ctx
 void combine_send(Dispatch* d, const Route* route, const Travel* t, Sums sums, Ctx* ctx);
 void combine_receive(Dispatch* d, const Route* route, const Travel* t, Sums sums, floatX* y, int accumulate,
                      real* dgate, Ctx* ctx);
+
+// What came back of several ranks, as values in the order of route->send: before the ranks' sums are added.
+Rows combine_back(Dispatch* d, const Route* route, const Travel* t, Ctx* ctx);
 
 static inline int32_t experts_held(DispatchShape s) { return s.E / s.ep; }
 // The format of received tokens.
