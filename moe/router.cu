@@ -6,6 +6,7 @@
 // Selection: one warp a token; lane l holds experts l, l + 32, ... Scores become integers of the same order, so that
 // two warp reductions (redux.sync) find the best score and the lowest index that has it.
 // dw sums over tokens: fixed splits of N write partial sums to the workspace, added in order by a last launch.
+#include "layers/adamw.h"
 #include "layers/rows.cuh"
 #include "moe/router.h"
 

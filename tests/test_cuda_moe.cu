@@ -7,6 +7,7 @@
 
 #include "grouped/experts.h"
 #include "grouped/permute.h"
+#include "layers/adamw.h"
 #include "moe/dispatch_plan.h"
 #include "moe/router.h"
 #include "tests/cuda.cuh"
