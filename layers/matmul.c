@@ -13,6 +13,11 @@ void matmul_forward(floatX* y, const floatX* x, const floatX* w, int64_t N, int6
         gemm(0, 1, min_i64(TILE, N - n), OC, IC, 1, x + n * IC, IC, w, IC, 0, y + n * OC, OC);
 }
 
+// floatX is real here.
+void matmul_forward_real(real* y, const floatX* x, const floatX* w, int64_t N, int64_t IC, int64_t OC, Ctx* ctx) {
+    matmul_forward(y, x, w, N, IC, OC, ctx);
+}
+
 void matmul_dgrad(floatX* dx, const floatX* dy, const floatX* w, int64_t N, int64_t IC, int64_t OC, int accumulate,
                   Ctx* ctx) {
     (void)ctx;

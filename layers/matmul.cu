@@ -1,5 +1,5 @@
-// Dense products through cuBLASLt: bf16 in, float32 accumulation, bf16 out (float32 for wgrad, which adds to what is
-// there).
+// Dense products through cuBLASLt: bf16 in, float32 accumulation, bf16 out (float32 for forward_real, and for wgrad,
+// which adds to what is there).
 //
 // Row-major matrices are handed over as their column-major transposes: y^T (OC, N) = W x^T, and so on. The algorithm of
 // a shape is chosen once, the first that the library's heuristic offers without in-place split-K (whose order of
@@ -96,6 +96,11 @@ static void multiply(void* d, const floatX* a, const floatX* b, Product p, Ctx* 
 
 void matmul_forward(floatX* y, const floatX* x, const floatX* w, int64_t N, int64_t IC, int64_t OC, Ctx* ctx) {
     Product p = {OC, N, IC, IC, IC, OC, 1, 0, 0, 0, 0, 0, 0, 0};
+    multiply(y, w, x, p, ctx);
+}
+
+void matmul_forward_real(real* y, const floatX* x, const floatX* w, int64_t N, int64_t IC, int64_t OC, Ctx* ctx) {
+    Product p = {OC, N, IC, IC, IC, OC, 1, 0, 1, 0, 0, 0, 0, 0};
     multiply(y, w, x, p, ctx);
 }
 

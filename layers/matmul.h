@@ -12,6 +12,12 @@ void matmul_forward(floatX* y,        // (N, OC)
                     const floatX* w,  // (OC, IC)
                     int64_t N, int64_t IC, int64_t OC, Ctx* ctx);
 
+// y = x W^T, left in real
+void matmul_forward_real(real* y,          // (N, OC)
+                         const floatX* x,  // (N, IC)
+                         const floatX* w,  // (OC, IC)
+                         int64_t N, int64_t IC, int64_t OC, Ctx* ctx);
+
 // dgrad: dx = dy W, or dx += dy W with accumulate 1
 void matmul_dgrad(floatX* dx,        // (N, IC)
                   const floatX* dy,  // (N, OC)

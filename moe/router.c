@@ -1,6 +1,7 @@
 #include "moe/router.h"
 
 #include "device/cpu.h"
+#include "layers/adamw.h"
 
 // Never vectorized: a vector's exp and that of the leftover elements differ in the last bit, and equal logits must make
 // equal scores wherever they stand.

@@ -12,9 +12,10 @@
 #define MOE_ROUTER_H
 
 #include "device/device.h"
-#include "layers/adamw.h"
 
 BEGIN_C
+
+typedef struct StepState StepState;  // layers/adamw.h
 
 typedef enum { SCORE_SIGMOID = 0, SCORE_SOFTMAX = 1 } ScoreFunction;
 

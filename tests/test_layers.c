@@ -50,7 +50,7 @@ static void test_embedding(void) {
 typedef struct {
     int64_t N, IC, OC;
     real *x, *w, *dy, *dx_before, *dw_before;
-    real *y, *dx, *dx_added, *dw;
+    real *y, *y_real, *dx, *dx_added, *dw;
     double *xd, *wd, *dyd;
 } Linear;
 
@@ -59,6 +59,8 @@ static void run_linear(void* arg) {
     Ctx* ctx = ctx_create(0);
     l->y = poisoned(l->N * l->OC);
     matmul_forward(l->y, l->x, l->w, l->N, l->IC, l->OC, ctx);
+    l->y_real = poisoned(l->N * l->OC);
+    matmul_forward_real(l->y_real, l->x, l->w, l->N, l->IC, l->OC, ctx);
     l->dx = poisoned(l->N * l->IC);
     matmul_dgrad(l->dx, l->dy, l->w, l->N, l->IC, l->OC, 0, ctx);
     l->dx_added = copied(l->dx_before, l->N * l->IC);
@@ -98,6 +100,7 @@ static void test_linear(void) {
         // Sums of up to 300 products: sqrt(300) u = 1e-6, u = 1.1e-16 in double.
         double tolerance = TOL(2e-6, 1e-14);
         CHECK_CLOSE(l.y, oracle_linear(l.xd, l.wd, l.N, l.IC, l.OC), ny, tolerance);
+        CHECK_BITS(l.y_real, l.y, ny * sizeof(real));
         double *dx = zeros(nx), *added = doubles(l.dx_before, nx), *dw = doubles(l.dw_before, nw);
         for (int64_t n = 0; n < l.N; n++)
             for (int64_t o = 0; o < l.OC; o++)

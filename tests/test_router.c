@@ -1,5 +1,6 @@
 // The router: scores and gates against float64, selection exactly, by ranks instead of a sort; the backward against
 // differences of the oracle; load counts and bias updates exactly.
+#include "layers/adamw.h"
 #include "moe/router.h"
 #include "tests/oracle.h"
 
