@@ -15,7 +15,7 @@ static void attention_backward_block(Model* m, const Weight* w, const BlockSaved
     // Output, attention, positions.
     linear_backward(t->datt, t->dx, s->att, &w[WO], N, 0, m->ctx);
     attention_backward(t->dq, t->dkv, t->dkva + c->kv_lora, t->datt, s->att, s->lse, s->q, s->kv, s->kva + c->kv_lora,
-                       model_attn_shape(m), m->ctx);
+                       m->attn_shape, m->ctx);
     model_rope(m, t->dq, t->dkva, -1);
 
     // Keys and values: to c_kv, beside the gradient of k_rope in dkva.
@@ -44,8 +44,8 @@ static void mlp_backward(Model* m, int64_t layer, float aux) {
     Scratch* t = &m->t;
     const int64_t N = m->B * m->T;
     if (u->kind == UNIT_MOE) {
-        moe_backward(t->dnorm, t->dx, s->norm2, model_moe_weights(m, layer), &s->moe, aux, model_moe_shape(m),
-                     m->dispatch, m->pool, m->ctx);
+        moe_backward(t->dnorm, t->dx, s->norm2, model_moe_weights(m, layer), &s->moe, aux, m->moe_shape, m->dispatch,
+                     m->pool, m->ctx);
         return;
     }
     linear_dgrad(t->dact, t->dx, &u->w[MLP2], N, 0, m->ctx);

@@ -39,7 +39,7 @@ static void attention_block(Model* m, floatX* out, const Weight* w, const BlockS
 
     // Positions, attention, output.
     model_rope(m, s->q, s->kva, +1);
-    attention_forward(s->att, s->lse, s->q, s->kv, s->kva + c->kv_lora, model_attn_shape(m), m->ctx);
+    attention_forward(s->att, s->lse, s->q, s->kv, s->kva + c->kv_lora, m->attn_shape, m->ctx);
     linear_forward(out, s->att, &w[WO], N, m->ctx);
 }
 
@@ -50,7 +50,7 @@ static void mlp_block(Model* m, floatX* out, int64_t layer, int train) {
     const int64_t N = m->B * m->T;
     if (u->kind == UNIT_MOE) {
         int64_t* load = train ? m->load + layer * m->config.E : NULL;
-        moe_forward(out, s->norm2, model_moe_weights(m, layer), &s->moe, load, model_moe_shape(m), m->dispatch, m->pool,
+        moe_forward(out, s->norm2, model_moe_weights(m, layer), &s->moe, load, m->moe_shape, m->dispatch, m->pool,
                     m->ctx);
         return;
     }

@@ -10,12 +10,6 @@
 #include "layers/rmsnorm.h"
 #include "mx/mx_check.h"
 
-AttnShape model_attn_shape(const Model* m) {
-    const ModelConfig* c = &m->config;
-    AttnShape s = {m->B, m->T, c->H, c->nope, c->rope, c->v, c->kv_lora + c->rope, (float)config_softmax_scale(c)};
-    return s;
-}
-
 static Format format_of(int64_t precision, const Settings* s, int64_t align) {
     const Format bytes = {1, {(int32_t)s->mx_scale, (int32_t)align}};
     return precision == PRECISION_MXFP8 ? bytes : FORMAT_VALUES;
@@ -24,29 +18,33 @@ static Format format_of(int64_t precision, const Settings* s, int64_t align) {
 // Blocks of 128 where the experts' products read bytes, so that each tensor is cast once for all that it is used for.
 static int64_t expert_align(const Settings* s) { return s->expert_precision && s->mx_fast ? MX_CHUNK : 1; }
 
-MoeShape model_moe_shape(const Model* m) {
+// The shapes of B sequences of T tokens.
+static void set_shapes(Model* m, int64_t B, int64_t T) {
     const ModelConfig* c = &m->config;
     const Settings* s = &m->settings;
-    const RouterShape router = {m->B * m->T,
-                                m->T,
-                                c->C,
-                                (int32_t)c->E,
-                                (int32_t)c->K,
-                                (int32_t)c->groups,
-                                (int32_t)c->top_groups,
-                                (int32_t)c->score,
-                                (int32_t)c->route_norm,
-                                (float)c->route_scale,
-                                (int32_t)s->force_balance};
-    MoeShape shape = {router,
-                      c->F,
-                      c->shared * c->F,
-                      m->layout.ep,
-                      s->recompute != RECOMPUTE_NONE,
-                      format_of(s->dispatch_precision, s, expert_align(s)),
-                      format_of(s->expert_precision, s, expert_align(s)),
-                      format_of(s->combine_precision, s, 1)};  // no product reads what comes back: blocks of 32
-    return shape;
+    m->B = B, m->T = T;
+
+    AttnShape* attn = &m->attn_shape;
+    attn->B = B, attn->T = T, attn->H = c->H;
+    attn->nope = c->nope, attn->rope = c->rope, attn->v = c->v;
+    attn->k_rope_stride = c->kv_lora + c->rope;
+    attn->scale = (float)config_softmax_scale(c);
+
+    RouterShape* router = &m->moe_shape.router;
+    router->N = B * T, router->T = T, router->C = c->C;
+    router->E = (int32_t)c->E, router->K = (int32_t)c->K;
+    router->groups = (int32_t)c->groups, router->top_groups = (int32_t)c->top_groups;
+    router->score = (int32_t)c->score, router->norm = (int32_t)c->route_norm;
+    router->scale = (float)c->route_scale;
+    router->force_balance = (int32_t)s->force_balance;
+
+    MoeShape* moe = &m->moe_shape;
+    moe->F = c->F, moe->shared_F = c->shared * c->F;
+    moe->ep = m->layout.ep;
+    moe->recompute = s->recompute != RECOMPUTE_NONE;
+    moe->dispatch = format_of(s->dispatch_precision, s, expert_align(s));
+    moe->expert = format_of(s->expert_precision, s, expert_align(s));
+    moe->combine = format_of(s->combine_precision, s, 1);  // no product reads what comes back: blocks of 32
 }
 
 MoeWeights model_moe_weights(const Model* m, int64_t layer) {
@@ -163,12 +161,11 @@ void model_plan(Model* m, const Settings* s, int rank, Backend backend) {
     memset(m, 0, sizeof(*m));
     m->settings = *s;
     m->config = s->model;
-    m->B = s->batch;
-    m->T = s->seq_len;
     m->layout.ranks = (int)s->ranks;
     m->layout.rank = rank;
     m->layout.ep = (int)s->ep;
     m->layout.shard = (Shard)s->shard;
+    set_shapes(m, s->batch, s->seq_len);
     const ModelConfig* c = &m->config;
     int64_t N = m->B * m->T;
     int units = params_units(c), per_block = s->recompute != RECOMPUTE_BLOCK;
@@ -206,7 +203,7 @@ void model_plan(Model* m, const Settings* s, int rank, Backend backend) {
 
     arena_init(&m->pool_arena, "pool of the MoE blocks", backend);
     if (c->dense_layers < c->L)
-        moe_plan(&m->pool_arena, model_moe_shape(m), c->L - c->dense_layers, s->ep > 1 ? s->capacity : 1);
+        moe_plan(&m->pool_arena, m->moe_shape, c->L - c->dense_layers, s->ep > 1 ? s->capacity : 1);
 
     arena_init(&m->state_arena, "batch, tables and counters", backend);
     arena_add(&m->state_arena, "tokens", ELEMENT_I32, N, 1, (void**)&m->tokens);
@@ -225,11 +222,11 @@ void model_plan(Model* m, const Settings* s, int rank, Backend backend) {
 size_t model_workspace(const Model* m) {
     const ModelConfig* c = &m->config;
     int64_t N = m->B * m->T;
-    size_t bytes = max_size(attention_workspace(model_attn_shape(m)), rmsnorm_workspace(N, c->C));
+    size_t bytes = max_size(attention_workspace(m->attn_shape), rmsnorm_workspace(N, c->C));
     bytes = max_size(bytes, matmul_workspace());
     bytes = max_size(bytes, embedding_workspace(N, c->V));
     bytes = max_size(bytes, rmsnorm_workspace(N, max_size((size_t)c->q_lora, (size_t)c->kv_lora)));
-    if (c->dense_layers < c->L) bytes = max_size(bytes, moe_workspace(model_moe_shape(m)));
+    if (c->dense_layers < c->L) bytes = max_size(bytes, moe_workspace(m->moe_shape));
     if (m->settings.mx_stats) bytes = max_size(bytes, mx_stats_workspace());
     for (int u = 0; u < params_units(c); u++)
         bytes = max_size(bytes, max_size(adamw_workspace(m->units[u].dense.n), adamw_workspace(m->units[u].experts.n)));
@@ -321,8 +318,7 @@ void model_destroy(Model* m) {
 
 void model_batch(Model* m, const int32_t* tokens, const int32_t* targets, int64_t B, int64_t T) {
     ASSERT(B * T <= m->settings.batch * m->settings.seq_len && T <= m->settings.seq_len);
-    m->B = B;
-    m->T = T;
+    set_shapes(m, B, T);
     products_batch(&m->products, B * T, m->ctx);
     device_upload(m->tokens, tokens, (size_t)(B * T) * sizeof(int32_t), m->ctx);
     if (targets) device_upload(m->targets, targets, (size_t)(B * T) * sizeof(int32_t), m->ctx);

@@ -69,7 +69,9 @@ typedef struct Model {
     Scratch t;
     int64_t chunk;  // tokens that the classifier takes at a time
 
-    int64_t B, T;               // of the micro-batch in work
+    int64_t B, T;          // of the micro-batch in work
+    AttnShape attn_shape;  // its shapes
+    MoeShape moe_shape;
     int32_t *tokens, *targets;  // (N)
     real *rope_table, *losses;  // (T, rope/2, 2), (N)
     real* bias;                 // (L, E): the routers' balance biases; rows of dense blocks stay 0
@@ -119,9 +121,6 @@ void model_logits(Model* model, int64_t n, real* host_logits);
 Unit* unit_begin(Model* model, int unit, int next, int grads);
 void unit_end(Model* model, int unit, int grads, int last_micro_step);
 
-// Shapes of the batch in work.
-AttnShape model_attn_shape(const Model* model);
-MoeShape model_moe_shape(const Model* model);
 MoeWeights model_moe_weights(const Model* model, int64_t layer);
 // The name in the log of one of a block's BLOCK_STATS; NULL: no cast of it is made.
 const char* model_stats_name(const Model* model, int64_t layer, int cast);
