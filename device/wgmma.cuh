@@ -106,12 +106,6 @@ static __device__ __forceinline__ void tma_store(const CUtensorMap* map, const v
                  : "memory");
 }
 
-static __device__ __forceinline__ void tma_store(const CUtensorMap* map, const void* from, int x, int y, int z) {
-    asm volatile("cp.async.bulk.tensor.3d.global.shared::cta.tile.bulk_group [%0, {%2, %3, %4}], [%1];" ::"l"(map),
-                 "r"(shared_address(from)), "r"(x), "r"(y), "r"(z)
-                 : "memory");
-}
-
 static __device__ __forceinline__ void tma_commit() { asm volatile("cp.async.bulk.commit_group;" ::: "memory"); }
 // Until at most PENDING groups of stores still read shared memory.
 template <int PENDING>
@@ -119,26 +113,31 @@ static __device__ __forceinline__ void tma_wait_read() {
     asm volatile("cp.async.bulk.wait_group.read %0;" ::"n"(PENDING) : "memory");
 }
 
-// A tensor map of bf16: sizes and box in elements, strides of dimensions 1.. in elements (innermost: 1). The box's
-// inner size is the swizzle's width: 64, 32 or 16.
-static inline CUtensorMap tensor_map(const floatX* p, int dims, const int64_t* size, const int64_t* stride,
-                                     const int* box, Ctx* ctx) {
+// A tensor map of bf16, float32 or bytes: sizes and box in elements, strides of dimensions 1.. in elements (innermost:
+// 1). The box's inner size is the swizzle's width: 128, 64 or 32 bytes.
+template <typename T>
+static inline CUtensorMap tensor_map(const T* p, int dims, const int64_t* size, const int64_t* stride, const int* box,
+                                     Ctx* ctx) {
     CUtensorMap map;
     cuuint64_t sizes[5], strides[5];
     cuuint32_t boxes[5], ones[5];
     for (int i = 0; i < dims; i++) {
         sizes[i] = (cuuint64_t)size[i], boxes[i] = (cuuint32_t)box[i], ones[i] = 1;
-        if (i) strides[i - 1] = (cuuint64_t)stride[i - 1] * sizeof(floatX);
+        if (i) strides[i - 1] = (cuuint64_t)stride[i - 1] * sizeof(T);
     }
-    CUtensorMapSwizzle swizzle = box[0] == 64   ? CU_TENSOR_MAP_SWIZZLE_128B
-                                 : box[0] == 32 ? CU_TENSOR_MAP_SWIZZLE_64B
-                                                : CU_TENSOR_MAP_SWIZZLE_32B;
-    CUresult result = ctx->encode_tiled(&map, CU_TENSOR_MAP_DATA_TYPE_BFLOAT16, (cuuint32_t)dims, (void*)p, sizes,
-                                        strides, boxes, ones, CU_TENSOR_MAP_INTERLEAVE_NONE, swizzle,
-                                        CU_TENSOR_MAP_L2_PROMOTION_L2_256B, CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE);
+    const CUtensorMapDataType type = sizeof(T) == 4   ? CU_TENSOR_MAP_DATA_TYPE_FLOAT32
+                                     : sizeof(T) == 2 ? CU_TENSOR_MAP_DATA_TYPE_BFLOAT16
+                                                      : CU_TENSOR_MAP_DATA_TYPE_UINT8;
+    const size_t width = (size_t)box[0] * sizeof(T);
+    const CUtensorMapSwizzle swizzle = width == 128  ? CU_TENSOR_MAP_SWIZZLE_128B
+                                       : width == 64 ? CU_TENSOR_MAP_SWIZZLE_64B
+                                                     : CU_TENSOR_MAP_SWIZZLE_32B;
+    CUresult result = ctx->encode_tiled(&map, type, (cuuint32_t)dims, (void*)p, sizes, strides, boxes, ones,
+                                        CU_TENSOR_MAP_INTERLEAVE_NONE, swizzle, CU_TENSOR_MAP_L2_PROMOTION_L2_256B,
+                                        CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE);
     if (result != CUDA_SUCCESS)
-        die(EXIT_FAILED, "%s:%d: cuTensorMapEncodeTiled: error %d (pointer %p, %d dimensions)", __FILE__, __LINE__,
-            (int)result, (const void*)p, dims);
+        die(EXIT_FAILED, "%s:%d: cuTensorMapEncodeTiled: error %d (pointer %p, %d dimensions, %lld x %lld)", __FILE__,
+            __LINE__, (int)result, (const void*)p, dims, (long long)size[1], (long long)size[0]);
     return map;
 }
 
@@ -189,45 +188,30 @@ static __device__ __forceinline__ void wgmma_pin(float (&d)[N]) {
 #define WGMMA_D8(i)                                                                                                    \
     "+f"(d[i]), "+f"(d[(i) + 1]), "+f"(d[(i) + 2]), "+f"(d[(i) + 3]), "+f"(d[(i) + 4]), "+f"(d[(i) + 5]),              \
         "+f"(d[(i) + 6]), "+f"(d[(i) + 7])
+// Lists grow from one N to the next; those that no kernel multiplies with only carry the next one.
 #define WGMMA_REGS32 WGMMA_R0 ", " WGMMA_R8
+#define WGMMA_REGS48 WGMMA_REGS32 ", " WGMMA_R16
+#define WGMMA_REGS64 WGMMA_REGS48 ", " WGMMA_R24
+#define WGMMA_REGS80 WGMMA_REGS64 ", " WGMMA_R32
+#define WGMMA_REGS96 WGMMA_REGS80 ", " WGMMA_R40
+#define WGMMA_REGS128 WGMMA_REGS96 ", " WGMMA_R48 ", " WGMMA_R56
+#define WGMMA_REGS192 WGMMA_REGS128 ", " WGMMA_R64 ", " WGMMA_R72 ", " WGMMA_R80 ", " WGMMA_R88
+#define WGMMA_REGS256 WGMMA_REGS192 ", " WGMMA_R96 ", " WGMMA_R104 ", " WGMMA_R112 ", " WGMMA_R120
 #define WGMMA_OUT32 WGMMA_D8(0), WGMMA_D8(8)
-#define WGMMA_REGS48 WGMMA_R0 ", " WGMMA_R8 ", " WGMMA_R16
-#define WGMMA_OUT48 WGMMA_D8(0), WGMMA_D8(8), WGMMA_D8(16)
-#define WGMMA_REGS64 WGMMA_R0 ", " WGMMA_R8 ", " WGMMA_R16 ", " WGMMA_R24
-#define WGMMA_OUT64 WGMMA_D8(0), WGMMA_D8(8), WGMMA_D8(16), WGMMA_D8(24)
-#define WGMMA_REGS80 WGMMA_R0 ", " WGMMA_R8 ", " WGMMA_R16 ", " WGMMA_R24 ", " WGMMA_R32
-#define WGMMA_OUT80 WGMMA_D8(0), WGMMA_D8(8), WGMMA_D8(16), WGMMA_D8(24), WGMMA_D8(32)
-#define WGMMA_REGS96 WGMMA_R0 ", " WGMMA_R8 ", " WGMMA_R16 ", " WGMMA_R24 ", " WGMMA_R32 ", " WGMMA_R40
-#define WGMMA_OUT96 WGMMA_D8(0), WGMMA_D8(8), WGMMA_D8(16), WGMMA_D8(24), WGMMA_D8(32), WGMMA_D8(40)
-#define WGMMA_REGS128                                                                                                  \
-    WGMMA_R0 ", " WGMMA_R8 ", " WGMMA_R16 ", " WGMMA_R24 ", " WGMMA_R32 ", " WGMMA_R40 ", " WGMMA_R48 ", " WGMMA_R56
-#define WGMMA_OUT128                                                                                                   \
-    WGMMA_D8(0), WGMMA_D8(8), WGMMA_D8(16), WGMMA_D8(24), WGMMA_D8(32), WGMMA_D8(40), WGMMA_D8(48), WGMMA_D8(56)
-#define WGMMA_REGS192                                                                                                  \
-    WGMMA_R0 ", " WGMMA_R8 ", " WGMMA_R16 ", " WGMMA_R24 ", " WGMMA_R32 ", " WGMMA_R40 ", " WGMMA_R48 ", " WGMMA_R56   \
-             ", " WGMMA_R64 ", " WGMMA_R72 ", " WGMMA_R80 ", " WGMMA_R88
-#define WGMMA_OUT192                                                                                                   \
-    WGMMA_D8(0), WGMMA_D8(8), WGMMA_D8(16), WGMMA_D8(24), WGMMA_D8(32), WGMMA_D8(40), WGMMA_D8(48), WGMMA_D8(56),      \
-        WGMMA_D8(64), WGMMA_D8(72), WGMMA_D8(80), WGMMA_D8(88)
-#define WGMMA_REGS256                                                                                                  \
-    WGMMA_R0 ", " WGMMA_R8 ", " WGMMA_R16 ", " WGMMA_R24 ", " WGMMA_R32 ", " WGMMA_R40 ", " WGMMA_R48 ", " WGMMA_R56   \
-             ", " WGMMA_R64 ", " WGMMA_R72 ", " WGMMA_R80 ", " WGMMA_R88 ", " WGMMA_R96 ", " WGMMA_R104                \
-             ", " WGMMA_R112 ", " WGMMA_R120
-#define WGMMA_OUT256                                                                                                   \
-    WGMMA_D8(0), WGMMA_D8(8), WGMMA_D8(16), WGMMA_D8(24), WGMMA_D8(32), WGMMA_D8(40), WGMMA_D8(48), WGMMA_D8(56),      \
-        WGMMA_D8(64), WGMMA_D8(72), WGMMA_D8(80), WGMMA_D8(88), WGMMA_D8(96), WGMMA_D8(104), WGMMA_D8(112),            \
-        WGMMA_D8(120)
-
-constexpr __host__ __device__ bool wgmma_known(int n) {
-    return n == 32 || n == 48 || n == 64 || n == 80 || n == 96 || n == 128 || n == 192 || n == 256;
-}
+#define WGMMA_OUT48 WGMMA_OUT32, WGMMA_D8(16)
+#define WGMMA_OUT64 WGMMA_OUT48, WGMMA_D8(24)
+#define WGMMA_OUT80 WGMMA_OUT64, WGMMA_D8(32)
+#define WGMMA_OUT96 WGMMA_OUT80, WGMMA_D8(40)
+#define WGMMA_OUT128 WGMMA_OUT96, WGMMA_D8(48), WGMMA_D8(56)
+#define WGMMA_OUT192 WGMMA_OUT128, WGMMA_D8(64), WGMMA_D8(72), WGMMA_D8(80), WGMMA_D8(88)
+#define WGMMA_OUT256 WGMMA_OUT192, WGMMA_D8(96), WGMMA_D8(104), WGMMA_D8(112), WGMMA_D8(120)
 
 // d (64, N) += or = (accumulate 0) A B over k16. In a warp's 16 rows, lane l holds of each 8 columns: d[4j], d[4j + 1]
 // of row l / 4, columns 8j + l % 4 * 2 and the next; d[4j + 2], d[4j + 3] of row l / 4 + 8. A and B in shared memory;
 // MN_A, MN_B: 1 where the operand is MN-major.
 template <int N, int MN_A, int MN_B>
 static __device__ __forceinline__ void wgmma_ss(float (&d)[N / 2], uint64_t a, uint64_t b, int accumulate) {
-    static_assert(wgmma_known(N), "add this N to the lists");
+    static_assert(N == 64 || N == 80 || N == 128 || N == 256, "add this N below");
 #define WGMMA_SS(n, A, B, C, TA, TB)                                                                                   \
     if constexpr (N == n)                                                                                              \
         asm volatile("{\n.reg .pred p;\nsetp.ne.b32 p, %" #C                                                           \
@@ -236,13 +220,9 @@ static __device__ __forceinline__ void wgmma_ss(float (&d)[N / 2], uint64_t a, u
                      "}, %" #A ", %" #B ", p, 1, 1, %" #TA ", %" #TB ";\n}"                                            \
                      : WGMMA_OUT##n                                                                                    \
                      : "l"(a), "l"(b), "r"(accumulate), "n"(MN_A), "n"(MN_B));
-    WGMMA_SS(32, 16, 17, 18, 19, 20)
-    WGMMA_SS(48, 24, 25, 26, 27, 28)
     WGMMA_SS(64, 32, 33, 34, 35, 36)
     WGMMA_SS(80, 40, 41, 42, 43, 44)
-    WGMMA_SS(96, 48, 49, 50, 51, 52)
     WGMMA_SS(128, 64, 65, 66, 67, 68)
-    WGMMA_SS(192, 96, 97, 98, 99, 100)
     WGMMA_SS(256, 128, 129, 130, 131, 132)
 #undef WGMMA_SS
 }
@@ -260,7 +240,7 @@ static __device__ __forceinline__ void wgmma_e4m3_n128(float (&d)[64], uint64_t 
 // A (64, 16) in registers: a[0] row l / 4, columns l % 4 * 2 and the next; a[1] row l / 4 + 8; a[2], a[3] columns 8 on.
 template <int N, int MN_B>
 static __device__ __forceinline__ void wgmma_rs(float (&d)[N / 2], const uint32_t* a, uint64_t b, int accumulate) {
-    static_assert(wgmma_known(N), "add this N to the lists");
+    static_assert(N == 32 || N == 48 || N == 64 || N == 96 || N == 128 || N == 192, "add this N below");
 #define WGMMA_RS(n, A, A1, A2, A3, B, C, TB)                                                                           \
     if constexpr (N == n)                                                                                              \
         asm volatile("{\n.reg .pred p;\nsetp.ne.b32 p, %" #C                                                           \
@@ -272,11 +252,9 @@ static __device__ __forceinline__ void wgmma_rs(float (&d)[N / 2], const uint32_
     WGMMA_RS(32, 16, 17, 18, 19, 20, 21, 22)
     WGMMA_RS(48, 24, 25, 26, 27, 28, 29, 30)
     WGMMA_RS(64, 32, 33, 34, 35, 36, 37, 38)
-    WGMMA_RS(80, 40, 41, 42, 43, 44, 45, 46)
     WGMMA_RS(96, 48, 49, 50, 51, 52, 53, 54)
     WGMMA_RS(128, 64, 65, 66, 67, 68, 69, 70)
     WGMMA_RS(192, 96, 97, 98, 99, 100, 101, 102)
-    WGMMA_RS(256, 128, 129, 130, 131, 132, 133, 134)
 #undef WGMMA_RS
 }
 

@@ -120,23 +120,12 @@ __device__ __forceinline__ void write(Writer& w, const float (&d)[N / 2], int n,
 
 // --- The host's side ---
 
-// (depth, rows, cols), or (rows, cols) with depth 0; swizzled boxes 128 bytes wide.
+// A matrix (rows, cols), or `depth` of them one after another (0: one, in two dimensions), in boxes 128 bytes wide.
 template <typename T>
 CUtensorMap matrix_map(const T* p, int64_t depth, int64_t rows, int64_t cols, int box_rows, Ctx* ctx) {
-    const CUtensorMapDataType type = sizeof(T) == 4   ? CU_TENSOR_MAP_DATA_TYPE_FLOAT32
-                                     : sizeof(T) == 2 ? CU_TENSOR_MAP_DATA_TYPE_BFLOAT16
-                                                      : CU_TENSOR_MAP_DATA_TYPE_UINT8;
-    cuuint64_t sizes[3] = {(cuuint64_t)cols, (cuuint64_t)rows, (cuuint64_t)depth};
-    cuuint64_t strides[2] = {(cuuint64_t)cols * sizeof(T), (cuuint64_t)(rows * cols) * sizeof(T)};
-    cuuint32_t box[3] = {(cuuint32_t)(128 / sizeof(T)), (cuuint32_t)box_rows, 1}, ones[3] = {1, 1, 1};
-    CUtensorMap map;
-    CUresult result = ctx->encode_tiled(&map, type, depth ? 3 : 2, (void*)p, sizes, strides, box, ones,
-                                        CU_TENSOR_MAP_INTERLEAVE_NONE, CU_TENSOR_MAP_SWIZZLE_128B,
-                                        CU_TENSOR_MAP_L2_PROMOTION_L2_256B, CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE);
-    if (result != CUDA_SUCCESS)
-        die(EXIT_FAILED, "%s:%d: cuTensorMapEncodeTiled: error %d (pointer %p, %lld x %lld x %lld)", __FILE__, __LINE__,
-            (int)result, (const void*)p, (long long)depth, (long long)rows, (long long)cols);
-    return map;
+    const int64_t size[3] = {cols, rows, depth}, stride[2] = {cols, rows * cols};
+    const int box[3] = {(int)(128 / sizeof(T)), box_rows, 1};
+    return tensor_map(p, depth ? 3 : 2, size, stride, box, ctx);
 }
 
 // The counter of a product's units, at 0: of the Ctx, since products of several may run at once.
