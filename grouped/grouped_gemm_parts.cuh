@@ -1,64 +1,156 @@
-// What the kernels of the grouped products (grouped_gemm.cu, grouped_gemm_mx.cu) share: how units of work are handed
-// out to clusters of blocks, and how results leave.
+// What the kernels of the grouped products (grouped_gemm.cu, mx/grouped_gemm_mx.cu) share: the rings, the warp that
+// loads, the way results leave, and the launch. The kernels differ in how they multiply.
+//
+// A block has two rings in shared memory. Whoever fills a place of a ring waits for its empty barrier and arrives at
+// its full barrier; whoever reads it does the reverse. Loads arrive at a full barrier by themselves.
+//
+//                    items[4]: which tile to multiply
+//     +----------+ ====================================> +----------------+          +------------+
+//     | producer |   stages[4]: 6 boxes of A and B       | 2 warpgroups   |  pieces  | the output |
+//     | warp     | --TMA-> [ A A B B B B ]          --->  | sums in        | --TMA->  | (ragged    |
+//     +----------+         [ A A A A B B ] ...           | registers      |          | rows, dW)  |
+//                    <---- empty barriers ------------   +----------------+          +------------+
+//
+// A box is 64 rows of 128 bytes, swizzled. A square of the tile (grouped/tile_scheduler.cuh) needs two boxes of each
+// operand; A's boxes stand at the front of a stage, B's at its end.
 #ifndef GROUPED_GROUPED_GEMM_PARTS_CUH
 #define GROUPED_GROUPED_GEMM_PARTS_CUH
 
-#include "grouped/grouped_gemm_ptx.cuh"
+#include "grouped/permute.h"
+#include "grouped/tile_scheduler.cuh"
 
 namespace {
 
-enum { CLUSTER = 2, BOTH = 3 };  // blocks of a cluster, and their bits
+enum { BOX = 64, BOX_BYTES = BOX * 128 };
+enum { STAGES = 4, STAGE_BOXES = 6, STAGE_BYTES = STAGE_BOXES * BOX_BYTES };
+enum { ITEMS = 4 };
+enum { WARPS = 8, THREADS = 128 + 32 * WARPS };  // a producer warpgroup (one warp works) and two that multiply
+enum { MAX_EXPERTS = 1024 };
+enum { BOTH = 3 };                // blocks of a cluster, a bit each
+enum { PIECE_BYTES = 16 * 128 };  // of a result
 
-__device__ __forceinline__ int div_up(int a, int b) { return (a + b - 1) / b; }
-
-// --- Units of work, first come, first served ---
-//
-// A cluster draws the number of its next unit from a counter in device memory. So one that starts late, because
-// something else still held its SMs (a transfer between GPUs holds some for milliseconds), takes fewer units and
-// nothing waits for it. Block 0 draws for both, a unit ahead, so that the counter answers while slices are loaded, and
-// sends the number into both blocks' queues.
-
-// More numbers than can be on their way: block 0 is no more tiles ahead than there are stages (4), which both share.
-enum { QUEUE = 8 };
-struct Queue {
-    uint64_t there[QUEUE];
-    uint32_t unit[QUEUE];
+struct Shared {
+    alignas(1024) uint8_t stages[STAGES][STAGE_BYTES];
+    alignas(1024) uint8_t pieces[WARPS][2][PIECE_BYTES];
+    uint64_t full_barriers[STAGES], empty_barriers[STAGES];
+    uint64_t item_full_barriers[ITEMS], item_empty_barriers[ITEMS];
+    WorkItem items[ITEMS];
+    Queue queue;
+    int16_t order[MAX_EXPERTS];  // WGRAD: largest experts first
 };
 
-__device__ __forceinline__ void queue_init(Queue& q) {
-    for (int i = 0; i < QUEUE; i++) barrier_init(&q.there[i], 1);
+// A place in a ring of N, and the parity of the phase to wait for there. The producer begins with 1: what is empty from
+// the start need not be waited for.
+template <int N>
+struct Place {
+    int index;
+    uint32_t phase;
+
+    __device__ __forceinline__ void advance() {
+        if (++index == N) index = 0, phase ^= 1;
+    }
+};
+
+// --- The producer ---
+
+// One box at column x and row y (of matrix z, where there are several) into this block, or into both.
+template <bool SEVERAL>
+__device__ __forceinline__ void load_box(uint8_t* to, const CUtensorMap* map, uint64_t* full, int x, int y, int z,
+                                         int both) {
+    if (SEVERAL)
+        both ? tma_multicast(to, map, full, x, y, z, BOTH) : tma_load(to, map, full, x, y, z);
+    else
+        both ? tma_multicast(to, map, full, x, y, BOTH) : tma_load(to, map, full, x, y);
 }
 
-// What the producing warp knows of it.
-struct Units {
-    Queue& queue;
-    uint32_t* counter;
-    int rank, lane;
-    uint32_t drawn, turn;
+// Fills the rings until there is no more work.
+template <Pass P>
+__device__ __forceinline__ void produce(Shared& s, const CUtensorMap* a, const CUtensorMap* b, const Groups& g) {
+    TileScheduler<P> scheduler(g, s.order, s.queue);
+    Place<STAGES> stage = {0, 1};
+    Place<ITEMS> at = {0, 1};
+    for (;;) {
+        // The work item, for the warps that multiply.
+        const WorkItem item = scheduler.next();
+        barrier_wait(&s.item_empty_barriers[at.index], at.phase);
+        if (scheduler.lane == 0) {
+            s.items[at.index] = item;
+            barrier_arrive(&s.item_full_barriers[at.index]);
 
-    __device__ __forceinline__ void draw() {
-        if (rank == 0 && lane == 0) drawn = draw_number(counter);
-    }
-    // What was drawn, in all lanes of both blocks.
-    __device__ __forceinline__ int next() {
-        const uint32_t slot = turn % QUEUE, parity = turn / QUEUE % 2;
-        uint64_t* there = &queue.there[slot];
-        if (lane == 0) {
-            barrier_expect(there, sizeof(uint32_t));
-            if (rank == 0)
-                for (int block = 0; block < CLUSTER; block++)
-                    send_word(cluster_address(&queue.unit[slot], block), drawn, cluster_address(there, block));
+            // Its slices of A and B, a stage for each. Of the operand in common every other box is this block's to
+            // load.
+            const int a_boxes = item.shape == TALL ? 4 : 2, b_boxes = P != MX && item.shape == WIDE ? 4 : 2;
+            for (int k_block = 0, k = item.k; k_block < item.k_blocks; k_block++, k += BLOCK_K<P>) {
+                barrier_wait(&s.empty_barriers[stage.index], stage.phase);
+                uint64_t* full = &s.full_barriers[stage.index];
+                uint8_t* to = s.stages[stage.index];
+                barrier_expect(full, (a_boxes + b_boxes) * BOX_BYTES);
+#pragma unroll
+                for (int i = 0; i < 4; i++) {
+                    const int m = item.m + i * BOX;
+                    if (i < a_boxes && (!scheduler.common_a || i % CLUSTER == scheduler.rank))
+                        load_box<false>(to + i * BOX_BYTES, a, full, P == WGRAD ? m : k, P == WGRAD ? k : m, 0,
+                                        scheduler.common_a);
+                }
+                to += (STAGE_BOXES - b_boxes) * BOX_BYTES;
+#pragma unroll
+                for (int i = 0; i < 4; i++) {
+                    const int n = item.n + i * BOX;
+                    const bool n_runs_along_rows = P == DGRAD || P == WGRAD;
+                    if (i < b_boxes && (scheduler.common_a || i % CLUSTER == scheduler.rank))
+                        load_box<P != WGRAD>(to + i * BOX_BYTES, b, full, n_runs_along_rows ? n : k,
+                                             n_runs_along_rows ? k : n, item.expert, !scheduler.common_a);
+                }
+                stage.advance();
+            }
         }
-        barrier_wait(there, parity);
-        turn++;
-        return (int)queue.unit[slot];
+        __syncwarp();
+        if (item.k_blocks == 0) break;
+        at.advance();
     }
-};
+}
+
+// One block from start to end: barriers, then the roles. consume(s) is that of the warps that multiply.
+template <Pass P, typename Consume>
+__device__ __forceinline__ void run_block(const CUtensorMap* a, const CUtensorMap* b, const CUtensorMap* out,
+                                          const Groups& g, Consume consume) {
+    // Barriers: loads or one thread fill; every warp that multiplies, a stage's in both blocks, empties.
+    extern __shared__ __align__(1024) uint8_t memory[];
+    Shared& s = *(Shared*)memory;
+    if (threadIdx.x == 0) {
+        for (int i = 0; i < STAGES; i++)
+            barrier_init(&s.full_barriers[i], 1), barrier_init(&s.empty_barriers[i], WARPS * CLUSTER);
+        for (int i = 0; i < ITEMS; i++)
+            barrier_init(&s.item_full_barriers[i], 1), barrier_init(&s.item_empty_barriers[i], WARPS);
+        for (int i = 0; i < QUEUE; i++) barrier_init(&s.queue.full_barriers[i], 1);
+        barrier_init_fence();
+        tma_prefetch(a), tma_prefetch(b), tma_prefetch(out);
+    }
+
+    // Experts cost what they have rows in WGRAD: a sort, so that none of the largest begins last.
+    if (P == WGRAD)
+        for (int e = threadIdx.x; e < g.El; e += THREADS) {
+            int rows = g.rows[e], place = 0;
+            for (int i = 0; i < g.El; i++) place += g.rows[i] > rows || (g.rows[i] == rows && i < e);
+            s.order[place] = (int16_t)e;
+        }
+    __syncthreads();  // warps whole again
+    cluster_sync();
+
+    // The roles. Registers go from the warpgroup that loads to those that hold sums.
+    if (threadIdx.x < 128) {
+        registers_fewer<56>();
+        if (threadIdx.x < 32) produce<P>(s, a, b, g);
+    } else {
+        registers_more<224>();
+        consume(s);
+    }
+    cluster_sync();  // the neighbour may still write here or arrive here
+}
 
 // --- Results ---
 
 // A warp's 16 rows leave in pieces of 128 bytes a row, through two buffers of its own. TMA drops what lies outside.
-enum { PIECE_BYTES = 16 * 128 };
 struct Writer {
     uint8_t (*buffer)[PIECE_BYTES];
     int turn, lane;
@@ -128,11 +220,21 @@ CUtensorMap matrix_map(const T* p, int64_t depth, int64_t rows, int64_t cols, in
     return tensor_map(p, depth ? 3 : 2, size, stride, box, ctx);
 }
 
-// The counter of a product's units, at 0: of the Ctx, since products of several may run at once.
-uint32_t* unit_counter(Ctx* ctx) {
+// The sizes of a product, with a counter of work items at 0. (It is of the Ctx: products of several may run at once.)
+Groups groups_of(const Ragged& r, int64_t M, int64_t N, int64_t K, Ctx* ctx) {
+    ASSERT(r.capacity <= INT32_MAX && M <= INT32_MAX && N <= INT32_MAX &&
+           K <= INT32_MAX);  // TMA's coordinates are int32
     uint32_t* counter = ctx_workspace<uint32_t>(ctx, 1);
     device_zero(counter, sizeof(*counter), ctx);
-    return counter;
+    return {r.group_start, r.group_rows, r.El, (int)M, (int)N, (int)K, counter};
+}
+
+// A block on every SM, in clusters.
+template <typename Kernel, typename... Params>
+void launch(Kernel kernel, Ctx* ctx, const Params&... params) {
+    CUDA_CHECK(cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, sizeof(Shared)));
+    kernel<<<ctx->sms / CLUSTER * CLUSTER, THREADS, sizeof(Shared), ctx->stream>>>(params...);
+    LAUNCH_CHECK();
 }
 
 }  // namespace
