@@ -1,18 +1,20 @@
-// What the kernels of the grouped products (grouped_gemm.cu, mx/grouped_gemm_mx.cu) share: the rings, the warp that
-// loads, the way results leave, and the launch. The kernels differ in how they multiply.
+// What the kernels of the grouped products (grouped_gemm.cu, mx/grouped_gemm_mx.cu) share: the rings between the warp
+// that loads and those that multiply, the loads, the way results leave, and the launch. The kernels differ in how they
+// multiply.
 //
-// A block has two rings in shared memory. Whoever fills a place of a ring waits for its empty barrier and arrives at
-// its full barrier; whoever reads it does the reverse. Loads arrive at a full barrier by themselves.
+// A ring is a few places in shared memory that are used in turn. A place has two mbarriers (device/wgmma.cuh):
 //
-//                    items[4]: which tile to multiply
-//     +----------+ ====================================> +----------------+          +------------+
-//     | producer |   stages[4]: 6 boxes of A and B       | 2 warpgroups   |  pieces  | the output |
-//     | warp     | --TMA-> [ A A B B B B ]          --->  | sums in        | --TMA->  | (ragged    |
-//     +----------+         [ A A A A B B ] ...           | registers      |          | rows, dW)  |
-//                    <---- empty barriers ------------   +----------------+          +------------+
+//     who fills it:   wait for `empty`, write (loads count themselves as bytes), arrive at `full`
+//     who reads it:   wait for `full`, read, arrive at `empty`
 //
-// A box is 64 rows of 128 bytes, swizzled. A square of the tile (grouped/tile_scheduler.cuh) needs two boxes of each
-// operand; A's boxes stand at the front of a stage, B's at its end.
+// A phase is one turn through the ring: a barrier's phases have parity 0, 1, 0, .. The producer runs ahead until all
+// places are full, so loads are on their way while the tensor cores work. There are two rings, of work items (which
+// tile to multiply) and of stages (a k block of A and B), both of four places.
+//
+// A stage is six boxes; a box is 64 rows of 128 bytes, swizzled. A tile needs two boxes of A for each 128 rows and two
+// of B for each 128 columns: A's stand at the front of a stage, B's at its end.
+//
+//     128 x 256   | A | A | B | B | B | B |        256 x 128   | A | A | A | A | B | B |
 #ifndef GROUPED_GROUPED_GEMM_PARTS_CUH
 #define GROUPED_GROUPED_GEMM_PARTS_CUH
 
@@ -21,9 +23,9 @@
 
 namespace {
 
-enum { BOX = 64, BOX_BYTES = BOX * 128 };
+enum { BOX = 64, BOX_BYTES = BOX * 128 };  // rows
 enum { STAGES = 4, STAGE_BOXES = 6, STAGE_BYTES = STAGE_BOXES * BOX_BYTES };
-enum { ITEMS = 4 };
+enum { ITEMS = 4 };                              // work items that the producer may be ahead
 enum { WARPS = 8, THREADS = 128 + 32 * WARPS };  // a producer warpgroup (one warp works) and two that multiply
 enum { MAX_EXPERTS = 1024 };
 enum { BOTH = 3 };                // blocks of a cluster, a bit each
@@ -39,8 +41,8 @@ struct Shared {
     int16_t order[MAX_EXPERTS];  // WGRAD: largest experts first
 };
 
-// A place in a ring of N, and the parity of the phase to wait for there. The producer begins with 1: what is empty from
-// the start need not be waited for.
+// A place in a ring of N, and the parity of the phase to wait for there. The producer begins with 1, the parity of the
+// phase before the first: it finds every place empty.
 template <int N>
 struct Place {
     int index;
@@ -70,15 +72,16 @@ __device__ __forceinline__ void produce(Shared& s, const CUtensorMap* a, const C
     Place<STAGES> stage = {0, 1};
     Place<ITEMS> at = {0, 1};
     for (;;) {
-        // The work item, for the warps that multiply.
+        // The work item, for the warps that multiply: they learn of their tile before its data come.
         const WorkItem item = scheduler.next();
         barrier_wait(&s.item_empty_barriers[at.index], at.phase);
         if (scheduler.lane == 0) {
             s.items[at.index] = item;
             barrier_arrive(&s.item_full_barriers[at.index]);
 
-            // Its slices of A and B, a stage for each. Of the operand in common every other box is this block's to
-            // load.
+            // Its k blocks of A and B, a stage for each. Of the operand in common this block loads every other box, for
+            // both blocks. A full barrier counts the bytes of all boxes, whoever loads them.
+            const bool n_along_rows = P == DGRAD || P == WGRAD;  // in B's memory, else k
             const int a_boxes = item.shape == TALL ? 4 : 2, b_boxes = P != MX && item.shape == WIDE ? 4 : 2;
             for (int k_block = 0, k = item.k; k_block < item.k_blocks; k_block++, k += BLOCK_K<P>) {
                 barrier_wait(&s.empty_barriers[stage.index], stage.phase);
@@ -96,10 +99,9 @@ __device__ __forceinline__ void produce(Shared& s, const CUtensorMap* a, const C
 #pragma unroll
                 for (int i = 0; i < 4; i++) {
                     const int n = item.n + i * BOX;
-                    const bool n_runs_along_rows = P == DGRAD || P == WGRAD;
                     if (i < b_boxes && (scheduler.common_a || i % CLUSTER == scheduler.rank))
-                        load_box<P != WGRAD>(to + i * BOX_BYTES, b, full, n_runs_along_rows ? n : k,
-                                             n_runs_along_rows ? k : n, item.expert, !scheduler.common_a);
+                        load_box<P != WGRAD>(to + i * BOX_BYTES, b, full, n_along_rows ? n : k, n_along_rows ? k : n,
+                                             item.expert, !scheduler.common_a);
                 }
                 stage.advance();
             }
@@ -110,11 +112,12 @@ __device__ __forceinline__ void produce(Shared& s, const CUtensorMap* a, const C
     }
 }
 
-// One block from start to end: barriers, then the roles. consume(s) is that of the warps that multiply.
+// A block from start to end. consume(s) is what a warp that multiplies does.
 template <Pass P, typename Consume>
 __device__ __forceinline__ void run_block(const CUtensorMap* a, const CUtensorMap* b, const CUtensorMap* out,
                                           const Groups& g, Consume consume) {
-    // Barriers: loads or one thread fill; every warp that multiplies, a stage's in both blocks, empties.
+    // Barriers: how many arrivals end a phase. A place is filled by one thread and released by every warp that
+    // multiplies; a stage by those of both blocks, because both may load into it.
     extern __shared__ __align__(1024) uint8_t memory[];
     Shared& s = *(Shared*)memory;
     if (threadIdx.x == 0) {
@@ -127,7 +130,7 @@ __device__ __forceinline__ void run_block(const CUtensorMap* a, const CUtensorMa
         tma_prefetch(a), tma_prefetch(b), tma_prefetch(out);
     }
 
-    // Experts cost what they have rows in WGRAD: a sort, so that none of the largest begins last.
+    // WGRAD: an expert's tiles cost what it has rows. Sorted, largest first, so that none of the largest begins last.
     if (P == WGRAD)
         for (int e = threadIdx.x; e < g.El; e += THREADS) {
             int rows = g.rows[e], place = 0;
@@ -150,11 +153,13 @@ __device__ __forceinline__ void run_block(const CUtensorMap* a, const CUtensorMa
 
 // --- Results ---
 
-// A warp's 16 rows leave in pieces of 128 bytes a row, through two buffers of its own. TMA drops what lies outside.
+// A warp's 16 rows leave in pieces of 128 bytes a row, through two buffers of its own: while TMA reads one, the warp
+// fills the other. TMA drops what lies outside of the output.
 struct Writer {
     uint8_t (*buffer)[PIECE_BYTES];
     int turn, lane;
 
+    // The buffer for the next piece, once TMA has read what was there.
     __device__ __forceinline__ uint8_t* begin() {
         if (lane == 0) tma_wait_read<1>();
         __syncwarp();
@@ -162,8 +167,9 @@ struct Writer {
     }
 };
 
-// A piece from the sums of its columns as wgmma leaves them (device/wgmma.cuh), in 16-byte units swizzled as TMA
-// expects them. Rows from `valid` on become zeros whatever their sums are.
+// put() makes a piece of the sums of its columns, which lie in the lanes as wgmma leaves them (device/wgmma.cuh).
+// Within a row the eight places of 16 bytes are swizzled as TMA expects them: place i of row r is at i ^ r % 8. Rows
+// from `valid` on become zeros, whatever their sums are.
 
 // 64 columns as bf16. (Zeros by the packed values: writing d itself would serialize wgmma.)
 __device__ __forceinline__ void put(uint8_t* to, const float* d, int valid, int lane, floatX*) {
@@ -189,9 +195,9 @@ __device__ __forceinline__ void put(uint8_t* to, const float* d, int valid, int 
             const float* p = d + j * 4 + half * 2;
             float2 near = {p[0], p[1]}, far = {p[8], p[9]};
             if (r + half * 8 >= valid) near = far = {0, 0};
-            const int unit = (j * 2 + lane % 4 / 2) ^ r ^ odd * 4;
-            *(float2*)(to + half * 8 * 128 + unit * 16) = odd ? far : near;
-            *(float2*)(to + half * 8 * 128 + (unit ^ 4) * 16) = odd ? near : far;
+            const int place = (j * 2 + lane % 4 / 2) ^ r ^ odd * 4;
+            *(float2*)(to + half * 8 * 128 + place * 16) = odd ? far : near;
+            *(float2*)(to + half * 8 * 128 + (place ^ 4) * 16) = odd ? near : far;
         }
 }
 

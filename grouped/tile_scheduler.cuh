@@ -2,27 +2,31 @@
 //
 // The unit of length is a square, 128 x 128 of the output. Two blocks form a cluster, and a work item is what a cluster
 // takes at once: mostly an area of 2 x 2 squares, half for each block. Items have numbers: expert after expert, and
-// within an expert's output as drawn here, for 7 rows and 5 columns of squares.
+// within an expert's output as drawn here for bf16, 7 rows and 5 columns of squares.
 //
-//        +-------+-------+---+
-//        |   0   |   3   |   |     0..5   areas. The walk goes down a band (at most 8 areas), then one column right:
-//        the |       |       |   |            band's rows of A and the column of B stay in L2.
-//        +-------+-------+ 6 |     6, 7   the last column, if it is one square wide: 4 x 1 squares, a TALL tile for
-//        each |   1   |   4   |   |            block. 7 has only 2 x 1 left: a SQUARE tile for each block. |       | |
-//        |     8, 9   the last row, if it is one square high: 1 x 4 squares, a WIDE tile for each
-//        +-------+-------+---+            block. 9 has one square left: block 0 takes it, and block 1 multiplies it
-//        too, |   2   |   5   | 7 |            without storing it, because block 0 relies on its half of the loads. |
-//        |       |   |
-//        +-------+-------+---+     MXFP8 has no items 8 and 9: the areas of its last row are just lower, and in 7 block
-//        1 |       8       | 9 |     keeps block 0 company.
-//        +---------------+---+
+//     +-------+-------+---+
+//     |       |       |   |    0..5  areas. The walk goes down a band of at most 8 areas, then one column to the right:
+//     |   0   |   3   |   |          the band's rows of A and the column of B stay in the L2 cache.
+//     +-------+-------+ 6 |
+//     |       |       |   |    6, 7  the last column, if it is one square wide. 4 x 1 squares: a TALL tile for each
+//     |   1   |   4   |   |          block. Where 2 x 1 are left, as in 7: a SQUARE tile for each block.
+//     +-------+-------+---+
+//     |       |       |   |    8, 9  the last row, if it is one square high. 1 x 4 squares: a WIDE tile for each block.
+//     |   2   |   5   | 7 |          Where one square is left, as in 9, block 0 takes it. Block 1 multiplies it too,
+//     but
+//     +-------+-------+---+          does not store it: block 0 relies on the half that block 1 loads.
+//     |       8       | 9 |
+//     +---------------+---+
 //
-// The two tiles of an item have an operand in common, of which each block loads one half for both. In bf16 they lie
-// below each other (128 x 256 each, the same columns of B), in MXFP8 beside each other (256 x 128 each, the same rows
-// of A). Tiles of all shapes with the same number of squares cost the same, so clusters stay even.
+// In MXFP8 there are only items like 0..7. An area may be one square high, and what 7 has left is one TALL tile, for
+// block 0; block 1 keeps it company.
+//
+// The two tiles of an item have an operand in common, of which each block loads one half for both. In an area of bf16
+// they lie below each other (128 x 256 each, the same columns of B), in one of MXFP8 beside each other (256 x 128 each,
+// the same rows of A).
 //
 // A cluster draws the number of its next item from a counter in device memory: first come, first served. So a cluster
-// that starts late takes fewer items and nothing waits for it. (A transfer between GPUs can hold some SMs for
+// that starts late takes fewer items, and nothing waits for it. (A transfer between GPUs can hold some SMs for
 // milliseconds.) One block owns a tile's whole sum, so the bits do not depend on who takes what.
 #ifndef GROUPED_TILE_SCHEDULER_CUH
 #define GROUPED_TILE_SCHEDULER_CUH
@@ -46,7 +50,7 @@ constexpr int BLOCK_K = P == MX ? 128 : 64;
 // 128 x 256, 256 x 128 and 128 x 128 of the output.
 enum Shape { WIDE, TALL, SQUARE };
 
-// The sizes of a product. M (WGRAD: K) is the expert's number of rows and not set here.
+// The sizes of a product. Where a size is an expert's number of rows (M, in WGRAD K), it is not set here.
 struct Groups {
     const int64_t* start;
     const int32_t* rows;
@@ -75,8 +79,8 @@ struct Queue {
 __device__ __forceinline__ int div_up(int a, int b) { return (a + b - 1) / b; }
 __device__ __forceinline__ int broadcast(int x, int lane) { return __shfl_sync(0xffffffffu, x, lane); }
 
-// The scheduler, in all lanes of the warp that loads. Numbers only grow, so it looks at experts through a window that
-// only moves forward: each lane knows one of 32 experts.
+// The scheduler, in all lanes of the warp that loads. It looks at the experts through a window of 32, of which each
+// lane knows one. Numbers only grow, so the window only moves forward.
 template <Pass P>
 struct TileScheduler {
     const Groups& g;
@@ -151,7 +155,7 @@ struct TileScheduler {
     }
 
    private:
-    // Rows of areas, and the work items they make with the odd last column.
+    // Areas below each other in that many rows of squares, and the work items of that many: areas, and the last column.
     __device__ __forceinline__ int areas_of(int squares) const { return P == MX ? div_up(squares, 2) : squares / 2; }
     __device__ __forceinline__ int items_of(int areas) const { return areas * wide + div_up(areas, 2) * narrow; }
 
