@@ -28,8 +28,8 @@ enum { STAGES = 4, STAGE_BOXES = 6, STAGE_BYTES = STAGE_BOXES * BOX_BYTES };
 enum { ITEMS = 4 };                              // work items that the producer may be ahead
 enum { WARPS = 8, THREADS = 128 + 32 * WARPS };  // a producer warpgroup (one warp works) and two that multiply
 enum { MAX_EXPERTS = 1024 };
-enum { BOTH = 3 };                // blocks of a cluster, a bit each
-enum { PIECE_BYTES = 16 * 128 };  // of a result
+enum { BOTH = (1 << CLUSTER) - 1 };  // blocks of a cluster, a bit each
+enum { PIECE_BYTES = 16 * 128 };     // of a result
 
 struct Shared {
     alignas(1024) uint8_t stages[STAGES][STAGE_BYTES];
@@ -88,6 +88,8 @@ __device__ __forceinline__ void produce(Shared& s, const CUtensorMap* a, const C
                 uint64_t* full = &s.full_barriers[stage.index];
                 uint8_t* to = s.stages[stage.index];
                 barrier_expect(full, (a_boxes + b_boxes) * BOX_BYTES);
+
+                // A's boxes at the front.
 #pragma unroll
                 for (int i = 0; i < 4; i++) {
                     const int m = item.m + i * BOX;
@@ -95,6 +97,8 @@ __device__ __forceinline__ void produce(Shared& s, const CUtensorMap* a, const C
                         load_box<false>(to + i * BOX_BYTES, a, full, P == WGRAD ? m : k, P == WGRAD ? k : m, 0,
                                         scheduler.common_a);
                 }
+
+                // B's boxes at the end.
                 to += (STAGE_BOXES - b_boxes) * BOX_BYTES;
 #pragma unroll
                 for (int i = 0; i < 4; i++) {
@@ -106,6 +110,8 @@ __device__ __forceinline__ void produce(Shared& s, const CUtensorMap* a, const C
                 stage.advance();
             }
         }
+
+        // The last item, without k blocks, went to the other warps too: they end with it.
         __syncwarp();
         if (item.k_blocks == 0) break;
         at.advance();
@@ -201,7 +207,8 @@ __device__ __forceinline__ void put(uint8_t* to, const float* d, int valid, int 
         }
 }
 
-// The warp's 16 rows of N columns from column n on, of `columns`; send(piece, column) hands a piece to TMA.
+// The warp's 16 rows of the N columns from n on, as far as the output has `columns`, piece after piece: put() fills a
+// buffer, the fence lets TMA see it, and send(piece, column) hands it to TMA.
 template <typename Out, int N, typename Send>
 __device__ __forceinline__ void write(Writer& w, const float (&d)[N / 2], int n, int columns, int valid, Send send) {
     constexpr int WIDTH = 128 / sizeof(Out);
@@ -228,8 +235,8 @@ CUtensorMap matrix_map(const T* p, int64_t depth, int64_t rows, int64_t cols, in
 
 // The sizes of a product, with a counter of work items at 0. (It is of the Ctx: products of several may run at once.)
 Groups groups_of(const Ragged& r, int64_t M, int64_t N, int64_t K, Ctx* ctx) {
-    ASSERT(r.capacity <= INT32_MAX && M <= INT32_MAX && N <= INT32_MAX &&
-           K <= INT32_MAX);  // TMA's coordinates are int32
+    // Coordinates of TMA are int32.
+    ASSERT(r.capacity <= INT32_MAX && M <= INT32_MAX && N <= INT32_MAX && K <= INT32_MAX);
     uint32_t* counter = ctx_workspace<uint32_t>(ctx, 1);
     device_zero(counter, sizeof(*counter), ctx);
     return {r.group_start, r.group_rows, r.El, (int)M, (int)N, (int)K, counter};
