@@ -1,28 +1,26 @@
 // Grouped products on the tensor cores: one persistent kernel per pass over the ragged buffer, no transposed copies.
 //
-//                       x (rows, IC)                 y (rows, OC)
-//                     +---+---+---+---+            +-------+-------+---+
-//     group_start[0]  |   |   |   |   |            |       |       |   |   tiles of 128 x 256, or 256 x 128 where the
-//           expert 0  | a | a | a | a |  x W_0^T   |   t   |       |   |   last column is narrow
-//                     +---+---+---+---+          = +-------+-------+   |   (grouped/tile_scheduler.cuh)
-//                     |   |   |   |   |            |       |       |   |
-//           pad rows  | 0 | 0 | 0 | 0 |            |   0   |   0   | 0 |   t = sum of a b^T over the k blocks,
-//                     +---+---+---+---+            +-------+-------+---+       a 128 x 64 of x, b 256 x 64 of W_0
-//     group_start[1]  |   |   |   |   |            |       |       |   |
-//           expert 1  |   |   |   |   |  x W_1^T = |       |       |   |   starts are multiples of 128: a tile has rows
-//           of
-//                       k blocks of 64                                     one expert, and pad rows come out as zeros
+//                       x (rows, IC)                y (rows, OC)
+//                     +---+---+---+---+           +-------+-------+---+
+//     group_start[0]  |   |   |   |   |           |       |       |   |    Tiles are 128 x 256, or 256 x 128 where the
+//           expert 0  | a | a | a | a |  x W_0^T  |   t   |       |   |    last column is narrow. Starts are multiples
+//                     +---+---+---+---+     =     +-------+-------+   |    of 128, so a tile has rows of one expert.
+//                     |   |   |   |   |           |       |       |   |
+//           pad rows  | 0 | 0 | 0 | 0 |           |   0   |   0   | 0 |    t = sum of a b^T over the k blocks: a is
+//                     +---+---+---+---+           +-------+-------+---+    128 x 64 of x, b is 256 x 64 of W_0.
+//     group_start[1]  |   |   |   |   |           |       |       |   |
+//           expert 1  |   |   |   |   |  x W_1^T  |       |       |   |
+//                       k blocks of 64
 //
-// A block per SM takes tile after tile. One warp loads, two warpgroups multiply, and a ring of four stages in shared
-// memory lies between them (grouped/grouped_gemm_parts.cuh):
+// A block per SM takes tile after tile (grouped/tile_scheduler.cuh). One warp loads, two warpgroups multiply, and
+// between them lies a ring of four stages in shared memory (grouped/grouped_gemm_parts.cuh):
 //
-//     producer warp   --TMA-->   stage 0 [ a | b ]  read       --wgmma-->   warpgroup 0: rows 0..63 of a, sums in
-//     registers
-//      (+ the other              stage 1 [ a | b ]  loaded     --wgmma-->   warpgroup 1: rows 64..127
-//       block of the             stage 2 [ a | b ]  on its way                  |
-//       cluster)                 stage 3 [       ]  empty                       +--TMA--> y, dx, or added to dW
-//           ^                                                   |
-//           +---- empty barriers: all warps that read it are done ----+
+//     producer warp  --TMA-->  stage 0 [ a | b ]  being read  --wgmma-->  warpgroup 0: rows 0..63 of t, in registers
+//     (and the other           stage 1 [ a | b ]  loaded                  warpgroup 1: rows 64..127
+//     block's, for             stage 2 [ a |   ]  on its way                   |
+//     half of b)               stage 3 [   |   ]  empty                        +--TMA-->  y or dx, or added to dW
+//           ^                                         |
+//           +---- empty barriers: warps are done -----+
 //
 // wgmma takes operands whose rows are the contraction (dgrad's W, both of wgrad) as they lie, so the passes differ in
 // coordinates only. Two blocks form a cluster and share one operand of their tiles: each loads half of it for both.

@@ -1,25 +1,24 @@
 // The tile scheduler of the grouped products: which tile of which expert's output a block multiplies next.
 //
-// The unit of length is a square, 128 x 128 of the output. Two blocks form a cluster, and a work item is what a cluster
+// An expert's output is counted in squares of 128 x 128. Two blocks form a cluster, and a work item is what a cluster
 // takes at once: mostly an area of 2 x 2 squares, half for each block. Items have numbers: expert after expert, and
 // within an expert's output as drawn here for bf16, 7 rows and 5 columns of squares.
 //
 //     +-------+-------+---+
-//     |       |       |   |    0..5  areas. The walk goes down a band of at most 8 areas, then one column to the right:
-//     |   0   |   3   |   |          the band's rows of A and the column of B stay in the L2 cache.
+//     |       |       |   |   0..5  Areas. The walk goes down a band of at most 8 areas, then one column to the right:
+//     |   0   |   3   |   |         the band's rows of A and the column of B stay in the L2 cache.
 //     +-------+-------+ 6 |
-//     |       |       |   |    6, 7  the last column, if it is one square wide. 4 x 1 squares: a TALL tile for each
-//     |   1   |   4   |   |          block. Where 2 x 1 are left, as in 7: a SQUARE tile for each block.
+//     |       |       |   |   6, 7  The last column, if it is one square wide. 4 x 1 squares: a TALL tile for each
+//     |   1   |   4   |   |         block. Where 2 x 1 are left, as in 7: a SQUARE tile for each block.
 //     +-------+-------+---+
-//     |       |       |   |    8, 9  the last row, if it is one square high. 1 x 4 squares: a WIDE tile for each block.
-//     |   2   |   5   | 7 |          Where one square is left, as in 9, block 0 takes it. Block 1 multiplies it too,
-//     but
-//     +-------+-------+---+          does not store it: block 0 relies on the half that block 1 loads.
+//     |       |       |   |   8, 9  The last row, if it is one square high. 1 x 4 squares: a WIDE tile for each block.
+//     |   2   |   5   | 7 |         Where one square is left, as in 9, it is block 0's. Block 1 multiplies it too but
+//     +-------+-------+---+         does not store it: block 0 relies on the half of the loads that is block 1's.
 //     |       8       | 9 |
 //     +---------------+---+
 //
-// In MXFP8 there are only items like 0..7. An area may be one square high, and what 7 has left is one TALL tile, for
-// block 0; block 1 keeps it company.
+// MXFP8 has only items like 0..7. Its last areas may be one square high. Where the last column has one area left, that
+// is block 0's, and block 1 keeps it company as in 9.
 //
 // The two tiles of an item have an operand in common, of which each block loads one half for both. In an area of bf16
 // they lie below each other (128 x 256 each, the same columns of B), in one of MXFP8 beside each other (256 x 128 each,
