@@ -1,5 +1,8 @@
-// What the benchmarks of grouped products share: random operands, uneven groups, blocks of calls in turns with cuBLAS,
-// and a row of the table.
+// What the benchmarks of grouped products share: random operands, uneven groups, calls in turns with cuBLAS, and a row
+// of the table.
+//
+// Calls of ours and of the library run in turns, each for a round of some 80 ms: long enough that the card's power
+// limit has its say. A number in the table is the median of the calls' times by CUDA events, over all rounds.
 #ifndef BENCH_GROUPED_CUH
 #define BENCH_GROUPED_CUH
 
@@ -25,34 +28,40 @@ static __global__ void fill_rows(floatX* p, int64_t rows, int64_t cols, const ch
 static Ctx* ctx;
 static cublasHandle_t cublas;
 static cudaStream_t stream;
-static double* sums;
-static double block_ms = 80;
+static double* sums;  // of difference() (bench/data.cuh)
+static double round_ms = 80;
 
 static double median(std::vector<double> t) {
     std::sort(t.begin(), t.end());
     return t[t.size() / 2];
 }
 
-// Adds the times in ms of a block of calls to `times`.
-static void run_block(const std::function<void()>& call, std::vector<double>& times) {
+// Adds the times in ms of a round of calls to `times`.
+static void run_round(const std::function<void()>& call, std::vector<double>& times) {
     enum { MOST = 400 };
     static cudaEvent_t at[MOST + 1];
     if (!at[0])
         for (cudaEvent_t& e : at) CUDA_CHECK(cudaEventCreate(&e));
+
+    // How many calls a round has.
     float once;
     CUDA_CHECK(cudaEventRecord(at[0], stream));
     for (int i = 0; i < 2; i++) call();
     CUDA_CHECK(cudaEventRecord(at[1], stream));
     CUDA_CHECK(cudaEventSynchronize(at[1]));
     CUDA_CHECK(cudaEventElapsedTime(&once, at[0], at[1]));
-    int calls = std::max(3, std::min((int)MOST, (int)(2 * block_ms / once)));
+    int calls = std::max(3, std::min((int)MOST, (int)(2 * round_ms / once)));
+
+    // The calls, an event before each and one after the last.
     for (int i = 0; i < calls; i++) {
         CUDA_CHECK(cudaEventRecord(at[i], stream));
         call();
     }
     CUDA_CHECK(cudaEventRecord(at[calls], stream));
     CUDA_CHECK(cudaEventSynchronize(at[calls]));
-    for (int i = calls / 4; i < calls; i++) {  // the first calls still run at the other's clock
+
+    // Their times, but those of the first quarter: these calls still run at the other's clock.
+    for (int i = calls / 4; i < calls; i++) {
         float ms;
         CUDA_CHECK(cudaEventElapsedTime(&ms, at[i], at[i + 1]));
         times.push_back(ms);
@@ -72,6 +81,7 @@ struct Groups {
     std::vector<int64_t> start;
     char* marks;  // 1 for rows that are no pad rows
 
+    // The last expert has what is left of M. Starts are multiples of 128.
     Groups(int El, int64_t M) : rows(El), start(El + 1) {
         auto share = [](int e) { return 0.4 + 1.2 * fmod((e + 1) * 0.6180339887, 1.0); };
         double total = 0;
@@ -82,6 +92,8 @@ struct Groups {
             left -= rows[e];
             start[e + 1] = start[e] + ceil_div(rows[e], 128) * 128;
         }
+
+        // The same on the GPU.
         std::vector<char> mark(start[El], 0);
         for (int e = 0; e < El; e++) std::fill_n(mark.begin() + start[e], rows[e], 1);
         r.El = El, r.capacity = start[El];
@@ -99,14 +111,17 @@ struct Groups {
 // longer ours takes while 16 SMs are held, as by a transfer between GPUs: 1.14 would be their share of 132.
 static void compare(int64_t M, int64_t OC, int64_t IC, int El, const char* pass, const std::function<void()>& mine,
                     const std::function<void()>& library) {
+    // Rounds in turns, then some of ours with SMs held.
     double error[2];
     device_download(error, sums, sizeof(error), ctx);
     std::vector<double> t, t_library, t_held;
-    for (int round = 0; round < 3; round++) run_block(library, t_library), run_block(mine, t);
+    for (int round = 0; round < 3; round++) run_round(library, t_library), run_round(mine, t);
     {
         HeldSms held(16);
-        run_block(mine, t_held);
+        run_round(mine, t_held);
     }
+
+    // The row of the table.
     double work = 2.0 * (double)M * (double)OC * (double)IC * 1e-9;  // GFLOP; over ms: TFLOP/s
     printf("| %lld x %lld | %d | %s | %.3f | %.0f | %.0f | %.3f | %.1e | %.2f |\n", (long long)OC, (long long)IC, El,
            pass, median(t), work / median(t), work / median(t_library), median(t_library) / median(t),
@@ -114,12 +129,13 @@ static void compare(int64_t M, int64_t OC, int64_t IC, int El, const char* pass,
     fflush(stdout);
 }
 
-// Runs bench(OC, IC, El, M) for the shapes; arguments: [rows [block_ms]].
+// Runs bench(OC, IC, El, M) for the shapes; arguments: [rows [round_ms]].
 static int run_shapes(int argc, char** argv, const char* yardstick,
                       const std::vector<std::pair<int64_t, int64_t>>& shapes,
                       void (*bench)(int64_t OC, int64_t IC, int El, int64_t M)) {
+    // What all shapes use.
     int64_t M = argc > 1 ? atoll(argv[1]) : 131072;
-    if (argc > 2) block_ms = atof(argv[2]);
+    if (argc > 2) round_ms = atof(argv[2]);
     ctx = ctx_create((size_t)1 << 20);
     stream = ctx->stream;
     sums = (double*)device_alloc(16, "sums");
@@ -127,6 +143,8 @@ static int run_shapes(int argc, char** argv, const char* yardstick,
     CUBLAS(cublasSetStream(cublas, stream));
     void* workspace = device_alloc((size_t)64 << 20, "cuBLAS");
     CUBLAS(cublasSetWorkspace(cublas, workspace, (size_t)64 << 20));
+
+    // The table.
     printf("%s, %lld rows in uneven groups\n", device_name(ctx), (long long)M);
     printf(
         "| OC x IC | groups | pass | ms | TFLOP/s | %s | ratio | difference | 16 SMs held |\n"
@@ -134,6 +152,7 @@ static int run_shapes(int argc, char** argv, const char* yardstick,
         yardstick);
     for (int El : {8, 64})
         for (auto& s : shapes) bench(s.first, s.second, El, M);
+
     CUBLAS(cublasDestroy(cublas));
     ctx_destroy(ctx);
     return 0;

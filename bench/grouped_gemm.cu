@@ -1,13 +1,13 @@
-// The grouped products beside a cuBLAS call per expert, which knows the group sizes on the host; both in turns of
-// blocks long enough (80 ms) that the card's power limit has its say. Median of the calls' times by CUDA events. The
-// difference is that of the two results, ||a - b|| / ||b||. The last column is how much longer ours takes while 16 SMs
-// are held.
+// The grouped products beside a cuBLAS call per expert, which knows the group sizes on the host (bench/grouped.cuh says
+// how they are timed). The difference is that of the two results, ||a - b|| / ||b||. The last column is how much longer
+// ours takes while 16 SMs are held.
 //
-//   build/cuda/bench/grouped_gemm [rows [block_ms]]
+//   build/cuda/bench/grouped_gemm [rows [round_ms]]
 #include "bench/grouped.cuh"
 #include "grouped/grouped_gemm.h"
 
 static void bench(int64_t OC, int64_t IC, int El, int64_t M) {
+    // Operands, and room for the output of every pass.
     Groups g(El, M);
     const int64_t capacity = g.r.capacity;
     floatX* x = (floatX*)device_alloc(capacity * IC * 2, "x");
@@ -21,6 +21,7 @@ static void bench(int64_t OC, int64_t IC, int El, int64_t M) {
     LAUNCH_CHECK();
 
     const float one = 1, zero = 0;
+    // y = W x, dx = W^T dy and dW += dy x^T, each by us and by the library.
     const char* names[] = {"forward", "dgrad", "wgrad"};
     for (int pass = 0; pass < 3; pass++) {
         auto mine = [&] {
@@ -48,6 +49,8 @@ static void bench(int64_t OC, int64_t IC, int El, int64_t M) {
                                         CUBLAS_GEMM_DEFAULT));
             }
         };
+
+        // The difference of the results, then the times.
         device_zero(ours, out_bytes, ctx), device_zero(theirs, out_bytes, ctx), device_zero(sums, 16, ctx);
         mine(), library();
         if (pass == 2)

@@ -1,14 +1,14 @@
-// The grouped products of MXFP8 bytes beside a cuBLAS call per expert on the bf16 numbers the bytes were made of; both
-// in turns of blocks long enough (80 ms) that the card's power limit has its say. Casts are not timed. Median of the
-// calls' times by CUDA events. The difference is that of the two results, ||a - b|| / ||b||: what e4m3 costs,
-// 3.7e-2. The last column is how much longer ours takes while 16 SMs are held.
+// The grouped products of MXFP8 bytes beside a cuBLAS call per expert on the bf16 numbers the bytes were made of
+// (bench/grouped.cuh says how they are timed). Casts are not timed. The difference is that of the two results,
+// ||a - b|| / ||b||: what e4m3 costs, 3.7e-2. The last column is how much longer ours takes while 16 SMs are held.
 //
-//   build/cuda/bench/grouped_gemm_mx [rows [block_ms]]
+//   build/cuda/bench/grouped_gemm_mx [rows [round_ms]]
 #include "bench/grouped.cuh"
 #include "mx/grouped_gemm_mx.h"
 #include "mx/mxfp8.h"
 
 static void bench(int64_t OC, int64_t IC, int El, int64_t M) {
+    // Operands in bf16 and as bytes. W's bytes are cast once for both passes, transposed for dgrad.
     Groups g(El, M);
     const int64_t capacity = g.r.capacity;
     const int64_t most = std::max(IC, OC), tiles_i = ceil_div(IC, 128), tiles_o = ceil_div(OC, 128);
@@ -28,9 +28,12 @@ static void bench(int64_t OC, int64_t IC, int El, int64_t M) {
     const float one = 1, zero = 0;
     for (int dgrad = 0; dgrad < 2; dgrad++) {
         const int64_t K = dgrad ? OC : IC, N = dgrad ? IC : OC;
+        // x, or dy in its place.
         fill_rows<<<1024, 256, 0, stream>>>(x, capacity, K, g.marks, 1);
         LAUNCH_CHECK();
         mx_quantize(qx, sx, x, capacity, K, {MX_RCEIL, 128}, ctx);
+
+        // y = W x or dx = W^T dy, on the bytes by us and in bf16 by the library.
         auto mine = [&] {
             grouped_gemm_mx(ours, nullptr, qx, sx, dgrad ? qw_transposed : qw, sw, dgrad ? 1 : tiles_i,
                             dgrad ? tiles_i : 1, g.r, K, N, ctx);
@@ -42,6 +45,8 @@ static void bench(int64_t OC, int64_t IC, int El, int64_t M) {
                                     (int)K, &zero, theirs + g.start[e] * N, CUDA_R_16BF, (int)N, CUBLAS_COMPUTE_32F,
                                     CUBLAS_GEMM_DEFAULT));
         };
+
+        // The difference of the results, then the times.
         device_zero(theirs, capacity * N * 2, ctx), device_zero(sums, 16, ctx);
         mine(), library();
         difference<<<512, 256, 0, stream>>>(ours, theirs, capacity * N, sums);

@@ -1,10 +1,17 @@
-// Thin wrappers of the Hopper instructions (sm_90a) that the matrix kernels share: mbarriers, the copy engine (TMA),
-// warpgroup matrix products (wgmma) on bf16, register reallocation. Each function is one instruction and its pitfall;
-// PTX ISA 8.0, sections "mbarrier", "cp.async.bulk.tensor", "wgmma".
+// Thin wrappers of the Hopper instructions (sm_90a) that the matrix kernels share. Each function is one instruction and
+// its pitfall; PTX ISA 8.0, sections "mbarrier", "cp.async.bulk.tensor", "wgmma".
 //
-// A tile in shared memory is made of chunks: a chunk is `rows` rows of 128, 64 or 32 bytes (64, 32 or 16 bf16),
-// swizzled over its width, as a TMA box of that inner width leaves it. Chunks stand one behind the other and begin on
-// 1024 bytes.
+//   wgmma     Four warps, a warpgroup, multiply on the tensor cores together: d (64, N) += A (64, 16) B (16, N). d lies
+//             in registers, A there or in shared memory, B in shared memory. It is asynchronous: issue, commit, wait.
+//   TMA       A copy engine in the SM. One thread asks for a box of a tensor by its coordinates; the engine finds the
+//             addresses in a tensor map, which the host made, and moves the box to or from shared memory.
+//   mbarrier  8 bytes of shared memory that count arrivals of threads and bytes of copies. When all have come, a phase
+//             ends and the next begins. Who waits names the parity of the phase: they alternate, 0, 1, 0, ..
+//   swizzle   The order of the 16-byte pieces in a box's rows: where these have 128 bytes, piece i of row r is at place
+//             i ^ r % 8. So pieces below each other lie in different banks, and wgmma reads those of 8 rows at once.
+//
+// A tile in shared memory is made of boxes: a box is `rows` rows of 128, 64 or 32 bytes (64, 32 or 16 bf16), swizzled
+// over its width, as TMA leaves it. Boxes stand one after the other and begin on 1024 bytes.
 #ifndef DEVICE_WGMMA_CUH
 #define DEVICE_WGMMA_CUH
 
@@ -14,8 +21,9 @@ static __device__ __forceinline__ uint32_t shared_address(const void* p) {
     return (uint32_t)__cvta_generic_to_shared(p);
 }
 
-// --- mbarrier: a count of arrivals and of bytes still to come; `parity` is that of the phase waited for ---
+// --- mbarrier ---
 
+// `arrivals` end a phase, with the bytes that some of them announce.
 static __device__ __forceinline__ void barrier_init(uint64_t* bar, uint32_t arrivals) {
     asm volatile("mbarrier.init.shared::cta.b64 [%0], %1;" ::"r"(shared_address(bar)), "r"(arrivals) : "memory");
 }
@@ -30,12 +38,13 @@ static __device__ __forceinline__ void barrier_arrive(uint64_t* bar) {
     asm volatile("mbarrier.arrive.shared::cta.b64 _, [%0];" ::"r"(shared_address(bar)) : "memory");
 }
 
-// One arrival, and `bytes` that copies will bring.
+// One arrival. It announces `bytes` that copies will bring: until they are there the phase does not end.
 static __device__ __forceinline__ void barrier_expect(uint64_t* bar, uint32_t bytes) {
     asm volatile("mbarrier.arrive.expect_tx.shared::cta.b64 _, [%0], %1;" ::"r"(shared_address(bar)), "r"(bytes)
                  : "memory");
 }
 
+// Returns when the phase of this parity is over. A barrier in its first phase (0) lets a wait for 1 pass.
 static __device__ __forceinline__ void barrier_wait(uint64_t* bar, uint32_t parity) {
     uint32_t done, at = shared_address(bar);
     do {
@@ -49,7 +58,7 @@ static __device__ __forceinline__ void barrier_wait(uint64_t* bar, uint32_t pari
     } while (!done);
 }
 
-// Named barriers (1..15) among `threads` threads.
+// Named barriers (1..15) among `threads` threads: who syncs waits for all, who arrives does not wait.
 static __device__ __forceinline__ void named_sync(int id, int threads) {
     asm volatile("bar.sync %0, %1;" ::"r"(id), "r"(threads) : "memory");
 }
@@ -57,16 +66,21 @@ static __device__ __forceinline__ void named_arrive(int id, int threads) {
     asm volatile("bar.arrive %0, %1;" ::"r"(id), "r"(threads) : "memory");
 }
 
-// Ordinary writes to shared memory before this are seen by wgmma and TMA after it (then a barrier among the threads).
+// Ordinary writes to shared memory before this are seen by wgmma and TMA after it. Each thread that wrote does this,
+// then a barrier brings the threads together.
 static __device__ __forceinline__ void fence_async() { asm volatile("fence.proxy.async.shared::cta;" ::: "memory"); }
 
-// --- TMA: boxes of a tensor map to and from shared memory; coordinates in elements, innermost first. What lies outside
-// the tensor is loaded as zeros and not stored. One thread issues. ---
+// --- TMA ---
+//
+// One thread issues. Coordinates are in elements, innermost first. What lies outside of the tensor is loaded as zeros
+// and not stored. A load's bytes arrive at `bar`; stores are waited for in groups, in the order of their commits.
 
+// The map will be needed soon.
 static __device__ __forceinline__ void tma_prefetch(const CUtensorMap* map) {
     asm volatile("prefetch.tensormap [%0];" ::"l"(map) : "memory");
 }
 
+// A box of a tensor of two, three or five dimensions.
 static __device__ __forceinline__ void tma_load(void* to, const CUtensorMap* map, uint64_t* bar, int x, int y) {
     asm volatile(
         "cp.async.bulk.tensor.2d.shared::cluster.global.tile.mbarrier::complete_tx::bytes [%0], [%1, {%3, %4}], "
@@ -100,76 +114,91 @@ static __device__ __forceinline__ void bulk_load(void* to, const void* from, uin
                  : "memory");
 }
 
+// A box of a tensor of two dimensions, from shared memory.
 static __device__ __forceinline__ void tma_store(const CUtensorMap* map, const void* from, int x, int y) {
     asm volatile("cp.async.bulk.tensor.2d.global.shared::cta.tile.bulk_group [%0, {%2, %3}], [%1];" ::"l"(map),
                  "r"(shared_address(from)), "r"(x), "r"(y)
                  : "memory");
 }
 
-static __device__ __forceinline__ void tma_store(const CUtensorMap* map, const void* from, int x, int y, int z) {
-    asm volatile("cp.async.bulk.tensor.3d.global.shared::cta.tile.bulk_group [%0, {%2, %3, %4}], [%1];" ::"l"(map),
-                 "r"(shared_address(from)), "r"(x), "r"(y), "r"(z)
-                 : "memory");
-}
-
+// The stores issued before are a group.
 static __device__ __forceinline__ void tma_commit() { asm volatile("cp.async.bulk.commit_group;" ::: "memory"); }
-// Until at most PENDING groups of stores still read shared memory.
+// Waits until at most PENDING groups of stores still read shared memory.
 template <int PENDING>
 static __device__ __forceinline__ void tma_wait_read() {
     asm volatile("cp.async.bulk.wait_group.read %0;" ::"n"(PENDING) : "memory");
 }
 
-// A tensor map of bf16: sizes and box in elements, strides of dimensions 1.. in elements (innermost: 1). The box's
-// inner size is the swizzle's width: 64, 32 or 16.
-static inline CUtensorMap tensor_map(const floatX* p, int dims, const int64_t* size, const int64_t* stride,
-                                     const int* box, Ctx* ctx) {
+// A tensor map of bf16, float32 or bytes, innermost dimension first. Sizes, box and strides are in elements; strides
+// are those of dimensions 1.. (that of dimension 0 is 1). The box's inner size is the swizzle's width: 128, 64 or 32
+// bytes.
+template <typename T>
+static inline CUtensorMap tensor_map(const T* p, int dims, const int64_t* size, const int64_t* stride, const int* box,
+                                     Ctx* ctx) {
+    // Sizes and strides as the driver wants them, strides in bytes.
     CUtensorMap map;
     cuuint64_t sizes[5], strides[5];
     cuuint32_t boxes[5], ones[5];
     for (int i = 0; i < dims; i++) {
         sizes[i] = (cuuint64_t)size[i], boxes[i] = (cuuint32_t)box[i], ones[i] = 1;
-        if (i) strides[i - 1] = (cuuint64_t)stride[i - 1] * sizeof(floatX);
+        if (i) strides[i - 1] = (cuuint64_t)stride[i - 1] * sizeof(T);
     }
-    CUtensorMapSwizzle swizzle = box[0] == 64   ? CU_TENSOR_MAP_SWIZZLE_128B
-                                 : box[0] == 32 ? CU_TENSOR_MAP_SWIZZLE_64B
-                                                : CU_TENSOR_MAP_SWIZZLE_32B;
-    CUresult result = ctx->encode_tiled(&map, CU_TENSOR_MAP_DATA_TYPE_BFLOAT16, (cuuint32_t)dims, (void*)p, sizes,
-                                        strides, boxes, ones, CU_TENSOR_MAP_INTERLEAVE_NONE, swizzle,
-                                        CU_TENSOR_MAP_L2_PROMOTION_L2_256B, CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE);
+
+    // The type, and a swizzle over the box's width.
+    const CUtensorMapDataType type = sizeof(T) == 4   ? CU_TENSOR_MAP_DATA_TYPE_FLOAT32
+                                     : sizeof(T) == 2 ? CU_TENSOR_MAP_DATA_TYPE_BFLOAT16
+                                                      : CU_TENSOR_MAP_DATA_TYPE_UINT8;
+    const size_t width = (size_t)box[0] * sizeof(T);
+    const CUtensorMapSwizzle swizzle = width == 128  ? CU_TENSOR_MAP_SWIZZLE_128B
+                                       : width == 64 ? CU_TENSOR_MAP_SWIZZLE_64B
+                                                     : CU_TENSOR_MAP_SWIZZLE_32B;
+
+    // What TMA cannot take: addresses and strides that are no multiples of 16 bytes, boxes of more than 256.
+    CUresult result = ctx->encode_tiled(&map, type, (cuuint32_t)dims, (void*)p, sizes, strides, boxes, ones,
+                                        CU_TENSOR_MAP_INTERLEAVE_NONE, swizzle, CU_TENSOR_MAP_L2_PROMOTION_L2_256B,
+                                        CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE);
     if (result != CUDA_SUCCESS)
-        die(EXIT_FAILED, "%s:%d: cuTensorMapEncodeTiled: error %d (pointer %p, %d dimensions)", __FILE__, __LINE__,
-            (int)result, (const void*)p, dims);
+        die(EXIT_FAILED, "%s:%d: cuTensorMapEncodeTiled: error %d (pointer %p, %d dimensions, %lld x %lld)", __FILE__,
+            __LINE__, (int)result, (const void*)p, dims, (long long)size[1], (long long)size[0]);
     return map;
 }
 
 // --- wgmma ---
 
-// Descriptor of a tile whose chunks are CHUNK bf16 wide.
-//   K-major (the contraction runs along a row): 8-row groups are CHUNK * 16 bytes apart; a step of k16 adds 32 bytes
-//   within a chunk.
-//   MN-major (rows are the contraction): CHUNK columns per chunk, chunks `chunk_bytes` apart; a step of k16 adds 16
-//   rows.
-// In a cluster shared addresses have high bits: masked.
-template <int CHUNK>
-static __device__ __forceinline__ uint64_t wgmma_descriptor(uint32_t address, uint32_t chunk_bytes) {
-    constexpr uint64_t layout = CHUNK == 64 ? 1 : CHUNK == 32 ? 2 : 3;
-    return (layout << 62) | ((uint64_t)(CHUNK * 16 >> 4) << 32) | ((uint64_t)(chunk_bytes >> 4) << 16) |
+// Descriptor of an operand in shared memory: where it begins and how it lies there, in 64 bits. Addresses and distances
+// count in 16 bytes, so a descriptor is moved by adding to it. WIDTH: of the operand's boxes, in bf16.
+//
+//   K-major     a row of a box runs along the contraction. Groups of 8 rows are WIDTH * 16 bytes apart. The next k16 is
+//               32 bytes further, within the box.
+//   MN-major    a row of a box runs along M or N, and rows are the contraction. Each box holds WIDTH columns; boxes are
+//               `box_bytes` apart. The next k16 is 16 rows further.
+//
+// In a cluster shared addresses have high bits, which do not fit: masked.
+template <int WIDTH>
+static __device__ __forceinline__ uint64_t wgmma_descriptor(uint32_t address, uint32_t box_bytes) {
+    constexpr uint64_t swizzle = WIDTH == 64 ? 1 : WIDTH == 32 ? 2 : 3;
+    return (swizzle << 62) | ((uint64_t)(WIDTH * 16 >> 4) << 32) | ((uint64_t)(box_bytes >> 4) << 16) |
            ((address & 0x3FFFF) >> 4);
 }
 
+// Before the first product, and after ordinary code touched registers that products use.
 static __device__ __forceinline__ void wgmma_fence() { asm volatile("wgmma.fence.sync.aligned;" ::: "memory"); }
+// The products issued before are a group.
 static __device__ __forceinline__ void wgmma_commit() { asm volatile("wgmma.commit_group.sync.aligned;" ::: "memory"); }
+// Waits until at most PENDING groups of products still run.
 template <int PENDING>
 static __device__ __forceinline__ void wgmma_wait() {
     asm volatile("wgmma.wait_group.sync.aligned %0;" ::"n"(PENDING) : "memory");
 }
-// The compiler moves no use of the accumulators over this point.
+// The compiler moves no use of the sums over this point: after a wait, it is what keeps their readers there.
 template <int N>
 static __device__ __forceinline__ void wgmma_pin(float (&d)[N]) {
 #pragma unroll
     for (int i = 0; i < N; i++) asm volatile("" : "+f"(d[i])::"memory");
 }
 
+// The text of an instruction with N sums in a row names N / 2 registers: "%0, %1, ..". R: eight of these names; D8: the
+// eight operands that they stand for; REGS and OUT: all of an N.
 #define WGMMA_R0 "%0, %1, %2, %3, %4, %5, %6, %7"
 #define WGMMA_R8 "%8, %9, %10, %11, %12, %13, %14, %15"
 #define WGMMA_R16 "%16, %17, %18, %19, %20, %21, %22, %23"
@@ -189,45 +218,34 @@ static __device__ __forceinline__ void wgmma_pin(float (&d)[N]) {
 #define WGMMA_D8(i)                                                                                                    \
     "+f"(d[i]), "+f"(d[(i) + 1]), "+f"(d[(i) + 2]), "+f"(d[(i) + 3]), "+f"(d[(i) + 4]), "+f"(d[(i) + 5]),              \
         "+f"(d[(i) + 6]), "+f"(d[(i) + 7])
+// Each list is the one before it and more.
 #define WGMMA_REGS32 WGMMA_R0 ", " WGMMA_R8
+#define WGMMA_REGS48 WGMMA_REGS32 ", " WGMMA_R16
+#define WGMMA_REGS64 WGMMA_REGS48 ", " WGMMA_R24
+#define WGMMA_REGS80 WGMMA_REGS64 ", " WGMMA_R32
+#define WGMMA_REGS96 WGMMA_REGS80 ", " WGMMA_R40
+#define WGMMA_REGS128 WGMMA_REGS96 ", " WGMMA_R48 ", " WGMMA_R56
+#define WGMMA_REGS192 WGMMA_REGS128 ", " WGMMA_R64 ", " WGMMA_R72 ", " WGMMA_R80 ", " WGMMA_R88
+#define WGMMA_REGS256 WGMMA_REGS192 ", " WGMMA_R96 ", " WGMMA_R104 ", " WGMMA_R112 ", " WGMMA_R120
 #define WGMMA_OUT32 WGMMA_D8(0), WGMMA_D8(8)
-#define WGMMA_REGS48 WGMMA_R0 ", " WGMMA_R8 ", " WGMMA_R16
-#define WGMMA_OUT48 WGMMA_D8(0), WGMMA_D8(8), WGMMA_D8(16)
-#define WGMMA_REGS64 WGMMA_R0 ", " WGMMA_R8 ", " WGMMA_R16 ", " WGMMA_R24
-#define WGMMA_OUT64 WGMMA_D8(0), WGMMA_D8(8), WGMMA_D8(16), WGMMA_D8(24)
-#define WGMMA_REGS80 WGMMA_R0 ", " WGMMA_R8 ", " WGMMA_R16 ", " WGMMA_R24 ", " WGMMA_R32
-#define WGMMA_OUT80 WGMMA_D8(0), WGMMA_D8(8), WGMMA_D8(16), WGMMA_D8(24), WGMMA_D8(32)
-#define WGMMA_REGS96 WGMMA_R0 ", " WGMMA_R8 ", " WGMMA_R16 ", " WGMMA_R24 ", " WGMMA_R32 ", " WGMMA_R40
-#define WGMMA_OUT96 WGMMA_D8(0), WGMMA_D8(8), WGMMA_D8(16), WGMMA_D8(24), WGMMA_D8(32), WGMMA_D8(40)
-#define WGMMA_REGS128                                                                                                  \
-    WGMMA_R0 ", " WGMMA_R8 ", " WGMMA_R16 ", " WGMMA_R24 ", " WGMMA_R32 ", " WGMMA_R40 ", " WGMMA_R48 ", " WGMMA_R56
-#define WGMMA_OUT128                                                                                                   \
-    WGMMA_D8(0), WGMMA_D8(8), WGMMA_D8(16), WGMMA_D8(24), WGMMA_D8(32), WGMMA_D8(40), WGMMA_D8(48), WGMMA_D8(56)
-#define WGMMA_REGS192                                                                                                  \
-    WGMMA_R0 ", " WGMMA_R8 ", " WGMMA_R16 ", " WGMMA_R24 ", " WGMMA_R32 ", " WGMMA_R40 ", " WGMMA_R48 ", " WGMMA_R56   \
-             ", " WGMMA_R64 ", " WGMMA_R72 ", " WGMMA_R80 ", " WGMMA_R88
-#define WGMMA_OUT192                                                                                                   \
-    WGMMA_D8(0), WGMMA_D8(8), WGMMA_D8(16), WGMMA_D8(24), WGMMA_D8(32), WGMMA_D8(40), WGMMA_D8(48), WGMMA_D8(56),      \
-        WGMMA_D8(64), WGMMA_D8(72), WGMMA_D8(80), WGMMA_D8(88)
-#define WGMMA_REGS256                                                                                                  \
-    WGMMA_R0 ", " WGMMA_R8 ", " WGMMA_R16 ", " WGMMA_R24 ", " WGMMA_R32 ", " WGMMA_R40 ", " WGMMA_R48 ", " WGMMA_R56   \
-             ", " WGMMA_R64 ", " WGMMA_R72 ", " WGMMA_R80 ", " WGMMA_R88 ", " WGMMA_R96 ", " WGMMA_R104                \
-             ", " WGMMA_R112 ", " WGMMA_R120
-#define WGMMA_OUT256                                                                                                   \
-    WGMMA_D8(0), WGMMA_D8(8), WGMMA_D8(16), WGMMA_D8(24), WGMMA_D8(32), WGMMA_D8(40), WGMMA_D8(48), WGMMA_D8(56),      \
-        WGMMA_D8(64), WGMMA_D8(72), WGMMA_D8(80), WGMMA_D8(88), WGMMA_D8(96), WGMMA_D8(104), WGMMA_D8(112),            \
-        WGMMA_D8(120)
+#define WGMMA_OUT48 WGMMA_OUT32, WGMMA_D8(16)
+#define WGMMA_OUT64 WGMMA_OUT48, WGMMA_D8(24)
+#define WGMMA_OUT80 WGMMA_OUT64, WGMMA_D8(32)
+#define WGMMA_OUT96 WGMMA_OUT80, WGMMA_D8(40)
+#define WGMMA_OUT128 WGMMA_OUT96, WGMMA_D8(48), WGMMA_D8(56)
+#define WGMMA_OUT192 WGMMA_OUT128, WGMMA_D8(64), WGMMA_D8(72), WGMMA_D8(80), WGMMA_D8(88)
+#define WGMMA_OUT256 WGMMA_OUT192, WGMMA_D8(96), WGMMA_D8(104), WGMMA_D8(112), WGMMA_D8(120)
 
-constexpr __host__ __device__ bool wgmma_known(int n) {
-    return n == 32 || n == 48 || n == 64 || n == 80 || n == 96 || n == 128 || n == 192 || n == 256;
-}
-
-// d (64, N) += or = (accumulate 0) A B over k16. In a warp's 16 rows, lane l holds of each 8 columns: d[4j], d[4j + 1]
-// of row l / 4, columns 8j + l % 4 * 2 and the next; d[4j + 2], d[4j + 3] of row l / 4 + 8. A and B in shared memory;
-// MN_A, MN_B: 1 where the operand is MN-major.
+// d (64, N) += A B over k16, or d = A B where `accumulate` is 0. A and B lie in shared memory; MN_A, MN_B: 1 where the
+// operand is MN-major.
+//
+// Warp w of the four has rows 16w .. 16w + 15 of d. Of each 8 columns, those from 8j on, lane l holds four sums:
+//
+//   d[4j], d[4j + 1]         row l / 4,      columns 8j + l % 4 * 2 and the next
+//   d[4j + 2], d[4j + 3]     row l / 4 + 8,  the same columns
 template <int N, int MN_A, int MN_B>
 static __device__ __forceinline__ void wgmma_ss(float (&d)[N / 2], uint64_t a, uint64_t b, int accumulate) {
-    static_assert(wgmma_known(N), "add this N to the lists");
+    static_assert(N == 64 || N == 80 || N == 128 || N == 256, "add this N below");
 #define WGMMA_SS(n, A, B, C, TA, TB)                                                                                   \
     if constexpr (N == n)                                                                                              \
         asm volatile("{\n.reg .pred p;\nsetp.ne.b32 p, %" #C                                                           \
@@ -236,19 +254,15 @@ static __device__ __forceinline__ void wgmma_ss(float (&d)[N / 2], uint64_t a, u
                      "}, %" #A ", %" #B ", p, 1, 1, %" #TA ", %" #TB ";\n}"                                            \
                      : WGMMA_OUT##n                                                                                    \
                      : "l"(a), "l"(b), "r"(accumulate), "n"(MN_A), "n"(MN_B));
-    WGMMA_SS(32, 16, 17, 18, 19, 20)
-    WGMMA_SS(48, 24, 25, 26, 27, 28)
     WGMMA_SS(64, 32, 33, 34, 35, 36)
     WGMMA_SS(80, 40, 41, 42, 43, 44)
-    WGMMA_SS(96, 48, 49, 50, 51, 52)
     WGMMA_SS(128, 64, 65, 66, 67, 68)
-    WGMMA_SS(192, 96, 97, 98, 99, 100)
     WGMMA_SS(256, 128, 129, 130, 131, 132)
 #undef WGMMA_SS
 }
 
-// The same on e4m3 over k32, N 128, both operands K-major. The tensor cores keep about 14 bits below the largest of the
-// addends here, so long sums are made of short ones.
+// The same on e4m3 over k32, N 128, both operands K-major. Here the tensor cores keep only about 14 bits below the
+// largest addend: callers make long sums of short ones.
 static __device__ __forceinline__ void wgmma_e4m3_n128(float (&d)[64], uint64_t a, uint64_t b, int accumulate) {
     asm volatile(
         "{\n.reg .pred p;\nsetp.ne.b32 p, %66, 0;\n"
@@ -257,10 +271,11 @@ static __device__ __forceinline__ void wgmma_e4m3_n128(float (&d)[64], uint64_t 
         : "l"(a), "l"(b), "r"(accumulate));
 }
 
-// A (64, 16) in registers: a[0] row l / 4, columns l % 4 * 2 and the next; a[1] row l / 4 + 8; a[2], a[3] columns 8 on.
+// The same with A (64, 16) in registers, two bf16 in each: a[0] is row l / 4, columns l % 4 * 2 and the next; a[1] the
+// same of row l / 4 + 8; a[2] and a[3] are these rows again, 8 columns further.
 template <int N, int MN_B>
 static __device__ __forceinline__ void wgmma_rs(float (&d)[N / 2], const uint32_t* a, uint64_t b, int accumulate) {
-    static_assert(wgmma_known(N), "add this N to the lists");
+    static_assert(N == 32 || N == 48 || N == 64 || N == 96 || N == 128 || N == 192, "add this N below");
 #define WGMMA_RS(n, A, A1, A2, A3, B, C, TB)                                                                           \
     if constexpr (N == n)                                                                                              \
         asm volatile("{\n.reg .pred p;\nsetp.ne.b32 p, %" #C                                                           \
@@ -272,29 +287,34 @@ static __device__ __forceinline__ void wgmma_rs(float (&d)[N / 2], const uint32_
     WGMMA_RS(32, 16, 17, 18, 19, 20, 21, 22)
     WGMMA_RS(48, 24, 25, 26, 27, 28, 29, 30)
     WGMMA_RS(64, 32, 33, 34, 35, 36, 37, 38)
-    WGMMA_RS(80, 40, 41, 42, 43, 44, 45, 46)
     WGMMA_RS(96, 48, 49, 50, 51, 52, 53, 54)
     WGMMA_RS(128, 64, 65, 66, 67, 68, 69, 70)
     WGMMA_RS(192, 96, 97, 98, 99, 100, 101, 102)
-    WGMMA_RS(256, 128, 129, 130, 131, 132, 133, 134)
 #undef WGMMA_RS
 }
 
-// Two floats as one register of A; `low` is the first column.
+// Two floats as one register of A; `low` is the first column. (The instruction names the high half first.)
 static __device__ __forceinline__ uint32_t pack_bf16(float low, float high) {
     uint32_t packed;
     asm("cvt.rn.bf16x2.f32 %0, %1, %2;" : "=r"(packed) : "f"(high), "f"(low));
     return packed;
 }
 
-// Registers per thread of this warpgroup; the kernel needs __launch_bounds__(threads, 1) and roles in one if/else.
-// Every role of a kernel with wgmma begins so, and in code for other GPUs than Hopper ends here: the compiler drops all
-// that follows, which only sm_90a knows. On those GPUs ops take other roads (x_lt.cuh); to launch it is an error there.
+// --- Registers from one warpgroup to another ---
+//
+// A kernel starts with the same number of registers in every thread. Then each warpgroup begins its role (an if/else)
+// by saying how many it needs per thread: those that hold sums take what the one that loads gives up. The kernel needs
+// __launch_bounds__(threads, 1).
+//
+// The binary also has code for GPUs that do not know wgmma. These calls come first in every role, so there they end the
+// kernel: after __builtin_unreachable() the compiler drops the rest of the role, with the instructions that only sm_90a
+// has. Such a GPU never launches the kernel; its ops take other roads (x_lt.cuh).
 #if defined(__CUDA_ARCH__) && !defined(__CUDA_ARCH_FEAT_SM90_ALL)
 #define HOPPER_ONLY() (__trap(), __builtin_unreachable())
 #else
 #define HOPPER_ONLY()
 #endif
+
 template <int N>
 static __device__ __forceinline__ void registers_more() {
     HOPPER_ONLY();

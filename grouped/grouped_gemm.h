@@ -1,8 +1,13 @@
-// One matrix product per expert over its rows of a ragged buffer (grouped/permute.h), all experts in one call. Weights
-// of all experts lie together: w (El, OC, IC). Group ends are read on the device, and units of work are counted in four
-// bytes of the workspace (on Blackwell the ends are fetched and matmul_workspace() is used:
-// blackwell/grouped_gemm_lt.cuh). Products read true rows only, or pad rows that are zeros; rows of an output that are
-// pad rows are written as zeros.
+// One matrix product per expert over its rows of a ragged buffer (grouped/permute.h draws it), all experts in one call.
+//
+//   forward   y  = x W_e^T      rows of expert e: (rows, IC) (IC, OC)
+//   dgrad     dx = dy W_e       rows of expert e: (rows, OC) (OC, IC)
+//   wgrad     dW_e += dy^T x    (OC, rows) (rows, IC): the contraction runs over the expert's rows
+//
+// Weights of all experts lie together, w (El, OC, IC). Products read true rows only, or pad rows that are zeros; rows
+// of an output that are pad rows are written as zeros. In the CUDA build IC and OC are multiples of 8. Starts and
+// counts of rows are read on the device, and work items are counted in four bytes of the workspace. (On Blackwell the
+// host fetches the starts, and the workspace is that of matmul_workspace(): blackwell/grouped_gemm_lt.cuh.)
 #ifndef GROUPED_GROUPED_GEMM_H
 #define GROUPED_GROUPED_GEMM_H
 

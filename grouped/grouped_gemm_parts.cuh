@@ -1,68 +1,171 @@
-// What the kernels of the grouped products (grouped_gemm.cu, grouped_gemm_mx.cu) share: how units of work are handed
-// out to clusters of blocks, and how results leave.
+// What the kernels of the grouped products (grouped_gemm.cu, mx/grouped_gemm_mx.cu) share: the rings between the warp
+// that loads and those that multiply, the loads, the way results leave, and the launch. The kernels differ in how they
+// multiply.
+//
+// A ring is a few places in shared memory that are used in turn. A place has two mbarriers (device/wgmma.cuh):
+//
+//     who fills it:   wait for `empty`, write (loads count themselves as bytes), arrive at `full`
+//     who reads it:   wait for `full`, read, arrive at `empty`
+//
+// A phase is one turn through the ring: a barrier's phases have parity 0, 1, 0, .. The producer runs ahead until all
+// places are full, so loads are on their way while the tensor cores work. There are two rings, of work items (which
+// tile to multiply) and of stages (a k block of A and B), both of four places.
+//
+// A stage is six boxes; a box is 64 rows of 128 bytes, swizzled. A tile needs two boxes of A for each 128 rows and two
+// of B for each 128 columns: A's stand at the front of a stage, B's at its end.
+//
+//     128 x 256   | A | A | B | B | B | B |        256 x 128   | A | A | A | A | B | B |
 #ifndef GROUPED_GROUPED_GEMM_PARTS_CUH
 #define GROUPED_GROUPED_GEMM_PARTS_CUH
 
-#include "grouped/grouped_gemm_ptx.cuh"
+#include "grouped/permute.h"
+#include "grouped/tile_scheduler.cuh"
 
 namespace {
 
-enum { CLUSTER = 2, BOTH = 3 };  // blocks of a cluster, and their bits
+enum { BOX = 64, BOX_BYTES = BOX * 128 };  // rows
+enum { STAGES = 4, STAGE_BOXES = 6, STAGE_BYTES = STAGE_BOXES * BOX_BYTES };
+enum { ITEMS = 4 };                              // work items that the producer may be ahead
+enum { WARPS = 8, THREADS = 128 + 32 * WARPS };  // a producer warpgroup (one warp works) and two that multiply
+enum { MAX_EXPERTS = 1024 };
+enum { BOTH = (1 << CLUSTER) - 1 };  // blocks of a cluster, a bit each
+enum { PIECE_BYTES = 16 * 128 };     // of a result
 
-__device__ __forceinline__ int div_up(int a, int b) { return (a + b - 1) / b; }
-
-// --- Units of work, first come, first served ---
-//
-// A cluster draws the number of its next unit from a counter in device memory. So one that starts late, because
-// something else still held its SMs (a transfer between GPUs holds some for milliseconds), takes fewer units and
-// nothing waits for it. Block 0 draws for both, a unit ahead, so that the counter answers while slices are loaded, and
-// sends the number into both blocks' queues.
-
-// More numbers than can be on their way: block 0 is no more tiles ahead than there are stages (4), which both share.
-enum { QUEUE = 8 };
-struct Queue {
-    uint64_t there[QUEUE];
-    uint32_t unit[QUEUE];
+struct Shared {
+    alignas(1024) uint8_t stages[STAGES][STAGE_BYTES];
+    alignas(1024) uint8_t pieces[WARPS][2][PIECE_BYTES];
+    uint64_t full_barriers[STAGES], empty_barriers[STAGES];
+    uint64_t item_full_barriers[ITEMS], item_empty_barriers[ITEMS];
+    WorkItem items[ITEMS];
+    Queue queue;
+    int16_t order[MAX_EXPERTS];  // WGRAD: largest experts first
 };
 
-__device__ __forceinline__ void queue_init(Queue& q) {
-    for (int i = 0; i < QUEUE; i++) barrier_init(&q.there[i], 1);
+// A place in a ring of N, and the parity of the phase to wait for there. The producer begins with 1, the parity of the
+// phase before the first: it finds every place empty.
+template <int N>
+struct Place {
+    int index;
+    uint32_t phase;
+
+    __device__ __forceinline__ void advance() {
+        if (++index == N) index = 0, phase ^= 1;
+    }
+};
+
+// --- The producer ---
+
+// One box at column x and row y (of matrix z, where there are several) into this block, or into both.
+template <bool SEVERAL>
+__device__ __forceinline__ void load_box(uint8_t* to, const CUtensorMap* map, uint64_t* full, int x, int y, int z,
+                                         int both) {
+    if (SEVERAL)
+        both ? tma_multicast(to, map, full, x, y, z, BOTH) : tma_load(to, map, full, x, y, z);
+    else
+        both ? tma_multicast(to, map, full, x, y, BOTH) : tma_load(to, map, full, x, y);
 }
 
-// What the producing warp knows of it.
-struct Units {
-    Queue& queue;
-    uint32_t* counter;
-    int rank, lane;
-    uint32_t drawn, turn;
+// Fills the rings until there is no more work.
+template <Pass P>
+__device__ __forceinline__ void produce(Shared& s, const CUtensorMap* a, const CUtensorMap* b, const Groups& g) {
+    TileScheduler<P> scheduler(g, s.order, s.queue);
+    Place<STAGES> stage = {0, 1};
+    Place<ITEMS> at = {0, 1};
+    for (;;) {
+        // The work item, for the warps that multiply: they learn of their tile before its data come.
+        const WorkItem item = scheduler.next();
+        barrier_wait(&s.item_empty_barriers[at.index], at.phase);
+        if (scheduler.lane == 0) {
+            s.items[at.index] = item;
+            barrier_arrive(&s.item_full_barriers[at.index]);
 
-    __device__ __forceinline__ void draw() {
-        if (rank == 0 && lane == 0) drawn = draw_number(counter);
-    }
-    // What was drawn, in all lanes of both blocks.
-    __device__ __forceinline__ int next() {
-        const uint32_t slot = turn % QUEUE, parity = turn / QUEUE % 2;
-        uint64_t* there = &queue.there[slot];
-        if (lane == 0) {
-            barrier_expect(there, sizeof(uint32_t));
-            if (rank == 0)
-                for (int block = 0; block < CLUSTER; block++)
-                    send_word(cluster_address(&queue.unit[slot], block), drawn, cluster_address(there, block));
+            // Its k blocks of A and B, a stage for each. Of the operand in common this block loads every other box, for
+            // both blocks. A full barrier counts the bytes of all boxes, whoever loads them.
+            const bool n_along_rows = P == DGRAD || P == WGRAD;  // in B's memory, else k
+            const int a_boxes = item.shape == TALL ? 4 : 2, b_boxes = P != MX && item.shape == WIDE ? 4 : 2;
+            for (int k_block = 0, k = item.k; k_block < item.k_blocks; k_block++, k += BLOCK_K<P>) {
+                barrier_wait(&s.empty_barriers[stage.index], stage.phase);
+                uint64_t* full = &s.full_barriers[stage.index];
+                uint8_t* to = s.stages[stage.index];
+                barrier_expect(full, (a_boxes + b_boxes) * BOX_BYTES);
+
+                // A's boxes at the front.
+#pragma unroll
+                for (int i = 0; i < 4; i++) {
+                    const int m = item.m + i * BOX;
+                    if (i < a_boxes && (!scheduler.common_a || i % CLUSTER == scheduler.rank))
+                        load_box<false>(to + i * BOX_BYTES, a, full, P == WGRAD ? m : k, P == WGRAD ? k : m, 0,
+                                        scheduler.common_a);
+                }
+
+                // B's boxes at the end.
+                to += (STAGE_BOXES - b_boxes) * BOX_BYTES;
+#pragma unroll
+                for (int i = 0; i < 4; i++) {
+                    const int n = item.n + i * BOX;
+                    if (i < b_boxes && (scheduler.common_a || i % CLUSTER == scheduler.rank))
+                        load_box<P != WGRAD>(to + i * BOX_BYTES, b, full, n_along_rows ? n : k, n_along_rows ? k : n,
+                                             item.expert, !scheduler.common_a);
+                }
+                stage.advance();
+            }
         }
-        barrier_wait(there, parity);
-        turn++;
-        return (int)queue.unit[slot];
+
+        // The last item, without k blocks, went to the other warps too: they end with it.
+        __syncwarp();
+        if (item.k_blocks == 0) break;
+        at.advance();
     }
-};
+}
+
+// A block from start to end. consume(s) is what a warp that multiplies does.
+template <Pass P, typename Consume>
+__device__ __forceinline__ void run_block(const CUtensorMap* a, const CUtensorMap* b, const CUtensorMap* out,
+                                          const Groups& g, Consume consume) {
+    // Barriers: how many arrivals end a phase. A place is filled by one thread and released by every warp that
+    // multiplies; a stage by those of both blocks, because both may load into it.
+    extern __shared__ __align__(1024) uint8_t memory[];
+    Shared& s = *(Shared*)memory;
+    if (threadIdx.x == 0) {
+        for (int i = 0; i < STAGES; i++)
+            barrier_init(&s.full_barriers[i], 1), barrier_init(&s.empty_barriers[i], WARPS * CLUSTER);
+        for (int i = 0; i < ITEMS; i++)
+            barrier_init(&s.item_full_barriers[i], 1), barrier_init(&s.item_empty_barriers[i], WARPS);
+        for (int i = 0; i < QUEUE; i++) barrier_init(&s.queue.full_barriers[i], 1);
+        barrier_init_fence();
+        tma_prefetch(a), tma_prefetch(b), tma_prefetch(out);
+    }
+
+    // WGRAD: an expert's tiles cost what it has rows. Sorted, largest first, so that none of the largest begins last.
+    if (P == WGRAD)
+        for (int e = threadIdx.x; e < g.El; e += THREADS) {
+            int rows = g.rows[e], place = 0;
+            for (int i = 0; i < g.El; i++) place += g.rows[i] > rows || (g.rows[i] == rows && i < e);
+            s.order[place] = (int16_t)e;
+        }
+    __syncthreads();  // warps whole again
+    cluster_sync();
+
+    // The roles. Registers go from the warpgroup that loads to those that hold sums.
+    if (threadIdx.x < 128) {
+        registers_fewer<56>();
+        if (threadIdx.x < 32) produce<P>(s, a, b, g);
+    } else {
+        registers_more<224>();
+        consume(s);
+    }
+    cluster_sync();  // the neighbour may still write here or arrive here
+}
 
 // --- Results ---
 
-// A warp's 16 rows leave in pieces of 128 bytes a row, through two buffers of its own. TMA drops what lies outside.
-enum { PIECE_BYTES = 16 * 128 };
+// A warp's 16 rows leave in pieces of 128 bytes a row, through two buffers of its own: while TMA reads one, the warp
+// fills the other. TMA drops what lies outside of the output.
 struct Writer {
     uint8_t (*buffer)[PIECE_BYTES];
     int turn, lane;
 
+    // The buffer for the next piece, once TMA has read what was there.
     __device__ __forceinline__ uint8_t* begin() {
         if (lane == 0) tma_wait_read<1>();
         __syncwarp();
@@ -70,8 +173,9 @@ struct Writer {
     }
 };
 
-// A piece from the sums of its columns as wgmma leaves them (device/wgmma.cuh), in 16-byte units swizzled as TMA
-// expects them. Rows from `valid` on become zeros whatever their sums are.
+// put() makes a piece of the sums of its columns, which lie in the lanes as wgmma leaves them (device/wgmma.cuh).
+// Within a row the eight places of 16 bytes are swizzled as TMA expects them: place i of row r is at i ^ r % 8. Rows
+// from `valid` on become zeros, whatever their sums are.
 
 // 64 columns as bf16. (Zeros by the packed values: writing d itself would serialize wgmma.)
 __device__ __forceinline__ void put(uint8_t* to, const float* d, int valid, int lane, floatX*) {
@@ -97,13 +201,14 @@ __device__ __forceinline__ void put(uint8_t* to, const float* d, int valid, int 
             const float* p = d + j * 4 + half * 2;
             float2 near = {p[0], p[1]}, far = {p[8], p[9]};
             if (r + half * 8 >= valid) near = far = {0, 0};
-            const int unit = (j * 2 + lane % 4 / 2) ^ r ^ odd * 4;
-            *(float2*)(to + half * 8 * 128 + unit * 16) = odd ? far : near;
-            *(float2*)(to + half * 8 * 128 + (unit ^ 4) * 16) = odd ? near : far;
+            const int place = (j * 2 + lane % 4 / 2) ^ r ^ odd * 4;
+            *(float2*)(to + half * 8 * 128 + place * 16) = odd ? far : near;
+            *(float2*)(to + half * 8 * 128 + (place ^ 4) * 16) = odd ? near : far;
         }
 }
 
-// The warp's 16 rows of N columns from column n on, of `columns`; send(piece, column) hands a piece to TMA.
+// The warp's 16 rows of the N columns from n on, as far as the output has `columns`, piece after piece: put() fills a
+// buffer, the fence lets TMA see it, and send(piece, column) hands it to TMA.
 template <typename Out, int N, typename Send>
 __device__ __forceinline__ void write(Writer& w, const float (&d)[N / 2], int n, int columns, int valid, Send send) {
     constexpr int WIDTH = 128 / sizeof(Out);
@@ -120,30 +225,29 @@ __device__ __forceinline__ void write(Writer& w, const float (&d)[N / 2], int n,
 
 // --- The host's side ---
 
-// (depth, rows, cols), or (rows, cols) with depth 0; swizzled boxes 128 bytes wide.
+// A matrix (rows, cols), or `depth` of them one after another (0: one, in two dimensions), in boxes 128 bytes wide.
 template <typename T>
 CUtensorMap matrix_map(const T* p, int64_t depth, int64_t rows, int64_t cols, int box_rows, Ctx* ctx) {
-    const CUtensorMapDataType type = sizeof(T) == 4   ? CU_TENSOR_MAP_DATA_TYPE_FLOAT32
-                                     : sizeof(T) == 2 ? CU_TENSOR_MAP_DATA_TYPE_BFLOAT16
-                                                      : CU_TENSOR_MAP_DATA_TYPE_UINT8;
-    cuuint64_t sizes[3] = {(cuuint64_t)cols, (cuuint64_t)rows, (cuuint64_t)depth};
-    cuuint64_t strides[2] = {(cuuint64_t)cols * sizeof(T), (cuuint64_t)(rows * cols) * sizeof(T)};
-    cuuint32_t box[3] = {(cuuint32_t)(128 / sizeof(T)), (cuuint32_t)box_rows, 1}, ones[3] = {1, 1, 1};
-    CUtensorMap map;
-    CUresult result = ctx->encode_tiled(&map, type, depth ? 3 : 2, (void*)p, sizes, strides, box, ones,
-                                        CU_TENSOR_MAP_INTERLEAVE_NONE, CU_TENSOR_MAP_SWIZZLE_128B,
-                                        CU_TENSOR_MAP_L2_PROMOTION_L2_256B, CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE);
-    if (result != CUDA_SUCCESS)
-        die(EXIT_FAILED, "%s:%d: cuTensorMapEncodeTiled: error %d (pointer %p, %lld x %lld x %lld)", __FILE__, __LINE__,
-            (int)result, (const void*)p, (long long)depth, (long long)rows, (long long)cols);
-    return map;
+    const int64_t size[3] = {cols, rows, depth}, stride[2] = {cols, rows * cols};
+    const int box[3] = {(int)(128 / sizeof(T)), box_rows, 1};
+    return tensor_map(p, depth ? 3 : 2, size, stride, box, ctx);
 }
 
-// The counter of a product's units, at 0: of the Ctx, since products of several may run at once.
-uint32_t* unit_counter(Ctx* ctx) {
+// The sizes of a product, with a counter of work items at 0. (It is of the Ctx: products of several may run at once.)
+Groups groups_of(const Ragged& r, int64_t M, int64_t N, int64_t K, Ctx* ctx) {
+    // Coordinates of TMA are int32.
+    ASSERT(r.capacity <= INT32_MAX && M <= INT32_MAX && N <= INT32_MAX && K <= INT32_MAX);
     uint32_t* counter = ctx_workspace<uint32_t>(ctx, 1);
     device_zero(counter, sizeof(*counter), ctx);
-    return counter;
+    return {r.group_start, r.group_rows, r.El, (int)M, (int)N, (int)K, counter};
+}
+
+// A block on every SM, in clusters.
+template <typename Kernel, typename... Params>
+void launch(Kernel kernel, Ctx* ctx, const Params&... params) {
+    CUDA_CHECK(cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, sizeof(Shared)));
+    kernel<<<ctx->sms / CLUSTER * CLUSTER, THREADS, sizeof(Shared), ctx->stream>>>(params...);
+    LAUNCH_CHECK();
 }
 
 }  // namespace

@@ -1,16 +1,21 @@
 // What the grouped products need beyond device/wgmma.cuh: clusters, loads and words into several blocks, a store that
 // adds, and matrices from registers to shared memory. Each function is one instruction.
+//
+// A cluster is a few blocks that run at the same time on neighbouring SMs. A block can address the shared memory of the
+// others: a `shared::cluster` address names block and place.
 #ifndef GROUPED_GROUPED_GEMM_PTX_CUH
 #define GROUPED_GROUPED_GEMM_PTX_CUH
 
 #include "device/wgmma.cuh"
 
+// This block's number in its cluster.
 static __device__ __forceinline__ int cluster_rank() {
     int rank;
     asm volatile("mov.u32 %0, %%cluster_ctarank;" : "=r"(rank));
     return rank;
 }
 
+// All threads of all blocks of the cluster meet.
 static __device__ __forceinline__ void cluster_sync() {
     asm volatile("barrier.cluster.arrive.aligned;\nbarrier.cluster.wait.aligned;" ::: "memory");
 }
@@ -61,6 +66,7 @@ static __device__ __forceinline__ void tma_multicast(void* to, const CUtensorMap
         : "memory");
 }
 
+// As a store of a box, but it adds what is in shared memory to what is in the tensor.
 static __device__ __forceinline__ void tma_add(const CUtensorMap* map, const void* from, int x, int y, int z) {
     asm volatile(
         "cp.reduce.async.bulk.tensor.3d.global.shared::cta.add.tile.bulk_group [%0, {%2, %3, %4}], [%1];" ::"l"(map),
@@ -68,6 +74,8 @@ static __device__ __forceinline__ void tma_add(const CUtensorMap* map, const voi
         : "memory");
 }
 
+// Four matrices of 8 x 8 bf16 from the warp's registers a .. d, as wgmma leaves sums, to shared memory. Lane 8i + r
+// gives the address of row r of matrix i.
 static __device__ __forceinline__ void store_matrices(uint32_t at, uint32_t a, uint32_t b, uint32_t c, uint32_t d) {
     asm volatile("stmatrix.sync.aligned.m8n8.x4.shared.b16 [%0], {%1, %2, %3, %4};" ::"r"(at), "r"(a), "r"(b), "r"(c),
                  "r"(d)

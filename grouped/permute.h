@@ -1,9 +1,30 @@
 // The ragged layout: tokens sorted by expert, so that the experts' products run over contiguous rows.
 //
-// Expert e owns rows group_start[e] .. group_start[e] + group_rows[e] - 1. Starts are multiples of row_align (128 in
-// the CUDA build, whose tiles they feed; 1 on the CPU). Rows between an expert's last row and the next start are pad
-// rows: whoever writes a row buffer writes them as zeros. Within an expert rows stand in the order of their tokens. All
-// of it lies in device memory and the host never reads it.
+// Here 5 tokens a .. e choose 2 of 4 experts each: a 0 2, b 2 3, c 0 3, d 3 0, e 2 3. (Starts are multiples of 4 in
+// this figure, so that it is short.)
+//
+//                        row   the row's token      row_token
+//     group_start[0] ->   0    a                     0           expert 0: 3 rows, in the order of the tokens
+//                         1    c                     2
+//                         2    d                     3
+//                         3    none: zeros          -1           a pad row
+//     group_start[1] ->   4                                      expert 1: 0 rows, the next start is the same
+//     group_start[2] ->   4    a                     0           expert 2: 3 rows
+//                         5    b                     1
+//                         6    e                     4
+//                         7    none: zeros          -1
+//     group_start[3] ->   8    b                     1           expert 3: 4 rows, no pad row
+//                         9    c                     2
+//                        10    d                     3
+//                        11    e                     4
+//     group_start[4] ->  12                                      the rows in use; buffers have room for `capacity`
+//
+//     token_row: a {0, 4}, b {5, 8}, c {1, 9}, d {10, 2}, e {6, 11}: the rows of a token's first and second choice
+//
+// Expert e owns rows group_start[e] .. group_start[e] + group_rows[e] - 1. Starts are multiples of row_align: 128 in
+// the CUDA build, so that a tile of a product has rows of one expert; 1 on the CPU, where there are no pad rows.
+// Whoever writes a row buffer writes its pad rows as zeros. The layout lies in device memory, and the host never reads
+// it.
 #ifndef GROUPED_PERMUTE_H
 #define GROUPED_PERMUTE_H
 

@@ -4,13 +4,16 @@
 //
 //   y[r][o] = sum over chunks c of 128: 2^(sx[r][c] - 127) 2^(sw[e][o / 128][c] - 127) sum_{k in c} x[r][k] w[e][o][k]
 //
-// for the rows r of every expert e (grouped/permute.h). The sum inside a chunk has the tensor cores' short fp8
-// accumulators, chunks are added in float32. A scale of 255 makes NaN of what it reaches. On the GPU the product of the
-// two scales is a float32: from 2^128 on it is NaN, below 2^-149 it is 0 (what is lost is below 2^-124: a chunk's sum
-// is below 2^25). IC is a multiple of 32, OC of 8. Rows of y that are pad rows are zeros. On the GPU the last group may
-// end beyond capacity, at the next multiple of 128 (mx/linear_mx.c, whose rows are the tokens): of those rows x and y
-// are neither read nor written; x_scale has room for them, and what it holds there does not matter. Workspace: as in
-// grouped/grouped_gemm.h.
+// for the rows r of every expert e (grouped/permute.h). IC is a multiple of 32, OC of 8. Rows of y that are pad rows
+// are zeros.
+//
+// Precision: the sum inside a chunk has the tensor cores' short fp8 accumulators; chunks are added in float32. A scale
+// of 255 makes NaN of what it reaches. On the GPU the product of the two scales is a float32: from 2^128 on it is NaN,
+// below 2^-149 it is 0. (What is lost is below 2^-124, because a chunk's sum is below 2^25.)
+//
+// On the GPU the last group may end beyond capacity, at the next multiple of 128 (mx/linear_mx.c, whose rows are the
+// tokens). Of the rows there x and y are neither read nor written; x_scale has room for them, and what it holds there
+// does not matter. Workspace: as in grouped/grouped_gemm.h.
 #ifndef MX_GROUPED_GEMM_MX_H
 #define MX_GROUPED_GEMM_MX_H
 

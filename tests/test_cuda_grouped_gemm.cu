@@ -14,34 +14,72 @@
 static const double ROW_TOLERANCE = 0x1p-8 + 1e-5, TENSOR_TOLERANCE = 2e-3;
 
 // All three products on the same groups.
+struct Products {
+    int64_t IC, OC;
+    Layout l;
+    RowBuffer x, dy;
+    X w, y, dx;
+    R dw;
+    std::vector<double> dw_start;  // wgrad adds to it
+
+    Products(const Rows& rows, int64_t IC, int64_t OC)
+        : IC(IC),
+          OC(OC),
+          l(rows),
+          x(l, IC, 1),
+          dy(l, OC, 2),
+          w(l.El() * OC * IC, 3),
+          y(l.held * OC),
+          dx(l.held * IC),
+          dw(l.El() * OC * IC, 4, 8.0),
+          dw_start(dw.host) {}
+    void forward() { grouped_gemm_forward(y.dev, x.dev, w.dev, l.device(), IC, OC, ctx); }
+    void run() {
+        forward();
+        grouped_gemm_dgrad(dx.dev, dy.dev, w.dev, l.device(), IC, OC, ctx);
+        grouped_gemm_wgrad(dw.dev, dy.dev, x.dev, l.device(), IC, OC, ctx);
+    }
+    // As before a run.
+    void reset() { y.poison(), dx.poison(), dw.send(); }
+    std::vector<std::vector<double>> got() { return {y.got(), dx.got(), dw.got()}; }
+
+    // Against the reference, which overwrites the outputs on the host.
+    void check(const Rows& nan_in_rows = {}, const Rows& nan_in_weights = {}) {
+        REFERENCE(grouped_gemm_forward)(y.ref(), x.ref(), w.ref(), l.reference(), IC, OC, reference_ctx);
+        REFERENCE(grouped_gemm_dgrad)(dx.ref(), dy.ref(), w.ref(), l.reference(), IC, OC, reference_ctx);
+        REFERENCE(grouped_gemm_wgrad)(dw.ref(), dy.ref(), x.ref(), l.reference(), IC, OC, reference_ctx);
+        check_rows("y", y, l, OC, ROW_TOLERANCE, TENSOR_TOLERANCE, nan_in_rows);
+        check_rows("dx", dx, l, IC, ROW_TOLERANCE, TENSOR_TOLERANCE, nan_in_rows);
+        check_weights(dw, dw_start, l, OC * IC, nan_in_weights);
+    }
+};
+
 static void compare(const Rows& rows, int64_t IC, int64_t OC) {
     int before = test_failures_here;
-    Layout l(rows);
-    RowBuffer x(l, IC, 1), dy(l, OC, 2);
-    X w(l.El() * OC * IC, 3), y(l.held * OC), dx(l.held * IC);
-    R dw(l.El() * OC * IC, 4, 8.0);
-    std::vector<double> dw_start = dw.host;
-    grouped_gemm_forward(y.dev, x.dev, w.dev, l.device(), IC, OC, ctx);
-    grouped_gemm_dgrad(dx.dev, dy.dev, w.dev, l.device(), IC, OC, ctx);
-    grouped_gemm_wgrad(dw.dev, dy.dev, x.dev, l.device(), IC, OC, ctx);
-
-    REFERENCE(grouped_gemm_forward)(y.ref(), x.ref(), w.ref(), l.reference(), IC, OC, reference_ctx);
-    REFERENCE(grouped_gemm_dgrad)(dx.ref(), dy.ref(), w.ref(), l.reference(), IC, OC, reference_ctx);
-    REFERENCE(grouped_gemm_wgrad)(dw.ref(), dy.ref(), x.ref(), l.reference(), IC, OC, reference_ctx);
-    check_rows("y", y, l, OC, ROW_TOLERANCE, TENSOR_TOLERANCE);
-    check_rows("dx", dx, l, IC, ROW_TOLERANCE, TENSOR_TOLERANCE);
-    check_weights(dw, dw_start, l, OC * IC);
+    Products p(rows, IC, OC);
+    p.run();
+    p.check();
     if (test_failures_here > before)
-        printf("    with IC %lld, OC %lld, %d experts, %lld rows\n", (long long)IC, (long long)OC, l.El(),
-               (long long)l.end);
+        printf("    with IC %lld, OC %lld, %d experts, %lld rows\n", (long long)IC, (long long)OC, p.l.El(),
+               (long long)p.l.end);
 }
 
+// No bit differs.
+static void check_same(const std::vector<std::vector<double>>& first, const std::vector<std::vector<double>>& now,
+                       const char* what, int which) {
+    for (int i = 0; i < 3; i++)
+        CHECK(memcmp(first[i].data(), now[i].data(), now[i].size() * sizeof(double)) == 0, "product %d differs: %s %d",
+              i, what, which);
+}
+
+// Widths below, at and beyond those of boxes, k blocks and tiles, and tiles of every shape.
 static void test_small_sizes(void) {
     const int64_t sizes[] = {8, 24, 40, 64, 96, 128, 136, 264};
     for (int64_t IC : sizes)
         for (int64_t OC : sizes) compare({129, 0, 1, 130}, IC, OC);
 }
 
+// Groups that end before, at and after a tile's end; experts without rows first, last and alone.
 static void test_group_sizes(void) {
     for (int32_t n : {0, 1, 63, 64, 65, 127, 128, 129, 255, 256, 257, 400}) {
         compare({n}, 136, 264);
@@ -73,80 +111,63 @@ static void test_model_sizes(void) {
 }
 
 static void test_repeats(void) {
-    Layout l(random_rows(24, 400, 7));
-    const int64_t IC = 520, OC = 712;
-    RowBuffer x(l, IC, 1), dy(l, OC, 2);
-    X w(l.El() * OC * IC, 3), y(l.held * OC), dx(l.held * IC);
-    R dw(l.El() * OC * IC, 4);
-    std::vector<std::vector<double>> first;
-    for (int run = 0; run < 4; run++) {
-        y.poison(), dx.poison(), dw.send();
-        grouped_gemm_forward(y.dev, x.dev, w.dev, l.device(), IC, OC, ctx);
-        grouped_gemm_dgrad(dx.dev, dy.dev, w.dev, l.device(), IC, OC, ctx);
-        grouped_gemm_wgrad(dw.dev, dy.dev, x.dev, l.device(), IC, OC, ctx);
-        std::vector<std::vector<double>> now = {y.got(), dx.got(), dw.got()};
-        if (run == 0) first = now;
-        for (int i = 0; i < 3; i++)
-            CHECK(memcmp(first[i].data(), now[i].data(), now[i].size() * sizeof(double)) == 0,
-                  "product %d differs in run %d", i, run);
+    Products p(random_rows(24, 400, 7), 520, 712);
+    p.run();
+    auto first = p.got();
+    for (int run = 1; run < 4; run++) {
+        p.reset();
+        p.run();
+        check_same(first, p.got(), "run", run);
     }
 }
 
 // Blocks that start late, because their SMs are held, leave their share to the others, and no bit changes. With 16 of
 // 132 SMs held the forward product should take 1.14 times as long, or 1.33 where each one held costs a cluster (8
-// rounds of units, not 6); with a share for every block nearly twice as long, since the late ones begin when the others
-// end (1.7 seen): 1.5 is allowed.
+// rounds of work items, not 6); with a share for every block nearly twice as long, since the late ones begin when the
+// others end (1.7 seen): 1.5 is allowed.
 static void test_late_blocks(void) {
-    Layout l({5000, 0, 1000, 5500, 1, 500});
-    const int64_t IC = 1024, OC = 2048;
-    RowBuffer x(l, IC, 1), dy(l, OC, 2);
-    X w(l.El() * OC * IC, 3), y(l.held * OC), dx(l.held * IC);
-    R dw(l.El() * OC * IC, 4);
+    Products p({5000, 0, 1000, 5500, 1, 500}, 1024, 2048);
     std::vector<std::vector<double>> free;
     float free_ms = 0;
     for (int sms : {0, 16, 112}) {
-        y.poison(), dx.poison(), dw.send();
+        // The time of forward, and the bits of all three, while some SMs are held.
+        p.reset();
         float ms;
         {
             HeldSms held(sms);
-            ms = least_ms([&] { grouped_gemm_forward(y.dev, x.dev, w.dev, l.device(), IC, OC, ctx); }, ctx->stream);
-            grouped_gemm_dgrad(dx.dev, dy.dev, w.dev, l.device(), IC, OC, ctx);
-            grouped_gemm_wgrad(dw.dev, dy.dev, x.dev, l.device(), IC, OC, ctx);
+            ms = least_ms([&] { p.forward(); }, ctx->stream);
+            p.run();
             ctx_sync(ctx);
         }
-        std::vector<std::vector<double>> now = {y.got(), dx.got(), dw.got()};
+
+        // As with none held.
         if (getenv("TEST_ERRORS")) printf("    %d SMs held: %.3f ms\n", sms, ms);
-        if (sms == 0) free = now, free_ms = ms;
-        for (int i = 0; i < 3; i++)
-            CHECK(memcmp(free[i].data(), now[i].data(), now[i].size() * sizeof(double)) == 0,
-                  "product %d differs where %d SMs are held", i, sms);
+        if (sms == 0) free = p.got(), free_ms = ms;
+        check_same(free, p.got(), "SMs held:", sms);
         CHECK(ms <= 1.5f * free_ms || sms > 16, "%g ms where %d SMs are held, %g without", ms, sms, free_ms);
     }
 }
 
 // NaN in the weights of one expert and in the rows of another touch nothing else, and no pad row.
 static void test_nan_stays(void) {
-    const int64_t IC = 200, OC = 328;
-    Layout l({130, 77, 300, 0, 129});
-    RowBuffer x(l, IC, 1), dy(l, OC, 2);
-    X w(l.El() * OC * IC, 3), y(l.held * OC), dx(l.held * IC);
-    R dw(l.El() * OC * IC, 4);
-    std::vector<double> dw_start = dw.host;
-    std::fill(w.host.begin() + 1 * OC * IC, w.host.begin() + 2 * OC * IC, (double)NAN);
-    std::fill(x.host.begin() + l.start[2] * IC, x.host.begin() + (l.start[2] + l.rows[2]) * IC, (double)NAN);
-    std::fill(dy.host.begin() + l.start[2] * OC, dy.host.begin() + (l.start[2] + l.rows[2]) * OC, (double)NAN);
-    w.send(), x.send(), dy.send();
-    grouped_gemm_forward(y.dev, x.dev, w.dev, l.device(), IC, OC, ctx);
-    grouped_gemm_dgrad(dx.dev, dy.dev, w.dev, l.device(), IC, OC, ctx);
-    grouped_gemm_wgrad(dw.dev, dy.dev, x.dev, l.device(), IC, OC, ctx);
+    // Expert 1 has NaN in W, expert 2 in x and dy.
+    Products p({130, 77, 300, 0, 129}, 200, 328);
+    const int64_t IC = p.IC, OC = p.OC;
+    const Layout& l = p.l;
+    auto fill = [](X& t, int64_t from, int64_t to) {
+        std::fill(t.host.begin() + from, t.host.begin() + to, (double)NAN);
+    };
+    fill(p.w, 1 * OC * IC, 2 * OC * IC);
+    fill(p.x, l.start[2] * IC, (l.start[2] + l.rows[2]) * IC);
+    fill(p.dy, l.start[2] * OC, (l.start[2] + l.rows[2]) * OC);
+    p.w.send(), p.x.send(), p.dy.send();
 
-    REFERENCE(grouped_gemm_forward)(y.ref(), x.ref(), w.ref(), l.reference(), IC, OC, reference_ctx);
-    REFERENCE(grouped_gemm_dgrad)(dx.ref(), dy.ref(), w.ref(), l.reference(), IC, OC, reference_ctx);
-    REFERENCE(grouped_gemm_wgrad)(dw.ref(), dy.ref(), x.ref(), l.reference(), IC, OC, reference_ctx);
-    check_rows("y", y, l, OC, ROW_TOLERANCE, TENSOR_TOLERANCE, {1, 2});
-    check_rows("dx", dx, l, IC, ROW_TOLERANCE, TENSOR_TOLERANCE, {1, 2});
-    check_weights(dw, dw_start, l, OC * IC, {2});
-    auto got = y.got();
+    // What they do not touch is as ever.
+    p.run();
+    p.check({1, 2}, {2});
+
+    // What they touch is NaN.
+    auto got = p.y.got();
     int64_t finite = 0;
     for (int e = 1; e <= 2; e++)
         for (int64_t i = l.start[e] * OC; i < (l.start[e] + l.rows[e]) * OC; i++) finite += !isnan(got[(size_t)i]);
@@ -164,13 +185,14 @@ static void test_refuses_sizes(void) {
     CHECK(WIFEXITED(status) && WEXITSTATUS(status) == EXIT_USAGE, "IC 12 was not refused (status %d)", status);
 }
 
+// `refuse` is for test_refuses_sizes, `small` for compute-sanitizer.
 int main(int argc, char** argv) {
     if (argc > 1 && !strcmp(argv[1], "refuse")) {
         grouped_gemm_forward(nullptr, nullptr, nullptr, Ragged{}, 12, 16, nullptr);
         return 0;
     }
     if (device_available()) open_contexts(matmul_workspace());
-    if (argc > 1 && !strcmp(argv[1], "small")) {  // for compute-sanitizer
+    if (argc > 1 && !strcmp(argv[1], "small")) {
         compare({129, 0, 1, 130}, 72, 136);
         compare({1, 300, 128}, 136, 264);
         return test_failures_here != 0;

@@ -17,9 +17,12 @@ static const double ROW_TOLERANCE = 4e-3, TENSOR_TOLERANCE = 4e-4, BIAS_TOLERANC
 // A block of elements (rows x columns inside a matrix) becomes bytes with one scale, RCEIL.
 static uint8_t quantize(uint8_t* q, const real* x, int64_t rows, int64_t columns, int64_t stride) {
     double most = 0;
+    // The scale: the smallest power of two that brings the largest element to at most 448.
     for (int64_t r = 0; r < rows; r++)
         for (int64_t c = 0; c < columns; c++) most = std::max(most, fabs((double)x[r * stride + c]));
     int scale = most > 0 ? std::max(0, (int)ceil(log2(most / 448)) + 127) : 0;
+
+    // The elements over the scale, rounded.
     for (int64_t r = 0; r < rows; r++)
         for (int64_t c = 0; c < columns; c++)
             q[r * stride + c] =
@@ -44,6 +47,9 @@ struct Operands {
           w(l.El() * OC * IC, 0x7f),
           w_scale(l.El() * columns * chunks, MX_NAN) {
         stride_o = transposed_scales ? 1 : chunks, stride_c = transposed_scales ? columns : 1;
+
+        // x: each chunk of a true row at its own magnitude, with its scale four times (a byte for each block of 32) and
+        // zeros for blocks beyond the width.
         real* values = random_tensor(std::max(l.held, l.El() * OC) * IC, 1);
         for (int e = 0; e < l.El(); e++)
             for (int64_t r = l.start[e]; r < l.start[e] + l.rows[e]; r++)
@@ -57,6 +63,8 @@ struct Operands {
                                 (uint8_t)0);
                 }
         free(values);
+
+        // W: each square at its own magnitude, with one scale.
         values = random_tensor(l.El() * OC * IC, 2);
         for (int e = 0; e < l.El(); e++)
             for (int64_t o = 0; o < columns; o++)
@@ -89,6 +97,8 @@ static void compare(const Rows& rows, int64_t IC, int64_t OC, bool transposed_sc
     int before = test_failures_here;
     Layout l(rows);
     Operands p(l, IC, OC, transposed_scales);
+
+    // Both outputs, and the reference of both.
     R y(l.held * OC);
     X rounded(l.held * OC);
     p.run(nullptr, &y, l), p.run(&rounded, nullptr, l);
@@ -96,6 +106,8 @@ static void compare(const Rows& rows, int64_t IC, int64_t OC, bool transposed_sc
     rounded.host = y.host;
     check_rows("y in float32", y, l, OC, ROW_TOLERANCE, TENSOR_TOLERANCE);
     check_rows("y in bf16", rounded, l, OC, ROW_TOLERANCE + 0x1p-8);
+
+    // Which way the errors go, and whether bf16 is float32, rounded.
     auto got = y.got(), got_rounded = rounded.got();
     double along = 0;
     int64_t unlike = 0, count = 0;
@@ -109,6 +121,8 @@ static void compare(const Rows& rows, int64_t IC, int64_t OC, bool transposed_sc
         }
         along += row_along / sqrt(norm / (double)OC);
     }
+
+    // The verdict on both.
     const double bias = count ? fabs(along) / (double)count : 0;
     if (getenv("TEST_ERRORS")) printf("    bias %.3g of %.3g\n", bias, BIAS_TOLERANCE);
     CHECK(bias <= BIAS_TOLERANCE || count < 10000, "y is off by %g towards one side", bias);
@@ -118,11 +132,13 @@ static void compare(const Rows& rows, int64_t IC, int64_t OC, bool transposed_sc
                (long long)l.end);
 }
 
+// Trailing chunks of every depth, and widths below, at and beyond those of a square.
 static void test_small_sizes(void) {
-    for (int64_t IC : {32, 64, 96, 128, 160, 224, 480})  // trailing chunks of every depth
+    for (int64_t IC : {32, 64, 96, 128, 160, 224, 480})
         for (int64_t OC : {8, 24, 64, 120, 128, 136, 264, 392}) compare({129, 0, 1, 130}, IC, OC, OC == 264);
 }
 
+// Groups that end before, at and after the end of a part and of a tile; experts without rows first, last and alone.
 static void test_group_sizes(void) {
     for (int32_t n : {0, 1, 63, 64, 65, 127, 128, 129, 255, 256, 257, 400, 512}) {
         compare({n}, 160, 264);
@@ -171,12 +187,15 @@ static void test_late_blocks(void) {
     std::vector<double> free;
     float free_ms = 0;
     for (int sms : {0, 16, 112}) {
+        // The time and the bits while some SMs are held.
         y.poison();
         float ms;
         {
             HeldSms held(sms);
             ms = least_ms([&] { p.run(&y, nullptr, l); }, ctx->stream);
         }
+
+        // As with none held.
         std::vector<double> now = y.got();
         if (getenv("TEST_ERRORS")) printf("    %d SMs held: %.3f ms\n", sms, ms);
         if (sms == 0) free = now, free_ms = ms;
@@ -189,6 +208,7 @@ static void test_late_blocks(void) {
 // NaN bytes and NaN scales reach the rows of x, the columns of an expert's W and the tiles of W that they belong to,
 // and nothing else.
 static void test_nan_stays(void) {
+    // A byte of a row, a scale of another row, a byte of a column of expert 1, and a scale of expert 0's last columns.
     Layout l({130, 77, 300, 0, 129});
     Operands p(l, 288, 328, false);
     const int64_t IC = p.IC, OC = p.OC, row = l.start[2] + 70, scale_row = l.start[4] + 128, column = 200;
@@ -197,6 +217,8 @@ static void test_nan_stays(void) {
     p.w.host[(size_t)((1 * OC + column) * IC + 5)] = 0xff;
     p.w_scale.host[(size_t)(0 * p.columns * p.chunks + 2 * p.stride_o + 1)] = MX_NAN;  // columns from 256 on
     p.send();
+
+    // These and no others are NaN.
     R y(l.held * OC);
     p.run(nullptr, &y, l);
     auto got = y.got();
@@ -216,6 +238,7 @@ static void test_extreme_scales(void) {
     const int n = (int)(sizeof(scales) / sizeof(scales[0]));
     Layout l({n});
     for (int sw : scales) {
+        // Every row of x has another scale, and W has this one.
         Operands p(l, 128, 64, false);
         for (int r = 0; r < n; r++) std::fill_n(&p.x_scale.host[(size_t)(r * mx_stride(128))], 4, (uint8_t)scales[r]);
         p.w_scale.host[0] = (uint8_t)sw;
@@ -224,6 +247,8 @@ static void test_extreme_scales(void) {
         p.run(nullptr, &y, l);
         p.reference(y, l);
         auto got = y.got();
+
+        // NaN where the scales' product is beyond float32, near the reference where that is well inside.
         for (int r = 0; r < n; r++) {
             double diff = 0, norm = 0, most = 0;
             int64_t nans = 0;
@@ -242,9 +267,10 @@ static void test_extreme_scales(void) {
     }
 }
 
+// `small` is for compute-sanitizer.
 int main(int argc, char** argv) {
     if (device_available()) open_contexts(1 << 20);
-    if (argc > 1 && !strcmp(argv[1], "small")) {  // for compute-sanitizer
+    if (argc > 1 && !strcmp(argv[1], "small")) {
         compare({129, 0, 1, 130}, 96, 136);
         compare({1, 300, 128}, 160, 264);
         return test_failures_here != 0;
