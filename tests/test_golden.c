@@ -52,7 +52,7 @@ static void check_experts(Model* m, const SafeTensors* st) {
         if (!t || t->bytes != count * 4) continue;
         int32_t *want = (int32_t*)host_alloc((size_t)count * 4), *got = (int32_t*)host_alloc((size_t)count * 4);
         st_read(st, t, 0, count, want);
-        device_download(got, m->blocks[l].moe.expert, (size_t)count * 4, m->ctx);
+        device_download(got, m->blocks[l].moe.route.expert, (size_t)count * 4, m->ctx);
         for (int64_t i = 0; i < count; i++) differ += want[i] != got[i];
         CHECK(differ == 0, "%s: %lld of %lld expert ids differ", name, (long long)differ, (long long)count);
         free(want);

@@ -87,7 +87,7 @@ static StepState one_step(Model* m, int step, int32_t* expert) {
         model_batch(m, ids + mine * T, ids + n + mine * T, B, T);
         model_micro_step(m, s + R * B >= SEQUENCES);
         if (expert)
-            device_download(expert + mine * T * K, m->blocks[m->config.dense_layers].moe.expert,
+            device_download(expert + mine * T * K, m->blocks[m->config.dense_layers].moe.route.expert,
                             (size_t)(B * T * K) * 4, m->ctx);
     }
     model_update(m, step, 0);
