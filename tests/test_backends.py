@@ -1,6 +1,8 @@
 """The CUDA build against the CPU build: the same seed and the same real text give the same curve, and checkpoints go both ways.
 
-float32 on the CPU, bf16 on the GPU: the curves part by bf16's rounding, which training averages out. Skipped without a GPU.
+float32 on the CPU, bf16 on the GPU: the curves part by bf16's rounding, which training averages out. What a curve shows is a
+learning rate off by 1 %, a gradient that loses a part, a wrong mask; what it does not, because AdamW divides it out or
+attention matters little so early, is a wrong factor (bench/RESULTS.md): that is for the tests of ops. Skipped without a GPU.
 """
 import json
 import os
