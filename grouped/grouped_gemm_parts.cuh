@@ -55,14 +55,48 @@ struct Place {
 
 // --- The producer ---
 
-// One box at column x and row y (of matrix z, where there are several) into this block, or into both.
-template <bool SEVERAL>
-__device__ __forceinline__ void load_box(uint8_t* to, const CUtensorMap* map, uint64_t* full, int x, int y, int z,
-                                         int both) {
+// One box at column x and row y (of matrix z, where there are several) into this block, or into BOTH.
+template <bool SEVERAL, bool TO_BOTH>
+__device__ __forceinline__ void load_box(uint8_t* to, const CUtensorMap* map, uint64_t* full, int x, int y, int z) {
     if (SEVERAL)
-        both ? tma_multicast(to, map, full, x, y, z, BOTH) : tma_load(to, map, full, x, y, z);
+        TO_BOTH ? tma_multicast(to, map, full, x, y, z, BOTH) : tma_load(to, map, full, x, y, z);
     else
-        both ? tma_multicast(to, map, full, x, y, BOTH) : tma_load(to, map, full, x, y);
+        TO_BOTH ? tma_multicast(to, map, full, x, y, BOTH) : tma_load(to, map, full, x, y);
+}
+
+// An item's k blocks of A and B, a stage for each. Of the operand in common this block loads every other box, for both
+// blocks. A full barrier counts the bytes of all boxes, whoever loads them. (One thread, whose instructions for a k
+// block take about as long as the products of MXFP8: which operand is common is known to the compiler.)
+template <Pass P, bool COMMON_A>
+__device__ __forceinline__ void load_blocks(Shared& s, const CUtensorMap* a, const CUtensorMap* b, const WorkItem& item,
+                                            int rank, Place<STAGES>& stage) {
+    const bool n_along_rows = P == DGRAD || P == WGRAD;  // in B's memory, else k
+    const int a_boxes = item.shape == TALL ? 4 : 2, b_boxes = P != MX && item.shape == WIDE ? 4 : 2;
+    for (int k_block = 0, k = item.k; k_block < item.k_blocks; k_block++, k += BLOCK_K<P>) {
+        barrier_wait(&s.empty_barriers[stage.index], stage.phase);
+        uint64_t* full = &s.full_barriers[stage.index];
+        uint8_t* to = s.stages[stage.index];
+        barrier_expect(full, (a_boxes + b_boxes) * BOX_BYTES);
+
+        // A's boxes at the front.
+#pragma unroll
+        for (int j = 0; j < (COMMON_A ? 2 : 4); j++) {
+            const int i = COMMON_A ? CLUSTER * j + rank : j, m = item.m + i * BOX;
+            if (i < a_boxes)
+                load_box<false, COMMON_A>(to + i * BOX_BYTES, a, full, P == WGRAD ? m : k, P == WGRAD ? k : m, 0);
+        }
+
+        // B's boxes at the end.
+        to += (STAGE_BOXES - b_boxes) * BOX_BYTES;
+#pragma unroll
+        for (int j = 0; j < (COMMON_A ? 4 : 2); j++) {
+            const int i = COMMON_A ? j : CLUSTER * j + rank, n = item.n + i * BOX;
+            if (i < b_boxes)
+                load_box<P != WGRAD, !COMMON_A>(to + i * BOX_BYTES, b, full, n_along_rows ? n : k, n_along_rows ? k : n,
+                                                item.expert);
+        }
+        stage.advance();
+    }
 }
 
 // Fills the rings until there is no more work.
@@ -78,37 +112,10 @@ __device__ __forceinline__ void produce(Shared& s, const CUtensorMap* a, const C
         if (scheduler.lane == 0) {
             s.items[at.index] = item;
             barrier_arrive(&s.item_full_barriers[at.index]);
-
-            // Its k blocks of A and B, a stage for each. Of the operand in common this block loads every other box, for
-            // both blocks. A full barrier counts the bytes of all boxes, whoever loads them.
-            const bool n_along_rows = P == DGRAD || P == WGRAD;  // in B's memory, else k
-            const int a_boxes = item.shape == TALL ? 4 : 2, b_boxes = P != MX && item.shape == WIDE ? 4 : 2;
-            for (int k_block = 0, k = item.k; k_block < item.k_blocks; k_block++, k += BLOCK_K<P>) {
-                barrier_wait(&s.empty_barriers[stage.index], stage.phase);
-                uint64_t* full = &s.full_barriers[stage.index];
-                uint8_t* to = s.stages[stage.index];
-                barrier_expect(full, (a_boxes + b_boxes) * BOX_BYTES);
-
-                // A's boxes at the front.
-#pragma unroll
-                for (int i = 0; i < 4; i++) {
-                    const int m = item.m + i * BOX;
-                    if (i < a_boxes && (!scheduler.common_a || i % CLUSTER == scheduler.rank))
-                        load_box<false>(to + i * BOX_BYTES, a, full, P == WGRAD ? m : k, P == WGRAD ? k : m, 0,
-                                        scheduler.common_a);
-                }
-
-                // B's boxes at the end.
-                to += (STAGE_BOXES - b_boxes) * BOX_BYTES;
-#pragma unroll
-                for (int i = 0; i < 4; i++) {
-                    const int n = item.n + i * BOX;
-                    if (i < b_boxes && (scheduler.common_a || i % CLUSTER == scheduler.rank))
-                        load_box<P != WGRAD>(to + i * BOX_BYTES, b, full, n_along_rows ? n : k, n_along_rows ? k : n,
-                                             item.expert, !scheduler.common_a);
-                }
-                stage.advance();
-            }
+            if (scheduler.common_a)
+                load_blocks<P, true>(s, a, b, item, scheduler.rank, stage);
+            else
+                load_blocks<P, false>(s, a, b, item, scheduler.rank, stage);
         }
 
         // The last item, without k blocks, went to the other warps too: they end with it.
