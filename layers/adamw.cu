@@ -31,10 +31,10 @@ static __device__ __forceinline__ double term(float x) {
 }
 
 template <int SQUARE>
-static __global__ void sum_chunks_kernel(double* partial, const float* x, int64_t n, int aligned) {
+static __global__ void sum_chunks_kernel(double* partial, const float* x, int64_t n) {
     const int64_t first = blockIdx.x * (int64_t)CHUNK;
     double sum = 0;
-    if (aligned && first + CHUNK <= n) {
+    if (first + CHUNK <= n) {
         const float4* p = (const float4*)(x + first);
 #pragma unroll 8
         for (int i = threadIdx.x; i < CHUNK / 4; i += THREADS) {
@@ -58,9 +58,10 @@ static __global__ void add_total_kernel(double* total, const double* partial, in
 template <int SQUARE>
 static void add_sum(double* total, const float* x, int64_t n, Ctx* ctx) {
     if (n == 0) return;
+    ASSERT(aligned(x));
     int64_t chunks = ceil_div(n, CHUNK);
     double* partial = ctx_workspace<double>(ctx, chunks);
-    sum_chunks_kernel<SQUARE><<<(unsigned)chunks, THREADS, 0, ctx->stream>>>(partial, x, n, wide(0, x));
+    sum_chunks_kernel<SQUARE><<<(unsigned)chunks, THREADS, 0, ctx->stream>>>(partial, x, n);
     LAUNCH_CHECK();
     add_total_kernel<<<1, TOTAL_THREADS, 0, ctx->stream>>>(total, partial, chunks);
     LAUNCH_CHECK();
@@ -112,41 +113,41 @@ static __device__ __forceinline__ void keep_largest(StepState* state, const unsi
     if (now > __ldcg(kept)) atomicMax(kept, now);
 }
 
-template <int W>
-static __device__ __forceinline__ void take_in(unsigned& most, const float (&x)[W]) {
-#pragma unroll
-    for (int j = 0; j < W; j++) most = max(most, __float_as_uint(x[j]) & 0x7fffffffu);
+static __device__ __forceinline__ void take_in(unsigned& most, float x) {
+    most = max(most, __float_as_uint(x) & 0x7fffffffu);
 }
 
-template <int W>
 static __global__ void __launch_bounds__(THREADS)
     adamw_kernel(floatX* weight, float* master, float* m, float* v, const float* grad, int64_t n, int64_t n_decay,
                  AdamW opt, StepState* state) {
     if (!state->ok) return;
-    const int64_t i = (blockIdx.x * (int64_t)THREADS + threadIdx.x) * W;
+    const int64_t i = (blockIdx.x * (int64_t)THREADS + threadIdx.x) * 8;
     unsigned most[LARGEST] = {};
     if (i < n) {
         const float scale = (float)state->grad_scale, fix1 = (float)(1 / state->correction1),
                     fix2 = (float)(1 / state->correction2);
-        float g[W], p[W], m1[W], v1[W];
-        load_real<W>(g, grad + i);
-        load_real<W>(p, master + i);
-        load_real<W>(m1, m + i);
-        load_real<W>(v1, v + i);
+        float g[8], p[8], m1[8], v1[8];
+        load_real<8>(g, grad + i);
+        load_real<8>(p, master + i);
+        load_real<8>(m1, m + i);
+        load_real<8>(v1, v + i);
 #pragma unroll
-        for (int j = 0; j < W; j++) {
+        for (int j = 0; j < 8; j++) {
             float gj = scale * g[j], decay = i + j < n_decay ? opt.weight_decay : 0;
             m1[j] = opt.beta1 * m1[j] + (1 - opt.beta1) * gj;
             v1[j] = opt.beta2 * v1[j] + (1 - opt.beta2) * gj * gj;
             p[j] -= opt.lr * (m1[j] * fix1 / (sqrtf(v1[j] * fix2) + opt.eps) + decay * p[j]);
         }
-        store_real<W>(master + i, p);
-        store_real<W>(m + i, m1);
-        store_real<W>(v + i, v1);
-        store<W>(weight + i, p);
-        take_in(most[LARGEST_WEIGHT], p);
-        take_in(most[LARGEST_M], m1);
-        take_in(most[LARGEST_V], v1);
+        store_real<8>(master + i, p);
+        store_real<8>(m + i, m1);
+        store_real<8>(v + i, v1);
+        store<8>(weight + i, p);
+#pragma unroll
+        for (int j = 0; j < 8; j++) {
+            take_in(most[LARGEST_WEIGHT], p[j]);
+            take_in(most[LARGEST_M], m1[j]);
+            take_in(most[LARGEST_V], v1[j]);
+        }
     }
     keep_largest(state, most);
 }
@@ -154,12 +155,9 @@ static __global__ void __launch_bounds__(THREADS)
 void adamw_update(floatX* weight, real* master, real* m, real* v, const real* grad, int64_t n, int64_t n_decay,
                   const AdamW* opt, StepState* state, Ctx* ctx) {
     if (n == 0) return;
-    if (wide(n, weight, master, m, v, grad))
-        adamw_kernel<8><<<blocks_for(n, 8 * THREADS), THREADS, 0, ctx->stream>>>(weight, master, m, v, grad, n, n_decay,
-                                                                                 *opt, state);
-    else
-        adamw_kernel<1>
-            <<<blocks_for(n, THREADS), THREADS, 0, ctx->stream>>>(weight, master, m, v, grad, n, n_decay, *opt, state);
+    ASSERT(wide(n, weight, master, m, v, grad));
+    adamw_kernel<<<blocks_for(n, 8 * THREADS), THREADS, 0, ctx->stream>>>(weight, master, m, v, grad, n, n_decay, *opt,
+                                                                          state);
     LAUNCH_CHECK();
 }
 
@@ -167,9 +165,9 @@ static __global__ void __launch_bounds__(THREADS)
     measure_kernel(StepState* state, const float* master, const float* m, const float* v, int64_t n) {
     unsigned most[LARGEST] = {};
     for (int64_t i = blockIdx.x * (int64_t)THREADS + threadIdx.x; i < n; i += gridDim.x * (int64_t)THREADS) {
-        take_in<1>(most[LARGEST_WEIGHT], {master[i]});
-        take_in<1>(most[LARGEST_M], {m[i]});
-        take_in<1>(most[LARGEST_V], {v[i]});
+        take_in(most[LARGEST_WEIGHT], master[i]);
+        take_in(most[LARGEST_M], m[i]);
+        take_in(most[LARGEST_V], v[i]);
     }
     keep_largest(state, most);
 }

@@ -8,19 +8,16 @@
 #include "layers/rows.cuh"
 #include "layers/sort.cuh"
 
-template <int W>
 static __global__ void embedding_forward_kernel(floatX* out, const int32_t* token, const floatX* table, int64_t N,
                                                 int64_t C) {
     const int64_t n = blockIdx.x * 8 + threadIdx.x / 32;
-    if (n < N) copy_row<W>(out + n * C, table + token[n] * C, C);
+    if (n < N) copy_row<8>(out + n * C, table + token[n] * C, C);
 }
 
 void embedding_forward(floatX* out, const int32_t* token, const floatX* table, int64_t N, int64_t C, Ctx* ctx) {
     if (N == 0) return;
-    if (wide(C, out, table))
-        embedding_forward_kernel<8><<<blocks_for(N, 8), 256, 0, ctx->stream>>>(out, token, table, N, C);
-    else
-        embedding_forward_kernel<1><<<blocks_for(N, 8), 256, 0, ctx->stream>>>(out, token, table, N, C);
+    ASSERT(wide(C, out, table));
+    embedding_forward_kernel<<<blocks_for(N, 8), 256, 0, ctx->stream>>>(out, token, table, N, C);
     LAUNCH_CHECK();
 }
 
@@ -43,24 +40,23 @@ struct Place {
 };
 
 // acc += dout[position[i]] for i in first..last-1, in order; 4 rows under way at a time.
-template <int W>
-static __device__ __forceinline__ void add_rows(float acc[W], const floatX* dout, const int32_t* position,
+static __device__ __forceinline__ void add_rows(float acc[8], const floatX* dout, const int32_t* position,
                                                 int64_t first, int64_t last, int64_t c, int64_t C) {
     const int lane = threadIdx.x % 32;
     for (int64_t i0 = first; i0 < last; i0 += 32) {
         const int count = last - i0 < 32 ? (int)(last - i0) : 32;
         const int mine = lane < count ? position[i0 + lane] : 0;
         for (int u = 0; u < count; u += 4) {
-            float f[4][W] = {};
+            float f[4][8] = {};
 #pragma unroll
             for (int j = 0; j < 4; j++) {
                 int64_t n = __shfl_sync(0xffffffffu, mine, (u + j) % 32);
-                if (u + j < count && c < C) load<W>(f[j], dout + n * C + c);
+                if (u + j < count && c < C) load<8>(f[j], dout + n * C + c);
             }
 #pragma unroll
             for (int j = 0; j < 4; j++)
 #pragma unroll
-                for (int e = 0; e < W; e++) acc[e] += f[j][e];
+                for (int e = 0; e < 8; e++) acc[e] += f[j][e];
         }
     }
 }
@@ -82,43 +78,42 @@ static __device__ __forceinline__ int64_t run_end(const int32_t* token, int64_t 
     return high;
 }
 
-// Block: 8 sorted positions (x) and a stripe of 32 W columns (y). Warp w takes the run that starts at position w, if
+// Block: 8 sorted positions (x) and a stripe of 256 columns (y). Warp w takes the run that starts at position w, if
 // any.
-template <int W>
 static __global__ void __launch_bounds__(256)
     embedding_backward_kernel(float* dtable, const floatX* dout, const int32_t* token, const int32_t* position,
                               int64_t N, int64_t C) {
-    __shared__ float part[8][32 * W];
+    __shared__ float part[8][32 * 8];
     __shared__ int64_t ends[8];  // of runs that the whole block shares, else 0
     const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
-    const int64_t first = blockIdx.x * (int64_t)8, i = first + warp, c = (blockIdx.y * (int64_t)32 + lane) * W;
+    const int64_t first = blockIdx.x * (int64_t)8, i = first + warp, c = (blockIdx.y * (int64_t)32 + lane) * 8;
     int64_t end = 0;
     if (i < N && (i == 0 || token[i - 1] != token[i])) end = run_end(token, i, N);
     const bool shared = end - i > 32;
     if (lane == 0) ends[warp] = shared ? end : 0;
     if (end && !shared) {
         float* d = dtable + token[i] * C + c;
-        float acc[W] = {};
-        if (c < C) load_real<W>(acc, d);
-        add_rows<W>(acc, dout, position, i, end, c, C);
-        if (c < C) store_real<W>(d, acc);
+        float acc[8] = {};
+        if (c < C) load_real<8>(acc, d);
+        add_rows(acc, dout, position, i, end, c, C);
+        if (c < C) store_real<8>(d, acc);
     }
     __syncthreads();
     for (int s = 0; s < 8; s++) {
         if (!ends[s]) continue;  // the same for all threads
         const int64_t start = first + s, length = ends[s] - start;
-        float acc[W] = {};
-        add_rows<W>(acc, dout, position, start + length * warp / 8, start + length * (warp + 1) / 8, c, C);
+        float acc[8] = {};
+        add_rows(acc, dout, position, start + length * warp / 8, start + length * (warp + 1) / 8, c, C);
 #pragma unroll
-        for (int e = 0; e < W; e++) part[warp][e * 32 + lane] = acc[e];
+        for (int e = 0; e < 8; e++) part[warp][e * 32 + lane] = acc[e];
         __syncthreads();
         if (warp == 0 && c < C) {
             float* d = dtable + token[start] * C + c;
-            load_real<W>(acc, d);
+            load_real<8>(acc, d);
 #pragma unroll
-            for (int e = 0; e < W; e++)
+            for (int e = 0; e < 8; e++)
                 for (int w = 0; w < 8; w++) acc[e] += part[w][e * 32 + lane];
-            store_real<W>(d, acc);
+            store_real<8>(d, acc);
         }
         __syncthreads();
     }
@@ -132,7 +127,7 @@ size_t embedding_workspace(int64_t N, int64_t V) {
 void embedding_backward(real* dtable, const floatX* dout, const int32_t* token, int64_t N, int64_t V, int64_t C,
                         Ctx* ctx) {
     if (N == 0) return;
-    ASSERT(N < INT32_MAX);
+    ASSERT(N < INT32_MAX && wide(C, dtable, dout));
     int32_t* sorted[4];  // token, position, and again: passes go from one pair to the other
     sorted[0] = ctx_workspace<int32_t>(ctx, embedding_workspace(N, V) / sizeof(int32_t));
     for (int i = 1; i < 4; i++) sorted[i] = sorted[i - 1] + N;
@@ -146,11 +141,7 @@ void embedding_backward(real* dtable, const floatX* dout, const int32_t* token, 
                       sorted[3] + N, ctx);
         tokens = out[0], positions = out[1];
     }
-    if (wide(C, dtable, dout))
-        embedding_backward_kernel<8><<<dim3(blocks_for(N, 8), blocks_for(C, 256)), 256, 0, ctx->stream>>>(
-            dtable, dout, tokens, positions, N, C);
-    else
-        embedding_backward_kernel<1>
-            <<<dim3(blocks_for(N, 8), blocks_for(C, 32)), 256, 0, ctx->stream>>>(dtable, dout, tokens, positions, N, C);
+    embedding_backward_kernel<<<dim3(blocks_for(N, 8), blocks_for(C, 256)), 256, 0, ctx->stream>>>(dtable, dout, tokens,
+                                                                                                   positions, N, C);
     LAUNCH_CHECK();
 }

@@ -87,10 +87,15 @@ static __device__ __forceinline__ void copy_row(floatX* to, const floatX* from, 
     }
 }
 
+template <typename... T>
+static inline bool aligned(const T*... p) {
+    return (((uintptr_t)p % 16 == 0) && ...);
+}
+
 // Whether rows of this many elements (or as far apart) can be taken in pieces of 8 at these addresses.
 template <typename... T>
 static inline bool wide(int64_t columns, const T*... p) {
-    return columns % 8 == 0 && (((uintptr_t)p % 16 == 0) && ...);
+    return columns % 8 == 0 && aligned(p...);
 }
 
 template <int N>

@@ -136,7 +136,7 @@ static __global__ void __launch_bounds__(32 * ROW_WARPS, 3)
 }
 
 void mx_swiglu_quantize(uint8_t* q, uint8_t* scale, const floatX* h, Ragged r, int64_t F, MxCast cast, Ctx* ctx) {
-    ASSERT(aligned(q) && aligned(h));
+    ASSERT(aligned(q, h));
     auto kernel = cast.align == 1 ? swiglu_kernel<MX_BLOCK> : swiglu_kernel<MX_CHUNK>;
     // Many more blocks than run at a time, for balance; those past the rows in use end at once.
     const unsigned blocks = (unsigned)min_i64(row_blocks(r.capacity, F), 256 * (int64_t)ctx->sms);
@@ -146,7 +146,7 @@ void mx_swiglu_quantize(uint8_t* q, uint8_t* scale, const floatX* h, Ragged r, i
 
 void mx_swiglu_backward_quantize(uint8_t* q, uint8_t* scale, floatX* dh, floatX* gated_a, real* drow_gate,
                                  const floatX* dap, const floatX* h, Ragged r, int64_t F, MxCast cast, Ctx* ctx) {
-    ASSERT(aligned(q) && aligned(dh) && aligned(gated_a) && aligned(dap) && aligned(h) && F % MX_BLOCK == 0);
+    ASSERT(aligned(q, dh, gated_a, dap, h) && F % MX_BLOCK == 0);
     auto kernel = cast.align == 1     ? swiglu_backward_kernel<MX_BLOCK, false>
                   : F % MX_CHUNK == 0 ? swiglu_backward_kernel<MX_CHUNK, false>
                                       : swiglu_backward_kernel<MX_CHUNK, true>;

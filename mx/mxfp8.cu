@@ -252,7 +252,7 @@ static __global__ void __launch_bounds__(32 * ROW_WARPS)
 
 void mx_quantize(uint8_t* q, uint8_t* scale, const floatX* x, int64_t rows, int64_t columns, MxCast cast, Ctx* ctx) {
     if (rows == 0) return;
-    ASSERT(aligned(q) && aligned(x));
+    ASSERT(aligned(q, x));
     auto kernel = cast.align == 1 ? quantize_kernel<MX_BLOCK> : quantize_kernel<MX_CHUNK>;
     kernel<<<row_blocks(rows, columns), 32 * ROW_WARPS, 0, ctx->stream>>>(q, scale, x, rows, columns,
                                                                           mx_stride(columns), carry_of(cast.scale));
@@ -262,7 +262,7 @@ void mx_quantize(uint8_t* q, uint8_t* scale, const floatX* x, int64_t rows, int6
 void mx_quantize_transposed(uint8_t* q, uint8_t* scale, const floatX* x, int64_t count, int64_t rows, int64_t columns,
                             MxCast cast, Ctx* ctx) {
     if (count == 0 || rows == 0) return;
-    ASSERT(aligned(q) && aligned(scale) && aligned(x) && rows % MX_BLOCK == 0 && columns % MX_BLOCK == 0);
+    ASSERT(aligned(q, scale, x) && rows % MX_BLOCK == 0 && columns % MX_BLOCK == 0);
     auto kernel = cast.align == 1 ? transposed_kernel<MX_BLOCK> : transposed_kernel<MX_CHUNK>;
     // The columns first, so that blocks at work at one time read whole rows. Down, blocks for all bytes of a row of
     // scales, those behind the last one too.
@@ -275,7 +275,7 @@ void mx_quantize_transposed(uint8_t* q, uint8_t* scale, const floatX* x, int64_t
 void mx_quantize_tiles(uint8_t* q, uint8_t* q_transposed, uint8_t* scale, const floatX* w, int64_t count, int64_t rows,
                        int64_t columns, int32_t scale_mode, Ctx* ctx) {
     if (count == 0 || rows == 0) return;
-    ASSERT(aligned(q) && aligned(q_transposed) && aligned(w) && rows % MX_BLOCK == 0 && columns % MX_BLOCK == 0);
+    ASSERT(aligned(q, q_transposed, w) && rows % MX_BLOCK == 0 && columns % MX_BLOCK == 0);
     const dim3 grid(blocks_for(columns, MX_CHUNK), blocks_for(rows, MX_CHUNK), (unsigned)count);
     tiles_kernel<<<grid, 32 * COLUMN_WARPS, 0, ctx->stream>>>(q, q_transposed, scale, w, rows, columns,
                                                               carry_of(scale_mode));
@@ -284,7 +284,7 @@ void mx_quantize_tiles(uint8_t* q, uint8_t* q_transposed, uint8_t* scale, const 
 
 void mx_dequantize(floatX* x, const uint8_t* q, const uint8_t* scale, int64_t rows, int64_t columns, Ctx* ctx) {
     if (rows == 0) return;
-    ASSERT(aligned(x) && aligned(q));
+    ASSERT(aligned(x, q));
     dequantize_kernel<false>
         <<<row_blocks(rows, columns), 32 * ROW_WARPS, 0, ctx->stream>>>(x, q, scale, rows, columns, mx_stride(columns));
     LAUNCH_CHECK();
@@ -292,7 +292,7 @@ void mx_dequantize(floatX* x, const uint8_t* q, const uint8_t* scale, int64_t ro
 
 void mx_dequantize_rows(floatX* rows, const uint8_t* q, const uint8_t* scale, Ragged r, int64_t columns, Ctx* ctx) {
     if (r.capacity == 0) return;
-    ASSERT(aligned(rows) && aligned(q) && columns % MX_BLOCK == 0);
+    ASSERT(aligned(rows, q) && columns % MX_BLOCK == 0);
     const int64_t slices = permute_slices(r);
     dequantize_rows_kernel<<<(unsigned)(slices * r.El), 32 * PERMUTE_WARPS, 0, ctx->stream>>>(
         rows, q, scale, r, columns, mx_stride(columns), slices);
@@ -301,7 +301,7 @@ void mx_dequantize_rows(floatX* rows, const uint8_t* q, const uint8_t* scale, Ra
 
 void mx_dequantize_add(floatX* x, const uint8_t* q, const uint8_t* scale, int64_t rows, int64_t columns, Ctx* ctx) {
     if (rows == 0) return;
-    ASSERT(aligned(x) && aligned(q));
+    ASSERT(aligned(x, q));
     dequantize_kernel<true>
         <<<row_blocks(rows, columns), 32 * ROW_WARPS, 0, ctx->stream>>>(x, q, scale, rows, columns, mx_stride(columns));
     LAUNCH_CHECK();

@@ -120,8 +120,6 @@ static __device__ __forceinline__ uint32_t first_unit(void) { return blockIdx.x 
 // What RCEIL adds to the bits of a bf16: mantissas above 1.75 = 448 / 2^8 carry into the exponent.
 static uint32_t carry_of(int32_t scale_mode) { return scale_mode == MX_RCEIL ? 0x1f : 0; }
 
-static bool aligned(const void* p) { return (uintptr_t)p % 16 == 0; }
-
 // Blocks of the kernels along rows. Units are counted in 32 bits.
 static unsigned row_blocks(int64_t rows, int64_t columns) {
     const int64_t blocks = ceil_div(rows * ceil_div(columns, UNIT), ROW_WARPS);
