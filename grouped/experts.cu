@@ -2,6 +2,7 @@
 // output, backward 6). How many rows there are is read on the device, and the grid walks them; in the backward one warp
 // a row, so that <dA', A> is one warp's sum in a fixed order. Pad rows are written as zeros without being read.
 #include "grouped/experts.h"
+#include "layers/activation.h"
 #include "layers/rows.cuh"
 
 enum { UNROLL = 2 };
@@ -57,12 +58,13 @@ static __global__ void __launch_bounds__(256)
                 load<8>(x, (const floatX*)&ds[i]);
 #pragma unroll
                 for (int j = 0; j < 8; j++) {
-                    float s = sigmoid_fast(g[j]), silu = g[j] * s, act = silu * u[j];
+                    const float s = sigmoid_fast(g[j]), act = swiglu(g[j], u[j], s);
                     dot += x[j] * act;
                     a[j] = scale * act;
                     x[j] *= scale;
-                    g[j] = x[j] * u[j] * s * (1 + g[j] * (1 - s));
-                    u[j] = x[j] * silu;
+                    const float du = swiglu_du(x[j], g[j], s);
+                    g[j] = swiglu_dg(x[j], g[j], u[j], s);
+                    u[j] = du;
                 }
                 store<8>(gated_a + row * F + c, a);
                 store<8>(d + c, g);

@@ -116,7 +116,4 @@ static inline void launch_early(void (*kernel)(P...), dim3 grid, dim3 block, siz
 
 static inline unsigned blocks_for(int64_t work, int64_t per_block) { return (unsigned)ceil_div(work, per_block); }
 
-// silu(g) * u and what its backward needs. bf16 results: the fast exp and division (2^-21) are exact enough.
-static __device__ __forceinline__ float sigmoid_fast(float x) { return __fdividef(1.0f, 1.0f + __expf(-x)); }
-
 #endif

@@ -1,6 +1,7 @@
 #include "layers/swiglu.h"
 
 #include "device/cpu.h"
+#include "layers/activation.h"
 
 void swiglu_forward(floatX* a, const floatX* h, int64_t N, int64_t F, Ctx* ctx) {
     (void)ctx;
@@ -20,10 +21,10 @@ void swiglu_backward(floatX* dh, floatX* a, const floatX* da, const floatX* h, i
         floatX *dg = dh + n * 2 * F, *du = dg + F;
 #pragma omp simd
         for (int64_t i = 0; i < F; i++) {
-            real s = 1 / (1 + exp(-g[i])), silu = g[i] * s, d = da[n * F + i];
-            a[n * F + i] = silu * u[i];
-            du[i] = d * silu;
-            dg[i] = d * u[i] * s * (1 + g[i] * (1 - s));
+            real s = sigmoid(g[i]), d = da[n * F + i];
+            a[n * F + i] = swiglu(g[i], u[i], s);
+            du[i] = swiglu_du(d, g[i], s);
+            dg[i] = swiglu_dg(d, g[i], u[i], s);
         }
     }
 }

@@ -1,5 +1,6 @@
 // SwiGLU: bound by memory (forward 3 elements moved per output, backward 6). A thread takes a 16-byte piece of every
 // operand. float32 inside.
+#include "layers/activation.h"
 #include "layers/rows.cuh"
 #include "layers/swiglu.h"
 
@@ -29,10 +30,10 @@ static __global__ void __launch_bounds__(THREADS)
     load<8>(d, da + n * F + c);
 #pragma unroll
     for (int j = 0; j < 8; j++) {
-        float s = sigmoid_fast(g[j]), silu = g[j] * s;
-        out[j] = silu * u[j];
-        g[j] = d[j] * u[j] * s * (1 + g[j] * (1 - s));
-        u[j] = d[j] * silu;
+        const float s = sigmoid_fast(g[j]), du = swiglu_du(d[j], g[j], s);
+        out[j] = swiglu(g[j], u[j], s);
+        g[j] = swiglu_dg(d[j], g[j], u[j], s);
+        u[j] = du;
     }
     store<8>(a + n * F + c, out);
     store<8>(dh + n * 2 * F + c, g);

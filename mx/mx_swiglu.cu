@@ -8,6 +8,7 @@
 // of a chunk, one chunk holds the last of the gate and the first of up: such rows are cast when they are complete.
 #include "mx/mx_swiglu.h"
 
+#include "layers/activation.h"
 #include "mx/mxfp8.cuh"
 
 enum { BACK_PIECES = 2 };
@@ -106,12 +107,13 @@ static __global__ void __launch_bounds__(32 * ROW_WARPS, 3)
                 round_piece<ALIGN>(a, carry);
 #pragma unroll
                 for (int j = 0; j < 8; j++) {  // as experts_swiglu_backward does
-                    const float s = sigmoid_fast(g[j]), silu = g[j] * s;
+                    const float s = sigmoid_fast(g[j]);
                     dot += x[j] * a[j];
                     a[j] *= weight;
                     x[j] *= weight;
-                    g[j] = x[j] * u[j] * s * (1 + g[j] * (1 - s));
-                    u[j] = x[j] * silu;
+                    const float du = swiglu_du(x[j], g[j], s);
+                    g[j] = swiglu_dg(x[j], g[j], u[j], s);
+                    u[j] = du;
                 }
                 const uint4 gate = piece_of<8>(g), up = piece_of<8>(u);
                 if (c < F) {
