@@ -22,7 +22,7 @@ static __global__ void __launch_bounds__(256)
             load<8>(u, h + row * 2 * F + F + c);
         }
 #pragma unroll
-        for (int j = 0; j < 8; j++) g[j] *= sigmoid_fast(g[j]) * u[j];
+        for (int j = 0; j < 8; j++) g[j] = swiglu(g[j], u[j], sigmoid_fast(g[j]));
         store<8>(a + row * F + c, g);
     }
 }

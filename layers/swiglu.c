@@ -9,7 +9,7 @@ void swiglu_forward(floatX* a, const floatX* h, int64_t N, int64_t F, Ctx* ctx) 
     for (int64_t n = 0; n < N; n++) {
         const floatX *g = h + n * 2 * F, *u = g + F;
 #pragma omp simd
-        for (int64_t i = 0; i < F; i++) a[n * F + i] = g[i] / (1 + exp(-g[i])) * u[i];
+        for (int64_t i = 0; i < F; i++) a[n * F + i] = swiglu(g[i], u[i], sigmoid(g[i]));
     }
 }
 

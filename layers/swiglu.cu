@@ -15,7 +15,7 @@ static __global__ void __launch_bounds__(THREADS)
     load<8>(g, gate);
     load<8>(u, gate + F);
 #pragma unroll
-    for (int j = 0; j < 8; j++) g[j] *= sigmoid_fast(g[j]) * u[j];
+    for (int j = 0; j < 8; j++) g[j] = swiglu(g[j], u[j], sigmoid_fast(g[j]));
     store<8>(a + n * F + c, g);
 }
 

@@ -35,7 +35,7 @@ static __global__ void __launch_bounds__(32 * ROW_WARPS, 4)
             floats_of<8>(g, gate[i]);
             floats_of<8>(u, up[i]);
 #pragma unroll
-            for (int j = 0; j < 8; j++) g[j] *= sigmoid_fast(g[j]) * u[j];  // as experts_swiglu_forward does
+            for (int j = 0; j < 8; j++) g[j] = swiglu(g[j], u[j], sigmoid_fast(g[j]));
             gate[i] = piece_of<8>(g);
         }
         cast_unit<ALIGN>(q + row * F, scale + row * stride, gate, c0, F, stride, carry);
@@ -103,7 +103,7 @@ static __global__ void __launch_bounds__(32 * ROW_WARPS, 3)
                 floats_of<8>(u, us[i]);
                 floats_of<8>(x, ds[i]);
 #pragma unroll
-                for (int j = 0; j < 8; j++) a[j] = g[j] * (sigmoid_fast(g[j]) * u[j]);  // as mx_swiglu_quantize does
+                for (int j = 0; j < 8; j++) a[j] = swiglu(g[j], u[j], sigmoid_fast(g[j]));
                 round_piece<ALIGN>(a, carry);
 #pragma unroll
                 for (int j = 0; j < 8; j++) {  // as experts_swiglu_backward does
