@@ -120,7 +120,7 @@ struct Heads {
     LtMatrix q(const floatX* p, int64_t t) const { return of(p, s.nope + s.rope, t); }
     LtMatrix kv(const floatX* p) const { return of(p, s.nope + s.v, 0); }
     LtMatrix out(const floatX* p, int64_t t) const { return of(p, s.v, t); }
-    LtMatrix k_rope(const floatX* p) const { return {p + b * s.T * s.k_rope_stride, s.k_rope_stride, 0}; }
+    LtMatrix k_rope(const floatX* p) const { return {p + b * s.T * s.k_rope_stride, s.k_rope_stride}; }
 
    private:
     LtMatrix of(const floatX* p, int64_t width, int64_t t) const {
@@ -158,9 +158,10 @@ Piece get_piece(AttnShape s, Ctx* ctx) {
 void multiply_scores(const Piece& w, LtMatrix q, LtMatrix kv, LtMatrix k_rope, int64_t heads, int64_t rows,
                      int64_t keys, AttnShape s, Ctx* ctx) {
     const LtMatrix scores = {w.scores, w.keys, w.queries * w.keys};
-    lt_multiply(scores, q, kv, {rows, keys, s.nope, false, true, heads, true, 0}, ctx->workspace, ctx);
-    lt_multiply(scores, columns(q, s.nope), k_rope, {rows, keys, s.rope, false, true, heads, true, 1}, ctx->workspace,
-                ctx);
+    LtProduct product = {.m = rows, .n = keys, .k = s.nope, .transpose_b = true, .batch = heads, .real_out = true};
+    lt_multiply(scores, q, kv, product, ctx);
+    product.k = s.rope, product.accumulate = true;
+    lt_multiply(scores, columns(q, s.nope), k_rope, product, ctx);
 }
 
 }  // namespace
@@ -177,8 +178,8 @@ void attention_lt_forward(floatX* out, real* lse, const floatX* q, const floatX*
         softmax_kernel<<<blocks(heads * rows, WARPS), 32 * WARPS, 0, ctx->stream>>>(w, lse + (at.b * s.H + at.h) * s.T,
                                                                                     heads, t, rows, keys, s.T, s.scale);
         LAUNCH_CHECK();
-        lt_multiply(at.out(out, t), p, columns(at.kv(kv), s.nope), {rows, s.v, keys, false, false, heads, false, 0},
-                    ctx->workspace, ctx);
+        lt_multiply(at.out(out, t), p, columns(at.kv(kv), s.nope), {.m = rows, .n = s.v, .k = keys, .batch = heads},
+                    ctx);
     };
     for_pieces(s, w, nothing, work, nothing);
 }
@@ -193,19 +194,21 @@ void attention_lt_backward(floatX* dq, floatX* dkv, floatX* dk_rope, const float
     auto begin = [&](Heads, int64_t) { device_zero(w.dk, (size_t)((char*)w.rope_sum - (char*)w.dk), ctx); };
     auto work = [&](Heads at, int64_t heads, int64_t t, int64_t rows, int64_t keys) {
         const LtMatrix q_at = at.q(q, t), dq_at = at.q(dq, t), dout_at = at.out(dout, t), kv_at = at.kv(kv);
-        auto multiply = [&](LtMatrix d, LtMatrix a, LtMatrix b, LtProduct product) {
-            lt_multiply(d, a, b, product, ctx->workspace, ctx);
-        };
         multiply_scores(w, q_at, kv_at, at.k_rope(k_rope), heads, rows, keys, s, ctx);
-        multiply(dp, dout_at, columns(kv_at, s.nope), {rows, keys, s.v, false, true, heads, true, 0});
+        lt_multiply(dp, dout_at, columns(kv_at, s.nope),
+                    {.m = rows, .n = keys, .k = s.v, .transpose_b = true, .batch = heads, .real_out = true}, ctx);
         const int64_t head = (at.b * s.T * s.H + at.h) * s.v;
         softmax_backward_kernel<<<blocks(heads * rows, WARPS), 32 * WARPS, 0, ctx->stream>>>(
             w, lse + (at.b * s.H + at.h) * s.T, dout + head, out + head, heads, t, rows, keys, s);
         LAUNCH_CHECK();
-        multiply(dq_at, ds, kv_at, {rows, s.nope, keys, false, false, heads, false, 0});
-        multiply(columns(dq_at, s.nope), ds, at.k_rope(k_rope), {rows, s.rope, keys, false, false, heads, false, 0});
-        multiply(dk, ds, q_at, {keys, qk, rows, true, false, heads, true, 1});
-        multiply(dv, p, dout_at, {keys, s.v, rows, true, false, heads, true, 1});
+        lt_multiply(dq_at, ds, kv_at, {.m = rows, .n = s.nope, .k = keys, .batch = heads}, ctx);
+        lt_multiply(columns(dq_at, s.nope), ds, at.k_rope(k_rope), {.m = rows, .n = s.rope, .k = keys, .batch = heads},
+                    ctx);
+        LtProduct over_queries = {
+            .m = keys, .n = qk, .k = rows, .transpose_a = true, .batch = heads, .real_out = true, .accumulate = true};
+        lt_multiply(dk, ds, q_at, over_queries, ctx);
+        over_queries.n = s.v;
+        lt_multiply(dv, p, dout_at, over_queries, ctx);
     };
     auto end = [&](Heads at, int64_t heads) {
         store_dkv_kernel<<<blocks(s.T * heads * (s.nope + s.v), 256), 256, 0, ctx->stream>>>(

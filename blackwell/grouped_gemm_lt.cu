@@ -101,8 +101,7 @@ void grouped_gemm_lt_mx(floatX* y, real* y_real, const uint8_t* x, const uint8_t
     const int64_t blocks = IC / MX_BLOCK, w_bytes = scales_bytes(OC, blocks), tile_bytes = scales_bytes(128, blocks);
     const int64_t piece = ((int64_t)ctx->workspace_bytes - LT_WORKSPACE - w_bytes) / tile_bytes * 128;
     ASSERT(piece > 0);
-    char* library = ctx->workspace;
-    uint8_t *of_w = (uint8_t*)library + LT_WORKSPACE, *of_x = of_w + w_bytes;
+    uint8_t *of_w = (uint8_t*)ctx->workspace + LT_WORKSPACE, *of_x = of_w + w_bytes;
     const int64_t w_tiles = mx_tiles(OC) * mx_tiles(IC);
     const int64_t out_bytes = y ? (int64_t)sizeof(floatX) : (int64_t)sizeof(real);
     char* out = y ? (char*)y : (char*)y_real;
@@ -115,9 +114,15 @@ void grouped_gemm_lt_mx(floatX* y, real* y_real, const uint8_t* x, const uint8_t
             const int64_t valid = g.rows[e] - at < rows ? g.rows[e] - at : rows;
             const ScaleTiles x_tile = {x_scale + row * mx_stride(IC), 1, mx_stride(IC), 1, 1};
             mx_blackwell_scales(of_x, x_tile, valid, blocks, ctx);
-            LtProduct p = {rows, OC, IC, false, true, 1, y == NULL, 0, of_x, of_w};
-            lt_multiply({out + row * OC * out_bytes, OC, 0}, {x + row * IC, IC, 0}, {w + e * OC * IC, IC, 0}, p,
-                        library, ctx);
+            lt_multiply({out + row * OC * out_bytes, OC}, {x + row * IC, IC}, {w + e * OC * IC, IC},
+                        {.m = rows,
+                         .n = OC,
+                         .k = IC,
+                         .transpose_b = true,
+                         .real_out = y == NULL,
+                         .a_scale = of_x,
+                         .b_scale = of_w},
+                        ctx);
         }
         g.clear_pads(out, e, OC * out_bytes, ctx);
     }

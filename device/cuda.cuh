@@ -26,13 +26,13 @@ NORETURN void cuda_failed(cudaError_t error, const char* call, const char* file,
 // Behind every launch: catches bad launch configurations at once (errors inside kernels surface at the next sync).
 #define LAUNCH_CHECK() CUDA_CHECK(cudaGetLastError())
 
-struct Staging;     // device/device.cu: pinned memory for uploads
-struct MatmulPlan;  // layers/matmul.cu: products whose algorithm is already chosen
+struct Staging;  // device/device.cu: pinned memory for uploads
+struct LtPlan;   // device/lt.cuh: a product whose algorithm is chosen
 
 struct Ctx {
     cudaStream_t stream;
     cublasLtHandle_t lt;
-    MatmulPlan* matmul_plans;
+    LtPlan* lt_plans;
     Staging* staging;
     char* workspace;
     size_t workspace_bytes;
