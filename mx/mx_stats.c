@@ -8,7 +8,7 @@ static void add_block(MxStats* stats, const floatX* block, int s, int32_t scale_
     for (int64_t i = 0; i < MX_BLOCK && s != MX_NAN; i++) {
         const float x = (float)block[i], value = value_of(x, s);
         stats->elements += x != 0;
-        stats->saturated += fabsf(x * factor_of(s)) > 448;
+        stats->saturated += fabsf(x * mx_scale_inverse(s)) > 448;
         stats->flushed += x != 0 && value == 0;
         stats->inexact += value != value_of(x, s_alone);
         stats->signal += (double)x * x;

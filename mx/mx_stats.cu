@@ -24,7 +24,7 @@ static __global__ void __launch_bounds__(32 * ROW_WARPS)
     const int64_t pieces = ceil_div(columns, 256);
     const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
     double sums[STATS_SUMS] = {};
-    for (int64_t i = first_unit(); i < rows * pieces; i += gridDim.x * ROW_WARPS) {
+    for (int64_t i = warp_in_grid(); i < rows * pieces; i += gridDim.x * ROW_WARPS) {
         const int64_t row = i / pieces, c = i % pieces * 256 + lane * 8;
         const uint4 p = c < columns ? *(const uint4*)(x + row * columns + c) : make_uint4(0, 0, 0, 0);
         const uint32_t s_alone = scale_of(higher_half(largest_of_lanes<MX_BLOCK / 8>(largest(p))), carry);
@@ -38,12 +38,12 @@ static __global__ void __launch_bounds__(32 * ROW_WARPS)
         floats_of<8>(exact, p);
 #pragma unroll
         for (int j = 0; j < 8; j++) {
-            const float value = back(exact[j], s);
+            const float value = value_of(exact[j], s);
             const double off = (double)exact[j] - value;
             sums[0] += exact[j] != 0;
-            sums[1] += fabsf(exact[j] * factor_of(s)) > 448;
+            sums[1] += fabsf(exact[j] * mx_scale_inverse(s)) > 448;
             sums[2] += exact[j] != 0 && value == 0;
-            sums[3] += value != back(exact[j], s_alone);
+            sums[3] += value != value_of(exact[j], s_alone);
             sums[4] += (double)exact[j] * exact[j];
             sums[5] += off * off;
         }

@@ -2,7 +2,7 @@
 // and 14.06 for backward, which writes dh and gate * A too. All of an input is read once, in 16-byte pieces of which a
 // lane has 6 or 8 under way. Casts: mxfp8.cuh.
 //
-// Forward gives a warp a unit of 1024 columns. Backward gives it a whole row, two pieces of gate, up and dA' at a time:
+// Forward gives a warp a span of 1024 columns. Backward gives it a whole row, two pieces of gate, up and dA' at a time:
 // <dA', A> is one warp's sum in a fixed order. A is rounded in registers as forward's cast rounds it, and the gradients
 // of gate and up are cast where they are made, because the same lanes hold what shares a scale. Where F is no multiple
 // of a chunk, one chunk holds the last of the gate and the first of up: such rows are cast when they are complete.
@@ -17,9 +17,9 @@ enum { BACK_PIECES = 2 };
 template <int ALIGN>
 static __global__ void __launch_bounds__(32 * ROW_WARPS, 4)
     swiglu_kernel(uint8_t* q, uint8_t* scale, const floatX* h, Ragged r, int64_t F, int64_t stride, uint32_t carry) {
-    const uint32_t units = (uint32_t)ceil_div(F, UNIT), end = (uint32_t)r.group_start[r.El] * units;
-    for (uint32_t unit = first_unit(); unit < end; unit += gridDim.x * ROW_WARPS) {
-        const int64_t row = unit / units, c0 = unit % units * (int64_t)UNIT;
+    const uint32_t spans = (uint32_t)ceil_div(F, SPAN), end = (uint32_t)r.group_start[r.El] * spans;
+    for (uint32_t span = warp_in_grid(); span < end; span += gridDim.x * ROW_WARPS) {
+        const int64_t row = span / spans, c0 = span % spans * (int64_t)SPAN;
         const bool real_row = r.row_token[row] >= 0;
         uint4 gate[PIECES] = {}, up[PIECES] = {};
 #pragma unroll
@@ -38,7 +38,7 @@ static __global__ void __launch_bounds__(32 * ROW_WARPS, 4)
             for (int j = 0; j < 8; j++) g[j] = swiglu(g[j], u[j], sigmoid_fast(g[j]));
             gate[i] = piece_of<8>(g);
         }
-        cast_unit<ALIGN>(q + row * F, scale + row * stride, gate, c0, F, stride, carry);
+        cast_span<ALIGN>(q + row * F, scale + row * stride, gate, c0, F, stride, carry);
     }
 }
 
@@ -47,12 +47,12 @@ template <int ALIGN>
 static __device__ __forceinline__ void round_piece(float x[8], uint32_t carry) {
     const uint4 p = piece_of<8>(x);
     const uint32_t s = scale_of(higher_half(largest_of_lanes<ALIGN / 8>(largest(p))), carry);
-    const float factor = factor_of(s), unit = unit_of(s);
+    const float inverse = mx_scale_inverse(s), value = mx_scale_value(s);
     floats_of<8>(x, p);
 #pragma unroll
     for (int j = 0; j < 8; j += 2) {
-        const float2 two = floats_of_e4m3(cast2(x[j] * factor, x[j + 1] * factor));
-        x[j] = two.x * unit, x[j + 1] = two.y * unit;
+        const float2 two = e4m3_values(cast2(x[j] * inverse, x[j + 1] * inverse));
+        x[j] = two.x * value, x[j + 1] = two.y * value;
     }
 }
 
@@ -64,8 +64,8 @@ static __device__ __forceinline__ void cast_two(uint8_t* q, uint8_t* scale, cons
     const uint32_t pair = largest_of_lanes<ALIGN / 8>(higher_half(largest(gate)) | higher_half(largest(up)) << 16);
     const uint32_t of_gate = scale_of(pair & 0xffff, carry), of_up = scale_of(pair >> 16, carry);
     if (!inside) return;
-    *(uint2*)q = cast8(gate, factor_of(of_gate));
-    *(uint2*)(q + F) = cast8(up, factor_of(of_up));
+    *(uint2*)q = cast8(gate, mx_scale_inverse(of_gate));
+    *(uint2*)(q + F) = cast8(up, mx_scale_inverse(of_up));
     if (threadIdx.x % 4) return;
     scale[0] = (uint8_t)of_gate, scale[F / MX_BLOCK] = (uint8_t)of_up;
 }
@@ -78,7 +78,7 @@ static __global__ void __launch_bounds__(32 * ROW_WARPS, 3)
                            const floatX* h, Ragged r, int64_t F, int64_t stride, uint32_t carry) {
     const int64_t used = r.group_start[r.El];
     const int lane = threadIdx.x % 32;
-    for (int64_t row = first_unit(); row < used; row += gridDim.x * (int64_t)ROW_WARPS) {
+    for (int64_t row = warp_in_grid(); row < used; row += gridDim.x * (int64_t)ROW_WARPS) {
         const bool real_row = r.row_token[row] >= 0;
         const float weight = real_row ? r.row_gate[row] : 0;
         const floatX *h_row = h + row * 2 * F, *da = dap + row * F;
@@ -129,10 +129,10 @@ static __global__ void __launch_bounds__(32 * ROW_WARPS, 3)
         if (!ACROSS && 2 * F / MX_BLOCK + lane < stride) s_row[2 * F / MX_BLOCK + lane] = 0;
         if (!ACROSS) continue;
         __syncwarp();
-        for (int64_t c0 = 0; c0 < 2 * F; c0 += UNIT) {
+        for (int64_t c0 = 0; c0 < 2 * F; c0 += SPAN) {
             uint4 p[PIECES];
-            load_unit(p, d, c0, 2 * F);
-            cast_unit<ALIGN>(q_row, s_row, p, c0, 2 * F, stride, carry);
+            load_span(p, d, c0, 2 * F);
+            cast_span<ALIGN>(q_row, s_row, p, c0, 2 * F, stride, carry);
         }
     }
 }

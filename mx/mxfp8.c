@@ -52,8 +52,8 @@ void mx_quantize_tiles(uint8_t* q, uint8_t* q_transposed, uint8_t* scale, const 
 
 static void dequantize_row(floatX* x, const uint8_t* q, const uint8_t* scale, int64_t columns) {
     for (int64_t c = 0; c < columns; c += MX_BLOCK) {
-        const float unit = unit_of(scale[c / MX_BLOCK]);
-        for (int64_t i = c; i < c + MX_BLOCK; i++) x[i] = float_of_e4m3(q[i]) * unit;
+        const float value = mx_scale_value(scale[c / MX_BLOCK]);
+        for (int64_t i = c; i < c + MX_BLOCK; i++) x[i] = e4m3_value(q[i]) * value;
     }
 }
 
@@ -83,7 +83,7 @@ void mx_dequantize_add(floatX* x, const uint8_t* q, const uint8_t* scale, int64_
 #pragma omp parallel for schedule(static)
     for (int64_t r = 0; r < rows; r++)
         for (int64_t c = 0; c < columns; c++)
-            x[r * columns + c] += float_of_e4m3(q[r * columns + c]) * unit_of(scale[r * stride + c / MX_BLOCK]);
+            x[r * columns + c] += e4m3_value(q[r * columns + c]) * mx_scale_value(scale[r * stride + c / MX_BLOCK]);
 }
 
 void mx_round_columns(floatX* x, Ragged ragged, int64_t columns, MxCast cast, Ctx* ctx) {

@@ -13,53 +13,61 @@ enum { PATCH_ROWS = 16, WARP_ROWS = 4 * PATCH_ROWS, WARP_COLUMNS = 64, COLUMN_WA
 
 // --- Along rows ---
 
+// The row and first column of this warp's span; false: there is none.
+static __device__ __forceinline__ bool place_of_warp(int64_t* row, int64_t* c0, int64_t rows, int64_t columns) {
+    const uint32_t spans = (uint32_t)ceil_div(columns, SPAN), span = warp_in_grid();
+    *row = span / spans, *c0 = span % spans * (int64_t)SPAN;
+    return *row < rows;
+}
+
 // The second number of these launch bounds leaves just the registers that hold all loads at once: with none given, the
 // compiler waits for the first before it issues the last.
 template <int ALIGN>
 static __global__ void __launch_bounds__(32 * ROW_WARPS, 6)
     quantize_kernel(uint8_t* q, uint8_t* scale, const floatX* x, int64_t rows, int64_t columns, int64_t stride,
                     uint32_t carry) {
-    const uint32_t units = (uint32_t)ceil_div(columns, UNIT), unit = first_unit();
-    const int64_t row = unit / units, c0 = unit % units * (int64_t)UNIT;
-    if (row >= rows) return;
+    int64_t row, c0;
+    if (!place_of_warp(&row, &c0, rows, columns)) return;
     uint4 p[PIECES];
-    load_unit(p, x + row * columns, c0, columns);
-    cast_unit<ALIGN>(q + row * columns, scale + row * stride, p, c0, columns, stride, carry);
+    load_span(p, x + row * columns, c0, columns);
+    cast_span<ALIGN>(q + row * columns, scale + row * stride, p, c0, columns, stride, carry);
 }
 
-// What 8 bytes stand for.
-static __device__ __forceinline__ void values_of(float out[8], uint2 p, float unit) {
+// What 8 bytes stand for, where 2^(s - 127) is scale_value.
+static __device__ __forceinline__ void values_of(float out[8], uint2 p, float scale_value) {
     const uint32_t pairs[4] = {p.x, p.x >> 16, p.y, p.y >> 16};
 #pragma unroll
     for (int j = 0; j < 4; j++) {
-        const float2 two = floats_of_e4m3(pairs[j]);
-        out[2 * j] = two.x * unit, out[2 * j + 1] = two.y * unit;
+        const float2 two = e4m3_values(pairs[j]);
+        out[2 * j] = two.x * scale_value, out[2 * j + 1] = two.y * scale_value;
     }
 }
 
+// x = (or +=: ADD) what the bytes stand for, in columns c0 .. c0 + 1023 of a row; bytes of a row that is not `given`
+// are not read and stand for zeros.
 template <bool ADD>
-static __global__ void __launch_bounds__(32 * ROW_WARPS)
-    dequantize_kernel(floatX* x, const uint8_t* q, const uint8_t* scale, int64_t rows, int64_t columns,
-                      int64_t stride) {
-    const uint32_t units = (uint32_t)ceil_div(columns, UNIT), unit = first_unit();
-    const int64_t row = unit / units, c0 = unit % units * (int64_t)UNIT + threadIdx.x % 32 * 8;
-    if (row >= rows || c0 >= columns) return;
-    uint4* to = (uint4*)(x + row * columns);
+static __device__ __forceinline__ void dequantize_span(floatX* x, const uint8_t* q, const uint8_t* scale, bool given,
+                                                       int64_t c0, int64_t columns) {
+    c0 += threadIdx.x % 32 * 8;
+    if (c0 >= columns) return;
+
+    // All loads go out first.
     uint2 p[PIECES] = {};
     uint32_t s[PIECES] = {};
 #pragma unroll
     for (int i = 0; i < PIECES; i++) {
         const int64_t c = c0 + i * 256;
-        if (c >= columns) continue;
-        p[i] = *(const uint2*)(q + row * columns + c);
-        s[i] = scale[row * stride + c / MX_BLOCK];
+        if (!given || c >= columns) continue;
+        p[i] = *(const uint2*)(q + c);
+        s[i] = scale[c / MX_BLOCK];
     }
+
 #pragma unroll
     for (int i = 0; i < PIECES; i++) {
         float out[8];
-        values_of(out, p[i], unit_of(s[i]));
+        values_of(out, p[i], mx_scale_value(s[i]));
         if (c0 + i * 256 >= columns) continue;
-        uint4* piece = to + c0 / 8 + i * 32;
+        uint4* piece = (uint4*)x + c0 / 8 + i * 32;
         if constexpr (ADD) {
             float before[8];
             floats_of<8>(before, *piece);
@@ -70,34 +78,22 @@ static __global__ void __launch_bounds__(32 * ROW_WARPS)
     }
 }
 
-// Columns c0 .. c0 + 1023 of a row, which are zeros where q is NULL.
-static __device__ __forceinline__ void dequantize_unit(floatX* x, const uint8_t* q, const uint8_t* scale, int64_t c0,
-                                                       int64_t columns) {
-    c0 += threadIdx.x % 32 * 8;
-    uint2 p[PIECES] = {};
-    uint32_t s[PIECES] = {};
-#pragma unroll
-    for (int i = 0; i < PIECES; i++) {
-        const int64_t c = c0 + i * 256;
-        if (!q || c >= columns) continue;
-        p[i] = *(const uint2*)(q + c);
-        s[i] = scale[c / MX_BLOCK];
-    }
-#pragma unroll
-    for (int i = 0; i < PIECES; i++) {
-        float out[8];
-        values_of(out, p[i], unit_of(s[i]));
-        if (c0 + i * 256 < columns) ((uint4*)(x + c0))[i * 32] = piece_of<8>(out);
-    }
+template <bool ADD>
+static __global__ void __launch_bounds__(32 * ROW_WARPS)
+    dequantize_kernel(floatX* x, const uint8_t* q, const uint8_t* scale, int64_t rows, int64_t columns,
+                      int64_t stride) {
+    int64_t row, c0;
+    if (!place_of_warp(&row, &c0, rows, columns)) return;
+    dequantize_span<ADD>(x + row * columns, q + row * columns, scale + row * stride, true, c0, columns);
 }
 
 static __global__ void __launch_bounds__(32 * PERMUTE_WARPS)
     dequantize_rows_kernel(floatX* rows, const uint8_t* q, const uint8_t* scale, Ragged r, int64_t columns,
                            int64_t stride, int64_t slices) {
     permute_slice(r, slices, [&](int64_t row, int64_t token) {
-        for (int64_t c0 = 0; c0 < columns; c0 += UNIT)
-            dequantize_unit(rows + row * columns, token < 0 ? NULL : q + token * columns, scale + token * stride, c0,
-                            columns);
+        for (int64_t c0 = 0; c0 < columns; c0 += SPAN)
+            dequantize_span<false>(rows + row * columns, q + token * columns, scale + token * stride, token >= 0, c0,
+                                   columns);
     });
 }
 
@@ -178,7 +174,7 @@ static __global__ void __launch_bounds__(32 * COLUMN_WARPS)
 #pragma unroll
     for (int i = 0; i < 8; i++) {
         const uint32_t s = scale_of(i % 2 ? pair[i / 2] >> 16 : pair[i / 2] & 0xffff, carry);
-        factor[i] = factor_of(s);
+        factor[i] = mx_scale_inverse(s);
         if (lane / 8 % 2 == i / 4)
             ((uint8_t*)&scales[lane % 8 * 8 + i])[2 * warp + lane / 16] = (uint8_t)(inside ? s : 0);
     }
@@ -211,7 +207,7 @@ static __global__ void __launch_bounds__(32 * COLUMN_WARPS)
     const uint32_t s = scale_of(max(max(of_warp[0], of_warp[1]), max(of_warp[2], of_warp[3])), carry);
     if (threadIdx.x == 0) scale[(matrix * gridDim.y + blockIdx.y) * gridDim.x + blockIdx.x] = (uint8_t)s;
     if (!inside) return;
-    const float f = factor_of(s), factor[8] = {f, f, f, f, f, f, f, f};
+    const float f = mx_scale_inverse(s), factor[8] = {f, f, f, f, f, f, f, f};
     uint2 bytes[PATCH_ROWS];
     cast_patch(bytes, p, factor);
 #pragma unroll
@@ -243,7 +239,7 @@ static __global__ void __launch_bounds__(32 * ROW_WARPS)
         float f[8];
         load<8>(f, top + i * columns);
 #pragma unroll
-        for (int j = 0; j < 8; j++) f[j] = back(f[j], s[j]);
+        for (int j = 0; j < 8; j++) f[j] = value_of(f[j], s[j]);
         store<8>(top + i * columns, f);
     }
 }
