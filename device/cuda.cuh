@@ -52,6 +52,12 @@ static inline T* ctx_workspace(Ctx* ctx, int64_t count) {
 // For results in bf16: the fast exp and division (2^-21) are exact enough.
 static __device__ __forceinline__ float sigmoid_fast(float x) { return __fdividef(1.0f, 1.0f + __expf(-x)); }
 
+static __device__ __forceinline__ float exp2_approx(float x) {
+    float y;
+    asm("ex2.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x));
+    return y;
+}
+
 static __device__ __forceinline__ float warp_sum(float x) {
 #pragma unroll
     for (int lane = 16; lane; lane /= 2) x += __shfl_xor_sync(0xffffffffu, x, lane);

@@ -15,12 +15,6 @@ enum { CLUSTER = 4, THREADS = 256, WARPS = THREADS / 32, BATCH = 3, ROWS = 4 };
 
 static const float LOG2_E = 1.44269504f, LN_2 = 0.693147181f, LOWEST = -1e38f;
 
-static __device__ __forceinline__ float exp2_fast(float x) {
-    float y;
-    asm("ex2.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x));
-    return y;
-}
-
 // A running maximum, times log2 e and rounded, and the sum of 2^(z log2 e - top): one multiply-add and one ex2 a logit,
 // and a rounding of top that cancels in log2(sum) + top. The maximum starts at LOWEST, not at -inf, so that a logit of
 // -inf among others counts nothing; all of them -inf make a loss that is not finite. NaN goes through the sum.
@@ -28,7 +22,7 @@ struct Softmax {
     float top, sum;
     __device__ void add(float other_top, float other_sum) {
         float highest = fmaxf(top, other_top);
-        sum = sum * exp2_fast(top - highest) + other_sum * exp2_fast(other_top - highest);
+        sum = sum * exp2_approx(top - highest) + other_sum * exp2_approx(other_top - highest);
         top = highest;
     }
 };
@@ -89,14 +83,14 @@ static __global__ void __cluster_dims__(CLUSTER) __launch_bounds__(THREADS, 4)
 #pragma unroll
             for (int b = 0; b < B; b++) p[b] = kept[i + b * THREADS];
             const float top = fmaxf(mine.top, top_of<B>(p) * LOG2_E);
-            mine.sum *= exp2_fast(mine.top - top);
+            mine.sum *= exp2_approx(mine.top - top);
             mine.top = top;
 #pragma unroll
             for (int b = 0; b < B; b++) {
                 float f[8];
                 floats_of<8>(f, p[b]);
 #pragma unroll
-                for (int j = 0; j < 8; j++) f[j] = exp2_fast(fmaf(f[j], LOG2_E, -top));
+                for (int j = 0; j < 8; j++) f[j] = exp2_approx(fmaf(f[j], LOG2_E, -top));
 #pragma unroll
                 for (int d = 1; d < 8; d *= 2)
 #pragma unroll
@@ -138,7 +132,7 @@ static __global__ void __cluster_dims__(CLUSTER) __launch_bounds__(THREADS, 4)
                 float f[8];
                 floats_of<8>(f, p[b]);
 #pragma unroll
-                for (int j = 0; j < 8; j++) f[j] = scale * exp2_fast(fmaf(f[j], LOG2_E, -all.top));
+                for (int j = 0; j < 8; j++) f[j] = scale * exp2_approx(fmaf(f[j], LOG2_E, -all.top));
                 store<8>(z + (int64_t)(i + b * THREADS) * 8, f);
             }
         });
@@ -146,7 +140,7 @@ static __global__ void __cluster_dims__(CLUSTER) __launch_bounds__(THREADS, 4)
         if (!owner) continue;
         // In this order small losses keep their digits.
         loss[n] = LN_2 * (log2f(all.sum) + fmaf(-z_right, LOG2_E, all.top));
-        if (dscale != 0) z[right] = (floatX)(scale * exp2_fast(fmaf(z_right, LOG2_E, -all.top)) - dscale);
+        if (dscale != 0) z[right] = (floatX)(scale * exp2_approx(fmaf(z_right, LOG2_E, -all.top)) - dscale);
     }
 }
 

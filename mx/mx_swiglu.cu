@@ -8,10 +8,8 @@
 // of a chunk, one chunk holds the last of the gate and the first of up: such rows are cast when they are complete.
 #include "mx/mx_swiglu.h"
 
-#include "layers/activation.h"
+#include "grouped/experts.cuh"
 #include "mx/mxfp8.cuh"
-
-enum { BACK_PIECES = 2 };
 
 // How many rows there are is read on the device, and the grid walks them.
 template <int ALIGN>
@@ -20,15 +18,10 @@ static __global__ void __launch_bounds__(32 * ROW_WARPS, 4)
     const uint32_t spans = (uint32_t)ceil_div(F, SPAN), end = (uint32_t)r.group_start[r.El] * spans;
     for (uint32_t span = warp_in_grid(); span < end; span += gridDim.x * ROW_WARPS) {
         const int64_t row = span / spans, c0 = span % spans * (int64_t)SPAN;
-        const bool real_row = r.row_token[row] >= 0;
-        uint4 gate[PIECES] = {}, up[PIECES] = {};
-#pragma unroll
-        for (int i = 0; i < PIECES; i++) {
-            const int64_t c = c0 + i * 256 + threadIdx.x % 32 * 8;
-            if (!real_row || c >= F) continue;
-            gate[i] = *(const uint4*)(h + row * 2 * F + c);
-            up[i] = *(const uint4*)(h + row * 2 * F + F + c);
-        }
+        const int64_t given = r.row_token[row] >= 0 ? F : 0;  // columns to read: none of a pad row
+        uint4 gate[PIECES], up[PIECES];
+        load_span(gate, h + row * 2 * F, c0, given);
+        load_span(up, h + row * 2 * F + F, c0, given);
 #pragma unroll
         for (int i = 0; i < PIECES; i++) {
             float g[8], u[8];
@@ -79,59 +72,18 @@ static __global__ void __launch_bounds__(32 * ROW_WARPS, 3)
     const int64_t used = r.group_start[r.El];
     const int lane = threadIdx.x % 32;
     for (int64_t row = warp_in_grid(); row < used; row += gridDim.x * (int64_t)ROW_WARPS) {
-        const bool real_row = r.row_token[row] >= 0;
-        const float weight = real_row ? r.row_gate[row] : 0;
-        const floatX *h_row = h + row * 2 * F, *da = dap + row * F;
-        floatX* d = dh + row * 2 * F;
         uint8_t *q_row = q + row * 2 * F, *s_row = scale + row * stride;
-        float dot = 0;
-        for (int64_t c0 = lane * 8; c0 - lane * 8 < F; c0 += BACK_PIECES * 256) {  // all lanes as often, for shuffles
-            uint4 gs[BACK_PIECES] = {}, us[BACK_PIECES] = {}, ds[BACK_PIECES] = {};
-#pragma unroll
-            for (int i = 0; i < BACK_PIECES; i++) {
-                const int64_t c = c0 + i * 256;
-                if (!real_row || c >= F) continue;
-                gs[i] = *(const uint4*)(h_row + c);
-                us[i] = *(const uint4*)(h_row + F + c);
-                ds[i] = *(const uint4*)(da + c);
-            }
-#pragma unroll
-            for (int i = 0; i < BACK_PIECES; i++) {
-                const int64_t c = c0 + i * 256;
-                float g[8], u[8], x[8], a[8];
-                floats_of<8>(g, gs[i]);
-                floats_of<8>(u, us[i]);
-                floats_of<8>(x, ds[i]);
-#pragma unroll
-                for (int j = 0; j < 8; j++) a[j] = swiglu(g[j], u[j], sigmoid_fast(g[j]));
-                round_piece<ALIGN>(a, carry);
-#pragma unroll
-                for (int j = 0; j < 8; j++) {  // as experts_swiglu_backward does
-                    const float s = sigmoid_fast(g[j]);
-                    dot += x[j] * a[j];
-                    a[j] *= weight;
-                    x[j] *= weight;
-                    const float du = swiglu_du(x[j], g[j], s);
-                    g[j] = swiglu_dg(x[j], g[j], u[j], s);
-                    u[j] = du;
-                }
-                const uint4 gate = piece_of<8>(g), up = piece_of<8>(u);
-                if (c < F) {
-                    store<8>(gated_a + row * F + c, a);
-                    *(uint4*)(d + c) = gate;
-                    *(uint4*)(d + F + c) = up;
-                }
+        swiglu_backward_row(
+            dh, gated_a, drow_gate, dap, h, r, row, F, [&](float a[8]) { round_piece<ALIGN>(a, carry); },
+            [&](int64_t c, const uint4& gate, const uint4& up) {
                 if (!ACROSS) cast_two<ALIGN>(q_row + c, s_row + c / MX_BLOCK, gate, up, F, c < F, carry);
-            }
-        }
-        dot = warp_sum(dot);
-        if (lane == 0) drow_gate[row] = dot;
+            });
         if (!ACROSS && 2 * F / MX_BLOCK + lane < stride) s_row[2 * F / MX_BLOCK + lane] = 0;
         if (!ACROSS) continue;
         __syncwarp();
         for (int64_t c0 = 0; c0 < 2 * F; c0 += SPAN) {
             uint4 p[PIECES];
-            load_span(p, d, c0, 2 * F);
+            load_span(p, dh + row * 2 * F, c0, 2 * F);
             cast_span<ALIGN>(q_row, s_row, p, c0, 2 * F, stride, carry);
         }
     }

@@ -105,14 +105,26 @@ static __device__ __forceinline__ void load_patch(uint4 p[PATCH_ROWS], const flo
     for (int i = 0; i < PATCH_ROWS; i++) p[i] = inside ? *(const uint4*)(x + i * columns) : make_uint4(0, 0, 0, 0);
 }
 
+// pair = the larger of each column's so far and of p's, columns in pairs.
+static __device__ __forceinline__ void keep_larger(uint32_t pair[4], uint4 p) {
+    pair[0] = larger(pair[0], p.x), pair[1] = larger(pair[1], p.y);
+    pair[2] = larger(pair[2], p.z), pair[3] = larger(pair[3], p.w);
+}
+
+static __device__ __forceinline__ uint4 magnitudes(uint4 p) {
+    return make_uint4(magnitudes(p.x), magnitudes(p.y), magnitudes(p.z), magnitudes(p.w));
+}
+
 // The largest of every column of a patch, in pairs.
 static __device__ __forceinline__ void largest_of_columns(uint32_t pair[4], const uint4 p[PATCH_ROWS]) {
     pair[0] = pair[1] = pair[2] = pair[3] = 0;
 #pragma unroll
-    for (int i = 0; i < PATCH_ROWS; i++) {
-        pair[0] = larger(pair[0], magnitudes(p[i].x)), pair[1] = larger(pair[1], magnitudes(p[i].y));
-        pair[2] = larger(pair[2], magnitudes(p[i].z)), pair[3] = larger(pair[3], magnitudes(p[i].w));
-    }
+    for (int i = 0; i < PATCH_ROWS; i++) keep_larger(pair, magnitudes(p[i]));
+}
+
+// The scale of column i of 8.
+static __device__ __forceinline__ uint32_t scale_of_column(const uint32_t pair[4], int i, uint32_t carry) {
+    return scale_of(i % 2 ? pair[i / 2] >> 16 : pair[i / 2] & 0xffff, carry);
 }
 
 static __device__ __forceinline__ void cast_patch(uint2 bytes[PATCH_ROWS], const uint4 p[PATCH_ROWS],
@@ -166,14 +178,12 @@ static __global__ void __launch_bounds__(32 * COLUMN_WARPS)
     if (ALIGN == MX_CHUNK) {  // a chunk is two warps
         if (lane < 8) of_warp[warp][lane] = make_uint4(pair[0], pair[1], pair[2], pair[3]);
         __syncthreads();
-        const uint4 other = of_warp[warp ^ 1][lane % 8];
-        pair[0] = larger(pair[0], other.x), pair[1] = larger(pair[1], other.y);
-        pair[2] = larger(pair[2], other.z), pair[3] = larger(pair[3], other.w);
+        keep_larger(pair, of_warp[warp ^ 1][lane % 8]);
     }
     float factor[8];
 #pragma unroll
     for (int i = 0; i < 8; i++) {
-        const uint32_t s = scale_of(i % 2 ? pair[i / 2] >> 16 : pair[i / 2] & 0xffff, carry);
+        const uint32_t s = scale_of_column(pair, i, carry);
         factor[i] = mx_scale_inverse(s);
         if (lane / 8 % 2 == i / 4)
             ((uint8_t*)&scales[lane % 8 * 8 + i])[2 * warp + lane / 16] = (uint8_t)(inside ? s : 0);
@@ -228,12 +238,11 @@ static __global__ void __launch_bounds__(32 * ROW_WARPS)
 #pragma unroll 8
     for (int i = 0; i < CHUNK; i++) {
         const uint4 p = *(const uint4*)(top + i * columns);
-        pair[0] = larger(pair[0], magnitudes(p.x)), pair[1] = larger(pair[1], magnitudes(p.y));
-        pair[2] = larger(pair[2], magnitudes(p.z)), pair[3] = larger(pair[3], magnitudes(p.w));
+        keep_larger(pair, magnitudes(p));
     }
     uint32_t s[8];
 #pragma unroll
-    for (int j = 0; j < 8; j++) s[j] = scale_of(j % 2 ? pair[j / 2] >> 16 : pair[j / 2] & 0xffff, carry);
+    for (int j = 0; j < 8; j++) s[j] = scale_of_column(pair, j, carry);
 #pragma unroll 8
     for (int i = 0; i < CHUNK; i++) {
         float f[8];
