@@ -95,6 +95,7 @@ static inline void lt_set_scales(cublasLtMatmulDesc_t op, const LtProduct& p) {
 
 static inline cublasLtMatmulAlgo_t lt_choose(const LtPlan& plan, Ctx* ctx) {
     const LtKey& key = plan.key;
+    // What the algorithm may use: this much workspace, sums in a fixed order, these alignments.
     cublasLtMatmulPreference_t preference;
     CUBLAS_CHECK(cublasLtMatmulPreferenceCreate(&preference));
     lt_set(preference, CUBLASLT_MATMUL_PREF_MAX_WORKSPACE_BYTES, (size_t)key.workspace);
@@ -104,6 +105,8 @@ static inline cublasLtMatmulAlgo_t lt_choose(const LtPlan& plan, Ctx* ctx) {
     lt_set(preference, CUBLASLT_MATMUL_PREF_MIN_ALIGNMENT_B_BYTES, (uint32_t)key.a.alignment);
     lt_set(preference, CUBLASLT_MATMUL_PREF_MIN_ALIGNMENT_C_BYTES, (uint32_t)key.d.alignment);
     lt_set(preference, CUBLASLT_MATMUL_PREF_MIN_ALIGNMENT_D_BYTES, (uint32_t)key.d.alignment);
+
+    // The first that the library offers.
     cublasLtMatmulHeuristicResult_t found;
     int count = 0;
     const cublasStatus_t status =
@@ -120,6 +123,8 @@ static inline cublasLtMatmulAlgo_t lt_choose(const LtPlan& plan, Ctx* ctx) {
 static inline LtPlan* lt_make_plan(const LtKey& key, const LtProduct& p, Ctx* ctx) {
     LtPlan* plan = (LtPlan*)host_alloc(sizeof(LtPlan));
     plan->key = key;
+
+    // The product.
     CUBLAS_CHECK(cublasLtMatmulDescCreate(&plan->op, CUBLAS_COMPUTE_32F, CUDA_R_32F));
     lt_set(plan->op, CUBLASLT_MATMUL_DESC_TRANSA, p.transpose_b ? CUBLAS_OP_T : CUBLAS_OP_N);
     lt_set(plan->op, CUBLASLT_MATMUL_DESC_TRANSB, p.transpose_a ? CUBLAS_OP_T : CUBLAS_OP_N);
@@ -128,10 +133,14 @@ static inline LtPlan* lt_make_plan(const LtKey& key, const LtProduct& p, Ctx* ct
         lt_set(plan->op, CUBLASLT_MATMUL_DESC_B_SCALE_MODE, (int32_t)CUBLASLT_MATMUL_MATRIX_SCALE_VEC32_UE8M0);
         lt_set_scales(plan->op, p);
     }
+
+    // The matrices.
     const cudaDataType_t in = key.scaled ? CUDA_R_8F_E4M3 : CUDA_R_16BF, out = p.real_out ? CUDA_R_32F : CUDA_R_16BF;
     plan->a = lt_layout(key.a, in, p.transpose_a ? p.k : p.m, p.transpose_a ? p.m : p.k, p.batch);
     plan->b = lt_layout(key.b, in, p.transpose_b ? p.n : p.k, p.transpose_b ? p.k : p.n, p.batch);
     plan->d = lt_layout(key.d, out, p.m, p.n, p.batch);
+
+    // The algorithm.
     plan->algo = lt_choose(*plan, ctx);
     plan->next = ctx->lt_plans;
     return ctx->lt_plans = plan;
@@ -139,6 +148,8 @@ static inline LtPlan* lt_make_plan(const LtKey& key, const LtProduct& p, Ctx* ct
 
 static inline void lt_multiply(LtMatrix d, LtMatrix a, LtMatrix b, const LtProduct& p, Ctx* ctx) {
     if (p.m == 0 || p.n == 0 || p.k == 0 || p.batch == 0) return;
+
+    // The plan of a product like this one, made at the first.
     const bool scaled = p.a_scale != NULL;
     const int64_t in = scaled ? 1 : sizeof(floatX), out = p.real_out ? sizeof(real) : sizeof(floatX);
     const LtKey key = {p.m,        p.n,         p.k,    p.transpose_a,     p.transpose_b,     p.batch,
@@ -147,6 +158,7 @@ static inline void lt_multiply(LtMatrix d, LtMatrix a, LtMatrix b, const LtProdu
     while (plan && memcmp(&plan->key, &key, sizeof(key)) != 0) plan = plan->next;
     if (!plan) plan = lt_make_plan(key, p, ctx);
 
+    // Scales lie elsewhere each time.
     if (scaled) lt_set_scales(plan->op, p);
     const float one = 1, beta = p.accumulate ? 1 : 0;
     void* workspace = ctx_workspace<char>(ctx, p.workspace);

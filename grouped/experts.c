@@ -13,10 +13,13 @@ void experts_swiglu_backward(floatX* dh, floatX* gated_a, real* drow_gate, const
     (void)ctx;
 #pragma omp parallel for schedule(static)
     for (int64_t row = 0; row < r.group_start[r.El]; row++) {
+        // The row's gate and up, and their gradients.
         const floatX *g = h + row * 2 * F, *u = g + F;
         floatX *dg = dh + row * 2 * F, *du = dg + F;
         real gate = r.row_gate[row], dgate = 0;
 #pragma omp simd reduction(+ : dgate)
+
+        // dgate = <dA', A>, and with dA = gate dA' the gradients of g and u.
         for (int64_t i = 0; i < F; i++) {
             real s = sigmoid(g[i]), a = swiglu(g[i], u[i], s), da = dap[row * F + i];
             dgate += da * a;

@@ -32,6 +32,7 @@ static __device__ __forceinline__ double term(float x) {
 
 template <int SQUARE>
 static __global__ void sum_chunks_kernel(double* partial, const float* x, int64_t n) {
+    // A whole chunk in pieces of 16 bytes, or what is left of the last one.
     const int64_t first = blockIdx.x * (int64_t)CHUNK;
     double sum = 0;
     if (first + CHUNK <= n) {
@@ -44,6 +45,8 @@ static __global__ void sum_chunks_kernel(double* partial, const float* x, int64_
     } else {
         for (int64_t i = first + threadIdx.x; i < n && i < first + CHUNK; i += THREADS) sum += term<SQUARE>(x[i]);
     }
+
+    // One sum a chunk.
     sum = block_sum(sum);
     if (threadIdx.x == 0) partial[blockIdx.x] = sum;
 }
@@ -97,6 +100,7 @@ void step_decide(StepState* state, int64_t tokens, const AdamW* opt, Ctx* ctx) {
 
 // Numbers without their sign are in the order of their bits, NaN above all. Whole blocks call it.
 static __device__ __forceinline__ void keep_largest(StepState* state, const unsigned (&bits)[LARGEST]) {
+    // The largest of each warp, then of the block.
     __shared__ unsigned part[LARGEST][THREADS / 32];
 #pragma unroll
     for (int k = 0; k < LARGEST; k++) {
@@ -121,6 +125,7 @@ static __global__ void __launch_bounds__(THREADS)
     adamw_kernel(floatX* weight, float* master, float* m, float* v, const float* grad, int64_t n, int64_t n_decay,
                  AdamW opt, StepState* state) {
     if (!state->ok) return;
+    // Eight elements: all loads go out first.
     const int64_t i = (blockIdx.x * (int64_t)THREADS + threadIdx.x) * 8;
     unsigned most[LARGEST] = {};
     if (i < n) {
@@ -131,6 +136,8 @@ static __global__ void __launch_bounds__(THREADS)
         load_real<8>(p, master + i);
         load_real<8>(m1, m + i);
         load_real<8>(v1, v + i);
+
+        // m, v and master move, as the header says.
 #pragma unroll
         for (int j = 0; j < 8; j++) {
             float gj = scale * g[j], decay = i + j < n_decay ? opt.weight_decay : 0;
@@ -138,10 +145,14 @@ static __global__ void __launch_bounds__(THREADS)
             v1[j] = opt.beta2 * v1[j] + (1 - opt.beta2) * gj * gj;
             p[j] -= opt.lr * (m1[j] * fix1 / (sqrtf(v1[j] * fix2) + opt.eps) + decay * p[j]);
         }
+
+        // Everything is written, the weight rounded.
         store_real<8>(master + i, p);
         store_real<8>(m + i, m1);
         store_real<8>(v + i, v1);
         store<8>(weight + i, p);
+
+        // What is written counts for the bounds of the next step.
 #pragma unroll
         for (int j = 0; j < 8; j++) {
             take_in(most[LARGEST_WEIGHT], p[j]);

@@ -40,6 +40,7 @@ static __device__ __forceinline__ float top_of(const Piece<8> p[B]) {
 static __global__ void __cluster_dims__(CLUSTER) __launch_bounds__(THREADS, 4)
     cross_entropy_kernel(float* loss, floatX* logits, const int32_t* target, int64_t N, int64_t V, int64_t Vp,
                          float dscale) {
+    // What of the row is this block's: `count` pieces from `first` on.
     extern __shared__ __align__(16) char quarter[];
     __shared__ Softmax of_warp[WARPS], of_block[2][CLUSTER];
     Piece<8>* kept = (Piece<8>*)quarter;
@@ -49,11 +50,15 @@ static __global__ void __cluster_dims__(CLUSTER) __launch_bounds__(THREADS, 4)
     const int count = min(per, pieces - first);  // pieces of this block
     const int valid = (int)V - first * 8;        // its logits that are not padding
     const int64_t next = gridDim.x / CLUSTER;
+
+    // Pieces of this thread, BATCH at a time as long as they last.
     auto in_batches = [&](auto take) {
         int i = threadIdx.x;
         for (; i + (BATCH - 1) * THREADS < count; i += BATCH * THREADS) take(i, Int<BATCH>());
         for (; i < count; i += THREADS) take(i, Int<1>());
     };
+
+    // Starts the copy of a piece; padding becomes -inf.
     auto fetch = [&](int i, const floatX* z) {
         const floatX* from = z + (int64_t)i * 8;
         if ((i + 1) * 8 <= valid) {
@@ -74,9 +79,12 @@ static __global__ void __cluster_dims__(CLUSTER) __launch_bounds__(THREADS, 4)
     __pipeline_commit();
     cluster.sync();  // every block of the cluster runs: its shared memory may be written
     for (int turn = 0; n < N; n += next, z += next * Vp, turn ^= 1) {
+        // This block's part of the row has arrived.
         const int right = target[n] - first * 8;
         Softmax mine = {LOWEST, 0};
         __pipeline_wait_prior(0);
+
+        // The thread's maximum and sum of exponentials.
         in_batches([&](int i, auto batch) {
             constexpr int B = decltype(batch)::value;
             Piece<8> p[B];
@@ -98,6 +106,8 @@ static __global__ void __cluster_dims__(CLUSTER) __launch_bounds__(THREADS, 4)
                 mine.sum += f[0];
             }
         });
+
+        // Those of the warp, of the block and of the cluster: every block gets the others'.
 #pragma unroll
         for (int d = 16; d; d /= 2)
             mine.add(__shfl_xor_sync(0xffffffffu, mine.top, d), __shfl_xor_sync(0xffffffffu, mine.sum, d));
@@ -113,6 +123,7 @@ static __global__ void __cluster_dims__(CLUSTER) __launch_bounds__(THREADS, 4)
         Softmax all = of_block[turn][0];
         for (int r = 1; r < CLUSTER; r++) all.add(of_block[turn][r].top, of_block[turn][r].sum);
 
+        // The gradient over the logits, dscale softmax(z), while the next row comes into its place.
         const float scale = dscale / all.sum;
         const bool more = n + next < N;
         const bool owner = right >= 0 && right < count * 8 && right / 8 % THREADS == threadIdx.x;
@@ -137,6 +148,8 @@ static __global__ void __cluster_dims__(CLUSTER) __launch_bounds__(THREADS, 4)
             }
         });
         __pipeline_commit();
+
+        // The owner of the target: loss = ln sum exp(z) - z_target, and -dscale in its gradient.
         if (!owner) continue;
         // In this order small losses keep their digits.
         loss[n] = LN_2 * (log2f(all.sum) + fmaf(-z_right, LOG2_E, all.top));
@@ -148,11 +161,15 @@ void cross_entropy(real* loss, floatX* logits, const int32_t* target, int64_t N,
                    Ctx* ctx) {
     if (N == 0) return;
     ASSERT(wide(Vp, logits));
+
+    // A quarter of a row fits in shared memory, or the vocabulary is too large.
     const int64_t shared = ceil_div(Vp / 8, CLUSTER) * 8 * (int64_t)sizeof(floatX);
     if (shared > 220 << 10)
         die(EXIT_FAILED, "cross_entropy: a vocabulary of %lld does not fit in shared memory (at most %d)", (long long)V,
             CLUSTER * (220 << 10) / (int)sizeof(floatX));
     CUDA_CHECK(cudaFuncSetAttribute(cross_entropy_kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, (int)shared));
+
+    // As many clusters as leave each a few rows, so that copies and sums overlap.
     const int64_t clusters = ceil_div(N, min_i64(ROWS, ceil_div(N, ctx->sms)));
     cross_entropy_kernel<<<(unsigned)(clusters * CLUSTER), THREADS, (size_t)shared, ctx->stream>>>(loss, logits, target,
                                                                                                    N, V, Vp, dscale);

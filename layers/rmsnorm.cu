@@ -44,12 +44,17 @@ template <int P, int WARPS, bool RESIDUAL>
 static __global__ void __launch_bounds__(WARPS == 1 ? 128 : 32 * WARPS)
     rmsnorm_forward_kernel(floatX* sum, floatX* y, float* rstd, const floatX* a, const floatX* b, int64_t stride,
                            const floatX* w, int64_t N, int64_t C) {
+    // Where the team reads: its row, and the first of its pieces of 8.
     const int first = threadIdx.x % (32 * WARPS) * 8, step = 32 * WARPS * 8;
     const int64_t row = WARPS == 1 ? blockIdx.x * SMALL_ROWS + threadIdx.x / 32 : blockIdx.x;
     if (row >= N) return;
+
+    // Kernels before this one write a and b.
     cudaGridDependencySynchronize();
     Piece<8> x[P];
     load_pieces<P>(x, a + row * stride, first, step, C);
+
+    // x = sum = a + b, rounded before its statistics are taken.
     if constexpr (RESIDUAL) {
         Piece<8> other[P];
         load_pieces<P>(other, b + row * C, first, step, C);
@@ -66,6 +71,8 @@ static __global__ void __launch_bounds__(WARPS == 1 ? 128 : 32 * WARPS)
             *(Piece<8>*)(sum + row * C + c) = x[i];
         }
     }
+
+    // rstd = (mean_c x_c^2 + eps)^-1/2
     float squares = 0;
 #pragma unroll
     for (int i = 0; i < P; i++) {
@@ -78,6 +85,8 @@ static __global__ void __launch_bounds__(WARPS == 1 ? 128 : 32 * WARPS)
     Piece<8> weight[P];
     load_pieces<P>(weight, w, first, step, C);  // under way during the sum
     const float r = 1 / sqrtf(team_sum<WARPS, 1>(squares, 0, 0) / C + RMSNORM_EPS);
+
+    // y = w x rstd
     if (first == 0) rstd[row] = r;
 #pragma unroll
     for (int i = 0; i < P; i++) {
@@ -141,13 +150,18 @@ template <int P, int WARPS>
 static __global__ void __launch_bounds__(BACKWARD_THREADS, 1)
     rmsnorm_backward_kernel(floatX* dx, float* partial, const floatX* dy, const floatX* x, int64_t stride,
                             const floatX* w, const float* rstd, int64_t N, int64_t C, int accumulate) {
+    // The shape of the block, and where its threads keep what they copy.
     constexpr int TEAMS = BACKWARD_WARPS / WARPS, step = 32 * WARPS * 8;
     extern __shared__ __align__(16) char shared[];
     auto ring = (Piece<8>(*)[3][P][BACKWARD_THREADS])shared;  // two rows: x, dy, dx; a thread reads what it copied
+
+    // The team of this thread, and how far its rows lie apart.
     const int team = threadIdx.x / (32 * WARPS), first = threadIdx.x % (32 * WARPS) * 8;
     const int64_t next = (int64_t)gridDim.x * TEAMS;
     cudaTriggerProgrammaticLaunchCompletion();
     cudaGridDependencySynchronize();
+
+    // Starts the copies of a row: x, dy and, where dx is added to, dx.
     auto fetch = [&](int64_t row, int turn) {
 #pragma unroll
         for (int i = 0; i < P; i++) {
@@ -159,6 +173,8 @@ static __global__ void __launch_bounds__(BACKWARD_THREADS, 1)
         }
         __pipeline_commit();
     };
+
+    // The first row is on its way before the loop; in the loop always the next one.
     int64_t row = blockIdx.x * (int64_t)TEAMS + team;
     fetch(row, 0);
     Piece<8> weight[P];
@@ -170,6 +186,8 @@ static __global__ void __launch_bounds__(BACKWARD_THREADS, 1)
         const float r = next_r;
         if (row + next < N) next_r = rstd[row + next];
         __pipeline_wait_prior(1);
+
+        // sum_j g_j x_j with g = dy w, and dw += dy x rstd
         float dot = 0;
 #pragma unroll
         for (int i = 0; i < P; i++) {
@@ -184,6 +202,8 @@ static __global__ void __launch_bounds__(BACKWARD_THREADS, 1)
                 dw[i][j] += g[j] * f[j] * r;
             }
         }
+
+        // dx = rstd (g - x k), k = rstd^2 mean_j(g_j x_j)
         const float k = team_sum<WARPS, TEAMS>(dot, team, turn) / C * r * r;
 #pragma unroll
         for (int i = 0; i < P; i++) {
@@ -200,6 +220,8 @@ static __global__ void __launch_bounds__(BACKWARD_THREADS, 1)
         }
     }
     __syncthreads();
+
+    // The block's dw: the teams' sums in order.
     auto sums = (float(*)[P * step]) shared;
 #pragma unroll
     for (int i = 0; i < P; i++) store_real<8>(&sums[team][first + i * step], dw[i]);
@@ -214,6 +236,7 @@ static __global__ void __launch_bounds__(BACKWARD_THREADS, 1)
 
 // dw[c] += sum of the partial sums: 32 columns a block, 32 threads a column, all in a fixed order.
 static __global__ void rmsnorm_weight_kernel(float* dw, const float* partial, int count, int64_t C) {
+    // A warp takes 32 neighbouring columns of every 32nd block.
     __shared__ float part[32][33];
     const int64_t c = blockIdx.x * 32 + threadIdx.x;
     cudaGridDependencySynchronize();
@@ -221,6 +244,8 @@ static __global__ void rmsnorm_weight_kernel(float* dw, const float* partial, in
     if (c < C)
 #pragma unroll 4
         for (int i = threadIdx.y; i < count; i += 32) sum += partial[i * C + c];
+
+    // Turned, so that a warp adds up a column.
     part[threadIdx.y][threadIdx.x] = sum;
     __syncthreads();
     sum = warp_sum(part[threadIdx.x][threadIdx.y]);
@@ -233,6 +258,7 @@ void rmsnorm_backward(floatX* dx, real* dw, const floatX* dy, const floatX* x, i
                       const real* rstd, int64_t N, int64_t C, int accumulate, Ctx* ctx) {
     if (N == 0) return;
     ASSERT(wide(C | stride, dx, dy, x, w));
+    // dx, and dw of each block of threads.
     float* partial = ctx_workspace<float>(ctx, rmsnorm_workspace(N, C) / sizeof(float));
     int64_t blocks = 0;
     by_width<BACKWARD_P>(C, [&](auto p, auto warps) {

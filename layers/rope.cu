@@ -15,14 +15,20 @@ static __global__ void __launch_bounds__(THREADS)
     const int64_t n = rest / groups, h0 = rest % groups, d = i % spans * 8, step = groups * s.head_stride;
     cudaTriggerProgrammaticLaunchCompletion();
     if (n >= s.N) return;
+
+    // The angles are read before the kernel waits for those in front of it.
     float angle[8];
     load_real<8>(angle, table + (uint32_t)n % (uint32_t)s.T * s.D + d);  // no kernel writes the table
     cudaGridDependencySynchronize();
+
+    // The heads' pieces, all loads before the first store.
     floatX* v = x + n * s.stride + h0 * s.head_stride + d;
     Piece<8> p[HEADS];
 #pragma unroll
     for (int h = 0; h < HEADS; h++)
         if (h0 + h * groups < s.heads) p[h] = *(const Piece<8>*)(v + h * step);
+
+            // Each pair (even, odd) is turned by its angle.
 #pragma unroll
     for (int h = 0; h < HEADS; h++) {
         if (h0 + h * groups >= s.heads) continue;

@@ -8,9 +8,12 @@ enum { THREADS = 256 };
 
 static __global__ void __launch_bounds__(THREADS)
     swiglu_forward_kernel(floatX* a, const floatX* h, int64_t N, int64_t F) {
+    // A thread: 8 columns of a token.
     const int64_t i = blockIdx.x * (int64_t)THREADS + threadIdx.x, pieces = F / 8, n = i / pieces, c = i % pieces * 8;
     if (n >= N) return;
     const floatX* gate = h + n * 2 * F + c;
+
+    // a = silu(g) u
     float g[8], u[8];
     load<8>(g, gate);
     load<8>(u, gate + F);
@@ -24,10 +27,14 @@ static __global__ void __launch_bounds__(THREADS)
     const int64_t i = blockIdx.x * (int64_t)THREADS + threadIdx.x, pieces = F / 8, n = i / pieces, c = i % pieces * 8;
     if (n >= N) return;
     const floatX* gate = h + n * 2 * F + c;
+
+    // All loads go out first.
     float g[8], u[8], d[8], out[8];
     load<8>(g, gate);
     load<8>(u, gate + F);
     load<8>(d, da + n * F + c);
+
+    // a again, and dg and du in the places of g and u.
 #pragma unroll
     for (int j = 0; j < 8; j++) {
         const float s = sigmoid_fast(g[j]), du = swiglu_du(d[j], g[j], s);

@@ -19,9 +19,12 @@ static __global__ void __launch_bounds__(32 * ROW_WARPS, 4)
     for (uint32_t span = warp_in_grid(); span < end; span += gridDim.x * ROW_WARPS) {
         const int64_t row = span / spans, c0 = span % spans * (int64_t)SPAN;
         const int64_t given = r.row_token[row] >= 0 ? F : 0;  // columns to read: none of a pad row
+        // All loads go out first.
         uint4 gate[PIECES], up[PIECES];
         load_span(gate, h + row * 2 * F, c0, given);
         load_span(up, h + row * 2 * F + F, c0, given);
+
+        // a = silu(g) u, rounded to bf16 before its cast.
 #pragma unroll
         for (int i = 0; i < PIECES; i++) {
             float g[8], u[8];
@@ -38,6 +41,7 @@ static __global__ void __launch_bounds__(32 * ROW_WARPS, 4)
 // x becomes what its cast stands for, in this lane's 8 columns.
 template <int ALIGN>
 static __device__ __forceinline__ void round_piece(float x[8], uint32_t carry) {
+    // Rounded to bf16 first, as A is before its cast.
     const uint4 p = piece_of<8>(x);
     const uint32_t s = scale_of(higher_half(largest_of_lanes<ALIGN / 8>(largest(p))), carry);
     const float inverse = mx_scale_inverse(s), value = mx_scale_value(s);
@@ -54,8 +58,11 @@ static __device__ __forceinline__ void round_piece(float x[8], uint32_t carry) {
 template <int ALIGN>
 static __device__ __forceinline__ void cast_two(uint8_t* q, uint8_t* scale, const uint4& gate, const uint4& up,
                                                 int64_t F, bool inside, uint32_t carry) {
+    // One shuffle serves both: the largest of the gate in the lower half, of up in the upper.
     const uint32_t pair = largest_of_lanes<ALIGN / 8>(higher_half(largest(gate)) | higher_half(largest(up)) << 16);
     const uint32_t of_gate = scale_of(pair & 0xffff, carry), of_up = scale_of(pair >> 16, carry);
+
+    // Bytes, and of each block of four lanes the scale.
     if (!inside) return;
     *(uint2*)q = cast8(gate, mx_scale_inverse(of_gate));
     *(uint2*)(q + F) = cast8(up, mx_scale_inverse(of_up));
@@ -78,7 +85,11 @@ static __global__ void __launch_bounds__(32 * ROW_WARPS, 3)
             [&](int64_t c, const uint4& gate, const uint4& up) {
                 if (!ACROSS) cast_two<ALIGN>(q_row + c, s_row + c / MX_BLOCK, gate, up, F, c < F, carry);
             });
+
+        // Bytes behind the last scale are 0.
         if (!ACROSS && 2 * F / MX_BLOCK + lane < stride) s_row[2 * F / MX_BLOCK + lane] = 0;
+
+        // The complete row, read again by the whole warp.
         if (!ACROSS) continue;
         __syncwarp();
         for (int64_t c0 = 0; c0 < 2 * F; c0 += SPAN) {

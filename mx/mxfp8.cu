@@ -28,6 +28,7 @@ static __global__ void __launch_bounds__(32 * ROW_WARPS, 6)
                     uint32_t carry) {
     int64_t row, c0;
     if (!place_of_warp(&row, &c0, rows, columns)) return;
+    // The loads, then the largest, the scales and the bytes.
     uint4 p[PIECES];
     load_span(p, x + row * columns, c0, columns);
     cast_span<ALIGN>(q + row * columns, scale + row * stride, p, c0, columns, stride, carry);
@@ -62,6 +63,7 @@ static __device__ __forceinline__ void dequantize_span(floatX* x, const uint8_t*
         s[i] = scale[c / MX_BLOCK];
     }
 
+    // q 2^(s - 127), or x + that, rounded once.
 #pragma unroll
     for (int i = 0; i < PIECES; i++) {
         float out[8];
@@ -137,6 +139,7 @@ static __device__ __forceinline__ void cast_patch(uint2 bytes[PATCH_ROWS], const
 static __device__ __forceinline__ void store_turned(uint8_t* q, int64_t rows, const uint2 bytes[PATCH_ROWS]) {
 #pragma unroll
     for (int half = 0; half < 2; half++) {
+        // Half of the columns: 4 x 4 bytes change places in registers.
         uint32_t column[4][4];  // of columns 4 half .. 4 half + 3, four rows in a word
 #pragma unroll
         for (int k = 0; k < 4; k++) {
@@ -160,12 +163,15 @@ template <int ALIGN>
 static __global__ void __launch_bounds__(32 * COLUMN_WARPS)
     transposed_kernel(uint8_t* q, uint8_t* scale, const floatX* x, int64_t rows, int64_t columns, int64_t stride,
                       uint32_t carry) {
+    // Where this lane's patch lies.
     __shared__ uint4 of_warp[COLUMN_WARPS][8];
     __shared__ uint2 scales[WARP_COLUMNS];
     const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
     const int64_t r = blockIdx.y * (int64_t)(COLUMN_WARPS * WARP_ROWS) + warp * WARP_ROWS + lane / 8 * PATCH_ROWS;
     const int64_t first = blockIdx.x * (int64_t)WARP_COLUMNS, c = first + lane % 8 * 8, matrix = blockIdx.z;
     const bool inside = r < rows && c < columns;
+
+    // The largest of each column: in the patch, in the lanes that share a block, for chunks in two warps.
     uint4 p[PATCH_ROWS];
     load_patch(p, x + (matrix * rows + r) * columns + c, columns, inside);
     uint32_t pair[4];
@@ -180,6 +186,8 @@ static __global__ void __launch_bounds__(32 * COLUMN_WARPS)
         __syncthreads();
         keep_larger(pair, of_warp[warp ^ 1][lane % 8]);
     }
+
+    // Scales: each lane of a block writes half of its columns', for the whole block of threads to send.
     float factor[8];
 #pragma unroll
     for (int i = 0; i < 8; i++) {
@@ -191,6 +199,8 @@ static __global__ void __launch_bounds__(32 * COLUMN_WARPS)
     __syncthreads();
     if (threadIdx.x < WARP_COLUMNS && first + threadIdx.x < columns)
         *(uint2*)(scale + (matrix * columns + first + threadIdx.x) * stride + blockIdx.y * 8) = scales[threadIdx.x];
+
+    // The bytes, turned.
     if (!inside) return;
     uint2 bytes[PATCH_ROWS];
     cast_patch(bytes, p, factor);
@@ -201,11 +211,14 @@ static __global__ void __launch_bounds__(32 * COLUMN_WARPS)
 static __global__ void __launch_bounds__(32 * COLUMN_WARPS)
     tiles_kernel(uint8_t* q, uint8_t* q_transposed, uint8_t* scale, const floatX* w, int64_t rows, int64_t columns,
                  uint32_t carry) {
+    // Where this lane's patch lies.
     __shared__ uint32_t of_warp[COLUMN_WARPS];
     const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
     const int64_t r = blockIdx.y * (int64_t)MX_CHUNK + warp / 2 * WARP_ROWS + lane / 8 * PATCH_ROWS;
     const int64_t c = blockIdx.x * (int64_t)MX_CHUNK + warp % 2 * WARP_COLUMNS + lane % 8 * 8, matrix = blockIdx.z;
     const bool inside = r < rows && c < columns;
+
+    // The largest of the tile: in the patch, in the warp, in the four warps.
     uint4 p[PATCH_ROWS];
     load_patch(p, w + (matrix * rows + r) * columns + c, columns, inside);
     uint32_t pair[4];
@@ -214,8 +227,12 @@ static __global__ void __launch_bounds__(32 * COLUMN_WARPS)
         higher_half(largest_of_lanes<32>(larger(larger(pair[0], pair[1]), larger(pair[2], pair[3]))));
     if (lane == 0) of_warp[warp] = of_lanes;
     __syncthreads();
+
+    // The tile's scale.
     const uint32_t s = scale_of(max(max(of_warp[0], of_warp[1]), max(of_warp[2], of_warp[3])), carry);
     if (threadIdx.x == 0) scale[(matrix * gridDim.y + blockIdx.y) * gridDim.x + blockIdx.x] = (uint8_t)s;
+
+    // The bytes, as they lie and turned.
     if (!inside) return;
     const float f = mx_scale_inverse(s), factor[8] = {f, f, f, f, f, f, f, f};
     uint2 bytes[PATCH_ROWS];
@@ -230,10 +247,13 @@ static __global__ void __launch_bounds__(32 * COLUMN_WARPS)
 template <int CHUNK>
 static __global__ void __launch_bounds__(32 * ROW_WARPS)
     round_columns_kernel(floatX* x, const int64_t* used, int64_t columns, uint32_t carry) {
+    // A lane: 8 columns of a chunk.
     const int64_t c = (blockIdx.y * (int64_t)32 + threadIdx.x % 32) * 8;
     const int64_t row = (blockIdx.x * (int64_t)ROW_WARPS + threadIdx.x / 32) * CHUNK;
     if (row >= *used || c >= columns) return;
     floatX* top = x + row * columns + c;
+
+    // The largest of each column, and its scale.
     uint32_t pair[4] = {};
 #pragma unroll 8
     for (int i = 0; i < CHUNK; i++) {
@@ -243,6 +263,8 @@ static __global__ void __launch_bounds__(32 * ROW_WARPS)
     uint32_t s[8];
 #pragma unroll
     for (int j = 0; j < 8; j++) s[j] = scale_of_column(pair, j, carry);
+
+        // Every element becomes what its cast stands for.
 #pragma unroll 8
     for (int i = 0; i < CHUNK; i++) {
         float f[8];

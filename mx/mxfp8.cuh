@@ -74,12 +74,15 @@ template <int ALIGN>
 static __device__ __forceinline__ void cast_span(uint8_t* q, uint8_t* scale, const uint4 p[PIECES], int64_t c0,
                                                  int64_t columns, int64_t stride, uint32_t carry) {
     const int lane = threadIdx.x % 32;
+    // The largest of each block or chunk.
     uint32_t pair[PIECES / 2];  // the largest of two pieces: one shuffle serves both
     uint32_t scales = 0;        // byte i: of this lane's block in piece i
 #pragma unroll
     for (int i = 0; i < PIECES / 2; i++)
         pair[i] =
             largest_of_lanes<ALIGN / 8>(higher_half(largest(p[2 * i])) | higher_half(largest(p[2 * i + 1])) << 16);
+
+        // Scale and bytes of each piece.
 #pragma unroll
     for (int i = 0; i < PIECES; i++) {
         const int64_t c = c0 + i * 256 + lane * 8;
@@ -90,6 +93,8 @@ static __device__ __forceinline__ void cast_span(uint8_t* q, uint8_t* scale, con
             *(uint2*)(q + c) = bytes;
         }
     }
+
+    // A lane for each block takes its scale byte from the first lane of that block.
     scales = __shfl_sync(0xffffffffu, scales, lane % 8 * 4) >> lane / 8 * 8;
     if (c0 / MX_BLOCK + lane < stride) scale[c0 / MX_BLOCK + lane] = (uint8_t)scales;
 }
