@@ -6,13 +6,14 @@
 #include "blackwell/attention_lt.cuh"
 
 #include "device/lt.cuh"
+#include "layers/rows.cuh"
 
 namespace {
 
 enum { WARPS = 8 };  // a warp takes a row of scores
 
 // Sizes of a piece, and where it lies in the workspace.
-struct Piece {
+struct ScorePiece {
     int64_t heads, queries, keys;  // keys: T, padded so that every row of scores lies on 16 bytes
     float *scores, *dp;            // (heads, queries, keys)
     floatX *p, *ds;                // (heads, queries, keys)
@@ -22,10 +23,10 @@ struct Piece {
 };
 
 // Up to 512 queries and all heads, as long as the scores take no more than 12 MiB and a piece 20.
-Piece piece_of(AttnShape s, char* base) {
+ScorePiece piece_of(AttnShape s, char* base) {
     // Bytes of a score in all its four forms.
     const int64_t row = 2 * (int64_t)(sizeof(float) + sizeof(floatX)), width = s.nope + s.rope + s.v;
-    Piece w;
+    ScorePiece w;
     w.keys = ceil_div(s.T, 8) * 8;
 
     // Queries first: halved until they fit, or are no more than T. Then as many heads as fit.
@@ -51,7 +52,7 @@ Piece piece_of(AttnShape s, char* base) {
 struct Row {
     int64_t h, t, at, seen;
     bool inside;
-    __device__ Row(const Piece& w, int64_t heads, int64_t first, int64_t rows) {
+    __device__ Row(const ScorePiece& w, int64_t heads, int64_t first, int64_t rows) {
         const int64_t i = blockIdx.x * (int64_t)WARPS + threadIdx.x / 32;
         inside = i < heads * rows;
         h = i / rows, t = i % rows;
@@ -61,7 +62,7 @@ struct Row {
 };
 
 // P = exp(scale s - lse), 0 behind the diagonal; `keys` columns are written.
-__global__ void __launch_bounds__(32 * WARPS) softmax_kernel(Piece w, float* lse, int64_t heads, int64_t first,
+__global__ void __launch_bounds__(32 * WARPS) softmax_kernel(ScorePiece w, float* lse, int64_t heads, int64_t first,
                                                              int64_t rows, int64_t keys, int64_t T, float scale) {
     // The row of this warp.
     const Row r(w, heads, first, rows);
@@ -83,7 +84,7 @@ __global__ void __launch_bounds__(32 * WARPS) softmax_kernel(Piece w, float* lse
 
 // P again, and dS = scale P (dP - delta), delta = <dout, out> of the row. dout, out: (T, H, v) from the piece's head.
 __global__ void __launch_bounds__(32 * WARPS)
-    softmax_backward_kernel(Piece w, const float* lse, const floatX* dout, const floatX* out, int64_t heads,
+    softmax_backward_kernel(ScorePiece w, const float* lse, const floatX* dout, const floatX* out, int64_t heads,
                             int64_t first, int64_t rows, int64_t keys, AttnShape shape) {
     // The row of this warp.
     const Row r(w, heads, first, rows);
@@ -107,7 +108,7 @@ __global__ void __launch_bounds__(32 * WARPS)
 }
 
 // dkv (T, H, nope + v), from the piece's head on.
-__global__ void __launch_bounds__(256) store_dkv_kernel(floatX* dkv, Piece w, int64_t heads, AttnShape s) {
+__global__ void __launch_bounds__(256) store_dkv_kernel(floatX* dkv, ScorePiece w, int64_t heads, AttnShape s) {
     // A thread an element: of k_nope from dk, of v from dv.
     const int64_t width = s.nope + s.v, i = blockIdx.x * (int64_t)256 + threadIdx.x;
     const int64_t c = i % width, h = i / width % heads, t = i / width / heads, row = h * s.T + t;
@@ -118,7 +119,7 @@ __global__ void __launch_bounds__(256) store_dkv_kernel(floatX* dkv, Piece w, in
 
 // rope_sum = (begin) or += the heads' parts; the sum of all of them is dk_rope.
 __global__ void __launch_bounds__(256)
-    sum_rope_kernel(floatX* dk_rope, Piece w, int64_t heads, bool begin, AttnShape s) {
+    sum_rope_kernel(floatX* dk_rope, ScorePiece w, int64_t heads, bool begin, AttnShape s) {
     const int64_t i = blockIdx.x * (int64_t)256 + threadIdx.x, t = i / s.rope, c = i % s.rope;
     if (t >= s.T) return;
     float sum = begin ? 0 : w.rope_sum[i];
@@ -126,8 +127,6 @@ __global__ void __launch_bounds__(256)
     w.rope_sum[i] = sum;
     dk_rope[t * s.k_rope_stride + c] = (floatX)sum;
 }
-
-unsigned blocks(int64_t count, int per_block) { return (unsigned)ceil_div(count, per_block); }
 
 // Operands of a sequence's heads from `h` on, as matrices (T, width), a head a member of the batch.
 struct Heads {
@@ -150,7 +149,7 @@ LtMatrix columns(LtMatrix x, int64_t c) { return {(const floatX*)x.p + c, x.ld, 
 // Calls work(heads of a sequence, how many, first query, queries, keys they see) for all pieces, and before and behind
 // the queries of some heads begin and end with (heads of a sequence, how many).
 template <typename Begin, typename Work, typename End>
-void for_pieces(AttnShape s, const Piece& w, Begin begin, Work work, End end) {
+void for_pieces(AttnShape s, const ScorePiece& w, Begin begin, Work work, End end) {
     for (int64_t b = 0; b < s.B; b++)
         for (int64_t h = 0; h < s.H; h += w.heads) {
             // Some heads of a sequence.
@@ -166,14 +165,14 @@ void for_pieces(AttnShape s, const Piece& w, Begin begin, Work work, End end) {
         }
 }
 
-Piece get_piece(AttnShape s, Ctx* ctx) {
-    const Piece w = piece_of(s, ctx->workspace);
+ScorePiece get_piece(AttnShape s, Ctx* ctx) {
+    const ScorePiece w = piece_of(s, ctx->workspace);
     ctx_workspace<char>(ctx, (int64_t)w.bytes);
     return w;
 }
 
 // q k^T of a piece, without scale and mask.
-void multiply_scores(const Piece& w, LtMatrix q, LtMatrix kv, LtMatrix k_rope, int64_t heads, int64_t rows,
+void multiply_scores(const ScorePiece& w, LtMatrix q, LtMatrix kv, LtMatrix k_rope, int64_t heads, int64_t rows,
                      int64_t keys, AttnShape s, Ctx* ctx) {
     const LtMatrix scores = {w.scores, w.keys, w.queries * w.keys};
     LtProduct product = {.m = rows, .n = keys, .k = s.nope, .transpose_b = true, .batch = heads, .real_out = true};
@@ -189,15 +188,15 @@ size_t attention_lt_workspace(AttnShape s) { return piece_of(s, NULL).bytes; }
 void attention_lt_forward(floatX* out, real* lse, const floatX* q, const floatX* kv, const floatX* k_rope, AttnShape s,
                           Ctx* ctx) {
     // Buffers as matrices.
-    const Piece w = get_piece(s, ctx);
+    const ScorePiece w = get_piece(s, ctx);
     const LtMatrix p = {w.p, w.keys, w.queries * w.keys};
     auto nothing = [](Heads, int64_t) {};
     auto work = [&](Heads at, int64_t heads, int64_t t, int64_t rows, int64_t keys) {
         // S = q k^T
         multiply_scores(w, at.q(q, t), at.kv(kv), at.k_rope(k_rope), heads, rows, keys, s, ctx);
         // P and lse
-        softmax_kernel<<<blocks(heads * rows, WARPS), 32 * WARPS, 0, ctx->stream>>>(w, lse + (at.b * s.H + at.h) * s.T,
-                                                                                    heads, t, rows, keys, s.T, s.scale);
+        softmax_kernel<<<blocks_for(heads * rows, WARPS), 32 * WARPS, 0, ctx->stream>>>(
+            w, lse + (at.b * s.H + at.h) * s.T, heads, t, rows, keys, s.T, s.scale);
         LAUNCH_CHECK();
         // out = P v
         lt_multiply(at.out(out, t), p, columns(at.kv(kv), s.nope), {.m = rows, .n = s.v, .k = keys, .batch = heads},
@@ -209,7 +208,7 @@ void attention_lt_forward(floatX* out, real* lse, const floatX* q, const floatX*
 void attention_lt_backward(floatX* dq, floatX* dkv, floatX* dk_rope, const floatX* dout, const floatX* out,
                            const real* lse, const floatX* q, const floatX* kv, const floatX* k_rope, AttnShape s,
                            Ctx* ctx) {
-    const Piece w = get_piece(s, ctx);
+    const ScorePiece w = get_piece(s, ctx);
     const int64_t qk = s.nope + s.rope, step = w.queries * w.keys;
     const LtMatrix p = {w.p, w.keys, step}, ds = {w.ds, w.keys, step}, dp = {w.dp, w.keys, step};
     const LtMatrix dk = {w.dk, qk, s.T * qk}, dv = {w.dv, s.v, s.T * s.v};
@@ -225,7 +224,7 @@ void attention_lt_backward(floatX* dq, floatX* dkv, floatX* dk_rope, const float
 
         // P again, and dS
         const int64_t head = (at.b * s.T * s.H + at.h) * s.v;
-        softmax_backward_kernel<<<blocks(heads * rows, WARPS), 32 * WARPS, 0, ctx->stream>>>(
+        softmax_backward_kernel<<<blocks_for(heads * rows, WARPS), 32 * WARPS, 0, ctx->stream>>>(
             w, lse + (at.b * s.H + at.h) * s.T, dout + head, out + head, heads, t, rows, keys, s);
         LAUNCH_CHECK();
 
@@ -243,10 +242,10 @@ void attention_lt_backward(floatX* dq, floatX* dkv, floatX* dk_rope, const float
     };
     auto end = [&](Heads at, int64_t heads) {
         // All queries of these heads are in: dk and dv are rounded, dk_rope takes their part.
-        store_dkv_kernel<<<blocks(s.T * heads * (s.nope + s.v), 256), 256, 0, ctx->stream>>>(
+        store_dkv_kernel<<<blocks_for(s.T * heads * (s.nope + s.v), 256), 256, 0, ctx->stream>>>(
             dkv + (at.b * s.T * s.H + at.h) * (s.nope + s.v), w, heads, s);
-        sum_rope_kernel<<<blocks(s.T * s.rope, 256), 256, 0, ctx->stream>>>(dk_rope + at.b * s.T * s.k_rope_stride, w,
-                                                                            heads, at.h == 0, s);
+        sum_rope_kernel<<<blocks_for(s.T * s.rope, 256), 256, 0, ctx->stream>>>(dk_rope + at.b * s.T * s.k_rope_stride,
+                                                                                w, heads, at.h == 0, s);
         LAUNCH_CHECK();
     };
     for_pieces(s, w, begin, work, end);

@@ -58,7 +58,8 @@ static __device__ __forceinline__ float exp2_approx(float x) {
     return y;
 }
 
-static __device__ __forceinline__ float warp_sum(float x) {
+template <typename T>
+static __device__ __forceinline__ T warp_sum(T x) {
 #pragma unroll
     for (int lane = 16; lane; lane /= 2) x += __shfl_xor_sync(0xffffffffu, x, lane);
     return x;

@@ -15,8 +15,7 @@ enum { CHUNK = 16384, THREADS = 256, TOTAL_THREADS = 1024 };
 
 static __device__ double block_sum(double x) {  // valid in thread 0
     __shared__ double part[32];
-#pragma unroll
-    for (int lane = 16; lane; lane /= 2) x += __shfl_xor_sync(0xffffffffu, x, lane);
+    x = warp_sum(x);
     if (threadIdx.x % 32 == 0) part[threadIdx.x / 32] = x;
     __syncthreads();
     double sum = 0;
@@ -132,10 +131,10 @@ static __global__ void __launch_bounds__(THREADS)
         const float scale = (float)state->grad_scale, fix1 = (float)(1 / state->correction1),
                     fix2 = (float)(1 / state->correction2);
         float g[8], p[8], m1[8], v1[8];
-        load_real<8>(g, grad + i);
-        load_real<8>(p, master + i);
-        load_real<8>(m1, m + i);
-        load_real<8>(v1, v + i);
+        load_real(g, grad + i);
+        load_real(p, master + i);
+        load_real(m1, m + i);
+        load_real(v1, v + i);
 
         // m, v and master move, as the header says.
 #pragma unroll
@@ -147,9 +146,9 @@ static __global__ void __launch_bounds__(THREADS)
         }
 
         // Everything is written, the weight rounded.
-        store_real<8>(master + i, p);
-        store_real<8>(m + i, m1);
-        store_real<8>(v + i, v1);
+        store_real(master + i, p);
+        store_real(m + i, m1);
+        store_real(v + i, v1);
         store<8>(weight + i, p);
 
         // What is written counts for the bounds of the next step.

@@ -104,9 +104,9 @@ static __global__ void __launch_bounds__(256)
     if (end && !shared) {
         float* d = dtable + token[i] * C + c;
         float acc[8] = {};
-        if (c < C) load_real<8>(acc, d);
+        if (c < C) load_real(acc, d);
         add_rows(acc, dout, position, i, end, c, C);
-        if (c < C) store_real<8>(d, acc);
+        if (c < C) store_real(d, acc);
     }
     __syncthreads();
 
@@ -121,11 +121,11 @@ static __global__ void __launch_bounds__(256)
         __syncthreads();
         if (warp == 0 && c < C) {
             float* d = dtable + token[start] * C + c;
-            load_real<8>(acc, d);
+            load_real(acc, d);
 #pragma unroll
             for (int e = 0; e < 8; e++)
                 for (int w = 0; w < 8; w++) acc[e] += part[w][e * 32 + lane];
-            store_real<8>(d, acc);
+            store_real(d, acc);
         }
         __syncthreads();
     }

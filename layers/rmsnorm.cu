@@ -14,6 +14,7 @@
 
 // Pieces a thread.
 enum { FORWARD_P = 4, BACKWARD_P = 2, BACKWARD_WARPS = 16, BACKWARD_THREADS = 32 * BACKWARD_WARPS };
+static const int64_t WIDEST = 16384;
 static const int64_t SMALL_ROWS = 4;  // rows of a block whose teams are one warp
 static const int64_t SMS = 132;       // of an H200; the bits do not follow the GPU at hand
 
@@ -101,23 +102,15 @@ static __global__ void __launch_bounds__(WARPS == 1 ? 128 : 32 * WARPS)
     }
 }
 
-// Calls launch(P, WARPS) for rows of C elements.
-template <int P, typename Launch>
+// Calls launch(P, WARPS) for rows of C elements: as few warps as take a row in P pieces a thread.
+template <int P, int WARPS = 1, typename Launch>
 static void by_width(int64_t C, Launch launch) {
-    const int64_t pieces = C / 8;
-    ASSERT(pieces <= 2048);
-    if (pieces <= 32)
+    if (C <= 256)
         launch(Int<1>(), Int<1>());
-    else if (pieces <= 32 * P)
-        launch(Int<P>(), Int<1>());
-    else if (pieces <= 64 * P)
-        launch(Int<P>(), Int<2>());
-    else if (pieces <= 128 * P)
-        launch(Int<P>(), Int<4>());
-    else if (pieces <= 256 * P)
-        launch(Int<P>(), Int<8>());
-    else if (pieces <= 512 * P)
-        launch(Int<P>(), Int<16>());
+    else if (C <= 256 * P * WARPS)
+        launch(Int<P>(), Int<WARPS>());
+    else if constexpr (WARPS < 16)
+        by_width<P, 2 * WARPS>(C, launch);
     else
         launch(Int<4>(), Int<16>());
 }
@@ -127,7 +120,7 @@ template <bool RESIDUAL>
 static void forward(floatX* sum, floatX* y, real* rstd, const floatX* a, const floatX* b, int64_t stride,
                     const floatX* w, int64_t N, int64_t C, Ctx* ctx) {
     if (N == 0) return;
-    ASSERT(wide(C | stride, sum, y, a, b, w));
+    ASSERT(wide(C | stride, sum, y, a, b, w) && C <= WIDEST);
     by_width<FORWARD_P>(C, [&](auto p, auto warps) {
         constexpr int P = decltype(p)::value, WARPS = decltype(warps)::value;
         const int rows = WARPS == 1 ? (int)SMALL_ROWS : 1;  // of a block
@@ -224,7 +217,7 @@ static __global__ void __launch_bounds__(BACKWARD_THREADS, 1)
     // The block's dw: the teams' sums in order.
     auto sums = (float(*)[P * step]) shared;
 #pragma unroll
-    for (int i = 0; i < P; i++) store_real<8>(&sums[team][first + i * step], dw[i]);
+    for (int i = 0; i < P; i++) store_real(&sums[team][first + i * step], dw[i]);
     __syncthreads();
     for (int c = threadIdx.x; c < C; c += BACKWARD_THREADS) {
         float sum = 0;
@@ -257,7 +250,7 @@ size_t rmsnorm_workspace(int64_t N, int64_t C) { return (size_t)(min_i64(N, SMS)
 void rmsnorm_backward(floatX* dx, real* dw, const floatX* dy, const floatX* x, int64_t stride, const floatX* w,
                       const real* rstd, int64_t N, int64_t C, int accumulate, Ctx* ctx) {
     if (N == 0) return;
-    ASSERT(wide(C | stride, dx, dy, x, w));
+    ASSERT(wide(C | stride, dx, dy, x, w) && C <= WIDEST);
     // dx, and dw of each block of threads.
     float* partial = ctx_workspace<float>(ctx, rmsnorm_workspace(N, C) / sizeof(float));
     int64_t blocks = 0;

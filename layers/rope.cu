@@ -18,7 +18,7 @@ static __global__ void __launch_bounds__(THREADS)
 
     // The angles are read before the kernel waits for those in front of it.
     float angle[8];
-    load_real<8>(angle, table + (uint32_t)n % (uint32_t)s.T * s.D + d);  // no kernel writes the table
+    load_real(angle, table + (uint32_t)n % (uint32_t)s.T * s.D + d);  // no kernel writes the table
     cudaGridDependencySynchronize();
 
     // The heads' pieces, all loads before the first store.

@@ -55,7 +55,7 @@ static __global__ void __launch_bounds__(32 * ROW_WARPS)
     // Sums over the warp, then over the block of threads.
 #pragma unroll
     for (int k = 0; k < STATS_SUMS; k++) {
-        for (int i = 16; i; i /= 2) sums[k] += __shfl_xor_sync(0xffffffffu, sums[k], i);
+        sums[k] = warp_sum(sums[k]);
         if (lane == 0) of_warp[warp][k] = sums[k];
     }
     __syncthreads();

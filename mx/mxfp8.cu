@@ -309,12 +309,21 @@ void mx_quantize_tiles(uint8_t* q, uint8_t* q_transposed, uint8_t* scale, const 
     LAUNCH_CHECK();
 }
 
-void mx_dequantize(floatX* x, const uint8_t* q, const uint8_t* scale, int64_t rows, int64_t columns, Ctx* ctx) {
+template <bool ADD>
+static void dequantize(floatX* x, const uint8_t* q, const uint8_t* scale, int64_t rows, int64_t columns, Ctx* ctx) {
     if (rows == 0) return;
     ASSERT(aligned(x, q));
-    dequantize_kernel<false>
+    dequantize_kernel<ADD>
         <<<row_blocks(rows, columns), 32 * ROW_WARPS, 0, ctx->stream>>>(x, q, scale, rows, columns, mx_stride(columns));
     LAUNCH_CHECK();
+}
+
+void mx_dequantize(floatX* x, const uint8_t* q, const uint8_t* scale, int64_t rows, int64_t columns, Ctx* ctx) {
+    dequantize<false>(x, q, scale, rows, columns, ctx);
+}
+
+void mx_dequantize_add(floatX* x, const uint8_t* q, const uint8_t* scale, int64_t rows, int64_t columns, Ctx* ctx) {
+    dequantize<true>(x, q, scale, rows, columns, ctx);
 }
 
 void mx_dequantize_rows(floatX* rows, const uint8_t* q, const uint8_t* scale, Ragged r, int64_t columns, Ctx* ctx) {
@@ -323,14 +332,6 @@ void mx_dequantize_rows(floatX* rows, const uint8_t* q, const uint8_t* scale, Ra
     const int64_t slices = permute_slices(r);
     dequantize_rows_kernel<<<(unsigned)(slices * r.El), 32 * PERMUTE_WARPS, 0, ctx->stream>>>(
         rows, q, scale, r, columns, mx_stride(columns), slices);
-    LAUNCH_CHECK();
-}
-
-void mx_dequantize_add(floatX* x, const uint8_t* q, const uint8_t* scale, int64_t rows, int64_t columns, Ctx* ctx) {
-    if (rows == 0) return;
-    ASSERT(aligned(x, q));
-    dequantize_kernel<true>
-        <<<row_blocks(rows, columns), 32 * ROW_WARPS, 0, ctx->stream>>>(x, q, scale, rows, columns, mx_stride(columns));
     LAUNCH_CHECK();
 }
 
