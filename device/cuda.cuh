@@ -29,6 +29,7 @@ NORETURN void cuda_failed(cudaError_t error, const char* call, const char* file,
 struct Staging;  // device/device.cu: pinned memory for uploads
 struct LtPlan;   // device/lt.cuh: a product whose algorithm is chosen
 
+// What every op gets: the stream, libraries' handles and the workspace.
 struct Ctx {
     cudaStream_t stream;
     cublasLtHandle_t lt;
@@ -52,12 +53,14 @@ static inline T* ctx_workspace(Ctx* ctx, int64_t count) {
 // For results in bf16: the fast exp and division (2^-21) are exact enough.
 static __device__ __forceinline__ float sigmoid_fast(float x) { return __fdividef(1.0f, 1.0f + __expf(-x)); }
 
+// 2^x by the special function unit (2^-22).
 static __device__ __forceinline__ float exp2_approx(float x) {
     float y;
     asm("ex2.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x));
     return y;
 }
 
+// Sum and maximum over a warp, in every lane.
 template <typename T>
 static __device__ __forceinline__ T warp_sum(T x) {
 #pragma unroll

@@ -50,6 +50,7 @@ static __global__ void sum_chunks_kernel(double* partial, const float* x, int64_
     if (threadIdx.x == 0) partial[blockIdx.x] = sum;
 }
 
+// *total += the chunks' sums, in a fixed order.
 static __global__ void add_total_kernel(double* total, const double* partial, int64_t count) {
     double sum = 0;
     for (int64_t i = threadIdx.x; i < count; i += TOTAL_THREADS) sum += partial[i];
@@ -77,6 +78,7 @@ void grad_norm_add(StepState* state, const real* grad, int64_t n, Ctx* ctx) {
     add_sum<1>(&state->grad_sq, grad, n, ctx);
 }
 
+// One thread each: the step's sums and decisions are a few numbers.
 static __global__ void step_begin_kernel(StepState* state) {
     state->loss_sum = state->grad_sq = state->stop = 0;
     for (int i = 0; i < LARGEST; i++) state->largest[i] = state->own_largest[i];
@@ -116,6 +118,7 @@ static __device__ __forceinline__ void keep_largest(StepState* state, const unsi
     if (now > __ldcg(kept)) atomicMax(kept, now);
 }
 
+// most = the larger of most and |x|, as bits.
 static __device__ __forceinline__ void take_in(unsigned& most, float x) {
     most = max(most, __float_as_uint(x) & 0x7fffffffu);
 }

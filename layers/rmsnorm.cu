@@ -23,6 +23,7 @@ template <int WARPS, int TEAMS>
 static __device__ __forceinline__ float team_sum(float x, int team, int turn) {
     x = warp_sum(x);
     if constexpr (WARPS > 1) {
+        // Each warp's sum, then all of them in order.
         __shared__ float part[2][TEAMS][WARPS];
         if (threadIdx.x % 32 == 0) part[turn][team][threadIdx.x / 32 % WARPS] = x;
         __syncthreads();
@@ -122,6 +123,7 @@ static void forward(floatX* sum, floatX* y, real* rstd, const floatX* a, const f
     if (N == 0) return;
     ASSERT(wide(C | stride, sum, y, a, b, w) && C <= WIDEST);
     by_width<FORWARD_P>(C, [&](auto p, auto warps) {
+        // A block a row, or four rows of one warp each.
         constexpr int P = decltype(p)::value, WARPS = decltype(warps)::value;
         const int rows = WARPS == 1 ? (int)SMALL_ROWS : 1;  // of a block
         launch_early(rmsnorm_forward_kernel<P, WARPS, RESIDUAL>, blocks_for(N, rows), 32 * WARPS * rows, 0, ctx, sum, y,
@@ -174,6 +176,7 @@ static __global__ void __launch_bounds__(BACKWARD_THREADS, 1)
     load_pieces<P>(weight, w, first, step, C);
     float dw[P][8] = {}, next_r = row < N ? rstd[row] : 0;
     for (int turn = 0; row - team < N; row += next, turn ^= 1) {  // all teams alike, for team_sum's barrier
+        // The next row starts; this one has arrived.
         fetch(row + next, turn ^ 1);
         const int64_t width = row < N ? C : 0;
         const float r = next_r;
@@ -255,6 +258,7 @@ void rmsnorm_backward(floatX* dx, real* dw, const floatX* dy, const floatX* x, i
     float* partial = ctx_workspace<float>(ctx, rmsnorm_workspace(N, C) / sizeof(float));
     int64_t blocks = 0;
     by_width<BACKWARD_P>(C, [&](auto p, auto warps) {
+        // One block an SM: its ring of two rows takes the shared memory.
         constexpr int P = decltype(p)::value, WARPS = decltype(warps)::value;
         const int shared = 2 * 3 * P * BACKWARD_THREADS * (int)sizeof(Piece<8>);
         auto kernel = rmsnorm_backward_kernel<P, WARPS>;

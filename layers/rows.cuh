@@ -16,6 +16,7 @@ template <int W>
 static __device__ __forceinline__ void floats_of(float out[W], const Piece<W>& p) {
     if constexpr (W == 8) {
         const uint32_t pair[4] = {p.x, p.y, p.z, p.w};
+        // A bf16 is the upper half of a float32.
 #pragma unroll
         for (int i = 0; i < 4; i++) {
             out[2 * i] = __uint_as_float(pair[i] << 16);
@@ -96,6 +97,7 @@ using Int = std::integral_constant<int, N>;
 // before it touches what other kernels write or read.
 template <typename... P, typename... A>
 static inline void launch_early(void (*kernel)(P...), dim3 grid, dim3 block, size_t shared, Ctx* ctx, A... arguments) {
+    // The attribute of programmatic dependent launch.
     cudaLaunchAttribute early = {};
     early.id = cudaLaunchAttributeProgrammaticStreamSerialization;
     early.val.programmaticStreamSerializationAllowed = 1;
@@ -105,6 +107,7 @@ static inline void launch_early(void (*kernel)(P...), dim3 grid, dim3 block, siz
     CUDA_CHECK(cudaLaunchKernelEx(&config, kernel, P(arguments)...));
 }
 
+// Blocks for so much work, rounded up.
 static inline unsigned blocks_for(int64_t work, int64_t per_block) { return (unsigned)ceil_div(work, per_block); }
 
 #endif

@@ -46,6 +46,8 @@ void mx_swiglu_backward_quantize(uint8_t* q, uint8_t* scale, floatX* dh, floatX*
             for (int64_t i = c; i < c + n; i++) a[i] = value_of((float)a[i], s);
         }
 #pragma omp simd reduction(+ : dgate)
+
+        // dgate = <dA', A>, then gate * A in the place of A.
         for (int64_t i = 0; i < F; i++) dgate += dap[r * F + i] * a[i];
         for (int64_t i = 0; i < F; i++) a[i] *= gate;
         drow_gate[r] = dgate;

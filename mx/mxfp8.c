@@ -2,6 +2,7 @@
 
 #include "mx/mxfp8_cpu.h"
 
+// Blocks along the rows, one row a thread at a time.
 void mx_quantize(uint8_t* q, uint8_t* scale, const floatX* x, int64_t rows, int64_t columns, MxCast cast, Ctx* ctx) {
     (void)ctx;
     const int64_t chunk = chunk_of(cast), stride = mx_stride(columns);
@@ -18,6 +19,7 @@ void mx_quantize(uint8_t* q, uint8_t* scale, const floatX* x, int64_t rows, int6
     }
 }
 
+// Blocks down the columns: the bytes of a column become a row.
 void mx_quantize_transposed(uint8_t* q, uint8_t* scale, const floatX* x, int64_t count, int64_t rows, int64_t columns,
                             MxCast cast, Ctx* ctx) {
     (void)ctx;
@@ -83,6 +85,7 @@ void mx_dequantize_rows(floatX* rows, const uint8_t* q, const uint8_t* scale, Ra
     }
 }
 
+// Element by element: the sum is rounded once.
 void mx_dequantize_add(floatX* x, const uint8_t* q, const uint8_t* scale, int64_t rows, int64_t columns, Ctx* ctx) {
     (void)ctx;
     const int64_t stride = mx_stride(columns);
@@ -92,6 +95,7 @@ void mx_dequantize_add(floatX* x, const uint8_t* q, const uint8_t* scale, int64_
             x[r * columns + c] += e4m3_value(q[r * columns + c]) * mx_scale_value(scale[r * stride + c / MX_BLOCK]);
 }
 
+// The cast and back, in place.
 void mx_round_columns(floatX* x, Ragged ragged, int64_t columns, MxCast cast, Ctx* ctx) {
     (void)ctx;
     const int64_t chunk = chunk_of(cast);
