@@ -6,13 +6,14 @@
 #include "blackwell/attention_lt.cuh"
 
 #include "device/lt.cuh"
+#include "layers/rows.cuh"
 
 namespace {
 
 enum { WARPS = 8 };  // a warp takes a row of scores
 
 // Sizes of a piece, and where it lies in the workspace.
-struct Piece {
+struct ScorePiece {
     int64_t heads, queries, keys;  // keys: T, padded so that every row of scores lies on 16 bytes
     float *scores, *dp;            // (heads, queries, keys)
     floatX *p, *ds;                // (heads, queries, keys)
@@ -22,15 +23,20 @@ struct Piece {
 };
 
 // Up to 512 queries and all heads, as long as the scores take no more than 12 MiB and a piece 20.
-Piece piece_of(AttnShape s, char* base) {
+ScorePiece piece_of(AttnShape s, char* base) {
+    // Bytes of a score in all its four forms.
     const int64_t row = 2 * (int64_t)(sizeof(float) + sizeof(floatX)), width = s.nope + s.rope + s.v;
-    Piece w;
+    ScorePiece w;
     w.keys = ceil_div(s.T, 8) * 8;
+
+    // Queries first: halved until they fit, or are no more than T. Then as many heads as fit.
     w.queries = 512;
     while (w.queries > 16 && (w.queries / 2 >= s.T || w.queries * w.keys * row > 12 << 20)) w.queries /= 2;
     const int64_t scores = w.queries * w.keys, head = scores * row + s.T * width * (int64_t)sizeof(float);
     const int64_t fit = (20 << 20) / head;
     w.heads = fit < 1 ? 1 : fit < s.H ? fit : s.H;
+
+    // The buffers, one behind the other.
     w.scores = (float*)(base + LT_WORKSPACE);
     w.dp = w.scores + w.heads * scores;
     w.p = (floatX*)(w.dp + w.heads * scores);
@@ -46,7 +52,7 @@ Piece piece_of(AttnShape s, char* base) {
 struct Row {
     int64_t h, t, at, seen;
     bool inside;
-    __device__ Row(const Piece& w, int64_t heads, int64_t first, int64_t rows) {
+    __device__ Row(const ScorePiece& w, int64_t heads, int64_t first, int64_t rows) {
         const int64_t i = blockIdx.x * (int64_t)WARPS + threadIdx.x / 32;
         inside = i < heads * rows;
         h = i / rows, t = i % rows;
@@ -56,33 +62,43 @@ struct Row {
 };
 
 // P = exp(scale s - lse), 0 behind the diagonal; `keys` columns are written.
-__global__ void __launch_bounds__(32 * WARPS) softmax_kernel(Piece w, float* lse, int64_t heads, int64_t first,
+__global__ void __launch_bounds__(32 * WARPS) softmax_kernel(ScorePiece w, float* lse, int64_t heads, int64_t first,
                                                              int64_t rows, int64_t keys, int64_t T, float scale) {
+    // The row of this warp.
     const Row r(w, heads, first, rows);
     if (!r.inside) return;
     const float* s = w.scores + r.at;
     const int lane = threadIdx.x % 32;
+
+    // lse = scale max + ln sum exp(scale (s - max))
     float top = -INFINITY, sum = 0;
     for (int64_t j = lane; j < r.seen; j += 32) top = fmaxf(top, s[j]);
     top = warp_max(top);
     for (int64_t j = lane; j < r.seen; j += 32) sum += expf(scale * (s[j] - top));
     const float z = scale * top + logf(warp_sum(sum));
+
+    // P, and lse for backward.
     for (int64_t j = lane; j < keys; j += 32) w.p[r.at + j] = (floatX)(j < r.seen ? expf(scale * s[j] - z) : 0.0f);
     if (lane == 0) lse[r.h * T + first + r.t] = z;
 }
 
 // P again, and dS = scale P (dP - delta), delta = <dout, out> of the row. dout, out: (T, H, v) from the piece's head.
 __global__ void __launch_bounds__(32 * WARPS)
-    softmax_backward_kernel(Piece w, const float* lse, const floatX* dout, const floatX* out, int64_t heads,
+    softmax_backward_kernel(ScorePiece w, const float* lse, const floatX* dout, const floatX* out, int64_t heads,
                             int64_t first, int64_t rows, int64_t keys, AttnShape shape) {
+    // The row of this warp.
     const Row r(w, heads, first, rows);
     if (!r.inside) return;
     const float *s = w.scores + r.at, *dp = w.dp + r.at;
     const int lane = threadIdx.x % 32;
     const int64_t row = ((first + r.t) * shape.H + r.h) * shape.v;
+
+    // delta = <dout, out>
     float delta = 0;
     for (int64_t c = lane; c < shape.v; c += 32) delta += (float)dout[row + c] * (float)out[row + c];
     delta = warp_sum(delta);
+
+    // P = exp(scale s - lse), dS = scale P (dP - delta)
     const float z = lse[r.h * shape.T + first + r.t];
     for (int64_t j = lane; j < keys; j += 32) {
         const float p = j < r.seen ? expf(shape.scale * s[j] - z) : 0.0f;
@@ -92,7 +108,8 @@ __global__ void __launch_bounds__(32 * WARPS)
 }
 
 // dkv (T, H, nope + v), from the piece's head on.
-__global__ void __launch_bounds__(256) store_dkv_kernel(floatX* dkv, Piece w, int64_t heads, AttnShape s) {
+__global__ void __launch_bounds__(256) store_dkv_kernel(floatX* dkv, ScorePiece w, int64_t heads, AttnShape s) {
+    // A thread an element: of k_nope from dk, of v from dv.
     const int64_t width = s.nope + s.v, i = blockIdx.x * (int64_t)256 + threadIdx.x;
     const int64_t c = i % width, h = i / width % heads, t = i / width / heads, row = h * s.T + t;
     if (t >= s.T) return;
@@ -102,7 +119,7 @@ __global__ void __launch_bounds__(256) store_dkv_kernel(floatX* dkv, Piece w, in
 
 // rope_sum = (begin) or += the heads' parts; the sum of all of them is dk_rope.
 __global__ void __launch_bounds__(256)
-    sum_rope_kernel(floatX* dk_rope, Piece w, int64_t heads, bool begin, AttnShape s) {
+    sum_rope_kernel(floatX* dk_rope, ScorePiece w, int64_t heads, bool begin, AttnShape s) {
     const int64_t i = blockIdx.x * (int64_t)256 + threadIdx.x, t = i / s.rope, c = i % s.rope;
     if (t >= s.T) return;
     float sum = begin ? 0 : w.rope_sum[i];
@@ -111,8 +128,6 @@ __global__ void __launch_bounds__(256)
     dk_rope[t * s.k_rope_stride + c] = (floatX)sum;
 }
 
-unsigned blocks(int64_t count, int per_block) { return (unsigned)ceil_div(count, per_block); }
-
 // Operands of a sequence's heads from `h` on, as matrices (T, width), a head a member of the batch.
 struct Heads {
     AttnShape s;
@@ -120,7 +135,7 @@ struct Heads {
     LtMatrix q(const floatX* p, int64_t t) const { return of(p, s.nope + s.rope, t); }
     LtMatrix kv(const floatX* p) const { return of(p, s.nope + s.v, 0); }
     LtMatrix out(const floatX* p, int64_t t) const { return of(p, s.v, t); }
-    LtMatrix k_rope(const floatX* p) const { return {p + b * s.T * s.k_rope_stride, s.k_rope_stride, 0}; }
+    LtMatrix k_rope(const floatX* p) const { return {p + b * s.T * s.k_rope_stride, s.k_rope_stride}; }
 
    private:
     LtMatrix of(const floatX* p, int64_t width, int64_t t) const {
@@ -134,13 +149,15 @@ LtMatrix columns(LtMatrix x, int64_t c) { return {(const floatX*)x.p + c, x.ld, 
 // Calls work(heads of a sequence, how many, first query, queries, keys they see) for all pieces, and before and behind
 // the queries of some heads begin and end with (heads of a sequence, how many).
 template <typename Begin, typename Work, typename End>
-void for_pieces(AttnShape s, const Piece& w, Begin begin, Work work, End end) {
+void for_pieces(AttnShape s, const ScorePiece& w, Begin begin, Work work, End end) {
     for (int64_t b = 0; b < s.B; b++)
         for (int64_t h = 0; h < s.H; h += w.heads) {
+            // Some heads of a sequence.
             const Heads at = {s, b, h};
             const int64_t heads = s.H - h < w.heads ? s.H - h : w.heads;
             begin(at, heads);
             for (int64_t t = 0; t < s.T; t += w.queries) {
+                // Some queries of them, against the keys up to the last of these.
                 const int64_t rows = s.T - t < w.queries ? s.T - t : w.queries;
                 work(at, heads, t, rows, t + rows);
             }
@@ -148,19 +165,20 @@ void for_pieces(AttnShape s, const Piece& w, Begin begin, Work work, End end) {
         }
 }
 
-Piece get_piece(AttnShape s, Ctx* ctx) {
-    const Piece w = piece_of(s, ctx->workspace);
+ScorePiece get_piece(AttnShape s, Ctx* ctx) {
+    const ScorePiece w = piece_of(s, ctx->workspace);
     ctx_workspace<char>(ctx, (int64_t)w.bytes);
     return w;
 }
 
 // q k^T of a piece, without scale and mask.
-void multiply_scores(const Piece& w, LtMatrix q, LtMatrix kv, LtMatrix k_rope, int64_t heads, int64_t rows,
+void multiply_scores(const ScorePiece& w, LtMatrix q, LtMatrix kv, LtMatrix k_rope, int64_t heads, int64_t rows,
                      int64_t keys, AttnShape s, Ctx* ctx) {
     const LtMatrix scores = {w.scores, w.keys, w.queries * w.keys};
-    lt_multiply(scores, q, kv, {rows, keys, s.nope, false, true, heads, true, 0}, ctx->workspace, ctx);
-    lt_multiply(scores, columns(q, s.nope), k_rope, {rows, keys, s.rope, false, true, heads, true, 1}, ctx->workspace,
-                ctx);
+    LtProduct product = {.m = rows, .n = keys, .k = s.nope, .transpose_b = true, .batch = heads, .real_out = true};
+    lt_multiply(scores, q, kv, product, ctx);
+    product.k = s.rope, product.accumulate = true;
+    lt_multiply(scores, columns(q, s.nope), k_rope, product, ctx);
 }
 
 }  // namespace
@@ -169,16 +187,20 @@ size_t attention_lt_workspace(AttnShape s) { return piece_of(s, NULL).bytes; }
 
 void attention_lt_forward(floatX* out, real* lse, const floatX* q, const floatX* kv, const floatX* k_rope, AttnShape s,
                           Ctx* ctx) {
-    const Piece w = get_piece(s, ctx);
+    // Buffers as matrices.
+    const ScorePiece w = get_piece(s, ctx);
     const LtMatrix p = {w.p, w.keys, w.queries * w.keys};
     auto nothing = [](Heads, int64_t) {};
     auto work = [&](Heads at, int64_t heads, int64_t t, int64_t rows, int64_t keys) {
+        // S = q k^T
         multiply_scores(w, at.q(q, t), at.kv(kv), at.k_rope(k_rope), heads, rows, keys, s, ctx);
-        softmax_kernel<<<blocks(heads * rows, WARPS), 32 * WARPS, 0, ctx->stream>>>(w, lse + (at.b * s.H + at.h) * s.T,
-                                                                                    heads, t, rows, keys, s.T, s.scale);
+        // P and lse
+        softmax_kernel<<<blocks_for(heads * rows, WARPS), 32 * WARPS, 0, ctx->stream>>>(
+            w, lse + (at.b * s.H + at.h) * s.T, heads, t, rows, keys, s.T, s.scale);
         LAUNCH_CHECK();
-        lt_multiply(at.out(out, t), p, columns(at.kv(kv), s.nope), {rows, s.v, keys, false, false, heads, false, 0},
-                    ctx->workspace, ctx);
+        // out = P v
+        lt_multiply(at.out(out, t), p, columns(at.kv(kv), s.nope), {.m = rows, .n = s.v, .k = keys, .batch = heads},
+                    ctx);
     };
     for_pieces(s, w, nothing, work, nothing);
 }
@@ -186,32 +208,44 @@ void attention_lt_forward(floatX* out, real* lse, const floatX* q, const floatX*
 void attention_lt_backward(floatX* dq, floatX* dkv, floatX* dk_rope, const floatX* dout, const floatX* out,
                            const real* lse, const floatX* q, const floatX* kv, const floatX* k_rope, AttnShape s,
                            Ctx* ctx) {
-    const Piece w = get_piece(s, ctx);
+    const ScorePiece w = get_piece(s, ctx);
     const int64_t qk = s.nope + s.rope, step = w.queries * w.keys;
     const LtMatrix p = {w.p, w.keys, step}, ds = {w.ds, w.keys, step}, dp = {w.dp, w.keys, step};
     const LtMatrix dk = {w.dk, qk, s.T * qk}, dv = {w.dv, s.v, s.T * s.v};
     auto begin = [&](Heads, int64_t) { device_zero(w.dk, (size_t)((char*)w.rope_sum - (char*)w.dk), ctx); };
     auto work = [&](Heads at, int64_t heads, int64_t t, int64_t rows, int64_t keys) {
+        // The piece's operands.
         const LtMatrix q_at = at.q(q, t), dq_at = at.q(dq, t), dout_at = at.out(dout, t), kv_at = at.kv(kv);
-        auto multiply = [&](LtMatrix d, LtMatrix a, LtMatrix b, LtProduct product) {
-            lt_multiply(d, a, b, product, ctx->workspace, ctx);
-        };
+
+        // S = q k^T, dP = dout v^T
         multiply_scores(w, q_at, kv_at, at.k_rope(k_rope), heads, rows, keys, s, ctx);
-        multiply(dp, dout_at, columns(kv_at, s.nope), {rows, keys, s.v, false, true, heads, true, 0});
+        lt_multiply(dp, dout_at, columns(kv_at, s.nope),
+                    {.m = rows, .n = keys, .k = s.v, .transpose_b = true, .batch = heads, .real_out = true}, ctx);
+
+        // P again, and dS
         const int64_t head = (at.b * s.T * s.H + at.h) * s.v;
-        softmax_backward_kernel<<<blocks(heads * rows, WARPS), 32 * WARPS, 0, ctx->stream>>>(
+        softmax_backward_kernel<<<blocks_for(heads * rows, WARPS), 32 * WARPS, 0, ctx->stream>>>(
             w, lse + (at.b * s.H + at.h) * s.T, dout + head, out + head, heads, t, rows, keys, s);
         LAUNCH_CHECK();
-        multiply(dq_at, ds, kv_at, {rows, s.nope, keys, false, false, heads, false, 0});
-        multiply(columns(dq_at, s.nope), ds, at.k_rope(k_rope), {rows, s.rope, keys, false, false, heads, false, 0});
-        multiply(dk, ds, q_at, {keys, qk, rows, true, false, heads, true, 1});
-        multiply(dv, p, dout_at, {keys, s.v, rows, true, false, heads, true, 1});
+
+        // dq = dS k
+        lt_multiply(dq_at, ds, kv_at, {.m = rows, .n = s.nope, .k = keys, .batch = heads}, ctx);
+        lt_multiply(columns(dq_at, s.nope), ds, at.k_rope(k_rope), {.m = rows, .n = s.rope, .k = keys, .batch = heads},
+                    ctx);
+
+        // dk += dS^T q, dv += P^T dout: sums over the pieces of queries
+        LtProduct over_queries = {
+            .m = keys, .n = qk, .k = rows, .transpose_a = true, .batch = heads, .real_out = true, .accumulate = true};
+        lt_multiply(dk, ds, q_at, over_queries, ctx);
+        over_queries.n = s.v;
+        lt_multiply(dv, p, dout_at, over_queries, ctx);
     };
     auto end = [&](Heads at, int64_t heads) {
-        store_dkv_kernel<<<blocks(s.T * heads * (s.nope + s.v), 256), 256, 0, ctx->stream>>>(
+        // All queries of these heads are in: dk and dv are rounded, dk_rope takes their part.
+        store_dkv_kernel<<<blocks_for(s.T * heads * (s.nope + s.v), 256), 256, 0, ctx->stream>>>(
             dkv + (at.b * s.T * s.H + at.h) * (s.nope + s.v), w, heads, s);
-        sum_rope_kernel<<<blocks(s.T * s.rope, 256), 256, 0, ctx->stream>>>(dk_rope + at.b * s.T * s.k_rope_stride, w,
-                                                                            heads, at.h == 0, s);
+        sum_rope_kernel<<<blocks_for(s.T * s.rope, 256), 256, 0, ctx->stream>>>(dk_rope + at.b * s.T * s.k_rope_stride,
+                                                                                w, heads, at.h == 0, s);
         LAUNCH_CHECK();
     };
     for_pieces(s, w, begin, work, end);

@@ -67,9 +67,12 @@ void grouped_gemm_lt_wgrad(real* dw, const floatX* dy, const floatX* x, Ragged r
 // The inverse of mx_blackwell_offset: a thread writes the four bytes that lie together, of neighbours in a row.
 static __global__ void __launch_bounds__(256)
     blackwell_scales_kernel(uint32_t* out, ScaleTiles s, int64_t rows, int64_t blocks, int64_t count) {
+    // Which row and which four blocks the output's word i holds.
     const int64_t i = blockIdx.x * (int64_t)256 + threadIdx.x, quads = ceil_div(blocks, 4);
     if (i >= count) return;
     const int64_t tile = i / 128, row = tile / quads * 128 + i % 4 * 32 + i % 128 / 4, first = tile % quads * 4;
+
+    // Their scales, 0 in the padding.
     uint32_t four = 0;
     for (int j = 0; j < 4; j++)
         if (row < rows && first + j < blocks) {
@@ -98,27 +101,38 @@ void grouped_gemm_lt_mx(floatX* y, real* y_real, const uint8_t* x, const uint8_t
             "an MXFP8 product on this GPU needs outputs in multiples of 16, not %lld; choose --dim and --expert-ffn "
             "so, or --mx-gemm exact",
             (long long)OC);
+
+    // Where the scales go, and how many rows fit beside the weights'.
     const int64_t blocks = IC / MX_BLOCK, w_bytes = scales_bytes(OC, blocks), tile_bytes = scales_bytes(128, blocks);
     const int64_t piece = ((int64_t)ctx->workspace_bytes - LT_WORKSPACE - w_bytes) / tile_bytes * 128;
     ASSERT(piece > 0);
-    char* library = ctx->workspace;
-    uint8_t *of_w = (uint8_t*)library + LT_WORKSPACE, *of_x = of_w + w_bytes;
+    uint8_t *of_w = (uint8_t*)ctx->workspace + LT_WORKSPACE, *of_x = of_w + w_bytes;
     const int64_t w_tiles = mx_tiles(OC) * mx_tiles(IC);
     const int64_t out_bytes = y ? (int64_t)sizeof(floatX) : (int64_t)sizeof(real);
     char* out = y ? (char*)y : (char*)y_real;
     const Groups g = fetch_groups(r, ctx);
     for (int e = 0; e < r.El; e++) {
+        // The expert's weights: their scales, once.
         const ScaleTiles w_tile = {w_scale + e * w_tiles, MX_CHUNK, w_stride_o, MX_CHUNK / MX_BLOCK, w_stride_c};
         if (g.rows[e]) mx_blackwell_scales(of_w, w_tile, OC, blocks, ctx);
         for (int64_t at = 0; at < g.taken(e); at += piece) {
+            // A piece of its rows: their scales, then the product.
             const int64_t row = g.start[e] + at, rows = g.taken(e) - at < piece ? g.taken(e) - at : piece;
             const int64_t valid = g.rows[e] - at < rows ? g.rows[e] - at : rows;
             const ScaleTiles x_tile = {x_scale + row * mx_stride(IC), 1, mx_stride(IC), 1, 1};
             mx_blackwell_scales(of_x, x_tile, valid, blocks, ctx);
-            LtProduct p = {rows, OC, IC, false, true, 1, y == NULL, 0, of_x, of_w};
-            lt_multiply({out + row * OC * out_bytes, OC, 0}, {x + row * IC, IC, 0}, {w + e * OC * IC, IC, 0}, p,
-                        library, ctx);
+            lt_multiply({out + row * OC * out_bytes, OC}, {x + row * IC, IC}, {w + e * OC * IC, IC},
+                        {.m = rows,
+                         .n = OC,
+                         .k = IC,
+                         .transpose_b = true,
+                         .real_out = y == NULL,
+                         .a_scale = of_x,
+                         .b_scale = of_w},
+                        ctx);
         }
+
+        // Pad rows are zeros.
         g.clear_pads(out, e, OC * out_bytes, ctx);
     }
 }

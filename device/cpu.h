@@ -15,6 +15,8 @@ __attribute__((simd("notinbranch"))) float(expf)(float);
 __attribute__((simd("notinbranch"))) double(exp)(double);
 #endif
 
+static inline real sigmoid(real x) { return 1 / (1 + exp(-x)); }
+
 struct Ctx {
     int threads;
     char* workspace;

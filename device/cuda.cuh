@@ -26,13 +26,14 @@ NORETURN void cuda_failed(cudaError_t error, const char* call, const char* file,
 // Behind every launch: catches bad launch configurations at once (errors inside kernels surface at the next sync).
 #define LAUNCH_CHECK() CUDA_CHECK(cudaGetLastError())
 
-struct Staging;     // device/device.cu: pinned memory for uploads
-struct MatmulPlan;  // layers/matmul.cu: products whose algorithm is already chosen
+struct Staging;  // device/device.cu: pinned memory for uploads
+struct LtPlan;   // device/lt.cuh: a product whose algorithm is chosen
 
+// What every op gets: the stream, libraries' handles and the workspace.
 struct Ctx {
     cudaStream_t stream;
     cublasLtHandle_t lt;
-    MatmulPlan* matmul_plans;
+    LtPlan* lt_plans;
     Staging* staging;
     char* workspace;
     size_t workspace_bytes;
@@ -49,7 +50,19 @@ static inline T* ctx_workspace(Ctx* ctx, int64_t count) {
     return (T*)ctx->workspace;
 }
 
-static __device__ __forceinline__ float warp_sum(float x) {
+// For results in bf16: the fast exp and division (2^-21) are exact enough.
+static __device__ __forceinline__ float sigmoid_fast(float x) { return __fdividef(1.0f, 1.0f + __expf(-x)); }
+
+// 2^x by the special function unit (2^-22).
+static __device__ __forceinline__ float exp2_approx(float x) {
+    float y;
+    asm("ex2.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x));
+    return y;
+}
+
+// Sum and maximum over a warp, in every lane.
+template <typename T>
+static __device__ __forceinline__ T warp_sum(T x) {
 #pragma unroll
     for (int lane = 16; lane; lane /= 2) x += __shfl_xor_sync(0xffffffffu, x, lane);
     return x;

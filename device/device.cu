@@ -3,6 +3,7 @@
 #include <string.h>
 
 #include "device/cuda.cuh"
+#include "device/lt.cuh"
 
 static const char less_memory[] =
     "; use a smaller --batch, --seq-len or model, more of --shard and --recompute, or more ranks (--dry-run shows what "
@@ -122,13 +123,11 @@ Ctx* ctx_side(Ctx* ctx) {
     return side;
 }
 
-void matmul_forget(Ctx* ctx);  // layers/matmul.cu
-
 void ctx_destroy(Ctx* ctx) {
     ctx_sync(ctx);
     CUDA_CHECK(cudaStreamDestroy(ctx->stream));
     if (ctx->lt) {
-        matmul_forget(ctx);
+        lt_forget(ctx);
         CUBLAS_CHECK(cublasLtDestroy(ctx->lt));
         for (int i = 0; i < STAGES; i++) {
             CUDA_CHECK(cudaFreeHost(ctx->staging->host[i]));

@@ -1,6 +1,7 @@
 #include "grouped/experts.h"
 
 #include "device/cpu.h"
+#include "layers/activation.h"
 #include "layers/swiglu.h"
 
 void experts_swiglu_forward(floatX* a, const floatX* h, Ragged r, int64_t F, Ctx* ctx) {
@@ -12,16 +13,19 @@ void experts_swiglu_backward(floatX* dh, floatX* gated_a, real* drow_gate, const
     (void)ctx;
 #pragma omp parallel for schedule(static)
     for (int64_t row = 0; row < r.group_start[r.El]; row++) {
+        // The row's gate and up, and their gradients.
         const floatX *g = h + row * 2 * F, *u = g + F;
         floatX *dg = dh + row * 2 * F, *du = dg + F;
         real gate = r.row_gate[row], dgate = 0;
 #pragma omp simd reduction(+ : dgate)
+
+        // dgate = <dA', A>, and with dA = gate dA' the gradients of g and u.
         for (int64_t i = 0; i < F; i++) {
-            real s = 1 / (1 + exp(-g[i])), silu = g[i] * s, act = silu * u[i], d = dap[row * F + i];
-            dgate += d * act;
-            gated_a[row * F + i] = gate * act;
-            du[i] = gate * d * silu;
-            dg[i] = gate * d * u[i] * s * (1 + g[i] * (1 - s));
+            real s = sigmoid(g[i]), a = swiglu(g[i], u[i], s), da = dap[row * F + i];
+            dgate += da * a;
+            gated_a[row * F + i] = gate * a;
+            du[i] = swiglu_du(gate * da, g[i], s);
+            dg[i] = swiglu_dg(gate * da, g[i], u[i], s);
         }
         drow_gate[row] = dgate;
     }

@@ -1,98 +1,49 @@
 // SwiGLU between an expert's two products, over the ragged rows in use: bound by memory (forward 3 elements moved per
 // output, backward 6). How many rows there are is read on the device, and the grid walks them; in the backward one warp
 // a row, so that <dA', A> is one warp's sum in a fixed order. Pad rows are written as zeros without being read.
-#include "grouped/experts.h"
-#include "layers/rows.cuh"
-
-enum { UNROLL = 2 };
+#include "grouped/experts.cuh"
 
 // Many more blocks than run at a time, for balance; those past the rows in use end at once.
 static unsigned grid_of(int64_t blocks, const Ctx* ctx) { return (unsigned)min_i64(blocks, 256 * (int64_t)ctx->sms); }
 
 // A thread a piece at a time: no sum ties a row together here.
-template <int W>
 static __global__ void __launch_bounds__(256)
     experts_swiglu_forward_kernel(floatX* a, const floatX* h, Ragged r, int64_t F) {
-    const int64_t pieces = F / W, end = r.group_start[r.El] * pieces;
+    const int64_t pieces = F / 8, end = r.group_start[r.El] * pieces;
     for (int64_t i = blockIdx.x * (int64_t)256 + threadIdx.x; i < end; i += gridDim.x * (int64_t)256) {
-        const int64_t row = i / pieces, c = i % pieces * W;
-        float g[W] = {}, u[W] = {};
+        // Eight columns of a row; a pad row counts as zeros.
+        const int64_t row = i / pieces, c = i % pieces * 8;
+        float g[8] = {}, u[8] = {};
         if (r.row_token[row] >= 0) {
-            load<W>(g, h + row * 2 * F + c);
-            load<W>(u, h + row * 2 * F + F + c);
+            load<8>(g, h + row * 2 * F + c);
+            load<8>(u, h + row * 2 * F + F + c);
         }
 #pragma unroll
-        for (int j = 0; j < W; j++) g[j] *= sigmoid_fast(g[j]) * u[j];
-        store<W>(a + row * F + c, g);
+        for (int j = 0; j < 8; j++) g[j] = swiglu(g[j], u[j], sigmoid_fast(g[j]));
+        store<8>(a + row * F + c, g);
     }
 }
 
-template <int W>
 static __global__ void __launch_bounds__(256)
     experts_swiglu_backward_kernel(floatX* dh, floatX* gated_a, float* drow_gate, const floatX* dap, const floatX* h,
                                    Ragged r, int64_t F) {
-    const int64_t step = 32 * W, used = r.group_start[r.El];
-    const int lane = threadIdx.x % 32;
-    for (int64_t row = blockIdx.x * (int64_t)8 + threadIdx.x / 32; row < used; row += gridDim.x * (int64_t)8) {
-        const bool real_row = r.row_token[row] >= 0;
-        const float scale = real_row ? r.row_gate[row] : 0;
-        const floatX *gate = h + row * 2 * F, *da = dap + row * F;
-        floatX* d = dh + row * 2 * F;
-        float dot = 0;
-        for (int64_t c0 = lane * W; c0 < F; c0 += UNROLL * step) {
-            Piece<W> gs[UNROLL] = {}, us[UNROLL] = {}, ds[UNROLL] = {};
-#pragma unroll
-            for (int i = 0; i < UNROLL; i++) {
-                const int64_t c = c0 + i * step;
-                if (!real_row || c >= F) continue;
-                gs[i] = *(const Piece<W>*)(gate + c);
-                us[i] = *(const Piece<W>*)(gate + F + c);
-                ds[i] = *(const Piece<W>*)(da + c);
-            }
-#pragma unroll
-            for (int i = 0; i < UNROLL; i++) {
-                const int64_t c = c0 + i * step;
-                if (c >= F) continue;
-                float g[W], u[W], x[W], a[W];
-                load<W>(g, (const floatX*)&gs[i]);
-                load<W>(u, (const floatX*)&us[i]);
-                load<W>(x, (const floatX*)&ds[i]);
-#pragma unroll
-                for (int j = 0; j < W; j++) {
-                    float s = sigmoid_fast(g[j]), silu = g[j] * s, act = silu * u[j];
-                    dot += x[j] * act;
-                    a[j] = scale * act;
-                    x[j] *= scale;
-                    g[j] = x[j] * u[j] * s * (1 + g[j] * (1 - s));
-                    u[j] = x[j] * silu;
-                }
-                store<W>(gated_a + row * F + c, a);
-                store<W>(d + c, g);
-                store<W>(d + F + c, u);
-            }
-        }
-        dot = warp_sum(dot);
-        if (lane == 0) drow_gate[row] = dot;
-    }
+    const int64_t used = r.group_start[r.El];
+    for (int64_t row = blockIdx.x * (int64_t)8 + threadIdx.x / 32; row < used; row += gridDim.x * (int64_t)8)
+        swiglu_backward_row(
+            dh, gated_a, drow_gate, dap, h, r, row, F, [](float*) {}, [](int64_t, const uint4&, const uint4&) {});
 }
 
 void experts_swiglu_forward(floatX* a, const floatX* h, Ragged r, int64_t F, Ctx* ctx) {
-    if (wide(F, a, h))
-        experts_swiglu_forward_kernel<8>
-            <<<grid_of(ceil_div(r.capacity * (F / 8), 256), ctx), 256, 0, ctx->stream>>>(a, h, r, F);
-    else
-        experts_swiglu_forward_kernel<1>
-            <<<grid_of(ceil_div(r.capacity * F, 256), ctx), 256, 0, ctx->stream>>>(a, h, r, F);
+    ASSERT(wide(F, a, h));
+    experts_swiglu_forward_kernel<<<grid_of(ceil_div(r.capacity * (F / 8), 256), ctx), 256, 0, ctx->stream>>>(a, h, r,
+                                                                                                              F);
     LAUNCH_CHECK();
 }
 
 void experts_swiglu_backward(floatX* dh, floatX* gated_a, real* drow_gate, const floatX* dap, const floatX* h, Ragged r,
                              int64_t F, Ctx* ctx) {
-    if (wide(F, dh, gated_a, dap, h))
-        experts_swiglu_backward_kernel<8>
-            <<<grid_of(ceil_div(r.capacity, 8), ctx), 256, 0, ctx->stream>>>(dh, gated_a, drow_gate, dap, h, r, F);
-    else
-        experts_swiglu_backward_kernel<1>
-            <<<grid_of(ceil_div(r.capacity, 8), ctx), 256, 0, ctx->stream>>>(dh, gated_a, drow_gate, dap, h, r, F);
+    ASSERT(wide(F, dh, gated_a, dap, h));
+    experts_swiglu_backward_kernel<<<grid_of(ceil_div(r.capacity, 8), ctx), 256, 0, ctx->stream>>>(
+        dh, gated_a, drow_gate, dap, h, r, F);
     LAUNCH_CHECK();
 }

@@ -3,7 +3,7 @@
 //
 // The gate multiplies the expert's output: out_n = sum_k gate_r Y_r. The backward never needs Y: with dA' = dOut W2,
 //   dgate = <dOut, Y> = <dOut, W2 A> = <dA', A>,   dA = gate dA',   dW2 = sum_r dOut_r (gate_r A_r)^T
-// Pad rows of the outputs are zeros.
+// Pad rows of the outputs are zeros. On the GPU F is a multiple of 8.
 #ifndef GROUPED_EXPERTS_H
 #define GROUPED_EXPERTS_H
 

@@ -15,8 +15,7 @@ enum { CHUNK = 16384, THREADS = 256, TOTAL_THREADS = 1024 };
 
 static __device__ double block_sum(double x) {  // valid in thread 0
     __shared__ double part[32];
-#pragma unroll
-    for (int lane = 16; lane; lane /= 2) x += __shfl_xor_sync(0xffffffffu, x, lane);
+    x = warp_sum(x);
     if (threadIdx.x % 32 == 0) part[threadIdx.x / 32] = x;
     __syncthreads();
     double sum = 0;
@@ -31,10 +30,11 @@ static __device__ __forceinline__ double term(float x) {
 }
 
 template <int SQUARE>
-static __global__ void sum_chunks_kernel(double* partial, const float* x, int64_t n, int aligned) {
+static __global__ void sum_chunks_kernel(double* partial, const float* x, int64_t n) {
+    // A whole chunk in pieces of 16 bytes, or what is left of the last one.
     const int64_t first = blockIdx.x * (int64_t)CHUNK;
     double sum = 0;
-    if (aligned && first + CHUNK <= n) {
+    if (first + CHUNK <= n) {
         const float4* p = (const float4*)(x + first);
 #pragma unroll 8
         for (int i = threadIdx.x; i < CHUNK / 4; i += THREADS) {
@@ -44,10 +44,13 @@ static __global__ void sum_chunks_kernel(double* partial, const float* x, int64_
     } else {
         for (int64_t i = first + threadIdx.x; i < n && i < first + CHUNK; i += THREADS) sum += term<SQUARE>(x[i]);
     }
+
+    // One sum a chunk.
     sum = block_sum(sum);
     if (threadIdx.x == 0) partial[blockIdx.x] = sum;
 }
 
+// *total += the chunks' sums, in a fixed order.
 static __global__ void add_total_kernel(double* total, const double* partial, int64_t count) {
     double sum = 0;
     for (int64_t i = threadIdx.x; i < count; i += TOTAL_THREADS) sum += partial[i];
@@ -58,9 +61,10 @@ static __global__ void add_total_kernel(double* total, const double* partial, in
 template <int SQUARE>
 static void add_sum(double* total, const float* x, int64_t n, Ctx* ctx) {
     if (n == 0) return;
+    ASSERT(aligned(x));
     int64_t chunks = ceil_div(n, CHUNK);
     double* partial = ctx_workspace<double>(ctx, chunks);
-    sum_chunks_kernel<SQUARE><<<(unsigned)chunks, THREADS, 0, ctx->stream>>>(partial, x, n, wide(0, x));
+    sum_chunks_kernel<SQUARE><<<(unsigned)chunks, THREADS, 0, ctx->stream>>>(partial, x, n);
     LAUNCH_CHECK();
     add_total_kernel<<<1, TOTAL_THREADS, 0, ctx->stream>>>(total, partial, chunks);
     LAUNCH_CHECK();
@@ -74,6 +78,7 @@ void grad_norm_add(StepState* state, const real* grad, int64_t n, Ctx* ctx) {
     add_sum<1>(&state->grad_sq, grad, n, ctx);
 }
 
+// One thread each: the step's sums and decisions are a few numbers.
 static __global__ void step_begin_kernel(StepState* state) {
     state->loss_sum = state->grad_sq = state->stop = 0;
     for (int i = 0; i < LARGEST; i++) state->largest[i] = state->own_largest[i];
@@ -96,6 +101,7 @@ void step_decide(StepState* state, int64_t tokens, const AdamW* opt, Ctx* ctx) {
 
 // Numbers without their sign are in the order of their bits, NaN above all. Whole blocks call it.
 static __device__ __forceinline__ void keep_largest(StepState* state, const unsigned (&bits)[LARGEST]) {
+    // The largest of each warp, then of the block.
     __shared__ unsigned part[LARGEST][THREADS / 32];
 #pragma unroll
     for (int k = 0; k < LARGEST; k++) {
@@ -112,41 +118,49 @@ static __device__ __forceinline__ void keep_largest(StepState* state, const unsi
     if (now > __ldcg(kept)) atomicMax(kept, now);
 }
 
-template <int W>
-static __device__ __forceinline__ void take_in(unsigned& most, const float (&x)[W]) {
-#pragma unroll
-    for (int j = 0; j < W; j++) most = max(most, __float_as_uint(x[j]) & 0x7fffffffu);
+// most = the larger of most and |x|, as bits.
+static __device__ __forceinline__ void take_in(unsigned& most, float x) {
+    most = max(most, __float_as_uint(x) & 0x7fffffffu);
 }
 
-template <int W>
 static __global__ void __launch_bounds__(THREADS)
     adamw_kernel(floatX* weight, float* master, float* m, float* v, const float* grad, int64_t n, int64_t n_decay,
                  AdamW opt, StepState* state) {
     if (!state->ok) return;
-    const int64_t i = (blockIdx.x * (int64_t)THREADS + threadIdx.x) * W;
+    // Eight elements: all loads go out first.
+    const int64_t i = (blockIdx.x * (int64_t)THREADS + threadIdx.x) * 8;
     unsigned most[LARGEST] = {};
     if (i < n) {
         const float scale = (float)state->grad_scale, fix1 = (float)(1 / state->correction1),
                     fix2 = (float)(1 / state->correction2);
-        float g[W], p[W], m1[W], v1[W];
-        load_real<W>(g, grad + i);
-        load_real<W>(p, master + i);
-        load_real<W>(m1, m + i);
-        load_real<W>(v1, v + i);
+        float g[8], p[8], m1[8], v1[8];
+        load_real(g, grad + i);
+        load_real(p, master + i);
+        load_real(m1, m + i);
+        load_real(v1, v + i);
+
+        // m, v and master move, as the header says.
 #pragma unroll
-        for (int j = 0; j < W; j++) {
+        for (int j = 0; j < 8; j++) {
             float gj = scale * g[j], decay = i + j < n_decay ? opt.weight_decay : 0;
             m1[j] = opt.beta1 * m1[j] + (1 - opt.beta1) * gj;
             v1[j] = opt.beta2 * v1[j] + (1 - opt.beta2) * gj * gj;
             p[j] -= opt.lr * (m1[j] * fix1 / (sqrtf(v1[j] * fix2) + opt.eps) + decay * p[j]);
         }
-        store_real<W>(master + i, p);
-        store_real<W>(m + i, m1);
-        store_real<W>(v + i, v1);
-        store<W>(weight + i, p);
-        take_in(most[LARGEST_WEIGHT], p);
-        take_in(most[LARGEST_M], m1);
-        take_in(most[LARGEST_V], v1);
+
+        // Everything is written, the weight rounded.
+        store_real(master + i, p);
+        store_real(m + i, m1);
+        store_real(v + i, v1);
+        store<8>(weight + i, p);
+
+        // What is written counts for the bounds of the next step.
+#pragma unroll
+        for (int j = 0; j < 8; j++) {
+            take_in(most[LARGEST_WEIGHT], p[j]);
+            take_in(most[LARGEST_M], m1[j]);
+            take_in(most[LARGEST_V], v1[j]);
+        }
     }
     keep_largest(state, most);
 }
@@ -154,12 +168,9 @@ static __global__ void __launch_bounds__(THREADS)
 void adamw_update(floatX* weight, real* master, real* m, real* v, const real* grad, int64_t n, int64_t n_decay,
                   const AdamW* opt, StepState* state, Ctx* ctx) {
     if (n == 0) return;
-    if (wide(n, weight, master, m, v, grad))
-        adamw_kernel<8><<<blocks_for(n, 8 * THREADS), THREADS, 0, ctx->stream>>>(weight, master, m, v, grad, n, n_decay,
-                                                                                 *opt, state);
-    else
-        adamw_kernel<1>
-            <<<blocks_for(n, THREADS), THREADS, 0, ctx->stream>>>(weight, master, m, v, grad, n, n_decay, *opt, state);
+    ASSERT(wide(n, weight, master, m, v, grad));
+    adamw_kernel<<<blocks_for(n, 8 * THREADS), THREADS, 0, ctx->stream>>>(weight, master, m, v, grad, n, n_decay, *opt,
+                                                                          state);
     LAUNCH_CHECK();
 }
 
@@ -167,9 +178,9 @@ static __global__ void __launch_bounds__(THREADS)
     measure_kernel(StepState* state, const float* master, const float* m, const float* v, int64_t n) {
     unsigned most[LARGEST] = {};
     for (int64_t i = blockIdx.x * (int64_t)THREADS + threadIdx.x; i < n; i += gridDim.x * (int64_t)THREADS) {
-        take_in<1>(most[LARGEST_WEIGHT], {master[i]});
-        take_in<1>(most[LARGEST_M], {m[i]});
-        take_in<1>(most[LARGEST_V], {v[i]});
+        take_in(most[LARGEST_WEIGHT], master[i]);
+        take_in(most[LARGEST_M], m[i]);
+        take_in(most[LARGEST_V], v[i]);
     }
     keep_largest(state, most);
 }

@@ -51,6 +51,7 @@ void step_decide(StepState* state, int64_t tokens, const AdamW* opt, Ctx* ctx); 
 // master -= lr * ((m / correction1) / (sqrt(v / correction2) + eps) + decay * master),  weight = round(master)
 // with decay = weight_decay for i < n_decay and 0 after (matrices lie before vectors in a buffer).
 // weight may be master where floatX is real. Nothing is written if state->ok is 0. own_largest takes these in.
+// On the GPU n is a multiple of 8.
 void adamw_update(floatX* weight, real* master, real* m, real* v, const real* grad, int64_t n, int64_t n_decay,
                   const AdamW* opt, StepState* state, Ctx* ctx);
 // Takes into own_largest what was set from outside (start, checkpoint).

@@ -35,6 +35,7 @@ struct Order {
 
 Order order_of(AttnShape s) {
     const int64_t l2 = 28 << 20;
+    // As many heads to a section as have their tensors in 28 MiB of L2.
     int64_t heads = s.B * s.H, head_bytes = s.T * (s.nope + s.rope + s.v) * (int64_t)sizeof(floatX);
     int64_t sections = ceil_div(heads, l2 / head_bytes > 0 ? l2 / head_bytes : 1);
     return {(int)heads, (int)ceil_div(s.T, TILE), (int)ceil_div(heads, sections)};
@@ -58,12 +59,7 @@ struct Ring {
     }
 };
 
-__device__ __forceinline__ float exp2_approx(float x) {
-    float y;
-    asm("ex2.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x));
-    return y;
-}
-
+// Over the four lanes that share a row of an accumulator.
 __device__ __forceinline__ float quad_sum(float x) {
     x += __shfl_xor_sync(0xffffffffu, x, 1);
     return x + __shfl_xor_sync(0xffffffffu, x, 2);
@@ -101,6 +97,7 @@ __device__ __forceinline__ void zero(float (&d)[N]) {
 // l / 4 + 8. Neighbouring lanes swap, so that each writes 8 bytes and four of them a sector.
 template <int FROM, int COLUMNS, int N>
 __device__ __forceinline__ void store_row(floatX* row, const float (&d)[N], int half, float times, bool inside) {
+    // A lane holds two neighbouring columns of each 8; a pair of lanes swaps halves of 16.
     int lane = threadIdx.x % 32, odd = lane & 1;
 #pragma unroll
     for (int j = FROM / 8; j < (FROM + COLUMNS) / 8; j += 2) {
@@ -127,18 +124,10 @@ CUtensorMap rope_map(const floatX* p, AttnShape s, int rows, Ctx* ctx) {
     return tensor_map(p, 3, size, stride, box, ctx);
 }
 
+// Other head sizes have no kernel; the settings refuse them by name.
 void check_shape(AttnShape s, const floatX* k_rope) {
-    bool known = s.nope == 2 * s.rope && s.v == 2 * s.rope && (s.rope == 64 || s.rope == 32 || s.rope == 16);
-    if (!known)
-        die(EXIT_USAGE,
-            "attention on the GPU has no kernel for head sizes nope/rope/v %lld/%lld/%lld; it has 128/64/128, 64/32/64 "
-            "and 32/16/32",
-            (long long)s.nope, (long long)s.rope, (long long)s.v);
-    if (s.k_rope_stride % 8 || (uintptr_t)k_rope % 16)
-        die(EXIT_USAGE,
-            "attention on the GPU needs k_rope's rows on 16 bytes (got a stride of %lld elements): make kv-lora and "
-            "rope-dim multiples of 8",
-            (long long)s.k_rope_stride);
+    ASSERT(s.rope == 64 || s.rope == 32 || s.rope == 16);
+    ASSERT(s.nope == 2 * s.rope && s.v == 2 * s.rope && wide(s.k_rope_stride, k_rope));
     ASSERT(s.scale > 0 && s.T < (1 << 30) && s.B * s.H * ceil_div(s.T, TILE) < (1 << 30));
 }
 
@@ -164,6 +153,7 @@ Workspace workspace_of(AttnShape s, char* base) {
 }
 
 Workspace get_workspace(AttnShape s, Ctx* ctx) {
+    // Its parts; the counters of work start at 0.
     Workspace w = workspace_of(s, ctx->workspace);
     ctx_workspace<char>(ctx, (int64_t)w.bytes);
     CUDA_CHECK(cudaMemsetAsync(w.next, 0, 256, ctx->stream));

@@ -15,11 +15,14 @@ namespace {
 template <int D>
 __global__ void attention_delta_kernel(float* start_delta, float* start_lse, const floatX* dout, const floatX* out,
                                        const float* lse, int64_t B, int64_t T, int64_t H, int64_t padded, float scale) {
+    // A thread takes 8 columns of a row.
     constexpr int LANES = 2 * D / 8;                                         // threads to a row
     int64_t row = (blockIdx.x * (int64_t)blockDim.x + threadIdx.x) / LANES;  // (b, t, h)
     int lane = threadIdx.x % LANES;
     int64_t h = row % H, t = row / H % padded, b = row / H / padded;
     if (b >= B) return;  // whole blocks' tails: LANES divides 32, but the shuffles below want whole warps
+
+    // Its part of <dout, out>, then the sum over the row.
     float sum = 0;
     if (t < T) {
         int64_t at = ((b * T + t) * H + h) * 2 * D + lane * 8;
@@ -31,6 +34,8 @@ __global__ void attention_delta_kernel(float* start_delta, float* start_lse, con
     }
 #pragma unroll
     for (int i = LANES / 2; i; i /= 2) sum += __shfl_xor_sync(0xffffffffu, sum, i);
+
+    // What the products start from.
     if (lane == 0) {
         int64_t to = (b * H + h) * padded + t;
         start_delta[to] = -sum;
@@ -42,9 +47,12 @@ __global__ void attention_delta_kernel(float* start_delta, float* start_lse, con
 template <int D>
 __global__ void attention_sum_rope_kernel(floatX* dk_rope, const float* part, int64_t B, int64_t T, int64_t H,
                                           int64_t stride) {
+    // A thread: 8 columns of a token.
     int64_t i = blockIdx.x * (int64_t)blockDim.x + threadIdx.x, token = i / (D / 8), column = i % (D / 8) * 8;
     if (token >= B * T) return;
     const float4* p = (const float4*)(part + (token / T * H * T + token % T) * D + column);
+
+    // The heads in order.
     float sum[8] = {};
 #pragma unroll 4
     for (int64_t h = 0; h < H; h++) {
@@ -60,6 +68,7 @@ __global__ void attention_sum_rope_kernel(floatX* dk_rope, const float* part, in
 // 80 keys: 96 leave too few registers (wgmma would run one by one), 64 are 3 % slower.
 enum { DQ_KEYS = 80, K_STAGES = 3, V_STAGES = 2 };
 
+// A block keeps its queries and their dout, three tiles of keys and two of values.
 template <int D>
 struct QueriesShared {
     floatX q[3][TILE][D];
@@ -79,6 +88,7 @@ __global__ void __launch_bounds__(THREADS, 1)
                                  const __grid_constant__ CUtensorMap kv_map,
                                  const __grid_constant__ CUtensorMap rope_map, floatX* dq, const float* lse,
                                  const float* delta, int* next, Order order, int T, int H, float scale) {
+    // Setup: the barriers.
     extern __shared__ __align__(1024) char raw[];
     QueriesShared<D>& sh = *(QueriesShared<D>*)raw;
     if (threadIdx.x == 0) {
@@ -90,14 +100,18 @@ __global__ void __launch_bounds__(THREADS, 1)
     if (threadIdx.x < 128) {  // producer
         registers_fewer<24>();
         if (threadIdx.x == 0) {
+            // The producer: one thread takes work and copies it.
             int kv_use = 0;
             for (int use = 0, work = blockIdx.x;; use++) {
+                // The next piece of work, or the word that there is none.
                 sh.work_ring.wait_empty(use);
                 sh.work = work;
                 if (work >= order.total()) {
                     barrier_arrive(&sh.work_ring.full[0]);
                     break;
                 }
+
+                // q and dout of the block. The number of the work after this one is asked for meanwhile.
                 int head, rank;
                 order.place(work, &head, &rank);
                 int b = head / H, h = head % H, q0 = (order.tiles - 1 - rank) * TILE;
@@ -105,6 +119,8 @@ __global__ void __launch_bounds__(THREADS, 1)
                 tma_load(sh.q, &q_map, &sh.work_ring.full[0], 0, h, q0, 0, b);
                 tma_load(sh.dout, &dout_map, &sh.work_ring.full[0], 0, h, q0, 0, b);
                 work = gridDim.x + atomicAdd(next, 1);
+
+                // Values and keys from the diagonal back. Keys stay a turn longer: dq += dS k comes a tile late.
                 for (int n = (min(q0 + TILE, T) - 1) / DQ_KEYS; n >= 0; n--, kv_use++) {
                     int i = kv_use % V_STAGES;
                     sh.v_ring.wait_empty(kv_use);
@@ -119,6 +135,7 @@ __global__ void __launch_bounds__(THREADS, 1)
             }
         }
     } else {
+        // The consumers: where a thread stands, and where the operands lie.
         registers_more<240>();
         const int group = threadIdx.x / 128 - 1, warp = threadIdx.x / 32 % 4, lane = threadIdx.x % 32;
         const int row = group * 64 + warp * 16 + lane / 4;
@@ -131,12 +148,15 @@ __global__ void __launch_bounds__(THREADS, 1)
         int kv_use = 0;
 
         for (int use = 0;; use++) {
+            // A piece of work: 128 queries of a head.
             sh.work_ring.wait_full(use);
             int work = sh.work;
             if (work >= order.total()) break;
             int head, rank;
             order.place(work, &head, &rank);
             const int q0 = (order.tiles - 1 - rank) * TILE;
+
+            // grad: dq. lse and delta of the two rows that the thread holds.
             float grad[D * 3 / 2], lse_row[2], delta_row[2];
             uint32_t ds[DQ_KEYS / 4];
             zero(grad);
@@ -154,10 +174,15 @@ __global__ void __launch_bounds__(THREADS, 1)
                 sh.k_ring.wait_full(kv_use);
                 sh.k_ring.release(kv_use);
             }
+
+            // One tile of keys: dq += dS k of the tile before, unless this is the first; S and P of this one, masked on
+            // the diagonal; dS = P (dP - delta).
             auto step = [&](auto first, auto masked) {
                 float s[DQ_KEYS / 2], dp[DQ_KEYS / 2];
                 sh.v_ring.wait_full(kv_use);
                 sh.k_ring.wait_full(kv_use);
+
+                // Three products are issued: S = q k^T, dq += dS k, dP = dout v^T.
                 wgmma_pin(grad);
                 wgmma_fence();
                 multiply_rows<D, DQ_KEYS, 3, TILE, DQ_KEYS>(s, q_at, k_at + kv_use % K_STAGES * k_stage);
@@ -169,6 +194,8 @@ __global__ void __launch_bounds__(THREADS, 1)
                 wgmma_commit();
                 multiply_rows<D, DQ_KEYS, 2, TILE, DQ_KEYS>(dp, dout_at, v_at + kv_use % V_STAGES * v_stage);
                 wgmma_commit();
+
+                // S is there: P = exp(scale S - lse).
                 wgmma_wait<2>();
                 wgmma_pin(s);
 #pragma unroll
@@ -177,9 +204,13 @@ __global__ void __launch_bounds__(THREADS, 1)
                     if (masked.value && n * DQ_KEYS + j / 4 * 8 + lane % 4 * 2 + j % 2 > q0 + row + j / 2 % 2 * 8)
                         s[j] = 0;
                 }
+
+                // dq is summed: the keys of the tile before may go.
                 wgmma_wait<1>();
                 wgmma_pin(grad);
                 if (!first.value) sh.k_ring.release(kv_use - 1);
+
+                // dP is there: dS = P (dP - delta), rounded for the next product.
                 wgmma_wait<0>();
                 wgmma_pin(dp);
                 sh.v_ring.release(kv_use);
@@ -189,11 +220,15 @@ __global__ void __launch_bounds__(THREADS, 1)
                                       s[2 * j + 1] * (dp[2 * j + 1] + delta_row[j % 2]));
                 kv_use++;
             };
+
+            // The walk: the first tile, tiles that the diagonal crosses, and those before it.
             using Yes = std::true_type;
             using No = std::false_type;
             step(Yes(), Yes());
             for (n--; n >= 0 && n * DQ_KEYS + DQ_KEYS > q0 + group * 64 + 1; n--) step(No(), Yes());
             for (; n >= 0; n--) step(No(), No());
+
+            // The last tile: dq += dS k.
             sh.work_ring.release(use);  // q and dout are read
             wgmma_pin(grad);
             wgmma_fence();
@@ -202,6 +237,8 @@ __global__ void __launch_bounds__(THREADS, 1)
             wgmma_wait<0>();
             wgmma_pin(grad);
             sh.k_ring.release(kv_use - 1);
+
+            // dq, times scale.
 #pragma unroll
             for (int half = 0; half < 2; half++) {
                 int t = q0 + row + 8 * half;
@@ -227,6 +264,7 @@ __device__ __forceinline__ void start_columns(float (&d)[N], const float* column
 
 enum { DK_QUERIES = 64, DK_STAGES = 3 };
 
+// A block keeps its keys and values, three tiles of queries and of their dout, lse and delta.
 template <int D>
 struct KeysShared {
     floatX k[3][TILE][D];
@@ -248,6 +286,7 @@ __global__ void __launch_bounds__(THREADS, 1)
                                   const __grid_constant__ CUtensorMap rope_map, floatX* dkv, float* rope_part,
                                   const float* lse, const float* delta, int* next, Order order, int T, int H,
                                   float scale) {
+    // Setup: the barriers.
     extern __shared__ __align__(1024) char raw[];
     KeysShared<D>& sh = *(KeysShared<D>*)raw;
     if (threadIdx.x == 0) {
@@ -260,14 +299,18 @@ __global__ void __launch_bounds__(THREADS, 1)
     if (threadIdx.x < 128) {  // producer
         registers_fewer<24>();
         if (threadIdx.x == 0) {
+            // The producer: one thread takes work and copies it.
             int q_use = 0;
             for (int use = 0, work = blockIdx.x;; use++) {
+                // The next piece of work, or the word that there is none.
                 sh.work_ring.wait_empty(use);
                 sh.work = work;
                 if (work >= order.total()) {
                     barrier_arrive(&sh.work_ring.full[0]);
                     break;
                 }
+
+                // k and v of the block. The number of the work after this one is asked for meanwhile.
                 int head, rank;
                 order.place(work, &head, &rank);
                 int b = head / H, h = head % H, k0 = rank * TILE;
@@ -276,6 +319,8 @@ __global__ void __launch_bounds__(THREADS, 1)
                 tma_load(sh.k[2], &rope_map, &sh.work_ring.full[0], 0, k0, b);
                 tma_load(sh.v, &kv_map, &sh.work_ring.full[0], 0, h, k0, 2, b);
                 work = gridDim.x + atomicAdd(next, 1);
+
+                // Queries from the diagonal on: q, dout, lse and delta of a tile are full together.
                 for (int m = k0 / DK_QUERIES; m < ends; m++, q_use++) {
                     int i = q_use % DK_STAGES;
                     uint64_t* full = &sh.ring.full[i];
@@ -290,6 +335,7 @@ __global__ void __launch_bounds__(THREADS, 1)
             }
         }
     } else {
+        // The consumers: where a thread stands, and where the operands lie.
         registers_more<240>();
         const int group = threadIdx.x / 128 - 1, warp = threadIdx.x / 32 % 4, lane = threadIdx.x % 32;
         const int row = group * 64 + warp * 16 + lane / 4;
@@ -302,15 +348,20 @@ __global__ void __launch_bounds__(THREADS, 1)
         int q_use = 0;
 
         for (int use = 0;; use++) {
+            // A piece of work: 128 keys of a head.
             sh.work_ring.wait_full(use);
             int work = sh.work;
             if (work >= order.total()) break;
             int head, rank;
             order.place(work, &head, &rank);
             const int k0 = rank * TILE;
+
+            // The sums: dk with its rope part, and dv.
             float dk[D * 3 / 2], dv[D];
             zero(dk);
             zero(dv);
+
+            // The walk over the queries starts at this group's diagonal.
             int m = k0 / DK_QUERIES;
             if (group == 1) {  // the first queries all lie before its keys
                 sh.ring.wait_full(q_use);
@@ -319,10 +370,13 @@ __global__ void __launch_bounds__(THREADS, 1)
             }
             int first = m;
             for (; m < ends; m++) {  // none if all of this group's keys lie beyond T
+                // A tile of 64 queries. Rows are keys: s, dp, p and ds are transposed.
                 int i = q_use % DK_STAGES;
                 float s[DK_QUERIES / 2], dp[DK_QUERIES / 2];
                 uint32_t p[DK_QUERIES / 4], ds[DK_QUERIES / 4];
                 sh.ring.wait_full(q_use);
+
+                // S^T = k q^T - lse / scale: the sum starts from lse.
                 start_columns(s, sh.lse[i]);
                 wgmma_pin(s);
                 wgmma_fence();
@@ -330,6 +384,8 @@ __global__ void __launch_bounds__(THREADS, 1)
                 wgmma_commit();
                 wgmma_wait<0>();
                 wgmma_pin(s);
+
+                // P^T = exp(scale S^T), 0 before the diagonal.
 #pragma unroll
                 for (int j = 0; j < DK_QUERIES / 2; j++) s[j] = exp2_approx(s[j] * scale2);
                 if (m == first)  // the diagonal: queries before the key
@@ -338,6 +394,8 @@ __global__ void __launch_bounds__(THREADS, 1)
                         if (group * 64 + j / 4 * 8 + lane % 4 * 2 + j % 2 < row + j / 2 % 2 * 8) s[j] = 0;
 #pragma unroll
                 for (int j = 0; j < DK_QUERIES / 4; j++) p[j] = pack_bf16(s[2 * j], s[2 * j + 1]);
+
+                // dP^T - delta = v dout^T, started from delta, and dv += P^T dout.
                 start_columns(dp, sh.delta[i]);
                 wgmma_pin(dp);
                 wgmma_pin(dv);
@@ -346,12 +404,16 @@ __global__ void __launch_bounds__(THREADS, 1)
                 wgmma_commit();
                 multiply_add<D, 2 * D, DK_QUERIES>(dv, p, dout_at + i * dout_stage);
                 wgmma_commit();
+
+                // dS^T = P^T (dP^T - delta)
                 wgmma_wait<1>();
                 wgmma_pin(dp);
 #pragma unroll
                 for (int j = 0; j < DK_QUERIES / 4; j++)  // P as it was multiplied: rounded
                     ds[j] = pack_bf16(__uint_as_float(p[j] << 16) * dp[2 * j],
                                       __uint_as_float(p[j] & 0xffff0000u) * dp[2 * j + 1]);
+
+                // dk += dS^T q
                 wgmma_pin(dk);
                 wgmma_fence();
                 multiply_add<D, 3 * D, DK_QUERIES>(dk, ds, q_at + i * q_stage);
@@ -361,6 +423,8 @@ __global__ void __launch_bounds__(THREADS, 1)
                 wgmma_pin(dk);
                 sh.ring.release(q_use++);
             }
+
+            // dk, times scale, and dv. The rope part is left per head in float.
             sh.work_ring.release(use);  // k and v are read
 #pragma unroll
             for (int half = 0; half < 2; half++) {
@@ -383,6 +447,7 @@ __global__ void __launch_bounds__(THREADS, 1)
 template <int D>
 void run_backward(floatX* dq, floatX* dkv, floatX* dk_rope, const floatX* dout, const floatX* out, const real* lse,
                   const floatX* q, const floatX* kv, const floatX* k_rope, AttnShape s, Ctx* ctx) {
+    // 1. delta and lse, as the products start from them.
     Workspace w = get_workspace(s, ctx);
     Order order = order_of(s);
     int T = (int)s.T, H = (int)s.H, grid = order.total() < ctx->sms ? order.total() : ctx->sms;
@@ -391,6 +456,7 @@ void run_backward(floatX* dq, floatX* dkv, floatX* dk_rope, const floatX* dout, 
         w.delta, w.lse, dout, out, lse, s.B, s.T, s.H, w.padded, s.scale);
     LAUNCH_CHECK();
 
+    // 2. dq, a block 128 queries
     CUtensorMap q_map = heads_map(q, s, 3 * D, TILE, 3, ctx), dout_map = heads_map(dout, s, 2 * D, TILE, 2, ctx);
     CUtensorMap kv_map = heads_map(kv, s, 4 * D, DQ_KEYS, 2, ctx), r_map = rope_map(k_rope, s, DQ_KEYS, ctx);
     allow_shared(attention_backward_dq_kernel<D>, sizeof(QueriesShared<D>));
@@ -398,6 +464,7 @@ void run_backward(floatX* dq, floatX* dkv, floatX* dk_rope, const floatX* dout, 
         q_map, dout_map, kv_map, r_map, dq, w.lse, w.delta, w.next, order, T, H, s.scale);
     LAUNCH_CHECK();
 
+    // 3. dk and dv, a block 128 keys
     q_map = heads_map(q, s, 3 * D, DK_QUERIES, 3, ctx), dout_map = heads_map(dout, s, 2 * D, DK_QUERIES, 2, ctx);
     kv_map = heads_map(kv, s, 4 * D, TILE, 2, ctx), r_map = rope_map(k_rope, s, TILE, ctx);
     allow_shared(attention_backward_dkv_kernel<D>, sizeof(KeysShared<D>));
@@ -405,6 +472,7 @@ void run_backward(floatX* dq, floatX* dkv, floatX* dk_rope, const floatX* dout, 
         q_map, dout_map, kv_map, r_map, dkv, w.rope_part, w.lse, w.delta, w.next + 1, order, T, H, s.scale);
     LAUNCH_CHECK();
 
+    // 4. dk_rope, the sum over the heads
     attention_sum_rope_kernel<D><<<(unsigned)ceil_div(s.B * s.T * (D / 8), 256), 256, 0, ctx->stream>>>(
         dk_rope, w.rope_part, s.B, s.T, s.H, s.k_rope_stride);
     LAUNCH_CHECK();

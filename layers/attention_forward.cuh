@@ -7,6 +7,7 @@
 
 namespace {
 
+// What a block keeps in shared memory, in chunks of D columns: its queries, and two tiles of keys and of values.
 template <int D>
 struct ForwardShared {
     floatX q[3][TILE][D];
@@ -22,6 +23,7 @@ __global__ void __launch_bounds__(THREADS, 1)
     attention_forward_kernel(const __grid_constant__ CUtensorMap q_map, const __grid_constant__ CUtensorMap kv_map,
                              const __grid_constant__ CUtensorMap rope_map, floatX* out, float* lse, int* next,
                              Order order, int T, int H, float scale) {
+    // Setup: the barriers.
     extern __shared__ __align__(1024) char raw[];
     ForwardShared<D>& sh = *(ForwardShared<D>*)raw;
     if (threadIdx.x == 0) {
@@ -33,20 +35,26 @@ __global__ void __launch_bounds__(THREADS, 1)
     if (threadIdx.x < 128) {  // producer
         registers_fewer<24>();
         if (threadIdx.x == 0) {
+            // The producer: one thread takes work and copies it.
             int k_use = 0, v_use = 0;
             for (int use = 0, work = blockIdx.x;; use++) {
+                // The next piece of work, or the word that there is none.
                 sh.work_ring.wait_empty(use);
                 sh.work = work;
                 if (work >= order.total()) {
                     barrier_arrive(&sh.work_ring.full[0]);
                     break;
                 }
+
+                // The queries. The number of the work after this one is asked for meanwhile.
                 int head, rank;
                 order.place(work, &head, &rank);
                 int b = head / H, h = head % H, tile = order.tiles - 1 - rank;
                 barrier_expect(&sh.work_ring.full[0], sizeof(sh.q));
                 tma_load(sh.q, &q_map, &sh.work_ring.full[0], 0, h, tile * TILE, 0, b);
                 work = gridDim.x + atomicAdd(next, 1);
+
+                // Keys and values from the diagonal back, in the order in which they are multiplied.
                 for (int n = tile; n >= -1; n--) {  // keys of tile n, then values of tile n + 1
                     if (n >= 0) {
                         int i = k_use % 2;
@@ -65,6 +73,7 @@ __global__ void __launch_bounds__(THREADS, 1)
             }
         }
     } else {
+        // The consumers: where a thread stands, and where the operands lie.
         registers_more<240>();
         const int group = threadIdx.x / 128 - 1, warp = threadIdx.x / 32 % 4, lane = threadIdx.x % 32;
         const int row = group * 64 + warp * 16 + lane / 4;  // in the tile; the thread also holds row + 8
@@ -73,12 +82,15 @@ __global__ void __launch_bounds__(THREADS, 1)
         const uint64_t k_at = wgmma_descriptor<D>(shared_address(sh.k), 0);
         const uint64_t v_at = wgmma_descriptor<D>(shared_address(sh.v), TILE * D * 2);
         const int k_stage = sizeof(sh.k[0]) / 16, v_stage = sizeof(sh.v[0]) / 16;
+
+        // How far this warpgroup has come in both rings, and whose turn it is to issue.
         int k_use = 0, v_use = 0;
         if (group == 1) named_arrive(1, 256);  // the first turn is group 0's
         auto my_turn = [&] { named_sync(1 + group, 256); };
         auto your_turn = [&] { named_arrive(2 - group, 256); };
 
         for (int use = 0;; use++) {
+            // A piece of work: 128 queries of a head.
             sh.work_ring.wait_full(use);
             int work = sh.work;
             if (work >= order.total()) break;
@@ -86,10 +98,13 @@ __global__ void __launch_bounds__(THREADS, 1)
             order.place(work, &head, &rank);
             const int tile = order.tiles - 1 - rank;
 
+            // o: sums of P v, not yet divided. s: scores, then probabilities. top, sum: of the two rows.
             float o[D], s[TILE / 2], top[2], sum[2], shrink[2];
             uint32_t p[TILE / 4];
             zero(o);
-            // Scores to probabilities: new maxima, the factor for what was summed on the old ones, sums per thread.
+
+            // Scores to probabilities, P = exp(scale (s - top)): new maxima, the factor for what was summed on the old
+            // ones, sums per thread.
             auto softmax = [&](bool first) {
 #pragma unroll
                 for (int half = 0; half < 2; half++) {
@@ -100,8 +115,10 @@ __global__ void __launch_bounds__(THREADS, 1)
                     most = quad_max(most);
                     if (!first) most = fmaxf(most, old);
                     top[half] = most;
+                    // Sums made with the old maximum shrink.
                     float shift = most * scale2;
                     shrink[half] = first ? 1 : exp2_approx(old * scale2 - shift);
+                    // exp as a power of two: scale2 = scale log2(e).
                     float here = 0;
 #pragma unroll
                     for (int j = 0; j < TILE / 8; j++)
@@ -119,6 +136,7 @@ __global__ void __launch_bounds__(THREADS, 1)
                 for (int i = 0; i < TILE / 4; i++) p[i] = pack_bf16(s[2 * i], s[2 * i + 1]);
             };
 
+            // The tile on the diagonal: S = q k^T, masked, and its softmax.
             sh.k_ring.wait_full(k_use);
             my_turn();
             wgmma_fence();
@@ -134,6 +152,7 @@ __global__ void __launch_bounds__(THREADS, 1)
             softmax(true);
             pack_p();
 
+            // The tiles before it: S of this tile and o += P v of the one before are issued together.
             for (int n = tile - 1; n >= 0; n--) {
                 sh.k_ring.wait_full(k_use);
                 my_turn();
@@ -148,8 +167,12 @@ __global__ void __launch_bounds__(THREADS, 1)
                 your_turn();
                 wgmma_wait<1>();
                 wgmma_pin(s);
+
+                // The softmax of this tile runs while P v does.
                 sh.k_ring.release(k_use++);
                 softmax(false);
+
+                // P v is summed: o goes to the new maximum.
                 wgmma_wait<0>();
                 wgmma_pin(o);
                 sh.v_ring.release(v_use++);
@@ -157,6 +180,8 @@ __global__ void __launch_bounds__(THREADS, 1)
                 for (int i = 0; i < D; i++) o[i] *= shrink[i / 2 % 2];
                 pack_p();
             }
+
+            // The last tile: o += P v.
             sh.work_ring.release(use);  // q is read
             sh.v_ring.wait_full(v_use);
             wgmma_pin(o);
@@ -167,6 +192,7 @@ __global__ void __launch_bounds__(THREADS, 1)
             wgmma_pin(o);
             sh.v_ring.release(v_use++);
 
+            // out = o / sum, lse = scale top + ln(sum).
 #pragma unroll
             for (int half = 0; half < 2; half++) {
                 int t = tile * TILE + row + 8 * half;
@@ -182,6 +208,7 @@ __global__ void __launch_bounds__(THREADS, 1)
 template <int D>
 void run_forward(floatX* out, real* lse, const floatX* q, const floatX* kv, const floatX* k_rope, AttnShape s,
                  Ctx* ctx) {
+    // Maps for TMA: what is copied in one piece.
     Workspace w = get_workspace(s, ctx);
     Order order = order_of(s);
     CUtensorMap q_map = heads_map(q, s, 3 * D, TILE, 3, ctx), kv_map = heads_map(kv, s, 4 * D, TILE, 2, ctx);

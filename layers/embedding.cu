@@ -8,19 +8,17 @@
 #include "layers/rows.cuh"
 #include "layers/sort.cuh"
 
-template <int W>
 static __global__ void embedding_forward_kernel(floatX* out, const int32_t* token, const floatX* table, int64_t N,
                                                 int64_t C) {
+    // A warp a token.
     const int64_t n = blockIdx.x * 8 + threadIdx.x / 32;
-    if (n < N) copy_row<W>(out + n * C, table + token[n] * C, C);
+    if (n < N) copy_row<8>(out + n * C, table + token[n] * C, C);
 }
 
 void embedding_forward(floatX* out, const int32_t* token, const floatX* table, int64_t N, int64_t C, Ctx* ctx) {
     if (N == 0) return;
-    if (wide(C, out, table))
-        embedding_forward_kernel<8><<<blocks_for(N, 8), 256, 0, ctx->stream>>>(out, token, table, N, C);
-    else
-        embedding_forward_kernel<1><<<blocks_for(N, 8), 256, 0, ctx->stream>>>(out, token, table, N, C);
+    ASSERT(wide(C, out, table));
+    embedding_forward_kernel<<<blocks_for(N, 8), 256, 0, ctx->stream>>>(out, token, table, N, C);
     LAUNCH_CHECK();
 }
 
@@ -43,24 +41,25 @@ struct Place {
 };
 
 // acc += dout[position[i]] for i in first..last-1, in order; 4 rows under way at a time.
-template <int W>
-static __device__ __forceinline__ void add_rows(float acc[W], const floatX* dout, const int32_t* position,
+static __device__ __forceinline__ void add_rows(float acc[8], const floatX* dout, const int32_t* position,
                                                 int64_t first, int64_t last, int64_t c, int64_t C) {
     const int lane = threadIdx.x % 32;
     for (int64_t i0 = first; i0 < last; i0 += 32) {
+        // 32 positions at a time, one a lane.
         const int count = last - i0 < 32 ? (int)(last - i0) : 32;
         const int mine = lane < count ? position[i0 + lane] : 0;
         for (int u = 0; u < count; u += 4) {
-            float f[4][W] = {};
+            // Four rows are loaded, then added in order.
+            float f[4][8] = {};
 #pragma unroll
             for (int j = 0; j < 4; j++) {
                 int64_t n = __shfl_sync(0xffffffffu, mine, (u + j) % 32);
-                if (u + j < count && c < C) load<W>(f[j], dout + n * C + c);
+                if (u + j < count && c < C) load<8>(f[j], dout + n * C + c);
             }
 #pragma unroll
             for (int j = 0; j < 4; j++)
 #pragma unroll
-                for (int e = 0; e < W; e++) acc[e] += f[j][e];
+                for (int e = 0; e < 8; e++) acc[e] += f[j][e];
         }
     }
 }
@@ -69,8 +68,12 @@ static __device__ __forceinline__ void add_rows(float acc[W], const floatX* dout
 static __device__ __forceinline__ int64_t run_end(const int32_t* token, int64_t first, int64_t N) {
     const int32_t id = token[first];
     const int64_t i = first + threadIdx.x % 32;
+
+    // Most runs are short: the lanes look at 32 positions at once.
     unsigned same = __ballot_sync(0xffffffffu, i < N && token[i] == id);
     if (~same) return first + __ffs(~same) - 1;
+
+    // Of a longer one the end is found by halving.
     int64_t low = first + 31, high = N;  // token[low] == id; high: beyond
     while (high - low > 1) {
         int64_t middle = (low + high) / 2;
@@ -82,43 +85,47 @@ static __device__ __forceinline__ int64_t run_end(const int32_t* token, int64_t 
     return high;
 }
 
-// Block: 8 sorted positions (x) and a stripe of 32 W columns (y). Warp w takes the run that starts at position w, if
+// Block: 8 sorted positions (x) and a stripe of 256 columns (y). Warp w takes the run that starts at position w, if
 // any.
-template <int W>
 static __global__ void __launch_bounds__(256)
     embedding_backward_kernel(float* dtable, const floatX* dout, const int32_t* token, const int32_t* position,
                               int64_t N, int64_t C) {
-    __shared__ float part[8][32 * W];
+    __shared__ float part[8][32 * 8];
     __shared__ int64_t ends[8];  // of runs that the whole block shares, else 0
     const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
-    const int64_t first = blockIdx.x * (int64_t)8, i = first + warp, c = (blockIdx.y * (int64_t)32 + lane) * W;
+    // Does a run start at this warp's position, and is it long?
+    const int64_t first = blockIdx.x * (int64_t)8, i = first + warp, c = (blockIdx.y * (int64_t)32 + lane) * 8;
     int64_t end = 0;
     if (i < N && (i == 0 || token[i - 1] != token[i])) end = run_end(token, i, N);
     const bool shared = end - i > 32;
     if (lane == 0) ends[warp] = shared ? end : 0;
+
+    // A short run is the warp's own.
     if (end && !shared) {
         float* d = dtable + token[i] * C + c;
-        float acc[W] = {};
-        if (c < C) load_real<W>(acc, d);
-        add_rows<W>(acc, dout, position, i, end, c, C);
-        if (c < C) store_real<W>(d, acc);
+        float acc[8] = {};
+        if (c < C) load_real(acc, d);
+        add_rows(acc, dout, position, i, end, c, C);
+        if (c < C) store_real(d, acc);
     }
     __syncthreads();
+
+    // Long runs one after the other: each warp adds an eighth, then the first warp the eight sums in order.
     for (int s = 0; s < 8; s++) {
         if (!ends[s]) continue;  // the same for all threads
         const int64_t start = first + s, length = ends[s] - start;
-        float acc[W] = {};
-        add_rows<W>(acc, dout, position, start + length * warp / 8, start + length * (warp + 1) / 8, c, C);
+        float acc[8] = {};
+        add_rows(acc, dout, position, start + length * warp / 8, start + length * (warp + 1) / 8, c, C);
 #pragma unroll
-        for (int e = 0; e < W; e++) part[warp][e * 32 + lane] = acc[e];
+        for (int e = 0; e < 8; e++) part[warp][e * 32 + lane] = acc[e];
         __syncthreads();
         if (warp == 0 && c < C) {
             float* d = dtable + token[start] * C + c;
-            load_real<W>(acc, d);
+            load_real(acc, d);
 #pragma unroll
-            for (int e = 0; e < W; e++)
+            for (int e = 0; e < 8; e++)
                 for (int w = 0; w < 8; w++) acc[e] += part[w][e * 32 + lane];
-            store_real<W>(d, acc);
+            store_real(d, acc);
         }
         __syncthreads();
     }
@@ -132,25 +139,28 @@ size_t embedding_workspace(int64_t N, int64_t V) {
 void embedding_backward(real* dtable, const floatX* dout, const int32_t* token, int64_t N, int64_t V, int64_t C,
                         Ctx* ctx) {
     if (N == 0) return;
-    ASSERT(N < INT32_MAX);
-    int32_t* sorted[4];  // token, position, and again: passes go from one pair to the other
+    ASSERT(N < INT32_MAX && wide(C, dtable, dout));
+
+    // Token and position, and again: passes go from one pair to the other.
+    int32_t* sorted[4];
     sorted[0] = ctx_workspace<int32_t>(ctx, embedding_workspace(N, V) / sizeof(int32_t));
     for (int i = 1; i < 4; i++) sorted[i] = sorted[i - 1] + N;
+
+    // As few passes as the vocabulary needs, over digits of equal size.
     int bits = 1;
     while (V > (int64_t)1 << bits) bits++;
     int passes = (int)ceil_div(bits, DIGIT_BITS), digit = (int)ceil_div(bits, passes);
     const int32_t *tokens = token, *positions = NULL;
+    // From the lowest digit up.
     for (int pass = 0; pass < passes; pass++) {
         int32_t **out = sorted + 2 * (pass % 2), mask = (1 << digit) - 1;
         counting_sort(Digit{tokens, pass * digit, mask}, Place{out[0], out[1], tokens, positions}, N, 1 << digit, 1,
                       sorted[3] + N, ctx);
         tokens = out[0], positions = out[1];
     }
-    if (wide(C, dtable, dout))
-        embedding_backward_kernel<8><<<dim3(blocks_for(N, 8), blocks_for(C, 256)), 256, 0, ctx->stream>>>(
-            dtable, dout, tokens, positions, N, C);
-    else
-        embedding_backward_kernel<1>
-            <<<dim3(blocks_for(N, 8), blocks_for(C, 32)), 256, 0, ctx->stream>>>(dtable, dout, tokens, positions, N, C);
+
+    // Rows of equal tokens lie together now.
+    embedding_backward_kernel<<<dim3(blocks_for(N, 8), blocks_for(C, 256)), 256, 0, ctx->stream>>>(dtable, dout, tokens,
+                                                                                                   positions, N, C);
     LAUNCH_CHECK();
 }

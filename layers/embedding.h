@@ -1,4 +1,4 @@
-// Token embedding: a row of the table per token.
+// Token embedding: a row of the table per token. On the GPU C is a multiple of 8.
 #ifndef LAYERS_EMBEDDING_H
 #define LAYERS_EMBEDDING_H
 

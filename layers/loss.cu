@@ -15,12 +15,6 @@ enum { CLUSTER = 4, THREADS = 256, WARPS = THREADS / 32, BATCH = 3, ROWS = 4 };
 
 static const float LOG2_E = 1.44269504f, LN_2 = 0.693147181f, LOWEST = -1e38f;
 
-static __device__ __forceinline__ float exp2_fast(float x) {
-    float y;
-    asm("ex2.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x));
-    return y;
-}
-
 // A running maximum, times log2 e and rounded, and the sum of 2^(z log2 e - top): one multiply-add and one ex2 a logit,
 // and a rounding of top that cancels in log2(sum) + top. The maximum starts at LOWEST, not at -inf, so that a logit of
 // -inf among others counts nothing; all of them -inf make a loss that is not finite. NaN goes through the sum.
@@ -28,93 +22,92 @@ struct Softmax {
     float top, sum;
     __device__ void add(float other_top, float other_sum) {
         float highest = fmaxf(top, other_top);
-        sum = sum * exp2_fast(top - highest) + other_sum * exp2_fast(other_top - highest);
+        sum = sum * exp2_approx(top - highest) + other_sum * exp2_approx(other_top - highest);
         top = highest;
     }
 };
 
 // The largest of B pieces, two at a time. NaN loses, as in fmaxf.
-template <int W, int B>
-static __device__ __forceinline__ float top_of(const Piece<W> p[B]) {
-    if constexpr (W == 8) {
-        const __nv_bfloat162* pair = (const __nv_bfloat162*)p;
-        __nv_bfloat162 top = pair[0];
+template <int B>
+static __device__ __forceinline__ float top_of(const Piece<8> p[B]) {
+    const __nv_bfloat162* pair = (const __nv_bfloat162*)p;
+    __nv_bfloat162 top = pair[0];
 #pragma unroll
-        for (int i = 1; i < 4 * B; i++) top = __hmax2(top, pair[i]);
-        return fmaxf(__low2float(top), __high2float(top));
-    } else {
-        float f, top = -INFINITY;
-#pragma unroll
-        for (int b = 0; b < B; b++) {
-            floats_of<W>(&f, p[b]);
-            top = fmaxf(top, f);
-        }
-        return top;
-    }
+    for (int i = 1; i < 4 * B; i++) top = __hmax2(top, pair[i]);
+    return fmaxf(__low2float(top), __high2float(top));
 }
 
-template <int W>
 static __global__ void __cluster_dims__(CLUSTER) __launch_bounds__(THREADS, 4)
     cross_entropy_kernel(float* loss, floatX* logits, const int32_t* target, int64_t N, int64_t V, int64_t Vp,
                          float dscale) {
+    // What of the row is this block's: `count` pieces from `first` on.
     extern __shared__ __align__(16) char quarter[];
     __shared__ Softmax of_warp[WARPS], of_block[2][CLUSTER];
-    Piece<W>* kept = (Piece<W>*)quarter;
+    Piece<8>* kept = (Piece<8>*)quarter;
     cooperative_groups::cluster_group cluster = cooperative_groups::this_cluster();
     const int rank = (int)cluster.block_rank(), warp = threadIdx.x / 32, lane = threadIdx.x % 32;
-    const int pieces = (int)(Vp / W), per = (pieces + CLUSTER - 1) / CLUSTER, first = rank * per;
+    const int pieces = (int)(Vp / 8), per = (pieces + CLUSTER - 1) / CLUSTER, first = rank * per;
     const int count = min(per, pieces - first);  // pieces of this block
-    const int valid = (int)V - first * W;        // its logits that are not padding
+    const int valid = (int)V - first * 8;        // its logits that are not padding
     const int64_t next = gridDim.x / CLUSTER;
+
+    // Pieces of this thread, BATCH at a time as long as they last.
     auto in_batches = [&](auto take) {
         int i = threadIdx.x;
         for (; i + (BATCH - 1) * THREADS < count; i += BATCH * THREADS) take(i, Int<BATCH>());
         for (; i < count; i += THREADS) take(i, Int<1>());
     };
+
+    // Starts the copy of a piece; padding becomes -inf.
     auto fetch = [&](int i, const floatX* z) {
-        const floatX* from = z + (int64_t)i * W;
-        if (W == 8 && (i + 1) * W <= valid) {
+        const floatX* from = z + (int64_t)i * 8;
+        if ((i + 1) * 8 <= valid) {
             __pipeline_memcpy_async(kept + i, from, 16);
         } else {  // padding may hold anything
-            float f[W];
-            load<W>(f, from);
+            float f[8];
+            load<8>(f, from);
 #pragma unroll
-            for (int j = 0; j < W; j++)
-                if (i * W + j >= valid) f[j] = -INFINITY;
-            kept[i] = piece_of<W>(f);
+            for (int j = 0; j < 8; j++)
+                if (i * 8 + j >= valid) f[j] = -INFINITY;
+            kept[i] = piece_of<8>(f);
         }
     };
 
     int64_t n = blockIdx.x / CLUSTER;
-    floatX* z = logits + n * Vp + (int64_t)first * W;
+    floatX* z = logits + n * Vp + (int64_t)first * 8;
     for (int i = threadIdx.x; i < count; i += THREADS) fetch(i, z);
     __pipeline_commit();
     cluster.sync();  // every block of the cluster runs: its shared memory may be written
     for (int turn = 0; n < N; n += next, z += next * Vp, turn ^= 1) {
-        const int right = target[n] - first * W;
+        // This block's part of the row has arrived.
+        const int right = target[n] - first * 8;
         Softmax mine = {LOWEST, 0};
         __pipeline_wait_prior(0);
+
+        // The thread's maximum and sum of exponentials.
         in_batches([&](int i, auto batch) {
             constexpr int B = decltype(batch)::value;
-            Piece<W> p[B];
+            Piece<8> p[B];
 #pragma unroll
             for (int b = 0; b < B; b++) p[b] = kept[i + b * THREADS];
-            const float top = fmaxf(mine.top, top_of<W, B>(p) * LOG2_E);
-            mine.sum *= exp2_fast(mine.top - top);
+            const float top = fmaxf(mine.top, top_of<B>(p) * LOG2_E);
+            mine.sum *= exp2_approx(mine.top - top);
             mine.top = top;
 #pragma unroll
             for (int b = 0; b < B; b++) {
-                float f[W];
-                floats_of<W>(f, p[b]);
+                float f[8];
+                floats_of<8>(f, p[b]);
 #pragma unroll
-                for (int j = 0; j < W; j++) f[j] = exp2_fast(fmaf(f[j], LOG2_E, -top));
+                for (int j = 0; j < 8; j++) f[j] = exp2_approx(fmaf(f[j], LOG2_E, -top));
 #pragma unroll
-                for (int d = 1; d < W; d *= 2)
+                for (int d = 1; d < 8; d *= 2)
 #pragma unroll
-                    for (int j = 0; j < W; j += 2 * d) f[j] += f[j + d];
+                    for (int j = 0; j < 8; j += 2 * d) f[j] += f[j + d];
                 mine.sum += f[0];
             }
         });
+
+        // Those of the warp, of the block and of the cluster: every block gets the others'.
 #pragma unroll
         for (int d = 16; d; d /= 2)
             mine.add(__shfl_xor_sync(0xffffffffu, mine.top, d), __shfl_xor_sync(0xffffffffu, mine.sum, d));
@@ -130,14 +123,15 @@ static __global__ void __cluster_dims__(CLUSTER) __launch_bounds__(THREADS, 4)
         Softmax all = of_block[turn][0];
         for (int r = 1; r < CLUSTER; r++) all.add(of_block[turn][r].top, of_block[turn][r].sum);
 
+        // The gradient over the logits, dscale softmax(z), while the next row comes into its place.
         const float scale = dscale / all.sum;
         const bool more = n + next < N;
-        const bool owner = right >= 0 && right < count * W && right / W % THREADS == threadIdx.x;
+        const bool owner = right >= 0 && right < count * 8 && right / 8 % THREADS == threadIdx.x;
         float z_right = 0;
-        if (owner) floats_of<1>(&z_right, ((const Piece<1>*)kept)[right]);
+        if (owner) z_right = __bfloat162float(((const floatX*)kept)[right]);
         in_batches([&](int i, auto batch) {
             constexpr int B = decltype(batch)::value;
-            Piece<W> p[B];
+            Piece<8> p[B];
 #pragma unroll
             for (int b = 0; b < B; b++) p[b] = kept[i + b * THREADS];
             if (more)
@@ -146,40 +140,38 @@ static __global__ void __cluster_dims__(CLUSTER) __launch_bounds__(THREADS, 4)
             if (dscale == 0) return;
 #pragma unroll
             for (int b = 0; b < B; b++) {
-                float f[W];
-                floats_of<W>(f, p[b]);
+                float f[8];
+                floats_of<8>(f, p[b]);
 #pragma unroll
-                for (int j = 0; j < W; j++) f[j] = scale * exp2_fast(fmaf(f[j], LOG2_E, -all.top));
-                store<W>(z + (int64_t)(i + b * THREADS) * W, f);
+                for (int j = 0; j < 8; j++) f[j] = scale * exp2_approx(fmaf(f[j], LOG2_E, -all.top));
+                store<8>(z + (int64_t)(i + b * THREADS) * 8, f);
             }
         });
         __pipeline_commit();
+
+        // The owner of the target: loss = ln sum exp(z) - z_target, and -dscale in its gradient.
         if (!owner) continue;
         // In this order small losses keep their digits.
         loss[n] = LN_2 * (log2f(all.sum) + fmaf(-z_right, LOG2_E, all.top));
-        if (dscale != 0) z[right] = (floatX)(scale * exp2_fast(fmaf(z_right, LOG2_E, -all.top)) - dscale);
+        if (dscale != 0) z[right] = (floatX)(scale * exp2_approx(fmaf(z_right, LOG2_E, -all.top)) - dscale);
     }
-}
-
-template <int W>
-static void launch(float* loss, floatX* logits, const int32_t* target, int64_t N, int64_t V, int64_t Vp, float dscale,
-                   Ctx* ctx) {
-    int64_t shared = ceil_div(Vp / W, CLUSTER) * W * (int64_t)sizeof(floatX);
-    if (shared > 220 << 10)
-        die(EXIT_FAILED, "cross_entropy: a vocabulary of %lld does not fit in shared memory (at most %d)", (long long)V,
-            CLUSTER * (220 << 10) / (int)sizeof(floatX));
-    CUDA_CHECK(cudaFuncSetAttribute(cross_entropy_kernel<W>, cudaFuncAttributeMaxDynamicSharedMemorySize, (int)shared));
-    const int64_t clusters = ceil_div(N, min_i64(ROWS, ceil_div(N, ctx->sms)));
-    cross_entropy_kernel<W><<<(unsigned)(clusters * CLUSTER), THREADS, (size_t)shared, ctx->stream>>>(
-        loss, logits, target, N, V, Vp, dscale);
-    LAUNCH_CHECK();
 }
 
 void cross_entropy(real* loss, floatX* logits, const int32_t* target, int64_t N, int64_t V, int64_t Vp, float dscale,
                    Ctx* ctx) {
     if (N == 0) return;
-    if (wide(Vp, logits))
-        launch<8>(loss, logits, target, N, V, Vp, dscale, ctx);
-    else
-        launch<1>(loss, logits, target, N, V, Vp, dscale, ctx);
+    ASSERT(wide(Vp, logits));
+
+    // A quarter of a row fits in shared memory, or the vocabulary is too large.
+    const int64_t shared = ceil_div(Vp / 8, CLUSTER) * 8 * (int64_t)sizeof(floatX);
+    if (shared > 220 << 10)
+        die(EXIT_FAILED, "cross_entropy: a vocabulary of %lld does not fit in shared memory (at most %d)", (long long)V,
+            CLUSTER * (220 << 10) / (int)sizeof(floatX));
+    CUDA_CHECK(cudaFuncSetAttribute(cross_entropy_kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, (int)shared));
+
+    // As many clusters as leave each a few rows, so that copies and sums overlap.
+    const int64_t clusters = ceil_div(N, min_i64(ROWS, ceil_div(N, ctx->sms)));
+    cross_entropy_kernel<<<(unsigned)(clusters * CLUSTER), THREADS, (size_t)shared, ctx->stream>>>(loss, logits, target,
+                                                                                                   N, V, Vp, dscale);
+    LAUNCH_CHECK();
 }

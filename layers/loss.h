@@ -9,6 +9,7 @@ BEGIN_C
 // loss[n] = ln sum_{v < V} exp(logits[n][v]) - logits[n][target[n]], in nats. Columns V..Vp-1 are padding: they take no
 // part. If dscale is not 0, logits is overwritten by the gradient of dscale * sum_n loss[n]:
 //   dscale * (softmax(logits)[v] - [v == target]), 0 in the padding. Else logits is left alone.
+// On the GPU Vp is a multiple of 8.
 void cross_entropy(real* loss,             // (N)
                    floatX* logits,         // (N, Vp), in: logits, out: their gradient
                    const int32_t* target,  // (N), 0..V-1

@@ -1,6 +1,6 @@
 // RMSNorm: bound by memory. forward: a row is read once and kept in registers while its statistics are summed: a few
 // pieces of 16 bytes a thread, so that a team of 1 to 16 warps, a block of its own, takes a row and an SM holds many
-// teams at different stages. Rows that cannot be read in 16-byte pieces, or wider than 16384, take the plain path.
+// teams at different stages.
 //
 // backward: one block an SM, of as many teams as 16 warps make, walks the rows. While a team works on one row, its
 // threads copy their pieces of the next into shared memory: that is enough in flight, and more rows at once would only
@@ -14,14 +14,16 @@
 
 // Pieces a thread.
 enum { FORWARD_P = 4, BACKWARD_P = 2, BACKWARD_WARPS = 16, BACKWARD_THREADS = 32 * BACKWARD_WARPS };
-static const int64_t PLAIN_BLOCKS = 64, SMALL_ROWS = 4;
-static const int64_t SMS = 132;  // of an H200; the bits do not follow the GPU at hand
+static const int64_t WIDEST = 16384;
+static const int64_t SMALL_ROWS = 4;  // rows of a block whose teams are one warp
+static const int64_t SMS = 132;       // of an H200; the bits do not follow the GPU at hand
 
 // Sum over team `team` of a block; `turn` alternates from call to call, so that one barrier a sum is enough.
 template <int WARPS, int TEAMS>
 static __device__ __forceinline__ float team_sum(float x, int team, int turn) {
     x = warp_sum(x);
     if constexpr (WARPS > 1) {
+        // Each warp's sum, then all of them in order.
         __shared__ float part[2][TEAMS][WARPS];
         if (threadIdx.x % 32 == 0) part[turn][team][threadIdx.x / 32 % WARPS] = x;
         __syncthreads();
@@ -44,12 +46,17 @@ template <int P, int WARPS, bool RESIDUAL>
 static __global__ void __launch_bounds__(WARPS == 1 ? 128 : 32 * WARPS)
     rmsnorm_forward_kernel(floatX* sum, floatX* y, float* rstd, const floatX* a, const floatX* b, int64_t stride,
                            const floatX* w, int64_t N, int64_t C) {
+    // Where the team reads: its row, and the first of its pieces of 8.
     const int first = threadIdx.x % (32 * WARPS) * 8, step = 32 * WARPS * 8;
     const int64_t row = WARPS == 1 ? blockIdx.x * SMALL_ROWS + threadIdx.x / 32 : blockIdx.x;
     if (row >= N) return;
+
+    // Kernels before this one write a and b.
     cudaGridDependencySynchronize();
     Piece<8> x[P];
     load_pieces<P>(x, a + row * stride, first, step, C);
+
+    // x = sum = a + b, rounded before its statistics are taken.
     if constexpr (RESIDUAL) {
         Piece<8> other[P];
         load_pieces<P>(other, b + row * C, first, step, C);
@@ -66,6 +73,8 @@ static __global__ void __launch_bounds__(WARPS == 1 ? 128 : 32 * WARPS)
             *(Piece<8>*)(sum + row * C + c) = x[i];
         }
     }
+
+    // rstd = (mean_c x_c^2 + eps)^-1/2
     float squares = 0;
 #pragma unroll
     for (int i = 0; i < P; i++) {
@@ -78,6 +87,8 @@ static __global__ void __launch_bounds__(WARPS == 1 ? 128 : 32 * WARPS)
     Piece<8> weight[P];
     load_pieces<P>(weight, w, first, step, C);  // under way during the sum
     const float r = 1 / sqrtf(team_sum<WARPS, 1>(squares, 0, 0) / C + RMSNORM_EPS);
+
+    // y = w x rstd
     if (first == 0) rstd[row] = r;
 #pragma unroll
     for (int i = 0; i < P; i++) {
@@ -92,87 +103,60 @@ static __global__ void __launch_bounds__(WARPS == 1 ? 128 : 32 * WARPS)
     }
 }
 
-// One warp a row; sum may be NULL (no residual), else it is a, b added.
-static __global__ void rmsnorm_forward_plain_kernel(floatX* sum, floatX* y, float* rstd, const floatX* a,
-                                                    const floatX* b, int64_t stride, const floatX* w, int64_t N,
-                                                    int64_t C) {
-    const int lane = threadIdx.x % 32;
-    const int64_t row = blockIdx.x * 8 + threadIdx.x / 32;
-    if (row >= N) return;
-    const floatX* x = sum ? sum + row * C : a + row * stride;
-    float squares = 0;
-    for (int64_t c = lane; c < C; c += 32) {
-        if (sum) sum[row * C + c] = (floatX)((float)a[row * C + c] + (float)b[row * C + c]);
-        float f = x[c];
-        squares += f * f;
-    }
-    const float r = 1 / sqrtf(warp_sum(squares) / C + RMSNORM_EPS);
-    if (lane == 0) rstd[row] = r;
-    for (int64_t c = lane; c < C; c += 32) y[row * C + c] = (floatX)((float)x[c] * r * (float)w[c]);
-}
-
-// Calls launch(P, WARPS) for rows of this many pieces; false if they are too wide.
-template <int P, typename Launch>
-static bool by_width(int64_t pieces, Launch launch) {
-    if (pieces <= 32)
+// Calls launch(P, WARPS) for rows of C elements: as few warps as take a row in P pieces a thread.
+template <int P, int WARPS = 1, typename Launch>
+static void by_width(int64_t C, Launch launch) {
+    if (C <= 256)
         launch(Int<1>(), Int<1>());
-    else if (pieces <= 32 * P)
-        launch(Int<P>(), Int<1>());
-    else if (pieces <= 64 * P)
-        launch(Int<P>(), Int<2>());
-    else if (pieces <= 128 * P)
-        launch(Int<P>(), Int<4>());
-    else if (pieces <= 256 * P)
-        launch(Int<P>(), Int<8>());
-    else if (pieces <= 512 * P)
-        launch(Int<P>(), Int<16>());
-    else if (pieces <= 2048)
-        launch(Int<4>(), Int<16>());
+    else if (C <= 256 * P * WARPS)
+        launch(Int<P>(), Int<WARPS>());
+    else if constexpr (WARPS < 16)
+        by_width<P, 2 * WARPS>(C, launch);
     else
-        return false;
-    return true;
+        launch(Int<4>(), Int<16>());
 }
 
-static constexpr int threads_of(int warps) { return warps == 1 ? 128 : 32 * warps; }
+// y = w x rstd with x = a, or with RESIDUAL x = sum = a + b.
+template <bool RESIDUAL>
+static void forward(floatX* sum, floatX* y, real* rstd, const floatX* a, const floatX* b, int64_t stride,
+                    const floatX* w, int64_t N, int64_t C, Ctx* ctx) {
+    if (N == 0) return;
+    ASSERT(wide(C | stride, sum, y, a, b, w) && C <= WIDEST);
+    by_width<FORWARD_P>(C, [&](auto p, auto warps) {
+        // A block a row, or four rows of one warp each.
+        constexpr int P = decltype(p)::value, WARPS = decltype(warps)::value;
+        const int rows = WARPS == 1 ? (int)SMALL_ROWS : 1;  // of a block
+        launch_early(rmsnorm_forward_kernel<P, WARPS, RESIDUAL>, blocks_for(N, rows), 32 * WARPS * rows, 0, ctx, sum, y,
+                     rstd, a, b, stride, w, N, C);
+    });
+}
 
 void rmsnorm_forward(floatX* y, real* rstd, const floatX* x, int64_t stride, const floatX* w, int64_t N, int64_t C,
                      Ctx* ctx) {
-    if (N == 0) return;
-    bool done =
-        wide(C | stride, y, x, w) && by_width<FORWARD_P>(C / 8, [&](auto p, auto warps) {
-            constexpr int P = decltype(p)::value, WARPS = decltype(warps)::value;
-            launch_early(rmsnorm_forward_kernel<P, WARPS, false>, blocks_for(N, WARPS == 1 ? SMALL_ROWS : 1),
-                         threads_of(WARPS), 0, ctx, (floatX*)NULL, y, rstd, x, (const floatX*)NULL, stride, w, N, C);
-        });
-    if (!done)
-        rmsnorm_forward_plain_kernel<<<blocks_for(N, 8), 256, 0, ctx->stream>>>(NULL, y, rstd, x, NULL, stride, w, N,
-                                                                                C);
-    LAUNCH_CHECK();
+    forward<false>(NULL, y, rstd, x, NULL, stride, w, N, C, ctx);
 }
 
 void residual_rmsnorm_forward(floatX* sum, floatX* y, real* rstd, const floatX* a, const floatX* b, const floatX* w,
                               int64_t N, int64_t C, Ctx* ctx) {
-    if (N == 0) return;
-    bool done = wide(C, sum, y, a, b, w) && by_width<FORWARD_P>(C / 8, [&](auto p, auto warps) {
-                    constexpr int P = decltype(p)::value, WARPS = decltype(warps)::value;
-                    launch_early(rmsnorm_forward_kernel<P, WARPS, true>, blocks_for(N, WARPS == 1 ? SMALL_ROWS : 1),
-                                 threads_of(WARPS), 0, ctx, sum, y, rstd, a, b, C, w, N, C);
-                });
-    if (!done) rmsnorm_forward_plain_kernel<<<blocks_for(N, 8), 256, 0, ctx->stream>>>(sum, y, rstd, a, b, C, w, N, C);
-    LAUNCH_CHECK();
+    forward<true>(sum, y, rstd, a, b, C, w, N, C, ctx);
 }
 
 template <int P, int WARPS>
 static __global__ void __launch_bounds__(BACKWARD_THREADS, 1)
     rmsnorm_backward_kernel(floatX* dx, float* partial, const floatX* dy, const floatX* x, int64_t stride,
                             const floatX* w, const float* rstd, int64_t N, int64_t C, int accumulate) {
+    // The shape of the block, and where its threads keep what they copy.
     constexpr int TEAMS = BACKWARD_WARPS / WARPS, step = 32 * WARPS * 8;
     extern __shared__ __align__(16) char shared[];
     auto ring = (Piece<8>(*)[3][P][BACKWARD_THREADS])shared;  // two rows: x, dy, dx; a thread reads what it copied
+
+    // The team of this thread, and how far its rows lie apart.
     const int team = threadIdx.x / (32 * WARPS), first = threadIdx.x % (32 * WARPS) * 8;
     const int64_t next = (int64_t)gridDim.x * TEAMS;
     cudaTriggerProgrammaticLaunchCompletion();
     cudaGridDependencySynchronize();
+
+    // Starts the copies of a row: x, dy and, where dx is added to, dx.
     auto fetch = [&](int64_t row, int turn) {
 #pragma unroll
         for (int i = 0; i < P; i++) {
@@ -184,17 +168,22 @@ static __global__ void __launch_bounds__(BACKWARD_THREADS, 1)
         }
         __pipeline_commit();
     };
+
+    // The first row is on its way before the loop; in the loop always the next one.
     int64_t row = blockIdx.x * (int64_t)TEAMS + team;
     fetch(row, 0);
     Piece<8> weight[P];
     load_pieces<P>(weight, w, first, step, C);
     float dw[P][8] = {}, next_r = row < N ? rstd[row] : 0;
     for (int turn = 0; row - team < N; row += next, turn ^= 1) {  // all teams alike, for team_sum's barrier
+        // The next row starts; this one has arrived.
         fetch(row + next, turn ^ 1);
         const int64_t width = row < N ? C : 0;
         const float r = next_r;
         if (row + next < N) next_r = rstd[row + next];
         __pipeline_wait_prior(1);
+
+        // sum_j g_j x_j with g = dy w, and dw += dy x rstd
         float dot = 0;
 #pragma unroll
         for (int i = 0; i < P; i++) {
@@ -209,6 +198,8 @@ static __global__ void __launch_bounds__(BACKWARD_THREADS, 1)
                 dw[i][j] += g[j] * f[j] * r;
             }
         }
+
+        // dx = rstd (g - x k), k = rstd^2 mean_j(g_j x_j)
         const float k = team_sum<WARPS, TEAMS>(dot, team, turn) / C * r * r;
 #pragma unroll
         for (int i = 0; i < P; i++) {
@@ -225,9 +216,11 @@ static __global__ void __launch_bounds__(BACKWARD_THREADS, 1)
         }
     }
     __syncthreads();
+
+    // The block's dw: the teams' sums in order.
     auto sums = (float(*)[P * step]) shared;
 #pragma unroll
-    for (int i = 0; i < P; i++) store_real<8>(&sums[team][first + i * step], dw[i]);
+    for (int i = 0; i < P; i++) store_real(&sums[team][first + i * step], dw[i]);
     __syncthreads();
     for (int c = threadIdx.x; c < C; c += BACKWARD_THREADS) {
         float sum = 0;
@@ -237,34 +230,9 @@ static __global__ void __launch_bounds__(BACKWARD_THREADS, 1)
     }
 }
 
-static __global__ void rmsnorm_backward_plain_kernel(floatX* dx, const floatX* dy, const floatX* x, int64_t stride,
-                                                     const floatX* w, const float* rstd, int64_t N, int64_t C,
-                                                     int accumulate) {
-    const int lane = threadIdx.x % 32;
-    const int64_t row = blockIdx.x * 8 + threadIdx.x / 32;
-    if (row >= N) return;
-    const floatX *f = x + row * stride, *g = dy + row * C;
-    floatX* d = dx + row * stride;
-    float dot = 0, r = rstd[row];
-    for (int64_t c = lane; c < C; c += 32) dot += (float)g[c] * (float)w[c] * (float)f[c];
-    const float k = warp_sum(dot) / C * r * r;
-    for (int64_t c = lane; c < C; c += 32)
-        d[c] = (floatX)((accumulate ? (float)d[c] : 0) + r * ((float)g[c] * (float)w[c] - (float)f[c] * k));
-}
-
-// A thread a column, a block row a chunk of tokens.
-static __global__ void rmsnorm_weight_plain_kernel(float* partial, const floatX* dy, const floatX* x, int64_t stride,
-                                                   const float* rstd, int64_t N, int64_t C) {
-    const int64_t c = blockIdx.x * 128 + threadIdx.x, per = ceil_div(N, gridDim.y), first = blockIdx.y * per;
-    if (c >= C) return;
-    float sum = 0;
-    for (int64_t n = first; n < N && n < first + per; n++)
-        sum += (float)dy[n * C + c] * (float)x[n * stride + c] * rstd[n];
-    partial[blockIdx.y * C + c] = sum;
-}
-
 // dw[c] += sum of the partial sums: 32 columns a block, 32 threads a column, all in a fixed order.
 static __global__ void rmsnorm_weight_kernel(float* dw, const float* partial, int count, int64_t C) {
+    // A warp takes 32 neighbouring columns of every 32nd block.
     __shared__ float part[32][33];
     const int64_t c = blockIdx.x * 32 + threadIdx.x;
     cudaGridDependencySynchronize();
@@ -272,6 +240,8 @@ static __global__ void rmsnorm_weight_kernel(float* dw, const float* partial, in
     if (c < C)
 #pragma unroll 4
         for (int i = threadIdx.y; i < count; i += 32) sum += partial[i * C + c];
+
+    // Turned, so that a warp adds up a column.
     part[threadIdx.y][threadIdx.x] = sum;
     __syncthreads();
     sum = warp_sum(part[threadIdx.x][threadIdx.y]);
@@ -283,24 +253,19 @@ size_t rmsnorm_workspace(int64_t N, int64_t C) { return (size_t)(min_i64(N, SMS)
 void rmsnorm_backward(floatX* dx, real* dw, const floatX* dy, const floatX* x, int64_t stride, const floatX* w,
                       const real* rstd, int64_t N, int64_t C, int accumulate, Ctx* ctx) {
     if (N == 0) return;
-    int64_t blocks = min_i64(N, PLAIN_BLOCKS);
+    ASSERT(wide(C | stride, dx, dy, x, w) && C <= WIDEST);
+    // dx, and dw of each block of threads.
     float* partial = ctx_workspace<float>(ctx, rmsnorm_workspace(N, C) / sizeof(float));
-    bool done = wide(C | stride, dx, dy, x, w) && by_width<BACKWARD_P>(C / 8, [&](auto p, auto warps) {
-                    constexpr int P = decltype(p)::value, WARPS = decltype(warps)::value;
-                    const int shared = 2 * 3 * P * BACKWARD_THREADS * (int)sizeof(Piece<8>);
-                    auto kernel = rmsnorm_backward_kernel<P, WARPS>;
-                    CUDA_CHECK(cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, shared));
-                    blocks = min_i64(ceil_div(N, BACKWARD_WARPS / WARPS), SMS);
-                    launch_early(kernel, (unsigned)blocks, BACKWARD_THREADS, shared, ctx, dx, partial, dy, x, stride, w,
-                                 rstd, N, C, accumulate);
-                });
-    if (!done) {
-        rmsnorm_weight_plain_kernel<<<dim3(blocks_for(C, 128), (unsigned)blocks), 128, 0, ctx->stream>>>(
-            partial, dy, x, stride, rstd, N, C);
-        LAUNCH_CHECK();
-        rmsnorm_backward_plain_kernel<<<blocks_for(N, 8), 256, 0, ctx->stream>>>(dx, dy, x, stride, w, rstd, N, C,
-                                                                                 accumulate);
-        LAUNCH_CHECK();
-    }
+    int64_t blocks = 0;
+    by_width<BACKWARD_P>(C, [&](auto p, auto warps) {
+        // One block an SM: its ring of two rows takes the shared memory.
+        constexpr int P = decltype(p)::value, WARPS = decltype(warps)::value;
+        const int shared = 2 * 3 * P * BACKWARD_THREADS * (int)sizeof(Piece<8>);
+        auto kernel = rmsnorm_backward_kernel<P, WARPS>;
+        CUDA_CHECK(cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, shared));
+        blocks = min_i64(ceil_div(N, BACKWARD_WARPS / WARPS), SMS);
+        launch_early(kernel, (unsigned)blocks, BACKWARD_THREADS, shared, ctx, dx, partial, dy, x, stride, w, rstd, N, C,
+                     accumulate);
+    });
     launch_early(rmsnorm_weight_kernel, blocks_for(C, 32), dim3(32, 32), 0, ctx, dw, partial, (int)blocks, C);
 }

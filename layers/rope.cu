@@ -7,51 +7,47 @@
 
 enum { HEADS = 4, THREADS = 128 };
 
-// W = 1: one pair of HEADS heads a thread.
-template <int W>
 static __global__ void __launch_bounds__(THREADS)
     rope_kernel(floatX* x, const float* table, RopeShape s, float direction) {
-    constexpr int SPAN = W == 8 ? 8 : 2;
     // 32-bit divisions: 64-bit ones would take as long as the memory.
-    const uint32_t i = blockIdx.x * THREADS + threadIdx.x, spans = (uint32_t)s.D / SPAN, rest = i / spans;
+    const uint32_t i = blockIdx.x * THREADS + threadIdx.x, spans = (uint32_t)s.D / 8, rest = i / spans;
     const uint32_t groups = ((uint32_t)s.heads + HEADS - 1) / HEADS;  // a thread's heads lie this far apart
-    const int64_t n = rest / groups, h0 = rest % groups, d = i % spans * SPAN, step = groups * s.head_stride;
+    const int64_t n = rest / groups, h0 = rest % groups, d = i % spans * 8, step = groups * s.head_stride;
     cudaTriggerProgrammaticLaunchCompletion();
     if (n >= s.N) return;
-    float angle[SPAN];
-    const float* row = table + (uint32_t)n % (uint32_t)s.T * s.D + d;  // no kernel writes the table
-#pragma unroll
-    for (int j = 0; j < SPAN; j += W) load_real<W>(angle + j, row + j);
+
+    // The angles are read before the kernel waits for those in front of it.
+    float angle[8];
+    load_real(angle, table + (uint32_t)n % (uint32_t)s.T * s.D + d);  // no kernel writes the table
     cudaGridDependencySynchronize();
+
+    // The heads' pieces, all loads before the first store.
     floatX* v = x + n * s.stride + h0 * s.head_stride + d;
-    Piece<W> p[HEADS][SPAN / W];
+    Piece<8> p[HEADS];
 #pragma unroll
     for (int h = 0; h < HEADS; h++)
-        if (h0 + h * groups < s.heads)
-#pragma unroll
-            for (int j = 0; j < SPAN; j += W) p[h][j / W] = *(const Piece<W>*)(v + h * step + j);
+        if (h0 + h * groups < s.heads) p[h] = *(const Piece<8>*)(v + h * step);
+
+            // Each pair (even, odd) is turned by its angle.
 #pragma unroll
     for (int h = 0; h < HEADS; h++) {
         if (h0 + h * groups >= s.heads) continue;
-        float f[SPAN];
+        float f[8];
+        floats_of<8>(f, p[h]);
 #pragma unroll
-        for (int j = 0; j < SPAN; j += W) floats_of<W>(f + j, p[h][j / W]);
-#pragma unroll
-        for (int j = 0; j < SPAN; j += 2) {
+        for (int j = 0; j < 8; j += 2) {
             float cosine = angle[j], sine = direction * angle[j + 1], even = f[j], odd = f[j + 1];
             f[j] = even * cosine - odd * sine;
             f[j + 1] = even * sine + odd * cosine;
         }
-#pragma unroll
-        for (int j = 0; j < SPAN; j += W) store<W>(v + h * step + j, f + j);
+        store<8>(v + h * step, f);
     }
 }
 
 void rope_apply(floatX* x, const real* table, RopeShape s, int direction, Ctx* ctx) {
     if (s.N == 0 || s.heads == 0 || s.D == 0) return;
-    const bool pieces = wide(s.D | s.stride | s.head_stride, x) && wide(0, table);
-    const int64_t threads = s.N * ceil_div(s.heads, HEADS) * (s.D / (pieces ? 8 : 2));
-    ASSERT(threads < UINT32_MAX - THREADS && s.T <= INT32_MAX);
-    launch_early(pieces ? rope_kernel<8> : rope_kernel<1>, blocks_for(threads, THREADS), THREADS, 0, ctx, x, table, s,
-                 (float)direction);
+    const int64_t threads = s.N * ceil_div(s.heads, HEADS) * (s.D / 8);
+    ASSERT(wide(s.D | s.stride | s.head_stride, x) && aligned(table) && threads < UINT32_MAX - THREADS &&
+           s.T <= INT32_MAX);
+    launch_early(rope_kernel, blocks_for(threads, THREADS), THREADS, 0, ctx, x, table, s, (float)direction);
 }

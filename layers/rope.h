@@ -33,7 +33,8 @@ void rope_table(real* host_table,  // (T, D/2, 2)
                 int64_t T, const RopeConfig* config);
 
 // In place on `heads` vectors a token: vector h of token n is x + n * stride + h * head_stride, D long.
-// direction +1 turns forward; -1 turns back, which is the backward pass.
+// direction +1 turns forward; -1 turns back, which is the backward pass. On the GPU D and both strides are multiples
+// of 8.
 typedef struct RopeShape {
     int64_t N, T;         // tokens, tokens of a sequence (token n stands at position n % T)
     int64_t heads, D;     // vectors a token, length of each

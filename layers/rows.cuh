@@ -16,6 +16,7 @@ template <int W>
 static __device__ __forceinline__ void floats_of(float out[W], const Piece<W>& p) {
     if constexpr (W == 8) {
         const uint32_t pair[4] = {p.x, p.y, p.z, p.w};
+        // A bf16 is the upper half of a float32.
 #pragma unroll
         for (int i = 0; i < 4; i++) {
             out[2 * i] = __uint_as_float(pair[i] << 16);
@@ -51,25 +52,16 @@ static __device__ __forceinline__ void store(floatX* p, const float in[W]) {
     *(Piece<W>*)p = piece_of<W>(in);
 }
 
-template <int W>
-static __device__ __forceinline__ void load_real(float out[W], const float* p) {
-    if constexpr (W == 8) {
-        float4 low = ((const float4*)p)[0], high = ((const float4*)p)[1];
-        out[0] = low.x, out[1] = low.y, out[2] = low.z, out[3] = low.w;
-        out[4] = high.x, out[5] = high.y, out[6] = high.z, out[7] = high.w;
-    } else {
-        out[0] = *p;
-    }
+// 8 floats, in two accesses of 16 bytes.
+static __device__ __forceinline__ void load_real(float out[8], const float* p) {
+    float4 low = ((const float4*)p)[0], high = ((const float4*)p)[1];
+    out[0] = low.x, out[1] = low.y, out[2] = low.z, out[3] = low.w;
+    out[4] = high.x, out[5] = high.y, out[6] = high.z, out[7] = high.w;
 }
 
-template <int W>
-static __device__ __forceinline__ void store_real(float* p, const float in[W]) {
-    if constexpr (W == 8) {
-        ((float4*)p)[0] = make_float4(in[0], in[1], in[2], in[3]);
-        ((float4*)p)[1] = make_float4(in[4], in[5], in[6], in[7]);
-    } else {
-        *p = in[0];
-    }
+static __device__ __forceinline__ void store_real(float* p, const float in[8]) {
+    ((float4*)p)[0] = make_float4(in[0], in[1], in[2], in[3]);
+    ((float4*)p)[1] = make_float4(in[4], in[5], in[6], in[7]);
 }
 
 // One warp copies a row, or writes zeros where `from` is NULL. All loads of 8 pieces go out before the first store.
@@ -87,10 +79,15 @@ static __device__ __forceinline__ void copy_row(floatX* to, const floatX* from, 
     }
 }
 
+template <typename... T>
+static inline bool aligned(const T*... p) {
+    return (((uintptr_t)p % 16 == 0) && ...);
+}
+
 // Whether rows of this many elements (or as far apart) can be taken in pieces of 8 at these addresses.
 template <typename... T>
 static inline bool wide(int64_t columns, const T*... p) {
-    return columns % 8 == 0 && (((uintptr_t)p % 16 == 0) && ...);
+    return columns % 8 == 0 && aligned(p...);
 }
 
 template <int N>
@@ -100,6 +97,7 @@ using Int = std::integral_constant<int, N>;
 // before it touches what other kernels write or read.
 template <typename... P, typename... A>
 static inline void launch_early(void (*kernel)(P...), dim3 grid, dim3 block, size_t shared, Ctx* ctx, A... arguments) {
+    // The attribute of programmatic dependent launch.
     cudaLaunchAttribute early = {};
     early.id = cudaLaunchAttributeProgrammaticStreamSerialization;
     early.val.programmaticStreamSerializationAllowed = 1;
@@ -109,9 +107,7 @@ static inline void launch_early(void (*kernel)(P...), dim3 grid, dim3 block, siz
     CUDA_CHECK(cudaLaunchKernelEx(&config, kernel, P(arguments)...));
 }
 
+// Blocks for so much work, rounded up.
 static inline unsigned blocks_for(int64_t work, int64_t per_block) { return (unsigned)ceil_div(work, per_block); }
-
-// silu(g) * u and what its backward needs. bf16 results: the fast exp and division (2^-21) are exact enough.
-static __device__ __forceinline__ float sigmoid_fast(float x) { return __fdividef(1.0f, 1.0f + __expf(-x)); }
 
 #endif

@@ -19,15 +19,20 @@ static inline int64_t sort_workspace(int64_t n, int bins) { return (ceil_div(n, 
 
 template <typename Key>
 static __global__ void sort_count(int32_t* counts, Key key, int64_t n, int bins) {
+    // An empty histogram.
     extern __shared__ int32_t histogram[];
     for (int b = threadIdx.x; b < bins; b += SORT_THREADS) histogram[b] = 0;
     __syncthreads();
+
+    // The chunk's elements, counted.
     for (int i = threadIdx.x; i < SORT_CHUNK; i += SORT_THREADS) {
         int64_t at = blockIdx.x * (int64_t)SORT_CHUNK + i;
         int bin = at < n ? key(at) : -1;
         if (bin >= 0) atomicAdd(&histogram[bin], 1);
     }
     __syncthreads();
+
+    // Out, a column for each chunk.
     for (int b = threadIdx.x; b < bins; b += SORT_THREADS) counts[b * (int64_t)gridDim.x + blockIdx.x] = histogram[b];
 }
 
@@ -46,6 +51,7 @@ static __global__ void sort_scan(int32_t* counts, int32_t* totals, int64_t chunk
     int32_t* row = counts + blockIdx.x * chunks;
     int32_t before = 0;
     for (int64_t c0 = 0; c0 < chunks; c0 += SORT_THREADS) {
+        // 256 chunks at a time: a scan in each warp, then over the warps.
         int64_t c = c0 + threadIdx.x;
         int32_t count = c < chunks ? row[c] : 0, sum = warp_scan(count);
         if (lane == 31) warps[warp] = sum;
@@ -55,6 +61,8 @@ static __global__ void sort_scan(int32_t* counts, int32_t* totals, int64_t chunk
             if (w < warp) sum += warps[w];
             all += warps[w];
         }
+
+        // A count becomes the sum of those before it.
         if (c < chunks) row[c] = before + sum - count;
         before += all;
         __syncthreads();
@@ -83,9 +91,13 @@ static __global__ void __launch_bounds__(SORT_THREADS)
     const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
     const int64_t first = blockIdx.x * (int64_t)SORT_CHUNK + warp * (SORT_CHUNK / SORT_WARPS);
     enum { ROUNDS = SORT_CHUNK / SORT_WARPS / 32 };
+
+    // Where bins start; empty counts for each warp.
     for (int i = threadIdx.x; i < SORT_WARPS * bins; i += SORT_THREADS) next[i] = 0;
     sort_starts(start, totals, bins, align);
     __syncthreads();
+
+    // How many of each bin a warp holds.
     int bin[ROUNDS];
 #pragma unroll
     for (int r = 0; r < ROUNDS; r++) {
@@ -94,6 +106,8 @@ static __global__ void __launch_bounds__(SORT_THREADS)
         if (bin[r] >= 0) atomicAdd(&next[warp * bins + bin[r]], 1);
     }
     __syncthreads();
+
+    // Counts become places: where the bin starts, what earlier chunks and then earlier warps put there.
     for (int b = threadIdx.x; b < bins; b += SORT_THREADS) {
         int32_t place = start[b] + counts[b * (int64_t)gridDim.x + blockIdx.x];
         for (int w = 0; w < SORT_WARPS; w++) {
@@ -105,6 +119,7 @@ static __global__ void __launch_bounds__(SORT_THREADS)
     __syncthreads();
 #pragma unroll
     for (int r = 0; r < ROUNDS; r++) {
+        // Of the lanes with the same bin the first come first.
         int64_t at = first + r * 32 + lane;
         unsigned peers = __match_any_sync(0xffffffffu, bin[r]);
         int before = __popc(peers & ((1u << lane) - 1));
@@ -120,6 +135,7 @@ static __global__ void __launch_bounds__(SORT_THREADS)
 // The whole sort: n elements, `bins` bins, `workspace` of sort_workspace(n, bins).
 template <typename Key, typename Emit>
 static void counting_sort(Key key, Emit emit, int64_t n, int bins, int align, int32_t* workspace, Ctx* ctx) {
+    // The workspace, then the three launches.
     int64_t chunks = ceil_div(n, SORT_CHUNK);
     int32_t *counts = workspace, *totals = workspace + chunks * bins;
     sort_count<<<(unsigned)chunks, SORT_THREADS, bins * sizeof(int32_t), ctx->stream>>>(counts, key, n, bins);

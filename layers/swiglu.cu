@@ -1,60 +1,62 @@
 // SwiGLU: bound by memory (forward 3 elements moved per output, backward 6). A thread takes a 16-byte piece of every
 // operand. float32 inside.
+#include "layers/activation.h"
 #include "layers/rows.cuh"
 #include "layers/swiglu.h"
 
 enum { THREADS = 256 };
 
-template <int W>
 static __global__ void __launch_bounds__(THREADS)
     swiglu_forward_kernel(floatX* a, const floatX* h, int64_t N, int64_t F) {
-    const int64_t i = blockIdx.x * (int64_t)THREADS + threadIdx.x, pieces = F / W, n = i / pieces, c = i % pieces * W;
+    // A thread: 8 columns of a token.
+    const int64_t i = blockIdx.x * (int64_t)THREADS + threadIdx.x, pieces = F / 8, n = i / pieces, c = i % pieces * 8;
     if (n >= N) return;
     const floatX* gate = h + n * 2 * F + c;
-    float g[W], u[W];
-    load<W>(g, gate);
-    load<W>(u, gate + F);
+
+    // a = silu(g) u
+    float g[8], u[8];
+    load<8>(g, gate);
+    load<8>(u, gate + F);
 #pragma unroll
-    for (int j = 0; j < W; j++) g[j] *= sigmoid_fast(g[j]) * u[j];
-    store<W>(a + n * F + c, g);
+    for (int j = 0; j < 8; j++) g[j] = swiglu(g[j], u[j], sigmoid_fast(g[j]));
+    store<8>(a + n * F + c, g);
 }
 
-template <int W>
 static __global__ void __launch_bounds__(THREADS)
     swiglu_backward_kernel(floatX* dh, floatX* a, const floatX* da, const floatX* h, int64_t N, int64_t F) {
-    const int64_t i = blockIdx.x * (int64_t)THREADS + threadIdx.x, pieces = F / W, n = i / pieces, c = i % pieces * W;
+    const int64_t i = blockIdx.x * (int64_t)THREADS + threadIdx.x, pieces = F / 8, n = i / pieces, c = i % pieces * 8;
     if (n >= N) return;
     const floatX* gate = h + n * 2 * F + c;
-    float g[W], u[W], d[W], out[W];
-    load<W>(g, gate);
-    load<W>(u, gate + F);
-    load<W>(d, da + n * F + c);
+
+    // All loads go out first.
+    float g[8], u[8], d[8], out[8];
+    load<8>(g, gate);
+    load<8>(u, gate + F);
+    load<8>(d, da + n * F + c);
+
+    // a again, and dg and du in the places of g and u.
 #pragma unroll
-    for (int j = 0; j < W; j++) {
-        float s = sigmoid_fast(g[j]), silu = g[j] * s;
-        out[j] = silu * u[j];
-        g[j] = d[j] * u[j] * s * (1 + g[j] * (1 - s));
-        u[j] = d[j] * silu;
+    for (int j = 0; j < 8; j++) {
+        const float s = sigmoid_fast(g[j]), du = swiglu_du(d[j], g[j], s);
+        out[j] = swiglu(g[j], u[j], s);
+        g[j] = swiglu_dg(d[j], g[j], u[j], s);
+        u[j] = du;
     }
-    store<W>(a + n * F + c, out);
-    store<W>(dh + n * 2 * F + c, g);
-    store<W>(dh + n * 2 * F + F + c, u);
+    store<8>(a + n * F + c, out);
+    store<8>(dh + n * 2 * F + c, g);
+    store<8>(dh + n * 2 * F + F + c, u);
 }
 
 void swiglu_forward(floatX* a, const floatX* h, int64_t N, int64_t F, Ctx* ctx) {
     if (N == 0) return;
-    if (wide(F, a, h))
-        swiglu_forward_kernel<8><<<blocks_for(N * (F / 8), THREADS), THREADS, 0, ctx->stream>>>(a, h, N, F);
-    else
-        swiglu_forward_kernel<1><<<blocks_for(N * F, THREADS), THREADS, 0, ctx->stream>>>(a, h, N, F);
+    ASSERT(wide(F, a, h));
+    swiglu_forward_kernel<<<blocks_for(N * (F / 8), THREADS), THREADS, 0, ctx->stream>>>(a, h, N, F);
     LAUNCH_CHECK();
 }
 
 void swiglu_backward(floatX* dh, floatX* a, const floatX* da, const floatX* h, int64_t N, int64_t F, Ctx* ctx) {
     if (N == 0) return;
-    if (wide(F, dh, a, da, h))
-        swiglu_backward_kernel<8><<<blocks_for(N * (F / 8), THREADS), THREADS, 0, ctx->stream>>>(dh, a, da, h, N, F);
-    else
-        swiglu_backward_kernel<1><<<blocks_for(N * F, THREADS), THREADS, 0, ctx->stream>>>(dh, a, da, h, N, F);
+    ASSERT(wide(F, dh, a, da, h));
+    swiglu_backward_kernel<<<blocks_for(N * (F / 8), THREADS), THREADS, 0, ctx->stream>>>(dh, a, da, h, N, F);
     LAUNCH_CHECK();
 }

@@ -1,4 +1,5 @@
 // SwiGLU (Shazeer 2020, arXiv 2002.05202): a = silu(g) * u where h = [g ; u] is one product of gate and up weights.
+// On the GPU F is a multiple of 8.
 #ifndef LAYERS_SWIGLU_H
 #define LAYERS_SWIGLU_H
 

@@ -7,6 +7,7 @@
 #include "device/check.h"
 #include "device/random.h"
 #include "mx/grouped_gemm_mx.h"
+#include "mx/mx_values.h"
 #include "mx/mxfp8.h"
 
 // Odd group sizes, an empty expert, a trailing chunk of the contraction, a narrow last tile of the outputs.
@@ -18,16 +19,7 @@ typedef struct Case {
     uint8_t x[MOST_ROWS * IC], w[EXPERTS * OC * IC];
     uint8_t x_chunk[MOST_ROWS * CHUNKS];  // the scale of a row's chunk
     uint8_t w_tile[EXPERTS * TILES * CHUNKS];
-    double e4m3[256];  // what a byte means
 } Case;
-
-static void fill_e4m3(double* value) {
-    for (int q = 0; q < 256; q++) {
-        int exponent = q >> 3 & 15, mantissa = q & 7;
-        double magnitude = exponent ? ldexp(8 + mantissa, exponent - 10) : ldexp(mantissa, -9);
-        value[q] = q & 128 ? -magnitude : magnitude;
-    }
-}
 
 // Any bytes but NaN.
 static void draw_bytes(uint8_t* q, int64_t n, uint32_t stream) {
@@ -51,7 +43,7 @@ static double row_error(const Case* c, const real* y, int e, int64_t row, int64_
             int64_t tile = e * TILES * CHUNKS + o / MX_CHUNK * stride_o + chunk * stride_c;
             double part = 0;
             for (int64_t k = chunk * MX_CHUNK; k < IC && k < (chunk + 1) * MX_CHUNK; k++)
-                part += c->e4m3[x[k]] * c->e4m3[w[k]];
+                part += (double)e4m3_value(x[k]) * e4m3_value(w[k]);
             sum += ldexp(part, c->x_chunk[row * CHUNKS + chunk] + c->w_tile[tile] - 2 * 127);
         }
         double d = (double)y[row * OC + o] - sum;
@@ -72,7 +64,6 @@ double mx_check_error(MxProduct* product, Ctx* ctx) {
     for (int e = 0; e < EXPERTS; e++) c->start[e + 1] = c->start[e] + round_up(group_rows[e], align);
     const int64_t rows = c->start[EXPERTS], stride = mx_stride(IC);
     ASSERT(rows <= MOST_ROWS);
-    fill_e4m3(c->e4m3);
     draw_bytes(c->x, rows * IC, 1);
     draw_bytes(c->w, sizeof(c->w), 2);
     draw_scales(c->x_chunk, rows * CHUNKS, 3);

@@ -4,11 +4,12 @@
 
 // Adds what the cast of a block with scale s does.
 static void add_block(MxStats* stats, const floatX* block, int s, int32_t scale_mode) {
+    // The scale that the block would have alone, for `inexact`.
     const int s_alone = scale_of(block, MX_BLOCK, 1, MX_BLOCK, scale_mode);
     for (int64_t i = 0; i < MX_BLOCK && s != MX_NAN; i++) {
         const float x = (float)block[i], value = value_of(x, s);
         stats->elements += x != 0;
-        stats->saturated += fabsf(x * factor_of(s)) > 448;
+        stats->saturated += fabsf(x * mx_scale_inverse(s)) > 448;
         stats->flushed += x != 0 && value == 0;
         stats->inexact += value != value_of(x, s_alone);
         stats->signal += (double)x * x;
@@ -21,6 +22,7 @@ void mx_stats(MxStats* stats, const floatX* x, int64_t rows, int64_t columns, Mx
     const int64_t chunk = chunk_of(cast);
     for (int64_t r = 0; r < rows; r++)
         for (int64_t c = 0; c < columns; c += MX_BLOCK) {
+            // The chunk around the block gives its scale.
             const int64_t c0 = c / chunk * chunk, at = r * columns;
             const int s = scale_of(x + at + c0, columns, 1, min_i64(chunk, columns - c0), cast.scale);
             add_block(stats, x + at + c, s, cast.scale);
@@ -33,6 +35,7 @@ void mx_stats_tiles(MxStats* stats, const floatX* w, const uint8_t* scale, int64
     const int64_t tiles_r = mx_tiles(rows), tiles_c = mx_tiles(columns);
     for (int64_t r = 0; r < count * rows; r++)
         for (int64_t c = 0; c < columns; c += MX_BLOCK) {
+            // The tile around the block gives its scale.
             const int64_t tile = (r / rows * tiles_r + r % rows / MX_CHUNK) * tiles_c + c / MX_CHUNK;
             add_block(stats, w + r * columns + c, scale[tile], scale_mode);
         }

@@ -24,7 +24,8 @@ static __global__ void __launch_bounds__(32 * ROW_WARPS)
     const int64_t pieces = ceil_div(columns, 256);
     const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
     double sums[STATS_SUMS] = {};
-    for (int64_t i = first_unit(); i < rows * pieces; i += gridDim.x * ROW_WARPS) {
+    for (int64_t i = warp_in_grid(); i < rows * pieces; i += gridDim.x * ROW_WARPS) {
+        // The lane's 8 elements, and two scales: that of the block alone and that of the cast.
         const int64_t row = i / pieces, c = i % pieces * 256 + lane * 8;
         const uint4 p = c < columns ? *(const uint4*)(x + row * columns + c) : make_uint4(0, 0, 0, 0);
         const uint32_t s_alone = scale_of(higher_half(largest_of_lanes<MX_BLOCK / 8>(largest(p))), carry);
@@ -34,23 +35,27 @@ static __global__ void __launch_bounds__(32 * ROW_WARPS)
             s = tiles.scale[above * ceil_div(columns, MX_CHUNK) + c / MX_CHUNK];
         }
         if (s == MX_NAN) continue;
+
+        // What the cast does to each, in the order of MxStats.
         float exact[8];
         floats_of<8>(exact, p);
 #pragma unroll
         for (int j = 0; j < 8; j++) {
-            const float value = back(exact[j], s);
+            const float value = value_of(exact[j], s);
             const double off = (double)exact[j] - value;
             sums[0] += exact[j] != 0;
-            sums[1] += fabsf(exact[j] * factor_of(s)) > 448;
+            sums[1] += fabsf(exact[j] * mx_scale_inverse(s)) > 448;
             sums[2] += exact[j] != 0 && value == 0;
-            sums[3] += value != back(exact[j], s_alone);
+            sums[3] += value != value_of(exact[j], s_alone);
             sums[4] += (double)exact[j] * exact[j];
             sums[5] += off * off;
         }
     }
+
+    // Sums over the warp, then over the block of threads.
 #pragma unroll
     for (int k = 0; k < STATS_SUMS; k++) {
-        for (int i = 16; i; i /= 2) sums[k] += __shfl_xor_sync(0xffffffffu, sums[k], i);
+        sums[k] = warp_sum(sums[k]);
         if (lane == 0) of_warp[warp][k] = sums[k];
     }
     __syncthreads();
@@ -71,6 +76,7 @@ size_t mx_stats_workspace(void) { return STATS_BLOCKS * sizeof(MxStats); }
 static void add_stats(MxStats* stats, const floatX* x, Tiles tiles, int64_t rows, int64_t columns, MxCast cast,
                       Ctx* ctx) {
     ASSERT(aligned(x) && columns % MX_BLOCK == 0);
+    // Sums of each block of threads, then over the blocks.
     MxStats* partial = ctx_workspace<MxStats>(ctx, STATS_BLOCKS);
     auto kernel = cast.align == 1 ? stats_kernel<MX_BLOCK> : stats_kernel<MX_CHUNK>;
     kernel<<<STATS_BLOCKS, 32 * ROW_WARPS, 0, ctx->stream>>>(partial, x, tiles, rows, columns, carry_of(cast.scale));

@@ -1,6 +1,7 @@
 #include "mx/mx_swiglu.h"
 
 #include "grouped/experts.h"
+#include "layers/activation.h"
 #include "mx/mxfp8_cpu.h"
 
 void mx_swiglu_quantize(uint8_t* q, uint8_t* scale, const floatX* h, Ragged ragged, int64_t F, MxCast cast, Ctx* ctx) {
@@ -10,11 +11,14 @@ void mx_swiglu_quantize(uint8_t* q, uint8_t* scale, const floatX* h, Ragged ragg
     for (int64_t r = 0; r < ragged.group_start[ragged.El]; r++) {  // rows lie without gaps on the CPU
         memset(scale + r * stride, 0, stride);
         for (int64_t c = 0; c < F; c += chunk) {
+            // A = silu(g) u, of elements that share a scale.
             const floatX *g = h + r * 2 * F + c, *u = g + F;
             floatX a[MX_CHUNK];
             int64_t n = min_i64(chunk, F - c);
 #pragma omp simd
-            for (int64_t i = 0; i < n; i++) a[i] = g[i] / (1 + exp(-g[i])) * u[i];
+            for (int64_t i = 0; i < n; i++) a[i] = swiglu(g[i], u[i], sigmoid(g[i]));
+
+            // Its cast.
             int s = scale_of(a, n, 1, n, cast.scale);
             memset(scale + r * stride + c / MX_BLOCK, s, (size_t)n / MX_BLOCK);
             cast_all(q + r * F + c, n, 1, a, n, 1, n, s);
@@ -34,13 +38,16 @@ void mx_swiglu_backward_quantize(uint8_t* q, uint8_t* scale, floatX* dh, floatX*
         floatX* a = gated_a + r * F;
         real gate = ragged.row_gate[r], dgate = 0;
 #pragma omp simd
-        for (int64_t i = 0; i < F; i++) a[i] = g[i] / (1 + exp(-g[i])) * u[i];
+        for (int64_t i = 0; i < F; i++) a[i] = swiglu(g[i], u[i], sigmoid(g[i]));
+        // A becomes what its cast stands for.
         for (int64_t c = 0; c < F; c += chunk) {
             int64_t n = min_i64(chunk, F - c);
             int s = scale_of(a + c, n, 1, n, cast.scale);
             for (int64_t i = c; i < c + n; i++) a[i] = value_of((float)a[i], s);
         }
 #pragma omp simd reduction(+ : dgate)
+
+        // dgate = <dA', A>, then gate * A in the place of A.
         for (int64_t i = 0; i < F; i++) dgate += dap[r * F + i] * a[i];
         for (int64_t i = 0; i < F; i++) a[i] *= gate;
         drow_gate[r] = dgate;

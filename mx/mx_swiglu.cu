@@ -2,56 +2,54 @@
 // and 14.06 for backward, which writes dh and gate * A too. All of an input is read once, in 16-byte pieces of which a
 // lane has 6 or 8 under way. Casts: mxfp8.cuh.
 //
-// Forward gives a warp a unit of 1024 columns. Backward gives it a whole row, two pieces of gate, up and dA' at a time:
+// Forward gives a warp a span of 1024 columns. Backward gives it a whole row, two pieces of gate, up and dA' at a time:
 // <dA', A> is one warp's sum in a fixed order. A is rounded in registers as forward's cast rounds it, and the gradients
 // of gate and up are cast where they are made, because the same lanes hold what shares a scale. Where F is no multiple
 // of a chunk, one chunk holds the last of the gate and the first of up: such rows are cast when they are complete.
 #include "mx/mx_swiglu.h"
 
+#include "grouped/experts.cuh"
 #include "mx/mxfp8.cuh"
-
-enum { BACK_PIECES = 2 };
 
 // How many rows there are is read on the device, and the grid walks them.
 template <int ALIGN>
 static __global__ void __launch_bounds__(32 * ROW_WARPS, 4)
     swiglu_kernel(uint8_t* q, uint8_t* scale, const floatX* h, Ragged r, int64_t F, int64_t stride, uint32_t carry) {
-    const uint32_t units = (uint32_t)ceil_div(F, UNIT), end = (uint32_t)r.group_start[r.El] * units;
-    for (uint32_t unit = first_unit(); unit < end; unit += gridDim.x * ROW_WARPS) {
-        const int64_t row = unit / units, c0 = unit % units * (int64_t)UNIT;
-        const bool real_row = r.row_token[row] >= 0;
-        uint4 gate[PIECES] = {}, up[PIECES] = {};
-#pragma unroll
-        for (int i = 0; i < PIECES; i++) {
-            const int64_t c = c0 + i * 256 + threadIdx.x % 32 * 8;
-            if (!real_row || c >= F) continue;
-            gate[i] = *(const uint4*)(h + row * 2 * F + c);
-            up[i] = *(const uint4*)(h + row * 2 * F + F + c);
-        }
+    const uint32_t spans = (uint32_t)ceil_div(F, SPAN), end = (uint32_t)r.group_start[r.El] * spans;
+    for (uint32_t span = warp_in_grid(); span < end; span += gridDim.x * ROW_WARPS) {
+        const int64_t row = span / spans, c0 = span % spans * (int64_t)SPAN;
+        const int64_t given = r.row_token[row] >= 0 ? F : 0;  // columns to read: none of a pad row
+        // All loads go out first.
+        uint4 gate[PIECES], up[PIECES];
+        load_span(gate, h + row * 2 * F, c0, given);
+        load_span(up, h + row * 2 * F + F, c0, given);
+
+        // a = silu(g) u, rounded to bf16 before its cast.
 #pragma unroll
         for (int i = 0; i < PIECES; i++) {
             float g[8], u[8];
             floats_of<8>(g, gate[i]);
             floats_of<8>(u, up[i]);
 #pragma unroll
-            for (int j = 0; j < 8; j++) g[j] *= sigmoid_fast(g[j]) * u[j];  // as experts_swiglu_forward does
+            for (int j = 0; j < 8; j++) g[j] = swiglu(g[j], u[j], sigmoid_fast(g[j]));
             gate[i] = piece_of<8>(g);
         }
-        cast_unit<ALIGN>(q + row * F, scale + row * stride, gate, c0, F, stride, carry);
+        cast_span<ALIGN>(q + row * F, scale + row * stride, gate, c0, F, stride, carry);
     }
 }
 
 // x becomes what its cast stands for, in this lane's 8 columns.
 template <int ALIGN>
 static __device__ __forceinline__ void round_piece(float x[8], uint32_t carry) {
+    // Rounded to bf16 first, as A is before its cast.
     const uint4 p = piece_of<8>(x);
     const uint32_t s = scale_of(higher_half(largest_of_lanes<ALIGN / 8>(largest(p))), carry);
-    const float factor = factor_of(s), unit = unit_of(s);
+    const float inverse = mx_scale_inverse(s), value = mx_scale_value(s);
     floats_of<8>(x, p);
 #pragma unroll
     for (int j = 0; j < 8; j += 2) {
-        const float2 two = floats_of_e4m3(cast2(x[j] * factor, x[j + 1] * factor));
-        x[j] = two.x * unit, x[j + 1] = two.y * unit;
+        const float2 two = e4m3_values(cast2(x[j] * inverse, x[j + 1] * inverse));
+        x[j] = two.x * value, x[j + 1] = two.y * value;
     }
 }
 
@@ -60,11 +58,14 @@ static __device__ __forceinline__ void round_piece(float x[8], uint32_t carry) {
 template <int ALIGN>
 static __device__ __forceinline__ void cast_two(uint8_t* q, uint8_t* scale, const uint4& gate, const uint4& up,
                                                 int64_t F, bool inside, uint32_t carry) {
+    // One shuffle serves both: the largest of the gate in the lower half, of up in the upper.
     const uint32_t pair = largest_of_lanes<ALIGN / 8>(higher_half(largest(gate)) | higher_half(largest(up)) << 16);
     const uint32_t of_gate = scale_of(pair & 0xffff, carry), of_up = scale_of(pair >> 16, carry);
+
+    // Bytes, and of each block of four lanes the scale.
     if (!inside) return;
-    *(uint2*)q = cast8(gate, factor_of(of_gate));
-    *(uint2*)(q + F) = cast8(up, factor_of(of_up));
+    *(uint2*)q = cast8(gate, mx_scale_inverse(of_gate));
+    *(uint2*)(q + F) = cast8(up, mx_scale_inverse(of_up));
     if (threadIdx.x % 4) return;
     scale[0] = (uint8_t)of_gate, scale[F / MX_BLOCK] = (uint8_t)of_up;
 }
@@ -77,66 +78,30 @@ static __global__ void __launch_bounds__(32 * ROW_WARPS, 3)
                            const floatX* h, Ragged r, int64_t F, int64_t stride, uint32_t carry) {
     const int64_t used = r.group_start[r.El];
     const int lane = threadIdx.x % 32;
-    for (int64_t row = first_unit(); row < used; row += gridDim.x * (int64_t)ROW_WARPS) {
-        const bool real_row = r.row_token[row] >= 0;
-        const float weight = real_row ? r.row_gate[row] : 0;
-        const floatX *h_row = h + row * 2 * F, *da = dap + row * F;
-        floatX* d = dh + row * 2 * F;
+    for (int64_t row = warp_in_grid(); row < used; row += gridDim.x * (int64_t)ROW_WARPS) {
         uint8_t *q_row = q + row * 2 * F, *s_row = scale + row * stride;
-        float dot = 0;
-        for (int64_t c0 = lane * 8; c0 - lane * 8 < F; c0 += BACK_PIECES * 256) {  // all lanes as often, for shuffles
-            uint4 gs[BACK_PIECES] = {}, us[BACK_PIECES] = {}, ds[BACK_PIECES] = {};
-#pragma unroll
-            for (int i = 0; i < BACK_PIECES; i++) {
-                const int64_t c = c0 + i * 256;
-                if (!real_row || c >= F) continue;
-                gs[i] = *(const uint4*)(h_row + c);
-                us[i] = *(const uint4*)(h_row + F + c);
-                ds[i] = *(const uint4*)(da + c);
-            }
-#pragma unroll
-            for (int i = 0; i < BACK_PIECES; i++) {
-                const int64_t c = c0 + i * 256;
-                float g[8], u[8], x[8], a[8];
-                floats_of<8>(g, gs[i]);
-                floats_of<8>(u, us[i]);
-                floats_of<8>(x, ds[i]);
-#pragma unroll
-                for (int j = 0; j < 8; j++) a[j] = g[j] * (sigmoid_fast(g[j]) * u[j]);  // as mx_swiglu_quantize does
-                round_piece<ALIGN>(a, carry);
-#pragma unroll
-                for (int j = 0; j < 8; j++) {  // as experts_swiglu_backward does
-                    const float s = sigmoid_fast(g[j]), silu = g[j] * s;
-                    dot += x[j] * a[j];
-                    a[j] *= weight;
-                    x[j] *= weight;
-                    g[j] = x[j] * u[j] * s * (1 + g[j] * (1 - s));
-                    u[j] = x[j] * silu;
-                }
-                const uint4 gate = piece_of<8>(g), up = piece_of<8>(u);
-                if (c < F) {
-                    store<8>(gated_a + row * F + c, a);
-                    *(uint4*)(d + c) = gate;
-                    *(uint4*)(d + F + c) = up;
-                }
+        swiglu_backward_row(
+            dh, gated_a, drow_gate, dap, h, r, row, F, [&](float a[8]) { round_piece<ALIGN>(a, carry); },
+            [&](int64_t c, const uint4& gate, const uint4& up) {
                 if (!ACROSS) cast_two<ALIGN>(q_row + c, s_row + c / MX_BLOCK, gate, up, F, c < F, carry);
-            }
-        }
-        dot = warp_sum(dot);
-        if (lane == 0) drow_gate[row] = dot;
+            });
+
+        // Bytes behind the last scale are 0.
         if (!ACROSS && 2 * F / MX_BLOCK + lane < stride) s_row[2 * F / MX_BLOCK + lane] = 0;
+
+        // The complete row, read again by the whole warp.
         if (!ACROSS) continue;
         __syncwarp();
-        for (int64_t c0 = 0; c0 < 2 * F; c0 += UNIT) {
+        for (int64_t c0 = 0; c0 < 2 * F; c0 += SPAN) {
             uint4 p[PIECES];
-            load_unit(p, d, c0, 2 * F);
-            cast_unit<ALIGN>(q_row, s_row, p, c0, 2 * F, stride, carry);
+            load_span(p, dh + row * 2 * F, c0, 2 * F);
+            cast_span<ALIGN>(q_row, s_row, p, c0, 2 * F, stride, carry);
         }
     }
 }
 
 void mx_swiglu_quantize(uint8_t* q, uint8_t* scale, const floatX* h, Ragged r, int64_t F, MxCast cast, Ctx* ctx) {
-    ASSERT(aligned(q) && aligned(h));
+    ASSERT(aligned(q, h));
     auto kernel = cast.align == 1 ? swiglu_kernel<MX_BLOCK> : swiglu_kernel<MX_CHUNK>;
     // Many more blocks than run at a time, for balance; those past the rows in use end at once.
     const unsigned blocks = (unsigned)min_i64(row_blocks(r.capacity, F), 256 * (int64_t)ctx->sms);
@@ -146,7 +111,7 @@ void mx_swiglu_quantize(uint8_t* q, uint8_t* scale, const floatX* h, Ragged r, i
 
 void mx_swiglu_backward_quantize(uint8_t* q, uint8_t* scale, floatX* dh, floatX* gated_a, real* drow_gate,
                                  const floatX* dap, const floatX* h, Ragged r, int64_t F, MxCast cast, Ctx* ctx) {
-    ASSERT(aligned(q) && aligned(dh) && aligned(gated_a) && aligned(dap) && aligned(h) && F % MX_BLOCK == 0);
+    ASSERT(aligned(q, dh, gated_a, dap, h) && F % MX_BLOCK == 0);
     auto kernel = cast.align == 1     ? swiglu_backward_kernel<MX_BLOCK, false>
                   : F % MX_CHUNK == 0 ? swiglu_backward_kernel<MX_CHUNK, false>
                                       : swiglu_backward_kernel<MX_CHUNK, true>;

@@ -2,6 +2,7 @@
 
 #include "mx/mxfp8_cpu.h"
 
+// Blocks along the rows, one row a thread at a time.
 void mx_quantize(uint8_t* q, uint8_t* scale, const floatX* x, int64_t rows, int64_t columns, MxCast cast, Ctx* ctx) {
     (void)ctx;
     const int64_t chunk = chunk_of(cast), stride = mx_stride(columns);
@@ -9,6 +10,7 @@ void mx_quantize(uint8_t* q, uint8_t* scale, const floatX* x, int64_t rows, int6
     for (int64_t r = 0; r < rows; r++) {
         memset(scale + r * stride, 0, stride);
         for (int64_t c = 0; c < columns; c += chunk) {
+            // Elements that share a scale: find it, write it for each of their blocks, cast them.
             int64_t n = min_i64(chunk, columns - c), at = r * columns + c;
             int s = scale_of(x + at, columns, 1, n, cast.scale);
             memset(scale + r * stride + c / MX_BLOCK, s, (size_t)n / MX_BLOCK);
@@ -17,6 +19,7 @@ void mx_quantize(uint8_t* q, uint8_t* scale, const floatX* x, int64_t rows, int6
     }
 }
 
+// Blocks down the columns: the bytes of a column become a row.
 void mx_quantize_transposed(uint8_t* q, uint8_t* scale, const floatX* x, int64_t count, int64_t rows, int64_t columns,
                             MxCast cast, Ctx* ctx) {
     (void)ctx;
@@ -26,6 +29,7 @@ void mx_quantize_transposed(uint8_t* q, uint8_t* scale, const floatX* x, int64_t
     for (int64_t m = 0; m < count; m++)
         for (int64_t r = 0; r < rows; r += chunk)
             for (int64_t c = 0; c < columns; c++) {
+                // The same down a column; the bytes go to a row.
                 int64_t n = min_i64(chunk, rows - r), column = m * columns + c;
                 const floatX* from = x + (m * rows + r) * columns + c;
                 int s = scale_of(from, columns, n, 1, cast.scale);
@@ -40,9 +44,12 @@ void mx_quantize_tiles(uint8_t* q, uint8_t* q_transposed, uint8_t* scale, const 
     const int64_t tiles_r = mx_tiles(rows), tiles_c = mx_tiles(columns);
 #pragma omp parallel for schedule(static)
     for (int64_t tile = 0; tile < count * tiles_r * tiles_c; tile++) {
+        // Where the tile lies, and how much of it is inside.
         int64_t m = tile / (tiles_r * tiles_c), r = tile / tiles_c % tiles_r * MX_CHUNK, c = tile % tiles_c * MX_CHUNK;
         int64_t nr = min_i64(MX_CHUNK, rows - r), nc = min_i64(MX_CHUNK, columns - c);
         int64_t at = (m * rows + r) * columns + c, at_transposed = (m * columns + c) * rows + r;
+
+        // One scale, and the bytes in both orientations.
         int s = scale_of(w + at, columns, nr, nc, scale_mode);
         scale[tile] = s;
         cast_all(q + at, columns, 1, w + at, columns, nr, nc, s);
@@ -50,10 +57,11 @@ void mx_quantize_tiles(uint8_t* q, uint8_t* q_transposed, uint8_t* scale, const 
     }
 }
 
+// x = q 2^(s - 127) for a row.
 static void dequantize_row(floatX* x, const uint8_t* q, const uint8_t* scale, int64_t columns) {
     for (int64_t c = 0; c < columns; c += MX_BLOCK) {
-        const float unit = unit_of(scale[c / MX_BLOCK]);
-        for (int64_t i = c; i < c + MX_BLOCK; i++) x[i] = float_of_e4m3(q[i]) * unit;
+        const float value = mx_scale_value(scale[c / MX_BLOCK]);
+        for (int64_t i = c; i < c + MX_BLOCK; i++) x[i] = e4m3_value(q[i]) * value;
     }
 }
 
@@ -77,15 +85,17 @@ void mx_dequantize_rows(floatX* rows, const uint8_t* q, const uint8_t* scale, Ra
     }
 }
 
+// Element by element: the sum is rounded once.
 void mx_dequantize_add(floatX* x, const uint8_t* q, const uint8_t* scale, int64_t rows, int64_t columns, Ctx* ctx) {
     (void)ctx;
     const int64_t stride = mx_stride(columns);
 #pragma omp parallel for schedule(static)
     for (int64_t r = 0; r < rows; r++)
         for (int64_t c = 0; c < columns; c++)
-            x[r * columns + c] += float_of_e4m3(q[r * columns + c]) * unit_of(scale[r * stride + c / MX_BLOCK]);
+            x[r * columns + c] += e4m3_value(q[r * columns + c]) * mx_scale_value(scale[r * stride + c / MX_BLOCK]);
 }
 
+// The cast and back, in place.
 void mx_round_columns(floatX* x, Ragged ragged, int64_t columns, MxCast cast, Ctx* ctx) {
     (void)ctx;
     const int64_t chunk = chunk_of(cast);
@@ -93,6 +103,7 @@ void mx_round_columns(floatX* x, Ragged ragged, int64_t columns, MxCast cast, Ct
     for (int64_t c = 0; c < columns; c++)
         for (int32_t e = 0; e < ragged.El; e++)
             for (int64_t r = 0; r < ragged.group_rows[e]; r += chunk) {
+                // A chunk of a column, within its group.
                 floatX* top = x + (ragged.group_start[e] + r) * columns + c;
                 int64_t n = min_i64(chunk, ragged.group_rows[e] - r);
                 int s = scale_of(top, columns, n, 1, cast.scale);

@@ -13,53 +13,63 @@ enum { PATCH_ROWS = 16, WARP_ROWS = 4 * PATCH_ROWS, WARP_COLUMNS = 64, COLUMN_WA
 
 // --- Along rows ---
 
+// The row and first column of this warp's span; false: there is none.
+static __device__ __forceinline__ bool place_of_warp(int64_t* row, int64_t* c0, int64_t rows, int64_t columns) {
+    const uint32_t spans = (uint32_t)ceil_div(columns, SPAN), span = warp_in_grid();
+    *row = span / spans, *c0 = span % spans * (int64_t)SPAN;
+    return *row < rows;
+}
+
 // The second number of these launch bounds leaves just the registers that hold all loads at once: with none given, the
 // compiler waits for the first before it issues the last.
 template <int ALIGN>
 static __global__ void __launch_bounds__(32 * ROW_WARPS, 6)
     quantize_kernel(uint8_t* q, uint8_t* scale, const floatX* x, int64_t rows, int64_t columns, int64_t stride,
                     uint32_t carry) {
-    const uint32_t units = (uint32_t)ceil_div(columns, UNIT), unit = first_unit();
-    const int64_t row = unit / units, c0 = unit % units * (int64_t)UNIT;
-    if (row >= rows) return;
+    int64_t row, c0;
+    if (!place_of_warp(&row, &c0, rows, columns)) return;
+    // The loads, then the largest, the scales and the bytes.
     uint4 p[PIECES];
-    load_unit(p, x + row * columns, c0, columns);
-    cast_unit<ALIGN>(q + row * columns, scale + row * stride, p, c0, columns, stride, carry);
+    load_span(p, x + row * columns, c0, columns);
+    cast_span<ALIGN>(q + row * columns, scale + row * stride, p, c0, columns, stride, carry);
 }
 
-// What 8 bytes stand for.
-static __device__ __forceinline__ void values_of(float out[8], uint2 p, float unit) {
+// What 8 bytes stand for, where 2^(s - 127) is scale_value.
+static __device__ __forceinline__ void values_of(float out[8], uint2 p, float scale_value) {
     const uint32_t pairs[4] = {p.x, p.x >> 16, p.y, p.y >> 16};
 #pragma unroll
     for (int j = 0; j < 4; j++) {
-        const float2 two = floats_of_e4m3(pairs[j]);
-        out[2 * j] = two.x * unit, out[2 * j + 1] = two.y * unit;
+        const float2 two = e4m3_values(pairs[j]);
+        out[2 * j] = two.x * scale_value, out[2 * j + 1] = two.y * scale_value;
     }
 }
 
+// x = (or +=: ADD) what the bytes stand for, in columns c0 .. c0 + 1023 of a row; bytes of a row that is not `given`
+// are not read and stand for zeros.
 template <bool ADD>
-static __global__ void __launch_bounds__(32 * ROW_WARPS)
-    dequantize_kernel(floatX* x, const uint8_t* q, const uint8_t* scale, int64_t rows, int64_t columns,
-                      int64_t stride) {
-    const uint32_t units = (uint32_t)ceil_div(columns, UNIT), unit = first_unit();
-    const int64_t row = unit / units, c0 = unit % units * (int64_t)UNIT + threadIdx.x % 32 * 8;
-    if (row >= rows || c0 >= columns) return;
-    uint4* to = (uint4*)(x + row * columns);
+static __device__ __forceinline__ void dequantize_span(floatX* x, const uint8_t* q, const uint8_t* scale, bool given,
+                                                       int64_t c0, int64_t columns) {
+    c0 += threadIdx.x % 32 * 8;
+    if (c0 >= columns) return;
+
+    // All loads go out first.
     uint2 p[PIECES] = {};
     uint32_t s[PIECES] = {};
 #pragma unroll
     for (int i = 0; i < PIECES; i++) {
         const int64_t c = c0 + i * 256;
-        if (c >= columns) continue;
-        p[i] = *(const uint2*)(q + row * columns + c);
-        s[i] = scale[row * stride + c / MX_BLOCK];
+        if (!given || c >= columns) continue;
+        p[i] = *(const uint2*)(q + c);
+        s[i] = scale[c / MX_BLOCK];
     }
+
+    // q 2^(s - 127), or x + that, rounded once.
 #pragma unroll
     for (int i = 0; i < PIECES; i++) {
         float out[8];
-        values_of(out, p[i], unit_of(s[i]));
+        values_of(out, p[i], mx_scale_value(s[i]));
         if (c0 + i * 256 >= columns) continue;
-        uint4* piece = to + c0 / 8 + i * 32;
+        uint4* piece = (uint4*)x + c0 / 8 + i * 32;
         if constexpr (ADD) {
             float before[8];
             floats_of<8>(before, *piece);
@@ -70,34 +80,22 @@ static __global__ void __launch_bounds__(32 * ROW_WARPS)
     }
 }
 
-// Columns c0 .. c0 + 1023 of a row, which are zeros where q is NULL.
-static __device__ __forceinline__ void dequantize_unit(floatX* x, const uint8_t* q, const uint8_t* scale, int64_t c0,
-                                                       int64_t columns) {
-    c0 += threadIdx.x % 32 * 8;
-    uint2 p[PIECES] = {};
-    uint32_t s[PIECES] = {};
-#pragma unroll
-    for (int i = 0; i < PIECES; i++) {
-        const int64_t c = c0 + i * 256;
-        if (!q || c >= columns) continue;
-        p[i] = *(const uint2*)(q + c);
-        s[i] = scale[c / MX_BLOCK];
-    }
-#pragma unroll
-    for (int i = 0; i < PIECES; i++) {
-        float out[8];
-        values_of(out, p[i], unit_of(s[i]));
-        if (c0 + i * 256 < columns) ((uint4*)(x + c0))[i * 32] = piece_of<8>(out);
-    }
+template <bool ADD>
+static __global__ void __launch_bounds__(32 * ROW_WARPS)
+    dequantize_kernel(floatX* x, const uint8_t* q, const uint8_t* scale, int64_t rows, int64_t columns,
+                      int64_t stride) {
+    int64_t row, c0;
+    if (!place_of_warp(&row, &c0, rows, columns)) return;
+    dequantize_span<ADD>(x + row * columns, q + row * columns, scale + row * stride, true, c0, columns);
 }
 
 static __global__ void __launch_bounds__(32 * PERMUTE_WARPS)
     dequantize_rows_kernel(floatX* rows, const uint8_t* q, const uint8_t* scale, Ragged r, int64_t columns,
                            int64_t stride, int64_t slices) {
     permute_slice(r, slices, [&](int64_t row, int64_t token) {
-        for (int64_t c0 = 0; c0 < columns; c0 += UNIT)
-            dequantize_unit(rows + row * columns, token < 0 ? NULL : q + token * columns, scale + token * stride, c0,
-                            columns);
+        for (int64_t c0 = 0; c0 < columns; c0 += SPAN)
+            dequantize_span<false>(rows + row * columns, q + token * columns, scale + token * stride, token >= 0, c0,
+                                   columns);
     });
 }
 
@@ -109,14 +107,26 @@ static __device__ __forceinline__ void load_patch(uint4 p[PATCH_ROWS], const flo
     for (int i = 0; i < PATCH_ROWS; i++) p[i] = inside ? *(const uint4*)(x + i * columns) : make_uint4(0, 0, 0, 0);
 }
 
+// pair = the larger of each column's so far and of p's, columns in pairs.
+static __device__ __forceinline__ void keep_larger(uint32_t pair[4], uint4 p) {
+    pair[0] = larger(pair[0], p.x), pair[1] = larger(pair[1], p.y);
+    pair[2] = larger(pair[2], p.z), pair[3] = larger(pair[3], p.w);
+}
+
+static __device__ __forceinline__ uint4 magnitudes(uint4 p) {
+    return make_uint4(magnitudes(p.x), magnitudes(p.y), magnitudes(p.z), magnitudes(p.w));
+}
+
 // The largest of every column of a patch, in pairs.
 static __device__ __forceinline__ void largest_of_columns(uint32_t pair[4], const uint4 p[PATCH_ROWS]) {
     pair[0] = pair[1] = pair[2] = pair[3] = 0;
 #pragma unroll
-    for (int i = 0; i < PATCH_ROWS; i++) {
-        pair[0] = larger(pair[0], magnitudes(p[i].x)), pair[1] = larger(pair[1], magnitudes(p[i].y));
-        pair[2] = larger(pair[2], magnitudes(p[i].z)), pair[3] = larger(pair[3], magnitudes(p[i].w));
-    }
+    for (int i = 0; i < PATCH_ROWS; i++) keep_larger(pair, magnitudes(p[i]));
+}
+
+// The scale of column i of 8.
+static __device__ __forceinline__ uint32_t scale_of_column(const uint32_t pair[4], int i, uint32_t carry) {
+    return scale_of(i % 2 ? pair[i / 2] >> 16 : pair[i / 2] & 0xffff, carry);
 }
 
 static __device__ __forceinline__ void cast_patch(uint2 bytes[PATCH_ROWS], const uint4 p[PATCH_ROWS],
@@ -129,6 +139,7 @@ static __device__ __forceinline__ void cast_patch(uint2 bytes[PATCH_ROWS], const
 static __device__ __forceinline__ void store_turned(uint8_t* q, int64_t rows, const uint2 bytes[PATCH_ROWS]) {
 #pragma unroll
     for (int half = 0; half < 2; half++) {
+        // Half of the columns: 4 x 4 bytes change places in registers.
         uint32_t column[4][4];  // of columns 4 half .. 4 half + 3, four rows in a word
 #pragma unroll
         for (int k = 0; k < 4; k++) {
@@ -152,12 +163,15 @@ template <int ALIGN>
 static __global__ void __launch_bounds__(32 * COLUMN_WARPS)
     transposed_kernel(uint8_t* q, uint8_t* scale, const floatX* x, int64_t rows, int64_t columns, int64_t stride,
                       uint32_t carry) {
+    // Where this lane's patch lies.
     __shared__ uint4 of_warp[COLUMN_WARPS][8];
     __shared__ uint2 scales[WARP_COLUMNS];
     const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
     const int64_t r = blockIdx.y * (int64_t)(COLUMN_WARPS * WARP_ROWS) + warp * WARP_ROWS + lane / 8 * PATCH_ROWS;
     const int64_t first = blockIdx.x * (int64_t)WARP_COLUMNS, c = first + lane % 8 * 8, matrix = blockIdx.z;
     const bool inside = r < rows && c < columns;
+
+    // The largest of each column: in the patch, in the lanes that share a block, for chunks in two warps.
     uint4 p[PATCH_ROWS];
     load_patch(p, x + (matrix * rows + r) * columns + c, columns, inside);
     uint32_t pair[4];
@@ -170,21 +184,23 @@ static __global__ void __launch_bounds__(32 * COLUMN_WARPS)
     if (ALIGN == MX_CHUNK) {  // a chunk is two warps
         if (lane < 8) of_warp[warp][lane] = make_uint4(pair[0], pair[1], pair[2], pair[3]);
         __syncthreads();
-        const uint4 other = of_warp[warp ^ 1][lane % 8];
-        pair[0] = larger(pair[0], other.x), pair[1] = larger(pair[1], other.y);
-        pair[2] = larger(pair[2], other.z), pair[3] = larger(pair[3], other.w);
+        keep_larger(pair, of_warp[warp ^ 1][lane % 8]);
     }
+
+    // Scales: each lane of a block writes half of its columns', for the whole block of threads to send.
     float factor[8];
 #pragma unroll
     for (int i = 0; i < 8; i++) {
-        const uint32_t s = scale_of(i % 2 ? pair[i / 2] >> 16 : pair[i / 2] & 0xffff, carry);
-        factor[i] = factor_of(s);
+        const uint32_t s = scale_of_column(pair, i, carry);
+        factor[i] = mx_scale_inverse(s);
         if (lane / 8 % 2 == i / 4)
             ((uint8_t*)&scales[lane % 8 * 8 + i])[2 * warp + lane / 16] = (uint8_t)(inside ? s : 0);
     }
     __syncthreads();
     if (threadIdx.x < WARP_COLUMNS && first + threadIdx.x < columns)
         *(uint2*)(scale + (matrix * columns + first + threadIdx.x) * stride + blockIdx.y * 8) = scales[threadIdx.x];
+
+    // The bytes, turned.
     if (!inside) return;
     uint2 bytes[PATCH_ROWS];
     cast_patch(bytes, p, factor);
@@ -195,11 +211,14 @@ static __global__ void __launch_bounds__(32 * COLUMN_WARPS)
 static __global__ void __launch_bounds__(32 * COLUMN_WARPS)
     tiles_kernel(uint8_t* q, uint8_t* q_transposed, uint8_t* scale, const floatX* w, int64_t rows, int64_t columns,
                  uint32_t carry) {
+    // Where this lane's patch lies.
     __shared__ uint32_t of_warp[COLUMN_WARPS];
     const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
     const int64_t r = blockIdx.y * (int64_t)MX_CHUNK + warp / 2 * WARP_ROWS + lane / 8 * PATCH_ROWS;
     const int64_t c = blockIdx.x * (int64_t)MX_CHUNK + warp % 2 * WARP_COLUMNS + lane % 8 * 8, matrix = blockIdx.z;
     const bool inside = r < rows && c < columns;
+
+    // The largest of the tile: in the patch, in the warp, in the four warps.
     uint4 p[PATCH_ROWS];
     load_patch(p, w + (matrix * rows + r) * columns + c, columns, inside);
     uint32_t pair[4];
@@ -208,10 +227,14 @@ static __global__ void __launch_bounds__(32 * COLUMN_WARPS)
         higher_half(largest_of_lanes<32>(larger(larger(pair[0], pair[1]), larger(pair[2], pair[3]))));
     if (lane == 0) of_warp[warp] = of_lanes;
     __syncthreads();
+
+    // The tile's scale.
     const uint32_t s = scale_of(max(max(of_warp[0], of_warp[1]), max(of_warp[2], of_warp[3])), carry);
     if (threadIdx.x == 0) scale[(matrix * gridDim.y + blockIdx.y) * gridDim.x + blockIdx.x] = (uint8_t)s;
+
+    // The bytes, as they lie and turned.
     if (!inside) return;
-    const float f = factor_of(s), factor[8] = {f, f, f, f, f, f, f, f};
+    const float f = mx_scale_inverse(s), factor[8] = {f, f, f, f, f, f, f, f};
     uint2 bytes[PATCH_ROWS];
     cast_patch(bytes, p, factor);
 #pragma unroll
@@ -224,26 +247,30 @@ static __global__ void __launch_bounds__(32 * COLUMN_WARPS)
 template <int CHUNK>
 static __global__ void __launch_bounds__(32 * ROW_WARPS)
     round_columns_kernel(floatX* x, const int64_t* used, int64_t columns, uint32_t carry) {
+    // A lane: 8 columns of a chunk.
     const int64_t c = (blockIdx.y * (int64_t)32 + threadIdx.x % 32) * 8;
     const int64_t row = (blockIdx.x * (int64_t)ROW_WARPS + threadIdx.x / 32) * CHUNK;
     if (row >= *used || c >= columns) return;
     floatX* top = x + row * columns + c;
+
+    // The largest of each column, and its scale.
     uint32_t pair[4] = {};
 #pragma unroll 8
     for (int i = 0; i < CHUNK; i++) {
         const uint4 p = *(const uint4*)(top + i * columns);
-        pair[0] = larger(pair[0], magnitudes(p.x)), pair[1] = larger(pair[1], magnitudes(p.y));
-        pair[2] = larger(pair[2], magnitudes(p.z)), pair[3] = larger(pair[3], magnitudes(p.w));
+        keep_larger(pair, magnitudes(p));
     }
     uint32_t s[8];
 #pragma unroll
-    for (int j = 0; j < 8; j++) s[j] = scale_of(j % 2 ? pair[j / 2] >> 16 : pair[j / 2] & 0xffff, carry);
+    for (int j = 0; j < 8; j++) s[j] = scale_of_column(pair, j, carry);
+
+        // Every element becomes what its cast stands for.
 #pragma unroll 8
     for (int i = 0; i < CHUNK; i++) {
         float f[8];
         load<8>(f, top + i * columns);
 #pragma unroll
-        for (int j = 0; j < 8; j++) f[j] = back(f[j], s[j]);
+        for (int j = 0; j < 8; j++) f[j] = value_of(f[j], s[j]);
         store<8>(top + i * columns, f);
     }
 }
@@ -252,7 +279,7 @@ static __global__ void __launch_bounds__(32 * ROW_WARPS)
 
 void mx_quantize(uint8_t* q, uint8_t* scale, const floatX* x, int64_t rows, int64_t columns, MxCast cast, Ctx* ctx) {
     if (rows == 0) return;
-    ASSERT(aligned(q) && aligned(x));
+    ASSERT(aligned(q, x));
     auto kernel = cast.align == 1 ? quantize_kernel<MX_BLOCK> : quantize_kernel<MX_CHUNK>;
     kernel<<<row_blocks(rows, columns), 32 * ROW_WARPS, 0, ctx->stream>>>(q, scale, x, rows, columns,
                                                                           mx_stride(columns), carry_of(cast.scale));
@@ -262,7 +289,7 @@ void mx_quantize(uint8_t* q, uint8_t* scale, const floatX* x, int64_t rows, int6
 void mx_quantize_transposed(uint8_t* q, uint8_t* scale, const floatX* x, int64_t count, int64_t rows, int64_t columns,
                             MxCast cast, Ctx* ctx) {
     if (count == 0 || rows == 0) return;
-    ASSERT(aligned(q) && aligned(scale) && aligned(x) && rows % MX_BLOCK == 0 && columns % MX_BLOCK == 0);
+    ASSERT(aligned(q, scale, x) && rows % MX_BLOCK == 0 && columns % MX_BLOCK == 0);
     auto kernel = cast.align == 1 ? transposed_kernel<MX_BLOCK> : transposed_kernel<MX_CHUNK>;
     // The columns first, so that blocks at work at one time read whole rows. Down, blocks for all bytes of a row of
     // scales, those behind the last one too.
@@ -275,35 +302,36 @@ void mx_quantize_transposed(uint8_t* q, uint8_t* scale, const floatX* x, int64_t
 void mx_quantize_tiles(uint8_t* q, uint8_t* q_transposed, uint8_t* scale, const floatX* w, int64_t count, int64_t rows,
                        int64_t columns, int32_t scale_mode, Ctx* ctx) {
     if (count == 0 || rows == 0) return;
-    ASSERT(aligned(q) && aligned(q_transposed) && aligned(w) && rows % MX_BLOCK == 0 && columns % MX_BLOCK == 0);
+    ASSERT(aligned(q, q_transposed, w) && rows % MX_BLOCK == 0 && columns % MX_BLOCK == 0);
     const dim3 grid(blocks_for(columns, MX_CHUNK), blocks_for(rows, MX_CHUNK), (unsigned)count);
     tiles_kernel<<<grid, 32 * COLUMN_WARPS, 0, ctx->stream>>>(q, q_transposed, scale, w, rows, columns,
                                                               carry_of(scale_mode));
     LAUNCH_CHECK();
 }
 
-void mx_dequantize(floatX* x, const uint8_t* q, const uint8_t* scale, int64_t rows, int64_t columns, Ctx* ctx) {
+template <bool ADD>
+static void dequantize(floatX* x, const uint8_t* q, const uint8_t* scale, int64_t rows, int64_t columns, Ctx* ctx) {
     if (rows == 0) return;
-    ASSERT(aligned(x) && aligned(q));
-    dequantize_kernel<false>
+    ASSERT(aligned(x, q));
+    dequantize_kernel<ADD>
         <<<row_blocks(rows, columns), 32 * ROW_WARPS, 0, ctx->stream>>>(x, q, scale, rows, columns, mx_stride(columns));
     LAUNCH_CHECK();
+}
+
+void mx_dequantize(floatX* x, const uint8_t* q, const uint8_t* scale, int64_t rows, int64_t columns, Ctx* ctx) {
+    dequantize<false>(x, q, scale, rows, columns, ctx);
+}
+
+void mx_dequantize_add(floatX* x, const uint8_t* q, const uint8_t* scale, int64_t rows, int64_t columns, Ctx* ctx) {
+    dequantize<true>(x, q, scale, rows, columns, ctx);
 }
 
 void mx_dequantize_rows(floatX* rows, const uint8_t* q, const uint8_t* scale, Ragged r, int64_t columns, Ctx* ctx) {
     if (r.capacity == 0) return;
-    ASSERT(aligned(rows) && aligned(q) && columns % MX_BLOCK == 0);
+    ASSERT(aligned(rows, q) && columns % MX_BLOCK == 0);
     const int64_t slices = permute_slices(r);
     dequantize_rows_kernel<<<(unsigned)(slices * r.El), 32 * PERMUTE_WARPS, 0, ctx->stream>>>(
         rows, q, scale, r, columns, mx_stride(columns), slices);
-    LAUNCH_CHECK();
-}
-
-void mx_dequantize_add(floatX* x, const uint8_t* q, const uint8_t* scale, int64_t rows, int64_t columns, Ctx* ctx) {
-    if (rows == 0) return;
-    ASSERT(aligned(x) && aligned(q));
-    dequantize_kernel<true>
-        <<<row_blocks(rows, columns), 32 * ROW_WARPS, 0, ctx->stream>>>(x, q, scale, rows, columns, mx_stride(columns));
     LAUNCH_CHECK();
 }
 

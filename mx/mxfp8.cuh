@@ -5,17 +5,18 @@
 // 2^(127 - s) are exact in float32 (or so small that they are rounded to 0), and cvt.rn.satfinite rounds them as the
 // contract says, NaN to 0x7f.
 //
-// Along rows a warp takes a unit, 1024 columns of a row: a piece is 256 of them, 8 a lane, so a block lies in 4 lanes
-// and a chunk in 16. The unit's 32 scale bytes go out in one store.
+// Along rows a warp takes a span, 1024 columns of a row: a piece is 256 of them, 8 a lane, so a block lies in 4 lanes
+// and a chunk in 16. The span's 32 scale bytes go out in one store.
 #ifndef MX_MXFP8_CUH
 #define MX_MXFP8_CUH
 
 #include <cuda_fp8.h>
 
 #include "layers/rows.cuh"
+#include "mx/mx_values.h"
 #include "mx/mxfp8.h"
 
-enum { PIECES = 4, UNIT = PIECES * 256, ROW_WARPS = 8 };
+enum { PIECES = 4, SPAN = PIECES * 256, ROW_WARPS = 8 };
 
 // Of pairs of bf16: the magnitudes, and the larger of each.
 static __device__ __forceinline__ uint32_t magnitudes(uint32_t pair) { return pair & 0x7fff7fffu; }
@@ -32,27 +33,17 @@ static __device__ __forceinline__ uint32_t scale_of(uint32_t amax, uint32_t carr
     return amax >= 0x7f80 ? MX_NAN : (uint32_t)max((int)((amax + carry) >> 7) - 8, 0);
 }
 
-// 2^(127 - s): a normal number, for no finite block has s > 247.
-static __device__ __forceinline__ float factor_of(uint32_t s) {
-    return __uint_as_float(s == MX_NAN ? 0x7fffffffu : (254 - s) << 23);
-}
-
-// 2^(s - 127)
-static __device__ __forceinline__ float unit_of(uint32_t s) {
-    return __uint_as_float(s == MX_NAN ? 0x7fffffffu : s == 0 ? 0x00400000u : s << 23);
-}
-
 static __device__ __forceinline__ uint32_t cast2(float low, float high) {
     return __nv_cvt_float2_to_fp8x2(make_float2(low, high), __NV_SATFINITE, __NV_E4M3);
 }
 
-static __device__ __forceinline__ float2 floats_of_e4m3(uint32_t two) {
+static __device__ __forceinline__ float2 e4m3_values(uint32_t two) {
     return __half22float2(__nv_cvt_fp8x2_to_halfraw2((__nv_fp8x2_storage_t)two, __NV_E4M3));
 }
 
 // What the cast of x with scale s stands for.
-static __device__ __forceinline__ float back(float x, uint32_t s) {
-    return floats_of_e4m3(cast2(x * factor_of(s), 0)).x * unit_of(s);
+static __device__ __forceinline__ float value_of(float x, uint32_t s) {
+    return e4m3_values(cast2(x * mx_scale_inverse(s), 0)).x * mx_scale_value(s);
 }
 
 static __device__ __forceinline__ uint2 cast8(const uint4& p, const float factor[8]) {
@@ -80,31 +71,36 @@ static __device__ __forceinline__ uint32_t largest_of_lanes(uint32_t pair) {
 
 // Casts columns c0 .. c0 + 1023 of a row, of which this lane has p. q and scale are the row's.
 template <int ALIGN>
-static __device__ __forceinline__ void cast_unit(uint8_t* q, uint8_t* scale, const uint4 p[PIECES], int64_t c0,
+static __device__ __forceinline__ void cast_span(uint8_t* q, uint8_t* scale, const uint4 p[PIECES], int64_t c0,
                                                  int64_t columns, int64_t stride, uint32_t carry) {
     const int lane = threadIdx.x % 32;
+    // The largest of each block or chunk.
     uint32_t pair[PIECES / 2];  // the largest of two pieces: one shuffle serves both
     uint32_t scales = 0;        // byte i: of this lane's block in piece i
 #pragma unroll
     for (int i = 0; i < PIECES / 2; i++)
         pair[i] =
             largest_of_lanes<ALIGN / 8>(higher_half(largest(p[2 * i])) | higher_half(largest(p[2 * i + 1])) << 16);
+
+        // Scale and bytes of each piece.
 #pragma unroll
     for (int i = 0; i < PIECES; i++) {
         const int64_t c = c0 + i * 256 + lane * 8;
         const uint32_t s = scale_of(pair[i / 2] >> i % 2 * 16 & 0xffff, carry);
-        const uint2 bytes = cast8(p[i], factor_of(s));
+        const uint2 bytes = cast8(p[i], mx_scale_inverse(s));
         if (c < columns) {
             scales |= s << 8 * i;
             *(uint2*)(q + c) = bytes;
         }
     }
+
+    // A lane for each block takes its scale byte from the first lane of that block.
     scales = __shfl_sync(0xffffffffu, scales, lane % 8 * 4) >> lane / 8 * 8;
     if (c0 / MX_BLOCK + lane < stride) scale[c0 / MX_BLOCK + lane] = (uint8_t)scales;
 }
 
 // This lane's pieces of columns c0 .. c0 + 1023 of a row; zeros outside of it.
-static __device__ __forceinline__ void load_unit(uint4 p[PIECES], const floatX* row, int64_t c0, int64_t columns) {
+static __device__ __forceinline__ void load_span(uint4 p[PIECES], const floatX* row, int64_t c0, int64_t columns) {
 #pragma unroll
     for (int i = 0; i < PIECES; i++) {
         const int64_t c = c0 + i * 256 + threadIdx.x % 32 * 8;
@@ -112,19 +108,17 @@ static __device__ __forceinline__ void load_unit(uint4 p[PIECES], const floatX* 
     }
 }
 
-// This warp's number in the grid: the unit that it takes, or takes first.
-static __device__ __forceinline__ uint32_t first_unit(void) { return blockIdx.x * ROW_WARPS + threadIdx.x / 32; }
+// This warp's number in the grid: that of the span or row that it takes, or takes first.
+static __device__ __forceinline__ uint32_t warp_in_grid(void) { return blockIdx.x * ROW_WARPS + threadIdx.x / 32; }
 
 // --- Launches ---
 
 // What RCEIL adds to the bits of a bf16: mantissas above 1.75 = 448 / 2^8 carry into the exponent.
 static uint32_t carry_of(int32_t scale_mode) { return scale_mode == MX_RCEIL ? 0x1f : 0; }
 
-static bool aligned(const void* p) { return (uintptr_t)p % 16 == 0; }
-
 // Blocks of the kernels along rows. Units are counted in 32 bits.
 static unsigned row_blocks(int64_t rows, int64_t columns) {
-    const int64_t blocks = ceil_div(rows * ceil_div(columns, UNIT), ROW_WARPS);
+    const int64_t blocks = ceil_div(rows * ceil_div(columns, SPAN), ROW_WARPS);
     ASSERT(columns % MX_BLOCK == 0 && blocks <= INT32_MAX / ROW_WARPS);
     return (unsigned)blocks;
 }

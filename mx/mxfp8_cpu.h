@@ -1,11 +1,12 @@
-// What the references of the casts (mxfp8.c, mx_swiglu.c, mx_stats.c) share: e4m3 and E8M0 to the bit, and the cast of
-// elements that share a scale. Not for host code.
+// What the references of the casts (mxfp8.c, mx_swiglu.c, mx_stats.c) share: the cast to the bit, of elements that
+// share a scale. Not for host code.
 #ifndef MX_MXFP8_CPU_H
 #define MX_MXFP8_CPU_H
 
 #include <string.h>
 
 #include "device/cpu.h"
+#include "mx/mx_values.h"
 #include "mx/mxfp8.h"
 
 static inline uint32_t bits_of(float x) {
@@ -14,40 +15,23 @@ static inline uint32_t bits_of(float x) {
     return u;
 }
 
-static inline float float_of(uint32_t u) {
-    float x;
-    memcpy(&x, &u, sizeof(x));
-    return x;
-}
-
-// float32 -> e4m3 (sign, 4 bits of exponent with bias 7, 3 of mantissa, no Inf; S.1111.111 is NaN): to nearest even,
-// saturating at 448 = 0x7e.
+// float32 -> e4m3: to nearest even, saturating at 448 = 0x7e.
 static inline uint8_t e4m3_of(float x) {
     uint32_t u = bits_of(x), sign = u >> 24 & 0x80, a = u & 0x7fffffff;
     if (a > 0x7f800000) return 0x7f;
     if (a >= bits_of(448)) return sign | 0x7e;
     // Below 2^-6 e4m3 counts in steps of 2^-9, and so do the last bits of floats from 2^14 on: the sum is rounded
     // there.
-    if (a < bits_of(0x1p-6f)) return sign | (bits_of(float_of(a) + 0x1p14f) - bits_of(0x1p14f));
+    if (a < bits_of(0x1p-6f)) return sign | (bits_of(float_of_bits(a) + 0x1p14f) - bits_of(0x1p14f));
     // 20 bits of mantissa go, half to even; a carry runs into the exponent as it should.
     a += 0x7ffff + (a >> 20 & 1);
     return sign | ((a >> 20) - ((127 - 7) << 3));
 }
 
-// The same bits as a float32, whose bias is 120 more; subnormal numbers are subnormal there too.
-static inline float float_of_e4m3(uint8_t q) {
-    float magnitude = (q & 0x7f) == 0x7f ? NAN : float_of((uint32_t)(q & 0x7f) << 20) * 0x1p120f;
-    return q & 0x80 ? -magnitude : magnitude;
-}
-
-// What x is multiplied with, 2^(127 - s). The product is exact in float32, or so small that it is rounded to 0 anyway.
-static inline float factor_of(int s) { return s == MX_NAN ? NAN : ldexpf(1, 127 - s); }
-
-// What bytes are multiplied with, 2^(s - 127). The product is exact in float32, up to 2^128.
-static inline float unit_of(int s) { return s == MX_NAN ? NAN : ldexpf(1, s - 127); }
-
 // What the cast of x with scale s stands for.
-static inline float value_of(float x, int s) { return float_of_e4m3(e4m3_of(x * factor_of(s))) * unit_of(s); }
+static inline float value_of(float x, int s) {
+    return e4m3_value(e4m3_of(x * mx_scale_inverse(s))) * mx_scale_value(s);
+}
 
 // The scale byte of rows x columns elements, rows `stride` apart, that share one.
 static inline int scale_of(const floatX* x, int64_t stride, int64_t rows, int64_t columns, int32_t mode) {
@@ -67,7 +51,7 @@ static inline int scale_of(const floatX* x, int64_t stride, int64_t rows, int64_
 // Casts them; the bytes of element (r, c) go to q[r q_row + c q_column].
 static inline void cast_all(uint8_t* q, int64_t q_row, int64_t q_column, const floatX* x, int64_t stride, int64_t rows,
                             int64_t columns, int s) {
-    const float factor = factor_of(s);
+    const float factor = mx_scale_inverse(s);
     for (int64_t r = 0; r < rows; r++)
         for (int64_t c = 0; c < columns; c++) q[r * q_row + c * q_column] = e4m3_of((float)x[r * stride + c] * factor);
 }

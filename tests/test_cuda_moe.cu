@@ -308,7 +308,7 @@ static void experts_case(int64_t N, int32_t K, int32_t El, int64_t F, Kind kind)
 static void test_experts(void) {
     experts_case(1, 1, 1, 8, SPREAD);
     experts_case(129, 6, 64, 1408, SPREAD);
-    experts_case(100, 2, 8, 33, ELSEWHERE);
+    experts_case(100, 2, 8, 40, ELSEWHERE);
     experts_case(1000, 1, 16, 128, ONE);
     experts_case(300, 3, 9, 264, SOME_EMPTY);
     experts_case(4, 2, 16, 24, ELSEWHERE);

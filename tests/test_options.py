@@ -15,7 +15,7 @@ from cli import Case, PROGRAM, SMALL, checkpoints, command, curve, main, snapsho
 ONE_BUILD = True  # tests/run.py: nothing here depends on what computes
 
 # The largest values that the options take.
-MOST = dict(layers=1024, dim=1 << 20, heads=4096, q_lora=1 << 20, kv_lora=1 << 20, nope_dim=4096, v_dim=4096,
+MOST = dict(layers=1024, dim=1 << 14, heads=4096, q_lora=1 << 14, kv_lora=1 << 14, nope_dim=4096, v_dim=4096,
             dense_ffn=1 << 21, experts=4096, top_k=64, shared_experts=64, expert_ffn=1 << 20, vocab=1 << 24, seq_len=1 << 24,
             batch=1 << 20, steps=10**9, ranks=1 << 20, ep=64, capacity=10**6)
 
@@ -84,7 +84,7 @@ class BadOptions(Case):
             ("--batch x --heads x --seq-len / 128 make", dict(heads=4096, batch=64, seq_len=1 << 20)),
             ("--shared-experts x --expert-ffn make", dict(shared_experts=64, expert_ffn=1 << 16)),
             ("--vocab make", dict(layers=1024, dim=MOST["dim"], experts=4096, expert_ffn=MOST["expert_ffn"])),
-            ("--dense-ffn make 2.7e+16 activations of a rank", dict(layers=1024, dim=1 << 18, seq_len=1 << 22, batch=8)),
+            ("--dense-ffn make 1.7e+15 activations of a rank", dict(layers=1024, dim=1 << 14, seq_len=1 << 22, batch=8)),
         ):
             with self.subTest(words):
                 done = self.refused(2, words, "at most", dry_run=True, **options)

@@ -87,7 +87,7 @@ class Memory(Case):
 
     def test_nothing_fits(self):
         done = self.refused(1, "GiB are needed", "GiB are free; no --batch, --recompute or --shard makes it fit: use a smaller",
-                            dim=65536, dense_ffn=2000000, out="run")
+                            dim=16384, dense_ffn=2000000, out="run")
         needed = float(re.search(r"memory: ([\d.]+) GiB", done.stderr)[1])
         self.assertGreater(needed, 1000)
 

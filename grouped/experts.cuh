@@ -1,0 +1,73 @@
+// The backward of SwiGLU with the gate (grouped/experts.h) for one row, which a warp takes: the experts' kernel and the
+// one that also casts to MXFP8 (mx/mx_swiglu.cu) differ in what they do to A and to the gradients.
+#ifndef GROUPED_EXPERTS_CUH
+#define GROUPED_EXPERTS_CUH
+
+#include "grouped/experts.h"
+#include "layers/activation.h"
+#include "layers/rows.cuh"
+
+// All lanes call round(a) and made(c, dgate, dup) as often, c at F or beyond too, so that these may exchange numbers:
+// round may change the 8 elements of A, made gets the gradients of columns c .. c + 7.
+template <typename Round, typename Made>
+static __device__ __forceinline__ void swiglu_backward_row(floatX* dh, floatX* gated_a, float* drow_gate,
+                                                           const floatX* dap, const floatX* h, const Ragged& r,
+                                                           int64_t row, int64_t F, Round round, Made made) {
+    enum { PIECES_AT_ONCE = 2 };
+    const int lane = threadIdx.x % 32;
+    const bool real_row = r.row_token[row] >= 0;
+    const float weight = real_row ? r.row_gate[row] : 0;
+    const floatX *h_row = h + row * 2 * F, *da = dap + row * F;
+    floatX* d = dh + row * 2 * F;
+    float dot = 0;
+    for (int64_t c0 = lane * 8; c0 - lane * 8 < F; c0 += PIECES_AT_ONCE * 256) {
+        // All loads go out first. Pad rows are not read: they count as zeros.
+        uint4 gs[PIECES_AT_ONCE] = {}, us[PIECES_AT_ONCE] = {}, ds[PIECES_AT_ONCE] = {};
+#pragma unroll
+        for (int i = 0; i < PIECES_AT_ONCE; i++) {
+            const int64_t c = c0 + i * 256;
+            if (!real_row || c >= F) continue;
+            gs[i] = *(const uint4*)(h_row + c);
+            us[i] = *(const uint4*)(h_row + F + c);
+            ds[i] = *(const uint4*)(da + c);
+        }
+
+#pragma unroll
+        for (int i = 0; i < PIECES_AT_ONCE; i++) {
+            const int64_t c = c0 + i * 256;
+            float g[8], u[8], x[8], a[8];
+            floats_of<8>(g, gs[i]);
+            floats_of<8>(u, us[i]);
+            floats_of<8>(x, ds[i]);
+
+            // A = silu(g) u
+#pragma unroll
+            for (int j = 0; j < 8; j++) a[j] = swiglu(g[j], u[j], sigmoid_fast(g[j]));
+            round(a);
+
+            // dgate += <dA', A>; dA = gate dA', and from it dg and du in the places of g and u
+#pragma unroll
+            for (int j = 0; j < 8; j++) {
+                const float s = sigmoid_fast(g[j]);
+                dot += x[j] * a[j];
+                a[j] *= weight;
+                x[j] *= weight;
+                const float du = swiglu_du(x[j], g[j], s);
+                g[j] = swiglu_dg(x[j], g[j], u[j], s);
+                u[j] = du;
+            }
+            const uint4 gate = piece_of<8>(g), up = piece_of<8>(u);
+            if (c < F) {
+                store<8>(gated_a + row * F + c, a);
+                *(uint4*)(d + c) = gate;
+                *(uint4*)(d + F + c) = up;
+            }
+            made(c, gate, up);
+        }
+    }
+
+    dot = warp_sum(dot);
+    if (lane == 0) drow_gate[row] = dot;
+}
+
+#endif

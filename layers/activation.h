@@ -1,0 +1,21 @@
+// The activation of every MLP, SwiGLU (Shazeer 2020, arXiv 2002.05202), and its derivatives: a product of gate and up
+// weights gives g and u, and
+//
+//   a = silu(g) u = g s u   with s = sigmoid(g)
+//   da/du = silu(g) = g s,   da/dg = u s (1 + g (1 - s))
+//
+// The formulas stand here once, for the dense MLP (layers/swiglu.h), the experts (grouped/experts.h) and the experts in
+// MXFP8 (mx/mx_swiglu.h), on the CPU and on the GPU, so that an activation computed again has the bits of the first
+// one. Callers pass s, which the two sides compute in different ways.
+#ifndef LAYERS_ACTIVATION_H
+#define LAYERS_ACTIVATION_H
+
+#include "device/types.h"
+
+static inline BOTH_SIDES real swiglu(real g, real u, real s) { return g * s * u; }
+
+// du and dg, where the gradient of a is da.
+static inline BOTH_SIDES real swiglu_du(real da, real g, real s) { return da * (g * s); }
+static inline BOTH_SIDES real swiglu_dg(real da, real g, real u, real s) { return da * u * s * (1 + g * (1 - s)); }
+
+#endif
