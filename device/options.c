@@ -153,17 +153,24 @@ void options_print(const Option* table, int count, const void* values) {
 
 void options_help(const Option* table, int count, const char* program) {
     printf("usage: %s --train GLOB [options]\n", program);
+    const Option* first = table;  // of the group
     for (int i = 0; i < count; i++) {
         const Option* o = &table[i];
-        if (i == 0 || strcmp(o->group, table[i - 1].group) != 0) printf("\n%s\n", o->group);
+        if (i == 0 || strcmp(o->group, first->group) != 0) {
+            first = o;
+            printf("\n%s\n", o->group);
+        }
         char* kind = o->type == OPTION_CHOICE ? host_strdup(o->choices)
                                               : host_strdup(o->type == OPTION_INT     ? "N"
                                                             : o->type == OPTION_FLOAT ? "X"
                                                             : o->type == OPTION_TEXT  ? "TEXT"
                                                                                       : "");
         char* usage = host_format("--%s %s", o->name, kind);
-        const char* initial = o->type == OPTION_FLAG ? "off" : o->initial ? o->initial : "the model's";
-        printf("  %-34s %s [%s]\n", usage, o->help, *initial ? initial : "none");
+        char* initial = o->type == OPTION_FLAG ? host_strdup("off")
+                        : !o->initial          ? host_format("by --%s", first->name)
+                                               : host_strdup(*o->initial ? o->initial : "none");
+        printf("  %-34s %s [%s]\n", usage, o->help, initial);
+        free(initial);
         free(usage);
         free(kind);
     }

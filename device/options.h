@@ -20,7 +20,7 @@ typedef struct Option {
     const char* name;  // without the dashes
     OptionType type;
     size_t offset;        // of the value in the struct
-    const char* initial;  // default as text; NULL: set elsewhere (by the model preset)
+    const char* initial;  // default as text; NULL: it follows from the first option of the group, a preset's name
     double min, max;      // INT and FLOAT: allowed range, both ends in
     const char* choices;  // CHOICE: "a|b|c"
     int fixed;            // 1: part of what a run is; a resumed run must have the same value

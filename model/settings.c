@@ -102,20 +102,22 @@ const Option settings_table[] = {
     {"parallel", "timeout", OPTION_FLOAT, AT(timeout), "600", 1, 1e6, NULL, 0,
      "seconds that ranks wait for one another before the run ends"},
 
-    {"precision", "expert-precision", OPTION_CHOICE, AT(expert_precision), "bf16", 0, 0, "bf16|mxfp8", 0,
+    {"precision", "precision", OPTION_CHOICE, AT(precision), "bf16", 0, 0, "bf16|mxfp8|mxfp8-exact", 0,
+     "sets the options from here to --mx-gemm; one that is given as well wins"},
+    {"precision", "expert-precision", OPTION_CHOICE, AT(expert_precision), NULL, 0, 0, "bf16|mxfp8", 1,
      "of the routed experts' products (bf16 is float32 in the CPU build)"},
-    {"precision", "dispatch-precision", OPTION_CHOICE, AT(dispatch_precision), "bf16", 0, 0, "bf16|mxfp8", 0,
+    {"precision", "dispatch-precision", OPTION_CHOICE, AT(dispatch_precision), NULL, 0, 0, "bf16|mxfp8", 1,
      "of what goes to the experts, also where they are on the same rank"},
-    {"precision", "combine-precision", OPTION_CHOICE, AT(combine_precision), "bf16", 0, 0, "bf16|mxfp8", 0,
+    {"precision", "combine-precision", OPTION_CHOICE, AT(combine_precision), NULL, 0, 0, "bf16|mxfp8", 1,
      "of what comes back from them"},
-    {"precision", "wgrad-precision", OPTION_CHOICE, AT(wgrad_precision), "bf16", 0, 0, "bf16|mxfp8", 0,
+    {"precision", "wgrad-precision", OPTION_CHOICE, AT(wgrad_precision), NULL, 0, 0, "bf16|mxfp8", 1,
      "of the operands of the expert weights' gradients"},
-    {"precision", "linear-precision", OPTION_CHOICE, AT(linear_precision), "bf16", 0, 0, "bf16|mxfp8", 0,
+    {"precision", "linear-precision", OPTION_CHOICE, AT(linear_precision), NULL, 0, 0, "bf16|mxfp8", 1,
      "of the products of attention but Wkva's, and of the dense and shared MLPs"},
-    {"precision", "mx-scale", OPTION_CHOICE, AT(mx_scale), "rceil", 0, 0, "rceil|floor", 0,
-     "how MXFP8 blocks are scaled"},
-    {"precision", "mx-gemm", OPTION_CHOICE, AT(mx_fast), "exact", 0, 0, "exact|fast", 0,
+    {"precision", "mx-gemm", OPTION_CHOICE, AT(mx_fast), NULL, 0, 0, "exact|fast", 1,
      "MXFP8 products in bf16, or on the bytes with scales aligned to 128"},
+    {"precision", "mx-scale", OPTION_CHOICE, AT(mx_scale), "rceil", 0, 0, "rceil|floor", 1,
+     "how MXFP8 blocks are scaled"},
     {"precision", "mx-stats", OPTION_INT, AT(mx_stats), "0", 0, 1e9, NULL, 0,
      "steps between statistics of the casts to MXFP8 in the log; 0: none"},
 
@@ -147,6 +149,26 @@ static const ModelConfig presets[] = {
      8, 4, SCORE_SIGMOID, 1, 2.5, 10000, 0, 40, 1, 4096},
 };
 // clang-format on
+
+// What --precision sets.
+static const struct {
+    int64_t expert, dispatch, combine, wgrad, linear, fast;
+} modes[] = {
+    {PRECISION_BF16, PRECISION_BF16, PRECISION_BF16, PRECISION_BF16, PRECISION_BF16, 0},
+    {PRECISION_MXFP8, PRECISION_MXFP8, PRECISION_BF16, PRECISION_BF16, PRECISION_BF16, 1},
+    {PRECISION_MXFP8, PRECISION_MXFP8, PRECISION_BF16, PRECISION_BF16, PRECISION_BF16, 0},
+};
+
+// The options without a default of their own, as --model and --precision set them.
+static void set_presets(Settings* s, int64_t model, int64_t precision) {
+    s->model = presets[model];
+    s->expert_precision = modes[precision].expert;
+    s->dispatch_precision = modes[precision].dispatch;
+    s->combine_precision = modes[precision].combine;
+    s->wgrad_precision = modes[precision].wgrad;
+    s->linear_precision = modes[precision].linear;
+    s->mx_fast = modes[precision].fast;
+}
 
 static void check_model(const ModelConfig* m) {
     if (m->rope % 2) die(EXIT_USAGE, "--rope-dim %lld is odd: rotary position turns pairs", (long long)m->rope);
@@ -297,7 +319,7 @@ Settings settings_read(int argc, char** argv, int ranks) {
     }
     Settings from;
     memset(&from, 0, sizeof(from));
-    from.model = presets[s.preset];
+    set_presets(&from, s.preset, s.precision);
     for (int i = 0; i < settings_count; i++)
         if (!settings_table[i].initial && !given[i])  // int64_t and double are both 8 bytes
             memcpy((char*)&s + settings_table[i].offset, (char*)&from + settings_table[i].offset, 8);

@@ -38,6 +38,7 @@ typedef struct Settings {
     int64_t warmup, schedule;
     int64_t ep, shard, recompute;
     double timeout, capacity;
+    int64_t precision;  // the mode; what it sets, where the command line does not:
     int64_t expert_precision, dispatch_precision, combine_precision, wgrad_precision, linear_precision, mx_scale,
         mx_fast, mx_stats;
     int64_t force_balance, overfit;
@@ -49,9 +50,9 @@ typedef enum { RECOMPUTE_NONE, RECOMPUTE_MOE, RECOMPUTE_BLOCK } Recompute;
 extern const Option settings_table[];
 extern const int settings_count;
 
-// Defaults, then the command line, then the preset for every model option not given, then all checks for a run of
-// `ranks` ranks (--dry-run: of --ranks). Ends the run with EXIT_USAGE and a message that names the option where
-// something does not fit. With --help it prints the table and checks nothing.
+// Defaults, then the command line, then what --model and --precision say for every option of theirs that is not given,
+// then all checks for a run of `ranks` ranks (--dry-run: of --ranks). Ends the run with EXIT_USAGE and a message that
+// names the option where something does not fit. With --help it prints the table and checks nothing.
 Settings settings_read(int argc, char** argv, int ranks);
 
 void settings_free(Settings* settings);

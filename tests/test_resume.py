@@ -11,7 +11,7 @@ import signal
 import subprocess
 import time
 
-from cli import Case, checkpoints, command, curve, environment, main, snapshot, text, write_shard
+from cli import Case, checkpoints, command, curve, environment, main, manifest, snapshot, text, write_shard
 
 
 class ResumeOptions(Case):
@@ -29,6 +29,27 @@ class ResumeOptions(Case):
             with self.subTest(name):
                 option = "--tokens-per-step is 128" if name == "batch" else f"--{name.replace('_', '-')} is "
                 self.refused(2, option, f"the run in run was made with {was};", **{**resume, name: value})
+
+    def test_precision(self):
+        """A mode and the options that it stands for are the same run; another set is refused by name."""
+        short = dict(kv_lora=32, expert_ffn=32, steps=10)
+        spelled = dict(expert_precision="mxfp8", dispatch_precision="mxfp8", mx_gemm="fast")
+        for made, resumed in ((dict(precision="mxfp8"), spelled), (spelled, dict(precision="mxfp8"))):
+            out = self.copy_of(self.reference(**short, **made))
+            record = manifest(out / "step_00000010")["options"]
+            self.assertEqual([record[name] for name in ("expert-precision", "combine-precision", "mx-gemm")],
+                             ["mxfp8", "bf16", "fast"])
+            for name, value, option, was in (
+                ("precision", "mxfp8-exact", "--mx-gemm is exact", "fast"),
+                ("precision", "bf16", "--expert-precision is bf16", "mxfp8"),
+                ("linear_precision", "mxfp8", "--linear-precision is mxfp8", "bf16"),
+                ("mx_scale", "floor", "--mx-scale is floor", "rceil"),
+            ):
+                with self.subTest(made, name=name, value=value):
+                    options = {**short, "precision": "mxfp8", name: value}
+                    self.refused(2, f"{option}, but the run in run was made with {was};", **options, out="run", resume=True)
+            self.train(out="run", resume=True, **{**short, "steps": 14}, **resumed)
+            self.assertEqual(curve(out), curve(self.reference(**{**short, "steps": 14}, **made)))
 
     def test_what_may_differ(self):
         out = self.copy_of(self.reference(tokens_per_step=128), "moved")
