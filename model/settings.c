@@ -362,25 +362,39 @@ char* settings_json(const Settings* s) {
     return closed;
 }
 
+// A value as option_text writes it.
+static char* recorded_text(const Option* option, const Json* value) {
+    if (value->type == JSON_STRING) return host_strdup(value->text);
+    if (option->type == OPTION_FLOAT) return host_format("%.9g", value->number);
+    return host_format("%lld", (long long)value->integer);
+}
+
 const char* settings_differ(const Settings* s, const Json* record, char** was, char** is) {
-    for (int i = 0; i < settings_count; i++) {
+    // What an option was before it existed: its default, or its preset's where there are presets.
+    Settings before;
+    memset(&before, 0, sizeof(before));
+    options_defaults(settings_table, settings_count, &before);
+    set_presets(&before, s->preset, before.precision);
+    before.tokens_per_step = settings_micro_tokens(s);
+
+    const char* name = NULL;
+    for (int i = 0; i < settings_count && !name; i++) {
         const Option* o = &settings_table[i];
         if (!o->fixed) continue;
-        const Json* old = json_get(record, o->name);
+        const Json* recorded = json_get(record, o->name);
         char* now = option_text(o, s);
-        char* then = !old                       ? host_strdup("(absent)")
-                     : old->type == JSON_STRING ? host_strdup(old->text)
-                     : o->type == OPTION_FLOAT  ? host_format("%.9g", old->number)
-                                                : host_format("%lld", (long long)old->integer);
+        char* then = recorded ? recorded_text(o, recorded) : option_text(o, &before);
         if (strcmp(now, then) != 0) {
-            *was = then;
-            *is = now;
-            return o->name;
+            name = o->name;
+            *is = host_strdup(now);
+            *was =
+                host_format("%s%s", then, recorded ? "" : " (the default: its checkpoint does not name this option)");
         }
         free(now);
         free(then);
     }
-    return NULL;
+    settings_free(&before);
+    return name;
 }
 
 int64_t config_vocab_padded(const ModelConfig* m) { return (m->V + 127) / 128 * 128; }

@@ -61,7 +61,8 @@ void settings_free(Settings* settings);
 char* settings_json(const Settings* settings);
 
 // Compares with the record of a checkpoint (the data are compared by their hash, not by --train): the name of the first
-// option that must not differ but does (with both values in *was and *is, fresh memory), or NULL.
+// option that must not differ but does (with both values in *was and *is, fresh memory), or NULL. An option that the
+// record lacks, of a program older than the option, was at its default.
 const char* settings_differ(const Settings* settings, const Json* record, char** was, char** is);
 
 // Tokens that a micro-step takes on all ranks together.

@@ -50,6 +50,8 @@ int64_t* checkpoint_list(const char* out, int* count) {
 static const char* odd_record(const Json* json, const CheckpointRecord* r) {
     const char* format = json_text(json, "format");
     if (!format || strcmp(format, CHECKPOINT_FORMAT) != 0) return "not of the format '" CHECKPOINT_FORMAT "'";
+    const Json* options = json_get(json, "options");
+    if (!options || options->type != JSON_OBJECT) return "it has no options";
     if (r->window < 0) return "its window is out of range";
     // Of three steps in a row one at least is an update.
     if (r->updates < r->step / 3 || r->updates > r->step) return "its number of updates is out of range";
