@@ -160,12 +160,12 @@ static int cast_records(CastRecord** records, const Model* m, const MxStats* sum
     for (int64_t i = 0; i < m->config.L * BLOCK_STATS; i++) {
         const char* name = model_stats_name(m, i / BLOCK_STATS, (int)(i % BLOCK_STATS));
         const MxStats* s = &sums[i];
-        CastRecord record = {i / BLOCK_STATS,
-                             name,
-                             s->saturated / s->elements,
-                             s->flushed / s->elements,
-                             s->inexact / s->elements,
-                             10 * log10(s->signal / s->noise)};
+        CastRecord record = {.layer = i / BLOCK_STATS,
+                             .tensor = name,
+                             .saturated = s->saturated / s->elements,
+                             .flushed = s->flushed / s->elements,
+                             .inexact = s->inexact / s->elements,
+                             .snr_db = 10 * log10(s->signal / s->noise)};
         if (name) (*records)[count++] = record;
     }
     return count;

@@ -8,49 +8,52 @@
 #include "device/check.h"
 #include "device/files.h"
 
-// held: the slice in this rank's memory, from `data` on; own: the part of it that this rank writes.
-static void add(CheckpointFile* file, const char* name, const char* suffix, int rank, const int64_t* shape, Slice held,
-                Slice own, real* data) {
-    CheckpointTensor* t = &file->tensors[file->count++];
-    snprintf(t->name, sizeof(t->name), "%s%s", name, suffix);
-    t->rank = rank;
-    t->shape[0] = shape[0];
-    t->shape[1] = rank == 2 ? shape[1] : 1;
-    t->first = held.first;
-    t->count = held.count;
-    t->save_first = own.first;
-    t->save_count = own.count;
-    t->data = data;
+// Adds a tensor to a file's list, named `name` and `suffix`; `data` is where its slice begins in this rank's memory.
+static void add(CheckpointFile* file, CheckpointTensor tensor, const char* name, const char* suffix, real* data) {
+    snprintf(tensor.name, sizeof(tensor.name), "%s%s", name, suffix);
+    tensor.data = data;
+    file->tensors[file->count++] = tensor;
+}
+
+// The tensors of unit u, from the table of parameters: of each its slice here, and the part that this rank writes.
+static void list_unit(Model* m, int u, CheckpointFile* masters, CheckpointFile* moments) {
+    int tensors;
+    NamedTensor* list = params_tensors(&m->config, &m->layout, u, &tensors);
+    snprintf(masters->name, sizeof(masters->name), "block_%03d.safetensors", u);
+    snprintf(moments->name, sizeof(moments->name), "block_%03d.adam.safetensors", u);
+    masters->tensors = (CheckpointTensor*)host_alloc((size_t)(tensors + 1) * sizeof(CheckpointTensor));
+    moments->tensors = (CheckpointTensor*)host_alloc((size_t)(2 * tensors) * sizeof(CheckpointTensor));
+
+    for (int i = 0; i < tensors; i++) {
+        const NamedTensor* t = &list[i];
+        const ParamBuffer* p = t->in_experts ? &m->units[u].experts : &m->units[u].dense;
+        Slice held = tensor_slice(t, p->held_from, p->held), own = tensor_slice(t, p->first, p->part);
+        CheckpointTensor tensor = {.rank = t->rank,
+                                   .shape = {t->shape[0], t->rank == 2 ? t->shape[1] : 1},
+                                   .first = held.first,
+                                   .count = held.count,
+                                   .save_first = own.first,
+                                   .save_count = own.count};
+        int64_t at = held.count ? t->offset + held.first - p->held_from : 0;
+        add(masters, tensor, t->name, "", p->master + at);
+        add(moments, tensor, t->name, ".exp_avg", p->m + at);
+        add(moments, tensor, t->name, ".exp_avg_sq", p->v + at);
+    }
+    free(list);
+
+    // Every rank holds the router's biases whole; rank 0 writes them.
+    if (m->units[u].kind != UNIT_MOE) return;
+    int64_t E = m->config.E;
+    CheckpointTensor bias = {.rank = 1, .shape = {E, 1}, .count = E, .save_count = m->layout.rank == 0 ? E : 0};
+    char name[112];
+    snprintf(name, sizeof(name), "model.layers.%d.mlp.gate.e_score_correction_bias", u - 1);
+    add(masters, bias, name, "", m->bias + (u - 1) * E);
 }
 
 CheckpointFile* model_files(Model* m, int* count) {
     int units = params_units(&m->config);
     CheckpointFile* files = (CheckpointFile*)host_alloc((size_t)(2 * units) * sizeof(CheckpointFile));
-    for (int u = 0; u < units; u++) {
-        CheckpointFile *masters = &files[2 * u], *moments = &files[2 * u + 1];
-        int tensors;
-        NamedTensor* list = params_tensors(&m->config, &m->layout, u, &tensors);
-        snprintf(masters->name, sizeof(masters->name), "block_%03d.safetensors", u);
-        snprintf(moments->name, sizeof(moments->name), "block_%03d.adam.safetensors", u);
-        masters->tensors = (CheckpointTensor*)host_alloc((size_t)(tensors + 1) * sizeof(CheckpointTensor));
-        moments->tensors = (CheckpointTensor*)host_alloc((size_t)(2 * tensors) * sizeof(CheckpointTensor));
-        for (int i = 0; i < tensors; i++) {
-            const NamedTensor* t = &list[i];
-            const ParamBuffer* p = t->in_experts ? &m->units[u].experts : &m->units[u].dense;
-            Slice held = tensor_slice(t, p->held_from, p->held), own = tensor_slice(t, p->first, p->part);
-            int64_t at = held.count ? t->offset + held.first - p->held_from : 0;
-            add(masters, t->name, "", t->rank, t->shape, held, own, p->master + at);
-            add(moments, t->name, ".exp_avg", t->rank, t->shape, held, own, p->m + at);
-            add(moments, t->name, ".exp_avg_sq", t->rank, t->shape, held, own, p->v + at);
-        }
-        if (m->units[u].kind == UNIT_MOE) {
-            char name[112];
-            Slice all = {0, m->config.E}, own = {0, m->layout.rank == 0 ? m->config.E : 0};
-            snprintf(name, sizeof(name), "model.layers.%d.mlp.gate.e_score_correction_bias", u - 1);
-            add(masters, name, "", 1, &m->config.E, all, own, m->bias + (u - 1) * m->config.E);
-        }
-        free(list);
-    }
+    for (int u = 0; u < units; u++) list_unit(m, u, &files[2 * u], &files[2 * u + 1]);
     *count = 2 * units;
     return files;
 }
