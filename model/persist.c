@@ -73,7 +73,7 @@ void model_save(Model* m, Saver* saver, int64_t step, int64_t window, uint32_t d
     model_files_free(files, count);
 }
 
-// What must agree between the run that saved and this one.
+// What must be the same in the run that saved and in this one.
 static void check_record(const Model* m, const Json* manifest, const CheckpointRecord* record, uint32_t data_hash) {
     char *was, *is;
     const char* option = settings_differ(&m->settings, json_get(manifest, "options"), &was, &is);
@@ -86,7 +86,7 @@ static void check_record(const Model* m, const Json* manifest, const CheckpointR
             m->settings.out);
 }
 
-// The checkpoints that rank 0 sees: every rank tries the same ones.
+// The checkpoints that rank 0 finds. Every rank tries the same ones.
 static int64_t* all_ranks_list(Ranks* world, const char* out, int* count) {
     bool leads = ranks_index(world) == 0;
     int64_t* steps = leads ? checkpoint_list(out, count) : NULL;
@@ -102,11 +102,14 @@ int64_t model_resume(Model* m, Ranks* world, uint32_t data_hash, int64_t* window
     int count, file_count;
     int64_t *steps = all_ranks_list(world, out, &count), resumed = 0;
     CheckpointFile* files = model_files(m, &file_count);
+
+    // From the newest on, until one is good.
     for (int i = 0; i < count && resumed == 0; i++) {
         CheckpointRecord record;
         Json* manifest = checkpoint_manifest(out, steps[i], &record, error, sizeof(error));
         if (manifest) check_record(m, manifest, &record, data_hash);
-        // Unsigned: a folder may be named after any step.
+
+        // The position in the data must be that of the step. Unsigned: a folder may be named after any step.
         uint64_t windows_per_step = (uint64_t)(m->settings.tokens_per_step / m->settings.seq_len);
         int64_t window_of_step = (int64_t)((uint64_t)steps[i] * windows_per_step);
         if (manifest && record.window != window_of_step) {
@@ -115,6 +118,8 @@ int64_t model_resume(Model* m, Ranks* world, uint32_t data_hash, int64_t* window
             json_free(manifest);
             manifest = NULL;
         }
+
+        // Loaded, or refused.
         if (checkpoint_load(world, out, steps[i], manifest, files, file_count, m->ctx, error, sizeof(error)) == 0) {
             StepState state;
             memset(&state, 0, sizeof(state));
@@ -123,7 +128,7 @@ int64_t model_resume(Model* m, Ranks* world, uint32_t data_hash, int64_t* window
             *window = record.window;
             resumed = record.step;
         } else {
-            // The run would come to replace it.
+            // A link would have to be replaced when the run comes to this step.
             char* path = host_format("%s/step_%08lld", out, (long long)steps[i]);
             if (is_link(path))
                 die(EXIT_FAILED, "checkpoint %s is refused (%s), and %s", path, error, file_error(ELOOP));
@@ -132,9 +137,12 @@ int64_t model_resume(Model* m, Ranks* world, uint32_t data_hash, int64_t* window
         }
         json_free(manifest);
     }
+
     if (count && !resumed) die(EXIT_FAILED, "no checkpoint in %s is good; nothing was changed", out);
     if (resumed && resumed != steps[0])
         warn("resuming from step_%08lld, the newest good checkpoint", (long long)resumed);
+
+    // Working weights follow from the masters.
     if (resumed) model_weights_set(m);
     model_files_free(files, file_count);
     free(steps);

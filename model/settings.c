@@ -95,7 +95,7 @@ const Option settings_table[] = {
 
     WHOLE("parallel", "ep", ep, "1", 1, MOE_MAX_EP, FREE, "ranks that share a set of experts"),
     CHOICE("parallel", "shard", shard, "none", "none|optimizer|grads|weights", FREE,
-           "what ranks keep a part of, up to and with"),
+           "what ranks keep in parts: nothing; optimizer state; gradients too; weights too"),
     NUMBER("parallel", "timeout", timeout, "600", 1, 1e6, FREE,
            "seconds that ranks wait for one another before the run ends"),
 
@@ -128,6 +128,7 @@ const Option settings_table[] = {
 const int settings_count = sizeof(settings_table) / sizeof(settings_table[0]);
 
 // clang-format off
+// The models, in the order of --model's choices. The last three are sized as DeepSeek-V2-Lite, V2 and V3.
 #define POSITION(mscale) \
     .rope_theta = 10000, .yarn = 0, .yarn_factor = 40, .yarn_mscale = mscale, .yarn_original_len = 4096
 static const ModelConfig presets[] = {
@@ -158,26 +159,21 @@ static const ModelConfig presets[] = {
 };
 // clang-format on
 
-// What each --precision sets; what a row does not name is bf16, and --mx-gemm exact.
-static const struct {
-    int64_t expert, dispatch, combine, wgrad, linear, fast;
-} modes[] = {
-    {.expert = PRECISION_BF16},
-    {.expert = PRECISION_MXFP8, .dispatch = PRECISION_MXFP8, .fast = 1},
-    {.expert = PRECISION_MXFP8, .dispatch = PRECISION_MXFP8, .fast = 0},
+// What each --precision sets, in the order of its choices. What a row does not name is bf16, and --mx-gemm exact.
+static const Settings modes[] = {
+    {.expert_precision = PRECISION_BF16},
+    {.expert_precision = PRECISION_MXFP8, .dispatch_precision = PRECISION_MXFP8, .mx_fast = 1},
+    {.expert_precision = PRECISION_MXFP8, .dispatch_precision = PRECISION_MXFP8, .mx_fast = 0},
 };
 
-// The options without a default of their own, as --model and --precision set them.
-static void set_presets(Settings* s, int64_t model, int64_t precision) {
-    s->model = presets[model];
-    s->expert_precision = modes[precision].expert;
-    s->dispatch_precision = modes[precision].dispatch;
-    s->combine_precision = modes[precision].combine;
-    s->wgrad_precision = modes[precision].wgrad;
-    s->linear_precision = modes[precision].linear;
-    s->mx_fast = modes[precision].fast;
+// The options without a default of their own, as --model and --precision set them; all others are 0.
+static Settings preset_of(int64_t model, int64_t precision) {
+    Settings s = modes[precision];
+    s.model = presets[model];
+    return s;
 }
 
+// What must hold between the options of a model.
 static void check_model(const ModelConfig* m) {
     if (m->rope % 2) die(EXIT_USAGE, "--rope-dim %lld is odd: rotary position turns pairs", (long long)m->rope);
     if (m->dense_layers > m->L)
@@ -192,7 +188,7 @@ static void check_model(const ModelConfig* m) {
             (long long)(m->top_groups * (m->E / m->groups)), (long long)m->top_groups);
 }
 
-// What the kernels take: 16-byte rows, and the head sizes that the attention kernels are written for.
+// What the kernels take: rows of a multiple of 16 bytes, and the head sizes that the attention kernels are written for.
 static void check_cuda_model(const ModelConfig* m) {
     const struct {
         const char* option;
@@ -215,10 +211,12 @@ static void check_cuda_model(const ModelConfig* m) {
 
 int64_t settings_micro_tokens(const Settings* s) { return s->ranks * s->batch * s->seq_len; }
 
-// Options in their ranges can ask together for more than can be counted. Sizes are rounded up freely, in double, which
-// does not overflow. 1e15 numbers leave int64 room for the bytes of several hundred copies; rows and pieces of work are
-// int32 in kernels and CBLAS, and a grid has at most 65535 times 128 columns of a hidden layer, gate and up.
+// Options that are in their ranges can together ask for more than can be counted. Sizes are rounded up freely, in
+// double, which does not overflow. 1e15 numbers leave int64 room for the bytes of several hundred copies. Rows and
+// pieces of work are int32 in kernels and CBLAS. A grid has at most 65535 times 128 columns of a hidden layer, gate and
+// up.
 static void check_sizes(const Settings* s) {
+    // Widths, tokens of a rank and of all, and rows that may be routed to a rank's experts.
     const ModelConfig* m = &s->model;
     const double L = (double)m->L, C = (double)m->C, H = (double)m->H, q_lora = (double)m->q_lora;
     const double latent = (double)(m->kv_lora + m->rope), head = (double)(m->nope + m->rope + m->v);
@@ -226,8 +224,11 @@ static void check_sizes(const Settings* s) {
     const double tokens = (double)s->batch * (double)s->seq_len, micro = tokens * (double)s->ranks;
     const double spread = s->ep > 1 ? fmax((double)s->ep, s->capacity) : 1;
     const double rows = tokens * (double)m->K * spread + 128 * (E + 1);
+
+    // Numbers of a block: its matrices, and what it keeps of a token.
     const double matrices = (C + q_lora + latent) * (C + H * head) + 3 * C * (hidden + E * F) + E * C;
     const double widths = C + q_lora + latent + H * head + hidden + E;
+
     const struct {
         const char *what, *options;
         double size, most;
@@ -244,12 +245,14 @@ static void check_sizes(const Settings* s) {
         {"activations of a rank", "--batch, --seq-len, --layers, --dim, --heads, --top-k, --expert-ffn and --dense-ffn",
          L * (tokens * widths + rows * (C + F)), 1e15},
     };
+
     for (size_t i = 0; i < sizeof(sizes) / sizeof(sizes[0]); i++)
         if (sizes[i].size > sizes[i].most)
             die(EXIT_USAGE, "%s make %.3g %s: at most %.3g are possible", sizes[i].options, sizes[i].size,
                 sizes[i].what, sizes[i].most);
 }
 
+// Every group of --ep ranks is whole, and every rank of it has as many experts.
 static void check_layout(const Settings* s) {
     if (s->ranks % s->ep)
         die(EXIT_USAGE, "--ep %lld does not divide the %lld rank%s of the run", (long long)s->ep, (long long)s->ranks,
@@ -258,7 +261,8 @@ static void check_layout(const Settings* s) {
         die(EXIT_USAGE, "--ep %lld does not divide --experts %lld", (long long)s->ep, (long long)s->model.E);
 }
 
-// Blocks of 32 along every contraction that meets MXFP8: forward contracts over a matrix' columns, dgrad over its rows.
+// Every width that MXFP8 products contract over is made of blocks of 32. Forward contracts over a matrix' columns,
+// dgrad over its rows.
 static void check_precision(const Settings* s) {
     const ModelConfig* m = &s->model;
     const int linear = s->linear_precision == PRECISION_MXFP8, expert = s->expert_precision || s->wgrad_precision;
@@ -282,6 +286,7 @@ static void check_precision(const Settings* s) {
                 (long long)widths[i].width);
 }
 
+// --mx-stats measures casts, so there must be some.
 static void check_stats(const Settings* s) {
     const int moe = s->model.dense_layers < s->model.L, experts = s->expert_precision || s->dispatch_precision;
     if (s->mx_stats && !s->linear_precision && !(moe && experts))
@@ -291,6 +296,7 @@ static void check_stats(const Settings* s) {
             (long long)s->mx_stats);
 }
 
+// A step is a whole number of micro-steps, and what the run is to write has a place.
 static void check_run(Settings* s) {
     int64_t micro = settings_micro_tokens(s);
     if (s->tokens_per_step == 0) s->tokens_per_step = micro;
@@ -300,12 +306,15 @@ static void check_run(Settings* s) {
             "micro-step",
             (long long)s->tokens_per_step, (long long)s->ranks, (long long)s->batch, (long long)s->seq_len,
             (long long)micro);
+
+    // What is allowed, and hardly meant.
     if (s->warmup > s->steps && s->schedule != SCHEDULE_CONSTANT)
         warn("--warmup %lld is longer than --steps %lld: the learning rate never reaches --lr", (long long)s->warmup,
              (long long)s->steps);
     if (s->model.K == 1 && s->model.route_norm && s->model.dense_layers < s->model.L)
         warn("--top-k 1 --route-norm 1: every gate is --route-scale, so the router gets %s; --route-norm 0 helps",
              s->aux_loss > 0 ? "a gradient from --aux-loss alone" : "no gradient");
+
     if (s->dry_run) return;
     if (!*s->train)
         die(EXIT_USAGE, "--train is missing: name the training shards, e.g. --train 'corpus/text_train_*.bin'");
@@ -315,23 +324,26 @@ static void check_run(Settings* s) {
 }
 
 Settings settings_read(int argc, char** argv, int ranks) {
+    // The command line over the defaults.
     Settings s;
     memset(&s, 0, sizeof(s));
     char* given = (char*)host_alloc((size_t)settings_count);
     options_defaults(settings_table, settings_count, &s);
     options_parse(settings_table, settings_count, &s, given, argc, argv);
+
+    // The presets, for options without a default that were not given. int64_t and double are both 8 bytes.
+    const Settings preset = preset_of(s.preset, s.precision);
+    for (int i = 0; i < settings_count; i++) {
+        size_t at = settings_table[i].offset;
+        if (!settings_table[i].initial && !given[i]) memcpy((char*)&s + at, (char*)&preset + at, 8);
+    }
+    free(given);
     if (s.help) {
         options_help(settings_table, settings_count, "train_moe");
-        free(given);
         return s;
     }
-    Settings from;
-    memset(&from, 0, sizeof(from));
-    set_presets(&from, s.preset, s.precision);
-    for (int i = 0; i < settings_count; i++)
-        if (!settings_table[i].initial && !given[i])  // int64_t and double are both 8 bytes
-            memcpy((char*)&s + settings_table[i].offset, (char*)&from + settings_table[i].offset, 8);
-    free(given);
+
+    // What must fit together.
     check_model(&s.model);
     if (BACKEND == BACKEND_CUDA) check_cuda_model(&s.model);
     if (s.ranks && !s.dry_run)
@@ -348,29 +360,21 @@ Settings settings_read(int argc, char** argv, int ranks) {
 
 void settings_free(Settings* s) { options_free(settings_table, settings_count, s); }
 
-static char* value_json(const Option* option, const Settings* s) {
-    char* text = option_text(option, s);
-    if (option->type != OPTION_TEXT && option->type != OPTION_CHOICE) return text;
-    char* quoted = json_quote(text);
-    free(text);
-    return quoted;
-}
-
 char* settings_json(const Settings* s) {
     char* json = host_strdup("{");
     for (int i = 0; i < settings_count; i++) {
-        char* value = value_json(&settings_table[i], s);
-        char* longer = host_format("%s%s\"%s\": %s", json, i ? ", " : "", settings_table[i].name, value);
-        free(json);
-        free(value);
-        json = longer;
+        const Option* o = &settings_table[i];
+        char *text = option_text(o, s), *quoted = json_quote(text);
+        int number = o->type != OPTION_TEXT && o->type != OPTION_CHOICE;
+        host_append(&json, "%s\"%s\": %s", i ? ", " : "", o->name, number ? text : quoted);
+        free(quoted);
+        free(text);
     }
-    char* closed = host_format("%s}", json);
-    free(json);
-    return closed;
+    host_append(&json, "}");
+    return json;
 }
 
-// A value as option_text writes it.
+// A value of a record as option_text writes it.
 static char* recorded_text(const Option* option, const Json* value) {
     if (value->type == JSON_STRING) return host_strdup(value->text);
     if (option->type == OPTION_FLOAT) return host_format("%.9g", value->number);
@@ -379,12 +383,11 @@ static char* recorded_text(const Option* option, const Json* value) {
 
 const char* settings_differ(const Settings* s, const Json* record, char** was, char** is) {
     // What an option was before it existed: its default, or its preset's where there are presets.
-    Settings before;
-    memset(&before, 0, sizeof(before));
+    Settings before = preset_of(s->preset, PRECISION_BF16);
     options_defaults(settings_table, settings_count, &before);
-    set_presets(&before, s->preset, before.precision);
     before.tokens_per_step = settings_micro_tokens(s);
 
+    // As text, option by option, until one differs.
     const char* name = NULL;
     for (int i = 0; i < settings_count && !name; i++) {
         const Option* o = &settings_table[i];
@@ -424,9 +427,10 @@ double config_softmax_scale(const ModelConfig* m) {
 }
 
 double settings_lr(const Settings* s, int64_t step) {
+    // The way up, then how much of the rest is left.
     if (step <= s->warmup) return s->lr * (double)step / (double)s->warmup;
-    double left = s->steps > s->warmup ? (double)(s->steps - step) / (double)(s->steps - s->warmup) : 0;
-    if (left < 0) left = 0;
+    double left = s->steps > s->warmup ? fmax((double)(s->steps - step) / (double)(s->steps - s->warmup), 0) : 0;
+
     double share = 1;  // of the way from final_lr_frac to 1
     switch (s->schedule) {
         case SCHEDULE_COSINE: share = 0.5 - 0.5 * cos(3.14159265358979323846 * left); break;
