@@ -1,5 +1,11 @@
 // train_moe: pretrains a DeepSeek-style mixture-of-experts model from tokenized shards. Host code only; read on in
-// model/.
+// model/. What happens when:
+//
+//   main    ranks, options, data, folder, model; then train; then all of it back
+//   train   step after step: queue_step, and meanwhile report prints the step before; now and then a validation, a
+//           sample, a save
+//
+// The host runs one step ahead of the device: it queues step n + 1, then waits for the results of step n.
 #include <errno.h>
 #include <fcntl.h>
 #include <math.h>
@@ -7,7 +13,6 @@
 #include <stdio.h>
 #include <stdlib.h>
 #include <string.h>
-#include <time.h>
 #include <unistd.h>
 
 #include "data/runlog.h"
@@ -22,15 +27,11 @@
 #include "model/sample.h"
 #include "parallel/watch.h"
 
+// The signal that asked this rank to stop.
 static volatile sig_atomic_t stop_asked = 0;
 static void ask_stop(int signal_number) { stop_asked = signal_number; }
 
-static double seconds(void) {
-    struct timespec t;
-    clock_gettime(CLOCK_MONOTONIC, &t);
-    return (double)t.tv_sec + 1e-9 * (double)t.tv_nsec;
-}
-
+// What a run has while it goes on.
 typedef struct Run {
     Settings settings;
     Ranks* world;
@@ -43,9 +44,9 @@ typedef struct Run {
     RunLog* log;          // of rank 0; NULL without --out
     Saver* saver;         // NULL without --out
     int64_t saved;        // newest step on the disk or on its way there
-    Fetch *state, *load;  // of the last step queued
-    Fetch* casts;         // of the last one that measured them; NULL without a log and --mx-stats
-    int64_t pending;      // that step, 0 if its results are reported already
+    Fetch *state, *load;  // results of the last step queued
+    Fetch* casts;         // of the last step that measured them; NULL without a log and --mx-stats
+    int64_t pending;      // the last step queued, 0 if its results are reported already
     StepState last;       // of the last step reported
     Stopwatch* watch[2];  // of even and odd steps: one is read while the other runs
     double shown;         // when a progress line was last printed
@@ -53,12 +54,13 @@ typedef struct Run {
     int64_t first;        // step after the one resumed from
 } Run;
 
-// One run at a time writes into a folder.
+// One run at a time writes into a folder: takes its lock, or ends the run. Where locks do not work there is a warning.
 static void lock_folder(Run* r) {
     const char* out = r->settings.out;
     r->lock_path = host_format("%s/.lock", out);
     r->lock = lock_file(r->lock_path);
     if (r->lock >= 0) return;
+
     if (errno == EAGAIN) {
         char* holder = read_file(r->lock_path, 256, NULL);
         die(EXIT_FAILED, "--out %s is in use by another run (%s): wait for its end, or choose another folder", out,
@@ -70,7 +72,7 @@ static void lock_folder(Run* r) {
     r->lock_path = NULL;
 }
 
-// A folder that holds a run is touched by --resume only.
+// Makes --out, locks it, and looks what is in it: only --resume may go on in a folder that holds a run.
 static void open_folder(Run* r) {
     const Settings* s = &r->settings;
     int count;
@@ -81,6 +83,7 @@ static void open_folder(Run* r) {
     if (make_folders(s->out) != 0 || access(s->out, W_OK) != 0)
         die(EXIT_FAILED, "--out %s cannot be used as a folder: %s", s->out, strerror(errno));
     lock_folder(r);
+
     char* log = host_format("%s/log.jsonl", s->out);
     free(checkpoint_list(s->out, &count));
     if (!s->resume && (count || access(log, F_OK) == 0)) {
@@ -91,7 +94,7 @@ static void open_folder(Run* r) {
     free(log);
 }
 
-// Whether samples can be made is known before the first step.
+// Ends the run before its first step if samples could not be made later.
 static void check_sample(const Settings* s, const Tokenizer* tokenizer) {
     if (!s->sample_every) return;
     if (tokenizer_size(tokenizer) > s->model.V)
@@ -104,30 +107,35 @@ static void check_sample(const Settings* s, const Tokenizer* tokenizer) {
     free(ids);
 }
 
-// Mean loss over the first --val-tokens of the validation shards, in nats a token. The ranks take batches in turns; one
-// that has none left computes along, for the ranks it shares weights and experts with, and counts nothing.
+// Mean loss over the first --val-tokens of the validation shards, in nats a token. The ranks take batches in turns. One
+// that has none left computes the first batch again, because others need its part of weights and experts, and counts
+// nothing.
 static double validate(Run* r) {
     Model* m = r->model;
-    int64_t T = r->settings.seq_len, B = r->settings.batch, windows = r->settings.val_tokens / T;
-    if (windows > shards_windows(r->val)) windows = shards_windows(r->val);
-    if (windows < 1) windows = 1;
+    int64_t T = r->settings.seq_len, B = r->settings.batch;
+    int64_t windows = max_i64(min_i64(r->settings.val_tokens / T, shards_windows(r->val)), 1);
     int32_t* ids = (int32_t*)host_alloc((size_t)(2 * B * T) * sizeof(int32_t));
     step_begin(m->val_state, m->ctx);
     for (int64_t round = 0; round < windows; round += r->ranks * B) {
-        int64_t first = round + r->rank * B, left = windows - first, n = left < B ? left : B;
+        // This rank's windows of the round.
+        int64_t first = round + r->rank * B, n = min_i64(windows - first, B);
         int counts = n > 0;
         if (!counts) first = 0, n = 1;
         for (int64_t i = 0; i < n; i++)
             shards_read(r->val, first + i, (int32_t)m->config.V, ids + i * T, ids + (B + i) * T);
+
         model_batch(m, ids, ids + B * T, n, T);
         model_forward(m, 0);
         if (counts) model_loss(m, m->val_state, 0);
-        if (seconds() - r->shown < 5) continue;
+
+        // A long validation prints how far it is.
+        if (host_seconds() - r->shown < 5) continue;
         printf("validation %lld of %lld windows\n", (long long)min_i64(round + r->ranks * B, windows),
                (long long)windows);
         fflush(stdout);
-        r->shown = seconds();
+        r->shown = host_seconds();
     }
+
     if (m->world) comm_sum_double(m->world, &m->val_state->loss_sum, 1, m->ctx);
     StepState state;
     device_download(&state, m->val_state, sizeof(state), m->ctx);
@@ -143,34 +151,36 @@ static double load_max_over_mean(const ModelConfig* c, const int64_t* load) {
         for (int64_t e = 0; e < c->E; e++) {
             int64_t n = load[l * c->E + e];
             sum += n;
-            if (n > most) most = n;
+            most = max_i64(most, n);
         }
-        double ratio = sum ? (double)most * (double)c->E / (double)sum : 0;
-        if (ratio > worst) worst = ratio;
+        if (sum) worst = fmax(worst, (double)most * (double)c->E / (double)sum);
     }
     return worst;
 }
 
+// Whether an option that says "every so many steps" (0: never) means this one.
 static int due(int64_t step, int64_t every) { return every > 0 && step % every == 0; }
 
-// The shares and ratios of the sums that the casts of a step left, in fresh memory; returns how many.
+// A record for each tensor that was cast in a step, from the sums that its casts left. *records gets them in fresh
+// memory; the result is how many.
 static int cast_records(CastRecord** records, const Model* m, const MxStats* sums) {
     int count = 0;
     *records = (CastRecord*)host_alloc((size_t)(m->config.L * BLOCK_STATS) * sizeof(CastRecord));
     for (int64_t i = 0; i < m->config.L * BLOCK_STATS; i++) {
         const char* name = model_stats_name(m, i / BLOCK_STATS, (int)(i % BLOCK_STATS));
         const MxStats* s = &sums[i];
-        CastRecord record = {i / BLOCK_STATS,
-                             name,
-                             s->saturated / s->elements,
-                             s->flushed / s->elements,
-                             s->inexact / s->elements,
-                             10 * log10(s->signal / s->noise)};
+        CastRecord record = {.layer = i / BLOCK_STATS,
+                             .tensor = name,
+                             .saturated = s->saturated / s->elements,
+                             .flushed = s->flushed / s->elements,
+                             .inexact = s->inexact / s->elements,
+                             .snr_db = 10 * log10(s->signal / s->noise)};
         if (name) (*records)[count++] = record;
     }
     return count;
 }
 
+// A line for people.
 static void print_step(Run* r, const StepRecord* s) {
     double left = r->average_ms * (double)(r->settings.steps - s->step) / 1000;
     printf("step %lld/%lld  loss %.4f  norm %.3g  lr %.2e  %.0f ms  %.0f tok/s  load %.2f", (long long)s->step,
@@ -180,11 +190,11 @@ static void print_step(Run* r, const StepRecord* s) {
     if (s->validated) printf("  validation %.4f", s->val_loss);
     printf("\n");
     fflush(stdout);
-    r->shown = seconds();
+    r->shown = host_seconds();
 }
 
-// Three steps in a row that are not finite: the model has diverged. It did so before the last checkpoint if no step was
-// good since.
+// Ends the run after three steps in a row that were not finite: the model has diverged. If no step was finite since the
+// last checkpoint, that checkpoint holds the diverged model, and is set aside.
 static NORETURN void end_diverged(Run* r) {
     int64_t good = r->pending - r->last.bad_in_a_row;
     if (r->saver) checkpoint_wait(r->saver);  // it may still be on its way to the disk
@@ -198,44 +208,58 @@ static NORETURN void end_diverged(Run* r) {
         note);
 }
 
-// Waits for the results of the pending step and prints them. With val the validation loss is measured and joins them.
+// Waits for the results of the pending step, and prints and logs them. With `val` it measures the validation loss,
+// which joins them.
 static void report(Run* r, int val) {
     if (!r->pending) return;
     const Settings* s = &r->settings;
+
+    // What the device computed, and how long it took.
     memcpy(&r->last, fetch_end(r->state), sizeof(StepState));
-    StepRecord record;
     double took = stopwatch_seconds(r->watch[r->pending % 2]), peak = r->ranks * device_peak_flops(r->model->ctx);
-    record.step = r->pending;
-    record.loss = r->last.loss;
-    record.grad_norm = r->last.grad_norm;
-    record.lr = settings_lr(s, r->pending);
-    record.ms = 1000 * took;
-    record.tokens_per_s = (double)s->tokens_per_step / took;
-    record.mfu = peak > 0 ? record.tokens_per_s * flops_per_token(&s->model, s->seq_len) / peak : NAN;
-    record.load_max_over_mean = load_max_over_mean(&s->model, (const int64_t*)fetch_end(r->load));
-    record.mem_gib = (double)device_peak_memory() / 0x1p30;
-    r->average_ms = r->average_ms > 0 ? 0.9 * r->average_ms + 0.1 * record.ms : record.ms;
-    record.validated = val;
-    record.val_loss = val ? validate(r) : 0;
+    double tokens_per_s = (double)s->tokens_per_step / took;
+    r->average_ms = r->average_ms > 0 ? 0.9 * r->average_ms + 0.1 * 1000 * took : 1000 * took;
+    double load = load_max_over_mean(&s->model, (const int64_t*)fetch_end(r->load));
+
+    // What is measured now and then.
+    double val_loss = val ? validate(r) : 0;
     CastRecord* casts = NULL;
-    record.cast_count = 0;
+    int cast_count = 0;
     if (r->casts && due(r->pending, s->mx_stats))
-        record.cast_count = cast_records(&casts, r->model, (const MxStats*)fetch_end(r->casts));
-    record.casts = casts;
+        cast_count = cast_records(&casts, r->model, (const MxStats*)fetch_end(r->casts));
+
+    // All of it into the log; on the terminal not more often than one can read.
+    StepRecord record = {.step = r->pending,
+                         .loss = r->last.loss,
+                         .grad_norm = r->last.grad_norm,
+                         .lr = settings_lr(s, r->pending),
+                         .ms = 1000 * took,
+                         .tokens_per_s = tokens_per_s,
+                         .mfu = peak > 0 ? tokens_per_s * flops_per_token(&s->model, s->seq_len) / peak : NAN,
+                         .validated = val,
+                         .val_loss = val_loss,
+                         .load_max_over_mean = load,
+                         .mem_gib = (double)device_peak_memory() / 0x1p30,
+                         .casts = casts,
+                         .cast_count = cast_count};
     if (r->log) runlog_add(r->log, &record);
     free(casts);
-    if (val || seconds() - r->shown > 0.5 || r->pending == r->first || r->pending == s->steps || !r->last.ok)
+    if (val || host_seconds() - r->shown > 0.5 || r->pending == r->first || r->pending == s->steps || !r->last.ok)
         print_step(r, &record);
+
+    // A step that changed no weight; the third in a row ends the run.
     if (!r->last.ok)
         warn("step %lld: loss %g, gradient norm %g: %s, so no weight was changed", (long long)r->pending, record.loss,
              record.grad_norm,
              isfinite(record.loss) && isfinite(record.grad_norm) ? "the update could leave weights that are not finite"
                                                                  : "not finite");
     if (r->last.bad_in_a_row >= 3) end_diverged(r);
+
     if (r->pending == r->first) watch_settled();
     r->pending = 0;
 }
 
+// Gives the device a whole step: its micro-steps and the update.
 static void queue_step(Run* r, Loader* loader, int64_t step) {
     Model* m = r->model;
     int64_t micro_steps = r->settings.tokens_per_step / settings_micro_tokens(&r->settings);
@@ -252,8 +276,17 @@ static void queue_step(Run* r, Loader* loader, int64_t step) {
     stopwatch_stop(r->watch[step % 2], m->ctx);
 }
 
-// A step that was not finite changed nothing, so the model is still that of the last good one: saved as such at the
-// end, and not at all before.
+// Its results, on their way to the host. The step before must be reported: its copies go to the same place.
+static void fetch_step(Run* r, int64_t step) {
+    Model* m = r->model;
+    fetch_begin(r->state, m->state, m->ctx);
+    fetch_begin(r->load, m->load, m->ctx);
+    if (r->casts && due(step, r->settings.mx_stats)) fetch_begin(r->casts, m->mx_stats, m->ctx);
+    r->pending = step;
+}
+
+// Saves the model after `step`. A step that was not finite changed nothing, so the model is still that of the last good
+// step: at the end it is saved as such, before not at all.
 static void save(Run* r, int64_t step, int at_the_end) {
     const Settings* s = &r->settings;
     int64_t good = step - r->last.bad_in_a_row;
@@ -269,39 +302,48 @@ static void save(Run* r, int64_t step, int at_the_end) {
     r->saved = good;
 }
 
+// A sample, between two lines that tell it from the rest.
+static void print_sample(Run* r, int64_t step) {
+    char* text = model_sample(r->model, r->tokenizer, step);
+    printf("--- sample at step %lld\n%s\n---\n", (long long)step, text);
+    free(text);
+}
+
+// The steps after `done`, of which the first takes the windows from `window` on.
 static void train(Run* r, int64_t done, int64_t window) {
     const Settings* s = &r->settings;
-    int64_t windows_per_step = s->tokens_per_step / s->seq_len;
-    LoaderOrder order = {(uint64_t)s->seed, window + r->rank * s->batch, r->ranks * s->batch,
-                         s->overfit ? windows_per_step : 0};
+    LoaderOrder order = {.seed = (uint64_t)s->seed,
+                         .first = window + r->rank * s->batch,
+                         .stride = r->ranks * s->batch,
+                         .wrap = s->overfit ? s->tokens_per_step / s->seq_len : 0};
     Loader* loader = loader_start(r->train, s->batch, (int32_t)s->model.V, order);
     r->first = done + 1;
     r->saved = done;
-    r->shown = seconds();
+    r->shown = host_seconds();
+
     int stop = 0;
     for (int64_t step = done + 1; step <= s->steps && !stop; step++) {
+        // The device gets this step before the host waits for the results of the one before.
         queue_step(r, loader, step);
-        report(r, 0);  // the step before: its results are there by now, and the device already has its next work
-        fetch_begin(r->state, r->model->state, r->model->ctx);
-        fetch_begin(r->load, r->model->load, r->model->ctx);
-        if (r->casts && due(step, s->mx_stats)) fetch_begin(r->casts, r->model->mx_stats, r->model->ctx);
-        r->pending = step;
-        // A rank that was asked to stop said so in the step before, and all ranks learn it here together.
+        report(r, 0);
+        fetch_step(r, step);
+
+        // A rank that was asked to stop told the others in the step before, and all ranks learn it here together.
         stop = r->last.stop != 0;
         int last = step == s->steps || stop;
-        int val = r->val && (step == s->steps || due(step, s->val_every)),
-            sample = due(step, s->sample_every) || (s->sample_every && step == s->steps);
+
+        // Once in a while: this step's results at once, with a validation, a sample and a checkpoint.
+        int val = r->val && (step == s->steps || due(step, s->val_every));
+        int sample = due(step, s->sample_every) || (s->sample_every && step == s->steps);
         int saves = *s->out && (last || due(step, s->save_every));
         if (!last && !val && !sample && !saves) continue;
         report(r, val);
-        if (sample) {
-            char* text = model_sample(r->model, r->tokenizer, step);
-            printf("--- sample at step %lld\n%s\n---\n", (long long)step, text);
-            free(text);
-        }
+        if (sample) print_sample(r, step);
         if (saves) save(r, step, last);
         fflush(stdout);
     }
+
+    // The last checkpoint is on the disk, and the reason of an early end is printed.
     if (*s->out) stop ? checkpoint_wait(r->saver) : checkpoint_finish(r->saver);
     if (stop) {
         if (stop_asked)
@@ -320,7 +362,7 @@ int main(int argc, char** argv) {
     for (int fd = 0; fd <= 2; fd++)
         if (fcntl(fd, F_GETFD) < 0) open("/dev/null", O_RDWR);  // the lowest number that is free
 
-    // The ranks, and what they are asked to do: the same.
+    // The ranks, and their options, which must be the same on all.
     device_setup(argv);  // before MPI, which starts but once in a process
     r.world = ranks_start(&argc, &argv);
     r.ranks = ranks_count(r.world);
@@ -330,6 +372,8 @@ int main(int argc, char** argv) {
     threads_check();
     watch_start(r.world, s->timeout);
     agree_on_settings(r.world, s);
+
+    // --help and --dry-run end here.
     if (s->help || s->dry_run) {
         if (!s->help) report_dry_run(s);
         settings_free(&r.settings);
@@ -338,16 +382,16 @@ int main(int argc, char** argv) {
         return 0;
     }
 
-    // A full disk or quota is an error of write(2), with a message, not a signal that kills; and nobody needs to read
-    // what a run prints.
+    // Signals. A full disk or quota is to be an error of write(2), with a message, and nobody needs to read what a run
+    // prints. The others ask the run to save and stop.
     signal(SIGXFSZ, SIG_IGN);
     signal(SIGPIPE, SIG_IGN);
     signal(SIGINT, ask_stop);
     signal(SIGTERM, ask_stop);
-    signal(SIGUSR1, ask_stop);  // what Slurm sends ahead of a job's end: --signal
+    signal(SIGUSR1, ask_stop);  // what Slurm sends some time before a job's end: --signal
     if (signal(SIGHUP, ask_stop) == SIG_IGN) signal(SIGHUP, SIG_IGN);  // nohup
 
-    // What is trained, on which data.
+    // What is trained, and on which data.
     options_print(settings_table, settings_count, s);
     printf("\n");
     report_model(s);
@@ -367,13 +411,13 @@ int main(int argc, char** argv) {
             "--train has %lld windows of %lld tokens, fewer than one batch of %lld; use a smaller --batch or --seq-len",
             (long long)shards_windows(r.train), (long long)s->seq_len, (long long)s->batch);
 
-    // Where: what does not fit or may not be written ends the run before anything is taken.
+    // Where: memory that does not suffice and a folder that cannot be used end the run before it takes anything.
     device_choose(ranks_local());
     check_memory(s, r.rank);
     if (r.rank == 0) open_folder(&r);
     ranks_barrier(r.world);  // nobody takes memory before all have seen what is free
 
-    // The model, as it begins or as it was saved.
+    // The model: as it begins, or as it was saved.
     r.model = model_create(s, r.world);
     printf("device     %s\n", device_name(r.model->ctx));
     if (r.ranks > 1) printf("ranks      %d, %lld share a set of experts\n", r.ranks, (long long)s->ep);
@@ -386,7 +430,7 @@ int main(int argc, char** argv) {
     if (done >= s->steps) printf("nothing to do: %lld of %lld steps are done\n", (long long)done, (long long)s->steps);
     free(out);
 
-    // What is kept of the run, and what is measured of a step.
+    // Log and checkpoints, and what is measured of a step.
     char* config = settings_json(s);
     if (*s->out && r.rank == 0) r.log = runlog_open(s->out, config, done);
     if (*s->out) r.saver = saver_create(r.world, s->out, (int)s->keep);
@@ -398,6 +442,7 @@ int main(int argc, char** argv) {
 
     train(&r, done, window);
 
+    // The end.
     if (r.log) runlog_close(r.log);
     if (r.saver) saver_destroy(r.saver);
     if (r.lock_path) unlock_file(r.lock_path, r.lock);

@@ -1,3 +1,5 @@
+// A recursive descent: parse_value looks at one byte and calls what parses the rest of that kind. Each parser begins
+// with p->at at its first byte and leaves it after its last; false (or NULL) means that the reason stands in p->error.
 #include "data/json.h"
 
 #include <math.h>
@@ -20,6 +22,7 @@ typedef struct Parser {
     size_t error_size;
 } Parser;
 
+// Notes why, and at which byte. Always false.
 static bool fail(Parser* p, size_t at, const char* reason) {
     if (p->error_size) snprintf(p->error, p->error_size, "byte %zu: %s", at, reason);
     return false;
@@ -46,6 +49,7 @@ static int utf8_length(const char* s, size_t room) {
     return n;
 }
 
+// Writes a character as UTF-8: how many bytes.
 static int utf8_write(char* out, uint32_t code) {
     if (code < 0x80) {
         out[0] = (char)code;
@@ -60,25 +64,25 @@ static int utf8_write(char* out, uint32_t code) {
 
 // Four hex digits at p->at.
 static bool parse_hex4(Parser* p, uint32_t* code) {
+    static const char digits[] = "0123456789abcdefABCDEF";
     *code = 0;
     for (int i = 0; i < 4; i++, p->at++) {
         int c = peek(p);
-        int digit = c >= '0' && c <= '9'   ? c - '0'
-                    : c >= 'a' && c <= 'f' ? c - 'a' + 10
-                    : c >= 'A' && c <= 'F' ? c - 'A' + 10
-                                           : -1;
-        if (digit < 0) return fail(p, p->at, "\\u needs four hex digits");
-        *code = *code * 16 + (uint32_t)digit;
+        const char* digit = c > 0 ? strchr(digits, c) : NULL;
+        if (!digit) return fail(p, p->at, "\\u needs four hex digits");
+        *code = *code * 16 + (uint32_t)(digit - digits < 16 ? digit - digits : digit - digits - 6);
     }
     return true;
 }
 
-// The escape at p->at (just behind the backslash), decoded into out.
+// The escape at p->at (just after the backslash), decoded into out.
 static bool parse_escape(Parser* p, char* out, int* written) {
     static const char from[] = "\"\\/bfnrt", to[] = "\"\\/\b\f\n\r\t";
     size_t start = p->at - 1;
     int c = peek(p);
     p->at++;
+
+    // A letter that stands for one character.
     if (c != 'u') {
         const char* found = c > 0 ? strchr(from, c) : NULL;
         if (!found) return fail(p, start, "unknown escape in a string");
@@ -86,6 +90,8 @@ static bool parse_escape(Parser* p, char* out, int* written) {
         *written = 1;
         return true;
     }
+
+    // \u and four hex digits: a character, or the first half of a pair that makes one.
     uint32_t code, low;
     if (!parse_hex4(p, &code)) return false;
     if (code >= 0xdc00 && code < 0xe000) return fail(p, start, "the second half of a surrogate pair stands alone");
@@ -104,13 +110,16 @@ static bool parse_escape(Parser* p, char* out, int* written) {
 
 // A string in fresh memory; p->at is at its opening quote.
 static char* parse_string(Parser* p) {
+    // Where it ends: at a quote that no backslash precedes.
     size_t start = p->at++, end = p->at;
     while (end < p->length && p->text[end] != '"') end += p->text[end] == '\\' ? 2 : 1;
     if (end >= p->length) {
         fail(p, start, "a string does not end");
         return NULL;
     }
-    char* out = (char*)host_alloc(end - p->at + 1);  // no escape is shorter than what it stands for
+
+    // Character by character, escaped or plain. No escape is shorter than what it stands for.
+    char* out = (char*)host_alloc(end - p->at + 1);
     size_t n = 0;
     while (p->at < end) {
         int c = peek(p), bytes = 0;
@@ -155,7 +164,9 @@ static bool exact_integer(const char* text, size_t n, int64_t* value) {
     return true;
 }
 
+// RFC 8259's grammar, which is narrower than strtod's.
 static bool parse_number(Parser* p, Json* json) {
+    // Its extent: sign, digits, fraction, exponent.
     size_t start = p->at;
     if (peek(p) == '-') p->at++;
     bool zero = peek(p) == '0';
@@ -173,6 +184,8 @@ static bool parse_number(Parser* p, Json* json) {
         if (peek(p) == '+' || peek(p) == '-') p->at++;
         if (skip_digits(p) == 0) return fail(p, start, "a number needs a digit in its exponent");
     }
+
+    // Its value, as a double, and as a 64-bit integer where it is one.
     size_t n = p->at - start;
     char* copy = (char*)host_alloc(n + 1);  // strtod needs an end
     memcpy(copy, p->text + start, n);
@@ -186,6 +199,7 @@ static bool parse_number(Parser* p, Json* json) {
     return true;
 }
 
+// true, false or null.
 static bool parse_word(Parser* p, Json* json, const char* word, JsonType type, double number) {
     size_t n = strlen(word);
     if (p->length - p->at < n || memcmp(p->text + p->at, word, n) != 0) return fail(p, p->at, "expected a value");
@@ -206,8 +220,11 @@ static bool parse_container(Parser* p, Json* json) {
     if (++p->depth > MAX_DEPTH) return fail(p, p->at, "nested too deeply");
     p->at++;
     Json** tail = &json->child;
+
+    // An empty one has no child when it ends; others end after a value.
     skip_space(p);
     while (json->child || peek(p) != close) {
+        // The name of a member.
         char* key = NULL;
         skip_space(p);
         if (object) {
@@ -221,6 +238,8 @@ static bool parse_container(Parser* p, Json* json) {
             }
             p->at++;
         }
+
+        // The value, at the end of the list.
         Json* value = parse_value(p);
         if (!value) {
             free(key);
@@ -229,6 +248,8 @@ static bool parse_container(Parser* p, Json* json) {
         value->key = key;
         *tail = value;
         tail = &value->next;
+
+        // Another one, or the end.
         skip_space(p);
         if (peek(p) == close) break;
         if (peek(p) != ',') return fail(p, p->at, object ? "expected ',' or '}'" : "expected ',' or ']'");
@@ -239,35 +260,32 @@ static bool parse_container(Parser* p, Json* json) {
     return true;
 }
 
+// A value of any kind, which its first byte tells.
 static Json* parse_value(Parser* p) {
     skip_space(p);
     Json* json = (Json*)host_alloc(sizeof(Json));
     bool ok;
     int c = peek(p);
-    if (c == '{' || c == '[') {
-        ok = parse_container(p, json);
-    } else if (c == '"') {
+    if (c == '"') {
         json->type = JSON_STRING;
         json->text = parse_string(p);
         ok = json->text != NULL;
-    } else if (c == '-' || (c >= '0' && c <= '9')) {
-        ok = parse_number(p, json);
-    } else if (c == 't') {
-        ok = parse_word(p, json, "true", JSON_BOOL, 1);
-    } else if (c == 'f') {
-        ok = parse_word(p, json, "false", JSON_BOOL, 0);
-    } else if (c == 'n') {
-        ok = parse_word(p, json, "null", JSON_NULL, 0);
     } else {
-        ok = fail(p, p->at, c < 0 ? "the text ends where a value is expected" : "expected a value");
+        ok = c == '{' || c == '['                 ? parse_container(p, json)
+             : c == '-' || (c >= '0' && c <= '9') ? parse_number(p, json)
+             : c == 't'                           ? parse_word(p, json, "true", JSON_BOOL, 1)
+             : c == 'f'                           ? parse_word(p, json, "false", JSON_BOOL, 0)
+             : c == 'n'                           ? parse_word(p, json, "null", JSON_NULL, 0)
+                        : fail(p, p->at, c < 0 ? "the text ends where a value is expected" : "expected a value");
     }
+
     if (ok) return json;
     json_free(json);
     return NULL;
 }
 
 Json* json_parse(const char* text, size_t length, char* error, size_t error_size) {
-    Parser p = {text, length, 0, 0, error, error_size};
+    Parser p = {.text = text, .length = length, .error = error, .error_size = error_size};
     Json* json = parse_value(&p);
     if (!json) return NULL;
     skip_space(&p);
@@ -312,18 +330,19 @@ int64_t json_count(const Json* container) {
 }
 
 char* json_quote(const char* text) {
+    static const char from[] = "\"\\\n\t\r", to[] = "\"\\ntr";
     size_t length = strlen(text);
     char* out = (char*)host_alloc(6 * length + 3);  // \u00xx is the longest that a byte becomes
     char* o = out;
+
+    // Escaped where it must be, else the character as it is.
     *o++ = '"';
     for (size_t i = 0; i < length;) {
         int c = (unsigned char)text[i], bytes = utf8_length(text + i, length - i);
-        if (c == '"' || c == '\\') {
+        const char* short_form = c ? strchr(from, c) : NULL;
+        if (short_form) {
             *o++ = '\\';
-            *o++ = (char)c;
-        } else if (c == '\n' || c == '\t' || c == '\r') {
-            *o++ = '\\';
-            *o++ = c == '\n' ? 'n' : c == '\t' ? 't' : 'r';
+            *o++ = to[short_form - from];
         } else if (c < 0x20 || bytes == 0) {
             // Samples may cut a character in two: what is not UTF-8 becomes the replacement character.
             o += snprintf(o, 7, "\\u%04x", bytes ? (unsigned)c : 0xfffdu);

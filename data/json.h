@@ -1,4 +1,10 @@
-// JSON (RFC 8259), as much as headers, manifests and logs need: a parser into a tree.
+// JSON (RFC 8259), as much as headers, manifests and logs need: a parser into a tree. {"step": 7, "files": [1, 2]} is
+//
+//   object
+//   | child
+//   "step": 7 --next--> "files": array
+//                                | child
+//                                1 --next--> 2
 #ifndef DATA_JSON_H
 #define DATA_JSON_H
 

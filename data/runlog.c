@@ -1,3 +1,5 @@
+// A log is put together anew when a run begins: the configuration, and of an earlier log the lines that still hold.
+// That file is written beside the old one and takes its place when it is on the disk. Steps are then added at its end.
 #include "data/runlog.h"
 
 #include <errno.h>
@@ -20,6 +22,7 @@ struct RunLog {
     FILE* file;
 };
 
+// Ends the run, for the reason in errno.
 static NORETURN void give_up(const RunLog* log) {
     int why = errno;
     if (log->beside) remove_tree(log->beside);
@@ -51,6 +54,8 @@ static void set_aside(const char* path, const char* line, size_t length) {
 static void keep_lines(RunLog* log, const char* text, size_t size, int64_t last_step) {
     char* aside = host_format("%s.unreadable", log->path);
     int64_t number = 0, odd = 0, first_odd = 0;
+
+    // Line by line: kept, dropped because its step is to come again, or set aside because it cannot be read.
     for (const char *line = text, *end; (end = (const char*)memchr(line, '\n', (size_t)(text + size - line))) != NULL;
          line = end + 1) {
         int64_t step = step_of(line, (size_t)(end - line));
@@ -60,6 +65,7 @@ static void keep_lines(RunLog* log, const char* text, size_t size, int64_t last_
         set_aside(aside, line, (size_t)(end - line) + 1);
         if (odd++ == 0) first_odd = number;
     }
+
     if (odd)
         warn("%s: %lld line%s cannot be read, the first is line %lld: kept in %s", log->path, (long long)odd,
              odd == 1 ? "" : "s", (long long)first_odd, aside);
@@ -74,11 +80,13 @@ RunLog* runlog_open(const char* folder, const char* config_json, int64_t last_st
     char* old = is_link(log->path) ? (errno = ELOOP, (char*)NULL) : read_file(log->path, LIMIT, &size);
     if (!old && errno != ENOENT) die(EXIT_FAILED, "cannot read %s: %s", log->path, file_error(errno));
     if (!old && last_step > 0) warn("%s is missing: the log begins at step %lld", log->path, (long long)last_step + 1);
+
     int fd = create_file(log->beside);
     log->file = fd < 0 ? NULL : fdopen(fd, "w");
     if (!log->file) give_up(log);
     put_line(log, config_json, strlen(config_json));
     if (old) keep_lines(log, old, size, last_step);
+
     // On the disk before it takes the old one's place.
     if (fsync(fileno(log->file)) != 0 || rename(log->beside, log->path) != 0 || sync_folder(folder) != 0) give_up(log);
     free(log->beside);
@@ -91,44 +99,37 @@ void runlog_sync(RunLog* log) {
     if (fsync(fileno(log->file)) != 0) give_up(log);
 }
 
-static const char* number(char text[32], double x) {
-    if (isfinite(x))
-        snprintf(text, 32, "%.9g", x);
-    else
-        snprintf(text, 32, "null");
-    return text;
-}
-
-// The field "mx_stats" with its comma, in fresh memory; "" where nothing was measured.
-static char* casts_json(const StepRecord* r) {
-    char a[32], b[32], c[32], d[32];
-    char* json = host_strdup(r->cast_count ? ", \"mx_stats\": [" : "");
-    for (int i = 0; i < r->cast_count; i++) {
-        const CastRecord* cast = &r->casts[i];
-        char* longer = host_format(
-            "%s{\"layer\": %lld, \"tensor\": \"%s\", \"saturated\": %s, \"flushed\": %s, \"inexact\": %s, "
-            "\"snr_db\": %s}%s",
-            json, (long long)cast->layer, cast->tensor, number(a, cast->saturated), number(b, cast->flushed),
-            number(c, cast->inexact), number(d, cast->snr_db), i + 1 < r->cast_count ? ", " : "]");
-        free(json);
-        json = longer;
-    }
-    return json;
+// A member of an object. Nine digits, and null for what is not finite.
+static void add_number(char** line, const char* name, double x) {
+    isfinite(x) ? host_append(line, ", \"%s\": %.9g", name, x) : host_append(line, ", \"%s\": null", name);
 }
 
 void runlog_add(RunLog* log, const StepRecord* r) {
-    char a[32], b[32], c[32], d[32], e[32], f[32], g[32], h[32], i[32];
-    char* val = r->validated ? host_format("\"val_loss\": %s, ", number(i, r->val_loss)) : host_strdup("");
-    char* casts = casts_json(r);
-    char* line = host_format(
-        "{\"step\": %lld, \"loss\": %s, \"grad_norm\": %s, \"lr\": %s, \"ms\": %s, \"tokens_per_s\": %s, \"mfu\": %s, "
-        "%s\"load_max_over_mean\": %s, \"mem_gib\": %s%s}",
-        (long long)r->step, number(a, r->loss), number(b, r->grad_norm), number(c, r->lr), number(d, r->ms),
-        number(e, r->tokens_per_s), number(f, r->mfu), val, number(g, r->load_max_over_mean), number(h, r->mem_gib),
-        casts);
+    char* line = host_format("{\"step\": %lld", (long long)r->step);
+    add_number(&line, "loss", r->loss);
+    add_number(&line, "grad_norm", r->grad_norm);
+    add_number(&line, "lr", r->lr);
+    add_number(&line, "ms", r->ms);
+    add_number(&line, "tokens_per_s", r->tokens_per_s);
+    add_number(&line, "mfu", r->mfu);
+    if (r->validated) add_number(&line, "val_loss", r->val_loss);
+    add_number(&line, "load_max_over_mean", r->load_max_over_mean);
+    add_number(&line, "mem_gib", r->mem_gib);
+
+    // The casts, a list of objects.
+    for (int i = 0; i < r->cast_count; i++) {
+        const CastRecord* cast = &r->casts[i];
+        host_append(&line, ", %s{\"layer\": %lld, \"tensor\": \"%s\"", i ? "" : "\"mx_stats\": [",
+                    (long long)cast->layer, cast->tensor);
+        add_number(&line, "saturated", cast->saturated);
+        add_number(&line, "flushed", cast->flushed);
+        add_number(&line, "inexact", cast->inexact);
+        add_number(&line, "snr_db", cast->snr_db);
+        host_append(&line, "}");
+    }
+    host_append(&line, r->cast_count ? "]}" : "}");
+
     put_line(log, line, strlen(line));
-    free(val);
-    free(casts);
     free(line);
 }
 

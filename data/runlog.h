@@ -1,5 +1,8 @@
 // log.jsonl: the first line is the configuration, then one object a step. Numbers are printed with %.9g (float32
 // survives the round trip), what is not finite as null, and every line is flushed.
+//
+//   {"model": "tiny", "layers": 4, "dim": 128, ...}
+//   {"step": 1, "loss": 5.57, "grad_norm": 1.91, "lr": 3e-05, "ms": 71.2, "tokens_per_s": 28764, "mfu": null, ...}
 #ifndef DATA_RUNLOG_H
 #define DATA_RUNLOG_H
 

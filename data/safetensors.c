@@ -1,3 +1,5 @@
+// Nothing that a header says is believed: each entry is checked by itself (parse_tensor), then all together, by offset
+// (offsets_tile) and by name (names_unique). The two orders stay, for reading through and for looking up.
 #include "data/safetensors.h"
 
 #include <errno.h>
@@ -27,13 +29,14 @@ static const DtypeInfo dtypes[ST_DTYPES] = {{"F64", 8}, {"F32", 4}, {"BF16", 2},
 size_t st_dtype_bytes(StDtype dtype) { return dtypes[dtype].bytes; }
 const char* st_dtype_name(StDtype dtype) { return dtypes[dtype].name; }
 
-// Where a message goes. Says "path: reason".
+// Where a message goes, and the path that it begins with.
 typedef struct Report {
     const char* path;
     char* error;
     size_t size;
 } Report;
 
+// Writes "path: reason". Always false.
 static bool fail(const Report* report, const char* format, ...) PRINTF_LIKE(2, 3);
 static bool fail(const Report* report, const char* format, ...) {
     if (report->size == 0) return false;
@@ -48,17 +51,9 @@ static bool fail(const Report* report, const char* format, ...) {
 
 // 0, or -1 with errno set; a file that ends early is EIO.
 static int read_fully(int fd, void* out, int64_t bytes, int64_t offset) {
-    char* to = (char*)out;
-    while (bytes > 0) {
-        ssize_t n = pread(fd, to, (size_t)bytes, (off_t)offset);
-        if (n < 0 && errno == EINTR) continue;
-        if (n == 0) errno = EIO;
-        if (n <= 0) return -1;
-        to += n;
-        offset += n;
-        bytes -= n;
-    }
-    return 0;
+    int64_t got = read_at(fd, out, bytes, offset);
+    if (got >= 0 && got < bytes) errno = EIO;
+    return got == bytes ? 0 : -1;
 }
 
 // A whole number that is not negative.
@@ -75,27 +70,27 @@ static bool parse_tensor(const Json* entry, StTensor* tensor, const Report* repo
     if (!dtype || !shape || !offsets || shape->type != JSON_ARRAY || offsets->type != JSON_ARRAY)
         return fail(report, "tensor '%s' needs dtype, shape and data_offsets", name);
 
+    // The type.
     int d = 0;
     while (d < ST_DTYPES && strcmp(dtype, dtypes[d].name) != 0) d++;
     if (d == ST_DTYPES)
         return fail(report, "tensor '%s' has dtype %s; known are F64, F32, BF16, I64, I32, U8", name, dtype);
     tensor->dtype = (StDtype)d;
 
+    // The shape, and the bytes that it takes. Sizes of 0 count as 1 until the end: the others must not overflow either.
     int64_t bytes = (int64_t)dtypes[d].bytes;
     bool empty = false;
     for (const Json* n = shape->child; n; n = n->next) {
         if (!is_size(n)) return fail(report, "tensor '%s' has a shape that is not made of sizes", name);
         if (tensor->rank == 4) return fail(report, "tensor '%s' has more than 4 dimensions", name);
         tensor->shape[tensor->rank++] = n->integer;
-        if (n->integer == 0) {
-            empty = true;
-        } else {
-            if (bytes > INT64_MAX / n->integer) return fail(report, "tensor '%s' is too large", name);
-            bytes *= n->integer;
-        }
+        empty |= n->integer == 0;
+        if (bytes > INT64_MAX / max_i64(n->integer, 1)) return fail(report, "tensor '%s' is too large", name);
+        bytes *= max_i64(n->integer, 1);
     }
     if (empty) bytes = 0;
 
+    // The place, which must be as large.
     const Json* begin = offsets->child;
     const Json* end = begin ? begin->next : NULL;
     if (!end || end->next || !is_size(begin) || !is_size(end) || end->integer < begin->integer)
@@ -163,6 +158,8 @@ static bool parse_header(SafeTensors* st, const char* text, int64_t length, cons
     if (!st->header) return fail(report, "header: %s (counted from byte 8 of the file)", reason);
     if (st->header->type != JSON_OBJECT) return fail(report, "the header is not a JSON object");
     st->tensors = (StTensor*)host_alloc((size_t)json_count(st->header) * sizeof(StTensor));
+
+    // A member is a tensor, or the metadata.
     int metadata = 0;
     for (const Json* entry = st->header->child; entry; entry = entry->next) {
         if (strcmp(entry->key, "__metadata__") == 0) {
@@ -184,6 +181,7 @@ static bool open_checked(SafeTensors* st, const Report* report) {
     int64_t size = (int64_t)info.st_size;
     if (size < 8) return fail(report, "%lld bytes are too few for a safetensors file", (long long)size);
 
+    // The header's length, which must lie in the file.
     uint64_t length;
     if (read_fully(st->fd, &length, 8, 0) != 0) return fail(report, "cannot read: %s", strerror(errno));
     if (length > (uint64_t)MAX_HEADER)
@@ -192,6 +190,8 @@ static bool open_checked(SafeTensors* st, const Report* report) {
     if ((int64_t)length > size - 8)
         return fail(report, "byte 0 gives a header of %llu bytes, the file has %lld: it was cut off",
                     (unsigned long long)length, (long long)size);
+
+    // The header, and what follows from it.
     char* text = (char*)host_alloc((size_t)length + 1);
     bool ok = read_fully(st->fd, text, (int64_t)length, 8) == 0;
     if (!ok) fail(report, "cannot read the header: %s", strerror(errno));
@@ -243,24 +243,29 @@ int st_read(const SafeTensors* st, const StTensor* tensor, int64_t first, int64_
     return read_fully(st->fd, out, count * size, tensor->offset + first * size);
 }
 
+// The metadata as a member of the header: what stands between it and the next member is the result.
+static const char* put_metadata(FILE* f, const char* const* metadata) {
+    if (!metadata || !metadata[0]) return "";
+    fprintf(f, "\"__metadata__\":{");
+    for (int i = 0; metadata[i]; i += 2) {
+        char *key = json_quote(metadata[i]), *value = json_quote(metadata[i + 1]);
+        fprintf(f, "%s%s:%s", i ? "," : "", key, value);
+        free(key);
+        free(value);
+    }
+    fprintf(f, "}");
+    return ",";
+}
+
 char* st_plan_header(StTensor* tensors, int count, const char* const* metadata, int64_t* size) {
     char* text = NULL;
     size_t length = 0;
     FILE* f = open_memstream(&text, &length);
     ASSERT(f != NULL);
     fprintf(f, "%8s{", "");  // the length comes last
-    const char* comma = "";
-    if (metadata && metadata[0]) {
-        fprintf(f, "\"__metadata__\":{");
-        for (int i = 0; metadata[i]; i += 2) {
-            char *key = json_quote(metadata[i]), *value = json_quote(metadata[i + 1]);
-            fprintf(f, "%s%s:%s", i ? "," : "", key, value);
-            free(key);
-            free(value);
-        }
-        fprintf(f, "}");
-        comma = ",";
-    }
+    const char* comma = put_metadata(f, metadata);
+
+    // The tensors one after the other, their offsets from the first byte of data.
     int64_t at = 0;
     for (int i = 0; i < count; i++) {
         StTensor* t = &tensors[i];
@@ -279,12 +284,15 @@ char* st_plan_header(StTensor* tensors, int count, const char* const* metadata, 
         comma = ",";
     }
     fprintf(f, "}");
+
+    // Spaces to a multiple of 8, then the length in its place at the front.
     fflush(f);
     fprintf(f, "%*s", (int)((8 - length % 8) % 8), "");
     int failed = ferror(f) | fclose(f);
     if (failed) die(EXIT_FAILED, "out of host memory while a safetensors header was built");
     uint64_t json_bytes = (uint64_t)length - 8;
     memcpy(text, &json_bytes, 8);
+
     for (int i = 0; i < count; i++) tensors[i].offset += (int64_t)length;
     *size = (int64_t)length;
     return text;

@@ -1,5 +1,9 @@
-// safetensors files (https://github.com/huggingface/safetensors, "Format"): 8-byte little-endian header length, JSON
-// header {name: {dtype, shape, data_offsets}, "__metadata__": {..}}, then the bytes.
+// safetensors files (https://github.com/huggingface/safetensors, "Format"): the header's length as 8 bytes,
+// little-endian, the header as JSON, {name: {dtype, shape, data_offsets}, "__metadata__": {..}}, then the tensors'
+// bytes.
+//
+//   | length | {"a": {..., "data_offsets": [0, 64]}, "b": {...}} | a        | b        |
+//   0        8                                                   data 0     data 64
 #ifndef DATA_SAFETENSORS_H
 #define DATA_SAFETENSORS_H
 

@@ -1,10 +1,13 @@
-// Shards are read with pread: no mapping, so that a file that is cut off under us is a message and not a SIGBUS.
+// Shards stay open and are read with pread. They are not mapped: a file that is cut off while the run goes on is then a
+// message and not a SIGBUS. The loader reads ahead into a ring of micro-batches:
+//
+//   taken by the caller   filled by the thread        being read
+//   | micro-batch n     | n + 1        | n + 2      | n + 3      |   then n + 4 in the place of n, when n is released
 #include "data/shards.h"
 
 #include <errno.h>
 #include <glob.h>
 #include <pthread.h>
-#include <signal.h>
 #include <stdbool.h>
 #include <stdio.h>
 #include <stdlib.h>
@@ -16,6 +19,7 @@
 
 #include "device/check.h"
 #include "device/files.h"
+#include "device/threads.h"
 
 #if defined(__BYTE_ORDER__) && __BYTE_ORDER__ != __ORDER_LITTLE_ENDIAN__
 #error "shards are little-endian and are read as they are: this needs a little-endian machine"
@@ -33,27 +37,13 @@ typedef struct Shard {
 } Shard;
 
 struct Shards {
-    char* option;
+    char* option;  // that names them, for messages
     int64_t T;
     int count;
     Shard* files;
-    int64_t windows;
-    int64_t tokens;
+    int64_t windows, tokens;  // of all
     uint32_t hash;
 };
-
-// Reads up to `bytes` bytes; fewer only at the end of the file. -1 with errno set on error.
-static int64_t read_at(int fd, void* out, int64_t bytes, int64_t offset) {
-    int64_t done = 0;
-    while (done < bytes) {
-        ssize_t n = pread(fd, (char*)out + done, (size_t)(bytes - done), (off_t)(offset + done));
-        if (n < 0 && errno == EINTR) continue;
-        if (n < 0) return -1;
-        if (n == 0) break;
-        done += n;
-    }
-    return done;
-}
 
 static int64_t windows_in(int64_t tokens, int64_t T) { return tokens > T ? (tokens - 1) / T : 0; }
 
@@ -68,6 +58,7 @@ static int open_one_more(const char* path) {
     return open_file(path);
 }
 
+// Opens a shard, checks its header against its size, and adds it to the set's windows, tokens and hash.
 static void open_shard(Shards* s, Shard* shard, const char* path) {
     shard->path = host_strdup(path);
     shard->fd = open_one_more(path);
@@ -79,6 +70,7 @@ static void open_shard(Shards* s, Shard* shard, const char* path) {
     struct stat info;
     if (fstat(shard->fd, &info) != 0) die(EXIT_FAILED, "%s: %s: cannot stat: %s", s->option, path, strerror(errno));
 
+    // The header: magic number, version and count. The file must have the size that follows from them.
     int32_t header[HEADER_INTS];
     int64_t got = read_at(shard->fd, header, HEADER_BYTES, 0);
     if (got < 0) die(EXIT_FAILED, "%s: %s: cannot read the header: %s", s->option, path, strerror(errno));
@@ -104,6 +96,7 @@ static void open_shard(Shards* s, Shard* shard, const char* path) {
             "it was cut off or altered; write it again",
             s->option, path, header[2], shard->token_bytes, (long long)expected, (long long)info.st_size);
 
+    // What tells two sets apart: name, size and header.
     const char* slash = strrchr(path, '/');
     const char* name = slash ? slash + 1 : path;
     int64_t size = (int64_t)info.st_size;
@@ -121,6 +114,8 @@ Shards* shards_open(const char* option, const char* pattern, int64_t T) {
     Shards* s = (Shards*)host_alloc(sizeof(Shards));
     s->option = host_strdup(option);
     s->T = T;
+
+    // All files that match, in the order of their names.
     glob_t found;
     int rc = glob(pattern, GLOB_ERR, NULL, &found);
     if (rc == GLOB_NOMATCH)
@@ -130,6 +125,7 @@ Shards* shards_open(const char* option, const char* pattern, int64_t T) {
     s->files = (Shard*)host_alloc(found.gl_pathc * sizeof(Shard));
     for (int i = 0; i < s->count; i++) open_shard(s, &s->files[i], found.gl_pathv[i]);
     globfree(&found);
+
     if (s->windows == 0) {
         int64_t longest = 0;
         for (int i = 0; i < s->count; i++)
@@ -171,15 +167,15 @@ static const Shard* find_shard(const Shards* s, int64_t index) {
     return &s->files[low];
 }
 
-// shards_read, but with the message of a failure as its result (in fresh memory) and NULL for success: the loader's
-// thread reads windows that the run may never use, and those must not end it.
+// shards_read, but a failure is its result, a message in fresh memory; NULL is success. The loader's thread reads
+// windows that the run may never use, and those must not end it.
 static char* read_window(const Shards* s, int64_t index, int32_t V, int32_t* input, int32_t* target) {
     unsigned char raw[16384];
     const Shard* shard = find_shard(s, index);
     int64_t T = s->T, width = shard->token_bytes, chunk = (int64_t)sizeof(raw) / width;
     int64_t start = HEADER_BYTES + (index - shard->first_window) * T * width;
     for (int64_t t = 0; t < T + 1; t += chunk) {
-        int64_t n = T + 1 - t < chunk ? T + 1 - t : chunk;
+        int64_t n = min_i64(T + 1 - t, chunk);
         int64_t got = read_at(shard->fd, raw, n * width, start + t * width);
         if (got < 0)
             return host_format("%s: %s: byte %lld: cannot read: %s", s->option, shard->path,
@@ -187,6 +183,8 @@ static char* read_window(const Shards* s, int64_t index, int32_t V, int32_t* inp
         if (got < n * width)
             return host_format("%s: %s: byte %lld: the file ends here; it was longer when the run began", s->option,
                                shard->path, (long long)(start + t * width + got));
+
+        // Each token is an input, and the target of the one before it.
         for (int64_t i = 0; i < n; i++) {
             uint32_t id = 0;
             memcpy(&id, raw + i * width, (size_t)width);
@@ -221,13 +219,16 @@ int64_t shards_permute(uint64_t seed, int64_t epoch, int64_t i, int64_t n) {
     const uint64_t golden = 0x9e3779b97f4a7c15u;  // 2^64 / golden ratio: spreads consecutive numbers
     enum { ROUNDS = 8 };
     ASSERT(i >= 0 && i < n);
+
+    // Two halves of as many bits as n - 1 needs, and a key for this epoch of this seed.
     int half = 1;
     while (half < 31 && ((uint64_t)1 << (2 * half)) < (uint64_t)n) half++;
     uint64_t mask = ((uint64_t)1 << half) - 1;
     uint64_t key = mix64(mix64(seed + golden) + ((uint64_t)epoch + 1) * golden);
     uint64_t x = (uint64_t)i;
+
     // The network permutes 0 .. 4^half - 1, less than 4 n. Walking its cycle from i must come back below n, at i at the
-    // latest.
+    // latest. A round adds to one half of the bits a function of the other, and changes the halves round.
     do {
         uint64_t left = x >> half, right = x & mask;
         for (int round = 0; round < ROUNDS; round++) {
@@ -267,6 +268,7 @@ struct Loader {
     int64_t taken;  // micro-batches handed out; the caller's alone
 };
 
+// Reads a micro-batch: each of its windows of the run is one of the set, in the order of its epoch.
 static void fill(const Loader* loader, Slot* slot, int64_t micro_batch) {
     int64_t n = shards_windows(loader->shards), T = loader->shards->T;
     for (int64_t b = 0; b < loader->batch && !slot->error; b++) {
@@ -277,6 +279,7 @@ static void fill(const Loader* loader, Slot* slot, int64_t micro_batch) {
     }
 }
 
+// Fills slot after slot, as long as there is one that the caller has released.
 static void* loader_thread(void* argument) {
     Loader* loader = (Loader*)argument;
     pthread_mutex_lock(&loader->mutex);
@@ -290,7 +293,7 @@ static void* loader_thread(void* argument) {
         pthread_mutex_lock(&loader->mutex);
         loader->filled = micro_batch + 1;
         pthread_cond_broadcast(&loader->changed);
-        if (slot->error) break;  // nothing behind an error is handed out
+        if (slot->error) break;  // nothing after an error is handed out
     }
     pthread_mutex_unlock(&loader->mutex);
     return NULL;
@@ -304,18 +307,14 @@ Loader* loader_start(const Shards* shards, int64_t batch, int32_t V, LoaderOrder
     loader->V = V;
     loader->order = order;
     size_t bytes = (size_t)(batch * shards->T) * sizeof(int32_t);
+
     for (int i = 0; i < RING; i++) {
         loader->ring[i].input = (int32_t*)host_alloc(bytes);
         loader->ring[i].target = (int32_t*)host_alloc(bytes);
     }
     pthread_mutex_init(&loader->mutex, NULL);
     pthread_cond_init(&loader->changed, NULL);
-    // Signals are the main thread's: it saves on SIGTERM.
-    sigset_t all, before;
-    sigfillset(&all);
-    pthread_sigmask(SIG_SETMASK, &all, &before);
-    int rc = pthread_create(&loader->thread, NULL, loader_thread, loader);
-    pthread_sigmask(SIG_SETMASK, &before, NULL);
+    int rc = thread_start(&loader->thread, loader_thread, loader);
     if (rc != 0) die(EXIT_FAILED, "cannot start the thread that reads %s: %s", shards->option, strerror(rc));
     return loader;
 }

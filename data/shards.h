@@ -3,9 +3,18 @@
 // A shard is a 1024-byte header of 256 little-endian int32, then the tokens:
 //   {20240520, 1, n}  uint16 tokens (llm.c, modded-nanogpt, the public FineWeb shards)
 //   {20240801, 7, n}  uint32 tokens
-// A window is T + 1 tokens inside one shard (T inputs, and the same shifted by one as targets): floor((n - 1) / T)
-// windows a shard, window i starting at token i * T. Window w of the run belongs to epoch w / windows and is the window
-// permute(seed, epoch, w % windows) of the set: stateless, so that a run resumes anywhere, and independent of ranks.
+//
+// A window is T + 1 tokens inside one shard: T inputs, and the same shifted by one as targets. Window i starts at token
+// i * T, and a shard has floor((n - 1) / T) windows. With T = 4, of 10 tokens:
+//
+//   token      0  1  2  3  4  5  6  7  8  9
+//   window 0   i  i  i  i
+//                 t  t  t  t
+//   window 1               i  i  i  i           token 9 is in no window
+//                             t  t  t  t
+//
+// Window w of the run belongs to epoch w / windows. It is the window permute(seed, epoch, w % windows) of the set. No
+// state is kept, so a run resumes anywhere, and the order does not depend on the ranks.
 #ifndef DATA_SHARDS_H
 #define DATA_SHARDS_H
 

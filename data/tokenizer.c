@@ -1,3 +1,5 @@
+// The whole file stays in memory, and the tokens point into it. A second table of them, sorted by length and bytes, is
+// what encoding searches.
 #include "data/tokenizer.h"
 
 #include <errno.h>
@@ -40,6 +42,7 @@ static int by_bytes_then_id(const void* a, const void* b) {
 
 static int by_bytes(const void* a, const void* b) { return compare_bytes((const Token*)a, (const Token*)b); }
 
+// Fills the table that encoding searches.
 static void build_sorted(Tokenizer* t) {
     t->sorted = (Token*)host_alloc((size_t)t->size * sizeof(Token));
     int32_t n = 0, unique = 0;
@@ -53,6 +56,7 @@ static void build_sorted(Tokenizer* t) {
     t->longest = unique ? t->sorted[unique - 1].length : 0;
 }
 
+// Token i is byte i, and 256 is end of text.
 static Tokenizer* open_bytes(void) {
     Tokenizer* t = (Tokenizer*)host_alloc(sizeof(Tokenizer));
     t->size = 257;
@@ -60,10 +64,9 @@ static Tokenizer* open_bytes(void) {
     t->data = (char*)host_alloc(257);
     t->tokens = (Token*)host_alloc(257 * sizeof(Token));
     for (int i = 0; i < 257; i++) {
+        Token token = {.bytes = t->data + i, .length = i < 256, .id = i};
         t->data[i] = (char)(unsigned char)i;
-        t->tokens[i].bytes = t->data + i;
-        t->tokens[i].length = i < 256;
-        t->tokens[i].id = i;
+        t->tokens[i] = token;
     }
     build_sorted(t);
     return t;
@@ -73,8 +76,7 @@ static void check_header(const char* path, const uint32_t header[4]) {
     if (header[0] != MAGIC)
         die(EXIT_FAILED,
             "--tokenizer: %s: byte 0: magic number %u is not %d: not a tokenizer file; scripts/prepare_text.py writes "
-            "one "
-            "beside the shards",
+            "one beside the shards",
             path, header[0], MAGIC);
     if (header[1] != VERSION)
         die(EXIT_FAILED, "--tokenizer: %s: byte 4: version %u, only %d is known", path, header[1], VERSION);
@@ -94,25 +96,29 @@ Tokenizer* tokenizer_open(const char* path) {
     if (size < HEADER_BYTES)
         die(EXIT_FAILED, "--tokenizer: %s: byte %zu: the file ends inside the header of %d bytes", path, size,
             HEADER_BYTES);
+
+    // Its header: magic number, version, tokens, end of text.
     uint32_t header[4];
     memcpy(header, t->data, sizeof(header));
     check_header(path, header);
     t->size = (int32_t)header[2];
     t->eot = (int32_t)header[3];
-    // Room for as many as the file can hold, whatever it claims: a token takes a byte at least.
-    size_t most = size - HEADER_BYTES;
-    t->tokens = (Token*)host_alloc(((size_t)t->size < most ? (size_t)t->size : most) * sizeof(Token));
+
+    // Its tokens, a length and so many bytes each. There is room for as many as the file can hold, whatever it claims:
+    // a token takes a byte at least.
+    size_t most = (size_t)min_i64(t->size, (int64_t)(size - HEADER_BYTES));
+    t->tokens = (Token*)host_alloc(most * sizeof(Token));
     for (int32_t id = 0; id < t->size; id++) {
         size_t length = at < size ? (unsigned char)t->data[at] : 0;
         if (at >= size || length > size - at - 1)
             die(EXIT_FAILED, "--tokenizer: %s: byte %zu: the file ends inside token %d of %d: it was cut off", path,
                 size, id, t->size);
-        t->tokens[id].bytes = t->data + at + 1;
         // End of text has a name in the file, but it is a mark and not text.
-        t->tokens[id].length = id == t->eot ? 0 : (int32_t)length;
-        t->tokens[id].id = id;
+        Token token = {.bytes = t->data + at + 1, .length = id == t->eot ? 0 : (int32_t)length, .id = id};
+        t->tokens[id] = token;
         at += 1 + length;
     }
+
     if (at != size)
         die(EXIT_FAILED, "--tokenizer: %s: byte %zu: %zu bytes behind the last of %d tokens", path, at, size - at,
             t->size);
@@ -141,6 +147,7 @@ int64_t tokenizer_encode(const Tokenizer* tokenizer, const char* text, int32_t* 
     size_t left = strlen(text);
     int64_t n = 0;
     while (left > 0 && n < room) {
+        // The longest token that the rest of the text begins with.
         Token key = {text, tokenizer->longest, 0};
         if ((size_t)key.length > left) key.length = (int32_t)left;
         const Token* found = NULL;

@@ -29,17 +29,14 @@ void arena_add(Arena* arena, const char* name, Element element, int64_t count, i
         arena->entries = (ArenaEntry*)realloc(arena->entries, (size_t)arena->room * sizeof(ArenaEntry));
         if (!arena->entries) die(EXIT_FAILED, "out of host memory for the table of buffers");
     }
-    ArenaEntry* e = &arena->entries[arena->count++];
-    e->name = name;
-    e->element = element;
-    e->count = count;
-    e->per_token = per_token;
-    e->slot = slot;
+    ArenaEntry entry = {.name = name, .element = element, .count = count, .per_token = per_token, .slot = slot};
+    arena->entries[arena->count++] = entry;
 }
 
+// Of a buffer in the arena: rounded up, so that the next one is aligned as well.
 static size_t entry_bytes(const Arena* arena, int i) {
-    return ((size_t)arena->entries[i].count * element_bytes(arena->entries[i].element, arena->backend) + 255) / 256 *
-           256;
+    const ArenaEntry* e = &arena->entries[i];
+    return (size_t)round_up(e->count * (int64_t)element_bytes(e->element, arena->backend), 256);
 }
 
 size_t arena_bytes(const Arena* arena) {
@@ -48,6 +45,7 @@ size_t arena_bytes(const Arena* arena) {
     return bytes;
 }
 
+// The buffers lie one after the other, in the order in which they were named.
 void arena_allocate(Arena* arena) {
     ASSERT(arena->backend == BACKEND);
     arena->memory = (char*)device_alloc(arena_bytes(arena), arena->purpose);

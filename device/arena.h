@@ -1,5 +1,10 @@
 // Memory as a table: every buffer of a purpose is named first, then all are allocated at once. The same table, laid out
 // for either backend, is what --dry-run prints, so prediction and allocation cannot drift apart.
+//
+//   arena_init       purpose "activations kept", backend
+//   arena_add        "residual"  floatX  N * C   -> &block->residual     a line for each buffer
+//   arena_add        "rstd"      real    N       -> &block->rstd
+//   arena_allocate   one piece of memory; each address goes to where its line points
 #ifndef DEVICE_ARENA_H
 #define DEVICE_ARENA_H
 

@@ -9,6 +9,7 @@
 #include <time.h>
 #include <unistd.h>
 
+// What die_as_rank has set: this process among the ranks of a run.
 static struct {
     int rank;
     char who[128];
@@ -27,8 +28,9 @@ static void leave(int signal_number) {
     _Exit(exit_code);
 }
 
-// Before a rank speaks of a failure that the others may share. Ended by rank 0 it goes at once: no handler of SIGTERM
-// has work to save any more. And whatever hangs on the way out, some seconds later this process is gone.
+// Waits before a rank prints a failure that the others may share. A rank that rank 0 ends meanwhile goes at once: no
+// handler of SIGTERM has work to save any more. Whatever hangs on the way out, an alarm ends this process some seconds
+// later.
 static void wait_for_rank_0(int code) {
     unsigned patience_ms = run.rank == 0 ? 0 : 1000 + 250 * (unsigned)(run.rank < 20 ? run.rank : 20);
     signal(SIGTERM, SIG_DFL);
@@ -62,7 +64,7 @@ char* host_printable(const char* bytes, size_t n, const char* keep) {
     return text;
 }
 
-// One line in one piece: other ranks write to the same terminal. Takes no memory: there may be none.
+// Prints one line in one piece, because other ranks write to the same terminal. Takes no memory: there may be none.
 static void say(const char* kind, const char* who, const char* format, va_list args) {
     char text[8192], line[4 * sizeof(text) + 2];
     int room = (int)sizeof(text), n = snprintf(text, (size_t)room, "train_moe: %s: %s", kind, who);
@@ -76,11 +78,14 @@ void die(int code, const char* format, ...) {
     static pthread_mutex_t first = PTHREAD_MUTEX_INITIALIZER;  // never unlocked: other threads wait for the end
     pthread_mutex_lock(&first);
     if (run.end_all) wait_for_rank_0(code);
+
+    // What the run printed so far comes before the message.
     fflush(stdout);
     va_list args;
     va_start(args, format);
     say("error", run.who, format, args);
     va_end(args);
+
     if (run.end_all) run.end_all(code);
     // _Exit: other threads may still be at work (the loader), and exit handlers must not wait for them.
     _Exit(code);
@@ -101,6 +106,12 @@ void warn_here(const char* format, ...) {
     va_end(args);
 }
 
+double host_seconds(void) {
+    struct timespec t;
+    clock_gettime(CLOCK_MONOTONIC, &t);
+    return (double)t.tv_sec + 1e-9 * (double)t.tv_nsec;
+}
+
 void* host_alloc(size_t bytes) {
     void* p = calloc(1, bytes ? bytes : 1);
     if (!p) die(EXIT_FAILED, "out of host memory: %zu bytes were asked for", bytes);
@@ -114,15 +125,33 @@ char* host_strdup(const char* text) {
     return copy;
 }
 
+// `before` and what is printed after it, in fresh memory: measured first, then printed into room of the right size.
+static char* print_after(const char* before, const char* format, va_list args) {
+    va_list again;
+    va_copy(again, args);
+    int n = vsnprintf(NULL, 0, format, args);
+    ASSERT(n >= 0);
+    size_t length = strlen(before);
+    char* text = (char*)host_alloc(length + (size_t)n + 1);
+    memcpy(text, before, length);
+    vsnprintf(text + length, (size_t)n + 1, format, again);
+    va_end(again);
+    return text;
+}
+
 char* host_format(const char* format, ...) {
     va_list args;
     va_start(args, format);
-    int n = vsnprintf(NULL, 0, format, args);
-    va_end(args);
-    ASSERT(n >= 0);
-    char* text = (char*)host_alloc((size_t)n + 1);
-    va_start(args, format);
-    vsnprintf(text, (size_t)n + 1, format, args);
+    char* text = print_after("", format, args);
     va_end(args);
     return text;
+}
+
+void host_append(char** text, const char* format, ...) {
+    va_list args;
+    va_start(args, format);
+    char* longer = print_after(*text, format, args);
+    va_end(args);
+    free(*text);
+    *text = longer;
 }

@@ -29,7 +29,7 @@ void warn_here(const char* format, ...) PRINTF_LIKE(1, 2);
 
 // Makes die() end a run of several ranks (parallel/ranks_mpi.c calls it): `who` ("rank 2 of 4 (host): ") stands before
 // the message, and end_all(code) then ends every rank, this one too. Ranks other than 0 wait a moment before they
-// speak: where all fail for one reason, rank 0 says it and ends them. end_all NULL: this process is on its own again.
+// print: where all fail for one reason, rank 0 prints it and ends them. end_all NULL: this process is on its own again.
 void die_as_rank(int rank, const char* who, void (*end_all)(int code));
 
 // A broken promise inside the program (a bug, not bad input): file:line and the condition.
@@ -41,11 +41,16 @@ void die_as_rank(int rank, const char* who, void (*end_all)(int code));
 // n bytes as a string for a terminal, in fresh memory: control characters but those in `keep` as \\x1b.
 char* host_printable(const char* bytes, size_t n, const char* keep);
 
+// Seconds on a clock that only moves forward.
+double host_seconds(void);
+
 // malloc and strdup that never return NULL. Zeroed. For host memory outside the training step.
 void* host_alloc(size_t bytes);
 char* host_strdup(const char* text);
 // printf into a fresh string of the right length; the caller frees it.
 char* host_format(const char* format, ...) PRINTF_LIKE(1, 2);
+// printf at the end of *text, a string in memory of its own, which moves.
+void host_append(char** text, const char* format, ...) PRINTF_LIKE(2, 3);
 
 END_C
 

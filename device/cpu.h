@@ -27,7 +27,7 @@ struct Ctx {
 // Parallelism is over tiles of the output whose size never depends on the number of threads, so the bits do not either.
 enum { TILE = 128 };
 
-// This thread's number inside a parallel region: where its scratch lies.
+// This thread's number inside a parallel region, by which it finds its scratch.
 static inline int thread_index(void) { return omp_get_thread_num(); }
 
 // The workspace as `count` elements of real; ends the run if the op asks for more than its x_workspace said.

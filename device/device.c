@@ -1,3 +1,6 @@
+// The CPU as a device: work happens when it is given, device memory is host memory, and a Ctx holds the number of
+// threads and the workspace. Most of this file is about what surrounds the work: OpenBLAS's kernels and buffers, and
+// how much memory a process may still take.
 #define _GNU_SOURCE  // sched_setaffinity
 #include <omp.h>
 #include <sched.h>
@@ -7,7 +10,6 @@
 #include <sys/auxv.h>
 #include <sys/mman.h>
 #include <sys/resource.h>
-#include <time.h>
 #include <unistd.h>
 
 #include "device/cpu.h"
@@ -19,13 +21,14 @@ extern char* openblas_get_config(void) __attribute__((weak));
 extern void* blas_memory_alloc(int place) __attribute__((weak));
 extern void blas_memory_free(void* buffer) __attribute__((weak));
 
+// What fetch_begin copied, until fetch_end is asked for it.
 struct Fetch {
     size_t bytes;
     void* host;
 };
 
 struct Stopwatch {
-    double start, stop;
+    double start, stop;  // seconds
 };
 
 // OpenBLAS takes SSE3 kernels (Prescott) or AVX2 ones (Haswell, Zen) on processors younger than itself. Families that
@@ -42,6 +45,7 @@ const char* blas_kernels(const char* chosen, int avx2, int avx512) {
     return avx2 && old ? "Haswell" : NULL;
 }
 
+// The kernels to ask OpenBLAS for on this processor; NULL: its choice stands, or it is another library.
 static const char* better_kernels(void) {
 #ifdef __x86_64__
     if (!openblas_get_corename || !openblas_get_config || !strstr(openblas_get_config(), "DYNAMIC_ARCH")) return NULL;
@@ -69,19 +73,20 @@ static void unbind(void) {
     if (CPU_COUNT(&all)) sched_setaffinity(0, sizeof(all), &all);
 }
 
-// Whether the environment lacked it.
+// Sets a variable of the environment that is not set. Whether it did.
 static int set_variable(const char* name, const char* value) {
     return value && !getenv(name) && setenv(name, value, 1) == 0;
 }
 
 void device_setup(char** argv) {
-    // Some 50 to 100 us, about what a sleeping thread takes to wake: longer, waiting would take the processor from
-    // other programs, and from the thread they wait for.
+    // 2000 turns are 50 to 100 us, about what a sleeping thread takes to wake. Longer waits would take the processor
+    // from other programs, and from the thread that is waited for.
     int lacked = !getenv("OMP_WAIT_POLICY") && set_variable("GOMP_SPINCOUNT", "2000");
     lacked |= set_variable("OPENBLAS_NUM_THREADS", "1");
     lacked |= set_variable("OPENBLAS_CORETYPE", better_kernels());
-    // Not /proc/self/exe, which would name the process "exe". Without AT_BASE the loader was started, with the program
-    // as its argument.
+
+    // Starts again. Not /proc/self/exe, which would name the process "exe". Without AT_BASE the loader was started,
+    // with the program as its argument.
     if (!lacked || !getauxval(AT_BASE)) return;
     unbind();
     execv((const char*)getauxval(AT_EXECFN), argv);
@@ -90,10 +95,12 @@ void device_setup(char** argv) {
 void device_choose(int index) { (void)index; }
 
 // A product takes a buffer, which OpenBLAS keeps for later ones. Where there is no memory for it, OpenBLAS tries again
-// for ever: so all buffers are taken here, once it is sure that they can be had.
+// for ever. So all buffers are taken here, after a trial has shown that they can be had.
 static void take_buffers(int threads) {
     const size_t bytes = (size_t)128 << 20;  // of address space; OpenBLAS 0.3 has none larger on x86-64 and arm64
     if (!blas_memory_alloc || !blas_memory_free) return;
+
+    // The trial: the same address space in pieces of ours, given back at once.
     void** rooms = (void**)host_alloc((size_t)threads * sizeof(void*));
     for (int i = 0; i < threads; i++) {
         rooms[i] = mmap(NULL, bytes, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS, -1, 0);
@@ -105,6 +112,8 @@ static void take_buffers(int threads) {
     }
     for (int i = 0; i < threads; i++) munmap(rooms[i], bytes);
     free(rooms);
+
+    // Each thread takes one and gives it back when all have theirs: OpenBLAS then has as many.
 #pragma omp parallel num_threads(threads)
     {
         void* buffer = blas_memory_alloc(0);
@@ -132,7 +141,7 @@ void ctx_destroy(Ctx* ctx) {
     free(ctx);
 }
 
-// On the CPU work happens when it is given, so lines of work and the order between them mean nothing.
+// Work happens when it is given, so streams and the order between them mean nothing.
 Ctx* ctx_side(Ctx* ctx) {
     Ctx* side = (Ctx*)host_alloc(sizeof(Ctx));
     side->threads = ctx->threads;
@@ -161,6 +170,7 @@ static int64_t number_in(const char* path, const char* name) {
     return number;
 }
 
+// The same of a file of a control group.
 static int64_t number_of_group(const char* group, const char* file, const char* name) {
     char* path = host_format("/sys/fs/cgroup%s/%s", group, file);
     int64_t number = number_in(path, name);
@@ -176,6 +186,8 @@ static int64_t left_in_groups(int64_t most) {
     while (file && fgets(line, sizeof(line), file))
         if (strncmp(line, "0::", 3) == 0) end = line + strcspn(line, "\n");
     if (file) fclose(file);
+
+    // From this process' group outwards: each is the folder around the one before.
     for (; end; end = strrchr(line + 2, '/')) {
         *end = 0;
         const char* group = line + 3;
@@ -187,9 +199,12 @@ static int64_t left_in_groups(int64_t most) {
     return most;
 }
 
+// What the machine could give without swapping out what others use, and its free swap.
 size_t device_free_memory(int sharing) {
     int64_t available = number_in("/proc/meminfo", "MemAvailable:"), swap = number_in("/proc/meminfo", "SwapFree:");
     if (available < 0) return 0;
+
+    // The machine's, shared, and less where a control group or a limit of this process allows less.
     int64_t left = left_in_groups(1024 * (available + max_i64(swap, 0))) / sharing;
     struct rlimit limit;
     if (getrlimit(RLIMIT_AS, &limit) == 0 && limit.rlim_cur != RLIM_INFINITY)
@@ -236,16 +251,10 @@ void fetch_destroy(Fetch* fetch) {
 void fetch_begin(Fetch* fetch, const void* from, Ctx* ctx) { device_download(fetch->host, from, fetch->bytes, ctx); }
 const void* fetch_end(Fetch* fetch) { return fetch->host; }
 
-static double now(void) {
-    struct timespec t;
-    clock_gettime(CLOCK_MONOTONIC, &t);
-    return (double)t.tv_sec + 1e-9 * (double)t.tv_nsec;
-}
-
 Stopwatch* stopwatch_create(void) { return (Stopwatch*)host_alloc(sizeof(Stopwatch)); }
 void stopwatch_destroy(Stopwatch* watch) { free(watch); }
-void stopwatch_start(Stopwatch* watch, Ctx* ctx) { (void)ctx, watch->start = now(); }
-void stopwatch_stop(Stopwatch* watch, Ctx* ctx) { (void)ctx, watch->stop = now(); }
+void stopwatch_start(Stopwatch* watch, Ctx* ctx) { (void)ctx, watch->start = host_seconds(); }
+void stopwatch_stop(Stopwatch* watch, Ctx* ctx) { (void)ctx, watch->stop = host_seconds(); }
 double stopwatch_seconds(Stopwatch* watch) { return watch->stop - watch->start; }
 
 void device_to_floatX(floatX* out, const real* in, int64_t n, Ctx* ctx) {

@@ -28,8 +28,8 @@ void device_choose(int index);
 // `workspace` bytes are shared by all ops; each header that needs some has an `x_workspace` function that says how
 // much.
 Ctx* ctx_create(size_t workspace);
-// A line of work beside ctx's on the same device, with an order of its own, for copies, sums and transfers: it has no
-// workspace, takes no uploads and no matrix products.
+// A second stream on ctx's device, with an order of its own, for copies, sums and transfers. It has no workspace, and
+// takes no uploads and no matrix products.
 Ctx* ctx_side(Ctx* ctx);
 void ctx_destroy(Ctx* ctx);
 void ctx_sync(Ctx* ctx);  // waits until all work given to ctx is done
@@ -57,16 +57,16 @@ void device_zero(void* p, size_t bytes, Ctx* ctx);
 void device_upload(void* to, const void* host, size_t bytes, Ctx* ctx);
 void device_download(void* host, const void* from, size_t bytes, Ctx* ctx);
 
-// A copy to the host that nobody waits for until its value is wanted: begin queues it behind the work so far,
-// end waits for it and returns the host's copy. One copy in flight per Fetch.
+// A copy to the host that nobody waits for until its value is wanted: begin queues it after the work so far, end waits
+// for it and returns the host's copy. One copy in flight per Fetch.
 typedef struct Fetch Fetch;
 Fetch* fetch_create(size_t bytes);
 void fetch_destroy(Fetch* fetch);
 void fetch_begin(Fetch* fetch, const void* from, Ctx* ctx);
 const void* fetch_end(Fetch* fetch);
 
-// Order between lines of work: what is given to `ctx` after event_wait runs after what was given to event_record's ctx
-// before event_record. Waiting for an event that was never recorded is no wait. The host never waits.
+// Order between streams: what is given to `ctx` after event_wait runs after what was given to event_record's ctx before
+// event_record. Waiting for an event that was never recorded is no wait. The host never waits.
 typedef struct Event Event;
 Event* event_create(void);
 void event_destroy(Event* event);

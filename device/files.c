@@ -11,6 +11,13 @@
 
 #include "device/check.h"
 
+// The result of a call that failed for the reason `why`.
+static int fails(int why) {
+    errno = why;
+    return -1;
+}
+
+// Makes the first folder of the path, then the first two, and so on.
 int make_folders(const char* path) {
     char* part = host_strdup(path);
     int result = 0;
@@ -34,7 +41,7 @@ int make_folders(const char* path) {
     return result;
 }
 
-// Relative to an open folder, so that no link can come between.
+// Removes a name in an open folder: no link can come between.
 static int remove_at(int parent, const char* name) {
     if (unlinkat(parent, name, 0) == 0 || errno == ENOENT) return 0;
     if (errno != EISDIR && errno != EPERM) return -1;  // how Linux and POSIX say that it is a folder
@@ -48,9 +55,7 @@ static int remove_at(int parent, const char* name) {
             result = remove_at(dirfd(folder), entry->d_name);
     int why = errno;
     closedir(folder);
-    if (result == 0 && why == 0) return unlinkat(parent, name, AT_REMOVEDIR);
-    errno = why;
-    return -1;
+    return result == 0 && why == 0 ? unlinkat(parent, name, AT_REMOVEDIR) : fails(why);
 }
 
 bool is_link(const char* path) {
@@ -58,36 +63,39 @@ bool is_link(const char* path) {
     return lstat(path, &info) == 0 && S_ISLNK(info.st_mode);
 }
 
-int remove_tree(const char* path) {
-    if (!is_link(path)) return remove_at(AT_FDCWD, path);
-    errno = ELOOP;
-    return -1;
-}
+int remove_tree(const char* path) { return is_link(path) ? fails(ELOOP) : remove_at(AT_FDCWD, path); }
 
 int sync_folder(const char* path) {
     int fd = open(path, O_RDONLY | O_DIRECTORY | O_CLOEXEC);
     if (fd < 0) return -1;
     int result = fsync(fd), why = errno;
     close(fd);
-    errno = why;
-    return result;
+    return result == 0 ? 0 : fails(why);
 }
 
 int open_file(const char* path) {
     struct stat info;
     if (stat(path, &info) != 0) return -1;
     if (S_ISREG(info.st_mode)) return open(path, O_RDONLY | O_NONBLOCK | O_CLOEXEC);
-    errno = S_ISDIR(info.st_mode) ? EISDIR : ENXIO;
-    return -1;
+    return fails(S_ISDIR(info.st_mode) ? EISDIR : ENXIO);
 }
 
 int create_file(const char* path) {
-    if (is_link(path)) {
-        errno = ELOOP;
-        return -1;
-    }
+    if (is_link(path)) return fails(ELOOP);
     if (unlink(path) != 0 && errno != ENOENT) return -1;
     return open(path, O_WRONLY | O_CREAT | O_EXCL | O_NOFOLLOW | O_CLOEXEC, 0666);
+}
+
+int64_t read_at(int fd, void* out, int64_t bytes, int64_t offset) {
+    int64_t done = 0;
+    while (done < bytes) {
+        ssize_t n = pread(fd, (char*)out + done, (size_t)(bytes - done), (off_t)(offset + done));
+        if (n < 0 && errno == EINTR) continue;
+        if (n < 0) return -1;
+        if (n == 0) break;
+        done += n;
+    }
+    return done;
 }
 
 char* read_file(const char* path, size_t limit, size_t* size) {
@@ -95,6 +103,8 @@ char* read_file(const char* path, size_t limit, size_t* size) {
     if (fd < 0) return NULL;
     size_t room = 1 << 16, got = 0;
     char* text = (char*)host_alloc(room);
+
+    // Its size is not asked for: a file may grow while it is read.
     ssize_t n;
     while ((n = read(fd, text + got, room - got - 1)) > 0 && (got += (size_t)n) <= limit) {
         if (got + 1 < room) continue;
@@ -108,6 +118,7 @@ char* read_file(const char* path, size_t limit, size_t* size) {
         errno = why;
         return NULL;
     }
+
     text[got] = 0;
     if (size) *size = got;
     return text;
@@ -119,23 +130,23 @@ int lock_file(const char* path) {
     memset(&whole, 0, sizeof(whole));
     whole.l_type = F_WRLCK;
     for (;;) {
-        int fd = is_link(path) ? (errno = ELOOP, -1) : open(path, O_RDWR | O_CREAT | O_NOFOLLOW | O_CLOEXEC, 0666);
+        int fd = is_link(path) ? fails(ELOOP) : open(path, O_RDWR | O_CREAT | O_NOFOLLOW | O_CLOEXEC, 0666);
         if (fd < 0) return -1;
-        if (fcntl(fd, F_SETLK, &whole) == 0) {
-            // Its last holder may have removed it meanwhile: then this lock is on a file that nobody else finds.
-            if (fstat(fd, &held) == 0 && lstat(path, &named) == 0 && held.st_ino == named.st_ino) {
-                char host[64] = "";
-                gethostname(host, sizeof(host) - 1);
-                if (ftruncate(fd, 0) == 0) dprintf(fd, "process %d on %s", (int)getpid(), host);
-                return fd;
-            }
+        if (fcntl(fd, F_SETLK, &whole) != 0) {
+            int why = errno;
+            close(fd);
+            return fails(why == EACCES ? EAGAIN : why);
+        }
+
+        // Its last holder may have removed the file meanwhile. This lock is then on a file that nobody else finds.
+        if (fstat(fd, &held) != 0 || lstat(path, &named) != 0 || held.st_ino != named.st_ino) {
             close(fd);
             continue;
         }
-        int why = errno == EACCES ? EAGAIN : errno;
-        close(fd);
-        errno = why;
-        return -1;
+        char host[64] = "";
+        gethostname(host, sizeof(host) - 1);
+        if (ftruncate(fd, 0) == 0) dprintf(fd, "process %d on %s", (int)getpid(), host);
+        return fd;
     }
 }
 

@@ -25,6 +25,8 @@ int sync_folder(const char* path);
 int open_file(const char* path);
 // A fresh file for writing, in place of a file of that name (whose other names keep what it holds). Descriptor, or -1.
 int create_file(const char* path);
+// Reads up to `bytes` bytes from `offset` on; fewer only at the end of the file. How many, or -1.
+int64_t read_at(int fd, void* out, int64_t bytes, int64_t offset);
 // The whole file, of `limit` bytes at most, with a NUL after it, in fresh memory; NULL: EFBIG where it is longer. *size
 // may be NULL.
 char* read_file(const char* path, size_t limit, size_t* size);

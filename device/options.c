@@ -9,7 +9,6 @@
 #include "device/check.h"
 
 static void* value_at(const Option* o, void* values) { return (char*)values + o->offset; }
-static const void* value_in(const Option* o, const void* values) { return (const char*)values + o->offset; }
 
 // Index of `text` in "a|b|c", -1 if it is none of them.
 static int64_t choice_index(const char* choices, const char* text) {
@@ -24,6 +23,7 @@ static int64_t choice_index(const char* choices, const char* text) {
     return -1;
 }
 
+// Number `index` of "a|b|c", in fresh memory.
 static char* choice_name(const char* choices, int64_t index) {
     const char* c = choices;
     while (index-- > 0) c = strchr(c, '|') + 1;
@@ -31,41 +31,41 @@ static char* choice_name(const char* choices, int64_t index) {
     return host_format("%.*s", end ? (int)(end - c) : (int)strlen(c), c);
 }
 
-void options_set(const Option* o, void* values, const char* text) {
+static int64_t whole_number(const Option* o, const char* text) {
     char* end = NULL;
     errno = 0;
+    long long v = strtoll(text, &end, 10);
+    if (end == text || *end || errno)
+        die(EXIT_USAGE, "--%s takes a whole number from %.15g to %.15g, not '%s'", o->name, o->min, o->max, text);
+    if ((double)v < o->min || (double)v > o->max)
+        die(EXIT_USAGE, "--%s %s is out of range: from %.15g to %.15g are allowed", o->name, text, o->min, o->max);
+    return v;
+}
+
+static double number(const Option* o, const char* text) {
+    char* end = NULL;
+    double v = strtod(text, &end);
+    if (end == text || *end || !isfinite(v))
+        die(EXIT_USAGE, "--%s takes a number from %g to %g, not '%s'", o->name, o->min, o->max, text);
+    if (v < o->min || v > o->max)
+        die(EXIT_USAGE, "--%s %s is out of range: from %g to %g are allowed", o->name, text, o->min, o->max);
+    return v;
+}
+
+void options_set(const Option* o, void* values, const char* text) {
+    void* value = value_at(o, values);
     switch (o->type) {
-        case OPTION_INT: {
-            long long v = strtoll(text, &end, 10);
-            if (end == text || *end || errno)
-                die(EXIT_USAGE, "--%s takes a whole number from %.15g to %.15g, not '%s'", o->name, o->min, o->max,
-                    text);
-            if ((double)v < o->min || (double)v > o->max)
-                die(EXIT_USAGE, "--%s %s is out of range: from %.15g to %.15g are allowed", o->name, text, o->min,
-                    o->max);
-            *(int64_t*)value_at(o, values) = v;
+        case OPTION_INT: *(int64_t*)value = whole_number(o, text); return;
+        case OPTION_FLOAT: *(double*)value = number(o, text); return;
+        case OPTION_CHOICE:
+            *(int64_t*)value = choice_index(o->choices, text);
+            if (*(int64_t*)value < 0) die(EXIT_USAGE, "--%s takes one of %s, not '%s'", o->name, o->choices, text);
             return;
-        }
-        case OPTION_FLOAT: {
-            double v = strtod(text, &end);
-            if (end == text || *end || !isfinite(v))
-                die(EXIT_USAGE, "--%s takes a number from %g to %g, not '%s'", o->name, o->min, o->max, text);
-            if (v < o->min || v > o->max)
-                die(EXIT_USAGE, "--%s %s is out of range: from %g to %g are allowed", o->name, text, o->min, o->max);
-            *(double*)value_at(o, values) = v;
-            return;
-        }
-        case OPTION_CHOICE: {
-            int64_t index = choice_index(o->choices, text);
-            if (index < 0) die(EXIT_USAGE, "--%s takes one of %s, not '%s'", o->name, o->choices, text);
-            *(int64_t*)value_at(o, values) = index;
-            return;
-        }
         case OPTION_TEXT:
-            free(*(char**)value_at(o, values));
-            *(char**)value_at(o, values) = host_strdup(text);
+            free(*(char**)value);
+            *(char**)value = host_strdup(text);
             return;
-        case OPTION_FLAG: *(int64_t*)value_at(o, values) = text[0] == '1'; return;
+        case OPTION_FLAG: *(int64_t*)value = text[0] == '1'; return;
     }
 }
 
@@ -76,13 +76,14 @@ void options_defaults(const Option* table, int count, void* values) {
 
 void options_free(const Option* table, int count, void* values) {
     for (int i = 0; i < count; i++) {
+        char** text = (char**)value_at(&table[i], values);
         if (table[i].type != OPTION_TEXT) continue;
-        free(*(char**)value_at(&table[i], values));
-        *(char**)value_at(&table[i], values) = NULL;
+        free(*text);
+        *text = NULL;
     }
 }
 
-// Edit distance (Levenshtein), for "did you mean".
+// Edit distance (Levenshtein), for "did you mean". row[j] is the distance of the first i letters of a and j of b.
 static int distance(const char* a, const char* b) {
     int row[64], n = (int)strlen(b);
     if (n > 63) return 64;
@@ -106,28 +107,28 @@ void options_parse(const Option* table, int count, void* values, char* given, in
         const char* name = argv[a];
         if (strncmp(name, "--", 2) != 0)
             die(EXIT_USAGE, "'%s' is not an option; options look like --name value (--help lists them)", name);
-        int found = -1, nearest = 0;
-        for (int i = 0; i < count; i++) {
-            if (strcmp(table[i].name, name + 2) == 0) found = i;
-            if (distance(table[i].name, name + 2) < distance(table[nearest].name, name + 2)) nearest = i;
-        }
-        if (found < 0)
-            die(EXIT_USAGE, "unknown option %s; did you mean --%s? (--help lists all)", name, table[nearest].name);
+
+        // The option of this name, or else the one with the nearest name.
+        int found = 0;
+        for (int i = 0; i < count; i++)
+            if (distance(table[i].name, name + 2) < distance(table[found].name, name + 2)) found = i;
+        const Option* o = &table[found];
+        if (strcmp(o->name, name + 2) != 0)
+            die(EXIT_USAGE, "unknown option %s; did you mean --%s? (--help lists all)", name, o->name);
         if (given[found]) die(EXIT_USAGE, "%s is given twice", name);
         given[found] = 1;
-        if (table[found].type == OPTION_FLAG) {
-            options_set(&table[found], values, "1");
-            continue;
-        }
-        if (a + 1 >= argc) die(EXIT_USAGE, "%s needs a value", name);
-        if (strncmp(argv[a + 1], "--", 2) == 0)
+
+        // A flag has no value. A value that looks like an option is a value forgotten.
+        int flag = o->type == OPTION_FLAG;
+        if (!flag && a + 1 >= argc) die(EXIT_USAGE, "%s needs a value", name);
+        if (!flag && strncmp(argv[a + 1], "--", 2) == 0)
             die(EXIT_USAGE, "%s needs a value, and %s looks like an option", name, argv[a + 1]);
-        options_set(&table[found], values, argv[++a]);
+        options_set(o, values, flag ? "1" : argv[++a]);
     }
 }
 
 char* option_text(const Option* o, const void* values) {
-    const void* v = value_in(o, values);
+    const void* v = (const char*)values + o->offset;
     switch (o->type) {
         case OPTION_FLOAT: return host_format("%.9g", *(const double*)v);
         case OPTION_CHOICE: return choice_name(o->choices, *(const int64_t*)v);
@@ -136,6 +137,7 @@ char* option_text(const Option* o, const void* values) {
     }
 }
 
+// A group begins on a line of its own, and its lines have 120 columns at most.
 void options_print(const Option* table, int count, const void* values) {
     int column = 0;
     for (int i = 0; i < count; i++) {
@@ -152,19 +154,21 @@ void options_print(const Option* table, int count, const void* values) {
 }
 
 void options_help(const Option* table, int count, const char* program) {
+    static const char* const kinds[] = {"N", "X", "TEXT", "", ""};  // by OptionType
     printf("usage: %s --train GLOB [options]\n", program);
+    const Option* first = table;  // of the group
     for (int i = 0; i < count; i++) {
         const Option* o = &table[i];
-        if (i == 0 || strcmp(o->group, table[i - 1].group) != 0) printf("\n%s\n", o->group);
-        char* kind = o->type == OPTION_CHOICE ? host_strdup(o->choices)
-                                              : host_strdup(o->type == OPTION_INT     ? "N"
-                                                            : o->type == OPTION_FLOAT ? "X"
-                                                            : o->type == OPTION_TEXT  ? "TEXT"
-                                                                                      : "");
-        char* usage = host_format("--%s %s", o->name, kind);
-        const char* initial = o->type == OPTION_FLAG ? "off" : o->initial ? o->initial : "the model's";
-        printf("  %-34s %s [%s]\n", usage, o->help, *initial ? initial : "none");
+        if (i == 0 || strcmp(o->group, first->group) != 0) {
+            first = o;
+            printf("\n%s\n", o->group);
+        }
+        char* usage = host_format("--%s %s", o->name, o->choices ? o->choices : kinds[o->type]);
+        char* initial = o->type == OPTION_FLAG ? host_strdup("off")
+                        : !o->initial          ? host_format("by --%s", first->name)
+                                               : host_strdup(*o->initial ? o->initial : "none");
+        printf("  %-34s %s [%s]\n", usage, o->help, initial);
+        free(initial);
         free(usage);
-        free(kind);
     }
 }

@@ -1,5 +1,11 @@
 // Options as one table: it parses the command line, prints --help and the configuration, and writes the checkpoint's
 // record, so that these cannot drift apart. Values live in a plain struct that the table points into.
+//
+//   a row           {"run", "steps", OPTION_INT, offsetof(Settings, steps), "1000", 1, 1e9, NULL, 0, "updates in all"}
+//   command line    --steps 500
+//   --help          --steps N      updates in all [1000]
+//   configuration   run         steps 500
+//   record          "steps": 500
 #ifndef DEVICE_OPTIONS_H
 #define DEVICE_OPTIONS_H
 
@@ -20,14 +26,15 @@ typedef struct Option {
     const char* name;  // without the dashes
     OptionType type;
     size_t offset;        // of the value in the struct
-    const char* initial;  // default as text; NULL: set elsewhere (by the model preset)
-    double min, max;      // INT and FLOAT: allowed range, both ends in
+    const char* initial;  // default as text; NULL: it follows from the first option of the group, a preset's name
+    double min, max;      // INT and FLOAT: allowed range, both ends included
     const char* choices;  // CHOICE: "a|b|c"
     int fixed;            // 1: part of what a run is; a resumed run must have the same value
     const char* help;
 } Option;
 
-// Puts the defaults into `values`, which must be zeroed. Options without one are left alone.
+// Puts the defaults into `values`, whose texts must be NULL or in memory of their own. Options without a default are
+// left alone.
 void options_defaults(const Option* table, int count, void* values);
 
 // Reads `--name value` pairs and flags; given[i] becomes 1 for every option named. Ends the run with EXIT_USAGE on an

@@ -19,10 +19,10 @@ struct Pool {
 };
 
 static void add_chunk(Pool* pool, void* memory, size_t bytes) {
+    Chunk chunk = {(char*)memory, bytes};
     pool->chunks = (Chunk*)realloc(pool->chunks, (size_t)(pool->count + 1) * sizeof(Chunk));
     if (!pool->chunks) die(EXIT_FAILED, "out of host memory for the pool of %s", pool->purpose);
-    pool->chunks[pool->count].memory = (char*)memory;
-    pool->chunks[pool->count++].bytes = bytes;
+    pool->chunks[pool->count++] = chunk;
 }
 
 Pool* pool_create(const char* purpose, void* memory, size_t bytes) {
@@ -40,7 +40,8 @@ void pool_destroy(Pool* pool) {
     free(pool);
 }
 
-// Steps that need more are often followed by others that need a little more: at least a sixteenth of the pool.
+// Adds a chunk with room for `need` bytes, and of a sixteenth of the pool at least: steps that need more are often
+// followed by others that need a little more.
 static void grow(Pool* pool, size_t need) {
     size_t all = 0, megabyte = (size_t)1 << 20;
     for (int i = 0; i < pool->count; i++) all += pool->chunks[i].bytes;
@@ -50,6 +51,7 @@ static void grow(Pool* pool, size_t need) {
     add_chunk(pool, device_alloc(bytes, pool->purpose), bytes);
 }
 
+// A buffer lies in one chunk: what is left of a chunk where it does not fit stays empty.
 void* pool_take(Pool* pool, size_t bytes) {
     bytes = (bytes + 255) / 256 * 256;
     while (bytes > pool->chunks[pool->top.chunk].bytes - pool->top.at) {

@@ -1,6 +1,10 @@
-// Device memory for what is needed in an amount that is known only during a step: a stack, taken from in forward order
-// and given back in reverse. Planned with a size; a step that needs more gets more (allocated then and there, and
-// said), so nothing is ever dropped.
+// Device memory for what is needed in an amount that only a step knows: a stack. Forward takes from it, and backward
+// gives back in reverse order. It is planned with a size. A step that needs more gets another chunk, with a warning, so
+// nothing is ever dropped:
+//
+//   chunk 0 (planned)                          chunk 1 (allocated in the step that needed it)
+//   | layer 1 | layer 2 | layer 3 | too small | | layer 4      | free        |
+//                                                              ^ top {chunk 1, at}
 #ifndef DEVICE_POOL_H
 #define DEVICE_POOL_H
 

@@ -2,6 +2,7 @@
 
 #include <math.h>
 
+// Ten rounds of two multiplications on a counter of four words, under a key that moves on each round.
 void philox(uint32_t out[4], uint64_t seed, uint32_t stream, uint64_t index) {
     uint32_t c0 = (uint32_t)index, c1 = (uint32_t)(index >> 32), c2 = stream, c3 = 0;
     uint32_t k0 = (uint32_t)seed, k1 = (uint32_t)(seed >> 32);
@@ -29,6 +30,7 @@ double random_uniform(uint64_t seed, uint32_t stream, uint64_t index) {
     return cell(word[index % 4]);
 }
 
+// c[0] + c[1] x + ... + c[7] x^7, by Horner's rule.
 static double polynomial(const double* c, double x) {
     double sum = c[7];
     for (int i = 6; i >= 0; i--) sum = sum * x + c[i];
@@ -40,31 +42,25 @@ static double normal_quantile(double p) {
     static const double a[8] = {3.3871328727963666080e0, 1.3314166789178437745e2, 1.9715909503065514427e3,
                                 1.3731693765509461125e4, 4.5921953931549871457e4, 6.7265770927008700853e4,
                                 3.3430575583588128105e4, 2.5090809287301226727e3};
-    static const double b[8] = {1.0,
-                                4.2313330701600911252e1,
-                                6.8718700749205790830e2,
-                                5.3941960214247511077e3,
-                                2.1213794301586595867e4,
-                                3.9307895800092710610e4,
-                                2.8729085735721942674e4,
-                                5.2264952788528545610e3};
+    static const double b[8] = {1.0000000000000000000e0, 4.2313330701600911252e1, 6.8718700749205790830e2,
+                                5.3941960214247511077e3, 2.1213794301586595867e4, 3.9307895800092710610e4,
+                                2.8729085735721942674e4, 5.2264952788528545610e3};
     static const double c[8] = {1.42343711074968357734e0,  4.63033784615654529590e0, 5.76949722146069140550e0,
                                 3.64784832476320460504e0,  1.27045825245236838258e0, 2.41780725177450611770e-1,
                                 2.27238449892691845833e-2, 7.74545014278341407640e-4};
-    static const double d[8] = {1.0,
-                                2.05319162663775882187e0,
-                                1.67638483018380384940e0,
-                                6.89767334985100004550e-1,
-                                1.48103976427480074590e-1,
-                                1.51986665636164571966e-2,
-                                5.47593808499534494600e-4,
-                                1.05075007164441684324e-9};
+    static const double d[8] = {1.0000000000000000000e0,   2.05319162663775882187e0,  1.67638483018380384940e0,
+                                6.89767334985100004550e-1, 1.48103976427480074590e-1, 1.51986665636164571966e-2,
+                                5.47593808499534494600e-4, 1.05075007164441684324e-9};
+
+    // The middle: a ratio of polynomials in q^2.
     double q = p - 0.5;
     if (fabs(q) <= 0.425) {
         double r = 0.180625 - q * q;
         return q * polynomial(a, r) / polynomial(b, r);
     }
-    // The draws are cut at 3 sigma, where sqrt(-ln p) = 2.58: AS 241's far tail (above 5) is never reached.
+
+    // The tail: a ratio of polynomials in sqrt(-ln p). The draws are cut at 3 sigma, where it is 2.58: AS 241's far
+    // tail (above 5) is never reached.
     double r = sqrt(-log(q < 0 ? p : 1 - p)) - 1.6;
     double z = polynomial(c, r) / polynomial(d, r);
     return q < 0 ? -z : z;
@@ -75,6 +71,7 @@ void random_normal(float* out, int64_t n, uint64_t seed, uint32_t stream, uint64
     const double width = 1 - 2 * low;
 #pragma omp parallel for schedule(static)
     for (int64_t block = 0; block < (n + 4095) / 4096; block++) {
+        // One call gives four numbers: elements 4k .. 4k + 3, wherever this rank's part begins.
         uint32_t word[4];
         uint64_t have = UINT64_MAX;  // the counter that word belongs to
         int64_t end = block * 4096 + 4096 < n ? block * 4096 + 4096 : n;

@@ -1,7 +1,7 @@
 #include "device/threads.h"
 
 #include <omp.h>
-#include <pthread.h>
+#include <signal.h>
 #include <stdlib.h>
 #include <string.h>
 
@@ -9,6 +9,7 @@
 
 enum { MOST = 512 };  // OpenBLAS has buffers for 640 products at once
 
+// A thread of the trial: waits until all have been started.
 static void* wait_at(void* gate) {
     pthread_mutex_lock((pthread_mutex_t*)gate);
     pthread_mutex_unlock((pthread_mutex_t*)gate);
@@ -22,6 +23,8 @@ void threads_check(void) {
             die(EXIT_USAGE, "OMP_NUM_THREADS asks for %d threads; it can be 1 to %d", threads, MOST);
         omp_set_num_threads(threads = MOST);
     }
+
+    // All that OpenMP may want at once, as a trial.
     pthread_t all[MOST];
     pthread_mutex_t gate = PTHREAD_MUTEX_INITIALIZER;
     pthread_mutex_lock(&gate);
@@ -33,4 +36,13 @@ void threads_check(void) {
             "out of memory, or of threads: %d of %d could be started (%s); set OMP_NUM_THREADS to fewer, or raise the "
             "limits (ulimit -v, ulimit -u)",
             started, threads, strerror(error));
+}
+
+int thread_start(pthread_t* thread, void* (*work)(void*), void* argument) {
+    sigset_t all, before;
+    sigfillset(&all);
+    pthread_sigmask(SIG_SETMASK, &all, &before);
+    int error = pthread_create(thread, NULL, work, argument);
+    pthread_sigmask(SIG_SETMASK, &before, NULL);
+    return error;
 }

@@ -5,8 +5,8 @@
 //           masters, moments. float32; double in the reference when built with F64=1 (the oracle of finite
 //           differences).
 //
-// Host code is compiled as C by gcc (CPU build) and as C++ by nvcc (CUDA build). It hands floatX* on and never reads
-// it.
+// Host code is compiled as C11 by gcc (CPU build) and as C++20 by nvcc (CUDA build). It hands floatX* on and never
+// reads it.
 #ifndef DEVICE_TYPES_H
 #define DEVICE_TYPES_H
 

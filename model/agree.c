@@ -1,3 +1,4 @@
+// Every rank gathers what all ranks have and compares it with rank 0's, so all end for the same reason.
 #include "model/agree.h"
 
 #include <stdio.h>
@@ -14,6 +15,7 @@ static char* gather(Ranks* world, const void* mine, size_t bytes) {
     return all;
 }
 
+// Of this process' own file.
 static uint32_t program_crc(void) {
     uLong crc = crc32(0, NULL, 0);
     FILE* file = fopen("/proc/self/exe", "rb");
@@ -27,17 +29,16 @@ static uint32_t program_crc(void) {
 static char* option_list(const Settings* s) {
     char* list = host_strdup("");
     for (int i = 0; i < settings_count; i++) {
-        const Option* o = &settings_table[i];
-        const char* name = o->name;
+        const char* name = settings_table[i].name;
         if (strcmp(name, "train") == 0 || strcmp(name, "val") == 0 || strcmp(name, "tokenizer") == 0) continue;
-        char *value = option_text(o, s), *longer = host_format("%s%s %s\n", list, name, value);
+        char* value = option_text(&settings_table[i], s);
+        host_append(&list, "%s %s\n", name, value);
         free(value);
-        free(list);
-        list = longer;
     }
     return list;
 }
 
+// Ends the run with the first line in which two lists differ.
 static NORETURN void options_differ(int rank, char* first, char* other) {
     char *rest_a, *rest_b, *a = strtok_r(first, "\n", &rest_a), *b = strtok_r(other, "\n", &rest_b);
     while (a && b && strcmp(a, b) == 0) {
@@ -51,12 +52,16 @@ static NORETURN void options_differ(int rank, char* first, char* other) {
 void agree_on_settings(Ranks* world, const Settings* s) {
     int R = ranks_count(world);
     if (R == 1) return;
+
+    // The same build.
     uint32_t crc = program_crc(), *crcs = (uint32_t*)gather(world, &crc, sizeof(crc));
     for (int r = 1; r < R; r++)
         if (crcs[r] != crcs[0])
             die(EXIT_USAGE, "rank %d runs another build of the program than rank 0 (CRC-32 %08x, not %08x)", r, crcs[r],
                 crcs[0]);
     free(crcs);
+
+    // The same options. Lists may differ in length, so all are padded to the longest.
     char* list = option_list(s);
     size_t length = strlen(list) + 1, *lengths = (size_t*)gather(world, &length, sizeof(length)), longest = 0;
     for (int r = 0; r < R; r++)

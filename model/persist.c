@@ -8,49 +8,52 @@
 #include "device/check.h"
 #include "device/files.h"
 
-// held: the slice in this rank's memory, from `data` on; own: the part of it that this rank writes.
-static void add(CheckpointFile* file, const char* name, const char* suffix, int rank, const int64_t* shape, Slice held,
-                Slice own, real* data) {
-    CheckpointTensor* t = &file->tensors[file->count++];
-    snprintf(t->name, sizeof(t->name), "%s%s", name, suffix);
-    t->rank = rank;
-    t->shape[0] = shape[0];
-    t->shape[1] = rank == 2 ? shape[1] : 1;
-    t->first = held.first;
-    t->count = held.count;
-    t->save_first = own.first;
-    t->save_count = own.count;
-    t->data = data;
+// Adds a tensor to a file's list, named `name` and `suffix`; `data` is where its slice begins in this rank's memory.
+static void add(CheckpointFile* file, CheckpointTensor tensor, const char* name, const char* suffix, real* data) {
+    snprintf(tensor.name, sizeof(tensor.name), "%s%s", name, suffix);
+    tensor.data = data;
+    file->tensors[file->count++] = tensor;
+}
+
+// The tensors of unit u, from the table of parameters: of each its slice here, and the part that this rank writes.
+static void list_unit(Model* m, int u, CheckpointFile* masters, CheckpointFile* moments) {
+    int tensors;
+    NamedTensor* list = params_tensors(&m->config, &m->layout, u, &tensors);
+    snprintf(masters->name, sizeof(masters->name), "block_%03d.safetensors", u);
+    snprintf(moments->name, sizeof(moments->name), "block_%03d.adam.safetensors", u);
+    masters->tensors = (CheckpointTensor*)host_alloc((size_t)(tensors + 1) * sizeof(CheckpointTensor));
+    moments->tensors = (CheckpointTensor*)host_alloc((size_t)(2 * tensors) * sizeof(CheckpointTensor));
+
+    for (int i = 0; i < tensors; i++) {
+        const NamedTensor* t = &list[i];
+        const ParamBuffer* p = t->in_experts ? &m->units[u].experts : &m->units[u].dense;
+        Slice held = tensor_slice(t, p->held_from, p->held), own = tensor_slice(t, p->first, p->part);
+        CheckpointTensor tensor = {.rank = t->rank,
+                                   .shape = {t->shape[0], t->rank == 2 ? t->shape[1] : 1},
+                                   .first = held.first,
+                                   .count = held.count,
+                                   .save_first = own.first,
+                                   .save_count = own.count};
+        int64_t at = held.count ? t->offset + held.first - p->held_from : 0;
+        add(masters, tensor, t->name, "", p->master + at);
+        add(moments, tensor, t->name, ".exp_avg", p->m + at);
+        add(moments, tensor, t->name, ".exp_avg_sq", p->v + at);
+    }
+    free(list);
+
+    // Every rank holds the router's biases whole; rank 0 writes them.
+    if (m->units[u].kind != UNIT_MOE) return;
+    int64_t E = m->config.E;
+    CheckpointTensor bias = {.rank = 1, .shape = {E, 1}, .count = E, .save_count = m->layout.rank == 0 ? E : 0};
+    char name[112];
+    snprintf(name, sizeof(name), "model.layers.%d.mlp.gate.e_score_correction_bias", u - 1);
+    add(masters, bias, name, "", m->bias + (u - 1) * E);
 }
 
 CheckpointFile* model_files(Model* m, int* count) {
     int units = params_units(&m->config);
     CheckpointFile* files = (CheckpointFile*)host_alloc((size_t)(2 * units) * sizeof(CheckpointFile));
-    for (int u = 0; u < units; u++) {
-        CheckpointFile *masters = &files[2 * u], *moments = &files[2 * u + 1];
-        int tensors;
-        NamedTensor* list = params_tensors(&m->config, &m->layout, u, &tensors);
-        snprintf(masters->name, sizeof(masters->name), "block_%03d.safetensors", u);
-        snprintf(moments->name, sizeof(moments->name), "block_%03d.adam.safetensors", u);
-        masters->tensors = (CheckpointTensor*)host_alloc((size_t)(tensors + 1) * sizeof(CheckpointTensor));
-        moments->tensors = (CheckpointTensor*)host_alloc((size_t)(2 * tensors) * sizeof(CheckpointTensor));
-        for (int i = 0; i < tensors; i++) {
-            const NamedTensor* t = &list[i];
-            const ParamBuffer* p = t->in_experts ? &m->units[u].experts : &m->units[u].dense;
-            Slice held = tensor_slice(t, p->held_from, p->held), own = tensor_slice(t, p->first, p->part);
-            int64_t at = held.count ? t->offset + held.first - p->held_from : 0;
-            add(masters, t->name, "", t->rank, t->shape, held, own, p->master + at);
-            add(moments, t->name, ".exp_avg", t->rank, t->shape, held, own, p->m + at);
-            add(moments, t->name, ".exp_avg_sq", t->rank, t->shape, held, own, p->v + at);
-        }
-        if (m->units[u].kind == UNIT_MOE) {
-            char name[112];
-            Slice all = {0, m->config.E}, own = {0, m->layout.rank == 0 ? m->config.E : 0};
-            snprintf(name, sizeof(name), "model.layers.%d.mlp.gate.e_score_correction_bias", u - 1);
-            add(masters, name, "", 1, &m->config.E, all, own, m->bias + (u - 1) * m->config.E);
-        }
-        free(list);
-    }
+    for (int u = 0; u < units; u++) list_unit(m, u, &files[2 * u], &files[2 * u + 1]);
     *count = 2 * units;
     return files;
 }
@@ -70,7 +73,7 @@ void model_save(Model* m, Saver* saver, int64_t step, int64_t window, uint32_t d
     model_files_free(files, count);
 }
 
-// What must agree between the run that saved and this one.
+// What must be the same in the run that saved and in this one.
 static void check_record(const Model* m, const Json* manifest, const CheckpointRecord* record, uint32_t data_hash) {
     char *was, *is;
     const char* option = settings_differ(&m->settings, json_get(manifest, "options"), &was, &is);
@@ -83,7 +86,7 @@ static void check_record(const Model* m, const Json* manifest, const CheckpointR
             m->settings.out);
 }
 
-// The checkpoints that rank 0 sees: every rank tries the same ones.
+// The checkpoints that rank 0 finds. Every rank tries the same ones.
 static int64_t* all_ranks_list(Ranks* world, const char* out, int* count) {
     bool leads = ranks_index(world) == 0;
     int64_t* steps = leads ? checkpoint_list(out, count) : NULL;
@@ -99,11 +102,14 @@ int64_t model_resume(Model* m, Ranks* world, uint32_t data_hash, int64_t* window
     int count, file_count;
     int64_t *steps = all_ranks_list(world, out, &count), resumed = 0;
     CheckpointFile* files = model_files(m, &file_count);
+
+    // From the newest on, until one is good.
     for (int i = 0; i < count && resumed == 0; i++) {
         CheckpointRecord record;
         Json* manifest = checkpoint_manifest(out, steps[i], &record, error, sizeof(error));
         if (manifest) check_record(m, manifest, &record, data_hash);
-        // Unsigned: a folder may be named after any step.
+
+        // The position in the data must be that of the step. Unsigned: a folder may be named after any step.
         uint64_t windows_per_step = (uint64_t)(m->settings.tokens_per_step / m->settings.seq_len);
         int64_t window_of_step = (int64_t)((uint64_t)steps[i] * windows_per_step);
         if (manifest && record.window != window_of_step) {
@@ -112,6 +118,8 @@ int64_t model_resume(Model* m, Ranks* world, uint32_t data_hash, int64_t* window
             json_free(manifest);
             manifest = NULL;
         }
+
+        // Loaded, or refused.
         if (checkpoint_load(world, out, steps[i], manifest, files, file_count, m->ctx, error, sizeof(error)) == 0) {
             StepState state;
             memset(&state, 0, sizeof(state));
@@ -120,7 +128,7 @@ int64_t model_resume(Model* m, Ranks* world, uint32_t data_hash, int64_t* window
             *window = record.window;
             resumed = record.step;
         } else {
-            // The run would come to replace it.
+            // A link would have to be replaced when the run comes to this step.
             char* path = host_format("%s/step_%08lld", out, (long long)steps[i]);
             if (is_link(path))
                 die(EXIT_FAILED, "checkpoint %s is refused (%s), and %s", path, error, file_error(ELOOP));
@@ -129,9 +137,12 @@ int64_t model_resume(Model* m, Ranks* world, uint32_t data_hash, int64_t* window
         }
         json_free(manifest);
     }
+
     if (count && !resumed) die(EXIT_FAILED, "no checkpoint in %s is good; nothing was changed", out);
     if (resumed && resumed != steps[0])
         warn("resuming from step_%08lld, the newest good checkpoint", (long long)resumed);
+
+    // Working weights follow from the masters.
     if (resumed) model_weights_set(m);
     model_files_free(files, file_count);
     free(steps);

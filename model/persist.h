@@ -1,7 +1,8 @@
 // A model's state on disk: which tensors a checkpoint holds, saving and resuming.
 //
-// Unit u is block_%03d.safetensors (masters under Hugging Face names, and the router's e_score_correction_bias) and
-// block_%03d.adam.safetensors (moments: <name>.exp_avg and <name>.exp_avg_sq).
+// Unit u (0 the embedding, then the blocks, last the head) is block_%03d.safetensors (masters under Hugging Face names,
+// and the router's e_score_correction_bias) and block_%03d.adam.safetensors (moments: <name>.exp_avg and
+// <name>.exp_avg_sq).
 #ifndef MODEL_PERSIST_H
 #define MODEL_PERSIST_H
 
@@ -17,9 +18,9 @@ void model_files_free(CheckpointFile* files, int count);
 // state is the host's copy of the device's StepState.
 void model_save(Model* model, Saver* saver, int64_t step, int64_t window, uint32_t data_hash, const StepState* state);
 
-// Loads the newest good checkpoint in --out and says which ones were refused and why. Returns its step, 0 if there is
-// none (*window is then 0). Ends the run if there are checkpoints and none is good, or if an option or the data differ
-// that must not.
+// Loads the newest good checkpoint in --out, with a warning for each newer one that names what is wrong with it.
+// Returns its step, 0 if there is none (*window is then 0). Ends the run if there are checkpoints and none is good, or
+// if an option or the data differ that must not.
 int64_t model_resume(Model* model, Ranks* world, uint32_t data_hash, int64_t* window);
 
 END_C

@@ -1,3 +1,5 @@
+// --dry-run plans a model as a run does, with the same tables of buffers, but takes no memory: what it prints is what a
+// run will take. check_memory does the same for this build and, where it does not fit, for other options.
 #include "model/report.h"
 
 #include <math.h>
@@ -26,12 +28,13 @@ void report_model(const Settings* s) {
     free(name);
 }
 
+// A line of the table; its bytes are the result.
 static size_t report_line(const char* name, size_t bytes) {
     printf("  %-48s %12.3f MiB\n", name, (double)bytes / 0x1p20);
     return bytes;
 }
 
-// Entries of one name are shown as one line: how many, their bytes, and per token where they grow with tokens.
+// The buffers of one name are one line: how many, their bytes, and bytes a token where they grow with tokens.
 static size_t report_arena(const Arena* arena, int64_t tokens) {
     size_t total = report_line(arena->purpose, arena_bytes(arena));
     char* done = (char*)host_alloc((size_t)arena->count + 1);
@@ -56,8 +59,8 @@ static size_t report_arena(const Arena* arena, int64_t tokens) {
 }
 
 // What a rank of the CUDA build takes besides its buffers, as measured on H200: the context as it is made, what kernels
-// and cuBLASLt add to it, and the connections of NCCL's three communicators, 2.62 GiB of 2 ranks and 4.6 of 4. That of
-// more ranks is a guess, which ends at the 8 of a machine.
+// and cuBLASLt add to it, and the connections of NCCL's three communicators (2.62 GiB with 2 ranks, 4.6 with 4). For
+// more ranks it is a guess, which grows no more after the 8 of a machine.
 static const size_t CUDA_CONTEXT = (size_t)512 << 20, CUDA_LIBRARIES = (size_t)32 << 20;
 static size_t nccl_memory(int64_t ranks) {
     return ranks > 1 ? ((size_t)700 << 20) + ((size_t)1000 << 20) * (size_t)min_i64(ranks, 8) : 0;
@@ -70,7 +73,7 @@ static const Arena* arena_of(const Model* m, int i) {
     return arenas[i];
 }
 
-// Of the memory that a rank of this build takes once its context is there: what is estimated, and all of it.
+// The memory that a rank of this build takes once its context is there: the part that is estimated, then all of it.
 static size_t memory_estimated(const Settings* s) {
     return BACKEND == BACKEND_CPU ? 0 : CUDA_LIBRARIES + nccl_memory(s->ranks);
 }
@@ -94,6 +97,8 @@ void report_dry_run(const Settings* s) {
         Model m;
         model_plan(&m, s, 0, (Backend)b);
         size_t total = 0;
+
+        // Buffers by purpose, then what is no buffer.
         printf("\nmemory of each of %d rank%s, %s build (weights and activations in %s), %lld tokens a micro-step\n",
                m.layout.ranks, m.layout.ranks == 1 ? "" : "s", b == BACKEND_CPU ? "CPU" : "CUDA",
                b == BACKEND_CPU ? "float32" : "bf16", (long long)(m.B * m.T));
@@ -114,48 +119,46 @@ static char* changes(const Settings* s, const Settings* was) {
     char* list = host_strdup("");
     for (int i = 0; i < settings_count; i++) {
         char *now = option_text(&settings_table[i], s), *then = option_text(&settings_table[i], was);
-        char* longer = host_format("%s%s--%s %s", list, *list ? " " : "", settings_table[i].name, now);
-        int differ = strcmp(now, then) != 0;
+        if (strcmp(now, then) != 0) host_append(&list, "%s--%s %s", *list ? " " : "", settings_table[i].name, now);
         free(now);
         free(then);
-        free(differ ? list : longer);
-        if (differ) list = longer;
     }
     return list;
 }
 
-// Adds `other` to the list of what fits, with its largest batch beyond `least` that fits; returns that, `least` if none
-// does.
+// Looks for the largest batch above `least` with which `other` fits, and adds it to the list. The result is that batch,
+// `least` if none fits.
 static int64_t add_fitting(char** list, Settings other, int64_t least, const Settings* s, int rank, size_t room) {
     for (; other.batch > least; other.batch--) {
         if (s->tokens_per_step % settings_micro_tokens(&other)) continue;
         size_t bytes = memory_needed(&other, rank);
         if (bytes > room) continue;
-        char *options = changes(&other, s), *before = *list;
-        *list =
-            host_format("%s%s%s (%.2f GiB)", before, *before ? ", " : "; these fit: ", options, (double)bytes / 0x1p30);
+        char* options = changes(&other, s);
+        host_append(list, "%s%s (%.2f GiB)", **list ? ", " : "; these fit: ", options, (double)bytes / 0x1p30);
         free(options);
-        free(before);
         return other.batch;
     }
     return least;
 }
 
-// A smaller batch, each stronger --recompute and --shard with a larger one than that, or else all of it together.
+// What would fit, as the end of a message.
 static char* what_fits(const Settings* s, int rank, size_t room) {
+    // A smaller batch alone, then each stronger --recompute and --shard if it allows a larger one than that.
     char* list = host_strdup("");
     Settings other = *s;
     int64_t least = add_fitting(&list, other, 0, s, rank, room), last_shard = s->ranks > 1 ? SHARD_WEIGHTS : 0;
     while (++other.recompute <= RECOMPUTE_BLOCK) add_fitting(&list, other, least, s, rank, room);
     other = *s;
     while (++other.shard <= last_shard) add_fitting(&list, other, least, s, rank, room);
+
+    // Nothing yet: all of it together.
     other.recompute = RECOMPUTE_BLOCK;
     other.shard = max_i64(s->shard, last_shard);
     if (!*list) add_fitting(&list, other, 0, s, rank, room);
-    if (*list) return list;
-    free(list);
-    return host_strdup(
-        "; no --batch, --recompute or --shard makes it fit: use a smaller model, --seq-len or more ranks");
+    if (!*list)
+        host_append(&list,
+                    "; no --batch, --recompute or --shard makes it fit: use a smaller model, --seq-len or more ranks");
+    return list;
 }
 
 void check_memory(const Settings* s, int rank) {

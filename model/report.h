@@ -1,4 +1,10 @@
-// What a run will be: parameters, FLOPs and memory, for people.
+// What a run will be: parameters, FLOPs and memory, for people. --dry-run prints a table for each build:
+//
+//   activations kept for backward                          48.727 MiB
+//     residual before attention            x 4              4.000 MiB        2048.0 bytes a token
+//     norm before attention                x 4              4.000 MiB        2048.0 bytes a token
+//     ...
+//   total                                                 134.417 MiB = 0.131 GiB
 #ifndef MODEL_REPORT_H
 #define MODEL_REPORT_H
 

@@ -7,11 +7,11 @@
 
 BEGIN_C
 
-// Continues the end-of-text token and --prompt by --sample-tokens tokens, drawn at --temperature among the
-// --sample-top-k likeliest, and returns the text (prompt included, control
-// characters as host_printable writes them) in fresh memory. Stops early at an end-of-text
-// token. The context is the last seq_len tokens. Every token runs the whole context through the model: a look now and
-// then, no inference engine. The draws depend on the seed and `step` only. Overwrites the batch in work.
+// Continues the end-of-text token and --prompt by --sample-tokens tokens, each drawn at --temperature among the
+// --sample-top-k likeliest, and stops early at an end-of-text token. Returns the text in fresh memory, prompt included,
+// with control characters as host_printable writes them. The context is the last seq_len tokens, and every token runs
+// all of it through the model: this is for a look now and then, not for inference. The draws depend on the seed and
+// `step` only. Overwrites the batch in work.
 char* model_sample(Model* model, const Tokenizer* tokenizer, int64_t step);
 
 END_C

@@ -10,144 +10,170 @@
 #include "moe/moe.h"
 #include "parallel/sharding.h"
 
-#define AT(field) offsetof(Settings, field)
+// The table's rows, by type: group, name, field of Settings, default (NULL: by the group's first option), range or
+// choices, FIXED where a resumed run must have the same, help. Texts and flags are empty and off by default.
+enum { FREE, FIXED };
+#define WHOLE(group, name, field, initial, min, max, fixed, help)                                                      \
+    { group, name, OPTION_INT, offsetof(Settings, field), initial, min, max, NULL, fixed, help }
+#define NUMBER(group, name, field, initial, min, max, fixed, help)                                                     \
+    { group, name, OPTION_FLOAT, offsetof(Settings, field), initial, min, max, NULL, fixed, help }
+#define CHOICE(group, name, field, initial, choices, fixed, help)                                                      \
+    { group, name, OPTION_CHOICE, offsetof(Settings, field), initial, 0, 0, choices, fixed, help }
+#define TEXT(group, name, field, help)                                                                                 \
+    { group, name, OPTION_TEXT, offsetof(Settings, field), "", 0, 0, NULL, FREE, help }
+#define FLAG(group, name, field, fixed, help)                                                                          \
+    { group, name, OPTION_FLAG, offsetof(Settings, field), "0", 0, 1, NULL, fixed, help }
 #define BIG 1e12
 
-// group, name, type, offset, default, min, max, choices, fixed on resume, help
 const Option settings_table[] = {
-    {"model", "model", OPTION_CHOICE, AT(preset), "tiny", 0, 0, "tiny|small|debug|16b|236b|671b", 1,
-     "preset for the options of this group"},
-    {"model", "layers", OPTION_INT, AT(model.L), NULL, 1, 1024, NULL, 1, "blocks"},
-    {"model", "dim", OPTION_INT, AT(model.C), NULL, 1, 1 << 14, NULL, 1, "model width"},
-    {"model", "heads", OPTION_INT, AT(model.H), NULL, 1, 4096, NULL, 1, "attention heads"},
-    {"model", "q-lora", OPTION_INT, AT(model.q_lora), NULL, 0, 1 << 14, NULL, 1,
-     "rank of the query latent, 0 for none"},
-    {"model", "kv-lora", OPTION_INT, AT(model.kv_lora), NULL, 1, 1 << 14, NULL, 1, "rank of the key-value latent"},
-    {"model", "nope-dim", OPTION_INT, AT(model.nope), NULL, 1, 4096, NULL, 1, "head size without position"},
-    {"model", "rope-dim", OPTION_INT, AT(model.rope), NULL, 2, 4096, NULL, 1, "head size with rotary position, even"},
-    {"model", "v-dim", OPTION_INT, AT(model.v), NULL, 1, 4096, NULL, 1, "head size of values"},
-    {"model", "dense-ffn", OPTION_INT, AT(model.dense_ffn), NULL, 1, 1 << 21, NULL, 1, "hidden width of the dense MLP"},
-    {"model", "experts", OPTION_INT, AT(model.E), NULL, 1, 4096, NULL, 1, "routed experts"},
-    {"model", "top-k", OPTION_INT, AT(model.K), NULL, 1, 64, NULL, 1, "routed experts a token"},
-    {"model", "shared-experts", OPTION_INT, AT(model.shared), NULL, 0, 64, NULL, 1,
-     "shared experts (one MLP of that many widths)"},
-    {"model", "expert-ffn", OPTION_INT, AT(model.F), NULL, 1, 1 << 20, NULL, 1, "hidden width of an expert"},
-    {"model", "dense-layers", OPTION_INT, AT(model.dense_layers), NULL, 0, 1024, NULL, 1,
-     "first blocks with a dense MLP"},
-    {"model", "vocab", OPTION_INT, AT(model.V), NULL, 2, 1 << 24, NULL, 1, "vocabulary"},
-    {"model", "groups", OPTION_INT, AT(model.groups), NULL, 1, 4096, NULL, 1, "groups of experts"},
-    {"model", "top-groups", OPTION_INT, AT(model.top_groups), NULL, 1, 4096, NULL, 1, "groups a token may choose from"},
-    {"model", "score", OPTION_CHOICE, AT(model.score), NULL, 0, 0, "sigmoid|softmax", 1, "router's score"},
-    {"model", "route-norm", OPTION_INT, AT(model.route_norm), NULL, 0, 1, NULL, 1,
-     "1: a token's gates sum to route-scale"},
-    {"model", "route-scale", OPTION_FLOAT, AT(model.route_scale), NULL, 0, 1e6, NULL, 1, "factor on the gates"},
-    {"model", "rope-theta", OPTION_FLOAT, AT(model.rope_theta), NULL, 2, 1e12, NULL, 1,
-     "base of the rotary frequencies"},
-    {"model", "yarn", OPTION_INT, AT(model.yarn), NULL, 0, 1, NULL, 1, "1: YaRN frequencies for long context"},
-    {"model", "yarn-factor", OPTION_FLOAT, AT(model.yarn_factor), NULL, 1, 1e6, NULL, 1, "YaRN's context extension"},
-    {"model", "yarn-mscale", OPTION_FLOAT, AT(model.yarn_mscale), NULL, 0, 100, NULL, 1, "YaRN's softmax temperature"},
-    {"model", "yarn-original-len", OPTION_FLOAT, AT(model.yarn_original_len), NULL, 1, 1e9, NULL, 1,
-     "context length before extension"},
+    CHOICE("model", "model", preset, "tiny", "tiny|small|debug|16b|236b|671b", FIXED,
+           "preset for the options of this group"),
+    WHOLE("model", "layers", model.L, NULL, 1, 1024, FIXED, "blocks"),
+    WHOLE("model", "dim", model.C, NULL, 1, 1 << 14, FIXED, "model width"),
+    WHOLE("model", "heads", model.H, NULL, 1, 4096, FIXED, "attention heads"),
+    WHOLE("model", "q-lora", model.q_lora, NULL, 0, 1 << 14, FIXED, "rank of the query latent, 0 for none"),
+    WHOLE("model", "kv-lora", model.kv_lora, NULL, 1, 1 << 14, FIXED, "rank of the key-value latent"),
+    WHOLE("model", "nope-dim", model.nope, NULL, 1, 4096, FIXED, "head size without position"),
+    WHOLE("model", "rope-dim", model.rope, NULL, 2, 4096, FIXED, "head size with rotary position, even"),
+    WHOLE("model", "v-dim", model.v, NULL, 1, 4096, FIXED, "head size of values"),
+    WHOLE("model", "dense-ffn", model.dense_ffn, NULL, 1, 1 << 21, FIXED, "hidden width of the dense MLP"),
+    WHOLE("model", "experts", model.E, NULL, 1, 4096, FIXED, "routed experts"),
+    WHOLE("model", "top-k", model.K, NULL, 1, 64, FIXED, "routed experts a token"),
+    WHOLE("model", "shared-experts", model.shared, NULL, 0, 64, FIXED, "shared experts (one MLP of that many widths)"),
+    WHOLE("model", "expert-ffn", model.F, NULL, 1, 1 << 20, FIXED, "hidden width of an expert"),
+    WHOLE("model", "dense-layers", model.dense_layers, NULL, 0, 1024, FIXED, "first blocks with a dense MLP"),
+    WHOLE("model", "vocab", model.V, NULL, 2, 1 << 24, FIXED, "vocabulary"),
+    WHOLE("model", "groups", model.groups, NULL, 1, 4096, FIXED, "groups of experts"),
+    WHOLE("model", "top-groups", model.top_groups, NULL, 1, 4096, FIXED, "groups a token may choose from"),
+    CHOICE("model", "score", model.score, NULL, "sigmoid|softmax", FIXED, "router's score"),
+    WHOLE("model", "route-norm", model.route_norm, NULL, 0, 1, FIXED, "1: a token's gates sum to route-scale"),
+    NUMBER("model", "route-scale", model.route_scale, NULL, 0, 1e6, FIXED, "factor on the gates"),
+    NUMBER("model", "rope-theta", model.rope_theta, NULL, 2, 1e12, FIXED, "base of the rotary frequencies"),
+    WHOLE("model", "yarn", model.yarn, NULL, 0, 1, FIXED, "1: YaRN frequencies for long context"),
+    NUMBER("model", "yarn-factor", model.yarn_factor, NULL, 1, 1e6, FIXED, "YaRN's context extension"),
+    NUMBER("model", "yarn-mscale", model.yarn_mscale, NULL, 0, 100, FIXED, "YaRN's softmax temperature"),
+    NUMBER("model", "yarn-original-len", model.yarn_original_len, NULL, 1, 1e9, FIXED,
+           "context length before extension"),
 
-    {"data", "train", OPTION_TEXT, AT(train), "", 0, 0, NULL, 0, "training shards (glob)"},
-    {"data", "val", OPTION_TEXT, AT(val), "", 0, 0, NULL, 0, "validation shards (glob)"},
-    {"data", "tokenizer", OPTION_TEXT, AT(tokenizer), "", 0, 0, NULL, 0,
-     "tokenizer file to decode samples; none: bytes"},
-    {"data", "seq-len", OPTION_INT, AT(seq_len), "256", 1, 1 << 24, NULL, 1, "tokens of a sequence"},
-    {"data", "batch", OPTION_INT, AT(batch), "8", 1, 1 << 20, NULL, 0, "sequences per rank and micro-step"},
-    {"data", "tokens-per-step", OPTION_INT, AT(tokens_per_step), "0", 0, BIG, NULL, 1,
-     "tokens of a step, all ranks; 0: one micro-step"},
-    {"data", "seed", OPTION_INT, AT(seed), "1", 0, BIG, NULL, 1, "of the weights and of the order of data"},
+    TEXT("data", "train", train, "training shards (glob)"),
+    TEXT("data", "val", val, "validation shards (glob)"),
+    TEXT("data", "tokenizer", tokenizer, "tokenizer file to decode samples; none: bytes"),
+    WHOLE("data", "seq-len", seq_len, "256", 1, 1 << 24, FIXED, "tokens of a sequence"),
+    WHOLE("data", "batch", batch, "8", 1, 1 << 20, FREE, "sequences per rank and micro-step"),
+    WHOLE("data", "tokens-per-step", tokens_per_step, "0", 0, BIG, FIXED,
+          "tokens of a step, all ranks; 0: one micro-step"),
+    WHOLE("data", "seed", seed, "1", 0, BIG, FIXED, "of the weights and of the order of data"),
 
-    {"run", "steps", OPTION_INT, AT(steps), "1000", 1, 1e9, NULL, 0, "updates in all"},
-    {"run", "out", OPTION_TEXT, AT(out), "", 0, 0, NULL, 0, "folder for log and checkpoints; none: nothing is kept"},
-    {"run", "resume", OPTION_FLAG, AT(resume), "0", 0, 1, NULL, 0, "go on from the newest good checkpoint in --out"},
-    {"run", "save-every", OPTION_INT, AT(save_every), "0", 0, 1e9, NULL, 0,
-     "steps between checkpoints; 0: at the end only"},
-    {"run", "keep", OPTION_INT, AT(keep), "2", 1, 1e6, NULL, 0, "checkpoints that stay"},
-    {"run", "val-every", OPTION_INT, AT(val_every), "100", 1, 1e9, NULL, 0,
-     "steps between validations (and one at the end)"},
-    {"run", "val-tokens", OPTION_INT, AT(val_tokens), "65536", 1, BIG, NULL, 0, "tokens of a validation, all ranks"},
-    {"run", "sample-every", OPTION_INT, AT(sample_every), "0", 0, 1e9, NULL, 0, "steps between samples; 0: none"},
-    {"run", "sample-tokens", OPTION_INT, AT(sample_tokens), "128", 1, 1e6, NULL, 0, "tokens of a sample"},
-    {"run", "prompt", OPTION_TEXT, AT(prompt), "", 0, 0, NULL, 0, "text that samples begin with"},
-    {"run", "temperature", OPTION_FLOAT, AT(temperature), "0.8", 0, 100, NULL, 0,
-     "of sampling; 0: the likeliest token"},
-    {"run", "sample-top-k", OPTION_INT, AT(sample_top_k), "50", 0, 1e9, NULL, 0,
-     "sample among that many likeliest; 0: all"},
-    {"run", "dry-run", OPTION_FLAG, AT(dry_run), "0", 0, 1, NULL, 0, "print parameters, FLOPs and memory, and stop"},
-    {"run", "ranks", OPTION_INT, AT(ranks), "0", 0, 1 << 20, NULL, 0,
-     "with --dry-run: ranks to plan for; a run has those that mpirun or srun starts"},
-    {"run", "help", OPTION_FLAG, AT(help), "0", 0, 1, NULL, 0, "print this and stop"},
+    WHOLE("run", "steps", steps, "1000", 1, 1e9, FREE, "updates in all"),
+    TEXT("run", "out", out, "folder for log and checkpoints; none: nothing is kept"),
+    FLAG("run", "resume", resume, FREE, "go on from the newest good checkpoint in --out"),
+    WHOLE("run", "save-every", save_every, "0", 0, 1e9, FREE, "steps between checkpoints; 0: at the end only"),
+    WHOLE("run", "keep", keep, "2", 1, 1e6, FREE, "checkpoints that stay"),
+    WHOLE("run", "val-every", val_every, "100", 1, 1e9, FREE, "steps between validations (and one at the end)"),
+    WHOLE("run", "val-tokens", val_tokens, "65536", 1, BIG, FREE, "tokens of a validation, all ranks"),
+    WHOLE("run", "sample-every", sample_every, "0", 0, 1e9, FREE, "steps between samples; 0: none"),
+    WHOLE("run", "sample-tokens", sample_tokens, "128", 1, 1e6, FREE, "tokens of a sample"),
+    TEXT("run", "prompt", prompt, "text that samples begin with"),
+    NUMBER("run", "temperature", temperature, "0.8", 0, 100, FREE, "of sampling; 0: the likeliest token"),
+    WHOLE("run", "sample-top-k", sample_top_k, "50", 0, 1e9, FREE, "sample among that many likeliest; 0: all"),
+    FLAG("run", "dry-run", dry_run, FREE, "print parameters, FLOPs and memory, and stop"),
+    WHOLE("run", "ranks", ranks, "0", 0, 1 << 20, FREE,
+          "with --dry-run: ranks to plan for; a run has those that mpirun or srun starts"),
+    FLAG("run", "help", help, FREE, "print this and stop"),
 
-    {"optimizer", "lr", OPTION_FLOAT, AT(lr), "1e-3", 0, 100, NULL, 1, "peak learning rate"},
-    {"optimizer", "warmup", OPTION_INT, AT(warmup), "100", 0, 1e9, NULL, 1, "steps of linear warm-up"},
-    {"optimizer", "schedule", OPTION_CHOICE, AT(schedule), "cosine", 0, 0, "cosine|wsd|linear|constant", 1,
-     "after the warm-up"},
-    {"optimizer", "final-lr-frac", OPTION_FLOAT, AT(final_lr_frac), "0.1", 0, 1, NULL, 1,
-     "last learning rate as a part of --lr"},
-    {"optimizer", "weight-decay", OPTION_FLOAT, AT(weight_decay), "0.1", 0, 100, NULL, 1, "on matrices"},
-    {"optimizer", "beta1", OPTION_FLOAT, AT(beta1), "0.9", 0, 0.999999, NULL, 1, "AdamW"},
-    {"optimizer", "beta2", OPTION_FLOAT, AT(beta2), "0.95", 0, 0.999999, NULL, 1, "AdamW"},
-    {"optimizer", "eps", OPTION_FLOAT, AT(eps), "1e-8", 1e-30, 1, NULL, 1, "AdamW"},
-    {"optimizer", "clip", OPTION_FLOAT, AT(clip), "1", 0, 1e9, NULL, 1, "largest global gradient norm; 0: no clipping"},
-    {"optimizer", "bias-rate", OPTION_FLOAT, AT(bias_rate), "1e-3", 0, 100, NULL, 1,
-     "step of the router's balance bias"},
-    {"optimizer", "aux-loss", OPTION_FLOAT, AT(aux_loss), "0", 0, 100, NULL, 1,
-     "weight of the sequence-wise balance loss"},
+    NUMBER("optimizer", "lr", lr, "1e-3", 0, 100, FIXED, "peak learning rate"),
+    WHOLE("optimizer", "warmup", warmup, "100", 0, 1e9, FIXED, "steps of linear warm-up"),
+    CHOICE("optimizer", "schedule", schedule, "cosine", "cosine|wsd|linear|constant", FIXED, "after the warm-up"),
+    NUMBER("optimizer", "final-lr-frac", final_lr_frac, "0.1", 0, 1, FIXED, "last learning rate as a part of --lr"),
+    NUMBER("optimizer", "weight-decay", weight_decay, "0.1", 0, 100, FIXED, "on matrices"),
+    NUMBER("optimizer", "beta1", beta1, "0.9", 0, 0.999999, FIXED, "AdamW"),
+    NUMBER("optimizer", "beta2", beta2, "0.95", 0, 0.999999, FIXED, "AdamW"),
+    NUMBER("optimizer", "eps", eps, "1e-8", 1e-30, 1, FIXED, "AdamW"),
+    NUMBER("optimizer", "clip", clip, "1", 0, 1e9, FIXED, "largest global gradient norm; 0: no clipping"),
+    NUMBER("optimizer", "bias-rate", bias_rate, "1e-3", 0, 100, FIXED, "step of the router's balance bias"),
+    NUMBER("optimizer", "aux-loss", aux_loss, "0", 0, 100, FIXED, "weight of the sequence-wise balance loss"),
 
-    {"parallel", "ep", OPTION_INT, AT(ep), "1", 1, DISPATCH_MAX_RANKS, NULL, 0, "ranks that share a set of experts"},
-    {"parallel", "shard", OPTION_CHOICE, AT(shard), "none", 0, 0, "none|optimizer|grads|weights", 0,
-     "what ranks keep a part of, up to and with"},
-    {"parallel", "timeout", OPTION_FLOAT, AT(timeout), "600", 1, 1e6, NULL, 0,
-     "seconds that ranks wait for one another before the run ends"},
+    WHOLE("parallel", "ep", ep, "1", 1, DISPATCH_MAX_RANKS, FREE, "ranks that share a set of experts"),
+    CHOICE("parallel", "shard", shard, "none", "none|optimizer|grads|weights", FREE,
+           "what ranks keep in parts: nothing; optimizer state; gradients too; weights too"),
+    NUMBER("parallel", "timeout", timeout, "600", 1, 1e6, FREE,
+           "seconds that ranks wait for one another before the run ends"),
 
-    {"precision", "expert-precision", OPTION_CHOICE, AT(expert_precision), "bf16", 0, 0, "bf16|mxfp8", 0,
-     "of the routed experts' products (bf16 is float32 in the CPU build)"},
-    {"precision", "dispatch-precision", OPTION_CHOICE, AT(dispatch_precision), "bf16", 0, 0, "bf16|mxfp8", 0,
-     "of what goes to the experts, also where they are on the same rank"},
-    {"precision", "combine-precision", OPTION_CHOICE, AT(combine_precision), "bf16", 0, 0, "bf16|mxfp8", 0,
-     "of what comes back from them"},
-    {"precision", "wgrad-precision", OPTION_CHOICE, AT(wgrad_precision), "bf16", 0, 0, "bf16|mxfp8", 0,
-     "of the operands of the expert weights' gradients"},
-    {"precision", "linear-precision", OPTION_CHOICE, AT(linear_precision), "bf16", 0, 0, "bf16|mxfp8", 0,
-     "of the products of attention but Wkva's, and of the dense and shared MLPs"},
-    {"precision", "mx-scale", OPTION_CHOICE, AT(mx_scale), "rceil", 0, 0, "rceil|floor", 0,
-     "how MXFP8 blocks are scaled"},
-    {"precision", "mx-gemm", OPTION_CHOICE, AT(mx_fast), "exact", 0, 0, "exact|fast", 0,
-     "MXFP8 products in bf16, or on the bytes with scales aligned to 128"},
-    {"precision", "mx-stats", OPTION_INT, AT(mx_stats), "0", 0, 1e9, NULL, 0,
-     "steps between statistics of the casts to MXFP8 in the log; 0: none"},
+    CHOICE("precision", "precision", precision, "bf16", "bf16|mxfp8|mxfp8-exact", FREE,
+           "sets the options from here to --mx-gemm; one that is given as well wins"),
+    CHOICE("precision", "expert-precision", expert_precision, NULL, "bf16|mxfp8", FIXED,
+           "of the routed experts' products (bf16 is float32 in the CPU build)"),
+    CHOICE("precision", "dispatch-precision", dispatch_precision, NULL, "bf16|mxfp8", FIXED,
+           "of what goes to the experts, also where they are on the same rank"),
+    CHOICE("precision", "combine-precision", combine_precision, NULL, "bf16|mxfp8", FIXED,
+           "of what comes back from them"),
+    CHOICE("precision", "wgrad-precision", wgrad_precision, NULL, "bf16|mxfp8", FIXED,
+           "of the operands of the expert weights' gradients"),
+    CHOICE("precision", "linear-precision", linear_precision, NULL, "bf16|mxfp8", FIXED,
+           "of the products of attention but Wkva's, and of the dense and shared MLPs"),
+    CHOICE("precision", "mx-gemm", mx_fast, NULL, "exact|fast", FIXED,
+           "MXFP8 products in bf16, or on the bytes with scales aligned to 128"),
+    CHOICE("precision", "mx-scale", mx_scale, "rceil", "rceil|floor", FIXED, "how MXFP8 blocks are scaled"),
+    WHOLE("precision", "mx-stats", mx_stats, "0", 0, 1e9, FREE,
+          "steps between statistics of the casts to MXFP8 in the log; 0: none"),
 
-    {"memory", "recompute", OPTION_CHOICE, AT(recompute), "none", 0, 0, "none|moe|block", 0,
-     "activations that backward computes again"},
-    {"memory", "capacity", OPTION_FLOAT, AT(capacity), "1.25", 1, 1e6, NULL, 0,
-     "room for routed tokens over the mean load, with --ep; more is made if needed"},
+    CHOICE("memory", "recompute", recompute, "none", "none|moe|block", FREE,
+           "activations that backward computes again"),
+    NUMBER("memory", "capacity", capacity, "1.25", 1, 1e6, FREE,
+           "room for routed tokens over the mean load, with --ep; more is made if needed"),
 
-    {"debugging", "force-balance", OPTION_FLAG, AT(force_balance), "0", 0, 1, NULL, 1, "route round-robin"},
-    {"debugging", "overfit", OPTION_FLAG, AT(overfit), "0", 0, 1, NULL, 1, "train on the first step's tokens for ever"},
+    FLAG("debugging", "force-balance", force_balance, FIXED, "route round-robin"),
+    FLAG("debugging", "overfit", overfit, FIXED, "train on the first step's tokens for ever"),
 };
 const int settings_count = sizeof(settings_table) / sizeof(settings_table[0]);
 
 // clang-format off
+// The models, in the order of --model's choices. The last three are sized as DeepSeek-V2-Lite, V2 and V3.
+#define POSITION(mscale) \
+    .rope_theta = 10000, .yarn = 0, .yarn_factor = 40, .yarn_mscale = mscale, .yarn_original_len = 4096
 static const ModelConfig presets[] = {
-    // L, C, H, q_lora, kv_lora, nope, rope, v, dense_ffn, dense_layers, E, K, shared, F, V,
-    //   groups, top_groups, score, route_norm, route_scale, rope_theta, yarn, factor, mscale, original length
-    {4, 128, 4, 0, 64, 32, 16, 32, 512, 1, 8, 2, 1, 128, 257,
-     1, 1, SCORE_SIGMOID, 1, 1, 10000, 0, 40, 1, 4096},
-    {8, 512, 8, 0, 256, 64, 32, 64, 2048, 1, 32, 4, 1, 384, 50257,
-     1, 1, SCORE_SIGMOID, 1, 1, 10000, 0, 40, 1, 4096},
-    {6, 256, 16, 0, 512, 128, 64, 128, 1024, 1, 8, 3, 2, 256, 2048,
-     1, 1, SCORE_SOFTMAX, 0, 1, 10000, 0, 40, 0.707, 4096},
-    {27, 2048, 16, 0, 512, 128, 64, 128, 10944, 1, 64, 6, 2, 1408, 102400,
-     1, 1, SCORE_SOFTMAX, 0, 1, 10000, 0, 40, 0.707, 4096},
-    {60, 5120, 128, 1536, 512, 128, 64, 128, 12288, 1, 160, 6, 2, 1536, 102400,
-     8, 3, SCORE_SOFTMAX, 0, 16, 10000, 0, 40, 1, 4096},
-    {61, 7168, 128, 1536, 512, 128, 64, 128, 18432, 3, 256, 8, 1, 2048, 129280,
-     8, 4, SCORE_SIGMOID, 1, 2.5, 10000, 0, 40, 1, 4096},
+    // tiny
+    {.L = 4, .C = 128, .H = 4, .q_lora = 0, .kv_lora = 64, .nope = 32, .rope = 16, .v = 32,
+     .dense_ffn = 512, .dense_layers = 1, .E = 8, .K = 2, .shared = 1, .F = 128, .V = 257,
+     .groups = 1, .top_groups = 1, .score = SCORE_SIGMOID, .route_norm = 1, .route_scale = 1, POSITION(1)},
+    // small
+    {.L = 8, .C = 512, .H = 8, .q_lora = 0, .kv_lora = 256, .nope = 64, .rope = 32, .v = 64,
+     .dense_ffn = 2048, .dense_layers = 1, .E = 32, .K = 4, .shared = 1, .F = 384, .V = 50257,
+     .groups = 1, .top_groups = 1, .score = SCORE_SIGMOID, .route_norm = 1, .route_scale = 1, POSITION(1)},
+    // debug
+    {.L = 6, .C = 256, .H = 16, .q_lora = 0, .kv_lora = 512, .nope = 128, .rope = 64, .v = 128,
+     .dense_ffn = 1024, .dense_layers = 1, .E = 8, .K = 3, .shared = 2, .F = 256, .V = 2048,
+     .groups = 1, .top_groups = 1, .score = SCORE_SOFTMAX, .route_norm = 0, .route_scale = 1, POSITION(0.707)},
+    // 16b
+    {.L = 27, .C = 2048, .H = 16, .q_lora = 0, .kv_lora = 512, .nope = 128, .rope = 64, .v = 128,
+     .dense_ffn = 10944, .dense_layers = 1, .E = 64, .K = 6, .shared = 2, .F = 1408, .V = 102400,
+     .groups = 1, .top_groups = 1, .score = SCORE_SOFTMAX, .route_norm = 0, .route_scale = 1, POSITION(0.707)},
+    // 236b
+    {.L = 60, .C = 5120, .H = 128, .q_lora = 1536, .kv_lora = 512, .nope = 128, .rope = 64, .v = 128,
+     .dense_ffn = 12288, .dense_layers = 1, .E = 160, .K = 6, .shared = 2, .F = 1536, .V = 102400,
+     .groups = 8, .top_groups = 3, .score = SCORE_SOFTMAX, .route_norm = 0, .route_scale = 16, POSITION(1)},
+    // 671b
+    {.L = 61, .C = 7168, .H = 128, .q_lora = 1536, .kv_lora = 512, .nope = 128, .rope = 64, .v = 128,
+     .dense_ffn = 18432, .dense_layers = 3, .E = 256, .K = 8, .shared = 1, .F = 2048, .V = 129280,
+     .groups = 8, .top_groups = 4, .score = SCORE_SIGMOID, .route_norm = 1, .route_scale = 2.5, POSITION(1)},
 };
 // clang-format on
 
+// What each --precision sets, in the order of its choices. What a row does not name is bf16, and --mx-gemm exact.
+static const Settings modes[] = {
+    {.expert_precision = PRECISION_BF16},
+    {.expert_precision = PRECISION_MXFP8, .dispatch_precision = PRECISION_MXFP8, .mx_fast = 1},
+    {.expert_precision = PRECISION_MXFP8, .dispatch_precision = PRECISION_MXFP8, .mx_fast = 0},
+};
+
+// The options without a default of their own, as --model and --precision set them; all others are 0.
+static Settings preset_of(int64_t model, int64_t precision) {
+    Settings s = modes[precision];
+    s.model = presets[model];
+    return s;
+}
+
+// What must hold between the options of a model.
 static void check_model(const ModelConfig* m) {
     if (m->rope % 2) die(EXIT_USAGE, "--rope-dim %lld is odd: rotary position turns pairs", (long long)m->rope);
     if (m->dense_layers > m->L)
@@ -162,7 +188,7 @@ static void check_model(const ModelConfig* m) {
             (long long)(m->top_groups * (m->E / m->groups)), (long long)m->top_groups);
 }
 
-// What the kernels take: 16-byte rows, and the head sizes that the attention kernels are written for.
+// What the kernels take: rows of a multiple of 16 bytes, and the head sizes that the attention kernels are written for.
 static void check_cuda_model(const ModelConfig* m) {
     const struct {
         const char* option;
@@ -185,10 +211,12 @@ static void check_cuda_model(const ModelConfig* m) {
 
 int64_t settings_micro_tokens(const Settings* s) { return s->ranks * s->batch * s->seq_len; }
 
-// Options in their ranges can ask together for more than can be counted. Sizes are rounded up freely, in double, which
-// does not overflow. 1e15 numbers leave int64 room for the bytes of several hundred copies; rows and pieces of work are
-// int32 in kernels and CBLAS, and a grid has at most 65535 times 128 columns of a hidden layer, gate and up.
+// Options that are in their ranges can together ask for more than can be counted. Sizes are rounded up freely, in
+// double, which does not overflow. 1e15 numbers leave int64 room for the bytes of several hundred copies. Rows and
+// pieces of work are int32 in kernels and CBLAS. A grid has at most 65535 times 128 columns of a hidden layer, gate and
+// up.
 static void check_sizes(const Settings* s) {
+    // Widths, tokens of a rank and of all, and rows that may be routed to a rank's experts.
     const ModelConfig* m = &s->model;
     const double L = (double)m->L, C = (double)m->C, H = (double)m->H, q_lora = (double)m->q_lora;
     const double latent = (double)(m->kv_lora + m->rope), head = (double)(m->nope + m->rope + m->v);
@@ -196,8 +224,11 @@ static void check_sizes(const Settings* s) {
     const double tokens = (double)s->batch * (double)s->seq_len, micro = tokens * (double)s->ranks;
     const double spread = s->ep > 1 ? fmax((double)s->ep, s->capacity) : 1;
     const double rows = tokens * (double)m->K * spread + 128 * (E + 1);
+
+    // Numbers of a block: its matrices, and what it keeps of a token.
     const double matrices = (C + q_lora + latent) * (C + H * head) + 3 * C * (hidden + E * F) + E * C;
     const double widths = C + q_lora + latent + H * head + hidden + E;
+
     const struct {
         const char *what, *options;
         double size, most;
@@ -214,12 +245,14 @@ static void check_sizes(const Settings* s) {
         {"activations of a rank", "--batch, --seq-len, --layers, --dim, --heads, --top-k, --expert-ffn and --dense-ffn",
          L * (tokens * widths + rows * (C + F)), 1e15},
     };
+
     for (size_t i = 0; i < sizeof(sizes) / sizeof(sizes[0]); i++)
         if (sizes[i].size > sizes[i].most)
             die(EXIT_USAGE, "%s make %.3g %s: at most %.3g are possible", sizes[i].options, sizes[i].size,
                 sizes[i].what, sizes[i].most);
 }
 
+// Every group of --ep ranks is whole, and every rank of it has as many experts.
 static void check_layout(const Settings* s) {
     if (s->ranks % s->ep)
         die(EXIT_USAGE, "--ep %lld does not divide the %lld rank%s of the run", (long long)s->ep, (long long)s->ranks,
@@ -228,7 +261,8 @@ static void check_layout(const Settings* s) {
         die(EXIT_USAGE, "--ep %lld does not divide --experts %lld", (long long)s->ep, (long long)s->model.E);
 }
 
-// Blocks of 32 along every contraction that meets MXFP8: forward contracts over a matrix' columns, dgrad over its rows.
+// Every width that MXFP8 products contract over is made of blocks of 32. Forward contracts over a matrix' columns,
+// dgrad over its rows.
 static void check_precision(const Settings* s) {
     const ModelConfig* m = &s->model;
     const int linear = s->linear_precision == PRECISION_MXFP8, expert = s->expert_precision || s->wgrad_precision;
@@ -252,6 +286,7 @@ static void check_precision(const Settings* s) {
                 (long long)widths[i].width);
 }
 
+// --mx-stats measures casts, so there must be some.
 static void check_stats(const Settings* s) {
     const int moe = s->model.dense_layers < s->model.L, experts = s->expert_precision || s->dispatch_precision;
     if (s->mx_stats && !s->linear_precision && !(moe && experts))
@@ -261,6 +296,7 @@ static void check_stats(const Settings* s) {
             (long long)s->mx_stats);
 }
 
+// A step is a whole number of micro-steps, and what the run is to write has a place.
 static void check_run(Settings* s) {
     int64_t micro = settings_micro_tokens(s);
     if (s->tokens_per_step == 0) s->tokens_per_step = micro;
@@ -270,12 +306,15 @@ static void check_run(Settings* s) {
             "micro-step",
             (long long)s->tokens_per_step, (long long)s->ranks, (long long)s->batch, (long long)s->seq_len,
             (long long)micro);
+
+    // What is allowed, and hardly meant.
     if (s->warmup > s->steps && s->schedule != SCHEDULE_CONSTANT)
         warn("--warmup %lld is longer than --steps %lld: the learning rate never reaches --lr", (long long)s->warmup,
              (long long)s->steps);
     if (s->model.K == 1 && s->model.route_norm && s->model.dense_layers < s->model.L)
         warn("--top-k 1 --route-norm 1: every gate is --route-scale, so the router gets %s; --route-norm 0 helps",
              s->aux_loss > 0 ? "a gradient from --aux-loss alone" : "no gradient");
+
     if (s->dry_run) return;
     if (!*s->train)
         die(EXIT_USAGE, "--train is missing: name the training shards, e.g. --train 'corpus/text_train_*.bin'");
@@ -285,23 +324,26 @@ static void check_run(Settings* s) {
 }
 
 Settings settings_read(int argc, char** argv, int ranks) {
+    // The command line over the defaults.
     Settings s;
     memset(&s, 0, sizeof(s));
     char* given = (char*)host_alloc((size_t)settings_count);
     options_defaults(settings_table, settings_count, &s);
     options_parse(settings_table, settings_count, &s, given, argc, argv);
+
+    // The presets, for options without a default that were not given. int64_t and double are both 8 bytes.
+    const Settings preset = preset_of(s.preset, s.precision);
+    for (int i = 0; i < settings_count; i++) {
+        size_t at = settings_table[i].offset;
+        if (!settings_table[i].initial && !given[i]) memcpy((char*)&s + at, (char*)&preset + at, 8);
+    }
+    free(given);
     if (s.help) {
         options_help(settings_table, settings_count, "train_moe");
-        free(given);
         return s;
     }
-    Settings from;
-    memset(&from, 0, sizeof(from));
-    from.model = presets[s.preset];
-    for (int i = 0; i < settings_count; i++)
-        if (!settings_table[i].initial && !given[i])  // int64_t and double are both 8 bytes
-            memcpy((char*)&s + settings_table[i].offset, (char*)&from + settings_table[i].offset, 8);
-    free(given);
+
+    // What must fit together.
     check_model(&s.model);
     if (BACKEND == BACKEND_CUDA) check_cuda_model(&s.model);
     if (s.ranks && !s.dry_run)
@@ -318,59 +360,63 @@ Settings settings_read(int argc, char** argv, int ranks) {
 
 void settings_free(Settings* s) { options_free(settings_table, settings_count, s); }
 
-static char* value_json(const Option* option, const Settings* s) {
-    char* text = option_text(option, s);
-    if (option->type != OPTION_TEXT && option->type != OPTION_CHOICE) return text;
-    char* quoted = json_quote(text);
-    free(text);
-    return quoted;
-}
-
 char* settings_json(const Settings* s) {
     char* json = host_strdup("{");
     for (int i = 0; i < settings_count; i++) {
-        char* value = value_json(&settings_table[i], s);
-        char* longer = host_format("%s%s\"%s\": %s", json, i ? ", " : "", settings_table[i].name, value);
-        free(json);
-        free(value);
-        json = longer;
+        const Option* o = &settings_table[i];
+        char *text = option_text(o, s), *quoted = json_quote(text);
+        int number = o->type != OPTION_TEXT && o->type != OPTION_CHOICE;
+        host_append(&json, "%s\"%s\": %s", i ? ", " : "", o->name, number ? text : quoted);
+        free(quoted);
+        free(text);
     }
-    char* closed = host_format("%s}", json);
-    free(json);
-    return closed;
+    host_append(&json, "}");
+    return json;
+}
+
+// A value of a record as option_text writes it.
+static char* recorded_text(const Option* option, const Json* value) {
+    if (value->type == JSON_STRING) return host_strdup(value->text);
+    if (option->type == OPTION_FLOAT) return host_format("%.9g", value->number);
+    return host_format("%lld", (long long)value->integer);
 }
 
 const char* settings_differ(const Settings* s, const Json* record, char** was, char** is) {
-    for (int i = 0; i < settings_count; i++) {
+    // What an option was before it existed: its default, or its preset's where there are presets.
+    Settings before = preset_of(s->preset, PRECISION_BF16);
+    options_defaults(settings_table, settings_count, &before);
+    before.tokens_per_step = settings_micro_tokens(s);
+
+    // As text, option by option, until one differs.
+    const char* name = NULL;
+    for (int i = 0; i < settings_count && !name; i++) {
         const Option* o = &settings_table[i];
         if (!o->fixed) continue;
-        const Json* old = json_get(record, o->name);
+        const Json* recorded = json_get(record, o->name);
         char* now = option_text(o, s);
-        char* then = !old                       ? host_strdup("(absent)")
-                     : old->type == JSON_STRING ? host_strdup(old->text)
-                     : o->type == OPTION_FLOAT  ? host_format("%.9g", old->number)
-                                                : host_format("%lld", (long long)old->integer);
+        char* then = recorded ? recorded_text(o, recorded) : option_text(o, &before);
         if (strcmp(now, then) != 0) {
-            *was = then;
-            *is = now;
-            return o->name;
+            name = o->name;
+            *is = host_strdup(now);
+            *was =
+                host_format("%s%s", then, recorded ? "" : " (the default: its checkpoint does not name this option)");
         }
         free(now);
         free(then);
     }
-    return NULL;
+    settings_free(&before);
+    return name;
 }
 
 int64_t config_vocab_padded(const ModelConfig* m) { return (m->V + 127) / 128 * 128; }
 
 RopeConfig config_rope(const ModelConfig* m) {
-    RopeConfig rope;
-    rope.dim = (int)m->rope;
-    rope.theta = m->rope_theta;
-    rope.yarn = (int)m->yarn;
-    rope.factor = m->yarn_factor;
-    rope.mscale = m->yarn_mscale;
-    rope.original_len = m->yarn_original_len;
+    RopeConfig rope = {.dim = (int)m->rope,
+                       .theta = m->rope_theta,
+                       .yarn = (int)m->yarn,
+                       .factor = m->yarn_factor,
+                       .mscale = m->yarn_mscale,
+                       .original_len = m->yarn_original_len};
     return rope;
 }
 
@@ -381,9 +427,10 @@ double config_softmax_scale(const ModelConfig* m) {
 }
 
 double settings_lr(const Settings* s, int64_t step) {
+    // The way up, then how much of the rest is left.
     if (step <= s->warmup) return s->lr * (double)step / (double)s->warmup;
-    double left = s->steps > s->warmup ? (double)(s->steps - step) / (double)(s->steps - s->warmup) : 0;
-    if (left < 0) left = 0;
+    double left = s->steps > s->warmup ? fmax((double)(s->steps - step) / (double)(s->steps - s->warmup), 0) : 0;
+
     double share = 1;  // of the way from final_lr_frac to 1
     switch (s->schedule) {
         case SCHEDULE_COSINE: share = 0.5 - 0.5 * cos(3.14159265358979323846 * left); break;

@@ -1,4 +1,5 @@
-// Everything a run can be told: the option table, the model presets, and what must fit together.
+// Everything a run can be told: the option table, the model presets, the sets of precisions, and what must fit
+// together.
 #ifndef MODEL_SETTINGS_H
 #define MODEL_SETTINGS_H
 
@@ -15,7 +16,7 @@ typedef struct ModelConfig {
     int64_t q_lora, kv_lora;          // MLA's latents; q_lora 0: queries come straight from x
     int64_t nope, rope, v;            // head sizes
     int64_t dense_ffn, dense_layers;  // the first dense_layers blocks have a dense MLP of this width
-    int64_t E, K, shared, F;          // the others E routed experts and one shared MLP of width shared * F
+    int64_t E, K, shared, F;          // the others: E routed experts, and one shared MLP of width shared * F
     int64_t V;
     int64_t groups, top_groups, score, route_norm;
     double route_scale, rope_theta;
@@ -25,6 +26,7 @@ typedef struct ModelConfig {
 
 typedef enum { SCHEDULE_COSINE, SCHEDULE_WSD, SCHEDULE_LINEAR, SCHEDULE_CONSTANT } Schedule;
 
+// The value of every option. A choice is the number of the word in its list.
 typedef struct Settings {
     int64_t preset;
     ModelConfig model;
@@ -38,6 +40,7 @@ typedef struct Settings {
     int64_t warmup, schedule;
     int64_t ep, shard, recompute;
     double timeout, capacity;
+    int64_t precision;  // the mode; what it sets, where the command line does not:
     int64_t expert_precision, dispatch_precision, combine_precision, wgrad_precision, linear_precision, mx_scale,
         mx_fast, mx_stats;
     int64_t force_balance, overfit;
@@ -46,12 +49,13 @@ typedef struct Settings {
 typedef enum { PRECISION_BF16, PRECISION_MXFP8 } Precision;
 typedef enum { RECOMPUTE_NONE, RECOMPUTE_MOE, RECOMPUTE_BLOCK } Recompute;
 
+// Rows are in the order of --help; the first is --model.
 extern const Option settings_table[];
 extern const int settings_count;
 
-// Defaults, then the command line, then the preset for every model option not given, then all checks for a run of
-// `ranks` ranks (--dry-run: of --ranks). Ends the run with EXIT_USAGE and a message that names the option where
-// something does not fit. With --help it prints the table and checks nothing.
+// Defaults, then the command line, then what --model and --precision say for every option of theirs that is not given,
+// then all checks for a run of `ranks` ranks (--dry-run: of --ranks). Ends the run with EXIT_USAGE and a message that
+// names the option where something does not fit. With --help it prints the table and checks nothing.
 Settings settings_read(int argc, char** argv, int ranks);
 
 void settings_free(Settings* settings);
@@ -60,7 +64,8 @@ void settings_free(Settings* settings);
 char* settings_json(const Settings* settings);
 
 // Compares with the record of a checkpoint (the data are compared by their hash, not by --train): the name of the first
-// option that must not differ but does (with both values in *was and *is, fresh memory), or NULL.
+// option that must not differ but does (with both values in *was and *is, fresh memory), or NULL. An option that the
+// record lacks, of a program older than the option, was at its default.
 const char* settings_differ(const Settings* settings, const Json* record, char** was, char** is);
 
 // Tokens that a micro-step takes on all ranks together.
@@ -70,8 +75,12 @@ int64_t config_vocab_padded(const ModelConfig* config);  // V rounded up to a mu
 RopeConfig config_rope(const ModelConfig* config);
 double config_softmax_scale(const ModelConfig* config);  // (nope + rope)^-1/2, times YaRN's mscale^2
 
-// The learning rate of update `step` (1 is the first): linear warm-up over `warmup` steps to lr, then towards
-// lr * final_lr_frac at the last step: cosine, linear, wsd (constant, then linear over the last fifth), or constant.
+// The learning rate of update `step` (1 is the first). It rises linearly to lr over `warmup` steps, and then falls to
+// lr * final_lr_frac at the last step:
+//
+//   cosine     along half a cosine            linear     along a line
+//   wsd        along a line, but only over the last fifth; constant until then
+//   constant   not at all
 double settings_lr(const Settings* settings, int64_t step);
 
 END_C

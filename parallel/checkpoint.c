@@ -11,8 +11,6 @@
 #include <dirent.h>
 #include <errno.h>
 #include <fcntl.h>
-#include <pthread.h>
-#include <signal.h>
 #include <stdio.h>
 #include <stdlib.h>
 #include <string.h>
@@ -21,6 +19,7 @@
 
 #include "device/check.h"
 #include "device/files.h"
+#include "device/threads.h"
 #include "parallel/slices.h"
 #include "parallel/watch.h"
 
@@ -46,10 +45,10 @@ struct Saver {
     SavedFile* files;
     int count;
     int64_t step;
-    char *folder, *record;  // the unfinished folder; the manifest ahead of its list of files
+    char *folder, *record;  // the unfinished folder; the manifest up to its list of files
 };
 
-// Whether it is gone. What cannot be removed, a link for one, does no harm where it is.
+// Removes a file or folder. Whether it is gone: what cannot be removed, a link for one, does no harm where it is.
 static bool clear_away(const char* path) {
     if (remove_tree(path) == 0) return true;
     warn("cannot remove %s: %s", path, file_error(errno));
@@ -75,8 +74,10 @@ Saver* saver_create(Ranks* world, const char* out, int keep) {
     s->group = ranks_split(world, 0);
     s->out = host_strdup(out);
     s->keep = keep;
-    // A folder that each host has for itself is found now, not at the first save. The name is a new one each time: the
-    // others' file systems may remember that an old one was not there.
+
+    // A folder that each host has for itself is found now, not at the first save: rank 0 makes a file there that the
+    // others must see. Its name is a new one each time, because their file systems may remember that an old one was not
+    // there.
     int64_t id = getpid();
     ranks_broadcast(world, &id, sizeof(id), 0);
     char* probe = host_format("%s/" PROBE "%lld", out, (long long)id);
@@ -110,7 +111,8 @@ void saver_destroy(Saver* s) {
     free(s);
 }
 
-// Errors end the run, after the unfinished folder is removed: what it took may be just the room that is missing.
+// Ends the run for the reason in errno. The unfinished folder is removed first: what it took may be just the room that
+// is missing.
 static NORETURN void give_up(const Saver* s, const char* what, const char* path) {
     int why = errno;
     remove_tree(s->folder);
@@ -118,11 +120,13 @@ static NORETURN void give_up(const Saver* s, const char* what, const char* path)
         file_error(why));
 }
 
+// Takes the room that a file will need, where the file system can; else only its size is set.
 static int reserve(int fd, int64_t bytes) {
     if (fallocate(fd, 0, 0, (off_t)bytes) == 0) return 0;
     return errno == EOPNOTSUPP ? ftruncate(fd, (off_t)bytes) : -1;
 }
 
+// All of the bytes, in as many writes as it takes.
 static int put(int fd, const char* data, int64_t bytes, int64_t offset) {
     while (bytes > 0) {
         ssize_t n = pwrite(fd, data, (size_t)bytes, (off_t)offset);
@@ -145,14 +149,15 @@ static void make_file(const Saver* s, const char* name, const char* head, int64_
     free(path);
 }
 
+// Rank 0: an empty folder, and in it every file.
 static void make_files(const Saver* s) {
     if (remove_tree(s->folder) != 0 || mkdir(s->folder, 0777) != 0) give_up(s, "create", s->folder);
     for (int i = 0; i < s->count; i++)
         make_file(s, s->files[i].name, s->files[i].header, s->files[i].header_bytes, s->files[i].bytes);
 }
 
-// Writes this rank's slices of a file, which begin at *next and *from, and moves both behind them. Flushed by every
-// rank that wrote. False on errors, with errno set.
+// Writes this rank's slices of a file, from *next on, whose bytes begin at *from; moves both past them. Every rank that
+// wrote flushes. False on errors, with errno set.
 static bool write_slices(const char* path, int64_t file, FileSlice** next, const FileSlice* end, const char** from) {
     if (*next == end || (*next)->file != file) return true;
     int fd = open(path, O_WRONLY | O_NOFOLLOW | O_CLOEXEC);
@@ -165,8 +170,8 @@ static bool write_slices(const char* path, int64_t file, FileSlice** next, const
     return fsync(fd) == 0 && close(fd) == 0;
 }
 
-// File after file, all ranks together: a rank whose disk hangs is found by the time limit of waits, which a save may
-// take longer than.
+// File after file, all ranks together. The time limit of waits holds for a file: it finds a rank whose disk hangs,
+// while all files together may take longer.
 static void write_files(Saver* s) {
     const char* from = s->buffer;
     FileSlice* next = s->slices;
@@ -184,6 +189,7 @@ static void write_files(Saver* s) {
     }
 }
 
+// Rank 0: the record, each file with its size and the CRC-32 that its slices have together, and the CRC-32 of all that.
 static void write_manifest(const Saver* s, const FileSlice* slices, int64_t slice_count) {
     const FileSlice *next = slices, *end = slices + slice_count;
     char* body = host_strdup(s->record);
@@ -192,21 +198,17 @@ static void write_manifest(const Saver* s, const FileSlice* slices, int64_t slic
         uLong crc = crc_of(f->header, (size_t)f->header_bytes);
         if (!slices_join(&next, end, i, f->header_bytes, f->bytes, &crc))
             die(EXIT_FAILED, "internal error: the ranks did not write every byte of %s/%s once", s->folder, f->name);
-        char* longer = host_format("%s%s\n  {\"name\": \"%s\", \"bytes\": %lld, \"crc32\": %lu}", body, i ? "," : "",
-                                   f->name, (long long)f->bytes, crc);
-        free(body);
-        body = longer;
+        host_append(&body, "%s\n  {\"name\": \"%s\", \"bytes\": %lld, \"crc32\": %lu}", i ? "," : "", f->name,
+                    (long long)f->bytes, crc);
     }
-    char* closed = host_format("%s]", body);
-    char* sealed = host_format("%s%s%lu}\n", closed, CHECKPOINT_MANIFEST_END, crc_of(closed, strlen(closed)));
-    int64_t length = (int64_t)strlen(sealed);
-    make_file(s, "manifest.json", sealed, length, length);
-    free(sealed);
-    free(closed);
+    host_append(&body, "]");
+    host_append(&body, "%s%lu}\n", CHECKPOINT_MANIFEST_END, crc_of(body, strlen(body)));
+    int64_t length = (int64_t)strlen(body);
+    make_file(s, "manifest.json", body, length, length);
     free(body);
 }
 
-// Out of the way first: a folder with a checkpoint's name is never half there.
+// Removes a checkpoint. It is renamed first: a folder with a checkpoint's name is never half there.
 static void remove_step(const char* out, int64_t step) {
     char *path = step_path(out, step, ""), *old = step_path(out, step, ".replaced");
     if (is_link(path) || !clear_away(old) || rename(path, old) != 0)
@@ -217,6 +219,7 @@ static void remove_step(const char* out, int64_t step) {
     free(old);
 }
 
+// Removes the oldest checkpoints, so that `keep` stay.
 static void prune(const char* out, int64_t newest, int keep) {
     int count, seen = 0;
     int64_t* steps = checkpoint_list(out, &count);
@@ -245,18 +248,21 @@ bool checkpoint_set_aside(Saver* s, int64_t step) {
     return done;
 }
 
-// All is on disk: gives the folder its name, removes what is too old.
+// When all is on disk: gives the folder its name, and removes what is too old.
 static void publish(const Saver* s) {
     char *path = step_path(s->out, s->step, ""), *old = step_path(s->out, s->step, ".replaced");
     if (sync_folder(s->folder) != 0) give_up(s, "flush", path);
-    // A folder of this name can only be one that was refused at resume: out of the way, and gone once the new one
+
+    // A folder of this name can only be one that was refused at resume. It is renamed, and removed once the new one
     // stands.
     if (is_link(path)) errno = ELOOP, give_up(s, "replace", path);
     if (rename(path, old) != 0 && errno != ENOENT) give_up(s, "replace", path);
     if (rename(s->folder, path) != 0 || sync_folder(s->out) != 0) give_up(s, "create", path);
     clear_away(old);
-    // Two stay at least: whether the newest is any good is known when the next step is.
+
+    // Two stay at least: whether the newest is any good is known after the next step.
     prune(s->out, s->step, s->keep > 2 ? s->keep : 2);
+
     char* shown = host_printable(path, strlen(path), "");
     printf("saved %s\n", shown);
     fflush(stdout);
@@ -265,10 +271,13 @@ static void publish(const Saver* s) {
     free(old);
 }
 
+// The thread of a save, on every rank.
 static void* saver_thread(void* saver) {
     Saver* s = (Saver*)saver;
     bool leads = ranks_index(s->group) == 0;
     int64_t total;
+
+    // Files of full size, then every rank's slices, then what rank 0 learns of them.
     if (leads) make_files(s);
     ranks_barrier(s->group);
     write_files(s);
@@ -278,6 +287,7 @@ static void* saver_thread(void* saver) {
         publish(s);
     }
     ranks_barrier(s->group);  // every rank's wait ends when the checkpoint stands
+
     free(all);
     for (int i = 0; i < s->count; i++) free(s->files[i].header);
     free(s->files);
@@ -289,6 +299,7 @@ static void* saver_thread(void* saver) {
 
 // Lays out the file: its header, and in planned[i].offset the place of tensor i.
 static SavedFile plan_file(const CheckpointFile* file, StTensor* planned) {
+    // The tensors as the header names them.
     SavedFile saved;
     for (int i = 0; i < file->count; i++) {
         const CheckpointTensor* t = &file->tensors[i];
@@ -298,6 +309,7 @@ static SavedFile plan_file(const CheckpointFile* file, StTensor* planned) {
         planned[i].shape[0] = t->shape[0];
         planned[i].shape[1] = t->shape[1];
     }
+
     const char* const metadata[] = {"format", "pt", NULL};
     memcpy(saved.name, file->name, sizeof(saved.name));
     saved.header = st_plan_header(planned, file->count, metadata, &saved.header_bytes);
@@ -306,8 +318,7 @@ static SavedFile plan_file(const CheckpointFile* file, StTensor* planned) {
     return saved;
 }
 
-// Copies what this rank writes of a tensor behind what is in the buffer. What lies side by side in the file is one
-// slice.
+// Copies what this rank writes of a tensor to the end of the buffer. What lies side by side in the file is one slice.
 static char* copy_slice(Saver* s, int64_t file, const CheckpointTensor* t, int64_t tensor_offset, char* to, Ctx* ctx) {
     int64_t size = (int64_t)sizeof(real), bytes = t->save_count * size, offset = tensor_offset + t->save_first * size;
     ASSERT(t->save_first >= t->first && t->save_first + t->save_count <= t->first + t->count);
@@ -325,14 +336,18 @@ static char* copy_slice(Saver* s, int64_t file, const CheckpointTensor* t, int64
 void checkpoint_save(Saver* s, const CheckpointRecord* r, const char* options_json, const CheckpointFile* files,
                      int count, Ctx* ctx) {
     checkpoint_wait(s);
+
+    // How much this rank writes, in how many slices, and the most tensors of a file.
     size_t bytes = 0, slices = 0, most = 0;
     for (int i = 0; i < count; i++) {
         for (int t = 0; t < files[i].count; t++) {
             bytes += (size_t)files[i].tensors[t].save_count * sizeof(real);
             slices += files[i].tensors[t].save_count > 0;
         }
-        if ((size_t)files[i].count > most) most = (size_t)files[i].count;
+        most = max_size(most, (size_t)files[i].count);
     }
+
+    // Room for it, and what the thread needs to know.
     if (bytes > s->room) {
         free(s->buffer);
         s->buffer = (char*)host_alloc(bytes);
@@ -349,6 +364,8 @@ void checkpoint_save(Saver* s, const CheckpointRecord* r, const char* options_js
         "%s,\n\"files\": [",
         CHECKPOINT_FORMAT, (long long)r->step, (long long)r->window, (long long)r->updates, (long long)r->data_hash,
         options_json);
+
+    // The copy: training goes on when it is done.
     StTensor* planned = (StTensor*)host_alloc(most * sizeof(StTensor));
     char* to = s->buffer;
     for (int i = 0; i < count; i++) {
@@ -357,12 +374,8 @@ void checkpoint_save(Saver* s, const CheckpointRecord* r, const char* options_js
             if (files[i].tensors[t].save_count) to = copy_slice(s, i, &files[i].tensors[t], planned[t].offset, to, ctx);
     }
     free(planned);
-    // Signals are the main thread's: it saves on SIGTERM.
-    sigset_t all, before;
-    sigfillset(&all);
-    pthread_sigmask(SIG_SETMASK, &all, &before);
-    int rc = pthread_create(&s->thread, NULL, saver_thread, s);
-    pthread_sigmask(SIG_SETMASK, &before, NULL);
+
+    int rc = thread_start(&s->thread, saver_thread, s);
     if (rc != 0) die(EXIT_FAILED, "cannot start the thread that writes %s: %s", s->folder, strerror(rc));
     s->running = true;
 }

@@ -1,13 +1,17 @@
-// Checkpoints on disk: a folder `step_%08d` of safetensors files and a manifest.json, the same whatever number of ranks
-// wrote it: every rank writes its slices of each tensor in place, and reads the slices that it holds.
+// Checkpoints on disk: a folder `step_%08d` of safetensors files and a manifest.json. It is the same whatever number of
+// ranks wrote it: every rank writes its slices of each tensor in place, and reads the slices that it holds.
 //
-// A checkpoint is written beside (`step_%08d.tmp`), flushed, its manifest last, and renamed: whatever happens, a folder
-// with the right name is whole. The manifest holds step, data position, options, and of every file its size and CRC-32
-// (of the slices' CRC-32s, joined); it ends with a CRC-32 of itself. What does not match is refused by name, and the
-// next older checkpoint is tried. Tensors are stored in real (float32), so bf16 and quantized weights are derived again
-// after loading.
+// A checkpoint is written into a folder beside it (`step_%08d.tmp`) and flushed, its manifest last, and then renamed.
+// So a folder with the right name is whole, whatever happens. The manifest holds step, data position, options, and of
+// every file its size and CRC-32 (joined from those of the slices); it ends with a CRC-32 of itself. What does not
+// match is refused by name, and the next older checkpoint is tried. Tensors are stored in real (float32); bf16 and
+// quantized weights are derived again after loading.
 //
-// Saving stops the training for the copy to host memory only; a thread writes.
+// Training waits while the tensors are copied to host memory; a thread writes them meanwhile.
+//
+//   step 10              step 11        step 12        step 20
+//   | ... | copy |       | ...          | ...          | ... | wait for the thread | copy |
+//                | thread: files, flush, manifest, rename      |                   | thread ...
 #ifndef PARALLEL_CHECKPOINT_H
 #define PARALLEL_CHECKPOINT_H
 
@@ -25,7 +29,7 @@ typedef struct CheckpointTensor {
     int rank;
     int64_t shape[2];
     int64_t first, count;            // elements first .. first + count - 1 of the tensor; count may be 0
-    int64_t save_first, save_count;  // those that this rank writes, among the above; over all ranks each element once
+    int64_t save_first, save_count;  // those of them that this rank writes; over all ranks each element once
     real* data;                      // device memory of the slice, contiguous
 } CheckpointTensor;
 
@@ -50,10 +54,9 @@ Saver* saver_create(Ranks* world, const char* out, int keep);
 // Waits for the last save, then ends.
 void saver_destroy(Saver* saver);
 
-// Copies what this rank writes to host memory (after waiting for the last save) and returns; the thread then writes
-// out/step_%08d, removes the oldest ones beyond `keep` (of which it lets two stay at least: the newest may turn out to
-// be that of a model that diverged) and prints "saved PATH". Ends the run on every rank on any error, leaving older
-// ones as they are.
+// Waits for the last save, copies what this rank writes to host memory, and returns. The thread then writes
+// out/step_%08d, removes the oldest ones beyond `keep` and prints "saved PATH". At least two stay: the newest may turn
+// out to be that of a model that diverged. Any error ends the run on every rank and leaves older ones as they are.
 void checkpoint_save(Saver* saver, const CheckpointRecord* record, const char* options_json,
                      const CheckpointFile* files, int count, Ctx* ctx);
 void checkpoint_wait(Saver* saver);  // until the last save is on disk

@@ -1,3 +1,9 @@
+// Sums without rounding that depends on time: every rank gets the parts of all ranks for its share of the elements, and
+// adds them from the left. A sum of many elements is that, and then an exchange of the shares:
+//
+//   rank 0   a0 b0 c0         a0 a1 a2         a               a b c
+//   rank 1   a1 b1 c1   ->    b0 b1 b2   ->      b       ->    a b c
+//   rank 2   a2 b2 c2         c0 c1 c2             c           a b c
 #include "parallel/comm.h"
 
 #include <stdio.h>
@@ -7,7 +13,7 @@
 #include "device/cpu.h"
 #include "parallel/watch.h"
 
-// Sums of fewer bytes than this are taken by every rank for itself, in one exchange instead of two.
+// A sum of fewer bytes than this is taken whole by every rank for itself: one exchange instead of two.
 static const size_t SMALL_SUM = (size_t)64 << 10;
 
 enum { ALL_GATHER, REDUCE_SCATTER, SUM, EXCHANGE, KINDS };
@@ -47,6 +53,7 @@ void comm_destroy(Comm* c) {
 int comm_count(const Comm* c) { return c->count; }
 int comm_index(const Comm* c) { return c->index; }
 
+// At least so many bytes, whose contents nobody needs any more.
 static char* scratch(Comm* c, size_t bytes) {
     if (bytes > c->scratch_bytes) {
         free(c->scratch);
@@ -84,7 +91,8 @@ void comm_all_gather(Comm* c, void* all, const void* mine, size_t bytes, Ctx* ct
     watch_end();
 }
 
-// Rank r gets elements first(r) .. first(r + 1) - 1 of every rank's `all`, and sums them into `part`.
+// Rank r's share of n elements are first(r) .. first(r + 1) - 1. It gets them of every rank's `all`, and sums them into
+// `part`.
 static int64_t first(const Comm* c, int64_t n, int r) { return n / c->count * r + min_i64(r, n % c->count); }
 static void reduce_parts(Comm* c, void* part, const void* all, int64_t n, size_t size, AddParts add) {
     int64_t own = first(c, n, c->index + 1) - first(c, n, c->index);
@@ -119,12 +127,11 @@ static void sum(Comm* c, void* data, int64_t n, size_t size, AddParts add) {
         ranks_all_gather(c->group, all, data, bytes);
         add(data, all, c->count, n);
     } else {
+        // Every rank sums its share in place, then sends it to all: the exchange before, the other way round.
         char* own = (char*)data + (size_t)first(c, n, c->index) * size;
         reduce_parts(c, own, data, n, size, add);
-        for (int r = 0; r < c->count; r++) {
-            c->recv_at[r] = c->send_at[r];
-            c->recv_bytes[r] = c->send_bytes[r];
-        }
+        memcpy(c->recv_at, c->send_at, (size_t)c->count * sizeof(size_t));
+        memcpy(c->recv_bytes, c->send_bytes, (size_t)c->count * sizeof(size_t));
         for (int r = 0; r < c->count; r++) {
             c->send_at[r] = c->recv_at[c->index];
             c->send_bytes[r] = c->recv_bytes[c->index];

@@ -10,7 +10,7 @@
 BEGIN_C
 
 // A group of ranks whose device memory is connected. A group of one rank works too, and costs nothing. `group` may be
-// freed behind comm_create.
+// freed after comm_create.
 typedef struct Comm Comm;
 Comm* comm_create(Ranks* group, const char* name, Ctx* ctx);  // name: for messages, "world" or "expert parallel"
 void comm_destroy(Comm* comm);

@@ -13,9 +13,9 @@ BEGIN_C
 
 typedef struct Ranks Ranks;  // a group of ranks
 
-// First thing in main. From here on die() names this rank and ends the run on every rank, with its exit code; what
-// ranks other than 0 print to stdout goes nowhere, and only rank 0 is heard with warn(). A program that nobody started
-// through mpirun or srun is one rank.
+// The first call in main. From here on die() names this rank and ends the run on every rank, with its exit code. What
+// ranks other than 0 print to stdout goes nowhere, and only rank 0 prints what warn() is given. A program that was not
+// started through mpirun or srun is one rank.
 Ranks* ranks_start(int* argc, char*** argv);
 // Waits for all ranks. Ends MPI; `world` is freed.
 void ranks_end(Ranks* world);
@@ -25,12 +25,12 @@ int ranks_index(const Ranks* group);  // 0 .. count - 1: this process in the gro
 int ranks_local(void);                // this process among those of its host
 int ranks_here(void);                 // how many those are
 
-// The ranks that give the same colour, in the group's order. With messages of its own: a thread may use one group while
-// another thread uses another.
+// A group of the ranks that give the same colour, in the order of the old one. It has messages of its own: one thread
+// may use one group while another thread uses another.
 Ranks* ranks_split(Ranks* group, int color);
 void ranks_free(Ranks* group);
 
-// All of host memory, any size.
+// Of host memory, in any size.
 void ranks_broadcast(Ranks* group, void* data, size_t bytes, int root);
 // all: count * bytes, in rank order. In place where mine == all + index * bytes.
 void ranks_all_gather(Ranks* group, void* all, const void* mine, size_t bytes);

@@ -34,11 +34,12 @@ struct Ranks {
     char note[RANKS_NOTE];
 };
 
-static int local, here = 1;
+static int local, here = 1;  // ranks_local, ranks_here
 
 static size_t min_size(size_t a, size_t b) { return a < b ? a : b; }
 static size_t pieces(size_t bytes) { return (bytes + PIECE - 1) / PIECE; }
 
+// MPI_COMM_NULL: of one rank.
 static Ranks* group_create(MPI_Comm comm) {
     Ranks* group = (Ranks*)host_alloc(sizeof(Ranks));
     group->comm = comm;
@@ -51,6 +52,7 @@ static Ranks* group_create(MPI_Comm comm) {
     return group;
 }
 
+// What die() ends a run of several ranks with.
 static void end_all(int code) { MPI_Abort(MPI_COMM_WORLD, code); }
 
 // Whether mpirun, or srun on a cluster, started this process. Alone it needs no MPI: MPI_Init would take 0.3 s and
@@ -62,8 +64,8 @@ static int launched(void) {
     return 0;
 }
 
-// The ranks of a host share its processors, where they are not bound to some each already: more threads than processors
-// would wait for one another.
+// The ranks of a host share its processors, unless each is bound to some already. With more threads than processors
+// they would wait for one another.
 static void share_processors(void) {
     int share = (int)sysconf(_SC_NPROCESSORS_ONLN) / here, bound = omp_get_num_procs();
     int threads = share < bound ? share : bound;
@@ -75,6 +77,8 @@ Ranks* ranks_start(int* argc, char*** argv) {
     int threads;
     MPI_CHECK(MPI_Init_thread(argc, argv, MPI_THREAD_MULTIPLE, &threads));
     MPI_CHECK(MPI_Comm_set_errhandler(MPI_COMM_WORLD, MPI_ERRORS_RETURN));  // groups made from it take it over
+
+    // From here on errors are ours, and their messages name the rank.
     Ranks* world = group_create(MPI_COMM_WORLD);
     if (world->count > 1) {
         char host[64] = "", who[128];
@@ -86,6 +90,8 @@ Ranks* ranks_start(int* argc, char*** argv) {
         die(EXIT_FAILED,
             "this MPI was built without MPI_THREAD_MULTIPLE, which threads that save and watch need; use "
             "an Open MPI that has it");
+
+    // One rank prints. Those of this host share its processors.
     if (world->index != 0 && !freopen("/dev/null", "w", stdout)) die(EXIT_FAILED, "cannot open /dev/null");
     MPI_Comm host_comm;
     MPI_CHECK(MPI_Comm_split_type(MPI_COMM_WORLD, MPI_COMM_TYPE_SHARED, 0, MPI_INFO_NULL, &host_comm));
@@ -163,6 +169,8 @@ void ranks_exchange(Ranks* group, void* recv, const size_t* recv_at, const size_
     if (send_bytes[own]) memmove((char*)recv + recv_at[own], (const char*)send + send_at[own], send_bytes[own]);
     if (group->count == 1) return;
     watch_begin("exchange");
+
+    // A request for each piece, of which there may be more than in any exchange before.
     size_t most = 0;
     int n = 0;
     for (int i = 0; i < group->count; i++) most += pieces(send_bytes[i]) + pieces(recv_bytes[i]);
@@ -171,6 +179,7 @@ void ranks_exchange(Ranks* group, void* recv, const size_t* recv_at, const size_
         group->requests = (MPI_Request*)host_alloc(most * sizeof(MPI_Request));
         group->requests_size = most;
     }
+
     // From the next rank onwards, so that not all send to one at once. Pieces between two ranks arrive in order.
     for (int step = 1; step < group->count; step++) {
         int from = (own + group->count - step) % group->count;
@@ -184,6 +193,7 @@ void ranks_exchange(Ranks* group, void* recv, const size_t* recv_at, const size_
             MPI_CHECK(MPI_Isend((const char*)send + send_at[to] + at, (int)min_size(PIECE, send_bytes[to] - at),
                                 MPI_BYTE, to, 0, group->comm, &group->requests[n++]));
     }
+
     MPI_CHECK(MPI_Waitall(n, group->requests, MPI_STATUSES_IGNORE));
     watch_end();
 }
@@ -195,6 +205,7 @@ void ranks_barrier(Ranks* group) {
     watch_end();
 }
 
+// The note is copied: it must not change while it is on its way.
 int ranks_post(Ranks* group, const void* note, size_t bytes) {
     int sent;
     ASSERT(bytes <= RANKS_NOTE);

@@ -9,7 +9,7 @@ struct Ranks {
     char nothing;
 };
 
-// Started as one of several it would be several runs that write over each other.
+// A program that was started as one of several would be several runs that write over each other.
 Ranks* ranks_start(int* argc, char*** argv) {
     (void)argc, (void)argv;
     static const char* const counts[] = {"OMPI_COMM_WORLD_SIZE", "PMI_SIZE", "SLURM_STEP_NUM_TASKS"};
@@ -24,6 +24,7 @@ Ranks* ranks_start(int* argc, char*** argv) {
 
 void ranks_end(Ranks* world) { free(world); }
 
+// A group of one: nobody to wait for, and nothing to send but what goes to itself.
 int ranks_count(const Ranks* group) { return (void)group, 1; }
 int ranks_index(const Ranks* group) { return (void)group, 0; }
 int ranks_local(void) { return 0; }

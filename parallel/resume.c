@@ -1,4 +1,9 @@
-// Finding checkpoints, and loading from them.
+// Finding checkpoints, and loading from them. A checkpoint is tried in this order; the first thing that is wrong
+// refuses it, on all ranks with the same reason:
+//
+//   checkpoint_manifest   its CRC-32, its format, the step that it names
+//   check_files           the size and CRC-32 of every file; the ranks share the reading
+//   load_files            every tensor's name, type and shape; every number of this rank's slices is finite
 #include <dirent.h>
 #include <errno.h>
 #include <math.h>
@@ -46,49 +51,54 @@ int64_t* checkpoint_list(const char* out, int* count) {
     return steps;
 }
 
-// What is wrong with a manifest whose CRC-32 is right; NULL if nothing is.
-static const char* odd_record(const Json* json, const CheckpointRecord* r) {
+// Reads the record of a manifest whose CRC-32 matches. What is wrong with it, in `reason`; whether nothing is.
+static bool read_record(const Json* json, int64_t step, CheckpointRecord* r, char reason[128]) {
+    const Json* options = json_get(json, "options");
     const char* format = json_text(json, "format");
-    if (!format || strcmp(format, CHECKPOINT_FORMAT) != 0) return "not of the format '" CHECKPOINT_FORMAT "'";
-    if (r->window < 0) return "its window is out of range";
+    r->step = json_int(json, "step", -1);
+    r->window = json_int(json, "window", -1);
+    r->updates = json_int(json, "updates", -1);
+    r->data_hash = json_int(json, "data_hash", -1);
+
     // Of three steps in a row one at least is an update.
-    if (r->updates < r->step / 3 || r->updates > r->step) return "its number of updates is out of range";
-    return NULL;
+    const char* odd = !format || strcmp(format, CHECKPOINT_FORMAT) != 0  ? "not of the format '" CHECKPOINT_FORMAT "'"
+                      : !options || options->type != JSON_OBJECT         ? "it has no options"
+                      : r->window < 0                                    ? "its window is out of range"
+                      : r->updates < r->step / 3 || r->updates > r->step ? "its number of updates is out of range"
+                                                                         : NULL;
+    if (odd) snprintf(reason, 128, "%s", odd);
+    if (!odd && r->step != step)
+        snprintf(reason, 128, "it is of step %lld; the folder was renamed", (long long)r->step);
+    return !odd && r->step == step;
 }
 
 Json* checkpoint_manifest(const char* out, int64_t step, CheckpointRecord* r, char* error, size_t error_size) {
     char *folder = step_path(out, step, ""), *path = host_format("%s/manifest.json", folder), reason[128] = "";
     size_t size = 0;
+
+    // The text, then whether it is as it was sealed, then what it says.
     char* text = read_file(path, MANIFEST_LIMIT, &size);
-    Json* json = NULL;
     char* end = text ? strstr(text, CHECKPOINT_MANIFEST_END) : NULL;
+    Json* json = NULL;
     if (!text)
-        snprintf(error, error_size, "%s: %s", path, file_error(errno));
+        snprintf(reason, sizeof(reason), "%s", file_error(errno));
     else if (!end || strtoul(end + strlen(CHECKPOINT_MANIFEST_END), NULL, 10) != crc_of(text, (size_t)(end - text)))
-        snprintf(error, error_size, "%s: truncated or altered (its CRC-32 does not match)", path);
-    else if (!(json = json_parse(text, size, reason, sizeof(reason))))
-        snprintf(error, error_size, "%s: %s", path, reason);
-    if (json) {
-        r->step = json_int(json, "step", -1);
-        r->window = json_int(json, "window", -1);
-        r->updates = json_int(json, "updates", -1);
-        r->data_hash = json_int(json, "data_hash", -1);
-        const char* odd = odd_record(json, r);
-        if (odd)
-            snprintf(error, error_size, "%s: %s", path, odd);
-        else if (r->step != step)
-            snprintf(error, error_size, "%s: it is of step %lld; the folder was renamed", path, (long long)r->step);
-        if (odd || r->step != step) {
-            json_free(json);
-            json = NULL;
-        }
+        snprintf(reason, sizeof(reason), "truncated or altered (its CRC-32 does not match)");
+    else
+        json = json_parse(text, size, reason, sizeof(reason));
+    if (json && !read_record(json, step, r, reason)) {
+        json_free(json);
+        json = NULL;
     }
+
+    if (!json) snprintf(error, error_size, "%s: %s", path, reason);
     free(text);
     free(path);
     free(folder);
     return json;
 }
 
+// What the manifest says of a file; NULL: it does not list it.
 static const Json* file_entry(const Json* manifest, const char* name) {
     const Json* list = json_get(manifest, "files");
     for (const Json* e = list ? list->child : NULL; e; e = e->next) {
@@ -100,8 +110,8 @@ static const Json* file_entry(const Json* manifest, const char* name) {
 
 static const int64_t GOOD = INT64_MAX;
 
-// bad: the first file that this rank found bad, for the reason in `error`, or GOOD. -1 on all ranks if any did; all
-// have the reason of the first such file then.
+// `bad` is the number of the first file that this rank found bad, for the reason in `error`, or GOOD. 0 if no rank
+// found one. Else -1 on all ranks, and all have the reason of the first such file.
 static int agree(Ranks* world, int64_t bad, char* error, size_t error_size) {
     int who;
     if (ranks_lowest(world, bad, &who) == GOOD) return 0;
@@ -121,11 +131,9 @@ static int sum_slice(const char* path, int64_t size, FileSlice* slice, void* pie
         return -1;
     }
     uLong crc = crc32(0, NULL, 0);
-    ssize_t n;
-    for (int64_t at = 0; ok && at < slice->bytes; at += n) {
-        size_t left = (size_t)(slice->bytes - at);
-        errno = EIO;  // of a file that ends early
-        n = pread(fd, piece, left < PIECE ? left : PIECE, (off_t)(slice->offset + at));
+    for (int64_t at = 0, n; ok && at < slice->bytes; at += n) {
+        n = read_at(fd, piece, min_i64(slice->bytes - at, (int64_t)PIECE), slice->offset + at);
+        if (n == 0) errno = EIO;  // the file ends early
         ok = n > 0;
         if (ok) crc = crc32_z(crc, (const Bytef*)piece, (size_t)n);
     }
@@ -139,8 +147,9 @@ static int sum_slice(const char* path, int64_t size, FileSlice* slice, void* pie
 // end to end.
 static int check_files(Ranks* world, const char* folder, const Json* manifest, const CheckpointFile* files, int count,
                        char* error, size_t error_size) {
+    // What the manifest says of their sizes. `listed`: files before the first that it does not list.
     int64_t *sizes = (int64_t*)host_alloc((size_t)count * sizeof(int64_t)), all_bytes = 0, bad = GOOD;
-    int listed = 0;  // files ahead of the first that the manifest does not list
+    int listed = 0;
     for (; listed < count; all_bytes += sizes[listed++]) {
         sizes[listed] = json_int(file_entry(manifest, files[listed].name), "bytes", 0);
         if (sizes[listed] <= 0 || sizes[listed] > FILE_LIMIT) break;
@@ -150,12 +159,14 @@ static int check_files(Ranks* world, const char* folder, const Json* manifest, c
                  sizes[listed] ? "gives it a size that is out of range" : "does not list it");
         bad = listed;
     }
+
+    // This rank's share of the bytes, as slices of the files that it touches.
     int64_t ranks = ranks_count(world), rank = ranks_index(world), slices = 0, total, at = 0;
     int64_t begin = all_bytes * rank / ranks, end = all_bytes * (rank + 1) / ranks;
     FileSlice* mine = (FileSlice*)host_alloc((size_t)listed * sizeof(FileSlice));
     void* piece = host_alloc(PIECE);
     for (int i = 0; i < listed && i < bad; at += sizes[i++]) {
-        int64_t from = begin > at ? begin - at : 0, to = end < at + sizes[i] ? end - at : sizes[i];
+        int64_t from = max_i64(begin - at, 0), to = min_i64(end - at, sizes[i]);
         if (from >= to) continue;
         char* path = host_format("%s/%s", folder, files[i].name);
         FileSlice slice = {i, from, to - from, 0};
@@ -165,6 +176,8 @@ static int check_files(Ranks* world, const char* folder, const Json* manifest, c
             bad = i;
         free(path);
     }
+
+    // Rank 0 joins the slices' sums, and compares.
     FileSlice* all = slices_gather(world, mine, slices, &total);
     const FileSlice* next = all;
     for (int i = 0; i < listed && i < bad && ranks_index(world) == 0; i++) {
@@ -176,6 +189,7 @@ static int check_files(Ranks* world, const char* folder, const Json* manifest, c
                  crc, (long long)want);
         bad = i;
     }
+
     free(all);
     free(piece);
     free(mine);
@@ -193,9 +207,11 @@ static int load_slice(const SafeTensors* st, const CheckpointTensor* t, void* pi
                  found ? "of another shape or type" : "missing");
         return -1;
     }
+
+    // Piece by piece, through host memory; a number that is not finite would spoil the run.
     int64_t most = (int64_t)(PIECE / sizeof(real));
     for (int64_t at = 0; at < t->count; at += most) {
-        int64_t n = t->count - at < most ? t->count - at : most;
+        int64_t n = min_i64(t->count - at, most);
         if (st_read(st, found, t->first + at, n, piece) != 0) {
             snprintf(error, error_size, "%s: cannot read %s: %s", st->path, t->name, strerror(errno));
             return -1;
@@ -211,7 +227,7 @@ static int load_slice(const SafeTensors* st, const CheckpointTensor* t, void* pi
     return 0;
 }
 
-// Every rank looks every tensor up, held or not: what is missing is missing for all.
+// Every rank looks every tensor up, also those of which it holds nothing: what is missing is missing for all.
 static int load_files(Ranks* world, const char* folder, const CheckpointFile* files, int count, Ctx* ctx, char* error,
                       size_t error_size) {
     void* piece = host_alloc(PIECE);

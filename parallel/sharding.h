@@ -10,9 +10,29 @@
 //   grads       n              n / P          n / P
 //   weights     n / P          n / P          n / P     (weights are gathered for use)
 //
-// What is not kept whole passes through two rotating slots: unit u uses slot u % 2, so that one unit is gathered (or
-// reduced) on a line of work of its own while the other computes. Gradients are sums in real. With P = 1 every level is
-// the same and nothing travels.
+// How a buffer is cut. Parts are equally long; the last ones end in padding. `dense` on 4 ranks:
+//
+//   | part 0 | part 1 | part 2 | part 3 .. |     P = 4, padding is ..
+//     rank 0   rank 1   rank 2   rank 3
+//
+// `experts` on the same ranks with --ep 2: ranks 0 and 1 are one expert-parallel group, 2 and 3 the other, and each
+// group has every expert once. The first rank of both holds the lower half of the experts, the second the upper half:
+//
+//   lower half  | part 0 | part 1 .. |           upper half  | part 0 | part 1 .. |     P = ranks / ep = 2
+//                 rank 0   rank 2  (holders)                   rank 1   rank 3  (holders)
+//
+// What is not kept whole passes through two slots: unit u uses slot u % 2. While one unit computes, the next one is
+// gathered on a second stream. In forward with --shard weights, time from left to right:
+//
+//   stream         | unit 1            | unit 2            | unit 3            |
+//   second stream  | gather 2 |        | gather 3 |        | gather 4 |        |
+//   slot 0         | 2 arrives, is there, and is in use    ) 4 arrives, is there, and is in use ...
+//   slot 1           1 is in use       ) 3 arrives, is there, and is in use    ) 5 ...
+//
+//   )  released: the stream has used the weights, and the slot may be written
+//
+// Backward goes the other way: while unit u computes, u - 1 is gathered, and the gradients of u + 1, which lie in the
+// slots likewise, are reduced. Gradients are sums in real. With P = 1 every level is the same and nothing travels.
 #ifndef PARALLEL_SHARDING_H
 #define PARALLEL_SHARDING_H
 
@@ -48,7 +68,7 @@ typedef struct ShardUnit {
 
 typedef struct Sharding Sharding;
 
-// Sets the fields of a buffer of `n` elements in use (n_decay likewise) that says how it is cut.
+// Cuts a buffer of `n` elements in use, of which the first n_decay decay: sets the fields that say how.
 void sharding_cut(ParamBuffer* buffer, int64_t n, int64_t n_decay, int parts, int index, Shard shard);
 // Names the buffer's arrays, and the slots that all units of a run pass through.
 void sharding_plan(Arena* arena, ParamBuffer* buffer);
@@ -59,8 +79,8 @@ Sharding* sharding_plan_slots(Arena* arena, const ShardUnit* units, int count);
 void sharding_connect(Sharding* sharding, Comm* world, Comm* holders, Ctx* ctx);
 void sharding_destroy(Sharding* sharding);
 
-// weights_start gathers a unit's weights unless they are there or under way; weights_get waits for them (the device
-// does, not the host) and sets `weight`; weights_release lets the next unit have the slot. Between get and release of a
+// weights_start gathers a unit's weights unless they are there or on their way. weights_get sets `weight` and makes ctx
+// wait for them; the host does not wait. weights_release lets the next unit have the slot. Between get and release of a
 // unit only its neighbours may be started.
 void weights_start(Sharding* sharding, int unit);
 void weights_get(Sharding* sharding, int unit, Ctx* ctx);

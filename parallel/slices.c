@@ -20,17 +20,21 @@ int64_t step_number(const char* name, const char* suffix) {
 
 uLong crc_of(const void* data, size_t bytes) { return crc32_z(crc32(0, NULL, 0), (const Bytef*)data, bytes); }
 
+// By file, then by offset.
 static int in_order(const void* a, const void* b) {
     const FileSlice *x = (const FileSlice*)a, *y = (const FileSlice*)b;
     if (x->file != y->file) return x->file < y->file ? -1 : 1;
     return (x->offset > y->offset) - (x->offset < y->offset);
 }
 
+// An exchange in which every rank sends to rank 0 alone.
 FileSlice* slices_gather(Ranks* group, const FileSlice* mine, int64_t count, int64_t* total) {
     size_t ranks = (size_t)ranks_count(group);
     int64_t* counts = (int64_t*)host_alloc(ranks * sizeof(int64_t));
     size_t* sizes = (size_t*)host_alloc(4 * ranks * sizeof(size_t));
     size_t *recv_at = sizes, *recv = sizes + ranks, *send_at = sizes + 2 * ranks, *send = sizes + 3 * ranks;
+
+    // How many each rank sends, and where they arrive.
     ranks_all_gather(group, counts, &count, sizeof(count));
     *total = 0;
     for (size_t r = 0; r < ranks && ranks_index(group) == 0; r++) {
@@ -38,6 +42,7 @@ FileSlice* slices_gather(Ranks* group, const FileSlice* mine, int64_t count, int
         recv[r] = (size_t)counts[r] * sizeof(FileSlice);
         *total += counts[r];
     }
+
     send[0] = (size_t)count * sizeof(FileSlice);
     FileSlice* all = (FileSlice*)host_alloc((size_t)*total * sizeof(FileSlice));
     ranks_exchange(group, all, recv_at, recv, mine, send_at, send);
@@ -48,7 +53,7 @@ FileSlice* slices_gather(Ranks* group, const FileSlice* mine, int64_t count, int
 }
 
 bool slices_join(const FileSlice** next, const FileSlice* end, int64_t file, int64_t at, int64_t bytes, uLong* crc) {
-    bool tiled = true;
+    bool tiled = true;  // so far, without hole and overlap
     for (; *next < end && (*next)->file <= file; ++*next) {
         const FileSlice* s = *next;
         if (s->file < file) continue;  // of a file that was not asked for

@@ -1,5 +1,10 @@
 // What parallel/checkpoint.c (saving) and parallel/resume.c (loading) share: names, and what the ranks tell each other
-// of the parts of files that each of them wrote or read.
+// of the parts of files that each of them wrote or read. A file of three tensors that two ranks wrote:
+//
+//   | header | tensor 0        | tensor 1        | tensor 2 |
+//   | rank 0 | rank 0 | rank 1 | rank 0 | rank 1 | rank 1   |      slices, each with a CRC-32 of its own
+//
+// crc32_combine joins two neighbours' sums to that of both, so that nobody reads the whole file.
 #ifndef PARALLEL_SLICES_H
 #define PARALLEL_SLICES_H
 
@@ -12,7 +17,7 @@
 BEGIN_C
 
 #define CHECKPOINT_FORMAT "train_moe checkpoint 1"
-#define CHECKPOINT_MANIFEST_END ",\n\"manifest_crc32\": "  // the CRC-32 of all that is ahead of this follows
+#define CHECKPOINT_MANIFEST_END ",\n\"manifest_crc32\": "  // the CRC-32 of all that stands before this follows
 static const StDtype CHECKPOINT_DTYPE = sizeof(real) == 8 ? ST_F64 : ST_F32;
 
 char* step_path(const char* out, int64_t step, const char* suffix);  // out/step_%08d<suffix>
@@ -28,15 +33,15 @@ typedef struct FileSlice {
 // The slices of all ranks in order, in fresh memory: rank 0 gets them, the others none.
 FileSlice* slices_gather(Ranks* group, const FileSlice* mine, int64_t count, int64_t* total);
 
-// Joins to *crc, that of the first `at` bytes of a file, those of its slices. Whether they cover the file's other bytes
-// once each. *next: the first slice that is not used yet, by calls with growing `file`.
+// *crc is that of the first `at` bytes of a file; joins those of the file's slices to it. Whether they cover the file's
+// other bytes once each. *next is the first slice that is not used yet: calls are in the order of the files.
 bool slices_join(const FileSlice** next, const FileSlice* end, int64_t file, int64_t at, int64_t bytes, uLong* crc);
 
 // The lowest value of any rank; *who gets the first rank that has it.
 int64_t ranks_lowest(Ranks* group, int64_t value, int* who);
 
-// True on every rank if all are well. Else false on the first that is not: it must end the run; the others wait for it,
-// so that one rank speaks, and none stumbles over what that one cleans up.
+// True on every rank if all are well. Else false on the first that is not, which must end the run. The others wait here
+// meanwhile: one rank prints why, and none stumbles over what that one cleans up.
 bool ranks_well(Ranks* group, bool well);
 
 // Ends the run where a rank does not find in `out` what rank 0 finds there.

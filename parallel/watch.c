@@ -1,8 +1,11 @@
-// Every rank's thread measures how long the rank has stood still in a wait, and tells rank 0, whose thread decides:
+// Every rank's thread measures how long its rank has been in one wait, and tells rank 0. Rank 0's thread decides, in
+// two cases:
 //
-//   a rank waits longer than the limit: what holds it up are the ranks not heard of, else those that do not wait, else
-//   those with the fewest waits behind them, else those in another wait; the message that ends the run names them.
-//   a rank waits even longer: rank 0 should have ended the run and has not, so this rank does, and names rank 0.
+//   A rank waits longer than the limit. Rank 0 looks for the ranks that hold it up, and its message names them. They
+//   are the ranks that it has not heard of. If there are none, those that do not wait; if all wait, those that have
+//   done the fewest waits; if these are equal, those that stand in another wait.
+//
+//   A rank waits even longer. Then rank 0 should have ended the run and has not. The rank ends it and names rank 0.
 #include "parallel/watch.h"
 
 #include <pthread.h>
@@ -14,20 +17,21 @@
 
 #include "device/check.h"
 
-static const double TURN = 0.05;  // seconds between two looks
+static const double TURN = 0.05;  // seconds between two turns
 static const double REPORT = 1;   // between two notes to rank 0
-// After so long without a note a rank is not heard of. Rank 0 waits as long beyond the limit, to know who is heard of;
-// the others as long again before they take the run's end into their hands.
+// A rank without a note for so long is not heard of. Rank 0 waits as long beyond the limit, to know who is heard of.
+// The others wait as long again before they end the run themselves.
 static const double SILENCE = 3;
 enum { NAME = 64 };
 
 typedef struct Progress {  // a note to rank 0
-    int64_t done;          // waits and collectives behind it
+    int64_t done;          // waits and collectives so far
     double waited;         // seconds in the present one
     char what[NAME];       // "": it does not wait
     int32_t stopped;       // no more notes will come
 } Progress;
 
+// The watched thread, and where it stands.
 static pthread_mutex_t lock = PTHREAD_MUTEX_INITIALIZER;  // of what the watched thread and the watching one share
 static struct {
     int running, stopping;
@@ -37,10 +41,12 @@ static struct {
     int64_t done;
 } watched;
 
+// The device's waits.
 static pthread_mutex_t probing = PTHREAD_MUTEX_INITIALIZER;  // held while the probe is called
 static WatchProbe device_probe;
 static void* device_context;
 
+// The thread that watches, and what it knows of the ranks.
 static struct {
     pthread_t thread;
     Ranks* group;
@@ -53,17 +59,19 @@ static struct {
 } watcher;
 
 // Seconds since the last call, 1 at most: while this process is stopped, nothing counts as waiting.
-static double elapsed(struct timespec* last) {
-    struct timespec now;
-    clock_gettime(CLOCK_MONOTONIC, &now);
-    double seconds = (double)(now.tv_sec - last->tv_sec) + 1e-9 * (double)(now.tv_nsec - last->tv_nsec);
+static double elapsed(double* last) {
+    double now = host_seconds(), seconds = now - *last;
     *last = now;
     return seconds < 1 ? seconds : 1;
 }
 
+// Brings this rank's entry up to date, `seconds` after the last time. It has waited on where the wait has the same name
+// and no other was done meanwhile.
 static void measure(Progress* mine, double seconds) {
     Progress now;
     memset(&now, 0, sizeof(now));
+
+    // What the device waits for, and the host's own wait, which counts where there is one.
     const char* pending = NULL;
     pthread_mutex_lock(&probing);
     if (device_probe) now.done = device_probe(device_context, &pending);
@@ -73,6 +81,7 @@ static void measure(Progress* mine, double seconds) {
     now.done += watched.done;
     if (watched.depth) strncpy(now.what, watched.what, NAME - 1);
     pthread_mutex_unlock(&lock);
+
     int stands_still = *now.what && now.done == mine->done && strcmp(now.what, mine->what) == 0;
     now.waited = stands_still ? mine->waited + seconds : 0;
     *mine = now;
@@ -117,6 +126,7 @@ static void judge(void) {
     }
     if (!too_long) return;
 
+    // The first of the reasons for which some rank is at fault; `late` is the lowest such rank.
     const Progress* wait = common_wait(count);
     while (!lates && ++fault < FAULTS)
         for (int i = count - 1; i >= 0; i--)
@@ -126,6 +136,7 @@ static void judge(void) {
             "all %d ranks have waited for %.0f s in '%s': the network or a GPU hangs; --timeout %g is the limit%s",
             count, wait->waited, wait->what, watcher.limit, hint());
 
+    // One message for all of it.
     for (int i = 0; i < count; i++) waiting += *watcher.ranks[i].what && !at_fault((Fault)fault, i, wait, least);
     char* more = lates > 1 ? host_format(" and %d more", lates - 1) : host_strdup("");
     char* why = fault == UNHEARD
@@ -145,6 +156,7 @@ static int collect(double seconds) {
         watcher.ranks[from] = note;
         watcher.silent[from] = 0;
     }
+
     // After a stop of this process itself its picture is old, and it may be going on only to be ended.
     watcher.awake = seconds < 1 ? watcher.awake + seconds : 0;
     if (watcher.awake > SILENCE) judge();
@@ -155,31 +167,38 @@ static int collect(double seconds) {
     return stopped == count - 1;
 }
 
+// The thread, turn after turn until the run stops.
 static void* look_on(void* unused) {
     (void)unused;
     int index = ranks_index(watcher.group);
     Progress* mine = &watcher.ranks[index];
-    double until_report = 0;
-    struct timespec turn = {0, (long)(TURN * 1e9)}, last;
-    clock_gettime(CLOCK_MONOTONIC, &last);
+    double until_report = 0, last = host_seconds();
+    const struct timespec turn = {0, (long)(TURN * 1e9)};
     for (;;) {
+        // This rank's own state.
         nanosleep(&turn, NULL);
         double seconds = elapsed(&last);
         measure(mine, seconds);
         pthread_mutex_lock(&lock);
         int stopping = watched.stopping;
         pthread_mutex_unlock(&lock);
+
+        // Rank 0 collects the notes and judges.
         if (index == 0) {
             int all_stopped = collect(seconds);
             if (stopping && all_stopped) return NULL;
             continue;
         }
-        int turn_to_speak = index < 10 ? index : 10;  // one after the other, so that the first can end the others
+
+        // The others watch rank 0. One after the other, so that the first can end the others.
+        int turn_to_speak = index < 10 ? index : 10;
         if (mine->waited > watcher.limit + 2 * SILENCE + turn_to_speak)
             die(EXIT_FAILED,
                 "rank 0 (%s) holds up '%s', where this rank has waited for %.0f s, or it would have ended the run: "
                 "stopped, or its machine or network hangs; --timeout %g is the limit%s",
                 watcher.hosts[0], mine->what, mine->waited, watcher.limit, hint());
+
+        // And send their notes. The last one tells that no more will come.
         until_report -= seconds;
         if (!stopping && until_report > 0) continue;
         mine->stopped = stopping;
@@ -193,6 +212,8 @@ void watch_start(Ranks* world, double seconds) {
     if (count == 1) return;
     char host[NAME] = "";
     gethostname(host, NAME - 1);
+
+    // Rank 0's picture of all ranks, on every rank: the own entry is used everywhere.
     watcher.hosts = (char(*)[NAME])host_alloc((size_t)count * NAME);
     watcher.ranks = (Progress*)host_alloc((size_t)count * sizeof(Progress));
     watcher.silent = (double*)host_alloc((size_t)count * sizeof(double));
@@ -200,6 +221,8 @@ void watch_start(Ranks* world, double seconds) {
     watcher.awake = 0;
     watcher.group = ranks_split(world, 0);
     ranks_all_gather(watcher.group, watcher.hosts, host, NAME);
+
+    // This thread is the one that is watched.
     memset(&watched, 0, sizeof(watched));
     watched.thread = pthread_self();
     watched.running = 1;
@@ -209,7 +232,7 @@ void watch_start(Ranks* world, double seconds) {
 
 void watch_settled(void) { watcher.settled = 1; }
 
-// Of a process whose last act hangs: there is no memory to take any more, nor a lock.
+// The last words of a process whose end hangs. It may take no memory any more, and no lock.
 static void too_late(int signal_number) {
     static const char message[] =
         "train_moe: error: other ranks do not end, though the run is complete: one is stopped, or its machine hangs\n";
@@ -232,8 +255,9 @@ void watch_stop(void) {
     free(watcher.hosts);
     free(watcher.ranks);
     free(watcher.silent);
-    // At what is left, the end of MPI, nobody looks on. One rank after the other, so that the first can end the others,
-    // which have nothing to save any more.
+
+    // Nobody watches what is left, the end of MPI; an alarm does. One rank after the other, so that the first can end
+    // the others, which have nothing to save any more.
     signal(SIGTERM, SIG_DFL);
     signal(SIGALRM, too_late);
     alarm((unsigned)(watcher.limit + 2 * SILENCE) + 3 * (unsigned)(index < 10 ? index : 10));

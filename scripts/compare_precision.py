@@ -6,7 +6,7 @@
 
     # on 4 GPUs, with a set of options of one's own and a second seed of bf16, which shows the noise between seeds
     python3 scripts/compare_precision.py --out runs/compare --launch 'mpirun -np 4' --seeds 2 \\
-        --set combine '--expert-precision mxfp8 --dispatch-precision mxfp8 --combine-precision mxfp8' \\
+        --set combine '--precision mxfp8 --combine-precision mxfp8' \\
         -- --train 'corpus/*_train_*.bin' --val 'corpus/*_val_*.bin' --model 16b --ep 4 --shard weights --steps 1000
 
     # four runs at a time, each on a GPU of its own
@@ -35,8 +35,7 @@ import types
 from plot_loss import LEFT, RIGHT, WIDTH, Chart, fail, read_log, style
 
 ROOT = pathlib.Path(__file__).resolve().parent.parent
-MXFP8 = "--expert-precision mxfp8 --dispatch-precision mxfp8"
-SETS = {"bf16": "", "mxfp8-exact": f"{MXFP8} --mx-gemm exact", "mxfp8-fast": f"{MXFP8} --mx-gemm fast"}
+SETS = {"bf16": "", "mxfp8": "--precision mxfp8", "mxfp8-exact": "--precision mxfp8-exact"}
 LAST = 50  # steps that the final training loss is the mean of
 LEAST_GAP = 1e-3  # nats: the lower panel shows at least so much to both sides of 0
 

@@ -68,7 +68,7 @@ class Compare(unittest.TestCase):
         done = type(self).compare(type(self))
         return done.stdout, done.stderr
 
-    NAMES = ["bf16", "mxfp8-exact", "mxfp8-fast", "same", "bf16-seed-2"]
+    NAMES = ["bf16", "mxfp8", "mxfp8-exact", "same", "bf16-seed-2"]
 
     def log(self, name):
         first, *rows = map(json.loads, (self.out / name / "log.jsonl").read_text().splitlines())
@@ -90,13 +90,13 @@ class Compare(unittest.TestCase):
         self.assertNotIn("Traceback", done.stderr)
 
     def test_sets_have_their_options_and_the_rest_in_common(self):
-        expected = {"mxfp8-exact": ("mxfp8", "mxfp8", "exact"), "mxfp8-fast": ("mxfp8", "mxfp8", "fast")}
+        expected = {"mxfp8": ("mxfp8", "mxfp8", "fast"), "mxfp8-exact": ("mxfp8", "mxfp8", "exact")}
         configs = {name: self.log(name)[0] for name in self.NAMES}
         for name, config in configs.items():
             said = tuple(config[key] for key in ("expert-precision", "dispatch-precision", "mx-gemm"))
             self.assertEqual(said, expected.get(name, ("bf16", "bf16", "exact")))
             self.assertEqual(config["seed"], 2 if name == "bf16-seed-2" else 1)
-            for key in set(config) - {"expert-precision", "dispatch-precision", "mx-gemm", "seed", "out", "timeout"}:
+            for key in set(config) - {"precision", "expert-precision", "dispatch-precision", "mx-gemm", "seed", "out", "timeout"}:
                 self.assertEqual(config[key], configs["bf16"][key], key)
 
     def test_table_is_what_the_logs_say(self):
@@ -149,18 +149,18 @@ class Compare(unittest.TestCase):
         self.assertEqual(stdout, self.first.stdout)
         self.assertEqual(stderr.count("finished already"), len(self.NAMES))
 
-        folder, lines = self.out / "mxfp8-fast", logs["mxfp8-fast"].splitlines(keepends=True)
+        folder, lines = self.out / "mxfp8", logs["mxfp8"].splitlines(keepends=True)
         shutil.rmtree(folder / f"step_{STEPS:08d}")
         (folder / "log.jsonl").write_bytes(b"".join(lines[:23]) + lines[23][:40])
         stdout, stderr = self.again()
-        self.assertIn("/mxfp8-fast/step_00000020", stderr)
+        self.assertIn("/mxfp8/step_00000020", stderr)
         self.assertEqual(stderr.count("finished already"), len(self.NAMES) - 1)
         after = (folder / "log.jsonl").read_bytes().splitlines(keepends=True)
         self.assertEqual(after[1:21], lines[1:21])  # the steps before the checkpoint were not run again
         losses = [[json.loads(line)["loss"] for line in text[1:]] for text in (lines, after)]
         self.assertEqual(*losses)
         for name in self.NAMES:
-            if name != "mxfp8-fast":
+            if name != "mxfp8":
                 self.assertEqual((self.out / name / "log.jsonl").read_bytes(), logs[name])
         type(self).first = subprocess.CompletedProcess([], 0, stdout, stderr)  # that run's speed is another now
 
@@ -173,7 +173,7 @@ class Compare(unittest.TestCase):
         other = subprocess.Popen([odd, "300"])
         self.addCleanup(other.wait)
         self.addCleanup(other.kill)
-        with subprocess.Popen(self.command("--only", "mxfp8-fast", "--launch", launch, out=out, steps=10000000),
+        with subprocess.Popen(self.command("--only", "mxfp8", "--launch", launch, out=out, steps=10000000),
                               cwd=self.dir, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as process:
             log, deadline = out / "bf16/log.jsonl", time.monotonic() + 60
             while not (log.exists() and log.read_text().count("\n") > 3) and time.monotonic() < deadline:
@@ -183,7 +183,7 @@ class Compare(unittest.TestCase):
         step, = re.findall(r"bf16 ended at step (\d+) of 10000000; the same command goes on", stderr)
         self.assertEqual(process.returncode, 1)
         self.assertTrue((out / f"bf16/step_{int(step):08d}").is_dir())
-        self.assertFalse((out / "mxfp8-fast").exists())
+        self.assertFalse((out / "mxfp8").exists())
 
     def test_several_at_once(self):
         """The same losses, each run's output in its folder; one that fails stops the others, which can go on."""
@@ -199,7 +199,7 @@ class Compare(unittest.TestCase):
         out = self.dir / "at_once_failed"
         self.fails(self.command("--set", "odd", "--experts 5", "--at-once", 4, out=out, steps=10000000),
                    f"odd failed with exit code 2, its message is in {out}/odd/output.txt", "\nbf16 ended ",
-                   "\nmxfp8-exact ended ", "\nmxfp8-fast ended ")
+                   "\nmxfp8 ended ", "\nmxfp8-exact ended ")
         self.assertIn("--experts is given twice", (out / "odd/output.txt").read_text())
 
     def test_failures_say_what_failed(self):
@@ -278,7 +278,7 @@ class Compare(unittest.TestCase):
 
     def test_wrong_usage(self):
         for args, says in ((["--set", "bf16", ""], "there is a set of this name"), (["--set", "a/b", ""], "a name has"),
-                           (["--only", "fp4"], "the sets are bf16, mxfp8-exact, mxfp8-fast"),
+                           (["--only", "fp4"], "the sets are bf16, mxfp8, mxfp8-exact"),
                            (["--set", "a\x01", ""], "a name has"), (["--set", "a<", ""], "a name has"),
                            (["--set", "a", "'"], "--set a: No closing quotation"),
                            (["--launch", "'"], "argument --launch"),

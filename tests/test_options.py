@@ -120,6 +120,29 @@ class BadOptions(Case):
         for options in (dict(route_norm=0), dict(route_norm=1, dense_layers=2)):
             self.assertEqual(self.train(top_k=1, dry_run=True, **options).stderr, "")
 
+    def test_precision_stands_for_a_set(self):
+        """Each mode's options as the run prints them; one that is given wins, before the mode or after it."""
+        names = ("expert-precision", "dispatch-precision", "combine-precision", "wgrad-precision", "linear-precision", "mx-gemm")
+        plain = ["bf16", "bf16", "bf16", "bf16", "bf16", "exact"]
+        fast, exact = (["mxfp8", "mxfp8", "bf16", "bf16", "bf16", gemm] for gemm in ("fast", "exact"))
+        for args, expected in (
+            ("", plain), ("--precision bf16", plain), ("--precision mxfp8", fast), ("--precision mxfp8-exact", exact),
+            ("--precision mxfp8 --mx-gemm exact", exact), ("--mx-gemm exact --precision mxfp8", exact),
+            ("--precision mxfp8-exact --mx-gemm fast", fast), ("--mx-gemm fast --precision mxfp8-exact", fast),
+            ("--precision mxfp8 --dispatch-precision bf16 --linear-precision mxfp8", ["mxfp8", *plain[:3], "mxfp8", "fast"]),
+            ("--wgrad-precision mxfp8 --expert-precision bf16 --precision mxfp8", ["bf16", "mxfp8", "bf16", "mxfp8", "bf16", "fast"]),
+            ("--expert-precision mxfp8 --dispatch-precision mxfp8 --mx-gemm fast", fast),
+            ("--combine-precision mxfp8 --precision bf16", [*plain[:2], "mxfp8", *plain[3:]]),
+        ):
+            with self.subTest(args):
+                done = self.call(command(kv_lora=32, expert_ffn=32, dry_run=True) + args.split())
+                self.assertEqual([re.search(rf"  {name} (\S+)", done.stdout)[1] for name in names], expected)
+        self.refused(2, "--precision takes one of bf16|mxfp8|mxfp8-exact, not 'fp8'", precision="fp8", out="run")
+        self.refused(2, "--expert-ffn 16 is not a multiple of 32, which MXFP8 needs", precision="mxfp8", out="run")
+        helped = self.call([PROGRAM, "--help"]).stdout
+        for name in names:
+            self.assertRegex(helped, rf"(?m)^  --{name} .*\[by --precision\]$")
+
     def test_widths_of_mxfp8(self):
         fits = dict(kv_lora=32, expert_ffn=32)
         for width, change in (

@@ -4,6 +4,7 @@
 A resumed run must equal one that was never stopped, bit for bit, however it was stopped.
 """
 import contextlib
+import json
 import os
 import re
 import shutil
@@ -11,7 +12,8 @@ import signal
 import subprocess
 import time
 
-from cli import Case, checkpoints, command, curve, environment, main, snapshot, text, write_shard
+from cli import (Case, PROGRAM, ROOT, checkpoints, command, curve, environment, main, manifest, snapshot, text,
+                 write_manifest, write_shard)
 
 
 class ResumeOptions(Case):
@@ -29,6 +31,71 @@ class ResumeOptions(Case):
             with self.subTest(name):
                 option = "--tokens-per-step is 128" if name == "batch" else f"--{name.replace('_', '-')} is "
                 self.refused(2, option, f"the run in run was made with {was};", **{**resume, name: value})
+
+    def test_precision(self):
+        """A mode and the options that it stands for are the same run; another set is refused by name."""
+        short = dict(kv_lora=32, expert_ffn=32, steps=10)
+        spelled = dict(expert_precision="mxfp8", dispatch_precision="mxfp8", mx_gemm="fast")
+        for made, resumed in ((dict(precision="mxfp8"), spelled), (spelled, dict(precision="mxfp8"))):
+            out = self.copy_of(self.reference(**short, **made))
+            record = manifest(out / "step_00000010")["options"]
+            self.assertEqual([record[name] for name in ("expert-precision", "combine-precision", "mx-gemm")],
+                             ["mxfp8", "bf16", "fast"])
+            for name, value, option, was in (
+                ("precision", "mxfp8-exact", "--mx-gemm is exact", "fast"),
+                ("precision", "bf16", "--expert-precision is bf16", "mxfp8"),
+                ("linear_precision", "mxfp8", "--linear-precision is mxfp8", "bf16"),
+                ("mx_scale", "floor", "--mx-scale is floor", "rceil"),
+            ):
+                with self.subTest(made, name=name, value=value):
+                    options = {**short, "precision": "mxfp8", name: value}
+                    self.refused(2, f"{option}, but the run in run was made with {was};", **options, out="run", resume=True)
+            self.train(out="run", resume=True, **{**short, "steps": 14}, **resumed)
+            self.assertEqual(curve(out), curve(self.reference(**{**short, "steps": 14}, **made)))
+
+    def test_options_that_a_checkpoint_lacks(self):
+        """One made before an option existed goes on with the option's default, and with nothing else."""
+        resume = dict(out="run", resume=True, steps=21)
+        for name, default, other in (("aux_loss", "0", 0.1), ("clip", "1", 2), ("yarn", "0", 1), ("dense_layers", "1", 2),
+                                     ("overfit", "0", True), ("mx_gemm", "exact", "fast"), ("schedule", "cosine", None),
+                                     ("lr", "0.001", None), ("tokens_per_step", "64", 128), ("score", "sigmoid", "softmax")):
+            with self.subTest(name):
+                out, option = self.copy_of(self.reference()), name.replace("_", "-")
+                record = manifest(out / "step_00000020")
+                value = record["options"].pop(option)
+                write_manifest(out / "step_00000020", record)
+                (value, options) = (value, {}) if other is None else (1 if other is True else other, {name: other})
+                self.refused(2, f"--{option} is {value}, but the run in run was made with {default} (the default: its "
+                             "checkpoint does not name this option);", **resume, **options)
+                if other is not None:
+                    self.assertIn("resumed    from run/step_00000020", self.train(**resume).stdout)
+        for options in (None, [], "tiny"):
+            out = self.copy_of(self.reference())
+            write_manifest(out / "step_00000020", {**record, "options": options})
+            done = self.train(**resume)
+            self.assertIn("checkpoint step_00000020 is refused: run/step_00000020/manifest.json: it has no options", done.stderr)
+            self.assertIn("resumed    from run/step_00000010", done.stdout)
+
+    def test_manifest_of_the_past(self):
+        """tests/golden/manifest_1.json: what the first version of the format says of a run. Options that were removed or
+        renamed since would leave such checkpoints behind."""
+        golden = json.loads((ROOT / "tests/golden/manifest_1.json").read_text())
+        flags = ("force-balance", "overfit")
+        here = ("train", "val", "tokenizer", "steps", "save-every", "out", "resume", "dry-run", "ranks", "help")
+        options = [word for name, value in golden["options"].items() if name not in flags + here for word in ("--" + name, value)]
+        options += ["--" + name for name in flags if golden["options"][name]]
+        args = [PROGRAM, "--train", self.train_glob, "--steps", 4, "--save-every", 2, *options]
+        whole, out = self.dir / "whole", self.dir / "run"
+        self.call([*args, "--out", "whole"])
+        shutil.copytree(whole, out)
+        shutil.rmtree(out / "step_00000004")
+        record = manifest(out / "step_00000002")
+        self.assertEqual((golden["format"], golden.keys() - record.keys(), golden["options"].keys() - record["options"].keys()),
+                         (record["format"], set(), set()))
+        record["options"] = golden["options"]
+        write_manifest(out / "step_00000002", record)
+        self.assertIn("resumed    from run/step_00000002", self.call([*args, "--out", "run", "--resume"]).stdout)
+        self.assert_same_run(out, whole, 4)
 
     def test_what_may_differ(self):
         out = self.copy_of(self.reference(tokens_per_step=128), "moved")
