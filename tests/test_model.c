@@ -115,7 +115,7 @@ static double objective(Model* m, double aux) {
                     double sum = 0;
                     for (int64_t j = 0; j < c->E; j++) sum += s->scores[n * c->E + j];
                     share += s->scores[n * c->E + e] / sum / (double)m->T;
-                    for (int64_t k = 0; k < c->K; k++) count += s->expert[n * c->K + k] == e;
+                    for (int64_t k = 0; k < c->K; k++) count += s->route.expert[n * c->K + k] == e;
                 }
                 total += aux * (double)c->E / (double)(c->K * m->T) * count * share / (double)m->B;
             }
