@@ -74,7 +74,7 @@ class CastStatistics(Case):
             self.assertEqual(list(steps[3])[:-1], LOG_FIELDS)
             lines = steps[3]["mx_stats"]
             self.assertEqual([(line["layer"], line["tensor"]) for line in lines],
-                             [(layer, t) for layer in (1, 2) for t in ("x", "act", "dy", "dh", "w13", "w2")])
+                             [(layer, t) for layer in (1, 2) for t in ("x", "dh", "w13", "act", "dy", "w2")])
             for line in lines:
                 self.assertTrue(27 < line["snr_db"] < 33, line)  # 31.5 of normal numbers, less where FLOOR saturates
                 self.assertEqual(line["saturated"] > 0, name == "exact")
