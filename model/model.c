@@ -65,7 +65,7 @@ static void plan_products(Model* m, Unit* u) {
         if (list[i].cast == LINEAR) w->format = format_of(s->linear_precision, s, s->mx_fast ? MX_CHUNK : 1);
         if (list[i].cast == EXPERT) w->format = format_of(s->expert_precision, s, expert_align(s));
         if (list[i].cast == EXPERT) w->wgrad = format_of(s->wgrad_precision, s, expert_align(s));
-        weight_plan(&m->params_arena, w);
+        weight_plan(&m->arena[IN_PARAMS], w);
     }
 }
 
@@ -80,7 +80,7 @@ Unit* unit_begin(Model* m, int unit, int next, int grads) {
         const ParamBuffer* buffer = param_in_experts((ParamId)i) ? &u->experts : &u->dense;
         w->w = buffer->weight + u->at[i];
         w->grad = buffer->grad ? buffer->grad + u->at[i] : NULL;  // where grads_get put them last
-        w->stats = m->measures ? m->mx_stats + (unit - 1) * BLOCK_STATS + i * WEIGHT_STATS : NULL;
+        w->stats = m->measures && unit ? m->mx_stats + (unit - 1) * BLOCK_STATS + i * WEIGHT_STATS : NULL;
         if (u->version != weights_version(m->sharding)) weight_cast(w, m->ctx);
     }
     u->version = weights_version(m->sharding);
@@ -167,56 +167,59 @@ void model_plan(Model* m, const Settings* s, int rank, Backend backend) {
     m->layout.shard = (Shard)s->shard;
     set_shapes(m, s->batch, s->seq_len);
     const ModelConfig* c = &m->config;
-    int64_t N = m->B * m->T;
-    int units = params_units(c), per_block = s->recompute != RECOMPUTE_BLOCK;
-    // Logits of a chunk: 16 MiB on the CPU (they stay near the caches), 512 MiB on the GPU; whole tiles of 128 tokens.
-    int64_t room = (backend == BACKEND_CUDA ? (int64_t)1 << 28 : (int64_t)1 << 22) / config_vocab_padded(c);
-    m->chunk = room < 128 ? 128 : room / 128 * 128;
-    if (m->chunk > N) m->chunk = N;
+    const int64_t N = m->B * m->T;
+    const int units = params_units(c), per_block = s->recompute != RECOMPUTE_BLOCK;
 
+    static const char* const purposes[ARENAS] = {"parameters and optimizer", "activations kept for backward",
+                                                 "buffers of one block at a time", "pool of the MoE blocks",
+                                                 "batch, tables and counters"};
+    for (int i = 0; i < ARENAS; i++) arena_init(&m->arena[i], purposes[i], backend);
+    Arena *params = &m->arena[IN_PARAMS], *saved = &m->arena[IN_SAVED], *scratch = &m->arena[IN_SCRATCH],
+          *state = &m->arena[IN_STATE];
+
+    // Parameters, as they are cut over the ranks, and the casts of their products.
     m->units = (Unit*)host_alloc((size_t)units * sizeof(Unit));
-    m->blocks = (BlockSaved*)host_alloc((size_t)c->L * sizeof(BlockSaved));
     ShardUnit* shards = (ShardUnit*)host_alloc((size_t)units * sizeof(ShardUnit));
-    arena_init(&m->params_arena, "parameters and optimizer", backend);
-    params_plan(&m->params_arena, m->units, c, &m->layout);
+    params_plan(params, m->units, c, &m->layout);
     for (int u = 0; u < units; u++) {
         shards[u].dense = &m->units[u].dense;
         shards[u].experts = &m->units[u].experts;
     }
-    m->sharding = sharding_plan_slots(&m->params_arena, shards, units);
+    m->sharding = sharding_plan_slots(params, shards, units);
     free(shards);
     for (int u = 0; u < units; u++) plan_products(m, &m->units[u]);
 
-    arena_init(&m->saved_arena, "activations kept for backward", backend);
+    // Activations that each block keeps; with --recompute block all but the residual in memory that blocks share.
+    m->blocks = (BlockSaved*)host_alloc((size_t)c->L * sizeof(BlockSaved));
     for (int64_t l = 0; l < c->L; l++) {
-        plan_residual(&m->saved_arena, &m->blocks[l], m);
-        if (per_block) plan_block(&m->saved_arena, &m->blocks[l], m, m->units[l + 1].kind == UNIT_DENSE);
+        plan_residual(saved, &m->blocks[l], m);
+        if (per_block) plan_block(saved, &m->blocks[l], m, m->units[l + 1].kind == UNIT_DENSE);
     }
-    arena_add(&m->saved_arena, "final residual", ELEMENT_X, N * c->C, 1, (void**)&m->final_residual);
-    arena_add(&m->saved_arena, "final norm", ELEMENT_X, N * c->C, 1, (void**)&m->final_norm);
-    arena_add(&m->saved_arena, "rstd", ELEMENT_REAL, N, 1, (void**)&m->final_rstd);
+    arena_add(saved, "final residual", ELEMENT_X, N * c->C, 1, (void**)&m->final_residual);
+    arena_add(saved, "final norm", ELEMENT_X, N * c->C, 1, (void**)&m->final_norm);
+    arena_add(saved, "rstd", ELEMENT_REAL, N, 1, (void**)&m->final_rstd);
+    if (!per_block) plan_block(scratch, &m->rebuilt, m, c->dense_layers > 0);
 
-    arena_init(&m->scratch_arena, "buffers of one block at a time", backend);
-    if (!per_block) plan_block(&m->scratch_arena, &m->rebuilt, m, c->dense_layers > 0);
-    plan_scratch(&m->scratch_arena, m);
-    if (s->linear_precision || s->expert_precision) products_plan(&m->scratch_arena, &m->products, N);
-
-    arena_init(&m->pool_arena, "pool of the MoE blocks", backend);
+    // What a block needs while it works. Logits come in chunks of 16 MiB on the CPU (they stay near the caches), of 512
+    // MiB on the GPU; whole tiles of 128 tokens.
+    const int64_t logits = backend == BACKEND_CUDA ? (int64_t)1 << 28 : (int64_t)1 << 22;
+    m->chunk = min_i64(N, max_i64(logits / config_vocab_padded(c) / 128, 1) * 128);
+    plan_scratch(scratch, m);
+    if (s->linear_precision || s->expert_precision) products_plan(scratch, &m->products, N);
     if (c->dense_layers < c->L)
-        moe_plan(&m->pool_arena, m->moe_shape, c->L - c->dense_layers, s->ep > 1 ? s->capacity : 1);
+        moe_plan(&m->arena[IN_POOL], m->moe_shape, c->L - c->dense_layers, s->ep > 1 ? s->capacity : 1);
 
-    arena_init(&m->state_arena, "batch, tables and counters", backend);
-    arena_add(&m->state_arena, "tokens", ELEMENT_I32, N, 1, (void**)&m->tokens);
-    arena_add(&m->state_arena, "targets", ELEMENT_I32, N, 1, (void**)&m->targets);
-    arena_add(&m->state_arena, "losses", ELEMENT_REAL, N, 1, (void**)&m->losses);
-    arena_add(&m->state_arena, "rope table", ELEMENT_REAL, m->T * c->rope, 0, (void**)&m->rope_table);
-    arena_add(&m->state_arena, "router biases", ELEMENT_REAL, c->L * c->E, 0, (void**)&m->bias);
-    arena_add(&m->state_arena, "expert loads", ELEMENT_I64, c->L * c->E, 0, (void**)&m->load);
-    if (s->mx_stats)
-        arena_add(&m->state_arena, "cast statistics", ELEMENT_BYTE, c->L * BLOCK_STATS * (int64_t)sizeof(MxStats), 0,
-                  (void**)&m->mx_stats);
-    arena_add(&m->state_arena, "step state", ELEMENT_BYTE, sizeof(StepState), 0, (void**)&m->state);
-    arena_add(&m->state_arena, "step state of validation", ELEMENT_BYTE, sizeof(StepState), 0, (void**)&m->val_state);
+    // The batch and what is counted.
+    arena_add(state, "tokens", ELEMENT_I32, N, 1, (void**)&m->tokens);
+    arena_add(state, "targets", ELEMENT_I32, N, 1, (void**)&m->targets);
+    arena_add(state, "losses", ELEMENT_REAL, N, 1, (void**)&m->losses);
+    arena_add(state, "rope table", ELEMENT_REAL, m->T * c->rope, 0, (void**)&m->rope_table);
+    arena_add(state, "router biases", ELEMENT_REAL, c->L * c->E, 0, (void**)&m->bias);
+    arena_add(state, "expert loads", ELEMENT_I64, c->L * c->E, 0, (void**)&m->load);
+    const int64_t casts = s->mx_stats ? c->L * BLOCK_STATS : 0;
+    arena_add(state, "cast statistics", ELEMENT_BYTE, casts * (int64_t)sizeof(MxStats), 0, (void**)&m->mx_stats);
+    arena_add(state, "step state", ELEMENT_BYTE, sizeof(StepState), 0, (void**)&m->state);
+    arena_add(state, "step state of validation", ELEMENT_BYTE, sizeof(StepState), 0, (void**)&m->val_state);
 }
 
 size_t model_workspace(const Model* m) {
@@ -232,15 +235,11 @@ size_t model_workspace(const Model* m) {
         bytes = max_size(bytes, max_size(adamw_workspace(m->units[u].dense.n), adamw_workspace(m->units[u].experts.n)));
     // The largest part of a large workspace, attention's for dk_rope, is the same in both builds. The GPU's has up to
     // an eighth more, and 32 MiB for matrix products at least, the CPU's some scratch for each thread.
-    return m->params_arena.backend == BACKEND ? bytes : bytes + bytes / 8 + ((size_t)32 << 20);
+    return m->arena[IN_PARAMS].backend == BACKEND ? bytes : bytes + bytes / 8 + ((size_t)32 << 20);
 }
 
 void model_plan_free(Model* m) {
-    arena_free(&m->params_arena);
-    arena_free(&m->saved_arena);
-    arena_free(&m->scratch_arena);
-    arena_free(&m->pool_arena);
-    arena_free(&m->state_arena);
+    for (int i = 0; i < ARENAS; i++) arena_free(&m->arena[i]);
     sharding_destroy(m->sharding);
     free(m->units);
     free(m->blocks);
@@ -263,11 +262,7 @@ Model* model_create(const Settings* s, Ranks* world) {
     model_plan(m, s, world ? ranks_index(world) : 0, BACKEND);
     m->ctx = ctx_create(model_workspace(m));
     if (s->mx_fast && (s->expert_precision || s->linear_precision)) mx_check(m->ctx);
-    arena_allocate(&m->params_arena);
-    arena_allocate(&m->saved_arena);
-    arena_allocate(&m->scratch_arena);
-    arena_allocate(&m->pool_arena);
-    arena_allocate(&m->state_arena);
+    for (int i = 0; i < ARENAS; i++) arena_allocate(&m->arena[i]);
     for (int64_t l = 0; l < m->config.L && s->recompute == RECOMPUTE_BLOCK; l++) {
         floatX* residual = m->blocks[l].residual;
         m->blocks[l] = m->rebuilt;
@@ -275,7 +270,7 @@ Model* model_create(const Settings* s, Ranks* world) {
     }
     if (m->layout.ranks > 1) connect(m, world);
     sharding_connect(m->sharding, m->world, m->holders, m->ctx);
-    m->pool = pool_create("activations of the MoE blocks", m->pool_arena.memory, arena_bytes(&m->pool_arena));
+    m->pool = pool_create("activations of the MoE blocks", m->arena[IN_POOL].memory, arena_bytes(&m->arena[IN_POOL]));
     m->pool_empty = pool_mark(m->pool);
     if (m->config.dense_layers < m->config.L)
         m->dispatch = dispatch_create(m->layout.ep > 1 ? m->experts : NULL, m->pool, m->ctx);

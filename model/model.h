@@ -49,13 +49,17 @@ typedef struct Scratch {
 // What --mx-stats measures of a block: of each parameter the casts of its products' operands.
 enum { BLOCK_STATS = PARAMS * WEIGHT_STATS };
 
+// What a model's memory is for: parameters and optimizer; activations kept for backward; buffers of one block at a time;
+// the pool of the MoE blocks; batch, tables and counters.
+enum { IN_PARAMS, IN_SAVED, IN_SCRATCH, IN_POOL, IN_STATE, ARENAS };
+
 typedef struct Model {
     Settings settings;
     ModelConfig config;
     Layout layout;
     Ctx* ctx;
     Comm *world, *experts, *holders;  // all ranks; those that share a set of experts; those that hold the same ones
-    Arena params_arena, saved_arena, scratch_arena, pool_arena, state_arena;
+    Arena arena[ARENAS];
     Unit* units;
     Sharding* sharding;
     ProductRoom products;  // what products in MXFP8 share

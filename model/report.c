@@ -50,6 +50,7 @@ static size_t report_arena(const Arena* arena, int64_t tokens) {
             times++;
             bytes += (double)other->count * (double)element_bytes(other->element, arena->backend);
         }
+        if (bytes == 0) continue;
         printf("    %-36s x %-7d %12.3f MiB", e->name, times, bytes / 0x1p20);
         if (e->per_token) printf("  %12.1f bytes a token", bytes / (double)tokens);
         printf("\n");
@@ -66,13 +67,6 @@ static size_t nccl_memory(int64_t ranks) {
     return ranks > 1 ? ((size_t)700 << 20) + ((size_t)1000 << 20) * (size_t)min_i64(ranks, 8) : 0;
 }
 
-enum { ARENAS = 5 };
-static const Arena* arena_of(const Model* m, int i) {
-    const Arena* arenas[ARENAS] = {&m->params_arena, &m->saved_arena, &m->scratch_arena, &m->pool_arena,
-                                   &m->state_arena};
-    return arenas[i];
-}
-
 // The memory that a rank of this build takes once its context is there: the part that is estimated, then all of it.
 static size_t memory_estimated(const Settings* s) {
     return BACKEND == BACKEND_CPU ? 0 : CUDA_LIBRARIES + nccl_memory(s->ranks);
@@ -82,7 +76,7 @@ static size_t memory_needed(const Settings* s, int rank) {
     Model m;
     model_plan(&m, s, rank, BACKEND);
     size_t bytes = model_workspace(&m) + memory_estimated(s);
-    for (int i = 0; i < ARENAS; i++) bytes += arena_bytes(arena_of(&m, i));
+    for (int i = 0; i < ARENAS; i++) bytes += arena_bytes(&m.arena[i]);
     model_plan_free(&m);
     return bytes;
 }
@@ -102,7 +96,7 @@ void report_dry_run(const Settings* s) {
         printf("\nmemory of each of %d rank%s, %s build (weights and activations in %s), %lld tokens a micro-step\n",
                m.layout.ranks, m.layout.ranks == 1 ? "" : "s", b == BACKEND_CPU ? "CPU" : "CUDA",
                b == BACKEND_CPU ? "float32" : "bf16", (long long)(m.B * m.T));
-        for (int i = 0; i < ARENAS; i++) total += report_arena(arena_of(&m, i), m.B * m.T);
+        for (int i = 0; i < ARENAS; i++) total += report_arena(&m.arena[i], m.B * m.T);
         total += report_line(b == (int)BACKEND ? "workspace of the ops" : "workspace of the ops (estimated)",
                              model_workspace(&m));
         if (b == BACKEND_CUDA)
