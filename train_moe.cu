@@ -98,8 +98,8 @@ static void open_folder(Run* r) {
 static void check_sample(const Settings* s, const Tokenizer* tokenizer) {
     if (!s->sample_every) return;
     if (tokenizer_size(tokenizer) > s->model.V)
-        die(EXIT_USAGE, "--sample-every: the tokenizer (%s) has %d tokens, more than --vocab %lld",
-            *s->tokenizer ? s->tokenizer : "bytes", tokenizer_size(tokenizer), (long long)s->model.V);
+        die(EXIT_USAGE, "--sample-every: the tokenizer (%s) has %d tokens, more than --vocab %ld",
+            *s->tokenizer ? s->tokenizer : "bytes", tokenizer_size(tokenizer), s->model.V);
     int64_t room = (int64_t)strlen(s->prompt) + 1;
     int32_t* ids = (int32_t*)host_alloc((size_t)room * sizeof(int32_t));
     if (tokenizer_encode(tokenizer, s->prompt, ids, room) < 0)
@@ -130,8 +130,7 @@ static double validate(Run* r) {
 
         // A long validation prints how far it is.
         if (host_seconds() - r->shown < 5) continue;
-        printf("validation %lld of %lld windows\n", (long long)min_i64(round + r->ranks * B, windows),
-               (long long)windows);
+        printf("validation %ld of %ld windows\n", min_i64(round + r->ranks * B, windows), windows);
         fflush(stdout);
         r->shown = host_seconds();
     }
@@ -182,11 +181,11 @@ static int cast_records(CastRecord** records, const Model* m, const MxStats* sum
 
 // A line for people.
 static void print_step(Run* r, const StepRecord* s) {
-    double left = r->average_ms * (double)(r->settings.steps - s->step) / 1000;
-    printf("step %lld/%lld  loss %.4f  norm %.3g  lr %.2e  %.0f ms  %.0f tok/s  load %.2f", (long long)s->step,
-           (long long)r->settings.steps, s->loss, s->grad_norm, s->lr, s->ms, s->tokens_per_s, s->load_max_over_mean);
+    int64_t left = (int64_t)(r->average_ms * (double)(r->settings.steps - s->step) / 1000);
+    printf("step %ld/%ld  loss %.4f  norm %.3g  lr %.2e  %.0f ms  %.0f tok/s  load %.2f", s->step, r->settings.steps,
+           s->loss, s->grad_norm, s->lr, s->ms, s->tokens_per_s, s->load_max_over_mean);
     if (isfinite(s->mfu)) printf("  MFU %.1f%%", 100 * s->mfu);
-    printf("  ETA %lld:%02lld:%02lld", (long long)left / 3600, (long long)left / 60 % 60, (long long)left % 60);
+    printf("  ETA %ld:%02ld:%02ld", left / 3600, left / 60 % 60, left % 60);
     if (s->validated) printf("  validation %.4f", s->val_loss);
     printf("\n");
     fflush(stdout);
@@ -199,9 +198,9 @@ static NORETURN void end_diverged(Run* r) {
     int64_t good = r->pending - r->last.bad_in_a_row;
     if (r->saver) checkpoint_wait(r->saver);  // it may still be on its way to the disk
     int aside = r->saver && good == r->saved && checkpoint_set_aside(r->saver, good);
-    char* note = aside ? host_format(" (step_%08lld, after which no step was finite, is now step_%08lld.diverged)",
-                                     (long long)good, (long long)good)
-                       : host_strdup("");
+    char* note =
+        aside ? host_format(" (step_%08ld, after which no step was finite, is now step_%08ld.diverged)", good, good)
+              : host_strdup("");
     die(EXIT_FAILED,
         "3 steps in a row were not finite; the run ends without saving%s. Start again with a smaller --lr or a longer "
         "--warmup",
@@ -249,7 +248,7 @@ static void report(Run* r, int val) {
 
     // A step that changed no weight; the third in a row ends the run.
     if (!r->last.ok)
-        warn("step %lld: loss %g, gradient norm %g: %s, so no weight was changed", (long long)r->pending, record.loss,
+        warn("step %ld: loss %g, gradient norm %g: %s, so no weight was changed", r->pending, record.loss,
              record.grad_norm,
              isfinite(record.loss) && isfinite(record.grad_norm) ? "the update could leave weights that are not finite"
                                                                  : "not finite");
@@ -294,9 +293,9 @@ static void save(Run* r, int64_t step, int at_the_end) {
     for (int i = 0; i < LARGEST; i++)
         if (!isfinite(r->last.own_largest[i]))
             die(EXIT_FAILED,
-                "step %lld is not saved: the weights or moments of this rank are not finite; its memory may "
+                "step %ld is not saved: the weights or moments of this rank are not finite; its memory may "
                 "be faulty",
-                (long long)good);
+                good);
     if (r->log) runlog_sync(r->log);
     model_save(r->model, r->saver, good, good * (s->tokens_per_step / s->seq_len), shards_hash(r->train), &r->last);
     r->saved = good;
@@ -305,7 +304,7 @@ static void save(Run* r, int64_t step, int at_the_end) {
 // A sample, between two lines that tell it from the rest.
 static void print_sample(Run* r, int64_t step) {
     char* text = model_sample(r->model, r->tokenizer, step);
-    printf("--- sample at step %lld\n%s\n---\n", (long long)step, text);
+    printf("--- sample at step %ld\n%s\n---\n", step, text);
     free(text);
 }
 
@@ -401,15 +400,14 @@ int main(int argc, char** argv) {
     agree_on_data(r.world, "--train", shards_hash(r.train));
     if (*s->val) r.val = shards_open("--val", s->val, s->seq_len);
     agree_on_data(r.world, "--val", r.val ? shards_hash(r.val) : 0);
-    printf("data       %d shards, %lld tokens, %lld windows of %lld (%.3g epochs in %lld steps)\n",
-           shards_count(r.train), (long long)shards_tokens(r.train), (long long)shards_windows(r.train),
-           (long long)s->seq_len,
+    printf("data       %d shards, %ld tokens, %ld windows of %ld (%.3g epochs in %ld steps)\n", shards_count(r.train),
+           shards_tokens(r.train), shards_windows(r.train), s->seq_len,
            (double)s->steps * (double)s->tokens_per_step / (double)s->seq_len / (double)shards_windows(r.train),
-           (long long)s->steps);
+           s->steps);
     if (shards_windows(r.train) < s->batch)
         die(EXIT_FAILED,
-            "--train has %lld windows of %lld tokens, fewer than one batch of %lld; use a smaller --batch or --seq-len",
-            (long long)shards_windows(r.train), (long long)s->seq_len, (long long)s->batch);
+            "--train has %ld windows of %ld tokens, fewer than one batch of %ld; use a smaller --batch or --seq-len",
+            shards_windows(r.train), s->seq_len, s->batch);
 
     // Where: memory that does not suffice and a folder that cannot be used end the run before it takes anything.
     device_choose(ranks_local());
@@ -420,14 +418,14 @@ int main(int argc, char** argv) {
     // The model: as it begins, or as it was saved.
     r.model = model_create(s, r.world);
     printf("device     %s\n", device_name(r.model->ctx));
-    if (r.ranks > 1) printf("ranks      %d, %lld share a set of experts\n", r.ranks, (long long)s->ep);
+    if (r.ranks > 1) printf("ranks      %d, %ld share a set of experts\n", r.ranks, s->ep);
     int64_t window = 0, done = s->resume ? model_resume(r.model, r.world, shards_hash(r.train), &window) : 0;
     char* out = host_printable(s->out, strlen(s->out), "");
     if (done)
-        printf("resumed    from %s/step_%08lld\n", out, (long long)done);
+        printf("resumed    from %s/step_%08ld\n", out, done);
     else
         model_init(r.model, (uint64_t)s->seed);
-    if (done >= s->steps) printf("nothing to do: %lld of %lld steps are done\n", (long long)done, (long long)s->steps);
+    if (done >= s->steps) printf("nothing to do: %ld of %ld steps are done\n", done, s->steps);
     free(out);
 
     // Log and checkpoints, and what is measured of a step.

@@ -67,8 +67,8 @@ static void keep_lines(RunLog* log, const char* text, size_t size, int64_t last_
     }
 
     if (odd)
-        warn("%s: %lld line%s cannot be read, the first is line %lld: kept in %s", log->path, (long long)odd,
-             odd == 1 ? "" : "s", (long long)first_odd, aside);
+        warn("%s: %ld line%s cannot be read, the first is line %ld: kept in %s", log->path, odd, odd == 1 ? "" : "s",
+             first_odd, aside);
     free(aside);
 }
 
@@ -79,7 +79,7 @@ RunLog* runlog_open(const char* folder, const char* config_json, int64_t last_st
     log->beside = host_format("%s.tmp", log->path);
     char* old = is_link(log->path) ? (errno = ELOOP, (char*)NULL) : read_file(log->path, LIMIT, &size);
     if (!old && errno != ENOENT) die(EXIT_FAILED, "cannot read %s: %s", log->path, file_error(errno));
-    if (!old && last_step > 0) warn("%s is missing: the log begins at step %lld", log->path, (long long)last_step + 1);
+    if (!old && last_step > 0) warn("%s is missing: the log begins at step %ld", log->path, last_step + 1);
 
     int fd = create_file(log->beside);
     log->file = fd < 0 ? NULL : fdopen(fd, "w");
@@ -105,7 +105,7 @@ static void add_number(char** line, const char* name, double x) {
 }
 
 void runlog_add(RunLog* log, const StepRecord* r) {
-    char* line = host_format("{\"step\": %lld", (long long)r->step);
+    char* line = host_format("{\"step\": %ld", r->step);
     add_number(&line, "loss", r->loss);
     add_number(&line, "grad_norm", r->grad_norm);
     add_number(&line, "lr", r->lr);
@@ -119,8 +119,8 @@ void runlog_add(RunLog* log, const StepRecord* r) {
     // The casts, a list of objects.
     for (int i = 0; i < r->cast_count; i++) {
         const CastRecord* cast = &r->casts[i];
-        host_append(&line, ", %s{\"layer\": %lld, \"tensor\": \"%s\"", i ? "" : "\"mx_stats\": [",
-                    (long long)cast->layer, cast->tensor);
+        host_append(&line, ", %s{\"layer\": %ld, \"tensor\": \"%s\"", i ? "" : "\"mx_stats\": [", cast->layer,
+                    cast->tensor);
         add_number(&line, "saturated", cast->saturated);
         add_number(&line, "flushed", cast->flushed);
         add_number(&line, "inexact", cast->inexact);

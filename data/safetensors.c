@@ -96,8 +96,8 @@ static bool parse_tensor(const Json* entry, StTensor* tensor, const Report* repo
     if (!end || end->next || !is_size(begin) || !is_size(end) || end->integer < begin->integer)
         return fail(report, "tensor '%s' has data_offsets that are not [begin, end]", name);
     if (end->integer - begin->integer != bytes)
-        return fail(report, "tensor '%s' has %lld bytes of data, its shape and dtype need %lld", name,
-                    (long long)(end->integer - begin->integer), (long long)bytes);
+        return fail(report, "tensor '%s' has %ld bytes of data, its shape and dtype need %ld", name,
+                    (end->integer - begin->integer), bytes);
     tensor->name = host_strdup(name);
     tensor->offset = begin->integer;
     tensor->bytes = bytes;
@@ -117,17 +117,15 @@ static bool offsets_tile(SafeTensors* st, int64_t data_start, int64_t data, cons
     for (int i = 0; i < st->count; i++) {
         StTensor* t = &st->tensors[i];
         if (t->offset > data || t->bytes > data - t->offset)
-            return fail(report, "tensor '%s' ends at byte %lld of the data, the file holds %lld: it was cut off",
-                        t->name, (long long)(t->offset + t->bytes), (long long)data);
+            return fail(report, "tensor '%s' ends at byte %ld of the data, the file holds %ld: it was cut off", t->name,
+                        (t->offset + t->bytes), data);
         if (t->offset < at) return fail(report, "tensors '%s' and '%s' overlap", st->tensors[i - 1].name, t->name);
         if (t->offset > at)
-            return fail(report, "%lld bytes before tensor '%s' belong to no tensor", (long long)(t->offset - at),
-                        t->name);
+            return fail(report, "%ld bytes before tensor '%s' belong to no tensor", (t->offset - at), t->name);
         at += t->bytes;
         t->offset += data_start;
     }
-    if (at != data)
-        return fail(report, "%lld bytes behind the last tensor belong to no tensor", (long long)(data - at));
+    if (at != data) return fail(report, "%ld bytes behind the last tensor belong to no tensor", (data - at));
     return true;
 }
 
@@ -179,17 +177,16 @@ static bool open_checked(SafeTensors* st, const Report* report) {
     struct stat info;
     if (fstat(st->fd, &info) != 0) return fail(report, "cannot stat: %s", strerror(errno));
     int64_t size = (int64_t)info.st_size;
-    if (size < 8) return fail(report, "%lld bytes are too few for a safetensors file", (long long)size);
+    if (size < 8) return fail(report, "%ld bytes are too few for a safetensors file", size);
 
     // The header's length, which must lie in the file.
     uint64_t length;
     if (read_fully(st->fd, &length, 8, 0) != 0) return fail(report, "cannot read: %s", strerror(errno));
     if (length > (uint64_t)MAX_HEADER)
-        return fail(report, "byte 0 gives a header of %llu bytes, more than the format allows: not a safetensors file",
-                    (unsigned long long)length);
+        return fail(report, "byte 0 gives a header of %lu bytes, more than the format allows: not a safetensors file",
+                    length);
     if ((int64_t)length > size - 8)
-        return fail(report, "byte 0 gives a header of %llu bytes, the file has %lld: it was cut off",
-                    (unsigned long long)length, (long long)size);
+        return fail(report, "byte 0 gives a header of %lu bytes, the file has %ld: it was cut off", length, size);
 
     // The header, and what follows from it.
     char* text = (char*)host_alloc((size_t)length + 1);
@@ -275,10 +272,10 @@ char* st_plan_header(StTensor* tensors, int count, const char* const* metadata, 
         free(name);
         t->bytes = (int64_t)st_dtype_bytes(t->dtype);
         for (int d = 0; d < t->rank; d++) {
-            fprintf(f, "%s%lld", d ? "," : "", (long long)t->shape[d]);
+            fprintf(f, "%s%ld", d ? "," : "", t->shape[d]);
             t->bytes *= t->shape[d];
         }
-        fprintf(f, "],\"data_offsets\":[%lld,%lld]}", (long long)at, (long long)(at + t->bytes));
+        fprintf(f, "],\"data_offsets\":[%ld,%ld]}", at, (at + t->bytes));
         t->offset = at;
         at += t->bytes;
         comma = ",";

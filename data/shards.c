@@ -75,8 +75,8 @@ static void open_shard(Shards* s, Shard* shard, const char* path) {
     int64_t got = read_at(shard->fd, header, HEADER_BYTES, 0);
     if (got < 0) die(EXIT_FAILED, "%s: %s: cannot read the header: %s", s->option, path, strerror(errno));
     if (got < HEADER_BYTES)
-        die(EXIT_FAILED, "%s: %s: byte %lld: the file ends inside the header of %d bytes", s->option, path,
-            (long long)got, HEADER_BYTES);
+        die(EXIT_FAILED, "%s: %s: byte %ld: the file ends inside the header of %d bytes", s->option, path, got,
+            HEADER_BYTES);
     if (header[0] != MAGIC_U16 && header[0] != MAGIC_U32)
         die(EXIT_FAILED,
             "%s: %s: byte 0: magic number %d is neither %d (uint16 tokens) nor %d (uint32 tokens): not a shard; "
@@ -92,9 +92,9 @@ static void open_shard(Shards* s, Shard* shard, const char* path) {
     int64_t expected = HEADER_BYTES + shard->tokens * shard->token_bytes;
     if (shard->tokens < 0 || expected != (int64_t)info.st_size)
         die(EXIT_FAILED,
-            "%s: %s: byte 8: the header counts %d tokens of %d bytes, a file of %lld bytes, but the file has %lld: "
+            "%s: %s: byte 8: the header counts %d tokens of %d bytes, a file of %ld bytes, but the file has %ld: "
             "it was cut off or altered; write it again",
-            s->option, path, header[2], shard->token_bytes, (long long)expected, (long long)info.st_size);
+            s->option, path, header[2], shard->token_bytes, expected, info.st_size);
 
     // What tells two sets apart: name, size and header.
     const char* slash = strrchr(path, '/');
@@ -131,9 +131,9 @@ Shards* shards_open(const char* option, const char* pattern, int64_t T) {
         for (int i = 0; i < s->count; i++)
             if (s->files[i].tokens > longest) longest = s->files[i].tokens;
         die(EXIT_FAILED,
-            "%s: no shard of '%s' holds a window of %lld tokens (--seq-len %lld and one more): the longest of %d has "
-            "%lld; lower --seq-len or prepare more text",
-            option, pattern, (long long)T + 1, (long long)T, s->count, (long long)longest);
+            "%s: no shard of '%s' holds a window of %ld tokens (--seq-len %ld and one more): the longest of %d has "
+            "%ld; lower --seq-len or prepare more text",
+            option, pattern, T + 1, T, s->count, longest);
     }
     return s;
 }
@@ -178,11 +178,11 @@ static char* read_window(const Shards* s, int64_t index, int32_t V, int32_t* inp
         int64_t n = min_i64(T + 1 - t, chunk);
         int64_t got = read_at(shard->fd, raw, n * width, start + t * width);
         if (got < 0)
-            return host_format("%s: %s: byte %lld: cannot read: %s", s->option, shard->path,
-                               (long long)(start + t * width), strerror(errno));
+            return host_format("%s: %s: byte %ld: cannot read: %s", s->option, shard->path, (start + t * width),
+                               strerror(errno));
         if (got < n * width)
-            return host_format("%s: %s: byte %lld: the file ends here; it was longer when the run began", s->option,
-                               shard->path, (long long)(start + t * width + got));
+            return host_format("%s: %s: byte %ld: the file ends here; it was longer when the run began", s->option,
+                               shard->path, (start + t * width + got));
 
         // Each token is an input, and the target of the one before it.
         for (int64_t i = 0; i < n; i++) {
@@ -190,9 +190,9 @@ static char* read_window(const Shards* s, int64_t index, int32_t V, int32_t* inp
             memcpy(&id, raw + i * width, (size_t)width);
             if ((int64_t)id >= V)
                 return host_format(
-                    "%s: %s: byte %lld: token %u is outside the vocabulary (--vocab %d): these shards were made with "
+                    "%s: %s: byte %ld: token %u is outside the vocabulary (--vocab %d): these shards were made with "
                     "another tokenizer",
-                    s->option, shard->path, (long long)(start + (t + i) * width), id, V);
+                    s->option, shard->path, (start + (t + i) * width), id, V);
             if (t + i < T) input[t + i] = (int32_t)id;
             if (t + i > 0) target[t + i - 1] = (int32_t)id;
         }

@@ -163,9 +163,9 @@ int device_workers(void) { return omp_get_max_threads(); }
 static int64_t number_in(const char* path, const char* name) {
     FILE* file = fopen(path, "r");
     char line[256];
-    long long number = -1;
+    long number = -1;
     while (file && number < 0 && fgets(line, sizeof(line), file))
-        if (strncmp(line, name, strlen(name)) == 0) sscanf(line + strlen(name), "%lld", &number);
+        if (strncmp(line, name, strlen(name)) == 0) sscanf(line + strlen(name), "%ld", &number);
     if (file) fclose(file);
     return number;
 }

@@ -34,7 +34,7 @@ static char* choice_name(const char* choices, int64_t index) {
 static int64_t whole_number(const Option* o, const char* text) {
     char* end = NULL;
     errno = 0;
-    long long v = strtoll(text, &end, 10);
+    long v = strtol(text, &end, 10);
     if (end == text || *end || errno)
         die(EXIT_USAGE, "--%s takes a whole number from %.15g to %.15g, not '%s'", o->name, o->min, o->max, text);
     if ((double)v < o->min || (double)v > o->max)
@@ -133,7 +133,7 @@ char* option_text(const Option* o, const void* values) {
         case OPTION_FLOAT: return host_format("%.9g", *(const double*)v);
         case OPTION_CHOICE: return choice_name(o->choices, *(const int64_t*)v);
         case OPTION_TEXT: return host_strdup(*(char* const*)v);
-        default: return host_format("%lld", (long long)*(const int64_t*)v);
+        default: return host_format("%ld", *(const int64_t*)v);
     }
 }
 

@@ -20,8 +20,8 @@ void report_model(const Settings* s) {
     char* name = option_text(&settings_table[0], s);
     char *total = big((double)params_total(&s->model)), *active = big((double)params_active(&s->model));
     char* flops = big(flops_per_token(&s->model, s->seq_len));
-    printf("model      %s: %s parameters (%s active a token), %s FLOPs a token at seq-len %lld\n", name, total, active,
-           flops, (long long)s->seq_len);
+    printf("model      %s: %s parameters (%s active a token), %s FLOPs a token at seq-len %ld\n", name, total, active,
+           flops, s->seq_len);
     free(total);
     free(active);
     free(flops);
@@ -91,17 +91,17 @@ void report_dry_run(const Settings* s) {
     options_print(settings_table, settings_count, s);
     printf("\n");
     report_model(s);
-    printf("           parameters %lld, active %lld, FLOPs a token %.6g\n", (long long)params_total(&s->model),
-           (long long)params_active(&s->model), flops_per_token(&s->model, s->seq_len));
+    printf("           parameters %ld, active %ld, FLOPs a token %.6g\n", params_total(&s->model),
+           params_active(&s->model), flops_per_token(&s->model, s->seq_len));
     for (int b = BACKEND_CPU; b <= BACKEND_CUDA; b++) {
         Model m;
         model_plan(&m, s, 0, (Backend)b);
         size_t total = 0;
 
         // Buffers by purpose, then what is no buffer.
-        printf("\nmemory of each of %d rank%s, %s build (weights and activations in %s), %lld tokens a micro-step\n",
+        printf("\nmemory of each of %d rank%s, %s build (weights and activations in %s), %ld tokens a micro-step\n",
                m.layout.ranks, m.layout.ranks == 1 ? "" : "s", b == BACKEND_CPU ? "CPU" : "CUDA",
-               b == BACKEND_CPU ? "float32" : "bf16", (long long)(m.B * m.T));
+               b == BACKEND_CPU ? "float32" : "bf16", (m.B * m.T));
         for (int i = 0; i < ARENAS; i++) total += report_arena(arena_of(&m, i), m.B * m.T);
         total += report_line(b == (int)BACKEND ? "workspace of the ops" : "workspace of the ops (estimated)",
                              model_workspace(&m));

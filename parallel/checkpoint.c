@@ -80,7 +80,7 @@ Saver* saver_create(Ranks* world, const char* out, int keep) {
     // there.
     int64_t id = getpid();
     ranks_broadcast(world, &id, sizeof(id), 0);
-    char* probe = host_format("%s/" PROBE "%lld", out, (long long)id);
+    char* probe = host_format("%s/" PROBE "%ld", out, id);
     int fd = -1;
     if (ranks_index(world) == 0) {
         if (make_folders(out) == 0) sweep(out), fd = create_file(probe);
@@ -198,8 +198,8 @@ static void write_manifest(const Saver* s, const FileSlice* slices, int64_t slic
         uLong crc = crc_of(f->header, (size_t)f->header_bytes);
         if (!slices_join(&next, end, i, f->header_bytes, f->bytes, &crc))
             die(EXIT_FAILED, "internal error: the ranks did not write every byte of %s/%s once", s->folder, f->name);
-        host_append(&body, "%s\n  {\"name\": \"%s\", \"bytes\": %lld, \"crc32\": %lu}", i ? "," : "", f->name,
-                    (long long)f->bytes, crc);
+        host_append(&body, "%s\n  {\"name\": \"%s\", \"bytes\": %ld, \"crc32\": %lu}", i ? "," : "", f->name, f->bytes,
+                    crc);
     }
     host_append(&body, "]");
     host_append(&body, "%s%lu}\n", CHECKPOINT_MANIFEST_END, crc_of(body, strlen(body)));
@@ -360,10 +360,9 @@ void checkpoint_save(Saver* s, const CheckpointRecord* r, const char* options_js
     s->step = r->step;
     s->folder = step_path(s->out, r->step, ".tmp");
     s->record = host_format(
-        "{\"format\": \"%s\", \"step\": %lld, \"window\": %lld, \"updates\": %lld, \"data_hash\": %lld,\n\"options\": "
+        "{\"format\": \"%s\", \"step\": %ld, \"window\": %ld, \"updates\": %ld, \"data_hash\": %ld,\n\"options\": "
         "%s,\n\"files\": [",
-        CHECKPOINT_FORMAT, (long long)r->step, (long long)r->window, (long long)r->updates, (long long)r->data_hash,
-        options_json);
+        CHECKPOINT_FORMAT, r->step, r->window, r->updates, r->data_hash, options_json);
 
     // The copy: training goes on when it is done.
     StTensor* planned = (StTensor*)host_alloc(most * sizeof(StTensor));

@@ -67,8 +67,7 @@ static bool read_record(const Json* json, int64_t step, CheckpointRecord* r, cha
                       : r->updates < r->step / 3 || r->updates > r->step ? "its number of updates is out of range"
                                                                          : NULL;
     if (odd) snprintf(reason, 128, "%s", odd);
-    if (!odd && r->step != step)
-        snprintf(reason, 128, "it is of step %lld; the folder was renamed", (long long)r->step);
+    if (!odd && r->step != step) snprintf(reason, 128, "it is of step %ld; the folder was renamed", r->step);
     return !odd && r->step == step;
 }
 
@@ -125,8 +124,7 @@ static int sum_slice(const char* path, int64_t size, FileSlice* slice, void* pie
     int fd = open_file(path);
     bool ok = fd >= 0 && fstat(fd, &info) == 0;
     if (ok && info.st_size != size) {
-        snprintf(error, error_size, "%s: %lld bytes long, the manifest says %lld", path, (long long)info.st_size,
-                 (long long)size);
+        snprintf(error, error_size, "%s: %ld bytes long, the manifest says %ld", path, info.st_size, size);
         close(fd);
         return -1;
     }
@@ -185,8 +183,8 @@ static int check_files(Ranks* world, const char* folder, const Json* manifest, c
         int64_t want = json_int(file_entry(manifest, files[i].name), "crc32", -1);
         // A part that is missing could not be read: its rank has a reason of its own.
         if (!slices_join(&next, all + total, i, 0, sizes[i], &crc) || (int64_t)crc == want) continue;
-        snprintf(error, error_size, "%s/%s: altered (its CRC-32 is %lu, the manifest says %lld)", folder, files[i].name,
-                 crc, (long long)want);
+        snprintf(error, error_size, "%s/%s: altered (its CRC-32 is %lu, the manifest says %ld)", folder, files[i].name,
+                 crc, want);
         bad = i;
     }
 
@@ -218,8 +216,8 @@ static int load_slice(const SafeTensors* st, const CheckpointTensor* t, void* pi
         }
         for (int64_t i = 0; i < n; i++)
             if (!isfinite(((const real*)piece)[i])) {
-                snprintf(error, error_size, "%s: element %lld of %s is not finite", st->path,
-                         (long long)(t->first + at + i), t->name);
+                snprintf(error, error_size, "%s: element %ld of %s is not finite", st->path, (t->first + at + i),
+                         t->name);
                 return -1;
             }
         device_upload(t->data + at, piece, (size_t)n * sizeof(real), ctx);

@@ -7,14 +7,14 @@
 #include "device/check.h"
 
 char* step_path(const char* out, int64_t step, const char* suffix) {
-    return host_format("%s/step_%08lld%s", out, (long long)step, suffix);
+    return host_format("%s/step_%08ld%s", out, step, suffix);
 }
 
 int64_t step_number(const char* name, const char* suffix) {
     if (strncmp(name, "step_", 5) != 0) return -1;
     char exact[64];
-    long long step = strtoll(name + 5, NULL, 10);
-    snprintf(exact, sizeof(exact), "step_%08lld%s", step, suffix);
+    int64_t step = strtol(name + 5, NULL, 10);
+    snprintf(exact, sizeof(exact), "step_%08ld%s", step, suffix);
     return strcmp(name, exact) == 0 ? step : -1;
 }
 
