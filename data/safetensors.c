@@ -20,14 +20,13 @@
 
 static const int64_t MAX_HEADER = 100 * 1000 * 1000;  // the format's own limit
 
-typedef struct DtypeInfo {
+// By StDtype.
+static const struct {
     const char* name;
     size_t bytes;
-} DtypeInfo;
-static const DtypeInfo dtypes[ST_DTYPES] = {{"F64", 8}, {"F32", 4}, {"BF16", 2}, {"I64", 8}, {"I32", 4}, {"U8", 1}};
+} dtypes[ST_DTYPES] = {{"F64", 8}, {"F32", 4}, {"BF16", 2}, {"I64", 8}, {"I32", 4}, {"U8", 1}};
 
 size_t st_dtype_bytes(StDtype dtype) { return dtypes[dtype].bytes; }
-const char* st_dtype_name(StDtype dtype) { return dtypes[dtype].name; }
 
 // Where a message goes, and the path that it begins with.
 typedef struct Report {
@@ -47,13 +46,6 @@ static bool fail(const Report* report, const char* format, ...) {
     vsnprintf(report->error + n, report->size - (size_t)n, format, args);
     va_end(args);
     return false;
-}
-
-// 0, or -1 with errno set; a file that ends early is EIO.
-static int read_fully(int fd, void* out, int64_t bytes, int64_t offset) {
-    int64_t got = read_at(fd, out, bytes, offset);
-    if (got >= 0 && got < bytes) errno = EIO;
-    return got == bytes ? 0 : -1;
 }
 
 // A whole number that is not negative.
@@ -144,12 +136,6 @@ static bool names_unique(SafeTensors* st, const Report* report) {
     return true;
 }
 
-static bool metadata_ok(const Json* metadata, const Report* report) {
-    bool ok = metadata->type == JSON_OBJECT;
-    for (const Json* m = metadata->child; ok && m; m = m->next) ok = m->type == JSON_STRING;
-    return ok ? true : fail(report, "__metadata__ must be an object of strings");
-}
-
 static bool parse_header(SafeTensors* st, const char* text, int64_t length, const Report* report) {
     char reason[256];
     st->header = json_parse(text, (size_t)length, reason, sizeof(reason));
@@ -160,13 +146,15 @@ static bool parse_header(SafeTensors* st, const char* text, int64_t length, cons
     // A member is a tensor, or the metadata.
     int metadata = 0;
     for (const Json* entry = st->header->child; entry; entry = entry->next) {
-        if (strcmp(entry->key, "__metadata__") == 0) {
-            if (metadata++) return fail(report, "__metadata__ is there twice");
-            if (!metadata_ok(entry, report)) return false;
-        } else {
+        if (strcmp(entry->key, "__metadata__") != 0) {
             if (!parse_tensor(entry, &st->tensors[st->count], report)) return false;
             st->count++;
+            continue;
         }
+        if (metadata++) return fail(report, "__metadata__ is there twice");
+        bool texts = entry->type == JSON_OBJECT;
+        for (const Json* m = entry->child; m; m = m->next) texts = texts && m->type == JSON_STRING;
+        if (!texts) return fail(report, "__metadata__ must be an object of strings");
     }
     return true;
 }
@@ -181,7 +169,7 @@ static bool open_checked(SafeTensors* st, const Report* report) {
 
     // The header's length, which must lie in the file.
     uint64_t length;
-    if (read_fully(st->fd, &length, 8, 0) != 0) return fail(report, "cannot read: %s", strerror(errno));
+    if (read_all_at(st->fd, &length, 8, 0) != 0) return fail(report, "cannot read: %s", strerror(errno));
     if (length > (uint64_t)MAX_HEADER)
         return fail(report, "byte 0 gives a header of %lu bytes, more than the format allows: not a safetensors file",
                     length);
@@ -190,7 +178,7 @@ static bool open_checked(SafeTensors* st, const Report* report) {
 
     // The header, and what follows from it.
     char* text = (char*)host_alloc((size_t)length + 1);
-    bool ok = read_fully(st->fd, text, (int64_t)length, 8) == 0;
+    bool ok = read_all_at(st->fd, text, (int64_t)length, 8) == 0;
     if (!ok) fail(report, "cannot read the header: %s", strerror(errno));
     ok = ok && parse_header(st, text, (int64_t)length, report);
     free(text);
@@ -237,21 +225,14 @@ int st_read(const SafeTensors* st, const StTensor* tensor, int64_t first, int64_
         errno = EINVAL;
         return -1;
     }
-    return read_fully(st->fd, out, count * size, tensor->offset + first * size);
+    return read_all_at(st->fd, out, count * size, tensor->offset + first * size);
 }
 
-// The metadata as a member of the header: what stands between it and the next member is the result.
-static const char* put_metadata(FILE* f, const char* const* metadata) {
-    if (!metadata || !metadata[0]) return "";
-    fprintf(f, "\"__metadata__\":{");
-    for (int i = 0; metadata[i]; i += 2) {
-        char *key = json_quote(metadata[i]), *value = json_quote(metadata[i + 1]);
-        fprintf(f, "%s%s:%s", i ? "," : "", key, value);
-        free(key);
-        free(value);
-    }
-    fprintf(f, "}");
-    return ",";
+// Prints a text as a JSON string, behind what stands before it.
+static void put_quoted(FILE* f, const char* before, const char* text) {
+    char* quoted = json_quote(text);
+    fprintf(f, "%s%s", before, quoted);
+    free(quoted);
 }
 
 char* st_plan_header(StTensor* tensors, int count, const char* const* metadata, int64_t* size) {
@@ -260,16 +241,22 @@ char* st_plan_header(StTensor* tensors, int count, const char* const* metadata, 
     FILE* f = open_memstream(&text, &length);
     ASSERT(f != NULL);
     fprintf(f, "%8s{", "");  // the length comes last
-    const char* comma = put_metadata(f, metadata);
+
+    // The metadata, an object of its own.
+    bool noted = metadata && metadata[0];
+    for (int i = 0; noted && metadata[i]; i += 2) {
+        put_quoted(f, i ? "," : "\"__metadata__\":{", metadata[i]);
+        put_quoted(f, ":", metadata[i + 1]);
+    }
+    if (noted) fprintf(f, "}");
 
     // The tensors one after the other, their offsets from the first byte of data.
     int64_t at = 0;
     for (int i = 0; i < count; i++) {
         StTensor* t = &tensors[i];
         ASSERT(t->rank >= 0 && t->rank <= 4);
-        char* name = json_quote(t->name);
-        fprintf(f, "%s%s:{\"dtype\":\"%s\",\"shape\":[", comma, name, st_dtype_name(t->dtype));
-        free(name);
+        put_quoted(f, i || noted ? "," : "", t->name);
+        fprintf(f, ":{\"dtype\":\"%s\",\"shape\":[", dtypes[t->dtype].name);
         t->bytes = (int64_t)st_dtype_bytes(t->dtype);
         for (int d = 0; d < t->rank; d++) {
             fprintf(f, "%s%ld", d ? "," : "", t->shape[d]);
@@ -278,7 +265,6 @@ char* st_plan_header(StTensor* tensors, int count, const char* const* metadata, 
         fprintf(f, "],\"data_offsets\":[%ld,%ld]}", at, (at + t->bytes));
         t->offset = at;
         at += t->bytes;
-        comma = ",";
     }
     fprintf(f, "}");
 

@@ -45,8 +45,6 @@ struct Shards {
     uint32_t hash;
 };
 
-static int64_t windows_in(int64_t tokens, int64_t T) { return tokens > T ? (tokens - 1) / T : 0; }
-
 // All shards stay open, and a large set has more files than the usual soft limit (1024) allows: where open fails for
 // that, the limit is raised to the hard one.
 static int open_one_more(const char* path) {
@@ -105,7 +103,7 @@ static void open_shard(Shards* s, Shard* shard, const char* path) {
     s->hash = (uint32_t)crc32(crc, (const Bytef*)header, HEADER_BYTES);
 
     shard->first_window = s->windows;
-    s->windows += windows_in(shard->tokens, s->T);
+    s->windows += max_i64(shard->tokens - 1, 0) / s->T;
     s->tokens += shard->tokens;
 }
 
@@ -128,8 +126,7 @@ Shards* shards_open(const char* option, const char* pattern, int64_t T) {
 
     if (s->windows == 0) {
         int64_t longest = 0;
-        for (int i = 0; i < s->count; i++)
-            if (s->files[i].tokens > longest) longest = s->files[i].tokens;
+        for (int i = 0; i < s->count; i++) longest = max_i64(longest, s->files[i].tokens);
         die(EXIT_FAILED,
             "%s: no shard of '%s' holds a window of %ld tokens (--seq-len %ld and one more): the longest of %d has "
             "%ld; lower --seq-len or prepare more text",
@@ -156,15 +153,9 @@ uint32_t shards_hash(const Shards* shards) { return shards->hash; }
 
 // The last shard that starts at window `index` or before it. Shards without a window share their start with the next.
 static const Shard* find_shard(const Shards* s, int64_t index) {
-    int low = 0, high = s->count;
-    while (high - low > 1) {
-        int middle = low + (high - low) / 2;
-        if (s->files[middle].first_window <= index)
-            low = middle;
-        else
-            high = middle;
-    }
-    return &s->files[low];
+    const Shard* shard = &s->files[s->count - 1];
+    while (shard->first_window > index) shard--;
+    return shard;
 }
 
 // shards_read, but a failure is its result, a message in fresh memory; NULL is success. The loader's thread reads
@@ -232,8 +223,7 @@ int64_t shards_permute(uint64_t seed, int64_t epoch, int64_t i, int64_t n) {
     do {
         uint64_t left = x >> half, right = x & mask;
         for (int round = 0; round < ROUNDS; round++) {
-            uint64_t f = mix64(key + ((uint64_t)round << 32) + right * golden);
-            uint64_t next = left ^ (f & mask);
+            uint64_t next = left ^ (mix64(key + ((uint64_t)round << 32) + right * golden) & mask);
             left = right;
             right = next;
         }

@@ -3,13 +3,12 @@
 #include <dirent.h>
 #include <errno.h>
 #include <fcntl.h>
+#include <stdarg.h>
 #include <stdio.h>
 #include <stdlib.h>
 #include <string.h>
 #include <sys/stat.h>
 #include <unistd.h>
-
-#include "device/check.h"
 
 // The result of a call that failed for the reason `why`.
 static int fails(int why) {
@@ -17,28 +16,27 @@ static int fails(int why) {
     return -1;
 }
 
+Path path_of(const char* format, ...) {
+    Path path;
+    va_list args;
+    va_start(args, format);
+    int n = vsnprintf(path.text, sizeof(path.text), format, args);
+    va_end(args);
+    if (n < 0 || (size_t)n >= sizeof(path.text)) die(EXIT_FAILED, "%.64s...: %s", path.text, strerror(ENAMETOOLONG));
+    return path;
+}
+
 // Makes the first folder of the path, then the first two, and so on.
 int make_folders(const char* path) {
-    char* part = host_strdup(path);
-    int result = 0;
-    for (char* p = part + 1; result == 0; p++) {
-        if (*p != '/' && *p != 0) continue;
-        char end = *p;
-        *p = 0;
+    for (int n = 1, end = (int)strlen(path); n <= end; n++) {
+        if (path[n] != '/' && path[n] != 0) continue;
+        Path part = path_of("%.*s", n, path);
         struct stat info;
-        if (mkdir(part, 0777) != 0) {
-            int why = errno;
-            if (why != EEXIST)
-                result = -1;
-            else if (stat(part, &info) == 0 && !S_ISDIR(info.st_mode))
-                why = ENOTDIR, result = -1;
-            errno = why;
-        }
-        *p = end;
-        if (!end) break;
+        if (mkdir(part.text, 0777) == 0) continue;
+        if (errno != EEXIST) return -1;
+        if (stat(part.text, &info) == 0 && !S_ISDIR(info.st_mode)) return fails(ENOTDIR);
     }
-    free(part);
-    return result;
+    return 0;
 }
 
 // Removes a name in an open folder: no link can come between.
@@ -98,6 +96,11 @@ int64_t read_at(int fd, void* out, int64_t bytes, int64_t offset) {
     return done;
 }
 
+int read_all_at(int fd, void* out, int64_t bytes, int64_t offset) {
+    int64_t got = read_at(fd, out, bytes, offset);
+    return got == bytes ? 0 : got < 0 ? -1 : fails(EIO);
+}
+
 char* read_file(const char* path, size_t limit, size_t* size) {
     int fd = open_file(path);
     if (fd < 0) return NULL;
@@ -115,7 +118,7 @@ char* read_file(const char* path, size_t limit, size_t* size) {
     close(fd);
     if (why) {
         free(text);
-        errno = why;
+        fails(why);
         return NULL;
     }
 
