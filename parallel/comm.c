@@ -22,8 +22,8 @@ struct Comm {
     Ranks* group;
     int count, index;
     char what[KINDS][64];  // names of waits
-    char* scratch;         // what arrived and is not summed yet; grows to the largest sum
-    size_t scratch_bytes;
+    void* parts;           // what arrived and is not summed yet; grows to the largest sum
+    size_t parts_room;
     size_t *send_at, *send_bytes, *recv_at, *recv_bytes;  // (count) each, of ranks_exchange
 };
 
@@ -42,7 +42,7 @@ Comm* comm_create(Ranks* group, const char* name, Ctx* ctx) {
 
 void comm_destroy(Comm* c) {
     ranks_free(c->group);
-    free(c->scratch);
+    free(c->parts);
     free(c->send_at);
     free(c->send_bytes);
     free(c->recv_at);
@@ -52,16 +52,6 @@ void comm_destroy(Comm* c) {
 
 int comm_count(const Comm* c) { return c->count; }
 int comm_index(const Comm* c) { return c->index; }
-
-// At least so many bytes, whose contents nobody needs any more.
-static char* scratch(Comm* c, size_t bytes) {
-    if (bytes > c->scratch_bytes) {
-        free(c->scratch);
-        c->scratch = (char*)host_alloc(bytes);
-        c->scratch_bytes = bytes;
-    }
-    return c->scratch;
-}
 
 static void exchange(Comm* c, void* recv, const void* send) {
     ranks_exchange(c->group, recv, c->recv_at, c->recv_bytes, send, c->send_at, c->send_bytes);
@@ -102,9 +92,9 @@ static void reduce_parts(Comm* c, void* part, const void* all, int64_t n, size_t
         c->recv_at[r] = (size_t)(r * own) * size;
         c->recv_bytes[r] = (size_t)own * size;
     }
-    char* parts = scratch(c, (size_t)(c->count * own) * size);
-    exchange(c, parts, all);
-    add(part, parts, c->count, own);
+    c->parts = host_room(c->parts, &c->parts_room, (size_t)(c->count * own) * size);
+    exchange(c, c->parts, all);
+    add(part, c->parts, c->count, own);
 }
 
 void comm_reduce_scatter(Comm* c, real* part, real* all, int64_t n, Ctx* ctx) {
@@ -123,9 +113,9 @@ static void sum(Comm* c, void* data, int64_t n, size_t size, AddParts add) {
     watch_begin(c->what[SUM]);
     size_t bytes = (size_t)n * size;
     if (bytes < SMALL_SUM) {
-        char* all = scratch(c, (size_t)c->count * bytes);
-        ranks_all_gather(c->group, all, data, bytes);
-        add(data, all, c->count, n);
+        c->parts = host_room(c->parts, &c->parts_room, (size_t)c->count * bytes);
+        ranks_all_gather(c->group, c->parts, data, bytes);
+        add(data, c->parts, c->count, n);
     } else {
         // Every rank sums its share in place, then sends it to all: the exchange before, the other way round.
         char* own = (char*)data + (size_t)first(c, n, c->index) * size;

@@ -29,7 +29,7 @@ struct Ranks {
     MPI_Comm comm;  // MPI_COMM_NULL: one rank, without MPI
     int count, index;
     MPI_Request* requests;  // of an exchange
-    size_t requests_size;
+    size_t requests_room;
     MPI_Request posted;  // the note on its way
     char note[RANKS_NOTE];
 };
@@ -174,11 +174,8 @@ void ranks_exchange(Ranks* group, void* recv, const size_t* recv_at, const size_
     size_t most = 0;
     int n = 0;
     for (int i = 0; i < group->count; i++) most += pieces(send_bytes[i]) + pieces(recv_bytes[i]);
-    if (most > group->requests_size) {
-        free(group->requests);
-        group->requests = (MPI_Request*)host_alloc(most * sizeof(MPI_Request));
-        group->requests_size = most;
-    }
+    most *= sizeof(MPI_Request);
+    group->requests = (MPI_Request*)host_room(group->requests, &group->requests_room, most);
 
     // From the next rank onwards, so that not all send to one at once. Pieces between two ranks arrive in order.
     for (int step = 1; step < group->count; step++) {

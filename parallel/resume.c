@@ -72,11 +72,12 @@ static bool read_record(const Json* json, int64_t step, CheckpointRecord* r, cha
 }
 
 Json* checkpoint_manifest(const char* out, int64_t step, CheckpointRecord* r, char* error, size_t error_size) {
-    char *folder = step_path(out, step, ""), *path = host_format("%s/manifest.json", folder), reason[128] = "";
+    Path path = path_of("%s/manifest.json", step_path(out, step, "").text);
+    char reason[128] = "";
     size_t size = 0;
 
     // The text, then whether it is as it was sealed, then what it says.
-    char* text = read_file(path, MANIFEST_LIMIT, &size);
+    char* text = read_file(path.text, MANIFEST_LIMIT, &size);
     char* end = text ? strstr(text, CHECKPOINT_MANIFEST_END) : NULL;
     Json* json = NULL;
     if (!text)
@@ -90,10 +91,8 @@ Json* checkpoint_manifest(const char* out, int64_t step, CheckpointRecord* r, ch
         json = NULL;
     }
 
-    if (!json) snprintf(error, error_size, "%s: %s", path, reason);
+    if (!json) snprintf(error, error_size, "%s: %s", path.text, reason);
     free(text);
-    free(path);
-    free(folder);
     return json;
 }
 
@@ -130,9 +129,8 @@ static int sum_slice(const char* path, int64_t size, FileSlice* slice, void* pie
     }
     uLong crc = crc32(0, NULL, 0);
     for (int64_t at = 0, n; ok && at < slice->bytes; at += n) {
-        n = read_at(fd, piece, min_i64(slice->bytes - at, (int64_t)PIECE), slice->offset + at);
-        if (n == 0) errno = EIO;  // the file ends early
-        ok = n > 0;
+        n = min_i64(slice->bytes - at, (int64_t)PIECE);
+        ok = read_all_at(fd, piece, n, slice->offset + at) == 0;
         if (ok) crc = crc32_z(crc, (const Bytef*)piece, (size_t)n);
     }
     slice->crc = crc;
@@ -166,13 +164,12 @@ static int check_files(Ranks* world, const char* folder, const Json* manifest, c
     for (int i = 0; i < listed && i < bad; at += sizes[i++]) {
         int64_t from = max_i64(begin - at, 0), to = min_i64(end - at, sizes[i]);
         if (from >= to) continue;
-        char* path = host_format("%s/%s", folder, files[i].name);
+        Path path = path_of("%s/%s", folder, files[i].name);
         FileSlice slice = {i, from, to - from, 0};
-        if (sum_slice(path, sizes[i], &slice, piece, error, error_size) == 0)
+        if (sum_slice(path.text, sizes[i], &slice, piece, error, error_size) == 0)
             mine[slices++] = slice;
         else
             bad = i;
-        free(path);
     }
 
     // Rank 0 joins the slices' sums, and compares.
@@ -231,13 +228,11 @@ static int load_files(Ranks* world, const char* folder, const CheckpointFile* fi
     void* piece = host_alloc(PIECE);
     int64_t bad = GOOD;
     for (int i = 0; i < count && bad == GOOD; i++) {
-        char* path = host_format("%s/%s", folder, files[i].name);
-        SafeTensors* st = st_open(path, error, error_size);
+        SafeTensors* st = st_open(path_of("%s/%s", folder, files[i].name).text, error, error_size);
         if (!st) bad = i;
         for (int t = 0; t < files[i].count && bad == GOOD; t++)
             if (load_slice(st, &files[i].tensors[t], piece, ctx, error, error_size) != 0) bad = i;
         st_close(st);
-        free(path);
     }
     free(piece);
     return agree(world, bad, error, error_size);
@@ -249,10 +244,10 @@ int checkpoint_load(Ranks* world, const char* out, int64_t step, const Json* man
     memcpy(theirs, mine, sizeof(mine));
     ranks_broadcast(world, theirs, sizeof(theirs), 0);
     ranks_must_share(world, out, mine[0] == theirs[0] && mine[1] == theirs[1]);
-    char* folder = step_path(out, step, "");
+    Path path = step_path(out, step, "");
+    const char* folder = path.text;
     int result = agree(world, manifest ? GOOD : 0, error, error_size);
     if (result == 0) result = check_files(world, folder, manifest, files, count, error, error_size);
     if (result == 0) result = load_files(world, folder, files, count, ctx, error, error_size);
-    free(folder);
     return result;
 }

@@ -6,8 +6,8 @@
 
 #include "device/check.h"
 
-char* step_path(const char* out, int64_t step, const char* suffix) {
-    return host_format("%s/step_%08ld%s", out, step, suffix);
+Path step_path(const char* out, int64_t step, const char* suffix) {
+    return path_of("%s/step_%08ld%s", out, step, suffix);
 }
 
 int64_t step_number(const char* name, const char* suffix) {
@@ -23,8 +23,8 @@ uLong crc_of(const void* data, size_t bytes) { return crc32_z(crc32(0, NULL, 0),
 // By file, then by offset.
 static int in_order(const void* a, const void* b) {
     const FileSlice *x = (const FileSlice*)a, *y = (const FileSlice*)b;
-    if (x->file != y->file) return x->file < y->file ? -1 : 1;
-    return (x->offset > y->offset) - (x->offset < y->offset);
+    int64_t apart = x->file != y->file ? x->file - y->file : x->offset - y->offset;
+    return (apart > 0) - (apart < 0);
 }
 
 // An exchange in which every rank sends to rank 0 alone.
