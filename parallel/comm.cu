@@ -181,15 +181,12 @@ void comm_reduce_scatter(Comm* c, real* part, real* all, int64_t n, Ctx* ctx) {
         device_copy(part, all, (size_t)n * sizeof(real), ctx);
 }
 
-static void sum(Comm* c, void* data, int64_t n, ncclDataType_t type, Ctx* ctx) {
+void comm_sum_type(Comm* c, void* data, int64_t n, SumType type, Ctx* ctx) {
+    static const ncclDataType_t types[] = {ncclFloat, ncclDouble, ncclInt64};  // by SumType
     if (!c->nccl) return;
-    NCCL_CHECK(ncclAllReduce(data, data, (size_t)n, type, ncclSum, c->nccl, ctx->stream), c->nccl);
+    NCCL_CHECK(ncclAllReduce(data, data, (size_t)n, types[type], ncclSum, c->nccl, ctx->stream), c->nccl);
     add_to_queue(c, SUM, ctx);
 }
-
-void comm_sum(Comm* c, real* data, int64_t n, Ctx* ctx) { sum(c, data, n, ncclFloat, ctx); }
-void comm_sum_double(Comm* c, double* data, int64_t n, Ctx* ctx) { sum(c, data, n, ncclDouble, ctx); }
-void comm_sum_i64(Comm* c, int64_t* data, int64_t n, Ctx* ctx) { sum(c, data, n, ncclInt64, ctx); }
 
 void comm_exchange(Comm* c, const ExchangeBuffer* buffers, int buffer_count, ExchangeRows rows, Ctx* ctx) {
     int own = c->index;
