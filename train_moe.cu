@@ -1,8 +1,8 @@
 // train_moe: pretrains a DeepSeek-style mixture-of-experts model from tokenized shards. Host code only; read on in
 // model/. What happens when:
 //
-//   main    ranks, options, data, folder, model; then train; then all of it back
-//   train   step after step: queue_step, and meanwhile report prints the step before; now and then a validation, a
+//   main    ranks and options, data, folder, model, log; then train; then all of it back
+//   train   step after step: queue_step, and meanwhile report prints the step before; once in a while a validation, a
 //           sample, a save
 //
 // The host runs one step ahead of the device: it queues step n + 1, then waits for the results of step n.
@@ -39,8 +39,8 @@ typedef struct Run {
     Model* model;
     Tokenizer* tokenizer;
     Shards *train, *val;
-    char* lock_path;      // of rank 0, while it has --out for itself; NULL without
-    int lock;             // its descriptor
+    Path lock_path;       // of rank 0
+    int lock;             // its descriptor, while rank 0 has --out for itself; -1 without
     RunLog* log;          // of rank 0; NULL without --out
     Saver* saver;         // NULL without --out
     int64_t saved;        // newest step on the disk or on its way there
@@ -51,25 +51,28 @@ typedef struct Run {
     Stopwatch* watch[2];  // of even and odd steps: one is read while the other runs
     double shown;         // when a progress line was last printed
     double average_ms;    // smoothed, for the ETA
+    int64_t window;       // of the run, where its next step begins in the data
     int64_t first;        // step after the one resumed from
 } Run;
 
 // One run at a time writes into a folder: takes its lock, or ends the run. Where locks do not work there is a warning.
 static void lock_folder(Run* r) {
-    const char* out = r->settings.out;
-    r->lock_path = host_format("%s/.lock", out);
-    r->lock = lock_file(r->lock_path);
+    const char *out = r->settings.out, *path = r->lock_path.text;
+    r->lock_path = path_of("%s/.lock", out);
+    r->lock = lock_file(path);
     if (r->lock >= 0) return;
 
     if (errno == EAGAIN) {
-        char* holder = read_file(r->lock_path, 256, NULL);
+        char* holder = read_file(path, 256, NULL);
         die(EXIT_FAILED, "--out %s is in use by another run (%s): wait for its end, or choose another folder", out,
             holder && *holder ? holder : "unknown");
     }
-    if (errno == ELOOP) die(EXIT_FAILED, "%s: %s", r->lock_path, file_error(errno));
+    if (errno == ELOOP) die(EXIT_FAILED, "%s: %s", path, file_error(errno));
     warn("--out %s cannot be locked (%s): another run in it would not be noticed", out, strerror(errno));
-    free(r->lock_path);
-    r->lock_path = NULL;
+}
+
+static void unlock_folder(const Run* r) {
+    if (r->lock >= 0) unlock_file(r->lock_path.text, r->lock);
 }
 
 // Makes --out, locks it, and looks what is in it: only --resume may go on in a folder that holds a run.
@@ -84,14 +87,12 @@ static void open_folder(Run* r) {
         die(EXIT_FAILED, "--out %s cannot be used as a folder: %s", s->out, strerror(errno));
     lock_folder(r);
 
-    char* log = host_format("%s/log.jsonl", s->out);
     free(checkpoint_list(s->out, &count));
-    if (!s->resume && (count || access(log, F_OK) == 0)) {
-        if (r->lock_path) unlock_file(r->lock_path, r->lock);
+    if (!s->resume && (count || access(path_of("%s/log.jsonl", s->out).text, F_OK) == 0)) {
+        unlock_folder(r);
         die(EXIT_USAGE, "--out %s holds a run already; add --resume to go on with it, or choose another folder",
             s->out);
     }
-    free(log);
 }
 
 // Ends the run before its first step if samples could not be made later.
@@ -258,7 +259,7 @@ static void report(Run* r, int val) {
     r->pending = 0;
 }
 
-// Gives the device a whole step: its micro-steps and the update.
+// Gives the device a whole step: its micro-steps, and the update.
 static void queue_step(Run* r, Loader* loader, int64_t step) {
     Model* m = r->model;
     int64_t micro_steps = r->settings.tokens_per_step / settings_micro_tokens(&r->settings);
@@ -305,154 +306,177 @@ static void save(Run* r, int64_t step, int at_the_end) {
 static void print_sample(Run* r, int64_t step) {
     char* text = model_sample(r->model, r->tokenizer, step);
     printf("--- sample at step %ld\n%s\n---\n", step, text);
+    fflush(stdout);
     free(text);
 }
 
-// The steps after `done`, of which the first takes the windows from `window` on.
-static void train(Run* r, int64_t done, int64_t window) {
+// Why a run ends before its last step.
+static void print_stop(const Run* r) {
+    if (stop_asked)
+        printf("stopped by signal %d", (int)stop_asked);
+    else
+        printf("stopped because another rank was asked to");
+    printf("%s\n", *r->settings.out ? "; --resume goes on from here" : "");
+}
+
+// All the steps, from r->first on.
+static void train(Run* r) {
     const Settings* s = &r->settings;
     LoaderOrder order = {.seed = (uint64_t)s->seed,
-                         .first = window + r->rank * s->batch,
+                         .first = r->window + r->rank * s->batch,
                          .stride = r->ranks * s->batch,
                          .wrap = s->overfit ? s->tokens_per_step / s->seq_len : 0};
     Loader* loader = loader_start(r->train, s->batch, (int32_t)s->model.V, order);
-    r->first = done + 1;
-    r->saved = done;
     r->shown = host_seconds();
 
     int stop = 0;
-    for (int64_t step = done + 1; step <= s->steps && !stop; step++) {
-        // The device gets this step before the host waits for the results of the one before.
+    for (int64_t step = r->first; step <= s->steps && !stop; step++) {
+        // The device gets this step, and the host waits for the results of the one before.
         queue_step(r, loader, step);
         report(r, 0);
         fetch_step(r, step);
 
-        // A rank that was asked to stop told the others in the step before, and all ranks learn it here together.
+        // A rank that was asked to stop told the others in the step before. All ranks learn it here together.
         stop = r->last.stop != 0;
         int last = step == s->steps || stop;
 
-        // Once in a while: this step's results at once, with a validation, a sample and a checkpoint.
-        int val = r->val && (step == s->steps || due(step, s->val_every));
-        int sample = due(step, s->sample_every) || (s->sample_every && step == s->steps);
+        // Once in a while: a validation. Whatever comes behind it waits for the results of this step too.
+        int validates = r->val && (step == s->steps || due(step, s->val_every));
+        int samples = s->sample_every && (step == s->steps || due(step, s->sample_every));
         int saves = *s->out && (last || due(step, s->save_every));
-        if (!last && !val && !sample && !saves) continue;
-        report(r, val);
-        if (sample) print_sample(r, step);
+        if (last || validates || samples || saves) report(r, validates);
+
+        // Once in a while: a sample.
+        if (samples) print_sample(r, step);
+
+        // Once in a while: a checkpoint, which a thread writes while training goes on.
         if (saves) save(r, step, last);
-        fflush(stdout);
     }
 
     // The last checkpoint is on the disk, and the reason of an early end is printed.
     if (*s->out) stop ? checkpoint_wait(r->saver) : checkpoint_finish(r->saver);
-    if (stop) {
-        if (stop_asked)
-            printf("stopped by signal %d", (int)stop_asked);
-        else
-            printf("stopped because another rank was asked to");
-        printf("%s\n", *s->out ? "; --resume goes on from here" : "");
-    }
+    if (stop) print_stop(r);
     loader_stop(loader);
 }
 
-int main(int argc, char** argv) {
-    Run r;
-    memset(&r, 0, sizeof(r));
+// Connects the ranks and reads their options, which must be the same on all. From then on the ranks are watched.
+static void open_ranks(Run* r, int argc, char** argv) {
     // A file must not get the number of a closed standard stream, or the program's output would go into it.
     for (int fd = 0; fd <= 2; fd++)
         if (fcntl(fd, F_GETFD) < 0) open("/dev/null", O_RDWR);  // the lowest number that is free
 
-    // The ranks, and their options, which must be the same on all.
     device_setup(argv);  // before MPI, which starts but once in a process
-    r.world = ranks_start(&argc, &argv);
-    r.ranks = ranks_count(r.world);
-    r.rank = ranks_index(r.world);
-    r.settings = settings_read(argc, argv, r.ranks);
-    const Settings* s = &r.settings;
+    r->world = ranks_start(&argc, &argv);
+    r->ranks = ranks_count(r->world);
+    r->rank = ranks_index(r->world);
+    r->settings = settings_read(argc, argv, r->ranks);
     threads_check();
-    watch_start(r.world, s->timeout);
-    agree_on_settings(r.world, s);
+    watch_start(r->world, r->settings.timeout);
+    agree_on_settings(r->world, &r->settings);
+}
 
-    // --help and --dry-run end here.
-    if (s->help || s->dry_run) {
-        if (!s->help) report_dry_run(s);
-        settings_free(&r.settings);
-        watch_stop();
-        ranks_end(r.world);
-        return 0;
-    }
-
-    // Signals. A full disk or quota is to be an error of write(2), with a message, and nobody needs to read what a run
-    // prints. The others ask the run to save and stop.
+// A full disk or quota is to be an error of write(2), with a message, and nobody needs to read what a run prints. The
+// other signals ask the run to save and stop.
+static void catch_signals(void) {
     signal(SIGXFSZ, SIG_IGN);
     signal(SIGPIPE, SIG_IGN);
     signal(SIGINT, ask_stop);
     signal(SIGTERM, ask_stop);
     signal(SIGUSR1, ask_stop);  // what Slurm sends some time before a job's end: --signal
     if (signal(SIGHUP, ask_stop) == SIG_IGN) signal(SIGHUP, SIG_IGN);  // nohup
+}
 
-    // What is trained, and on which data.
-    options_print(settings_table, settings_count, s);
-    printf("\n");
-    report_model(s);
-    r.tokenizer = tokenizer_open(s->tokenizer);
-    check_sample(s, r.tokenizer);
-    r.train = shards_open("--train", s->train, s->seq_len);
-    agree_on_data(r.world, "--train", shards_hash(r.train));
-    if (*s->val) r.val = shards_open("--val", s->val, s->seq_len);
-    agree_on_data(r.world, "--val", r.val ? shards_hash(r.val) : 0);
-    printf("data       %d shards, %ld tokens, %ld windows of %ld (%.3g epochs in %ld steps)\n", shards_count(r.train),
-           shards_tokens(r.train), shards_windows(r.train), s->seq_len,
-           (double)s->steps * (double)s->tokens_per_step / (double)s->seq_len / (double)shards_windows(r.train),
-           s->steps);
-    if (shards_windows(r.train) < s->batch)
+// What the run reads: tokenizer and shards, which must be the same on all ranks.
+static void open_data(Run* r) {
+    const Settings* s = &r->settings;
+    r->tokenizer = tokenizer_open(s->tokenizer);
+    check_sample(s, r->tokenizer);
+    r->train = shards_open("--train", s->train, s->seq_len);
+    agree_on_data(r->world, "--train", shards_hash(r->train));
+    if (*s->val) r->val = shards_open("--val", s->val, s->seq_len);
+    agree_on_data(r->world, "--val", r->val ? shards_hash(r->val) : 0);
+
+    int64_t windows = shards_windows(r->train);
+    double epochs = (double)s->steps * (double)s->tokens_per_step / (double)s->seq_len / (double)windows;
+    printf("data       %d shards, %ld tokens, %ld windows of %ld (%.3g epochs in %ld steps)\n", shards_count(r->train),
+           shards_tokens(r->train), windows, s->seq_len, epochs, s->steps);
+    if (windows < s->batch)
         die(EXIT_FAILED,
             "--train has %ld windows of %ld tokens, fewer than one batch of %ld; use a smaller --batch or --seq-len",
-            shards_windows(r.train), s->seq_len, s->batch);
+            windows, s->seq_len, s->batch);
+}
 
-    // Where: memory that does not suffice and a folder that cannot be used end the run before it takes anything.
-    device_choose(ranks_local());
-    check_memory(s, r.rank);
-    if (r.rank == 0) open_folder(&r);
-    ranks_barrier(r.world);  // nobody takes memory before all have seen what is free
-
-    // The model: as it begins, or as it was saved.
-    r.model = model_create(s, r.world);
-    printf("device     %s\n", device_name(r.model->ctx));
-    if (r.ranks > 1) printf("ranks      %d, %ld share a set of experts\n", r.ranks, s->ep);
-    int64_t window = 0, done = s->resume ? model_resume(r.model, r.world, shards_hash(r.train), &window) : 0;
+// The model: as it begins, or as it was saved.
+static void open_model(Run* r) {
+    const Settings* s = &r->settings;
+    r->model = model_create(s, r->world);
+    printf("device     %s\n", device_name(r->model->ctx));
+    if (r->ranks > 1) printf("ranks      %d, %ld share a set of experts\n", r->ranks, s->ep);
+    r->saved = s->resume ? model_resume(r->model, r->world, shards_hash(r->train), &r->window) : 0;
+    r->first = r->saved + 1;
     char* out = host_printable(s->out, strlen(s->out), "");
-    if (done)
-        printf("resumed    from %s/step_%08ld\n", out, done);
+    if (r->saved)
+        printf("resumed    from %s/step_%08ld\n", out, r->saved);
     else
-        model_init(r.model, (uint64_t)s->seed);
-    if (done >= s->steps) printf("nothing to do: %ld of %ld steps are done\n", done, s->steps);
+        model_init(r->model, (uint64_t)s->seed);
+    if (r->saved >= s->steps) printf("nothing to do: %ld of %ld steps are done\n", r->saved, s->steps);
     free(out);
+}
 
-    // Log and checkpoints, and what is measured of a step.
+// What the run writes, log and checkpoints, and what it measures of a step.
+static void open_outputs(Run* r) {
+    const Settings* s = &r->settings;
     char* config = settings_json(s);
-    if (*s->out && r.rank == 0) r.log = runlog_open(s->out, config, done);
-    if (*s->out) r.saver = saver_create(r.world, s->out, (int)s->keep);
+    if (*s->out && r->rank == 0) r->log = runlog_open(s->out, config, r->saved);
+    if (*s->out) r->saver = saver_create(r->world, s->out, (int)s->keep);
     free(config);
-    for (int i = 0; i < 2; i++) r.watch[i] = stopwatch_create();
-    r.state = fetch_create(sizeof(StepState));
-    r.load = fetch_create((size_t)(s->model.L * s->model.E) * sizeof(int64_t));
-    if (r.log && s->mx_stats) r.casts = fetch_create((size_t)(s->model.L * BLOCK_STATS) * sizeof(MxStats));
+    for (int i = 0; i < 2; i++) r->watch[i] = stopwatch_create();
+    r->state = fetch_create(sizeof(StepState));
+    r->load = fetch_create((size_t)(s->model.L * s->model.E) * sizeof(int64_t));
+    if (r->log && s->mx_stats) r->casts = fetch_create((size_t)(s->model.L * BLOCK_STATS) * sizeof(MxStats));
+}
 
-    train(&r, done, window);
+// All of it back.
+static void close_all(Run* r) {
+    if (r->log) runlog_close(r->log);
+    if (r->saver) saver_destroy(r->saver);
+    unlock_folder(r);
+    for (int i = 0; i < 2; i++) stopwatch_destroy(r->watch[i]);
+    fetch_destroy(r->state);
+    fetch_destroy(r->load);
+    if (r->casts) fetch_destroy(r->casts);
+    model_destroy(r->model);
+    shards_close(r->train);
+    shards_close(r->val);
+    tokenizer_close(r->tokenizer);
+}
 
-    // The end.
-    if (r.log) runlog_close(r.log);
-    if (r.saver) saver_destroy(r.saver);
-    if (r.lock_path) unlock_file(r.lock_path, r.lock);
-    free(r.lock_path);
-    for (int i = 0; i < 2; i++) stopwatch_destroy(r.watch[i]);
-    fetch_destroy(r.state);
-    fetch_destroy(r.load);
-    if (r.casts) fetch_destroy(r.casts);
-    model_destroy(r.model);
-    shards_close(r.train);
-    if (r.val) shards_close(r.val);
-    tokenizer_close(r.tokenizer);
+int main(int argc, char** argv) {
+    Run r = {.lock = -1};
+    open_ranks(&r, argc, argv);
+    const Settings* s = &r.settings;
+    if (s->dry_run && !s->help) report_dry_run(s);
+
+    if (!s->help && !s->dry_run) {
+        // What is trained, and on which data.
+        catch_signals();
+        options_print(settings_table, settings_count, s);
+        printf("\n");
+        report_model(s);
+        open_data(&r);
+
+        // Where. Memory that does not suffice and a folder that cannot be used end the run before it takes anything.
+        device_choose(ranks_local());
+        check_memory(s, r.rank);
+        if (r.rank == 0) open_folder(&r);
+        ranks_barrier(r.world);  // nobody takes memory before all have seen what is free
+
+        open_model(&r);
+        open_outputs(&r);
+        train(&r);
+        close_all(&r);
+    }
+
     settings_free(&r.settings);
     watch_stop();
     ranks_end(r.world);

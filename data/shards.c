@@ -239,7 +239,7 @@ enum { RING = 4 };
 
 typedef struct Slot {
     int32_t* input;   // (batch, T)
-    int32_t* target;  // (batch, T)
+    int32_t* target;  // (batch, T), in the same memory
     char* error;      // why this micro-batch could not be read
 } Slot;
 
@@ -296,11 +296,11 @@ Loader* loader_start(const Shards* shards, int64_t batch, int32_t V, LoaderOrder
     loader->batch = batch;
     loader->V = V;
     loader->order = order;
-    size_t bytes = (size_t)(batch * shards->T) * sizeof(int32_t);
+    size_t tokens = (size_t)(batch * shards->T);
 
     for (int i = 0; i < RING; i++) {
-        loader->ring[i].input = (int32_t*)host_alloc(bytes);
-        loader->ring[i].target = (int32_t*)host_alloc(bytes);
+        loader->ring[i].input = (int32_t*)host_alloc(2 * tokens * sizeof(int32_t));
+        loader->ring[i].target = loader->ring[i].input + tokens;
     }
     pthread_mutex_init(&loader->mutex, NULL);
     pthread_cond_init(&loader->changed, NULL);
@@ -320,7 +320,6 @@ void loader_stop(Loader* loader) {
     pthread_mutex_destroy(&loader->mutex);
     for (int i = 0; i < RING; i++) {
         free(loader->ring[i].input);
-        free(loader->ring[i].target);
         free(loader->ring[i].error);
     }
     free(loader);

@@ -118,7 +118,7 @@ void* host_alloc(size_t bytes) {
     return p;
 }
 
-void* host_room(void* memory, size_t* room, size_t bytes) {
+void* host_at_least(void* memory, size_t* room, size_t bytes) {
     if (bytes <= *room) return memory;
     free(memory);
     *room = bytes;

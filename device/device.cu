@@ -33,10 +33,6 @@ struct Fetch {
     cudaEvent_t there;
 };
 
-struct Event {
-    cudaEvent_t event;
-};
-
 struct Stopwatch {
     cudaEvent_t start, stop;
 };
@@ -139,19 +135,16 @@ void ctx_destroy(Ctx* ctx) {
     free(ctx);
 }
 
+// An Event is CUDA's own, under a name that host code knows.
 Event* event_create(void) {
-    Event* event = (Event*)host_alloc(sizeof(Event));
-    CUDA_CHECK(cudaEventCreateWithFlags(&event->event, cudaEventDisableTiming));
-    return event;
+    cudaEvent_t event;
+    CUDA_CHECK(cudaEventCreateWithFlags(&event, cudaEventDisableTiming));
+    return (Event*)event;
 }
 
-void event_destroy(Event* event) {
-    CUDA_CHECK(cudaEventDestroy(event->event));
-    free(event);
-}
-
-void event_record(Event* event, Ctx* ctx) { CUDA_CHECK(cudaEventRecord(event->event, ctx->stream)); }
-void event_wait(Event* event, Ctx* ctx) { CUDA_CHECK(cudaStreamWaitEvent(ctx->stream, event->event, 0)); }
+void event_destroy(Event* event) { CUDA_CHECK(cudaEventDestroy((cudaEvent_t)event)); }
+void event_record(Event* event, Ctx* ctx) { CUDA_CHECK(cudaEventRecord((cudaEvent_t)event, ctx->stream)); }
+void event_wait(Event* event, Ctx* ctx) { CUDA_CHECK(cudaStreamWaitEvent(ctx->stream, (cudaEvent_t)event, 0)); }
 
 void ctx_sync(Ctx* ctx) { CUDA_CHECK(cudaStreamSynchronize(ctx->stream)); }
 const char* device_name(Ctx* ctx) { return ctx->name; }

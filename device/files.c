@@ -128,10 +128,8 @@ char* read_file(const char* path, size_t limit, size_t* size) {
 }
 
 int lock_file(const char* path) {
-    struct flock whole;  // of length 0: to the end
+    struct flock whole = {.l_type = F_WRLCK};  // of length 0: to the end
     struct stat held, named;
-    memset(&whole, 0, sizeof(whole));
-    whole.l_type = F_WRLCK;
     for (;;) {
         int fd = is_link(path) ? fails(ELOOP) : open(path, O_RDWR | O_CREAT | O_NOFOLLOW | O_CLOEXEC, 0666);
         if (fd < 0) return -1;

@@ -12,50 +12,41 @@ static void* value_at(const Option* o, void* values) { return (char*)values + o-
 
 // Index of `text` in "a|b|c", -1 if it is none of them.
 static int64_t choice_index(const char* choices, const char* text) {
-    size_t n = strlen(text);
     int64_t index = 0;
-    for (const char* c = choices; c; index++) {
-        const char* end = strchr(c, '|');
-        size_t length = end ? (size_t)(end - c) : strlen(c);
-        if (length == n && strncmp(c, text, n) == 0) return index;
-        c = end ? end + 1 : NULL;
+    for (const char* c = choices; *c; index++) {
+        size_t length = strcspn(c, "|");
+        if (length == strlen(text) && strncmp(c, text, length) == 0) return index;
+        c += length + (c[length] == '|');
     }
     return -1;
 }
 
 // Number `index` of "a|b|c", in fresh memory.
 static char* choice_name(const char* choices, int64_t index) {
-    const char* c = choices;
-    while (index-- > 0) c = strchr(c, '|') + 1;
-    const char* end = strchr(c, '|');
-    return host_format("%.*s", end ? (int)(end - c) : (int)strlen(c), c);
+    while (index-- > 0) choices = strchr(choices, '|') + 1;
+    return host_format("%.*s", (int)strcspn(choices, "|"), choices);
 }
 
-static int64_t whole_number(const Option* o, const char* text) {
+// The number that `text` is, in the option's range. A whole one is exact: no range goes beyond 2^53.
+static double number(const Option* o, const char* text) {
+    int whole = o->type == OPTION_INT, digits = whole ? 15 : 6;
     char* end = NULL;
     errno = 0;
-    long v = strtol(text, &end, 10);
-    if (end == text || *end || errno)
-        die(EXIT_USAGE, "--%s takes a whole number from %.15g to %.15g, not '%s'", o->name, o->min, o->max, text);
-    if ((double)v < o->min || (double)v > o->max)
-        die(EXIT_USAGE, "--%s %s is out of range: from %.15g to %.15g are allowed", o->name, text, o->min, o->max);
-    return v;
-}
-
-static double number(const Option* o, const char* text) {
-    char* end = NULL;
-    double v = strtod(text, &end);
-    if (end == text || *end || !isfinite(v))
-        die(EXIT_USAGE, "--%s takes a number from %g to %g, not '%s'", o->name, o->min, o->max, text);
+    double v = whole ? (double)strtol(text, &end, 10) : strtod(text, &end);
+    if (end == text || *end || (whole ? errno != 0 : !isfinite(v)))
+        die(EXIT_USAGE, "--%s takes a %s from %.*g to %.*g, not '%s'", o->name, whole ? "whole number" : "number",
+            digits, o->min, digits, o->max, text);
     if (v < o->min || v > o->max)
-        die(EXIT_USAGE, "--%s %s is out of range: from %g to %g are allowed", o->name, text, o->min, o->max);
+        die(EXIT_USAGE, "--%s %s is out of range: from %.*g to %.*g are allowed", o->name, text, digits, o->min, digits,
+            o->max);
     return v;
 }
 
-void options_set(const Option* o, void* values, const char* text) {
+// Sets one option from text; a text set before is freed.
+static void options_set(const Option* o, void* values, const char* text) {
     void* value = value_at(o, values);
     switch (o->type) {
-        case OPTION_INT: *(int64_t*)value = whole_number(o, text); return;
+        case OPTION_INT: *(int64_t*)value = (int64_t)number(o, text); return;
         case OPTION_FLOAT: *(double*)value = number(o, text); return;
         case OPTION_CHOICE:
             *(int64_t*)value = choice_index(o->choices, text);

@@ -121,18 +121,15 @@ int64_t model_resume(Model* m, Ranks* world, uint32_t data_hash, int64_t* window
 
         // Loaded, or refused.
         if (checkpoint_load(world, out, steps[i], manifest, files, file_count, m->ctx, error, sizeof(error)) == 0) {
-            StepState state;
-            memset(&state, 0, sizeof(state));
-            state.updates = record.updates;
+            StepState state = {.updates = record.updates};
             device_upload(m->state, &state, sizeof(state), m->ctx);
             *window = record.window;
             resumed = record.step;
         } else {
             // A link would have to be replaced when the run comes to this step.
-            char* path = host_format("%s/step_%08ld", out, steps[i]);
-            if (is_link(path))
-                die(EXIT_FAILED, "checkpoint %s is refused (%s), and %s", path, error, file_error(ELOOP));
-            free(path);
+            Path path = path_of("%s/step_%08ld", out, steps[i]);
+            if (is_link(path.text))
+                die(EXIT_FAILED, "checkpoint %s is refused (%s), and %s", path.text, error, file_error(ELOOP));
             warn("checkpoint step_%08ld is refused: %s", steps[i], error);
         }
         json_free(manifest);

@@ -11,20 +11,18 @@
 #include "parallel/ranks.h"
 
 // 15.71e9, 1.864e6: four digits, exponents in steps of three.
-static char* big(double x) {
+static const char* big(char text[16], double x) {
     int exponent = x >= 1e9 ? 9 : x >= 1e6 ? 6 : 3;
-    return host_format("%#.4ge%d", x / pow(10, exponent), exponent);
+    snprintf(text, 16, "%#.4ge%d", x / pow(10, exponent), exponent);
+    return text;
 }
 
 void report_model(const Settings* s) {
-    char* name = option_text(&settings_table[0], s);
-    char *total = big((double)params_total(&s->model)), *active = big((double)params_active(&s->model));
-    char* flops = big(flops_per_token(&s->model, s->seq_len));
-    printf("model      %s: %s parameters (%s active a token), %s FLOPs a token at seq-len %ld\n", name, total, active,
-           flops, s->seq_len);
-    free(total);
-    free(active);
-    free(flops);
+    const ModelConfig* c = &s->model;
+    char *name = option_text(&settings_table[0], s), total[16], active[16], flops[16];
+    printf("model      %s: %s parameters (%s active a token), %s FLOPs a token at seq-len %ld\n", name,
+           big(total, (double)params_total(c)), big(active, (double)params_active(c)),
+           big(flops, flops_per_token(c, s->seq_len)), s->seq_len);
     free(name);
 }
 

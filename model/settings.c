@@ -186,20 +186,27 @@ static void check_model(const ModelConfig* m) {
             (m->top_groups * (m->E / m->groups)), m->top_groups);
 }
 
+// A width, and the options that make it.
+typedef struct Width {
+    const char* options;
+    int64_t width;
+} Width;
+
+static void check_multiples(const Width* widths, size_t count, int64_t of, const char* who) {
+    for (size_t i = 0; i < count; i++)
+        if (widths[i].width % of)
+            die(EXIT_USAGE, "%s %ld is not a multiple of %ld, which %s needs", widths[i].options, widths[i].width, of,
+                who);
+}
+
 // What the kernels take: rows of a multiple of 16 bytes, and the head sizes that the attention kernels are written for.
 static void check_cuda_model(const ModelConfig* m) {
-    const struct {
-        const char* option;
-        int64_t value;
-    } widths[] = {{"dim", m->C},
-                  {"q-lora", m->q_lora},
-                  {"kv-lora", m->kv_lora},
-                  {"expert-ffn", m->F},
-                  {"dense-ffn", m->dense_ffn}};
-    for (size_t i = 0; i < sizeof(widths) / sizeof(widths[0]); i++)
-        if (widths[i].value % 8)
-            die(EXIT_USAGE, "--%s %ld is not a multiple of 8, which the CUDA build needs", widths[i].option,
-                widths[i].value);
+    const Width widths[] = {{"--dim", m->C},
+                            {"--q-lora", m->q_lora},
+                            {"--kv-lora", m->kv_lora},
+                            {"--expert-ffn", m->F},
+                            {"--dense-ffn", m->dense_ffn}};
+    check_multiples(widths, sizeof(widths) / sizeof(widths[0]), 8, "the CUDA build");
     int64_t r = m->rope;
     if ((r != 64 && r != 32 && r != 16) || m->nope != 2 * r || m->v != 2 * r)
         die(EXIT_USAGE,
@@ -259,27 +266,22 @@ static void check_layout(const Settings* s) {
 }
 
 // Every width that MXFP8 products contract over is made of blocks of 32. Forward contracts over a matrix' columns,
-// dgrad over its rows.
+// dgrad over its rows. A width that no such product has counts as 0.
 static void check_precision(const Settings* s) {
     const ModelConfig* m = &s->model;
     const int linear = s->linear_precision == PRECISION_MXFP8, expert = s->expert_precision || s->wgrad_precision;
-    const int moe = m->dense_layers < m->L;
-    const struct {
-        int used;
-        int64_t width;
-        const char* options;
-    } widths[] = {{linear || expert || s->dispatch_precision || s->combine_precision, m->C, "--dim"},
-                  {expert, m->F, "--expert-ffn"},
-                  {linear, m->q_lora, "--q-lora"},
-                  {linear, m->kv_lora, "--kv-lora"},
-                  {linear, m->H * (m->nope + m->rope), "--heads x (--nope-dim + --rope-dim) ="},
-                  {linear, m->H * (m->nope + m->v), "--heads x (--nope-dim + --v-dim) ="},
-                  {linear, m->H * m->v, "--heads x --v-dim ="},
-                  {linear && m->dense_layers, m->dense_ffn, "--dense-ffn"},
-                  {linear && moe, m->shared * m->F, "--shared-experts x --expert-ffn ="}};
-    for (size_t i = 0; i < sizeof(widths) / sizeof(widths[0]); i++)
-        if (widths[i].used && widths[i].width % MX_BLOCK)
-            die(EXIT_USAGE, "%s %ld is not a multiple of 32, which MXFP8 needs", widths[i].options, widths[i].width);
+    const int dense = linear && m->dense_layers > 0, shared = linear && m->dense_layers < m->L;
+    const int any = linear || expert || s->dispatch_precision || s->combine_precision;
+    const Width widths[] = {{"--dim", any * m->C},
+                            {"--expert-ffn", expert * m->F},
+                            {"--q-lora", linear * m->q_lora},
+                            {"--kv-lora", linear * m->kv_lora},
+                            {"--heads x (--nope-dim + --rope-dim) =", linear * m->H * (m->nope + m->rope)},
+                            {"--heads x (--nope-dim + --v-dim) =", linear * m->H * (m->nope + m->v)},
+                            {"--heads x --v-dim =", linear * m->H * m->v},
+                            {"--dense-ffn", dense * m->dense_ffn},
+                            {"--shared-experts x --expert-ffn =", shared * m->shared * m->F}};
+    check_multiples(widths, sizeof(widths) / sizeof(widths[0]), MX_BLOCK, "MXFP8");
 }
 
 // --mx-stats measures casts, so there must be some.

@@ -341,7 +341,7 @@ void checkpoint_save(Saver* s, const CheckpointRecord* r, const char* options_js
         }
 
     // Room for it, and what the thread needs to know.
-    s->buffer = (char*)host_room(s->buffer, &s->room, bytes);
+    s->buffer = (char*)host_at_least(s->buffer, &s->room, bytes);
     s->slices = (FileSlice*)host_alloc(slices * sizeof(FileSlice));
     s->slice_count = 0;
     s->files = (SavedFile*)host_alloc((size_t)count * sizeof(SavedFile));

@@ -24,7 +24,7 @@ struct Comm {
     char what[KINDS][64];  // names of waits
     void* parts;           // what arrived and is not summed yet; grows to the largest sum
     size_t parts_room;
-    size_t *send_at, *send_bytes, *recv_at, *recv_bytes;  // (count) each, of ranks_exchange
+    size_t *send_at, *send_bytes, *recv_at, *recv_bytes;  // (count) each, of ranks_exchange, in one piece
 };
 
 Comm* comm_create(Ranks* group, const char* name, Ctx* ctx) {
@@ -35,8 +35,10 @@ Comm* comm_create(Ranks* group, const char* name, Ctx* ctx) {
     c->count = ranks_count(group);
     c->index = ranks_index(group);
     for (int i = 0; i < KINDS; i++) snprintf(c->what[i], sizeof(c->what[i]), "%s (%s)", kinds[i], name);
-    size_t** of_ranks[] = {&c->send_at, &c->send_bytes, &c->recv_at, &c->recv_bytes};
-    for (int i = 0; i < 4; i++) *of_ranks[i] = (size_t*)host_alloc((size_t)c->count * sizeof(size_t));
+    c->send_at = (size_t*)host_alloc(4 * (size_t)c->count * sizeof(size_t));
+    c->send_bytes = c->send_at + c->count;
+    c->recv_at = c->send_bytes + c->count;
+    c->recv_bytes = c->recv_at + c->count;
     return c;
 }
 
@@ -44,9 +46,6 @@ void comm_destroy(Comm* c) {
     ranks_free(c->group);
     free(c->parts);
     free(c->send_at);
-    free(c->send_bytes);
-    free(c->recv_at);
-    free(c->recv_bytes);
     free(c);
 }
 
@@ -98,7 +97,7 @@ static void reduce_parts(Comm* c, void* part, const void* all, int64_t n, SumTyp
         c->recv_at[r] = (size_t)(r * own) * size;
         c->recv_bytes[r] = (size_t)own * size;
     }
-    c->parts = host_room(c->parts, &c->parts_room, (size_t)(c->count * own) * size);
+    c->parts = host_at_least(c->parts, &c->parts_room, (size_t)(c->count * own) * size);
     exchange(c, c->parts, all);
     types[type].add(part, c->parts, c->count, own);
 }
@@ -120,7 +119,7 @@ void comm_sum_type(Comm* c, void* data, int64_t n, SumType type, Ctx* ctx) {
     watch_begin(c->what[SUM]);
     size_t size = types[type].size, bytes = (size_t)n * size;
     if (bytes < SMALL_SUM) {
-        c->parts = host_room(c->parts, &c->parts_room, (size_t)c->count * bytes);
+        c->parts = host_at_least(c->parts, &c->parts_room, (size_t)c->count * bytes);
         ranks_all_gather(c->group, c->parts, data, bytes);
         types[type].add(data, c->parts, c->count, n);
     } else {

@@ -30,18 +30,14 @@ static int newest_first(const void* a, const void* b) {
 
 int64_t* checkpoint_list(const char* out, int* count) {
     int64_t* steps = NULL;
-    int room = 0;
     *count = 0;
     DIR* folder = opendir(out);
     errno = folder ? 0 : errno;
     for (struct dirent* entry; folder && (entry = readdir(folder)) != NULL; errno = 0) {
         int64_t step = step_number(entry->d_name, "");
         if (step < 0) continue;
-        if (*count == room) {
-            room = room ? 2 * room : 16;
-            steps = (int64_t*)realloc(steps, (size_t)room * sizeof(int64_t));
-            if (!steps) die(EXIT_FAILED, "out of host memory for the list of checkpoints");
-        }
+        steps = (int64_t*)realloc(steps, (size_t)(*count + 1) * sizeof(int64_t));
+        if (!steps) die(EXIT_FAILED, "out of host memory for the list of checkpoints");
         steps[(*count)++] = step;
     }
     // A folder that cannot be read is not an empty one.
@@ -121,22 +117,20 @@ static int agree(Ranks* world, int64_t bad, char* error, size_t error_size) {
 static int sum_slice(const char* path, int64_t size, FileSlice* slice, void* piece, char* error, size_t error_size) {
     struct stat info;
     int fd = open_file(path);
-    bool ok = fd >= 0 && fstat(fd, &info) == 0;
-    if (ok && info.st_size != size) {
-        snprintf(error, error_size, "%s: %ld bytes long, the manifest says %ld", path, info.st_size, size);
-        close(fd);
-        return -1;
-    }
+    bool ok = fd >= 0 && fstat(fd, &info) == 0, fits = ok && info.st_size == size;
     uLong crc = crc32(0, NULL, 0);
-    for (int64_t at = 0, n; ok && at < slice->bytes; at += n) {
+    for (int64_t at = 0, n; ok && fits && at < slice->bytes; at += n) {
         n = min_i64(slice->bytes - at, (int64_t)PIECE);
         ok = read_all_at(fd, piece, n, slice->offset + at) == 0;
         if (ok) crc = crc32_z(crc, (const Bytef*)piece, (size_t)n);
     }
     slice->crc = crc;
-    if (!ok) snprintf(error, error_size, "%s: %s", path, file_error(errno));
+    if (!ok)
+        snprintf(error, error_size, "%s: %s", path, file_error(errno));
+    else if (!fits)
+        snprintf(error, error_size, "%s: %ld bytes long, the manifest says %ld", path, info.st_size, size);
     if (fd >= 0) close(fd);
-    return ok ? 0 : -1;
+    return ok && fits ? 0 : -1;
 }
 
 // Compares size and CRC-32 of every file with what the manifest says. Each rank reads an equal share of all bytes, laid

@@ -50,12 +50,10 @@ void sharding_plan(Arena* arena, ParamBuffer* p) {
     if (p->n == 0) return;
     // Working weights. Where floatX is as wide as real, whole ones are the masters themselves.
     int own_weight = arena->backend == BACKEND_CUDA || (p->shard != SHARD_NONE && !slotted_weight(p));
-    if (own_weight) {
-        if (slotted_weight(p))
-            arena_add(arena, "weights (own part)", ELEMENT_X, p->part, 0, (void**)&p->held_weight);
-        else
-            arena_add(arena, "weights", ELEMENT_X, p->n, 0, (void**)&p->weight);
-    }
+    if (own_weight && slotted_weight(p))
+        arena_add(arena, "weights (own part)", ELEMENT_X, p->part, 0, (void**)&p->held_weight);
+    else if (own_weight)
+        arena_add(arena, "weights", ELEMENT_X, p->n, 0, (void**)&p->weight);
 
     // Masters, gradients and moments.
     arena_add(arena, "master weights", ELEMENT_REAL, p->held, 0, (void**)&p->master);
