@@ -219,7 +219,7 @@ static void report(Run* r, int val) {
     double took = stopwatch_seconds(r->watch[r->pending % 2]), peak = r->ranks * device_peak_flops(r->model->ctx);
     double tokens_per_s = (double)s->tokens_per_step / took;
     r->average_ms = r->average_ms > 0 ? 0.9 * r->average_ms + 0.1 * 1000 * took : 1000 * took;
-    double load = load_max_over_mean(&s->model, (const int64_t*)fetch_end(r->load));
+    const int64_t* load = (const int64_t*)fetch_end(r->load);
 
     // What is measured now and then.
     double val_loss = val ? validate(r) : 0;
@@ -238,7 +238,7 @@ static void report(Run* r, int val) {
                          .mfu = peak > 0 ? tokens_per_s * flops_per_token(&s->model, s->seq_len) / peak : NAN,
                          .validated = val,
                          .val_loss = val_loss,
-                         .load_max_over_mean = load,
+                         .load_max_over_mean = load_max_over_mean(&s->model, load),
                          .mem_gib = (double)device_peak_memory() / 0x1p30,
                          .casts = casts,
                          .cast_count = cast_count};

@@ -207,9 +207,7 @@ void st_close(SafeTensors* st) {
 }
 
 const StTensor* st_find(const SafeTensors* st, const char* name) {
-    StTensor wanted;
-    const StTensor* key = &wanted;
-    wanted.name = (char*)name;
+    const StTensor wanted = {.name = (char*)name}, *key = &wanted;
     const StTensor** found =
         (const StTensor**)bsearch(&key, (const void*)st->by_name, (size_t)st->count, sizeof(StTensor*), by_name);
     return found ? *found : NULL;

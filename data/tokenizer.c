@@ -72,6 +72,7 @@ static Tokenizer* open_bytes(void) {
     return t;
 }
 
+// The first four numbers: magic, version, how many tokens, and which of them ends a text.
 static void check_header(const char* path, const uint32_t header[4]) {
     if (header[0] != MAGIC)
         die(EXIT_FAILED,

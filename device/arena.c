@@ -1,3 +1,5 @@
+// The table is filled first and allocated once. So its sizes are known before any memory is taken, and every buffer's
+// address is a sum of those before it.
 #include "device/arena.h"
 
 #include <stdlib.h>

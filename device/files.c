@@ -1,3 +1,5 @@
+// The calls of POSIX, so that nothing follows a symbolic link by mistake: a name is looked at with lstat, opened with
+// O_NOFOLLOW, and folders are emptied through their descriptors. Every loop over read and pread goes on after a signal.
 #include "device/files.h"
 
 #include <dirent.h>
@@ -43,6 +45,8 @@ int make_folders(const char* path) {
 static int remove_at(int parent, const char* name) {
     if (unlinkat(parent, name, 0) == 0 || errno == ENOENT) return 0;
     if (errno != EISDIR && errno != EPERM) return -1;  // how Linux and POSIX say that it is a folder
+
+    // A folder is emptied first: each of its entries but itself and the one above.
     int fd = openat(parent, name, O_RDONLY | O_DIRECTORY | O_NOFOLLOW | O_CLOEXEC);
     DIR* folder = fd < 0 ? NULL : fdopendir(fd);
     if (!folder) return -1;
@@ -71,6 +75,7 @@ int sync_folder(const char* path) {
     return result == 0 ? 0 : fails(why);
 }
 
+// O_NONBLOCK: if the name becomes that of a FIFO between the two calls, the open does not wait.
 int open_file(const char* path) {
     struct stat info;
     if (stat(path, &info) != 0) return -1;
@@ -131,6 +136,7 @@ int lock_file(const char* path) {
     struct flock whole = {.l_type = F_WRLCK};  // of length 0: to the end
     struct stat held, named;
     for (;;) {
+        // The lock, which the system gives to one process at a time.
         int fd = is_link(path) ? fails(ELOOP) : open(path, O_RDWR | O_CREAT | O_NOFOLLOW | O_CLOEXEC, 0666);
         if (fd < 0) return -1;
         if (fcntl(fd, F_SETLK, &whole) != 0) {
@@ -144,6 +150,8 @@ int lock_file(const char* path) {
             close(fd);
             continue;
         }
+
+        // Who holds it, for the message of the next one.
         char host[64] = "";
         gethostname(host, sizeof(host) - 1);
         if (ftruncate(fd, 0) == 0) dprintf(fd, "process %d on %s", (int)getpid(), host);

@@ -1,3 +1,5 @@
+// Each function walks through the table once. A value is a member of the caller's struct, at the row's offset; its type
+// says how text becomes the value (options_set) and the value text (option_text).
 #include "device/options.h"
 
 #include <errno.h>
@@ -83,11 +85,9 @@ static int distance(const char* a, const char* b) {
         int corner = row[0];
         row[0] = i + 1;
         for (int j = 1; j <= n; j++) {
-            int best = corner + (a[i] != b[j - 1]);
-            if (row[j] + 1 < best) best = row[j] + 1;
-            if (row[j - 1] + 1 < best) best = row[j - 1] + 1;
+            int replaced = corner + (a[i] != b[j - 1]);
             corner = row[j];
-            row[j] = best;
+            row[j] = (int)min_i64(replaced, 1 + min_i64(row[j], row[j - 1]));
         }
     }
     return row[n];

@@ -1,3 +1,5 @@
+// Chunks never move and are never given back before the end, so that addresses stay valid. A mark is a chunk and a
+// height in it; to release is to go back to a mark.
 #include "device/pool.h"
 
 #include <stdlib.h>

@@ -1,3 +1,5 @@
+// The table of options, the presets, and what must hold between options: a check for each subject, in the order in
+// which settings_read calls them. Each ends the run with the names and values of the options that do not fit.
 #include "model/settings.h"
 
 #include <math.h>
@@ -321,8 +323,7 @@ static void check_run(Settings* s) {
 
 Settings settings_read(int argc, char** argv, int ranks) {
     // The command line over the defaults.
-    Settings s;
-    memset(&s, 0, sizeof(s));
+    Settings s = {.preset = 0};
     char* given = (char*)host_alloc((size_t)settings_count);
     options_defaults(settings_table, settings_count, &s);
     options_parse(settings_table, settings_count, &s, given, argc, argv);

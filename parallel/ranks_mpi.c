@@ -192,6 +192,7 @@ void ranks_exchange(Ranks* group, void* recv, const size_t* recv_at, const size_
                                 group->comm, &group->requests[n++]));
     }
 
+    // All of them are under way together.
     MPI_CHECK(MPI_Waitall(n, group->requests, MPI_STATUSES_IGNORE));
     watch_end();
 }

@@ -1,3 +1,5 @@
+// What saving and loading share. All of these but the names and the CRC-32 are collective: every rank of the group
+// calls them, and a rank that has nothing to tell sends nothing.
 #include "parallel/slices.h"
 
 #include <stdio.h>
@@ -10,6 +12,7 @@ Path step_path(const char* out, int64_t step, const char* suffix) {
     return path_of("%s/step_%08ld%s", out, step, suffix);
 }
 
+// The name must be exactly the one that step_path makes: step_7 and step_00000007.old are not steps.
 int64_t step_number(const char* name, const char* suffix) {
     if (strncmp(name, "step_", 5) != 0) return -1;
     char exact[64];
@@ -43,6 +46,7 @@ FileSlice* slices_gather(Ranks* group, const FileSlice* mine, int64_t count, int
         *total += counts[r];
     }
 
+    // Rank 0 puts what arrived in the order of the files, for slices_join.
     send[0] = (size_t)count * sizeof(FileSlice);
     FileSlice* all = (FileSlice*)host_alloc((size_t)*total * sizeof(FileSlice));
     ranks_exchange(group, all, recv_at, recv, mine, send_at, send);
