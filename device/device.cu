@@ -1,6 +1,7 @@
-// The GPU as a device. Work is queued on a stream and happens later, in the order given; the host goes on meanwhile. It
-// waits in four places only: ctx_sync, device_download, fetch_end and stopwatch_seconds. A side stream is a second
-// queue of the same GPU; an event, recorded in one queue, is what the other waits for.
+// The GPU as a device. Work is queued on a stream and happens later, in the order given. The host goes on meanwhile: it
+// waits for results (ctx_sync, device_download, fetch_end, stopwatch_seconds), for memory (device_alloc), and where all
+// pieces of an upload are under way. A side stream is a second queue of the same GPU; an event that is recorded in one
+// queue is what the other waits for.
 #include <stdio.h>
 #include <stdlib.h>
 #include <string.h>

@@ -1,5 +1,5 @@
-// Each function walks through the table once. A value is a member of the caller's struct, at the row's offset; its type
-// says how text becomes the value (options_set) and the value text (option_text).
+// A value is a member of the caller's struct, at its row's offset. The row's type says how text becomes the value
+// (options_set) and the value text (option_text).
 #include "device/options.h"
 
 #include <errno.h>

@@ -1,5 +1,5 @@
-// What saving and loading share. All of these but the names and the CRC-32 are collective: every rank of the group
-// calls them, and a rank that has nothing to tell sends nothing.
+// What saving and loading share. slices_gather and ranks_* are collective: every rank of the group calls them, also one
+// that has no slices.
 #include "parallel/slices.h"
 
 #include <stdio.h>
