@@ -1,8 +1,8 @@
 // train_moe: pretrains a DeepSeek-style mixture-of-experts model from tokenized shards. Host code only; read on in
 // model/. What happens when:
 //
-//   main    ranks, options, data, folder, model; then train; then all of it back
-//   train   step after step: queue_step, and meanwhile report prints the step before; now and then a validation, a
+//   main    ranks and options, data, folder, model, log; then train; then all of it back
+//   train   step after step: queue_step, and meanwhile report prints the step before; once in a while a validation, a
 //           sample, a save
 //
 // The host runs one step ahead of the device: it queues step n + 1, then waits for the results of step n.
@@ -39,8 +39,8 @@ typedef struct Run {
     Model* model;
     Tokenizer* tokenizer;
     Shards *train, *val;
-    char* lock_path;      // of rank 0, while it has --out for itself; NULL without
-    int lock;             // its descriptor
+    Path lock_path;       // of rank 0
+    int lock;             // its descriptor, while rank 0 has --out for itself; -1 without
     RunLog* log;          // of rank 0; NULL without --out
     Saver* saver;         // NULL without --out
     int64_t saved;        // newest step on the disk or on its way there
@@ -51,25 +51,28 @@ typedef struct Run {
     Stopwatch* watch[2];  // of even and odd steps: one is read while the other runs
     double shown;         // when a progress line was last printed
     double average_ms;    // smoothed, for the ETA
+    int64_t window;       // of the run, where its next step begins in the data
     int64_t first;        // step after the one resumed from
 } Run;
 
 // One run at a time writes into a folder: takes its lock, or ends the run. Where locks do not work there is a warning.
 static void lock_folder(Run* r) {
-    const char* out = r->settings.out;
-    r->lock_path = host_format("%s/.lock", out);
-    r->lock = lock_file(r->lock_path);
+    const char *out = r->settings.out, *path = r->lock_path.text;
+    r->lock_path = path_of("%s/.lock", out);
+    r->lock = lock_file(path);
     if (r->lock >= 0) return;
 
     if (errno == EAGAIN) {
-        char* holder = read_file(r->lock_path, 256, NULL);
+        char* holder = read_file(path, 256, NULL);
         die(EXIT_FAILED, "--out %s is in use by another run (%s): wait for its end, or choose another folder", out,
             holder && *holder ? holder : "unknown");
     }
-    if (errno == ELOOP) die(EXIT_FAILED, "%s: %s", r->lock_path, file_error(errno));
+    if (errno == ELOOP) die(EXIT_FAILED, "%s: %s", path, file_error(errno));
     warn("--out %s cannot be locked (%s): another run in it would not be noticed", out, strerror(errno));
-    free(r->lock_path);
-    r->lock_path = NULL;
+}
+
+static void unlock_folder(const Run* r) {
+    if (r->lock >= 0) unlock_file(r->lock_path.text, r->lock);
 }
 
 // Makes --out, locks it, and looks what is in it: only --resume may go on in a folder that holds a run.
@@ -84,22 +87,20 @@ static void open_folder(Run* r) {
         die(EXIT_FAILED, "--out %s cannot be used as a folder: %s", s->out, strerror(errno));
     lock_folder(r);
 
-    char* log = host_format("%s/log.jsonl", s->out);
     free(checkpoint_list(s->out, &count));
-    if (!s->resume && (count || access(log, F_OK) == 0)) {
-        if (r->lock_path) unlock_file(r->lock_path, r->lock);
+    if (!s->resume && (count || access(path_of("%s/log.jsonl", s->out).text, F_OK) == 0)) {
+        unlock_folder(r);
         die(EXIT_USAGE, "--out %s holds a run already; add --resume to go on with it, or choose another folder",
             s->out);
     }
-    free(log);
 }
 
 // Ends the run before its first step if samples could not be made later.
 static void check_sample(const Settings* s, const Tokenizer* tokenizer) {
     if (!s->sample_every) return;
     if (tokenizer_size(tokenizer) > s->model.V)
-        die(EXIT_USAGE, "--sample-every: the tokenizer (%s) has %d tokens, more than --vocab %lld",
-            *s->tokenizer ? s->tokenizer : "bytes", tokenizer_size(tokenizer), (long long)s->model.V);
+        die(EXIT_USAGE, "--sample-every: the tokenizer (%s) has %d tokens, more than --vocab %ld",
+            *s->tokenizer ? s->tokenizer : "bytes", tokenizer_size(tokenizer), s->model.V);
     int64_t room = (int64_t)strlen(s->prompt) + 1;
     int32_t* ids = (int32_t*)host_alloc((size_t)room * sizeof(int32_t));
     if (tokenizer_encode(tokenizer, s->prompt, ids, room) < 0)
@@ -130,8 +131,7 @@ static double validate(Run* r) {
 
         // A long validation prints how far it is.
         if (host_seconds() - r->shown < 5) continue;
-        printf("validation %lld of %lld windows\n", (long long)min_i64(round + r->ranks * B, windows),
-               (long long)windows);
+        printf("validation %ld of %ld windows\n", min_i64(round + r->ranks * B, windows), windows);
         fflush(stdout);
         r->shown = host_seconds();
     }
@@ -143,50 +143,16 @@ static double validate(Run* r) {
     return state.loss_sum / (double)(windows * T);
 }
 
-// The fullest expert's tokens over the mean, of the worst block.
-static double load_max_over_mean(const ModelConfig* c, const int64_t* load) {
-    double worst = 0;
-    for (int64_t l = c->dense_layers; l < c->L; l++) {
-        int64_t sum = 0, most = 0;
-        for (int64_t e = 0; e < c->E; e++) {
-            int64_t n = load[l * c->E + e];
-            sum += n;
-            most = max_i64(most, n);
-        }
-        if (sum) worst = fmax(worst, (double)most * (double)c->E / (double)sum);
-    }
-    return worst;
-}
-
 // Whether an option that says "every so many steps" (0: never) means this one.
 static int due(int64_t step, int64_t every) { return every > 0 && step % every == 0; }
 
-// A record for each tensor that was cast in a step, from the sums that its casts left. *records gets them in fresh
-// memory; the result is how many.
-static int cast_records(CastRecord** records, const Model* m, const MxStats* sums) {
-    int count = 0;
-    *records = (CastRecord*)host_alloc((size_t)(m->config.L * BLOCK_STATS) * sizeof(CastRecord));
-    for (int64_t i = 0; i < m->config.L * BLOCK_STATS; i++) {
-        const char* name = model_stats_name(m, i / BLOCK_STATS, (int)(i % BLOCK_STATS));
-        const MxStats* s = &sums[i];
-        CastRecord record = {.layer = i / BLOCK_STATS,
-                             .tensor = name,
-                             .saturated = s->saturated / s->elements,
-                             .flushed = s->flushed / s->elements,
-                             .inexact = s->inexact / s->elements,
-                             .snr_db = 10 * log10(s->signal / s->noise)};
-        if (name) (*records)[count++] = record;
-    }
-    return count;
-}
-
 // A line for people.
 static void print_step(Run* r, const StepRecord* s) {
-    double left = r->average_ms * (double)(r->settings.steps - s->step) / 1000;
-    printf("step %lld/%lld  loss %.4f  norm %.3g  lr %.2e  %.0f ms  %.0f tok/s  load %.2f", (long long)s->step,
-           (long long)r->settings.steps, s->loss, s->grad_norm, s->lr, s->ms, s->tokens_per_s, s->load_max_over_mean);
+    int64_t left = (int64_t)(r->average_ms * (double)(r->settings.steps - s->step) / 1000);
+    printf("step %ld/%ld  loss %.4f  norm %.3g  lr %.2e  %.0f ms  %.0f tok/s  load %.2f", s->step, r->settings.steps,
+           s->loss, s->grad_norm, s->lr, s->ms, s->tokens_per_s, s->load_max_over_mean);
     if (isfinite(s->mfu)) printf("  MFU %.1f%%", 100 * s->mfu);
-    printf("  ETA %lld:%02lld:%02lld", (long long)left / 3600, (long long)left / 60 % 60, (long long)left % 60);
+    printf("  ETA %ld:%02ld:%02ld", left / 3600, left / 60 % 60, left % 60);
     if (s->validated) printf("  validation %.4f", s->val_loss);
     printf("\n");
     fflush(stdout);
@@ -199,9 +165,9 @@ static NORETURN void end_diverged(Run* r) {
     int64_t good = r->pending - r->last.bad_in_a_row;
     if (r->saver) checkpoint_wait(r->saver);  // it may still be on its way to the disk
     int aside = r->saver && good == r->saved && checkpoint_set_aside(r->saver, good);
-    char* note = aside ? host_format(" (step_%08lld, after which no step was finite, is now step_%08lld.diverged)",
-                                     (long long)good, (long long)good)
-                       : host_strdup("");
+    char* note =
+        aside ? host_format(" (step_%08ld, after which no step was finite, is now step_%08ld.diverged)", good, good)
+              : host_strdup("");
     die(EXIT_FAILED,
         "3 steps in a row were not finite; the run ends without saving%s. Start again with a smaller --lr or a longer "
         "--warmup",
@@ -219,14 +185,14 @@ static void report(Run* r, int val) {
     double took = stopwatch_seconds(r->watch[r->pending % 2]), peak = r->ranks * device_peak_flops(r->model->ctx);
     double tokens_per_s = (double)s->tokens_per_step / took;
     r->average_ms = r->average_ms > 0 ? 0.9 * r->average_ms + 0.1 * 1000 * took : 1000 * took;
-    double load = load_max_over_mean(&s->model, (const int64_t*)fetch_end(r->load));
+    const int64_t* load = (const int64_t*)fetch_end(r->load);
 
     // What is measured now and then.
     double val_loss = val ? validate(r) : 0;
     CastRecord* casts = NULL;
     int cast_count = 0;
     if (r->casts && due(r->pending, s->mx_stats))
-        cast_count = cast_records(&casts, r->model, (const MxStats*)fetch_end(r->casts));
+        cast_count = report_casts(&casts, r->model, (const MxStats*)fetch_end(r->casts));
 
     // All of it into the log; on the terminal not more often than one can read.
     StepRecord record = {.step = r->pending,
@@ -238,7 +204,7 @@ static void report(Run* r, int val) {
                          .mfu = peak > 0 ? tokens_per_s * flops_per_token(&s->model, s->seq_len) / peak : NAN,
                          .validated = val,
                          .val_loss = val_loss,
-                         .load_max_over_mean = load,
+                         .load_max_over_mean = report_load(&s->model, load),
                          .mem_gib = (double)device_peak_memory() / 0x1p30,
                          .casts = casts,
                          .cast_count = cast_count};
@@ -249,7 +215,7 @@ static void report(Run* r, int val) {
 
     // A step that changed no weight; the third in a row ends the run.
     if (!r->last.ok)
-        warn("step %lld: loss %g, gradient norm %g: %s, so no weight was changed", (long long)r->pending, record.loss,
+        warn("step %ld: loss %g, gradient norm %g: %s, so no weight was changed", r->pending, record.loss,
              record.grad_norm,
              isfinite(record.loss) && isfinite(record.grad_norm) ? "the update could leave weights that are not finite"
                                                                  : "not finite");
@@ -259,7 +225,7 @@ static void report(Run* r, int val) {
     r->pending = 0;
 }
 
-// Gives the device a whole step: its micro-steps and the update.
+// Gives the device a whole step: its micro-steps, and the update.
 static void queue_step(Run* r, Loader* loader, int64_t step) {
     Model* m = r->model;
     int64_t micro_steps = r->settings.tokens_per_step / settings_micro_tokens(&r->settings);
@@ -294,9 +260,9 @@ static void save(Run* r, int64_t step, int at_the_end) {
     for (int i = 0; i < LARGEST; i++)
         if (!isfinite(r->last.own_largest[i]))
             die(EXIT_FAILED,
-                "step %lld is not saved: the weights or moments of this rank are not finite; its memory may "
+                "step %ld is not saved: the weights or moments of this rank are not finite; its memory may "
                 "be faulty",
-                (long long)good);
+                good);
     if (r->log) runlog_sync(r->log);
     model_save(r->model, r->saver, good, good * (s->tokens_per_step / s->seq_len), shards_hash(r->train), &r->last);
     r->saved = good;
@@ -305,156 +271,178 @@ static void save(Run* r, int64_t step, int at_the_end) {
 // A sample, between two lines that tell it from the rest.
 static void print_sample(Run* r, int64_t step) {
     char* text = model_sample(r->model, r->tokenizer, step);
-    printf("--- sample at step %lld\n%s\n---\n", (long long)step, text);
+    printf("--- sample at step %ld\n%s\n---\n", step, text);
+    fflush(stdout);
     free(text);
 }
 
-// The steps after `done`, of which the first takes the windows from `window` on.
-static void train(Run* r, int64_t done, int64_t window) {
+// Why a run ends before its last step.
+static void print_stop(const Run* r) {
+    if (stop_asked)
+        printf("stopped by signal %d", (int)stop_asked);
+    else
+        printf("stopped because another rank was asked to");
+    printf("%s\n", *r->settings.out ? "; --resume goes on from here" : "");
+}
+
+// All the steps, from r->first on.
+static void train(Run* r) {
     const Settings* s = &r->settings;
     LoaderOrder order = {.seed = (uint64_t)s->seed,
-                         .first = window + r->rank * s->batch,
+                         .first = r->window + r->rank * s->batch,
                          .stride = r->ranks * s->batch,
                          .wrap = s->overfit ? s->tokens_per_step / s->seq_len : 0};
     Loader* loader = loader_start(r->train, s->batch, (int32_t)s->model.V, order);
-    r->first = done + 1;
-    r->saved = done;
     r->shown = host_seconds();
 
     int stop = 0;
-    for (int64_t step = done + 1; step <= s->steps && !stop; step++) {
-        // The device gets this step before the host waits for the results of the one before.
+    for (int64_t step = r->first; step <= s->steps && !stop; step++) {
+        // The device gets this step, and the host waits for the results of the one before.
         queue_step(r, loader, step);
         report(r, 0);
         fetch_step(r, step);
 
-        // A rank that was asked to stop told the others in the step before, and all ranks learn it here together.
+        // A rank that was asked to stop told the others in the step before. All ranks learn it here together.
         stop = r->last.stop != 0;
         int last = step == s->steps || stop;
 
-        // Once in a while: this step's results at once, with a validation, a sample and a checkpoint.
-        int val = r->val && (step == s->steps || due(step, s->val_every));
-        int sample = due(step, s->sample_every) || (s->sample_every && step == s->steps);
+        // Once in a while: a validation. Whatever comes behind it waits for the results of this step too.
+        int validates = r->val && (step == s->steps || due(step, s->val_every));
+        int samples = s->sample_every && (step == s->steps || due(step, s->sample_every));
         int saves = *s->out && (last || due(step, s->save_every));
-        if (!last && !val && !sample && !saves) continue;
-        report(r, val);
-        if (sample) print_sample(r, step);
+        if (last || validates || samples || saves) report(r, validates);
+
+        // Once in a while: a sample.
+        if (samples) print_sample(r, step);
+
+        // Once in a while: a checkpoint, which a thread writes while training goes on.
         if (saves) save(r, step, last);
-        fflush(stdout);
     }
 
     // The last checkpoint is on the disk, and the reason of an early end is printed.
     if (*s->out) stop ? checkpoint_wait(r->saver) : checkpoint_finish(r->saver);
-    if (stop) {
-        if (stop_asked)
-            printf("stopped by signal %d", (int)stop_asked);
-        else
-            printf("stopped because another rank was asked to");
-        printf("%s\n", *s->out ? "; --resume goes on from here" : "");
-    }
+    if (stop) print_stop(r);
     loader_stop(loader);
 }
 
-int main(int argc, char** argv) {
-    Run r;
-    memset(&r, 0, sizeof(r));
+// Connects the ranks and reads their options, which must be the same on all. From then on the ranks are watched.
+static void open_ranks(Run* r, int argc, char** argv) {
     // A file must not get the number of a closed standard stream, or the program's output would go into it.
     for (int fd = 0; fd <= 2; fd++)
         if (fcntl(fd, F_GETFD) < 0) open("/dev/null", O_RDWR);  // the lowest number that is free
 
-    // The ranks, and their options, which must be the same on all.
     device_setup(argv);  // before MPI, which starts but once in a process
-    r.world = ranks_start(&argc, &argv);
-    r.ranks = ranks_count(r.world);
-    r.rank = ranks_index(r.world);
-    r.settings = settings_read(argc, argv, r.ranks);
-    const Settings* s = &r.settings;
+    r->world = ranks_start(&argc, &argv);
+    r->ranks = ranks_count(r->world);
+    r->rank = ranks_index(r->world);
+    r->settings = settings_read(argc, argv, r->ranks);
     threads_check();
-    watch_start(r.world, s->timeout);
-    agree_on_settings(r.world, s);
+    watch_start(r->world, r->settings.timeout);
+    agree_on_settings(r->world, &r->settings);
+}
 
-    // --help and --dry-run end here.
-    if (s->help || s->dry_run) {
-        if (!s->help) report_dry_run(s);
-        settings_free(&r.settings);
-        watch_stop();
-        ranks_end(r.world);
-        return 0;
-    }
-
-    // Signals. A full disk or quota is to be an error of write(2), with a message, and nobody needs to read what a run
-    // prints. The others ask the run to save and stop.
+// A full disk or quota is to be an error of write(2), with a message, and nobody needs to read what a run prints. The
+// other signals ask the run to save and stop.
+static void catch_signals(void) {
     signal(SIGXFSZ, SIG_IGN);
     signal(SIGPIPE, SIG_IGN);
     signal(SIGINT, ask_stop);
     signal(SIGTERM, ask_stop);
     signal(SIGUSR1, ask_stop);  // what Slurm sends some time before a job's end: --signal
     if (signal(SIGHUP, ask_stop) == SIG_IGN) signal(SIGHUP, SIG_IGN);  // nohup
+}
 
-    // What is trained, and on which data.
-    options_print(settings_table, settings_count, s);
-    printf("\n");
-    report_model(s);
-    r.tokenizer = tokenizer_open(s->tokenizer);
-    check_sample(s, r.tokenizer);
-    r.train = shards_open("--train", s->train, s->seq_len);
-    agree_on_data(r.world, "--train", shards_hash(r.train));
-    if (*s->val) r.val = shards_open("--val", s->val, s->seq_len);
-    agree_on_data(r.world, "--val", r.val ? shards_hash(r.val) : 0);
-    printf("data       %d shards, %lld tokens, %lld windows of %lld (%.3g epochs in %lld steps)\n",
-           shards_count(r.train), (long long)shards_tokens(r.train), (long long)shards_windows(r.train),
-           (long long)s->seq_len,
-           (double)s->steps * (double)s->tokens_per_step / (double)s->seq_len / (double)shards_windows(r.train),
-           (long long)s->steps);
-    if (shards_windows(r.train) < s->batch)
+// What the run reads: tokenizer and shards, which must be the same on all ranks.
+static void open_data(Run* r) {
+    const Settings* s = &r->settings;
+    r->tokenizer = tokenizer_open(s->tokenizer);
+    check_sample(s, r->tokenizer);
+    r->train = shards_open("--train", s->train, s->seq_len);
+    agree_on_data(r->world, "--train", shards_hash(r->train));
+    if (*s->val) r->val = shards_open("--val", s->val, s->seq_len);
+    agree_on_data(r->world, "--val", r->val ? shards_hash(r->val) : 0);
+
+    int64_t windows = shards_windows(r->train);
+    double epochs = (double)s->steps * (double)s->tokens_per_step / (double)s->seq_len / (double)windows;
+    printf("data       %d shards, %ld tokens, %ld windows of %ld (%.3g epochs in %ld steps)\n", shards_count(r->train),
+           shards_tokens(r->train), windows, s->seq_len, epochs, s->steps);
+    if (windows < s->batch)
         die(EXIT_FAILED,
-            "--train has %lld windows of %lld tokens, fewer than one batch of %lld; use a smaller --batch or --seq-len",
-            (long long)shards_windows(r.train), (long long)s->seq_len, (long long)s->batch);
+            "--train has %ld windows of %ld tokens, fewer than one batch of %ld; use a smaller --batch or --seq-len",
+            windows, s->seq_len, s->batch);
+}
 
-    // Where: memory that does not suffice and a folder that cannot be used end the run before it takes anything.
-    device_choose(ranks_local());
-    check_memory(s, r.rank);
-    if (r.rank == 0) open_folder(&r);
-    ranks_barrier(r.world);  // nobody takes memory before all have seen what is free
-
-    // The model: as it begins, or as it was saved.
-    r.model = model_create(s, r.world);
-    printf("device     %s\n", device_name(r.model->ctx));
-    if (r.ranks > 1) printf("ranks      %d, %lld share a set of experts\n", r.ranks, (long long)s->ep);
-    int64_t window = 0, done = s->resume ? model_resume(r.model, r.world, shards_hash(r.train), &window) : 0;
+// The model: as it begins, or as it was saved.
+static void open_model(Run* r) {
+    const Settings* s = &r->settings;
+    r->model = model_create(s, r->world);
+    printf("device     %s\n", device_name(r->model->ctx));
+    if (r->ranks > 1) printf("ranks      %d, %ld share a set of experts\n", r->ranks, s->ep);
+    r->saved = s->resume ? model_resume(r->model, r->world, shards_hash(r->train), &r->window) : 0;
+    r->first = r->saved + 1;
     char* out = host_printable(s->out, strlen(s->out), "");
-    if (done)
-        printf("resumed    from %s/step_%08lld\n", out, (long long)done);
+    if (r->saved)
+        printf("resumed    from %s/step_%08ld\n", out, r->saved);
     else
-        model_init(r.model, (uint64_t)s->seed);
-    if (done >= s->steps) printf("nothing to do: %lld of %lld steps are done\n", (long long)done, (long long)s->steps);
+        model_init(r->model, (uint64_t)s->seed);
+    if (r->saved >= s->steps) printf("nothing to do: %ld of %ld steps are done\n", r->saved, s->steps);
     free(out);
+}
 
-    // Log and checkpoints, and what is measured of a step.
+// What the run writes, log and checkpoints, and what it measures of a step.
+static void open_outputs(Run* r) {
+    const Settings* s = &r->settings;
     char* config = settings_json(s);
-    if (*s->out && r.rank == 0) r.log = runlog_open(s->out, config, done);
-    if (*s->out) r.saver = saver_create(r.world, s->out, (int)s->keep);
+    if (*s->out && r->rank == 0) r->log = runlog_open(s->out, config, r->saved);
+    if (*s->out) r->saver = saver_create(r->world, s->out, (int)s->keep);
     free(config);
-    for (int i = 0; i < 2; i++) r.watch[i] = stopwatch_create();
-    r.state = fetch_create(sizeof(StepState));
-    r.load = fetch_create((size_t)(s->model.L * s->model.E) * sizeof(int64_t));
-    if (r.log && s->mx_stats) r.casts = fetch_create((size_t)(s->model.L * BLOCK_STATS) * sizeof(MxStats));
+    for (int i = 0; i < 2; i++) r->watch[i] = stopwatch_create();
+    r->state = fetch_create(sizeof(StepState));
+    r->load = fetch_create((size_t)(s->model.L * s->model.E) * sizeof(int64_t));
+    if (r->log && s->mx_stats) r->casts = fetch_create((size_t)(s->model.L * BLOCK_STATS) * sizeof(MxStats));
+}
 
-    train(&r, done, window);
+// All of it back.
+static void close_all(Run* r) {
+    if (r->log) runlog_close(r->log);
+    if (r->saver) saver_destroy(r->saver);
+    unlock_folder(r);
+    for (int i = 0; i < 2; i++) stopwatch_destroy(r->watch[i]);
+    fetch_destroy(r->state);
+    fetch_destroy(r->load);
+    if (r->casts) fetch_destroy(r->casts);
+    model_destroy(r->model);
+    shards_close(r->train);
+    shards_close(r->val);
+    tokenizer_close(r->tokenizer);
+}
 
-    // The end.
-    if (r.log) runlog_close(r.log);
-    if (r.saver) saver_destroy(r.saver);
-    if (r.lock_path) unlock_file(r.lock_path, r.lock);
-    free(r.lock_path);
-    for (int i = 0; i < 2; i++) stopwatch_destroy(r.watch[i]);
-    fetch_destroy(r.state);
-    fetch_destroy(r.load);
-    if (r.casts) fetch_destroy(r.casts);
-    model_destroy(r.model);
-    shards_close(r.train);
-    if (r.val) shards_close(r.val);
-    tokenizer_close(r.tokenizer);
+int main(int argc, char** argv) {
+    Run r = {.lock = -1};
+    open_ranks(&r, argc, argv);
+    const Settings* s = &r.settings;
+    if (s->dry_run && !s->help) report_dry_run(s);
+
+    if (!s->help && !s->dry_run) {
+        // What is trained, and on which data.
+        catch_signals();
+        options_print(settings_table, settings_count, s);
+        printf("\n");
+        report_model(s);
+        open_data(&r);
+
+        // Where. Memory that does not suffice and a folder that cannot be used end the run before it takes anything.
+        device_choose(ranks_local());
+        check_memory(s, r.rank);
+        if (r.rank == 0) open_folder(&r);
+        ranks_barrier(r.world);  // nobody takes memory before all have seen what is free
+
+        open_model(&r);
+        open_outputs(&r);
+        train(&r);
+        close_all(&r);
+    }
+
     settings_free(&r.settings);
     watch_stop();
     ranks_end(r.world);

@@ -31,6 +31,13 @@ static bool fail(Parser* p, size_t at, const char* reason) {
 // The next byte, or -1 at the end.
 static int peek(const Parser* p) { return p->at < p->length ? (unsigned char)p->text[p->at] : -1; }
 
+// Steps over the next byte if it is c: whether it was.
+static bool take(Parser* p, char c) {
+    bool there = peek(p) == c;
+    p->at += there;
+    return there;
+}
+
 static void skip_space(Parser* p) {
     for (int c = peek(p); c == ' ' || c == '\t' || c == '\n' || c == '\r'; c = peek(p)) p->at++;
 }
@@ -92,15 +99,14 @@ static bool parse_escape(Parser* p, char* out, int* written) {
     }
 
     // \u and four hex digits: a character, or the first half of a pair that makes one.
-    uint32_t code, low;
+    uint32_t code, low = 0;
     if (!parse_hex4(p, &code)) return false;
     if (code >= 0xdc00 && code < 0xe000) return fail(p, start, "the second half of a surrogate pair stands alone");
     if (code >= 0xd800 && code < 0xdc00) {
-        bool pair = peek(p) == '\\' && p->at + 1 < p->length && p->text[p->at + 1] == 'u';
-        if (!pair) return fail(p, start, "the first half of a surrogate pair stands alone");
-        p->at += 2;
-        if (!parse_hex4(p, &low)) return false;
-        if (low < 0xdc00 || low >= 0xe000) return fail(p, start, "the first half of a surrogate pair stands alone");
+        bool pair = take(p, '\\') && take(p, 'u');
+        if (pair && !parse_hex4(p, &low)) return false;
+        if (!pair || low < 0xdc00 || low >= 0xe000)
+            return fail(p, start, "the first half of a surrogate pair stands alone");
         code = 0x10000 + ((code - 0xd800) << 10) + (low - 0xdc00);
     }
     if (code == 0) return fail(p, start, "a NUL character in a string is not supported");
@@ -122,12 +128,11 @@ static char* parse_string(Parser* p) {
     char* out = (char*)host_alloc(end - p->at + 1);
     size_t n = 0;
     while (p->at < end) {
-        int c = peek(p), bytes = 0;
+        int bytes = 0;
         bool ok = true;
-        if (c == '\\') {
-            p->at++;
+        if (take(p, '\\')) {
             ok = parse_escape(p, out + n, &bytes);
-        } else if (c < 0x20) {
+        } else if (peek(p) < 0x20) {
             ok = fail(p, p->at, "a control character in a string must be escaped");
         } else {
             bytes = utf8_length(p->text + p->at, end - p->at);
@@ -151,52 +156,32 @@ static size_t skip_digits(Parser* p) {
     return p->at - start;
 }
 
-// Whether text[0 .. n) (-?[0-9]+) fits 64 bits; if so, its value.
-static bool exact_integer(const char* text, size_t n, int64_t* value) {
-    bool negative = text[0] == '-';
-    uint64_t limit = negative ? (uint64_t)INT64_MAX + 1 : (uint64_t)INT64_MAX, v = 0;
-    for (size_t i = negative; i < n; i++) {
-        uint64_t digit = (uint64_t)(text[i] - '0');
-        if (v > (limit - digit) / 10) return false;
-        v = v * 10 + digit;
-    }
-    *value = negative ? (int64_t)(0 - v) : (int64_t)v;
-    return true;
-}
-
 // RFC 8259's grammar, which is narrower than strtod's.
 static bool parse_number(Parser* p, Json* json) {
     // Its extent: sign, digits, fraction, exponent.
     size_t start = p->at;
-    if (peek(p) == '-') p->at++;
-    bool zero = peek(p) == '0';
+    take(p, '-');
+    bool zero = peek(p) == '0', integer = true;
     size_t digits = skip_digits(p);
     if (digits == 0 || (zero && digits > 1)) return fail(p, start, "not a number");
-    bool integer = true;
-    if (peek(p) == '.') {
+    if (take(p, '.')) {
         integer = false;
-        p->at++;
         if (skip_digits(p) == 0) return fail(p, start, "a number needs a digit after its point");
     }
-    if (peek(p) == 'e' || peek(p) == 'E') {
+    if (take(p, 'e') || take(p, 'E')) {
         integer = false;
-        p->at++;
-        if (peek(p) == '+' || peek(p) == '-') p->at++;
+        if (!take(p, '+')) take(p, '-');
         if (skip_digits(p) == 0) return fail(p, start, "a number needs a digit in its exponent");
     }
 
-    // Its value, as a double, and as a 64-bit integer where it is one.
-    size_t n = p->at - start;
-    char* copy = (char*)host_alloc(n + 1);  // strtod needs an end
-    memcpy(copy, p->text + start, n);
+    // Its value as a double, and as a 64-bit integer: exact where it is written as one, else cut.
+    char* copy = host_format("%.*s", (int)(p->at - start), p->text + start);  // strtod needs an end
     json->type = JSON_NUMBER;
     json->number = strtod(copy, NULL);
-    free(copy);
-    if (!isfinite(json->number)) return fail(p, start, "a number is too large");
-    if (integer && exact_integer(p->text + start, n, &json->integer)) return true;
     double x = json->number;
-    json->integer = x >= 0x1p63 ? INT64_MAX : x < -0x1p63 ? INT64_MIN : (int64_t)x;
-    return true;
+    json->integer = integer ? strtol(copy, NULL, 10) : x >= 0x1p63 ? INT64_MAX : x < -0x1p63 ? INT64_MIN : (int64_t)x;
+    free(copy);
+    return isfinite(x) ? true : fail(p, start, "a number is too large");
 }
 
 // true, false or null.
@@ -210,7 +195,7 @@ static bool parse_word(Parser* p, Json* json, const char* word, JsonType type, d
     return true;
 }
 
-static Json* parse_value(Parser* p);
+static Json* parse_value(Parser* p, char* key);
 
 // An array or object; p->at is at its opening bracket.
 static bool parse_container(Parser* p, Json* json) {
@@ -232,38 +217,32 @@ static bool parse_container(Parser* p, Json* json) {
             key = parse_string(p);
             if (!key) return false;
             skip_space(p);
-            if (peek(p) != ':') {
+            if (!take(p, ':')) {
                 free(key);
                 return fail(p, p->at, "expected ':' behind a member's name");
             }
-            p->at++;
         }
 
         // The value, at the end of the list.
-        Json* value = parse_value(p);
-        if (!value) {
-            free(key);
-            return false;
-        }
-        value->key = key;
-        *tail = value;
-        tail = &value->next;
+        *tail = parse_value(p, key);
+        if (!*tail) return false;
+        tail = &(*tail)->next;
 
         // Another one, or the end.
         skip_space(p);
         if (peek(p) == close) break;
-        if (peek(p) != ',') return fail(p, p->at, object ? "expected ',' or '}'" : "expected ',' or ']'");
-        p->at++;
+        if (!take(p, ',')) return fail(p, p->at, object ? "expected ',' or '}'" : "expected ',' or ']'");
     }
     p->at++;
     p->depth--;
     return true;
 }
 
-// A value of any kind, which its first byte tells.
-static Json* parse_value(Parser* p) {
+// A value of any kind, which its first byte tells. It takes over `key`, its name in an object (else NULL).
+static Json* parse_value(Parser* p, char* key) {
     skip_space(p);
     Json* json = (Json*)host_alloc(sizeof(Json));
+    json->key = key;
     bool ok;
     int c = peek(p);
     if (c == '"') {
@@ -286,7 +265,7 @@ static Json* parse_value(Parser* p) {
 
 Json* json_parse(const char* text, size_t length, char* error, size_t error_size) {
     Parser p = {.text = text, .length = length, .error = error, .error_size = error_size};
-    Json* json = parse_value(&p);
+    Json* json = parse_value(&p, NULL);
     if (!json) return NULL;
     skip_space(&p);
     if (p.at == length) return json;

@@ -17,16 +17,16 @@
 static const size_t LIMIT = (size_t)4 << 30;  // bytes of a log that is gone on with
 
 struct RunLog {
-    char* path;
-    char* beside;  // what is written while the log is put together from an old one, NULL afterwards
+    Path path, beside;    // the log; where it is written while it is put together
+    const char* written;  // one of them
     FILE* file;
 };
 
 // Ends the run, for the reason in errno.
 static NORETURN void give_up(const RunLog* log) {
     int why = errno;
-    if (log->beside) remove_tree(log->beside);
-    die(EXIT_FAILED, "cannot write %s: %s", log->beside ? log->beside : log->path, file_error(why));
+    if (log->written == log->beside.text) remove_tree(log->written);
+    die(EXIT_FAILED, "cannot write %s: %s", log->written, file_error(why));
 }
 
 static void put_line(RunLog* log, const char* line, size_t length) {
@@ -52,7 +52,7 @@ static void set_aside(const char* path, const char* line, size_t length) {
 
 // Writes the lines of an earlier run's log that belong to steps up to last_step. Its last line counts if it is whole.
 static void keep_lines(RunLog* log, const char* text, size_t size, int64_t last_step) {
-    char* aside = host_format("%s.unreadable", log->path);
+    Path aside = path_of("%s.unreadable", log->path.text);
     int64_t number = 0, odd = 0, first_odd = 0;
 
     // Line by line: kept, dropped because its step is to come again, or set aside because it cannot be read.
@@ -62,35 +62,36 @@ static void keep_lines(RunLog* log, const char* text, size_t size, int64_t last_
         number++;
         if (step > 0 && step <= last_step) put_line(log, line, (size_t)(end - line));
         if (step >= 0) continue;
-        set_aside(aside, line, (size_t)(end - line) + 1);
+        set_aside(aside.text, line, (size_t)(end - line) + 1);
         if (odd++ == 0) first_odd = number;
     }
 
     if (odd)
-        warn("%s: %lld line%s cannot be read, the first is line %lld: kept in %s", log->path, (long long)odd,
-             odd == 1 ? "" : "s", (long long)first_odd, aside);
-    free(aside);
+        warn("%s: %ld line%s cannot be read, the first is line %ld: kept in %s", log->path.text, odd,
+             odd == 1 ? "" : "s", first_odd, aside.text);
 }
 
 RunLog* runlog_open(const char* folder, const char* config_json, int64_t last_step) {
     RunLog* log = (RunLog*)host_alloc(sizeof(RunLog));
     size_t size = 0;
-    log->path = host_format("%s/log.jsonl", folder);
-    log->beside = host_format("%s.tmp", log->path);
-    char* old = is_link(log->path) ? (errno = ELOOP, (char*)NULL) : read_file(log->path, LIMIT, &size);
-    if (!old && errno != ENOENT) die(EXIT_FAILED, "cannot read %s: %s", log->path, file_error(errno));
-    if (!old && last_step > 0) warn("%s is missing: the log begins at step %lld", log->path, (long long)last_step + 1);
+    log->path = path_of("%s/log.jsonl", folder);
+    log->beside = path_of("%s.tmp", log->path.text);
+    const char* path = log->path.text;
+    char* old = is_link(path) ? (errno = ELOOP, (char*)NULL) : read_file(path, LIMIT, &size);
+    if (!old && errno != ENOENT) die(EXIT_FAILED, "cannot read %s: %s", path, file_error(errno));
+    if (!old && last_step > 0) warn("%s is missing: the log begins at step %ld", path, last_step + 1);
 
-    int fd = create_file(log->beside);
+    // The new one beside it: the configuration, and what is kept.
+    log->written = log->beside.text;
+    int fd = create_file(log->written);
     log->file = fd < 0 ? NULL : fdopen(fd, "w");
     if (!log->file) give_up(log);
     put_line(log, config_json, strlen(config_json));
     if (old) keep_lines(log, old, size, last_step);
 
     // On the disk before it takes the old one's place.
-    if (fsync(fileno(log->file)) != 0 || rename(log->beside, log->path) != 0 || sync_folder(folder) != 0) give_up(log);
-    free(log->beside);
-    log->beside = NULL;
+    if (fsync(fileno(log->file)) != 0 || rename(log->written, path) != 0 || sync_folder(folder) != 0) give_up(log);
+    log->written = path;
     free(old);
     return log;
 }
@@ -105,7 +106,7 @@ static void add_number(char** line, const char* name, double x) {
 }
 
 void runlog_add(RunLog* log, const StepRecord* r) {
-    char* line = host_format("{\"step\": %lld", (long long)r->step);
+    char* line = host_format("{\"step\": %ld", r->step);
     add_number(&line, "loss", r->loss);
     add_number(&line, "grad_norm", r->grad_norm);
     add_number(&line, "lr", r->lr);
@@ -119,8 +120,8 @@ void runlog_add(RunLog* log, const StepRecord* r) {
     // The casts, a list of objects.
     for (int i = 0; i < r->cast_count; i++) {
         const CastRecord* cast = &r->casts[i];
-        host_append(&line, ", %s{\"layer\": %lld, \"tensor\": \"%s\"", i ? "" : "\"mx_stats\": [",
-                    (long long)cast->layer, cast->tensor);
+        host_append(&line, ", %s{\"layer\": %ld, \"tensor\": \"%s\"", i ? "" : "\"mx_stats\": [", cast->layer,
+                    cast->tensor);
         add_number(&line, "saturated", cast->saturated);
         add_number(&line, "flushed", cast->flushed);
         add_number(&line, "inexact", cast->inexact);
@@ -135,6 +136,5 @@ void runlog_add(RunLog* log, const StepRecord* r) {
 
 void runlog_close(RunLog* log) {
     if (fclose(log->file) != 0) give_up(log);
-    free(log->path);
     free(log);
 }

@@ -20,14 +20,13 @@
 
 static const int64_t MAX_HEADER = 100 * 1000 * 1000;  // the format's own limit
 
-typedef struct DtypeInfo {
+// By StDtype.
+static const struct {
     const char* name;
     size_t bytes;
-} DtypeInfo;
-static const DtypeInfo dtypes[ST_DTYPES] = {{"F64", 8}, {"F32", 4}, {"BF16", 2}, {"I64", 8}, {"I32", 4}, {"U8", 1}};
+} dtypes[ST_DTYPES] = {{"F64", 8}, {"F32", 4}, {"BF16", 2}, {"I64", 8}, {"I32", 4}, {"U8", 1}};
 
 size_t st_dtype_bytes(StDtype dtype) { return dtypes[dtype].bytes; }
-const char* st_dtype_name(StDtype dtype) { return dtypes[dtype].name; }
 
 // Where a message goes, and the path that it begins with.
 typedef struct Report {
@@ -47,13 +46,6 @@ static bool fail(const Report* report, const char* format, ...) {
     vsnprintf(report->error + n, report->size - (size_t)n, format, args);
     va_end(args);
     return false;
-}
-
-// 0, or -1 with errno set; a file that ends early is EIO.
-static int read_fully(int fd, void* out, int64_t bytes, int64_t offset) {
-    int64_t got = read_at(fd, out, bytes, offset);
-    if (got >= 0 && got < bytes) errno = EIO;
-    return got == bytes ? 0 : -1;
 }
 
 // A whole number that is not negative.
@@ -96,8 +88,8 @@ static bool parse_tensor(const Json* entry, StTensor* tensor, const Report* repo
     if (!end || end->next || !is_size(begin) || !is_size(end) || end->integer < begin->integer)
         return fail(report, "tensor '%s' has data_offsets that are not [begin, end]", name);
     if (end->integer - begin->integer != bytes)
-        return fail(report, "tensor '%s' has %lld bytes of data, its shape and dtype need %lld", name,
-                    (long long)(end->integer - begin->integer), (long long)bytes);
+        return fail(report, "tensor '%s' has %ld bytes of data, its shape and dtype need %ld", name,
+                    (end->integer - begin->integer), bytes);
     tensor->name = host_strdup(name);
     tensor->offset = begin->integer;
     tensor->bytes = bytes;
@@ -117,17 +109,15 @@ static bool offsets_tile(SafeTensors* st, int64_t data_start, int64_t data, cons
     for (int i = 0; i < st->count; i++) {
         StTensor* t = &st->tensors[i];
         if (t->offset > data || t->bytes > data - t->offset)
-            return fail(report, "tensor '%s' ends at byte %lld of the data, the file holds %lld: it was cut off",
-                        t->name, (long long)(t->offset + t->bytes), (long long)data);
+            return fail(report, "tensor '%s' ends at byte %ld of the data, the file holds %ld: it was cut off", t->name,
+                        (t->offset + t->bytes), data);
         if (t->offset < at) return fail(report, "tensors '%s' and '%s' overlap", st->tensors[i - 1].name, t->name);
         if (t->offset > at)
-            return fail(report, "%lld bytes before tensor '%s' belong to no tensor", (long long)(t->offset - at),
-                        t->name);
+            return fail(report, "%ld bytes before tensor '%s' belong to no tensor", (t->offset - at), t->name);
         at += t->bytes;
         t->offset += data_start;
     }
-    if (at != data)
-        return fail(report, "%lld bytes behind the last tensor belong to no tensor", (long long)(data - at));
+    if (at != data) return fail(report, "%ld bytes behind the last tensor belong to no tensor", (data - at));
     return true;
 }
 
@@ -146,12 +136,6 @@ static bool names_unique(SafeTensors* st, const Report* report) {
     return true;
 }
 
-static bool metadata_ok(const Json* metadata, const Report* report) {
-    bool ok = metadata->type == JSON_OBJECT;
-    for (const Json* m = metadata->child; ok && m; m = m->next) ok = m->type == JSON_STRING;
-    return ok ? true : fail(report, "__metadata__ must be an object of strings");
-}
-
 static bool parse_header(SafeTensors* st, const char* text, int64_t length, const Report* report) {
     char reason[256];
     st->header = json_parse(text, (size_t)length, reason, sizeof(reason));
@@ -162,13 +146,15 @@ static bool parse_header(SafeTensors* st, const char* text, int64_t length, cons
     // A member is a tensor, or the metadata.
     int metadata = 0;
     for (const Json* entry = st->header->child; entry; entry = entry->next) {
-        if (strcmp(entry->key, "__metadata__") == 0) {
-            if (metadata++) return fail(report, "__metadata__ is there twice");
-            if (!metadata_ok(entry, report)) return false;
-        } else {
+        if (strcmp(entry->key, "__metadata__") != 0) {
             if (!parse_tensor(entry, &st->tensors[st->count], report)) return false;
             st->count++;
+            continue;
         }
+        if (metadata++) return fail(report, "__metadata__ is there twice");
+        bool texts = entry->type == JSON_OBJECT;
+        for (const Json* m = entry->child; m; m = m->next) texts = texts && m->type == JSON_STRING;
+        if (!texts) return fail(report, "__metadata__ must be an object of strings");
     }
     return true;
 }
@@ -179,21 +165,20 @@ static bool open_checked(SafeTensors* st, const Report* report) {
     struct stat info;
     if (fstat(st->fd, &info) != 0) return fail(report, "cannot stat: %s", strerror(errno));
     int64_t size = (int64_t)info.st_size;
-    if (size < 8) return fail(report, "%lld bytes are too few for a safetensors file", (long long)size);
+    if (size < 8) return fail(report, "%ld bytes are too few for a safetensors file", size);
 
     // The header's length, which must lie in the file.
     uint64_t length;
-    if (read_fully(st->fd, &length, 8, 0) != 0) return fail(report, "cannot read: %s", strerror(errno));
+    if (read_all_at(st->fd, &length, 8, 0) != 0) return fail(report, "cannot read: %s", strerror(errno));
     if (length > (uint64_t)MAX_HEADER)
-        return fail(report, "byte 0 gives a header of %llu bytes, more than the format allows: not a safetensors file",
-                    (unsigned long long)length);
+        return fail(report, "byte 0 gives a header of %lu bytes, more than the format allows: not a safetensors file",
+                    length);
     if ((int64_t)length > size - 8)
-        return fail(report, "byte 0 gives a header of %llu bytes, the file has %lld: it was cut off",
-                    (unsigned long long)length, (long long)size);
+        return fail(report, "byte 0 gives a header of %lu bytes, the file has %ld: it was cut off", length, size);
 
     // The header, and what follows from it.
     char* text = (char*)host_alloc((size_t)length + 1);
-    bool ok = read_fully(st->fd, text, (int64_t)length, 8) == 0;
+    bool ok = read_all_at(st->fd, text, (int64_t)length, 8) == 0;
     if (!ok) fail(report, "cannot read the header: %s", strerror(errno));
     ok = ok && parse_header(st, text, (int64_t)length, report);
     free(text);
@@ -222,9 +207,7 @@ void st_close(SafeTensors* st) {
 }
 
 const StTensor* st_find(const SafeTensors* st, const char* name) {
-    StTensor wanted;
-    const StTensor* key = &wanted;
-    wanted.name = (char*)name;
+    const StTensor wanted = {.name = (char*)name}, *key = &wanted;
     const StTensor** found =
         (const StTensor**)bsearch(&key, (const void*)st->by_name, (size_t)st->count, sizeof(StTensor*), by_name);
     return found ? *found : NULL;
@@ -240,21 +223,14 @@ int st_read(const SafeTensors* st, const StTensor* tensor, int64_t first, int64_
         errno = EINVAL;
         return -1;
     }
-    return read_fully(st->fd, out, count * size, tensor->offset + first * size);
+    return read_all_at(st->fd, out, count * size, tensor->offset + first * size);
 }
 
-// The metadata as a member of the header: what stands between it and the next member is the result.
-static const char* put_metadata(FILE* f, const char* const* metadata) {
-    if (!metadata || !metadata[0]) return "";
-    fprintf(f, "\"__metadata__\":{");
-    for (int i = 0; metadata[i]; i += 2) {
-        char *key = json_quote(metadata[i]), *value = json_quote(metadata[i + 1]);
-        fprintf(f, "%s%s:%s", i ? "," : "", key, value);
-        free(key);
-        free(value);
-    }
-    fprintf(f, "}");
-    return ",";
+// Prints a text as a JSON string, behind what stands before it.
+static void put_quoted(FILE* f, const char* before, const char* text) {
+    char* quoted = json_quote(text);
+    fprintf(f, "%s%s", before, quoted);
+    free(quoted);
 }
 
 char* st_plan_header(StTensor* tensors, int count, const char* const* metadata, int64_t* size) {
@@ -263,25 +239,30 @@ char* st_plan_header(StTensor* tensors, int count, const char* const* metadata, 
     FILE* f = open_memstream(&text, &length);
     ASSERT(f != NULL);
     fprintf(f, "%8s{", "");  // the length comes last
-    const char* comma = put_metadata(f, metadata);
+
+    // The metadata, an object of its own.
+    bool noted = metadata && metadata[0];
+    for (int i = 0; noted && metadata[i]; i += 2) {
+        put_quoted(f, i ? "," : "\"__metadata__\":{", metadata[i]);
+        put_quoted(f, ":", metadata[i + 1]);
+    }
+    if (noted) fprintf(f, "}");
 
     // The tensors one after the other, their offsets from the first byte of data.
     int64_t at = 0;
     for (int i = 0; i < count; i++) {
         StTensor* t = &tensors[i];
         ASSERT(t->rank >= 0 && t->rank <= 4);
-        char* name = json_quote(t->name);
-        fprintf(f, "%s%s:{\"dtype\":\"%s\",\"shape\":[", comma, name, st_dtype_name(t->dtype));
-        free(name);
+        put_quoted(f, i || noted ? "," : "", t->name);
+        fprintf(f, ":{\"dtype\":\"%s\",\"shape\":[", dtypes[t->dtype].name);
         t->bytes = (int64_t)st_dtype_bytes(t->dtype);
         for (int d = 0; d < t->rank; d++) {
-            fprintf(f, "%s%lld", d ? "," : "", (long long)t->shape[d]);
+            fprintf(f, "%s%ld", d ? "," : "", t->shape[d]);
             t->bytes *= t->shape[d];
         }
-        fprintf(f, "],\"data_offsets\":[%lld,%lld]}", (long long)at, (long long)(at + t->bytes));
+        fprintf(f, "],\"data_offsets\":[%ld,%ld]}", at, (at + t->bytes));
         t->offset = at;
         at += t->bytes;
-        comma = ",";
     }
     fprintf(f, "}");
 

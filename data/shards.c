@@ -45,8 +45,6 @@ struct Shards {
     uint32_t hash;
 };
 
-static int64_t windows_in(int64_t tokens, int64_t T) { return tokens > T ? (tokens - 1) / T : 0; }
-
 // All shards stay open, and a large set has more files than the usual soft limit (1024) allows: where open fails for
 // that, the limit is raised to the hard one.
 static int open_one_more(const char* path) {
@@ -75,8 +73,8 @@ static void open_shard(Shards* s, Shard* shard, const char* path) {
     int64_t got = read_at(shard->fd, header, HEADER_BYTES, 0);
     if (got < 0) die(EXIT_FAILED, "%s: %s: cannot read the header: %s", s->option, path, strerror(errno));
     if (got < HEADER_BYTES)
-        die(EXIT_FAILED, "%s: %s: byte %lld: the file ends inside the header of %d bytes", s->option, path,
-            (long long)got, HEADER_BYTES);
+        die(EXIT_FAILED, "%s: %s: byte %ld: the file ends inside the header of %d bytes", s->option, path, got,
+            HEADER_BYTES);
     if (header[0] != MAGIC_U16 && header[0] != MAGIC_U32)
         die(EXIT_FAILED,
             "%s: %s: byte 0: magic number %d is neither %d (uint16 tokens) nor %d (uint32 tokens): not a shard; "
@@ -92,9 +90,9 @@ static void open_shard(Shards* s, Shard* shard, const char* path) {
     int64_t expected = HEADER_BYTES + shard->tokens * shard->token_bytes;
     if (shard->tokens < 0 || expected != (int64_t)info.st_size)
         die(EXIT_FAILED,
-            "%s: %s: byte 8: the header counts %d tokens of %d bytes, a file of %lld bytes, but the file has %lld: "
+            "%s: %s: byte 8: the header counts %d tokens of %d bytes, a file of %ld bytes, but the file has %ld: "
             "it was cut off or altered; write it again",
-            s->option, path, header[2], shard->token_bytes, (long long)expected, (long long)info.st_size);
+            s->option, path, header[2], shard->token_bytes, expected, info.st_size);
 
     // What tells two sets apart: name, size and header.
     const char* slash = strrchr(path, '/');
@@ -105,7 +103,7 @@ static void open_shard(Shards* s, Shard* shard, const char* path) {
     s->hash = (uint32_t)crc32(crc, (const Bytef*)header, HEADER_BYTES);
 
     shard->first_window = s->windows;
-    s->windows += windows_in(shard->tokens, s->T);
+    s->windows += max_i64(shard->tokens - 1, 0) / s->T;
     s->tokens += shard->tokens;
 }
 
@@ -128,12 +126,11 @@ Shards* shards_open(const char* option, const char* pattern, int64_t T) {
 
     if (s->windows == 0) {
         int64_t longest = 0;
-        for (int i = 0; i < s->count; i++)
-            if (s->files[i].tokens > longest) longest = s->files[i].tokens;
+        for (int i = 0; i < s->count; i++) longest = max_i64(longest, s->files[i].tokens);
         die(EXIT_FAILED,
-            "%s: no shard of '%s' holds a window of %lld tokens (--seq-len %lld and one more): the longest of %d has "
-            "%lld; lower --seq-len or prepare more text",
-            option, pattern, (long long)T + 1, (long long)T, s->count, (long long)longest);
+            "%s: no shard of '%s' holds a window of %ld tokens (--seq-len %ld and one more): the longest of %d has "
+            "%ld; lower --seq-len or prepare more text",
+            option, pattern, T + 1, T, s->count, longest);
     }
     return s;
 }
@@ -156,15 +153,9 @@ uint32_t shards_hash(const Shards* shards) { return shards->hash; }
 
 // The last shard that starts at window `index` or before it. Shards without a window share their start with the next.
 static const Shard* find_shard(const Shards* s, int64_t index) {
-    int low = 0, high = s->count;
-    while (high - low > 1) {
-        int middle = low + (high - low) / 2;
-        if (s->files[middle].first_window <= index)
-            low = middle;
-        else
-            high = middle;
-    }
-    return &s->files[low];
+    const Shard* shard = &s->files[s->count - 1];
+    while (shard->first_window > index) shard--;
+    return shard;
 }
 
 // shards_read, but a failure is its result, a message in fresh memory; NULL is success. The loader's thread reads
@@ -178,11 +169,11 @@ static char* read_window(const Shards* s, int64_t index, int32_t V, int32_t* inp
         int64_t n = min_i64(T + 1 - t, chunk);
         int64_t got = read_at(shard->fd, raw, n * width, start + t * width);
         if (got < 0)
-            return host_format("%s: %s: byte %lld: cannot read: %s", s->option, shard->path,
-                               (long long)(start + t * width), strerror(errno));
+            return host_format("%s: %s: byte %ld: cannot read: %s", s->option, shard->path, (start + t * width),
+                               strerror(errno));
         if (got < n * width)
-            return host_format("%s: %s: byte %lld: the file ends here; it was longer when the run began", s->option,
-                               shard->path, (long long)(start + t * width + got));
+            return host_format("%s: %s: byte %ld: the file ends here; it was longer when the run began", s->option,
+                               shard->path, (start + t * width + got));
 
         // Each token is an input, and the target of the one before it.
         for (int64_t i = 0; i < n; i++) {
@@ -190,9 +181,9 @@ static char* read_window(const Shards* s, int64_t index, int32_t V, int32_t* inp
             memcpy(&id, raw + i * width, (size_t)width);
             if ((int64_t)id >= V)
                 return host_format(
-                    "%s: %s: byte %lld: token %u is outside the vocabulary (--vocab %d): these shards were made with "
+                    "%s: %s: byte %ld: token %u is outside the vocabulary (--vocab %d): these shards were made with "
                     "another tokenizer",
-                    s->option, shard->path, (long long)(start + (t + i) * width), id, V);
+                    s->option, shard->path, (start + (t + i) * width), id, V);
             if (t + i < T) input[t + i] = (int32_t)id;
             if (t + i > 0) target[t + i - 1] = (int32_t)id;
         }
@@ -232,8 +223,7 @@ int64_t shards_permute(uint64_t seed, int64_t epoch, int64_t i, int64_t n) {
     do {
         uint64_t left = x >> half, right = x & mask;
         for (int round = 0; round < ROUNDS; round++) {
-            uint64_t f = mix64(key + ((uint64_t)round << 32) + right * golden);
-            uint64_t next = left ^ (f & mask);
+            uint64_t next = left ^ (mix64(key + ((uint64_t)round << 32) + right * golden) & mask);
             left = right;
             right = next;
         }
@@ -249,7 +239,7 @@ enum { RING = 4 };
 
 typedef struct Slot {
     int32_t* input;   // (batch, T)
-    int32_t* target;  // (batch, T)
+    int32_t* target;  // (batch, T), in the same memory
     char* error;      // why this micro-batch could not be read
 } Slot;
 
@@ -306,11 +296,11 @@ Loader* loader_start(const Shards* shards, int64_t batch, int32_t V, LoaderOrder
     loader->batch = batch;
     loader->V = V;
     loader->order = order;
-    size_t bytes = (size_t)(batch * shards->T) * sizeof(int32_t);
+    size_t tokens = (size_t)(batch * shards->T);
 
     for (int i = 0; i < RING; i++) {
-        loader->ring[i].input = (int32_t*)host_alloc(bytes);
-        loader->ring[i].target = (int32_t*)host_alloc(bytes);
+        loader->ring[i].input = (int32_t*)host_alloc(2 * tokens * sizeof(int32_t));
+        loader->ring[i].target = loader->ring[i].input + tokens;
     }
     pthread_mutex_init(&loader->mutex, NULL);
     pthread_cond_init(&loader->changed, NULL);
@@ -330,7 +320,6 @@ void loader_stop(Loader* loader) {
     pthread_mutex_destroy(&loader->mutex);
     for (int i = 0; i < RING; i++) {
         free(loader->ring[i].input);
-        free(loader->ring[i].target);
         free(loader->ring[i].error);
     }
     free(loader);

@@ -29,18 +29,12 @@ struct Tokenizer {
     int32_t longest;
 };
 
-static int compare_bytes(const Token* x, const Token* y) {
+// By length, then by bytes.
+static int by_bytes(const void* a, const void* b) {
+    const Token *x = (const Token*)a, *y = (const Token*)b;
     if (x->length != y->length) return x->length < y->length ? -1 : 1;
     return memcmp(x->bytes, y->bytes, (size_t)x->length);
 }
-
-static int by_bytes_then_id(const void* a, const void* b) {
-    const Token *x = (const Token*)a, *y = (const Token*)b;
-    int c = compare_bytes(x, y);
-    return c ? c : (x->id > y->id) - (x->id < y->id);
-}
-
-static int by_bytes(const void* a, const void* b) { return compare_bytes((const Token*)a, (const Token*)b); }
 
 // Fills the table that encoding searches.
 static void build_sorted(Tokenizer* t) {
@@ -48,10 +42,16 @@ static void build_sorted(Tokenizer* t) {
     int32_t n = 0, unique = 0;
     for (int32_t id = 0; id < t->size; id++)
         if (t->tokens[id].length > 0) t->sorted[n++] = t->tokens[id];
-    qsort(t->sorted, (size_t)n, sizeof(Token), by_bytes_then_id);
+    qsort(t->sorted, (size_t)n, sizeof(Token), by_bytes);
+
     // Of tokens with the same bytes the lowest id stays.
-    for (int32_t i = 0; i < n; i++)
-        if (i == 0 || compare_bytes(&t->sorted[unique - 1], &t->sorted[i]) != 0) t->sorted[unique++] = t->sorted[i];
+    for (int32_t i = 0; i < n; i++) {
+        const Token* token = &t->sorted[i];
+        if (unique && by_bytes(&t->sorted[unique - 1], token) == 0)
+            t->sorted[unique - 1].id = (int32_t)min_i64(t->sorted[unique - 1].id, token->id);
+        else
+            t->sorted[unique++] = *token;
+    }
     t->sorted_count = unique;
     t->longest = unique ? t->sorted[unique - 1].length : 0;
 }
@@ -72,6 +72,7 @@ static Tokenizer* open_bytes(void) {
     return t;
 }
 
+// The first four numbers: magic, version, how many tokens, and which of them ends a text.
 static void check_header(const char* path, const uint32_t header[4]) {
     if (header[0] != MAGIC)
         die(EXIT_FAILED,

@@ -118,6 +118,13 @@ void* host_alloc(size_t bytes) {
     return p;
 }
 
+void* host_at_least(void* memory, size_t* room, size_t bytes) {
+    if (bytes <= *room) return memory;
+    free(memory);
+    *room = bytes;
+    return host_alloc(bytes);
+}
+
 char* host_strdup(const char* text) {
     size_t n = strlen(text) + 1;
     char* copy = (char*)host_alloc(n);

@@ -47,6 +47,8 @@ double host_seconds(void);
 // malloc and strdup that never return NULL. Zeroed. For host memory outside the training step.
 void* host_alloc(size_t bytes);
 char* host_strdup(const char* text);
+// Room for `bytes` bytes: that at `memory`, of *room bytes, or a new one in its place. What it held is lost.
+void* host_at_least(void* memory, size_t* room, size_t bytes);
 // printf into a fresh string of the right length; the caller frees it.
 char* host_format(const char* format, ...) PRINTF_LIKE(1, 2);
 // printf at the end of *text, a string in memory of its own, which moves.

@@ -159,15 +159,21 @@ const char* device_name(Ctx* ctx) { return ctx->name; }
 double device_peak_flops(Ctx* ctx) { return (void)ctx, 0; }
 int device_workers(void) { return omp_get_max_threads(); }
 
-// The number after `name` in a file of lines "name number"; -1 if there is none.
-static int64_t number_in(const char* path, const char* name) {
+// Reads the first line of a file that begins with `name`: what follows it, NULL if there is none.
+static char* line_after(char line[4096], const char* path, const char* name) {
     FILE* file = fopen(path, "r");
-    char line[256];
-    long long number = -1;
-    while (file && number < 0 && fgets(line, sizeof(line), file))
-        if (strncmp(line, name, strlen(name)) == 0) sscanf(line + strlen(name), "%lld", &number);
+    char* rest = NULL;
+    while (file && !rest && fgets(line, 4096, file))
+        if (strncmp(line, name, strlen(name)) == 0) rest = line + strlen(name);
     if (file) fclose(file);
-    return number;
+    return rest;
+}
+
+// The same where a number follows; -1 if there is none.
+static int64_t number_in(const char* path, const char* name) {
+    char line[4096], *rest = line_after(line, path, name);
+    long number;
+    return rest && sscanf(rest, "%ld", &number) == 1 ? number : -1;
 }
 
 // The same of a file of a control group.
@@ -181,16 +187,11 @@ static int64_t number_of_group(const char* group, const char* file, const char* 
 // `most`, or less where this process' control group (version 2), or one around it, has less left. What a group holds
 // of files is given back when memory is short.
 static int64_t left_in_groups(int64_t most) {
-    FILE* file = fopen("/proc/self/cgroup", "r");
-    char line[4096], *end = NULL;
-    while (file && fgets(line, sizeof(line), file))
-        if (strncmp(line, "0::", 3) == 0) end = line + strcspn(line, "\n");
-    if (file) fclose(file);
+    char line[4096], *group = line_after(line, "/proc/self/cgroup", "0::");
 
     // From this process' group outwards: each is the folder around the one before.
-    for (; end; end = strrchr(line + 2, '/')) {
+    for (char* end = group ? strchrnul(group, '\n') : NULL; end; end = strrchr(group, '/')) {
         *end = 0;
-        const char* group = line + 3;
         int64_t limit = number_of_group(group, "memory.max", ""), used = number_of_group(group, "memory.current", "");
         int64_t files = number_of_group(group, "memory.stat", "inactive_file ") +
                         number_of_group(group, "memory.stat", "active_file ");

@@ -1,3 +1,7 @@
+// The GPU as a device. Work is queued on a stream and happens later, in the order given. The host goes on meanwhile: it
+// waits for results (ctx_sync, device_download, fetch_end, stopwatch_seconds), for memory (device_alloc), and where all
+// pieces of an upload are under way. A side stream is a second queue of the same GPU; an event that is recorded in one
+// queue is what the other waits for.
 #include <stdio.h>
 #include <stdlib.h>
 #include <string.h>
@@ -22,7 +26,7 @@ NORETURN void cuda_failed(cudaError_t error, const char* call, const char* file,
 enum { STAGES = 16 };
 static const size_t STAGE_BYTES = (size_t)1 << 20;
 struct Staging {
-    char* host[STAGES];
+    char* host;  // pinned, STAGE_BYTES each
     cudaEvent_t sent[STAGES];
     int next;
 };
@@ -31,10 +35,6 @@ struct Fetch {
     size_t bytes;
     void* host;  // pinned
     cudaEvent_t there;
-};
-
-struct Event {
-    cudaEvent_t event;
 };
 
 struct Stopwatch {
@@ -83,12 +83,17 @@ Ctx* ctx_create(size_t workspace) {
     Ctx* ctx = (Ctx*)host_alloc(sizeof(Ctx));
     cudaDeviceProp properties;
     check_gpu(&properties);
+
+    // Which GPU it is, for kernels and for people.
     ctx->sms = properties.multiProcessorCount;
     ctx->blackwell = is_blackwell(properties);
     int driver = 0;
     CUDA_CHECK(cudaDriverGetVersion(&driver));
     snprintf(ctx->name, sizeof(ctx->name), "%s, %d SMs, %.1f GiB, CUDA %d.%d", properties.name, ctx->sms,
              (double)properties.totalGlobalMem / 0x1p30, driver / 1000, driver % 1000 / 10);
+
+    // The stream, and what libraries and the driver offer: cuBLASLt's products, and descriptions of tensors for the
+    // TMA.
     CUDA_CHECK(cudaStreamCreateWithFlags(&ctx->stream, cudaStreamNonBlocking));
     CUBLAS_CHECK(cublasLtCreate(&ctx->lt));
     cudaDriverEntryPointQueryResult found;
@@ -96,11 +101,12 @@ Ctx* ctx_create(size_t workspace) {
                                                 cudaEnableDefault, &found));
     if (found != cudaDriverEntryPointSuccess)
         die(EXIT_FAILED, "the NVIDIA driver is too old: it lacks cuTensorMapEncodeTiled (CUDA 12)");
+
+    // Memory: that through which uploads go, and that which the ops share.
     ctx->staging = (Staging*)host_alloc(sizeof(Staging));
-    for (int i = 0; i < STAGES; i++) {
-        CUDA_CHECK(cudaMallocHost((void**)&ctx->staging->host[i], STAGE_BYTES));
+    CUDA_CHECK(cudaMallocHost((void**)&ctx->staging->host, STAGES * STAGE_BYTES));
+    for (int i = 0; i < STAGES; i++)
         CUDA_CHECK(cudaEventCreateWithFlags(&ctx->staging->sent[i], cudaEventDisableTiming));
-    }
     ctx->workspace = (char*)device_alloc(workspace, "workspace of the ops");
     ctx->workspace_bytes = workspace;
     return ctx;
@@ -129,29 +135,24 @@ void ctx_destroy(Ctx* ctx) {
     if (ctx->lt) {
         lt_forget(ctx);
         CUBLAS_CHECK(cublasLtDestroy(ctx->lt));
-        for (int i = 0; i < STAGES; i++) {
-            CUDA_CHECK(cudaFreeHost(ctx->staging->host[i]));
-            CUDA_CHECK(cudaEventDestroy(ctx->staging->sent[i]));
-        }
+        CUDA_CHECK(cudaFreeHost(ctx->staging->host));
+        for (int i = 0; i < STAGES; i++) CUDA_CHECK(cudaEventDestroy(ctx->staging->sent[i]));
         free(ctx->staging);
         device_free(ctx->workspace);
     }
     free(ctx);
 }
 
+// An Event is CUDA's own, under a name that host code knows.
 Event* event_create(void) {
-    Event* event = (Event*)host_alloc(sizeof(Event));
-    CUDA_CHECK(cudaEventCreateWithFlags(&event->event, cudaEventDisableTiming));
-    return event;
+    cudaEvent_t event;
+    CUDA_CHECK(cudaEventCreateWithFlags(&event, cudaEventDisableTiming));
+    return (Event*)event;
 }
 
-void event_destroy(Event* event) {
-    CUDA_CHECK(cudaEventDestroy(event->event));
-    free(event);
-}
-
-void event_record(Event* event, Ctx* ctx) { CUDA_CHECK(cudaEventRecord(event->event, ctx->stream)); }
-void event_wait(Event* event, Ctx* ctx) { CUDA_CHECK(cudaStreamWaitEvent(ctx->stream, event->event, 0)); }
+void event_destroy(Event* event) { CUDA_CHECK(cudaEventDestroy((cudaEvent_t)event)); }
+void event_record(Event* event, Ctx* ctx) { CUDA_CHECK(cudaEventRecord((cudaEvent_t)event, ctx->stream)); }
+void event_wait(Event* event, Ctx* ctx) { CUDA_CHECK(cudaStreamWaitEvent(ctx->stream, (cudaEvent_t)event, 0)); }
 
 void ctx_sync(Ctx* ctx) { CUDA_CHECK(cudaStreamSynchronize(ctx->stream)); }
 const char* device_name(Ctx* ctx) { return ctx->name; }
@@ -174,6 +175,7 @@ size_t device_peak_memory(void) {
 void* device_alloc(size_t bytes, const char* what) {
     void* p = NULL;
     cudaError_t error = cudaMalloc(&p, bytes ? bytes : 1);
+    // The message says what there is. Nothing is freed in a run, so another try would fail too.
     if (error == cudaErrorMemoryAllocation) {
         size_t free_bytes = 0, total = 0;
         cudaMemGetInfo(&free_bytes, &total);
@@ -192,14 +194,16 @@ void device_zero(void* p, size_t bytes, Ctx* ctx) {
     if (bytes) CUDA_CHECK(cudaMemsetAsync(p, 0, bytes, ctx->stream));
 }
 
+// Piece after piece: into the oldest piece of pinned memory, and from there on its way.
 void device_upload(void* to, const void* host, size_t bytes, Ctx* ctx) {
     Staging* s = ctx->staging;
     for (size_t at = 0; at < bytes; at += STAGE_BYTES) {
         size_t n = bytes - at < STAGE_BYTES ? bytes - at : STAGE_BYTES;
         int i = s->next++ % STAGES;
         CUDA_CHECK(cudaEventSynchronize(s->sent[i]));  // of its last use; at once if there was none
-        memcpy(s->host[i], (const char*)host + at, n);
-        CUDA_CHECK(cudaMemcpyAsync((char*)to + at, s->host[i], n, cudaMemcpyHostToDevice, ctx->stream));
+        char* stage = s->host + i * STAGE_BYTES;
+        memcpy(stage, (const char*)host + at, n);
+        CUDA_CHECK(cudaMemcpyAsync((char*)to + at, stage, n, cudaMemcpyHostToDevice, ctx->stream));
         CUDA_CHECK(cudaEventRecord(s->sent[i], ctx->stream));
     }
 }
@@ -256,6 +260,7 @@ double stopwatch_seconds(Stopwatch* watch) {
     return ms / 1000;
 }
 
+// Conversions and sums: each thread takes every so-many-th element. They are bound by memory.
 template <typename Out, typename In>
 static __global__ void convert(Out* out, const In* in, int64_t n) {
     for (int64_t i = blockIdx.x * (int64_t)blockDim.x + threadIdx.x; i < n; i += gridDim.x * (int64_t)blockDim.x)

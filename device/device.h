@@ -28,8 +28,8 @@ void device_choose(int index);
 // `workspace` bytes are shared by all ops; each header that needs some has an `x_workspace` function that says how
 // much.
 Ctx* ctx_create(size_t workspace);
-// A second stream on ctx's device, with an order of its own, for copies, sums and transfers. It has no workspace, and
-// takes no uploads and no matrix products.
+// A side stream on ctx's device: a second stream, with an order of its own, for copies, sums and transfers. It has no
+// workspace, and takes no uploads and no matrix products.
 Ctx* ctx_side(Ctx* ctx);
 void ctx_destroy(Ctx* ctx);
 void ctx_sync(Ctx* ctx);  // waits until all work given to ctx is done

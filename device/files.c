@@ -1,15 +1,16 @@
+// The calls of POSIX, so that nothing follows a symbolic link by mistake: a name is looked at with lstat, opened with
+// O_NOFOLLOW, and folders are emptied through their descriptors. Every loop over read and pread goes on after a signal.
 #include "device/files.h"
 
 #include <dirent.h>
 #include <errno.h>
 #include <fcntl.h>
+#include <stdarg.h>
 #include <stdio.h>
 #include <stdlib.h>
 #include <string.h>
 #include <sys/stat.h>
 #include <unistd.h>
-
-#include "device/check.h"
 
 // The result of a call that failed for the reason `why`.
 static int fails(int why) {
@@ -17,34 +18,35 @@ static int fails(int why) {
     return -1;
 }
 
+Path path_of(const char* format, ...) {
+    Path path;
+    va_list args;
+    va_start(args, format);
+    int n = vsnprintf(path.text, sizeof(path.text), format, args);
+    va_end(args);
+    if (n < 0 || (size_t)n >= sizeof(path.text)) die(EXIT_FAILED, "%.64s...: %s", path.text, strerror(ENAMETOOLONG));
+    return path;
+}
+
 // Makes the first folder of the path, then the first two, and so on.
 int make_folders(const char* path) {
-    char* part = host_strdup(path);
-    int result = 0;
-    for (char* p = part + 1; result == 0; p++) {
-        if (*p != '/' && *p != 0) continue;
-        char end = *p;
-        *p = 0;
+    for (int n = 1, end = (int)strlen(path); n <= end; n++) {
+        if (path[n] != '/' && path[n] != 0) continue;
+        Path part = path_of("%.*s", n, path);
         struct stat info;
-        if (mkdir(part, 0777) != 0) {
-            int why = errno;
-            if (why != EEXIST)
-                result = -1;
-            else if (stat(part, &info) == 0 && !S_ISDIR(info.st_mode))
-                why = ENOTDIR, result = -1;
-            errno = why;
-        }
-        *p = end;
-        if (!end) break;
+        if (mkdir(part.text, 0777) == 0) continue;
+        if (errno != EEXIST) return -1;
+        if (stat(part.text, &info) == 0 && !S_ISDIR(info.st_mode)) return fails(ENOTDIR);
     }
-    free(part);
-    return result;
+    return 0;
 }
 
 // Removes a name in an open folder: no link can come between.
 static int remove_at(int parent, const char* name) {
     if (unlinkat(parent, name, 0) == 0 || errno == ENOENT) return 0;
     if (errno != EISDIR && errno != EPERM) return -1;  // how Linux and POSIX say that it is a folder
+
+    // A folder is emptied first: each of its entries but itself and the one above.
     int fd = openat(parent, name, O_RDONLY | O_DIRECTORY | O_NOFOLLOW | O_CLOEXEC);
     DIR* folder = fd < 0 ? NULL : fdopendir(fd);
     if (!folder) return -1;
@@ -73,6 +75,7 @@ int sync_folder(const char* path) {
     return result == 0 ? 0 : fails(why);
 }
 
+// O_NONBLOCK: if the name becomes that of a FIFO between the two calls, the open does not wait.
 int open_file(const char* path) {
     struct stat info;
     if (stat(path, &info) != 0) return -1;
@@ -98,6 +101,11 @@ int64_t read_at(int fd, void* out, int64_t bytes, int64_t offset) {
     return done;
 }
 
+int read_all_at(int fd, void* out, int64_t bytes, int64_t offset) {
+    int64_t got = read_at(fd, out, bytes, offset);
+    return got == bytes ? 0 : got < 0 ? -1 : fails(EIO);
+}
+
 char* read_file(const char* path, size_t limit, size_t* size) {
     int fd = open_file(path);
     if (fd < 0) return NULL;
@@ -115,7 +123,7 @@ char* read_file(const char* path, size_t limit, size_t* size) {
     close(fd);
     if (why) {
         free(text);
-        errno = why;
+        fails(why);
         return NULL;
     }
 
@@ -125,11 +133,10 @@ char* read_file(const char* path, size_t limit, size_t* size) {
 }
 
 int lock_file(const char* path) {
-    struct flock whole;  // of length 0: to the end
+    struct flock whole = {.l_type = F_WRLCK};  // of length 0: to the end
     struct stat held, named;
-    memset(&whole, 0, sizeof(whole));
-    whole.l_type = F_WRLCK;
     for (;;) {
+        // The lock, which the system gives to one process at a time.
         int fd = is_link(path) ? fails(ELOOP) : open(path, O_RDWR | O_CREAT | O_NOFOLLOW | O_CLOEXEC, 0666);
         if (fd < 0) return -1;
         if (fcntl(fd, F_SETLK, &whole) != 0) {
@@ -143,6 +150,8 @@ int lock_file(const char* path) {
             close(fd);
             continue;
         }
+
+        // Who holds it, for the message of the next one.
         char host[64] = "";
         gethostname(host, sizeof(host) - 1);
         if (ftruncate(fd, 0) == 0) dprintf(fd, "process %d on %s", (int)getpid(), host);

@@ -8,9 +8,15 @@
 
 #include <stdbool.h>
 
-#include "device/types.h"
+#include "device/check.h"
 
 BEGIN_C
+
+// A path in memory of its own, which needs no freeing. One that is longer than the system takes ends the run.
+typedef struct Path {
+    char text[4096];
+} Path;
+Path path_of(const char* format, ...) PRINTF_LIKE(1, 2);
 
 // Makes `path` and what is missing above it. 0, or -1 (ENOTDIR where a file is in the way).
 int make_folders(const char* path);
@@ -27,6 +33,8 @@ int open_file(const char* path);
 int create_file(const char* path);
 // Reads up to `bytes` bytes from `offset` on; fewer only at the end of the file. How many, or -1.
 int64_t read_at(int fd, void* out, int64_t bytes, int64_t offset);
+// Exactly `bytes` bytes. 0, or -1: EIO where the file ends before.
+int read_all_at(int fd, void* out, int64_t bytes, int64_t offset);
 // The whole file, of `limit` bytes at most, with a NUL after it, in fresh memory; NULL: EFBIG where it is longer. *size
 // may be NULL.
 char* read_file(const char* path, size_t limit, size_t* size);

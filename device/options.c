@@ -1,3 +1,5 @@
+// A value is a member of the caller's struct, at its row's offset. The row's type says how text becomes the value
+// (options_set) and the value text (option_text).
 #include "device/options.h"
 
 #include <errno.h>
@@ -12,50 +14,41 @@ static void* value_at(const Option* o, void* values) { return (char*)values + o-
 
 // Index of `text` in "a|b|c", -1 if it is none of them.
 static int64_t choice_index(const char* choices, const char* text) {
-    size_t n = strlen(text);
     int64_t index = 0;
-    for (const char* c = choices; c; index++) {
-        const char* end = strchr(c, '|');
-        size_t length = end ? (size_t)(end - c) : strlen(c);
-        if (length == n && strncmp(c, text, n) == 0) return index;
-        c = end ? end + 1 : NULL;
+    for (const char* c = choices; *c; index++) {
+        size_t length = strcspn(c, "|");
+        if (length == strlen(text) && strncmp(c, text, length) == 0) return index;
+        c += length + (c[length] == '|');
     }
     return -1;
 }
 
 // Number `index` of "a|b|c", in fresh memory.
 static char* choice_name(const char* choices, int64_t index) {
-    const char* c = choices;
-    while (index-- > 0) c = strchr(c, '|') + 1;
-    const char* end = strchr(c, '|');
-    return host_format("%.*s", end ? (int)(end - c) : (int)strlen(c), c);
+    while (index-- > 0) choices = strchr(choices, '|') + 1;
+    return host_format("%.*s", (int)strcspn(choices, "|"), choices);
 }
 
-static int64_t whole_number(const Option* o, const char* text) {
+// The number that `text` is, in the option's range. A whole one is exact: no range goes beyond 2^53.
+static double number(const Option* o, const char* text) {
+    int whole = o->type == OPTION_INT, digits = whole ? 15 : 6;
     char* end = NULL;
     errno = 0;
-    long long v = strtoll(text, &end, 10);
-    if (end == text || *end || errno)
-        die(EXIT_USAGE, "--%s takes a whole number from %.15g to %.15g, not '%s'", o->name, o->min, o->max, text);
-    if ((double)v < o->min || (double)v > o->max)
-        die(EXIT_USAGE, "--%s %s is out of range: from %.15g to %.15g are allowed", o->name, text, o->min, o->max);
-    return v;
-}
-
-static double number(const Option* o, const char* text) {
-    char* end = NULL;
-    double v = strtod(text, &end);
-    if (end == text || *end || !isfinite(v))
-        die(EXIT_USAGE, "--%s takes a number from %g to %g, not '%s'", o->name, o->min, o->max, text);
+    double v = whole ? (double)strtol(text, &end, 10) : strtod(text, &end);
+    if (end == text || *end || (whole ? errno != 0 : !isfinite(v)))
+        die(EXIT_USAGE, "--%s takes a %s from %.*g to %.*g, not '%s'", o->name, whole ? "whole number" : "number",
+            digits, o->min, digits, o->max, text);
     if (v < o->min || v > o->max)
-        die(EXIT_USAGE, "--%s %s is out of range: from %g to %g are allowed", o->name, text, o->min, o->max);
+        die(EXIT_USAGE, "--%s %s is out of range: from %.*g to %.*g are allowed", o->name, text, digits, o->min, digits,
+            o->max);
     return v;
 }
 
-void options_set(const Option* o, void* values, const char* text) {
+// Sets one option from text; a text set before is freed.
+static void options_set(const Option* o, void* values, const char* text) {
     void* value = value_at(o, values);
     switch (o->type) {
-        case OPTION_INT: *(int64_t*)value = whole_number(o, text); return;
+        case OPTION_INT: *(int64_t*)value = (int64_t)number(o, text); return;
         case OPTION_FLOAT: *(double*)value = number(o, text); return;
         case OPTION_CHOICE:
             *(int64_t*)value = choice_index(o->choices, text);
@@ -92,11 +85,9 @@ static int distance(const char* a, const char* b) {
         int corner = row[0];
         row[0] = i + 1;
         for (int j = 1; j <= n; j++) {
-            int best = corner + (a[i] != b[j - 1]);
-            if (row[j] + 1 < best) best = row[j] + 1;
-            if (row[j - 1] + 1 < best) best = row[j - 1] + 1;
+            int replaced = corner + (a[i] != b[j - 1]);
             corner = row[j];
-            row[j] = best;
+            row[j] = (int)min_i64(replaced, 1 + min_i64(row[j], row[j - 1]));
         }
     }
     return row[n];
@@ -133,7 +124,7 @@ char* option_text(const Option* o, const void* values) {
         case OPTION_FLOAT: return host_format("%.9g", *(const double*)v);
         case OPTION_CHOICE: return choice_name(o->choices, *(const int64_t*)v);
         case OPTION_TEXT: return host_strdup(*(char* const*)v);
-        default: return host_format("%lld", (long long)*(const int64_t*)v);
+        default: return host_format("%ld", *(const int64_t*)v);
     }
 }
 

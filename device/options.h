@@ -42,9 +42,6 @@ void options_defaults(const Option* table, int count, void* values);
 // or is out of range.
 void options_parse(const Option* table, int count, void* values, char* given, int argc, char** argv);
 
-// Sets one option from text, with the same checks; a text set before is freed.
-void options_set(const Option* option, void* values, const char* text);
-
 // Frees the texts.
 void options_free(const Option* table, int count, void* values);
 

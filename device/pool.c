@@ -1,3 +1,5 @@
+// Chunks never move and are never given back before the end, so that addresses stay valid. A mark is a chunk and a
+// height in it; to release is to go back to a mark.
 #include "device/pool.h"
 
 #include <stdlib.h>
@@ -45,7 +47,7 @@ void pool_destroy(Pool* pool) {
 static void grow(Pool* pool, size_t need) {
     size_t all = 0, megabyte = (size_t)1 << 20;
     for (int i = 0; i < pool->count; i++) all += pool->chunks[i].bytes;
-    size_t bytes = ((need > all / 16 ? need : all / 16) + megabyte - 1) / megabyte * megabyte;
+    size_t bytes = (max_size(need, all / 16) + megabyte - 1) / megabyte * megabyte;
     warn_here("the pool for %s grew by %.0f MiB to %.2f GiB: expert loads are uneven; --capacity sets the room",
               pool->purpose, (double)bytes / 0x1p20, (double)(all + bytes) / 0x1p30);
     add_chunk(pool, device_alloc(bytes, pool->purpose), bytes);

@@ -1,6 +1,7 @@
 #include "device/random.h"
 
 #include <math.h>
+#include <string.h>
 
 // Ten rounds of two multiplications on a counter of four words, under a key that moves on each round.
 void philox(uint32_t out[4], uint64_t seed, uint32_t stream, uint64_t index) {
@@ -15,10 +16,8 @@ void philox(uint32_t out[4], uint64_t seed, uint32_t stream, uint64_t index) {
         k0 += 0x9E3779B9u;  // Weyl constants: golden ratio, sqrt(3) - 1
         k1 += 0xBB67AE85u;
     }
-    out[0] = c0;
-    out[1] = c1;
-    out[2] = c2;
-    out[3] = c3;
+    const uint32_t words[4] = {c0, c1, c2, c3};
+    memcpy(out, words, sizeof(words));
 }
 
 // The middle of one of 2^32 cells: never 0, never 1.

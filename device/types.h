@@ -5,6 +5,8 @@
 //           masters, moments. float32; double in the reference when built with F64=1 (the oracle of finite
 //           differences).
 //
+// The program is for 64-bit Linux, where int64_t is long: printf takes it as %ld.
+//
 // Host code is compiled as C11 by gcc (CPU build) and as C++20 by nvcc (CUDA build). It hands floatX* on and never
 // reads it.
 #ifndef DEVICE_TYPES_H

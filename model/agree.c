@@ -1,12 +1,14 @@
 // Every rank gathers what all ranks have and compares it with rank 0's, so all end for the same reason.
 #include "model/agree.h"
 
-#include <stdio.h>
 #include <stdlib.h>
 #include <string.h>
 #include <zlib.h>
 
 #include "device/check.h"
+#include "device/files.h"
+
+static const size_t PROGRAM_LIMIT = (size_t)4 << 30;  // bytes
 
 // Every rank's `bytes`, in fresh memory.
 static char* gather(Ranks* world, const void* mine, size_t bytes) {
@@ -17,12 +19,11 @@ static char* gather(Ranks* world, const void* mine, size_t bytes) {
 
 // Of this process' own file.
 static uint32_t program_crc(void) {
-    uLong crc = crc32(0, NULL, 0);
-    FILE* file = fopen("/proc/self/exe", "rb");
-    unsigned char piece[1 << 16];
-    for (size_t n; file && (n = fread(piece, 1, sizeof(piece), file)) > 0;) crc = crc32_z(crc, piece, n);
-    if (file) fclose(file);
-    return (uint32_t)crc;
+    size_t size = 0;
+    char* program = read_file("/proc/self/exe", PROGRAM_LIMIT, &size);
+    uint32_t crc = (uint32_t)crc32_z(0, (const Bytef*)program, size);
+    free(program);
+    return crc;
 }
 
 // One option after the other as "name value\n".
@@ -64,8 +65,7 @@ void agree_on_settings(Ranks* world, const Settings* s) {
     // The same options. Lists may differ in length, so all are padded to the longest.
     char* list = option_list(s);
     size_t length = strlen(list) + 1, *lengths = (size_t*)gather(world, &length, sizeof(length)), longest = 0;
-    for (int r = 0; r < R; r++)
-        if (lengths[r] > longest) longest = lengths[r];
+    for (int r = 0; r < R; r++) longest = max_size(longest, lengths[r]);
     char* padded = (char*)host_alloc(longest);
     memcpy(padded, list, length);
     char* lists = gather(world, padded, longest);

@@ -113,34 +113,30 @@ int64_t model_resume(Model* m, Ranks* world, uint32_t data_hash, int64_t* window
         uint64_t windows_per_step = (uint64_t)(m->settings.tokens_per_step / m->settings.seq_len);
         int64_t window_of_step = (int64_t)((uint64_t)steps[i] * windows_per_step);
         if (manifest && record.window != window_of_step) {
-            snprintf(error, sizeof(error), "%s/step_%08lld/manifest.json: its window is %lld, that of the step is %lld",
-                     out, (long long)steps[i], (long long)record.window, (long long)window_of_step);
+            snprintf(error, sizeof(error), "%s/step_%08ld/manifest.json: its window is %ld, that of the step is %ld",
+                     out, steps[i], record.window, window_of_step);
             json_free(manifest);
             manifest = NULL;
         }
 
         // Loaded, or refused.
         if (checkpoint_load(world, out, steps[i], manifest, files, file_count, m->ctx, error, sizeof(error)) == 0) {
-            StepState state;
-            memset(&state, 0, sizeof(state));
-            state.updates = record.updates;
+            StepState state = {.updates = record.updates};
             device_upload(m->state, &state, sizeof(state), m->ctx);
             *window = record.window;
             resumed = record.step;
         } else {
             // A link would have to be replaced when the run comes to this step.
-            char* path = host_format("%s/step_%08lld", out, (long long)steps[i]);
-            if (is_link(path))
-                die(EXIT_FAILED, "checkpoint %s is refused (%s), and %s", path, error, file_error(ELOOP));
-            free(path);
-            warn("checkpoint step_%08lld is refused: %s", (long long)steps[i], error);
+            Path path = path_of("%s/step_%08ld", out, steps[i]);
+            if (is_link(path.text))
+                die(EXIT_FAILED, "checkpoint %s is refused (%s), and %s", path.text, error, file_error(ELOOP));
+            warn("checkpoint step_%08ld is refused: %s", steps[i], error);
         }
         json_free(manifest);
     }
 
     if (count && !resumed) die(EXIT_FAILED, "no checkpoint in %s is good; nothing was changed", out);
-    if (resumed && resumed != steps[0])
-        warn("resuming from step_%08lld, the newest good checkpoint", (long long)resumed);
+    if (resumed && resumed != steps[0]) warn("resuming from step_%08ld, the newest good checkpoint", resumed);
 
     // Working weights follow from the masters.
     if (resumed) model_weights_set(m);

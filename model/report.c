@@ -11,20 +11,18 @@
 #include "parallel/ranks.h"
 
 // 15.71e9, 1.864e6: four digits, exponents in steps of three.
-static char* big(double x) {
+static const char* big(char text[16], double x) {
     int exponent = x >= 1e9 ? 9 : x >= 1e6 ? 6 : 3;
-    return host_format("%#.4ge%d", x / pow(10, exponent), exponent);
+    snprintf(text, 16, "%#.4ge%d", x / pow(10, exponent), exponent);
+    return text;
 }
 
 void report_model(const Settings* s) {
-    char* name = option_text(&settings_table[0], s);
-    char *total = big((double)params_total(&s->model)), *active = big((double)params_active(&s->model));
-    char* flops = big(flops_per_token(&s->model, s->seq_len));
-    printf("model      %s: %s parameters (%s active a token), %s FLOPs a token at seq-len %lld\n", name, total, active,
-           flops, (long long)s->seq_len);
-    free(total);
-    free(active);
-    free(flops);
+    const ModelConfig* c = &s->model;
+    char *name = option_text(&settings_table[0], s), total[16], active[16], flops[16];
+    printf("model      %s: %s parameters (%s active a token), %s FLOPs a token at seq-len %ld\n", name,
+           big(total, (double)params_total(c)), big(active, (double)params_active(c)),
+           big(flops, flops_per_token(c, s->seq_len)), s->seq_len);
     free(name);
 }
 
@@ -85,17 +83,17 @@ void report_dry_run(const Settings* s) {
     options_print(settings_table, settings_count, s);
     printf("\n");
     report_model(s);
-    printf("           parameters %lld, active %lld, FLOPs a token %.6g\n", (long long)params_total(&s->model),
-           (long long)params_active(&s->model), flops_per_token(&s->model, s->seq_len));
+    printf("           parameters %ld, active %ld, FLOPs a token %.6g\n", params_total(&s->model),
+           params_active(&s->model), flops_per_token(&s->model, s->seq_len));
     for (int b = BACKEND_CPU; b <= BACKEND_CUDA; b++) {
         Model m;
         model_plan(&m, s, 0, (Backend)b);
         size_t total = 0;
 
         // Buffers by purpose, then what is no buffer.
-        printf("\nmemory of each of %d rank%s, %s build (weights and activations in %s), %lld tokens a micro-step\n",
+        printf("\nmemory of each of %d rank%s, %s build (weights and activations in %s), %ld tokens a micro-step\n",
                m.layout.ranks, m.layout.ranks == 1 ? "" : "s", b == BACKEND_CPU ? "CPU" : "CUDA",
-               b == BACKEND_CPU ? "float32" : "bf16", (long long)(m.B * m.T));
+               b == BACKEND_CPU ? "float32" : "bf16", m.B * m.T);
         for (int i = 0; i < ARENAS; i++) total += report_arena(&m.arena[i], m.B * m.T);
         total += report_line(b == (int)BACKEND ? "workspace of the ops" : "workspace of the ops (estimated)",
                              model_workspace(&m));
@@ -162,4 +160,35 @@ void check_memory(const Settings* s, int rank) {
             "memory: %.2f GiB are needed (%.2f of them estimated; --dry-run lists all), %.2f GiB are free%s",
             (double)bytes / 0x1p30, (double)memory_estimated(s) / 0x1p30, (double)room / 0x1p30,
             what_fits(s, rank, room));
+}
+
+double report_load(const ModelConfig* c, const int64_t* load) {
+    double worst = 0;
+    for (int64_t l = c->dense_layers; l < c->L; l++) {
+        int64_t sum = 0, most = 0;
+        for (int64_t e = 0; e < c->E; e++) {
+            int64_t n = load[l * c->E + e];
+            sum += n;
+            most = max_i64(most, n);
+        }
+        if (sum) worst = fmax(worst, (double)most * (double)c->E / (double)sum);
+    }
+    return worst;
+}
+
+int report_casts(CastRecord** records, const Model* m, const MxStats* sums) {
+    int count = 0;
+    *records = (CastRecord*)host_alloc((size_t)(m->config.L * BLOCK_STATS) * sizeof(CastRecord));
+    for (int64_t i = 0; i < m->config.L * BLOCK_STATS; i++) {
+        const char* name = model_stats_name(m, i / BLOCK_STATS, (int)(i % BLOCK_STATS));
+        const MxStats* s = &sums[i];
+        CastRecord record = {.layer = i / BLOCK_STATS,
+                             .tensor = name,
+                             .saturated = s->saturated / s->elements,
+                             .flushed = s->flushed / s->elements,
+                             .inexact = s->inexact / s->elements,
+                             .snr_db = 10 * log10(s->signal / s->noise)};
+        if (name) (*records)[count++] = record;
+    }
+    return count;
 }

@@ -1,4 +1,5 @@
-// What a run will be: parameters, FLOPs and memory, for people. --dry-run prints a table for each build:
+// What a run will be, parameters, FLOPs and memory, and what a step was, for people. --dry-run prints a table for each
+// build:
 //
 //   activations kept for backward                          48.727 MiB
 //     residual before attention            x 4              4.000 MiB        2048.0 bytes a token
@@ -8,6 +9,7 @@
 #ifndef MODEL_REPORT_H
 #define MODEL_REPORT_H
 
+#include "data/runlog.h"
 #include "model/model.h"
 
 BEGIN_C
@@ -19,6 +21,12 @@ void report_dry_run(const Settings* settings);
 // On the device that was chosen, before any rank of this machine takes memory: ends the run where `rank` needs more
 // than is free, with both numbers and the options with which it would fit.
 void check_memory(const Settings* settings, int rank);
+
+// Of a step's loads (L, E): the fullest expert's tokens over the mean, of the worst block.
+double report_load(const ModelConfig* config, const int64_t* load);
+// A record for each tensor that was cast in a step, from the sums (L, BLOCK_STATS) that its casts left. *records gets
+// them in fresh memory; the result is how many.
+int report_casts(CastRecord** records, const Model* model, const MxStats* sums);
 
 END_C
 

@@ -45,7 +45,7 @@ char* model_sample(Model* m, const Tokenizer* tokenizer, int64_t step) {
     const Settings* s = &m->settings;
     int64_t room = 1 + (int64_t)strlen(s->prompt) + s->sample_tokens, V = m->config.V;
     int32_t* ids = (int32_t*)host_alloc((size_t)room * sizeof(int32_t));
-    real *logits = (real*)host_alloc((size_t)V * sizeof(real)), *sorted = (real*)host_alloc((size_t)V * sizeof(real));
+    real *logits = (real*)host_alloc(2 * (size_t)V * sizeof(real)), *sorted = logits + V;
 
     // End of text and the prompt.
     ids[0] = tokenizer_eot(tokenizer);
@@ -78,6 +78,5 @@ char* model_sample(Model* m, const Tokenizer* tokenizer, int64_t step) {
     free(text);
     free(ids);
     free(logits);
-    free(sorted);
     return shown;
 }

@@ -1,3 +1,5 @@
+// The table of options, the presets, and what must hold between options: a check for each subject, in the order in
+// which settings_read calls them. Each ends the run with the names and values of the options that do not fit.
 #include "model/settings.h"
 
 #include <math.h>
@@ -175,38 +177,43 @@ static Settings preset_of(int64_t model, int64_t precision) {
 
 // What must hold between the options of a model.
 static void check_model(const ModelConfig* m) {
-    if (m->rope % 2) die(EXIT_USAGE, "--rope-dim %lld is odd: rotary position turns pairs", (long long)m->rope);
-    if (m->dense_layers > m->L)
-        die(EXIT_USAGE, "--dense-layers %lld is more than --layers %lld", (long long)m->dense_layers, (long long)m->L);
-    if (m->K > m->E) die(EXIT_USAGE, "--top-k %lld is more than --experts %lld", (long long)m->K, (long long)m->E);
-    if (m->E % m->groups)
-        die(EXIT_USAGE, "--experts %lld is not a multiple of --groups %lld", (long long)m->E, (long long)m->groups);
+    if (m->rope % 2) die(EXIT_USAGE, "--rope-dim %ld is odd: rotary position turns pairs", m->rope);
+    if (m->dense_layers > m->L) die(EXIT_USAGE, "--dense-layers %ld is more than --layers %ld", m->dense_layers, m->L);
+    if (m->K > m->E) die(EXIT_USAGE, "--top-k %ld is more than --experts %ld", m->K, m->E);
+    if (m->E % m->groups) die(EXIT_USAGE, "--experts %ld is not a multiple of --groups %ld", m->E, m->groups);
     if (m->top_groups > m->groups)
-        die(EXIT_USAGE, "--top-groups %lld is more than --groups %lld", (long long)m->top_groups, (long long)m->groups);
+        die(EXIT_USAGE, "--top-groups %ld is more than --groups %ld", m->top_groups, m->groups);
     if (m->K > m->top_groups * (m->E / m->groups))
-        die(EXIT_USAGE, "--top-k %lld is more than the %lld experts of --top-groups %lld", (long long)m->K,
-            (long long)(m->top_groups * (m->E / m->groups)), (long long)m->top_groups);
+        die(EXIT_USAGE, "--top-k %ld is more than the %ld experts of --top-groups %ld", m->K,
+            (m->top_groups * (m->E / m->groups)), m->top_groups);
+}
+
+// A width, and the options that make it.
+typedef struct Width {
+    const char* options;
+    int64_t width;
+} Width;
+
+static void check_multiples(const Width* widths, size_t count, int64_t of, const char* who) {
+    for (size_t i = 0; i < count; i++)
+        if (widths[i].width % of)
+            die(EXIT_USAGE, "%s %ld is not a multiple of %ld, which %s needs", widths[i].options, widths[i].width, of,
+                who);
 }
 
 // What the kernels take: rows of a multiple of 16 bytes, and the head sizes that the attention kernels are written for.
 static void check_cuda_model(const ModelConfig* m) {
-    const struct {
-        const char* option;
-        int64_t value;
-    } widths[] = {{"dim", m->C},
-                  {"q-lora", m->q_lora},
-                  {"kv-lora", m->kv_lora},
-                  {"expert-ffn", m->F},
-                  {"dense-ffn", m->dense_ffn}};
-    for (size_t i = 0; i < sizeof(widths) / sizeof(widths[0]); i++)
-        if (widths[i].value % 8)
-            die(EXIT_USAGE, "--%s %lld is not a multiple of 8, which the CUDA build needs", widths[i].option,
-                (long long)widths[i].value);
+    const Width widths[] = {{"--dim", m->C},
+                            {"--q-lora", m->q_lora},
+                            {"--kv-lora", m->kv_lora},
+                            {"--expert-ffn", m->F},
+                            {"--dense-ffn", m->dense_ffn}};
+    check_multiples(widths, sizeof(widths) / sizeof(widths[0]), 8, "the CUDA build");
     int64_t r = m->rope;
     if ((r != 64 && r != 32 && r != 16) || m->nope != 2 * r || m->v != 2 * r)
         die(EXIT_USAGE,
-            "--nope-dim %lld --rope-dim %lld --v-dim %lld: the CUDA build takes 128/64/128, 64/32/64 and 32/16/32",
-            (long long)m->nope, (long long)m->rope, (long long)m->v);
+            "--nope-dim %ld --rope-dim %ld --v-dim %ld: the CUDA build takes 128/64/128, 64/32/64 and 32/16/32",
+            m->nope, m->rope, m->v);
 }
 
 int64_t settings_micro_tokens(const Settings* s) { return s->ranks * s->batch * s->seq_len; }
@@ -255,35 +262,28 @@ static void check_sizes(const Settings* s) {
 // Every group of --ep ranks is whole, and every rank of it has as many experts.
 static void check_layout(const Settings* s) {
     if (s->ranks % s->ep)
-        die(EXIT_USAGE, "--ep %lld does not divide the %lld rank%s of the run", (long long)s->ep, (long long)s->ranks,
+        die(EXIT_USAGE, "--ep %ld does not divide the %ld rank%s of the run", s->ep, s->ranks,
             s->ranks == 1 ? "" : "s");
-    if (s->model.E % s->ep)
-        die(EXIT_USAGE, "--ep %lld does not divide --experts %lld", (long long)s->ep, (long long)s->model.E);
+    if (s->model.E % s->ep) die(EXIT_USAGE, "--ep %ld does not divide --experts %ld", s->ep, s->model.E);
 }
 
 // Every width that MXFP8 products contract over is made of blocks of 32. Forward contracts over a matrix' columns,
-// dgrad over its rows.
+// dgrad over its rows. A width that no such product has counts as 0.
 static void check_precision(const Settings* s) {
     const ModelConfig* m = &s->model;
     const int linear = s->linear_precision == PRECISION_MXFP8, expert = s->expert_precision || s->wgrad_precision;
-    const int moe = m->dense_layers < m->L;
-    const struct {
-        int used;
-        int64_t width;
-        const char* options;
-    } widths[] = {{linear || expert || s->dispatch_precision || s->combine_precision, m->C, "--dim"},
-                  {expert, m->F, "--expert-ffn"},
-                  {linear, m->q_lora, "--q-lora"},
-                  {linear, m->kv_lora, "--kv-lora"},
-                  {linear, m->H * (m->nope + m->rope), "--heads x (--nope-dim + --rope-dim) ="},
-                  {linear, m->H * (m->nope + m->v), "--heads x (--nope-dim + --v-dim) ="},
-                  {linear, m->H * m->v, "--heads x --v-dim ="},
-                  {linear && m->dense_layers, m->dense_ffn, "--dense-ffn"},
-                  {linear && moe, m->shared * m->F, "--shared-experts x --expert-ffn ="}};
-    for (size_t i = 0; i < sizeof(widths) / sizeof(widths[0]); i++)
-        if (widths[i].used && widths[i].width % MX_BLOCK)
-            die(EXIT_USAGE, "%s %lld is not a multiple of 32, which MXFP8 needs", widths[i].options,
-                (long long)widths[i].width);
+    const int dense = linear && m->dense_layers > 0, shared = linear && m->dense_layers < m->L;
+    const int any = linear || expert || s->dispatch_precision || s->combine_precision;
+    const Width widths[] = {{"--dim", any * m->C},
+                            {"--expert-ffn", expert * m->F},
+                            {"--q-lora", linear * m->q_lora},
+                            {"--kv-lora", linear * m->kv_lora},
+                            {"--heads x (--nope-dim + --rope-dim) =", linear * m->H * (m->nope + m->rope)},
+                            {"--heads x (--nope-dim + --v-dim) =", linear * m->H * (m->nope + m->v)},
+                            {"--heads x --v-dim =", linear * m->H * m->v},
+                            {"--dense-ffn", dense * m->dense_ffn},
+                            {"--shared-experts x --expert-ffn =", shared * m->shared * m->F}};
+    check_multiples(widths, sizeof(widths) / sizeof(widths[0]), MX_BLOCK, "MXFP8");
 }
 
 // --mx-stats measures casts, so there must be some.
@@ -291,9 +291,9 @@ static void check_stats(const Settings* s) {
     const int moe = s->model.dense_layers < s->model.L, experts = s->expert_precision || s->dispatch_precision;
     if (s->mx_stats && !s->linear_precision && !(moe && experts))
         die(EXIT_USAGE,
-            "--mx-stats %lld: nothing that it measures is MXFP8; it goes with --linear-precision mxfp8 or, where there "
+            "--mx-stats %ld: nothing that it measures is MXFP8; it goes with --linear-precision mxfp8 or, where there "
             "is a MoE block, --expert-precision mxfp8 or --dispatch-precision mxfp8",
-            (long long)s->mx_stats);
+            s->mx_stats);
 }
 
 // A step is a whole number of micro-steps, and what the run is to write has a place.
@@ -302,15 +302,13 @@ static void check_run(Settings* s) {
     if (s->tokens_per_step == 0) s->tokens_per_step = micro;
     if (s->tokens_per_step % micro)
         die(EXIT_USAGE,
-            "--tokens-per-step %lld is not a multiple of %lld ranks x --batch %lld x --seq-len %lld = %lld tokens a "
+            "--tokens-per-step %ld is not a multiple of %ld ranks x --batch %ld x --seq-len %ld = %ld tokens a "
             "micro-step",
-            (long long)s->tokens_per_step, (long long)s->ranks, (long long)s->batch, (long long)s->seq_len,
-            (long long)micro);
+            s->tokens_per_step, s->ranks, s->batch, s->seq_len, micro);
 
     // What is allowed, and hardly meant.
     if (s->warmup > s->steps && s->schedule != SCHEDULE_CONSTANT)
-        warn("--warmup %lld is longer than --steps %lld: the learning rate never reaches --lr", (long long)s->warmup,
-             (long long)s->steps);
+        warn("--warmup %ld is longer than --steps %ld: the learning rate never reaches --lr", s->warmup, s->steps);
     if (s->model.K == 1 && s->model.route_norm && s->model.dense_layers < s->model.L)
         warn("--top-k 1 --route-norm 1: every gate is --route-scale, so the router gets %s; --route-norm 0 helps",
              s->aux_loss > 0 ? "a gradient from --aux-loss alone" : "no gradient");
@@ -325,8 +323,7 @@ static void check_run(Settings* s) {
 
 Settings settings_read(int argc, char** argv, int ranks) {
     // The command line over the defaults.
-    Settings s;
-    memset(&s, 0, sizeof(s));
+    Settings s = {.preset = 0};
     char* given = (char*)host_alloc((size_t)settings_count);
     options_defaults(settings_table, settings_count, &s);
     options_parse(settings_table, settings_count, &s, given, argc, argv);
@@ -347,8 +344,7 @@ Settings settings_read(int argc, char** argv, int ranks) {
     check_model(&s.model);
     if (BACKEND == BACKEND_CUDA) check_cuda_model(&s.model);
     if (s.ranks && !s.dry_run)
-        die(EXIT_USAGE, "--ranks is for --dry-run; start %lld ranks with mpirun -np %lld", (long long)s.ranks,
-            (long long)s.ranks);
+        die(EXIT_USAGE, "--ranks is for --dry-run; start %ld ranks with mpirun -np %ld", s.ranks, s.ranks);
     if (!s.ranks) s.ranks = ranks;
     check_sizes(&s);
     check_layout(&s);
@@ -378,7 +374,7 @@ char* settings_json(const Settings* s) {
 static char* recorded_text(const Option* option, const Json* value) {
     if (value->type == JSON_STRING) return host_strdup(value->text);
     if (option->type == OPTION_FLOAT) return host_format("%.9g", value->number);
-    return host_format("%lld", (long long)value->integer);
+    return host_format("%ld", value->integer);
 }
 
 const char* settings_differ(const Settings* s, const Json* record, char** was, char** is) {

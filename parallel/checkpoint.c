@@ -45,7 +45,8 @@ struct Saver {
     SavedFile* files;
     int count;
     int64_t step;
-    char *folder, *record;  // the unfinished folder; the manifest up to its list of files
+    Path folder;   // the unfinished one
+    char* record;  // the manifest up to its list of files
 };
 
 // Removes a file or folder. Whether it is gone: what cannot be removed, a link for one, does no harm where it is.
@@ -62,9 +63,9 @@ static void sweep(const char* out) {
         const char* name = entry->d_name;
         bool probe = strncmp(name, PROBE, strlen(PROBE)) == 0 && !name[strspn(name, PROBE "0123456789")];
         if (!probe && step_number(name, ".tmp") < 0 && step_number(name, ".replaced") < 0) continue;
-        char* path = host_format("%s/%s", out, name);
-        if (clear_away(path) && !probe) warn("%s was left by a save that did not finish; it is removed", path);
-        free(path);
+        Path path = path_of("%s/%s", out, name);
+        if (clear_away(path.text) && !probe)
+            warn("%s was left by a save that did not finish; it is removed", path.text);
     }
     if (folder) closedir(folder);
 }
@@ -80,19 +81,18 @@ Saver* saver_create(Ranks* world, const char* out, int keep) {
     // there.
     int64_t id = getpid();
     ranks_broadcast(world, &id, sizeof(id), 0);
-    char* probe = host_format("%s/" PROBE "%lld", out, (long long)id);
+    Path probe = path_of("%s/" PROBE "%ld", out, id);
     int fd = -1;
     if (ranks_index(world) == 0) {
-        if (make_folders(out) == 0) sweep(out), fd = create_file(probe);
-        if (fd < 0) die(EXIT_FAILED, "cannot create %s: %s", probe, file_error(errno));
+        if (make_folders(out) == 0) sweep(out), fd = create_file(probe.text);
+        if (fd < 0) die(EXIT_FAILED, "cannot create %s: %s", probe.text, file_error(errno));
         close(fd);
     }
     ranks_barrier(world);
-    bool there = access(probe, F_OK) == 0;
+    bool there = access(probe.text, F_OK) == 0;
     ranks_barrier(world);
-    if (fd >= 0) unlink(probe);
+    if (fd >= 0) unlink(probe.text);
     ranks_must_share(world, out, there);
-    free(probe);
     return s;
 }
 
@@ -115,7 +115,7 @@ void saver_destroy(Saver* s) {
 // is missing.
 static NORETURN void give_up(const Saver* s, const char* what, const char* path) {
     int why = errno;
-    remove_tree(s->folder);
+    remove_tree(s->folder.text);
     die(EXIT_FAILED, "cannot %s %s: %s; this checkpoint was not saved, earlier ones are as they were", what, path,
         file_error(why));
 }
@@ -141,17 +141,17 @@ static int put(int fd, const char* data, int64_t bytes, int64_t offset) {
 
 // Makes a file of `bytes` bytes and writes its head. Room for all of it is taken now: a full disk is found early.
 static void make_file(const Saver* s, const char* name, const char* head, int64_t head_bytes, int64_t bytes) {
-    char* path = host_format("%s/%s", s->folder, name);
-    int fd = create_file(path);
-    if (fd < 0) give_up(s, "create", path);
+    Path path = path_of("%s/%s", s->folder.text, name);
+    int fd = create_file(path.text);
+    if (fd < 0) give_up(s, "create", path.text);
     if (reserve(fd, bytes) != 0 || put(fd, head, head_bytes, 0) != 0 || fsync(fd) != 0 || close(fd) != 0)
-        give_up(s, "write", path);
-    free(path);
+        give_up(s, "write", path.text);
 }
 
 // Rank 0: an empty folder, and in it every file.
 static void make_files(const Saver* s) {
-    if (remove_tree(s->folder) != 0 || mkdir(s->folder, 0777) != 0) give_up(s, "create", s->folder);
+    const char* folder = s->folder.text;
+    if (remove_tree(folder) != 0 || mkdir(folder, 0777) != 0) give_up(s, "create", folder);
     for (int i = 0; i < s->count; i++)
         make_file(s, s->files[i].name, s->files[i].header, s->files[i].header_bytes, s->files[i].bytes);
 }
@@ -176,16 +176,15 @@ static void write_files(Saver* s) {
     const char* from = s->buffer;
     FileSlice* next = s->slices;
     for (int i = 0; i < s->count; i++) {
-        char* path = host_format("%s/%s", s->folder, s->files[i].name);
-        bool written = write_slices(path, i, &next, s->slices + s->slice_count, &from);
+        Path path = path_of("%s/%s", s->folder.text, s->files[i].name);
+        bool written = write_slices(path.text, i, &next, s->slices + s->slice_count, &from);
         int why = errno;
         watch_progress();
         if (!ranks_well(s->group, written)) {
             errno = why;
-            give_up(s, "write", path);
+            give_up(s, "write", path.text);
         }
         watch_progress();
-        free(path);
     }
 }
 
@@ -197,9 +196,10 @@ static void write_manifest(const Saver* s, const FileSlice* slices, int64_t slic
         const SavedFile* f = &s->files[i];
         uLong crc = crc_of(f->header, (size_t)f->header_bytes);
         if (!slices_join(&next, end, i, f->header_bytes, f->bytes, &crc))
-            die(EXIT_FAILED, "internal error: the ranks did not write every byte of %s/%s once", s->folder, f->name);
-        host_append(&body, "%s\n  {\"name\": \"%s\", \"bytes\": %lld, \"crc32\": %lu}", i ? "," : "", f->name,
-                    (long long)f->bytes, crc);
+            die(EXIT_FAILED, "internal error: the ranks did not write every byte of %s/%s once", s->folder.text,
+                f->name);
+        host_append(&body, "%s\n  {\"name\": \"%s\", \"bytes\": %ld, \"crc32\": %lu}", i ? "," : "", f->name, f->bytes,
+                    crc);
     }
     host_append(&body, "]");
     host_append(&body, "%s%lu}\n", CHECKPOINT_MANIFEST_END, crc_of(body, strlen(body)));
@@ -210,13 +210,9 @@ static void write_manifest(const Saver* s, const FileSlice* slices, int64_t slic
 
 // Removes a checkpoint. It is renamed first: a folder with a checkpoint's name is never half there.
 static void remove_step(const char* out, int64_t step) {
-    char *path = step_path(out, step, ""), *old = step_path(out, step, ".replaced");
-    if (is_link(path) || !clear_away(old) || rename(path, old) != 0)
-        clear_away(path);  // a link stays; where names cannot change, it is removed as it is
-    else
-        clear_away(old);
-    free(path);
-    free(old);
+    Path path = step_path(out, step, ""), old = step_path(out, step, ".replaced");
+    bool renamed = !is_link(path.text) && clear_away(old.text) && rename(path.text, old.text) == 0;
+    clear_away(renamed ? old.text : path.text);  // a link stays; where names cannot change, it is removed as it is
 }
 
 // Removes the oldest checkpoints, so that `keep` stay.
@@ -239,25 +235,23 @@ bool checkpoint_set_aside(Saver* s, int64_t step) {
     if (ranks_index(s->group) != 0) return false;
     int count;
     int64_t* steps = checkpoint_list(s->out, &count);
-    char *path = step_path(s->out, step, ""), *aside = step_path(s->out, step, ".diverged");
-    bool last = !count || steps[count - 1] >= step;
-    bool done = !last && remove_tree(aside) == 0 && !is_link(path) && rename(path, aside) == 0;
+    Path path = step_path(s->out, step, ""), aside = step_path(s->out, step, ".diverged");
+    bool oldest = !count || steps[count - 1] >= step;
     free(steps);
-    free(path);
-    free(aside);
-    return done;
+    return !oldest && remove_tree(aside.text) == 0 && !is_link(path.text) && rename(path.text, aside.text) == 0;
 }
 
 // When all is on disk: gives the folder its name, and removes what is too old.
 static void publish(const Saver* s) {
-    char *path = step_path(s->out, s->step, ""), *old = step_path(s->out, s->step, ".replaced");
-    if (sync_folder(s->folder) != 0) give_up(s, "flush", path);
+    Path final = step_path(s->out, s->step, ""), replaced = step_path(s->out, s->step, ".replaced");
+    const char *path = final.text, *old = replaced.text, *folder = s->folder.text;
+    if (sync_folder(folder) != 0) give_up(s, "flush", path);
 
     // A folder of this name can only be one that was refused at resume. It is renamed, and removed once the new one
     // stands.
     if (is_link(path)) errno = ELOOP, give_up(s, "replace", path);
     if (rename(path, old) != 0 && errno != ENOENT) give_up(s, "replace", path);
-    if (rename(s->folder, path) != 0 || sync_folder(s->out) != 0) give_up(s, "create", path);
+    if (rename(folder, path) != 0 || sync_folder(s->out) != 0) give_up(s, "create", path);
     clear_away(old);
 
     // Two stay at least: whether the newest is any good is known after the next step.
@@ -267,8 +261,6 @@ static void publish(const Saver* s) {
     printf("saved %s\n", shown);
     fflush(stdout);
     free(shown);
-    free(path);
-    free(old);
 }
 
 // The thread of a save, on every rank.
@@ -292,30 +284,8 @@ static void* saver_thread(void* saver) {
     for (int i = 0; i < s->count; i++) free(s->files[i].header);
     free(s->files);
     free(s->slices);
-    free(s->folder);
     free(s->record);
     return NULL;
-}
-
-// Lays out the file: its header, and in planned[i].offset the place of tensor i.
-static SavedFile plan_file(const CheckpointFile* file, StTensor* planned) {
-    // The tensors as the header names them.
-    SavedFile saved;
-    for (int i = 0; i < file->count; i++) {
-        const CheckpointTensor* t = &file->tensors[i];
-        planned[i].name = (char*)t->name;
-        planned[i].dtype = CHECKPOINT_DTYPE;
-        planned[i].rank = t->rank;
-        planned[i].shape[0] = t->shape[0];
-        planned[i].shape[1] = t->shape[1];
-    }
-
-    const char* const metadata[] = {"format", "pt", NULL};
-    memcpy(saved.name, file->name, sizeof(saved.name));
-    saved.header = st_plan_header(planned, file->count, metadata, &saved.header_bytes);
-    saved.bytes = saved.header_bytes;
-    for (int i = 0; i < file->count; i++) saved.bytes += planned[i].bytes;
-    return saved;
 }
 
 // Copies what this rank writes of a tensor to the end of the buffer. What lies side by side in the file is one slice.
@@ -333,26 +303,45 @@ static char* copy_slice(Saver* s, int64_t file, const CheckpointTensor* t, int64
     return to + bytes;
 }
 
+// Lays out file i, and copies what this rank writes of it to the end of the buffer.
+static char* copy_file(Saver* s, int i, const CheckpointFile* file, char* to, Ctx* ctx) {
+    // Its header: the tensors by name, each of which gets its place in the file.
+    StTensor* planned = (StTensor*)host_alloc((size_t)file->count * sizeof(StTensor));
+    for (int k = 0; k < file->count; k++) {
+        CheckpointTensor* t = &file->tensors[k];
+        StTensor plan = {
+            .name = t->name, .dtype = CHECKPOINT_DTYPE, .rank = t->rank, .shape = {t->shape[0], t->shape[1]}};
+        planned[k] = plan;
+    }
+    const char* const metadata[] = {"format", "pt", NULL};
+    SavedFile* saved = &s->files[i];
+    memcpy(saved->name, file->name, sizeof(saved->name));
+    saved->header = st_plan_header(planned, file->count, metadata, &saved->header_bytes);
+
+    // Its tensors: this rank's part of each.
+    saved->bytes = saved->header_bytes;
+    for (int k = 0; k < file->count; k++) {
+        saved->bytes += planned[k].bytes;
+        if (file->tensors[k].save_count) to = copy_slice(s, i, &file->tensors[k], planned[k].offset, to, ctx);
+    }
+    free(planned);
+    return to;
+}
+
 void checkpoint_save(Saver* s, const CheckpointRecord* r, const char* options_json, const CheckpointFile* files,
                      int count, Ctx* ctx) {
     checkpoint_wait(s);
 
-    // How much this rank writes, in how many slices, and the most tensors of a file.
-    size_t bytes = 0, slices = 0, most = 0;
-    for (int i = 0; i < count; i++) {
+    // How much this rank writes, in how many slices.
+    size_t bytes = 0, slices = 0;
+    for (int i = 0; i < count; i++)
         for (int t = 0; t < files[i].count; t++) {
             bytes += (size_t)files[i].tensors[t].save_count * sizeof(real);
             slices += files[i].tensors[t].save_count > 0;
         }
-        most = max_size(most, (size_t)files[i].count);
-    }
 
     // Room for it, and what the thread needs to know.
-    if (bytes > s->room) {
-        free(s->buffer);
-        s->buffer = (char*)host_alloc(bytes);
-        s->room = bytes;
-    }
+    s->buffer = (char*)host_at_least(s->buffer, &s->room, bytes);
     s->slices = (FileSlice*)host_alloc(slices * sizeof(FileSlice));
     s->slice_count = 0;
     s->files = (SavedFile*)host_alloc((size_t)count * sizeof(SavedFile));
@@ -360,22 +349,15 @@ void checkpoint_save(Saver* s, const CheckpointRecord* r, const char* options_js
     s->step = r->step;
     s->folder = step_path(s->out, r->step, ".tmp");
     s->record = host_format(
-        "{\"format\": \"%s\", \"step\": %lld, \"window\": %lld, \"updates\": %lld, \"data_hash\": %lld,\n\"options\": "
+        "{\"format\": \"%s\", \"step\": %ld, \"window\": %ld, \"updates\": %ld, \"data_hash\": %ld,\n\"options\": "
         "%s,\n\"files\": [",
-        CHECKPOINT_FORMAT, (long long)r->step, (long long)r->window, (long long)r->updates, (long long)r->data_hash,
-        options_json);
+        CHECKPOINT_FORMAT, r->step, r->window, r->updates, r->data_hash, options_json);
 
     // The copy: training goes on when it is done.
-    StTensor* planned = (StTensor*)host_alloc(most * sizeof(StTensor));
     char* to = s->buffer;
-    for (int i = 0; i < count; i++) {
-        s->files[i] = plan_file(&files[i], planned);
-        for (int t = 0; t < files[i].count; t++)
-            if (files[i].tensors[t].save_count) to = copy_slice(s, i, &files[i].tensors[t], planned[t].offset, to, ctx);
-    }
-    free(planned);
+    for (int i = 0; i < count; i++) to = copy_file(s, i, &files[i], to, ctx);
 
     int rc = thread_start(&s->thread, saver_thread, s);
-    if (rc != 0) die(EXIT_FAILED, "cannot start the thread that writes %s: %s", s->folder, strerror(rc));
+    if (rc != 0) die(EXIT_FAILED, "cannot start the thread that writes %s: %s", s->folder.text, strerror(rc));
     s->running = true;
 }

@@ -22,9 +22,9 @@ struct Comm {
     Ranks* group;
     int count, index;
     char what[KINDS][64];  // names of waits
-    char* scratch;         // what arrived and is not summed yet; grows to the largest sum
-    size_t scratch_bytes;
-    size_t *send_at, *send_bytes, *recv_at, *recv_bytes;  // (count) each, of ranks_exchange
+    void* parts;           // what arrived and is not summed yet; grows to the largest sum
+    size_t parts_room;
+    size_t *send_at, *send_bytes, *recv_at, *recv_bytes;  // (count) each, of ranks_exchange, in one piece
 };
 
 Comm* comm_create(Ranks* group, const char* name, Ctx* ctx) {
@@ -35,40 +35,28 @@ Comm* comm_create(Ranks* group, const char* name, Ctx* ctx) {
     c->count = ranks_count(group);
     c->index = ranks_index(group);
     for (int i = 0; i < KINDS; i++) snprintf(c->what[i], sizeof(c->what[i]), "%s (%s)", kinds[i], name);
-    size_t** of_ranks[] = {&c->send_at, &c->send_bytes, &c->recv_at, &c->recv_bytes};
-    for (int i = 0; i < 4; i++) *of_ranks[i] = (size_t*)host_alloc((size_t)c->count * sizeof(size_t));
+    c->send_at = (size_t*)host_alloc(4 * (size_t)c->count * sizeof(size_t));
+    c->send_bytes = c->send_at + c->count;
+    c->recv_at = c->send_bytes + c->count;
+    c->recv_bytes = c->recv_at + c->count;
     return c;
 }
 
 void comm_destroy(Comm* c) {
     ranks_free(c->group);
-    free(c->scratch);
+    free(c->parts);
     free(c->send_at);
-    free(c->send_bytes);
-    free(c->recv_at);
-    free(c->recv_bytes);
     free(c);
 }
 
 int comm_count(const Comm* c) { return c->count; }
 int comm_index(const Comm* c) { return c->index; }
 
-// At least so many bytes, whose contents nobody needs any more.
-static char* scratch(Comm* c, size_t bytes) {
-    if (bytes > c->scratch_bytes) {
-        free(c->scratch);
-        c->scratch = (char*)host_alloc(bytes);
-        c->scratch_bytes = bytes;
-    }
-    return c->scratch;
-}
-
 static void exchange(Comm* c, void* recv, const void* send) {
     ranks_exchange(c->group, recv, c->recv_at, c->recv_bytes, send, c->send_at, c->send_bytes);
 }
 
 // out[i] = parts[0][i] + parts[1][i] + ...: from the left, so its bits depend on the number of ranks alone.
-typedef void (*AddParts)(void* out, const void* parts, int count, int64_t n);
 #define ADD_PARTS(name, T)                                                                                             \
     static void name(void* out_, const void* parts_, int count, int64_t n) {                                           \
         T* out = (T*)out_;                                                                                             \
@@ -84,6 +72,12 @@ ADD_PARTS(add_real, real)
 ADD_PARTS(add_double, double)
 ADD_PARTS(add_i64, int64_t)
 
+// By SumType.
+static const struct {
+    size_t size;
+    void (*add)(void* out, const void* parts, int count, int64_t n);
+} types[] = {{sizeof(real), add_real}, {sizeof(double), add_double}, {sizeof(int64_t), add_i64}};
+
 void comm_all_gather(Comm* c, void* all, const void* mine, size_t bytes, Ctx* ctx) {
     (void)ctx;
     watch_begin(c->what[ALL_GATHER]);
@@ -94,7 +88,8 @@ void comm_all_gather(Comm* c, void* all, const void* mine, size_t bytes, Ctx* ct
 // Rank r's share of n elements are first(r) .. first(r + 1) - 1. It gets them of every rank's `all`, and sums them into
 // `part`.
 static int64_t first(const Comm* c, int64_t n, int r) { return n / c->count * r + min_i64(r, n % c->count); }
-static void reduce_parts(Comm* c, void* part, const void* all, int64_t n, size_t size, AddParts add) {
+static void reduce_parts(Comm* c, void* part, const void* all, int64_t n, SumType type) {
+    size_t size = types[type].size;
     int64_t own = first(c, n, c->index + 1) - first(c, n, c->index);
     for (int r = 0; r < c->count; r++) {
         c->send_at[r] = (size_t)first(c, n, r) * size;
@@ -102,9 +97,9 @@ static void reduce_parts(Comm* c, void* part, const void* all, int64_t n, size_t
         c->recv_at[r] = (size_t)(r * own) * size;
         c->recv_bytes[r] = (size_t)own * size;
     }
-    char* parts = scratch(c, (size_t)(c->count * own) * size);
-    exchange(c, parts, all);
-    add(part, parts, c->count, own);
+    c->parts = host_at_least(c->parts, &c->parts_room, (size_t)(c->count * own) * size);
+    exchange(c, c->parts, all);
+    types[type].add(part, c->parts, c->count, own);
 }
 
 void comm_reduce_scatter(Comm* c, real* part, real* all, int64_t n, Ctx* ctx) {
@@ -114,22 +109,23 @@ void comm_reduce_scatter(Comm* c, real* part, real* all, int64_t n, Ctx* ctx) {
         return;
     }
     watch_begin(c->what[REDUCE_SCATTER]);
-    reduce_parts(c, part, all, n * c->count, sizeof(real), add_real);
+    reduce_parts(c, part, all, n * c->count, SUM_REAL);
     watch_end();
 }
 
-static void sum(Comm* c, void* data, int64_t n, size_t size, AddParts add) {
+void comm_sum_type(Comm* c, void* data, int64_t n, SumType type, Ctx* ctx) {
+    (void)ctx;
     if (c->count == 1) return;
     watch_begin(c->what[SUM]);
-    size_t bytes = (size_t)n * size;
+    size_t size = types[type].size, bytes = (size_t)n * size;
     if (bytes < SMALL_SUM) {
-        char* all = scratch(c, (size_t)c->count * bytes);
-        ranks_all_gather(c->group, all, data, bytes);
-        add(data, all, c->count, n);
+        c->parts = host_at_least(c->parts, &c->parts_room, (size_t)c->count * bytes);
+        ranks_all_gather(c->group, c->parts, data, bytes);
+        types[type].add(data, c->parts, c->count, n);
     } else {
         // Every rank sums its share in place, then sends it to all: the exchange before, the other way round.
         char* own = (char*)data + (size_t)first(c, n, c->index) * size;
-        reduce_parts(c, own, data, n, size, add);
+        reduce_parts(c, own, data, n, type);
         memcpy(c->recv_at, c->send_at, (size_t)c->count * sizeof(size_t));
         memcpy(c->recv_bytes, c->send_bytes, (size_t)c->count * sizeof(size_t));
         for (int r = 0; r < c->count; r++) {
@@ -140,13 +136,6 @@ static void sum(Comm* c, void* data, int64_t n, size_t size, AddParts add) {
     }
     watch_end();
 }
-
-void comm_sum(Comm* c, real* data, int64_t n, Ctx* ctx) { (void)ctx, sum(c, data, n, sizeof(real), add_real); }
-void comm_sum_double(Comm* c, double* data, int64_t n, Ctx* ctx) {
-    (void)ctx;
-    sum(c, data, n, sizeof(double), add_double);
-}
-void comm_sum_i64(Comm* c, int64_t* data, int64_t n, Ctx* ctx) { (void)ctx, sum(c, data, n, sizeof(int64_t), add_i64); }
 
 void comm_exchange(Comm* c, const ExchangeBuffer* buffers, int buffer_count, ExchangeRows rows, Ctx* ctx) {
     (void)ctx;

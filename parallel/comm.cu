@@ -53,7 +53,7 @@ static pthread_mutex_t lock = PTHREAD_MUTEX_INITIALIZER;
 static Comm* comms;
 static int64_t queued, done;
 
-// Called with the lock.
+// Drops the collectives that are done from the front of the ring. Called with the lock.
 static void forget_done(Comm* c) {
     while (c->first < c->end) {
         cudaError_t error = cudaEventQuery(c->ring[c->first % RING].event);
@@ -64,6 +64,7 @@ static void forget_done(Comm* c) {
     }
 }
 
+// The watching thread's look at all communicators: how many collectives are done, and which is the oldest that is not.
 static int64_t probe(void* context, const char** pending) {
     (void)context;
     const Queued* oldest = NULL;
@@ -85,6 +86,8 @@ static int64_t probe(void* context, const char** pending) {
     return all_done;
 }
 
+// Notes the collective that was just given to the stream. Where the ring is full, the host waits for the oldest one,
+// without the lock, so that the watching thread can see which one hangs.
 static void add_to_queue(Comm* c, int kind, Ctx* ctx) {
     pthread_mutex_lock(&lock);
     forget_done(c);
@@ -125,9 +128,12 @@ Comm* comm_create(Ranks* group, const char* name, Ctx* ctx) {
     for (int i = 0; i < KINDS; i++) snprintf(c->what[i], sizeof(c->what[i]), "%s (%s)", kinds[i], name);
     for (int i = 0; i < RING; i++) CUDA_CHECK(cudaEventCreateWithFlags(&c->ring[i].event, cudaEventDisableTiming));
 
+    // NCCL reads its settings when the first communicator is made. What the user has set stands.
     setenv("NCCL_NVLS_ENABLE", "0", 0);
     setenv("NCCL_LAUNCH_ORDER_IMPLICIT", "1", 0);
     setenv("NCCL_RUNTIME_CONNECT", "0", 0);  // rings and trees get their memory now, not in the first step
+
+    // Rank 0 opens the group, and the others find it by its id.
     ncclUniqueId id;
     if (c->index == 0) NCCL_CHECK(ncclGetUniqueId(&id), NULL);
     ranks_broadcast(group, &id, sizeof(id), 0);
@@ -136,6 +142,7 @@ Comm* comm_create(Ranks* group, const char* name, Ctx* ctx) {
     NCCL_CHECK(ncclCommInitRank(&c->nccl, c->count, id, c->index), NULL);
     watch_end();
 
+    // From here on the watching thread looks at it.
     pthread_mutex_lock(&lock);
     c->next = comms;
     comms = c;
@@ -181,17 +188,15 @@ void comm_reduce_scatter(Comm* c, real* part, real* all, int64_t n, Ctx* ctx) {
         device_copy(part, all, (size_t)n * sizeof(real), ctx);
 }
 
-static void sum(Comm* c, void* data, int64_t n, ncclDataType_t type, Ctx* ctx) {
+void comm_sum_type(Comm* c, void* data, int64_t n, SumType type, Ctx* ctx) {
+    static const ncclDataType_t types[] = {ncclFloat, ncclDouble, ncclInt64};  // by SumType
     if (!c->nccl) return;
-    NCCL_CHECK(ncclAllReduce(data, data, (size_t)n, type, ncclSum, c->nccl, ctx->stream), c->nccl);
+    NCCL_CHECK(ncclAllReduce(data, data, (size_t)n, types[type], ncclSum, c->nccl, ctx->stream), c->nccl);
     add_to_queue(c, SUM, ctx);
 }
 
-void comm_sum(Comm* c, real* data, int64_t n, Ctx* ctx) { sum(c, data, n, ncclFloat, ctx); }
-void comm_sum_double(Comm* c, double* data, int64_t n, Ctx* ctx) { sum(c, data, n, ncclDouble, ctx); }
-void comm_sum_i64(Comm* c, int64_t* data, int64_t n, Ctx* ctx) { sum(c, data, n, ncclInt64, ctx); }
-
 void comm_exchange(Comm* c, const ExchangeBuffer* buffers, int buffer_count, ExchangeRows rows, Ctx* ctx) {
+    // What stays on this rank is a copy.
     int own = c->index;
     ASSERT(rows.send_rows[own] == rows.recv_rows[own]);
     for (int b = 0; b < buffer_count; b++) {
@@ -201,6 +206,8 @@ void comm_exchange(Comm* c, const ExchangeBuffer* buffers, int buffer_count, Exc
                     (size_t)rows.send_rows[own] * bytes, ctx);
     }
     if (!c->nccl) return;
+
+    // All sends and receives are one group, so their order among themselves does not matter and none waits for another.
     NCCL_CHECK(ncclGroupStart(), c->nccl);
     for (int step = 1; step < c->count; step++) {
         int to = (own + step) % c->count, from = (own + c->count - step) % c->count;

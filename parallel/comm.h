@@ -23,9 +23,11 @@ void comm_all_gather(Comm* comm, void* all, const void* mine, size_t bytes, Ctx*
 // index * n; the rest of `all` may be changed.
 void comm_reduce_scatter(Comm* comm, real* part, real* all, int64_t n, Ctx* ctx);
 // Sums over the ranks, in place, the same bits on every rank.
-void comm_sum(Comm* comm, real* data, int64_t n, Ctx* ctx);
-void comm_sum_double(Comm* comm, double* data, int64_t n, Ctx* ctx);
-void comm_sum_i64(Comm* comm, int64_t* data, int64_t n, Ctx* ctx);
+typedef enum { SUM_REAL, SUM_DOUBLE, SUM_I64 } SumType;
+void comm_sum_type(Comm* comm, void* data, int64_t n, SumType type, Ctx* ctx);
+static inline void comm_sum(Comm* c, real* x, int64_t n, Ctx* ctx) { comm_sum_type(c, x, n, SUM_REAL, ctx); }
+static inline void comm_sum_double(Comm* c, double* x, int64_t n, Ctx* ctx) { comm_sum_type(c, x, n, SUM_DOUBLE, ctx); }
+static inline void comm_sum_i64(Comm* c, int64_t* x, int64_t n, Ctx* ctx) { comm_sum_type(c, x, n, SUM_I64, ctx); }
 
 // Rows that go from every rank to every rank of the group, all in one transfer. For each rank i: rows send_start[i] ..
 // + send_rows[i] of `send` go to rank i, and recv_rows[i] rows from it arrive at recv_start[i]. The four arrays are

@@ -29,15 +29,16 @@ struct Ranks {
     MPI_Comm comm;  // MPI_COMM_NULL: one rank, without MPI
     int count, index;
     MPI_Request* requests;  // of an exchange
-    size_t requests_size;
+    size_t requests_room;
     MPI_Request posted;  // the note on its way
     char note[RANKS_NOTE];
 };
 
 static int local, here = 1;  // ranks_local, ranks_here
 
-static size_t min_size(size_t a, size_t b) { return a < b ? a : b; }
 static size_t pieces(size_t bytes) { return (bytes + PIECE - 1) / PIECE; }
+// Bytes of the piece that begins at `at`.
+static int piece_bytes(size_t bytes, size_t at) { return (int)(bytes - at < PIECE ? bytes - at : PIECE); }
 
 // MPI_COMM_NULL: of one rank.
 static Ranks* group_create(MPI_Comm comm) {
@@ -140,7 +141,7 @@ void ranks_broadcast(Ranks* group, void* data, size_t bytes, int root) {
     if (group->count == 1) return;
     watch_begin("broadcast");
     for (size_t at = 0; at < bytes; at += PIECE)
-        MPI_CHECK(MPI_Bcast((char*)data + at, (int)min_size(PIECE, bytes - at), MPI_BYTE, root, group->comm));
+        MPI_CHECK(MPI_Bcast((char*)data + at, piece_bytes(bytes, at), MPI_BYTE, root, group->comm));
     watch_end();
 }
 
@@ -152,7 +153,7 @@ void ranks_all_gather(Ranks* group, void* all, const void* mine, size_t bytes) {
     for (size_t at = 0; at < bytes; at += PIECE) {
         // A piece of every rank's part: the parts lie `bytes` apart.
         MPI_Datatype piece, apart;
-        MPI_CHECK(MPI_Type_contiguous((int)min_size(PIECE, bytes - at), MPI_BYTE, &piece));
+        MPI_CHECK(MPI_Type_contiguous(piece_bytes(bytes, at), MPI_BYTE, &piece));
         MPI_CHECK(MPI_Type_create_resized(piece, 0, (MPI_Aint)bytes, &apart));
         MPI_CHECK(MPI_Type_commit(&apart));
         MPI_CHECK(MPI_Allgather(MPI_IN_PLACE, 0, MPI_DATATYPE_NULL, (char*)all + at, 1, apart, group->comm));
@@ -174,26 +175,24 @@ void ranks_exchange(Ranks* group, void* recv, const size_t* recv_at, const size_
     size_t most = 0;
     int n = 0;
     for (int i = 0; i < group->count; i++) most += pieces(send_bytes[i]) + pieces(recv_bytes[i]);
-    if (most > group->requests_size) {
-        free(group->requests);
-        group->requests = (MPI_Request*)host_alloc(most * sizeof(MPI_Request));
-        group->requests_size = most;
-    }
+    most *= sizeof(MPI_Request);
+    group->requests = (MPI_Request*)host_at_least(group->requests, &group->requests_room, most);
 
     // From the next rank onwards, so that not all send to one at once. Pieces between two ranks arrive in order.
     for (int step = 1; step < group->count; step++) {
         int from = (own + group->count - step) % group->count;
         for (size_t at = 0; at < recv_bytes[from]; at += PIECE)
-            MPI_CHECK(MPI_Irecv((char*)recv + recv_at[from] + at, (int)min_size(PIECE, recv_bytes[from] - at), MPI_BYTE,
-                                from, 0, group->comm, &group->requests[n++]));
+            MPI_CHECK(MPI_Irecv((char*)recv + recv_at[from] + at, piece_bytes(recv_bytes[from], at), MPI_BYTE, from, 0,
+                                group->comm, &group->requests[n++]));
     }
     for (int step = 1; step < group->count; step++) {
         int to = (own + step) % group->count;
         for (size_t at = 0; at < send_bytes[to]; at += PIECE)
-            MPI_CHECK(MPI_Isend((const char*)send + send_at[to] + at, (int)min_size(PIECE, send_bytes[to] - at),
-                                MPI_BYTE, to, 0, group->comm, &group->requests[n++]));
+            MPI_CHECK(MPI_Isend((const char*)send + send_at[to] + at, piece_bytes(send_bytes[to], at), MPI_BYTE, to, 0,
+                                group->comm, &group->requests[n++]));
     }
 
+    // All of them are under way together.
     MPI_CHECK(MPI_Waitall(n, group->requests, MPI_STATUSES_IGNORE));
     watch_end();
 }

@@ -30,18 +30,14 @@ static int newest_first(const void* a, const void* b) {
 
 int64_t* checkpoint_list(const char* out, int* count) {
     int64_t* steps = NULL;
-    int room = 0;
     *count = 0;
     DIR* folder = opendir(out);
     errno = folder ? 0 : errno;
     for (struct dirent* entry; folder && (entry = readdir(folder)) != NULL; errno = 0) {
         int64_t step = step_number(entry->d_name, "");
         if (step < 0) continue;
-        if (*count == room) {
-            room = room ? 2 * room : 16;
-            steps = (int64_t*)realloc(steps, (size_t)room * sizeof(int64_t));
-            if (!steps) die(EXIT_FAILED, "out of host memory for the list of checkpoints");
-        }
+        steps = (int64_t*)realloc(steps, (size_t)(*count + 1) * sizeof(int64_t));
+        if (!steps) die(EXIT_FAILED, "out of host memory for the list of checkpoints");
         steps[(*count)++] = step;
     }
     // A folder that cannot be read is not an empty one.
@@ -67,17 +63,17 @@ static bool read_record(const Json* json, int64_t step, CheckpointRecord* r, cha
                       : r->updates < r->step / 3 || r->updates > r->step ? "its number of updates is out of range"
                                                                          : NULL;
     if (odd) snprintf(reason, 128, "%s", odd);
-    if (!odd && r->step != step)
-        snprintf(reason, 128, "it is of step %lld; the folder was renamed", (long long)r->step);
+    if (!odd && r->step != step) snprintf(reason, 128, "it is of step %ld; the folder was renamed", r->step);
     return !odd && r->step == step;
 }
 
 Json* checkpoint_manifest(const char* out, int64_t step, CheckpointRecord* r, char* error, size_t error_size) {
-    char *folder = step_path(out, step, ""), *path = host_format("%s/manifest.json", folder), reason[128] = "";
+    Path path = path_of("%s/manifest.json", step_path(out, step, "").text);
+    char reason[128] = "";
     size_t size = 0;
 
     // The text, then whether it is as it was sealed, then what it says.
-    char* text = read_file(path, MANIFEST_LIMIT, &size);
+    char* text = read_file(path.text, MANIFEST_LIMIT, &size);
     char* end = text ? strstr(text, CHECKPOINT_MANIFEST_END) : NULL;
     Json* json = NULL;
     if (!text)
@@ -91,10 +87,8 @@ Json* checkpoint_manifest(const char* out, int64_t step, CheckpointRecord* r, ch
         json = NULL;
     }
 
-    if (!json) snprintf(error, error_size, "%s: %s", path, reason);
+    if (!json) snprintf(error, error_size, "%s: %s", path.text, reason);
     free(text);
-    free(path);
-    free(folder);
     return json;
 }
 
@@ -123,24 +117,20 @@ static int agree(Ranks* world, int64_t bad, char* error, size_t error_size) {
 static int sum_slice(const char* path, int64_t size, FileSlice* slice, void* piece, char* error, size_t error_size) {
     struct stat info;
     int fd = open_file(path);
-    bool ok = fd >= 0 && fstat(fd, &info) == 0;
-    if (ok && info.st_size != size) {
-        snprintf(error, error_size, "%s: %lld bytes long, the manifest says %lld", path, (long long)info.st_size,
-                 (long long)size);
-        close(fd);
-        return -1;
-    }
+    bool ok = fd >= 0 && fstat(fd, &info) == 0, fits = ok && info.st_size == size;
     uLong crc = crc32(0, NULL, 0);
-    for (int64_t at = 0, n; ok && at < slice->bytes; at += n) {
-        n = read_at(fd, piece, min_i64(slice->bytes - at, (int64_t)PIECE), slice->offset + at);
-        if (n == 0) errno = EIO;  // the file ends early
-        ok = n > 0;
+    for (int64_t at = 0, n; ok && fits && at < slice->bytes; at += n) {
+        n = min_i64(slice->bytes - at, (int64_t)PIECE);
+        ok = read_all_at(fd, piece, n, slice->offset + at) == 0;
         if (ok) crc = crc32_z(crc, (const Bytef*)piece, (size_t)n);
     }
     slice->crc = crc;
-    if (!ok) snprintf(error, error_size, "%s: %s", path, file_error(errno));
+    if (!ok)
+        snprintf(error, error_size, "%s: %s", path, file_error(errno));
+    else if (!fits)
+        snprintf(error, error_size, "%s: %ld bytes long, the manifest says %ld", path, info.st_size, size);
     if (fd >= 0) close(fd);
-    return ok ? 0 : -1;
+    return ok && fits ? 0 : -1;
 }
 
 // Compares size and CRC-32 of every file with what the manifest says. Each rank reads an equal share of all bytes, laid
@@ -168,13 +158,12 @@ static int check_files(Ranks* world, const char* folder, const Json* manifest, c
     for (int i = 0; i < listed && i < bad; at += sizes[i++]) {
         int64_t from = max_i64(begin - at, 0), to = min_i64(end - at, sizes[i]);
         if (from >= to) continue;
-        char* path = host_format("%s/%s", folder, files[i].name);
+        Path path = path_of("%s/%s", folder, files[i].name);
         FileSlice slice = {i, from, to - from, 0};
-        if (sum_slice(path, sizes[i], &slice, piece, error, error_size) == 0)
+        if (sum_slice(path.text, sizes[i], &slice, piece, error, error_size) == 0)
             mine[slices++] = slice;
         else
             bad = i;
-        free(path);
     }
 
     // Rank 0 joins the slices' sums, and compares.
@@ -185,8 +174,8 @@ static int check_files(Ranks* world, const char* folder, const Json* manifest, c
         int64_t want = json_int(file_entry(manifest, files[i].name), "crc32", -1);
         // A part that is missing could not be read: its rank has a reason of its own.
         if (!slices_join(&next, all + total, i, 0, sizes[i], &crc) || (int64_t)crc == want) continue;
-        snprintf(error, error_size, "%s/%s: altered (its CRC-32 is %lu, the manifest says %lld)", folder, files[i].name,
-                 crc, (long long)want);
+        snprintf(error, error_size, "%s/%s: altered (its CRC-32 is %lu, the manifest says %ld)", folder, files[i].name,
+                 crc, want);
         bad = i;
     }
 
@@ -218,8 +207,8 @@ static int load_slice(const SafeTensors* st, const CheckpointTensor* t, void* pi
         }
         for (int64_t i = 0; i < n; i++)
             if (!isfinite(((const real*)piece)[i])) {
-                snprintf(error, error_size, "%s: element %lld of %s is not finite", st->path,
-                         (long long)(t->first + at + i), t->name);
+                snprintf(error, error_size, "%s: element %ld of %s is not finite", st->path, (t->first + at + i),
+                         t->name);
                 return -1;
             }
         device_upload(t->data + at, piece, (size_t)n * sizeof(real), ctx);
@@ -233,13 +222,11 @@ static int load_files(Ranks* world, const char* folder, const CheckpointFile* fi
     void* piece = host_alloc(PIECE);
     int64_t bad = GOOD;
     for (int i = 0; i < count && bad == GOOD; i++) {
-        char* path = host_format("%s/%s", folder, files[i].name);
-        SafeTensors* st = st_open(path, error, error_size);
+        SafeTensors* st = st_open(path_of("%s/%s", folder, files[i].name).text, error, error_size);
         if (!st) bad = i;
         for (int t = 0; t < files[i].count && bad == GOOD; t++)
             if (load_slice(st, &files[i].tensors[t], piece, ctx, error, error_size) != 0) bad = i;
         st_close(st);
-        free(path);
     }
     free(piece);
     return agree(world, bad, error, error_size);
@@ -251,10 +238,10 @@ int checkpoint_load(Ranks* world, const char* out, int64_t step, const Json* man
     memcpy(theirs, mine, sizeof(mine));
     ranks_broadcast(world, theirs, sizeof(theirs), 0);
     ranks_must_share(world, out, mine[0] == theirs[0] && mine[1] == theirs[1]);
-    char* folder = step_path(out, step, "");
+    Path path = step_path(out, step, "");
+    const char* folder = path.text;
     int result = agree(world, manifest ? GOOD : 0, error, error_size);
     if (result == 0) result = check_files(world, folder, manifest, files, count, error, error_size);
     if (result == 0) result = load_files(world, folder, files, count, ctx, error, error_size);
-    free(folder);
     return result;
 }

@@ -1,5 +1,6 @@
-// Every wait here is one stream's for the other, by an event that the other records. Slots are filled and emptied in
-// the order of the calls, so three events a slot are enough: filled, free, and reduced.
+// Every wait here is one stream's for the other, by an event that the other records. A stream works in the order of the
+// calls. So one event a unit says that its weights are there, and two a slot say that it is free and that its gradients
+// have been summed.
 #include "parallel/sharding.h"
 
 #include <stdlib.h>
@@ -12,7 +13,6 @@ typedef struct Slot {
     real* grad;
     int unit;         // whose weights are in it, or on their way
     int64_t version;  // of those weights
-    Event* filled;    // the weights are there
     Event* free;      // nobody reads the weights any more
     Event* reduced;   // the gradients have been summed
 } Slot;
@@ -21,9 +21,9 @@ struct Sharding {
     int count;
     ShardUnit* units;
     Comm *world, *holders;
-    Ctx* side;            // the second stream: gathers and reductions, in the order given
-    Event *given, *done;  // from the computing stream to this one and back
-    Event** whole;        // (count): weights that are kept whole have been gathered again
+    Ctx* side_stream;     // gathers and reductions, in the order given
+    Event *given, *done;  // from the stream that computes to the side stream and back
+    Event** gathered;     // (count): the unit's weights are there
     int64_t version;      // counts changes of the weights
     Slot slots[2];
 };
@@ -50,12 +50,10 @@ void sharding_plan(Arena* arena, ParamBuffer* p) {
     if (p->n == 0) return;
     // Working weights. Where floatX is as wide as real, whole ones are the masters themselves.
     int own_weight = arena->backend == BACKEND_CUDA || (p->shard != SHARD_NONE && !slotted_weight(p));
-    if (own_weight) {
-        if (slotted_weight(p))
-            arena_add(arena, "weights (own part)", ELEMENT_X, p->part, 0, (void**)&p->held_weight);
-        else
-            arena_add(arena, "weights", ELEMENT_X, p->n, 0, (void**)&p->weight);
-    }
+    if (own_weight && slotted_weight(p))
+        arena_add(arena, "weights (own part)", ELEMENT_X, p->part, 0, (void**)&p->held_weight);
+    else if (own_weight)
+        arena_add(arena, "weights", ELEMENT_X, p->n, 0, (void**)&p->weight);
 
     // Masters, gradients and moments.
     arena_add(arena, "master weights", ELEMENT_REAL, p->held, 0, (void**)&p->master);
@@ -94,57 +92,79 @@ Sharding* sharding_plan_slots(Arena* arena, const ShardUnit* units, int count) {
     return s;
 }
 
-void sharding_connect(Sharding* s, Comm* world, Comm* holders, Ctx* ctx) {
-    // Pointers to what lies in another array: the held part of whole weights, the own part of whole gradients.
-    for (int u = 0; u < s->count; u++)
-        for (int b = 0; b < 2; b++) {
-            ParamBuffer* p = buffer_of(s, u, b);
-            if (p->n == 0) continue;
-            if (slotted_weight(p)) {
-                if (!p->held_weight) p->held_weight = (floatX*)p->master;
-            } else {
-                if (!p->weight) p->weight = (floatX*)p->master;
-                p->held_weight = p->weight + p->held_from;
-            }
-            if (!slotted_grad(p)) p->own_grad = p->grad + p->first;
+// Pointers to what lies in another array. A unit's buffers lie one after the other in its slot, always at the same
+// place; the held part of whole weights and the own part of whole gradients lie in these.
+static void set_pointers(const Sharding* s, int unit) {
+    const Slot* slot = &s->slots[unit % 2];
+    floatX* weight = slot->weight;
+    real* grad = slot->grad;
+    for (int i = 0; i < 2; i++) {
+        ParamBuffer* p = buffer_of(s, unit, i);
+        if (p->n == 0) continue;
+        if (slotted_weight(p)) {
+            p->weight = weight;
+            weight += p->n;
+            if (!p->held_weight) p->held_weight = (floatX*)p->master;
+        } else {
+            if (!p->weight) p->weight = (floatX*)p->master;
+            p->held_weight = p->weight + p->held_from;
         }
+        if (slotted_grad(p)) {
+            p->grad = grad;
+            grad += p->n;
+        } else {
+            p->own_grad = p->grad + p->first;
+        }
+    }
+}
 
-    // Between ranks, and between the streams.
+void sharding_connect(Sharding* s, Comm* world, Comm* holders, Ctx* ctx) {
     s->world = world;
     s->holders = holders;
-    s->side = ctx_side(ctx);
+    s->side_stream = ctx_side(ctx);
     s->given = event_create();
     s->done = event_create();
-    s->whole = (Event**)host_alloc((size_t)s->count * sizeof(Event*));
-    for (int u = 0; u < s->count; u++) s->whole[u] = event_create();
+    s->gathered = (Event**)host_alloc((size_t)s->count * sizeof(Event*));
+    for (int u = 0; u < s->count; u++) {
+        set_pointers(s, u);
+        s->gathered[u] = event_create();
+    }
     for (int i = 0; i < 2; i++) {
-        s->slots[i].filled = event_create();
         s->slots[i].free = event_create();
         s->slots[i].reduced = event_create();
     }
 }
 
 void sharding_destroy(Sharding* s) {
-    if (s->side) {
-        ctx_destroy(s->side);
+    if (s->side_stream) {
+        ctx_destroy(s->side_stream);
         event_destroy(s->given);
         event_destroy(s->done);
-        for (int u = 0; u < s->count; u++) event_destroy(s->whole[u]);
+        for (int u = 0; u < s->count; u++) event_destroy(s->gathered[u]);
         for (int i = 0; i < 2; i++) {
-            event_destroy(s->slots[i].filled);
             event_destroy(s->slots[i].free);
             event_destroy(s->slots[i].reduced);
         }
-        free(s->whole);
+        free(s->gathered);
     }
     free(s->units);
     free(s);
 }
 
-// The second stream goes on after all that ctx has been given so far.
+// The side stream goes on after all that ctx has been given so far.
 static void side_follows(Sharding* s, Ctx* ctx) {
     event_record(s->given, ctx);
-    event_wait(s->given, s->side);
+    event_wait(s->given, s->side_stream);
+}
+
+// Gathers those of a unit's weights that pass through a slot, or those that are kept whole.
+static void gather(Sharding* s, int unit, int slotted) {
+    for (int i = 0; i < 2; i++) {
+        const ParamBuffer* p = buffer_of(s, unit, i);
+        if (p->shard == SHARD_NONE || slotted_weight(p) != slotted) continue;
+        comm_all_gather(comm_of(s, i), p->weight, p->held_weight, (size_t)p->part * sizeof(floatX), s->side_stream);
+    }
+    event_record(s->gathered[unit], s->side_stream);
 }
 
 void weights_start(Sharding* s, int unit) {
@@ -152,34 +172,16 @@ void weights_start(Sharding* s, int unit) {
     Slot* slot = &s->slots[unit % 2];
     if (slot->unit == unit && slot->version == s->version) return;
 
-    // When nobody reads the slot any more: the unit's buffers, one after the other.
-    floatX* to = slot->weight;
-    event_wait(slot->free, s->side);
-    for (int i = 0; i < 2; i++) {
-        const ParamBuffer* p = buffer_of(s, unit, i);
-        if (!slotted_weight(p)) continue;
-        comm_all_gather(comm_of(s, i), to, p->held_weight, (size_t)p->part * sizeof(floatX), s->side);
-        to += p->n;
-    }
-    event_record(slot->filled, s->side);
+    // When nobody reads the slot any more.
+    event_wait(slot->free, s->side_stream);
+    gather(s, unit, 1);
     slot->unit = unit;
     slot->version = s->version;
 }
 
 void weights_get(Sharding* s, int unit, Ctx* ctx) {
-    Slot* slot = &s->slots[unit % 2];
     weights_start(s, unit);
-    event_wait(slot->filled, ctx);
-    event_wait(s->whole[unit], ctx);
-
-    // The buffers lie in the slot as weights_start has put them.
-    floatX* from = slot->weight;
-    for (int i = 0; i < 2; i++) {
-        ParamBuffer* p = buffer_of(s, unit, i);
-        if (!slotted_weight(p)) continue;
-        p->weight = from;
-        from += p->n;
-    }
+    event_wait(s->gathered[unit], ctx);
 }
 
 void weights_release(Sharding* s, int unit, Ctx* ctx) { event_record(s->slots[unit % 2].free, ctx); }
@@ -188,14 +190,7 @@ void weights_release(Sharding* s, int unit, Ctx* ctx) { event_record(s->slots[un
 void weights_changed(Sharding* s, Ctx* ctx) {
     s->version++;
     side_follows(s, ctx);
-    for (int u = 0; u < s->count; u++) {
-        for (int i = 0; i < 2; i++) {
-            const ParamBuffer* p = buffer_of(s, u, i);
-            if (p->n && p->shard != SHARD_NONE && !slotted_weight(p))
-                comm_all_gather(comm_of(s, i), p->weight, p->held_weight, (size_t)p->part * sizeof(floatX), s->side);
-        }
-        event_record(s->whole[u], s->side);
-    }
+    for (int u = 0; u < s->count; u++) gather(s, u, 0);
 }
 
 int64_t weights_version(const Sharding* s) { return s->version; }
@@ -209,16 +204,12 @@ void grads_zero(Sharding* s, Ctx* ctx) {
         }
 }
 
+// What lies in the slot is of another unit: it is 0 again as soon as that has been summed.
 void grads_get(Sharding* s, int unit, Ctx* ctx) {
-    Slot* slot = &s->slots[unit % 2];
-    real* from = slot->grad;
-    event_wait(slot->reduced, ctx);
+    event_wait(s->slots[unit % 2].reduced, ctx);
     for (int i = 0; i < 2; i++) {
-        ParamBuffer* p = buffer_of(s, unit, i);
-        if (!slotted_grad(p)) continue;
-        p->grad = from;
-        device_zero(from, (size_t)p->n * sizeof(real), ctx);
-        from += p->n;
+        const ParamBuffer* p = buffer_of(s, unit, i);
+        if (slotted_grad(p)) device_zero(p->grad, (size_t)p->n * sizeof(real), ctx);
     }
 }
 
@@ -229,18 +220,18 @@ void grads_reduce(Sharding* s, int unit, int last, Ctx* ctx) {
         if (p->n == 0 || p->parts == 1) continue;
         if (slotted_grad(p)) {
             // The part's sum over the ranks takes the place of this rank's own; own_grad adds up the micro-steps.
-            comm_reduce_scatter(comm_of(s, i), p->grad + p->first, p->grad, p->part, s->side);
-            device_add(p->own_grad, p->grad + p->first, p->part, s->side);
+            comm_reduce_scatter(comm_of(s, i), p->grad + p->first, p->grad, p->part, s->side_stream);
+            device_add(p->own_grad, p->grad + p->first, p->part, s->side_stream);
         } else if (last && p->shard == SHARD_OPTIMIZER) {
-            comm_reduce_scatter(comm_of(s, i), p->own_grad, p->grad, p->part, s->side);
+            comm_reduce_scatter(comm_of(s, i), p->own_grad, p->grad, p->part, s->side_stream);
         } else if (last) {
-            comm_sum(comm_of(s, i), p->grad, p->n, s->side);
+            comm_sum(comm_of(s, i), p->grad, p->n, s->side_stream);
         }
     }
-    event_record(s->slots[unit % 2].reduced, s->side);
+    event_record(s->slots[unit % 2].reduced, s->side_stream);
 }
 
 void grads_wait(Sharding* s, Ctx* ctx) {
-    event_record(s->done, s->side);
+    event_record(s->done, s->side_stream);
     event_wait(s->done, ctx);
 }

@@ -22,10 +22,10 @@
 //                 rank 0   rank 2  (holders)                   rank 1   rank 3  (holders)
 //
 // What is not kept whole passes through two slots: unit u uses slot u % 2. While one unit computes, the next one is
-// gathered on a second stream. In forward with --shard weights, time from left to right:
+// gathered on the side stream. In forward with --shard weights, time from left to right:
 //
 //   stream         | unit 1            | unit 2            | unit 3            |
-//   second stream  | gather 2 |        | gather 3 |        | gather 4 |        |
+//   side stream    | gather 2 |        | gather 3 |        | gather 4 |        |
 //   slot 0         | 2 arrives, is there, and is in use    ) 4 arrives, is there, and is in use ...
 //   slot 1           1 is in use       ) 3 arrives, is there, and is in use    ) 5 ...
 //

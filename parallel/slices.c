@@ -1,3 +1,5 @@
+// What saving and loading share. slices_gather and ranks_* are collective: every rank of the group calls them, also one
+// that has no slices.
 #include "parallel/slices.h"
 
 #include <stdio.h>
@@ -6,15 +8,16 @@
 
 #include "device/check.h"
 
-char* step_path(const char* out, int64_t step, const char* suffix) {
-    return host_format("%s/step_%08lld%s", out, (long long)step, suffix);
+Path step_path(const char* out, int64_t step, const char* suffix) {
+    return path_of("%s/step_%08ld%s", out, step, suffix);
 }
 
+// The name must be exactly the one that step_path makes: step_7 and step_00000007.old are not steps.
 int64_t step_number(const char* name, const char* suffix) {
     if (strncmp(name, "step_", 5) != 0) return -1;
     char exact[64];
-    long long step = strtoll(name + 5, NULL, 10);
-    snprintf(exact, sizeof(exact), "step_%08lld%s", step, suffix);
+    int64_t step = strtol(name + 5, NULL, 10);
+    snprintf(exact, sizeof(exact), "step_%08ld%s", step, suffix);
     return strcmp(name, exact) == 0 ? step : -1;
 }
 
@@ -23,8 +26,8 @@ uLong crc_of(const void* data, size_t bytes) { return crc32_z(crc32(0, NULL, 0),
 // By file, then by offset.
 static int in_order(const void* a, const void* b) {
     const FileSlice *x = (const FileSlice*)a, *y = (const FileSlice*)b;
-    if (x->file != y->file) return x->file < y->file ? -1 : 1;
-    return (x->offset > y->offset) - (x->offset < y->offset);
+    int64_t apart = x->file != y->file ? x->file - y->file : x->offset - y->offset;
+    return (apart > 0) - (apart < 0);
 }
 
 // An exchange in which every rank sends to rank 0 alone.
@@ -43,6 +46,7 @@ FileSlice* slices_gather(Ranks* group, const FileSlice* mine, int64_t count, int
         *total += counts[r];
     }
 
+    // Rank 0 puts what arrived in the order of the files, for slices_join.
     send[0] = (size_t)count * sizeof(FileSlice);
     FileSlice* all = (FileSlice*)host_alloc((size_t)*total * sizeof(FileSlice));
     ranks_exchange(group, all, recv_at, recv, mine, send_at, send);

@@ -12,6 +12,7 @@
 #include <zlib.h>
 
 #include "data/safetensors.h"
+#include "device/files.h"
 #include "parallel/ranks.h"
 
 BEGIN_C
@@ -20,8 +21,8 @@ BEGIN_C
 #define CHECKPOINT_MANIFEST_END ",\n\"manifest_crc32\": "  // the CRC-32 of all that stands before this follows
 static const StDtype CHECKPOINT_DTYPE = sizeof(real) == 8 ? ST_F64 : ST_F32;
 
-char* step_path(const char* out, int64_t step, const char* suffix);  // out/step_%08d<suffix>
-int64_t step_number(const char* name, const char* suffix);           // whose name (without `out`) it is; -1: none's
+Path step_path(const char* out, int64_t step, const char* suffix);  // out/step_%08d<suffix>
+int64_t step_number(const char* name, const char* suffix);          // whose name (without `out`) it is; -1: none's
 uLong crc_of(const void* data, size_t bytes);
 
 // A run of bytes of a file (counted from 0, in the checkpoint's order) and its CRC-32.

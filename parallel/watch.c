@@ -68,8 +68,7 @@ static double elapsed(double* last) {
 // Brings this rank's entry up to date, `seconds` after the last time. It has waited on where the wait has the same name
 // and no other was done meanwhile.
 static void measure(Progress* mine, double seconds) {
-    Progress now;
-    memset(&now, 0, sizeof(now));
+    Progress now = {.done = 0};
 
     // What the device waits for, and the host's own wait, which counts where there is one.
     const char* pending = NULL;
