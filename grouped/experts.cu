@@ -35,15 +35,12 @@ static __global__ void __launch_bounds__(256)
 
 void experts_swiglu_forward(floatX* a, const floatX* h, Ragged r, int64_t F, Ctx* ctx) {
     ASSERT(wide(F, a, h));
-    experts_swiglu_forward_kernel<<<grid_of(ceil_div(r.capacity * (F / 8), 256), ctx), 256, 0, ctx->stream>>>(a, h, r,
-                                                                                                              F);
-    LAUNCH_CHECK();
+    launch(experts_swiglu_forward_kernel, grid_of(ceil_div(r.capacity * (F / 8), 256), ctx), 256, 0, ctx, a, h, r, F);
 }
 
 void experts_swiglu_backward(floatX* dh, floatX* gated_a, real* drow_gate, const floatX* dap, const floatX* h, Ragged r,
                              int64_t F, Ctx* ctx) {
     ASSERT(wide(F, dh, gated_a, dap, h));
-    experts_swiglu_backward_kernel<<<grid_of(ceil_div(r.capacity, 8), ctx), 256, 0, ctx->stream>>>(
-        dh, gated_a, drow_gate, dap, h, r, F);
-    LAUNCH_CHECK();
+    const unsigned blocks = grid_of(ceil_div(r.capacity, 8), ctx);
+    launch(experts_swiglu_backward_kernel, blocks, 256, 0, ctx, dh, gated_a, drow_gate, dap, h, r, F);
 }

@@ -59,7 +59,6 @@ static __global__ void __launch_bounds__(32 * PERMUTE_WARPS)
 }
 
 void permute_rows(void* to, const void* from, Ragged r, size_t row_bytes, Ctx* ctx) {
-    if (r.capacity == 0) return;
     // Elements of two bytes, whatever they are.
     floatX* rows = (floatX*)to;
     const floatX* tokens = (const floatX*)from;
@@ -67,8 +66,7 @@ void permute_rows(void* to, const void* from, Ragged r, size_t row_bytes, Ctx* c
     ASSERT(row_bytes % 2 == 0);
     const int64_t slices = permute_slices(r);
     auto kernel = wide(C, rows, tokens) ? permute_rows_kernel<8> : permute_rows_kernel<1>;
-    kernel<<<(unsigned)(slices * r.El), 32 * PERMUTE_WARPS, 0, ctx->stream>>>(rows, tokens, r, C, slices);
-    LAUNCH_CHECK();
+    launch(kernel, slices * r.El, 32 * PERMUTE_WARPS, 0, ctx, rows, tokens, r, C, slices);
 }
 
 // A thread a piece of a token; 4 rows under way at a time.
@@ -120,7 +118,5 @@ static __global__ void unpermute_gates_kernel(float* dgate, const float* drow_ga
 }
 
 void unpermute_gates(real* dgate, const real* drow_gate, Ragged r, int64_t N, int32_t K, Ctx* ctx) {
-    if (N == 0) return;
-    unpermute_gates_kernel<<<blocks_for(N * K, 256), 256, 0, ctx->stream>>>(dgate, drow_gate, r.token_row, N * K);
-    LAUNCH_CHECK();
+    launch(unpermute_gates_kernel, blocks_for(N * K, 256), 256, 0, ctx, dgate, drow_gate, r.token_row, N * K);
 }

@@ -160,11 +160,6 @@ Workspace get_workspace(AttnShape s, Ctx* ctx) {
     return w;
 }
 
-template <typename Kernel>
-void allow_shared(Kernel kernel, size_t bytes) {
-    CUDA_CHECK(cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, (int)bytes));
-}
-
 }  // namespace
 
 #include "layers/attention_backward.cuh"

@@ -167,11 +167,8 @@ void cross_entropy(real* loss, floatX* logits, const int32_t* target, int64_t N,
     if (shared > 220 << 10)
         die(EXIT_FAILED, "cross_entropy: a vocabulary of %lld does not fit in shared memory (at most %d)", (long long)V,
             CLUSTER * (220 << 10) / (int)sizeof(floatX));
-    CUDA_CHECK(cudaFuncSetAttribute(cross_entropy_kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, (int)shared));
 
     // As many clusters as leave each a few rows, so that copies and sums overlap.
     const int64_t clusters = ceil_div(N, min_i64(ROWS, ceil_div(N, ctx->sms)));
-    cross_entropy_kernel<<<(unsigned)(clusters * CLUSTER), THREADS, (size_t)shared, ctx->stream>>>(loss, logits, target,
-                                                                                                   N, V, Vp, dscale);
-    LAUNCH_CHECK();
+    launch(cross_entropy_kernel, clusters * CLUSTER, THREADS, shared, ctx, loss, logits, target, N, V, Vp, dscale);
 }

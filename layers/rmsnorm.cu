@@ -103,24 +103,23 @@ static __global__ void __launch_bounds__(WARPS == 1 ? 128 : 32 * WARPS)
     }
 }
 
-// Calls launch(P, WARPS) for rows of C elements: as few warps as take a row in P pieces a thread.
+// Calls launch_for(P, WARPS) for rows of C elements: as few warps as take a row in P pieces a thread.
 template <int P, int WARPS = 1, typename Launch>
-static void by_width(int64_t C, Launch launch) {
+static void by_width(int64_t C, Launch launch_for) {
     if (C <= 256)
-        launch(Int<1>(), Int<1>());
+        launch_for(Int<1>(), Int<1>());
     else if (C <= 256 * P * WARPS)
-        launch(Int<P>(), Int<WARPS>());
+        launch_for(Int<P>(), Int<WARPS>());
     else if constexpr (WARPS < 16)
-        by_width<P, 2 * WARPS>(C, launch);
+        by_width<P, 2 * WARPS>(C, launch_for);
     else
-        launch(Int<4>(), Int<16>());
+        launch_for(Int<4>(), Int<16>());
 }
 
 // y = w x rstd with x = a, or with RESIDUAL x = sum = a + b.
 template <bool RESIDUAL>
 static void forward(floatX* sum, floatX* y, real* rstd, const floatX* a, const floatX* b, int64_t stride,
                     const floatX* w, int64_t N, int64_t C, Ctx* ctx) {
-    if (N == 0) return;
     ASSERT(wide(C | stride, sum, y, a, b, w) && C <= WIDEST);
     by_width<FORWARD_P>(C, [&](auto p, auto warps) {
         // A block a row, or four rows of one warp each.
@@ -252,7 +251,6 @@ size_t rmsnorm_workspace(int64_t N, int64_t C) { return (size_t)(min_i64(N, SMS)
 
 void rmsnorm_backward(floatX* dx, real* dw, const floatX* dy, const floatX* x, int64_t stride, const floatX* w,
                       const real* rstd, int64_t N, int64_t C, int accumulate, Ctx* ctx) {
-    if (N == 0) return;
     ASSERT(wide(C | stride, dx, dy, x, w) && C <= WIDEST);
     // dx, and dw of each block of threads.
     float* partial = ctx_workspace<float>(ctx, rmsnorm_workspace(N, C) / sizeof(float));
@@ -260,12 +258,10 @@ void rmsnorm_backward(floatX* dx, real* dw, const floatX* dy, const floatX* x, i
     by_width<BACKWARD_P>(C, [&](auto p, auto warps) {
         // One block an SM: its ring of two rows takes the shared memory.
         constexpr int P = decltype(p)::value, WARPS = decltype(warps)::value;
-        const int shared = 2 * 3 * P * BACKWARD_THREADS * (int)sizeof(Piece<8>);
-        auto kernel = rmsnorm_backward_kernel<P, WARPS>;
-        CUDA_CHECK(cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, shared));
+        const size_t shared = 2 * 3 * P * BACKWARD_THREADS * sizeof(Piece<8>);
         blocks = min_i64(ceil_div(N, BACKWARD_WARPS / WARPS), SMS);
-        launch_early(kernel, (unsigned)blocks, BACKWARD_THREADS, shared, ctx, dx, partial, dy, x, stride, w, rstd, N, C,
-                     accumulate);
+        launch_early(rmsnorm_backward_kernel<P, WARPS>, blocks, BACKWARD_THREADS, shared, ctx, dx, partial, dy, x,
+                     stride, w, rstd, N, C, accumulate);
     });
     launch_early(rmsnorm_weight_kernel, blocks_for(C, 32), dim3(32, 32), 0, ctx, dw, partial, (int)blocks, C);
 }

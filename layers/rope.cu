@@ -45,7 +45,6 @@ static __global__ void __launch_bounds__(THREADS)
 }
 
 void rope_apply(floatX* x, const real* table, RopeShape s, int direction, Ctx* ctx) {
-    if (s.N == 0 || s.heads == 0 || s.D == 0) return;
     const int64_t threads = s.N * ceil_div(s.heads, HEADS) * (s.D / 8);
     ASSERT(wide(s.D | s.stride | s.head_stride, x) && aligned(table) && threads < UINT32_MAX - THREADS &&
            s.T <= INT32_MAX);

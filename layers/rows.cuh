@@ -93,21 +93,4 @@ static inline bool wide(int64_t columns, const T*... p) {
 template <int N>
 using Int = std::integral_constant<int, N>;
 
-// Launches a kernel that may start while the stream's previous one drains. It calls cudaGridDependencySynchronize()
-// before it touches what other kernels write or read.
-template <typename... P, typename... A>
-static inline void launch_early(void (*kernel)(P...), dim3 grid, dim3 block, size_t shared, Ctx* ctx, A... arguments) {
-    // The attribute of programmatic dependent launch.
-    cudaLaunchAttribute early = {};
-    early.id = cudaLaunchAttributeProgrammaticStreamSerialization;
-    early.val.programmaticStreamSerializationAllowed = 1;
-    cudaLaunchConfig_t config = {};
-    config.gridDim = grid, config.blockDim = block, config.dynamicSmemBytes = shared;
-    config.stream = ctx->stream, config.attrs = &early, config.numAttrs = 1;
-    CUDA_CHECK(cudaLaunchKernelEx(&config, kernel, P(arguments)...));
-}
-
-// Blocks for so much work, rounded up.
-static inline unsigned blocks_for(int64_t work, int64_t per_block) { return (unsigned)ceil_div(work, per_block); }
-
 #endif

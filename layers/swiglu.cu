@@ -48,15 +48,11 @@ static __global__ void __launch_bounds__(THREADS)
 }
 
 void swiglu_forward(floatX* a, const floatX* h, int64_t N, int64_t F, Ctx* ctx) {
-    if (N == 0) return;
     ASSERT(wide(F, a, h));
-    swiglu_forward_kernel<<<blocks_for(N * (F / 8), THREADS), THREADS, 0, ctx->stream>>>(a, h, N, F);
-    LAUNCH_CHECK();
+    launch(swiglu_forward_kernel, blocks_for(N * (F / 8), THREADS), THREADS, 0, ctx, a, h, N, F);
 }
 
 void swiglu_backward(floatX* dh, floatX* a, const floatX* da, const floatX* h, int64_t N, int64_t F, Ctx* ctx) {
-    if (N == 0) return;
     ASSERT(wide(F, dh, a, da, h));
-    swiglu_backward_kernel<<<blocks_for(N * (F / 8), THREADS), THREADS, 0, ctx->stream>>>(dh, a, da, h, N, F);
-    LAUNCH_CHECK();
+    launch(swiglu_backward_kernel, blocks_for(N * (F / 8), THREADS), THREADS, 0, ctx, dh, a, da, h, N, F);
 }

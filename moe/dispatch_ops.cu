@@ -28,11 +28,8 @@ static __global__ void __launch_bounds__(256)
 void dispatch_ranks(int32_t* rank, int64_t* counts, const int32_t* expert, int64_t N, int32_t K, int32_t P, int32_t El,
                     Ctx* ctx) {
     device_zero(counts, 2 * P * sizeof(int64_t), ctx);
-    if (N == 0) return;
-    const unsigned blocks = (unsigned)min_i64(ceil_div(N * P, 1024), 4 * (int64_t)ctx->sms);
-    ranks_kernel<<<blocks, 256, 2 * P * sizeof(int), ctx->stream>>>(rank, (unsigned long long*)counts, expert, N, K, P,
-                                                                    El);
-    LAUNCH_CHECK();
+    const int64_t blocks = min_i64(ceil_div(N * P, 1024), 4 * (int64_t)ctx->sms);
+    launch(ranks_kernel, blocks, 256, 2 * P * sizeof(int), ctx, rank, (unsigned long long*)counts, expert, N, K, P, El);
 }
 
 static __global__ void __launch_bounds__(256)
@@ -51,10 +48,8 @@ static __global__ void __launch_bounds__(256)
 
 void dispatch_choices(int32_t* row_expert, real* row_gate, const int32_t* expert, const real* gate, Ragged send,
                       int64_t N, int32_t K, int32_t El, Ctx* ctx) {
-    if (N == 0) return;
-    choices_kernel<<<blocks_for(N * send.El * K, 256), 256, 0, ctx->stream>>>(row_expert, row_gate, expert, gate,
-                                                                              send.token_row, N, K, send.El, El);
-    LAUNCH_CHECK();
+    launch(choices_kernel, blocks_for(N * send.El * K, 256), 256, 0, ctx, row_expert, row_gate, expert, gate,
+           send.token_row, N, K, send.El, El);
 }
 
 static __global__ void __launch_bounds__(256)
@@ -68,8 +63,6 @@ static __global__ void __launch_bounds__(256)
 
 void dispatch_choices_backward(real* dgate, const real* drow_gate, const int32_t* expert, Ragged send, int64_t N,
                                int32_t K, int32_t El, Ctx* ctx) {
-    if (N == 0) return;
-    choices_backward_kernel<<<blocks_for(N * K, 256), 256, 0, ctx->stream>>>(dgate, drow_gate, expert, send.token_row,
-                                                                             N * K, K, send.El, El);
-    LAUNCH_CHECK();
+    launch(choices_backward_kernel, blocks_for(N * K, 256), 256, 0, ctx, dgate, drow_gate, expert, send.token_row,
+           N * K, K, send.El, El);
 }

@@ -105,8 +105,7 @@ void mx_swiglu_quantize(uint8_t* q, uint8_t* scale, const floatX* h, Ragged r, i
     auto kernel = cast.align == 1 ? swiglu_kernel<MX_BLOCK> : swiglu_kernel<MX_CHUNK>;
     // Many more blocks than run at a time, for balance; those past the rows in use end at once.
     const unsigned blocks = (unsigned)min_i64(row_blocks(r.capacity, F), 256 * (int64_t)ctx->sms);
-    kernel<<<blocks, 32 * ROW_WARPS, 0, ctx->stream>>>(q, scale, h, r, F, mx_stride(F), carry_of(cast.scale));
-    LAUNCH_CHECK();
+    launch(kernel, blocks, 32 * ROW_WARPS, 0, ctx, q, scale, h, r, F, mx_stride(F), carry_of(cast.scale));
 }
 
 void mx_swiglu_backward_quantize(uint8_t* q, uint8_t* scale, floatX* dh, floatX* gated_a, real* drow_gate,
@@ -116,8 +115,6 @@ void mx_swiglu_backward_quantize(uint8_t* q, uint8_t* scale, floatX* dh, floatX*
                   : F % MX_CHUNK == 0 ? swiglu_backward_kernel<MX_CHUNK, false>
                                       : swiglu_backward_kernel<MX_CHUNK, true>;
     const unsigned blocks = (unsigned)min_i64(ceil_div(r.capacity, ROW_WARPS), 256 * (int64_t)ctx->sms);
-    if (blocks == 0) return;
-    kernel<<<blocks, 32 * ROW_WARPS, 0, ctx->stream>>>(q, scale, dh, gated_a, drow_gate, dap, h, r, F, mx_stride(2 * F),
-                                                       carry_of(cast.scale));
-    LAUNCH_CHECK();
+    launch(kernel, blocks, 32 * ROW_WARPS, 0, ctx, q, scale, dh, gated_a, drow_gate, dap, h, r, F, mx_stride(2 * F),
+           carry_of(cast.scale));
 }

@@ -278,44 +278,36 @@ static __global__ void __launch_bounds__(32 * ROW_WARPS)
 // --- Launches ---
 
 void mx_quantize(uint8_t* q, uint8_t* scale, const floatX* x, int64_t rows, int64_t columns, MxCast cast, Ctx* ctx) {
-    if (rows == 0) return;
     ASSERT(aligned(q, x));
     auto kernel = cast.align == 1 ? quantize_kernel<MX_BLOCK> : quantize_kernel<MX_CHUNK>;
-    kernel<<<row_blocks(rows, columns), 32 * ROW_WARPS, 0, ctx->stream>>>(q, scale, x, rows, columns,
-                                                                          mx_stride(columns), carry_of(cast.scale));
-    LAUNCH_CHECK();
+    launch(kernel, row_blocks(rows, columns), 32 * ROW_WARPS, 0, ctx, q, scale, x, rows, columns, mx_stride(columns),
+           carry_of(cast.scale));
 }
 
 void mx_quantize_transposed(uint8_t* q, uint8_t* scale, const floatX* x, int64_t count, int64_t rows, int64_t columns,
                             MxCast cast, Ctx* ctx) {
-    if (count == 0 || rows == 0) return;
     ASSERT(aligned(q, scale, x) && rows % MX_BLOCK == 0 && columns % MX_BLOCK == 0);
     auto kernel = cast.align == 1 ? transposed_kernel<MX_BLOCK> : transposed_kernel<MX_CHUNK>;
     // The columns first, so that blocks at work at one time read whole rows. Down, blocks for all bytes of a row of
     // scales, those behind the last one too.
     const int64_t stride = mx_stride(rows);
     const dim3 grid(blocks_for(columns, WARP_COLUMNS), (unsigned)(stride / (2 * COLUMN_WARPS)), (unsigned)count);
-    kernel<<<grid, 32 * COLUMN_WARPS, 0, ctx->stream>>>(q, scale, x, rows, columns, stride, carry_of(cast.scale));
-    LAUNCH_CHECK();
+    launch(kernel, grid, 32 * COLUMN_WARPS, 0, ctx, q, scale, x, rows, columns, stride, carry_of(cast.scale));
 }
 
 void mx_quantize_tiles(uint8_t* q, uint8_t* q_transposed, uint8_t* scale, const floatX* w, int64_t count, int64_t rows,
                        int64_t columns, int32_t scale_mode, Ctx* ctx) {
-    if (count == 0 || rows == 0) return;
     ASSERT(aligned(q, q_transposed, w) && rows % MX_BLOCK == 0 && columns % MX_BLOCK == 0);
     const dim3 grid(blocks_for(columns, MX_CHUNK), blocks_for(rows, MX_CHUNK), (unsigned)count);
-    tiles_kernel<<<grid, 32 * COLUMN_WARPS, 0, ctx->stream>>>(q, q_transposed, scale, w, rows, columns,
-                                                              carry_of(scale_mode));
-    LAUNCH_CHECK();
+    launch(tiles_kernel, grid, 32 * COLUMN_WARPS, 0, ctx, q, q_transposed, scale, w, rows, columns,
+           carry_of(scale_mode));
 }
 
 template <bool ADD>
 static void dequantize(floatX* x, const uint8_t* q, const uint8_t* scale, int64_t rows, int64_t columns, Ctx* ctx) {
-    if (rows == 0) return;
     ASSERT(aligned(x, q));
-    dequantize_kernel<ADD>
-        <<<row_blocks(rows, columns), 32 * ROW_WARPS, 0, ctx->stream>>>(x, q, scale, rows, columns, mx_stride(columns));
-    LAUNCH_CHECK();
+    launch(dequantize_kernel<ADD>, row_blocks(rows, columns), 32 * ROW_WARPS, 0, ctx, x, q, scale, rows, columns,
+           mx_stride(columns));
 }
 
 void mx_dequantize(floatX* x, const uint8_t* q, const uint8_t* scale, int64_t rows, int64_t columns, Ctx* ctx) {
@@ -327,20 +319,16 @@ void mx_dequantize_add(floatX* x, const uint8_t* q, const uint8_t* scale, int64_
 }
 
 void mx_dequantize_rows(floatX* rows, const uint8_t* q, const uint8_t* scale, Ragged r, int64_t columns, Ctx* ctx) {
-    if (r.capacity == 0) return;
     ASSERT(aligned(rows, q) && columns % MX_BLOCK == 0);
     const int64_t slices = permute_slices(r);
-    dequantize_rows_kernel<<<(unsigned)(slices * r.El), 32 * PERMUTE_WARPS, 0, ctx->stream>>>(
-        rows, q, scale, r, columns, mx_stride(columns), slices);
-    LAUNCH_CHECK();
+    launch(dequantize_rows_kernel, slices * r.El, 32 * PERMUTE_WARPS, 0, ctx, rows, q, scale, r, columns,
+           mx_stride(columns), slices);
 }
 
 void mx_round_columns(floatX* x, Ragged r, int64_t columns, MxCast cast, Ctx* ctx) {
-    if (r.capacity == 0) return;
     ASSERT(aligned(x) && columns % MX_BLOCK == 0 && r.capacity % MX_CHUNK == 0);
     const int chunk = cast.align == 1 ? MX_BLOCK : MX_CHUNK;
     auto kernel = cast.align == 1 ? round_columns_kernel<MX_BLOCK> : round_columns_kernel<MX_CHUNK>;
     const dim3 grid(blocks_for(r.capacity / chunk, ROW_WARPS), blocks_for(columns, 256));
-    kernel<<<grid, 32 * ROW_WARPS, 0, ctx->stream>>>(x, r.group_start + r.El, columns, carry_of(cast.scale));
-    LAUNCH_CHECK();
+    launch(kernel, grid, 32 * ROW_WARPS, 0, ctx, x, r.group_start + r.El, columns, carry_of(cast.scale));
 }
