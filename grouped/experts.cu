@@ -15,12 +15,12 @@ static __global__ void __launch_bounds__(256)
         const int64_t row = i / pieces, c = i % pieces * 8;
         float g[8] = {}, u[8] = {};
         if (r.row_token[row] >= 0) {
-            load<8>(g, h + row * 2 * F + c);
-            load<8>(u, h + row * 2 * F + F + c);
+            load(g, h + row * 2 * F + c);
+            load(u, h + row * 2 * F + F + c);
         }
 #pragma unroll
         for (int j = 0; j < 8; j++) g[j] = swiglu(g[j], u[j], sigmoid_fast(g[j]));
-        store<8>(a + row * F + c, g);
+        store(a + row * F + c, g);
     }
 }
 

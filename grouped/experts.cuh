@@ -36,9 +36,9 @@ static __device__ __forceinline__ void swiglu_backward_row(floatX* dh, floatX* g
         for (int i = 0; i < PIECES_AT_ONCE; i++) {
             const int64_t c = c0 + i * 256;
             float g[8], u[8], x[8], a[8];
-            floats_of<8>(g, gs[i]);
-            floats_of<8>(u, us[i]);
-            floats_of<8>(x, ds[i]);
+            floats_of(g, gs[i]);
+            floats_of(u, us[i]);
+            floats_of(x, ds[i]);
 
             // A = silu(g) u
 #pragma unroll
@@ -56,9 +56,9 @@ static __device__ __forceinline__ void swiglu_backward_row(floatX* dh, floatX* g
                 g[j] = swiglu_dg(x[j], g[j], u[j], s);
                 u[j] = du;
             }
-            const uint4 gate = piece_of<8>(g), up = piece_of<8>(u);
+            const uint4 gate = piece_of(g), up = piece_of(u);
             if (c < F) {
-                store<8>(gated_a + row * F + c, a);
+                store(gated_a + row * F + c, a);
                 *(uint4*)(d + c) = gate;
                 *(uint4*)(d + F + c) = up;
             }

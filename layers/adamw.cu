@@ -145,7 +145,7 @@ static __global__ void __launch_bounds__(THREADS)
         store_real(master + i, p);
         store_real(m + i, m1);
         store_real(v + i, v1);
-        store<8>(weight + i, p);
+        store(weight + i, p);
 
         // What is written counts for the bounds of the next step.
 #pragma unroll

@@ -27,8 +27,8 @@ __global__ void attention_delta_kernel(float* start_delta, float* start_lse, con
     if (t < T) {
         int64_t at = ((b * T + t) * H + h) * 2 * D + lane * 8;
         float x[8], y[8];
-        load<8>(x, dout + at);
-        load<8>(y, out + at);
+        load(x, dout + at);
+        load(y, out + at);
 #pragma unroll
         for (int i = 0; i < 8; i++) sum += x[i] * y[i];
     }
@@ -60,7 +60,7 @@ __global__ void attention_sum_rope_kernel(floatX* dk_rope, const float* part, in
         sum[0] += low.x, sum[1] += low.y, sum[2] += low.z, sum[3] += low.w;
         sum[4] += high.x, sum[5] += high.y, sum[6] += high.z, sum[7] += high.w;
     }
-    store<8>(dk_rope + token * stride + column, sum);
+    store(dk_rope + token * stride + column, sum);
 }
 
 // --- dq ---

@@ -12,7 +12,7 @@ static __global__ void embedding_forward_kernel(floatX* out, const int32_t* toke
                                                 int64_t C) {
     // A warp a token.
     const int64_t n = blockIdx.x * 8 + threadIdx.x / 32;
-    if (n < N) copy_row<8>(out + n * C, table + token[n] * C, C);
+    if (n < N) copy_row(out + n * C, table + token[n] * C, C);
 }
 
 void embedding_forward(floatX* out, const int32_t* token, const floatX* table, int64_t N, int64_t C, Ctx* ctx) {
@@ -52,7 +52,7 @@ static __device__ __forceinline__ void add_rows(float acc[8], const floatX* dout
 #pragma unroll
             for (int j = 0; j < 4; j++) {
                 int64_t n = __shfl_sync(0xffffffffu, mine, (u + j) % 32);
-                if (u + j < count && c < C) load<8>(f[j], dout + n * C + c);
+                if (u + j < count && c < C) load(f[j], dout + n * C + c);
             }
 #pragma unroll
             for (int j = 0; j < 4; j++)

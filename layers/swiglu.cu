@@ -15,11 +15,11 @@ static __global__ void __launch_bounds__(THREADS)
 
     // a = silu(g) u
     float g[8], u[8];
-    load<8>(g, gate);
-    load<8>(u, gate + F);
+    load(g, gate);
+    load(u, gate + F);
 #pragma unroll
     for (int j = 0; j < 8; j++) g[j] = swiglu(g[j], u[j], sigmoid_fast(g[j]));
-    store<8>(a + n * F + c, g);
+    store(a + n * F + c, g);
 }
 
 static __global__ void __launch_bounds__(THREADS)
@@ -30,9 +30,9 @@ static __global__ void __launch_bounds__(THREADS)
 
     // All loads go out first.
     float g[8], u[8], d[8], out[8];
-    load<8>(g, gate);
-    load<8>(u, gate + F);
-    load<8>(d, da + n * F + c);
+    load(g, gate);
+    load(u, gate + F);
+    load(d, da + n * F + c);
 
     // a again, and dg and du in the places of g and u.
 #pragma unroll
@@ -42,9 +42,9 @@ static __global__ void __launch_bounds__(THREADS)
         g[j] = swiglu_dg(d[j], g[j], u[j], s);
         u[j] = du;
     }
-    store<8>(a + n * F + c, out);
-    store<8>(dh + n * 2 * F + c, g);
-    store<8>(dh + n * 2 * F + F + c, u);
+    store(a + n * F + c, out);
+    store(dh + n * 2 * F + c, g);
+    store(dh + n * 2 * F + F + c, u);
 }
 
 void swiglu_forward(floatX* a, const floatX* h, int64_t N, int64_t F, Ctx* ctx) {

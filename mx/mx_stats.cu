@@ -38,7 +38,7 @@ static __global__ void __launch_bounds__(32 * ROW_WARPS)
 
         // What the cast does to each, in the order of MxStats.
         float exact[8];
-        floats_of<8>(exact, p);
+        floats_of(exact, p);
 #pragma unroll
         for (int j = 0; j < 8; j++) {
             const float value = value_of(exact[j], s);

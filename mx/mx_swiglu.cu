@@ -28,11 +28,11 @@ static __global__ void __launch_bounds__(32 * ROW_WARPS, 4)
 #pragma unroll
         for (int i = 0; i < PIECES; i++) {
             float g[8], u[8];
-            floats_of<8>(g, gate[i]);
-            floats_of<8>(u, up[i]);
+            floats_of(g, gate[i]);
+            floats_of(u, up[i]);
 #pragma unroll
             for (int j = 0; j < 8; j++) g[j] = swiglu(g[j], u[j], sigmoid_fast(g[j]));
-            gate[i] = piece_of<8>(g);
+            gate[i] = piece_of(g);
         }
         cast_span<ALIGN>(q + row * F, scale + row * stride, gate, c0, F, stride, carry);
     }
@@ -42,10 +42,10 @@ static __global__ void __launch_bounds__(32 * ROW_WARPS, 4)
 template <int ALIGN>
 static __device__ __forceinline__ void round_piece(float x[8], uint32_t carry) {
     // Rounded to bf16 first, as A is before its cast.
-    const uint4 p = piece_of<8>(x);
+    const uint4 p = piece_of(x);
     const uint32_t s = scale_of(higher_half(largest_of_lanes<ALIGN / 8>(largest(p))), carry);
     const float inverse = mx_scale_inverse(s), value = mx_scale_value(s);
-    floats_of<8>(x, p);
+    floats_of(x, p);
 #pragma unroll
     for (int j = 0; j < 8; j += 2) {
         const float2 two = e4m3_values(cast2(x[j] * inverse, x[j + 1] * inverse));

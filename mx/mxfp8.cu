@@ -72,11 +72,11 @@ static __device__ __forceinline__ void dequantize_span(floatX* x, const uint8_t*
         uint4* piece = (uint4*)x + c0 / 8 + i * 32;
         if constexpr (ADD) {
             float before[8];
-            floats_of<8>(before, *piece);
+            floats_of(before, *piece);
 #pragma unroll
             for (int j = 0; j < 8; j++) out[j] += before[j];
         }
-        *piece = piece_of<8>(out);
+        *piece = piece_of(out);
     }
 }
 
@@ -268,10 +268,10 @@ static __global__ void __launch_bounds__(32 * ROW_WARPS)
 #pragma unroll 8
     for (int i = 0; i < CHUNK; i++) {
         float f[8];
-        load<8>(f, top + i * columns);
+        load(f, top + i * columns);
 #pragma unroll
         for (int j = 0; j < 8; j++) f[j] = value_of(f[j], s[j]);
-        store<8>(top + i * columns, f);
+        store(top + i * columns, f);
     }
 }
 

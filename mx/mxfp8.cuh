@@ -48,7 +48,7 @@ static __device__ __forceinline__ float value_of(float x, uint32_t s) {
 
 static __device__ __forceinline__ uint2 cast8(const uint4& p, const float factor[8]) {
     float x[8];
-    floats_of<8>(x, p);
+    floats_of(x, p);
 #pragma unroll
     for (int i = 0; i < 8; i++) x[i] *= factor[i];
     return make_uint2(cast2(x[0], x[1]) | cast2(x[2], x[3]) << 16, cast2(x[4], x[5]) | cast2(x[6], x[7]) << 16);
