@@ -53,6 +53,12 @@ static inline T* ctx_workspace(Ctx* ctx, int64_t count) {
 // Blocks for so much work, rounded up.
 static inline unsigned blocks_for(int64_t work, int64_t per_block) { return (unsigned)ceil_div(work, per_block); }
 
+// Of a grid that walks rows of which only the device knows how many there are, at most `blocks` at once: many more than
+// run at a time, for balance; those past the rows in use end at once.
+static inline unsigned walking_blocks(int64_t blocks, const Ctx* ctx) {
+    return (unsigned)min_i64(blocks, 256 * (int64_t)ctx->sms);
+}
+
 // Dynamic shared memory beyond 48 KiB has to be asked for.
 template <typename Kernel>
 static inline void allow_shared(Kernel kernel, size_t bytes) {

@@ -11,13 +11,13 @@
 // round may change the 8 elements of A, made gets the gradients of columns c .. c + 7.
 template <typename Round, typename Made>
 static __device__ __forceinline__ void swiglu_backward_row(floatX* dh, floatX* gated_a, float* drow_gate,
-                                                           const floatX* dap, const floatX* h, const Ragged& r,
+                                                           const floatX* da_ungated, const floatX* h, const Ragged& r,
                                                            int64_t row, int64_t F, Round round, Made made) {
     enum { PIECES_AT_ONCE = 2 };
     const int lane = threadIdx.x % 32;
     const bool real_row = r.row_token[row] >= 0;
     const float weight = real_row ? r.row_gate[row] : 0;
-    const floatX *h_row = h + row * 2 * F, *da = dap + row * F;
+    const floatX *h_row = h + row * 2 * F, *da = da_ungated + row * F;
     floatX* d = dh + row * 2 * F;
     float dot = 0;
     for (int64_t c0 = lane * 8; c0 - lane * 8 < F; c0 += PIECES_AT_ONCE * 256) {

@@ -34,16 +34,6 @@ static __global__ void __launch_bounds__(32 * ROW_WARPS, 6)
     cast_span<ALIGN>(q + row * columns, scale + row * stride, p, c0, columns, stride, carry);
 }
 
-// What 8 bytes stand for, where 2^(s - 127) is scale_value.
-static __device__ __forceinline__ void values_of(float out[8], uint2 p, float scale_value) {
-    const uint32_t pairs[4] = {p.x, p.x >> 16, p.y, p.y >> 16};
-#pragma unroll
-    for (int j = 0; j < 4; j++) {
-        const float2 two = e4m3_values(pairs[j]);
-        out[2 * j] = two.x * scale_value, out[2 * j + 1] = two.y * scale_value;
-    }
-}
-
 // x = (or +=: ADD) what the bytes stand for, in columns c0 .. c0 + 1023 of a row; bytes of a row that is not `given`
 // are not read and stand for zeros.
 template <bool ADD>

@@ -59,6 +59,16 @@ static __device__ __forceinline__ uint2 cast8(const uint4& p, float factor) {
     return cast8(p, all);
 }
 
+// What 8 bytes stand for, where 2^(s - 127) is scale_value.
+static __device__ __forceinline__ void values_of(float out[8], uint2 p, float scale_value) {
+    const uint32_t pairs[4] = {p.x, p.x >> 16, p.y, p.y >> 16};
+#pragma unroll
+    for (int j = 0; j < 4; j++) {
+        const float2 two = e4m3_values(pairs[j]);
+        out[2 * j] = two.x * scale_value, out[2 * j + 1] = two.y * scale_value;
+    }
+}
+
 // Of each half, the largest in the LANES lanes around this one (a power of two).
 template <int LANES>
 static __device__ __forceinline__ uint32_t largest_of_lanes(uint32_t pair) {
