@@ -10,8 +10,7 @@ enum { BLOCK = 4096 };
 
 void step_begin(StepState* state, Ctx* ctx) {
     (void)ctx;
-    state->loss_sum = state->grad_sq = state->stop = 0;
-    for (int i = 0; i < LARGEST; i++) state->largest[i] = state->own_largest[i];
+    step_begin_now(state);
 }
 
 void loss_add(StepState* state, const real* loss, int64_t N, Ctx* ctx) {
@@ -39,7 +38,6 @@ void grad_norm_add(StepState* state, const real* grad, int64_t n, Ctx* ctx) {
 void step_decide(StepState* state, int64_t tokens, const AdamW* opt, Ctx* ctx) {
     (void)ctx;
     step_decide_now(state, tokens, opt);
-    for (int i = 0; i < LARGEST && state->ok; i++) state->own_largest[i] = 0;
 }
 
 // Numbers without their sign as whole numbers: in the same order, and NaN above all.

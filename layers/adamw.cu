@@ -76,16 +76,12 @@ void grad_norm_add(StepState* state, const real* grad, int64_t n, Ctx* ctx) {
 }
 
 // One thread each: the step's sums and decisions are a few numbers.
-static __global__ void step_begin_kernel(StepState* state) {
-    state->loss_sum = state->grad_sq = state->stop = 0;
-    for (int i = 0; i < LARGEST; i++) state->largest[i] = state->own_largest[i];
-}
+static __global__ void step_begin_kernel(StepState* state) { step_begin_now(state); }
 
 void step_begin(StepState* state, Ctx* ctx) { launch(step_begin_kernel, 1, 1, 0, ctx, state); }
 
 static __global__ void step_decide_kernel(StepState* state, int64_t tokens, AdamW opt) {
     step_decide_now(state, tokens, &opt);
-    for (int i = 0; i < LARGEST && state->ok; i++) state->own_largest[i] = 0;
 }
 
 void step_decide(StepState* state, int64_t tokens, const AdamW* opt, Ctx* ctx) {
