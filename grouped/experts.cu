@@ -24,6 +24,7 @@ static __global__ void __launch_bounds__(256)
 static __global__ void __launch_bounds__(256)
     experts_swiglu_backward_kernel(floatX* dh, floatX* gated_a, float* drow_gate, const floatX* da_ungated,
                                    const floatX* h, Ragged r, int64_t F) {
+    // A warp a row.
     const int64_t used = r.group_start[r.El];
     for (int64_t row = blockIdx.x * (int64_t)8 + threadIdx.x / 32; row < used; row += gridDim.x * (int64_t)8)
         swiglu_backward_row(

@@ -13,6 +13,7 @@ template <typename Round, typename Made>
 static __device__ __forceinline__ void swiglu_backward_row(floatX* dh, floatX* gated_a, float* drow_gate,
                                                            const floatX* da_ungated, const floatX* h, const Ragged& r,
                                                            int64_t row, int64_t F, Round round, Made made) {
+    // Where the row's gate, up and dA' lie, and where their gradients go.
     enum { PIECES_AT_ONCE = 2 };
     const int lane = threadIdx.x % 32;
     const bool real_row = r.row_token[row] >= 0;
@@ -56,6 +57,8 @@ static __device__ __forceinline__ void swiglu_backward_row(floatX* dh, floatX* g
                 g[j] = swiglu_dg(x[j], g[j], u[j], s);
                 u[j] = du;
             }
+
+            // Both are rounded once. A lane beyond F stores nothing.
             const uint4 gate = piece_of(g), up = piece_of(u);
             if (c < F) {
                 store(gated_a + row * F + c, a);
@@ -66,6 +69,7 @@ static __device__ __forceinline__ void swiglu_backward_row(floatX* dh, floatX* g
         }
     }
 
+    // <dA', A> of the row, in a fixed order.
     dot = warp_sum(dot);
     if (lane == 0) drow_gate[row] = dot;
 }

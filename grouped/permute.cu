@@ -8,11 +8,13 @@
 
 size_t permute_workspace(int64_t N, int32_t K, int32_t El) { return sort_workspace(N * K, El) * sizeof(int32_t); }
 
+// The bin of a choice is its expert.
 struct Choice {
     const int32_t* expert;
     __device__ int operator()(int64_t i) const { return expert[i]; }
 };
 
+// What the place of a choice says about the layout.
 struct Plan {
     Ragged r;
     const float* gate;
@@ -41,6 +43,7 @@ struct Plan {
 void permute_plan(Ragged r, const int32_t* expert, const real* gate, int64_t N, int32_t K, Ctx* ctx) {
     if (r.El > SORT_MAX_BINS) die(EXIT_FAILED, "permute_plan: %d experts on one GPU, at most %d", r.El, SORT_MAX_BINS);
     ASSERT(r.capacity < INT32_MAX && N * K < INT32_MAX);
+    // Without tokens no expert has a row.
     if (N == 0) {
         device_zero(r.group_start, (r.El + 1) * sizeof(int64_t), ctx);
         device_zero(r.group_rows, r.El * sizeof(int32_t), ctx);

@@ -24,6 +24,7 @@ static __global__ void __launch_bounds__(THREADS)
 
 static __global__ void __launch_bounds__(THREADS)
     swiglu_backward_kernel(floatX* dh, floatX* a, const floatX* da, const floatX* h, int64_t N, int64_t F) {
+    // A thread: 8 columns of a token.
     const int64_t i = blockIdx.x * (int64_t)THREADS + threadIdx.x, pieces = F / 8, n = i / pieces, c = i % pieces * 8;
     if (n >= N) return;
     const floatX* gate = h + n * 2 * F + c;

@@ -8,9 +8,11 @@ static __global__ void __launch_bounds__(256)
     ranks_kernel(int32_t* rank, unsigned long long* counts, const int32_t* expert, int64_t N, int32_t K, int32_t P,
                  int32_t El) {
     extern __shared__ int held[];  // (P, 2)
+    // The counts of this block of threads.
     for (int i = threadIdx.x; i < 2 * P; i += 256) held[i] = 0;
     __syncthreads();
     for (int64_t i = blockIdx.x * (int64_t)256 + threadIdx.x; i < N * P; i += gridDim.x * (int64_t)256) {
+        // How many of the token's choices rank j holds.
         const int64_t n = i / P;
         const int32_t j = (int32_t)(i % P);
         int choices = 0;
@@ -37,9 +39,12 @@ static __global__ void __launch_bounds__(256)
                    const int32_t* token_row, int64_t N, int32_t K, int32_t P, int32_t El) {
     const int64_t i = blockIdx.x * (int64_t)256 + threadIdx.x, n = i / K / P;
     if (n >= N) return;
+    // Choice k of token n, in the row that goes to rank j if there is one.
     const int32_t j = (int32_t)(i / K % P), k = (int32_t)(i % K);
     const int64_t row = token_row[n * P + j];
     if (row < 0) return;
+
+    // The number that its expert has there.
     const int32_t e = expert[n * K + k];
     const bool here = e / El == j;
     row_expert[row * K + k] = here ? e - j * El : -1;
@@ -57,6 +62,7 @@ static __global__ void __launch_bounds__(256)
                             int64_t count, int32_t K, int32_t P, int32_t El) {
     const int64_t i = blockIdx.x * (int64_t)256 + threadIdx.x;
     if (i >= count) return;
+    // The row in which the token went to the rank that holds this choice.
     const int64_t row = token_row[i / K * P + expert[i] / El];
     dgate[i] = drow_gate[row * K + i % K];
 }

@@ -41,6 +41,7 @@ static double row_error(const Case* c, int e, int64_t row, int64_t stride_o, int
     double diff = 0, norm = 0;
     for (int64_t o = 0; o < OC; o++) {
         const uint8_t *x = c->x + row * IC, *w = c->w + (e * OC + o) * IC;
+        // y[row][o] as grouped_gemm_mx says, in double.
         double sum = 0;
         for (int64_t chunk = 0; chunk < CHUNKS; chunk++) {
             int64_t tile = e * TILES * CHUNKS + o / MX_CHUNK * stride_o + chunk * stride_c;
@@ -49,6 +50,8 @@ static double row_error(const Case* c, int e, int64_t row, int64_t stride_o, int
                 part += (double)e4m3_value(x[k]) * e4m3_value(w[k]);
             sum += ldexp(part, c->x_scale[row * STRIDE + chunk * 4] + c->w_scale[tile] - 2 * 127);
         }
+
+        // What the product at hand made of it.
         double d = (double)c->y[row * OC + o] - sum;
         diff += d * d, norm += sum * sum;
     }
