@@ -50,6 +50,48 @@ static inline T* ctx_workspace(Ctx* ctx, int64_t count) {
     return (T*)ctx->workspace;
 }
 
+// Blocks for so much work, rounded up.
+static inline unsigned blocks_for(int64_t work, int64_t per_block) { return (unsigned)ceil_div(work, per_block); }
+
+// Of a grid that walks rows of which only the device knows how many there are, at most `blocks` at once: many more than
+// run at a time, for balance; those past the rows in use end at once.
+static inline unsigned walking_blocks(int64_t blocks, const Ctx* ctx) {
+    return (unsigned)min_i64(blocks, 256 * (int64_t)ctx->sms);
+}
+
+// Dynamic shared memory beyond 48 KiB has to be asked for.
+template <typename Kernel>
+static inline void allow_shared(Kernel kernel, size_t bytes) {
+    if (bytes > 48 << 10)
+        CUDA_CHECK(cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, (int)bytes));
+}
+
+// Launches a kernel with `shared` bytes of dynamic shared memory on the context's stream; a grid without blocks is left
+// out. The arguments become what the kernel takes.
+template <typename... P, typename... A>
+static inline void launch(void (*kernel)(P...), dim3 grid, dim3 block, size_t shared, Ctx* ctx, A... arguments) {
+    if (grid.x == 0 || grid.y == 0 || grid.z == 0) return;
+    allow_shared(kernel, shared);
+    kernel<<<grid, block, shared, ctx->stream>>>(P(arguments)...);
+    LAUNCH_CHECK();
+}
+
+// As launch, of a kernel that may start while the stream's previous one drains. It calls
+// cudaGridDependencySynchronize() before it touches what other kernels write or read.
+template <typename... P, typename... A>
+static inline void launch_early(void (*kernel)(P...), dim3 grid, dim3 block, size_t shared, Ctx* ctx, A... arguments) {
+    if (grid.x == 0 || grid.y == 0 || grid.z == 0) return;
+    allow_shared(kernel, shared);
+    // The attribute of programmatic dependent launch.
+    cudaLaunchAttribute early = {};
+    early.id = cudaLaunchAttributeProgrammaticStreamSerialization;
+    early.val.programmaticStreamSerializationAllowed = 1;
+    cudaLaunchConfig_t config = {};
+    config.gridDim = grid, config.blockDim = block, config.dynamicSmemBytes = shared;
+    config.stream = ctx->stream, config.attrs = &early, config.numAttrs = 1;
+    CUDA_CHECK(cudaLaunchKernelEx(&config, kernel, P(arguments)...));
+}
+
 // For results in bf16: the fast exp and division (2^-21) are exact enough.
 static __device__ __forceinline__ float sigmoid_fast(float x) { return __fdividef(1.0f, 1.0f + __expf(-x)); }
 

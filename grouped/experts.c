@@ -8,8 +8,8 @@ void experts_swiglu_forward(floatX* a, const floatX* h, Ragged r, int64_t F, Ctx
     swiglu_forward(a, h, r.group_start[r.El], F, ctx);  // rows lie without gaps on the CPU
 }
 
-void experts_swiglu_backward(floatX* dh, floatX* gated_a, real* drow_gate, const floatX* dap, const floatX* h, Ragged r,
-                             int64_t F, Ctx* ctx) {
+void experts_swiglu_backward(floatX* dh, floatX* gated_a, real* drow_gate, const floatX* da_ungated, const floatX* h,
+                             Ragged r, int64_t F, Ctx* ctx) {
     (void)ctx;
 #pragma omp parallel for schedule(static)
     for (int64_t row = 0; row < r.group_start[r.El]; row++) {
@@ -17,11 +17,11 @@ void experts_swiglu_backward(floatX* dh, floatX* gated_a, real* drow_gate, const
         const floatX *g = h + row * 2 * F, *u = g + F;
         floatX *dg = dh + row * 2 * F, *du = dg + F;
         real gate = r.row_gate[row], dgate = 0;
-#pragma omp simd reduction(+ : dgate)
 
         // dgate = <dA', A>, and with dA = gate dA' the gradients of g and u.
+#pragma omp simd reduction(+ : dgate)
         for (int64_t i = 0; i < F; i++) {
-            real s = sigmoid(g[i]), a = swiglu(g[i], u[i], s), da = dap[row * F + i];
+            real s = sigmoid(g[i]), a = swiglu(g[i], u[i], s), da = da_ungated[row * F + i];
             dgate += da * a;
             gated_a[row * F + i] = gate * a;
             du[i] = swiglu_du(gate * da, g[i], s);

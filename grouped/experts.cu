@@ -3,9 +3,6 @@
 // a row, so that <dA', A> is one warp's sum in a fixed order. Pad rows are written as zeros without being read.
 #include "grouped/experts.cuh"
 
-// Many more blocks than run at a time, for balance; those past the rows in use end at once.
-static unsigned grid_of(int64_t blocks, const Ctx* ctx) { return (unsigned)min_i64(blocks, 256 * (int64_t)ctx->sms); }
-
 // A thread a piece at a time: no sum ties a row together here.
 static __global__ void __launch_bounds__(256)
     experts_swiglu_forward_kernel(floatX* a, const floatX* h, Ragged r, int64_t F) {
@@ -15,35 +12,35 @@ static __global__ void __launch_bounds__(256)
         const int64_t row = i / pieces, c = i % pieces * 8;
         float g[8] = {}, u[8] = {};
         if (r.row_token[row] >= 0) {
-            load<8>(g, h + row * 2 * F + c);
-            load<8>(u, h + row * 2 * F + F + c);
+            load(g, h + row * 2 * F + c);
+            load(u, h + row * 2 * F + F + c);
         }
 #pragma unroll
         for (int j = 0; j < 8; j++) g[j] = swiglu(g[j], u[j], sigmoid_fast(g[j]));
-        store<8>(a + row * F + c, g);
+        store(a + row * F + c, g);
     }
 }
 
 static __global__ void __launch_bounds__(256)
-    experts_swiglu_backward_kernel(floatX* dh, floatX* gated_a, float* drow_gate, const floatX* dap, const floatX* h,
-                                   Ragged r, int64_t F) {
+    experts_swiglu_backward_kernel(floatX* dh, floatX* gated_a, float* drow_gate, const floatX* da_ungated,
+                                   const floatX* h, Ragged r, int64_t F) {
+    // A warp a row.
     const int64_t used = r.group_start[r.El];
     for (int64_t row = blockIdx.x * (int64_t)8 + threadIdx.x / 32; row < used; row += gridDim.x * (int64_t)8)
         swiglu_backward_row(
-            dh, gated_a, drow_gate, dap, h, r, row, F, [](float*) {}, [](int64_t, const uint4&, const uint4&) {});
+            dh, gated_a, drow_gate, da_ungated, h, r, row, F, [](float*) {},
+            [](int64_t, const uint4&, const uint4&) {});
 }
 
 void experts_swiglu_forward(floatX* a, const floatX* h, Ragged r, int64_t F, Ctx* ctx) {
     ASSERT(wide(F, a, h));
-    experts_swiglu_forward_kernel<<<grid_of(ceil_div(r.capacity * (F / 8), 256), ctx), 256, 0, ctx->stream>>>(a, h, r,
-                                                                                                              F);
-    LAUNCH_CHECK();
+    const unsigned blocks = walking_blocks(ceil_div(r.capacity * (F / 8), 256), ctx);
+    launch(experts_swiglu_forward_kernel, blocks, 256, 0, ctx, a, h, r, F);
 }
 
-void experts_swiglu_backward(floatX* dh, floatX* gated_a, real* drow_gate, const floatX* dap, const floatX* h, Ragged r,
-                             int64_t F, Ctx* ctx) {
-    ASSERT(wide(F, dh, gated_a, dap, h));
-    experts_swiglu_backward_kernel<<<grid_of(ceil_div(r.capacity, 8), ctx), 256, 0, ctx->stream>>>(
-        dh, gated_a, drow_gate, dap, h, r, F);
-    LAUNCH_CHECK();
+void experts_swiglu_backward(floatX* dh, floatX* gated_a, real* drow_gate, const floatX* da_ungated, const floatX* h,
+                             Ragged r, int64_t F, Ctx* ctx) {
+    ASSERT(wide(F, dh, gated_a, da_ungated, h));
+    const unsigned blocks = walking_blocks(ceil_div(r.capacity, 8), ctx);
+    launch(experts_swiglu_backward_kernel, blocks, 256, 0, ctx, dh, gated_a, drow_gate, da_ungated, h, r, F);
 }

@@ -11,13 +11,14 @@
 // round may change the 8 elements of A, made gets the gradients of columns c .. c + 7.
 template <typename Round, typename Made>
 static __device__ __forceinline__ void swiglu_backward_row(floatX* dh, floatX* gated_a, float* drow_gate,
-                                                           const floatX* dap, const floatX* h, const Ragged& r,
+                                                           const floatX* da_ungated, const floatX* h, const Ragged& r,
                                                            int64_t row, int64_t F, Round round, Made made) {
+    // Where the row's gate, up and dA' lie, and where their gradients go.
     enum { PIECES_AT_ONCE = 2 };
     const int lane = threadIdx.x % 32;
     const bool real_row = r.row_token[row] >= 0;
     const float weight = real_row ? r.row_gate[row] : 0;
-    const floatX *h_row = h + row * 2 * F, *da = dap + row * F;
+    const floatX *h_row = h + row * 2 * F, *da = da_ungated + row * F;
     floatX* d = dh + row * 2 * F;
     float dot = 0;
     for (int64_t c0 = lane * 8; c0 - lane * 8 < F; c0 += PIECES_AT_ONCE * 256) {
@@ -36,9 +37,9 @@ static __device__ __forceinline__ void swiglu_backward_row(floatX* dh, floatX* g
         for (int i = 0; i < PIECES_AT_ONCE; i++) {
             const int64_t c = c0 + i * 256;
             float g[8], u[8], x[8], a[8];
-            floats_of<8>(g, gs[i]);
-            floats_of<8>(u, us[i]);
-            floats_of<8>(x, ds[i]);
+            floats_of(g, gs[i]);
+            floats_of(u, us[i]);
+            floats_of(x, ds[i]);
 
             // A = silu(g) u
 #pragma unroll
@@ -56,9 +57,11 @@ static __device__ __forceinline__ void swiglu_backward_row(floatX* dh, floatX* g
                 g[j] = swiglu_dg(x[j], g[j], u[j], s);
                 u[j] = du;
             }
-            const uint4 gate = piece_of<8>(g), up = piece_of<8>(u);
+
+            // Both are rounded once. A lane beyond F stores nothing.
+            const uint4 gate = piece_of(g), up = piece_of(u);
             if (c < F) {
-                store<8>(gated_a + row * F + c, a);
+                store(gated_a + row * F + c, a);
                 *(uint4*)(d + c) = gate;
                 *(uint4*)(d + F + c) = up;
             }
@@ -66,6 +69,7 @@ static __device__ __forceinline__ void swiglu_backward_row(floatX* dh, floatX* g
         }
     }
 
+    // <dA', A> of the row, in a fixed order.
     dot = warp_sum(dot);
     if (lane == 0) drow_gate[row] = dot;
 }

@@ -9,15 +9,21 @@ size_t permute_workspace(int64_t N, int32_t K, int32_t El) { return (void)N, (vo
 void permute_plan(Ragged r, const int32_t* expert, const real* gate, int64_t N, int32_t K, Ctx* ctx) {
     ASSERT(permute_workspace(N, K, r.El) <= ctx->workspace_bytes);
     int64_t* next = (int64_t*)ctx->workspace;
+
+    // How many rows each expert has.
     for (int32_t e = 0; e < r.El; e++) r.group_rows[e] = 0;
     for (int64_t i = 0; i < N * K; i++)
         if (expert[i] >= 0) r.group_rows[expert[i]]++;
+
+    // Where they start. `next` is the place of an expert's next row.
     r.group_start[0] = 0;
     for (int32_t e = 0; e < r.El; e++) {
         next[e] = r.group_start[e];
         r.group_start[e + 1] = r.group_start[e] + r.group_rows[e];  // no pad rows on the CPU
     }
     ASSERT(r.group_start[r.El] <= r.capacity && r.capacity <= INT32_MAX);
+
+    // The choices in order, each to its expert's next row.
     for (int64_t i = 0; i < N * K; i++) {
         r.token_row[i] = -1;
         if (expert[i] < 0) continue;
@@ -44,6 +50,7 @@ void unpermute_rows(floatX* tokens, const floatX* rows, const real* gate, Ragged
         floatX* out = tokens + n * C;
         if (!accumulate) memset(out, 0, (size_t)C * sizeof(floatX));
         for (int32_t k = 0; k < K; k++) {
+            // A choice that is not held here adds nothing.
             int32_t row = r.token_row[n * K + k];
             if (row < 0) continue;
             real g = gate ? gate[n * K + k] : 1;

@@ -8,11 +8,13 @@
 
 size_t permute_workspace(int64_t N, int32_t K, int32_t El) { return sort_workspace(N * K, El) * sizeof(int32_t); }
 
+// The bin of a choice is its expert.
 struct Choice {
     const int32_t* expert;
     __device__ int operator()(int64_t i) const { return expert[i]; }
 };
 
+// What the place of a choice says about the layout.
 struct Plan {
     Ragged r;
     const float* gate;
@@ -41,6 +43,7 @@ struct Plan {
 void permute_plan(Ragged r, const int32_t* expert, const real* gate, int64_t N, int32_t K, Ctx* ctx) {
     if (r.El > SORT_MAX_BINS) die(EXIT_FAILED, "permute_plan: %d experts on one GPU, at most %d", r.El, SORT_MAX_BINS);
     ASSERT(r.capacity < INT32_MAX && N * K < INT32_MAX);
+    // Without tokens no expert has a row.
     if (N == 0) {
         device_zero(r.group_start, (r.El + 1) * sizeof(int64_t), ctx);
         device_zero(r.group_rows, r.El * sizeof(int32_t), ctx);
@@ -50,67 +53,57 @@ void permute_plan(Ragged r, const int32_t* expert, const real* gate, int64_t N, 
     counting_sort(Choice{expert}, Plan{r, gate, K}, N * K, r.El, row_align(BACKEND), workspace, ctx);
 }
 
-template <int W>
 static __global__ void __launch_bounds__(32 * PERMUTE_WARPS)
     permute_rows_kernel(floatX* rows, const floatX* tokens, Ragged r, int64_t C, int64_t slices) {
     permute_slice(r, slices, [&](int64_t row, int64_t token) {
-        copy_row<W>(rows + row * C, token < 0 ? NULL : tokens + token * C, C);
+        copy_row(rows + row * C, token < 0 ? NULL : tokens + token * C, C);
     });
 }
 
 void permute_rows(void* to, const void* from, Ragged r, size_t row_bytes, Ctx* ctx) {
-    if (r.capacity == 0) return;
     // Elements of two bytes, whatever they are.
-    floatX* rows = (floatX*)to;
-    const floatX* tokens = (const floatX*)from;
-    const int64_t C = (int64_t)row_bytes / 2;
-    ASSERT(row_bytes % 2 == 0);
-    const int64_t slices = permute_slices(r);
-    auto kernel = wide(C, rows, tokens) ? permute_rows_kernel<8> : permute_rows_kernel<1>;
-    kernel<<<(unsigned)(slices * r.El), 32 * PERMUTE_WARPS, 0, ctx->stream>>>(rows, tokens, r, C, slices);
-    LAUNCH_CHECK();
+    const int64_t C = (int64_t)row_bytes / 2, slices = permute_slices(r);
+    ASSERT(row_bytes % 16 == 0 && aligned(to, from));
+    launch(permute_rows_kernel, slices * r.El, 32 * PERMUTE_WARPS, 0, ctx, to, from, r, C, slices);
 }
 
 // A thread a piece of a token; 4 rows under way at a time.
-template <int W>
 static __global__ void __launch_bounds__(256)
     unpermute_rows_kernel(floatX* tokens, const floatX* rows, const float* gate, const int32_t* token_row, int64_t N,
                           int32_t K, int64_t C, int accumulate) {
-    const int64_t i = blockIdx.x * (int64_t)256 + threadIdx.x, pieces = C / W, n = i / pieces, c = i % pieces * W;
+    const int64_t i = blockIdx.x * (int64_t)256 + threadIdx.x, pieces = C / 8, n = i / pieces, c = i % pieces * 8;
     if (n >= N) return;
-    float sum[W] = {};
-    if (accumulate) load<W>(sum, tokens + n * C + c);
+    float sum[8] = {};
+    if (accumulate) load(sum, tokens + n * C + c);
     for (int32_t k0 = 0; k0 < K; k0 += 4) {
-        Piece<W> p[4] = {};
+        // All loads go out first; a choice that is not held here counts as zeros.
+        Piece p[4] = {};
         float g[4] = {};
 #pragma unroll
         for (int j = 0; j < 4; j++) {
             const int64_t row = k0 + j < K ? token_row[n * K + k0 + j] : -1;
             if (row < 0) continue;
             g[j] = gate ? gate[n * K + k0 + j] : 1;
-            p[j] = *(const Piece<W>*)(rows + row * C + c);
+            p[j] = *(const Piece*)(rows + row * C + c);
         }
+
+        // sum_k gate[n][k] * rows[token_row[n][k]], in the order of k.
 #pragma unroll
         for (int j = 0; j < 4; j++) {
-            float f[W];
-            load<W>(f, (const floatX*)&p[j]);
+            float f[8];
+            floats_of(f, p[j]);
 #pragma unroll
-            for (int e = 0; e < W; e++) sum[e] += g[j] * f[e];
+            for (int e = 0; e < 8; e++) sum[e] += g[j] * f[e];
         }
     }
-    store<W>(tokens + n * C + c, sum);
+    store(tokens + n * C + c, sum);
 }
 
 void unpermute_rows(floatX* tokens, const floatX* rows, const real* gate, Ragged r, int64_t N, int32_t K, int64_t C,
                     int accumulate, Ctx* ctx) {
-    if (N == 0) return;
-    if (wide(C, tokens, rows))
-        unpermute_rows_kernel<8><<<blocks_for(N * (C / 8), 256), 256, 0, ctx->stream>>>(tokens, rows, gate, r.token_row,
-                                                                                        N, K, C, accumulate);
-    else
-        unpermute_rows_kernel<1>
-            <<<blocks_for(N * C, 256), 256, 0, ctx->stream>>>(tokens, rows, gate, r.token_row, N, K, C, accumulate);
-    LAUNCH_CHECK();
+    ASSERT(wide(C, tokens, rows));
+    launch(unpermute_rows_kernel, blocks_for(N * (C / 8), 256), 256, 0, ctx, tokens, rows, gate, r.token_row, N, K, C,
+           accumulate);
 }
 
 static __global__ void unpermute_gates_kernel(float* dgate, const float* drow_gate, const int32_t* token_row,
@@ -120,7 +113,5 @@ static __global__ void unpermute_gates_kernel(float* dgate, const float* drow_ga
 }
 
 void unpermute_gates(real* dgate, const real* drow_gate, Ragged r, int64_t N, int32_t K, Ctx* ctx) {
-    if (N == 0) return;
-    unpermute_gates_kernel<<<blocks_for(N * K, 256), 256, 0, ctx->stream>>>(dgate, drow_gate, r.token_row, N * K);
-    LAUNCH_CHECK();
+    launch(unpermute_gates_kernel, blocks_for(N * K, 256), 256, 0, ctx, dgate, drow_gate, r.token_row, N * K);
 }

@@ -62,13 +62,15 @@ void permute_plan(Ragged ragged,
                   const real* gate,       // (N, K); NULL: row_gate is left as it is
                   int64_t N, int32_t K, Ctx* ctx);
 
-// rows[r] = tokens[row_token[r]], zeros in pad rows; what a row holds does not matter (an even number of bytes).
+// rows[r] = tokens[row_token[r]], zeros in pad rows; what a row holds does not matter. On the GPU a row is a multiple
+// of 16 bytes long and lies on 16 bytes.
 void permute_rows(void* rows,          // (capacity) rows
                   const void* tokens,  // (N) rows
                   Ragged ragged, size_t row_bytes, Ctx* ctx);
 
 // tokens[n] = sum_k gate[n][k] * rows[token_row[n][k]] in real, choices not held here left out; gate NULL means 1.
-// += with accumulate 1. This is the forward's combine, and without gates the backward of permute_rows.
+// += with accumulate 1. This is the forward's combine, and without gates the backward of permute_rows. On the GPU C is
+// a multiple of 8.
 void unpermute_rows(floatX* tokens,      // (N, C)
                     const floatX* rows,  // (capacity, C)
                     const real* gate,    // (N, K) or NULL

@@ -10,8 +10,7 @@ enum { BLOCK = 4096 };
 
 void step_begin(StepState* state, Ctx* ctx) {
     (void)ctx;
-    state->loss_sum = state->grad_sq = state->stop = 0;
-    for (int i = 0; i < LARGEST; i++) state->largest[i] = state->own_largest[i];
+    step_begin_now(state);
 }
 
 void loss_add(StepState* state, const real* loss, int64_t N, Ctx* ctx) {
@@ -33,13 +32,14 @@ void grad_norm_add(StepState* state, const real* grad, int64_t n, Ctx* ctx) {
         for (int64_t i = b * BLOCK; i < end; i++) sum += (double)grad[i] * grad[i];
         partial[b] = sum;
     }
+
+    // The blocks in order.
     for (int64_t b = 0; b < blocks; b++) state->grad_sq += partial[b];
 }
 
 void step_decide(StepState* state, int64_t tokens, const AdamW* opt, Ctx* ctx) {
     (void)ctx;
     step_decide_now(state, tokens, opt);
-    for (int i = 0; i < LARGEST && state->ok; i++) state->own_largest[i] = 0;
 }
 
 // Numbers without their sign as whole numbers: in the same order, and NaN above all.
@@ -54,6 +54,7 @@ static inline Bits magnitude(real x) {
     return bits & ~((Bits)1 << (8 * sizeof(Bits) - 1));
 }
 
+// own_largest takes in what these bits stand for.
 static void keep_largest(StepState* state, const Bits most[LARGEST]) {
     for (int k = 0; k < LARGEST; k++) {
         real x;
@@ -62,6 +63,7 @@ static void keep_largest(StepState* state, const Bits most[LARGEST]) {
     }
 }
 
+// most takes in the magnitudes of elements first .. end - 1.
 static void take_in(Bits most[LARGEST], const real* master, const real* m, const real* v, int64_t first, int64_t end) {
     Bits most_w = most[LARGEST_WEIGHT], most_m = most[LARGEST_M], most_v = most[LARGEST_V];
 #pragma omp simd reduction(max : most_w, most_m, most_v)
@@ -84,6 +86,7 @@ void adamw_update(floatX* weight, real* master, real* m, real* v, const real* gr
                   const AdamW* opt, StepState* state, Ctx* ctx) {
     (void)ctx;
     if (!state->ok) return;
+    // What is the same for every element.
     real scale = (real)state->grad_scale, b1 = opt->beta1, b2 = opt->beta2, lr = opt->lr, eps = opt->eps;
     real fix1 = (real)(1 / state->correction1), fix2 = (real)(1 / state->correction2);
     Bits most[LARGEST] = {0};
@@ -92,6 +95,7 @@ void adamw_update(floatX* weight, real* master, real* m, real* v, const real* gr
         int64_t end = min_i64(n, (b + 1) * BLOCK);
 #pragma omp simd
         for (int64_t i = b * BLOCK; i < end; i++) {
+            // m and v, then master and weight, as the header says.
             real g = scale * grad[i];
             real decay = i < n_decay ? (real)opt->weight_decay : 0;
             m[i] = b1 * m[i] + (1 - b1) * g;

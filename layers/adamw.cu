@@ -60,14 +60,11 @@ static __global__ void add_total_kernel(double* total, const double* partial, in
 
 template <int SQUARE>
 static void add_sum(double* total, const float* x, int64_t n, Ctx* ctx) {
-    if (n == 0) return;
     ASSERT(aligned(x));
     int64_t chunks = ceil_div(n, CHUNK);
     double* partial = ctx_workspace<double>(ctx, chunks);
-    sum_chunks_kernel<SQUARE><<<(unsigned)chunks, THREADS, 0, ctx->stream>>>(partial, x, n);
-    LAUNCH_CHECK();
-    add_total_kernel<<<1, TOTAL_THREADS, 0, ctx->stream>>>(total, partial, chunks);
-    LAUNCH_CHECK();
+    launch(sum_chunks_kernel<SQUARE>, chunks, THREADS, 0, ctx, partial, x, n);
+    launch(add_total_kernel, 1, TOTAL_THREADS, 0, ctx, total, partial, chunks);
 }
 
 size_t adamw_workspace(int64_t n) { return (size_t)ceil_div(n, CHUNK) * sizeof(double); }
@@ -79,24 +76,16 @@ void grad_norm_add(StepState* state, const real* grad, int64_t n, Ctx* ctx) {
 }
 
 // One thread each: the step's sums and decisions are a few numbers.
-static __global__ void step_begin_kernel(StepState* state) {
-    state->loss_sum = state->grad_sq = state->stop = 0;
-    for (int i = 0; i < LARGEST; i++) state->largest[i] = state->own_largest[i];
-}
+static __global__ void step_begin_kernel(StepState* state) { step_begin_now(state); }
 
-void step_begin(StepState* state, Ctx* ctx) {
-    step_begin_kernel<<<1, 1, 0, ctx->stream>>>(state);
-    LAUNCH_CHECK();
-}
+void step_begin(StepState* state, Ctx* ctx) { launch(step_begin_kernel, 1, 1, 0, ctx, state); }
 
 static __global__ void step_decide_kernel(StepState* state, int64_t tokens, AdamW opt) {
     step_decide_now(state, tokens, &opt);
-    for (int i = 0; i < LARGEST && state->ok; i++) state->own_largest[i] = 0;
 }
 
 void step_decide(StepState* state, int64_t tokens, const AdamW* opt, Ctx* ctx) {
-    step_decide_kernel<<<1, 1, 0, ctx->stream>>>(state, tokens, *opt);
-    LAUNCH_CHECK();
+    launch(step_decide_kernel, 1, 1, 0, ctx, state, tokens, *opt);
 }
 
 // Numbers without their sign are in the order of their bits, NaN above all. Whole blocks call it.
@@ -152,7 +141,7 @@ static __global__ void __launch_bounds__(THREADS)
         store_real(master + i, p);
         store_real(m + i, m1);
         store_real(v + i, v1);
-        store<8>(weight + i, p);
+        store(weight + i, p);
 
         // What is written counts for the bounds of the next step.
 #pragma unroll
@@ -167,11 +156,9 @@ static __global__ void __launch_bounds__(THREADS)
 
 void adamw_update(floatX* weight, real* master, real* m, real* v, const real* grad, int64_t n, int64_t n_decay,
                   const AdamW* opt, StepState* state, Ctx* ctx) {
-    if (n == 0) return;
     ASSERT(wide(n, weight, master, m, v, grad));
-    adamw_kernel<<<blocks_for(n, 8 * THREADS), THREADS, 0, ctx->stream>>>(weight, master, m, v, grad, n, n_decay, *opt,
-                                                                          state);
-    LAUNCH_CHECK();
+    launch(adamw_kernel, blocks_for(n, 8 * THREADS), THREADS, 0, ctx, weight, master, m, v, grad, n, n_decay, *opt,
+           state);
 }
 
 static __global__ void __launch_bounds__(THREADS)
@@ -186,7 +173,5 @@ static __global__ void __launch_bounds__(THREADS)
 }
 
 void adamw_measure(StepState* state, const real* master, const real* m, const real* v, int64_t n, Ctx* ctx) {
-    if (n == 0) return;
-    measure_kernel<<<8 * ctx->sms, THREADS, 0, ctx->stream>>>(state, master, m, v, n);
-    LAUNCH_CHECK();
+    launch(measure_kernel, 8 * ctx->sms, THREADS, 0, ctx, state, master, m, v, n);
 }

@@ -60,6 +60,12 @@ void adamw_measure(StepState* state, const real* master, const real* m, const re
 // Bytes of workspace for loss_add and grad_norm_add (partial sums).
 size_t adamw_workspace(int64_t n);
 
+// A step begins in both builds alike.
+static inline BOTH_SIDES void step_begin_now(StepState* s) {
+    s->loss_sum = s->grad_sq = s->stop = 0;
+    for (int i = 0; i < LARGEST; i++) s->largest[i] = s->own_largest[i];
+}
+
 // The decisions, as both builds take them.
 static inline BOTH_SIDES void step_decide_now(StepState* s, int64_t tokens, const AdamW* opt) {
     const double limit = (sizeof(real) == 8 ? DBL_MAX : (double)FLT_MAX) / 2;  // roundings have the other half
@@ -76,6 +82,8 @@ static inline BOTH_SIDES void step_decide_now(StepState* s, int64_t tokens, cons
     s->ok = isfinite(s->loss) && m < limit && v < limit && change < limit && w + opt->lr * change < limit;
     s->bad_in_a_row = s->ok ? 0 : s->bad_in_a_row + 1;
     s->updates += s->ok;
+    // The update that follows finds its own.
+    for (int i = 0; i < LARGEST && s->ok; i++) s->own_largest[i] = 0;
 }
 
 END_C

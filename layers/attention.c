@@ -57,6 +57,7 @@ void attention_forward(floatX* out, real* lse, const floatX* q, const floatX* kv
     for (int64_t b = 0; b < s.B; b++)
         for (int64_t h = 0; h < s.H; h++)
             for (int64_t tile = 0; tile < tiles; tile++) {
+                // Q queries of a head. Nothing is summed yet.
                 Head head = head_of(q, kv, k_rope, s, b, h);
                 real* S = scratch + thread_index() * tile_reals(s);
                 real *k = S + 2 * Q * Q, *m = k + Q * (2 * head.qk + s.v), *l = m + Q;
@@ -66,10 +67,15 @@ void attention_forward(floatX* out, real* lse, const floatX* q, const floatX* kv
                     m[i] = -INFINITY, l[i] = 0;
                     for (int64_t c = 0; c < s.v; c++) o[i * out_row + c] = 0;
                 }
+
+                // The keys up to the diagonal, a tile at a time.
                 for (int64_t k0 = 0; k0 <= q0; k0 += Q) {
+                    // S = scale q k^T
                     int64_t cols = min_i64(Q, s.T - k0);
                     load_keys(k, head, s, k0, cols);
                     scores(S, head, k, s, q0, rows, cols);
+
+                    // P = exp(S - m) in the place of S, with the new maximum m.
                     for (int64_t i = 0; i < rows; i++) {
                         real *p = S + i * Q, top = m[i], sum = 0;
                         int64_t seen = visible(q0 + i, k0, cols);
@@ -87,8 +93,12 @@ void attention_forward(floatX* out, real* lse, const floatX* q, const floatX* kv
                         l[i] = l[i] * shrink + sum;
                         m[i] = top;
                     }
+
+                    // out += P v
                     gemm(0, 0, rows, s.v, cols, 1, S, Q, head.v + k0 * head.kv_row, head.kv_row, 1, o, out_row);
                 }
+
+                // out / l, and lse = m + ln(l).
                 for (int64_t i = 0; i < rows; i++) {
                     for (int64_t c = 0; c < s.v; c++) o[i * out_row + c] /= l[i];
                     lse[(b * s.H + h) * s.T + q0 + i] = m[i] + log(l[i]);
@@ -106,10 +116,13 @@ static void head_backward(floatX* dq, floatX* dk_nope, real* dk_part, const floa
         int64_t cols = min_i64(Q, s.T - k0);
         load_keys(k, head, s, k0, cols);
         for (int64_t q0 = k0; q0 < s.T; q0 += Q) {
+            // The queries from the diagonal on. S = scale q k^T, and dP = dout v^T in the place of dS.
             int64_t rows = min_i64(Q, s.T - q0);
             scores(P, head, k, s, q0, rows, cols);
             gemm(0, 1, rows, cols, s.v, 1, dout + q0 * out_row, out_row, head.v + k0 * head.kv_row, head.kv_row, 0, dS,
                  Q);
+
+            // P = exp(S - lse), dS = P (dP - delta) with delta = <dout, out>.
             for (int64_t i = 0; i < rows; i++) {
                 real *p = P + i * Q, *d = dS + i * Q, z = lse[q0 + i], delta = 0;
                 const floatX *g = dout + (q0 + i) * out_row, *o = out + (q0 + i) * out_row;
@@ -123,11 +136,15 @@ static void head_backward(floatX* dq, floatX* dk_nope, real* dk_part, const floa
                 }
                 for (int64_t j = seen; j < cols; j++) p[j] = d[j] = 0;
             }
+
+            // dv += P^T dout, dk += scale dS^T q, dq += scale dS k. The first tile of either starts the sum.
             int first = q0 == k0;  // of this tile of keys
             gemm(1, 0, cols, s.v, rows, 1, P, Q, dout + q0 * out_row, out_row, !first, dv, s.v);
             gemm(1, 0, cols, head.qk, rows, s.scale, dS, Q, head.q + q0 * head.q_row, head.q_row, !first, dk, head.qk);
             gemm(0, 0, rows, head.qk, cols, s.scale, dS, Q, k, head.qk, k0 > 0, dq + q0 * head.q_row, head.q_row);
         }
+
+        // This tile of keys is complete.
         for (int64_t j = 0; j < cols; j++) {
             memcpy(dk_nope + (k0 + j) * head.kv_row, dk + j * head.qk, (size_t)s.nope * sizeof(real));
             memcpy(dv_out + (k0 + j) * head.kv_row, dv + j * s.v, (size_t)s.v * sizeof(real));
@@ -142,6 +159,8 @@ void attention_backward(floatX* dq, floatX* dkv, floatX* dk_rope, const floatX* 
     int64_t parts = s.B * s.H * s.T * s.rope;
     real* part = ctx_workspace(ctx, parts + ctx->threads * tile_reals(s));
     real* scratch = part + parts;
+
+    // The heads, each with its own part of dk_rope.
 #pragma omp parallel for schedule(dynamic) collapse(2)
     for (int64_t b = 0; b < s.B; b++)
         for (int64_t h = 0; h < s.H; h++) {
@@ -150,8 +169,10 @@ void attention_backward(floatX* dq, floatX* dkv, floatX* dk_rope, const floatX* 
             head_backward(dq + (head.q - q), dkv + (head.k_nope - kv), part + (b * s.H + h) * s.T * s.rope, dout + o,
                           out + o, lse + (b * s.H + h) * s.T, head, s, scratch + thread_index() * tile_reals(s));
         }
+
 #pragma omp parallel for schedule(static)
     for (int64_t n = 0; n < s.B * s.T; n++) {
+        // dk_rope of a token: the heads' parts, in the order of heads.
         floatX* d = dk_rope + n * s.k_rope_stride;
         for (int64_t c = 0; c < s.rope; c++) d[c] = 0;
         for (int64_t h = 0; h < s.H; h++) {

@@ -25,11 +25,13 @@ enum { TILE = 128, THREADS = 384 };  // rows of a block's work; a producer and t
 struct Order {
     int heads, tiles, section;
     __host__ __device__ int total() const { return heads * tiles; }
-    __device__ void place(int work, int* head, int* rank) const {
+    struct Place {
+        int head, rank;
+    };
+    __device__ Place place(int work) const {
         int first = work / (section * tiles) * section, here = min(section, heads - first);
         int r = work - first * tiles;
-        *head = first + r % here;
-        *rank = r / here;
+        return {first + r % here, r / here};
     }
 };
 
@@ -40,6 +42,16 @@ Order order_of(AttnShape s) {
     int64_t sections = ceil_div(heads, l2 / head_bytes > 0 ? l2 / head_bytes : 1);
     return {(int)heads, (int)ceil_div(s.T, TILE), (int)ceil_div(heads, sections)};
 }
+
+// Row t of head `head` of B x H in a (B, T, H) tensor.
+__device__ __forceinline__ int64_t row_of(int head, int t, int T, int H) {
+    return ((int64_t)(head / H) * T + t) * H + head % H;
+}
+
+// The tensors that a kernel copies by TMA; forward has no dout.
+struct Maps {
+    CUtensorMap q, dout, kv, rope;
+};
 
 // A full and an empty barrier for each of N buffers used in turn; `use` counts the uses, on both sides.
 template <int N, bool EVERY_THREAD = false>
@@ -59,6 +71,39 @@ struct Ring {
     }
 };
 
+// The piece of work that a block is at. Its number goes from the producer to the consumers as a tile does, with what
+// the block copies for it.
+struct Work {
+    Ring<1, true> ring;  // every thread has read `number` itself
+    int number;
+    // The producer hands out the next piece. A number beyond the last is the word that there is none: nothing comes
+    // with it.
+    __device__ bool hand_out(int use, int work, const Order& order) {
+        ring.wait_empty(use);
+        number = work;
+        if (work >= order.total()) barrier_arrive(&ring.full[0]);
+        return work < order.total();
+    }
+    // A consumer takes it.
+    __device__ int take(int use) {
+        ring.wait_full(use);
+        return number;
+    }
+};
+
+// The block's shared memory, its barriers set up.
+template <typename Shared>
+__device__ __forceinline__ Shared& shared_memory() {
+    extern __shared__ __align__(1024) char raw[];
+    Shared& sh = *(Shared*)raw;
+    if (threadIdx.x == 0) {
+        sh.init();
+        barrier_init_fence();
+    }
+    __syncthreads();
+    return sh;
+}
+
 // Over the four lanes that share a row of an accumulator.
 __device__ __forceinline__ float quad_sum(float x) {
     x += __shfl_xor_sync(0xffffffffu, x, 1);
@@ -70,14 +115,14 @@ __device__ __forceinline__ float quad_max(float x) {
     return fmaxf(x, __shfl_xor_sync(0xffffffffu, x, 2));
 }
 
-// s (64, N) = (or +=: accumulate) A B^T over CHUNKS chunks, both K-major: A's chunks of A_ROWS rows, B's of B_ROWS.
-template <int D, int N, int CHUNKS, int A_ROWS, int B_ROWS>
+// s (64, N) = (or +=: accumulate) A B^T over CHUNKS chunks, both K-major: A's chunks of TILE rows, B's of N.
+template <int D, int N, int CHUNKS>
 __device__ __forceinline__ void multiply_rows(float (&s)[N / 2], uint64_t a, uint64_t b, int accumulate = 0) {
     constexpr int STEPS = D / 16;
 #pragma unroll
     for (int k = 0; k < CHUNKS * STEPS; k++)
-        wgmma_ss<N, 0, 0>(s, a + k / STEPS * (A_ROWS * D / 8) + k % STEPS * 2,
-                          b + k / STEPS * (B_ROWS * D / 8) + k % STEPS * 2, k > 0 || accumulate);
+        wgmma_ss<N, 0, 0>(s, a + k / STEPS * (TILE * D / 8) + k % STEPS * 2,
+                          b + k / STEPS * (N * D / 8) + k % STEPS * 2, k > 0 || accumulate);
 }
 
 // d (64, N) += A B with A (64, K) in registers and B's K rows in chunks of D columns.
@@ -93,18 +138,18 @@ __device__ __forceinline__ void zero(float (&d)[N]) {
     for (int i = 0; i < N; i++) d[i] = 0;
 }
 
-// The accumulator's columns FROM .. FROM + COLUMNS - 1, times `times`, to a row in memory; half 0 is row l / 4, 1 row
+// The accumulator's first COLUMNS columns, times `times`, to a row in memory; half 0 is row l / 4, 1 row
 // l / 4 + 8. Neighbouring lanes swap, so that each writes 8 bytes and four of them a sector.
-template <int FROM, int COLUMNS, int N>
+template <int COLUMNS, int N>
 __device__ __forceinline__ void store_row(floatX* row, const float (&d)[N], int half, float times, bool inside) {
     // A lane holds two neighbouring columns of each 8; a pair of lanes swaps halves of 16.
     int lane = threadIdx.x % 32, odd = lane & 1;
 #pragma unroll
-    for (int j = FROM / 8; j < (FROM + COLUMNS) / 8; j += 2) {
+    for (int j = 0; j < COLUMNS / 8; j += 2) {
         uint32_t u = pack_bf16(d[4 * j + 2 * half] * times, d[4 * j + 2 * half + 1] * times);
         uint32_t v = pack_bf16(d[4 * j + 4 + 2 * half] * times, d[4 * j + 5 + 2 * half] * times);
         uint32_t got = __shfl_xor_sync(0xffffffffu, odd ? u : v, 1);
-        int column = 8 * j - FROM + (odd ? 8 : 0) + (lane & 2) * 2;
+        int column = 8 * j + (odd ? 8 : 0) + (lane & 2) * 2;
         if (inside) *(uint2*)(row + column) = odd ? make_uint2(got, v) : make_uint2(u, got);
     }
 }
@@ -122,6 +167,17 @@ CUtensorMap rope_map(const floatX* p, AttnShape s, int rows, Ctx* ctx) {
     int64_t size[3] = {s.rope, s.T, s.B}, stride[2] = {s.k_rope_stride, s.T * s.k_rope_stride};
     int box[3] = {(int)s.rope, rows, 1};
     return tensor_map(p, 3, size, stride, box, ctx);
+}
+
+// For tiles of so many queries and keys.
+Maps maps_of(const floatX* q, const floatX* dout, const floatX* kv, const floatX* k_rope, int queries, int keys,
+             AttnShape s, Ctx* ctx) {
+    Maps maps = {};
+    maps.q = heads_map(q, s, 3 * s.rope, queries, 3, ctx);
+    if (dout) maps.dout = heads_map(dout, s, 2 * s.rope, queries, 2, ctx);
+    maps.kv = heads_map(kv, s, 4 * s.rope, keys, 2, ctx);
+    maps.rope = rope_map(k_rope, s, keys, ctx);
+    return maps;
 }
 
 // Other head sizes have no kernel; the settings refuse them by name.
@@ -158,11 +214,6 @@ Workspace get_workspace(AttnShape s, Ctx* ctx) {
     ctx_workspace<char>(ctx, (int64_t)w.bytes);
     CUDA_CHECK(cudaMemsetAsync(w.next, 0, 256, ctx->stream));
     return w;
-}
-
-template <typename Kernel>
-void allow_shared(Kernel kernel, size_t bytes) {
-    CUDA_CHECK(cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, (int)bytes));
 }
 
 }  // namespace

@@ -27,8 +27,8 @@ __global__ void attention_delta_kernel(float* start_delta, float* start_lse, con
     if (t < T) {
         int64_t at = ((b * T + t) * H + h) * 2 * D + lane * 8;
         float x[8], y[8];
-        load<8>(x, dout + at);
-        load<8>(y, out + at);
+        load(x, dout + at);
+        load(y, out + at);
 #pragma unroll
         for (int i = 0; i < 8; i++) sum += x[i] * y[i];
     }
@@ -50,17 +50,18 @@ __global__ void attention_sum_rope_kernel(floatX* dk_rope, const float* part, in
     // A thread: 8 columns of a token.
     int64_t i = blockIdx.x * (int64_t)blockDim.x + threadIdx.x, token = i / (D / 8), column = i % (D / 8) * 8;
     if (token >= B * T) return;
-    const float4* p = (const float4*)(part + (token / T * H * T + token % T) * D + column);
+    part += (token / T * H * T + token % T) * D + column;
 
     // The heads in order.
     float sum[8] = {};
 #pragma unroll 4
     for (int64_t h = 0; h < H; h++) {
-        float4 low = p[h * T * D / 4], high = p[h * T * D / 4 + 1];
-        sum[0] += low.x, sum[1] += low.y, sum[2] += low.z, sum[3] += low.w;
-        sum[4] += high.x, sum[5] += high.y, sum[6] += high.z, sum[7] += high.w;
+        float x[8];
+        load_real(x, part + h * T * D);
+#pragma unroll
+        for (int j = 0; j < 8; j++) sum[j] += x[j];
     }
-    store<8>(dk_rope + token * stride + column, sum);
+    store(dk_rope + token * stride + column, sum);
 }
 
 // --- dq ---
@@ -75,49 +76,30 @@ struct QueriesShared {
     floatX dout[2][TILE][D];
     floatX k[K_STAGES][3][DQ_KEYS][D];
     floatX v[V_STAGES][2][DQ_KEYS][D];
-    Ring<1, true> work_ring;  // every thread has read `work` itself
+    Work work;
     Ring<K_STAGES> k_ring;
     Ring<V_STAGES> v_ring;
-    int work;
+    __device__ void init() { work.ring.init(), k_ring.init(), v_ring.init(); }
 };
 
 template <int D>
 __global__ void __launch_bounds__(THREADS, 1)
-    attention_backward_dq_kernel(const __grid_constant__ CUtensorMap q_map,
-                                 const __grid_constant__ CUtensorMap dout_map,
-                                 const __grid_constant__ CUtensorMap kv_map,
-                                 const __grid_constant__ CUtensorMap rope_map, floatX* dq, const float* lse,
-                                 const float* delta, int* next, Order order, int T, int H, float scale) {
-    // Setup: the barriers.
-    extern __shared__ __align__(1024) char raw[];
-    QueriesShared<D>& sh = *(QueriesShared<D>*)raw;
-    if (threadIdx.x == 0) {
-        sh.work_ring.init(), sh.k_ring.init(), sh.v_ring.init();
-        barrier_init_fence();
-    }
-    __syncthreads();
+    attention_backward_dq_kernel(const __grid_constant__ Maps maps, floatX* dq, const float* lse, const float* delta,
+                                 int* next, Order order, int T, int H, float scale) {
+    QueriesShared<D>& sh = shared_memory<QueriesShared<D>>();
 
     if (threadIdx.x < 128) {  // producer
         registers_fewer<24>();
         if (threadIdx.x == 0) {
             // The producer: one thread takes work and copies it.
             int kv_use = 0;
-            for (int use = 0, work = blockIdx.x;; use++) {
-                // The next piece of work, or the word that there is none.
-                sh.work_ring.wait_empty(use);
-                sh.work = work;
-                if (work >= order.total()) {
-                    barrier_arrive(&sh.work_ring.full[0]);
-                    break;
-                }
-
+            for (int use = 0, work = blockIdx.x; sh.work.hand_out(use, work, order); use++) {
                 // q and dout of the block. The number of the work after this one is asked for meanwhile.
-                int head, rank;
-                order.place(work, &head, &rank);
+                const auto [head, rank] = order.place(work);
                 int b = head / H, h = head % H, q0 = (order.tiles - 1 - rank) * TILE;
-                barrier_expect(&sh.work_ring.full[0], sizeof(sh.q) + sizeof(sh.dout));
-                tma_load(sh.q, &q_map, &sh.work_ring.full[0], 0, h, q0, 0, b);
-                tma_load(sh.dout, &dout_map, &sh.work_ring.full[0], 0, h, q0, 0, b);
+                barrier_expect(&sh.work.ring.full[0], sizeof(sh.q) + sizeof(sh.dout));
+                tma_load(sh.q, &maps.q, &sh.work.ring.full[0], 0, h, q0, 0, b);
+                tma_load(sh.dout, &maps.dout, &sh.work.ring.full[0], 0, h, q0, 0, b);
                 work = gridDim.x + atomicAdd(next, 1);
 
                 // Values and keys from the diagonal back. Keys stay a turn longer: dq += dS k comes a tile late.
@@ -125,12 +107,12 @@ __global__ void __launch_bounds__(THREADS, 1)
                     int i = kv_use % V_STAGES;
                     sh.v_ring.wait_empty(kv_use);
                     barrier_expect(&sh.v_ring.full[i], sizeof(sh.v[0]));
-                    tma_load(sh.v[i], &kv_map, &sh.v_ring.full[i], 0, h, n * DQ_KEYS, 2, b);
+                    tma_load(sh.v[i], &maps.kv, &sh.v_ring.full[i], 0, h, n * DQ_KEYS, 2, b);
                     i = kv_use % K_STAGES;
                     sh.k_ring.wait_empty(kv_use);
                     barrier_expect(&sh.k_ring.full[i], sizeof(sh.k[0]));
-                    tma_load(sh.k[i][0], &kv_map, &sh.k_ring.full[i], 0, h, n * DQ_KEYS, 0, b);
-                    tma_load(sh.k[i][2], &rope_map, &sh.k_ring.full[i], 0, n * DQ_KEYS, b);
+                    tma_load(sh.k[i][0], &maps.kv, &sh.k_ring.full[i], 0, h, n * DQ_KEYS, 0, b);
+                    tma_load(sh.k[i][2], &maps.rope, &sh.k_ring.full[i], 0, n * DQ_KEYS, b);
                 }
             }
         }
@@ -147,13 +129,9 @@ __global__ void __launch_bounds__(THREADS, 1)
         const int k_stage = sizeof(sh.k[0]) / 16, v_stage = sizeof(sh.v[0]) / 16;
         int kv_use = 0;
 
-        for (int use = 0;; use++) {
+        for (int use = 0, work; (work = sh.work.take(use)) < order.total(); use++) {
+            const auto [head, rank] = order.place(work);
             // A piece of work: 128 queries of a head.
-            sh.work_ring.wait_full(use);
-            int work = sh.work;
-            if (work >= order.total()) break;
-            int head, rank;
-            order.place(work, &head, &rank);
             const int q0 = (order.tiles - 1 - rank) * TILE;
 
             // grad: dq. lse and delta of the two rows that the thread holds.
@@ -185,14 +163,14 @@ __global__ void __launch_bounds__(THREADS, 1)
                 // Three products are issued: S = q k^T, dq += dS k, dP = dout v^T.
                 wgmma_pin(grad);
                 wgmma_fence();
-                multiply_rows<D, DQ_KEYS, 3, TILE, DQ_KEYS>(s, q_at, k_at + kv_use % K_STAGES * k_stage);
+                multiply_rows<D, DQ_KEYS, 3>(s, q_at, k_at + kv_use % K_STAGES * k_stage);
                 wgmma_commit();
                 if (!first.value) {
                     int before = (kv_use + K_STAGES - 1) % K_STAGES;
                     multiply_add<D, 3 * D, DQ_KEYS>(grad, ds, k_at + before * k_stage);
                 }
                 wgmma_commit();
-                multiply_rows<D, DQ_KEYS, 2, TILE, DQ_KEYS>(dp, dout_at, v_at + kv_use % V_STAGES * v_stage);
+                multiply_rows<D, DQ_KEYS, 2>(dp, dout_at, v_at + kv_use % V_STAGES * v_stage);
                 wgmma_commit();
 
                 // S is there: P = exp(scale S - lse).
@@ -229,7 +207,7 @@ __global__ void __launch_bounds__(THREADS, 1)
             for (; n >= 0; n--) step(No(), No());
 
             // The last tile: dq += dS k.
-            sh.work_ring.release(use);  // q and dout are read
+            sh.work.ring.release(use);  // q and dout are read
             wgmma_pin(grad);
             wgmma_fence();
             multiply_add<D, 3 * D, DQ_KEYS>(grad, ds, k_at + (kv_use + K_STAGES - 1) % K_STAGES * k_stage);
@@ -242,8 +220,7 @@ __global__ void __launch_bounds__(THREADS, 1)
 #pragma unroll
             for (int half = 0; half < 2; half++) {
                 int t = q0 + row + 8 * half;
-                int64_t token = (int64_t)(head / H) * T + t;
-                store_row<0, 3 * D>(dq + (token * H + head % H) * 3 * D, grad, half, scale, t < T);
+                store_row<3 * D>(dq + row_of(head, t, T, H) * 3 * D, grad, half, scale, t < T);
             }
         }
     }
@@ -273,27 +250,16 @@ struct KeysShared {
     floatX dout[DK_STAGES][2][DK_QUERIES][D];
     float lse[DK_STAGES][DK_QUERIES];  // as attention_delta_kernel leaves them
     float delta[DK_STAGES][DK_QUERIES];
-    Ring<1, true> work_ring;     // every thread has read `work` itself
     Ring<DK_STAGES, true> ring;  // every thread has read lse and delta itself
-    int work;
+    Work work;
+    __device__ void init() { work.ring.init(), ring.init(); }
 };
 
 template <int D>
 __global__ void __launch_bounds__(THREADS, 1)
-    attention_backward_dkv_kernel(const __grid_constant__ CUtensorMap q_map,
-                                  const __grid_constant__ CUtensorMap dout_map,
-                                  const __grid_constant__ CUtensorMap kv_map,
-                                  const __grid_constant__ CUtensorMap rope_map, floatX* dkv, float* rope_part,
-                                  const float* lse, const float* delta, int* next, Order order, int T, int H,
-                                  float scale) {
-    // Setup: the barriers.
-    extern __shared__ __align__(1024) char raw[];
-    KeysShared<D>& sh = *(KeysShared<D>*)raw;
-    if (threadIdx.x == 0) {
-        sh.work_ring.init(), sh.ring.init();
-        barrier_init_fence();
-    }
-    __syncthreads();
+    attention_backward_dkv_kernel(const __grid_constant__ Maps maps, floatX* dkv, float* rope_part, const float* lse,
+                                  const float* delta, int* next, Order order, int T, int H, float scale) {
+    KeysShared<D>& sh = shared_memory<KeysShared<D>>();
     const int ends = (T + DK_QUERIES - 1) / DK_QUERIES;  // tiles of queries
 
     if (threadIdx.x < 128) {  // producer
@@ -301,23 +267,14 @@ __global__ void __launch_bounds__(THREADS, 1)
         if (threadIdx.x == 0) {
             // The producer: one thread takes work and copies it.
             int q_use = 0;
-            for (int use = 0, work = blockIdx.x;; use++) {
-                // The next piece of work, or the word that there is none.
-                sh.work_ring.wait_empty(use);
-                sh.work = work;
-                if (work >= order.total()) {
-                    barrier_arrive(&sh.work_ring.full[0]);
-                    break;
-                }
-
+            for (int use = 0, work = blockIdx.x; sh.work.hand_out(use, work, order); use++) {
                 // k and v of the block. The number of the work after this one is asked for meanwhile.
-                int head, rank;
-                order.place(work, &head, &rank);
+                const auto [head, rank] = order.place(work);
                 int b = head / H, h = head % H, k0 = rank * TILE;
-                barrier_expect(&sh.work_ring.full[0], sizeof(sh.k) + sizeof(sh.v));
-                tma_load(sh.k[0], &kv_map, &sh.work_ring.full[0], 0, h, k0, 0, b);
-                tma_load(sh.k[2], &rope_map, &sh.work_ring.full[0], 0, k0, b);
-                tma_load(sh.v, &kv_map, &sh.work_ring.full[0], 0, h, k0, 2, b);
+                barrier_expect(&sh.work.ring.full[0], sizeof(sh.k) + sizeof(sh.v));
+                tma_load(sh.k[0], &maps.kv, &sh.work.ring.full[0], 0, h, k0, 0, b);
+                tma_load(sh.k[2], &maps.rope, &sh.work.ring.full[0], 0, k0, b);
+                tma_load(sh.v, &maps.kv, &sh.work.ring.full[0], 0, h, k0, 2, b);
                 work = gridDim.x + atomicAdd(next, 1);
 
                 // Queries from the diagonal on: q, dout, lse and delta of a tile are full together.
@@ -327,9 +284,9 @@ __global__ void __launch_bounds__(THREADS, 1)
                     int64_t at = (int64_t)head * order.tiles * TILE + m * DK_QUERIES;
                     sh.ring.wait_empty(q_use);
                     barrier_expect(full, sizeof(sh.q[0]) + sizeof(sh.dout[0]) + 2 * sizeof(sh.lse[0]));
-                    tma_load(sh.q[i], &q_map, full, 0, h, m * DK_QUERIES, 0, b);
+                    tma_load(sh.q[i], &maps.q, full, 0, h, m * DK_QUERIES, 0, b);
                     bulk_load(sh.lse[i], lse + at, sizeof(sh.lse[0]), full);
-                    tma_load(sh.dout[i], &dout_map, full, 0, h, m * DK_QUERIES, 0, b);
+                    tma_load(sh.dout[i], &maps.dout, full, 0, h, m * DK_QUERIES, 0, b);
                     bulk_load(sh.delta[i], delta + at, sizeof(sh.delta[0]), full);
                 }
             }
@@ -347,13 +304,9 @@ __global__ void __launch_bounds__(THREADS, 1)
         const int q_stage = sizeof(sh.q[0]) / 16, dout_stage = sizeof(sh.dout[0]) / 16;
         int q_use = 0;
 
-        for (int use = 0;; use++) {
+        for (int use = 0, work; (work = sh.work.take(use)) < order.total(); use++) {
+            const auto [head, rank] = order.place(work);
             // A piece of work: 128 keys of a head.
-            sh.work_ring.wait_full(use);
-            int work = sh.work;
-            if (work >= order.total()) break;
-            int head, rank;
-            order.place(work, &head, &rank);
             const int k0 = rank * TILE;
 
             // The sums: dk with its rope part, and dv.
@@ -380,7 +333,7 @@ __global__ void __launch_bounds__(THREADS, 1)
                 start_columns(s, sh.lse[i]);
                 wgmma_pin(s);
                 wgmma_fence();
-                multiply_rows<D, DK_QUERIES, 3, TILE, DK_QUERIES>(s, k_at, q_at + i * q_stage, 1);
+                multiply_rows<D, DK_QUERIES, 3>(s, k_at, q_at + i * q_stage, 1);
                 wgmma_commit();
                 wgmma_wait<0>();
                 wgmma_pin(s);
@@ -400,7 +353,7 @@ __global__ void __launch_bounds__(THREADS, 1)
                 wgmma_pin(dp);
                 wgmma_pin(dv);
                 wgmma_fence();
-                multiply_rows<D, DK_QUERIES, 2, TILE, DK_QUERIES>(dp, v_at, dout_at + i * dout_stage, 1);
+                multiply_rows<D, DK_QUERIES, 2>(dp, v_at, dout_at + i * dout_stage, 1);
                 wgmma_commit();
                 multiply_add<D, 2 * D, DK_QUERIES>(dv, p, dout_at + i * dout_stage);
                 wgmma_commit();
@@ -425,20 +378,19 @@ __global__ void __launch_bounds__(THREADS, 1)
             }
 
             // dk, times scale, and dv. The rope part is left per head in float.
-            sh.work_ring.release(use);  // k and v are read
+            sh.work.ring.release(use);  // k and v are read
 #pragma unroll
             for (int half = 0; half < 2; half++) {
                 int t = k0 + row + 8 * half;
-                int64_t token = (int64_t)(head / H) * T + t;
-                floatX* to = dkv + (token * H + head % H) * 4 * D;
-                store_row<0, 2 * D>(to, dk, half, scale, t < T);
-                store_row<0, 2 * D>(to + 2 * D, dv, half, 1, t < T);
+                floatX* to = dkv + row_of(head, t, T, H) * 4 * D;
+                store_row<2 * D>(to, dk, half, scale, t < T);
+                store_row<2 * D>(to + 2 * D, dv, half, 1, t < T);
                 float* part = rope_part + ((int64_t)head * T + t) * D + lane % 4 * 2;
-                if (t < T)
+                if (t >= T) continue;
 #pragma unroll
-                    for (int j = 0; j < D / 8; j++)
-                        *(float2*)(part + 8 * j) = make_float2(dk[4 * (D / 4 + j) + 2 * half] * scale,
-                                                               dk[4 * (D / 4 + j) + 2 * half + 1] * scale);
+                for (int j = D / 4; j < D * 3 / 8; j++)
+                    *(float2*)(part + 8 * j - 2 * D) =
+                        make_float2(dk[4 * j + 2 * half] * scale, dk[4 * j + 2 * half + 1] * scale);
             }
         }
     }
@@ -449,33 +401,24 @@ void run_backward(floatX* dq, floatX* dkv, floatX* dk_rope, const floatX* dout, 
                   const floatX* q, const floatX* kv, const floatX* k_rope, AttnShape s, Ctx* ctx) {
     // 1. delta and lse, as the products start from them.
     Workspace w = get_workspace(s, ctx);
-    Order order = order_of(s);
-    int T = (int)s.T, H = (int)s.H, grid = order.total() < ctx->sms ? order.total() : ctx->sms;
-    int64_t rows = s.B * w.padded * s.H;
-    attention_delta_kernel<D><<<(unsigned)ceil_div(rows * (D / 4), 256), 256, 0, ctx->stream>>>(
-        w.delta, w.lse, dout, out, lse, s.B, s.T, s.H, w.padded, s.scale);
-    LAUNCH_CHECK();
+    int64_t threads = s.B * w.padded * s.H * (D / 4);
+    launch(attention_delta_kernel<D>, blocks_for(threads, 256), 256, 0, ctx, w.delta, w.lse, dout, out, lse, s.B, s.T,
+           s.H, w.padded, s.scale);
 
     // 2. dq, a block 128 queries
-    CUtensorMap q_map = heads_map(q, s, 3 * D, TILE, 3, ctx), dout_map = heads_map(dout, s, 2 * D, TILE, 2, ctx);
-    CUtensorMap kv_map = heads_map(kv, s, 4 * D, DQ_KEYS, 2, ctx), r_map = rope_map(k_rope, s, DQ_KEYS, ctx);
-    allow_shared(attention_backward_dq_kernel<D>, sizeof(QueriesShared<D>));
-    attention_backward_dq_kernel<D><<<grid, THREADS, sizeof(QueriesShared<D>), ctx->stream>>>(
-        q_map, dout_map, kv_map, r_map, dq, w.lse, w.delta, w.next, order, T, H, s.scale);
-    LAUNCH_CHECK();
+    const Order order = order_of(s);
+    const int64_t blocks = min_i64(order.total(), ctx->sms);
+    launch(attention_backward_dq_kernel<D>, blocks, THREADS, sizeof(QueriesShared<D>), ctx,
+           maps_of(q, dout, kv, k_rope, TILE, DQ_KEYS, s, ctx), dq, w.lse, w.delta, w.next, order, s.T, s.H, s.scale);
 
     // 3. dk and dv, a block 128 keys
-    q_map = heads_map(q, s, 3 * D, DK_QUERIES, 3, ctx), dout_map = heads_map(dout, s, 2 * D, DK_QUERIES, 2, ctx);
-    kv_map = heads_map(kv, s, 4 * D, TILE, 2, ctx), r_map = rope_map(k_rope, s, TILE, ctx);
-    allow_shared(attention_backward_dkv_kernel<D>, sizeof(KeysShared<D>));
-    attention_backward_dkv_kernel<D><<<grid, THREADS, sizeof(KeysShared<D>), ctx->stream>>>(
-        q_map, dout_map, kv_map, r_map, dkv, w.rope_part, w.lse, w.delta, w.next + 1, order, T, H, s.scale);
-    LAUNCH_CHECK();
+    launch(attention_backward_dkv_kernel<D>, blocks, THREADS, sizeof(KeysShared<D>), ctx,
+           maps_of(q, dout, kv, k_rope, DK_QUERIES, TILE, s, ctx), dkv, w.rope_part, w.lse, w.delta, w.next + 1, order,
+           s.T, s.H, s.scale);
 
     // 4. dk_rope, the sum over the heads
-    attention_sum_rope_kernel<D><<<(unsigned)ceil_div(s.B * s.T * (D / 8), 256), 256, 0, ctx->stream>>>(
-        dk_rope, w.rope_part, s.B, s.T, s.H, s.k_rope_stride);
-    LAUNCH_CHECK();
+    launch(attention_sum_rope_kernel<D>, blocks_for(s.B * s.T * (D / 8), 256), 256, 0, ctx, dk_rope, w.rope_part, s.B,
+           s.T, s.H, s.k_rope_stride);
 }
 
 }  // namespace

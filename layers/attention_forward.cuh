@@ -13,45 +13,28 @@ struct ForwardShared {
     floatX q[3][TILE][D];
     floatX k[2][3][TILE][D];
     floatX v[2][2][TILE][D];
-    Ring<1, true> work_ring;  // every thread has read `work` itself
+    Work work;
     Ring<2> k_ring, v_ring;
-    int work;  // travels with q
+    __device__ void init() { work.ring.init(), k_ring.init(), v_ring.init(); }
 };
 
 template <int D>
 __global__ void __launch_bounds__(THREADS, 1)
-    attention_forward_kernel(const __grid_constant__ CUtensorMap q_map, const __grid_constant__ CUtensorMap kv_map,
-                             const __grid_constant__ CUtensorMap rope_map, floatX* out, float* lse, int* next,
-                             Order order, int T, int H, float scale) {
-    // Setup: the barriers.
-    extern __shared__ __align__(1024) char raw[];
-    ForwardShared<D>& sh = *(ForwardShared<D>*)raw;
-    if (threadIdx.x == 0) {
-        sh.work_ring.init(), sh.k_ring.init(), sh.v_ring.init();
-        barrier_init_fence();
-    }
-    __syncthreads();
+    attention_forward_kernel(const __grid_constant__ Maps maps, floatX* out, float* lse, int* next, Order order, int T,
+                             int H, float scale) {
+    ForwardShared<D>& sh = shared_memory<ForwardShared<D>>();
 
     if (threadIdx.x < 128) {  // producer
         registers_fewer<24>();
         if (threadIdx.x == 0) {
             // The producer: one thread takes work and copies it.
             int k_use = 0, v_use = 0;
-            for (int use = 0, work = blockIdx.x;; use++) {
-                // The next piece of work, or the word that there is none.
-                sh.work_ring.wait_empty(use);
-                sh.work = work;
-                if (work >= order.total()) {
-                    barrier_arrive(&sh.work_ring.full[0]);
-                    break;
-                }
-
+            for (int use = 0, work = blockIdx.x; sh.work.hand_out(use, work, order); use++) {
                 // The queries. The number of the work after this one is asked for meanwhile.
-                int head, rank;
-                order.place(work, &head, &rank);
+                const auto [head, rank] = order.place(work);
                 int b = head / H, h = head % H, tile = order.tiles - 1 - rank;
-                barrier_expect(&sh.work_ring.full[0], sizeof(sh.q));
-                tma_load(sh.q, &q_map, &sh.work_ring.full[0], 0, h, tile * TILE, 0, b);
+                barrier_expect(&sh.work.ring.full[0], sizeof(sh.q));
+                tma_load(sh.q, &maps.q, &sh.work.ring.full[0], 0, h, tile * TILE, 0, b);
                 work = gridDim.x + atomicAdd(next, 1);
 
                 // Keys and values from the diagonal back, in the order in which they are multiplied.
@@ -60,14 +43,14 @@ __global__ void __launch_bounds__(THREADS, 1)
                         int i = k_use % 2;
                         sh.k_ring.wait_empty(k_use++);
                         barrier_expect(&sh.k_ring.full[i], sizeof(sh.k[0]));
-                        tma_load(sh.k[i][0], &kv_map, &sh.k_ring.full[i], 0, h, n * TILE, 0, b);
-                        tma_load(sh.k[i][2], &rope_map, &sh.k_ring.full[i], 0, n * TILE, b);
+                        tma_load(sh.k[i][0], &maps.kv, &sh.k_ring.full[i], 0, h, n * TILE, 0, b);
+                        tma_load(sh.k[i][2], &maps.rope, &sh.k_ring.full[i], 0, n * TILE, b);
                     }
                     if (n < tile) {
                         int i = v_use % 2;
                         sh.v_ring.wait_empty(v_use++);
                         barrier_expect(&sh.v_ring.full[i], sizeof(sh.v[0]));
-                        tma_load(sh.v[i], &kv_map, &sh.v_ring.full[i], 0, h, (n + 1) * TILE, 2, b);
+                        tma_load(sh.v[i], &maps.kv, &sh.v_ring.full[i], 0, h, (n + 1) * TILE, 2, b);
                     }
                 }
             }
@@ -89,13 +72,9 @@ __global__ void __launch_bounds__(THREADS, 1)
         auto my_turn = [&] { named_sync(1 + group, 256); };
         auto your_turn = [&] { named_arrive(2 - group, 256); };
 
-        for (int use = 0;; use++) {
+        for (int use = 0, work; (work = sh.work.take(use)) < order.total(); use++) {
+            const auto [head, rank] = order.place(work);
             // A piece of work: 128 queries of a head.
-            sh.work_ring.wait_full(use);
-            int work = sh.work;
-            if (work >= order.total()) break;
-            int head, rank;
-            order.place(work, &head, &rank);
             const int tile = order.tiles - 1 - rank;
 
             // o: sums of P v, not yet divided. s: scores, then probabilities. top, sum: of the two rows.
@@ -140,7 +119,7 @@ __global__ void __launch_bounds__(THREADS, 1)
             sh.k_ring.wait_full(k_use);
             my_turn();
             wgmma_fence();
-            multiply_rows<D, TILE, 3, TILE, TILE>(s, q_at, k_at + k_use % 2 * k_stage);
+            multiply_rows<D, TILE, 3>(s, q_at, k_at + k_use % 2 * k_stage);
             wgmma_commit();
             your_turn();
             wgmma_wait<0>();
@@ -158,7 +137,7 @@ __global__ void __launch_bounds__(THREADS, 1)
                 my_turn();
                 wgmma_pin(o);
                 wgmma_fence();
-                multiply_rows<D, TILE, 3, TILE, TILE>(s, q_at, k_at + k_use % 2 * k_stage);
+                multiply_rows<D, TILE, 3>(s, q_at, k_at + k_use % 2 * k_stage);
                 wgmma_commit();
                 sh.v_ring.wait_full(v_use);
                 wgmma_fence();
@@ -182,7 +161,7 @@ __global__ void __launch_bounds__(THREADS, 1)
             }
 
             // The last tile: o += P v.
-            sh.work_ring.release(use);  // q is read
+            sh.work.ring.release(use);  // q is read
             sh.v_ring.wait_full(v_use);
             wgmma_pin(o);
             wgmma_fence();
@@ -198,8 +177,7 @@ __global__ void __launch_bounds__(THREADS, 1)
                 int t = tile * TILE + row + 8 * half;
                 float l = quad_sum(sum[half]);
                 if (t < T && lane % 4 == 0) lse[(int64_t)head * T + t] = top[half] * scale + logf(l);
-                int64_t token = (int64_t)(head / H) * T + t;
-                store_row<0, 2 * D>(out + (token * H + head % H) * 2 * D, o, half, 1 / l, t < T);
+                store_row<2 * D>(out + row_of(head, t, T, H) * 2 * D, o, half, 1 / l, t < T);
             }
         }
     }
@@ -208,16 +186,10 @@ __global__ void __launch_bounds__(THREADS, 1)
 template <int D>
 void run_forward(floatX* out, real* lse, const floatX* q, const floatX* kv, const floatX* k_rope, AttnShape s,
                  Ctx* ctx) {
-    // Maps for TMA: what is copied in one piece.
-    Workspace w = get_workspace(s, ctx);
-    Order order = order_of(s);
-    CUtensorMap q_map = heads_map(q, s, 3 * D, TILE, 3, ctx), kv_map = heads_map(kv, s, 4 * D, TILE, 2, ctx);
-    CUtensorMap r_map = rope_map(k_rope, s, TILE, ctx);
-    int grid = order.total() < ctx->sms ? order.total() : ctx->sms;
-    allow_shared(attention_forward_kernel<D>, sizeof(ForwardShared<D>));
-    attention_forward_kernel<D><<<grid, THREADS, sizeof(ForwardShared<D>), ctx->stream>>>(
-        q_map, kv_map, r_map, out, lse, w.next, order, (int)s.T, (int)s.H, s.scale);
-    LAUNCH_CHECK();
+    const Order order = order_of(s);
+    launch(attention_forward_kernel<D>, min_i64(order.total(), ctx->sms), THREADS, sizeof(ForwardShared<D>), ctx,
+           maps_of(q, nullptr, kv, k_rope, TILE, TILE, s, ctx), out, lse, get_workspace(s, ctx).next, order, s.T, s.H,
+           s.scale);
 }
 
 }  // namespace

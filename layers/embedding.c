@@ -4,6 +4,7 @@
 
 #include "device/cpu.h"
 
+// out[n] = table[token[n]]
 void embedding_forward(floatX* out, const int32_t* token, const floatX* table, int64_t N, int64_t C, Ctx* ctx) {
     (void)ctx;
 #pragma omp parallel for schedule(static)

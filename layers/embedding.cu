@@ -12,14 +12,12 @@ static __global__ void embedding_forward_kernel(floatX* out, const int32_t* toke
                                                 int64_t C) {
     // A warp a token.
     const int64_t n = blockIdx.x * 8 + threadIdx.x / 32;
-    if (n < N) copy_row<8>(out + n * C, table + token[n] * C, C);
+    if (n < N) copy_row(out + n * C, table + token[n] * C, C);
 }
 
 void embedding_forward(floatX* out, const int32_t* token, const floatX* table, int64_t N, int64_t C, Ctx* ctx) {
-    if (N == 0) return;
     ASSERT(wide(C, out, table));
-    embedding_forward_kernel<<<blocks_for(N, 8), 256, 0, ctx->stream>>>(out, token, table, N, C);
-    LAUNCH_CHECK();
+    launch(embedding_forward_kernel, blocks_for(N, 8), 256, 0, ctx, out, token, table, N, C);
 }
 
 enum { DIGIT_BITS = 9 };
@@ -54,7 +52,7 @@ static __device__ __forceinline__ void add_rows(float acc[8], const floatX* dout
 #pragma unroll
             for (int j = 0; j < 4; j++) {
                 int64_t n = __shfl_sync(0xffffffffu, mine, (u + j) % 32);
-                if (u + j < count && c < C) load<8>(f[j], dout + n * C + c);
+                if (u + j < count && c < C) load(f[j], dout + n * C + c);
             }
 #pragma unroll
             for (int j = 0; j < 4; j++)
@@ -160,7 +158,6 @@ void embedding_backward(real* dtable, const floatX* dout, const int32_t* token, 
     }
 
     // Rows of equal tokens lie together now.
-    embedding_backward_kernel<<<dim3(blocks_for(N, 8), blocks_for(C, 256)), 256, 0, ctx->stream>>>(dtable, dout, tokens,
-                                                                                                   positions, N, C);
-    LAUNCH_CHECK();
+    const dim3 grid(blocks_for(N, 8), blocks_for(C, 256));
+    launch(embedding_backward_kernel, grid, 256, 0, ctx, dtable, dout, tokens, positions, N, C);
 }

@@ -29,7 +29,7 @@ struct Softmax {
 
 // The largest of B pieces, two at a time. NaN loses, as in fmaxf.
 template <int B>
-static __device__ __forceinline__ float top_of(const Piece<8> p[B]) {
+static __device__ __forceinline__ float top_of(const Piece p[B]) {
     const __nv_bfloat162* pair = (const __nv_bfloat162*)p;
     __nv_bfloat162 top = pair[0];
 #pragma unroll
@@ -43,7 +43,7 @@ static __global__ void __cluster_dims__(CLUSTER) __launch_bounds__(THREADS, 4)
     // What of the row is this block's: `count` pieces from `first` on.
     extern __shared__ __align__(16) char quarter[];
     __shared__ Softmax of_warp[WARPS], of_block[2][CLUSTER];
-    Piece<8>* kept = (Piece<8>*)quarter;
+    Piece* kept = (Piece*)quarter;
     cooperative_groups::cluster_group cluster = cooperative_groups::this_cluster();
     const int rank = (int)cluster.block_rank(), warp = threadIdx.x / 32, lane = threadIdx.x % 32;
     const int pieces = (int)(Vp / 8), per = (pieces + CLUSTER - 1) / CLUSTER, first = rank * per;
@@ -65,11 +65,11 @@ static __global__ void __cluster_dims__(CLUSTER) __launch_bounds__(THREADS, 4)
             __pipeline_memcpy_async(kept + i, from, 16);
         } else {  // padding may hold anything
             float f[8];
-            load<8>(f, from);
+            load(f, from);
 #pragma unroll
             for (int j = 0; j < 8; j++)
                 if (i * 8 + j >= valid) f[j] = -INFINITY;
-            kept[i] = piece_of<8>(f);
+            kept[i] = piece_of(f);
         }
     };
 
@@ -87,7 +87,7 @@ static __global__ void __cluster_dims__(CLUSTER) __launch_bounds__(THREADS, 4)
         // The thread's maximum and sum of exponentials.
         in_batches([&](int i, auto batch) {
             constexpr int B = decltype(batch)::value;
-            Piece<8> p[B];
+            Piece p[B];
 #pragma unroll
             for (int b = 0; b < B; b++) p[b] = kept[i + b * THREADS];
             const float top = fmaxf(mine.top, top_of<B>(p) * LOG2_E);
@@ -96,7 +96,7 @@ static __global__ void __cluster_dims__(CLUSTER) __launch_bounds__(THREADS, 4)
 #pragma unroll
             for (int b = 0; b < B; b++) {
                 float f[8];
-                floats_of<8>(f, p[b]);
+                floats_of(f, p[b]);
 #pragma unroll
                 for (int j = 0; j < 8; j++) f[j] = exp2_approx(fmaf(f[j], LOG2_E, -top));
 #pragma unroll
@@ -131,7 +131,7 @@ static __global__ void __cluster_dims__(CLUSTER) __launch_bounds__(THREADS, 4)
         if (owner) z_right = __bfloat162float(((const floatX*)kept)[right]);
         in_batches([&](int i, auto batch) {
             constexpr int B = decltype(batch)::value;
-            Piece<8> p[B];
+            Piece p[B];
 #pragma unroll
             for (int b = 0; b < B; b++) p[b] = kept[i + b * THREADS];
             if (more)
@@ -141,10 +141,10 @@ static __global__ void __cluster_dims__(CLUSTER) __launch_bounds__(THREADS, 4)
 #pragma unroll
             for (int b = 0; b < B; b++) {
                 float f[8];
-                floats_of<8>(f, p[b]);
+                floats_of(f, p[b]);
 #pragma unroll
                 for (int j = 0; j < 8; j++) f[j] = scale * exp2_approx(fmaf(f[j], LOG2_E, -all.top));
-                store<8>(z + (int64_t)(i + b * THREADS) * 8, f);
+                store(z + (int64_t)(i + b * THREADS) * 8, f);
             }
         });
         __pipeline_commit();
@@ -167,11 +167,8 @@ void cross_entropy(real* loss, floatX* logits, const int32_t* target, int64_t N,
     if (shared > 220 << 10)
         die(EXIT_FAILED, "cross_entropy: a vocabulary of %lld does not fit in shared memory (at most %d)", (long long)V,
             CLUSTER * (220 << 10) / (int)sizeof(floatX));
-    CUDA_CHECK(cudaFuncSetAttribute(cross_entropy_kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, (int)shared));
 
     // As many clusters as leave each a few rows, so that copies and sums overlap.
     const int64_t clusters = ceil_div(N, min_i64(ROWS, ceil_div(N, ctx->sms)));
-    cross_entropy_kernel<<<(unsigned)(clusters * CLUSTER), THREADS, (size_t)shared, ctx->stream>>>(loss, logits, target,
-                                                                                                   N, V, Vp, dscale);
-    LAUNCH_CHECK();
+    launch(cross_entropy_kernel, clusters * CLUSTER, THREADS, shared, ctx, loss, logits, target, N, V, Vp, dscale);
 }

@@ -2,6 +2,7 @@
 
 #include "device/cpu.h"
 
+// y = w x rstd. Returns rstd = (mean_c x_c^2 + eps)^-1/2.
 static real norm_row(floatX* y, const floatX* x, const floatX* w, int64_t C) {
     real sum = 0;
 #pragma omp simd reduction(+ : sum)
@@ -37,15 +38,19 @@ void rmsnorm_backward(floatX* dx, real* dw, const floatX* dy, const floatX* x, i
     real* partial = ctx_workspace(ctx, tiles * C);
 #pragma omp parallel for schedule(static)
     for (int64_t tile = 0; tile < tiles; tile++) {
+        // No token of this tile is summed yet.
         real* p = partial + tile * C;
         for (int64_t c = 0; c < C; c++) p[c] = 0;
         for (int64_t n = tile * TILE; n < min_i64(N, (tile + 1) * TILE); n++) {
+            // With g = dy w: k = rstd^2 mean_c(g_c x_c).
             const floatX *g = dy + n * C, *xn = x + n * stride;
             floatX* d = dx + n * stride;
             real r = rstd[n], dot = 0;
 #pragma omp simd reduction(+ : dot)
             for (int64_t c = 0; c < C; c++) dot += g[c] * w[c] * xn[c];
             real k = dot / C * r * r;
+
+            // dx = rstd (g - x k), dw += dy x rstd
             for (int64_t c = 0; c < C; c++) {
                 real grad = r * (g[c] * w[c] - xn[c] * k);
                 d[c] = accumulate ? d[c] + grad : grad;

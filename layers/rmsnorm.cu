@@ -35,10 +35,10 @@ static __device__ __forceinline__ float team_sum(float x, int team, int turn) {
 }
 
 template <int P>
-static __device__ __forceinline__ void load_pieces(Piece<8> x[P], const floatX* row, int first, int step, int64_t C) {
+static __device__ __forceinline__ void load_pieces(Piece x[P], const floatX* row, int first, int step, int64_t C) {
 #pragma unroll
     for (int i = 0; i < P; i++)
-        if (first + i * step < C) x[i] = *(const Piece<8>*)(row + first + i * step);
+        if (first + i * step < C) x[i] = *(const Piece*)(row + first + i * step);
 }
 
 // P pieces a thread, WARPS warps a row; teams of one warp share a block by four.
@@ -53,24 +53,24 @@ static __global__ void __launch_bounds__(WARPS == 1 ? 128 : 32 * WARPS)
 
     // Kernels before this one write a and b.
     cudaGridDependencySynchronize();
-    Piece<8> x[P];
+    Piece x[P];
     load_pieces<P>(x, a + row * stride, first, step, C);
 
     // x = sum = a + b, rounded before its statistics are taken.
     if constexpr (RESIDUAL) {
-        Piece<8> other[P];
+        Piece other[P];
         load_pieces<P>(other, b + row * C, first, step, C);
 #pragma unroll
         for (int i = 0; i < P; i++) {
             const int c = first + i * step;
             if (c >= C) continue;
             float f[8], g[8];
-            floats_of<8>(f, x[i]);
-            floats_of<8>(g, other[i]);
+            floats_of(f, x[i]);
+            floats_of(g, other[i]);
 #pragma unroll
             for (int j = 0; j < 8; j++) f[j] += g[j];
-            x[i] = piece_of<8>(f);
-            *(Piece<8>*)(sum + row * C + c) = x[i];
+            x[i] = piece_of(f);
+            *(Piece*)(sum + row * C + c) = x[i];
         }
     }
 
@@ -80,11 +80,11 @@ static __global__ void __launch_bounds__(WARPS == 1 ? 128 : 32 * WARPS)
     for (int i = 0; i < P; i++) {
         if (first + i * step >= C) continue;
         float f[8];
-        floats_of<8>(f, x[i]);
+        floats_of(f, x[i]);
 #pragma unroll
         for (int j = 0; j < 8; j++) squares += f[j] * f[j];
     }
-    Piece<8> weight[P];
+    Piece weight[P];
     load_pieces<P>(weight, w, first, step, C);  // under way during the sum
     const float r = 1 / sqrtf(team_sum<WARPS, 1>(squares, 0, 0) / C + RMSNORM_EPS);
 
@@ -95,32 +95,31 @@ static __global__ void __launch_bounds__(WARPS == 1 ? 128 : 32 * WARPS)
         const int c = first + i * step;
         if (c >= C) continue;
         float f[8], scale[8];
-        floats_of<8>(f, x[i]);
-        floats_of<8>(scale, weight[i]);
+        floats_of(f, x[i]);
+        floats_of(scale, weight[i]);
 #pragma unroll
         for (int j = 0; j < 8; j++) f[j] *= r * scale[j];
-        store<8>(y + row * C + c, f);
+        store(y + row * C + c, f);
     }
 }
 
-// Calls launch(P, WARPS) for rows of C elements: as few warps as take a row in P pieces a thread.
+// Calls launch_for(P, WARPS) for rows of C elements: as few warps as take a row in P pieces a thread.
 template <int P, int WARPS = 1, typename Launch>
-static void by_width(int64_t C, Launch launch) {
+static void by_width(int64_t C, Launch launch_for) {
     if (C <= 256)
-        launch(Int<1>(), Int<1>());
+        launch_for(Int<1>(), Int<1>());
     else if (C <= 256 * P * WARPS)
-        launch(Int<P>(), Int<WARPS>());
+        launch_for(Int<P>(), Int<WARPS>());
     else if constexpr (WARPS < 16)
-        by_width<P, 2 * WARPS>(C, launch);
+        by_width<P, 2 * WARPS>(C, launch_for);
     else
-        launch(Int<4>(), Int<16>());
+        launch_for(Int<4>(), Int<16>());
 }
 
 // y = w x rstd with x = a, or with RESIDUAL x = sum = a + b.
 template <bool RESIDUAL>
 static void forward(floatX* sum, floatX* y, real* rstd, const floatX* a, const floatX* b, int64_t stride,
                     const floatX* w, int64_t N, int64_t C, Ctx* ctx) {
-    if (N == 0) return;
     ASSERT(wide(C | stride, sum, y, a, b, w) && C <= WIDEST);
     by_width<FORWARD_P>(C, [&](auto p, auto warps) {
         // A block a row, or four rows of one warp each.
@@ -148,7 +147,7 @@ static __global__ void __launch_bounds__(BACKWARD_THREADS, 1)
     // The shape of the block, and where its threads keep what they copy.
     constexpr int TEAMS = BACKWARD_WARPS / WARPS, step = 32 * WARPS * 8;
     extern __shared__ __align__(16) char shared[];
-    auto ring = (Piece<8>(*)[3][P][BACKWARD_THREADS])shared;  // two rows: x, dy, dx; a thread reads what it copied
+    auto ring = (Piece(*)[3][P][BACKWARD_THREADS])shared;  // two rows: x, dy, dx; a thread reads what it copied
 
     // The team of this thread, and how far its rows lie apart.
     const int team = threadIdx.x / (32 * WARPS), first = threadIdx.x % (32 * WARPS) * 8;
@@ -172,7 +171,7 @@ static __global__ void __launch_bounds__(BACKWARD_THREADS, 1)
     // The first row is on its way before the loop; in the loop always the next one.
     int64_t row = blockIdx.x * (int64_t)TEAMS + team;
     fetch(row, 0);
-    Piece<8> weight[P];
+    Piece weight[P];
     load_pieces<P>(weight, w, first, step, C);
     float dw[P][8] = {}, next_r = row < N ? rstd[row] : 0;
     for (int turn = 0; row - team < N; row += next, turn ^= 1) {  // all teams alike, for team_sum's barrier
@@ -189,9 +188,9 @@ static __global__ void __launch_bounds__(BACKWARD_THREADS, 1)
         for (int i = 0; i < P; i++) {
             if (first + i * step >= width) continue;
             float f[8], g[8], scale[8];
-            floats_of<8>(f, ring[turn][0][i][threadIdx.x]);
-            floats_of<8>(g, ring[turn][1][i][threadIdx.x]);
-            floats_of<8>(scale, weight[i]);
+            floats_of(f, ring[turn][0][i][threadIdx.x]);
+            floats_of(g, ring[turn][1][i][threadIdx.x]);
+            floats_of(scale, weight[i]);
 #pragma unroll
             for (int j = 0; j < 8; j++) {
                 dot += g[j] * scale[j] * f[j];
@@ -206,13 +205,13 @@ static __global__ void __launch_bounds__(BACKWARD_THREADS, 1)
             const int c = first + i * step;
             if (c >= width) continue;
             float f[8], g[8], scale[8], before[8] = {};
-            floats_of<8>(f, ring[turn][0][i][threadIdx.x]);
-            floats_of<8>(g, ring[turn][1][i][threadIdx.x]);
-            floats_of<8>(scale, weight[i]);
-            if (accumulate) floats_of<8>(before, ring[turn][2][i][threadIdx.x]);
+            floats_of(f, ring[turn][0][i][threadIdx.x]);
+            floats_of(g, ring[turn][1][i][threadIdx.x]);
+            floats_of(scale, weight[i]);
+            if (accumulate) floats_of(before, ring[turn][2][i][threadIdx.x]);
 #pragma unroll
             for (int j = 0; j < 8; j++) f[j] = before[j] + r * (g[j] * scale[j] - f[j] * k);
-            store<8>(dx + row * stride + c, f);
+            store(dx + row * stride + c, f);
         }
     }
     __syncthreads();
@@ -252,7 +251,6 @@ size_t rmsnorm_workspace(int64_t N, int64_t C) { return (size_t)(min_i64(N, SMS)
 
 void rmsnorm_backward(floatX* dx, real* dw, const floatX* dy, const floatX* x, int64_t stride, const floatX* w,
                       const real* rstd, int64_t N, int64_t C, int accumulate, Ctx* ctx) {
-    if (N == 0) return;
     ASSERT(wide(C | stride, dx, dy, x, w) && C <= WIDEST);
     // dx, and dw of each block of threads.
     float* partial = ctx_workspace<float>(ctx, rmsnorm_workspace(N, C) / sizeof(float));
@@ -260,12 +258,10 @@ void rmsnorm_backward(floatX* dx, real* dw, const floatX* dy, const floatX* x, i
     by_width<BACKWARD_P>(C, [&](auto p, auto warps) {
         // One block an SM: its ring of two rows takes the shared memory.
         constexpr int P = decltype(p)::value, WARPS = decltype(warps)::value;
-        const int shared = 2 * 3 * P * BACKWARD_THREADS * (int)sizeof(Piece<8>);
-        auto kernel = rmsnorm_backward_kernel<P, WARPS>;
-        CUDA_CHECK(cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, shared));
+        const size_t shared = 2 * 3 * P * BACKWARD_THREADS * sizeof(Piece);
         blocks = min_i64(ceil_div(N, BACKWARD_WARPS / WARPS), SMS);
-        launch_early(kernel, (unsigned)blocks, BACKWARD_THREADS, shared, ctx, dx, partial, dy, x, stride, w, rstd, N, C,
-                     accumulate);
+        launch_early(rmsnorm_backward_kernel<P, WARPS>, blocks, BACKWARD_THREADS, shared, ctx, dx, partial, dy, x,
+                     stride, w, rstd, N, C, accumulate);
     });
     launch_early(rmsnorm_weight_kernel, blocks_for(C, 32), dim3(32, 32), 0, ctx, dw, partial, (int)blocks, C);
 }

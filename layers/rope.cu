@@ -23,29 +23,28 @@ static __global__ void __launch_bounds__(THREADS)
 
     // The heads' pieces, all loads before the first store.
     floatX* v = x + n * s.stride + h0 * s.head_stride + d;
-    Piece<8> p[HEADS];
+    Piece p[HEADS];
 #pragma unroll
     for (int h = 0; h < HEADS; h++)
-        if (h0 + h * groups < s.heads) p[h] = *(const Piece<8>*)(v + h * step);
+        if (h0 + h * groups < s.heads) p[h] = *(const Piece*)(v + h * step);
 
             // Each pair (even, odd) is turned by its angle.
 #pragma unroll
     for (int h = 0; h < HEADS; h++) {
         if (h0 + h * groups >= s.heads) continue;
         float f[8];
-        floats_of<8>(f, p[h]);
+        floats_of(f, p[h]);
 #pragma unroll
         for (int j = 0; j < 8; j += 2) {
             float cosine = angle[j], sine = direction * angle[j + 1], even = f[j], odd = f[j + 1];
             f[j] = even * cosine - odd * sine;
             f[j + 1] = even * sine + odd * cosine;
         }
-        store<8>(v + h * step, f);
+        store(v + h * step, f);
     }
 }
 
 void rope_apply(floatX* x, const real* table, RopeShape s, int direction, Ctx* ctx) {
-    if (s.N == 0 || s.heads == 0 || s.D == 0) return;
     const int64_t threads = s.N * ceil_div(s.heads, HEADS) * (s.D / 8);
     ASSERT(wide(s.D | s.stride | s.head_stride, x) && aligned(table) && threads < UINT32_MAX - THREADS &&
            s.T <= INT32_MAX);

@@ -1,5 +1,5 @@
-// What the memory-bound kernels share: rows in 16-byte pieces, or element by element where a width or an address does
-// not allow it (W is 8 or 1 throughout).
+// What the memory-bound kernels share: rows in pieces of 16 bytes, 8 elements each. All widths are multiples of 8, and
+// all rows lie on 16 bytes.
 #ifndef LAYERS_ROWS_CUH
 #define LAYERS_ROWS_CUH
 
@@ -7,50 +7,31 @@
 
 #include "device/cuda.cuh"
 
-// W elements as they lie in memory: one access of 16 bytes, or of 2. (A struct of
-// bf16 pairs would be copied pair by pair.)
-template <int W>
-using Piece = std::conditional_t<W == 8, uint4, uint16_t>;
+// 8 elements as they lie in memory: one access. (A struct of bf16 pairs would be copied pair by pair.)
+typedef uint4 Piece;
 
-template <int W>
-static __device__ __forceinline__ void floats_of(float out[W], const Piece<W>& p) {
-    if constexpr (W == 8) {
-        const uint32_t pair[4] = {p.x, p.y, p.z, p.w};
-        // A bf16 is the upper half of a float32.
+static __device__ __forceinline__ void floats_of(float out[8], const Piece& p) {
+    const uint32_t pair[4] = {p.x, p.y, p.z, p.w};
+    // A bf16 is the upper half of a float32.
 #pragma unroll
-        for (int i = 0; i < 4; i++) {
-            out[2 * i] = __uint_as_float(pair[i] << 16);
-            out[2 * i + 1] = __uint_as_float(pair[i] & 0xffff0000u);
-        }
-    } else {
-        out[0] = __uint_as_float((uint32_t)p << 16);
+    for (int i = 0; i < 4; i++) {
+        out[2 * i] = __uint_as_float(pair[i] << 16);
+        out[2 * i + 1] = __uint_as_float(pair[i] & 0xffff0000u);
     }
 }
 
-template <int W>
-static __device__ __forceinline__ Piece<W> piece_of(const float in[W]) {
-    if constexpr (W == 8) {
-        uint32_t pair[4];
+static __device__ __forceinline__ Piece piece_of(const float in[8]) {
+    uint32_t pair[4];
 #pragma unroll
-        for (int i = 0; i < 4; i++) {
-            __nv_bfloat162 rounded = __floats2bfloat162_rn(in[2 * i], in[2 * i + 1]);
-            pair[i] = *(const uint32_t*)&rounded;
-        }
-        return make_uint4(pair[0], pair[1], pair[2], pair[3]);
-    } else {
-        return __bfloat16_as_ushort(__float2bfloat16_rn(in[0]));
+    for (int i = 0; i < 4; i++) {
+        __nv_bfloat162 rounded = __floats2bfloat162_rn(in[2 * i], in[2 * i + 1]);
+        pair[i] = *(const uint32_t*)&rounded;
     }
+    return make_uint4(pair[0], pair[1], pair[2], pair[3]);
 }
 
-template <int W>
-static __device__ __forceinline__ void load(float out[W], const floatX* p) {
-    floats_of<W>(out, *(const Piece<W>*)p);
-}
-
-template <int W>
-static __device__ __forceinline__ void store(floatX* p, const float in[W]) {
-    *(Piece<W>*)p = piece_of<W>(in);
-}
+static __device__ __forceinline__ void load(float out[8], const floatX* p) { floats_of(out, *(const Piece*)p); }
+static __device__ __forceinline__ void store(floatX* p, const float in[8]) { *(Piece*)p = piece_of(in); }
 
 // 8 floats, in two accesses of 16 bytes.
 static __device__ __forceinline__ void load_real(float out[8], const float* p) {
@@ -65,17 +46,16 @@ static __device__ __forceinline__ void store_real(float* p, const float in[8]) {
 }
 
 // One warp copies a row, or writes zeros where `from` is NULL. All loads of 8 pieces go out before the first store.
-template <int W>
 static __device__ __forceinline__ void copy_row(floatX* to, const floatX* from, int64_t C) {
-    const int64_t step = 32 * W;
-    for (int64_t c0 = threadIdx.x % 32 * W; c0 < C; c0 += 8 * step) {
-        Piece<W> p[8] = {};
+    const int64_t step = 32 * 8;
+    for (int64_t c0 = threadIdx.x % 32 * 8; c0 < C; c0 += 8 * step) {
+        Piece p[8] = {};
 #pragma unroll
         for (int i = 0; i < 8; i++)
-            if (from && c0 + i * step < C) p[i] = *(const Piece<W>*)(from + c0 + i * step);
+            if (from && c0 + i * step < C) p[i] = *(const Piece*)(from + c0 + i * step);
 #pragma unroll
         for (int i = 0; i < 8; i++)
-            if (c0 + i * step < C) *(Piece<W>*)(to + c0 + i * step) = p[i];
+            if (c0 + i * step < C) *(Piece*)(to + c0 + i * step) = p[i];
     }
 }
 
@@ -92,22 +72,5 @@ static inline bool wide(int64_t columns, const T*... p) {
 
 template <int N>
 using Int = std::integral_constant<int, N>;
-
-// Launches a kernel that may start while the stream's previous one drains. It calls cudaGridDependencySynchronize()
-// before it touches what other kernels write or read.
-template <typename... P, typename... A>
-static inline void launch_early(void (*kernel)(P...), dim3 grid, dim3 block, size_t shared, Ctx* ctx, A... arguments) {
-    // The attribute of programmatic dependent launch.
-    cudaLaunchAttribute early = {};
-    early.id = cudaLaunchAttributeProgrammaticStreamSerialization;
-    early.val.programmaticStreamSerializationAllowed = 1;
-    cudaLaunchConfig_t config = {};
-    config.gridDim = grid, config.blockDim = block, config.dynamicSmemBytes = shared;
-    config.stream = ctx->stream, config.attrs = &early, config.numAttrs = 1;
-    CUDA_CHECK(cudaLaunchKernelEx(&config, kernel, P(arguments)...));
-}
-
-// Blocks for so much work, rounded up.
-static inline unsigned blocks_for(int64_t work, int64_t per_block) { return (unsigned)ceil_div(work, per_block); }
 
 #endif

@@ -138,13 +138,10 @@ static void counting_sort(Key key, Emit emit, int64_t n, int bins, int align, in
     // The workspace, then the three launches.
     int64_t chunks = ceil_div(n, SORT_CHUNK);
     int32_t *counts = workspace, *totals = workspace + chunks * bins;
-    sort_count<<<(unsigned)chunks, SORT_THREADS, bins * sizeof(int32_t), ctx->stream>>>(counts, key, n, bins);
-    LAUNCH_CHECK();
-    sort_scan<<<bins, SORT_THREADS, 0, ctx->stream>>>(counts, totals, chunks);
-    LAUNCH_CHECK();
+    launch(sort_count<Key>, chunks, SORT_THREADS, bins * sizeof(int32_t), ctx, counts, key, n, bins);
+    launch(sort_scan, bins, SORT_THREADS, 0, ctx, counts, totals, chunks);
     size_t shared = (bins + 1 + SORT_WARPS * bins) * sizeof(int32_t);  // 36 KiB for SORT_MAX_BINS
-    sort_scatter<<<(unsigned)chunks, SORT_THREADS, shared, ctx->stream>>>(counts, totals, key, emit, n, bins, align);
-    LAUNCH_CHECK();
+    launch(sort_scatter<Key, Emit>, chunks, SORT_THREADS, shared, ctx, counts, totals, key, emit, n, bins, align);
 }
 
 #endif

@@ -15,24 +15,25 @@ static __global__ void __launch_bounds__(THREADS)
 
     // a = silu(g) u
     float g[8], u[8];
-    load<8>(g, gate);
-    load<8>(u, gate + F);
+    load(g, gate);
+    load(u, gate + F);
 #pragma unroll
     for (int j = 0; j < 8; j++) g[j] = swiglu(g[j], u[j], sigmoid_fast(g[j]));
-    store<8>(a + n * F + c, g);
+    store(a + n * F + c, g);
 }
 
 static __global__ void __launch_bounds__(THREADS)
     swiglu_backward_kernel(floatX* dh, floatX* a, const floatX* da, const floatX* h, int64_t N, int64_t F) {
+    // A thread: 8 columns of a token.
     const int64_t i = blockIdx.x * (int64_t)THREADS + threadIdx.x, pieces = F / 8, n = i / pieces, c = i % pieces * 8;
     if (n >= N) return;
     const floatX* gate = h + n * 2 * F + c;
 
     // All loads go out first.
     float g[8], u[8], d[8], out[8];
-    load<8>(g, gate);
-    load<8>(u, gate + F);
-    load<8>(d, da + n * F + c);
+    load(g, gate);
+    load(u, gate + F);
+    load(d, da + n * F + c);
 
     // a again, and dg and du in the places of g and u.
 #pragma unroll
@@ -42,21 +43,17 @@ static __global__ void __launch_bounds__(THREADS)
         g[j] = swiglu_dg(d[j], g[j], u[j], s);
         u[j] = du;
     }
-    store<8>(a + n * F + c, out);
-    store<8>(dh + n * 2 * F + c, g);
-    store<8>(dh + n * 2 * F + F + c, u);
+    store(a + n * F + c, out);
+    store(dh + n * 2 * F + c, g);
+    store(dh + n * 2 * F + F + c, u);
 }
 
 void swiglu_forward(floatX* a, const floatX* h, int64_t N, int64_t F, Ctx* ctx) {
-    if (N == 0) return;
     ASSERT(wide(F, a, h));
-    swiglu_forward_kernel<<<blocks_for(N * (F / 8), THREADS), THREADS, 0, ctx->stream>>>(a, h, N, F);
-    LAUNCH_CHECK();
+    launch(swiglu_forward_kernel, blocks_for(N * (F / 8), THREADS), THREADS, 0, ctx, a, h, N, F);
 }
 
 void swiglu_backward(floatX* dh, floatX* a, const floatX* da, const floatX* h, int64_t N, int64_t F, Ctx* ctx) {
-    if (N == 0) return;
     ASSERT(wide(F, dh, a, da, h));
-    swiglu_backward_kernel<<<blocks_for(N * (F / 8), THREADS), THREADS, 0, ctx->stream>>>(dh, a, da, h, N, F);
-    LAUNCH_CHECK();
+    launch(swiglu_backward_kernel, blocks_for(N * (F / 8), THREADS), THREADS, 0, ctx, dh, a, da, h, N, F);
 }

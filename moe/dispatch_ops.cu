@@ -8,9 +8,11 @@ static __global__ void __launch_bounds__(256)
     ranks_kernel(int32_t* rank, unsigned long long* counts, const int32_t* expert, int64_t N, int32_t K, int32_t P,
                  int32_t El) {
     extern __shared__ int held[];  // (P, 2)
+    // The counts of this block of threads.
     for (int i = threadIdx.x; i < 2 * P; i += 256) held[i] = 0;
     __syncthreads();
     for (int64_t i = blockIdx.x * (int64_t)256 + threadIdx.x; i < N * P; i += gridDim.x * (int64_t)256) {
+        // How many of the token's choices rank j holds.
         const int64_t n = i / P;
         const int32_t j = (int32_t)(i % P);
         int choices = 0;
@@ -28,11 +30,8 @@ static __global__ void __launch_bounds__(256)
 void dispatch_ranks(int32_t* rank, int64_t* counts, const int32_t* expert, int64_t N, int32_t K, int32_t P, int32_t El,
                     Ctx* ctx) {
     device_zero(counts, 2 * P * sizeof(int64_t), ctx);
-    if (N == 0) return;
-    const unsigned blocks = (unsigned)min_i64(ceil_div(N * P, 1024), 4 * (int64_t)ctx->sms);
-    ranks_kernel<<<blocks, 256, 2 * P * sizeof(int), ctx->stream>>>(rank, (unsigned long long*)counts, expert, N, K, P,
-                                                                    El);
-    LAUNCH_CHECK();
+    const int64_t blocks = min_i64(ceil_div(N * P, 1024), 4 * (int64_t)ctx->sms);
+    launch(ranks_kernel, blocks, 256, 2 * P * sizeof(int), ctx, rank, (unsigned long long*)counts, expert, N, K, P, El);
 }
 
 static __global__ void __launch_bounds__(256)
@@ -40,9 +39,12 @@ static __global__ void __launch_bounds__(256)
                    const int32_t* token_row, int64_t N, int32_t K, int32_t P, int32_t El) {
     const int64_t i = blockIdx.x * (int64_t)256 + threadIdx.x, n = i / K / P;
     if (n >= N) return;
+    // Choice k of token n, in the row that goes to rank j if there is one.
     const int32_t j = (int32_t)(i / K % P), k = (int32_t)(i % K);
     const int64_t row = token_row[n * P + j];
     if (row < 0) return;
+
+    // The number that its expert has there.
     const int32_t e = expert[n * K + k];
     const bool here = e / El == j;
     row_expert[row * K + k] = here ? e - j * El : -1;
@@ -51,10 +53,8 @@ static __global__ void __launch_bounds__(256)
 
 void dispatch_choices(int32_t* row_expert, real* row_gate, const int32_t* expert, const real* gate, Ragged send,
                       int64_t N, int32_t K, int32_t El, Ctx* ctx) {
-    if (N == 0) return;
-    choices_kernel<<<blocks_for(N * send.El * K, 256), 256, 0, ctx->stream>>>(row_expert, row_gate, expert, gate,
-                                                                              send.token_row, N, K, send.El, El);
-    LAUNCH_CHECK();
+    launch(choices_kernel, blocks_for(N * send.El * K, 256), 256, 0, ctx, row_expert, row_gate, expert, gate,
+           send.token_row, N, K, send.El, El);
 }
 
 static __global__ void __launch_bounds__(256)
@@ -62,14 +62,13 @@ static __global__ void __launch_bounds__(256)
                             int64_t count, int32_t K, int32_t P, int32_t El) {
     const int64_t i = blockIdx.x * (int64_t)256 + threadIdx.x;
     if (i >= count) return;
+    // The row in which the token went to the rank that holds this choice.
     const int64_t row = token_row[i / K * P + expert[i] / El];
     dgate[i] = drow_gate[row * K + i % K];
 }
 
 void dispatch_choices_backward(real* dgate, const real* drow_gate, const int32_t* expert, Ragged send, int64_t N,
                                int32_t K, int32_t El, Ctx* ctx) {
-    if (N == 0) return;
-    choices_backward_kernel<<<blocks_for(N * K, 256), 256, 0, ctx->stream>>>(dgate, drow_gate, expert, send.token_row,
-                                                                             N * K, K, send.El, El);
-    LAUNCH_CHECK();
+    launch(choices_backward_kernel, blocks_for(N * K, 256), 256, 0, ctx, dgate, drow_gate, expert, send.token_row,
+           N * K, K, send.El, El);
 }

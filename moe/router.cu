@@ -151,21 +151,15 @@ static __global__ void __launch_bounds__(256)
     }
 }
 
-// Calls launch(J) for the number of experts: kernels hold them in registers, so J is a constant there.
-template <typename Launch>
-static void by_experts(RouterShape s, Launch launch) {
+// Calls launch_for(J) with the smallest J that has room for the experts: kernels hold them in registers, so J is a
+// constant there.
+template <int J = 1, typename Launch>
+static void by_experts(RouterShape s, Launch launch_for) {
     if (s.E > MAX_E || s.K > MAX_K || s.K > s.E)
         die(EXIT_FAILED, "router: %d of %d experts; at most %d of %d", s.K, s.E, MAX_K, MAX_E);
-    if (s.E <= 32)
-        launch(Int<1>());
-    else if (s.E <= 64)
-        launch(Int<2>());
-    else if (s.E <= 128)
-        launch(Int<4>());
-    else if (s.E <= 256)
-        launch(Int<8>());
-    else
-        launch(Int<16>());
+    if constexpr (32 * J < MAX_E)
+        if (s.E > 32 * J) return by_experts<2 * J>(s, launch_for);
+    launch_for(Int<J>());
 }
 
 void router_forward(real* scores, int32_t* expert, real* gate, const floatX* x, const floatX* w, const real* bias,
@@ -174,9 +168,8 @@ void router_forward(real* scores, int32_t* expert, real* gate, const floatX* x, 
     // logits = x Wg^T, then s, the selection and the gates
     matmul_forward_real(scores, x, w, s.N, s.C, s.E, ctx);
     by_experts(s, [&](auto j) {
-        choose<decltype(j)::value><<<blocks_for(s.N, 8), 256, 0, ctx->stream>>>(scores, expert, gate, bias, s);
+        launch(choose<decltype(j)::value>, blocks_for(s.N, 8), 256, 0, ctx, scores, expert, gate, bias, s);
     });
-    LAUNCH_CHECK();
 }
 
 // count (sequences, E): how many choices of a sequence fell on an expert. A block a sequence.
@@ -293,17 +286,13 @@ void router_backward(floatX* dx, real* dw, const real* dgate, const real* scores
 
     // count_e of each sequence, for the auxiliary loss.
     float* count = aux != 0 ? scratch.count : NULL;
-    if (count) {
-        count_sequences<<<(unsigned)ceil_div(s.N, s.T), 1024, 0, ctx->stream>>>(count, expert, s);
-        LAUNCH_CHECK();
-    }
+    if (count) launch(count_sequences, blocks_for(s.N, s.T), 1024, 0, ctx, count, expert, s);
 
     // dlogits = s (1 - s) ds, or s (ds - sum_j s_j ds_j), as hi + lo
     by_experts(s, [&](auto j) {
-        score_backward<decltype(j)::value>
-            <<<blocks_for(s.N, 8), 256, 0, ctx->stream>>>(scratch.dlogits, dgate, scores, expert, gate, count, aux, s);
+        launch(score_backward<decltype(j)::value>, blocks_for(s.N, 8), 256, 0, ctx, scratch.dlogits, dgate, scores,
+               expert, gate, count, aux, s);
     });
-    LAUNCH_CHECK();
 
     // dx += hi Wg + lo Wg: one product, because a second rounding to bf16 would lose what lo adds.
     for (int half = 0; half < 2; half++)
@@ -329,10 +318,8 @@ static __global__ void count_choices(unsigned long long* load, const int32_t* ex
 }
 
 void router_count(int64_t* load, const int32_t* expert, int64_t NK, int32_t E, Ctx* ctx) {
-    if (NK == 0) return;
-    const unsigned blocks = (unsigned)min_i64(ceil_div(NK, 1024), 4 * (int64_t)ctx->sms);
-    count_choices<<<blocks, 256, E * sizeof(int), ctx->stream>>>((unsigned long long*)load, expert, NK, E);
-    LAUNCH_CHECK();
+    const int64_t blocks = min_i64(ceil_div(NK, 1024), 4 * (int64_t)ctx->sms);
+    launch(count_choices, blocks, 256, E * sizeof(int), ctx, (unsigned long long*)load, expert, NK, E);
 }
 
 // bias_e += rate * sign(mean load - load_e), by one block.
@@ -351,6 +338,5 @@ static __global__ void update_bias(float* bias, const int64_t* load, int32_t E, 
 }
 
 void router_update_bias(real* bias, const int64_t* load, int32_t E, float rate, const StepState* state, Ctx* ctx) {
-    update_bias<<<1, 256, 0, ctx->stream>>>(bias, load, E, rate, state);
-    LAUNCH_CHECK();
+    launch(update_bias, 1, 256, 0, ctx, bias, load, E, rate, state);
 }

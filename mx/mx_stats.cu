@@ -38,7 +38,7 @@ static __global__ void __launch_bounds__(32 * ROW_WARPS)
 
         // What the cast does to each, in the order of MxStats.
         float exact[8];
-        floats_of<8>(exact, p);
+        floats_of(exact, p);
 #pragma unroll
         for (int j = 0; j < 8; j++) {
             const float value = value_of(exact[j], s);
@@ -79,10 +79,8 @@ static void add_stats(MxStats* stats, const floatX* x, Tiles tiles, int64_t rows
     // Sums of each block of threads, then over the blocks.
     MxStats* partial = ctx_workspace<MxStats>(ctx, STATS_BLOCKS);
     auto kernel = cast.align == 1 ? stats_kernel<MX_BLOCK> : stats_kernel<MX_CHUNK>;
-    kernel<<<STATS_BLOCKS, 32 * ROW_WARPS, 0, ctx->stream>>>(partial, x, tiles, rows, columns, carry_of(cast.scale));
-    LAUNCH_CHECK();
-    add_stats_kernel<<<1, STATS_SUMS, 0, ctx->stream>>>(stats, partial);
-    LAUNCH_CHECK();
+    launch(kernel, STATS_BLOCKS, 32 * ROW_WARPS, 0, ctx, partial, x, tiles, rows, columns, carry_of(cast.scale));
+    launch(add_stats_kernel, 1, STATS_SUMS, 0, ctx, stats, partial);
 }
 
 void mx_stats(MxStats* stats, const floatX* x, int64_t rows, int64_t columns, MxCast cast, Ctx* ctx) {

@@ -27,9 +27,10 @@ void mx_swiglu_quantize(uint8_t* q, uint8_t* scale, const floatX* h, Ragged ragg
 }
 
 void mx_swiglu_backward_quantize(uint8_t* q, uint8_t* scale, floatX* dh, floatX* gated_a, real* drow_gate,
-                                 const floatX* dap, const floatX* h, Ragged ragged, int64_t F, MxCast cast, Ctx* ctx) {
+                                 const floatX* da_ungated, const floatX* h, Ragged ragged, int64_t F, MxCast cast,
+                                 Ctx* ctx) {
     const int64_t chunk = chunk_of(cast), rows = ragged.group_start[ragged.El];
-    experts_swiglu_backward(dh, gated_a, drow_gate, dap, h, ragged, F, ctx);
+    experts_swiglu_backward(dh, gated_a, drow_gate, da_ungated, h, ragged, F, ctx);
     mx_quantize(q, scale, dh, rows, 2 * F, cast, ctx);
     // What depends on A is of the A before its cast so far.
 #pragma omp parallel for schedule(static)
@@ -45,10 +46,10 @@ void mx_swiglu_backward_quantize(uint8_t* q, uint8_t* scale, floatX* dh, floatX*
             int s = scale_of(a + c, n, 1, n, cast.scale);
             for (int64_t i = c; i < c + n; i++) a[i] = value_of((float)a[i], s);
         }
-#pragma omp simd reduction(+ : dgate)
 
         // dgate = <dA', A>, then gate * A in the place of A.
-        for (int64_t i = 0; i < F; i++) dgate += dap[r * F + i] * a[i];
+#pragma omp simd reduction(+ : dgate)
+        for (int64_t i = 0; i < F; i++) dgate += da_ungated[r * F + i] * a[i];
         for (int64_t i = 0; i < F; i++) a[i] *= gate;
         drow_gate[r] = dgate;
     }

@@ -28,11 +28,11 @@ static __global__ void __launch_bounds__(32 * ROW_WARPS, 4)
 #pragma unroll
         for (int i = 0; i < PIECES; i++) {
             float g[8], u[8];
-            floats_of<8>(g, gate[i]);
-            floats_of<8>(u, up[i]);
+            floats_of(g, gate[i]);
+            floats_of(u, up[i]);
 #pragma unroll
             for (int j = 0; j < 8; j++) g[j] = swiglu(g[j], u[j], sigmoid_fast(g[j]));
-            gate[i] = piece_of<8>(g);
+            gate[i] = piece_of(g);
         }
         cast_span<ALIGN>(q + row * F, scale + row * stride, gate, c0, F, stride, carry);
     }
@@ -42,15 +42,9 @@ static __global__ void __launch_bounds__(32 * ROW_WARPS, 4)
 template <int ALIGN>
 static __device__ __forceinline__ void round_piece(float x[8], uint32_t carry) {
     // Rounded to bf16 first, as A is before its cast.
-    const uint4 p = piece_of<8>(x);
+    const uint4 p = piece_of(x);
     const uint32_t s = scale_of(higher_half(largest_of_lanes<ALIGN / 8>(largest(p))), carry);
-    const float inverse = mx_scale_inverse(s), value = mx_scale_value(s);
-    floats_of<8>(x, p);
-#pragma unroll
-    for (int j = 0; j < 8; j += 2) {
-        const float2 two = e4m3_values(cast2(x[j] * inverse, x[j + 1] * inverse));
-        x[j] = two.x * value, x[j + 1] = two.y * value;
-    }
+    values_of(x, cast8(p, mx_scale_inverse(s)), mx_scale_value(s));
 }
 
 // Casts a lane's pieces of gate and up, whose blocks and chunks the same lanes hold. q and scale: where those of the
@@ -74,14 +68,15 @@ static __device__ __forceinline__ void cast_two(uint8_t* q, uint8_t* scale, cons
 // once more for its cast, from the caches.
 template <int ALIGN, bool ACROSS>
 static __global__ void __launch_bounds__(32 * ROW_WARPS, 3)
-    swiglu_backward_kernel(uint8_t* q, uint8_t* scale, floatX* dh, floatX* gated_a, float* drow_gate, const floatX* dap,
-                           const floatX* h, Ragged r, int64_t F, int64_t stride, uint32_t carry) {
+    swiglu_backward_kernel(uint8_t* q, uint8_t* scale, floatX* dh, floatX* gated_a, float* drow_gate,
+                           const floatX* da_ungated, const floatX* h, Ragged r, int64_t F, int64_t stride,
+                           uint32_t carry) {
     const int64_t used = r.group_start[r.El];
     const int lane = threadIdx.x % 32;
     for (int64_t row = warp_in_grid(); row < used; row += gridDim.x * (int64_t)ROW_WARPS) {
         uint8_t *q_row = q + row * 2 * F, *s_row = scale + row * stride;
         swiglu_backward_row(
-            dh, gated_a, drow_gate, dap, h, r, row, F, [&](float a[8]) { round_piece<ALIGN>(a, carry); },
+            dh, gated_a, drow_gate, da_ungated, h, r, row, F, [&](float a[8]) { round_piece<ALIGN>(a, carry); },
             [&](int64_t c, const uint4& gate, const uint4& up) {
                 if (!ACROSS) cast_two<ALIGN>(q_row + c, s_row + c / MX_BLOCK, gate, up, F, c < F, carry);
             });
@@ -103,21 +98,17 @@ static __global__ void __launch_bounds__(32 * ROW_WARPS, 3)
 void mx_swiglu_quantize(uint8_t* q, uint8_t* scale, const floatX* h, Ragged r, int64_t F, MxCast cast, Ctx* ctx) {
     ASSERT(aligned(q, h));
     auto kernel = cast.align == 1 ? swiglu_kernel<MX_BLOCK> : swiglu_kernel<MX_CHUNK>;
-    // Many more blocks than run at a time, for balance; those past the rows in use end at once.
-    const unsigned blocks = (unsigned)min_i64(row_blocks(r.capacity, F), 256 * (int64_t)ctx->sms);
-    kernel<<<blocks, 32 * ROW_WARPS, 0, ctx->stream>>>(q, scale, h, r, F, mx_stride(F), carry_of(cast.scale));
-    LAUNCH_CHECK();
+    launch(kernel, walking_blocks(row_blocks(r.capacity, F), ctx), 32 * ROW_WARPS, 0, ctx, q, scale, h, r, F,
+           mx_stride(F), carry_of(cast.scale));
 }
 
 void mx_swiglu_backward_quantize(uint8_t* q, uint8_t* scale, floatX* dh, floatX* gated_a, real* drow_gate,
-                                 const floatX* dap, const floatX* h, Ragged r, int64_t F, MxCast cast, Ctx* ctx) {
-    ASSERT(aligned(q, dh, gated_a, dap, h) && F % MX_BLOCK == 0);
+                                 const floatX* da_ungated, const floatX* h, Ragged r, int64_t F, MxCast cast,
+                                 Ctx* ctx) {
+    ASSERT(aligned(q, dh, gated_a, da_ungated, h) && F % MX_BLOCK == 0);
     auto kernel = cast.align == 1     ? swiglu_backward_kernel<MX_BLOCK, false>
                   : F % MX_CHUNK == 0 ? swiglu_backward_kernel<MX_CHUNK, false>
                                       : swiglu_backward_kernel<MX_CHUNK, true>;
-    const unsigned blocks = (unsigned)min_i64(ceil_div(r.capacity, ROW_WARPS), 256 * (int64_t)ctx->sms);
-    if (blocks == 0) return;
-    kernel<<<blocks, 32 * ROW_WARPS, 0, ctx->stream>>>(q, scale, dh, gated_a, drow_gate, dap, h, r, F, mx_stride(2 * F),
-                                                       carry_of(cast.scale));
-    LAUNCH_CHECK();
+    launch(kernel, walking_blocks(ceil_div(r.capacity, ROW_WARPS), ctx), 32 * ROW_WARPS, 0, ctx, q, scale, dh, gated_a,
+           drow_gate, da_ungated, h, r, F, mx_stride(2 * F), carry_of(cast.scale));
 }

@@ -17,13 +17,13 @@ void mx_swiglu_quantize(uint8_t* q,       // (capacity, F)
 // dh is rounded to floatX, then cast as mx_quantize casts it, with 2F as one width. A is what its cast by
 // mx_swiglu_quantize stands for (not rounded again). On the GPU dh and the bytes are those of experts_swiglu_backward
 // and mx_quantize.
-void mx_swiglu_backward_quantize(uint8_t* q,         // (capacity, 2F): of dh
-                                 uint8_t* scale,     // (capacity, mx_stride(2F))
-                                 floatX* dh,         // (capacity, 2F)
-                                 floatX* gated_a,    // (capacity, F): gate * A, for wgrad of W2
-                                 real* drow_gate,    // (capacity): <dA', A>
-                                 const floatX* dap,  // (capacity, F): dA' = dOut W2
-                                 const floatX* h,    // (capacity, 2F)
+void mx_swiglu_backward_quantize(uint8_t* q,                // (capacity, 2F): of dh
+                                 uint8_t* scale,            // (capacity, mx_stride(2F))
+                                 floatX* dh,                // (capacity, 2F)
+                                 floatX* gated_a,           // (capacity, F): gate * A, for wgrad of W2
+                                 real* drow_gate,           // (capacity): <dA', A>
+                                 const floatX* da_ungated,  // (capacity, F): dA' = dOut W2
+                                 const floatX* h,           // (capacity, 2F)
                                  Ragged ragged, int64_t F, MxCast cast, Ctx* ctx);
 
 END_C

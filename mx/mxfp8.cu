@@ -34,16 +34,6 @@ static __global__ void __launch_bounds__(32 * ROW_WARPS, 6)
     cast_span<ALIGN>(q + row * columns, scale + row * stride, p, c0, columns, stride, carry);
 }
 
-// What 8 bytes stand for, where 2^(s - 127) is scale_value.
-static __device__ __forceinline__ void values_of(float out[8], uint2 p, float scale_value) {
-    const uint32_t pairs[4] = {p.x, p.x >> 16, p.y, p.y >> 16};
-#pragma unroll
-    for (int j = 0; j < 4; j++) {
-        const float2 two = e4m3_values(pairs[j]);
-        out[2 * j] = two.x * scale_value, out[2 * j + 1] = two.y * scale_value;
-    }
-}
-
 // x = (or +=: ADD) what the bytes stand for, in columns c0 .. c0 + 1023 of a row; bytes of a row that is not `given`
 // are not read and stand for zeros.
 template <bool ADD>
@@ -72,11 +62,11 @@ static __device__ __forceinline__ void dequantize_span(floatX* x, const uint8_t*
         uint4* piece = (uint4*)x + c0 / 8 + i * 32;
         if constexpr (ADD) {
             float before[8];
-            floats_of<8>(before, *piece);
+            floats_of(before, *piece);
 #pragma unroll
             for (int j = 0; j < 8; j++) out[j] += before[j];
         }
-        *piece = piece_of<8>(out);
+        *piece = piece_of(out);
     }
 }
 
@@ -268,54 +258,46 @@ static __global__ void __launch_bounds__(32 * ROW_WARPS)
 #pragma unroll 8
     for (int i = 0; i < CHUNK; i++) {
         float f[8];
-        load<8>(f, top + i * columns);
+        load(f, top + i * columns);
 #pragma unroll
         for (int j = 0; j < 8; j++) f[j] = value_of(f[j], s[j]);
-        store<8>(top + i * columns, f);
+        store(top + i * columns, f);
     }
 }
 
 // --- Launches ---
 
 void mx_quantize(uint8_t* q, uint8_t* scale, const floatX* x, int64_t rows, int64_t columns, MxCast cast, Ctx* ctx) {
-    if (rows == 0) return;
     ASSERT(aligned(q, x));
     auto kernel = cast.align == 1 ? quantize_kernel<MX_BLOCK> : quantize_kernel<MX_CHUNK>;
-    kernel<<<row_blocks(rows, columns), 32 * ROW_WARPS, 0, ctx->stream>>>(q, scale, x, rows, columns,
-                                                                          mx_stride(columns), carry_of(cast.scale));
-    LAUNCH_CHECK();
+    launch(kernel, row_blocks(rows, columns), 32 * ROW_WARPS, 0, ctx, q, scale, x, rows, columns, mx_stride(columns),
+           carry_of(cast.scale));
 }
 
 void mx_quantize_transposed(uint8_t* q, uint8_t* scale, const floatX* x, int64_t count, int64_t rows, int64_t columns,
                             MxCast cast, Ctx* ctx) {
-    if (count == 0 || rows == 0) return;
     ASSERT(aligned(q, scale, x) && rows % MX_BLOCK == 0 && columns % MX_BLOCK == 0);
     auto kernel = cast.align == 1 ? transposed_kernel<MX_BLOCK> : transposed_kernel<MX_CHUNK>;
     // The columns first, so that blocks at work at one time read whole rows. Down, blocks for all bytes of a row of
     // scales, those behind the last one too.
     const int64_t stride = mx_stride(rows);
     const dim3 grid(blocks_for(columns, WARP_COLUMNS), (unsigned)(stride / (2 * COLUMN_WARPS)), (unsigned)count);
-    kernel<<<grid, 32 * COLUMN_WARPS, 0, ctx->stream>>>(q, scale, x, rows, columns, stride, carry_of(cast.scale));
-    LAUNCH_CHECK();
+    launch(kernel, grid, 32 * COLUMN_WARPS, 0, ctx, q, scale, x, rows, columns, stride, carry_of(cast.scale));
 }
 
 void mx_quantize_tiles(uint8_t* q, uint8_t* q_transposed, uint8_t* scale, const floatX* w, int64_t count, int64_t rows,
                        int64_t columns, int32_t scale_mode, Ctx* ctx) {
-    if (count == 0 || rows == 0) return;
     ASSERT(aligned(q, q_transposed, w) && rows % MX_BLOCK == 0 && columns % MX_BLOCK == 0);
     const dim3 grid(blocks_for(columns, MX_CHUNK), blocks_for(rows, MX_CHUNK), (unsigned)count);
-    tiles_kernel<<<grid, 32 * COLUMN_WARPS, 0, ctx->stream>>>(q, q_transposed, scale, w, rows, columns,
-                                                              carry_of(scale_mode));
-    LAUNCH_CHECK();
+    launch(tiles_kernel, grid, 32 * COLUMN_WARPS, 0, ctx, q, q_transposed, scale, w, rows, columns,
+           carry_of(scale_mode));
 }
 
 template <bool ADD>
 static void dequantize(floatX* x, const uint8_t* q, const uint8_t* scale, int64_t rows, int64_t columns, Ctx* ctx) {
-    if (rows == 0) return;
     ASSERT(aligned(x, q));
-    dequantize_kernel<ADD>
-        <<<row_blocks(rows, columns), 32 * ROW_WARPS, 0, ctx->stream>>>(x, q, scale, rows, columns, mx_stride(columns));
-    LAUNCH_CHECK();
+    launch(dequantize_kernel<ADD>, row_blocks(rows, columns), 32 * ROW_WARPS, 0, ctx, x, q, scale, rows, columns,
+           mx_stride(columns));
 }
 
 void mx_dequantize(floatX* x, const uint8_t* q, const uint8_t* scale, int64_t rows, int64_t columns, Ctx* ctx) {
@@ -327,20 +309,16 @@ void mx_dequantize_add(floatX* x, const uint8_t* q, const uint8_t* scale, int64_
 }
 
 void mx_dequantize_rows(floatX* rows, const uint8_t* q, const uint8_t* scale, Ragged r, int64_t columns, Ctx* ctx) {
-    if (r.capacity == 0) return;
     ASSERT(aligned(rows, q) && columns % MX_BLOCK == 0);
     const int64_t slices = permute_slices(r);
-    dequantize_rows_kernel<<<(unsigned)(slices * r.El), 32 * PERMUTE_WARPS, 0, ctx->stream>>>(
-        rows, q, scale, r, columns, mx_stride(columns), slices);
-    LAUNCH_CHECK();
+    launch(dequantize_rows_kernel, slices * r.El, 32 * PERMUTE_WARPS, 0, ctx, rows, q, scale, r, columns,
+           mx_stride(columns), slices);
 }
 
 void mx_round_columns(floatX* x, Ragged r, int64_t columns, MxCast cast, Ctx* ctx) {
-    if (r.capacity == 0) return;
     ASSERT(aligned(x) && columns % MX_BLOCK == 0 && r.capacity % MX_CHUNK == 0);
     const int chunk = cast.align == 1 ? MX_BLOCK : MX_CHUNK;
     auto kernel = cast.align == 1 ? round_columns_kernel<MX_BLOCK> : round_columns_kernel<MX_CHUNK>;
     const dim3 grid(blocks_for(r.capacity / chunk, ROW_WARPS), blocks_for(columns, 256));
-    kernel<<<grid, 32 * ROW_WARPS, 0, ctx->stream>>>(x, r.group_start + r.El, columns, carry_of(cast.scale));
-    LAUNCH_CHECK();
+    launch(kernel, grid, 32 * ROW_WARPS, 0, ctx, x, r.group_start + r.El, columns, carry_of(cast.scale));
 }

@@ -48,7 +48,7 @@ static __device__ __forceinline__ float value_of(float x, uint32_t s) {
 
 static __device__ __forceinline__ uint2 cast8(const uint4& p, const float factor[8]) {
     float x[8];
-    floats_of<8>(x, p);
+    floats_of(x, p);
 #pragma unroll
     for (int i = 0; i < 8; i++) x[i] *= factor[i];
     return make_uint2(cast2(x[0], x[1]) | cast2(x[2], x[3]) << 16, cast2(x[4], x[5]) | cast2(x[6], x[7]) << 16);
@@ -57,6 +57,16 @@ static __device__ __forceinline__ uint2 cast8(const uint4& p, const float factor
 static __device__ __forceinline__ uint2 cast8(const uint4& p, float factor) {
     const float all[8] = {factor, factor, factor, factor, factor, factor, factor, factor};
     return cast8(p, all);
+}
+
+// What 8 bytes stand for, where 2^(s - 127) is scale_value.
+static __device__ __forceinline__ void values_of(float out[8], uint2 p, float scale_value) {
+    const uint32_t pairs[4] = {p.x, p.x >> 16, p.y, p.y >> 16};
+#pragma unroll
+    for (int j = 0; j < 4; j++) {
+        const float2 two = e4m3_values(pairs[j]);
+        out[2 * j] = two.x * scale_value, out[2 * j + 1] = two.y * scale_value;
+    }
 }
 
 // Of each half, the largest in the LANES lanes around this one (a power of two).

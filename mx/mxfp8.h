@@ -1,5 +1,12 @@
 // MXFP8 (OCP Microscaling Formats 1.0): e4m3 elements in blocks of 32 along the contraction, and for each block a scale
-// byte s (E8M0) that stands for 2^(s - 127); 255 is NaN.
+// byte s (E8M0) that stands for 2^(s - 127); 255 is NaN. A row of 160 elements:
+//
+//     columns    0 .. 31   32 .. 63   64 .. 95   96 .. 127  128 .. 159
+//     q        | 32 bytes | 32 bytes | 32 bytes | 32 bytes | 32 bytes |   a byte: S EEEE MMM
+//     scale         s0         s1         s2         s3         s4       0 0 ... 0: 16 bytes in all
+//
+//     align 1     Each s is that of the largest element of its own block.
+//     align 128   s0 = s1 = s2 = s3, that of the largest element of the chunk 0 .. 127. s4 stands for the rest alone.
 //
 //   q = e4m3(x 2^(127 - s)), rounded to nearest even, saturating at 448;  value = q 2^(s - 127)
 //   RCEIL: s such that 2^(s - 127) is the smallest power of two >= amax / 448 (NVIDIA's recipe), at least 2^-127. One
@@ -10,9 +17,10 @@
 // Casts are exact to the bit: the reference takes x as float32 (its double build rounds it first), the GPU as bf16, and
 // subnormal numbers count in full. Zeros, and what is rounded to zero, keep their sign (q = 0x80).
 //
-// With align 128 the blocks of each 128 along the contraction share one s, that of their largest element (fewer than
-// 128 at the end of a row stand alone), and x is rounded once, with that s: still MX, and what the fast products on
-// Hopper read. Weights for those share one s in tiles of 128 x 128, so that one set of bytes serves both orientations.
+// With align 128 the blocks of each chunk of 128 along the contraction share one s, that of their largest element
+// (fewer than 128 at the end of a row stand alone), and x is rounded once, with that s: still MX, and what the fast
+// products on Hopper read. Weights for those share one s in tiles of 128 x 128, so that one set of bytes serves both
+// orientations.
 //
 // Scale bytes are row-major, mx_stride bytes a row: a multiple of 16, as TMA wants it; bytes behind the last block are
 // 0. Widths are multiples of 32, and all buffers lie on 16 bytes.
