@@ -44,7 +44,8 @@ static __device__ __forceinline__ void round_piece(float x[8], uint32_t carry) {
     // Rounded to bf16 first, as A is before its cast.
     const uint4 p = piece_of(x);
     const uint32_t s = scale_of(higher_half(largest_of_lanes<ALIGN / 8>(largest(p))), carry);
-    values_of(x, cast8(p, mx_scale_inverse(s)), mx_scale_value(s));
+    const float value = mx_scale_value(s);
+    values_of(x, cast8(p, mx_scale_inverse(s)), value);
 }
 
 // Casts a lane's pieces of gate and up, whose blocks and chunks the same lanes hold. q and scale: where those of the
