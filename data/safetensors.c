@@ -89,7 +89,7 @@ static bool parse_tensor(const Json* entry, StTensor* tensor, const Report* repo
         return fail(report, "tensor '%s' has data_offsets that are not [begin, end]", name);
     if (end->integer - begin->integer != bytes)
         return fail(report, "tensor '%s' has %ld bytes of data, its shape and dtype need %ld", name,
-                    (end->integer - begin->integer), bytes);
+                    end->integer - begin->integer, bytes);
     tensor->name = host_strdup(name);
     tensor->offset = begin->integer;
     tensor->bytes = bytes;
@@ -110,14 +110,14 @@ static bool offsets_tile(SafeTensors* st, int64_t data_start, int64_t data, cons
         StTensor* t = &st->tensors[i];
         if (t->offset > data || t->bytes > data - t->offset)
             return fail(report, "tensor '%s' ends at byte %ld of the data, the file holds %ld: it was cut off", t->name,
-                        (t->offset + t->bytes), data);
+                        t->offset + t->bytes, data);
         if (t->offset < at) return fail(report, "tensors '%s' and '%s' overlap", st->tensors[i - 1].name, t->name);
         if (t->offset > at)
-            return fail(report, "%ld bytes before tensor '%s' belong to no tensor", (t->offset - at), t->name);
+            return fail(report, "%ld bytes before tensor '%s' belong to no tensor", t->offset - at, t->name);
         at += t->bytes;
         t->offset += data_start;
     }
-    if (at != data) return fail(report, "%ld bytes behind the last tensor belong to no tensor", (data - at));
+    if (at != data) return fail(report, "%ld bytes behind the last tensor belong to no tensor", data - at);
     return true;
 }
 
@@ -260,7 +260,7 @@ char* st_plan_header(StTensor* tensors, int count, const char* const* metadata, 
             fprintf(f, "%s%ld", d ? "," : "", t->shape[d]);
             t->bytes *= t->shape[d];
         }
-        fprintf(f, "],\"data_offsets\":[%ld,%ld]}", at, (at + t->bytes));
+        fprintf(f, "],\"data_offsets\":[%ld,%ld]}", at, at + t->bytes);
         t->offset = at;
         at += t->bytes;
     }

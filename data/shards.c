@@ -169,11 +169,11 @@ static char* read_window(const Shards* s, int64_t index, int32_t V, int32_t* inp
         int64_t n = min_i64(T + 1 - t, chunk);
         int64_t got = read_at(shard->fd, raw, n * width, start + t * width);
         if (got < 0)
-            return host_format("%s: %s: byte %ld: cannot read: %s", s->option, shard->path, (start + t * width),
+            return host_format("%s: %s: byte %ld: cannot read: %s", s->option, shard->path, start + t * width,
                                strerror(errno));
         if (got < n * width)
             return host_format("%s: %s: byte %ld: the file ends here; it was longer when the run began", s->option,
-                               shard->path, (start + t * width + got));
+                               shard->path, start + t * width + got);
 
         // Each token is an input, and the target of the one before it.
         for (int64_t i = 0; i < n; i++) {

@@ -185,7 +185,7 @@ static void check_model(const ModelConfig* m) {
         die(EXIT_USAGE, "--top-groups %ld is more than --groups %ld", m->top_groups, m->groups);
     if (m->K > m->top_groups * (m->E / m->groups))
         die(EXIT_USAGE, "--top-k %ld is more than the %ld experts of --top-groups %ld", m->K,
-            (m->top_groups * (m->E / m->groups)), m->top_groups);
+            m->top_groups * (m->E / m->groups), m->top_groups);
 }
 
 // A width, and the options that make it.

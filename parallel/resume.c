@@ -207,7 +207,7 @@ static int load_slice(const SafeTensors* st, const CheckpointTensor* t, void* pi
         }
         for (int64_t i = 0; i < n; i++)
             if (!isfinite(((const real*)piece)[i])) {
-                snprintf(error, error_size, "%s: element %ld of %s is not finite", st->path, (t->first + at + i),
+                snprintf(error, error_size, "%s: element %ld of %s is not finite", st->path, t->first + at + i,
                          t->name);
                 return -1;
             }
