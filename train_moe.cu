@@ -306,7 +306,7 @@ static void train(Run* r) {
         stop = r->last.stop != 0;
         int last = step == s->steps || stop;
 
-        // Once in a while: a validation. Whatever comes behind it waits for the results of this step too.
+        // Once in a while: a validation. Whatever comes after it waits for the results of this step too.
         int validates = r->val && (step == s->steps || due(step, s->val_every));
         int samples = s->sample_every && (step == s->steps || due(step, s->sample_every));
         int saves = *s->out && (last || due(step, s->save_every));

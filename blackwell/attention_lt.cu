@@ -36,7 +36,7 @@ ScorePiece piece_of(AttnShape s, char* base) {
     const int64_t fit = (20 << 20) / head;
     w.heads = fit < 1 ? 1 : fit < s.H ? fit : s.H;
 
-    // The buffers, one behind the other.
+    // The buffers, one after the other.
     w.scores = (float*)(base + LT_WORKSPACE);
     w.dp = w.scores + w.heads * scores;
     w.p = (floatX*)(w.dp + w.heads * scores);
@@ -61,7 +61,7 @@ struct Row {
     }
 };
 
-// P = exp(scale s - lse), 0 behind the diagonal; `keys` columns are written.
+// P = exp(scale s - lse), 0 beyond the diagonal; `keys` columns are written.
 __global__ void __launch_bounds__(32 * WARPS) softmax_kernel(ScorePiece w, float* lse, int64_t heads, int64_t first,
                                                              int64_t rows, int64_t keys, int64_t T, float scale) {
     // The row of this warp.
@@ -146,7 +146,7 @@ struct Heads {
 // The same matrices from column `c` on.
 LtMatrix columns(LtMatrix x, int64_t c) { return {(const floatX*)x.p + c, x.ld, x.step}; }
 
-// Calls work(heads of a sequence, how many, first query, queries, keys they see) for all pieces, and before and behind
+// Calls work(heads of a sequence, how many, first query, queries, keys they see) for all pieces, and before and after
 // the queries of some heads begin and end with (heads of a sequence, how many).
 template <typename Begin, typename Work, typename End>
 void for_pieces(AttnShape s, const ScorePiece& w, Begin begin, Work work, End end) {

@@ -219,7 +219,7 @@ static bool parse_container(Parser* p, Json* json) {
             skip_space(p);
             if (!take(p, ':')) {
                 free(key);
-                return fail(p, p->at, "expected ':' behind a member's name");
+                return fail(p, p->at, "expected ':' after a member's name");
             }
         }
 
@@ -269,7 +269,7 @@ Json* json_parse(const char* text, size_t length, char* error, size_t error_size
     if (!json) return NULL;
     skip_space(&p);
     if (p.at == length) return json;
-    fail(&p, p.at, "more text behind the value");
+    fail(&p, p.at, "more text after the value");
     json_free(json);
     return NULL;
 }

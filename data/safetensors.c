@@ -117,7 +117,7 @@ static bool offsets_tile(SafeTensors* st, int64_t data_start, int64_t data, cons
         at += t->bytes;
         t->offset += data_start;
     }
-    if (at != data) return fail(report, "%ld bytes behind the last tensor belong to no tensor", data - at);
+    if (at != data) return fail(report, "%ld bytes after the last tensor belong to no tensor", data - at);
     return true;
 }
 
@@ -226,7 +226,7 @@ int st_read(const SafeTensors* st, const StTensor* tensor, int64_t first, int64_
     return read_all_at(st->fd, out, count * size, tensor->offset + first * size);
 }
 
-// Prints a text as a JSON string, behind what stands before it.
+// Prints a text as a JSON string, after what stands before it.
 static void put_quoted(FILE* f, const char* before, const char* text) {
     char* quoted = json_quote(text);
     fprintf(f, "%s%s", before, quoted);

@@ -121,7 +121,7 @@ Tokenizer* tokenizer_open(const char* path) {
     }
 
     if (at != size)
-        die(EXIT_FAILED, "--tokenizer: %s: byte %zu: %zu bytes behind the last of %d tokens", path, at, size - at,
+        die(EXIT_FAILED, "--tokenizer: %s: byte %zu: %zu bytes after the last of %d tokens", path, at, size - at,
             t->size);
     build_sorted(t);
     return t;

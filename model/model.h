@@ -49,8 +49,8 @@ typedef struct Scratch {
 // What --mx-stats measures of a block: of each parameter the casts of its products' operands.
 enum { BLOCK_STATS = PARAMS * WEIGHT_STATS };
 
-// What a model's memory is for: parameters and optimizer; activations kept for backward; buffers of one block at a time;
-// the pool of the MoE blocks; batch, tables and counters.
+// What a model's memory is for: parameters and optimizer; activations kept for backward; buffers of one block at a
+// time; the pool of the MoE blocks; batch, tables and counters.
 enum { IN_PARAMS, IN_SAVED, IN_SCRATCH, IN_POOL, IN_STATE, ARENAS };
 
 typedef struct Model {

@@ -123,7 +123,7 @@ void dispatch_expect(Route* r, double capacity, Backend backend) {
 
 // --- Transfers ---
 
-// Queues what is packed behind all that ctx was given so far. What ctx is given after a wait for `there` finds it done.
+// Queues what is packed, after all that ctx was given so far. What ctx is given after a wait for `there` finds it done.
 static void exchange(Dispatch* d, ExchangeRows rows, Ctx* ctx) {
     event_record(d->ready, ctx);
     event_wait(d->ready, d->side_stream);

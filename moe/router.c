@@ -48,7 +48,7 @@ static void limit_groups(real* choice, real* group_score, char* taken, RouterSha
         if (!taken[e / size]) choice[e] = -INFINITY;
 }
 
-// Workspace: dlogits (N, E) in backward; counts (sequences, E) behind it; per thread two rows of E and E marks.
+// Workspace: dlogits (N, E) in backward; counts (sequences, E) after it; per thread two rows of E and E marks.
 static int64_t thread_reals(RouterShape s) { return 3 * (int64_t)s.E; }
 
 size_t router_workspace(RouterShape s) {

@@ -49,7 +49,7 @@ static __device__ __forceinline__ void round_piece(float x[8], uint32_t carry) {
 }
 
 // Casts a lane's pieces of gate and up, whose blocks and chunks the same lanes hold. q and scale: where those of the
-// gate go; up's lie F columns behind.
+// gate go; up's lie F columns further.
 template <int ALIGN>
 static __device__ __forceinline__ void cast_two(uint8_t* q, uint8_t* scale, const uint4& gate, const uint4& up,
                                                 int64_t F, bool inside, uint32_t carry) {
@@ -82,7 +82,7 @@ static __global__ void __launch_bounds__(32 * ROW_WARPS, 3)
                 if (!ACROSS) cast_two<ALIGN>(q_row + c, s_row + c / MX_BLOCK, gate, up, F, c < F, carry);
             });
 
-        // Bytes behind the last scale are 0.
+        // Bytes after the last scale are 0.
         if (!ACROSS && 2 * F / MX_BLOCK + lane < stride) s_row[2 * F / MX_BLOCK + lane] = 0;
 
         // The complete row, read again by the whole warp.

@@ -279,7 +279,7 @@ void mx_quantize_transposed(uint8_t* q, uint8_t* scale, const floatX* x, int64_t
     ASSERT(aligned(q, scale, x) && rows % MX_BLOCK == 0 && columns % MX_BLOCK == 0);
     auto kernel = cast.align == 1 ? transposed_kernel<MX_BLOCK> : transposed_kernel<MX_CHUNK>;
     // The columns first, so that blocks at work at one time read whole rows. Down, blocks for all bytes of a row of
-    // scales, those behind the last one too.
+    // scales, those after the last one too.
     const int64_t stride = mx_stride(rows);
     const dim3 grid(blocks_for(columns, WARP_COLUMNS), (unsigned)(stride / (2 * COLUMN_WARPS)), (unsigned)count);
     launch(kernel, grid, 32 * COLUMN_WARPS, 0, ctx, q, scale, x, rows, columns, stride, carry_of(cast.scale));

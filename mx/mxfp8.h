@@ -22,7 +22,7 @@
 // products on Hopper read. Weights for those share one s in tiles of 128 x 128, so that one set of bytes serves both
 // orientations.
 //
-// Scale bytes are row-major, mx_stride bytes a row: a multiple of 16, as TMA wants it; bytes behind the last block are
+// Scale bytes are row-major, mx_stride bytes a row: a multiple of 16, as TMA wants it; bytes after the last block are
 // 0. Widths are multiples of 32, and all buffers lie on 16 bytes.
 #ifndef MX_MXFP8_H
 #define MX_MXFP8_H

@@ -31,7 +31,7 @@ NORETURN static void nccl_failed(ncclResult_t result, ncclComm_t comm, const cha
 
 enum { ALL_GATHER, REDUCE_SCATTER, SUM, EXCHANGE, KINDS };
 
-// A collective that is queued: the event behind it, and its number among those of all communicators.
+// A collective that is queued: the event after it, and its number among those of all communicators.
 typedef struct Queued {
     cudaEvent_t event;
     const char* what;

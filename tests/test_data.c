@@ -210,7 +210,7 @@ static void test_safetensors_round_trip(void) {
     file = (char*)realloc(file, total + 1);
     path = write_file("long.safetensors", file, total + 1);
     st = st_open(path, error, sizeof(error));
-    CHECK(!st && strstr(error, "1 bytes behind"), "%s", error);
+    CHECK(!st && strstr(error, "1 bytes after"), "%s", error);
     st_close(st);
     free(file);
     header = st_plan_header(NULL, 0, NULL, &size);
@@ -370,7 +370,7 @@ static void test_tokenizer_refused(void) {
     write_file("bad.tok", file, n - 2);
     DIES(open_bad_tokenizer, "bad.tok", "the file ends inside token 7 of 8");
     write_file("bad.tok", file, n + 1);
-    DIES(open_bad_tokenizer, "bad.tok", "1 bytes behind the last of 8 tokens");
+    DIES(open_bad_tokenizer, "bad.tok", "1 bytes after the last of 8 tokens");
     const struct {
         int field;
         uint32_t value;

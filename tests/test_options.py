@@ -184,7 +184,7 @@ class BadOptions(Case):
             path.write_bytes(whole[:size])
             self.refused(1, "--tokenizer: t.bin", words, tokenizer="t.bin", out="run")
         path.write_bytes(whole + b"x")
-        self.refused(1, "--tokenizer: t.bin", "1 bytes behind the last", tokenizer="t.bin", out="run")
+        self.refused(1, "--tokenizer: t.bin", "1 bytes after the last", tokenizer="t.bin", out="run")
         self.refused(1, "--tokenizer: gone.bin", "No such file", tokenizer="gone.bin", out="run")
 
 
