@@ -78,6 +78,6 @@ void model_backward(Model* m, float aux, int last) {
     }
 
     grads_get(m->sharding, 0, m->ctx);
-    embedding_backward(m->units[0].dense.grad, t->dx, m->tokens, N, m->config.V, C, m->ctx);
+    embedding_backward(m->units[0].buffer[DENSE_PARAMS].grad, t->dx, m->tokens, N, m->config.V, C, m->ctx);
     grads_reduce(m->sharding, 0, last, m->ctx);
 }

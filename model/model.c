@@ -77,7 +77,7 @@ Unit* unit_begin(Model* m, int unit, int next, int grads) {
     for (int i = 0; i < PARAMS; i++) {
         if (u->at[i] < 0) continue;
         Weight* w = &u->w[i];
-        const ParamBuffer* buffer = param_in_experts((ParamId)i) ? &u->experts : &u->dense;
+        const ParamBuffer* buffer = &u->buffer[param_buffer((ParamId)i)];
         w->w = buffer->weight + u->at[i];
         w->grad = buffer->grad ? buffer->grad + u->at[i] : NULL;  // where grads_get put them last
         w->stats = m->measures && unit ? m->mx_stats + (unit - 1) * BLOCK_STATS + i * WEIGHT_STATS : NULL;
@@ -179,14 +179,11 @@ void model_plan(Model* m, const Settings* s, int rank, Backend backend) {
 
     // Parameters, as they are cut over the ranks, and the casts of their products.
     m->units = (Unit*)host_alloc((size_t)units * sizeof(Unit));
-    ShardUnit* shards = (ShardUnit*)host_alloc((size_t)units * sizeof(ShardUnit));
+    ParamBuffer** buffers = (ParamBuffer**)host_alloc((size_t)units * sizeof(ParamBuffer*));
     params_plan(params, m->units, c, &m->layout);
-    for (int u = 0; u < units; u++) {
-        shards[u].dense = &m->units[u].dense;
-        shards[u].experts = &m->units[u].experts;
-    }
-    m->sharding = sharding_plan_slots(params, shards, units);
-    free(shards);
+    for (int u = 0; u < units; u++) buffers[u] = m->units[u].buffer;
+    m->sharding = sharding_plan_slots(params, buffers, units);
+    free(buffers);
     for (int u = 0; u < units; u++) plan_products(m, &m->units[u]);
 
     // Activations that each block keeps; with --recompute block all but the residual in memory that blocks share.
@@ -232,7 +229,7 @@ size_t model_workspace(const Model* m) {
     if (c->dense_layers < c->L) bytes = max_size(bytes, moe_workspace(m->moe_shape));
     if (m->settings.mx_stats) bytes = max_size(bytes, mx_stats_workspace());
     for (int u = 0; u < params_units(c); u++)
-        bytes = max_size(bytes, max_size(adamw_workspace(m->units[u].dense.n), adamw_workspace(m->units[u].experts.n)));
+        for (int b = 0; b < BUFFERS; b++) bytes = max_size(bytes, adamw_workspace(m->units[u].buffer[b].n));
     // The largest part of a large workspace, attention's for dk_rope, is the same in both builds. The GPU's has up to
     // an eighth more, and 32 MiB for matrix products at least, the CPU's some scratch for each thread.
     return m->arena[IN_PARAMS].backend == BACKEND ? bytes : bytes + bytes / 8 + ((size_t)32 << 20);
@@ -285,9 +282,10 @@ Model* model_create(const Settings* s, Ranks* world) {
 void model_weights_set(Model* m) {
     for (int u = 0; u < params_units(&m->config); u++) {
         params_publish(&m->units[u], m->ctx);
-        const ParamBuffer* buffers[2] = {&m->units[u].dense, &m->units[u].experts};
-        for (int b = 0; b < 2; b++)
-            adamw_measure(m->state, buffers[b]->master, buffers[b]->m, buffers[b]->v, buffers[b]->held, m->ctx);
+        for (int b = 0; b < BUFFERS; b++) {
+            const ParamBuffer* p = &m->units[u].buffer[b];
+            adamw_measure(m->state, p->master, p->m, p->v, p->held, m->ctx);
+        }
     }
     weights_changed(m->sharding, m->ctx);
 }
@@ -341,9 +339,10 @@ static void sum_over_ranks(Model* m, int stop) {
     int units = params_units(&m->config);
     grads_wait(m->sharding, m->ctx);
     for (int u = 0; u < units; u++) {
-        const ParamBuffer *dense = &m->units[u].dense, *experts = &m->units[u].experts;
-        grad_norm_add(m->state, dense->own_grad, dense->part, m->ctx);
-        if (experts->n) grad_norm_add(m->state, experts->own_grad, experts->part, m->ctx);
+        for (int b = 0; b < BUFFERS; b++) {
+            const ParamBuffer* p = &m->units[u].buffer[b];
+            if (p->n) grad_norm_add(m->state, p->own_grad, p->part, m->ctx);
+        }
     }
     if (stop) device_upload(&m->state->stop, &one, sizeof(one), m->ctx);
     if (!m->world) return;
@@ -363,9 +362,8 @@ void model_update(Model* m, int64_t step, int stop) {
     sum_over_ranks(m, stop);
     step_decide(m->state, s->tokens_per_step, &opt, m->ctx);
     for (int u = 0; u < params_units(&m->config); u++) {
-        ParamBuffer* buffers[2] = {&m->units[u].dense, &m->units[u].experts};
-        for (int b = 0; b < 2; b++) {
-            ParamBuffer* p = buffers[b];
+        for (int b = 0; b < BUFFERS; b++) {
+            const ParamBuffer* p = &m->units[u].buffer[b];
             const real* grad = p->own_grad - (p->first - p->held_from);
             if (p->n)
                 adamw_update(p->held_weight, p->master, p->m, p->v, grad, p->held,

@@ -69,9 +69,9 @@ Unit params_unit(const ModelConfig* c, const Layout* l, int index) {
     const int count = params_list(list, c, u.kind);
     for (int i = 0; i < count; i++) {
         const Param* p = &list[i];
-        ParamBuffer* buffer = param_in_experts(p->id) ? &u.experts : &u.dense;
+        ParamBuffer* buffer = &u.buffer[param_buffer(p->id)];
         Weight* w = &u.w[p->id];
-        w->count = param_in_experts(p->id) ? c->E / l->ep : 1;
+        w->count = param_buffer(p->id) == EXPERT_PARAMS ? c->E / l->ep : 1;
         w->OC = p->id == EMBED || p->id == LM_HEAD ? config_vocab_padded(c) : p->rows;
         w->IC = p->columns;
         // Parameters start on multiples of 64 elements (whole 128-byte lines of bf16).
@@ -79,9 +79,11 @@ Unit params_unit(const ModelConfig* c, const Layout* l, int index) {
         buffer->n += round_up(w->count * w->OC * w->IC, 64);
         if (p->start != ONE) buffer->n_decay = buffer->n;
     }
-    if (u.dense.n) sharding_cut(&u.dense, u.dense.n, u.dense.n_decay, l->ranks, l->rank, l->shard);
-    if (u.experts.n)
-        sharding_cut(&u.experts, u.experts.n, u.experts.n_decay, l->ranks / l->ep, l->rank / l->ep, l->shard);
+    for (int b = 0; b < BUFFERS; b++) {
+        ParamBuffer* p = &u.buffer[b];
+        const int sets = b == EXPERT_PARAMS ? l->ep : 1;  // of experts, which ranks hold in turns
+        if (p->n) sharding_cut(p, p->n, p->n_decay, l->ranks / sets, l->rank / sets, l->shard);
+    }
     return u;
 }
 
@@ -99,7 +101,7 @@ static void add_tensors(NamedTensor* list, int* count, const Param* p, const Mod
         else
             snprintf(t->name, sizeof(t->name), "%s", name);
         free(name);
-        t->in_experts = expert >= 0;
+        t->buffer = param_buffer(p->id);
         t->shape[0] = p->rows / halves;
         t->shape[1] = p->columns;
         t->count = t->shape[0] * t->shape[1];
@@ -119,12 +121,13 @@ NamedTensor* params_tensors(const ModelConfig* c, const Layout* layout, int inde
     NamedTensor* tensors = (NamedTensor*)host_alloc((size_t)(2 * PARAMS + 3 * c->E) * sizeof(NamedTensor));
     *count = 0;
     for (int i = 0; i < params; i++)
-        if (!param_in_experts(list[i].id)) add_tensors(tensors, count, &list[i], c, layer, -1, u.at[list[i].id]);
+        if (param_buffer(list[i].id) == DENSE_PARAMS)
+            add_tensors(tensors, count, &list[i], c, layer, -1, u.at[list[i].id]);
     for (int64_t e = 0; u.kind == UNIT_MOE && e < c->E; e++)
         for (int i = 0; i < params; i++) {
             const Param* p = &list[i];
             const int64_t of_expert = u.at[p->id] + (e - first) * p->rows * p->columns;
-            if (param_in_experts(p->id))
+            if (param_buffer(p->id) == EXPERT_PARAMS)
                 add_tensors(tensors, count, p, c, layer, (int)e, e >= first && e < first + El ? of_expert : -1);
         }
     return tensors;
@@ -171,15 +174,15 @@ double flops_per_token(const ModelConfig* c, int64_t T) {
 void params_plan(Arena* arena, Unit* units, const ModelConfig* c, const Layout* layout) {
     for (int unit = 0; unit < params_units(c); unit++) {
         units[unit] = params_unit(c, layout, unit);
-        sharding_plan(arena, &units[unit].dense);
-        sharding_plan(arena, &units[unit].experts);
+        for (int b = 0; b < BUFFERS; b++) sharding_plan(arena, &units[unit].buffer[b]);
     }
 }
 
 void params_publish(Unit* unit, Ctx* ctx) {
-    ParamBuffer* buffers[2] = {&unit->dense, &unit->experts};
-    for (int b = 0; b < 2; b++)
-        if (buffers[b]->n) device_to_floatX(buffers[b]->held_weight, buffers[b]->master, buffers[b]->held, ctx);
+    for (int b = 0; b < BUFFERS; b++) {
+        const ParamBuffer* p = &unit->buffer[b];
+        if (p->n) device_to_floatX(p->held_weight, p->master, p->held, ctx);
+    }
 }
 
 void params_init(Unit* units, const ModelConfig* c, const Layout* layout, uint64_t seed, Ctx* ctx) {
@@ -191,7 +194,7 @@ void params_init(Unit* units, const ModelConfig* c, const Layout* layout, uint64
         NamedTensor* tensors = params_tensors(c, layout, unit, &count);
         for (int i = 0; i < count; i++) {
             const NamedTensor* t = &tensors[i];
-            const ParamBuffer* p = t->in_experts ? &units[unit].experts : &units[unit].dense;
+            const ParamBuffer* p = &units[unit].buffer[t->buffer];
             Slice mine = tensor_slice(t, p->held_from, p->held);
             for (int64_t first = mine.first; first < mine.first + mine.count; first += piece) {
                 int64_t left = mine.first + mine.count - first, n = left < piece ? left : piece;

@@ -2,10 +2,10 @@
 // casts, start and checkpoints are read from it.
 //
 // Parameters live in units: 0 the embedding, 1..L the blocks, L + 1 the head (lm_head and final norm). A unit has two
-// flat buffers, `dense` and `experts` (empty without experts). Matrices come first in a buffer and norms after, so that
-// weight decay covers a prefix (n_decay). Fused matrices (gate over up) are laid out so that every tensor of a Hugging
-// Face DeepSeek checkpoint is one contiguous slice. A rank holds E / ep experts; how the buffers are cut beyond that is
-// parallel/sharding.h's.
+// flat buffers, of dense parameters and of experts (empty without). Matrices come first in a buffer and norms after, so
+// that weight decay covers a prefix (n_decay). Fused matrices (gate over up) are laid out so that every tensor of a
+// Hugging Face DeepSeek checkpoint is one contiguous slice. A rank holds E / ep experts; how the buffers are cut beyond
+// that is parallel/sharding.h's.
 #ifndef MODEL_PARAMS_H
 #define MODEL_PARAMS_H
 
@@ -28,8 +28,8 @@ typedef enum ParamId {
     MLP13,    // (2F', C): gate, then up, of the dense or the shared MLP
     MLP2,     // (C, F')
     ROUTER,   // (E, C)
-    W13,      // (E / ep, 2F, C), in `experts`
-    W2,       // (E / ep, C, F), in `experts`
+    W13,      // (E / ep, 2F, C), in the buffer of experts
+    W2,       // (E / ep, C, F), in the buffer of experts
     NORM1,    // (C)
     Q_NORM,   // (q_lora)
     KV_NORM,  // (kv_lora)
@@ -55,12 +55,12 @@ typedef struct Param {
 
 // Those of a kind of unit, in the order of its buffers. Returns how many.
 int params_list(Param list[PARAMS], const ModelConfig* config, UnitKind kind);
-static inline int param_in_experts(ParamId id) { return id == W13 || id == W2; }
+static inline int param_buffer(ParamId id) { return id == W13 || id == W2 ? EXPERT_PARAMS : DENSE_PARAMS; }
 
 typedef struct Unit {
     UnitKind kind;
     int64_t at[PARAMS];  // offsets into its buffer in elements, -1 where the unit has no such parameter
-    ParamBuffer dense, experts;
+    ParamBuffer buffer[BUFFERS];
     Weight w[PARAMS];  // as ops take them, from unit_begin to unit_end (model/model.h)
     int64_t version;   // of the weights that casts were made from (parallel/sharding.h)
 } Unit;
@@ -68,7 +68,7 @@ typedef struct Unit {
 // A slice of a unit that carries a Hugging Face name.
 typedef struct NamedTensor {
     char name[112];
-    int in_experts;         // which buffer
+    int buffer;
     int64_t offset, count;  // elements; offset -1: an expert of another rank
     int rank;
     int64_t shape[2];

@@ -26,7 +26,7 @@ static void list_unit(Model* m, int u, CheckpointFile* masters, CheckpointFile* 
 
     for (int i = 0; i < tensors; i++) {
         const NamedTensor* t = &list[i];
-        const ParamBuffer* p = t->in_experts ? &m->units[u].experts : &m->units[u].dense;
+        const ParamBuffer* p = &m->units[u].buffer[t->buffer];
         Slice held = tensor_slice(t, p->held_from, p->held), own = tensor_slice(t, p->first, p->part);
         CheckpointTensor tensor = {.rank = t->rank,
                                    .shape = {t->shape[0], t->rank == 2 ? t->shape[1] : 1},

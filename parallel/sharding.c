@@ -19,7 +19,7 @@ typedef struct Slot {
 
 struct Sharding {
     int count;
-    ShardUnit* units;
+    ParamBuffer** units;  // (count) x (BUFFERS)
     Comm *world, *holders;
     Ctx* side_stream;     // gathers and reductions, in the order given
     Event *given, *done;  // from the stream that computes to the side stream and back
@@ -65,23 +65,20 @@ void sharding_plan(Arena* arena, ParamBuffer* p) {
     arena_add(arena, "AdamW second moments", ELEMENT_REAL, p->held, 0, (void**)&p->v);
 }
 
-// A unit's buffers by number: 0 dense, which all ranks share, 1 experts, which the holders share.
-static ParamBuffer* buffer_of(const Sharding* s, int unit, int i) {
-    return i ? s->units[unit].experts : s->units[unit].dense;
-}
-static Comm* comm_of(const Sharding* s, int i) { return i ? s->holders : s->world; }
+// Those that share a buffer: all ranks, or the holders of the same experts.
+static Comm* comm_of(const Sharding* s, int i) { return i == EXPERT_PARAMS ? s->holders : s->world; }
 
-Sharding* sharding_plan_slots(Arena* arena, const ShardUnit* units, int count) {
+Sharding* sharding_plan_slots(Arena* arena, ParamBuffer* const* units, int count) {
     Sharding* s = (Sharding*)host_alloc(sizeof(Sharding));
     s->count = count;
-    s->units = (ShardUnit*)host_alloc((size_t)count * sizeof(ShardUnit));
-    memcpy(s->units, units, (size_t)count * sizeof(ShardUnit));
+    s->units = (ParamBuffer**)host_alloc((size_t)count * sizeof(ParamBuffer*));
+    memcpy(s->units, units, (size_t)count * sizeof(ParamBuffer*));
 
     // Slot i has room for the largest of its units, 2k + i.
     for (int i = 0; i < 2; i++) {
         int64_t weights = 0, grads = 0;
         for (int u = i; u < count; u += 2) {
-            const ParamBuffer *dense = buffer_of(s, u, 0), *experts = buffer_of(s, u, 1);
+            const ParamBuffer *dense = &units[u][DENSE_PARAMS], *experts = &units[u][EXPERT_PARAMS];
             weights = max_i64(weights, slotted_weight(dense) * dense->n + slotted_weight(experts) * experts->n);
             grads = max_i64(grads, slotted_grad(dense) * dense->n + slotted_grad(experts) * experts->n);
         }
@@ -98,8 +95,8 @@ static void set_pointers(const Sharding* s, int unit) {
     const Slot* slot = &s->slots[unit % 2];
     floatX* weight = slot->weight;
     real* grad = slot->grad;
-    for (int i = 0; i < 2; i++) {
-        ParamBuffer* p = buffer_of(s, unit, i);
+    for (int i = 0; i < BUFFERS; i++) {
+        ParamBuffer* p = &s->units[unit][i];
         if (p->n == 0) continue;
         if (slotted_weight(p)) {
             p->weight = weight;
@@ -159,8 +156,8 @@ static void side_follows(Sharding* s, Ctx* ctx) {
 
 // Gathers those of a unit's weights that pass through a slot, or those that are kept whole.
 static void gather(Sharding* s, int unit, int slotted) {
-    for (int i = 0; i < 2; i++) {
-        const ParamBuffer* p = buffer_of(s, unit, i);
+    for (int i = 0; i < BUFFERS; i++) {
+        const ParamBuffer* p = &s->units[unit][i];
         if (p->shard == SHARD_NONE || slotted_weight(p) != slotted) continue;
         comm_all_gather(comm_of(s, i), p->weight, p->held_weight, (size_t)p->part * sizeof(floatX), s->side_stream);
     }
@@ -197,8 +194,8 @@ int64_t weights_version(const Sharding* s) { return s->version; }
 
 void grads_zero(Sharding* s, Ctx* ctx) {
     for (int u = 0; u < s->count; u++)
-        for (int i = 0; i < 2; i++) {
-            const ParamBuffer* p = buffer_of(s, u, i);
+        for (int i = 0; i < BUFFERS; i++) {
+            const ParamBuffer* p = &s->units[u][i];
             int own = slotted_grad(p);
             if (p->n) device_zero(own ? p->own_grad : p->grad, (size_t)(own ? p->part : p->n) * sizeof(real), ctx);
         }
@@ -207,16 +204,16 @@ void grads_zero(Sharding* s, Ctx* ctx) {
 // What lies in the slot is of another unit: it is 0 again as soon as that has been summed.
 void grads_get(Sharding* s, int unit, Ctx* ctx) {
     event_wait(s->slots[unit % 2].reduced, ctx);
-    for (int i = 0; i < 2; i++) {
-        const ParamBuffer* p = buffer_of(s, unit, i);
+    for (int i = 0; i < BUFFERS; i++) {
+        const ParamBuffer* p = &s->units[unit][i];
         if (slotted_grad(p)) device_zero(p->grad, (size_t)p->n * sizeof(real), ctx);
     }
 }
 
 void grads_reduce(Sharding* s, int unit, int last, Ctx* ctx) {
     side_follows(s, ctx);
-    for (int i = 0; i < 2; i++) {
-        ParamBuffer* p = buffer_of(s, unit, i);
+    for (int i = 0; i < BUFFERS; i++) {
+        ParamBuffer* p = &s->units[unit][i];
         if (p->n == 0 || p->parts == 1) continue;
         if (slotted_grad(p)) {
             // The part's sum over the ranks takes the place of this rank's own; own_grad adds up the micro-steps.

@@ -62,9 +62,8 @@ typedef struct ParamBuffer {
     real* own_grad;           // (part): this rank's part of the sum
 } ParamBuffer;
 
-typedef struct ShardUnit {
-    ParamBuffer *dense, *experts;  // experts->n may be 0
-} ShardUnit;
+// The buffers of a unit. That of the experts may have 0 elements.
+enum { DENSE_PARAMS, EXPERT_PARAMS, BUFFERS };
 
 typedef struct Sharding Sharding;
 
@@ -72,7 +71,7 @@ typedef struct Sharding Sharding;
 void sharding_cut(ParamBuffer* buffer, int64_t n, int64_t n_decay, int parts, int index, Shard shard);
 // Names the buffer's arrays, and the slots that all units of a run pass through.
 void sharding_plan(Arena* arena, ParamBuffer* buffer);
-Sharding* sharding_plan_slots(Arena* arena, const ShardUnit* units, int count);
+Sharding* sharding_plan_slots(Arena* arena, ParamBuffer* const* units, int count);  // (count) x (BUFFERS)
 
 // After the arena is allocated: connects. world and holders (the ranks that hold the same experts) are NULL with one
 // rank.

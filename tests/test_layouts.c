@@ -323,7 +323,7 @@ static void not_finite_on_one_rank(void) {
     Ranks* group = ranks_split(world, takes_part);
     if (takes_part) {
         Model *m = start(group, c, ""), *other = start(group, c, "");
-        ParamBuffer *embedding = &m->units[0].dense, *block = &m->units[2].experts;
+        ParamBuffer *embedding = &m->units[0].buffer[DENSE_PARAMS], *block = &m->units[2].buffer[EXPERT_PARAMS];
         size_t bytes = (size_t)embedding->n * sizeof(real), block_bytes = (size_t)block->n * sizeof(real);
         real *good = (real*)host_alloc(bytes), *bad = (real*)host_alloc(bytes);
         real *before = (real*)host_alloc(block_bytes), *after = (real*)host_alloc(block_bytes);

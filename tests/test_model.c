@@ -128,7 +128,7 @@ static void check_differences(const char* line) {
     Model* m = fresh(line);
     double aux = m->settings.aux_loss;
     for (int u = 0; u < params_units(&m->config); u++) {  // start where gradients are not tiny
-        ParamBuffer* p[2] = {&m->units[u].dense, &m->units[u].experts};
+        ParamBuffer* p[2] = {&m->units[u].buffer[0], &m->units[u].buffer[1]};
         for (int b = 0; b < 2; b++)
             for (int64_t i = 0; i < p[b]->n_decay; i++) p[b]->master[i] *= 6;
     }
@@ -203,9 +203,9 @@ static void parameter_counts(void) {
 static void initial_weights(void) {
     Model *a = fresh(SMALL "--batch 1"), *b = fresh(SMALL "--batch 2");
     const Unit* u = &a->units[3];
-    real *x = host_copy(a, u->experts.master, u->experts.n),
-         *y = host_copy(b, b->units[3].experts.master, u->experts.n);
-    CHECK(memcmp(x, y, (size_t)u->experts.n * sizeof(real)) == 0, "the same seed gave other weights");
+    real *x = host_copy(a, u->buffer[EXPERT_PARAMS].master, u->buffer[EXPERT_PARAMS].n),
+         *y = host_copy(b, b->units[3].buffer[EXPERT_PARAMS].master, u->buffer[EXPERT_PARAMS].n);
+    CHECK(memcmp(x, y, (size_t)u->buffer[EXPERT_PARAMS].n * sizeof(real)) == 0, "the same seed gave other weights");
     double in = 0, out = 0, most = 0;
     int64_t n_in = 6 * 48 * 32, n_out = 6 * 24 * 32;
     for (int64_t i = 0; i < n_in; i++) {
@@ -218,10 +218,10 @@ static void initial_weights(void) {
     CHECK(fabs(sqrt(out / (double)n_out) / (0.02 * 0.98658 / sqrt(6.0)) - 1) < 0.04, "std of w2 is %g",
           sqrt(out / (double)n_out));
     CHECK(most <= 0.0600001 && most > 0.055, "largest weight is %g, the cut is at 0.06", most);
-    real *norm = host_copy(a, u->dense.master + u->at[NORM1], 1),
-         *padding = host_copy(a, a->units[0].dense.master + 50 * 32, 1);
+    real *norm = host_copy(a, u->buffer[DENSE_PARAMS].master + u->at[NORM1], 1),
+         *padding = host_copy(a, a->units[0].buffer[DENSE_PARAMS].master + 50 * 32, 1);
     CHECK(*norm == 1, "norms start at 1");
-    CHECK(a->units[0].dense.n == 128 * 32, "a vocabulary of 50 is padded to 128 rows");
+    CHECK(a->units[0].buffer[DENSE_PARAMS].n == 128 * 32, "a vocabulary of 50 is padded to 128 rows");
     CHECK(*padding == 0, "padding rows of the embedding are not zero");
     free(norm);
     free(padding);
@@ -252,12 +252,13 @@ static void bad_step(void) {
     Model* m = fresh(SMALL "--batch 2");
     accumulate(m, 2);
     model_update(m, 1, 0);
-    int64_t n = m->units[2].experts.n, cells = m->config.L * m->config.E;
-    real *w = host_copy(m, m->units[2].experts.master, n), *bias = host_copy(m, m->bias, cells), nan_value = NAN;
+    int64_t n = m->units[2].buffer[EXPERT_PARAMS].n, cells = m->config.L * m->config.E;
+    real *w = host_copy(m, m->units[2].buffer[EXPERT_PARAMS].master, n), *bias = host_copy(m, m->bias, cells),
+         nan_value = NAN;
     accumulate(m, 2);
-    device_upload(m->units[1].dense.grad + 5, &nan_value, sizeof(real), m->ctx);
+    device_upload(m->units[1].buffer[DENSE_PARAMS].grad + 5, &nan_value, sizeof(real), m->ctx);
     model_update(m, 2, 0);
-    real *w2 = host_copy(m, m->units[2].experts.master, n), *bias2 = host_copy(m, m->bias, cells);
+    real *w2 = host_copy(m, m->units[2].buffer[EXPERT_PARAMS].master, n), *bias2 = host_copy(m, m->bias, cells);
     CHECK(memcmp(w, w2, (size_t)n * sizeof(real)) == 0, "a NaN gradient changed weights");
     CHECK(memcmp(bias, bias2, (size_t)cells * sizeof(real)) == 0, "a NaN gradient changed biases");
     StepState bad = state_of(m);
@@ -265,7 +266,7 @@ static void bad_step(void) {
           bad.bad_in_a_row, (long long)bad.updates);
     accumulate(m, 2);
     model_update(m, 3, 0);
-    real *w3 = host_copy(m, m->units[2].experts.master, n), *bias3 = host_copy(m, m->bias, cells);
+    real *w3 = host_copy(m, m->units[2].buffer[EXPERT_PARAMS].master, n), *bias3 = host_copy(m, m->bias, cells);
     CHECK(memcmp(w, w3, (size_t)n * sizeof(real)) != 0, "a good step changed no weight");
     CHECK(memcmp(bias, bias3, (size_t)cells * sizeof(real)) != 0, "a good step changed no bias");
     StepState good = state_of(m);

@@ -270,7 +270,7 @@ static double one_step(Model* m, int backward) {
 }
 
 static double* matrix_of(Model* m, int64_t layer, int64_t at, int64_t n) {
-    return fetch(m->units[layer + 1].dense.weight + at, n, m->ctx);
+    return fetch(m->units[layer + 1].buffer[DENSE_PARAMS].weight + at, n, m->ctx);
 }
 
 // y = x w^T or, as dgrad, x w, as the model made it: (N, OC) of (N, IC), w at `at`. Columns of y past `columns` of
@@ -340,11 +340,12 @@ static void test_products_of_models(void) {
 // All gradients of the blocks, one after the other.
 static real* gradients(Model* m, int64_t* n) {
     *n = 0;
-    for (int u = 0; u < params_units(&m->config); u++) *n += m->units[u].dense.n + m->units[u].experts.n;
+    for (int u = 0; u < params_units(&m->config); u++)
+        *n += m->units[u].buffer[DENSE_PARAMS].n + m->units[u].buffer[EXPERT_PARAMS].n;
     real* all = (real*)host_alloc((size_t)*n * sizeof(real));
     int64_t at = 0;
     for (int u = 0; u < params_units(&m->config); u++) {
-        const ParamBuffer* p[2] = {&m->units[u].dense, &m->units[u].experts};
+        const ParamBuffer* p[2] = {&m->units[u].buffer[0], &m->units[u].buffer[1]};
         for (int b = 0; b < 2; b++) {
             if (p[b]->n) device_download(all + at, p[b]->grad, (size_t)p[b]->n * sizeof(real), m->ctx);
             at += p[b]->n;
