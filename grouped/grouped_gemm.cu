@@ -102,9 +102,9 @@ __device__ __forceinline__ void compute(Shared& s, const WorkItem& item, const C
     multiply<P, SHAPE>(s, d, item.k_blocks, warp / 4, writer.lane, stage);
     if (!item.store) return;
 
-        // dW_e += the sums, or y = the sums, rounded, with zeros for pad rows. (The item is read from shared memory
-        // only now: registers are short.)
 #pragma unroll
+    // dW_e += the sums, or y = the sums, rounded, with zeros for pad rows. (The item is read from shared memory
+    // only now: registers are short.)
     for (int part = 0; part < PARTS<SHAPE>; part++) {
         const int row = part * SQUARE_SIDE + warp * 16, m = item.m + row, expert = item.expert;
         if (P == WGRAD)

@@ -28,8 +28,8 @@ static __global__ void __launch_bounds__(THREADS)
     for (int h = 0; h < HEADS; h++)
         if (h0 + h * groups < s.heads) p[h] = *(const Piece*)(v + h * step);
 
-            // Each pair (even, odd) is turned by its angle.
 #pragma unroll
+    // Each pair (even, odd) is turned by its angle.
     for (int h = 0; h < HEADS; h++) {
         if (h0 + h * groups >= s.heads) continue;
         float f[8];

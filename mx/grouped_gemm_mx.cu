@@ -120,8 +120,8 @@ __device__ __forceinline__ void add_chunk(Shared& s, Consumer& c, float (&d)[PAR
         wgmma_pin(p);
         if (part == PARTS - 1 && lane < CLUSTER) barrier_arrive_cluster(c.empty + c.stage.index * sizeof(uint64_t));
 
-            // d += sx sw p: `near` is of row lane / 4, `far` of the one 8 below.
 #pragma unroll
+        // d += sx sw p: `near` is of row lane / 4, `far` of the one 8 below.
         for (int i = 0; i < SQUARE_SIDE / 2; i++) d[part][i] = fmaf(p[i], i & 2 ? far : near, d[part][i]);
     }
     c.stage.advance();

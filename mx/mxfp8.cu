@@ -254,8 +254,8 @@ static __global__ void __launch_bounds__(32 * ROW_WARPS)
 #pragma unroll
     for (int j = 0; j < 8; j++) s[j] = scale_of_column(pair, j, carry);
 
-        // Every element becomes what its cast stands for.
 #pragma unroll 8
+    // Every element becomes what its cast stands for.
     for (int i = 0; i < CHUNK; i++) {
         float f[8];
         load(f, top + i * columns);

@@ -92,8 +92,8 @@ static __device__ __forceinline__ void cast_span(uint8_t* q, uint8_t* scale, con
         pair[i] =
             largest_of_lanes<ALIGN / 8>(higher_half(largest(p[2 * i])) | higher_half(largest(p[2 * i + 1])) << 16);
 
-        // Scale and bytes of each piece.
 #pragma unroll
+    // Scale and bytes of each piece.
     for (int i = 0; i < PIECES; i++) {
         const int64_t c = c0 + i * 256 + lane * 8;
         const uint32_t s = scale_of(pair[i / 2] >> i % 2 * 16 & 0xffff, carry);
