@@ -69,6 +69,16 @@ static void plan_products(Model* m, Unit* u) {
     }
 }
 
+// Where each weight and its gradient lie. What passes through a slot has its place there too (parallel/sharding.h).
+static void set_weights(Unit* u) {
+    for (int i = 0; i < PARAMS; i++) {
+        const ParamBuffer* buffer = &u->buffer[param_buffer((ParamId)i)];
+        if (u->at[i] < 0) continue;
+        u->w[i].w = buffer->weight + u->at[i];
+        u->w[i].grad = buffer->grad + u->at[i];
+    }
+}
+
 Unit* unit_begin(Model* m, int unit, int next, int grads) {
     Unit* u = &m->units[unit];
     weights_get(m->sharding, unit, m->ctx);
@@ -77,9 +87,6 @@ Unit* unit_begin(Model* m, int unit, int next, int grads) {
     for (int i = 0; i < PARAMS; i++) {
         if (u->at[i] < 0) continue;
         Weight* w = &u->w[i];
-        const ParamBuffer* buffer = &u->buffer[param_buffer((ParamId)i)];
-        w->w = buffer->weight + u->at[i];
-        w->grad = buffer->grad ? buffer->grad + u->at[i] : NULL;  // where grads_get put them last
         w->stats = m->measures && unit ? m->mx_stats + (unit - 1) * BLOCK_STATS + i * WEIGHT_STATS : NULL;
         if (u->version != weights_version(m->sharding)) weight_cast(w, m->ctx);
     }
@@ -267,6 +274,7 @@ Model* model_create(const Settings* s, Ranks* world) {
     }
     if (m->layout.ranks > 1) connect(m, world);
     sharding_connect(m->sharding, m->world, m->holders, m->ctx);
+    for (int u = 0; u < params_units(&m->config); u++) set_weights(&m->units[u]);
     m->pool = pool_create("activations of the MoE blocks", m->arena[IN_POOL].memory, arena_bytes(&m->arena[IN_POOL]));
     m->pool_empty = pool_mark(m->pool);
     if (m->config.dense_layers < m->config.L)

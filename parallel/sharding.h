@@ -1,8 +1,8 @@
 // FSDP-style sharding (ZeRO, arXiv 1910.02054; FSDP, arXiv 2304.11277) of flat parameter buffers.
 //
-// A unit (a block, the embedding, the head) has two buffers: `dense`, the same on all ranks of the run, and `experts`,
-// the same on the ranks that hold the same experts. A buffer is cut into one part a rank of that group. How far this
-// goes is --shard; what a rank keeps of n elements in P parts:
+// A unit (a block, the embedding, the head) has two buffers: dense parameters, the same on all ranks of the run, and
+// experts, the same on the ranks that hold the same experts. A buffer is cut into one part a rank of that group. How
+// far this goes is --shard; what a rank keeps of n elements in P parts:
 //
 //               weights        gradients      masters and moments
 //   none        n              n              n         (gradients are summed over the ranks, all ranks update all)
@@ -10,12 +10,12 @@
 //   grads       n              n / P          n / P
 //   weights     n / P          n / P          n / P     (weights are gathered for use)
 //
-// How a buffer is cut. Parts are equally long; the last ones end in padding. `dense` on 4 ranks:
+// How a buffer is cut. Parts are equally long; the last ones end in padding. Dense parameters on 4 ranks:
 //
 //   | part 0 | part 1 | part 2 | part 3 .. |     P = 4, padding is ..
 //     rank 0   rank 1   rank 2   rank 3
 //
-// `experts` on the same ranks with --ep 2: ranks 0 and 1 are one expert-parallel group, 2 and 3 the other, and each
+// Experts on the same ranks with --ep 2: ranks 0 and 1 are one expert-parallel group, 2 and 3 the other, and each
 // group has every expert once. The first rank of both holds the lower half of the experts, the second the upper half:
 //
 //   lower half  | part 0 | part 1 .. |           upper half  | part 0 | part 1 .. |     P = ranks / ep = 2
@@ -78,9 +78,9 @@ Sharding* sharding_plan_slots(Arena* arena, ParamBuffer* const* units, int count
 void sharding_connect(Sharding* sharding, Comm* world, Comm* holders, Ctx* ctx);
 void sharding_destroy(Sharding* sharding);
 
-// weights_start gathers a unit's weights unless they are there or on their way. weights_get sets `weight` and makes ctx
-// wait for them; the host does not wait. weights_release lets the next unit have the slot. Between get and release of a
-// unit only its neighbours may be started.
+// weights_start gathers a unit's weights unless they are there or on their way. weights_get makes ctx wait for them;
+// the host does not wait. weights_release lets the next unit have the slot. Between get and release of a unit only its
+// neighbours may be started. `weight` and `grad` are where they are from sharding_connect on, whatever lies there.
 void weights_start(Sharding* sharding, int unit);
 void weights_get(Sharding* sharding, int unit, Ctx* ctx);
 void weights_release(Sharding* sharding, int unit, Ctx* ctx);
@@ -88,8 +88,8 @@ void weights_release(Sharding* sharding, int unit, Ctx* ctx);
 void weights_changed(Sharding* sharding, Ctx* ctx);
 int64_t weights_version(const Sharding* sharding);  // counts these changes, from 1
 
-// grads_get hands out the unit's gradient buffers, grads_reduce sums them over the ranks into own_grad: at once where
-// they are not kept whole, else in the last micro-step. grads_wait: ctx waits for all of it.
+// grads_get readies the unit's gradient buffers (in a slot they are 0), grads_reduce sums them over the ranks into
+// own_grad: at once where they are not kept whole, else in the last micro-step. grads_wait: ctx waits for all of it.
 void grads_get(Sharding* sharding, int unit, Ctx* ctx);
 void grads_reduce(Sharding* sharding, int unit, int last_micro_step, Ctx* ctx);
 void grads_wait(Sharding* sharding, Ctx* ctx);
