@@ -98,7 +98,7 @@ static void plan_pass(Pipeline& p, Pass& q, Format format) {
     rows_plan(a, "x by expert, values", &q.x_values, values, capacity, p.dim);
     rows_plan(a, "dy by expert, values", &q.dy_values, values, capacity, p.hidden);
     q.w.count = EL, q.w.OC = p.hidden, q.w.IC = p.dim, q.w.format = format, q.w.room = &p.room;
-    weight_plan(a, &q.w);
+    weight_plan(a, &q.w, 0);
 }
 
 static void make(Pipeline& p, int64_t N, int64_t dim, int64_t hidden) {

@@ -65,7 +65,7 @@ static void plan_products(Model* m, Unit* u) {
         if (list[i].cast == LINEAR) w->format = format_of(s->linear_precision, s, s->mx_fast ? MX_CHUNK : 1);
         if (list[i].cast == EXPERT) w->format = format_of(s->expert_precision, s, expert_align(s));
         if (list[i].cast == EXPERT) w->wgrad = format_of(s->wgrad_precision, s, expert_align(s));
-        weight_plan(&m->arena[IN_PARAMS], w);
+        weight_plan(&m->arena[IN_PARAMS], w, list[i].cast == LINEAR);
     }
 }
 

@@ -9,9 +9,9 @@ static int is_fast(const Weight* w) { return format_read(w->format).bytes; }
 
 // --- Memory and casts ---
 
-void weight_plan(Arena* a, Weight* w) {
+void weight_plan(Arena* a, Weight* w, int linear) {
     const int64_t n = w->count * w->OC * w->IC, fast = is_fast(w);
-    const char* name = w->count > 1 ? "expert weights, cast" : "dense weights, cast";
+    const char* name = linear ? "dense weights, cast" : "expert weights, cast";
     if (!w->format.bytes) return;
     if (fast) {
         arena_add(a, name, ELEMENT_BYTE, n, 0, (void**)&w->forward.q);
@@ -22,7 +22,7 @@ void weight_plan(Arena* a, Weight* w) {
         arena_add(a, name, ELEMENT_X, n, 0, (void**)&w->back.value);
     }
     ProductRoom* room = w->room;
-    if (w->count == 1) {
+    if (linear) {
         room->fast |= fast;
         room->inputs = max_i64(room->inputs, max_i64(w->OC, w->IC));
     }

@@ -53,8 +53,9 @@ typedef struct Weight {
 // Where to add what the cast of one operand does; NULL: nowhere.
 static inline MxStats* weight_stats(const Weight* w, int operand) { return w->stats ? w->stats + operand : NULL; }
 
-// Names a weight's casts in `arena`, and, after all weights, what products of up to N tokens share.
-void weight_plan(Arena* arena, Weight* weight);
+// Names a weight's casts in `arena` (linear 1: of linear_ products, 0: of grouped_ ones), and, after all weights, what
+// products of up to N tokens share.
+void weight_plan(Arena* arena, Weight* weight, int linear);
 void products_plan(Arena* arena, ProductRoom* room, int64_t N);
 
 // Before products: the casts of a weight whose w has changed, and the tokens of the batch in work.

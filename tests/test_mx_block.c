@@ -369,7 +369,7 @@ static Block run_block(const Inputs* in, Widths d, Precision p, int recompute, i
     for (int i = 0; i < 2; i++) {
         experts[i]->format = format_of(p.expert, p), experts[i]->wgrad = format_of(p.wgrad, p);
         experts[i]->room = &products;
-        weight_plan(&weights, experts[i]);
+        weight_plan(&weights, experts[i], 0);
     }
     products_plan(&weights, &products, N);
     arena_allocate(&weights);

@@ -191,7 +191,7 @@ static void check_product(int64_t room, int64_t N, int64_t IC, int64_t OC, Way w
     weight.format.bytes = 1, weight.format.cast.scale = way.mode, weight.format.cast.align = way.fast ? 128 : 1;
     Arena arena;
     arena_init(&arena, "a test", BACKEND);
-    weight_plan(&arena, &weight);
+    weight_plan(&arena, &weight, 1);
     products_plan(&arena, &products, room);
     arena_allocate(&arena);
     poison(arena.memory, arena_bytes(&arena), ctx);
