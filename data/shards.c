@@ -58,6 +58,7 @@ static int open_one_more(const char* path) {
 
 // Opens a shard, checks its header against its size, and adds it to the set's windows, tokens and hash.
 static void open_shard(Shards* s, Shard* shard, const char* path) {
+    // A file that can be read.
     shard->path = host_strdup(path);
     shard->fd = open_one_more(path);
     if (shard->fd < 0 && (errno == EISDIR || errno == ENXIO))
@@ -68,7 +69,7 @@ static void open_shard(Shards* s, Shard* shard, const char* path) {
     struct stat info;
     if (fstat(shard->fd, &info) != 0) die(EXIT_FAILED, "%s: %s: cannot stat: %s", s->option, path, strerror(errno));
 
-    // The header: magic number, version and count. The file must have the size that follows from them.
+    // The header is whole, and of a kind that is known.
     int32_t header[HEADER_INTS];
     int64_t got = read_at(shard->fd, header, HEADER_BYTES, 0);
     if (got < 0) die(EXIT_FAILED, "%s: %s: cannot read the header: %s", s->option, path, strerror(errno));
@@ -85,6 +86,8 @@ static void open_shard(Shards* s, Shard* shard, const char* path) {
     if (header[1] != version)
         die(EXIT_FAILED, "%s: %s: byte 4: version %d, with magic number %d it must be %d", s->option, path, header[1],
             header[0], version);
+
+    // The file has the size that follows from its count.
     shard->token_bytes = wide ? 4 : 2;
     shard->tokens = header[2];
     int64_t expected = HEADER_BYTES + shard->tokens * shard->token_bytes;
@@ -102,6 +105,7 @@ static void open_shard(Shards* s, Shard* shard, const char* path) {
     crc = crc32(crc, (const Bytef*)&size, sizeof(size));
     s->hash = (uint32_t)crc32(crc, (const Bytef*)header, HEADER_BYTES);
 
+    // Its place in the set.
     shard->first_window = s->windows;
     s->windows += max_i64(shard->tokens - 1, 0) / s->T;
     s->tokens += shard->tokens;

@@ -28,6 +28,7 @@ enum { FREE, FIXED };
 #define BIG 1e12
 
 const Option settings_table[] = {
+    // What a model is: --model sets all that follow.
     CHOICE("model", "model", preset, "tiny", "tiny|small|debug|16b|236b|671b", FIXED,
            "preset for the options of this group"),
     WHOLE("model", "layers", model.L, NULL, 1, 1024, FIXED, "blocks"),
@@ -57,6 +58,7 @@ const Option settings_table[] = {
     NUMBER("model", "yarn-original-len", model.yarn_original_len, NULL, 1, 1e9, FIXED,
            "context length before extension"),
 
+    // What it learns from.
     TEXT("data", "train", train, "training shards (glob)"),
     TEXT("data", "val", val, "validation shards (glob)"),
     TEXT("data", "tokenizer", tokenizer, "tokenizer file to decode samples; none: bytes"),
@@ -66,6 +68,7 @@ const Option settings_table[] = {
           "tokens of a step, all ranks; 0: one micro-step"),
     WHOLE("data", "seed", seed, "1", 0, BIG, FIXED, "of the weights and of the order of data"),
 
+    // How long it runs, and what it leaves.
     WHOLE("run", "steps", steps, "1000", 1, 1e9, FREE, "updates in all"),
     TEXT("run", "out", out, "folder for log and checkpoints; none: nothing is kept"),
     FLAG("run", "resume", resume, FREE, "go on from the newest good checkpoint in --out"),
@@ -83,6 +86,7 @@ const Option settings_table[] = {
           "with --dry-run: ranks to plan for; a run has those that mpirun or srun starts"),
     FLAG("run", "help", help, FREE, "print this and stop"),
 
+    // How it learns.
     NUMBER("optimizer", "lr", lr, "1e-3", 0, 100, FIXED, "peak learning rate"),
     WHOLE("optimizer", "warmup", warmup, "100", 0, 1e9, FIXED, "steps of linear warm-up"),
     CHOICE("optimizer", "schedule", schedule, "cosine", "cosine|wsd|linear|constant", FIXED, "after the warm-up"),
@@ -95,12 +99,14 @@ const Option settings_table[] = {
     NUMBER("optimizer", "bias-rate", bias_rate, "1e-3", 0, 100, FIXED, "step of the router's balance bias"),
     NUMBER("optimizer", "aux-loss", aux_loss, "0", 0, 100, FIXED, "weight of the sequence-wise balance loss"),
 
+    // How it lies on its ranks.
     WHOLE("parallel", "ep", ep, "1", 1, DISPATCH_MAX_RANKS, FREE, "ranks that share a set of experts"),
     CHOICE("parallel", "shard", shard, "none", "none|optimizer|grads|weights", FREE,
            "what ranks keep in parts: nothing; optimizer state; gradients too; weights too"),
     NUMBER("parallel", "timeout", timeout, "600", 1, 1e6, FREE,
            "seconds that ranks wait for one another before the run ends"),
 
+    // Which numbers are MXFP8: --precision sets all up to --mx-gemm.
     CHOICE("precision", "precision", precision, "bf16", "bf16|mxfp8|mxfp8-exact", FREE,
            "sets the options from here to --mx-gemm; one that is given as well wins"),
     CHOICE("precision", "expert-precision", expert_precision, NULL, "bf16|mxfp8", FIXED,
@@ -119,11 +125,13 @@ const Option settings_table[] = {
     WHOLE("precision", "mx-stats", mx_stats, "0", 0, 1e9, FREE,
           "steps between statistics of the casts to MXFP8 in the log; 0: none"),
 
+    // What is computed twice to spare memory, and room for uneven loads.
     CHOICE("memory", "recompute", recompute, "none", "none|moe|block", FREE,
            "activations that backward computes again"),
     NUMBER("memory", "capacity", capacity, "1.25", 1, 1e6, FREE,
            "room for routed tokens over the mean load, with --ep; more is made if needed"),
 
+    // For debugging.
     FLAG("debugging", "force-balance", force_balance, FIXED, "route round-robin"),
     FLAG("debugging", "overfit", overfit, FIXED, "train on the first step's tokens for ever"),
 };
