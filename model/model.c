@@ -168,10 +168,8 @@ void model_plan(Model* m, const Settings* s, int rank, Backend backend) {
     memset(m, 0, sizeof(*m));
     m->settings = *s;
     m->config = s->model;
-    m->layout.ranks = (int)s->ranks;
-    m->layout.rank = rank;
-    m->layout.ep = (int)s->ep;
-    m->layout.shard = (Shard)s->shard;
+    const Layout layout = {.ranks = (int)s->ranks, .rank = rank, .ep = (int)s->ep, .shard = (Shard)s->shard};
+    m->layout = layout;
     set_shapes(m, s->batch, s->seq_len);
     const ModelConfig* c = &m->config;
     const int64_t N = m->B * m->T;
@@ -344,9 +342,8 @@ void model_micro_step(Model* m, int last) {
 // once.
 static void sum_over_ranks(Model* m, int stop) {
     const double one = 1;
-    int units = params_units(&m->config);
     grads_wait(m->sharding, m->ctx);
-    for (int u = 0; u < units; u++) {
+    for (int u = 0; u < params_units(&m->config); u++) {
         for (int b = 0; b < BUFFERS; b++) {
             const ParamBuffer* p = &m->units[u].buffer[b];
             if (p->n) grad_norm_add(m->state, p->own_grad, p->part, m->ctx);
