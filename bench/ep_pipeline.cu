@@ -66,11 +66,14 @@ struct Pipeline {
 
 static Pass& pass_of(Pipeline& p, int v) { return p.pass[v != BF16]; }
 
+static DispatchShape shape_of(int64_t N, int64_t C, Format format) {
+    const int32_t ranks = ranks_count(world);
+    return {N, C, EL * ranks, 1, ranks, format, format, FORMAT_VALUES};
+}
+
 // What travels of one width: as moe/moe.c plans it for a forward and a backward.
 static void plan_travel(Arena* a, Route* route, Travel* t, const Pipeline& p, int64_t C, Format format, int choices) {
-    const int32_t ranks = ranks_count(world);
-    const DispatchShape shape = {p.N, C, EL * ranks, 1, ranks, format, format, FORMAT_VALUES};
-    dispatch_plan_choices(a, route, shape);
+    dispatch_plan_choices(a, route, shape_of(p.N, C, format));
     route->received = route->choices = p.N;
     route->send.capacity = p.N;
     dispatch_plan_received(a, route);
@@ -325,7 +328,7 @@ int main(int argc, char** argv) {
     const int64_t N = argc > 1 ? atoll(argv[1]) : 131072;
     device_choose(ranks_local());
     if (ranks_count(world) == 1) die(EXIT_USAGE, "nothing travels on one rank: start more with mpirun");
-    ctx = ctx_create(permute_workspace(std::max(N, (int64_t)131072), 1, EL));
+    ctx = ctx_create(dispatch_workspace(shape_of(std::max(N, (int64_t)131072), 0, FORMAT_VALUES)));
     comm = comm_create(world, "benchmark", ctx);
     sums = (double*)device_alloc(2 * sizeof(double), "the benchmark");
     printf("%s, %d ranks, %d experts a rank, %lld tokens a rank, each to one expert, all equally often\n",

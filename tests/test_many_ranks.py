@@ -73,19 +73,21 @@ class Process:
         self.mpirun = subprocess.Popen(line, cwd=folder, env=cli.environment(), stdin=subprocess.DEVNULL,
                                        stdout=self.out, stderr=self.err)
         self.began = time.monotonic()
+        # Looked for before anything trains: where /proc is slow, a run would be over before it is read.
+        self.ranks, self.count = {}, sum(count for count, _ in parts)
+        self.wait_for(lambda: self.find_ranks() or self.mpirun.poll() is not None)
 
-    def ranks(self):
-        """{rank: process id}, of mpirun's children."""
-        found = {}
+    def find_ranks(self):
+        """Fills {rank: process id} from mpirun's children; true once all of them are there."""
         for stat in pathlib.Path("/proc").glob("[0-9]*/stat"):
             try:
                 parent = stat.read_text(errors="replace").rpartition(")")[2].split()[1]
                 if int(parent) == self.mpirun.pid:
                     rank = re.search(rb"\0OMPI_COMM_WORLD_RANK=(\d+)\0", b"\0" + (stat.parent / "environ").read_bytes())
-                    found[int(rank[1])] = int(stat.parent.name)
+                    self.ranks[int(rank[1])] = int(stat.parent.name)
             except (OSError, TypeError, IndexError):  # it ended meanwhile; not a rank yet
                 pass
-        return found
+        return len(self.ranks) == self.count
 
     def wait_for(self, condition):
         while not condition():
@@ -95,22 +97,20 @@ class Process:
 
     def fault(self, ranks, number):
         """Sends a signal to ranks; from now on the seconds count."""
-        processes = self.ranks()
         for rank in ranks:
-            os.kill(processes[rank], number)
+            os.kill(self.ranks[rank], number)
         self.began = time.monotonic()
 
     def end(self):
-        ranks = self.ranks().values()
         try:
             self.mpirun.wait(60)
         except subprocess.TimeoutExpired:
             self.mpirun.kill()
         seconds, hangs = time.monotonic() - self.began, self.mpirun.wait() == -signal.SIGKILL
-        while any(map(running, ranks)) and not hangs:
+        while any(map(running, self.ranks.values())) and not hangs:
             hangs = time.monotonic() - self.began > seconds + 5
             time.sleep(0.01)
-        for pid in filter(running, ranks):
+        for pid in filter(running, self.ranks.values()):
             os.kill(pid, signal.SIGKILL)
         texts = []
         for file in (self.out, self.err):
@@ -298,7 +298,7 @@ class Faults(Case):
         before = cli.snapshot(folder / "run")
         run = Process(folder, (RANKS, self.command(resume=True, timeout=60, sample_every=1, sample_tokens=64, **LAYOUT)))
         run.wait_for(lambda: log.read_bytes().count(b"\n") > 52)
-        resource.prlimit(run.ranks()[VICTIM], resource.RLIMIT_FSIZE, (49152, 49152))
+        resource.prlimit(run.ranks[VICTIM], resource.RLIMIT_FSIZE, (49152, 49152))
         outcome = run.end()
         outcome.changed = {name for name, _ in before.items() ^ cli.snapshot(folder / "run").items()}
         return outcome
