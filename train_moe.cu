@@ -21,6 +21,7 @@
 #include "device/files.h"
 #include "device/threads.h"
 #include "model/agree.h"
+#include "model/export.h"
 #include "model/model.h"
 #include "model/persist.h"
 #include "model/report.h"
@@ -394,8 +395,11 @@ static void open_outputs(Run* r) {
     const Settings* s = &r->settings;
     char* config = settings_json(s);
     if (*s->out && r->rank == 0) r->log = runlog_open(s->out, config, r->saved);
-    if (*s->out) r->saver = saver_create(r->world, s->out, (int)s->keep);
     free(config);
+    if (*s->out) {
+        r->saver = saver_create(r->world, s->out, (int)s->keep);
+        export_files(r->saver, r->model, r->tokenizer);
+    }
     for (int i = 0; i < 2; i++) r->watch[i] = stopwatch_create();
     r->state = fetch_create(sizeof(StepState));
     r->load = fetch_create((size_t)(s->model.L * s->model.E) * sizeof(int64_t));

@@ -16,13 +16,13 @@ static void add(CheckpointFile* file, CheckpointTensor tensor, const char* name,
 }
 
 // The tensors of unit u, from the table of parameters: of each its slice here, and the part that this rank writes.
-static void list_unit(Model* m, int u, CheckpointFile* masters, CheckpointFile* moments) {
+static void list_unit(Model* m, int u, CheckpointFile* masters, CheckpointFile* moments, bool bias_apart) {
     int tensors;
     NamedTensor* list = params_tensors(&m->config, &m->layout, u, &tensors);
     snprintf(masters->name, sizeof(masters->name), "block_%03d.safetensors", u);
     snprintf(moments->name, sizeof(moments->name), "block_%03d.adam.safetensors", u);
     masters->tensors = (CheckpointTensor*)host_alloc((size_t)(tensors + 1) * sizeof(CheckpointTensor));
-    moments->tensors = (CheckpointTensor*)host_alloc((size_t)(2 * tensors) * sizeof(CheckpointTensor));
+    moments->tensors = (CheckpointTensor*)host_alloc((size_t)(2 * tensors + 1) * sizeof(CheckpointTensor));
 
     for (int i = 0; i < tensors; i++) {
         const NamedTensor* t = &list[i];
@@ -47,13 +47,13 @@ static void list_unit(Model* m, int u, CheckpointFile* masters, CheckpointFile* 
     CheckpointTensor bias = {.rank = 1, .shape = {E, 1}, .count = E, .save_count = m->layout.rank == 0 ? E : 0};
     char name[112];
     snprintf(name, sizeof(name), "model.layers.%d.mlp.gate.e_score_correction_bias", u - 1);
-    add(masters, bias, name, "", m->bias + (u - 1) * E);
+    add(bias_apart ? moments : masters, bias, name, "", m->bias + (u - 1) * E);
 }
 
-CheckpointFile* model_files(Model* m, int* count) {
+CheckpointFile* model_files(Model* m, bool bias_apart, int* count) {
     int units = params_units(&m->config);
     CheckpointFile* files = (CheckpointFile*)host_alloc((size_t)(2 * units) * sizeof(CheckpointFile));
-    for (int u = 0; u < units; u++) list_unit(m, u, &files[2 * u], &files[2 * u + 1]);
+    for (int u = 0; u < units; u++) list_unit(m, u, &files[2 * u], &files[2 * u + 1], bias_apart);
     *count = 2 * units;
     return files;
 }
@@ -66,7 +66,7 @@ void model_files_free(CheckpointFile* files, int count) {
 void model_save(Model* m, Saver* saver, int64_t step, int64_t window, uint32_t data_hash, const StepState* state) {
     CheckpointRecord record = {step, window, state->updates, data_hash};
     int count;
-    CheckpointFile* files = model_files(m, &count);
+    CheckpointFile* files = model_files(m, m->config.score == SCORE_SOFTMAX, &count);
     char* options = settings_json(&m->settings);
     checkpoint_save(saver, &record, options, files, count, m->ctx);
     free(options);
@@ -101,7 +101,6 @@ int64_t model_resume(Model* m, Ranks* world, uint32_t data_hash, int64_t* window
     char error[512];
     int count, file_count;
     int64_t *steps = all_ranks_list(world, out, &count), resumed = 0;
-    CheckpointFile* files = model_files(m, &file_count);
 
     // From the newest on, until one is good.
     for (int i = 0; i < count && resumed == 0; i++) {
@@ -119,7 +118,9 @@ int64_t model_resume(Model* m, Ranks* world, uint32_t data_hash, int64_t* window
             manifest = NULL;
         }
 
-        // Loaded, or refused.
+        // Loaded, or refused. Before checkpoints had a config.json, no biases lay apart.
+        const bool bias_apart = m->config.score == SCORE_SOFTMAX && checkpoint_lists(manifest, "config.json");
+        CheckpointFile* files = model_files(m, bias_apart, &file_count);
         if (checkpoint_load(world, out, steps[i], manifest, files, file_count, m->ctx, error, sizeof(error)) == 0) {
             StepState state = {.updates = record.updates};
             device_upload(m->state, &state, sizeof(state), m->ctx);
@@ -132,6 +133,7 @@ int64_t model_resume(Model* m, Ranks* world, uint32_t data_hash, int64_t* window
                 die(EXIT_FAILED, "checkpoint %s is refused (%s), and %s", path.text, error, file_error(ELOOP));
             warn("checkpoint step_%08ld is refused: %s", steps[i], error);
         }
+        model_files_free(files, file_count);
         json_free(manifest);
     }
 
@@ -140,7 +142,6 @@ int64_t model_resume(Model* m, Ranks* world, uint32_t data_hash, int64_t* window
 
     // Working weights follow from the masters.
     if (resumed) model_weights_set(m);
-    model_files_free(files, file_count);
     free(steps);
     return resumed;
 }

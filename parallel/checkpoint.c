@@ -35,6 +35,8 @@ struct Saver {
     Ranks* group;  // the world, with messages of its own
     char* out;
     int keep;
+    SavedFile texts[8];  // of saver_add_text
+    int text_count;
     pthread_t thread;
     bool running;
     // The thread's while it runs: what this rank writes, slice after slice in `buffer`.
@@ -96,6 +98,14 @@ Saver* saver_create(Ranks* world, const char* out, int keep) {
     return s;
 }
 
+void saver_add_text(Saver* s, const char* name, const char* text) {
+    ASSERT(s->text_count < (int)(sizeof(s->texts) / sizeof(s->texts[0])));
+    SavedFile* file = &s->texts[s->text_count++];
+    snprintf(file->name, sizeof(file->name), "%s", name);
+    file->header = host_strdup(text);
+    file->header_bytes = file->bytes = (int64_t)strlen(text);
+}
+
 void checkpoint_wait(Saver* s) {
     watch_begin("save");
     if (s->running) pthread_join(s->thread, NULL);
@@ -106,6 +116,7 @@ void checkpoint_wait(Saver* s) {
 void saver_destroy(Saver* s) {
     checkpoint_wait(s);
     ranks_free(s->group);
+    for (int i = 0; i < s->text_count; i++) free(s->texts[i].header);
     free(s->buffer);
     free(s->out);
     free(s);
@@ -344,8 +355,8 @@ void checkpoint_save(Saver* s, const CheckpointRecord* r, const char* options_js
     s->buffer = (char*)host_at_least(s->buffer, &s->room, bytes);
     s->slices = (FileSlice*)host_alloc(slices * sizeof(FileSlice));
     s->slice_count = 0;
-    s->files = (SavedFile*)host_alloc((size_t)count * sizeof(SavedFile));
-    s->count = count;
+    s->files = (SavedFile*)host_alloc((size_t)(count + s->text_count) * sizeof(SavedFile));
+    s->count = count + s->text_count;
     s->step = r->step;
     s->folder = step_path(s->out, r->step, ".tmp");
     s->record = host_format(
@@ -356,6 +367,10 @@ void checkpoint_save(Saver* s, const CheckpointRecord* r, const char* options_js
     // The copy: training goes on when it is done.
     char* to = s->buffer;
     for (int i = 0; i < count; i++) to = copy_file(s, i, &files[i], to, ctx);
+    for (int i = 0; i < s->text_count; i++) {
+        s->files[count + i] = s->texts[i];
+        s->files[count + i].header = host_strdup(s->texts[i].header);
+    }
 
     int rc = thread_start(&s->thread, saver_thread, s);
     if (rc != 0) die(EXIT_FAILED, "cannot start the thread that writes %s: %s", s->folder.text, strerror(rc));

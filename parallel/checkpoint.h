@@ -51,6 +51,8 @@ typedef struct CheckpointRecord {
 // not share the folder. Removes what runs that were killed left unfinished there.
 typedef struct Saver Saver;
 Saver* saver_create(Ranks* world, const char* out, int keep);
+// Every checkpoint from now on has this file too, written by rank 0. All ranks add the same ones.
+void saver_add_text(Saver* saver, const char* name, const char* text);
 // Waits for the last save, then ends.
 void saver_destroy(Saver* saver);
 
@@ -71,6 +73,9 @@ int64_t* checkpoint_list(const char* out, int* count);
 
 // Opens the manifest of one and checks it. NULL with the reason in `error`. Record and options are read from it.
 Json* checkpoint_manifest(const char* out, int64_t step, CheckpointRecord* record, char* error, size_t error_size);
+
+// Whether the manifest lists a file of this name. NULL lists none.
+bool checkpoint_lists(const Json* manifest, const char* name);
 
 // Checks every file against the manifest (the ranks share the bytes) and loads every slice. 0 on all ranks, or -1 on
 // all with the same reason in `error`; then some tensors may have been overwritten. manifest NULL: none was found, and

@@ -102,6 +102,8 @@ static const Json* file_entry(const Json* manifest, const char* name) {
     return NULL;
 }
 
+bool checkpoint_lists(const Json* manifest, const char* name) { return file_entry(manifest, name) != NULL; }
+
 static const int64_t GOOD = INT64_MAX;
 
 // `bad` is the number of the first file that this rank found bad, for the reason in `error`, or GOOD. 0 if no rank

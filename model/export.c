@@ -1,0 +1,65 @@
+#include "model/export.h"
+
+#include <errno.h>
+#include <stdio.h>
+#include <stdlib.h>
+#include <string.h>
+
+#include "device/check.h"
+#include "device/files.h"
+#include "model/hub.h"
+#include "model/persist.h"
+
+static const size_t TOKENIZER_LIMIT = (size_t)256 << 20;
+
+// Which file holds which tensor.
+static char* index_json(Model* m) {
+    int count;
+    int64_t bytes = 0;
+    CheckpointFile* files = model_files(m, m->config.score == SCORE_SOFTMAX, &count);
+    char* map = host_strdup("");
+    for (int i = 0; i < count; i++) {
+        if (strstr(files[i].name, ".adam.")) continue;
+        for (int t = 0; t < files[i].count; t++) {
+            const CheckpointTensor* tensor = &files[i].tensors[t];
+            host_append(&map, "%s\n    \"%s\": \"%s\"", *map ? "," : "", tensor->name, files[i].name);
+            bytes += tensor->shape[0] * tensor->shape[1] * (int64_t)sizeof(real);
+        }
+    }
+    char* json = host_format("{\n  \"metadata\": {\"total_size\": %ld},\n  \"weight_map\": {%s\n  }\n}\n", bytes, map);
+    free(map);
+    model_files_free(files, count);
+    return json;
+}
+
+// The files that lie beside --tokenizer under its name, and what they are called in a model's folder.
+static void add_tokenizer(Saver* saver, const char* tokenizer) {
+    const char* const endings[2] = {".json", "_config.json"};
+    const char* dot = strrchr(tokenizer, '.');
+    for (int i = 0; i < 2 && dot; i++) {
+        Path path = path_of("%.*s%s", (int)(dot - tokenizer), tokenizer, endings[i]);
+        char* text = read_file(path.text, TOKENIZER_LIMIT, NULL);
+        if (!text && errno != ENOENT) die(EXIT_FAILED, "cannot read %s: %s", path.text, file_error(errno));
+        if (text)
+            saver_add_text(saver, i ? "tokenizer_config.json" : "tokenizer.json", text);
+        else
+            printf("export     there is no %s: checkpoints have no tokenizer for transformers\n", path.text);
+        free(text);
+        if (!text) break;
+    }
+}
+
+void export_files(Saver* saver, Model* m, const Tokenizer* tokenizer) {
+    const int32_t eot = tokenizer_eot(tokenizer);
+    char *config = hub_config(&m->settings, eot), *index = index_json(m);
+    char* generation = host_format("{\n  \"bos_token_id\": %d,\n  \"eos_token_id\": %d\n}\n", eot, eot);
+    saver_add_text(saver, "config.json", config);
+    saver_add_text(saver, "generation_config.json", generation);
+    saver_add_text(saver, "model.safetensors.index.json", index);
+    add_tokenizer(saver, m->settings.tokenizer);
+    const char* why = hub_misfit(&m->settings);
+    if (why) printf("export     transformers' model differs: %s\n", why);
+    free(config);
+    free(generation);
+    free(index);
+}

@@ -1,0 +1,249 @@
+#include "model/hub.h"
+
+#include <errno.h>
+#include <stddef.h>
+#include <stdio.h>
+#include <stdlib.h>
+#include <string.h>
+
+#include "device/check.h"
+#include "device/files.h"
+#include "moe/moe.h"
+
+static const size_t CONFIG_LIMIT = (size_t)16 << 20;
+
+// Whole numbers that both sides have. A key that config.json may lack or have as null is then `absent`; -1: it may not.
+static const struct {
+    const char* key;
+    size_t field;
+    int64_t absent;
+} sizes[] = {
+    {"vocab_size", offsetof(ModelConfig, V), -1},
+    {"hidden_size", offsetof(ModelConfig, C), -1},
+    {"num_hidden_layers", offsetof(ModelConfig, L), -1},
+    {"num_attention_heads", offsetof(ModelConfig, H), -1},
+    {"q_lora_rank", offsetof(ModelConfig, q_lora), 0},
+    {"kv_lora_rank", offsetof(ModelConfig, kv_lora), -1},
+    {"qk_nope_head_dim", offsetof(ModelConfig, nope), -1},
+    {"qk_rope_head_dim", offsetof(ModelConfig, rope), -1},
+    {"v_head_dim", offsetof(ModelConfig, v), -1},
+    {"intermediate_size", offsetof(ModelConfig, dense_ffn), -1},
+    {"first_k_dense_replace", offsetof(ModelConfig, dense_layers), -1},
+    {"n_routed_experts", offsetof(ModelConfig, E), -1},
+    {"num_experts_per_tok", offsetof(ModelConfig, K), -1},
+    {"n_shared_experts", offsetof(ModelConfig, shared), 0},
+    {"moe_intermediate_size", offsetof(ModelConfig, F), -1},
+    {"n_group", offsetof(ModelConfig, groups), 1},
+    {"topk_group", offsetof(ModelConfig, top_groups), 1},
+};
+enum { SIZES = sizeof(sizes) / sizeof(sizes[0]) };
+
+// What all models here have, as JSON. Readers that lack the key assume the same.
+static const struct {
+    const char *key, *value;
+} always[] = {
+    {"moe_layer_freq", "1"},           {"hidden_act", "\"silu\""}, {"rms_norm_eps", "1e-06"},
+    {"attention_bias", "false"},       {"mlp_bias", "false"},      {"tie_word_embeddings", "false"},
+    {"num_nextn_predict_layers", "0"},
+};
+enum { ALWAYS = sizeof(always) / sizeof(always[0]) };
+
+const char* hub_misfit(const Settings* s) {
+    const ModelConfig* c = &s->model;
+    if (c->dense_layers == c->L) return NULL;
+    if (c->shared == 0) return "its MoE blocks always have a shared expert";
+    if (c->score != SCORE_SOFTMAX) return NULL;
+    if (c->route_norm) return "DeepSeek-V2's does not normalise the gates (--route-norm 0)";
+    if (s->bias_rate > 0) return "DeepSeek-V2's has no selection bias; --bias-rate 0 trains none";
+    return NULL;
+}
+
+// --- To config.json ---
+
+// A number that readers take for a float: 1.0, not 1.
+static void add_float(char** json, const char* key, double value) {
+    char digits[32];
+    snprintf(digits, sizeof(digits), "%.15g", value);
+    host_append(json, "\"%s\": %s%s", key, digits, strpbrk(digits, ".e") ? "" : ".0");
+}
+
+// Position: the base of the frequencies, YaRN, and how long a text may be.
+static void add_rope(char** json, const Settings* s) {
+    const ModelConfig* c = &s->model;
+    host_append(json, "  ");
+    add_float(json, "rope_theta", c->rope_theta);
+    if (c->yarn) {
+        host_append(json, ",\n  \"rope_scaling\": {\"type\": \"yarn\", ");
+        add_float(json, "factor", c->yarn_factor);
+        host_append(json, ", \"beta_fast\": 32.0, \"beta_slow\": 1.0, ");
+        add_float(json, "mscale", c->yarn_mscale);
+        host_append(json, ", ");
+        add_float(json, "mscale_all_dim", c->yarn_mscale);
+        host_append(json, ", \"original_max_position_embeddings\": %ld}", (int64_t)c->yarn_original_len);
+    }
+    const int64_t longest = c->yarn ? (int64_t)(c->yarn_factor * c->yarn_original_len) : s->seq_len;
+    host_append(json, ",\n  \"max_position_embeddings\": %ld,\n", longest);
+}
+
+char* hub_config(const Settings* s, int32_t end_of_text) {
+    const ModelConfig* c = &s->model;
+    const int v3 = c->score == SCORE_SIGMOID;
+    char* json =
+        host_format("{\n  \"architectures\": [\"Deepseek%sForCausalLM\"],\n  \"model_type\": \"deepseek_%s\",\n",
+                    v3 ? "V3" : "V2", v3 ? "v3" : "v2");
+    const char* why = hub_misfit(s);
+    if (why) host_append(&json, "  \"train_moe_note\": \"not all of the model is said here: %s\",\n", why);
+
+    // Sizes. No latent for queries is null.
+    for (int i = 0; i < SIZES; i++) {
+        const int64_t value = *(const int64_t*)((const char*)c + sizes[i].field);
+        if (value || strcmp(sizes[i].key, "q_lora_rank") != 0)
+            host_append(&json, "  \"%s\": %ld,\n", sizes[i].key, value);
+        else
+            host_append(&json, "  \"q_lora_rank\": null,\n");
+    }
+    host_append(&json, "  \"num_key_value_heads\": %ld,\n", c->H);
+
+    // Routing.
+    host_append(&json, "  \"topk_method\": \"%s\",\n  \"scoring_func\": \"%s\",\n  \"norm_topk_prob\": %s,\n  ",
+                v3              ? "noaux_tc"
+                : c->groups > 1 ? "group_limited_greedy"
+                                : "greedy",
+                v3 ? "sigmoid" : "softmax", c->route_norm ? "true" : "false");
+    add_float(&json, "routed_scaling_factor", c->route_scale);
+    host_append(&json, ",\n");
+
+    // Position, what never differs, and the rest that readers want.
+    add_rope(&json, s);
+    for (int i = 0; i < ALWAYS; i++) host_append(&json, "  \"%s\": %s,\n", always[i].key, always[i].value);
+    host_append(&json,
+                "  \"bos_token_id\": %d,\n  \"eos_token_id\": %d,\n  \"initializer_range\": 0.02,\n"
+                "  \"attention_dropout\": 0.0,\n  \"torch_dtype\": \"float32\",\n  \"use_cache\": true\n}\n",
+                end_of_text, end_of_text);
+    return json;
+}
+
+// --- From config.json ---
+
+// What is read, and how its errors begin.
+typedef struct Reader {
+    const Json* json;
+    char* where;  // "--init FOLDER/config.json"
+} Reader;
+
+static NORETURN void refuse(const Reader* r, const char* key, const char* what) {
+    die(EXIT_USAGE, "%s: \"%s\" %s", r->where, key, what);
+}
+
+// A member that is there and not null.
+static const Json* member(const Json* object, const char* key) {
+    const Json* found = json_get(object, key);
+    return found && found->type != JSON_NULL ? found : NULL;
+}
+
+static double number_or(const Reader* r, const Json* object, const char* key, double absent) {
+    const Json* found = member(object, key);
+    if (found && found->type != JSON_NUMBER) refuse(r, key, "is no number");
+    return found ? found->number : absent;
+}
+
+// Whether a member says what JSON text does, numbers by value.
+static int says(const Json* found, const char* text) {
+    if (found->type == JSON_STRING) return *text == '"' && strncmp(found->text, text + 1, strlen(text) - 2) == 0;
+    if (found->type == JSON_BOOL) return found->number == (strcmp(text, "true") == 0);
+    return found->type == JSON_NUMBER && found->number == strtod(text, NULL);
+}
+
+// YaRN, whose two mscale cancel in the rotation and leave their square on the softmax.
+static void read_rope(const Reader* r, ModelConfig* c) {
+    const Json *newer = member(r->json, "rope_parameters"), *scaling = newer ? newer : member(r->json, "rope_scaling");
+    c->rope_theta = number_or(r, r->json, "rope_theta", number_or(r, newer, "rope_theta", 10000));
+    c->yarn_factor = 40, c->yarn_mscale = 1, c->yarn_original_len = 4096;
+    const char *type = json_text(scaling, "rope_type"), *kind = type ? type : json_text(scaling, "type");
+    if (!kind || strcmp(kind, "default") == 0) return;
+
+    if (strcmp(kind, "yarn") != 0) refuse(r, "rope_scaling", "is of a type that is not known here: yarn is");
+    c->yarn = 1;
+    c->yarn_factor = number_or(r, scaling, "factor", 0);
+    c->yarn_mscale = number_or(r, scaling, "mscale_all_dim", 0);
+    c->yarn_original_len = number_or(r, scaling, "original_max_position_embeddings", 0);
+    if (c->yarn_factor < 1 || c->yarn_original_len < 1 || c->yarn_mscale <= 0 ||
+        number_or(r, scaling, "mscale", 0) != c->yarn_mscale || number_or(r, scaling, "beta_fast", 32) != 32 ||
+        number_or(r, scaling, "beta_slow", 1) != 1 || member(scaling, "attention_factor"))
+        refuse(r, "rope_scaling",
+               "must have factor, original_max_position_embeddings, mscale = mscale_all_dim, beta_fast "
+               "32 and beta_slow 1");
+}
+
+// How tokens choose experts.
+static void read_routing(const Reader* r, ModelConfig* c, int v3) {
+    const char *scoring = json_text(r->json, "scoring_func"), *method = json_text(r->json, "topk_method");
+    if (scoring && strcmp(scoring, v3 ? "sigmoid" : "softmax") != 0)
+        refuse(r, "scoring_func", v3 ? "is not sigmoid" : "is not softmax");
+    if (method && strcmp(method, "noaux_tc") != 0 && strcmp(method, "greedy") != 0 &&
+        strcmp(method, "group_limited_greedy") != 0)
+        refuse(r, "topk_method", "is none of noaux_tc, group_limited_greedy and greedy");
+    if (method && !v3 && strcmp(method, "greedy") == 0) c->groups = c->top_groups = 1;
+    c->score = v3 ? SCORE_SIGMOID : SCORE_SOFTMAX;
+
+    // transformers' DeepSeek-V2 never normalises; the authors' own code obeys the key, and no published model sets it.
+    const Json* norm = member(r->json, "norm_topk_prob");
+    c->route_norm = norm ? norm->number != 0 : v3;
+    c->route_scale = number_or(r, r->json, "routed_scaling_factor", v3 ? 2.5 : 1);
+}
+
+// Weights in fp8 have a scale for each 128 x 128 of them.
+static void check_quantization(const Reader* r) {
+    const Json* q = member(r->json, "quantization_config");
+    if (!q) return;
+    const char* method = json_text(q, "quant_method");
+    const Json *size = member(q, "weight_block_size"), *first = size ? size->child : NULL;
+    if (!method || strcmp(method, "fp8") != 0 || !first || !first->next || first->integer != 128 ||
+        first->next->integer != 128)
+        refuse(r, "quantization_config", "must be fp8 with weight_block_size [128, 128]");
+}
+
+ModelConfig hub_read_config(const char* option, const char* folder) {
+    Reader r = {.where = host_format("--%s %s/config.json", option, folder)};
+    char error[256];
+    size_t size;
+    char* text = read_file(path_of("%s/config.json", folder).text, CONFIG_LIMIT, &size);
+    if (!text) die(EXIT_USAGE, "%s: %s: a folder with a Hugging Face model is wanted", r.where, file_error(errno));
+    Json* json = json_parse(text, size, error, sizeof(error));
+    if (!json) die(EXIT_USAGE, "%s: %s", r.where, error);
+    r.json = json;
+
+    // Which of the two it is.
+    const char* type = json_text(json, "model_type");
+    const int v3 = type && strcmp(type, "deepseek_v3") == 0;
+    if (!v3 && !(type && strcmp(type, "deepseek_v2") == 0))
+        refuse(&r, "model_type", "is neither deepseek_v3 nor deepseek_v2");
+
+    // Sizes.
+    ModelConfig c = {.L = 0};
+    for (int i = 0; i < SIZES; i++) {
+        const Json* found = member(json, sizes[i].key);
+        if (!found && sizes[i].absent < 0) refuse(&r, sizes[i].key, "is missing");
+        const int64_t value = found ? found->integer : sizes[i].absent;
+        if (found && (found->type != JSON_NUMBER || value < 0 || value > 1 << 24 || (double)value != found->number))
+            refuse(&r, sizes[i].key, "is no size");
+        *(int64_t*)((char*)&c + sizes[i].field) = value;
+    }
+    if (number_or(&r, json, "num_key_value_heads", (double)c.H) != (double)c.H)
+        refuse(&r, "num_key_value_heads", "is not num_attention_heads");
+
+    // What never differs. Multi-token prediction is beside the model: its layers are left out.
+    for (int i = 0; i < ALWAYS; i++) {
+        const Json* found = member(json, always[i].key);
+        if (!found || says(found, always[i].value) || strcmp(always[i].key, "num_nextn_predict_layers") == 0) continue;
+        die(EXIT_USAGE, "%s: \"%s\" must be %s here", r.where, always[i].key, always[i].value);
+    }
+
+    read_routing(&r, &c, v3);
+    read_rope(&r, &c);
+    check_quantization(&r);
+    json_free(json);
+    free(text);
+    free(r.where);
+    return c;
+}

@@ -1,0 +1,22 @@
+// A model's sizes as Hugging Face's config.json says them, both ways: DeepSeek-V3's keys where the router's scores are
+// sigmoid, DeepSeek-V2's where they are softmax (transformers' deepseek_v3 and deepseek_v2).
+#ifndef MODEL_HUB_H
+#define MODEL_HUB_H
+
+#include "model/settings.h"
+
+BEGIN_C
+
+// config.json of this model, in fresh memory. end_of_text: id of the token that begins and ends texts.
+char* hub_config(const Settings* settings, int32_t end_of_text);
+
+// What transformers' model of this kind leaves out or cannot be, or NULL.
+const char* hub_misfit(const Settings* settings);
+
+// The model of `folder`/config.json. Ends the run, naming the key, where it cannot be represented here. `option` is the
+// one that named the folder.
+ModelConfig hub_read_config(const char* option, const char* folder);
+
+END_C
+
+#endif
