@@ -21,7 +21,9 @@
 #include "device/files.h"
 #include "device/threads.h"
 #include "model/agree.h"
+#include "model/evaluate.h"
 #include "model/export.h"
+#include "model/import.h"
 #include "model/model.h"
 #include "model/persist.h"
 #include "model/report.h"
@@ -98,50 +100,14 @@ static void open_folder(Run* r) {
 
 // Ends the run before its first step if samples could not be made later.
 static void check_sample(const Settings* s, const Tokenizer* tokenizer) {
-    if (!s->sample_every) return;
     if (tokenizer_size(tokenizer) > s->model.V)
-        die(EXIT_USAGE, "--sample-every: the tokenizer (%s) has %d tokens, more than --vocab %ld",
+        die(EXIT_USAGE, "samples: the tokenizer (%s) has %d tokens, more than --vocab %ld",
             *s->tokenizer ? s->tokenizer : "bytes", tokenizer_size(tokenizer), s->model.V);
     int64_t room = (int64_t)strlen(s->prompt) + 1;
     int32_t* ids = (int32_t*)host_alloc((size_t)room * sizeof(int32_t));
     if (tokenizer_encode(tokenizer, s->prompt, ids, room) < 0)
         die(EXIT_USAGE, "--prompt '%s' has a byte that the tokenizer %s has no token for", s->prompt, s->tokenizer);
     free(ids);
-}
-
-// Mean loss over the first --val-tokens of the validation shards, in nats a token. The ranks take batches in turns. One
-// that has none left computes the first batch again, because others need its part of weights and experts, and counts
-// nothing.
-static double validate(Run* r) {
-    Model* m = r->model;
-    int64_t T = r->settings.seq_len, B = r->settings.batch;
-    int64_t windows = max_i64(min_i64(r->settings.val_tokens / T, shards_windows(r->val)), 1);
-    int32_t* ids = (int32_t*)host_alloc((size_t)(2 * B * T) * sizeof(int32_t));
-    step_begin(m->val_state, m->ctx);
-    for (int64_t round = 0; round < windows; round += r->ranks * B) {
-        // This rank's windows of the round.
-        int64_t first = round + r->rank * B, n = min_i64(windows - first, B);
-        int counts = n > 0;
-        if (!counts) first = 0, n = 1;
-        for (int64_t i = 0; i < n; i++)
-            shards_read(r->val, first + i, (int32_t)m->config.V, ids + i * T, ids + (B + i) * T);
-
-        model_batch(m, ids, ids + B * T, n, T);
-        model_forward(m, 0);
-        if (counts) model_loss(m, m->val_state, 0);
-
-        // A long validation prints how far it is.
-        if (host_seconds() - r->shown < 5) continue;
-        printf("validation %ld of %ld windows\n", min_i64(round + r->ranks * B, windows), windows);
-        fflush(stdout);
-        r->shown = host_seconds();
-    }
-
-    if (m->world) comm_sum_double(m->world, &m->val_state->loss_sum, 1, m->ctx);
-    StepState state;
-    device_download(&state, m->val_state, sizeof(state), m->ctx);
-    free(ids);
-    return state.loss_sum / (double)(windows * T);
 }
 
 // Whether an option that says "every so many steps" (0: never) means this one.
@@ -189,7 +155,7 @@ static void report(Run* r, int val) {
     const int64_t* load = (const int64_t*)fetch_end(r->load);
 
     // What is measured now and then.
-    double val_loss = val ? validate(r) : 0;
+    double val_loss = val ? evaluate_loss(r->model, r->val) : 0;
     CastRecord* casts = NULL;
     int cast_count = 0;
     if (r->casts && due(r->pending, s->mx_stats))
@@ -357,7 +323,7 @@ static void catch_signals(void) {
 static void open_data(Run* r) {
     const Settings* s = &r->settings;
     r->tokenizer = tokenizer_open(s->tokenizer);
-    check_sample(s, r->tokenizer);
+    if (s->sample_every) check_sample(s, r->tokenizer);
     r->train = shards_open("--train", s->train, s->seq_len);
     agree_on_data(r->world, "--train", shards_hash(r->train));
     if (*s->val) r->val = shards_open("--val", s->val, s->seq_len);
@@ -373,6 +339,20 @@ static void open_data(Run* r) {
             windows, s->seq_len, s->batch);
 }
 
+// The weights of the folder that an option names, or drawn by --seed.
+static void begin_weights(Run* r) {
+    const char *option, *folder = settings_folder(&r->settings, &option);
+    double began = host_seconds();
+    if (!folder) {
+        model_init(r->model, (uint64_t)r->settings.seed);
+        return;
+    }
+    import_weights(r->model, option, folder);
+    char* shown = host_printable(folder, strlen(folder), "");
+    printf("weights    from %s, in %.1f s\n", shown, host_seconds() - began);
+    free(shown);
+}
+
 // The model: as it begins, or as it was saved.
 static void open_model(Run* r) {
     const Settings* s = &r->settings;
@@ -385,7 +365,7 @@ static void open_model(Run* r) {
     if (r->saved)
         printf("resumed    from %s/step_%08ld\n", out, r->saved);
     else
-        model_init(r->model, (uint64_t)s->seed);
+        begin_weights(r);
     if (r->saved >= s->steps) printf("nothing to do: %ld of %ld steps are done\n", r->saved, s->steps);
     free(out);
 }
@@ -421,13 +401,42 @@ static void close_all(Run* r) {
     tokenizer_close(r->tokenizer);
 }
 
+// --sample, --evaluate: a model that is there already says something, or is measured. Nothing is trained or written.
+static void use_model(Run* r) {
+    const Settings* s = &r->settings;
+    r->tokenizer = tokenizer_open(s->tokenizer);
+    if (*s->sample) check_sample(s, r->tokenizer);
+    if (*s->evaluate) r->val = shards_open("--val", s->val, s->seq_len);
+    agree_on_data(r->world, "--val", r->val ? shards_hash(r->val) : 0);
+    device_choose(ranks_local());
+    check_memory(s, r->rank);
+    ranks_barrier(r->world);
+    r->model = model_create(s, r->world);
+    begin_weights(r);
+
+    if (*s->sample) {
+        char* text = model_sample(r->model, r->tokenizer, 0);
+        printf("%s\n", text);
+        free(text);
+    } else {
+        const double loss = evaluate_loss(r->model, r->val);
+        printf("loss       %.6f nats a token, perplexity %.4f\n", loss, exp(loss));
+    }
+    model_destroy(r->model);
+    shards_close(r->val);
+    tokenizer_close(r->tokenizer);
+}
+
 int main(int argc, char** argv) {
     Run r = {.lock = -1};
     open_ranks(&r, argc, argv);
     const Settings* s = &r.settings;
     if (s->dry_run && !s->help) report_dry_run(s);
 
-    if (!s->help && !s->dry_run) {
+    const bool uses = *s->sample || *s->evaluate;
+    if (uses && !s->help && !s->dry_run) use_model(&r);
+
+    if (!uses && !s->help && !s->dry_run) {
         // What is trained, and on which data.
         catch_signals();
         options_print(settings_table, settings_count, s);

@@ -24,7 +24,7 @@ static const int64_t MAX_HEADER = 100 * 1000 * 1000;  // the format's own limit
 static const struct {
     const char* name;
     size_t bytes;
-} dtypes[ST_DTYPES] = {{"F64", 8}, {"F32", 4}, {"BF16", 2}, {"I64", 8}, {"I32", 4}, {"U8", 1}};
+} dtypes[ST_DTYPES] = {{"F64", 8}, {"F32", 4}, {"BF16", 2}, {"I64", 8}, {"I32", 4}, {"U8", 1}, {"F8_E4M3", 1}};
 
 size_t st_dtype_bytes(StDtype dtype) { return dtypes[dtype].bytes; }
 
@@ -66,7 +66,7 @@ static bool parse_tensor(const Json* entry, StTensor* tensor, const Report* repo
     int d = 0;
     while (d < ST_DTYPES && strcmp(dtype, dtypes[d].name) != 0) d++;
     if (d == ST_DTYPES)
-        return fail(report, "tensor '%s' has dtype %s; known are F64, F32, BF16, I64, I32, U8", name, dtype);
+        return fail(report, "tensor '%s' has dtype %s; known are F64, F32, BF16, I64, I32, U8, F8_E4M3", name, dtype);
     tensor->dtype = (StDtype)d;
 
     // The shape, and the bytes that it takes. Sizes of 0 count as 1 until the end: the others must not overflow either.

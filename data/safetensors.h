@@ -12,7 +12,7 @@
 
 BEGIN_C
 
-typedef enum { ST_F64, ST_F32, ST_BF16, ST_I64, ST_I32, ST_U8, ST_DTYPES } StDtype;
+typedef enum { ST_F64, ST_F32, ST_BF16, ST_I64, ST_I32, ST_U8, ST_F8_E4M3, ST_DTYPES } StDtype;
 size_t st_dtype_bytes(StDtype dtype);
 
 typedef struct StTensor {

@@ -247,3 +247,22 @@ ModelConfig hub_read_config(const char* option, const char* folder) {
     free(r.where);
     return c;
 }
+
+// A JSON file of the folder, or NULL.
+static Json* read_json(const char* folder, const char* name) {
+    char error[256];
+    size_t size;
+    char* text = read_file(path_of("%s/%s", folder, name).text, CONFIG_LIMIT, &size);
+    Json* json = text ? json_parse(text, size, error, sizeof(error)) : NULL;
+    free(text);
+    return json;
+}
+
+int64_t hub_length(const char* folder) {
+    Json *manifest = read_json(folder, "manifest.json"), *config = read_json(folder, "config.json");
+    int64_t length = json_int(json_get(manifest, "options"), "seq-len", 0);
+    if (length <= 0) length = min_i64(json_int(config, "max_position_embeddings", 4096), 4096);
+    json_free(manifest);
+    json_free(config);
+    return max_i64(length, 1);
+}

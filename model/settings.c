@@ -7,8 +7,11 @@
 #include <stdio.h>
 #include <stdlib.h>
 #include <string.h>
+#include <unistd.h>
 
 #include "device/check.h"
+#include "device/files.h"
+#include "model/hub.h"
 #include "moe/moe.h"
 #include "parallel/sharding.h"
 
@@ -57,6 +60,13 @@ const Option settings_table[] = {
     NUMBER("model", "yarn-mscale", model.yarn_mscale, NULL, 0, 100, FIXED, "YaRN's softmax temperature"),
     NUMBER("model", "yarn-original-len", model.yarn_original_len, NULL, 1, 1e9, FIXED,
            "context length before extension"),
+
+    // What is done with a model that is there already.
+    TEXT("use", "init", init,
+         "start training from the weights in this Hugging Face folder (a step of a run is one); its config.json says "
+         "what the model group does"),
+    TEXT("use", "sample", sample, "no training: a sample of the model in this folder"),
+    TEXT("use", "evaluate", evaluate, "no training: the validation loss of the model in this folder"),
 
     // What it learns from.
     TEXT("data", "train", train, "training shards (glob)"),
@@ -322,11 +332,60 @@ static void check_run(Settings* s) {
              s->aux_loss > 0 ? "a gradient from --aux-loss alone" : "no gradient");
 
     if (s->dry_run) return;
+    if (*s->evaluate && !*s->val)
+        die(EXIT_USAGE, "--evaluate needs --val: name the shards, e.g. --val 'corpus/text_val_*.bin'");
+    if (*s->sample || *s->evaluate) return;
     if (!*s->train)
         die(EXIT_USAGE, "--train is missing: name the training shards, e.g. --train 'corpus/text_train_*.bin'");
     if (s->resume && !*s->out) die(EXIT_USAGE, "--resume needs --out: the folder to resume from");
     if (s->mx_stats && !*s->out) die(EXIT_USAGE, "--mx-stats needs --out: the statistics go into its log");
     if (s->save_every && !*s->out) die(EXIT_USAGE, "--save-every needs --out: the folder to save into");
+}
+
+// A model that config.json describes keeps to the ranges of the options that it stands for.
+static void check_folder_model(const Settings* s, const char* option, const char* folder) {
+    for (int i = 0; i < settings_count; i++) {
+        const Option* o = &settings_table[i];
+        if (o->initial || (o->type != OPTION_INT && o->type != OPTION_FLOAT)) continue;
+        const char* at = (const char*)s + o->offset;
+        const double value = o->type == OPTION_INT ? (double)*(const int64_t*)at : *(const double*)at;
+        if (value < o->min || value > o->max)
+            die(EXIT_USAGE, "--%s %s/config.json: it means --%s %.9g, which must be from %.9g to %.9g", option, folder,
+                o->name, value, o->min, o->max);
+    }
+}
+
+static int option_given(const char* given, const char* name) {
+    for (int i = 0; i < settings_count; i++)
+        if (strcmp(settings_table[i].name, name) == 0) return given[i];
+    return 0;
+}
+
+// A model that is only used needs nothing for backward. A sample is one sequence, as long as it can become; the
+// validation's windows are as long as those of training.
+static void set_for_use(Settings* s, const char* given, const char* folder) {
+    s->recompute = RECOMPUTE_BLOCK;
+    if (*s->sample && !option_given(given, "batch")) s->batch = 1;
+    if (!option_given(given, "seq-len"))
+        s->seq_len = *s->sample ? 1 + (int64_t)strlen(s->prompt) + s->sample_tokens : hub_length(folder);
+    if (*s->tokenizer) return;
+    Path tokenizer = path_of("%s/tokenizer.json", folder);
+    if (access(tokenizer.text, F_OK) != 0) return;
+    free(s->tokenizer);
+    s->tokenizer = host_strdup(tokenizer.text);
+}
+
+const char* settings_folder(const Settings* s, const char** option) {
+    const char* const folders[3] = {s->init, s->sample, s->evaluate};
+    static const char* const options[3] = {"init", "sample", "evaluate"};
+    const char* found = NULL;
+    for (int i = 0; i < 3; i++) {
+        if (!*folders[i]) continue;
+        if (found) die(EXIT_USAGE, "--%s and --%s do not go together", *option, options[i]);
+        found = folders[i];
+        *option = options[i];
+    }
+    return found;
 }
 
 Settings settings_read(int argc, char** argv, int ranks) {
@@ -337,11 +396,15 @@ Settings settings_read(int argc, char** argv, int ranks) {
     options_parse(settings_table, settings_count, &s, given, argc, argv);
 
     // The presets, for options without a default that were not given. int64_t and double are both 8 bytes.
-    const Settings preset = preset_of(s.preset, s.precision);
+    Settings preset = preset_of(s.preset, s.precision);
+    const char *option, *folder = settings_folder(&s, &option);
+    if (folder) preset.model = hub_read_config(option, folder);
     for (int i = 0; i < settings_count; i++) {
         size_t at = settings_table[i].offset;
         if (!settings_table[i].initial && !given[i]) memcpy((char*)&s + at, (char*)&preset + at, 8);
     }
+    if (folder) check_folder_model(&s, option, folder);
+    if (*s.sample || *s.evaluate) set_for_use(&s, given, folder);
     free(given);
     if (s.help) {
         options_help(settings_table, settings_count, "train_moe");

@@ -30,6 +30,7 @@ typedef enum { SCHEDULE_COSINE, SCHEDULE_WSD, SCHEDULE_LINEAR, SCHEDULE_CONSTANT
 typedef struct Settings {
     int64_t preset;
     ModelConfig model;
+    char *init, *sample, *evaluate;  // folders of models
     char *train, *val, *tokenizer;
     int64_t seq_len, batch, tokens_per_step, seed;
     int64_t steps, resume, save_every, keep, val_every, val_tokens, sample_every, sample_tokens, sample_top_k, dry_run,
@@ -59,6 +60,9 @@ extern const int settings_count;
 Settings settings_read(int argc, char** argv, int ranks);
 
 void settings_free(Settings* settings);
+
+// The folder of the model to begin with, and which option named it; NULL: none.
+const char* settings_folder(const Settings* settings, const char** option);
 
 // All options as one JSON object {"name": value, ...}, in fresh memory.
 char* settings_json(const Settings* settings);

@@ -1,0 +1,205 @@
+// Each tensor that the table of parameters names is looked up in all files, and this rank's slice of it goes through
+// host memory, piece by piece. What no parameter asked for is refused at the end.
+#include "model/import.h"
+
+#include <errno.h>
+#include <math.h>
+#include <stdio.h>
+#include <stdlib.h>
+#include <string.h>
+#include <unistd.h>
+
+#include "data/safetensors.h"
+#include "device/check.h"
+#include "device/files.h"
+#include "mx/mx_values.h"
+
+enum { FP8_BLOCK = 128 };
+static const int64_t PIECE = (int64_t)1 << 20;        // elements read at a time
+static const size_t INDEX_LIMIT = (size_t)256 << 20;  // bytes
+
+typedef struct Source {
+    SafeTensors* st;
+    bool* used;  // (st->count): a parameter has asked for it
+} Source;
+
+typedef struct Import {
+    const char *option, *folder;
+    Source* sources;
+    int count;
+    char* raw;     // (PIECE) elements as they are stored
+    real* values;  // (PIECE)
+} Import;
+
+static void open_source(Import* in, const char* name) {
+    char error[512];
+    for (int i = 0; i < in->count; i++)
+        if (strcmp(strrchr(in->sources[i].st->path, '/') + 1, name) == 0) return;
+    if (strchr(name, '/')) die(EXIT_USAGE, "--%s %s: the index names a file outside: %s", in->option, in->folder, name);
+    SafeTensors* st = st_open(path_of("%s/%s", in->folder, name).text, error, sizeof(error));
+    if (!st) die(EXIT_USAGE, "--%s %s: %s", in->option, in->folder, error);
+    in->sources = (Source*)realloc(in->sources, (size_t)(in->count + 1) * sizeof(Source));
+    if (!in->sources) die(EXIT_FAILED, "out of host memory for the list of files");
+    Source source = {st, (bool*)host_alloc((size_t)st->count * sizeof(bool))};
+    in->sources[in->count++] = source;
+}
+
+// The files that the index names, or model.safetensors.
+static void open_sources(Import* in) {
+    char error[256];
+    size_t size;
+    Path path = path_of("%s/model.safetensors.index.json", in->folder);
+    char* text = read_file(path.text, INDEX_LIMIT, &size);
+    if (!text && errno != ENOENT) die(EXIT_USAGE, "--%s: %s: %s", in->option, path.text, file_error(errno));
+    if (!text) {
+        open_source(in, "model.safetensors");
+        return;
+    }
+    Json* json = json_parse(text, size, error, sizeof(error));
+    const Json* map = json ? json_get(json, "weight_map") : NULL;
+    if (!map) die(EXIT_USAGE, "--%s: %s: %s", in->option, path.text, json ? "it has no weight_map" : error);
+    const char* last = "";  // neighbours mostly lie in the same file
+    for (const Json* entry = map->child; entry; entry = entry->next) {
+        if (entry->type != JSON_STRING)
+            die(EXIT_USAGE, "--%s: %s: %s names no file", in->option, path.text, entry->key);
+        if (strcmp(entry->text, last) != 0) open_source(in, entry->text);
+        last = entry->text;
+    }
+    json_free(json);
+    free(text);
+}
+
+// The tensor of this name and the source that holds it, or NULL.
+static const StTensor* find(Import* in, const char* name, const SafeTensors** st) {
+    for (int i = 0; i < in->count; i++) {
+        const StTensor* found = st_find(in->sources[i].st, name);
+        if (!found) continue;
+        in->sources[i].used[found - in->sources[i].st->tensors] = true;
+        *st = in->sources[i].st;
+        return found;
+    }
+    return NULL;
+}
+
+static void read_raw(const SafeTensors* st, const StTensor* t, int64_t first, int64_t n, void* out) {
+    if (st_read(st, t, first, n, out) != 0)
+        die(EXIT_FAILED, "%s: cannot read %s: %s", st->path, t->name, strerror(errno));
+}
+
+// The factors of a tensor in fp8, in fresh memory.
+static float* read_scales(Import* in, const SafeTensors* st, const StTensor* t) {
+    const SafeTensors* of;
+    char* name = host_format("%s_scale_inv", t->name);
+    const StTensor* s = find(in, name, &of);
+    const int64_t rows = ceil_div(t->shape[0], FP8_BLOCK), columns = ceil_div(t->shape[1], FP8_BLOCK);
+    if (!s || s->dtype != ST_F32 || s->rank != 2 || s->shape[0] != rows || s->shape[1] != columns)
+        die(EXIT_USAGE, "%s: %s is F8_E4M3, so %s must be F32, %ld x %ld", st->path, t->name, name, rows, columns);
+    float* scales = (float*)host_alloc((size_t)(rows * columns) * sizeof(float));
+    read_raw(of, s, 0, rows * columns, scales);
+    free(name);
+    return scales;
+}
+
+// Elements first .. first + n - 1 as numbers, into in->values.
+static void read_values(Import* in, const SafeTensors* st, const StTensor* t, const float* scales, int64_t first,
+                        int64_t n) {
+    read_raw(st, t, first, n, in->raw);
+    for (int64_t i = 0; i < n; i++) {
+        uint32_t bits;
+        uint16_t half;
+        switch (t->dtype) {
+            case ST_F64: in->values[i] = (real)((const double*)in->raw)[i]; break;
+            case ST_BF16:
+                memcpy(&half, in->raw + 2 * i, sizeof(half));
+                bits = (uint32_t)half << 16;
+                in->values[i] = float_of_bits(bits);
+                break;
+            case ST_F8_E4M3: {
+                const int64_t row = (first + i) / t->shape[1], column = (first + i) % t->shape[1];
+                const int64_t block = row / FP8_BLOCK * ceil_div(t->shape[1], FP8_BLOCK) + column / FP8_BLOCK;
+                in->values[i] = e4m3_value((uint8_t)in->raw[i]) * scales[block];
+                break;
+            }
+            default: in->values[i] = ((const float*)in->raw)[i];
+        }
+        if (!isfinite(in->values[i]))
+            die(EXIT_USAGE, "%s: element %ld of %s is not finite", st->path, first + i, t->name);
+    }
+}
+
+// Copies a slice of a tensor of this name and shape to the device.
+static void load(Import* in, const char* name, int rank, const int64_t* shape, Slice slice, real* to, Ctx* ctx) {
+    const SafeTensors* st;
+    const StTensor* t = find(in, name, &st);
+    if (!t) die(EXIT_USAGE, "--%s %s: tensor %s is missing", in->option, in->folder, name);
+    const bool fits = t->rank == rank && t->shape[0] == shape[0] && (rank == 1 || t->shape[1] == shape[1]);
+    if (!fits)
+        die(EXIT_USAGE, "%s: tensor %s is not %ld%s%s", st->path, name, shape[0], rank == 2 ? " x " : " long",
+            rank == 2 ? host_format("%ld", shape[1]) : "");
+    if (t->dtype != ST_F32 && t->dtype != ST_BF16 && t->dtype != ST_F64 && !(t->dtype == ST_F8_E4M3 && rank == 2))
+        die(EXIT_USAGE, "%s: tensor %s is of no type that weights can have: F32, BF16, F8_E4M3", st->path, name);
+    float* scales = t->dtype == ST_F8_E4M3 ? read_scales(in, st, t) : NULL;
+    for (int64_t at = 0; at < slice.count; at += PIECE) {
+        const int64_t n = min_i64(slice.count - at, PIECE);
+        read_values(in, st, t, scales, slice.first + at, n);
+        device_upload(to + at, in->values, (size_t)n * sizeof(real), ctx);
+    }
+    free(scales);
+}
+
+// The biases of a block, which every rank holds whole: with the weights where DeepSeek's model has them.
+static void load_bias(Import* in, Model* m, int64_t layer) {
+    char* name = host_format("model.layers.%ld.mlp.gate.e_score_correction_bias", layer);
+    Path moments = path_of("%s/block_%03ld.adam.safetensors", in->folder, layer + 1);
+    const bool softmax = m->config.score == SCORE_SOFTMAX;
+    if (softmax && access(moments.text, F_OK) == 0) open_source(in, strrchr(moments.text, '/') + 1);
+    const SafeTensors* st;
+    const Slice all = {0, m->config.E};
+    if (!softmax || find(in, name, &st)) load(in, name, 1, &m->config.E, all, m->bias + layer * m->config.E, m->ctx);
+    free(name);
+}
+
+// Whether a tensor that no parameter asked for may be there.
+static bool may_be_left(const char* name, int64_t layers, bool* predicts_more) {
+    int64_t layer;
+    const bool beyond = sscanf(name, "model.layers.%ld.", &layer) == 1 && layer >= layers;
+    *predicts_more |= beyond;
+    return beyond || strstr(name, ".rotary_emb.inv_freq") || strstr(name, ".exp_avg");
+}
+
+void import_weights(Model* m, const char* option, const char* folder) {
+    Import in = {.option = option, .folder = folder};
+    in.raw = (char*)host_alloc((size_t)PIECE * sizeof(double));
+    in.values = (real*)host_alloc((size_t)PIECE * sizeof(real));
+    open_sources(&in);
+
+    // Every parameter: the slice that this rank holds. It looks all of them up: what is missing is missing for all.
+    for (int u = 0; u < params_units(&m->config); u++) {
+        int count;
+        NamedTensor* tensors = params_tensors(&m->config, &m->layout, u, &count);
+        for (int i = 0; i < count; i++) {
+            const NamedTensor* t = &tensors[i];
+            const ParamBuffer* p = &m->units[u].buffer[t->buffer];
+            const Slice mine = tensor_slice(t, p->held_from, p->held);
+            load(&in, t->name, t->rank, t->shape, mine, p->master + (t->offset + mine.first - p->held_from), m->ctx);
+        }
+        free(tensors);
+        if (m->units[u].kind == UNIT_MOE) load_bias(&in, m, u - 1);
+    }
+
+    // What is left.
+    bool predicts_more = false;
+    for (int i = 0; i < in.count; i++)
+        for (int t = 0; t < in.sources[i].st->count; t++) {
+            const char* name = in.sources[i].st->tensors[t].name;
+            if (!in.sources[i].used[t] && !may_be_left(name, m->config.L, &predicts_more))
+                die(EXIT_USAGE, "%s: tensor %s is none of this model's", in.sources[i].st->path, name);
+        }
+    if (predicts_more) printf("weights    layers from %ld on are left out: they predict further tokens\n", m->config.L);
+    model_weights_set(m);
+
+    for (int i = 0; i < in.count; i++) st_close(in.sources[i].st), free(in.sources[i].used);
+    free(in.sources);
+    free(in.raw);
+    free(in.values);
+}
