@@ -75,7 +75,7 @@ static void set_weights(Unit* u) {
         const ParamBuffer* buffer = &u->buffer[param_buffer((ParamId)i)];
         if (u->at[i] < 0) continue;
         u->w[i].w = buffer->weight + u->at[i];
-        u->w[i].grad = buffer->grad + u->at[i];
+        if (buffer->grad) u->w[i].grad = buffer->grad + u->at[i];
     }
 }
 
@@ -168,7 +168,11 @@ void model_plan(Model* m, const Settings* s, int rank, Backend backend) {
     memset(m, 0, sizeof(*m));
     m->settings = *s;
     m->config = s->model;
-    const Layout layout = {.ranks = (int)s->ranks, .rank = rank, .ep = (int)s->ep, .shard = (Shard)s->shard};
+    const Layout layout = {.ranks = (int)s->ranks,
+                           .rank = rank,
+                           .ep = (int)s->ep,
+                           .shard = (Shard)s->shard,
+                           .frozen = *s->sample || *s->evaluate};
     m->layout = layout;
     set_shapes(m, s->batch, s->seq_len);
     const ModelConfig* c = &m->config;
@@ -288,7 +292,7 @@ Model* model_create(const Settings* s, Ranks* world) {
 void model_weights_set(Model* m) {
     for (int u = 0; u < params_units(&m->config); u++) {
         params_publish(&m->units[u], m->ctx);
-        for (int b = 0; b < BUFFERS; b++) {
+        for (int b = 0; b < BUFFERS && !m->layout.frozen; b++) {
             const ParamBuffer* p = &m->units[u].buffer[b];
             adamw_measure(m->state, p->master, p->m, p->v, p->held, m->ctx);
         }

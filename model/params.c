@@ -82,6 +82,7 @@ Unit params_unit(const ModelConfig* c, const Layout* l, int index) {
     for (int b = 0; b < BUFFERS; b++) {
         ParamBuffer* p = &u.buffer[b];
         const int sets = b == EXPERT_PARAMS ? l->ep : 1;  // of experts, which ranks hold in turns
+        p->frozen = l->frozen;
         if (p->n) sharding_cut(p, p->n, p->n_decay, l->ranks / sets, l->rank / sets, l->shard);
     }
     return u;
@@ -146,7 +147,7 @@ Slice tensor_slice(const NamedTensor* t, int64_t from, int64_t n) {
 static int64_t expert_params(const ModelConfig* c) { return 3 * c->E * c->F * c->C; }
 
 int64_t params_total(const ModelConfig* c) {
-    const Layout one_rank = {1, 0, 1, SHARD_NONE};
+    const Layout one_rank = {.ranks = 1, .ep = 1};
     int64_t total = 0;
     for (int unit = 0; unit < params_units(c); unit++) {
         // Blocks of a kind are alike; enumerating one of each is enough.

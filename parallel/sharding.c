@@ -44,7 +44,7 @@ void sharding_cut(ParamBuffer* p, int64_t n, int64_t n_decay, int parts, int ind
 
 // Whether weights and gradients are not kept whole, and so pass through the slots.
 static int slotted_weight(const ParamBuffer* p) { return p->shard == SHARD_WEIGHTS; }
-static int slotted_grad(const ParamBuffer* p) { return p->shard >= SHARD_GRADS; }
+static int slotted_grad(const ParamBuffer* p) { return p->shard >= SHARD_GRADS && !p->frozen; }
 
 void sharding_plan(Arena* arena, ParamBuffer* p) {
     if (p->n == 0) return;
@@ -57,6 +57,7 @@ void sharding_plan(Arena* arena, ParamBuffer* p) {
 
     // Masters, gradients and moments.
     arena_add(arena, "master weights", ELEMENT_REAL, p->held, 0, (void**)&p->master);
+    if (p->frozen) return;
     if (slotted_grad(p))
         arena_add(arena, "gradients (own part)", ELEMENT_REAL, p->part, 0, (void**)&p->own_grad);
     else
@@ -109,7 +110,7 @@ static void set_pointers(const Sharding* s, int unit) {
         if (slotted_grad(p)) {
             p->grad = grad;
             grad += p->n;
-        } else {
+        } else if (p->grad) {
             p->own_grad = p->grad + p->first;
         }
     }

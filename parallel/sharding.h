@@ -47,6 +47,7 @@ typedef enum { SHARD_NONE, SHARD_OPTIMIZER, SHARD_GRADS, SHARD_WEIGHTS } Shard;
 typedef struct Layout {
     int ranks, rank, ep;
     Shard shard;
+    int frozen;  // 1: nothing is trained, so there are no gradients and no moments
 } Layout;
 
 typedef struct ParamBuffer {
@@ -55,6 +56,7 @@ typedef struct ParamBuffer {
     int64_t first;            // of this rank's own part
     int64_t held, held_from;  // of master, m and v: elements held_from .. held_from + held - 1
     Shard shard;              // SHARD_NONE where parts is 1
+    int frozen;               // of the layout: m, v, grad and own_grad are NULL
     floatX* weight;           // (n): valid from weights_get to weights_release
     floatX* held_weight;      // (held): what the update writes
     real *master, *m, *v;     // (held)
