@@ -1,0 +1,268 @@
+#!/usr/bin/env python3
+"""Models in and out: TRAIN_MOE=build/cpu/train_moe python3 tests/test_hub.py. The oracle is transformers (with torch, on
+the CPU), and tests that need it are skipped where it is missing.
+
+Bounds. Losses are means over some 10^3 tokens of float32 logits: two programs that sum in other orders agree to some
+1e-7 of the loss, and 1e-6 is asked for. A wrong scale, a swapped pair of tensors, a rotation by other frequencies or a
+missing factor on the gates is 1e-3 and more, even in models as small and random as these.
+"""
+import array
+import json
+import random
+import re
+import struct
+import subprocess
+import unittest
+
+import cli
+from run import mpirun
+
+try:
+    import torch
+    import transformers
+    from safetensors.torch import load_file, save_file
+    transformers.logging.set_verbosity_error()
+    transformers.logging.disable_progress_bar()
+except ImportError:
+    torch = None
+
+VOCAB = 300
+TOKENS = dict(seq_len=32, batch=4, val_tokens=1024)
+# Tiny models of both kinds, with every feature: group-limited choice, YaRN, latent queries or none.
+V3_FOREIGN = dict(architectures=["DeepseekV3ForCausalLM"], model_type="deepseek_v3", n_routed_experts=8, n_group=4, topk_group=2,
+                  num_experts_per_tok=3, n_shared_experts=1, norm_topk_prob=True, routed_scaling_factor=2.5, q_lora_rank=48,
+                  num_hidden_layers=3, first_k_dense_replace=1)
+V2_FOREIGN = dict(architectures=["DeepseekV2ForCausalLM"], model_type="deepseek_v2", n_routed_experts=8, n_group=1, topk_group=1,
+                  topk_method="greedy", num_experts_per_tok=2, n_shared_experts=2, norm_topk_prob=False,
+                  routed_scaling_factor=1.0, q_lora_rank=None, num_hidden_layers=2, first_k_dense_replace=1)
+SIZES = dict(vocab_size=VOCAB, hidden_size=128, intermediate_size=160, moe_intermediate_size=48, num_attention_heads=4,
+             num_key_value_heads=4, kv_lora_rank=32, qk_nope_head_dim=32, qk_rope_head_dim=16, v_head_dim=32,
+             max_position_embeddings=163840, rms_norm_eps=1e-6, hidden_act="silu", tie_word_embeddings=False,
+             attention_bias=False, rope_theta=10000.0, bos_token_id=0, eos_token_id=1)
+
+
+def yarn(mscale):
+    return dict(rope_scaling=dict(type="yarn", factor=40.0, beta_fast=32.0, beta_slow=1.0, mscale=mscale, mscale_all_dim=mscale,
+                                  original_max_position_embeddings=4096))
+
+
+class Case(cli.Case):
+    @classmethod
+    def setUpClass(cls):
+        super().setUpClass()
+        rng = random.Random(5)
+        cls.val = cls.data / "wide_val_000000.bin"
+        cli.write_shard(cls.val, [rng.randrange(VOCAB) for _ in range(1200)])
+
+    def write_model(self, name, config, **more):
+        """A random model as transformers saves it; norms and biases are not what they start with."""
+        config = {**SIZES, **config}
+        folder = self.dir / name
+        folder.mkdir()
+        (folder / "config.json").write_text(json.dumps(config))
+        torch.manual_seed(3)
+        model = transformers.AutoModelForCausalLM.from_config(transformers.AutoConfig.from_pretrained(folder)).float()
+        with torch.no_grad():
+            for key, value in [*model.named_parameters(), *model.named_buffers()]:
+                if key.endswith("norm.weight"):
+                    value.uniform_(0.5, 1.5)
+                elif key.endswith("e_score_correction_bias"):
+                    value.uniform_(-0.1, 0.1)
+                elif value.dim() > 1:
+                    value.normal_(0, 0.1)
+        model.save_pretrained(folder, **more)
+        return folder, model.eval()
+
+    def loss_by_transformers(self, model):
+        """Of the windows that --evaluate takes."""
+        ids = torch.tensor(array.array("H", self.val.read_bytes()[1024:]).tolist())
+        T = TOKENS["seq_len"]
+        count = min(TOKENS["val_tokens"] // T, (len(ids) - 1) // T)
+        inputs = torch.stack([ids[i * T:i * T + T] for i in range(count)])
+        targets = torch.stack([ids[i * T + 1:i * T + T + 1] for i in range(count)])
+        with torch.no_grad():
+            logits = model(inputs).logits.double()
+        return torch.nn.functional.cross_entropy(logits.flatten(0, 1), targets.flatten()).item()
+
+    def evaluated(self, folder, ranks=1, code=0, **options):
+        line = [cli.PROGRAM, "--evaluate", folder, "--val", self.val]
+        for name, value in {**TOKENS, **options}.items():
+            line += ["--" + name.replace("_", "-"), value]
+        command = (mpirun(ranks) if ranks > 1 else []) + [str(word) for word in line]
+        done = subprocess.run(command, cwd=self.dir, env=cli.environment(), capture_output=True, text=True)
+        self.assertEqual(done.returncode, code, done.stdout + done.stderr)
+        return done.stderr if code else float(re.search(r"^loss +([\d.]+) nats", done.stdout, re.M)[1])
+
+
+@unittest.skipUnless(torch, "needs torch, transformers and safetensors")
+class Import(Case):
+    def test_deepseek_v2(self):
+        folder, model = self.write_model("v2", {**V2_FOREIGN, **yarn(0.707)})
+        self.assertLess(abs(self.evaluated(folder) / self.loss_by_transformers(model) - 1), 1e-6)
+
+    def test_deepseek_v3(self):
+        """In several files, and on any layout."""
+        folder, model = self.write_model("v3", {**V3_FOREIGN, **yarn(1.0)}, max_shard_size="200KB")
+        self.assertGreater(len(list(folder.glob("*.safetensors"))), 3)
+        expected = self.loss_by_transformers(model)
+        self.assertLess(abs(self.evaluated(folder) / expected - 1), 1e-6)
+        if mpirun(1):
+            self.assertLess(abs(self.evaluated(folder, ranks=4, ep=2, shard="weights", batch=1) / expected - 1), 1e-6)
+
+    def test_bf16(self):
+        folder, model = self.write_model("bf16", V3_FOREIGN)
+        model.to(torch.bfloat16).save_pretrained(folder)
+        rounded = transformers.AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
+        self.assertLess(abs(self.evaluated(folder) / self.loss_by_transformers(rounded) - 1), 1e-6)
+
+    def test_fp8(self):
+        """As DeepSeek-V3 is published: fp8 with a factor for each 128 x 128 block, which at the edges are smaller."""
+        folder, model = self.write_model("fp8", V3_FOREIGN)
+        tensors = load_file(folder / "model.safetensors")
+        stored = {}
+        for name, w in tensors.items():
+            if w.dim() != 2 or "embed" in name or "lm_head" in name or name.endswith("mlp.gate.weight"):
+                stored[name] = w
+                continue
+            rows, columns = w.shape
+            scales = torch.empty(-(-rows // 128), -(-columns // 128))
+            q = torch.empty_like(w, dtype=torch.float8_e4m3fn)
+            for i in range(scales.shape[0]):
+                for j in range(scales.shape[1]):
+                    block = slice(128 * i, 128 * i + 128), slice(128 * j, 128 * j + 128)
+                    scales[i, j] = w[block].abs().max() / 448
+                    q[block] = (w[block] / scales[i, j]).to(torch.float8_e4m3fn)
+                    tensors[name][block] = q[block].float() * scales[i, j]
+            stored[name], stored[name + "_scale_inv"] = q, scales
+        save_file(stored, folder / "model.safetensors")
+        config = json.loads((folder / "config.json").read_text())
+        config["quantization_config"] = dict(quant_method="fp8", fmt="e4m3", weight_block_size=[128, 128])
+        (folder / "config.json").write_text(json.dumps(config))
+        plain = self.dir / "plain"
+        plain.mkdir()
+        save_file(tensors, plain / "model.safetensors", metadata=dict(format="pt"))
+        (plain / "config.json").write_text(json.dumps({k: v for k, v in config.items() if k != "quantization_config"}))
+        decoded = transformers.AutoModelForCausalLM.from_pretrained(plain, dtype=torch.float32)
+        self.assertLess(abs(self.evaluated(folder) / self.loss_by_transformers(decoded) - 1), 1e-6)
+
+    def test_what_does_not_fit(self):
+        """Each named, and by its key or tensor."""
+        folder, _ = self.write_model("odd", V3_FOREIGN)
+        config, tensors = json.loads((folder / "config.json").read_text()), load_file(folder / "model.safetensors")
+        for key, value, words in (("model_type", "llama", "neither deepseek_v3 nor deepseek_v2"),
+                                  ("tie_word_embeddings", True, '"tie_word_embeddings" must be false'),
+                                  ("hidden_act", "gelu", '"hidden_act" must be "silu"'),
+                                  ("num_key_value_heads", 2, "num_key_value_heads"),
+                                  ("scoring_func", "softmax", '"scoring_func" is not sigmoid'),
+                                  ("kv_lora_rank", None, '"kv_lora_rank" is missing'),
+                                  ("num_experts_per_tok", 65, "--top-k 65, which must be from 1 to 64"),
+                                  ("rope_parameters", dict(rope_type="linear", factor=2.0), '"rope_scaling" is of a type'),
+                                  ("quantization_config", dict(quant_method="awq"), '"quantization_config" must be fp8')):
+            (folder / "config.json").write_text(json.dumps({**config, key: value}))
+            self.assertIn(words, self.evaluated(folder, code=2))
+        (folder / "config.json").write_text(json.dumps(config))
+        name = "model.layers.1.mlp.experts.7.up_proj.weight"
+        for change, words in (({name: None}, f"tensor {name} is missing"),
+                              ({name: torch.zeros(2, 2)}, f"tensor {name} is not 48 x 128"),
+                              ({name: tensors[name] * float("nan")}, f"element 0 of {name} is not finite"),
+                              ({name: tensors[name].to(torch.int32)}, f"tensor {name} is of no type"),
+                              ({"model.layers.1.extra.weight": torch.zeros(2)}, "model.layers.1.extra.weight is none of")):
+            save_file({k: v for k, v in {**tensors, **change}.items() if v is not None}, folder / "model.safetensors")
+            self.assertIn(words, self.evaluated(folder, code=2))
+        save_file({**tensors, "model.layers.3.eh_proj.weight": torch.zeros(2)}, folder / "model.safetensors")
+        self.evaluated(folder)  # a layer that predicts further tokens
+
+
+MODELS = {
+    "tiny": dict(),
+    "latent queries, groups, YaRN": dict(q_lora=16, groups=2, top_groups=2, route_scale=2.5, yarn=1),
+    "softmax": dict(score="softmax", route_norm=0, shared_experts=2, bias_rate=0),
+    "softmax, YaRN": dict(score="softmax", route_norm=0, groups=2, top_groups=1, yarn=1, yarn_mscale=0.707, bias_rate=0),
+}
+
+
+class Export(Case):
+    def trained(self, name="run", **options):
+        self.train(out=name, steps=8, val=self.val, vocab=VOCAB, **{**TOKENS, **options})
+        return self.dir / name
+
+    def test_files(self):
+        """Whatever is installed: valid JSON, every tensor of the model in the index, and floats that look like floats."""
+        run = self.trained(yarn=1, q_lora=16)
+        step = run / "step_00000008"
+        config, index, manifest = [json.loads((step / name).read_text())
+                                   for name in ("config.json", "model.safetensors.index.json", "manifest.json")]
+        self.assertEqual((config["model_type"], config["q_lora_rank"], config["vocab_size"]), ("deepseek_v3", 16, VOCAB))
+        self.assertIn('"rope_theta": 10000.0,', (step / "config.json").read_text())
+        self.assertIn('"factor": 40.0,', (step / "config.json").read_text())
+        bytes_of = {}
+        for path in step.glob("block_[0-9]*[0-9].safetensors"):
+            data = path.read_bytes()
+            header = json.loads(data[8:8 + struct.unpack("<Q", data[:8])[0]])
+            header.pop("__metadata__", None)
+            for tensor, entry in header.items():
+                self.assertEqual(index["weight_map"].pop(tensor), path.name)
+                bytes_of[tensor] = entry["data_offsets"][1] - entry["data_offsets"][0]
+        self.assertEqual(index["weight_map"], {})
+        self.assertEqual(index["metadata"]["total_size"], sum(bytes_of.values()))
+        self.assertTrue({"config.json", "generation_config.json"} <= {file["name"] for file in manifest["files"]})
+
+    def test_what_transformers_cannot_say(self):
+        for words, options in (("no selection bias", dict(score="softmax", route_norm=0)),
+                               ("does not normalise", dict(score="softmax", route_norm=1)),
+                               ("always have a shared expert", dict(shared_experts=0))):
+            done = self.train(out=words.split()[0], steps=1, **options)
+            self.assertRegex(done.stdout, f"export +transformers' model differs: .*{words}")
+            note = json.loads((self.dir / words.split()[0] / "step_00000001/config.json").read_text())["train_moe_note"]
+            self.assertIn(words, note)
+
+    def test_own_steps_come_back(self):
+        """--evaluate gives the validation loss that the run logged; --init begins with it; a trained softmax bias is kept."""
+        for name, options in {**MODELS, "softmax with bias": dict(score="softmax", route_norm=0)}.items():
+            with self.subTest(name):
+                run = self.trained(name.replace(" ", "_"), **options)
+                step, logged = run / "step_00000008", cli.read_log(run)[1][-1]["val_loss"]
+                self.assertLess(abs(self.evaluated(step) - logged), 1e-6)  # it prints 6 digits
+                started = self.dir / (run.name + "_again")
+                self.call([cli.PROGRAM, "--init", step, "--train", self.train_glob, "--val", self.val, "--out", started, "--steps",
+                           1, "--lr", 0, "--weight-decay", 0, "--bias-rate", 0, "--warmup", 0]
+                          + [w for k, v in TOKENS.items() for w in ("--" + k.replace("_", "-"), v)])
+                self.assertLess(abs(cli.read_log(started)[1][0]["val_loss"] - logged), 1e-6)
+
+    def test_sample(self):
+        run = self.trained()
+        for prompt in ("", "aa bb"):
+            done = self.call([cli.PROGRAM, "--sample", run / "step_00000008", "--prompt", prompt, "--sample-tokens", 9])
+            text = done.stdout.splitlines()[-1]
+            self.assertTrue(text.startswith(prompt), done.stdout)
+            self.assertGreater(len(text), len(prompt))
+
+    @unittest.skipUnless(torch, "needs torch, transformers and safetensors")
+    def test_transformers_agrees(self):
+        for name, options in MODELS.items():
+            with self.subTest(name):
+                run = self.trained(name.replace(" ", "_"), **options)
+                model, info = transformers.AutoModelForCausalLM.from_pretrained(
+                    run / "step_00000008", dtype=torch.float32, output_loading_info=True)
+                self.assertEqual({key: value for key, value in info.items() if value}, {})
+                logged = cli.read_log(run)[1][-1]["val_loss"]
+                self.assertLess(abs(self.loss_by_transformers(model) / logged - 1), 1e-6)
+
+    @unittest.skipUnless(torch, "needs torch, transformers and safetensors")
+    def test_greedy_text(self):
+        """200 tokens; transformers gets a prompt of the end of text, as samples begin with."""
+        for name, options in list(MODELS.items())[:3]:
+            with self.subTest(name):
+                run = self.dir / name.replace(" ", "_")
+                self.train(out=run, steps=60, vocab=257, **options)
+                step = run / "step_00000060"
+                done = self.call([cli.PROGRAM, "--sample", step, "--prompt", "the ", "--sample-tokens", 200, "--temperature", 0])
+                model = transformers.AutoModelForCausalLM.from_pretrained(step, dtype=torch.float32)
+                prompt = torch.tensor([[256, *b"the "]])
+                ids = model.generate(prompt, attention_mask=torch.ones_like(prompt), max_new_tokens=200, do_sample=False)[0]
+                text = bytes(i for i in ids.tolist() if i < 256).decode("latin-1")
+                self.assertEqual(done.stdout.splitlines()[-1], text)
+
+
+if __name__ == "__main__":
+    cli.main()
