@@ -12,6 +12,7 @@ import random
 import re
 import struct
 import subprocess
+import sys
 import unittest
 
 import cli
@@ -183,7 +184,7 @@ MODELS = {
 
 class Export(Case):
     def trained(self, name="run", **options):
-        self.train(out=name, steps=8, val=self.val, vocab=VOCAB, **{**TOKENS, **options})
+        self.train(out=name, val=self.val, vocab=VOCAB, **{"steps": 8, **TOKENS, **options})
         return self.dir / name
 
     def test_files(self):
@@ -262,6 +263,32 @@ class Export(Case):
                 ids = model.generate(prompt, attention_mask=torch.ones_like(prompt), max_new_tokens=200, do_sample=False)[0]
                 text = bytes(i for i in ids.tolist() if i < 256).decode("latin-1")
                 self.assertEqual(done.stdout.splitlines()[-1], text)
+
+    @unittest.skipUnless(torch, "needs torch, transformers and safetensors")
+    def test_release(self):
+        """In bfloat16, in several files; the biases and a float32 release as they are."""
+        step = self.trained(q_lora=16, steps=8) / "step_00000008"
+        own = transformers.AutoModelForCausalLM.from_pretrained(step, dtype=torch.float32).state_dict()
+        script = cli.ROOT / "scripts/export.py"
+        for dtype, files in (("bfloat16", 3), ("float32", 1)):
+            out = self.dir / dtype
+            code = (f"import sys; sys.path.insert(0, {str(script.parent)!r}); import export; "
+                    f"export.FILE_BYTES = {40000 if files > 1 else 10**9}; sys.exit(export.main())")
+            subprocess.run([sys.executable, "-c", code, step, out, "--dtype", dtype], check=True, capture_output=True)
+            self.assertGreaterEqual(len(list(out.glob("*.safetensors"))), files)
+            model, info = transformers.AutoModelForCausalLM.from_pretrained(out, dtype="auto", output_loading_info=True)
+            self.assertEqual({key: value for key, value in info.items() if value}, {})
+            for name, value in model.state_dict().items():
+                kept = dtype == "float32" or name.endswith("e_score_correction_bias")
+                self.assertEqual(value.dtype, torch.float32 if kept else torch.bfloat16, name)
+                self.assertTrue(torch.equal(value, own[name].to(value.dtype)), name)
+        with open(step / "block_001.safetensors", "r+b") as file:
+            file.seek(-1, 2)
+            file.write(b"\xff")
+        done = subprocess.run([sys.executable, script, step, self.dir / "damaged"], capture_output=True, text=True)
+        self.assertEqual(done.returncode, 1)
+        self.assertRegex(done.stderr, r"^export.py: error: .*block_001.safetensors: altered")
+        self.assertFalse((self.dir / "damaged").exists())
 
 
 if __name__ == "__main__":
