@@ -42,6 +42,8 @@ typedef struct Run {
     Model* model;
     Tokenizer* tokenizer;
     Shards *train, *val;
+    Choices* questions;  // question_files of them
+    int question_files;
     Path lock_path;       // of rank 0
     int lock;             // its descriptor, while rank 0 has --out for itself; -1 without
     RunLog* log;          // of rank 0; NULL without --out
@@ -141,9 +143,24 @@ static NORETURN void end_diverged(Run* r) {
         note);
 }
 
+// Every file of questions, a line each. The scores in fresh memory; NULL without files.
+static ScoreRecord* ask(Run* r) {
+    if (!r->question_files) return NULL;
+    ScoreRecord* scores = (ScoreRecord*)host_alloc((size_t)r->question_files * sizeof(ScoreRecord));
+    for (int i = 0; i < r->question_files; i++) {
+        const ChoiceScore s = evaluate_choices(r->model, &r->questions[i], r->tokenizer);
+        const ScoreRecord score = {r->questions[i].name, s.accuracy, s.normalised};
+        scores[i] = score;
+        printf("%s: %d questions, accuracy %.4f, normalised %.4f\n", score.name, r->questions[i].questions,
+               score.accuracy, score.normalised);
+    }
+    fflush(stdout);
+    return scores;
+}
+
 // Waits for the results of the pending step, and prints and logs them. With `val` it measures the validation loss,
-// which joins them.
-static void report(Run* r, int val) {
+// with `asks` the answers to --eval, which join them.
+static void report(Run* r, int val, int asks) {
     if (!r->pending) return;
     const Settings* s = &r->settings;
 
@@ -156,6 +173,7 @@ static void report(Run* r, int val) {
 
     // What is measured now and then.
     double val_loss = val ? evaluate_loss(r->model, r->val) : 0;
+    ScoreRecord* scores = asks ? ask(r) : NULL;
     CastRecord* casts = NULL;
     int cast_count = 0;
     if (r->casts && due(r->pending, s->mx_stats))
@@ -174,9 +192,12 @@ static void report(Run* r, int val) {
                          .load_max_over_mean = report_load(&s->model, load),
                          .mem_gib = (double)device_peak_memory() / 0x1p30,
                          .casts = casts,
-                         .cast_count = cast_count};
+                         .cast_count = cast_count,
+                         .scores = scores,
+                         .score_count = scores ? r->question_files : 0};
     if (r->log) runlog_add(r->log, &record);
     free(casts);
+    free(scores);
     if (val || host_seconds() - r->shown > 0.5 || r->pending == r->first || r->pending == s->steps || !r->last.ok)
         print_step(r, &record);
 
@@ -266,7 +287,7 @@ static void train(Run* r) {
     for (int64_t step = r->first; step <= s->steps && !stop; step++) {
         // The device gets this step, and the host waits for the results of the one before.
         queue_step(r, loader, step);
-        report(r, 0);
+        report(r, 0, 0);
         fetch_step(r, step);
 
         // A rank that was asked to stop told the others in the step before. All ranks learn it here together.
@@ -277,7 +298,8 @@ static void train(Run* r) {
         int validates = r->val && (step == s->steps || due(step, s->val_every));
         int samples = s->sample_every && (step == s->steps || due(step, s->sample_every));
         int saves = *s->out && (last || due(step, s->save_every));
-        if (last || validates || samples || saves) report(r, validates);
+        int asks = r->question_files && (step == s->steps || due(step, s->eval_every));
+        if (last || validates || asks || samples || saves) report(r, validates, asks);
 
         // Once in a while: a sample.
         if (samples) print_sample(r, step);
@@ -319,11 +341,22 @@ static void catch_signals(void) {
     if (signal(SIGHUP, ask_stop) == SIG_IGN) signal(SIGHUP, SIG_IGN);  // nohup
 }
 
+// The questions of --eval.
+static void open_questions(Run* r) {
+    const Settings* s = &r->settings;
+    if (!*s->eval) return;
+    if (tokenizer_eot(r->tokenizer) >= s->model.V)
+        die(EXIT_USAGE, "--eval: end of text has id %d in the tokenizer, and --vocab is %ld",
+            tokenizer_eot(r->tokenizer), s->model.V);
+    r->questions = choices_open("eval", s->eval, (int32_t)s->model.V, &r->question_files);
+}
+
 // What the run reads: tokenizer and shards, which must be the same on all ranks.
 static void open_data(Run* r) {
     const Settings* s = &r->settings;
     r->tokenizer = tokenizer_open(s->tokenizer);
     if (s->sample_every) check_sample(s, r->tokenizer);
+    open_questions(r);
     r->train = shards_open("--train", s->train, s->seq_len);
     agree_on_data(r->world, "--train", shards_hash(r->train));
     if (*s->val) r->val = shards_open("--val", s->val, s->seq_len);
@@ -398,6 +431,7 @@ static void close_all(Run* r) {
     model_destroy(r->model);
     shards_close(r->train);
     shards_close(r->val);
+    choices_close(r->questions, r->question_files);
     tokenizer_close(r->tokenizer);
 }
 
@@ -406,7 +440,8 @@ static void use_model(Run* r) {
     const Settings* s = &r->settings;
     r->tokenizer = tokenizer_open(s->tokenizer);
     if (*s->sample) check_sample(s, r->tokenizer);
-    if (*s->evaluate) r->val = shards_open("--val", s->val, s->seq_len);
+    open_questions(r);
+    if (*s->val) r->val = shards_open("--val", s->val, s->seq_len);
     agree_on_data(r->world, "--val", r->val ? shards_hash(r->val) : 0);
     device_choose(ranks_local());
     check_memory(s, r->rank);
@@ -419,11 +454,15 @@ static void use_model(Run* r) {
         printf("%s\n", text);
         free(text);
     } else {
-        const double loss = evaluate_loss(r->model, r->val);
-        printf("loss       %.6f nats a token, perplexity %.4f\n", loss, exp(loss));
+        if (r->val) {
+            const double loss = evaluate_loss(r->model, r->val);
+            printf("loss       %.6f nats a token, perplexity %.4f\n", loss, exp(loss));
+        }
+        free(ask(r));
     }
     model_destroy(r->model);
     shards_close(r->val);
+    choices_close(r->questions, r->question_files);
     tokenizer_close(r->tokenizer);
 }
 

@@ -117,6 +117,15 @@ void runlog_add(RunLog* log, const StepRecord* r) {
     add_number(&line, "load_max_over_mean", r->load_max_over_mean);
     add_number(&line, "mem_gib", r->mem_gib);
 
+    // A file's name is any text.
+    for (int i = 0; i < r->score_count; i++) {
+        const ScoreRecord* score = &r->scores[i];
+        char* name = json_quote(score->name);
+        name[strlen(name) - 1] = 0;
+        host_append(&line, ", %s_acc\": %.9g, %s_acc_norm\": %.9g", name, score->accuracy, name, score->normalised);
+        free(name);
+    }
+
     // The casts, a list of objects.
     for (int i = 0; i < r->cast_count; i++) {
         const CastRecord* cast = &r->casts[i];

@@ -19,6 +19,12 @@ typedef struct CastRecord {
     double snr_db;
 } CastRecord;
 
+// What a file of multiple-choice questions gave (model/evaluate.h): fields <name>_acc and <name>_acc_norm.
+typedef struct ScoreRecord {
+    const char* name;
+    double accuracy, normalised;
+} ScoreRecord;
+
 typedef struct StepRecord {
     int64_t step;
     double loss, grad_norm, lr;  // loss: mean cross-entropy of the step's tokens in nats
@@ -30,6 +36,8 @@ typedef struct StepRecord {
     double mem_gib;
     const CastRecord* casts;  // cast_count of them; 0: the field is left out
     int cast_count;
+    const ScoreRecord* scores;  // score_count of them; 0: no questions were asked in this step
+    int score_count;
 } StepRecord;
 
 typedef struct RunLog RunLog;

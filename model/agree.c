@@ -31,7 +31,9 @@ static char* option_list(const Settings* s) {
     char* list = host_strdup("");
     for (int i = 0; i < settings_count; i++) {
         const char* name = settings_table[i].name;
-        if (strcmp(name, "train") == 0 || strcmp(name, "val") == 0 || strcmp(name, "tokenizer") == 0) continue;
+        if (strcmp(name, "train") == 0 || strcmp(name, "val") == 0 || strcmp(name, "eval") == 0 ||
+            strcmp(name, "tokenizer") == 0)
+            continue;
         char* value = option_text(&settings_table[i], s);
         host_append(&list, "%s %s\n", name, value);
         free(value);

@@ -1,7 +1,10 @@
 #include "model/evaluate.h"
 
+#include <math.h>
+#include <stdbool.h>
 #include <stdio.h>
 #include <stdlib.h>
+#include <string.h>
 
 #include "device/check.h"
 
@@ -37,4 +40,102 @@ double evaluate_loss(Model* m, Shards* shards) {
     device_download(&state, m->val_state, sizeof(state), m->ctx);
     free(ids);
     return state.loss_sum / (double)(windows * T);
+}
+
+// Puts the end of context and ending into a row of T inputs and targets. Returns the first target of the ending; its
+// last is the last of the text. A first token must follow something: where nothing is before it, end of text.
+static int64_t put_choice(const Choices* c, const Choice* choice, int32_t end_of_text, int64_t T, int32_t* input,
+                          int32_t* target) {
+    const int64_t length = choice->context_length + choice->ending_length, kept = min_i64(length, T + 1);
+    const bool starts = choice->context_length == 0;
+    int64_t n = 0;
+    if (choice->ending_length > T)
+        die(EXIT_USAGE, "--eval: %s: question %d has an ending of %ld tokens, more than --seq-len %ld", c->name,
+            choice->question, choice->ending_length, T);
+    memset(input, 0, (size_t)T * sizeof(int32_t));
+    memset(target, 0, (size_t)T * sizeof(int32_t));
+    if (starts) input[n++] = end_of_text;
+    for (int64_t i = length - kept; i < length; i++, n++) {
+        const int64_t at = i - choice->context_length;
+        const int32_t id = at < 0 ? c->ids[choice->context + i] : c->ids[choice->ending + at];
+        if (n < T) input[n] = id;
+        if (n > 0) target[n - 1] = id;
+    }
+    return kept - choice->ending_length - 1 + starts;
+}
+
+// Bytes of an ending's text, without a blank at its front.
+static double text_bytes(const Choices* c, const Choice* choice, const Tokenizer* tokenizer) {
+    int64_t bytes = 0;
+    for (int64_t i = 0; i < choice->ending_length; i++) {
+        int length = 0;
+        const char* text = tokenizer_decode(tokenizer, c->ids[choice->ending + i], &length);
+        bytes += length - (i == 0 && length > 0 && text[0] == ' ');
+    }
+    return (double)max_i64(bytes, 1);
+}
+
+// The loss of each ending: the sum over its tokens, in nats. A rank takes B endings of a round and leaves the others 0.
+static void choice_losses(Model* m, const Choices* c, int32_t end_of_text, double* loss) {
+    const int64_t T = m->settings.seq_len, B = m->settings.batch, ranks = m->layout.ranks;
+    int32_t* ids = (int32_t*)host_alloc((size_t)(2 * B * T) * sizeof(int32_t));
+    int64_t* first = (int64_t*)host_alloc((size_t)B * sizeof(int64_t));
+    real* losses = (real*)host_alloc((size_t)(B * T) * sizeof(real));
+    for (int64_t round = 0; round < c->count; round += ranks * B) {
+        // This rank's endings. One that has none left takes the first again, and counts nothing.
+        int64_t from = round + m->layout.rank * B, n = min_i64(c->count - from, B);
+        const bool counts = n > 0;
+        if (!counts) from = 0, n = 1;
+        for (int64_t i = 0; i < n; i++)
+            first[i] = put_choice(c, &c->list[from + i], end_of_text, T, ids + i * T, ids + (B + i) * T);
+
+        model_batch(m, ids, ids + B * T, n, T);
+        model_forward(m, 0);
+        step_begin(m->val_state, m->ctx);
+        model_loss(m, m->val_state, 0);
+        if (!counts) continue;
+        device_download(losses, m->losses, (size_t)(n * T) * sizeof(real), m->ctx);
+        for (int64_t i = 0; i < n; i++) {
+            for (int64_t t = 0; t < c->list[from + i].ending_length; t++)
+                loss[from + i] += (double)losses[i * T + first[i] + t];
+        }
+    }
+    free(ids);
+    free(first);
+    free(losses);
+}
+
+// Adds up the ranks' numbers, each of which one rank has and the others have as 0.
+static void sum_over_ranks(Model* m, double* values, int64_t n) {
+    if (!m->world) return;
+    const size_t bytes = (size_t)n * sizeof(double);
+    double* there = (double*)device_alloc(bytes, "the losses of endings");
+    device_upload(there, values, bytes, m->ctx);
+    comm_sum_double(m->world, there, n, m->ctx);
+    device_download(values, there, bytes, m->ctx);
+    device_free(there);
+}
+
+ChoiceScore evaluate_choices(Model* m, const Choices* c, const Tokenizer* tokenizer) {
+    double* loss = (double*)host_alloc((size_t)c->count * sizeof(double));
+    choice_losses(m, c, tokenizer_eot(tokenizer), loss);
+    sum_over_ranks(m, loss, c->count);
+
+    // The best ending of each question, by either measure.
+    int64_t right = 0, right_by_byte = 0;
+    for (int64_t i = 0; i < c->count;) {
+        const int32_t question = c->list[i].question;
+        int32_t best = 0, best_by_byte = 0;
+        double least = INFINITY, least_by_byte = INFINITY;
+        for (; i < c->count && c->list[i].question == question; i++) {
+            const double by_byte = loss[i] / text_bytes(c, &c->list[i], tokenizer);
+            if (loss[i] < least) least = loss[i], best = c->list[i].number;
+            if (by_byte < least_by_byte) least_by_byte = by_byte, best_by_byte = c->list[i].number;
+        }
+        right += best == c->label[question];
+        right_by_byte += best_by_byte == c->label[question];
+    }
+    free(loss);
+    const ChoiceScore score = {(double)right / c->questions, (double)right_by_byte / c->questions};
+    return score;
 }

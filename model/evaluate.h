@@ -2,13 +2,24 @@
 #ifndef MODEL_EVALUATE_H
 #define MODEL_EVALUATE_H
 
+#include "data/choices.h"
 #include "data/shards.h"
+#include "data/tokenizer.h"
 #include "model/model.h"
 
 BEGIN_C
 
 // Mean loss over the first --val-tokens of the shards, in nats a token. All ranks together; all get it.
 double evaluate_loss(Model* model, Shards* shards);
+
+// Shares of questions whose right ending is the likeliest: by the sum of its tokens' log-probabilities after the
+// context (lm-evaluation-harness's acc), and by that sum over the bytes of its text, without a blank at its front
+// (acc_norm). Of equal ones the first counts. A context that --seq-len has no room for loses its beginning. All ranks
+// together.
+typedef struct ChoiceScore {
+    double accuracy, normalised;
+} ChoiceScore;
+ChoiceScore evaluate_choices(Model* model, const Choices* choices, const Tokenizer* tokenizer);
 
 END_C
 

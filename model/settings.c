@@ -66,11 +66,12 @@ const Option settings_table[] = {
          "start training from the weights in this Hugging Face folder (a step of a run is one); its config.json says "
          "what the model group does"),
     TEXT("use", "sample", sample, "no training: a sample of the model in this folder"),
-    TEXT("use", "evaluate", evaluate, "no training: the validation loss of the model in this folder"),
+    TEXT("use", "evaluate", evaluate, "no training: what the model in this folder gives on --val and --eval"),
 
     // What it learns from.
     TEXT("data", "train", train, "training shards (glob)"),
     TEXT("data", "val", val, "validation shards (glob)"),
+    TEXT("data", "eval", eval, "files of multiple-choice questions (glob), which scripts/prepare_eval.py writes"),
     TEXT("data", "tokenizer", tokenizer, "tokenizer file to decode samples; none: bytes"),
     WHOLE("data", "seq-len", seq_len, "256", 1, 1 << 24, FIXED, "tokens of a sequence"),
     WHOLE("data", "batch", batch, "8", 1, 1 << 20, FREE, "sequences per rank and micro-step"),
@@ -86,6 +87,7 @@ const Option settings_table[] = {
     WHOLE("run", "keep", keep, "2", 1, 1e6, FREE, "checkpoints that stay"),
     WHOLE("run", "val-every", val_every, "100", 1, 1e9, FREE, "steps between validations (and one at the end)"),
     WHOLE("run", "val-tokens", val_tokens, "65536", 1, BIG, FREE, "tokens of a validation, all ranks"),
+    WHOLE("run", "eval-every", eval_every, "0", 0, 1e9, FREE, "steps between questions; 0: at the end only"),
     WHOLE("run", "sample-every", sample_every, "0", 0, 1e9, FREE, "steps between samples; 0: none"),
     WHOLE("run", "sample-tokens", sample_tokens, "128", 1, 1e6, FREE, "tokens of a sample"),
     TEXT("run", "prompt", prompt, "text that samples begin with"),
@@ -332,8 +334,8 @@ static void check_run(Settings* s) {
              s->aux_loss > 0 ? "a gradient from --aux-loss alone" : "no gradient");
 
     if (s->dry_run) return;
-    if (*s->evaluate && !*s->val)
-        die(EXIT_USAGE, "--evaluate needs --val: name the shards, e.g. --val 'corpus/text_val_*.bin'");
+    if (*s->evaluate && !*s->val && !*s->eval)
+        die(EXIT_USAGE, "--evaluate needs --val or --eval: on what, e.g. --val 'corpus/text_val_*.bin'");
     if (*s->sample || *s->evaluate) return;
     if (!*s->train)
         die(EXIT_USAGE, "--train is missing: name the training shards, e.g. --train 'corpus/text_train_*.bin'");

@@ -31,9 +31,9 @@ typedef struct Settings {
     int64_t preset;
     ModelConfig model;
     char *init, *sample, *evaluate;  // folders of models
-    char *train, *val, *tokenizer;
+    char *train, *val, *eval, *tokenizer;
     int64_t seq_len, batch, tokens_per_step, seed;
-    int64_t steps, resume, save_every, keep, val_every, val_tokens, sample_every, sample_tokens, sample_top_k, dry_run,
+    int64_t steps, resume, save_every, keep, val_every, val_tokens, eval_every, sample_every, sample_tokens, sample_top_k, dry_run,
         ranks, help;
     char *out, *prompt;
     double temperature;

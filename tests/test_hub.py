@@ -174,6 +174,89 @@ class Import(Case):
         self.evaluated(folder)  # a layer that predicts further tokens
 
 
+def write_questions(path, questions, wide=False):
+    """llm.c's format. A question: (context, endings, label), of token ids."""
+    kind, magic = ("I", 20240802) if wide else ("H", 20240522)
+    body, longest = array.array(kind), 0
+    for i, (context, endings, label) in enumerate(questions):
+        one = [2 ** (8 * body.itemsize) - 1, 0, i, label, len(endings), len(context), *context]
+        for ending in endings:
+            one += [len(ending), *ending]
+        one[1] = len(one) * body.itemsize
+        longest = max(longest, one[1])
+        body.extend(one)
+    path.write_bytes(struct.pack("<4i", magic, 1, len(questions), longest).ljust(1024, b"\0") + body.tobytes())
+
+
+class Questions(Case):
+    def setUp(self):
+        super().setUp()
+        rng = random.Random(11)
+        def words(low, high):
+            return [rng.choice(b"abcdefghij  ") for _ in range(rng.randrange(low, high))]
+        self.questions = [(words(0, 40), [words(1, 9) for _ in range(rng.choice((2, 4)))], rng.randrange(2)) for _ in range(60)]
+        self.train(out="run", steps=20, vocab=257, val=self.val_glob)
+        self.step = self.dir / "run/step_00000020"
+
+    def asked(self, pattern, ranks=1, **options):
+        line = [cli.PROGRAM, "--evaluate", self.step, "--eval", pattern, "--seq-len", 48]
+        for name, value in options.items():
+            line += ["--" + name.replace("_", "-"), value]
+        line = (mpirun(ranks) if ranks > 1 else []) + [str(word) for word in line]
+        done = subprocess.run(line, cwd=self.dir, env=cli.environment(), capture_output=True, text=True)
+        self.assertEqual((done.returncode, done.stderr), (0, ""), done.stdout)
+        return re.findall(r"^(\S+): (\d+) questions, accuracy ([\d.]+), normalised ([\d.]+)$", done.stdout, re.M)
+
+    @unittest.skipUnless(torch, "needs torch, transformers and safetensors")
+    def test_item_by_item(self):
+        """A file for each question, the next to last ones wide; likelihoods by transformers, and all in one file on ranks."""
+        model = transformers.AutoModelForCausalLM.from_pretrained(self.step, dtype=torch.float32).eval()
+        expected, sums = {}, [0, 0]
+        for i, (context, endings, label) in enumerate(self.questions):
+            write_questions(self.dir / f"q_{i:03d}.bin", [self.questions[i]], wide=i % 7 == 3)
+            likelihoods = []
+            for ending in endings:
+                ids = torch.tensor([(context or [256]) + ending])
+                with torch.no_grad():
+                    logs = torch.log_softmax(model(ids).logits[0].double(), -1)
+                at = torch.arange(ids.shape[1] - len(ending) - 1, ids.shape[1] - 1)
+                likelihoods.append(logs[at, torch.tensor(ending)].sum().item())
+            text = [len(ending) - (ending[0] == 32) for ending in endings]
+            by_byte = [x / max(n, 1) for x, n in zip(likelihoods, text)]
+            expected[f"q_{i:03d}"] = [float(max(range(len(x)), key=x.__getitem__) == label) for x in (likelihoods, by_byte)]
+            sums = [a + b for a, b in zip(sums, expected[f"q_{i:03d}"])]
+        got = {name: [float(a), float(b)] for name, _, a, b in self.asked("q_*.bin")}
+        self.assertEqual(got, expected)
+        self.assertTrue(10 < sums[0] < 50, sums)  # neither all right nor all wrong
+        write_questions(self.dir / "all.bin", self.questions)
+        for ranks, options in [(1, {}), (1, dict(batch=3))] + ([(4, dict(batch=1, ep=2, shard="weights"))] if mpirun(1) else []):
+            (_, count, accuracy, normalised), = self.asked("all.bin", ranks, **options)
+            self.assertEqual(count, "60")
+            self.assertAlmostEqual(float(accuracy), sums[0] / 60, delta=5.1e-5)
+            self.assertAlmostEqual(float(normalised), sums[1] / 60, delta=5.1e-5)
+
+    def test_while_training(self):
+        write_questions(self.dir / "all.bin", self.questions)
+        self.train(out="asked", steps=5, vocab=257, seq_len=48, eval="all.bin", eval_every=2)
+        scores = {line["step"]: line.get("all_acc") for line in cli.read_log(self.dir / "asked")[1]}
+        self.assertEqual([step for step, score in scores.items() if score is not None], [2, 4, 5])
+        self.assertTrue(all("all_acc_norm" in line for line in cli.read_log(self.dir / "asked")[1] if "all_acc" in line))
+
+    def test_damaged_files(self):
+        write_questions(self.dir / "all.bin", self.questions)
+        good = (self.dir / "all.bin").read_bytes()
+        for data, words in ((good[:-2], "byte .*: the file ends inside a question"),
+                            (good + b"\0\0", "bytes after the last question"),
+                            (b"\1" + good[1:], "no multiple-choice file"),
+                            (good[:1024] + b"\0" + good[1025:], "byte 1024: no question begins here"),
+                            (good[:1034] + b"\1" + good[1035:], "a question is not as long|outside of the vocabulary|is cut|cut off"),
+                            (good[:1030] + b"\7" + good[1031:], "2 to 256 endings"),
+                            (good[:500], "shorter than its header")):
+            (self.dir / "bad.bin").write_bytes(data)
+            done = self.train(1, vocab=257, steps=1, eval="bad.bin")
+            self.assertRegex(done.stderr, "--eval: bad.bin: .*(" + words + ")")
+
+
 MODELS = {
     "tiny": dict(),
     "latent queries, groups, YaRN": dict(q_lora=16, groups=2, top_groups=2, route_scale=2.5, yarn=1),

@@ -1,0 +1,123 @@
+// A file is read whole (HellaSwag's 10,042 questions are 8 MB) and its numbers become int32, in which the questions
+// point.
+#include "data/choices.h"
+
+#include <errno.h>
+#include <glob.h>
+#include <stdbool.h>
+#include <stdlib.h>
+#include <string.h>
+
+#include "device/check.h"
+#include "device/files.h"
+
+enum { NARROW = 20240522, WIDE = 20240802, VERSION = 1, HEADER_BYTES = 1024, MAX_ENDINGS = 256 };
+static const size_t LIMIT = (size_t)1 << 30;
+
+// A file as it is read.
+typedef struct Reader {
+    const char *option, *path;
+    int64_t at, end;  // in ids; the file's numbers begin at 0
+    int64_t width;    // bytes of a number
+    int32_t vocab;
+    const int32_t* ids;
+} Reader;
+
+static NORETURN void refuse(const Reader* r, int64_t at, const char* what) {
+    die(EXIT_FAILED, "--%s: %s: byte %ld: %s", r->option, r->path, HEADER_BYTES + at * r->width, what);
+}
+
+static int64_t next(Reader* r) {
+    if (r->at == r->end) refuse(r, r->at, "the file ends inside a question: it was cut off");
+    return (uint32_t)r->ids[r->at++];
+}
+
+// A count and so many ids. Returns where they begin.
+static int64_t next_ids(Reader* r, int64_t* length) {
+    *length = next(r);
+    const int64_t from = r->at;
+    if (*length > r->end - from) refuse(r, r->at, "the file ends inside a question: it was cut off");
+    for (int64_t i = 0; i < *length; i++)
+        if (r->ids[from + i] < 0 || r->ids[from + i] >= r->vocab)
+            refuse(r, from + i, "an id outside of the vocabulary");
+    r->at = from + *length;
+    return from;
+}
+
+// Question q, at the end of the list, which has room.
+static void read_question(Reader* r, Choices* c, int32_t q) {
+    const int64_t start = r->at, mark = r->width == 2 ? 0xffff : 0xffffffff;
+    if (next(r) != mark) refuse(r, start, "no question begins here");
+    const int64_t bytes = next(r);
+    next(r);  // its index, which nothing depends on
+    const int64_t label = next(r), endings = next(r);
+    if (endings < 2 || endings > MAX_ENDINGS || label >= endings)
+        refuse(r, start, "a question has 2 to 256 endings, and its label is one of them");
+    c->label[q] = (int32_t)label;
+    c->list = (Choice*)realloc(c->list, (size_t)(c->count + endings) * sizeof(Choice));
+    if (!c->list) die(EXIT_FAILED, "out of host memory for --%s", r->option);
+
+    Choice choice = {.question = q};
+    choice.context = next_ids(r, &choice.context_length);
+    for (int32_t i = 0; i < endings; i++) {
+        choice.number = i;
+        choice.ending = next_ids(r, &choice.ending_length);
+        if (choice.ending_length == 0) refuse(r, choice.ending, "an ending is empty");
+        c->list[c->count++] = choice;
+    }
+    if ((r->at - start) * r->width != bytes) refuse(r, start, "a question is not as long as it says");
+}
+
+static Choices open_one(const char* option, const char* path, int32_t vocab) {
+    size_t size;
+    int32_t header[4];
+    char* data = read_file(path, LIMIT, &size);
+    if (!data) die(EXIT_FAILED, "--%s: %s: cannot read: %s", option, path, file_error(errno));
+    if (size < HEADER_BYTES)
+        die(EXIT_FAILED, "--%s: %s: shorter than its header of %d bytes", option, path, HEADER_BYTES);
+    memcpy(header, data, sizeof(header));
+    if ((header[0] != NARROW && header[0] != WIDE) || header[1] != VERSION || header[2] < 1)
+        die(EXIT_FAILED,
+            "--%s: %s: no multiple-choice file (scripts/prepare_eval.py writes them): its header is %d %d %d", option,
+            path, header[0], header[1], header[2]);
+
+    // The numbers.
+    Reader r = {.option = option, .path = path, .width = header[0] == NARROW ? 2 : 4, .vocab = vocab};
+    r.end = (int64_t)(size - HEADER_BYTES) / r.width;
+    int32_t* ids = (int32_t*)host_alloc((size_t)r.end * sizeof(int32_t));
+    for (int64_t i = 0; i < r.end; i++)
+        memcpy(&ids[i], data + HEADER_BYTES + i * r.width, (size_t)r.width);  // little-endian
+    r.ids = ids;
+
+    // The questions: no more than there can be, at 9 numbers each.
+    if (header[2] > r.end / 9 + 1) refuse(&r, r.end, "the header counts more questions than there is room for");
+    const char *slash = strrchr(path, '/'), *name = slash ? slash + 1 : path, *dot = strrchr(name, '.');
+    Choices c = {.name = host_format("%.*s", (int)(dot ? dot - name : (int64_t)strlen(name)), name),
+                 .questions = header[2],
+                 .label = (int32_t*)host_alloc((size_t)header[2] * sizeof(int32_t)),
+                 .ids = ids};
+    for (int32_t q = 0; q < c.questions; q++) read_question(&r, &c, q);
+    if (r.at != r.end || (size - HEADER_BYTES) % (size_t)r.width) refuse(&r, r.at, "bytes after the last question");
+    free(data);
+    return c;
+}
+
+Choices* choices_open(const char* option, const char* pattern, int32_t vocab, int* count) {
+    glob_t found;
+    if (glob(pattern, GLOB_ERR, NULL, &found) != 0) die(EXIT_FAILED, "--%s: no file matches '%s'", option, pattern);
+    Choices* files = (Choices*)host_alloc(found.gl_pathc * sizeof(Choices));
+    *count = (int)found.gl_pathc;
+    for (int i = 0; i < *count; i++) files[i] = open_one(option, found.gl_pathv[i], vocab);
+    globfree(&found);
+    return files;
+}
+
+void choices_close(Choices* files, int count) {
+    for (int i = 0; i < count; i++) {
+        free(files[i].name);
+        free(files[i].label);
+        free(files[i].list);
+        free(files[i].ids);
+    }
+    free(files);
+}
