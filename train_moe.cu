@@ -20,9 +20,11 @@
 #include "device/check.h"
 #include "device/files.h"
 #include "device/threads.h"
+#include "device/version.h"
 #include "model/agree.h"
 #include "model/model.h"
 #include "model/persist.h"
+#include "model/record.h"
 #include "model/report.h"
 #include "model/sample.h"
 #include "parallel/watch.h"
@@ -93,19 +95,6 @@ static void open_folder(Run* r) {
         die(EXIT_USAGE, "--out %s holds a run already; add --resume to go on with it, or choose another folder",
             s->out);
     }
-}
-
-// Ends the run before its first step if samples could not be made later.
-static void check_sample(const Settings* s, const Tokenizer* tokenizer) {
-    if (!s->sample_every) return;
-    if (tokenizer_size(tokenizer) > s->model.V)
-        die(EXIT_USAGE, "--sample-every: the tokenizer (%s) has %d tokens, more than --vocab %ld",
-            *s->tokenizer ? s->tokenizer : "bytes", tokenizer_size(tokenizer), s->model.V);
-    int64_t room = (int64_t)strlen(s->prompt) + 1;
-    int32_t* ids = (int32_t*)host_alloc((size_t)room * sizeof(int32_t));
-    if (tokenizer_encode(tokenizer, s->prompt, ids, room) < 0)
-        die(EXIT_USAGE, "--prompt '%s' has a byte that the tokenizer %s has no token for", s->prompt, s->tokenizer);
-    free(ids);
 }
 
 // Mean loss over the first --val-tokens of the validation shards, in nats a token. The ranks take batches in turns. One
@@ -307,7 +296,7 @@ static void train(Run* r) {
         int last = step == s->steps || stop;
 
         // Once in a while: a validation. Whatever comes after it waits for the results of this step too.
-        int validates = r->val && (step == s->steps || due(step, s->val_every));
+        int validates = r->val && s->val_every && (step == s->steps || due(step, s->val_every));
         int samples = s->sample_every && (step == s->steps || due(step, s->sample_every));
         int saves = *s->out && (last || due(step, s->save_every));
         if (last || validates || samples || saves) report(r, validates);
@@ -335,7 +324,11 @@ static void open_ranks(Run* r, int argc, char** argv) {
     r->world = ranks_start(&argc, &argv);
     r->ranks = ranks_count(r->world);
     r->rank = ranks_index(r->world);
-    r->settings = settings_read(argc, argv, r->ranks);
+    char* out = settings_resumed(argc, argv);
+    Json* manifest = record_manifest(r->world, out);
+    r->settings = settings_read(argc, argv, r->ranks, json_get(manifest, "options"));
+    json_free(manifest);
+    free(out);
     threads_check();
     watch_start(r->world, r->settings.timeout);
     agree_on_settings(r->world, &r->settings);
@@ -356,9 +349,9 @@ static void catch_signals(void) {
 static void open_data(Run* r) {
     const Settings* s = &r->settings;
     r->tokenizer = tokenizer_open(s->tokenizer);
-    check_sample(s, r->tokenizer);
     r->train = shards_open("--train", s->train, s->seq_len);
     agree_on_data(r->world, "--train", shards_hash(r->train));
+    sample_check(s, r->tokenizer, r->train);
     if (*s->val) r->val = shards_open("--val", s->val, s->seq_len);
     agree_on_data(r->world, "--val", r->val ? shards_hash(r->val) : 0);
 
@@ -366,6 +359,7 @@ static void open_data(Run* r) {
     double epochs = (double)s->steps * (double)s->tokens_per_step / (double)s->seq_len / (double)windows;
     printf("data       %d shards, %ld tokens, %ld windows of %ld (%.3g epochs in %ld steps)\n", shards_count(r->train),
            shards_tokens(r->train), windows, s->seq_len, epochs, s->steps);
+    printf("tokenizer  %s, %d tokens\n", *s->tokenizer ? s->tokenizer : "bytes", tokenizer_size(r->tokenizer));
     if (windows < s->batch)
         die(EXIT_FAILED,
             "--train has %ld windows of %ld tokens, fewer than one batch of %ld; use a smaller --batch or --seq-len",
@@ -385,14 +379,15 @@ static void open_model(Run* r) {
         printf("resumed    from %s/step_%08ld\n", out, r->saved);
     else
         model_init(r->model, (uint64_t)s->seed);
-    if (r->saved >= s->steps) printf("nothing to do: %ld of %ld steps are done\n", r->saved, s->steps);
+    if (r->saved >= s->steps)
+        printf("nothing to do: %ld of %ld steps are done; a larger --steps goes on\n", r->saved, s->steps);
     free(out);
 }
 
 // What the run writes, log and checkpoints, and what it measures of a step.
 static void open_outputs(Run* r) {
     const Settings* s = &r->settings;
-    char* config = settings_json(s);
+    char* config = record_json(s);
     if (*s->out && r->rank == 0) r->log = runlog_open(s->out, config, r->saved);
     if (*s->out) r->saver = saver_create(r->world, s->out, (int)s->keep);
     free(config);
@@ -421,9 +416,11 @@ int main(int argc, char** argv) {
     Run r = {.lock = -1};
     open_ranks(&r, argc, argv);
     const Settings* s = &r.settings;
-    if (s->dry_run && !s->help) report_dry_run(s);
+    const int asks = s->help || s->version;
+    if (s->version && !s->help) version_print();
+    if (s->dry_run && !asks) report_dry_run(s);
 
-    if (!s->help && !s->dry_run) {
+    if (!asks && !s->dry_run) {
         // What is trained, and on which data.
         catch_signals();
         options_print(settings_table, settings_count, s);

@@ -8,23 +8,28 @@
 #include <stdlib.h>
 #include <string.h>
 
+#include "data/shards.h"
+#include "data/tokenizer.h"
 #include "device/check.h"
+#include "model/record.h"
 #include "moe/moe.h"
 #include "parallel/sharding.h"
 
 // The table's rows, by type: group, name, field of Settings, default (NULL: by the group's first option), range or
-// choices, FIXED where a resumed run must have the same, help. Texts and flags are empty and off by default.
-enum { FREE, FIXED };
-#define WHOLE(group, name, field, initial, min, max, fixed, help)                                                      \
-    { group, name, OPTION_INT, offsetof(Settings, field), initial, min, max, NULL, fixed, help }
-#define NUMBER(group, name, field, initial, min, max, fixed, help)                                                     \
-    { group, name, OPTION_FLOAT, offsetof(Settings, field), initial, min, max, NULL, fixed, help }
-#define CHOICE(group, name, field, initial, choices, fixed, help)                                                      \
-    { group, name, OPTION_CHOICE, offsetof(Settings, field), initial, 0, 0, choices, fixed, help }
+// choices, what it is to a resumed run, help. Texts and flags are empty and off by default.
+#define FREE OPTION_FREE
+#define FIXED OPTION_FIXED
+#define ONCE OPTION_ONCE
+#define WHOLE(group, name, field, initial, min, max, scope, help)                                                      \
+    { group, name, OPTION_INT, offsetof(Settings, field), initial, min, max, NULL, scope, help }
+#define NUMBER(group, name, field, initial, min, max, scope, help)                                                     \
+    { group, name, OPTION_FLOAT, offsetof(Settings, field), initial, min, max, NULL, scope, help }
+#define CHOICE(group, name, field, initial, choices, scope, help)                                                      \
+    { group, name, OPTION_CHOICE, offsetof(Settings, field), initial, 0, 0, choices, scope, help }
 #define TEXT(group, name, field, help)                                                                                 \
     { group, name, OPTION_TEXT, offsetof(Settings, field), "", 0, 0, NULL, FREE, help }
-#define FLAG(group, name, field, fixed, help)                                                                          \
-    { group, name, OPTION_FLAG, offsetof(Settings, field), "0", 0, 1, NULL, fixed, help }
+#define FLAG(group, name, field, scope, help)                                                                          \
+    { group, name, OPTION_FLAG, offsetof(Settings, field), "0", 0, 1, NULL, scope, help }
 #define BIG 1e12
 
 const Option settings_table[] = {
@@ -45,7 +50,7 @@ const Option settings_table[] = {
     WHOLE("model", "shared-experts", model.shared, NULL, 0, 64, FIXED, "shared experts (one MLP of that many widths)"),
     WHOLE("model", "expert-ffn", model.F, NULL, 1, 1 << 20, FIXED, "hidden width of an expert"),
     WHOLE("model", "dense-layers", model.dense_layers, NULL, 0, 1024, FIXED, "first blocks with a dense MLP"),
-    WHOLE("model", "vocab", model.V, NULL, 2, 1 << 24, FIXED, "vocabulary"),
+    WHOLE("model", "vocab", model.V, NULL, 2, 1 << 24, FIXED, "vocabulary; where there is a tokenizer file, its size"),
     WHOLE("model", "groups", model.groups, NULL, 1, 4096, FIXED, "groups of experts"),
     WHOLE("model", "top-groups", model.top_groups, NULL, 1, 4096, FIXED, "groups a token may choose from"),
     CHOICE("model", "score", model.score, NULL, "sigmoid|softmax", FIXED, "router's score"),
@@ -61,7 +66,8 @@ const Option settings_table[] = {
     // What it learns from.
     TEXT("data", "train", train, "training shards (glob)"),
     TEXT("data", "val", val, "validation shards (glob)"),
-    TEXT("data", "tokenizer", tokenizer, "tokenizer file to decode samples; none: bytes"),
+    TEXT("data", "tokenizer", tokenizer,
+         "tokenizer file to decode samples; none: NAME_tokenizer.bin beside NAME_train_*.bin, or else bytes"),
     WHOLE("data", "seq-len", seq_len, "256", 1, 1 << 24, FIXED, "tokens of a sequence"),
     WHOLE("data", "batch", batch, "8", 1, 1 << 20, FREE, "sequences per rank and micro-step"),
     WHOLE("data", "tokens-per-step", tokens_per_step, "0", 0, BIG, FIXED,
@@ -71,20 +77,22 @@ const Option settings_table[] = {
     // How long it runs, and what it leaves.
     WHOLE("run", "steps", steps, "1000", 1, 1e9, FREE, "updates in all"),
     TEXT("run", "out", out, "folder for log and checkpoints; none: nothing is kept"),
-    FLAG("run", "resume", resume, FREE, "go on from the newest good checkpoint in --out"),
+    FLAG("run", "resume", resume, ONCE,
+         "go on from the newest good checkpoint in --out; options not given are as it was made with"),
     WHOLE("run", "save-every", save_every, "0", 0, 1e9, FREE, "steps between checkpoints; 0: at the end only"),
     WHOLE("run", "keep", keep, "2", 1, 1e6, FREE, "checkpoints that stay"),
-    WHOLE("run", "val-every", val_every, "100", 1, 1e9, FREE, "steps between validations (and one at the end)"),
+    WHOLE("run", "val-every", val_every, "100", 0, 1e9, FREE, "steps between validations, and one at the end; 0: none"),
     WHOLE("run", "val-tokens", val_tokens, "65536", 1, BIG, FREE, "tokens of a validation, all ranks"),
     WHOLE("run", "sample-every", sample_every, "0", 0, 1e9, FREE, "steps between samples; 0: none"),
     WHOLE("run", "sample-tokens", sample_tokens, "128", 1, 1e6, FREE, "tokens of a sample"),
     TEXT("run", "prompt", prompt, "text that samples begin with"),
     NUMBER("run", "temperature", temperature, "0.8", 0, 100, FREE, "of sampling; 0: the likeliest token"),
     WHOLE("run", "sample-top-k", sample_top_k, "50", 0, 1e9, FREE, "sample among that many likeliest; 0: all"),
-    FLAG("run", "dry-run", dry_run, FREE, "print parameters, FLOPs and memory, and stop"),
-    WHOLE("run", "ranks", ranks, "0", 0, 1 << 20, FREE,
+    FLAG("run", "dry-run", dry_run, ONCE, "print parameters, FLOPs and memory, and stop"),
+    WHOLE("run", "ranks", ranks, "0", 0, 1 << 20, ONCE,
           "with --dry-run: ranks to plan for; a run has those that mpirun or srun starts"),
-    FLAG("run", "help", help, FREE, "print this and stop"),
+    FLAG("run", "version", version, ONCE, "print commit and build, and stop"),
+    FLAG("run", "help", help, ONCE, "print this and stop (also -h)"),
 
     // How it learns.
     NUMBER("optimizer", "lr", lr, "1e-3", 0, 100, FIXED, "peak learning rate"),
@@ -137,6 +145,13 @@ const Option settings_table[] = {
 };
 const int settings_count = sizeof(settings_table) / sizeof(settings_table[0]);
 
+// The row of the field at `offset`.
+static int row(size_t offset) {
+    int i = 0;
+    while (settings_table[i].offset != offset) i++;
+    return i;
+}
+
 // clang-format off
 // The models, in the order of --model's choices. The last three are sized as DeepSeek-V2-Lite, V2 and V3.
 #define POSITION(mscale) \
@@ -176,11 +191,14 @@ static const Settings modes[] = {
     {.expert_precision = PRECISION_MXFP8, .dispatch_precision = PRECISION_MXFP8, .mx_fast = 0},
 };
 
-// The options without a default of their own, as --model and --precision set them; all others are 0.
-static Settings preset_of(int64_t model, int64_t precision) {
-    Settings s = modes[precision];
-    s.model = presets[model];
-    return s;
+// int64_t and double are both 8 bytes.
+void settings_preset(Settings* s, const char* given, int64_t precision) {
+    Settings preset = modes[precision];
+    preset.model = presets[s->preset];
+    for (int i = 0; i < settings_count; i++) {
+        size_t at = settings_table[i].offset;
+        if (!settings_table[i].initial && !given[i]) memcpy((char*)s + at, (char*)&preset + at, 8);
+    }
 }
 
 // What must hold between the options of a model.
@@ -305,9 +323,8 @@ static void check_stats(const Settings* s) {
 }
 
 // A step is a whole number of micro-steps, and what the run is to write has a place.
-static void check_run(Settings* s) {
+static void check_run(const Settings* s) {
     int64_t micro = settings_micro_tokens(s);
-    if (s->tokens_per_step == 0) s->tokens_per_step = micro;
     if (s->tokens_per_step % micro)
         die(EXIT_USAGE,
             "--tokens-per-step %ld is not a multiple of %ld ranks x --batch %ld x --seq-len %ld = %ld tokens a "
@@ -329,32 +346,53 @@ static void check_run(Settings* s) {
     if (s->save_every && !*s->out) die(EXIT_USAGE, "--save-every needs --out: the folder to save into");
 }
 
-Settings settings_read(int argc, char** argv, int ranks) {
-    // The command line over the defaults.
+char* settings_resumed(int argc, char** argv) {
     Settings s = {.preset = 0};
     char* given = (char*)host_alloc((size_t)settings_count);
     options_defaults(settings_table, settings_count, &s);
     options_parse(settings_table, settings_count, &s, given, argc, argv);
-
-    // The presets, for options without a default that were not given. int64_t and double are both 8 bytes.
-    const Settings preset = preset_of(s.preset, s.precision);
-    for (int i = 0; i < settings_count; i++) {
-        size_t at = settings_table[i].offset;
-        if (!settings_table[i].initial && !given[i]) memcpy((char*)&s + at, (char*)&preset + at, 8);
-    }
+    int asks = s.help || s.version;
+    char* out = s.resume && *s.out && !asks ? host_strdup(s.out) : NULL;
     free(given);
-    if (s.help) {
-        options_help(settings_table, settings_count, "train_moe");
-        return s;
+    settings_free(&s);
+    return out;
+}
+
+// The tokenizer beside the shards, and the vocabulary of the tokenizer, each where it is not given and no record says
+// it. Shards that are given anew may have taken their tokenizer with them.
+static void find_tokenizer(Settings* s, const char* given, int recorded) {
+    if (!given[row(offsetof(Settings, tokenizer))] && (!recorded || given[row(offsetof(Settings, train))])) {
+        char* beside = shards_tokenizer(s->train);
+        if (beside) free(s->tokenizer), s->tokenizer = beside;
     }
+    if (!*s->tokenizer || recorded || given[row(offsetof(Settings, model.V))]) return;
+    Tokenizer* tokenizer = tokenizer_open(s->tokenizer);
+    s->model.V = tokenizer_size(tokenizer);
+    tokenizer_close(tokenizer);
+}
+
+Settings settings_read(int argc, char** argv, int ranks, const Json* record) {
+    // The command line over the record over the presets over the defaults.
+    Settings s = {.preset = 0};
+    char* given = (char*)host_alloc((size_t)settings_count);
+    options_defaults(settings_table, settings_count, &s);
+    options_parse(settings_table, settings_count, &s, given, argc, argv);
+    settings_preset(&s, given, s.precision);
+    if (s.help) options_help(settings_table, settings_count, "train_moe");
+    if (record && !s.help) record_recall(record, &s, given);
+    if (!s.help && !s.version) find_tokenizer(&s, given, record != NULL);
+    free(given);
+    if (s.help || s.version) return s;
 
     // What must fit together.
-    check_model(&s.model);
-    if (BACKEND == BACKEND_CUDA) check_cuda_model(&s.model);
     if (s.ranks && !s.dry_run)
         die(EXIT_USAGE, "--ranks is for --dry-run; start %ld ranks with mpirun -np %ld", s.ranks, s.ranks);
     if (!s.ranks) s.ranks = ranks;
     check_sizes(&s);
+    if (s.tokens_per_step == 0) s.tokens_per_step = settings_micro_tokens(&s);
+    if (record) record_check(record, &s);
+    check_model(&s.model);
+    if (BACKEND == BACKEND_CUDA) check_cuda_model(&s.model);
     check_layout(&s);
     check_precision(&s);
     check_stats(&s);
@@ -363,54 +401,6 @@ Settings settings_read(int argc, char** argv, int ranks) {
 }
 
 void settings_free(Settings* s) { options_free(settings_table, settings_count, s); }
-
-char* settings_json(const Settings* s) {
-    char* json = host_strdup("{");
-    for (int i = 0; i < settings_count; i++) {
-        const Option* o = &settings_table[i];
-        char *text = option_text(o, s), *quoted = json_quote(text);
-        int number = o->type != OPTION_TEXT && o->type != OPTION_CHOICE;
-        host_append(&json, "%s\"%s\": %s", i ? ", " : "", o->name, number ? text : quoted);
-        free(quoted);
-        free(text);
-    }
-    host_append(&json, "}");
-    return json;
-}
-
-// A value of a record as option_text writes it.
-static char* recorded_text(const Option* option, const Json* value) {
-    if (value->type == JSON_STRING) return host_strdup(value->text);
-    if (option->type == OPTION_FLOAT) return host_format("%.9g", value->number);
-    return host_format("%ld", value->integer);
-}
-
-const char* settings_differ(const Settings* s, const Json* record, char** was, char** is) {
-    // What an option was before it existed: its default, or its preset's where there are presets.
-    Settings before = preset_of(s->preset, PRECISION_BF16);
-    options_defaults(settings_table, settings_count, &before);
-    before.tokens_per_step = settings_micro_tokens(s);
-
-    // As text, option by option, until one differs.
-    const char* name = NULL;
-    for (int i = 0; i < settings_count && !name; i++) {
-        const Option* o = &settings_table[i];
-        if (!o->fixed) continue;
-        const Json* recorded = json_get(record, o->name);
-        char* now = option_text(o, s);
-        char* then = recorded ? recorded_text(o, recorded) : option_text(o, &before);
-        if (strcmp(now, then) != 0) {
-            name = o->name;
-            *is = host_strdup(now);
-            *was =
-                host_format("%s%s", then, recorded ? "" : " (the default: its checkpoint does not name this option)");
-        }
-        free(now);
-        free(then);
-    }
-    settings_free(&before);
-    return name;
-}
 
 int64_t config_vocab_padded(const ModelConfig* m) { return (m->V + 127) / 128 * 128; }
 
