@@ -26,32 +26,33 @@ char* record_json(const Settings* s) {
     return json;
 }
 
-// The text of the newest manifest in `out` that is good, NULL without checkpoints.
+// The text of a manifest, NULL with the reason in `error` if it is not good.
+static char* manifest_text(const char* out, int64_t step, char* error, size_t error_size) {
+    CheckpointRecord record;
+    Json* manifest = checkpoint_manifest(out, step, &record, error, error_size);
+    if (!manifest) return NULL;
+    json_free(manifest);
+    Path path = path_of("%s/step_%08ld/manifest.json", out, step);
+    char* text = read_file(path.text, (size_t)64 << 20, NULL);
+    if (!text) die(EXIT_FAILED, "%s: %s", path.text, file_error(errno));
+    return text;
+}
+
+// That of the newest one that is good, NULL without checkpoints.
 static char* newest_manifest(const char* out) {
     // A folder that is not there is one without checkpoints; whether it can be made is seen later.
     if (access(path_of("%s/.", out).text, F_OK) != 0) return NULL;
-    int count, good = 0;
+    int count;
     int64_t* steps = checkpoint_list(out, &count);
-    CheckpointRecord record;
-    char error[512];
-    Json* manifest = NULL;
-    for (; good < count; good++)
-        if ((manifest = checkpoint_manifest(out, steps[good], &record, error, sizeof(error))) != NULL) break;
-    json_free(manifest);
+    char *text = NULL, error[512];
+    for (int i = 0; i < count && !text; i++) text = manifest_text(out, steps[i], error, sizeof(error));
 
-    // All are bad: each is named.
-    for (int i = 0; i < count && good == count; i++) {
-        checkpoint_manifest(out, steps[i], &record, error, sizeof(error));
+    // All are bad: each is named. (Where one is good, those before it are when the run resumes from it.)
+    for (int i = 0; i < count && !text; i++) {
+        manifest_text(out, steps[i], error, sizeof(error));
         warn("checkpoint step_%08ld is refused: %s", steps[i], error);
     }
-    if (count && good == count) die(EXIT_FAILED, "no checkpoint in %s is good; nothing was changed", out);
-
-    char* text = NULL;
-    if (count) {
-        Path path = path_of("%s/step_%08ld/manifest.json", out, steps[good]);
-        text = read_file(path.text, (size_t)64 << 20, NULL);
-        if (!text) die(EXIT_FAILED, "cannot read %s: %s", path.text, file_error(errno));
-    }
+    if (count && !text) die(EXIT_FAILED, "no checkpoint in %s is good; nothing was changed", out);
     free(steps);
     return text;
 }
