@@ -105,7 +105,7 @@ void record_recall(const Json* record, Settings* s, const char* given) {
         const Option* o = &settings_table[i];
         if (given[i] && o->offset == offsetof(Settings, precision)) set = o->group;
         int by_set = set && !o->initial && strcmp(o->group, set) == 0;
-        if (given[i] || by_set || o->scope == OPTION_ONCE) continue;
+        if (given[i] || by_set) continue;
         char* text = option_text(o, &was);
         options_set(o, s, text, "");
         free(text);
