@@ -14,8 +14,8 @@ OPS_LT = blackwell/attention_lt blackwell/grouped_gemm_lt
 HOST = device/check device/random device/options device/arena device/pool device/files device/threads \
        data/json data/safetensors data/shards data/tokenizer data/runlog \
        layers/rope_table mx/rows mx/products mx/mx_check moe/dispatch moe/moe moe/moe_buffers \
-       model/settings model/record model/params model/forward model/backward model/model model/persist model/report model/sample \
-       model/agree $(RANKS) parallel/watch parallel/sharding parallel/slices parallel/checkpoint parallel/resume
+       model/settings model/record model/params model/forward model/backward model/model model/persist model/report \
+       model/sample model/agree $(RANKS) parallel/watch parallel/sharding parallel/slices parallel/checkpoint parallel/resume
 
 # Open MPI connects the ranks; without it every program is one rank, and nothing else changes.
 ifndef MPI
