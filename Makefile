@@ -14,8 +14,9 @@ OPS_LT = blackwell/attention_lt blackwell/grouped_gemm_lt
 HOST = device/check device/random device/options device/arena device/pool device/files device/threads \
        data/json data/safetensors data/shards data/tokenizer data/choices data/runlog \
        layers/rope_table mx/rows mx/products mx/mx_check moe/dispatch moe/moe moe/moe_buffers \
-       model/settings model/params model/forward model/backward model/model model/persist model/hub model/export model/import model/evaluate model/report model/sample \
-       model/agree $(RANKS) parallel/watch parallel/sharding parallel/slices parallel/checkpoint parallel/resume
+       model/settings model/settings_check model/record model/params model/forward model/backward model/model model/persist \
+       model/hub model/export model/import model/evaluate model/use model/report model/sample model/agree $(RANKS) \
+       parallel/watch parallel/sharding parallel/slices parallel/checkpoint parallel/resume
 
 # Open MPI connects the ranks; without it every program is one rank, and nothing else changes.
 ifndef MPI
@@ -102,12 +103,18 @@ build/%/ranks: FORCE
 # tests/fuzz.c has these functions in the place of the program's.
 FUZZ_WRAP = $(patsubst %,-Wl$(COMMA)--wrap=%,die warn calloc free)
 
+# The commit, of which device/version.o alone is made; a source tree without git has none.
+COMMIT = $(or $(if $(wildcard .git),$(shell git describe --always --dirty 2>/dev/null)),unknown)
+build/%/commit: FORCE
+	@mkdir -p $(@D)
+	@echo "$(COMMIT)" | cmp -s - $@ || echo "$(COMMIT)" > $@
+
 # $(1): build folder, $(2): extra flags
 define build
 $(1)/%.o: %.c Makefile
 	@mkdir -p $$(@D)
 	@echo "  CC    $$@"
-	@$(CC) $(CPPFLAGS) $$(CFLAGS) $(2) -c $$< -o $$@
+	@$(CC) $$(CPPFLAGS) $$(CFLAGS) $(2) -c $$< -o $$@
 $(1)/train_moe.o: train_moe.cu Makefile
 	@mkdir -p $$(@D)
 	@echo "  CC    $$@"
@@ -115,7 +122,9 @@ $(1)/train_moe.o: train_moe.cu Makefile
 # The same seed gives the same weights on every machine: no fused multiply-adds there.
 $(1)/device/random.o: CFLAGS += -ffp-contract=off
 $(1)/parallel/ranks_mpi.o: CFLAGS += $(MPI_FLAGS)
-$(1)/train_moe: $(addprefix $(1)/,$(addsuffix .o,train_moe $(HOST) $(OPS)) ranks)
+$(1)/device/version.o: CPPFLAGS += -DCOMMIT='"$$(COMMIT)"'
+$(1)/device/version.o: $(1)/commit
+$(1)/train_moe: $(addprefix $(1)/,$(addsuffix .o,train_moe device/version $(HOST) $(OPS)) ranks)
 	@echo "  LINK  $$@"
 	@$(CC) $(CFLAGS) $$(filter %.o,$$^) -o $$@ $(LDLIBS)
 $(1)/tests/%: $(1)/tests/%.o $(addprefix $(1)/,$(addsuffix .o,$(HOST) $(OPS)) ranks)
@@ -131,13 +140,13 @@ $(1)/libreference.so: $(addprefix $(1)/,$(addsuffix .o,device/check device/rando
                         $(filter-out parallel/comm,$(OPS))))
 	@echo "  LINK  $$@"
 	@$(CC) $(CFLAGS) -shared -Wl,-Bsymbolic $$^ -o $$@ $(LDLIBS)
--include $(addprefix $(1)/,$(addsuffix .d,train_moe $(HOST) $(OPS) $(TESTS) $(TESTS_RANKS)))
+-include $(addprefix $(1)/,$(addsuffix .d,train_moe device/version $(HOST) $(OPS) $(TESTS) $(TESTS_RANKS)))
 endef
 $(eval $(call build,$(CPU),))
 $(eval $(call build,$(DOUBLE),-DF64))
 
 # Ops are compiled from their .cu alone: one that is missing is an error, never the reference in its place.
-CUDA_HOST = $(addprefix $(CUDA)/,$(addsuffix .o,$(HOST) $(TESTS_EITHER) $(TESTS_CUDA_RANKS)))
+CUDA_HOST = $(addprefix $(CUDA)/,$(addsuffix .o,device/version $(HOST) $(TESTS_EITHER) $(TESTS_CUDA_RANKS)))
 $(CUDA_HOST): $(CUDA)/%.o: %.c Makefile
 	@mkdir -p $(@D)
 	@echo "  NVCC  $@"
@@ -148,7 +157,9 @@ $(CUDA)/%.o: %.cu Makefile
 	@$(NVCC) $(NVCCFLAGS) -c $< -o $@
 $(CUDA)/device/random.o: NVCCFLAGS += -Xcompiler -ffp-contract=off
 $(CUDA)/parallel/ranks_mpi.o: NVCCFLAGS += $(MPI_FLAGS)
-$(CUDA)/train_moe: $(addprefix $(CUDA)/,$(addsuffix .o,train_moe $(HOST) $(OPS) $(OPS_LT)) ranks)
+$(CUDA)/device/version.o: NVCCFLAGS += -DCOMMIT='"$(COMMIT)"'
+$(CUDA)/device/version.o: $(CUDA)/commit
+$(CUDA)/train_moe: $(addprefix $(CUDA)/,$(addsuffix .o,train_moe device/version $(HOST) $(OPS) $(OPS_LT)) ranks)
 	@echo "  LINK  $@"
 	@$(NVCC) $(NVCCFLAGS) $(filter %.o,$^) -o $@ $(CUDALIBS)
 $(CUDA)/tests/%: $(CUDA)/tests/%.o $(addprefix $(CUDA)/,$(addsuffix .o,$(HOST) $(OPS) $(OPS_LT)) ranks)
@@ -163,7 +174,7 @@ $(CUDA)/bench/libprofile.so: bench/profile.cc Makefile
 	@echo "  LINK  $@"
 	@$(NVCC) -std=c++17 -O2 -shared -Xcompiler -fPIC -I$(CUDA_HOME)/extras/CUPTI/include $< -o $@ \
 	    -L$(CUDA_HOME)/extras/CUPTI/lib64 -lcupti
--include $(addprefix $(CUDA)/,$(addsuffix .d,train_moe $(HOST) $(OPS) $(OPS_LT))) $(wildcard $(CUDA)/tests/*.d $(CUDA)/bench/*.d)
+-include $(addprefix $(CUDA)/,$(addsuffix .d,train_moe device/version $(HOST) $(OPS) $(OPS_LT))) $(wildcard $(CUDA)/tests/*.d $(CUDA)/bench/*.d)
 .SECONDARY:
 
 train:
@@ -212,8 +223,8 @@ bench: all $(if $(HAVE_GPU),$(BENCH_CUDA:%=$(CUDA)/bench/%))
 
 # Host code is C11 for gcc and C++20 for nvcc: it must stay in the common subset.
 check-host:
-	@for file in $(HOST:=.c) train_moe.cu; do \
-	    g++ -x c++ -std=c++20 $(HOST_WARNINGS) -Werror -I. $(MPI_FLAGS) -fsyntax-only $$file || exit 1; \
+	@for file in $(HOST:=.c) device/version.c train_moe.cu; do \
+	    g++ -x c++ -std=c++20 $(HOST_WARNINGS) -Werror -I. $(MPI_FLAGS) -DCOMMIT='""' -fsyntax-only $$file || exit 1; \
 	done
 
 clean:

@@ -20,14 +20,17 @@
 #include "device/check.h"
 #include "device/files.h"
 #include "device/threads.h"
+#include "device/version.h"
 #include "model/agree.h"
 #include "model/evaluate.h"
 #include "model/export.h"
 #include "model/import.h"
 #include "model/model.h"
 #include "model/persist.h"
+#include "model/record.h"
 #include "model/report.h"
 #include "model/sample.h"
+#include "model/use.h"
 #include "parallel/watch.h"
 
 // The signal that asked this rank to stop.
@@ -100,18 +103,6 @@ static void open_folder(Run* r) {
     }
 }
 
-// Ends the run before its first step if samples could not be made later.
-static void check_sample(const Settings* s, const Tokenizer* tokenizer) {
-    if (tokenizer_size(tokenizer) > s->model.V)
-        die(EXIT_USAGE, "samples: the tokenizer (%s) has %d tokens, more than --vocab %ld",
-            *s->tokenizer ? s->tokenizer : "bytes", tokenizer_size(tokenizer), s->model.V);
-    int64_t room = (int64_t)strlen(s->prompt) + 1;
-    int32_t* ids = (int32_t*)host_alloc((size_t)room * sizeof(int32_t));
-    if (tokenizer_encode(tokenizer, s->prompt, ids, room) < 0)
-        die(EXIT_USAGE, "--prompt '%s' has a byte that the tokenizer %s has no token for", s->prompt, s->tokenizer);
-    free(ids);
-}
-
 // Whether an option that says "every so many steps" (0: never) means this one.
 static int due(int64_t step, int64_t every) { return every > 0 && step % every == 0; }
 
@@ -143,21 +134,6 @@ static NORETURN void end_diverged(Run* r) {
         note);
 }
 
-// Every file of questions, a line each. The scores in fresh memory; NULL without files.
-static ScoreRecord* ask(Run* r) {
-    if (!r->question_files) return NULL;
-    ScoreRecord* scores = (ScoreRecord*)host_alloc((size_t)r->question_files * sizeof(ScoreRecord));
-    for (int i = 0; i < r->question_files; i++) {
-        const ChoiceScore s = evaluate_choices(r->model, &r->questions[i], r->tokenizer);
-        const ScoreRecord score = {r->questions[i].name, s.accuracy, s.normalised};
-        scores[i] = score;
-        printf("%s: %d questions, accuracy %.4f, normalised %.4f\n", score.name, r->questions[i].questions,
-               score.accuracy, score.normalised);
-    }
-    fflush(stdout);
-    return scores;
-}
-
 // Waits for the results of the pending step, and prints and logs them. With `val` it measures the validation loss,
 // with `asks` the answers to --eval, which join them.
 static void report(Run* r, int val, int asks) {
@@ -173,7 +149,7 @@ static void report(Run* r, int val, int asks) {
 
     // What is measured now and then.
     double val_loss = val ? evaluate_loss(r->model, r->val) : 0;
-    ScoreRecord* scores = asks ? ask(r) : NULL;
+    ScoreRecord* scores = asks ? evaluate_questions(r->model, r->questions, r->question_files, r->tokenizer) : NULL;
     CastRecord* casts = NULL;
     int cast_count = 0;
     if (r->casts && due(r->pending, s->mx_stats))
@@ -295,7 +271,7 @@ static void train(Run* r) {
         int last = step == s->steps || stop;
 
         // Once in a while: a validation. Whatever comes after it waits for the results of this step too.
-        int validates = r->val && (step == s->steps || due(step, s->val_every));
+        int validates = r->val && s->val_every && (step == s->steps || due(step, s->val_every));
         int samples = s->sample_every && (step == s->steps || due(step, s->sample_every));
         int saves = *s->out && (last || due(step, s->save_every));
         int asks = r->question_files && (step == s->steps || due(step, s->eval_every));
@@ -324,7 +300,11 @@ static void open_ranks(Run* r, int argc, char** argv) {
     r->world = ranks_start(&argc, &argv);
     r->ranks = ranks_count(r->world);
     r->rank = ranks_index(r->world);
-    r->settings = settings_read(argc, argv, r->ranks);
+    char* out = settings_resumed(argc, argv);
+    Json* manifest = record_manifest(r->world, out);
+    r->settings = settings_read(argc, argv, r->ranks, json_get(manifest, "options"));
+    json_free(manifest);
+    free(out);
     threads_check();
     watch_start(r->world, r->settings.timeout);
     agree_on_settings(r->world, &r->settings);
@@ -341,24 +321,14 @@ static void catch_signals(void) {
     if (signal(SIGHUP, ask_stop) == SIG_IGN) signal(SIGHUP, SIG_IGN);  // nohup
 }
 
-// The questions of --eval.
-static void open_questions(Run* r) {
-    const Settings* s = &r->settings;
-    if (!*s->eval) return;
-    if (tokenizer_eot(r->tokenizer) >= s->model.V)
-        die(EXIT_USAGE, "--eval: end of text has id %d in the tokenizer, and --vocab is %ld",
-            tokenizer_eot(r->tokenizer), s->model.V);
-    r->questions = choices_open("eval", s->eval, (int32_t)s->model.V, &r->question_files);
-}
-
 // What the run reads: tokenizer and shards, which must be the same on all ranks.
 static void open_data(Run* r) {
     const Settings* s = &r->settings;
     r->tokenizer = tokenizer_open(s->tokenizer);
-    if (s->sample_every) check_sample(s, r->tokenizer);
-    open_questions(r);
+    r->questions = evaluate_open(s, r->tokenizer, &r->question_files);
     r->train = shards_open("--train", s->train, s->seq_len);
     agree_on_data(r->world, "--train", shards_hash(r->train));
+    sample_check(s, r->tokenizer, r->train);
     if (*s->val) r->val = shards_open("--val", s->val, s->seq_len);
     agree_on_data(r->world, "--val", r->val ? shards_hash(r->val) : 0);
 
@@ -366,24 +336,11 @@ static void open_data(Run* r) {
     double epochs = (double)s->steps * (double)s->tokens_per_step / (double)s->seq_len / (double)windows;
     printf("data       %d shards, %ld tokens, %ld windows of %ld (%.3g epochs in %ld steps)\n", shards_count(r->train),
            shards_tokens(r->train), windows, s->seq_len, epochs, s->steps);
+    printf("tokenizer  %s, %d tokens\n", *s->tokenizer ? s->tokenizer : "bytes", tokenizer_size(r->tokenizer));
     if (windows < s->batch)
         die(EXIT_FAILED,
             "--train has %ld windows of %ld tokens, fewer than one batch of %ld; use a smaller --batch or --seq-len",
             windows, s->seq_len, s->batch);
-}
-
-// The weights of the folder that an option names, or drawn by --seed.
-static void begin_weights(Run* r) {
-    const char *option, *folder = settings_folder(&r->settings, &option);
-    double began = host_seconds();
-    if (!folder) {
-        model_init(r->model, (uint64_t)r->settings.seed);
-        return;
-    }
-    import_weights(r->model, option, folder);
-    char* shown = host_printable(folder, strlen(folder), "");
-    printf("weights    from %s, in %.1f s\n", shown, host_seconds() - began);
-    free(shown);
 }
 
 // The model: as it begins, or as it was saved.
@@ -398,15 +355,16 @@ static void open_model(Run* r) {
     if (r->saved)
         printf("resumed    from %s/step_%08ld\n", out, r->saved);
     else
-        begin_weights(r);
-    if (r->saved >= s->steps) printf("nothing to do: %ld of %ld steps are done\n", r->saved, s->steps);
+        model_begin(r->model);
+    if (r->saved >= s->steps)
+        printf("nothing to do: %ld of %ld steps are done; a larger --steps goes on\n", r->saved, s->steps);
     free(out);
 }
 
 // What the run writes, log and checkpoints, and what it measures of a step.
 static void open_outputs(Run* r) {
     const Settings* s = &r->settings;
-    char* config = settings_json(s);
+    char* config = record_json(s);
     if (*s->out && r->rank == 0) r->log = runlog_open(s->out, config, r->saved);
     free(config);
     if (*s->out) {
@@ -435,47 +393,18 @@ static void close_all(Run* r) {
     tokenizer_close(r->tokenizer);
 }
 
-// --sample, --evaluate: a model that is there already says something, or is measured. Nothing is trained or written.
-static void use_model(Run* r) {
-    const Settings* s = &r->settings;
-    r->tokenizer = tokenizer_open(s->tokenizer);
-    if (*s->sample) check_sample(s, r->tokenizer);
-    open_questions(r);
-    if (*s->val) r->val = shards_open("--val", s->val, s->seq_len);
-    agree_on_data(r->world, "--val", r->val ? shards_hash(r->val) : 0);
-    device_choose(ranks_local());
-    check_memory(s, r->rank);
-    ranks_barrier(r->world);
-    r->model = model_create(s, r->world);
-    begin_weights(r);
-
-    if (*s->sample) {
-        char* text = model_sample(r->model, r->tokenizer, 0);
-        printf("%s\n", text);
-        free(text);
-    } else {
-        if (r->val) {
-            const double loss = evaluate_loss(r->model, r->val);
-            printf("loss       %.6f nats a token, perplexity %.4f\n", loss, exp(loss));
-        }
-        free(ask(r));
-    }
-    model_destroy(r->model);
-    shards_close(r->val);
-    choices_close(r->questions, r->question_files);
-    tokenizer_close(r->tokenizer);
-}
-
 int main(int argc, char** argv) {
     Run r = {.lock = -1};
     open_ranks(&r, argc, argv);
     const Settings* s = &r.settings;
-    if (s->dry_run && !s->help) report_dry_run(s);
+    const int asks = s->help || s->version;
+    if (s->version && !s->help) version_print();
+    if (s->dry_run && !asks) report_dry_run(s);
 
     const bool uses = *s->sample || *s->evaluate;
-    if (uses && !s->help && !s->dry_run) use_model(&r);
+    if (uses && !asks && !s->dry_run) use_model(r.world, s);
 
-    if (!uses && !s->help && !s->dry_run) {
+    if (!uses && !asks && !s->dry_run) {
         // What is trained, and on which data.
         catch_signals();
         options_print(settings_table, settings_count, s);

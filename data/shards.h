@@ -29,6 +29,11 @@ typedef struct Shards Shards;
 // not fit the header's count, no window of T + 1 tokens in the whole set.
 Shards* shards_open(const char* option, const char* pattern, int64_t T);
 void shards_close(Shards* shards);
+
+// The tokenizer file that lies beside the first shard of `pattern`, in fresh memory: text_tokenizer.bin beside
+// text_train_000000.bin. NULL: none, or a shard of another name.
+char* shards_tokenizer(const char* pattern);
+
 int64_t shards_windows(const Shards* shards);
 int64_t shards_tokens(const Shards* shards);
 int shards_count(const Shards* shards);

@@ -30,29 +30,29 @@ static char* choice_name(const char* choices, int64_t index) {
 }
 
 // The number that `text` is, in the option's range. A whole one is exact: no range goes beyond 2^53.
-static double number(const Option* o, const char* text) {
+static double number(const Option* o, const char* text, const char* where) {
     int whole = o->type == OPTION_INT, digits = whole ? 15 : 6;
     char* end = NULL;
     errno = 0;
     double v = whole ? (double)strtol(text, &end, 10) : strtod(text, &end);
     if (end == text || *end || (whole ? errno != 0 : !isfinite(v)))
-        die(EXIT_USAGE, "--%s takes a %s from %.*g to %.*g, not '%s'", o->name, whole ? "whole number" : "number",
-            digits, o->min, digits, o->max, text);
+        die(EXIT_USAGE, "%s--%s takes a %s from %.*g to %.*g, not '%s'", where, o->name,
+            whole ? "whole number" : "number", digits, o->min, digits, o->max, text);
     if (v < o->min || v > o->max)
-        die(EXIT_USAGE, "--%s %s is out of range: from %.*g to %.*g are allowed", o->name, text, digits, o->min, digits,
-            o->max);
+        die(EXIT_USAGE, "%s--%s %s is out of range: from %.*g to %.*g are allowed", where, o->name, text, digits,
+            o->min, digits, o->max);
     return v;
 }
 
-// Sets one option from text; a text set before is freed.
-static void options_set(const Option* o, void* values, const char* text) {
+void options_set(const Option* o, void* values, const char* text, const char* where) {
     void* value = value_at(o, values);
     switch (o->type) {
-        case OPTION_INT: *(int64_t*)value = (int64_t)number(o, text); return;
-        case OPTION_FLOAT: *(double*)value = number(o, text); return;
+        case OPTION_INT: *(int64_t*)value = (int64_t)number(o, text, where); return;
+        case OPTION_FLOAT: *(double*)value = number(o, text, where); return;
         case OPTION_CHOICE:
             *(int64_t*)value = choice_index(o->choices, text);
-            if (*(int64_t*)value < 0) die(EXIT_USAGE, "--%s takes one of %s, not '%s'", o->name, o->choices, text);
+            if (*(int64_t*)value < 0)
+                die(EXIT_USAGE, "%s--%s takes one of %s, not '%s'", where, o->name, o->choices, text);
             return;
         case OPTION_TEXT:
             free(*(char**)value);
@@ -64,7 +64,7 @@ static void options_set(const Option* o, void* values, const char* text) {
 
 void options_defaults(const Option* table, int count, void* values) {
     for (int i = 0; i < count; i++)
-        if (table[i].initial) options_set(&table[i], values, table[i].initial);
+        if (table[i].initial) options_set(&table[i], values, table[i].initial, "");
 }
 
 void options_free(const Option* table, int count, void* values) {
@@ -95,33 +95,49 @@ static int distance(const char* a, const char* b) {
 
 void options_parse(const Option* table, int count, void* values, char* given, int argc, char** argv) {
     for (int a = 1; a < argc; a++) {
-        const char* name = argv[a];
-        if (strncmp(name, "--", 2) != 0)
-            die(EXIT_USAGE, "'%s' is not an option; options look like --name value (--help lists them)", name);
+        const char* word = strcmp(argv[a], "-h") == 0 ? "--help" : argv[a];
+        if (strncmp(word, "--", 2) != 0)
+            die(EXIT_USAGE, "'%s' is not an option; options look like --name value (--help lists them)", word);
 
         // The option of this name, or else the one with the nearest name.
+        size_t length = strcspn(word + 2, "=");
+        char* name = host_format("%.*s", (int)length, word + 2);
         int found = 0;
         for (int i = 0; i < count; i++)
-            if (distance(table[i].name, name + 2) < distance(table[found].name, name + 2)) found = i;
+            if (distance(table[i].name, name) < distance(table[found].name, name)) found = i;
         const Option* o = &table[found];
-        if (strcmp(o->name, name + 2) != 0)
-            die(EXIT_USAGE, "unknown option %s; did you mean --%s? (--help lists all)", name, o->name);
-        if (given[found]) die(EXIT_USAGE, "%s is given twice", name);
+        if (strcmp(o->name, name) != 0)
+            die(EXIT_USAGE, "unknown option --%s; did you mean --%s? (--help lists all)", name, o->name);
+        free(name);
         given[found] = 1;
 
-        // A flag has no value. A value that looks like an option is a value forgotten.
-        int flag = o->type == OPTION_FLAG;
-        if (!flag && a + 1 >= argc) die(EXIT_USAGE, "%s needs a value", name);
-        if (!flag && strncmp(argv[a + 1], "--", 2) == 0)
-            die(EXIT_USAGE, "%s needs a value, and %s looks like an option", name, argv[a + 1]);
-        options_set(o, values, flag ? "1" : argv[++a]);
+        // Its value: behind "=", or the next word. One that looks like an option is a value forgotten.
+        const char* value = word[2 + length] ? word + 2 + length + 1 : NULL;
+        if (o->type == OPTION_FLAG) {
+            if (value) die(EXIT_USAGE, "--%s takes no value, and was given '%s'", o->name, value);
+            value = "1";
+        } else if (!value) {
+            if (++a == argc) die(EXIT_USAGE, "--%s needs a value", o->name);
+            value = argv[a];
+            if (strncmp(value, "--", 2) == 0)
+                die(EXIT_USAGE, "--%s needs a value, and %s looks like an option", o->name, value);
+        }
+        options_set(o, values, value, "");
     }
+}
+
+// In 9 digits where they are all that the number has, else in 17, which every number can be read back from.
+static char* float_text(double value) {
+    char* text = host_format("%.9g", value);
+    if (strtod(text, NULL) == value) return text;
+    free(text);
+    return host_format("%.17g", value);
 }
 
 char* option_text(const Option* o, const void* values) {
     const void* v = (const char*)values + o->offset;
     switch (o->type) {
-        case OPTION_FLOAT: return host_format("%.9g", *(const double*)v);
+        case OPTION_FLOAT: return float_text(*(const double*)v);
         case OPTION_CHOICE: return choice_name(o->choices, *(const int64_t*)v);
         case OPTION_TEXT: return host_strdup(*(char* const*)v);
         default: return host_format("%ld", *(const int64_t*)v);
@@ -146,7 +162,7 @@ void options_print(const Option* table, int count, const void* values) {
 
 void options_help(const Option* table, int count, const char* program) {
     static const char* const kinds[] = {"N", "X", "TEXT", "", ""};  // by OptionType
-    printf("usage: %s --train GLOB [options]\n", program);
+    printf("usage: %s --train GLOB [options]\n       %s --out FOLDER --resume [options]\n", program, program);
     const Option* first = table;  // of the group
     for (int i = 0; i < count; i++) {
         const Option* o = &table[i];

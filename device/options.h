@@ -2,7 +2,7 @@
 // record, so that these cannot drift apart. Values live in a plain struct that the table points into.
 //
 //   a row           {"run", "steps", OPTION_INT, offsetof(Settings, steps), "1000", 1, 1e9, NULL, 0, "updates in all"}
-//   command line    --steps 500
+//   command line    --steps 500, or --steps=500
 //   --help          --steps N      updates in all [1000]
 //   configuration   run         steps 500
 //   record          "steps": 500
@@ -21,6 +21,13 @@ typedef enum {
     OPTION_FLAG     // int64_t: 0 or 1, takes no value
 } OptionType;
 
+// What an option is to a run that is resumed.
+typedef enum {
+    OPTION_FREE,   // it may have another value; without one, that of before
+    OPTION_FIXED,  // part of what the run is: it must have the same value
+    OPTION_ONCE    // of one start alone: it never has the value of before
+} OptionScope;
+
 typedef struct Option {
     const char* group;
     const char* name;  // without the dashes
@@ -29,7 +36,7 @@ typedef struct Option {
     const char* initial;  // default as text; NULL: it follows from the first option of the group, a preset's name
     double min, max;      // INT and FLOAT: allowed range, both ends included
     const char* choices;  // CHOICE: "a|b|c"
-    int fixed;            // 1: part of what a run is; a resumed run must have the same value
+    OptionScope scope;
     const char* help;
 } Option;
 
@@ -37,15 +44,20 @@ typedef struct Option {
 // left alone.
 void options_defaults(const Option* table, int count, void* values);
 
-// Reads `--name value` pairs and flags; given[i] becomes 1 for every option named. Ends the run with EXIT_USAGE on an
-// unknown option (suggesting the nearest name), a missing or repeated one, a value that begins with "--", is no number
-// or is out of range.
+// Sets one option from text; a text set before is freed. Ends the run with EXIT_USAGE and a message that begins with
+// `where` on a value that is no number, out of range or none of the choices.
+void options_set(const Option* option, void* values, const char* text, const char* where);
+
+// Reads `--name value`, `--name=value` and flags, and -h for --help; given[i] becomes 1 for every option named. Of an
+// option named twice the last value counts. Ends the run with EXIT_USAGE on an unknown option (suggesting the nearest
+// name), a missing value, one that a flag is given or that begins with "--" (`--name=--value` is fine), and where
+// options_set does.
 void options_parse(const Option* table, int count, void* values, char* given, int argc, char** argv);
 
 // Frees the texts.
 void options_free(const Option* table, int count, void* values);
 
-// The value as text, in fresh memory.
+// The value as text, in fresh memory: read back it is the same value.
 char* option_text(const Option* option, const void* values);
 
 void options_help(const Option* table, int count, const char* program);  // to stdout

@@ -139,3 +139,26 @@ ChoiceScore evaluate_choices(Model* m, const Choices* c, const Tokenizer* tokeni
     const ChoiceScore score = {(double)right / c->questions, (double)right_by_byte / c->questions};
     return score;
 }
+
+Choices* evaluate_open(const Settings* s, const Tokenizer* tokenizer, int* count) {
+    *count = 0;
+    if (!*s->eval) return NULL;
+    if (tokenizer_eot(tokenizer) >= s->model.V)
+        die(EXIT_USAGE, "--eval: end of text has id %d in the tokenizer, and --vocab is %ld", tokenizer_eot(tokenizer),
+            s->model.V);
+    return choices_open("eval", s->eval, (int32_t)s->model.V, count);
+}
+
+ScoreRecord* evaluate_questions(Model* m, const Choices* files, int count, const Tokenizer* tokenizer) {
+    if (!count) return NULL;
+    ScoreRecord* scores = (ScoreRecord*)host_alloc((size_t)count * sizeof(ScoreRecord));
+    for (int i = 0; i < count; i++) {
+        const ChoiceScore s = evaluate_choices(m, &files[i], tokenizer);
+        const ScoreRecord score = {files[i].name, s.accuracy, s.normalised};
+        scores[i] = score;
+        printf("%s: %d questions, accuracy %.4f, normalised %.4f\n", score.name, files[i].questions, score.accuracy,
+               score.normalised);
+    }
+    fflush(stdout);
+    return scores;
+}

@@ -3,6 +3,7 @@
 #define MODEL_EVALUATE_H
 
 #include "data/choices.h"
+#include "data/runlog.h"
 #include "data/shards.h"
 #include "data/tokenizer.h"
 #include "model/model.h"
@@ -20,6 +21,11 @@ typedef struct ChoiceScore {
     double accuracy, normalised;
 } ChoiceScore;
 ChoiceScore evaluate_choices(Model* model, const Choices* choices, const Tokenizer* tokenizer);
+
+// The questions of --eval, *count files; NULL without. Their ids, and the tokenizer's end of text, are of the vocabulary.
+Choices* evaluate_open(const Settings* settings, const Tokenizer* tokenizer, int* count);
+// Asks those of every file, prints a line for each, and returns the scores in fresh memory; NULL without files.
+ScoreRecord* evaluate_questions(Model* model, const Choices* files, int count, const Tokenizer* tokenizer);
 
 END_C
 

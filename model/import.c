@@ -203,3 +203,16 @@ void import_weights(Model* m, const char* option, const char* folder) {
     free(in.raw);
     free(in.values);
 }
+
+void model_begin(Model* m) {
+    const char *option, *folder = settings_folder(&m->settings, &option);
+    if (!folder) {
+        model_init(m, (uint64_t)m->settings.seed);
+        return;
+    }
+    const double began = host_seconds();
+    import_weights(m, option, folder);
+    char* shown = host_printable(folder, strlen(folder), "");
+    printf("weights    from %s, in %.1f s\n", shown, host_seconds() - began);
+    free(shown);
+}

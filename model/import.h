@@ -18,6 +18,9 @@ BEGIN_C
 // named the folder.
 void import_weights(Model* model, const char* option, const char* folder);
 
+// The weights that a run begins with: of the folder that an option names, or drawn by --seed.
+void model_begin(Model* model);
+
 END_C
 
 #endif

@@ -7,6 +7,7 @@
 
 #include "device/check.h"
 #include "device/files.h"
+#include "model/record.h"
 
 // Adds a tensor to a file's list, named `name` and `suffix`; `data` is where its slice begins in this rank's memory.
 static void add(CheckpointFile* file, CheckpointTensor tensor, const char* name, const char* suffix, real* data) {
@@ -67,7 +68,7 @@ void model_save(Model* m, Saver* saver, int64_t step, int64_t window, uint32_t d
     CheckpointRecord record = {step, window, state->updates, data_hash};
     int count;
     CheckpointFile* files = model_files(m, m->config.score == SCORE_SOFTMAX, &count);
-    char* options = settings_json(&m->settings);
+    char* options = record_json(&m->settings);
     checkpoint_save(saver, &record, options, files, count, m->ctx);
     free(options);
     model_files_free(files, count);
@@ -75,12 +76,7 @@ void model_save(Model* m, Saver* saver, int64_t step, int64_t window, uint32_t d
 
 // What must be the same in the run that saved and in this one.
 static void check_record(const Model* m, const Json* manifest, const CheckpointRecord* record, uint32_t data_hash) {
-    char *was, *is;
-    const char* option = settings_differ(&m->settings, json_get(manifest, "options"), &was, &is);
-    if (option)
-        die(EXIT_USAGE,
-            "--%s is %s, but the run in %s was made with %s; a resumed run keeps its model, data and optimizer options",
-            option, is, m->settings.out, was);
+    record_check(json_get(manifest, "options"), &m->settings);
     if (record->data_hash != (int64_t)data_hash)
         die(EXIT_USAGE, "--train names other shards than the run in %s was made with (names, sizes or headers differ)",
             m->settings.out);

@@ -9,6 +9,38 @@
 
 enum { SAMPLE_STREAM = 0xFFFFFFFFu - 1 };  // beside the streams of the weights (model/params.h)
 
+// Whether the first 64k tokens of the shards are bytes and their end of text alone.
+static int are_bytes(const Shards* shards, const Settings* s) {
+    int64_t T = s->seq_len, windows = min_i64(shards_windows(shards), ceil_div(1 << 16, T)), largest = 0;
+    int32_t* ids = (int32_t*)host_alloc((size_t)(2 * T) * sizeof(int32_t));
+    for (int64_t i = 0; i < windows; i++) {
+        shards_read(shards, i, (int32_t)s->model.V, ids, ids + T);
+        for (int64_t t = 0; t < T; t++) largest = max_i64(largest, ids[t]);
+    }
+    free(ids);
+    return largest <= 256;
+}
+
+void sample_check(const Settings* s, const Tokenizer* tokenizer, const Shards* train) {
+    if (!s->sample_every && !*s->sample) return;
+
+    // Of the model's vocabulary, and of the shards'.
+    int32_t size = tokenizer_size(tokenizer);
+    if (size > s->model.V)
+        die(EXIT_USAGE, "samples: the tokenizer (%s) has %d tokens, more than --vocab %ld",
+            *s->tokenizer ? s->tokenizer : "bytes", size, s->model.V);
+    if (!*s->tokenizer && size < s->model.V && !(train && are_bytes(train, s)))
+        die(EXIT_USAGE, "samples need --tokenizer: the ids %s beyond 256, so they are no bytes",
+            train ? "in the shards go" : "of the model go");
+
+    // The prompt can be told in its tokens.
+    int64_t room = (int64_t)strlen(s->prompt) + 1;
+    int32_t* ids = (int32_t*)host_alloc((size_t)room * sizeof(int32_t));
+    if (tokenizer_encode(tokenizer, s->prompt, ids, room) < 0)
+        die(EXIT_USAGE, "--prompt '%s' has a byte that the tokenizer %s has no token for", s->prompt, s->tokenizer);
+    free(ids);
+}
+
 static int larger_first(const void* a, const void* b) {
     real x = *(const real*)a, y = *(const real*)b;
     return (x < y) - (x > y);

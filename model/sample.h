@@ -2,10 +2,15 @@
 #ifndef MODEL_SAMPLE_H
 #define MODEL_SAMPLE_H
 
+#include "data/shards.h"
 #include "data/tokenizer.h"
 #include "model/model.h"
 
 BEGIN_C
+
+// Ends the run before its first step if samples could not be made later, or would be no text. train: NULL where there
+// are no shards to look at.
+void sample_check(const Settings* settings, const Tokenizer* tokenizer, const Shards* train);
 
 // Continues the end-of-text token and --prompt by --sample-tokens tokens, each drawn at --temperature among the
 // --sample-top-k likeliest, and stops early at an end-of-text token. Returns the text in fresh memory, prompt included,

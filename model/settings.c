@@ -1,5 +1,4 @@
-// The table of options, the presets, and what must hold between options: a check for each subject, in the order in
-// which settings_read calls them. Each ends the run with the names and values of the options that do not fit.
+// The table of options, the presets, and where the value of an option comes from.
 #include "model/settings.h"
 
 #include <math.h>
@@ -9,25 +8,32 @@
 #include <string.h>
 #include <unistd.h>
 
+#include "data/shards.h"
+#include "data/tokenizer.h"
 #include "device/check.h"
 #include "device/files.h"
 #include "model/hub.h"
+#include "model/record.h"
 #include "moe/moe.h"
 #include "parallel/sharding.h"
 
 // The table's rows, by type: group, name, field of Settings, default (NULL: by the group's first option), range or
-// choices, FIXED where a resumed run must have the same, help. Texts and flags are empty and off by default.
-enum { FREE, FIXED };
-#define WHOLE(group, name, field, initial, min, max, fixed, help)                                                      \
-    { group, name, OPTION_INT, offsetof(Settings, field), initial, min, max, NULL, fixed, help }
-#define NUMBER(group, name, field, initial, min, max, fixed, help)                                                     \
-    { group, name, OPTION_FLOAT, offsetof(Settings, field), initial, min, max, NULL, fixed, help }
-#define CHOICE(group, name, field, initial, choices, fixed, help)                                                      \
-    { group, name, OPTION_CHOICE, offsetof(Settings, field), initial, 0, 0, choices, fixed, help }
+// choices, what it is to a resumed run, help. Texts and flags are empty and off by default.
+#define FREE OPTION_FREE
+#define FIXED OPTION_FIXED
+#define ONCE OPTION_ONCE
+#define WHOLE(group, name, field, initial, min, max, scope, help)                                                      \
+    { group, name, OPTION_INT, offsetof(Settings, field), initial, min, max, NULL, scope, help }
+#define NUMBER(group, name, field, initial, min, max, scope, help)                                                     \
+    { group, name, OPTION_FLOAT, offsetof(Settings, field), initial, min, max, NULL, scope, help }
+#define CHOICE(group, name, field, initial, choices, scope, help)                                                      \
+    { group, name, OPTION_CHOICE, offsetof(Settings, field), initial, 0, 0, choices, scope, help }
 #define TEXT(group, name, field, help)                                                                                 \
     { group, name, OPTION_TEXT, offsetof(Settings, field), "", 0, 0, NULL, FREE, help }
-#define FLAG(group, name, field, fixed, help)                                                                          \
-    { group, name, OPTION_FLAG, offsetof(Settings, field), "0", 0, 1, NULL, fixed, help }
+#define ONCE_TEXT(group, name, field, help)                                                                            \
+    { group, name, OPTION_TEXT, offsetof(Settings, field), "", 0, 0, NULL, ONCE, help }
+#define FLAG(group, name, field, scope, help)                                                                          \
+    { group, name, OPTION_FLAG, offsetof(Settings, field), "0", 0, 1, NULL, scope, help }
 #define BIG 1e12
 
 const Option settings_table[] = {
@@ -48,7 +54,7 @@ const Option settings_table[] = {
     WHOLE("model", "shared-experts", model.shared, NULL, 0, 64, FIXED, "shared experts (one MLP of that many widths)"),
     WHOLE("model", "expert-ffn", model.F, NULL, 1, 1 << 20, FIXED, "hidden width of an expert"),
     WHOLE("model", "dense-layers", model.dense_layers, NULL, 0, 1024, FIXED, "first blocks with a dense MLP"),
-    WHOLE("model", "vocab", model.V, NULL, 2, 1 << 24, FIXED, "vocabulary"),
+    WHOLE("model", "vocab", model.V, NULL, 2, 1 << 24, FIXED, "vocabulary; where there is a tokenizer file, its size"),
     WHOLE("model", "groups", model.groups, NULL, 1, 4096, FIXED, "groups of experts"),
     WHOLE("model", "top-groups", model.top_groups, NULL, 1, 4096, FIXED, "groups a token may choose from"),
     CHOICE("model", "score", model.score, NULL, "sigmoid|softmax", FIXED, "router's score"),
@@ -65,14 +71,15 @@ const Option settings_table[] = {
     TEXT("use", "init", init,
          "start training from the weights in this Hugging Face folder (a step of a run is one); its config.json says "
          "what the model group does"),
-    TEXT("use", "sample", sample, "no training: a sample of the model in this folder"),
-    TEXT("use", "evaluate", evaluate, "no training: what the model in this folder gives on --val and --eval"),
+    ONCE_TEXT("use", "sample", sample, "no training: a sample of the model in this folder"),
+    ONCE_TEXT("use", "evaluate", evaluate, "no training: what the model in this folder gives on --val and --eval"),
 
     // What it learns from.
     TEXT("data", "train", train, "training shards (glob)"),
     TEXT("data", "val", val, "validation shards (glob)"),
     TEXT("data", "eval", eval, "files of multiple-choice questions (glob), which scripts/prepare_eval.py writes"),
-    TEXT("data", "tokenizer", tokenizer, "tokenizer file to decode samples; none: bytes"),
+    TEXT("data", "tokenizer", tokenizer,
+         "tokenizer file to decode samples; none: NAME_tokenizer.bin beside NAME_train_*.bin, or else bytes"),
     WHOLE("data", "seq-len", seq_len, "256", 1, 1 << 24, FIXED, "tokens of a sequence"),
     WHOLE("data", "batch", batch, "8", 1, 1 << 20, FREE, "sequences per rank and micro-step"),
     WHOLE("data", "tokens-per-step", tokens_per_step, "0", 0, BIG, FIXED,
@@ -82,10 +89,11 @@ const Option settings_table[] = {
     // How long it runs, and what it leaves.
     WHOLE("run", "steps", steps, "1000", 1, 1e9, FREE, "updates in all"),
     TEXT("run", "out", out, "folder for log and checkpoints; none: nothing is kept"),
-    FLAG("run", "resume", resume, FREE, "go on from the newest good checkpoint in --out"),
+    FLAG("run", "resume", resume, ONCE,
+         "go on from the newest good checkpoint in --out; options not given are as it was made with"),
     WHOLE("run", "save-every", save_every, "0", 0, 1e9, FREE, "steps between checkpoints; 0: at the end only"),
     WHOLE("run", "keep", keep, "2", 1, 1e6, FREE, "checkpoints that stay"),
-    WHOLE("run", "val-every", val_every, "100", 1, 1e9, FREE, "steps between validations (and one at the end)"),
+    WHOLE("run", "val-every", val_every, "100", 0, 1e9, FREE, "steps between validations, and one at the end; 0: none"),
     WHOLE("run", "val-tokens", val_tokens, "65536", 1, BIG, FREE, "tokens of a validation, all ranks"),
     WHOLE("run", "eval-every", eval_every, "0", 0, 1e9, FREE, "steps between questions; 0: at the end only"),
     WHOLE("run", "sample-every", sample_every, "0", 0, 1e9, FREE, "steps between samples; 0: none"),
@@ -93,10 +101,11 @@ const Option settings_table[] = {
     TEXT("run", "prompt", prompt, "text that samples begin with"),
     NUMBER("run", "temperature", temperature, "0.8", 0, 100, FREE, "of sampling; 0: the likeliest token"),
     WHOLE("run", "sample-top-k", sample_top_k, "50", 0, 1e9, FREE, "sample among that many likeliest; 0: all"),
-    FLAG("run", "dry-run", dry_run, FREE, "print parameters, FLOPs and memory, and stop"),
-    WHOLE("run", "ranks", ranks, "0", 0, 1 << 20, FREE,
+    FLAG("run", "dry-run", dry_run, ONCE, "print parameters, FLOPs and memory, and stop"),
+    WHOLE("run", "ranks", ranks, "0", 0, 1 << 20, ONCE,
           "with --dry-run: ranks to plan for; a run has those that mpirun or srun starts"),
-    FLAG("run", "help", help, FREE, "print this and stop"),
+    FLAG("run", "version", version, ONCE, "print commit and build, and stop"),
+    FLAG("run", "help", help, ONCE, "print this and stop (also -h)"),
 
     // How it learns.
     NUMBER("optimizer", "lr", lr, "1e-3", 0, 100, FIXED, "peak learning rate"),
@@ -149,6 +158,13 @@ const Option settings_table[] = {
 };
 const int settings_count = sizeof(settings_table) / sizeof(settings_table[0]);
 
+// The row of the field at `offset`.
+static int row(size_t offset) {
+    int i = 0;
+    while (settings_table[i].offset != offset) i++;
+    return i;
+}
+
 // clang-format off
 // The models, in the order of --model's choices. The last three are sized as DeepSeek-V2-Lite, V2 and V3.
 #define POSITION(mscale) \
@@ -188,187 +204,39 @@ static const Settings modes[] = {
     {.expert_precision = PRECISION_MXFP8, .dispatch_precision = PRECISION_MXFP8, .mx_fast = 0},
 };
 
-// The options without a default of their own, as --model and --precision set them; all others are 0.
-static Settings preset_of(int64_t model, int64_t precision) {
-    Settings s = modes[precision];
-    s.model = presets[model];
-    return s;
-}
-
-// What must hold between the options of a model.
-static void check_model(const ModelConfig* m) {
-    if (m->rope % 2) die(EXIT_USAGE, "--rope-dim %ld is odd: rotary position turns pairs", m->rope);
-    if (m->dense_layers > m->L) die(EXIT_USAGE, "--dense-layers %ld is more than --layers %ld", m->dense_layers, m->L);
-    if (m->K > m->E) die(EXIT_USAGE, "--top-k %ld is more than --experts %ld", m->K, m->E);
-    if (m->E % m->groups) die(EXIT_USAGE, "--experts %ld is not a multiple of --groups %ld", m->E, m->groups);
-    if (m->top_groups > m->groups)
-        die(EXIT_USAGE, "--top-groups %ld is more than --groups %ld", m->top_groups, m->groups);
-    if (m->K > m->top_groups * (m->E / m->groups))
-        die(EXIT_USAGE, "--top-k %ld is more than the %ld experts of --top-groups %ld", m->K,
-            m->top_groups * (m->E / m->groups), m->top_groups);
-}
-
-// A width, and the options that make it.
-typedef struct Width {
-    const char* options;
-    int64_t width;
-} Width;
-
-static void check_multiples(const Width* widths, size_t count, int64_t of, const char* who) {
-    for (size_t i = 0; i < count; i++)
-        if (widths[i].width % of)
-            die(EXIT_USAGE, "%s %ld is not a multiple of %ld, which %s needs", widths[i].options, widths[i].width, of,
-                who);
-}
-
-// What the kernels take: rows of a multiple of 16 bytes, and the head sizes that the attention kernels are written for.
-static void check_cuda_model(const ModelConfig* m) {
-    const Width widths[] = {{"--dim", m->C},
-                            {"--q-lora", m->q_lora},
-                            {"--kv-lora", m->kv_lora},
-                            {"--expert-ffn", m->F},
-                            {"--dense-ffn", m->dense_ffn}};
-    check_multiples(widths, sizeof(widths) / sizeof(widths[0]), 8, "the CUDA build");
-    int64_t r = m->rope;
-    if ((r != 64 && r != 32 && r != 16) || m->nope != 2 * r || m->v != 2 * r)
-        die(EXIT_USAGE,
-            "--nope-dim %ld --rope-dim %ld --v-dim %ld: the CUDA build takes 128/64/128, 64/32/64 and 32/16/32",
-            m->nope, m->rope, m->v);
+// int64_t and double are both 8 bytes.
+void settings_preset(Settings* s, const char* given, int64_t precision) {
+    Settings preset = modes[precision];
+    preset.model = presets[s->preset];
+    for (int i = 0; i < settings_count; i++) {
+        size_t at = settings_table[i].offset;
+        if (!settings_table[i].initial && !given[i]) memcpy((char*)s + at, (char*)&preset + at, 8);
+    }
 }
 
 int64_t settings_micro_tokens(const Settings* s) { return s->ranks * s->batch * s->seq_len; }
 
-// Options that are in their ranges can together ask for more than can be counted. Sizes are rounded up freely, in
-// double, which does not overflow. 1e15 numbers leave int64 room for the bytes of several hundred copies. Rows and
-// pieces of work are int32 in kernels and CBLAS. A grid has at most 65535 times 128 columns of a hidden layer, gate and
-// up.
-static void check_sizes(const Settings* s) {
-    // Widths, tokens of a rank and of all, and rows that may be routed to a rank's experts.
-    const ModelConfig* m = &s->model;
-    const double L = (double)m->L, C = (double)m->C, H = (double)m->H, q_lora = (double)m->q_lora;
-    const double latent = (double)(m->kv_lora + m->rope), head = (double)(m->nope + m->rope + m->v);
-    const double hidden = (double)max_i64(m->dense_ffn, m->shared * m->F), E = (double)m->E, F = (double)m->F;
-    const double tokens = (double)s->batch * (double)s->seq_len, micro = tokens * (double)s->ranks;
-    const double spread = s->ep > 1 ? fmax((double)s->ep, s->capacity) : 1;
-    const double rows = tokens * (double)m->K * spread + 128 * (E + 1);
-
-    // Numbers of a block: its matrices, and what it keeps of a token.
-    const double matrices = (C + q_lora + latent) * (C + H * head) + 3 * C * (hidden + E * F) + E * C;
-    const double widths = C + q_lora + latent + H * head + hidden + E;
-
-    const struct {
-        const char *what, *options;
-        double size, most;
-    } sizes[] = {
-        {"tokens a micro-step", "ranks x --batch x --seq-len", micro, BIG},
-        {"tokens in all", "--steps x --tokens-per-step", (double)s->steps * fmax(micro, (double)s->tokens_per_step),
-         1e18},
-        {"rows of the experts", "--batch x --seq-len x --top-k, and with --ep x --ep or --capacity,", rows, INT32_MAX},
-        {"pieces of attention", "--batch x --heads x --seq-len / 128", tokens / 128 * H + (double)s->batch * H,
-         1 << 30},
-        {"hidden columns", "--shared-experts x --expert-ffn", (double)(m->shared * m->F), 1 << 21},
-        {"parameters", "--layers, --dim, --heads, --experts, --expert-ffn, --dense-ffn and --vocab",
-         L * matrices + 2 * C * (double)m->V, 1e15},
-        {"activations of a rank", "--batch, --seq-len, --layers, --dim, --heads, --top-k, --expert-ffn and --dense-ffn",
-         L * (tokens * widths + rows * (C + F)), 1e15},
-    };
-
-    for (size_t i = 0; i < sizeof(sizes) / sizeof(sizes[0]); i++)
-        if (sizes[i].size > sizes[i].most)
-            die(EXIT_USAGE, "%s make %.3g %s: at most %.3g are possible", sizes[i].options, sizes[i].size,
-                sizes[i].what, sizes[i].most);
-}
-
-// Every group of --ep ranks is whole, and every rank of it has as many experts.
-static void check_layout(const Settings* s) {
-    if (s->ranks % s->ep)
-        die(EXIT_USAGE, "--ep %ld does not divide the %ld rank%s of the run", s->ep, s->ranks,
-            s->ranks == 1 ? "" : "s");
-    if (s->model.E % s->ep) die(EXIT_USAGE, "--ep %ld does not divide --experts %ld", s->ep, s->model.E);
-}
-
-// Every width that MXFP8 products contract over is made of blocks of 32. Forward contracts over a matrix' columns,
-// dgrad over its rows. A width that no such product has counts as 0.
-static void check_precision(const Settings* s) {
-    const ModelConfig* m = &s->model;
-    const int linear = s->linear_precision == PRECISION_MXFP8, expert = s->expert_precision || s->wgrad_precision;
-    const int dense = linear && m->dense_layers > 0, shared = linear && m->dense_layers < m->L;
-    const int any = linear || expert || s->dispatch_precision || s->combine_precision;
-    const Width widths[] = {{"--dim", any * m->C},
-                            {"--expert-ffn", expert * m->F},
-                            {"--q-lora", linear * m->q_lora},
-                            {"--kv-lora", linear * m->kv_lora},
-                            {"--heads x (--nope-dim + --rope-dim) =", linear * m->H * (m->nope + m->rope)},
-                            {"--heads x (--nope-dim + --v-dim) =", linear * m->H * (m->nope + m->v)},
-                            {"--heads x --v-dim =", linear * m->H * m->v},
-                            {"--dense-ffn", dense * m->dense_ffn},
-                            {"--shared-experts x --expert-ffn =", shared * m->shared * m->F}};
-    check_multiples(widths, sizeof(widths) / sizeof(widths[0]), MX_BLOCK, "MXFP8");
-}
-
-// --mx-stats measures casts, so there must be some.
-static void check_stats(const Settings* s) {
-    const int moe = s->model.dense_layers < s->model.L, experts = s->expert_precision || s->dispatch_precision;
-    if (s->mx_stats && !s->linear_precision && !(moe && experts))
-        die(EXIT_USAGE,
-            "--mx-stats %ld: nothing that it measures is MXFP8; it goes with --linear-precision mxfp8 or, where there "
-            "is a MoE block, --expert-precision mxfp8 or --dispatch-precision mxfp8",
-            s->mx_stats);
-}
-
-// A step is a whole number of micro-steps, and what the run is to write has a place.
-static void check_run(Settings* s) {
-    int64_t micro = settings_micro_tokens(s);
-    if (s->tokens_per_step == 0) s->tokens_per_step = micro;
-    if (s->tokens_per_step % micro)
-        die(EXIT_USAGE,
-            "--tokens-per-step %ld is not a multiple of %ld ranks x --batch %ld x --seq-len %ld = %ld tokens a "
-            "micro-step",
-            s->tokens_per_step, s->ranks, s->batch, s->seq_len, micro);
-
-    // What is allowed, and hardly meant.
-    if (s->warmup > s->steps && s->schedule != SCHEDULE_CONSTANT)
-        warn("--warmup %ld is longer than --steps %ld: the learning rate never reaches --lr", s->warmup, s->steps);
-    if (s->model.K == 1 && s->model.route_norm && s->model.dense_layers < s->model.L)
-        warn("--top-k 1 --route-norm 1: every gate is --route-scale, so the router gets %s; --route-norm 0 helps",
-             s->aux_loss > 0 ? "a gradient from --aux-loss alone" : "no gradient");
-
-    if (s->dry_run) return;
-    if (*s->evaluate && !*s->val && !*s->eval)
-        die(EXIT_USAGE, "--evaluate needs --val or --eval: on what, e.g. --val 'corpus/text_val_*.bin'");
-    if (*s->sample || *s->evaluate) return;
-    if (!*s->train)
-        die(EXIT_USAGE, "--train is missing: name the training shards, e.g. --train 'corpus/text_train_*.bin'");
-    if (s->resume && !*s->out) die(EXIT_USAGE, "--resume needs --out: the folder to resume from");
-    if (s->mx_stats && !*s->out) die(EXIT_USAGE, "--mx-stats needs --out: the statistics go into its log");
-    if (s->save_every && !*s->out) die(EXIT_USAGE, "--save-every needs --out: the folder to save into");
-}
-
-// A model that config.json describes keeps to the ranges of the options that it stands for.
-static void check_folder_model(const Settings* s, const char* option, const char* folder) {
+// The options of the model that are not given are as config.json says, and keep to their ranges.
+static void take_folder(Settings* s, const char* given, const char* option, const char* folder) {
+    const Settings from = {.model = hub_read_config(option, folder)};
     for (int i = 0; i < settings_count; i++) {
         const Option* o = &settings_table[i];
-        if (o->initial || (o->type != OPTION_INT && o->type != OPTION_FLOAT)) continue;
+        if (strcmp(o->group, "model") != 0 || o->initial || given[i]) continue;
+        memcpy((char*)s + o->offset, (const char*)&from + o->offset, 8);
         const char* at = (const char*)s + o->offset;
-        const double value = o->type == OPTION_INT ? (double)*(const int64_t*)at : *(const double*)at;
-        if (value < o->min || value > o->max)
+        const double value = o->type == OPTION_FLOAT ? *(const double*)at : (double)*(const int64_t*)at;
+        if (o->type != OPTION_CHOICE && (value < o->min || value > o->max))
             die(EXIT_USAGE, "--%s %s/config.json: it means --%s %.9g, which must be from %.9g to %.9g", option, folder,
                 o->name, value, o->min, o->max);
     }
-}
-
-static int option_given(const char* given, const char* name) {
-    for (int i = 0; i < settings_count; i++)
-        if (strcmp(settings_table[i].name, name) == 0) return given[i];
-    return 0;
 }
 
 // A model that is only used needs nothing for backward. A sample is one sequence, as long as it can become; the
 // validation's windows are as long as those of training.
 static void set_for_use(Settings* s, const char* given, const char* folder) {
     s->recompute = RECOMPUTE_BLOCK;
-    if (*s->sample && !option_given(given, "batch")) s->batch = 1;
-    if (!option_given(given, "seq-len"))
+    if (*s->sample && !given[row(offsetof(Settings, batch))]) s->batch = 1;
+    if (!given[row(offsetof(Settings, seq_len))])
         s->seq_len = *s->sample ? 1 + (int64_t)strlen(s->prompt) + s->sample_tokens : hub_length(folder);
     if (*s->tokenizer) return;
     Path tokenizer = path_of("%s/tokenizer.json", folder);
@@ -390,92 +258,60 @@ const char* settings_folder(const Settings* s, const char** option) {
     return found;
 }
 
-Settings settings_read(int argc, char** argv, int ranks) {
-    // The command line over the defaults.
+char* settings_resumed(int argc, char** argv) {
     Settings s = {.preset = 0};
     char* given = (char*)host_alloc((size_t)settings_count);
     options_defaults(settings_table, settings_count, &s);
     options_parse(settings_table, settings_count, &s, given, argc, argv);
-
-    // The presets, for options without a default that were not given. int64_t and double are both 8 bytes.
-    Settings preset = preset_of(s.preset, s.precision);
-    const char *option, *folder = settings_folder(&s, &option);
-    if (folder) preset.model = hub_read_config(option, folder);
-    for (int i = 0; i < settings_count; i++) {
-        size_t at = settings_table[i].offset;
-        if (!settings_table[i].initial && !given[i]) memcpy((char*)&s + at, (char*)&preset + at, 8);
-    }
-    if (folder) check_folder_model(&s, option, folder);
-    if (*s.sample || *s.evaluate) set_for_use(&s, given, folder);
+    int asks = s.help || s.version;
+    char* out = s.resume && *s.out && !asks ? host_strdup(s.out) : NULL;
     free(given);
-    if (s.help) {
-        options_help(settings_table, settings_count, "train_moe");
-        return s;
+    settings_free(&s);
+    return out;
+}
+
+// The tokenizer beside the shards, and the vocabulary of the tokenizer, each where it is not given and no record says
+// it. Shards that are given anew may have taken their tokenizer with them.
+static void find_tokenizer(Settings* s, const char* given, int recorded, int has_vocab) {
+    if (!given[row(offsetof(Settings, tokenizer))] && (!recorded || given[row(offsetof(Settings, train))])) {
+        char* beside = shards_tokenizer(s->train);
+        if (beside) free(s->tokenizer), s->tokenizer = beside;
     }
+    if (!*s->tokenizer || has_vocab || given[row(offsetof(Settings, model.V))]) return;
+    Tokenizer* tokenizer = tokenizer_open(s->tokenizer);
+    s->model.V = tokenizer_size(tokenizer);
+    tokenizer_close(tokenizer);
+}
+
+Settings settings_read(int argc, char** argv, int ranks, const Json* record) {
+    // The command line over the record over the presets over the defaults.
+    Settings s = {.preset = 0};
+    char* given = (char*)host_alloc((size_t)settings_count);
+    options_defaults(settings_table, settings_count, &s);
+    options_parse(settings_table, settings_count, &s, given, argc, argv);
+    settings_preset(&s, given, s.precision);
+    if (s.help) options_help(settings_table, settings_count, "train_moe");
+    if (record && !s.help) record_recall(record, &s, given);
+    const int asks = s.help || s.version;
+    const char *option, *folder = record || asks ? NULL : settings_folder(&s, &option);
+    if (folder) take_folder(&s, given, option, folder);
+    if (folder && folder != s.init) set_for_use(&s, given, folder);
+    if (!asks) find_tokenizer(&s, given, record != NULL, record || folder);
+    free(given);
+    if (asks) return s;
 
     // What must fit together.
-    check_model(&s.model);
-    if (BACKEND == BACKEND_CUDA) check_cuda_model(&s.model);
     if (s.ranks && !s.dry_run)
         die(EXIT_USAGE, "--ranks is for --dry-run; start %ld ranks with mpirun -np %ld", s.ranks, s.ranks);
     if (!s.ranks) s.ranks = ranks;
-    check_sizes(&s);
-    check_layout(&s);
-    check_precision(&s);
-    check_stats(&s);
-    check_run(&s);
+    settings_check_sizes(&s);
+    if (s.tokens_per_step == 0) s.tokens_per_step = settings_micro_tokens(&s);
+    if (record) record_check(record, &s);
+    settings_check(&s);
     return s;
 }
 
 void settings_free(Settings* s) { options_free(settings_table, settings_count, s); }
-
-char* settings_json(const Settings* s) {
-    char* json = host_strdup("{");
-    for (int i = 0; i < settings_count; i++) {
-        const Option* o = &settings_table[i];
-        char *text = option_text(o, s), *quoted = json_quote(text);
-        int number = o->type != OPTION_TEXT && o->type != OPTION_CHOICE;
-        host_append(&json, "%s\"%s\": %s", i ? ", " : "", o->name, number ? text : quoted);
-        free(quoted);
-        free(text);
-    }
-    host_append(&json, "}");
-    return json;
-}
-
-// A value of a record as option_text writes it.
-static char* recorded_text(const Option* option, const Json* value) {
-    if (value->type == JSON_STRING) return host_strdup(value->text);
-    if (option->type == OPTION_FLOAT) return host_format("%.9g", value->number);
-    return host_format("%ld", value->integer);
-}
-
-const char* settings_differ(const Settings* s, const Json* record, char** was, char** is) {
-    // What an option was before it existed: its default, or its preset's where there are presets.
-    Settings before = preset_of(s->preset, PRECISION_BF16);
-    options_defaults(settings_table, settings_count, &before);
-    before.tokens_per_step = settings_micro_tokens(s);
-
-    // As text, option by option, until one differs.
-    const char* name = NULL;
-    for (int i = 0; i < settings_count && !name; i++) {
-        const Option* o = &settings_table[i];
-        if (!o->fixed) continue;
-        const Json* recorded = json_get(record, o->name);
-        char* now = option_text(o, s);
-        char* then = recorded ? recorded_text(o, recorded) : option_text(o, &before);
-        if (strcmp(now, then) != 0) {
-            name = o->name;
-            *is = host_strdup(now);
-            *was =
-                host_format("%s%s", then, recorded ? "" : " (the default: its checkpoint does not name this option)");
-        }
-        free(now);
-        free(then);
-    }
-    settings_free(&before);
-    return name;
-}
 
 int64_t config_vocab_padded(const ModelConfig* m) { return (m->V + 127) / 128 * 128; }
 

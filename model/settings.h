@@ -33,8 +33,8 @@ typedef struct Settings {
     char *init, *sample, *evaluate;  // folders of models
     char *train, *val, *eval, *tokenizer;
     int64_t seq_len, batch, tokens_per_step, seed;
-    int64_t steps, resume, save_every, keep, val_every, val_tokens, eval_every, sample_every, sample_tokens, sample_top_k, dry_run,
-        ranks, help;
+    int64_t steps, resume, save_every, keep, val_every, val_tokens, eval_every, sample_every, sample_tokens,
+        sample_top_k, dry_run, ranks, version, help;
     char *out, *prompt;
     double temperature;
     double lr, final_lr_frac, weight_decay, beta1, beta2, eps, clip, bias_rate, aux_loss;
@@ -54,23 +54,26 @@ typedef enum { RECOMPUTE_NONE, RECOMPUTE_MOE, RECOMPUTE_BLOCK } Recompute;
 extern const Option settings_table[];
 extern const int settings_count;
 
-// Defaults, then the command line, then what --model and --precision say for every option of theirs that is not given,
-// then all checks for a run of `ranks` ranks (--dry-run: of --ranks). Ends the run with EXIT_USAGE and a message that
-// names the option where something does not fit. With --help it prints the table and checks nothing.
-Settings settings_read(int argc, char** argv, int ranks);
+// Every option: as the command line says, or else as the record of the checkpoint that the run resumes from (NULL:
+// none), or else by --model, --precision and the tokenizer, or else its default. Then all checks for a run of `ranks`
+// ranks (--dry-run: of --ranks). Ends the run with EXIT_USAGE and a message that names the option where something does
+// not fit. With --help it prints the table; with --help and --version it checks nothing.
+Settings settings_read(int argc, char** argv, int ranks, const Json* record);
+
+// The folder that the command line says to resume from, in fresh memory; NULL: none.
+char* settings_resumed(int argc, char** argv);
+
+// Sets the options without a default of their own that are not given as --model and a --precision do.
+void settings_preset(Settings* settings, const char* given, int64_t precision);
 
 void settings_free(Settings* settings);
 
+// The checks of settings_read. First that what options ask for together can be counted, then all others.
+void settings_check_sizes(const Settings* settings);
+void settings_check(const Settings* settings);
+
 // The folder of the model to begin with, and which option named it; NULL: none.
 const char* settings_folder(const Settings* settings, const char** option);
-
-// All options as one JSON object {"name": value, ...}, in fresh memory.
-char* settings_json(const Settings* settings);
-
-// Compares with the record of a checkpoint (the data are compared by their hash, not by --train): the name of the first
-// option that must not differ but does (with both values in *was and *is, fresh memory), or NULL. An option that the
-// record lacks, of a program older than the option, was at its default.
-const char* settings_differ(const Settings* settings, const Json* record, char** was, char** is);
 
 // Tokens that a micro-step takes on all ranks together.
 int64_t settings_micro_tokens(const Settings* settings);

@@ -279,8 +279,9 @@ def arguments():
         if name not in args.options:
             parser.error(f"--only {name}: the sets are {', '.join(args.options)}")
     for option in common + [option for options in args.options.values() for option in options]:
-        if option in ("--out", "--resume", "--seed", "--help", "--dry-run"):
-            parser.error(f"{option} among train_moe's options: it is chosen here for each run")
+        name = option.split("=")[0]
+        if name in ("--out", "--resume", "--seed", "--help", "-h", "--version", "--dry-run"):
+            parser.error(f"{name} among train_moe's options: it is chosen here for each run")
     if not common:
         parser.error("train_moe's options are missing: they follow --")
     if args.seeds < 1 or args.window is not None and args.window < 1:

@@ -197,14 +197,14 @@ class Compare(unittest.TestCase):
             self.assertEqual(*losses)
             self.assertIn(f"step {STEPS}/{STEPS}", (out / name / "output.txt").read_text())
         out = self.dir / "at_once_failed"
-        self.fails(self.command("--set", "odd", "--experts 5", "--at-once", 4, out=out, steps=10000000),
+        self.fails(self.command("--set", "odd", "--experts no", "--at-once", 4, out=out, steps=10000000),
                    f"odd failed with exit code 2, its message is in {out}/odd/output.txt", "\nbf16 ended ",
                    "\nmxfp8 ended ", "\nmxfp8-exact ended ")
-        self.assertIn("--experts is given twice", (out / "odd/output.txt").read_text())
+        self.assertIn("--experts takes a whole number", (out / "odd/output.txt").read_text())
 
     def test_failures_say_what_failed(self):
         out = self.dir / "failed"
-        self.fails(self.command("--set", "odd", "--experts 5", out=out), "train_moe: error: --experts is given twice",
+        self.fails(self.command("--set", "odd", "--experts no", out=out), "train_moe: error: --experts takes a whole number",
                    "odd failed with exit code 2")
         self.assertFalse((out / "compare.svg").exists())
         # The finished ones stay; what has not begun may be named again with other options.

@@ -267,7 +267,7 @@ MODELS = {
 
 class Export(Case):
     def trained(self, name="run", **options):
-        self.train(out=name, val=self.val, vocab=VOCAB, **{"steps": 8, **TOKENS, **options})
+        self.train(out=name, **{"val": self.val, "vocab": VOCAB, "steps": 8, **TOKENS, **options})
         return self.dir / name
 
     def test_files(self):
@@ -314,7 +314,7 @@ class Export(Case):
                 self.assertLess(abs(cli.read_log(started)[1][0]["val_loss"] - logged), 1e-6)
 
     def test_sample(self):
-        run = self.trained()
+        run = self.trained(vocab=257, val=self.val_glob)
         for prompt in ("", "aa bb"):
             done = self.call([cli.PROGRAM, "--sample", run / "step_00000008", "--prompt", prompt, "--sample-tokens", 9])
             text = done.stdout.splitlines()[-1]

@@ -486,7 +486,7 @@ class Layouts(Case):
     def test_resume_on_another_layout(self):
         """Stopped at steps 20 and 40, each time to go on elsewhere; and once more where it ran first."""
         ranks, other = self.other_layout()
-        for name, places in (("same", [(RANKS, LAYOUT)] * 2), ("away", [(1, {}), (ranks, other)]),
+        for name, places in (("same", [(RANKS, LAYOUT)] * 2), ("away", [(1, dict(ep=1)), (ranks, other)]),
                              ("back", [(ranks, other), (RANKS, LAYOUT)])):
             if CUDA and name == "same":
                 continue  # Faults.goes_on does it
@@ -504,6 +504,21 @@ class Layouts(Case):
                 for key in ("step", "window", "updates", "data_hash"):
                     last = [cli.manifest(out / "step_00000060")[key] for out in (self.dir / name, self.reference())]
                     self.assertEqual(*last, key)
+
+    @unittest.skipIf(CUDA, SAME_CODE)
+    def test_resume_with_the_folder_alone(self):
+        """All ranks take the options of the record that rank 0 reads, the layout too."""
+        shutil.copytree(self.reference(), self.dir / "run")
+        for step in (30, 40, 50, 60):
+            shutil.rmtree(self.dir / f"run/step_000000{step}")
+        outcome = Process(self.dir, (RANKS, [cli.PROGRAM, "--out", "run", "--resume"])).end()
+        self.assertEqual(outcome.code, 0, outcome)
+        self.assert_same_run(self.dir / "run", self.reference(), 60)
+        outcome = Process(self.dir, (RANKS - 1, [cli.PROGRAM, "--out", "run", "--resume"]),
+                          (1, [cli.PROGRAM, "--out", "run", "--resume", "--lr", "1"])).end()
+        self.assertEqual((outcome.code, len(outcome.errors)), (2, 1), outcome)
+        self.assertIn(f"rank {RANKS - 1} of {RANKS} (", outcome.errors[0])
+        self.assertIn("the run in run was made with --lr ", outcome.errors[0])
 
     def test_three_steps_that_are_not_finite(self):
         """On all ranks together; the checkpoint after which none was finite gives way to the one before."""

@@ -9,8 +9,9 @@ import re
 import shutil
 import struct
 import subprocess
+import unittest
 
-from cli import Case, PROGRAM, SMALL, checkpoints, command, curve, main, snapshot, text, write_shard, write_tokenizer
+from cli import Case, PROGRAM, ROOT, SMALL, checkpoints, command, curve, main, snapshot, text, write_shard, write_tokenizer
 
 ONE_BUILD = True  # tests/run.py: nothing here depends on what computes
 
@@ -25,7 +26,10 @@ class BadOptions(Case):
         for words, args in (
             (("--step", "did you mean --steps?"), ["--step", "5"]),
             (("--batchsize", "did you mean --batch?"), ["--batchsize", "5"]),
-            (("--lr=0.1", "unknown option"), ["--lr=0.1"]),
+            (("unknown option --step; did you mean --steps?",), ["--step=5"]),
+            (("--lr takes a number", "not ''"), ["--lr="]),
+            (("--resume takes no value, and was given '1'",), ["--resume=1"]),
+            (("'-help' is not an option",), ["-help"]),
             (("'steps' is not an option",), ["steps", "5"]),
             (("--steps takes a whole number from 1 to 1000000000, not 'ten'",), ["--steps", "ten"]),
             (("--steps", "not '1.5'"), ["--steps", "1.5"]),
@@ -44,8 +48,7 @@ class BadOptions(Case):
             (("--steps needs a value",), ["--steps"]),
             (("--tokenizer needs a value, and --steps looks like an option",), ["--tokenizer", "--steps", "5"]),
             (("--tokenizer needs a value, and --resum looks like an option",), ["--tokenizer", "--resum"]),
-            (("--resume is given twice",), ["--resume"]),
-            (("--lr is given twice",), ["--lr", "1e-3"]),
+            (("--steps takes a whole number",), ["--steps", "ten", "--steps", "5"]),
         ):
             with self.subTest(args=args):
                 before = snapshot(self.dir)
@@ -53,6 +56,20 @@ class BadOptions(Case):
                 for word in words:
                     self.assertIn(word, done.stderr)
                 self.assertEqual(snapshot(self.dir), before)
+
+    def test_spellings(self):
+        """A value follows "=" or is the next word, and the last one counts."""
+        for args, words in (
+            ("--steps=7", "  steps 7  "), ("--steps 5 --steps=7", "  steps 7  "), ("--steps=5 --steps 7", "  steps 7  "),
+            ("--prompt=--a=b", "  prompt --a=b  "), ("--prompt a --prompt=", "  prompt ''  "), ("--val a --val b", "  val b  "),
+            ("--resume --resume --out run", "  resume 1  "), ("--model debug --model=tiny", "model tiny  "),
+            ("--precision mxfp8 --precision bf16", "  expert-precision bf16  "),
+            ("--mx-gemm fast --mx-gemm exact --precision mxfp8", "  mx-gemm exact  "),
+        ):
+            with self.subTest(args):
+                done = self.call(command(kv_lora=32, expert_ffn=32, dry_run=True) + args.split())
+                self.assertIn(words, done.stdout.replace("\n", "  \n"))
+        self.assertEqual(self.call([PROGRAM, "-h"]).stdout, self.call([PROGRAM, "--help"]).stdout)
 
     def test_combinations(self):
         for words, options in (
@@ -166,7 +183,7 @@ class BadOptions(Case):
         self.refused(2, "--prompt 'abc'", "letters.bin", prompt="abc", **sampling)
         self.refused(2, "bytes", "257 tokens", "--vocab 200", sample_every=5, vocab=200, out="run")
         self.refused(2, "letters.bin", "4 tokens", "--vocab 3", vocab=3, **sampling)
-        self.train(steps=5, **{**sampling, "prompt": "abba"})
+        self.train(steps=5, vocab=257, **{**sampling, "prompt": "abba"})
 
     def test_tokenizer_file(self):
         path = self.dir / "t.bin"
@@ -186,6 +203,65 @@ class BadOptions(Case):
         path.write_bytes(whole + b"x")
         self.refused(1, "--tokenizer: t.bin", "1 bytes after the last", tokenizer="t.bin", out="run")
         self.refused(1, "--tokenizer: gone.bin", "No such file", tokenizer="gone.bin", out="run")
+
+
+class TokenizerBesideShards(Case):
+    def setUp(self):
+        super().setUp()
+        self.tokens = [b"%d " % i for i in range(300)]
+        (self.dir / "data").mkdir()
+        write_shard(self.dir / "data/text_train_000000.bin", [token + 150 for token in text(1200)])
+        self.beside = self.dir / "data/text_tokenizer.bin"
+        write_tokenizer(self.beside, self.tokens)
+
+    def check(self, path, size, **options):
+        done = self.train(**{"train": "data/text_train_*.bin", "model": "small", "steps": 1, **options})
+        shown = path or "''"
+        self.assertIn(f"  tokenizer {shown}  ", done.stdout.replace("\n", "  \n"))
+        self.assertRegex(done.stdout, rf"  vocab {size}\b")
+        return done
+
+    def test_it_is_found_and_gives_the_vocabulary(self):
+        beside = "data/text_tokenizer.bin"
+        for train in ("data/text_train_*.bin", "data/*train*", "data/text_train_000000.bin", self.dir / "data/text_train_*.bin"):
+            self.check(self.beside if train == self.dir / "data/text_train_*.bin" else beside, 300, train=train)
+        self.check(beside, 320, vocab=320)
+        self.check(beside, 300, dry_run=True)
+        write_tokenizer(self.dir / "other.bin", self.tokens + [b"more"] * 5)
+        self.check("other.bin", 305, tokenizer="other.bin")
+        done = self.check(beside, 300, sample_every=1, sample_tokens=5, prompt="7 8 ")
+        self.assertIn("\ntokenizer  data/text_tokenizer.bin, 300 tokens\n", done.stdout)
+        self.assertRegex(done.stdout, r"--- sample at step 1\n7 8 (\d+ ){5}\n---")
+
+    def test_it_is_not_there(self):
+        self.beside.rename(self.dir / "data/other_tokenizer.bin")
+        self.assertIn("\ntokenizer  bytes, 257 tokens\n", self.check("", 50257).stdout)
+        self.assertRegex(self.call(command(dry_run=True, train=None)).stdout, r"  vocab 257\b")
+        shutil.copy(self.dir / "data/text_train_000000.bin", self.dir / "data/texts.bin")
+        self.check("", 50257, train="data/texts.bin")
+
+    def test_it_is_none(self):
+        self.beside.write_bytes(b"text")
+        self.refused(1, "--tokenizer: data/text_tokenizer.bin: byte 4: the file ends", train="data/text_train_*.bin", out="run")
+
+    def test_resumed(self):
+        """The checkpoint's vocabulary stays; shards that have moved took their tokenizer with them."""
+        self.check("data/text_tokenizer.bin", 300, out="run")
+        write_tokenizer(self.beside, self.tokens + [b"more"] * 5)
+        resume = dict(out="run", resume=True)
+        self.check("data/text_tokenizer.bin", 300, train=None, steps=2, **resume)
+        (self.dir / "data").rename(self.dir / "moved")
+        self.refused(1, "--train: cannot list 'data/text_train_*.bin'", train=None, tokenizer="moved/text_tokenizer.bin", **resume)
+        self.check("moved/text_tokenizer.bin", 300, train="moved/text_train_*.bin", steps=3, **resume)
+        (self.dir / "moved/text_tokenizer.bin").unlink()
+        self.refused(1, "--tokenizer: moved/text_tokenizer.bin: cannot read: No such file", train=None, **resume)
+
+    def test_samples_that_would_be_no_text(self):
+        self.beside.unlink()
+        sampling = dict(train="data/text_train_*.bin", sample_every=5, sample_tokens=2, steps=1, vocab=300)
+        self.refused(2, "samples need --tokenizer: the ids in the shards go beyond 256", **sampling, out="run")
+        self.train(**{**sampling, "sample_every": 0})
+        self.train(**{**sampling, "train": self.train_glob})  # bytes
 
 
 class BadData(Case):
@@ -293,9 +369,44 @@ class Reports(Case):
     def test_help(self):
         done = self.call([PROGRAM, "--help"])
         groups = re.findall(r"^(\w+)$", done.stdout, re.M)
-        self.assertEqual(groups, ["model", "data", "run", "optimizer", "parallel", "precision", "memory", "debugging"])
+        self.assertEqual(groups, ["model", "use", "data", "run", "optimizer", "parallel", "precision", "memory", "debugging"])
         for name in [*SMALL, "train", "val", "out", "resume", "dry_run", "help", "prompt", "overfit"]:
             self.assertRegex(done.stdout, rf"(?m)^  --{name.replace('_', '-')} .*\[.+\]$")
+
+    def test_version(self):
+        build = r"CUDA \d+\.\d+ build in bf16" if "/cuda/" in PROGRAM else "CPU build in float(32|64)"
+        self.assertRegex(self.call([PROGRAM, "--version"]).stdout, rf"^train_moe (unknown|\S*[0-9a-f]{{7}}\S*), {build}, .+\d\n$")
+
+    @unittest.skipUnless(shutil.which("git") and shutil.which("make"), "needs git and make")
+    def test_commit_of_a_build(self):
+        """A new commit builds one object; a source tree without git has no commit, even inside a repository."""
+        tree, objects = self.dir / "tree", ["build/cpu/device/version.o", "build/cpu/device/random.o"]
+        git = ["git", "-c", "user.name=a", "-c", "user.email=a@b", "-c", "commit.gpgsign=false", "-C"]
+        make = ["make", "-C", tree, "MPI=0", *objects]
+
+        def commit(folder):
+            self.call([*git, folder, "commit", "-q", "--allow-empty", "-m", "one more"])
+            return self.call([*git, folder, "describe", "--always"]).stdout.strip()
+        shutil.copytree(ROOT / "device", tree / "device")
+        shutil.copy(ROOT / "Makefile", tree)
+        self.call(["git", "init", "-q", self.dir])
+        outer = commit(self.dir)
+        self.call(make)
+        self.assertIn(b"unknown", (tree / objects[0]).read_bytes())
+        self.assertNotIn(outer.encode(), (tree / objects[0]).read_bytes())
+        self.call(["git", "init", "-q", tree])
+        for _ in range(2):
+            inner = commit(tree)
+            built = self.call(make).stdout
+            self.assertIn(inner.encode(), (tree / objects[0]).read_bytes())
+            self.assertEqual([f"CC    {name}\n" in built for name in objects], [True, False])
+            self.assertNotIn("CC ", self.call(make).stdout)
+
+    def test_no_validation(self):
+        done = self.train(steps=2, val=self.val_glob, val_every=0, out="run")
+        self.assertNotIn("validation ", done.stdout)
+        self.assertNotIn('"val_loss"', (self.dir / "run/log.jsonl").read_text())
+        self.assertIn("validation ", self.train(steps=2, val=self.val_glob, val_every=1).stdout)
 
     def test_dry_run(self):
         for preset, *numbers in (("tiny",), ("small",), ("debug",), ("236b", "235.7e9 parameters (21.38e9 active"),

@@ -6,13 +6,14 @@ A resumed run must equal one that was never stopped, bit for bit, however it was
 import contextlib
 import json
 import os
+import pathlib
 import re
 import shutil
 import signal
 import subprocess
 import time
 
-from cli import (Case, PROGRAM, ROOT, checkpoints, command, curve, environment, main, manifest, snapshot, text,
+from cli import (Case, PROGRAM, ROOT, SMALL, checkpoints, command, curve, environment, main, manifest, snapshot, text,
                  write_manifest, write_shard)
 
 
@@ -24,13 +25,20 @@ class ResumeOptions(Case):
             ("lr", 1e-3, "0.003"), ("seed", 2, "1"), ("dim", 64, "32"), ("experts", 8, "4"),
             ("score", "softmax", "sigmoid"), ("schedule", "cosine", "constant"), ("warmup", 3, "0"),
             ("seq_len", 16, "32"),
-            ("tokens_per_step", 128, "64"), ("batch", 4, "64"), ("aux_loss", 0.1, "0"), ("bias_rate", 0, "0.01"),
+            ("tokens_per_step", 128, "64"), ("aux_loss", 0.1, "0"), ("bias_rate", 0, "0.01"),
             ("clip", 2, "1"), ("overfit", True, "0"), ("force_balance", True, "0"), ("model", "debug", "tiny"),
             ("vocab", 300, "257"),
         ):
             with self.subTest(name):
-                option = "--tokens-per-step is 128" if name == "batch" else f"--{name.replace('_', '-')} is "
-                self.refused(2, option, f"the run in run was made with {was};", **{**resume, name: value})
+                option, shown = name.replace("_", "-"), 1 if value is True else value
+                self.refused(2, f"the run in run was made with --{option} {was}, not {shown}. ", **{**resume, name: value})
+        self.refused(2, "--tokens-per-step 64 is not a multiple of 1 ranks x --batch 4 ", **resume, batch=4)
+
+    def test_all_that_differ_in_one_message(self):
+        self.copy_of(self.reference())
+        self.refused(2, "the run in run was made with --dim 32, not 64; --vocab 257, not 300; --seed 1, not 2; --lr 0.003, "
+                     "not 0.001; --schedule constant, not cosine. ", out="run", resume=True, lr=1e-3, seed=2, vocab=300,
+                     schedule="cosine", dim=64, prompt="as may be")
 
     def test_precision(self):
         """A mode and the options that it stands for are the same run; another set is refused by name."""
@@ -41,15 +49,16 @@ class ResumeOptions(Case):
             record = manifest(out / "step_00000010")["options"]
             self.assertEqual([record[name] for name in ("expert-precision", "combine-precision", "mx-gemm")],
                              ["mxfp8", "bf16", "fast"])
-            for name, value, option, was in (
-                ("precision", "mxfp8-exact", "--mx-gemm is exact", "fast"),
-                ("precision", "bf16", "--expert-precision is bf16", "mxfp8"),
-                ("linear_precision", "mxfp8", "--linear-precision is mxfp8", "bf16"),
-                ("mx_scale", "floor", "--mx-scale is floor", "rceil"),
+            for name, value, said in (
+                ("precision", "mxfp8-exact", "--mx-gemm fast, not exact"),
+                ("precision", "bf16", "--expert-precision mxfp8, not bf16; --dispatch-precision mxfp8, not bf16; --mx-gemm "
+                 "fast, not exact"),
+                ("linear_precision", "mxfp8", "--linear-precision bf16, not mxfp8"),
+                ("mx_scale", "floor", "--mx-scale rceil, not floor"),
             ):
                 with self.subTest(made, name=name, value=value):
                     options = {**short, "precision": "mxfp8", name: value}
-                    self.refused(2, f"{option}, but the run in run was made with {was};", **options, out="run", resume=True)
+                    self.refused(2, f"the run in run was made with {said}. ", **options, out="run", resume=True)
             self.train(out="run", resume=True, **{**short, "steps": 14}, **resumed)
             self.assertEqual(curve(out), curve(self.reference(**{**short, "steps": 14}, **made)))
 
@@ -65,10 +74,15 @@ class ResumeOptions(Case):
                 value = record["options"].pop(option)
                 write_manifest(out / "step_00000020", record)
                 (value, options) = (value, {}) if other is None else (1 if other is True else other, {name: other})
-                self.refused(2, f"--{option} is {value}, but the run in run was made with {default} (the default: its "
-                             "checkpoint does not name this option);", **resume, **options)
+                self.refused(2, f"--{option} {default} (the default: its checkpoint does not name this option), not {value}. ",
+                             **resume, **options)
                 if other is not None:
                     self.assertIn("resumed    from run/step_00000020", self.train(**resume).stdout)
+        out = self.copy_of(self.reference(kv_lora=32, expert_ffn=32, precision="mxfp8", mx_gemm="exact"))
+        record = manifest(out / "step_00000020")
+        del record["options"]["mx-gemm"]  # from before there were sets, which say another
+        write_manifest(out / "step_00000020", record)
+        self.assertIn("  mx-gemm exact  ", self.alone().stdout)
         for options in (None, [], "tiny"):
             out = self.copy_of(self.reference())
             write_manifest(out / "step_00000020", {**record, "options": options})
@@ -84,7 +98,7 @@ class ResumeOptions(Case):
         here = ("train", "val", "tokenizer", "steps", "save-every", "out", "resume", "dry-run", "ranks", "help")
         options = [word for name, value in golden["options"].items() if name not in flags + here for word in ("--" + name, value)]
         options += ["--" + name for name in flags if golden["options"][name]]
-        args = [PROGRAM, "--train", self.train_glob, "--steps", 4, "--save-every", 2, *options]
+        args = [PROGRAM, "--train", self.train_glob, "--val", self.val_glob, "--steps", 4, "--save-every", 2, *options]
         whole, out = self.dir / "whole", self.dir / "run"
         self.call([*args, "--out", "whole"])
         shutil.copytree(whole, out)
@@ -110,6 +124,75 @@ class ResumeOptions(Case):
         self.assertEqual((len(losses), losses[:20]), (23, expected[:20]))
         for a, b in zip(losses[20:], expected[20:]):  # sums in another order
             self.assertAlmostEqual(a, b, places=4)
+
+    def alone(self, *more, code=0, out="run"):
+        """Nothing but the folder and `more`."""
+        return self.call([PROGRAM, "--out", out, "--resume", *more], code)
+
+    def test_the_folder_alone(self):
+        """What is not given is as it was, of whatever kind; what is given stands, and is as it was the next time."""
+        options = dict(model="debug", q_lora=8, score="sigmoid", precision="mxfp8", mx_gemm="exact", kv_lora=32, expert_ffn=32,
+                       tokens_per_step=128, batch=1, seed=3, lr=1 / 300, clip=0.5, overfit=True, val=self.val_glob, val_every=3,
+                       val_tokens=64, sample_every=8, sample_tokens=3, prompt="ab c", keep=3, recompute="moe", mx_stats=4)
+        whole = self.reference(**options)
+        out = self.copy_of(whole)
+        shutil.rmtree(out / "step_00000020")
+        done = self.alone()
+        self.assertIn("resumed    from run/step_00000010", done.stdout)
+        self.assertIn("--- sample at step 16\nab c", done.stdout)
+        self.assert_same_run(out, whole, 20)
+        records = [manifest(folder / "step_00000020")["options"] for folder in (out, whole)]
+        self.assertEqual({key for key in records[1] if records[0][key] != records[1][key]}, {"out", "resume"})
+        self.assertEqual(records[0]["lr"], 1 / 300)
+
+        self.assertIn("nothing to do: 20 of 20 steps", self.alone().stdout)
+        self.alone("--steps", 22, "--batch", 2, "--prompt=", "--val", "", "--lr", 1 / 300)
+        self.assertEqual(checkpoints(out), ["step_00000010", "step_00000020", "step_00000022"])
+        record = manifest(out / "step_00000022")["options"]
+        self.assertEqual({key: record[key] for key in record if record[key] != records[0][key]},
+                         dict(steps=22, batch=2, prompt="", val=""))
+        self.assertIn("  steps 22  out run  ", self.alone().stdout)
+        self.alone("--model", "tiny", code=2)
+        self.alone("--model", "debug")
+
+    def test_a_planned_resume(self):
+        self.copy_of(self.reference(batch=1, seed=9))
+        before = snapshot(self.dir)
+        self.assertIn("--tokens-per-step 32 is not a multiple of 3 ranks", self.alone("--dry-run", "--ranks=3", code=2).stderr)
+        self.assertIn("  seed 9\n", self.alone("--dry-run").stdout)
+        self.assertEqual(snapshot(self.dir), before)
+
+    def test_all_manifests_bad(self):
+        out = self.copy_of(self.reference())
+        for step in (10, 20):
+            (out / f"step_000000{step}/manifest.json").write_text("{}")
+        before = snapshot(self.dir)
+        done = self.alone(code=1)
+        for words in ("step_00000010 is refused: ", "step_00000020 is refused: ", "no checkpoint in run is good; nothing was"):
+            self.assertIn(words, done.stderr)
+        self.assertEqual(snapshot(self.dir), before)
+
+    def test_newest_manifest_bad(self):
+        """The options come from the checkpoint before."""
+        out = self.copy_of(self.reference())
+        (out / "step_00000020/manifest.json").write_text("{}")
+        self.assertIn("warning: resuming from step_00000010, the newest good checkpoint", self.alone().stderr)
+        self.assert_same_run(out, self.reference(), 20)
+
+    def test_recorded_values_that_are_none(self):
+        """Of another version of the program, say."""
+        for name, value, words in (("schedule", "sideways", "takes one of"), ("layers", 5000, "5000 is out of range"),
+                                   ("lr", "fast", "takes a number"), ("batch", "2.5", "takes a whole number")):
+            out = self.copy_of(self.reference())
+            record = manifest(out / "step_00000020")
+            record["options"][name] = value
+            write_manifest(out / "step_00000020", record)
+            self.assertIn(f"error: the checkpoint in run: --{name} {words}", self.alone(code=2).stderr)
+
+    def test_without_a_checkpoint(self):
+        (self.dir / "empty").mkdir()
+        for out in ("new", "empty"):
+            self.assertIn("--train is missing", self.alone(out=out, code=2).stderr)
 
     def test_nothing_to_do(self):
         out = self.copy_of(self.reference())
@@ -259,6 +342,42 @@ class Signals(Case):
         """Nearly all the time is spent beside the steps, so the signal comes there."""
         self.check_stop(signal.SIGTERM, val=self.train_glob, val_every=1)
         self.check_stop(signal.SIGINT, sample_every=1, sample_tokens=60)
+
+    def test_first_run(self):
+        """scripts/first_run.sh after Ctrl-C goes on, also where the program alone was asked; then it is finished."""
+        for folder in ("scripts", "data"):
+            shutil.copytree(ROOT / folder, self.dir / folder, ignore=shutil.ignore_patterns("__pycache__"))
+        small = {**SMALL, "steps": 10**6, "schedule": None, "warmup": None, "lr": None, "bias_rate": None, "val_tokens": 64,
+                 "sample_every": 0}
+        args, out = ["sh", "scripts/first_run.sh", *command(**small)], self.dir / "runs/tiny-1"
+        for number in (signal.SIGINT, signal.SIGTERM):
+            before = len(checkpoints(out)) if out.exists() else 0
+            process = subprocess.Popen(args, cwd=self.dir, env=environment(), stdout=subprocess.PIPE, stderr=subprocess.PIPE,
+                                       encoding="utf-8", start_new_session=True)
+            try:
+                for line in process.stdout:
+                    if line.startswith("step "):
+                        break
+                if number == signal.SIGINT:
+                    os.killpg(process.pid, number)
+                else:
+                    program, = pathlib.Path(f"/proc/{process.pid}/task/{process.pid}/children").read_text().split()
+                    os.kill(int(program), number)
+                rest, err = process.communicate(timeout=60)
+            finally:
+                process.kill()
+            self.assertEqual(process.returncode, 130 if number == signal.SIGINT else 1, err)
+            self.assertRegex(rest + err, "stopped.*; make train goes on from here|stopped at step .*; the same command goes on")
+            self.assertEqual(len(checkpoints(out)), before + 1)
+            self.assertFalse((out / "loss.svg").exists())
+        last = checkpoints(out)[-1]
+        args += ["--steps", int(last[5:]) + 2]
+        done = self.call(args)
+        self.assertIn(f"resumed    from runs/tiny-1/{last}\n", done.stdout)
+        self.assertRegex(done.stdout, r"byte bigram \d\.\d+ validation \d\.\d+\n$")
+        finished = snapshot(self.dir)
+        self.assertRegex(self.call(args).stdout, r"^runs/tiny-1 holds a finished run.*\n.*make train RUN=.*\n$")
+        self.assertEqual(snapshot(self.dir), finished)
 
     def test_kill(self):
         """SIGKILL with the log ahead of the newest checkpoint: --resume goes on as if nothing had happened."""

@@ -1,0 +1,33 @@
+// The options of a run as its log and its checkpoints hold them, and what they are to a run that goes on from there.
+//
+//   record          {"model": "tiny", "layers": 4, ...}     "options" in a manifest.json
+//   command line    --out FOLDER --resume --steps 2000
+//   the run         --steps 2000, the rest as recorded; an OPTION_FIXED that is given must be as recorded
+//
+// An option that a record lacks, of a program older than the option, was at its default.
+#ifndef MODEL_RECORD_H
+#define MODEL_RECORD_H
+
+#include "model/settings.h"
+#include "parallel/ranks.h"
+
+BEGIN_C
+
+// All options as one JSON object, in fresh memory.
+char* record_json(const Settings* settings);
+
+// The newest manifest in folder `out` (NULL: none) that is good, as rank 0 sees it; NULL where there is no checkpoint.
+// Ends the run if there are some and all are bad. Collective.
+Json* record_manifest(Ranks* world, const char* out);
+
+// Gives the options that are not given their recorded values, but those that a given --precision stands for. (--model
+// is recorded itself, and so are changes of what it stands for.)
+void record_recall(const Json* record, Settings* settings, const char* given);
+
+// Ends the run if options differ that must not, with a message that lists them all. The data are compared by their
+// hash, not by --train.
+void record_check(const Json* record, const Settings* settings);
+
+END_C
+
+#endif

@@ -1,0 +1,165 @@
+// What must hold between options: a check for each subject. Each ends the run with the names and values of the options
+// that do not fit.
+#include <math.h>
+#include <string.h>
+
+#include "device/check.h"
+#include "model/settings.h"
+#include "moe/moe.h"
+
+#define BIG 1e12
+
+// What must hold between the options of a model.
+static void check_model(const ModelConfig* m) {
+    if (m->rope % 2) die(EXIT_USAGE, "--rope-dim %ld is odd: rotary position turns pairs", m->rope);
+    if (m->dense_layers > m->L) die(EXIT_USAGE, "--dense-layers %ld is more than --layers %ld", m->dense_layers, m->L);
+    if (m->K > m->E) die(EXIT_USAGE, "--top-k %ld is more than --experts %ld", m->K, m->E);
+    if (m->E % m->groups) die(EXIT_USAGE, "--experts %ld is not a multiple of --groups %ld", m->E, m->groups);
+    if (m->top_groups > m->groups)
+        die(EXIT_USAGE, "--top-groups %ld is more than --groups %ld", m->top_groups, m->groups);
+    if (m->K > m->top_groups * (m->E / m->groups))
+        die(EXIT_USAGE, "--top-k %ld is more than the %ld experts of --top-groups %ld", m->K,
+            m->top_groups * (m->E / m->groups), m->top_groups);
+}
+
+// A width, and the options that make it.
+typedef struct Width {
+    const char* options;
+    int64_t width;
+} Width;
+
+static void check_multiples(const Width* widths, size_t count, int64_t of, const char* who) {
+    for (size_t i = 0; i < count; i++)
+        if (widths[i].width % of)
+            die(EXIT_USAGE, "%s %ld is not a multiple of %ld, which %s needs", widths[i].options, widths[i].width, of,
+                who);
+}
+
+// What the kernels take: rows of a multiple of 16 bytes, and the head sizes that the attention kernels are written for.
+static void check_cuda_model(const ModelConfig* m) {
+    const Width widths[] = {{"--dim", m->C},
+                            {"--q-lora", m->q_lora},
+                            {"--kv-lora", m->kv_lora},
+                            {"--expert-ffn", m->F},
+                            {"--dense-ffn", m->dense_ffn}};
+    check_multiples(widths, sizeof(widths) / sizeof(widths[0]), 8, "the CUDA build");
+    int64_t r = m->rope;
+    if ((r != 64 && r != 32 && r != 16) || m->nope != 2 * r || m->v != 2 * r)
+        die(EXIT_USAGE,
+            "--nope-dim %ld --rope-dim %ld --v-dim %ld: the CUDA build takes 128/64/128, 64/32/64 and 32/16/32",
+            m->nope, m->rope, m->v);
+}
+
+// Options that are in their ranges can together ask for more than can be counted. Sizes are rounded up freely, in
+// double, which does not overflow. 1e15 numbers leave int64 room for the bytes of several hundred copies. Rows and
+// pieces of work are int32 in kernels and CBLAS. A grid has at most 65535 times 128 columns of a hidden layer, gate and
+// up.
+void settings_check_sizes(const Settings* s) {
+    // Widths, tokens of a rank and of all, and rows that may be routed to a rank's experts.
+    const ModelConfig* m = &s->model;
+    const double L = (double)m->L, C = (double)m->C, H = (double)m->H, q_lora = (double)m->q_lora;
+    const double latent = (double)(m->kv_lora + m->rope), head = (double)(m->nope + m->rope + m->v);
+    const double hidden = (double)max_i64(m->dense_ffn, m->shared * m->F), E = (double)m->E, F = (double)m->F;
+    const double tokens = (double)s->batch * (double)s->seq_len, micro = tokens * (double)s->ranks;
+    const double spread = s->ep > 1 ? fmax((double)s->ep, s->capacity) : 1;
+    const double rows = tokens * (double)m->K * spread + 128 * (E + 1);
+
+    // Numbers of a block: its matrices, and what it keeps of a token.
+    const double matrices = (C + q_lora + latent) * (C + H * head) + 3 * C * (hidden + E * F) + E * C;
+    const double widths = C + q_lora + latent + H * head + hidden + E;
+
+    const struct {
+        const char *what, *options;
+        double size, most;
+    } sizes[] = {
+        {"tokens a micro-step", "ranks x --batch x --seq-len", micro, BIG},
+        {"tokens in all", "--steps x --tokens-per-step", (double)s->steps * fmax(micro, (double)s->tokens_per_step),
+         1e18},
+        {"rows of the experts", "--batch x --seq-len x --top-k, and with --ep x --ep or --capacity,", rows, INT32_MAX},
+        {"pieces of attention", "--batch x --heads x --seq-len / 128", tokens / 128 * H + (double)s->batch * H,
+         1 << 30},
+        {"hidden columns", "--shared-experts x --expert-ffn", (double)(m->shared * m->F), 1 << 21},
+        {"parameters", "--layers, --dim, --heads, --experts, --expert-ffn, --dense-ffn and --vocab",
+         L * matrices + 2 * C * (double)m->V, 1e15},
+        {"activations of a rank", "--batch, --seq-len, --layers, --dim, --heads, --top-k, --expert-ffn and --dense-ffn",
+         L * (tokens * widths + rows * (C + F)), 1e15},
+    };
+
+    for (size_t i = 0; i < sizeof(sizes) / sizeof(sizes[0]); i++)
+        if (sizes[i].size > sizes[i].most)
+            die(EXIT_USAGE, "%s make %.3g %s: at most %.3g are possible", sizes[i].options, sizes[i].size,
+                sizes[i].what, sizes[i].most);
+}
+
+// Every group of --ep ranks is whole, and every rank of it has as many experts.
+static void check_layout(const Settings* s) {
+    if (s->ranks % s->ep)
+        die(EXIT_USAGE, "--ep %ld does not divide the %ld rank%s of the run", s->ep, s->ranks,
+            s->ranks == 1 ? "" : "s");
+    if (s->model.E % s->ep) die(EXIT_USAGE, "--ep %ld does not divide --experts %ld", s->ep, s->model.E);
+}
+
+// Every width that MXFP8 products contract over is made of blocks of 32. Forward contracts over a matrix' columns,
+// dgrad over its rows. A width that no such product has counts as 0.
+static void check_precision(const Settings* s) {
+    const ModelConfig* m = &s->model;
+    const int linear = s->linear_precision == PRECISION_MXFP8, expert = s->expert_precision || s->wgrad_precision;
+    const int dense = linear && m->dense_layers > 0, shared = linear && m->dense_layers < m->L;
+    const int any = linear || expert || s->dispatch_precision || s->combine_precision;
+    const Width widths[] = {{"--dim", any * m->C},
+                            {"--expert-ffn", expert * m->F},
+                            {"--q-lora", linear * m->q_lora},
+                            {"--kv-lora", linear * m->kv_lora},
+                            {"--heads x (--nope-dim + --rope-dim) =", linear * m->H * (m->nope + m->rope)},
+                            {"--heads x (--nope-dim + --v-dim) =", linear * m->H * (m->nope + m->v)},
+                            {"--heads x --v-dim =", linear * m->H * m->v},
+                            {"--dense-ffn", dense * m->dense_ffn},
+                            {"--shared-experts x --expert-ffn =", shared * m->shared * m->F}};
+    check_multiples(widths, sizeof(widths) / sizeof(widths[0]), MX_BLOCK, "MXFP8");
+}
+
+// --mx-stats measures casts, so there must be some.
+static void check_stats(const Settings* s) {
+    const int moe = s->model.dense_layers < s->model.L, experts = s->expert_precision || s->dispatch_precision;
+    if (s->mx_stats && !s->linear_precision && !(moe && experts))
+        die(EXIT_USAGE,
+            "--mx-stats %ld: nothing that it measures is MXFP8; it goes with --linear-precision mxfp8 or, where there "
+            "is a MoE block, --expert-precision mxfp8 or --dispatch-precision mxfp8",
+            s->mx_stats);
+}
+
+// A step is a whole number of micro-steps, and what the run is to write has a place.
+static void check_run(const Settings* s) {
+    int64_t micro = settings_micro_tokens(s);
+    if (s->tokens_per_step % micro)
+        die(EXIT_USAGE,
+            "--tokens-per-step %ld is not a multiple of %ld ranks x --batch %ld x --seq-len %ld = %ld tokens a "
+            "micro-step",
+            s->tokens_per_step, s->ranks, s->batch, s->seq_len, micro);
+
+    // What is allowed, and hardly meant.
+    if (s->warmup > s->steps && s->schedule != SCHEDULE_CONSTANT)
+        warn("--warmup %ld is longer than --steps %ld: the learning rate never reaches --lr", s->warmup, s->steps);
+    if (s->model.K == 1 && s->model.route_norm && s->model.dense_layers < s->model.L)
+        warn("--top-k 1 --route-norm 1: every gate is --route-scale, so the router gets %s; --route-norm 0 helps",
+             s->aux_loss > 0 ? "a gradient from --aux-loss alone" : "no gradient");
+
+    if (s->dry_run) return;
+    if (*s->evaluate && !*s->val && !*s->eval)
+        die(EXIT_USAGE, "--evaluate needs --val or --eval: on what, e.g. --val 'corpus/text_val_*.bin'");
+    if (*s->sample || *s->evaluate) return;
+    if (!*s->train)
+        die(EXIT_USAGE, "--train is missing: name the training shards, e.g. --train 'corpus/text_train_*.bin'");
+    if (s->resume && !*s->out) die(EXIT_USAGE, "--resume needs --out: the folder to resume from");
+    if (s->mx_stats && !*s->out) die(EXIT_USAGE, "--mx-stats needs --out: the statistics go into its log");
+    if (s->save_every && !*s->out) die(EXIT_USAGE, "--save-every needs --out: the folder to save into");
+}
+
+void settings_check(const Settings* s) {
+    check_model(&s->model);
+    if (BACKEND == BACKEND_CUDA) check_cuda_model(&s->model);
+    check_layout(s);
+    check_precision(s);
+    check_stats(s);
+    check_run(s);
+}

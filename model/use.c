@@ -1,0 +1,45 @@
+#include "model/use.h"
+
+#include <math.h>
+#include <stdio.h>
+#include <stdlib.h>
+
+#include "model/agree.h"
+#include "model/evaluate.h"
+#include "model/import.h"
+#include "model/report.h"
+#include "model/sample.h"
+
+void use_model(Ranks* world, const Settings* s) {
+    // What it reads.
+    Tokenizer* tokenizer = tokenizer_open(s->tokenizer);
+    sample_check(s, tokenizer, NULL);
+    int files;
+    Choices* questions = evaluate_open(s, tokenizer, &files);
+    Shards* val = *s->val ? shards_open("--val", s->val, s->seq_len) : NULL;
+    agree_on_data(world, "--val", val ? shards_hash(val) : 0);
+
+    // The model.
+    device_choose(ranks_local());
+    check_memory(s, ranks_index(world));
+    ranks_barrier(world);  // nobody takes memory before all have seen what is free
+    Model* m = model_create(s, world);
+    model_begin(m);
+
+    if (*s->sample) {
+        char* text = model_sample(m, tokenizer, 0);
+        printf("%s\n", text);
+        free(text);
+    } else {
+        if (val) {
+            const double loss = evaluate_loss(m, val);
+            printf("loss       %.6f nats a token, perplexity %.4f\n", loss, exp(loss));
+        }
+        free(evaluate_questions(m, questions, files, tokenizer));
+    }
+
+    model_destroy(m);
+    choices_close(questions, files);
+    shards_close(val);
+    tokenizer_close(tokenizer);
+}

@@ -1,0 +1,15 @@
+// A model that is there already says something (--sample) or is measured (--evaluate). Nothing is trained or written.
+#ifndef MODEL_USE_H
+#define MODEL_USE_H
+
+#include "model/settings.h"
+#include "parallel/ranks.h"
+
+BEGIN_C
+
+// Prints the sample, or what --val and --eval give. All ranks together.
+void use_model(Ranks* world, const Settings* settings);
+
+END_C
+
+#endif
