@@ -20,6 +20,7 @@ import json
 import os
 import pathlib
 import socket
+import sys
 import time
 
 from runlog import fail, read_logs
@@ -40,8 +41,8 @@ def points(log):
 
 class TensorBoard:
     """Event files, by the package that shows them. Its readers take any file whose name holds `tfevents`, a folder's in
-    the order of their names. A TensorBoard that is open drops what it has of a run when it comes to the START of its next
-    file, but not each gets there if the file it is at is gone: that one is emptied now, and removed the time after.
+    the order of their names. A TensorBoard that is open drops what it has of a run when it comes to the START of the
+    next file, but not each gets there if the file it is at is gone: that one is emptied now, removed the time after.
     """
 
     def __init__(self, folder):
@@ -134,4 +135,6 @@ def main():
 
 
 if __name__ == "__main__":
+    if sys.stdout:
+        sys.stdout.reconfigure(errors="surrogateescape")  # file names may hold any bytes
     main()

@@ -19,8 +19,8 @@ UNITS = ((7200, 3600, "hours"), (120, 60, "minutes"), (0, 1, "seconds"))  # from
 
 
 def smooth(values, beta):
-    """Exponential moving average, divided by the sum of its weights: it starts at the first value, not near 0. A None stays
-    None and does not move the average."""
+    """Exponential moving average, divided by the sum of its weights: it starts at the first value, not near 0. A None
+    stays None and does not move the average."""
     out, total, weight = [], 0.0, 0.0
     for v in values:
         if v is None:

@@ -128,13 +128,13 @@ def folder_of(path):
 
 
 def names(folders):
-    """Each folder by as many of its last parts as tell it from the others."""
+    """Each folder by as many of its last parts as tell it from the others, as text."""
     out = []
     for folder in folders:
         parts = folder.parts[1:] or ("run",)
         others = [other.parts for other in folders if other != folder]
         count = next((n for n in range(1, len(parts)) if not any(o[-n:] == parts[-n:] for o in others)), len(parts))
-        out.append("/".join(parts[-count:]))
+        out.append(os.fsencode("/".join(parts[-count:])).decode("utf-8", "replace"))
     return out
 
 

@@ -57,7 +57,7 @@ def float32(x):
     return struct.unpack("f", struct.pack("f", x))[0]
 
 
-class LogTo(unittest.TestCase):
+class Case(unittest.TestCase):
     def setUp(self):
         folder = tempfile.TemporaryDirectory(prefix="test_log_to_")
         self.addCleanup(folder.cleanup)
@@ -82,6 +82,8 @@ class LogTo(unittest.TestCase):
         self.assertEqual(ended, code, err.getvalue())
         return out.getvalue(), err.getvalue()
 
+
+class Usage(Case):
     def test_wrong_usage(self):
         run = self.log("run", steps(1, 6))
         self.run_script(run, code=2)
@@ -100,7 +102,7 @@ class LogTo(unittest.TestCase):
 
 
 @unittest.skipUnless(EventAccumulator, "tensorboard is not installed")
-class TensorBoard(LogTo):
+class TensorBoard(Case):
     def read(self, folder):
         board = EventAccumulator(str(self.dir / folder), size_guidance={"scalars": 0, "tensors": 0})
         return board.Reload()
@@ -155,14 +157,15 @@ class TensorBoard(LogTo):
         self.assertEqual(sum(path.stat().st_size > 0 for path in self.dir.glob("board/run/*")), 1)
 
     def test_several_runs(self):
-        runs = [self.log(name, steps(1, n)) for name, n in (("a/x/run", 3), ("b/x/run", 4), ("c", 5))]
+        odd = os.fsdecode(b"\xff|<$")
+        runs = [self.log(name, steps(1, n)) for name, n in (("a/x/run", 3), ("b/x/run", 4), ("c", 5), (odd, 6))]
         (self.dir / "corpus").mkdir()
         (self.dir / "notes.txt").write_text("words")
         _, said = self.run_script(*runs, "corpus", "notes.txt", "--tensorboard", "board")
         self.assertEqual(len(said.splitlines()), 2)
         for line, name in zip(said.splitlines(), ("corpus", "notes.txt")):
             self.assertRegex(line, rf"^log_to\.py: warning: {name}.*; left out$")
-        for name, n in (("a/x/run", 3), ("b/x/run", 4), ("c", 5)):
+        for name, n in (("a/x/run", 3), ("b/x/run", 4), ("c", 5), ("\ufffd|<$", 6)):
             self.assert_scalars(self.read(f"board/{name}"), steps(1, n))
 
     def test_failures(self):
@@ -194,7 +197,7 @@ def records(path):
 
 
 @unittest.skipUnless(wandb_internal_pb2, "wandb is not installed")
-class WandB(LogTo):
+class WandB(Case):
     def send(self, *args, mode="offline", code=0):
         """In a process of its own, without this user's account."""
         environment = {k: v for k, v in os.environ.items() if not k.startswith("WANDB_")}
