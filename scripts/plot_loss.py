@@ -70,6 +70,7 @@ def curve_of(log, xs, group, beta):
 
 
 def panels_of(logs, places, args):
+    """Yields (columns, panel)."""
     groups = [[column] for column in dict.fromkeys(args.column)]
     if ["loss"] in groups and ["val_loss"] in groups:
         groups.remove(["val_loss"])
@@ -92,6 +93,7 @@ def entry(name, group, curve):
 
 
 def key_of(panels, beta):
+    """What the kinds of lines mean."""
     curves = [curve for panel in panels for curve in panel.curves]
     lines = f"thin: each step, thick: moving average ({beta:g})" if beta else "line: each step"
     return ", ".join([lines] * any(c.each for c in curves) + ["circles: where measured"] * any(c.marks for c in curves))
@@ -116,6 +118,8 @@ def save_by_matplotlib(path, panels, entries, x_label, title, key):
         height = 1.7 + 0.2 * len(entries) + (4 if len(panels) == 1 else 3.2 * len(panels))
         figure = Figure(figsize=(WIDTH / 100, height), layout="constrained")
         all_axes = figure.subplots(len(panels), squeeze=False)[:, 0]
+
+        # The panels.
         for axes, panel in zip(all_axes, panels):
             for i, curve in enumerate(panel.curves):
                 draw(axes, curve.each, i, linestyle=dashes(i), linewidth=0.7, alpha=0.3 if curve.average else 0.9)
@@ -130,6 +134,8 @@ def save_by_matplotlib(path, panels, entries, x_label, title, key):
             axes.spines[["top", "right"]].set_visible(False)
             axes.xaxis.set_major_formatter(lambda x, _: short(x))
         all_axes[-1].set_xlabel(x_label)
+
+        # Title, legend and key above them.
         lines = [draw(all_axes[0], [], i, linestyle=dashes(i), linewidth=2) for i in range(len(entries))]
         figure.legend(lines, entries, loc="outside upper left", frameon=False, title=title, alignment="left")
         all_axes[0].set_title(key, loc="left", fontsize=9, color="#777777")
