@@ -30,12 +30,13 @@ import statistics
 import subprocess
 import sys
 import time
-import types
 
-from plot_loss import LEFT, RIGHT, WIDTH, Chart, fail, read_log, style
+from chart import Curve, Panel, draw_svg
+from runlog import NoLog, fail, read_log
 
 ROOT = pathlib.Path(__file__).resolve().parent.parent
 SETS = {"bf16": "", "mxfp8": "--precision mxfp8", "mxfp8-exact": "--precision mxfp8-exact"}
+COLUMNS = ("loss", "val_loss", "tokens_per_s", "mem_gib")  # what is read of a log
 LAST = 50  # steps that the final training loss is the mean of
 LEAST_GAP = 1e-3  # nats: the lower panel shows at least so much to both sides of 0
 
@@ -60,7 +61,10 @@ class Run:
         """The log as far as there is one: self.rows, by step, and self.steps, how many it shall have."""
         path = self.folder / "log.jsonl"
         if path.exists():
-            config, self.rows = read_log(path)
+            try:
+                config, self.rows = read_log(path, COLUMNS)
+            except NoLog as error:
+                fail(error)
             self.steps = config.get("steps")
             if type(self.steps) is not int:
                 fail(f"{path} is not a log of train_moe: line 1: no number of steps")
@@ -108,7 +112,7 @@ class Run:
         return None
 
     def column(self, key):
-        return [row[key] for _, row in sorted(self.rows.items())]
+        return [row.get(key) for _, row in sorted(self.rows.items())]
 
 
 def ask_to_stop(process, program):
@@ -166,11 +170,12 @@ def windows(points, length):
 
 
 def loss_curve(run, length):
-    return windows([(step, run.rows[step]["loss"]) for step in sorted(run.rows)], length)
+    return windows([(step, run.rows[step].get("loss")) for step in sorted(run.rows)], length)
 
 
 def gap_curve(run, base, length):
-    pairs = [(step, run.rows[step]["loss"], base.rows[step]["loss"]) for step in sorted(run.rows) if step in base.rows]
+    steps = [step for step in sorted(run.rows) if step in base.rows]
+    pairs = [(step, run.rows[step].get("loss"), base.rows[step].get("loss")) for step in steps]
     return windows([(step, None if None in (a, b) else a - b) for step, a, b in pairs], length)
 
 
@@ -189,58 +194,22 @@ def table(runs, length):
             largest = number(value, "+.5f") + (f" (step {step})" if value else "")
         speeds = [v for v in run.column("tokens_per_s") if v is not None]
         memory = [v for v in run.column("mem_gib") if v is not None]
-        yield (f"| {run.name} | {number(run.rows[run.steps]['val_loss'], '.5f')} "
+        yield (f"| {run.name} | {number(run.rows[run.steps].get('val_loss'), '.5f')} "
                f"| {number(mean(run.column('loss')[-LAST:]), '.5f')} | {largest} "
                f"| {number(mean([v for _, v in known]), '+.5f')} "
                f"| {number(statistics.median(speeds) if speeds else None, ',.0f')} "
                f"| {number(max(memory, default=None), '.2f')} |")
 
 
-class Panel(Chart):
-    """One part of the picture, a curve a run: in its coordinates from `top` to `height`, down to the axis' label."""
-
-    def __init__(self, curves, label, top, height, shown=()):
-        self.args = types.SimpleNamespace(x="step", y_range=None)
-        self.out, self.log_y, self.label, self.top, self.height = [], False, label, top, height
-        self.curves = [[points, [(0, y) for y in shown]] for points in curves]
-        self.set_ranges()
-
-    def text(self, x, y, text, *more, **extra):  # the base class calls its axis "loss"
-        super().text(x, y, self.label if text == "loss" else text, *more, **extra)
-
-    def draw(self, clip):
-        self.add(f'<clipPath id="{clip}"><rect x="{LEFT - 5}" y="{self.top}" width="{WIDTH - LEFT - RIGHT + 10}" '
-                 f'height="{self.height - self.top}"/></clipPath>')
-        self.axes()
-        self.add(f'<g clip-path="url(#{clip})">')
-        for i, (points, _) in enumerate(self.curves):
-            self.line(points, style(i), 2, 0.9)
-        self.add("</g>")
-        return self.out
-
-
 def svg(runs, length):
-    loss = [loss_curve(run, length) for run in runs]
-    gaps = [gap_curve(run, runs[0], length) for run in runs]
-    if not any(v is not None for curve in loss for _, v in curve):
+    loss = [Curve([], loss_curve(run, length), []) for run in runs]
+    gaps = [Curve([], gap_curve(run, runs[0], length), []) for run in runs]
+    if not any(v is not None for curve in loss for _, v in curve.average):
         fail("no finite loss in these runs")
     smoothed = f"mean of {length} steps"
-    upper = Panel(loss, f"training loss, {smoothed}", 0, 0)
-    upper.entries = [run.name for run in runs]
-    rows = upper.legend_rows()
-    upper.top = 18 + 22 * len(rows)
-    upper.height = upper.top + 384
-    height = upper.height + 390
-    lower = Panel(gaps, f"minus that of {runs[0].name}, {smoothed}", upper.height + 10, height, (-LEAST_GAP, LEAST_GAP))
-    upper.add(f'<svg xmlns="http://www.w3.org/2000/svg" width="{WIDTH}" height="{height}" '
-              f'viewBox="0 0 {WIDTH} {height}" font-family="Helvetica, Arial, sans-serif">')
-    upper.add(f'<rect width="{WIDTH}" height="{height}" fill="#fff"/>')
-    for y, row in enumerate(rows):
-        for i, x in row:
-            at = 18 + 22 * y
-            upper.add(f'<line x1="{x}" x2="{x + 26}" y1="{at}" y2="{at}" {style(i)} stroke-width="3"/>')
-            Chart.text(upper, x + 34, at + 4.5, runs[i].name)
-    return "\n".join(upper.draw("above") + lower.draw("below") + ["</svg>"]) + "\n"
+    panels = [Panel(f"training loss, {smoothed}", loss),
+              Panel(f"minus that of {runs[0].name}, {smoothed}", gaps, shown=(-LEAST_GAP, LEAST_GAP))]
+    return draw_svg(panels, [run.name for run in runs], "step")
 
 
 def arguments():

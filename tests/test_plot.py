@@ -1,4 +1,4 @@
-"""scripts/plot_loss.py: python3 tests/test_plot.py (standard library only)."""
+"""scripts/plot_loss.py: python3 tests/test_plot.py (standard library only; .png and .pdf where there is matplotlib)."""
 import contextlib
 import io
 import json
@@ -16,6 +16,11 @@ SCRIPT = pathlib.Path(__file__).resolve().parent.parent / "scripts" / "plot_loss
 sys.path.insert(0, str(SCRIPT.parent))
 sys.dont_write_bytecode = True
 import plot_loss  # noqa: E402
+
+try:
+    import matplotlib.image
+except ImportError:
+    matplotlib = None
 
 SVG = "{http://www.w3.org/2000/svg}"
 
@@ -77,7 +82,7 @@ class PlotLoss(unittest.TestCase):
         self.assertIn("A & <B>", texts)
         self.assertIn("step", texts)
         self.assertIn("loss", texts)
-        self.assertTrue(any(t.startswith("first (train 1.") and "val 1.225" in t for t in texts), texts)
+        self.assertTrue(any(t.startswith("first (loss 1.") and "val_loss 1.225" in t for t in texts), texts)
         self.assertEqual(len(circles), 4)
         self.assertEqual(len(curves), 3)  # each step, average, validation
 
@@ -103,7 +108,7 @@ class PlotLoss(unittest.TestCase):
         names = [f"a-run-with-a-rather-long-name-{i}" for i in range(9)]
         root, texts, _, curves = self.plot(*[self.log(name, self.rows(30)) for name in names])
         top = float(root.find(f"{SVG}clipPath/{SVG}rect").get("y"))
-        entries = [t for t in root.iter(SVG + "text") if "(train" in t.text]
+        entries = [t for t in root.iter(SVG + "text") if "(loss" in t.text]
         self.assertEqual(len(entries), 9)
         self.assertTrue(all(float(t.get("y")) < top for t in entries))
         self.assertTrue(all(y >= top - 0.1 for d in curves for y in self.ys(d)))
@@ -127,7 +132,7 @@ class PlotLoss(unittest.TestCase):
         xs = [float(x) for x in re.findall(r"[ML]([-\d.]+) ", curves[0])]
         self.assertEqual(len(xs), 12)
         self.assertEqual(xs, sorted(set(xs)))
-        self.assertTrue(any("train 3.000" in t for t in texts))
+        self.assertTrue(any("loss 3)" in t for t in texts))
 
     def test_truncated_last_line_is_left_out_and_said(self):
         _, texts, _, curves = self.plot(self.log("torn", self.rows(10), tail='{"step": 11, "lo'), "--smooth", 0)
@@ -136,7 +141,7 @@ class PlotLoss(unittest.TestCase):
         self.assertIn("cut short", self.note)
 
     def test_tokens_axis(self):
-        _, texts, _, _ = self.plot(self.log("t", self.rows(1000)), "--x", "tokens")
+        _, texts, _, _ = self.plot(self.log("t", self.rows(1000)), "--over", "tokens")
         self.assertIn("tokens", texts)
         self.assertIn("4M", texts)
 
@@ -150,7 +155,7 @@ class PlotLoss(unittest.TestCase):
     def test_average_of_a_constant_is_the_constant(self):
         rows = [{"step": s, "loss": 2.5} for s in range(1, 30)]
         _, texts, _, curves = self.plot(self.log("flat", rows), "--smooth", 0.99)
-        self.assertTrue(any("train 2.500" in t for t in texts))
+        self.assertTrue(any("loss 2.5)" in t for t in texts))
         self.assertEqual(len({y for d in curves for y in self.ys(d)}), 1)
 
     def test_one_step(self):
@@ -178,7 +183,7 @@ class PlotLoss(unittest.TestCase):
         path = self.log("no-step", [{"loss": 1.0}])
         self.fails(path, names=path, says="is not a log of train_moe: line 2: no step number")
         path = self.log("no-tokens", self.rows(3), config={"model": "tiny"})
-        self.fails(path, "--x", "tokens", names=path, says="tokens-per-step")
+        self.fails(path, "--over", "tokens", names=path, says="tokens-per-step")
         path = self.log("negative", [{"step": 1, "loss": -1.0}])
         self.fails(path, "--log-y", names="--log-y", says="at least 1e-12")
         good = self.log("good", self.rows(3))
@@ -186,11 +191,129 @@ class PlotLoss(unittest.TestCase):
 
     def test_wrong_usage(self):
         path = self.log("u", self.rows(3))
-        for args in (["--smooth", "1"], ["--smooth", "nan"], ["--x", "epoch"], ["--y-range", "3", "2"],
+        for args in (["--smooth", "1"], ["--smooth", "nan"], ["--over", "epoch"], ["--y-range", "3", "2"],
                      ["--y-range", "1", "inf"], ["--y-range", "nan", "1"], ["--y-range", "0", "5e-324"],
                      ["--y-range", "-1e308", "1e308"], ["--y-range", "1", "1.0000000000000002"]):
             self.assertEqual(self.run_script(path, *args).returncode, 2, args)
         self.assertEqual(self.run_script().returncode, 2)
+
+    def test_average_is_weighted_by_all_steps_so_far(self):
+        """Against its definition: after n values, weights beta^(n - i) over their sum: no pull towards 0."""
+        values, beta = [5.0, None, 3.0, 4.0, 1.0, 2.0], 0.9
+        for n, average in enumerate(plot_loss.smooth(values, beta), 1):
+            seen = [v for v in values[:n] if v is not None]
+            weights = [beta ** (len(seen) - i) for i in range(1, len(seen) + 1)]
+            if values[n - 1] is None:
+                self.assertIsNone(average)
+            else:  # a dozen operations in float64
+                self.assertAlmostEqual(average, sum(w * v for w, v in zip(weights, seen)) / sum(weights), delta=1e-14)
+
+    STATS = [{"layer": i, "tensor": t, "snr_db": 30.0 + i, "inexact": None} for i in (0, 1) for t in ("x", "w13")]
+
+    def test_columns_have_panels(self):
+        rows = self.rows(40, val_every=10)
+        for row in rows:
+            row["grad_norm"] = 100.0 * row["step"]
+            if row["step"] % 4 == 0:
+                row["mx_stats"] = self.STATS
+        path = self.log("columns", rows)
+        root, texts, circles, curves = self.plot(path, "--column", "grad_norm", "loss", "val_loss",
+                                                 "mx_stats/layer1/x/snr_db")
+        labels = [t.text for t in root.iter(SVG + "text") if t.get("transform")]
+        self.assertEqual(labels, ["grad_norm", "loss", "mx_stats/layer1/x/snr_db"])
+        counts = [(len(list(g.iter(SVG + "path"))), len(list(g.iter(SVG + "circle")))) for g in root.iter(SVG + "g")]
+        self.assertEqual(counts, [(2, 0), (3, 4), (1, 10)])  # what most steps lack is circles alone
+        tops = [float(r.get("y")) for r in root.iterfind(f"{SVG}clipPath/{SVG}rect")]
+        heights = [float(r.get("height")) for r in root.iterfind(f"{SVG}clipPath/{SVG}rect")]
+        for top, height, below in zip(tops, heights, tops[1:] + [float(root.get("height"))]):
+            self.assertLess(top + height, below)
+        for i, g in enumerate(root.iter(SVG + "g")):
+            ys = [y for p in g.iter(SVG + "path") for y in self.ys(p.get("d"))]
+            self.assertTrue(all(tops[i] - 0.1 <= y <= tops[i] + heights[i] + 0.1 for y in ys))
+        self.assertTrue(any(t.startswith("columns (grad_norm 3.") and t.endswith("k)") for t in texts), texts)
+        _, texts, circles, curves = self.plot(path, "--column", "val_loss")
+        self.assertEqual((len(circles), len(curves)), (4, 1))
+        self.assertIn("val_loss", texts)
+        self.fails(path, "--column", "gradnorm", names=path, says="no finite gradnorm")
+        self.fails(path, "--column", "loss", "gradnorm", names=path, says="no finite gradnorm")
+        self.fails(path, "--column", "loss", "grad_norm", "--y-range", 1, 2, names="--y-range", says="one panel")
+
+    def test_time_axis_is_the_sum_of_ms(self):
+        rows = [{"step": s, "loss": 1.0, "ms": ms} for s, ms in enumerate((1000, 1000, 6000, 2000), 1)]
+        root, texts, _, curves = self.plot(self.log("time", rows), "--over", "time", "--smooth", 0)
+        box = root.find(f"{SVG}clipPath/{SVG}rect")
+        left, width = float(box.get("x")) + 5, float(box.get("width")) - 10
+        xs = [float(x) for x in re.findall(r"[ML]([-\d.]+) ", curves[0])]
+        for x, seconds in zip(xs, (1, 2, 8, 10)):
+            self.assertAlmostEqual(x, left + width * seconds / 10, delta=0.051)  # printed with one digit
+        self.assertIn("seconds of training", texts)
+        rows = [{"step": s, "loss": 1.0, "ms": 3.6e6} for s in range(1, 41)]
+        _, texts, _, _ = self.plot(self.log("long", rows), "--over", "time")
+        self.assertIn("hours of training", texts)
+        self.assertEqual([t for t in texts if t == "40"], ["40"])
+        path = self.log("no-ms", self.rows(3))
+        self.fails(path, "--over", "time", names=path, says="no ms")
+
+    def test_what_is_no_log_is_left_out(self):
+        good, out = self.log("good", self.rows(5)), self.dir / "out.svg"
+        text = self.dir / "notes.txt"
+        text.write_text("some words\n")
+        (self.dir / "corpus").mkdir()
+        young, other = self.log("young", []), self.log("other", [{"step": 1, "lr": 1.0}])
+        _, texts, _, _ = self.plot(text, "corpus", good, young, other)
+        self.assertEqual(sum("(loss" in t for t in texts), 1)
+        said = self.note.splitlines()
+        self.assertEqual(len(said), 4, said)
+        for line, path, why in zip(said, (text, "corpus", young, other),
+                                   ("line 1: not a JSON object", "without log.jsonl", "no steps", "no finite loss")):
+            self.assertTrue(line.startswith(f"plot_loss.py: warning: {path}"), line)
+            self.assertIn(why, line)
+            self.assertTrue(line.endswith("; left out"), line)
+        out.unlink()
+        done = self.run_script(text, "corpus", "--out", out)
+        self.assertEqual((done.returncode, len(done.stderr.splitlines()), out.exists()), (1, 2, False))
+
+    def test_suffixes(self):
+        path = self.log("s", self.rows(5))
+        for name in ("loss.jpg", "loss", "loss.svg.gz", ".svg"):
+            done = self.run_script(path, "--out", self.dir / name)
+            self.assertEqual(done.returncode, 2, name)
+            self.assertIn("only .svg, .png, .pdf", done.stderr)
+            self.assertFalse((self.dir / name).exists())
+        with mock.patch.dict(sys.modules, {"matplotlib": None}):  # cannot be imported
+            done = self.run_script(path, "--out", self.dir / "loss.png")
+            self.assertEqual((done.returncode, (self.dir / "loss.png").exists()), (1, False))
+            self.assertIn("pip install matplotlib", done.stderr)
+            self.assertEqual(self.run_script(path, "--out", self.dir / "loss.SVG").returncode, 0)
+
+    @unittest.skipUnless(matplotlib, "matplotlib is not installed")
+    def test_other_formats_show_the_same(self):
+        """By the pixels: lines of each run in its colour, at the height of their value."""
+        logs = [self.log(f"{os.fsdecode(self.HOSTILE)}/${loss}\\q$", [{"step": s, "loss": loss} for s in range(1, 51)])
+                for loss in (0.75, 1.75)]
+        for suffix, begins in ((".png", b"\x89PNG\r\n"), (".pdf", b"%PDF-1."), (".PNG", b"\x89PNG\r\n")):
+            out = self.dir / f"loss{suffix}"
+            done = self.run_script(*logs, "--title", os.fsdecode(self.HOSTILE), "--y-range", 0, 3, "--out", out)
+            self.assertEqual(done.returncode, 0, done.stderr)
+            self.assertTrue(out.read_bytes().startswith(begins))
+        picture = matplotlib.image.imread(self.dir / "loss.png")[:, :, :3]
+
+        def rows_of(x, colour):
+            """The middles of the stretches of a colour in a column of pixels."""
+            rgb = [int(colour[i:i + 2], 16) / 255 for i in (1, 3, 5)]
+            hits = [y for y, pixel in enumerate(picture[:, x]) if max(abs(p - c) for p, c in zip(pixel, rgb)) < 0.02]
+            starts = [y for y in hits if y - 1 not in hits]
+            return [(y + next(e for e in range(y, len(picture)) if e not in hits) - 1) / 2 for y in starts]
+
+        grid, (bottom, *_) = rows_of(-60, "#e6e6e6"), rows_of(-60, "#000000")  # a line for each 0.5, from the axis at 0
+        for colour, loss in zip(plot_loss.COLOURS, (0.75, 1.75)):
+            line, = rows_of(picture.shape[1] // 2, colour)
+            # The grid's distance is whole pixels, off by one of about 145 at most; so are half of them the ends.
+            self.assertAlmostEqual((bottom - line) / (grid[2] - grid[1]) / 2, loss, delta=(loss + 0.5) / 100)
+        (self.dir / "loss.png").unlink()
+        done = self.run_script(*logs, "--out", self.dir / "no-folder" / "loss.png")
+        self.assertEqual(done.returncode, 1)
+        self.assertIn("cannot write it", done.stderr)
 
     def raw_log(self, name, *lines, tail=b""):
         """A log of lines as they are, after the configuration."""
@@ -238,7 +361,7 @@ class PlotLoss(unittest.TestCase):
         for value in ('"4096"', "0", "-1", "1e400", "[]", "1" + "0" * 400):
             path = self.raw_log("odd", b'{"step": 1, "loss": 1.0}')
             path.write_text(path.read_text().replace("4096", value))
-            self.fails(path, "--x", "tokens", names=path, says="tokens-per-step")
+            self.fails(path, "--over", "tokens", names=path, says="tokens-per-step")
 
     def test_huge_and_tiny_numbers(self):
         """What float32 cannot hold is a gap, like what is not finite; the rest is drawn, on either axis."""
@@ -250,8 +373,8 @@ class PlotLoss(unittest.TestCase):
                     ("1e30", "1e30"), ("1", "1.0000000000000002"), ("-1", "100000000000000000000000000000000000000")]
         for pair in extremes:
             rows = [('{"step": %d, "loss": %s, "val_loss": %s}' % (s, *pair)).encode() for s in (1, 2**63 - 1)]
-            for axis in ("step", "tokens"):
-                _, _, circles, _ = self.plot(self.raw_log("extreme", *rows), "--x", axis)
+            for axis in ("steps", "tokens"):
+                _, _, circles, _ = self.plot(self.raw_log("extreme", *rows), "--over", axis)
                 self.assertEqual(len(circles), 2)
         for y_range in (["1e-12", "2"], ["1", "2"], ["1e-12", "3e38"]):
             rows = [b'{"step": 1, "loss": 3e38, "val_loss": -1}', b'{"step": 2, "loss": 1e-300, "val_loss": 0}']
@@ -266,7 +389,7 @@ class PlotLoss(unittest.TestCase):
         self.assertIn("\ufffd", [t.text for t in ET.parse(self.dir / "command.svg").iter(SVG + "text")])
         done = subprocess.run([*command[:2], "none.jsonl"], cwd=self.dir, capture_output=True, text=True)
         self.assertEqual((done.returncode, done.stderr),
-                         (1, "plot_loss: none.jsonl: cannot read it: No such file or directory\n"))
+                         (1, "plot_loss.py: error: none.jsonl: cannot read it: No such file or directory\n"))
 
     HOSTILE = b"a<b>&\"'\x01\x08\x0b\x1b\x7f\xc2\x85\xef\xbf\xbf\xff\xed\xa0\x80]]>\n\t \xf0\x9f\x98\x80"
 

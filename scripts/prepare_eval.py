@@ -1,0 +1,232 @@
+#!/usr/bin/env python3
+"""Makes a multiple-choice evaluation file in the format of llm.c's HellaSwag from jsonl.
+
+  prepare_eval.py hellaswag_val.jsonl --out hellaswag.bin --tokenizer tiktoken:gpt2
+  prepare_eval.py piqa/valid.jsonl --labels piqa/valid-labels.lst --out piqa.bin --tokenizer tokenizers:tokenizer.json
+
+A line is an example, of one of these kinds by its fields; prompts are those of lm-evaluation-harness:
+
+  HellaSwag  ctx, endings, label        without marks of its source such as [title]; if it has activity_label, ctx_a and
+                                        ctx_b, the context is "ACTIVITY_LABEL: CTX_A Ctx_b"
+  ARC        question, answerKey        question {stem, choices [{text, label}]}, or choices {text, label} beside it;
+                                        "Question: STEM\\nAnswer:", then the choices
+  PIQA       goal, sol1, sol2, label    "Question: GOAL\\nAnswer:", then the solutions
+  any other  context, endings, label    as it is
+
+label counts from 0. A space goes between the context and an ending, always. The tokens of an ending are what the two
+together have behind the context's tokens; where they do not begin with those, the ending's by itself.
+
+The file, little-endian: a header of 256 int32 {20240522, 1, number of examples, bytes of the longest example}, the rest
+zero; then the examples, each of these uint16:
+
+  65535                           begins an example
+  its size in bytes               from the 65535 to its end, as in the header
+  its index                       from 0
+  its label
+  the number of its endings
+  the number of the context's tokens, and the tokens
+  for each ending: the number of its tokens, and the tokens
+
+Where uint16 is too little (a vocabulary of more than 65536, an example of more than 65535 bytes, more than 65535
+examples), the magic is 20240802, the version 1, and all of these are uint32; 4294967295 begins an example. llm.c reads
+only the form in uint16, with 4 endings.
+"""
+import argparse
+import array
+import contextlib
+import json
+import os
+import re
+import struct
+import sys
+from collections import Counter
+
+from prepare_text import Failure, make_tokenizer, width_of
+
+MAGIC = {2: 20240522, 4: 20240802}  # by bytes per word
+START = {2: 2**16 - 1, 4: 2**32 - 1}
+LARGEST = 65535  # that an uint16 holds
+MAX_ENDINGS = 256  # train_moe reads no more
+BATCH = 256  # examples tokenized at a time: libraries spread them over the cores
+
+
+# ---- The kinds of examples: (context, endings, label) of a line
+
+
+def clean(text):
+    """HellaSwag's text comes from WikiHow and video captions, and has marks of the former in brackets."""
+    return re.sub(r"\[.*?\]", "", text.strip().replace(" [title]", ". ")).replace("  ", " ")
+
+
+def hellaswag(row):
+    context = row["ctx"]
+    if "activity_label" in row:
+        context = f"{row['activity_label']}: {row['ctx_a']} {row['ctx_b'].capitalize()}"
+    return clean(context), [clean(ending) for ending in row["endings"]], row["label"]
+
+
+def arc(row):
+    stem = row["question"]
+    if isinstance(stem, dict):  # as published
+        stem, choices = stem["stem"], stem["choices"]
+        texts, labels = [c["text"] for c in choices], [c["label"] for c in choices]
+    else:  # as on the Hugging Face hub
+        texts, labels = row["choices"]["text"], row["choices"]["label"]
+    return f"Question: {stem}\nAnswer:", texts, labels.index(row["answerKey"])
+
+
+def piqa(row):
+    return f"Question: {row['goal']}\nAnswer:", [row["sol1"], row["sol2"]], row["label"]
+
+
+def plain(row):
+    return row["context"], row["endings"], row["label"]
+
+
+KINDS = {"ctx": hellaswag, "question": arc, "goal": piqa, "context": plain}  # by the field that tells a kind
+
+
+def example_of(row, labels, number):
+    """(context, endings, label) of a line, or Failure; labels: None, or those of a file."""
+    if not isinstance(row, dict):
+        raise Failure("not a JSON object")
+    kind = next((KINDS[field] for field in KINDS if field in row), None)
+    if not kind:
+        raise Failure(f"no known kind of example: it has none of the fields {', '.join(KINDS)}")
+    if labels:
+        row["label"] = labels[number - 1]
+    try:
+        context, endings, label = kind(row)
+        label = int(label) if type(label) in (int, str) else None
+    except KeyError as error:
+        raise Failure(f"the field {error} is missing") from error
+    except (AttributeError, TypeError, ValueError) as error:
+        raise Failure(f"not as lines of this kind: {error}") from error
+    if not isinstance(context, str) or not context.strip():
+        raise Failure("the context is no text")
+    if not isinstance(endings, list) or not all(isinstance(ending, str) for ending in endings):
+        raise Failure("the endings are no list of texts")
+    if not 2 <= len(endings) <= MAX_ENDINGS or label is None or not 0 <= label < len(endings):
+        raise Failure(f"label {label} of {len(endings)} endings: they must be 2 to {MAX_ENDINGS}, and it below")
+    return context, [" " + ending for ending in endings], label
+
+
+def read_lines(path):
+    with open(path, encoding="utf-8") as file:
+        try:
+            return [line for line in file.read().split("\n") if line.strip()]
+        except UnicodeDecodeError as error:
+            raise Failure(f"{path}: not UTF-8 at byte {error.start}") from error
+
+
+def read_examples(path, labels_path):
+    lines, labels, examples = read_lines(path), None, []
+    if labels_path:
+        labels = read_lines(labels_path)
+        if len(labels) != len(lines):
+            raise Failure(f"{labels_path}: {len(labels)} labels for {len(lines)} examples")
+    for number, line in enumerate(lines, 1):
+        try:
+            examples.append(example_of(json.loads(line), labels, number))
+        except (ValueError, RecursionError) as error:
+            raise Failure(f"{path}: example {number}: not JSON: {error}") from error
+        except Failure as error:
+            raise Failure(f"{path}: example {number}: {error}") from error
+    if not examples:
+        raise Failure(f"{path}: no examples")
+    return examples
+
+
+# ---- Tokens
+
+
+def tokenize(examples, tokenizer):
+    """Yields (tokens of the context, of each ending) for each example."""
+    code = {2: "H", 4: "I"}[width_of(tokenizer.vocab)]
+
+    def encode(texts):
+        for packed in tokenizer.encode([text.encode("utf-8", "replace") for text in texts]):
+            ids = array.array(code, packed)
+            if sys.byteorder == "big":
+                ids.byteswap()
+            yield ids
+
+    for at in range(0, len(examples), BATCH):
+        batch = examples[at:at + BATCH]
+        ids = encode([text for context, endings, _ in batch
+                      for text in (context, *endings, *(context + ending for ending in endings))])
+        for context, endings, _ in batch:
+            start = next(ids)
+            alone, whole = [[next(ids) for _ in endings] for _ in range(2)]
+            yield start, [w[len(start):] if w[:len(start)] == start else a for a, w in zip(alone, whole)]
+
+
+# ---- Writing
+
+
+def words_of(index, label, context, endings):
+    """An example, but for how it begins, and its size."""
+    words = [0, 0, index, label, len(endings), len(context), *context]
+    for ending in endings:
+        words += [len(ending), *ending]
+    return words
+
+
+def write_file(path, examples, width):
+    longest = max(map(len, examples)) * width
+    beside = path + ".tmp"
+    try:
+        with open(beside, "wb") as file:
+            file.write(struct.pack("<4i", MAGIC[width], 1, len(examples), longest).ljust(1024, b"\0"))
+            for words in examples:
+                words[:2] = START[width], len(words) * width
+                file.write(struct.pack(f"<{len(words)}{'H' if width == 2 else 'I'}", *words))
+        os.replace(beside, path)
+    finally:
+        with contextlib.suppress(FileNotFoundError):
+            os.remove(beside)
+
+
+def prepare(args):
+    tokenizer = make_tokenizer(args.tokenizer, args.eot)
+    examples = read_examples(args.input, args.labels)
+    written, most = [], 0
+    for (_, _, label), (context, endings) in zip(examples, tokenize(examples, tokenizer)):
+        if not context or not all(endings):
+            raise Failure(f"{args.input}: example {len(written) + 1}: a text of which the tokenizer makes no tokens")
+        written.append(words_of(len(written), label, context, endings))
+        most = max(most, len(context) + max(map(len, endings)))
+    fits = tokenizer.vocab <= 65536 and len(written) <= LARGEST and 2 * max(map(len, written)) <= LARGEST
+    width = 2 if fits else 4
+    write_file(args.out, written, width)
+
+    counts = Counter(len(endings) for _, endings, _ in examples)
+    print(f"{args.out}: {len(written)} examples as uint{8 * width}, endings: "
+          + ", ".join(f"{n} in {count}" for n, count in sorted(counts.items()))
+          + f"; the longest has {most} tokens with its longest ending; vocabulary {tokenizer.vocab}")
+
+
+def main(arguments=None):
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("input", metavar="JSONL", help="one example a line")
+    parser.add_argument("--out", required=True, metavar="FILE", help="the evaluation file to write")
+    parser.add_argument("--tokenizer", default="bytes", metavar="SPEC", help="as in prepare_text.py (bytes)")
+    parser.add_argument("--eot", metavar="TOKEN", help="as in prepare_text.py")
+    parser.add_argument("--labels", metavar="FILE", help="the examples' labels, one a line, in the place of the field")
+    args = parser.parse_args(arguments)
+    try:
+        prepare(args)
+    except Failure as error:
+        message = error
+    except OSError as error:
+        message = f"{error.filename or args.out}: {error.strerror or error}"
+    else:
+        return 0
+    print(f"prepare_eval.py: error: {message}", file=sys.stderr)
+    return 1
+
+
+if __name__ == "__main__":
+    if sys.stdout:
+        sys.stdout.reconfigure(errors="surrogateescape")  # file names may hold any bytes
+    sys.exit(main())

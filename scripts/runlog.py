@@ -1,0 +1,154 @@
+"""Reads log.jsonl (data/runlog.h) for the scripts beside it. Standard library only.
+
+The first line of a log is the run's configuration; then one object per step, where null stands for a number that was
+not finite. A number that float32 cannot hold counts as not finite too. A last line cut short (the run is alive, or died
+writing) is left out with a word. A step that is there twice counts as it was written last.
+
+Columns are the numbers of a step by their names. Those of a list of objects are named by what tells the objects apart:
+{"mx_stats": [{"layer": 3, "tensor": "x", "snr_db": 31.5}]} is the column mx_stats/layer3/x/snr_db.
+"""
+import json
+import os
+import pathlib
+import sys
+
+
+class NoLog(Exception):
+    """What is there is no log, or not one with the columns wanted; the message says why."""
+
+
+def say(kind, message):
+    print(f"{pathlib.Path(sys.argv[0]).name}: {kind}: {message}", file=sys.stderr)
+
+
+def fail(message):
+    say("error", message)
+    sys.exit(1)
+
+
+def is_number(x):
+    return type(x) in (int, float, type(None))
+
+
+def finite(x):
+    return x if type(x) in (int, float) and abs(x) < 2.0**128 else None
+
+
+def columns_of(row):
+    """The columns of a step: numbers, None for what is not finite."""
+    out = {}
+    for key, value in row.items():
+        if is_number(value):
+            out[key] = finite(value)
+        for item in value if isinstance(value, list) else []:
+            if not isinstance(item, dict):
+                continue
+            place = "/".join(f"layer{v}" if k == "layer" else v for k, v in item.items()
+                             if k == "layer" or isinstance(v, str))
+            out |= {f"{key}/{place}/{k}": finite(v) for k, v in item.items() if is_number(v) and k != "layer"}
+    del out["step"]
+    return out
+
+
+def read_log(path, columns=None):
+    """(configuration, {step: {column: value, None if it is not finite}}); columns: those wanted, None for all."""
+    def bad(what):
+        raise NoLog(f"{path} is not a log of train_moe: {what}")
+
+    try:
+        *lines, tail = path.read_bytes().decode("utf-8", "replace").split("\n")
+    except OSError as error:
+        fail(f"{path}: cannot read it: {error.strerror}")
+    lines += [tail] if tail else []
+    if not lines:
+        bad("it is empty")
+    rows = {}
+    for i, line in enumerate(lines, 1):
+        try:
+            row = json.loads(line)
+        except (ValueError, RecursionError):
+            if tail and 1 < i == len(lines):
+                say("warning", f"{path}: the last line is cut short, left out")
+                break
+            row = None
+        if not isinstance(row, dict):
+            bad(f"line {i}: not a JSON object")
+        if i == 1:
+            config = row
+            continue
+        step = row.get("step")
+        if type(step) is not int or not 0 <= step < 2**63:
+            bad(f"line {i}: no step number")
+        for key in columns or ():
+            if not is_number(row.get(key)):
+                bad(f"line {i}: {key} is not a number")
+        values = columns_of(row)
+        rows[step] = values if columns is None else {key: values[key] for key in columns if key in values}
+    return config, rows
+
+
+class Log:
+    """The log of a run, given by itself or by its folder: steps, ascending, and rows, their columns. It has one of the
+    columns that are named."""
+
+    def __init__(self, path, columns=None):
+        self.path, self.folder = log_path(path), folder_of(path)
+        if os.path.isdir(path) and not os.path.lexists(self.path):
+            raise NoLog(f"{path}: a folder without log.jsonl")
+        self.config, rows = read_log(self.path, columns and [*columns, "ms"])
+        if not rows:
+            raise NoLog(f"{self.path}: the log holds no steps")
+        self.steps = sorted(rows)
+        self.rows = [rows[step] for step in self.steps]
+        if columns and not any(map(self.has, columns)):
+            raise NoLog(f"{self.path}: no finite {' or '.join(columns)} in this log")
+
+    def has(self, column):
+        return any(row.get(column) is not None for row in self.rows)
+
+    def column(self, name):
+        """Its value at each step, None where there is none."""
+        return [row.get(name) for row in self.rows]
+
+    def seconds(self):
+        """How long training had taken after each step: the sum of ms, without validation and checkpoints."""
+        out, total = [], 0.0
+        for ms in self.column("ms"):
+            total += (ms or 0.0) / 1000
+            out.append(total)
+        return out
+
+
+def log_path(path):
+    return path / "log.jsonl" if os.path.isdir(path) else path
+
+
+def folder_of(path):
+    return pathlib.Path(os.path.realpath(log_path(path))).parent
+
+
+def names(folders):
+    """Each folder by as many of its last parts as tell it from the others, as text."""
+    out = []
+    for folder in folders:
+        parts = folder.parts[1:] or ("run",)
+        others = [other.parts for other in folders if other != folder]
+        count = next((n for n in range(1, len(parts)) if not any(o[-n:] == parts[-n:] for o in others)), len(parts))
+        out.append(os.fsencode("/".join(parts[-count:])).decode("utf-8", "replace"))
+    return out
+
+
+def read_logs(paths, columns=None):
+    """Yields (name, log) of each run. What is no log is left out with a word; an error if there is nothing else."""
+    reasons = []
+    for path, name in zip(paths, names([folder_of(path) for path in paths])):
+        try:
+            log = Log(path, columns)
+        except NoLog as error:
+            reasons.append(str(error))
+            continue
+        yield name, log
+    if len(reasons) == len(paths):
+        fail("\n".join(reasons))
+    for reason in reasons:
+        say("warning", f"{reason}; left out")
