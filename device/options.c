@@ -162,7 +162,9 @@ void options_print(const Option* table, int count, const void* values) {
 
 void options_help(const Option* table, int count, const char* program) {
     static const char* const kinds[] = {"N", "X", "TEXT", "", ""};  // by OptionType
-    printf("usage: %s --train GLOB [options]\n       %s --out FOLDER --resume [options]\n", program, program);
+    printf("usage: %s --train GLOB [options]\n       %s --out FOLDER --resume [options]\n"
+           "       %s --sample FOLDER | --evaluate FOLDER [options]\n",
+           program, program, program);
     const Option* first = table;  // of the group
     for (int i = 0; i < count; i++) {
         const Option* o = &table[i];
