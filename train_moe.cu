@@ -104,7 +104,8 @@ static void check_sample(const Settings* s, const Tokenizer* tokenizer) {
     int64_t room = (int64_t)strlen(s->prompt) + 1;
     int32_t* ids = (int32_t*)host_alloc((size_t)room * sizeof(int32_t));
     if (tokenizer_encode(tokenizer, s->prompt, ids, room) < 0)
-        die(EXIT_USAGE, "--prompt '%s' has a byte that the tokenizer %s has no token for", s->prompt, s->tokenizer);
+        die(EXIT_USAGE, "--prompt '%s' cannot be encoded with --tokenizer %s: %s", s->prompt, s->tokenizer,
+            tokenizer_why(tokenizer));
     free(ids);
 }
 
