@@ -12,7 +12,7 @@ OPS_LT = blackwell/attention_lt blackwell/grouped_gemm_lt
 
 # Host code, the same source in both builds.
 HOST = device/check device/random device/options device/arena device/pool device/files device/threads \
-       data/json data/safetensors data/shards data/vocab data/split data/bpe data/tokenizer_json data/tokenizer data/runlog \
+       data/json data/safetensors data/shards data/vocab data/pattern data/split data/bpe data/tokenizer_json data/tokenizer data/runlog \
        layers/rope_table mx/rows mx/products mx/mx_check moe/dispatch moe/moe moe/moe_buffers \
        model/settings model/params model/forward model/backward model/model model/persist model/report model/sample \
        model/agree $(RANKS) parallel/watch parallel/sharding parallel/slices parallel/checkpoint parallel/resume

@@ -54,7 +54,7 @@ Bpe* bpe_new(int64_t merges) {
 void bpe_free(Bpe* bpe) {
     if (!bpe) return;
     for (int i = 0; i < 2; i++) vocab_free(bpe->added[i]);
-    for (int i = 0; i < bpe->cut_count; i++) split_free(bpe->cuts[i].split);
+    for (int i = 0; i < bpe->cut_count; i++) pattern_free(bpe->cuts[i].pattern);
     vocab_free(bpe->whole);
     free(bpe->cuts);
     free(bpe->pairs);
@@ -173,7 +173,7 @@ static bool encode_piece(Encoding* e, int cut, const char* text, size_t length) 
     const Cut* by = &e->bpe->cuts[cut];
     const char *at = text, *end = text + length, *from, *to;
     const char* done = text;  // up to here
-    while (at < end && (from = split_find(by->split, at, end, &to, &e->steps)) != NULL) {
+    while (at < end && (from = split_find(by->pattern, at, end, &to, &e->steps)) != NULL) {
         if (by->keeps_rest && !encode_piece(e, cut + 1, done, (size_t)(from - done))) return false;
         if (by->keeps_matches && !encode_piece(e, cut + 1, from, (size_t)(to - from))) return false;
         done = at = to;
@@ -220,11 +220,11 @@ int64_t bpe_encode(const Bpe* bpe, const char* text, int32_t* ids, int64_t room,
     return encode_around(&e, 0, text, length) ? e.n : -1;
 }
 
-void bpe_cut(Bpe* bpe, Split* split, bool keeps_matches, bool keeps_rest) {
+void bpe_cut(Bpe* bpe, Pattern* pattern, bool keeps_matches, bool keeps_rest) {
     Cut* cuts = (Cut*)host_alloc((size_t)(bpe->cut_count + 1) * sizeof(Cut));
     if (bpe->cut_count) memcpy(cuts, bpe->cuts, (size_t)bpe->cut_count * sizeof(Cut));
     free(bpe->cuts);
-    Cut cut = {split, keeps_matches, keeps_rest};
+    Cut cut = {pattern, keeps_matches, keeps_rest};
     cuts[bpe->cut_count++] = cut;
     bpe->cuts = cuts;
 }

@@ -13,7 +13,7 @@ BEGIN_C
 
 // A pattern cuts a piece into matches and the rest between them.
 typedef struct Cut {
-    Split* split;
+    Pattern* pattern;
     bool keeps_matches, keeps_rest;
 } Cut;
 
@@ -44,7 +44,7 @@ void bpe_free(Bpe* bpe);
 
 // Of two merges of a pair, the later counts.
 void bpe_merge(Bpe* bpe, int32_t left, int32_t right, int32_t rank, int32_t joined);
-void bpe_cut(Bpe* bpe, Split* split, bool keeps_matches, bool keeps_rest);
+void bpe_cut(Bpe* bpe, Pattern* pattern, bool keeps_matches, bool keeps_rest);
 
 // How many ids were written, at most `room`; -1 with the reason in why (at most why_size bytes).
 int64_t bpe_encode(const Bpe* bpe, const char* text, int32_t* ids, int64_t room, char* why, size_t why_size);
