@@ -139,7 +139,7 @@ static bool parse_character(Parser* p, Set* set, uint32_t* code) {
         *code = utf8_read(at, &p->at);
         return true;
     }
-    if (take(p, "s") || take(p, "S")) return add_space(p, set, p->at[-1] == 'S');
+    if (take(p, "s") || (!p->ignore_case && take(p, "S"))) return add_space(p, set, p->at[-1] == 'S');
     if (take(p, "p") || take(p, "P")) return add_kinds(p, set, at, p->at[-1] == 'P');
     char c = *p->at, lower = (char)(c | 32);
     const char* letter = c ? strchr(letters, c) : NULL;
