@@ -1,12 +1,12 @@
-// Written by scripts/make_unicode.py: the general categories of Unicode 16.0.0, letters by case and control characters, the
-// rest by the first letter of their names. Each entry is the first code point of a range, which ends ahead of the next entry's.
+// Written by scripts/make_unicode.py: the general categories of Unicode 16.0.0, letters by case and control characters,
+// the rest by the first letter of their names. An entry is the first code point of a range, which ends ahead of the next.
 #ifndef DATA_UNICODE_H
 #define DATA_UNICODE_H
 
 #include <stdint.h>
 
-// Letters: upper case, lower case, title case, modifiers, others; marks, numbers, punctuation, symbols, separators, control
-// characters, and what is none of these (format characters, unassigned code points).
+// Letters: upper case, lower case, title case, modifiers, others; marks, numbers, punctuation, symbols, separators,
+// control characters, and what is none of these (format characters, unassigned code points).
 enum { Lu, Ll, Lt, Lm, Lo, M, N, P, S, Z, Cc, C };
 
 typedef struct UnicodeRange {

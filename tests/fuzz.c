@@ -191,7 +191,7 @@ static const Target targets[] = {
     {"tokenizer.json", read_tokenizer_json, SEED(
         "ab abc'S 12\xc3\xa9<u>\0{\"added_tokens\":[{\"id\":9,\"content\":\"</s>\",\"special\":true,\"normalized\":false},{\"id\":10,"
         "\"content\":\"<u>\",\"special\":false,\"normalized\":true}],\"normalizer\":{\"type\":\"NFC\"},\"pre_tokenizer\":{\"type\":"
-        "\"Sequence\",\"pretokenizers\":[{\"type\":\"Split\",\"pattern\":{\"Regex\":\"(?i:'s|'t)?|[^\\\\s\\\\p{L}a-c]++(?!\\\\S)|a{1,2}$\"},"
+        "\"Sequence\",\"pretokenizers\":[{\"type\":\"Split\",\"pattern\":{\"Regex\":\"b?(?i:'s|'t)|[^\\\\s\\\\p{L}a-c]++(?!\\\\S)|a{1,2}$\"},"
         "\"behavior\":\"Isolated\",\"invert\":false},{\"type\":\"ByteLevel\",\"add_prefix_space\":false,\"use_regex\":true}]},"
         "\"model\":{\"type\":\"BPE\",\"ignore_merges\":true,\"vocab\":{\"a\":0,\"b\":1,\"c\":2,\"\\u0120\":3,\"ab\":4,\"bc\":5,\"1\":6,"
         "\"2\":7,\"abc\":8},\"merges\":[\"b c\",[\"a\",\"b\"],\"a bc\"]}}")},

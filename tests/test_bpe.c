@@ -55,6 +55,7 @@ static void test_patterns(void) {
         {"\\s+$", "a \nb  ", "a< >\nb<  >"},
         {"(?i:'s|'Ll)", "'S'll'LL's's", "<'S><'ll><'LL><'s><'s>"},
         {"(?i:[k-s]t)k", "\xc5\xbftk\xe2\x84\xaaTkatK", "<\xc5\xbftk><\xe2\x84\xaaTk>atK"},  // long s, Kelvin sign
+        {"(?i:s)s", "SsSS", "<Ss>SS"},
         {"\\p{L}+", "a\xc3\xa9\xe4\xb8\xad\xf0\x9d\x94\xb8" "1", "<a\xc3\xa9\xe4\xb8\xad\xf0\x9d\x94\xb8>1"},
         {"\\p{Lu}\\p{Ll}+", "XYzA\xc3\x89\xc3\xa9", "X<Yz>A<\xc3\x89\xc3\xa9>"},
         {"\\p{N}", "1\xc2\xb2\xe2\x85\xa7x", "<1><\xc2\xb2><\xe2\x85\xa7>x"},
@@ -148,6 +149,18 @@ static void test_tokenizer_json(void) {
     CHECK(tokenizer_encode(t, "", ids, 4) == 0 && tokenizer_encode(t, "abab<ab>a", ids, 3) == 3 && ids[2] == 16 &&
               ids[3] == 77,
           "room");
+    tokenizer_close(t);
+
+    // Of equal merges the leftmost; a merge whose right part has become another token since is none, the new pair's is.
+    t = tokenizer_open(
+        json("t.json", HEAD, "", "\"BPE\"",
+             "{\"a\":0,\"b\":1,\"aa\":2,\"ba\":3,\"baa\":4,\"</s>\":5,\"\\u0142\\u0143\\u0120\\u0121\":6}",
+             "\"a a\",\"b a\",\"b aa\""));
+    ENCODES(t, "aaa", 2, 0);
+    ENCODES(t, "ba", 3);
+    ENCODES(t, "baa", 4);
+    ENCODES(t, "aabaaa", 2, 4, 0);
+    CHECK(decodes(t, 6, "\xa0\xad \x7f"), "the alphabet's ends");
     tokenizer_close(t);
 
     // Words that are tokens, whatever the merges; and cuts one after the other.
