@@ -10,7 +10,8 @@
 #include "data/utf8.h"
 #include "device/check.h"
 
-// Steps of the search for a pattern, for each byte of a text, and for any text. Patterns in use take 10 to 40 a byte.
+// Steps of the search for a pattern, for each byte of a text, and for any text. Patterns in use take 1 to 4 a byte of
+// English.
 enum { STEPS_A_BYTE = 1000, STEPS = 1 << 20 };
 // No character below takes part in a normalization to NFC.
 static const uint32_t FIRST_COMBINING = 0x300;
