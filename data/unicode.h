@@ -1,4 +1,4 @@
-// Written by scripts/make_unicode.py: the general categories of Unicode 16.0.0, letters by case and control characters,
+// Written by scripts/make_unicode.py: the general categories of Unicode 16.0.0, letters by case, control characters apart,
 // the rest by the first letter of their names. An entry is the first code point of a range, which ends ahead of the next.
 #ifndef DATA_UNICODE_H
 #define DATA_UNICODE_H

@@ -17,7 +17,7 @@ APART = ("Lu", "Ll", "Lt", "Lm", "Lo", "Cc")  # because patterns ask for them; o
 KINDS = (*APART[:5], "M", "N", "P", "S", "Z", "Cc", "C")
 
 HEAD = f"""\
-// Written by scripts/make_unicode.py: the general categories of Unicode {VERSION}, letters by case and control characters,
+// Written by scripts/make_unicode.py: the general categories of Unicode {VERSION}, letters by case, control characters apart,
 // the rest by the first letter of their names. An entry is the first code point of a range, which ends ahead of the next.
 #ifndef DATA_UNICODE_H
 #define DATA_UNICODE_H
