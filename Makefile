@@ -12,7 +12,8 @@ OPS_LT = blackwell/attention_lt blackwell/grouped_gemm_lt
 
 # Host code, the same source in both builds.
 HOST = device/check device/random device/options device/arena device/pool device/files device/threads \
-       data/json data/safetensors data/shards data/tokenizer data/choices data/runlog \
+       data/json data/safetensors data/shards data/vocab data/pattern data/split data/bpe data/tokenizer_json \
+       data/tokenizer data/choices data/runlog \
        layers/rope_table mx/rows mx/products mx/mx_check moe/dispatch moe/moe moe/moe_buffers \
        model/settings model/settings_check model/record model/params model/forward model/backward model/model model/persist \
        model/hub model/export model/import model/evaluate model/use model/report model/sample model/agree $(RANKS) \
@@ -35,7 +36,7 @@ endif
 OP_TESTS = tests/test_layers tests/test_attention tests/test_adamw tests/test_router tests/test_permute \
            tests/test_grouped_gemm tests/test_experts tests/test_dispatch tests/test_moe tests/test_mxfp8 \
            tests/test_mx_swiglu tests/test_mx_stats tests/test_mx_block tests/test_mx_check tests/test_products
-TESTS     = tests/test_device tests/test_data tests/fuzz tests/test_shards $(OP_TESTS) tests/test_golden tests/test_model tests/test_checkpoint
+TESTS     = tests/test_device tests/test_data tests/test_bpe tests/fuzz tests/test_shards $(OP_TESTS) tests/test_golden tests/test_model tests/test_checkpoint
 # Tests of several ranks: four, where there is an mpirun, in the CUDA build one a GPU.
 TESTS_RANKS = tests/test_ranks tests/test_comm tests/test_checkpoint tests/test_expert_parallel tests/test_layouts
 TESTS_F64 = $(OP_TESTS) tests/test_golden tests/test_model
@@ -190,14 +191,14 @@ test:
 	    $(TESTS_RANKS:%=--ranks 4 $(CPU)/%) $(TESTS_RANKS_F64:%=--ranks 4 $(DOUBLE)/%) \
 	    $(TESTS_CUDA_RANKS:%=$(if $(HAVE_GPU),--ranks $(GPUS),--skip) $(CUDA)/%)
 
-test-build: $(CPU)/train_moe $(CPU)/tests/libtorture.so $(addprefix $(CPU)/,$(TESTS) $(TESTS_RANKS)) $(addprefix $(DOUBLE)/,$(TESTS_F64) $(TESTS_RANKS_F64))
+test-build: $(CPU)/train_moe $(CPU)/tests/libtorture.so $(CPU)/tests/encode $(addprefix $(CPU)/,$(TESTS) $(TESTS_RANKS)) $(addprefix $(DOUBLE)/,$(TESTS_F64) $(TESTS_RANKS_F64))
 cuda-test-build: $(CUDA)/train_moe $(DOUBLE)/libreference.so $(addprefix $(CUDA)/,$(TESTS_CUDA) $(TESTS_CUDA_RANKS))
 
 # SECONDS of random inputs for each reader of files and options. Needs clang and its libFuzzer (libclang-rt-14-dev).
 SECONDS = 60
 FUZZ_CC = clang -std=gnu11 -O1 -g -fsanitize=fuzzer,address,undefined -fno-sanitize-recover=undefined
 fuzz: build/fuzz/fuzz
-	@for target in json safetensors tokenizer options; do \
+	@for target in json safetensors tokenizer tokenizer.json options; do \
 	    echo "== $$target" && mkdir -p build/fuzz/$$target && build/fuzz/fuzz -max_total_time=$(SECONDS) -close_fd_mask=1 \
 	        -timeout=20 -verbosity=0 -print_final_stats=1 -artifact_prefix=build/fuzz/$$target- build/fuzz/$$target || exit 1; \
 	done

@@ -8,6 +8,7 @@
 #include <stdlib.h>
 #include <string.h>
 
+#include "data/utf8.h"
 #include "device/check.h"
 
 // Nesting is bounded because the parser recurses: a hostile file must not exhaust the stack.
@@ -40,20 +41,6 @@ static bool take(Parser* p, char c) {
 
 static void skip_space(Parser* p) {
     for (int c = peek(p); c == ' ' || c == '\t' || c == '\n' || c == '\r'; c = peek(p)) p->at++;
-}
-
-// Bytes of the UTF-8 character at s, of which `room` bytes are there; 0 if it is not well-formed (RFC 3629: no overlong
-// forms, no surrogates, nothing above U+10FFFF).
-static int utf8_length(const char* s, size_t room) {
-    const unsigned char* b = (const unsigned char*)s;
-    if (b[0] < 0x80) return 1;
-    int n = b[0] >= 0xf0 ? 4 : b[0] >= 0xe0 ? 3 : 2;
-    if (b[0] < 0xc2 || b[0] > 0xf4 || room < (size_t)n) return 0;
-    for (int i = 1; i < n; i++)
-        if ((b[i] & 0xc0) != 0x80) return 0;
-    if ((b[0] == 0xe0 && b[1] < 0xa0) || (b[0] == 0xed && b[1] > 0x9f)) return 0;
-    if ((b[0] == 0xf0 && b[1] < 0x90) || (b[0] == 0xf4 && b[1] > 0x8f)) return 0;
-    return n;
 }
 
 // Writes a character as UTF-8: how many bytes.

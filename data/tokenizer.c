@@ -1,60 +1,19 @@
-// The whole file stays in memory, and the tokens point into it. A second table of them, sorted by length and bytes, is
-// what encoding searches.
+// A table stays in memory as its file is, and the tokens point into it. What tokenizer.json says is read by
+// data/tokenizer_json.c.
 #include "data/tokenizer.h"
 
 #include <errno.h>
-#include <stdbool.h>
+#include <stdio.h>
 #include <stdlib.h>
 #include <string.h>
+#include <unistd.h>
 
+#include "data/tokenizer_json.h"
 #include "device/check.h"
 #include "device/files.h"
 
-enum { MAGIC = 20240328, VERSION = 2, HEADER_BYTES = 1024, MAX_TOKENS = 1 << 24 };
+enum { MAGIC = 20240328, VERSION = 2, HEADER_BYTES = 1024, MAX_TOKENS = 1 << 24, WHY_BYTES = 1024 };
 static const size_t LIMIT = (size_t)1 << 30;  // bytes; those in use have some MiB
-
-typedef struct Token {
-    const char* bytes;
-    int32_t length;
-    int32_t id;
-} Token;
-
-struct Tokenizer {
-    char* data;  // all tokens' bytes
-    int32_t size;
-    int32_t eot;
-    Token* tokens;  // by id
-    Token* sorted;  // by length, then bytes: what encode searches. Without empty tokens and end of text.
-    int32_t sorted_count;
-    int32_t longest;
-};
-
-// By length, then by bytes.
-static int by_bytes(const void* a, const void* b) {
-    const Token *x = (const Token*)a, *y = (const Token*)b;
-    if (x->length != y->length) return x->length < y->length ? -1 : 1;
-    return memcmp(x->bytes, y->bytes, (size_t)x->length);
-}
-
-// Fills the table that encoding searches.
-static void build_sorted(Tokenizer* t) {
-    t->sorted = (Token*)host_alloc((size_t)t->size * sizeof(Token));
-    int32_t n = 0, unique = 0;
-    for (int32_t id = 0; id < t->size; id++)
-        if (t->tokens[id].length > 0) t->sorted[n++] = t->tokens[id];
-    qsort(t->sorted, (size_t)n, sizeof(Token), by_bytes);
-
-    // Of tokens with the same bytes the lowest id stays.
-    for (int32_t i = 0; i < n; i++) {
-        const Token* token = &t->sorted[i];
-        if (unique && by_bytes(&t->sorted[unique - 1], token) == 0)
-            t->sorted[unique - 1].id = (int32_t)min_i64(t->sorted[unique - 1].id, token->id);
-        else
-            t->sorted[unique++] = *token;
-    }
-    t->sorted_count = unique;
-    t->longest = unique ? t->sorted[unique - 1].length : 0;
-}
 
 // Token i is byte i, and 256 is end of text.
 static Tokenizer* open_bytes(void) {
@@ -68,7 +27,7 @@ static Tokenizer* open_bytes(void) {
         t->data[i] = (char)(unsigned char)i;
         t->tokens[i] = token;
     }
-    build_sorted(t);
+    t->vocab = vocab_new(t->tokens, t->size);
     return t;
 }
 
@@ -88,8 +47,8 @@ static void check_header(const char* path, const uint32_t header[4]) {
             header[3], header[2]);
 }
 
-Tokenizer* tokenizer_open(const char* path) {
-    if (path[0] == 0) return open_bytes();
+// llm.c's layout.
+static Tokenizer* open_table(const char* path) {
     Tokenizer* t = (Tokenizer*)host_alloc(sizeof(Tokenizer));
     size_t size, at = HEADER_BYTES;
     t->data = read_file(path, LIMIT, &size);
@@ -123,7 +82,46 @@ Tokenizer* tokenizer_open(const char* path) {
     if (at != size)
         die(EXIT_FAILED, "--tokenizer: %s: byte %zu: %zu bytes after the last of %d tokens", path, at, size - at,
             t->size);
-    build_sorted(t);
+    t->vocab = vocab_new(t->tokens, t->size);
+    return t;
+}
+
+static bool ends_with(const char* path, const char* end) {
+    size_t length = strlen(path), n = strlen(end);
+    return length >= n && strcmp(path + length - n, end) == 0;
+}
+
+// The tokenizer.json beside a table, in its place; the table where there is none.
+static Tokenizer* open_beside(Tokenizer* table, const char* path) {
+    if (!ends_with(path, ".bin")) return table;
+    char* json_path = host_format("%.*s.json", (int)(strlen(path) - strlen(".bin")), path);
+    if (access(json_path, F_OK) != 0 && errno == ENOENT) {
+        free(json_path);
+        return table;
+    }
+    Tokenizer* t = tokenizer_read_json(json_path, table->eot);
+    if (t->size != table->size)
+        die(EXIT_FAILED, "--tokenizer: %s has %d tokens, %s beside it %d: they must be of one tokenizer", path,
+            table->size, json_path, t->size);
+    for (int32_t id = 0; id < t->size; id++) {
+        const Token *a = &table->tokens[id], *b = &t->tokens[id];
+        bool same = a->length == b->length && memcmp(a->bytes, b->bytes, (size_t)a->length) == 0;
+        // A table has no tokens of more than 255 bytes.
+        if (!same && !(a->length == 0 && b->length > 255))
+            die(EXIT_FAILED,
+                "--tokenizer: %s and %s beside it differ in the bytes of token %d: they must be of one tokenizer", path,
+                json_path, id);
+    }
+    free(json_path);
+    tokenizer_close(table);
+    return t;
+}
+
+Tokenizer* tokenizer_open(const char* path) {
+    Tokenizer* t = path[0] == 0               ? open_bytes()
+                   : ends_with(path, ".json") ? tokenizer_read_json(path, -1)
+                                              : open_beside(open_table(path), path);
+    t->why = (char*)host_alloc(WHY_BYTES);
     return t;
 }
 
@@ -131,12 +129,17 @@ void tokenizer_close(Tokenizer* tokenizer) {
     if (!tokenizer) return;
     free(tokenizer->data);
     free(tokenizer->tokens);
-    free(tokenizer->sorted);
+    vocab_free(tokenizer->vocab);
+    bpe_free(tokenizer->bpe);
+    free(tokenizer->refused);
+    free(tokenizer->why);
     free(tokenizer);
 }
 
 int32_t tokenizer_size(const Tokenizer* tokenizer) { return tokenizer->size; }
 int32_t tokenizer_eot(const Tokenizer* tokenizer) { return tokenizer->eot; }
+bool tokenizer_exact(const Tokenizer* tokenizer) { return tokenizer->bpe || tokenizer->vocab->longest == 1; }
+const char* tokenizer_why(const Tokenizer* tokenizer) { return tokenizer->why; }
 
 const char* tokenizer_decode(const Tokenizer* tokenizer, int32_t id, int* length) {
     bool known = id >= 0 && id < tokenizer->size;
@@ -145,19 +148,22 @@ const char* tokenizer_decode(const Tokenizer* tokenizer, int32_t id, int* length
 }
 
 int64_t tokenizer_encode(const Tokenizer* tokenizer, const char* text, int32_t* ids, int64_t room) {
+    if (!*text) return 0;  // with any tokenizer
+    if (tokenizer->refused) {
+        snprintf(tokenizer->why, WHY_BYTES, "%s", tokenizer->refused);
+        return -1;
+    }
+    if (tokenizer->bpe) return bpe_encode(tokenizer->bpe, text, ids, room, tokenizer->why, WHY_BYTES);
     size_t left = strlen(text);
     int64_t n = 0;
-    while (left > 0 && n < room) {
-        // The longest token that the rest of the text begins with.
-        Token key = {text, tokenizer->longest, 0};
-        if ((size_t)key.length > left) key.length = (int32_t)left;
-        const Token* found = NULL;
-        for (; key.length > 0 && !found; key.length--)
-            found = (const Token*)bsearch(&key, tokenizer->sorted, (size_t)tokenizer->sorted_count, sizeof(Token),
-                                          by_bytes);
-        if (!found) return -1;
-        ids[n++] = found->id;
-        text += found->length;
+    for (const char* at = text; left > 0 && n < room; n++) {
+        const Token* found = vocab_longest(tokenizer->vocab, at, left);
+        if (!found) {
+            snprintf(tokenizer->why, WHY_BYTES, "the tokenizer has no token for the byte 0x%02x", (unsigned char)*at);
+            return -1;
+        }
+        ids[n] = found->id;
+        at += found->length;
         left -= (size_t)found->length;
     }
     return n;

@@ -1,10 +1,13 @@
-// Turning tokens back into text, for samples and logs, and prompts into bytes.
+// Turning tokens back into text, for samples and logs, and prompts into tokens.
 //
 // A tokenizer file has llm.c's layout: 256 little-endian uint32 {20240328, 2, number of tokens, end-of-text id, 0...},
-// then for each token one length byte and its bytes. Without a file the tokens are bytes: ids 0..255, 256 = end of
-// text.
+// then for each token one length byte and its bytes. Or it is a tokenizer.json of Hugging Face's, which ends in .json;
+// one that lies beside a table (x.json beside x.bin) is read in its place, and must have the table's tokens. Without a
+// file the tokens are bytes: ids 0..255, 256 = end of text.
 #ifndef DATA_TOKENIZER_H
 #define DATA_TOKENIZER_H
+
+#include <stdbool.h>
 
 #include "device/types.h"
 
@@ -17,13 +20,18 @@ Tokenizer* tokenizer_open(const char* path);
 void tokenizer_close(Tokenizer* tokenizer);
 int32_t tokenizer_size(const Tokenizer* tokenizer);
 int32_t tokenizer_eot(const Tokenizer* tokenizer);  // end of text
+// Whether text is encoded as the tokenizer itself does it. A table alone does not tell how: then it is the longest
+// match.
+bool tokenizer_exact(const Tokenizer* tokenizer);
 
 // The bytes of a token (not NUL-terminated), NULL for ids out of range; end of text and unknown ids have length 0.
 const char* tokenizer_decode(const Tokenizer* tokenizer, int32_t id, int* length);
 
-// Greedy longest match over the token table: enough for a prompt (BPE's own merges may cut differently). Returns the
-// number of ids written, at most `room`; -1 where some byte has no token.
+// By the merges of tokenizer.json: the ids that the library tokenizers gives, without what it puts around a text; names
+// of special tokens are text. Else the longest token, again and again. Returns the number of ids written, at most
+// `room`; -1 where it cannot be done, and tokenizer_why says why. By one thread at a time.
 int64_t tokenizer_encode(const Tokenizer* tokenizer, const char* text, int32_t* ids, int64_t room);
+const char* tokenizer_why(const Tokenizer* tokenizer);
 
 END_C
 

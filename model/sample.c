@@ -37,7 +37,11 @@ void sample_check(const Settings* s, const Tokenizer* tokenizer, const Shards* t
     int64_t room = (int64_t)strlen(s->prompt) + 1;
     int32_t* ids = (int32_t*)host_alloc((size_t)room * sizeof(int32_t));
     if (tokenizer_encode(tokenizer, s->prompt, ids, room) < 0)
-        die(EXIT_USAGE, "--prompt '%s' has a byte that the tokenizer %s has no token for", s->prompt, s->tokenizer);
+        die(EXIT_USAGE, "--prompt '%s' cannot be encoded with --tokenizer %s: %s", s->prompt, s->tokenizer,
+            tokenizer_why(tokenizer));
+    if (*s->prompt && !tokenizer_exact(tokenizer))
+        warn("--prompt is cut into the longest tokens: %s knows no merges (they stand in a tokenizer.json)",
+             s->tokenizer);
     free(ids);
 }
 
@@ -82,7 +86,7 @@ char* model_sample(Model* m, const Tokenizer* tokenizer, int64_t step) {
     // End of text and the prompt.
     ids[0] = tokenizer_eot(tokenizer);
     int64_t prompt = tokenizer_encode(tokenizer, s->prompt, ids + 1, room - 1), n = 1 + prompt;
-    if (prompt < 0) die(EXIT_USAGE, "--prompt has a byte that the tokenizer has no token for");
+    if (prompt < 0) die(EXIT_USAGE, "--prompt cannot be encoded: %s", tokenizer_why(tokenizer));
 
     // Token after token.
     for (int64_t i = 0; i < s->sample_tokens; i++) {

@@ -106,6 +106,21 @@ static void read_safetensors(const uint8_t* data, size_t size) {
     st_close(st);
 }
 
+// Decodes all tokens, of `longest` bytes at most, and encodes a text.
+static void try_tokenizer(Tokenizer* t, int longest, const char* text) {
+    int32_t ids[64];
+    int length;
+    for (int32_t id = -1; id <= tokenizer_size(t); id++) {
+        const char* bytes = tokenizer_decode(t, id, &length);
+        assert((bytes != NULL) == (id >= 0 && id < tokenizer_size(t)) && length >= 0 && length <= longest);
+        assert(length == 0 || memchr(bytes, bytes[length - 1], (size_t)length));
+    }
+    int64_t n = tokenizer_encode(t, text, ids, 64);
+    assert(n <= 64 && (n >= 0 || *tokenizer_why(t)));
+    for (int64_t i = 0; i < n; i++) assert(ids[i] >= 0 && ids[i] < tokenizer_size(t));
+    tokenizer_close(t);
+}
+
 // Odd: the four numbers of the header, then the tokens.
 static void read_tokenizer(const uint8_t* data, size_t size) {
     size_t head = size > 16 && data[0] % 2 ? 17 : 0;
@@ -113,17 +128,27 @@ static void read_tokenizer(const uint8_t* data, size_t size) {
     if (!BEGINS_TO_READ) return;
     Tokenizer* t = tokenizer_open(file);
     has_read();
-    int32_t ids[64];
-    int length;
-    for (int32_t id = -1; id <= tokenizer_size(t); id++) {
-        const char* bytes = tokenizer_decode(t, id, &length);
-        assert((bytes != NULL) == (id >= 0 && id < tokenizer_size(t)) && length >= 0 && length < 256);
-        assert(length == 0 || memchr(bytes, bytes[length - 1], (size_t)length));
-    }
     char* text = host_format("%.*s", (int)size, (const char*)data);
-    assert(tokenizer_encode(t, text, ids, 64) <= 64);
+    try_tokenizer(t, 255, text);
     free(text);
-    tokenizer_close(t);
+}
+
+static char json_link[64];  // to the input, because its name must end in .json
+static void remove_link(void) { unlink(json_link); }
+
+// A text, NUL, and tokenizer.json.
+static void read_tokenizer_json(const uint8_t* data, size_t size) {
+    const uint8_t* end = size ? (const uint8_t*)memchr(data, 0, size) : NULL;
+    size_t at = end ? (size_t)(end - data) + 1 : 0;
+    write_file(NULL, 0, data + at, size - at, 0);
+    if (!json_link[0]) {
+        snprintf(json_link, sizeof(json_link), "/tmp/fuzz_%d.json", (int)getpid());
+        assert(symlink(file, json_link) == 0 && atexit(remove_link) == 0);
+    }
+    if (!BEGINS_TO_READ) return;
+    Tokenizer* t = tokenizer_open(json_link);
+    has_read();
+    try_tokenizer(t, (int)size, end ? (const char*)data : "");
 }
 
 // Words are lines.
@@ -170,6 +195,13 @@ static const Target targets[] = {
         "1{\"__metadata__\":{\"format\":\"pt\"},\"a\":{\"dtype\":\"F32\",\"shape\":[2,1],\"data_offsets\":[0,8]},\"e\":"
         "{\"dtype\":\"I64\",\"shape\":[0,3],\"data_offsets\":[8,8]}}\0ABCDEFGH")},
     {"tokenizer", read_tokenizer, SEED("1\xc8\xd7\x34\x01\2\0\0\0\4\0\0\0\3\0\0\0\1a\2ab\1b\5<eot>")},
+    {"tokenizer.json", read_tokenizer_json, SEED(
+        "ab abc'S 12\xc3\xa9<u>\0{\"added_tokens\":[{\"id\":9,\"content\":\"</s>\",\"special\":true,\"normalized\":false},{\"id\":10,"
+        "\"content\":\"<u>\",\"special\":false,\"normalized\":true}],\"normalizer\":{\"type\":\"NFC\"},\"pre_tokenizer\":{\"type\":"
+        "\"Sequence\",\"pretokenizers\":[{\"type\":\"Split\",\"pattern\":{\"Regex\":\"b?(?i:'s|'t)|[^\\\\s\\\\p{L}a-c]++(?!\\\\S)|a{1,2}$\"},"
+        "\"behavior\":\"Isolated\",\"invert\":false},{\"type\":\"ByteLevel\",\"add_prefix_space\":false,\"use_regex\":true}]},"
+        "\"model\":{\"type\":\"BPE\",\"ignore_merges\":true,\"vocab\":{\"a\":0,\"b\":1,\"c\":2,\"\\u0120\":3,\"ab\":4,\"bc\":5,\"1\":6,"
+        "\"2\":7,\"abc\":8},\"merges\":[\"b c\",[\"a\",\"b\"],\"a bc\"]}}")},
     {"options", read_options, SEED(
         "--dry-run\n--model\n671b\n--ranks\n64\n--ep=8\n--shard\nweights\n--lr\n1e-3\n--schedule\nwsd\n--layers\n4\n--overfit")},
 };

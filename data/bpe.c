@@ -1,0 +1,231 @@
+// The tokens of a word are a linked list in an array, one place for each of its bytes: a merge joins a place to the one
+// before. A heap has the merges that are possible, the earliest first, of these the leftmost; what other merges have
+// made impossible is dropped when it comes up. So n bytes take n log n steps, however long a word is.
+#include "data/bpe.h"
+
+#include <stdio.h>
+#include <stdlib.h>
+#include <string.h>
+
+#include "data/utf8.h"
+#include "device/check.h"
+
+// Steps of the search for a pattern, for each byte of a text, and for any text. Patterns in use take 1 to 4 a byte of
+// English.
+enum { STEPS_A_BYTE = 1000, STEPS = 1 << 20 };
+// No character below takes part in a normalization to NFC.
+static const uint32_t FIRST_COMBINING = 0x300;
+
+struct Pair {
+    int32_t left, right;  // left -1: free
+    int32_t rank, joined;
+};
+
+typedef struct Place {
+    int32_t id;  // -1: joined to the one before
+    int64_t before, after;
+} Place;
+
+typedef struct Candidate {
+    int32_t rank, joined;
+    int64_t at;  // the left one
+} Candidate;
+
+struct Scratch {
+    Place* places;
+    Candidate* heap;
+    size_t place_bytes, heap_bytes;
+    int64_t heap_count;
+};
+
+// ---- Merges
+
+Bpe* bpe_new(int64_t merges) {
+    Bpe* bpe = (Bpe*)host_alloc(sizeof(Bpe));
+    bpe->scratch = (Scratch*)host_alloc(sizeof(Scratch));
+    size_t room = 2;
+    while (room < 2 * (size_t)merges) room *= 2;
+    bpe->pairs = (Pair*)host_alloc(room * sizeof(Pair));
+    bpe->pair_mask = room - 1;
+    for (size_t i = 0; i < room; i++) bpe->pairs[i].left = -1;
+    for (int i = 0; i < 256; i++) bpe->bytes[i] = -1;
+    return bpe;
+}
+
+void bpe_free(Bpe* bpe) {
+    if (!bpe) return;
+    for (int i = 0; i < 2; i++) vocab_free(bpe->added[i]);
+    for (int i = 0; i < bpe->cut_count; i++) pattern_free(bpe->cuts[i].pattern);
+    vocab_free(bpe->whole);
+    free(bpe->cuts);
+    free(bpe->pairs);
+    free(bpe->scratch->places);
+    free(bpe->scratch->heap);
+    free(bpe->scratch);
+    free(bpe);
+}
+
+// The place of a pair in the table, free where it has no merge. Half of the table at least is free.
+static Pair* find_pair(const Bpe* bpe, int32_t left, int32_t right) {
+    uint64_t key = (uint64_t)(uint32_t)left << 32 | (uint32_t)right;
+    size_t i = (key * 0x9e3779b97f4a7c15u >> 32) & bpe->pair_mask;
+    while (bpe->pairs[i].left >= 0 && (bpe->pairs[i].left != left || bpe->pairs[i].right != right))
+        i = (i + 1) & bpe->pair_mask;
+    return &bpe->pairs[i];
+}
+
+void bpe_merge(Bpe* bpe, int32_t left, int32_t right, int32_t rank, int32_t joined) {
+    Pair pair = {left, right, rank, joined};
+    *find_pair(bpe, left, right) = pair;
+}
+
+static bool comes_first(const Candidate* a, const Candidate* b) {
+    return a->rank != b->rank ? a->rank < b->rank : a->at < b->at;
+}
+
+// Puts the merge of the place and the one after it into the heap, if there is one.
+static void push(const Bpe* bpe, int64_t at) {
+    Scratch* s = bpe->scratch;
+    if (at < 0 || s->places[at].after < 0) return;
+    const Pair* pair = find_pair(bpe, s->places[at].id, s->places[s->places[at].after].id);
+    if (pair->left < 0) return;
+    Candidate new_one = {pair->rank, pair->joined, at};
+    int64_t i = s->heap_count++;
+    for (; i > 0 && comes_first(&new_one, &s->heap[(i - 1) / 2]); i = (i - 1) / 2) s->heap[i] = s->heap[(i - 1) / 2];
+    s->heap[i] = new_one;
+}
+
+static Candidate pop(Scratch* s) {
+    Candidate top = s->heap[0], last = s->heap[--s->heap_count];
+    int64_t i = 0, child;
+    while ((child = 2 * i + 1) < s->heap_count) {
+        if (child + 1 < s->heap_count && comes_first(&s->heap[child + 1], &s->heap[child])) child++;
+        if (!comes_first(&s->heap[child], &last)) break;
+        s->heap[i] = s->heap[child];
+        i = child;
+    }
+    s->heap[i] = last;
+    return top;
+}
+
+// Joins the tokens of n places, the first of which is always there.
+static void merge_all(const Bpe* bpe, int64_t n) {
+    Scratch* s = bpe->scratch;
+    for (int64_t i = 0; i < n; i++) push(bpe, i);
+    while (s->heap_count > 0) {
+        // Dropped if either token has become another since.
+        Candidate c = pop(s);
+        Place* left = &s->places[c.at];
+        if (left->id < 0 || left->after < 0) continue;
+        Place* right = &s->places[left->after];
+        const Pair* pair = find_pair(bpe, left->id, right->id);
+        if (pair->left < 0 || pair->rank != c.rank) continue;
+
+        left->id = c.joined;
+        left->after = right->after;
+        right->id = -1;
+        if (left->after >= 0) s->places[left->after].before = c.at;
+        push(bpe, left->before);
+        push(bpe, c.at);
+    }
+}
+
+// ---- Text
+
+typedef struct Encoding {
+    const Bpe* bpe;
+    int32_t* ids;
+    int64_t room, n;
+    int64_t steps;
+    char* why;
+    size_t why_size;
+} Encoding;
+
+// The three below add the ids of text[0, length); false where the reason stands in e->why.
+
+static bool encode_word(Encoding* e, const char* text, size_t length) {
+    const Bpe* bpe = e->bpe;
+    const Token* whole = bpe->whole ? vocab_find(bpe->whole, text, length) : NULL;
+    if (whole && e->n < e->room) e->ids[e->n++] = whole->id;
+    if (whole || e->n == e->room) return true;
+
+    // Its bytes. The heap has a merge for each two neighbours at first, and each merge takes one and adds two at most.
+    Scratch* s = bpe->scratch;
+    int64_t n = (int64_t)length;
+    s->places = (Place*)host_at_least(s->places, &s->place_bytes, length * sizeof(Place));
+    s->heap = (Candidate*)host_at_least(s->heap, &s->heap_bytes, 2 * length * sizeof(Candidate));
+    for (int64_t i = 0; i < n; i++) {
+        Place place = {bpe->bytes[(unsigned char)text[i]], i - 1, i + 1 < n ? i + 1 : -1};
+        s->places[i] = place;
+        if (place.id >= 0) continue;
+        snprintf(e->why, e->why_size, "the tokenizer has no token for the byte 0x%02x", (unsigned char)text[i]);
+        return false;
+    }
+
+    merge_all(bpe, n);
+    for (int64_t i = 0; i >= 0 && e->n < e->room; i = s->places[i].after) e->ids[e->n++] = s->places[i].id;
+    return true;
+}
+
+// By the cuts from `cut` on.
+static bool encode_piece(Encoding* e, int cut, const char* text, size_t length) {
+    if (length == 0) return true;
+    if (cut == e->bpe->cut_count) return encode_word(e, text, length);
+    const Cut* by = &e->bpe->cuts[cut];
+    const char *at = text, *end = text + length, *from, *to;
+    const char* done = text;  // up to here
+    while (at < end && (from = split_find(by->pattern, at, end, &to, &e->steps)) != NULL) {
+        if (by->keeps_rest && !encode_piece(e, cut + 1, done, (size_t)(from - done))) return false;
+        if (by->keeps_matches && !encode_piece(e, cut + 1, from, (size_t)(to - from))) return false;
+        done = at = to;
+        if (to == from) utf8_read(to, &at);
+    }
+    if (e->steps < 0) {
+        snprintf(e->why, e->why_size, "a pattern of the tokenizer takes too long for this text");
+        return false;
+    }
+    return !by->keeps_rest || encode_piece(e, cut + 1, done, (size_t)(end - done));
+}
+
+// Around the added tokens of a round and those after it. Names of special ones stay part of the text.
+static bool encode_around(Encoding* e, int round, const char* text, size_t length) {
+    if (round == 2) return encode_piece(e, 0, text, length);
+    const Vocab* added = e->bpe->added[round];
+    const char *end = text + length, *done = text;
+    for (const char* at = text; added && at < end;) {
+        const Token* found = vocab_longest(added, at, (size_t)(end - at));
+        if (found && found->id != SPECIAL) {
+            if (!encode_around(e, round + 1, done, (size_t)(at - done))) return false;
+            if (e->n < e->room) e->ids[e->n++] = found->id;
+            done = at + found->length;
+        }
+        at += found ? found->length : 1;
+    }
+    return encode_around(e, round + 1, done, (size_t)(end - done));
+}
+
+int64_t bpe_encode(const Bpe* bpe, const char* text, int32_t* ids, int64_t room, char* why, size_t why_size) {
+    size_t length = strlen(text);
+    const char *end = text + length, *next;
+    for (const char* at = text; at < end; at = next) {
+        if (!utf8_length(at, (size_t)(end - at))) {
+            snprintf(why, why_size, "byte %zu of the text is not UTF-8", (size_t)(at - text));
+            return -1;
+        }
+        if (utf8_read(at, &next) < FIRST_COMBINING || !bpe->nfc) continue;
+        snprintf(why, why_size, "byte %zu of the text: the tokenizer normalizes to NFC, which is not supported there",
+                 (size_t)(at - text));
+        return -1;
+    }
+    Encoding e = {bpe, ids, room, 0, STEPS + STEPS_A_BYTE * (int64_t)length, why, why_size};
+    return encode_around(&e, 0, text, length) ? e.n : -1;
+}
+
+void bpe_cut(Bpe* bpe, Pattern* pattern, bool keeps_matches, bool keeps_rest) {
+    Cut* cuts = (Cut*)host_alloc((size_t)(bpe->cut_count + 1) * sizeof(Cut));
+    if (bpe->cut_count) memcpy(cuts, bpe->cuts, (size_t)bpe->cut_count * sizeof(Cut));
+    free(bpe->cuts);
+    Cut cut = {pattern, keeps_matches, keeps_rest};
+    cuts[bpe->cut_count++] = cut;
+    bpe->cuts = cuts;
+}

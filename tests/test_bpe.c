@@ -1,0 +1,288 @@
+// Patterns that cut text into words, merges, and tokenizer.json. Everything here is exact; tests/test_tokenizer.py
+// compares with the library tokenizers on real text.
+#include <stdbool.h>
+
+#include "data/split.h"
+#include "data/tokenizer.h"
+#include "tests/files.h"
+
+// ---- Patterns
+
+// The matches in text and what lies between them, each in <>, or the reason why there are none.
+static const char* pieces(const char* text_of_pattern, const char* text) {
+    static char out[1024], error[256];
+    Pattern* pattern = pattern_parse(text_of_pattern, error, sizeof(error));
+    if (!pattern) return error;
+    const char *at = text, *end = text + strlen(text), *done = text, *from, *to;
+    int64_t steps = 100000;
+    int n = 0;
+    out[0] = 0;
+    while (at < end && (from = split_find(pattern, at, end, &to, &steps)) != NULL) {
+        if (from > done) n += snprintf(out + n, sizeof(out) - (size_t)n, "%.*s", (int)(from - done), done);
+        n += snprintf(out + n, sizeof(out) - (size_t)n, "<%.*s>", (int)(to - from), from);
+        done = to;
+        at = to > from ? to : to + 1;
+    }
+    snprintf(out + n, sizeof(out) - (size_t)n, "%s%s", done, steps < 0 ? " too many steps" : "");
+    pattern_free(pattern);
+    return out;
+}
+
+static void test_patterns(void) {
+    // clang-format off
+    const struct { const char *pattern, *text, *pieces; } cases[] = {
+        {"ab|a", "abaxb", "<ab><a>xb"},
+        {"a|ab", "abaxb", "<a>b<a>xb"},  // the first alternative, not the longest
+        {"[a-c]+", "abxcdb", "<ab>x<c>d<b>"},
+        {"[^a-c\\n]+", "abx\ncdb", "ab<x>\nc<d>b"},
+        {"[-a\\]\\\\]", "b-a]\\", "b<-><a><]><\\>"},
+        {"[a-]", "b-a", "b<-><a>"},
+        {"[x[ab]y]", "xazb", "<x><a>z<b>"},
+        {"a{2}", "aaaaa", "<aa><aa>a"},
+        {"a{1,3}", "aaaaa", "<aaa><aa>"},
+        {"a{2,}b", "abaaab", "ab<aaab>"},
+        {"a*b", "aaabb", "<aaab><b>"},
+        {"a+ab", "aaab", "<aaab>"},      // gives one back
+        {"a++ab", "aaab", "aaab"},       // gives nothing back
+        {"a?+ab", "aab", "<aab>"},
+        {"a*+a", "aaa", "aaa"},
+        {"(ab|a)(c|bcd)", "abcd", "<abc>d"},
+        {"(?:a|ab)c", "abc", "<abc>"},   // back into the group
+        {"(a(?:b)?)?c", "abcacc", "<abc><ac><c>"},
+        {"a(?=b)", "abac", "<a>bac"},
+        {"a(?!b)", "abac", "ab<a>c"},
+        {"\\s+(?!\\S)|\\s+", "a   b ", "a<  >< >b< >"},
+        {"\\s+$", "a \nb  ", "a< >\nb<  >"},
+        {"(?i:'s|'Ll)", "'S'll'LL's's", "<'S><'ll><'LL><'s><'s>"},
+        {"(?i:[k-s]t)k", "\xc5\xbftk\xe2\x84\xaaTkatK", "<\xc5\xbftk><\xe2\x84\xaaTk>atK"},  // long s, Kelvin sign
+        {"(?i:s)s", "SsSS", "<Ss>SS"},
+        {"\\p{L}+", "a\xc3\xa9\xe4\xb8\xad\xf0\x9d\x94\xb8" "1", "<a\xc3\xa9\xe4\xb8\xad\xf0\x9d\x94\xb8>1"},
+        {"\\p{Lu}\\p{Ll}+", "XYzA\xc3\x89\xc3\xa9", "X<Yz>A<\xc3\x89\xc3\xa9>"},
+        {"\\p{N}", "1\xc2\xb2\xe2\x85\xa7x", "<1><\xc2\xb2><\xe2\x85\xa7>x"},
+        {"[\\p{P}\\p{S}]+", "a.+\xe2\x82\xac b", "a<.+\xe2\x82\xac> b"},
+        {"\\p{M}", "e\xcc\x81", "e<\xcc\x81>"},
+        {"[^\\s\\p{L}]", "a \xc2\xa0\xe3\x80\x80.", "a \xc2\xa0\xe3\x80\x80<.>"},
+        {"\\S", " \xf3\xb0\x80\x80\x01\xc2\xa0", " <\xf3\xb0\x80\x80><\x01>\xc2\xa0"},  // private use, control
+        {"[\xe4\xb8\x80-\xe9\xbe\xa5]+", "a\xe4\xb8\xad\xe6\x96\x87\xea\xb0\x80", "a<\xe4\xb8\xad\xe6\x96\x87>\xea\xb0\x80"},
+        {"\\P{L}", "a1", "a<1>"},
+        {"x*", "axb", "<>a<x><>b"},
+        {"a*a*a*a*a*a*a*a*b", "aaaaaaaaaaaaaaaaaaaaaaaaaaaaaa", "aaaaaaaaaaaaaaaaaaaaaaaaaaaaaa too many steps"},
+        // What is not known.
+        {"ab\\d", "", "byte 2: \\d"}, {"\\p{Greek}", "", "byte 0: \\p{Greek}"}, {"^a", "", "byte 0: ^"}, {"a.b", "", "byte 1: ."},
+        {"a*?", "", "byte 1: *?"}, {"a**", "", "byte 1: **"}, {"a{1,3}+", "", "byte 1: {1,3}+"}, {"(ab)+", "", "byte 4: after a group"},
+        {"(?<=a)b", "", "byte 0: (?<="}, {"(?i)a", "", "byte 0: (?i)"}, {"(?>a)", "", "byte 0: (?>"}, {"(a", "", "byte 0: ( without )"},
+        {"a)", "", "byte 1: ) without ("}, {"[a", "", "byte 0: [ without ]"}, {"[]a]", "", "byte 0: an empty class"},
+        {"[b-a]", "", "byte 1: a range"}, {"[\\s-a]", "", "byte 1: a range"}, {"[a&&b]", "", "byte 2: &&"}, {"[[:alpha:]]", "", "byte 1: [:"},
+        {"[a[^b]]", "", "byte 2: [^"}, {"a{2,1}", "", "byte 1: {"}, {"a{x}", "", "byte 1: {"}, {"+", "", "byte 0: +"}, {"a|*", "", "byte 2: *"},
+        {"(?i:\\p{L})", "", "byte 4: (?i: with \\p"}, {"(?i:\xc3\xa9)", "", "byte 4: (?i:"}, {"(?i:st)", "", "byte 4: st"}, {"\\", "", "byte 0: \\"}};
+    // clang-format on
+    for (size_t i = 0; i < sizeof(cases) / sizeof(cases[0]); i++) {
+        const char* got = pieces(cases[i].pattern, cases[i].text);
+        bool same = *cases[i].text ? strcmp(got, cases[i].pieces) == 0
+                                   : strncmp(got, cases[i].pieces, strlen(cases[i].pieces)) == 0;
+        CHECK(same, "%s in '%s': %s", cases[i].pattern, cases[i].text, got);
+    }
+    char deep[5000];
+    memset(deep, '(', sizeof(deep) - 1);
+    deep[sizeof(deep) - 1] = 0;
+    CHECK(strstr(pieces(deep, ""), "2048 parts"), "%s", pieces(deep, ""));
+}
+
+// ---- tokenizer.json
+
+// Bytes a b c d, space, e with acute, and what merges make of them. c d is later than b c, and bc d than a b.
+#define VOCAB                                                                                                          \
+    "\"a\":0,\"b\":1,\"c\":2,\"d\":3,\"\\u0120\":4,\"\\u00c3\":5,\"\\u00a9\":6,\"bc\":7,\"ab\":8,\"cd\":9,\"bcd\":10," \
+    "\"\\u00c3\\u00a9\":11,\"\\u0120a\":12,\"abc\":13"
+#define MERGES "\"b c\",\"a b\",[\"c\",\"d\"],[\"bc\",\"d\"],\"\\u00c3 \\u00a9\",\"\\u0120 a\""
+#define ADDED                                                                                                          \
+    "{\"id\":14,\"content\":\"<|endoftext|>\",\"special\":true,\"normalized\":false},"                                 \
+    "{\"id\":15,\"content\":\"<a\",\"special\":false,\"normalized\":false},"                                           \
+    "{\"id\":16,\"content\":\"<ab>\",\"special\":false,\"normalized\":false}"
+#define BYTE_LEVEL "{\"type\":\"ByteLevel\",\"add_prefix_space\":false,\"use_regex\":true}"
+
+static const char* json(const char* name, const char* before, const char* added, const char* model, const char* vocab,
+                        const char* merges) {
+    char* text = host_format("{%s,\"added_tokens\":[%s],\"model\":{\"type\":%s,\"vocab\":%s,\"merges\":[%s]}}", before,
+                             added, model, vocab, merges);
+    const char* path = write_file(name, text, strlen(text));
+    free(text);
+    return path;
+}
+
+static bool encodes(const Tokenizer* t, const char* text, int n, const int32_t* expected) {
+    int32_t ids[32];
+    int64_t got = tokenizer_encode(t, text, ids, 32);
+    return got == n && memcmp(ids, expected, (size_t)n * sizeof(int32_t)) == 0;
+}
+#define ENCODES(t, text, ...)                                                                                          \
+    do {                                                                                                               \
+        const int32_t expected[] = {__VA_ARGS__};                                                                      \
+        CHECK(encodes(t, text, sizeof(expected) / sizeof(expected[0]), expected), "'%s'", text);                       \
+    } while (0)
+
+static bool decodes(const Tokenizer* t, int32_t id, const char* bytes) {
+    int length = -1;
+    const char* got = tokenizer_decode(t, id, &length);
+    return got && length == (int)strlen(bytes) && memcmp(got, bytes, strlen(bytes)) == 0;
+}
+
+#define HEAD "\"normalizer\":null,\"pre_tokenizer\":" BYTE_LEVEL
+static void test_tokenizer_json(void) {
+    Tokenizer* t = tokenizer_open(json("t.json", HEAD, ADDED, "\"BPE\"", "{" VOCAB "}", MERGES));
+    CHECK(tokenizer_size(t) == 17 && tokenizer_eot(t) == 14 && tokenizer_exact(t), "size and end of text");
+    CHECK(decodes(t, 10, "bcd") && decodes(t, 4, " ") && decodes(t, 12, " a") && decodes(t, 11, "\xc3\xa9") &&
+              decodes(t, 5, "\xc3") && decodes(t, 16, "<ab>") && decodes(t, 14, ""),
+          "decode");
+    // The longest match would begin with ab or abc.
+    ENCODES(t, "abcd", 0, 10);
+    ENCODES(t, "abab", 8, 8);
+    ENCODES(t, "acd", 0, 9);
+    ENCODES(t, "a a  a\xc3\xa9", 0, 12, 4, 12, 11);
+    // Added tokens, the longest first; what is special is text, in which bytes without a token are refused.
+    ENCODES(t, "ab<ab><ac", 8, 16, 15, 2);
+    int32_t ids[4] = {77, 77, 77, 77};
+    CHECK(tokenizer_encode(t, "a<|endoftext|>", ids, 4) == -1 && strstr(tokenizer_why(t), "byte 0x3c"), "%s",
+          tokenizer_why(t));
+    CHECK(tokenizer_encode(t, "a\xc3", ids, 4) == -1 && strstr(tokenizer_why(t), "byte 1 of the text is not UTF-8"),
+          "%s", tokenizer_why(t));
+    CHECK(tokenizer_encode(t, "", ids, 4) == 0 && tokenizer_encode(t, "abab<ab>a", ids, 3) == 3 && ids[2] == 16 &&
+              ids[3] == 77,
+          "room");
+    tokenizer_close(t);
+
+    // Of equal merges the leftmost; a merge whose right part has become another token since is none, the new pair's is.
+    t = tokenizer_open(
+        json("t.json", HEAD, "", "\"BPE\"",
+             "{\"a\":0,\"b\":1,\"aa\":2,\"ba\":3,\"baa\":4,\"</s>\":5,\"\\u0142\\u0143\\u0120\\u0121\":6}",
+             "\"a a\",\"b a\",\"b aa\""));
+    ENCODES(t, "aaa", 2, 0);
+    ENCODES(t, "ba", 3);
+    ENCODES(t, "baa", 4);
+    ENCODES(t, "aabaaa", 2, 4, 0);
+    CHECK(decodes(t, 6, "\xa0\xad \x7f"), "the alphabet's ends");
+    tokenizer_close(t);
+
+    // Words that are tokens, whatever the merges; and cuts one after the other.
+    t = tokenizer_open(json("t.json",
+                            "\"normalizer\":{\"type\":\"NFC\"},\"pre_tokenizer\":{\"type\":\"Sequence\","
+                            "\"pretokenizers\":[{\"type\":\"Split\",\"pattern\":{\"Regex\":\"c|d+\"},\"behavior\":"
+                            "\"Removed\",\"invert\":false},{\"type\":\"ByteLevel\",\"add_prefix_space\":false,"
+                            "\"use_regex\":false}]}",
+                            ADDED, "\"BPE\",\"ignore_merges\":true", "{" VOCAB "}", MERGES));
+    ENCODES(t, "abcabdd\xc3\xa9", 8, 8, 11);
+    CHECK(tokenizer_encode(t, "e\xcc\x81", ids, 4) == -1 && strstr(tokenizer_why(t), "byte 1 of the text: "), "%s",
+          tokenizer_why(t));
+    tokenizer_close(t);
+    t = tokenizer_open(json("t.json", HEAD, ADDED, "\"BPE\",\"ignore_merges\":true", "{" VOCAB "}", MERGES));
+    ENCODES(t, "abc abcd", 13, 12, 7 + 3);
+    tokenizer_close(t);
+}
+
+// Opened and decoded, but text is refused by what is named.
+static void test_not_encoded(void) {
+    const char* bpe = "\"BPE\"";
+    const char *vocab = "{" VOCAB "}", *pieces_vocab =
+                                           "[[\"\xe2\x96\x81"
+                                           "a\",0],[\"<0xFF>\",0],[\"</s>\",0]]";
+    const struct {
+        const char *head, *added, *model, *vocab, *merges, *says;
+    } cases[] = {{"\"decoder\":{\"type\":\"Metaspace\"}", "", "\"Unigram\"", pieces_vocab, "", "model Unigram"},
+                 {HEAD, ADDED, "\"BPE\",\"byte_fallback\":true", vocab, MERGES, "byte_fallback"},
+                 {HEAD, ADDED, "\"BPE\",\"dropout\":0.1", vocab, MERGES, "dropout"},
+                 {HEAD, ADDED, "\"BPE\",\"end_of_word_suffix\":\"</w>\"", vocab, MERGES, "end_of_word_suffix"},
+                 {"\"normalizer\":{\"type\":\"Lowercase\"}", ADDED, bpe, vocab, MERGES, "normalizer Lowercase"},
+                 {"\"pre_tokenizer\":null", ADDED, bpe, vocab, MERGES, "pre_tokenizer none"},
+                 {"\"pre_tokenizer\":{\"type\":\"Whitespace\"}", ADDED, bpe, vocab, MERGES, "pre_tokenizer Whitespace"},
+                 {"\"pre_tokenizer\":{\"type\":\"ByteLevel\"}", ADDED, bpe, vocab, MERGES, "add_prefix_space"},
+                 {"\"pre_tokenizer\":{\"type\":\"Split\",\"pattern\":{\"Regex\":\"a\\\\d\"},\"behavior\":\"Isolated\"}",
+                  ADDED, bpe, vocab, MERGES, "byte 1: \\d"},
+                 {HEAD, "{\"id\":14,\"content\":\"</s>\",\"lstrip\":true}", bpe, vocab, MERGES, "'</s>' with lstrip"},
+                 {HEAD, ADDED, bpe, vocab, "\"b c\",\"a x\"", "merge 1, 'a' and 'x'"},
+                 {HEAD, ADDED, bpe, vocab, "\"bc\"", "merge 0,"}};
+    for (size_t i = 0; i < sizeof(cases) / sizeof(cases[0]); i++) {
+        Tokenizer* t = tokenizer_open(
+            json("no.json", cases[i].head, cases[i].added, cases[i].model, cases[i].vocab, cases[i].merges));
+        int32_t ids[4];
+        CHECK(tokenizer_encode(t, "a", ids, 4) == -1 && strstr(tokenizer_why(t), cases[i].says) &&
+                  strstr(tokenizer_why(t), "no.json"),
+              "%s: %s", cases[i].says, tokenizer_why(t));
+        CHECK(tokenizer_encode(t, "", ids, 4) == 0, "nothing is encoded with any tokenizer");
+        if (i == 0) CHECK(decodes(t, 0, " a") && decodes(t, 1, "\xff") && decodes(t, 2, ""), "pieces");
+        tokenizer_close(t);
+    }
+}
+
+static const char* opened;
+static void open_it(void) { tokenizer_open(in_folder(opened)); }
+
+static void test_json_refused(void) {
+    const char* bpe = "\"BPE\"";
+    opened = "bad.json";
+    remove_matching("bad.json");
+    DIES(open_it, "bad.json", "No such file");
+    write_file("bad.json", "{", 1);
+    DIES(open_it, "bad.json: not JSON: byte 1");
+    write_file("bad.json", "{}", 2);
+    DIES(open_it, "bad.json: not a tokenizer.json: no model.vocab");
+    json("bad.json", HEAD, "", bpe, "{" VOCAB "}", MERGES);
+    DIES(open_it, "bad.json", "no token has a usual name of end of text (<|endoftext|>");
+    json("bad.json", HEAD, ADDED, bpe, "{\"a\":0,\"b\":16777216}", "");
+    DIES(open_it, "bad.json: token 'b': the id 1.67772e+07");
+    json("bad.json", HEAD, ADDED, bpe, "{\"a\":0,\"b\":-1}", "");
+    DIES(open_it, "bad.json: token 'b': the id -1");
+    json("bad.json", HEAD, ADDED, bpe, "{\"a\":0,\"b\":0.5}", "");
+    DIES(open_it, "bad.json: token 'b': the id 0.5");
+    json("bad.json", HEAD, ADDED, bpe, "{\"a\":0,\"b\":0}", "");
+    DIES(open_it, "bad.json: token 'b', id 0: the id is another token's");
+    json("bad.json", HEAD, "{\"id\":1,\"content\":\"a\"}", bpe, "{\"a\":0}", "");
+    DIES(open_it, "bad.json: token 'a', id 1: ", "has another id");
+}
+
+// A table, and a tokenizer.json beside it.
+static void test_beside(void) {
+    unsigned char file[2048];
+    const char* tokens[] = {"a",  "b",   "c",        "d",  " ",   "\xc3",          "\xa9", "bc",  "ab",
+                            "cd", "bcd", "\xc3\xa9", " a", "abc", "<|endoftext|>", "<a",   "<ab>"};
+    uint32_t header[256] = {20240328, 2, 17, 15};
+    memcpy(file, header, 1024);
+    size_t n = 1024;
+    for (int i = 0; i < 17; i++) {
+        file[n++] = (unsigned char)strlen(tokens[i]);
+        memcpy(file + n, tokens[i], strlen(tokens[i]));
+        n += strlen(tokens[i]);
+    }
+    const char* path = write_file("x.bin", file, n);
+    Tokenizer* t = tokenizer_open(path);
+    CHECK(!tokenizer_exact(t), "a table alone");
+    ENCODES(t, "abcd", 13, 3);
+    tokenizer_close(t);
+
+    // End of text is what the table says.
+    json("x.json", HEAD, ADDED, "\"BPE\"", "{" VOCAB "}", MERGES);
+    t = tokenizer_open(path);
+    CHECK(tokenizer_exact(t) && tokenizer_eot(t) == 15 && decodes(t, 15, "") && decodes(t, 14, tokens[14]), "eot");
+    ENCODES(t, "abcd", 0, 10);
+    tokenizer_close(t);
+
+    opened = "x.bin";
+    json("x.json", HEAD, ADDED ",{\"id\":17,\"content\":\"x\"}", "\"BPE\"", "{" VOCAB "}", MERGES);
+    DIES(open_it, "x.bin has 17 tokens", "x.json beside it 18");
+    json("x.json", HEAD, ADDED, "\"BPE\"", "{" VOCAB "}", MERGES);
+    file[1025] = 'e';
+    write_file("x.bin", file, n);
+    DIES(open_it, "x.bin and ", "x.json beside it differ in the bytes of token 0");
+    write_file("x.json", "[", 1);
+    DIES(open_it, "x.json: not JSON");
+}
+
+int main(void) {
+    make_folder("test_bpe");
+    RUN(test_patterns);
+    RUN(test_tokenizer_json);
+    RUN(test_not_encoded);
+    RUN(test_json_refused);
+    RUN(test_beside);
+    remove_matching("");
+    return test_summary();
+}
