@@ -1,0 +1,215 @@
+#!/usr/bin/env python3
+"""Makes a model for llama.cpp of a checkpoint: one GGUF file of the architecture deepseek2.
+
+  to_gguf.py runs/x/step_00002000 model.gguf
+  to_gguf.py runs/x/step_00002000 model.gguf --dtype f32
+
+STEP is a checkpoint, or a release that export.py made of one, in which a tokenizer.json lies. Names are those that
+llama.cpp's own converter gives. Two things are stored otherwise than in a checkpoint: a block's experts are one tensor of
+three dimensions, and the up-projection of keys and values is cut into keys, transposed because llama.cpp multiplies the
+queries by it, and values. Norms, routers and selection biases stay float32. What llama.cpp would compute otherwise is
+refused. A checkpoint's files are checked against the manifest's CRC-32 first. Needs gguf, numpy, safetensors, ml_dtypes.
+"""
+import argparse
+import functools
+import pathlib
+import re
+import sys
+
+from export import INDEX, Failure, check, read_json
+from gguf_tokens import add_tokenizer
+
+FILE_TYPES = {"f32": 0, "f16": 1, "bf16": 32}  # llama.cpp's numbers
+BIAS = "e_score_correction_bias"
+
+
+# --- What the model is ---
+
+def hyperparameters(c):
+    """Keys and values of the section deepseek2, from config.json."""
+    blocks, latent, softmax = c["num_hidden_layers"], c["q_lora_rank"] or 0, c["scoring_func"] == "softmax"
+    keys = {
+        "block_count": blocks,
+        "context_length": c["max_position_embeddings"],
+        "embedding_length": c["hidden_size"],
+        "feed_forward_length": c["intermediate_size"],
+        "vocab_size": c["vocab_size"],
+        "leading_dense_block_count": c["first_k_dense_replace"],
+        # Attention runs in the latent: one head of keys and values for all. `_mla` are the heads that it stands for.
+        "attention.head_count": c["num_attention_heads"],
+        "attention.head_count_kv": 1,
+        "attention.layer_norm_rms_epsilon": c["rms_norm_eps"],
+        "attention.q_lora_rank": latent,
+        "attention.kv_lora_rank": c["kv_lora_rank"],
+        "attention.key_length": c["kv_lora_rank"] + c["qk_rope_head_dim"],
+        "attention.value_length": c["kv_lora_rank"],
+        "attention.key_length_mla": c["qk_nope_head_dim"] + c["qk_rope_head_dim"],
+        "attention.value_length_mla": c["v_head_dim"],
+        "expert_count": c["n_routed_experts"],
+        "expert_used_count": c["num_experts_per_tok"],
+        "expert_shared_count": c["n_shared_experts"],
+        "expert_feed_forward_length": c["moe_intermediate_size"],
+        "expert_gating_func": 1 if softmax else 2,
+        "expert_weights_norm": c["norm_topk_prob"],
+        "expert_weights_scale": float(c["routed_scaling_factor"]),
+        "rope.dimension_count": c["qk_rope_head_dim"],
+        "rope.freq_base": float(c["rope_theta"]),
+    }
+
+    # What llama.cpp has no way to read.
+    if latent and (blocks in (26, 27) or (blocks, c["vocab_size"]) == (48, 128256)):
+        raise Failure(f"llama.cpp takes a model of {blocks} blocks for one without q_lora_rank; this one has {latent}")
+    if c["first_k_dense_replace"] < blocks and not c["n_shared_experts"]:
+        raise Failure("llama.cpp's MoE blocks have a shared expert; this model has n_shared_experts 0")
+
+    # Groups, unless they leave every choice open.
+    groups, taken = c["n_group"], c["topk_group"]
+    if taken < groups < c["n_routed_experts"]:
+        if softmax:
+            raise Failure("llama.cpp chooses groups by their best two experts, this model by the best one: n_group "
+                          f"{groups} with scoring_func softmax")
+        keys |= {"expert_group_count": groups, "expert_group_used_count": taken}
+
+    # YaRN. llama.cpp has mscale divided by ten, and makes of it what multiplies the softmax.
+    if yarn := c.get("rope_scaling"):
+        keys |= {
+            "rope.scaling.type": "yarn",
+            "rope.scaling.factor": float(yarn["factor"]),
+            "rope.scaling.original_context_length": yarn["original_max_position_embeddings"],
+            "rope.scaling.yarn_beta_fast": float(yarn["beta_fast"]),
+            "rope.scaling.yarn_beta_slow": float(yarn["beta_slow"]),
+            "rope.scaling.yarn_log_multiplier": 0.1 * yarn["mscale_all_dim"],
+        }
+    return keys
+
+
+# --- Weights ---
+
+class Weights:
+    """The tensors of a folder; `files` says where each lies."""
+
+    def __init__(self, step, config):
+        self.step = step
+        if (step / INDEX).exists():
+            self.files = dict(read_json(step / INDEX)["weight_map"])
+        else:
+            self.files = dict.fromkeys(self.open("model.safetensors").keys(), "model.safetensors")
+        # DeepSeek-V2 has no place for selection biases, llama.cpp has: those that lie beside the moments.
+        for path in sorted(step.glob("block_*.adam.safetensors")):
+            self.files |= {name: path.name for name in self.open(path.name).keys() if name.endswith(BIAS)}
+        if "train_moe_note" in config and not any(name.endswith(BIAS) for name in self.files):
+            raise Failure(f"{step}: a release of this model has no selection biases; give the checkpoint itself")
+
+    @functools.lru_cache(maxsize=4)
+    def open(self, file):
+        import ml_dtypes  # noqa: F401  through it numpy knows bfloat16
+        from safetensors import safe_open
+        return safe_open(self.step / file, "np")
+
+    def shape(self, name):
+        return self.open(self.files[name]).get_slice(name).get_shape()
+
+    def read(self, name):
+        return self.open(self.files[name]).get_tensor(name).astype("float32")
+
+
+def made_of(weights, blocks):
+    """For each tensor of the GGUF file those of the folder that it is made of, experts in their order."""
+    import gguf
+    names, tensors = gguf.get_tensor_name_map(gguf.MODEL_ARCH.DEEPSEEK2, blocks), {}
+    for name in weights.files:
+        general = re.sub(r"\.experts\.\d+\.", ".experts.", name).replace(BIAS, "e_score_correction.bias")
+        for part in ("k_b_proj", "v_b_proj")[:2 if "kv_b_proj" in name else 1]:
+            target = names.get_name(general.replace("kv_b_proj", part), (".weight", ".bias"))
+            if not target:
+                raise Failure(f"{weights.step}: llama.cpp has no tensor like {name}")
+            tensors.setdefault(target, []).append(name)
+    for sources in tensors.values():
+        sources.sort(key=lambda name: [int(digits) for digits in re.findall(r"\d+", name)])
+    return tensors
+
+
+def cut(values, key, config):
+    """Of the up-projection of keys and values, [heads x (nope + v), latent], the part that `key` names."""
+    heads = values.reshape(config["num_attention_heads"], -1, config["kv_lora_rank"])
+    nope = config["qk_nope_head_dim"]
+    return heads[:, :nope].transpose(0, 2, 1) if "attn_k_b" in key else heads[:, nope:]
+
+
+def write_tensors(writer, weights, config, dtype):
+    import gguf
+    import numpy as np
+    tensors, kinds = made_of(weights, config["num_hidden_layers"]), {}
+
+    # Their table: shapes and types.
+    for key, sources in tensors.items():
+        shape = weights.shape(sources[0])
+        if "_exps" in key:
+            shape = [len(sources), *shape]
+        if key.endswith(("attn_k_b.weight", "attn_v_b.weight")):
+            shape = cut(np.empty(shape, np.bool_), key, config).shape
+        kinds[key] = gguf.GGMLQuantizationType["F32" if len(shape) == 1 or "ffn_gate_inp" in key else dtype.upper()]
+        size = int(np.prod(shape)) * (4 if kinds[key].name == "F32" else 2)
+        writer.add_tensor_info(key, shape, np.dtype("float32"), size, raw_dtype=kinds[key])
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_ti_data_to_file()
+
+    # Their values, with one tensor in memory at a time.
+    for done, (key, sources) in enumerate(tensors.items()):
+        parts = []
+        for name in sources:
+            values = weights.read(name)
+            if kinds[key].name == "F16" and np.abs(values).max() > 65504:
+                raise Failure(f"{name}: {np.abs(values).max():g} is more than f16 can hold; take --dtype bf16")
+            values = cut(values, key, config) if "kv_b_proj" in name else values
+            parts.append(gguf.quants.quantize(np.ascontiguousarray(values), kinds[key]))
+        writer.write_tensor_data(np.stack(parts) if "_exps" in key else parts[0])
+        print(f"{key}: {100 * (done + 1) / len(tensors):.0f} %", end="\n" if done + 1 == len(tensors) else "\r", file=sys.stderr)
+
+
+def convert(step, out, dtype):
+    import gguf
+    if out.exists():
+        raise Failure(f"{out} is there already; choose another name")
+    config = read_json(step / "config.json")
+    keys = hyperparameters(config)
+    if (step / "manifest.json").exists():
+        check(step)
+    part = out.with_name(out.name + ".tmp")
+    writer = gguf.GGUFWriter(part, "deepseek2")
+    writer.add_name(out.stem)
+    writer.add_file_type(FILE_TYPES[dtype])
+    add = {bool: writer.add_bool, int: writer.add_uint32, float: writer.add_float32, str: writer.add_string}
+    for key, value in keys.items():
+        add[type(value)](f"deepseek2.{key}", value)
+    add_tokenizer(writer, step, config)
+    try:
+        write_tensors(writer, Weights(step, config), config, dtype)
+        writer.close()
+        part.rename(out)
+    finally:
+        part.unlink(missing_ok=True)
+
+
+def main():
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("step", type=pathlib.Path, metavar="STEP", help="a checkpoint's folder, or a release's")
+    parser.add_argument("out", type=pathlib.Path, metavar="OUT.gguf", help="a file that is not there yet")
+    parser.add_argument("--dtype", choices=FILE_TYPES, default="bf16", help="of the weights (bf16)")
+    args = parser.parse_args()
+    try:
+        convert(args.step, args.out, args.dtype)
+    except ImportError as error:
+        print(f"to_gguf.py: error: {error}: pip install gguf numpy safetensors ml_dtypes", file=sys.stderr)
+    except KeyError as error:
+        print(f"to_gguf.py: error: {args.step}: config.json or tokenizer.json has no {error}", file=sys.stderr)
+    except (Failure, OSError) as error:
+        print(f"to_gguf.py: error: {error}", file=sys.stderr)
+    else:
+        return 0
+    return 1
+
+
+if __name__ == "__main__":
+    sys.exit(main())
