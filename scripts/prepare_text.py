@@ -6,15 +6,16 @@
   prepare_text.py src/ --glob '*.c' '*.h' --out data --tokenizer tiktoken:gpt2
   prepare_text.py crawl/*.jsonl.zst wiki.parquet --out data --train-tokenizer 32000
 
-Writes NAME_train_%06d.bin, NAME_val_%06d.bin and the tokenizer: NAME_tokenizer.bin for train_moe, NAME_tokenizer.json and
-NAME_tokenizer_config.json for transformers, which wants them in a folder as tokenizer.json and tokenizer_config.json. Until
-all are complete they end in .tmp; those that a killed run left go with the next run of the same NAME. Every document starts
-with the end-of-text token. The byte tokenizer (ids 0..255, 256 = end of text) needs nothing but Python's standard library.
+Writes NAME_train_%06d.bin, NAME_val_%06d.bin and the tokenizer: NAME_tokenizer.bin for train_moe, NAME_tokenizer.json
+and NAME_tokenizer_config.json for transformers, which wants them in a folder as tokenizer.json and
+tokenizer_config.json. Until all are complete they end in .tmp; those that a killed run left go with the next run of the
+same NAME. Every document starts with the end-of-text token. The byte tokenizer (ids 0..255, 256 = end of text) needs
+nothing but Python's standard library.
 
-A document is a record of a .jsonl or .parquet file (its --field), or any other file, or with --split-on a part of one (line
-ends around a part are dropped). Files that end in .gz, .xz or .zst are unpacked as they are read. Text is handled in pieces
-of a few MiB; a document longer than that is cut at line ends. One process reads and writes, --jobs of them encode: the
-shards are the same whatever their number.
+A document is a record of a .jsonl or .parquet file (its --field), or any other file, or with --split-on a part of one
+(line ends around a part are dropped). Files that end in .gz, .xz or .zst are unpacked as they are read. Text is handled
+in pieces of a few MiB; a document longer than that is cut at line ends. One process reads and writes, --jobs of them
+encode: the shards are the same whatever their number.
 
 Without --val, documents are dealt by a hash of how they begin, so that the same text always falls on the same side. The
 document with the lowest hash is validation in any case. Where there is only one document, its end is validation.
@@ -44,14 +45,13 @@ from tokenizer_json import config_json
 
 HEADERS = {2: (20240520, 1), 4: (20240801, 7)}  # magic and version of shards, by bytes per token
 TOKENIZER_HEADER = (20240328, 2)
-HEADER_BYTES = 1024
 MAX_SHARD_TOKENS = 2**31 - 1  # the header counts in int32
 HASHED = 64 << 10  # bytes of a document that decide where it goes
 BATCH = 1 << 20  # bytes of text that a process encodes at a time
 TRIED_ON = 1 << 20  # bytes of text that show whether two tokenizers agree
 PROGRESS_S = 5
-GLOBS = ("*.txt *.jsonl *.parquet *.md *.rst *.tex *.html *.py *.c *.h *.cc *.cpp *.hpp *.cu *.cuh *.rs *.go *.java *.js "
-         "*.ts *.sh *.sql *.lua *.rb *.pl").split()
+GLOBS = ("*.txt *.jsonl *.parquet *.md *.rst *.tex *.html *.py *.c *.h *.cc *.cpp *.hpp *.cu *.cuh *.rs *.go *.java "
+         "*.js *.ts *.sh *.sql *.lua *.rb *.pl").split()
 
 
 # ---- Which text is validation. Both yield (split, first, text).
@@ -127,7 +127,7 @@ def batches_of(dealt):
 
 
 def encode(dealt, tokenizer, jobs):
-    """Yields what was dealt in batches, each with the tokens of its texts. Each process has two batches to do at most."""
+    """Yields what was dealt in batches, each with the tokens of its texts. A process has two batches to do at most."""
     if jobs == 1:
         for batch in batches_of(dealt):
             yield batch, tokenizer.encode([text for _, _, text in batch])
@@ -144,7 +144,7 @@ def encode(dealt, tokenizer, jobs):
         for batch, tokens in waiting:
             yield batch, tokens.result()
     except concurrent.futures.process.BrokenProcessPool as error:
-        raise Failure("a process that encodes was killed, perhaps for lack of memory, of which fewer --jobs need less") from error
+        raise Failure("a process that encodes was killed, maybe for lack of memory; fewer --jobs need less") from error
     finally:
         pool.shutdown(cancel_futures=True)
 
@@ -327,8 +327,9 @@ def prepare(args):
 
     damaged = train.damaged + val.damaged
     if damaged:
-        print(f"prepare_text.py: warning: {damaged} places are not UTF-8 (the first: {train.first_damage or val.first_damage}); "
-              "bytes keep them, other tokenizers read U+FFFD", file=sys.stderr)
+        first = train.first_damage or val.first_damage
+        print(f"prepare_text.py: warning: {damaged} places are not UTF-8 (the first: {first}); bytes keep them, other "
+              "tokenizers read U+FFFD", file=sys.stderr)
     for split, writer in writers.items():
         print(f"{split + ':':6} {writer.summary()}")
     escaped = glob.escape(prefix).replace("\\", r"[\\]")  # as glob(3) reads it, which knows escapes, and Python
@@ -362,8 +363,9 @@ def main(arguments=None):
     parser.add_argument("--tokenizer", default="bytes", metavar="SPEC",
                         help="bytes, tokenizers:FILE (a tokenizer.json) or tiktoken:NAME (gpt2, ...) (bytes)")
     parser.add_argument("--train-tokenizer", type=number(int, 257, MAX_VOCAB), metavar="N",
-                        help="instead: train a byte-level BPE of N tokens on the training text (on 128 MiB of it, if it is more)")
-    parser.add_argument("--eot", metavar="TOKEN", help="tokenizers: the end-of-text token, where it has an unusual name")
+                        help="instead: train a byte-level BPE of N tokens on the training text, or on 128 MiB of it")
+    parser.add_argument("--eot", metavar="TOKEN",
+                        help="tokenizers: the end-of-text token, where it has an unusual name")
     parser.add_argument("--field", default="text", help="what holds the text in records of .jsonl and .parquet (text)")
     parser.add_argument("--split-on", type=utf8, metavar="TEXT",
                         help="what separates documents inside a file that has no records")

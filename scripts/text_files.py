@@ -4,8 +4,8 @@ A plain file is a document, or several with a separator between them; in .jsonl 
 .parquet may be packed: .gz, .xz, .zst. Documents come in pieces of a few MiB, so that none has to fit into memory but a
 line of .jsonl, of MAX_LINE at most, and 256 records of .parquet.
 
-What is text: a plain file holds no NUL byte, and all but one byte in a thousand, as far as it is read, is UTF-8. Those that are
-not, and what is not UTF-8 in a record, are counted.
+What is text: a plain file holds no NUL byte, and all but one byte in a thousand, as far as it is read, is UTF-8. Those
+that are not, and what is not UTF-8 in a record, are counted.
 """
 import codecs
 import fnmatch
@@ -123,9 +123,9 @@ def in_pieces(text):
 
 
 class Text:
-    """The documents of some files. Iterating yields (first, text), pieces in order, first where a document begins; each time
-    anew. Meanwhile `done` of `size` bytes of the files are read, `given` bytes of text come of them, and `damaged` counts what
-    was not UTF-8."""
+    """The documents of some files. Iterating yields (first, text), pieces in order, first where a document begins; each
+    time anew. Meanwhile `done` of `size` bytes of the files are read, `given` bytes of text come of them, and `damaged`
+    counts what was not UTF-8."""
 
     def __init__(self, files, separator=None, field="text"):
         self.files, self.separator, self.field = files, separator, field
@@ -161,7 +161,7 @@ class Text:
                 yield chunk
 
     def check(self, text, where, final=True):
-        """Counts what is not UTF-8; where(offset) names its place. Returns the length of text up to the last whole character."""
+        """Counts what is not UTF-8; where(offset) names its place. Returns where its last whole character ends."""
         try:
             return codecs.utf_8_decode(text, "strict", final)[1]
         except UnicodeDecodeError as error:
@@ -189,8 +189,8 @@ class Text:
             end = self.check(unchecked, place, final=not chunk)
             at, unchecked, rest = at + end, unchecked[end:], rest + unchecked[:end]
             if self.damaged - earlier > at // DAMAGE:
-                raise Failure(f"{path}: byte {places[0]} is not UTF-8, nor are {self.damaged - earlier - 1} more places up to "
-                              f"byte {at}, of which 1 in {DAMAGE} may be: not text, or in another encoding: iconv converts")
+                raise Failure(f"{path}: byte {places[0]} is not UTF-8, nor are {self.damaged - earlier - 1} more places "
+                              f"up to byte {at} (1 in {DAMAGE} may be): not text, or in another encoding: iconv converts")
 
             *documents, rest = rest.split(self.separator) if self.separator else [rest]
             yield from ((text, True) for text in documents)
@@ -251,14 +251,14 @@ class Text:
                 kind = schema.field(self.field).type
                 if not (pyarrow.types.is_string(kind) or pyarrow.types.is_large_string(kind)):
                     raise Failure(f"{path}: column {self.field!a} holds {kind}, not strings")
-                number = 0
+                number, place = 0, lambda _: f"{path}: record {number}"
                 for group in range(file.num_row_groups):
                     for batch in file.iter_batches(256, [group], [self.field], use_threads=False):
                         for text in batch.column(0).cast(pyarrow.large_binary()).to_pylist():
                             number += 1
                             if text is None:
-                                raise Failure(f"{path}: record {number}: column {self.field!a} holds null, not a string")
-                            self.check(text, lambda _: f"{path}: record {number}")
+                                raise Failure(f"{place(0)}: column {self.field!a} holds null, not a string")
+                            self.check(text, place)
                             yield from in_pieces(text)
                     self.done = self.before + os.path.getsize(path) * (group + 1) // file.num_row_groups
         except pyarrow.ArrowException as error:

@@ -1,8 +1,8 @@
 """The tokenizers of prepare_text.py: bytes, tiktoken's, those of a tokenizer.json, and how one is trained.
 
-Each has vocab, eot and eot_name; encode(texts) gives little-endian tokens for each text; table() the bytes of each token;
-json() a tokenizer.json that gives the same ids. tiktoken's engine is several times faster than `tokenizers`, so it encodes
-for a tokenizer.json too where that is shown to give the same ids.
+Each has vocab, eot and eot_name; encode(texts) gives little-endian tokens for each text; table() the bytes of each
+token; json() a tokenizer.json that gives the same ids. tiktoken's engine is several times faster than `tokenizers`, so
+it encodes for a tokenizer.json too where that is shown to give the same ids.
 """
 import array
 import contextlib
@@ -13,14 +13,14 @@ import re
 import sys
 
 from text_files import Failure
-from tokenizer_json import EOT, Unfit, byte_level_alphabet, byte_level_json, tiktoken_parts
+from tokenizer_json import EOT, byte_level_alphabet, byte_level_json, tiktoken_parts
 
 MAX_VOCAB = 1 << 24  # train_moe reads no larger tokenizer
 TRAINED_ON = 128 << 20  # bytes of text at most
 # Characters of every kind, next to their like and to others; what merging and splitting do at the ends of runs.
 HARD_TEXT = ("".join(f"{c} {c}{c}1a{c}" for i in (*range(1, 0x3000), *range(0x1F300, 0x1F700)) for c in chr(i)) +
-             "I'm we'LL they'd 'sa 12345 1,234.5 a1b2  x   \n\n\t y\r\n\r\n  \n z!!! ...\n\nCamelCase naïve 中文字符 ｆｕｌｌ\u0301 "
-             + " " * 300 + "=" * 300 + "a" * 300 + "\n" * 300 + "7" * 300 + f" {EOT}\n  ")
+             "I'm we'LL they'd 'sa 12345 1,234.5 a1b2  x   \n\n\t y\r\n\r\n  \n z!!! ...\n\nCamelCase naïve "
+             + "中文字符 ｆｕｌｌ\u0301" + " " * 300 + "=" * 300 + "a" * 300 + "\n" * 300 + "7" * 300 + f" {EOT}\n  ")
 
 
 def width_of(vocab):
@@ -86,7 +86,7 @@ def encode_slowly(tokenizer, texts):
 
 
 def open_json(data):
-    """A tokenizer.json as `tokenizers` runs it on documents: whole, and the name of a special token in the text is text."""
+    """A tokenizer.json for documents: they are taken whole, and the name of a special token in them is text."""
     tokenizer = library("tokenizers").Tokenizer.from_buffer(data)
     tokenizer.no_truncation()
     tokenizer.no_padding()
@@ -118,11 +118,12 @@ class TiktokenTokenizer(LibraryTokenizer):
         if EOT not in self.encoding.special_tokens_set:
             raise Failure(f"--tokenizer: tiktoken:{name}: it has no token {EOT}")
         self.eot = self.encoding.eot_token
-        self.data = byte_level_json(self.encoding._mergeable_ranks, self.encoding._special_tokens, self.encoding._pat_str)
+        e = self.encoding
+        self.data = byte_level_json(e._mergeable_ranks, e._special_tokens, e._pat_str)
         with contextlib.suppress(Failure):  # without tokenizers there is nothing to compare with
             if not same_ids(self.encoding, open_json(self.data), sample):
-                print(f"prepare_text.py: warning: tiktoken:{name}: its tokenizer.json does not give the same ids for all texts",
-                      file=sys.stderr)
+                print(f"prepare_text.py: warning: tiktoken:{name}: its tokenizer.json does not give the same ids for "
+                      "all texts", file=sys.stderr)
 
     def ids(self, texts):
         return [self.encoding.encode_ordinary(text) for text in texts]
@@ -156,7 +157,8 @@ class HuggingFaceTokenizer(LibraryTokenizer):
         names = [eot_name] if eot_name else self.EOT_NAMES
         self.eot_name = next((name for name in names if name in vocab), None)
         if self.eot_name is None:
-            raise Failure(f"--tokenizer: {name}: no end-of-text token is named {' or '.join(names)}; name it with --eot")
+            raise Failure(f"--tokenizer: {name}: no end-of-text token is named {' or '.join(names)}; "
+                          "name it with --eot")
         self.eot = vocab[self.eot_name]
         config = json.loads(self.tokenizer.to_str())
         parts = json.dumps([config.get(part) for part in ("normalizer", "pre_tokenizer", "decoder")])
@@ -181,7 +183,8 @@ class HuggingFaceTokenizer(LibraryTokenizer):
         """tiktoken's engine with this vocabulary; None, and why, where that is not the same."""
         try:
             pattern, ranks = tiktoken_parts(config)
-            encoding = library("tiktoken").Encoding(self.name, pat_str=pattern, mergeable_ranks=ranks, special_tokens={})
+            encoding = library("tiktoken").Encoding(self.name, pat_str=pattern, mergeable_ranks=ranks,
+                                                    special_tokens={})
             if same_ids(encoding, self.tokenizer, sample):
                 return encoding
             reason = "tiktoken gives other ids for a sample"
@@ -189,8 +192,8 @@ class HuggingFaceTokenizer(LibraryTokenizer):
             raise
         except BaseException as error:  # Unfit, no tiktoken, or a pattern that it cannot run
             reason = error
-        print(f"prepare_text.py: {self.name} is encoded by `tokenizers`, which is several times slower than tiktoken: {reason}",
-              file=sys.stderr)
+        print(f"prepare_text.py: {self.name} is encoded by `tokenizers`, which is several times slower than tiktoken: "
+              f"{reason}", file=sys.stderr)
         return None
 
     def ids(self, texts):
@@ -251,8 +254,8 @@ def train_tokenizer(vocab, texts):
                                              show_progress=False)
     tokenizer.train_from_iterator(sample, trainer)
     if tokenizer.get_vocab_size() < vocab:
-        print(f"prepare_text.py: warning: the text gives a tokenizer of {tokenizer.get_vocab_size()} tokens, not {vocab}",
-              file=sys.stderr)
+        print(f"prepare_text.py: warning: the text gives a tokenizer of {tokenizer.get_vocab_size()} tokens, not "
+              f"{vocab}", file=sys.stderr)
     return tokenizer.to_str(pretty=True).encode()
 
 

@@ -1,8 +1,8 @@
-"""Hugging Face's tokenizer.json of a byte-level BPE: written from bytes or from tiktoken's ranks, and read back as those.
+"""Hugging Face's tokenizer.json of a byte-level BPE: written from bytes or tiktoken's ranks, and read back as those.
 
-Both libraries merge the pair of parts that stands first in an order. `tokenizers` has a list of pairs; tiktoken merges any
-two parts that make a token, the lowest id first. They agree where each token is made by one pair, of parts with lower ids,
-in the order of ids: so a list of merges follows from the ranks, and another list cannot be had from ranks.
+Both libraries merge the pair of parts that stands first in an order. `tokenizers` has a list of pairs; tiktoken merges
+any two parts that make a token, the lowest id first. They agree where each token is made by one pair, of parts with
+lower ids, in the order of ids: so a list of merges follows from the ranks, and another list cannot be had from ranks.
 """
 import json
 import re
@@ -17,15 +17,15 @@ class Unfit(Exception):
 
 
 def byte_level_alphabet():
-    """The characters by which byte-level BPE writes bytes: printable bytes stand for themselves, others follow at 256."""
+    """The characters by which byte-level BPE writes bytes: printable ones are themselves, others follow at 256."""
     printable = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
     others = [b for b in range(256) if b not in printable]
     return {chr(b): b for b in printable} | {chr(256 + i): b for i, b in enumerate(others)}
 
 
 def merges_of(ranks):
-    """The pairs that make the tokens, in order: of each, the last two parts that merging by lower ranks leaves. A token that
-    this does not make in the end has none."""
+    """The pairs that make the tokens, in order: of each, the last two parts that merging by lower ranks leaves. A token
+    that is not left as two has none."""
     merges = []
     for token, rank in sorted(ranks.items(), key=lambda item: item[1]):
         parts = [token[i: i + 1] for i in range(len(token))]
@@ -55,7 +55,8 @@ def byte_level_json(ranks, special, pattern):
         return "".join(characters[byte] for byte in token)
 
     level = {"type": "ByteLevel", "add_prefix_space": False, "trim_offsets": True, "use_regex": False}
-    split = pattern and {"type": "Split", "pattern": {"Regex": oniguruma(pattern)}, "behavior": "Isolated", "invert": False}
+    split = pattern and {"type": "Split", "pattern": {"Regex": oniguruma(pattern)}, "behavior": "Isolated",
+                         "invert": False}
     flags = dict.fromkeys(("single_word", "lstrip", "rstrip", "normalized"), False)
     # Special tokens are in the vocabulary too: others than those are numbered anew.
     vocab = {written(token): i for token, i in ranks.items()} | special

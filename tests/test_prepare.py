@@ -1,10 +1,9 @@
 #!/usr/bin/env python3
-"""Tests of scripts/prepare_text.py: documents, shards and files, with bytes as tokens. Needs only the standard library."""
+"""Tests of scripts/prepare_text.py: documents, shards and files, bytes as tokens. Needs only the standard library."""
 import contextlib
 import ctypes
 import glob
 import io
-import json
 import os
 import random
 import resource
@@ -134,7 +133,8 @@ class Bytes(Prepare):
         table, eot = read_table(os.path.join(self.out, "x_tokenizer.bin"))
         self.assertEqual(table[:256], [bytes([i]) for i in range(256)])
         self.assertEqual((len(table), eot), (257, EOT))
-        self.assertEqual(sorted(os.listdir(self.out)), [*tokenizer_files("x"), "x_train_000000.bin", "x_val_000000.bin"])
+        written = [*tokenizer_files("x"), "x_train_000000.bin", "x_val_000000.bin"]
+        self.assertEqual(sorted(os.listdir(self.out)), written)
 
     def test_split_on(self):
         data = b"one\n<|end|>\ntwo\nlines\n<|end|>\n<|end|>\n \n<|end|>\nthree<|end|>four\n"
@@ -253,9 +253,9 @@ class Refused(Prepare):
         self.fails(self.write("e.txt", b" \n"), "--val-fraction", "0", says="no text for train")
         self.fails(a, "--val", self.write("e.txt", b""), says="no text for val")
         self.fails(self.write("tiny.txt", b"ab"), says="too few")
-        for bad in (("--val-fraction", "1"), ("--shard-tokens", "0"), ("--shard-tokens", str(2**31)), ("--split-on", ""),
-                    ("--split-on", os.fsdecode(b"\xff")), ("--jobs", "0"), ("--train-tokenizer", "256"),
-                    ("--train-tokenizer", "300", "--tokenizer", "tiktoken:gpt2")):
+        for bad in (("--val-fraction", "1"), ("--shard-tokens", "0"), ("--shard-tokens", str(2**31)),
+                    ("--split-on", ""), ("--split-on", os.fsdecode(b"\xff")), ("--jobs", "0"),
+                    ("--train-tokenizer", "256"), ("--train-tokenizer", "300", "--tokenizer", "tiktoken:gpt2")):
             with self.assertRaises(SystemExit) as caught:
                 self.run_it(a, *bad)
             self.assertEqual(caught.exception.code, 2)

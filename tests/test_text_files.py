@@ -1,6 +1,6 @@
 #!/usr/bin/env python3
-"""Tests of scripts/text_files.py through prepare_text.py: forms of files, what is text and what is not, and that the number
-of processes does not show. Formats of other packages are tested where those are installed."""
+"""Tests of scripts/text_files.py through prepare_text.py: forms of files, what is text and what is not, and that the
+number of processes does not show. Formats of other packages are tested where those are installed."""
 import gzip
 import json
 import lzma
@@ -33,7 +33,8 @@ TEXTS = ["first\nwith lines\n", "\n zwei: ü, 字, 😀\r\n", '"quoted" \\u0041 
 
 
 def lines_of(texts, field="text"):
-    return "".join(json.dumps({"id": i, field: text}, ensure_ascii=i % 2 == 0) + "\n" for i, text in enumerate(texts)).encode()
+    records = [json.dumps({"id": i, field: text}, ensure_ascii=i % 2 == 0) + "\n" for i, text in enumerate(texts)]
+    return "".join(records).encode()
 
 
 class Pieces(Prepare):
@@ -95,7 +96,8 @@ class Formats(Prepare):
         self.assertEqual(self.read(self.write("a.jsonl", data)), TEXTS)
         self.assertEqual(self.read(self.write("a.jsonl.gz", gzip.compress(data))), TEXTS)
         self.assertEqual(self.read(self.write("a.jsonl.xz", lzma.compress(data))), TEXTS)
-        blank = b"\n" + data.replace(b"\n", b"\r\n\n").rstrip() + b'\n{"text": " \\n"}'  # no document in blank lines and texts
+        # No document in blank lines and blank texts.
+        blank = b"\n" + data.replace(b"\n", b"\r\n\n").rstrip() + b'\n{"text": " \\n"}'
         self.assertEqual(self.read(self.write("a.jsonl", blank)), TEXTS)
         self.assertEqual(self.read(self.write("b.jsonl", lines_of(TEXTS, "content")), "--field", "content"), TEXTS)
         self.assertEqual(self.read(self.folder, "--glob", "a.jsonl"), TEXTS * 3)  # packed or not
@@ -104,15 +106,15 @@ class Formats(Prepare):
 
     def test_json_lines_refused(self):
         good = lines_of(["good"])
-        for line, says in ((b"{bad", "line 2: not JSON (Expecting property name enclosed in double quotes: line 1 column 2 "
-                                     "(char 1)): '{bad'"),
+        for line, says in ((b"{bad", "line 2: not JSON (Expecting property name enclosed in double quotes: line 1 "
+                                     "column 2 (char 1)): '{bad'"),
                            (b'{"text": "cut', "line 2: not JSON (Invalid control character at"),
                            (b'{"text": "\xff"}', "line 2: not JSON ('utf-8' codec can't decode byte 0xff"),
                            (b"[" * 100000, "line 2: not JSON (maximum recursion depth"),
                            (b'["text"]', "line 2: not a JSON object: '[\"text\"]'"),
                            (b'"text"', "line 2: not a JSON object: '\"text\"'"),
                            (b"{}", "line 2: no field 'text'; it has none; choose with --field"),
-                           (b'{"id": 1, "t\xc3\xa9xt": ""}', "line 2: no field 'text'; it has 'id', 't\\xe9xt'; choose with --field"),
+                           (b'{"id": 1, "t\xc3\xa9xt": ""}', "line 2: no field 'text'; it has 'id', 't\\xe9xt'; "),
                            (b'{"text": 12}', "line 2: field 'text' holds '12', not a string"),
                            (b'{"text": null}', "line 2: field 'text' holds 'null', not a string"),
                            (b'{"text": ["a"]}', "line 2: field 'text' holds '[\"a\"]', not a string")):
@@ -134,20 +136,22 @@ class Formats(Prepare):
             path = self.write("bad.txt.zst", data)
             self.fails(path, "--overwrite", says=f"error: {path}: cannot read: ")
         parameters = zstandard.ZstdCompressionParameters.from_level(3, window_log=30, enable_ldm=True)
-        stream = zstandard.ZstdCompressor(compression_params=parameters).compressobj()  # without the size: a whole window
-        self.assertEqual(self.read(self.write("a.txt.zst", stream.compress(b"long window") + stream.flush())), ["long window"])
+        stream = zstandard.ZstdCompressor(compression_params=parameters).compressobj()  # no size: a whole window
+        packed = stream.compress(b"long window") + stream.flush()
+        self.assertEqual(self.read(self.write("a.txt.zst", packed)), ["long window"])
 
     @unittest.skipUnless(pyarrow, "the pyarrow package is not installed")
     def test_parquet(self):
         path = os.path.join(self.folder, "a.parquet")
         for kind in (pyarrow.string(), pyarrow.large_string()):
             texts = [f"document {i} ü" for i in range(1000)] + TEXTS + [" \n"]
-            table = pyarrow.table({"id": range(len(texts)), "text": pyarrow.array(texts, kind), "n": pyarrow.nulls(len(texts))})
+            table = pyarrow.table({"id": range(len(texts)), "text": pyarrow.array(texts, kind)})
             pyarrow.parquet.write_table(table, path, row_group_size=300, compression="zstd")
             self.assertEqual(self.read(path), texts[:-1])
             self.fails(path, "--field", "body", "--overwrite",
-                       says=f"error: {path}: no column 'body'; it has 'id', 'text', 'n'; choose with --field")
-            self.fails(path, "--field", "id", "--overwrite", says=f"error: {path}: column 'id' holds int64, not strings")
+                       says=f"error: {path}: no column 'body'; it has 'id', 'text'; choose with --field")
+            self.fails(path, "--field", "id", "--overwrite",
+                       says=f"error: {path}: column 'id' holds int64, not strings")
         pyarrow.parquet.write_table(pyarrow.table({"text": ["a", "b", None]}), path)
         self.fails(path, "--overwrite", says=f"error: {path}: record 3: column 'text' holds null, not a string")
         with open(path, "rb") as file:
@@ -157,9 +161,10 @@ class Formats(Prepare):
 
     def test_missing_packages(self):
         with mock.patch.dict(sys.modules, {"zstandard": None, "pyarrow": None, "pyarrow.parquet": None}):
-            for name, package in (("a.txt.zst", "zstandard"), ("a.jsonl.zst", "zstandard"), ("a.parquet", "pyarrow")):
+            for name, says in (("a.txt.zst", ".zst needs the zstandard package: pip install zstandard"),
+                               ("a.parquet", ".parquet needs the pyarrow package: pip install pyarrow")):
                 path = self.write(name, b"")
-                self.fails(path, says=f"{path}: .{name.split('.')[-1]} needs the {package} package: pip install {package}")
+                self.fails(path, says=f"error: {path}: {says}")
 
     def test_torn_input(self):
         whole = lzma.compress(os.urandom(100000))
@@ -198,7 +203,7 @@ class NotText(Prepare):
     def test_other_encodings(self):
         latin = "Text mit Umlauten: äöü.\n".encode("latin-1")
         path = self.write("a.txt", latin * 100)
-        self.fails(path, says=f"error: {path}: byte 19 is not UTF-8, nor are 299 more places up to byte 2400, of which")
+        self.fails(path, says=f"error: {path}: byte 19 is not UTF-8, nor are 299 more places up to byte 2400 (1 in 1000 ")
         with mock.patch.object(text_files, "PIECE", 4096):  # some way into a file that begins well
             path = self.write("a.txt", "ä.".encode() * 9000 + latin * 1000)
             self.fails(path, says=f"error: {path}: byte {27000 + 19} is not UTF-8, nor ")
@@ -228,7 +233,7 @@ class NotText(Prepare):
 
 
 class SlowTokenizer(text_tokenizers.LibraryTokenizer):
-    """Characters as ids; a process takes longer the later its text comes in the alphabet, so that results come out of order."""
+    """Characters as ids. Texts that begin with the first letters take longer, so that results come out of order."""
     eot, eot_name = 0, "end"
 
     def __init__(self):
@@ -294,7 +299,8 @@ class Jobs(Prepare):
             def ids(self, texts):
                 os.kill(os.getpid(), signal.SIGKILL)
 
-        for tokenizer, says in ((Fails, "--tokenizer: slow: cannot encode: lost"), (Killed, "a process that encodes was killed")):
+        for tokenizer, says in ((Fails, "--tokenizer: slow: cannot encode: lost"),
+                                (Killed, "a process that encodes was killed")):
             printed = self.run_slow(self.corpus(), "--jobs", "2", tokenizer=tokenizer, expect=1)
             self.assertIn(f"prepare_text.py: error: {says}", printed)
             self.assertEqual(os.listdir(self.out), [])
