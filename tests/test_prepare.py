@@ -1,12 +1,9 @@
 #!/usr/bin/env python3
-"""Tests of scripts/prepare_text.py. Needs only the standard library; those of other tokenizers run where they are installed."""
+"""Tests of scripts/prepare_text.py: documents, shards and files, bytes as tokens. Needs only the standard library."""
 import contextlib
 import ctypes
 import glob
-import gzip
 import io
-import json
-import lzma
 import os
 import random
 import resource
@@ -24,15 +21,7 @@ SCRIPTS = os.path.join(os.path.dirname(os.path.abspath(__file__)), "..", "script
 sys.path.insert(0, SCRIPTS)
 sys.dont_write_bytecode = True
 import prepare_text  # noqa: E402
-
-try:
-    import tokenizers
-except ImportError:
-    tokenizers = None
-try:
-    import tiktoken
-except ImportError:
-    tiktoken = None
+import text_files  # noqa: E402
 
 EOT = 256
 
@@ -58,6 +47,10 @@ def read_table(path):
         at += 1 + data[at]
     assert at == len(data)
     return table, eot
+
+
+def tokenizer_files(name="text"):
+    return [f"{name}_tokenizer.bin", f"{name}_tokenizer.json", f"{name}_tokenizer_config.json"]
 
 
 class Prepare(unittest.TestCase):
@@ -124,13 +117,15 @@ class Prepare(unittest.TestCase):
 
 class Bytes(Prepare):
     def test_explicit_validation(self):
-        a = self.write("a.txt", bytes(range(256)) + b"\r\n\n")
+        every = bytes(range(1, 128)) + "".join(map(chr, range(128, 0x3000))).encode() + "\U0001f600\U0010ffff".encode()
+        a = self.write("a.txt", every + b"\r\n\n")
         b = self.write("b.txt", b"second")
         v = self.write("v.txt", b"validation\n")
         printed = self.run_it(a, b, "--val", v)
-        self.assertEqual(self.documents("train"), [bytes(range(256)) + b"\r\n\n", b"second"])
+        self.assertEqual(self.documents("train"), [every + b"\r\n\n", b"second"])
         self.assertEqual(self.documents("val"), [b"validation\n"])
-        self.assertIn("train: 2 documents, 265 bytes, 267 tokens in 1 file, 0.99 bytes per token", printed)
+        size = len(every) + 9
+        self.assertIn(f"train: 2 documents, {size} bytes, {size + 2} tokens in 1 file, 1.00 bytes per token", printed)
         self.assertIn("--vocab 257", printed)
 
     def test_table(self):
@@ -138,7 +133,8 @@ class Bytes(Prepare):
         table, eot = read_table(os.path.join(self.out, "x_tokenizer.bin"))
         self.assertEqual(table[:256], [bytes([i]) for i in range(256)])
         self.assertEqual((len(table), eot), (257, EOT))
-        self.assertEqual(sorted(os.listdir(self.out)), ["x_tokenizer.bin", "x_train_000000.bin", "x_val_000000.bin"])
+        written = [*tokenizer_files("x"), "x_train_000000.bin", "x_val_000000.bin"]
+        self.assertEqual(sorted(os.listdir(self.out)), written)
 
     def test_split_on(self):
         data = b"one\n<|end|>\ntwo\nlines\n<|end|>\n<|end|>\n \n<|end|>\nthree<|end|>four\n"
@@ -146,34 +142,8 @@ class Bytes(Prepare):
         self.assertEqual(self.documents("train"), [b"one", b"two\nlines", b"three", b"four"])
         self.assertEqual(self.documents("val"), [])
 
-    def test_pieces_do_not_show(self):
-        """However a file falls into pieces, the documents are the same."""
-        rng = random.Random(1)
-        texts = ["".join(rng.choice("ab\n é€😀") for _ in range(rng.choice([1, 5, 30, 200]))).strip() for _ in range(60)]
-        texts = [t for t in texts if t]
-        whole = self.write("a.txt", "\n<|end|>\n".join(texts).encode())
-        for piece in (10, 16, 37, 100, 1 << 20):
-            with mock.patch.object(prepare_text, "PIECE", piece):
-                self.run_it(whole, "--split-on", "<|end|>", "--val-fraction", "0", "--overwrite")
-            self.assertEqual([d.decode() for d in self.documents("train")], texts, piece)
-
-    def test_pieces_are_whole_characters(self):
-        text = "é€😀x" * 500
-        path = self.write("a.txt", text.encode())
-        for piece in range(8, 24):
-            with mock.patch.object(prepare_text, "PIECE", piece):
-                got = list(prepare_text.read_documents([path], None))
-            self.assertEqual("".join(t.decode() for _, t in got), text)
-            self.assertEqual([first for first, _ in got], [True] + [False] * (len(got) - 1))
-            self.assertGreater(len(got), 50)
-
-    def test_pieces_end_at_lines(self):
-        path = self.write("a.txt", b"0123456\n" * 1000)
-        with mock.patch.object(prepare_text, "PIECE", 100):
-            self.assertTrue(all(t.endswith(b"\n") for _, t in prepare_text.read_documents([path], None)))
-
     def test_shard_tokens(self):
-        text = os.urandom(1000)
+        text = bytes(random.Random(2).choices(range(1, 128), k=1000))
         path = self.write("a.txt", text)
         self.run_it(path, "--val-fraction", "0", "--shard-tokens", "300")
         sizes = [len(read_shard(os.path.join(self.out, f"text_train_{i:06d}.bin"))) for i in range(4)]
@@ -187,6 +157,8 @@ class Bytes(Prepare):
         """More than 65536 tokens need uint32, 65536 do not."""
 
         class Tokenizer:
+            eot_name = "end"
+
             def __init__(self, vocab):
                 self.vocab, self.eot = vocab, vocab - 1
 
@@ -196,19 +168,14 @@ class Bytes(Prepare):
             def table(self):
                 return [b"x"] * self.vocab
 
+            def json(self):
+                return b"{}"
+
         for vocab, width in ((65536, 2), (65537, 4)):
             with mock.patch.object(prepare_text, "make_tokenizer", lambda *_, vocab=vocab: Tokenizer(vocab)):
                 self.run_it(self.write("a.txt", b"abc"), "--val-fraction", "0", "--overwrite")
             self.assertEqual(self.tokens("train"), [vocab - 1] + [vocab - 2] * 3)
             self.assertEqual(os.path.getsize(os.path.join(self.out, "text_train_000000.bin")), 1024 + 4 * width)
-
-    def test_packed(self):
-        with gzip.open(os.path.join(self.folder, "a.txt.gz"), "wb") as file:
-            file.write(b"from gzip")
-        with lzma.open(os.path.join(self.folder, "b.txt.xz"), "wb") as file:
-            file.write(b"from xz")
-        self.run_it(self.folder, "--val-fraction", "0")
-        self.assertEqual(self.documents("train"), [b"from gzip", b"from xz"])
 
     def test_folders(self):
         for name in ("d/b.txt", "d/a.md", "d/sub/c.py", "d/x.bin", "d/.hidden.txt", "d/.git/y.txt", "d/z.foo"):
@@ -248,7 +215,7 @@ class Dealing(Prepare):
 
     def test_one_document(self):
         text = b"".join(b"line %d\n" % i for i in range(1000))
-        with mock.patch.object(prepare_text, "PIECE", 512):
+        with mock.patch.object(text_files, "PIECE", 512):
             self.run_it(self.write("a.txt", text), "--val-fraction", "0.1")
         (train,), (val,) = self.documents("train"), self.documents("val")
         self.assertEqual(train + val, text)
@@ -286,17 +253,12 @@ class Refused(Prepare):
         self.fails(self.write("e.txt", b" \n"), "--val-fraction", "0", says="no text for train")
         self.fails(a, "--val", self.write("e.txt", b""), says="no text for val")
         self.fails(self.write("tiny.txt", b"ab"), says="too few")
-        for bad in (("--val-fraction", "1"), ("--shard-tokens", "0"), ("--shard-tokens", str(2**31)), ("--split-on", "")):
+        for bad in (("--val-fraction", "1"), ("--shard-tokens", "0"), ("--shard-tokens", str(2**31)),
+                    ("--split-on", ""), ("--split-on", os.fsdecode(b"\xff")), ("--jobs", "0"),
+                    ("--train-tokenizer", "256"), ("--train-tokenizer", "300", "--tokenizer", "tiktoken:gpt2")):
             with self.assertRaises(SystemExit) as caught:
                 self.run_it(a, *bad)
             self.assertEqual(caught.exception.code, 2)
-
-    def test_torn_input(self):
-        whole = lzma.compress(os.urandom(100000))
-        good = self.write("good.txt", b"text\n" * 100)
-        self.fails(good, self.write("a.txt.xz", whole[:50000]), "--val-fraction", "0", says="a.txt.xz: cannot read")
-        self.fails(good, self.write("b.txt.gz", b"not gzip"), "--val-fraction", "0", says="b.txt.gz: cannot read")
-        self.assertEqual(os.listdir(self.out), [])
 
     def test_overwrite(self):
         a = self.write("a.txt", b"x" * 1000)
@@ -314,20 +276,6 @@ class Refused(Prepare):
         with mock.patch.dict(sys.modules, {"tokenizers": None, "tiktoken": None}):
             self.fails(a, "--tokenizer", "tokenizers:x.json", says="pip install tokenizers")
             self.fails(a, "--tokenizer", "tiktoken:gpt2", says="pip install tiktoken")
-
-
-    def test_damaged_gzip(self):
-        """Whichever byte is damaged: an error by name, or the text that the library makes of it."""
-        whole, raised = gzip.compress(b"some text, more text, other text\n" * 20), set()
-        for at in range(len(whole)):
-            path = self.write("a.txt.gz", whole[:at] + bytes([whole[at] ^ 0xFF]) + whole[at + 1:])
-            try:
-                list(prepare_text.raw_pieces(path, None))
-            except prepare_text.Failure as error:
-                self.assertTrue(str(error).startswith(f"{path}: cannot read: "), error)
-                raised.add(type(error.__cause__).__name__)
-        self.assertIn("error", raised)  # zlib.error
-        self.assertIn("BadGzipFile", raised)
 
     def test_unreadable_folder(self):
         self.write("d/a.txt", b"text")
@@ -348,9 +296,6 @@ class Refused(Prepare):
         self.assertEqual((code, stderr), (1, f"prepare_text.py: error: {self.out}: File too large\n"))
         self.assertEqual(sorted(os.listdir(self.out)), before)
 
-    def test_separator_of_any_bytes(self):
-        self.run_it(self.write("a.txt", b"one\xfftwo"), "--split-on", os.fsdecode(b"\xff"), "--val-fraction", "0")
-        self.assertEqual(self.documents("train"), [b"one", b"two"])
 
 
 class NotFiles(Prepare):
@@ -365,8 +310,8 @@ class NotFiles(Prepare):
             self.assertEqual(file.read(), b"precious")
 
     def test_temporary_name_is_a_link_or_a_folder(self):
-        for name in ("train_000000", "train_000004", "val_000000", "tokenizer"):
-            path = os.path.join(self.out, f"text_{name}.bin.tmp")
+        for name in ("text_train_000000.bin", "text_train_000004.bin", "text_val_000000.bin", *tokenizer_files()):
+            path = os.path.join(self.out, f"{name}.tmp")
             os.symlink(self.victim, path)
             self.assertIn(f"error: {path} is in the way", self.run_it(self.text, expect=1))
             self.assertEqual(os.readlink(path), self.victim)
@@ -378,14 +323,14 @@ class NotFiles(Prepare):
         self.assert_victim()
 
     def test_temporary_name_is_a_hard_link(self):
-        for name in ("text_train_000000.bin.tmp", "text_tokenizer.bin.tmp"):
+        for name in ("text_train_000000.bin.tmp", *(f"{name}.tmp" for name in tokenizer_files())):
             os.link(self.victim, os.path.join(self.out, name))
         self.run_it(self.text)
-        self.assertEqual(len(os.listdir(self.out)), 3)
+        self.assertEqual(len(os.listdir(self.out)), 5)
         self.assert_victim()
 
     def test_link_that_appears_during_the_run(self):
-        for name in ("text_train_000000.bin.tmp", "text_tokenizer.bin.tmp"):
+        for name in ("text_train_000000.bin.tmp", *(f"{name}.tmp" for name in tokenizer_files())):
             path, encode = os.path.join(self.out, name), prepare_text.ByteTokenizer.encode
 
             def encode_and_link(tokenizer, texts):
@@ -400,12 +345,12 @@ class NotFiles(Prepare):
 
     def test_final_name_is_a_link(self):
         """The link is replaced, or removed where no new shard takes its name; what it leads to stays."""
-        names = ["text_tokenizer.bin", "text_train_000000.bin", "text_train_000001.bin", "text_val_000000.bin"]
+        names = [*tokenizer_files(), "text_train_000000.bin", "text_train_000001.bin", "text_val_000000.bin"]
         for name in names:
             os.symlink(self.victim, os.path.join(self.out, name))
         self.fails(self.text, says="text_train_000000.bin is there already")
         self.run_it(self.text, "--overwrite")
-        self.assertEqual(sorted(os.listdir(self.out)), names[:2] + names[3:])
+        self.assertEqual(sorted(os.listdir(self.out)), names[:4] + names[5:])
         self.assertFalse(any(os.path.islink(os.path.join(self.out, name)) for name in names))
         self.assert_victim()
 
@@ -415,10 +360,10 @@ class NotFiles(Prepare):
         others = ["text_train_12.bin.tmp", "text_train_0000001.bin.tmp", "text_train_000000.tmp",
                   "text_test_000000.bin.tmp", "text_train_000000.bin.tmp.tmp", "other_train_000000.bin.tmp",
                   "text_x_tokenizer.bin.tmp", "text_train_x_train_000000.bin.tmp", "xtext_train_000000.bin.tmp"]
-        for name in killed + others + ["text_tokenizer.bin.tmp"]:
+        for name in killed + others + [f"{name}.tmp" for name in tokenizer_files()]:
             self.write(f"out/{name}", b"x")
         self.run_it(self.text)
-        written = ["text_tokenizer.bin", "text_train_000000.bin", "text_val_000000.bin"]
+        written = [*tokenizer_files(), "text_train_000000.bin", "text_val_000000.bin"]
         self.assertEqual(sorted(os.listdir(self.out)), sorted(written + others))
 
     def test_overwrite_keeps_to_its_name(self):
@@ -426,9 +371,9 @@ class NotFiles(Prepare):
         for name in others + ["text_train_000009.bin"]:
             self.write(f"out/{name}", b"x")
         words = shlex.split(self.run_it(self.text, "--overwrite"))
-        written = ["text_tokenizer.bin", "text_train_000000.bin", "text_val_000000.bin"]
+        written = [*tokenizer_files(), "text_train_000000.bin", "text_val_000000.bin"]
         self.assertEqual(sorted(os.listdir(self.out)), sorted(written + others))
-        self.assertEqual(glob.glob(words[words.index("--train") + 1]), [os.path.join(self.out, written[1])])
+        self.assertEqual(glob.glob(words[words.index("--train") + 1]), [os.path.join(self.out, written[3])])
 
     def test_pipes_and_devices(self):
         for name in ("d/a.txt", "d/sub/b.txt"):
@@ -490,170 +435,6 @@ class UseLine(Prepare):
         self.assertEqual(code, 0, stderr)
         words = self.words(os.fsdecode(stdout))
         self.assertEqual(glob.glob(words[1]), [os.path.join(self.out, "text_train_000000.bin")])
-
-
-class Library(Prepare):
-    """What tokenizers of libraries may do wrong, by one that does it."""
-
-    def fails_with(self, ids, says, vocab=300):
-        class Tokenizer(prepare_text.LibraryTokenizer):
-            eot = 0
-
-            def ids(self, texts):
-                return [ids() for _ in texts]
-
-        path = self.write("a.txt", b"text\n" * 100)
-        with mock.patch.object(prepare_text, "make_tokenizer", lambda *_: Tokenizer("odd.json", vocab)):
-            self.fails(path, says=f"--tokenizer: odd.json: {says}")
-
-    def test_ids(self):
-        for vocab in (300, 70000):  # both widths
-            self.fails_with(lambda: [1, vocab, 2], f"cannot encode: id {vocab} is outside of the vocabulary", vocab)
-            self.fails_with(lambda: [2**40], f"cannot encode: id {2**40} is outside", vocab)
-
-    def test_vocabulary(self):
-        self.fails_with(list, "the vocabulary is empty", 0)
-        self.fails_with(list, "a token has the id 16777216", 2**24 + 1)
-        prepare_text.LibraryTokenizer("large.json", 2**24)
-
-    def test_failure(self):
-        class Panic(BaseException):
-            """What libraries written in Rust raise."""
-
-        for kind in (Panic, RuntimeError):
-            def fail(kind=kind):
-                raise kind("lost")
-
-            self.fails_with(fail, "cannot encode: lost")
-
-    def test_end_of_text_token_is_not_for_bytes(self):
-        self.fails(self.write("a.txt", b"text"), "--eot", "</s>", says="--eot goes with --tokenizer tokenizers:FILE")
-
-
-TEXT = "Hello, wörld! Ünï 😀 <|endoftext|> x = [1,  2]\n\ttabs\n" * 20
-
-
-@unittest.skipUnless(tokenizers, "the tokenizers package is not installed")
-class HuggingFace(Prepare):
-    def byte_level(self):
-        t = tokenizers.Tokenizer(tokenizers.models.BPE())
-        t.pre_tokenizer = tokenizers.pre_tokenizers.ByteLevel(add_prefix_space=False)
-        t.decoder = tokenizers.decoders.ByteLevel()
-        trainer = tokenizers.trainers.BpeTrainer(vocab_size=300, special_tokens=["<|endoftext|>", "<|pad_é|>"], show_progress=False,
-                                                 initial_alphabet=tokenizers.pre_tokenizers.ByteLevel.alphabet())
-        t.train_from_iterator([TEXT], trainer)
-        t.enable_truncation(5)  # must not cut documents
-        path = os.path.join(self.folder, "tokenizer.json")
-        t.save(path)
-        return path
-
-    def test_byte_level(self):
-        path = self.byte_level()
-        a, b = self.write("a.txt", TEXT.encode()), self.write("b.txt", "second ✓".encode())
-        printed = self.run_it(a, b, "--val-fraction", "0", "--tokenizer", f"tokenizers:{path}")
-        table, eot = read_table(os.path.join(self.out, "text_tokenizer.bin"))
-        self.assertEqual(table[eot], b"<|endoftext|>")
-        self.assertIn("<|pad_é|>".encode(), table)
-        tokens = self.tokens("train")
-        starts = [i for i, t in enumerate(tokens) if t == eot]
-        self.assertEqual(len(starts), 2)  # the text's own <|endoftext|> is text
-        self.assertEqual(starts[0], 0)
-        decoded = b"".join(table[t] for t in tokens[1: starts[1]])
-        self.assertEqual(decoded.decode(), TEXT)
-        self.assertEqual(b"".join(table[t] for t in tokens[starts[1] + 1:]).decode(), "second ✓")
-        self.assertLess(len(tokens), len(TEXT))  # it merges
-        self.assertIn(f"--vocab {len(table)}", printed)
-
-    def test_sentencepiece_like(self):
-        vocab = {"</s>": 0, "▁": 1, "a": 2, "b": 3, "▁a": 4} | {f"<0x{i:02X}>": 5 + i for i in range(256)}
-        t = tokenizers.Tokenizer(tokenizers.models.BPE(vocab, [("▁", "a")], byte_fallback=True))
-        t.normalizer = tokenizers.normalizers.Replace(" ", "▁")
-        d = tokenizers.decoders
-        t.decoder = d.Sequence([d.Replace("▁", " "), d.ByteFallback(), d.Fuse()])
-        path = os.path.join(self.folder, "sp.json")
-        t.save(path)
-        text = "ab a é\n"
-        self.run_it(self.write("a.txt", text.encode()), "--val-fraction", "0", "--tokenizer", f"tokenizers:{path}")
-        table, eot = read_table(os.path.join(self.out, "text_tokenizer.bin"))
-        tokens = self.tokens("train")
-        self.assertEqual(tokens[0], eot)
-        self.assertEqual(b"".join(table[t] for t in tokens[1:]).decode(), text)
-        self.assertIn(4, tokens)
-
-    def test_errors(self):
-        a = self.write("a.txt", b"text")
-        self.fails(a, "--tokenizer", "tokenizers:none.json", says="none.json: no such file")
-        self.fails(a, "--tokenizer", f"tokenizers:{a}", says="not a tokenizer.json")
-        for name in ("<none>", "\udcff"):
-            self.fails(a, "--tokenizer", f"tokenizers:{self.byte_level()}", "--eot", name, says="name it with --eot")
-
-    def test_odd_vocabularies(self):
-        """Files that the library reads, but that no shards can be made with."""
-        bytes_tokens = {character: i for i, character in enumerate(prepare_text.byte_level_alphabet())}
-        but_one = {character: i for character, i in bytes_tokens.items() if character != "t"}
-        level = {"type": "ByteLevel", "add_prefix_space": False, "trim_offsets": True, "use_regex": True}
-        added = {"id": 2**31, "content": "</s>", "special": True, "single_word": False, "lstrip": False,
-                 "rstrip": False, "normalized": False}
-
-        def bpe(vocab, **more):
-            return {"type": "BPE", "vocab": vocab, "merges": [], **more}
-
-        cases = [
-            (dict(model=bpe({})), "the vocabulary is empty"),
-            (dict(model={"type": "Unigram", "unk_id": None, "vocab": []}), "the vocabulary is empty"),
-            (dict(model=bpe({"</s>": 0, "a": 10**9})), "a token has the id 1000000000"),
-            (dict(model=bpe({"</s>": 0, "a": 2**31})), "a token has the id 2147483648"),
-            (dict(model=bpe({"</s>": 0, "a": 2**24})), "a token has the id 16777216"),
-            (dict(model=bpe({"</s>": 0, "a": 2**32})), "not a tokenizer.json"),
-            (dict(model=bpe({"a": 0})), "no end-of-text token is named"),
-            (dict(model=bpe({"</s>": 0, "a": 1})), "neither an unknown token nor tokens for 243 bytes"),
-            (dict(model=bpe({"</s>": 0, "<0x0A>": 1}, byte_fallback=True)), "242 bytes, such as 0x00"),
-            (dict(model=bpe({"</s>": 256, **bytes_tokens})), "243 bytes"),
-            (dict(model=bpe({"</s>": 256, **bytes_tokens, "x": 257, "y": 258}), pre_tokenizer=level), None),
-            (dict(model=bpe({"</s>": 256, **but_one}), pre_tokenizer=level), "1 bytes, such as 0x74"),
-            (dict(model=bpe({"a": 0, "</s>": 1}, unk_token="[UNK]")), "cannot encode"),
-            (dict(model=bpe({"a": 0, "</s>": 1}, unk_token="a")), None),
-            (dict(model={"type": "WordLevel", "vocab": {"</s>": 0}, "unk_token": "[UNK]"}), "cannot encode"),
-            (dict(model=bpe({"a": 0}, unk_token="a"), added_tokens=[added]), None),  # the library renumbers these
-        ]
-        a = self.write("a.txt", b"text\n" * 100)
-        parts = dict.fromkeys(("truncation", "padding", "normalizer", "pre_tokenizer", "post_processor", "decoder"))
-        for config, says in cases:
-            config = {"version": "1.0", "added_tokens": [], **parts, **config}
-            path = self.write("odd.json", json.dumps(config).encode())
-            with self.subTest(model=str(config["model"])[:100]):
-                arguments = [a, "--tokenizer", f"tokenizers:{path}", "--overwrite"]
-                if says:
-                    self.fails(*arguments, says=f"--tokenizer: {path}: ")
-                    self.fails(*arguments, says=says)
-                else:
-                    self.run_it(*arguments)
-
-
-@unittest.skipUnless(tiktoken, "the tiktoken package is not installed")
-class Tiktoken(Prepare):
-    def test_encoding(self):
-        ranks = {bytes([i]): i for i in range(256)} | {b"ab": 256, b"abc": 257}
-        encoding = tiktoken.Encoding("tiny", pat_str=r"\s+|\S+", mergeable_ranks=ranks, special_tokens={"<|endoftext|>": 300})
-        with mock.patch.object(tiktoken, "get_encoding", lambda name: {"tiny": encoding}[name]):
-            self.run_it(self.write("a.txt", b"abcab <|endoftext|>\xff"), "--val-fraction", "0", "--tokenizer", "tiktoken:tiny")
-            self.fails(self.write("a.txt", b"abc"), "--tokenizer", "tiktoken:none", "--overwrite", says="tiktoken:none")
-        table, eot = read_table(os.path.join(self.out, "text_tokenizer.bin"))
-        self.assertEqual((len(table), eot, table[257], table[299], table[300]), (301, 300, b"abc", b"", b"<|endoftext|>"))
-        tokens = self.tokens("train")
-        self.assertEqual(tokens[:4], [300, 257, 256, 32])
-        self.assertEqual(tokens.count(300), 1)
-        self.assertEqual(b"".join(table[t] for t in tokens[1:]).decode(), "abcab <|endoftext|>\ufffd")
-
-    def test_odd_encodings(self):
-        every = {bytes([i]): i for i in range(256)}
-        cases = [(every, {"<|x|>": 256}, "tiktoken:odd: it has no token <|endoftext|>"),
-                 (every, {"<|endoftext|>": 2**31}, "tiktoken:odd: a token has the id 2147483648"),
-                 ({b"a": 0}, {"<|endoftext|>": 1}, "tiktoken:odd: cannot encode: ")]
-        for ranks, special, says in cases:
-            encoding = tiktoken.Encoding("odd", pat_str=r"\s+|\S+", mergeable_ranks=ranks, special_tokens=special)
-            with mock.patch.object(tiktoken, "get_encoding", lambda name, encoding=encoding: encoding):
-                self.fails(self.write("a.txt", b"text\n" * 100), "--tokenizer", "tiktoken:odd", says=says)
 
 
 if __name__ == "__main__":

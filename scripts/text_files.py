@@ -1,0 +1,265 @@
+"""Files of text as documents, for prepare_text.py.
+
+A plain file is a document, or several with a separator between them; in .jsonl and .parquet each record is one. All but
+.parquet may be packed: .gz, .xz, .zst. Documents come in pieces of a few MiB, so that none has to fit into memory but a
+line of .jsonl, of MAX_LINE at most, and 256 records of .parquet.
+
+What is text: a plain file holds no NUL byte, and all but one byte in a thousand, as far as it is read, is UTF-8. Those
+that are not, and what is not UTF-8 in a record, are counted.
+"""
+import codecs
+import fnmatch
+import gzip
+import io
+import json
+import lzma
+import os
+import stat
+import sys
+import zlib
+
+PIECE = 4 << 20  # bytes of text handled at a time
+MAX_LINE = 1 << 30
+DAMAGE = 1000  # of so many bytes of a plain file one may be no UTF-8
+
+
+class Failure(Exception):
+    """Something the user can put right; the message says what."""
+
+
+def refuse(error):
+    raise error
+
+
+def unpacked_name(path):
+    """What a file is called unpacked."""
+    name, suffix = os.path.splitext(path)
+    return name if suffix in OPENERS else path
+
+
+def find_files(inputs, patterns):
+    """The files that inputs name, folders searched for patterns (hidden files left out), in a fixed order."""
+    files = []
+    for path in inputs:
+        mode = os.stat(path).st_mode
+        if stat.S_ISREG(mode):
+            files.append(path)
+            continue
+        if not stat.S_ISDIR(mode):
+            raise Failure(f"{path}: neither a file nor a folder")
+        found = []
+        for folder, folders, names in os.walk(path, onerror=refuse):
+            folders[:] = sorted(f for f in folders if not f.startswith("."))
+            for name in sorted(n for n in names if not n.startswith(".")):
+                if not any(fnmatch.fnmatch(n, p) for n in (name, unpacked_name(name)) for p in patterns):
+                    continue
+                inside = os.path.join(folder, name)
+                if stat.S_ISREG(os.stat(inside).st_mode):
+                    found.append(inside)
+                else:  # a pipe would wait for a writer
+                    print(f"prepare_text.py: warning: {inside}: not a file, left out", file=sys.stderr)
+        if not found:
+            raise Failure(f"{path}: no file in this folder matches {' '.join(patterns)}; choose others with --glob")
+        files += found
+    return files
+
+
+class ZstdFile(io.RawIOBase):
+    """Unpacks .zst of any number of frames. The package's own reader takes a file that is cut off for one that ends."""
+
+    def __init__(self, packed):
+        try:
+            import zstandard
+        except ImportError as error:
+            raise Failure(f"{packed.name}: .zst needs the zstandard package: pip install zstandard") from error
+        self.zstandard, self.packed, self.frame, self.text = zstandard, packed, None, b""
+
+    def readable(self):
+        return True
+
+    def readinto(self, buffer):
+        while not self.text:
+            ended = self.frame is None or self.frame.eof
+            data = (self.frame.unused_data if self.frame and ended else b"") or self.packed.read(1 << 17)
+            if not data:
+                if not ended:
+                    raise EOFError("it ends within a frame")
+                return 0
+            try:
+                if ended:  # a window of up to 2 GiB: what zstd --long=31 writes
+                    self.frame = self.zstandard.ZstdDecompressor(max_window_size=1 << 31).decompressobj()
+                self.text = self.frame.decompress(data)
+            except self.zstandard.ZstdError as error:
+                raise OSError(error) from error
+        count = min(len(buffer), len(self.text))
+        buffer[:count] = self.text[:count]
+        self.text = self.text[count:]
+        return count
+
+
+OPENERS = {".gz": gzip.open, ".xz": lzma.open, ".zst": ZstdFile}
+
+
+def cut_point(text, limit):
+    """Where to cut text, at most at limit: behind a line end if one is near, or else between two UTF-8 characters."""
+    at = text.rfind(b"\n", max(0, limit - 4096), limit) + 1
+    if at == 0:
+        at = limit
+        while at > max(0, limit - 3) and text[at] & 0xC0 == 0x80:
+            at -= 1
+    return at
+
+
+def in_pieces(text):
+    """Yields (first, text): one document in pieces; nothing if it is blank."""
+    if not text.strip():
+        return
+    at = 0
+    while len(text) - at > 2 * PIECE:
+        end = at + cut_point(text[at: at + PIECE + 1], PIECE)
+        yield at == 0, text[at: end]
+        at = end
+    yield at == 0, text[at:]
+
+
+class Text:
+    """The documents of some files. Iterating yields (first, text), pieces in order, first where a document begins; each
+    time anew. Meanwhile `done` of `size` bytes of the files are read, `given` bytes of text come of them, and `damaged`
+    counts what was not UTF-8."""
+
+    def __init__(self, files, separator=None, field="text"):
+        self.files, self.separator, self.field = files, separator, field
+        self.size = sum(os.path.getsize(path) for path in files)
+        self.begin()
+
+    def begin(self):
+        self.done = self.before = 0  # before: bytes of earlier files
+        self.given = 0
+        self.damaged, self.first_damage = 0, None
+
+    def __iter__(self):
+        self.begin()
+        for path in self.files:
+            kind = os.path.splitext(unpacked_name(path))[1]
+            read = {".jsonl": self.json_lines, ".parquet": self.parquet}.get(kind, self.plain)
+            try:
+                for first, text in read(path):
+                    self.given += len(text)
+                    yield first, text
+            except (OSError, EOFError, lzma.LZMAError, zlib.error) as error:
+                raise Failure(f"{path}: cannot read: {error}") from error
+            self.before = self.done = self.before + os.path.getsize(path)
+
+    def chunks(self, path, read):
+        """What read(file) gives of a file unpacked, until nothing is left, and that last nothing."""
+        opener = OPENERS.get(os.path.splitext(path)[1])
+        with open(path, "rb") as packed, io.BufferedReader(opener(packed), PIECE) if opener else packed as file:
+            chunk = True
+            while chunk:
+                chunk = read(file)
+                self.done = self.before + packed.tell()
+                yield chunk
+
+    def check(self, text, where, final=True):
+        """Counts what is not UTF-8; where(offset) names its place. Returns where its last whole character ends."""
+        try:
+            return codecs.utf_8_decode(text, "strict", final)[1]
+        except UnicodeDecodeError as error:
+            place = where(error.start)
+        replaced, end = codecs.utf_8_decode(text, "replace", final)
+        self.damaged += replaced.count("\ufffd") - text[:end].count("\ufffd".encode())
+        self.first_damage = self.first_damage or place
+        return end
+
+    def raw_pieces(self, path):
+        """Yields (text, ends): a plain file in pieces; ends tells that a document ends behind the piece."""
+        at, unchecked, rest = 0, b"", b""
+        earlier, places = self.damaged, []
+
+        def place(i):
+            places.append(at + i)
+            return f"{path}: byte {at + i}"
+
+        for chunk in self.chunks(path, lambda file: file.read(PIECE)):
+            # Only whole characters go on.
+            unchecked += chunk
+            nul = unchecked.find(b"\0")
+            if nul >= 0:
+                raise Failure(f"{path}: byte {at + nul} is NUL: not text")
+            end = self.check(unchecked, place, final=not chunk)
+            at, unchecked, rest = at + end, unchecked[end:], rest + unchecked[:end]
+            if self.damaged - earlier > at // DAMAGE:
+                raise Failure(f"{path}: byte {places[0]} is not UTF-8, nor are {self.damaged - earlier - 1} more places "
+                              f"up to byte {at} (1 in {DAMAGE} may be): not text, or in another encoding: iconv converts")
+
+            *documents, rest = rest.split(self.separator) if self.separator else [rest]
+            yield from ((text, True) for text in documents)
+            while len(rest) > 2 * PIECE:  # enough stays to find a separator that the next chunk completes
+                cut = cut_point(rest, PIECE)
+                yield rest[:cut], False
+                rest = rest[cut:]
+        yield rest, True
+
+    def plain(self, path):
+        first = True
+        for text, ends in self.raw_pieces(path):
+            if self.separator and first:
+                text = text.lstrip(b"\n")
+            if self.separator and ends:
+                text = text.rstrip(b"\n")
+            if text and (text.strip() or not first):
+                yield first, text
+                first = False
+            first = first or ends
+
+    def json_lines(self, path):
+        for number, line in enumerate(self.chunks(path, lambda file: file.readline(MAX_LINE)), 1):
+            place = f"{path}: line {number}"
+            if len(line) == MAX_LINE:
+                raise Failure(f"{place}: longer than {MAX_LINE} bytes")
+            if not line.strip():
+                continue
+            shown = ascii(line[:60].decode("utf-8", "replace").strip())
+            try:
+                record = json.loads(line)
+            except (ValueError, RecursionError) as error:
+                raise Failure(f"{place}: not JSON ({error}): {shown}") from error
+            if not isinstance(record, dict):
+                raise Failure(f"{place}: not a JSON object: {shown}")
+            if self.field not in record:
+                has = ", ".join(map(ascii, record)) or "none"
+                raise Failure(f"{place}: no field {self.field!a}; it has {has}; choose with --field")
+            text = record[self.field]
+            if not isinstance(text, str):
+                raise Failure(f"{place}: field {self.field!a} holds {ascii(json.dumps(text)[:60])}, not a string")
+            text = text.encode("utf-8", "surrogatepass")  # half of a pair counts as damage
+            self.check(text, lambda _: place)
+            yield from in_pieces(text)
+
+    def parquet(self, path):
+        try:
+            import pyarrow
+            import pyarrow.parquet
+        except ImportError as error:
+            raise Failure(f"{path}: .parquet needs the pyarrow package: pip install pyarrow") from error
+        try:
+            with pyarrow.parquet.ParquetFile(path) as file:
+                schema = file.schema_arrow
+                if self.field not in schema.names:
+                    raise Failure(f"{path}: no column {self.field!a}; it has {', '.join(map(ascii, schema.names))}; "
+                                  "choose with --field")
+                kind = schema.field(self.field).type
+                if not (pyarrow.types.is_string(kind) or pyarrow.types.is_large_string(kind)):
+                    raise Failure(f"{path}: column {self.field!a} holds {kind}, not strings")
+                number, place = 0, lambda _: f"{path}: record {number}"
+                for group in range(file.num_row_groups):
+                    for batch in file.iter_batches(256, [group], [self.field], use_threads=False):
+                        for text in batch.column(0).cast(pyarrow.large_binary()).to_pylist():
+                            number += 1
+                            if text is None:
+                                raise Failure(f"{place(0)}: column {self.field!a} holds null, not a string")
+                            self.check(text, place)
+                            yield from in_pieces(text)
+                    self.done = self.before + os.path.getsize(path) * (group + 1) // file.num_row_groups
+        except pyarrow.ArrowException as error:
+            raise Failure(f"{path}: cannot read: {error}") from error

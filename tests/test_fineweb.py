@@ -1,0 +1,82 @@
+"""scripts/fineweb.sh, with a folder in place of Hugging Face. Needs the standard library and curl."""
+import os
+import pathlib
+import shutil
+import subprocess
+import tempfile
+import unittest
+
+from cli import ROOT, write_shard
+
+ONE_BUILD = True  # tests/run.py: nothing here depends on what computes
+
+
+@unittest.skipUnless(shutil.which("curl"), "there is no curl")
+class Fineweb(unittest.TestCase):
+    def setUp(self):
+        folder = tempfile.TemporaryDirectory(prefix="test_fineweb_")
+        self.addCleanup(folder.cleanup)
+        self.dir = pathlib.Path(folder.name)
+        self.there, self.here = self.dir / "there", self.dir / "a folder"
+        self.there.mkdir()
+        for i, name in enumerate(["fineweb_val_000000.bin", *(f"fineweb_train_{i:06d}.bin" for i in range(1, 12))]):
+            write_shard(self.there / name, range(i, i + 1000))
+
+    def get(self, *arguments, url=None):
+        done = subprocess.run(["sh", ROOT / "scripts/fineweb.sh", *map(str, arguments)], capture_output=True, text=True,
+                              cwd=self.dir, env=dict(os.environ, FINEWEB_URL=url or self.there.as_uri()), timeout=60)
+        return done.returncode, done.stdout, done.stderr
+
+    def fails(self, *arguments, says, **options):
+        code, _, stderr = self.get(*arguments, **options)
+        self.assertEqual(code, 1)
+        self.assertIn(f"fineweb.sh: error: {says}", stderr)
+
+    def same(self, name):
+        return (self.here / name).read_bytes() == (self.there / name).read_bytes()
+
+    def test_downloads(self):
+        code, stdout, stderr = self.get(10, self.here)
+        self.assertEqual(code, 0, stderr)
+        names = ["fineweb_val_000000.bin", *(f"fineweb_train_{i:06d}.bin" for i in range(1, 11))]
+        self.assertEqual(sorted(os.listdir(self.here)), sorted(names))
+        self.assertTrue(all(map(self.same, names)))
+        self.assertEqual([line for line in stdout.splitlines() if "://" in line],
+                         [f"{self.there.as_uri()}/{name}" for name in names])
+        self.assertIn(f"use:   --train '{self.here}/fineweb_train_[0-9]*.bin' --val ", stdout)
+
+    def test_goes_on(self):
+        """What is there is not fetched again; what was cut off is finished from where it was."""
+        self.get(2, self.here)
+        first, second = self.here / "fineweb_train_000001.bin", self.here / "fineweb_train_000002.bin"
+        whole = second.read_bytes()
+        part = pathlib.Path(f"{second}.part")
+        for kept in (b"", whole[:7], b"\x55" * 1500, whole):  # what is kept stays: where it is wrong, that is told
+            second.unlink(missing_ok=True)
+            part.write_bytes(kept)
+            code, stdout, stderr = self.get(2, self.here)
+            self.assertIn("fineweb_train_000001.bin: is there", stdout)
+            if kept[:1] == b"\x55":
+                self.assertEqual(code, 1)
+                self.assertEqual(part.read_bytes(), kept + whole[1500:])
+            else:
+                self.assertEqual(code, 0, (kept[:9], stderr))
+                self.assertEqual(second.read_bytes(), whole)
+                self.assertFalse(part.exists())
+        first.write_bytes(whole[:-2])
+        self.fails(2, self.here, says=f"{first} is there, and not as long as its header says; remove it")
+
+    def test_refused(self):
+        for n in ("0", "104", "1000", "99999999999999999999", "-1", "x", "1x", "", " 1", "08"):
+            self.fails(n, self.here, says=f"N: {n}: must be from 1 to 103")
+        self.fails(1, self.here, "more", says="usage: ")
+        self.fails(12, self.here, says=f"{self.there.as_uri()}/fineweb_train_000012.bin: curl ended with code 37")
+        self.assertFalse((self.here / "fineweb_train_000012.bin").exists())
+        for change in (dict(magic=20240801, version=7), dict(count=999), dict(version=2)):
+            write_shard(self.there / "fineweb_train_000001.bin", range(1000), **change)
+            shutil.rmtree(self.here, ignore_errors=True)
+            self.fails(1, self.here, says=f"{self.here}/fineweb_train_000001.bin.part: no shard of uint16 tokens")
+
+
+if __name__ == "__main__":
+    unittest.main(buffer=True)

@@ -1,0 +1,372 @@
+#!/usr/bin/env python3
+"""Tests of scripts/text_tokenizers.py through prepare_text.py: how text is encoded. Those of other packages run where
+they are installed, and those packages say what is right."""
+import json
+import os
+import random
+import sys
+import unittest
+from unittest import mock
+
+from test_prepare import Prepare, read_table
+import prepare_text
+import text_tokenizers
+import tokenizer_json
+
+try:
+    import tokenizers
+except ImportError:
+    tokenizers = None
+try:
+    import tiktoken
+except ImportError:
+    tiktoken = None
+
+os.environ["RUST_BACKTRACE"] = "0"  # panics are part of these tests
+
+class Library(Prepare):
+    """What tokenizers of libraries may do wrong, by one that does it."""
+
+    def fails_with(self, ids, says, vocab=300):
+        class Tokenizer(text_tokenizers.LibraryTokenizer):
+            eot, eot_name = 0, "end"
+
+            def ids(self, texts):
+                return [ids() for _ in texts]
+
+        path = self.write("a.txt", b"text\n" * 100)
+        with mock.patch.object(prepare_text, "make_tokenizer", lambda *_: Tokenizer("odd.json", vocab)):
+            self.fails(path, says=f"--tokenizer: odd.json: {says}")
+
+    def test_ids(self):
+        for vocab in (300, 70000):  # both widths
+            self.fails_with(lambda: [1, vocab, 2], f"cannot encode: id {vocab} is outside of the vocabulary", vocab)
+            self.fails_with(lambda: [2**40], f"cannot encode: id {2**40} is outside", vocab)
+
+    def test_vocabulary(self):
+        self.fails_with(list, "the vocabulary is empty", 0)
+        self.fails_with(list, "a token has the id 16777216", 2**24 + 1)
+        text_tokenizers.LibraryTokenizer("large.json", 2**24)
+
+    def test_failure(self):
+        class Panic(BaseException):
+            """What libraries written in Rust raise."""
+
+        for kind in (Panic, RuntimeError):
+            def fail(kind=kind):
+                raise kind("lost")
+
+            self.fails_with(fail, "cannot encode: lost")
+
+    def test_end_of_text_token_is_not_for_bytes(self):
+        self.fails(self.write("a.txt", b"text"), "--eot", "</s>", says="--eot goes with --tokenizer tokenizers:FILE")
+
+
+TEXT = "Hello, wörld! Ünï 😀 <|endoftext|> x = [1,  2]\n\ttabs\n" * 20
+
+
+@unittest.skipUnless(tokenizers, "the tokenizers package is not installed")
+class HuggingFace(Prepare):
+    def byte_level(self):
+        t = tokenizers.Tokenizer(tokenizers.models.BPE())
+        t.pre_tokenizer = tokenizers.pre_tokenizers.ByteLevel(add_prefix_space=False)
+        t.decoder = tokenizers.decoders.ByteLevel()
+        trainer = tokenizers.trainers.BpeTrainer(vocab_size=300, special_tokens=["<|endoftext|>", "<|pad_é|>"],
+                                                 initial_alphabet=t.pre_tokenizer.alphabet(), show_progress=False)
+        t.train_from_iterator([TEXT], trainer)
+        t.enable_truncation(5)  # must not cut documents
+        path = os.path.join(self.folder, "tokenizer.json")
+        t.save(path)
+        return path
+
+    def test_byte_level(self):
+        path = self.byte_level()
+        a, b = self.write("a.txt", TEXT.encode()), self.write("b.txt", "second ✓".encode())
+        printed = self.run_it(a, b, "--val-fraction", "0", "--tokenizer", f"tokenizers:{path}")
+        table, eot = read_table(os.path.join(self.out, "text_tokenizer.bin"))
+        self.assertEqual(table[eot], b"<|endoftext|>")
+        self.assertIn("<|pad_é|>".encode(), table)
+        tokens = self.tokens("train")
+        starts = [i for i, t in enumerate(tokens) if t == eot]
+        self.assertEqual(len(starts), 2)  # the text's own <|endoftext|> is text
+        self.assertEqual(starts[0], 0)
+        decoded = b"".join(table[t] for t in tokens[1: starts[1]])
+        self.assertEqual(decoded.decode(), TEXT)
+        self.assertEqual(b"".join(table[t] for t in tokens[starts[1] + 1:]).decode(), "second ✓")
+        self.assertLess(len(tokens), len(TEXT))  # it merges
+        self.assertIn(f"--vocab {len(table)}", printed)
+
+    def test_sentencepiece_like(self):
+        vocab = {"</s>": 0, "▁": 1, "a": 2, "b": 3, "▁a": 4} | {f"<0x{i:02X}>": 5 + i for i in range(256)}
+        t = tokenizers.Tokenizer(tokenizers.models.BPE(vocab, [("▁", "a")], byte_fallback=True))
+        t.normalizer = tokenizers.normalizers.Replace(" ", "▁")
+        d = tokenizers.decoders
+        t.decoder = d.Sequence([d.Replace("▁", " "), d.ByteFallback(), d.Fuse()])
+        path = os.path.join(self.folder, "sp.json")
+        t.save(path)
+        text = "ab a é\n"
+        self.run_it(self.write("a.txt", text.encode()), "--val-fraction", "0", "--tokenizer", f"tokenizers:{path}")
+        table, eot = read_table(os.path.join(self.out, "text_tokenizer.bin"))
+        tokens = self.tokens("train")
+        self.assertEqual(tokens[0], eot)
+        self.assertEqual(b"".join(table[t] for t in tokens[1:]).decode(), text)
+        self.assertIn(4, tokens)
+
+    def test_errors(self):
+        a = self.write("a.txt", b"text")
+        self.fails(a, "--tokenizer", "tokenizers:none.json", says="none.json: no such file")
+        self.fails(a, "--tokenizer", f"tokenizers:{a}", says="not a tokenizer.json")
+        for name in ("<none>", "\udcff"):
+            self.fails(a, "--tokenizer", f"tokenizers:{self.byte_level()}", "--eot", name, says="name it with --eot")
+
+    def test_odd_vocabularies(self):
+        """Files that the library reads, but that no shards can be made with."""
+        bytes_tokens = {character: i for i, character in enumerate(tokenizer_json.byte_level_alphabet())}
+        but_one = {character: i for character, i in bytes_tokens.items() if character != "t"}
+        level = {"type": "ByteLevel", "add_prefix_space": False, "trim_offsets": True, "use_regex": True}
+        added = {"id": 2**31, "content": "</s>", "special": True, "single_word": False, "lstrip": False,
+                 "rstrip": False, "normalized": False}
+
+        def bpe(vocab, **more):
+            return {"type": "BPE", "vocab": vocab, "merges": [], **more}
+
+        cases = [
+            (dict(model=bpe({})), "the vocabulary is empty"),
+            (dict(model={"type": "Unigram", "unk_id": None, "vocab": []}), "the vocabulary is empty"),
+            (dict(model=bpe({"</s>": 0, "a": 10**9})), "a token has the id 1000000000"),
+            (dict(model=bpe({"</s>": 0, "a": 2**31})), "a token has the id 2147483648"),
+            (dict(model=bpe({"</s>": 0, "a": 2**24})), "a token has the id 16777216"),
+            (dict(model=bpe({"</s>": 0, "a": 2**32})), "not a tokenizer.json"),
+            (dict(model=bpe({"a": 0})), "no end-of-text token is named"),
+            (dict(model=bpe({"</s>": 0, "a": 1})), "neither an unknown token nor tokens for 243 bytes"),
+            (dict(model=bpe({"</s>": 0, "<0x0A>": 1}, byte_fallback=True)), "242 bytes, such as 0x00"),
+            (dict(model=bpe({"</s>": 256, **bytes_tokens})), "243 bytes"),
+            (dict(model=bpe({"</s>": 256, **bytes_tokens, "x": 257, "y": 258}), pre_tokenizer=level), None),
+            (dict(model=bpe({"</s>": 256, **but_one}), pre_tokenizer=level), "1 bytes, such as 0x74"),
+            (dict(model=bpe({"a": 0, "</s>": 1}, unk_token="[UNK]")), "cannot encode"),
+            (dict(model=bpe({"a": 0, "</s>": 1}, unk_token="a")), None),
+            (dict(model={"type": "WordLevel", "vocab": {"</s>": 0}, "unk_token": "[UNK]"}), "cannot encode"),
+            (dict(model=bpe({"a": 0}, unk_token="a"), added_tokens=[added]), None),  # the library renumbers these
+        ]
+        a = self.write("a.txt", b"text\n" * 100)
+        parts = dict.fromkeys(("truncation", "padding", "normalizer", "pre_tokenizer", "post_processor", "decoder"))
+        for config, says in cases:
+            config = {"version": "1.0", "added_tokens": [], **parts, **config}
+            path = self.write("odd.json", json.dumps(config).encode())
+            with self.subTest(model=str(config["model"])[:100]):
+                arguments = [a, "--tokenizer", f"tokenizers:{path}", "--overwrite"]
+                if says:
+                    self.fails(*arguments, says=f"--tokenizer: {path}: ")
+                    self.fails(*arguments, says=says)
+                else:
+                    self.run_it(*arguments)
+
+
+@unittest.skipUnless(tokenizers and tiktoken, "the tokenizers or tiktoken package is not installed")
+class Engine(Prepare):
+    """tiktoken's engine for a tokenizer.json, and where it must not be."""
+
+    def train(self, size=400, special=("<|endoftext|>",), pre=None, **options):
+        t = tokenizers.Tokenizer(tokenizers.models.BPE(**options))
+        level = tokenizers.pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=pre is None)
+        t.pre_tokenizer = tokenizers.pre_tokenizers.Sequence([*pre, level]) if pre else level
+        t.decoder = tokenizers.decoders.ByteLevel()
+        trainer = tokenizers.trainers.BpeTrainer(vocab_size=size, special_tokens=list(special), show_progress=False,
+                                                 initial_alphabet=level.alphabet())
+        t.train_from_iterator([TEXT * 5, text_tokenizers.HARD_TEXT[-2000:]], trainer)
+        return t
+
+    def ids(self, tokenizer, text=TEXT, slow=False):
+        """What the shards hold of a text, and what was printed. `tokenizers` encodes it only where that is expected."""
+        path = os.path.join(self.folder, "tokenizer.json")
+        tokenizer.save(path)
+        encode = text_tokenizers.encode_slowly
+        with mock.patch.object(text_tokenizers, "encode_slowly", side_effect=encode) as calls:
+            printed = self.run_it(self.write("a.txt", text.encode()), "--val-fraction", "0", "--overwrite",
+                                  "--tokenizer", f"tokenizers:{path}")
+        # Once to compare; TEXT goes through once more where it stays with `tokenizers`.
+        texts = [call.args[1] for call in calls.call_args_list]
+        self.assertEqual([text] in texts, slow)
+        self.assertEqual(" is encoded by `tokenizers`" in printed, slow)
+        return self.tokens("train")[1:], printed
+
+    def test_same_ids(self):
+        split = tokenizers.pre_tokenizers.Split
+        pattern = tokenizers.Regex(r"[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|"
+                                   r"\s+(?!\S)|\s+")
+        for t in (self.train(), self.train(300), self.train(special=("<s>", "<|endoftext|>", "<pad>")),
+                  self.train(pre=[split(pattern, "isolated")]),
+                  self.train(pre=[split(pattern, "isolated")], ignore_merges=True)):
+            ids, _ = self.ids(t)
+            t.encode_special_tokens = True
+            self.assertEqual(ids, t.encode(TEXT).ids)
+            self.assertLess(len(ids), len(TEXT))
+
+    def test_trained_merges_follow_from_ranks(self):
+        for size in (300, 500, 700):
+            config = json.loads(self.train(size).to_str())
+            _, ranks = tokenizer_json.tiktoken_parts(config)
+            alphabet = tokenizer_json.byte_level_alphabet()
+            expected = [tuple(bytes(alphabet[c] for c in part) for part in pair) for pair in config["model"]["merges"]]
+            self.assertEqual(tokenizer_json.merges_of(ranks), expected)
+            self.assertGreater(len(expected), 40)
+
+    def test_unfit(self):
+        """What tiktoken cannot stand for is encoded by `tokenizers`, with the ids that it gives."""
+        pre, split = tokenizers.pre_tokenizers, tokenizers.pre_tokenizers.Split
+
+        def changed(change):
+            config = json.loads(self.train().to_str())
+            change(config)
+            return tokenizers.Tokenizer.from_str(json.dumps(config))
+
+        def swap_merges(config):
+            merges = config["model"]["merges"]
+            merges[0], merges[1] = merges[1], merges[0]
+
+        def swap_ids(config):
+            vocab = config["model"]["vocab"]
+            first, last = ("".join(config["model"]["merges"][i]) for i in (0, -1))
+            vocab[first], vocab[last] = vocab[last], vocab[first]
+
+        def no_special(config):
+            config["added_tokens"][0]["special"] = False
+
+        def lone_token(config):
+            config["model"]["vocab"]["Hello,\u0120w"] = len(config["model"]["vocab"])
+
+        normalized = self.train()
+        normalized.normalizer = tokenizers.normalizers.NFKC()
+        prefixed = self.train()
+        prefixed.pre_tokenizer = pre.ByteLevel(add_prefix_space=True)
+        def splitting(*steps):
+            return self.train(270, pre=steps)
+
+        isolated = [split(tokenizers.Regex(p), "isolated") for p in (r"\s+$|\S+|\s", r"\p{L}+")]
+        for t, reason in ((normalized, "it normalizes text (NFKC)"), (prefixed, "puts a space before text"),
+                          (changed(swap_merges), "merges are not those that follow"),
+                          (changed(swap_ids), "merges are not those that follow"),
+                          (changed(no_special), "added tokens that are not special"),
+                          (changed(lone_token), "not 256 bytes and one"),
+                          (splitting(pre.Digits(True)), "it splits text by Digits"),
+                          (splitting(split("a", "isolated"), pre.Digits(True)), "it splits text in 2 steps"),
+                          (splitting(split(tokenizers.Regex("a"), "removed")), "it splits text by Split otherwise"),
+                          # $ is the end of a line in one library, and of the text in the other.
+                          (splitting(isolated[0]), "other ids for a sample"),
+                          # What a pattern leaves over is a piece in one library, and dropped by the other.
+                          (splitting(isolated[1]), "other ids for a sample")):
+            ids, printed = self.ids(t, slow=True)
+            self.assertIn(reason, printed)
+            t.encode_special_tokens = True
+            self.assertEqual(ids, t.encode(TEXT).ids, reason)
+
+    def test_sample_of_the_text(self):
+        """Ids are compared for the text itself too: here of a character that HARD_TEXT lacks."""
+        t = self.train(pre=[tokenizers.pre_tokenizers.Split(tokenizers.Regex(r"[^\x{20000}-\x{2FFFF}]+"), "isolated")])
+        with mock.patch.object(text_tokenizers, "HARD_TEXT", "easy"):
+            text = "rare: \U00020001"
+            ids, printed = self.ids(t, text, slow=True)
+        self.assertEqual(ids, t.encode(text).ids)
+
+    def test_without_tiktoken(self):
+        expected, _ = self.ids(self.train())
+        with mock.patch.dict(sys.modules, {"tiktoken": None}):
+            ids, printed = self.ids(self.train(), slow=True)
+        self.assertIn("pip install tiktoken", printed)
+        self.assertEqual(ids, expected)
+
+    def test_panic(self):
+        """A run of blanks that overflows the stack of tiktoken's regular expressions is encoded all the same."""
+        t = self.train()
+        ranks = {bytes([i]): i for i in range(256)}
+        encoding = tiktoken.Encoding("t", pat_str=tokenizer_json.GPT2_PATTERN, mergeable_ranks=ranks, special_tokens={})
+        text = TEXT + " " * 1100000 + "end"
+        with self.assertRaises(BaseException):
+            encoding.encode_ordinary(text)
+        path = os.path.join(self.folder, "tokenizer.json")
+        t.save(path)
+        tokenizer = text_tokenizers.make_tokenizer(f"tokenizers:{path}", None, lambda: [])
+        self.assertIsNotNone(tokenizer.encoding)
+        t.encode_special_tokens = True
+        expected = text_tokenizers.pack(t.encode(text).ids, tokenizer.vocab)
+        self.assertEqual(list(tokenizer.encode([text.encode()])), [expected])
+
+
+@unittest.skipUnless(tiktoken, "the tiktoken package is not installed")
+class Tiktoken(Prepare):
+    def test_encoding(self):
+        ranks = {bytes([i]): i for i in range(256)} | {b"ab": 256, b"abc": 257}
+        encoding = tiktoken.Encoding("tiny", pat_str=r"\s+|\S+", mergeable_ranks=ranks,
+                                     special_tokens={"<|endoftext|>": 300})
+        with mock.patch.object(tiktoken, "get_encoding", lambda name: {"tiny": encoding}[name]):
+            path = self.write("a.txt", b"abcab <|endoftext|>\xff" + b" " * 1000)
+            self.run_it(path, "--val-fraction", "0", "--tokenizer", "tiktoken:tiny")
+            self.fails(self.write("a.txt", b"abc"), "--tokenizer", "tiktoken:none", "--overwrite", says="tiktoken:none")
+        table, eot = read_table(os.path.join(self.out, "text_tokenizer.bin"))
+        self.assertEqual((len(table), eot), (301, 300))
+        self.assertEqual((table[257], table[299], table[300]), (b"abc", b"", b"<|endoftext|>"))
+        tokens = self.tokens("train")
+        self.assertEqual(tokens[:4], [300, 257, 256, 32])
+        self.assertEqual(tokens.count(300), 1)
+        self.assertEqual(b"".join(table[t] for t in tokens[1:]).decode(), "abcab <|endoftext|>\ufffd" + " " * 1000)
+
+    def test_odd_encodings(self):
+        every = {bytes([i]): i for i in range(256)}
+        cases = [(every, {"<|x|>": 256}, "tiktoken:odd: it has no token <|endoftext|>"),
+                 (every, {"<|endoftext|>": 2**31}, "tiktoken:odd: a token has the id 2147483648"),
+                 ({b"a": 0}, {"<|endoftext|>": 1}, "tiktoken:odd: cannot encode: ")]
+        for ranks, special, says in cases:
+            encoding = tiktoken.Encoding("odd", pat_str=r"\s+|\S+", mergeable_ranks=ranks, special_tokens=special)
+            with mock.patch.object(tiktoken, "get_encoding", lambda name, encoding=encoding: encoding):
+                self.fails(self.write("a.txt", b"text\n" * 100), "--tokenizer", "tiktoken:odd", says=says)
+
+
+@unittest.skipUnless(tokenizers, "the tokenizers package is not installed")
+class Train(Prepare):
+    def corpus(self, words=400):
+        """Documents that each hold a word of their own often enough to make it tokens."""
+        rng = random.Random(6)
+        documents = ["".join(rng.choices("abcdefghijkl", k=8)) for _ in range(words)]
+        lines = "".join(json.dumps({"text": (word + " ") * 20}) + "\n" for word in documents)
+        return self.write("a.jsonl", lines.encode()), documents
+
+    def vocabulary(self):
+        with open(os.path.join(self.out, "text_tokenizer.json"), encoding="utf-8") as file:
+            return json.load(file)["model"]["vocab"]
+
+    def test_size(self):
+        path, _ = self.corpus()
+        printed = self.run_it(path, "--train-tokenizer", "700")
+        self.assertIn("--vocab 700", printed)
+        table, eot = read_table(os.path.join(self.out, "text_tokenizer.bin"))
+        self.assertEqual((len(table), table[eot]), (700, b"<|endoftext|>"))
+        first = self.vocabulary()
+        self.run_it(path, "--train-tokenizer", "700", "--overwrite", "--jobs", "1")
+        self.assertEqual(self.vocabulary(), first)
+        printed = self.run_it(self.write("b.txt", b"abab" * 100), "--train-tokenizer", "700", "--overwrite")
+        self.assertRegex(printed, r"warning: the text gives a tokenizer of 2\d\d tokens, not 700")
+
+    def test_training_text_alone(self):
+        """Nothing of validation is trained on."""
+        path, words = self.corpus()
+        val = self.write("v.txt", b"zzzzzzzz " * 1000)
+        self.run_it(path, "--train-tokenizer", "5000", "--val", val)
+        vocabulary = self.vocabulary()
+        self.assertGreater(sum("\u0120" + word in vocabulary for word in words), 390)
+        self.assertNotIn("zz", vocabulary)
+
+    def test_sample_is_even(self):
+        """Where the text is more than is trained on, words from all of it are learned, not from its beginning."""
+        path, words = self.corpus()
+        size = os.path.getsize(path)
+        with mock.patch.object(text_tokenizers, "TRAINED_ON", size // 3):
+            self.run_it(path, "--train-tokenizer", "5000", "--val-fraction", "0")
+        vocabulary = self.vocabulary()
+        learned = ["\u0120" + word in vocabulary for word in words]
+        # A sixth to a third of the words, each drawn alike: 33 of 200 at least, and 12 is 4 deviations (5.3) below.
+        for part in (learned[:200], learned[200:]):
+            self.assertTrue(12 <= sum(part) <= 100, sum(part))
+
+
+if __name__ == "__main__":
+    unittest.main(buffer=True)

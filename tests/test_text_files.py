@@ -1,0 +1,345 @@
+#!/usr/bin/env python3
+"""Tests of scripts/text_files.py through prepare_text.py: forms of files, what is text and what is not, and that the
+number of processes does not show. Formats of other packages are tested where those are installed."""
+import gzip
+import json
+import lzma
+import os
+import random
+import re
+import signal
+import subprocess
+import sys
+import time
+import unittest
+from unittest import mock
+
+from test_prepare import SCRIPTS, Prepare
+import prepare_text
+import text_files
+import text_tokenizers
+
+try:
+    import zstandard
+except ImportError:
+    zstandard = None
+try:
+    import pyarrow
+    import pyarrow.parquet
+except ImportError:
+    pyarrow = None
+
+TEXTS = ["first\nwith lines\n", "\n zwei: ü, 字, 😀\r\n", '"quoted" \\u0041 \t', "x" * 5000, "NUL \0 in a string"]
+
+
+def lines_of(texts, field="text"):
+    records = [json.dumps({"id": i, field: text}, ensure_ascii=i % 2 == 0) + "\n" for i, text in enumerate(texts)]
+    return "".join(records).encode()
+
+
+class Pieces(Prepare):
+    def test_pieces_do_not_show(self):
+        """However a file falls into pieces, the documents are the same."""
+        rng = random.Random(1)
+        texts = ["".join(rng.choice("ab\n é€😀") for _ in range(rng.choice([1, 5, 30, 200]))).strip() for _ in range(60)]
+        texts = [t for t in texts if t]
+        whole = self.write("a.txt", "\n<|end|>\n".join(texts).encode())
+        for piece in (10, 16, 37, 100, 1 << 20):
+            with mock.patch.object(text_files, "PIECE", piece):
+                self.run_it(whole, "--split-on", "<|end|>", "--val-fraction", "0", "--overwrite")
+            self.assertEqual([d.decode() for d in self.documents("train")], texts, piece)
+
+    def test_pieces_are_whole_characters(self):
+        text = "é€😀x" * 500
+        path = self.write("a.txt", text.encode())
+        for piece in range(8, 24):
+            with mock.patch.object(text_files, "PIECE", piece):
+                got = list(text_files.Text([path]))
+            self.assertEqual("".join(t.decode() for _, t in got), text)
+            self.assertEqual([first for first, _ in got], [True] + [False] * (len(got) - 1))
+            self.assertGreater(len(got), 50)
+
+    def test_pieces_end_at_lines(self):
+        path = self.write("a.txt", b"0123456\n" * 1000)
+        with mock.patch.object(text_files, "PIECE", 100):
+            self.assertTrue(all(t.endswith(b"\n") for _, t in text_files.Text([path])))
+
+    def test_long_records(self):
+        """A record of many pieces is one document, cut between characters."""
+        texts = ["é€😀x" * 500, "0123456\n" * 1000, "short"]
+        path = self.write("a.jsonl", lines_of(texts))
+        for piece in (64, 100, 101):
+            with mock.patch.object(text_files, "PIECE", piece):
+                got = list(text_files.Text([path]))
+            self.assertEqual([i for i, (first, _) in enumerate(got) if first][0], 0)
+            self.assertEqual(sum(first for first, _ in got), 3)
+            self.assertEqual("".join(text.decode() for _, text in got), "".join(texts))
+            self.assertLessEqual(max(len(text) for _, text in got), 2 * piece)
+
+
+class Formats(Prepare):
+    def read(self, path, *options):
+        self.run_it(path, "--val-fraction", "0", "--overwrite", *options)
+        return [document.decode() for document in self.documents("train")]
+
+    def test_packed(self):
+        with gzip.open(os.path.join(self.folder, "a.txt.gz"), "wb") as file:
+            file.write(b"from gzip")
+        with lzma.open(os.path.join(self.folder, "b.txt.xz"), "wb") as file:
+            file.write(b"from xz")
+        self.run_it(self.folder, "--val-fraction", "0")
+        self.assertEqual(self.documents("train"), [b"from gzip", b"from xz"])
+
+
+    def test_json_lines(self):
+        data = lines_of(TEXTS)
+        self.assertEqual(self.read(self.write("a.jsonl", data)), TEXTS)
+        self.assertEqual(self.read(self.write("a.jsonl.gz", gzip.compress(data))), TEXTS)
+        self.assertEqual(self.read(self.write("a.jsonl.xz", lzma.compress(data))), TEXTS)
+        # No document in blank lines and blank texts.
+        blank = b"\n" + data.replace(b"\n", b"\r\n\n").rstrip() + b'\n{"text": " \\n"}'
+        self.assertEqual(self.read(self.write("a.jsonl", blank)), TEXTS)
+        self.assertEqual(self.read(self.write("b.jsonl", lines_of(TEXTS, "content")), "--field", "content"), TEXTS)
+        self.assertEqual(self.read(self.folder, "--glob", "a.jsonl"), TEXTS * 3)  # packed or not
+        # A separator does not cut records.
+        self.assertEqual(self.read(self.write("c.jsonl", lines_of(["a|b"])), "--split-on", "|"), ["a|b"])
+
+    def test_json_lines_refused(self):
+        good = lines_of(["good"])
+        for line, says in ((b"{bad", "line 2: not JSON (Expecting property name enclosed in double quotes: line 1 "
+                                     "column 2 (char 1)): '{bad'"),
+                           (b'{"text": "cut', "line 2: not JSON (Invalid control character at"),
+                           (b'{"text": "\xff"}', "line 2: not JSON ('utf-8' codec can't decode byte 0xff"),
+                           (b"[" * 100000, "line 2: not JSON (maximum recursion depth"),
+                           (b'["text"]', "line 2: not a JSON object: '[\"text\"]'"),
+                           (b'"text"', "line 2: not a JSON object: '\"text\"'"),
+                           (b"{}", "line 2: no field 'text'; it has none; choose with --field"),
+                           (b'{"id": 1, "t\xc3\xa9xt": ""}', "line 2: no field 'text'; it has 'id', 't\\xe9xt'; "),
+                           (b'{"text": 12}', "line 2: field 'text' holds '12', not a string"),
+                           (b'{"text": null}', "line 2: field 'text' holds 'null', not a string"),
+                           (b'{"text": ["a"]}', "line 2: field 'text' holds '[\"a\"]', not a string")):
+            path = self.write("bad.jsonl", good + line + b"\n" + good)
+            self.fails(path, says=f"error: {path}: {says}")
+        with mock.patch.object(text_files, "MAX_LINE", 30):
+            self.fails(self.write("bad.jsonl", good + lines_of(["x" * 30])), says="line 2: longer than 30 bytes")
+
+    @unittest.skipUnless(zstandard, "the zstandard package is not installed")
+    def test_zstd(self):
+        pack = zstandard.ZstdCompressor().compress
+        noise = "".join(random.Random(3).choices("abcdefgh\n", k=1 << 20))  # more than is read at a time
+        whole = pack(noise.encode())
+        self.assertEqual(self.read(self.write("a.txt.zst", whole)), [noise])
+        self.assertEqual(self.read(self.write("a.jsonl.zst", pack(lines_of(TEXTS)))), TEXTS)
+        frames = pack(b"one ") + pack(b"") + pack(b"two ") + whole  # of any number
+        self.assertEqual(self.read(self.write("a.txt.zst", frames)), ["one two " + noise])
+        for data in (whole[:-1], whole[:len(whole) // 2], whole + whole[:3], frames[:-4], whole + b"more", b"not zstd"):
+            path = self.write("bad.txt.zst", data)
+            self.fails(path, "--overwrite", says=f"error: {path}: cannot read: ")
+        parameters = zstandard.ZstdCompressionParameters.from_level(3, window_log=30, enable_ldm=True)
+        stream = zstandard.ZstdCompressor(compression_params=parameters).compressobj()  # no size: a whole window
+        packed = stream.compress(b"long window") + stream.flush()
+        self.assertEqual(self.read(self.write("a.txt.zst", packed)), ["long window"])
+
+    @unittest.skipUnless(pyarrow, "the pyarrow package is not installed")
+    def test_parquet(self):
+        path = os.path.join(self.folder, "a.parquet")
+        for kind in (pyarrow.string(), pyarrow.large_string()):
+            texts = [f"document {i} ü" for i in range(1000)] + TEXTS + [" \n"]
+            table = pyarrow.table({"id": range(len(texts)), "text": pyarrow.array(texts, kind)})
+            pyarrow.parquet.write_table(table, path, row_group_size=300, compression="zstd")
+            self.assertEqual(self.read(path), texts[:-1])
+            self.fails(path, "--field", "body", "--overwrite",
+                       says=f"error: {path}: no column 'body'; it has 'id', 'text'; choose with --field")
+            self.fails(path, "--field", "id", "--overwrite",
+                       says=f"error: {path}: column 'id' holds int64, not strings")
+        pyarrow.parquet.write_table(pyarrow.table({"text": ["a", "b", None]}), path)
+        self.fails(path, "--overwrite", says=f"error: {path}: record 3: column 'text' holds null, not a string")
+        with open(path, "rb") as file:
+            data = file.read()
+        for bad in (b"", b"no parquet", data[:-9], data[:40] + b"x" * 40 + data[80:]):
+            self.fails(self.write("a.parquet", bad), "--overwrite", says=f"error: {path}: cannot read: ")
+
+    def test_missing_packages(self):
+        with mock.patch.dict(sys.modules, {"zstandard": None, "pyarrow": None, "pyarrow.parquet": None}):
+            for name, says in (("a.txt.zst", ".zst needs the zstandard package: pip install zstandard"),
+                               ("a.parquet", ".parquet needs the pyarrow package: pip install pyarrow")):
+                path = self.write(name, b"")
+                self.fails(path, says=f"error: {path}: {says}")
+
+    def test_torn_input(self):
+        whole = lzma.compress(os.urandom(100000))
+        good = self.write("good.txt", b"text\n" * 100)
+        self.fails(good, self.write("a.txt.xz", whole[:50000]), "--val-fraction", "0", says="a.txt.xz: cannot read")
+        self.fails(good, self.write("b.txt.gz", b"not gzip"), "--val-fraction", "0", says="b.txt.gz: cannot read")
+        self.assertEqual(os.listdir(self.out), [])
+
+    def test_damaged_gzip(self):
+        """Whichever byte is damaged: an error by name, or the text that the library makes of it."""
+        whole, raised = gzip.compress(b"some text, more text, other text\n" * 20), set()
+        for at in range(len(whole)):
+            path = self.write("a.txt.gz", whole[:at] + bytes([whole[at] ^ 0xFF]) + whole[at + 1:])
+            try:
+                list(text_files.Text([path]))
+            except text_files.Failure as error:
+                self.assertTrue(str(error).startswith(f"{path}: cannot read: "), error)
+                raised.add(type(error.__cause__).__name__)
+        self.assertIn("error", raised)  # zlib.error
+        self.assertIn("BadGzipFile", raised)
+
+
+class NotText(Prepare):
+    def test_nul(self):
+        for at in (0, 999, 5000, 12345):
+            data = bytearray("ü€ text\n".encode() * 2000)
+            data[at] = 0
+            with mock.patch.object(text_files, "PIECE", 4096):
+                path = self.write("a.txt", data)
+                self.fails(path, says=f"error: {path}: byte {at} is NUL: not text")
+                path = self.write("a.txt.gz", gzip.compress(data))  # the byte of what is in it
+                self.fails(path, "--split-on", "text", says=f"error: {path}: byte {at} is NUL: not text")
+        path = self.write("a.txt", "UTF-16 has NULs".encode("utf-16-le"))
+        self.fails(path, says=f"error: {path}: byte 1 is NUL: not text")
+
+    def test_other_encodings(self):
+        latin = "Text mit Umlauten: äöü.\n".encode("latin-1")
+        path = self.write("a.txt", latin * 100)
+        self.fails(path, says=f"error: {path}: byte 19 is not UTF-8, nor are 299 more places up to byte 2400 (1 in 1000 ")
+        with mock.patch.object(text_files, "PIECE", 4096):  # some way into a file that begins well
+            path = self.write("a.txt", "ä.".encode() * 9000 + latin * 1000)
+            self.fails(path, says=f"error: {path}: byte {27000 + 19} is not UTF-8, nor ")
+        path = self.write("a.txt", random.Random(4).randbytes(10000).replace(b"\0", b"x"))
+        self.fails(path, says=f"error: {path}: byte ")
+
+    def test_damage(self):
+        """What is damaged here and there is told, and stays as it is in bytes, wherever the pieces end."""
+        data = bytearray("ü€ text\n".encode() * 4000)
+        for at in (3, 20000, 37777):
+            data[at] = 0xFF
+        data += "€".encode()[:2]  # a character cut off by the end
+        warning = "prepare_text.py: warning: {} places are not UTF-8 (the first: {}: {}); bytes keep them"
+        for piece in (4096, 4097, 4098, 4099, 1 << 20):
+            with mock.patch.object(text_files, "PIECE", piece):
+                path = self.write("a.txt", data)
+                printed = self.run_it(path, "--val-fraction", "0", "--overwrite")
+            damaged = bytes(data).decode("utf-8", "replace").count("\ufffd")
+            self.assertIn(warning.format(damaged, path, "byte 2"), printed)
+            self.assertEqual(self.documents("train"), [bytes(data)])
+        path = self.write("a.jsonl", lines_of(["half of a pair: \ud800", "good"]))
+        self.assertIn(warning.format(3, path, "line 1"), self.run_it(path, "--val-fraction", "0", "--overwrite"))
+
+    def test_replacement_character_is_no_damage(self):
+        printed = self.run_it(self.write("b.txt", "\ufffd is a character\n".encode() * 100))
+        self.assertNotIn("warning", printed)
+
+
+class SlowTokenizer(text_tokenizers.LibraryTokenizer):
+    """Characters as ids. Texts that begin with the first letters take longer, so that results come out of order."""
+    eot, eot_name = 0, "end"
+
+    def __init__(self):
+        super().__init__("slow", 300)
+
+    def ids(self, texts):
+        time.sleep(0.03 if texts and texts[0][:1] < "m" else 0)
+        return [list(map(ord, text)) for text in texts]
+
+    def table(self):
+        return [b"x"] * 300
+
+    def json(self):
+        return b"{}"
+
+
+class Jobs(Prepare):
+    def run_slow(self, *arguments, tokenizer=SlowTokenizer, expect=0):
+        with mock.patch.object(prepare_text, "make_tokenizer", lambda *_: tokenizer()), \
+                mock.patch.object(prepare_text, "BATCH", 2000), mock.patch.object(text_files, "PIECE", 1000):
+            return self.run_it(*arguments, "--overwrite", expect=expect)
+
+    def corpus(self):
+        rng = random.Random(5)
+        texts = [chr(rng.randrange(97, 123)) + "y" * rng.randrange(1, 900) + "\n" for _ in range(200)]
+        return self.write("a.jsonl", lines_of(texts + ["long" * 3000]))
+
+    def test_same_shards(self):
+        path, expected = self.corpus(), None
+        for jobs in ("1", "2", "3", "7"):
+            self.run_slow(path, "--jobs", jobs, "--shard-tokens", "9999", "--val-fraction", "0.1")
+            found = {}
+            for name in sorted(os.listdir(self.out)):
+                with open(os.path.join(self.out, name), "rb") as file:
+                    found[name] = file.read()
+            expected = expected or found
+            self.assertEqual(sorted(found), sorted(expected))
+            for name in found:
+                self.assertTrue(found[name] == expected[name], f"{name} differs with {jobs} jobs")
+        self.assertGreater(len(expected), 10)
+
+    def test_several_processes(self):
+        """Those that encode are others than this one, and as many as were asked for."""
+        seen = os.path.join(self.folder, "seen")
+        os.mkdir(seen)
+
+        class Tokenizer(SlowTokenizer):
+            def ids(self, texts):
+                open(os.path.join(seen, str(os.getpid())), "w").close()
+                time.sleep(0.02)
+                return super().ids(texts)
+
+        self.run_slow(self.corpus(), "--jobs", "3", tokenizer=Tokenizer)
+        self.assertEqual(len(os.listdir(seen)), 3)
+        self.assertNotIn(str(os.getpid()), os.listdir(seen))
+
+    def test_failures(self):
+        class Fails(SlowTokenizer):
+            def ids(self, texts):
+                raise BaseException("lost")  # as a panic of a library written in Rust
+
+        class Killed(SlowTokenizer):
+            def ids(self, texts):
+                os.kill(os.getpid(), signal.SIGKILL)
+
+        for tokenizer, says in ((Fails, "--tokenizer: slow: cannot encode: lost"),
+                                (Killed, "a process that encodes was killed")):
+            printed = self.run_slow(self.corpus(), "--jobs", "2", tokenizer=tokenizer, expect=1)
+            self.assertIn(f"prepare_text.py: error: {says}", printed)
+            self.assertEqual(os.listdir(self.out), [])
+
+    def test_none_are_left(self):
+        """Processes end with the one that started them, even where that is killed."""
+        script = f"""
+import os, sys, time
+sys.path[:0] = [{SCRIPTS!r}, {os.path.dirname(os.path.abspath(__file__))!r}]
+sys.dont_write_bytecode = True
+import prepare_text, test_text_files
+class Tokenizer(test_text_files.SlowTokenizer):
+    def ids(self, texts):
+        os.write(1, b"%d\\n" % os.getpid())
+        time.sleep(600)
+prepare_text.make_tokenizer, prepare_text.BATCH = lambda *_: Tokenizer(), 2000
+prepare_text.main([{self.corpus()!r}, "--jobs", "2", "--out", {self.out!r}])
+"""
+        with subprocess.Popen([sys.executable, "-c", script], stdout=subprocess.PIPE, text=True) as main:
+            try:
+                workers = [int(main.stdout.readline()) for _ in range(2)]
+            finally:
+                main.kill()
+            self.assertEqual(len({main.pid, *workers}), 3)
+            self.assertEqual(main.stdout.read(), "")  # ends when nobody can write there any more
+
+    def test_progress(self):
+        with mock.patch.object(prepare_text, "PROGRESS_S", 0):
+            for jobs in ("1", "3"):
+                lines = [line for line in self.run_slow(self.corpus(), "--jobs", jobs).splitlines() if "MB/s" in line]
+                form = r"prepare_text.py: ([\d.]+) %, [\d.]+ MB/s, \d+:\d\d:\d\d left"
+                shares = [float(re.fullmatch(form, line)[1]) for line in lines]
+                self.assertGreater(len(shares), 20)
+                self.assertEqual(shares[-1], 100)
+                # Text and file bytes are in proportion, but for what of the file lies in a buffer.
+                for i, share in enumerate(shares):
+                    self.assertAlmostEqual(share, 100 * (i + 1) / len(shares), delta=15)
+        self.assertNotIn("MB/s", self.run_slow(self.corpus()))  # nothing is said of what takes a moment
+
+
+if __name__ == "__main__":
+    unittest.main(buffer=True)
