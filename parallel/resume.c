@@ -135,19 +135,35 @@ static int sum_slice(const char* path, int64_t size, FileSlice* slice, void* pie
     return ok && fits ? 0 : -1;
 }
 
+// The files of the checkpoint, in fresh memory: those with tensors, then the others that the manifest lists.
+static const char** list_files(const Json* manifest, const CheckpointFile* files, int count, int* all) {
+    const Json* list = json_get(manifest, "files");
+    const char** names = (const char**)host_alloc((size_t)(count + json_count(list)) * sizeof(char*));
+    *all = 0;
+    for (int i = 0; i < count; i++) names[(*all)++] = files[i].name;
+    for (const Json* e = list ? list->child : NULL; e; e = e->next) {
+        const char* name = json_text(e, "name");
+        int i = 0;
+        while (i < count && name && strcmp(name, files[i].name) != 0) i++;
+        if (i == count && name && !strchr(name, '/')) names[(*all)++] = name;
+    }
+    return names;
+}
+
 // Compares size and CRC-32 of every file with what the manifest says. Each rank reads an equal share of all bytes, laid
 // end to end.
 static int check_files(Ranks* world, const char* folder, const Json* manifest, const CheckpointFile* files, int count,
                        char* error, size_t error_size) {
     // What the manifest says of their sizes. `listed`: files before the first that it does not list.
-    int64_t *sizes = (int64_t*)host_alloc((size_t)count * sizeof(int64_t)), all_bytes = 0, bad = GOOD;
-    int listed = 0;
-    for (; listed < count; all_bytes += sizes[listed++]) {
-        sizes[listed] = json_int(file_entry(manifest, files[listed].name), "bytes", 0);
+    int all_files, listed = 0;
+    const char** names = list_files(manifest, files, count, &all_files);
+    int64_t *sizes = (int64_t*)host_alloc((size_t)all_files * sizeof(int64_t)), all_bytes = 0, bad = GOOD;
+    for (; listed < all_files; all_bytes += sizes[listed++]) {
+        sizes[listed] = json_int(file_entry(manifest, names[listed]), "bytes", 0);
         if (sizes[listed] <= 0 || sizes[listed] > FILE_LIMIT) break;
     }
-    if (listed < count) {
-        snprintf(error, error_size, "%s/%s: the manifest %s", folder, files[listed].name,
+    if (listed < all_files) {
+        snprintf(error, error_size, "%s/%s: the manifest %s", folder, names[listed],
                  sizes[listed] ? "gives it a size that is out of range" : "does not list it");
         bad = listed;
     }
@@ -160,7 +176,7 @@ static int check_files(Ranks* world, const char* folder, const Json* manifest, c
     for (int i = 0; i < listed && i < bad; at += sizes[i++]) {
         int64_t from = max_i64(begin - at, 0), to = min_i64(end - at, sizes[i]);
         if (from >= to) continue;
-        Path path = path_of("%s/%s", folder, files[i].name);
+        Path path = path_of("%s/%s", folder, names[i]);
         FileSlice slice = {i, from, to - from, 0};
         if (sum_slice(path.text, sizes[i], &slice, piece, error, error_size) == 0)
             mine[slices++] = slice;
@@ -173,11 +189,11 @@ static int check_files(Ranks* world, const char* folder, const Json* manifest, c
     const FileSlice* next = all;
     for (int i = 0; i < listed && i < bad && ranks_index(world) == 0; i++) {
         uLong crc = crc32(0, NULL, 0);
-        int64_t want = json_int(file_entry(manifest, files[i].name), "crc32", -1);
+        int64_t want = json_int(file_entry(manifest, names[i]), "crc32", -1);
         // A part that is missing could not be read: its rank has a reason of its own.
         if (!slices_join(&next, all + total, i, 0, sizes[i], &crc) || (int64_t)crc == want) continue;
-        snprintf(error, error_size, "%s/%s: altered (its CRC-32 is %lu, the manifest says %ld)", folder, files[i].name,
-                 crc, want);
+        snprintf(error, error_size, "%s/%s: altered (its CRC-32 is %lu, the manifest says %ld)", folder, names[i], crc,
+                 want);
         bad = i;
     }
 
@@ -185,6 +201,7 @@ static int check_files(Ranks* world, const char* folder, const Json* manifest, c
     free(piece);
     free(mine);
     free(sizes);
+    free((void*)names);
     return agree(world, bad, error, error_size);
 }
 

@@ -225,7 +225,7 @@ class Case:
             check({**cli.snapshot(self.out), ".lock": 0} == {**before, ".lock": 0}, "changed something", ended)
         else:
             check(linked or ended.resumed == best and (best or not present), "accepted silently", ended)
-            self.spoiled = [name for name in present if name < step(best)]
+            self.spoiled = [name for name in present if name < step(ended.resumed)]
             self.check_end(ended, 8, lost if odd else ())
             self.check_log(ended, lines)
 
