@@ -41,7 +41,8 @@ import struct
 import sys
 from collections import Counter
 
-from prepare_text import Failure, make_tokenizer, width_of
+from text_files import Failure
+from text_tokenizers import make_tokenizer, width_of
 
 MAGIC = {2: 20240522, 4: 20240802}  # by bytes per word
 START = {2: 2**16 - 1, 4: 2**32 - 1}
@@ -188,8 +189,8 @@ def write_file(path, examples, width):
 
 
 def prepare(args):
-    tokenizer = make_tokenizer(args.tokenizer, args.eot)
     examples = read_examples(args.input, args.labels)
+    tokenizer = make_tokenizer(args.tokenizer, args.eot, lambda: [context for context, _, _ in examples[:BATCH]])
     written, most = [], 0
     for (_, _, label), (context, endings) in zip(examples, tokenize(examples, tokenizer)):
         if not context or not all(endings):

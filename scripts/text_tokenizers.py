@@ -122,7 +122,7 @@ class TiktokenTokenizer(LibraryTokenizer):
         self.data = byte_level_json(e._mergeable_ranks, e._special_tokens, e._pat_str)
         with contextlib.suppress(Failure):  # without tokenizers there is nothing to compare with
             if not same_ids(self.encoding, open_json(self.data), sample):
-                print(f"prepare_text.py: warning: tiktoken:{name}: its tokenizer.json does not give the same ids for "
+                print(f"warning: tiktoken:{name}: its tokenizer.json does not give the same ids for "
                       "all texts", file=sys.stderr)
 
     def ids(self, texts):
@@ -192,7 +192,7 @@ class HuggingFaceTokenizer(LibraryTokenizer):
             raise
         except BaseException as error:  # Unfit, no tiktoken, or a pattern that it cannot run
             reason = error
-        print(f"prepare_text.py: {self.name} is encoded by `tokenizers`, which is several times slower than tiktoken: "
+        print(f"note: {self.name} is encoded by `tokenizers`, which is several times slower than tiktoken: "
               f"{reason}", file=sys.stderr)
         return None
 

@@ -88,9 +88,9 @@ class Case(unittest.TestCase):
 
     def fails(self, *arguments, says):
         printed = self.run_it(*arguments, expect=1)
-        self.assertTrue(printed.startswith("prepare_eval.py: error: "), printed)
+        self.assertTrue(printed.splitlines()[-1].startswith("prepare_eval.py: error: "), printed)
         self.assertIn(says, printed)
-        self.assertEqual((printed.count("\n"), self.out.exists()), (1, False))
+        self.assertEqual((printed.count("error: "), self.out.exists()), (1, False))
         self.assertEqual(list(self.dir.glob("*.tmp")), [])
 
 
