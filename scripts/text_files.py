@@ -189,8 +189,9 @@ class Text:
             end = self.check(unchecked, place, final=not chunk)
             at, unchecked, rest = at + end, unchecked[end:], rest + unchecked[:end]
             if self.damaged - earlier > at // DAMAGE:
-                raise Failure(f"{path}: byte {places[0]} is not UTF-8, nor are {self.damaged - earlier - 1} more places "
-                              f"up to byte {at} (1 in {DAMAGE} may be): not text, or in another encoding: iconv converts")
+                more = self.damaged - earlier - 1
+                raise Failure(f"{path}: byte {places[0]} is not UTF-8, nor are {more} more places up to byte {at} (1 in "
+                              f"{DAMAGE} may be): not text, or in another encoding: iconv converts")
 
             *documents, rest = rest.split(self.separator) if self.separator else [rest]
             yield from ((text, True) for text in documents)

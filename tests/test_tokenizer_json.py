@@ -53,7 +53,7 @@ class Json(Prepare):
     def round_trip(self, *options):
         """The ids of the shards are those of AutoTokenizer, and decode to the text."""
         texts = [TEXT, text_tokenizers.HARD_TEXT.replace("<|endoftext|>", ""), "x",
-                 "\u0301 \n", " 12345678 \n\n  \n x\r\n" * 3 + "   "]
+                 "unmerged", "\u0301 \n", " 12345678 \n\n  \n x\r\n" * 3 + "   "]
         path = self.write("a.jsonl", "".join(json.dumps({"text": text}) + "\n" for text in texts).encode())
         printed = self.run_it(path, "--val-fraction", "0", "--overwrite", *options)
         self.assertNotIn("warning", printed)
@@ -76,10 +76,11 @@ class Json(Prepare):
 
     @unittest.skipUnless(transformers and tiktoken, "the transformers or tiktoken package is not installed")
     def test_auto_tiktoken(self):
-        """The patterns of gpt2, cl100k_base and o200k_base, with the tokens that a training on a text gives."""
+        """The patterns of gpt2, cl100k_base and o200k_base, with tokens that a training on a text could give, and one
+        that no pair makes: tiktoken gives it where a piece of the text is that token."""
         ranks = {bytes([i]): i for i in range(256)}
         words = sorted({TEXT.encode()[i: i + n] for i in range(200) for n in (2, 3, 4, 5)}, key=lambda w: (len(w), w))
-        for word in [*words, b"12", b"123", b"1234", b"12345", b" \n", b"\n\n", b"  "]:
+        for word in [*words, b"12", b"123", b"1234", b"12345", b" \n", b"\n\n", b"  ", b"unmerged"]:
             ranks.setdefault(word, len(ranks))
         cl100k = r"""'(?i:[sdmt]|ll|ve|re)|[^\r\n\p{L}\p{N}]?+\p{L}++|\p{N}{1,3}+| ?[^\s\p{L}\p{N}]++[\r\n]*+|""" \
                  r"""\s++$|\s*[\r\n]|\s+(?!\S)|\s"""
