@@ -147,6 +147,8 @@ static void check_run(const Settings* s) {
     if (s->dry_run) return;
     if (*s->evaluate && !*s->val && !*s->eval)
         die(EXIT_USAGE, "--evaluate needs --val or --eval: on what, e.g. --val 'corpus/text_val_*.bin'");
+    if (s->resume && (*s->sample || *s->evaluate))
+        die(EXIT_USAGE, "--resume goes on with training, which --%s does not", *s->sample ? "sample" : "evaluate");
     if (*s->sample || *s->evaluate) return;
     if (!*s->train)
         die(EXIT_USAGE, "--train is missing: name the training shards, e.g. --train 'corpus/text_train_*.bin'");
