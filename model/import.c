@@ -27,6 +27,7 @@ typedef struct Import {
     const char *option, *folder;
     Source* sources;
     int count;
+    int last;      // where a tensor was found; the next one mostly lies there too
     char* raw;     // (PIECE) elements as they are stored
     real* values;  // (PIECE)
 } Import;
@@ -72,10 +73,12 @@ static void open_sources(Import* in) {
 // The tensor of this name and the source that holds it, or NULL.
 static const StTensor* find(Import* in, const char* name, const SafeTensors** st) {
     for (int i = 0; i < in->count; i++) {
-        const StTensor* found = st_find(in->sources[i].st, name);
+        const int at = (in->last + i) % in->count;
+        const StTensor* found = st_find(in->sources[at].st, name);
         if (!found) continue;
-        in->sources[i].used[found - in->sources[i].st->tensors] = true;
-        *st = in->sources[i].st;
+        in->sources[at].used[found - in->sources[at].st->tensors] = true;
+        *st = in->sources[at].st;
+        in->last = at;
         return found;
     }
     return NULL;
@@ -181,7 +184,8 @@ void import_weights(Model* m, const char* option, const char* folder) {
             const NamedTensor* t = &tensors[i];
             const ParamBuffer* p = &m->units[u].buffer[t->buffer];
             const Slice mine = tensor_slice(t, p->held_from, p->held);
-            load(&in, t->name, t->rank, t->shape, mine, p->master + (t->offset + mine.first - p->held_from), m->ctx);
+            const int64_t at = mine.count ? t->offset + mine.first - p->held_from : 0;
+            load(&in, t->name, t->rank, t->shape, mine, p->master + at, m->ctx);
         }
         free(tensors);
         if (m->units[u].kind == UNIT_MOE) load_bias(&in, m, u - 1);
