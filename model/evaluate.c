@@ -146,7 +146,7 @@ Choices* evaluate_open(const Settings* s, const Tokenizer* tokenizer, int* count
     if (tokenizer_eot(tokenizer) >= s->model.V)
         die(EXIT_USAGE, "--eval: end of text has id %d in the tokenizer, and --vocab is %ld", tokenizer_eot(tokenizer),
             s->model.V);
-    return choices_open("eval", s->eval, (int32_t)s->model.V, count);
+    return choices_open("eval", s->eval, (int32_t)min_i64(s->model.V, tokenizer_size(tokenizer)), count);
 }
 
 ScoreRecord* evaluate_questions(Model* m, const Choices* files, int count, const Tokenizer* tokenizer) {

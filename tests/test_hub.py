@@ -200,7 +200,8 @@ class Questions(Case):
         rng = random.Random(11)
         def words(low, high):
             return [rng.choice(b"abcdefghij  ") for _ in range(rng.randrange(low, high))]
-        self.questions = [(words(0, 40), [words(1, 9) for _ in range(rng.choice((2, 4)))], rng.randrange(2)) for _ in range(60)]
+        self.questions = [(words(0, 70),  # some longer than --seq-len
+                            [words(1, 9) for _ in range(rng.choice((2, 4)))], rng.randrange(2)) for _ in range(60)]
         self.train(out="run", steps=20, vocab=257, val=self.val_glob)
         self.step = self.dir / "run/step_00000020"
 
@@ -223,7 +224,7 @@ class Questions(Case):
             write_questions(self.dir / f"q_{i:03d}.bin", [self.questions[i]], wide=i % 7 == 3)
             likelihoods = []
             for ending in endings:
-                ids = torch.tensor([(context or [256]) + ending])
+                ids = torch.tensor([((context or [256]) + ending)[-49:]])
                 with torch.no_grad():
                     logs = torch.log_softmax(model(ids).logits[0].double(), -1)
                 at = torch.arange(ids.shape[1] - len(ending) - 1, ids.shape[1] - 1)
@@ -241,6 +242,12 @@ class Questions(Case):
             self.assertEqual(count, "60")
             self.assertAlmostEqual(float(accuracy), sums[0] / 60, delta=5.1e-5)
             self.assertAlmostEqual(float(normalised), sums[1] / 60, delta=5.1e-5)
+
+    def test_ids_of_another_tokenizer(self):
+        """No text, so no bytes to divide by."""
+        write_questions(self.dir / "wide.bin", [([1], [[2], [299]], 0)])
+        done = self.train(1, vocab=VOCAB, steps=1, eval="wide.bin")
+        self.assertIn("wide.bin: byte 1044: an id outside of the vocabulary", done.stderr)
 
     def test_while_training(self):
         write_questions(self.dir / "all.bin", self.questions)
@@ -319,6 +326,11 @@ class Export(Case):
                            1, "--lr", 0, "--weight-decay", 0, "--bias-rate", 0, "--warmup", 0]
                           + [w for k, v in TOKENS.items() for w in ("--" + k.replace("_", "-"), v)])
                 self.assertLess(abs(cli.read_log(started)[1][0]["val_loss"] - logged), 1e-6)
+
+    def test_no_resume(self):
+        for option in ("--sample", "--evaluate"):
+            self.call([cli.PROGRAM, option, self.trained(option[2:]) / "step_00000008", "--val", self.val, "--out",
+                       self.dir / option[2:], "--resume"], 2)
 
     def test_sample(self):
         run = self.trained(vocab=257, val=self.val_glob)
