@@ -200,8 +200,9 @@ class Questions(Case):
         rng = random.Random(11)
         def words(low, high):
             return [rng.choice(b"abcdefghij  ") for _ in range(rng.randrange(low, high))]
-        self.questions = [(words(0, 70),  # some longer than --seq-len
-                            [words(1, 9) for _ in range(rng.choice((2, 4)))], rng.randrange(2)) for _ in range(60)]
+        # Contexts: every sixth empty, some longer than --seq-len.
+        self.questions = [(words(0, 70) if i % 6 else [], [words(1, 9) for _ in range(rng.choice((2, 4)))], rng.randrange(2))
+                          for i in range(60)]
         self.train(out="run", steps=20, vocab=257, val=self.val_glob)
         self.step = self.dir / "run/step_00000020"
 
@@ -291,6 +292,7 @@ class Export(Case):
         config, index, manifest = [json.loads((step / name).read_text())
                                    for name in ("config.json", "model.safetensors.index.json", "manifest.json")]
         self.assertEqual((config["model_type"], config["q_lora_rank"], config["vocab_size"]), ("deepseek_v3", 16, VOCAB))
+        self.assertEqual((config["num_nextn_predict_layers"], config["norm_topk_prob"]), (0, True))
         self.assertIn('"rope_theta": 10000.0,', (step / "config.json").read_text())
         self.assertIn('"factor": 40.0,', (step / "config.json").read_text())
         bytes_of = {}
