@@ -7,6 +7,7 @@
 #include "layers/rmsnorm.h"
 #include "layers/swiglu.h"
 #include "model/model.h"
+#include "moe/center.h"
 
 // Turns the rope parts of q (every head) and of kva (one vector a token).
 void model_rope(Model* m, floatX* q, floatX* kva, int direction) {
@@ -50,6 +51,10 @@ static void mlp_block(Model* m, floatX* out, int64_t layer, int train) {
     const int64_t N = m->B * m->T;
     if (u->kind == UNIT_MOE) {
         int64_t* load = train ? m->load + layer * m->config.E : NULL;
+        if (train && m->settings.router_center) {
+            const int64_t C = m->config.C;
+            center_add(m->router_inputs + layer * C, s->norm2, N, C, m->ctx);
+        }
         moe_forward(out, s->norm2, model_moe_weights(m, layer), &s->moe, load, m->moe_shape, m->dispatch, m->pool,
                     m->ctx);
         return;

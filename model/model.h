@@ -80,6 +80,9 @@ typedef struct Model {
     real *rope_table, *losses;  // (T, rope/2, 2), (N)
     real* bias;                 // (L, E): the routers' balance biases; rows of dense blocks stay 0
     int64_t* load;              // (L, E): tokens each expert got in this step
+    int64_t* router_inputs;     // (L, C): their sum in this step, with --router-center (moe/center.h)
+    real* common;               // (L, C): its direction
+    int64_t* along;             // (L, E): the routers' rows along it
     MxStats* mx_stats;          // (L, BLOCK_STATS): what the casts of this step did, with --mx-stats
     int measures;               // 1: this step makes mx_stats; set before model_step_begin, 0 again after model_update
     StepState *state, *val_state;

@@ -83,6 +83,7 @@ static Settings recorded(const Json* record, const char* out) {
     Settings was = {.preset = 0};
     char *known = (char*)host_alloc((size_t)settings_count), *where = host_format("the checkpoint in %s: ", out);
     options_defaults(settings_table, settings_count, &was);
+    was.router_center = 0;  // what records that lack it were made with
     for (int i = 0; i < settings_count; i++) {
         const Option* o = &settings_table[i];
         const Json* value = json_get(record, o->name);
@@ -131,7 +132,7 @@ void record_check(const Json* record, const Settings* s) {
         const Option* o = &settings_table[i];
         if (o->scope != OPTION_FIXED || same(o, s, &was)) continue;
         char *now = option_text(o, s), *then = option_text(o, &was);
-        const char* lacks = json_get(record, o->name) ? "" : " (the default: its checkpoint does not name this option)";
+        const char* lacks = json_get(record, o->name) ? "" : " (its checkpoint does not name this option)";
         host_append(&list, "%s--%s %s%s, not %s", *list ? "; " : "", o->name, then, lacks, now);
         free(now);
         free(then);

@@ -117,7 +117,10 @@ const Option settings_table[] = {
     NUMBER("optimizer", "beta2", beta2, "0.95", 0, 0.999999, FIXED, "AdamW"),
     NUMBER("optimizer", "eps", eps, "1e-8", 1e-30, 1, FIXED, "AdamW"),
     NUMBER("optimizer", "clip", clip, "1", 0, 1e9, FIXED, "largest global gradient norm; 0: no clipping"),
-    NUMBER("optimizer", "bias-rate", bias_rate, "1e-3", 0, 100, FIXED, "step of the router's balance bias"),
+    WHOLE("optimizer", "router-center", router_center, "1", 0, 1, FIXED,
+          "1: routers stay orthogonal to the mean of their inputs; with --init 0, unless given"),
+    NUMBER("optimizer", "bias-rate", bias_rate, "1e-3", 0, 100, FIXED,
+           "step of the router's balance bias; with --score softmax 0, unless given"),
     NUMBER("optimizer", "aux-loss", aux_loss, "0", 0, 100, FIXED, "weight of the sequence-wise balance loss"),
 
     // How it lies on its ranks.
@@ -245,6 +248,13 @@ static void set_for_use(Settings* s, const char* given, const char* folder) {
     s->tokenizer = host_strdup(tokenizer.text);
 }
 
+// What a model's kind asks for, where it is not given. DeepSeek-V2's, with softmax scores, have no selection bias. What a
+// trained router makes of the mean input is part of what it has learned.
+static void set_for_model(Settings* s, const char* given) {
+    if (s->model.score == SCORE_SOFTMAX && !given[row(offsetof(Settings, bias_rate))]) s->bias_rate = 0;
+    if (*s->init && !given[row(offsetof(Settings, router_center))]) s->router_center = 0;
+}
+
 const char* settings_folder(const Settings* s, const char** option) {
     const char* const folders[3] = {s->init, s->sample, s->evaluate};
     static const char* const options[3] = {"init", "sample", "evaluate"};
@@ -296,6 +306,7 @@ Settings settings_read(int argc, char** argv, int ranks, const Json* record) {
     const char *option, *folder = record || asks ? NULL : settings_folder(&s, &option);
     if (folder) take_folder(&s, given, option, folder);
     if (folder && folder != s.init) set_for_use(&s, given, folder);
+    if (!record) set_for_model(&s, given);
     if (!asks) find_tokenizer(&s, given, record != NULL, record || folder);
     free(given);
     if (asks) return s;

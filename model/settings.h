@@ -38,7 +38,7 @@ typedef struct Settings {
     char *out, *prompt;
     double temperature;
     double lr, final_lr_frac, weight_decay, beta1, beta2, eps, clip, bias_rate, aux_loss;
-    int64_t warmup, schedule;
+    int64_t warmup, schedule, router_center;
     int64_t ep, shard, recompute;
     double timeout, capacity;
     int64_t precision;  // the mode; what it sets, where the command line does not:

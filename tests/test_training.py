@@ -30,6 +30,25 @@ class Determinism(Case):
         self.assertNotEqual(curve(self.dir / "other"), curve(self.reference()))
 
 
+class Balance(Case):
+    """Softmax scores without a selection bias: what keeps their loads even is --router-center alone. 16 experts, 2 a token:
+    8 is every token, and 2 to 3 is the draw of 1024 tokens."""
+    def loads(self, out, **options):
+        self.train(out=out, **{**dict(layers=4, dim=64, kv_lora=32, dense_ffn=128, expert_ffn=64, experts=16, top_k=2,
+                                      score="softmax", route_norm=0, seq_len=128, batch=8, warmup=20, bias_rate=None), **options})
+        log = read_log(self.dir / out)
+        self.assertEqual(log[0]["bias-rate"], 0)
+        return [step["load_max_over_mean"] for step in log[1]]
+
+    def test_a_collapse_and_its_end(self):
+        mean = lambda loads: sum(loads) / len(loads)
+        self.assertGreater(mean(self.loads("collapsed", steps=30, router_center=0)[10:25]), 6)
+        self.assertLess(mean(self.loads("even", steps=30)[10:25]), 4)
+        # The collapsed model goes on: as it is unless told otherwise, and even after a step.
+        self.assertGreater(mean(self.loads("as_it_is", steps=10, init="collapsed/step_00000030")), 5)
+        self.assertLess(mean(self.loads("mended", steps=50, init="collapsed/step_00000030", router_center=1)[1:]), 3.5)
+
+
 class Log(Case):
     def test_fields(self):
         self.train(out="run", steps=10, val=self.val_glob, val_every=4, val_tokens=256, lr=1e-2, warmup=5)
