@@ -252,7 +252,7 @@ static void print_stop(const Run* r) {
 // All the steps, from r->first on.
 static void train(Run* r) {
     const Settings* s = &r->settings;
-    LoaderOrder order = {.seed = (uint64_t)s->seed,
+    LoaderOrder order = {.seed = (uint64_t)(s->data_seed ? s->data_seed : s->seed),
                          .first = r->window + r->rank * s->batch,
                          .stride = r->ranks * s->batch,
                          .wrap = s->overfit ? s->tokens_per_step / s->seq_len : 0};

@@ -84,7 +84,8 @@ const Option settings_table[] = {
     WHOLE("data", "batch", batch, "8", 1, 1 << 20, FREE, "sequences per rank and micro-step"),
     WHOLE("data", "tokens-per-step", tokens_per_step, "0", 0, BIG, FIXED,
           "tokens of a step, all ranks; 0: one micro-step"),
-    WHOLE("data", "seed", seed, "1", 0, BIG, FIXED, "of the weights and of the order of data"),
+    WHOLE("data", "seed", seed, "1", 0, BIG, FIXED, "of the weights, and of the order of data without --data-seed"),
+    WHOLE("data", "data-seed", data_seed, "0", 0, BIG, FIXED, "of the order of data; 0: --seed"),
 
     // How long it runs, and what it leaves.
     WHOLE("run", "steps", steps, "1000", 1, 1e9, FREE, "updates in all"),

@@ -32,7 +32,7 @@ typedef struct Settings {
     ModelConfig model;
     char *init, *sample, *evaluate;  // folders of models
     char *train, *val, *eval, *tokenizer;
-    int64_t seq_len, batch, tokens_per_step, seed;
+    int64_t seq_len, batch, tokens_per_step, seed, data_seed;
     int64_t steps, resume, save_every, keep, val_every, val_tokens, eval_every, sample_every, sample_tokens,
         sample_top_k, dry_run, ranks, version, help;
     char *out, *prompt;

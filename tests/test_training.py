@@ -29,6 +29,18 @@ class Determinism(Case):
         self.train(out="other", steps=20, seed=2)
         self.assertNotEqual(curve(self.dir / "other"), curve(self.reference()))
 
+    def test_data_seed(self):
+        """Paired runs: --seed draws other weights, --data-seed alone says what comes when."""
+        def losses(out, **options):
+            self.train(out=out, steps=10, **options)
+            return [step["loss"] for step in read_log(self.dir / out)[1]]
+        start = dict(init=self.reference() / "step_00000010")
+        one = losses("one", seed=1, data_seed=7, **start)
+        self.assertEqual(losses("two", seed=2, data_seed=7, **start), one)
+        self.assertNotEqual(losses("three", seed=1, data_seed=8, **start), one)
+        self.assertEqual(losses("four", seed=7, **start), one)
+        self.assertNotEqual(losses("five", seed=1, data_seed=7)[0], losses("six", seed=2, data_seed=7)[0])
+
 
 class Balance(Case):
     """Softmax scores without a selection bias: what keeps their loads even is --router-center alone. 16 experts, 2 a token:
