@@ -45,6 +45,7 @@ typedef struct Run {
     Model* model;
     Tokenizer* tokenizer;
     Shards *train, *val;
+    double val_bytes;    // of a token of val; 0: not known
     Choices* questions;  // question_files of them
     int question_files;
     Path lock_path;       // of rank 0
@@ -155,6 +156,9 @@ static void report(Run* r, int val, int asks) {
     if (r->casts && due(r->pending, s->mx_stats))
         cast_count = report_casts(&casts, r->model, (const MxStats*)fetch_end(r->casts));
 
+    double *load_max = (double*)host_alloc((size_t)(2 * s->model.L) * sizeof(double)), *load_min = load_max + s->model.L;
+    const double worst = report_load(load_max, load_min, &s->model, load);
+
     // All of it into the log; on the terminal not more often than one can read.
     StepRecord record = {.step = r->pending,
                          .loss = r->last.loss,
@@ -165,13 +169,20 @@ static void report(Run* r, int val, int asks) {
                          .mfu = peak > 0 ? tokens_per_s * flops_per_token(&s->model, s->seq_len) / peak : NAN,
                          .validated = val,
                          .val_loss = val_loss,
-                         .load_max_over_mean = report_load(&s->model, load),
+                         .val_bits_per_byte = r->val_bytes > 0 ? val_loss / log(2) / r->val_bytes : 0,
+                         .load_max_over_mean = worst,
+                         .load_max = load_max,
+                         .load_min = load_min,
+                         .blocks = s->model.L,
                          .mem_gib = (double)device_peak_memory() / 0x1p30,
+                         .tokens = r->pending * s->tokens_per_step,
+                         .time = host_time(),
                          .casts = casts,
                          .cast_count = cast_count,
                          .scores = scores,
                          .score_count = scores ? r->question_files : 0};
     if (r->log) runlog_add(r->log, &record);
+    free(load_max);
     free(casts);
     free(scores);
     if (val || host_seconds() - r->shown > 0.5 || r->pending == r->first || r->pending == s->steps || !r->last.ok)
@@ -331,6 +342,7 @@ static void open_data(Run* r) {
     sample_check(s, r->tokenizer, r->train);
     if (*s->val) r->val = shards_open("--val", s->val, s->seq_len);
     agree_on_data(r->world, "--val", r->val ? shards_hash(r->val) : 0);
+    if (r->val && s->val_every) r->val_bytes = evaluate_bytes(s, r->val, r->tokenizer);
 
     int64_t windows = shards_windows(r->train);
     double epochs = (double)s->steps * (double)s->tokens_per_step / (double)s->seq_len / (double)windows;
@@ -364,9 +376,9 @@ static void open_model(Run* r) {
 // What the run writes, log and checkpoints, and what it measures of a step.
 static void open_outputs(Run* r) {
     const Settings* s = &r->settings;
-    char* config = record_json(s);
-    if (*s->out && r->rank == 0) r->log = runlog_open(s->out, config, r->saved);
-    free(config);
+    char* first = record_line(s, version_text(), device_name(r->model->ctx));
+    if (*s->out && r->rank == 0) r->log = runlog_open(s->out, first, r->saved);
+    free(first);
     if (*s->out) {
         r->saver = saver_create(r->world, s->out, (int)s->keep);
         export_files(r->saver, r->model, r->tokenizer);
@@ -398,7 +410,7 @@ int main(int argc, char** argv) {
     open_ranks(&r, argc, argv);
     const Settings* s = &r.settings;
     const int asks = s->help || s->version;
-    if (s->version && !s->help) version_print();
+    if (s->version && !s->help) puts(version_text());
     if (s->dry_run && !asks) report_dry_run(s);
 
     const bool uses = *s->sample || *s->evaluate;

@@ -105,6 +105,14 @@ static void add_number(char** line, const char* name, double x) {
     isfinite(x) ? host_append(line, ", \"%s\": %.9g", name, x) : host_append(line, ", \"%s\": null", name);
 }
 
+// A member that is a list, four digits each.
+static void add_list(char** line, const char* name, const double* x, int64_t n) {
+    host_append(line, ", \"%s\": [", name);
+    for (int64_t i = 0; i < n; i++)
+        isfinite(x[i]) ? host_append(line, "%s%.4g", i ? ", " : "", x[i]) : host_append(line, "%snull", i ? ", " : "");
+    host_append(line, "]");
+}
+
 void runlog_add(RunLog* log, const StepRecord* r) {
     char* line = host_format("{\"step\": %ld", r->step);
     add_number(&line, "loss", r->loss);
@@ -114,8 +122,12 @@ void runlog_add(RunLog* log, const StepRecord* r) {
     add_number(&line, "tokens_per_s", r->tokens_per_s);
     add_number(&line, "mfu", r->mfu);
     if (r->validated) add_number(&line, "val_loss", r->val_loss);
+    if (r->validated && r->val_bits_per_byte > 0) add_number(&line, "val_bits_per_byte", r->val_bits_per_byte);
     add_number(&line, "load_max_over_mean", r->load_max_over_mean);
+    add_list(&line, "load_max", r->load_max, r->blocks);
+    add_list(&line, "load_min", r->load_min, r->blocks);
     add_number(&line, "mem_gib", r->mem_gib);
+    host_append(&line, ", \"tokens\": %ld, \"time\": %.3f", r->tokens, r->time);
 
     // A file's name is any text.
     for (int i = 0; i < r->score_count; i++) {

@@ -106,11 +106,14 @@ void warn_here(const char* format, ...) {
     va_end(args);
 }
 
-double host_seconds(void) {
+static double seconds_of(clockid_t clock) {
     struct timespec t;
-    clock_gettime(CLOCK_MONOTONIC, &t);
+    clock_gettime(clock, &t);
     return (double)t.tv_sec + 1e-9 * (double)t.tv_nsec;
 }
+
+double host_seconds(void) { return seconds_of(CLOCK_MONOTONIC); }
+double host_time(void) { return seconds_of(CLOCK_REALTIME); }
 
 void* host_alloc(size_t bytes) {
     void* p = calloc(1, bytes ? bytes : 1);

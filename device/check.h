@@ -43,6 +43,7 @@ char* host_printable(const char* bytes, size_t n, const char* keep);
 
 // Seconds on a clock that only moves forward.
 double host_seconds(void);
+double host_time(void);  // seconds since 1970
 
 // malloc and strdup that never return NULL. Zeroed. For host memory outside the training step.
 void* host_alloc(size_t bytes);

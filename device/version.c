@@ -5,11 +5,13 @@
 #define AS_TEXT(macro) AS_WRITTEN(macro)
 #define AS_WRITTEN(word) #word
 
-void version_print(void) {
+const char* version_text(void) {
+    static char text[256];
     // Where there is no CUDA, the names of its macros stand for themselves, and are not printed.
     const char* cuda = "CUDA " AS_TEXT(__CUDACC_VER_MAJOR__) "." AS_TEXT(__CUDACC_VER_MINOR__);
     const char* type = sizeof(floatX) == 2 ? "bf16" : sizeof(floatX) == 4 ? "float32" : "float64";
     const char* compiler = __VERSION__;  // gcc's is a number alone
-    printf("train_moe %s, %s build in %s, %s%s\n", COMMIT, BACKEND == BACKEND_CUDA ? cuda : "CPU", type,
-           *compiler >= '0' && *compiler <= '9' ? "gcc " : "", compiler);
+    snprintf(text, sizeof(text), "train_moe %s, %s build in %s, %s%s", COMMIT, BACKEND == BACKEND_CUDA ? cuda : "CPU",
+             type, *compiler >= '0' && *compiler <= '9' ? "gcc " : "", compiler);
+    return text;
 }

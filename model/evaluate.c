@@ -8,11 +8,16 @@
 
 #include "device/check.h"
 
+// Windows of a validation.
+static int64_t windows_of(const Settings* s, const Shards* shards) {
+    return max_i64(min_i64(s->val_tokens / s->seq_len, shards_windows(shards)), 1);
+}
+
 // The ranks take batches in turns. One that has none left computes the first batch again, because others need its part
 // of weights and experts, and counts nothing.
 double evaluate_loss(Model* m, Shards* shards) {
     const int64_t T = m->settings.seq_len, B = m->settings.batch, ranks = m->layout.ranks;
-    const int64_t windows = max_i64(min_i64(m->settings.val_tokens / T, shards_windows(shards)), 1);
+    const int64_t windows = windows_of(&m->settings, shards);
     int32_t* ids = (int32_t*)host_alloc((size_t)(2 * B * T) * sizeof(int32_t));
     double shown = host_seconds();
     step_begin(m->val_state, m->ctx);
@@ -40,6 +45,23 @@ double evaluate_loss(Model* m, Shards* shards) {
     device_download(&state, m->val_state, sizeof(state), m->ctx);
     free(ids);
     return state.loss_sum / (double)(windows * T);
+}
+
+double evaluate_bytes(const Settings* s, Shards* shards, const Tokenizer* tokenizer) {
+    const int64_t T = s->seq_len, windows = windows_of(s, shards);
+    int32_t* ids = (int32_t*)host_alloc((size_t)(2 * T) * sizeof(int32_t));
+    double bytes = 0;
+    bool known = true;
+    for (int64_t w = 0; w < windows && known; w++) {
+        shards_read(shards, w, (int32_t)s->model.V, ids, ids + T);
+        for (int64_t t = 0; t < T && known; t++) {
+            int length = 0;
+            known = tokenizer_decode(tokenizer, ids[T + t], &length) != NULL;
+            bytes += length;
+        }
+    }
+    free(ids);
+    return known ? bytes / (double)(windows * T) : 0;
 }
 
 // Puts the end of context and ending into a row of T inputs and targets. Returns the first target of the ending; its

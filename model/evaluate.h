@@ -12,6 +12,9 @@ BEGIN_C
 
 // Mean loss over the first --val-tokens of the shards, in nats a token. All ranks together; all get it.
 double evaluate_loss(Model* model, Shards* shards);
+// Bytes of text of a token of these, on the average: a loss over this and over ln 2 is in bits a byte. 0 where the
+// tokenizer does not know a token.
+double evaluate_bytes(const Settings* settings, Shards* shards, const Tokenizer* tokenizer);
 
 // Shares of questions whose right ending is the likeliest: by the sum of its tokens' log-probabilities after the
 // context (lm-evaluation-harness's acc), and by that sum over the bytes of its text, without a blank at its front

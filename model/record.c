@@ -26,6 +26,20 @@ char* record_json(const Settings* s) {
     return json;
 }
 
+char* record_line(const Settings* s, const char* build, const char* device) {
+    char host[256] = "", *line = record_json(s);
+    gethostname(host, sizeof(host) - 1);
+    const char* values[3][2] = {{"build", build}, {"host", host}, {"device", device}};
+    line[strlen(line) - 1] = 0;
+    for (int i = 0; i < 3; i++) {
+        char* quoted = json_quote(values[i][1]);
+        host_append(&line, ", \"%s\": %s", values[i][0], quoted);
+        free(quoted);
+    }
+    host_append(&line, "}");
+    return line;
+}
+
 // The text of a manifest, NULL with the reason in `error` if it is not good.
 static char* manifest_text(const char* out, int64_t step, char* error, size_t error_size) {
     CheckpointRecord record;

@@ -4,7 +4,7 @@
 //   command line    --out FOLDER --resume --steps 2000
 //   the run         --steps 2000, the rest as recorded; an OPTION_FIXED that is given must be as recorded
 //
-// An option that a record lacks, of a program older than the option, was at its default.
+// An option that a record lacks, of a program older than the option, was at its default, --router-center at 0.
 #ifndef MODEL_RECORD_H
 #define MODEL_RECORD_H
 
@@ -15,6 +15,8 @@ BEGIN_C
 
 // All options as one JSON object, in fresh memory.
 char* record_json(const Settings* settings);
+// The log's first line: the same, and "build", "host" (this one) and "device". In fresh memory.
+char* record_line(const Settings* settings, const char* build, const char* device);
 
 // The newest manifest in folder `out` (NULL: none) that is good, as rank 0 sees it; NULL where there is no checkpoint.
 // Ends the run if there are some and all are bad. Collective.

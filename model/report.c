@@ -162,16 +162,20 @@ void check_memory(const Settings* s, int rank) {
             what_fits(s, rank, room));
 }
 
-double report_load(const ModelConfig* c, const int64_t* load) {
+double report_load(double* most, double* least, const ModelConfig* c, const int64_t* load) {
     double worst = 0;
-    for (int64_t l = c->dense_layers; l < c->L; l++) {
-        int64_t sum = 0, most = 0;
+    for (int64_t l = 0; l < c->L; l++) {
+        const int64_t* of = load + l * c->E;
+        int64_t sum = 0, max = of[0], min = of[0];
         for (int64_t e = 0; e < c->E; e++) {
-            int64_t n = load[l * c->E + e];
-            sum += n;
-            most = max_i64(most, n);
+            sum += of[e];
+            max = max_i64(max, of[e]);
+            min = min_i64(min, of[e]);
         }
-        if (sum) worst = fmax(worst, (double)most * (double)c->E / (double)sum);
+        const double mean = l < c->dense_layers ? NAN : (double)sum / (double)c->E;
+        most[l] = (double)max / mean;
+        least[l] = (double)min / mean;
+        if (l >= c->dense_layers && sum) worst = fmax(worst, most[l]);
     }
     return worst;
 }

@@ -5,7 +5,8 @@ not finite. A number that float32 cannot hold counts as not finite too. A last l
 writing) is left out with a word. A step that is there twice counts as it was written last.
 
 Columns are the numbers of a step by their names. Those of a list of objects are named by what tells the objects apart:
-{"mx_stats": [{"layer": 3, "tensor": "x", "snr_db": 31.5}]} is the column mx_stats/layer3/x/snr_db.
+{"mx_stats": [{"layer": 3, "tensor": "x", "snr_db": 31.5}]} is the column mx_stats/layer3/x/snr_db. A list of numbers has
+one for each layer: {"load_max": [null, 1.5]} is the column load_max/layer1 (and an empty load_max/layer0).
 """
 import json
 import os
@@ -40,7 +41,9 @@ def columns_of(row):
     for key, value in row.items():
         if is_number(value):
             out[key] = finite(value)
-        for item in value if isinstance(value, list) else []:
+        for i, item in enumerate(value) if isinstance(value, list) else []:
+            if is_number(item):
+                out[f"{key}/layer{i}"] = finite(item)
             if not isinstance(item, dict):
                 continue
             place = "/".join(f"layer{v}" if k == "layer" else v for k, v in item.items()

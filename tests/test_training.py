@@ -5,8 +5,10 @@ import math
 import pathlib
 import re
 import shutil
+import socket
 import struct
 import subprocess
+import time
 import unittest
 
 from cli import Case, LOG_FIELDS, PROGRAM, SMALL, checkpoints, command, curve, main, manifest, read_log, snapshot
@@ -63,10 +65,13 @@ class Balance(Case):
 
 class Log(Case):
     def test_fields(self):
+        began = time.time()
         self.train(out="run", steps=10, val=self.val_glob, val_every=4, val_tokens=256, lr=1e-2, warmup=5)
         first, steps = read_log(self.dir / "run")
         listed = re.findall(r"^  --([a-z0-9-]+) ", self.call([PROGRAM, "--help"]).stdout, re.M)
-        self.assertEqual(list(first), listed)
+        self.assertEqual(list(first), listed + ["build", "host", "device"])
+        self.assertRegex(first["build"], "^train_moe .* build in ")
+        self.assertEqual(first["host"], socket.gethostname())
         for name, value in {**SMALL, "steps": 10, "lr": 0.01, "warmup": 5, "tokens_per_step": 64, "model": "tiny",
                             "resume": 0, "train": str(self.train_glob), "vocab": 257, "route_scale": 1}.items():
             self.assertEqual(first[name.replace("_", "-")], value, name)
@@ -74,13 +79,20 @@ class Log(Case):
         for step in steps:
             fields = list(LOG_FIELDS)
             if step["step"] in (4, 8, 10):
-                fields.insert(7, "val_loss")
+                fields[7:7] = ["val_loss", "val_bits_per_byte"]
                 self.assertTrue(0 < step["val_loss"] < 6)
+                self.assertAlmostEqual(step["val_bits_per_byte"], step["val_loss"] / math.log(2), places=6)  # a byte each
             self.assertEqual(list(step), fields)
             self.assertAlmostEqual(step["lr"], 0.01 * min(1, step["step"] / 5))
             self.assertTrue(step["ms"] > 0 and step["grad_norm"] > 0 and step["mem_gib"] > 0)
             self.assertTrue(1 <= step["load_max_over_mean"] <= 2)  # 4 experts, 2 a token
             self.assertAlmostEqual(step["tokens_per_s"] * step["ms"] / 64000, 1, places=5)
+            dense, worst = step["load_max"]
+            self.assertEqual((dense, step["load_min"][0]), (None, None))
+            self.assertAlmostEqual(worst, step["load_max_over_mean"], delta=1e-3)
+            self.assertTrue(0 <= step["load_min"][1] <= 1)
+            self.assertEqual(step["tokens"], 64 * step["step"])
+            self.assertTrue(began <= step["time"] <= time.time())
         self.assertAlmostEqual(steps[0]["loss"], 5.55, delta=0.1)  # ln 257: nothing is known yet
 
     def test_loss_goes_down(self):
