@@ -4,6 +4,7 @@ picture can be had on a machine that has nothing else.
 import math
 import re
 from collections import namedtuple
+from itertools import groupby
 from xml.sax.saxutils import escape
 
 from runlog import fail
@@ -16,18 +17,20 @@ COLUMNS = 600  # a line is drawn with at most this many steps' worth of detail
 LEAST = 1e-12  # a logarithmic axis begins no lower
 NOT_XML = re.compile("[^\t\n\r -\ud7ff\ue000-\ufffd\U00010000-\U0010ffff]")  # characters that no XML may hold
 
-# What is drawn of a run in a panel, as lists of (x, y), y None for a gap: a thin line, a thick one, and circles.
-Curve = namedtuple("Curve", "each average marks")
+# What is drawn of a run in a panel, as lists of (x, y), y None for a gap: a thin line, a thick one, and circles; and
+# as a list of (x, low, high), both None for a gap, a band behind them.
+Curve = namedtuple("Curve", "each average marks band", defaults=[()])
 
 
 class Panel:
-    """A vertical axis and a curve for each run; its range holds all that is finite, and what is in `shown`."""
+    """A vertical axis and a curve for each run; its range holds the values `shown`, without them all that are finite.
+    What is beyond it is clipped."""
 
-    def __init__(self, label, curves, log_y=False, y_range=None, shown=()):
+    def __init__(self, label, curves, log_y=False, y_range=None, shown=None):
         self.label, self.curves, self.log_y = label, curves, log_y
         points = [point for curve in curves for line in curve for point in line]
-        ys = [y for _, y in points if y is not None] + list(shown)
-        self.x1 = max([1] + [x for x, _ in points])
+        ys = shown or [y for _, *ys in points for y in ys if y is not None]
+        self.x1 = max([1] + [point[0] for point in points])
         self.y0, self.y1 = y_range or (min(ys), max(ys))
         if log_y and self.y0 < LEAST:
             fail(f"--log-y: {label} (and --y-range) must be at least {LEAST:g}, and it goes down to {self.y0:g}")
@@ -167,9 +170,19 @@ class SvgPanel:
             yield (f'<path d="{"".join(path)}" fill="none" {style} stroke-width="{width}" '
                    f'stroke-opacity="{opacity}" stroke-linejoin="round" stroke-linecap="round"/>')
 
+    def area(self, band, colour):
+        """A polygon for each stretch of the band without a gap."""
+        for known, part in groupby(band, key=lambda p: p[1] is not None):
+            if known:
+                low, high = zip(*[((x, low), (x, high)) for x, low, high in part])
+                edge = [f"{self.x(x):.1f},{self.y(v):.1f}" for x, v in thin(low) + thin(high)[::-1]]
+                yield f'<polygon points="{" ".join(edge)}" fill="{colour}" fill-opacity="0.18"/>'
+
     def curves(self):
-        """All thin lines lie below all thick ones, and those below the circles."""
+        """All bands lie below all thin lines, those below all thick ones, and those below the circles."""
         curves = self.panel.curves
+        for i, curve in enumerate(curves):
+            yield from self.area(curve.band, COLOURS[i % len(COLOURS)])
         for i, curve in enumerate(curves):
             yield from self.line(curve.each, style(i), 1, 0.3 if curve.average else 0.9)
         for i, curve in enumerate(curves):

@@ -1,5 +1,5 @@
 #!/usr/bin/env python3
-"""Train one model from one seed on the same data in several precisions and compare their losses.
+"""Train one model from the same weights on the same data in several precisions and compare their losses.
 
     python3 scripts/compare_precision.py --out runs/compare -- --train 'corpus/*_train_*.bin' \\
         --val 'corpus/*_val_*.bin' --model small --steps 2000 --save-every 500
@@ -9,18 +9,24 @@
         --set combine '--precision mxfp8 --combine-precision mxfp8' \\
         -- --train 'corpus/*_train_*.bin' --val 'corpus/*_val_*.bin' --model 16b --ep 4 --shard weights --steps 1000
 
-    # four runs at a time, each on a GPU of its own
-    python3 scripts/compare_precision.py --out runs/compare --at-once 4 --seeds 2 -- --train ... --model small
+    # every set with four seeds, four runs at a time, each on a GPU of its own
+    python3 scripts/compare_precision.py --out runs/compare --at-once 4 --seeds 4 --all-seeds -- --train ...
 
-What follows `--` goes to every run; a set's own options are added to it. Each run has its folder OUT/NAME. The same
-command again goes on where it stopped: a run whose log is complete is not repeated (its checkpoints may be deleted),
-another resumes from its newest checkpoint. The table goes to standard output as Markdown, what the runs print to
-standard error (with --at-once to OUT/NAME/output.txt), the picture to OUT/compare.svg.
+What follows `--` goes to every run; a set's own options are added to it. Each run has its folder: OUT/NAME, and with
+another seed K than the first OUT/NAME-seed-K. All runs see the same data in the same order, that of --seed (or of a
+--data-seed among train_moe's options): another seed changes the weights alone. The same command again goes on where it
+stopped: a run whose log is complete is not repeated (its checkpoints may be deleted), another resumes from its newest
+checkpoint. The table goes to standard output as Markdown, what the runs print to standard error (with --at-once to
+OUT/NAME/output.txt), the picture to OUT/compare.svg.
 
-A gap is the training loss minus that of bf16 at the same step, as a mean over the last --window steps: above 0 is
-worse. Standard library only.
+A gap is the training loss minus that of bf16 of the same seed at the same step, as a mean over the last --window
+steps: above 0 is worse. A set with several seeds has the mean of their numbers ± its standard error (how many seeds);
+its curve is their mean, in a band from the lowest to the highest. Where bf16 alone has several, a row "bf16, seed K"
+shows how far the seed K is from the first. The picture's vertical ranges are those of the steps after bf16's loss has
+made 80 % of its way. Standard library only.
 """
 import argparse
+import math
 import os
 import pathlib
 import re
@@ -30,6 +36,7 @@ import statistics
 import subprocess
 import sys
 import time
+from collections import namedtuple
 
 from chart import Curve, Panel, draw_svg
 from runlog import NoLog, fail, read_log
@@ -38,7 +45,9 @@ ROOT = pathlib.Path(__file__).resolve().parent.parent
 SETS = {"bf16": "", "mxfp8": "--precision mxfp8", "mxfp8-exact": "--precision mxfp8-exact"}
 COLUMNS = ("loss", "val_loss", "tokens_per_s", "mem_gib")  # what is read of a log
 LAST = 50  # steps that the final training loss is the mean of
-LEAST_GAP = 1e-3  # nats: the lower panel shows at least so much to both sides of 0
+LEAST_GAP = 1e-3  # nats: the gaps' panel shows at least so much to both sides of 0
+SETTLED = 0.8  # of its way from the first to the last value: from there on the loss counts for the panels' ranges
+Group = namedtuple("Group", "name runs")  # what has a row and a curve: the runs of a set, one for each seed
 
 
 def mean(values):
@@ -51,10 +60,21 @@ def number(value, form):
     return "-" if value is None else "0" if value == 0 else format(value, form)
 
 
+def estimate(values, form):
+    """Of one seed its number, of several the mean of those that are finite ± its standard error (how many)."""
+    known = [v for v in values if v is not None]
+    text = number(mean(known), form)
+    if len(known) > 1:
+        text += " ± " + number(statistics.stdev(known) / math.sqrt(len(known)), ".5f")
+    return f"{text} ({len(known)})" if len(values) > 1 else text
+
+
 class Run:
-    def __init__(self, name, options, seed, out):
-        self.name, self.folder = name, out / name
+    def __init__(self, name, options, seed, data_seed, out):
+        self.name, self.folder, self.seed = name, out / name, seed
         self.options = [*options, "--seed", str(seed)]
+        if not any(option.split("=")[0] == "--data-seed" for option in options):
+            self.options += ["--data-seed", str(data_seed)]
         self.rows, self.steps = {}, None
 
     def read(self):
@@ -77,6 +97,8 @@ class Run:
         self.read()
         record = self.folder / "options.txt"
         before = os.fsdecode(record.read_bytes()) if record.exists() else ""
+        if self.options[-2:] == ["--data-seed", str(self.seed)] and before == shlex.join(self.options[:-2]) + "\n":
+            del self.options[-2:]  # of a time when the data always had the order of --seed
         if self.rows and before != shlex.join(self.options) + "\n":
             fail(f"{self.folder} holds a run with other options; delete it or choose another --out\n"
                  f"  then: {before.strip() or 'unknown'}\n  now:  {shlex.join(self.options)}")
@@ -173,43 +195,94 @@ def loss_curve(run, length):
     return windows([(step, run.rows[step].get("loss")) for step in sorted(run.rows)], length)
 
 
+def val_points(run):
+    values = [(step, run.rows[step].get("val_loss")) for step in sorted(run.rows)]
+    return [(step, v) for step, v in values if v is not None]
+
+
 def gap_curve(run, base, length):
     steps = [step for step in sorted(run.rows) if step in base.rows]
     pairs = [(step, run.rows[step].get("loss"), base.rows[step].get("loss")) for step in steps]
     return windows([(step, None if None in (a, b) else a - b) for step, a, b in pairs], length)
 
 
-def table(runs, length):
-    """A row for each run; the first is the one that the others are compared with."""
-    base = runs[0]
-    last = min(LAST, len(base.rows))
+def gap_curves(group, base, length):
+    return [gap_curve(run, other, length) for run, other in zip(group.runs, base.runs)]
+
+
+def over_seeds(curves):
+    """The curve of a group: the mean at each step that all have, None unless it is finite in all; and the band."""
+    seeds = [dict(curve) for curve in curves]
+    steps = [step for step, _ in curves[0] if all(step in seed for seed in seeds)]
+    at = [(step, [seed[step] for seed in seeds]) for step in steps]
+    at = [(step, [None] if None in values else values) for step, values in at]
+    band = [(step, min(values), max(values)) if None not in values else (step, None, None) for step, values in at]
+    return Curve([], [(step, mean(values)) for step, values in at], [], band if len(curves) > 1 else [])
+
+
+def table(groups, length):
+    """A row for each group; the first is the one that the others are compared with."""
+    base = groups[0]
+    last = min(LAST, len(base.runs[0].rows))
     yield (f"| set | validation loss | training loss, last {last} steps | largest gap to {base.name} | mean gap "
            "| tokens/s | memory, GiB |")
     yield "|---|---|---|---|---|---|---|"
-    for run in runs:
-        known = [(step, v) for step, v in gap_curve(run, base, length) if v is not None] if run is not base else []
+    for group in groups:
+        # How far it is from the first: the step of the mean curve that is farthest, and the mean of each seed's curve.
+        gaps = gap_curves(group, base, length) if group is not base else [[]]
+        known = [(step, v) for step, v in over_seeds(gaps).average if v is not None]
         largest = "-"
         if known:
             step, value = max(known, key=lambda p: abs(p[1]))
             largest = number(value, "+.5f") + (f" (step {step})" if value else "")
-        speeds = [v for v in run.column("tokens_per_s") if v is not None]
-        memory = [v for v in run.column("mem_gib") if v is not None]
-        yield (f"| {run.name} | {number(run.rows[run.steps].get('val_loss'), '.5f')} "
-               f"| {number(mean(run.column('loss')[-LAST:]), '.5f')} | {largest} "
-               f"| {number(mean([v for _, v in known]), '+.5f')} "
+        mean_gaps = [mean([v for _, v in curve]) for curve in gaps]
+
+        runs = group.runs
+        speeds = [v for run in runs for v in run.column("tokens_per_s") if v is not None]
+        memory = [v for run in runs for v in run.column("mem_gib") if v is not None]
+        yield (f"| {group.name} | {estimate([run.rows[run.steps].get('val_loss') for run in runs], '.5f')} "
+               f"| {estimate([mean(run.column('loss')[-LAST:]) for run in runs], '.5f')} | {largest} "
+               f"| {estimate(mean_gaps, '+.5f')} "
                f"| {number(statistics.median(speeds) if speeds else None, ',.0f')} "
                f"| {number(max(memory, default=None), '.2f')} |")
 
 
-def svg(runs, length):
-    loss = [Curve([], loss_curve(run, length), []) for run in runs]
-    gaps = [Curve([], gap_curve(run, runs[0], length), []) for run in runs]
+def drawn(curves, start):
+    """The values of these curves from a step on."""
+    return [v for curve in curves for line in curve for step, *values in line if step >= start
+            for v in values if v is not None]
+
+
+def settled(curve):
+    """The first step where the curve has made SETTLED of its way."""
+    known = [(step, v) for step, v in curve if v is not None] or [(0, 0)]
+    first, way = known[0][1], known[-1][1] - known[0][1]
+    return next(step for step, v in known if (v - first) * way >= SETTLED * way * way)
+
+
+def svg(sets, seeds, length):
+    """The sets, and other seeds of the first, with curves of their own among the gaps: its band holds their losses."""
+    base, nothing = sets[0], [Curve([], [], []) for _ in seeds]
+    loss = [over_seeds([loss_curve(run, length) for run in group.runs]) for group in sets]
+    gaps = [over_seeds(gap_curves(group, base, length)) for group in sets + seeds]
+    marks = [over_seeds([val_points(run) for run in group.runs]) for group in sets]
+    marks = [Curve([], [], curve.average, curve.band) for curve in marks]
     if not any(v is not None for curve in loss for _, v in curve.average):
         fail("no finite loss in these runs")
+
+    # The gaps' range is that of the sets; other seeds, if there are sets too, add at most its height to either side.
+    start = settled(loss[0].average)
+    near, far = ([*drawn(curves, start), -LEAST_GAP, LEAST_GAP] for curves in (gaps[:len(sets)], gaps))
+    low, high = min(near), max(near)
+    height = high - low if len(sets) > 1 else math.inf
+    range_of_gaps = max(min(far), low - height), min(max(far), high + height)
+
     smoothed = f"mean of {length} steps"
-    panels = [Panel(f"training loss, {smoothed}", loss),
-              Panel(f"minus that of {runs[0].name}, {smoothed}", gaps, shown=(-LEAST_GAP, LEAST_GAP))]
-    return draw_svg(panels, [run.name for run in runs], "step")
+    panels = [Panel(f"training loss, {smoothed}", loss + nothing, shown=drawn(loss, start)),
+              Panel(f"minus that of {base.name}, {smoothed}", gaps, shown=range_of_gaps)]
+    if any(curve.marks for curve in marks):
+        panels.append(Panel("validation loss", marks + nothing, shown=drawn(marks, start)))
+    return draw_svg(panels, [group.name for group in sets + seeds], "step")
 
 
 def arguments():
@@ -222,8 +295,9 @@ def arguments():
                         help="one more set of train_moe's options; may be repeated")
     parser.add_argument("--only", action="append", metavar="NAME",
                         help=f"run only bf16 and this set; may be repeated (default: {', '.join(SETS)}, every --set)")
-    parser.add_argument("--seed", type=int, default=1, help="of every set (default: 1)")
+    parser.add_argument("--seed", type=int, default=1, help="first, of the weights and the data's order (default: 1)")
     parser.add_argument("--seeds", type=int, default=1, metavar="N", help="seeds that bf16 is run with (default: 1)")
+    parser.add_argument("--all-seeds", action="store_true", help="run every set with the seeds of --seeds")
     parser.add_argument("--window", type=int, metavar="STEPS",
                         help="of the smoothing (default: 50, or a tenth of the steps if that is less)")
     parser.add_argument("--launch", type=shlex.split, default=[], metavar="COMMAND",
@@ -238,8 +312,8 @@ def arguments():
     for name, options in args.sets:
         if name in args.options:
             parser.error(f"--set {name}: there is a set of this name")
-        if not re.fullmatch(r"\w[\w.+-]*", name) or name.startswith("bf16-seed-"):
-            parser.error(f"--set '{name}': a name has letters, digits and . _ + -, and does not begin with bf16-seed-")
+        if not re.fullmatch(r"\w[\w.+-]*", name) or re.search(r"-seed-\d+$", name):
+            parser.error(f"--set '{name}': a name has letters, digits and . _ + -, and does not end in -seed-NUMBER")
         try:
             args.options[name] = shlex.split(options)
         except ValueError as error:
@@ -253,6 +327,10 @@ def arguments():
             parser.error(f"{name} among train_moe's options: it is chosen here for each run")
     if not common:
         parser.error("train_moe's options are missing: they follow --")
+    if args.seed < 1:
+        parser.error("--seed is at least 1: a --data-seed of 0 would be each run's own seed")
+    if args.all_seeds and args.seeds < 2:
+        parser.error("--all-seeds goes with --seeds of at least 2")
     if args.seeds < 1 or args.window is not None and args.window < 1:
         parser.error("--seeds and --window are at least 1")
     if args.at_once < 1 or args.at_once > 1 and args.launch:
@@ -265,27 +343,36 @@ def main():
     program = pathlib.Path(os.path.realpath(args.program))
     if not program.exists():
         fail(f"{args.program} is not there; `make` builds it, or name another with --program")
-    runs = [Run(name, args.common + options, args.seed, args.out) for name, options in args.options.items()
-            if not args.only or name == "bf16" or name in args.only]
-    for seed in range(args.seed + 1, args.seed + args.seeds):
-        runs.append(Run(f"bf16-seed-{seed}", args.common, seed, args.out))
+    sets = []
+    for name, options in args.options.items():
+        if not args.only or name == "bf16" or name in args.only:
+            last = args.seed + (args.seeds if args.all_seeds or name == "bf16" else 1) - 1
+            names = {seed: name if seed == args.seed else f"{name}-seed-{seed}" for seed in range(args.seed, last + 1)}
+            sets.append(Group(name, [Run(folder, args.common + options, seed, args.seed, args.out)
+                                     for seed, folder in names.items()]))
+    seeds = [Group(f"bf16, seed {run.seed}", [run]) for run in sets[0].runs[1:]]
+    if any(len(group.runs) > 1 for group in sets[1:]):
+        seeds = []  # the others' standard errors say it
+    runs = [run for group in sets for run in group.runs]
     try:
         train(runs, args.launch, program, args.at_once)
         length = args.window or max(1, min(50, runs[0].steps // 10))
         if length > min(run.steps for run in runs):
             fail(f"--window {length} is more than the {min(run.steps for run in runs)} steps")
-        (args.out / "compare.svg").write_text(svg(runs, length), encoding="utf-8")
+        (args.out / "compare.svg").write_text(svg(sets, seeds, length), encoding="utf-8")
     except OSError as error:
         fail(f"{error.filename or args.out}: {error.strerror}")
-    print(*table(runs, length), sep="\n")
+    print(*table(sets + seeds, length), sep="\n")
     for run in runs:
         odd = run.column("loss").count(None)
         if odd:
             print(f"\n{run.name}: the loss of {odd} steps was not finite; they are left out.")
     print(f"\nNats a token; gaps in the training loss as a mean of {length} steps. Curves: {args.out / 'compare.svg'}")
+    if args.seeds > 1:
+        print("Of several seeds: the mean ± its standard error (seeds).")
 
 
 if __name__ == "__main__":
     if sys.stdout:
-        sys.stdout.reconfigure(errors="surrogateescape")  # file names may hold any bytes
+        sys.stdout.reconfigure(encoding="utf-8", errors="surrogateescape")  # file names may hold any bytes
     main()

@@ -68,7 +68,8 @@ class Compare(unittest.TestCase):
         done = type(self).compare(type(self))
         return done.stdout, done.stderr
 
-    NAMES = ["bf16", "mxfp8", "mxfp8-exact", "same", "bf16-seed-2"]
+    NAMES = ["bf16", "mxfp8", "mxfp8-exact", "same", "bf16-seed-2"]  # folders
+    ROWS = [*NAMES[:4], "bf16, seed 2"]
 
     def log(self, name):
         first, *rows = map(json.loads, (self.out / name / "log.jsonl").read_text().splitlines())
@@ -96,25 +97,28 @@ class Compare(unittest.TestCase):
             said = tuple(config[key] for key in ("expert-precision", "dispatch-precision", "mx-gemm"))
             self.assertEqual(said, expected.get(name, ("bf16", "bf16", "exact")))
             self.assertEqual(config["seed"], 2 if name == "bf16-seed-2" else 1)
+            self.assertEqual(config["data-seed"], 1)
             for key in set(config) - {"precision", "expert-precision", "dispatch-precision", "mx-gemm", "seed", "out", "timeout"}:
                 self.assertEqual(config[key], configs["bf16"][key], key)
 
     def test_table_is_what_the_logs_say(self):
         rows = self.rows()
-        self.assertEqual(list(rows), self.NAMES)
+        self.assertEqual(list(rows), self.ROWS)
         self.assertIn(f"training loss, last {STEPS} steps", self.first.stdout)
         base = [row["loss"] for row in self.log("bf16")[1]]
-        for name, (val, train, largest, mean_gap, speed, memory) in rows.items():
-            log = self.log(name)[1]
+        for folder, (name, (val, train, largest, mean_gap, speed, memory)) in zip(self.NAMES, rows.items()):
+            log = self.log(folder)[1]
+            if name == "bf16":
+                self.assertRegex(f"{val} {train}", r"^[\d.]+ ± [\d.]+ \(2\) [\d.]+ ± [\d.]+ \(2\)$")
+                self.assertEqual((largest, mean_gap), ("-", "-"))
+                continue
             loss = [row["loss"] for row in log]
             self.assertAlmostEqual(float(val), log[-1]["val_loss"], delta=6e-6)
             self.assertAlmostEqual(float(train), sum(loss) / STEPS, delta=6e-6)
             median = statistics.median(row["tokens_per_s"] for row in log)
             self.assertAlmostEqual(float(speed.replace(",", "")), median, delta=0.6)
             self.assertAlmostEqual(float(memory), max(row["mem_gib"] for row in log), delta=0.006)
-            if name == "bf16":
-                self.assertEqual((largest, mean_gap), ("-", "-"))
-            elif name != "same":
+            if name != "same":
                 gaps = {end: sum(loss[end - i] - base[end - i] for i in range(1, WINDOW + 1)) / WINDOW
                         for end in range(WINDOW, STEPS + 1)}
                 value, step = re.fullmatch(r"([+-][\d.]+) \(step (\d+)\)", largest).groups()
@@ -129,14 +133,16 @@ class Compare(unittest.TestCase):
     def test_picture(self):
         root = ET.parse(self.out / "compare.svg").getroot()
         texts = [text.text for text in root.iter(SVG + "text")]
-        for name in self.NAMES:
+        for name in self.ROWS:
             self.assertEqual(texts.count(name), 1)
         self.assertIn(f"training loss, mean of {WINDOW} steps", texts)
         self.assertIn(f"minus that of bf16, mean of {WINDOW} steps", texts)
-        above, below = [[path for path in group.iter(SVG + "path")] for group in root.iter(SVG + "g")]
-        for curves in (above, below):
-            self.assertEqual(len({path.get("stroke") for path in curves}), len(self.NAMES))
-            self.assertEqual([path.get("d").count("L") for path in curves], [STEPS - WINDOW] * len(self.NAMES))
+        above, below, val = [[path for path in group.iter(SVG + "path")] for group in root.iter(SVG + "g")]
+        for curves, count in ((above, 4), (below, 5)):  # the second seed's loss is in the band of bf16
+            self.assertEqual(len({path.get("stroke") for path in curves}), count)
+            self.assertEqual([path.get("d").count("L") for path in curves], [STEPS - WINDOW] * count)
+        self.assertIn("validation loss", texts)
+        self.assertEqual(len(val), 4)
         heights = [{float(y) for y in re.findall(r"[ML][\d.]+ ([\d.]+)", path.get("d"))} for path in below]
         self.assertEqual(heights[0], heights[3])  # bf16 and its equal lie on 0
         self.assertEqual([len(ys) == 1 for ys in heights], [True, False, False, True, False])
@@ -281,6 +287,10 @@ class Compare(unittest.TestCase):
                            (["--only", "fp4"], "the sets are bf16, mxfp8, mxfp8-exact"),
                            (["--set", "a\x01", ""], "a name has"), (["--set", "a<", ""], "a name has"),
                            (["--set", "a", "'"], "--set a: No closing quotation"),
+                           (["--set", "bf16-seed-2", ""], "does not end in -seed-NUMBER"),
+                           (["--set", "a-seed-12", ""], "does not end in -seed-NUMBER"),
+                           (["--seed", 0], "--seed is at least 1"), (["--seed", -1], "--seed is at least 1"),
+                           (["--all-seeds"], "--all-seeds goes with --seeds of at least 2"),
                            (["--launch", "'"], "argument --launch"),
                            (["--set", "a", "--out x"], "--out among"), (["--seeds", 0], "at least 1"), (["--at-once", 0], "at least 1"),
                            (["--at-once", 2, "--launch", "mpirun -np 2"], "goes without --launch")):
