@@ -156,7 +156,8 @@ static void report(Run* r, int val, int asks) {
     if (r->casts && due(r->pending, s->mx_stats))
         cast_count = report_casts(&casts, r->model, (const MxStats*)fetch_end(r->casts));
 
-    double *load_max = (double*)host_alloc((size_t)(2 * s->model.L) * sizeof(double)), *load_min = load_max + s->model.L;
+    double *load_max = (double*)host_alloc((size_t)(2 * s->model.L) * sizeof(double)),
+           *load_min = load_max + s->model.L;
     const double worst = report_load(load_max, load_min, &s->model, load);
 
     // All of it into the log; on the terminal not more often than one can read.

@@ -32,13 +32,13 @@ typedef struct StepRecord {
     double mfu;     // share of the device's bf16 peak; NaN where no peak is known
     int validated;  // 1: val_loss was measured in this step; else its fields are left out
     double val_loss;
-    double val_bits_per_byte;   // 0 where a token's bytes are not known: left out
-    double load_max_over_mean;  // of the worst MoE block: the fullest expert's tokens over the mean
+    double val_bits_per_byte;           // 0 where a token's bytes are not known: left out
+    double load_max_over_mean;          // of the worst MoE block: the fullest expert's tokens over the mean
     const double *load_max, *load_min;  // (blocks): of the fullest and the emptiest expert over the mean; NaN if dense
     int64_t blocks;
     double mem_gib;
-    int64_t tokens;  // seen so far
-    double time;     // of the record, seconds since 1970
+    int64_t tokens;           // seen so far
+    double time;              // of the record, seconds since 1970
     const CastRecord* casts;  // cast_count of them; 0: the field is left out
     int cast_count;
     const ScoreRecord* scores;  // score_count of them; 0: no questions were asked in this step

@@ -335,7 +335,8 @@ void model_batch(Model* m, const int32_t* tokens, const int32_t* targets, int64_
 void model_step_begin(Model* m) {
     grads_zero(m->sharding, m->ctx);
     device_zero(m->load, (size_t)(m->config.L * m->config.E) * sizeof(int64_t), m->ctx);
-    if (m->settings.router_center) device_zero(m->router_inputs, (size_t)(m->config.L * m->config.C) * sizeof(int64_t), m->ctx);
+    if (m->settings.router_center)
+        device_zero(m->router_inputs, (size_t)(m->config.L * m->config.C) * sizeof(int64_t), m->ctx);
     if (m->measures) device_zero(m->mx_stats, (size_t)(m->config.L * BLOCK_STATS) * sizeof(MxStats), m->ctx);
     step_begin(m->state, m->ctx);
 }
@@ -371,7 +372,8 @@ static void sum_over_ranks(Model* m, int stop) {
 
 // What elements from .. from + n - 1 of a unit's buffer hold of its router's weights.
 static Slice router_slice(const Model* m, const Unit* u, int64_t from, int64_t n) {
-    const int64_t at = u->at[ROUTER], first = max_i64(from, at), end = min_i64(from + n, at + m->config.E * m->config.C);
+    const int64_t at = u->at[ROUTER], first = max_i64(from, at),
+                  end = min_i64(from + n, at + m->config.E * m->config.C);
     const Slice slice = {first - at, max_i64(end - first, 0)};
     return slice;
 }
@@ -388,14 +390,15 @@ static void center_routers(Model* m) {
         center_direction(m->common + l * C, m->router_inputs + l * C, C, m->ctx);
         center_along(m->along + l * E, w, m->common + l * C, own.first, own.count, E, C, m->ctx);
     }
-    if (m->world) comm_sum_i64(m->world, m->along + m->config.dense_layers * E, (L - m->config.dense_layers) * E, m->ctx);
+    if (m->world)
+        comm_sum_i64(m->world, m->along + m->config.dense_layers * E, (L - m->config.dense_layers) * E, m->ctx);
     for (int64_t l = m->config.dense_layers; l < L; l++) {
         const Unit* u = &m->units[l + 1];
         const ParamBuffer* p = &u->buffer[DENSE_PARAMS];
         const Slice held = router_slice(m, u, p->held_from, p->held);
         const int64_t at = u->at[ROUTER] + held.first - p->held_from;
-        center_apply(p->held_weight + at, p->master + at, m->along + l * E, m->common + l * C, held.first, held.count, C,
-                     m->state, m->ctx);
+        center_apply(p->held_weight + at, p->master + at, m->along + l * E, m->common + l * C, held.first, held.count,
+                     C, m->state, m->ctx);
     }
 }
 

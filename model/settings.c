@@ -249,8 +249,8 @@ static void set_for_use(Settings* s, const char* given, const char* folder) {
     s->tokenizer = host_strdup(tokenizer.text);
 }
 
-// What a model's kind asks for, where it is not given. DeepSeek-V2's, with softmax scores, have no selection bias. What a
-// trained router makes of the mean input is part of what it has learned.
+// What a model's kind asks for, where it is not given. DeepSeek-V2's, with softmax scores, have no selection bias. What
+// a trained router makes of the mean input is part of what it has learned.
 static void set_for_model(Settings* s, const char* given) {
     if (s->model.score == SCORE_SOFTMAX && !given[row(offsetof(Settings, bias_rate))]) s->bias_rate = 0;
     if (*s->init && !given[row(offsetof(Settings, router_center))]) s->router_center = 0;

@@ -19,13 +19,14 @@ static __global__ void __launch_bounds__(THREADS) add_inputs(int64_t* sum, const
 
     // This warp's rows.
     int64_t mine[8] = {};
-    if (c < C)
+    if (c < C) {
         for (int64_t n = blockIdx.y * (int64_t)WARPS + warp; n < N; n += gridDim.y * (int64_t)WARPS) {
             float value[8];
             load(value, x + n * C + c);
 #pragma unroll
             for (int i = 0; i < 8; i++) mine[i] += center_input(value[i]);
         }
+    }
 
     // The block's.
 #pragma unroll

@@ -5,8 +5,8 @@
 //
 // Why: early in training x is nearly the same for all tokens (it carries the frequencies of the tokens), and that part
 // moves at every step by more than the tokens differ. Without this, whole steps choose the same K experts. A router
-// learns nothing from that part: it only says which experts are good for every token, which a balanced model never uses.
-// The model stays an ordinary one: nothing but Wg changes.
+// learns nothing from that part: it only says which experts are good for every token, which a balanced model never
+// uses. The model stays an ordinary one: nothing but Wg changes.
 //
 // Sums are whole numbers in fixed point, exact in any order: the bits do not depend on how tokens and weights are
 // spread over ranks and micro-steps.
@@ -31,8 +31,8 @@ void center_direction(real* u,             // (C)
                       const int64_t* sum,  // (C)
                       int64_t C, Ctx* ctx);
 
-// along[e] = what elements first .. first + n - 1 of Wg (E, C) add to w_e . u, in units of 2^-32; the ranks' parts add up.
-// Larger products |w u| count as 1024.
+// along[e] = what elements first .. first + n - 1 of Wg (E, C) add to w_e . u, in units of 2^-32; the ranks' parts add
+// up. Larger products |w u| count as 1024.
 void center_along(int64_t* along,   // (E)
                   const real* own,  // (n): those elements
                   const real* u, int64_t first, int64_t n, int64_t E, int64_t C, Ctx* ctx);

@@ -1,5 +1,5 @@
-// The CUDA kernels of the routers' centering. Sums of inputs are whole numbers, so they are those of the reference; what
-// follows from them is as close as float32 is.
+// The CUDA kernels of the routers' centering. Sums of inputs are whole numbers, so they are those of the reference;
+// what follows from them is as close as float32 is.
 #include "layers/adamw.h"
 #include "moe/center.h"
 #include "tests/cuda.cuh"

@@ -36,7 +36,7 @@ def steps(first, last):
     rows = [{"step": s, "loss": 5 / s, "lr": 0.1 * s, "ms": 1000.0 * s, "mfu": None} for s in range(first, last + 1)]
     for row in rows:
         if row["step"] % 3 == 0:
-            row.update(val_loss=6 / row["step"], mx_stats=STATS)
+            row.update(val_loss=6 / row["step"], mx_stats=STATS, load_max=[None, 1.5])
         if row["step"] == 2:
             row["loss"] = None
     return rows
@@ -48,6 +48,7 @@ def expected(rows):
     out |= {key: [(r["step"], r[key]) for r in rows] for key in ("lr", "ms")}
     third = [r for r in rows if r["step"] % 3 == 0]
     out["val_loss"] = [(r["step"], 6 / r["step"]) for r in third]
+    out["load_max/layer1"] = [(r["step"], 1.5) for r in third]
     out["mx_stats/layer3/wo.x/saturated"] = [(r["step"], 0) for r in third]
     out["mx_stats/layer3/wo.x/snr_db"] = [(r["step"], 31.5) for r in third]
     return out
@@ -116,7 +117,7 @@ class TensorBoard(Case):
 
     def test_all_columns(self):
         out, said = self.run_script(self.log("run", steps(1, 6), tail='{"step": 7, "lo'), "--tensorboard", "board")
-        self.assertEqual(out, "run: 6 steps, 6 columns to board/run; 1 values that were not finite left out\n")
+        self.assertEqual(out, "run: 6 steps, 7 columns to board/run; 1 values that were not finite left out\n")
         self.assertIn("cut short", said)
         self.assert_scalars(self.read("board/run"), steps(1, 6))
 
@@ -210,7 +211,7 @@ class WandB(Case):
     def test_offline(self):
         runs = [self.log("run", steps(1, 6)), self.log("other", steps(1, 3))]
         done = self.send(*runs)
-        self.assertRegex(done.stdout, r"^run: 6 steps, 6 columns to .*/offline-run-\S+, which `wandb sync` uploads; "
+        self.assertRegex(done.stdout, r"^run: 6 steps, 7 columns to .*/offline-run-\S+, which `wandb sync` uploads; "
                                       r"1 values that were not finite left out\n")
         self.log("run", steps(1, 9))
         self.send(runs[0])

@@ -11,7 +11,7 @@ import subprocess
 import time
 import unittest
 
-from cli import Case, LOG_FIELDS, PROGRAM, SMALL, checkpoints, command, curve, main, manifest, read_log, snapshot
+from cli import Case, LOG_FIELDS, PROGRAM, SMALL, checkpoints, command, curve, main, manifest, read_log, snapshot, write_tokenizer
 
 CUDA = pathlib.Path(PROGRAM).parent.name == "cuda"
 SANITIZED = "sanitize" in PROGRAM
@@ -94,6 +94,17 @@ class Log(Case):
             self.assertEqual(step["tokens"], 64 * step["step"])
             self.assertTrue(began <= step["time"] <= time.time())
         self.assertAlmostEqual(steps[0]["loss"], 5.55, delta=0.1)  # ln 257: nothing is known yet
+
+    def test_bits_a_byte(self):
+        """Tokens of two bytes; and where a token is not the tokenizer's, nothing is said."""
+        for name, tokens in (("two", [b"%02x" % i for i in range(256)]), ("few", [b"a", b"b"])):
+            write_tokenizer(self.dir / name, tokens)
+            self.train(out=f"run_{name}", steps=1, vocab=257, tokenizer=name, val=self.val_glob, val_tokens=64)
+            last = read_log(self.dir / f"run_{name}")[1][-1]
+            if name == "two":
+                self.assertAlmostEqual(last["val_bits_per_byte"], last["val_loss"] / math.log(2) / 2, places=6)
+            else:
+                self.assertNotIn("val_bits_per_byte", last)
 
     def test_loss_goes_down(self):
         self.train(out="run", steps=300, lr=1e-2, val=self.val_glob, val_every=300, val_tokens=10**6)
