@@ -122,7 +122,7 @@ static void print_step(Run* r, const StepRecord* s) {
 
 // Ends the run after three steps in a row that were not finite: the model has diverged. If no step was finite since the
 // last checkpoint, that checkpoint holds the diverged model, and is set aside.
-static NORETURN void end_diverged(Run* r) {
+static NORETURN void end_diverged(const Run* r) {
     int64_t good = r->pending - r->last.bad_in_a_row;
     if (r->saver) checkpoint_wait(r->saver);  // it may still be on its way to the disk
     int aside = r->saver && good == r->saved && checkpoint_set_aside(r->saver, good);
@@ -133,6 +133,14 @@ static NORETURN void end_diverged(Run* r) {
         "3 steps in a row were not finite; the run ends without saving%s. Start again with a smaller --lr or a longer "
         "--warmup",
         note);
+}
+
+// A step that changed no weight; the third in a row ends the run.
+static void bad_step(const Run* r, const StepRecord* s) {
+    warn("step %ld: loss %g, gradient norm %g: %s, so no weight was changed", s->step, s->loss, s->grad_norm,
+         isfinite(s->loss) && isfinite(s->grad_norm) ? "the update could leave weights that are not finite"
+                                                     : "not finite");
+    if (r->last.bad_in_a_row >= 3) end_diverged(r);
 }
 
 // Waits for the results of the pending step, and prints and logs them. With `val` it measures the validation loss,
@@ -156,6 +164,7 @@ static void report(Run* r, int val, int asks) {
     if (r->casts && due(r->pending, s->mx_stats))
         cast_count = report_casts(&casts, r->model, (const MxStats*)fetch_end(r->casts));
 
+    // How even the loads are, block by block.
     double *load_max = (double*)host_alloc((size_t)(2 * s->model.L) * sizeof(double)),
            *load_min = load_max + s->model.L;
     const double worst = report_load(load_max, load_min, &s->model, load);
@@ -189,14 +198,7 @@ static void report(Run* r, int val, int asks) {
     if (val || host_seconds() - r->shown > 0.5 || r->pending == r->first || r->pending == s->steps || !r->last.ok)
         print_step(r, &record);
 
-    // A step that changed no weight; the third in a row ends the run.
-    if (!r->last.ok)
-        warn("step %ld: loss %g, gradient norm %g: %s, so no weight was changed", r->pending, record.loss,
-             record.grad_norm,
-             isfinite(record.loss) && isfinite(record.grad_norm) ? "the update could leave weights that are not finite"
-                                                                 : "not finite");
-    if (r->last.bad_in_a_row >= 3) end_diverged(r);
-
+    if (!r->last.ok) bad_step(r, &record);
     if (r->pending == r->first) watch_settled();
     r->pending = 0;
 }
