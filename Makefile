@@ -5,7 +5,7 @@
 # Every op: x.h is the contract, x.c the CPU reference, x.cu the CUDA kernels.
 OPS = device/device \
       layers/embedding layers/rmsnorm layers/rope layers/matmul layers/attention layers/swiglu layers/loss layers/adamw \
-      moe/router moe/center grouped/permute grouped/grouped_gemm grouped/experts moe/dispatch_ops mx/mxfp8 mx/mx_swiglu \
+      moe/router grouped/permute grouped/grouped_gemm grouped/experts moe/dispatch_ops mx/mxfp8 mx/mx_swiglu \
       mx/mx_stats mx/grouped_gemm_mx parallel/comm
 # What ops do on GPUs that their own kernels are not for: in the CUDA build alone, x_lt.cuh.
 OPS_LT = blackwell/attention_lt blackwell/grouped_gemm_lt
@@ -33,7 +33,7 @@ MPI_LIBS  := $(filter-out -pthread,$(shell mpicc --showme:link))
 endif
 
 # C tests; those in TESTS_F64 compare with finite differences and run in the double build too.
-OP_TESTS = tests/test_layers tests/test_attention tests/test_adamw tests/test_router tests/test_center tests/test_permute \
+OP_TESTS = tests/test_layers tests/test_attention tests/test_adamw tests/test_router tests/test_permute \
            tests/test_grouped_gemm tests/test_experts tests/test_dispatch tests/test_moe tests/test_mxfp8 \
            tests/test_mx_swiglu tests/test_mx_stats tests/test_mx_block tests/test_mx_check tests/test_products
 TESTS     = tests/test_device tests/test_data tests/test_bpe tests/fuzz tests/test_shards $(OP_TESTS) tests/test_golden tests/test_model tests/test_checkpoint

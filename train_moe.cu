@@ -209,7 +209,7 @@ static void queue_step(Run* r, Loader* loader, int64_t step) {
     int64_t micro_steps = r->settings.tokens_per_step / settings_micro_tokens(&r->settings);
     stopwatch_start(r->watch[step % 2], m->ctx);
     m->measures = due(step, r->settings.mx_stats);
-    model_step_begin(m);
+    model_step_begin(m, step);
     for (int64_t i = 0; i < micro_steps; i++) {
         const int32_t *input, *target;
         loader_next(loader, &input, &target);

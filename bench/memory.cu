@@ -233,7 +233,7 @@ static void bench_moe(int64_t N) {
             [&](int i) { experts_swiglu_backward(dh[i], a[i], drow_gate[i], da[i], h[i], r, F, ctx); });
     }
     for (int large = 0; large < 2; large++) {
-        RouterShape s = {N, 4096, C, E, K, 1, 1, SCORE_SOFTMAX, 0, 1, 0};
+        RouterShape s = {N, 4096, C, E, K, 1, 1, SCORE_SOFTMAX, 0, 1, 0, 0};
         if (large) s = {N / 4, 4096, 7168, 256, 8, 8, 4, SCORE_SIGMOID, 1, 2.5f, 0};
         const double sx = 2.0 * (double)(s.N * s.C), se = 4.0 * (double)(s.N * s.E);
         X in(s.N * s.C), dx(s.N * s.C), w(s.E * s.C, 0.02f);

@@ -7,7 +7,6 @@
 #include "layers/rmsnorm.h"
 #include "layers/swiglu.h"
 #include "model/model.h"
-#include "moe/center.h"
 
 // Turns the rope parts of q (every head) and of kva (one vector a token).
 void model_rope(Model* m, floatX* q, floatX* kva, int direction) {
@@ -51,10 +50,6 @@ static void mlp_block(Model* m, floatX* out, int64_t layer, int train) {
     const int64_t N = m->B * m->T;
     if (u->kind == UNIT_MOE) {
         int64_t* load = train ? m->load + layer * m->config.E : NULL;
-        if (train && m->settings.router_center) {
-            const int64_t C = m->config.C;
-            center_add(m->router_inputs + layer * C, s->norm2, N, C, m->ctx);
-        }
         moe_forward(out, s->norm2, model_moe_weights(m, layer), &s->moe, load, m->moe_shape, m->dispatch, m->pool,
                     m->ctx);
         return;
@@ -84,6 +79,7 @@ void model_forward(Model* m, int train) {
     const int64_t N = m->B * m->T, C = m->config.C;
     const int head = (int)m->config.L + 1;
     pool_release(m->pool, m->pool_empty);
+    m->moe_shape.router.center = train ? m->router_center : 0;
 
     Unit* u = unit_begin(m, 0, 1, 0);
     embedding_forward(m->blocks[0].residual, m->tokens, u->w[EMBED].w, N, C, m->ctx);

@@ -8,7 +8,6 @@
 #include "layers/embedding.h"
 #include "layers/matmul.h"
 #include "layers/rmsnorm.h"
-#include "moe/center.h"
 #include "mx/mx_check.h"
 
 static Format format_of(int64_t precision, const Settings* s, int64_t align) {
@@ -223,10 +222,6 @@ void model_plan(Model* m, const Settings* s, int rank, Backend backend) {
     arena_add(state, "rope table", ELEMENT_REAL, m->T * c->rope, 0, (void**)&m->rope_table);
     arena_add(state, "router biases", ELEMENT_REAL, c->L * c->E, 0, (void**)&m->bias);
     arena_add(state, "expert loads", ELEMENT_I64, c->L * c->E, 0, (void**)&m->load);
-    const int64_t centered = s->router_center ? c->L : 0;
-    arena_add(state, "router inputs", ELEMENT_I64, centered * c->C, 0, (void**)&m->router_inputs);
-    arena_add(state, "router inputs' direction", ELEMENT_REAL, centered * c->C, 0, (void**)&m->common);
-    arena_add(state, "routers along it", ELEMENT_I64, centered * c->E, 0, (void**)&m->along);
     const int64_t casts = s->mx_stats ? c->L * BLOCK_STATS : 0;
     arena_add(state, "cast statistics", ELEMENT_BYTE, casts * (int64_t)sizeof(MxStats), 0, (void**)&m->mx_stats);
     arena_add(state, "step state", ELEMENT_BYTE, sizeof(StepState), 0, (void**)&m->state);
@@ -332,11 +327,10 @@ void model_batch(Model* m, const int32_t* tokens, const int32_t* targets, int64_
     if (targets) device_upload(m->targets, targets, (size_t)(B * T) * sizeof(int32_t), m->ctx);
 }
 
-void model_step_begin(Model* m) {
+void model_step_begin(Model* m, int64_t step) {
+    m->router_center = (float)settings_router_center(&m->settings, step);
     grads_zero(m->sharding, m->ctx);
     device_zero(m->load, (size_t)(m->config.L * m->config.E) * sizeof(int64_t), m->ctx);
-    if (m->settings.router_center)
-        device_zero(m->router_inputs, (size_t)(m->config.L * m->config.C) * sizeof(int64_t), m->ctx);
     if (m->measures) device_zero(m->mx_stats, (size_t)(m->config.L * BLOCK_STATS) * sizeof(MxStats), m->ctx);
     step_begin(m->state, m->ctx);
 }
@@ -364,42 +358,9 @@ static void sum_over_ranks(Model* m, int stop) {
     if (!m->world) return;
     comm_sum_double(m->world, &m->state->loss_sum, STEP_SUMS, m->ctx);
     comm_sum_i64(m->world, m->load, m->config.L * m->config.E, m->ctx);
-    if (m->settings.router_center) comm_sum_i64(m->world, m->router_inputs, m->config.L * m->config.C, m->ctx);
     if (m->measures)  // doubles, all of it
         comm_sum_double(m->world, (double*)m->mx_stats,
                         m->config.L * BLOCK_STATS * (int64_t)(sizeof(MxStats) / sizeof(double)), m->ctx);
-}
-
-// What elements from .. from + n - 1 of a unit's buffer hold of its router's weights.
-static Slice router_slice(const Model* m, const Unit* u, int64_t from, int64_t n) {
-    const int64_t at = u->at[ROUTER], first = max_i64(from, at),
-                  end = min_i64(from + n, at + m->config.E * m->config.C);
-    const Slice slice = {first - at, max_i64(end - first, 0)};
-    return slice;
-}
-
-// The routers' rows lose their part along the mean of the step's inputs: lengths from every rank's own part of the
-// weights, then what each rank holds.
-static void center_routers(Model* m) {
-    const int64_t L = m->config.L, E = m->config.E, C = m->config.C;
-    for (int64_t l = m->config.dense_layers; l < L; l++) {
-        const Unit* u = &m->units[l + 1];
-        const ParamBuffer* p = &u->buffer[DENSE_PARAMS];
-        const Slice own = router_slice(m, u, p->first, p->part);
-        const real* w = p->master + (u->at[ROUTER] + own.first - p->held_from);
-        center_direction(m->common + l * C, m->router_inputs + l * C, C, m->ctx);
-        center_along(m->along + l * E, w, m->common + l * C, own.first, own.count, E, C, m->ctx);
-    }
-    if (m->world)
-        comm_sum_i64(m->world, m->along + m->config.dense_layers * E, (L - m->config.dense_layers) * E, m->ctx);
-    for (int64_t l = m->config.dense_layers; l < L; l++) {
-        const Unit* u = &m->units[l + 1];
-        const ParamBuffer* p = &u->buffer[DENSE_PARAMS];
-        const Slice held = router_slice(m, u, p->held_from, p->held);
-        const int64_t at = u->at[ROUTER] + held.first - p->held_from;
-        center_apply(p->held_weight + at, p->master + at, m->along + l * E, m->common + l * C, held.first, held.count,
-                     C, m->state, m->ctx);
-    }
 }
 
 static int64_t clamp(int64_t x, int64_t most) { return x < 0 ? 0 : x < most ? x : most; }
@@ -419,7 +380,6 @@ void model_update(Model* m, int64_t step, int stop) {
                              clamp(p->n_decay - p->held_from, p->held), &opt, m->state, m->ctx);
         }
     }
-    if (s->router_center && opt.lr > 0) center_routers(m);
     for (int64_t l = m->config.dense_layers; l < m->config.L; l++)
         router_update_bias(m->bias + l * m->config.E, m->load + l * m->config.E, (int32_t)m->config.E,
                            (float)s->bias_rate, m->state, m->ctx);

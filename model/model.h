@@ -80,9 +80,7 @@ typedef struct Model {
     real *rope_table, *losses;  // (T, rope/2, 2), (N)
     real* bias;                 // (L, E): the routers' balance biases; rows of dense blocks stay 0
     int64_t* load;              // (L, E): tokens each expert got in this step
-    int64_t* router_inputs;     // (L, C): their sum in this step, with --router-center (moe/center.h)
-    real* common;               // (L, C): its direction
-    int64_t* along;             // (L, E): the routers' rows along it
+    float router_center;        // of this step (moe/router.h)
     MxStats* mx_stats;          // (L, BLOCK_STATS): what the casts of this step did, with --mx-stats
     int measures;               // 1: this step makes mx_stats; set before model_step_begin, 0 again after model_update
     StepState *state, *val_state;
@@ -113,8 +111,8 @@ void model_loss(Model* model, StepState* state, float dscale);
 // aux: see router_backward.
 void model_backward(Model* model, float aux, int last_micro_step);
 
-// A training step: begin, then per micro-batch model_batch and model_micro_step, then model_update.
-void model_step_begin(Model* model);
+// Training step `step`, from 1: begin, then per micro-batch model_batch and model_micro_step, then model_update.
+void model_step_begin(Model* model, int64_t step);
 void model_micro_step(Model* model, int last);
 // Decides whether the step is good, updates weights and biases. step counts from 1. stop: see StepState.
 void model_update(Model* model, int64_t step, int stop);

@@ -90,6 +90,10 @@ double config_softmax_scale(const ModelConfig* config);  // (nope + rope)^-1/2, 
 //   constant   not at all
 double settings_lr(const Settings* settings, int64_t step);
 
+// The share of their mean that the routers' choice does not see (moe/router.h) at `step`: all of it during the warm-up,
+// then along a line to none after twice as many steps; with --router-center 0 none.
+double settings_router_center(const Settings* settings, int64_t step);
+
 END_C
 
 #endif

@@ -48,7 +48,20 @@ static void limit_groups(real* choice, real* group_score, char* taken, RouterSha
         if (!taken[e / size]) choice[e] = -INFINITY;
 }
 
-// Workspace: dlogits (N, E) in backward; counts (sequences, E) after it; per thread two rows of E and E marks.
+// mean (sequences, E) = the shape's share of what a sequence's logits have in common.
+static void sequence_means(real* mean, const real* logits, RouterShape s) {
+#pragma omp parallel for schedule(dynamic)
+    for (int64_t first = 0; first < s.N; first += s.T) {
+        const int64_t end = min_i64(first + s.T, s.N);
+        for (int32_t e = 0; e < s.E; e++) {
+            double sum = 0;
+            for (int64_t n = first; n < end; n++) sum += (double)logits[n * s.E + e];
+            mean[first / s.T * s.E + e] = (real)((double)s.center * sum / (double)(end - first));
+        }
+    }
+}
+
+// Workspace: dlogits (N, E) in backward; means or counts (sequences, E); per thread two rows of E and E marks.
 static int64_t thread_reals(RouterShape s) { return 3 * (int64_t)s.E; }
 
 size_t router_workspace(RouterShape s) {
@@ -57,18 +70,23 @@ size_t router_workspace(RouterShape s) {
 
 void router_forward(real* scores, int32_t* expert, real* gate, const floatX* x, const floatX* w, const real* bias,
                     RouterShape s, Ctx* ctx) {
-    real* scratch = ctx_workspace(ctx, ctx->threads * thread_reals(s));
+    real *mean = ctx_workspace(ctx, ceil_div(s.N, s.T) * s.E + ctx->threads * thread_reals(s)),
+         *scratch = mean + ceil_div(s.N, s.T) * s.E;
+#pragma omp parallel for schedule(dynamic)
+    for (int64_t n = 0; n < s.N; n += TILE)
+        gemm(0, 1, min_i64(TILE, s.N - n), s.E, s.C, 1, x + n * s.C, s.C, w, s.C, 0, scores + n * s.E, s.E);
+    if (s.center != 0) sequence_means(mean, scores, s);
 #pragma omp parallel for schedule(dynamic)
     for (int64_t n0 = 0; n0 < s.N; n0 += TILE) {
-        int64_t rows = min_i64(TILE, s.N - n0);
         real *choice = scratch + thread_index() * thread_reals(s), *group_score = choice + s.E;
         char* taken = (char*)(group_score + s.E);
-        gemm(0, 1, rows, s.E, s.C, 1, x + n0 * s.C, s.C, w, s.C, 0, scores + n0 * s.E, s.E);
-        for (int64_t n = n0; n < n0 + rows; n++) {
+        for (int64_t n = n0; n < min_i64(n0 + TILE, s.N); n++) {
             real *p = scores + n * s.E, *g = gate + n * s.K, sum = 0;
             int32_t* id = expert + n * s.K;
+            for (int32_t e = 0; e < s.E; e++) choice[e] = p[e] - (s.center != 0 ? mean[n / s.T * s.E + e] : 0);
             score_row(p, s.E, s.score);
-            for (int32_t e = 0; e < s.E; e++) choice[e] = p[e] + bias[e];
+            score_row(choice, s.E, s.score);
+            for (int32_t e = 0; e < s.E; e++) choice[e] += bias[e];
             if (s.groups > 1) limit_groups(choice, group_score, taken, s);
             for (int32_t e = 0; e < s.E; e++) taken[e] = 0;
             for (int32_t k = 0; k < s.K; k++) {

@@ -48,39 +48,65 @@ static __device__ __forceinline__ int take_best(uint32_t value[J]) {
     return taken;
 }
 
-// Scores in place of the logits, then the choice. J: registers for the experts, 32 J >= E. 8 warps a block. `held` has
-// a row of E values for each warp: what a lane needs of the experts that others hold.
+// mean (sequences, E) = the shape's share of what a sequence's logits have in common. A block takes 32 experts of a
+// sequence, a warp every 32nd token.
+static __global__ void __launch_bounds__(1024) sequence_means(float* mean, const float* logits, RouterShape s) {
+    __shared__ float part[32][33];
+    const int lane = threadIdx.x % 32, warp = threadIdx.x / 32;
+    const int64_t e = blockIdx.y * 32 + lane, first = blockIdx.x * s.T, end = first + s.T < s.N ? first + s.T : s.N;
+    float sum = 0;
+    for (int64_t n = first + warp; n < end && e < s.E; n += 32) sum += logits[n * s.E + e];
+    part[lane][warp] = sum;
+    __syncthreads();
+    sum = warp_sum(part[warp][lane]);
+    const int64_t mine = blockIdx.y * 32 + warp;
+    if (lane == 0 && mine < s.E) mean[blockIdx.x * (int64_t)s.E + mine] = s.center * sum / (float)(end - first);
+}
+
+// p = sigmoid(p) or softmax(p) over a token's experts; -inf beyond E.
+template <int J>
+static __device__ __forceinline__ void to_scores(float p[J], const RouterShape& s) {
+    if (s.score == SCORE_SIGMOID) {
+#pragma unroll
+        for (int j = 0; j < J; j++) p[j] = 1 / (1 + expf(-p[j]));
+        return;
+    }
+    float top = -INFINITY, sum = 0;
+#pragma unroll
+    for (int j = 0; j < J; j++) top = fmaxf(top, p[j]);
+    top = warp_max(top);
+#pragma unroll
+    for (int j = 0; j < J; j++) {
+        p[j] = expf(p[j] - top);
+        if ((int)(threadIdx.x % 32) + 32 * j < s.E) sum += p[j];
+    }
+    sum = warp_sum(sum);
+#pragma unroll
+    for (int j = 0; j < J; j++) p[j] /= sum;
+}
+
+// Scores in place of the logits, then the choice; `mean` is NULL where the choice sees all of them. J: registers for
+// the experts, 32 J >= E. 8 warps a block. `held` has a row of E values for each warp: what a lane needs of the experts
+// that others hold.
 template <int J>
 static __global__ void __launch_bounds__(256)
-    choose(float* scores, int32_t* expert, float* gate, const float* bias, RouterShape s) {
+    choose(float* scores, int32_t* expert, float* gate, const float* bias, const float* mean, RouterShape s) {
     __shared__ float held[8][32 * J];
     const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
     const int64_t n = blockIdx.x * (int64_t)8 + warp;
     if (n >= s.N) return;
-    float *row = scores + n * s.E, *mine = held[warp], p[J];
+    float *row = scores + n * s.E, *mine = held[warp], p[J], choice[J];  // choice: what the selection sees
 
-    // s = sigmoid(logits) or softmax(logits)
 #pragma unroll
-    for (int j = 0; j < J; j++) p[j] = lane + 32 * j < s.E ? row[lane + 32 * j] : -INFINITY;
-    if (s.score == SCORE_SIGMOID) {
-#pragma unroll
-        for (int j = 0; j < J; j++) p[j] = 1 / (1 + expf(-p[j]));
-    } else {
-        float top = -INFINITY, sum = 0;
-#pragma unroll
-        for (int j = 0; j < J; j++) top = fmaxf(top, p[j]);
-        top = warp_max(top);
-#pragma unroll
-        for (int j = 0; j < J; j++) {
-            p[j] = expf(p[j] - top);
-            if (lane + 32 * j < s.E) sum += p[j];
-        }
-        sum = warp_sum(sum);
-#pragma unroll
-        for (int j = 0; j < J; j++) p[j] /= sum;
+    for (int j = 0; j < J; j++) {
+        const int e = lane + 32 * j;
+        p[j] = e < s.E ? row[e] : -INFINITY;
+        choice[j] = mean && e < s.E ? p[j] - mean[n / s.T * s.E + e] : p[j];
     }
+    to_scores<J>(p, s);
+    if (mean) to_scores<J>(choice, s);
 
-    // Selection is among s + bias: in order as integers in `value`, as they are in shared memory.
+    // Selection is among what the choice sees, plus bias: in order as integers in `value`, as it is in shared memory.
     uint32_t value[J];
 #pragma unroll
     for (int j = 0; j < J; j++) {
@@ -88,9 +114,9 @@ static __global__ void __launch_bounds__(256)
         value[j] = 0;
         if (e >= s.E) continue;
         row[e] = p[j];
-        float choice = p[j] + bias[e];
-        value[j] = ordered(choice);
-        mine[e] = choice;
+        choice[j] = (mean ? choice[j] : p[j]) + bias[e];
+        value[j] = ordered(choice[j]);
+        mine[e] = choice[j];
     }
     __syncwarp();
 
@@ -160,16 +186,6 @@ static void by_experts(RouterShape s, Launch launch_for) {
     if constexpr (32 * J < MAX_E)
         if (s.E > 32 * J) return by_experts<2 * J>(s, launch_for);
     launch_for(Int<J>());
-}
-
-void router_forward(real* scores, int32_t* expert, real* gate, const floatX* x, const floatX* w, const real* bias,
-                    RouterShape s, Ctx* ctx) {
-    if (s.N == 0) return;
-    // logits = x Wg^T, then s, the selection and the gates
-    matmul_forward_real(scores, x, w, s.N, s.C, s.E, ctx);
-    by_experts(s, [&](auto j) {
-        launch(choose<decltype(j)::value>, blocks_for(s.N, 8), 256, 0, ctx, scores, expert, gate, bias, s);
-    });
 }
 
 // count (sequences, E): how many choices of a sequence fell on an expert. A block a sequence.
@@ -251,12 +267,12 @@ static __global__ void __launch_bounds__(256)
     }
 }
 
-// What backward keeps in the workspace, after matmul_workspace() bytes that each product may overwrite.
+// What the router keeps in the workspace, after matmul_workspace() bytes that each product may overwrite.
 struct Scratch {
     floatX* dlogits;  // (N, 2E): hi | lo
     floatX* weights;  // (2E, C): Wg twice
     float* halves;    // (2E, C): hi^T x, lo^T x
-    float* count;     // (sequences, E)
+    float* count;     // (sequences, E); in forward the means
     size_t bytes;     // of the workspace, the products' included
 };
 
@@ -277,6 +293,26 @@ static Scratch scratch_of(RouterShape s, char* base) {
 }
 
 size_t router_workspace(RouterShape s) { return scratch_of(s, nullptr).bytes; }
+
+void router_forward(real* scores, int32_t* expert, real* gate, const floatX* x, const floatX* w, const real* bias,
+                    RouterShape s, Ctx* ctx) {
+    if (s.N == 0) return;
+    // logits = x Wg^T
+    matmul_forward_real(scores, x, w, s.N, s.C, s.E, ctx);
+
+    // What the selection takes off them.
+    float* mean = NULL;
+    if (s.center != 0) {
+        mean = scratch_of(s, ctx_workspace<char>(ctx, (int64_t)router_workspace(s))).count;
+        const dim3 blocks((unsigned)ceil_div(s.N, s.T), (unsigned)ceil_div(s.E, 32));
+        launch(sequence_means, blocks, 1024, 0, ctx, mean, scores, s);
+    }
+
+    // s, the selection and the gates
+    by_experts(s, [&](auto j) {
+        launch(choose<decltype(j)::value>, blocks_for(s.N, 8), 256, 0, ctx, scores, expert, gate, bias, mean, s);
+    });
+}
 
 void router_backward(floatX* dx, real* dw, const real* dgate, const real* scores, const int32_t* expert,
                      const real* gate, const floatX* x, const floatX* w, float aux, RouterShape s, Ctx* ctx) {

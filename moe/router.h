@@ -8,6 +8,16 @@
 //   expert, divided by (their sum + 1e-20) if norm, times scale
 //
 // The bias only selects; gradients reach x and Wg through the gates (and the auxiliary loss) alone.
+//
+// Early in training x is nearly the same for all tokens (it carries the frequencies of the tokens), and that part moves
+// at every step by more than the tokens differ: whole steps would choose the same K experts. Until that is over, the
+// selection is made with `center` of a logit's mean over the token's sequence taken off:
+//
+//   selection among s(logits - center mean_t(logits)) + bias
+//
+// The gates keep s. The mean looks ahead within the sequence, so a model is used with center 0; a share that falls step
+// by step (settings_router_center) leads there. A sequence is all of it that counts: how tokens are spread over ranks
+// and micro-steps does not.
 #ifndef MOE_ROUTER_H
 #define MOE_ROUTER_H
 
@@ -20,13 +30,14 @@ typedef struct StepState StepState;  // layers/adamw.h
 typedef enum { SCORE_SIGMOID = 0, SCORE_SOFTMAX = 1 } ScoreFunction;
 
 typedef struct RouterShape {
-    int64_t N, T, C;             // tokens, tokens of a sequence (for the auxiliary loss), width
+    int64_t N, T, C;             // tokens, tokens of a sequence (the last may be shorter), width
     int32_t E, K;                // experts, experts a token
     int32_t groups, top_groups;  // E % groups == 0, K <= top_groups * E / groups
     int32_t score;               // ScoreFunction
     int32_t norm;                // 1: gates of a token sum to scale
     float scale;                 // route_scale
     int32_t force_balance;       // 1: expert k of token n is (n K + k) % E, whatever the scores
+    float center;                // share of the logits' mean over a sequence that the selection does not see
 } RouterShape;
 
 void router_forward(real* scores,      // (N, E): s, kept for backward

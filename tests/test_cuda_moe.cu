@@ -338,6 +338,32 @@ static double margin(const double* s, const double* bias, RouterShape shape) {
     return gap;
 }
 
+// What the choice sees, from the scores of all tokens: their logits, up to what a token's experts share, less the
+// means.
+static std::vector<double> seen_scores(const std::vector<double>& scores, RouterShape s) {
+    std::vector<double> seen(scores.size());
+    for (int64_t first = 0; first < s.N; first += s.T) {
+        const int64_t end = std::min(first + s.T, s.N);
+        std::vector<double> mean((size_t)s.E);
+        for (int64_t n = first; n < end; n++)
+            for (int32_t e = 0; e < s.E; e++) {
+                const size_t i = (size_t)(n * s.E + e);
+                seen[i] = log(scores[i]) - (s.score == SCORE_SIGMOID ? log1p(-scores[i]) : 0);
+                mean[(size_t)e] += s.center * seen[i] / (double)(end - first);
+            }
+        for (int64_t n = first; n < end; n++) {
+            double sum = 0;
+            for (int32_t e = 0; e < s.E; e++) sum += exp(seen[(size_t)(n * s.E + e)] - mean[(size_t)e]);
+            for (int32_t e = 0; e < s.E; e++) {
+                double& x = seen[(size_t)(n * s.E + e)];
+                x = exp(x - mean[(size_t)e]);
+                x = s.score == SCORE_SIGMOID ? x / (1 + x) : x / sum;
+            }
+        }
+    }
+    return seen;
+}
+
 static void router_case(RouterShape s, float aux) {
     X x(s.N * s.C, 1), w(s.E * s.C, 2, 2 / sqrt((double)s.C)), dx(s.N * s.C, 3);
     R scores(s.N * s.E), gate(s.N * s.K), bias(s.E, 4, 0.05), dgate(s.N * s.K, 5), dw(s.E * s.C, 6, 0.1);
@@ -352,10 +378,11 @@ static void router_case(RouterShape s, float aux) {
     CHECK_CLOSE(scores, FLOAT);
     auto id = expert.got();
     auto gates = gate.got();
+    const std::vector<double> seen = seen_scores(scores.host, s);
     int64_t close = 0, wrong = 0;
     double diff = 0, norm = 0;
     for (int64_t n = 0; n < s.N; n++) {
-        if (!s.force_balance && margin(&scores.host[(size_t)(n * s.E)], bias.host.data(), s) < 1e-5) {
+        if (!s.force_balance && margin(&seen[(size_t)(n * s.E)], bias.host.data(), s) < 1e-5) {
             close++;
             for (int32_t k = 0; k < s.K; k++)
                 CHECK(id[(size_t)(n * s.K + k)] >= 0 && id[(size_t)(n * s.K + k)] < s.E, "id");
@@ -408,25 +435,33 @@ static void router_case(RouterShape s, float aux) {
 }
 
 static void test_router(void) {
-    //            N    T   C   E   K  groups  score  norm  scale  force
-    router_case({1, 1, 8, 1, 1, 1, 1, SCORE_SIGMOID, 1, 1, 0}, 0);
-    router_case({3, 3, 24, 8, 2, 1, 1, SCORE_SIGMOID, 1, 1, 0}, 0.01f);
-    router_case({129, 43, 33, 12, 3, 1, 1, SCORE_SOFTMAX, 0, 1, 0}, 0);
-    router_case({1000, 125, 128, 32, 4, 1, 1, SCORE_SIGMOID, 1, 1, 0}, 1);
-    router_case({1000, 250, 2048, 64, 6, 1, 1, SCORE_SOFTMAX, 0, 1, 0}, 1);
-    router_case({300, 100, 512, 160, 6, 8, 3, SCORE_SOFTMAX, 0, 16, 0}, 0);
-    router_case({300, 300, 1024, 256, 8, 8, 4, SCORE_SIGMOID, 1, 2.5f, 0}, 0.5f);
-    router_case({129, 129, 40, 500, 5, 100, 10, SCORE_SIGMOID, 1, 1, 0}, 0);
-    router_case({200, 100, 1000, 6, 2, 6, 3, SCORE_SIGMOID, 0, 1, 0}, 0);
-    router_case({777, 111, 65, 70, 7, 7, 2, SCORE_SIGMOID, 1, 1, 1}, 0.3f);
-    router_case({2048, 1024, 72, 37, 5, 1, 1, SCORE_SIGMOID, 1, 1, 0}, 0.1f);  // a long sum in dw, rows of odd length
+    //            N    T   C   E   K  groups  score  norm  scale  force  center
+    router_case({1, 1, 8, 1, 1, 1, 1, SCORE_SIGMOID, 1, 1, 0, 0}, 0);
+    router_case({3, 3, 24, 8, 2, 1, 1, SCORE_SIGMOID, 1, 1, 0, 0}, 0.01f);
+    router_case({129, 43, 33, 12, 3, 1, 1, SCORE_SOFTMAX, 0, 1, 0, 0}, 0);
+    router_case({1000, 125, 128, 32, 4, 1, 1, SCORE_SIGMOID, 1, 1, 0, 0}, 1);
+    router_case({1000, 250, 2048, 64, 6, 1, 1, SCORE_SOFTMAX, 0, 1, 0, 0}, 1);
+    router_case({300, 100, 512, 160, 6, 8, 3, SCORE_SOFTMAX, 0, 16, 0, 0}, 0);
+    router_case({300, 300, 1024, 256, 8, 8, 4, SCORE_SIGMOID, 1, 2.5f, 0, 0}, 0.5f);
+    router_case({129, 129, 40, 500, 5, 100, 10, SCORE_SIGMOID, 1, 1, 0, 0}, 0);
+    router_case({200, 100, 1000, 6, 2, 6, 3, SCORE_SIGMOID, 0, 1, 0, 0}, 0);
+    router_case({777, 111, 65, 70, 7, 7, 2, SCORE_SIGMOID, 1, 1, 1, 0}, 0.3f);
+    router_case({2048, 1024, 72, 37, 5, 1, 1, SCORE_SIGMOID, 1, 1, 0, 0},
+                0.1f);  // a long sum in dw, rows of odd length
+    router_case({5, 3, 24, 8, 2, 1, 1, SCORE_SIGMOID, 1, 1, 0, 1}, 0);
+    router_case({129, 43, 33, 12, 3, 1, 1, SCORE_SOFTMAX, 0, 1, 0, 1}, 0);
+    router_case({1000, 300, 512, 33, 4, 1, 1, SCORE_SIGMOID, 1, 1, 0, 0.4f}, 0.1f);
+    router_case({4096, 4096, 256, 64, 6, 1, 1, SCORE_SOFTMAX, 0, 1, 0, 1}, 0);
+    router_case({300, 100, 512, 160, 6, 8, 3, SCORE_SOFTMAX, 0, 16, 0, 0.9f}, 0);
+    router_case({129, 129, 40, 500, 5, 100, 10, SCORE_SIGMOID, 1, 1, 0, 1}, 0);
+    router_case({777, 111, 65, 70, 7, 7, 2, SCORE_SIGMOID, 1, 1, 1, 1}, 0.3f);
 }
 
 // Equal scores: the lower index first. A token of NaN: K distinct experts.
 static void test_router_ties(void) {
     for (int score = 0; score < 2; score++)
         for (int groups = 1; groups <= 8; groups *= 4) {
-            RouterShape s = {67, 67, 64, 128, 6, groups, groups > 1 ? 2 : 1, score, 1, 1, 0};
+            RouterShape s = {67, 67, 64, 128, 6, groups, groups > 1 ? 2 : 1, score, 1, 1, 0, 0};
             X x(s.N * s.C, 1), w(s.E * s.C, 2);
             R scores(s.N * s.E), gate(s.N * s.K), bias(s.E, 3, 0);
             I32 expert(s.N * s.K);

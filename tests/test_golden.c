@@ -89,8 +89,8 @@ static void check_golden(const char* path) {
     SafeTensors* st = st_open(path, error, sizeof(error));
     CHECK(st, "%s", error);
     if (!st) return;
-    char* line = host_format("%s --batch %s --seq-len %s", st_metadata(st, "options"), st_metadata(st, "batch"),
-                             st_metadata(st, "seq_len"));
+    char* line = host_format("%s --batch %s --seq-len %s --router-center 0", st_metadata(st, "options"),
+                             st_metadata(st, "batch"), st_metadata(st, "seq_len"));
     Settings s = settings_of(line);
     Model* m = model_create(&s, NULL);
     load_golden_weights(m, st);
@@ -98,7 +98,7 @@ static void check_golden(const char* path) {
     int32_t *tokens = (int32_t*)host_alloc((size_t)N * 4), *targets = (int32_t*)host_alloc((size_t)N * 4);
     st_read(st, st_find(st, "tokens"), 0, N, tokens);
     st_read(st, st_find(st, "targets"), 0, N, targets);
-    model_step_begin(m);
+    model_step_begin(m, 1);
     model_batch(m, tokens, targets, s.batch, s.seq_len);
     model_forward(m, 1);
     check_experts(m, st);

@@ -34,7 +34,7 @@ static const char* shards[4] = {"none", "optimizer", "grads", "weights"};
 #define TINY                                                                                                           \
     "--layers 2 --dim 64 --heads 2 --kv-lora 32 --nope-dim 32 --rope-dim 16 --v-dim 32 --dense-ffn 96 --experts 8 "    \
     "--top-k 2 --expert-ffn 64 --vocab 50 --seq-len 16 --batch 2 --tokens-per-step 256 --aux-loss 0.01 --lr 1e-4 "     \
-    "--warmup 0 --steps 20 "
+    "--warmup 1 --steps 20 "
 
 typedef struct Case {
     int ranks, ep;
@@ -81,7 +81,7 @@ static StepState one_step(Model* m, int step, int32_t* expert) {
     int32_t* ids = (int32_t*)host_alloc((size_t)(2 * n) * 4);
     for (int64_t i = 0; i < 2 * n; i++)
         ids[i] = (int32_t)(random_uniform(99, (uint32_t)step, (uint64_t)i) * (double)m->config.V);
-    model_step_begin(m);
+    model_step_begin(m, step);
     for (int64_t s = 0; s < SEQUENCES; s += R * B) {
         int64_t mine = s + m->layout.rank * B;
         model_batch(m, ids + mine * T, ids + n + mine * T, B, T);

@@ -19,7 +19,7 @@ static double accumulate(Model* m, int64_t sequences) {
     int64_t n = sequences * s->seq_len, micro = s->batch * s->seq_len;
     int32_t* ids = (int32_t*)host_alloc((size_t)(2 * n) * 4);
     random_batch(ids, 2 * n, (int32_t)s->model.V, 7);
-    model_step_begin(m);
+    model_step_begin(m, 1);
     for (int64_t i = 0; i < n; i += micro) {
         model_batch(m, ids + i, ids + n + i, s->batch, s->seq_len);
         model_micro_step(m, i + micro >= n);
@@ -102,7 +102,7 @@ static void loads_count_training_only(void) {
 // = 1e-11). The balance loss is recomputed here from the router's scores by its definition.
 static double objective(Model* m, double aux) {
     const ModelConfig* c = &m->config;
-    model_step_begin(m);
+    model_step_begin(m, 1);
     model_forward(m, 1);
     model_loss(m, m->state, 0);
     double total = m->state->loss_sum / (double)(m->B * m->T);
@@ -243,6 +243,10 @@ static void schedules(void) {
         CHECK(fabs(settings_lr(&s, 60) - middle[i]) < 1e-12, "%s: half way %.12g", names[i], settings_lr(&s, 60));
         CHECK(fabs(settings_lr(&s, 100) - late[i]) < 1e-4, "%s: at nine tenths %.12g", names[i], settings_lr(&s, 100));
         CHECK(fabs(settings_lr(&s, 110) - end[i]) < 1e-12, "%s: at the end %.12g", names[i], settings_lr(&s, 110));
+        const double seen = settings_router_center(&s, 1) + settings_router_center(&s, 10);
+        CHECK(seen == 2 && settings_router_center(&s, 20) == 0.5 && settings_router_center(&s, 30) == 0 &&
+                  settings_router_center(&s, 31) == 0,
+              "the share that routers do not see: %g at step 20", settings_router_center(&s, 20));
         settings_free(&s);
     }
 }

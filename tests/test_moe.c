@@ -223,11 +223,11 @@ static void check_block(MoeShape s) {
 
 #define BF16 FORMAT_VALUES, FORMAT_VALUES, FORMAT_VALUES  // nothing in MXFP8
 static void test_block(void) {
-    //             N    T   C  E  K  groups   score    norm scale force  F  shared ep recompute
-    check_block((MoeShape){{1, 1, 3, 1, 1, 1, 1, SCORE_SIGMOID, 1, 1, 0}, 2, 2, 1, 0, BF16});
-    check_block((MoeShape){{23, 23, 6, 5, 2, 1, 1, SCORE_SIGMOID, 1, 2.5f, 0}, 4, 3, 1, 0, BF16});
-    check_block((MoeShape){{130, 65, 9, 8, 3, 1, 1, SCORE_SOFTMAX, 0, 1, 0}, 5, 0, 1, 0, BF16});
-    check_block((MoeShape){{40, 20, 8, 8, 2, 4, 2, SCORE_SIGMOID, 0, 1, 0}, 3, 7, 1, 0, BF16});
+    //             N    T   C  E  K  groups   score    norm scale force center  F  shared ep recompute
+    check_block((MoeShape){{1, 1, 3, 1, 1, 1, 1, SCORE_SIGMOID, 1, 1, 0, 0}, 2, 2, 1, 0, BF16});
+    check_block((MoeShape){{23, 23, 6, 5, 2, 1, 1, SCORE_SIGMOID, 1, 2.5f, 0, 0}, 4, 3, 1, 0, BF16});
+    check_block((MoeShape){{130, 65, 9, 8, 3, 1, 1, SCORE_SOFTMAX, 0, 1, 0, 0}, 5, 0, 1, 0, BF16});
+    check_block((MoeShape){{40, 20, 8, 8, 2, 4, 2, SCORE_SIGMOID, 0, 1, 0, 0}, 3, 7, 1, 0, BF16});
 }
 
 static int64_t rounded(int64_t reals) { return ((int64_t)sizeof(real) * reals + 255) / 256 * 256; }
@@ -235,7 +235,7 @@ static int64_t rounded(int64_t reals) { return ((int64_t)sizeof(real) * reals + 
 // With one rank all sizes are known: the plan is what the pool is asked for, to the last buffer.
 static void test_plan_of_block(void) {
     for (int i = 0; i < 4; i++) {
-        RouterShape router = {150, 50, 24, 8, 3, 1, 1, SCORE_SIGMOID, 1, 1, 0};
+        RouterShape router = {150, 50, 24, 8, 3, 1, 1, SCORE_SIGMOID, 1, 1, 0, 0};
         MoeShape s = {router, i & 1 ? 40 : 16, i & 2 ? 700 : 0, 1, 0, BF16};  // also where shared_F > K F
         Block b = make_block(s);
         b.blocks = 3;

@@ -322,7 +322,7 @@ static Format format_of(int bytes, Precision p) {
 
 static MoeShape shape_of(Widths d, Precision p, int recompute) {
     int32_t norm = d.score == SCORE_SIGMOID;
-    RouterShape r = {N, T, d.C, E, K, 1, 1, d.score, norm, route_scale, d.force_balance};
+    RouterShape r = {N, T, d.C, E, K, 1, 1, d.score, norm, route_scale, d.force_balance, 0};
     MoeShape s = {r, d.F, d.shared_F, 1, recompute, format_of(p.dispatch, p), format_of(p.expert, p), FORMAT_VALUES};
     if (p.combine) s.combine.bytes = 1, s.combine.cast.scale = p.scale, s.combine.cast.align = 1;
     return s;

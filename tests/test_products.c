@@ -257,7 +257,7 @@ static double one_step(Model* m, int backward) {
     int64_t n = m->settings.batch * m->settings.seq_len;
     int32_t* ids = (int32_t*)host_alloc((size_t)(2 * n) * 4);
     for (int64_t i = 0; i < 2 * n; i++) ids[i] = (int32_t)(random_uniform(99, 7, (uint64_t)i) * (double)m->config.V);
-    model_step_begin(m);
+    model_step_begin(m, 1);
     model_batch(m, ids, ids + n, m->settings.batch, m->settings.seq_len);
     if (backward) {
         model_micro_step(m, 1);

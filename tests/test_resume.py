@@ -25,7 +25,7 @@ class ResumeOptions(Case):
             ("lr", 1e-3, "0.003"), ("seed", 2, "1"), ("dim", 64, "32"), ("experts", 8, "4"),
             ("score", "softmax", "sigmoid"), ("schedule", "cosine", "constant"), ("warmup", 3, "0"),
             ("seq_len", 16, "32"),
-            ("tokens_per_step", 128, "64"), ("aux_loss", 0.1, "0"), ("bias_rate", 0, "0.01"),
+            ("tokens_per_step", 128, "64"), ("aux_loss", 0.1, "0.01"), ("bias_rate", 0, "0.01"),
             ("clip", 2, "1"), ("overfit", True, "0"), ("force_balance", True, "0"), ("model", "debug", "tiny"),
             ("vocab", 300, "257"),
         ):
@@ -65,7 +65,7 @@ class ResumeOptions(Case):
     def test_options_that_a_checkpoint_lacks(self):
         """One made before an option existed goes on with the option's default, and with nothing else."""
         resume = dict(out="run", resume=True, steps=21)
-        for name, default, other in (("aux_loss", "0", 0.1), ("clip", "1", 2), ("yarn", "0", 1), ("dense_layers", "1", 2),
+        for name, default, other in (("aux_loss", "0.01", 0.1), ("clip", "1", 2), ("yarn", "0", 1), ("dense_layers", "1", 2),
                                      ("overfit", "0", True), ("mx_gemm", "exact", "fast"), ("schedule", "cosine", None),
                                      ("lr", "0.001", None), ("tokens_per_step", "64", 128), ("score", "sigmoid", "softmax")):
             with self.subTest(name):
@@ -239,7 +239,7 @@ class Resume(Case):
         self.check([6, 13], tokens_per_step=256)
 
     def test_architectures(self):
-        for options in (dict(score="softmax", route_norm=0, groups=2, top_groups=1, dense_layers=0, aux_loss=0.01),
+        for options in (dict(score="softmax", route_norm=0, groups=2, top_groups=1, dense_layers=0, warmup=8),
                         dict(q_lora=8, yarn=1, shared_experts=0, top_k=1, dense_layers=1), dict(dense_layers=2),
                         dict(overfit=True, clip=0, force_balance=True)):
             with self.subTest(options):

@@ -1,5 +1,5 @@
-// The router: scores and gates against float64, selection exactly, by ranks instead of a sort; the backward against
-// differences of the oracle; load counts and bias updates exactly.
+// The router: scores and gates against float64, selection exactly, by ranks instead of a sort, where it is centered up
+// to near ties; the backward against differences of the oracle; load counts and bias updates exactly.
 #include "layers/adamw.h"
 #include "moe/router.h"
 #include "tests/oracle.h"
@@ -95,7 +95,7 @@ static double router_objective(void* arg) {
     for (int64_t start = 0; start < s.N && r->aux != 0; start += s.T)
         for (int32_t e = 0; e < s.E; e++) {
             double count = 0, share = 0;
-            for (int64_t n = start; n < start + s.T; n++) {
+            for (int64_t n = start; n < start + s.T && n < s.N; n++) {
                 share += scores[n * s.E + e] / sum[n] / (double)s.T;
                 for (int32_t k = 0; k < s.K; k++) count += r->expert[n * s.K + k] == e;
             }
@@ -103,6 +103,54 @@ static double router_objective(void* arg) {
         }
     free(scores), free(sum);
     return objective;
+}
+
+// Whether a token's choice, best first, is the best by `key` but for differences below `tie`.
+static int near_best(const int32_t* expert, const double* key, RouterShape s, double tie) {
+    const int32_t per = s.E / s.groups;
+    double* group = host_alloc(s.groups * sizeof(double));
+    for (int32_t g = 0; g < s.groups; g++) {
+        group[g] = -INFINITY;
+        for (int32_t i = g * per; i < (g + 1) * per; i++) {
+            if (s.score == SCORE_SOFTMAX || per == 1) group[g] = fmax(group[g], key[i]);
+            for (int32_t j = i + 1; j < (g + 1) * per && s.score == SCORE_SIGMOID; j++)
+                group[g] = fmax(group[g], key[i] + key[j]);
+        }
+    }
+    int good = 1;
+    for (int32_t e = 0; e < s.E; e++) {
+        int32_t at = s.K, above = 0, level = 0;  // place in the choice; groups that are better, and that may be
+        for (int32_t k = 0; k < s.K; k++)
+            if (expert[k] == e) at = k;
+        for (int32_t g = 0; g < s.groups; g++) {
+            above += group[g] > group[e / per] + tie;
+            level += g != e / per && group[g] > group[e / per] - tie;
+        }
+        if (at < s.K && above >= s.top_groups) good = 0;
+        // None chosen after e, or instead of it, may be better.
+        for (int32_t k = 0; k < at && level < s.top_groups; k++) good = good && key[expert[k]] > key[e] - tie;
+    }
+    free(group);
+    return good;
+}
+
+// s + bias as the choice sees them, in double.
+static void oracle_seen(double* seen, const Router* r) {
+    const RouterShape s = r->shape;
+    for (int64_t n = 0; n < s.N; n++) {
+        const int64_t first = n / s.T * s.T, end = first + s.T < s.N ? first + s.T : s.N;
+        double *row = seen + n * s.E, top = -INFINITY, sum = 0;
+        for (int32_t e = 0; e < s.E; e++) {
+            double mean = 0;
+            for (int64_t t = first; t < end; t++)
+                mean += dot(r->xd + t * s.C, r->wd + e * s.C, s.C) / (double)(end - first);
+            row[e] = dot(r->xd + n * s.C, r->wd + e * s.C, s.C) - (double)s.center * mean;
+            top = fmax(top, row[e]);
+        }
+        for (int32_t e = 0; e < s.E; e++) sum += exp(row[e] - top);
+        for (int32_t e = 0; e < s.E; e++)
+            row[e] = (s.score == SCORE_SIGMOID ? 1 / (1 + exp(-row[e])) : exp(row[e] - top) / sum) + (double)r->bias[e];
+    }
 }
 
 static void check_router(RouterShape s, float aux, double x_scale) {
@@ -116,8 +164,16 @@ static void check_router(RouterShape s, float aux, double x_scale) {
     oracle_scores(scores, r.xd, r.wd, s);
     CHECK_CLOSE(r.scores, scores, s.N * s.E, tolerance);
     int32_t* expert = poisoned_ints(s.N * s.K);
+    if (s.center != 0 && !s.force_balance) {
+        double* seen = zeros(s.N * s.E);
+        oracle_seen(seen, &r);
+        int64_t bad = 0;
+        for (int64_t n = 0; n < s.N; n++) bad += !near_best(r.expert + n * s.K, seen + n * s.E, s, 4 * tolerance);
+        CHECK(bad == 0, "%lld of %lld choices are not the best", (long long)bad, (long long)s.N);
+        memcpy(expert, r.expert, (size_t)(s.N * s.K) * sizeof(int32_t));
+    }
     for (int64_t n = 0; n < s.N; n++) {
-        oracle_select(expert + n * s.K, r.scores + n * s.E, r.bias, s);
+        if (s.center == 0) oracle_select(expert + n * s.K, r.scores + n * s.E, r.bias, s);
         for (int32_t k = 0; k < s.K && s.force_balance; k++) expert[n * s.K + k] = (int32_t)((n * s.K + k) % s.E);
         for (int32_t k = 0; k < s.K; k++) gate[n * s.K + k] = oracle_gate(scores + n * s.E, expert + n * s.K, k, s);
     }
@@ -136,14 +192,17 @@ static void check_router(RouterShape s, float aux, double x_scale) {
 static void test_router_random(void) {
     enum { SIG = SCORE_SIGMOID, SOFT = SCORE_SOFTMAX };
     static const RouterShape shapes[] = {
-        // N, T, C, E, K, groups, top_groups, score, norm, scale, force_balance
-        {1, 1, 5, 4, 1, 1, 1, SIG, 0, 1, 0},          {6, 3, 7, 8, 2, 1, 1, SIG, 1, 2.5f, 0},
-        {6, 2, 7, 8, 3, 1, 1, SOFT, 0, 1, 0},         {6, 6, 5, 6, 2, 3, 1, SIG, 1, 1, 0},
-        {127, 127, 24, 16, 4, 4, 2, SIG, 1, 2.5f, 0}, {129, 43, 33, 16, 4, 4, 2, SOFT, 0, 16, 0},
-        {300, 100, 40, 24, 6, 8, 3, SOFT, 0, 16, 0},  {300, 60, 129, 20, 5, 4, 3, SIG, 1, 2.5f, 0},
-        {129, 129, 24, 8, 8, 2, 2, SIG, 0, 1.5f, 0},  {128, 64, 24, 160, 6, 8, 3, SOFT, 1, 1, 0},
-        {65, 13, 24, 6, 2, 6, 3, SIG, 1, 1, 0},       {64, 32, 24, 256, 8, 8, 4, SIG, 1, 2.5f, 0},
-        {130, 65, 24, 5, 3, 1, 1, SIG, 1, 1, 1},      {130, 26, 33, 8, 2, 4, 2, SOFT, 0, 3, 1},
+        // N, T, C, E, K, groups, top_groups, score, norm, scale, force_balance, center
+        {1, 1, 5, 4, 1, 1, 1, SIG, 0, 1, 0, 0},          {6, 3, 7, 8, 2, 1, 1, SIG, 1, 2.5f, 0, 0},
+        {6, 2, 7, 8, 3, 1, 1, SOFT, 0, 1, 0, 0},         {6, 6, 5, 6, 2, 3, 1, SIG, 1, 1, 0, 0},
+        {127, 127, 24, 16, 4, 4, 2, SIG, 1, 2.5f, 0, 0}, {129, 43, 33, 16, 4, 4, 2, SOFT, 0, 16, 0, 0},
+        {300, 100, 40, 24, 6, 8, 3, SOFT, 0, 16, 0, 0},  {300, 60, 129, 20, 5, 4, 3, SIG, 1, 2.5f, 0, 0},
+        {129, 129, 24, 8, 8, 2, 2, SIG, 0, 1.5f, 0, 0},  {128, 64, 24, 160, 6, 8, 3, SOFT, 1, 1, 0, 0},
+        {65, 13, 24, 6, 2, 6, 3, SIG, 1, 1, 0, 0},       {64, 32, 24, 256, 8, 8, 4, SIG, 1, 2.5f, 0, 0},
+        {130, 65, 24, 5, 3, 1, 1, SIG, 1, 1, 1, 0},      {130, 26, 33, 8, 2, 4, 2, SOFT, 0, 3, 1, 0},
+        {7, 3, 7, 8, 2, 1, 1, SIG, 1, 2.5f, 0, 1},       {300, 100, 40, 24, 6, 8, 3, SOFT, 0, 16, 0, 1},
+        {130, 50, 33, 20, 5, 4, 3, SIG, 1, 2.5f, 0, 1},  {129, 43, 33, 16, 4, 1, 1, SOFT, 0, 1, 0, 0.3f},
+        {64, 32, 24, 256, 8, 8, 4, SIG, 1, 1, 0, 0.75f}, {130, 65, 24, 5, 3, 1, 1, SIG, 1, 1, 1, 1},
     };
     for (int i = 0; i < COUNT(shapes); i++) {
         check_router(shapes[i], 0, 1);
@@ -156,7 +215,7 @@ static void test_router_random(void) {
 // loss does. What the subtraction leaves is a rounding of the gate and one of each product: 3 u dgate (1 - s) of dgate
 // s'.
 static void test_router_constant_gate(void) {
-    RouterShape s = {40, 20, 24, 8, 1, 1, 1, SCORE_SIGMOID, 1, 2.5f, 0};
+    RouterShape s = {40, 20, 24, 8, 1, 1, 1, SCORE_SIGMOID, 1, 2.5f, 0, 0};
     for (int aux = 0; aux < 2; aux++) {
         Router r = make_router(s);
         r.aux = (float)aux;
@@ -238,6 +297,34 @@ static void test_router_choice(void) {
     // Only the two best count, not the sum over the group.
     two.score = SCORE_SIGMOID;
     CHOICE(two, ((int32_t[]){4, 3}), NULL, 1, 1, 1, 1, 2, -9);
+}
+
+// Logits are a part that all tokens of a sequence share, of size 8, and one of each token's own, of size 1, all whole
+// numbers. Centered, the choice is by the token's own part, in either sequence (the second is shorter); else by the
+// shared one.
+static void test_router_center(void) {
+    enum { N = 7, T = 4, E = 4 };
+    static const double shared[2][E] = {{8, 0, -8, 0}, {0, -8, 8, 0}};
+    static const double own[N][E] = {{1, 0, 0, -1}, {0, 1, -1, 0}, {0, -1, 1, 0}, {-1, 0, 0, 1},
+                                     {0, 0, 1, -1}, {0, 1, -1, 0}, {0, -1, 0, 1}};  // sum to 0 in a sequence
+    static const int32_t best[N] = {0, 1, 2, 3, 2, 1, 3};
+    for (int i = 0; i < 4; i++) {
+        RouterShape s = {N, T, N + 2, E, 1, 1, 1, i / 2, 0, 1, 0, (float)(i % 2)};
+        Router r = make_router(s);
+        memset(r.x, 0, (size_t)(N * s.C) * sizeof(real)), memset(r.bias, 0, E * sizeof(real));
+        for (int n = 0; n < N; n++) r.x[n * s.C + n] = r.x[n * s.C + N + n / T] = 1;
+        for (int e = 0; e < E; e++) {
+            for (int n = 0; n < N; n++) r.w[e * s.C + n] = (real)own[n][e];
+            for (int b = 0; b < 2; b++) r.w[e * s.C + N + b] = (real)shared[b][e];
+        }
+        check_threads(run_router, &r);
+        for (int n = 0; n < N; n++) {
+            const int32_t e = r.expert[n], expected = s.center != 0 ? best[n] : n < T ? 0 : 2;
+            CHECK(e == expected, "center %g: token %d chose %d, not %d", (double)s.center, n, e, expected);
+            CHECK(e == expected && r.gate[n] == r.scores[n * E + e], "gate %g is not s", (double)r.gate[n]);
+        }
+        release_all();
+    }
 }
 
 // Scores that are all 0 in float32 divide by 1e-20, not by 0; a token that is not finite still gets K different
@@ -329,6 +416,7 @@ int main(void) {
     RUN(test_router_random);
     RUN(test_router_constant_gate);
     RUN(test_router_choice);
+    RUN(test_router_center);
     RUN(test_router_extreme);
     RUN(test_router_count);
     RUN(test_router_update_bias);

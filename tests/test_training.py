@@ -45,22 +45,27 @@ class Determinism(Case):
 
 
 class Balance(Case):
-    """Softmax scores without a selection bias: what keeps their loads even is --router-center alone. 16 experts, 2 a token:
-    8 is every token, and 2 to 3 is the draw of 1024 tokens."""
-    def loads(self, out, **options):
+    """Softmax scores without a selection bias. 16 experts, 2 a token: 8 is every token, and 2 to 3 is the draw of 1024
+    tokens. Over 6 seeds, in the order of the checks: 6.7 to 7.7; 2.1 to 2.6 (not centered 3.9 to 5.0); 2.2 to 2.9; 4.6 to 7.2;
+    2.1 to 2.7 (without balance loss 4.5 to 5.5)."""
+    def load(self, out, first, last, **options):
+        """Mean over steps of the fullest expert of the worst block."""
         self.train(out=out, **{**dict(layers=4, dim=64, kv_lora=32, dense_ffn=128, expert_ffn=64, experts=16, top_k=2,
                                       score="softmax", route_norm=0, seq_len=128, batch=8, warmup=20, bias_rate=None), **options})
         log = read_log(self.dir / out)
         self.assertEqual(log[0]["bias-rate"], 0)
-        return [step["load_max_over_mean"] for step in log[1]]
+        loads = [step["load_max_over_mean"] for step in log[1]][first:last]
+        return sum(loads) / len(loads)
 
     def test_a_collapse_and_its_end(self):
-        mean = lambda loads: sum(loads) / len(loads)
-        self.assertGreater(mean(self.loads("collapsed", steps=30, router_center=0)[10:25]), 6)
-        self.assertLess(mean(self.loads("even", steps=30)[10:25]), 4)
-        # The collapsed model goes on: as it is unless told otherwise, and even after a step.
-        self.assertGreater(mean(self.loads("as_it_is", steps=10, init="collapsed/step_00000030")), 5)
-        self.assertLess(mean(self.loads("mended", steps=50, init="collapsed/step_00000030", router_center=1)[1:]), 3.5)
+        without = dict(router_center=0, aux_loss=0)
+        self.assertGreater(self.load("collapsed", 10, 25, steps=30, **without), 5)
+        self.assertLess(self.load("even", 0, 20, steps=20), 3.3)
+        self.assertLess(self.load("centered", 0, 20, steps=20, aux_loss=0), 3.5)
+        # The collapsed model goes on: as it is, and with the defaults, which are the balance loss alone after --init.
+        collapsed = dict(init="collapsed/step_00000030", steps=50)
+        self.assertGreater(self.load("as_it_is", 0, 10, **collapsed, aux_loss=0), 3.5)
+        self.assertLess(self.load("mended", 30, 50, **collapsed), 3.5)
 
 
 class Log(Case):
