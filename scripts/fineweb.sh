@@ -1,14 +1,16 @@
 #!/bin/sh
-# Downloads shards of FineWeb, 100 million tokens of GPT-2 each, that train as they are: kjj0/fineweb10B-gpt2 on Hugging
-# Face, fineweb_val_000000.bin and the first N of fineweb_train_000001.bin to _000103.bin (200 MB each).
-# usage: fineweb.sh [N [FOLDER]]     8 shards into data/corpus/fineweb, unless told otherwise
-# What is there is kept, and what was cut off goes on. Each file must be as long as its header says. FINEWEB_URL names
-# another place with the same files.
+# Downloads shards of FineWeb-Edu, 100 million tokens of GPT-2 each, that train as they are: karpathy's
+# fineweb-edu-100B-gpt2-token-shards on Hugging Face, edu_fineweb_val_000000.bin and the first N of
+# edu_fineweb_train_000001.bin to _001001.bin (200 MB each), and GPT-2's tokenizer.json.
+# usage: fineweb.sh [N [FOLDER]]     10 shards into data/corpus/fineweb, unless told otherwise
+# What is there is kept, and what was cut off goes on. Each shard must be as long as its header says. FINEWEB_URL and
+# FINEWEB_TOKENIZER_URL name other places with the same files.
 set -eu
-shards=${1-8}
+shards=${1-10}
 folder=${2-data/corpus/fineweb}
-url=${FINEWEB_URL:-https://huggingface.co/datasets/kjj0/fineweb10B-gpt2/resolve/main}
-last=103
+url=${FINEWEB_URL:-https://huggingface.co/datasets/karpathy/fineweb-edu-100B-gpt2-token-shards/resolve/main}
+tokenizer=${FINEWEB_TOKENIZER_URL:-https://huggingface.co/openai-community/gpt2/resolve/main}
+last=1001
 
 fail() {
     echo "fineweb.sh: error: $*" >&2
@@ -17,7 +19,7 @@ fail() {
 
 [ $# -le 2 ] || fail "usage: fineweb.sh [N [FOLDER]]"
 case $shards in
-'' | *[!0-9]* | 0* | ????*) fail "N: $shards: must be from 1 to $last" ;;
+'' | *[!0-9]* | 0* | ?????*) fail "N: $shards: must be from 1 to $last" ;;
 esac
 [ "$shards" -le $last ] || fail "N: $shards: must be from 1 to $last"
 command -v curl >/dev/null || fail "it needs curl"
@@ -30,26 +32,36 @@ complete() {
     [ $# -eq 4 ] && [ "$2" = 20240520 ] && [ "$3" = 1 ] && [ "$(wc -c <"$1")" -eq $((1024 + 2 * $4)) ]
 }
 
+# fetch URL FILE: into FILE.part, from where it was cut off
 fetch() {
+    echo "$1/$2"
+    curl -fL --retry 5 -C - -o "$folder/$2.part" "$1/$2" || fail "$1/$2: curl ended with code $?; start again to go on"
+}
+
+fetch_shard() {
     if complete "$folder/$1"; then
         echo "$1: is there"
         return
     fi
     [ ! -e "$folder/$1" ] || fail "$folder/$1 is there, and not as long as its header says; remove it"
     if ! complete "$folder/$1.part"; then
-        echo "$url/$1"
-        curl -fL --retry 5 -C - -o "$folder/$1.part" "$url/$1" ||
-            fail "$url/$1: curl ended with code $?; start again to go on"
+        fetch "$url" "$1"
         complete "$folder/$1.part" ||
             fail "$folder/$1.part: no shard of uint16 tokens as long as its header says; remove it"
     fi
     mv "$folder/$1.part" "$folder/$1"
 }
 
-fetch fineweb_val_000000.bin
+fetch_shard edu_fineweb_val_000000.bin
 n=1
 while [ "$n" -le "$shards" ]; do
-    fetch "$(printf 'fineweb_train_%06d.bin' "$n")"
+    fetch_shard "$(printf 'edu_fineweb_train_%06d.bin' "$n")"
     n=$((n + 1))
 done
-echo "use:   --train '$folder/fineweb_train_[0-9]*.bin' --val '$folder/fineweb_val_000000.bin' --vocab 50257"
+if [ ! -e "$folder/tokenizer.json" ]; then
+    rm -f "$folder/tokenizer.json.part"
+    fetch "$tokenizer" tokenizer.json
+    mv "$folder/tokenizer.json.part" "$folder/tokenizer.json"
+fi
+echo "use:   --train '$folder/edu_fineweb_train_[0-9]*.bin' --val '$folder/edu_fineweb_val_000000.bin' \
+--tokenizer '$folder/tokenizer.json'"

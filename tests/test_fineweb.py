@@ -19,16 +19,18 @@ class Fineweb(unittest.TestCase):
         self.dir = pathlib.Path(folder.name)
         self.there, self.here = self.dir / "there", self.dir / "a folder"
         self.there.mkdir()
-        for i, name in enumerate(["fineweb_val_000000.bin", *(f"fineweb_train_{i:06d}.bin" for i in range(1, 12))]):
+        for i, name in enumerate(["edu_fineweb_val_000000.bin", *(f"edu_fineweb_train_{i:06d}.bin" for i in range(1, 12))]):
             write_shard(self.there / name, range(i, i + 1000))
+        (self.there / "tokenizer.json").write_text("{}")
 
-    def get(self, *arguments, url=None):
+    def get(self, *arguments):
         done = subprocess.run(["sh", ROOT / "scripts/fineweb.sh", *map(str, arguments)], capture_output=True, text=True,
-                              cwd=self.dir, env=dict(os.environ, FINEWEB_URL=url or self.there.as_uri()), timeout=60)
+                              cwd=self.dir, env=dict(os.environ, FINEWEB_URL=self.there.as_uri(), FINEWEB_TOKENIZER_URL=self.there.as_uri()),
+                              timeout=60)
         return done.returncode, done.stdout, done.stderr
 
-    def fails(self, *arguments, says, **options):
-        code, _, stderr = self.get(*arguments, **options)
+    def fails(self, *arguments, says):
+        code, _, stderr = self.get(*arguments)
         self.assertEqual(code, 1)
         self.assertIn(f"fineweb.sh: error: {says}", stderr)
 
@@ -38,24 +40,24 @@ class Fineweb(unittest.TestCase):
     def test_downloads(self):
         code, stdout, stderr = self.get(10, self.here)
         self.assertEqual(code, 0, stderr)
-        names = ["fineweb_val_000000.bin", *(f"fineweb_train_{i:06d}.bin" for i in range(1, 11))]
+        names = ["edu_fineweb_val_000000.bin", *(f"edu_fineweb_train_{i:06d}.bin" for i in range(1, 11)), "tokenizer.json"]
         self.assertEqual(sorted(os.listdir(self.here)), sorted(names))
         self.assertTrue(all(map(self.same, names)))
         self.assertEqual([line for line in stdout.splitlines() if "://" in line],
                          [f"{self.there.as_uri()}/{name}" for name in names])
-        self.assertIn(f"use:   --train '{self.here}/fineweb_train_[0-9]*.bin' --val ", stdout)
+        self.assertIn(f"use:   --train '{self.here}/edu_fineweb_train_[0-9]*.bin' --val ", stdout)
 
     def test_goes_on(self):
         """What is there is not fetched again; what was cut off is finished from where it was."""
         self.get(2, self.here)
-        first, second = self.here / "fineweb_train_000001.bin", self.here / "fineweb_train_000002.bin"
+        first, second = self.here / "edu_fineweb_train_000001.bin", self.here / "edu_fineweb_train_000002.bin"
         whole = second.read_bytes()
         part = pathlib.Path(f"{second}.part")
         for kept in (b"", whole[:7], b"\x55" * 1500, whole):  # what is kept stays: where it is wrong, that is told
             second.unlink(missing_ok=True)
             part.write_bytes(kept)
             code, stdout, stderr = self.get(2, self.here)
-            self.assertIn("fineweb_train_000001.bin: is there", stdout)
+            self.assertIn("edu_fineweb_train_000001.bin: is there", stdout)
             if kept[:1] == b"\x55":
                 self.assertEqual(code, 1)
                 self.assertEqual(part.read_bytes(), kept + whole[1500:])
@@ -67,15 +69,15 @@ class Fineweb(unittest.TestCase):
         self.fails(2, self.here, says=f"{first} is there, and not as long as its header says; remove it")
 
     def test_refused(self):
-        for n in ("0", "104", "1000", "99999999999999999999", "-1", "x", "1x", "", " 1", "08"):
-            self.fails(n, self.here, says=f"N: {n}: must be from 1 to 103")
+        for n in ("0", "1002", "10000", "99999999999999999999", "-1", "x", "1x", "", " 1", "08"):
+            self.fails(n, self.here, says=f"N: {n}: must be from 1 to 1001")
         self.fails(1, self.here, "more", says="usage: ")
-        self.fails(12, self.here, says=f"{self.there.as_uri()}/fineweb_train_000012.bin: curl ended with code 37")
-        self.assertFalse((self.here / "fineweb_train_000012.bin").exists())
+        self.fails(12, self.here, says=f"{self.there.as_uri()}/edu_fineweb_train_000012.bin: curl ended with code 37")
+        self.assertFalse((self.here / "edu_fineweb_train_000012.bin").exists())
         for change in (dict(magic=20240801, version=7), dict(count=999), dict(version=2)):
-            write_shard(self.there / "fineweb_train_000001.bin", range(1000), **change)
+            write_shard(self.there / "edu_fineweb_train_000001.bin", range(1000), **change)
             shutil.rmtree(self.here, ignore_errors=True)
-            self.fails(1, self.here, says=f"{self.here}/fineweb_train_000001.bin.part: no shard of uint16 tokens")
+            self.fails(1, self.here, says=f"{self.here}/edu_fineweb_train_000001.bin.part: no shard of uint16 tokens")
 
 
 if __name__ == "__main__":

@@ -1,0 +1,11 @@
+#!/bin/sh
+# `16b` on all GPUs of a machine, 4 or 8 H200 (8 H100 with --batch 2). Started again it goes on where it stopped.
+# usage: scripts/recipes/16b.sh [train_moe options]     --train, --val and --tokenizer name another text than FineWeb-Edu
+# Speed and memory: bench/RESULTS.md.
+set -eu
+shards=100
+. "$(dirname "$0")/text.sh"
+gpus=$(nvidia-smi --list-gpus | wc -l)
+exec mpirun -np "$gpus" "$root/build/cuda/train_moe" --model 16b --ep "$gpus" --shard weights --precision mxfp8 \
+    --linear-precision mxfp8 --seq-len 4096 --batch 4 --tokens-per-step 1048576 --steps 9536 --lr 4.2e-4 --warmup 500 \
+    --val-every 500 --val-tokens 4194304 --save-every 500 --keep 2 --timeout 1800 --out runs/16b --resume "$@"

@@ -1,0 +1,9 @@
+#!/bin/sh
+# `debug`, softmax scores, on a billion tokens, one H100 or H200. Started again it goes on where it stopped.
+# usage: scripts/recipes/debug.sh [train_moe options]     --train, --val and --tokenizer name another text than FineWeb-Edu
+# What it ends with: bench/RESULTS.md, "H200: recipes".
+set -eu
+shards=10
+. "$(dirname "$0")/text.sh"
+exec "$root/build/cuda/train_moe" --model debug --seq-len 1024 --batch 32 --steps 30518 --lr 1e-3 --warmup 300 \
+    --val-every 1000 --val-tokens 1048576 --save-every 5000 --sample-every 5000 --out runs/debug --resume "$@"
