@@ -328,7 +328,7 @@ void model_batch(Model* m, const int32_t* tokens, const int32_t* targets, int64_
 }
 
 void model_step_begin(Model* m, int64_t step) {
-    m->router_center = (float)settings_router_center(&m->settings, step);
+    m->even = (float)settings_even(&m->settings, step);
     grads_zero(m->sharding, m->ctx);
     device_zero(m->load, (size_t)(m->config.L * m->config.E) * sizeof(int64_t), m->ctx);
     if (m->measures) device_zero(m->mx_stats, (size_t)(m->config.L * BLOCK_STATS) * sizeof(MxStats), m->ctx);

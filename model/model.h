@@ -80,7 +80,7 @@ typedef struct Model {
     real *rope_table, *losses;  // (T, rope/2, 2), (N)
     real* bias;                 // (L, E): the routers' balance biases; rows of dense blocks stay 0
     int64_t* load;              // (L, E): tokens each expert got in this step
-    float router_center;        // of this step (moe/router.h)
+    float even;                 // of this step (moe/router.h)
     MxStats* mx_stats;          // (L, BLOCK_STATS): what the casts of this step did, with --mx-stats
     int measures;               // 1: this step makes mx_stats; set before model_step_begin, 0 again after model_update
     StepState *state, *val_state;

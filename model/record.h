@@ -4,7 +4,7 @@
 //   command line    --out FOLDER --resume --steps 2000
 //   the run         --steps 2000, the rest as recorded; an OPTION_FIXED that is given must be as recorded
 //
-// An option that a record lacks, of a program older than the option, was at its default, --router-center at 0.
+// An option that a record lacks, of a program older than the option, was at its default, --even-start at 0.
 #ifndef MODEL_RECORD_H
 #define MODEL_RECORD_H
 

@@ -118,10 +118,9 @@ const Option settings_table[] = {
     NUMBER("optimizer", "beta2", beta2, "0.95", 0, 0.999999, FIXED, "AdamW"),
     NUMBER("optimizer", "eps", eps, "1e-8", 1e-30, 1, FIXED, "AdamW"),
     NUMBER("optimizer", "clip", clip, "1", 0, 1e9, FIXED, "largest global gradient norm; 0: no clipping"),
-    WHOLE(
-        "optimizer", "router-center", router_center, "1", 0, 1, FIXED,
-        "1: during the warm-up, and less and less for twice as long, routers choose by logits less their mean over the "
-        "sequence; with --init 0, unless given"),
+    WHOLE("optimizer", "even-start", even_start, "1", 0, 1, FIXED,
+          "1: during the warm-up, and less and less for twice as long, routers choose by logits without what would make "
+          "a sequence's choice uneven; with --init 0, unless given"),
     NUMBER("optimizer", "bias-rate", bias_rate, "5e-3", 0, 100, FIXED,
            "step of the router's balance bias; with --score softmax 0, unless given"),
     NUMBER("optimizer", "aux-loss", aux_loss, "1e-2", 0, 100, FIXED, "weight of the sequence-wise balance loss"),
@@ -255,7 +254,7 @@ static void set_for_use(Settings* s, const char* given, const char* folder) {
 // trained router's choice is left as it is.
 static void set_for_model(Settings* s, const char* given) {
     if (s->model.score == SCORE_SOFTMAX && !given[row(offsetof(Settings, bias_rate))]) s->bias_rate = 0;
-    if (*s->init && !given[row(offsetof(Settings, router_center))]) s->router_center = 0;
+    if (*s->init && !given[row(offsetof(Settings, even_start))]) s->even_start = 0;
 }
 
 const char* settings_folder(const Settings* s, const char** option) {
@@ -345,8 +344,8 @@ double config_softmax_scale(const ModelConfig* m) {
     return mscale * mscale / sqrt((double)(m->nope + m->rope));
 }
 
-double settings_router_center(const Settings* s, int64_t step) {
-    if (!s->router_center || step >= 3 * s->warmup) return 0;
+double settings_even(const Settings* s, int64_t step) {
+    if (!s->even_start || step >= 3 * s->warmup) return 0;
     return step <= s->warmup ? 1 : (double)(3 * s->warmup - step) / (double)(2 * s->warmup);
 }
 

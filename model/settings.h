@@ -38,7 +38,7 @@ typedef struct Settings {
     char *out, *prompt;
     double temperature;
     double lr, final_lr_frac, weight_decay, beta1, beta2, eps, clip, bias_rate, aux_loss;
-    int64_t warmup, schedule, router_center;
+    int64_t warmup, schedule, even_start;
     int64_t ep, shard, recompute;
     double timeout, capacity;
     int64_t precision;  // the mode; what it sets, where the command line does not:
@@ -90,9 +90,9 @@ double config_softmax_scale(const ModelConfig* config);  // (nope + rope)^-1/2, 
 //   constant   not at all
 double settings_lr(const Settings* settings, int64_t step);
 
-// The share of their mean that the routers' choice does not see (moe/router.h) at `step`: all of it during the warm-up,
-// then along a line to none after twice as many steps; with --router-center 0 none.
-double settings_router_center(const Settings* settings, int64_t step);
+// The share of what evens out a sequence's choice that routers go without at `step` (moe/router.h): all of it during the
+// warm-up, then along a line to none after twice as many steps; with --even-start 0 none.
+double settings_even(const Settings* settings, int64_t step);
 
 END_C
 

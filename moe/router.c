@@ -48,21 +48,31 @@ static void limit_groups(real* choice, real* group_score, char* taken, RouterSha
         if (!taken[e / size]) choice[e] = -INFINITY;
 }
 
-// mean (sequences, E) = the shape's share of what a sequence's logits have in common.
-static void sequence_means(real* mean, const real* logits, RouterShape s) {
-#pragma omp parallel for schedule(dynamic)
-    for (int64_t first = 0; first < s.N; first += s.T) {
-        const int64_t end = min_i64(first + s.T, s.N);
-        for (int32_t e = 0; e < s.E; e++) {
-            double sum = 0;
-            for (int64_t n = first; n < end; n++) sum += (double)logits[n * s.E + e];
-            mean[first / s.T * s.E + e] = (real)((double)s.center * sum / (double)(end - first));
+// What evens out the choice of one sequence, times `share`: d (E). scratch holds 3 E.
+static void even_out(real* share_d, const real* logits, int64_t tokens, int64_t E, double share, double* scratch) {
+    double *d = scratch, *p = d + E, *sum = p + E, square = 0;
+    for (int64_t e = 0; e < E; e++) d[e] = 0;
+    for (int64_t t = 0; t < tokens; t++)
+        for (int64_t e = 0; e < E; e++) d[e] += (double)logits[t * E + e] / (double)tokens;
+    for (int64_t t = 0; t < tokens; t++)
+        for (int64_t e = 0; e < E; e++) square += pow((double)logits[t * E + e] - d[e], 2);
+    const double tau = EVEN_TAU * sqrt(square / (double)(tokens * E)) + 1e-20;
+    for (int round = 0; round < EVEN_ROUNDS; round++) {
+        for (int64_t e = 0; e < E; e++) sum[e] = 0;
+        for (int64_t t = 0; t < tokens; t++) {
+            double top = -INFINITY, total = 0;
+            for (int64_t e = 0; e < E; e++) top = fmax(top, p[e] = ((double)logits[t * E + e] - d[e]) / tau);
+            for (int64_t e = 0; e < E; e++) total += p[e] = exp(p[e] - top);
+            for (int64_t e = 0; e < E; e++) sum[e] += p[e] / total;
         }
+        for (int64_t e = 0; e < E; e++) d[e] += tau * log(sum[e] * (double)E / (double)tokens + EVEN_LEAST);
     }
+    for (int64_t e = 0; e < E; e++) share_d[e] = (real)(share * d[e]);
 }
 
-// Workspace: dlogits (N, E) in backward; means or counts (sequences, E); per thread two rows of E and E marks.
-static int64_t thread_reals(RouterShape s) { return 3 * (int64_t)s.E; }
+// Workspace: per thread three rows of E doubles, or two of reals and E marks; then dlogits (N, E) in backward; then
+// d or counts (sequences, E).
+static int64_t thread_reals(RouterShape s) { return 6 * (int64_t)s.E; }
 
 size_t router_workspace(RouterShape s) {
     return (size_t)((s.N + ceil_div(s.N, s.T)) * s.E + device_workers() * thread_reals(s)) * sizeof(real);
@@ -70,12 +80,15 @@ size_t router_workspace(RouterShape s) {
 
 void router_forward(real* scores, int32_t* expert, real* gate, const floatX* x, const floatX* w, const real* bias,
                     RouterShape s, Ctx* ctx) {
-    real *mean = ctx_workspace(ctx, ceil_div(s.N, s.T) * s.E + ctx->threads * thread_reals(s)),
-         *scratch = mean + ceil_div(s.N, s.T) * s.E;
+    real *scratch = ctx_workspace(ctx, ctx->threads * thread_reals(s) + ceil_div(s.N, s.T) * s.E),
+         *d = scratch + ctx->threads * thread_reals(s);
 #pragma omp parallel for schedule(dynamic)
     for (int64_t n = 0; n < s.N; n += TILE)
         gemm(0, 1, min_i64(TILE, s.N - n), s.E, s.C, 1, x + n * s.C, s.C, w, s.C, 0, scores + n * s.E, s.E);
-    if (s.center != 0) sequence_means(mean, scores, s);
+#pragma omp parallel for schedule(dynamic)
+    for (int64_t n = 0; n < (s.even != 0 ? s.N : 0); n += s.T)
+        even_out(d + n / s.T * s.E, scores + n * s.E, min_i64(s.T, s.N - n), s.E, (double)s.even,
+                 (double*)(scratch + thread_index() * thread_reals(s)));
 #pragma omp parallel for schedule(dynamic)
     for (int64_t n0 = 0; n0 < s.N; n0 += TILE) {
         real *choice = scratch + thread_index() * thread_reals(s), *group_score = choice + s.E;
@@ -83,7 +96,7 @@ void router_forward(real* scores, int32_t* expert, real* gate, const floatX* x, 
         for (int64_t n = n0; n < min_i64(n0 + TILE, s.N); n++) {
             real *p = scores + n * s.E, *g = gate + n * s.K, sum = 0;
             int32_t* id = expert + n * s.K;
-            for (int32_t e = 0; e < s.E; e++) choice[e] = p[e] - (s.center != 0 ? mean[n / s.T * s.E + e] : 0);
+            for (int32_t e = 0; e < s.E; e++) choice[e] = p[e] - (s.even != 0 ? d[n / s.T * s.E + e] : 0);
             score_row(p, s.E, s.score);
             score_row(choice, s.E, s.score);
             for (int32_t e = 0; e < s.E; e++) choice[e] += bias[e];

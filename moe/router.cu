@@ -48,19 +48,70 @@ static __device__ __forceinline__ int take_best(uint32_t value[J]) {
     return taken;
 }
 
-// mean (sequences, E) = the shape's share of what a sequence's logits have in common. A block takes 32 experts of a
-// sequence, a warp every 32nd token.
-static __global__ void __launch_bounds__(1024) sequence_means(float* mean, const float* logits, RouterShape s) {
-    __shared__ float part[32][33];
-    const int lane = threadIdx.x % 32, warp = threadIdx.x / 32;
-    const int64_t e = blockIdx.y * 32 + lane, first = blockIdx.x * s.T, end = first + s.T < s.N ? first + s.T : s.N;
-    float sum = 0;
-    for (int64_t n = first + warp; n < end && e < s.E; n += 32) sum += logits[n * s.E + e];
-    part[lane][warp] = sum;
+// share_d (sequences, E) = even d. A block takes a sequence, a warp every 16th of its tokens; lane l holds experts l,
+// l + 32, ... Sums over tokens stay in registers until all are read; then the warps' meet in shared memory, in order.
+// Bound by the latency of a token's exponentials and two warp reductions; only the first steps of a run need it.
+template <int J>
+static __global__ void __launch_bounds__(512) even_out(float* share_d, const float* logits, RouterShape s) {
+    enum { WARPS = 16 };
+    __shared__ float part[WARPS][32 * J], d[32 * J];
+    const int warp = threadIdx.x / 32, lane = threadIdx.x % 32, mine = threadIdx.x;
+    const int64_t first = blockIdx.x * s.T, tokens = s.N - first < s.T ? s.N - first : s.T;
+    logits += first * s.E;
+
+    // The sum over tokens of what `make` turns their logits x into: thread e gets expert e's, then all threads meet.
+    float x[J];
+    auto over_tokens = [&](auto make) {
+        float sum[J] = {};
+        for (int64_t t = warp; t < tokens; t += WARPS) {
+#pragma unroll
+            for (int j = 0; j < J; j++) x[j] = lane + 32 * j < s.E ? logits[t * s.E + lane + 32 * j] : -INFINITY;
+            make();
+#pragma unroll
+            for (int j = 0; j < J; j++) sum[j] += x[j];
+        }
+#pragma unroll
+        for (int j = 0; j < J; j++) part[warp][lane + 32 * j] = sum[j];
+        __syncthreads();
+        float total = 0;
+        for (int w = 0; w < WARPS && mine < s.E; w++) total += part[w][mine];
+        __syncthreads();
+        return total;
+    };
+
+    // d at first, and tau
+    const float mean = over_tokens([] {}) / (float)tokens;
+    if (mine < 32 * J) d[mine] = mine < s.E ? mean : 0;
     __syncthreads();
-    sum = warp_sum(part[warp][lane]);
-    const int64_t mine = blockIdx.y * 32 + warp;
-    if (lane == 0 && mine < s.E) mean[blockIdx.x * (int64_t)s.E + mine] = s.center * sum / (float)(end - first);
+    float square = over_tokens([&] {
+#pragma unroll
+        for (int j = 0; j < J; j++)
+            x[j] = lane + 32 * j < s.E ? (x[j] - d[lane + 32 * j]) * (x[j] - d[lane + 32 * j]) : 0;
+    });
+    square = warp_sum(square);
+    if (lane == 0) part[0][warp] = square;
+    __syncthreads();
+    square = 0;
+    for (int w = 0; w < WARPS; w++) square += part[0][w];
+    const float tau = (float)EVEN_TAU * sqrtf(square / ((float)tokens * s.E)) + 1e-20f;
+    __syncthreads();
+
+    for (int round = 0; round < EVEN_ROUNDS; round++) {
+        const float sum = over_tokens([&] {
+            float top = -INFINITY, total = 0;
+#pragma unroll
+            for (int j = 0; j < J; j++) top = fmaxf(top, x[j] = (x[j] - d[lane + 32 * j]) / tau);
+            top = warp_max(top);
+#pragma unroll
+            for (int j = 0; j < J; j++) total += x[j] = expf(x[j] - top);
+            total = warp_sum(total);
+#pragma unroll
+            for (int j = 0; j < J; j++) x[j] /= total;
+        });
+        if (mine < s.E) d[mine] += tau * logf(sum * (float)s.E / (float)tokens + (float)EVEN_LEAST);
+        __syncthreads();
+    }
+    if (mine < s.E) share_d[blockIdx.x * (int64_t)s.E + mine] = s.even * d[mine];
 }
 
 // p = sigmoid(p) or softmax(p) over a token's experts; -inf beyond E.
@@ -85,28 +136,28 @@ static __device__ __forceinline__ void to_scores(float p[J], const RouterShape& 
     for (int j = 0; j < J; j++) p[j] /= sum;
 }
 
-// Scores in place of the logits, then the choice; `mean` is NULL where the choice sees all of them. J: registers for
-// the experts, 32 J >= E. 8 warps a block. `held` has a row of E values for each warp: what a lane needs of the experts
-// that others hold.
+// Scores in place of the logits, then the choice; `share_d` is NULL where the choice is made by all of them. J:
+// registers for the experts, 32 J >= E. 8 warps a block. `held` has a row of E values for each warp: what a lane needs
+// of the experts that others hold.
 template <int J>
 static __global__ void __launch_bounds__(256)
-    choose(float* scores, int32_t* expert, float* gate, const float* bias, const float* mean, RouterShape s) {
+    choose(float* scores, int32_t* expert, float* gate, const float* bias, const float* share_d, RouterShape s) {
     __shared__ float held[8][32 * J];
     const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
     const int64_t n = blockIdx.x * (int64_t)8 + warp;
     if (n >= s.N) return;
-    float *row = scores + n * s.E, *mine = held[warp], p[J], choice[J];  // choice: what the selection sees
+    float *row = scores + n * s.E, *mine = held[warp], p[J], choice[J];  // s of the logits less share_d
 
 #pragma unroll
     for (int j = 0; j < J; j++) {
         const int e = lane + 32 * j;
         p[j] = e < s.E ? row[e] : -INFINITY;
-        choice[j] = mean && e < s.E ? p[j] - mean[n / s.T * s.E + e] : p[j];
+        choice[j] = share_d && e < s.E ? p[j] - share_d[n / s.T * s.E + e] : p[j];
     }
     to_scores<J>(p, s);
-    if (mean) to_scores<J>(choice, s);
+    if (share_d) to_scores<J>(choice, s);
 
-    // Selection is among what the choice sees, plus bias: in order as integers in `value`, as it is in shared memory.
+    // Selection is among choice + bias: in order as integers in `value`, as it is in shared memory.
     uint32_t value[J];
 #pragma unroll
     for (int j = 0; j < J; j++) {
@@ -114,7 +165,7 @@ static __global__ void __launch_bounds__(256)
         value[j] = 0;
         if (e >= s.E) continue;
         row[e] = p[j];
-        choice[j] = (mean ? choice[j] : p[j]) + bias[e];
+        choice[j] = (share_d ? choice[j] : p[j]) + bias[e];
         value[j] = ordered(choice[j]);
         mine[e] = choice[j];
     }
@@ -272,7 +323,7 @@ struct Scratch {
     floatX* dlogits;  // (N, 2E): hi | lo
     floatX* weights;  // (2E, C): Wg twice
     float* halves;    // (2E, C): hi^T x, lo^T x
-    float* count;     // (sequences, E); in forward the means
+    float* count;     // (sequences, E); in forward share_d
     size_t bytes;     // of the workspace, the products' included
 };
 
@@ -301,16 +352,16 @@ void router_forward(real* scores, int32_t* expert, real* gate, const floatX* x, 
     matmul_forward_real(scores, x, w, s.N, s.C, s.E, ctx);
 
     // What the selection takes off them.
-    float* mean = NULL;
-    if (s.center != 0) {
-        mean = scratch_of(s, ctx_workspace<char>(ctx, (int64_t)router_workspace(s))).count;
-        const dim3 blocks((unsigned)ceil_div(s.N, s.T), (unsigned)ceil_div(s.E, 32));
-        launch(sequence_means, blocks, 1024, 0, ctx, mean, scores, s);
+    float* d = NULL;
+    if (s.even != 0) {
+        d = scratch_of(s, ctx_workspace<char>(ctx, (int64_t)router_workspace(s))).count;
+        by_experts(
+            s, [&](auto j) { launch(even_out<decltype(j)::value>, blocks_for(s.N, s.T), 512, 0, ctx, d, scores, s); });
     }
 
     // s, the selection and the gates
     by_experts(s, [&](auto j) {
-        launch(choose<decltype(j)::value>, blocks_for(s.N, 8), 256, 0, ctx, scores, expert, gate, bias, mean, s);
+        launch(choose<decltype(j)::value>, blocks_for(s.N, 8), 256, 0, ctx, scores, expert, gate, bias, d, s);
     });
 }
 

@@ -9,15 +9,17 @@
 //
 // The bias only selects; gradients reach x and Wg through the gates (and the auxiliary loss) alone.
 //
-// Early in training x is nearly the same for all tokens (it carries the frequencies of the tokens), and that part moves
-// at every step by more than the tokens differ: whole steps would choose the same K experts. Until that is over, the
-// selection is made with `center` of a logit's mean over the token's sequence taken off:
+// Early in training x is nearly the same for all tokens (it carries the frequencies of the tokens), what is left of it lies
+// along few directions, and both move at every step by more than the tokens differ: whole steps would choose the same K
+// experts. Until that is over, the selection is made by logits less a share `even` of what evens out a sequence's choice:
 //
-//   selection among s(logits - center mean_t(logits)) + bias
+//   selection among s(logits_te - even d_e) + bias
+//   d_e = mean_t logits_te at first;  EVEN_ROUNDS times  d_e += tau log(E mean_t p_te),  p_t = softmax((logits_t - d) / tau),
+//   tau = EVEN_TAU times the standard deviation of logits_te - mean_t logits_te
 //
-// The gates keep s. The mean looks ahead within the sequence, so a model is used with center 0; a share that falls step
-// by step (settings_router_center) leads there. A sequence is all of it that counts: how tokens are spread over ranks
-// and micro-steps does not.
+// These are Sinkhorn's rounds (as in S-BASE, arXiv 2202.01169, section 3.1) towards p of equal means. The gates keep s. d
+// looks ahead within the sequence, so a model is used with even 0; a share that falls step by step (settings_even) leads
+// there. A sequence is all of it that counts: how tokens are spread over ranks and micro-steps does not.
 #ifndef MOE_ROUTER_H
 #define MOE_ROUTER_H
 
@@ -26,6 +28,10 @@
 BEGIN_C
 
 typedef struct StepState StepState;  // layers/adamw.h
+
+enum { EVEN_ROUNDS = 8 };
+#define EVEN_TAU 0.2
+#define EVEN_LEAST 1e-9  // added under the logarithm: an expert that p gives nothing
 
 typedef enum { SCORE_SIGMOID = 0, SCORE_SOFTMAX = 1 } ScoreFunction;
 
@@ -37,7 +43,7 @@ typedef struct RouterShape {
     int32_t norm;                // 1: gates of a token sum to scale
     float scale;                 // route_scale
     int32_t force_balance;       // 1: expert k of token n is (n K + k) % E, whatever the scores
-    float center;                // share of the logits' mean over a sequence that the selection does not see
+    float even;                  // share of d that the selection goes without
 } RouterShape;
 
 void router_forward(real* scores,      // (N, E): s, kept for backward

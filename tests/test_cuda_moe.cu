@@ -338,27 +338,38 @@ static double margin(const double* s, const double* bias, RouterShape shape) {
     return gap;
 }
 
-// What the choice sees, from the scores of all tokens: their logits, up to what a token's experts share, less the
-// means.
-static std::vector<double> seen_scores(const std::vector<double>& scores, RouterShape s) {
-    std::vector<double> seen(scores.size());
+// What the choice sees: s of the logits less a share of what evens them out (moe/router.h), by scaling the columns and
+// rows of exp(logits / tau) in turns.
+static std::vector<double> seen_scores(const std::vector<double>& x, const std::vector<double>& w, RouterShape s) {
+    const int64_t E = s.E;
+    std::vector<double> seen((size_t)(s.N * E));
+    for (int64_t n = 0; n < s.N; n++)
+        for (int64_t i = 0; i < E * s.C; i++)
+            seen[(size_t)(n * E + i / s.C)] += x[(size_t)(n * s.C + i % s.C)] * w[(size_t)i];
     for (int64_t first = 0; first < s.N; first += s.T) {
-        const int64_t end = std::min(first + s.T, s.N);
-        std::vector<double> mean((size_t)s.E);
-        for (int64_t n = first; n < end; n++)
-            for (int32_t e = 0; e < s.E; e++) {
-                const size_t i = (size_t)(n * s.E + e);
-                seen[i] = log(scores[i]) - (s.score == SCORE_SIGMOID ? log1p(-scores[i]) : 0);
-                mean[(size_t)e] += s.center * seen[i] / (double)(end - first);
+        const int64_t tokens = std::min(s.T, s.N - first);
+        double *l = &seen[(size_t)(first * E)], square = 0;
+        std::vector<double> mean((size_t)E), m((size_t)(tokens * E)), c((size_t)E, 1.0);
+        for (int64_t i = 0; i < tokens * E; i++) mean[(size_t)(i % E)] += l[i] / (double)tokens;
+        for (int64_t i = 0; i < tokens * E; i++) square += pow(l[i] - mean[(size_t)(i % E)], 2);
+        const double tau = EVEN_TAU * sqrt(square / (double)(tokens * E)) + 1e-20;
+        for (int64_t i = 0; i < tokens * E; i++) m[(size_t)i] = exp((l[i] - mean[(size_t)(i % E)]) / tau);
+        for (int round = 0; round < EVEN_ROUNDS; round++) {
+            std::vector<double> column((size_t)E);
+            for (int64_t t = 0; t < tokens; t++) {
+                double row = 0;
+                for (int64_t e = 0; e < E; e++) row += m[(size_t)(t * E + e)] * c[(size_t)e];
+                for (int64_t e = 0; e < E; e++) column[(size_t)e] += m[(size_t)(t * E + e)] / row;
             }
-        for (int64_t n = first; n < end; n++) {
+            for (int64_t e = 0; e < E; e++) c[(size_t)e] = (double)tokens / (double)E / column[(size_t)e];
+        }
+        for (int64_t t = 0; t < tokens; t++, l += E) {
             double sum = 0;
-            for (int32_t e = 0; e < s.E; e++) sum += exp(seen[(size_t)(n * s.E + e)] - mean[(size_t)e]);
-            for (int32_t e = 0; e < s.E; e++) {
-                double& x = seen[(size_t)(n * s.E + e)];
-                x = exp(x - mean[(size_t)e]);
-                x = s.score == SCORE_SIGMOID ? x / (1 + x) : x / sum;
+            for (int64_t e = 0; e < E; e++) {
+                l[e] = exp(l[e] - s.even * (mean[(size_t)e] - tau * log(c[(size_t)e])));
+                sum += l[e];
             }
+            for (int64_t e = 0; e < E; e++) l[e] /= s.score == SCORE_SIGMOID ? 1 + l[e] : sum;
         }
     }
     return seen;
@@ -378,7 +389,7 @@ static void router_case(RouterShape s, float aux) {
     CHECK_CLOSE(scores, FLOAT);
     auto id = expert.got();
     auto gates = gate.got();
-    const std::vector<double> seen = seen_scores(scores.host, s);
+    const std::vector<double> seen = seen_scores(x.host, w.host, s);
     int64_t close = 0, wrong = 0;
     double diff = 0, norm = 0;
     for (int64_t n = 0; n < s.N; n++) {
@@ -435,7 +446,7 @@ static void router_case(RouterShape s, float aux) {
 }
 
 static void test_router(void) {
-    //            N    T   C   E   K  groups  score  norm  scale  force  center
+    //            N    T   C   E   K  groups  score  norm  scale  force  even
     router_case({1, 1, 8, 1, 1, 1, 1, SCORE_SIGMOID, 1, 1, 0, 0}, 0);
     router_case({3, 3, 24, 8, 2, 1, 1, SCORE_SIGMOID, 1, 1, 0, 0}, 0.01f);
     router_case({129, 43, 33, 12, 3, 1, 1, SCORE_SOFTMAX, 0, 1, 0, 0}, 0);

@@ -223,7 +223,7 @@ static void check_block(MoeShape s) {
 
 #define BF16 FORMAT_VALUES, FORMAT_VALUES, FORMAT_VALUES  // nothing in MXFP8
 static void test_block(void) {
-    //             N    T   C  E  K  groups   score    norm scale force center  F  shared ep recompute
+    //             N    T   C  E  K  groups   score    norm scale force even  F  shared ep recompute
     check_block((MoeShape){{1, 1, 3, 1, 1, 1, 1, SCORE_SIGMOID, 1, 1, 0, 0}, 2, 2, 1, 0, BF16});
     check_block((MoeShape){{23, 23, 6, 5, 2, 1, 1, SCORE_SIGMOID, 1, 2.5f, 0, 0}, 4, 3, 1, 0, BF16});
     check_block((MoeShape){{130, 65, 9, 8, 3, 1, 1, SCORE_SOFTMAX, 0, 1, 0, 0}, 5, 0, 1, 0, BF16});

@@ -100,7 +100,7 @@ class ResumeOptions(Case):
         options += ["--" + name for name in flags if golden["options"][name]]
         args = [PROGRAM, "--train", self.train_glob, "--val", self.val_glob, "--steps", 4, "--save-every", 2, *options]
         whole, out = self.dir / "whole", self.dir / "run"
-        self.call([*args, "--out", "whole", "--router-center", 0])  # the one default that is not what there was before it
+        self.call([*args, "--out", "whole", "--even-start", 0])  # the one default that is not what there was before it
         shutil.copytree(whole, out)
         shutil.rmtree(out / "step_00000004")
         record = manifest(out / "step_00000002")

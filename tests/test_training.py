@@ -46,7 +46,7 @@ class Determinism(Case):
 
 class Balance(Case):
     """Softmax scores without a selection bias. 16 experts, 2 a token: 8 is every token, and 2 to 3 is the draw of 1024
-    tokens. Over 6 seeds, in the order of the checks: 6.7 to 7.7; 2.1 to 2.6 (not centered 3.9 to 5.0); 2.2 to 2.9; 4.6 to 7.2;
+    tokens. Over 6 seeds, in the order of the checks: 6.7 to 7.7; 1.7 to 1.9 (not evened out 3.9 to 5.0); 1.7 to 2.1; 4.6 to 7.2;
     2.1 to 2.7 (without balance loss 4.5 to 5.5)."""
     def load(self, out, first, last, **options):
         """Mean over steps of the fullest expert of the worst block."""
@@ -58,10 +58,10 @@ class Balance(Case):
         return sum(loads) / len(loads)
 
     def test_a_collapse_and_its_end(self):
-        without = dict(router_center=0, aux_loss=0)
+        without = dict(even_start=0, aux_loss=0)
         self.assertGreater(self.load("collapsed", 10, 25, steps=30, **without), 5)
-        self.assertLess(self.load("even", 0, 20, steps=20), 3.3)
-        self.assertLess(self.load("centered", 0, 20, steps=20, aux_loss=0), 3.5)
+        self.assertLess(self.load("even", 0, 20, steps=20), 2.5)
+        self.assertLess(self.load("without_loss", 0, 20, steps=20, aux_loss=0), 3)
         # The collapsed model goes on: as it is, and with the defaults, which are the balance loss alone after --init.
         collapsed = dict(init="collapsed/step_00000030", steps=50)
         self.assertGreater(self.load("as_it_is", 0, 10, **collapsed, aux_loss=0), 3.5)
