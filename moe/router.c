@@ -50,22 +50,24 @@ static void limit_groups(real* choice, real* group_score, char* taken, RouterSha
 
 // What evens out the choice of one sequence, times `share`: d (E). scratch holds 3 E.
 static void even_out(real* share_d, const real* logits, int64_t tokens, int64_t E, double share, double* scratch) {
+    const int64_t step = ceil_div(tokens, EVEN_TOKENS), count = ceil_div(tokens, step);
     double *d = scratch, *p = d + E, *sum = p + E, square = 0;
     for (int64_t e = 0; e < E; e++) d[e] = 0;
-    for (int64_t t = 0; t < tokens; t++)
-        for (int64_t e = 0; e < E; e++) d[e] += (double)logits[t * E + e] / (double)tokens;
-    for (int64_t t = 0; t < tokens; t++)
+    for (int64_t t = 0; t < tokens; t += step)
+        for (int64_t e = 0; e < E; e++) d[e] += (double)logits[t * E + e] / (double)count;
+    for (int64_t t = 0; t < tokens; t += step)
         for (int64_t e = 0; e < E; e++) square += pow((double)logits[t * E + e] - d[e], 2);
-    const double tau = EVEN_TAU * sqrt(square / (double)(tokens * E)) + 1e-20;
-    for (int round = 0; round < EVEN_ROUNDS; round++) {
+
+    double tau = EVEN_TAU * sqrt(square / (double)(count * E)) + 1e-20;
+    for (int round = 0; round < EVEN_ROUNDS; round++, tau *= EVEN_COOLER) {
         for (int64_t e = 0; e < E; e++) sum[e] = 0;
-        for (int64_t t = 0; t < tokens; t++) {
+        for (int64_t t = 0; t < tokens; t += step) {
             double top = -INFINITY, total = 0;
             for (int64_t e = 0; e < E; e++) top = fmax(top, p[e] = ((double)logits[t * E + e] - d[e]) / tau);
             for (int64_t e = 0; e < E; e++) total += p[e] = exp(p[e] - top);
             for (int64_t e = 0; e < E; e++) sum[e] += p[e] / total;
         }
-        for (int64_t e = 0; e < E; e++) d[e] += tau * log(sum[e] * (double)E / (double)tokens + EVEN_LEAST);
+        for (int64_t e = 0; e < E; e++) d[e] += tau * log(sum[e] * (double)E / (double)count + EVEN_LEAST);
     }
     for (int64_t e = 0; e < E; e++) share_d[e] = (real)(share * d[e]);
 }

@@ -48,22 +48,24 @@ static __device__ __forceinline__ int take_best(uint32_t value[J]) {
     return taken;
 }
 
-// share_d (sequences, E) = even d. A block takes a sequence, a warp every 16th of its tokens; lane l holds experts l,
-// l + 32, ... Sums over tokens stay in registers until all are read; then the warps' meet in shared memory, in order.
-// Bound by the latency of a token's exponentials and two warp reductions; only the first steps of a run need it.
+// share_d (sequences, E) = even d. A block takes a sequence, a warp every 16th of the tokens that count; lane l holds
+// experts l, l + 32, ... Sums over tokens stay in registers until all are read; then the warps' meet in shared memory,
+// in order. Bound by the latency of a token's exponentials and two warp reductions; only the first steps of a run need
+// it.
 template <int J>
 static __global__ void __launch_bounds__(512) even_out(float* share_d, const float* logits, RouterShape s) {
     enum { WARPS = 16 };
     __shared__ float part[WARPS][32 * J], d[32 * J];
     const int warp = threadIdx.x / 32, lane = threadIdx.x % 32, mine = threadIdx.x;
-    const int64_t first = blockIdx.x * s.T, tokens = s.N - first < s.T ? s.N - first : s.T;
+    const int64_t first = blockIdx.x * s.T, tokens = s.N - first < s.T ? s.N - first : s.T,
+                  step = (tokens + EVEN_TOKENS - 1) / EVEN_TOKENS, count = (tokens + step - 1) / step;
     logits += first * s.E;
 
     // The sum over tokens of what `make` turns their logits x into: thread e gets expert e's, then all threads meet.
     float x[J];
     auto over_tokens = [&](auto make) {
         float sum[J] = {};
-        for (int64_t t = warp; t < tokens; t += WARPS) {
+        for (int64_t t = warp * step; t < tokens; t += WARPS * step) {
 #pragma unroll
             for (int j = 0; j < J; j++) x[j] = lane + 32 * j < s.E ? logits[t * s.E + lane + 32 * j] : -INFINITY;
             make();
@@ -80,7 +82,7 @@ static __global__ void __launch_bounds__(512) even_out(float* share_d, const flo
     };
 
     // d at first, and tau
-    const float mean = over_tokens([] {}) / (float)tokens;
+    const float mean = over_tokens([] {}) / (float)count;
     if (mine < 32 * J) d[mine] = mine < s.E ? mean : 0;
     __syncthreads();
     float square = over_tokens([&] {
@@ -93,10 +95,10 @@ static __global__ void __launch_bounds__(512) even_out(float* share_d, const flo
     __syncthreads();
     square = 0;
     for (int w = 0; w < WARPS; w++) square += part[0][w];
-    const float tau = (float)EVEN_TAU * sqrtf(square / ((float)tokens * s.E)) + 1e-20f;
+    float tau = (float)EVEN_TAU * sqrtf(square / ((float)count * s.E)) + 1e-20f;
     __syncthreads();
 
-    for (int round = 0; round < EVEN_ROUNDS; round++) {
+    for (int round = 0; round < EVEN_ROUNDS; round++, tau *= (float)EVEN_COOLER) {
         const float sum = over_tokens([&] {
             float top = -INFINITY, total = 0;
 #pragma unroll
@@ -108,7 +110,7 @@ static __global__ void __launch_bounds__(512) even_out(float* share_d, const flo
 #pragma unroll
             for (int j = 0; j < J; j++) x[j] /= total;
         });
-        if (mine < s.E) d[mine] += tau * logf(sum * (float)s.E / (float)tokens + (float)EVEN_LEAST);
+        if (mine < s.E) d[mine] += tau * logf(sum * (float)s.E / (float)count + (float)EVEN_LEAST);
         __syncthreads();
     }
     if (mine < s.E) share_d[blockIdx.x * (int64_t)s.E + mine] = s.even * d[mine];

@@ -9,17 +9,22 @@
 //
 // The bias only selects; gradients reach x and Wg through the gates (and the auxiliary loss) alone.
 //
-// Early in training x is nearly the same for all tokens (it carries the frequencies of the tokens), what is left of it lies
-// along few directions, and both move at every step by more than the tokens differ: whole steps would choose the same K
-// experts. Until that is over, the selection is made by logits less a share `even` of what evens out a sequence's choice:
+// Early in training x is nearly the same for all tokens (it carries the frequencies of the tokens), what is left of it
+// lies along few directions, and both move at every step by more than the tokens differ: whole steps would choose the
+// same K experts. Until that is over, the selection is made by logits less a share `even` of what evens out a
+// sequence's choice:
 //
 //   selection among s(logits_te - even d_e) + bias
-//   d_e = mean_t logits_te at first;  EVEN_ROUNDS times  d_e += tau log(E mean_t p_te),  p_t = softmax((logits_t - d) / tau),
-//   tau = EVEN_TAU times the standard deviation of logits_te - mean_t logits_te
+//   d = mean_t logits_t at first; then for each tau of EVEN_ROUNDS  d_e += tau log(E mean_t p_te + EVEN_LEAST),
+//   p_t = softmax((logits_t - d) / tau);  tau = EVEN_TAU, and each time EVEN_COOLER of that, times the standard
+//   deviation of logits_te - mean_t logits_te;  t: every n-th token of the sequence, n the least that makes them
+//   EVEN_TOKENS or fewer
 //
-// These are Sinkhorn's rounds (as in S-BASE, arXiv 2202.01169, section 3.1) towards p of equal means. The gates keep s. d
-// looks ahead within the sequence, so a model is used with even 0; a share that falls step by step (settings_even) leads
-// there. A sequence is all of it that counts: how tokens are spread over ranks and micro-steps does not.
+// These are Sinkhorn's rounds (as in S-BASE, arXiv 2202.01169, section 3.1) towards p of equal means, ever closer to a
+// choice of one: a few tokens with large logits make tau large, and one tau would leave the others as they are. The
+// gates keep s. d looks ahead within the sequence, so a model is used with even 0; a share that falls step by step
+// (settings_even) leads there. How tokens are spread over ranks and micro-steps does not count, as a sequence is on
+// one.
 #ifndef MOE_ROUTER_H
 #define MOE_ROUTER_H
 
@@ -29,9 +34,10 @@ BEGIN_C
 
 typedef struct StepState StepState;  // layers/adamw.h
 
-enum { EVEN_ROUNDS = 8 };
-#define EVEN_TAU 0.2
-#define EVEN_LEAST 1e-9  // added under the logarithm: an expert that p gives nothing
+enum { EVEN_ROUNDS = 12, EVEN_TOKENS = 1024 };
+#define EVEN_TAU 0.4
+#define EVEN_COOLER 0.75
+#define EVEN_LEAST 1e-9  // for an expert that p gives nothing
 
 typedef enum { SCORE_SIGMOID = 0, SCORE_SOFTMAX = 1 } ScoreFunction;
 

@@ -338,8 +338,7 @@ static double margin(const double* s, const double* bias, RouterShape shape) {
     return gap;
 }
 
-// What the choice sees: s of the logits less a share of what evens them out (moe/router.h), by scaling the columns and
-// rows of exp(logits / tau) in turns.
+// What the choice sees: s of the logits less a share of what evens them out (moe/router.h).
 static std::vector<double> seen_scores(const std::vector<double>& x, const std::vector<double>& w, RouterShape s) {
     const int64_t E = s.E;
     std::vector<double> seen((size_t)(s.N * E));
@@ -347,28 +346,30 @@ static std::vector<double> seen_scores(const std::vector<double>& x, const std::
         for (int64_t i = 0; i < E * s.C; i++)
             seen[(size_t)(n * E + i / s.C)] += x[(size_t)(n * s.C + i % s.C)] * w[(size_t)i];
     for (int64_t first = 0; first < s.N; first += s.T) {
-        const int64_t tokens = std::min(s.T, s.N - first);
-        double *l = &seen[(size_t)(first * E)], square = 0;
-        std::vector<double> mean((size_t)E), m((size_t)(tokens * E)), c((size_t)E, 1.0);
-        for (int64_t i = 0; i < tokens * E; i++) mean[(size_t)(i % E)] += l[i] / (double)tokens;
-        for (int64_t i = 0; i < tokens * E; i++) square += pow(l[i] - mean[(size_t)(i % E)], 2);
-        const double tau = EVEN_TAU * sqrt(square / (double)(tokens * E)) + 1e-20;
-        for (int64_t i = 0; i < tokens * E; i++) m[(size_t)i] = exp((l[i] - mean[(size_t)(i % E)]) / tau);
-        for (int round = 0; round < EVEN_ROUNDS; round++) {
-            std::vector<double> column((size_t)E);
-            for (int64_t t = 0; t < tokens; t++) {
-                double row = 0;
-                for (int64_t e = 0; e < E; e++) row += m[(size_t)(t * E + e)] * c[(size_t)e];
-                for (int64_t e = 0; e < E; e++) column[(size_t)e] += m[(size_t)(t * E + e)] / row;
+        const int64_t tokens = std::min(s.T, s.N - first), step = ceil_div(tokens, EVEN_TOKENS);
+        double *l = &seen[(size_t)(first * E)], square = 0, count = (double)ceil_div(tokens, step);
+        std::vector<double> d((size_t)E);
+        auto at = [&](int64_t t, int64_t e) { return l[t * E + e] - d[(size_t)e]; };
+        for (int64_t e = 0; e < E; e++) {
+            double sum = 0;
+            for (int64_t t = 0; t < tokens; t += step) sum += l[t * E + e];
+            d[(size_t)e] = sum / count;
+            for (int64_t t = 0; t < tokens; t += step) square += at(t, e) * at(t, e);
+        }
+        double tau = EVEN_TAU * sqrt(square / count / (double)E) + 1e-20;
+        for (int round = 0; round < EVEN_ROUNDS; round++, tau *= EVEN_COOLER) {
+            std::vector<double> sum((size_t)E);
+            for (int64_t t = 0; t < tokens; t += step) {
+                double top = -INFINITY, total = 0;
+                for (int64_t e = 0; e < E; e++) top = std::max(top, at(t, e));
+                for (int64_t e = 0; e < E; e++) total += exp((at(t, e) - top) / tau);
+                for (int64_t e = 0; e < E; e++) sum[(size_t)e] += exp((at(t, e) - top) / tau) / total;
             }
-            for (int64_t e = 0; e < E; e++) c[(size_t)e] = (double)tokens / (double)E / column[(size_t)e];
+            for (int64_t e = 0; e < E; e++) d[(size_t)e] += tau * log(sum[(size_t)e] / count * (double)E + EVEN_LEAST);
         }
         for (int64_t t = 0; t < tokens; t++, l += E) {
             double sum = 0;
-            for (int64_t e = 0; e < E; e++) {
-                l[e] = exp(l[e] - s.even * (mean[(size_t)e] - tau * log(c[(size_t)e])));
-                sum += l[e];
-            }
+            for (int64_t e = 0; e < E; e++) sum += l[e] = exp(l[e] - s.even * d[(size_t)e]);
             for (int64_t e = 0; e < E; e++) l[e] /= s.score == SCORE_SIGMOID ? 1 + l[e] : sum;
         }
     }

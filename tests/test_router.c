@@ -134,33 +134,35 @@ static int near_best(const int32_t* expert, const double* key, RouterShape s, do
     return good;
 }
 
-// s + bias as the choice sees them, in double. What evens them out, by Sinkhorn's scaling of a matrix: its columns'
-// factors c, and rows' factors that make rows sum to 1, in turns.
+// s + bias as the choice sees them, in double.
 static void oracle_seen(double* seen, const Router* r) {
     const RouterShape s = r->shape;
+    const int32_t E = s.E;
     for (int64_t first = 0; first < s.N; first += s.T) {
-        const int64_t tokens = first + s.T < s.N ? s.T : s.N - first;
-        double *l = zeros(tokens * s.E), *m = zeros(tokens * s.E), *mean = zeros(s.E), *c = zeros(s.E), square = 0;
-        for (int64_t i = 0; i < tokens * s.E; i++)
-            mean[i % s.E] += (l[i] = dot(r->xd + (first + i / s.E) * s.C, r->wd + i % s.E * s.C, s.C)) / (double)tokens;
-        for (int64_t i = 0; i < tokens * s.E; i++) square += (l[i] - mean[i % s.E]) * (l[i] - mean[i % s.E]);
-        const double tau = EVEN_TAU * sqrt(square / (double)(tokens * s.E));
-        for (int64_t i = 0; i < tokens * s.E; i++) m[i] = tau > 0 ? exp((l[i] - mean[i % s.E]) / tau) : 1;
-        for (int32_t e = 0; e < s.E; e++) c[e] = 1;
+        const int64_t tokens = first + s.T < s.N ? s.T : s.N - first, step = (tokens + EVEN_TOKENS - 1) / EVEN_TOKENS;
+        double *l = zeros(tokens * E), *mean = zeros(E), *d = zeros(E), *m = zeros(E), square = 0, count = 0;
+        for (int64_t i = 0; i < tokens * E; i++) l[i] = dot(r->xd + (first + i / E) * s.C, r->wd + i % E * s.C, s.C);
+        for (int64_t t = 0; t < tokens; t += step, count++)
+            for (int32_t e = 0; e < E; e++) mean[e] += l[t * E + e];
+        for (int32_t e = 0; e < E; e++) mean[e] /= count;
+        for (int64_t t = 0; t < tokens; t += step)
+            for (int32_t e = 0; e < E; e++) square += (l[t * E + e] - mean[e]) * (l[t * E + e] - mean[e]);
         for (int round = 0; round < EVEN_ROUNDS; round++) {
-            double* column = zeros(s.E);
-            for (int64_t t = 0; t < tokens; t++) {
-                const double row = dot(m + t * s.E, c, s.E);
-                for (int32_t e = 0; e < s.E; e++) column[e] += m[t * s.E + e] / row;
+            const double tau = EVEN_TAU * pow(EVEN_COOLER, round) * sqrt(square / (count * E)) + 1e-20;
+            double* column = zeros(E);
+            for (int64_t t = 0; t < tokens; t += step) {
+                double row = 0, high = -INFINITY;
+                for (int32_t e = 0; e < E; e++) high = fmax(high, m[e] = l[t * E + e] - mean[e] - d[e]);
+                for (int32_t e = 0; e < E; e++) row += m[e] = exp((m[e] - high) / tau);
+                for (int32_t e = 0; e < E; e++) column[e] += m[e] / row;
             }
-            for (int32_t e = 0; e < s.E; e++) c[e] = (double)tokens / s.E / column[e];
+            for (int32_t e = 0; e < E; e++) d[e] += tau * log(column[e] * E / count + EVEN_LEAST);
         }
         for (int64_t t = 0; t < tokens; t++) {
-            double *row = seen + (first + t) * s.E, top = -INFINITY, sum = 0;
-            for (int32_t e = 0; e < s.E; e++)
-                top = fmax(top, row[e] = l[t * s.E + e] - (double)s.even * (mean[e] - tau * log(c[e])));
-            for (int32_t e = 0; e < s.E; e++) sum += exp(row[e] - top);
-            for (int32_t e = 0; e < s.E; e++)
+            double *row = seen + (first + t) * E, top = -INFINITY, sum = 0;
+            for (int32_t e = 0; e < E; e++) top = fmax(top, row[e] = l[t * E + e] - (double)s.even * (mean[e] + d[e]));
+            for (int32_t e = 0; e < E; e++) sum += exp(row[e] - top);
+            for (int32_t e = 0; e < E; e++)
                 row[e] =
                     (s.score == SCORE_SIGMOID ? 1 / (1 + exp(-row[e])) : exp(row[e] - top) / sum) + (double)r->bias[e];
         }
@@ -214,6 +216,7 @@ static void test_router_random(void) {
         {129, 129, 24, 8, 8, 2, 2, SIG, 0, 1.5f, 0, 0},  {128, 64, 24, 160, 6, 8, 3, SOFT, 1, 1, 0, 0},
         {65, 13, 24, 6, 2, 6, 3, SIG, 1, 1, 0, 0},       {64, 32, 24, 256, 8, 8, 4, SIG, 1, 2.5f, 0, 0},
         {130, 65, 24, 5, 3, 1, 1, SIG, 1, 1, 1, 0},      {130, 26, 33, 8, 2, 4, 2, SOFT, 0, 3, 1, 0},
+        {2500, 2100, 9, 6, 2, 1, 1, SIG, 1, 1, 0, 1},  // more tokens than are looked at
         {7, 3, 7, 8, 2, 1, 1, SIG, 1, 2.5f, 0, 1},       {300, 100, 40, 24, 6, 8, 3, SOFT, 0, 16, 0, 1},
         {130, 50, 33, 20, 5, 4, 3, SIG, 1, 2.5f, 0, 1},  {129, 43, 33, 16, 4, 1, 1, SOFT, 0, 1, 0, 0.3f},
         {64, 32, 24, 256, 8, 8, 4, SIG, 1, 1, 0, 0.75f}, {130, 65, 24, 5, 3, 1, 1, SIG, 1, 1, 1, 1},
@@ -358,7 +361,8 @@ static void test_router_even_loads(void) {
         most[even] = (double)top * E / (N * K);
         release_all();
     }
-    CHECK(most[0] > 2.7 && most[1] < 1.9, "the fullest expert has %.2f times its share, evened out %.2f", most[0], most[1]);
+    CHECK(most[0] > 2.7 && most[1] < 1.9, "the fullest expert has %.2f times its share, evened out %.2f", most[0],
+          most[1]);
 }
 
 // Scores that are all 0 in float32 divide by 1e-20, not by 0; a token that is not finite still gets K different

@@ -46,7 +46,7 @@ class Determinism(Case):
 
 class Balance(Case):
     """Softmax scores without a selection bias. 16 experts, 2 a token: 8 is every token, and 2 to 3 is the draw of 1024
-    tokens. Over 6 seeds, in the order of the checks: 6.7 to 7.7; 1.7 to 1.9 (not evened out 3.9 to 5.0); 1.7 to 2.1; 4.6 to 7.2;
+    tokens. Over 6 seeds, in the order of the checks: 6.7 to 7.7; 1.7 to 2.0 (not evened out 3.9 to 5.0); 1.8 to 2.5; 4.6 to 7.2;
     2.1 to 2.7 (without balance loss 4.5 to 5.5)."""
     def load(self, out, first, last, **options):
         """Mean over steps of the fullest expert of the worst block."""
