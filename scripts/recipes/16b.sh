@@ -6,6 +6,6 @@ set -eu
 shards=100
 . "$(dirname "$0")/text.sh"
 gpus=$(nvidia-smi --list-gpus | wc -l)
-exec mpirun -np "$gpus" "$root/build/cuda/train_moe" --model 16b --ep "$gpus" --shard weights --precision mxfp8 \
+exec mpirun -np "$gpus" "${TRAIN_MOE:-$root/build/cuda/train_moe}" --model 16b --ep "$gpus" --shard weights --precision mxfp8 \
     --linear-precision mxfp8 --seq-len 4096 --batch 4 --tokens-per-step 1048576 --steps 9536 --lr 4.2e-4 --warmup 500 \
     --val-every 500 --val-tokens 4194304 --save-every 500 --keep 2 --timeout 1800 --out runs/16b --resume "$@"

@@ -5,5 +5,5 @@
 set -eu
 shards=10
 . "$(dirname "$0")/text.sh"
-exec "$root/build/cuda/train_moe" --model small --seq-len 1024 --batch 32 --steps 30518 --lr 1e-3 --warmup 300 \
+exec "${TRAIN_MOE:-$root/build/cuda/train_moe}" --model small --seq-len 1024 --batch 32 --steps 30518 --lr 1e-3 --warmup 300 \
     --val-every 1000 --val-tokens 1048576 --save-every 5000 --sample-every 5000 --out runs/small --resume "$@"

@@ -5,5 +5,5 @@
 set -eu
 shards=1
 . "$(dirname "$0")/text.sh"
-exec "$root/build/cpu/train_moe" --model tiny --seq-len 256 --batch 8 --steps 2000 --lr 3e-3 --warmup 100 \
+exec "${TRAIN_MOE:-$root/build/cpu/train_moe}" --model tiny --seq-len 256 --batch 8 --steps 2000 --lr 3e-3 --warmup 100 \
     --val-every 500 --val-tokens 131072 --save-every 500 --sample-every 1000 --out runs/tiny --resume "$@"

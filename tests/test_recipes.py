@@ -1,0 +1,60 @@
+#!/usr/bin/env python3
+"""scripts/recipes: what they start, on what text. TRAIN_MOE=build/cpu/train_moe python3 tests/test_recipes.py"""
+import os
+import pathlib
+import re
+import shutil
+import subprocess
+import unittest
+
+from cli import Case, PROGRAM, ROOT, main, read_log, write_shard
+
+RECIPES = sorted((ROOT / "scripts/recipes").glob("*.sh"))
+SHORT = ("--layers", 2, "--dim", 32, "--heads", 2, "--kv-lora", 16, "--dense-ffn", 32, "--experts", 4, "--top-k", 2, "--expert-ffn", 16,
+         "--seq-len", 16, "--batch", 1, "--steps", 2, "--warmup", 0, "--val-tokens", 16, "--sample-tokens", 4)
+
+
+class Recipes(Case):
+    def start(self, name, *options, fails=0):
+        """A recipe in an empty folder, with a folder in place of Hugging Face and a machine of 4 GPUs that are not there."""
+        there, tools = self.dir / "there", self.dir / "tools"
+        for folder in (there, tools):
+            folder.mkdir(exist_ok=True)
+        for shard in ("val_000000", *(f"train_{i:06d}" for i in range(1, 101))):
+            write_shard(there / f"edu_fineweb_{shard}.bin", range(100))
+        (there / "tokenizer.json").write_text('{"model": {"type": "BPE", "vocab": {"a": 0, "<|endoftext|>": 1}, "merges": []}}')
+        (tools / "nvidia-smi").write_text("#!/bin/sh\nfor i in 0 1 2 3; do echo GPU $i; done\n")
+        (tools / "mpirun").write_text('#!/bin/sh\nshift 2\nexec "$@"\n')
+        for tool in tools.iterdir():
+            tool.chmod(0o755)
+        return subprocess.run(["sh", ROOT / f"scripts/recipes/{name}.sh", *map(str, options)], capture_output=True, text=True,
+                              cwd=self.dir, timeout=120,
+                              env={**os.environ, "TRAIN_MOE": str(pathlib.Path(PROGRAM).resolve()), "PATH": f"{tools}:{os.environ['PATH']}",
+                                   "FINEWEB_URL": there.as_uri(), "FINEWEB_TOKENIZER_URL": there.as_uri()})
+
+    def test_each_can_be_planned(self):
+        names = [path.stem for path in RECIPES if path.stem != "text"]
+        self.assertEqual(names, ["16b", "debug", "small", "tiny"])
+        for name in names:
+            with self.subTest(name):
+                done = self.start(name, "--train", "my text/*.bin", "--dry-run", *(("--ranks", 4) if name == "16b" else ()))
+                self.assertEqual(done.returncode, 0, done.stderr)
+                self.assertEqual(done.stderr, "")
+                self.assertRegex(done.stdout, rf"(?m)^model  +model {name} ")
+                self.assertTrue(re.search(r"\btrain my text/\*\.bin\b", done.stdout), "--train of its own")
+                self.assertFalse((self.dir / "data").exists())
+
+    @unittest.skipUnless(shutil.which("curl"), "there is no curl")
+    def test_it_fetches_trains_and_goes_on(self):
+        for steps in (2, 3):
+            done = self.start("tiny", *SHORT, "--steps", steps, "--vocab", 100)
+            self.assertEqual(done.returncode, 0, done.stderr)
+        first, log = read_log(self.dir / "runs/tiny")
+        self.assertEqual([step["step"] for step in log], [1, 2, 3])
+        self.assertEqual((first["train"], first["vocab"]), ("data/corpus/fineweb/edu_fineweb_train_*.bin", 100))
+        self.assertEqual(sorted(os.listdir(self.dir / "data/corpus/fineweb")),
+                         ["edu_fineweb_train_000001.bin", "edu_fineweb_val_000000.bin", "tokenizer.json"])
+
+
+if __name__ == "__main__":
+    main()
