@@ -114,13 +114,13 @@ def main():
     parser.add_argument("tests", nargs="*")
     options = parser.parse_intermixed_args()
 
-    # The longest first, so that none is left alone at the end.
+    # The longest first, so that none is left alone at the end: long files take long, and a GPU's runs longer than a CPU's.
     tests = []
-    for path in sorted(glob.glob(os.path.join(TESTS, "test_*.py"))):
+    for path in sorted(glob.glob(os.path.join(TESTS, "test_*.py")), key=os.path.getsize, reverse=True):
         with open(path) as file:
             text = file.read()
         programs = options.program if NEEDS_PROGRAM.search(text) else [None]
-        for program in programs[:1] if ONE_BUILD.search(text) else programs:
+        for program in programs[:1] if ONE_BUILD.search(text) else reversed(programs):
             name = os.path.relpath(path) + (f" ({os.path.dirname(program)})" if program else "")
             tests.append((name, [sys.executable, path], program))
     for ranks, path in options.ranks:
