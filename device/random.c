@@ -69,8 +69,8 @@ static double normal_quantile(double p) {
 void random_normal(float* out, int64_t n, uint64_t seed, uint32_t stream, uint64_t first, double std) {
     const double low = 0.0013498980316300946;  // the normal distribution function at -3
     const double width = 1 - 2 * low;
-    // Threads for no less than a third of a millisecond's work each: where several runs share a machine, waking all of
-    // them for each of a model's tensors took ten times as long as the draws.
+    // No thread for less than a third of a millisecond's work: a model has hundreds of tensors, and where several runs
+    // share a machine, waking all threads for each takes longer than the draws.
     const int64_t blocks = (n + 4095) / 4096, busy = blocks / 4 + 1, most = omp_get_max_threads();
 #pragma omp parallel for schedule(static) num_threads((int)(busy < most ? busy : most))
     for (int64_t block = 0; block < blocks; block++) {

@@ -72,8 +72,8 @@ static void even_out(real* share_d, const real* logits, int64_t tokens, int64_t 
     for (int64_t e = 0; e < E; e++) share_d[e] = (real)(share * d[e]);
 }
 
-// Workspace: per thread three rows of E doubles, or two of reals and E marks; then dlogits (N, E) in backward; then
-// d or counts (sequences, E).
+// Workspace: forward has three rows of E doubles for each thread, or two of reals and E marks, then even d (sequences,
+// E); backward dlogits (N, E), then counts (sequences, E).
 static int64_t thread_reals(RouterShape s) { return 6 * (int64_t)s.E; }
 
 size_t router_workspace(RouterShape s) {
