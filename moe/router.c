@@ -21,7 +21,7 @@ static void score_row(real* s, int32_t E, int32_t function) {
 
 // Index of the largest value, the first of equals; the winner is struck out so that the next call finds the next one.
 // With NaN all around it is the first index not yet struck out: any expert will do, but no expert twice.
-static int32_t take_best(real* value, char* taken, int32_t n) {
+static int32_t take_best(const real* value, char* taken, int32_t n) {
     int32_t best = -1;
     for (int32_t i = 0; i < n; i++)
         if (!taken[i] && (best < 0 || value[i] > value[best])) best = i;
@@ -73,7 +73,7 @@ static void even_out(real* share_d, const real* logits, int64_t tokens, int64_t 
 }
 
 // Workspace: forward has three rows of E doubles for each thread, or two of reals and E marks, then even d (sequences,
-// E); backward dlogits (N, E), then counts (sequences, E).
+// E); backward dlogits (N, E), counts (sequences, E) and E marks.
 static int64_t thread_reals(RouterShape s) { return 6 * (int64_t)s.E; }
 
 size_t router_workspace(RouterShape s) {
@@ -134,10 +134,14 @@ static void balance_backward(real* ds, const real* p, const real* count, float a
 void router_backward(floatX* dx, real* dw, const real* dgate, const real* scores, const int32_t* expert,
                      const real* gate, const floatX* x, const floatX* w, float aux, RouterShape s, Ctx* ctx) {
     int64_t sequences = ceil_div(s.N, s.T);
-    real *dlogits = ctx_workspace(ctx, (s.N + sequences) * s.E), *counts = dlogits + s.N * s.E;
+    real *dlogits = ctx_workspace(ctx, (s.N + sequences + 1) * s.E), *counts = dlogits + s.N * s.E;
+    char* taken = (char*)(counts + sequences * s.E);
     if (aux != 0) {
         for (int64_t i = 0; i < sequences * s.E; i++) counts[i] = 0;
-        for (int64_t i = 0; i < s.N * s.K; i++) counts[i / s.K / s.T * s.E + expert[i]]++;
+        for (int64_t n = 0; n < s.N; n++) {
+            for (int32_t e = 0; e < s.E; e++) taken[e] = 0;
+            for (int32_t k = 0; k < s.K; k++) counts[n / s.T * s.E + take_best(scores + n * s.E, taken, s.E)]++;
+        }
     }
 #pragma omp parallel for schedule(dynamic)
     for (int64_t n0 = 0; n0 < s.N; n0 += TILE) {

@@ -241,16 +241,29 @@ static void by_experts(RouterShape s, Launch launch_for) {
     launch_for(Int<J>());
 }
 
-// count (sequences, E): how many choices of a sequence fell on an expert. A block a sequence.
-static __global__ void count_sequences(float* count, const int32_t* expert, RouterShape s) {
-    __shared__ int held[MAX_E];
-    for (int e = threadIdx.x; e < s.E; e += blockDim.x) held[e] = 0;
+// count (sequences, E) += tokens that have an expert's score among their K largest. A block takes COUNT_TOKENS of a
+// sequence, a warp one after another of them; whole numbers, so that the order does not matter.
+enum { COUNT_TOKENS = 128 };
+template <int J>
+static __global__ void __launch_bounds__(256) count_best(float* count, const float* scores, RouterShape s) {
+    __shared__ int held[32 * J];
+    const int lane = threadIdx.x % 32;
+    const int64_t sequence = blockIdx.x, first = sequence * s.T + blockIdx.y * (int64_t)COUNT_TOKENS,
+                  end = min(min(first + COUNT_TOKENS, (sequence + 1) * s.T), s.N);
+    for (int e = threadIdx.x; e < 32 * J; e += 256) held[e] = 0;
     __syncthreads();
-    // The choices of sequence b start at b T K; the last sequence may be shorter.
-    const int64_t first = blockIdx.x * s.T * s.K, last = first + s.T * s.K < s.N * s.K ? first + s.T * s.K : s.N * s.K;
-    for (int64_t i = first + threadIdx.x; i < last; i += blockDim.x) atomicAdd(&held[expert[i]], 1);
+    for (int64_t n = first + threadIdx.x / 32; n < end; n += 8) {
+        uint32_t value[J];
+#pragma unroll
+        for (int j = 0; j < J; j++) value[j] = lane + 32 * j < s.E ? ordered(scores[n * s.E + lane + 32 * j]) : 0;
+        for (int k = 0; k < s.K; k++) {
+            const int e = take_best<J>(value);
+            if (lane == 0) atomicAdd(&held[e], 1);
+        }
+    }
     __syncthreads();
-    for (int e = threadIdx.x; e < s.E; e += blockDim.x) count[blockIdx.x * (int64_t)s.E + e] = (float)held[e];
+    for (int e = threadIdx.x; e < s.E; e += 256)
+        if (held[e]) atomicAdd(&count[sequence * s.E + e], (float)held[e]);
 }
 
 // dlogits of a token, split in two bf16: its row is hi (E), then lo (E). One warp a token, lane l holds experts l,
@@ -375,7 +388,12 @@ void router_backward(floatX* dx, real* dw, const real* dgate, const real* scores
 
     // count_e of each sequence, for the auxiliary loss.
     float* count = aux != 0 ? scratch.count : NULL;
-    if (count) launch(count_sequences, blocks_for(s.N, s.T), 1024, 0, ctx, count, expert, s);
+    if (count) {
+        const int64_t sequences = ceil_div(s.N, s.T);
+        const dim3 blocks((unsigned)sequences, (unsigned)ceil_div(min_i64(s.T, s.N), COUNT_TOKENS));
+        device_zero(count, (size_t)(sequences * s.E) * sizeof(float), ctx);
+        by_experts(s, [&](auto j) { launch(count_best<decltype(j)::value>, blocks, 256, 0, ctx, count, scores, s); });
+    }
 
     // dlogits = s (1 - s) ds, or s (ds - sum_j s_j ds_j), as hi + lo
     by_experts(s, [&](auto j) {

@@ -62,7 +62,8 @@ void router_forward(real* scores,      // (N, E): s, kept for backward
 
 // aux: weight of the sequence-wise balance loss aux * sum_sequences sum_e f_e P_e, f_e = E / (K T) * count_e,
 // P_e = mean_t s_te / sum_e' s_te' (DeepSeek-V3, equations 17 to 20), counts taken as constants. 0 switches it off.
-// count_e are the choices made, with bias and groups; equation 18 counts the K largest s without them.
+// count_e: tokens that have s_te among their K largest, without bias and groups; so a router whose choice is evened out
+// learns to be even by itself.
 void router_backward(floatX* dx,             // (N, C), +=
                      real* dw,               // (E, C), +=
                      const real* dgate,      // (N, K)

@@ -97,7 +97,10 @@ static double router_objective(void* arg) {
             double count = 0, share = 0;
             for (int64_t n = start; n < start + s.T && n < s.N; n++) {
                 share += scores[n * s.E + e] / sum[n] / (double)s.T;
-                for (int32_t k = 0; k < s.K; k++) count += r->expert[n * s.K + k] == e;
+                int32_t above = 0;  // by the op's scores: differences must not move the counts
+                for (int32_t o = 0; o < s.E; o++)
+                    above += before((double)r->scores[n * s.E + o], o, (double)r->scores[n * s.E + e], e);
+                count += above < s.K;
             }
             objective += (double)r->aux * s.E / ((double)s.K * s.T) * count * share;
         }
