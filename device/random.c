@@ -71,9 +71,8 @@ void random_normal(float* out, int64_t n, uint64_t seed, uint32_t stream, uint64
     const double width = 1 - 2 * low;
     // No thread for less than a third of a millisecond's work: a model has hundreds of tensors, and where several runs
     // share a machine, waking all threads for each takes longer than the draws.
-    const int64_t blocks = (n + 4095) / 4096, busy = blocks / 4 + 1, most = omp_get_max_threads();
-#pragma omp parallel for schedule(static) num_threads((int)(busy < most ? busy : most))
-    for (int64_t block = 0; block < blocks; block++) {
+#pragma omp parallel for schedule(static) num_threads((int)min_i64(omp_get_max_threads(), n / 16384 + 1))
+    for (int64_t block = 0; block < (n + 4095) / 4096; block++) {
         // One call gives four numbers: elements 4k .. 4k + 3, wherever this rank's part begins.
         uint32_t word[4];
         uint64_t have = UINT64_MAX;  // the counter that word belongs to
