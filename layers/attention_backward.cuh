@@ -314,16 +314,8 @@ __global__ void __launch_bounds__(THREADS, 1)
             zero(dk);
             zero(dv);
 
-            // The walk over the queries starts at this group's diagonal.
-            int m = k0 / DK_QUERIES;
-            if (group == 1) {  // the first queries all lie before its keys
-                sh.ring.wait_full(q_use);
-                sh.ring.release(q_use++);
-                m++;
-            }
-            int first = m;
-            for (; m < ends; m++) {  // none if all of this group's keys lie beyond T
-                // A tile of 64 queries. Rows are keys: s, dp, p and ds are transposed.
+            // One tile of 64 queries, masked on the diagonal. Rows are keys: s, dp, p and ds are transposed.
+            auto step = [&](auto masked) {
                 int i = q_use % DK_STAGES;
                 float s[DK_QUERIES / 2], dp[DK_QUERIES / 2];
                 uint32_t p[DK_QUERIES / 4], ds[DK_QUERIES / 4];
@@ -340,11 +332,10 @@ __global__ void __launch_bounds__(THREADS, 1)
 
                 // P^T = exp(scale S^T), 0 before the diagonal.
 #pragma unroll
-                for (int j = 0; j < DK_QUERIES / 2; j++) s[j] = exp2_approx(s[j] * scale2);
-                if (m == first)  // the diagonal: queries before the key
-#pragma unroll
-                    for (int j = 0; j < DK_QUERIES / 2; j++)
-                        if (group * 64 + j / 4 * 8 + lane % 4 * 2 + j % 2 < row + j / 2 % 2 * 8) s[j] = 0;
+                for (int j = 0; j < DK_QUERIES / 2; j++) {
+                    s[j] = exp2_approx(s[j] * scale2);
+                    if (masked.value && group * 64 + j / 4 * 8 + lane % 4 * 2 + j % 2 < row + j / 2 % 2 * 8) s[j] = 0;
+                }
 #pragma unroll
                 for (int j = 0; j < DK_QUERIES / 4; j++) p[j] = pack_bf16(s[2 * j], s[2 * j + 1]);
 
@@ -375,7 +366,16 @@ __global__ void __launch_bounds__(THREADS, 1)
                 wgmma_pin(dv);
                 wgmma_pin(dk);
                 sh.ring.release(q_use++);
+            };
+
+            // The walk: the tile on this group's diagonal, and those after it. None if all of its keys lie beyond T.
+            int m = k0 / DK_QUERIES + group;
+            if (group == 1) {  // the first queries all lie before its keys
+                sh.ring.wait_full(q_use);
+                sh.ring.release(q_use++);
             }
+            if (m++ < ends) step(std::true_type());
+            for (; m < ends; m++) step(std::false_type());
 
             // dk, times scale, and dv. The rope part is left per head in float.
             sh.work.ring.release(use);  // k and v are read
