@@ -115,6 +115,17 @@ __device__ __forceinline__ float quad_max(float x) {
     return fmaxf(x, __shfl_xor_sync(0xffffffffu, x, 2));
 }
 
+// x, which is the same in all lanes of the warp: as a reduction's result the compiler knows that it is, and computes
+// what follows from it once for the warp, in the uniform registers that wgmma takes its descriptors from.
+__device__ __forceinline__ uint32_t uniform(uint32_t x) { return __reduce_max_sync(0xffffffffu, x); }
+
+// The descriptor of an operand whose boxes are D wide.
+template <int D>
+__device__ __forceinline__ uint64_t operand(const void* p, uint32_t box_bytes = 0) {
+    const uint64_t x = wgmma_descriptor<D>(shared_address(p), box_bytes);
+    return (uint64_t)uniform(x >> 32) << 32 | uniform((uint32_t)x);
+}
+
 // s (64, N) = (or +=: accumulate) A B^T over CHUNKS chunks, both K-major: A's chunks of TILE rows, B's of N.
 template <int D, int N, int CHUNKS>
 __device__ __forceinline__ void multiply_rows(float (&s)[N / 2], uint64_t a, uint64_t b, int accumulate = 0) {

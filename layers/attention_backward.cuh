@@ -119,13 +119,13 @@ __global__ void __launch_bounds__(THREADS, 1)
     } else {
         // The consumers: where a thread stands, and where the operands lie.
         registers_more<240>();
-        const int group = threadIdx.x / 128 - 1, warp = threadIdx.x / 32 % 4, lane = threadIdx.x % 32;
+        const int group = uniform(threadIdx.x / 128 - 1), warp = threadIdx.x / 32 % 4, lane = threadIdx.x % 32;
         const int row = group * 64 + warp * 16 + lane / 4;
         const float scale2 = scale * LOG2E;
-        const uint64_t q_at = wgmma_descriptor<D>(shared_address(sh.q) + group * 64 * D * 2, 0);
-        const uint64_t dout_at = wgmma_descriptor<D>(shared_address(sh.dout) + group * 64 * D * 2, 0);
-        const uint64_t k_at = wgmma_descriptor<D>(shared_address(sh.k), DQ_KEYS * D * 2);
-        const uint64_t v_at = wgmma_descriptor<D>(shared_address(sh.v), 0);
+        const uint64_t q_at = operand<D>(sh.q[0][group * 64]);
+        const uint64_t dout_at = operand<D>(sh.dout[0][group * 64]);
+        const uint64_t k_at = operand<D>(sh.k, DQ_KEYS * D * 2);
+        const uint64_t v_at = operand<D>(sh.v);
         const int k_stage = sizeof(sh.k[0]) / 16, v_stage = sizeof(sh.v[0]) / 16;
         int kv_use = 0;
 
@@ -137,6 +137,7 @@ __global__ void __launch_bounds__(THREADS, 1)
             // grad: dq. lse and delta of the two rows that the thread holds.
             float grad[D * 3 / 2], lse_row[2], delta_row[2];
             uint32_t ds[DQ_KEYS / 4];
+            uint64_t k_before;  // the tile of keys that ds belongs to
             zero(grad);
 #pragma unroll
             for (int half = 0; half < 2; half++) {
@@ -163,13 +164,12 @@ __global__ void __launch_bounds__(THREADS, 1)
                 // Three products are issued: S = q k^T, dq += dS k, dP = dout v^T.
                 wgmma_pin(grad);
                 wgmma_fence();
-                multiply_rows<D, DQ_KEYS, 3>(s, q_at, k_at + kv_use % K_STAGES * k_stage);
+                const uint64_t k_here = k_at + kv_use % K_STAGES * k_stage;
+                multiply_rows<D, DQ_KEYS, 3>(s, q_at, k_here);
                 wgmma_commit();
-                if (!first.value) {
-                    int before = (kv_use + K_STAGES - 1) % K_STAGES;
-                    multiply_add<D, 3 * D, DQ_KEYS>(grad, ds, k_at + before * k_stage);
-                }
+                if (!first.value) multiply_add<D, 3 * D, DQ_KEYS>(grad, ds, k_before);
                 wgmma_commit();
+                k_before = k_here;
                 multiply_rows<D, DQ_KEYS, 2>(dp, dout_at, v_at + kv_use % V_STAGES * v_stage);
                 wgmma_commit();
 
@@ -210,7 +210,7 @@ __global__ void __launch_bounds__(THREADS, 1)
             sh.work.ring.release(use);  // q and dout are read
             wgmma_pin(grad);
             wgmma_fence();
-            multiply_add<D, 3 * D, DQ_KEYS>(grad, ds, k_at + (kv_use + K_STAGES - 1) % K_STAGES * k_stage);
+            multiply_add<D, 3 * D, DQ_KEYS>(grad, ds, k_before);
             wgmma_commit();
             wgmma_wait<0>();
             wgmma_pin(grad);
@@ -294,13 +294,15 @@ __global__ void __launch_bounds__(THREADS, 1)
     } else {
         // The consumers: where a thread stands, and where the operands lie.
         registers_more<240>();
-        const int group = threadIdx.x / 128 - 1, warp = threadIdx.x / 32 % 4, lane = threadIdx.x % 32;
+        const int group = uniform(threadIdx.x / 128 - 1), warp = threadIdx.x / 32 % 4, lane = threadIdx.x % 32;
         const int row = group * 64 + warp * 16 + lane / 4;
         const float scale2 = scale * LOG2E;
-        const uint64_t k_at = wgmma_descriptor<D>(shared_address(sh.k) + group * 64 * D * 2, 0);
-        const uint64_t v_at = wgmma_descriptor<D>(shared_address(sh.v) + group * 64 * D * 2, 0);
-        const uint64_t q_at = wgmma_descriptor<D>(shared_address(sh.q), DK_QUERIES * D * 2);
-        const uint64_t dout_at = wgmma_descriptor<D>(shared_address(sh.dout), DK_QUERIES * D * 2);
+        // (With the group inside of operand() the compiler keeps the 20 descriptors of k and v all through the loop, in
+        // registers that it does not have.)
+        const uint64_t k_at = operand<D>(sh.k) + group * (64 * D / 8);
+        const uint64_t v_at = operand<D>(sh.v) + group * (64 * D / 8);
+        const uint64_t q_at = operand<D>(sh.q, DK_QUERIES * D * 2);
+        const uint64_t dout_at = operand<D>(sh.dout, DK_QUERIES * D * 2);
         const int q_stage = sizeof(sh.q[0]) / 16, dout_stage = sizeof(sh.dout[0]) / 16;
         int q_use = 0;
 
@@ -314,16 +316,8 @@ __global__ void __launch_bounds__(THREADS, 1)
             zero(dk);
             zero(dv);
 
-            // The walk over the queries starts at this group's diagonal.
-            int m = k0 / DK_QUERIES;
-            if (group == 1) {  // the first queries all lie before its keys
-                sh.ring.wait_full(q_use);
-                sh.ring.release(q_use++);
-                m++;
-            }
-            int first = m;
-            for (; m < ends; m++) {  // none if all of this group's keys lie beyond T
-                // A tile of 64 queries. Rows are keys: s, dp, p and ds are transposed.
+            // One tile of 64 queries, masked on the diagonal. Rows are keys: s, dp, p and ds are transposed.
+            auto step = [&](auto masked) {
                 int i = q_use % DK_STAGES;
                 float s[DK_QUERIES / 2], dp[DK_QUERIES / 2];
                 uint32_t p[DK_QUERIES / 4], ds[DK_QUERIES / 4];
@@ -340,11 +334,10 @@ __global__ void __launch_bounds__(THREADS, 1)
 
                 // P^T = exp(scale S^T), 0 before the diagonal.
 #pragma unroll
-                for (int j = 0; j < DK_QUERIES / 2; j++) s[j] = exp2_approx(s[j] * scale2);
-                if (m == first)  // the diagonal: queries before the key
-#pragma unroll
-                    for (int j = 0; j < DK_QUERIES / 2; j++)
-                        if (group * 64 + j / 4 * 8 + lane % 4 * 2 + j % 2 < row + j / 2 % 2 * 8) s[j] = 0;
+                for (int j = 0; j < DK_QUERIES / 2; j++) {
+                    s[j] = exp2_approx(s[j] * scale2);
+                    if (masked.value && group * 64 + j / 4 * 8 + lane % 4 * 2 + j % 2 < row + j / 2 % 2 * 8) s[j] = 0;
+                }
 #pragma unroll
                 for (int j = 0; j < DK_QUERIES / 4; j++) p[j] = pack_bf16(s[2 * j], s[2 * j + 1]);
 
@@ -375,7 +368,16 @@ __global__ void __launch_bounds__(THREADS, 1)
                 wgmma_pin(dv);
                 wgmma_pin(dk);
                 sh.ring.release(q_use++);
+            };
+
+            // The walk: the tile on this group's diagonal, and those after it. None if all of its keys lie beyond T.
+            int m = k0 / DK_QUERIES + group;
+            if (group == 1) {  // the first queries all lie before its keys
+                sh.ring.wait_full(q_use);
+                sh.ring.release(q_use++);
             }
+            if (m++ < ends) step(std::true_type());
+            for (; m < ends; m++) step(std::false_type());
 
             // dk, times scale, and dv. The rope part is left per head in float.
             sh.work.ring.release(use);  // k and v are read

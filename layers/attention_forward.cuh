@@ -58,12 +58,12 @@ __global__ void __launch_bounds__(THREADS, 1)
     } else {
         // The consumers: where a thread stands, and where the operands lie.
         registers_more<240>();
-        const int group = threadIdx.x / 128 - 1, warp = threadIdx.x / 32 % 4, lane = threadIdx.x % 32;
+        const int group = uniform(threadIdx.x / 128 - 1), warp = threadIdx.x / 32 % 4, lane = threadIdx.x % 32;
         const int row = group * 64 + warp * 16 + lane / 4;  // in the tile; the thread also holds row + 8
         const float scale2 = scale * LOG2E;
-        const uint64_t q_at = wgmma_descriptor<D>(shared_address(sh.q) + group * 64 * D * 2, 0);
-        const uint64_t k_at = wgmma_descriptor<D>(shared_address(sh.k), 0);
-        const uint64_t v_at = wgmma_descriptor<D>(shared_address(sh.v), TILE * D * 2);
+        const uint64_t q_at = operand<D>(sh.q[0][group * 64]);
+        const uint64_t k_at = operand<D>(sh.k);
+        const uint64_t v_at = operand<D>(sh.v, TILE * D * 2);
         const int k_stage = sizeof(sh.k[0]) / 16, v_stage = sizeof(sh.v[0]) / 16;
 
         // How far this warpgroup has come in both rings, and whose turn it is to issue.
