@@ -79,11 +79,10 @@ static void set_weights(Unit* u) {
     }
 }
 
-Unit* unit_begin(Model* m, int unit, int next, int grads) {
+Unit* unit_begin(Model* m, int unit, int next) {
     Unit* u = &m->units[unit];
     weights_get(m->sharding, unit, m->ctx);
     weights_start(m->sharding, next);
-    if (grads) grads_get(m->sharding, unit, m->ctx);
     for (int i = 0; i < PARAMS; i++) {
         if (u->at[i] < 0) continue;
         Weight* w = &u->w[i];
@@ -94,10 +93,28 @@ Unit* unit_begin(Model* m, int unit, int next, int grads) {
     return u;
 }
 
-void unit_end(Model* m, int unit, int grads, int last_micro_step) {
-    if (grads) grads_reduce(m->sharding, unit, last_micro_step, m->ctx);
-    weights_release(m->sharding, unit, m->ctx);
+void unit_end(Model* m, int unit) { weights_release(m->sharding, unit, m->ctx); }
+
+// Products write a fresh gradient as a whole; the embedding's, the router's and the norms' are added to. So these begin
+// as 0, and with them the padding behind each matrix and buffer.
+void unit_grads_begin(Model* m, int unit) {
+    Unit* u = &m->units[unit];
+    grads_get(m->sharding, unit, m->first, m->ctx);
+    for (int b = 0; b < BUFFERS; b++) {
+        const ParamBuffer* p = &u->buffer[b];
+        int64_t done = 0;
+        for (int i = LM_HEAD; i < NORM1; i++) {
+            if (u->at[i] < 0 || i == ROUTER || param_buffer((ParamId)i) != b) continue;
+            Weight* w = &u->w[i];
+            w->accumulate = !p->fresh;
+            if (p->fresh) device_zero(p->grad + done, (size_t)(u->at[i] - done) * sizeof(real), m->ctx);
+            done = u->at[i] + w->count * w->OC * w->IC;
+        }
+        if (p->fresh) device_zero(p->grad + done, (size_t)(p->n - done) * sizeof(real), m->ctx);
+    }
 }
+
+void unit_grads_end(Model* m, int unit, int last) { grads_reduce(m->sharding, unit, m->first, last, m->ctx); }
 
 const char* model_stats_name(const Model* m, int64_t layer, int cast) {
     const Unit* u = &m->units[layer + 1];
@@ -329,7 +346,7 @@ void model_batch(Model* m, const int32_t* tokens, const int32_t* targets, int64_
 
 void model_step_begin(Model* m, int64_t step) {
     m->even = (float)settings_even(&m->settings, step);
-    grads_zero(m->sharding, m->ctx);
+    m->first = 1;
     device_zero(m->load, (size_t)(m->config.L * m->config.E) * sizeof(int64_t), m->ctx);
     if (m->measures) device_zero(m->mx_stats, (size_t)(m->config.L * BLOCK_STATS) * sizeof(MxStats), m->ctx);
     step_begin(m->state, m->ctx);

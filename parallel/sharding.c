@@ -193,33 +193,23 @@ void weights_changed(Sharding* s, Ctx* ctx) {
 
 int64_t weights_version(const Sharding* s) { return s->version; }
 
-void grads_zero(Sharding* s, Ctx* ctx) {
-    for (int u = 0; u < s->count; u++)
-        for (int i = 0; i < BUFFERS; i++) {
-            const ParamBuffer* p = &s->units[u][i];
-            int own = slotted_grad(p);
-            if (p->n) device_zero(own ? p->own_grad : p->grad, (size_t)(own ? p->part : p->n) * sizeof(real), ctx);
-        }
-}
-
-// What lies in the slot is of another unit: it is 0 again as soon as that has been summed.
-void grads_get(Sharding* s, int unit, Ctx* ctx) {
+// What lies in a slot is of another unit: it is written over as soon as that has been summed.
+void grads_get(Sharding* s, int unit, int first, Ctx* ctx) {
     event_wait(s->slots[unit % 2].reduced, ctx);
-    for (int i = 0; i < BUFFERS; i++) {
-        const ParamBuffer* p = &s->units[unit][i];
-        if (slotted_grad(p)) device_zero(p->grad, (size_t)p->n * sizeof(real), ctx);
-    }
+    for (int i = 0; i < BUFFERS; i++) s->units[unit][i].fresh = first || slotted_grad(&s->units[unit][i]);
 }
 
-void grads_reduce(Sharding* s, int unit, int last, Ctx* ctx) {
+void grads_reduce(Sharding* s, int unit, int first, int last, Ctx* ctx) {
     side_follows(s, ctx);
     for (int i = 0; i < BUFFERS; i++) {
         ParamBuffer* p = &s->units[unit][i];
         if (p->n == 0 || p->parts == 1) continue;
         if (slotted_grad(p)) {
-            // The part's sum over the ranks takes the place of this rank's own; own_grad adds up the micro-steps.
-            comm_reduce_scatter(comm_of(s, i), p->grad + p->first, p->grad, p->part, s->side_stream);
-            device_add(p->own_grad, p->grad + p->first, p->part, s->side_stream);
+            // own_grad adds up the micro-steps; after the first the part's sum over the ranks takes the place of this
+            // rank's own.
+            real* sum = first ? p->own_grad : p->grad + p->first;
+            comm_reduce_scatter(comm_of(s, i), sum, p->grad, p->part, s->side_stream);
+            if (!first) device_add(p->own_grad, sum, p->part, s->side_stream);
         } else if (last && p->shard == SHARD_OPTIMIZER) {
             comm_reduce_scatter(comm_of(s, i), p->own_grad, p->grad, p->part, s->side_stream);
         } else if (last) {
