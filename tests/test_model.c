@@ -139,6 +139,25 @@ static void experts_without_tokens(void) {
     finish(one);
 }
 
+// Of sizes whose matrices do not fill the 64 elements at which the next may start, the padding between is 0 too. (The
+// sizes of the GPU are multiples of 8, and their products of 64.)
+static void padding_is_written(void) {
+    Model* m = fresh(
+        "--layers 2 --dim 20 --heads 1 --kv-lora 6 --dense-ffn 10 --experts 6 --top-k 2 --expert-ffn 7 "
+        "--vocab 50 --seq-len 20 --nope-dim 8 --rope-dim 8 --v-dim 16 --batch 2");
+    accumulate(m, 2);
+    for (int u = 0; u < params_units(&m->config); u++)
+        for (int b = 0; b < BUFFERS; b++) {
+            const ParamBuffer* p = &m->units[u].buffer[b];
+            real* grad = host_copy(m, p->grad, p->n);
+            int64_t bad = 0;
+            for (int64_t i = 0; i < p->n; i++) bad += !isfinite(grad[i]);
+            CHECK(bad == 0, "unit %d, buffer %d: %lld gradients are not finite", u, b, (long long)bad);
+            free(grad);
+        }
+    finish(m);
+}
+
 // Forward may be run as often as one likes in between (validation, samples): loads count training only.
 static void loads_count_training_only(void) {
     Model* m = fresh(SMALL "--batch 2");
@@ -346,6 +365,7 @@ int main(void) {
 #endif
     RUN(micro_batches);
     RUN(experts_without_tokens);
+    if (!BF16) RUN(padding_is_written);
     RUN(loads_count_training_only);
     RUN(parameter_counts);
     RUN(initial_weights);
