@@ -97,7 +97,7 @@ void model_init(Model* model, uint64_t seed);
 // The masters and moments were set from outside: working weights and the bounds of the next update follow from them.
 void model_weights_set(Model* model);
 void model_destroy(Model* model);
-// Bytes that the ops share. Of a plan for the other build an estimate from above.
+// Bytes that the ops share, on both streams. Of a plan for the other build an estimate from above.
 size_t model_workspace(const Model* model);
 
 // Copies a micro-batch of B sequences of T tokens to the device; targets may be NULL (sampling).
@@ -127,7 +127,7 @@ void model_logits(Model* model, int64_t n, real* host_logits);
 Unit* unit_begin(Model* model, int unit, int next);
 void unit_end(Model* model, int unit);
 // Between them ops write or add to a unit's gradients; from `end` on these are summed over the ranks: at once, or in
-// the last micro-step.
+// the last micro-step, with which their squares join state->grad_sq.
 void unit_grads_begin(Model* model, int unit);
 void unit_grads_end(Model* model, int unit, int last_micro_step);
 

@@ -116,10 +116,10 @@ static void set_pointers(const Sharding* s, int unit) {
     }
 }
 
-void sharding_connect(Sharding* s, Comm* world, Comm* holders, Ctx* ctx) {
+void sharding_connect(Sharding* s, Comm* world, Comm* holders, size_t workspace, Ctx* ctx) {
     s->world = world;
     s->holders = holders;
-    s->side_stream = ctx_side(ctx);
+    s->side_stream = ctx_side(ctx, workspace);
     s->given = event_create();
     s->done = event_create();
     s->gathered = (Event**)host_alloc((size_t)s->count * sizeof(Event*));
@@ -199,7 +199,7 @@ void grads_get(Sharding* s, int unit, int first, Ctx* ctx) {
     for (int i = 0; i < BUFFERS; i++) s->units[unit][i].fresh = first || slotted_grad(&s->units[unit][i]);
 }
 
-void grads_reduce(Sharding* s, int unit, int first, int last, Ctx* ctx) {
+Ctx* grads_reduce(Sharding* s, int unit, int first, int last, Ctx* ctx) {
     side_follows(s, ctx);
     for (int i = 0; i < BUFFERS; i++) {
         ParamBuffer* p = &s->units[unit][i];
@@ -217,6 +217,7 @@ void grads_reduce(Sharding* s, int unit, int first, int last, Ctx* ctx) {
         }
     }
     event_record(s->slots[unit % 2].reduced, s->side_stream);
+    return s->side_stream;
 }
 
 void grads_wait(Sharding* s, Ctx* ctx) {

@@ -77,8 +77,8 @@ void sharding_plan(Arena* arena, ParamBuffer* buffer);
 Sharding* sharding_plan_slots(Arena* arena, ParamBuffer* const* units, int count);  // (count) x (BUFFERS)
 
 // After the arena is allocated: connects. world and holders (the ranks that hold the same experts) are NULL with one
-// rank.
-void sharding_connect(Sharding* sharding, Comm* world, Comm* holders, Ctx* ctx);
+// rank. workspace: bytes for what else is given to the side stream (grads_reduce).
+void sharding_connect(Sharding* sharding, Comm* world, Comm* holders, size_t workspace, Ctx* ctx);
 void sharding_destroy(Sharding* sharding);
 
 // weights_start gathers a unit's weights unless they are there or on their way. weights_get makes ctx wait for them;
@@ -93,9 +93,9 @@ int64_t weights_version(const Sharding* sharding);  // counts these changes, fro
 
 // grads_get readies the unit's gradient buffers and says which are fresh: all of them in a step's first micro-step, and
 // those in a slot always. grads_reduce sums them over the ranks into own_grad: at once where they are not kept whole,
-// else in the last micro-step. grads_wait: ctx waits for all of it.
+// else in the last micro-step, on the side stream, which it returns. grads_wait: ctx waits for all that this was given.
 void grads_get(Sharding* sharding, int unit, int first_micro_step, Ctx* ctx);
-void grads_reduce(Sharding* sharding, int unit, int first_micro_step, int last_micro_step, Ctx* ctx);
+Ctx* grads_reduce(Sharding* sharding, int unit, int first_micro_step, int last_micro_step, Ctx* ctx);
 void grads_wait(Sharding* sharding, Ctx* ctx);
 
 END_C

@@ -50,6 +50,21 @@ static void check_same_load(Model* a, Model* b) {
     free(y);
 }
 
+// The squares that backward added up are those of the gradients that it left; both in double.
+static void check_norm(Model* m) {
+    double squares = 0;
+    for (int u = 0; u < params_units(&m->config); u++)
+        for (int b = 0; b < BUFFERS; b++) {
+            const ParamBuffer* p = &m->units[u].buffer[b];
+            real* grad = host_copy(m, p->grad, p->n);
+            for (int64_t i = 0; i < p->n; i++) squares += (double)grad[i] * (double)grad[i];
+            free(grad);
+        }
+    grads_wait(m->sharding, m->ctx);
+    const double got = state_of(m).grad_sq;
+    CHECK(fabs(got / squares - 1) < 1e-9, "sum of squares %.12g, of the gradients %.12g", got, squares);
+}
+
 // Eight sequences as 1, 2 and 8 micro-steps. The same products in another grouping: float32 sums over the tokens differ
 // by some rounding units, a few 1e-7 of the whole.
 static void micro_batches(void) {
@@ -79,6 +94,7 @@ static void micro_batches(void) {
             }
             free(tensors);
         }
+        check_norm(split);
         if (!BF16) check_same_load(split, whole);
         finish(split);
     }
@@ -331,17 +347,22 @@ static void bad_step(void) {
     accumulate(m, 2);
     model_update(m, 1, 0);
     int64_t n = m->units[2].buffer[EXPERT_PARAMS].n, cells = m->config.L * m->config.E;
-    real *w = host_copy(m, m->units[2].buffer[EXPERT_PARAMS].master, n), *bias = host_copy(m, m->bias, cells),
-         nan_value = NAN;
-    accumulate(m, 2);
-    device_upload(m->units[1].buffer[DENSE_PARAMS].grad + 5, &nan_value, sizeof(real), m->ctx);
+    real *w = host_copy(m, m->units[2].buffer[EXPERT_PARAMS].master, n), *bias = host_copy(m, m->bias, cells);
+    // The same batch; one gradient is NaN from the last norm down.
+    floatX nan_value;
+    memset(&nan_value, 0xff, sizeof(nan_value));
+    model_step_begin(m, 2);
+    model_forward(m, 1);
+    model_loss(m, m->state, 1.0f / 40);
+    device_upload(m->t.dnorm + 5, &nan_value, sizeof(nan_value), m->ctx);
+    model_backward(m, 0, 1);
     model_update(m, 2, 0);
     real *w2 = host_copy(m, m->units[2].buffer[EXPERT_PARAMS].master, n), *bias2 = host_copy(m, m->bias, cells);
     CHECK(memcmp(w, w2, (size_t)n * sizeof(real)) == 0, "a NaN gradient changed weights");
     CHECK(memcmp(bias, bias2, (size_t)cells * sizeof(real)) == 0, "a NaN gradient changed biases");
     StepState bad = state_of(m);
-    CHECK(bad.ok == 0 && bad.bad_in_a_row == 1 && bad.updates == 1, "ok %d, %d bad, %lld updates", bad.ok,
-          bad.bad_in_a_row, (long long)bad.updates);
+    CHECK(isfinite(bad.loss) && bad.ok == 0 && bad.bad_in_a_row == 1 && bad.updates == 1, "ok %d, %d bad, %lld updates",
+          bad.ok, bad.bad_in_a_row, (long long)bad.updates);
     accumulate(m, 2);
     model_update(m, 3, 0);
     real *w3 = host_copy(m, m->units[2].buffer[EXPERT_PARAMS].master, n), *bias3 = host_copy(m, m->bias, cells);
