@@ -109,8 +109,7 @@ void model_forward(Model* model, int train);
 // t.dnorm and in lm_head's.
 void model_loss(Model* model, StepState* state, float dscale);
 // From t.dnorm down to the embedding; all parameters' gradients = in a step's first micro-step and += after it, and
-// summed over the ranks by the last.
-// aux: see router_backward.
+// summed over the ranks by the last. aux: see router_backward.
 void model_backward(Model* model, float aux, int last_micro_step);
 
 // Training step `step`, from 1: begin, then per micro-batch model_batch and model_micro_step, then model_update.
