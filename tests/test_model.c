@@ -110,10 +110,10 @@ static void steered_step(Model* m, int first, int end) {
     for (int i = first; i < end; i++) {
         int32_t* ids = (int32_t*)host_alloc((size_t)(2 * n) * 4);
         random_batch(ids, 2 * n, (int32_t)m->config.V, 7 + (uint32_t)i);
-        real bias[2] = {i % 2 ? -100 : 100, i % 2 ? 100 : -100};
+        const real of_1 = i % 2 ? -100 : 100, of_4 = -of_1;
         for (int64_t l = m->config.dense_layers; l < m->config.L; l++) {
-            device_upload(m->bias + l * m->config.E + 1, &bias[0], sizeof(real), m->ctx);
-            device_upload(m->bias + l * m->config.E + 4, &bias[1], sizeof(real), m->ctx);
+            device_upload(m->bias + l * m->config.E + 1, &of_1, sizeof(real), m->ctx);
+            device_upload(m->bias + l * m->config.E + 4, &of_4, sizeof(real), m->ctx);
         }
         model_batch(m, ids, ids + n, m->settings.batch, m->settings.seq_len);
         model_micro_step(m, i == end - 1);
@@ -122,7 +122,7 @@ static void steered_step(Model* m, int first, int end) {
 }
 
 // A step's gradient is the sum of those of its micro-steps, whichever of them is the first that gives an expert tokens.
-// In every build the two differ in the float32 roundings of a few additions alone, 6e-8 each.
+// In every build the two differ in the float32 roundings of a few additions alone: some 1e-7, 3e-6 with room.
 static void experts_without_tokens(void) {
     Model* all = fresh(SMALL "--batch 2 --tokens-per-step 160 --aux-loss 0.01");
     Model* one = fresh(SMALL "--batch 2 --tokens-per-step 160 --aux-loss 0.01");
@@ -144,7 +144,7 @@ static void experts_without_tokens(void) {
                     free(part);
                 }
                 real* got = host_copy(all, buffer_of(all, u, &tensors[i])->grad + at, n);
-                CHECK(relative_error(got, sum, n) < 1e-6, "from micro-step %d on: gradient of %s is off by %g", first,
+                CHECK(relative_error(got, sum, n) < 3e-6, "from micro-step %d on: gradient of %s is off by %g", first,
                       tensors[i].name, relative_error(got, sum, n));
                 free(got), free(sum);
             }
@@ -350,7 +350,7 @@ static void bad_step(void) {
     real *w = host_copy(m, m->units[2].buffer[EXPERT_PARAMS].master, n), *bias = host_copy(m, m->bias, cells);
     // The same batch; one gradient is NaN from the last norm down.
     floatX nan_value;
-    memset(&nan_value, 0xff, sizeof(nan_value));
+    memset((void*)&nan_value, 0xff, sizeof(nan_value));
     model_step_begin(m, 2);
     model_forward(m, 1);
     model_loss(m, m->state, 1.0f / 40);
