@@ -56,10 +56,11 @@ void grouped_gemm_lt_dgrad(floatX* dx, const floatX* dy, const floatX* w, Ragged
     }
 }
 
-void grouped_gemm_lt_wgrad(real* dw, const floatX* dy, const floatX* x, Ragged r, int64_t IC, int64_t OC, Ctx* ctx) {
+void grouped_gemm_lt_wgrad(real* dw, const floatX* dy, const floatX* x, Ragged r, int64_t IC, int64_t OC,
+                           int accumulate, Ctx* ctx) {
     const Groups g = fetch_groups(r, ctx);
     for (int e = 0; e < r.El; e++)
-        matmul_wgrad(dw + e * OC * IC, dy + g.start[e] * OC, x + g.start[e] * IC, g.taken(e), IC, OC, ctx);
+        matmul_wgrad(dw + e * OC * IC, dy + g.start[e] * OC, x + g.start[e] * IC, g.taken(e), IC, OC, accumulate, ctx);
 }
 
 // --- MXFP8 ---

@@ -13,7 +13,7 @@ void grouped_gemm_lt_forward(floatX* y, const floatX* x, const floatX* w, Ragged
 void grouped_gemm_lt_dgrad(floatX* dx, const floatX* dy, const floatX* w, Ragged ragged, int64_t IC, int64_t OC,
                            Ctx* ctx);
 void grouped_gemm_lt_wgrad(real* dw, const floatX* dy, const floatX* x, Ragged ragged, int64_t IC, int64_t OC,
-                           Ctx* ctx);
+                           int accumulate, Ctx* ctx);
 
 // On tensor cores that take a scale for every 32 elements: sums are not cut short, and any MXFP8 bytes would do. OC is
 // a multiple of 16 here.

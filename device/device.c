@@ -142,9 +142,11 @@ void ctx_destroy(Ctx* ctx) {
 }
 
 // Work happens when it is given, so streams and the order between them mean nothing.
-Ctx* ctx_side(Ctx* ctx) {
+Ctx* ctx_side(Ctx* ctx, size_t workspace) {
     Ctx* side = (Ctx*)host_alloc(sizeof(Ctx));
     side->threads = ctx->threads;
+    side->workspace = (char*)device_alloc(workspace, "workspace of a side stream");
+    side->workspace_bytes = workspace;
     return side;
 }
 

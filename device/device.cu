@@ -119,13 +119,15 @@ int device_available(void) {
 }
 
 // Of the highest priority: what travels shall start when it can, and takes few SMs.
-Ctx* ctx_side(Ctx* ctx) {
+Ctx* ctx_side(Ctx* ctx, size_t workspace) {
     Ctx* side = (Ctx*)host_alloc(sizeof(Ctx));
     int lowest, highest;
     CUDA_CHECK(cudaDeviceGetStreamPriorityRange(&lowest, &highest));
     CUDA_CHECK(cudaStreamCreateWithPriority(&side->stream, cudaStreamNonBlocking, highest));
     side->sms = ctx->sms;
     side->blackwell = ctx->blackwell;
+    side->workspace = (char*)device_alloc(workspace, "workspace of a side stream");
+    side->workspace_bytes = workspace;
     return side;
 }
 
@@ -138,8 +140,8 @@ void ctx_destroy(Ctx* ctx) {
         CUDA_CHECK(cudaFreeHost(ctx->staging->host));
         for (int i = 0; i < STAGES; i++) CUDA_CHECK(cudaEventDestroy(ctx->staging->sent[i]));
         free(ctx->staging);
-        device_free(ctx->workspace);
     }
+    device_free(ctx->workspace);
     free(ctx);
 }
 

@@ -28,9 +28,9 @@ void device_choose(int index);
 // `workspace` bytes are shared by all ops; each header that needs some has an `x_workspace` function that says how
 // much.
 Ctx* ctx_create(size_t workspace);
-// A side stream on ctx's device: a second stream, with an order of its own, for copies, sums and transfers. It has no
-// workspace, and takes no uploads and no matrix products.
-Ctx* ctx_side(Ctx* ctx);
+// A side stream on ctx's device: a second stream, with an order and a workspace of its own, for copies, sums and
+// transfers. It takes no uploads and no matrix products.
+Ctx* ctx_side(Ctx* ctx, size_t workspace);
 void ctx_destroy(Ctx* ctx);
 void ctx_sync(Ctx* ctx);  // waits until all work given to ctx is done
 

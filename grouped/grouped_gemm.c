@@ -33,14 +33,14 @@ void grouped_gemm_dgrad(floatX* dx, const floatX* dy, const floatX* w, Ragged r,
         }
 }
 
-void grouped_gemm_wgrad(real* dw, const floatX* dy, const floatX* x, Ragged r, int64_t IC, int64_t OC, Ctx* ctx) {
+void grouped_gemm_wgrad(real* dw, const floatX* dy, const floatX* x, Ragged r, int64_t IC, int64_t OC, int accumulate,
+                        Ctx* ctx) {
     (void)ctx;
 #pragma omp parallel for schedule(dynamic) collapse(2)
     for (int32_t e = 0; e < r.El; e++)
         for (int64_t o = 0; o < OC; o += TILE) {
             int64_t at = r.group_start[e];
-            if (r.group_rows[e] > 0)
-                gemm(1, 0, min_i64(TILE, OC - o), IC, r.group_rows[e], 1, dy + at * OC + o, OC, x + at * IC, IC, 1,
-                     dw + (e * OC + o) * IC, IC);
+            gemm(1, 0, min_i64(TILE, OC - o), IC, r.group_rows[e], 1, dy + at * OC + o, OC, x + at * IC, IC, accumulate,
+                 dw + (e * OC + o) * IC, IC);
         }
 }

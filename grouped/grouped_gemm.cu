@@ -18,7 +18,7 @@
 //     producer warp  --TMA-->  stage 0 [ a | b ]  being read  --wgmma-->  warpgroup 0: rows 0..63 of t, in registers
 //     (and the other           stage 1 [ a | b ]  loaded                  warpgroup 1: rows 64..127
 //     block's, for             stage 2 [ a |   ]  on its way                   |
-//     half of b)               stage 3 [   |   ]  empty                        +--TMA-->  y or dx, or added to dW
+//     half of b)               stage 3 [   |   ]  empty                        +--TMA-->  y or dx, in or added to dW
 //           ^                                         |
 //           +---- empty barriers: warps are done -----+
 //
@@ -94,7 +94,7 @@ __device__ __forceinline__ void multiply(Shared& s, float (&d)[PARTS<SHAPE>][COL
 
 // One tile, from its first k block to the output.
 template <Pass P, int SHAPE>
-__device__ __forceinline__ void compute(Shared& s, const WorkItem& item, const CUtensorMap* out, int columns,
+__device__ __forceinline__ void compute(Shared& s, const WorkItem& item, const CUtensorMap* out, int columns, int add,
                                         Place<STAGES>& stage, Writer& writer) {
     // Its sums.
     const int warp = threadIdx.x / 32 - 4;
@@ -103,13 +103,14 @@ __device__ __forceinline__ void compute(Shared& s, const WorkItem& item, const C
     if (!item.store) return;
 
 #pragma unroll
-    // dW_e += the sums, or y = the sums, rounded, with zeros for pad rows. (The item is read from shared memory
+    // dW_e = or += the sums, or y = the sums, rounded, with zeros for pad rows. (The item is read from shared memory
     // only now: registers are short.)
     for (int part = 0; part < PARTS<SHAPE>; part++) {
         const int row = part * SQUARE_SIDE + warp * 16, m = item.m + row, expert = item.expert;
         if (P == WGRAD)
-            write<float, COLUMNS<SHAPE>>(writer, d[part], item.n, columns, 16,
-                                         [&](const void* piece, int n) { tma_add(out, piece, n, m, expert); });
+            write<float, COLUMNS<SHAPE>>(writer, d[part], item.n, columns, 16, [&](const void* piece, int n) {
+                add ? tma_add(out, piece, n, m, expert) : tma_store(out, piece, n, m, expert);
+            });
         else
             write<floatX, COLUMNS<SHAPE>>(writer, d[part], item.n, columns, item.valid - row,
                                           [&](const void* piece, int n) { tma_store(out, piece, n, m); });
@@ -118,7 +119,7 @@ __device__ __forceinline__ void compute(Shared& s, const WorkItem& item, const C
 
 // What a warp that multiplies does: tile after tile.
 template <Pass P>
-__device__ __forceinline__ void consume(Shared& s, const CUtensorMap* out, int columns) {
+__device__ __forceinline__ void consume(Shared& s, const CUtensorMap* out, int columns, int add) {
     const int lane = threadIdx.x % 32, warp = threadIdx.x / 32 - 4;
     Writer writer = {s.pieces[warp], 0, lane};
     Place<STAGES> stage = {0, 0};
@@ -132,11 +133,11 @@ __device__ __forceinline__ void consume(Shared& s, const CUtensorMap* out, int c
 
         // Its tile.
         if (shape == WIDE)
-            compute<P, WIDE>(s, item, out, columns, stage, writer);
+            compute<P, WIDE>(s, item, out, columns, add, stage, writer);
         else if (shape == TALL)
-            compute<P, TALL>(s, item, out, columns, stage, writer);
+            compute<P, TALL>(s, item, out, columns, add, stage, writer);
         else
-            compute<P, SQUARE>(s, item, out, columns, stage, writer);
+            compute<P, SQUARE>(s, item, out, columns, add, stage, writer);
 
         // The producer may write another item there.
         __syncwarp();
@@ -153,7 +154,7 @@ template <Pass P>
 __global__ void __cluster_dims__(CLUSTER, 1, 1) __launch_bounds__(THREADS, 1)
     grouped_gemm_kernel(const __grid_constant__ CUtensorMap a, const __grid_constant__ CUtensorMap b,
                         const __grid_constant__ CUtensorMap out, const Groups g) {
-    run_block<P>(&a, &b, &out, g, [&](Shared& s) { consume<P>(s, &out, g.N); });
+    run_block<P>(&a, &b, &out, g, [&](Shared& s) { consume<P>(s, &out, g.N, g.add); });
 }
 
 // --- The host's side ---
@@ -189,10 +190,13 @@ void grouped_gemm_dgrad(floatX* dx, const floatX* dy, const floatX* w, Ragged r,
 }
 
 // Sums run over whole k blocks of 64 rows: pad rows at an expert's end are zeros in dy and x and add nothing.
-void grouped_gemm_wgrad(real* dw, const floatX* dy, const floatX* x, Ragged r, int64_t IC, int64_t OC, Ctx* ctx) {
-    if (!check_sizes(r, IC, OC)) return;
-    if (ctx->blackwell) return grouped_gemm_lt_wgrad(dw, dy, x, r, IC, OC, ctx);
+void grouped_gemm_wgrad(real* dw, const floatX* dy, const floatX* x, Ragged r, int64_t IC, int64_t OC, int accumulate,
+                        Ctx* ctx) {
+    if (!check_sizes(r, IC, OC))
+        return accumulate ? void() : device_zero(dw, (size_t)(r.El * OC * IC) * sizeof(real), ctx);
+    if (ctx->blackwell) return grouped_gemm_lt_wgrad(dw, dy, x, r, IC, OC, accumulate, ctx);
+    Groups g = groups_of(r, OC, IC, r.capacity, ctx);
+    g.add = accumulate;
     launch(grouped_gemm_kernel<WGRAD>, ctx, matrix_map(dy, 0, r.capacity, OC, BOX, ctx),
-           matrix_map(x, 0, r.capacity, IC, BOX, ctx), matrix_map(dw, r.El, OC, IC, 16, ctx),
-           groups_of(r, OC, IC, 0, ctx));
+           matrix_map(x, 0, r.capacity, IC, BOX, ctx), matrix_map(dw, r.El, OC, IC, 16, ctx), g);
 }

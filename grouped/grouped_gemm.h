@@ -2,7 +2,7 @@
 //
 //   forward   y  = x W_e^T      rows of expert e: (rows, IC) (IC, OC)
 //   dgrad     dx = dy W_e       rows of expert e: (rows, OC) (OC, IC)
-//   wgrad     dW_e += dy^T x    (OC, rows) (rows, IC): the contraction runs over the expert's rows
+//   wgrad     dW_e = dy^T x     (OC, rows) (rows, IC): the contraction runs over the expert's rows
 //
 // Weights of all experts lie together, w (El, OC, IC). Products read true rows only, or pad rows that are zeros; rows
 // of an output that are pad rows are written as zeros. In the CUDA build IC and OC are multiples of 8. Starts and
@@ -28,11 +28,11 @@ void grouped_gemm_dgrad(floatX* dx,        // (capacity, IC)
                         const floatX* w,   // (El, OC, IC)
                         Ragged ragged, int64_t IC, int64_t OC, Ctx* ctx);
 
-// dW_e += sum of dy[r] x[r]^T over the expert's rows; an empty expert's dW is left as it is
-void grouped_gemm_wgrad(real* dw,          // (El, OC, IC), +=
+// dW_e = sum of dy[r] x[r]^T over the expert's rows, 0 without rows; or += with accumulate 1
+void grouped_gemm_wgrad(real* dw,          // (El, OC, IC)
                         const floatX* dy,  // (capacity, OC)
                         const floatX* x,   // (capacity, IC)
-                        Ragged ragged, int64_t IC, int64_t OC, Ctx* ctx);
+                        Ragged ragged, int64_t IC, int64_t OC, int accumulate, Ctx* ctx);
 
 END_C
 

@@ -1,5 +1,5 @@
-// What the grouped products need beyond device/wgmma.cuh: clusters, loads and words into several blocks, a store that
-// adds, and matrices from registers to shared memory. Each function is one instruction.
+// What the grouped products need beyond device/wgmma.cuh: clusters, loads and words into several blocks, stores into
+// one of several matrices, and matrices from registers to shared memory. Each function is one instruction.
 //
 // A cluster is a few blocks that run at the same time on neighbouring SMs. A block can address the shared memory of the
 // others: a `shared::cluster` address names block and place.
@@ -66,7 +66,14 @@ static __device__ __forceinline__ void tma_multicast(void* to, const CUtensorMap
         : "memory");
 }
 
-// As a store of a box, but it adds what is in shared memory to what is in the tensor.
+// A box of a tensor of three dimensions, from shared memory.
+static __device__ __forceinline__ void tma_store(const CUtensorMap* map, const void* from, int x, int y, int z) {
+    asm volatile("cp.async.bulk.tensor.3d.global.shared::cta.tile.bulk_group [%0, {%2, %3, %4}], [%1];" ::"l"(map),
+                 "r"(shared_address(from)), "r"(x), "r"(y), "r"(z)
+                 : "memory");
+}
+
+// The same, but it adds what is in shared memory to what is in the tensor.
 static __device__ __forceinline__ void tma_add(const CUtensorMap* map, const void* from, int x, int y, int z) {
     asm volatile(
         "cp.reduce.async.bulk.tensor.3d.global.shared::cta.add.tile.bulk_group [%0, {%2, %3, %4}], [%1];" ::"l"(map),

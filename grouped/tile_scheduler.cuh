@@ -49,12 +49,14 @@ constexpr int BLOCK_K = P == MX ? 128 : 64;
 // 128 x 256, 256 x 128 and 128 x 128 of the output.
 enum Shape { WIDE, TALL, SQUARE };
 
-// The sizes of a product. Where a size is an expert's number of rows (M, in WGRAD K), it is not set here.
+// The sizes of a product. Where a size is an expert's number of rows (M), it is not set here; K of WGRAD is where the
+// buffer ends, and where an expert without rows reads zeros.
 struct Groups {
     const int64_t* start;
     const int32_t* rows;
     int El, M, N, K;
     uint32_t* counter;  // of items that were drawn
+    int add;            // WGRAD: 1: to what is there; 0: it is written, also for experts without rows
 };
 
 // One block's part of a work item.
@@ -148,7 +150,7 @@ struct TileScheduler {
         item.n = n * SQUARE_SIDE;
         item.k = P == WGRAD ? owner_start : 0;
         item.expert = broadcast(expert, owner);
-        item.k_blocks = div_up(P == WGRAD ? owner_rows : g.K, BLOCK_K<P>);
+        item.k_blocks = div_up(P == WGRAD ? max(owner_rows, 1) : g.K, BLOCK_K<P>);
         item.valid = owner_rows - m * SQUARE_SIDE;
         return item;
     }
@@ -186,11 +188,11 @@ struct TileScheduler {
         expert = start = rows = squares_m = end = 0;
         if (i < g.El) {
             expert = P == WGRAD ? order[i] : i;
-            start = (int)g.start[expert];
             rows = g.rows[expert];
-            squares_m = P != WGRAD ? ((int)g.start[expert + 1] - start) / SQUARE_SIDE
-                        : rows > 0 ? div_up(g.M, SQUARE_SIDE)
-                                   : 0;
+            start = P == WGRAD && rows == 0 ? g.K : (int)g.start[expert];
+            squares_m = P != WGRAD           ? ((int)g.start[expert + 1] - start) / SQUARE_SIDE
+                        : rows > 0 || !g.add ? div_up(g.M, SQUARE_SIDE)
+                                             : 0;
             end = items_of(areas_of(squares_m));
             if (P != MX) end += squares_m % 2 * div_up(wide + narrow, CLUSTER);
         }

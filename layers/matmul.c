@@ -26,12 +26,13 @@ void matmul_dgrad(floatX* dx, const floatX* dy, const floatX* w, int64_t N, int6
         gemm(0, 0, min_i64(TILE, N - n), IC, OC, 1, dy + n * OC, OC, w, IC, accumulate, dx + n * IC, IC);
 }
 
-void matmul_wgrad(real* dw, const floatX* dy, const floatX* x, int64_t N, int64_t IC, int64_t OC, Ctx* ctx) {
+void matmul_wgrad(real* dw, const floatX* dy, const floatX* x, int64_t N, int64_t IC, int64_t OC, int accumulate,
+                  Ctx* ctx) {
     (void)ctx;
     const int64_t tile = TILE / 2;
 #pragma omp parallel for schedule(dynamic)
     for (int64_t o = 0; o < OC; o += tile)
-        gemm(1, 0, min_i64(tile, OC - o), IC, N, 1, dy + o, OC, x, IC, 1, dw + o * IC, IC);
+        gemm(1, 0, min_i64(tile, OC - o), IC, N, 1, dy + o, OC, x, IC, accumulate, dw + o * IC, IC);
 }
 
 size_t matmul_workspace(void) { return 0; }

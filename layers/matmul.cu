@@ -1,6 +1,6 @@
-// Dense products through cuBLASLt: bf16 in, float32 accumulation, bf16 out (float32 for forward_real, and for wgrad,
-// which adds to what is there). Bound by the tensor cores at the model's sizes; the library reaches about 80 % of their
-// dense peak there, so dense products are left to it.
+// Dense products through cuBLASLt: bf16 in, float32 accumulation, bf16 out (float32 for forward_real and wgrad). Bound
+// by the tensor cores at the model's sizes; the library reaches about 80 % of their dense peak there, so dense products
+// are left to it.
 #include "layers/matmul.h"
 
 #include "device/lt.cuh"
@@ -25,9 +25,16 @@ void matmul_dgrad(floatX* dx, const floatX* dy, const floatX* w, int64_t N, int6
                 {.m = N, .n = IC, .k = OC, .accumulate = accumulate != 0, .workspace = WORKSPACE}, ctx);
 }
 
-void matmul_wgrad(real* dw, const floatX* dy, const floatX* x, int64_t N, int64_t IC, int64_t OC, Ctx* ctx) {
-    lt_multiply(
-        {dw, IC}, {dy, OC}, {x, IC},
-        {.m = OC, .n = IC, .k = N, .transpose_a = true, .real_out = true, .accumulate = true, .workspace = WORKSPACE},
-        ctx);
+void matmul_wgrad(real* dw, const floatX* dy, const floatX* x, int64_t N, int64_t IC, int64_t OC, int accumulate,
+                  Ctx* ctx) {
+    if (N == 0 && !accumulate) return device_zero(dw, (size_t)(OC * IC) * sizeof(real), ctx);
+    lt_multiply({dw, IC}, {dy, OC}, {x, IC},
+                {.m = OC,
+                 .n = IC,
+                 .k = N,
+                 .transpose_a = true,
+                 .real_out = true,
+                 .accumulate = accumulate != 0,
+                 .workspace = WORKSPACE},
+                ctx);
 }

@@ -24,11 +24,11 @@ void matmul_dgrad(floatX* dx,        // (N, IC)
                   const floatX* w,   // (OC, IC)
                   int64_t N, int64_t IC, int64_t OC, int accumulate, Ctx* ctx);
 
-// wgrad: dW += dy^T x, accumulated in real
-void matmul_wgrad(real* dw,          // (OC, IC), +=
+// wgrad: dW = dy^T x in real, or dW += dy^T x with accumulate 1. N may be 0.
+void matmul_wgrad(real* dw,          // (OC, IC)
                   const floatX* dy,  // (N, OC)
                   const floatX* x,   // (N, IC)
-                  int64_t N, int64_t IC, int64_t OC, Ctx* ctx);
+                  int64_t N, int64_t IC, int64_t OC, int accumulate, Ctx* ctx);
 
 // Bytes of workspace that products may use (the library's split sums).
 size_t matmul_workspace(void);

@@ -1,6 +1,6 @@
 // The backward pass: model/forward.c from bottom to top, from the gradient of the final norm that model_loss left.
-// t.dx is the gradient of the residual stream and is added to; gradients of parameters are added to; all others are
-// written.
+// t.dx is the gradient of the residual stream and is added to; gradients of parameters are written in a step's first
+// micro-step and then added to; all others are written.
 #include "layers/embedding.h"
 #include "layers/rmsnorm.h"
 #include "layers/swiglu.h"
@@ -59,25 +59,29 @@ void model_backward(Model* m, float aux, int last) {
     const int head = (int)m->config.L + 1;
     Scratch* t = &m->t;
 
-    Unit* u = unit_begin(m, head, head - 1, 0);  // its gradients are there since model_loss
+    Unit* u = unit_begin(m, head, head - 1);  // its gradients are there since model_loss
     rmsnorm_backward(t->dx, u->w[FINAL_NORM].grad, t->dnorm, m->final_residual, C, u->w[FINAL_NORM].w, m->final_rstd, N,
                      C, 0, m->ctx);
-    unit_end(m, head, 1, last);
+    unit_grads_end(m, head, last);
+    unit_end(m, head);
 
     for (int64_t l = m->config.L - 1; l >= 0; l--) {
         const BlockSaved* s = &m->blocks[l];
         const int unit = (int)l + 1;
         // The embedding's weights are only for the next forward.
-        u = unit_begin(m, unit, l > 0 || !last ? unit - 1 : -1, 1);
+        u = unit_begin(m, unit, l > 0 || !last ? unit - 1 : -1);
+        unit_grads_begin(m, unit);
         if (m->settings.recompute == RECOMPUTE_BLOCK) model_rebuild_block(m, l);
         mlp_backward(m, l, aux);
         rmsnorm_backward(t->dx, u->w[NORM2].grad, t->dnorm, s->residual2, C, u->w[NORM2].w, s->rstd2, N, C, 1, m->ctx);
         attention_backward_block(m, u->w, s);
         rmsnorm_backward(t->dx, u->w[NORM1].grad, t->dnorm, s->residual, C, u->w[NORM1].w, s->rstd1, N, C, 1, m->ctx);
-        unit_end(m, unit, 1, last);
+        unit_grads_end(m, unit, last);
+        unit_end(m, unit);
     }
 
-    grads_get(m->sharding, 0, m->ctx);
+    unit_grads_begin(m, 0);
     embedding_backward(m->units[0].buffer[DENSE_PARAMS].grad, t->dx, m->tokens, N, m->config.V, C, m->ctx);
-    grads_reduce(m->sharding, 0, last, m->ctx);
+    unit_grads_end(m, 0, last);
+    m->first = 0;
 }

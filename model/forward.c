@@ -81,14 +81,14 @@ void model_forward(Model* m, int train) {
     pool_release(m->pool, m->pool_empty);
     m->moe_shape.router.even = train ? m->even : 0;
 
-    Unit* u = unit_begin(m, 0, 1, 0);
+    Unit* u = unit_begin(m, 0, 1);
     embedding_forward(m->blocks[0].residual, m->tokens, u->w[EMBED].w, N, C, m->ctx);
-    unit_end(m, 0, 0, 0);
+    unit_end(m, 0);
 
     for (int64_t l = 0; l < m->config.L; l++) {
         const BlockSaved* s = &m->blocks[l];
         const int unit = (int)l + 1;
-        u = unit_begin(m, unit, unit + 1, 0);
+        u = unit_begin(m, unit, unit + 1);
 
         // The previous block's output joins the residual stream where the next norm reads it.
         if (l == 0) {
@@ -100,19 +100,20 @@ void model_forward(Model* m, int train) {
         }
         attention_part(m, u->w, s);
         mlp_block(m, m->t.out, l, train);
-        unit_end(m, unit, 0, 0);
+        unit_end(m, unit);
     }
 
-    u = unit_begin(m, head, -1, 0);
+    u = unit_begin(m, head, -1);
     residual_rmsnorm_forward(m->final_residual, m->final_norm, m->final_rstd, m->blocks[m->config.L - 1].residual2,
                              m->t.out, u->w[FINAL_NORM].w, N, C, m->ctx);
-    unit_end(m, head, 0, 0);
+    unit_end(m, head);
 }
 
 void model_loss(Model* m, StepState* state, float dscale) {
     const int64_t N = m->B * m->T, C = m->config.C, V = m->config.V;
     const int head = (int)m->config.L + 1, backward = dscale != 0;
-    const Weight* w = &unit_begin(m, head, -1, backward)->w[LM_HEAD];
+    Weight* w = &unit_begin(m, head, -1)->w[LM_HEAD];
+    if (backward) unit_grads_begin(m, head);
 
     // A chunk of tokens at a time: its logits become their own gradient, which no one needs later.
     for (int64_t n = 0; n < N; n += m->chunk) {
@@ -121,17 +122,18 @@ void model_loss(Model* m, StepState* state, float dscale) {
         linear_forward(logits, x, w, rows, m->ctx);
         cross_entropy(m->losses + n, logits, m->targets + n, rows, V, w->OC, dscale, m->ctx);
         if (backward) linear_backward(m->t.dnorm + n * C, logits, x, w, rows, 0, m->ctx);
+        w->accumulate = 1;
     }
-    unit_end(m, head, 0, 0);
+    unit_end(m, head);
     loss_add(state, m->losses, N, m->ctx);
 }
 
 void model_logits(Model* m, int64_t n, real* host_logits) {
     const int head = (int)m->config.L + 1;
     ASSERT(n < m->B * m->T);
-    const Unit* u = unit_begin(m, head, -1, 0);
+    const Unit* u = unit_begin(m, head, -1);
     linear_forward(m->t.logits, m->final_norm + n * m->config.C, &u->w[LM_HEAD], 1, m->ctx);
-    unit_end(m, head, 0, 0);
+    unit_end(m, head);
     device_to_real(m->t.logits_row, m->t.logits, m->config.V, m->ctx);
     device_download(host_logits, m->t.logits_row, (size_t)m->config.V * sizeof(real), m->ctx);
 }

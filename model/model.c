@@ -79,11 +79,10 @@ static void set_weights(Unit* u) {
     }
 }
 
-Unit* unit_begin(Model* m, int unit, int next, int grads) {
+Unit* unit_begin(Model* m, int unit, int next) {
     Unit* u = &m->units[unit];
     weights_get(m->sharding, unit, m->ctx);
     weights_start(m->sharding, next);
-    if (grads) grads_get(m->sharding, unit, m->ctx);
     for (int i = 0; i < PARAMS; i++) {
         if (u->at[i] < 0) continue;
         Weight* w = &u->w[i];
@@ -94,9 +93,35 @@ Unit* unit_begin(Model* m, int unit, int next, int grads) {
     return u;
 }
 
-void unit_end(Model* m, int unit, int grads, int last_micro_step) {
-    if (grads) grads_reduce(m->sharding, unit, last_micro_step, m->ctx);
-    weights_release(m->sharding, unit, m->ctx);
+void unit_end(Model* m, int unit) { weights_release(m->sharding, unit, m->ctx); }
+
+// Products write a fresh gradient as a whole; the embedding's, the router's and the norms' are added to. So these begin
+// as 0, and with them the padding behind each matrix and buffer.
+void unit_grads_begin(Model* m, int unit) {
+    Unit* u = &m->units[unit];
+    grads_get(m->sharding, unit, m->first, m->ctx);
+    for (int b = 0; b < BUFFERS; b++) {
+        const ParamBuffer* p = &u->buffer[b];
+        int64_t done = 0;
+        for (int i = LM_HEAD; i < NORM1; i++) {
+            if (u->at[i] < 0 || i == ROUTER || param_buffer((ParamId)i) != b) continue;
+            Weight* w = &u->w[i];
+            w->accumulate = !p->fresh;
+            if (p->fresh) device_zero(p->grad + done, (size_t)(u->at[i] - done) * sizeof(real), m->ctx);
+            done = u->at[i] + w->count * w->OC * w->IC;
+        }
+        if (p->fresh) device_zero(p->grad + done, (size_t)(p->n - done) * sizeof(real), m->ctx);
+    }
+}
+
+// Every rank adds the squares of its own parts, so each parameter counts once. They are added in the order of backward,
+// beside it.
+void unit_grads_end(Model* m, int unit, int last) {
+    Ctx* side = grads_reduce(m->sharding, unit, m->first, last, m->ctx);
+    for (int b = 0; b < BUFFERS; b++) {
+        const ParamBuffer* p = &m->units[unit].buffer[b];
+        if (last && p->n) grad_norm_add(m->state, p->own_grad, p->part, side);
+    }
 }
 
 const char* model_stats_name(const Model* m, int64_t layer, int cast) {
@@ -228,6 +253,14 @@ void model_plan(Model* m, const Settings* s, int rank, Backend backend) {
     arena_add(state, "step state of validation", ELEMENT_BYTE, sizeof(StepState), 0, (void**)&m->val_state);
 }
 
+// Of unit_grads_end.
+static size_t side_workspace(const Model* m) {
+    size_t bytes = 0;
+    for (int u = 0; u < params_units(&m->config); u++)
+        for (int b = 0; b < BUFFERS; b++) bytes = max_size(bytes, adamw_workspace(m->units[u].buffer[b].part));
+    return bytes;
+}
+
 size_t model_workspace(const Model* m) {
     const ModelConfig* c = &m->config;
     int64_t N = m->B * m->T;
@@ -237,8 +270,7 @@ size_t model_workspace(const Model* m) {
     bytes = max_size(bytes, rmsnorm_workspace(N, max_size((size_t)c->q_lora, (size_t)c->kv_lora)));
     if (c->dense_layers < c->L) bytes = max_size(bytes, moe_workspace(m->moe_shape));
     if (m->settings.mx_stats) bytes = max_size(bytes, mx_stats_workspace());
-    for (int u = 0; u < params_units(c); u++)
-        for (int b = 0; b < BUFFERS; b++) bytes = max_size(bytes, adamw_workspace(m->units[u].buffer[b].n));
+    bytes = max_size(bytes, adamw_workspace(N)) + side_workspace(m);
     // The largest part of a large workspace, attention's for dk_rope, is the same in both builds. The GPU's has up to
     // an eighth more, and 32 MiB for matrix products at least, the CPU's some scratch for each thread.
     return m->arena[IN_PARAMS].backend == BACKEND ? bytes : bytes + bytes / 8 + ((size_t)32 << 20);
@@ -275,7 +307,7 @@ Model* model_create(const Settings* s, Ranks* world) {
         m->blocks[l].residual = residual;
     }
     if (m->layout.ranks > 1) connect(m, world);
-    sharding_connect(m->sharding, m->world, m->holders, m->ctx);
+    sharding_connect(m->sharding, m->world, m->holders, side_workspace(m), m->ctx);
     for (int u = 0; u < params_units(&m->config); u++) set_weights(&m->units[u]);
     m->pool = pool_create("activations of the MoE blocks", m->arena[IN_POOL].memory, arena_bytes(&m->arena[IN_POOL]));
     m->pool_empty = pool_mark(m->pool);
@@ -329,7 +361,7 @@ void model_batch(Model* m, const int32_t* tokens, const int32_t* targets, int64_
 
 void model_step_begin(Model* m, int64_t step) {
     m->even = (float)settings_even(&m->settings, step);
-    grads_zero(m->sharding, m->ctx);
+    m->first = 1;
     device_zero(m->load, (size_t)(m->config.L * m->config.E) * sizeof(int64_t), m->ctx);
     if (m->measures) device_zero(m->mx_stats, (size_t)(m->config.L * BLOCK_STATS) * sizeof(MxStats), m->ctx);
     step_begin(m->state, m->ctx);
@@ -343,17 +375,10 @@ void model_micro_step(Model* m, int last) {
     model_backward(m, (float)(m->settings.aux_loss * (double)m->settings.seq_len / tokens), last);
 }
 
-// Sums over the ranks what decides the step: every rank adds the squares of its own parts, so each parameter counts
-// once.
+// Sums over the ranks what decides the step.
 static void sum_over_ranks(Model* m, int stop) {
     const double one = 1;
     grads_wait(m->sharding, m->ctx);
-    for (int u = 0; u < params_units(&m->config); u++) {
-        for (int b = 0; b < BUFFERS; b++) {
-            const ParamBuffer* p = &m->units[u].buffer[b];
-            if (p->n) grad_norm_add(m->state, p->own_grad, p->part, m->ctx);
-        }
-    }
     if (stop) device_upload(&m->state->stop, &one, sizeof(one), m->ctx);
     if (!m->world) return;
     comm_sum_double(m->world, &m->state->loss_sum, STEP_SUMS, m->ctx);

@@ -81,6 +81,7 @@ typedef struct Model {
     real* bias;                 // (L, E): the routers' balance biases; rows of dense blocks stay 0
     int64_t* load;              // (L, E): tokens each expert got in this step
     float even;                 // of this step (moe/router.h)
+    int first;                  // 1: the micro-step in work is the first of its step
     MxStats* mx_stats;          // (L, BLOCK_STATS): what the casts of this step did, with --mx-stats
     int measures;               // 1: this step makes mx_stats; set before model_step_begin, 0 again after model_update
     StepState *state, *val_state;
@@ -96,7 +97,7 @@ void model_init(Model* model, uint64_t seed);
 // The masters and moments were set from outside: working weights and the bounds of the next update follow from them.
 void model_weights_set(Model* model);
 void model_destroy(Model* model);
-// Bytes that the ops share. Of a plan for the other build an estimate from above.
+// Bytes that the ops share, on both streams. Of a plan for the other build an estimate from above.
 size_t model_workspace(const Model* model);
 
 // Copies a micro-batch of B sequences of T tokens to the device; targets may be NULL (sampling).
@@ -107,8 +108,8 @@ void model_forward(Model* model, int train);
 // Adds the losses of the batch to state->loss_sum. dscale != 0: also leaves the gradient of dscale * (their sum) in
 // t.dnorm and in lm_head's.
 void model_loss(Model* model, StepState* state, float dscale);
-// From t.dnorm down to the embedding; all parameters' gradients +=, and summed over the ranks by the last micro-step.
-// aux: see router_backward.
+// From t.dnorm down to the embedding; all parameters' gradients = in a step's first micro-step and += after it, and
+// summed over the ranks by the last. aux: see router_backward.
 void model_backward(Model* model, float aux, int last_micro_step);
 
 // Training step `step`, from 1: begin, then per micro-batch model_batch and model_micro_step, then model_update.
@@ -121,10 +122,13 @@ void model_update(Model* model, int64_t step, int stop);
 void model_logits(Model* model, int64_t n, real* host_logits);
 
 // Between them a unit's weights are there, as ops take them in unit->w: gathered, and cast if they have changed since
-// they were. `next` is gathered meanwhile (out of range: none). grads 1: from then on there are gradients to be added
-// to, until a unit_end with grads 1 sums them over the ranks: at once, or in the last micro-step.
-Unit* unit_begin(Model* model, int unit, int next, int grads);
-void unit_end(Model* model, int unit, int grads, int last_micro_step);
+// they were. `next` is gathered meanwhile (out of range: none).
+Unit* unit_begin(Model* model, int unit, int next);
+void unit_end(Model* model, int unit);
+// Between them ops write or add to a unit's gradients; from `end` on these are summed over the ranks: at once, or in
+// the last micro-step, with which their squares join state->grad_sq.
+void unit_grads_begin(Model* model, int unit);
+void unit_grads_end(Model* model, int unit, int last_micro_step);
 
 MoeWeights model_moe_weights(const Model* model, int64_t layer);
 // The name in the log of one of a block's BLOCK_STATS; NULL: no cast of it is made.

@@ -24,7 +24,7 @@ Dispatch* dispatch_create(Comm* comm, Pool* pool, Ctx* ctx) {
     if (!comm) return d;
     ASSERT(comm_count(comm) <= DISPATCH_MAX_RANKS);
     d->comm = comm;
-    d->side_stream = ctx_side(ctx);
+    d->side_stream = ctx_side(ctx, 0);
     d->ready = event_create();
     d->there = event_create();
     d->counts = fetch_create((size_t)comm_count(comm) * 4 * sizeof(int64_t));

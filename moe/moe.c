@@ -91,7 +91,7 @@ void moe_backward(floatX* dx, const floatX* dy, const floatX* x, MoeWeights w, M
                                          weight_stats(w.w13, STATS_DY), ctx);
     grouped_dgrad(t.dact, dh, w.w13, r, ctx);
 
-    // 2. Each token's dx home, and its gates' gradients; dW2 += dy^T (gate A) and dW13 += dh^T x while they travel.
+    // 2. Each token's dx home, and its gates' gradients; dW2 = dy^T (gate A) and dW13 = dh^T x while they travel.
     const Sums sums = {t.dact, r, NULL, t.drow_gate};
     combine_send(d, &m->route, &t.travel, sums, ctx);
     grouped_wgrad(rows_as(t.rows, dy_rows, FORMAT_VALUES, ctx).value, t.act, w.w2, r, ctx);

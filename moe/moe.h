@@ -36,8 +36,8 @@ typedef struct MoeShape {
     Format dispatch, expert, combine;  // as in DispatchShape; expert is that of the experts' weights too
 } MoeShape;
 
-// Weights with their gradients. w13 (E / ep of (2F, C)), w2 (E / ep of (C, F)); their statistics take in those of x,
-// dy, the activation and its gradient.
+// Weights with their gradients (Weight says whether these are = or +=). w13 (E / ep of (2F, C)), w2 (E / ep of (C, F));
+// their statistics take in those of x, dy, the activation and its gradient.
 typedef struct MoeWeights {
     const floatX* router;              // (E, C)
     real* drouter;                     // (E, C), +=
@@ -65,7 +65,7 @@ size_t moe_workspace(MoeShape shape);
 void moe_forward(floatX* y, const floatX* x, MoeWeights w, MoeSaved* saved, int64_t* load, MoeShape shape,
                  Dispatch* dispatch, Pool* pool, Ctx* ctx);
 
-// dx (N, C) is =; gradients of the weights +=. aux: see router_backward.
+// dx (N, C) is =. aux: see router_backward.
 void moe_backward(floatX* dx, const floatX* dy, const floatX* x, MoeWeights w, MoeSaved* saved, float aux,
                   MoeShape shape, Dispatch* dispatch, Pool* pool, Ctx* ctx);
 

@@ -406,9 +406,8 @@ void router_backward(floatX* dx, real* dw, const real* dgate, const real* scores
         device_copy(scratch.weights + half * matrix, w, (size_t)matrix * sizeof(floatX), ctx);
     matmul_dgrad(dx, scratch.dlogits, scratch.weights, s.N, s.C, 2 * s.E, 1, ctx);
 
-    // dw += hi^T x + lo^T x: one product that reads x once, into zeros.
-    device_zero(scratch.halves, (size_t)(2 * matrix) * sizeof(float), ctx);
-    matmul_wgrad(scratch.halves, scratch.dlogits, x, s.N, s.C, 2 * s.E, ctx);
+    // dw += hi^T x + lo^T x: one product that reads x once.
+    matmul_wgrad(scratch.halves, scratch.dlogits, x, s.N, s.C, 2 * s.E, 0, ctx);
     for (int half = 0; half < 2; half++) device_add(dw, scratch.halves + half * matrix, matrix, ctx);
 }
 

@@ -118,7 +118,7 @@ void linear_dgrad(floatX* dx, const floatX* dy, const Weight* w, int64_t N, int 
 
 void linear_wgrad(const floatX* dy, const floatX* x, const Weight* w, int64_t N, Ctx* ctx) {
     cast_stats(w, ctx);
-    matmul_wgrad(w->grad, dy, x, N, w->IC, w->OC, ctx);
+    matmul_wgrad(w->grad, dy, x, N, w->IC, w->OC, w->accumulate, ctx);
 }
 
 void linear_backward(floatX* dx, const floatX* dy, const floatX* x, const Weight* w, int64_t N, int accumulate,
@@ -159,5 +159,5 @@ void grouped_wgrad(floatX* dy, floatX* x, const Weight* w, Ragged r, Ctx* ctx) {
         mx_round_columns(dy, r, w->OC, w->wgrad.cast, ctx);
         mx_round_columns(x, r, w->IC, w->wgrad.cast, ctx);
     }
-    grouped_gemm_wgrad(w->grad, dy, x, r, w->IC, w->OC, ctx);
+    grouped_gemm_wgrad(w->grad, dy, x, r, w->IC, w->OC, w->accumulate, ctx);
 }

@@ -3,7 +3,7 @@
 //
 //   forward  y  = cast(x) cast(W)^T     both in blocks along IC
 //   dgrad    dx = cast(dy) castT(W)     both in blocks along OC
-//   wgrad    dW += dy^T x               of linear_: as they were before their casts. Of grouped_: what was cast is what
+//   wgrad    dW = dy^T x or +=          of linear_: as they were before their casts. Of grouped_: what was cast is what
 //                                       the bytes stand for; with a format of its own, rounded along the tokens
 //
 // A weight's format says what the casts are. Values: none. Exact: blocks of 32, so that W's bytes in forward and in
@@ -42,7 +42,8 @@ enum { STATS_X, STATS_DY, STATS_W, WEIGHT_STATS };
 // One matrix, or those of all experts held here.
 typedef struct Weight {
     const floatX* w;  // (count, OC, IC)
-    real* grad;       // the same, +=
+    real* grad;       // the same
+    int accumulate;   // 1: products add to grad, 0: they write it
     int64_t count, OC, IC;
     Format format, wgrad;      // what its products cast their operands to
     WeightCast forward, back;  // (count, OC, IC), (count, IC, OC)
@@ -69,7 +70,7 @@ void linear_forward(floatX* y,        // (N, OC)
 void linear_dgrad(floatX* dx,        // (N, IC)
                   const floatX* dy,  // (N, OC)
                   const Weight* weight, int64_t N, int accumulate, Ctx* ctx);
-// weight->grad += dy^T x
+// weight->grad = dy^T x, or += with weight->accumulate
 void linear_wgrad(const floatX* dy,  // (N, OC)
                   const floatX* x,   // (N, IC)
                   const Weight* weight, int64_t N, Ctx* ctx);

@@ -48,6 +48,10 @@ struct Comm {
     Comm* next;
 };
 
+// For what stays on this rank in an exchange, a stream of all communicators: from that of the exchange to it and back.
+static Ctx* copies;
+static Event *given, *copied;
+
 // What the watching thread looks at.
 static pthread_mutex_t lock = PTHREAD_MUTEX_INITIALIZER;
 static Comm* comms;
@@ -127,6 +131,7 @@ Comm* comm_create(Ranks* group, const char* name, Ctx* ctx) {
     CUDA_CHECK(cudaGetDevice(&c->device));
     for (int i = 0; i < KINDS; i++) snprintf(c->what[i], sizeof(c->what[i]), "%s (%s)", kinds[i], name);
     for (int i = 0; i < RING; i++) CUDA_CHECK(cudaEventCreateWithFlags(&c->ring[i].event, cudaEventDisableTiming));
+    if (!comms) copies = ctx_side(ctx, 0), given = event_create(), copied = event_create();
 
     // NCCL reads its settings when the first communicator is made. What the user has set stands.
     setenv("NCCL_NVLS_ENABLE", "0", 0);
@@ -165,6 +170,7 @@ void comm_destroy(Comm* c) {
         NCCL_CHECK(ncclCommDestroy(c->nccl), NULL);
         watch_end();
         for (int i = 0; i < RING; i++) CUDA_CHECK(cudaEventDestroy(c->ring[i].event));
+        if (!comms) ctx_destroy(copies), event_destroy(given), event_destroy(copied);
     }
     free(c);
 }
@@ -196,16 +202,19 @@ void comm_sum_type(Comm* c, void* data, int64_t n, SumType type, Ctx* ctx) {
 }
 
 void comm_exchange(Comm* c, const ExchangeBuffer* buffers, int buffer_count, ExchangeRows rows, Ctx* ctx) {
-    // What stays on this rank is a copy.
+    // What stays on this rank is a copy, beside the transfers.
     int own = c->index;
     ASSERT(rows.send_rows[own] == rows.recv_rows[own]);
+    Ctx* beside = c->nccl ? copies : ctx;
+    if (c->nccl) event_record(given, ctx), event_wait(given, beside);
     for (int b = 0; b < buffer_count; b++) {
         size_t bytes = buffers[b].row_bytes;
         device_copy((char*)buffers[b].recv + (size_t)rows.recv_start[own] * bytes,
                     (const char*)buffers[b].send + (size_t)rows.send_start[own] * bytes,
-                    (size_t)rows.send_rows[own] * bytes, ctx);
+                    (size_t)rows.send_rows[own] * bytes, beside);
     }
     if (!c->nccl) return;
+    event_record(copied, beside);
 
     // All sends and receives are one group, so their order among themselves does not matter and none waits for another.
     NCCL_CHECK(ncclGroupStart(), c->nccl);
@@ -224,5 +233,6 @@ void comm_exchange(Comm* c, const ExchangeBuffer* buffers, int buffer_count, Exc
         }
     }
     NCCL_CHECK(ncclGroupEnd(), c->nccl);
+    event_wait(copied, ctx);
     add_to_queue(c, EXCHANGE, ctx);
 }

@@ -116,10 +116,10 @@ static void set_pointers(const Sharding* s, int unit) {
     }
 }
 
-void sharding_connect(Sharding* s, Comm* world, Comm* holders, Ctx* ctx) {
+void sharding_connect(Sharding* s, Comm* world, Comm* holders, size_t workspace, Ctx* ctx) {
     s->world = world;
     s->holders = holders;
-    s->side_stream = ctx_side(ctx);
+    s->side_stream = ctx_side(ctx, workspace);
     s->given = event_create();
     s->done = event_create();
     s->gathered = (Event**)host_alloc((size_t)s->count * sizeof(Event*));
@@ -193,33 +193,23 @@ void weights_changed(Sharding* s, Ctx* ctx) {
 
 int64_t weights_version(const Sharding* s) { return s->version; }
 
-void grads_zero(Sharding* s, Ctx* ctx) {
-    for (int u = 0; u < s->count; u++)
-        for (int i = 0; i < BUFFERS; i++) {
-            const ParamBuffer* p = &s->units[u][i];
-            int own = slotted_grad(p);
-            if (p->n) device_zero(own ? p->own_grad : p->grad, (size_t)(own ? p->part : p->n) * sizeof(real), ctx);
-        }
-}
-
-// What lies in the slot is of another unit: it is 0 again as soon as that has been summed.
-void grads_get(Sharding* s, int unit, Ctx* ctx) {
+// What lies in a slot is of another unit: it is written over as soon as that has been summed.
+void grads_get(Sharding* s, int unit, int first, Ctx* ctx) {
     event_wait(s->slots[unit % 2].reduced, ctx);
-    for (int i = 0; i < BUFFERS; i++) {
-        const ParamBuffer* p = &s->units[unit][i];
-        if (slotted_grad(p)) device_zero(p->grad, (size_t)p->n * sizeof(real), ctx);
-    }
+    for (int i = 0; i < BUFFERS; i++) s->units[unit][i].fresh = first || slotted_grad(&s->units[unit][i]);
 }
 
-void grads_reduce(Sharding* s, int unit, int last, Ctx* ctx) {
+Ctx* grads_reduce(Sharding* s, int unit, int first, int last, Ctx* ctx) {
     side_follows(s, ctx);
     for (int i = 0; i < BUFFERS; i++) {
         ParamBuffer* p = &s->units[unit][i];
         if (p->n == 0 || p->parts == 1) continue;
         if (slotted_grad(p)) {
-            // The part's sum over the ranks takes the place of this rank's own; own_grad adds up the micro-steps.
-            comm_reduce_scatter(comm_of(s, i), p->grad + p->first, p->grad, p->part, s->side_stream);
-            device_add(p->own_grad, p->grad + p->first, p->part, s->side_stream);
+            // own_grad adds up the micro-steps; after the first the part's sum over the ranks takes the place of this
+            // rank's own.
+            real* sum = first ? p->own_grad : p->grad + p->first;
+            comm_reduce_scatter(comm_of(s, i), sum, p->grad, p->part, s->side_stream);
+            if (!first) device_add(p->own_grad, sum, p->part, s->side_stream);
         } else if (last && p->shard == SHARD_OPTIMIZER) {
             comm_reduce_scatter(comm_of(s, i), p->own_grad, p->grad, p->part, s->side_stream);
         } else if (last) {
@@ -227,6 +217,7 @@ void grads_reduce(Sharding* s, int unit, int last, Ctx* ctx) {
         }
     }
     event_record(s->slots[unit % 2].reduced, s->side_stream);
+    return s->side_stream;
 }
 
 void grads_wait(Sharding* s, Ctx* ctx) {

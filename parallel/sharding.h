@@ -57,10 +57,11 @@ typedef struct ParamBuffer {
     int64_t held, held_from;  // of master, m and v: elements held_from .. held_from + held - 1
     Shard shard;              // SHARD_NONE where parts is 1
     int frozen;               // of the layout: m, v, grad and own_grad are NULL
+    int fresh;                // from grads_get on, 1: what is in grad is old, and is to be written over
     floatX* weight;           // (n): valid from weights_get to weights_release
     floatX* held_weight;      // (held): what the update writes
     real *master, *m, *v;     // (held)
-    real* grad;               // (n): what backward adds to, from grads_get to grads_reduce
+    real* grad;               // (n): what backward writes or adds to, from grads_get to grads_reduce
     real* own_grad;           // (part): this rank's part of the sum
 } ParamBuffer;
 
@@ -76,8 +77,8 @@ void sharding_plan(Arena* arena, ParamBuffer* buffer);
 Sharding* sharding_plan_slots(Arena* arena, ParamBuffer* const* units, int count);  // (count) x (BUFFERS)
 
 // After the arena is allocated: connects. world and holders (the ranks that hold the same experts) are NULL with one
-// rank.
-void sharding_connect(Sharding* sharding, Comm* world, Comm* holders, Ctx* ctx);
+// rank. workspace: bytes for what else is given to the side stream (grads_reduce).
+void sharding_connect(Sharding* sharding, Comm* world, Comm* holders, size_t workspace, Ctx* ctx);
 void sharding_destroy(Sharding* sharding);
 
 // weights_start gathers a unit's weights unless they are there or on their way. weights_get makes ctx wait for them;
@@ -90,13 +91,12 @@ void weights_release(Sharding* sharding, int unit, Ctx* ctx);
 void weights_changed(Sharding* sharding, Ctx* ctx);
 int64_t weights_version(const Sharding* sharding);  // counts these changes, from 1
 
-// grads_get readies the unit's gradient buffers (in a slot they are 0), grads_reduce sums them over the ranks into
-// own_grad: at once where they are not kept whole, else in the last micro-step. grads_wait: ctx waits for all of it.
-void grads_get(Sharding* sharding, int unit, Ctx* ctx);
-void grads_reduce(Sharding* sharding, int unit, int last_micro_step, Ctx* ctx);
+// grads_get readies the unit's gradient buffers and says which are fresh: all of them in a step's first micro-step, and
+// those in a slot always. grads_reduce sums them over the ranks into own_grad: at once where they are not kept whole,
+// else in the last micro-step, on the side stream, which it returns. grads_wait: ctx waits for all that this was given.
+void grads_get(Sharding* sharding, int unit, int first_micro_step, Ctx* ctx);
+Ctx* grads_reduce(Sharding* sharding, int unit, int first_micro_step, int last_micro_step, Ctx* ctx);
 void grads_wait(Sharding* sharding, Ctx* ctx);
-// A new step: gradients are 0.
-void grads_zero(Sharding* sharding, Ctx* ctx);
 
 END_C
 

@@ -33,6 +33,19 @@ static inline real* host_copy(Model* m, const real* device, int64_t n) {
     return host;
 }
 
+// What a step finds in the gradients counts for nothing: NaN everywhere, padding in.
+static inline void poison_gradients(Model* m) {
+    for (int u = 0; u < params_units(&m->config); u++)
+        for (int b = 0; b < BUFFERS; b++) {
+            const ParamBuffer* p = &m->units[u].buffer[b];
+            real* nan = (real*)host_alloc((size_t)p->n * sizeof(real));
+            for (int64_t i = 0; i < p->n; i++) nan[i] = NAN;
+            device_upload(p->grad, nan, (size_t)p->n * sizeof(real), m->ctx);
+            device_upload(p->own_grad, nan, (size_t)p->part * sizeof(real), m->ctx);
+            free(nan);
+        }
+}
+
 static StepState state_of(Model* m) {
     StepState state;
     device_download(&state, m->state, sizeof(state), m->ctx);

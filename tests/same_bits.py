@@ -103,7 +103,7 @@ def run(program, model, data, out, ranks, options):
     done = subprocess.run([*map(str, command)], capture_output=True, text=True, env={**os.environ, "OMP_NUM_THREADS": "1"})
     if done.returncode:
         sys.exit(f"{' '.join(map(str, command))}\n{done.stdout[-2000:]}{done.stderr}")
-    untimed = [{key: value for key, value in json.loads(line).items() if key not in ("ms", "tokens_per_s", "mfu", "mem_gib")}
+    untimed = [{key: value for key, value in json.loads(line).items() if key not in ("time", "ms", "tokens_per_s", "mfu", "mem_gib")}
                for line in (out / "log.jsonl").read_text().splitlines()[1:]]
     manifest = json.loads((out / "step_00000006/manifest.json").read_text())
     shutil.rmtree(out)

@@ -234,7 +234,7 @@ static void groups(void) {
     check_rows(some, uneven, "every second rank");
 
     enum { N = 1 << 20, TURNS = 15 };
-    Ctx* side = ctx_side(ctx);
+    Ctx* side = ctx_side(ctx, 0);
     Event* ready = event_create();
     int64_t *ones = (int64_t*)host_alloc(N * sizeof(int64_t)), wrong = 0;
     for (int i = 0; i < N; i++) ones[i] = 1;

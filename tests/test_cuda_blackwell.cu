@@ -145,17 +145,20 @@ static void compare(const Rows& rows, int64_t IC, int64_t OC, int64_t short_by =
     Layout l(rows, short_by);
     RowBuffer x(l, IC, 1), dy(l, OC, 2);
     X w(l.El() * OC * IC, 3), y(l.held * OC), dx(l.held * IC);
-    R dw(l.El() * OC * IC, 4, 8.0);
-    const std::vector<double> dw_start = dw.host;
+    R dw(l.El() * OC * IC), added(l.El() * OC * IC, 4, 8.0);
+    const std::vector<double> start = added.host;
     grouped_gemm_lt_forward(y.dev, x.dev, w.dev, l.device(), IC, OC, ctx);
     grouped_gemm_lt_dgrad(dx.dev, dy.dev, w.dev, l.device(), IC, OC, ctx);
-    grouped_gemm_lt_wgrad(dw.dev, dy.dev, x.dev, l.device(), IC, OC, ctx);
+    grouped_gemm_lt_wgrad(dw.dev, dy.dev, x.dev, l.device(), IC, OC, 0, ctx);
+    grouped_gemm_lt_wgrad(added.dev, dy.dev, x.dev, l.device(), IC, OC, 1, ctx);
     REFERENCE(grouped_gemm_forward)(y.ref(), x.ref(), w.ref(), l.reference(), IC, OC, reference_ctx);
     REFERENCE(grouped_gemm_dgrad)(dx.ref(), dy.ref(), w.ref(), l.reference(), IC, OC, reference_ctx);
-    REFERENCE(grouped_gemm_wgrad)((real*)dw.ref(), dy.ref(), x.ref(), l.reference(), IC, OC, reference_ctx);
+    REFERENCE(grouped_gemm_wgrad)((real*)dw.ref(), dy.ref(), x.ref(), l.reference(), IC, OC, 0, reference_ctx);
+    REFERENCE(grouped_gemm_wgrad)((real*)added.ref(), dy.ref(), x.ref(), l.reference(), IC, OC, 1, reference_ctx);
     check_rows("y", y, l, OC, 0x1p-8 + 1e-5);
     check_rows("dx", dx, l, IC, 0x1p-8 + 1e-5);
-    check_weights(dw, dw_start, l, OC * IC);
+    check_weights(dw, std::vector<double>(start.size()), l, OC * IC);
+    check_weights(added, start, l, OC * IC);
     if (test_failures_here > before)
         printf("    with IC %lld, OC %lld, %d experts, %lld rows\n", (long long)IC, (long long)OC, l.El(),
                (long long)l.end);

@@ -13,14 +13,14 @@
 
 static const double ROW_TOLERANCE = 0x1p-8 + 1e-5, TENSOR_TOLERANCE = 2e-3;
 
-// All three products on the same groups.
+// All products on the same groups; that of the weights' gradients written and added.
 struct Products {
     int64_t IC, OC;
     Layout l;
     RowBuffer x, dy;
     X w, y, dx;
-    R dw;
-    std::vector<double> dw_start;  // wgrad adds to it
+    R dw, added;
+    std::vector<double> start;  // what wgrad adds to
 
     Products(const Rows& rows, int64_t IC, int64_t OC)
         : IC(IC),
@@ -31,26 +31,30 @@ struct Products {
           w(l.El() * OC * IC, 3),
           y(l.held * OC),
           dx(l.held * IC),
-          dw(l.El() * OC * IC, 4, 8.0),
-          dw_start(dw.host) {}
+          dw(l.El() * OC * IC),
+          added(l.El() * OC * IC, 4, 8.0),
+          start(added.host) {}
     void forward() { grouped_gemm_forward(y.dev, x.dev, w.dev, l.device(), IC, OC, ctx); }
     void run() {
         forward();
         grouped_gemm_dgrad(dx.dev, dy.dev, w.dev, l.device(), IC, OC, ctx);
-        grouped_gemm_wgrad(dw.dev, dy.dev, x.dev, l.device(), IC, OC, ctx);
+        grouped_gemm_wgrad(dw.dev, dy.dev, x.dev, l.device(), IC, OC, 0, ctx);
+        grouped_gemm_wgrad(added.dev, dy.dev, x.dev, l.device(), IC, OC, 1, ctx);
     }
     // As before a run.
-    void reset() { y.poison(), dx.poison(), dw.send(); }
-    std::vector<std::vector<double>> got() { return {y.got(), dx.got(), dw.got()}; }
+    void reset() { y.poison(), dx.poison(), dw.poison(), added.send(); }
+    std::vector<std::vector<double>> got() { return {y.got(), dx.got(), dw.got(), added.got()}; }
 
     // Against the reference, which overwrites the outputs on the host.
     void check(const Rows& nan_in_rows = {}, const Rows& nan_in_weights = {}) {
         REFERENCE(grouped_gemm_forward)(y.ref(), x.ref(), w.ref(), l.reference(), IC, OC, reference_ctx);
         REFERENCE(grouped_gemm_dgrad)(dx.ref(), dy.ref(), w.ref(), l.reference(), IC, OC, reference_ctx);
-        REFERENCE(grouped_gemm_wgrad)(dw.ref(), dy.ref(), x.ref(), l.reference(), IC, OC, reference_ctx);
+        REFERENCE(grouped_gemm_wgrad)(dw.ref(), dy.ref(), x.ref(), l.reference(), IC, OC, 0, reference_ctx);
+        REFERENCE(grouped_gemm_wgrad)(added.ref(), dy.ref(), x.ref(), l.reference(), IC, OC, 1, reference_ctx);
         check_rows("y", y, l, OC, ROW_TOLERANCE, TENSOR_TOLERANCE, nan_in_rows);
         check_rows("dx", dx, l, IC, ROW_TOLERANCE, TENSOR_TOLERANCE, nan_in_rows);
-        check_weights(dw, dw_start, l, OC * IC, nan_in_weights);
+        check_weights(dw, std::vector<double>(start.size()), l, OC * IC, nan_in_weights);
+        check_weights(added, start, l, OC * IC, nan_in_weights);
     }
 };
 
@@ -67,9 +71,9 @@ static void compare(const Rows& rows, int64_t IC, int64_t OC) {
 // No bit differs.
 static void check_same(const std::vector<std::vector<double>>& first, const std::vector<std::vector<double>>& now,
                        const char* what, int which) {
-    for (int i = 0; i < 3; i++)
+    for (size_t i = 0; i < now.size(); i++)
         CHECK(memcmp(first[i].data(), now[i].data(), now[i].size() * sizeof(double)) == 0, "product %d differs: %s %d",
-              i, what, which);
+              (int)i, what, which);
 }
 
 // Widths below, at and beyond those of boxes, k blocks and tiles, and tiles of every shape.
@@ -130,7 +134,7 @@ static void test_late_blocks(void) {
     std::vector<std::vector<double>> free;
     float free_ms = 0;
     for (int sms : {0, 16, 112}) {
-        // The time of forward, and the bits of all three, while some SMs are held.
+        // The time of forward, and the bits of all, while some SMs are held.
         p.reset();
         float ms;
         {

@@ -92,8 +92,8 @@ static void run_path(void* arg) {
     grouped_gemm_dgrad(dx, dh, p->w13, g, C, 2 * F, ctx);
     unpermute_rows(p->dx, dx, NULL, g, r->N, r->K, C, 0, ctx);
     unpermute_gates(p->dgate, drow_gate, g, r->N, r->K, ctx);
-    grouped_gemm_wgrad(p->dw2, dout, gated_a, g, F, C, ctx);
-    grouped_gemm_wgrad(p->dw13, dh, x, g, C, 2 * F, ctx);
+    grouped_gemm_wgrad(p->dw2, dout, gated_a, g, F, C, 1, ctx);
+    grouped_gemm_wgrad(p->dw13, dh, x, g, C, 2 * F, 1, ctx);
     ctx_sync(ctx);
     ctx_destroy(ctx);
 }

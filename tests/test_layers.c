@@ -50,7 +50,7 @@ static void test_embedding(void) {
 typedef struct {
     int64_t N, IC, OC;
     real *x, *w, *dy, *dx_before, *dw_before;
-    real *y, *y_real, *dx, *dx_added, *dw;
+    real *y, *y_real, *dx, *dx_added, *dw, *dw_added;
     double *xd, *wd, *dyd;
 } Linear;
 
@@ -65,8 +65,10 @@ static void run_linear(void* arg) {
     matmul_dgrad(l->dx, l->dy, l->w, l->N, l->IC, l->OC, 0, ctx);
     l->dx_added = copied(l->dx_before, l->N * l->IC);
     matmul_dgrad(l->dx_added, l->dy, l->w, l->N, l->IC, l->OC, 1, ctx);
-    l->dw = copied(l->dw_before, l->OC * l->IC);
-    matmul_wgrad(l->dw, l->dy, l->x, l->N, l->IC, l->OC, ctx);
+    l->dw = poisoned(l->OC * l->IC);
+    matmul_wgrad(l->dw, l->dy, l->x, l->N, l->IC, l->OC, 0, ctx);
+    l->dw_added = copied(l->dw_before, l->OC * l->IC);
+    matmul_wgrad(l->dw_added, l->dy, l->x, l->N, l->IC, l->OC, 1, ctx);
     ctx_sync(ctx);
     ctx_destroy(ctx);
 }
@@ -88,8 +90,8 @@ static double linear_objective(void* arg) {
 }
 
 static void test_linear(void) {
-    static const int64_t shapes[][3] = {{1, 1, 1},      {1, 24, 40},     {3, 5, 7},      {127, 40, 24},
-                                        {129, 33, 130}, {300, 129, 257}, {130, 300, 127}};
+    static const int64_t shapes[][3] = {{0, 24, 40},   {1, 1, 1},      {1, 24, 40},     {3, 5, 7},
+                                        {127, 40, 24}, {129, 33, 130}, {300, 129, 257}, {130, 300, 127}};
     for (int s = 0; s < COUNT(shapes); s++) {
         Linear l = {.N = shapes[s][0], .IC = shapes[s][1], .OC = shapes[s][2]};
         int64_t nx = l.N * l.IC, nw = l.OC * l.IC, ny = l.N * l.OC;
@@ -101,7 +103,8 @@ static void test_linear(void) {
         double tolerance = TOL(2e-6, 1e-14);
         CHECK_CLOSE(l.y, oracle_linear(l.xd, l.wd, l.N, l.IC, l.OC), ny, tolerance);
         CHECK_BITS(l.y_real, l.y, ny * sizeof(real));
-        double *dx = zeros(nx), *added = doubles(l.dx_before, nx), *dw = doubles(l.dw_before, nw);
+        double *dx = zeros(nx), *added = doubles(l.dx_before, nx), *dw = zeros(nw),
+               *dw_added = doubles(l.dw_before, nw);
         for (int64_t n = 0; n < l.N; n++)
             for (int64_t o = 0; o < l.OC; o++)
                 for (int64_t i = 0; i < l.IC; i++) {
@@ -109,13 +112,16 @@ static void test_linear(void) {
                     dw[o * l.IC + i] += l.dyd[n * l.OC + o] * l.xd[n * l.IC + i];
                 }
         for (int64_t i = 0; i < nx; i++) added[i] += dx[i];
+        for (int64_t i = 0; i < nw; i++) dw_added[i] += dw[i];
         CHECK_CLOSE(l.dx, dx, nx, tolerance);
         CHECK_CLOSE(l.dx_added, added, nx, tolerance);
         CHECK_CLOSE(l.dw, dw, nw, tolerance);
-        if (l.N <= 3) {
+        CHECK_CLOSE(l.dw_added, dw_added, nw, tolerance);
+        if (l.N && l.N <= 3) {
             CHECK_GRADIENT(linear_objective, &l, l.xd, l.dx, NULL, nx, tolerance);
             CHECK_GRADIENT(linear_objective, &l, l.xd, l.dx_added, l.dx_before, nx, tolerance);
-            CHECK_GRADIENT(linear_objective, &l, l.wd, l.dw, l.dw_before, nw, tolerance);
+            CHECK_GRADIENT(linear_objective, &l, l.wd, l.dw, NULL, nw, tolerance);
+            CHECK_GRADIENT(linear_objective, &l, l.wd, l.dw_added, l.dw_before, nw, tolerance);
         }
         release_all();
     }

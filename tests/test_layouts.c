@@ -81,6 +81,7 @@ static StepState one_step(Model* m, int step, int32_t* expert) {
     int32_t* ids = (int32_t*)host_alloc((size_t)(2 * n) * 4);
     for (int64_t i = 0; i < 2 * n; i++)
         ids[i] = (int32_t)(random_uniform(99, (uint32_t)step, (uint64_t)i) * (double)m->config.V);
+    poison_gradients(m);
     model_step_begin(m, step);
     for (int64_t s = 0; s < SEQUENCES; s += R * B) {
         int64_t mine = s + m->layout.rank * B;
