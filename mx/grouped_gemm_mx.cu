@@ -158,6 +158,7 @@ __device__ __forceinline__ void fill_column_scales(Shared& s, const ChannelScale
         if (lane == 0) barrier_arrive(&s.item_empty_barriers[at.index]);
         at.advance();
     }
+    __syncwarp();
 }
 
 // --- The warpgroups that multiply ---
