@@ -1,9 +1,5 @@
-// The grouped products against sums in float64, on random and on extreme routings; and the weights' gradients of MXFP8
-// bytes against the same sums of what the bytes stand for.
+// The grouped products against sums in float64, on random and on extreme routings.
 #include "grouped/grouped_gemm.h"
-#include "mx/grouped_gemm_mx.h"
-#include "mx/mxfp8.h"
-#include "tests/mx_bytes.h"
 #include "tests/routing.h"
 
 typedef struct {
@@ -72,74 +68,7 @@ static void test_grouped_gemm(void) {
     }
 }
 
-// --- MXFP8 ---
-
-typedef struct {
-    Routing* r;
-    int64_t IC, OC, length;
-    real *x, *dy, *dw_before;
-    uint8_t *qx, *sx, *qdy, *sdy;  // made by the run
-    real* dw;
-} ByChannel;
-
-static void run_by_channel(void* arg) {
-    ByChannel* b = arg;
-    const Ragged r = b->r->ragged;
-    Ctx* ctx = ctx_create(0);
-    b->qx = poisoned_bytes(b->IC * b->length), b->sx = poisoned_bytes(b->length / 128 * b->IC);
-    b->qdy = poisoned_bytes(b->OC * b->length), b->sdy = poisoned_bytes(b->length / 128 * b->OC);
-    mx_quantize_channels(b->qx, b->sx, b->x, b->length, r, b->IC, MX_RCEIL, ctx);
-    mx_quantize_channels(b->qdy, b->sdy, b->dy, b->length, r, b->OC, MX_RCEIL, ctx);
-    b->dw = copied(b->dw_before, r.El * b->OC * b->IC);
-    grouped_gemm_mx_wgrad(b->dw, b->qdy, b->sdy, b->qx, b->sx, b->length, r, b->IC, b->OC, ctx);
-    ctx_destroy(ctx);
-}
-
-// Rows and channels at magnitudes of their own, so that a scale of another chunk or channel shows.
-static real* uneven_rows(const Routing* r, int64_t C, uint32_t stream) {
-    real* rows = random_rows(r, C, stream);
-    for (int64_t i = 0; i < r->ragged.capacity * C; i++) rows[i] = ldexp(rows[i], (int)(i / C / 50 % 4 + i % C % 5));
-    return rows;
-}
-
-static double* values_of(const uint8_t* q, const uint8_t* scale, int64_t length, int64_t columns) {
-    double* v = zeros(columns * length);
-    for (int64_t i = 0; i < columns * length; i++)
-        v[i] = oracle_value(q[i], scale[i % length / 128 * columns + i / length]);
-    return v;
-}
-
-static void test_wgrad_of_bytes(void) {
-    static const int64_t widths[][2] = {{32, 64}, {160, 32}, {96, 160}};
-    for (int i = 0; i < COUNT(routings) * ROUTINGS; i++) {
-        const int32_t* s = routings[i / ROUTINGS];
-        Routing r = make_routing(s[0], s[1], s[2], s[3], s[4], i % ROUTINGS);
-        run_plan(&r);
-        ByChannel b = {.r = &r, .IC = widths[i % 3][0], .OC = widths[i % 3][1]};
-        const int64_t nw = r.El * b.OC * b.IC;
-        b.length = mx_channel_length(r.ragged.capacity, r.El, BACKEND);
-        b.x = uneven_rows(&r, b.IC, 5), b.dy = uneven_rows(&r, b.OC, 6), b.dw_before = tensor(nw, 7);
-        check_threads(run_by_channel, &b);
-
-        double *dw = doubles(b.dw_before, nw), *x = values_of(b.qx, b.sx, b.length, b.IC);
-        double* dy = values_of(b.qdy, b.sdy, b.length, b.OC);
-        int64_t at = 0;
-        for (int32_t e = 0; e < r.El; at += (r.ragged.group_rows[e++] + 127) / 128 * 128)
-            for (int64_t o = 0; o < b.OC; o++)
-                for (int64_t c = 0; c < b.IC; c++)
-                    for (int64_t k = at; k < at + r.ragged.group_rows[e]; k++)
-                        dw[(e * b.OC + o) * b.IC + c] += dy[o * b.length + k] * x[c * b.length + k];
-        CHECK_CLOSE(b.dw, dw, nw, TOL(2e-6, 1e-14));  // as above
-        for (int32_t e = 0; e < r.El; e++)
-            if (r.ragged.group_rows[e] == 0)
-                CHECK_BITS(b.dw + e * b.OC * b.IC, b.dw_before + e * b.OC * b.IC, b.OC * b.IC * sizeof(real));
-        release_all();
-    }
-}
-
 int main(void) {
-    list_e4m3();
     RUN(test_grouped_gemm);
-    RUN(test_wgrad_of_bytes);
     return test_summary();
 }

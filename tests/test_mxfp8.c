@@ -326,91 +326,6 @@ static void test_round_columns(void) {
     release_all();
 }
 
-// --- By channel ---
-
-typedef struct {
-    Ragged r;
-    int64_t length, columns, held;  // held: rows of x, or tokens
-    const real* x;                  // or bytes, of tokens or of rows
-    const uint8_t *from, *from_scale;
-    int tokens, mode;
-    uint8_t *q, *scale;
-} Channels;
-
-static void run_channels(void* arg) {
-    Channels* c = arg;
-    Ctx* ctx = ctx_create(0);
-    c->q = poisoned_bytes(c->columns * c->length), c->scale = poisoned_bytes(c->length / 128 * c->columns);
-    if (c->x)
-        mx_quantize_channels(c->q, c->scale, c->x, c->length, c->r, c->columns, c->mode, ctx);
-    else
-        mx_requantize_channels(c->q, c->scale, c->from, c->from_scale, c->tokens, c->length, c->r, c->columns, c->mode,
-                               ctx);
-    ctx_destroy(ctx);
-}
-
-static real source(const Channels* c, int64_t row, int64_t column) {
-    const int64_t at = c->tokens ? c->r.row_token[row] : row;
-    if (c->x) return c->x[row * c->columns + column];
-    return (real)oracle_value(c->from[at * c->columns + column],
-                              c->from_scale[at * mx_stride(c->columns) + column / 32]);
-}
-
-// Each group's columns as rows of the oracle, filled up with zeros to whole chunks; what is behind stays as it was.
-static void check_channels(Channels c, const char* what) {
-    uint8_t *q = poisoned_bytes(c.columns * c.length), *scale = poisoned_bytes(c.length / 128 * c.columns);
-    int64_t at = 0;
-    for (int e = 0; e < c.r.El; at += tiles_of(c.r.group_rows[e++]) * 128)
-        for (int64_t column = 0; column < c.columns; column++) {
-            enum { LONGEST = 384 };
-            real values[LONGEST] = {0};
-            uint8_t bytes[LONGEST], scales[LONGEST / 32 + 16];
-            const int64_t n = tiles_of(c.r.group_rows[e]) * 128;
-            for (int64_t k = 0; k < c.r.group_rows[e]; k++) values[k] = source(&c, c.r.group_start[e] + k, column);
-            oracle_quantize(bytes, scales, values, 1, n, (MxCast){c.mode, 128});
-            memcpy(q + column * c.length + at, bytes, (size_t)n);
-            for (int64_t k = 0; k < n; k += 128) scale[(at + k) / 128 * c.columns + column] = scales[k / 32];
-        }
-    check_threads(run_channels, &c);
-    CHECK_BYTES(c.scale, scale, c.length / 128 * c.columns, "%s, mode %d, scales", what, c.mode);
-    CHECK_BYTES(c.q, q, c.columns * c.length, "%s, mode %d, bytes", what, c.mode);
-}
-
-// Uneven groups, empty ones, and one that has all rows; of values, of bytes as they lie, and of tokens' bytes.
-static void test_channels(void) {
-    enum { GROUPS = 6, TOKENS = 77 };
-    static const int32_t rows_of[2][GROUPS] = {{1, 0, 128, 127, 300, 45}, {0, 0, 0, 333, 0, 0}};
-    static const int64_t widths[2] = {32, 160};
-    for (int i = 0; i < 8; i++) {
-        const int64_t columns = widths[i & 1];
-        int32_t rows[GROUPS];
-        int64_t start[GROUPS + 1] = {0};
-        for (int e = 0; e < GROUPS; e++) rows[e] = rows_of[i >> 1 & 1][e], start[e + 1] = start[e] + rows[e];
-        int32_t* token = kept_bytes(start[GROUPS] * sizeof(int32_t));
-        for (int64_t r = 0; r < start[GROUPS]; r++) token[r] = (int32_t)draw(90, r, TOKENS);
-        Ragged r = {
-            .El = GROUPS, .capacity = start[GROUPS], .group_start = start, .group_rows = rows, .row_token = token};
-        Channels c = {.r = r, .columns = columns, .mode = i >> 2};
-        c.length = mx_channel_length(r.capacity, GROUPS, BACKEND);
-        real* x = wild_tensor(r.capacity, columns, 91 + i);
-        for (int64_t j = 0; j < r.capacity * columns; j += 1 + draw(92, j, 9000)) x[j] = j % 2 ? -(real)INFINITY : NAN;
-        c.x = x;
-        check_channels(c, "values by channel");
-
-        // Any bytes, NaN among them, at scales that a float32 holds.
-        uint8_t* q = kept_bytes(r.capacity * columns);
-        uint8_t* scale = kept_bytes(r.capacity * mx_stride(columns));
-        for (int64_t j = 0; j < r.capacity * columns; j++)
-            q[j] = (uint8_t)(draw(93, j, 5000) == 0 ? 0x7f : draw(94, j, 127) | draw(95, j, 2) << 7);
-        for (int64_t j = 0; j < r.capacity * mx_stride(columns); j++) scale[j] = (uint8_t)(90 + draw(96, j, 40));
-        c.x = NULL, c.from = q, c.from_scale = scale;
-        check_channels(c, "bytes by channel");
-        c.tokens = 1;
-        check_channels(c, "tokens by channel");
-        release_all();
-    }
-}
-
 static void test_blackwell_offset(void) {
     for (int64_t R = 128; R <= 384; R += 128)
         for (int64_t C = 4; C <= 12; C += 4) {
@@ -500,7 +415,6 @@ int main(void) {
     RUN(test_dequantize_rows);
     RUN(test_dequantize_add);
     RUN(test_round_columns);
-    RUN(test_channels);
     RUN(test_blackwell_offset);
     RUN(test_golden);
     return test_summary();
