@@ -32,7 +32,7 @@ void grouped_gemm_mx(floatX* y,               // (capacity, OC), or NULL
                                                               // tiles the other way round)
                      Ragged ragged, int64_t IC, int64_t OC, Ctx* ctx);
 
-// Weights' gradients, whose contraction runs over an expert's rows: both operands as mx_quantize_columns (mx/mxfp8.h)
+// Weights' gradients, whose contraction runs over an expert's rows: both operands as mx_quantize_channels (mx/mxfp8.h)
 // leaves them, a row for each channel and a scale for each chunk of 128 rows and channel.
 //
 //   dw[e][o][i] += sum over chunks c of e: 2^(sdy[c][o] - 127) 2^(sx[c][i] - 127) sum_{k in c} dy[o][k] x[i][k]

@@ -301,7 +301,7 @@ struct ByteRows {
 // A block of threads: chunks of 128 rows of an expert, 128 columns, two warps by two. As in permute_slice, blocks take
 // the same slice of every expert before the next slice.
 template <typename Source>
-static __global__ void __launch_bounds__(32 * COLUMN_WARPS)
+static __global__ void __launch_bounds__(32 * COLUMN_WARPS, 4)
     channels_kernel(uint8_t* q, uint8_t* scale, Source source, Ragged r, int64_t length, int64_t columns,
                     int64_t slices, uint32_t carry) {
     // The slice, in chunks, and this lane's columns.
