@@ -85,7 +85,8 @@ static void row(const char* op, const char* shape, double bytes, int sets, const
     fflush(stdout);
 }
 
-// Eight experts of as many rows, their tokens those of a routing in turns: expert e has e, e + 8, e + 16 ...
+// Eight experts of as many rows (whole chunks), their tokens those of a routing in turns: expert e has e, e + 8, e + 16
+// ...
 static Ragged mixed_rows(int64_t rows) {
     Ragged r = {};
     r.El = 8, r.capacity = rows;
@@ -93,7 +94,7 @@ static Ragged mixed_rows(int64_t rows) {
     r.row_token = (int32_t*)device_alloc((size_t)rows * sizeof(int32_t), "the benchmark");
     std::vector<int64_t> start;
     std::vector<int32_t> token;
-    for (int64_t e = 0; e <= r.El; e++) start.push_back(rows / r.El * e);
+    for (int64_t e = 0; e <= r.El; e++) start.push_back(rows / r.El / MX_CHUNK * MX_CHUNK * e);
     for (int64_t i = 0; i < rows; i++) token.push_back((int32_t)(i % (rows / r.El) * r.El + i / (rows / r.El)));
     device_upload(r.group_start, start.data(), start.size() * sizeof(int64_t), ctx);
     device_upload(r.row_token, token.data(), token.size() * sizeof(int32_t), ctx);
@@ -117,6 +118,15 @@ static void bench_rows(int64_t rows, int64_t columns) {
     const Ragged mixed = mixed_rows(rows);
     row("mx_dequantize_rows", shape, cast, b.sets,
         [&](int i) { mx_dequantize_rows(b.back + i * n, b.q + i * n, b.scale + i * b.scales, mixed, columns, ctx); });
+    row("mx_quantize_channels", shape, 3.0 * (double)n + (double)(n / MX_CHUNK), b.sets, [&](int i) {
+        mx_quantize_channels(b.turned + i * n, b.scale + i * b.scales, b.x + i * n, rows, mixed, columns, MX_RCEIL,
+                             ctx);
+    });
+    // The scales that it reads are any bytes, and its own lie beside the values.
+    row("mx_requantize_channels", shape, 2.0 * (double)n + (double)(n / MX_BLOCK + n / MX_CHUNK), b.sets, [&](int i) {
+        mx_requantize_channels(b.turned + i * n, (uint8_t*)(b.back + i * n), b.q + i * n, b.scale + i * b.scales, 1,
+                               rows, mixed, columns, MX_RCEIL, ctx);
+    });
     device_free(mixed.group_start), device_free(mixed.row_token);
     for (int32_t align : {1, 128}) {
         MxCast how = {MX_RCEIL, align};

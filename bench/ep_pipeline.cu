@@ -8,9 +8,9 @@
 // mx/products.h), and differs in that x's rows are made while dy travels, where a model computes its shared MLP. MXFP8
 // is its usual set: products on bytes (fast), tokens and their gradients cast once where they start, bytes and scales
 // in one transfer, outputs and dx back in bf16, weights' gradients in bf16 of what the bytes stand for; the last column
-// rounds both operands of those along the tokens. Weights are cast once a step, not here. dW += in float32. Backward
-// reads x as it was received and permutes it again; the row "rows kept" has the permuted rows (or bytes) from forward,
-// as PyTorch does.
+// casts both operands of those along the tokens and multiplies the bytes. Weights are cast once a step, not here. dW +=
+// in float32. Backward reads x as it was received and permutes it again; the row "rows kept" has the permuted rows (or
+// bytes) from forward, as PyTorch does.
 //
 // Medians of events over 30 calls, bf16 and MXFP8 in turns, the slowest rank's. First, on a small size, samples of the
 // bf16 results are compared with sums on the host, and MXFP8 with bf16 by SQNR.
@@ -47,7 +47,7 @@ struct Pass {
     Travel x, dy;              // dx comes home through x's, y through dy's
     Rows kept;                 // x as it was received
     Rows x_rows, dy_rows;      // (capacity, dim), (capacity, hidden), sorted by expert
-    Rows x_values, dy_values;  // what their bytes stand for
+    Rows x_values, dy_values;  // what their bytes stand for, or these by channel
     Ragged ragged;
     floatX *y, *dx;  // (capacity, hidden), (capacity, dim)
     Weight w;        // (EL, hidden, dim)
@@ -95,7 +95,7 @@ static void plan_pass(Pipeline& p, Pass& q, Format format) {
     arena_add(a, "row gates", ELEMENT_REAL, capacity, 0, (void**)&q.ragged.row_gate);
     arena_add(a, "y", ELEMENT_X, capacity * p.hidden, 0, (void**)&q.y);
     arena_add(a, "dx", ELEMENT_X, capacity * p.dim, 0, (void**)&q.dx);
-    const int memory = format.bytes ? ROWS_BYTES : ROWS_VALUES, values = format.bytes ? ROWS_VALUES : 0;
+    const int memory = format.bytes ? ROWS_BYTES : ROWS_VALUES, values = format.bytes ? ROWS_VALUES | ROWS_BYTES : 0;
     rows_plan(a, "x by expert", &q.x_rows, memory, capacity, p.dim);
     rows_plan(a, "dy by expert", &q.dy_rows, memory, capacity, p.hidden);
     rows_plan(a, "x by expert, values", &q.x_values, values, capacity, p.dim);
@@ -171,12 +171,10 @@ static void backward(Pipeline& p, int v, bool kept) {
     const Rows dy = rows_as(q.dy.sent, rows_of_values(p.dy, p.N, p.hidden), q.w.format, ctx);
     dispatch_pack_sorted(p.dispatch, &q.route_dy, &q.dy, dy, NULL);
     dispatch_start(p.dispatch, &q.route_dy, ctx);
-    // While dy travels: x's rows, as values.
-    Rows x;
-    if (kept)
-        x = rows_as(q.x_values, q.x_rows, FORMAT_VALUES, ctx);
-    else
-        x = rows_permute(q.w.format.bytes ? q.x_values : q.x_rows, q.kept, FORMAT_VALUES, q.ragged, ctx);
+    // While dy travels: x's rows, as dW reads them.
+    const Format wgrad = v == MXFP8_WGRAD ? BYTES : FORMAT_VALUES;
+    const Rows room = q.w.format.bytes ? q.x_values : q.x_rows;
+    const Rows x = rows_for_wgrad(room, kept ? q.x_rows : q.kept, !kept, wgrad, q.ragged, ctx);
     q.dy_rows =
         rows_permute(q.dy_rows, dispatch_receive(p.dispatch, &q.route_dy, &q.dy, ctx), q.w.format, q.ragged, ctx);
     grouped_dgrad(q.dx, q.dy_rows, &q.w, q.ragged, ctx);
@@ -184,8 +182,7 @@ static void backward(Pipeline& p, int v, bool kept) {
     // While dx travels: dW.
     Weight w = q.w;
     w.grad = p.dw[v];
-    w.wgrad = v == MXFP8_WGRAD ? BYTES : FORMAT_VALUES;
-    grouped_wgrad(rows_as(q.dy_values, q.dy_rows, FORMAT_VALUES, ctx).value, x.value, &w, q.ragged, ctx);
+    grouped_wgrad(rows_for_wgrad(q.dy_values, q.dy_rows, 0, wgrad, q.ragged, ctx), x, &w, q.ragged, ctx);
     combine_back(p.dispatch, &q.route_x, &q.x, ctx);
 }
 

@@ -2,8 +2,12 @@
 // (bench/grouped.cuh says how they are timed). Casts are not timed. The difference is that of the two results,
 // ||a - b|| / ||b||: what e4m3 costs, 3.7e-2. The last column is how much longer ours takes while 16 SMs are held.
 //
+// Weights' gradients stand beside our own product in bf16 instead, of the rows before their casts (whose time casts.cu
+// measures).
+//
 //   build/cuda/bench/grouped_gemm_mx [rows [round_ms]]
 #include "bench/grouped.cuh"
+#include "grouped/grouped_gemm.h"
 #include "mx/grouped_gemm_mx.h"
 #include "mx/mxfp8.h"
 
@@ -57,7 +61,40 @@ static void bench(int64_t OC, int64_t IC, int El, int64_t M) {
         device_free(p);
 }
 
+// dW += dy^T x.
+static void bench_wgrad(int64_t OC, int64_t IC, int El, int64_t M) {
+    // Rows in bf16, and by channel.
+    Groups g(El, M);
+    const int64_t capacity = g.r.capacity, chunks = capacity / 128, size = El * OC * IC;
+    floatX* dy = (floatX*)device_alloc(capacity * OC * 2, "dy");
+    floatX* x = (floatX*)device_alloc(capacity * IC * 2, "x");
+    uint8_t* qdy = (uint8_t*)device_alloc(capacity * OC, "dy as bytes");
+    uint8_t* qx = (uint8_t*)device_alloc(capacity * IC, "x as bytes");
+    uint8_t* sdy = (uint8_t*)device_alloc(chunks * OC, "scales of dy");
+    uint8_t* sx = (uint8_t*)device_alloc(chunks * IC, "scales of x");
+    real* ours = (real*)device_alloc(size * 4, "ours");
+    real* theirs = (real*)device_alloc(size * 4, "theirs");
+    fill_rows<<<1024, 256, 0, stream>>>(dy, capacity, OC, g.marks, 1);
+    fill_rows<<<1024, 256, 0, stream>>>(x, capacity, IC, g.marks, 2);
+    LAUNCH_CHECK();
+    mx_quantize_channels(qdy, sdy, dy, capacity, g.r, OC, MX_RCEIL, ctx);
+    mx_quantize_channels(qx, sx, x, capacity, g.r, IC, MX_RCEIL, ctx);
+
+    // On the bytes, and in bf16; the difference of the results, then the times.
+    auto mine = [&] { grouped_gemm_mx_wgrad(ours, qdy, sdy, qx, sx, capacity, g.r, IC, OC, ctx); };
+    auto bf16 = [&] { grouped_gemm_wgrad(theirs, dy, x, g.r, IC, OC, ctx); };
+    device_zero(ours, size * 4, ctx), device_zero(theirs, size * 4, ctx), device_zero(sums, 16, ctx);
+    mine(), bf16();
+    difference<<<512, 256, 0, stream>>>(ours, theirs, size, sums);
+    compare(M, OC, IC, El, "wgrad, beside ours in bf16", mine, bf16);
+    for (void* p : {(void*)dy, (void*)x, (void*)qdy, (void*)qx, (void*)sdy, (void*)sx, (void*)ours, (void*)theirs})
+        device_free(p);
+}
+
 int main(int argc, char** argv) {
     return run_shapes(argc, argv, "cuBLAS bf16 per expert", {{8192, 5120}, {7168, 2048}, {2048, 1408}, {2816, 2048}},
-                      bench);
+                      [](int64_t OC, int64_t IC, int El, int64_t M) {
+                          bench(OC, IC, El, M);
+                          bench_wgrad(OC, IC, El, M);
+                      });
 }

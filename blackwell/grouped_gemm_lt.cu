@@ -137,3 +137,33 @@ void grouped_gemm_lt_mx(floatX* y, real* y_real, const uint8_t* x, const uint8_t
         g.clear_pads(out, e, OC * out_bytes, ctx);
     }
 }
+
+// An expert's rows are a stretch of every channel. The workspace holds the library's part and the scales of both
+// operands; of many rows a piece at a time.
+void grouped_gemm_lt_mx_wgrad(real* dw, const uint8_t* dy, const uint8_t* dy_scale, const uint8_t* x,
+                              const uint8_t* x_scale, int64_t length, Ragged r, int64_t IC, int64_t OC, Ctx* ctx) {
+    // How many rows fit, and where their scales go.
+    const int64_t chunk_bytes = scales_bytes(OC, MX_CHUNK / MX_BLOCK) + scales_bytes(IC, MX_CHUNK / MX_BLOCK);
+    const int64_t piece = ((int64_t)ctx->workspace_bytes - LT_WORKSPACE) / chunk_bytes * MX_CHUNK;
+    ASSERT(piece > 0);
+    uint8_t *of_dy = (uint8_t*)ctx->workspace + LT_WORKSPACE, *of_x = of_dy + scales_bytes(OC, piece / MX_BLOCK);
+    const Groups g = fetch_groups(r, ctx);
+    for (int e = 0; e < r.El; e++)
+        for (int64_t at = 0; at < g.taken(e); at += piece) {
+            // A piece of the expert's rows: the scales, then the product.
+            const int64_t row = g.start[e] + at, rows = g.taken(e) - at < piece ? g.taken(e) - at : piece;
+            const int64_t chunk = row / MX_CHUNK, blocks = rows / MX_BLOCK;
+            mx_blackwell_scales(of_dy, {dy_scale + chunk * OC, 1, 1, MX_CHUNK / MX_BLOCK, OC}, OC, blocks, ctx);
+            mx_blackwell_scales(of_x, {x_scale + chunk * IC, 1, 1, MX_CHUNK / MX_BLOCK, IC}, IC, blocks, ctx);
+            lt_multiply({dw + e * OC * IC, IC}, {dy + row, length}, {x + row, length},
+                        {.m = OC,
+                         .n = IC,
+                         .k = rows,
+                         .transpose_b = true,
+                         .real_out = true,
+                         .accumulate = true,
+                         .a_scale = of_dy,
+                         .b_scale = of_x},
+                        ctx);
+        }
+}

@@ -154,7 +154,8 @@ template <Pass P>
 __global__ void __cluster_dims__(CLUSTER, 1, 1) __launch_bounds__(THREADS, 1)
     grouped_gemm_kernel(const __grid_constant__ CUtensorMap a, const __grid_constant__ CUtensorMap b,
                         const __grid_constant__ CUtensorMap out, const Groups g) {
-    run_block<P>(&a, &b, &out, g, [&](Shared& s) { consume<P>(s, &out, g.N, g.add); });
+    run_block<P>(
+        &a, &b, &out, g, [&](Shared& s) { consume<P>(s, &out, g.N, g.add); }, [](Shared&) {});
 }
 
 // --- The host's side ---

@@ -38,7 +38,7 @@ struct Shared {
     uint64_t item_full_barriers[ITEMS], item_empty_barriers[ITEMS];
     WorkItem items[ITEMS];
     Queue queue;
-    int16_t order[MAX_EXPERTS];  // WGRAD: largest experts first
+    alignas(16) float column_scales[STAGES][SQUARE_SIDE];  // MX_WGRAD: of B's columns
 };
 
 // A place in a ring of N, and the parity of the phase to wait for there. The producer begins with 1, the parity of the
@@ -71,7 +71,7 @@ template <Pass P, bool COMMON_A>
 __device__ __forceinline__ void load_blocks(Shared& s, const CUtensorMap* a, const CUtensorMap* b, const WorkItem& item,
                                             int rank, Place<STAGES>& stage) {
     const bool n_along_rows = P == DGRAD || P == WGRAD;  // in B's memory, else k
-    const int a_boxes = item.shape == TALL ? 4 : 2, b_boxes = P != MX && item.shape == WIDE ? 4 : 2;
+    const int a_boxes = item.shape == TALL ? 4 : 2, b_boxes = !ON_BYTES<P> && item.shape == WIDE ? 4 : 2;
     for (int k_block = 0, k = item.k; k_block < item.k_blocks; k_block++, k += BLOCK_K<P>) {
         barrier_wait(&s.empty_barriers[stage.index], stage.phase);
         uint64_t* full = &s.full_barriers[stage.index];
@@ -92,8 +92,8 @@ __device__ __forceinline__ void load_blocks(Shared& s, const CUtensorMap* a, con
         for (int j = 0; j < (COMMON_A ? 4 : 2); j++) {
             const int i = COMMON_A ? j : CLUSTER * j + rank, n = item.n + i * BOX;
             if (i < b_boxes)
-                load_box<P != WGRAD, !COMMON_A>(to + i * BOX_BYTES, b, full, n_along_rows ? n : k, n_along_rows ? k : n,
-                                                item.expert);
+                load_box<!OVER_ROWS<P>, !COMMON_A>(to + i * BOX_BYTES, b, full, n_along_rows ? n : k,
+                                                   n_along_rows ? k : n, item.expert);
         }
         stage.advance();
     }
@@ -102,7 +102,7 @@ __device__ __forceinline__ void load_blocks(Shared& s, const CUtensorMap* a, con
 // Fills the rings until there is no more work.
 template <Pass P>
 __device__ __forceinline__ void produce(Shared& s, const CUtensorMap* a, const CUtensorMap* b, const Groups& g) {
-    TileScheduler<P> scheduler(g, s.order, s.queue);
+    TileScheduler<P> scheduler(g, s.queue);
     Place<STAGES> stage = {0, 1};
     Place<ITEMS> at = {0, 1};
     for (;;) {
@@ -125,30 +125,33 @@ __device__ __forceinline__ void produce(Shared& s, const CUtensorMap* a, const C
     }
 }
 
-// A block from start to end. consume(s) is what a warp that multiplies does.
-template <Pass P, typename Consume>
+// A block from start to end. consume(s) is what a warp that multiplies does. In MX_WGRAD a second warp fills places
+// beside the one that loads: beside(s).
+template <Pass P, typename Consume, typename Beside>
 __device__ __forceinline__ void run_block(const CUtensorMap* a, const CUtensorMap* b, const CUtensorMap* out,
-                                          const Groups& g, Consume consume) {
-    // Barriers: how many arrivals end a phase. A place is filled by one thread and released by every warp that
-    // multiplies; a stage by those of both blocks, because both may load into it.
+                                          const Groups& g, Consume consume, Beside beside) {
+    // Barriers: how many arrivals end a phase. A place is filled by one thread (MX_WGRAD: two) and released by every
+    // warp that multiplies; a stage by those of both blocks, because both may load into it.
+    constexpr int SECOND = P == MX_WGRAD;
     extern __shared__ __align__(1024) uint8_t memory[];
     Shared& s = *(Shared*)memory;
     if (threadIdx.x == 0) {
         for (int i = 0; i < STAGES; i++)
-            barrier_init(&s.full_barriers[i], 1), barrier_init(&s.empty_barriers[i], WARPS * CLUSTER);
+            barrier_init(&s.full_barriers[i], 1 + SECOND), barrier_init(&s.empty_barriers[i], WARPS * CLUSTER);
         for (int i = 0; i < ITEMS; i++)
-            barrier_init(&s.item_full_barriers[i], 1), barrier_init(&s.item_empty_barriers[i], WARPS);
+            barrier_init(&s.item_full_barriers[i], 1), barrier_init(&s.item_empty_barriers[i], WARPS + SECOND);
         for (int i = 0; i < QUEUE; i++) barrier_init(&s.queue.full_barriers[i], 1);
         barrier_init_fence();
         tma_prefetch(a), tma_prefetch(b), tma_prefetch(out);
     }
 
-    // WGRAD: an expert's tiles cost what it has rows. Sorted, largest first, so that none of the largest begins last.
-    if (P == WGRAD)
+    // OVER_ROWS: an expert's tiles cost what it has rows. Sorted, largest first, so that none of the largest begins
+    // last. (All blocks write the same.)
+    if (OVER_ROWS<P>)
         for (int e = threadIdx.x; e < g.El; e += THREADS) {
             int rows = g.rows[e], place = 0;
             for (int i = 0; i < g.El; i++) place += g.rows[i] > rows || (g.rows[i] == rows && i < e);
-            s.order[place] = (int16_t)e;
+            g.order[place] = (int16_t)e;
         }
     __syncthreads();  // warps whole again
     cluster_sync();
@@ -156,7 +159,10 @@ __device__ __forceinline__ void run_block(const CUtensorMap* a, const CUtensorMa
     // The roles. Registers go from the warpgroup that loads to those that hold sums.
     if (threadIdx.x < 128) {
         registers_fewer<56>();
-        if (threadIdx.x < 32) produce<P>(s, a, b, g);
+        if (threadIdx.x < 32)
+            produce<P>(s, a, b, g);
+        else if (SECOND && threadIdx.x < 64)
+            beside(s);
     } else {
         registers_more<224>();
         consume(s);
@@ -240,13 +246,14 @@ CUtensorMap matrix_map(const T* p, int64_t depth, int64_t rows, int64_t cols, in
     return tensor_map(p, depth ? 3 : 2, size, stride, box, ctx);
 }
 
-// The sizes of a product, with a counter of work items at 0. (It is of the Ctx: products of several may run at once.)
+// The sizes of a product, with a counter of work items at 0, and behind it room for an order of the experts. (They are
+// of the Ctx: products of several may run at once.)
 Groups groups_of(const Ragged& r, int64_t M, int64_t N, int64_t K, Ctx* ctx) {
     // Coordinates of TMA are int32.
     ASSERT(r.capacity <= INT32_MAX && M <= INT32_MAX && N <= INT32_MAX && K <= INT32_MAX);
-    uint32_t* counter = ctx_workspace<uint32_t>(ctx, 1);
+    uint32_t* counter = ctx_workspace<uint32_t>(ctx, 1 + MAX_EXPERTS / 2);
     device_zero(counter, sizeof(*counter), ctx);
-    return {r.group_start, r.group_rows, r.El, (int)M, (int)N, (int)K, counter};
+    return {r.group_start, r.group_rows, r.El, (int)M, (int)N, (int)K, counter, (int16_t*)(counter + 1), 0};
 }
 
 // A block on every SM, in clusters.

@@ -34,8 +34,14 @@
 
 namespace {
 
-// The three products in bf16 and the product of MXFP8 bytes. Each multiplies A (M, K) by B (K, N) for every expert.
-enum Pass { FORWARD, DGRAD, WGRAD, MX };
+// The three products in bf16 and those of MXFP8 bytes. Each multiplies A (M, K) by B (K, N) for every expert.
+enum Pass { FORWARD, DGRAD, WGRAD, MX, MX_WGRAD };
+
+template <Pass P>
+constexpr bool ON_BYTES = P == MX || P == MX_WGRAD;
+// The contraction runs over an expert's rows, and all experts have outputs of one size.
+template <Pass P>
+constexpr bool OVER_ROWS = P == WGRAD || P == MX_WGRAD;
 
 enum { CLUSTER = 2 };  // blocks
 enum { SQUARE_SIDE = 128 };
@@ -44,25 +50,26 @@ enum { QUEUE = 8 };
 
 // Elements of the contraction in a stage: 128 bytes.
 template <Pass P>
-constexpr int BLOCK_K = P == MX ? 128 : 64;
+constexpr int BLOCK_K = ON_BYTES<P> ? 128 : 64;
 
 // 128 x 256, 256 x 128 and 128 x 128 of the output.
 enum Shape { WIDE, TALL, SQUARE };
 
-// The sizes of a product. Where a size is an expert's number of rows (M), it is not set here; K of WGRAD is where the
-// buffer ends, and where an expert without rows reads zeros.
+// The sizes of a product. Where a size is an expert's number of rows (M, OVER_ROWS K), it is not set here; K of
+// OVER_ROWS is where the buffer ends, and where an expert without rows reads zeros.
 struct Groups {
     const int64_t* start;
     const int32_t* rows;
     int El, M, N, K;
     uint32_t* counter;  // of items that were drawn
-    int add;            // WGRAD: 1: to what is there; 0: it is written, also for experts without rows
+    int16_t* order;     // OVER_ROWS: largest experts first
+    int add;            // OVER_ROWS: 1: to what is there; 0: it is written, also for experts without rows
 };
 
 // One block's part of a work item.
 struct WorkItem {
     int m, n, k;   // the tile's first row and column, and where its contraction begins; rows are those of the ragged
-                   // buffer in m (WGRAD: in k)
+                   // buffer in m (OVER_ROWS: in k)
     int expert;    // whose weights these are
     int k_blocks;  // of BLOCK_K along the contraction; 0: there is no more work
     int valid;     // rows from m on that are not pad rows
@@ -85,7 +92,6 @@ __device__ __forceinline__ int broadcast(int x, int lane) { return __shfl_sync(0
 template <Pass P>
 struct TileScheduler {
     const Groups& g;
-    const int16_t* order;  // of experts, for WGRAD
     Queue& queue;
     int rank, lane;                           // of the block in the cluster, of the thread in the warp
     int wide, narrow;                         // columns of two squares; 1 if there is another of one square
@@ -94,8 +100,8 @@ struct TileScheduler {
     int first, base;                          // the window's first expert, and the items before it
     int expert, start, rows, squares_m, end;  // this lane's expert, its rows of squares, the number after its last item
 
-    __device__ __forceinline__ TileScheduler(const Groups& g, const int16_t* order, Queue& queue)
-        : g(g), order(order), queue(queue), rank(cluster_rank()), lane(threadIdx.x % 32), drawn(0), turn(0) {
+    __device__ __forceinline__ TileScheduler(const Groups& g, Queue& queue)
+        : g(g), queue(queue), rank(cluster_rank()), lane(threadIdx.x % 32), drawn(0), turn(0) {
         const int squares_n = div_up(g.N, SQUARE_SIDE);
         wide = squares_n / 2, narrow = squares_n % 2;
         draw();
@@ -121,8 +127,8 @@ struct TileScheduler {
         // The tile, counted in squares.
         int m, n;
         const int paired = items_of(areas_of(owner_squares));
-        item.shape = WIDE, item.store = 1, common_a = P == MX;
-        if (P != MX && number >= paired) {  // the odd last row: beside each other
+        item.shape = WIDE, item.store = 1, common_a = ON_BYTES<P>;
+        if (!ON_BYTES<P> && number >= paired) {  // the odd last row: beside each other
             const int column = (number - paired) * CLUSTER + rank, last = wide + narrow - 1;
             m = owner_squares - 1, n = 2 * min(column, last);
             common_a = 1, item.store = column <= last;
@@ -132,32 +138,34 @@ struct TileScheduler {
             const int height = min((int)BAND, areas_of(owner_squares) - band * BAND);
             number -= band * per_band;
             if (number < height * wide) {  // an area
-                m = 2 * (number % height) + (P == MX ? 0 : rank);
-                n = 2 * (number / height) + (P == MX ? rank : 0);
+                m = 2 * (number % height) + (ON_BYTES<P> ? 0 : rank);
+                n = 2 * (number / height) + (ON_BYTES<P> ? rank : 0);
             } else {  // two areas of the odd last column: below each other
                 const int area = 2 * (number - height * wide), last = area + 1 == height;
-                m = 2 * area + rank * (!last ? 2 : P == MX ? 0 : 1);
+                m = 2 * area + rank * (!last ? 2 : ON_BYTES<P> ? 0 : 1);
                 n = 2 * wide;
                 item.shape = last ? SQUARE : TALL;
-                common_a = 0, item.store = P != MX || !last || rank == 0;
+                common_a = 0, item.store = !ON_BYTES<P> || !last || rank == 0;
             }
             m += 2 * band * BAND;
         }
-        if (P == MX) item.shape = m + 1 < owner_squares ? TALL : SQUARE;
+        if (ON_BYTES<P>) item.shape = m + 1 < owner_squares ? TALL : SQUARE;
 
         // The same in elements.
-        item.m = m * SQUARE_SIDE + (P == WGRAD ? 0 : owner_start);
+        item.m = m * SQUARE_SIDE + (OVER_ROWS<P> ? 0 : owner_start);
         item.n = n * SQUARE_SIDE;
-        item.k = P == WGRAD ? owner_start : 0;
+        item.k = OVER_ROWS<P> ? owner_start : 0;
         item.expert = broadcast(expert, owner);
-        item.k_blocks = div_up(P == WGRAD ? max(owner_rows, 1) : g.K, BLOCK_K<P>);
+        item.k_blocks = div_up(OVER_ROWS<P> ? max(owner_rows, 1) : g.K, BLOCK_K<P>);
         item.valid = owner_rows - m * SQUARE_SIDE;
         return item;
     }
 
    private:
     // Areas below each other in that many rows of squares, and the work items of that many: areas, and the last column.
-    __device__ __forceinline__ int areas_of(int squares) const { return P == MX ? div_up(squares, 2) : squares / 2; }
+    __device__ __forceinline__ int areas_of(int squares) const {
+        return ON_BYTES<P> ? div_up(squares, 2) : squares / 2;
+    }
     __device__ __forceinline__ int items_of(int areas) const { return areas * wide + div_up(areas, 2) * narrow; }
 
     // Asks for a number. It is asked for one item ahead, so that the counter answers while stages are filled.
@@ -187,14 +195,14 @@ struct TileScheduler {
         first = from, base = items;
         expert = start = rows = squares_m = end = 0;
         if (i < g.El) {
-            expert = P == WGRAD ? order[i] : i;
+            expert = OVER_ROWS<P> ? g.order[i] : i;
             rows = g.rows[expert];
-            start = P == WGRAD && rows == 0 ? g.K : (int)g.start[expert];
-            squares_m = P != WGRAD           ? ((int)g.start[expert + 1] - start) / SQUARE_SIDE
+            start = OVER_ROWS<P> && rows == 0 ? g.K : (int)g.start[expert];
+            squares_m = !OVER_ROWS<P>        ? ((int)g.start[expert + 1] - start) / SQUARE_SIDE
                         : rows > 0 || !g.add ? div_up(g.M, SQUARE_SIDE)
                                              : 0;
             end = items_of(areas_of(squares_m));
-            if (P != MX) end += squares_m % 2 * div_up(wide + narrow, CLUSTER);
+            if (!ON_BYTES<P>) end += squares_m % 2 * div_up(wide + narrow, CLUSTER);
         }
 
         // A sum over the lanes up to this one makes ends of sizes.

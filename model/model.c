@@ -45,6 +45,7 @@ static void set_shapes(Model* m, int64_t B, int64_t T) {
     moe->dispatch = format_of(s->dispatch_precision, s, expert_align(s));
     moe->expert = format_of(s->expert_precision, s, expert_align(s));
     moe->combine = format_of(s->combine_precision, s, 1);  // no product reads what comes back: blocks of 32
+    moe->wgrad = format_of(s->wgrad_precision, s, expert_align(s));
 }
 
 MoeWeights model_moe_weights(const Model* m, int64_t layer) {
@@ -64,7 +65,6 @@ static void plan_products(Model* m, Unit* u) {
         w->room = &m->products;
         if (list[i].cast == LINEAR) w->format = format_of(s->linear_precision, s, s->mx_fast ? MX_CHUNK : 1);
         if (list[i].cast == EXPERT) w->format = format_of(s->expert_precision, s, expert_align(s));
-        if (list[i].cast == EXPERT) w->wgrad = format_of(s->wgrad_precision, s, expert_align(s));
         weight_plan(&m->arena[IN_PARAMS], w, list[i].cast == LINEAR);
     }
 }

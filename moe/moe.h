@@ -13,11 +13,11 @@
 //
 // Precision is in the formats of the tensors (mx/rows.h): of x and dy as they travel (shape.dispatch), of the operands
 // of the experts' products (shape.expert, weights), of what travels back (shape.combine), and of the operands of the
-// weights' gradients. A cast is made once, by the earliest stage that needs it, whatever ep is. The results of combine
-// and wgrad depend on how the run lies on its ranks, those of the others do not: combine casts a sum per rank, wgrad
-// blocks along the tokens that a rank's experts get in a micro-step. wgrad's do so with MX_FLOOR, which cuts off what
-// is large in its block; with MX_RCEIL a block's scale matters only to elements some 2^14 below its largest. Where x,
-// dy or the activation were cast, the weights' gradients see what the bytes stand for.
+// weights' gradients (shape.wgrad). A cast is made once, by the earliest stage that needs it, whatever ep is. The
+// results of combine and wgrad depend on how the run lies on its ranks, those of the others do not: combine casts a sum
+// per rank, wgrad blocks along the tokens that a rank's experts get in a micro-step. wgrad's do so with MX_FLOOR, which
+// cuts off what is large in its block; with MX_RCEIL a block's scale matters only to elements some 2^14 below its
+// largest. Where x, dy or the activation were cast, the weights' gradients see what the bytes stand for.
 #ifndef MOE_MOE_H
 #define MOE_MOE_H
 
@@ -34,6 +34,7 @@ typedef struct MoeShape {
     int32_t ep;          // ranks that share the experts; E % ep == 0
     int32_t recompute;   // 1: backward dispatches x again and rebuilds the hidden activations, which are not kept
     Format dispatch, expert, combine;  // as in DispatchShape; expert is that of the experts' weights too
+    Format wgrad;                      // of the operands of the experts' weight gradients; fast only where expert is
 } MoeShape;
 
 // Weights with their gradients (Weight says whether these are = or +=). w13 (E / ep of (2F, C)), w2 (E / ep of (C, F));

@@ -47,13 +47,18 @@ void moe_plan_forward(Arena* a, MoeForwardBuffers* t, MoeSaved* m, MoeShape s) {
 
 void moe_plan_backward(Arena* a, MoeBackwardBuffers* t, MoeSaved* m, MoeShape s) {
     const int64_t N = s.router.N, C = s.router.C, F = s.F, sF = s.shared_F, rows = m->ragged.capacity;
+    const int fast_wgrad = format_read(s.wgrad).bytes;
+    const int64_t length = fast_wgrad ? mx_channel_length(rows, m->ragged.El, a->backend) : rows;
+    ASSERT(!fast_wgrad || memory_read(s.expert) == ROWS_BYTES);
     memset(t, 0, sizeof(*t));
     if (s.recompute) plan_hidden(a, m, s);
-    rows_plan(a, "routed rows", &t->rows, ROWS_VALUES | memory_read(s.expert), rows, C);
+    rows_plan(a, "routed rows", &t->rows, (fast_wgrad ? 0 : ROWS_VALUES) | memory_read(s.expert), rows, C);
+    rows_plan(a, "routed rows by channel", &t->channels, fast_wgrad ? ROWS_BYTES : 0, length, C);
     arena_add(a, "d activation, d routed rows", ELEMENT_X, max_i64(rows * max_i64(C, F), N * sF), 1, (void**)&t->dact);
     arena_add(a, "activation", ELEMENT_X, max_i64(rows * F, N * sF), 1, (void**)&t->act);
     arena_add(a, "d hidden", ELEMENT_X, max_i64(rows * 2 * F, N * 2 * sF), 1, (void**)&t->dh);
-    rows_plan(a, "d hidden, cast", &t->dh_cast, memory_cast(s.expert), rows, 2 * F);
+    rows_plan(a, "d hidden, cast", &t->dh_cast, memory_cast(s.expert), length, 2 * F);
+    t->dh_cast.count = rows;
     arena_add(a, "d row gates", ELEMENT_REAL, rows, 1, (void**)&t->drow_gate);
     arena_add(a, "d gates", ELEMENT_REAL, N * s.router.K, 1, (void**)&t->dgate);
     dispatch_plan_travel(a, &t->travel, &m->route, 0);

@@ -3,8 +3,7 @@
 #include <string.h>
 
 #include "device/cpu.h"
-#include "mx/mx_values.h"
-#include "mx/mxfp8.h"
+#include "mx/mxfp8_cpu.h"
 
 // The formula as it stands, over tiles of the output: a chunk's dot products first, then its two scales, once each.
 
@@ -49,6 +48,39 @@ void grouped_gemm_mx(floatX* y, real* y_real, const uint8_t* x, const uint8_t* x
                         const real sx = mx_scale_value(x_scale[(at + i) * mx_stride(IC) + c * (MX_CHUNK / MX_BLOCK)]);
                         const real s = sx * (real)mx_scale_value(ws[c * w_stride_c]);
                         for (int64_t j = 0; j < width; j++) out[(at + i) * OC + o + j] += s * sum[j];
+                    }
+                }
+            }
+}
+
+// As above: dW's tile gets a chunk's dot products, each times the scales of its row and of its column.
+void grouped_gemm_mx_wgrad(real* dw, const uint8_t* dy, const uint8_t* dy_scale, const uint8_t* x,
+                           const uint8_t* x_scale, int64_t length, Ragged r, int64_t IC, int64_t OC, Ctx* ctx) {
+    (void)ctx;
+    const int64_t rows = ceil_div(OC, TILE), columns = ceil_div(IC, TILE);
+    real value[256];  // of the bytes
+    for (int i = 0; i < 256; i++) value[i] = e4m3_value((uint8_t)i);
+#pragma omp parallel for schedule(dynamic) collapse(3)
+    for (int32_t e = 0; e < r.El; e++)
+        for (int64_t row = 0; row < rows; row++)
+            for (int64_t column = 0; column < columns; column++) {
+                const int64_t o = row * TILE, height = min_i64(TILE, OC - o);
+                const int64_t i = column * TILE, width = min_i64(TILE, IC - i), start = channel_start(r, e);
+                for (int64_t at = start; at < start + r.group_rows[e]; at += MX_CHUNK) {
+                    const int64_t depth = min_i64(MX_CHUNK, start + r.group_rows[e] - at);
+                    const uint8_t *sdy = dy_scale + at / MX_CHUNK * OC + o, *sx = x_scale + at / MX_CHUNK * IC + i;
+                    real xt[MX_CHUNK][TILE];  // the chunk of x, transposed
+                    for (int64_t j = 0; j < width; j++)
+                        for (int64_t k = 0; k < depth; k++) xt[k][j] = value[x[(i + j) * length + at + k]];
+                    for (int64_t m = 0; m < height; m++) {
+                        const uint8_t* dym = dy + (o + m) * length + at;
+                        real sum[TILE] = {0}, *out = dw + (e * OC + o + m) * IC + i;
+                        for (int64_t k = 0; k < depth; k++) {
+                            const real dyk = value[dym[k]];
+                            for (int64_t j = 0; j < width; j++) sum[j] += dyk * xt[k][j];
+                        }
+                        for (int64_t j = 0; j < width; j++)
+                            out[j] += mx_scale_value(sdy[m]) * (real)mx_scale_value(sx[j]) * sum[j];
                     }
                 }
             }

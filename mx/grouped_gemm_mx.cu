@@ -10,58 +10,161 @@
 // and chunk. While one warpgroup does that, the tensor cores work for the other. Registers have no room for a p twice
 // as wide: tiles are 256 x 128, or 128 x 128 where an expert has no more rows, and go through p in parts of 128 rows.
 //
+// Weights' gradients contract over an expert's rows. A chunk of 128 of them has a scale for every row of dW and one for
+// every column: two multiplications for each element and chunk. The columns' scales come with the stage, as float32
+// that a second warp beside the one that loads makes of their bytes.
+//
+//     dW tile     +=  sum over chunks c of       sa[c][row]   *  sb[c][column]   *  (a chunk  b chunk^T)
+//
 // Bound by the tensor cores under the card's power limit and by what is issued beside them: a warp's 205 instructions
-// for a chunk, 128 of them the multiply-adds, in the 512 clocks that its products take.
+// for a chunk (351 for weights' gradients), 128 of them the multiply-adds, in the 512 clocks that its products
+// take.
 #include "blackwell/grouped_gemm_lt.cuh"
 #include "grouped/grouped_gemm_parts.cuh"
 #include "mx/grouped_gemm_mx.h"
+#include "mx/mx_values.h"
 #include "mx/mxfp8.h"
 
 namespace {
 
-// The scales of x, one for each row and chunk, and of W, one for each square of 128 x 128 (mx/grouped_gemm_mx.h).
-struct ScaleTensors {
-    const uint8_t *x, *w;
-    int64_t x_stride;                        // bytes of a row
-    int w_stride_e, w_stride_o, w_stride_c;  // from expert to expert, from square to square along OC and along IC
-};
-
-// --- Scales: read four chunks ahead ---
-
+// --- Scales: read ahead ---
+//
 // wgmma leaves the sums of a row in four lanes, and each of the four holds two rows of each part (device/wgmma.cuh).
 // Between them these lanes need the scales of four rows: lane % 4 says for which one a lane reads, 2 * part, + 1 for
-// the row 8 below. It reads four chunks at a time, 16 bytes of x's scales. Of W's scales, which the whole tile has in
-// common, each of the four lanes reads that of one chunk.
-struct Scales {
+// the row 8 below. Nothing here depends on the lane but addresses: else the compiler would no longer keep the main
+// loop's descriptors in uniform registers.
+
+// The row of the output that a lane reads for.
+__device__ __forceinline__ int row_of_lane(const WorkItem& item, int lane) {
+    const int warp = threadIdx.x / 32 - 4, part = item.shape == TALL ? lane % 4 / 2 : 0;
+    return item.m + part * SQUARE_SIDE + warp * 16 + lane / 4 + lane % 2 * 8;
+}
+
+// The scales of x, one for each row and chunk, and of W, one for each square of 128 x 128 (mx/grouped_gemm_mx.h).
+struct SquareScales {
+    enum { BY_COLUMN = 0 };
+    struct Tensors {
+        const uint8_t *x, *w;
+        int64_t x_stride;                        // bytes of a row
+        int w_stride_e, w_stride_o, w_stride_c;  // from expert to expert, from square to square along OC and along IC
+    };
+
+    // A lane reads four chunks at a time, 16 bytes of x's scales. Of W's scales, which the whole tile has in common,
+    // each of the four lanes reads that of one chunk.
     const uint4* x;
     const uint8_t* w;
     uint4 x_next;  // bytes of the next four chunks: on their way
     uint32_t w_next;
     uint32_t sx;  // bytes of these four chunks, the one at hand lowest
     float sw;     // of chunk lane % 4 of these four
+
+    // Begins to read for a tile to come.
+    __device__ __forceinline__ void begin(const WorkItem& item, const Tensors& t, int lane) {
+        x = (const uint4*)(t.x + row_of_lane(item, lane) * t.x_stride);
+        w = t.w + (item.expert * t.w_stride_e + (uint32_t)item.n / SQUARE_SIDE * t.w_stride_o);
+        read(0, item.k_blocks, t, lane);
+    }
+    __device__ __forceinline__ void start(int k_blocks, const Tensors& t, int lane) { go_on(0, k_blocks, t, lane); }
+
+    // The chunk at hand: sx sw of the row that this lane reads for; its four lanes exchange theirs. Infinity becomes
+    // NaN.
+    __device__ __forceinline__ float take(int k_block) {
+        float scale = power(sx) * __shfl_sync(0xffffffffu, sw, k_block, 4);
+        scale = fmaf(scale, 0, scale);
+        sx >>= 8;
+        return scale;
+    }
+    // Meanwhile the chunks to come.
+    __device__ __forceinline__ void ahead(int k_block, int k_blocks, const Tensors& t, int lane) {
+        if (k_block % 4 == 3) go_on(k_block / 4 + 1, k_blocks, t, lane);
+    }
+
+   private:
+    // 2^(s - 127) of the low byte (2^-127, the smallest, has no exponent bits); 255 gives infinity.
+    __device__ __forceinline__ static float power(uint32_t s) {
+        return fmaxf(__uint_as_float(s << 23 & 0x7f800000), 0x1p-127f);
+    }
+    // Begins to read for chunks 4 * quad and on. Where a row ends, the last ones are read again.
+    __device__ __forceinline__ void read(int quad, int k_blocks, const Tensors& t, int lane) {
+        x_next = x[min(quad, (k_blocks - 1) / 4)];
+        w_next = w[min(4 * quad + lane % 4, k_blocks - 1) * t.w_stride_c];
+    }
+    // Takes up what was read, and reads on. The four bytes of a chunk are equal: one of each is kept.
+    __device__ __forceinline__ void go_on(int quad, int k_blocks, const Tensors& t, int lane) {
+        sx = __byte_perm(__byte_perm(x_next.x, x_next.y, 0x0040), __byte_perm(x_next.z, x_next.w, 0x0040), 0x5410);
+        sw = power(w_next);
+        read(quad + 1, k_blocks, t, lane);
+    }
 };
 
-// Begins to read for chunks 4 * quad and on. Where a row ends, the last ones are read again. Nothing here depends on
-// the lane but addresses: else the compiler would no longer keep the main loop's descriptors in uniform registers.
-__device__ __forceinline__ void load_scales(Scales& c, int quad, int k_blocks, int w_stride, int lane) {
-    c.x_next = c.x[min(quad, (k_blocks - 1) / 4)];
-    c.w_next = c.w[min(4 * quad + lane % 4, k_blocks - 1) * w_stride];
-}
+// The scales of weights' gradients: those of A's rows, two chunks ahead. B's lie in shared memory.
+struct ChannelScales {
+    enum { BY_COLUMN = 1 };
+    struct Tensors {
+        const uint8_t *a, *b;  // (chunks, M), (chunks, N)
+        int M, N;
+    };
 
-// 2^(s - 127) of the low byte (2^-127, the smallest, has no exponent bits); 255 gives infinity.
-__device__ __forceinline__ float power(uint32_t s) { return fmaxf(__uint_as_float(s << 23 & 0x7f800000), 0x1p-127f); }
+    const uint8_t* a;
+    uint32_t now, next;  // bytes of the chunk at hand and of the one after it
 
-// Takes up what load_scales read, and reads on. The four bytes of a chunk are equal: one of each is kept.
-__device__ __forceinline__ void next_scales(Scales& c, int quad, int k_blocks, int w_stride, int lane) {
-    c.sx =
-        __byte_perm(__byte_perm(c.x_next.x, c.x_next.y, 0x0040), __byte_perm(c.x_next.z, c.x_next.w, 0x0040), 0x5410);
-    c.sw = power(c.w_next);
-    load_scales(c, quad + 1, k_blocks, w_stride, lane);
+    __device__ __forceinline__ void begin(const WorkItem& item, const Tensors& t, int lane) {
+        a = t.a + ((int64_t)(item.k / MX_CHUNK) * t.M + min(row_of_lane(item, lane), t.M - 1));
+        now = read(0, item.k_blocks, t), next = read(1, item.k_blocks, t);
+    }
+    __device__ __forceinline__ void start(int, const Tensors&, int) {}
+    __device__ __forceinline__ float take(int) {
+        const float scale = mx_scale_value(now);
+        now = next;
+        return scale;
+    }
+    __device__ __forceinline__ void ahead(int k_block, int k_blocks, const Tensors& t, int) {
+        next = read(k_block + 2, k_blocks, t);
+    }
+
+   private:
+    __device__ __forceinline__ uint32_t read(int k_block, int k_blocks, const Tensors& t) const {
+        return a[(uint64_t)(uint32_t)min(k_block, k_blocks - 1) * (uint32_t)t.M];
+    }
+};
+
+// What the second warp does: for every k block the scales of the tile's columns, in the order in which lanes need them.
+// Lane l % 4 has columns 8j + l % 4 * 2 and the next of every j (device/wgmma.cuh): those of two j lie together.
+__device__ __forceinline__ void fill_column_scales(Shared& s, const ChannelScales::Tensors& t) {
+    const int lane = threadIdx.x % 32;
+    Place<STAGES> stage = {0, 1};
+    Place<ITEMS> at = {0, 0};
+    for (;;) {
+        // The work item, and this lane's four columns: a half of those of j = lane / 2.
+        barrier_wait(&s.item_full_barriers[at.index], at.phase);
+        const WorkItem& item = s.items[at.index];
+        const int k_blocks = item.k_blocks, to = lane / 4 * 16 + lane % 2 * 8 + lane / 2 % 2 * 2;
+        if (k_blocks == 0) break;
+        const uint8_t* from = t.b + ((int64_t)(item.k / MX_CHUNK) * t.N + min(item.n + 4 * lane, t.N - 4));
+
+        // Of every k block: the bytes are on their way while the stage is in use.
+        for (int k_block = 0; k_block < k_blocks; k_block++, from += t.N) {
+            const uint32_t four = *(const uint32_t*)from;
+            barrier_wait(&s.empty_barriers[stage.index], stage.phase);
+            float2* pair = (float2*)&s.column_scales[stage.index][to];
+            pair[0] = {mx_scale_value(four & 0xff), mx_scale_value(four >> 8 & 0xff)};
+            pair[2] = {mx_scale_value(four >> 16 & 0xff), mx_scale_value(four >> 24)};
+            __syncwarp();
+            if (lane == 0) barrier_arrive(&s.full_barriers[stage.index]);
+            stage.advance();
+        }
+
+        // The producer may write another item there.
+        if (lane == 0) barrier_arrive(&s.item_empty_barriers[at.index]);
+        at.advance();
+    }
+    __syncwarp();
 }
 
 // --- The warpgroups that multiply ---
 
 // Where a warp that multiplies stands.
+template <typename Scales>
 struct Consumer {
     uint32_t a, b;   // descriptors of its operands in the first stage (low words; the high ones are constant)
     uint32_t empty;  // address of the first stage's empty barrier, in one of the two blocks
@@ -70,26 +173,39 @@ struct Consumer {
     Scales scales;
 };
 
-// Begins with the scales of `next`, the tile to come. Called before the present tile's last part is written, so that
-// they are there in time.
-__device__ __forceinline__ void begin_scales(Scales& c, const WorkItem& next, const ScaleTensors& scales) {
-    const int warp = threadIdx.x / 32 - 4, lane = threadIdx.x % 32, part = next.shape == TALL ? lane % 4 / 2 : 0;
-    const int row = next.m + part * SQUARE_SIDE + warp * 16 + lane / 4 + lane % 2 * 8;
-    c.x = (const uint4*)(scales.x + row * scales.x_stride);
-    c.w = scales.w + (next.expert * scales.w_stride_e + (uint32_t)next.n / SQUARE_SIDE * scales.w_stride_o);
-    load_scales(c, 0, next.k_blocks, scales.w_stride_c, lane);
+// d += p times the scales, of N columns: `near` is of row lane / 4, `far` of the one 8 below; `columns` are those of B,
+// if it has them.
+template <bool BY_COLUMN>
+__device__ __forceinline__ void add_scaled(float (&d)[SQUARE_SIDE / 2], const float (&p)[SQUARE_SIDE / 2], float near,
+                                           float far, const float* columns, int lane) {
+#pragma unroll
+    for (int i = 0; i < SQUARE_SIDE / 2; i += 8) {
+        float of[4] = {1, 1, 1, 1};  // of columns 8j + lane % 4 * 2 and the next, of two j
+        if (BY_COLUMN) *(float4*)of = ((const float4*)columns)[i / 8 * 4 + lane % 4];
+#pragma unroll
+        for (int k = 0; k < 8; k++) {
+            const float row = k & 2 ? far : near;
+            d[i + k] = fmaf(p[i + k], BY_COLUMN ? row * of[k / 4 * 2 + k % 2] : row, d[i + k]);
+        }
+    }
 }
 
-// d += sx sw p for the chunk at hand. `beside` runs while the last products of a tile's LAST chunk do. (That chunk is
-// not in the loop of the others: there the compiler would give d and p registers of the same bank.)
-template <int PARTS, bool LAST, typename Beside>
-__device__ __forceinline__ void add_chunk(Shared& s, Consumer& c, float (&d)[PARTS][SQUARE_SIDE / 2], int k_block,
-                                          int k_blocks, int w_stride, int lane, Beside beside) {
+// d += p times the scales for the chunk at hand. `beside` runs while the last products of a tile's LAST chunk do. (That
+// chunk is not in the loop of the others: there the compiler would give d and p registers of the same bank.)
+template <int PARTS, bool LAST, typename Scales, typename Beside>
+__device__ __forceinline__ void add_chunk(Shared& s, Consumer<Scales>& c, float (&d)[PARTS][SQUARE_SIDE / 2],
+                                          int k_block, int k_blocks, const typename Scales::Tensors& tensors, int lane,
+                                          Beside beside) {
     // The chunk's operands are in this stage.
     const uint64_t high = wgmma_descriptor<64>(0, 0);
     float p[SQUARE_SIDE / 2], scale = 0;
     barrier_wait(&s.full_barriers[c.stage.index], c.stage.phase);
     const uint32_t at = c.stage.index * (STAGE_BYTES / 16), a = c.a + at, b = c.b + at;
+
+    // The stage may be overwritten, here and by the neighbour: one arrival per warp and block.
+    auto release = [&] {
+        if (lane < CLUSTER) barrier_arrive_cluster(c.empty + c.stage.index * sizeof(uint64_t));
+    };
 
 #pragma unroll
     for (int part = 0; part < PARTS; part++) {
@@ -100,38 +216,33 @@ __device__ __forceinline__ void add_chunk(Shared& s, Consumer& c, float (&d)[PAR
             wgmma_e4m3_n128(p, high | (a + part * (2 * BOX_BYTES / 16) + k * 2), high | (b + k * 2), k > 0);
         wgmma_commit();
 
-        // Meanwhile sx sw, of the row that this lane reads for; its four lanes exchange theirs. Infinity becomes NaN.
-        if (part == 0) {
-            scale = power(c.scales.sx) * __shfl_sync(0xffffffffu, c.scales.sw, k_block, 4);
-            scale = fmaf(scale, 0, scale);
-            c.scales.sx >>= 8;
-        }
+        // Meanwhile the scales of its rows; their four lanes exchange theirs.
+        if (part == 0) scale = c.scales.take(k_block);
         const float near = __shfl_sync(0xffffffffu, scale, part * 2, 4);
         const float far = __shfl_sync(0xffffffffu, scale, part * 2 + 1, 4);
 
         // Meanwhile what comes next: the following scales, or `beside`.
-        if (part == PARTS - 1 && !LAST && k_block % 4 == 3)
-            next_scales(c.scales, k_block / 4 + 1, k_blocks, w_stride, lane);
+        if (part == PARTS - 1 && !LAST) c.scales.ahead(k_block, k_blocks, tensors, lane);
         if (part == PARTS - 1 && LAST) beside();
 
-        // The products are there. After the last ones the stage may be overwritten, here and by the neighbour: one
-        // arrival per warp and block.
+        // The products are there, and the last ones have read the operands.
         wgmma_wait<0>();
         wgmma_pin(p);
-        if (part == PARTS - 1 && lane < CLUSTER) barrier_arrive_cluster(c.empty + c.stage.index * sizeof(uint64_t));
-
-#pragma unroll
-        // d += sx sw p: `near` is of row lane / 4, `far` of the one 8 below.
-        for (int i = 0; i < SQUARE_SIDE / 2; i++) d[part][i] = fmaf(p[i], i & 2 ? far : near, d[part][i]);
+        if (part == PARTS - 1 && !Scales::BY_COLUMN) release();
+        add_scaled<Scales::BY_COLUMN>(d[part], p, near, far, s.column_scales[c.stage.index], lane);
     }
+
+    // Or all lanes have read the stage's scales.
+    if (Scales::BY_COLUMN) __syncwarp(), release();
     c.stage.advance();
 }
 
 // One tile, from its first chunk to the output; of two parts the first leaves while the second's last products run.
 // Leaves the consumer at the next work item.
-template <int PARTS, typename Out>
-__device__ __forceinline__ void compute(Shared& s, Consumer& c, const WorkItem& item, const ScaleTensors& scales,
-                                        const CUtensorMap* out, int columns, Writer& writer) {
+template <int PARTS, typename Out, typename Scales>
+__device__ __forceinline__ void compute(Shared& s, Consumer<Scales>& c, const WorkItem& item,
+                                        const typename Scales::Tensors& tensors, const CUtensorMap* out, int columns,
+                                        Writer& writer) {
     // d = 0
     const int warp = threadIdx.x / 32 - 4, k_blocks = item.k_blocks, lane = writer.lane;
     float d[PARTS][SQUARE_SIDE / 2];
@@ -140,55 +251,61 @@ __device__ __forceinline__ void compute(Shared& s, Consumer& c, const WorkItem& 
 #pragma unroll
         for (int i = 0; i < SQUARE_SIDE / 2; i++) d[part][i] = 0;
 
-    // y = d, with zeros for pad rows. (The item is read from shared memory only here: registers are short.)
+    // dW_e += d, or y = d, with zeros for pad rows. (The item is read from shared memory only here: registers are
+    // short.)
     auto write_part = [&](int part) {
         if (!item.store) return;
-        const int row = part * SQUARE_SIDE + warp * 16, m = item.m + row;
-        write<Out, SQUARE_SIDE>(writer, d[part], item.n, columns, item.valid - row,
-                                [&](const void* piece, int n) { tma_store(out, piece, n, m); });
+        const int row = part * SQUARE_SIDE + warp * 16, m = item.m + row, expert = item.expert;
+        if (Scales::BY_COLUMN)
+            write<float, SQUARE_SIDE>(writer, d[part], item.n, columns, 16,
+                                      [&](const void* piece, int n) { tma_add(out, piece, n, m, expert); });
+        else
+            write<Out, SQUARE_SIDE>(writer, d[part], item.n, columns, item.valid - row,
+                                    [&](const void* piece, int n) { tma_store(out, piece, n, m); });
     };
     auto first_part = [&] {
         if (PARTS == 2) write_part(0);
     };
 
     // d += every chunk.
-    next_scales(c.scales, 0, k_blocks, scales.w_stride_c, lane);
+    c.scales.start(k_blocks, tensors, lane);
     for (int k_block = 0; k_block < k_blocks - 1; k_block++)
-        add_chunk<PARTS, false>(s, c, d, k_block, k_blocks, scales.w_stride_c, lane, first_part);
-    add_chunk<PARTS, true>(s, c, d, k_blocks - 1, k_blocks, scales.w_stride_c, lane, first_part);
+        add_chunk<PARTS, false>(s, c, d, k_block, k_blocks, tensors, lane, first_part);
+    add_chunk<PARTS, true>(s, c, d, k_blocks - 1, k_blocks, tensors, lane, first_part);
 
     // The next item's scales are on their way while the last part leaves.
     c.at.advance();
     barrier_wait(&s.item_full_barriers[c.at.index], c.at.phase);
-    if (s.items[c.at.index].k_blocks) begin_scales(c.scales, s.items[c.at.index], scales);
+    if (s.items[c.at.index].k_blocks) c.scales.begin(s.items[c.at.index], tensors, lane);
     write_part(PARTS - 1);
 }
 
 // What a warp that multiplies does: tile after tile.
-template <typename Out>
-__device__ __forceinline__ void consume(Shared& s, const ScaleTensors& scales, const CUtensorMap* out, int columns) {
+template <typename Out, typename Scales>
+__device__ __forceinline__ void consume(Shared& s, const typename Scales::Tensors& tensors, const CUtensorMap* out,
+                                        int columns) {
     // Where its operands lie in the first stage. That is the same in all lanes: as a reduction's result the compiler
     // knows it.
     const int lane = threadIdx.x % 32, warp = threadIdx.x / 32 - 4;
     const uint32_t front = shared_address(s.stages), end = front + STAGE_BYTES;
     Writer writer = {s.pieces[warp], 0, lane};
-    Consumer c = {};
+    Consumer<Scales> c = {};
     c.a = __reduce_max_sync(0xffffffffu, (uint32_t)wgmma_descriptor<64>(front + warp / 4 * BOX_BYTES, 0));
     c.b = __reduce_max_sync(0xffffffffu, (uint32_t)wgmma_descriptor<64>(end - 2 * BOX_BYTES, 0));
     c.empty = cluster_address(s.empty_barriers, lane % CLUSTER);
 
     // The first work item's scales; compute() sees to those of the others.
     barrier_wait(&s.item_full_barriers[0], 0);
-    if (s.items[0].k_blocks) begin_scales(c.scales, s.items[0], scales);
+    if (s.items[0].k_blocks) c.scales.begin(s.items[0], tensors, lane);
     for (;;) {
         // A tile.
         const int at = c.at.index;
         const WorkItem& item = s.items[at];
         if (item.k_blocks == 0) break;
         if (item.shape == TALL)
-            compute<2, Out>(s, c, item, scales, out, columns, writer);
+            compute<2, Out>(s, c, item, tensors, out, columns, writer);
         else
-            compute<1, Out>(s, c, item, scales, out, columns, writer);
+            compute<1, Out>(s, c, item, tensors, out, columns, writer);
 
         // The producer may write another item there.
         __syncwarp();
@@ -203,8 +320,19 @@ __device__ __forceinline__ void consume(Shared& s, const ScaleTensors& scales, c
 template <typename Out>
 __global__ void __cluster_dims__(CLUSTER, 1, 1) __launch_bounds__(THREADS, 1)
     grouped_gemm_mx_kernel(const __grid_constant__ CUtensorMap x, const __grid_constant__ CUtensorMap w,
-                           const __grid_constant__ CUtensorMap out, const Groups g, const ScaleTensors scales) {
-    run_block<MX>(&x, &w, &out, g, [&](Shared& s) { consume<Out>(s, scales, &out, g.N); });
+                           const __grid_constant__ CUtensorMap out, const Groups g,
+                           const SquareScales::Tensors scales) {
+    run_block<MX>(
+        &x, &w, &out, g, [&](Shared& s) { consume<Out, SquareScales>(s, scales, &out, g.N); }, [](Shared&) {});
+}
+
+__global__ void __cluster_dims__(CLUSTER, 1, 1) __launch_bounds__(THREADS, 1)
+    grouped_gemm_mx_wgrad_kernel(const __grid_constant__ CUtensorMap dy, const __grid_constant__ CUtensorMap x,
+                                 const __grid_constant__ CUtensorMap dw, const Groups g,
+                                 const ChannelScales::Tensors scales) {
+    run_block<MX_WGRAD>(
+        &dy, &x, &dw, g, [&](Shared& s) { consume<real, ChannelScales>(s, scales, &dw, g.N); },
+        [&](Shared& s) { fill_column_scales(s, scales); });
 }
 
 }  // namespace
@@ -219,7 +347,7 @@ void grouped_gemm_mx(floatX* y, real* y_real, const uint8_t* x, const uint8_t* x
 
     // The scales of W's squares: expert after expert, then as the caller strides.
     const int squares = (int)(mx_tiles(OC) * mx_tiles(IC));
-    const ScaleTensors scales = {x_scale, w_scale, mx_stride(IC), squares, (int)w_stride_o, (int)w_stride_c};
+    const SquareScales::Tensors scales = {x_scale, w_scale, mx_stride(IC), squares, (int)w_stride_o, (int)w_stride_c};
 
     // y in the type that is asked for.
     const CUtensorMap from = matrix_map(x, 0, r.capacity, IC, BOX, ctx), by = matrix_map(w, r.El, OC, IC, BOX, ctx);
@@ -228,4 +356,17 @@ void grouped_gemm_mx(floatX* y, real* y_real, const uint8_t* x, const uint8_t* x
         launch(grouped_gemm_mx_kernel<floatX>, ctx, from, by, matrix_map(y, 0, r.capacity, OC, 16, ctx), g, scales);
     else
         launch(grouped_gemm_mx_kernel<real>, ctx, from, by, matrix_map(y_real, 0, r.capacity, OC, 16, ctx), g, scales);
+}
+
+void grouped_gemm_mx_wgrad(real* dw, const uint8_t* dy, const uint8_t* dy_scale, const uint8_t* x,
+                           const uint8_t* x_scale, int64_t length, Ragged r, int64_t IC, int64_t OC, Ctx* ctx) {
+    ASSERT(IC > 0 && IC % MX_BLOCK == 0 && OC > 0 && OC % MX_BLOCK == 0 && length % MX_CHUNK == 0);
+    ASSERT(r.El <= MAX_EXPERTS && length >= r.capacity);
+    if (r.capacity == 0 || r.El == 0) return;
+    if (ctx->blackwell) return grouped_gemm_lt_mx_wgrad(dw, dy, dy_scale, x, x_scale, length, r, IC, OC, ctx);
+    Groups g = groups_of(r, OC, IC, 0, ctx);
+    g.add = 1;
+    launch(grouped_gemm_mx_wgrad_kernel, ctx, matrix_map(dy, 0, OC, length, BOX, ctx),
+           matrix_map(x, 0, IC, length, BOX, ctx), matrix_map(dw, r.El, OC, IC, 16, ctx), g,
+           ChannelScales::Tensors{dy_scale, x_scale, (int)OC, (int)IC});
 }

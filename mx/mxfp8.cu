@@ -265,6 +265,86 @@ static __global__ void __launch_bounds__(32 * ROW_WARPS)
     }
 }
 
+// Eight columns of a row: values, or what bytes stand for, rounded to bf16 (which is exact).
+struct ValueRows {
+    const floatX* x;
+
+    __device__ __forceinline__ void load(uint4 p[PATCH_ROWS], int64_t row, int64_t c, int64_t columns) const {
+        load_patch(p, x + row * columns + c, columns, true);
+    }
+};
+struct ByteRows {
+    const uint8_t *q, *scale;
+    const int32_t* row_token;  // NULL: rows are read as they lie
+    int64_t stride;
+
+    __device__ __forceinline__ void load(uint4 p[PATCH_ROWS], int64_t row, int64_t c, int64_t columns) const {
+        // All loads go out first; a pad row counts as zeros.
+        uint2 bytes[PATCH_ROWS] = {};
+        uint32_t s[PATCH_ROWS] = {};
+#pragma unroll
+        for (int i = 0; i < PATCH_ROWS; i++) {
+            const int64_t at = row_token ? row_token[row + i] : row + i;
+            if (at < 0) continue;
+            bytes[i] = *(const uint2*)(q + at * columns + c);
+            s[i] = scale[at * stride + c / MX_BLOCK];
+        }
+#pragma unroll
+        for (int i = 0; i < PATCH_ROWS; i++) {
+            float out[8];
+            values_of(out, bytes[i], mx_scale_value(s[i]));
+            p[i] = piece_of(out);
+        }
+    }
+};
+
+// A block of threads: chunks of 128 rows of an expert, 128 columns, two warps by two. As in permute_slice, blocks take
+// the same slice of every expert before the next slice.
+template <typename Source>
+static __global__ void __launch_bounds__(32 * COLUMN_WARPS, 4)
+    channels_kernel(uint8_t* q, uint8_t* scale, Source source, Ragged r, int64_t length, int64_t columns,
+                    int64_t slices, uint32_t carry) {
+    // The slice, in chunks, and this lane's columns.
+    __shared__ uint4 of_warp[COLUMN_WARPS][8];
+    const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
+    const int64_t e = blockIdx.y % r.El, slice = blockIdx.y / r.El;
+    const int64_t first = r.group_start[e] / MX_CHUNK, count = r.group_start[e + 1] / MX_CHUNK - first;
+    const int64_t c = blockIdx.x * (int64_t)MX_CHUNK + warp % 2 * WARP_COLUMNS + lane % 8 * 8;
+    const bool inside = c < columns;
+    for (int64_t i = count * slice / slices; i < count * (slice + 1) / slices; i++) {
+        // The largest of each column: in the patch, in the lanes below each other, in two warps.
+        const int64_t chunk = first + i, row = chunk * MX_CHUNK + warp / 2 * WARP_ROWS + lane / 8 * PATCH_ROWS;
+        uint4 p[PATCH_ROWS] = {};
+        if (inside) source.load(p, row, c, columns);
+        uint32_t pair[4];
+        largest_of_columns(pair, p);
+#pragma unroll
+        for (int j = 0; j < 4; j++) {
+            pair[j] = larger(pair[j], __shfl_xor_sync(0xffffffffu, pair[j], 8));
+            pair[j] = larger(pair[j], __shfl_xor_sync(0xffffffffu, pair[j], 16));
+        }
+        __syncthreads();  // of_warp was read
+        if (lane < 8) of_warp[warp][lane] = make_uint4(pair[0], pair[1], pair[2], pair[3]);
+        __syncthreads();
+        keep_larger(pair, of_warp[warp ^ 2][lane % 8]);
+        if (!inside) continue;
+
+        // Their scales, a lane's eight in one store.
+        float factor[8];
+        uint32_t s[8];
+#pragma unroll
+        for (int j = 0; j < 8; j++) s[j] = scale_of_column(pair, j, carry), factor[j] = mx_scale_inverse(s[j]);
+        if (warp < 2 && lane < 8)
+            *(uint2*)(scale + chunk * columns + c) =
+                make_uint2(s[0] | s[1] << 8 | s[2] << 16 | s[3] << 24, s[4] | s[5] << 8 | s[6] << 16 | s[7] << 24);
+
+        // The bytes, turned.
+        uint2 bytes[PATCH_ROWS];
+        cast_patch(bytes, p, factor);
+        store_turned(q + c * length + row, length, bytes);
+    }
+}
+
 // --- Launches ---
 
 void mx_quantize(uint8_t* q, uint8_t* scale, const floatX* x, int64_t rows, int64_t columns, MxCast cast, Ctx* ctx) {
@@ -321,4 +401,27 @@ void mx_round_columns(floatX* x, Ragged r, int64_t columns, MxCast cast, Ctx* ct
     auto kernel = cast.align == 1 ? round_columns_kernel<MX_BLOCK> : round_columns_kernel<MX_CHUNK>;
     const dim3 grid(blocks_for(r.capacity / chunk, ROW_WARPS), blocks_for(columns, 256));
     launch(kernel, grid, 32 * ROW_WARPS, 0, ctx, x, r.group_start + r.El, columns, carry_of(cast.scale));
+}
+
+template <typename Source>
+static void channels(uint8_t* q, uint8_t* scale, Source source, int64_t length, Ragged r, int64_t columns,
+                     int32_t scale_mode, Ctx* ctx) {
+    ASSERT(aligned(q, scale) && columns % MX_BLOCK == 0 && length % MX_CHUNK == 0 && length >= r.capacity);
+    const int64_t slices = ceil_div(r.capacity, r.El * (int64_t)MX_CHUNK);
+    const dim3 grid(blocks_for(columns, MX_CHUNK), (unsigned)(slices * r.El));
+    launch(channels_kernel<Source>, grid, 32 * COLUMN_WARPS, 0, ctx, q, scale, source, r, length, columns, slices,
+           carry_of(scale_mode));
+}
+
+void mx_quantize_channels(uint8_t* q, uint8_t* scale, const floatX* x, int64_t length, Ragged r, int64_t columns,
+                          int32_t scale_mode, Ctx* ctx) {
+    ASSERT(aligned(x));
+    channels(q, scale, ValueRows{x}, length, r, columns, scale_mode, ctx);
+}
+
+void mx_requantize_channels(uint8_t* q, uint8_t* scale, const uint8_t* from, const uint8_t* from_scale, int tokens,
+                            int64_t length, Ragged r, int64_t columns, int32_t scale_mode, Ctx* ctx) {
+    ASSERT(aligned(from));
+    const ByteRows rows = {from, from_scale, tokens ? r.row_token : NULL, mx_stride(columns)};
+    channels(q, scale, rows, length, r, columns, scale_mode, ctx);
 }

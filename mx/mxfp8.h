@@ -86,6 +86,23 @@ void mx_dequantize_add(floatX* x, const uint8_t* q, const uint8_t* scale, int64_
 void mx_round_columns(floatX* x,  // (capacity, columns)
                       Ragged ragged, int64_t columns, MxCast cast, Ctx* ctx);
 
+// The operands of weights' gradients on bytes (mx/grouped_gemm_mx.h), whose contraction runs over a group's rows: cast
+// down the columns of each group and written transposed, a row for each column (channel). In q a group's rows begin at
+// a multiple of 128 and go on to the next; pad rows are zeros. On the GPU that is group_start; on the CPU, where rows
+// lie without gaps, the gaps are made here. Every chunk of 128 rows has one scale a channel.
+static inline int64_t mx_channel_length(int64_t capacity, int32_t El, Backend backend) {
+    return backend == BACKEND_CUDA ? capacity : ragged_rows(capacity, El, BACKEND_CUDA);
+}
+void mx_quantize_channels(uint8_t* q,       // (columns, length)
+                          uint8_t* scale,   // (length / 128, columns)
+                          const floatX* x,  // (capacity, columns), pad rows are zeros
+                          int64_t length, Ragged ragged, int64_t columns, int32_t scale_mode, Ctx* ctx);
+// The same of what bytes stand for, cast anew. tokens 1: they are those of tokens, which go to their rows; 0: of rows.
+void mx_requantize_channels(uint8_t* q, uint8_t* scale,
+                            const uint8_t* from,        // (N or capacity, columns)
+                            const uint8_t* from_scale,  // (the same, mx_stride(columns))
+                            int tokens, int64_t length, Ragged ragged, int64_t columns, int32_t scale_mode, Ctx* ctx);
+
 // Where Blackwell's tensor cores look for the scale of block c of row r (of C blocks a row): tiles of 128 x 4, rows
 // padded to 128 and blocks to 4 (cuBLAS documentation, "1D block scaling factors layout").
 static inline int64_t mx_blackwell_offset(int64_t r, int64_t c, int64_t C) {

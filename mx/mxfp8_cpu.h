@@ -56,6 +56,13 @@ static inline void cast_all(uint8_t* q, int64_t q_row, int64_t q_column, const f
         for (int64_t c = 0; c < columns; c++) q[r * q_row + c * q_column] = e4m3_of((float)x[r * stride + c] * factor);
 }
 
+// Where group e's rows begin in a channel: each group before it has whole chunks.
+static inline int64_t channel_start(Ragged r, int32_t e) {
+    int64_t at = 0;
+    while (e-- > 0) at += round_up(r.group_rows[e], MX_CHUNK);
+    return at;
+}
+
 // How many elements share a scale, along the contraction, but at the end of a row.
 static inline int64_t chunk_of(MxCast cast) { return cast.align == 1 ? MX_BLOCK : MX_CHUNK; }
 

@@ -151,13 +151,12 @@ void grouped_dgrad(floatX* dx, Rows dy, const Weight* w, Ragged r, Ctx* ctx) {
         grouped_gemm_dgrad(dx, dy.value, w->w, r, w->IC, w->OC, ctx);
 }
 
-// The product stays bf16: on bytes every row and every column of dW would have a scale of its own for each 128 tokens,
-// and Hopper's partial sums would take two multiplications each, for which its tensor cores would wait.
-void grouped_wgrad(floatX* dy, floatX* x, const Weight* w, Ragged r, Ctx* ctx) {
+void grouped_wgrad(Rows dy, Rows x, const Weight* w, Ragged r, Ctx* ctx) {
     cast_stats(w, ctx);
-    if (w->wgrad.bytes) {
-        mx_round_columns(dy, r, w->OC, w->wgrad.cast, ctx);
-        mx_round_columns(x, r, w->IC, w->wgrad.cast, ctx);
+    if (dy.format.bytes) {
+        if (!w->accumulate) device_zero(w->grad, (size_t)(w->count * w->OC * w->IC) * sizeof(real), ctx);
+        grouped_gemm_mx_wgrad(w->grad, dy.q, dy.scale, x.q, x.scale, dy.count, r, w->IC, w->OC, ctx);
+    } else {
+        grouped_gemm_wgrad(w->grad, dy.value, x.value, r, w->IC, w->OC, w->accumulate, ctx);
     }
-    grouped_gemm_wgrad(w->grad, dy, x, r, w->IC, w->OC, w->accumulate, ctx);
 }

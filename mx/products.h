@@ -4,7 +4,7 @@
 //   forward  y  = cast(x) cast(W)^T     both in blocks along IC
 //   dgrad    dx = cast(dy) castT(W)     both in blocks along OC
 //   wgrad    dW = dy^T x or +=          of linear_: as they were before their casts. Of grouped_: what was cast is what
-//                                       the bytes stand for; with a format of its own, rounded along the tokens
+//                                       the bytes stand for, or that cast anew along the tokens (rows_for_wgrad)
 //
 // A weight's format says what the casts are. Values: none. Exact: blocks of 32, so that W's bytes in forward and in
 // dgrad differ; bytes become floatX, which is multiplied as in layers/matmul.h and grouped/grouped_gemm.h. Fast: x and
@@ -45,7 +45,7 @@ typedef struct Weight {
     real* grad;       // the same
     int accumulate;   // 1: products add to grad, 0: they write it
     int64_t count, OC, IC;
-    Format format, wgrad;      // what its products cast their operands to
+    Format format;             // what its products in forward and dgrad cast their operands to
     WeightCast forward, back;  // (count, OC, IC), (count, IC, OC)
     ProductRoom* room;         // with a format of bytes
     MxStats* stats;            // (WEIGHT_STATS) += what the casts of each product do; NULL: not measured
@@ -85,10 +85,8 @@ void grouped_forward(floatX* y,  // (capacity, OC)
 void grouped_dgrad(floatX* dx,  // (capacity, IC)
                    Rows dy,     // (capacity, OC)
                    const Weight* weight, Ragged ragged, Ctx* ctx);
-// With a format of bytes in weight->wgrad, dy and x are rounded in place.
-void grouped_wgrad(floatX* dy,  // (capacity, OC)
-                   floatX* x,   // (capacity, IC)
-                   const Weight* weight, Ragged ragged, Ctx* ctx);
+// dy and x as rows_for_wgrad leaves them.
+void grouped_wgrad(Rows dy, Rows x, const Weight* weight, Ragged ragged, Ctx* ctx);
 
 END_C
 

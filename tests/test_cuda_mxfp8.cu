@@ -170,6 +170,67 @@ static void test_round_columns(void) {
     device_free(start_dev);
 }
 
+// Uneven groups, an empty one and one of several chunks for a block of threads; of values, of bytes as they lie, and of
+// tokens' bytes in any order. Behind the last group nothing is written.
+static void test_channels(void) {
+    enum { N = 300, EL = 5, END = 128 + 640 + 128 + 256, CAPACITY = END + 128 };
+    const int32_t rows[EL] = {128, 0, 600, 1, 131};
+    I64 start(EL + 1);
+    I32 token(CAPACITY);
+    start.host = {0, 128, 128, 768, 896, END};
+    auto is_pad = [&](int64_t r) {
+        int e = 0;
+        while (e + 1 < EL && r >= start.host[(size_t)e + 1]) e++;
+        return r - start.host[(size_t)e] >= rows[e];
+    };
+    for (int32_t r = 0; r < CAPACITY; r++)
+        token.host[(size_t)r] = r >= END ? 1 << 30 : is_pad(r) ? -1 : (int32_t)draw(15, r, N);
+    start.send(), token.send();
+    Ragged on_gpu = {}, on_host = {};
+    on_gpu.El = on_host.El = EL, on_gpu.capacity = on_host.capacity = CAPACITY;
+    on_gpu.group_start = start.dev, on_host.group_start = start.host.data();
+    on_host.group_rows = (int32_t*)rows;
+    on_gpu.row_token = token.dev, on_host.row_token = token.host.data();
+    for (int32_t mode : {MX_RCEIL, MX_FLOOR})
+        for (int64_t columns : {(int64_t)32, (int64_t)160, (int64_t)1408}) {
+            // Values.
+            Bytes q(columns * CAPACITY), scale(CAPACITY / 128 * columns);
+            X x(CAPACITY * columns);
+            set(x, [&](int64_t i) {
+                if (i / columns >= END) return 0x7fc0u;
+                if (is_pad(i / columns)) return 0u;
+                if (draw(16, i, 3000) == 0) return draw(17, i, 2) ? 0x7f80u : 0xffc1u;
+                return ((100 + draw(18, i / 40, 30) + draw(19, i, 12)) << 7) | draw(20, i, 128) | draw(21, i, 2) << 15;
+            });
+            mx_quantize_channels(q.dev, scale.dev, x.dev, CAPACITY, on_gpu, columns, mode, ctx);
+            REFERENCE(mx_quantize_channels)
+            (q.host.data(), scale.host.data(), x.ref(), CAPACITY, on_host, columns, mode, reference_ctx);
+            CHECK_BYTES(q);
+            CHECK_BYTES(scale);
+
+            // Bytes of rows, zeros in pad rows; then of tokens.
+            for (int tokens = 0; tokens < 2; tokens++) {
+                const int64_t held = tokens ? N : CAPACITY, stride = mx_stride(columns);
+                Bytes from(held * columns), from_scale(held * stride);
+                std::vector<uint8_t> bytes((size_t)from.n), scales((size_t)from_scale.n);
+                for (int64_t i = 0; i < from.n; i++) {
+                    const bool pad = !tokens && (i / columns >= END || is_pad(i / columns));
+                    bytes[(size_t)i] = (uint8_t)(pad ? 0 : draw(22, i, 4000) == 0 ? 0x7f : draw(23, i, 256) & 0xf7);
+                }
+                for (int64_t i = 0; i < from_scale.n; i++) scales[(size_t)i] = (uint8_t)(90 + draw(24, i, 60));
+                from.send(bytes), from_scale.send(scales);
+                Bytes q2(columns * CAPACITY), scale2(CAPACITY / 128 * columns);
+                mx_requantize_channels(q2.dev, scale2.dev, from.dev, from_scale.dev, tokens, CAPACITY, on_gpu, columns,
+                                       mode, ctx);
+                REFERENCE(mx_requantize_channels)
+                (q2.host.data(), scale2.host.data(), from.host.data(), from_scale.host.data(), tokens, CAPACITY,
+                 on_host, columns, mode, reference_ctx);
+                CHECK_BYTES(q2);
+                CHECK_BYTES(scale2);
+            }
+        }
+}
+
 int main(void) {
     open_contexts(0);
     RUN(test_every_bf16);
@@ -178,5 +239,6 @@ int main(void) {
     RUN(test_dequantize);
     RUN(test_dequantize_rows);
     RUN(test_round_columns);
+    RUN(test_channels);
     return test_summary();
 }

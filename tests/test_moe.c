@@ -221,7 +221,7 @@ static void check_block(MoeShape s) {
     release_all();
 }
 
-#define BF16 FORMAT_VALUES, FORMAT_VALUES, FORMAT_VALUES  // nothing in MXFP8
+#define BF16 FORMAT_VALUES, FORMAT_VALUES, FORMAT_VALUES, FORMAT_VALUES  // nothing in MXFP8
 static void test_block(void) {
     //             N    T   C  E  K  groups   score    norm scale force even  F  shared ep recompute
     check_block((MoeShape){{1, 1, 3, 1, 1, 1, 1, SCORE_SIGMOID, 1, 1, 0, 0}, 2, 2, 1, 0, BF16});

@@ -323,7 +323,15 @@ static Format format_of(int bytes, Precision p) {
 static MoeShape shape_of(Widths d, Precision p, int recompute) {
     int32_t norm = d.score == SCORE_SIGMOID;
     RouterShape r = {N, T, d.C, E, K, 1, 1, d.score, norm, route_scale, d.force_balance, 0};
-    MoeShape s = {r, d.F, d.shared_F, 1, recompute, format_of(p.dispatch, p), format_of(p.expert, p), FORMAT_VALUES};
+    MoeShape s = {r,
+                  d.F,
+                  d.shared_F,
+                  1,
+                  recompute,
+                  format_of(p.dispatch, p),
+                  format_of(p.expert, p),
+                  FORMAT_VALUES,
+                  format_of(p.wgrad, p)};
     if (p.combine) s.combine.bytes = 1, s.combine.cast.scale = p.scale, s.combine.cast.align = 1;
     return s;
 }
@@ -367,7 +375,7 @@ static Block run_block(const Inputs* in, Widths d, Precision p, int recompute, i
     arena_init(&weights, "a test", BACKEND);
     Weight* experts[2] = {&w13, &w2};
     for (int i = 0; i < 2; i++) {
-        experts[i]->format = format_of(p.expert, p), experts[i]->wgrad = format_of(p.wgrad, p);
+        experts[i]->format = format_of(p.expert, p);
         experts[i]->room = &products;
         weight_plan(&weights, experts[i], 0);
     }
