@@ -213,7 +213,7 @@ static void test_against_values(void) {
         grouped_gemm_mx_wgrad(by_bytes.dev, qdy.dev, sdy.dev, qx.dev, sx.dev, l.end, r, IC, OC, ctx);
         mx_round_columns(x.dev, r, IC, {mode, 128}, ctx);
         mx_round_columns(dy.dev, r, OC, {mode, 128}, ctx);
-        grouped_gemm_wgrad(by_values.dev, dy.dev, x.dev, r, IC, OC, ctx);
+        grouped_gemm_wgrad(by_values.dev, dy.dev, x.dev, r, IC, OC, 1, ctx);
         by_bytes.host = by_values.got();
         CHECK_CLOSE(by_bytes, TENSOR_TOLERANCE);
     }
