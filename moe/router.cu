@@ -48,6 +48,20 @@ static __device__ __forceinline__ int take_best(uint32_t value[J]) {
     return taken;
 }
 
+// p = softmax(p) over a token's experts; -inf beyond E.
+template <int J>
+static __device__ __forceinline__ void softmax(float (&p)[J]) {
+    float top = -INFINITY, sum = 0;
+#pragma unroll
+    for (int j = 0; j < J; j++) top = fmaxf(top, p[j]);
+    top = warp_max(top);
+#pragma unroll
+    for (int j = 0; j < J; j++) sum += p[j] = expf(p[j] - top);
+    sum = warp_sum(sum);
+#pragma unroll
+    for (int j = 0; j < J; j++) p[j] /= sum;
+}
+
 // share_d (sequences, E) = even d. A block takes a sequence, a warp every 16th of the tokens that count; lane l holds
 // experts l, l + 32, ... Sums over tokens stay in registers until all are read; then the warps' meet in shared memory,
 // in order. Bound by the latency of a token's exponentials and two warp reductions; only the first steps of a run need
@@ -81,10 +95,12 @@ static __global__ void __launch_bounds__(512) even_out(float* share_d, const flo
         return total;
     };
 
-    // d at first, and tau
+    // d at first: the mean
     const float mean = over_tokens([] {}) / (float)count;
     if (mine < 32 * J) d[mine] = mine < s.E ? mean : 0;
     __syncthreads();
+
+    // tau: of the squares that are left, summed over experts in shared memory
     float square = over_tokens([&] {
 #pragma unroll
         for (int j = 0; j < J; j++)
@@ -98,17 +114,12 @@ static __global__ void __launch_bounds__(512) even_out(float* share_d, const flo
     float tau = (float)EVEN_TAU * sqrtf(square / ((float)count * s.E)) + 1e-20f;
     __syncthreads();
 
+    // Rounds: p of every token, and d towards equal sums of it.
     for (int round = 0; round < EVEN_ROUNDS; round++, tau *= (float)EVEN_COOLER) {
         const float sum = over_tokens([&] {
-            float top = -INFINITY, total = 0;
 #pragma unroll
-            for (int j = 0; j < J; j++) top = fmaxf(top, x[j] = (x[j] - d[lane + 32 * j]) / tau);
-            top = warp_max(top);
-#pragma unroll
-            for (int j = 0; j < J; j++) total += x[j] = expf(x[j] - top);
-            total = warp_sum(total);
-#pragma unroll
-            for (int j = 0; j < J; j++) x[j] /= total;
+            for (int j = 0; j < J; j++) x[j] = (x[j] - d[lane + 32 * j]) / tau;
+            softmax(x);
         });
         if (mine < s.E) d[mine] += tau * logf(sum * (float)s.E / (float)count + (float)EVEN_LEAST);
         __syncthreads();
@@ -118,24 +129,10 @@ static __global__ void __launch_bounds__(512) even_out(float* share_d, const flo
 
 // p = sigmoid(p) or softmax(p) over a token's experts; -inf beyond E.
 template <int J>
-static __device__ __forceinline__ void to_scores(float p[J], const RouterShape& s) {
-    if (s.score == SCORE_SIGMOID) {
+static __device__ __forceinline__ void to_scores(float (&p)[J], const RouterShape& s) {
+    if (s.score == SCORE_SOFTMAX) return softmax(p);
 #pragma unroll
-        for (int j = 0; j < J; j++) p[j] = 1 / (1 + expf(-p[j]));
-        return;
-    }
-    float top = -INFINITY, sum = 0;
-#pragma unroll
-    for (int j = 0; j < J; j++) top = fmaxf(top, p[j]);
-    top = warp_max(top);
-#pragma unroll
-    for (int j = 0; j < J; j++) {
-        p[j] = expf(p[j] - top);
-        if ((int)(threadIdx.x % 32) + 32 * j < s.E) sum += p[j];
-    }
-    sum = warp_sum(sum);
-#pragma unroll
-    for (int j = 0; j < J; j++) p[j] /= sum;
+    for (int j = 0; j < J; j++) p[j] = 1 / (1 + expf(-p[j]));
 }
 
 // Scores in place of the logits, then the choice; `share_d` is NULL where the choice is made by all of them. J:
@@ -156,8 +153,8 @@ static __global__ void __launch_bounds__(256)
         p[j] = e < s.E ? row[e] : -INFINITY;
         choice[j] = share_d && e < s.E ? p[j] - share_d[n / s.T * s.E + e] : p[j];
     }
-    to_scores<J>(p, s);
-    if (share_d) to_scores<J>(choice, s);
+    to_scores(p, s);
+    if (share_d) to_scores(choice, s);
 
     // Selection is among choice + bias: in order as integers in `value`, as it is in shared memory.
     uint32_t value[J];

@@ -20,7 +20,7 @@
 //   deviation of logits_te - mean_t logits_te;  t: every n-th token of the sequence, n the least that makes them
 //   EVEN_TOKENS or fewer
 //
-// These are Sinkhorn's rounds (as in S-BASE, arXiv 2202.01169, section 3.1) towards p of equal means, ever closer to a
+// These are Sinkhorn's rounds (as in S-BASE, arXiv 2202.01169, section 3) towards p of equal means, ever closer to a
 // choice of one: a few tokens with large logits make tau large, and one tau would leave the others as they are. The
 // gates keep s. d looks ahead within the sequence, so a model is used with even 0; a share that falls step by step
 // (settings_even) leads there. How tokens are spread over ranks and micro-steps does not count, as a sequence is on

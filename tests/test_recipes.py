@@ -15,12 +15,12 @@ SHORT = ("--layers", 2, "--dim", 32, "--heads", 2, "--kv-lora", 16, "--dense-ffn
 
 
 class Recipes(Case):
-    def start(self, name, *options, fails=0):
+    def start(self, name, *options):
         """A recipe in an empty folder, with a folder in place of Hugging Face and a machine of 4 GPUs that are not there."""
         there, tools = self.dir / "there", self.dir / "tools"
         for folder in (there, tools):
             folder.mkdir(exist_ok=True)
-        for shard in ("val_000000", *(f"train_{i:06d}" for i in range(1, 101))):
+        for shard in ("val_000000", "train_000001"):
             write_shard(there / f"edu_fineweb_{shard}.bin", range(100))
         (there / "tokenizer.json").write_text('{"model": {"type": "BPE", "vocab": {"a": 0, "<|endoftext|>": 1}, "merges": []}}')
         (tools / "nvidia-smi").write_text("#!/bin/sh\nfor i in 0 1 2 3; do echo GPU $i; done\n")

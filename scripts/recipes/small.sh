@@ -1,7 +1,7 @@
 #!/bin/sh
 # `small` on a billion tokens, one H100 or H200. Started again it goes on where it stopped.
 # usage: scripts/recipes/small.sh [train_moe options]     --train, --val and --tokenizer name another text than FineWeb-Edu
-# What it ends with, and the runs that these options were chosen by: bench/RESULTS.md, "H200: recipes".
+# Learning rate, batch and warm-up are not yet chosen by a sweep; what was measured of balance: bench/RESULTS.md.
 set -eu
 shards=10
 . "$(dirname "$0")/text.sh"
