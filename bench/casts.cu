@@ -118,15 +118,19 @@ static void bench_rows(int64_t rows, int64_t columns) {
     const Ragged mixed = mixed_rows(rows);
     row("mx_dequantize_rows", shape, cast, b.sets,
         [&](int i) { mx_dequantize_rows(b.back + i * n, b.q + i * n, b.scale + i * b.scales, mixed, columns, ctx); });
-    row("mx_quantize_channels", shape, 3.0 * (double)n + (double)(n / MX_CHUNK), b.sets, [&](int i) {
-        mx_quantize_channels(b.turned + i * n, b.scale + i * b.scales, b.x + i * n, rows, mixed, columns, MX_RCEIL,
-                             ctx);
-    });
+    for (int32_t align : {128, 512})
+        row(align == 128 ? "mx_quantize_channels" : "mx_quantize_channels, 512", shape,
+            3.0 * (double)n + (double)(n / MX_CHUNK), b.sets, [&](int i) {
+                mx_quantize_channels(b.turned + i * n, b.scale + i * b.scales, b.x + i * n, rows, mixed, columns,
+                                     {MX_RCEIL, align}, ctx);
+            });
     // The scales that it reads are any bytes, and its own lie beside the values.
-    row("mx_requantize_channels", shape, 2.0 * (double)n + (double)(n / MX_BLOCK + n / MX_CHUNK), b.sets, [&](int i) {
-        mx_requantize_channels(b.turned + i * n, (uint8_t*)(b.back + i * n), b.q + i * n, b.scale + i * b.scales, 1,
-                               rows, mixed, columns, MX_RCEIL, ctx);
-    });
+    for (int32_t align : {128, 512})
+        row(align == 128 ? "mx_requantize_channels" : "mx_requantize_channels, 512", shape,
+            2.0 * (double)n + (double)(n / MX_BLOCK + n / MX_CHUNK), b.sets, [&](int i) {
+                mx_requantize_channels(b.turned + i * n, (uint8_t*)(b.back + i * n), b.q + i * n,
+                                       b.scale + i * b.scales, 1, rows, mixed, columns, {MX_RCEIL, align}, ctx);
+            });
     device_free(mixed.group_start), device_free(mixed.row_token);
     for (int32_t align : {1, 128}) {
         MxCast how = {MX_RCEIL, align};

@@ -174,7 +174,7 @@ static void backward(Pipeline& p, int v, bool kept) {
     // While dy travels: x's rows, as dW reads them.
     const Format wgrad = v == MXFP8_WGRAD ? BYTES : FORMAT_VALUES;
     const Rows room = q.w.format.bytes ? q.x_values : q.x_rows;
-    const Rows x = rows_for_wgrad(room, kept ? q.x_rows : q.kept, !kept, wgrad, q.ragged, ctx);
+    const Rows x = rows_for_wgrad(room, kept ? q.x_rows : q.kept, WGRAD_X, !kept, wgrad, q.ragged, ctx);
     q.dy_rows =
         rows_permute(q.dy_rows, dispatch_receive(p.dispatch, &q.route_dy, &q.dy, ctx), q.w.format, q.ragged, ctx);
     grouped_dgrad(q.dx, q.dy_rows, &q.w, q.ragged, ctx);
@@ -182,7 +182,7 @@ static void backward(Pipeline& p, int v, bool kept) {
     // While dx travels: dW.
     Weight w = q.w;
     w.grad = p.dw[v];
-    grouped_wgrad(rows_for_wgrad(q.dy_values, q.dy_rows, 0, wgrad, q.ragged, ctx), x, &w, q.ragged, ctx);
+    grouped_wgrad(rows_for_wgrad(q.dy_values, q.dy_rows, WGRAD_DY, 0, wgrad, q.ragged, ctx), x, &w, q.ragged, ctx);
     combine_back(p.dispatch, &q.route_x, &q.x, ctx);
 }
 

@@ -77,8 +77,8 @@ static void bench_wgrad(int64_t OC, int64_t IC, int El, int64_t M) {
     fill_rows<<<1024, 256, 0, stream>>>(dy, capacity, OC, g.marks, 1);
     fill_rows<<<1024, 256, 0, stream>>>(x, capacity, IC, g.marks, 2);
     LAUNCH_CHECK();
-    mx_quantize_channels(qdy, sdy, dy, capacity, g.r, OC, MX_RCEIL, ctx);
-    mx_quantize_channels(qx, sx, x, capacity, g.r, IC, MX_RCEIL, ctx);
+    mx_quantize_channels(qdy, sdy, dy, capacity, g.r, OC, {MX_RCEIL, 128}, ctx);
+    mx_quantize_channels(qx, sx, x, capacity, g.r, IC, {MX_RCEIL, 512}, ctx);
 
     // On the bytes, and in bf16; the difference of the results, then the times.
     auto mine = [&] { grouped_gemm_mx_wgrad(ours, qdy, sdy, qx, sx, capacity, g.r, IC, OC, ctx); };

@@ -38,7 +38,7 @@ struct Shared {
     uint64_t item_full_barriers[ITEMS], item_empty_barriers[ITEMS];
     WorkItem items[ITEMS];
     Queue queue;
-    alignas(16) float column_scales[STAGES][SQUARE_SIDE];  // MX_WGRAD: of B's columns
+    alignas(16) float column_scales[STAGES][SQUARE_SIDE];  // MX_WGRAD: what B's columns are multiplied by
 };
 
 // A place in a ring of N, and the parity of the phase to wait for there. The producer begins with 1, the parity of the

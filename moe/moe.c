@@ -96,10 +96,10 @@ void moe_backward(floatX* dx, const floatX* dy, const floatX* x, MoeWeights w, M
     combine_send(d, &m->route, &t.travel, sums, ctx);
     const Rows room = format_read(s.wgrad).bytes ? t.channels : t.rows;
     const Rows act = rows_of_values(t.act, r.capacity, s.F), dh_values = rows_of_values(t.dh, r.capacity, 2 * s.F);
-    grouped_wgrad(rows_for_wgrad(room, dy_rows, 0, s.wgrad, r, ctx), rows_for_wgrad(t.dh_cast, act, 0, s.wgrad, r, ctx),
-                  w.w2, r, ctx);
-    grouped_wgrad(rows_for_wgrad(t.dh_cast, dh_values, 0, s.wgrad, r, ctx),
-                  rows_for_wgrad(room, m->x, 1, s.wgrad, r, ctx), w.w13, r, ctx);
+    grouped_wgrad(rows_for_wgrad(room, dy_rows, WGRAD_DY, 0, s.wgrad, r, ctx),
+                  rows_for_wgrad(t.dh_cast, act, WGRAD_X, 0, s.wgrad, r, ctx), w.w2, r, ctx);
+    grouped_wgrad(rows_for_wgrad(t.dh_cast, dh_values, WGRAD_DY, 0, s.wgrad, r, ctx),
+                  rows_for_wgrad(room, m->x, WGRAD_X, 1, s.wgrad, r, ctx), w.w13, r, ctx);
     combine_receive(d, &m->route, &t.travel, sums, dx, s.shared_F != 0, t.dgate, ctx);
 
     // 1. The router's part in dx.

@@ -10,15 +10,17 @@
 // and chunk. While one warpgroup does that, the tensor cores work for the other. Registers have no room for a p twice
 // as wide: tiles are 256 x 128, or 128 x 128 where an expert has no more rows, and go through p in parts of 128 rows.
 //
-// Weights' gradients contract over an expert's rows. A chunk of 128 of them has a scale for every row of dW and one for
-// every column: two multiplications for each element and chunk. The columns' scales come with the stage, as float32
-// that a second warp beside the one that loads makes of their bytes.
+// Weights' gradients contract over an expert's rows. A chunk of 128 of them has a scale for every row of dW, and a run
+// of four chunks one for every column. So d is in units of the columns' scales, and where a run ends it is multiplied
+// by what one unit is in those of the next. These factors come with the stage, from a second warp beside the one that
+// loads.
 //
-//     dW tile     +=  sum over chunks c of       sa[c][row]   *  sb[c][column]   *  (a chunk  b chunk^T)
+//     dW tile     +=  sum over runs r of    sb[r][column]  *  sum over chunks c of r: sa[c][row]  *  (a chunk  b
+//     chunk^T)
 //
 // Bound by the tensor cores under the card's power limit and by what is issued beside them: a warp's 205 instructions
-// for a chunk (351 for weights' gradients), 128 of them the multiply-adds, in the 512 clocks that its products
-// take.
+// for a chunk (weights' gradients: 213, and 367 where a run ends), 128 of them the multiply-adds, in the 512 clocks
+// that its products take.
 #include "blackwell/grouped_gemm_lt.cuh"
 #include "grouped/grouped_gemm_parts.cuh"
 #include "mx/grouped_gemm_mx.h"
@@ -26,6 +28,8 @@
 #include "mx/mxfp8.h"
 
 namespace {
+
+enum { RUN = MX_RUN / MX_CHUNK };
 
 // --- Scales: read ahead ---
 //
@@ -128,27 +132,49 @@ struct ChannelScales {
     }
 };
 
-// What the second warp does: for every k block the scales of the tile's columns, in the order in which lanes need them.
-// Lane l % 4 has columns 8j + l % 4 * 2 and the next of every j (device/wgmma.cuh): those of two j lie together.
+// What d is multiplied by where its unit, 2^(now - 127), becomes 2^(next - 127). Scale 0 is that of zeros: any unit
+// will do, so the unit stays, or is the first.
+__device__ __forceinline__ float change_unit(uint32_t& now, uint32_t next) {
+    const uint32_t from = now;
+    if (next) now = next;
+    if (from == MX_NAN || next == MX_NAN) return __uint_as_float(0x7fffffff);
+    if (from == 0 || next == 0) return 1;
+    const int exponent = 127 + (int)from - (int)next;
+    return __uint_as_float((uint32_t)max(0, min(255, exponent)) << 23);
+}
+
+// What the second warp does: after every fourth k block and after the last one what the sums of each column are
+// multiplied by, in the order in which lanes need them. Lane l % 4 has columns 8j + l % 4 * 2 and the next of every j
+// (device/wgmma.cuh): those of two j lie together.
 __device__ __forceinline__ void fill_column_scales(Shared& s, const ChannelScales::Tensors& t) {
     const int lane = threadIdx.x % 32;
     Place<STAGES> stage = {0, 1};
     Place<ITEMS> at = {0, 0};
     for (;;) {
-        // The work item, and this lane's four columns: a half of those of j = lane / 2.
+        // The work item, this lane's four columns (a half of those of j = lane / 2), and their first units.
         barrier_wait(&s.item_full_barriers[at.index], at.phase);
         const WorkItem& item = s.items[at.index];
         const int k_blocks = item.k_blocks, to = lane / 4 * 16 + lane % 2 * 8 + lane / 2 % 2 * 2;
         if (k_blocks == 0) break;
         const uint8_t* from = t.b + ((int64_t)(item.k / MX_CHUNK) * t.N + min(item.n + 4 * lane, t.N - 4));
+        const uint32_t first = *(const uint32_t*)from;
+        uint32_t unit[4];
+#pragma unroll
+        for (int i = 0; i < 4; i++) unit[i] = first >> 8 * i & 0xff;
 
-        // Of every k block: the bytes are on their way while the stage is in use.
-        for (int k_block = 0; k_block < k_blocks; k_block++, from += t.N) {
-            const uint32_t four = *(const uint32_t*)from;
+        // Bytes are on their way while the stage is in use. After the last k block the unit becomes 1.
+        for (int k_block = 0; k_block < k_blocks; k_block++) {
+            const bool last = k_block == k_blocks - 1, ends = last || k_block % RUN == RUN - 1;
+            from += t.N;
+            const uint32_t four = ends && !last ? *(const uint32_t*)from : 0x7f7f7f7f;
             barrier_wait(&s.empty_barriers[stage.index], stage.phase);
-            float2* pair = (float2*)&s.column_scales[stage.index][to];
-            pair[0] = {mx_scale_value(four & 0xff), mx_scale_value(four >> 8 & 0xff)};
-            pair[2] = {mx_scale_value(four >> 16 & 0xff), mx_scale_value(four >> 24)};
+            if (ends) {
+                float factor[4];
+#pragma unroll
+                for (int i = 0; i < 4; i++) factor[i] = change_unit(unit[i], four >> 8 * i & 0xff);
+                float2* pair = (float2*)&s.column_scales[stage.index][to];
+                pair[0] = {factor[0], factor[1]}, pair[2] = {factor[2], factor[3]};
+            }
             __syncwarp();
             if (lane == 0) barrier_arrive(&s.full_barriers[stage.index]);
             stage.advance();
@@ -173,19 +199,18 @@ struct Consumer {
     Scales scales;
 };
 
-// d += p times the scales, of N columns: `near` is of row lane / 4, `far` of the one 8 below; `columns` are those of B,
-// if it has them.
-template <bool BY_COLUMN>
+// d += p times the scales of its rows: `near` is of row lane / 4, `far` of the one 8 below. Then d times `columns`,
+// what each column is multiplied by (NULL: nothing).
 __device__ __forceinline__ void add_scaled(float (&d)[SQUARE_SIDE / 2], const float (&p)[SQUARE_SIDE / 2], float near,
                                            float far, const float* columns, int lane) {
 #pragma unroll
     for (int i = 0; i < SQUARE_SIDE / 2; i += 8) {
-        float of[4] = {1, 1, 1, 1};  // of columns 8j + lane % 4 * 2 and the next, of two j
-        if (BY_COLUMN) *(float4*)of = ((const float4*)columns)[i / 8 * 4 + lane % 4];
+        float of[4];  // of columns 8j + lane % 4 * 2 and the next, of two j
+        if (columns) *(float4*)of = ((const float4*)columns)[i / 8 * 4 + lane % 4];
 #pragma unroll
         for (int k = 0; k < 8; k++) {
-            const float row = k & 2 ? far : near;
-            d[i + k] = fmaf(p[i + k], BY_COLUMN ? row * of[k / 4 * 2 + k % 2] : row, d[i + k]);
+            d[i + k] = fmaf(p[i + k], k & 2 ? far : near, d[i + k]);
+            if (columns) d[i + k] *= of[k / 4 * 2 + k % 2];
         }
     }
 }
@@ -196,7 +221,8 @@ template <int PARTS, bool LAST, typename Scales, typename Beside>
 __device__ __forceinline__ void add_chunk(Shared& s, Consumer<Scales>& c, float (&d)[PARTS][SQUARE_SIDE / 2],
                                           int k_block, int k_blocks, const typename Scales::Tensors& tensors, int lane,
                                           Beside beside) {
-    // The chunk's operands are in this stage.
+    // The chunk's operands are in this stage. After the last of four chunks columns have another scale.
+    const bool ends = Scales::BY_COLUMN && (LAST || k_block % RUN == RUN - 1);
     const uint64_t high = wgmma_descriptor<64>(0, 0);
     float p[SQUARE_SIDE / 2], scale = 0;
     barrier_wait(&s.full_barriers[c.stage.index], c.stage.phase);
@@ -228,12 +254,15 @@ __device__ __forceinline__ void add_chunk(Shared& s, Consumer<Scales>& c, float 
         // The products are there, and the last ones have read the operands.
         wgmma_wait<0>();
         wgmma_pin(p);
-        if (part == PARTS - 1 && !Scales::BY_COLUMN) release();
-        add_scaled<Scales::BY_COLUMN>(d[part], p, near, far, s.column_scales[c.stage.index], lane);
+        if (part == PARTS - 1 && !ends) release();
+        if (ends)
+            add_scaled(d[part], p, near, far, s.column_scales[c.stage.index], lane);
+        else
+            add_scaled(d[part], p, near, far, NULL, lane);
     }
 
-    // Or all lanes have read the stage's scales.
-    if (Scales::BY_COLUMN) __syncwarp(), release();
+    // Or all lanes have read the columns' factors.
+    if (ends) __syncwarp(), release();
     c.stage.advance();
 }
 

@@ -33,17 +33,19 @@ void grouped_gemm_mx(floatX* y,               // (capacity, OC), or NULL
                      Ragged ragged, int64_t IC, int64_t OC, Ctx* ctx);
 
 // Weights' gradients, whose contraction runs over an expert's rows: both operands as mx_quantize_channels (mx/mxfp8.h)
-// leaves them, a row for each channel and a scale for each chunk of 128 rows and channel.
+// leaves them, a row for each channel and a scale for each chunk of 128 rows and channel; those of x are aligned to
+// 512.
 //
 //   dw[e][o][i] += sum over chunks c of e: 2^(sdy[c][o] - 127) 2^(sx[c][i] - 127) sum_{k in c} dy[o][k] x[i][k]
 //
-// An empty expert's dW is left as it is. IC and OC are multiples of 32. Precision as above; on the GPU the product of
-// the two scales may also overflow to Inf.
+// An empty expert's dW is left as it is. IC and OC are multiples of 32. Precision: the sum inside a chunk as above. On
+// the GPU a column's sums are in units of x's scale for these 512 rows: a quotient of two scales of a channel from
+// 2^128 on makes Inf or NaN, one below 2^-126 zeros of the sums so far.
 void grouped_gemm_mx_wgrad(real* dw,                 // (El, OC, IC), +=
                            const uint8_t* dy,        // (OC, length)
                            const uint8_t* dy_scale,  // (length / 128, OC)
                            const uint8_t* x,         // (IC, length)
-                           const uint8_t* x_scale,   // (length / 128, IC)
+                           const uint8_t* x_scale,   // (length / 128, IC): those of a group's four chunks are equal
                            int64_t length, Ragged ragged, int64_t IC, int64_t OC, Ctx* ctx);
 
 END_C

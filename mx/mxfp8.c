@@ -111,36 +111,43 @@ void mx_round_columns(floatX* x, Ragged ragged, int64_t columns, MxCast cast, Ct
             }
 }
 
-// A chunk of a column at a time: its values, x or what bytes stand for, then their scale and bytes.
+// A chunk or run of a column at a time: its values, x or what bytes stand for, then their scale and bytes.
 static void channels(uint8_t* q, uint8_t* scale, const floatX* x, const uint8_t* from, const uint8_t* from_scale,
-                     const int32_t* row_token, int64_t length, Ragged r, int64_t columns, int32_t scale_mode) {
+                     const int32_t* row_token, int64_t length, Ragged r, int64_t columns, MxCast cast) {
 #pragma omp parallel for schedule(static)
     for (int64_t c = 0; c < columns; c++)
         for (int32_t e = 0; e < r.El; e++) {
             const int64_t start = channel_start(r, e), rows = r.group_rows[e];
-            for (int64_t first = 0; first < rows; first += MX_CHUNK) {
-                floatX value[MX_CHUNK] = {0};
-                for (int64_t i = 0; i < min_i64(MX_CHUNK, rows - first); i++) {
+            for (int64_t first = 0; first < rows; first += cast.align) {
+                const int64_t given = min_i64(cast.align, rows - first), n = round_up(given, MX_CHUNK);
+                floatX value[MX_RUN] = {0};
+                for (int64_t i = 0; i < given; i++) {
                     const int64_t row = r.group_start[e] + first + i, at = row_token ? row_token[row] : row;
                     value[i] = x ? x[at * columns + c]
                                  : e4m3_value(from[at * columns + c]) *
                                        mx_scale_value(from_scale[at * mx_stride(columns) + c / MX_BLOCK]);
                 }
-                const int s = scale_of(value, 1, MX_CHUNK, 1, scale_mode);
-                scale[(start + first) / MX_CHUNK * columns + c] = s;
-                cast_all(q + c * length + start + first, 1, 1, value, 1, MX_CHUNK, 1, s);
+
+                // What is too small for a run leaves zeros, with their signs.
+                int s = scale_of(value, 1, n, 1, cast.scale);
+                if (cast.align == MX_RUN && s < MX_RUN_LEAST) {
+                    s = 0;
+                    for (int64_t i = 0; i < given; i++) value[i] *= 0;
+                }
+                for (int64_t k = 0; k < n; k += MX_CHUNK) scale[(start + first + k) / MX_CHUNK * columns + c] = s;
+                cast_all(q + c * length + start + first, 1, 1, value, 1, n, 1, s);
             }
         }
 }
 
 void mx_quantize_channels(uint8_t* q, uint8_t* scale, const floatX* x, int64_t length, Ragged r, int64_t columns,
-                          int32_t scale_mode, Ctx* ctx) {
+                          MxCast cast, Ctx* ctx) {
     (void)ctx;
-    channels(q, scale, x, NULL, NULL, NULL, length, r, columns, scale_mode);
+    channels(q, scale, x, NULL, NULL, NULL, length, r, columns, cast);
 }
 
 void mx_requantize_channels(uint8_t* q, uint8_t* scale, const uint8_t* from, const uint8_t* from_scale, int tokens,
-                            int64_t length, Ragged r, int64_t columns, int32_t scale_mode, Ctx* ctx) {
+                            int64_t length, Ragged r, int64_t columns, MxCast cast, Ctx* ctx) {
     (void)ctx;
-    channels(q, scale, NULL, from, from_scale, tokens ? r.row_token : NULL, length, r, columns, scale_mode);
+    channels(q, scale, NULL, from, from_scale, tokens ? r.row_token : NULL, length, r, columns, cast);
 }

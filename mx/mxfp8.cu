@@ -298,22 +298,24 @@ struct ByteRows {
     }
 };
 
-// A block of threads: chunks of 128 rows of an expert, 128 columns, two warps by two. As in permute_slice, blocks take
-// the same slice of every expert before the next slice.
-template <typename Source>
-static __global__ void __launch_bounds__(32 * COLUMN_WARPS, 4)
+// A block of threads: DOWN x ACROSS warps, which take chunks of an expert (2 x 2: 128 rows and columns) or runs (8 x 1:
+// 512 rows, 64 columns), each with one scale a column. As in permute_slice, blocks take the same slice of every expert
+// before the next slice.
+template <typename Source, int DOWN, int ACROSS>
+static __global__ void __launch_bounds__(32 * DOWN * ACROSS, DOWN == 2 ? 4 : 0)
     channels_kernel(uint8_t* q, uint8_t* scale, Source source, Ragged r, int64_t length, int64_t columns,
                     int64_t slices, uint32_t carry) {
-    // The slice, in chunks, and this lane's columns.
-    __shared__ uint4 of_warp[COLUMN_WARPS][8];
+    // The slice, and this lane's columns.
+    constexpr int ROWS = DOWN * WARP_ROWS;
+    __shared__ uint4 of_warp[DOWN * ACROSS][8];
     const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
     const int64_t e = blockIdx.y % r.El, slice = blockIdx.y / r.El;
-    const int64_t first = r.group_start[e] / MX_CHUNK, count = r.group_start[e + 1] / MX_CHUNK - first;
-    const int64_t c = blockIdx.x * (int64_t)MX_CHUNK + warp % 2 * WARP_COLUMNS + lane % 8 * 8;
-    const bool inside = c < columns;
+    const int64_t start = r.group_start[e], end = r.group_start[e + 1], count = (end - start + ROWS - 1) / ROWS;
+    const int64_t c = (blockIdx.x * (int64_t)ACROSS + warp % ACROSS) * WARP_COLUMNS + lane % 8 * 8;
     for (int64_t i = count * slice / slices; i < count * (slice + 1) / slices; i++) {
-        // The largest of each column: in the patch, in the lanes below each other, in two warps.
-        const int64_t chunk = first + i, row = chunk * MX_CHUNK + warp / 2 * WARP_ROWS + lane / 8 * PATCH_ROWS;
+        // The largest of each column: in the patch, in the lanes below each other, in all warps. A run may end early.
+        const int64_t row = start + i * ROWS + warp / ACROSS * WARP_ROWS + lane / 8 * PATCH_ROWS;
+        const bool inside = row < end && c < columns;
         uint4 p[PATCH_ROWS] = {};
         if (inside) source.load(p, row, c, columns);
         uint32_t pair[4];
@@ -326,16 +328,19 @@ static __global__ void __launch_bounds__(32 * COLUMN_WARPS, 4)
         __syncthreads();  // of_warp was read
         if (lane < 8) of_warp[warp][lane] = make_uint4(pair[0], pair[1], pair[2], pair[3]);
         __syncthreads();
-        keep_larger(pair, of_warp[warp ^ 2][lane % 8]);
+        for (int j = warp % ACROSS; j < DOWN * ACROSS; j += ACROSS) keep_larger(pair, of_warp[j][lane % 8]);
         if (!inside) continue;
 
-        // Their scales, a lane's eight in one store.
+        // Their scales; the first lanes of every second warp send those of a chunk, eight in one store.
         float factor[8];
         uint32_t s[8];
 #pragma unroll
-        for (int j = 0; j < 8; j++) s[j] = scale_of_column(pair, j, carry), factor[j] = mx_scale_inverse(s[j]);
-        if (warp < 2 && lane < 8)
-            *(uint2*)(scale + chunk * columns + c) =
+        for (int j = 0; j < 8; j++) {
+            s[j] = scale_of_column(pair, j, carry), factor[j] = mx_scale_inverse(s[j]);
+            if (ROWS == MX_RUN && s[j] < MX_RUN_LEAST) s[j] = 0, factor[j] = 0;
+        }
+        if (warp / ACROSS % 2 == 0 && lane < 8)
+            *(uint2*)(scale + row / MX_CHUNK * columns + c) =
                 make_uint2(s[0] | s[1] << 8 | s[2] << 16 | s[3] << 24, s[4] | s[5] << 8 | s[6] << 16 | s[7] << 24);
 
         // The bytes, turned.
@@ -404,24 +409,26 @@ void mx_round_columns(floatX* x, Ragged r, int64_t columns, MxCast cast, Ctx* ct
 }
 
 template <typename Source>
-static void channels(uint8_t* q, uint8_t* scale, Source source, int64_t length, Ragged r, int64_t columns,
-                     int32_t scale_mode, Ctx* ctx) {
+static void channels(uint8_t* q, uint8_t* scale, Source source, int64_t length, Ragged r, int64_t columns, MxCast cast,
+                     Ctx* ctx) {
     ASSERT(aligned(q, scale) && columns % MX_BLOCK == 0 && length % MX_CHUNK == 0 && length >= r.capacity);
-    const int64_t slices = ceil_div(r.capacity, r.El * (int64_t)MX_CHUNK);
-    const dim3 grid(blocks_for(columns, MX_CHUNK), (unsigned)(slices * r.El));
-    launch(channels_kernel<Source>, grid, 32 * COLUMN_WARPS, 0, ctx, q, scale, source, r, length, columns, slices,
-           carry_of(scale_mode));
+    const bool run = cast.align == MX_RUN;
+    const int64_t slices = ceil_div(r.capacity, r.El * (int64_t)cast.align);
+    const dim3 grid(blocks_for(columns, (run ? 1 : 2) * WARP_COLUMNS), (unsigned)(slices * r.El));
+    auto kernel = run ? channels_kernel<Source, 8, 1> : channels_kernel<Source, 2, 2>;
+    launch(kernel, grid, 32 * (run ? 8 : 4), 0, ctx, q, scale, source, r, length, columns, slices,
+           carry_of(cast.scale));
 }
 
 void mx_quantize_channels(uint8_t* q, uint8_t* scale, const floatX* x, int64_t length, Ragged r, int64_t columns,
-                          int32_t scale_mode, Ctx* ctx) {
+                          MxCast cast, Ctx* ctx) {
     ASSERT(aligned(x));
-    channels(q, scale, ValueRows{x}, length, r, columns, scale_mode, ctx);
+    channels(q, scale, ValueRows{x}, length, r, columns, cast, ctx);
 }
 
 void mx_requantize_channels(uint8_t* q, uint8_t* scale, const uint8_t* from, const uint8_t* from_scale, int tokens,
-                            int64_t length, Ragged r, int64_t columns, int32_t scale_mode, Ctx* ctx) {
+                            int64_t length, Ragged r, int64_t columns, MxCast cast, Ctx* ctx) {
     ASSERT(aligned(from));
     const ByteRows rows = {from, from_scale, tokens ? r.row_token : NULL, mx_stride(columns)};
-    channels(q, scale, rows, length, r, columns, scale_mode, ctx);
+    channels(q, scale, rows, length, r, columns, cast, ctx);
 }

@@ -35,10 +35,10 @@ BEGIN_C
 typedef enum { MX_RCEIL, MX_FLOOR } MxScale;
 typedef struct MxCast {
     int32_t scale;  // MxScale
-    int32_t align;  // 1 or 128
+    int32_t align;  // 1 or 128; in casts by channel 128 or 512
 } MxCast;
 
-enum { MX_BLOCK = 32, MX_CHUNK = 128, MX_NAN = 255 };
+enum { MX_BLOCK = 32, MX_CHUNK = 128, MX_RUN = 512, MX_RUN_LEAST = 40, MX_NAN = 255 };
 
 static inline int64_t mx_stride(int64_t columns) { return round_up(columns / MX_BLOCK, 16); }
 static inline int64_t mx_tiles(int64_t n) { return ceil_div(n, MX_CHUNK); }  // of 128, along one axis
@@ -89,19 +89,23 @@ void mx_round_columns(floatX* x,  // (capacity, columns)
 // The operands of weights' gradients on bytes (mx/grouped_gemm_mx.h), whose contraction runs over a group's rows: cast
 // down the columns of each group and written transposed, a row for each column (channel). In q a group's rows begin at
 // a multiple of 128 and go on to the next; pad rows are zeros. On the GPU that is group_start; on the CPU, where rows
-// lie without gaps, the gaps are made here. Every chunk of 128 rows has one scale a channel.
+// lie without gaps, the gaps are made here.
+//
+// Align 128: a scale for each chunk of 128 rows and channel. Align 512: each four chunks of a group, counted from its
+// start, have one, which stands at each of them; and what would have a scale below MX_RUN_LEAST is zeros (2^-78 at
+// most), so that the quotient of two scales of a channel stays far inside of float32.
 static inline int64_t mx_channel_length(int64_t capacity, int32_t El, Backend backend) {
     return backend == BACKEND_CUDA ? capacity : ragged_rows(capacity, El, BACKEND_CUDA);
 }
 void mx_quantize_channels(uint8_t* q,       // (columns, length)
                           uint8_t* scale,   // (length / 128, columns)
                           const floatX* x,  // (capacity, columns), pad rows are zeros
-                          int64_t length, Ragged ragged, int64_t columns, int32_t scale_mode, Ctx* ctx);
+                          int64_t length, Ragged ragged, int64_t columns, MxCast cast, Ctx* ctx);
 // The same of what bytes stand for, cast anew. tokens 1: they are those of tokens, which go to their rows; 0: of rows.
 void mx_requantize_channels(uint8_t* q, uint8_t* scale,
                             const uint8_t* from,        // (N or capacity, columns)
                             const uint8_t* from_scale,  // (the same, mx_stride(columns))
-                            int tokens, int64_t length, Ragged ragged, int64_t columns, int32_t scale_mode, Ctx* ctx);
+                            int tokens, int64_t length, Ragged ragged, int64_t columns, MxCast cast, Ctx* ctx);
 
 // Where Blackwell's tensor cores look for the scale of block c of row r (of C blocks a row): tiles of 128 x 4, rows
 // padded to 128 and blocks to 4 (cuBLAS documentation, "1D block scaling factors layout").

@@ -46,21 +46,22 @@ Rows rows_permute(Rows room, Rows tokens, Format format, Ragged r, Ctx* ctx) {
     return room;
 }
 
-Rows rows_for_wgrad(Rows room, Rows x, int tokens, Format format, Ragged r, Ctx* ctx) {
-    const int64_t C = x.columns, length = mx_channel_length(r.capacity, r.El, BACKEND);
+Rows rows_for_wgrad(Rows room, Rows rows, int operand, int tokens, Format format, Ragged r, Ctx* ctx) {
+    const int64_t C = rows.columns, length = mx_channel_length(r.capacity, r.El, BACKEND);
     if (format_read(format).bytes) {
-        ASSERT(x.format.bytes || !tokens);
-        if (x.format.bytes)
-            mx_requantize_channels(room.q, room.scale, x.q, x.scale, tokens, length, r, C, format.cast.scale, ctx);
+        ASSERT(rows.format.bytes || !tokens);
+        const MxCast cast = {format.cast.scale, operand == WGRAD_X ? MX_RUN : MX_CHUNK};
+        if (rows.format.bytes)
+            mx_requantize_channels(room.q, room.scale, rows.q, rows.scale, tokens, length, r, C, cast, ctx);
         else
-            mx_quantize_channels(room.q, room.scale, x.value, length, r, C, format.cast.scale, ctx);
-        room.format = format;
+            mx_quantize_channels(room.q, room.scale, rows.value, length, r, C, cast, ctx);
+        room.format.bytes = 1, room.format.cast = cast;
         room.count = length, room.columns = C;
         return room;
     }
-    const Rows values = tokens ? rows_permute(room, x, FORMAT_VALUES, r, ctx) : rows_as(room, x, FORMAT_VALUES, ctx);
-    if (format.bytes) mx_round_columns(values.value, r, C, format.cast, ctx);
-    return values;
+    room = tokens ? rows_permute(room, rows, FORMAT_VALUES, r, ctx) : rows_as(room, rows, FORMAT_VALUES, ctx);
+    if (format.bytes) mx_round_columns(room.value, r, C, format.cast, ctx);
+    return room;
 }
 
 Rows rows_swiglu(Rows room, const floatX* h, Ragged r, Format format, MxStats* stats, floatX* spare, Ctx* ctx) {

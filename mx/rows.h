@@ -48,10 +48,11 @@ void rows_add(floatX* x, Rows rows, int accumulate, Ctx* ctx);
 Rows rows_permute(Rows room, Rows tokens, Format format, Ragged ragged, Ctx* ctx);
 
 // dy or x as weights' gradients read them, whose contraction runs over a group's rows: in `format`, whose casts are
-// made along the rows. Fast: by channel (mx_quantize_channels), in the bytes of `room`; the result's count is the
-// length of a channel. Else values, rounded in place where `format` is of bytes; bytes become values in the memory of
-// `room`. tokens 1: x is tokens (bytes, where `format` is fast), which go to their rows; 0: rows.
-Rows rows_for_wgrad(Rows room, Rows x, int tokens, Format format, Ragged ragged, Ctx* ctx);
+// made along the rows. Fast: by channel (mx_quantize_channels; x aligned to 512), in the bytes of `room`; the result's
+// count is the length of a channel. Else values, rounded in place where `format` is of bytes; bytes become values in
+// the memory of `room`. tokens 1: they are tokens (bytes, where `format` is fast), which go to their rows; 0: rows.
+enum { WGRAD_DY, WGRAD_X };
+Rows rows_for_wgrad(Rows room, Rows rows, int operand, int tokens, Format format, Ragged ragged, Ctx* ctx);
 
 // a = swiglu(h) over ragged rows, cast to `format` and returned as products read it, in `room`. *stats += what the cast
 // does, if not NULL; `spare` then has memory for (count, F) values.

@@ -191,20 +191,21 @@ static void test_channels(void) {
     on_gpu.group_start = start.dev, on_host.group_start = start.host.data();
     on_host.group_rows = (int32_t*)rows;
     on_gpu.row_token = token.dev, on_host.row_token = token.host.data();
-    for (int32_t mode : {MX_RCEIL, MX_FLOOR})
+    for (MxCast cast : {MxCast{MX_RCEIL, 128}, MxCast{MX_FLOOR, 128}, MxCast{MX_RCEIL, 512}, MxCast{MX_FLOOR, 512}})
         for (int64_t columns : {(int64_t)32, (int64_t)160, (int64_t)1408}) {
-            // Values.
+            // Values; those of some columns are small.
             Bytes q(columns * CAPACITY), scale(CAPACITY / 128 * columns);
             X x(CAPACITY * columns);
             set(x, [&](int64_t i) {
                 if (i / columns >= END) return 0x7fc0u;
                 if (is_pad(i / columns)) return 0u;
                 if (draw(16, i, 3000) == 0) return draw(17, i, 2) ? 0x7f80u : 0xffc1u;
-                return ((100 + draw(18, i / 40, 30) + draw(19, i, 12)) << 7) | draw(20, i, 128) | draw(21, i, 2) << 15;
+                return (((i % columns % 9 == 5 ? 10 : 100) + draw(18, i / 40, 30) + draw(19, i, 12)) << 7) |
+                       draw(20, i, 128) | draw(21, i, 2) << 15;
             });
-            mx_quantize_channels(q.dev, scale.dev, x.dev, CAPACITY, on_gpu, columns, mode, ctx);
+            mx_quantize_channels(q.dev, scale.dev, x.dev, CAPACITY, on_gpu, columns, cast, ctx);
             REFERENCE(mx_quantize_channels)
-            (q.host.data(), scale.host.data(), x.ref(), CAPACITY, on_host, columns, mode, reference_ctx);
+            (q.host.data(), scale.host.data(), x.ref(), CAPACITY, on_host, columns, cast, reference_ctx);
             CHECK_BYTES(q);
             CHECK_BYTES(scale);
 
@@ -217,14 +218,14 @@ static void test_channels(void) {
                     const bool pad = !tokens && (i / columns >= END || is_pad(i / columns));
                     bytes[(size_t)i] = (uint8_t)(pad ? 0 : draw(22, i, 4000) == 0 ? 0x7f : draw(23, i, 256) & 0xf7);
                 }
-                for (int64_t i = 0; i < from_scale.n; i++) scales[(size_t)i] = (uint8_t)(90 + draw(24, i, 60));
+                for (int64_t i = 0; i < from_scale.n; i++) scales[(size_t)i] = (uint8_t)(20 + draw(24, i, 130));
                 from.send(bytes), from_scale.send(scales);
                 Bytes q2(columns * CAPACITY), scale2(CAPACITY / 128 * columns);
                 mx_requantize_channels(q2.dev, scale2.dev, from.dev, from_scale.dev, tokens, CAPACITY, on_gpu, columns,
-                                       mode, ctx);
+                                       cast, ctx);
                 REFERENCE(mx_requantize_channels)
                 (q2.host.data(), scale2.host.data(), from.host.data(), from_scale.host.data(), tokens, CAPACITY,
-                 on_host, columns, mode, reference_ctx);
+                 on_host, columns, cast, reference_ctx);
                 CHECK_BYTES(q2);
                 CHECK_BYTES(scale2);
             }

@@ -270,10 +270,11 @@ static void run_expert(Chain* c, int e, const double* x, const double* dy, const
     }
     narrow(c, a, M * F);
     if (p.wgrad) {
+        const int64_t along_x = p.fast ? 512 : 32;
         cast(dr, M, C, along, 1, mode);
-        cast(a, M, F, along, 1, mode);
+        cast(a, M, F, along_x, 1, mode);
         cast(dh, M, 2 * F, along, 1, mode);
-        cast(xr, M, C, along, 1, mode);
+        cast(xr, M, C, along_x, 1, mode);
     }
     product(c->out[2] + e * 2 * F * C, dh, 1, 2 * F, xr, 2 * F, M, C);
     product(c->out[3] + e * C * F, dr, 1, C, a, C, M, F);

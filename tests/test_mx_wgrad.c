@@ -12,7 +12,8 @@ typedef struct {
     int64_t length, columns, held;  // held: rows of x, or tokens
     const real* x;                  // or bytes, of tokens or of rows
     const uint8_t *from, *from_scale;
-    int tokens, mode;
+    int tokens;
+    MxCast cast;
     uint8_t *q, *scale;
 } Channels;
 
@@ -21,9 +22,9 @@ static void run_channels(void* arg) {
     Ctx* ctx = ctx_create(0);
     c->q = poisoned_bytes(c->columns * c->length), c->scale = poisoned_bytes(c->length / 128 * c->columns);
     if (c->x)
-        mx_quantize_channels(c->q, c->scale, c->x, c->length, c->r, c->columns, c->mode, ctx);
+        mx_quantize_channels(c->q, c->scale, c->x, c->length, c->r, c->columns, c->cast, ctx);
     else
-        mx_requantize_channels(c->q, c->scale, c->from, c->from_scale, c->tokens, c->length, c->r, c->columns, c->mode,
+        mx_requantize_channels(c->q, c->scale, c->from, c->from_scale, c->tokens, c->length, c->r, c->columns, c->cast,
                                ctx);
     ctx_destroy(ctx);
 }
@@ -35,32 +36,36 @@ static real source(const Channels* c, int64_t row, int64_t column) {
                               c->from_scale[at * mx_stride(c->columns) + column / 32]);
 }
 
-// Each group's columns as rows of the oracle, filled up with zeros to whole chunks; what is behind stays as it was.
+// Chunk by chunk, or run by run; what is behind a group's last chunk stays as it was.
 static void check_channels(Channels c, const char* what) {
     uint8_t *q = poisoned_bytes(c.columns * c.length), *scale = poisoned_bytes(c.length / 128 * c.columns);
     int64_t at = 0;
     for (int e = 0; e < c.r.El; at += tiles_of(c.r.group_rows[e++]) * 128)
-        for (int64_t column = 0; column < c.columns; column++) {
-            enum { LONGEST = 384 };
-            real values[LONGEST] = {0};
-            uint8_t bytes[LONGEST], scales[LONGEST / 32 + 16];
-            const int64_t n = tiles_of(c.r.group_rows[e]) * 128;
-            for (int64_t k = 0; k < c.r.group_rows[e]; k++) values[k] = source(&c, c.r.group_start[e] + k, column);
-            oracle_quantize(bytes, scales, values, 1, n, (MxCast){c.mode, 128});
-            memcpy(q + column * c.length + at, bytes, (size_t)n);
-            for (int64_t k = 0; k < n; k += 128) scale[(at + k) / 128 * c.columns + column] = scales[k / 32];
-        }
+        for (int64_t column = 0; column < c.columns; column++)
+            for (int64_t first = 0; first < c.r.group_rows[e]; first += c.cast.align) {
+                real values[512] = {0};
+                const int64_t left = c.r.group_rows[e] - first, n = left < c.cast.align ? left : c.cast.align;
+                for (int64_t k = 0; k < n; k++) values[k] = source(&c, c.r.group_start[e] + first + k, column);
+                int s = oracle_scale(oracle_amax(values, 0, 1, n), c.cast.scale);
+                const int zeros = c.cast.align == 512 && s < 40;
+                if (zeros) s = 0;
+                for (int64_t k = 0; k < tiles_of(n) * 128; k++) {
+                    scale[(at + first + k) / 128 * c.columns + column] = (uint8_t)s;
+                    q[column * c.length + at + first + k] = oracle_byte(zeros ? values[k] * 0 : values[k], s);
+                }
+            }
     check_threads(run_channels, &c);
-    CHECK_BYTES(c.scale, scale, c.length / 128 * c.columns, "%s, mode %d, scales", what, c.mode);
-    CHECK_BYTES(c.q, q, c.columns * c.length, "%s, mode %d, bytes", what, c.mode);
+    CHECK_BYTES(c.scale, scale, c.length / 128 * c.columns, "%s, mode %d, align %d, scales", what, c.cast.scale,
+                c.cast.align);
+    CHECK_BYTES(c.q, q, c.columns * c.length, "%s, mode %d, align %d, bytes", what, c.cast.scale, c.cast.align);
 }
 
 // Uneven groups, empty ones, and one that has all rows; of values, of bytes as they lie, and of tokens' bytes.
 static void test_channels(void) {
     enum { GROUPS = 6, TOKENS = 77 };
-    static const int32_t rows_of[2][GROUPS] = {{1, 0, 128, 127, 300, 45}, {0, 0, 0, 333, 0, 0}};
+    static const int32_t rows_of[2][GROUPS] = {{1, 0, 128, 513, 700, 45}, {0, 0, 0, 1100, 0, 0}};
     static const int64_t widths[2] = {32, 160};
-    for (int i = 0; i < 8; i++) {
+    for (int i = 0; i < 16; i++) {
         const int64_t columns = widths[i & 1];
         int32_t rows[GROUPS];
         int64_t start[GROUPS + 1] = {0};
@@ -69,9 +74,10 @@ static void test_channels(void) {
         for (int64_t r = 0; r < start[GROUPS]; r++) token[r] = (int32_t)draw(90, r, TOKENS);
         Ragged r = {
             .El = GROUPS, .capacity = start[GROUPS], .group_start = start, .group_rows = rows, .row_token = token};
-        Channels c = {.r = r, .columns = columns, .mode = i >> 2};
+        Channels c = {.r = r, .columns = columns, .cast = {i >> 2 & 1, i & 8 ? 512 : 128}};
         c.length = mx_channel_length(r.capacity, GROUPS, BACKEND);
         real* x = wild_tensor(r.capacity, columns, 91 + i);
+        for (int64_t j = 5; j < r.capacity * columns; j += columns) x[j] = ldexp(x[j], -80);  // small: zeros in a run
         for (int64_t j = 0; j < r.capacity * columns; j += 1 + draw(92, j, 9000)) x[j] = j % 2 ? -(real)INFINITY : NAN;
         c.x = x;
         check_channels(c, "values by channel");
@@ -81,7 +87,7 @@ static void test_channels(void) {
         uint8_t* scale = kept_bytes(r.capacity * mx_stride(columns));
         for (int64_t j = 0; j < r.capacity * columns; j++)
             q[j] = (uint8_t)(draw(93, j, 5000) == 0 ? 0x7f : draw(94, j, 127) | draw(95, j, 2) << 7);
-        for (int64_t j = 0; j < r.capacity * mx_stride(columns); j++) scale[j] = (uint8_t)(90 + draw(96, j, 40));
+        for (int64_t j = 0; j < r.capacity * mx_stride(columns); j++) scale[j] = (uint8_t)(20 + draw(96, j, 110));
         c.x = NULL, c.from = q, c.from_scale = scale;
         check_channels(c, "bytes by channel");
         c.tokens = 1;
@@ -106,8 +112,8 @@ static void run_by_channel(void* arg) {
     Ctx* ctx = ctx_create(0);
     b->qx = poisoned_bytes(b->IC * b->length), b->sx = poisoned_bytes(b->length / 128 * b->IC);
     b->qdy = poisoned_bytes(b->OC * b->length), b->sdy = poisoned_bytes(b->length / 128 * b->OC);
-    mx_quantize_channels(b->qx, b->sx, b->x, b->length, r, b->IC, MX_RCEIL, ctx);
-    mx_quantize_channels(b->qdy, b->sdy, b->dy, b->length, r, b->OC, MX_RCEIL, ctx);
+    mx_quantize_channels(b->qx, b->sx, b->x, b->length, r, b->IC, (MxCast){MX_RCEIL, 512}, ctx);
+    mx_quantize_channels(b->qdy, b->sdy, b->dy, b->length, r, b->OC, (MxCast){MX_RCEIL, 128}, ctx);
     b->dw = copied(b->dw_before, r.El * b->OC * b->IC);
     grouped_gemm_mx_wgrad(b->dw, b->qdy, b->sdy, b->qx, b->sx, b->length, r, b->IC, b->OC, ctx);
     ctx_destroy(ctx);
