@@ -102,17 +102,18 @@ static __device__ __forceinline__ float exp2_approx(float x) {
     return y;
 }
 
-// Sum and maximum over a warp, in every lane.
-template <typename T>
+// Sum and maximum over a warp, or over each LANES lanes of it, in every lane.
+template <int LANES = 32, typename T>
 static __device__ __forceinline__ T warp_sum(T x) {
 #pragma unroll
-    for (int lane = 16; lane; lane /= 2) x += __shfl_xor_sync(0xffffffffu, x, lane);
+    for (int lane = LANES / 2; lane; lane /= 2) x += __shfl_xor_sync(0xffffffffu, x, lane);
     return x;
 }
 
+template <int LANES = 32>
 static __device__ __forceinline__ float warp_max(float x) {
 #pragma unroll
-    for (int lane = 16; lane; lane /= 2) x = fmaxf(x, __shfl_xor_sync(0xffffffffu, x, lane));
+    for (int lane = LANES / 2; lane; lane /= 2) x = fmaxf(x, __shfl_xor_sync(0xffffffffu, x, lane));
     return x;
 }
 
