@@ -3,7 +3,7 @@
 # WERROR=1 turns warnings into errors, MPI=0 leaves Open MPI out.
 
 # Every op: x.h is the contract, x.c the CPU reference, x.cu the CUDA kernels.
-OPS = device/device \
+OPS = device/device device/graph \
       layers/embedding layers/rmsnorm layers/rope layers/matmul layers/attention layers/swiglu layers/loss layers/adamw \
       moe/router grouped/permute grouped/grouped_gemm grouped/experts moe/dispatch_ops mx/mxfp8 mx/mx_swiglu \
       mx/mx_stats mx/grouped_gemm_mx parallel/comm

@@ -80,12 +80,12 @@ static __global__ void step_begin_kernel(StepState* state) { step_begin_now(stat
 
 void step_begin(StepState* state, Ctx* ctx) { launch(step_begin_kernel, 1, 1, 0, ctx, state); }
 
-static __global__ void step_decide_kernel(StepState* state, int64_t tokens, AdamW opt) {
-    step_decide_now(state, tokens, &opt);
+static __global__ void step_decide_kernel(StepState* state, int64_t tokens, const AdamW* opt) {
+    step_decide_now(state, tokens, opt);
 }
 
 void step_decide(StepState* state, int64_t tokens, const AdamW* opt, Ctx* ctx) {
-    launch(step_decide_kernel, 1, 1, 0, ctx, state, tokens, *opt);
+    launch(step_decide_kernel, 1, 1, 0, ctx, state, tokens, opt);
 }
 
 // Numbers without their sign are in the order of their bits, NaN above all. Whole blocks call it.
@@ -114,7 +114,8 @@ static __device__ __forceinline__ void take_in(unsigned& most, float x) {
 
 static __global__ void __launch_bounds__(THREADS)
     adamw_kernel(floatX* weight, float* master, float* m, float* v, const float* grad, int64_t n, int64_t n_decay,
-                 AdamW opt, StepState* state) {
+                 const AdamW* option, StepState* state) {
+    const AdamW opt = *option;
     if (!state->ok) return;
     // Eight elements: all loads go out first.
     const int64_t i = (blockIdx.x * (int64_t)THREADS + threadIdx.x) * 8;
@@ -157,7 +158,7 @@ static __global__ void __launch_bounds__(THREADS)
 void adamw_update(floatX* weight, real* master, real* m, real* v, const real* grad, int64_t n, int64_t n_decay,
                   const AdamW* opt, StepState* state, Ctx* ctx) {
     ASSERT(wide(n, weight, master, m, v, grad));
-    launch(adamw_kernel, blocks_for(n, 8 * THREADS), THREADS, 0, ctx, weight, master, m, v, grad, n, n_decay, *opt,
+    launch(adamw_kernel, blocks_for(n, 8 * THREADS), THREADS, 0, ctx, weight, master, m, v, grad, n, n_decay, opt,
            state);
 }
 

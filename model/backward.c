@@ -83,5 +83,5 @@ void model_backward(Model* m, float aux, int last) {
     unit_grads_begin(m, 0);
     embedding_backward(m->units[0].buffer[DENSE_PARAMS].grad, t->dx, m->tokens, N, m->config.V, C, m->ctx);
     unit_grads_end(m, 0, last);
-    m->first = 0;
+    if (last) grads_wait(m->sharding, m->ctx);
 }

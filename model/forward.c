@@ -79,7 +79,7 @@ void model_forward(Model* m, int train) {
     const int64_t N = m->B * m->T, C = m->config.C;
     const int head = (int)m->config.L + 1;
     pool_release(m->pool, m->pool_empty);
-    m->moe_shape.router.even = train ? m->even : 0;
+    m->moe_shape.router.even = train && m->even ? &m->inputs->even : NULL;
 
     Unit* u = unit_begin(m, 0, 1);
     embedding_forward(m->blocks[0].residual, m->tokens, u->w[EMBED].w, N, C, m->ctx);

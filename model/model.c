@@ -251,6 +251,7 @@ void model_plan(Model* m, const Settings* s, int rank, Backend backend) {
     arena_add(state, "cast statistics", ELEMENT_BYTE, casts * (int64_t)sizeof(MxStats), 0, (void**)&m->mx_stats);
     arena_add(state, "step state", ELEMENT_BYTE, sizeof(StepState), 0, (void**)&m->state);
     arena_add(state, "step state of validation", ELEMENT_BYTE, sizeof(StepState), 0, (void**)&m->val_state);
+    arena_add(state, "inputs of a step", ELEMENT_BYTE, sizeof(StepInputs), 0, (void**)&m->inputs);
 }
 
 // Of unit_grads_end.
@@ -318,6 +319,7 @@ Model* model_create(const Settings* s, Ranks* world) {
     rope_table(table, m->T, &rope);
     device_upload(m->rope_table, table, (size_t)(m->T * m->config.rope) * sizeof(real), m->ctx);
     free(table);
+    for (int i = 0; i < GRAPHS && !model_unreplayed(m); i++) m->graphs[i] = graph_create();
     return m;
 }
 
@@ -339,6 +341,7 @@ void model_init(Model* m, uint64_t seed) {
 
 void model_destroy(Model* m) {
     ctx_sync(m->ctx);
+    for (int i = 0; i < GRAPHS; i++) graph_destroy(m->graphs[i]);
     if (m->dispatch) dispatch_destroy(m->dispatch);
     pool_destroy(m->pool);
     model_plan_free(m);
@@ -360,14 +363,19 @@ void model_batch(Model* m, const int32_t* tokens, const int32_t* targets, int64_
 }
 
 void model_step_begin(Model* m, int64_t step) {
-    m->even = (float)settings_even(&m->settings, step);
+    const Settings* s = &m->settings;
+    const StepInputs inputs = {{(float)settings_lr(s, step), (float)s->beta1, (float)s->beta2, (float)s->eps,
+                                (float)s->weight_decay, (float)s->clip},
+                               (float)settings_even(s, step)};
+    device_upload(m->inputs, &inputs, sizeof(inputs), m->ctx);
+    m->even = inputs.even != 0;
     m->first = 1;
     device_zero(m->load, (size_t)(m->config.L * m->config.E) * sizeof(int64_t), m->ctx);
     if (m->measures) device_zero(m->mx_stats, (size_t)(m->config.L * BLOCK_STATS) * sizeof(MxStats), m->ctx);
     step_begin(m->state, m->ctx);
 }
 
-void model_micro_step(Model* m, int last) {
+static void forward_and_backward(Model* m, int last) {
     double tokens = (double)m->settings.tokens_per_step;
     model_forward(m, 1);
     model_loss(m, m->state, (float)(1 / tokens));
@@ -375,11 +383,24 @@ void model_micro_step(Model* m, int last) {
     model_backward(m, (float)(m->settings.aux_loss * (double)m->settings.seq_len / tokens), last);
 }
 
+static void micro_step(void* model) { forward_and_backward((Model*)model, 0); }
+static void last_micro_step(void* model) { forward_and_backward((Model*)model, 1); }
+
+// Micro-steps of a kind give the device the same work.
+static Graph* micro_step_graph(const Model* m, int last) {
+    const int casts = m->units[0].version != weights_version(m->sharding);
+    return m->measures ? NULL : m->graphs[m->first | last << 1 | m->even << 2 | casts << 3];
+}
+
+void model_micro_step(Model* m, int last) {
+    graph_run(micro_step_graph(m, last), last ? last_micro_step : micro_step, m, m->ctx);
+    // What a replay does not note.
+    m->first = 0;
+    for (int u = 0; u < params_units(&m->config); u++) m->units[u].version = weights_version(m->sharding);
+}
+
 // Sums over the ranks what decides the step.
-static void sum_over_ranks(Model* m, int stop) {
-    const double one = 1;
-    grads_wait(m->sharding, m->ctx);
-    if (stop) device_upload(&m->state->stop, &one, sizeof(one), m->ctx);
+static void sum_over_ranks(Model* m) {
     if (!m->world) return;
     comm_sum_double(m->world, &m->state->loss_sum, STEP_SUMS, m->ctx);
     comm_sum_i64(m->world, m->load, m->config.L * m->config.E, m->ctx);
@@ -390,24 +411,35 @@ static void sum_over_ranks(Model* m, int stop) {
 
 static int64_t clamp(int64_t x, int64_t most) { return x < 0 ? 0 : x < most ? x : most; }
 
-void model_update(Model* m, int64_t step, int stop) {
-    const Settings* s = &m->settings;
-    AdamW opt = {(float)settings_lr(s, step), (float)s->beta1, (float)s->beta2, (float)s->eps,
-                 (float)s->weight_decay,      (float)s->clip};
-    sum_over_ranks(m, stop);
-    step_decide(m->state, s->tokens_per_step, &opt, m->ctx);
+static void update(void* model) {
+    Model* m = (Model*)model;
+    const AdamW* opt = &m->inputs->opt;
+    sum_over_ranks(m);
+    step_decide(m->state, m->settings.tokens_per_step, opt, m->ctx);
     for (int u = 0; u < params_units(&m->config); u++) {
         for (int b = 0; b < BUFFERS; b++) {
             const ParamBuffer* p = &m->units[u].buffer[b];
             const real* grad = p->own_grad - (p->first - p->held_from);
             if (p->n)
                 adamw_update(p->held_weight, p->master, p->m, p->v, grad, p->held,
-                             clamp(p->n_decay - p->held_from, p->held), &opt, m->state, m->ctx);
+                             clamp(p->n_decay - p->held_from, p->held), opt, m->state, m->ctx);
         }
     }
     for (int64_t l = m->config.dense_layers; l < m->config.L; l++)
         router_update_bias(m->bias + l * m->config.E, m->load + l * m->config.E, (int32_t)m->config.E,
-                           (float)s->bias_rate, m->state, m->ctx);
+                           (float)m->settings.bias_rate, m->state, m->ctx);
+}
+
+void model_update(Model* m, int stop) {
+    const double one = 1;
+    if (stop) device_upload(&m->state->stop, &one, sizeof(one), m->ctx);
+    graph_run(m->graphs[UPDATE_GRAPH], update, m, m->ctx);
     weights_changed(m->sharding, m->ctx);
     m->measures = 0;
+}
+
+const char* model_unreplayed(const Model* m) {
+    if (m->settings.graph == GRAPH_OFF) return "--graph off";
+    if (m->layout.ranks > 1) return "with several ranks every transfer is watched";
+    return graph_refusal(m->ctx);
 }

@@ -102,6 +102,8 @@ const Option settings_table[] = {
     TEXT("run", "prompt", prompt, "text that samples begin with"),
     NUMBER("run", "temperature", temperature, "0.8", 0, 100, FREE, "of sampling; 0: the likeliest token"),
     WHOLE("run", "sample-top-k", sample_top_k, "50", 0, 1e9, FREE, "sample among that many likeliest; 0: all"),
+    CHOICE("run", "graph", graph, "auto", "auto|off", FREE,
+           "auto: one GPU replays its steps as CUDA graphs; a line at the start says so, or why not"),
     FLAG("run", "dry-run", dry_run, ONCE, "print parameters, FLOPs and memory, and stop"),
     WHOLE("run", "ranks", ranks, "0", 0, 1 << 20, ONCE,
           "with --dry-run: ranks to plan for; a run has those that mpirun or srun starts"),

@@ -133,7 +133,7 @@ static __global__ void __launch_bounds__(512) even_out(float* share_d, const flo
         if (mine < s.E) d[mine] += tau * logf(sum * (float)s.E / (float)count + (float)EVEN_LEAST);
         __syncthreads();
     }
-    if (mine < s.E) share_d[blockIdx.x * (int64_t)s.E + mine] = s.even * d[mine];
+    if (mine < s.E) share_d[blockIdx.x * (int64_t)s.E + mine] = *s.even * d[mine];
 }
 
 // p = sigmoid(p) or softmax(p) over a token's experts; -inf beyond E.
@@ -374,7 +374,7 @@ void router_forward(real* scores, int32_t* expert, real* gate, const floatX* x, 
 
     // What the selection takes off them.
     float* d = NULL;
-    if (s.even != 0) {
+    if (s.even) {
         d = scratch_of(s, ctx_workspace<char>(ctx, (int64_t)router_workspace(s))).count;
         by_experts(
             s, [&](auto j) { launch(even_out<decltype(j)::value>, blocks_for(s.N, s.T), 512, 0, ctx, d, scores, s); });

@@ -149,6 +149,9 @@ void sharding_destroy(Sharding* s) {
     free(s);
 }
 
+// With one rank nothing travels and nothing lies in a slot: there is nothing to wait for.
+static int travels(const Sharding* s) { return s->world != NULL; }
+
 // The side stream goes on after all that ctx has been given so far.
 static void side_follows(Sharding* s, Ctx* ctx) {
     event_record(s->given, ctx);
@@ -166,7 +169,7 @@ static void gather(Sharding* s, int unit, int slotted) {
 }
 
 void weights_start(Sharding* s, int unit) {
-    if (unit < 0 || unit >= s->count) return;
+    if (unit < 0 || unit >= s->count || !travels(s)) return;
     Slot* slot = &s->slots[unit % 2];
     if (slot->unit == unit && slot->version == s->version) return;
 
@@ -179,14 +182,17 @@ void weights_start(Sharding* s, int unit) {
 
 void weights_get(Sharding* s, int unit, Ctx* ctx) {
     weights_start(s, unit);
-    event_wait(s->gathered[unit], ctx);
+    if (travels(s)) event_wait(s->gathered[unit], ctx);
 }
 
-void weights_release(Sharding* s, int unit, Ctx* ctx) { event_record(s->slots[unit % 2].free, ctx); }
+void weights_release(Sharding* s, int unit, Ctx* ctx) {
+    if (travels(s)) event_record(s->slots[unit % 2].free, ctx);
+}
 
 // Weights that are kept whole (--shard optimizer and grads) are gathered at once; the others when they are wanted.
 void weights_changed(Sharding* s, Ctx* ctx) {
     s->version++;
+    if (!travels(s)) return;
     side_follows(s, ctx);
     for (int u = 0; u < s->count; u++) gather(s, u, 0);
 }
@@ -195,12 +201,12 @@ int64_t weights_version(const Sharding* s) { return s->version; }
 
 // What lies in a slot is of another unit: it is written over as soon as that has been summed.
 void grads_get(Sharding* s, int unit, int first, Ctx* ctx) {
-    event_wait(s->slots[unit % 2].reduced, ctx);
+    if (travels(s)) event_wait(s->slots[unit % 2].reduced, ctx);
     for (int i = 0; i < BUFFERS; i++) s->units[unit][i].fresh = first || slotted_grad(&s->units[unit][i]);
 }
 
 Ctx* grads_reduce(Sharding* s, int unit, int first, int last, Ctx* ctx) {
-    side_follows(s, ctx);
+    if (travels(s) || last) side_follows(s, ctx);
     for (int i = 0; i < BUFFERS; i++) {
         ParamBuffer* p = &s->units[unit][i];
         if (p->n == 0 || p->parts == 1) continue;
@@ -216,7 +222,7 @@ Ctx* grads_reduce(Sharding* s, int unit, int first, int last, Ctx* ctx) {
             comm_sum(comm_of(s, i), p->grad, p->n, s->side_stream);
         }
     }
-    event_record(s->slots[unit % 2].reduced, s->side_stream);
+    if (travels(s)) event_record(s->slots[unit % 2].reduced, s->side_stream);
     return s->side_stream;
 }
 

@@ -255,7 +255,9 @@ static void adamw_case(int64_t n, int64_t n_decay, int64_t N, float clip) {
     R master(n, 1), m(n, 2, 0.1), v(n, 3), grad(n, 4, 3), loss(N, 5);
     for (auto& x : v.host) x = x * x;
     v.send();
-    AdamW opt = {1e-2f, 0.9f, 0.95f, 1e-8f, 0.1f, clip};
+    const AdamW opt = {1e-2f, 0.9f, 0.95f, 1e-8f, 0.1f, clip};
+    AdamW* there = (AdamW*)device_alloc(sizeof(opt), "a test");
+    device_upload(there, &opt, sizeof(opt), ctx);
     StepState* state = (StepState*)device_alloc(sizeof(StepState), "a test");
     StepState ref;
     memset(&ref, 0, sizeof(ref));
@@ -278,9 +280,9 @@ static void adamw_case(int64_t n, int64_t n_decay, int64_t N, float clip) {
         grad_norm_add(state, grad.dev + 4, n - 4, ctx);
         REFERENCE(grad_norm_add)(&ref, grad.ref(), n, reference_ctx);
         REFERENCE(grad_norm_add)(&ref, (real*)((double*)grad.ref() + 4), n - 4, reference_ctx);
-        step_decide(state, 2 * N, &opt, ctx);
+        step_decide(state, 2 * N, there, ctx);
         REFERENCE(step_decide)(&ref, 2 * N, &opt, reference_ctx);
-        adamw_update(weight.dev, master.dev, m.dev, v.dev, grad.dev, n, n_decay, &opt, state, ctx);
+        adamw_update(weight.dev, master.dev, m.dev, v.dev, grad.dev, n, n_decay, there, state, ctx);
         REFERENCE(adamw_update)
         (weight.ref(), master.ref(), m.ref(), v.ref(), grad.ref(), n, n_decay, &opt, &ref, reference_ctx);
         StepState got = fetch_state(state);
@@ -348,6 +350,7 @@ static void adamw_case(int64_t n, int64_t n_decay, int64_t N, float clip) {
     adamw_measure(state, master.dev, m.dev, v.dev, n, ctx);
     adamw_measure(state, master.dev, m.dev, master.dev, n, ctx);
     CHECK(isnan(fetch_state(state).own_largest[LARGEST_V]), "NaN is not found");
+    device_free(there);
     device_free(state);
 }
 

@@ -91,7 +91,7 @@ static StepState one_step(Model* m, int step, int32_t* expert) {
             device_download(expert + mine * T * K, m->blocks[m->config.dense_layers].moe.route.expert,
                             (size_t)(B * T * K) * 4, m->ctx);
     }
-    model_update(m, step, 0);
+    model_update(m, 0);
     free(ids);
     return state_of(m);
 }

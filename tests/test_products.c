@@ -384,12 +384,12 @@ static void test_casts_follow_the_weights(void) {
     for (int p = 0; p < 2; p++) {
         Model* m = fresh("--lr 0.02 ", precisions[p]);
         one_step(m, 1);
-        model_update(m, 1, 0);
+        model_update(m, 0);
         double followed = one_step(m, 0);
         for (int64_t l = 0; l < m->config.L; l++) m->units[l + 1].version = 0;
         double cast_now = one_step(m, 0);
         one_step(m, 1);
-        model_update(m, 2, 0);
+        model_update(m, 0);
         for (int64_t l = 0; l < m->config.L; l++) m->units[l + 1].version = weights_version(m->sharding);
         double old = one_step(m, 0);
         for (int64_t l = 0; l < m->config.L; l++) m->units[l + 1].version = 0;
