@@ -76,8 +76,18 @@ static inline void launch(void (*kernel)(P...), dim3 grid, dim3 block, size_t sh
     LAUNCH_CHECK();
 }
 
-// As launch, of a kernel that may start while the stream's previous one drains. It calls
-// cudaGridDependencySynchronize() before it touches what other kernels write or read.
+// As launch, of a kernel that may start while the stream's previous one still runs (programmatic dependent launch): the
+// gap between the two is hidden. In a graph it becomes the kind of an edge. What makes it right:
+//
+//   The kernel touches no memory that another kernel of a step writes or reads before it has called
+//   cudaGridDependencySynchronize(), which returns when the previous kernel is done and its writes can be seen. Blocks
+//   without work may leave before, but not all of them: so this kernel ends after all that came before it too.
+//
+//   cudaTriggerProgrammaticLaunchCompletion() lets the next kernel start, if that one was launched early. It is legal
+//   from the first line on, because the next one waits for this kernel's end and not for the call; the next one's
+//   blocks come only when all of this one's have begun.
+//
+//   Behind a copy, a zeroing or a wait for another stream there is nothing to start beside, and the launch is as any.
 template <typename... P, typename... A>
 static inline void launch_early(void (*kernel)(P...), dim3 grid, dim3 block, size_t shared, Ctx* ctx, A... arguments) {
     if (grid.x == 0 || grid.y == 0 || grid.z == 0) return;
@@ -90,6 +100,12 @@ static inline void launch_early(void (*kernel)(P...), dim3 grid, dim3 block, siz
     config.gridDim = grid, config.blockDim = block, config.dynamicSmemBytes = shared;
     config.stream = ctx->stream, config.attrs = &early, config.numAttrs = 1;
     CUDA_CHECK(cudaLaunchKernelEx(&config, kernel, P(arguments)...));
+}
+
+// First in most kernels that are launched early: the next one may start, and this one goes on when it may.
+static __device__ __forceinline__ void wait_for_previous() {
+    cudaTriggerProgrammaticLaunchCompletion();
+    cudaGridDependencySynchronize();
 }
 
 // For results in bf16: the fast exp and division (2^-21) are exact enough.

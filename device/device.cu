@@ -265,28 +265,27 @@ double stopwatch_seconds(Stopwatch* watch) {
 // Conversions and sums: each thread takes every so-many-th element. They are bound by memory.
 template <typename Out, typename In>
 static __global__ void convert(Out* out, const In* in, int64_t n) {
+    wait_for_previous();
     for (int64_t i = blockIdx.x * (int64_t)blockDim.x + threadIdx.x; i < n; i += gridDim.x * (int64_t)blockDim.x)
         out[i] = (Out)(float)in[i];
 }
 
 void device_to_floatX(floatX* out, const real* in, int64_t n, Ctx* ctx) {
-    convert<<<8 * ctx->sms, 256, 0, ctx->stream>>>(out, in, n);
-    LAUNCH_CHECK();
+    launch_early(convert<floatX, real>, 8 * ctx->sms, 256, 0, ctx, out, in, n);
 }
 
 void device_to_real(real* out, const floatX* in, int64_t n, Ctx* ctx) {
-    convert<<<8 * ctx->sms, 256, 0, ctx->stream>>>(out, in, n);
-    LAUNCH_CHECK();
+    launch_early(convert<real, floatX>, 8 * ctx->sms, 256, 0, ctx, out, in, n);
 }
 
 static __global__ void add(float* out, const float* in, int64_t n) {
+    wait_for_previous();
     for (int64_t i = blockIdx.x * (int64_t)blockDim.x + threadIdx.x; i < n; i += gridDim.x * (int64_t)blockDim.x)
         out[i] += in[i];
 }
 
 void device_add(real* out, const real* in, int64_t n, Ctx* ctx) {
-    add<<<8 * ctx->sms, 256, 0, ctx->stream>>>(out, in, n);
-    LAUNCH_CHECK();
+    launch_early(add, 8 * ctx->sms, 256, 0, ctx, out, in, n);
 }
 
 void device_copy(void* to, const void* from, size_t bytes, Ctx* ctx) {

@@ -52,6 +52,7 @@ static __global__ void sum_chunks_kernel(double* partial, const float* x, int64_
 
 // *total += the chunks' sums, in a fixed order.
 static __global__ void add_total_kernel(double* total, const double* partial, int64_t count) {
+    wait_for_previous();
     double sum = 0;
     for (int64_t i = threadIdx.x; i < count; i += TOTAL_THREADS) sum += partial[i];
     sum = block_sum(sum);
@@ -64,7 +65,7 @@ static void add_sum(double* total, const float* x, int64_t n, Ctx* ctx) {
     int64_t chunks = ceil_div(n, CHUNK);
     double* partial = ctx_workspace<double>(ctx, chunks);
     launch(sum_chunks_kernel<SQUARE>, chunks, THREADS, 0, ctx, partial, x, n);
-    launch(add_total_kernel, 1, TOTAL_THREADS, 0, ctx, total, partial, chunks);
+    launch_early(add_total_kernel, 1, TOTAL_THREADS, 0, ctx, total, partial, chunks);
 }
 
 size_t adamw_workspace(int64_t n) { return (size_t)ceil_div(n, CHUNK) * sizeof(double); }
@@ -115,6 +116,7 @@ static __device__ __forceinline__ void take_in(unsigned& most, float x) {
 static __global__ void __launch_bounds__(THREADS)
     adamw_kernel(floatX* weight, float* master, float* m, float* v, const float* grad, int64_t n, int64_t n_decay,
                  const AdamW* option, StepState* state) {
+    wait_for_previous();
     const AdamW opt = *option;
     if (!state->ok) return;
     // Eight elements: all loads go out first.
@@ -158,8 +160,8 @@ static __global__ void __launch_bounds__(THREADS)
 void adamw_update(floatX* weight, real* master, real* m, real* v, const real* grad, int64_t n, int64_t n_decay,
                   const AdamW* opt, StepState* state, Ctx* ctx) {
     ASSERT(wide(n, weight, master, m, v, grad));
-    launch(adamw_kernel, blocks_for(n, 8 * THREADS), THREADS, 0, ctx, weight, master, m, v, grad, n, n_decay, opt,
-           state);
+    launch_early(adamw_kernel, blocks_for(n, 8 * THREADS), THREADS, 0, ctx, weight, master, m, v, grad, n, n_decay, opt,
+                 state);
 }
 
 static __global__ void __launch_bounds__(THREADS)

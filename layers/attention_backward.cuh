@@ -15,6 +15,7 @@ namespace {
 template <int D>
 __global__ void attention_delta_kernel(float* start_delta, float* start_lse, const floatX* dout, const floatX* out,
                                        const float* lse, int64_t B, int64_t T, int64_t H, int64_t padded, float scale) {
+    wait_for_previous();
     // A thread takes 8 columns of a row.
     constexpr int LANES = 2 * D / 8;                                         // threads to a row
     int64_t row = (blockIdx.x * (int64_t)blockDim.x + threadIdx.x) / LANES;  // (b, t, h)
@@ -47,6 +48,7 @@ __global__ void attention_delta_kernel(float* start_delta, float* start_lse, con
 template <int D>
 __global__ void attention_sum_rope_kernel(floatX* dk_rope, const float* part, int64_t B, int64_t T, int64_t H,
                                           int64_t stride) {
+    wait_for_previous();
     // A thread: 8 columns of a token.
     int64_t i = blockIdx.x * (int64_t)blockDim.x + threadIdx.x, token = i / (D / 8), column = i % (D / 8) * 8;
     if (token >= B * T) return;
@@ -404,8 +406,8 @@ void run_backward(floatX* dq, floatX* dkv, floatX* dk_rope, const floatX* dout, 
     // 1. delta and lse, as the products start from them.
     Workspace w = get_workspace(s, ctx);
     int64_t threads = s.B * w.padded * s.H * (D / 4);
-    launch(attention_delta_kernel<D>, blocks_for(threads, 256), 256, 0, ctx, w.delta, w.lse, dout, out, lse, s.B, s.T,
-           s.H, w.padded, s.scale);
+    launch_early(attention_delta_kernel<D>, blocks_for(threads, 256), 256, 0, ctx, w.delta, w.lse, dout, out, lse, s.B,
+                 s.T, s.H, w.padded, s.scale);
 
     // 2. dq, a block 128 queries
     const Order order = order_of(s);
@@ -419,8 +421,8 @@ void run_backward(floatX* dq, floatX* dkv, floatX* dk_rope, const floatX* dout, 
            s.T, s.H, s.scale);
 
     // 4. dk_rope, the sum over the heads
-    launch(attention_sum_rope_kernel<D>, blocks_for(s.B * s.T * (D / 8), 256), 256, 0, ctx, dk_rope, w.rope_part, s.B,
-           s.T, s.H, s.k_rope_stride);
+    launch_early(attention_sum_rope_kernel<D>, blocks_for(s.B * s.T * (D / 8), 256), 256, 0, ctx, dk_rope, w.rope_part,
+                 s.B, s.T, s.H, s.k_rope_stride);
 }
 
 }  // namespace

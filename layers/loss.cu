@@ -40,6 +40,7 @@ static __device__ __forceinline__ float top_of(const Piece p[B]) {
 static __global__ void __cluster_dims__(CLUSTER) __launch_bounds__(THREADS, 4)
     cross_entropy_kernel(float* loss, floatX* logits, const int32_t* target, int64_t N, int64_t V, int64_t Vp,
                          float dscale) {
+    wait_for_previous();
     // What of the row is this block's: `count` pieces from `first` on.
     extern __shared__ __align__(16) char quarter[];
     __shared__ Softmax of_warp[WARPS], of_block[2][CLUSTER];
@@ -170,5 +171,6 @@ void cross_entropy(real* loss, floatX* logits, const int32_t* target, int64_t N,
 
     // As many clusters as leave each a few rows, so that copies and sums overlap.
     const int64_t clusters = ceil_div(N, min_i64(ROWS, ceil_div(N, ctx->sms)));
-    launch(cross_entropy_kernel, clusters * CLUSTER, THREADS, shared, ctx, loss, logits, target, N, V, Vp, dscale);
+    launch_early(cross_entropy_kernel, clusters * CLUSTER, THREADS, shared, ctx, loss, logits, target, N, V, Vp,
+                 dscale);
 }

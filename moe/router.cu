@@ -68,6 +68,7 @@ static __device__ __forceinline__ void softmax(float (&p)[HELD]) {
 // order. Bound by the exponentials; only the first steps of a run need it.
 template <int J>
 static __global__ void __launch_bounds__(512) even_out(float* share_d, const float* logits, RouterShape s) {
+    wait_for_previous();
     enum { HELD = J < 4 ? 4 * J : 16, LANES = 32 * J / HELD, WARPS = 16, AT_ONCE = 32 * WARPS / LANES };
     __shared__ float part[WARPS][32 * J], d[32 * J];
     const int warp = threadIdx.x / 32, lane = threadIdx.x % LANES, mine = threadIdx.x;
@@ -150,6 +151,7 @@ static __device__ __forceinline__ void to_scores(float (&p)[J], const RouterShap
 template <int J>
 static __global__ void __launch_bounds__(256)
     choose(float* scores, int32_t* expert, float* gate, const float* bias, const float* share_d, RouterShape s) {
+    wait_for_previous();
     __shared__ float held[8][32 * J];
     const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
     const int64_t n = blockIdx.x * (int64_t)8 + warp;
@@ -252,6 +254,7 @@ static void by_experts(RouterShape s, Launch launch_for) {
 enum { COUNT_TOKENS = 128 };
 template <int J>
 static __global__ void __launch_bounds__(256) count_best(float* count, const float* scores, RouterShape s) {
+    wait_for_previous();
     __shared__ int held[32 * J];
     const int lane = threadIdx.x % 32;
     const int64_t sequence = blockIdx.x, first = sequence * s.T + blockIdx.y * (int64_t)COUNT_TOKENS,
@@ -278,6 +281,7 @@ template <int J>
 static __global__ void __launch_bounds__(256)
     score_backward(floatX* dlogits, const float* dgate, const float* scores, const int32_t* expert, const float* gate,
                    const float* count, float aux, RouterShape s) {
+    wait_for_previous();
     const int lane = threadIdx.x % 32;
     const int64_t n = blockIdx.x * (int64_t)8 + threadIdx.x / 32;
     if (n >= s.N) return;
@@ -376,13 +380,14 @@ void router_forward(real* scores, int32_t* expert, real* gate, const floatX* x, 
     float* d = NULL;
     if (s.even) {
         d = scratch_of(s, ctx_workspace<char>(ctx, (int64_t)router_workspace(s))).count;
-        by_experts(
-            s, [&](auto j) { launch(even_out<decltype(j)::value>, blocks_for(s.N, s.T), 512, 0, ctx, d, scores, s); });
+        by_experts(s, [&](auto j) {
+            launch_early(even_out<decltype(j)::value>, blocks_for(s.N, s.T), 512, 0, ctx, d, scores, s);
+        });
     }
 
     // s, the selection and the gates
     by_experts(s, [&](auto j) {
-        launch(choose<decltype(j)::value>, blocks_for(s.N, 8), 256, 0, ctx, scores, expert, gate, bias, d, s);
+        launch_early(choose<decltype(j)::value>, blocks_for(s.N, 8), 256, 0, ctx, scores, expert, gate, bias, d, s);
     });
 }
 
@@ -398,13 +403,14 @@ void router_backward(floatX* dx, real* dw, const real* dgate, const real* scores
         const int64_t sequences = ceil_div(s.N, s.T);
         const dim3 blocks((unsigned)sequences, (unsigned)ceil_div(min_i64(s.T, s.N), COUNT_TOKENS));
         device_zero(count, (size_t)(sequences * s.E) * sizeof(float), ctx);
-        by_experts(s, [&](auto j) { launch(count_best<decltype(j)::value>, blocks, 256, 0, ctx, count, scores, s); });
+        by_experts(
+            s, [&](auto j) { launch_early(count_best<decltype(j)::value>, blocks, 256, 0, ctx, count, scores, s); });
     }
 
     // dlogits = s (1 - s) ds, or s (ds - sum_j s_j ds_j), as hi + lo
     by_experts(s, [&](auto j) {
-        launch(score_backward<decltype(j)::value>, blocks_for(s.N, 8), 256, 0, ctx, scratch.dlogits, dgate, scores,
-               expert, gate, count, aux, s);
+        launch_early(score_backward<decltype(j)::value>, blocks_for(s.N, 8), 256, 0, ctx, scratch.dlogits, dgate,
+                     scores, expert, gate, count, aux, s);
     });
 
     // dx += hi Wg + lo Wg: one product, because a second rounding to bf16 would lose what lo adds.
@@ -419,6 +425,7 @@ void router_backward(floatX* dx, real* dw, const real* dgate, const real* scores
 
 // Blocks count in shared memory, so that few sums reach `load`: integers, in whatever order.
 static __global__ void count_choices(unsigned long long* load, const int32_t* expert, int64_t count, int32_t E) {
+    wait_for_previous();
     extern __shared__ int held[];
     for (int e = threadIdx.x; e < E; e += 256) held[e] = 0;
     __syncthreads();
@@ -431,11 +438,12 @@ static __global__ void count_choices(unsigned long long* load, const int32_t* ex
 
 void router_count(int64_t* load, const int32_t* expert, int64_t NK, int32_t E, Ctx* ctx) {
     const int64_t blocks = min_i64(ceil_div(NK, 1024), 4 * (int64_t)ctx->sms);
-    launch(count_choices, blocks, 256, E * sizeof(int), ctx, (unsigned long long*)load, expert, NK, E);
+    launch_early(count_choices, blocks, 256, E * sizeof(int), ctx, (unsigned long long*)load, expert, NK, E);
 }
 
 // bias_e += rate * sign(mean load - load_e), by one block.
 static __global__ void update_bias(float* bias, const int64_t* load, int32_t E, float rate, const StepState* state) {
+    wait_for_previous();
     __shared__ unsigned long long total;
     if (threadIdx.x == 0) total = 0;
     __syncthreads();
@@ -450,5 +458,5 @@ static __global__ void update_bias(float* bias, const int64_t* load, int32_t E, 
 }
 
 void router_update_bias(real* bias, const int64_t* load, int32_t E, float rate, const StepState* state, Ctx* ctx) {
-    launch(update_bias, 1, 256, 0, ctx, bias, load, E, rate, state);
+    launch_early(update_bias, 1, 256, 0, ctx, bias, load, E, rate, state);
 }
