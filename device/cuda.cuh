@@ -37,6 +37,7 @@ struct Ctx {
     Staging* staging;
     char* workspace;
     size_t workspace_bytes;
+    uint32_t* counter;  // 0 when a kernel begins: one that hands out its work by it leaves it at 0
     int sms;
     bool blackwell;  // no wgmma: ops with kernels for Hopper take their other road (x_lt.cuh)
     decltype(&cuTensorMapEncodeTiled) encode_tiled;  // from the driver at run time: the binary starts without one

@@ -84,6 +84,10 @@ struct Work {
         if (work >= order.total()) barrier_arrive(&ring.full[0]);
         return work < order.total();
     }
+    // The number of a block's next piece. The counter is asked once for each piece, and at the last begins at 0 again.
+    static __device__ int draw(uint32_t* counter, const Order& order) {
+        return (int)(gridDim.x + atomicInc(counter, (uint32_t)order.total() - 1));
+    }
     // A consumer takes it.
     __device__ int take(int use) {
         ring.wait_full(use);
@@ -91,7 +95,7 @@ struct Work {
     }
 };
 
-// The block's shared memory, its barriers set up.
+// The block's shared memory, its barriers set up, when the kernels before this one are done: it is launched early.
 template <typename Shared>
 __device__ __forceinline__ Shared& shared_memory() {
     extern __shared__ __align__(1024) char raw[];
@@ -100,6 +104,7 @@ __device__ __forceinline__ Shared& shared_memory() {
         sh.init();
         barrier_init_fence();
     }
+    cudaGridDependencySynchronize();
     __syncthreads();
     return sh;
 }
@@ -198,10 +203,8 @@ void check_shape(AttnShape s, const floatX* k_rope) {
     ASSERT(s.scale > 0 && s.T < (1 << 30) && s.B * s.H * ceil_div(s.T, TILE) < (1 << 30));
 }
 
-// The workspace: counters of work, then what backward's products start from, padded to whole tiles, and dk_rope's
-// parts.
+// The workspace: what backward's products start from, padded to whole tiles, and dk_rope's parts.
 struct Workspace {
-    int* next;
     float *lse, *delta, *rope_part;
     int64_t padded;  // tokens
     size_t bytes;
@@ -211,19 +214,10 @@ Workspace workspace_of(AttnShape s, char* base) {
     Workspace w;
     w.padded = ceil_div(s.T, TILE) * TILE;
     size_t rows = (size_t)(s.B * s.H * w.padded) * sizeof(float), parts = (size_t)(s.B * s.H * s.T * s.rope);
-    w.next = (int*)base;
-    w.lse = (float*)(base + 256);
-    w.delta = (float*)(base + 256 + rows);
-    w.rope_part = (float*)(base + 256 + 2 * rows);
-    w.bytes = 256 + 2 * rows + parts * sizeof(float);
-    return w;
-}
-
-Workspace get_workspace(AttnShape s, Ctx* ctx) {
-    // Its parts; the counters of work start at 0.
-    Workspace w = workspace_of(s, ctx->workspace);
-    ctx_workspace<char>(ctx, (int64_t)w.bytes);
-    CUDA_CHECK(cudaMemsetAsync(w.next, 0, 256, ctx->stream));
+    w.lse = (float*)base;
+    w.delta = (float*)(base + rows);
+    w.rope_part = (float*)(base + 2 * rows);
+    w.bytes = 2 * rows + parts * sizeof(float);
     return w;
 }
 

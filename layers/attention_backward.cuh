@@ -87,7 +87,7 @@ struct QueriesShared {
 template <int D>
 __global__ void __launch_bounds__(THREADS, 1)
     attention_backward_dq_kernel(const __grid_constant__ Maps maps, floatX* dq, const float* lse, const float* delta,
-                                 int* next, Order order, int T, int H, float scale) {
+                                 uint32_t* counter, Order order, int T, int H, float scale) {
     QueriesShared<D>& sh = shared_memory<QueriesShared<D>>();
 
     if (threadIdx.x < 128) {  // producer
@@ -102,7 +102,7 @@ __global__ void __launch_bounds__(THREADS, 1)
                 barrier_expect(&sh.work.ring.full[0], sizeof(sh.q) + sizeof(sh.dout));
                 tma_load(sh.q, &maps.q, &sh.work.ring.full[0], 0, h, q0, 0, b);
                 tma_load(sh.dout, &maps.dout, &sh.work.ring.full[0], 0, h, q0, 0, b);
-                work = gridDim.x + atomicAdd(next, 1);
+                work = Work::draw(counter, order);
 
                 // Values and keys from the diagonal back. Keys stay a turn longer: dq += dS k comes a tile late.
                 for (int n = (min(q0 + TILE, T) - 1) / DQ_KEYS; n >= 0; n--, kv_use++) {
@@ -260,7 +260,7 @@ struct KeysShared {
 template <int D>
 __global__ void __launch_bounds__(THREADS, 1)
     attention_backward_dkv_kernel(const __grid_constant__ Maps maps, floatX* dkv, float* rope_part, const float* lse,
-                                  const float* delta, int* next, Order order, int T, int H, float scale) {
+                                  const float* delta, uint32_t* counter, Order order, int T, int H, float scale) {
     KeysShared<D>& sh = shared_memory<KeysShared<D>>();
     const int ends = (T + DK_QUERIES - 1) / DK_QUERIES;  // tiles of queries
 
@@ -277,7 +277,7 @@ __global__ void __launch_bounds__(THREADS, 1)
                 tma_load(sh.k[0], &maps.kv, &sh.work.ring.full[0], 0, h, k0, 0, b);
                 tma_load(sh.k[2], &maps.rope, &sh.work.ring.full[0], 0, k0, b);
                 tma_load(sh.v, &maps.kv, &sh.work.ring.full[0], 0, h, k0, 2, b);
-                work = gridDim.x + atomicAdd(next, 1);
+                work = Work::draw(counter, order);
 
                 // Queries from the diagonal on: q, dout, lse and delta of a tile are full together.
                 for (int m = k0 / DK_QUERIES; m < ends; m++, q_use++) {
@@ -404,7 +404,8 @@ template <int D>
 void run_backward(floatX* dq, floatX* dkv, floatX* dk_rope, const floatX* dout, const floatX* out, const real* lse,
                   const floatX* q, const floatX* kv, const floatX* k_rope, AttnShape s, Ctx* ctx) {
     // 1. delta and lse, as the products start from them.
-    Workspace w = get_workspace(s, ctx);
+    const Workspace w = workspace_of(s, ctx->workspace);
+    ASSERT(w.bytes <= ctx->workspace_bytes);
     int64_t threads = s.B * w.padded * s.H * (D / 4);
     launch_early(attention_delta_kernel<D>, blocks_for(threads, 256), 256, 0, ctx, w.delta, w.lse, dout, out, lse, s.B,
                  s.T, s.H, w.padded, s.scale);
@@ -412,13 +413,14 @@ void run_backward(floatX* dq, floatX* dkv, floatX* dk_rope, const floatX* dout, 
     // 2. dq, a block 128 queries
     const Order order = order_of(s);
     const int64_t blocks = min_i64(order.total(), ctx->sms);
-    launch(attention_backward_dq_kernel<D>, blocks, THREADS, sizeof(QueriesShared<D>), ctx,
-           maps_of(q, dout, kv, k_rope, TILE, DQ_KEYS, s, ctx), dq, w.lse, w.delta, w.next, order, s.T, s.H, s.scale);
+    launch_early(attention_backward_dq_kernel<D>, blocks, THREADS, sizeof(QueriesShared<D>), ctx,
+                 maps_of(q, dout, kv, k_rope, TILE, DQ_KEYS, s, ctx), dq, w.lse, w.delta, ctx->counter, order, s.T, s.H,
+                 s.scale);
 
     // 3. dk and dv, a block 128 keys
-    launch(attention_backward_dkv_kernel<D>, blocks, THREADS, sizeof(KeysShared<D>), ctx,
-           maps_of(q, dout, kv, k_rope, DK_QUERIES, TILE, s, ctx), dkv, w.rope_part, w.lse, w.delta, w.next + 1, order,
-           s.T, s.H, s.scale);
+    launch_early(attention_backward_dkv_kernel<D>, blocks, THREADS, sizeof(KeysShared<D>), ctx,
+                 maps_of(q, dout, kv, k_rope, DK_QUERIES, TILE, s, ctx), dkv, w.rope_part, w.lse, w.delta, ctx->counter,
+                 order, s.T, s.H, s.scale);
 
     // 4. dk_rope, the sum over the heads
     launch_early(attention_sum_rope_kernel<D>, blocks_for(s.B * s.T * (D / 8), 256), 256, 0, ctx, dk_rope, w.rope_part,

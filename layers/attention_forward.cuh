@@ -20,8 +20,8 @@ struct ForwardShared {
 
 template <int D>
 __global__ void __launch_bounds__(THREADS, 1)
-    attention_forward_kernel(const __grid_constant__ Maps maps, floatX* out, float* lse, int* next, Order order, int T,
-                             int H, float scale) {
+    attention_forward_kernel(const __grid_constant__ Maps maps, floatX* out, float* lse, uint32_t* counter, Order order,
+                             int T, int H, float scale) {
     ForwardShared<D>& sh = shared_memory<ForwardShared<D>>();
 
     if (threadIdx.x < 128) {  // producer
@@ -35,7 +35,7 @@ __global__ void __launch_bounds__(THREADS, 1)
                 int b = head / H, h = head % H, tile = order.tiles - 1 - rank;
                 barrier_expect(&sh.work.ring.full[0], sizeof(sh.q));
                 tma_load(sh.q, &maps.q, &sh.work.ring.full[0], 0, h, tile * TILE, 0, b);
-                work = gridDim.x + atomicAdd(next, 1);
+                work = Work::draw(counter, order);
 
                 // Keys and values from the diagonal back, in the order in which they are multiplied.
                 for (int n = tile; n >= -1; n--) {  // keys of tile n, then values of tile n + 1
@@ -187,9 +187,8 @@ template <int D>
 void run_forward(floatX* out, real* lse, const floatX* q, const floatX* kv, const floatX* k_rope, AttnShape s,
                  Ctx* ctx) {
     const Order order = order_of(s);
-    launch(attention_forward_kernel<D>, min_i64(order.total(), ctx->sms), THREADS, sizeof(ForwardShared<D>), ctx,
-           maps_of(q, nullptr, kv, k_rope, TILE, TILE, s, ctx), out, lse, get_workspace(s, ctx).next, order, s.T, s.H,
-           s.scale);
+    launch_early(attention_forward_kernel<D>, min_i64(order.total(), ctx->sms), THREADS, sizeof(ForwardShared<D>), ctx,
+                 maps_of(q, nullptr, kv, k_rope, TILE, TILE, s, ctx), out, lse, ctx->counter, order, s.T, s.H, s.scale);
 }
 
 }  // namespace
