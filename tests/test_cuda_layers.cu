@@ -147,7 +147,26 @@ static void rope_case(int64_t N, int64_t T, int64_t heads, int64_t D, int64_t he
     }
 }
 
+// Queries and keys of one launch: more blocks of the one, then of the other.
+static void rope_two_case(int64_t heads, int64_t other_heads) {
+    const int64_t N = 130, T = 65, D = 16;
+    X x(N * heads * 24, 1), y(N * other_heads * D, 2);
+    R table(T * D);
+    RopeConfig config = {(int)D, 10000, 0, 40, 0.707, 4096};
+    REFERENCE(rope_table)(table.ref(), T, &config);
+    table.send();
+    settle();
+    const RopeShape of_x = {N, T, heads, D, heads * 24, 24}, of_y = {N, T, other_heads, D, other_heads * D, D};
+    rope_apply_two(x.dev + 8, of_x, y.dev, of_y, table.dev, 1, ctx);
+    REFERENCE(rope_apply_two)
+    ((floatX*)((double*)x.ref() + 8), of_x, (floatX*)y.ref(), of_y, table.ref(), 1, reference_ctx);
+    CHECK_CLOSE(x, BF16);
+    CHECK_CLOSE(y, BF16);
+}
+
 static void test_rope(void) {
+    rope_two_case(8, 1);
+    rope_two_case(1, 12);
     rope_case(1, 1, 1, 8, 8, 8, 0);
     rope_case(129, 43, 1, 64, 64, 576, 512);
     rope_case(1000, 250, 16, 64, 192, 16 * 192, 128);
