@@ -416,15 +416,17 @@ static void update(void* model) {
     const AdamW* opt = &m->inputs->opt;
     sum_over_ranks(m);
     step_decide(m->state, m->settings.tokens_per_step, opt, m->ctx);
-    for (int u = 0; u < params_units(&m->config); u++) {
-        for (int b = 0; b < BUFFERS; b++) {
-            const ParamBuffer* p = &m->units[u].buffer[b];
-            const real* grad = p->own_grad - (p->first - p->held_from);
-            if (p->n)
-                adamw_update(p->held_weight, p->master, p->m, p->v, grad, p->held,
-                             clamp(p->n_decay - p->held_from, p->held), opt, m->state, m->ctx);
-        }
+    int count = 0, most = params_units(&m->config) * BUFFERS;
+    AdamWBuffer* list = (AdamWBuffer*)host_alloc((size_t)most * sizeof(AdamWBuffer));
+    for (int i = 0; i < most; i++) {
+        const ParamBuffer* p = &m->units[i / BUFFERS].buffer[i % BUFFERS];
+        const real* grad = p->own_grad - (p->first - p->held_from);
+        const AdamWBuffer buffer = {
+            p->held_weight, p->master, p->m, p->v, grad, p->held, clamp(p->n_decay - p->held_from, p->held)};
+        if (p->n) list[count++] = buffer;
     }
+    adamw_update(list, count, opt, m->state, m->ctx);
+    free(list);
     for (int64_t l = m->config.dense_layers; l < m->config.L; l++)
         router_update_bias(m->bias + l * m->config.E, m->load + l * m->config.E, (int32_t)m->config.E,
                            (float)m->settings.bias_rate, m->state, m->ctx);
