@@ -39,6 +39,7 @@ struct Ctx {
     size_t workspace_bytes;
     uint32_t* counter;  // 0 when a kernel begins: one that hands out its work by it leaves it at 0
     int sms;
+    bool transfers;  // between GPUs go on beside: their kernels want some of the SMs
     bool blackwell;  // no wgmma: ops with kernels for Hopper take their other road (x_lt.cuh)
     decltype(&cuTensorMapEncodeTiled) encode_tiled;  // from the driver at run time: the binary starts without one
     char name[320];
@@ -101,6 +102,16 @@ static inline void launch_early(void (*kernel)(P...), dim3 grid, dim3 block, siz
     config.gridDim = grid, config.blockDim = block, config.dynamicSmemBytes = shared;
     config.stream = ctx->stream, config.attrs = &early, config.numAttrs = 1;
     CUDA_CHECK(cudaLaunchKernelEx(&config, kernel, P(arguments)...));
+}
+
+// As launch_early, of a kernel whose blocks hold whole SMs for long: where transfers want some of these, it leaves them
+// the moment between two kernels.
+template <typename... P, typename... A>
+static inline void launch_long(void (*kernel)(P...), dim3 grid, dim3 block, size_t shared, Ctx* ctx, A... arguments) {
+    if (ctx->transfers)
+        launch(kernel, grid, block, shared, ctx, arguments...);
+    else
+        launch_early(kernel, grid, block, shared, ctx, arguments...);
 }
 
 // First in most kernels that are launched early: the next one may start, and this one goes on when it may.

@@ -194,8 +194,21 @@ void* device_alloc(size_t bytes, const char* what) {
 
 void device_free(void* p) { CUDA_CHECK(cudaFree(p)); }
 
+static __global__ void zero(uint4* p, size_t pieces) {
+    wait_for_previous();
+    for (size_t i = blockIdx.x * (size_t)blockDim.x + threadIdx.x; i < pieces; i += gridDim.x * (size_t)blockDim.x)
+        p[i] = make_uint4(0, 0, 0, 0);
+}
+
+// By a kernel: those of a step are short and many, and behind a memset no kernel starts early.
 void device_zero(void* p, size_t bytes, Ctx* ctx) {
-    if (bytes) CUDA_CHECK(cudaMemsetAsync(p, 0, bytes, ctx->stream));
+    const size_t pieces = bytes / 16;
+    if (bytes && ((uintptr_t)p | bytes) % 16) {
+        CUDA_CHECK(cudaMemsetAsync(p, 0, bytes, ctx->stream));
+        return;
+    }
+    launch_early(zero, (unsigned)min_i64(ceil_div((int64_t)pieces, 256), 8 * (int64_t)ctx->sms), 256, 0, ctx, (uint4*)p,
+                 pieces);
 }
 
 // Piece after piece: into the oldest piece of pinned memory, and from there on its way.

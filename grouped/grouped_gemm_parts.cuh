@@ -144,7 +144,7 @@ __device__ __forceinline__ void run_block(const CUtensorMap* a, const CUtensorMa
         barrier_init_fence();
         tma_prefetch(a), tma_prefetch(b), tma_prefetch(out);
     }
-    cudaGridDependencySynchronize();  // launched early
+    cudaGridDependencySynchronize();  // launch_long
 
     // OVER_ROWS: an expert's tiles cost what it has rows. Sorted, largest first, so that none of the largest begins
     // last. (All blocks write the same.)
@@ -259,7 +259,7 @@ Groups groups_of(const Ragged& r, int64_t M, int64_t N, int64_t K, Ctx* ctx) {
 // A block on every SM, in clusters.
 template <typename Kernel, typename... Params>
 void launch(Kernel kernel, Ctx* ctx, const Params&... params) {
-    launch_early(kernel, ctx->sms / CLUSTER * CLUSTER, THREADS, sizeof(Shared), ctx, params...);
+    launch_long(kernel, ctx->sms / CLUSTER * CLUSTER, THREADS, sizeof(Shared), ctx, params...);
 }
 
 }  // namespace

@@ -413,14 +413,14 @@ void run_backward(floatX* dq, floatX* dkv, floatX* dk_rope, const floatX* dout, 
     // 2. dq, a block 128 queries
     const Order order = order_of(s);
     const int64_t blocks = min_i64(order.total(), ctx->sms);
-    launch_early(attention_backward_dq_kernel<D>, blocks, THREADS, sizeof(QueriesShared<D>), ctx,
-                 maps_of(q, dout, kv, k_rope, TILE, DQ_KEYS, s, ctx), dq, w.lse, w.delta, ctx->counter, order, s.T, s.H,
-                 s.scale);
+    launch_long(attention_backward_dq_kernel<D>, blocks, THREADS, sizeof(QueriesShared<D>), ctx,
+                maps_of(q, dout, kv, k_rope, TILE, DQ_KEYS, s, ctx), dq, w.lse, w.delta, ctx->counter, order, s.T, s.H,
+                s.scale);
 
     // 3. dk and dv, a block 128 keys
-    launch_early(attention_backward_dkv_kernel<D>, blocks, THREADS, sizeof(KeysShared<D>), ctx,
-                 maps_of(q, dout, kv, k_rope, DK_QUERIES, TILE, s, ctx), dkv, w.rope_part, w.lse, w.delta, ctx->counter,
-                 order, s.T, s.H, s.scale);
+    launch_long(attention_backward_dkv_kernel<D>, blocks, THREADS, sizeof(KeysShared<D>), ctx,
+                maps_of(q, dout, kv, k_rope, DK_QUERIES, TILE, s, ctx), dkv, w.rope_part, w.lse, w.delta, ctx->counter,
+                order, s.T, s.H, s.scale);
 
     // 4. dk_rope, the sum over the heads
     launch_early(attention_sum_rope_kernel<D>, blocks_for(s.B * s.T * (D / 8), 256), 256, 0, ctx, dk_rope, w.rope_part,
