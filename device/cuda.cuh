@@ -37,7 +37,7 @@ struct Ctx {
     Staging* staging;
     char* workspace;
     size_t workspace_bytes;
-    uint32_t* counter;  // 0 when a kernel begins: one that hands out its work by it leaves it at 0
+    int* counter;  // 0 when a kernel begins: one that hands out its work by it leaves it at 0
     int sms;
     bool transfers;  // between GPUs go on beside: their kernels want some of the SMs
     bool blackwell;  // no wgmma: ops with kernels for Hopper take their other road (x_lt.cuh)

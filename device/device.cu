@@ -108,7 +108,7 @@ Ctx* ctx_create(size_t workspace) {
     for (int i = 0; i < STAGES; i++)
         CUDA_CHECK(cudaEventCreateWithFlags(&ctx->staging->sent[i], cudaEventDisableTiming));
     ctx->workspace = (char*)device_alloc(workspace, "workspace of the ops");
-    ctx->counter = (uint32_t*)device_alloc(sizeof(*ctx->counter), "a counter of work");
+    ctx->counter = (int*)device_alloc(sizeof(*ctx->counter), "a counter of work");
     ctx->workspace_bytes = workspace;
     return ctx;
 }

@@ -253,7 +253,7 @@ Groups groups_of(const Ragged& r, int64_t M, int64_t N, int64_t K, Ctx* ctx) {
     // Coordinates of TMA are int32.
     ASSERT(r.capacity <= INT32_MAX && M <= INT32_MAX && N <= INT32_MAX && K <= INT32_MAX);
     int16_t* order = ctx_workspace<int16_t>(ctx, MAX_EXPERTS);
-    return {r.group_start, r.group_rows, r.El, (int)M, (int)N, (int)K, ctx->counter, order, 0};
+    return {r.group_start, r.group_rows, r.El, (int)M, (int)N, (int)K, (uint32_t*)ctx->counter, order, 0};
 }
 
 // A block on every SM, in clusters.

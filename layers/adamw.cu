@@ -121,7 +121,7 @@ struct AdamWBuffers {
     unsigned first[AT_ONCE + 1];
 };
 
-static __global__ void __launch_bounds__(THREADS)
+static __global__ void __launch_bounds__(THREADS, 4)
     adamw_kernel(const __grid_constant__ AdamWBuffers list, const AdamW* option, StepState* state) {
     // The block's buffer: each lane compares with the end of one.
     const int b = __popc(__ballot_sync(0xffffffffu, blockIdx.x >= list.first[threadIdx.x % 32 + 1]));

@@ -77,16 +77,14 @@ struct Work {
     Ring<1, true> ring;  // every thread has read `number` itself
     int number;
     // The producer hands out the next piece. A number beyond the last is the word that there is none: nothing comes
-    // with it.
-    __device__ bool hand_out(int use, int work, const Order& order) {
+    // with it. The counter was asked once for each piece: the last of its numbers sets it back to 0.
+    __device__ bool hand_out(int use, int work, const Order& order, int* counter) {
         ring.wait_empty(use);
         number = work;
-        if (work >= order.total()) barrier_arrive(&ring.full[0]);
-        return work < order.total();
-    }
-    // The number of a block's next piece. The counter is asked once for each piece, and at the last begins at 0 again.
-    static __device__ int draw(uint32_t* counter, const Order& order) {
-        return (int)(gridDim.x + atomicInc(counter, (uint32_t)order.total() - 1));
+        if (work < order.total()) return true;
+        barrier_arrive(&ring.full[0]);
+        if (work == order.total() + (int)gridDim.x - 1) *counter = 0;
+        return false;
     }
     // A consumer takes it.
     __device__ int take(int use) {

@@ -87,7 +87,7 @@ struct QueriesShared {
 template <int D>
 __global__ void __launch_bounds__(THREADS, 1)
     attention_backward_dq_kernel(const __grid_constant__ Maps maps, floatX* dq, const float* lse, const float* delta,
-                                 uint32_t* counter, Order order, int T, int H, float scale) {
+                                 int* counter, Order order, int T, int H, float scale) {
     QueriesShared<D>& sh = shared_memory<QueriesShared<D>>();
 
     if (threadIdx.x < 128) {  // producer
@@ -95,14 +95,14 @@ __global__ void __launch_bounds__(THREADS, 1)
         if (threadIdx.x == 0) {
             // The producer: one thread takes work and copies it.
             int kv_use = 0;
-            for (int use = 0, work = blockIdx.x; sh.work.hand_out(use, work, order); use++) {
+            for (int use = 0, work = blockIdx.x; sh.work.hand_out(use, work, order, counter); use++) {
                 // q and dout of the block. The number of the work after this one is asked for meanwhile.
                 const auto [head, rank] = order.place(work);
                 int b = head / H, h = head % H, q0 = (order.tiles - 1 - rank) * TILE;
                 barrier_expect(&sh.work.ring.full[0], sizeof(sh.q) + sizeof(sh.dout));
                 tma_load(sh.q, &maps.q, &sh.work.ring.full[0], 0, h, q0, 0, b);
                 tma_load(sh.dout, &maps.dout, &sh.work.ring.full[0], 0, h, q0, 0, b);
-                work = Work::draw(counter, order);
+                work = gridDim.x + atomicAdd(counter, 1);
 
                 // Values and keys from the diagonal back. Keys stay a turn longer: dq += dS k comes a tile late.
                 for (int n = (min(q0 + TILE, T) - 1) / DQ_KEYS; n >= 0; n--, kv_use++) {
@@ -260,7 +260,7 @@ struct KeysShared {
 template <int D>
 __global__ void __launch_bounds__(THREADS, 1)
     attention_backward_dkv_kernel(const __grid_constant__ Maps maps, floatX* dkv, float* rope_part, const float* lse,
-                                  const float* delta, uint32_t* counter, Order order, int T, int H, float scale) {
+                                  const float* delta, int* counter, Order order, int T, int H, float scale) {
     KeysShared<D>& sh = shared_memory<KeysShared<D>>();
     const int ends = (T + DK_QUERIES - 1) / DK_QUERIES;  // tiles of queries
 
@@ -269,7 +269,7 @@ __global__ void __launch_bounds__(THREADS, 1)
         if (threadIdx.x == 0) {
             // The producer: one thread takes work and copies it.
             int q_use = 0;
-            for (int use = 0, work = blockIdx.x; sh.work.hand_out(use, work, order); use++) {
+            for (int use = 0, work = blockIdx.x; sh.work.hand_out(use, work, order, counter); use++) {
                 // k and v of the block. The number of the work after this one is asked for meanwhile.
                 const auto [head, rank] = order.place(work);
                 int b = head / H, h = head % H, k0 = rank * TILE;
@@ -277,7 +277,7 @@ __global__ void __launch_bounds__(THREADS, 1)
                 tma_load(sh.k[0], &maps.kv, &sh.work.ring.full[0], 0, h, k0, 0, b);
                 tma_load(sh.k[2], &maps.rope, &sh.work.ring.full[0], 0, k0, b);
                 tma_load(sh.v, &maps.kv, &sh.work.ring.full[0], 0, h, k0, 2, b);
-                work = Work::draw(counter, order);
+                work = gridDim.x + atomicAdd(counter, 1);
 
                 // Queries from the diagonal on: q, dout, lse and delta of a tile are full together.
                 for (int m = k0 / DK_QUERIES; m < ends; m++, q_use++) {

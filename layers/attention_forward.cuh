@@ -20,7 +20,7 @@ struct ForwardShared {
 
 template <int D>
 __global__ void __launch_bounds__(THREADS, 1)
-    attention_forward_kernel(const __grid_constant__ Maps maps, floatX* out, float* lse, uint32_t* counter, Order order,
+    attention_forward_kernel(const __grid_constant__ Maps maps, floatX* out, float* lse, int* counter, Order order,
                              int T, int H, float scale) {
     ForwardShared<D>& sh = shared_memory<ForwardShared<D>>();
 
@@ -29,13 +29,13 @@ __global__ void __launch_bounds__(THREADS, 1)
         if (threadIdx.x == 0) {
             // The producer: one thread takes work and copies it.
             int k_use = 0, v_use = 0;
-            for (int use = 0, work = blockIdx.x; sh.work.hand_out(use, work, order); use++) {
+            for (int use = 0, work = blockIdx.x; sh.work.hand_out(use, work, order, counter); use++) {
                 // The queries. The number of the work after this one is asked for meanwhile.
                 const auto [head, rank] = order.place(work);
                 int b = head / H, h = head % H, tile = order.tiles - 1 - rank;
                 barrier_expect(&sh.work.ring.full[0], sizeof(sh.q));
                 tma_load(sh.q, &maps.q, &sh.work.ring.full[0], 0, h, tile * TILE, 0, b);
-                work = Work::draw(counter, order);
+                work = gridDim.x + atomicAdd(counter, 1);
 
                 // Keys and values from the diagonal back, in the order in which they are multiplied.
                 for (int n = tile; n >= -1; n--) {  // keys of tile n, then values of tile n + 1
