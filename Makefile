@@ -88,7 +88,7 @@ TESTS_CUDA = $(patsubst %.cu,%,$(wildcard tests/test_cuda_*.cu)) $(TESTS_EITHER)
 TESTS_ALONE = tests/test_cuda_grouped_gemm tests/test_cuda_grouped_gemm_mx
 TESTS_CUDA_RANKS = tests/test_comm tests/test_expert_parallel tests/test_layouts
 
-.PHONY: FORCE all cpu cuda train test test-build cuda-test-build bench fuzz torture clean probe format check-host
+.PHONY: FORCE all cpu cuda train test test-build cuda-test-build bench docs fuzz torture clean probe format check-host
 all: probe cpu $(if $(HAVE_NVCC),cuda)
 cpu: $(if $(F64),$(DOUBLE),$(CPU))/train_moe
 cuda: $(CUDA)/train_moe
@@ -222,6 +222,10 @@ bench: all $(if $(HAVE_GPU),$(BENCH_CUDA:%=$(CUDA)/bench/%))
 	@$(PYTHON) bench/run.py $(CPU)/train_moe
 	@$(if $(HAVE_GPU),for name in $(BENCH_CUDA); do echo "== $$name"; $(CUDA)/bench/$$name || exit 1; done)
 	@$(if $(HAVE_GPU),for name in attention grouped_gemm; do $(PYTHON) bench/$${name}_torch.py || true; done)
+
+# The figures of docs/, some from runs of `tiny`: two minutes on two cores.
+docs: $(CPU)/train_moe
+	@$(PYTHON) scripts/figures.py --program $(CPU)/train_moe
 
 # Host code is C11 for gcc and C++20 for nvcc: it must stay in the common subset.
 check-host:

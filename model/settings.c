@@ -124,7 +124,7 @@ const Option settings_table[] = {
           "1: during the warm-up, and less and less for twice as long, routers choose by logits without what would make "
           "a sequence's choice uneven; with --init 0, unless given"),
     NUMBER("optimizer", "bias-rate", bias_rate, "5e-3", 0, 100, FIXED,
-           "step of the router's balance bias; with --score softmax 0, unless given"),
+           "what an expert without tokens gains in selection bias at each step; with --score softmax 0, unless given"),
     NUMBER("optimizer", "aux-loss", aux_loss, "1e-2", 0, 100, FIXED, "weight of the sequence-wise balance loss"),
 
     // How it lies on its ranks.

@@ -174,6 +174,6 @@ void router_update_bias(real* bias, const int64_t* load, int32_t E, float rate, 
     if (!state->ok || total == 0) return;
     for (int32_t e = 0; e < E; e++) {
         int64_t below = total - load[e] * E;  // E * (mean load - load), exact
-        bias[e] += (real)rate * ((below > 0) - (below < 0));
+        bias[e] += (real)(rate * (double)below / (double)total);
     }
 }

@@ -363,7 +363,7 @@ void router_count(int64_t* load, const int32_t* expert, int64_t NK, int32_t E, C
     launch_early(count_choices, blocks, 256, E * sizeof(int), ctx, (unsigned long long*)load, expert, NK, E);
 }
 
-// bias_e += rate * sign(mean load - load_e), by one block.
+// bias_e += rate * (1 - load_e / mean load), by one block.
 static __global__ void update_bias(float* bias, const int64_t* load, int32_t E, float rate, const StepState* state) {
     wait_for_previous();
     __shared__ unsigned long long total;
@@ -375,7 +375,7 @@ static __global__ void update_bias(float* bias, const int64_t* load, int32_t E, 
     if (!state->ok || total == 0) return;
     for (int e = threadIdx.x; e < E; e += 256) {
         const int64_t below = (int64_t)total - load[e] * E;  // E * (mean load - load), exact
-        bias[e] += rate * ((below > 0) - (below < 0));
+        bias[e] += (float)(rate * (double)below / (double)total);
     }
 }
 

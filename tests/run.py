@@ -140,4 +140,6 @@ def main():
 
 
 if __name__ == "__main__":
+    # A shell's background jobs ignore Ctrl-C, and what they start does: then its tests could not pass.
+    signal.signal(signal.SIGINT, signal.default_int_handler)
     sys.exit(main())

@@ -434,7 +434,8 @@ static void test_router_count(void) {
     release_all();
 }
 
-static void check_bias(const int64_t* load, const int* sign, int ok) {
+// share (E): 1 - load / mean load. The step is rounded, and the sum.
+static void check_bias(const int64_t* load, const double* share, int ok) {
     enum { E = 4 };
     Ctx* ctx = ctx_create(0);
     real *bias = tensor(E, 1), *was = copied(bias, E);
@@ -444,26 +445,27 @@ static void check_bias(const int64_t* load, const int* sign, int ok) {
     router_update_bias(bias, load, E, 0.001f, &state, ctx);
     ctx_sync(ctx);
     for (int e = 0; e < E; e++) {
-        real expected = sign[e] > 0 ? was[e] + 0.001f : sign[e] < 0 ? was[e] - 0.001f : was[e];
-        CHECK(bias[e] == expected, "load %lld: bias %.9g, was %.9g, expected %.9g", (long long)load[e], (double)bias[e],
-              (double)was[e], (double)expected);
+        const double step = 0.001f * share[e], expected = (double)was[e] + step;
+        const double bound = share[e] == 0 ? 0 : TOL(0x1p-24, 0x1p-53) * (fabs(expected) + fabs(step));
+        CHECK(fabs((double)bias[e] - expected) <= bound, "load %lld: bias %.17g, was %.17g, expected %.17g",
+              (long long)load[e], (double)bias[e], (double)was[e], expected);
     }
     ctx_destroy(ctx);
     release_all();
 }
 
 static void test_router_update_bias(void) {
-    const int none[4] = {0};
+    const double none[4] = {0};
     const int64_t different[] = {10, 20, 30, 20}, equal[] = {7, 7, 7, 7}, zero[] = {0, 0, 0, 0};
-    check_bias(different, (const int[]){1, 0, -1, 0}, 1);
+    check_bias(different, (const double[]){0.5, 0, -0.5, 0}, 1);
     check_bias(different, none, 0);
     check_bias(equal, none, 1);
     check_bias(zero, none, 1);
-    check_bias((const int64_t[]){1, 0, 0, 0}, (const int[]){-1, 1, 1, 1}, 1);    // a mean of 1/4
-    check_bias((const int64_t[]){3, 3, 3, 2}, (const int[]){-1, -1, -1, 1}, 1);  // 11/4
-    // Counts beyond what float32 can tell apart, and beyond 32 bits.
+    check_bias((const int64_t[]){1, 0, 0, 0}, (const double[]){-3, 1, 1, 1}, 1);
+    check_bias((const int64_t[]){3, 3, 3, 2}, (const double[]){-1.0 / 11, -1.0 / 11, -1.0 / 11, 3.0 / 11}, 1);
+    // Counts beyond 32 bits, and differences that only double can tell.
     const int64_t many = 50000000001;
-    check_bias((const int64_t[]){many, many + 1, many - 1, many}, (const int[]){0, -1, 1, 0}, 1);
+    check_bias((const int64_t[]){many, many + 1, many - 1, many}, (const double[]){0, -2e-11, 2e-11, 0}, 1);
 }
 
 int main(void) {

@@ -1,0 +1,248 @@
+#!/usr/bin/env python3
+"""Makes the figures of docs/: `make docs`, or python3 scripts/figures.py [--program TRAIN_MOE] [--out FOLDER] [NAME ...].
+
+Those that show structure are drawn here. Those that show data come from runs of `tiny` made for them (a minute or two on two
+cores) and from the tables of bench/RESULTS.md. All are SVG, 480 wide with letters of 13 and more, so that they can be read on a
+phone. Standard library only.
+"""
+import argparse
+import json
+import pathlib
+import re
+import subprocess
+import tempfile
+from xml.sax.saxutils import escape
+
+from chart import COLOURS
+from runlog import fail
+
+ROOT = pathlib.Path(__file__).resolve().parent.parent
+WIDTH, LETTER = 480, 13
+BLUE, ORANGE, GREEN, PINK = COLOURS[:4]
+
+
+class Figure:
+    """Shapes in the order in which they are drawn; `height` grows with them."""
+
+    def __init__(self, title):
+        self.title, self.parts, self.height = title, [], 0
+
+    def add(self, part, bottom):
+        self.parts.append(part)
+        self.height = max(self.height, bottom)
+
+    def text(self, x, y, words, anchor="start", colour="#222", size=LETTER, weight="normal"):
+        self.add(f'<text x="{x:g}" y="{y:g}" text-anchor="{anchor}" fill="{colour}" font-size="{size}" font-weight="{weight}">'
+                 f'{escape(words)}</text>', y + 4)
+
+    def box(self, x, y, width, height, words="", fill="#fff", line="#555", colour="#222"):
+        self.add(f'<rect x="{x:g}" y="{y:g}" width="{width:g}" height="{height:g}" fill="{fill}" stroke="{line}"/>', y + height)
+        if words:
+            self.text(x + width / 2, y + height / 2 + 4.5, words, "middle", colour)
+
+    def line(self, points, colour="#555", arrow=False, width=1.5, dash=""):
+        path = " ".join(f"{x:g},{y:g}" for x, y in points)
+        self.add(f'<polyline points="{path}" fill="none" stroke="{colour}" stroke-width="{width}"'
+                 f'{" stroke-dasharray=" + chr(34) + dash + chr(34) if dash else ""}'
+                 f'{" marker-end=" + chr(34) + "url(#arrow)" + chr(34) if arrow else ""}/>', max(y for _, y in points))
+
+    def save(self, path):
+        height = self.height + 10
+        path.write_text(
+            f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {WIDTH} {height:g}" width="{WIDTH}" height="{height:g}" '
+            f'font-family="Helvetica, Arial, sans-serif"><title>{escape(self.title)}</title>'
+            '<defs><marker id="arrow" viewBox="0 0 8 8" refX="7" refY="4" markerWidth="7" markerHeight="7" orient="auto">'
+            '<path d="M0,0 L8,4 L0,8 z" fill="#555"/></marker></defs>'
+            f'<rect width="{WIDTH}" height="{height:g}" fill="#fff"/>\n' + "\n".join(self.parts) + "\n</svg>\n")
+
+
+# --- Structure ---
+
+def ragged():
+    """The example of grouped/permute.h: five tokens, two of four experts each."""
+    f = Figure("Tokens sorted by expert")
+    choices = {"a": (0, 2), "b": (2, 3), "c": (0, 3), "d": (3, 0), "e": (2, 3)}
+    colours = ["#cfe3f3", "#fff", "#fbdcc4", "#cdeadf"]
+    rows = {}
+    y = 30
+    f.text(10, 20, "rows, sorted by expert", weight="bold")
+    for expert in range(4):
+        mine = [token for token, chosen in choices.items() if expert in chosen]
+        f.text(230, y + 16, f"expert {expert}: {len(mine)} rows")
+        for token in mine + ["0"] * (-len(mine) % 4):
+            f.box(150, y, 64, 22, token if token != "0" else "zeros", colours[expert] if token != "0" else "#eee")
+            rows[token, expert] = y + 11
+            y += 22
+        y += 8 if mine else 22
+    f.text(10, 42, "tokens", colour="#555")
+    for i, token in enumerate(choices):
+        at = 60 + 56 * i
+        f.box(20, at, 40, 26, token)
+        for expert in choices[token]:
+            f.line([(60, at + 13), (149, rows[token, expert])], arrow=True, width=1)
+    f.text(230, y + 4, "the rows in use end here", colour="#555")
+    return f
+
+
+def dispatch():
+    """One token, ranks of two experts each."""
+    f = Figure("A token goes once to each rank that holds one of its experts")
+    f.text(10, 20, "token n on rank 0 chose experts 1, 4 and 5", weight="bold")
+    for rank in range(4):
+        y = 40 + 62 * rank
+        used = {0: "expert 1", 2: "experts 4 and 5"}.get(rank)
+        f.box(190, y, 130, 46, fill="#cfe3f3" if used else "#f4f4f4")
+        f.text(198, y + 19, f"rank {rank}", weight="bold")
+        f.text(198, y + 37, f"experts {2 * rank} and {2 * rank + 1}")
+        if used:
+            f.line([(92, 74 if rank == 0 else 80), (189, y + 22)], arrow=True)
+            f.line([(320, y + 22), (397, 74 if rank == 0 else 82)], arrow=True)
+    f.box(20, 54, 72, 40, "x of n", "#fbdcc4")
+    f.box(398, 54, 72, 40, "y of n", "#fbdcc4")
+    f.text(20, 182, "x, two ids,", colour="#555")
+    f.text(20, 199, "two gates:", colour="#555")
+    f.text(20, 216, "once, not twice", colour="#555")
+    f.text(345, 182, "one sum,", colour="#555")
+    f.text(345, 199, "g4 E4(x) + g5 E5(x)", colour="#555")
+    return f
+
+
+def slots():
+    """Forward with --shard weights."""
+    f = Figure("Weights pass through two slots")
+    f.text(10, 20, "time runs to the right", colour="#555")
+    lanes = ["stream", "side stream", "slot 0", "slot 1"]
+    for i, lane in enumerate(lanes):
+        f.text(10, 56 + 40 * i, lane, weight="bold")
+    fills = ["#cfe3f3", "#fbdcc4", "#cdeadf", "#f3dcea"]
+    for u in range(3):
+        x = 110 + 120 * u
+        f.box(x, 36, 116, 30, f"unit {u + 1} computes", fills[u])
+        f.box(x, 76, 70, 30, f"gather {u + 2}", fills[u + 1])
+        f.box(x, 116 if u % 2 else 156, 116, 30, f"{u + 1} in use", fills[u])
+        f.box(x, 156 if u % 2 else 116, 116, 30, f"{u + 2} arrives", fills[u + 1], line="#bbb")
+    f.text(10, 212, "Unit u lies in slot u % 2: it is read there while u + 1 arrives in the other.", colour="#555")
+    return f
+
+
+def mx_block():
+    """A chunk of 128 elements along the contraction."""
+    f = Figure("MX blocks")
+    for y, head, scales in ((20, "align 1: a scale for each block of 32", ["s0", "s1", "s2", "s3"]),
+                            (140, "align 128: four blocks share the largest one's scale", ["s", "s", "s", "s"])):
+        f.text(10, y, head, weight="bold")
+        for i, scale in enumerate(scales):
+            x = 10 + 116 * i
+            f.box(x, y + 12, 112, 30, "32 bytes, e4m3", "#cfe3f3" if y == 20 else "#cdeadf")
+            f.box(x + 36, y + 48, 40, 24, scale, "#fbdcc4")
+        f.text(10, y + 94, "value = q 2^(s - 127)", colour="#555")
+    f.text(10, 256, "A product may then run over 128 elements before it needs a scale:", colour="#555")
+    f.text(10, 274, "one multiplication for 128 in the place of four.", colour="#555")
+    return f
+
+
+# --- Data ---
+
+def axes(f, x0, y0, x1, y1, xs, ys, label):
+    """Lines and numbers of both axes; returns how a point is placed."""
+    place = lambda x, y: (x0 + (x - xs[0]) / (xs[-1] - xs[0]) * (x1 - x0), y1 - (y - ys[0]) / (ys[-1] - ys[0]) * (y1 - y0))
+    for y in ys:
+        at = place(xs[0], y)[1]
+        f.line([(x0, at), (x1, at)], "#ddd", width=1)
+        f.text(x0 - 6, at + 4.5, f"{y:g}", "end", "#555")
+    for x in xs:
+        f.text(place(x, ys[0])[0], y1 + 18, f"{x:g}", "middle", "#555")
+    f.text((x0 + x1) / 2, y1 + 38, label, "middle", "#555")
+    return place
+
+
+def loads(log_of):
+    """The fullest expert with and without what balances it."""
+    f = Figure("Load of the fullest expert over the steps")
+    f.text(10, 20, "tokens of the fullest expert over the mean, worst block", weight="bold")
+    place = axes(f, 40, 40, 450, 250, [0, 100, 200, 300], [1, 2, 3, 4], "step")
+    for i, (name, options) in enumerate({
+            "nothing": "--even-start 0 --bias-rate 0 --aux-loss 0", "selection bias": "--even-start 0 --aux-loss 0",
+            "the defaults": ""}.items()):
+        steps = log_of(f"--steps 300 --warmup 50 {options}")
+        mean = [sum(s["load_max_over_mean"] for s in steps[max(0, j - 4):j + 1]) / min(j + 1, 5) for j in range(len(steps))]
+        f.line([place(j + 1, min(y, 4)) for j, y in enumerate(mean)], [ORANGE, BLUE, GREEN][i], width=2)
+        f.box(60 + 140 * i, 300, 14, 14, fill=[ORANGE, BLUE, GREEN][i])
+        f.text(80 + 140 * i, 312, name)
+    return f
+
+
+def bars(f, rows, top, unit, width=250):
+    """rows of (name, values), a bar for each value."""
+    most = max(v for _, values in rows for v in values)
+    for name, values in rows:
+        f.text(150, top + 10 + 6 * len(values), name, "end")
+        for i, value in enumerate(values):
+            f.box(158, top + 4 + 16 * i, max(1, value / most * width), 13, fill=[BLUE, ORANGE][i], line="none")
+            f.text(164 + value / most * width, top + 15 + 16 * i, f"{value:.1f}{unit}", colour="#555")
+        top += 10 + 16 * len(values)
+
+
+def casts(log_of):
+    """Signal to noise of each cast of a layer, blocks of 32 and chunks of 128."""
+    f = Figure("What each cast keeps")
+    f.text(10, 20, "signal over rounding noise, dB, layer 2 of tiny at step 100", weight="bold")
+    found = []
+    for options in ("--precision mxfp8-exact", "--precision mxfp8"):
+        stats = next(s["mx_stats"] for s in log_of(f"--steps 100 --warmup 50 --mx-stats 100 {options}") if s.get("mx_stats"))
+        found.append({s["tensor"]: s["snr_db"] for s in stats if s["layer"] == 2})
+    bars(f, [(tensor, [kind[tensor] for kind in found]) for tensor in found[0]], 30, "")
+    y = f.height + 12
+    for i, words in enumerate(("a scale for 32", "a scale for 128")):
+        f.box(158 + 150 * i, y, 14, 14, fill=[BLUE, ORANGE][i])
+        f.text(178 + 150 * i, y + 12, words)
+    return f
+
+
+def step_time():
+    """The table of bench/RESULTS.md."""
+    results = (ROOT / "bench/RESULTS.md").read_text()
+    table = re.search(r"\| class \| ms a step \| share \|\n\|.*\n((?:\|.*\n)+)", results[results.index("## H200: a whole step"):])
+    if not table:
+        fail("bench/RESULTS.md has no table of a step's classes under \"H200: a whole step\"")
+    f = Figure("Where a step's time goes")
+    f.text(10, 20, "16b with 4 layers, bf16, one H200: ms of a step", weight="bold")
+    rows = [[cell.strip() for cell in line.strip("|").split("|")] for line in table[1].splitlines()]
+    bars(f, [(re.sub(r" \(.*", "", name), [float(ms)]) for name, ms, _ in rows], 30, "", 260)
+    return f
+
+
+def main():
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--program", default=str(ROOT / "build/cpu/train_moe"))
+    parser.add_argument("--out", type=pathlib.Path, default=ROOT / "docs", metavar="FOLDER")
+    parser.add_argument("name", nargs="*")
+    args = parser.parse_args()
+    drawn, run = {"ragged": ragged, "dispatch": dispatch, "slots": slots, "mx_block": mx_block, "step_time": step_time}, \
+        {"loads": loads, "casts": casts}
+    for name in args.name:
+        if name not in {**drawn, **run}:
+            fail(f"no figure is called {name}; there are {', '.join([*drawn, *run])}")
+
+    # Runs on the text of `make train`.
+    with tempfile.TemporaryDirectory() as folder:
+        def log_of(options):
+            shards = pathlib.Path(folder) / "text_train_000000.bin"
+            if not shards.exists():
+                subprocess.run(["python3", ROOT / "scripts/prepare_text.py", ROOT / "data/repository.txt.xz", "--split-on",
+                                "<|endoftext|>", "--out", folder, "--name", "text", "--val-fraction", "0.1"], check=True,
+                               stdout=subprocess.DEVNULL)
+            out = pathlib.Path(folder) / "run"
+            subprocess.run(["rm", "-rf", out], check=True)
+            subprocess.run([args.program, "--model", "tiny", "--train", str(shards), "--seq-len", "256", "--batch", "8", "--lr",
+                            "3e-3", "--val-every", "0", "--out", out, *options.split()], check=True, stdout=subprocess.DEVNULL)
+            return [json.loads(line) for line in (out / "log.jsonl").read_text().splitlines()[1:]]
+
+        for name, draw in {**drawn, **run}.items():
+            if not args.name or name in args.name:
+                draw(*([log_of] if name in run else [])).save(args.out / f"{name}.svg")
+                print(args.out / f"{name}.svg")
+
+
+if __name__ == "__main__":
+    main()
