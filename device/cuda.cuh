@@ -38,6 +38,7 @@ struct Ctx {
     char* workspace;
     size_t workspace_bytes;
     int sms;
+    int portable;    // 1: kernels for every GPU since Ampere, 0: Hopper's
     bool blackwell;  // no wgmma: ops with kernels for Hopper take their other road (x_lt.cuh)
     decltype(&cuTensorMapEncodeTiled) encode_tiled;  // from the driver at run time: the binary starts without one
     char name[320];

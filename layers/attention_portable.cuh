@@ -1,0 +1,264 @@
+// Flash attention for every NVIDIA GPU since Ampere (Dao 2023, arXiv 2307.08691): what the kernels share, and forward.
+// attention_portable_backward.cuh has backward. Chunks, tiles and the order of work are those of attention.cu.
+//
+// The multiplier. A warp multiplies a (16 x 16) by b (16 x 8) and adds to d (16 x 8), all in its registers: mma_bf16.
+// Of a matrix every lane holds a fragment. With d it is this; beside it, of which matrix a register of a is the part:
+//
+//     columns  0 1   2 3   4 5   6 7              columns 0..7   8..15
+//     row 0   l 0   l 1   l 2   l 3               rows 0..7   a[0]   a[2]     each of them lies over the lanes as d's
+//     row 1   l 4   l 5   l 6   l 7               rows 8..15  a[1]   a[3]     upper half does, two bf16 to a register;
+//      ..                                                                     b[0], b[1] are b's upper and lower half,
+//     row 7   l 28  l 29  l 30  l 31   d[0], d[1]                             transposed: lane l has two rows of column
+//     row 8   l 0   ..                 d[2], d[3]                             l / 4
+//
+// Two d's side by side, rounded to bf16, are an a: probabilities go from sum to operand without leaving the registers
+// (pack_fragment). A row of d lies in four neighbouring lanes, a quad: its maximum is two shuffles away.
+//
+// The way in. ldmatrix_x4 reads four 8 x 8 matrices, each lane naming one row of 16 bytes. From a tile whose rows run
+// along the contraction (q, k in q k^T) it makes an a, or the b's of 16 rows. A tile whose rows are the contraction (v
+// in P v) is read transposed: 32 rows of one 8-column piece are the b's of two products.
+//
+// Banks. Shared memory serves 128 bytes a clock if they lie in different banks, which repeat every 128 bytes. The 8
+// rows of a matrix lie below each other, so a chunk's 16-byte pieces are permuted: piece i of row r is at place i XOR
+// r % 8 (of chunks 64 wide; narrower rows share 128 bytes). For a lane the row stays, up to multiples of 16, and the
+// piece varies by constants: its address is one number for the lane, XORed and added to with constants.
+//
+// The way to shared memory. cp.async copies behind the warps' backs. Two buffers, one of keys and one of values, each
+// filled anew as soon as its last product is done: values come while q k^T runs, keys while softmax and P v do. Two
+// blocks to an SM (where shared memory has room for two) fill each other's waits.
+//
+// Sizes. A block is 4 warps, and a warp has 32 rows: every b that it reads meets two a's, which halves what shared
+// memory has to deliver: it and the multipliers are about equally busy. A block takes at most 99 KB, what compute
+// capability 8.6, 8.9 and 12.0 offer; 255 registers a thread are two blocks to an SM.
+#ifndef LAYERS_ATTENTION_PORTABLE_CUH
+#define LAYERS_ATTENTION_PORTABLE_CUH
+
+#include "device/mma.cuh"
+
+namespace {
+
+enum { STEP = 64, WARPS = 4 };  // rows of a tile that is walked over; warps of a block
+
+// Byte in a chunk of D columns at which a piece of 8 columns of a row begins.
+template <int D>
+__device__ __forceinline__ int swizzled(int row, int piece) {
+    return row * (2 * D) + (piece ^ row / (64 / D) % (D / 8)) * 16;
+}
+
+// What a lane adds to the address of an operand: for rows along the contraction (16 rows, two pieces), and for rows
+// that are the contraction (32 rows, piece 0 or 1). Other pieces are an XOR with their number times 16 away.
+template <int D>
+__device__ __forceinline__ int lane_of_rows() {
+    return swizzled<D>(threadIdx.x % 16, threadIdx.x % 32 / 16);
+}
+template <int D>
+__device__ __forceinline__ int lane_of_columns(int piece) {
+    return swizzled<D>(threadIdx.x % 32, piece);
+}
+
+// Begins to copy rows first .. first + ROWS - 1 of a head, `stride` apart, CHUNKS chunks of them. Rows from T on become
+// zeros. D / 8 neighbouring threads take the pieces of a row's chunk.
+template <int D, int ROWS, int CHUNKS>
+__device__ __forceinline__ void copy_tile(floatX (*to)[ROWS][D], const floatX* from, int64_t stride, int first, int T) {
+    constexpr int PIECES = D / 8, ROWS_AT_ONCE = WARPS * 32 / PIECES;
+    const int row = threadIdx.x / PIECES, piece = threadIdx.x % PIECES;
+    from += (first + row) * stride + piece * 8;
+#pragma unroll
+    for (int r = 0; r < ROWS; r += ROWS_AT_ONCE)
+#pragma unroll
+        for (int c = 0; c < CHUNKS; c++)
+            copy_async_16((char*)to[c] + r * (2 * D) + swizzled<D>(row, piece), from + r * stride + c * D,
+                          first + row + r < T ? 16 : 0);
+}
+
+// s (32, 8 N) += A B^T over CHUNKS chunks. A is 32 of a tile's A_ROWS rows, B 8 N of STEP rows; `a` and `b` point to
+// the first in chunk 0.
+template <int D, int CHUNKS, int A_ROWS, int N>
+__device__ __forceinline__ void warp_multiply_rows(float (&s)[2][N][4], const void* a, const void* b) {
+    const int lane = lane_of_rows<D>();
+#pragma unroll
+    for (int k = 0; k < CHUNKS * D / 16; k++) {
+        const int chunk = k / (D / 16), at = lane ^ k % (D / 16) * 32;
+        uint32_t x[2][4];
+#pragma unroll
+        for (int m = 0; m < 2; m++) ldmatrix_x4(x[m], (const char*)a + (chunk * A_ROWS + m * 16) * (2 * D) + at);
+#pragma unroll
+        for (int n = 0; n < N; n += 2) {
+            // 16 rows of B, in the order of an a: registers 0 and 2 are the first 8 rows, 1 and 3 the others.
+            uint32_t y[4];
+            ldmatrix_x4(y, (const char*)b + (chunk * STEP + n * 8) * (2 * D) + at);
+            const uint32_t even[2] = {y[0], y[2]}, odd[2] = {y[1], y[3]};
+#pragma unroll
+            for (int m = 0; m < 2; m++) mma_bf16(s[m][n], x[m], even);
+#pragma unroll
+            for (int m = 0; m < 2; m++) mma_bf16(s[m][n + 1], x[m], odd);
+        }
+    }
+}
+
+// d (32, 8 N) += A B with A (32, 32) in registers and B 32 of a tile's STEP rows; `b` points to the first. Of B's
+// columns these are pieces 0, EVERY, 2 EVERY, .., moved on by what `lane` (of lane_of_columns) adds.
+template <int D, int EVERY, int N>
+__device__ __forceinline__ void warp_multiply_add(float (&d)[2][N][4], const uint32_t (&a)[2][2][4], const void* b,
+                                                  int lane) {
+#pragma unroll
+    for (int n = 0; n < N; n += 2) {
+        uint32_t y[2][4];
+#pragma unroll
+        for (int i = 0; i < 2 && n + i < N; i++) {
+            const int piece = (n + i) * EVERY;
+            const int at = lane ^ piece % (D / 8) * 16;
+            ldmatrix_x4_transposed(y[i], (const char*)b + piece / (D / 8) * STEP * (2 * D) + at);
+        }
+        // Sums that were just added to come last.
+#pragma unroll
+        for (int k = 0; k < 2; k++)
+#pragma unroll
+            for (int i = 0; i < 2 && n + i < N; i++)
+#pragma unroll
+                for (int m = 0; m < 2; m++) mma_bf16(d[m][n + i], a[m][k], y[i] + 2 * k);
+    }
+}
+
+// Columns 8 n .. 8 n + 31 of s (32, 8 N), rounded, as the left operand of two products: a[m][k] is rows 16 m and
+// columns 16 k.
+template <int N>
+__device__ __forceinline__ void pack_fragment(uint32_t (&a)[2][2][4], const float (&s)[2][N][4], int n) {
+#pragma unroll
+    for (int m = 0; m < 2; m++)
+#pragma unroll
+        for (int i = 0; i < 8; i++)
+            a[m][i / 4][i % 4] = pack_bf16(s[m][n + i / 2][i % 2 * 2], s[m][n + i / 2][i % 2 * 2 + 1]);
+}
+
+// --- Forward ---
+
+// A block keeps its queries, a tile of keys and one of values.
+template <int D>
+struct PortableForwardShared {
+    floatX q[3][TILE][D];
+    floatX k[3][STEP][D];
+    floatX v[2][STEP][D];
+};
+
+// A block owns 128 queries of a head, a warp 32 of them, and walks the keys up to the diagonal in tiles of 64.
+template <int D>
+__global__ void __launch_bounds__(WARPS * 32, 2)
+    attention_portable_forward_kernel(floatX* out, float* lse, const floatX* q, const floatX* kv, const floatX* k_rope,
+                                      AttnShape shape, Order order) {
+    extern __shared__ __align__(1024) char raw[];
+    PortableForwardShared<D>& sh = *(PortableForwardShared<D>*)raw;
+    const int T = (int)shape.T, H = (int)shape.H, warp = threadIdx.x / 32, lane = threadIdx.x % 32;
+    const auto [head, rank] = order.place(blockIdx.x);
+    const int q0 = (order.tiles - 1 - rank) * TILE, row = q0 + warp * 32;  // the block's and the warp's first query
+    const float scale2 = shape.scale * LOG2E, slack = 8 / scale2;
+
+    // Where the head lies in memory, and its first two copies: queries, and the first keys.
+    q += row_of(head, 0, T, H) * 3 * D, kv += row_of(head, 0, T, H) * 4 * D;
+    k_rope += head / H * shape.T * shape.k_rope_stride;
+    auto copy_keys = [&](int first) {
+        copy_tile<D, STEP, 2>(sh.k, kv, shape.H * 4 * D, first, T);
+        copy_tile<D, STEP, 1>(sh.k + 2, k_rope, shape.k_rope_stride, first, T);
+        copy_async_commit();
+    };
+    copy_tile<D, TILE, 3>(sh.q, q, shape.H * 3 * D, q0, T);
+    copy_keys(0);
+
+    // o: sums of P v, not yet divided. top, sum: of the four rows that a thread holds parts of, 16 m + 8 half apart.
+    float o[2][D / 4][4] = {}, top[2][2], sum[2][2] = {};
+#pragma unroll
+    for (int i = 0; i < 4; i++) top[i / 2][i % 2] = -INFINITY;
+
+    // Scores to probabilities, P = exp(scale (s - top)). A row's top follows its maximum only when that has grown by a
+    // factor of 2^8 in P: until then what was summed needs no new scale, and P has the precision of any other scale.
+    auto softmax = [&](float(&s)[2][STEP / 8][4]) {
+        float shrink[2][2];
+        bool moved = false;
+#pragma unroll
+        for (int i = 0; i < 4; i++) {
+            const int m = i / 2, half = i % 2;
+            float most = -INFINITY, here = 0;
+#pragma unroll
+            for (int j = 0; j < STEP / 8; j++) most = fmaxf(most, fmaxf(s[m][j][2 * half], s[m][j][2 * half + 1]));
+            most = quad_max(most);
+            const float old = top[m][half];
+            const bool follow = most > old + slack;
+            if (follow) top[m][half] = most;
+            moved |= follow;
+            // exp as a power of two: scale2 = scale log2(e).
+            const float shift = top[m][half] * scale2;
+            shrink[m][half] = follow ? exp2_approx(old * scale2 - shift) : 1;
+#pragma unroll
+            for (int j = 0; j < STEP / 8; j++)
+#pragma unroll
+                for (int e = 0; e < 2; e++) {
+                    float& x = s[m][j][2 * half + e];
+                    x = exp2_approx(x * scale2 - shift);
+                    here += x;
+                }
+            sum[m][half] = sum[m][half] * shrink[m][half] + here;
+        }
+        // Rows that stay are multiplied by 1: no row's bits depend on the others.
+        if (__any_sync(0xffffffffu, moved))
+#pragma unroll
+            for (int i = 0; i < 2 * D; i++) o[i / D][i / 4 % (D / 4)][i % 4] *= shrink[i / D][i / 2 % 2];
+    };
+
+    // A tile of keys and its values; masked where the diagonal crosses it. Warps whose queries all lie before it copy
+    // only.
+    const int tiles = (min(q0 + TILE, T) + STEP - 1) / STEP;
+    auto step = [&](int n, auto masked) {
+        const bool seen = !masked.value || n * STEP < row + 32;
+        float s[2][STEP / 8][4] = {};
+
+        // The keys have come, and all warps are done with the values before: S = q k^T while the new values come.
+        copy_async_wait<0>();
+        __syncthreads();
+        copy_tile<D, STEP, 2>(sh.v, kv + 2 * D, shape.H * 4 * D, n * STEP, T);
+        copy_async_commit();
+        if (seen) warp_multiply_rows<D, 3, TILE>(s, sh.q[0][warp * 32], sh.k);
+
+        // The values have come, and all warps are done with the keys: the next come while o += P v.
+        copy_async_wait<0>();
+        __syncthreads();
+        if (n + 1 < tiles) copy_keys((n + 1) * STEP);
+        if (!seen) return;
+        if (masked.value)
+#pragma unroll
+            for (int i = 0; i < STEP; i++)  // keys after the query
+                if (n * STEP + i / 4 % (STEP / 8) * 8 + lane % 4 * 2 + i % 2 >
+                    row + i / (STEP / 2) * 16 + i / 2 % 2 * 8 + lane / 4)
+                    s[i / (STEP / 2)][i / 4 % (STEP / 8)][i % 4] = -INFINITY;
+        softmax(s);
+#pragma unroll
+        for (int keys = 0; keys < STEP; keys += 32) {
+            uint32_t p[2][2][4];
+            pack_fragment(p, s, keys / 8);
+            warp_multiply_add<D, 1>(o, p, sh.v[0][keys], lane_of_columns<D>(0));
+        }
+    };
+    int n = 0;
+    for (; n < q0 / STEP; n++) step(n, std::false_type());
+    for (; n < tiles; n++) step(n, std::true_type());
+
+        // out = o / sum, lse = scale top + ln(sum).
+#pragma unroll
+    for (int i = 0; i < 4; i++) {
+        const int m = i / 2, half = i % 2, t = row + 16 * m + 8 * half + lane / 4;
+        const float l = quad_sum(sum[m][half]);
+        if (t < T && lane % 4 == 0) lse[(int64_t)head * T + t] = top[m][half] * shape.scale + logf(l);
+        store_row<2 * D>(out + row_of(head, t, T, H) * 2 * D, *(const float(*)[D])o[m], half, 1 / l, t < T);
+    }
+}
+
+template <int D>
+void run_portable_forward(floatX* out, real* lse, const floatX* q, const floatX* kv, const floatX* k_rope, AttnShape s,
+                          Ctx* ctx) {
+    const Order order = order_of(s, TILE);
+    launch(attention_portable_forward_kernel<D>, order.total(), WARPS * 32, sizeof(PortableForwardShared<D>), ctx, out,
+           lse, q, kv, k_rope, s, order);
+}
+
+}  // namespace
+
+#endif
