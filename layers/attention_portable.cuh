@@ -45,14 +45,17 @@ __device__ __forceinline__ int swizzled(int row, int piece) {
     return row * (2 * D) + (piece ^ row / (64 / D) % (D / 8)) * 16;
 }
 
-// What a lane adds to the address of an operand: for rows along the contraction (16 rows, two pieces), and for rows
-// that are the contraction (32 rows, piece 0 or 1). Other pieces are an XOR with their number times 16 away.
+// What a lane adds to the address of an operand. Other pieces than these are an XOR with 16 times their number away.
 template <int D>
-__device__ __forceinline__ int lane_of_rows() {
+__device__ __forceinline__ int lane_of_a() {  // 16 rows of two pieces, in the order of an a
     return swizzled<D>(threadIdx.x % 16, threadIdx.x % 32 / 16);
 }
 template <int D>
-__device__ __forceinline__ int lane_of_columns(int piece) {
+__device__ __forceinline__ int lane_of_b() {  // the same as two b's
+    return swizzled<D>(threadIdx.x % 8 + threadIdx.x % 32 / 16 * 8, threadIdx.x / 8 % 2);
+}
+template <int D>
+__device__ __forceinline__ int lane_of_columns(int piece) {  // 32 rows of one piece, read transposed
     return swizzled<D>(threadIdx.x % 32, piece);
 }
 
@@ -75,23 +78,20 @@ __device__ __forceinline__ void copy_tile(floatX (*to)[ROWS][D], const floatX* f
 // the first in chunk 0.
 template <int D, int CHUNKS, int A_ROWS, int N>
 __device__ __forceinline__ void warp_multiply_rows(float (&s)[2][N][4], const void* a, const void* b) {
-    const int lane = lane_of_rows<D>();
+    const int lane_a = lane_of_a<D>(), lane_b = lane_of_b<D>();
 #pragma unroll
     for (int k = 0; k < CHUNKS * D / 16; k++) {
-        const int chunk = k / (D / 16), at = lane ^ k % (D / 16) * 32;
+        const int chunk = k / (D / 16), two_pieces = k % (D / 16) * 32;
         uint32_t x[2][4];
 #pragma unroll
-        for (int m = 0; m < 2; m++) ldmatrix_x4(x[m], (const char*)a + (chunk * A_ROWS + m * 16) * (2 * D) + at);
+        for (int m = 0; m < 2; m++)
+            ldmatrix_x4(x[m], (const char*)a + (chunk * A_ROWS + m * 16) * (2 * D) + (lane_a ^ two_pieces));
 #pragma unroll
         for (int n = 0; n < N; n += 2) {
-            // 16 rows of B, in the order of an a: registers 0 and 2 are the first 8 rows, 1 and 3 the others.
             uint32_t y[4];
-            ldmatrix_x4(y, (const char*)b + (chunk * STEP + n * 8) * (2 * D) + at);
-            const uint32_t even[2] = {y[0], y[2]}, odd[2] = {y[1], y[3]};
+            ldmatrix_x4(y, (const char*)b + (chunk * STEP + n * 8) * (2 * D) + (lane_b ^ two_pieces));
 #pragma unroll
-            for (int m = 0; m < 2; m++) mma_bf16(s[m][n], x[m], even);
-#pragma unroll
-            for (int m = 0; m < 2; m++) mma_bf16(s[m][n + 1], x[m], odd);
+            for (int i = 0; i < 4; i++) mma_bf16(s[i % 2][n + i / 2], x[i % 2], y + i / 2 * 2);
         }
     }
 }
@@ -106,9 +106,8 @@ __device__ __forceinline__ void warp_multiply_add(float (&d)[2][N][4], const uin
         uint32_t y[2][4];
 #pragma unroll
         for (int i = 0; i < 2 && n + i < N; i++) {
-            const int piece = (n + i) * EVERY;
-            const int at = lane ^ piece % (D / 8) * 16;
-            ldmatrix_x4_transposed(y[i], (const char*)b + piece / (D / 8) * STEP * (2 * D) + at);
+            const int chunk = (n + i) * EVERY / (D / 8), piece = (n + i) * EVERY % (D / 8);
+            ldmatrix_x4_transposed(y[i], (const char*)b + chunk * STEP * (2 * D) + (lane ^ piece * 16));
         }
         // Sums that were just added to come last.
 #pragma unroll
@@ -151,7 +150,7 @@ __global__ void __launch_bounds__(WARPS * 32, 2)
     const int T = (int)shape.T, H = (int)shape.H, warp = threadIdx.x / 32, lane = threadIdx.x % 32;
     const auto [head, rank] = order.place(blockIdx.x);
     const int q0 = (order.tiles - 1 - rank) * TILE, row = q0 + warp * 32;  // the block's and the warp's first query
-    const float scale2 = shape.scale * LOG2E, slack = 8 / scale2;
+    const float scale2 = shape.scale * LOG2E;
 
     // Where the head lies in memory, and its first two copies: queries, and the first keys.
     q += row_of(head, 0, T, H) * 3 * D, kv += row_of(head, 0, T, H) * 4 * D;
@@ -182,7 +181,7 @@ __global__ void __launch_bounds__(WARPS * 32, 2)
             for (int j = 0; j < STEP / 8; j++) most = fmaxf(most, fmaxf(s[m][j][2 * half], s[m][j][2 * half + 1]));
             most = quad_max(most);
             const float old = top[m][half];
-            const bool follow = most > old + slack;
+            const bool follow = (most - old) * scale2 > 8;
             if (follow) top[m][half] = most;
             moved |= follow;
             // exp as a power of two: scale2 = scale log2(e).
