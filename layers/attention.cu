@@ -7,6 +7,8 @@
 // without waiting for neighbours; k_rope's gradient is left per head in float and summed in the heads' order.
 // Bound by the tensor cores: a tile of 128 x 128 takes 2560 clocks of them in forward, 9216 in backward, beside about
 // 1100 and 2100 of exp2; what it loses is the start and end of a tile and the softmax that no product covers.
+//
+// GPUs without wgmma have kernels of their own, with the same chunks and passes (attention_portable.cuh).
 #include "layers/attention.h"
 
 #include <type_traits>
@@ -90,7 +92,7 @@ struct Work {
     }
 };
 
-// The block's shared memory, its barriers set up.
+// The block's shared memory, its barriers set up: what each of Hopper's kernels begins with.
 template <typename Shared>
 __device__ __forceinline__ Shared& shared_memory() {
     HOPPER_ONLY();
@@ -239,12 +241,9 @@ size_t attention_workspace(AttnShape s) { return workspace_of(s, nullptr).bytes;
 void attention_forward(floatX* out, real* lse, const floatX* q, const floatX* kv, const floatX* k_rope, AttnShape s,
                        Ctx* ctx) {
     check_shape(s, k_rope);
-    auto run = s.rope == 64 ? run_forward<64> : s.rope == 32 ? run_forward<32> : run_forward<16>;
-    if (ctx->portable)
-        run = s.rope == 64   ? run_portable_forward<64>
-              : s.rope == 32 ? run_portable_forward<32>
-                             : run_portable_forward<16>;
-    run(out, lse, q, kv, k_rope, s, ctx);
+    auto hopper = s.rope == 64 ? run_forward<64> : s.rope == 32 ? run_forward<32> : run_forward<16>;
+    auto portable = s.rope == 64 ? portable_forward<64> : s.rope == 32 ? portable_forward<32> : portable_forward<16>;
+    (ctx->portable ? portable : hopper)(out, lse, q, kv, k_rope, s, ctx);
 }
 
 void attention_backward(floatX* dq, floatX* dkv, floatX* dk_rope, const floatX* dout, const floatX* out,
@@ -252,10 +251,7 @@ void attention_backward(floatX* dq, floatX* dkv, floatX* dk_rope, const floatX* 
                         Ctx* ctx) {
     check_shape(s, k_rope);
     check_shape(s, dk_rope);
-    auto run = s.rope == 64 ? run_backward<64> : s.rope == 32 ? run_backward<32> : run_backward<16>;
-    if (ctx->portable)
-        run = s.rope == 64   ? run_portable_backward<64>
-              : s.rope == 32 ? run_portable_backward<32>
-                             : run_portable_backward<16>;
-    run(dq, dkv, dk_rope, dout, out, lse, q, kv, k_rope, s, ctx);
+    auto hopper = s.rope == 64 ? run_backward<64> : s.rope == 32 ? run_backward<32> : run_backward<16>;
+    auto portable = s.rope == 64 ? portable_backward<64> : s.rope == 32 ? portable_backward<32> : portable_backward<16>;
+    (ctx->portable ? portable : hopper)(dq, dkv, dk_rope, dout, out, lse, q, kv, k_rope, s, ctx);
 }

@@ -1,35 +1,36 @@
 // Flash attention for every NVIDIA GPU since Ampere (Dao 2023, arXiv 2307.08691): what the kernels share, and forward.
-// attention_portable_backward.cuh has backward. Chunks, tiles and the order of work are those of attention.cu.
+// Backward is in attention_portable_backward.cuh. Chunks, tiles and the order of work are those of attention.cu.
 //
-// The multiplier. A warp multiplies a (16 x 16) by b (16 x 8) and adds to d (16 x 8), all in its registers: mma_bf16.
-// Of a matrix every lane holds a fragment. With d it is this; beside it, of which matrix a register of a is the part:
+// The multiplier. A warp multiplies a (16 x 16) by b (16 x 8) and adds the product to d (16 x 8): mma_bf16. All three
+// lie in its registers, spread over the lanes. Of 8 x 8 elements every lane has two neighbours in a row:
 //
-//     columns  0 1   2 3   4 5   6 7              columns 0..7   8..15
-//     row 0   l 0   l 1   l 2   l 3               rows 0..7   a[0]   a[2]     each of them lies over the lanes as d's
-//     row 1   l 4   l 5   l 6   l 7               rows 8..15  a[1]   a[3]     upper half does, two bf16 to a register;
-//      ..                                                                     b[0], b[1] are b's upper and lower half,
-//     row 7   l 28  l 29  l 30  l 31   d[0], d[1]                             transposed: lane l has two rows of column
-//     row 8   l 0   ..                 d[2], d[3]                             l / 4
+//     column   0, 1     2, 3     4, 5     6, 7
+//     row 0   lane 0   lane 1   lane 2   lane 3            d = | d[0], d[1] |     a = | a[0]  a[2] |
+//     row 1   lane 4   lane 5   lane 6   lane 7                | d[2], d[3] |         | a[1]  a[3] |
+//      ..
+//     row 7   lane 28  lane 29  lane 30  lane 31           b = | b[0] |  with rows and columns exchanged: a lane
+//                                                              | b[1] |  has two neighbours in a column of b
 //
-// Two d's side by side, rounded to bf16, are an a: probabilities go from sum to operand without leaving the registers
-// (pack_fragment). A row of d lies in four neighbouring lanes, a quad: its maximum is two shuffles away.
+// In d an element is a register, in a and b two neighbours of bf16 are one. So two d's side by side, rounded, are an a:
+// probabilities go from sum to operand without leaving their lane (pack_fragment). A row of d lies in four neighbouring
+// lanes, a quad: its maximum is two shuffles away.
 //
-// The way in. ldmatrix_x4 reads four 8 x 8 matrices, each lane naming one row of 16 bytes. From a tile whose rows run
-// along the contraction (q, k in q k^T) it makes an a, or the b's of 16 rows. A tile whose rows are the contraction (v
-// in P v) is read transposed: 32 rows of one 8-column piece are the b's of two products.
+// The way in. ldmatrix_x4 fills four such 8 x 8 parts from shared memory; each lane names one row of 16 bytes. From a
+// tile whose rows run along the contraction (q and k in q k^T) it makes an a, or the b's of 16 rows. A tile whose rows
+// are the contraction (v in P v) is read transposed: 32 rows of one 8-column piece are the b's of two products.
 //
-// Banks. Shared memory serves 128 bytes a clock if they lie in different banks, which repeat every 128 bytes. The 8
-// rows of a matrix lie below each other, so a chunk's 16-byte pieces are permuted: piece i of row r is at place i XOR
-// r % 8 (of chunks 64 wide; narrower rows share 128 bytes). For a lane the row stays, up to multiples of 16, and the
-// piece varies by constants: its address is one number for the lane, XORed and added to with constants.
+// Banks. Shared memory delivers 128 bytes a clock if they lie in different banks, and these repeat every 128 bytes. The
+// 8 rows of a part lie below each other, so a chunk's 16-byte pieces are permuted: piece i of row r is at place i XOR
+// r % 8 (in chunks 64 wide; narrower rows share 128 bytes). From one ldmatrix to the next a lane's row moves by
+// multiples of 8 and its piece by constants: its address is one number for the lane, XORed with and added to constants.
 //
-// The way to shared memory. cp.async copies behind the warps' backs. Two buffers, one of keys and one of values, each
-// filled anew as soon as its last product is done: values come while q k^T runs, keys while softmax and P v do. Two
-// blocks to an SM (where shared memory has room for two) fill each other's waits.
+// The way to shared memory. cp.async copies behind the warps' backs. There are two buffers, one of keys and one of
+// values, and each is filled anew as soon as its last product is done: values come while q k^T runs, keys while softmax
+// and P v do. Two blocks to an SM, where its shared memory has room for two, fill each other's waits.
 //
 // Sizes. A block is 4 warps, and a warp has 32 rows: every b that it reads meets two a's, which halves what shared
-// memory has to deliver: it and the multipliers are about equally busy. A block takes at most 99 KB, what compute
-// capability 8.6, 8.9 and 12.0 offer; 255 registers a thread are two blocks to an SM.
+// memory has to deliver. With that, it and the multipliers are about equally busy. A block takes at most 99 KB, what
+// compute capability 8.6, 8.9 and 12.0 offer; 255 registers a thread are two blocks to an SM.
 #ifndef LAYERS_ATTENTION_PORTABLE_CUH
 #define LAYERS_ATTENTION_PORTABLE_CUH
 
@@ -251,8 +252,8 @@ __global__ void __launch_bounds__(WARPS * 32, 2)
 }
 
 template <int D>
-void run_portable_forward(floatX* out, real* lse, const floatX* q, const floatX* kv, const floatX* k_rope, AttnShape s,
-                          Ctx* ctx) {
+void portable_forward(floatX* out, real* lse, const floatX* q, const floatX* kv, const floatX* k_rope, AttnShape s,
+                      Ctx* ctx) {
     const Order order = order_of(s, TILE);
     launch(attention_portable_forward_kernel<D>, order.total(), WARPS * 32, sizeof(PortableForwardShared<D>), ctx, out,
            lse, q, kv, k_rope, s, order);

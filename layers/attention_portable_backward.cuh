@@ -40,6 +40,14 @@ __device__ __forceinline__ void get_fragments(uint32_t (&a)[2][2][4], const Frag
     }
 }
 
+// The two warps of a pair wait for each other. A barrier's number that the compiler does not know would reserve all 16.
+__device__ __forceinline__ void pair_sync(int pair) {
+    if (pair == 0)
+        named_sync(1, 64);
+    else
+        named_sync(2, 64);
+}
+
 // Two neighbouring columns of a row.
 __device__ __forceinline__ void store_pair(floatX* to, float x, float y) { *(uint32_t*)to = pack_bf16(x, y); }
 
@@ -85,16 +93,16 @@ __global__ void __launch_bounds__(WARPS * 32, 2)
     copy_tile<D, STEP, 2>(sh.dout, dout + start * 2 * D, shape.H * 2 * D, q0, T);
     copy_values(0);
 
-    // grad: dq, this warp's pieces. S and dP start from lse and delta of the rows that the thread holds.
+    // grad: dq, this warp's pieces. lse and delta are those of the rows that the thread holds.
     float grad[2][D * 3 / 16][4] = {}, lse_row[4], delta_row[4];
 #pragma unroll
     for (int i = 0; i < 4; i++) {
-        lse_row[i] = start_lse[head * padded + q0 + row + 8 * i];
+        lse_row[i] = start_lse[head * padded + q0 + row + 8 * i] * scale2;
         delta_row[i] = start_delta[head * padded + q0 + row + 8 * i];
     }
 
     auto step = [&](int n, auto masked) {
-        float s[2][4][4], dp[2][4][4];
+        float s[2][4][4] = {}, dp[2][4][4];
         uint32_t ds[2][2][4];
 
         // The values have come, and all warps are done with the keys before: dP = dout v^T - delta while the new keys
@@ -106,18 +114,16 @@ __global__ void __launch_bounds__(WARPS * 32, 2)
         for (int i = 0; i < 32; i++) dp[i / 16][i / 4 % 4][i % 4] = delta_row[i / 16 * 2 + i / 2 % 2];
         warp_multiply_rows<D, 2, STEP>(dp, sh.dout[0][pair_row], sh.v[0][mine]);
 
-        // The keys have come, and all warps are done with the values: S = q k^T - lse / scale, P = exp(scale S) while
-        // the next values come.
+        // The keys have come, and all warps are done with the values: S = q k^T, P = exp(scale S - lse) while the next
+        // values come.
         copy_async_wait<0>();
         __syncthreads();
         if (n < tile) copy_values(n + 1);
-#pragma unroll
-        for (int i = 0; i < 32; i++) s[i / 16][i / 4 % 4][i % 4] = lse_row[i / 16 * 2 + i / 2 % 2];
         warp_multiply_rows<D, 3, STEP>(s, sh.q[0][pair_row], sh.k[0][mine]);
 #pragma unroll
         for (int i = 0; i < 32; i++) {
             float& x = s[i / 16][i / 4 % 4][i % 4];
-            x = exp2_approx(x * scale2);
+            x = exp2_approx(x * scale2 + lse_row[i / 16 * 2 + i / 2 % 2]);
             if (masked.value && mine + i / 4 % 4 * 8 + lane % 4 * 2 + i % 2 > row + i / 16 * 16 + i / 2 % 2 * 8) x = 0;
             x *= dp[i / 16][i / 4 % 4][i % 4];  // dS = P (dP - delta)
         }
@@ -127,7 +133,7 @@ __global__ void __launch_bounds__(WARPS * 32, 2)
         // dq += dS k: with the keys that this warp has dS of, then with those of the other warp of the pair.
         const int at = lane_of_columns<D>(side);
         warp_multiply_add<D, 2>(grad, ds, sh.k[0][mine], at);
-        named_sync(1 + warp / 2, 64);
+        pair_sync(warp / 2);
         get_fragments(ds, sh.ds[warp ^ 1]);
         warp_multiply_add<D, 2>(grad, ds, sh.k[0][others], at);
     };
@@ -242,7 +248,7 @@ __global__ void __launch_bounds__(WARPS * 32, 2)
         // dk += dS^T q: with the queries that this warp has dS of, then with those of the other warp of the pair.
         const int at = lane_of_columns<D>(side);
         warp_multiply_add<D, 2>(dk, ds, sh.q[0][mine], at);
-        named_sync(1 + warp / 2, 64);
+        pair_sync(warp / 2);
         get_fragments(other, sh.ds[warp ^ 1]);
         warp_multiply_add<D, 2>(dk, other, sh.q[0][others], at);
 
@@ -275,9 +281,8 @@ __global__ void __launch_bounds__(WARPS * 32, 2)
 }
 
 template <int D>
-void run_portable_backward(floatX* dq, floatX* dkv, floatX* dk_rope, const floatX* dout, const floatX* out,
-                           const real* lse, const floatX* q, const floatX* kv, const floatX* k_rope, AttnShape s,
-                           Ctx* ctx) {
+void portable_backward(floatX* dq, floatX* dkv, floatX* dk_rope, const floatX* dout, const floatX* out, const real* lse,
+                       const floatX* q, const floatX* kv, const floatX* k_rope, AttnShape s, Ctx* ctx) {
     const Workspace w = get_workspace(s, ctx);
     const Order order = order_of(s, STEP);
     run_delta<D>(w, dout, out, lse, s, ctx);
