@@ -131,6 +131,18 @@ __device__ __forceinline__ void pack_fragment(uint32_t (&a)[2][2][4], const floa
             a[m][i / 4][i % 4] = pack_bf16(s[m][n + i / 2][i % 2 * 2], s[m][n + i / 2][i % 2 * 2 + 1]);
 }
 
+// Calls f(x, i, column) for every x that the thread holds of s (32, 8 N). It has parts of four rows: i-th is row
+// 8 i + lane / 4.
+template <int N, typename F>
+__device__ __forceinline__ void for_each(float (&s)[2][N][4], F f) {
+#pragma unroll
+    for (int m = 0; m < 2; m++)
+#pragma unroll
+        for (int n = 0; n < N; n++)
+#pragma unroll
+            for (int e = 0; e < 4; e++) f(s[m][n][e], 2 * m + e / 2, 8 * n + threadIdx.x % 4 * 2 + e % 2);
+}
+
 // --- Forward ---
 
 // A block keeps its queries, a tile of keys and one of values.
@@ -164,44 +176,37 @@ __global__ void __launch_bounds__(WARPS * 32, 2)
     copy_tile<D, TILE, 3>(sh.q, q, shape.H * 3 * D, q0, T);
     copy_keys(0);
 
-    // o: sums of P v, not yet divided. top, sum: of the four rows that a thread holds parts of, 16 m + 8 half apart.
-    float o[2][D / 4][4] = {}, top[2][2], sum[2][2] = {};
-#pragma unroll
-    for (int i = 0; i < 4; i++) top[i / 2][i % 2] = -INFINITY;
+    // o: sums of P v, not yet divided. top, sum: of the four rows that the thread holds parts of.
+    float o[2][D / 4][4] = {}, top[4] = {-INFINITY, -INFINITY, -INFINITY, -INFINITY}, sum[4] = {};
 
     // Scores to probabilities, P = exp(scale (s - top)). A row's top follows its maximum only when that has grown by a
     // factor of 2^8 in P: until then what was summed needs no new scale, and P has the precision of any other scale.
     auto softmax = [&](float(&s)[2][STEP / 8][4]) {
-        float shrink[2][2];
+        float shrink[4];
         bool moved = false;
 #pragma unroll
         for (int i = 0; i < 4; i++) {
-            const int m = i / 2, half = i % 2;
+            const float old = top[i];
             float most = -INFINITY, here = 0;
 #pragma unroll
-            for (int j = 0; j < STEP / 8; j++) most = fmaxf(most, fmaxf(s[m][j][2 * half], s[m][j][2 * half + 1]));
+            for (int j = 0; j < STEP / 4; j++) most = fmaxf(most, s[i / 2][j / 2][i % 2 * 2 + j % 2]);
             most = quad_max(most);
-            const float old = top[m][half];
             const bool follow = (most - old) * scale2 > 8;
-            if (follow) top[m][half] = most;
+            if (follow) top[i] = most;
             moved |= follow;
             // exp as a power of two: scale2 = scale log2(e).
-            const float shift = top[m][half] * scale2;
-            shrink[m][half] = follow ? exp2_approx(old * scale2 - shift) : 1;
+            const float shift = top[i] * scale2;
+            shrink[i] = follow ? exp2_approx(old * scale2 - shift) : 1;
 #pragma unroll
-            for (int j = 0; j < STEP / 8; j++)
-#pragma unroll
-                for (int e = 0; e < 2; e++) {
-                    float& x = s[m][j][2 * half + e];
-                    x = exp2_approx(x * scale2 - shift);
-                    here += x;
-                }
-            sum[m][half] = sum[m][half] * shrink[m][half] + here;
+            for (int j = 0; j < STEP / 4; j++) {
+                float& x = s[i / 2][j / 2][i % 2 * 2 + j % 2];
+                x = exp2_approx(x * scale2 - shift);
+                here += x;
+            }
+            sum[i] = sum[i] * shrink[i] + here;
         }
         // Rows that stay are multiplied by 1: no row's bits depend on the others.
-        if (__any_sync(0xffffffffu, moved))
-#pragma unroll
-            for (int i = 0; i < 2 * D; i++) o[i / D][i / 4 % (D / 4)][i % 4] *= shrink[i / D][i / 2 % 2];
+        if (__any_sync(0xffffffffu, moved)) for_each(o, [&](float& x, int i, int) { x *= shrink[i]; });
     };
 
     // A tile of keys and its values; masked where the diagonal crosses it. Warps whose queries all lie before it copy
@@ -223,12 +228,10 @@ __global__ void __launch_bounds__(WARPS * 32, 2)
         __syncthreads();
         if (n + 1 < tiles) copy_keys((n + 1) * STEP);
         if (!seen) return;
-        if (masked.value)
-#pragma unroll
-            for (int i = 0; i < STEP; i++)  // keys after the query
-                if (n * STEP + i / 4 % (STEP / 8) * 8 + lane % 4 * 2 + i % 2 >
-                    row + i / (STEP / 2) * 16 + i / 2 % 2 * 8 + lane / 4)
-                    s[i / (STEP / 2)][i / 4 % (STEP / 8)][i % 4] = -INFINITY;
+        if (masked.value)  // keys after the query
+            for_each(s, [&](float& x, int i, int column) {
+                if (n * STEP + column > row + 8 * i + lane / 4) x = -INFINITY;
+            });
         softmax(s);
 #pragma unroll
         for (int keys = 0; keys < STEP; keys += 32) {
@@ -244,10 +247,10 @@ __global__ void __launch_bounds__(WARPS * 32, 2)
         // out = o / sum, lse = scale top + ln(sum).
 #pragma unroll
     for (int i = 0; i < 4; i++) {
-        const int m = i / 2, half = i % 2, t = row + 16 * m + 8 * half + lane / 4;
-        const float l = quad_sum(sum[m][half]);
-        if (t < T && lane % 4 == 0) lse[(int64_t)head * T + t] = top[m][half] * shape.scale + logf(l);
-        store_row<2 * D>(out + row_of(head, t, T, H) * 2 * D, *(const float(*)[D])o[m], half, 1 / l, t < T);
+        const int t = row + 8 * i + lane / 4;
+        const float l = quad_sum(sum[i]);
+        if (t < T && lane % 4 == 0) lse[(int64_t)head * T + t] = top[i] * shape.scale + logf(l);
+        store_row<2 * D>(out + row_of(head, t, T, H) * 2 * D, *(const float(*)[D])o[i / 2], i % 2, 1 / l, t < T);
     }
 }
 

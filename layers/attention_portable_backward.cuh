@@ -110,8 +110,7 @@ __global__ void __launch_bounds__(WARPS * 32, 2)
         copy_async_wait<0>();
         __syncthreads();
         copy_keys(n);
-#pragma unroll
-        for (int i = 0; i < 32; i++) dp[i / 16][i / 4 % 4][i % 4] = delta_row[i / 16 * 2 + i / 2 % 2];
+        for_each(dp, [&](float& x, int i, int) { x = delta_row[i]; });
         warp_multiply_rows<D, 2, STEP>(dp, sh.dout[0][pair_row], sh.v[0][mine]);
 
         // The keys have come, and all warps are done with the values: S = q k^T, P = exp(scale S - lse) while the next
@@ -120,13 +119,13 @@ __global__ void __launch_bounds__(WARPS * 32, 2)
         __syncthreads();
         if (n < tile) copy_values(n + 1);
         warp_multiply_rows<D, 3, STEP>(s, sh.q[0][pair_row], sh.k[0][mine]);
+        for_each(s, [&](float& x, int i, int column) {
+            x = exp2_approx(x * scale2 + lse_row[i]);
+            if (masked.value && mine + column > row + 8 * i) x = 0;
+        });
 #pragma unroll
-        for (int i = 0; i < 32; i++) {
-            float& x = s[i / 16][i / 4 % 4][i % 4];
-            x = exp2_approx(x * scale2 + lse_row[i / 16 * 2 + i / 2 % 2]);
-            if (masked.value && mine + i / 4 % 4 * 8 + lane % 4 * 2 + i % 2 > row + i / 16 * 16 + i / 2 % 2 * 8) x = 0;
-            x *= dp[i / 16][i / 4 % 4][i % 4];  // dS = P (dP - delta)
-        }
+        for (int i = 0; i < 32; i++)
+            s[i / 16][i / 4 % 4][i % 4] *= dp[i / 16][i / 4 % 4][i % 4];  // dS = P (dP - delta)
         pack_fragment(ds, s, 0);
         put_fragments(sh.ds[warp], ds);
 
@@ -223,12 +222,10 @@ __global__ void __launch_bounds__(WARPS * 32, 2)
         copy_dout(m);
         start_columns(s, sh.lse + mine);
         warp_multiply_rows<D, 3, STEP>(s, sh.k[0][pair_row], sh.q[0][mine]);
-#pragma unroll
-        for (int i = 0; i < 32; i++) {
-            float& x = s[i / 16][i / 4 % 4][i % 4];
+        for_each(s, [&](float& x, int i, int column) {
             x = exp2_approx(x * scale2);
-            if (masked.value && mine + i / 4 % 4 * 8 + lane % 4 * 2 + i % 2 < row + i / 16 * 16 + i / 2 % 2 * 8) x = 0;
-        }
+            if (masked.value && mine + column < row + 8 * i) x = 0;
+        });
         pack_fragment(p, s, 0);
         put_fragments(sh.p[warp], p);
 
