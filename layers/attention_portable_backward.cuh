@@ -11,7 +11,7 @@
 // Two buffers take turns as in forward. The order of products is chosen so that each is filled while a product runs
 // that needs the other:
 //
-//   dq    dP (v), S (k), dq (k)              v comes during S and dq, k during dP
+//   dq    dP (v), S (k), dq (k)                   v comes during S and dq, k during dP
 //   dkv   S (q), dP (dout), dk (q), dv (dout)     q comes during dv, dout during S
 #ifndef LAYERS_ATTENTION_PORTABLE_BACKWARD_CUH
 #define LAYERS_ATTENTION_PORTABLE_BACKWARD_CUH
