@@ -8,7 +8,7 @@ OPS = device/device device/graph \
       moe/router grouped/permute grouped/grouped_gemm grouped/experts moe/dispatch_ops mx/mxfp8 mx/mx_swiglu \
       mx/mx_stats mx/grouped_gemm_mx parallel/comm
 # What ops do on GPUs that their own kernels are not for: in the CUDA build alone, x_lt.cuh.
-OPS_LT = blackwell/attention_lt blackwell/grouped_gemm_lt
+OPS_LT = blackwell/grouped_gemm_lt
 
 # Host code, the same source in both builds.
 HOST = device/check device/random device/options device/arena device/pool device/files device/threads \

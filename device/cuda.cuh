@@ -40,6 +40,7 @@ struct Ctx {
     int* counter;  // 0 when a kernel begins: one that hands out its work by it leaves it at 0
     int sms;
     bool transfers;  // between GPUs go on beside: their kernels want some of the SMs
+    int portable;    // 1: kernels for every GPU since Ampere, 0: Hopper's
     bool blackwell;  // no wgmma: ops with kernels for Hopper take their other road (x_lt.cuh)
     decltype(&cuTensorMapEncodeTiled) encode_tiled;  // from the driver at run time: the binary starts without one
     char name[320];

@@ -7,11 +7,12 @@
 // without waiting for neighbours; k_rope's gradient is left per head in float and summed in the heads' order.
 // Bound by the tensor cores: a tile of 128 x 128 takes 2560 clocks of them in forward, 9216 in backward, beside about
 // 1100 and 2100 of exp2; what it loses is the start and end of a tile and the softmax that no product covers.
+//
+// GPUs without wgmma have kernels of their own, with the same chunks and passes (attention_portable.cuh).
 #include "layers/attention.h"
 
 #include <type_traits>
 
-#include "blackwell/attention_lt.cuh"
 #include "device/wgmma.cuh"
 #include "layers/rows.cuh"
 
@@ -35,12 +36,12 @@ struct Order {
     }
 };
 
-Order order_of(AttnShape s) {
+Order order_of(AttnShape s, int rows) {  // of a tile
     const int64_t l2 = 28 << 20;
     // As many heads to a section as have their tensors in 28 MiB of L2.
     int64_t heads = s.B * s.H, head_bytes = s.T * (s.nope + s.rope + s.v) * (int64_t)sizeof(floatX);
     int64_t sections = ceil_div(heads, l2 / head_bytes > 0 ? l2 / head_bytes : 1);
-    return {(int)heads, (int)ceil_div(s.T, TILE), (int)ceil_div(heads, sections)};
+    return {(int)heads, (int)ceil_div(s.T, rows), (int)ceil_div(heads, sections)};
 }
 
 // Row t of head `head` of B x H in a (B, T, H) tensor.
@@ -93,9 +94,11 @@ struct Work {
     }
 };
 
-// The block's shared memory, its barriers set up, when the kernels before this one are done: it is launched early.
+// The block's shared memory, its barriers set up, when the kernels before this one are done (they are launched early):
+// what each of Hopper's kernels begins with.
 template <typename Shared>
 __device__ __forceinline__ Shared& shared_memory() {
+    HOPPER_ONLY();
     extern __shared__ __align__(1024) char raw[];
     Shared& sh = *(Shared*)raw;
     if (threadIdx.x == 0) {
@@ -219,23 +222,27 @@ Workspace workspace_of(AttnShape s, char* base) {
     return w;
 }
 
+Workspace get_workspace(AttnShape s, Ctx* ctx) {
+    const Workspace w = workspace_of(s, ctx->workspace);
+    ASSERT(w.bytes <= ctx->workspace_bytes);
+    return w;
+}
+
 }  // namespace
 
 #include "layers/attention_backward.cuh"
 #include "layers/attention_forward.cuh"
+#include "layers/attention_portable.cuh"
+#include "layers/attention_portable_backward.cuh"
 
-// Of either road: it is asked for without a device too.
-size_t attention_workspace(AttnShape s) {
-    const size_t bytes = workspace_of(s, nullptr).bytes, lt = attention_lt_workspace(s);
-    return bytes > lt ? bytes : lt;
-}
+size_t attention_workspace(AttnShape s) { return workspace_of(s, nullptr).bytes; }
 
 void attention_forward(floatX* out, real* lse, const floatX* q, const floatX* kv, const floatX* k_rope, AttnShape s,
                        Ctx* ctx) {
     check_shape(s, k_rope);
-    if (ctx->blackwell) return attention_lt_forward(out, lse, q, kv, k_rope, s, ctx);
-    auto run = s.rope == 64 ? run_forward<64> : s.rope == 32 ? run_forward<32> : run_forward<16>;
-    run(out, lse, q, kv, k_rope, s, ctx);
+    auto hopper = s.rope == 64 ? run_forward<64> : s.rope == 32 ? run_forward<32> : run_forward<16>;
+    auto portable = s.rope == 64 ? portable_forward<64> : s.rope == 32 ? portable_forward<32> : portable_forward<16>;
+    (ctx->portable ? portable : hopper)(out, lse, q, kv, k_rope, s, ctx);
 }
 
 void attention_backward(floatX* dq, floatX* dkv, floatX* dk_rope, const floatX* dout, const floatX* out,
@@ -243,7 +250,7 @@ void attention_backward(floatX* dq, floatX* dkv, floatX* dk_rope, const floatX* 
                         Ctx* ctx) {
     check_shape(s, k_rope);
     check_shape(s, dk_rope);
-    if (ctx->blackwell) return attention_lt_backward(dq, dkv, dk_rope, dout, out, lse, q, kv, k_rope, s, ctx);
-    auto run = s.rope == 64 ? run_backward<64> : s.rope == 32 ? run_backward<32> : run_backward<16>;
-    run(dq, dkv, dk_rope, dout, out, lse, q, kv, k_rope, s, ctx);
+    auto hopper = s.rope == 64 ? run_backward<64> : s.rope == 32 ? run_backward<32> : run_backward<16>;
+    auto portable = s.rope == 64 ? portable_backward<64> : s.rope == 32 ? portable_backward<32> : portable_backward<16>;
+    (ctx->portable ? portable : hopper)(dq, dkv, dk_rope, dout, out, lse, q, kv, k_rope, s, ctx);
 }

@@ -400,18 +400,29 @@ __global__ void __launch_bounds__(THREADS, 1)
     }
 }
 
+// The first and the last of the four kernels, on every GPU.
+template <int D>
+void run_delta(Workspace w, const floatX* dout, const floatX* out, const real* lse, AttnShape s, Ctx* ctx) {
+    int64_t threads = s.B * w.padded * s.H * (D / 4);
+    launch_early(attention_delta_kernel<D>, blocks_for(threads, 256), 256, 0, ctx, w.delta, w.lse, dout, out, lse, s.B,
+                 s.T, s.H, w.padded, s.scale);
+}
+
+template <int D>
+void run_sum_rope(floatX* dk_rope, Workspace w, AttnShape s, Ctx* ctx) {
+    launch_early(attention_sum_rope_kernel<D>, blocks_for(s.B * s.T * (D / 8), 256), 256, 0, ctx, dk_rope, w.rope_part,
+                 s.B, s.T, s.H, s.k_rope_stride);
+}
+
 template <int D>
 void run_backward(floatX* dq, floatX* dkv, floatX* dk_rope, const floatX* dout, const floatX* out, const real* lse,
                   const floatX* q, const floatX* kv, const floatX* k_rope, AttnShape s, Ctx* ctx) {
     // 1. delta and lse, as the products start from them.
-    const Workspace w = workspace_of(s, ctx->workspace);
-    ASSERT(w.bytes <= ctx->workspace_bytes);
-    int64_t threads = s.B * w.padded * s.H * (D / 4);
-    launch_early(attention_delta_kernel<D>, blocks_for(threads, 256), 256, 0, ctx, w.delta, w.lse, dout, out, lse, s.B,
-                 s.T, s.H, w.padded, s.scale);
+    const Workspace w = get_workspace(s, ctx);
+    run_delta<D>(w, dout, out, lse, s, ctx);
 
     // 2. dq, a block 128 queries
-    const Order order = order_of(s);
+    const Order order = order_of(s, TILE);
     const int64_t blocks = min_i64(order.total(), ctx->sms);
     launch_long(attention_backward_dq_kernel<D>, blocks, THREADS, sizeof(QueriesShared<D>), ctx,
                 maps_of(q, dout, kv, k_rope, TILE, DQ_KEYS, s, ctx), dq, w.lse, w.delta, ctx->counter, order, s.T, s.H,
@@ -423,8 +434,7 @@ void run_backward(floatX* dq, floatX* dkv, floatX* dk_rope, const floatX* dout, 
                 order, s.T, s.H, s.scale);
 
     // 4. dk_rope, the sum over the heads
-    launch_early(attention_sum_rope_kernel<D>, blocks_for(s.B * s.T * (D / 8), 256), 256, 0, ctx, dk_rope, w.rope_part,
-                 s.B, s.T, s.H, s.k_rope_stride);
+    run_sum_rope<D>(dk_rope, w, s, ctx);
 }
 
 }  // namespace

@@ -186,7 +186,7 @@ __global__ void __launch_bounds__(THREADS, 1)
 template <int D>
 void run_forward(floatX* out, real* lse, const floatX* q, const floatX* kv, const floatX* k_rope, AttnShape s,
                  Ctx* ctx) {
-    const Order order = order_of(s);
+    const Order order = order_of(s, TILE);
     launch_long(attention_forward_kernel<D>, min_i64(order.total(), ctx->sms), THREADS, sizeof(ForwardShared<D>), ctx,
                 maps_of(q, nullptr, kv, k_rope, TILE, TILE, s, ctx), out, lse, ctx->counter, order, s.T, s.H, s.scale);
 }
