@@ -169,7 +169,7 @@ static void report(Run* r, int val, int asks) {
     const int64_t blocks = config_blocks(&s->model);
     double *load_max = (double*)host_alloc((size_t)(2 * blocks) * sizeof(double)), *load_min = load_max + blocks;
     const double worst = report_load(load_max, load_min, &s->model, load);
-    double further[FURTHER];
+    double further[MTP_MAX];
 
     // All of it into the log; on the terminal not more often than one can read.
     StepRecord record = {.step = r->pending,

@@ -18,13 +18,13 @@
 
 BEGIN_C
 
-enum { FURTHER = 4 };  // at most so many modules predict further tokens (model/model.h)
+enum { MTP_MAX = 4 };  // at most so many modules predict further tokens (model/model.h)
 enum { LARGEST_WEIGHT, LARGEST_M, LARGEST_V, LARGEST };
 
 // In device memory. The first fields lie side by side, up to `largest`: one sum over the ranks serves them.
 typedef struct StepState {
     double loss_sum;              // sum of token losses so far, nats
-    double further_sum[FURTHER];  // the same of each module that predicts further tokens
+    double further_sum[MTP_MAX];  // the same of each module that predicts further tokens
     double grad_sq;               // sum of squares of the gradient so far
     double stop;                  // not 0: a rank was asked to stop
     double largest[LARGEST];      // before this step: own_largest, and after the sum over the ranks a bound on them all
@@ -38,7 +38,7 @@ typedef struct StepState {
     int32_t ok;                   // 1: this step's loss, gradient norm and update are finite
     int32_t bad_in_a_row;         // steps in a row that were not
 } StepState;
-enum { STEP_SUMS = 3 + FURTHER + LARGEST };  // doubles from loss_sum on that are summed over the ranks
+enum { STEP_SUMS = 3 + MTP_MAX + LARGEST };  // doubles from loss_sum on that are summed over the ranks
 
 typedef struct AdamW {
     float lr, beta1, beta2, eps, weight_decay, clip;  // clip: largest gradient norm, 0 for none
@@ -65,7 +65,7 @@ size_t adamw_workspace(int64_t n);
 // A step begins in both builds alike.
 static inline BOTH_SIDES void step_begin_now(StepState* s) {
     s->loss_sum = s->grad_sq = s->stop = 0;
-    for (int k = 0; k < FURTHER; k++) s->further_sum[k] = 0;
+    for (int k = 0; k < MTP_MAX; k++) s->further_sum[k] = 0;
     for (int i = 0; i < LARGEST; i++) s->largest[i] = s->own_largest[i];
 }
 

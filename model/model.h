@@ -91,7 +91,7 @@ typedef struct Model {
     Pool* pool;            // activations of the MoE blocks, a stack in forward order
     PoolMark pool_empty;
     Dispatch* dispatch;  // of the MoE blocks
-    Output outputs[1 + FURTHER];
+    Output outputs[1 + MTP_MAX];
     Scratch t;
     int64_t chunk;  // tokens that the classifier takes at a time
 
@@ -157,7 +157,7 @@ void unit_grads_end(Model* model, int unit, int last_micro_step);
 
 // The shapes of what is computed from here on: of the main model (0) or of module k.
 void model_shapes(Model* model, int k);
-// t.joined of module k, from the outputs before it.
+// t.joined of module k, from the output before it. It is not kept: backward makes it once more.
 void model_join(Model* model, int k, const Weight* weights);
 // Copies rows first .. first + T - k - 1 of each sequence of `rows` (B, from, C) into one half of `joined` (B, T - k,
 // 2C), or with back 1 from there.

@@ -67,7 +67,7 @@ const Option settings_table[] = {
     NUMBER("model", "yarn-mscale", model.yarn_mscale, NULL, 0, 100, FIXED, "YaRN's softmax temperature"),
     NUMBER("model", "yarn-original-len", model.yarn_original_len, NULL, 1, 1e9, FIXED,
            "context length before extension"),
-    WHOLE("model", "mtp", model.mtp, "0", 0, FURTHER, FIXED,
+    WHOLE("model", "mtp", model.mtp, "0", 0, MTP_MAX, FIXED,
           "modules that predict further tokens while training; with --init those that the folder lacks are new"),
 
     // What is done with a model that is there already.
@@ -121,10 +121,9 @@ const Option settings_table[] = {
     NUMBER("optimizer", "beta2", beta2, "0.95", 0, 0.999999, FIXED, "AdamW"),
     NUMBER("optimizer", "eps", eps, "1e-8", 1e-30, 1, FIXED, "AdamW"),
     NUMBER("optimizer", "clip", clip, "1", 0, 1e9, FIXED, "largest global gradient norm; 0: no clipping"),
-    WHOLE(
-        "optimizer", "even-start", even_start, "1", 0, 1, FIXED,
-        "1: during the warm-up, and less and less for twice as long, routers choose by logits without what would make "
-        "a sequence's choice uneven; with --init 0, unless given"),
+    WHOLE("optimizer", "even-start", even_start, "1", 0, 1, FIXED,
+          "1: during the warm-up, and less and less for twice as long, routers choose by logits without what would make "
+          "a sequence's choice uneven; with --init 0, unless given"),
     NUMBER("optimizer", "bias-rate", bias_rate, "5e-3", 0, 100, FIXED,
            "step of the router's balance bias; with --score softmax 0, unless given"),
     NUMBER("optimizer", "aux-loss", aux_loss, "1e-2", 0, 100, FIXED, "weight of the sequence-wise balance loss"),
