@@ -377,13 +377,24 @@ static void initial_weights(void) {
     finish(b);
 }
 
-// 10 warm-up steps of 110, peak 2, end 0.2.
-static void schedules(void) {
+// Both steps at the switch, of the option and of a model, whose modules share the weight.
+static void weights_of_modules(void) {
     Settings w = settings_of("--mtp 2 --mtp-weight 0.4 --mtp-weight-end 0.2 --mtp-switch 0.6 --steps 10 --warmup 1");
     for (int64_t step = 1; step <= 10; step++)
         CHECK(settings_mtp_weight(&w, step) == (step <= 6 ? 0.4 : 0.2), "step %lld: weight %g", (long long)step,
               settings_mtp_weight(&w, step));
     settings_free(&w);
+    Model* m = fresh(SMALL "--mtp 2 --mtp-weight 0.5 --mtp-weight-end 0.25 --mtp-switch 0.5 --steps 10 --warmup 1");
+    for (int64_t step = 5; step <= 6; step++) {
+        model_step_begin(m, step);
+        CHECK(m->further_weight == (step == 5 ? 0.25f : 0.125f), "step %lld: weight %g of each module", (long long)step,
+              (double)m->further_weight);
+    }
+    finish(m);
+}
+
+// 10 warm-up steps of 110, peak 2, end 0.2.
+static void schedules(void) {
     static const char* names[4] = {"cosine", "wsd", "linear", "constant"};
     static const double middle[4] = {1.1, 2, 1.1, 2}, late[4] = {0.2440, 1.1, 0.38, 2}, end[4] = {0.2, 0.2, 0.2, 2};
     for (int i = 0; i < 4; i++) {
@@ -454,6 +465,7 @@ int main(void) {
     RUN(loads_count_training_only);
     RUN(parameter_counts);
     RUN(initial_weights);
+    RUN(weights_of_modules);
     RUN(schedules);
     RUN(bad_step);
     return test_summary();
