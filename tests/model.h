@@ -24,7 +24,9 @@ static void finish(Model* m) {
     settings_free(&s);
 }
 
-static ParamBuffer* buffer_of(Model* m, int unit, const NamedTensor* t) { return &m->units[unit].buffer[t->buffer]; }
+static inline ParamBuffer* buffer_of(Model* m, int unit, const NamedTensor* t) {
+    return &m->units[unit].buffer[t->buffer];
+}
 
 // n reals of the device, in fresh memory.
 static inline real* host_copy(Model* m, const real* device, int64_t n) {

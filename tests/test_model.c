@@ -193,34 +193,6 @@ static void loads_count_training_only(void) {
     finish(m);
 }
 
-// Positions without a target count nowhere: in no load, and in no loss but by what a position with one reads. Module k
-// has 20 - k positions of a sequence. Each sum of losses is some 20 logarithms of 50 words a sequence, within a tenth
-// at the start. The biases of the modules' routers move as the loads ask, by 5e-3.
-static void positions_without_target(void) {
-    Model* m = fresh(SMALL "--batch 2 --mtp 3");
-    accumulate(m, 2);
-    int64_t* load = host_load(m);
-    const StepState state = state_of(m);
-    for (int k = 1; k <= 3; k++) {
-        int64_t sum = 0;
-        for (int64_t e = 0; e < 6; e++) sum += load[(2 + k) * 6 + e];
-        CHECK(sum == 2 * (20 - k) * 2, "module %d counted %lld choices of 2 x %d tokens", k, (long long)sum, 20 - k);
-        const double mean = state.further_sum[k - 1] / (2 * (20 - k));
-        CHECK(fabs(mean / log(50) - 1) < 0.1, "module %d: loss %g a position", k, mean);
-    }
-    CHECK(state.further_sum[3] == 0, "there is no fourth module");
-    model_update(m, 1, 0);
-    real* bias = host_copy(m, m->bias, 6 * 6);
-    for (int64_t i = 6; i < 6 * 6; i++) {
-        const int64_t choices = 2 * 2 * (20 - max_i64(i / 6 - 2, 0));
-        const double want = 6 * load[i] < choices ? 5e-3 : 6 * load[i] > choices ? -5e-3 : 0;
-        CHECK(fabs((double)bias[i] - want) < 1e-8, "block %lld: bias %g", (long long)i / 6, (double)bias[i]);
-    }
-    free(bias);
-    free(load);
-    finish(m);
-}
-
 #ifdef F64
 // The model's loss plus balance loss as a function of its parameters: d/dp along a random direction of every tensor,
 // central differences in double with h = 1e-5 (truncation h^2 = 1e-10 relative to third derivatives, rounding 1e-16 / h
@@ -377,22 +349,6 @@ static void initial_weights(void) {
     finish(b);
 }
 
-// Both steps at the switch, of the option and of a model, whose modules share the weight.
-static void weights_of_modules(void) {
-    Settings w = settings_of("--mtp 2 --mtp-weight 0.4 --mtp-weight-end 0.2 --mtp-switch 0.6 --steps 10 --warmup 1");
-    for (int64_t step = 1; step <= 10; step++)
-        CHECK(settings_mtp_weight(&w, step) == (step <= 6 ? 0.4 : 0.2), "step %lld: weight %g", (long long)step,
-              settings_mtp_weight(&w, step));
-    settings_free(&w);
-    Model* m = fresh(SMALL "--mtp 2 --mtp-weight 0.5 --mtp-weight-end 0.25 --mtp-switch 0.5 --steps 10 --warmup 1");
-    for (int64_t step = 5; step <= 6; step++) {
-        model_step_begin(m, step);
-        CHECK(m->further_weight == (step == 5 ? 0.25f : 0.125f), "step %lld: weight %g of each module", (long long)step,
-              (double)m->further_weight);
-    }
-    finish(m);
-}
-
 // 10 warm-up steps of 110, peak 2, end 0.2.
 static void schedules(void) {
     static const char* names[4] = {"cosine", "wsd", "linear", "constant"};
@@ -459,13 +415,11 @@ int main(void) {
 #endif
     RUN(micro_batches);
     RUN(micro_batches_of_modules);
-    RUN(positions_without_target);
     RUN(experts_without_tokens);
     if (!BF16) RUN(padding_is_written);
     RUN(loads_count_training_only);
     RUN(parameter_counts);
     RUN(initial_weights);
-    RUN(weights_of_modules);
     RUN(schedules);
     RUN(bad_step);
     return test_summary();
