@@ -15,7 +15,7 @@ HOST = device/check device/random device/options device/arena device/pool device
        data/json data/safetensors data/shards data/vocab data/pattern data/split data/bpe data/tokenizer_json \
        data/tokenizer data/choices data/runlog \
        layers/rope_table mx/rows mx/products mx/mx_check moe/dispatch moe/moe moe/moe_buffers \
-       model/settings model/settings_check model/record model/params model/forward model/backward model/model model/persist \
+       model/settings model/settings_check model/record model/params model/forward model/backward model/mtp model/model model/persist \
        model/hub model/export model/import model/evaluate model/use model/report model/sample model/agree $(RANKS) \
        parallel/watch parallel/sharding parallel/slices parallel/checkpoint parallel/resume
 

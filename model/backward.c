@@ -53,8 +53,7 @@ static void mlp_backward(Model* m, const Unit* u, float aux) {
     linear_backward(t->dnorm, t->dh, s->norm2, &u->w[MLP13], N, 0, m->ctx);
 }
 
-// t.dx = gradient of what the block read, from t.dx = gradient of the residual stream after it
-static void block_backward(Model* m, const Unit* u, float aux) {
+void block_backward(Model* m, const Unit* u, float aux) {
     const BlockSaved* s = &m->blocks[u->layer];
     const int64_t N = m->B * m->T, C = m->config.C;
     Scratch* t = &m->t;
@@ -65,44 +64,11 @@ static void block_backward(Model* m, const Unit* u, float aux) {
     rmsnorm_backward(t->dx, u->w[NORM1].grad, t->dnorm, s->residual, C, u->w[NORM1].w, s->rstd1, N, C, 1, m->ctx);
 }
 
-// t.dx = gradient of the last block's output
-static void output_backward(Model* m, int k, const Unit* u) {
+void output_backward(Model* m, int k, const Unit* u) {
     const Output* o = &m->outputs[k];
     const int64_t N = m->B * m->T, C = m->config.C;
     rmsnorm_backward(m->t.dx, u->w[FINAL_NORM].grad, o->dnorm, o->residual, C, u->w[FINAL_NORM].w, o->rstd, N, C, 0,
                      m->ctx);
-}
-
-// Of half of t.djoined through its norm: the gradient of the rows x (B, from, C), of which those from `first` on were
-// taken.
-static void join_backward(Model* m, floatX* dx, const Weight* w, floatX* half, const floatX* x, const real* rstd,
-                          int64_t from, int64_t first, int accumulate) {
-    const int64_t C = m->config.C, rows = m->B * from;
-    floatX* dnorm = m->t.out;
-    device_zero(dnorm, (size_t)(rows * C) * sizeof(floatX), m->ctx);
-    model_copy_half(m, half, dnorm, from, first, 1);
-    rmsnorm_backward(dx, w->grad, dnorm, x, C, w->w, rstd, rows, C, accumulate, m->ctx);
-}
-
-static void module_backward(Model* m, int k, float aux, int last) {
-    const int unit = params_block_unit(&m->config, m->config.L - 1 + k);
-    const int64_t T = m->window, C = m->config.C;
-    const Output* before = &m->outputs[k - 1];
-    Scratch* t = &m->t;
-    model_shapes(m, k);
-    Unit* u = unit_begin(m, unit, unit - 1);
-    unit_grads_begin(m, unit);
-    output_backward(m, k, u);
-    block_backward(m, u, aux);
-
-    // The projection, then both norms. The last module is the first that the embeddings get a gradient from.
-    model_join(m, k, u->w);
-    linear_backward(t->djoined, t->dx, t->joined, &u->w[EH_PROJ], m->B * m->T, 0, m->ctx);
-    join_backward(m, t->dembed, &u->w[ENORM], t->djoined, m->blocks[0].residual, t->rstd_embed, T, k, k < m->further);
-    join_backward(m, before->dnorm, &u->w[HNORM], t->djoined + C, before->norm, t->rstd_in, T - k + 1, 0, 1);
-    unit_grads_end(m, unit, last);
-    unit_end(m, unit);
-    model_shapes(m, 0);
 }
 
 void model_backward(Model* m, float aux, int last) {

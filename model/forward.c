@@ -72,7 +72,7 @@ void model_rebuild_block(Model* m, const Unit* u) {
     if (u->kind == UNIT_DENSE) linear_forward(s->h, s->norm2, &u->w[MLP13], N, m->ctx);
 }
 
-static void block_forward(Model* m, const Unit* u, int train) {
+void block_forward(Model* m, const Unit* u, int train) {
     const BlockSaved* s = &m->blocks[u->layer];
     const int64_t N = m->B * m->T, C = m->config.C;
     // The previous block's output joins the residual stream where the next norm reads it.
@@ -87,43 +87,10 @@ static void block_forward(Model* m, const Unit* u, int train) {
     mlp_block(m, m->t.out, u, train);
 }
 
-// What the head reads, of the main model or of module k.
-static void output_forward(Model* m, int k, const Unit* u) {
+void output_forward(Model* m, int k, const Unit* u) {
     const Output* o = &m->outputs[k];
     residual_rmsnorm_forward(o->residual, o->norm, o->rstd, m->blocks[m->config.L - 1 + k].residual2, m->t.out,
                              u->w[FINAL_NORM].w, m->B * m->T, m->config.C, m->ctx);
-}
-
-void model_copy_half(Model* m, floatX* joined, floatX* rows, int64_t from, int64_t first, int back) {
-    const int64_t C = m->config.C;
-    const size_t row = (size_t)C * sizeof(floatX);
-    for (int64_t b = 0; b < m->B; b++) {
-        floatX *half = joined + b * m->T * 2 * C, *all = rows + (b * from + first) * C;
-        device_copy_rows(back ? all : half, back ? row : 2 * row, back ? half : all, back ? 2 * row : row, row, m->T,
-                         m->ctx);
-    }
-}
-
-// The norms take all rows, those of positions without a target too.
-void model_join(Model* m, int k, const Weight* w) {
-    const int64_t C = m->config.C, T = m->window, before = T - k + 1;
-    Scratch* t = &m->t;
-    rmsnorm_forward(t->out, t->rstd_embed, m->blocks[0].residual, C, w[ENORM].w, m->B * T, C, m->ctx);
-    model_copy_half(m, t->joined, t->out, T, k, 0);
-    rmsnorm_forward(t->out, t->rstd_in, m->outputs[k - 1].norm, C, w[HNORM].w, m->B * before, C, m->ctx);
-    model_copy_half(m, t->joined + C, t->out, before, 0, 0);
-}
-
-static void module_forward(Model* m, int k, int train) {
-    const int unit = params_block_unit(&m->config, m->config.L - 1 + k);
-    model_shapes(m, k);
-    Unit* u = unit_begin(m, unit, unit + 1);
-    model_join(m, k, u->w);
-    linear_forward(m->blocks[u->layer].residual, m->t.joined, &u->w[EH_PROJ], m->B * m->T, m->ctx);
-    block_forward(m, u, train);
-    output_forward(m, k, u);
-    unit_end(m, unit);
-    model_shapes(m, 0);
 }
 
 void model_forward(Model* m, int train) {
@@ -143,7 +110,7 @@ void model_forward(Model* m, int train) {
 
     output_forward(m, 0, unit_begin(m, head, m->further ? head + 1 : -1));
     unit_end(m, head);
-    for (int k = 1; k <= m->further; k++) module_forward(m, k, train);
+    for (int k = 1; k <= m->further; k++) module_forward(m, k);
 }
 
 // A chunk of tokens at a time: its logits become their own gradient, which no one needs later.

@@ -157,11 +157,14 @@ void unit_grads_end(Model* model, int unit, int last_micro_step);
 
 // The shapes of what is computed from here on: of the main model (0) or of module k.
 void model_shapes(Model* model, int k);
-// t.joined of module k, from the output before it. It is not kept: backward makes it once more.
-void model_join(Model* model, int k, const Weight* weights);
-// Copies rows first .. first + T - k - 1 of each sequence of `rows` (B, from, C) into one half of `joined` (B, T - k,
-// 2C), or with back 1 from there.
-void model_copy_half(Model* model, floatX* joined, floatX* rows, int64_t from, int64_t first, int back);
+// A block, to t.out; t.dx = the gradient of its residual, from t.dx = that of the residual stream after it. What the
+// head reads, of the main model (0) or of module k; t.dx from its gradient. A module as a whole (model/mtp.c).
+void block_forward(Model* model, const Unit* unit, int train);
+void block_backward(Model* model, const Unit* unit, float aux);
+void output_forward(Model* model, int k, const Unit* unit);
+void output_backward(Model* model, int k, const Unit* unit);
+void module_forward(Model* model, int k);
+void module_backward(Model* model, int k, float aux, int last_micro_step);
 
 MoeWeights model_moe_weights(const Model* model, const Unit* unit);
 // The name in the log of one of a block's BLOCK_STATS; NULL: no cast of it is made.
