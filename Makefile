@@ -15,7 +15,7 @@ HOST = device/check device/random device/options device/arena device/pool device
        data/json data/safetensors data/shards data/vocab data/pattern data/split data/bpe data/tokenizer_json \
        data/tokenizer data/choices data/runlog \
        layers/rope_table mx/rows mx/products mx/mx_check moe/dispatch moe/moe moe/moe_buffers \
-       model/settings model/settings_check model/record model/params model/forward model/backward model/model model/persist \
+       model/settings model/settings_check model/record model/params model/forward model/backward model/mtp model/model model/step model/persist \
        model/hub model/export model/import model/evaluate model/use model/report model/sample model/agree $(RANKS) \
        parallel/watch parallel/sharding parallel/slices parallel/checkpoint parallel/resume
 
@@ -37,7 +37,7 @@ OP_TESTS = tests/test_layers tests/test_attention tests/test_adamw tests/test_ro
            tests/test_grouped_gemm tests/test_experts tests/test_dispatch tests/test_moe tests/test_mxfp8 \
            tests/test_mx_swiglu tests/test_mx_stats tests/test_mx_block tests/test_mx_check tests/test_mx_wgrad \
            tests/test_products
-TESTS     = tests/test_device tests/test_data tests/test_bpe tests/fuzz tests/test_shards $(OP_TESTS) tests/test_golden tests/test_model tests/test_checkpoint
+TESTS     = tests/test_device tests/test_data tests/test_bpe tests/fuzz tests/test_shards $(OP_TESTS) tests/test_golden tests/test_model tests/test_mtp tests/test_checkpoint
 # Tests of several ranks: four, where there is an mpirun, in the CUDA build one a GPU.
 TESTS_RANKS = tests/test_ranks tests/test_comm tests/test_checkpoint tests/test_expert_parallel tests/test_layouts
 TESTS_F64 = $(OP_TESTS) tests/test_golden tests/test_model
@@ -82,7 +82,7 @@ GPUS      := $(if $(HAVE_GPU),$(shell nvidia-smi -L | grep -c GPU))
 RUNNABLE   = $(if $(HAVE_GPU),$(CUDA),$(CPU))
 
 # Tests on the GPU: the kernels against the reference, and C tests that run in either build.
-TESTS_EITHER = tests/test_golden tests/test_model tests/test_mx_block tests/test_mx_check tests/test_products
+TESTS_EITHER = tests/test_golden tests/test_model tests/test_mtp tests/test_mx_block tests/test_mx_check tests/test_products
 TESTS_CUDA = $(patsubst %.cu,%,$(wildcard tests/test_cuda_*.cu)) $(TESTS_EITHER)
 # Some of these measure times: nothing else may run.
 TESTS_ALONE = tests/test_cuda_grouped_gemm tests/test_cuda_grouped_gemm_mx

@@ -115,6 +115,7 @@ static void print_step(Run* r, const StepRecord* s) {
     if (isfinite(s->mfu)) printf("  MFU %.1f%%", 100 * s->mfu);
     printf("  ETA %ld:%02ld:%02ld", left / 3600, left / 60 % 60, left % 60);
     if (s->validated) printf("  validation %.4f", s->val_loss);
+    for (int64_t k = 0; k < s->modules; k++) printf("  mtp_loss_%ld %.4f", k + 1, s->further[k]);
     printf("\n");
     fflush(stdout);
     r->shown = host_seconds();
@@ -165,13 +166,16 @@ static void report(Run* r, int val, int asks) {
         cast_count = report_casts(&casts, r->model, (const MxStats*)fetch_end(r->casts));
 
     // How even the loads are, block by block.
-    double *load_max = (double*)host_alloc((size_t)(2 * s->model.L) * sizeof(double)),
-           *load_min = load_max + s->model.L;
+    const int64_t blocks = config_blocks(&s->model);
+    double *load_max = (double*)host_alloc((size_t)(2 * blocks) * sizeof(double)), *load_min = load_max + blocks;
     const double worst = report_load(load_max, load_min, &s->model, load);
+    double further[MTP_MAX];
 
     // All of it into the log; on the terminal not more often than one can read.
     StepRecord record = {.step = r->pending,
                          .loss = r->last.loss,
+                         .further = further,
+                         .modules = report_further(further, s, &r->last),
                          .grad_norm = r->last.grad_norm,
                          .lr = settings_lr(s, r->pending),
                          .ms = 1000 * took,
@@ -183,7 +187,7 @@ static void report(Run* r, int val, int asks) {
                          .load_max_over_mean = worst,
                          .load_max = load_max,
                          .load_min = load_min,
-                         .blocks = s->model.L,
+                         .blocks = blocks,
                          .mem_gib = (double)device_peak_memory() / 0x1p30,
                          .tokens = r->pending * s->tokens_per_step,
                          .time = host_time(),
@@ -362,10 +366,7 @@ static void open_data(Run* r) {
 static void open_model(Run* r) {
     const Settings* s = &r->settings;
     r->model = model_create(s, r->world);
-    printf("device     %s\n", device_name(r->model->ctx));
-    if (r->ranks > 1) printf("ranks      %d, %ld share a set of experts\n", r->ranks, s->ep);
-    const char* unreplayed = model_unreplayed(r->model);
-    printf("graph      %s%s\n", unreplayed ? "off: " : "steps are replayed", unreplayed ? unreplayed : "");
+    report_device(r->model);
     r->saved = s->resume ? model_resume(r->model, r->world, shards_hash(r->train), &r->window) : 0;
     r->first = r->saved + 1;
     char* out = host_printable(s->out, strlen(s->out), "");
@@ -390,8 +391,8 @@ static void open_outputs(Run* r) {
     }
     for (int i = 0; i < 2; i++) r->watch[i] = stopwatch_create();
     r->state = fetch_create(sizeof(StepState));
-    r->load = fetch_create((size_t)(s->model.L * s->model.E) * sizeof(int64_t));
-    if (r->log && s->mx_stats) r->casts = fetch_create((size_t)(s->model.L * BLOCK_STATS) * sizeof(MxStats));
+    r->load = fetch_create((size_t)(config_blocks(&s->model) * s->model.E) * sizeof(int64_t));
+    if (r->log && s->mx_stats) r->casts = fetch_create(config_blocks(&s->model) * BLOCK_STATS * sizeof(MxStats));
 }
 
 // All of it back.

@@ -116,6 +116,11 @@ static void add_list(char** line, const char* name, const double* x, int64_t n) 
 void runlog_add(RunLog* log, const StepRecord* r) {
     char* line = host_format("{\"step\": %ld", r->step);
     add_number(&line, "loss", r->loss);
+    for (int64_t k = 0; k < r->modules; k++) {
+        char name[32];
+        snprintf(name, sizeof(name), "mtp_loss_%ld", k + 1);
+        add_number(&line, name, r->further[k]);
+    }
     add_number(&line, "grad_norm", r->grad_norm);
     add_number(&line, "lr", r->lr);
     add_number(&line, "ms", r->ms);

@@ -27,7 +27,10 @@ typedef struct ScoreRecord {
 
 typedef struct StepRecord {
     int64_t step;
-    double loss, grad_norm, lr;  // loss: mean cross-entropy of the step's tokens in nats
+    double loss;            // mean cross-entropy of the step's tokens in nats
+    const double* further;  // (modules): the same of each module that predicts further tokens, mtp_loss_1, ...
+    int64_t modules;
+    double grad_norm, lr;
     double ms, tokens_per_s;
     double mfu;     // share of the device's bf16 peak; NaN where no peak is known
     int validated;  // 1: val_loss was measured in this step; else its fields are left out

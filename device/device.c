@@ -274,3 +274,10 @@ void device_add(real* out, const real* in, int64_t n, Ctx* ctx) {
 }
 
 void device_copy(void* to, const void* from, size_t bytes, Ctx* ctx) { (void)ctx, memcpy(to, from, bytes); }
+
+void device_copy_rows(void* to, size_t to_stride, const void* from, size_t from_stride, size_t bytes, int64_t rows,
+                      Ctx* ctx) {
+    (void)ctx;
+    for (int64_t i = 0; i < rows; i++)
+        memcpy((char*)to + (size_t)i * to_stride, (const char*)from + (size_t)i * from_stride, bytes);
+}

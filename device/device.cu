@@ -306,3 +306,9 @@ void device_add(real* out, const real* in, int64_t n, Ctx* ctx) {
 void device_copy(void* to, const void* from, size_t bytes, Ctx* ctx) {
     CUDA_CHECK(cudaMemcpyAsync(to, from, bytes, cudaMemcpyDeviceToDevice, ctx->stream));
 }
+
+void device_copy_rows(void* to, size_t to_stride, const void* from, size_t from_stride, size_t bytes, int64_t rows,
+                      Ctx* ctx) {
+    CUDA_CHECK(cudaMemcpy2DAsync(to, to_stride, from, from_stride, bytes, (size_t)rows, cudaMemcpyDeviceToDevice,
+                                 ctx->stream));
+}

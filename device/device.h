@@ -88,6 +88,9 @@ void device_to_real(real* out, const floatX* in, int64_t n, Ctx* ctx);
 void device_add(real* out, const real* in, int64_t n, Ctx* ctx);
 // In the order of ctx's work, between buffers of the device that do not overlap.
 void device_copy(void* to, const void* from, size_t bytes, Ctx* ctx);
+// The same of `rows` pieces of `bytes` each, which lie `to_stride` and `from_stride` bytes apart.
+void device_copy_rows(void* to, size_t to_stride, const void* from, size_t from_stride, size_t bytes, int64_t rows,
+                      Ctx* ctx);
 
 END_C
 

@@ -71,7 +71,7 @@ static void add_sum(double* total, const float* x, int64_t n, Ctx* ctx) {
 
 size_t adamw_workspace(int64_t n) { return (size_t)ceil_div(n, CHUNK) * sizeof(double); }
 
-void loss_add(StepState* state, const real* loss, int64_t N, Ctx* ctx) { add_sum<0>(&state->loss_sum, loss, N, ctx); }
+void loss_add(double* sum, const real* loss, int64_t N, Ctx* ctx) { add_sum<0>(sum, loss, N, ctx); }
 
 void grad_norm_add(StepState* state, const real* grad, int64_t n, Ctx* ctx) {
     add_sum<1>(&state->grad_sq, grad, n, ctx);

@@ -18,11 +18,13 @@
 
 BEGIN_C
 
+enum { MTP_MAX = 4 };  // at most so many modules predict further tokens (model/model.h)
 enum { LARGEST_WEIGHT, LARGEST_M, LARGEST_V, LARGEST };
 
-// In device memory. The first three fields lie side by side, and so do `largest`: one sum over the ranks serves them.
+// In device memory. The first fields lie side by side, up to `largest`: one sum over the ranks serves them.
 typedef struct StepState {
     double loss_sum;              // sum of token losses so far, nats
+    double further_sum[MTP_MAX];  // the same of each module that predicts further tokens
     double grad_sq;               // sum of squares of the gradient so far
     double stop;                  // not 0: a rank was asked to stop
     double largest[LARGEST];      // before this step: own_largest, and after the sum over the ranks a bound on them all
@@ -36,7 +38,7 @@ typedef struct StepState {
     int32_t ok;                   // 1: this step's loss, gradient norm and update are finite
     int32_t bad_in_a_row;         // steps in a row that were not
 } StepState;
-enum { STEP_SUMS = 3 + LARGEST };  // doubles from loss_sum on that are summed over the ranks
+enum { STEP_SUMS = 3 + MTP_MAX + LARGEST };  // doubles from loss_sum on that are summed over the ranks
 
 // In device memory too: what the host says of a step, lr first of all, is written there before the step.
 typedef struct AdamW {
@@ -44,7 +46,7 @@ typedef struct AdamW {
 } AdamW;
 
 void step_begin(StepState* state, Ctx* ctx);                                  // the sums are 0, largest = own_largest
-void loss_add(StepState* state, const real* loss, int64_t N, Ctx* ctx);       // loss_sum += sum_n loss[n]
+void loss_add(double* sum, const real* loss, int64_t N, Ctx* ctx);            // sum += sum_n loss[n]
 void grad_norm_add(StepState* state, const real* grad, int64_t n, Ctx* ctx);  // grad_sq += sum_i grad[i]^2
 void step_decide(StepState* state, int64_t tokens, const AdamW* opt, Ctx* ctx);  // the rest of StepState
 
@@ -72,6 +74,7 @@ size_t adamw_workspace(int64_t n);
 // A step begins in both builds alike.
 static inline BOTH_SIDES void step_begin_now(StepState* s) {
     s->loss_sum = s->grad_sq = s->stop = 0;
+    for (int k = 0; k < MTP_MAX; k++) s->further_sum[k] = 0;
     for (int i = 0; i < LARGEST; i++) s->largest[i] = s->own_largest[i];
 }
 

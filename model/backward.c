@@ -1,4 +1,4 @@
-// The backward pass: model/forward.c from bottom to top, from the gradient of the final norm that model_loss left.
+// The backward pass: model/forward.c from bottom to top, from the gradients of the outputs that model_loss left.
 // t.dx is the gradient of the residual stream and is added to; gradients of parameters are written in a step's first
 // micro-step and then added to; all others are written.
 #include "layers/embedding.h"
@@ -38,13 +38,12 @@ static void attention_backward_block(Model* m, const Weight* w, const BlockSaved
 }
 
 // t.dnorm = gradient of norm2, from t.dx = gradient of the MLP's output
-static void mlp_backward(Model* m, int64_t layer, float aux) {
-    BlockSaved* s = &m->blocks[layer];
-    const Unit* u = &m->units[layer + 1];
+static void mlp_backward(Model* m, const Unit* u, float aux) {
+    BlockSaved* s = &m->blocks[u->layer];
     Scratch* t = &m->t;
     const int64_t N = m->B * m->T;
-    if (u->kind == UNIT_MOE) {
-        moe_backward(t->dnorm, t->dx, s->norm2, model_moe_weights(m, layer), &s->moe, aux, m->moe_shape, m->dispatch,
+    if (u->kind != UNIT_DENSE) {
+        moe_backward(t->dnorm, t->dx, s->norm2, model_moe_weights(m, u), &s->moe, aux, m->moe_shape, m->dispatch,
                      m->pool, m->ctx);
         return;
     }
@@ -54,34 +53,46 @@ static void mlp_backward(Model* m, int64_t layer, float aux) {
     linear_backward(t->dnorm, t->dh, s->norm2, &u->w[MLP13], N, 0, m->ctx);
 }
 
+void block_backward(Model* m, const Unit* u, float aux) {
+    const BlockSaved* s = &m->blocks[u->layer];
+    const int64_t N = m->B * m->T, C = m->config.C;
+    Scratch* t = &m->t;
+    if (m->settings.recompute == RECOMPUTE_BLOCK) model_rebuild_block(m, u);
+    mlp_backward(m, u, aux);
+    rmsnorm_backward(t->dx, u->w[NORM2].grad, t->dnorm, s->residual2, C, u->w[NORM2].w, s->rstd2, N, C, 1, m->ctx);
+    attention_backward_block(m, u->w, s);
+    rmsnorm_backward(t->dx, u->w[NORM1].grad, t->dnorm, s->residual, C, u->w[NORM1].w, s->rstd1, N, C, 1, m->ctx);
+}
+
+void output_backward(Model* m, int k, const Unit* u) {
+    const Output* o = &m->outputs[k];
+    const int64_t N = m->B * m->T, C = m->config.C;
+    rmsnorm_backward(m->t.dx, u->w[FINAL_NORM].grad, o->dnorm, o->residual, C, u->w[FINAL_NORM].w, o->rstd, N, C, 0,
+                     m->ctx);
+}
+
 void model_backward(Model* m, float aux, int last) {
     const int64_t N = m->B * m->T, C = m->config.C;
     const int head = (int)m->config.L + 1;
-    Scratch* t = &m->t;
+    for (int k = m->further; k >= 1; k--) module_backward(m, k, aux, last);
 
-    Unit* u = unit_begin(m, head, head - 1);  // its gradients are there since model_loss
-    rmsnorm_backward(t->dx, u->w[FINAL_NORM].grad, t->dnorm, m->final_residual, C, u->w[FINAL_NORM].w, m->final_rstd, N,
-                     C, 0, m->ctx);
+    output_backward(m, 0, unit_begin(m, head, head - 1));  // lm_head's gradients are there since model_loss
     unit_grads_end(m, head, last);
     unit_end(m, head);
 
-    for (int64_t l = m->config.L - 1; l >= 0; l--) {
-        const BlockSaved* s = &m->blocks[l];
-        const int unit = (int)l + 1;
+    for (int unit = head - 1; unit > 0; unit--) {
         // The embedding's weights are only for the next forward.
-        u = unit_begin(m, unit, l > 0 || !last ? unit - 1 : -1);
+        Unit* u = unit_begin(m, unit, unit > 1 || !last ? unit - 1 : -1);
         unit_grads_begin(m, unit);
-        if (m->settings.recompute == RECOMPUTE_BLOCK) model_rebuild_block(m, l);
-        mlp_backward(m, l, aux);
-        rmsnorm_backward(t->dx, u->w[NORM2].grad, t->dnorm, s->residual2, C, u->w[NORM2].w, s->rstd2, N, C, 1, m->ctx);
-        attention_backward_block(m, u->w, s);
-        rmsnorm_backward(t->dx, u->w[NORM1].grad, t->dnorm, s->residual, C, u->w[NORM1].w, s->rstd1, N, C, 1, m->ctx);
+        block_backward(m, u, aux);
         unit_grads_end(m, unit, last);
         unit_end(m, unit);
     }
 
+    real* dtable = m->units[0].buffer[DENSE_PARAMS].grad;
     unit_grads_begin(m, 0);
-    embedding_backward(m->units[0].buffer[DENSE_PARAMS].grad, t->dx, m->tokens, N, m->config.V, C, m->ctx);
+    embedding_backward(dtable, m->t.dx, m->tokens, N, m->config.V, C, m->ctx);
+    if (m->further) embedding_backward(dtable, m->t.dembed, m->tokens, N, m->config.V, C, m->ctx);
     unit_grads_end(m, 0, last);
     if (last) grads_wait(m->sharding, m->ctx);
 }

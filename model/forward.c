@@ -43,14 +43,12 @@ static void attention_block(Model* m, floatX* out, const Weight* w, const BlockS
 }
 
 // out = mlp(norm2)
-static void mlp_block(Model* m, floatX* out, int64_t layer, int train) {
-    BlockSaved* s = &m->blocks[layer];
-    const Unit* u = &m->units[layer + 1];
+static void mlp_block(Model* m, floatX* out, const Unit* u, int train) {
+    BlockSaved* s = &m->blocks[u->layer];
     const int64_t N = m->B * m->T;
-    if (u->kind == UNIT_MOE) {
-        int64_t* load = train ? m->load + layer * m->config.E : NULL;
-        moe_forward(out, s->norm2, model_moe_weights(m, layer), &s->moe, load, m->moe_shape, m->dispatch, m->pool,
-                    m->ctx);
+    if (u->kind != UNIT_DENSE) {
+        int64_t* load = train ? m->load + u->layer * m->config.E : NULL;
+        moe_forward(out, s->norm2, model_moe_weights(m, u), &s->moe, load, m->moe_shape, m->dispatch, m->pool, m->ctx);
         return;
     }
     linear_forward(s->h, s->norm2, &u->w[MLP13], N, m->ctx);
@@ -65,73 +63,85 @@ static void attention_part(Model* m, const Weight* w, const BlockSaved* s) {
     residual_rmsnorm_forward(s->residual2, s->norm2, s->rstd2, s->residual, m->t.out, w[NORM2].w, N, C, m->ctx);
 }
 
-void model_rebuild_block(Model* m, int64_t layer) {
-    const BlockSaved* s = &m->blocks[layer];
-    const Unit* u = &m->units[layer + 1];
+void model_rebuild_block(Model* m, const Unit* u) {
+    const BlockSaved* s = &m->blocks[u->layer];
     const int64_t N = m->B * m->T, C = m->config.C;
     rmsnorm_forward(s->norm1, s->rstd1, s->residual, C, u->w[NORM1].w, N, C, m->ctx);
     attention_part(m, u->w, s);
     if (u->kind == UNIT_DENSE) linear_forward(s->h, s->norm2, &u->w[MLP13], N, m->ctx);
 }
 
-void model_forward(Model* m, int train) {
+void block_forward(Model* m, const Unit* u, int train) {
+    const BlockSaved* s = &m->blocks[u->layer];
     const int64_t N = m->B * m->T, C = m->config.C;
+    // The previous block's output joins the residual stream where the next norm reads it.
+    if (u->layer == 0 || u->kind == UNIT_MODULE) {
+        rmsnorm_forward(s->norm1, s->rstd1, s->residual, C, u->w[NORM1].w, N, C, m->ctx);
+    } else {
+        const BlockSaved* previous = &m->blocks[u->layer - 1];
+        residual_rmsnorm_forward(s->residual, s->norm1, s->rstd1, previous->residual2, m->t.out, u->w[NORM1].w, N, C,
+                                 m->ctx);
+    }
+    attention_part(m, u->w, s);
+    mlp_block(m, m->t.out, u, train);
+}
+
+void output_forward(Model* m, int k, const Unit* u) {
+    const Output* o = &m->outputs[k];
+    residual_rmsnorm_forward(o->residual, o->norm, o->rstd, m->blocks[m->config.L - 1 + k].residual2, m->t.out,
+                             u->w[FINAL_NORM].w, m->B * m->T, m->config.C, m->ctx);
+}
+
+void model_forward(Model* m, int train) {
     const int head = (int)m->config.L + 1;
     pool_release(m->pool, m->pool_empty);
     m->moe_shape.router.even = train && m->even ? &m->inputs->even : NULL;
+    m->further = train ? (int)m->config.mtp : 0;
 
     Unit* u = unit_begin(m, 0, 1);
-    embedding_forward(m->blocks[0].residual, m->tokens, u->w[EMBED].w, N, C, m->ctx);
+    embedding_forward(m->blocks[0].residual, m->tokens, u->w[EMBED].w, m->B * m->T, m->config.C, m->ctx);
     unit_end(m, 0);
 
-    for (int64_t l = 0; l < m->config.L; l++) {
-        const BlockSaved* s = &m->blocks[l];
-        const int unit = (int)l + 1;
-        u = unit_begin(m, unit, unit + 1);
-
-        // The previous block's output joins the residual stream where the next norm reads it.
-        if (l == 0) {
-            rmsnorm_forward(s->norm1, s->rstd1, s->residual, C, u->w[NORM1].w, N, C, m->ctx);
-        } else {
-            const BlockSaved* previous = &m->blocks[l - 1];
-            residual_rmsnorm_forward(s->residual, s->norm1, s->rstd1, previous->residual2, m->t.out, u->w[NORM1].w, N,
-                                     C, m->ctx);
-        }
-        attention_part(m, u->w, s);
-        mlp_block(m, m->t.out, l, train);
+    for (int unit = 1; unit < head; unit++) {
+        block_forward(m, unit_begin(m, unit, unit + 1), train);
         unit_end(m, unit);
     }
 
-    u = unit_begin(m, head, -1);
-    residual_rmsnorm_forward(m->final_residual, m->final_norm, m->final_rstd, m->blocks[m->config.L - 1].residual2,
-                             m->t.out, u->w[FINAL_NORM].w, N, C, m->ctx);
+    output_forward(m, 0, unit_begin(m, head, m->further ? head + 1 : -1));
     unit_end(m, head);
+    for (int k = 1; k <= m->further; k++) module_forward(m, k);
+}
+
+// A chunk of tokens at a time: its logits become their own gradient, which no one needs later.
+static void output_loss(Model* m, int k, Weight* w, double* sum, float dscale) {
+    const int64_t N = m->B * (m->T - k), C = m->config.C;
+    const Output* o = &m->outputs[k];
+    const int32_t* targets = m->targets + k * m->B * m->T;
+    for (int64_t n = 0; n < N; n += m->chunk) {
+        const int64_t rows = min_i64(m->chunk, N - n);
+        floatX *x = o->norm + n * C, *logits = m->t.logits;
+        linear_forward(logits, x, w, rows, m->ctx);
+        cross_entropy(m->losses + n, logits, targets + n, rows, m->config.V, w->OC, dscale, m->ctx);
+        if (dscale != 0) linear_backward(o->dnorm + n * C, logits, x, w, rows, 0, m->ctx);
+        w->accumulate = 1;
+    }
+    loss_add(sum, m->losses, N, m->ctx);
 }
 
 void model_loss(Model* m, StepState* state, float dscale) {
-    const int64_t N = m->B * m->T, C = m->config.C, V = m->config.V;
-    const int head = (int)m->config.L + 1, backward = dscale != 0;
+    const int head = (int)m->config.L + 1;
     Weight* w = &unit_begin(m, head, -1)->w[LM_HEAD];
-    if (backward) unit_grads_begin(m, head);
-
-    // A chunk of tokens at a time: its logits become their own gradient, which no one needs later.
-    for (int64_t n = 0; n < N; n += m->chunk) {
-        const int64_t rows = min_i64(m->chunk, N - n);
-        floatX *x = m->final_norm + n * C, *logits = m->t.logits;
-        linear_forward(logits, x, w, rows, m->ctx);
-        cross_entropy(m->losses + n, logits, m->targets + n, rows, V, w->OC, dscale, m->ctx);
-        if (backward) linear_backward(m->t.dnorm + n * C, logits, x, w, rows, 0, m->ctx);
-        w->accumulate = 1;
-    }
+    if (dscale != 0) unit_grads_begin(m, head);
+    output_loss(m, 0, w, &state->loss_sum, dscale);
+    for (int k = 1; k <= m->further; k++) output_loss(m, k, w, &state->further_sum[k - 1], dscale * m->further_weight);
     unit_end(m, head);
-    loss_add(state, m->losses, N, m->ctx);
 }
 
 void model_logits(Model* m, int64_t n, real* host_logits) {
     const int head = (int)m->config.L + 1;
     ASSERT(n < m->B * m->T);
     const Unit* u = unit_begin(m, head, -1);
-    linear_forward(m->t.logits, m->final_norm + n * m->config.C, &u->w[LM_HEAD], 1, m->ctx);
+    linear_forward(m->t.logits, m->outputs[0].norm + n * m->config.C, &u->w[LM_HEAD], 1, m->ctx);
     unit_end(m, head);
     device_to_real(m->t.logits_row, m->t.logits, m->config.V, m->ctx);
     device_download(host_logits, m->t.logits_row, (size_t)m->config.V * sizeof(real), m->ctx);

@@ -35,6 +35,7 @@ static const struct {
     {"moe_intermediate_size", offsetof(ModelConfig, F), -1},
     {"n_group", offsetof(ModelConfig, groups), 1},
     {"topk_group", offsetof(ModelConfig, top_groups), 1},
+    {"num_nextn_predict_layers", offsetof(ModelConfig, mtp), 0},
 };
 enum { SIZES = sizeof(sizes) / sizeof(sizes[0]) };
 
@@ -42,9 +43,8 @@ enum { SIZES = sizeof(sizes) / sizeof(sizes[0]) };
 static const struct {
     const char *key, *value;
 } always[] = {
-    {"moe_layer_freq", "1"},           {"hidden_act", "\"silu\""}, {"rms_norm_eps", "1e-06"},
-    {"attention_bias", "false"},       {"mlp_bias", "false"},      {"tie_word_embeddings", "false"},
-    {"num_nextn_predict_layers", "0"},
+    {"moe_layer_freq", "1"},     {"hidden_act", "\"silu\""}, {"rms_norm_eps", "1e-06"},
+    {"attention_bias", "false"}, {"mlp_bias", "false"},      {"tie_word_embeddings", "false"},
 };
 enum { ALWAYS = sizeof(always) / sizeof(always[0]) };
 
@@ -232,10 +232,10 @@ ModelConfig hub_read_config(const char* option, const char* folder) {
     if (number_or(&r, json, "num_key_value_heads", (double)c.H) != (double)c.H)
         refuse(&r, "num_key_value_heads", "is not num_attention_heads");
 
-    // What never differs. Multi-token prediction is beside the model: its layers are left out.
+    // What never differs.
     for (int i = 0; i < ALWAYS; i++) {
         const Json* found = member(json, always[i].key);
-        if (!found || says(found, always[i].value) || strcmp(always[i].key, "num_nextn_predict_layers") == 0) continue;
+        if (!found || says(found, always[i].value)) continue;
         die(EXIT_USAGE, "%s: \"%s\" must be %s here", r.where, always[i].key, always[i].value);
     }
 

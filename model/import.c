@@ -151,15 +151,66 @@ static void load(Import* in, const char* name, int rank, const int64_t* shape, S
 }
 
 // The biases of a block, which every rank holds whole: with the weights where DeepSeek's model has them.
-static void load_bias(Import* in, Model* m, int64_t layer) {
+static void load_bias(Import* in, Model* m, int unit) {
+    const int64_t layer = m->units[unit].layer;
     char* name = host_format("model.layers.%ld.mlp.gate.e_score_correction_bias", layer);
-    Path moments = path_of("%s/block_%03ld.adam.safetensors", in->folder, layer + 1);
+    Path moments = path_of("%s/block_%03d.adam.safetensors", in->folder, unit);
     const bool softmax = m->config.score == SCORE_SOFTMAX;
     if (softmax && access(moments.text, F_OK) == 0) open_source(in, strrchr(moments.text, '/') + 1);
     const SafeTensors* st;
     const Slice all = {0, m->config.E};
     if (!softmax || find(in, name, &st)) load(in, name, 1, &m->config.E, all, m->bias + layer * m->config.E, m->ctx);
     free(name);
+}
+
+// Whether the folder has a tensor of this layer.
+static bool has_layer(const Import* in, int layer) {
+    char* prefix = host_format("model.layers.%d.", layer);
+    bool found = false;
+    for (int i = 0; i < in->count; i++)
+        for (int t = 0; t < in->sources[i].st->count; t++)
+            found |= strncmp(in->sources[i].st->tensors[t].name, prefix, strlen(prefix)) == 0;
+    free(prefix);
+    return found;
+}
+
+// A module's copy of a tensor of the main model, where there is one: it must be the same. Each rank compares a share.
+static void check_copy(Import* in, const Layout* l, int layer, const char* copy, const char* of) {
+    const SafeTensors *st = NULL, *main = NULL;
+    char *name = host_format("model.layers.%d.%s", layer, copy),
+         *other = (char*)host_alloc((size_t)PIECE * sizeof(double));
+    const StTensor *t = find(in, name, &st), *original = find(in, of, &main);
+    const int64_t n = t && original ? original->shape[0] * original->shape[1] : 0, end = n * (l->rank + 1) / l->ranks;
+    bool same = !n || (t->dtype == original->dtype && t->bytes == original->bytes);
+    for (int64_t at = n * l->rank / l->ranks; same && at < end; at += PIECE) {
+        const int64_t count = min_i64(end - at, PIECE);
+        read_raw(st, t, at, count, in->raw);
+        read_raw(main, original, at, count, other);
+        same = memcmp(in->raw, other, (size_t)count * st_dtype_bytes(t->dtype)) == 0;
+    }
+    if (!same) die(EXIT_USAGE, "%s: tensor %s is not the same as %s, which modules of --mtp share", st->path, name, of);
+    free(name);
+    free(other);
+}
+
+// Every parameter of a unit: the slice that this rank holds. It looks all of them up: what is missing is missing for
+// all.
+static void load_unit(Import* in, Model* m, int unit) {
+    const Unit* u = &m->units[unit];
+    int count;
+    NamedTensor* tensors = params_tensors(&m->config, &m->layout, unit, &count);
+    for (int i = 0; i < count; i++) {
+        const NamedTensor* t = &tensors[i];
+        const ParamBuffer* p = &u->buffer[t->buffer];
+        const Slice mine = tensor_slice(t, p->held_from, p->held);
+        const int64_t at = mine.count ? t->offset + mine.first - p->held_from : 0;
+        load(in, t->name, t->rank, t->shape, mine, p->master + at, m->ctx);
+    }
+    free(tensors);
+    if (u->at[ROUTER] >= 0) load_bias(in, m, unit);
+    if (u->kind != UNIT_MODULE) return;
+    check_copy(in, &m->layout, u->layer, "embed_tokens.weight", "model.embed_tokens.weight");
+    check_copy(in, &m->layout, u->layer, "shared_head.head.weight", "lm_head.weight");
 }
 
 // Whether a tensor that no parameter asked for may be there.
@@ -176,30 +227,27 @@ void import_weights(Model* m, const char* option, const char* folder) {
     in.values = (real*)host_alloc((size_t)PIECE * sizeof(real));
     open_sources(&in);
 
-    // Every parameter: the slice that this rank holds. It looks all of them up: what is missing is missing for all.
     for (int u = 0; u < params_units(&m->config); u++) {
-        int count;
-        NamedTensor* tensors = params_tensors(&m->config, &m->layout, u, &count);
-        for (int i = 0; i < count; i++) {
-            const NamedTensor* t = &tensors[i];
-            const ParamBuffer* p = &m->units[u].buffer[t->buffer];
-            const Slice mine = tensor_slice(t, p->held_from, p->held);
-            const int64_t at = mine.count ? t->offset + mine.first - p->held_from : 0;
-            load(&in, t->name, t->rank, t->shape, mine, p->master + at, m->ctx);
+        const int layer = m->units[u].layer;
+        if (m->units[u].kind != UNIT_MODULE || has_layer(&in, layer)) {
+            load_unit(&in, m, u);
+        } else {
+            params_init_unit(m->units, u, &m->config, &m->layout, (uint64_t)m->settings.seed, m->ctx);
+            printf("weights    layer %d, a module of --mtp, is not in the folder and is new\n", layer);
         }
-        free(tensors);
-        if (m->units[u].kind == UNIT_MOE) load_bias(&in, m, u - 1);
     }
 
     // What is left.
+    const int64_t layers = config_blocks(&m->config);
     bool predicts_more = false;
     for (int i = 0; i < in.count; i++)
         for (int t = 0; t < in.sources[i].st->count; t++) {
             const char* name = in.sources[i].st->tensors[t].name;
-            if (!in.sources[i].used[t] && !may_be_left(name, m->config.L, &predicts_more))
+            if (!in.sources[i].used[t] && !may_be_left(name, layers, &predicts_more))
                 die(EXIT_USAGE, "%s: tensor %s is none of this model's", in.sources[i].st->path, name);
         }
-    if (predicts_more) printf("weights    layers from %ld on are left out: they predict further tokens\n", m->config.L);
+    if (predicts_more)
+        printf("weights    layers from %ld on are left out: they predict further tokens (--mtp)\n", layers);
     model_weights_set(m);
 
     for (int i = 0; i < in.count; i++) st_close(in.sources[i].st), free(in.sources[i].used);

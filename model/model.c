@@ -1,4 +1,4 @@
-// A model's memory and its training step.
+// A model's memory: what is planned, made and freed.
 #include "model/model.h"
 
 #include <stdlib.h>
@@ -48,9 +48,9 @@ static void set_shapes(Model* m, int64_t B, int64_t T) {
     moe->wgrad = format_of(s->wgrad_precision, s, expert_align(s));
 }
 
-MoeWeights model_moe_weights(const Model* m, int64_t layer) {
-    const Weight* w = m->units[layer + 1].w;
-    MoeWeights weights = {w[ROUTER].w, w[ROUTER].grad, m->bias + layer * m->config.E, &w[W13], &w[W2],
+MoeWeights model_moe_weights(const Model* m, const Unit* u) {
+    const Weight* w = u->w;
+    MoeWeights weights = {w[ROUTER].w, w[ROUTER].grad, m->bias + u->layer * m->config.E, &w[W13], &w[W2],
                           &w[MLP13],   &w[MLP2]};
     return weights;
 }
@@ -86,7 +86,7 @@ Unit* unit_begin(Model* m, int unit, int next) {
     for (int i = 0; i < PARAMS; i++) {
         if (u->at[i] < 0) continue;
         Weight* w = &u->w[i];
-        w->stats = m->measures && unit ? m->mx_stats + (unit - 1) * BLOCK_STATS + i * WEIGHT_STATS : NULL;
+        w->stats = m->measures && u->layer >= 0 ? m->mx_stats + u->layer * BLOCK_STATS + i * WEIGHT_STATS : NULL;
         if (u->version != weights_version(m->sharding)) weight_cast(w, m->ctx);
     }
     u->version = weights_version(m->sharding);
@@ -125,7 +125,7 @@ void unit_grads_end(Model* m, int unit, int last) {
 }
 
 const char* model_stats_name(const Model* m, int64_t layer, int cast) {
-    const Unit* u = &m->units[layer + 1];
+    const Unit* u = &m->units[params_block_unit(&m->config, layer)];
     const int id = cast / WEIGHT_STATS, operand = cast % WEIGHT_STATS;
     // x and dy may be cast only to travel.
     const int travels = (id == W13 && operand == STATS_X) || (id == W2 && operand == STATS_DY);
@@ -185,6 +185,13 @@ static void plan_scratch(Arena* a, Model* m) {
     arena_add(a, "d key-value latent, normalised", ELEMENT_X, N * c->kv_lora, 1, (void**)&t->dckv);
     arena_add(a, "d keys and values", ELEMENT_X, N * c->H * (c->nope + c->v), 1, (void**)&t->dkv);
     arena_add(a, "d attention output", ELEMENT_X, N * c->H * c->v, 1, (void**)&t->datt);
+    if (c->mtp) {
+        arena_add(a, "module's input", ELEMENT_X, N * 2 * c->C, 1, (void**)&t->joined);
+        arena_add(a, "d module's input", ELEMENT_X, N * 2 * c->C, 1, (void**)&t->djoined);
+        arena_add(a, "d embeddings of modules", ELEMENT_X, N * c->C, 1, (void**)&t->dembed);
+        arena_add(a, "rstd", ELEMENT_REAL, N, 1, (void**)&t->rstd_embed);
+        arena_add(a, "rstd", ELEMENT_REAL, N, 1, (void**)&t->rstd_in);
+    }
     arena_add(a, "logits of a chunk", ELEMENT_X, m->chunk * config_vocab_padded(c), 0, (void**)&t->logits);
     arena_add(a, "logits of a token", ELEMENT_REAL, c->V, 0, (void**)&t->logits_row);
 }
@@ -201,7 +208,7 @@ void model_plan(Model* m, const Settings* s, int rank, Backend backend) {
     m->layout = layout;
     set_shapes(m, s->batch, s->seq_len);
     const ModelConfig* c = &m->config;
-    const int64_t N = m->B * m->T;
+    const int64_t N = m->B * m->T, count = config_blocks(c);
     const int units = params_units(c), per_block = s->recompute != RECOMPUTE_BLOCK;
 
     static const char* const purposes[ARENAS] = {"parameters and optimizer", "activations kept for backward",
@@ -216,19 +223,23 @@ void model_plan(Model* m, const Settings* s, int rank, Backend backend) {
     ParamBuffer** buffers = (ParamBuffer**)host_alloc((size_t)units * sizeof(ParamBuffer*));
     params_plan(params, m->units, c, &m->layout);
     for (int u = 0; u < units; u++) buffers[u] = m->units[u].buffer;
-    m->sharding = sharding_plan_slots(params, buffers, units);
+    m->sharding = sharding_plan_slots(params, buffers, units, (int)c->L + 1);
     free(buffers);
     for (int u = 0; u < units; u++) plan_products(m, &m->units[u]);
 
     // Activations that each block keeps; with --recompute block all but the residual in memory that blocks share.
-    m->blocks = (BlockSaved*)host_alloc((size_t)c->L * sizeof(BlockSaved));
-    for (int64_t l = 0; l < c->L; l++) {
+    m->blocks = (BlockSaved*)host_alloc((size_t)count * sizeof(BlockSaved));
+    for (int64_t l = 0; l < count; l++) {
         plan_residual(saved, &m->blocks[l], m);
-        if (per_block) plan_block(saved, &m->blocks[l], m, m->units[l + 1].kind == UNIT_DENSE);
+        if (per_block) plan_block(saved, &m->blocks[l], m, l < c->dense_layers);
     }
-    arena_add(saved, "final residual", ELEMENT_X, N * c->C, 1, (void**)&m->final_residual);
-    arena_add(saved, "final norm", ELEMENT_X, N * c->C, 1, (void**)&m->final_norm);
-    arena_add(saved, "rstd", ELEMENT_REAL, N, 1, (void**)&m->final_rstd);
+    for (int64_t k = 0; k <= c->mtp; k++) {
+        Output* o = &m->outputs[k];
+        arena_add(saved, "final residual", ELEMENT_X, N * c->C, 1, (void**)&o->residual);
+        arena_add(saved, "final norm", ELEMENT_X, N * c->C, 1, (void**)&o->norm);
+        arena_add(saved, "rstd", ELEMENT_REAL, N, 1, (void**)&o->rstd);
+        if (k < c->mtp) arena_add(saved, "d final norm", ELEMENT_X, N * c->C, 1, (void**)&o->dnorm);
+    }
     if (!per_block) plan_block(scratch, &m->rebuilt, m, c->dense_layers > 0);
 
     // What a block needs while it works. Logits come in chunks of 16 MiB on the CPU (they stay near the caches), of 512
@@ -236,18 +247,18 @@ void model_plan(Model* m, const Settings* s, int rank, Backend backend) {
     const int64_t logits = backend == BACKEND_CUDA ? (int64_t)1 << 28 : (int64_t)1 << 22;
     m->chunk = min_i64(N, max_i64(logits / config_vocab_padded(c) / 128, 1) * 128);
     plan_scratch(scratch, m);
-    if (s->linear_precision || s->expert_precision) products_plan(scratch, &m->products, N);
-    if (c->dense_layers < c->L)
-        moe_plan(&m->arena[IN_POOL], m->moe_shape, c->L - c->dense_layers, s->ep > 1 ? s->capacity : 1);
+    if (s->linear_precision || s->expert_precision) products_plan(scratch, &m->products, N, 1 + (int)c->mtp);
+    if (c->dense_layers < count)
+        moe_plan(&m->arena[IN_POOL], m->moe_shape, count - c->dense_layers, s->ep > 1 ? s->capacity : 1);
 
     // The batch and what is counted.
     arena_add(state, "tokens", ELEMENT_I32, N, 1, (void**)&m->tokens);
-    arena_add(state, "targets", ELEMENT_I32, N, 1, (void**)&m->targets);
+    arena_add(state, "targets", ELEMENT_I32, (1 + c->mtp) * N, 1, (void**)&m->targets);
     arena_add(state, "losses", ELEMENT_REAL, N, 1, (void**)&m->losses);
     arena_add(state, "rope table", ELEMENT_REAL, m->T * c->rope, 0, (void**)&m->rope_table);
-    arena_add(state, "router biases", ELEMENT_REAL, c->L * c->E, 0, (void**)&m->bias);
-    arena_add(state, "expert loads", ELEMENT_I64, c->L * c->E, 0, (void**)&m->load);
-    const int64_t casts = s->mx_stats ? c->L * BLOCK_STATS : 0;
+    arena_add(state, "router biases", ELEMENT_REAL, count * c->E, 0, (void**)&m->bias);
+    arena_add(state, "expert loads", ELEMENT_I64, count * c->E, 0, (void**)&m->load);
+    const int64_t casts = s->mx_stats ? count * BLOCK_STATS : 0;
     arena_add(state, "cast statistics", ELEMENT_BYTE, casts * (int64_t)sizeof(MxStats), 0, (void**)&m->mx_stats);
     arena_add(state, "step state", ELEMENT_BYTE, sizeof(StepState), 0, (void**)&m->state);
     arena_add(state, "step state of validation", ELEMENT_BYTE, sizeof(StepState), 0, (void**)&m->val_state);
@@ -269,7 +280,7 @@ size_t model_workspace(const Model* m) {
     bytes = max_size(bytes, matmul_workspace());
     bytes = max_size(bytes, embedding_workspace(N, c->V));
     bytes = max_size(bytes, rmsnorm_workspace(N, max_size((size_t)c->q_lora, (size_t)c->kv_lora)));
-    if (c->dense_layers < c->L) bytes = max_size(bytes, moe_workspace(m->moe_shape));
+    if (c->dense_layers < config_blocks(c)) bytes = max_size(bytes, moe_workspace(m->moe_shape));
     if (m->settings.mx_stats) bytes = max_size(bytes, mx_stats_workspace());
     bytes = max_size(bytes, adamw_workspace(N)) + side_workspace(m);
     // The largest part of a large workspace, attention's for dk_rope, is the same in both builds. The GPU's has up to
@@ -302,17 +313,18 @@ Model* model_create(const Settings* s, Ranks* world) {
     m->ctx = ctx_create(model_workspace(m));
     if (s->mx_fast && (s->expert_precision || s->linear_precision)) mx_check(m->ctx);
     for (int i = 0; i < ARENAS; i++) arena_allocate(&m->arena[i]);
-    for (int64_t l = 0; l < m->config.L && s->recompute == RECOMPUTE_BLOCK; l++) {
+    for (int64_t l = 0; l < config_blocks(&m->config) && s->recompute == RECOMPUTE_BLOCK; l++) {
         floatX* residual = m->blocks[l].residual;
         m->blocks[l] = m->rebuilt;
         m->blocks[l].residual = residual;
     }
+    m->outputs[m->config.mtp].dnorm = m->t.dnorm;  // that of the last one is used at once
     if (m->layout.ranks > 1) connect(m, world);
     sharding_connect(m->sharding, m->world, m->holders, side_workspace(m), m->ctx);
     for (int u = 0; u < params_units(&m->config); u++) set_weights(&m->units[u]);
     m->pool = pool_create("activations of the MoE blocks", m->arena[IN_POOL].memory, arena_bytes(&m->arena[IN_POOL]));
     m->pool_empty = pool_mark(m->pool);
-    if (m->config.dense_layers < m->config.L)
+    if (m->config.dense_layers < config_blocks(&m->config))
         m->dispatch = dispatch_create(m->layout.ep > 1 ? m->experts : NULL, m->pool, m->ctx);
     real* table = (real*)host_alloc((size_t)(m->T * m->config.rope) * sizeof(real));
     RopeConfig rope = config_rope(&m->config);
@@ -356,88 +368,22 @@ void model_destroy(Model* m) {
 
 void model_batch(Model* m, const int32_t* tokens, const int32_t* targets, int64_t B, int64_t T) {
     ASSERT(B * T <= m->settings.batch * m->settings.seq_len && T <= m->settings.seq_len);
-    set_shapes(m, B, T);
-    products_batch(&m->products, B * T, m->ctx);
+    m->B = B, m->window = T;
+    model_shapes(m, 0);
+    for (int k = 0; k <= m->config.mtp; k++) products_batch(&m->products, k, B * max_i64(T - k, 0), m->ctx);
     device_upload(m->tokens, tokens, (size_t)(B * T) * sizeof(int32_t), m->ctx);
     if (targets) device_upload(m->targets, targets, (size_t)(B * T) * sizeof(int32_t), m->ctx);
+
+    // A module's targets lie k further in each sequence, and are k less.
+    const size_t id = sizeof(int32_t);
+    for (int64_t k = 1; targets && k <= min_i64(m->config.mtp, T - 1); k++)
+        device_copy_rows(m->targets + k * B * T, (size_t)(T - k) * id, m->targets + k, (size_t)T * id,
+                         (size_t)(T - k) * id, B, m->ctx);
 }
 
-void model_step_begin(Model* m, int64_t step) {
-    const Settings* s = &m->settings;
-    const StepInputs inputs = {{(float)settings_lr(s, step), (float)s->beta1, (float)s->beta2, (float)s->eps,
-                                (float)s->weight_decay, (float)s->clip},
-                               (float)settings_even(s, step)};
-    device_upload(m->inputs, &inputs, sizeof(inputs), m->ctx);
-    m->even = inputs.even != 0;
-    m->first = 1;
-    device_zero(m->load, (size_t)(m->config.L * m->config.E) * sizeof(int64_t), m->ctx);
-    if (m->measures) device_zero(m->mx_stats, (size_t)(m->config.L * BLOCK_STATS) * sizeof(MxStats), m->ctx);
-    step_begin(m->state, m->ctx);
-}
-
-static void forward_and_backward(Model* m, int last) {
-    double tokens = (double)m->settings.tokens_per_step;
-    model_forward(m, 1);
-    model_loss(m, m->state, (float)(1 / tokens));
-    // The balance loss is a mean over the sequences of the step.
-    model_backward(m, (float)(m->settings.aux_loss * (double)m->settings.seq_len / tokens), last);
-}
-
-static void micro_step(void* model) { forward_and_backward((Model*)model, 0); }
-static void last_micro_step(void* model) { forward_and_backward((Model*)model, 1); }
-
-// Micro-steps of a kind give the device the same work.
-static Graph* micro_step_graph(const Model* m, int last) {
-    const int casts = m->units[0].version != weights_version(m->sharding);
-    return m->measures ? NULL : m->graphs[m->first | last << 1 | m->even << 2 | casts << 3];
-}
-
-void model_micro_step(Model* m, int last) {
-    graph_run(micro_step_graph(m, last), last ? last_micro_step : micro_step, m, m->ctx);
-    // What a replay does not note.
-    m->first = 0;
-    for (int u = 0; u < params_units(&m->config); u++) m->units[u].version = weights_version(m->sharding);
-}
-
-// Sums over the ranks what decides the step.
-static void sum_over_ranks(Model* m) {
-    if (!m->world) return;
-    comm_sum_double(m->world, &m->state->loss_sum, STEP_SUMS, m->ctx);
-    comm_sum_i64(m->world, m->load, m->config.L * m->config.E, m->ctx);
-    if (m->measures)  // doubles, all of it
-        comm_sum_double(m->world, (double*)m->mx_stats,
-                        m->config.L * BLOCK_STATS * (int64_t)(sizeof(MxStats) / sizeof(double)), m->ctx);
-}
-
-static int64_t clamp(int64_t x, int64_t most) { return x < 0 ? 0 : x < most ? x : most; }
-
-static void update(void* model) {
-    Model* m = (Model*)model;
-    const AdamW* opt = &m->inputs->opt;
-    sum_over_ranks(m);
-    step_decide(m->state, m->settings.tokens_per_step, opt, m->ctx);
-    int count = 0, most = params_units(&m->config) * BUFFERS;
-    AdamWBuffer* list = (AdamWBuffer*)host_alloc((size_t)most * sizeof(AdamWBuffer));
-    for (int i = 0; i < most; i++) {
-        const ParamBuffer* p = &m->units[i / BUFFERS].buffer[i % BUFFERS];
-        const real* grad = p->own_grad - (p->first - p->held_from);
-        const AdamWBuffer buffer = {
-            p->held_weight, p->master, p->m, p->v, grad, p->held, clamp(p->n_decay - p->held_from, p->held)};
-        if (p->n) list[count++] = buffer;
-    }
-    adamw_update(list, count, opt, m->state, m->ctx);
-    free(list);
-    for (int64_t l = m->config.dense_layers; l < m->config.L; l++)
-        router_update_bias(m->bias + l * m->config.E, m->load + l * m->config.E, (int32_t)m->config.E,
-                           (float)m->settings.bias_rate, m->state, m->ctx);
-}
-
-void model_update(Model* m, int stop) {
-    const double one = 1;
-    if (stop) device_upload(&m->state->stop, &one, sizeof(one), m->ctx);
-    graph_run(m->graphs[UPDATE_GRAPH], update, m, m->ctx);
-    weights_changed(m->sharding, m->ctx);
-    m->measures = 0;
+void model_shapes(Model* m, int k) {
+    set_shapes(m, m->B, m->window - k);
+    m->products.batch = k;
 }
 
 const char* model_unreplayed(const Model* m) {

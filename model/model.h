@@ -11,7 +11,20 @@
 //   norm2 = rmsnorm(x)
 //   x     = x + mlp(norm2)
 //
-// Source: DeepSeek-V2 (arXiv 2405.04434) section 2.1, DeepSeek-V3 (arXiv 2412.19437) section 2.1.
+// With --mtp, training has modules k = 1, 2, ... behind the blocks, each a block that predicts the token k + 1 places
+// ahead. h^0 is what the main model's head reads, the blocks' output after the final norm:
+//
+//   x       = [rmsnorm(embedding of t_{i+k}) ; rmsnorm(h^{k-1}_i)] Weh
+//   x       = block(x),   h^k = rmsnorm(x),   logits = h^k Wlm_head
+//   loss    = loss^0 + weight / modules * sum_k loss^k,   loss^k = -1/T sum_i log p^k_i(t_{i+k+1})
+//
+// Embedding and lm_head are the main model's. Of a window's T positions the last k have no target: module k computes
+// the first T - k alone, so that the others count nowhere, in no expert's load either. Token i + k of these is in the
+// window, so its embedding is a row of what the first block read: the embedding is used once, and the gradients of
+// these rows join that of the first block's below it. lm_head takes all outputs in one visit. That h^{k-1} comes from
+// after the norm, and the order of the two halves, is as the published weights are read (SGLang, Megatron).
+//
+// Source: DeepSeek-V2 (arXiv 2405.04434) section 2.1, DeepSeek-V3 (arXiv 2412.19437) sections 2.1 and 2.2.
 #ifndef MODEL_MODEL_H
 #define MODEL_MODEL_H
 
@@ -37,14 +50,24 @@ typedef struct BlockSaved {
     MoeSaved moe;                                  // MoE blocks only; lies in the pool
 } BlockSaved;
 
+// What the head reads: the output of the main model (0) or of module k, N_k = B (T - k).
+typedef struct Output {
+    floatX *residual, *norm;  // (N_k, C): x after the last block, and normalised
+    floatX* dnorm;            // (N_k, C): gradient of norm, from model_loss and the next module
+    real* rstd;               // (N_k)
+} Output;
+
 // What lives only inside forward or backward; all blocks share it.
 typedef struct Scratch {
     floatX* out;              // (N, C): output of attention or MLP, before it joins the residual stream
     floatX *act, *dact, *dh;  // (N, dense_ffn), (N, dense_ffn), (N, 2 dense_ffn)
     floatX *dx, *dnorm;       // (N, C): gradient of the residual stream; of a norm's output
     floatX *dq, *dcq, *dcq_norm, *dkva, *dckv, *dkv, *datt;
-    floatX* logits;    // (chunk, Vp)
-    real* logits_row;  // (V), for model_logits
+    floatX *joined, *djoined;    // (N, 2C): what a module projects, and its gradient
+    floatX* dembed;              // (N, C): of the modules' embeddings, all together
+    real *rstd_embed, *rstd_in;  // (N): of a module's two norms
+    floatX* logits;              // (chunk, Vp)
+    real* logits_row;            // (V), for model_logits
 } Scratch;
 
 // What --mx-stats measures of a block: of each parameter the casts of its products' operands.
@@ -60,8 +83,8 @@ typedef struct StepInputs {
     float even;  // what routers go without (moe/router.h)
 } StepInputs;
 
-// A micro-step is one of 16 kinds, by what the host decides of it; all updates are of one.
-enum { UPDATE_GRAPH = 16, GRAPHS };
+// A micro-step is one of 32 kinds, by what the host decides of it; all updates are of one.
+enum { UPDATE_GRAPH = 32, GRAPHS };
 
 typedef struct Model {
     Settings settings;
@@ -73,26 +96,28 @@ typedef struct Model {
     Unit* units;
     Sharding* sharding;
     ProductRoom products;  // what products in MXFP8 share
-    BlockSaved* blocks;    // (L)
+    BlockSaved* blocks;    // (L + mtp)
     BlockSaved rebuilt;    // the memory that blocks share with --recompute block
     Pool* pool;            // activations of the MoE blocks, a stack in forward order
     PoolMark pool_empty;
     Dispatch* dispatch;  // of the MoE blocks
-    floatX *final_residual, *final_norm;
-    real* final_rstd;
+    Output outputs[1 + MTP_MAX];
     Scratch t;
     int64_t chunk;  // tokens that the classifier takes at a time
 
-    int64_t B, T;          // of the micro-batch in work
+    int64_t window;        // tokens of a sequence of the micro-batch in work
+    int64_t B, T;          // of it, or of its positions that a module computes (model_shapes)
     AttnShape attn_shape;  // its shapes
     MoeShape moe_shape;
-    int32_t *tokens, *targets;  // (N)
+    int32_t *tokens, *targets;  // (N), (1 + mtp, N): module k's are (B, T - k)
     real *rope_table, *losses;  // (T, rope/2, 2), (N)
-    real* bias;                 // (L, E): the routers' balance biases; rows of dense blocks stay 0
-    int64_t* load;              // (L, E): tokens each expert got in this step
-    int even;                   // 1: in this step routers go without a share that is not 0
+    real* bias;                 // (L + mtp, E): the routers' balance biases; rows of dense blocks stay 0
+    int64_t* load;              // (L + mtp, E): tokens each expert got in this step
+    int even, late;             // 1: in this step routers go without a share that is not 0; modules weigh as in the end
     int first;                  // 1: the micro-step in work is the first of its step
-    MxStats* mx_stats;          // (L, BLOCK_STATS): what the casts of this step did, with --mx-stats
+    float further_weight;       // of the loss of each module in this step
+    int further;                // modules that the forward in work computed
+    MxStats* mx_stats;          // (L + mtp, BLOCK_STATS): what the casts of this step did, with --mx-stats
     int measures;               // 1: this step makes mx_stats; set before model_step_begin, 0 again after model_update
     StepState *state, *val_state;
     StepInputs* inputs;
@@ -115,13 +140,13 @@ size_t model_workspace(const Model* model);
 // Copies a micro-batch of B sequences of T tokens to the device; targets may be NULL (sampling).
 // B * T and T must not exceed the settings' batch * seq_len and seq_len.
 void model_batch(Model* model, const int32_t* tokens, const int32_t* targets, int64_t B, int64_t T);
-// Up to the final norm. train 1 counts the experts' load.
+// Up to the final norm. train 1 counts the experts' load, and goes on with the modules.
 void model_forward(Model* model, int train);
-// Adds the losses of the batch to state->loss_sum. dscale != 0: also leaves the gradient of dscale * (their sum) in
-// t.dnorm and in lm_head's.
+// Adds the losses of the batch to state->loss_sum and further_sum. dscale != 0: also leaves the gradient of dscale *
+// (their sum, the modules' by their weight) in the outputs' dnorm and in lm_head's.
 void model_loss(Model* model, StepState* state, float dscale);
-// From t.dnorm down to the embedding; all parameters' gradients = in a step's first micro-step and += after it, and
-// summed over the ranks by the last. aux: see router_backward.
+// From the outputs' dnorm down to the embedding; all parameters' gradients = in a step's first micro-step and += after
+// it, and summed over the ranks by the last. aux: see router_backward.
 void model_backward(Model* model, float aux, int last_micro_step);
 
 // Training step `step`, from 1: begin, then per micro-batch model_batch and model_micro_step, then model_update.
@@ -145,12 +170,23 @@ void unit_end(Model* model, int unit);
 void unit_grads_begin(Model* model, int unit);
 void unit_grads_end(Model* model, int unit, int last_micro_step);
 
-MoeWeights model_moe_weights(const Model* model, int64_t layer);
+// The shapes of what is computed from here on: of the main model (0) or of module k.
+void model_shapes(Model* model, int k);
+// A block, to t.out; t.dx = the gradient of its residual, from t.dx = that of the residual stream after it. What the
+// head reads, of the main model (0) or of module k; t.dx from its gradient. A module as a whole (model/mtp.c).
+void block_forward(Model* model, const Unit* unit, int train);
+void block_backward(Model* model, const Unit* unit, float aux);
+void output_forward(Model* model, int k, const Unit* unit);
+void output_backward(Model* model, int k, const Unit* unit);
+void module_forward(Model* model, int k);
+void module_backward(Model* model, int k, float aux, int last_micro_step);
+
+MoeWeights model_moe_weights(const Model* model, const Unit* unit);
 // The name in the log of one of a block's BLOCK_STATS; NULL: no cast of it is made.
 const char* model_stats_name(const Model* model, int64_t layer, int cast);
 void model_rope(Model* model, floatX* q, floatX* kva, int direction);
 // Rebuilds what the block kept nothing of, from its residual.
-void model_rebuild_block(Model* model, int64_t layer);
+void model_rebuild_block(Model* model, const Unit* unit);
 
 END_C
 

@@ -8,11 +8,14 @@
 #include "device/check.h"
 #include "device/random.h"
 
-int params_units(const ModelConfig* c) { return (int)c->L + 2; }
+int params_units(const ModelConfig* c) { return (int)config_blocks(c) + 2; }
+
+// The head stands between the blocks and the modules.
+int params_block_unit(const ModelConfig* c, int64_t layer) { return (int)layer + (layer < c->L ? 1 : 2); }
 
 UnitKind params_unit_kind(const ModelConfig* c, int unit) {
     if (unit == 0) return UNIT_EMBED;
-    if (unit == c->L + 1) return UNIT_HEAD;
+    if (unit > c->L) return unit == c->L + 1 ? UNIT_HEAD : UNIT_MODULE;
     return unit <= c->dense_layers ? UNIT_DENSE : UNIT_MOE;
 }
 
@@ -21,7 +24,13 @@ UnitKind params_unit_kind(const ModelConfig* c, int unit) {
     { label ".x", label ".dy", label ".w" }
 
 int params_list(Param list[PARAMS], const ModelConfig* c, UnitKind kind) {
-    enum { EMBEDS = 1 << UNIT_EMBED, DENSE = 1 << UNIT_DENSE, MOE = 1 << UNIT_MOE, HEAD = 1 << UNIT_HEAD };
+    enum {
+        EMBEDS = 1 << UNIT_EMBED,
+        HEAD = 1 << UNIT_HEAD,
+        DENSE = 1 << UNIT_DENSE,
+        MODULE = 1 << UNIT_MODULE,
+        MOE = 1 << UNIT_MOE | MODULE
+    };
     const int blocks = DENSE | MOE, latent = c->q_lora ? blocks : 0, direct = c->q_lora ? 0 : blocks;
     const int shared = c->shared ? MOE : 0;
     const int64_t C = c->C, V = c->V, Q = c->H * (c->nope + c->rope), sF = c->shared * c->F;
@@ -31,6 +40,7 @@ int params_list(Param list[PARAMS], const ModelConfig* c, UnitKind kind) {
         // id           units   rows              columns       start     cast    its names           name, and that of the second half
         {EMBED,        EMBEDS, V,                C,            NORMAL,   NEVER,  {NULL},             "model.embed_tokens.weight", NULL},
         {LM_HEAD,      HEAD,   V,                C,            NORMAL,   NEVER,  {NULL},             "lm_head.weight", NULL},
+        {EH_PROJ,      MODULE, C,                2 * C,        NORMAL,   NEVER,  {NULL},             "eh_proj.weight", NULL},
         {WQA,          latent, c->q_lora,        C,            NORMAL,   LINEAR, CASTS("wqa"),       "self_attn.q_a_proj.weight", NULL},
         {WQB,          latent, Q,                c->q_lora,    NORMAL,   LINEAR, CASTS("wqb"),       "self_attn.q_b_proj.weight", NULL},
         {WQ,           direct, Q,                C,            NORMAL,   LINEAR, CASTS("wq"),        "self_attn.q_proj.weight", NULL},
@@ -51,6 +61,9 @@ int params_list(Param list[PARAMS], const ModelConfig* c, UnitKind kind) {
         {Q_NORM,       latent, 1,                c->q_lora,    ONE,      NEVER,  {NULL},             "self_attn.q_a_layernorm.weight", NULL},
         {KV_NORM,      blocks, 1,                c->kv_lora,   ONE,      NEVER,  {NULL},             "self_attn.kv_a_layernorm.weight", NULL},
         {NORM2,        blocks, 1,                C,            ONE,      NEVER,  {NULL},             "post_attention_layernorm.weight", NULL},
+        {ENORM,        MODULE, 1,                C,            ONE,      NEVER,  {NULL},             "enorm.weight", NULL},
+        {HNORM,        MODULE, 1,                C,            ONE,      NEVER,  {NULL},             "hnorm.weight", NULL},
+        {FINAL_NORM,   MODULE, 1,                C,            ONE,      NEVER,  {NULL},             "shared_head.norm.weight", NULL},
         {FINAL_NORM,   HEAD,   1,                C,            ONE,      NEVER,  {NULL},             "model.norm.weight", NULL},
     };
     // clang-format on
@@ -66,6 +79,7 @@ Unit params_unit(const ModelConfig* c, const Layout* l, int index) {
     memset(&u, 0, sizeof(u));
     for (int i = 0; i < PARAMS; i++) u.at[i] = -1;
     u.kind = params_unit_kind(c, index);
+    u.layer = u.kind == UNIT_EMBED || u.kind == UNIT_HEAD ? -1 : index - (u.kind == UNIT_MODULE ? 2 : 1);
     const int count = params_list(list, c, u.kind);
     for (int i = 0; i < count; i++) {
         const Param* p = &list[i];
@@ -116,20 +130,19 @@ static void add_tensors(NamedTensor* list, int* count, const Param* p, const Mod
 NamedTensor* params_tensors(const ModelConfig* c, const Layout* layout, int index, int* count) {
     Param list[PARAMS];
     const Unit u = params_unit(c, layout, index);
-    const int params = params_list(list, c, u.kind),
-              layer = u.kind == UNIT_DENSE || u.kind == UNIT_MOE ? index - 1 : -1;
+    const int params = params_list(list, c, u.kind);
     const int64_t El = c->E / layout->ep, first = layout->rank % layout->ep * El;
     NamedTensor* tensors = (NamedTensor*)host_alloc((size_t)(2 * PARAMS + 3 * c->E) * sizeof(NamedTensor));
     *count = 0;
     for (int i = 0; i < params; i++)
         if (param_buffer(list[i].id) == DENSE_PARAMS)
-            add_tensors(tensors, count, &list[i], c, layer, -1, u.at[list[i].id]);
-    for (int64_t e = 0; u.kind == UNIT_MOE && e < c->E; e++)
+            add_tensors(tensors, count, &list[i], c, u.layer, -1, u.at[list[i].id]);
+    for (int64_t e = 0; u.at[ROUTER] >= 0 && e < c->E; e++)
         for (int i = 0; i < params; i++) {
             const Param* p = &list[i];
             const int64_t of_expert = u.at[p->id] + (e - first) * p->rows * p->columns;
             if (param_buffer(p->id) == EXPERT_PARAMS)
-                add_tensors(tensors, count, p, c, layer, (int)e, e >= first && e < first + El ? of_expert : -1);
+                add_tensors(tensors, count, p, c, u.layer, (int)e, e >= first && e < first + El ? of_expert : -1);
         }
     return tensors;
 }
@@ -150,7 +163,7 @@ int64_t params_total(const ModelConfig* c) {
     const Layout one_rank = {.ranks = 1, .ep = 1};
     int64_t total = 0;
     for (int unit = 0; unit < params_units(c); unit++) {
-        // Blocks of a kind are alike; enumerating one of each is enough.
+        // Blocks of a kind are alike; enumerating one of each is enough. (Modules are few.)
         int alike = unit == 1 && c->dense_layers > 1 ? (int)c->dense_layers : 1;
         if (unit == c->dense_layers + 1 && unit <= c->L) alike = (int)(c->L - c->dense_layers);
         int count;
@@ -163,13 +176,25 @@ int64_t params_total(const ModelConfig* c) {
 }
 
 int64_t params_active(const ModelConfig* c) {
-    return params_total(c) - (c->L - c->dense_layers) * (expert_params(c) / c->E) * (c->E - c->K);
+    return params_total(c) - (config_blocks(c) - c->dense_layers) * (expert_params(c) / c->E) * (c->E - c->K);
 }
 
 double flops_per_token(const ModelConfig* c, int64_t T) {
-    int64_t norms = c->L * (2 * c->C + c->q_lora + c->kv_lora) + c->C;
-    double matmul = (double)(params_active(c) - c->V * c->C - norms);
-    return 6 * matmul + 6.0 * (double)(c->L * c->H * (c->nope + c->rope + c->v)) * (double)T / 2;
+    ModelConfig main = *c;
+    main.mtp = 0;
+    const int64_t norms = c->L * (2 * c->C + c->q_lora + c->kv_lora) + c->C;
+    const double attention = 6.0 * (double)(c->H * (c->nope + c->rope + c->v)) * (double)T / 2;
+    double flops = 6 * (double)(params_active(&main) - c->V * c->C - norms) + (double)c->L * attention;
+    if (c->mtp == 0) return flops;
+
+    // The modules are alike: their matrices, and lm_head.
+    const int64_t more = (params_active(c) - params_active(&main)) / c->mtp;
+    const double matmul = 6 * (double)(more - (5 * c->C + c->q_lora + c->kv_lora) + c->V * c->C);
+    for (int64_t k = 1; k <= c->mtp; k++) {
+        const double share = (double)(T - k) / (double)T;
+        flops += share * (matmul + share * attention);
+    }
+    return flops;
 }
 
 void params_plan(Arena* arena, Unit* units, const ModelConfig* c, const Layout* layout) {
@@ -186,27 +211,28 @@ void params_publish(Unit* unit, Ctx* ctx) {
     }
 }
 
-void params_init(Unit* units, const ModelConfig* c, const Layout* layout, uint64_t seed, Ctx* ctx) {
+void params_init_unit(Unit* units, int unit, const ModelConfig* c, const Layout* layout, uint64_t seed, Ctx* ctx) {
     const int64_t piece = 1 << 20;
     float* drawn = (float*)host_alloc((size_t)piece * sizeof(float));
     real* host = (real*)host_alloc((size_t)piece * sizeof(real));
-    for (int unit = 0; unit < params_units(c); unit++) {
-        int count;
-        NamedTensor* tensors = params_tensors(c, layout, unit, &count);
-        for (int i = 0; i < count; i++) {
-            const NamedTensor* t = &tensors[i];
-            const ParamBuffer* p = &units[unit].buffer[t->buffer];
-            Slice mine = tensor_slice(t, p->held_from, p->held);
-            for (int64_t first = mine.first; first < mine.first + mine.count; first += piece) {
-                int64_t left = mine.first + mine.count - first, n = left < piece ? left : piece;
-                if (t->std > 0)
-                    random_normal(drawn, n, seed, (uint32_t)unit << 20 | (uint32_t)i, (uint64_t)first, t->std);
-                for (int64_t j = 0; j < n; j++) host[j] = t->std > 0 ? drawn[j] : 1;
-                device_upload(p->master + (t->offset + first - p->held_from), host, (size_t)n * sizeof(real), ctx);
-            }
+    int count;
+    NamedTensor* tensors = params_tensors(c, layout, unit, &count);
+    for (int i = 0; i < count; i++) {
+        const NamedTensor* t = &tensors[i];
+        const ParamBuffer* p = &units[unit].buffer[t->buffer];
+        Slice mine = tensor_slice(t, p->held_from, p->held);
+        for (int64_t first = mine.first; first < mine.first + mine.count; first += piece) {
+            int64_t left = mine.first + mine.count - first, n = left < piece ? left : piece;
+            if (t->std > 0) random_normal(drawn, n, seed, (uint32_t)unit << 20 | (uint32_t)i, (uint64_t)first, t->std);
+            for (int64_t j = 0; j < n; j++) host[j] = t->std > 0 ? drawn[j] : 1;
+            device_upload(p->master + (t->offset + first - p->held_from), host, (size_t)n * sizeof(real), ctx);
         }
-        free(tensors);
     }
+    free(tensors);
     free(drawn);
     free(host);
+}
+
+void params_init(Unit* units, const ModelConfig* c, const Layout* layout, uint64_t seed, Ctx* ctx) {
+    for (int unit = 0; unit < params_units(c); unit++) params_init_unit(units, unit, c, layout, seed, ctx);
 }

@@ -1,7 +1,8 @@
 // The parameters: which there are, where each lies, how it starts. ONE table says it (params.c), and layout, names,
 // casts, start and checkpoints are read from it.
 //
-// Parameters live in units: 0 the embedding, 1..L the blocks, L + 1 the head (lm_head and final norm). A unit has two
+// Parameters live in units: 0 the embedding, 1..L the blocks, L + 1 the head (lm_head and final norm), and after it the
+// modules that predict further tokens, blocks L, L + 1, ... with a projection before and a norm after. A unit has two
 // flat buffers, of dense parameters and of experts (empty without). Matrices come first in a buffer and norms after, so
 // that weight decay covers a prefix (n_decay). Fused matrices (gate over up) are laid out so that every tensor of a
 // Hugging Face DeepSeek checkpoint is one contiguous slice. A rank holds E / ep experts; how the buffers are cut beyond
@@ -19,6 +20,7 @@ BEGIN_C
 typedef enum ParamId {
     EMBED,    // (Vp, C): V padded to a multiple of 128
     LM_HEAD,  // (Vp, C)
+    EH_PROJ,  // (C, 2C), of a module: embedding and representation to what its block reads
     WQA,      // (q_lora, C), with WQB where queries have a latent
     WQB,      // (H (nope + rope), q_lora)
     WQ,       // (H (nope + rope), C), where they have none
@@ -34,11 +36,13 @@ typedef enum ParamId {
     Q_NORM,   // (q_lora)
     KV_NORM,  // (kv_lora)
     NORM2,    // (C)
+    ENORM,    // (C), of a module's embeddings
+    HNORM,    // (C), of the representations that it is given
     FINAL_NORM,
     PARAMS
 } ParamId;
 
-typedef enum { UNIT_EMBED, UNIT_DENSE, UNIT_MOE, UNIT_HEAD } UnitKind;
+typedef enum { UNIT_EMBED, UNIT_DENSE, UNIT_MOE, UNIT_HEAD, UNIT_MODULE } UnitKind;
 typedef enum { NORMAL, RESIDUAL, ONE } ParamStart;  // params_init
 typedef enum { NEVER, LINEAR, EXPERT } ParamCast;   // in MXFP8 by --linear-precision, by --expert-precision
 
@@ -59,6 +63,7 @@ static inline int param_buffer(ParamId id) { return id == W13 || id == W2 ? EXPE
 
 typedef struct Unit {
     UnitKind kind;
+    int layer;           // its block, counted from 0; -1: the embedding or the head
     int64_t at[PARAMS];  // offsets into its buffer in elements, -1 where the unit has no such parameter
     ParamBuffer buffer[BUFFERS];
     Weight w[PARAMS];  // as ops take them, from unit_begin to unit_end (model/model.h)
@@ -75,7 +80,8 @@ typedef struct NamedTensor {
     double std;  // of its start; 0: ones (norms)
 } NamedTensor;
 
-int params_units(const ModelConfig* config);  // L + 2
+int params_units(const ModelConfig* config);  // L + 2 + mtp
+int params_block_unit(const ModelConfig* config, int64_t layer);
 UnitKind params_unit_kind(const ModelConfig* config, int unit);
 // Fills kind, layout and sizes; no memory.
 Unit params_unit(const ModelConfig* config, const Layout* layout, int unit);
@@ -90,10 +96,11 @@ typedef struct Slice {
 // What elements from .. from + n - 1 of a buffer hold of a tensor; count 0 if nothing.
 Slice tensor_slice(const NamedTensor* tensor, int64_t from, int64_t n);
 
-// Number of parameters: all, and those a token meets (K of E experts; embedding and lm_head in).
+// Number of parameters: all, and those a token meets (K of E experts; embedding and lm_head in). Modules are in.
 int64_t params_total(const ModelConfig* config);
 int64_t params_active(const ModelConfig* config);
-// 6 * (active matmul parameters, lm_head in, embedding out) + 6 L H (nope + rope + v) T / 2 (the causal half).
+// 6 * (active matmul parameters, lm_head in, embedding out) + 6 L H (nope + rope + v) T / 2 (the causal half). Module k
+// has lm_head once more, and T - k of T positions.
 double flops_per_token(const ModelConfig* config, int64_t T);
 
 // Lays out every unit and names its arrays in `arena`.
@@ -106,6 +113,7 @@ void params_publish(Unit* unit, Ctx* ctx);
 // times (2L)^-1/2, norms 1. Tensor i of unit u is stream (u << 20) + i of the seed, so any slice can be drawn alone and
 // the weights do not depend on the layout.
 void params_init(Unit* units, const ModelConfig* config, const Layout* layout, uint64_t seed, Ctx* ctx);
+void params_init_unit(Unit* units, int unit, const ModelConfig* config, const Layout* layout, uint64_t seed, Ctx* ctx);
 
 END_C
 

@@ -43,12 +43,13 @@ static void list_unit(Model* m, int u, CheckpointFile* masters, CheckpointFile* 
     free(list);
 
     // Every rank holds the router's biases whole; rank 0 writes them.
-    if (m->units[u].kind != UNIT_MOE) return;
+    const int layer = m->units[u].layer;
+    if (m->units[u].at[ROUTER] < 0) return;
     int64_t E = m->config.E;
     CheckpointTensor bias = {.rank = 1, .shape = {E, 1}, .count = E, .save_count = m->layout.rank == 0 ? E : 0};
     char name[112];
-    snprintf(name, sizeof(name), "model.layers.%d.mlp.gate.e_score_correction_bias", u - 1);
-    add(bias_apart ? moments : masters, bias, name, "", m->bias + (u - 1) * E);
+    snprintf(name, sizeof(name), "model.layers.%d.mlp.gate.e_score_correction_bias", layer);
+    add(bias_apart ? moments : masters, bias, name, "", m->bias + layer * E);
 }
 
 CheckpointFile* model_files(Model* m, bool bias_apart, int* count) {

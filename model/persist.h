@@ -1,8 +1,9 @@
 // A model's state on disk: which tensors a checkpoint holds, saving and resuming.
 //
-// Unit u (0 the embedding, then the blocks, last the head) is block_%03d.safetensors (masters under Hugging Face names,
-// and the router's e_score_correction_bias) and block_%03d.adam.safetensors (moments: <name>.exp_avg and
-// <name>.exp_avg_sq). The bias of softmax scores lies with the moments: DeepSeek-V2's model has none.
+// Unit u (0 the embedding, then the blocks, the head, and modules that predict further tokens) is
+// block_%03d.safetensors (masters under Hugging Face names, and the router's e_score_correction_bias) and
+// block_%03d.adam.safetensors (moments: <name>.exp_avg and <name>.exp_avg_sq). The bias of softmax scores lies with the
+// moments: DeepSeek-V2's model has none.
 #ifndef MODEL_PERSIST_H
 #define MODEL_PERSIST_H
 
@@ -11,8 +12,8 @@
 
 BEGIN_C
 
-// The files of a checkpoint of this model, pointing at the slices in this rank's memory, in fresh memory. bias_apart: the
-// biases are in the files of moments.
+// The files of a checkpoint of this model, pointing at the slices in this rank's memory, in fresh memory. bias_apart:
+// the biases are in the files of moments.
 CheckpointFile* model_files(Model* model, bool bias_apart, int* count);
 void model_files_free(CheckpointFile* files, int count);
 

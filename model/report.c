@@ -162,9 +162,17 @@ void check_memory(const Settings* s, int rank) {
             what_fits(s, rank, room));
 }
 
+// Module k has T - k predictions in each window of T tokens.
+int64_t report_further(double further[MTP_MAX], const Settings* s, const StepState* state) {
+    const double windows = (double)s->tokens_per_step / (double)s->seq_len;
+    for (int64_t k = 1; k <= s->model.mtp; k++)
+        further[k - 1] = state->further_sum[k - 1] / (windows * (double)(s->seq_len - k));
+    return s->model.mtp;
+}
+
 double report_load(double* most, double* least, const ModelConfig* c, const int64_t* load) {
     double worst = 0;
-    for (int64_t l = 0; l < c->L; l++) {
+    for (int64_t l = 0; l < config_blocks(c); l++) {
         const int64_t* of = load + l * c->E;
         int64_t sum = 0, max = of[0], min = of[0];
         for (int64_t e = 0; e < c->E; e++) {
@@ -180,10 +188,18 @@ double report_load(double* most, double* least, const ModelConfig* c, const int6
     return worst;
 }
 
+void report_device(const Model* m) {
+    const char* unreplayed = model_unreplayed(m);
+    printf("device     %s\n", device_name(m->ctx));
+    if (m->layout.ranks > 1) printf("ranks      %d, %d share a set of experts\n", m->layout.ranks, m->layout.ep);
+    printf("graph      %s%s\n", unreplayed ? "off: " : "steps are replayed", unreplayed ? unreplayed : "");
+}
+
 int report_casts(CastRecord** records, const Model* m, const MxStats* sums) {
     int count = 0;
-    *records = (CastRecord*)host_alloc((size_t)(m->config.L * BLOCK_STATS) * sizeof(CastRecord));
-    for (int64_t i = 0; i < m->config.L * BLOCK_STATS; i++) {
+    const int64_t all = config_blocks(&m->config) * BLOCK_STATS;
+    *records = (CastRecord*)host_alloc((size_t)all * sizeof(CastRecord));
+    for (int64_t i = 0; i < all; i++) {
         const char* name = model_stats_name(m, i / BLOCK_STATS, (int)(i % BLOCK_STATS));
         const MxStats* s = &sums[i];
         CastRecord record = {.layer = i / BLOCK_STATS,

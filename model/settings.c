@@ -12,6 +12,7 @@
 #include "data/tokenizer.h"
 #include "device/check.h"
 #include "device/files.h"
+#include "layers/adamw.h"
 #include "model/hub.h"
 #include "model/record.h"
 #include "moe/moe.h"
@@ -66,6 +67,8 @@ const Option settings_table[] = {
     NUMBER("model", "yarn-mscale", model.yarn_mscale, NULL, 0, 100, FIXED, "YaRN's softmax temperature"),
     NUMBER("model", "yarn-original-len", model.yarn_original_len, NULL, 1, 1e9, FIXED,
            "context length before extension"),
+    WHOLE("model", "mtp", model.mtp, "0", 0, MTP_MAX, FIXED,
+          "modules that predict further tokens while training; with --init those that the folder lacks are new"),
 
     // What is done with a model that is there already.
     TEXT("use", "init", init,
@@ -120,12 +123,18 @@ const Option settings_table[] = {
     NUMBER("optimizer", "beta2", beta2, "0.95", 0, 0.999999, FIXED, "AdamW"),
     NUMBER("optimizer", "eps", eps, "1e-8", 1e-30, 1, FIXED, "AdamW"),
     NUMBER("optimizer", "clip", clip, "1", 0, 1e9, FIXED, "largest global gradient norm; 0: no clipping"),
-    WHOLE("optimizer", "even-start", even_start, "1", 0, 1, FIXED,
-          "1: during the warm-up, and less and less for twice as long, routers choose by logits without what would make "
-          "a sequence's choice uneven; with --init 0, unless given"),
+    WHOLE(
+        "optimizer", "even-start", even_start, "1", 0, 1, FIXED,
+        "1: during the warm-up, and less and less for twice as long, routers choose by logits without what would make "
+        "a sequence's choice uneven; with --init 0, unless given"),
     NUMBER("optimizer", "bias-rate", bias_rate, "5e-3", 0, 100, FIXED,
            "what an expert without tokens gains in selection bias at each step; with --score softmax 0, unless given"),
     NUMBER("optimizer", "aux-loss", aux_loss, "1e-2", 0, 100, FIXED, "weight of the sequence-wise balance loss"),
+    NUMBER("optimizer", "mtp-weight", mtp_weight, "0.3", 1e-3, 100, FIXED,
+           "weight of the losses of --mtp's modules, shared by them"),
+    NUMBER("optimizer", "mtp-weight-end", mtp_weight_end, "0.1", 1e-3, 100, FIXED, "the same after --mtp-switch"),
+    NUMBER("optimizer", "mtp-switch", mtp_switch, "0.67", 0, 1, FIXED,
+           "share of the steps in which --mtp-weight holds"),
 
     // How it lies on its ranks.
     WHOLE("parallel", "ep", ep, "1", 1, DISPATCH_MAX_RANKS, FREE, "ranks that share a set of experts"),
@@ -349,6 +358,10 @@ double config_softmax_scale(const ModelConfig* m) {
 double settings_even(const Settings* s, int64_t step) {
     if (!s->even_start || step >= 3 * s->warmup) return 0;
     return step <= s->warmup ? 1 : (double)(3 * s->warmup - step) / (double)(2 * s->warmup);
+}
+
+double settings_mtp_weight(const Settings* s, int64_t step) {
+    return (double)step <= s->mtp_switch * (double)s->steps ? s->mtp_weight : s->mtp_weight_end;
 }
 
 double settings_lr(const Settings* s, int64_t step) {

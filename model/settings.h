@@ -18,6 +18,7 @@ typedef struct ModelConfig {
     int64_t dense_ffn, dense_layers;  // the first dense_layers blocks have a dense MLP of this width
     int64_t E, K, shared, F;          // the others: E routed experts, and one shared MLP of width shared * F
     int64_t V;
+    int64_t mtp;  // blocks L .. L + mtp - 1: modules that predict further tokens, one behind the other
     int64_t groups, top_groups, score, route_norm;
     double route_scale, rope_theta;
     int64_t yarn;
@@ -39,6 +40,7 @@ typedef struct Settings {
     double temperature;
     double lr, final_lr_frac, weight_decay, beta1, beta2, eps, clip, bias_rate, aux_loss;
     int64_t warmup, schedule, even_start;
+    double mtp_weight, mtp_weight_end, mtp_switch;
     int64_t ep, shard, recompute;
     double timeout, capacity;
     int64_t precision;  // the mode; what it sets, where the command line does not:
@@ -79,6 +81,7 @@ const char* settings_folder(const Settings* settings, const char** option);
 // Tokens that a micro-step takes on all ranks together.
 int64_t settings_micro_tokens(const Settings* settings);
 
+static inline int64_t config_blocks(const ModelConfig* config) { return config->L + config->mtp; }
 int64_t config_vocab_padded(const ModelConfig* config);  // V rounded up to a multiple of 128
 RopeConfig config_rope(const ModelConfig* config);
 double config_softmax_scale(const ModelConfig* config);  // (nope + rope)^-1/2, times YaRN's mscale^2
@@ -91,9 +94,12 @@ double config_softmax_scale(const ModelConfig* config);  // (nope + rope)^-1/2, 
 //   constant   not at all
 double settings_lr(const Settings* settings, int64_t step);
 
-// The share of what evens out a sequence's choice that routers go without at `step` (moe/router.h): all of it during the
-// warm-up, then along a line to none after twice as many steps; with --even-start 0 none.
+// The share of what evens out a sequence's choice that routers go without at `step` (moe/router.h): all of it during
+// the warm-up, then along a line to none after twice as many steps; with --even-start 0 none.
 double settings_even(const Settings* settings, int64_t step);
+
+// The weight at `step` of the modules' losses, together, beside that of the main model.
+double settings_mtp_weight(const Settings* settings, int64_t step);
 
 END_C
 

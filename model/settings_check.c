@@ -57,7 +57,7 @@ static void check_cuda_model(const ModelConfig* m) {
 void settings_check_sizes(const Settings* s) {
     // Widths, tokens of a rank and of all, and rows that may be routed to a rank's experts.
     const ModelConfig* m = &s->model;
-    const double L = (double)m->L, C = (double)m->C, H = (double)m->H, q_lora = (double)m->q_lora;
+    const double L = (double)config_blocks(m), C = (double)m->C, H = (double)m->H, q_lora = (double)m->q_lora;
     const double latent = (double)(m->kv_lora + m->rope), head = (double)(m->nope + m->rope + m->v);
     const double hidden = (double)max_i64(m->dense_ffn, m->shared * m->F), E = (double)m->E, F = (double)m->F;
     const double tokens = (double)s->batch * (double)s->seq_len, micro = tokens * (double)s->ranks;
@@ -91,6 +91,13 @@ void settings_check_sizes(const Settings* s) {
                 sizes[i].what, sizes[i].most);
 }
 
+// A module predicts a token that is still in the window.
+static void check_modules(const Settings* s) {
+    if (s->model.mtp >= s->seq_len)
+        die(EXIT_USAGE, "--mtp %ld needs a longer --seq-len than %ld: module k predicts the token k + 1 places ahead",
+            s->model.mtp, s->seq_len);
+}
+
 // Every group of --ep ranks is whole, and every rank of it has as many experts.
 static void check_layout(const Settings* s) {
     if (s->ranks % s->ep)
@@ -104,7 +111,7 @@ static void check_layout(const Settings* s) {
 static void check_precision(const Settings* s) {
     const ModelConfig* m = &s->model;
     const int linear = s->linear_precision == PRECISION_MXFP8, expert = s->expert_precision || s->wgrad_precision;
-    const int dense = linear && m->dense_layers > 0, shared = linear && m->dense_layers < m->L;
+    const int dense = linear && m->dense_layers > 0, shared = linear && m->dense_layers < config_blocks(m);
     const int any = linear || expert || s->dispatch_precision || s->combine_precision;
     const Width widths[] = {{"--dim", any * m->C},
                             {"--expert-ffn", expert * m->F},
@@ -120,7 +127,8 @@ static void check_precision(const Settings* s) {
 
 // --mx-stats measures casts, so there must be some.
 static void check_stats(const Settings* s) {
-    const int moe = s->model.dense_layers < s->model.L, experts = s->expert_precision || s->dispatch_precision;
+    const int moe = s->model.dense_layers < config_blocks(&s->model),
+              experts = s->expert_precision || s->dispatch_precision;
     if (s->mx_stats && !s->linear_precision && !(moe && experts))
         die(EXIT_USAGE,
             "--mx-stats %ld: nothing that it measures is MXFP8; it goes with --linear-precision mxfp8 or, where there "
@@ -160,6 +168,7 @@ static void check_run(const Settings* s) {
 void settings_check(const Settings* s) {
     check_model(&s->model);
     if (BACKEND == BACKEND_CUDA) check_cuda_model(&s->model);
+    check_modules(s);
     check_layout(s);
     check_precision(s);
     check_stats(s);

@@ -8,6 +8,8 @@
 
 #include "device/check.h"
 
+enum { SLOTS = 3 };
+
 typedef struct Slot {
     floatX* weight;
     real* grad;
@@ -18,14 +20,14 @@ typedef struct Slot {
 } Slot;
 
 struct Sharding {
-    int count;
+    int count, held;
     ParamBuffer** units;  // (count) x (BUFFERS)
     Comm *world, *holders;
     Ctx* side_stream;     // gathers and reductions, in the order given
     Event *given, *done;  // from the stream that computes to the side stream and back
     Event** gathered;     // (count): the unit's weights are there
     int64_t version;      // counts changes of the weights
-    Slot slots[2];
+    Slot slots[SLOTS];
 };
 
 // Parts start on 128 bytes of bf16, and all have the same size.
@@ -69,16 +71,21 @@ void sharding_plan(Arena* arena, ParamBuffer* p) {
 // Those that share a buffer: all ranks, or the holders of the same experts.
 static Comm* comm_of(const Sharding* s, int i) { return i == EXPERT_PARAMS ? s->holders : s->world; }
 
-Sharding* sharding_plan_slots(Arena* arena, ParamBuffer* const* units, int count) {
+// Those behind the held unit leave its slot alone.
+static int slot_of(const Sharding* s, int unit) { return unit > s->held && (unit - s->held) % 2 == 0 ? 2 : unit % 2; }
+
+Sharding* sharding_plan_slots(Arena* arena, ParamBuffer* const* units, int count, int held) {
     Sharding* s = (Sharding*)host_alloc(sizeof(Sharding));
     s->count = count;
+    s->held = held;
     s->units = (ParamBuffer**)host_alloc((size_t)count * sizeof(ParamBuffer*));
     memcpy(s->units, units, (size_t)count * sizeof(ParamBuffer*));
 
-    // Slot i has room for the largest of its units, 2k + i.
-    for (int i = 0; i < 2; i++) {
+    // A slot has room for the largest of its units.
+    for (int i = 0; i < SLOTS; i++) {
         int64_t weights = 0, grads = 0;
-        for (int u = i; u < count; u += 2) {
+        for (int u = 0; u < count; u++) {
+            if (slot_of(s, u) != i) continue;
             const ParamBuffer *dense = &units[u][DENSE_PARAMS], *experts = &units[u][EXPERT_PARAMS];
             weights = max_i64(weights, slotted_weight(dense) * dense->n + slotted_weight(experts) * experts->n);
             grads = max_i64(grads, slotted_grad(dense) * dense->n + slotted_grad(experts) * experts->n);
@@ -93,7 +100,7 @@ Sharding* sharding_plan_slots(Arena* arena, ParamBuffer* const* units, int count
 // Pointers to what lies in another array. A unit's buffers lie one after the other in its slot, always at the same
 // place; the held part of whole weights and the own part of whole gradients lie in these.
 static void set_pointers(const Sharding* s, int unit) {
-    const Slot* slot = &s->slots[unit % 2];
+    const Slot* slot = &s->slots[slot_of(s, unit)];
     floatX* weight = slot->weight;
     real* grad = slot->grad;
     for (int i = 0; i < BUFFERS; i++) {
@@ -127,7 +134,7 @@ void sharding_connect(Sharding* s, Comm* world, Comm* holders, size_t workspace,
         set_pointers(s, u);
         s->gathered[u] = event_create();
     }
-    for (int i = 0; i < 2; i++) {
+    for (int i = 0; i < SLOTS; i++) {
         s->slots[i].free = event_create();
         s->slots[i].reduced = event_create();
     }
@@ -139,7 +146,7 @@ void sharding_destroy(Sharding* s) {
         event_destroy(s->given);
         event_destroy(s->done);
         for (int u = 0; u < s->count; u++) event_destroy(s->gathered[u]);
-        for (int i = 0; i < 2; i++) {
+        for (int i = 0; i < SLOTS; i++) {
             event_destroy(s->slots[i].free);
             event_destroy(s->slots[i].reduced);
         }
@@ -170,7 +177,7 @@ static void gather(Sharding* s, int unit, int slotted) {
 
 void weights_start(Sharding* s, int unit) {
     if (unit < 0 || unit >= s->count || !travels(s)) return;
-    Slot* slot = &s->slots[unit % 2];
+    Slot* slot = &s->slots[slot_of(s, unit)];
     if (slot->unit == unit && slot->version == s->version) return;
 
     // When nobody reads the slot any more.
@@ -186,7 +193,7 @@ void weights_get(Sharding* s, int unit, Ctx* ctx) {
 }
 
 void weights_release(Sharding* s, int unit, Ctx* ctx) {
-    if (travels(s)) event_record(s->slots[unit % 2].free, ctx);
+    if (travels(s)) event_record(s->slots[slot_of(s, unit)].free, ctx);
 }
 
 // Weights that are kept whole (--shard optimizer and grads) are gathered at once; the others when they are wanted.
@@ -201,7 +208,7 @@ int64_t weights_version(const Sharding* s) { return s->version; }
 
 // What lies in a slot is of another unit: it is written over as soon as that has been summed.
 void grads_get(Sharding* s, int unit, int first, Ctx* ctx) {
-    if (travels(s)) event_wait(s->slots[unit % 2].reduced, ctx);
+    if (travels(s)) event_wait(s->slots[slot_of(s, unit)].reduced, ctx);
     for (int i = 0; i < BUFFERS; i++) s->units[unit][i].fresh = first || slotted_grad(&s->units[unit][i]);
 }
 
@@ -222,7 +229,7 @@ Ctx* grads_reduce(Sharding* s, int unit, int first, int last, Ctx* ctx) {
             comm_sum(comm_of(s, i), p->grad, p->n, s->side_stream);
         }
     }
-    if (travels(s)) event_record(s->slots[unit % 2].reduced, s->side_stream);
+    if (travels(s)) event_record(s->slots[slot_of(s, unit)].reduced, s->side_stream);
     return s->side_stream;
 }
 

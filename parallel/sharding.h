@@ -21,7 +21,7 @@
 //   lower half  | part 0 | part 1 .. |           upper half  | part 0 | part 1 .. |     P = ranks / ep = 2
 //                 rank 0   rank 2  (holders)                   rank 1   rank 3  (holders)
 //
-// What is not kept whole passes through two slots: unit u uses slot u % 2. While one unit computes, the next one is
+// What is not kept whole passes through slots: unit u uses slot u % 2. While one unit computes, the next one is
 // gathered on the side stream. In forward with --shard weights, time from left to right:
 //
 //   stream         | unit 1            | unit 2            | unit 3            |
@@ -33,6 +33,14 @@
 //
 // Backward goes the other way: while unit u computes, u - 1 is gathered, and the gradients of u + 1, which lie in the
 // slots likewise, are reduced. Gradients are sums in real. With P = 1 every level is the same and nothing travels.
+//
+// One unit is visited before and after those behind it: the head, which the modules that predict further tokens stand
+// behind. It is held meanwhile, weights and gradients, so that it is gathered and reduced as often as the others. The
+// unit right behind it has the other slot anyway; of more units those that would need the same one have a third, as
+// large as the largest of them. (Without it the head, which may be the largest unit of all, would travel twice.)
+//
+//   unit   1  2  3  head = 4  5  6  7  8
+//   slot   1  0  1  0         1  2  1  2
 #ifndef PARALLEL_SHARDING_H
 #define PARALLEL_SHARDING_H
 
@@ -74,7 +82,8 @@ typedef struct Sharding Sharding;
 void sharding_cut(ParamBuffer* buffer, int64_t n, int64_t n_decay, int parts, int index, Shard shard);
 // Names the buffer's arrays, and the slots that all units of a run pass through.
 void sharding_plan(Arena* arena, ParamBuffer* buffer);
-Sharding* sharding_plan_slots(Arena* arena, ParamBuffer* const* units, int count);  // (count) x (BUFFERS)
+// units: (count) x (BUFFERS); `held` is the one that is visited again after those behind it.
+Sharding* sharding_plan_slots(Arena* arena, ParamBuffer* const* units, int count, int held);
 
 // After the arena is allocated: connects. world and holders (the ranks that hold the same experts) are NULL with one
 // rank. workspace: bytes for what else is given to the side stream (grads_reduce).
@@ -83,7 +92,8 @@ void sharding_destroy(Sharding* sharding);
 
 // weights_start gathers a unit's weights unless they are there or on their way. weights_get makes ctx wait for them;
 // the host does not wait. weights_release lets the next unit have the slot. Between get and release of a unit only its
-// neighbours may be started. `weight` and `grad` are where they are from sharding_connect on, whatever lies there.
+// neighbours may be started, or the held unit. `weight` and `grad` are where they are from sharding_connect on,
+// whatever lies there.
 void weights_start(Sharding* sharding, int unit);
 void weights_get(Sharding* sharding, int unit, Ctx* ctx);
 void weights_release(Sharding* sharding, int unit, Ctx* ctx);

@@ -6,7 +6,8 @@
 
 A checkpoint is a Hugging Face folder already; this leaves the optimizer's moments out and rounds the weights (to the
 nearest, ties to even). The routers' selection biases stay float32, as DeepSeek-V3's do. Files are checked against the
-manifest's CRC-32 first. Needs numpy, safetensors and ml_dtypes.
+manifest's CRC-32 first. Modules that predict further tokens get copies of the embedding and lm_head, as DeepSeek-V3's
+have, because some readers (vLLM) load a module by its own names alone. Needs numpy, safetensors and ml_dtypes.
 """
 import argparse
 import json
@@ -47,36 +48,44 @@ def dtype_of(name, dtype):
     return "float32" if name.endswith("e_score_correction_bias") else dtype
 
 
-def plan(step, dtype):
-    """Files, each a list of (tensor, where it lies): as many as go into 5 GB, in the order of the model."""
+def copies_of(config):
+    """The names under which modules have a tensor of the main model."""
+    modules = [config["num_hidden_layers"] + k for k in range(config["num_nextn_predict_layers"])]
+    return {"model.embed_tokens.weight": [f"model.layers.{layer}.embed_tokens.weight" for layer in modules],
+            "lm_head.weight": [f"model.layers.{layer}.shared_head.head.weight" for layer in modules]}
+
+
+def plan(step, dtype, copies):
+    """Files, each a list of (name, tensor, where it lies, bytes): as many as go into 5 GB, in the order of the model."""
     from safetensors import safe_open
     files, room = [[]], FILE_BYTES
     weight_map = read_json(step / INDEX)["weight_map"]
     for source in dict.fromkeys(weight_map.values()):
         with safe_open(step / source, "np") as opened:
-            for name in opened.keys():
-                shape = opened.get_slice(name).get_shape()
-                size = (4 if dtype_of(name, dtype) == "float32" else 2) * int.__mul__(*(shape + [1])[:2])
-                if size > room and files[-1]:
-                    files.append([])
-                    room = FILE_BYTES
-                files[-1].append((name, source, size))
-                room -= size
+            for tensor in opened.keys():
+                shape = opened.get_slice(tensor).get_shape()
+                size = (4 if dtype_of(tensor, dtype) == "float32" else 2) * int.__mul__(*(shape + [1])[:2])
+                for name in (tensor, *copies.get(tensor, ())):
+                    if size > room and files[-1]:
+                        files.append([])
+                        room = FILE_BYTES
+                    files[-1].append((name, tensor, source, size))
+                    room -= size
     return files
 
 
-def write(step, out, dtype):
+def write(step, out, dtype, copies):
     import ml_dtypes
     from safetensors import safe_open
     from safetensors.numpy import save_file
-    files = plan(step, dtype)
-    weight_map, done, total = {}, 0, sum(size for file in files for _, _, size in file)
+    files = plan(step, dtype, copies)
+    weight_map, done, total = {}, 0, sum(size for file in files for *_, size in file)
     for i, tensors in enumerate(files):
         target = "model.safetensors" if len(files) == 1 else f"model-{i + 1:05d}-of-{len(files):05d}.safetensors"
         data = {}
-        for name, source, size in tensors:
+        for name, tensor, source, size in tensors:
             with safe_open(step / source, "np") as opened:
-                values = opened.get_tensor(name)
+                values = opened.get_tensor(tensor)
             data[name] = values if dtype_of(name, dtype) == "float32" else values.astype(ml_dtypes.bfloat16)
             weight_map[name], done = target, done + size
         save_file(data, out / target, {"format": "pt"})
@@ -94,7 +103,7 @@ def export(step, out, dtype):
     part = out.with_name(out.name + ".tmp")
     shutil.rmtree(part, ignore_errors=True)
     part.mkdir(parents=True)
-    write(step, part, dtype)
+    write(step, part, dtype, copies_of(config))
     (part / "config.json").write_text(json.dumps(config, indent=2) + "\n")
     for name in COPIED:
         if (step / name).exists():

@@ -5,6 +5,7 @@ The C tests compare the whole model with these files. Needs torch, transformers 
 repository does, and the files are committed, so run it only to change them:  python3 scripts/make_golden.py
 
 - All numbers come from float64 runs and are rounded to float32 once, at the end: the oracle adds no noise of its own.
+  `mtp` keeps them in float64. Its modules are built here, from the paper's equations and transformers' decoder layer.
   transformers casts norms, softmax, RoPE and router to float32; `Float64Casts` turns those casts into float64.
   The same model in plain float32 is run beside it; its distance is printed.
 - Which experts a token takes must not hang on rounding. Tokens are redrawn, position by position, until every gap
@@ -13,8 +14,9 @@ repository does, and the files are committed, so run it only to change them:  py
   the chosen are also above MIN_GAP, so that masking the other groups with 0 or with -inf gives the same experts.
 
 A file holds `weight.*` and `grad.*` under Hugging Face checkpoint names, `tokens` and `targets` (B, T), `logits`
-(B, T, V), `loss` (1), and `expert_ids.L` (B*T, K) for each MoE layer L, by s + bias descending. Its metadata's
-`options` are the command line of train_moe that describes the model.
+(B, T, V), `loss` (the main model's, then each module's), and `expert_ids.L` (B*T, K) for each MoE layer L, by s + bias
+descending (of module k without the last k tokens). Its metadata's `options` are the command line of train_moe that
+describes the model.
 """
 import argparse
 import json
@@ -27,10 +29,12 @@ import torch.nn.functional as F
 import transformers
 from torch.overrides import TorchFunctionMode
 from transformers import DeepseekV2Config, DeepseekV2ForCausalLM, DeepseekV3Config, DeepseekV3ForCausalLM
+from transformers.models.deepseek_v3.modeling_deepseek_v3 import DeepseekV3DecoderLayer, DeepseekV3RMSNorm
 
 MIN_GAP = 0.03
 MIN_COSINE, MAX_NORM_ERROR = 0.9994, 0.015  # of bf16 in transformers, over all gradients; most seeds miss one
 BATCH, SEQ_LEN = 2, 24
+EXACT_LEN = 16  # with --mtp: the gradient of a token's loss is a power of two, which float32 has exactly
 
 # Our options, by model. Head sizes are the smallest that the CUDA attention takes; vocab 100 is no multiple of 128, so
 # padding is tested; in v3_yarn a group has 4 experts, so that "the two best" differs from "all".
@@ -45,6 +49,10 @@ MODELS = {
     "softmax": dict(COMMON, layers=2, q_lora=0, nope_dim=32, rope_dim=16, v_dim=32, dense_ffn=48, experts=8, top_k=2,
                     shared_experts=2, expert_ffn=16, groups=1, top_groups=1, score="softmax", route_norm=0,
                     route_scale=1, yarn=0),
+    # In float64 throughout: factors that the program holds in float32 are powers of two, or rounded here too.
+    "mtp": dict(COMMON, layers=2, q_lora=0, nope_dim=32, rope_dim=16, v_dim=32, dense_ffn=48, experts=4, top_k=2,
+                shared_experts=1, expert_ffn=16, groups=1, top_groups=1, score="sigmoid", route_norm=1, route_scale=1,
+                yarn=0, mtp=2, mtp_weight=0.5),
 }
 
 
@@ -58,6 +66,36 @@ class Float64Casts(TorchFunctionMode):
         if func is torch.Tensor.float:
             func = torch.Tensor.double
         return func(*map(swap, args), **{k: swap(v) for k, v in (kwargs or {}).items()})
+
+
+class Module(DeepseekV3DecoderLayer):
+    """A module that predicts further tokens, named as in DeepSeek-V3's published weights."""
+
+    def __init__(self, config, layer):
+        super().__init__(config, layer)
+        C = config.hidden_size
+        self.enorm, self.hnorm = DeepseekV3RMSNorm(C), DeepseekV3RMSNorm(C)
+        self.eh_proj = torch.nn.Linear(2 * C, C, bias=False)
+        self.shared_head = torch.nn.ModuleDict(dict(norm=DeepseekV3RMSNorm(C)))
+
+    def predict(self, embeddings, before, rotary):
+        """h^k of arXiv 2412.19437, equations 21 and 22, and the norm that its head begins with."""
+        x = self.eh_proj(torch.cat([self.enorm(embeddings), self.hnorm(before)], -1))
+        at = torch.arange(x.shape[1])
+        mask = torch.zeros(1, 1, len(at), len(at), dtype=x.dtype).masked_fill(at[:, None] < at, -math.inf)
+        x = self(x, attention_mask=mask, position_ids=at[None], position_embeddings=rotary(x, at[None]))
+        return self.shared_head["norm"](x)
+
+
+def further_losses(model, hidden, tokens):
+    """L^k of equations 23 and 24 from (B, T + 1) tokens and what the main model's head reads; a window's 1 / T."""
+    B, T = hidden.shape[:2]
+    losses = []
+    for k, module in enumerate(model.model.layers[model.config.num_hidden_layers:], 1):
+        hidden = module.predict(model.model.embed_tokens(tokens[:, k:T]), hidden[:, :T - k], model.model.rotary_emb)
+        logits = model.lm_head(hidden)
+        losses.append(F.cross_entropy(logits.flatten(0, 1), tokens[:, k + 1:].flatten(), reduction="sum") / (B * T))
+    return losses
 
 
 def build(o):
@@ -84,6 +122,11 @@ def build(o):
     else:
         # Softmax scores, the gate is the raw score times the scale, RoPE on interleaved (complex) pairs.
         model = DeepseekV2ForCausalLM(DeepseekV2Config(**args, topk_method="greedy"))
+    for k in range(o.get("mtp", 0)):
+        model.model.layers.append(Module(model.config, o["layers"] + k))  # behind those that forward runs
+    if "mtp" in o:
+        for layer in model.model.layers:
+            layer.self_attn.scaling = float(np.float32(layer.self_attn.scaling))
     assert model.config._attn_implementation == "eager" and model.config._experts_implementation == "eager"
     for module in model.modules():
         assert getattr(module, "variance_epsilon", 1e-6) == 1e-6
@@ -148,15 +191,16 @@ def route(o, logits, bias):
 def draw_tokens(model, seen, o, seed):
     """(B, T+1) tokens: redraw the first token of each row that fails MIN_GAP. Those before it stay good (causal)."""
     rng = np.random.default_rng(seed)
-    tokens = torch.tensor(rng.integers(0, o["vocab"], (BATCH, SEQ_LEN + 1)))
-    for _ in range(100 * SEQ_LEN):
+    T = EXACT_LEN if "mtp" in o else SEQ_LEN
+    tokens = torch.tensor(rng.integers(0, o["vocab"], (BATCH, T + 1)))
+    for _ in range(100 * T):
         with torch.no_grad():
-            model(tokens[:, :-1], use_cache=False)
-        bad = torch.zeros(BATCH * SEQ_LEN, dtype=torch.bool)
+            losses(model, tokens)
+        rows = torch.zeros(BATCH, T, dtype=torch.bool)
         for logits, bias, _, _ in seen.values():
             _, _, gap, group_gap, _, _ = route(o, logits, bias)
-            bad |= (gap <= MIN_GAP) | (group_gap <= MIN_GAP)
-        rows = bad.view(BATCH, SEQ_LEN)
+            bad = ((gap <= MIN_GAP) | (group_gap <= MIN_GAP)).view(BATCH, -1)
+            rows[:, T - bad.shape[1]:] |= bad  # the last token that a module's position has read
         if not rows.any():
             return tokens
         for row, is_bad in zip(tokens, rows):
@@ -165,13 +209,20 @@ def draw_tokens(model, seen, o, seed):
     return None
 
 
-def run(model, tokens, targets):
-    """(logits, loss, gradients by parameter name)"""
+def losses(model, tokens):
+    """Of (B, T + 1) tokens: logits, and the losses of the main model and of the modules."""
+    hidden = model.model(tokens[:, :-1], use_cache=False).last_hidden_state
+    logits = model.lm_head(hidden)
+    main = F.cross_entropy(logits.flatten(0, 1), tokens[:, 1:].flatten())
+    return logits, torch.stack([main, *further_losses(model, hidden, tokens)])
+
+
+def run(model, o, tokens):
+    """(logits, losses, gradients by parameter name) of equation 25's sum."""
     model.zero_grad()
-    logits = model(tokens, use_cache=False).logits
-    loss = F.cross_entropy(logits.flatten(0, 1), targets.flatten())
-    loss.backward()
-    return logits.detach(), loss.detach(), {name: p.grad for name, p in model.named_parameters()}
+    logits, each = losses(model, tokens)
+    (each[0] + o.get("mtp_weight", 0) * (each[1:].mean() if len(each) > 1 else 0)).backward()
+    return logits.detach(), each.detach(), {name: p.grad for name, p in model.named_parameters()}
 
 
 def checkpoint_names(tensors, prefix):
@@ -189,13 +240,14 @@ def checkpoint_names(tensors, prefix):
     return out
 
 
-def save(path, tensors, metadata):
-    """A safetensors file with a fixed order of keys: the same run gives the same bytes."""
+def save(path, tensors, metadata, exact=()):
+    """A safetensors file with a fixed order of keys: the same run gives the same bytes. `exact` are kept in float64."""
     header, blobs, offset = {"__metadata__": metadata}, [], 0
     for name, t in sorted(tensors.items()):
         is_int = not t.is_floating_point()
-        blob = t.numpy().astype("<i4" if is_int else "<f4").tobytes()
-        header[name] = {"dtype": "I32" if is_int else "F32", "shape": list(t.shape),
+        dtype, kind = ("I32", "<i4") if is_int else ("F64", "<f8") if name in exact else ("F32", "<f4")
+        blob = t.numpy().astype(kind).tobytes()
+        header[name] = {"dtype": dtype, "shape": list(t.shape),
                         "data_offsets": [offset, offset + len(blob)]}
         blobs.append(blob)
         offset += len(blob)
@@ -209,13 +261,13 @@ def relative(a, b):
     return float((a - b).norm() / b.norm()) if b.norm() > 0 else float(a.norm())
 
 
-def bf16_noise(o, weights, tokens, targets, expert_ids, grads):
+def bf16_noise(o, weights, tokens, expert_ids, grads):
     """What bf16 costs in transformers itself: (smallest cosine, largest error of the norm) over all gradients, or None if
     it sends a token to other experts."""
     half = build(o).bfloat16()
     half.load_state_dict(weights)
     seen = record_routers(half)
-    _, _, noisy = run(half, tokens, targets)
+    _, _, noisy = run(half, o, tokens)
     if any(not torch.equal(ids.sort(-1)[0], expert_ids[i].sort(-1)[0]) for i, (_, _, _, ids) in seen.items()):
         return None
     noisy = checkpoint_names(noisy, "grad.")
@@ -235,8 +287,7 @@ def make(name, o, seed, folder, verbose):
         drawn = draw_tokens(model, seen, o, seed)
         if drawn is None:
             return False
-        tokens, targets = drawn[:, :-1], drawn[:, 1:]
-        logits, loss, grads = run(model, tokens, targets)
+        logits, loss, grads = run(model, o, drawn)
 
     # Our rules must give transformers' experts and gates; and a token must exist for which each rule decides.
     gaps, group_gaps, expert_ids = [], [], {}
@@ -253,10 +304,11 @@ def make(name, o, seed, folder, verbose):
         groups_matter += int(by_groups.sum())
         unused += o["experts"] - len(mine.unique())
     assert min(gaps + group_gaps) > MIN_GAP
-    assert o["score"] == "softmax" or (bias_matters > 5 and groups_matter > 5)
+    assert o["score"] == "softmax" or bias_matters > 5
+    assert o["top_groups"] == o["groups"] or groups_matter > 5
 
     # A bf16 program is held against this golden too (cosine 0.999, norm 2 %): bf16 alone must stay well inside.
-    bf16 = bf16_noise(o, weights, tokens, targets, expert_ids, checkpoint_names(grads, "grad."))
+    bf16 = bf16_noise(o, weights, drawn, expert_ids, checkpoint_names(grads, "grad."))
     if verbose:
         print(f"{name}: seed {seed}: bf16 cosine and norm", bf16)
     if bf16 is None or bf16[0] < MIN_COSINE or bf16[1] > MAX_NORM_ERROR:
@@ -266,7 +318,7 @@ def make(name, o, seed, folder, verbose):
     single = build(o)
     single.load_state_dict(weights)
     seen32 = record_routers(single)
-    logits32, loss32, grads32 = run(single, tokens, targets)
+    logits32, loss32, grads32 = run(single, o, drawn)
     for i, (_, _, _, ids) in seen32.items():
         assert torch.equal(ids.sort(-1)[0], expert_ids[i].sort(-1)[0])
     grads, grads32 = checkpoint_names(grads, "grad."), checkpoint_names(grads32, "grad.")
@@ -274,14 +326,15 @@ def make(name, o, seed, folder, verbose):
     worst = max(noise, key=noise.get)
 
     options = " ".join(f"--{k.replace('_', '-')} {v}" for k, v in o.items())
-    tensors = {**checkpoint_names(weights, "weight."), **grads, "tokens": tokens, "targets": targets, "logits": logits,
-               "loss": loss.view(1), **{f"expert_ids.{i}": ids for i, ids in expert_ids.items()}}
+    tensors = {**checkpoint_names(weights, "weight."), **grads, "tokens": drawn[:, :-1],
+               "targets": drawn[:, 1:], "logits": logits, "loss": loss, **{f"expert_ids.{i}": ids for i, ids in expert_ids.items()}}
     path = folder / f"{name}.safetensors"
     save(path, tensors, {
-        "options": options, "batch": str(BATCH), "seq_len": str(SEQ_LEN), "min_expert_gap": f"{min(gaps):.4f}",
-        "min_group_gap": f"{min(group_gaps):.4f}", "transformers": transformers.__version__})
+        "options": options, "batch": str(BATCH), "seq_len": str(drawn.shape[1] - 1), "min_expert_gap": f"{min(gaps):.4f}",
+        "min_group_gap": f"{min(group_gaps):.4f}", "transformers": transformers.__version__},
+        exact={*grads, "logits", "loss"} if "mtp" in o else ())
     print(f"{name}: seed {seed}, bf16 in transformers: cosines from {bf16[0]:.5f}, norms within {bf16[1]:.2%}")
-    print(f"{name}: {path.stat().st_size} bytes, loss {float(loss):.6f}, expert gap {min(gaps):.4f}, "
+    print(f"{name}: {path.stat().st_size} bytes, loss {float(loss[0]):.6f}, expert gap {min(gaps):.4f}, "
           f"group gap {min(group_gaps):.4f}, choices changed by bias {bias_matters} by groups {groups_matter}, "
           f"unused experts {unused}\n"
           f"  float32 against float64: logits {relative(logits32, logits):.1e} loss {relative(loss32, loss):.1e} "
@@ -298,11 +351,12 @@ def main():
     parser = argparse.ArgumentParser(description="Write the golden models of the tests.")
     default = pathlib.Path(__file__).resolve().parent.parent / "tests" / "golden"
     parser.add_argument("--out", type=pathlib.Path, default=default, help="folder (default: tests/golden)")
+    parser.add_argument("--model", choices=MODELS, nargs="+", default=list(MODELS), help="which (default: all)")
     parser.add_argument("--verbose", action="store_true", help="print the float32 noise of every gradient")
     args = parser.parse_args()
     args.out.mkdir(parents=True, exist_ok=True)
-    for name, options in MODELS.items():
-        if not any(make(name, options, seed, args.out, args.verbose) for seed in range(1, 200)):
+    for name in args.model:
+        if not any(make(name, MODELS[name], seed, args.out, args.verbose) for seed in range(1, 200)):
             raise SystemExit(f"{name}: no seed is good")
 
 

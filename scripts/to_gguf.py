@@ -97,6 +97,14 @@ class Weights:
         # DeepSeek-V2 has no place for selection biases, llama.cpp has: those that lie beside the moments.
         for path in sorted(step.glob("block_*.adam.safetensors")):
             self.files |= {name: path.name for name in self.open(path.name).keys() if name.endswith(BIAS)}
+        # Modules that predict further tokens, behind the last layer: llama.cpp's model has none.
+        beyond = [name for name in self.files if (layer := re.match(r"model\.layers\.(\d+)\.", name))
+                  and int(layer[1]) >= config["num_hidden_layers"]]
+        for name in beyond:
+            del self.files[name]
+        if beyond:
+            print(f"to_gguf.py: warning: layers from {config['num_hidden_layers']} on are left out: they predict further tokens",
+                  file=sys.stderr)
         if "train_moe_note" in config and not any(name.endswith(BIAS) for name in self.files):
             raise Failure(f"{step}: a release of this model has no selection biases; give the checkpoint itself")
 

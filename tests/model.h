@@ -24,12 +24,14 @@ static void finish(Model* m) {
     settings_free(&s);
 }
 
-static ParamBuffer* buffer_of(Model* m, int unit, const NamedTensor* t) { return &m->units[unit].buffer[t->buffer]; }
+static inline ParamBuffer* buffer_of(Model* m, int unit, const NamedTensor* t) {
+    return &m->units[unit].buffer[t->buffer];
+}
 
 // n reals of the device, in fresh memory.
 static inline real* host_copy(Model* m, const real* device, int64_t n) {
     real* host = (real*)host_alloc((size_t)n * sizeof(real));
-    device_download(host, device, (size_t)n * sizeof(real), m->ctx);
+    if (n) device_download(host, device, (size_t)n * sizeof(real), m->ctx);
     return host;
 }
 
@@ -38,6 +40,7 @@ static inline void poison_gradients(Model* m) {
     for (int u = 0; u < params_units(&m->config); u++)
         for (int b = 0; b < BUFFERS; b++) {
             const ParamBuffer* p = &m->units[u].buffer[b];
+            if (p->n == 0) continue;
             real* nan = (real*)host_alloc((size_t)p->n * sizeof(real));
             for (int64_t i = 0; i < p->n; i++) nan[i] = NAN;
             device_upload(p->grad, nan, (size_t)p->n * sizeof(real), m->ctx);

@@ -24,8 +24,8 @@ static double gradient_factor(int s) { return s % 3 == 0 ? 3 : s % 3 == 1 ? 1e-3
 static void one_step(StepState* state, real* weight[], real* master[], real* m[], real* v[], const real* loss,
                      real* const grad[], const AdamW* opt, Ctx* ctx) {
     step_begin(state, ctx);
-    loss_add(state, loss, 130, ctx);  // two micro-steps
-    loss_add(state, loss + 130, TOKENS - 130, ctx);
+    loss_add(&state->loss_sum, loss, 130, ctx);  // two micro-steps
+    loss_add(&state->loss_sum, loss + 130, TOKENS - 130, ctx);
     for (int b = 0; b < BUFFERS; b++) grad_norm_add(state, grad[b], sizes[b], ctx);
     step_decide(state, TOKENS, opt, ctx);
     AdamWBuffer list[BUFFERS];
@@ -144,7 +144,7 @@ static void test_norm_of_large_buffers(void) {
         step_begin(&states[k], ctx);
         grad_norm_add(&states[k], x, N, ctx);
         grad_norm_add(&states[k], y, 5000, ctx);
-        loss_add(&states[k], x, N, ctx);
+        loss_add(&states[k].loss_sum, x, N, ctx);
         ctx_sync(ctx);
         ctx_destroy(ctx);
     }

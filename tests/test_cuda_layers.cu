@@ -291,10 +291,10 @@ static void adamw_case(int64_t n, int64_t n_decay, int64_t N, float clip) {
         settle();
         step_begin(state, ctx);
         REFERENCE(step_begin)(&ref, reference_ctx);
-        loss_add(state, loss.dev, N, ctx);
-        loss_add(state, loss.dev, N, ctx);
-        REFERENCE(loss_add)(&ref, loss.ref(), N, reference_ctx);
-        REFERENCE(loss_add)(&ref, loss.ref(), N, reference_ctx);
+        loss_add(&state->loss_sum, loss.dev, N, ctx);
+        loss_add(&state->loss_sum, loss.dev, N, ctx);
+        REFERENCE(loss_add)(&ref.loss_sum, loss.ref(), N, reference_ctx);
+        REFERENCE(loss_add)(&ref.loss_sum, loss.ref(), N, reference_ctx);
         grad_norm_add(state, grad.dev, n, ctx);
         grad_norm_add(state, grad.dev + 4, n - 4, ctx);
         REFERENCE(grad_norm_add)(&ref, grad.ref(), n, reference_ctx);
@@ -359,7 +359,7 @@ static void adamw_case(int64_t n, int64_t n_decay, int64_t N, float clip) {
     StepState first, second;
     for (StepState* s : {&first, &second}) {
         step_begin(state, ctx);
-        loss_add(state, loss.dev, N, ctx);
+        loss_add(&state->loss_sum, loss.dev, N, ctx);
         grad_norm_add(state, grad.dev, n, ctx);
         *s = fetch_state(state);
     }

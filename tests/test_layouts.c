@@ -39,13 +39,13 @@ static const char* shards[4] = {"none", "optimizer", "grads", "weights"};
 typedef struct Case {
     int ranks, ep;
     const char *shard, *recompute;
-    int one_expert;         // 1: the router is driven to send every token to expert 3
-    const char* precision;  // options, "" for none
+    int one_expert;       // 1: the router is driven to send every token to expert 3
+    const char* options;  // more of them, "" for none
 } Case;
 
 // What a run showed; valid on rank 0 of its ranks.
 typedef struct Shown {
-    double loss[STEPS], norm[STEPS];
+    double loss[STEPS], norm[STEPS], further[STEPS];  // further: of all modules together
     int64_t choices;
     int32_t* expert;  // of the first step, by sequence
     int tensors;
@@ -62,13 +62,13 @@ static void shown_free(Shown* s) {
 
 static Model* start(Ranks* group, Case c, const char* more) {
     char* line =
-        host_format(TINY "--ep %d --shard %s --recompute %s %s %s", c.ep, c.shard, c.recompute, c.precision, more);
+        host_format(TINY "--ep %d --shard %s --recompute %s %s %s", c.ep, c.shard, c.recompute, c.options, more);
     Settings s = settings_for(line, c.ranks);
     Model* m = model_create(&s, group);
     model_init(m, 3);
     if (c.one_expert) {
         real high = 100;
-        for (int64_t l = m->config.dense_layers; l < m->config.L; l++)
+        for (int64_t l = m->config.dense_layers; l < config_blocks(&m->config); l++)
             device_upload(m->bias + l * m->config.E + 3, &high, sizeof(real), m->ctx);
     }
     free(line);
@@ -147,6 +147,7 @@ static Shown show(Case c, int steps) {
             StepState state = one_step(m, step + 1, step ? NULL : shown.expert);
             shown.loss[step] = state.loss;
             shown.norm[step] = state.grad_norm;
+            for (int k = 0; k < MTP_MAX; k++) shown.further[step] += state.further_sum[k];
             if (step) continue;
             add_up(group, shown.expert, shown.choices, 0);
             gather_gradients(&shown, m, group);
@@ -164,16 +165,17 @@ static Shown show(Case c, int steps) {
 
 static char* name_of(Case c) {
     return host_format("%d ranks, ep %d, shard %s, recompute %s%s %s", c.ranks, c.ep, c.shard, c.recompute,
-                       c.one_expert ? ", all tokens to one expert" : "", c.precision);
+                       c.one_expert ? ", all tokens to one expert" : "", c.options);
 }
 
 static void compare(const Shown* got, const Shown* want, Case c, int steps) {
     if (ranks_index(world)) return;
-    double gradient_bound = *c.precision ? MX_GRADIENT_BOUND : GRADIENT_BOUND;
-    if (strcmp(c.precision, CUT) == 0) gradient_bound = fmax(gradient_bound, CUT_GRADIENT_BOUND);
-    double loss_bound = *c.precision ? MX_LOSS_BOUND : LOSS_BOUND;
+    const int mx = strstr(c.options, "mxfp8") != NULL;
+    double gradient_bound = mx ? MX_GRADIENT_BOUND : GRADIENT_BOUND;
+    if (strcmp(c.options, CUT) == 0) gradient_bound = fmax(gradient_bound, CUT_GRADIENT_BOUND);
+    double loss_bound = mx ? MX_LOSS_BOUND : LOSS_BOUND;
     char* name = name_of(c);
-    if (!BF16 && !*c.precision)
+    if (!BF16 && !mx)
         CHECK(memcmp(got->expert, want->expert, (size_t)got->choices * 4) == 0, "%s: other experts are chosen", name);
     for (int i = 0; i < got->tensors; i++) {
         double e = relative_error(got->grad[i], want->grad[i], got->elements[i]);
@@ -182,15 +184,18 @@ static void compare(const Shown* got, const Shown* want, Case c, int steps) {
     for (int step = 0; step < steps; step++) {
         CHECK(fabs(got->loss[step] / want->loss[step] - 1) < loss_bound, "%s: step %d: loss %.9g, one rank %.9g", name,
               step + 1, got->loss[step], want->loss[step]);
+        CHECK(fabs(got->further[step] - want->further[step]) <= loss_bound * want->further[step],
+              "%s: step %d: losses of the modules %.9g, one rank %.9g", name, step + 1, got->further[step],
+              want->further[step]);
         CHECK(fabs(got->norm[step] / want->norm[step] - 1) < 10 * loss_bound, "%s: step %d: norm %.9g, one rank %.9g",
               name, step + 1, got->norm[step], want->norm[step]);
     }
     free(name);
 }
 
-static void all_layouts(int one_expert) {
-    Case one = {1, 1, "none", "none", one_expert, ""};
-    Shown want = show(one, STEPS);
+static void all_layouts(int one_expert, const char* options, int steps) {
+    Case one = {1, 1, "none", "none", one_expert, options};
+    Shown want = show(one, steps);
     if (one_expert && ranks_index(world) == 0) {
         int64_t hits = 0;
         for (int64_t i = 0; i < want.choices; i++) hits += want.expert[i] == 3;
@@ -204,22 +209,26 @@ static void all_layouts(int one_expert) {
                 // To connect GPUs takes seconds: there, one level of sharding for each pair of ranks and ep, and one
                 // expert with all tokens only where they come from all ranks.
                 if (BF16 && (s != (number + one_expert) % 4 || (one_expert && ep < ranks))) continue;
-                Case c = {ranks, ep, shards[s], "none", one_expert, ""};
-                Shown got = show(c, STEPS);
-                compare(&got, &want, c, STEPS);
+                Case c = {ranks, ep, shards[s], "none", one_expert, options};
+                Shown got = show(c, steps);
+                compare(&got, &want, c, steps);
                 shown_free(&got);
             }
     shown_free(&want);
 }
 
-static void layouts_agree(void) { all_layouts(0); }
-static void layouts_agree_on_one_expert(void) { all_layouts(1); }
+static void layouts_agree(void) { all_layouts(0, "", STEPS); }
+static void layouts_agree_on_one_expert(void) { all_layouts(1, "", STEPS); }
+// The head is visited twice, before and after the modules, of which the second and fourth have a slot of their own.
+static void layouts_agree_on_one_module(void) { all_layouts(0, "--mtp 1", 5); }
+static void layouts_agree_on_modules(void) { all_layouts(0, "--mtp 4", 5); }
 
 // What is cast does not depend on where it is computed, but for the blocks of --wgrad-precision, which are cut along
 // the tokens of a rank: only sums in another order can tip a rounding.
 static void layouts_agree_in_mxfp8(void) {
     static const char* precisions[5] = {MX LINEAR "--mx-gemm exact", MX LINEAR "--mx-gemm fast --wgrad-precision mxfp8",
-                                        CUT, "--expert-precision mxfp8 --mx-scale floor", "--dispatch-precision mxfp8"};
+                                        CUT, "--expert-precision mxfp8 --mx-scale floor",
+                                        "--dispatch-precision mxfp8 --mtp 1"};
     int R = ranks_count(world) < 4 ? ranks_count(world) : 4;
     for (int p = 0; p < (BF16 ? 3 : 5); p++) {
         Case one = {1, 1, "none", "none", 0, precisions[p]};
@@ -241,6 +250,8 @@ static void same_bits(const Shown* a, const Shown* b, const char* name, int step
         CHECK(memcmp(a->grad[i], b->grad[i], (size_t)a->elements[i] * sizeof(real)) == 0,
               "%s: the gradient of tensor %d has other bits", name, i);
     CHECK(memcmp(a->loss, b->loss, (size_t)steps * sizeof(double)) == 0, "%s: losses have other bits", name);
+    CHECK(memcmp(a->further, b->further, (size_t)steps * sizeof(double)) == 0, "%s: modules' losses have other bits",
+          name);
 }
 
 // Twice the same layout, and with activations computed again: the same bits.
@@ -248,12 +259,12 @@ static void recompute_is_exact(void) {
     static const char* kinds[3] = {"none", "moe", "block"};
     int R = ranks_count(world) < 4 ? ranks_count(world) : 4;
     for (int ep = BF16 ? R : 1; ep <= 2 * R; ep *= 2) {
-        const char* precision = ep > R ? MX LINEAR "--mx-gemm fast" : "";  // the last round
-        Case plain = {R, ep > R ? R : ep, "weights", "none", 0, precision};
+        const char* options = ep > R ? MX LINEAR "--mx-gemm fast" : ep == R ? "--mtp 2" : "";  // the last two rounds
+        Case plain = {R, ep > R ? R : ep, "weights", "none", 0, options};
         Shown want = show(plain, 3);
         for (int k = 0; k < 3; k++) {
-            if (BF16 && k == (*precision ? 0 : 1)) continue;
-            Case c = {R, plain.ep, "weights", kinds[k], 0, precision};
+            if (BF16 && k == (ep > R ? 0 : 1)) continue;
+            Case c = {R, plain.ep, "weights", kinds[k], 0, options};
             Shown got = show(c, 3);
             char* name = name_of(c);
             same_bits(&got, &want, name, 3);
@@ -265,13 +276,13 @@ static void recompute_is_exact(void) {
 }
 
 // A checkpoint after ten of twenty steps, and the other ten once more from it on each layout: the curve goes on.
-static void resumes_anywhere(void) {
+static void check_resume(const char* options) {
     int R = ranks_count(world) < 4 ? ranks_count(world) : 4;
-    Case layout[5] = {{R, R, "weights", "none", 0, ""},
-                      {R, R, "weights", "none", 0, ""},
-                      {1, 1, "none", "none", 0, ""},
-                      {R / 2, 1, "grads", "none", 0, ""},
-                      {R, 1, "optimizer", "none", 0, ""}};
+    Case layout[5] = {{R, R, "weights", "none", 0, options},
+                      {R, R, "weights", "none", 0, options},
+                      {1, 1, "none", "none", 0, options},
+                      {R / 2, 1, "grads", "none", 0, options},
+                      {R, 1, "optimizer", "none", 0, options}};
     StepState want[STEPS + 1];  // of the first, which makes the checkpoint
     char folder[] = "/tmp/train_moe_layouts_XXXXXX";
     if (ranks_index(world) == 0) ASSERT(mkdtemp(folder));
@@ -311,6 +322,9 @@ static void resumes_anywhere(void) {
     free(out);
     if (ranks_index(world) == 0) remove_tree(folder);
 }
+
+static void resumes_anywhere(void) { check_resume(""); }
+static void resumes_modules_anywhere(void) { check_resume("--mtp 2"); }
 
 // The embedding of one rank alone is infinite for a step: a bad step for all ranks, which changes nothing on any, so
 // that the next is that of a model which nothing happened to.
@@ -360,10 +374,13 @@ int main(int argc, char** argv) {
     device_choose(ranks_local());
     RUN(layouts_agree);
     RUN(layouts_agree_on_one_expert);
+    RUN(layouts_agree_on_one_module);
+    RUN(layouts_agree_on_modules);
     RUN(layouts_agree_in_mxfp8);
     RUN(recompute_is_exact);
     RUN(not_finite_on_one_rank);
     RUN(resumes_anywhere);
+    RUN(resumes_modules_anywhere);
     int failed = test_summary();
     watch_stop();
     ranks_end(world);

@@ -37,7 +37,7 @@ static Model* fresh(const char* line) {
 }
 
 static int64_t* host_load(Model* m) {
-    size_t bytes = (size_t)(m->config.L * m->config.E) * sizeof(int64_t);
+    size_t bytes = (size_t)(config_blocks(&m->config) * m->config.E) * sizeof(int64_t);
     int64_t* load = (int64_t*)host_alloc(bytes);
     device_download(load, m->load, bytes, m->ctx);
     return load;
@@ -45,7 +45,8 @@ static int64_t* host_load(Model* m) {
 
 static void check_same_load(Model* a, Model* b) {
     int64_t *x = host_load(a), *y = host_load(b);
-    CHECK(memcmp(x, y, (size_t)(a->config.L * a->config.E) * sizeof(int64_t)) == 0, "expert loads differ");
+    const size_t bytes = (size_t)(config_blocks(&a->config) * a->config.E) * sizeof(int64_t);
+    CHECK(memcmp(x, y, bytes) == 0, "expert loads differ");
     free(x);
     free(y);
 }
@@ -67,13 +68,15 @@ static void check_norm(Model* m) {
 
 // Eight sequences as 1, 2 and 8 micro-steps. The same products in another grouping: float32 sums over the tokens differ
 // by some rounding units, a few 1e-7 of the whole.
-static void micro_batches(void) {
+static void check_micro_batches(const char* more) {
     static const int splits[3] = {1, 2, 8};
-    Model* whole = fresh(SMALL "--batch 8 --tokens-per-step 160 --aux-loss 0.01");
+    char* line = host_format(SMALL "--batch 8 --tokens-per-step 160 --aux-loss 0.01 %s", more);
+    Model* whole = fresh(line);
+    free(line);
     double loss = accumulate(whole, 8);
     for (int k = 1; k < 3; k++) {
         char line[512];
-        snprintf(line, sizeof(line), SMALL "--batch %d --tokens-per-step 160 --aux-loss 0.01", 8 / splits[k]);
+        snprintf(line, sizeof(line), SMALL "--batch %d --tokens-per-step 160 --aux-loss 0.01 %s", 8 / splits[k], more);
         Model* split = fresh(line);
         split->chunk = 16;  // several of the classifier's products in a micro-step
         double other = accumulate(split, 8);
@@ -100,6 +103,9 @@ static void micro_batches(void) {
     }
     finish(whole);
 }
+
+static void micro_batches(void) { check_micro_batches(""); }
+static void micro_batches_of_modules(void) { check_micro_batches("--mtp 3"); }
 
 // A step of micro-steps first .. end - 1, two sequences each. In the even ones all tokens choose expert 1 and none
 // expert 4, in the odd ones the other way round.
@@ -197,20 +203,23 @@ static double objective(Model* m, double aux) {
     model_forward(m, 1);
     model_loss(m, m->state, 0);
     double total = m->state->loss_sum / (double)(m->B * m->T);
-    for (int64_t l = c->dense_layers; l < c->L; l++) {
+    for (int64_t k = 0; k < c->mtp; k++)
+        total += m->settings.mtp_weight / (double)c->mtp * m->state->further_sum[k] / (double)(m->B * m->T);
+    for (int64_t l = c->dense_layers; l < config_blocks(c); l++) {
         const MoeSaved* s = &m->blocks[l].moe;
+        const int64_t T = m->T - max_i64(l + 1 - c->L, 0);  // a module's windows are shorter
         for (int64_t b = 0; b < m->B; b++) {
             for (int64_t e = 0; e < c->E; e++) {
                 double count = 0, share = 0;
-                for (int64_t n = b * m->T; n < (b + 1) * m->T; n++) {
+                for (int64_t n = b * T; n < (b + 1) * T; n++) {
                     double sum = 0;
                     for (int64_t j = 0; j < c->E; j++) sum += s->scores[n * c->E + j];
-                    share += s->scores[n * c->E + e] / sum / (double)m->T;
+                    share += s->scores[n * c->E + e] / sum / (double)T;
                     int64_t above = 0;
                     for (int64_t j = 0; j < c->E; j++) above += s->scores[n * c->E + j] > s->scores[n * c->E + e];
                     count += above < c->K;
                 }
-                total += aux * (double)c->E / (double)(c->K * m->T) * count * share / (double)m->B;
+                total += aux * (double)c->E / (double)(c->K * T) * count * share / (double)m->B;
             }
         }
     }
@@ -272,6 +281,10 @@ static void differences_groups(void) {
 static void differences_no_shared(void) {
     check_differences(DIFFERENT "--batch 1 --shared-experts 0 --dense-layers 0");
 }
+static void differences_one_module(void) { check_differences(DIFFERENT "--batch 2 --mtp 1 --aux-loss 0.1"); }
+static void differences_modules(void) {
+    check_differences(DIFFERENT "--batch 2 --mtp 3 --q-lora 16 --aux-loss 0.1 --mtp-weight 2 --recompute block");
+}
 static void differences_dense(void) { check_differences(DIFFERENT "--batch 1 --dense-layers 3"); }
 #endif
 
@@ -282,6 +295,18 @@ static void parameter_counts(void) {
     CHECK(fabs((double)params_active(&s.model) / 2.66e9 - 1) < 3e-3, "16b active: %lld",
           (long long)params_active(&s.model));
     CHECK(fabs(flops_per_token(&s.model, 4096) / 16.41e9 - 1) < 5e-4, "16b FLOPs: %g", flops_per_token(&s.model, 4096));
+    settings_free(&s);
+    // Published of a module of it: 11.5e9 of its own, 2.4e9 active with embedding and head, where the projection's
+    // 0.10e9 seem not to be counted. It costs their FLOPs, lm_head's once more and a block's attention's.
+    s = settings_of("--model 671b --seq-len 4096 --mtp 1");
+    ModelConfig main = s.model;
+    main.mtp = 0;
+    const double own = (double)(params_total(&s.model) - params_total(&main)), head = (double)(main.V * main.C);
+    const double active = (double)(params_active(&s.model) - params_active(&main)), proj = 2.0 * 7168 * 7168;
+    const double flops = flops_per_token(&s.model, 4096) - flops_per_token(&main, 4096);
+    CHECK(fabs((own - proj) / 11.5e9 - 1) < 2e-3, "a module of 671b: %g", own);
+    CHECK(fabs((active - proj + 2 * head) / 2.4e9 - 1) < 2e-2, "a module of 671b, active: %g", active);
+    CHECK(fabs(flops / (6 * (active + head) + 6.0 * 128 * (128 + 64 + 128) * 2048) - 1) < 1e-3, "its FLOPs: %g", flops);
     settings_free(&s);
     s = settings_of("--model 671b --seq-len 4096");
     CHECK(fabs((double)params_total(&s.model) / 671.0e9 - 1) < 2e-4, "671b: %lld", (long long)params_total(&s.model));
@@ -385,8 +410,11 @@ int main(void) {
     RUN(differences_groups);
     RUN(differences_no_shared);
     RUN(differences_dense);
+    RUN(differences_one_module);
+    RUN(differences_modules);
 #endif
     RUN(micro_batches);
+    RUN(micro_batches_of_modules);
     RUN(experts_without_tokens);
     if (!BF16) RUN(padding_is_written);
     RUN(loads_count_training_only);

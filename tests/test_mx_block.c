@@ -380,7 +380,7 @@ static Block run_block(const Inputs* in, Widths d, Precision p, int recompute, i
         experts[i]->room = &products;
         weight_plan(&weights, experts[i], 0);
     }
-    products_plan(&weights, &products, N);
+    products_plan(&weights, &products, N, 1);
     arena_allocate(&weights);
     for (int i = 0; i < 2; i++) weight_cast(experts[i], ctx);
     MoeSaved saved;

@@ -95,8 +95,9 @@ class CastStatistics(Case):
             self.assertEqual([line["tensor"] for line in step["mx_stats"]], ["x", "dy"] * 2)
 
     def linear(self, options):
-        """The same of --linear-precision: a block with a dense MLP and one with experts, without those of experts."""
-        options = dict(options, layers=2, kv_lora=32, expert_precision="bf16", linear_precision="mxfp8")
+        """The same of --linear-precision: a block with a dense MLP, one with experts, without those of experts, and a module,
+        whose block lies in the file behind the head's."""
+        options = dict(options, layers=2, mtp=1, kv_lora=32, expert_precision="bf16", linear_precision="mxfp8")
         round_weight = bf16 if pathlib.Path(PROGRAM).parent.name == "cuda" else float
         for name, tile, recompute in (("exact", (1, 32), "none"), ("fast", (128, 128), "block")):
             out = self.dir / f"linear_{name}"
@@ -106,7 +107,7 @@ class CastStatistics(Case):
             self.assert_same_run(out, self.dir / f"linear_{name}_without", 4)
             lines = read_log(out)[1][3]["mx_stats"]
             self.assertEqual([(line["layer"], line["tensor"]) for line in lines],
-                             [(layer, f"{matrix}.{t}") for layer in (0, 1) for matrix in ("wq", "wkvb", "wo", "mlp13", "mlp2")
+                             [(layer, f"{matrix}.{t}") for layer in (0, 1, 2) for matrix in ("wq", "wkvb", "wo", "mlp13", "mlp2")
                               for t in ("x", "dy", "w")])
             for line in lines:
                 self.assertTrue(27 < line["snr_db"] < 34, line)
@@ -115,7 +116,7 @@ class CastStatistics(Case):
                     prefix = f"model.layers.{line['layer']}." + ("self_attn.o_proj" if matrix == "wo" else
                                                                  "mlp.%s" if line["layer"] == 0 else "mlp.shared_experts.%s")
                     names = [prefix] if matrix == "wo" else [prefix % part for part in ("gate_proj", "up_proj")]
-                    path = out / "step_00000003" / ("block_%03d.safetensors" % (line["layer"] + 1))
+                    path = out / "step_00000003" / ("block_%03d.safetensors" % (line["layer"] + (2 if line["layer"] == 2 else 1)))
                     rows = [[round_weight(x) for x in row] for name in names for row in tensor(path, name + ".weight")]
                     for key, value in cast_statistics([rows], tile, "rceil").items():
                         self.assertAlmostEqual(line[key], value, delta=1e-8 * max(1, abs(value)), msg=f"{line} {key}")

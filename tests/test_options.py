@@ -42,6 +42,10 @@ class BadOptions(Case):
             (("--temperature", "not 'nan'"), ["--temperature", "nan"]),
             (("--temperature", "not 'inf'"), ["--temperature", "inf"]),
             (("--weight-decay -1 is out of range: from 0 to 100",), ["--weight-decay", "-1"]),
+            (("--mtp 5 is out of range: from 0 to 4",), ["--mtp", "5"]),
+            (("--mtp-weight 0 is out of range: from 0.001 to 100",), ["--mtp-weight", "0"]),
+            (("--mtp-weight-end 0 is out of range: from 0.001 to 100",), ["--mtp-weight-end", "0"]),
+            (("--mtp-switch 1.1 is out of range: from 0 to 1",), ["--mtp-switch", "1.1"]),
             (("--beta2 1 is out of range",), ["--beta2", "1"]),
             (("--score takes one of sigmoid|softmax, not 'tanh'",), ["--score", "tanh"]),
             (("--model takes one of tiny|small|", "not 'huge'"), ["--model", "huge"]),
@@ -79,6 +83,7 @@ class BadOptions(Case):
             (("--top-k 3", "2 experts of --top-groups 1"), dict(groups=2, top_groups=1, top_k=3)),
             (("--rope-dim 7", "odd"), dict(rope_dim=7)),
             (("--dense-layers 3", "--layers 2"), dict(dense_layers=3)),
+            (("--mtp 3 needs a longer --seq-len than 3",), dict(mtp=3, seq_len=3)),
             (("--tokens-per-step 100", "--batch 2 x --seq-len 32 = 64"), dict(tokens_per_step=100)),
             (("--mx-stats 5", "nothing that it measures is MXFP8"), dict(mx_stats=5, combine_precision="mxfp8")),
             (("--mx-stats 5", "nothing that it measures is MXFP8"), dict(mx_stats=5, dispatch_precision="mxfp8", dense_layers=2)),
@@ -430,18 +435,19 @@ class Reports(Case):
 
     def test_dry_run_matches_checkpoint(self):
         """The parameters counted are those in the files."""
-        total = int(re.search(r"parameters (\d+), active", self.train(dry_run=True).stdout).group(1))
-        stored = 0
-        for path in (self.reference() / "step_00000020").glob("block_???.safetensors"):
-            data = path.read_bytes()
-            header = json.loads(data[8:8 + struct.unpack("<Q", data[:8])[0]])
-            for name, tensor in header.items():
-                if name != "__metadata__" and not name.endswith("e_score_correction_bias"):
-                    size = 1
-                    for n in tensor["shape"]:
-                        size *= n
-                    stored += size
-        self.assertEqual(stored, total)
+        for mtp in (0, 2):
+            total = int(re.search(r"parameters (\d+), active", self.train(dry_run=True, mtp=mtp).stdout).group(1))
+            stored = 0
+            for path in (self.reference(mtp=mtp) / "step_00000020").glob("block_???.safetensors"):
+                data = path.read_bytes()
+                header = json.loads(data[8:8 + struct.unpack("<Q", data[:8])[0]])
+                for name, tensor in header.items():
+                    if name != "__metadata__" and not name.endswith("e_score_correction_bias"):
+                        size = 1
+                        for n in tensor["shape"]:
+                            size *= n
+                        stored += size
+            self.assertEqual(stored, total)
 
     def test_samples(self):
         options = dict(steps=10, sample_every=4, sample_tokens=6, prompt="hello\u00e9")

@@ -192,11 +192,11 @@ static void check_product(int64_t room, int64_t N, int64_t IC, int64_t OC, Way w
     Arena arena;
     arena_init(&arena, "a test", BACKEND);
     weight_plan(&arena, &weight, 1);
-    products_plan(&arena, &products, room);
+    products_plan(&arena, &products, room, 1);
     arena_allocate(&arena);
     poison(arena.memory, arena_bytes(&arena), ctx);
     weight_cast(&weight, ctx);
-    products_batch(&products, N, ctx);
+    products_batch(&products, 0, N, ctx);
     MxStats stats[WEIGHT_STATS];
     weight.stats = (MxStats*)device_alloc(sizeof(stats), "statistics");
     device_zero(weight.stats, sizeof(stats), ctx);

@@ -27,7 +27,8 @@ class ResumeOptions(Case):
             ("seq_len", 16, "32"),
             ("tokens_per_step", 128, "64"), ("aux_loss", 0.1, "0.01"), ("bias_rate", 0, "0.01"),
             ("clip", 2, "1"), ("overfit", True, "0"), ("force_balance", True, "0"), ("model", "debug", "tiny"),
-            ("vocab", 300, "257"),
+            ("vocab", 300, "257"), ("mtp", 1, "0"), ("mtp_weight", 0.5, "0.3"), ("mtp_weight_end", 0.2, "0.1"),
+            ("mtp_switch", 0.5, "0.67"),
         ):
             with self.subTest(name):
                 option, shown = name.replace("_", "-"), 1 if value is True else value
@@ -133,7 +134,8 @@ class ResumeOptions(Case):
         """What is not given is as it was, of whatever kind; what is given stands, and is as it was the next time."""
         options = dict(model="debug", q_lora=8, score="sigmoid", precision="mxfp8", mx_gemm="exact", kv_lora=32, expert_ffn=32,
                        tokens_per_step=128, batch=1, seed=3, lr=1 / 300, clip=0.5, overfit=True, val=self.val_glob, val_every=3,
-                       val_tokens=64, sample_every=8, sample_tokens=3, prompt="ab c", keep=3, recompute="moe", mx_stats=4)
+                       val_tokens=64, sample_every=8, sample_tokens=3, prompt="ab c", keep=3, recompute="moe", mx_stats=4,
+                       mtp=1, mtp_switch=0.6)
         whole = self.reference(**options)
         out = self.copy_of(whole)
         shutil.rmtree(out / "step_00000020")
@@ -241,7 +243,7 @@ class Resume(Case):
     def test_architectures(self):
         for options in (dict(score="softmax", route_norm=0, groups=2, top_groups=1, dense_layers=0, warmup=8),
                         dict(q_lora=8, yarn=1, shared_experts=0, top_k=1, dense_layers=1), dict(dense_layers=2),
-                        dict(overfit=True, clip=0, force_balance=True)):
+                        dict(overfit=True, clip=0, force_balance=True), dict(mtp=2, mtp_switch=1)):
             with self.subTest(options):
                 self.check([9], **options)
 

@@ -1,0 +1,71 @@
+// A module that predicts further tokens, forward and backward: a block between a projection and a norm. Formulas and
+// names: model/model.h.
+#include "layers/rmsnorm.h"
+#include "model/model.h"
+
+// Copies rows first .. first + T - k - 1 of each sequence of `rows` (B, from, C) into one half of `joined` (B, T - k,
+// 2C), or with back 1 from there.
+static void copy_half(Model* m, floatX* joined, floatX* rows, int64_t from, int64_t first, int back) {
+    const int64_t C = m->config.C;
+    const size_t row = (size_t)C * sizeof(floatX);
+    for (int64_t b = 0; b < m->B; b++) {
+        floatX *half = joined + b * m->T * 2 * C, *all = rows + (b * from + first) * C;
+        device_copy_rows(back ? all : half, back ? row : 2 * row, back ? half : all, back ? 2 * row : row, row, m->T,
+                         m->ctx);
+    }
+}
+
+// t.joined, from the embeddings and the output before. The norms take all their rows, of which k and 1 a sequence are
+// left out then.
+static void join(Model* m, int k, const Weight* w) {
+    const int64_t C = m->config.C, T = m->window, before = T - k + 1;
+    Scratch* t = &m->t;
+    rmsnorm_forward(t->out, t->rstd_embed, m->blocks[0].residual, C, w[ENORM].w, m->B * T, C, m->ctx);
+    copy_half(m, t->joined, t->out, T, k, 0);
+    rmsnorm_forward(t->out, t->rstd_in, m->outputs[k - 1].norm, C, w[HNORM].w, m->B * before, C, m->ctx);
+    copy_half(m, t->joined + C, t->out, before, 0, 0);
+}
+
+void module_forward(Model* m, int k) {
+    const int unit = params_block_unit(&m->config, m->config.L - 1 + k);
+    model_shapes(m, k);
+    Unit* u = unit_begin(m, unit, unit + 1);
+    join(m, k, u->w);
+    linear_forward(m->blocks[u->layer].residual, m->t.joined, &u->w[EH_PROJ], m->B * m->T, m->ctx);
+    block_forward(m, u, 1);
+    output_forward(m, k, u);
+    unit_end(m, unit);
+    model_shapes(m, 0);
+}
+
+// dx = or += the gradient of the rows x (B, from, C), of which those from `first` on were joined: of a half of
+// t.djoined, through its norm. The other rows have none.
+static void join_backward(Model* m, floatX* dx, const Weight* w, floatX* half, const floatX* x, const real* rstd,
+                          int64_t from, int64_t first, int accumulate) {
+    const int64_t C = m->config.C, rows = m->B * from;
+    floatX* dnorm = m->t.out;
+    device_zero(dnorm, (size_t)(rows * C) * sizeof(floatX), m->ctx);
+    copy_half(m, half, dnorm, from, first, 1);
+    rmsnorm_backward(dx, w->grad, dnorm, x, C, w->w, rstd, rows, C, accumulate, m->ctx);
+}
+
+void module_backward(Model* m, int k, float aux, int last) {
+    const int unit = params_block_unit(&m->config, m->config.L - 1 + k);
+    const int64_t T = m->window, C = m->config.C;
+    const Output* before = &m->outputs[k - 1];
+    Scratch* t = &m->t;
+    model_shapes(m, k);
+    Unit* u = unit_begin(m, unit, unit - 1);
+    unit_grads_begin(m, unit);
+    output_backward(m, k, u);
+    block_backward(m, u, aux);
+
+    // The projection, then both norms. The last module is the first that the embeddings get a gradient from.
+    join(m, k, u->w);
+    linear_backward(t->djoined, t->dx, t->joined, &u->w[EH_PROJ], m->B * m->T, 0, m->ctx);
+    join_backward(m, t->dembed, &u->w[ENORM], t->djoined, m->blocks[0].residual, t->rstd_embed, T, k, k < m->further);
+    join_backward(m, before->dnorm, &u->w[HNORM], t->djoined + C, before->norm, t->rstd_in, T - k + 1, 0, 1);
+    unit_grads_end(m, unit, last);
+    unit_end(m, unit);
+    model_shapes(m, 0);
+}
