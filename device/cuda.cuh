@@ -38,10 +38,14 @@ struct Ctx {
     char* workspace;
     size_t workspace_bytes;
     int sms;
-    bool blackwell;  // no wgmma: ops with kernels for Hopper take their other road (x_lt.cuh)
+    int portable;                                    // 1: kernels for every GPU since Ampere, 0: Hopper's
+    int capability;                                  // of the GPU: 90 is 9.0
     decltype(&cuTensorMapEncodeTiled) encode_tiled;  // from the driver at run time: the binary starts without one
     char name[320];
 };
+
+// Tensor cores that take a scale for every 32 elements of MXFP8, through cuBLASLt (blackwell/).
+static inline bool has_block_scales(const Ctx* ctx) { return ctx->capability >= 100; }
 
 // The workspace; ends the run if the op asks for more than its x_workspace said.
 template <typename T>
@@ -76,8 +80,8 @@ static inline void launch(void (*kernel)(P...), dim3 grid, dim3 block, size_t sh
     LAUNCH_CHECK();
 }
 
-// As launch, of a kernel that may start while the stream's previous one drains. It calls
-// cudaGridDependencySynchronize() before it touches what other kernels write or read.
+// As launch, of a kernel that may start while the stream's previous one drains, where the GPU knows that (compute
+// capability 9.0 and up). It calls wait_for_previous() before it touches what other kernels write or read.
 template <typename... P, typename... A>
 static inline void launch_early(void (*kernel)(P...), dim3 grid, dim3 block, size_t shared, Ctx* ctx, A... arguments) {
     if (grid.x == 0 || grid.y == 0 || grid.z == 0) return;
@@ -88,8 +92,22 @@ static inline void launch_early(void (*kernel)(P...), dim3 grid, dim3 block, siz
     early.val.programmaticStreamSerializationAllowed = 1;
     cudaLaunchConfig_t config = {};
     config.gridDim = grid, config.blockDim = block, config.dynamicSmemBytes = shared;
-    config.stream = ctx->stream, config.attrs = &early, config.numAttrs = 1;
+    config.stream = ctx->stream, config.attrs = &early, config.numAttrs = ctx->capability >= 90;
     CUDA_CHECK(cudaLaunchKernelEx(&config, kernel, P(arguments)...));
+}
+
+// In a kernel of launch_early: the previous kernel is done.
+static __device__ __forceinline__ void wait_for_previous() {
+#if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 900
+    cudaGridDependencySynchronize();
+#endif
+}
+
+// The next kernel may start.
+static __device__ __forceinline__ void let_next_start() {
+#if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 900
+    cudaTriggerProgrammaticLaunchCompletion();
+#endif
 }
 
 // For results in bf16: the fast exp and division (2^-21) are exact enough.

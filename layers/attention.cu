@@ -94,6 +94,7 @@ struct Work {
 // The block's shared memory, its barriers set up.
 template <typename Shared>
 __device__ __forceinline__ Shared& shared_memory() {
+    HOPPER_ONLY();
     extern __shared__ __align__(1024) char raw[];
     Shared& sh = *(Shared*)raw;
     if (threadIdx.x == 0) {
@@ -241,7 +242,7 @@ size_t attention_workspace(AttnShape s) {
 void attention_forward(floatX* out, real* lse, const floatX* q, const floatX* kv, const floatX* k_rope, AttnShape s,
                        Ctx* ctx) {
     check_shape(s, k_rope);
-    if (ctx->blackwell) return attention_lt_forward(out, lse, q, kv, k_rope, s, ctx);
+    if (ctx->portable) return attention_lt_forward(out, lse, q, kv, k_rope, s, ctx);
     auto run = s.rope == 64 ? run_forward<64> : s.rope == 32 ? run_forward<32> : run_forward<16>;
     run(out, lse, q, kv, k_rope, s, ctx);
 }
@@ -251,7 +252,7 @@ void attention_backward(floatX* dq, floatX* dkv, floatX* dk_rope, const floatX* 
                         Ctx* ctx) {
     check_shape(s, k_rope);
     check_shape(s, dk_rope);
-    if (ctx->blackwell) return attention_lt_backward(dq, dkv, dk_rope, dout, out, lse, q, kv, k_rope, s, ctx);
+    if (ctx->portable) return attention_lt_backward(dq, dkv, dk_rope, dout, out, lse, q, kv, k_rope, s, ctx);
     auto run = s.rope == 64 ? run_backward<64> : s.rope == 32 ? run_backward<32> : run_backward<16>;
     run(dq, dkv, dk_rope, dout, out, lse, q, kv, k_rope, s, ctx);
 }
