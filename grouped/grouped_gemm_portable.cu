@@ -95,8 +95,9 @@ struct Loader {
 
     __device__ __forceinline__ Loader(Shared& s, const Groups& g, const floatX* a, const floatX* b)
         : s(s), g(g), a(a), b(b), piece_a(P == WGRAD ? g.M : g.K), piece_b(P == FORWARD ? g.K : g.N), turn(0) {
-        if (threadIdx.x == 0) drawn = atomicAdd(&g.plan->drawn, 1);
-        begin(blockIdx.x);
+        if (threadIdx.x == 0) s.next[0] = atomicAdd(&g.plan->drawn, 1), drawn = atomicAdd(&g.plan->drawn, 1);
+        __syncthreads();
+        begin(s.next[0]);
     }
 
     // Begins the copies of a pair of boxes; zeros where the operand ends.
@@ -127,7 +128,7 @@ struct Loader {
         const floatX *of_a = a + start * ld_a, *of_b = b + (P == WGRAD ? start * g.N : weights);
         if (threadIdx.x == 0) {
             s.tiles[turn % TILES] = tile;
-            s.next[(turn + 1) % 2] = gridDim.x + drawn;
+            s.next[(turn + 1) % 2] = drawn;
             drawn = atomicAdd(&g.plan->drawn, 1);
         }
 

@@ -40,7 +40,7 @@ typedef struct Settings {
     double lr, final_lr_frac, weight_decay, beta1, beta2, eps, clip, bias_rate, aux_loss;
     int64_t warmup, schedule, even_start;
     int64_t ep, shard, recompute;
-    double timeout, capacity;
+    double timeout, capacity, gpu_memory;
     int64_t precision;  // the mode; what it sets, where the command line does not:
     int64_t expert_precision, dispatch_precision, combine_precision, wgrad_precision, linear_precision, mx_scale,
         mx_fast, mx_stats;
