@@ -132,7 +132,7 @@ struct Loader {
             drawn = atomicAdd(&g.plan->drawn, 1);
         }
 
-        // The boxes; without work zeros are copied to the end.
+        // The boxes. Without work K is 0: zeros are copied to the end.
         tall = tile.boxes_a == 4;
         left = tile.k_blocks ? tile.k_blocks : INT32_MAX;
         k_left_a = tile.K - piece_a.k, k_left_b = tile.K - piece_b.k;
@@ -143,8 +143,7 @@ struct Loader {
             const int box = 2 * pair - (is_a ? 0 : tile.boxes_a), mn0 = (is_a ? tile.m : tile.n) + box * BOX;
             from[pair] = is_a ? piece_a.at(of_a, mn0, ld_a) : piece_b.at(of_b, mn0, ld_b);
             const int room = is_a ? tile.M - mn0 - piece_a.mn : g.N - mn0 - piece_b.mn;
-            if (tile.k_blocks && (is_a || box < tile.boxes_b))
-                inside |= ((room > 0 ? 1u : 0) | (room > BOX ? 2u : 0)) << 2 * pair;
+            inside |= ((room > 0 ? 1u : 0) | (room > BOX ? 2u : 0)) << 2 * pair;
         }
     }
 };
@@ -242,7 +241,8 @@ __global__ void __launch_bounds__(THREADS, 1)
     const int warp = threadIdx.x / 32;
     int stage = 0;
     for (int turn = 0;; turn++) {
-        // The tile, and this warp's box of each operand. Where the tile is one square, warps 4..7 multiply zeros.
+        // The tile, and this warp's box of each operand. Where the tile is one square, warps 4..7
+        // multiply zeros and store nothing: their columns lie beyond N.
         const Tile& tile = s.tiles[turn % TILES];
         const int k_blocks = tile.k_blocks;
         if (k_blocks == 0) break;
@@ -277,8 +277,7 @@ __global__ void __launch_bounds__(THREADS, 1)
 
         // The sums.
         Out* of_expert = out + (P == WGRAD ? tile.expert * (int64_t)g.M : g.start[tile.expert]) * g.N;
-        if (box_b < tile.boxes_b)
-            store<P>(of_expert, d, tile.m + box_a * BOX, tile.n + box_b * BOX, tile.M, g.N, g.add);
+        store<P>(of_expert, d, tile.m + box_a * BOX, tile.n + box_b * BOX, tile.M, g.N, g.add);
     }
     copy_async_wait<0>();
 }

@@ -55,10 +55,10 @@ struct Groups {
 };
 
 struct Tile {
-    int m, n, expert;      // first row and column of the expert's output
-    int M, K;              // the expert's sizes
-    int boxes_a, boxes_b;  // 2 and 4, 4 and 2, or 2 and 2
-    int k_blocks;          // 0: there is no more work
+    int m, n, expert;  // first row and column of the expert's output
+    int M, K;          // the expert's sizes
+    int boxes_a;       // 2 of 64 rows, or 4 in the last column
+    int k_blocks;      // 0: there is no more work
 };
 
 __device__ __forceinline__ int div_up(int a, int b) { return (a + b - 1) / b; }
@@ -130,7 +130,6 @@ __device__ __forceinline__ Tile find_tile(const Groups& g, int number) {
     t.m = last_column ? 2 * (number - height * wide) : number % height;
     t.n = 2 * (last_column ? wide : number / height) * SQUARE;
     t.boxes_a = last_column && t.m + 1 < height ? 4 : 2;
-    t.boxes_b = last_column ? 2 : 4;
     t.m = (t.m + band * BAND) * SQUARE;
     return t;
 }
