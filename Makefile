@@ -1,17 +1,20 @@
 # train_moe: `make` builds, `make train` runs the first training, `make test` runs every test this machine can run.
 # F64=1 builds the reference in double precision (build/f64), SANITIZE=1 adds address and undefined-behaviour checks,
-# WERROR=1 turns warnings into errors, MPI=0 leaves Open MPI out.
+# WERROR=1 turns warnings into errors, MPI=0 leaves Open MPI out. ARCHS: the GPUs that the CUDA build holds code for, as
+# compute capabilities ("80 90"), or all; by default those of this machine, or all where there is none.
+
+COMMA = ,
 
 # Every op: x.h is the contract, x.c the CPU reference, x.cu the CUDA kernels.
 OPS = device/device device/graph \
       layers/embedding layers/rmsnorm layers/rope layers/matmul layers/attention layers/swiglu layers/loss layers/adamw \
       moe/router grouped/permute grouped/grouped_gemm grouped/experts moe/dispatch_ops mx/mxfp8 mx/mx_swiglu \
       mx/mx_stats mx/grouped_gemm_mx parallel/comm
-# What ops do on GPUs that their own kernels are not for: in the CUDA build alone, x_lt.cuh.
-OPS_LT = blackwell/grouped_gemm_lt
+# What ops do on GPUs that their own kernels are not for: in the CUDA build alone.
+OPS_LT = blackwell/grouped_gemm_lt grouped/grouped_gemm_portable
 
 # Host code, the same source in both builds.
-HOST = device/check device/random device/options device/arena device/pool device/files device/threads \
+HOST = device/check device/random device/kernels device/options device/arena device/pool device/files device/threads \
        data/json data/safetensors data/shards data/vocab data/pattern data/split data/bpe data/tokenizer_json \
        data/tokenizer data/choices data/runlog \
        layers/rope_table mx/rows mx/products mx/mx_check moe/dispatch moe/moe moe/moe_buffers \
@@ -61,23 +64,27 @@ LDLIBS    = $(CBLAS_LIB) $(MPI_LIBS) -lz -lm -lpthread
 
 NVCC     ?= nvcc
 CUDA_HOME = $(patsubst %/bin/nvcc,%,$(realpath $(shell command -v $(NVCC))))
-# One binary for Hopper and Blackwell (device/wgmma.cuh: what is Hopper's alone is left out of the latter's half).
-GPU_CODE  = -gencode=arch=compute_90a,code=sm_90a -gencode=arch=compute_100,code=sm_100
+HAVE_NVCC := $(shell command -v $(NVCC) 2>/dev/null)
+HAVE_GPU  := $(if $(HAVE_NVCC),$(shell nvidia-smi -L 2>/dev/null | grep GPU))
+GPUS      := $(if $(HAVE_GPU),$(shell nvidia-smi -L | grep -c GPU))
+# Of GPUs: A100; RTX 30 and A40; RTX 40 and L40; H100; B200; RTX 50. PTX, which drivers compile, for what comes later.
+ALL_ARCHS = 80 86 89 90 100 120
+ifndef ARCHS
+ARCHS := $(or $(if $(HAVE_GPU),$(shell nvidia-smi --query-gpu=compute_cap --format=csv$(COMMA)noheader | tr -d . | sort -u)),all)
+endif
+gpu_code  = $(foreach arch,$(patsubst 90,90a,$(1)),-gencode=arch=compute_$(arch)$(COMMA)code=sm_$(arch))
+GPU_CODE  = $(if $(filter all,$(ARCHS)),$(call gpu_code,$(ALL_ARCHS)) -gencode=arch=compute_100$(COMMA)code=compute_100,$(call gpu_code,$(ARCHS)))
 # Fields left out of an initialiser are zero and enums are numbers, as in C.
 HOST_WARNINGS = -Wall -Wextra -Wno-unknown-pragmas -Wno-missing-field-initializers -Wno-deprecated-enum-enum-conversion \
                 -Wno-deprecated-enum-float-conversion
 NVCCFLAGS = -std=c++20 -O3 -lineinfo $(GPU_CODE) -I. -MMD -MP \
             $(HOST_WARNINGS:%=-Xcompiler %) -Xcompiler -fopenmp,-Wno-unused-function $(if $(WERROR),-Werror all-warnings)
 CUDALIBS  = -lcublasLt -lnccl $(patsubst -Wl$(COMMA)%,-Xlinker %,$(MPI_LIBS)) -lz -lgomp -lpthread -ldl
-COMMA     = ,
 
 CPU    = build/cpu$(SUFFIX)
 DOUBLE = build/f64$(SUFFIX)
 CUDA   = build/cuda
 
-HAVE_NVCC := $(shell command -v $(NVCC) 2>/dev/null)
-HAVE_GPU  := $(if $(HAVE_NVCC),$(shell nvidia-smi -L 2>/dev/null | grep GPU))
-GPUS      := $(if $(HAVE_GPU),$(shell nvidia-smi -L | grep -c GPU))
 # The backend that this machine can run.
 RUNNABLE   = $(if $(HAVE_GPU),$(CUDA),$(CPU))
 
@@ -147,13 +154,23 @@ endef
 $(eval $(call build,$(CPU),))
 $(eval $(call build,$(DOUBLE),-DF64))
 
+# Its objects are made again when the GPUs they are for change.
+$(CUDA)/archs: FORCE
+	@mkdir -p $(@D)
+	@echo "$(GPU_CODE)" | cmp -s - $@ || echo "$(GPU_CODE)" > $@
+
+# Hopper's kernels, and what has none.
+HOPPER = $(CUDA)/grouped/grouped_gemm.o $(CUDA)/mx/grouped_gemm_mx.o
+$(HOPPER): GPU_CODE = $(call gpu_code,90)
+
 # Ops are compiled from their .cu alone: one that is missing is an error, never the reference in its place.
 CUDA_HOST = $(addprefix $(CUDA)/,$(addsuffix .o,device/version $(HOST) $(TESTS_EITHER) $(TESTS_CUDA_RANKS)))
+$(CUDA_HOST) $(CUDA)/train_moe.o: GPU_CODE = $(call gpu_code,80)
 $(CUDA_HOST): $(CUDA)/%.o: %.c Makefile
 	@mkdir -p $(@D)
 	@echo "  NVCC  $@"
 	@$(NVCC) $(NVCCFLAGS) -x cu -c $< -o $@
-$(CUDA)/%.o: %.cu Makefile
+$(CUDA)/%.o: %.cu Makefile $(CUDA)/archs
 	@mkdir -p $(@D)
 	@echo "  NVCC  $@"
 	@$(NVCC) $(NVCCFLAGS) -c $< -o $@

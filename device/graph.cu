@@ -12,7 +12,7 @@ struct Graph {
 };
 
 const char* graph_refusal(Ctx* ctx) {
-    return ctx->blackwell ? "products of experts wait for their sizes on this GPU" : NULL;
+    return ctx->capability >= 100 ? "products of MXFP8 bytes wait for their sizes on this GPU" : NULL;
 }
 
 Graph* graph_create(void) { return (Graph*)host_alloc(sizeof(Graph)); }

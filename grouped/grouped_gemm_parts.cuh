@@ -144,7 +144,7 @@ __device__ __forceinline__ void run_block(const CUtensorMap* a, const CUtensorMa
         barrier_init_fence();
         tma_prefetch(a), tma_prefetch(b), tma_prefetch(out);
     }
-    cudaGridDependencySynchronize();  // launch_long
+    previous_is_done();  // launch_long
 
     // OVER_ROWS: an expert's tiles cost what it has rows. Sorted, largest first, so that none of the largest begins
     // last. (All blocks write the same.)

@@ -105,7 +105,7 @@ __device__ __forceinline__ Shared& shared_memory() {
         sh.init();
         barrier_init_fence();
     }
-    cudaGridDependencySynchronize();
+    previous_is_done();
     __syncthreads();
     return sh;
 }

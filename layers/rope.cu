@@ -23,13 +23,13 @@ static __global__ void __launch_bounds__(THREADS)
     const uint32_t i = block * THREADS + threadIdx.x, spans = (uint32_t)s.D / 8, rest = i / spans;
     const uint32_t groups = ((uint32_t)s.heads + HEADS - 1) / HEADS;  // a thread's heads lie this far apart
     const int64_t n = rest / groups, h0 = rest % groups, d = i % spans * 8, step = groups * s.head_stride;
-    cudaTriggerProgrammaticLaunchCompletion();
+    let_next_start();
     if (n >= s.N) return;
 
     // The angles are read before the kernel waits for those in front of it.
     float angle[8];
     load_real(angle, table + (uint32_t)n % (uint32_t)s.T * s.D + d);  // no kernel writes the table
-    cudaGridDependencySynchronize();
+    previous_is_done();
 
     // The heads' pieces, all loads before the first store.
     floatX* v = x + n * s.stride + h0 * s.head_stride + d;

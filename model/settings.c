@@ -110,6 +110,8 @@ const Option settings_table[] = {
     FLAG("run", "dry-run", dry_run, ONCE, "print parameters, FLOPs and memory, and stop"),
     WHOLE("run", "ranks", ranks, "0", 0, 1 << 20, ONCE,
           "with --dry-run: ranks to plan for; a run has those that mpirun or srun starts"),
+    NUMBER("run", "gpu-memory", gpu_memory, "0", 0, 1e6, ONCE,
+           "with --dry-run: GiB of one GPU, to say whether a rank fits and what would; 0: of the GPU found, if any"),
     FLAG("run", "version", version, ONCE, "print commit and build, and stop"),
     FLAG("run", "help", help, ONCE, "print this and stop (also -h)"),
 
@@ -327,6 +329,8 @@ Settings settings_read(int argc, char** argv, int ranks, const Json* record) {
     // What must fit together.
     if (s.ranks && !s.dry_run)
         die(EXIT_USAGE, "--ranks is for --dry-run; start %ld ranks with mpirun -np %ld", s.ranks, s.ranks);
+    if (s.gpu_memory && !s.dry_run)
+        die(EXIT_USAGE, "--gpu-memory is for --dry-run; a run looks at what is free on the GPU itself");
     if (!s.ranks) s.ranks = ranks;
     settings_check_sizes(&s);
     if (s.tokens_per_step == 0) s.tokens_per_step = settings_micro_tokens(&s);

@@ -42,7 +42,7 @@ typedef struct Settings {
     int64_t warmup, schedule, even_start;
     double mtp_weight, mtp_weight_end, mtp_switch;
     int64_t ep, shard, recompute;
-    double timeout, capacity;
+    double timeout, capacity, gpu_memory;
     int64_t precision;  // the mode; what it sets, where the command line does not:
     int64_t expert_precision, dispatch_precision, combine_precision, wgrad_precision, linear_precision, mx_scale,
         mx_fast, mx_stats;

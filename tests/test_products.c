@@ -228,6 +228,7 @@ static void test_products(void) {
         for (int n = 0; n < 5; n++)
             for (int i = 0; i < 4; i++) {
                 Way way = {bits & 1, bits & 2 ? MX_FLOOR : MX_RCEIL};
+                if (way.fast && !has_fast(ctx)) continue;
                 check_product(n % 2 ? tokens[n] : 300, tokens[n], widths[i][0], widths[i][1], way);
             }
 }
@@ -290,7 +291,7 @@ static void check_made(Model* m, int64_t layer, const char* what, int dgrad, con
 // layer, which comes last. Of q the part that rope did not turn.
 static void test_products_of_models(void) {
     for (int i = 0; i < 3; i++)
-        for (int p = 0; p < 2; p++) {
+        for (int p = 0; p < 1 + has_fast(ctx); p++) {
             Model* m = fresh(models[i], precisions[p]);
             const ModelConfig* c = &m->config;
             const Scratch* t = &m->t;
@@ -358,7 +359,7 @@ static real* gradients(Model* m, int64_t* n) {
 // weights themselves a step gives the same bits.
 static void test_casts_are_read(void) {
     for (int i = 0; i < 3; i++)
-        for (int p = 0; p < 2; p++) {
+        for (int p = 0; p < 1 + has_fast(ctx); p++) {
             Model* m = fresh(models[i], precisions[p]);
             double loss = one_step(m, 1);
             int64_t n;
@@ -381,7 +382,7 @@ static void test_casts_are_read(void) {
 
 // Casts follow an update: a loss after one is that of weights cast just now, and not that of those cast before.
 static void test_casts_follow_the_weights(void) {
-    for (int p = 0; p < 2; p++) {
+    for (int p = 0; p < 1 + has_fast(ctx); p++) {
         Model* m = fresh("--lr 0.02 ", precisions[p]);
         one_step(m, 1);
         model_update(m, 0);
@@ -410,7 +411,7 @@ static void test_noise(void) {
     for (int i = 0; i < 3; i++) {
         Model* plain = fresh(models[i], "");
         double loss = one_step(plain, 1);
-        for (int p = 0; p < 2; p++) {
+        for (int p = 0; p < 1 + has_fast(ctx); p++) {
             Model* m = fresh(models[i], precisions[p]);
             double other = one_step(m, 1);
             CHECK(other != loss && fabs(other - loss) < 1.5e-2, "%s%s: loss %.9g, in bf16 %.9g", models[i],
