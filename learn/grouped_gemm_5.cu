@@ -10,8 +10,7 @@
 // of `empty`, to overwrite; a wait names the parity of its phase, and in turn 0 that of a phase which never was, and
 // which counts as over.
 //
-// TMA writes the pieces of a row swizzled, as wgmma wants them, and zeros where a tensor ends: load_tile() is gone, and
-// with it the threads' arithmetic of addresses.
+// TMA writes a row's pieces swizzled, as wgmma wants them, and zeros where a tensor ends: load_tile() is gone.
 //
 // Bound by the L2 cache: at the tensor cores' full rate every SM would ask it for a stage, 32 KB, each 512 clocks. And
 // a block begins with an empty ring, and ends with stores of 4 bytes a lane: two blocks share an SM, so that one
@@ -21,8 +20,7 @@
 
 namespace {
 
-enum { WARPS = 8, THREADS = 32 * (WARPS + 1) };  // those that multiply, then the producer
-enum { STAGES = 3 };
+enum { STAGES = 3, WARPS = 8, THREADS = 32 * (WARPS + 1) };  // warps that multiply, then the producer's
 
 struct Shared {
     alignas(1024) uint8_t a[STAGES][TILE_BYTES], b[STAGES][TILE_BYTES];
