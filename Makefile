@@ -12,6 +12,8 @@ OPS = device/device device/graph \
       mx/mx_stats mx/grouped_gemm_mx parallel/comm
 # What ops do on GPUs that their own kernels are not for: in the CUDA build alone.
 OPS_LT = blackwell/grouped_gemm_lt grouped/grouped_gemm_portable
+# The kernels of docs/cuda.md: in their test and their benchmark alone.
+LEARN = $(patsubst %.cu,%,$(wildcard learn/*.cu))
 
 # Host code, the same source in both builds.
 HOST = device/check device/random device/kernels device/options device/arena device/pool device/files device/threads \
@@ -160,7 +162,7 @@ $(CUDA)/archs: FORCE
 	@echo "$(GPU_CODE)" | cmp -s - $@ || echo "$(GPU_CODE)" > $@
 
 # Hopper's kernels, and what has none.
-HOPPER = $(CUDA)/grouped/grouped_gemm.o $(CUDA)/mx/grouped_gemm_mx.o
+HOPPER = $(addprefix $(CUDA)/,$(addsuffix .o,grouped/grouped_gemm mx/grouped_gemm_mx learn/grouped_gemm_4 learn/grouped_gemm_5))
 $(HOPPER): GPU_CODE = $(call gpu_code,90)
 
 # Ops are compiled from their .cu alone: one that is missing is an error, never the reference in its place.
@@ -187,13 +189,14 @@ $(CUDA)/tests/%: $(CUDA)/tests/%.o $(addprefix $(CUDA)/,$(addsuffix .o,$(HOST) $
 $(CUDA)/bench/%: $(CUDA)/bench/%.o $(addprefix $(CUDA)/,$(addsuffix .o,$(HOST) $(OPS) $(OPS_LT)) ranks)
 	@echo "  LINK  $@"
 	@$(NVCC) $(NVCCFLAGS) $(filter %.o,$^) -o $@ $(CUDALIBS) -lcublas
+$(CUDA)/tests/test_cuda_learn $(CUDA)/bench/learn: $(LEARN:%=$(CUDA)/%.o)
 # Loaded into the program by CUDA_INJECTION64_PATH (bench/profile.cc).
 $(CUDA)/bench/libprofile.so: bench/profile.cc Makefile
 	@mkdir -p $(@D)
 	@echo "  LINK  $@"
 	@$(NVCC) -std=c++17 -O2 -shared -Xcompiler -fPIC -I$(CUDA_HOME)/extras/CUPTI/include $< -o $@ \
 	    -L$(CUDA_HOME)/extras/CUPTI/lib64 -lcupti
--include $(addprefix $(CUDA)/,$(addsuffix .d,train_moe device/version $(HOST) $(OPS) $(OPS_LT))) $(wildcard $(CUDA)/tests/*.d $(CUDA)/bench/*.d)
+-include $(addprefix $(CUDA)/,$(addsuffix .d,train_moe device/version $(HOST) $(OPS) $(OPS_LT))) $(wildcard $(CUDA)/tests/*.d $(CUDA)/bench/*.d $(CUDA)/learn/*.d)
 .SECONDARY:
 
 train:
@@ -234,7 +237,7 @@ torture: $(CPU)/train_moe $(CPU)/tests/libtorture.so
 	@TRAIN_MOE=$(CPU)/train_moe $(PYTHON) tests/test_torture.py --kills $(KILLS) --fails $(FAILS) --damages $(DAMAGES) --seed $(SEED)
 
 # Yardsticks that need PyTorch are left out where it is not installed.
-BENCH_CUDA = attention grouped_gemm memory casts grouped_gemm_mx
+BENCH_CUDA = attention grouped_gemm memory casts grouped_gemm_mx learn
 bench: all $(if $(HAVE_GPU),$(BENCH_CUDA:%=$(CUDA)/bench/%))
 	@$(PYTHON) bench/run.py $(CPU)/train_moe
 	@$(if $(HAVE_GPU),for name in $(BENCH_CUDA); do echo "== $$name"; $(CUDA)/bench/$$name || exit 1; done)
