@@ -2,6 +2,7 @@
 import os
 import pathlib
 import re
+import shutil
 import subprocess
 import tempfile
 import unittest
@@ -24,13 +25,27 @@ def anchors(page):
     return {re.sub(r"[^\w\- ]", "", head.lower()).replace(" ", "-") for head in heads}
 
 
+def script(page):
+    """The page's blocks of commands from top to bottom, for one shell. A block of `sh fails` is a command that must fail."""
+    texts = [(f"if {text.strip()}; then echo this must fail; exit 1; fi\n" if mark == "sh fails" else text) for mark, text in fences(page)
+             if mark.split()[:1] == ["sh"]]
+    return "".join(texts)
+
+
+def tracked():
+    """The names of the tree's files, those that are not added yet as well."""
+    listed = subprocess.run(["git", "ls-files", "-z", "--cached", "--others", "--exclude-standard"], cwd=ROOT, check=True,
+                            stdout=subprocess.PIPE, text=True).stdout
+    return [name for name in listed.split("\0") if name and (ROOT / name).exists()]
+
+
 class Docs(unittest.TestCase):
     def test_quotes(self):
         """A block of code names its file and stands there, line by line."""
         for page in PAGES:
             for mark, text in fences(page):
                 kind, _, name = mark.partition(" ")
-                self.assertIn(kind, ("c", "text", "sh"), f"{page.name}: a block of {mark!r}")
+                self.assertIn(kind, ("c", "text", "sh", "diff"), f"{page.name}: a block of {mark!r}")
                 if kind == "c":
                     self.assertTrue(text in (ROOT / name).read_text(), f"{page.name} quotes of {name} what is not there:\n{text}")
 
@@ -63,22 +78,39 @@ class Docs(unittest.TestCase):
             for name in names:
                 self.assertEqual((pathlib.Path(folder) / f"{name}.svg").read_text(), (ROOT / f"docs/{name}.svg").read_text(), name)
 
+    @unittest.skipUnless(shutil.which("git") and (ROOT / ".git").exists(), "needs git and the repository")
     def test_commands_run(self):
-        """For two steps each, on the text of `make train`."""
-        commands = [line for page in PAGES for mark, text in fences(page) if mark == "sh"
-                    for line in text.replace("\\\n", " ").splitlines() if line and line[0] != "#"]
-        self.assertGreater(len(commands), 0)
+        """For two steps each, in a copy of the tree, on the text of `make train`; what they change they undo."""
+        short = {"steps": 2, "warmup": 1, "val-tokens": 2048, "mx-stats": 1}
         with tempfile.TemporaryDirectory() as folder:
-            folder = pathlib.Path(folder)
-            (folder / "build").mkdir()
-            (folder / "build/cpu").symlink_to(PROGRAM.parent)
-            subprocess.run(["python3", ROOT / "scripts/prepare_text.py", ROOT / "data/repository.txt.xz", "--split-on", "<|endoftext|>",
-                            "--out", folder / "runs/corpus", "--name", "repository", "--val-fraction", "0.1"], check=True,
+            tree, was = pathlib.Path(folder) / "tree", {}
+            for name in tracked():
+                (tree / name).parent.mkdir(parents=True, exist_ok=True)
+                shutil.copy2(ROOT / name, tree / name)
+                was[name] = (tree / name).read_bytes()
+            for build, name in (PROGRAM.parent, "cpu"), (PROGRAM.parent.with_name("f64"), "f64"):
+                if build.exists():
+                    shutil.copytree(build, tree / "build" / name)
+            subprocess.run(["python3", "scripts/prepare_text.py", "data/repository.txt.xz", "--split-on", "<|endoftext|>", "--out",
+                            "runs/corpus", "--name", "repository", "--val-fraction", "0.1"], check=True, cwd=tree,
                            stdout=subprocess.DEVNULL)
-            for command in commands:
-                short = re.sub(r"--(steps|warmup) \d+", lambda m: f"--{m[1]} {2 if m[1] == 'steps' else 1}", command)
-                done = subprocess.run(short, shell=True, cwd=folder, capture_output=True, text=True)
-                self.assertEqual(done.returncode, 0, f"{command}\n{done.stderr}")
+            for page in PAGES:
+                if PROGRAM.parent.name != "cpu" and any(mark.startswith("diff") for mark, _ in fences(page)):
+                    continue  # diffs change the program that a plain make cpu builds
+                commands = re.sub(rf"--({'|'.join(short)}) \d+", lambda m: f"--{m[1]} {short[m[1]]}", script(page))
+                # Below a repository git apply would leave out what is not the repository's, and say nothing.
+                done = subprocess.run(["sh", "-exc", commands], cwd=tree, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE,
+                                      stderr=subprocess.STDOUT, text=True, env=dict(os.environ, GIT_CEILING_DIRECTORIES=folder))
+                self.assertEqual(done.returncode, 0, f"{page.name}:\n{done.stdout[-3000:]}")
+                self.assertEqual([name for name in was if (tree / name).read_bytes() != was[name]], [], page.name)
+
+    def test_diffs_are_tried(self):
+        """Each has a name, by which the page's commands put it into the tree, train with it and take it out again."""
+        for page in PAGES:
+            for mark, _ in fences(page):
+                kind, _, name = mark.partition(" ")
+                if kind == "diff":
+                    self.assertRegex(script(page), rf"(?m)^change {name}\n((?!change ).*\n)*train .*\n((?!change ).*\n)*change {name} -R$")
 
 
 if __name__ == "__main__":
