@@ -22,7 +22,7 @@
 // the first T - k alone, so that the others count nowhere, in no expert's load either. Token i + k of these is in the
 // window, so its embedding is a row of what the first block read: the embedding is used once, and the gradients of
 // these rows join that of the first block's below it. lm_head takes all outputs in one visit. That h^{k-1} comes from
-// after the norm, and the order of the two halves, is as the published weights are read (SGLang, Megatron).
+// after the norm, and the order of the two halves, is as SGLang reads the published weights.
 //
 // Source: DeepSeek-V2 (arXiv 2405.04434) section 2.1, DeepSeek-V3 (arXiv 2412.19437) sections 2.1 and 2.2.
 #ifndef MODEL_MODEL_H

@@ -36,6 +36,8 @@ static __global__ void __launch_bounds__(512) even_out(float* share_d, const flo
     // The sum over tokens of what `make` turns their logits x into: thread e gets expert e's, then all threads meet.
     float x[HELD];
     auto over_tokens = [&](auto make) {
+        // A thread's tokens. All threads go round as often, for the shuffles in `make`; a token after the last is the
+        // last once more, and is not added.
         float sum[HELD] = {};
 #pragma unroll 2
         for (int64_t n = threadIdx.x / LANES; n < round_up(count, AT_ONCE); n += AT_ONCE) {
@@ -46,6 +48,7 @@ static __global__ void __launch_bounds__(512) even_out(float* share_d, const flo
 #pragma unroll
             for (int j = 0; j < HELD; j++) sum[j] += n < count ? x[j] : 0;
         }
+        // The warp's, then those of all warps.
 #pragma unroll
         for (int j = 0; j < HELD; j++) {
 #pragma unroll

@@ -9,7 +9,9 @@ import argparse
 import json
 import pathlib
 import re
+import shutil
 import subprocess
+import sys
 import tempfile
 from xml.sax.saxutils import escape
 
@@ -229,11 +231,11 @@ def main():
         def log_of(options):
             shards = pathlib.Path(folder) / "text_train_000000.bin"
             if not shards.exists():
-                subprocess.run(["python3", ROOT / "scripts/prepare_text.py", ROOT / "data/repository.txt.xz", "--split-on",
+                subprocess.run([sys.executable, ROOT / "scripts/prepare_text.py", ROOT / "data/repository.txt.xz", "--split-on",
                                 "<|endoftext|>", "--out", folder, "--name", "text", "--val-fraction", "0.1"], check=True,
                                stdout=subprocess.DEVNULL)
             out = pathlib.Path(folder) / "run"
-            subprocess.run(["rm", "-rf", out], check=True)
+            shutil.rmtree(out, ignore_errors=True)
             subprocess.run([args.program, "--model", "tiny", "--train", str(shards), "--seq-len", "256", "--batch", "8", "--lr",
                             "3e-3", "--val-every", "0", "--out", out, *options.split()], check=True, stdout=subprocess.DEVNULL)
             return [json.loads(line) for line in (out / "log.jsonl").read_text().splitlines()[1:]]
