@@ -1,21 +1,26 @@
 # train_moe: `make` builds, `make train` runs the first training, `make test` runs every test this machine can run.
 # F64=1 builds the reference in double precision (build/f64), SANITIZE=1 adds address and undefined-behaviour checks,
-# WERROR=1 turns warnings into errors, MPI=0 leaves Open MPI out.
+# WERROR=1 turns warnings into errors, MPI=0 leaves Open MPI out. ARCHS: the GPUs that the CUDA build holds code for, as
+# compute capabilities ("80 90"), or all; by default those of this machine, or all where there is none.
+
+COMMA = ,
 
 # Every op: x.h is the contract, x.c the CPU reference, x.cu the CUDA kernels.
-OPS = device/device \
+OPS = device/device device/graph \
       layers/embedding layers/rmsnorm layers/rope layers/matmul layers/attention layers/swiglu layers/loss layers/adamw \
       moe/router grouped/permute grouped/grouped_gemm grouped/experts moe/dispatch_ops mx/mxfp8 mx/mx_swiglu \
       mx/mx_stats mx/grouped_gemm_mx parallel/comm
-# What ops do on GPUs that their own kernels are not for: in the CUDA build alone, x_lt.cuh.
-OPS_LT = blackwell/attention_lt blackwell/grouped_gemm_lt
+# What ops do on GPUs that their own kernels are not for: in the CUDA build alone.
+OPS_LT = blackwell/grouped_gemm_lt grouped/grouped_gemm_portable
+# The kernels of docs/cuda.md: in their test and their benchmark alone.
+LEARN = $(patsubst %.cu,%,$(wildcard learn/*.cu))
 
 # Host code, the same source in both builds.
-HOST = device/check device/random device/options device/arena device/pool device/files device/threads \
+HOST = device/check device/random device/kernels device/options device/arena device/pool device/files device/threads \
        data/json data/safetensors data/shards data/vocab data/pattern data/split data/bpe data/tokenizer_json \
        data/tokenizer data/choices data/runlog \
        layers/rope_table mx/rows mx/products mx/mx_check moe/dispatch moe/moe moe/moe_buffers \
-       model/settings model/settings_check model/record model/params model/forward model/backward model/mtp model/model model/persist \
+       model/settings model/settings_check model/record model/params model/forward model/backward model/mtp model/model model/step model/persist \
        model/hub model/export model/import model/evaluate model/use model/report model/sample model/agree $(RANKS) \
        parallel/watch parallel/sharding parallel/slices parallel/checkpoint parallel/resume
 
@@ -61,23 +66,27 @@ LDLIBS    = $(CBLAS_LIB) $(MPI_LIBS) -lz -lm -lpthread
 
 NVCC     ?= nvcc
 CUDA_HOME = $(patsubst %/bin/nvcc,%,$(realpath $(shell command -v $(NVCC))))
-# One binary for Hopper and Blackwell (device/wgmma.cuh: what is Hopper's alone is left out of the latter's half).
-GPU_CODE  = -gencode=arch=compute_90a,code=sm_90a -gencode=arch=compute_100,code=sm_100
+HAVE_NVCC := $(shell command -v $(NVCC) 2>/dev/null)
+HAVE_GPU  := $(if $(HAVE_NVCC),$(shell nvidia-smi -L 2>/dev/null | grep GPU))
+GPUS      := $(if $(HAVE_GPU),$(shell nvidia-smi -L | grep -c GPU))
+# Of GPUs: A100; RTX 30 and A40; RTX 40 and L40; H100; B200; RTX 50. PTX, which drivers compile, for what comes later.
+ALL_ARCHS = 80 86 89 90 100 120
+ifndef ARCHS
+ARCHS := $(or $(if $(HAVE_GPU),$(shell nvidia-smi --query-gpu=compute_cap --format=csv$(COMMA)noheader | tr -d . | sort -u)),all)
+endif
+gpu_code  = $(foreach arch,$(patsubst 90,90a,$(1)),-gencode=arch=compute_$(arch)$(COMMA)code=sm_$(arch))
+GPU_CODE  = $(if $(filter all,$(ARCHS)),$(call gpu_code,$(ALL_ARCHS)) -gencode=arch=compute_100$(COMMA)code=compute_100,$(call gpu_code,$(ARCHS)))
 # Fields left out of an initialiser are zero and enums are numbers, as in C.
 HOST_WARNINGS = -Wall -Wextra -Wno-unknown-pragmas -Wno-missing-field-initializers -Wno-deprecated-enum-enum-conversion \
                 -Wno-deprecated-enum-float-conversion
 NVCCFLAGS = -std=c++20 -O3 -lineinfo $(GPU_CODE) -I. -MMD -MP \
             $(HOST_WARNINGS:%=-Xcompiler %) -Xcompiler -fopenmp,-Wno-unused-function $(if $(WERROR),-Werror all-warnings)
 CUDALIBS  = -lcublasLt -lnccl $(patsubst -Wl$(COMMA)%,-Xlinker %,$(MPI_LIBS)) -lz -lgomp -lpthread -ldl
-COMMA     = ,
 
 CPU    = build/cpu$(SUFFIX)
 DOUBLE = build/f64$(SUFFIX)
 CUDA   = build/cuda
 
-HAVE_NVCC := $(shell command -v $(NVCC) 2>/dev/null)
-HAVE_GPU  := $(if $(HAVE_NVCC),$(shell nvidia-smi -L 2>/dev/null | grep GPU))
-GPUS      := $(if $(HAVE_GPU),$(shell nvidia-smi -L | grep -c GPU))
 # The backend that this machine can run.
 RUNNABLE   = $(if $(HAVE_GPU),$(CUDA),$(CPU))
 
@@ -147,13 +156,23 @@ endef
 $(eval $(call build,$(CPU),))
 $(eval $(call build,$(DOUBLE),-DF64))
 
+# Its objects are made again when the GPUs they are for change.
+$(CUDA)/archs: FORCE
+	@mkdir -p $(@D)
+	@echo "$(GPU_CODE)" | cmp -s - $@ || echo "$(GPU_CODE)" > $@
+
+# Hopper's kernels, and what has none.
+HOPPER = $(addprefix $(CUDA)/,$(addsuffix .o,grouped/grouped_gemm mx/grouped_gemm_mx learn/grouped_gemm_4 learn/grouped_gemm_5))
+$(HOPPER): GPU_CODE = $(call gpu_code,90)
+
 # Ops are compiled from their .cu alone: one that is missing is an error, never the reference in its place.
 CUDA_HOST = $(addprefix $(CUDA)/,$(addsuffix .o,device/version $(HOST) $(TESTS_EITHER) $(TESTS_CUDA_RANKS)))
+$(CUDA_HOST) $(CUDA)/train_moe.o: GPU_CODE = $(call gpu_code,80)
 $(CUDA_HOST): $(CUDA)/%.o: %.c Makefile
 	@mkdir -p $(@D)
 	@echo "  NVCC  $@"
 	@$(NVCC) $(NVCCFLAGS) -x cu -c $< -o $@
-$(CUDA)/%.o: %.cu Makefile
+$(CUDA)/%.o: %.cu Makefile $(CUDA)/archs
 	@mkdir -p $(@D)
 	@echo "  NVCC  $@"
 	@$(NVCC) $(NVCCFLAGS) -c $< -o $@
@@ -170,13 +189,14 @@ $(CUDA)/tests/%: $(CUDA)/tests/%.o $(addprefix $(CUDA)/,$(addsuffix .o,$(HOST) $
 $(CUDA)/bench/%: $(CUDA)/bench/%.o $(addprefix $(CUDA)/,$(addsuffix .o,$(HOST) $(OPS) $(OPS_LT)) ranks)
 	@echo "  LINK  $@"
 	@$(NVCC) $(NVCCFLAGS) $(filter %.o,$^) -o $@ $(CUDALIBS) -lcublas
+$(CUDA)/tests/test_cuda_learn $(CUDA)/bench/learn: $(LEARN:%=$(CUDA)/%.o)
 # Loaded into the program by CUDA_INJECTION64_PATH (bench/profile.cc).
 $(CUDA)/bench/libprofile.so: bench/profile.cc Makefile
 	@mkdir -p $(@D)
 	@echo "  LINK  $@"
 	@$(NVCC) -std=c++17 -O2 -shared -Xcompiler -fPIC -I$(CUDA_HOME)/extras/CUPTI/include $< -o $@ \
 	    -L$(CUDA_HOME)/extras/CUPTI/lib64 -lcupti
--include $(addprefix $(CUDA)/,$(addsuffix .d,train_moe device/version $(HOST) $(OPS) $(OPS_LT))) $(wildcard $(CUDA)/tests/*.d $(CUDA)/bench/*.d)
+-include $(addprefix $(CUDA)/,$(addsuffix .d,train_moe device/version $(HOST) $(OPS) $(OPS_LT))) $(wildcard $(CUDA)/tests/*.d $(CUDA)/bench/*.d $(CUDA)/learn/*.d)
 .SECONDARY:
 
 train:
@@ -217,7 +237,7 @@ torture: $(CPU)/train_moe $(CPU)/tests/libtorture.so
 	@TRAIN_MOE=$(CPU)/train_moe $(PYTHON) tests/test_torture.py --kills $(KILLS) --fails $(FAILS) --damages $(DAMAGES) --seed $(SEED)
 
 # Yardsticks that need PyTorch are left out where it is not installed.
-BENCH_CUDA = attention grouped_gemm memory casts grouped_gemm_mx
+BENCH_CUDA = attention grouped_gemm memory casts grouped_gemm_mx learn
 bench: all $(if $(HAVE_GPU),$(BENCH_CUDA:%=$(CUDA)/bench/%))
 	@$(PYTHON) bench/run.py $(CPU)/train_moe
 	@$(if $(HAVE_GPU),for name in $(BENCH_CUDA); do echo "== $$name"; $(CUDA)/bench/$$name || exit 1; done)

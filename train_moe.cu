@@ -220,7 +220,7 @@ static void queue_step(Run* r, Loader* loader, int64_t step) {
         model_batch(m, input, target, r->settings.batch, r->settings.seq_len);
         model_micro_step(m, i == micro_steps - 1);
     }
-    model_update(m, step, stop_asked != 0);
+    model_update(m, stop_asked != 0);
     stopwatch_stop(r->watch[step % 2], m->ctx);
 }
 
@@ -366,8 +366,7 @@ static void open_data(Run* r) {
 static void open_model(Run* r) {
     const Settings* s = &r->settings;
     r->model = model_create(s, r->world);
-    printf("device     %s\n", device_name(r->model->ctx));
-    if (r->ranks > 1) printf("ranks      %d, %ld share a set of experts\n", r->ranks, s->ep);
+    report_device(r->model);
     r->saved = s->resume ? model_resume(r->model, r->world, shards_hash(r->train), &r->window) : 0;
     r->first = r->saved + 1;
     char* out = host_printable(s->out, strlen(s->out), "");

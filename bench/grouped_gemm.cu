@@ -2,7 +2,7 @@
 // how they are timed). The difference is that of the two results, ||a - b|| / ||b||. The last column is how much longer
 // ours takes while 16 SMs are held.
 //
-//   build/cuda/bench/grouped_gemm [rows [round_ms]]
+//   [TRAIN_MOE_KERNELS=portable] build/cuda/bench/grouped_gemm [rows [round_ms]]
 #include "bench/grouped.cuh"
 #include "grouped/grouped_gemm.h"
 

@@ -180,10 +180,15 @@ static void bench_adamw(void) {
     memset(&host, 0, sizeof(host));
     host.ok = 1, host.updates = 1, host.grad_scale = 1, host.correction1 = 0.1, host.correction2 = 0.05;
     device_upload(state, &host, sizeof(host), ctx);
-    AdamW opt = {1e-4f, 0.9f, 0.95f, 1e-8f, 0.1f, 1};
-    row("adamw_update", "256 Mi parameters", 30.0 * (double)n,
-        [&](int i) { adamw_update(weight[i], master[i], m[i], v[i], grad[i], n, n, &opt, state, ctx); });
+    const AdamW opt = {1e-4f, 0.9f, 0.95f, 1e-8f, 0.1f, 1};
+    AdamW* there = (AdamW*)device_alloc(sizeof(opt), "the benchmark");
+    device_upload(there, &opt, sizeof(opt), ctx);
+    row("adamw_update", "256 Mi parameters", 30.0 * (double)n, [&](int i) {
+        const AdamWBuffer buffer = {weight[i], master[i], m[i], v[i], grad[i], n, n};
+        adamw_update(&buffer, 1, there, state, ctx);
+    });
     row("grad_norm_add", "256 Mi parameters", 4.0 * (double)n, [&](int i) { grad_norm_add(state, grad[i], n, ctx); });
+    device_free(there);
     device_free(state);
 }
 

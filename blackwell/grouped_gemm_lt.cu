@@ -1,10 +1,9 @@
 // One product after another through cuBLASLt; what is left to do here is to cut the ragged buffer, to write the zeros
-// of pad rows, and for MXFP8 to bring the scales into the order that Blackwell's tensor cores read. Bound by the tensor
+// of pad rows, and to bring the scales into the order that Blackwell's tensor cores read. Bound by the tensor
 // cores with many rows per expert, with few by the wait for the group sizes and by launches.
 #include "blackwell/grouped_gemm_lt.cuh"
 
 #include "device/lt.cuh"
-#include "layers/matmul.h"
 #include "mx/mxfp8.h"
 
 enum { MAX_EXPERTS = 1024 };
@@ -15,7 +14,7 @@ struct Groups {
     int32_t rows[MAX_EXPERTS];
 
     // Rows that a product takes: whole 128s where the buffers have them, which cost little and give the library fewer
-    // sizes to search for. Pad rows are zeros in bf16 operands; what comes of others is written over.
+    // sizes to search for. What comes of pad rows is written over.
     int64_t taken(int e) const {
         const int64_t whole = rows[e] ? ceil_div(rows[e], 128) * 128 : 0, room = capacity - start[e];
         return whole < room ? whole : room;
@@ -39,31 +38,6 @@ static Groups fetch_groups(Ragged r, Ctx* ctx) {
     ctx_sync(ctx);
     return g;
 }
-
-void grouped_gemm_lt_forward(floatX* y, const floatX* x, const floatX* w, Ragged r, int64_t IC, int64_t OC, Ctx* ctx) {
-    const Groups g = fetch_groups(r, ctx);
-    for (int e = 0; e < r.El; e++) {
-        matmul_forward(y + g.start[e] * OC, x + g.start[e] * IC, w + e * OC * IC, g.taken(e), IC, OC, ctx);
-        g.clear_pads(y, e, OC * (int64_t)sizeof(floatX), ctx);
-    }
-}
-
-void grouped_gemm_lt_dgrad(floatX* dx, const floatX* dy, const floatX* w, Ragged r, int64_t IC, int64_t OC, Ctx* ctx) {
-    const Groups g = fetch_groups(r, ctx);
-    for (int e = 0; e < r.El; e++) {
-        matmul_dgrad(dx + g.start[e] * IC, dy + g.start[e] * OC, w + e * OC * IC, g.taken(e), IC, OC, 0, ctx);
-        g.clear_pads(dx, e, IC * (int64_t)sizeof(floatX), ctx);
-    }
-}
-
-void grouped_gemm_lt_wgrad(real* dw, const floatX* dy, const floatX* x, Ragged r, int64_t IC, int64_t OC,
-                           int accumulate, Ctx* ctx) {
-    const Groups g = fetch_groups(r, ctx);
-    for (int e = 0; e < r.El; e++)
-        matmul_wgrad(dw + e * OC * IC, dy + g.start[e] * OC, x + g.start[e] * IC, g.taken(e), IC, OC, accumulate, ctx);
-}
-
-// --- MXFP8 ---
 
 // The inverse of mx_blackwell_offset: a thread writes the four bytes that lie together, of neighbours in a row.
 static __global__ void __launch_bounds__(256)

@@ -1,22 +1,14 @@
-// The grouped products on GPUs that do not know the instructions of grouped/grouped_gemm.cu and mx/grouped_gemm_mx.cu
-// (Blackwell): one cuBLASLt product per expert. The contracts are those of grouped/grouped_gemm.h and
-// mx/grouped_gemm_mx.h, and the functions there come here on such a GPU. The group sizes are fetched to the host,
-// which waits for that once per product. Workspace: matmul_workspace() (layers/matmul.h).
+// The grouped products of MXFP8 bytes on GPUs whose tensor cores take a scale for every 32 elements (compute capability
+// 10.0 and up): one cuBLASLt product per expert. The contract is that of mx/grouped_gemm_mx.h, and the functions there
+// come here on such a GPU. The group sizes are fetched to the host, which waits for that once per product. Workspace:
+// matmul_workspace() (layers/matmul.h).
 #ifndef BLACKWELL_GROUPED_GEMM_LT_CUH
 #define BLACKWELL_GROUPED_GEMM_LT_CUH
 
 #include "device/device.h"
 #include "grouped/permute.h"
 
-void grouped_gemm_lt_forward(floatX* y, const floatX* x, const floatX* w, Ragged ragged, int64_t IC, int64_t OC,
-                             Ctx* ctx);
-void grouped_gemm_lt_dgrad(floatX* dx, const floatX* dy, const floatX* w, Ragged ragged, int64_t IC, int64_t OC,
-                           Ctx* ctx);
-void grouped_gemm_lt_wgrad(real* dw, const floatX* dy, const floatX* x, Ragged ragged, int64_t IC, int64_t OC,
-                           int accumulate, Ctx* ctx);
-
-// On tensor cores that take a scale for every 32 elements: sums are not cut short, and any MXFP8 bytes would do. OC is
-// a multiple of 16 here.
+// Sums are not cut short, and any MXFP8 bytes would do. OC is a multiple of 16 here.
 void grouped_gemm_lt_mx(floatX* y, real* y_real, const uint8_t* x, const uint8_t* x_scale, const uint8_t* w,
                         const uint8_t* w_scale, int64_t w_stride_o, int64_t w_stride_c, Ragged ragged, int64_t IC,
                         int64_t OC, Ctx* ctx);

@@ -37,11 +37,17 @@ struct Ctx {
     Staging* staging;
     char* workspace;
     size_t workspace_bytes;
+    int* counter;  // 0 when a kernel begins: one that hands out its work by it leaves it at 0
     int sms;
-    bool blackwell;  // no wgmma: ops with kernels for Hopper take their other road (x_lt.cuh)
+    bool transfers;                                  // between GPUs go on beside: their kernels want some of the SMs
+    int portable;                                    // 1: kernels for every GPU since Ampere, 0: Hopper's
+    int capability;                                  // of the GPU: 90 is 9.0
     decltype(&cuTensorMapEncodeTiled) encode_tiled;  // from the driver at run time: the binary starts without one
     char name[320];
 };
+
+// Tensor cores that take a scale for every 32 elements of MXFP8, through cuBLASLt (blackwell/).
+static inline bool has_block_scales(const Ctx* ctx) { return ctx->capability >= 100; }
 
 // The workspace; ends the run if the op asks for more than its x_workspace said.
 template <typename T>
@@ -76,8 +82,19 @@ static inline void launch(void (*kernel)(P...), dim3 grid, dim3 block, size_t sh
     LAUNCH_CHECK();
 }
 
-// As launch, of a kernel that may start while the stream's previous one drains. It calls
-// cudaGridDependencySynchronize() before it touches what other kernels write or read.
+// As launch, of a kernel that may start while the stream's previous one still runs (programmatic dependent launch,
+// compute capability 9.0 and up): the gap between the two is hidden. In a graph it becomes the kind of an edge. What
+// makes it right:
+//
+//   The kernel touches no memory that another kernel of a step writes or reads before it has called previous_is_done(),
+//   which returns when the previous kernel is done and its writes can be seen. Blocks without work may leave before,
+//   but not all of them: so this kernel ends after all that came before it too.
+//
+//   let_next_start() lets the next kernel start, if that one was launched early. It is legal from the first line on,
+//   because the next one waits for this kernel's end and not for the call; the next one's blocks come only when all of
+//   this one's have begun.
+//
+//   After a copy, a zeroing or a wait for another stream there is nothing to start beside, and the launch is as any.
 template <typename... P, typename... A>
 static inline void launch_early(void (*kernel)(P...), dim3 grid, dim3 block, size_t shared, Ctx* ctx, A... arguments) {
     if (grid.x == 0 || grid.y == 0 || grid.z == 0) return;
@@ -88,8 +105,38 @@ static inline void launch_early(void (*kernel)(P...), dim3 grid, dim3 block, siz
     early.val.programmaticStreamSerializationAllowed = 1;
     cudaLaunchConfig_t config = {};
     config.gridDim = grid, config.blockDim = block, config.dynamicSmemBytes = shared;
-    config.stream = ctx->stream, config.attrs = &early, config.numAttrs = 1;
+    config.stream = ctx->stream, config.attrs = &early, config.numAttrs = ctx->capability >= 90;
     CUDA_CHECK(cudaLaunchKernelEx(&config, kernel, P(arguments)...));
+}
+
+// As launch_early, of a kernel whose blocks hold whole SMs for long: where transfers want some of these, it leaves them
+// the moment between two kernels.
+template <typename... P, typename... A>
+static inline void launch_long(void (*kernel)(P...), dim3 grid, dim3 block, size_t shared, Ctx* ctx, A... arguments) {
+    if (ctx->transfers)
+        launch(kernel, grid, block, shared, ctx, arguments...);
+    else
+        launch_early(kernel, grid, block, shared, ctx, arguments...);
+}
+
+// In a kernel that was launched early: the previous kernel is done.
+static __device__ __forceinline__ void previous_is_done() {
+#if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 900
+    cudaGridDependencySynchronize();
+#endif
+}
+
+// The next kernel may start.
+static __device__ __forceinline__ void let_next_start() {
+#if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 900
+    cudaTriggerProgrammaticLaunchCompletion();
+#endif
+}
+
+// First in most kernels that are launched early: the next one may start, and this one goes on when it may.
+static __device__ __forceinline__ void wait_for_previous() {
+    let_next_start();
+    previous_is_done();
 }
 
 // For results in bf16: the fast exp and division (2^-21) are exact enough.

@@ -7,18 +7,20 @@
 #include <string.h>
 
 #include "device/cuda.cuh"
+#include "device/kernels.h"
 #include "device/lt.cuh"
 
 static const char less_memory[] =
     "; use a smaller --batch, --seq-len or model, more of --shard and --recompute, or more ranks (--dry-run shows what "
     "needs how much)";
 
+static const char other_build[] = "; build with make ARCHS=all, or on the machine with this GPU";
+
 NORETURN void cuda_failed(cudaError_t error, const char* call, const char* file, int line) {
     const char* hint = "";
     if (error == cudaErrorMemoryAllocation) hint = less_memory;
     if (error == cudaErrorInsufficientDriver) hint = "; install a driver for the CUDA version this was built with";
-    if (error == cudaErrorNoKernelImageForDevice || error == cudaErrorInvalidDeviceFunction)
-        hint = "; this build is for sm_90a (H100, H200) and sm_100 (B200)";
+    if (error == cudaErrorNoKernelImageForDevice || error == cudaErrorInvalidDeviceFunction) hint = other_build;
     die(EXIT_FAILED, "%s:%d: %s: %s%s", file, line, call, cudaGetErrorString(error), hint);
 }
 
@@ -41,12 +43,36 @@ struct Stopwatch {
     cudaEvent_t start, stop;
 };
 
-// Compute capability 9.0, or 10.x, which runs what is built for 10.0.
-static bool is_hopper(const cudaDeviceProp& p) { return p.major == 9 && p.minor == 0; }
-static bool is_blackwell(const cudaDeviceProp& p) { return p.major == 10; }
+static int capability_of(const cudaDeviceProp& p) { return 10 * p.major + p.minor; }
 
-// Ends the run with one line where there is no GPU that this build can use.
-static void check_gpu(cudaDeviceProp* properties) {
+// Conversions and sums: each thread takes every so-many-th element. They are bound by memory.
+template <typename Out, typename In>
+static __global__ void convert(Out* out, const In* in, int64_t n) {
+    wait_for_previous();
+    for (int64_t i = blockIdx.x * (int64_t)blockDim.x + threadIdx.x; i < n; i += gridDim.x * (int64_t)blockDim.x)
+        out[i] = (Out)(float)in[i];
+}
+
+static __global__ void add(float* out, const float* in, int64_t n) {
+    wait_for_previous();
+    for (int64_t i = blockIdx.x * (int64_t)blockDim.x + threadIdx.x; i < n; i += gridDim.x * (int64_t)blockDim.x)
+        out[i] += in[i];
+}
+
+// Whether this build holds code for the GPU at hand.
+static bool has_code() {
+    cudaFuncAttributes attributes;
+    const cudaError_t error = cudaFuncGetAttributes(&attributes, (const void*)add);
+    if (error == cudaErrorNoKernelImageForDevice || error == cudaErrorInvalidDeviceFunction) {
+        cudaGetLastError();  // it was asked for
+        return false;
+    }
+    CUDA_CHECK(error);
+    return true;
+}
+
+// Ends the run with one line where there is no GPU that this build can use. The result: Ctx's `portable`.
+static int check_gpu(cudaDeviceProp* properties) {
     int driver = 0, count = 0, device = 0, built = CUDART_VERSION;
     if (cudaDriverGetVersion(&driver) != cudaSuccess || driver == 0)
         die(EXIT_FAILED, "no GPU: no NVIDIA driver on this machine; use build/cpu/train_moe");
@@ -61,9 +87,13 @@ static void check_gpu(cudaDeviceProp* properties) {
             error != cudaSuccess ? cudaGetErrorString(error) : "the driver lists none");
     CUDA_CHECK(cudaGetDevice(&device));
     CUDA_CHECK(cudaGetDeviceProperties(properties, device));
-    if (!is_hopper(*properties) && !is_blackwell(*properties))
-        die(EXIT_FAILED, "%s has compute capability %d.%d; this build is for 9.0 (H100, H200) and 10.x (B200)",
-            properties->name, properties->major, properties->minor);
+    char* error_text;
+    const int portable = kernels_choose(capability_of(*properties), getenv("TRAIN_MOE_KERNELS"), &error_text);
+    if (portable < 0) die(EXIT_USAGE, "%s: %s", properties->name, error_text);
+    if (!has_code())
+        die(EXIT_FAILED, "%s has compute capability %d.%d, for which this build holds no code%s", properties->name,
+            properties->major, properties->minor, other_build);
+    return portable;
 }
 
 void device_setup(char** argv) { (void)argv; }
@@ -82,15 +112,16 @@ void device_choose(int index) {
 Ctx* ctx_create(size_t workspace) {
     Ctx* ctx = (Ctx*)host_alloc(sizeof(Ctx));
     cudaDeviceProp properties;
-    check_gpu(&properties);
+    ctx->portable = check_gpu(&properties);
 
     // Which GPU it is, for kernels and for people.
     ctx->sms = properties.multiProcessorCount;
-    ctx->blackwell = is_blackwell(properties);
+    ctx->capability = capability_of(properties);
     int driver = 0;
     CUDA_CHECK(cudaDriverGetVersion(&driver));
-    snprintf(ctx->name, sizeof(ctx->name), "%s, %d SMs, %.1f GiB, CUDA %d.%d", properties.name, ctx->sms,
-             (double)properties.totalGlobalMem / 0x1p30, driver / 1000, driver % 1000 / 10);
+    snprintf(ctx->name, sizeof(ctx->name), "%s, %d SMs, %.1f GiB, CUDA %d.%d, %s kernels", properties.name, ctx->sms,
+             (double)properties.totalGlobalMem / 0x1p30, driver / 1000, driver % 1000 / 10,
+             ctx->portable ? "portable" : "Hopper's");
 
     // The stream, and what libraries and the driver offer: cuBLASLt's products, and descriptions of tensors for the
     // TMA.
@@ -108,14 +139,14 @@ Ctx* ctx_create(size_t workspace) {
     for (int i = 0; i < STAGES; i++)
         CUDA_CHECK(cudaEventCreateWithFlags(&ctx->staging->sent[i], cudaEventDisableTiming));
     ctx->workspace = (char*)device_alloc(workspace, "workspace of the ops");
+    ctx->counter = (int*)device_alloc(sizeof(*ctx->counter), "a counter of work");
     ctx->workspace_bytes = workspace;
     return ctx;
 }
 
 int device_available(void) {
     cudaDeviceProp properties;
-    return cudaGetDeviceProperties(&properties, 0) == cudaSuccess &&
-           (is_hopper(properties) || is_blackwell(properties));
+    return cudaGetDeviceProperties(&properties, 0) == cudaSuccess && capability_of(properties) >= 80;
 }
 
 // Of the highest priority: what travels shall start when it can, and takes few SMs.
@@ -125,7 +156,8 @@ Ctx* ctx_side(Ctx* ctx, size_t workspace) {
     CUDA_CHECK(cudaDeviceGetStreamPriorityRange(&lowest, &highest));
     CUDA_CHECK(cudaStreamCreateWithPriority(&side->stream, cudaStreamNonBlocking, highest));
     side->sms = ctx->sms;
-    side->blackwell = ctx->blackwell;
+    side->portable = ctx->portable;
+    side->capability = ctx->capability;
     side->workspace = (char*)device_alloc(workspace, "workspace of a side stream");
     side->workspace_bytes = workspace;
     return side;
@@ -142,6 +174,7 @@ void ctx_destroy(Ctx* ctx) {
         free(ctx->staging);
     }
     device_free(ctx->workspace);
+    device_free(ctx->counter);
     free(ctx);
 }
 
@@ -192,8 +225,21 @@ void* device_alloc(size_t bytes, const char* what) {
 
 void device_free(void* p) { CUDA_CHECK(cudaFree(p)); }
 
+static __global__ void zero(uint4* p, size_t pieces) {
+    wait_for_previous();
+    for (size_t i = blockIdx.x * (size_t)blockDim.x + threadIdx.x; i < pieces; i += gridDim.x * (size_t)blockDim.x)
+        p[i] = make_uint4(0, 0, 0, 0);
+}
+
+// By a kernel: those of a step are short and many, and behind a memset no kernel starts early.
 void device_zero(void* p, size_t bytes, Ctx* ctx) {
-    if (bytes) CUDA_CHECK(cudaMemsetAsync(p, 0, bytes, ctx->stream));
+    const size_t pieces = bytes / 16;
+    if (bytes && ((uintptr_t)p | bytes) % 16) {
+        CUDA_CHECK(cudaMemsetAsync(p, 0, bytes, ctx->stream));
+        return;
+    }
+    launch_early(zero, (unsigned)min_i64(ceil_div((int64_t)pieces, 256), 8 * (int64_t)ctx->sms), 256, 0, ctx, (uint4*)p,
+                 pieces);
 }
 
 // Piece after piece: into the oldest piece of pinned memory, and from there on its way.
@@ -262,31 +308,16 @@ double stopwatch_seconds(Stopwatch* watch) {
     return ms / 1000;
 }
 
-// Conversions and sums: each thread takes every so-many-th element. They are bound by memory.
-template <typename Out, typename In>
-static __global__ void convert(Out* out, const In* in, int64_t n) {
-    for (int64_t i = blockIdx.x * (int64_t)blockDim.x + threadIdx.x; i < n; i += gridDim.x * (int64_t)blockDim.x)
-        out[i] = (Out)(float)in[i];
-}
-
 void device_to_floatX(floatX* out, const real* in, int64_t n, Ctx* ctx) {
-    convert<<<8 * ctx->sms, 256, 0, ctx->stream>>>(out, in, n);
-    LAUNCH_CHECK();
+    launch_early(convert<floatX, real>, 8 * ctx->sms, 256, 0, ctx, out, in, n);
 }
 
 void device_to_real(real* out, const floatX* in, int64_t n, Ctx* ctx) {
-    convert<<<8 * ctx->sms, 256, 0, ctx->stream>>>(out, in, n);
-    LAUNCH_CHECK();
-}
-
-static __global__ void add(float* out, const float* in, int64_t n) {
-    for (int64_t i = blockIdx.x * (int64_t)blockDim.x + threadIdx.x; i < n; i += gridDim.x * (int64_t)blockDim.x)
-        out[i] += in[i];
+    launch_early(convert<real, floatX>, 8 * ctx->sms, 256, 0, ctx, out, in, n);
 }
 
 void device_add(real* out, const real* in, int64_t n, Ctx* ctx) {
-    add<<<8 * ctx->sms, 256, 0, ctx->stream>>>(out, in, n);
-    LAUNCH_CHECK();
+    launch_early(add, 8 * ctx->sms, 256, 0, ctx, out, in, n);
 }
 
 void device_copy(void* to, const void* from, size_t bytes, Ctx* ctx) {

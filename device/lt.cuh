@@ -1,4 +1,4 @@
-// Products through cuBLASLt: row-major matrices, one or a batch of them; bf16, or MXFP8 bytes with their scales; sums
+// Products through cuBLASLt: row-major matrices; bf16, or MXFP8 bytes with their scales; sums
 // in float32. Dense products (layers/matmul.cu) go through it, and the products of ops whose own kernels the GPU at
 // hand does not know (blackwell/).
 //
@@ -15,18 +15,17 @@
 
 enum { LT_WORKSPACE = 8 << 20 };
 
-// Rows are `ld` elements apart, members of a batch `step` (0: they are all the same).
+// Rows are `ld` elements apart.
 struct LtMatrix {
     const void* p;
-    int64_t ld, step = 0;
+    int64_t ld;
 };
 
 // D (m, n) = op(A) (m, k) op(B) (k, n), or D += with accumulate
 struct LtProduct {
     int64_t m, n, k;
     bool transpose_a = false, transpose_b = false;  // stored (k, m), (n, k)
-    int64_t batch = 1;
-    bool real_out = false;  // D is float32, else bf16
+    bool real_out = false;                          // D is float32, else bf16
     bool accumulate = false;
     int64_t workspace = LT_WORKSPACE;  // bytes at the start of the Ctx's, for the library's split sums
     // NULL: A and B are bf16. Else they are e4m3 with k along their rows (B transposed), and these the scales of every
@@ -39,10 +38,10 @@ struct LtProduct {
 // What the choice of an algorithm depends on. Keys are compared as bytes: all fields are of one size, so that there is
 // no padding.
 struct LtOperand {
-    int64_t ld, step, alignment;
+    int64_t ld, alignment;
 };
 struct LtKey {
-    int64_t m, n, k, transpose_a, transpose_b, batch, real_out, workspace, scaled;
+    int64_t m, n, k, transpose_a, transpose_b, real_out, workspace, scaled;
     LtOperand a, b, d;
 };
 
@@ -60,30 +59,22 @@ static inline void lt_set(cublasLtMatmulDesc_t op, cublasLtMatmulDescAttributes_
 }
 
 template <typename T>
-static inline void lt_set(cublasLtMatrixLayout_t layout, cublasLtMatrixLayoutAttribute_t attribute, T value) {
-    CUBLAS_CHECK(cublasLtMatrixLayoutSetAttribute(layout, attribute, &value, sizeof(value)));
-}
-
-template <typename T>
 static inline void lt_set(cublasLtMatmulPreference_t preference, cublasLtMatmulPreferenceAttributes_t attribute,
                           T value) {
     CUBLAS_CHECK(cublasLtMatmulPreferenceSetAttribute(preference, attribute, &value, sizeof(value)));
 }
 
-// What every member of a batch lies on, in bytes, is a part of the choice.
-static inline LtOperand lt_operand(LtMatrix x, int64_t element) {
+// What it lies on, in bytes, is a part of the choice.
+static inline LtOperand lt_operand(LtMatrix x) {
     int64_t alignment = 256;
-    while (((uintptr_t)x.p | (uintptr_t)(x.step * element)) % alignment) alignment /= 2;
-    return {x.ld, x.step, alignment};
+    while ((uintptr_t)x.p % alignment) alignment /= 2;
+    return {x.ld, alignment};
 }
 
 // A row-major (rows, columns) matrix is a column-major (columns, rows) one.
-static inline cublasLtMatrixLayout_t lt_layout(LtOperand x, cudaDataType_t type, int64_t rows, int64_t columns,
-                                               int64_t batch) {
+static inline cublasLtMatrixLayout_t lt_layout(LtOperand x, cudaDataType_t type, int64_t rows, int64_t columns) {
     cublasLtMatrixLayout_t layout;
     CUBLAS_CHECK(cublasLtMatrixLayoutCreate(&layout, type, (uint64_t)columns, (uint64_t)rows, x.ld));
-    lt_set(layout, CUBLASLT_MATRIX_LAYOUT_BATCH_COUNT, (int32_t)batch);
-    lt_set(layout, CUBLASLT_MATRIX_LAYOUT_STRIDED_BATCH_OFFSET, x.step);
     return layout;
 }
 
@@ -136,9 +127,9 @@ static inline LtPlan* lt_make_plan(const LtKey& key, const LtProduct& p, Ctx* ct
 
     // The matrices.
     const cudaDataType_t in = key.scaled ? CUDA_R_8F_E4M3 : CUDA_R_16BF, out = p.real_out ? CUDA_R_32F : CUDA_R_16BF;
-    plan->a = lt_layout(key.a, in, p.transpose_a ? p.k : p.m, p.transpose_a ? p.m : p.k, p.batch);
-    plan->b = lt_layout(key.b, in, p.transpose_b ? p.n : p.k, p.transpose_b ? p.k : p.n, p.batch);
-    plan->d = lt_layout(key.d, out, p.m, p.n, p.batch);
+    plan->a = lt_layout(key.a, in, p.transpose_a ? p.k : p.m, p.transpose_a ? p.m : p.k);
+    plan->b = lt_layout(key.b, in, p.transpose_b ? p.n : p.k, p.transpose_b ? p.k : p.n);
+    plan->d = lt_layout(key.d, out, p.m, p.n);
 
     // The algorithm.
     plan->algo = lt_choose(*plan, ctx);
@@ -147,13 +138,12 @@ static inline LtPlan* lt_make_plan(const LtKey& key, const LtProduct& p, Ctx* ct
 }
 
 static inline void lt_multiply(LtMatrix d, LtMatrix a, LtMatrix b, const LtProduct& p, Ctx* ctx) {
-    if (p.m == 0 || p.n == 0 || p.k == 0 || p.batch == 0) return;
+    if (p.m == 0 || p.n == 0 || p.k == 0) return;
 
     // The plan of a product like this one, made at the first.
     const bool scaled = p.a_scale != NULL;
-    const int64_t in = scaled ? 1 : sizeof(floatX), out = p.real_out ? sizeof(real) : sizeof(floatX);
-    const LtKey key = {p.m,        p.n,         p.k,    p.transpose_a,     p.transpose_b,     p.batch,
-                       p.real_out, p.workspace, scaled, lt_operand(a, in), lt_operand(b, in), lt_operand(d, out)};
+    const LtKey key = {p.m,         p.n,    p.k,           p.transpose_a, p.transpose_b, p.real_out,
+                       p.workspace, scaled, lt_operand(a), lt_operand(b), lt_operand(d)};
     LtPlan* plan = ctx->lt_plans;
     while (plan && memcmp(&plan->key, &key, sizeof(key)) != 0) plan = plan->next;
     if (!plan) plan = lt_make_plan(key, p, ctx);

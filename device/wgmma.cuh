@@ -308,7 +308,7 @@ static __device__ __forceinline__ uint32_t pack_bf16(float low, float high) {
 //
 // The binary also has code for GPUs that do not know wgmma. These calls come first in every role, so there they end the
 // kernel: after __builtin_unreachable() the compiler drops the rest of the role, with the instructions that only sm_90a
-// has. Such a GPU never launches the kernel; its ops take other roads (x_lt.cuh).
+// has. Such a GPU never launches the kernel: its Ctx says `portable`.
 #if defined(__CUDA_ARCH__) && !defined(__CUDA_ARCH_FEAT_SM90_ALL)
 #define HOPPER_ONLY() (__trap(), __builtin_unreachable())
 #else

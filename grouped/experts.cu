@@ -6,6 +6,7 @@
 // A thread a piece at a time: no sum ties a row together here.
 static __global__ void __launch_bounds__(256)
     experts_swiglu_forward_kernel(floatX* a, const floatX* h, Ragged r, int64_t F) {
+    wait_for_previous();
     const int64_t pieces = F / 8, end = r.group_start[r.El] * pieces;
     for (int64_t i = blockIdx.x * (int64_t)256 + threadIdx.x; i < end; i += gridDim.x * (int64_t)256) {
         // Eight columns of a row; a pad row counts as zeros.
@@ -24,6 +25,7 @@ static __global__ void __launch_bounds__(256)
 static __global__ void __launch_bounds__(256)
     experts_swiglu_backward_kernel(floatX* dh, floatX* gated_a, float* drow_gate, const floatX* da_ungated,
                                    const floatX* h, Ragged r, int64_t F) {
+    wait_for_previous();
     // A warp a row.
     const int64_t used = r.group_start[r.El];
     for (int64_t row = blockIdx.x * (int64_t)8 + threadIdx.x / 32; row < used; row += gridDim.x * (int64_t)8)
@@ -35,12 +37,12 @@ static __global__ void __launch_bounds__(256)
 void experts_swiglu_forward(floatX* a, const floatX* h, Ragged r, int64_t F, Ctx* ctx) {
     ASSERT(wide(F, a, h));
     const unsigned blocks = walking_blocks(ceil_div(r.capacity * (F / 8), 256), ctx);
-    launch(experts_swiglu_forward_kernel, blocks, 256, 0, ctx, a, h, r, F);
+    launch_early(experts_swiglu_forward_kernel, blocks, 256, 0, ctx, a, h, r, F);
 }
 
 void experts_swiglu_backward(floatX* dh, floatX* gated_a, real* drow_gate, const floatX* da_ungated, const floatX* h,
                              Ragged r, int64_t F, Ctx* ctx) {
     ASSERT(wide(F, dh, gated_a, da_ungated, h));
     const unsigned blocks = walking_blocks(ceil_div(r.capacity, 8), ctx);
-    launch(experts_swiglu_backward_kernel, blocks, 256, 0, ctx, dh, gated_a, drow_gate, da_ungated, h, r, F);
+    launch_early(experts_swiglu_backward_kernel, blocks, 256, 0, ctx, dh, gated_a, drow_gate, da_ungated, h, r, F);
 }

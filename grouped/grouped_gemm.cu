@@ -1,4 +1,5 @@
-// Grouped products on the tensor cores: one persistent kernel per pass over the ragged buffer, no transposed copies.
+// Grouped products on Hopper's tensor cores: one persistent kernel per pass over the ragged buffer, no transposed
+// copies.
 //
 //                       x (rows, IC)                y (rows, OC)
 //                     +---+---+---+---+           +-------+-------+---+
@@ -26,9 +27,9 @@
 // coordinates only. Two blocks form a cluster and share one operand of their tiles: each loads half of it for both.
 //
 // Bound by the tensor cores under the card's power limit; with few rows per expert wgrad by the traffic of dW.
-#include "blackwell/grouped_gemm_lt.cuh"
 #include "grouped/grouped_gemm.h"
 #include "grouped/grouped_gemm_parts.cuh"
+#include "grouped/grouped_gemm_portable.cuh"
 
 namespace {
 
@@ -164,7 +165,8 @@ __global__ void __cluster_dims__(CLUSTER, 1, 1) __launch_bounds__(THREADS, 1)
 bool check_sizes(const Ragged& r, int64_t IC, int64_t OC) {
     if (IC <= 0 || OC <= 0 || IC % 8 != 0 || OC % 8 != 0)
         die(EXIT_USAGE,
-            "a grouped product needs dimensions that are multiples of 8 (TMA moves rows of 16 bytes), not IC %lld and "
+            "a grouped product needs dimensions that are multiples of 8 (rows are copied in pieces of 16 bytes), not "
+            "IC %lld and "
             "OC %lld; choose --dim and --expert-ffn so",
             (long long)IC, (long long)OC);
     if (r.El > MAX_EXPERTS)
@@ -176,7 +178,7 @@ bool check_sizes(const Ragged& r, int64_t IC, int64_t OC) {
 
 void grouped_gemm_forward(floatX* y, const floatX* x, const floatX* w, Ragged r, int64_t IC, int64_t OC, Ctx* ctx) {
     if (!check_sizes(r, IC, OC)) return;
-    if (ctx->blackwell) return grouped_gemm_lt_forward(y, x, w, r, IC, OC, ctx);
+    if (ctx->portable) return grouped_gemm_portable_forward(y, x, w, r, IC, OC, ctx);
     launch(grouped_gemm_kernel<FORWARD>, ctx, matrix_map(x, 0, r.capacity, IC, BOX, ctx),
            matrix_map(w, r.El, OC, IC, BOX, ctx), matrix_map(y, 0, r.capacity, OC, 16, ctx),
            groups_of(r, 0, OC, IC, ctx));
@@ -184,7 +186,7 @@ void grouped_gemm_forward(floatX* y, const floatX* x, const floatX* w, Ragged r,
 
 void grouped_gemm_dgrad(floatX* dx, const floatX* dy, const floatX* w, Ragged r, int64_t IC, int64_t OC, Ctx* ctx) {
     if (!check_sizes(r, IC, OC)) return;
-    if (ctx->blackwell) return grouped_gemm_lt_dgrad(dx, dy, w, r, IC, OC, ctx);
+    if (ctx->portable) return grouped_gemm_portable_dgrad(dx, dy, w, r, IC, OC, ctx);
     launch(grouped_gemm_kernel<DGRAD>, ctx, matrix_map(dy, 0, r.capacity, OC, BOX, ctx),
            matrix_map(w, r.El, OC, IC, BOX, ctx), matrix_map(dx, 0, r.capacity, IC, 16, ctx),
            groups_of(r, 0, IC, OC, ctx));
@@ -195,7 +197,7 @@ void grouped_gemm_wgrad(real* dw, const floatX* dy, const floatX* x, Ragged r, i
                         Ctx* ctx) {
     if (!check_sizes(r, IC, OC))
         return accumulate ? void() : device_zero(dw, (size_t)(r.El * OC * IC) * sizeof(real), ctx);
-    if (ctx->blackwell) return grouped_gemm_lt_wgrad(dw, dy, x, r, IC, OC, accumulate, ctx);
+    if (ctx->portable) return grouped_gemm_portable_wgrad(dw, dy, x, r, IC, OC, accumulate, ctx);
     Groups g = groups_of(r, OC, IC, r.capacity, ctx);
     g.add = accumulate;
     launch(grouped_gemm_kernel<WGRAD>, ctx, matrix_map(dy, 0, r.capacity, OC, BOX, ctx),

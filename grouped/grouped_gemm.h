@@ -7,8 +7,7 @@
 // Weights of all experts lie together, w (El, OC, IC). Products read true rows only, or pad rows that are zeros; rows
 // of an output that are pad rows are written as zeros. In the CUDA build IC and OC are multiples of 8. Starts and
 // counts of rows are read on the device, and the workspace has room for the number of work items and an order of
-// experts. (On Blackwell the host fetches the starts, and the workspace is that of matmul_workspace():
-// blackwell/grouped_gemm_lt.cuh.)
+// experts.
 #ifndef GROUPED_GROUPED_GEMM_H
 #define GROUPED_GROUPED_GEMM_H
 

@@ -144,6 +144,7 @@ __device__ __forceinline__ void run_block(const CUtensorMap* a, const CUtensorMa
         barrier_init_fence();
         tma_prefetch(a), tma_prefetch(b), tma_prefetch(out);
     }
+    previous_is_done();  // launch_long
 
     // OVER_ROWS: an expert's tiles cost what it has rows. Sorted, largest first, so that none of the largest begins
     // last. (All blocks write the same.)
@@ -246,22 +247,19 @@ CUtensorMap matrix_map(const T* p, int64_t depth, int64_t rows, int64_t cols, in
     return tensor_map(p, depth ? 3 : 2, size, stride, box, ctx);
 }
 
-// The sizes of a product, with a counter of work items at 0, and behind it room for an order of the experts. (They are
-// of the Ctx: products of several may run at once.)
+// The sizes of a product, with a counter of work items, and room for an order of the experts. (They are of the Ctx:
+// products of several may run at once.)
 Groups groups_of(const Ragged& r, int64_t M, int64_t N, int64_t K, Ctx* ctx) {
     // Coordinates of TMA are int32.
     ASSERT(r.capacity <= INT32_MAX && M <= INT32_MAX && N <= INT32_MAX && K <= INT32_MAX);
-    uint32_t* counter = ctx_workspace<uint32_t>(ctx, 1 + MAX_EXPERTS / 2);
-    device_zero(counter, sizeof(*counter), ctx);
-    return {r.group_start, r.group_rows, r.El, (int)M, (int)N, (int)K, counter, (int16_t*)(counter + 1), 0};
+    int16_t* order = ctx_workspace<int16_t>(ctx, MAX_EXPERTS);
+    return {r.group_start, r.group_rows, r.El, (int)M, (int)N, (int)K, (uint32_t*)ctx->counter, order, 0};
 }
 
 // A block on every SM, in clusters.
 template <typename Kernel, typename... Params>
 void launch(Kernel kernel, Ctx* ctx, const Params&... params) {
-    CUDA_CHECK(cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, sizeof(Shared)));
-    kernel<<<ctx->sms / CLUSTER * CLUSTER, THREADS, sizeof(Shared), ctx->stream>>>(params...);
-    LAUNCH_CHECK();
+    launch_long(kernel, ctx->sms / CLUSTER * CLUSTER, THREADS, sizeof(Shared), ctx, params...);
 }
 
 }  // namespace

@@ -55,6 +55,7 @@ void permute_plan(Ragged r, const int32_t* expert, const real* gate, int64_t N, 
 
 static __global__ void __launch_bounds__(32 * PERMUTE_WARPS)
     permute_rows_kernel(floatX* rows, const floatX* tokens, Ragged r, int64_t C, int64_t slices) {
+    wait_for_previous();
     permute_slice(r, slices, [&](int64_t row, int64_t token) {
         copy_row(rows + row * C, token < 0 ? NULL : tokens + token * C, C);
     });
@@ -64,13 +65,14 @@ void permute_rows(void* to, const void* from, Ragged r, size_t row_bytes, Ctx* c
     // Elements of two bytes, whatever they are.
     const int64_t C = (int64_t)row_bytes / 2, slices = permute_slices(r);
     ASSERT(row_bytes % 16 == 0 && aligned(to, from));
-    launch(permute_rows_kernel, slices * r.El, 32 * PERMUTE_WARPS, 0, ctx, to, from, r, C, slices);
+    launch_early(permute_rows_kernel, slices * r.El, 32 * PERMUTE_WARPS, 0, ctx, to, from, r, C, slices);
 }
 
 // A thread a piece of a token; 4 rows under way at a time.
 static __global__ void __launch_bounds__(256)
     unpermute_rows_kernel(floatX* tokens, const floatX* rows, const float* gate, const int32_t* token_row, int64_t N,
                           int32_t K, int64_t C, int accumulate) {
+    wait_for_previous();
     const int64_t i = blockIdx.x * (int64_t)256 + threadIdx.x, pieces = C / 8, n = i / pieces, c = i % pieces * 8;
     if (n >= N) return;
     float sum[8] = {};
@@ -102,16 +104,17 @@ static __global__ void __launch_bounds__(256)
 void unpermute_rows(floatX* tokens, const floatX* rows, const real* gate, Ragged r, int64_t N, int32_t K, int64_t C,
                     int accumulate, Ctx* ctx) {
     ASSERT(wide(C, tokens, rows));
-    launch(unpermute_rows_kernel, blocks_for(N * (C / 8), 256), 256, 0, ctx, tokens, rows, gate, r.token_row, N, K, C,
-           accumulate);
+    launch_early(unpermute_rows_kernel, blocks_for(N * (C / 8), 256), 256, 0, ctx, tokens, rows, gate, r.token_row, N,
+                 K, C, accumulate);
 }
 
 static __global__ void unpermute_gates_kernel(float* dgate, const float* drow_gate, const int32_t* token_row,
                                               int64_t count) {
+    wait_for_previous();
     const int64_t i = blockIdx.x * (int64_t)256 + threadIdx.x;
     if (i < count) dgate[i] = token_row[i] < 0 ? 0 : drow_gate[token_row[i]];
 }
 
 void unpermute_gates(real* dgate, const real* drow_gate, Ragged r, int64_t N, int32_t K, Ctx* ctx) {
-    launch(unpermute_gates_kernel, blocks_for(N * K, 256), 256, 0, ctx, dgate, drow_gate, r.token_row, N * K);
+    launch_early(unpermute_gates_kernel, blocks_for(N * K, 256), 256, 0, ctx, dgate, drow_gate, r.token_row, N * K);
 }

@@ -26,7 +26,8 @@
 //
 // A cluster draws the number of its next item from a counter in device memory: first come, first served. So a cluster
 // that starts late takes fewer items, and nothing waits for it. (A transfer between GPUs can hold some SMs for
-// milliseconds.) One block owns a tile's whole sum, so the bits do not depend on who takes what.
+// milliseconds.) Each cluster ends with one number beyond the last item; the last of all numbers sets the counter back
+// to 0. One block owns a tile's whole sum, so the bits do not depend on who takes what.
 #ifndef GROUPED_TILE_SCHEDULER_CUH
 #define GROUPED_TILE_SCHEDULER_CUH
 
@@ -61,7 +62,7 @@ struct Groups {
     const int64_t* start;
     const int32_t* rows;
     int El, M, N, K;
-    uint32_t* counter;  // of items that were drawn
+    uint32_t* counter;  // of items that were drawn, the Ctx's
     int16_t* order;     // OVER_ROWS: largest experts first
     int add;            // OVER_ROWS: 1: to what is there; 0: it is written, also for experts without rows
 };
@@ -114,7 +115,11 @@ struct TileScheduler {
         int number = receive(), total;
         while (total = broadcast(end, 31), number >= total && first + 32 < g.El) load_window(first + 32, total);
         WorkItem item = {};
-        if (number >= total) return item;
+        if (number >= total) {
+            const int last = total + (int)gridDim.x / CLUSTER - 1;
+            if (number == last && rank == 0 && lane == 0) *g.counter = 0;
+            return item;
+        }
         draw();
 
         // The expert: the first lane whose end lies after the number. From here on the number counts within it.

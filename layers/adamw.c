@@ -82,10 +82,11 @@ void adamw_measure(StepState* state, const real* master, const real* m, const re
     keep_largest(state, most);
 }
 
-void adamw_update(floatX* weight, real* master, real* m, real* v, const real* grad, int64_t n, int64_t n_decay,
-                  const AdamW* opt, StepState* state, Ctx* ctx) {
-    (void)ctx;
-    if (!state->ok) return;
+static void update_buffer(const AdamWBuffer* buffer, const AdamW* opt, StepState* state) {
+    floatX* weight = buffer->weight;
+    real *master = buffer->master, *m = buffer->m, *v = buffer->v;
+    const real* grad = buffer->grad;
+    const int64_t n = buffer->n, n_decay = buffer->n_decay;
     // What is the same for every element.
     real scale = (real)state->grad_scale, b1 = opt->beta1, b2 = opt->beta2, lr = opt->lr, eps = opt->eps;
     real fix1 = (real)(1 / state->correction1), fix2 = (real)(1 / state->correction2);
@@ -106,4 +107,9 @@ void adamw_update(floatX* weight, real* master, real* m, real* v, const real* gr
         take_in(most, master, m, v, b * BLOCK, end);  // still in the cache
     }
     keep_largest(state, most);
+}
+
+void adamw_update(const AdamWBuffer* buffers, int count, const AdamW* opt, StepState* state, Ctx* ctx) {
+    (void)ctx;
+    for (int i = 0; i < count && state->ok; i++) update_buffer(&buffers[i], opt, state);
 }

@@ -1,8 +1,9 @@
 // AdamW, the gradient norm and the step's decisions.
 //
-// adamw_update reads master, m, v and grad once and writes master, m, v and weight once: 30 bytes a parameter, bound by
-// memory. A thread takes 8 elements, so that 8 loads of 16 bytes are under way at once. The largest of what it writes
-// costs no access: a maximum a block, and an atomic maximum of whole numbers, in which no order counts.
+// adamw_update takes up to 32 buffers in a launch. It reads master, m, v and grad once and writes master, m, v and
+// weight once: 30 bytes a parameter, bound by memory. A thread takes 8 elements, so that 8 loads of 16 bytes are under
+// way at once. The largest of what it writes costs no access: a maximum a block, and an atomic maximum of whole
+// numbers, in which no order counts.
 //
 // Sums run in double over fixed chunks: a block a chunk, then one block over the chunks' sums. Which element is added
 // to which never depends on the number of SMs or on time.
@@ -52,6 +53,7 @@ static __global__ void sum_chunks_kernel(double* partial, const float* x, int64_
 
 // *total += the chunks' sums, in a fixed order.
 static __global__ void add_total_kernel(double* total, const double* partial, int64_t count) {
+    wait_for_previous();
     double sum = 0;
     for (int64_t i = threadIdx.x; i < count; i += TOTAL_THREADS) sum += partial[i];
     sum = block_sum(sum);
@@ -64,7 +66,7 @@ static void add_sum(double* total, const float* x, int64_t n, Ctx* ctx) {
     int64_t chunks = ceil_div(n, CHUNK);
     double* partial = ctx_workspace<double>(ctx, chunks);
     launch(sum_chunks_kernel<SQUARE>, chunks, THREADS, 0, ctx, partial, x, n);
-    launch(add_total_kernel, 1, TOTAL_THREADS, 0, ctx, total, partial, chunks);
+    launch_early(add_total_kernel, 1, TOTAL_THREADS, 0, ctx, total, partial, chunks);
 }
 
 size_t adamw_workspace(int64_t n) { return (size_t)ceil_div(n, CHUNK) * sizeof(double); }
@@ -80,12 +82,12 @@ static __global__ void step_begin_kernel(StepState* state) { step_begin_now(stat
 
 void step_begin(StepState* state, Ctx* ctx) { launch(step_begin_kernel, 1, 1, 0, ctx, state); }
 
-static __global__ void step_decide_kernel(StepState* state, int64_t tokens, AdamW opt) {
-    step_decide_now(state, tokens, &opt);
+static __global__ void step_decide_kernel(StepState* state, int64_t tokens, const AdamW* opt) {
+    step_decide_now(state, tokens, opt);
 }
 
 void step_decide(StepState* state, int64_t tokens, const AdamW* opt, Ctx* ctx) {
-    launch(step_decide_kernel, 1, 1, 0, ctx, state, tokens, *opt);
+    launch(step_decide_kernel, 1, 1, 0, ctx, state, tokens, opt);
 }
 
 // Numbers without their sign are in the order of their bits, NaN above all. Whole blocks call it.
@@ -112,18 +114,31 @@ static __device__ __forceinline__ void take_in(unsigned& most, float x) {
     most = max(most, __float_as_uint(x) & 0x7fffffffu);
 }
 
-static __global__ void __launch_bounds__(THREADS)
-    adamw_kernel(floatX* weight, float* master, float* m, float* v, const float* grad, int64_t n, int64_t n_decay,
-                 AdamW opt, StepState* state) {
+// Buffers that follow one another in a grid: buffer b has blocks first[b] .. first[b + 1] - 1.
+enum { AT_ONCE = 32 };
+struct AdamWBuffers {
+    AdamWBuffer buffer[AT_ONCE];
+    unsigned first[AT_ONCE + 1];
+};
+
+static __global__ void __launch_bounds__(THREADS, 4)
+    adamw_kernel(const __grid_constant__ AdamWBuffers list, const AdamW* option, StepState* state) {
+    // The block's buffer: each lane compares with the end of one.
+    const int b = __popc(__ballot_sync(0xffffffffu, blockIdx.x >= list.first[threadIdx.x % 32 + 1]));
+    const AdamWBuffer& buffer = list.buffer[b];
+    float *master = buffer.master, *m = buffer.m, *v = buffer.v;
+    const int64_t n = buffer.n, n_decay = buffer.n_decay;
+    wait_for_previous();
+    const AdamW opt = *option;
     if (!state->ok) return;
     // Eight elements: all loads go out first.
-    const int64_t i = (blockIdx.x * (int64_t)THREADS + threadIdx.x) * 8;
+    const int64_t i = ((blockIdx.x - list.first[b]) * (int64_t)THREADS + threadIdx.x) * 8;
     unsigned most[LARGEST] = {};
     if (i < n) {
         const float scale = (float)state->grad_scale, fix1 = (float)(1 / state->correction1),
                     fix2 = (float)(1 / state->correction2);
         float g[8], p[8], m1[8], v1[8];
-        load_real(g, grad + i);
+        load_real(g, buffer.grad + i);
         load_real(p, master + i);
         load_real(m1, m + i);
         load_real(v1, v + i);
@@ -141,7 +156,7 @@ static __global__ void __launch_bounds__(THREADS)
         store_real(master + i, p);
         store_real(m + i, m1);
         store_real(v + i, v1);
-        store(weight + i, p);
+        store(buffer.weight + i, p);
 
         // What is written counts for the bounds of the next step.
 #pragma unroll
@@ -154,11 +169,22 @@ static __global__ void __launch_bounds__(THREADS)
     keep_largest(state, most);
 }
 
-void adamw_update(floatX* weight, real* master, real* m, real* v, const real* grad, int64_t n, int64_t n_decay,
-                  const AdamW* opt, StepState* state, Ctx* ctx) {
-    ASSERT(wide(n, weight, master, m, v, grad));
-    launch(adamw_kernel, blocks_for(n, 8 * THREADS), THREADS, 0, ctx, weight, master, m, v, grad, n, n_decay, *opt,
-           state);
+void adamw_update(const AdamWBuffer* buffers, int count, const AdamW* opt, StepState* state, Ctx* ctx) {
+    for (int from = 0; from < count; from += AT_ONCE) {
+        // Buffers that are not there have no blocks.
+        AdamWBuffers list = {};
+        for (int b = 0; b < AT_ONCE; b++) {
+            unsigned blocks = 0;
+            if (from + b < count) {
+                const AdamWBuffer& buffer = list.buffer[b] = buffers[from + b];
+                ASSERT(wide(buffer.n, buffer.weight, buffer.master, buffer.m, buffer.v, buffer.grad));
+                blocks = blocks_for(buffer.n, 8 * THREADS);
+            }
+            ASSERT(list.first[b] + (int64_t)blocks < INT32_MAX);
+            list.first[b + 1] = list.first[b] + blocks;
+        }
+        launch_early(adamw_kernel, list.first[AT_ONCE], THREADS, 0, ctx, list, opt, state);
+    }
 }
 
 static __global__ void __launch_bounds__(THREADS)

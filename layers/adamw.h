@@ -2,7 +2,7 @@
 // norm, and the guard against steps that are not finite. All decisions are taken on the device, so that the host never
 // waits:
 //
-//   step_begin -> (loss_add per micro-step) -> grad_norm_add per buffer -> step_decide -> adamw_update per buffer
+//   step_begin -> (loss_add per micro-step) -> grad_norm_add per buffer -> step_decide -> adamw_update
 //
 // A step whose loss or gradient norm is not finite (ok = 0) changes no weight and no moment; neither does one whose
 // update could leave a weight or a moment infinite. That is decided beforehand, from bounds: an update keeps the
@@ -40,6 +40,7 @@ typedef struct StepState {
 } StepState;
 enum { STEP_SUMS = 3 + MTP_MAX + LARGEST };  // doubles from loss_sum on that are summed over the ranks
 
+// In device memory too: what the host says of a step, lr first of all, is written there before the step.
 typedef struct AdamW {
     float lr, beta1, beta2, eps, weight_decay, clip;  // clip: largest gradient norm, 0 for none
 } AdamW;
@@ -49,13 +50,21 @@ void loss_add(double* sum, const real* loss, int64_t N, Ctx* ctx);            //
 void grad_norm_add(StepState* state, const real* grad, int64_t n, Ctx* ctx);  // grad_sq += sum_i grad[i]^2
 void step_decide(StepState* state, int64_t tokens, const AdamW* opt, Ctx* ctx);  // the rest of StepState
 
+// A flat buffer of n parameters, and what is kept of them.
+typedef struct AdamWBuffer {
+    floatX* weight;
+    real *master, *m, *v;
+    const real* grad;
+    int64_t n, n_decay;
+} AdamWBuffer;
+
+// Of each buffer:
 // g = grad_scale * grad;  m = b1 m + (1 - b1) g;  v = b2 v + (1 - b2) g^2;
 // master -= lr * ((m / correction1) / (sqrt(v / correction2) + eps) + decay * master),  weight = round(master)
 // with decay = weight_decay for i < n_decay and 0 after (matrices lie before vectors in a buffer).
 // weight may be master where floatX is real. Nothing is written if state->ok is 0. own_largest takes these in.
 // On the GPU n is a multiple of 8.
-void adamw_update(floatX* weight, real* master, real* m, real* v, const real* grad, int64_t n, int64_t n_decay,
-                  const AdamW* opt, StepState* state, Ctx* ctx);
+void adamw_update(const AdamWBuffer* buffers, int count, const AdamW* opt, StepState* state, Ctx* ctx);
 // Takes into own_largest what was set from outside (start, checkpoint).
 void adamw_measure(StepState* state, const real* master, const real* m, const real* v, int64_t n, Ctx* ctx);
 

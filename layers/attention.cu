@@ -7,11 +7,12 @@
 // without waiting for neighbours; k_rope's gradient is left per head in float and summed in the heads' order.
 // Bound by the tensor cores: a tile of 128 x 128 takes 2560 clocks of them in forward, 9216 in backward, beside about
 // 1100 and 2100 of exp2; what it loses is the start and end of a tile and the softmax that no product covers.
+//
+// GPUs without wgmma have kernels of their own, with the same chunks and passes (attention_portable.cuh).
 #include "layers/attention.h"
 
 #include <type_traits>
 
-#include "blackwell/attention_lt.cuh"
 #include "device/wgmma.cuh"
 #include "layers/rows.cuh"
 
@@ -35,12 +36,12 @@ struct Order {
     }
 };
 
-Order order_of(AttnShape s) {
+Order order_of(AttnShape s, int rows) {  // of a tile
     const int64_t l2 = 28 << 20;
     // As many heads to a section as have their tensors in 28 MiB of L2.
     int64_t heads = s.B * s.H, head_bytes = s.T * (s.nope + s.rope + s.v) * (int64_t)sizeof(floatX);
     int64_t sections = ceil_div(heads, l2 / head_bytes > 0 ? l2 / head_bytes : 1);
-    return {(int)heads, (int)ceil_div(s.T, TILE), (int)ceil_div(heads, sections)};
+    return {(int)heads, (int)ceil_div(s.T, rows), (int)ceil_div(heads, sections)};
 }
 
 // Row t of head `head` of B x H in a (B, T, H) tensor.
@@ -77,12 +78,14 @@ struct Work {
     Ring<1, true> ring;  // every thread has read `number` itself
     int number;
     // The producer hands out the next piece. A number beyond the last is the word that there is none: nothing comes
-    // with it.
-    __device__ bool hand_out(int use, int work, const Order& order) {
+    // with it. The counter was asked once for each piece: the last of its numbers sets it back to 0.
+    __device__ bool hand_out(int use, int work, const Order& order, int* counter) {
         ring.wait_empty(use);
         number = work;
-        if (work >= order.total()) barrier_arrive(&ring.full[0]);
-        return work < order.total();
+        if (work < order.total()) return true;
+        barrier_arrive(&ring.full[0]);
+        if (work == order.total() + (int)gridDim.x - 1) *counter = 0;
+        return false;
     }
     // A consumer takes it.
     __device__ int take(int use) {
@@ -91,15 +94,18 @@ struct Work {
     }
 };
 
-// The block's shared memory, its barriers set up.
+// The block's shared memory, its barriers set up, when the kernels before this one are done (they are launched early):
+// what each of Hopper's kernels begins with.
 template <typename Shared>
 __device__ __forceinline__ Shared& shared_memory() {
+    HOPPER_ONLY();
     extern __shared__ __align__(1024) char raw[];
     Shared& sh = *(Shared*)raw;
     if (threadIdx.x == 0) {
         sh.init();
         barrier_init_fence();
     }
+    previous_is_done();
     __syncthreads();
     return sh;
 }
@@ -198,10 +204,8 @@ void check_shape(AttnShape s, const floatX* k_rope) {
     ASSERT(s.scale > 0 && s.T < (1 << 30) && s.B * s.H * ceil_div(s.T, TILE) < (1 << 30));
 }
 
-// The workspace: counters of work, then what backward's products start from, padded to whole tiles, and dk_rope's
-// parts.
+// The workspace: what backward's products start from, padded to whole tiles, and dk_rope's parts.
 struct Workspace {
-    int* next;
     float *lse, *delta, *rope_part;
     int64_t padded;  // tokens
     size_t bytes;
@@ -211,19 +215,16 @@ Workspace workspace_of(AttnShape s, char* base) {
     Workspace w;
     w.padded = ceil_div(s.T, TILE) * TILE;
     size_t rows = (size_t)(s.B * s.H * w.padded) * sizeof(float), parts = (size_t)(s.B * s.H * s.T * s.rope);
-    w.next = (int*)base;
-    w.lse = (float*)(base + 256);
-    w.delta = (float*)(base + 256 + rows);
-    w.rope_part = (float*)(base + 256 + 2 * rows);
-    w.bytes = 256 + 2 * rows + parts * sizeof(float);
+    w.lse = (float*)base;
+    w.delta = (float*)(base + rows);
+    w.rope_part = (float*)(base + 2 * rows);
+    w.bytes = 2 * rows + parts * sizeof(float);
     return w;
 }
 
 Workspace get_workspace(AttnShape s, Ctx* ctx) {
-    // Its parts; the counters of work start at 0.
-    Workspace w = workspace_of(s, ctx->workspace);
-    ctx_workspace<char>(ctx, (int64_t)w.bytes);
-    CUDA_CHECK(cudaMemsetAsync(w.next, 0, 256, ctx->stream));
+    const Workspace w = workspace_of(s, ctx->workspace);
+    ASSERT(w.bytes <= ctx->workspace_bytes);
     return w;
 }
 
@@ -231,19 +232,17 @@ Workspace get_workspace(AttnShape s, Ctx* ctx) {
 
 #include "layers/attention_backward.cuh"
 #include "layers/attention_forward.cuh"
+#include "layers/attention_portable.cuh"
+#include "layers/attention_portable_backward.cuh"
 
-// Of either road: it is asked for without a device too.
-size_t attention_workspace(AttnShape s) {
-    const size_t bytes = workspace_of(s, nullptr).bytes, lt = attention_lt_workspace(s);
-    return bytes > lt ? bytes : lt;
-}
+size_t attention_workspace(AttnShape s) { return workspace_of(s, nullptr).bytes; }
 
 void attention_forward(floatX* out, real* lse, const floatX* q, const floatX* kv, const floatX* k_rope, AttnShape s,
                        Ctx* ctx) {
     check_shape(s, k_rope);
-    if (ctx->blackwell) return attention_lt_forward(out, lse, q, kv, k_rope, s, ctx);
-    auto run = s.rope == 64 ? run_forward<64> : s.rope == 32 ? run_forward<32> : run_forward<16>;
-    run(out, lse, q, kv, k_rope, s, ctx);
+    auto hopper = s.rope == 64 ? run_forward<64> : s.rope == 32 ? run_forward<32> : run_forward<16>;
+    auto portable = s.rope == 64 ? portable_forward<64> : s.rope == 32 ? portable_forward<32> : portable_forward<16>;
+    (ctx->portable ? portable : hopper)(out, lse, q, kv, k_rope, s, ctx);
 }
 
 void attention_backward(floatX* dq, floatX* dkv, floatX* dk_rope, const floatX* dout, const floatX* out,
@@ -251,7 +250,7 @@ void attention_backward(floatX* dq, floatX* dkv, floatX* dk_rope, const floatX* 
                         Ctx* ctx) {
     check_shape(s, k_rope);
     check_shape(s, dk_rope);
-    if (ctx->blackwell) return attention_lt_backward(dq, dkv, dk_rope, dout, out, lse, q, kv, k_rope, s, ctx);
-    auto run = s.rope == 64 ? run_backward<64> : s.rope == 32 ? run_backward<32> : run_backward<16>;
-    run(dq, dkv, dk_rope, dout, out, lse, q, kv, k_rope, s, ctx);
+    auto hopper = s.rope == 64 ? run_backward<64> : s.rope == 32 ? run_backward<32> : run_backward<16>;
+    auto portable = s.rope == 64 ? portable_backward<64> : s.rope == 32 ? portable_backward<32> : portable_backward<16>;
+    (ctx->portable ? portable : hopper)(dq, dkv, dk_rope, dout, out, lse, q, kv, k_rope, s, ctx);
 }

@@ -15,6 +15,7 @@ namespace {
 template <int D>
 __global__ void attention_delta_kernel(float* start_delta, float* start_lse, const floatX* dout, const floatX* out,
                                        const float* lse, int64_t B, int64_t T, int64_t H, int64_t padded, float scale) {
+    wait_for_previous();
     // A thread takes 8 columns of a row.
     constexpr int LANES = 2 * D / 8;                                         // threads to a row
     int64_t row = (blockIdx.x * (int64_t)blockDim.x + threadIdx.x) / LANES;  // (b, t, h)
@@ -47,6 +48,7 @@ __global__ void attention_delta_kernel(float* start_delta, float* start_lse, con
 template <int D>
 __global__ void attention_sum_rope_kernel(floatX* dk_rope, const float* part, int64_t B, int64_t T, int64_t H,
                                           int64_t stride) {
+    wait_for_previous();
     // A thread: 8 columns of a token.
     int64_t i = blockIdx.x * (int64_t)blockDim.x + threadIdx.x, token = i / (D / 8), column = i % (D / 8) * 8;
     if (token >= B * T) return;
@@ -85,7 +87,7 @@ struct QueriesShared {
 template <int D>
 __global__ void __launch_bounds__(THREADS, 1)
     attention_backward_dq_kernel(const __grid_constant__ Maps maps, floatX* dq, const float* lse, const float* delta,
-                                 int* next, Order order, int T, int H, float scale) {
+                                 int* counter, Order order, int T, int H, float scale) {
     QueriesShared<D>& sh = shared_memory<QueriesShared<D>>();
 
     if (threadIdx.x < 128) {  // producer
@@ -93,14 +95,14 @@ __global__ void __launch_bounds__(THREADS, 1)
         if (threadIdx.x == 0) {
             // The producer: one thread takes work and copies it.
             int kv_use = 0;
-            for (int use = 0, work = blockIdx.x; sh.work.hand_out(use, work, order); use++) {
+            for (int use = 0, work = blockIdx.x; sh.work.hand_out(use, work, order, counter); use++) {
                 // q and dout of the block. The number of the work after this one is asked for meanwhile.
                 const auto [head, rank] = order.place(work);
                 int b = head / H, h = head % H, q0 = (order.tiles - 1 - rank) * TILE;
                 barrier_expect(&sh.work.ring.full[0], sizeof(sh.q) + sizeof(sh.dout));
                 tma_load(sh.q, &maps.q, &sh.work.ring.full[0], 0, h, q0, 0, b);
                 tma_load(sh.dout, &maps.dout, &sh.work.ring.full[0], 0, h, q0, 0, b);
-                work = gridDim.x + atomicAdd(next, 1);
+                work = gridDim.x + atomicAdd(counter, 1);
 
                 // Values and keys from the diagonal back. Keys stay a turn longer: dq += dS k comes a tile late.
                 for (int n = (min(q0 + TILE, T) - 1) / DQ_KEYS; n >= 0; n--, kv_use++) {
@@ -258,7 +260,7 @@ struct KeysShared {
 template <int D>
 __global__ void __launch_bounds__(THREADS, 1)
     attention_backward_dkv_kernel(const __grid_constant__ Maps maps, floatX* dkv, float* rope_part, const float* lse,
-                                  const float* delta, int* next, Order order, int T, int H, float scale) {
+                                  const float* delta, int* counter, Order order, int T, int H, float scale) {
     KeysShared<D>& sh = shared_memory<KeysShared<D>>();
     const int ends = (T + DK_QUERIES - 1) / DK_QUERIES;  // tiles of queries
 
@@ -267,7 +269,7 @@ __global__ void __launch_bounds__(THREADS, 1)
         if (threadIdx.x == 0) {
             // The producer: one thread takes work and copies it.
             int q_use = 0;
-            for (int use = 0, work = blockIdx.x; sh.work.hand_out(use, work, order); use++) {
+            for (int use = 0, work = blockIdx.x; sh.work.hand_out(use, work, order, counter); use++) {
                 // k and v of the block. The number of the work after this one is asked for meanwhile.
                 const auto [head, rank] = order.place(work);
                 int b = head / H, h = head % H, k0 = rank * TILE;
@@ -275,7 +277,7 @@ __global__ void __launch_bounds__(THREADS, 1)
                 tma_load(sh.k[0], &maps.kv, &sh.work.ring.full[0], 0, h, k0, 0, b);
                 tma_load(sh.k[2], &maps.rope, &sh.work.ring.full[0], 0, k0, b);
                 tma_load(sh.v, &maps.kv, &sh.work.ring.full[0], 0, h, k0, 2, b);
-                work = gridDim.x + atomicAdd(next, 1);
+                work = gridDim.x + atomicAdd(counter, 1);
 
                 // Queries from the diagonal on: q, dout, lse and delta of a tile are full together.
                 for (int m = k0 / DK_QUERIES; m < ends; m++, q_use++) {
@@ -398,29 +400,41 @@ __global__ void __launch_bounds__(THREADS, 1)
     }
 }
 
+// The first and the last of the four kernels, on every GPU.
+template <int D>
+void run_delta(Workspace w, const floatX* dout, const floatX* out, const real* lse, AttnShape s, Ctx* ctx) {
+    int64_t threads = s.B * w.padded * s.H * (D / 4);
+    launch_early(attention_delta_kernel<D>, blocks_for(threads, 256), 256, 0, ctx, w.delta, w.lse, dout, out, lse, s.B,
+                 s.T, s.H, w.padded, s.scale);
+}
+
+template <int D>
+void run_sum_rope(floatX* dk_rope, Workspace w, AttnShape s, Ctx* ctx) {
+    launch_early(attention_sum_rope_kernel<D>, blocks_for(s.B * s.T * (D / 8), 256), 256, 0, ctx, dk_rope, w.rope_part,
+                 s.B, s.T, s.H, s.k_rope_stride);
+}
+
 template <int D>
 void run_backward(floatX* dq, floatX* dkv, floatX* dk_rope, const floatX* dout, const floatX* out, const real* lse,
                   const floatX* q, const floatX* kv, const floatX* k_rope, AttnShape s, Ctx* ctx) {
     // 1. delta and lse, as the products start from them.
-    Workspace w = get_workspace(s, ctx);
-    int64_t threads = s.B * w.padded * s.H * (D / 4);
-    launch(attention_delta_kernel<D>, blocks_for(threads, 256), 256, 0, ctx, w.delta, w.lse, dout, out, lse, s.B, s.T,
-           s.H, w.padded, s.scale);
+    const Workspace w = get_workspace(s, ctx);
+    run_delta<D>(w, dout, out, lse, s, ctx);
 
     // 2. dq, a block 128 queries
-    const Order order = order_of(s);
+    const Order order = order_of(s, TILE);
     const int64_t blocks = min_i64(order.total(), ctx->sms);
-    launch(attention_backward_dq_kernel<D>, blocks, THREADS, sizeof(QueriesShared<D>), ctx,
-           maps_of(q, dout, kv, k_rope, TILE, DQ_KEYS, s, ctx), dq, w.lse, w.delta, w.next, order, s.T, s.H, s.scale);
+    launch_long(attention_backward_dq_kernel<D>, blocks, THREADS, sizeof(QueriesShared<D>), ctx,
+                maps_of(q, dout, kv, k_rope, TILE, DQ_KEYS, s, ctx), dq, w.lse, w.delta, ctx->counter, order, s.T, s.H,
+                s.scale);
 
     // 3. dk and dv, a block 128 keys
-    launch(attention_backward_dkv_kernel<D>, blocks, THREADS, sizeof(KeysShared<D>), ctx,
-           maps_of(q, dout, kv, k_rope, DK_QUERIES, TILE, s, ctx), dkv, w.rope_part, w.lse, w.delta, w.next + 1, order,
-           s.T, s.H, s.scale);
+    launch_long(attention_backward_dkv_kernel<D>, blocks, THREADS, sizeof(KeysShared<D>), ctx,
+                maps_of(q, dout, kv, k_rope, DK_QUERIES, TILE, s, ctx), dkv, w.rope_part, w.lse, w.delta, ctx->counter,
+                order, s.T, s.H, s.scale);
 
     // 4. dk_rope, the sum over the heads
-    launch(attention_sum_rope_kernel<D>, blocks_for(s.B * s.T * (D / 8), 256), 256, 0, ctx, dk_rope, w.rope_part, s.B,
-           s.T, s.H, s.k_rope_stride);
+    run_sum_rope<D>(dk_rope, w, s, ctx);
 }
 
 }  // namespace

@@ -20,8 +20,8 @@ struct ForwardShared {
 
 template <int D>
 __global__ void __launch_bounds__(THREADS, 1)
-    attention_forward_kernel(const __grid_constant__ Maps maps, floatX* out, float* lse, int* next, Order order, int T,
-                             int H, float scale) {
+    attention_forward_kernel(const __grid_constant__ Maps maps, floatX* out, float* lse, int* counter, Order order,
+                             int T, int H, float scale) {
     ForwardShared<D>& sh = shared_memory<ForwardShared<D>>();
 
     if (threadIdx.x < 128) {  // producer
@@ -29,13 +29,13 @@ __global__ void __launch_bounds__(THREADS, 1)
         if (threadIdx.x == 0) {
             // The producer: one thread takes work and copies it.
             int k_use = 0, v_use = 0;
-            for (int use = 0, work = blockIdx.x; sh.work.hand_out(use, work, order); use++) {
+            for (int use = 0, work = blockIdx.x; sh.work.hand_out(use, work, order, counter); use++) {
                 // The queries. The number of the work after this one is asked for meanwhile.
                 const auto [head, rank] = order.place(work);
                 int b = head / H, h = head % H, tile = order.tiles - 1 - rank;
                 barrier_expect(&sh.work.ring.full[0], sizeof(sh.q));
                 tma_load(sh.q, &maps.q, &sh.work.ring.full[0], 0, h, tile * TILE, 0, b);
-                work = gridDim.x + atomicAdd(next, 1);
+                work = gridDim.x + atomicAdd(counter, 1);
 
                 // Keys and values from the diagonal back, in the order in which they are multiplied.
                 for (int n = tile; n >= -1; n--) {  // keys of tile n, then values of tile n + 1
@@ -186,10 +186,9 @@ __global__ void __launch_bounds__(THREADS, 1)
 template <int D>
 void run_forward(floatX* out, real* lse, const floatX* q, const floatX* kv, const floatX* k_rope, AttnShape s,
                  Ctx* ctx) {
-    const Order order = order_of(s);
-    launch(attention_forward_kernel<D>, min_i64(order.total(), ctx->sms), THREADS, sizeof(ForwardShared<D>), ctx,
-           maps_of(q, nullptr, kv, k_rope, TILE, TILE, s, ctx), out, lse, get_workspace(s, ctx).next, order, s.T, s.H,
-           s.scale);
+    const Order order = order_of(s, TILE);
+    launch_long(attention_forward_kernel<D>, min_i64(order.total(), ctx->sms), THREADS, sizeof(ForwardShared<D>), ctx,
+                maps_of(q, nullptr, kv, k_rope, TILE, TILE, s, ctx), out, lse, ctx->counter, order, s.T, s.H, s.scale);
 }
 
 }  // namespace

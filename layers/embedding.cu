@@ -88,6 +88,7 @@ static __device__ __forceinline__ int64_t run_end(const int32_t* token, int64_t 
 static __global__ void __launch_bounds__(256)
     embedding_backward_kernel(float* dtable, const floatX* dout, const int32_t* token, const int32_t* position,
                               int64_t N, int64_t C) {
+    wait_for_previous();
     __shared__ float part[8][32 * 8];
     __shared__ int64_t ends[8];  // of runs that the whole block shares, else 0
     const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
@@ -159,5 +160,5 @@ void embedding_backward(real* dtable, const floatX* dout, const int32_t* token, 
 
     // Rows of equal tokens lie together now.
     const dim3 grid(blocks_for(N, 8), blocks_for(C, 256));
-    launch(embedding_backward_kernel, grid, 256, 0, ctx, dtable, dout, tokens, positions, N, C);
+    launch_early(embedding_backward_kernel, grid, 256, 0, ctx, dtable, dout, tokens, positions, N, C);
 }

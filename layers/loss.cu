@@ -37,9 +37,18 @@ static __device__ __forceinline__ float top_of(const Piece p[B]) {
     return fmaxf(__low2float(top), __high2float(top));
 }
 
-static __global__ void __cluster_dims__(CLUSTER) __launch_bounds__(THREADS, 4)
+// GPUs before Hopper know no clusters: cross_entropy_row_kernel is theirs.
+#if defined(__CUDA_ARCH__) && __CUDA_ARCH__ < 900
+#define IN_CLUSTERS
+#else
+#define IN_CLUSTERS __cluster_dims__(CLUSTER)
+#endif
+
+static __global__ void IN_CLUSTERS __launch_bounds__(THREADS, 4)
     cross_entropy_kernel(float* loss, floatX* logits, const int32_t* target, int64_t N, int64_t V, int64_t Vp,
                          float dscale) {
+#if !defined(__CUDA_ARCH__) || __CUDA_ARCH__ >= 900
+    wait_for_previous();
     // What of the row is this block's: `count` pieces from `first` on.
     extern __shared__ __align__(16) char quarter[];
     __shared__ Softmax of_warp[WARPS], of_block[2][CLUSTER];
@@ -155,12 +164,65 @@ static __global__ void __cluster_dims__(CLUSTER) __launch_bounds__(THREADS, 4)
         loss[n] = LN_2 * (log2f(all.sum) + fmaf(-z_right, LOG2_E, all.top));
         if (dscale != 0) z[right] = (floatX)(scale * exp2_approx(fmaf(z_right, LOG2_E, -all.top)) - dscale);
     }
+#endif
+}
+
+// A block a row, which is read twice; the second time mostly from the L2 cache. For every GPU, and any vocabulary.
+static __global__ void __launch_bounds__(THREADS)
+    cross_entropy_row_kernel(float* loss, floatX* logits, const int32_t* target, int64_t V, int64_t Vp, float dscale) {
+    // The row, eight logits at a time; padding, which may hold anything, counts as -inf.
+    __shared__ Softmax of_warp[WARPS];
+    floatX* z = logits + blockIdx.x * Vp;
+    const int right = target[blockIdx.x];
+    const float z_right = __bfloat162float(z[right]);
+    auto read = [&](float(&f)[8], int64_t c) {
+        load(f, z + c);
+#pragma unroll
+        for (int j = 0; j < 8; j++)
+            if (c + j >= V) f[j] = -INFINITY;
+    };
+
+    // Maximum and sum of exponentials: of the thread, of the warp, of the block.
+    Softmax all = {LOWEST, 0};
+    for (int64_t c = threadIdx.x * 8; c < Vp; c += THREADS * 8) {
+        float f[8], sum = 0, top = all.top;
+        read(f, c);
+#pragma unroll
+        for (int j = 0; j < 8; j++) top = fmaxf(top, f[j] * LOG2_E);
+#pragma unroll
+        for (int j = 0; j < 8; j++) sum += exp2_approx(fmaf(f[j], LOG2_E, -top));
+        all.sum = all.sum * exp2_approx(all.top - top) + sum;
+        all.top = top;
+    }
+#pragma unroll
+    for (int d = 16; d; d /= 2)
+        all.add(__shfl_xor_sync(0xffffffffu, all.top, d), __shfl_xor_sync(0xffffffffu, all.sum, d));
+    if (threadIdx.x % 32 == 0) of_warp[threadIdx.x / 32] = all;
+    __syncthreads();
+    all = of_warp[0];
+    for (int w = 1; w < WARPS; w++) all.add(of_warp[w].top, of_warp[w].sum);
+    if (threadIdx.x == 0) loss[blockIdx.x] = LN_2 * (log2f(all.sum) + fmaf(-z_right, LOG2_E, all.top));
+    if (dscale == 0) return;
+
+    // The gradient over the logits, dscale (softmax(z) - 1 at the target).
+    const float scale = dscale / all.sum;
+    for (int64_t c = threadIdx.x * 8; c < Vp; c += THREADS * 8) {
+        float f[8];
+        read(f, c);
+#pragma unroll
+        for (int j = 0; j < 8; j++)
+            f[j] = scale * exp2_approx(fmaf(f[j], LOG2_E, -all.top)) - (c + j == right ? dscale : 0);
+        store(z + c, f);
+    }
 }
 
 void cross_entropy(real* loss, floatX* logits, const int32_t* target, int64_t N, int64_t V, int64_t Vp, float dscale,
                    Ctx* ctx) {
     if (N == 0) return;
     ASSERT(wide(Vp, logits));
+    if (ctx->portable)
+        return launch(cross_entropy_row_kernel, dim3((unsigned)N), THREADS, 0, ctx, loss, logits, target, V, Vp,
+                      dscale);
 
     // A quarter of a row fits in shared memory, or the vocabulary is too large.
     const int64_t shared = ceil_div(Vp / 8, CLUSTER) * 8 * (int64_t)sizeof(floatX);
@@ -170,5 +232,6 @@ void cross_entropy(real* loss, floatX* logits, const int32_t* target, int64_t N,
 
     // As many clusters as leave each a few rows, so that copies and sums overlap.
     const int64_t clusters = ceil_div(N, min_i64(ROWS, ceil_div(N, ctx->sms)));
-    launch(cross_entropy_kernel, clusters * CLUSTER, THREADS, shared, ctx, loss, logits, target, N, V, Vp, dscale);
+    launch_early(cross_entropy_kernel, clusters * CLUSTER, THREADS, shared, ctx, loss, logits, target, N, V, Vp,
+                 dscale);
 }

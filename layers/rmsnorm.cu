@@ -52,7 +52,7 @@ static __global__ void __launch_bounds__(WARPS == 1 ? 128 : 32 * WARPS)
     if (row >= N) return;
 
     // Kernels before this one write a and b.
-    cudaGridDependencySynchronize();
+    previous_is_done();
     Piece x[P];
     load_pieces<P>(x, a + row * stride, first, step, C);
 
@@ -152,8 +152,7 @@ static __global__ void __launch_bounds__(BACKWARD_THREADS, 1)
     // The team of this thread, and how far its rows lie apart.
     const int team = threadIdx.x / (32 * WARPS), first = threadIdx.x % (32 * WARPS) * 8;
     const int64_t next = (int64_t)gridDim.x * TEAMS;
-    cudaTriggerProgrammaticLaunchCompletion();
-    cudaGridDependencySynchronize();
+    wait_for_previous();
 
     // Starts the copies of a row: x, dy and, where dx is added to, dx.
     auto fetch = [&](int64_t row, int turn) {
@@ -234,7 +233,7 @@ static __global__ void rmsnorm_weight_kernel(float* dw, const float* partial, in
     // A warp takes 32 neighbouring columns of every 32nd block.
     __shared__ float part[32][33];
     const int64_t c = blockIdx.x * 32 + threadIdx.x;
-    cudaGridDependencySynchronize();
+    previous_is_done();
     float sum = 0;
     if (c < C)
 #pragma unroll 4

@@ -19,3 +19,8 @@ void rope_apply(floatX* x, const real* table, RopeShape shape, int direction, Ct
         }
     }
 }
+
+void rope_apply_two(floatX* x, RopeShape of_x, floatX* y, RopeShape of_y, const real* table, int direction, Ctx* ctx) {
+    rope_apply(x, table, of_x, direction, ctx);
+    rope_apply(y, table, of_y, direction, ctx);
+}

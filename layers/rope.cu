@@ -7,19 +7,29 @@
 
 enum { HEADS = 4, THREADS = 128 };
 
+// Of two tensors the first `blocks` blocks take the first.
+struct RopeTensor {
+    floatX* x;
+    RopeShape shape;
+};
+
 static __global__ void __launch_bounds__(THREADS)
-    rope_kernel(floatX* x, const float* table, RopeShape s, float direction) {
+    rope_kernel(RopeTensor first, RopeTensor second, uint32_t blocks, const float* table, float direction) {
     // 32-bit divisions: 64-bit ones would take as long as the memory.
-    const uint32_t i = blockIdx.x * THREADS + threadIdx.x, spans = (uint32_t)s.D / 8, rest = i / spans;
+    const bool in_first = blockIdx.x < blocks;
+    const RopeShape s = in_first ? first.shape : second.shape;
+    floatX* x = in_first ? first.x : second.x;
+    const uint32_t block = in_first ? blockIdx.x : blockIdx.x - blocks;
+    const uint32_t i = block * THREADS + threadIdx.x, spans = (uint32_t)s.D / 8, rest = i / spans;
     const uint32_t groups = ((uint32_t)s.heads + HEADS - 1) / HEADS;  // a thread's heads lie this far apart
     const int64_t n = rest / groups, h0 = rest % groups, d = i % spans * 8, step = groups * s.head_stride;
-    cudaTriggerProgrammaticLaunchCompletion();
+    let_next_start();
     if (n >= s.N) return;
 
     // The angles are read before the kernel waits for those in front of it.
     float angle[8];
     load_real(angle, table + (uint32_t)n % (uint32_t)s.T * s.D + d);  // no kernel writes the table
-    cudaGridDependencySynchronize();
+    previous_is_done();
 
     // The heads' pieces, all loads before the first store.
     floatX* v = x + n * s.stride + h0 * s.head_stride + d;
@@ -44,9 +54,22 @@ static __global__ void __launch_bounds__(THREADS)
     }
 }
 
-void rope_apply(floatX* x, const real* table, RopeShape s, int direction, Ctx* ctx) {
+// Blocks for a tensor.
+static unsigned blocks_of(const floatX* x, RopeShape s) {
     const int64_t threads = s.N * ceil_div(s.heads, HEADS) * (s.D / 8);
-    ASSERT(wide(s.D | s.stride | s.head_stride, x) && aligned(table) && threads < UINT32_MAX - THREADS &&
-           s.T <= INT32_MAX);
-    launch_early(rope_kernel, blocks_for(threads, THREADS), THREADS, 0, ctx, x, table, s, (float)direction);
+    ASSERT(wide(s.D | s.stride | s.head_stride, x) && threads < UINT32_MAX - THREADS && s.T <= INT32_MAX);
+    return blocks_for(threads, THREADS);
+}
+
+void rope_apply_two(floatX* x, RopeShape of_x, floatX* y, RopeShape of_y, const real* table, int direction, Ctx* ctx) {
+    const unsigned first = blocks_of(x, of_x);
+    ASSERT(aligned(table));
+    launch_early(rope_kernel, first + blocks_of(y, of_y), THREADS, 0, ctx, RopeTensor{x, of_x}, RopeTensor{y, of_y},
+                 first, table, direction);
+}
+
+void rope_apply(floatX* x, const real* table, RopeShape s, int direction, Ctx* ctx) {
+    RopeShape none = s;
+    none.N = 0;
+    rope_apply_two(x, s, x, none, table, direction, ctx);
 }

@@ -42,6 +42,8 @@ typedef struct RopeShape {
     int64_t head_stride;  // elements from head to head
 } RopeShape;
 void rope_apply(floatX* x, const real* table, RopeShape shape, int direction, Ctx* ctx);
+// Two tensors of as many tokens at once.
+void rope_apply_two(floatX* x, RopeShape of_x, floatX* y, RopeShape of_y, const real* table, int direction, Ctx* ctx);
 
 END_C
 

@@ -19,6 +19,7 @@ static inline int64_t sort_workspace(int64_t n, int bins) { return (ceil_div(n, 
 
 template <typename Key>
 static __global__ void sort_count(int32_t* counts, Key key, int64_t n, int bins) {
+    wait_for_previous();
     // An empty histogram.
     extern __shared__ int32_t histogram[];
     for (int b = threadIdx.x; b < bins; b += SORT_THREADS) histogram[b] = 0;
@@ -46,6 +47,7 @@ static __device__ __forceinline__ int32_t warp_scan(int32_t x) {  // inclusive
 }
 
 static __global__ void sort_scan(int32_t* counts, int32_t* totals, int64_t chunks) {
+    wait_for_previous();
     __shared__ int32_t warps[SORT_WARPS];
     const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
     int32_t* row = counts + blockIdx.x * chunks;
@@ -86,6 +88,7 @@ static __device__ __forceinline__ void sort_starts(int32_t* start, const int32_t
 template <typename Key, typename Emit>
 static __global__ void __launch_bounds__(SORT_THREADS)
     sort_scatter(const int32_t* counts, const int32_t* totals, Key key, Emit emit, int64_t n, int bins, int align) {
+    wait_for_previous();
     extern __shared__ int32_t shared[];
     int32_t *start = shared, *next = shared + bins + 1;  // next: (warps, bins)
     const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
@@ -138,10 +141,10 @@ static void counting_sort(Key key, Emit emit, int64_t n, int bins, int align, in
     // The workspace, then the three launches.
     int64_t chunks = ceil_div(n, SORT_CHUNK);
     int32_t *counts = workspace, *totals = workspace + chunks * bins;
-    launch(sort_count<Key>, chunks, SORT_THREADS, bins * sizeof(int32_t), ctx, counts, key, n, bins);
-    launch(sort_scan, bins, SORT_THREADS, 0, ctx, counts, totals, chunks);
+    launch_early(sort_count<Key>, chunks, SORT_THREADS, bins * sizeof(int32_t), ctx, counts, key, n, bins);
+    launch_early(sort_scan, bins, SORT_THREADS, 0, ctx, counts, totals, chunks);
     size_t shared = (bins + 1 + SORT_WARPS * bins) * sizeof(int32_t);  // 36 KiB for SORT_MAX_BINS
-    launch(sort_scatter<Key, Emit>, chunks, SORT_THREADS, shared, ctx, counts, totals, key, emit, n, bins, align);
+    launch_early(sort_scatter<Key, Emit>, chunks, SORT_THREADS, shared, ctx, counts, totals, key, emit, n, bins, align);
 }
 
 #endif

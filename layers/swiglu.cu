@@ -8,6 +8,7 @@ enum { THREADS = 256 };
 
 static __global__ void __launch_bounds__(THREADS)
     swiglu_forward_kernel(floatX* a, const floatX* h, int64_t N, int64_t F) {
+    wait_for_previous();
     // A thread: 8 columns of a token.
     const int64_t i = blockIdx.x * (int64_t)THREADS + threadIdx.x, pieces = F / 8, n = i / pieces, c = i % pieces * 8;
     if (n >= N) return;
@@ -24,6 +25,7 @@ static __global__ void __launch_bounds__(THREADS)
 
 static __global__ void __launch_bounds__(THREADS)
     swiglu_backward_kernel(floatX* dh, floatX* a, const floatX* da, const floatX* h, int64_t N, int64_t F) {
+    wait_for_previous();
     // A thread: 8 columns of a token.
     const int64_t i = blockIdx.x * (int64_t)THREADS + threadIdx.x, pieces = F / 8, n = i / pieces, c = i % pieces * 8;
     if (n >= N) return;
@@ -50,10 +52,10 @@ static __global__ void __launch_bounds__(THREADS)
 
 void swiglu_forward(floatX* a, const floatX* h, int64_t N, int64_t F, Ctx* ctx) {
     ASSERT(wide(F, a, h));
-    launch(swiglu_forward_kernel, blocks_for(N * (F / 8), THREADS), THREADS, 0, ctx, a, h, N, F);
+    launch_early(swiglu_forward_kernel, blocks_for(N * (F / 8), THREADS), THREADS, 0, ctx, a, h, N, F);
 }
 
 void swiglu_backward(floatX* dh, floatX* a, const floatX* da, const floatX* h, int64_t N, int64_t F, Ctx* ctx) {
     ASSERT(wide(F, dh, a, da, h));
-    launch(swiglu_backward_kernel, blocks_for(N * (F / 8), THREADS), THREADS, 0, ctx, dh, a, da, h, N, F);
+    launch_early(swiglu_backward_kernel, blocks_for(N * (F / 8), THREADS), THREADS, 0, ctx, dh, a, da, h, N, F);
 }

@@ -94,5 +94,5 @@ void model_backward(Model* m, float aux, int last) {
     embedding_backward(dtable, m->t.dx, m->tokens, N, m->config.V, C, m->ctx);
     if (m->further) embedding_backward(dtable, m->t.dembed, m->tokens, N, m->config.V, C, m->ctx);
     unit_grads_end(m, 0, last);
-    m->first = 0;
+    if (last) grads_wait(m->sharding, m->ctx);
 }

@@ -14,8 +14,7 @@ void model_rope(Model* m, floatX* q, floatX* kva, int direction) {
     int64_t qk = c->nope + c->rope;
     RopeShape of_q = {m->B * m->T, m->T, c->H, c->rope, c->H * qk, qk};
     RopeShape of_k = {m->B * m->T, m->T, 1, c->rope, c->kv_lora + c->rope, 0};
-    rope_apply(q + c->nope, m->rope_table, of_q, direction, m->ctx);
-    rope_apply(kva + c->kv_lora, m->rope_table, of_k, direction, m->ctx);
+    rope_apply_two(q + c->nope, of_q, kva + c->kv_lora, of_k, m->rope_table, direction, m->ctx);
 }
 
 // out = attention(norm1)
@@ -96,7 +95,7 @@ void output_forward(Model* m, int k, const Unit* u) {
 void model_forward(Model* m, int train) {
     const int head = (int)m->config.L + 1;
     pool_release(m->pool, m->pool_empty);
-    m->moe_shape.router.even = train ? m->even : 0;
+    m->moe_shape.router.even = train && m->even ? &m->inputs->even : NULL;
     m->further = train ? (int)m->config.mtp : 0;
 
     Unit* u = unit_begin(m, 0, 1);

@@ -1,4 +1,4 @@
-// A model's memory and its training step.
+// A model's memory: what is planned, made and freed.
 #include "model/model.h"
 
 #include <stdlib.h>
@@ -247,7 +247,7 @@ void model_plan(Model* m, const Settings* s, int rank, Backend backend) {
     const int64_t logits = backend == BACKEND_CUDA ? (int64_t)1 << 28 : (int64_t)1 << 22;
     m->chunk = min_i64(N, max_i64(logits / config_vocab_padded(c) / 128, 1) * 128);
     plan_scratch(scratch, m);
-    if (s->linear_precision || s->expert_precision) products_plan(scratch, &m->products, N);
+    if (s->linear_precision || s->expert_precision) products_plan(scratch, &m->products, N, 1 + (int)c->mtp);
     if (c->dense_layers < count)
         moe_plan(&m->arena[IN_POOL], m->moe_shape, count - c->dense_layers, s->ep > 1 ? s->capacity : 1);
 
@@ -262,6 +262,7 @@ void model_plan(Model* m, const Settings* s, int rank, Backend backend) {
     arena_add(state, "cast statistics", ELEMENT_BYTE, casts * (int64_t)sizeof(MxStats), 0, (void**)&m->mx_stats);
     arena_add(state, "step state", ELEMENT_BYTE, sizeof(StepState), 0, (void**)&m->state);
     arena_add(state, "step state of validation", ELEMENT_BYTE, sizeof(StepState), 0, (void**)&m->val_state);
+    arena_add(state, "inputs of a step", ELEMENT_BYTE, sizeof(StepInputs), 0, (void**)&m->inputs);
 }
 
 // Of unit_grads_end.
@@ -330,6 +331,7 @@ Model* model_create(const Settings* s, Ranks* world) {
     rope_table(table, m->T, &rope);
     device_upload(m->rope_table, table, (size_t)(m->T * m->config.rope) * sizeof(real), m->ctx);
     free(table);
+    for (int i = 0; i < GRAPHS && !model_unreplayed(m); i++) m->graphs[i] = graph_create();
     return m;
 }
 
@@ -351,6 +353,7 @@ void model_init(Model* m, uint64_t seed) {
 
 void model_destroy(Model* m) {
     ctx_sync(m->ctx);
+    for (int i = 0; i < GRAPHS; i++) graph_destroy(m->graphs[i]);
     if (m->dispatch) dispatch_destroy(m->dispatch);
     pool_destroy(m->pool);
     model_plan_free(m);
@@ -367,6 +370,7 @@ void model_batch(Model* m, const int32_t* tokens, const int32_t* targets, int64_
     ASSERT(B * T <= m->settings.batch * m->settings.seq_len && T <= m->settings.seq_len);
     m->B = B, m->window = T;
     model_shapes(m, 0);
+    for (int k = 0; k <= m->config.mtp; k++) products_batch(&m->products, k, B * max_i64(T - k, 0), m->ctx);
     device_upload(m->tokens, tokens, (size_t)(B * T) * sizeof(int32_t), m->ctx);
     if (targets) device_upload(m->targets, targets, (size_t)(B * T) * sizeof(int32_t), m->ctx);
 
@@ -379,60 +383,11 @@ void model_batch(Model* m, const int32_t* tokens, const int32_t* targets, int64_
 
 void model_shapes(Model* m, int k) {
     set_shapes(m, m->B, m->window - k);
-    products_batch(&m->products, m->B * m->T, m->ctx);
+    m->products.batch = k;
 }
 
-void model_step_begin(Model* m, int64_t step) {
-    const int64_t blocks = config_blocks(&m->config);
-    m->even = (float)settings_even(&m->settings, step);
-    m->further_weight = (float)(settings_mtp_weight(&m->settings, step) / (double)max_i64(m->config.mtp, 1));
-    m->first = 1;
-    device_zero(m->load, (size_t)(blocks * m->config.E) * sizeof(int64_t), m->ctx);
-    if (m->measures) device_zero(m->mx_stats, (size_t)(blocks * BLOCK_STATS) * sizeof(MxStats), m->ctx);
-    step_begin(m->state, m->ctx);
-}
-
-void model_micro_step(Model* m, int last) {
-    double tokens = (double)m->settings.tokens_per_step;
-    model_forward(m, 1);
-    model_loss(m, m->state, (float)(1 / tokens));
-    // The balance loss is a mean over the sequences of the step.
-    model_backward(m, (float)(m->settings.aux_loss * (double)m->settings.seq_len / tokens), last);
-}
-
-// Sums over the ranks what decides the step.
-static void sum_over_ranks(Model* m, int stop) {
-    const double one = 1;
-    grads_wait(m->sharding, m->ctx);
-    if (stop) device_upload(&m->state->stop, &one, sizeof(one), m->ctx);
-    if (!m->world) return;
-    comm_sum_double(m->world, &m->state->loss_sum, STEP_SUMS, m->ctx);
-    comm_sum_i64(m->world, m->load, config_blocks(&m->config) * m->config.E, m->ctx);
-    if (m->measures)  // doubles, all of it
-        comm_sum_double(m->world, (double*)m->mx_stats,
-                        config_blocks(&m->config) * BLOCK_STATS * (int64_t)(sizeof(MxStats) / sizeof(double)), m->ctx);
-}
-
-static int64_t clamp(int64_t x, int64_t most) { return x < 0 ? 0 : x < most ? x : most; }
-
-void model_update(Model* m, int64_t step, int stop) {
-    const Settings* s = &m->settings;
-    AdamW opt = {(float)settings_lr(s, step), (float)s->beta1, (float)s->beta2, (float)s->eps,
-                 (float)s->weight_decay,      (float)s->clip};
-    sum_over_ranks(m, stop);
-    step_decide(m->state, s->tokens_per_step, &opt, m->ctx);
-    for (int u = 0; u < params_units(&m->config); u++) {
-        for (int b = 0; b < BUFFERS; b++) {
-            const ParamBuffer* p = &m->units[u].buffer[b];
-            const real* grad = p->own_grad - (p->first - p->held_from);
-            if (p->n)
-                adamw_update(p->held_weight, p->master, p->m, p->v, grad, p->held,
-                             clamp(p->n_decay - p->held_from, p->held), &opt, m->state, m->ctx);
-        }
-    }
-    for (int64_t l = m->config.dense_layers; l < config_blocks(&m->config); l++)
-        router_update_bias(m->bias + l * m->config.E, m->load + l * m->config.E, (int32_t)m->config.E,
-                           (float)s->bias_rate, m->state, m->ctx);
-    weights_changed(m->sharding, m->ctx);
-    m->measures = 0;
+const char* model_unreplayed(const Model* m) {
+    if (m->settings.graph == GRAPH_OFF) return "--graph off";
+    if (m->layout.ranks > 1) return "with several ranks every transfer is watched";
+    return graph_refusal(m->ctx);
 }

@@ -28,6 +28,7 @@
 #ifndef MODEL_MODEL_H
 #define MODEL_MODEL_H
 
+#include "device/graph.h"
 #include "layers/adamw.h"
 #include "layers/attention.h"
 #include "model/params.h"
@@ -76,6 +77,15 @@ enum { BLOCK_STATS = PARAMS * WEIGHT_STATS };
 // time; the pool of the MoE blocks; batch, tables and counters.
 enum { IN_PARAMS, IN_SAVED, IN_SCRATCH, IN_POOL, IN_STATE, ARENAS };
 
+// What the host says of a step, in device memory: all else that it gives to the device is the same in every step.
+typedef struct StepInputs {
+    AdamW opt;
+    float even;  // what routers go without (moe/router.h)
+} StepInputs;
+
+// A micro-step is one of 32 kinds, by what the host decides of it; all updates are of one.
+enum { UPDATE_GRAPH = 32, GRAPHS };
+
 typedef struct Model {
     Settings settings;
     ModelConfig config;
@@ -103,13 +113,15 @@ typedef struct Model {
     real *rope_table, *losses;  // (T, rope/2, 2), (N)
     real* bias;                 // (L + mtp, E): the routers' balance biases; rows of dense blocks stay 0
     int64_t* load;              // (L + mtp, E): tokens each expert got in this step
-    float even;                 // of this step (moe/router.h)
+    int even, late;             // 1: in this step routers go without a share that is not 0; modules weigh as in the end
     int first;                  // 1: the micro-step in work is the first of its step
     float further_weight;       // of the loss of each module in this step
     int further;                // modules that the forward in work computed
     MxStats* mx_stats;          // (L + mtp, BLOCK_STATS): what the casts of this step did, with --mx-stats
     int measures;               // 1: this step makes mx_stats; set before model_step_begin, 0 again after model_update
     StepState *state, *val_state;
+    StepInputs* inputs;
+    Graph* graphs[GRAPHS];  // NULL: not replayed
 } Model;
 
 // Lays out what rank `rank` holds for `backend` without memory or device (--dry-run reads the arenas).
@@ -140,8 +152,11 @@ void model_backward(Model* model, float aux, int last_micro_step);
 // Training step `step`, from 1: begin, then per micro-batch model_batch and model_micro_step, then model_update.
 void model_step_begin(Model* model, int64_t step);
 void model_micro_step(Model* model, int last);
-// Decides whether the step is good, updates weights and biases. step counts from 1. stop: see StepState.
-void model_update(Model* model, int64_t step, int stop);
+// Decides whether the step is good, updates weights and biases. stop: see StepState.
+void model_update(Model* model, int stop);
+// Whether and why steps are not replayed as graphs (device/graph.h), for the reader; NULL: they are, but for those that
+// make mx_stats.
+const char* model_unreplayed(const Model* model);
 
 // Logits of token n of the batch in work, (V) on the host, after model_forward.
 void model_logits(Model* model, int64_t n, real* host_logits);

@@ -1,5 +1,5 @@
 // --dry-run plans a model as a run does, with the same tables of buffers, but takes no memory: what it prints is what a
-// run will take. check_memory does the same for this build and, where it does not fit, for other options.
+// run will take. report_fit and check_memory do the same for one build and, where it does not fit, for other options.
 #include "model/report.h"
 
 #include <math.h>
@@ -65,18 +65,85 @@ static size_t nccl_memory(int64_t ranks) {
     return ranks > 1 ? ((size_t)700 << 20) + ((size_t)1000 << 20) * (size_t)min_i64(ranks, 8) : 0;
 }
 
-// The memory that a rank of this build takes once its context is there: the part that is estimated, then all of it.
-static size_t memory_estimated(const Settings* s) {
-    return BACKEND == BACKEND_CPU ? 0 : CUDA_LIBRARIES + nccl_memory(s->ranks);
+// The memory that a rank of a build takes once its context is there: the part that is estimated, then all of it.
+static size_t memory_estimated(const Settings* s, Backend build) {
+    return build == BACKEND_CPU ? 0 : CUDA_LIBRARIES + nccl_memory(s->ranks);
 }
 
-static size_t memory_needed(const Settings* s, int rank) {
+static size_t memory_needed(const Settings* s, int rank, Backend build) {
     Model m;
-    model_plan(&m, s, rank, BACKEND);
-    size_t bytes = model_workspace(&m) + memory_estimated(s);
+    model_plan(&m, s, rank, build);
+    size_t bytes = model_workspace(&m) + memory_estimated(s, build);
     for (int i = 0; i < ARENAS; i++) bytes += arena_bytes(&m.arena[i]);
     model_plan_free(&m);
     return bytes;
+}
+
+// The options in which `s` differs from `was`, as they are given, in fresh memory.
+static char* changes(const Settings* s, const Settings* was) {
+    char* list = host_strdup("");
+    for (int i = 0; i < settings_count; i++) {
+        char *now = option_text(&settings_table[i], s), *then = option_text(&settings_table[i], was);
+        if (strcmp(now, then) != 0) host_append(&list, "%s--%s %s", *list ? " " : "", settings_table[i].name, now);
+        free(now);
+        free(then);
+    }
+    return list;
+}
+
+// Looks for the largest batch above `least` with which `other` fits, and adds it to the list. The result is that batch,
+// `least` if none fits.
+static int64_t add_fitting(char** list, Settings other, int64_t least, const Settings* s, int rank, size_t room,
+                           Backend build) {
+    for (; other.batch > least; other.batch--) {
+        if (s->tokens_per_step % settings_micro_tokens(&other)) continue;
+        size_t bytes = memory_needed(&other, rank, build);
+        if (bytes > room) continue;
+        char* options = changes(&other, s);
+        host_append(list, "%s%s (%.2f GiB)", **list ? ", " : "; these fit: ", options, (double)bytes / 0x1p30);
+        free(options);
+        return other.batch;
+    }
+    return least;
+}
+
+// What would fit, as the end of a message.
+static char* what_fits(const Settings* s, int rank, size_t room, Backend build) {
+    // A smaller batch alone, then each stronger --recompute and --shard if it allows a larger one than that.
+    char* list = host_strdup("");
+    Settings other = *s;
+    int64_t least = add_fitting(&list, other, 0, s, rank, room, build), last_shard = s->ranks > 1 ? SHARD_WEIGHTS : 0;
+    while (++other.recompute <= RECOMPUTE_BLOCK) add_fitting(&list, other, least, s, rank, room, build);
+    other = *s;
+    while (++other.shard <= last_shard) add_fitting(&list, other, least, s, rank, room, build);
+
+    // Nothing yet: all of it together.
+    other.recompute = RECOMPUTE_BLOCK;
+    other.shard = max_i64(s->shard, last_shard);
+    if (!*list) add_fitting(&list, other, 0, s, rank, room, build);
+    if (!*list)
+        host_append(&list,
+                    "; no --batch, --recompute or --shard makes it fit: use a smaller model, --seq-len or more ranks");
+    return list;
+}
+
+// Whether a rank fits on a GPU of --gpu-memory GiB, or on the one at hand; nothing where neither is known.
+static void report_fit(const Settings* s) {
+    const size_t given = (size_t)(s->gpu_memory * 0x1p30);
+    const size_t room = given                     ? given - (given < CUDA_CONTEXT ? given : CUDA_CONTEXT)
+                        : BACKEND == BACKEND_CUDA ? device_free_memory(1)
+                                                  : 0;
+    if (!given && !room) return;
+    const size_t bytes = memory_needed(s, 0, BACKEND_CUDA);
+    printf("\nmemory     %.2f GiB are needed besides the CUDA context, %.2f GiB are %s: ", (double)bytes / 0x1p30,
+           (double)room / 0x1p30, given ? "left" : "free");
+    if (bytes <= room) {
+        printf("it fits\n");
+        return;
+    }
+    char* others = what_fits(s, 0, room, BACKEND_CUDA);
+    printf("it does not fit%s\n", others);
+    free(others);
 }
 
 void report_dry_run(const Settings* s) {
@@ -104,62 +171,16 @@ void report_dry_run(const Settings* s) {
         printf("  %-48s %12.3f MiB = %.3f GiB\n", "total", (double)total / 0x1p20, (double)total / 0x1p30);
         model_plan_free(&m);
     }
-}
-
-// The options in which `s` differs from `was`, as they are given, in fresh memory.
-static char* changes(const Settings* s, const Settings* was) {
-    char* list = host_strdup("");
-    for (int i = 0; i < settings_count; i++) {
-        char *now = option_text(&settings_table[i], s), *then = option_text(&settings_table[i], was);
-        if (strcmp(now, then) != 0) host_append(&list, "%s--%s %s", *list ? " " : "", settings_table[i].name, now);
-        free(now);
-        free(then);
-    }
-    return list;
-}
-
-// Looks for the largest batch above `least` with which `other` fits, and adds it to the list. The result is that batch,
-// `least` if none fits.
-static int64_t add_fitting(char** list, Settings other, int64_t least, const Settings* s, int rank, size_t room) {
-    for (; other.batch > least; other.batch--) {
-        if (s->tokens_per_step % settings_micro_tokens(&other)) continue;
-        size_t bytes = memory_needed(&other, rank);
-        if (bytes > room) continue;
-        char* options = changes(&other, s);
-        host_append(list, "%s%s (%.2f GiB)", **list ? ", " : "; these fit: ", options, (double)bytes / 0x1p30);
-        free(options);
-        return other.batch;
-    }
-    return least;
-}
-
-// What would fit, as the end of a message.
-static char* what_fits(const Settings* s, int rank, size_t room) {
-    // A smaller batch alone, then each stronger --recompute and --shard if it allows a larger one than that.
-    char* list = host_strdup("");
-    Settings other = *s;
-    int64_t least = add_fitting(&list, other, 0, s, rank, room), last_shard = s->ranks > 1 ? SHARD_WEIGHTS : 0;
-    while (++other.recompute <= RECOMPUTE_BLOCK) add_fitting(&list, other, least, s, rank, room);
-    other = *s;
-    while (++other.shard <= last_shard) add_fitting(&list, other, least, s, rank, room);
-
-    // Nothing yet: all of it together.
-    other.recompute = RECOMPUTE_BLOCK;
-    other.shard = max_i64(s->shard, last_shard);
-    if (!*list) add_fitting(&list, other, 0, s, rank, room);
-    if (!*list)
-        host_append(&list,
-                    "; no --batch, --recompute or --shard makes it fit: use a smaller model, --seq-len or more ranks");
-    return list;
+    report_fit(s);
 }
 
 void check_memory(const Settings* s, int rank) {
-    size_t room = device_free_memory(ranks_here()), bytes = memory_needed(s, rank);
+    size_t room = device_free_memory(ranks_here()), bytes = memory_needed(s, rank, BACKEND);
     if (room && bytes > room)
         die(EXIT_FAILED,
             "memory: %.2f GiB are needed (%.2f of them estimated; --dry-run lists all), %.2f GiB are free%s",
-            (double)bytes / 0x1p30, (double)memory_estimated(s) / 0x1p30, (double)room / 0x1p30,
-            what_fits(s, rank, room));
+            (double)bytes / 0x1p30, (double)memory_estimated(s, BACKEND) / 0x1p30, (double)room / 0x1p30,
+            what_fits(s, rank, room, BACKEND));
 }
 
 // Module k has T - k predictions in each window of T tokens.
@@ -186,6 +207,13 @@ double report_load(double* most, double* least, const ModelConfig* c, const int6
         if (l >= c->dense_layers && sum) worst = fmax(worst, most[l]);
     }
     return worst;
+}
+
+void report_device(const Model* m) {
+    const char* unreplayed = model_unreplayed(m);
+    printf("device     %s\n", device_name(m->ctx));
+    if (m->layout.ranks > 1) printf("ranks      %d, %d share a set of experts\n", m->layout.ranks, m->layout.ep);
+    printf("graph      %s%s\n", unreplayed ? "off: " : "steps are replayed", unreplayed ? unreplayed : "");
 }
 
 int report_casts(CastRecord** records, const Model* m, const MxStats* sums) {

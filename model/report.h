@@ -16,8 +16,11 @@ BEGIN_C
 
 // "15.71e9 parameters (2.66e9 active a token), 16.41e9 FLOPs a token"
 void report_model(const Settings* settings);
-// --dry-run: configuration, model, and the memory of a rank item by item, for the CPU and the CUDA build.
+// --dry-run: configuration, model, and the memory of a rank item by item, for the CPU and the CUDA build; then whether
+// it fits on a GPU of --gpu-memory GiB, or on the one found, and if not what would.
 void report_dry_run(const Settings* settings);
+// What the model runs on, and whether its steps are replayed.
+void report_device(const Model* model);
 // On the device that was chosen, before any rank of this machine takes memory: ends the run where `rank` needs more
 // than is free, with both numbers and the options with which it would fit.
 void check_memory(const Settings* settings, int rank);

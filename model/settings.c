@@ -105,9 +105,13 @@ const Option settings_table[] = {
     TEXT("run", "prompt", prompt, "text that samples begin with"),
     NUMBER("run", "temperature", temperature, "0.8", 0, 100, FREE, "of sampling; 0: the likeliest token"),
     WHOLE("run", "sample-top-k", sample_top_k, "50", 0, 1e9, FREE, "sample among that many likeliest; 0: all"),
+    CHOICE("run", "graph", graph, "auto", "auto|off", FREE,
+           "auto: one GPU replays its steps as CUDA graphs; a line at the start says so, or why not"),
     FLAG("run", "dry-run", dry_run, ONCE, "print parameters, FLOPs and memory, and stop"),
     WHOLE("run", "ranks", ranks, "0", 0, 1 << 20, ONCE,
           "with --dry-run: ranks to plan for; a run has those that mpirun or srun starts"),
+    NUMBER("run", "gpu-memory", gpu_memory, "0", 0, 1e6, ONCE,
+           "with --dry-run: GiB of one GPU, to say whether a rank fits and what would; 0: of the GPU found, if any"),
     FLAG("run", "version", version, ONCE, "print commit and build, and stop"),
     FLAG("run", "help", help, ONCE, "print this and stop (also -h)"),
 
@@ -121,9 +125,10 @@ const Option settings_table[] = {
     NUMBER("optimizer", "beta2", beta2, "0.95", 0, 0.999999, FIXED, "AdamW"),
     NUMBER("optimizer", "eps", eps, "1e-8", 1e-30, 1, FIXED, "AdamW"),
     NUMBER("optimizer", "clip", clip, "1", 0, 1e9, FIXED, "largest global gradient norm; 0: no clipping"),
-    WHOLE("optimizer", "even-start", even_start, "1", 0, 1, FIXED,
-          "1: during the warm-up, and less and less for twice as long, routers choose by logits without what would make "
-          "a sequence's choice uneven; with --init 0, unless given"),
+    WHOLE(
+        "optimizer", "even-start", even_start, "1", 0, 1, FIXED,
+        "1: during the warm-up, and less and less for twice as long, routers choose by logits without what would make "
+        "a sequence's choice uneven; with --init 0, unless given"),
     NUMBER("optimizer", "bias-rate", bias_rate, "5e-3", 0, 100, FIXED,
            "what an expert without tokens gains in selection bias at each step; with --score softmax 0, unless given"),
     NUMBER("optimizer", "aux-loss", aux_loss, "1e-2", 0, 100, FIXED, "weight of the sequence-wise balance loss"),
@@ -324,6 +329,8 @@ Settings settings_read(int argc, char** argv, int ranks, const Json* record) {
     // What must fit together.
     if (s.ranks && !s.dry_run)
         die(EXIT_USAGE, "--ranks is for --dry-run; start %ld ranks with mpirun -np %ld", s.ranks, s.ranks);
+    if (s.gpu_memory && !s.dry_run)
+        die(EXIT_USAGE, "--gpu-memory is for --dry-run; a run looks at what is free on the GPU itself");
     if (!s.ranks) s.ranks = ranks;
     settings_check_sizes(&s);
     if (s.tokens_per_step == 0) s.tokens_per_step = settings_micro_tokens(&s);

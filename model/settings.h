@@ -35,14 +35,14 @@ typedef struct Settings {
     char *train, *val, *eval, *tokenizer;
     int64_t seq_len, batch, tokens_per_step, seed, data_seed;
     int64_t steps, resume, save_every, keep, val_every, val_tokens, eval_every, sample_every, sample_tokens,
-        sample_top_k, dry_run, ranks, version, help;
+        sample_top_k, graph, dry_run, ranks, version, help;
     char *out, *prompt;
     double temperature;
     double lr, final_lr_frac, weight_decay, beta1, beta2, eps, clip, bias_rate, aux_loss;
     int64_t warmup, schedule, even_start;
     double mtp_weight, mtp_weight_end, mtp_switch;
     int64_t ep, shard, recompute;
-    double timeout, capacity;
+    double timeout, capacity, gpu_memory;
     int64_t precision;  // the mode; what it sets, where the command line does not:
     int64_t expert_precision, dispatch_precision, combine_precision, wgrad_precision, linear_precision, mx_scale,
         mx_fast, mx_stats;
@@ -51,6 +51,7 @@ typedef struct Settings {
 
 typedef enum { PRECISION_BF16, PRECISION_MXFP8 } Precision;
 typedef enum { RECOMPUTE_NONE, RECOMPUTE_MOE, RECOMPUTE_BLOCK } Recompute;
+typedef enum { GRAPH_AUTO, GRAPH_OFF } GraphUse;
 
 // Rows are in the order of --help; the first is --model.
 extern const Option settings_table[];

@@ -88,8 +88,8 @@ void router_forward(real* scores, int32_t* expert, real* gate, const floatX* x, 
     for (int64_t n = 0; n < s.N; n += TILE)
         gemm(0, 1, min_i64(TILE, s.N - n), s.E, s.C, 1, x + n * s.C, s.C, w, s.C, 0, scores + n * s.E, s.E);
 #pragma omp parallel for schedule(dynamic)
-    for (int64_t n = 0; n < (s.even != 0 ? s.N : 0); n += s.T)
-        even_out(d + n / s.T * s.E, scores + n * s.E, min_i64(s.T, s.N - n), s.E, (double)s.even,
+    for (int64_t n = 0; n < (s.even ? s.N : 0); n += s.T)
+        even_out(d + n / s.T * s.E, scores + n * s.E, min_i64(s.T, s.N - n), s.E, (double)*s.even,
                  (double*)(scratch + thread_index() * thread_reals(s)));
 #pragma omp parallel for schedule(dynamic)
     for (int64_t n0 = 0; n0 < s.N; n0 += TILE) {
@@ -98,7 +98,7 @@ void router_forward(real* scores, int32_t* expert, real* gate, const floatX* x, 
         for (int64_t n = n0; n < min_i64(n0 + TILE, s.N); n++) {
             real *p = scores + n * s.E, *g = gate + n * s.K, sum = 0;
             int32_t* id = expert + n * s.K;
-            for (int32_t e = 0; e < s.E; e++) choice[e] = p[e] - (s.even != 0 ? d[n / s.T * s.E + e] : 0);
+            for (int32_t e = 0; e < s.E; e++) choice[e] = p[e] - (s.even ? d[n / s.T * s.E + e] : 0);
             score_row(p, s.E, s.score);
             score_row(choice, s.E, s.score);
             for (int32_t e = 0; e < s.E; e++) choice[e] += bias[e];

@@ -21,6 +21,7 @@
 #include "layers/adamw.h"
 #include "layers/matmul.h"
 #include "layers/rows.cuh"
+#include "moe/router_even.cuh"
 
 enum { MAX_E = 512, MAX_K = 32 };
 
@@ -48,97 +49,6 @@ static __device__ __forceinline__ int take_best(uint32_t value[J]) {
     return taken;
 }
 
-// p = softmax(p) over a token's experts, which LANES lanes share; -inf beyond E.
-template <int LANES, int HELD>
-static __device__ __forceinline__ void softmax(float (&p)[HELD]) {
-    float top = -INFINITY, sum = 0;
-#pragma unroll
-    for (int j = 0; j < HELD; j++) top = fmaxf(top, p[j]);
-    top = warp_max<LANES>(top);
-#pragma unroll
-    for (int j = 0; j < HELD; j++) sum += p[j] = expf(p[j] - top);
-    sum = warp_sum<LANES>(sum);
-    const float per_sum = 1 / sum;
-#pragma unroll
-    for (int j = 0; j < HELD; j++) p[j] *= per_sum;
-}
-
-// share_d (sequences, E) = even d. A block takes a sequence, LANES lanes a token: lane l of them holds experts l,
-// l + LANES, ... Sums over tokens stay in registers until all are read; then the warps' meet in shared memory, in
-// order. Bound by the exponentials; only the first steps of a run need it.
-template <int J>
-static __global__ void __launch_bounds__(512) even_out(float* share_d, const float* logits, RouterShape s) {
-    enum { HELD = J < 4 ? 4 * J : 16, LANES = 32 * J / HELD, WARPS = 16, AT_ONCE = 32 * WARPS / LANES };
-    __shared__ float part[WARPS][32 * J], d[32 * J];
-    const int warp = threadIdx.x / 32, lane = threadIdx.x % LANES, mine = threadIdx.x;
-    const int64_t first = blockIdx.x * s.T, tokens = s.N - first < s.T ? s.N - first : s.T,
-                  step = (tokens + EVEN_TOKENS - 1) / EVEN_TOKENS, count = (tokens + step - 1) / step;
-    logits += first * s.E;
-
-    // The sum over tokens of what `make` turns their logits x into: thread e gets expert e's, then all threads meet.
-    float x[HELD];
-    auto over_tokens = [&](auto make) {
-        // A thread's tokens. All threads go round as often, for the shuffles in `make`; a token after the last is the
-        // last once more, and is not added.
-        float sum[HELD] = {};
-#pragma unroll 2
-        for (int64_t n = threadIdx.x / LANES; n < round_up(count, AT_ONCE); n += AT_ONCE) {
-            const float* of_token = logits + min(n, count - 1) * step * s.E;
-#pragma unroll
-            for (int j = 0; j < HELD; j++) x[j] = lane + LANES * j < s.E ? of_token[lane + LANES * j] : -INFINITY;
-            make();
-#pragma unroll
-            for (int j = 0; j < HELD; j++) sum[j] += n < count ? x[j] : 0;
-        }
-        // The warp's, then those of all warps.
-#pragma unroll
-        for (int j = 0; j < HELD; j++) {
-#pragma unroll
-            for (int other = LANES; other < 32; other *= 2) sum[j] += __shfl_xor_sync(0xffffffffu, sum[j], other);
-            if (threadIdx.x % 32 < LANES) part[warp][lane + LANES * j] = sum[j];
-        }
-        __syncthreads();
-        float total = 0;
-        for (int w = 0; w < WARPS && mine < s.E; w++) total += part[w][mine];
-        __syncthreads();
-        return total;
-    };
-
-    // d at first: the mean
-    const float mean = over_tokens([] {}) / (float)count;
-    if (mine < 32 * J) d[mine] = mine < s.E ? mean : 0;
-    __syncthreads();
-
-    // tau: of the squares that are left, summed over experts in shared memory
-    float square = over_tokens([&] {
-#pragma unroll
-        for (int j = 0; j < HELD; j++) {
-            const float left = x[j] - d[lane + LANES * j];
-            x[j] = lane + LANES * j < s.E ? left * left : 0;
-        }
-    });
-    square = warp_sum(square);
-    if (threadIdx.x % 32 == 0) part[0][warp] = square;
-    __syncthreads();
-    square = 0;
-    for (int w = 0; w < WARPS; w++) square += part[0][w];
-    float tau = (float)EVEN_TAU * sqrtf(square / ((float)count * s.E)) + 1e-20f;
-    __syncthreads();
-
-    // Rounds: p of every token, and d towards equal sums of it.
-    for (int round = 0; round < EVEN_ROUNDS; round++, tau *= (float)EVEN_COOLER) {
-        const float sum = over_tokens([&] {
-            const float per_tau = 1 / tau;
-#pragma unroll
-            for (int j = 0; j < HELD; j++) x[j] = (x[j] - d[lane + LANES * j]) * per_tau;
-            softmax<LANES>(x);
-        });
-        if (mine < s.E) d[mine] += tau * logf(sum * (float)s.E / (float)count + (float)EVEN_LEAST);
-        __syncthreads();
-    }
-    if (mine < s.E) share_d[blockIdx.x * (int64_t)s.E + mine] = s.even * d[mine];
-}
-
 // p = sigmoid(p) or softmax(p) over a token's experts; -inf beyond E.
 template <int J>
 static __device__ __forceinline__ void to_scores(float (&p)[J], const RouterShape& s) {
@@ -153,6 +63,7 @@ static __device__ __forceinline__ void to_scores(float (&p)[J], const RouterShap
 template <int J>
 static __global__ void __launch_bounds__(256)
     choose(float* scores, int32_t* expert, float* gate, const float* bias, const float* share_d, RouterShape s) {
+    wait_for_previous();
     __shared__ float held[8][32 * J];
     const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
     const int64_t n = blockIdx.x * (int64_t)8 + warp;
@@ -255,6 +166,7 @@ static void by_experts(RouterShape s, Launch launch_for) {
 enum { COUNT_TOKENS = 128 };
 template <int J>
 static __global__ void __launch_bounds__(256) count_best(float* count, const float* scores, RouterShape s) {
+    wait_for_previous();
     __shared__ int held[32 * J];
     const int lane = threadIdx.x % 32;
     const int64_t sequence = blockIdx.x, first = sequence * s.T + blockIdx.y * (int64_t)COUNT_TOKENS,
@@ -276,11 +188,17 @@ static __global__ void __launch_bounds__(256) count_best(float* count, const flo
 }
 
 // dlogits of a token, split in two bf16: its row is hi (E), then lo (E). One warp a token, lane l holds experts l,
-// l + 32, ... as above; d is ds, then dlogits. count is NULL without auxiliary loss.
+// l + 32, ... as above; d is ds, then dlogits. count is NULL without auxiliary loss. Beside it the grid writes Wg
+// twice.
 template <int J>
 static __global__ void __launch_bounds__(256)
     score_backward(floatX* dlogits, const float* dgate, const float* scores, const int32_t* expert, const float* gate,
-                   const float* count, float aux, RouterShape s) {
+                   const float* count, float aux, floatX* weights, const floatX* w, RouterShape s) {
+    wait_for_previous();
+    const int64_t matrix = s.E * s.C;
+    for (int64_t i = blockIdx.x * (int64_t)256 + threadIdx.x; i < matrix; i += gridDim.x * (int64_t)256)
+        weights[i] = weights[matrix + i] = w[i];
+
     const int lane = threadIdx.x % 32;
     const int64_t n = blockIdx.x * (int64_t)8 + threadIdx.x / 32;
     if (n >= s.N) return;
@@ -342,6 +260,13 @@ static __global__ void __launch_bounds__(256)
     }
 }
 
+// dw += hi^T x, and then lo^T x.
+static __global__ void __launch_bounds__(256) add_halves(float* dw, const float* halves, int64_t matrix) {
+    wait_for_previous();
+    const int64_t i = blockIdx.x * (int64_t)256 + threadIdx.x;
+    if (i < matrix) dw[i] = dw[i] + halves[i] + halves[matrix + i];
+}
+
 // What the router keeps in the workspace, after matmul_workspace() bytes that each product may overwrite.
 struct Scratch {
     floatX* dlogits;  // (N, 2E): hi | lo
@@ -377,15 +302,16 @@ void router_forward(real* scores, int32_t* expert, real* gate, const floatX* x, 
 
     // What the selection takes off them.
     float* d = NULL;
-    if (s.even != 0) {
+    if (s.even) {
         d = scratch_of(s, ctx_workspace<char>(ctx, (int64_t)router_workspace(s))).count;
-        by_experts(
-            s, [&](auto j) { launch(even_out<decltype(j)::value>, blocks_for(s.N, s.T), 512, 0, ctx, d, scores, s); });
+        by_experts(s, [&](auto j) {
+            launch_early(even_out<decltype(j)::value>, blocks_for(s.N, s.T), 512, 0, ctx, d, scores, s);
+        });
     }
 
     // s, the selection and the gates
     by_experts(s, [&](auto j) {
-        launch(choose<decltype(j)::value>, blocks_for(s.N, 8), 256, 0, ctx, scores, expert, gate, bias, d, s);
+        launch_early(choose<decltype(j)::value>, blocks_for(s.N, 8), 256, 0, ctx, scores, expert, gate, bias, d, s);
     });
 }
 
@@ -401,27 +327,27 @@ void router_backward(floatX* dx, real* dw, const real* dgate, const real* scores
         const int64_t sequences = ceil_div(s.N, s.T);
         const dim3 blocks((unsigned)sequences, (unsigned)ceil_div(min_i64(s.T, s.N), COUNT_TOKENS));
         device_zero(count, (size_t)(sequences * s.E) * sizeof(float), ctx);
-        by_experts(s, [&](auto j) { launch(count_best<decltype(j)::value>, blocks, 256, 0, ctx, count, scores, s); });
+        by_experts(
+            s, [&](auto j) { launch_early(count_best<decltype(j)::value>, blocks, 256, 0, ctx, count, scores, s); });
     }
 
     // dlogits = s (1 - s) ds, or s (ds - sum_j s_j ds_j), as hi + lo
     by_experts(s, [&](auto j) {
-        launch(score_backward<decltype(j)::value>, blocks_for(s.N, 8), 256, 0, ctx, scratch.dlogits, dgate, scores,
-               expert, gate, count, aux, s);
+        launch_early(score_backward<decltype(j)::value>, blocks_for(s.N, 8), 256, 0, ctx, scratch.dlogits, dgate,
+                     scores, expert, gate, count, aux, scratch.weights, w, s);
     });
 
     // dx += hi Wg + lo Wg: one product, because a second rounding to bf16 would lose what lo adds.
-    for (int half = 0; half < 2; half++)
-        device_copy(scratch.weights + half * matrix, w, (size_t)matrix * sizeof(floatX), ctx);
     matmul_dgrad(dx, scratch.dlogits, scratch.weights, s.N, s.C, 2 * s.E, 1, ctx);
 
     // dw += hi^T x + lo^T x: one product that reads x once.
     matmul_wgrad(scratch.halves, scratch.dlogits, x, s.N, s.C, 2 * s.E, 0, ctx);
-    for (int half = 0; half < 2; half++) device_add(dw, scratch.halves + half * matrix, matrix, ctx);
+    launch_early(add_halves, blocks_for(matrix, 256), 256, 0, ctx, dw, scratch.halves, matrix);
 }
 
 // Blocks count in shared memory, so that few sums reach `load`: integers, in whatever order.
 static __global__ void count_choices(unsigned long long* load, const int32_t* expert, int64_t count, int32_t E) {
+    wait_for_previous();
     extern __shared__ int held[];
     for (int e = threadIdx.x; e < E; e += 256) held[e] = 0;
     __syncthreads();
@@ -434,11 +360,12 @@ static __global__ void count_choices(unsigned long long* load, const int32_t* ex
 
 void router_count(int64_t* load, const int32_t* expert, int64_t NK, int32_t E, Ctx* ctx) {
     const int64_t blocks = min_i64(ceil_div(NK, 1024), 4 * (int64_t)ctx->sms);
-    launch(count_choices, blocks, 256, E * sizeof(int), ctx, (unsigned long long*)load, expert, NK, E);
+    launch_early(count_choices, blocks, 256, E * sizeof(int), ctx, (unsigned long long*)load, expert, NK, E);
 }
 
 // bias_e += rate * (1 - load_e / mean load), by one block.
 static __global__ void update_bias(float* bias, const int64_t* load, int32_t E, float rate, const StepState* state) {
+    wait_for_previous();
     __shared__ unsigned long long total;
     if (threadIdx.x == 0) total = 0;
     __syncthreads();
@@ -453,5 +380,5 @@ static __global__ void update_bias(float* bias, const int64_t* load, int32_t E, 
 }
 
 void router_update_bias(real* bias, const int64_t* load, int32_t E, float rate, const StepState* state, Ctx* ctx) {
-    launch(update_bias, 1, 256, 0, ctx, bias, load, E, rate, state);
+    launch_early(update_bias, 1, 256, 0, ctx, bias, load, E, rate, state);
 }

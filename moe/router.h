@@ -49,7 +49,7 @@ typedef struct RouterShape {
     int32_t norm;                // 1: gates of a token sum to scale
     float scale;                 // route_scale
     int32_t force_balance;       // 1: expert k of token n is (n K + k) % E, whatever the scores
-    float even;                  // share of d that the selection goes without
+    const float* even;           // in device memory: share of d that the selection goes without; NULL: none
 } RouterShape;
 
 void router_forward(real* scores,      // (N, E): s, kept for backward

@@ -22,6 +22,7 @@
 // for a chunk (weights' gradients: 213, and 367 where a run ends), 128 of them the multiply-adds, in the 512 clocks
 // that its products take.
 #include "blackwell/grouped_gemm_lt.cuh"
+#include "device/kernels.h"
 #include "grouped/grouped_gemm_parts.cuh"
 #include "mx/grouped_gemm_mx.h"
 #include "mx/mx_values.h"
@@ -366,12 +367,14 @@ __global__ void __cluster_dims__(CLUSTER, 1, 1) __launch_bounds__(THREADS, 1)
 
 }  // namespace
 
+char* grouped_gemm_mx_missing(Ctx* ctx) { return kernels_without_fast(ctx->capability, ctx->portable); }
+
 void grouped_gemm_mx(floatX* y, real* y_real, const uint8_t* x, const uint8_t* x_scale, const uint8_t* w,
                      const uint8_t* w_scale, int64_t w_stride_o, int64_t w_stride_c, Ragged r, int64_t IC, int64_t OC,
                      Ctx* ctx) {
     ASSERT(IC > 0 && IC % MX_BLOCK == 0 && OC > 0 && OC % 8 == 0);
     if (r.capacity == 0 || r.El == 0) return;
-    if (ctx->blackwell)
+    if (has_block_scales(ctx))
         return grouped_gemm_lt_mx(y, y_real, x, x_scale, w, w_scale, w_stride_o, w_stride_c, r, IC, OC, ctx);
 
     // The scales of W's squares: expert after expert, then as the caller strides.
@@ -392,7 +395,7 @@ void grouped_gemm_mx_wgrad(real* dw, const uint8_t* dy, const uint8_t* dy_scale,
     ASSERT(IC > 0 && IC % MX_BLOCK == 0 && OC > 0 && OC % MX_BLOCK == 0 && length % MX_CHUNK == 0);
     ASSERT(r.El <= MAX_EXPERTS && length >= r.capacity);
     if (r.capacity == 0 || r.El == 0) return;
-    if (ctx->blackwell) return grouped_gemm_lt_mx_wgrad(dw, dy, dy_scale, x, x_scale, length, r, IC, OC, ctx);
+    if (has_block_scales(ctx)) return grouped_gemm_lt_mx_wgrad(dw, dy, dy_scale, x, x_scale, length, r, IC, OC, ctx);
     Groups g = groups_of(r, OC, IC, 0, ctx);
     g.add = 1;
     launch(grouped_gemm_mx_wgrad_kernel, ctx, matrix_map(dy, 0, OC, length, BOX, ctx),

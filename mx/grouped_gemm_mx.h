@@ -22,6 +22,9 @@
 
 BEGIN_C
 
+// NULL, or why the device at hand has no such products, in fresh memory.
+char* grouped_gemm_mx_missing(Ctx* ctx);
+
 void grouped_gemm_mx(floatX* y,               // (capacity, OC), or NULL
                      real* y_real,            // (capacity, OC): the same before rounding, or NULL (one of the two is)
                      const uint8_t* x,        // (capacity, IC)

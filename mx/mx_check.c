@@ -111,6 +111,8 @@ double mx_check_error(MxProduct* product, Ctx* ctx) {
 }
 
 void mx_check(Ctx* ctx) {
+    const char* missing = grouped_gemm_mx_missing(ctx);
+    if (missing) die(EXIT_USAGE, "%s: %s", device_name(ctx), missing);
     double error = mx_check_error(grouped_gemm_mx, ctx);
     if (error > MX_CHECK_BOUND)
         die(EXIT_FAILED,

@@ -22,7 +22,7 @@ double mx_check_error(MxProduct* product, Ctx* ctx);
 // contraction a scale that is off by one binade in the smallest is 2e-2: half of it, 2^-4 of each of the others.
 #define MX_CHECK_BOUND 4e-3
 
-// Ends the run unless grouped_gemm_mx passes.
+// Ends the run unless there is a grouped_gemm_mx here and it passes.
 void mx_check(Ctx* ctx);
 
 END_C

@@ -15,6 +15,7 @@
 template <int ALIGN>
 static __global__ void __launch_bounds__(32 * ROW_WARPS, 4)
     swiglu_kernel(uint8_t* q, uint8_t* scale, const floatX* h, Ragged r, int64_t F, int64_t stride, uint32_t carry) {
+    wait_for_previous();
     const uint32_t spans = (uint32_t)ceil_div(F, SPAN), end = (uint32_t)r.group_start[r.El] * spans;
     for (uint32_t span = warp_in_grid(); span < end; span += gridDim.x * ROW_WARPS) {
         const int64_t row = span / spans, c0 = span % spans * (int64_t)SPAN;
@@ -72,6 +73,7 @@ static __global__ void __launch_bounds__(32 * ROW_WARPS, 3)
     swiglu_backward_kernel(uint8_t* q, uint8_t* scale, floatX* dh, floatX* gated_a, float* drow_gate,
                            const floatX* da_ungated, const floatX* h, Ragged r, int64_t F, int64_t stride,
                            uint32_t carry) {
+    wait_for_previous();
     const int64_t used = r.group_start[r.El];
     const int lane = threadIdx.x % 32;
     for (int64_t row = warp_in_grid(); row < used; row += gridDim.x * (int64_t)ROW_WARPS) {
@@ -99,8 +101,8 @@ static __global__ void __launch_bounds__(32 * ROW_WARPS, 3)
 void mx_swiglu_quantize(uint8_t* q, uint8_t* scale, const floatX* h, Ragged r, int64_t F, MxCast cast, Ctx* ctx) {
     ASSERT(aligned(q, h));
     auto kernel = cast.align == 1 ? swiglu_kernel<MX_BLOCK> : swiglu_kernel<MX_CHUNK>;
-    launch(kernel, walking_blocks(row_blocks(r.capacity, F), ctx), 32 * ROW_WARPS, 0, ctx, q, scale, h, r, F,
-           mx_stride(F), carry_of(cast.scale));
+    launch_early(kernel, walking_blocks(row_blocks(r.capacity, F), ctx), 32 * ROW_WARPS, 0, ctx, q, scale, h, r, F,
+                 mx_stride(F), carry_of(cast.scale));
 }
 
 void mx_swiglu_backward_quantize(uint8_t* q, uint8_t* scale, floatX* dh, floatX* gated_a, real* drow_gate,
@@ -110,6 +112,6 @@ void mx_swiglu_backward_quantize(uint8_t* q, uint8_t* scale, floatX* dh, floatX*
     auto kernel = cast.align == 1     ? swiglu_backward_kernel<MX_BLOCK, false>
                   : F % MX_CHUNK == 0 ? swiglu_backward_kernel<MX_CHUNK, false>
                                       : swiglu_backward_kernel<MX_CHUNK, true>;
-    launch(kernel, walking_blocks(ceil_div(r.capacity, ROW_WARPS), ctx), 32 * ROW_WARPS, 0, ctx, q, scale, dh, gated_a,
-           drow_gate, da_ungated, h, r, F, mx_stride(2 * F), carry_of(cast.scale));
+    launch_early(kernel, walking_blocks(ceil_div(r.capacity, ROW_WARPS), ctx), 32 * ROW_WARPS, 0, ctx, q, scale, dh,
+                 gated_a, drow_gate, da_ungated, h, r, F, mx_stride(2 * F), carry_of(cast.scale));
 }

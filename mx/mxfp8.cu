@@ -26,6 +26,7 @@ template <int ALIGN>
 static __global__ void __launch_bounds__(32 * ROW_WARPS, 6)
     quantize_kernel(uint8_t* q, uint8_t* scale, const floatX* x, int64_t rows, int64_t columns, int64_t stride,
                     uint32_t carry) {
+    wait_for_previous();
     int64_t row, c0;
     if (!place_of_warp(&row, &c0, rows, columns)) return;
     // The loads, then the largest, the scales and the bytes.
@@ -74,6 +75,7 @@ template <bool ADD>
 static __global__ void __launch_bounds__(32 * ROW_WARPS)
     dequantize_kernel(floatX* x, const uint8_t* q, const uint8_t* scale, int64_t rows, int64_t columns,
                       int64_t stride) {
+    wait_for_previous();
     int64_t row, c0;
     if (!place_of_warp(&row, &c0, rows, columns)) return;
     dequantize_span<ADD>(x + row * columns, q + row * columns, scale + row * stride, true, c0, columns);
@@ -82,6 +84,7 @@ static __global__ void __launch_bounds__(32 * ROW_WARPS)
 static __global__ void __launch_bounds__(32 * PERMUTE_WARPS)
     dequantize_rows_kernel(floatX* rows, const uint8_t* q, const uint8_t* scale, Ragged r, int64_t columns,
                            int64_t stride, int64_t slices) {
+    wait_for_previous();
     permute_slice(r, slices, [&](int64_t row, int64_t token) {
         for (int64_t c0 = 0; c0 < columns; c0 += SPAN)
             dequantize_span<false>(rows + row * columns, q + token * columns, scale + token * stride, token >= 0, c0,
@@ -153,6 +156,7 @@ template <int ALIGN>
 static __global__ void __launch_bounds__(32 * COLUMN_WARPS)
     transposed_kernel(uint8_t* q, uint8_t* scale, const floatX* x, int64_t rows, int64_t columns, int64_t stride,
                       uint32_t carry) {
+    wait_for_previous();
     // Where this lane's patch lies.
     __shared__ uint4 of_warp[COLUMN_WARPS][8];
     __shared__ uint2 scales[WARP_COLUMNS];
@@ -201,6 +205,7 @@ static __global__ void __launch_bounds__(32 * COLUMN_WARPS)
 static __global__ void __launch_bounds__(32 * COLUMN_WARPS)
     tiles_kernel(uint8_t* q, uint8_t* q_transposed, uint8_t* scale, const floatX* w, int64_t rows, int64_t columns,
                  uint32_t carry) {
+    wait_for_previous();
     // Where this lane's patch lies.
     __shared__ uint32_t of_warp[COLUMN_WARPS];
     const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
@@ -237,6 +242,7 @@ static __global__ void __launch_bounds__(32 * COLUMN_WARPS)
 template <int CHUNK>
 static __global__ void __launch_bounds__(32 * ROW_WARPS)
     round_columns_kernel(floatX* x, const int64_t* used, int64_t columns, uint32_t carry) {
+    wait_for_previous();
     // A lane: 8 columns of a chunk.
     const int64_t c = (blockIdx.y * (int64_t)32 + threadIdx.x % 32) * 8;
     const int64_t row = (blockIdx.x * (int64_t)ROW_WARPS + threadIdx.x / 32) * CHUNK;
@@ -305,6 +311,7 @@ template <typename Source, int DOWN, int ACROSS>
 static __global__ void __launch_bounds__(32 * DOWN * ACROSS, DOWN == 2 ? 4 : 0)
     channels_kernel(uint8_t* q, uint8_t* scale, Source source, Ragged r, int64_t length, int64_t columns,
                     int64_t slices, uint32_t carry) {
+    wait_for_previous();
     // The slice, and this lane's columns.
     constexpr int ROWS = DOWN * WARP_ROWS;
     __shared__ uint4 of_warp[DOWN * ACROSS][8];
@@ -355,8 +362,8 @@ static __global__ void __launch_bounds__(32 * DOWN * ACROSS, DOWN == 2 ? 4 : 0)
 void mx_quantize(uint8_t* q, uint8_t* scale, const floatX* x, int64_t rows, int64_t columns, MxCast cast, Ctx* ctx) {
     ASSERT(aligned(q, x));
     auto kernel = cast.align == 1 ? quantize_kernel<MX_BLOCK> : quantize_kernel<MX_CHUNK>;
-    launch(kernel, row_blocks(rows, columns), 32 * ROW_WARPS, 0, ctx, q, scale, x, rows, columns, mx_stride(columns),
-           carry_of(cast.scale));
+    launch_early(kernel, row_blocks(rows, columns), 32 * ROW_WARPS, 0, ctx, q, scale, x, rows, columns,
+                 mx_stride(columns), carry_of(cast.scale));
 }
 
 void mx_quantize_transposed(uint8_t* q, uint8_t* scale, const floatX* x, int64_t count, int64_t rows, int64_t columns,
@@ -367,22 +374,22 @@ void mx_quantize_transposed(uint8_t* q, uint8_t* scale, const floatX* x, int64_t
     // scales, those after the last one too.
     const int64_t stride = mx_stride(rows);
     const dim3 grid(blocks_for(columns, WARP_COLUMNS), (unsigned)(stride / (2 * COLUMN_WARPS)), (unsigned)count);
-    launch(kernel, grid, 32 * COLUMN_WARPS, 0, ctx, q, scale, x, rows, columns, stride, carry_of(cast.scale));
+    launch_early(kernel, grid, 32 * COLUMN_WARPS, 0, ctx, q, scale, x, rows, columns, stride, carry_of(cast.scale));
 }
 
 void mx_quantize_tiles(uint8_t* q, uint8_t* q_transposed, uint8_t* scale, const floatX* w, int64_t count, int64_t rows,
                        int64_t columns, int32_t scale_mode, Ctx* ctx) {
     ASSERT(aligned(q, q_transposed, w) && rows % MX_BLOCK == 0 && columns % MX_BLOCK == 0);
     const dim3 grid(blocks_for(columns, MX_CHUNK), blocks_for(rows, MX_CHUNK), (unsigned)count);
-    launch(tiles_kernel, grid, 32 * COLUMN_WARPS, 0, ctx, q, q_transposed, scale, w, rows, columns,
-           carry_of(scale_mode));
+    launch_early(tiles_kernel, grid, 32 * COLUMN_WARPS, 0, ctx, q, q_transposed, scale, w, rows, columns,
+                 carry_of(scale_mode));
 }
 
 template <bool ADD>
 static void dequantize(floatX* x, const uint8_t* q, const uint8_t* scale, int64_t rows, int64_t columns, Ctx* ctx) {
     ASSERT(aligned(x, q));
-    launch(dequantize_kernel<ADD>, row_blocks(rows, columns), 32 * ROW_WARPS, 0, ctx, x, q, scale, rows, columns,
-           mx_stride(columns));
+    launch_early(dequantize_kernel<ADD>, row_blocks(rows, columns), 32 * ROW_WARPS, 0, ctx, x, q, scale, rows, columns,
+                 mx_stride(columns));
 }
 
 void mx_dequantize(floatX* x, const uint8_t* q, const uint8_t* scale, int64_t rows, int64_t columns, Ctx* ctx) {
@@ -396,8 +403,8 @@ void mx_dequantize_add(floatX* x, const uint8_t* q, const uint8_t* scale, int64_
 void mx_dequantize_rows(floatX* rows, const uint8_t* q, const uint8_t* scale, Ragged r, int64_t columns, Ctx* ctx) {
     ASSERT(aligned(rows, q) && columns % MX_BLOCK == 0);
     const int64_t slices = permute_slices(r);
-    launch(dequantize_rows_kernel, slices * r.El, 32 * PERMUTE_WARPS, 0, ctx, rows, q, scale, r, columns,
-           mx_stride(columns), slices);
+    launch_early(dequantize_rows_kernel, slices * r.El, 32 * PERMUTE_WARPS, 0, ctx, rows, q, scale, r, columns,
+                 mx_stride(columns), slices);
 }
 
 void mx_round_columns(floatX* x, Ragged r, int64_t columns, MxCast cast, Ctx* ctx) {
@@ -405,7 +412,7 @@ void mx_round_columns(floatX* x, Ragged r, int64_t columns, MxCast cast, Ctx* ct
     const int chunk = cast.align == 1 ? MX_BLOCK : MX_CHUNK;
     auto kernel = cast.align == 1 ? round_columns_kernel<MX_BLOCK> : round_columns_kernel<MX_CHUNK>;
     const dim3 grid(blocks_for(r.capacity / chunk, ROW_WARPS), blocks_for(columns, 256));
-    launch(kernel, grid, 32 * ROW_WARPS, 0, ctx, x, r.group_start + r.El, columns, carry_of(cast.scale));
+    launch_early(kernel, grid, 32 * ROW_WARPS, 0, ctx, x, r.group_start + r.El, columns, carry_of(cast.scale));
 }
 
 template <typename Source>
@@ -416,8 +423,8 @@ static void channels(uint8_t* q, uint8_t* scale, Source source, int64_t length, 
     const int64_t slices = ceil_div(r.capacity, r.El * (int64_t)cast.align);
     const dim3 grid(blocks_for(columns, (run ? 1 : 2) * WARP_COLUMNS), (unsigned)(slices * r.El));
     auto kernel = run ? channels_kernel<Source, 8, 1> : channels_kernel<Source, 2, 2>;
-    launch(kernel, grid, 32 * (run ? 8 : 4), 0, ctx, q, scale, source, r, length, columns, slices,
-           carry_of(cast.scale));
+    launch_early(kernel, grid, 32 * (run ? 8 : 4), 0, ctx, q, scale, source, r, length, columns, slices,
+                 carry_of(cast.scale));
 }
 
 void mx_quantize_channels(uint8_t* q, uint8_t* scale, const floatX* x, int64_t length, Ragged r, int64_t columns,

@@ -38,21 +38,21 @@ typedef struct TokenGroup {
     int32_t rows;
 } TokenGroup;
 
-void products_plan(Arena* a, ProductRoom* room, int64_t N) {
+void products_plan(Arena* a, ProductRoom* room, int64_t N, int batches) {
     const char* name = "operand of a product, cast";
     const int64_t rows = round_up(N, row_align(a->backend));
     arena_add(a, name, ELEMENT_BYTE, max_i64(N * room->inputs, room->bytes), 1, (void**)&room->input.q);
     arena_add(a, name, ELEMENT_BYTE, max_i64(rows * mx_stride(room->inputs), room->scales), 1,
               (void**)&room->input.scale);
     if (room->fast)
-        arena_add(a, "tokens as a group", ELEMENT_BYTE, sizeof(TokenGroup), 0, (void**)&room->group);
+        arena_add(a, "tokens as a group", ELEMENT_BYTE, batches * (int64_t)sizeof(TokenGroup), 0, (void**)&room->group);
     else
         arena_add(a, name, ELEMENT_X, N * room->inputs, 1, (void**)&room->input.value);
 }
 
-void products_batch(ProductRoom* room, int64_t N, Ctx* ctx) {
+void products_batch(ProductRoom* room, int batch, int64_t N, Ctx* ctx) {
     const TokenGroup group = {{0, round_up(N, row_align(BACKEND))}, (int32_t)N};
-    if (room->group) device_upload(room->group, &group, sizeof(group), ctx);
+    if (room->group) device_upload(room->group + batch, &group, sizeof(group), ctx);
 }
 
 void weight_cast(Weight* w, Ctx* ctx) {
@@ -92,7 +92,7 @@ static void cast_product(floatX* y, const floatX* x, const Weight* w, const Weig
     if (stats) mx_stats(stats, x, N, IC, w->format.cast, ctx);
     const Rows bytes = rows_as(room, rows_of_values(x, N, IC), w->format, ctx);
     if (is_fast(w)) {
-        TokenGroup* group = w->room->group;
+        TokenGroup* group = w->room->group + w->room->batch;
         const Ragged tokens = {1, N, group->start, &group->rows, NULL, NULL, NULL};
         grouped_gemm_mx(y, NULL, bytes.q, bytes.scale, cast->q, cast->scale, cast->stride_o, cast->stride_c, tokens, IC,
                         OC, ctx);

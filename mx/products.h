@@ -33,7 +33,8 @@ typedef struct ProductRoom {
     int64_t input_scales;           // a row's
     int32_t fast;                   // 1: some weight of linear_ is fast
     Rows input;                     // x or dy, cast; a weight too, while it is cast for exact products
-    struct TokenGroup* group;       // fast: the tokens as a group of grouped_gemm_mx, in device memory
+    struct TokenGroup* group;       // fast: the tokens of each batch as a group of grouped_gemm_mx, in device memory
+    int batch;                      // the one in work
 } ProductRoom;
 
 // The casts that --mx-stats measures: those of x and of W as forward reads it, and of dy.
@@ -55,13 +56,14 @@ typedef struct Weight {
 static inline MxStats* weight_stats(const Weight* w, int operand) { return w->stats ? w->stats + operand : NULL; }
 
 // Names a weight's casts in `arena` (linear 1: of linear_ products, 0: of grouped_ ones), and, after all weights, what
-// products of up to N tokens share.
+// products of up to N tokens share, of whose numbers `batches` are known at a time.
 void weight_plan(Arena* arena, Weight* weight, int linear);
-void products_plan(Arena* arena, ProductRoom* room, int64_t N);
+void products_plan(Arena* arena, ProductRoom* room, int64_t N, int batches);
 
-// Before products: the casts of a weight whose w has changed, and the tokens of the batch in work.
+// Before products: the casts of a weight whose w has changed, and the tokens of each batch; room->batch says which is
+// in work.
 void weight_cast(Weight* weight, Ctx* ctx);
-void products_batch(ProductRoom* room, int64_t N, Ctx* ctx);
+void products_batch(ProductRoom* room, int batch, int64_t N, Ctx* ctx);
 
 void linear_forward(floatX* y,        // (N, OC)
                     const floatX* x,  // (N, IC)

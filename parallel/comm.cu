@@ -128,6 +128,7 @@ Comm* comm_create(Ranks* group, const char* name, Ctx* ctx) {
     c->count = ranks_count(group);
     c->index = ranks_index(group);
     if (c->count == 1) return c;
+    ctx->transfers = true;
     CUDA_CHECK(cudaGetDevice(&c->device));
     for (int i = 0; i < KINDS; i++) snprintf(c->what[i], sizeof(c->what[i]), "%s (%s)", kinds[i], name);
     for (int i = 0; i < RING; i++) CUDA_CHECK(cudaEventCreateWithFlags(&c->ring[i].event, cudaEventDisableTiming));

@@ -156,6 +156,9 @@ void sharding_destroy(Sharding* s) {
     free(s);
 }
 
+// With one rank nothing travels and nothing lies in a slot: there is nothing to wait for.
+static int travels(const Sharding* s) { return s->world != NULL; }
+
 // The side stream goes on after all that ctx has been given so far.
 static void side_follows(Sharding* s, Ctx* ctx) {
     event_record(s->given, ctx);
@@ -173,7 +176,7 @@ static void gather(Sharding* s, int unit, int slotted) {
 }
 
 void weights_start(Sharding* s, int unit) {
-    if (unit < 0 || unit >= s->count) return;
+    if (unit < 0 || unit >= s->count || !travels(s)) return;
     Slot* slot = &s->slots[slot_of(s, unit)];
     if (slot->unit == unit && slot->version == s->version) return;
 
@@ -186,14 +189,17 @@ void weights_start(Sharding* s, int unit) {
 
 void weights_get(Sharding* s, int unit, Ctx* ctx) {
     weights_start(s, unit);
-    event_wait(s->gathered[unit], ctx);
+    if (travels(s)) event_wait(s->gathered[unit], ctx);
 }
 
-void weights_release(Sharding* s, int unit, Ctx* ctx) { event_record(s->slots[slot_of(s, unit)].free, ctx); }
+void weights_release(Sharding* s, int unit, Ctx* ctx) {
+    if (travels(s)) event_record(s->slots[slot_of(s, unit)].free, ctx);
+}
 
 // Weights that are kept whole (--shard optimizer and grads) are gathered at once; the others when they are wanted.
 void weights_changed(Sharding* s, Ctx* ctx) {
     s->version++;
+    if (!travels(s)) return;
     side_follows(s, ctx);
     for (int u = 0; u < s->count; u++) gather(s, u, 0);
 }
@@ -202,12 +208,12 @@ int64_t weights_version(const Sharding* s) { return s->version; }
 
 // What lies in a slot is of another unit: it is written over as soon as that has been summed.
 void grads_get(Sharding* s, int unit, int first, Ctx* ctx) {
-    event_wait(s->slots[slot_of(s, unit)].reduced, ctx);
+    if (travels(s)) event_wait(s->slots[slot_of(s, unit)].reduced, ctx);
     for (int i = 0; i < BUFFERS; i++) s->units[unit][i].fresh = first || slotted_grad(&s->units[unit][i]);
 }
 
 Ctx* grads_reduce(Sharding* s, int unit, int first, int last, Ctx* ctx) {
-    side_follows(s, ctx);
+    if (travels(s) || last) side_follows(s, ctx);
     for (int i = 0; i < BUFFERS; i++) {
         ParamBuffer* p = &s->units[unit][i];
         if (p->n == 0 || p->parts == 1) continue;
@@ -223,7 +229,7 @@ Ctx* grads_reduce(Sharding* s, int unit, int first, int last, Ctx* ctx) {
             comm_sum(comm_of(s, i), p->grad, p->n, s->side_stream);
         }
     }
-    event_record(s->slots[slot_of(s, unit)].reduced, s->side_stream);
+    if (travels(s)) event_record(s->slots[slot_of(s, unit)].reduced, s->side_stream);
     return s->side_stream;
 }
 

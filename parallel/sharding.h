@@ -103,7 +103,8 @@ int64_t weights_version(const Sharding* sharding);  // counts these changes, fro
 
 // grads_get readies the unit's gradient buffers and says which are fresh: all of them in a step's first micro-step, and
 // those in a slot always. grads_reduce sums them over the ranks into own_grad: at once where they are not kept whole,
-// else in the last micro-step, on the side stream, which it returns. grads_wait: ctx waits for all that this was given.
+// else in the last micro-step, on the side stream, which it returns: it takes what follows the sums, in the last
+// micro-step. grads_wait: ctx waits for all that the side stream was given.
 void grads_get(Sharding* sharding, int unit, int first_micro_step, Ctx* ctx);
 Ctx* grads_reduce(Sharding* sharding, int unit, int first_micro_step, int last_micro_step, Ctx* ctx);
 void grads_wait(Sharding* sharding, Ctx* ctx);

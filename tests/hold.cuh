@@ -17,7 +17,10 @@ struct HeldSms {
     int *let_go, *host;  // host: there[sms], then a 1 to copy
 
     explicit HeldSms(int sms) {
-        const int shared = 200 << 10;
+        int shared, device;
+        CUDA_CHECK(cudaGetDevice(&device));
+        CUDA_CHECK(cudaDeviceGetAttribute(&shared, cudaDevAttrMaxSharedMemoryPerBlockOptin, device));
+        if (shared > 200 << 10) shared = 200 << 10;
         CUDA_CHECK(cudaStreamCreateWithFlags(&stream, cudaStreamNonBlocking));
         CUDA_CHECK(cudaStreamCreateWithFlags(&other, cudaStreamNonBlocking));
         let_go = (int*)device_alloc(sizeof(int), "held SMs");

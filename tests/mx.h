@@ -4,7 +4,10 @@
 #define TESTS_MX_H
 
 #include <math.h>
+#include <stdio.h>
+#include <stdlib.h>
 
+#include "mx/grouped_gemm_mx.h"
 #include "mx/mxfp8.h"
 
 static inline double bf16(double x) {
@@ -46,6 +49,17 @@ static inline void cast(double* x, int64_t rows, int64_t columns, int64_t tile_r
                     *at = e4m3((double)(float)*at / scale) * scale;
                 }
         }
+}
+
+// Whether the device at hand has products of MXFP8 bytes (--mx-gemm fast). Where it has none, what needs them is left
+// out, and said once.
+static inline int has_fast(Ctx* ctx) {
+    static int said;
+    char* missing = ctx ? grouped_gemm_mx_missing(ctx) : NULL;
+    if (missing && !said++) printf("    without what is fast: %s\n", missing);
+    const int has = missing == NULL;
+    free(missing);
+    return has;
 }
 
 #endif

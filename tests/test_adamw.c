@@ -28,8 +28,12 @@ static void one_step(StepState* state, real* weight[], real* master[], real* m[]
     loss_add(&state->loss_sum, loss + 130, TOKENS - 130, ctx);
     for (int b = 0; b < BUFFERS; b++) grad_norm_add(state, grad[b], sizes[b], ctx);
     step_decide(state, TOKENS, opt, ctx);
-    for (int b = 0; b < BUFFERS; b++)
-        adamw_update(weight[b], master[b], m[b], v[b], grad[b], sizes[b], decayed[b], opt, state, ctx);
+    AdamWBuffer list[BUFFERS];
+    for (int b = 0; b < BUFFERS; b++) {
+        const AdamWBuffer buffer = {weight[b], master[b], m[b], v[b], grad[b], sizes[b], decayed[b]};
+        list[b] = buffer;
+    }
+    adamw_update(list, BUFFERS, opt, state, ctx);
     ctx_sync(ctx);
 }
 

@@ -1,6 +1,6 @@
-// Attention on the GPU against the reference in double, forward and backward, for the three head sizes, on both roads:
-// Hopper's kernels (layers/attention.cu; on other GPUs attention_forward is the other road too) and cuBLASLt's products
-// (blackwell/attention_lt.cu).
+// Attention on the GPU against the reference in double, forward and backward, for the three head sizes, with all
+// kernels that the GPU can run: Hopper's (layers/attention_forward.cuh and attention_backward.cuh) and those for every
+// GPU (layers/attention_portable.cuh and attention_portable_backward.cuh).
 //
 // Tolerances (of ||out - ref|| / ||ref||). bf16 rounds by at most u = 2^-9 = 1.95e-3 of each element, typically u
 // / 1.7.
@@ -12,13 +12,10 @@
 #include <sys/wait.h>
 #include <unistd.h>
 
-#include "blackwell/attention_lt.cuh"
 #include "layers/attention.h"
 #include "tests/cuda.cuh"
 
 static const double U = 0x1p-9;
-
-static bool by_lt;  // the road that is tested
 
 struct Case {
     AttnShape shape;
@@ -38,14 +35,10 @@ struct Case {
           lse(s.B * s.T * s.H) {}
     // k_rope stands at the end of its rows, behind kv_lora's columns in the model.
     int64_t rope_at() const { return shape.k_rope_stride - shape.rope; }
-    void forward() {
-        auto run = by_lt ? attention_lt_forward : attention_forward;
-        run(out.dev, lse.dev, q.dev, kv.dev, k_rope.dev + rope_at(), shape, ctx);
-    }
+    void forward() { attention_forward(out.dev, lse.dev, q.dev, kv.dev, k_rope.dev + rope_at(), shape, ctx); }
     void backward() {
-        auto run = by_lt ? attention_lt_backward : attention_backward;
-        run(dq.dev, dkv.dev, dk_rope.dev + rope_at(), dout.dev, out.dev, lse.dev, q.dev, kv.dev, k_rope.dev + rope_at(),
-            shape, ctx);
+        attention_backward(dq.dev, dkv.dev, dk_rope.dev + rope_at(), dout.dev, out.dev, lse.dev, q.dev, kv.dev,
+                           k_rope.dev + rope_at(), shape, ctx);
     }
     floatX* rope_ref(X& t) { return (floatX*)(t.host.data() + rope_at()); }
 };
@@ -122,7 +115,7 @@ static void test_small(void) {
     for (int64_t rope = 16; rope <= 64; rope *= 2) check_case(shape_of(rope, 1, 200, 2, 2 * rope), 1, 2 * U, 3 * U);
 }
 
-// More blocks than SMs, several tiles each: every block takes work from the counter.
+// More tiles than SMs: every block of Hopper's kernels takes work from the counter.
 static void test_many_blocks(void) { check_case(shape_of(64, 2, 1100, 12, 72), 1, 2 * U, 3 * U); }
 
 // Queries and keys times 20: logits around 400 and up to 2000. Their float sums are off by a few 2^-24 * 2000 = 1e-4,
@@ -201,9 +194,9 @@ int main(int argc, char** argv) {
     open_contexts((size_t)128 << 20);
     CHECK(attention_workspace(shape_of(64, 2, 1100, 12, 72)) < (size_t)128 << 20, "the workspace of these tests");
     const bool small = argc > 1 && !strcmp(argv[1], "small");  // under compute-sanitizer
-    for (int road = 0; road < 2; road++) {
-        by_lt = road == 1;
-        printf("%s\n", by_lt ? "by cuBLASLt:" : "by this GPU's own kernels:");
+    for (int kind = ctx->portable; kind < 2; kind++) {
+        ctx->portable = kind;
+        printf("%s kernels:\n", kind ? "portable" : "Hopper's");
         RUN(test_small);
         if (small) continue;
         RUN(test_heads_128_64_128);

@@ -147,7 +147,26 @@ static void rope_case(int64_t N, int64_t T, int64_t heads, int64_t D, int64_t he
     }
 }
 
+// Queries and keys of one launch: more blocks of the one, then of the other.
+static void rope_two_case(int64_t heads, int64_t other_heads) {
+    const int64_t N = 130, T = 65, D = 16;
+    X x(N * heads * 24, 1), y(N * other_heads * D, 2);
+    R table(T * D);
+    RopeConfig config = {(int)D, 10000, 0, 40, 0.707, 4096};
+    REFERENCE(rope_table)(table.ref(), T, &config);
+    table.send();
+    settle();
+    const RopeShape of_x = {N, T, heads, D, heads * 24, 24}, of_y = {N, T, other_heads, D, other_heads * D, D};
+    rope_apply_two(x.dev + 8, of_x, y.dev, of_y, table.dev, 1, ctx);
+    REFERENCE(rope_apply_two)
+    ((floatX*)((double*)x.ref() + 8), of_x, (floatX*)y.ref(), of_y, table.ref(), 1, reference_ctx);
+    CHECK_CLOSE(x, BF16);
+    CHECK_CLOSE(y, BF16);
+}
+
 static void test_rope(void) {
+    rope_two_case(8, 1);
+    rope_two_case(1, 12);
     rope_case(1, 1, 1, 8, 8, 8, 0);
     rope_case(129, 43, 1, 64, 64, 576, 512);
     rope_case(1000, 250, 16, 64, 192, 16 * 192, 128);
@@ -229,7 +248,7 @@ static void loss_case(int64_t N, int64_t V, int64_t Vp, double scale) {
     }
 }
 
-static void test_cross_entropy(void) {
+static void cross_entropy_cases(void) {
     loss_case(1, 5, 8, 1);
     loss_case(3, 33, 40, 1);
     loss_case(129, 257, 384, 3);
@@ -240,6 +259,13 @@ static void test_cross_entropy(void) {
     loss_case(600, 1000, 1024, 3);  // several rows a cluster
     loss_case(700, 257, 264, 3);
     loss_case(1000, 9000, 9088, 3);
+}
+
+// The kernels of both kinds, where the GPU has Hopper's.
+static void test_cross_entropy(void) {
+    const int own = ctx->portable;
+    for (ctx->portable = own; ctx->portable <= 1; ctx->portable++) cross_entropy_cases();
+    ctx->portable = own;
 }
 
 static StepState fetch_state(const StepState* dev) {
@@ -255,7 +281,9 @@ static void adamw_case(int64_t n, int64_t n_decay, int64_t N, float clip) {
     R master(n, 1), m(n, 2, 0.1), v(n, 3), grad(n, 4, 3), loss(N, 5);
     for (auto& x : v.host) x = x * x;
     v.send();
-    AdamW opt = {1e-2f, 0.9f, 0.95f, 1e-8f, 0.1f, clip};
+    const AdamW opt = {1e-2f, 0.9f, 0.95f, 1e-8f, 0.1f, clip};
+    AdamW* there = (AdamW*)device_alloc(sizeof(opt), "a test");
+    device_upload(there, &opt, sizeof(opt), ctx);
     StepState* state = (StepState*)device_alloc(sizeof(StepState), "a test");
     StepState ref;
     memset(&ref, 0, sizeof(ref));
@@ -278,11 +306,15 @@ static void adamw_case(int64_t n, int64_t n_decay, int64_t N, float clip) {
         grad_norm_add(state, grad.dev + 4, n - 4, ctx);
         REFERENCE(grad_norm_add)(&ref, grad.ref(), n, reference_ctx);
         REFERENCE(grad_norm_add)(&ref, (real*)((double*)grad.ref() + 4), n - 4, reference_ctx);
-        step_decide(state, 2 * N, &opt, ctx);
+        step_decide(state, 2 * N, there, ctx);
         REFERENCE(step_decide)(&ref, 2 * N, &opt, reference_ctx);
-        adamw_update(weight.dev, master.dev, m.dev, v.dev, grad.dev, n, n_decay, &opt, state, ctx);
-        REFERENCE(adamw_update)
-        (weight.ref(), master.ref(), m.ref(), v.ref(), grad.ref(), n, n_decay, &opt, &ref, reference_ctx);
+        // More buffers than go into a launch, all but one without parameters: that one in the first or the second.
+        const AdamWBuffer buffer = {weight.dev, master.dev, m.dev, v.dev, grad.dev, n, n_decay};
+        const AdamWBuffer wanted = {weight.ref(), master.ref(), m.ref(), v.ref(), grad.ref(), n, n_decay};
+        std::vector<AdamWBuffer> list(35, AdamWBuffer{});
+        list[step % 2 ? 33 : 31] = buffer;
+        adamw_update(list.data(), 35, there, state, ctx);
+        REFERENCE(adamw_update)(&wanted, 1, &opt, &ref, reference_ctx);
         StepState got = fetch_state(state);
         CHECK(got.ok == ref.ok && got.updates == ref.updates && got.bad_in_a_row == ref.bad_in_a_row,
               "step %d: ok %d, updates %lld, bad %d", step, got.ok, (long long)got.updates, got.bad_in_a_row);
@@ -348,6 +380,7 @@ static void adamw_case(int64_t n, int64_t n_decay, int64_t N, float clip) {
     adamw_measure(state, master.dev, m.dev, v.dev, n, ctx);
     adamw_measure(state, master.dev, m.dev, master.dev, n, ctx);
     CHECK(isnan(fetch_state(state).own_largest[LARGEST_V]), "NaN is not found");
+    device_free(there);
     device_free(state);
 }
 

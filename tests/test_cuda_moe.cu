@@ -339,7 +339,8 @@ static double margin(const double* s, const double* bias, RouterShape shape) {
 }
 
 // What the choice sees: s of the logits less a share of what evens them out (moe/router.h).
-static std::vector<double> seen_scores(const std::vector<double>& x, const std::vector<double>& w, RouterShape s) {
+static std::vector<double> seen_scores(const std::vector<double>& x, const std::vector<double>& w, RouterShape s,
+                                       double even) {
     const int64_t E = s.E;
     std::vector<double> seen((size_t)(s.N * E));
     for (int64_t n = 0; n < s.N; n++)
@@ -369,14 +370,19 @@ static std::vector<double> seen_scores(const std::vector<double>& x, const std::
         }
         for (int64_t t = 0; t < tokens; t++, l += E) {
             double sum = 0;
-            for (int64_t e = 0; e < E; e++) sum += l[e] = exp(l[e] - s.even * d[(size_t)e]);
+            for (int64_t e = 0; e < E; e++) sum += l[e] = exp(l[e] - even * d[(size_t)e]);
             for (int64_t e = 0; e < E; e++) l[e] /= s.score == SCORE_SIGMOID ? 1 + l[e] : sum;
         }
     }
     return seen;
 }
 
-static void router_case(RouterShape s, float aux) {
+// even: the share, 0 for none.
+static void router_case(RouterShape s, float aux, float even = 0) {
+    R share(1);
+    share.host[0] = even, share.send();
+    RouterShape ref = s;  // with the host's
+    if (even != 0) s.even = share.dev, ref.even = &even;
     X x(s.N * s.C, 1), w(s.E * s.C, 2, 2 / sqrt((double)s.C)), dx(s.N * s.C, 3);
     R scores(s.N * s.E), gate(s.N * s.K), bias(s.E, 4, 0.05), dgate(s.N * s.K, 5), dw(s.E * s.C, 6, 0.1);
     I32 expert(s.N * s.K);
@@ -386,11 +392,11 @@ static void router_case(RouterShape s, float aux) {
     settle();
     forward();
     REFERENCE(router_forward)
-    (scores.ref(), expert.ref(), gate.ref(), x.ref(), w.ref(), bias.ref(), s, reference_ctx);
+    (scores.ref(), expert.ref(), gate.ref(), x.ref(), w.ref(), bias.ref(), ref, reference_ctx);
     CHECK_CLOSE(scores, FLOAT);
     auto id = expert.got();
     auto gates = gate.got();
-    const std::vector<double> seen = seen_scores(x.host, w.host, s);
+    const std::vector<double> seen = seen_scores(x.host, w.host, s, even);
     int64_t close = 0, wrong = 0;
     double diff = 0, norm = 0;
     for (int64_t n = 0; n < s.N; n++) {
@@ -421,7 +427,7 @@ static void router_case(RouterShape s, float aux) {
     CHECK_SAME(load);
 
     REFERENCE(router_forward)
-    (scores.ref(), expert.ref(), gate.ref(), x.ref(), w.ref(), bias.ref(), s, reference_ctx);
+    (scores.ref(), expert.ref(), gate.ref(), x.ref(), w.ref(), bias.ref(), ref, reference_ctx);
     scores.send();
     gate.send();
     settle();
@@ -447,7 +453,7 @@ static void router_case(RouterShape s, float aux) {
 }
 
 static void test_router(void) {
-    //            N    T   C   E   K  groups  score  norm  scale  force  even
+    //            N    T   C   E   K  groups  score  norm  scale  force
     router_case({1, 1, 8, 1, 1, 1, 1, SCORE_SIGMOID, 1, 1, 0, 0}, 0);
     router_case({3, 3, 24, 8, 2, 1, 1, SCORE_SIGMOID, 1, 1, 0, 0}, 0.01f);
     router_case({129, 43, 33, 12, 3, 1, 1, SCORE_SOFTMAX, 0, 1, 0, 0}, 0);
@@ -460,13 +466,13 @@ static void test_router(void) {
     router_case({777, 111, 65, 70, 7, 7, 2, SCORE_SIGMOID, 1, 1, 1, 0}, 0.3f);
     router_case({2048, 1024, 72, 37, 5, 1, 1, SCORE_SIGMOID, 1, 1, 0, 0},
                 0.1f);  // a long sum in dw, rows of odd length
-    router_case({5, 3, 24, 8, 2, 1, 1, SCORE_SIGMOID, 1, 1, 0, 1}, 0);
-    router_case({129, 43, 33, 12, 3, 1, 1, SCORE_SOFTMAX, 0, 1, 0, 1}, 0);
-    router_case({1000, 300, 512, 33, 4, 1, 1, SCORE_SIGMOID, 1, 1, 0, 0.4f}, 0.1f);
-    router_case({4096, 4096, 256, 64, 6, 1, 1, SCORE_SOFTMAX, 0, 1, 0, 1}, 0);
-    router_case({300, 100, 512, 160, 6, 8, 3, SCORE_SOFTMAX, 0, 16, 0, 0.9f}, 0);
-    router_case({129, 129, 40, 500, 5, 100, 10, SCORE_SIGMOID, 1, 1, 0, 1}, 0);
-    router_case({777, 111, 65, 70, 7, 7, 2, SCORE_SIGMOID, 1, 1, 1, 1}, 0.3f);
+    router_case({5, 3, 24, 8, 2, 1, 1, SCORE_SIGMOID, 1, 1, 0}, 0, 1);
+    router_case({129, 43, 33, 12, 3, 1, 1, SCORE_SOFTMAX, 0, 1, 0}, 0, 1);
+    router_case({1000, 300, 512, 33, 4, 1, 1, SCORE_SIGMOID, 1, 1, 0}, 0.1f, 0.4f);
+    router_case({4096, 4096, 256, 64, 6, 1, 1, SCORE_SOFTMAX, 0, 1, 0}, 0, 1);
+    router_case({300, 100, 512, 160, 6, 8, 3, SCORE_SOFTMAX, 0, 16, 0}, 0, 0.9f);
+    router_case({129, 129, 40, 500, 5, 100, 10, SCORE_SIGMOID, 1, 1, 0}, 0, 1);
+    router_case({777, 111, 65, 70, 7, 7, 2, SCORE_SIGMOID, 1, 1, 1}, 0.3f, 1);
 }
 
 // Equal scores: the lower index first. A token of NaN: K distinct experts.

@@ -6,6 +6,7 @@
 #include "device/arena.h"
 #include "device/cpu.h"
 #include "device/files.h"
+#include "device/kernels.h"
 #include "tests/files.h"
 
 // Known answer of Philox 4x32-10 for counter 0 and key 0, from the authors' Random123 distribution (kat_vectors).
@@ -149,6 +150,38 @@ static void kernels_to_ask_for(void) {
     }
 }
 
+// Which kernels each GPU gets, and what is said where there are none.
+static void kernels_of_gpus(void) {
+    struct {
+        int capability;
+        const char* asked;
+        int portable;
+        const char *error, *fast;  // words of what is said
+    } cases[] = {{80, NULL, 1, NULL, "9.0 (H100, H200) or 10.0"},
+                 {86, "portable", 1, NULL, "--mx-gemm exact"},
+                 {89, NULL, 1, NULL, "--mx-gemm exact"},
+                 {90, NULL, 0, NULL, NULL},
+                 {90, "hopper", 0, NULL, NULL},
+                 {90, "portable", 1, NULL, "unset TRAIN_MOE_KERNELS"},
+                 {100, NULL, 1, NULL, NULL},
+                 {120, NULL, 1, NULL, NULL},
+                 {100, "hopper", -1, "this GPU has 10.0", NULL},
+                 {80, "hopper", -1, "9.0 (H100, H200)", NULL},
+                 {90, "fast", -1, "TRAIN_MOE_KERNELS=fast: must be portable or hopper", NULL},
+                 {90, "", -1, "TRAIN_MOE_KERNELS=: must be portable or hopper", NULL},
+                 {75, NULL, -1, "7.5 is too old: a GPU of 8.0 or more", NULL},
+                 {75, "portable", -1, "7.5 is too old", NULL}};
+    for (size_t i = 0; i < sizeof(cases) / sizeof(cases[0]); i++) {
+        char* error;
+        const int capability = cases[i].capability, portable = kernels_choose(capability, cases[i].asked, &error);
+        CHECK(portable == cases[i].portable, "case %zu: %d", i, portable);
+        CHECK(cases[i].error ? error && strstr(error, cases[i].error) : !error, "case %zu: %s", i, error);
+        if (portable < 0) continue;
+        const char* fast = kernels_without_fast(capability, portable);
+        CHECK(cases[i].fast ? fast && strstr(fast, cases[i].fast) : !fast, "case %zu: %s", i, fast);
+    }
+}
+
 // The address sanitizer would end the program itself where malloc must return NULL.
 const char* __asan_default_options(void) { return "allocator_may_return_null=1"; }
 
@@ -167,6 +200,7 @@ int main(void) {
     RUN(arena_lays_out);
     RUN(folders);
     RUN(kernels_to_ask_for);
+    RUN(kernels_of_gpus);
     RUN(ends_with_reason);
     return test_summary();
 }

@@ -372,7 +372,7 @@ static void schedules(void) {
 static void bad_step(void) {
     Model* m = fresh(SMALL "--batch 2");
     accumulate(m, 2);
-    model_update(m, 1, 0);
+    model_update(m, 0);
     int64_t n = m->units[2].buffer[EXPERT_PARAMS].n, cells = m->config.L * m->config.E;
     real *w = host_copy(m, m->units[2].buffer[EXPERT_PARAMS].master, n), *bias = host_copy(m, m->bias, cells);
     // The same batch; one gradient is NaN from the last norm down.
@@ -383,7 +383,7 @@ static void bad_step(void) {
     model_loss(m, m->state, 1.0f / 40);
     device_upload(m->t.dnorm + 5, &nan_value, sizeof(nan_value), m->ctx);
     model_backward(m, 0, 1);
-    model_update(m, 2, 0);
+    model_update(m, 0);
     real *w2 = host_copy(m, m->units[2].buffer[EXPERT_PARAMS].master, n), *bias2 = host_copy(m, m->bias, cells);
     CHECK(memcmp(w, w2, (size_t)n * sizeof(real)) == 0, "a NaN gradient changed weights");
     CHECK(memcmp(bias, bias2, (size_t)cells * sizeof(real)) == 0, "a NaN gradient changed biases");
@@ -391,7 +391,7 @@ static void bad_step(void) {
     CHECK(isfinite(bad.loss) && bad.ok == 0 && bad.bad_in_a_row == 1 && bad.updates == 1, "ok %d, %d bad, %lld updates",
           bad.ok, bad.bad_in_a_row, (long long)bad.updates);
     accumulate(m, 2);
-    model_update(m, 3, 0);
+    model_update(m, 0);
     real *w3 = host_copy(m, m->units[2].buffer[EXPERT_PARAMS].master, n), *bias3 = host_copy(m, m->bias, cells);
     CHECK(memcmp(w, w3, (size_t)n * sizeof(real)) != 0, "a good step changed no weight");
     CHECK(memcmp(bias, bias3, (size_t)cells * sizeof(real)) != 0, "a good step changed no bias");

@@ -36,7 +36,7 @@ static void positions_without_target(void) {
         CHECK(fabs(mean / log(50) - 1) < 0.1, "module %d: loss %g a position", k, mean);
     }
     CHECK(state.further_sum[3] == 0, "there is no fourth module");
-    model_update(m, 1, 0);
+    model_update(m, 0);
     real* bias = host_copy(m, m->bias, 6 * 6);
     for (int64_t i = 6; i < 6 * 6; i++) {
         const int64_t choices = 2 * 2 * (20 - max_i64(i / 6 - 2, 0));

@@ -433,6 +433,31 @@ class Reports(Case):
         self.assertIn("\n  NCCL connections (estimated)", self.train(dry_run=True, ranks=2).stdout)
         self.assertEqual(snapshot(self.dir), {})
 
+    def test_fits_a_gpu(self):
+        """--gpu-memory judges by the table's own total, and what it proposes fits and is the largest that does."""
+        def judged(gib, *more):
+            args = [PROGRAM, "--dry-run", "--model", "small", "--seq-len", 1024, "--batch", 32, "--gpu-memory", gib]
+            text = self.call([*args, *more]).stdout
+            total, needed, left = (float(re.search(pattern, text, re.M)[1]) for pattern in (
+                r"(?s).*= ([\d.]+) GiB$", r"^memory +([\d.]+) GiB are needed",
+                r"([\d.]+) GiB are left"))
+            self.assertAlmostEqual(total, needed + 0.5, delta=0.01)
+            self.assertAlmostEqual(left, gib - 0.5, delta=0.01)
+            self.assertEqual("it fits\n" in text, needed <= left)
+            return text
+        self.assertIn("left: it fits\n", judged(80))
+        said = judged(8)
+        proposals = re.search(r"it does not fit; these fit: (.*)", said)[1]
+        self.assertIn("--batch ", proposals)
+        for options in re.findall(r"(--[^()]+) \(", proposals):
+            self.assertIn("it fits\n", judged(8, *options.split()))
+        batch = int(re.search(r"--batch (\d+)", proposals)[1])
+        self.assertIn("it does not fit", judged(8, "--batch", 2 * batch))  # of those that divide the step the next
+        self.assertIn("no --batch, --recompute or --shard makes it fit", judged(0.6))
+        self.refused(2, "--gpu-memory is for --dry-run", gpu_memory=8, out="run")
+        if "cuda" not in PROGRAM:
+            self.assertNotIn("GiB are", self.train(dry_run=True).stdout)
+
     def test_dry_run_matches_checkpoint(self):
         """The parameters counted are those in the files."""
         for mtp in (0, 2):

@@ -163,7 +163,7 @@ static void oracle_seen(double* seen, const Router* r) {
         }
         for (int64_t t = 0; t < tokens; t++) {
             double *row = seen + (first + t) * E, top = -INFINITY, sum = 0;
-            for (int32_t e = 0; e < E; e++) top = fmax(top, row[e] = l[t * E + e] - (double)s.even * (mean[e] + d[e]));
+            for (int32_t e = 0; e < E; e++) top = fmax(top, row[e] = l[t * E + e] - (double)*s.even * (mean[e] + d[e]));
             for (int32_t e = 0; e < E; e++) sum += exp(row[e] - top);
             for (int32_t e = 0; e < E; e++)
                 row[e] =
@@ -171,6 +171,8 @@ static void oracle_seen(double* seen, const Router* r) {
         }
     }
 }
+
+static const float all = 1;  // of what evens out a choice
 
 static void check_router(RouterShape s, float aux, double x_scale) {
     Router r = make_router(s);
@@ -183,7 +185,7 @@ static void check_router(RouterShape s, float aux, double x_scale) {
     oracle_scores(scores, r.xd, r.wd, s);
     CHECK_CLOSE(r.scores, scores, s.N * s.E, tolerance);
     int32_t* expert = poisoned_ints(s.N * s.K);
-    if (s.even != 0 && !s.force_balance) {
+    if (s.even && !s.force_balance) {
         double* seen = zeros(s.N * s.E);
         oracle_seen(seen, &r);
         int64_t bad = 0;
@@ -192,7 +194,7 @@ static void check_router(RouterShape s, float aux, double x_scale) {
         memcpy(expert, r.expert, (size_t)(s.N * s.K) * sizeof(int32_t));
     }
     for (int64_t n = 0; n < s.N; n++) {
-        if (s.even == 0) oracle_select(expert + n * s.K, r.scores + n * s.E, r.bias, s);
+        if (!s.even) oracle_select(expert + n * s.K, r.scores + n * s.E, r.bias, s);
         for (int32_t k = 0; k < s.K && s.force_balance; k++) expert[n * s.K + k] = (int32_t)((n * s.K + k) % s.E);
         for (int32_t k = 0; k < s.K; k++) gate[n * s.K + k] = oracle_gate(scores + n * s.E, expert + n * s.K, k, s);
     }
@@ -210,19 +212,30 @@ static void check_router(RouterShape s, float aux, double x_scale) {
 
 static void test_router_random(void) {
     enum { SIG = SCORE_SIGMOID, SOFT = SCORE_SOFTMAX };
+    static const float some = 0.3f, most = 0.75f;
     static const RouterShape shapes[] = {
         // N, T, C, E, K, groups, top_groups, score, norm, scale, force_balance, even
-        {1, 1, 5, 4, 1, 1, 1, SIG, 0, 1, 0, 0},          {6, 3, 7, 8, 2, 1, 1, SIG, 1, 2.5f, 0, 0},
-        {6, 2, 7, 8, 3, 1, 1, SOFT, 0, 1, 0, 0},         {6, 6, 5, 6, 2, 3, 1, SIG, 1, 1, 0, 0},
-        {127, 127, 24, 16, 4, 4, 2, SIG, 1, 2.5f, 0, 0}, {129, 43, 33, 16, 4, 4, 2, SOFT, 0, 16, 0, 0},
-        {300, 100, 40, 24, 6, 8, 3, SOFT, 0, 16, 0, 0},  {300, 60, 129, 20, 5, 4, 3, SIG, 1, 2.5f, 0, 0},
-        {129, 129, 24, 8, 8, 2, 2, SIG, 0, 1.5f, 0, 0},  {128, 64, 24, 160, 6, 8, 3, SOFT, 1, 1, 0, 0},
-        {65, 13, 24, 6, 2, 6, 3, SIG, 1, 1, 0, 0},       {64, 32, 24, 256, 8, 8, 4, SIG, 1, 2.5f, 0, 0},
-        {130, 65, 24, 5, 3, 1, 1, SIG, 1, 1, 1, 0},      {130, 26, 33, 8, 2, 4, 2, SOFT, 0, 3, 1, 0},
-        {2500, 2100, 9, 6, 2, 1, 1, SIG, 1, 1, 0, 1},  // more tokens than are looked at
-        {7, 3, 7, 8, 2, 1, 1, SIG, 1, 2.5f, 0, 1},       {300, 100, 40, 24, 6, 8, 3, SOFT, 0, 16, 0, 1},
-        {130, 50, 33, 20, 5, 4, 3, SIG, 1, 2.5f, 0, 1},  {129, 43, 33, 16, 4, 1, 1, SOFT, 0, 1, 0, 0.3f},
-        {64, 32, 24, 256, 8, 8, 4, SIG, 1, 1, 0, 0.75f}, {130, 65, 24, 5, 3, 1, 1, SIG, 1, 1, 1, 1},
+        {1, 1, 5, 4, 1, 1, 1, SIG, 0, 1, 0, 0},
+        {6, 3, 7, 8, 2, 1, 1, SIG, 1, 2.5f, 0, 0},
+        {6, 2, 7, 8, 3, 1, 1, SOFT, 0, 1, 0, 0},
+        {6, 6, 5, 6, 2, 3, 1, SIG, 1, 1, 0, 0},
+        {127, 127, 24, 16, 4, 4, 2, SIG, 1, 2.5f, 0, 0},
+        {129, 43, 33, 16, 4, 4, 2, SOFT, 0, 16, 0, 0},
+        {300, 100, 40, 24, 6, 8, 3, SOFT, 0, 16, 0, 0},
+        {300, 60, 129, 20, 5, 4, 3, SIG, 1, 2.5f, 0, 0},
+        {129, 129, 24, 8, 8, 2, 2, SIG, 0, 1.5f, 0, 0},
+        {128, 64, 24, 160, 6, 8, 3, SOFT, 1, 1, 0, 0},
+        {65, 13, 24, 6, 2, 6, 3, SIG, 1, 1, 0, 0},
+        {64, 32, 24, 256, 8, 8, 4, SIG, 1, 2.5f, 0, 0},
+        {130, 65, 24, 5, 3, 1, 1, SIG, 1, 1, 1, 0},
+        {130, 26, 33, 8, 2, 4, 2, SOFT, 0, 3, 1, 0},
+        {2500, 2100, 9, 6, 2, 1, 1, SIG, 1, 1, 0, &all},  // more tokens than are looked at
+        {7, 3, 7, 8, 2, 1, 1, SIG, 1, 2.5f, 0, &all},
+        {300, 100, 40, 24, 6, 8, 3, SOFT, 0, 16, 0, &all},
+        {130, 50, 33, 20, 5, 4, 3, SIG, 1, 2.5f, 0, &all},
+        {129, 43, 33, 16, 4, 1, 1, SOFT, 0, 1, 0, &some},
+        {64, 32, 24, 256, 8, 8, 4, SIG, 1, 1, 0, &most},
+        {130, 65, 24, 5, 3, 1, 1, SIG, 1, 1, 1, &all},
     };
     for (int i = 0; i < COUNT(shapes); i++) {
         check_router(shapes[i], 0, 1);
@@ -329,7 +342,7 @@ static void test_router_even(void) {
                                      {0, 0, 1, -1}, {0, 1, -1, 0}, {0, -1, 0, 1}};  // sum to 0 in a sequence
     static const int32_t best[N] = {0, 1, 2, 3, 2, 1, 3};
     for (int i = 0; i < 4; i++) {
-        RouterShape s = {N, T, N + 2, E, 1, 1, 1, i / 2, 0, 1, 0, (float)(i % 2)};
+        RouterShape s = {N, T, N + 2, E, 1, 1, 1, i / 2, 0, 1, 0, i % 2 ? &all : NULL};
         Router r = make_router(s);
         memset(r.x, 0, (size_t)(N * s.C) * sizeof(real)), memset(r.bias, 0, E * sizeof(real));
         for (int n = 0; n < N; n++) r.x[n * s.C + n] = r.x[n * s.C + N + n / T] = 1;
@@ -339,8 +352,8 @@ static void test_router_even(void) {
         }
         check_threads(run_router, &r);
         for (int n = 0; n < N; n++) {
-            const int32_t e = r.expert[n], expected = s.even != 0 ? best[n] : n < T ? 0 : 2;
-            CHECK(e == expected, "even %g: token %d chose %d, not %d", (double)s.even, n, e, expected);
+            const int32_t e = r.expert[n], expected = s.even ? best[n] : n < T ? 0 : 2;
+            CHECK(e == expected, "even %d: token %d chose %d, not %d", i % 2, n, e, expected);
             CHECK(e == expected && r.gate[n] == r.scores[n * E + e], "gate %g is not s", (double)r.gate[n]);
         }
         release_all();
@@ -353,7 +366,7 @@ static void test_router_even_loads(void) {
     enum { N = 1024, E = 16, K = 2 };
     double most[2];
     for (int even = 0; even < 2; even++) {
-        RouterShape s = {N, N / 2, E + 1, E, K, 1, 1, SCORE_SIGMOID, 1, 1, 0, (float)even};
+        RouterShape s = {N, N / 2, E + 1, E, K, 1, 1, SCORE_SIGMOID, 1, 1, 0, even ? &all : NULL};
         Router r = make_router(s);
         memset(r.bias, 0, E * sizeof(real)), memset(r.w, 0, (size_t)(E * s.C) * sizeof(real));
         for (int e = 0; e < E; e++) r.w[e * s.C] = r.dgate[e], r.w[e * s.C + 1 + e] = (real)0.2;

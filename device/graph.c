@@ -1,0 +1,11 @@
+// On the CPU work happens when it is given: there is nothing to replay.
+#include "device/graph.h"
+
+const char* graph_refusal(Ctx* ctx) { return (void)ctx, "the CPU build has no CUDA graphs"; }
+Graph* graph_create(void) { return NULL; }
+void graph_destroy(Graph* graph) { (void)graph; }
+
+void graph_run(Graph* graph, void (*work)(void* argument), void* argument, Ctx* ctx) {
+    (void)graph, (void)ctx;
+    work(argument);
+}

@@ -1,0 +1,40 @@
+// Recording is CUDA's stream capture: what the thread gives to the stream, and to side streams that follow it by
+// events, becomes a graph instead of being done. Early starts (device/cuda.cuh) become edges of it. Other threads (a
+// save) go on as they were. A call that cannot be recorded ends the run with its name.
+#include <stdlib.h>
+
+#include "device/cuda.cuh"
+#include "device/graph.h"
+
+struct Graph {
+    int64_t runs;  // begun so far
+    cudaGraphExec_t exec;
+};
+
+const char* graph_refusal(Ctx* ctx) {
+    return ctx->capability >= 100 ? "products of MXFP8 bytes wait for their sizes on this GPU" : NULL;
+}
+
+Graph* graph_create(void) { return (Graph*)host_alloc(sizeof(Graph)); }
+
+void graph_destroy(Graph* graph) {
+    if (graph && graph->exec) CUDA_CHECK(cudaGraphExecDestroy(graph->exec));
+    free(graph);
+}
+
+static cudaGraphExec_t record(void (*work)(void* argument), void* argument, Ctx* ctx) {
+    cudaGraph_t recorded;
+    cudaGraphExec_t exec;
+    CUDA_CHECK(cudaStreamBeginCapture(ctx->stream, cudaStreamCaptureModeThreadLocal));
+    work(argument);
+    CUDA_CHECK(cudaStreamEndCapture(ctx->stream, &recorded));
+    CUDA_CHECK(cudaGraphInstantiate(&exec, recorded, 0));
+    CUDA_CHECK(cudaGraphDestroy(recorded));
+    return exec;
+}
+
+void graph_run(Graph* graph, void (*work)(void* argument), void* argument, Ctx* ctx) {
+    if (!graph || graph->runs++ == 0) return work(argument);
+    if (!graph->exec) graph->exec = record(work, argument, ctx);
+    CUDA_CHECK(cudaGraphLaunch(graph->exec, ctx->stream));
+}

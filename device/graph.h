@@ -1,0 +1,32 @@
+// Work that a Ctx is given over and over in the same way, such as a training step's: replayed as a whole, without the
+// host's part in it.
+//
+//   run 1            done as any work (libraries choose their algorithms, kernels are loaded)
+//   run 2            recorded, and what was recorded is replayed at once
+//   run 3, 4, ...    replayed
+//
+// Replayed are the launches, copies and zeroings with the arguments that they had when they were recorded; what `work`
+// does on the host is not done again. So whatever is to differ from run to run lies in device memory, and is written
+// there before.
+#ifndef DEVICE_GRAPH_H
+#define DEVICE_GRAPH_H
+
+#include "device/device.h"
+
+BEGIN_C
+
+typedef struct Graph Graph;
+
+// Why nothing can be replayed on ctx's device; NULL: it can.
+const char* graph_refusal(Ctx* ctx);
+
+Graph* graph_create(void);
+void graph_destroy(Graph* graph);
+
+// work(argument) gives work to ctx, and to side streams that wait for ctx and that ctx waits for in the end. It takes
+// no memory, waits for nothing on the host and uploads nothing. With graph NULL it is done, and nothing is kept.
+void graph_run(Graph* graph, void (*work)(void* argument), void* argument, Ctx* ctx);
+
+END_C
+
+#endif

@@ -1,0 +1,34 @@
+#include "device/kernels.h"
+
+#include <stdlib.h>
+#include <string.h>
+
+#include "device/check.h"
+
+int kernels_choose(int capability, const char* asked, char** error) {
+    const int is_hopper = capability == 90, portable = asked && strcmp(asked, "portable") == 0;
+    *error = NULL;
+    if (capability < 80)
+        *error = host_format(
+            "compute capability %d.%d is too old: a GPU of 8.0 or more is needed (A100, RTX 30 and what came later), "
+            "or "
+            "build/cpu/train_moe",
+            capability / 10, capability % 10);
+    else if (asked && !portable && strcmp(asked, "hopper") != 0)
+        *error = host_format("TRAIN_MOE_KERNELS=%s: must be portable or hopper, or not set", asked);
+    else if (asked && !portable && !is_hopper)
+        *error = host_format(
+            "TRAIN_MOE_KERNELS=hopper: these kernels need compute capability 9.0 (H100, H200), this GPU has %d.%d; "
+            "leave it unset",
+            capability / 10, capability % 10);
+    return *error ? -1 : portable || !is_hopper;
+}
+
+char* kernels_without_fast(int capability, int portable) {
+    if (capability >= 100 || (capability == 90 && !portable)) return NULL;
+    return host_format(
+        "--mx-gemm fast needs %s; --mx-gemm exact (--precision mxfp8-exact) trains with the same rounded values on "
+        "every GPU",
+        capability == 90 ? "Hopper's kernels: unset TRAIN_MOE_KERNELS"
+                         : "tensor cores for MXFP8: compute capability 9.0 (H100, H200) or 10.0 and up (Blackwell)");
+}

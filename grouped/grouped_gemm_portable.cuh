@@ -1,0 +1,16 @@
+// The grouped products for every NVIDIA GPU since Ampere. The contracts are those of grouped/grouped_gemm.h; the
+// functions there come here where Ctx says `portable`.
+#ifndef GROUPED_GROUPED_GEMM_PORTABLE_CUH
+#define GROUPED_GROUPED_GEMM_PORTABLE_CUH
+
+#include "device/device.h"
+#include "grouped/permute.h"
+
+void grouped_gemm_portable_forward(floatX* y, const floatX* x, const floatX* w, Ragged ragged, int64_t IC, int64_t OC,
+                                   Ctx* ctx);
+void grouped_gemm_portable_dgrad(floatX* dx, const floatX* dy, const floatX* w, Ragged ragged, int64_t IC, int64_t OC,
+                                 Ctx* ctx);
+void grouped_gemm_portable_wgrad(real* dw, const floatX* dy, const floatX* x, Ragged ragged, int64_t IC, int64_t OC,
+                                 int accumulate, Ctx* ctx);
+
+#endif

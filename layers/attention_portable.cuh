@@ -1,0 +1,267 @@
+// Flash attention for every NVIDIA GPU since Ampere (Dao 2023, arXiv 2307.08691): what the kernels share, and forward.
+// Backward is in attention_portable_backward.cuh. Chunks, tiles and the order of work are those of attention.cu.
+//
+// The multiplier. A warp multiplies a (16 x 16) by b (16 x 8) and adds the product to d (16 x 8): mma_bf16. All three
+// lie in its registers, spread over the lanes. Of 8 x 8 elements every lane has two neighbours in a row:
+//
+//     column   0, 1     2, 3     4, 5     6, 7
+//     row 0   lane 0   lane 1   lane 2   lane 3            d = | d[0], d[1] |     a = | a[0]  a[2] |
+//     row 1   lane 4   lane 5   lane 6   lane 7                | d[2], d[3] |         | a[1]  a[3] |
+//      ..
+//     row 7   lane 28  lane 29  lane 30  lane 31           b = | b[0] |  with rows and columns exchanged: a lane
+//                                                              | b[1] |  has two neighbours in a column of b
+//
+// In d an element is a register, in a and b two neighbours of bf16 are one. So two d's side by side, rounded, are an a:
+// probabilities go from sum to operand without leaving their lane (pack_fragment). A row of d lies in four neighbouring
+// lanes, a quad: its maximum is two shuffles away.
+//
+// The way in. ldmatrix_x4 fills four such 8 x 8 parts from shared memory; each lane names one row of 16 bytes. From a
+// tile whose rows run along the contraction (q and k in q k^T) it makes an a, or the b's of 16 rows. A tile whose rows
+// are the contraction (v in P v) is read transposed: 32 rows of one 8-column piece are the b's of two products.
+//
+// Banks. Shared memory delivers 128 bytes a clock if they lie in different banks, and these repeat every 128 bytes. The
+// 8 rows of a part lie below each other, so a chunk's 16-byte pieces are permuted: piece i of row r is at place i XOR
+// r % 8 (in chunks 64 wide; narrower rows share 128 bytes). From one ldmatrix to the next a lane's row moves by
+// multiples of 8 and its piece by constants: its address is one number for the lane, XORed with and added to constants.
+//
+// The way to shared memory. cp.async copies behind the warps' backs. There are two buffers, one of keys and one of
+// values, and each is filled anew as soon as its last product is done: values come while q k^T runs, keys while softmax
+// and P v do. Two blocks to an SM, where its shared memory has room for two, fill each other's waits.
+//
+// Sizes. A block is 4 warps, and a warp has 32 rows: every b that it reads meets two a's, which halves what shared
+// memory has to deliver. With that, it and the multipliers are about equally busy. A block takes at most 99 KB, what
+// compute capability 8.6, 8.9 and 12.0 offer; 255 registers a thread are two blocks to an SM.
+#ifndef LAYERS_ATTENTION_PORTABLE_CUH
+#define LAYERS_ATTENTION_PORTABLE_CUH
+
+#include "device/mma.cuh"
+
+namespace {
+
+enum { STEP = 64, WARPS = 4 };  // rows of a tile that is walked over; warps of a block
+
+// Byte in a chunk of D columns at which a piece of 8 columns of a row begins.
+template <int D>
+__device__ __forceinline__ int swizzled(int row, int piece) {
+    return row * (2 * D) + (piece ^ row / (64 / D) % (D / 8)) * 16;
+}
+
+// What a lane adds to the address of an operand. Other pieces than these are an XOR with 16 times their number away.
+template <int D>
+__device__ __forceinline__ int lane_of_a() {  // 16 rows of two pieces, in the order of an a
+    return swizzled<D>(threadIdx.x % 16, threadIdx.x % 32 / 16);
+}
+template <int D>
+__device__ __forceinline__ int lane_of_b() {  // the same as two b's
+    return swizzled<D>(threadIdx.x % 8 + threadIdx.x % 32 / 16 * 8, threadIdx.x / 8 % 2);
+}
+template <int D>
+__device__ __forceinline__ int lane_of_columns(int piece) {  // 32 rows of one piece, read transposed
+    return swizzled<D>(threadIdx.x % 32, piece);
+}
+
+// Begins to copy rows first .. first + ROWS - 1 of a head, `stride` apart, CHUNKS chunks of them. Rows from T on become
+// zeros. D / 8 neighbouring threads take the pieces of a row's chunk.
+template <int D, int ROWS, int CHUNKS>
+__device__ __forceinline__ void copy_tile(floatX (*to)[ROWS][D], const floatX* from, int64_t stride, int first, int T) {
+    constexpr int PIECES = D / 8, ROWS_AT_ONCE = WARPS * 32 / PIECES;
+    const int row = threadIdx.x / PIECES, piece = threadIdx.x % PIECES;
+    from += (first + row) * stride + piece * 8;
+#pragma unroll
+    for (int r = 0; r < ROWS; r += ROWS_AT_ONCE)
+#pragma unroll
+        for (int c = 0; c < CHUNKS; c++)
+            copy_async_16((char*)to[c] + r * (2 * D) + swizzled<D>(row, piece), from + r * stride + c * D,
+                          first + row + r < T ? 16 : 0);
+}
+
+// s (32, 8 N) += A B^T over CHUNKS chunks. A is 32 of a tile's A_ROWS rows, B 8 N of STEP rows; `a` and `b` point to
+// the first in chunk 0.
+template <int D, int CHUNKS, int A_ROWS, int N>
+__device__ __forceinline__ void warp_multiply_rows(float (&s)[2][N][4], const void* a, const void* b) {
+    const int lane_a = lane_of_a<D>(), lane_b = lane_of_b<D>();
+#pragma unroll
+    for (int k = 0; k < CHUNKS * D / 16; k++) {
+        const int chunk = k / (D / 16), two_pieces = k % (D / 16) * 32;
+        uint32_t x[2][4];
+#pragma unroll
+        for (int m = 0; m < 2; m++)
+            ldmatrix_x4(x[m], (const char*)a + (chunk * A_ROWS + m * 16) * (2 * D) + (lane_a ^ two_pieces));
+#pragma unroll
+        for (int n = 0; n < N; n += 2) {
+            uint32_t y[4];
+            ldmatrix_x4(y, (const char*)b + (chunk * STEP + n * 8) * (2 * D) + (lane_b ^ two_pieces));
+#pragma unroll
+            for (int i = 0; i < 4; i++) mma_bf16(s[i % 2][n + i / 2], x[i % 2], y + i / 2 * 2);
+        }
+    }
+}
+
+// d (32, 8 N) += A B with A (32, 32) in registers and B 32 of a tile's STEP rows; `b` points to the first. Of B's
+// columns these are pieces 0, EVERY, 2 EVERY, .., moved on by what `lane` (of lane_of_columns) adds.
+template <int D, int EVERY, int N>
+__device__ __forceinline__ void warp_multiply_add(float (&d)[2][N][4], const uint32_t (&a)[2][2][4], const void* b,
+                                                  int lane) {
+#pragma unroll
+    for (int n = 0; n < N; n += 2) {
+        uint32_t y[2][4];
+#pragma unroll
+        for (int i = 0; i < 2 && n + i < N; i++) {
+            const int chunk = (n + i) * EVERY / (D / 8), piece = (n + i) * EVERY % (D / 8);
+            ldmatrix_x4_transposed(y[i], (const char*)b + chunk * STEP * (2 * D) + (lane ^ piece * 16));
+        }
+        // Sums that were just added to come last.
+#pragma unroll
+        for (int k = 0; k < 2; k++)
+#pragma unroll
+            for (int i = 0; i < 2 && n + i < N; i++)
+#pragma unroll
+                for (int m = 0; m < 2; m++) mma_bf16(d[m][n + i], a[m][k], y[i] + 2 * k);
+    }
+}
+
+// Columns 8 n .. 8 n + 31 of s (32, 8 N), rounded, as the left operand of two products: a[m][k] is rows 16 m and
+// columns 16 k.
+template <int N>
+__device__ __forceinline__ void pack_fragment(uint32_t (&a)[2][2][4], const float (&s)[2][N][4], int n) {
+#pragma unroll
+    for (int m = 0; m < 2; m++)
+#pragma unroll
+        for (int i = 0; i < 8; i++)
+            a[m][i / 4][i % 4] = pack_bf16(s[m][n + i / 2][i % 2 * 2], s[m][n + i / 2][i % 2 * 2 + 1]);
+}
+
+// Calls f(x, i, column) for every x that the thread holds of s (32, 8 N). It has parts of four rows: i-th is row
+// 8 i + lane / 4.
+template <int N, typename F>
+__device__ __forceinline__ void for_each(float (&s)[2][N][4], F f) {
+#pragma unroll
+    for (int m = 0; m < 2; m++)
+#pragma unroll
+        for (int n = 0; n < N; n++)
+#pragma unroll
+            for (int e = 0; e < 4; e++) f(s[m][n][e], 2 * m + e / 2, 8 * n + threadIdx.x % 4 * 2 + e % 2);
+}
+
+// --- Forward ---
+
+// A block keeps its queries, a tile of keys and one of values.
+template <int D>
+struct PortableForwardShared {
+    floatX q[3][TILE][D];
+    floatX k[3][STEP][D];
+    floatX v[2][STEP][D];
+};
+
+// A block owns 128 queries of a head, a warp 32 of them, and walks the keys up to the diagonal in tiles of 64.
+template <int D>
+__global__ void __launch_bounds__(WARPS * 32, 2)
+    attention_portable_forward_kernel(floatX* out, float* lse, const floatX* q, const floatX* kv, const floatX* k_rope,
+                                      AttnShape shape, Order order) {
+    extern __shared__ __align__(1024) char raw[];
+    PortableForwardShared<D>& sh = *(PortableForwardShared<D>*)raw;
+    const int T = (int)shape.T, H = (int)shape.H, warp = threadIdx.x / 32, lane = threadIdx.x % 32;
+    const auto [head, rank] = order.place(blockIdx.x);
+    const int q0 = (order.tiles - 1 - rank) * TILE, row = q0 + warp * 32;  // the block's and the warp's first query
+    const float scale2 = shape.scale * LOG2E;
+
+    // Where the head lies in memory, and its first two copies: queries, and the first keys.
+    q += row_of(head, 0, T, H) * 3 * D, kv += row_of(head, 0, T, H) * 4 * D;
+    k_rope += head / H * shape.T * shape.k_rope_stride;
+    auto copy_keys = [&](int first) {
+        copy_tile<D, STEP, 2>(sh.k, kv, shape.H * 4 * D, first, T);
+        copy_tile<D, STEP, 1>(sh.k + 2, k_rope, shape.k_rope_stride, first, T);
+        copy_async_commit();
+    };
+    copy_tile<D, TILE, 3>(sh.q, q, shape.H * 3 * D, q0, T);
+    copy_keys(0);
+
+    // o: sums of P v, not yet divided. top, sum: of the four rows that the thread holds parts of.
+    float o[2][D / 4][4] = {}, top[4] = {-INFINITY, -INFINITY, -INFINITY, -INFINITY}, sum[4] = {};
+
+    // Scores to probabilities, P = exp(scale (s - top)). A row's top follows its maximum only when that has grown by a
+    // factor of 2^8 in P: until then what was summed needs no new scale, and P has the precision of any other scale.
+    auto softmax = [&](float(&s)[2][STEP / 8][4]) {
+        float shrink[4];
+        bool moved = false;
+#pragma unroll
+        for (int i = 0; i < 4; i++) {
+            const float old = top[i];
+            float most = -INFINITY, here = 0;
+#pragma unroll
+            for (int j = 0; j < STEP / 4; j++) most = fmaxf(most, s[i / 2][j / 2][i % 2 * 2 + j % 2]);
+            most = quad_max(most);
+            const bool follow = (most - old) * scale2 > 8;
+            if (follow) top[i] = most;
+            moved |= follow;
+            // exp as a power of two: scale2 = scale log2(e).
+            const float shift = top[i] * scale2;
+            shrink[i] = follow ? exp2_approx(old * scale2 - shift) : 1;
+#pragma unroll
+            for (int j = 0; j < STEP / 4; j++) {
+                float& x = s[i / 2][j / 2][i % 2 * 2 + j % 2];
+                x = exp2_approx(x * scale2 - shift);
+                here += x;
+            }
+            sum[i] = sum[i] * shrink[i] + here;
+        }
+        // Rows that stay are multiplied by 1: no row's bits depend on the others.
+        if (__any_sync(0xffffffffu, moved)) for_each(o, [&](float& x, int i, int) { x *= shrink[i]; });
+    };
+
+    // A tile of keys and its values; masked where the diagonal crosses it. Warps whose queries all lie before it copy
+    // only.
+    const int tiles = (min(q0 + TILE, T) + STEP - 1) / STEP;
+    auto step = [&](int n, auto masked) {
+        const bool seen = !masked.value || n * STEP < row + 32;
+        float s[2][STEP / 8][4] = {};
+
+        // The keys have come, and all warps are done with the values before: S = q k^T while the new values come.
+        copy_async_wait<0>();
+        __syncthreads();
+        copy_tile<D, STEP, 2>(sh.v, kv + 2 * D, shape.H * 4 * D, n * STEP, T);
+        copy_async_commit();
+        if (seen) warp_multiply_rows<D, 3, TILE>(s, sh.q[0][warp * 32], sh.k);
+
+        // The values have come, and all warps are done with the keys: the next come while o += P v.
+        copy_async_wait<0>();
+        __syncthreads();
+        if (n + 1 < tiles) copy_keys((n + 1) * STEP);
+        if (!seen) return;
+        if (masked.value)  // keys after the query
+            for_each(s, [&](float& x, int i, int column) {
+                if (n * STEP + column > row + 8 * i + lane / 4) x = -INFINITY;
+            });
+        softmax(s);
+#pragma unroll
+        for (int keys = 0; keys < STEP; keys += 32) {
+            uint32_t p[2][2][4];
+            pack_fragment(p, s, keys / 8);
+            warp_multiply_add<D, 1>(o, p, sh.v[0][keys], lane_of_columns<D>(0));
+        }
+    };
+    int n = 0;
+    for (; n < q0 / STEP; n++) step(n, std::false_type());
+    for (; n < tiles; n++) step(n, std::true_type());
+
+        // out = o / sum, lse = scale top + ln(sum).
+#pragma unroll
+    for (int i = 0; i < 4; i++) {
+        const int t = row + 8 * i + lane / 4;
+        const float l = quad_sum(sum[i]);
+        if (t < T && lane % 4 == 0) lse[(int64_t)head * T + t] = top[i] * shape.scale + logf(l);
+        store_row<2 * D>(out + row_of(head, t, T, H) * 2 * D, *(const float(*)[D])o[i / 2], i % 2, 1 / l, t < T);
+    }
+}
+
+template <int D>
+void portable_forward(floatX* out, real* lse, const floatX* q, const floatX* kv, const floatX* k_rope, AttnShape s,
+                      Ctx* ctx) {
+    const Order order = order_of(s, TILE);
+    launch(attention_portable_forward_kernel<D>, order.total(), WARPS * 32, sizeof(PortableForwardShared<D>), ctx, out,
+           lse, q, kv, k_rope, s, order);
+}
+
+}  // namespace
+
+#endif

@@ -1,0 +1,61 @@
+// Step 4: wgmma. Four warps, a warpgroup, multiply 64 x 16 by 16 x 128 in one instruction, and both operands stay in
+// shared memory: no ldmatrix, and registers hold sums alone (device/wgmma.cuh).
+//
+//     two warpgroups, 64 x 128 of the tile each       a descriptor tells the tensor cores where an operand lies:
+//
+//         |    0    |  rows 0 .. 63                       begins at .., groups of 8 rows are 1024 bytes apart,
+//         |    1    |  rows 64 .. 127                     rows have 128 bytes, pieces are at place i ^ r % 8
+//
+// That order of the pieces, made for ldmatrix in step 3, is one of those that the hardware knows. So the tiles are
+// loaded as before, and only the products differ. They are asynchronous: issue, commit, wait. wgmma reads shared memory
+// by another way than ordinary instructions; fence_async() makes what was copied visible there.
+//
+// Bound by waiting still: the tensor cores are idle while a tile comes.
+#include "device/wgmma.cuh"
+#include "learn/learn.cuh"
+
+namespace {
+
+enum { THREADS = 256 };
+
+__global__ void __launch_bounds__(THREADS, 2)
+    kernel_4(floatX* y, const floatX* x, const floatX* w, Ragged r, int64_t IC, int64_t OC) {
+    HOPPER_ONLY();
+    __shared__ alignas(1024) uint8_t a[TILE_BYTES], b[TILE_BYTES];
+    Tile t;
+    if (!find_tile<SIDE, SIDE>(r, OC, t)) return;
+    const floatX *of_x = x + t.row * IC, *of_w = w + (t.expert * OC + t.column) * IC;
+    const int warp = threadIdx.x / 32, group = warp / 4;
+    const uint64_t at_a = wgmma_descriptor<BLOCK_K>(shared_address(a) + group * (TILE_BYTES / 2), TILE_BYTES);
+    const uint64_t at_b = wgmma_descriptor<BLOCK_K>(shared_address(b), TILE_BYTES);
+    float d[SIDE / 2] = {};
+
+    for (int64_t k = 0; k < IC; k += BLOCK_K) {
+        // The stage, as in step 3, and seen by the tensor cores.
+        load_tile(a, of_x, SIDE, IC, k);
+        load_tile(b, of_w, OC - t.column, IC, k);
+        copy_async_commit();
+        copy_async_wait<0>();
+        fence_async();
+        __syncthreads();
+
+        // Four steps of 16: 32 bytes along a row, of which descriptors count 16.
+        wgmma_fence();
+#pragma unroll
+        for (int step = 0; step < BLOCK_K / 16; step++) wgmma_ss<SIDE, 0, 0>(d, at_a + step * 2, at_b + step * 2, 1);
+        wgmma_commit();
+        wgmma_wait<0>();
+        __syncthreads();
+    }
+
+    // Each warp has 16 rows.
+    wgmma_pin(d);
+#pragma unroll
+    for (int j = 0; j < SIDE / 8; j++) store_sums(y, OC, t, warp * 16, j * 8, d + j * 4);
+}
+
+}  // namespace
+
+void learn_4(floatX* y, const floatX* x, const floatX* w, Ragged r, int64_t IC, int64_t OC, Ctx* ctx) {
+    launch(kernel_4, tiles_of(r, IC, OC, SIDE, SIDE), THREADS, 0, ctx, y, x, w, r, IC, OC);
+}

@@ -1,0 +1,87 @@
+// A training step: its micro-steps and its update, replayed as graphs where that can be (device/graph.h).
+#include <stdlib.h>
+
+#include "device/check.h"
+#include "model/model.h"
+
+void model_step_begin(Model* m, int64_t step) {
+    const Settings* s = &m->settings;
+    const StepInputs inputs = {{(float)settings_lr(s, step), (float)s->beta1, (float)s->beta2, (float)s->eps,
+                                (float)s->weight_decay, (float)s->clip},
+                               (float)settings_even(s, step)};
+    const int64_t blocks = config_blocks(&m->config);
+    const double weight = settings_mtp_weight(s, step);
+    device_upload(m->inputs, &inputs, sizeof(inputs), m->ctx);
+    m->even = inputs.even != 0;
+    m->late = weight != s->mtp_weight;
+    m->further_weight = (float)(weight / (double)max_i64(m->config.mtp, 1));
+    m->first = 1;
+    device_zero(m->load, (size_t)(blocks * m->config.E) * sizeof(int64_t), m->ctx);
+    if (m->measures) device_zero(m->mx_stats, (size_t)(blocks * BLOCK_STATS) * sizeof(MxStats), m->ctx);
+    step_begin(m->state, m->ctx);
+}
+
+static void forward_and_backward(Model* m, int last) {
+    double tokens = (double)m->settings.tokens_per_step;
+    model_forward(m, 1);
+    model_loss(m, m->state, (float)(1 / tokens));
+    // The balance loss is a mean over the sequences of the step.
+    model_backward(m, (float)(m->settings.aux_loss * (double)m->settings.seq_len / tokens), last);
+}
+
+static void micro_step(void* model) { forward_and_backward((Model*)model, 0); }
+static void last_micro_step(void* model) { forward_and_backward((Model*)model, 1); }
+
+// Micro-steps of a kind give the device the same work.
+static Graph* micro_step_graph(const Model* m, int last) {
+    const int casts = m->units[0].version != weights_version(m->sharding);
+    return m->measures ? NULL : m->graphs[m->first | last << 1 | m->even << 2 | m->late << 3 | casts << 4];
+}
+
+void model_micro_step(Model* m, int last) {
+    graph_run(micro_step_graph(m, last), last ? last_micro_step : micro_step, m, m->ctx);
+    // What a replay does not note.
+    m->first = 0;
+    for (int u = 0; u < params_units(&m->config); u++) m->units[u].version = weights_version(m->sharding);
+}
+
+// Sums over the ranks what decides the step.
+static void sum_over_ranks(Model* m) {
+    if (!m->world) return;
+    comm_sum_double(m->world, &m->state->loss_sum, STEP_SUMS, m->ctx);
+    comm_sum_i64(m->world, m->load, config_blocks(&m->config) * m->config.E, m->ctx);
+    if (m->measures)  // doubles, all of it
+        comm_sum_double(m->world, (double*)m->mx_stats,
+                        config_blocks(&m->config) * BLOCK_STATS * (int64_t)(sizeof(MxStats) / sizeof(double)), m->ctx);
+}
+
+static int64_t clamp(int64_t x, int64_t most) { return x < 0 ? 0 : x < most ? x : most; }
+
+static void update(void* model) {
+    Model* m = (Model*)model;
+    const AdamW* opt = &m->inputs->opt;
+    sum_over_ranks(m);
+    step_decide(m->state, m->settings.tokens_per_step, opt, m->ctx);
+    int count = 0, most = params_units(&m->config) * BUFFERS;
+    AdamWBuffer* list = (AdamWBuffer*)host_alloc((size_t)most * sizeof(AdamWBuffer));
+    for (int i = 0; i < most; i++) {
+        const ParamBuffer* p = &m->units[i / BUFFERS].buffer[i % BUFFERS];
+        const real* grad = p->own_grad - (p->first - p->held_from);
+        const AdamWBuffer buffer = {
+            p->held_weight, p->master, p->m, p->v, grad, p->held, clamp(p->n_decay - p->held_from, p->held)};
+        if (p->n) list[count++] = buffer;
+    }
+    adamw_update(list, count, opt, m->state, m->ctx);
+    free(list);
+    for (int64_t l = m->config.dense_layers; l < config_blocks(&m->config); l++)
+        router_update_bias(m->bias + l * m->config.E, m->load + l * m->config.E, (int32_t)m->config.E,
+                           (float)m->settings.bias_rate, m->state, m->ctx);
+}
+
+void model_update(Model* m, int stop) {
+    const double one = 1;
+    if (stop) device_upload(&m->state->stop, &one, sizeof(one), m->ctx);
+    graph_run(m->graphs[UPDATE_GRAPH], update, m, m->ctx);
+    weights_changed(m->sharding, m->ctx);
+    m->measures = 0;
+}

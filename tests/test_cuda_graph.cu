@@ -1,0 +1,79 @@
+// Work that is replayed (device/graph.h) does what it did when it was first done, on what then lies in memory: kernels
+// that start early behind one another, behind a zeroing, a copy, a product of the library and a wait for a side stream.
+// Whole numbers small enough for bf16, so that every result is exact.
+#include "device/graph.h"
+#include "layers/matmul.h"
+#include "tests/test.h"
+
+enum { N = 64, RUNS = 6 };
+
+typedef struct Work {
+    Ctx *ctx, *side;
+    Event *given, *done;
+    int calls;                   // of the host's part
+    floatX *x, *w;               // (N, N) each
+    real *in, *sum, *twice, *y;  // (N, N) each
+} Work;
+
+// y += x^T with x = in; twice = 2 in by way of sum, on a side stream; y += twice
+static void work(void* argument) {
+    Work* w = (Work*)argument;
+    w->calls++;
+    device_zero(w->sum, N * N * sizeof(real), w->ctx);
+    device_add(w->sum, w->in, N * N, w->ctx);  // behind a zeroing
+    device_add(w->sum, w->in, N * N, w->ctx);  // behind a kernel
+    event_record(w->given, w->ctx);
+    event_wait(w->given, w->side);
+    device_copy(w->twice, w->sum, N * N * sizeof(real), w->side);
+    device_to_floatX(w->x, w->in, N * N, w->ctx);
+    matmul_wgrad(w->y, w->x, w->w, N, N, N, 1, w->ctx);
+    event_record(w->done, w->side);
+    event_wait(w->done, w->ctx);
+    device_add(w->y, w->twice, N * N, w->ctx);  // behind a product and another stream
+}
+
+static void check_runs(Graph* graph, int calls) {
+    // On the device: w is the identity, so that y gets x^T = in^T of each run.
+    Ctx* ctx = ctx_create(matmul_workspace());
+    Work w = {.ctx = ctx, .side = ctx_side(ctx, 0), .given = event_create(), .done = event_create()};
+    real** reals[] = {&w.in, &w.sum, &w.twice, &w.y};
+    for (real** p : reals) *p = (real*)device_alloc(N * N * sizeof(real), "a test");
+    w.x = (floatX*)device_alloc(N * N * sizeof(floatX), "a test");
+    w.w = (floatX*)device_alloc(N * N * sizeof(floatX), "a test");
+    static real in[N * N], want[N * N], got[N * N];
+    for (int i = 0; i < N * N; i++) in[i] = i % (N + 1) == 0, want[i] = 0;
+    device_upload(w.in, in, sizeof(in), ctx);
+    device_to_floatX(w.w, w.in, N * N, ctx);
+
+    // Every run has an input of its own, and adds to y.
+    for (int run = 0; run < RUNS; run++) {
+        for (int i = 0; i < N * N; i++) in[i] = (real)((i + 7 * run) % 31 - 15);
+        for (int i = 0; i < N * N; i++) want[i] += in[i % N * N + i / N] + 2 * in[i];
+        device_upload(w.in, in, sizeof(in), ctx);
+        graph_run(graph, work, &w, ctx);
+    }
+    device_download(got, w.y, sizeof(got), ctx);
+    int64_t wrong = 0;
+    for (int i = 0; i < N * N; i++) wrong += got[i] != want[i];
+    CHECK(wrong == 0, "%lld of %d sums are wrong", (long long)wrong, N * N);
+    CHECK(w.calls == calls, "the host did its part %d times, not %d", w.calls, calls);
+
+    for (real** p : reals) device_free(*p);
+    device_free(w.x);
+    device_free(w.w);
+    event_destroy(w.given);
+    event_destroy(w.done);
+    graph_destroy(graph);
+    ctx_destroy(w.side);
+    ctx_destroy(ctx);
+}
+
+static void test_without_a_graph(void) { check_runs(NULL, RUNS); }
+// The first run is done, the second recorded.
+static void test_replays(void) { check_runs(graph_create(), 2); }
+
+int main(void) {
+    RUN(test_without_a_graph);
+    RUN(test_replays);
+    return test_summary();
+}
