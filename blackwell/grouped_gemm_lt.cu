@@ -115,14 +115,16 @@ void grouped_gemm_lt_mx(floatX* y, real* y_real, const uint8_t* x, const uint8_t
 // An expert's rows are a stretch of every channel. The workspace holds the library's part and the scales of both
 // operands; of many rows a piece at a time.
 void grouped_gemm_lt_mx_wgrad(real* dw, const uint8_t* dy, const uint8_t* dy_scale, const uint8_t* x,
-                              const uint8_t* x_scale, int64_t length, Ragged r, int64_t IC, int64_t OC, Ctx* ctx) {
+                              const uint8_t* x_scale, int64_t length, Ragged r, int64_t IC, int64_t OC, int accumulate,
+                              Ctx* ctx) {
     // How many rows fit, and where their scales go.
     const int64_t chunk_bytes = scales_bytes(OC, MX_CHUNK / MX_BLOCK) + scales_bytes(IC, MX_CHUNK / MX_BLOCK);
     const int64_t piece = ((int64_t)ctx->workspace_bytes - LT_WORKSPACE) / chunk_bytes * MX_CHUNK;
     ASSERT(piece > 0);
     uint8_t *of_dy = (uint8_t*)ctx->workspace + LT_WORKSPACE, *of_x = of_dy + scales_bytes(OC, piece / MX_BLOCK);
     const Groups g = fetch_groups(r, ctx);
-    for (int e = 0; e < r.El; e++)
+    for (int e = 0; e < r.El; e++) {
+        if (!accumulate && g.taken(e) == 0) device_zero(dw + e * OC * IC, (size_t)(OC * IC) * sizeof(real), ctx);
         for (int64_t at = 0; at < g.taken(e); at += piece) {
             // A piece of the expert's rows: the scales, then the product.
             const int64_t row = g.start[e] + at, rows = g.taken(e) - at < piece ? g.taken(e) - at : piece;
@@ -135,9 +137,10 @@ void grouped_gemm_lt_mx_wgrad(real* dw, const uint8_t* dy, const uint8_t* dy_sca
                          .k = rows,
                          .transpose_b = true,
                          .real_out = true,
-                         .accumulate = true,
+                         .accumulate = accumulate || at > 0,
                          .a_scale = of_dy,
                          .b_scale = of_x},
                         ctx);
         }
+    }
 }

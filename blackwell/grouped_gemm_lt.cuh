@@ -13,7 +13,8 @@ void grouped_gemm_lt_mx(floatX* y, real* y_real, const uint8_t* x, const uint8_t
                         const uint8_t* w_scale, int64_t w_stride_o, int64_t w_stride_c, Ragged ragged, int64_t IC,
                         int64_t OC, Ctx* ctx);
 void grouped_gemm_lt_mx_wgrad(real* dw, const uint8_t* dy, const uint8_t* dy_scale, const uint8_t* x,
-                              const uint8_t* x_scale, int64_t length, Ragged ragged, int64_t IC, int64_t OC, Ctx* ctx);
+                              const uint8_t* x_scale, int64_t length, Ragged ragged, int64_t IC, int64_t OC,
+                              int accumulate, Ctx* ctx);
 
 // Scales as a cast leaves them: that of row r, block b is p[r / rows * row_stride + b / blocks * block_stride].
 struct ScaleTiles {

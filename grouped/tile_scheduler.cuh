@@ -64,7 +64,7 @@ struct Groups {
     int El, M, N, K;
     uint32_t* counter;  // of items that were drawn, the Ctx's
     int16_t* order;     // OVER_ROWS: largest experts first
-    int add;            // OVER_ROWS: 1: to what is there; 0: it is written, also for experts without rows
+    int add;            // OVER_ROWS: 1: to what is there; 0: it is written, by WGRAD also for experts without rows
 };
 
 // One block's part of a work item.
@@ -203,9 +203,9 @@ struct TileScheduler {
             expert = OVER_ROWS<P> ? g.order[i] : i;
             rows = g.rows[expert];
             start = OVER_ROWS<P> && rows == 0 ? g.K : (int)g.start[expert];
-            squares_m = !OVER_ROWS<P>        ? ((int)g.start[expert + 1] - start) / SQUARE_SIDE
-                        : rows > 0 || !g.add ? div_up(g.M, SQUARE_SIDE)
-                                             : 0;
+            squares_m = !OVER_ROWS<P>                        ? ((int)g.start[expert + 1] - start) / SQUARE_SIDE
+                        : rows > 0 || (P == WGRAD && !g.add) ? div_up(g.M, SQUARE_SIDE)
+                                                             : 0;
             end = items_of(areas_of(squares_m));
             if (!ON_BYTES<P>) end += squares_m % 2 * div_up(wide + narrow, CLUSTER);
         }

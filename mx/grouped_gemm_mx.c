@@ -60,7 +60,8 @@ void grouped_gemm_mx(floatX* y, real* y_real, const uint8_t* x, const uint8_t* x
 
 // As above: dW's tile gets a chunk's dot products, each times the scales of its row and of its column.
 void grouped_gemm_mx_wgrad(real* dw, const uint8_t* dy, const uint8_t* dy_scale, const uint8_t* x,
-                           const uint8_t* x_scale, int64_t length, Ragged r, int64_t IC, int64_t OC, Ctx* ctx) {
+                           const uint8_t* x_scale, int64_t length, Ragged r, int64_t IC, int64_t OC, int accumulate,
+                           Ctx* ctx) {
     (void)ctx;
     const int64_t rows = ceil_div(OC, TILE), columns = ceil_div(IC, TILE);
     real value[256];  // of the bytes
@@ -71,6 +72,8 @@ void grouped_gemm_mx_wgrad(real* dw, const uint8_t* dy, const uint8_t* dy_scale,
             for (int64_t column = 0; column < columns; column++) {
                 const int64_t o = row * TILE, height = min_i64(TILE, OC - o);
                 const int64_t i = column * TILE, width = min_i64(TILE, IC - i), start = channel_start(r, e);
+                for (int64_t m = 0; m < height && !accumulate; m++)
+                    memset(dw + (e * OC + o + m) * IC + i, 0, (size_t)width * sizeof(real));
                 for (int64_t at = start; at < start + r.group_rows[e]; at += MX_CHUNK) {
                     const int64_t depth = min_i64(MX_CHUNK, start + r.group_rows[e] - at);
                     const uint8_t *sdy = dy_scale + at / MX_CHUNK * OC + o, *sx = x_scale + at / MX_CHUNK * IC + i;

@@ -15,7 +15,7 @@
 // by what one unit is in those of the next. These factors come with the stage, from a second warp beside the one that
 // loads.
 //
-//     dW tile     +=  sum over runs r of    sb[r][column]  *  sum over chunks c of r: sa[c][row]  *  (a chunk  b
+//     dW tile     =  sum over runs r of    sb[r][column]  *  sum over chunks c of r: sa[c][row]  *  (a chunk  b
 //     chunk^T)
 //
 // Bound by the tensor cores under the card's power limit and by what is issued beside them: a warp's 205 instructions
@@ -272,7 +272,7 @@ __device__ __forceinline__ void add_chunk(Shared& s, Consumer<Scales>& c, float 
 template <int PARTS, typename Out, typename Scales>
 __device__ __forceinline__ void compute(Shared& s, Consumer<Scales>& c, const WorkItem& item,
                                         const typename Scales::Tensors& tensors, const CUtensorMap* out, int columns,
-                                        Writer& writer) {
+                                        int add, Writer& writer) {
     // d = 0
     const int warp = threadIdx.x / 32 - 4, k_blocks = item.k_blocks, lane = writer.lane;
     float d[PARTS][SQUARE_SIDE / 2];
@@ -281,14 +281,15 @@ __device__ __forceinline__ void compute(Shared& s, Consumer<Scales>& c, const Wo
 #pragma unroll
         for (int i = 0; i < SQUARE_SIDE / 2; i++) d[part][i] = 0;
 
-    // dW_e += d, or y = d, with zeros for pad rows. (The item is read from shared memory only here: registers are
+    // dW_e = or += d, or y = d, with zeros for pad rows. (The item is read from shared memory only here: registers are
     // short.)
     auto write_part = [&](int part) {
         if (!item.store) return;
         const int row = part * SQUARE_SIDE + warp * 16, m = item.m + row, expert = item.expert;
         if (Scales::BY_COLUMN)
-            write<float, SQUARE_SIDE>(writer, d[part], item.n, columns, 16,
-                                      [&](const void* piece, int n) { tma_add(out, piece, n, m, expert); });
+            write<float, SQUARE_SIDE>(writer, d[part], item.n, columns, 16, [&](const void* piece, int n) {
+                add ? tma_add(out, piece, n, m, expert) : tma_store(out, piece, n, m, expert);
+            });
         else
             write<Out, SQUARE_SIDE>(writer, d[part], item.n, columns, item.valid - row,
                                     [&](const void* piece, int n) { tma_store(out, piece, n, m); });
@@ -313,7 +314,7 @@ __device__ __forceinline__ void compute(Shared& s, Consumer<Scales>& c, const Wo
 // What a warp that multiplies does: tile after tile.
 template <typename Out, typename Scales>
 __device__ __forceinline__ void consume(Shared& s, const typename Scales::Tensors& tensors, const CUtensorMap* out,
-                                        int columns) {
+                                        int columns, int add) {
     // Where its operands lie in the first stage. That is the same in all lanes: as a reduction's result the compiler
     // knows it.
     const int lane = threadIdx.x % 32, warp = threadIdx.x / 32 - 4;
@@ -333,9 +334,9 @@ __device__ __forceinline__ void consume(Shared& s, const typename Scales::Tensor
         const WorkItem& item = s.items[at];
         if (item.k_blocks == 0) break;
         if (item.shape == TALL)
-            compute<2, Out>(s, c, item, tensors, out, columns, writer);
+            compute<2, Out>(s, c, item, tensors, out, columns, add, writer);
         else
-            compute<1, Out>(s, c, item, tensors, out, columns, writer);
+            compute<1, Out>(s, c, item, tensors, out, columns, add, writer);
 
         // The producer may write another item there.
         __syncwarp();
@@ -353,7 +354,7 @@ __global__ void __cluster_dims__(CLUSTER, 1, 1) __launch_bounds__(THREADS, 1)
                            const __grid_constant__ CUtensorMap out, const Groups g,
                            const SquareScales::Tensors scales) {
     run_block<MX>(
-        &x, &w, &out, g, [&](Shared& s) { consume<Out, SquareScales>(s, scales, &out, g.N); }, [](Shared&) {});
+        &x, &w, &out, g, [&](Shared& s) { consume<Out, SquareScales>(s, scales, &out, g.N, 0); }, [](Shared&) {});
 }
 
 __global__ void __cluster_dims__(CLUSTER, 1, 1) __launch_bounds__(THREADS, 1)
@@ -361,8 +362,17 @@ __global__ void __cluster_dims__(CLUSTER, 1, 1) __launch_bounds__(THREADS, 1)
                                  const __grid_constant__ CUtensorMap dw, const Groups g,
                                  const ChannelScales::Tensors scales) {
     run_block<MX_WGRAD>(
-        &dy, &x, &dw, g, [&](Shared& s) { consume<real, ChannelScales>(s, scales, &dw, g.N); },
+        &dy, &x, &dw, g, [&](Shared& s) { consume<real, ChannelScales>(s, scales, &dw, g.N, g.add); },
         [&](Shared& s) { fill_column_scales(s, scales); });
+}
+
+// dW of experts without rows, which no work item writes: a grid's row each.
+__global__ void __launch_bounds__(256) zero_without_rows(real* dw, const int32_t* rows, int64_t size) {
+    wait_for_previous();
+    if (rows[blockIdx.y] > 0) return;
+    dw += blockIdx.y * size;
+    for (int64_t i = (blockIdx.x * (int64_t)256 + threadIdx.x) * 4; i < size; i += gridDim.x * (int64_t)1024)
+        *(float4*)(dw + i) = {0, 0, 0, 0};
 }
 
 }  // namespace
@@ -391,13 +401,17 @@ void grouped_gemm_mx(floatX* y, real* y_real, const uint8_t* x, const uint8_t* x
 }
 
 void grouped_gemm_mx_wgrad(real* dw, const uint8_t* dy, const uint8_t* dy_scale, const uint8_t* x,
-                           const uint8_t* x_scale, int64_t length, Ragged r, int64_t IC, int64_t OC, Ctx* ctx) {
+                           const uint8_t* x_scale, int64_t length, Ragged r, int64_t IC, int64_t OC, int accumulate,
+                           Ctx* ctx) {
     ASSERT(IC > 0 && IC % MX_BLOCK == 0 && OC > 0 && OC % MX_BLOCK == 0 && length % MX_CHUNK == 0);
     ASSERT(r.El <= MAX_EXPERTS && length >= r.capacity);
-    if (r.capacity == 0 || r.El == 0) return;
-    if (has_block_scales(ctx)) return grouped_gemm_lt_mx_wgrad(dw, dy, dy_scale, x, x_scale, length, r, IC, OC, ctx);
+    if (r.capacity == 0 || r.El == 0)
+        return accumulate ? void() : device_zero(dw, (size_t)(r.El * OC * IC) * sizeof(real), ctx);
+    if (has_block_scales(ctx))
+        return grouped_gemm_lt_mx_wgrad(dw, dy, dy_scale, x, x_scale, length, r, IC, OC, accumulate, ctx);
+    if (!accumulate) launch_early(zero_without_rows, dim3(16, r.El), 256, 0, ctx, dw, r.group_rows, OC * IC);
     Groups g = groups_of(r, OC, IC, 0, ctx);
-    g.add = 1;
+    g.add = accumulate;
     launch(grouped_gemm_mx_wgrad_kernel, ctx, matrix_map(dy, 0, OC, length, BOX, ctx),
            matrix_map(x, 0, IC, length, BOX, ctx), matrix_map(dw, r.El, OC, IC, 16, ctx), g,
            ChannelScales::Tensors{dy_scale, x_scale, (int)OC, (int)IC});

@@ -11,7 +11,7 @@
 // of 255 makes NaN of what it reaches. On the GPU the product of the two scales is a float32: from 2^128 on it is NaN,
 // below 2^-149 it is 0. (What is lost is below 2^-124, because a chunk's sum is below 2^25.)
 //
-// On the GPU the last group may end beyond capacity, at the next multiple of 128 (mx/linear_mx.c, whose rows are the
+// On the GPU the last group may end beyond capacity, at the next multiple of 128 (mx/products.c, whose rows are the
 // tokens). Of the rows there x and y are neither read nor written; x_scale has room for them, and what it holds there
 // does not matter. Workspace: as in grouped/grouped_gemm.h.
 #ifndef MX_GROUPED_GEMM_MX_H
@@ -39,17 +39,17 @@ void grouped_gemm_mx(floatX* y,               // (capacity, OC), or NULL
 // leaves them, a row for each channel and a scale for each chunk of 128 rows and channel; those of x are aligned to
 // 512.
 //
-//   dw[e][o][i] += sum over chunks c of e: 2^(sdy[c][o] - 127) 2^(sx[c][i] - 127) sum_{k in c} dy[o][k] x[i][k]
+//   dw[e][o][i]  = sum over chunks c of e: 2^(sdy[c][o] - 127) 2^(sx[c][i] - 127) sum_{k in c} dy[o][k] x[i][k]
 //
-// An empty expert's dW is left as it is. IC and OC are multiples of 32. Precision: the sum inside a chunk as above. On
-// the GPU a column's sums are in units of x's scale for these 512 rows: a quotient of two scales of a channel from
-// 2^128 on makes Inf or NaN, one below 2^-126 zeros of the sums so far.
-void grouped_gemm_mx_wgrad(real* dw,                 // (El, OC, IC), +=
+// 0 for an expert without rows; or += with accumulate 1. IC and OC are multiples of 32. Precision: the sum inside a
+// chunk as above. On the GPU a column's sums are in units of x's scale for these 512 rows: a quotient of two scales of
+// a channel from 2^128 on makes Inf or NaN, one below 2^-126 zeros of the sums so far.
+void grouped_gemm_mx_wgrad(real* dw,                 // (El, OC, IC)
                            const uint8_t* dy,        // (OC, length)
                            const uint8_t* dy_scale,  // (length / 128, OC)
                            const uint8_t* x,         // (IC, length)
                            const uint8_t* x_scale,   // (length / 128, IC): those of a group's four chunks are equal
-                           int64_t length, Ragged ragged, int64_t IC, int64_t OC, Ctx* ctx);
+                           int64_t length, Ragged ragged, int64_t IC, int64_t OC, int accumulate, Ctx* ctx);
 
 END_C
 

@@ -154,8 +154,7 @@ void grouped_dgrad(floatX* dx, Rows dy, const Weight* w, Ragged r, Ctx* ctx) {
 void grouped_wgrad(Rows dy, Rows x, const Weight* w, Ragged r, Ctx* ctx) {
     cast_stats(w, ctx);
     if (dy.format.bytes) {
-        if (!w->accumulate) device_zero(w->grad, (size_t)(w->count * w->OC * w->IC) * sizeof(real), ctx);
-        grouped_gemm_mx_wgrad(w->grad, dy.q, dy.scale, x.q, x.scale, dy.count, r, w->IC, w->OC, ctx);
+        grouped_gemm_mx_wgrad(w->grad, dy.q, dy.scale, x.q, x.scale, dy.count, r, w->IC, w->OC, w->accumulate, ctx);
     } else {
         grouped_gemm_wgrad(w->grad, dy.value, x.value, r, w->IC, w->OC, w->accumulate, ctx);
     }

@@ -53,14 +53,15 @@ struct Product {
           x(l, l.reference(), IC, 512, 2),
           dw((l.El() + 1) * OC * IC, 3, 8.0),
           start(dw.host) {}
-    void run() {
-        grouped_gemm_mx_wgrad(dw.dev, dy.q.dev, dy.scale.dev, x.q.dev, x.scale.dev, dy.length, l.device(), IC, OC, ctx);
+    void run(int accumulate = 1) {
+        grouped_gemm_mx_wgrad(dw.dev, dy.q.dev, dy.scale.dev, x.q.dev, x.scale.dev, dy.length, l.device(), IC, OC,
+                              accumulate, ctx);
     }
     // Overwrites dw on the host.
-    void reference() {
+    void reference(int accumulate) {
         REFERENCE(grouped_gemm_mx_wgrad)
         ((real*)dw.ref(), dy.q.host.data(), dy.scale.host.data(), x.q.host.data(), x.scale.host.data(), dy.length,
-         l.reference(), IC, OC, reference_ctx);
+         l.reference(), IC, OC, accumulate, reference_ctx);
     }
     void reset() { dw.host = start, dw.send(); }
 };
@@ -82,21 +83,24 @@ static double worst_line(const double* got, const double* ref, const double* sta
     return worst;
 }
 
-static void compare(const Rows& rows, int64_t IC, int64_t OC) {
+// dW = or += on the groups; what is there before is not small.
+static void compare(const Rows& rows, int64_t IC, int64_t OC, int accumulate) {
     const int before = test_failures_here;
     Product p(rows, IC, OC);
-    p.run();
+    p.run(accumulate);
     auto got = p.dw.got();
-    p.reference();
+    p.reference(accumulate);
+    const std::vector<double> zeros(p.start.size()), &added_to = accumulate ? p.start : zeros;
 
     // Every expert's dW as a whole, by rows and by columns, and which way its errors go.
     const int64_t size = OC * IC, El = p.l.El();
     double along = 0, count = 0;
     for (int e = 0; e < El; e++) {
         const double *g = &got[(size_t)(e * size)], *r = &p.dw.host[(size_t)(e * size)],
-                     *s = &p.start[(size_t)(e * size)];
+                     *s = &added_to[(size_t)(e * size)];
         if (p.l.rows[e] == 0) {
-            CHECK(!memcmp(g, s, (size_t)size * sizeof(double)), "dW of expert %d changed without rows", e);
+            CHECK(!memcmp(g, s, (size_t)size * sizeof(double)), "dW of expert %d without rows is not %s", e,
+                  accumulate ? "as before" : "0");
             continue;
         }
         const double all = worst_line(g, r, s, 1, 0, size, 1), row = worst_line(g, r, s, OC, IC, IC, 1);
@@ -117,8 +121,12 @@ static void compare(const Rows& rows, int64_t IC, int64_t OC) {
     CHECK(!memcmp(&got[(size_t)(El * size)], &p.start[(size_t)(El * size)], (size_t)size * sizeof(double)),
           "dW behind the last expert was written");
     if (test_failures_here > before)
-        printf("    with IC %lld, OC %lld, %d experts, %lld rows\n", (long long)IC, (long long)OC, (int)El,
-               (long long)p.l.end);
+        printf("    with IC %lld, OC %lld, %d experts, %lld rows, accumulate %d\n", (long long)IC, (long long)OC,
+               (int)El, (long long)p.l.end, accumulate);
+}
+
+static void compare(const Rows& rows, int64_t IC, int64_t OC) {
+    for (int accumulate : {0, 1}) compare(rows, IC, OC, accumulate);
 }
 
 // Widths below, at and beyond those of boxes and tiles, for every shape of work item.
@@ -216,7 +224,7 @@ static void test_against_values(void) {
     Bytes qx(IC * l.end, 0), sx(l.end / 128 * IC, 0), qdy(OC * l.end, 0), sdy(l.end / 128 * OC, 0);
     mx_quantize_channels(qx.dev, sx.dev, x.dev, l.end, r, IC, {MX_RCEIL, 512}, ctx);
     mx_quantize_channels(qdy.dev, sdy.dev, dy.dev, l.end, r, OC, {MX_RCEIL, 128}, ctx);
-    grouped_gemm_mx_wgrad(by_bytes.dev, qdy.dev, sdy.dev, qx.dev, sx.dev, l.end, r, IC, OC, ctx);
+    grouped_gemm_mx_wgrad(by_bytes.dev, qdy.dev, sdy.dev, qx.dev, sx.dev, l.end, r, IC, OC, 1, ctx);
     mx_round_columns(x.dev, r, IC, {MX_RCEIL, 128}, ctx);
     mx_round_columns(dy.dev, r, OC, {MX_RCEIL, 128}, ctx);
     grouped_gemm_wgrad(by_values.dev, dy.dev, x.dev, r, IC, OC, 1, ctx);
