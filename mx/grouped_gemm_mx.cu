@@ -15,8 +15,7 @@
 // by what one unit is in those of the next. These factors come with the stage, from a second warp beside the one that
 // loads.
 //
-//     dW tile     =  sum over runs r of    sb[r][column]  *  sum over chunks c of r: sa[c][row]  *  (a chunk  b
-//     chunk^T)
+//     dW tile  =  sum over runs r of  sb[r][column]  *  sum over chunks c of r:  sa[c][row]  *  (a chunk  b chunk^T)
 //
 // Bound by the tensor cores under the card's power limit and by what is issued beside them: a warp's 205 instructions
 // for a chunk (weights' gradients: 213, and 367 where a run ends), 128 of them the multiply-adds, in the 512 clocks
