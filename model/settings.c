@@ -155,7 +155,7 @@ const Option settings_table[] = {
     CHOICE("precision", "combine-precision", combine_precision, NULL, "bf16|mxfp8", FIXED,
            "of what comes back from them"),
     CHOICE("precision", "wgrad-precision", wgrad_precision, NULL, "bf16|mxfp8", FIXED,
-           "of the operands of the expert weights' gradients"),
+           "of the operands of the gradients of the routed experts' weights, and of --linear-precision's"),
     CHOICE("precision", "linear-precision", linear_precision, NULL, "bf16|mxfp8", FIXED,
            "of the products of attention but Wkva's, and of the dense and shared MLPs"),
     CHOICE("precision", "mx-gemm", mx_fast, NULL, "exact|fast", FIXED,
