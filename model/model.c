@@ -60,19 +60,21 @@ static void plan_products(Model* m, Unit* u) {
     const Settings* s = &m->settings;
     Param list[PARAMS];
     const int count = params_list(list, &m->config, u->kind);
-    int64_t of_dy = 0, of_x = 0;
+    int64_t of_dy[2] = {0, 0}, of_x[2] = {0, 0};  // of attention, of the MLP: their gradients are computed together
     for (int i = 0; i < count; i++) {
+        const int mlp = list[i].id == MLP13 || list[i].id == MLP2;
         Weight* w = &u->w[list[i].id];
         w->room = &m->products;
         if (list[i].cast == LINEAR) {
             w->format = format_of(s->linear_precision, s, s->mx_fast ? MX_CHUNK : 1);
             if (s->linear_precision) w->wgrad = format_of(s->wgrad_precision, s, s->mx_fast ? MX_CHUNK : 1);
-            if (w->wgrad.bytes) of_dy += w->OC, of_x += w->IC;
+            if (w->wgrad.bytes) of_dy[mlp] += w->OC, of_x[mlp] += w->IC;
         }
         if (list[i].cast == EXPERT) w->format = format_of(s->expert_precision, s, expert_align(s));
         weight_plan(&m->arena[IN_PARAMS], w, list[i].cast == LINEAR);
     }
-    m->products.of_dy = max_i64(m->products.of_dy, of_dy), m->products.of_x = max_i64(m->products.of_x, of_x);
+    ProductRoom* room = &m->products;
+    for (int i = 0; i < 2; i++) room->of_dy = max_i64(room->of_dy, of_dy[i]), room->of_x = max_i64(room->of_x, of_x[i]);
 }
 
 // Where each weight and its gradient lie. What passes through a slot has its place there too (parallel/sharding.h).
