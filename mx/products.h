@@ -31,7 +31,6 @@ typedef struct WeightCast {
 // What all products of a model share.
 typedef struct ProductRoom {
     int64_t inputs, bytes, scales;  // of what was planned: the widest x or dy, and the largest cast of a weight
-    int64_t input_scales;           // a row's
     int64_t of_dy, of_x;            // wgrad in a format of bytes: channels of the operands that are cast at once
     int32_t fast;                   // 1: some weight of linear_ is fast
     Rows input;                     // x or dy, cast; a weight too, while it is cast for exact products
