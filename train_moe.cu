@@ -152,6 +152,7 @@ static void report(Run* r, int val, int asks) {
 
     // What the device computed, and how long it took.
     memcpy(&r->last, fetch_end(r->state), sizeof(StepState));
+    if (r->last.replay) return;
     double took = stopwatch_seconds(r->watch[r->pending % 2]), peak = r->ranks * device_peak_flops(r->model->ctx);
     double tokens_per_s = (double)s->tokens_per_step / took;
     r->average_ms = r->average_ms > 0 ? 0.9 * r->average_ms + 0.1 * 1000 * took : 1000 * took;
@@ -267,14 +268,31 @@ static void print_stop(const Run* r) {
     printf("%s\n", *r->settings.out ? "; --resume goes on from here" : "");
 }
 
+// The data from a step on.
+static Loader* load_from(const Run* r, int64_t step) {
+    const Settings* s = &r->settings;
+    const int64_t windows = s->tokens_per_step / s->seq_len;
+    const LoaderOrder order = {.seed = (uint64_t)(s->data_seed ? s->data_seed : s->seed),
+                               .first = r->window + (step - r->first) * windows + r->rank * s->batch,
+                               .stride = r->ranks * s->batch,
+                               .wrap = s->overfit ? windows : 0};
+    return loader_start(r->train, s->batch, (int32_t)s->model.V, order);
+}
+
+// The pending step had no room for its tokens, and so neither it nor a step after it changed anything: all that was
+// queued since runs again, on the same data, with more room.
+static Loader* run_again(Run* r, Loader* loader) {
+    loader_stop(loader);
+    model_make_room(r->model);
+    warn("step %ld had no room for the tokens of some expert's rank and runs again with --capacity %g", r->pending,
+         r->model->capacity);
+    return load_from(r, r->pending);
+}
+
 // All the steps, from r->first on.
 static void train(Run* r) {
     const Settings* s = &r->settings;
-    LoaderOrder order = {.seed = (uint64_t)(s->data_seed ? s->data_seed : s->seed),
-                         .first = r->window + r->rank * s->batch,
-                         .stride = r->ranks * s->batch,
-                         .wrap = s->overfit ? s->tokens_per_step / s->seq_len : 0};
-    Loader* loader = loader_start(r->train, s->batch, (int32_t)s->model.V, order);
+    Loader* loader = load_from(r, r->first);
     r->shown = host_seconds();
 
     int stop = 0;
@@ -282,7 +300,7 @@ static void train(Run* r) {
         // The device gets this step, and the host waits for the results of the one before.
         queue_step(r, loader, step);
         report(r, 0, 0);
-        fetch_step(r, step);
+        if (!r->last.replay) fetch_step(r, step);
 
         // A rank that was asked to stop told the others in the step before. All ranks learn it here together.
         stop = r->last.stop != 0;
@@ -293,7 +311,13 @@ static void train(Run* r) {
         int samples = s->sample_every && (step == s->steps || due(step, s->sample_every));
         int saves = *s->out && (last || due(step, s->save_every));
         int asks = r->question_files && (step == s->steps || due(step, s->eval_every));
-        if (last || validates || asks || samples || saves) report(r, validates, asks);
+        if (!r->last.replay && (last || validates || asks || samples || saves)) report(r, validates, asks);
+        if (r->last.replay) {
+            loader = run_again(r, loader);
+            step = r->pending - 1;
+            stop = r->last.replay = 0, r->pending = 0;
+            continue;
+        }
 
         // Once in a while: a sample.
         if (samples) print_sample(r, step);

@@ -27,6 +27,7 @@ typedef struct StepState {
     double further_sum[MTP_MAX];  // the same of each module that predicts further tokens
     double grad_sq;               // sum of squares of the gradient so far
     double stop;                  // not 0: a rank was asked to stop
+    double overflows;             // dispatches whose tokens had no room (moe/dispatch.h)
     double largest[LARGEST];      // before this step: own_largest, and after the sum over the ranks a bound on them all
     double loss;                  // loss_sum / tokens, set by step_decide
     double grad_norm;             // sqrt(grad_sq), before clipping
@@ -37,8 +38,10 @@ typedef struct StepState {
     int64_t updates;              // updates applied so far, this one included; saved in checkpoints
     int32_t ok;                   // 1: this step's loss, gradient norm and update are finite
     int32_t bad_in_a_row;         // steps in a row that were not
+    int32_t replay;               // 1: tokens had no room in this step or in one before it; until the host has made
+                                  // room, steps change nothing
 } StepState;
-enum { STEP_SUMS = 3 + MTP_MAX + LARGEST };  // doubles from loss_sum on that are summed over the ranks
+enum { STEP_SUMS = 4 + MTP_MAX + LARGEST };  // doubles from loss_sum on that are summed over the ranks
 
 // In device memory too: what the host says of a step, lr first of all, is written there before the step.
 typedef struct AdamW {
@@ -73,7 +76,7 @@ size_t adamw_workspace(int64_t n);
 
 // A step begins in both builds alike.
 static inline BOTH_SIDES void step_begin_now(StepState* s) {
-    s->loss_sum = s->grad_sq = s->stop = 0;
+    s->loss_sum = s->grad_sq = s->stop = s->overflows = 0;
     for (int k = 0; k < MTP_MAX; k++) s->further_sum[k] = 0;
     for (int i = 0; i < LARGEST; i++) s->largest[i] = s->own_largest[i];
 }
@@ -91,8 +94,9 @@ static inline BOTH_SIDES void step_decide_now(StepState* s, int64_t tokens, cons
     const double m = (opt->beta1 * s->largest[LARGEST_M] + (1 - opt->beta1) * g) / s->correction1;
     const double v = (opt->beta2 * s->largest[LARGEST_V] + (1 - opt->beta2) * g * g) / s->correction2;
     const double change = m / opt->eps + opt->weight_decay * w;
-    s->ok = isfinite(s->loss) && m < limit && v < limit && change < limit && w + opt->lr * change < limit;
-    s->bad_in_a_row = s->ok ? 0 : s->bad_in_a_row + 1;
+    s->replay |= s->overflows > 0;
+    s->ok = !s->replay && isfinite(s->loss) && m < limit && v < limit && change < limit && w + opt->lr * change < limit;
+    if (!s->replay) s->bad_in_a_row = s->ok ? 0 : s->bad_in_a_row + 1;
     s->updates += s->ok;
     // The update that follows finds its own.
     for (int i = 0; i < LARGEST && s->ok; i++) s->own_largest[i] = 0;

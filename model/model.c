@@ -256,6 +256,7 @@ void model_plan(Model* m, const Settings* s, int rank, Backend backend) {
     m->chunk = min_i64(N, max_i64(logits / config_vocab_padded(c) / 128, 1) * 128);
     plan_scratch(scratch, m);
     if (s->linear_precision || s->expert_precision) products_plan(scratch, &m->products, N, 1 + (int)c->mtp);
+    m->capacity = m->moe_shape.capacity = s->ep > 1 && s->dispatch == DISPATCH_WINDOWS ? s->capacity : 0;
     if (c->dense_layers < count)
         moe_plan(&m->arena[IN_POOL], m->moe_shape, count - c->dense_layers, s->ep > 1 ? s->capacity : 1);
 
@@ -333,7 +334,7 @@ Model* model_create(const Settings* s, Ranks* world) {
     m->pool = pool_create("activations of the MoE blocks", m->arena[IN_POOL].memory, arena_bytes(&m->arena[IN_POOL]));
     m->pool_empty = pool_mark(m->pool);
     if (m->config.dense_layers < config_blocks(&m->config))
-        m->dispatch = dispatch_create(m->layout.ep > 1 ? m->experts : NULL, m->pool, m->ctx);
+        m->dispatch = dispatch_create(m->layout.ep > 1 ? m->experts : NULL, m->pool, &m->state->overflows, m->ctx);
     real* table = (real*)host_alloc((size_t)(m->T * m->config.rope) * sizeof(real));
     RopeConfig rope = config_rope(&m->config);
     rope_table(table, m->T, &rope);

@@ -96,6 +96,7 @@ typedef struct Model {
     Unit* units;
     Sharding* sharding;
     ProductRoom products;  // what products in MXFP8 share
+    double capacity;       // of training's dispatch (moe/dispatch.h), 0: the host waits
     BlockSaved* blocks;    // (L + mtp)
     BlockSaved rebuilt;    // the memory that blocks share with --recompute block
     Pool* pool;            // activations of the MoE blocks, a stack in forward order
@@ -154,6 +155,8 @@ void model_step_begin(Model* model, int64_t step);
 void model_micro_step(Model* model, int last);
 // Decides whether the step is good, updates weights and biases. stop: see StepState.
 void model_update(Model* model, int stop);
+// After a step whose tokens had no room (StepState.replay): room for twice as many, and steps count again.
+void model_make_room(Model* model);
 // Whether and why steps are not replayed as graphs (device/graph.h), for the reader; NULL: they are, but for those that
 // make mx_stats.
 const char* model_unreplayed(const Model* model);

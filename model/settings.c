@@ -142,6 +142,8 @@ const Option settings_table[] = {
     WHOLE("parallel", "ep", ep, "1", 1, DISPATCH_MAX_RANKS, FREE, "ranks that share a set of experts"),
     CHOICE("parallel", "shard", shard, "none", "none|optimizer|grads|weights", FREE,
            "what ranks keep in parts: nothing; optimizer state; gradients too; weights too"),
+    CHOICE("parallel", "dispatch", dispatch, "waits", "waits|windows", FREE,
+           "waits: the host learns how many tokens go where; windows: it does not, and a step without room runs again"),
     NUMBER("parallel", "timeout", timeout, "600", 1, 1e6, FREE,
            "seconds that ranks wait for one another before the run ends"),
 

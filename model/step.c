@@ -78,6 +78,12 @@ static void update(void* model) {
                            (float)m->settings.bias_rate, m->state, m->ctx);
 }
 
+void model_make_room(Model* m) {
+    const int32_t replay = 0;
+    m->capacity *= 2;
+    device_upload(&m->state->replay, &replay, sizeof(replay), m->ctx);
+}
+
 void model_update(Model* m, int stop) {
     const double one = 1;
     if (stop) device_upload(&m->state->stop, &one, sizeof(one), m->ctx);

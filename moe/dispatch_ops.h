@@ -15,6 +15,15 @@ void dispatch_ranks(int32_t* rank,          // (N, P): j where token n has a cho
                     const int32_t* expert,  // (N, K)
                     int64_t N, int32_t K, int32_t P, int32_t El, Ctx* ctx);
 
+// The same of all ranks, from which each knows every transfer's numbers, without the host. counts (P, P, 2): those of
+// each rank by the rank they go to. If a rank would receive more than `received` tokens or `choices` choices, all
+// numbers are 0, and *overflows += 1: nothing travels.
+enum { SEND_START, SEND_ROWS, RECV_START, RECV_ROWS, ROUTE_NUMBERS };
+void dispatch_numbers(int64_t* numbers,       // (ROUTE_NUMBERS, P): as in comm_exchange (parallel/comm.h)
+                      double* overflows,      //
+                      const int64_t* counts,  // (P, P, 2)
+                      int32_t index, int32_t P, int64_t received, int64_t choices, Ctx* ctx);
+
 // The choices of each sent row as its rank knows them: numbers of its own experts, -1 and gate 0 where another rank
 // holds the choice. Pad rows are left as they are: they are not sent.
 void dispatch_choices(int32_t* row_expert,    // (capacity, K)

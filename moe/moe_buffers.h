@@ -26,7 +26,8 @@ typedef struct MoeBackwardBuffers {
 } MoeBackwardBuffers;
 
 static inline DispatchShape dispatch_shape(MoeShape s) {
-    DispatchShape d = {s.router.N, s.router.C, s.router.E, s.router.K, s.ep, s.dispatch, s.expert, s.combine};
+    DispatchShape d = {s.router.N, s.router.C, s.router.E, s.router.K, s.ep,
+                       s.dispatch, s.expert,   s.combine,  s.capacity};
     return d;
 }
 

@@ -120,7 +120,7 @@ static Outputs run_block(const Inputs* in, MoeShape s, int64_t first, size_t roo
     memset(before, 0xff, room);  // NaN, and -1
     device_upload(memory, before, room, ctx);
     Pool* pool = pool_create("a test", memory, room);
-    Dispatch* dispatch = dispatch_create(s.ep > 1 ? comms[s.ep] : NULL, pool, ctx);
+    Dispatch* dispatch = dispatch_create(s.ep > 1 ? comms[s.ep] : NULL, pool, NULL, ctx);
     MoeSaved saved[BLOCKS];
     PoolMark mark[BLOCKS];
     for (int b = 0; b < BLOCKS; b++) {

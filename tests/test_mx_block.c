@@ -370,7 +370,7 @@ static Block run_block(const Inputs* in, Widths d, Precision p, int recompute, i
     arena_free(&plan);
     // Statistics leave NaN out: what they must not count is about 0.75 for them.
     Pool* pool = pool_create("a test", measured ? filled_with(0x3f, room) : poison(room), room);
-    Dispatch* dispatch = dispatch_create(NULL, pool, ctx);
+    Dispatch* dispatch = dispatch_create(NULL, pool, NULL, ctx);
     ProductRoom products;
     memset(&products, 0, sizeof(products));
     arena_init(&weights, "a test", BACKEND);
