@@ -18,8 +18,10 @@ typedef struct PoolMark {  // a height of the stack
     size_t at;
 } PoolMark;
 
-// The stack's first `bytes` lie in `memory`, which stays the caller's.
+// The stack's first `bytes` lie in `memory`, which stays the caller's. pool_move: from now on in another piece, and
+// what was added is given back; nothing is taken.
 Pool* pool_create(const char* purpose, void* memory, size_t bytes);
+void pool_move(Pool* pool, void* memory, size_t bytes);
 void pool_destroy(Pool* pool);
 void* pool_take(Pool* pool, size_t bytes);  // aligned to 256 bytes, contents undefined
 // A table to name buffers in, and all that it names taken at once, its slots set: what is planned is what is taken.

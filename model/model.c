@@ -256,7 +256,7 @@ void model_plan(Model* m, const Settings* s, int rank, Backend backend) {
     m->chunk = min_i64(N, max_i64(logits / config_vocab_padded(c) / 128, 1) * 128);
     plan_scratch(scratch, m);
     if (s->linear_precision || s->expert_precision) products_plan(scratch, &m->products, N, 1 + (int)c->mtp);
-    m->capacity = m->moe_shape.capacity = s->ep > 1 && s->dispatch == DISPATCH_WINDOWS ? s->capacity : 0;
+    m->capacity = m->moe_shape.capacity = s->ep > 1 && s->dispatch != DISPATCH_NCCL ? s->capacity : 0;
     if (c->dense_layers < count)
         moe_plan(&m->arena[IN_POOL], m->moe_shape, count - c->dense_layers, s->ep > 1 ? s->capacity : 1);
 
@@ -315,13 +315,26 @@ static void connect(Model* m, Ranks* world) {
     ranks_free(same_experts);
 }
 
+// Memory of the pool: where the ranks of a group reach it, if that is asked for and can be had.
+static void* pool_memory(Model* m) {
+    Arena* a = &m->arena[IN_POOL];
+    m->no_windows = m->capacity > 0 ? comm_windows_missing(m->experts) : NULL;
+    if (m->no_windows && m->settings.dispatch == DISPATCH_WINDOWS)
+        die(EXIT_FAILED, "--dispatch windows: %s; nccl works everywhere", m->no_windows);
+    if (m->no_windows) m->capacity = m->moe_shape.capacity = 0;
+    if (m->capacity > 0) return comm_window(m->experts, arena_bytes(a), a->purpose);
+    arena_allocate(a);
+    return a->memory;
+}
+
 Model* model_create(const Settings* s, Ranks* world) {
     Model* m = (Model*)host_alloc(sizeof(Model));
     ASSERT(s->ranks == (world ? ranks_count(world) : 1));
     model_plan(m, s, world ? ranks_index(world) : 0, BACKEND);
     m->ctx = ctx_create(model_workspace(m));
     if (s->mx_fast && (s->expert_precision || s->linear_precision)) mx_check(m->ctx);
-    for (int i = 0; i < ARENAS; i++) arena_allocate(&m->arena[i]);
+    for (int i = 0; i < ARENAS; i++)
+        if (i != IN_POOL) arena_allocate(&m->arena[i]);
     for (int64_t l = 0; l < config_blocks(&m->config) && s->recompute == RECOMPUTE_BLOCK; l++) {
         floatX* residual = m->blocks[l].residual;
         m->blocks[l] = m->rebuilt;
@@ -331,7 +344,7 @@ Model* model_create(const Settings* s, Ranks* world) {
     if (m->layout.ranks > 1) connect(m, world);
     sharding_connect(m->sharding, m->world, m->holders, side_workspace(m), m->ctx);
     for (int u = 0; u < params_units(&m->config); u++) set_weights(&m->units[u]);
-    m->pool = pool_create("activations of the MoE blocks", m->arena[IN_POOL].memory, arena_bytes(&m->arena[IN_POOL]));
+    m->pool = pool_create(m->arena[IN_POOL].purpose, pool_memory(m), arena_bytes(&m->arena[IN_POOL]));
     m->pool_empty = pool_mark(m->pool);
     if (m->config.dense_layers < config_blocks(&m->config))
         m->dispatch = dispatch_create(m->layout.ep > 1 ? m->experts : NULL, m->pool, &m->state->overflows, m->ctx);
@@ -366,6 +379,8 @@ void model_destroy(Model* m) {
     if (m->dispatch) dispatch_destroy(m->dispatch);
     pool_destroy(m->pool);
     model_plan_free(m);
+    free(m->no_windows);
+    if (m->capacity > 0) comm_window_free(m->experts);
     if (m->world) {
         comm_destroy(m->holders);
         comm_destroy(m->experts);

@@ -97,6 +97,7 @@ typedef struct Model {
     Sharding* sharding;
     ProductRoom products;  // what products in MXFP8 share
     double capacity;       // of training's dispatch (moe/dispatch.h), 0: the host waits
+    char* no_windows;      // why, where --dispatch auto would have them
     BlockSaved* blocks;    // (L + mtp)
     BlockSaved rebuilt;    // the memory that blocks share with --recompute block
     Pool* pool;            // activations of the MoE blocks, a stack in forward order

@@ -142,8 +142,9 @@ const Option settings_table[] = {
     WHOLE("parallel", "ep", ep, "1", 1, DISPATCH_MAX_RANKS, FREE, "ranks that share a set of experts"),
     CHOICE("parallel", "shard", shard, "none", "none|optimizer|grads|weights", FREE,
            "what ranks keep in parts: nothing; optimizer state; gradients too; weights too"),
-    CHOICE("parallel", "dispatch", dispatch, "waits", "waits|windows", FREE,
-           "waits: the host learns how many tokens go where; windows: it does not, and a step without room runs again"),
+    CHOICE("parallel", "dispatch", dispatch, "nccl", "auto|nccl|windows", FREE,
+           "how tokens travel: the host waits for their numbers (nccl; MPI in the CPU build), or GPUs store into one "
+           "another's memory, and a step without room runs again; auto: windows where they can be had"),
     NUMBER("parallel", "timeout", timeout, "600", 1, 1e6, FREE,
            "seconds that ranks wait for one another before the run ends"),
 

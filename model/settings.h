@@ -51,7 +51,7 @@ typedef struct Settings {
 
 typedef enum { PRECISION_BF16, PRECISION_MXFP8 } Precision;
 typedef enum { RECOMPUTE_NONE, RECOMPUTE_MOE, RECOMPUTE_BLOCK } Recompute;
-typedef enum { DISPATCH_WAITS, DISPATCH_WINDOWS } DispatchUse;
+typedef enum { DISPATCH_AUTO, DISPATCH_NCCL, DISPATCH_WINDOWS } DispatchUse;
 typedef enum { GRAPH_AUTO, GRAPH_OFF } GraphUse;
 
 // Rows are in the order of --help; the first is --model.

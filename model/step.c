@@ -80,7 +80,17 @@ static void update(void* model) {
 
 void model_make_room(Model* m) {
     const int32_t replay = 0;
+    const Settings* s = &m->settings;
+    MoeShape shape = m->moe_shape;
+    Arena plan;
+    ctx_sync(m->ctx);
     m->capacity *= 2;
+    shape.capacity = m->capacity, shape.router.N = s->batch * s->seq_len;
+    arena_init(&plan, m->arena[IN_POOL].purpose, BACKEND);
+    moe_plan(&plan, shape, config_blocks(&m->config) - m->config.dense_layers, m->capacity);
+    comm_window_free(m->experts);
+    pool_move(m->pool, comm_window(m->experts, arena_bytes(&plan), plan.purpose), arena_bytes(&plan));
+    arena_free(&plan);
     device_upload(&m->state->replay, &replay, sizeof(replay), m->ctx);
 }
 

@@ -138,8 +138,9 @@ static void exchange(Dispatch* d, ExchangeRows rows, Ctx* ctx) {
 static ExchangeRows rows_of(const Route* r) {
     const int64_t* n = r->numbers;
     const int32_t P = r->shape.ep;
-    const ExchangeRows on_host = {r->send_start, r->send_rows, r->recv_start, r->recv_rows};
-    const ExchangeRows on_device = {n + SEND_START * P, n + SEND_ROWS * P, n + RECV_START * P, n + RECV_ROWS * P};
+    const ExchangeRows on_host = {r->send_start, r->send_rows, r->recv_start, r->recv_rows, NULL};
+    const ExchangeRows on_device = {n + SEND_START * P, n + SEND_ROWS * P, n + RECV_START * P, n + RECV_ROWS * P,
+                                    n + THERE_START * P};
     return n ? on_device : on_host;
 }
 
@@ -193,7 +194,7 @@ void dispatch_counts(Dispatch* d, Route* r, Ctx* ctx) {
 
     // Each rank tells each other one how many tokens it will send, and how many choices they have there.
     int64_t one_each[DISPATCH_MAX_RANKS], place[DISPATCH_MAX_RANKS];
-    const ExchangeRows each_to_each = {place, one_each, place, one_each};
+    const ExchangeRows each_to_each = {place, one_each, place, one_each, NULL};
     for (int64_t j = 0; j < P; j++) one_each[j] = 1, place[j] = j;
     PoolMark mark = pool_mark(d->pool);
     int32_t* rank = (int32_t*)pool_take(d->pool, (size_t)(N * P) * sizeof(int32_t));
@@ -269,7 +270,8 @@ static Rows sums_here(const Route* r, const Travel* t, Sums sums, Ctx* ctx) {
 
 void combine_send(Dispatch* d, const Route* r, const Travel* t, Sums sums, Ctx* ctx) {
     const DispatchShape s = r->shape;
-    const ExchangeRows out = rows_of(r), home = {out.recv_start, out.recv_rows, out.send_start, out.send_rows};
+    const ExchangeRows out = rows_of(r), home = {out.recv_start, out.recv_rows, out.send_start, out.send_rows,
+                                                 r->numbers ? r->numbers + HOME_START * r->shape.ep : NULL};
     if (!d->comm) return;
     pack_rows(d, t->sent, sums_here(r, t, sums, ctx));
     if (sums.drow_gate) {

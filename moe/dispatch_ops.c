@@ -1,7 +1,5 @@
 #include "moe/dispatch_ops.h"
 
-#include <string.h>
-
 #include "device/cpu.h"
 
 void dispatch_ranks(int32_t* rank, int64_t* counts, const int32_t* expert, int64_t N, int32_t K, int32_t P, int32_t El,
@@ -23,27 +21,11 @@ void dispatch_ranks(int32_t* rank, int64_t* counts, const int32_t* expert, int64
 void dispatch_numbers(int64_t* numbers, double* overflows, const int64_t* counts, int32_t index, int32_t P,
                       int64_t received, int64_t choices, Ctx* ctx) {
     (void)ctx;
-    memset(numbers, 0, (size_t)(ROUTE_NUMBERS * P) * sizeof(int64_t));
-
-    // Whether every rank has room.
-    for (int32_t to = 0; to < P; to++) {
-        int64_t tokens = 0, of_them = 0;
-        for (int32_t from = 0; from < P; from++)
-            tokens += counts[(from * P + to) * 2], of_them += counts[(from * P + to) * 2 + 1];
-        if (tokens > received || of_them > choices) {
-            *overflows += 1;
-            return;
-        }
-    }
-
-    // Sent rows lie as permute_plan leaves them, received ones without gaps.
-    int64_t sent = 0, arrived = 0;
-    for (int32_t j = 0; j < P; j++) {
-        const int64_t out = counts[(index * P + j) * 2], in = counts[(j * P + index) * 2];
-        numbers[SEND_START * P + j] = sent, numbers[SEND_ROWS * P + j] = out;
-        numbers[RECV_START * P + j] = arrived, numbers[RECV_ROWS * P + j] = in;
-        sent += round_up(out, row_align(BACKEND)), arrived += in;
-    }
+    int over = 0;
+    for (int32_t j = 0; j < P; j++)
+        over |= dispatch_numbers_of(numbers, counts, index, P, j, row_align(BACKEND), received, choices);
+    for (int32_t j = 0; j < P && over; j++) numbers[SEND_ROWS * P + j] = numbers[RECV_ROWS * P + j] = 0;
+    *overflows += over;
 }
 
 void dispatch_choices(int32_t* row_expert, real* row_gate, const int32_t* expert, const real* gate, Ragged send,
