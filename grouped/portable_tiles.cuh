@@ -5,7 +5,7 @@
 //
 //     +-------+-------+---+
 //     |   0   |   5   |   |   0..9    128 x 256. The walk goes down a band of at most 16 squares, then one column
-//     +-------+-------+10 |           to the right: the band's rows of A and the column of B stay in L2.
+//     +-------+-------+10 |           to the right: the band's rows of A and the column of B stay in the L2 cache.
 //     |   1   |   6   |   |
 //     +-------+-------+---+   10, 11  The last column, if it is one square wide: 256 x 128.
 //     |   2   |   7   |   |
