@@ -11,9 +11,9 @@
 // of 255 makes NaN of what it reaches. On the GPU the product of the two scales is a float32: from 2^128 on it is NaN,
 // below 2^-149 it is 0. (What is lost is below 2^-124, because a chunk's sum is below 2^25.)
 //
-// On the GPU the last group may end beyond capacity, at the next multiple of 128 (as with the linear products of
-// mx/products.c, whose rows are the tokens). x and y are neither read nor written there; x_scale has room for these
-// rows, and what it holds there does not matter. Workspace: as in grouped/grouped_gemm.h.
+// On the GPU the last group may end beyond capacity, at the next multiple of 128 (mx/products.c, whose rows are the
+// tokens). Of the rows there x and y are neither read nor written; x_scale has room for them, and what it holds there
+// does not matter. Workspace: as in grouped/grouped_gemm.h.
 #ifndef MX_GROUPED_GEMM_MX_H
 #define MX_GROUPED_GEMM_MX_H
 
