@@ -1,7 +1,7 @@
 #!/usr/bin/env python3
 """Makes the figures of docs/: `make docs`, or python3 scripts/figures.py [--program TRAIN_MOE] [--out FOLDER] [NAME ...].
 
-Those that show structure are drawn here. Those that show data come from runs of `tiny` made for them (a minute or two on two
+Those that show structure are drawn here. Those that show data come from runs of `tiny` made for them (three minutes on two
 cores) and from the tables of bench/RESULTS.md. All are SVG, 480 wide with letters of 13 and more, so that they can be read on a
 phone. Standard library only.
 """
