@@ -243,7 +243,7 @@ bench: all $(if $(HAVE_GPU),$(BENCH_CUDA:%=$(CUDA)/bench/%))
 	@$(if $(HAVE_GPU),for name in $(BENCH_CUDA); do echo "== $$name"; $(CUDA)/bench/$$name || exit 1; done)
 	@$(if $(HAVE_GPU),for name in attention grouped_gemm; do $(PYTHON) bench/$${name}_torch.py || true; done)
 
-# The figures of docs/, some from runs of `tiny`: two minutes on two cores.
+# The figures of docs/, some from runs of `tiny`: three minutes on two cores.
 docs: $(CPU)/train_moe
 	@$(PYTHON) scripts/figures.py --program $(CPU)/train_moe
 

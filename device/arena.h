@@ -1,5 +1,5 @@
-// Memory as a table: every buffer of a purpose is named first, then all are allocated at once. The same table, laid out
-// for either backend, is what --dry-run prints, so prediction and allocation cannot drift apart.
+// Memory as a table: all buffers of a purpose are named first, then allocated at once. --dry-run prints the same table,
+// laid out for either backend, so prediction and allocation cannot drift apart.
 //
 //   arena_init       purpose "activations kept", backend
 //   arena_add        "residual"  floatX  N * C   -> &block->residual     a line for each buffer

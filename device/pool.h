@@ -1,6 +1,6 @@
-// Device memory for what is needed in an amount that only a step knows: a stack. Forward takes from it, and backward
-// gives back in reverse order. It is planned with a size. A step that needs more gets another chunk, with a warning, so
-// nothing is ever dropped:
+// Device memory for arrays whose size only a step knows, such as the rows of the experts. It is a stack: forward takes
+// from it, and backward gives back in reverse order. Its size is planned. A step that needs more gets another chunk,
+// with a warning; nothing is ever dropped:
 //
 //   chunk 0 (planned)                          chunk 1 (allocated in the step that needed it)
 //   | layer 1 | layer 2 | layer 3 | too small | | layer 4      | free        |

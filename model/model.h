@@ -11,7 +11,7 @@
 //   norm2 = rmsnorm(x)
 //   x     = x + mlp(norm2)
 //
-// With --mtp, training has modules k = 1, 2, ... behind the blocks, each a block that predicts the token k + 1 places
+// With --mtp, training has modules k = 1, 2, ... after the blocks, each a block that predicts the token k + 1 places
 // ahead. h^0 is what the main model's head reads, the blocks' output after the final norm:
 //
 //   x       = [rmsnorm(embedding of t_{i+k}) ; rmsnorm(h^{k-1}_i)] Weh

@@ -1,6 +1,6 @@
-// Collectives on device memory: NCCL in the CUDA build (parallel/comm.cu), MPI in the CPU build (parallel/comm.c, on
-// parallel/ranks.h). All are queued on a Ctx like any op, collective over the group, in the same order on each of its
-// ranks. Sums are taken in an order that depends on the layout alone, never on time.
+// Sums and transfers between the device memories of ranks: by NCCL in the CUDA build (parallel/comm.cu), by MPI in the
+// CPU build (parallel/comm.c, on parallel/ranks.h). A call is queued on a Ctx like any op. All ranks of a group make
+// the same calls in the same order. Sums are taken in an order that depends on the layout alone, never on time.
 #ifndef PARALLEL_COMM_H
 #define PARALLEL_COMM_H
 
