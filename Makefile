@@ -38,7 +38,7 @@ MPI_LIBS  := $(filter-out -pthread,$(shell mpicc --showme:link))
 endif
 
 # C tests; those in TESTS_F64 compare with finite differences and run in the double build too.
-OP_TESTS = tests/test_layers tests/test_attention tests/test_adamw tests/test_router tests/test_permute \
+OP_TESTS = tests/test_layers tests/test_attention tests/test_adamw tests/test_moments tests/test_router tests/test_permute \
            tests/test_grouped_gemm tests/test_experts tests/test_dispatch tests/test_moe tests/test_mxfp8 \
            tests/test_mx_swiglu tests/test_mx_stats tests/test_mx_block tests/test_mx_check tests/test_mx_wgrad \
            tests/test_products

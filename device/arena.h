@@ -12,7 +12,7 @@
 
 BEGIN_C
 
-typedef enum { ELEMENT_X, ELEMENT_REAL, ELEMENT_I32, ELEMENT_I64, ELEMENT_BYTE } Element;
+typedef enum { ELEMENT_X, ELEMENT_REAL, ELEMENT_BF16, ELEMENT_I32, ELEMENT_I64, ELEMENT_BYTE } Element;
 
 // Bytes of one element on a backend (BACKEND_CPU or BACKEND_CUDA). floatX: bf16 on CUDA, else real.
 size_t element_bytes(Element element, Backend backend);

@@ -212,7 +212,8 @@ void model_plan(Model* m, const Settings* s, int rank, Backend backend) {
                            .rank = rank,
                            .ep = (int)s->ep,
                            .shard = (Shard)s->shard,
-                           .frozen = *s->sample || *s->evaluate};
+                           .frozen = *s->sample || *s->evaluate,
+                           .bf16_moments = (int)s->moments};
     m->layout = layout;
     set_shapes(m, s->batch, s->seq_len);
     const ModelConfig* c = &m->config;
@@ -362,7 +363,7 @@ void model_weights_set(Model* m) {
         params_publish(&m->units[u], m->ctx);
         for (int b = 0; b < BUFFERS && !m->layout.frozen; b++) {
             const ParamBuffer* p = &m->units[u].buffer[b];
-            adamw_measure(m->state, p->master, p->m, p->v, p->held, m->ctx);
+            adamw_measure(m->state, p->master, p->m, p->v, m->layout.bf16_moments, p->held, m->ctx);
         }
     }
     weights_changed(m->sharding, m->ctx);

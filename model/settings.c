@@ -124,6 +124,8 @@ const Option settings_table[] = {
     NUMBER("optimizer", "beta1", beta1, "0.9", 0, 0.999999, FIXED, "AdamW"),
     NUMBER("optimizer", "beta2", beta2, "0.95", 0, 0.999999, FIXED, "AdamW"),
     NUMBER("optimizer", "eps", eps, "1e-8", 1e-30, 1, FIXED, "AdamW"),
+    CHOICE("optimizer", "moments", moments, "float32", "float32|bf16", FIXED,
+           "how AdamW's moments are kept, in both builds"),
     NUMBER("optimizer", "clip", clip, "1", 0, 1e9, FIXED, "largest global gradient norm; 0: no clipping"),
     WHOLE(
         "optimizer", "even-start", even_start, "1", 0, 1, FIXED,

@@ -39,7 +39,7 @@ typedef struct Settings {
     char *out, *prompt;
     double temperature;
     double lr, final_lr_frac, weight_decay, beta1, beta2, eps, clip, bias_rate, aux_loss;
-    int64_t warmup, schedule, even_start;
+    int64_t moments, warmup, schedule, even_start;
     double mtp_weight, mtp_weight_end, mtp_switch;
     int64_t ep, shard, dispatch, recompute;
     double timeout, capacity, gpu_memory;

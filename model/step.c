@@ -71,7 +71,7 @@ static void update(void* model) {
             p->held_weight, p->master, p->m, p->v, grad, p->held, clamp(p->n_decay - p->held_from, p->held)};
         if (p->n) list[count++] = buffer;
     }
-    adamw_update(list, count, opt, m->state, m->ctx);
+    adamw_update(list, count, m->layout.bf16_moments, opt, m->state, m->ctx);
     free(list);
     for (int64_t l = m->config.dense_layers; l < config_blocks(&m->config); l++)
         router_update_bias(m->bias + l * m->config.E, m->load + l * m->config.E, (int32_t)m->config.E,

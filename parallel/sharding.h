@@ -57,7 +57,8 @@ typedef enum { SHARD_NONE, SHARD_OPTIMIZER, SHARD_GRADS, SHARD_WEIGHTS } Shard;
 typedef struct Layout {
     int ranks, rank, ep;
     Shard shard;
-    int frozen;  // 1: nothing is trained, so there are no gradients and no moments
+    int frozen;        // 1: nothing is trained, so there are no gradients and no moments
+    int bf16_moments;  // 1: AdamW's moments are bf16, 0: real
 } Layout;
 
 typedef struct ParamBuffer {
@@ -70,7 +71,8 @@ typedef struct ParamBuffer {
     int fresh;                // from grads_get on, 1: what is in grad is old, and is to be written over
     floatX* weight;           // (n): valid from weights_get to weights_release
     floatX* held_weight;      // (held): what the update writes
-    real *master, *m, *v;     // (held)
+    real* master;             // (held)
+    void *m, *v;              // (held): real or bf16, by the layout
     real* grad;               // (n): what backward writes or adds to, from grads_get to grads_reduce
     real* own_grad;           // (part): this rank's part of the sum
 } ParamBuffer;
@@ -83,7 +85,7 @@ typedef struct Sharding Sharding;
 // Cuts a buffer of `n` elements in use, of which the first n_decay decay: sets the fields that say how.
 void sharding_cut(ParamBuffer* buffer, int64_t n, int64_t n_decay, int parts, int index, Shard shard);
 // Names the buffer's arrays, and the slots that all units of a run pass through.
-void sharding_plan(Arena* arena, ParamBuffer* buffer);
+void sharding_plan(Arena* arena, ParamBuffer* buffer, int bf16_moments);
 // units: (count) x (BUFFERS); `held` is the one that is visited again after those that follow it.
 Sharding* sharding_plan_slots(Arena* arena, ParamBuffer* const* units, int count, int held);
 

@@ -19,7 +19,6 @@ BEGIN_C
 
 #define CHECKPOINT_FORMAT "train_moe checkpoint 1"
 #define CHECKPOINT_MANIFEST_END ",\n\"manifest_crc32\": "  // the CRC-32 of all that stands before this follows
-static const StDtype CHECKPOINT_DTYPE = sizeof(real) == 8 ? ST_F64 : ST_F32;
 
 Path step_path(const char* out, int64_t step, const char* suffix);  // out/step_%08d<suffix>
 int64_t step_number(const char* name, const char* suffix);          // whose name (without `out`) it is; -1: none's
