@@ -220,9 +220,9 @@ static void all_layouts(int one_expert, const char* options, int steps) {
 static void layouts_agree(void) { all_layouts(0, "", STEPS); }
 static void layouts_agree_on_one_expert(void) { all_layouts(1, "", STEPS); }
 // The head is visited twice, before and after the modules, of which the second and fourth have a slot of their own. In
-// bf16 a score that tips would move a token, a tenth of an expert's gradient, elsewhere, and with five blocks to choose
-// in one does: experts by turns there, with gates that depend on the scores.
-#define MODULES(n) BF16 ? "--force-balance --mtp " #n : "--mtp " #n
+// bf16 a score that tips would move a token, a tenth of an expert's gradient, elsewhere, or a count of the balance
+// loss, and with five blocks to choose in one does: experts by turns there, with gates that depend on the scores.
+#define MODULES(n) BF16 ? "--force-balance --aux-loss 0 --mtp " #n : "--mtp " #n
 static void layouts_agree_on_one_module(void) { all_layouts(0, MODULES(1), 5); }
 static void layouts_agree_on_modules(void) { all_layouts(0, MODULES(4), 5); }
 
