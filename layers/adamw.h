@@ -16,8 +16,8 @@
 //
 // What that rounding does. Half a step of bf16 is h = 2^-9 to 2^-8 of the number, by where it lies between two powers
 // of two, and a smaller change is lost: v stays where |g^2 - v| <= h v / (1 - b2).
-//   b2 = 0.95    the change of a step, some 0.05 v, is far above h v. For a steady g^2 v stops within 8 % of itself, its
-//                root within 4 %; for one that varies from step to step v goes on, and roundings even out
+//   b2 = 0.95    the change of a step, some 0.05 v, is far above h v. For a steady g^2 v stops within 8 % of itself,
+//                its root within 4 %; for one that varies from step to step v goes on, and roundings even out
 //   b2 = 0.99    39 % and some 20 %; the run is warned beyond it
 //   b2 = 0.999   (1 - b2) v is less than h v: v never falls, however small g becomes, and updates stay small
 // m stops where |g - m| <= h |m| / (1 - b1): 4 % for b1 = 0.9, where g varies by more than m from step to step anyway.
