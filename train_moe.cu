@@ -190,6 +190,7 @@ static void report(Run* r, int val, int asks) {
                          .load_min = load_min,
                          .blocks = blocks,
                          .mem_gib = (double)device_peak_memory() / 0x1p30,
+                         .capacity = r->model->capacity,
                          .tokens = r->pending * s->tokens_per_step,
                          .time = host_time(),
                          .casts = casts,
@@ -283,9 +284,10 @@ static Loader* load_from(const Run* r, int64_t step) {
 // queued since runs again, on the same data, with more room.
 static Loader* run_again(Run* r, Loader* loader) {
     loader_stop(loader);
-    model_make_room(r->model);
-    warn("step %ld had no room for the tokens of some expert's rank and runs again with --capacity %g", r->pending,
-         r->model->capacity);
+    model_make_room(r->model, r->last.needed);
+    if (r->last.needed > 1)
+        warn("step %ld had no room for the tokens of an expert's rank, and runs again with --capacity %.2f", r->pending,
+             r->model->capacity);
     return load_from(r, r->pending);
 }
 

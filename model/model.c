@@ -348,7 +348,7 @@ Model* model_create(const Settings* s, Ranks* world) {
     m->pool = pool_create(m->arena[IN_POOL].purpose, pool_memory(m), arena_bytes(&m->arena[IN_POOL]));
     m->pool_empty = pool_mark(m->pool);
     if (m->config.dense_layers < config_blocks(&m->config))
-        m->dispatch = dispatch_create(m->layout.ep > 1 ? m->experts : NULL, m->pool, &m->state->overflows, m->ctx);
+        m->dispatch = dispatch_create(m->layout.ep > 1 ? m->experts : NULL, m->pool, m->state, m->ctx);
     real* table = (real*)host_alloc((size_t)(m->T * m->config.rope) * sizeof(real));
     RopeConfig rope = config_rope(&m->config);
     rope_table(table, m->T, &rope);

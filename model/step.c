@@ -78,20 +78,25 @@ static void update(void* model) {
                            (float)m->settings.bias_rate, m->state, m->ctx);
 }
 
-void model_make_room(Model* m) {
-    const int32_t replay = 0;
+void model_make_room(Model* m, double needed) {
     const Settings* s = &m->settings;
+    const int32_t replay = 0;
+    const double none = 0;
+    ctx_sync(m->ctx);
+    device_upload(&m->state->replay, &replay, sizeof(replay), m->ctx);
+    device_upload(&m->state->needed, &none, sizeof(none), m->ctx);
+    if (needed <= 1) return;  // another group's
+
+    // The pool as it is planned at the start.
     MoeShape shape = m->moe_shape;
     Arena plan;
-    ctx_sync(m->ctx);
-    m->capacity *= 2;
+    m->capacity *= 1.125 * needed;
     shape.capacity = m->capacity, shape.router.N = s->batch * s->seq_len;
     arena_init(&plan, m->arena[IN_POOL].purpose, BACKEND);
     moe_plan(&plan, shape, config_blocks(&m->config) - m->config.dense_layers, m->capacity);
     comm_window_free(m->experts);
     pool_move(m->pool, comm_window(m->experts, arena_bytes(&plan), plan.purpose), arena_bytes(&plan));
     arena_free(&plan);
-    device_upload(&m->state->replay, &replay, sizeof(replay), m->ctx);
 }
 
 void model_update(Model* m, int stop) {

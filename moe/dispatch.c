@@ -11,7 +11,7 @@ enum { MOST_BUFFERS = 8 };
 struct Dispatch {
     Pool* pool;
     Comm* comm;  // NULL with one rank, and then the rest is unused
-    double* overflows;
+    StepState* state;
     Ctx* side_stream;
     Event *ready, *there;  // ctx's work that a transfer waits for; the transfer is done
     Fetch* counts;
@@ -19,10 +19,10 @@ struct Dispatch {
     int buffer_count;
 };
 
-Dispatch* dispatch_create(Comm* comm, Pool* pool, double* overflows, Ctx* ctx) {
+Dispatch* dispatch_create(Comm* comm, Pool* pool, StepState* state, Ctx* ctx) {
     Dispatch* d = (Dispatch*)host_alloc(sizeof(Dispatch));
     d->pool = pool;
-    d->overflows = overflows;
+    d->state = state;
     if (!comm) return d;
     ASSERT(comm_count(comm) <= DISPATCH_MAX_RANKS);
     d->comm = comm;
@@ -171,7 +171,7 @@ static void counts_on_device(Dispatch* d, Route* r, Ctx* ctx) {
     int64_t* all = (int64_t*)pool_take(d->pool, (size_t)(2 * P * P) * sizeof(int64_t));
     dispatch_ranks(rank, own, r->expert, s.N, s.K, s.ep, experts_held(s), ctx);
     comm_all_gather(d->comm, all, own, (size_t)(2 * P) * sizeof(int64_t), ctx);
-    dispatch_numbers(r->numbers, d->overflows, all, comm_index(d->comm), s.ep, r->received, r->choices, ctx);
+    dispatch_numbers(r->numbers, d->state, all, comm_index(d->comm), s.ep, r->received, r->choices, ctx);
     permute_plan(r->send, rank, NULL, s.N, s.ep, ctx);
     pool_release(d->pool, mark);
 }

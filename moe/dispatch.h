@@ -34,8 +34,8 @@ typedef struct DispatchShape {
     Format combine;   // outputs and dx are cast to it before they travel back
     // 0: the host waits for the numbers, and there is always room. Else they stay on the device and the host waits for
     // nothing: there is room for what dispatch_expect gives, whatever arrives, and what is left of it has no choices
-    // (recv_expert -1). Where a rank would receive more, nothing travels, and that is counted. All ranks have as many
-    // tokens then.
+    // (recv_expert -1). Where a rank would receive more, nothing travels, and the step's state says so. All ranks have
+    // as many tokens then.
     double capacity;
 } DispatchShape;
 
@@ -73,9 +73,11 @@ typedef struct Sums {
     const real* drow_gate;  // (capacity): gradients of the rows' gates, which travel with the sums; NULL: none
 } Sums;
 
+typedef struct StepState StepState;  // layers/adamw.h
 typedef struct Dispatch Dispatch;
-// comm: of ep ranks, NULL with one. *overflows += 1 for each time that a rank had no room.
-Dispatch* dispatch_create(Comm* comm, Pool* pool, double* overflows, Ctx* ctx);
+// comm: of ep ranks, NULL with one. state: where it is counted that a rank had no room; NULL if no shape has a
+// capacity.
+Dispatch* dispatch_create(Comm* comm, Pool* pool, StepState* state, Ctx* ctx);
 void dispatch_destroy(Dispatch* dispatch);
 size_t dispatch_workspace(DispatchShape shape);
 

@@ -35,17 +35,20 @@ void dispatch_ranks(int32_t* rank, int64_t* counts, const int32_t* expert, int64
 }
 
 // A thread a rank.
-static __global__ void numbers_kernel(int64_t* numbers, double* overflows, const int64_t* counts, int32_t index,
+static __global__ void numbers_kernel(int64_t* numbers, StepState* state, const int64_t* counts, int32_t index,
                                       int32_t P, int64_t align, int64_t received, int64_t choices) {
     const int32_t j = (int32_t)threadIdx.x;
-    const int over = __syncthreads_or(dispatch_numbers_of(numbers, counts, index, P, j, align, received, choices));
-    if (over) numbers[SEND_ROWS * P + j] = numbers[RECV_ROWS * P + j] = 0;
-    if (over && j == 0) *overflows += 1;
+    const double share = dispatch_numbers_of(numbers, counts, index, P, j, align, received, choices);
+    if (!__syncthreads_or(share > 1)) return;
+    numbers[SEND_ROWS * P + j] = numbers[RECV_ROWS * P + j] = 0;
+    // Numbers above 0 are in the same order as the integers that their bits are.
+    atomicMax((unsigned long long*)&state->needed, (unsigned long long)__double_as_longlong(share));
+    if (j == 0) state->overflows += 1;
 }
 
-void dispatch_numbers(int64_t* numbers, double* overflows, const int64_t* counts, int32_t index, int32_t P,
+void dispatch_numbers(int64_t* numbers, StepState* state, const int64_t* counts, int32_t index, int32_t P,
                       int64_t received, int64_t choices, Ctx* ctx) {
-    launch(numbers_kernel, 1, P, 0, ctx, numbers, overflows, counts, index, P, row_align(BACKEND), received, choices);
+    launch(numbers_kernel, 1, P, 0, ctx, numbers, state, counts, index, P, row_align(BACKEND), received, choices);
 }
 
 static __global__ void __launch_bounds__(256)

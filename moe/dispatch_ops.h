@@ -6,6 +6,7 @@
 
 #include "device/device.h"
 #include "grouped/permute.h"
+#include "layers/adamw.h"
 
 BEGIN_C
 
@@ -17,7 +18,8 @@ void dispatch_ranks(int32_t* rank,          // (N, P): j where token n has a cho
 
 // The same of all ranks, from which each knows every transfer's numbers, without the host. counts (P, P, 2): those of
 // each rank by the rank they go to. If a rank would receive more than `received` tokens or `choices` choices, nothing
-// travels: all numbers of rows are 0, and *overflows += 1.
+// travels: all numbers of rows are 0, state->overflows += 1, and state->needed is at least the share of that room that
+// the fullest rank would take.
 enum {
     SEND_START,   // of the rows that go to rank j, in the order of permute_plan
     SEND_ROWS,    //
@@ -28,13 +30,13 @@ enum {
     ROUTE_NUMBERS
 };
 void dispatch_numbers(int64_t* numbers,  // (ROUTE_NUMBERS, P)
-                      double* overflows,
+                      StepState* state,
                       const int64_t* counts,  // (P, P, 2)
                       int32_t index, int32_t P, int64_t received, int64_t choices, Ctx* ctx);
 
-// Rank j's, as both builds find them. Returns 1 if it would receive more than there is room for.
-static inline BOTH_SIDES int dispatch_numbers_of(int64_t* numbers, const int64_t* counts, int32_t index, int32_t P,
-                                                 int32_t j, int64_t align, int64_t received, int64_t choices) {
+// Rank j's, as both builds find them. Returns the share of the room for what it receives that this takes.
+static inline BOTH_SIDES double dispatch_numbers_of(int64_t* numbers, const int64_t* counts, int32_t index, int32_t P,
+                                                    int32_t j, int64_t align, int64_t received, int64_t choices) {
     int64_t send = 0, recv = 0, there = 0, home = 0, tokens = 0, of_them = 0;
     for (int32_t i = 0; i < j; i++) {
         send += round_up(counts[(index * P + i) * 2], align);
@@ -48,7 +50,8 @@ static inline BOTH_SIDES int dispatch_numbers_of(int64_t* numbers, const int64_t
     numbers[SEND_START * P + j] = send, numbers[SEND_ROWS * P + j] = counts[(index * P + j) * 2];
     numbers[RECV_START * P + j] = recv, numbers[RECV_ROWS * P + j] = counts[(j * P + index) * 2];
     numbers[THERE_START * P + j] = there, numbers[HOME_START * P + j] = home;
-    return tokens > received || of_them > choices;
+    const double of_received = (double)tokens / (double)received, of_choices = (double)of_them / (double)choices;
+    return of_received > of_choices ? of_received : of_choices;
 }
 
 // The choices of each sent row as its rank knows them: numbers of its own experts, -1 and gate 0 where another rank

@@ -332,7 +332,8 @@ static MoeShape shape_of(Widths d, Precision p, int recompute) {
                   format_of(p.dispatch, p),
                   format_of(p.expert, p),
                   FORMAT_VALUES,
-                  format_of(p.wgrad, p)};
+                  format_of(p.wgrad, p),
+                  0};
     if (p.combine) s.combine.bytes = 1, s.combine.cast.scale = p.scale, s.combine.cast.align = 1;
     return s;
 }
