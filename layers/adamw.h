@@ -57,7 +57,7 @@ typedef struct StepState {
 } StepState;
 enum { STEP_SUMS = 4 + MTP_MAX + LARGEST };  // doubles from loss_sum on that are summed over the ranks
 
-// In device memory too: what the host says of a step, lr first of all, is written there before the step.
+// In device memory too: what the host knows of a step, lr first of all, is written there before the step.
 typedef struct AdamW {
     float lr, beta1, beta2, eps, weight_decay, clip;  // clip: largest gradient norm, 0 for none
 } AdamW;

@@ -1,8 +1,8 @@
 // Expert parallelism's bookkeeping: which ranks a token goes to, and what travels with it. Rank j of P holds experts
 // j El .. (j + 1) El - 1, so a choice is held by rank expert / El. A token goes once to each rank that holds one of its
 // choices; `send` is that layout (grouped/permute.h): its "experts" are the P ranks, and token_row is (N, P).
-#ifndef MOE_DISPATCH_PLAN_H
-#define MOE_DISPATCH_PLAN_H
+#ifndef MOE_DISPATCH_OPS_H
+#define MOE_DISPATCH_OPS_H
 
 #include "device/device.h"
 #include "grouped/permute.h"

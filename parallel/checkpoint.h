@@ -2,9 +2,9 @@
 // ranks wrote it: every rank writes its slices of each tensor in place, and reads the slices that it holds.
 //
 // A checkpoint is written into a folder beside it (`step_%08d.tmp`) and flushed, its manifest last, and then renamed.
-// So a folder with the right name is whole, whatever happens. The manifest holds step, data position, options, and of
-// every file its size and CRC-32 (joined from those of the slices); it ends with a CRC-32 of itself. What does not
-// match is refused by name, and the next older checkpoint is tried. Tensors are stored as they are kept: in real
+// So a folder with the right name is whole, whatever happens. The manifest holds step, data position and options, and
+// each file's size and CRC-32 (joined from those of the slices). It ends with a CRC-32 of itself. What does not match
+// is refused by name, and the next older checkpoint is tried. Tensors are stored as they are kept: in real
 // (float32), the moments of --moments bf16 in bf16. Working weights are derived again after loading.
 //
 // Training waits while the tensors are copied to host memory; a thread writes them meanwhile.

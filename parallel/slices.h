@@ -4,7 +4,7 @@
 //   | header | tensor 0        | tensor 1        | tensor 2 |
 //   | rank 0 | rank 0 | rank 1 | rank 0 | rank 1 | rank 1   |      slices, each with a CRC-32 of its own
 //
-// crc32_combine joins two neighbours' sums to that of both, so that nobody reads the whole file.
+// crc32_combine joins the sums of two neighbours into the sum of both, so nobody reads the whole file.
 #ifndef PARALLEL_SLICES_H
 #define PARALLEL_SLICES_H
 
