@@ -55,6 +55,7 @@ struct Comm {
     ncclDevComm* device_side;
     ncclWindow_t window;
     char* window_memory;
+    size_t window_bytes;
 };
 
 // For what stays on this rank in an exchange, a stream of all communicators: from that of the exchange to it and back.
@@ -244,8 +245,8 @@ static void push(Comm* c, const ExchangeBuffer* buffers, int count, ExchangeRows
     Push p = {};
     ASSERT(c->window && count <= EXCHANGE_BUFFERS);
     for (int b = 0; b < count; b++) {
-        ASSERT(buffers[b].row_bytes % 4 == 0);
         p.buffer[b].recv = (size_t)((char*)buffers[b].recv - c->window_memory);
+        ASSERT(buffers[b].row_bytes % 4 == 0 && p.buffer[b].recv < c->window_bytes);
         p.buffer[b].send = (const char*)buffers[b].send, p.buffer[b].row_bytes = buffers[b].row_bytes;
     }
     p.buffers = count, p.ranks = c->count, p.own = c->index;
@@ -279,6 +280,7 @@ void* comm_window(Comm* c, size_t bytes, const char* what) {
     if (ncclMemAlloc((void**)&c->window_memory, size) != ncclSuccess)
         die(EXIT_FAILED, "out of GPU memory: %.2f GiB for %s", (double)bytes / 0x1p30, what);
     NCCL_CHECK(ncclCommWindowRegister(c->nccl, c->window_memory, size, &c->window, NCCL_WIN_COLL_SYMMETRIC), c->nccl);
+    c->window_bytes = size;
     return c->window_memory;
 }
 
