@@ -22,7 +22,7 @@ HOST = device/check device/random device/kernels device/options device/arena dev
        layers/rope_table mx/rows mx/products mx/mx_check moe/dispatch moe/moe moe/moe_buffers \
        model/settings model/settings_check model/record model/params model/forward model/backward model/mtp model/model model/step model/persist \
        model/hub model/export model/import model/evaluate model/use model/report model/sample model/agree $(RANKS) \
-       parallel/watch parallel/sharding parallel/slices parallel/checkpoint parallel/resume
+       parallel/watch parallel/sharding parallel/slices parallel/checkpoint parallel/resume parallel/folder
 
 # Open MPI connects the ranks; without it every program is one rank, and nothing else changes.
 ifndef MPI

@@ -85,7 +85,6 @@ void model_make_room(Model* m, double needed) {
     ctx_sync(m->ctx);
     device_upload(&m->state->replay, &replay, sizeof(replay), m->ctx);
     device_upload(&m->state->needed, &none, sizeof(none), m->ctx);
-    if (needed <= 1) return;  // another group's
 
     // The pool as it is planned at the start.
     MoeShape shape = m->moe_shape;

@@ -139,9 +139,10 @@ static ExchangeRows rows_of(const Route* r) {
     const int64_t* n = r->numbers;
     const int32_t P = r->shape.ep;
     const ExchangeRows on_host = {r->send_start, r->send_rows, r->recv_start, r->recv_rows, NULL};
+    if (!n) return on_host;
     const ExchangeRows on_device = {n + SEND_START * P, n + SEND_ROWS * P, n + RECV_START * P, n + RECV_ROWS * P,
                                     n + THERE_START * P};
-    return n ? on_device : on_host;
+    return on_device;
 }
 
 static void pack(Dispatch* d, void* recv, const void* send, size_t row_bytes) {
