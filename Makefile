@@ -22,7 +22,7 @@ HOST = device/check device/random device/kernels device/options device/arena dev
        layers/rope_table mx/rows mx/products mx/mx_check moe/dispatch moe/moe moe/moe_buffers \
        model/settings model/settings_check model/record model/params model/forward model/backward model/mtp model/model model/step model/persist \
        model/hub model/export model/import model/evaluate model/use model/report model/sample model/agree $(RANKS) \
-       parallel/watch parallel/sharding parallel/slices parallel/checkpoint parallel/resume
+       parallel/watch parallel/sharding parallel/slices parallel/checkpoint parallel/resume parallel/folder
 
 # Open MPI connects the ranks; without it every program is one rank, and nothing else changes.
 ifndef MPI
@@ -38,7 +38,7 @@ MPI_LIBS  := $(filter-out -pthread,$(shell mpicc --showme:link))
 endif
 
 # C tests; those in TESTS_F64 compare with finite differences and run in the double build too.
-OP_TESTS = tests/test_layers tests/test_attention tests/test_adamw tests/test_router tests/test_permute \
+OP_TESTS = tests/test_layers tests/test_attention tests/test_adamw tests/test_moments tests/test_router tests/test_permute \
            tests/test_grouped_gemm tests/test_experts tests/test_dispatch tests/test_moe tests/test_mxfp8 \
            tests/test_mx_swiglu tests/test_mx_stats tests/test_mx_block tests/test_mx_check tests/test_mx_wgrad \
            tests/test_products
@@ -243,7 +243,7 @@ bench: all $(if $(HAVE_GPU),$(BENCH_CUDA:%=$(CUDA)/bench/%))
 	@$(if $(HAVE_GPU),for name in $(BENCH_CUDA); do echo "== $$name"; $(CUDA)/bench/$$name || exit 1; done)
 	@$(if $(HAVE_GPU),for name in attention grouped_gemm; do $(PYTHON) bench/$${name}_torch.py || true; done)
 
-# The figures of docs/, some from runs of `tiny`: two minutes on two cores.
+# The figures of docs/, some from runs of `tiny`: three minutes on two cores.
 docs: $(CPU)/train_moe
 	@$(PYTHON) scripts/figures.py --program $(CPU)/train_moe
 

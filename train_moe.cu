@@ -6,7 +6,6 @@
 //           sample, a save
 //
 // The host runs one step ahead of the device: it queues step n + 1, then waits for the results of step n.
-#include <errno.h>
 #include <fcntl.h>
 #include <math.h>
 #include <signal.h>
@@ -31,6 +30,7 @@
 #include "model/report.h"
 #include "model/sample.h"
 #include "model/use.h"
+#include "parallel/folder.h"
 #include "parallel/watch.h"
 
 // The signal that asked this rank to stop.
@@ -48,8 +48,7 @@ typedef struct Run {
     double val_bytes;    // of a token of val; 0: not known
     Choices* questions;  // question_files of them
     int question_files;
-    Path lock_path;       // of rank 0
-    int lock;             // its descriptor, while rank 0 has --out for itself; -1 without
+    Folder folder;        // --out, of rank 0
     RunLog* log;          // of rank 0; NULL without --out
     Saver* saver;         // NULL without --out
     int64_t saved;        // newest step on the disk or on its way there
@@ -63,46 +62,6 @@ typedef struct Run {
     int64_t window;       // of the run, where its next step begins in the data
     int64_t first;        // step after the one resumed from
 } Run;
-
-// One run at a time writes into a folder: takes its lock, or ends the run. Where locks do not work there is a warning.
-static void lock_folder(Run* r) {
-    const char *out = r->settings.out, *path = r->lock_path.text;
-    r->lock_path = path_of("%s/.lock", out);
-    r->lock = lock_file(path);
-    if (r->lock >= 0) return;
-
-    if (errno == EAGAIN) {
-        char* holder = read_file(path, 256, NULL);
-        die(EXIT_FAILED, "--out %s is in use by another run (%s): wait for its end, or choose another folder", out,
-            holder && *holder ? holder : "unknown");
-    }
-    if (errno == ELOOP) die(EXIT_FAILED, "%s: %s", path, file_error(errno));
-    warn("--out %s cannot be locked (%s): another run in it would not be noticed", out, strerror(errno));
-}
-
-static void unlock_folder(const Run* r) {
-    if (r->lock >= 0) unlock_file(r->lock_path.text, r->lock);
-}
-
-// Makes --out, locks it, and looks what is in it: only --resume may go on in a folder that holds a run.
-static void open_folder(Run* r) {
-    const Settings* s = &r->settings;
-    int count;
-    if (!*s->out) {
-        printf("run        no --out: no log and no checkpoint will be kept\n");
-        return;
-    }
-    if (make_folders(s->out) != 0 || access(s->out, W_OK) != 0)
-        die(EXIT_FAILED, "--out %s cannot be used as a folder: %s", s->out, strerror(errno));
-    lock_folder(r);
-
-    free(checkpoint_list(s->out, &count));
-    if (!s->resume && (count || access(path_of("%s/log.jsonl", s->out).text, F_OK) == 0)) {
-        unlock_folder(r);
-        die(EXIT_USAGE, "--out %s holds a run already; add --resume to go on with it, or choose another folder",
-            s->out);
-    }
-}
 
 // Whether an option that says "every so many steps" (0: never) means this one.
 static int due(int64_t step, int64_t every) { return every > 0 && step % every == 0; }
@@ -152,6 +111,7 @@ static void report(Run* r, int val, int asks) {
 
     // What the device computed, and how long it took.
     memcpy(&r->last, fetch_end(r->state), sizeof(StepState));
+    if (r->last.replay) return;
     double took = stopwatch_seconds(r->watch[r->pending % 2]), peak = r->ranks * device_peak_flops(r->model->ctx);
     double tokens_per_s = (double)s->tokens_per_step / took;
     r->average_ms = r->average_ms > 0 ? 0.9 * r->average_ms + 0.1 * 1000 * took : 1000 * took;
@@ -189,6 +149,7 @@ static void report(Run* r, int val, int asks) {
                          .load_min = load_min,
                          .blocks = blocks,
                          .mem_gib = (double)device_peak_memory() / 0x1p30,
+                         .capacity = r->model->capacity,
                          .tokens = r->pending * s->tokens_per_step,
                          .time = host_time(),
                          .casts = casts,
@@ -267,14 +228,35 @@ static void print_stop(const Run* r) {
     printf("%s\n", *r->settings.out ? "; --resume goes on from here" : "");
 }
 
+// The data from a step on.
+static Loader* load_from(const Run* r, int64_t step) {
+    const Settings* s = &r->settings;
+    const int64_t windows = s->tokens_per_step / s->seq_len;
+    const LoaderOrder order = {.seed = (uint64_t)(s->data_seed ? s->data_seed : s->seed),
+                               .first = r->window + (step - r->first) * windows + r->rank * s->batch,
+                               .stride = r->ranks * s->batch,
+                               .wrap = s->overfit ? windows : 0};
+    return loader_start(r->train, s->batch, (int32_t)s->model.V, order);
+}
+
+// The pending step had no room for its tokens, and so neither it nor a step after it changed anything: all that was
+// queued since runs again, on the same data, with more room.
+static Loader* run_again(Run* r, Loader* loader) {
+    double *needed = (double*)host_alloc((size_t)r->ranks * sizeof(double)), most = 0;
+    loader_stop(loader);
+    ranks_all_gather(r->world, needed, &r->last.needed, sizeof(double));
+    for (int i = 0; i < r->ranks; i++) most = fmax(most, needed[i]);
+    free(needed);
+    model_make_room(r->model, most);
+    warn("step %ld had no room for the tokens of an expert's rank, and runs again with --capacity %.2f", r->pending,
+         r->model->capacity);
+    return load_from(r, r->pending);
+}
+
 // All the steps, from r->first on.
 static void train(Run* r) {
     const Settings* s = &r->settings;
-    LoaderOrder order = {.seed = (uint64_t)(s->data_seed ? s->data_seed : s->seed),
-                         .first = r->window + r->rank * s->batch,
-                         .stride = r->ranks * s->batch,
-                         .wrap = s->overfit ? s->tokens_per_step / s->seq_len : 0};
-    Loader* loader = loader_start(r->train, s->batch, (int32_t)s->model.V, order);
+    Loader* loader = load_from(r, r->first);
     r->shown = host_seconds();
 
     int stop = 0;
@@ -282,7 +264,7 @@ static void train(Run* r) {
         // The device gets this step, and the host waits for the results of the one before.
         queue_step(r, loader, step);
         report(r, 0, 0);
-        fetch_step(r, step);
+        if (!r->last.replay) fetch_step(r, step);
 
         // A rank that was asked to stop told the others in the step before. All ranks learn it here together.
         stop = r->last.stop != 0;
@@ -293,7 +275,13 @@ static void train(Run* r) {
         int samples = s->sample_every && (step == s->steps || due(step, s->sample_every));
         int saves = *s->out && (last || due(step, s->save_every));
         int asks = r->question_files && (step == s->steps || due(step, s->eval_every));
-        if (last || validates || asks || samples || saves) report(r, validates, asks);
+        if (!r->last.replay && (last || validates || asks || samples || saves)) report(r, validates, asks);
+        if (r->last.replay) {
+            loader = run_again(r, loader);
+            step = r->pending - 1;
+            stop = r->last.replay = 0, r->pending = 0;
+            continue;
+        }
 
         // Once in a while: a sample.
         if (samples) print_sample(r, step);
@@ -399,7 +387,7 @@ static void open_outputs(Run* r) {
 static void close_all(Run* r) {
     if (r->log) runlog_close(r->log);
     if (r->saver) saver_destroy(r->saver);
-    unlock_folder(r);
+    folder_close(&r->folder);
     for (int i = 0; i < 2; i++) stopwatch_destroy(r->watch[i]);
     fetch_destroy(r->state);
     fetch_destroy(r->load);
@@ -412,7 +400,7 @@ static void close_all(Run* r) {
 }
 
 int main(int argc, char** argv) {
-    Run r = {.lock = -1};
+    Run r = {.folder = {.lock = -1}};
     open_ranks(&r, argc, argv);
     const Settings* s = &r.settings;
     const int asks = s->help || s->version;
@@ -433,7 +421,8 @@ int main(int argc, char** argv) {
         // Where. Memory that does not suffice and a folder that cannot be used end the run before it takes anything.
         device_choose(ranks_local());
         check_memory(s, r.rank);
-        if (r.rank == 0) open_folder(&r);
+        if (r.rank == 0 && *s->out) r.folder = folder_open(s->out, s->resume != 0);
+        if (!*s->out) printf("run        no --out: no log and no checkpoint will be kept\n");
         ranks_barrier(r.world);  // nobody takes memory before all have seen what is free
 
         open_model(&r);

@@ -123,7 +123,7 @@ static void make(Pipeline& p, int64_t N, int64_t dim, int64_t hidden) {
     arena_add(&p.arena, "pool", ELEMENT_BYTE, (int64_t)room, 0, &pool);
     arena_allocate(&p.arena);
     p.pool = pool_create("the benchmark", pool, room);
-    p.dispatch = dispatch_create(comm, p.pool, ctx);
+    p.dispatch = dispatch_create(comm, p.pool, NULL, ctx);
 
     fill<<<1024, 256, 0, ctx->stream>>>(p.x, N * dim, X, 1, me * N * dim);
     fill<<<1024, 256, 0, ctx->stream>>>(p.dy, N * hidden, DY, 1, me * N * hidden);

@@ -123,9 +123,9 @@ static void compare(int64_t M, int64_t OC, int64_t IC, int El, const char* pass,
 
     // The row of the table.
     double work = 2.0 * (double)M * (double)OC * (double)IC * 1e-9;  // GFLOP; over ms: TFLOP/s
-    printf("| %lld x %lld | %d | %s | %.3f | %.0f | %.0f | %.3f | %.1e | %.2f |\n", (long long)OC, (long long)IC, El,
-           pass, median(t), work / median(t), work / median(t_library), median(t_library) / median(t),
-           sqrt(error[0] / error[1]), median(t_held) / median(t));
+    printf("| %lld x %lld | %d | %s | %.3f | %.*f | %.0f | %.3f | %.1e | %.2f |\n", (long long)OC, (long long)IC, El,
+           pass, median(t), work / median(t) < 10, work / median(t), work / median(t_library),
+           median(t_library) / median(t), sqrt(error[0] / error[1]), median(t_held) / median(t));
     fflush(stdout);
 }
 

@@ -183,10 +183,12 @@ static void bench_adamw(void) {
     const AdamW opt = {1e-4f, 0.9f, 0.95f, 1e-8f, 0.1f, 1};
     AdamW* there = (AdamW*)device_alloc(sizeof(opt), "the benchmark");
     device_upload(there, &opt, sizeof(opt), ctx);
-    row("adamw_update", "256 Mi parameters", 30.0 * (double)n, [&](int i) {
-        const AdamWBuffer buffer = {weight[i], master[i], m[i], v[i], grad[i], n, n};
-        adamw_update(&buffer, 1, there, state, ctx);
-    });
+    for (int bf16 = 0; bf16 < 2; bf16++)
+        row(bf16 ? "adamw_update, moments in bf16" : "adamw_update", "256 Mi parameters",
+            (bf16 ? 22.0 : 30.0) * (double)n, [&](int i) {
+                const AdamWBuffer buffer = {weight[i], master[i], m[i], v[i], grad[i], n, n};
+                adamw_update(&buffer, 1, bf16, there, state, ctx);
+            });
     row("grad_norm_add", "256 Mi parameters", 4.0 * (double)n, [&](int i) { grad_norm_add(state, grad[i], n, ctx); });
     device_free(there);
     device_free(state);

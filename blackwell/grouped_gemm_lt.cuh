@@ -1,6 +1,6 @@
 // The grouped products of MXFP8 bytes on GPUs whose tensor cores take a scale for every 32 elements (compute capability
-// 10.0 and up): one cuBLASLt product per expert. The contract is that of mx/grouped_gemm_mx.h, and the functions there
-// come here on such a GPU. The group sizes are fetched to the host, which waits for that once per product. Workspace:
+// 10.0 and up): one cuBLASLt product per expert. The contract is that of mx/grouped_gemm_mx.h, whose functions call
+// these on such a GPU. The host fetches the group sizes, and waits for them once per product. Workspace:
 // matmul_workspace() (layers/matmul.h).
 #ifndef BLACKWELL_GROUPED_GEMM_LT_CUH
 #define BLACKWELL_GROUPED_GEMM_LT_CUH

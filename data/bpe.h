@@ -1,6 +1,6 @@
-// Byte-level BPE. Text is cut into words: at added tokens, which stand for themselves, then by patterns, each of which
-// cuts the pieces that the one before left. A word begins as the tokens of its bytes, and as long as two neighbours
-// have a merge, those whose merge is the earliest become one token.
+// Byte-level BPE: text to tokens. Text is cut into words, first at added tokens, which stand for themselves, then by
+// patterns, each of which cuts the pieces that the one before left. A word begins as the tokens of its bytes. As long
+// as two neighbours have a merge, those with the earliest merge become one token.
 //
 // tokenizer.json fills this in (data/tokenizer_json.c).
 #ifndef DATA_BPE_H

@@ -3,8 +3,8 @@
 //
 //   65535  bytes of this example  its index  label  P   n context...   n ending...   n ending...   (P endings)
 //
-// where each n counts the ids after it. {20240802, 1, ...} has uint32 in the place of all uint16 (and 0xffffffff as the
-// mark), for vocabularies above 65536. scripts/prepare_eval.py writes both.
+// where each n counts the ids after it. For vocabularies above 65536, {20240802, 1, ...} has uint32 instead of uint16,
+// and 0xffffffff as the mark. scripts/prepare_eval.py writes both.
 #ifndef DATA_CHOICES_H
 #define DATA_CHOICES_H
 

@@ -1,4 +1,4 @@
-// Regular expressions as trees. Of Oniguruma's, this is known:
+// Regular expressions as trees: those by which a tokenizer cuts text into words. Of Oniguruma's syntax this is known:
 //
 //   abc  \n \r \t  \\ \. \- ...          characters
 //   \s \S  \p{L} \P{L}  [a-z\p{N}]  [^a]  classes: white space; general categories L, Lu, Ll, Lt, Lm, Lo, M, N, P,

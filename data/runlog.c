@@ -132,6 +132,7 @@ void runlog_add(RunLog* log, const StepRecord* r) {
     add_list(&line, "load_max", r->load_max, r->blocks);
     add_list(&line, "load_min", r->load_min, r->blocks);
     add_number(&line, "mem_gib", r->mem_gib);
+    if (r->capacity > 0) add_number(&line, "capacity", r->capacity);
     host_append(&line, ", \"tokens\": %ld, \"time\": %.3f", r->tokens, r->time);
 
     // A file's name is any text.

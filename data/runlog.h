@@ -40,6 +40,7 @@ typedef struct StepRecord {
     const double *load_max, *load_min;  // (blocks): of the fullest and the emptiest expert over the mean; NaN if dense
     int64_t blocks;
     double mem_gib;
+    double capacity;          // of --dispatch windows, 0: not that; it grows where a step ran again
     int64_t tokens;           // seen so far
     double time;              // of the record, seconds since 1970
     const CastRecord* casts;  // cast_count of them; 0: the field is left out

@@ -1,6 +1,6 @@
-// safetensors files (https://github.com/huggingface/safetensors, "Format"): the header's length as 8 bytes,
-// little-endian, the header as JSON, {name: {dtype, shape, data_offsets}, "__metadata__": {..}}, then the tensors'
-// bytes.
+// safetensors, Hugging Face's files of tensors (https://github.com/huggingface/safetensors, "Format"). First comes the
+// header's length, 8 bytes, little-endian. Then the header in JSON, {name: {dtype, shape, data_offsets},
+// "__metadata__": {..}}. Then the tensors' bytes.
 //
 //   | length | {"a": {..., "data_offsets": [0, 64]}, "b": {...}} | a        | b        |
 //   0        8                                                   data 0     data 64

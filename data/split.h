@@ -1,4 +1,4 @@
-// Where a pattern matches, as Oniguruma finds it (which the library tokenizers uses).
+// Finds where a pattern matches, as Oniguruma does, the engine of Hugging Face's library tokenizers.
 #ifndef DATA_SPLIT_H
 #define DATA_SPLIT_H
 

@@ -1,8 +1,8 @@
-// Turning tokens back into text, for samples and logs, and prompts into tokens.
+// Tokens back into text, for samples and logs, and prompts into tokens.
 //
 // A tokenizer file has llm.c's layout: 256 little-endian uint32 {20240328, 2, number of tokens, end-of-text id, 0...},
-// then for each token one length byte and its bytes. Or it is a tokenizer.json of Hugging Face's, which ends in .json;
-// one that lies beside a table (x.json beside x.bin) is read in its place, and must have the table's tokens. Without a
+// then for each token one length byte and its bytes. Or it is Hugging Face's tokenizer.json; its name ends in .json.
+// One that lies beside a table (x.json beside x.bin) is read instead of it, and must have the table's tokens. Without a
 // file the tokens are bytes: ids 0..255, 256 = end of text.
 #ifndef DATA_TOKENIZER_H
 #define DATA_TOKENIZER_H

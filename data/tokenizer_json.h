@@ -4,9 +4,9 @@
 //   added_tokens   more tokens, or names for some of them
 //   pre_tokenizer  how text is cut into words
 //
-// Tokens can be read of any tokenizer, for decoding. Encoding needs byte-level BPE; where a file asks for something
-// else, `refused` says what. Its post_processor is left out: it frames whole texts with marks, and prompts are no whole
-// texts.
+// The tokens of any tokenizer can be read, for decoding. Encoding needs byte-level BPE; where a file asks for something
+// else, `refused` says what. Its post_processor is left out: it frames whole texts with marks, and a prompt is no whole
+// text.
 #ifndef DATA_TOKENIZER_JSON_H
 #define DATA_TOKENIZER_JSON_H
 

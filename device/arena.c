@@ -10,7 +10,7 @@
 
 size_t element_bytes(Element element, Backend backend) {
     // By Element, then by Backend.
-    static const size_t bytes[][2] = {{sizeof(real), 2}, {sizeof(real), 4}, {4, 4}, {8, 8}, {1, 1}};
+    static const size_t bytes[][2] = {{sizeof(real), 2}, {sizeof(real), 4}, {2, 2}, {4, 4}, {8, 8}, {1, 1}};
     return bytes[element][backend];
 }
 

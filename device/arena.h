@@ -1,5 +1,5 @@
-// Memory as a table: every buffer of a purpose is named first, then all are allocated at once. The same table, laid out
-// for either backend, is what --dry-run prints, so prediction and allocation cannot drift apart.
+// Memory as a table: all buffers of a purpose are named first, then allocated at once. --dry-run prints the same table,
+// laid out for either backend, so prediction and allocation cannot drift apart.
 //
 //   arena_init       purpose "activations kept", backend
 //   arena_add        "residual"  floatX  N * C   -> &block->residual     a line for each buffer
@@ -12,7 +12,7 @@
 
 BEGIN_C
 
-typedef enum { ELEMENT_X, ELEMENT_REAL, ELEMENT_I32, ELEMENT_I64, ELEMENT_BYTE } Element;
+typedef enum { ELEMENT_X, ELEMENT_REAL, ELEMENT_BF16, ELEMENT_I32, ELEMENT_I64, ELEMENT_BYTE } Element;
 
 // Bytes of one element on a backend (BACKEND_CPU or BACKEND_CUDA). floatX: bf16 on CUDA, else real.
 size_t element_bytes(Element element, Backend backend);

@@ -236,6 +236,11 @@ void device_zero(void* p, size_t bytes, Ctx* ctx) {
     if (bytes) memset(p, 0, bytes);
 }
 
+void device_fill(void* p, int byte, size_t bytes, Ctx* ctx) {
+    (void)ctx;
+    if (bytes) memset(p, byte, bytes);
+}
+
 void device_upload(void* to, const void* host, size_t bytes, Ctx* ctx) { (void)ctx, memcpy(to, host, bytes); }
 void device_download(void* host, const void* from, size_t bytes, Ctx* ctx) { (void)ctx, memcpy(host, from, bytes); }
 

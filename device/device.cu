@@ -242,6 +242,10 @@ void device_zero(void* p, size_t bytes, Ctx* ctx) {
                  pieces);
 }
 
+void device_fill(void* p, int byte, size_t bytes, Ctx* ctx) {
+    CUDA_CHECK(cudaMemsetAsync(p, byte, bytes, ctx->stream));
+}
+
 // Piece after piece: into the oldest piece of pinned memory, and from there on its way.
 void device_upload(void* to, const void* host, size_t bytes, Ctx* ctx) {
     Staging* s = ctx->staging;

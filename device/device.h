@@ -54,6 +54,7 @@ void device_free(void* p);
 
 // In the order of ctx's work. upload and download return when the host buffer may be used again.
 void device_zero(void* p, size_t bytes, Ctx* ctx);
+void device_fill(void* p, int byte, size_t bytes, Ctx* ctx);
 void device_upload(void* to, const void* host, size_t bytes, Ctx* ctx);
 void device_download(void* host, const void* from, size_t bytes, Ctx* ctx);
 

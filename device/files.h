@@ -1,7 +1,7 @@
 // Folders and whole files on the host. Every call sets errno where it fails; file_error says it in words.
 //
 // A folder may come from somebody else, so nothing is written or removed through a symbolic link that lies in it: such
-// a name is refused with ELOOP. And only ordinary files are opened: a FIFO would wait for its other end, a device may
+// a name is refused with ELOOP. Only ordinary files are opened: a FIFO would wait for its other end, a device might
 // act.
 #ifndef DEVICE_FILES_H
 #define DEVICE_FILES_H

@@ -1,13 +1,13 @@
-// Work that a Ctx is given over and over in the same way, such as a training step's: replayed as a whole, without the
-// host's part in it.
+// Replays work that is the same every time, such as a training step's, as a whole: the host's part is left out. On the
+// GPU this is a CUDA graph.
 //
 //   run 1            done as any work (libraries choose their algorithms, kernels are loaded)
 //   run 2            recorded, and what was recorded is replayed at once
 //   run 3, 4, ...    replayed
 //
-// Replayed are the launches, copies and zeroings with the arguments that they had when they were recorded; what `work`
-// does on the host is not done again. So whatever is to differ from run to run lies in device memory, and is written
-// there before.
+// A replay repeats launches, copies and zeroings, with the arguments that they had when they were recorded. What `work`
+// does on the host is not done again. So what differs from run to run must lie in device memory, and is written there
+// before the run.
 #ifndef DEVICE_GRAPH_H
 #define DEVICE_GRAPH_H
 

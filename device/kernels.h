@@ -1,5 +1,5 @@
-// Which kernels a GPU runs: those for every NVIDIA GPU since Ampere, or those for Hopper. Plain functions of its
-// compute capability (90 is 9.0), so that the answer for any GPU can be had on any machine.
+// Which kernels a GPU runs: those for every NVIDIA GPU since Ampere, or those for Hopper. Plain functions of the
+// compute capability (90 is 9.0): any machine can answer for any GPU.
 #ifndef DEVICE_KERNELS_H
 #define DEVICE_KERNELS_H
 

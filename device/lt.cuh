@@ -1,6 +1,6 @@
-// Products through cuBLASLt: row-major matrices; bf16, or MXFP8 bytes with their scales; sums
-// in float32. Dense products (layers/matmul.cu) go through it, and the products of ops whose own kernels the GPU at
-// hand does not know (blackwell/).
+// Matrix products by NVIDIA's library cuBLASLt: row-major matrices of bf16, or of MXFP8 bytes with their scales, with
+// sums in float32. The dense products use it (layers/matmul.cu), and those of ops that have no kernel of their own for
+// the GPU at hand (blackwell/).
 //
 // A product is described once and kept in the Ctx. Its algorithm is the first that the library's heuristic offers
 // without in-place split-K, whose order of summation is not fixed. It is never chosen by timing: the same shapes give

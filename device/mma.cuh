@@ -1,7 +1,9 @@
-// Thin wrappers of the matrix instructions that every NVIDIA GPU has since Ampere (sm_80): a warp multiplies 16 x 16 by
-// 16 x 8 (mma.sync), takes its operands from shared memory (ldmatrix), and copies pass from global to shared memory
-// without registers and without waiting (cp.async). PTX ISA, sections of these names. Each function is one instruction.
-// layers/attention_portable.cuh says how they work together.
+// Thin wrappers of the matrix instructions that every NVIDIA GPU has since Ampere (sm_80). Each function is one
+// instruction; PTX ISA, sections of these names. layers/attention_portable.cuh shows how they work together.
+//
+//   mma.sync   a warp multiplies 16 x 16 by 16 x 8
+//   ldmatrix   a warp reads operands from shared memory
+//   cp.async   a copy from global to shared memory that needs no registers and does not wait
 #ifndef DEVICE_MMA_CUH
 #define DEVICE_MMA_CUH
 

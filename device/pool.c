@@ -1,4 +1,4 @@
-// Chunks never move and are never given back before the end, so that addresses stay valid. A mark is a chunk and a
+// Chunks never move while something is taken, so that addresses stay valid. A mark is a chunk and a
 // height in it; to release is to go back to a mark.
 #include "device/pool.h"
 
@@ -35,8 +35,21 @@ Pool* pool_create(const char* purpose, void* memory, size_t bytes) {
     return pool;
 }
 
+// Gives back what was added.
+static void free_added(Pool* pool) {
+    while (pool->count > 1) device_free(pool->chunks[--pool->count].memory);
+}
+
+void pool_move(Pool* pool, void* memory, size_t bytes) {
+    const Chunk chunk = {(char*)memory, bytes};
+    const PoolMark bottom = {0, 0};
+    free_added(pool);
+    pool->chunks[0] = chunk;
+    pool->top = bottom;
+}
+
 void pool_destroy(Pool* pool) {
-    for (int i = 1; i < pool->count; i++) device_free(pool->chunks[i].memory);
+    free_added(pool);
     arena_free(&pool->table);
     free(pool->chunks);
     free(pool);

@@ -1,5 +1,6 @@
 // Random numbers without state: Philox 4x32-10 (Salmon et al. 2011, "Parallel random numbers: as easy as 1, 2, 3"). A
-// number depends only on (seed, stream, index), so any rank draws just its own part and gets the same.
+// number depends only on (seed, stream, index), so a rank can draw its own part alone, and all parts together are the
+// same for any number of ranks.
 #ifndef DEVICE_RANDOM_H
 #define DEVICE_RANDOM_H
 

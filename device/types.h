@@ -2,8 +2,8 @@
 //
 //   floatX  what activations and working weights are stored in: bf16 on CUDA, `real` on the CPU
 //   real    what must not be rounded to bf16: statistics, gates, router scores, losses, gradients of parameters,
-//           masters, moments. float32; double in the reference when built with F64=1 (the oracle of finite
-//           differences).
+//           masters, moments but for --moments bf16. float32; double in the reference when built with F64=1 (the
+//           oracle of finite differences).
 //
 // The program is for 64-bit Linux, where int64_t is long: printf takes it as %ld.
 //

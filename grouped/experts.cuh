@@ -1,5 +1,5 @@
-// The backward of SwiGLU with the gate (grouped/experts.h) for one row, which a warp takes: the experts' kernel and the
-// one that also casts to MXFP8 (mx/mx_swiglu.cu) differ in what they do to A and to the gradients.
+// Backward of SwiGLU with the gate (grouped/experts.h) for one row, by a warp. Two kernels share it: the experts', and
+// the one that also casts to MXFP8 (mx/mx_swiglu.cu). They differ in what they do to A and to the gradients.
 #ifndef GROUPED_EXPERTS_CUH
 #define GROUPED_EXPERTS_CUH
 

@@ -1,5 +1,5 @@
-// What stands between an expert's two products, over ragged rows (grouped/permute.h): SwiGLU, and its backward with the
-// gate.
+// What an expert does between its two products: SwiGLU, and its backward with the gate. Over ragged rows
+// (grouped/permute.h).
 //
 // The gate multiplies the expert's output: out_n = sum_k gate_r Y_r. The backward never needs Y: with dA' = dOut W2
 // (`da_ungated`),

@@ -6,8 +6,7 @@
 //
 // Weights of all experts lie together, w (El, OC, IC). Products read true rows only, or pad rows that are zeros; rows
 // of an output that are pad rows are written as zeros. In the CUDA build IC and OC are multiples of 8. Starts and
-// counts of rows are read on the device, and the workspace has room for the number of work items and an order of
-// experts.
+// counts of rows are read on the device. The workspace has room for the number of work items and an order of experts.
 #ifndef GROUPED_GROUPED_GEMM_H
 #define GROUPED_GROUPED_GEMM_H
 

@@ -71,6 +71,7 @@ template <Pass P, bool COMMON_A>
 __device__ __forceinline__ void load_blocks(Shared& s, const CUtensorMap* a, const CUtensorMap* b, const WorkItem& item,
                                             int rank, Place<STAGES>& stage) {
     const bool n_along_rows = P == DGRAD || P == WGRAD;  // in B's memory, else k
+    const int m0 = item.m + (P == MX_WGRAD ? item.of.a : 0), n0 = item.n + (P == MX_WGRAD ? item.of.b : 0);
     const int a_boxes = item.shape == TALL ? 4 : 2, b_boxes = !ON_BYTES<P> && item.shape == WIDE ? 4 : 2;
     for (int k_block = 0, k = item.k; k_block < item.k_blocks; k_block++, k += BLOCK_K<P>) {
         barrier_wait(&s.empty_barriers[stage.index], stage.phase);
@@ -81,7 +82,7 @@ __device__ __forceinline__ void load_blocks(Shared& s, const CUtensorMap* a, con
         // A's boxes at the front.
 #pragma unroll
         for (int j = 0; j < (COMMON_A ? 2 : 4); j++) {
-            const int i = COMMON_A ? CLUSTER * j + rank : j, m = item.m + i * BOX;
+            const int i = COMMON_A ? CLUSTER * j + rank : j, m = m0 + i * BOX;
             if (i < a_boxes)
                 load_box<false, COMMON_A>(to + i * BOX_BYTES, a, full, P == WGRAD ? m : k, P == WGRAD ? k : m, 0);
         }
@@ -90,7 +91,7 @@ __device__ __forceinline__ void load_blocks(Shared& s, const CUtensorMap* a, con
         to += (STAGE_BOXES - b_boxes) * BOX_BYTES;
 #pragma unroll
         for (int j = 0; j < (COMMON_A ? 4 : 2); j++) {
-            const int i = COMMON_A ? j : CLUSTER * j + rank, n = item.n + i * BOX;
+            const int i = COMMON_A ? j : CLUSTER * j + rank, n = n0 + i * BOX;
             if (i < b_boxes)
                 load_box<!OVER_ROWS<P>, !COMMON_A>(to + i * BOX_BYTES, b, full, n_along_rows ? n : k,
                                                    n_along_rows ? k : n, item.expert);
@@ -148,7 +149,7 @@ __device__ __forceinline__ void run_block(const CUtensorMap* a, const CUtensorMa
 
     // OVER_ROWS: an expert's tiles cost what it has rows. Sorted, largest first, so that none of the largest begins
     // last. (All blocks write the same.)
-    if (OVER_ROWS<P>)
+    if (OVER_ROWS<P> && !g.matrices)
         for (int e = threadIdx.x; e < g.El; e += THREADS) {
             int rows = g.rows[e], place = 0;
             for (int i = 0; i < g.El; i++) place += g.rows[i] > rows || (g.rows[i] == rows && i < e);
@@ -253,7 +254,7 @@ Groups groups_of(const Ragged& r, int64_t M, int64_t N, int64_t K, Ctx* ctx) {
     // Coordinates of TMA are int32.
     ASSERT(r.capacity <= INT32_MAX && M <= INT32_MAX && N <= INT32_MAX && K <= INT32_MAX);
     int16_t* order = ctx_workspace<int16_t>(ctx, MAX_EXPERTS);
-    return {r.group_start, r.group_rows, r.El, (int)M, (int)N, (int)K, (uint32_t*)ctx->counter, order, 0};
+    return {r.group_start, r.group_rows, r.El, (int)M, (int)N, (int)K, (uint32_t*)ctx->counter, order};
 }
 
 // A block on every SM, in clusters.

@@ -1,6 +1,6 @@
-// How the kernels that permute rows go through them. An expert's rows stand in the order of their tokens, so blocks
-// take the same slice of every expert before the next slice: the copies of a token are made at about the same time, and
-// it comes from memory once and from L2 after that.
+// The order in which the kernels that permute rows go through them. An expert's rows are in the order of their tokens,
+// so blocks take the same slice of every expert before the next slice. The copies of a token are then made at about the
+// same time: it comes from memory once, and from L2 after that.
 #ifndef GROUPED_PERMUTE_CUH
 #define GROUPED_PERMUTE_CUH
 

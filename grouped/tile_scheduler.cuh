@@ -56,6 +56,12 @@ constexpr int BLOCK_K = ON_BYTES<P> ? 128 : 64;
 // 128 x 256, 256 x 128 and 128 x 128 of the output.
 enum Shape { WIDE, TALL, SQUARE };
 
+// One of several outputs: its sizes, and the first rows of A and of B that are its own.
+struct Matrix {
+    int M, N, a, b;
+};
+enum { MOST_MATRICES = 4 };
+
 // The sizes of a product. Where a size is an expert's number of rows (M, OVER_ROWS K), it is not set here; K of
 // OVER_ROWS is where the buffer ends, and where an expert without rows reads zeros.
 struct Groups {
@@ -65,6 +71,9 @@ struct Groups {
     uint32_t* counter;  // of items that were drawn, the Ctx's
     int16_t* order;     // OVER_ROWS: largest experts first
     int add;            // OVER_ROWS: 1: to what is there; 0: it is written, by WGRAD also for experts without rows
+    // MX_WGRAD: if not 0, so many outputs in the place of the experts' (El too), all of the rows of the one group.
+    int matrices;
+    Matrix list[MOST_MATRICES];
 };
 
 // One block's part of a work item.
@@ -72,6 +81,8 @@ struct WorkItem {
     int m, n, k;   // the tile's first row and column, and where its contraction begins; rows are those of the ragged
                    // buffer in m (OVER_ROWS: in k)
     int expert;    // whose weights these are
+    int map;       // MX_WGRAD: which matrix this is, 0 with experts
+    Matrix of;     // MX_WGRAD: the sizes and places of its operands
     int k_blocks;  // of BLOCK_K along the contraction; 0: there is no more work
     int valid;     // rows from m on that are not pad rows
     int shape;     // Shape
@@ -95,7 +106,8 @@ struct TileScheduler {
     const Groups& g;
     Queue& queue;
     int rank, lane;                           // of the block in the cluster, of the thread in the warp
-    int wide, narrow;                         // columns of two squares; 1 if there is another of one square
+    int wide, narrow;                         // columns of two squares; 1 if there is another of one square (MX_WGRAD:
+                                              // of this lane's output)
     uint32_t drawn, turn;                     // block 0, lane 0: the number that is on its way; how many were received
     int common_a;                             // of the item at hand: the blocks have A in common, else B
     int first, base;                          // the window's first expert, and the items before it
@@ -103,8 +115,7 @@ struct TileScheduler {
 
     __device__ __forceinline__ TileScheduler(const Groups& g, Queue& queue)
         : g(g), queue(queue), rank(cluster_rank()), lane(threadIdx.x % 32), drawn(0), turn(0) {
-        const int squares_n = div_up(g.N, SQUARE_SIDE);
-        wide = squares_n / 2, narrow = squares_n % 2;
+        set_columns(g.N);
         draw();
         load_window(0, 0);
     }
@@ -127,11 +138,13 @@ struct TileScheduler {
         const int before = broadcast(end, (owner + 31) % 32);
         const int owner_start = broadcast(start, owner), owner_rows = broadcast(rows, owner);
         const int owner_squares = broadcast(squares_m, owner);
+        const int wide = P == MX_WGRAD ? broadcast(this->wide, owner) : this->wide;
+        const int narrow = P == MX_WGRAD ? broadcast(this->narrow, owner) : this->narrow;
         number -= owner ? before : base;
 
         // The tile, counted in squares.
         int m, n;
-        const int paired = items_of(areas_of(owner_squares));
+        const int paired = items_of(areas_of(owner_squares), wide, narrow);
         item.shape = WIDE, item.store = 1, common_a = ON_BYTES<P>;
         if (!ON_BYTES<P> && number >= paired) {  // the odd last row: beside each other
             const int column = (number - paired) * CLUSTER + rank, last = wide + narrow - 1;
@@ -139,7 +152,7 @@ struct TileScheduler {
             common_a = 1, item.store = column <= last;
             if (n == 2 * wide) item.shape = SQUARE;
         } else {
-            const int per_band = items_of(BAND), band = number / per_band;
+            const int per_band = items_of(BAND, wide, narrow), band = number / per_band;
             const int height = min((int)BAND, areas_of(owner_squares) - band * BAND);
             number -= band * per_band;
             if (number < height * wide) {  // an area
@@ -161,17 +174,28 @@ struct TileScheduler {
         item.n = n * SQUARE_SIDE;
         item.k = OVER_ROWS<P> ? owner_start : 0;
         item.expert = broadcast(expert, owner);
+        if (P == MX_WGRAD) {
+            item.of = {g.M, g.N, 0, 0};
+            if (g.matrices) item.map = item.expert, item.expert = 0, item.of = g.list[item.map];
+        }
         item.k_blocks = div_up(OVER_ROWS<P> ? max(owner_rows, 1) : g.K, BLOCK_K<P>);
         item.valid = owner_rows - m * SQUARE_SIDE;
         return item;
     }
 
    private:
+    __device__ __forceinline__ void set_columns(int N) {
+        const int squares_n = div_up(N, SQUARE_SIDE);
+        wide = squares_n / 2, narrow = squares_n % 2;
+    }
+
     // Areas below each other in that many rows of squares, and the work items of that many: areas, and the last column.
     __device__ __forceinline__ int areas_of(int squares) const {
         return ON_BYTES<P> ? div_up(squares, 2) : squares / 2;
     }
-    __device__ __forceinline__ int items_of(int areas) const { return areas * wide + div_up(areas, 2) * narrow; }
+    __device__ __forceinline__ static int items_of(int areas, int wide, int narrow) {
+        return areas * wide + div_up(areas, 2) * narrow;
+    }
 
     // Asks for a number. It is asked for one item ahead, so that the counter answers while stages are filled.
     __device__ __forceinline__ void draw() {
@@ -200,13 +224,16 @@ struct TileScheduler {
         first = from, base = items;
         expert = start = rows = squares_m = end = 0;
         if (i < g.El) {
-            expert = OVER_ROWS<P> ? g.order[i] : i;
-            rows = g.rows[expert];
-            start = OVER_ROWS<P> && rows == 0 ? g.K : (int)g.start[expert];
+            const bool matrix = P == MX_WGRAD && g.matrices;
+            if (matrix) set_columns(g.list[i].N);
+            expert = OVER_ROWS<P> && !matrix ? g.order[i] : i;
+            const int group = matrix ? 0 : expert, M = matrix ? g.list[i].M : g.M;
+            rows = g.rows[group];
+            start = OVER_ROWS<P> && rows == 0 ? g.K : (int)g.start[group];
             squares_m = !OVER_ROWS<P>                        ? ((int)g.start[expert + 1] - start) / SQUARE_SIDE
-                        : rows > 0 || (P == WGRAD && !g.add) ? div_up(g.M, SQUARE_SIDE)
+                        : rows > 0 || (P == WGRAD && !g.add) ? div_up(M, SQUARE_SIDE)
                                                              : 0;
-            end = items_of(areas_of(squares_m));
+            end = items_of(areas_of(squares_m), wide, narrow);
             if (!ON_BYTES<P>) end += squares_m % 2 * div_up(wide + narrow, CLUSTER);
         }
 

@@ -1,5 +1,5 @@
-// The activation of every MLP, SwiGLU (Shazeer 2020, arXiv 2002.05202), and its derivatives: a product of gate and up
-// weights gives g and u, and
+// The activation of every MLP, SwiGLU (Shazeer 2020, arXiv 2002.05202), and its derivatives. A product with the gate
+// and up weights gives g and u. Then
 //
 //   a = silu(g) u = g s u   with s = sigmoid(g)
 //   da/du = silu(g) = g s,   da/dg = u s (1 + g (1 - s))

@@ -54,6 +54,35 @@ static inline Bits magnitude(real x) {
     return bits & ~((Bits)1 << (8 * sizeof(Bits) - 1));
 }
 
+// bf16 is the upper half of a float32.
+static inline real from_bf16(uint16_t x) {
+    const uint32_t bits = (uint32_t)x << 16;
+    float f;
+    memcpy(&f, &bits, sizeof(f));
+    return f;
+}
+
+// To nearest even, of x as a float32. NaN stays NaN.
+static inline uint16_t to_bf16(real x) {
+    const float f = (float)x;
+    uint32_t bits;
+    memcpy(&bits, &f, sizeof(bits));
+    const uint32_t rounded = (bits + 0x7fff + (bits >> 16 & 1)) >> 16;
+    return (uint16_t)(f == f ? rounded : 0x7fff);
+}
+
+// A block's moments, n from `first` on, as real: where they lie, or of bf16 in `room`.
+static real* moments_of(const void* moments, int bf16, int64_t first, int64_t n, real room[BLOCK]) {
+    if (!bf16) return (real*)moments + first;
+    for (int64_t i = 0; i < n; i++) room[i] = from_bf16(((const uint16_t*)moments)[first + i]);
+    return room;
+}
+
+// What moments_of gave is stored, and is then what was stored.
+static void keep_moments(void* moments, int bf16, int64_t first, int64_t n, real* values) {
+    for (int64_t i = 0; i < n && bf16; i++) values[i] = from_bf16(((uint16_t*)moments)[first + i] = to_bf16(values[i]));
+}
+
 // own_largest takes in what these bits stand for.
 static void keep_largest(StepState* state, const Bits most[LARGEST]) {
     for (int k = 0; k < LARGEST; k++) {
@@ -63,11 +92,11 @@ static void keep_largest(StepState* state, const Bits most[LARGEST]) {
     }
 }
 
-// most takes in the magnitudes of elements first .. end - 1.
-static void take_in(Bits most[LARGEST], const real* master, const real* m, const real* v, int64_t first, int64_t end) {
+// most takes in the magnitudes of n elements.
+static void take_in(Bits most[LARGEST], const real* master, const real* m, const real* v, int64_t n) {
     Bits most_w = most[LARGEST_WEIGHT], most_m = most[LARGEST_M], most_v = most[LARGEST_V];
 #pragma omp simd reduction(max : most_w, most_m, most_v)
-    for (int64_t i = first; i < end; i++) {
+    for (int64_t i = 0; i < n; i++) {
         most_w = magnitude(master[i]) > most_w ? magnitude(master[i]) : most_w;
         most_m = magnitude(m[i]) > most_m ? magnitude(m[i]) : most_m;
         most_v = magnitude(v[i]) > most_v ? magnitude(v[i]) : most_v;
@@ -75,16 +104,21 @@ static void take_in(Bits most[LARGEST], const real* master, const real* m, const
     most[LARGEST_WEIGHT] = most_w, most[LARGEST_M] = most_m, most[LARGEST_V] = most_v;
 }
 
-void adamw_measure(StepState* state, const real* master, const real* m, const real* v, int64_t n, Ctx* ctx) {
+void adamw_measure(StepState* state, const real* master, const void* m, const void* v, int bf16, int64_t n, Ctx* ctx) {
     (void)ctx;
     Bits most[LARGEST] = {0};
-    take_in(most, master, m, v, 0, n);
+    for (int64_t first = 0; first < n; first += BLOCK) {
+        const int64_t count = min_i64(n - first, BLOCK);
+        real room[2][BLOCK];
+        take_in(most, master + first, moments_of(m, bf16, first, count, room[0]),
+                moments_of(v, bf16, first, count, room[1]), count);
+    }
     keep_largest(state, most);
 }
 
-static void update_buffer(const AdamWBuffer* buffer, const AdamW* opt, StepState* state) {
+static void update_buffer(const AdamWBuffer* buffer, int bf16, const AdamW* opt, StepState* state) {
     floatX* weight = buffer->weight;
-    real *master = buffer->master, *m = buffer->m, *v = buffer->v;
+    real* master = buffer->master;
     const real* grad = buffer->grad;
     const int64_t n = buffer->n, n_decay = buffer->n_decay;
     // What is the same for every element.
@@ -93,23 +127,27 @@ static void update_buffer(const AdamWBuffer* buffer, const AdamW* opt, StepState
     Bits most[LARGEST] = {0};
 #pragma omp parallel for schedule(static) reduction(max : most[:LARGEST])
     for (int64_t b = 0; b < ceil_div(n, BLOCK); b++) {
-        int64_t end = min_i64(n, (b + 1) * BLOCK);
+        const int64_t first = b * BLOCK, end = min_i64(n, first + BLOCK);
+        real room[2][BLOCK];
+        real* m = moments_of(buffer->m, bf16, first, end - first, room[0]);
+        real* v = moments_of(buffer->v, bf16, first, end - first, room[1]);
 #pragma omp simd
-        for (int64_t i = b * BLOCK; i < end; i++) {
+        for (int64_t i = first; i < end; i++) {
             // m and v, then master and weight, as the header says.
-            real g = scale * grad[i];
-            real decay = i < n_decay ? (real)opt->weight_decay : 0;
-            m[i] = b1 * m[i] + (1 - b1) * g;
-            v[i] = b2 * v[i] + (1 - b2) * g * g;
-            master[i] -= lr * (m[i] * fix1 / (sqrt(v[i] * fix2) + eps) + decay * master[i]);
+            real g = scale * grad[i], decay = i < n_decay ? (real)opt->weight_decay : 0;
+            real m1 = b1 * m[i - first] + (1 - b1) * g, v1 = b2 * v[i - first] + (1 - b2) * g * g;
+            m[i - first] = m1, v[i - first] = v1;
+            master[i] -= lr * (m1 * fix1 / (sqrt(v1 * fix2) + eps) + decay * master[i]);
             weight[i] = master[i];
         }
-        take_in(most, master, m, v, b * BLOCK, end);  // still in the cache
+        keep_moments(buffer->m, bf16, first, end - first, m);
+        keep_moments(buffer->v, bf16, first, end - first, v);
+        take_in(most, master + first, m, v, end - first);  // still in the cache
     }
     keep_largest(state, most);
 }
 
-void adamw_update(const AdamWBuffer* buffers, int count, const AdamW* opt, StepState* state, Ctx* ctx) {
+void adamw_update(const AdamWBuffer* buffers, int count, int bf16, const AdamW* opt, StepState* state, Ctx* ctx) {
     (void)ctx;
-    for (int i = 0; i < count && state->ok; i++) update_buffer(&buffers[i], opt, state);
+    for (int i = 0; i < count && state->ok; i++) update_buffer(&buffers[i], bf16, opt, state);
 }

@@ -1,9 +1,9 @@
 // AdamW, the gradient norm and the step's decisions.
 //
 // adamw_update takes up to 32 buffers in a launch. It reads master, m, v and grad once and writes master, m, v and
-// weight once: 30 bytes a parameter, bound by memory. A thread takes 8 elements, so that 8 loads of 16 bytes are under
-// way at once. The largest of what it writes costs no access: a maximum a block, and an atomic maximum of whole
-// numbers, in which no order counts.
+// weight once: 30 bytes a parameter, 22 where moments are bf16, bound by memory. A thread takes 8 elements, so that 8
+// loads of 16 bytes (6) are under way at once. The largest of what it writes costs no access: a maximum a block, and an
+// atomic maximum of whole numbers, in which no order counts.
 //
 // Sums run in double over fixed chunks: a block a chunk, then one block over the chunks' sums. Which element is added
 // to which never depends on the number of SMs or on time.
@@ -121,12 +121,24 @@ struct AdamWBuffers {
     unsigned first[AT_ONCE + 1];
 };
 
+// Moments as they lie in memory. What is stored rounded is then rounded in m too.
+static __device__ __forceinline__ void load_moments(float m[8], const float* p) { load_real(m, p); }
+static __device__ __forceinline__ void load_moments(float m[8], const floatX* p) { load(m, p); }
+static __device__ __forceinline__ void store_moments(float* p, float m[8]) { store_real(p, m); }
+static __device__ __forceinline__ void store_moments(floatX* p, float m[8]) {
+    const Piece rounded = piece_of(m);
+    *(Piece*)p = rounded;
+    floats_of(m, rounded);
+}
+
+template <typename Moment>
 static __global__ void __launch_bounds__(THREADS, 4)
     adamw_kernel(const __grid_constant__ AdamWBuffers list, const AdamW* option, StepState* state) {
     // The block's buffer: each lane compares with the end of one.
     const int b = __popc(__ballot_sync(0xffffffffu, blockIdx.x >= list.first[threadIdx.x % 32 + 1]));
     const AdamWBuffer& buffer = list.buffer[b];
-    float *master = buffer.master, *m = buffer.m, *v = buffer.v;
+    float* master = buffer.master;
+    Moment *m = (Moment*)buffer.m, *v = (Moment*)buffer.v;
     const int64_t n = buffer.n, n_decay = buffer.n_decay;
     wait_for_previous();
     const AdamW opt = *option;
@@ -140,8 +152,8 @@ static __global__ void __launch_bounds__(THREADS, 4)
         float g[8], p[8], m1[8], v1[8];
         load_real(g, buffer.grad + i);
         load_real(p, master + i);
-        load_real(m1, m + i);
-        load_real(v1, v + i);
+        load_moments(m1, m + i);
+        load_moments(v1, v + i);
 
         // m, v and master move, as the header says.
 #pragma unroll
@@ -154,8 +166,8 @@ static __global__ void __launch_bounds__(THREADS, 4)
 
         // Everything is written, the weight rounded.
         store_real(master + i, p);
-        store_real(m + i, m1);
-        store_real(v + i, v1);
+        store_moments(m + i, m1);
+        store_moments(v + i, v1);
         store(buffer.weight + i, p);
 
         // What is written counts for the bounds of the next step.
@@ -169,7 +181,7 @@ static __global__ void __launch_bounds__(THREADS, 4)
     keep_largest(state, most);
 }
 
-void adamw_update(const AdamWBuffer* buffers, int count, const AdamW* opt, StepState* state, Ctx* ctx) {
+void adamw_update(const AdamWBuffer* buffers, int count, int bf16, const AdamW* opt, StepState* state, Ctx* ctx) {
     for (int from = 0; from < count; from += AT_ONCE) {
         // Buffers that are not there have no blocks.
         AdamWBuffers list = {};
@@ -183,21 +195,24 @@ void adamw_update(const AdamWBuffer* buffers, int count, const AdamW* opt, StepS
             ASSERT(list.first[b] + (int64_t)blocks < INT32_MAX);
             list.first[b + 1] = list.first[b] + blocks;
         }
-        launch_early(adamw_kernel, list.first[AT_ONCE], THREADS, 0, ctx, list, opt, state);
+        launch_early(bf16 ? adamw_kernel<floatX> : adamw_kernel<float>, list.first[AT_ONCE], THREADS, 0, ctx, list, opt,
+                     state);
     }
 }
 
+template <typename Moment>
 static __global__ void __launch_bounds__(THREADS)
-    measure_kernel(StepState* state, const float* master, const float* m, const float* v, int64_t n) {
+    measure_kernel(StepState* state, const float* master, const void* m, const void* v, int64_t n) {
     unsigned most[LARGEST] = {};
     for (int64_t i = blockIdx.x * (int64_t)THREADS + threadIdx.x; i < n; i += gridDim.x * (int64_t)THREADS) {
         take_in(most[LARGEST_WEIGHT], master[i]);
-        take_in(most[LARGEST_M], m[i]);
-        take_in(most[LARGEST_V], v[i]);
+        take_in(most[LARGEST_M], (float)((const Moment*)m)[i]);
+        take_in(most[LARGEST_V], (float)((const Moment*)v)[i]);
     }
     keep_largest(state, most);
 }
 
-void adamw_measure(StepState* state, const real* master, const real* m, const real* v, int64_t n, Ctx* ctx) {
-    launch(measure_kernel, 8 * ctx->sms, THREADS, 0, ctx, state, master, m, v, n);
+void adamw_measure(StepState* state, const real* master, const void* m, const void* v, int bf16, int64_t n, Ctx* ctx) {
+    launch(bf16 ? measure_kernel<floatX> : measure_kernel<float>, 8 * ctx->sms, THREADS, 0, ctx, state, master, m, v,
+           n);
 }

@@ -8,6 +8,19 @@
 // update could leave a weight or a moment infinite. That is decided beforehand, from bounds: an update keeps the
 // largest |w|, |m| and v that it leaves, a maximum beside the reads and writes that it makes anyway, and with the norm
 // of the next gradient these bound all that the next update can make.
+//
+// Moments are real, or bf16 as DeepSeek-V3 keeps them (arXiv 2412.19437, section 3.3.1): 22 bytes a parameter are read
+// and written instead of 30. Of bf16 ones the update takes the new m and v before they are rounded: they are in
+// registers anyway, and what a rounding swallows counts in this update at least. They are stored rounded to nearest
+// even, so that a run is the same each time.
+//
+// What that rounding does. Half a step of bf16 is h = 2^-9 to 2^-8 of the number, by where it lies between two powers
+// of two, and a smaller change is lost: v stays where |g^2 - v| <= h v / (1 - b2).
+//   b2 = 0.95    the change of a step, some 0.05 v, is far above h v. For a steady g^2 v stops within 8 % of itself,
+//                its root within 4 %; for one that varies from step to step v goes on, and roundings even out
+//   b2 = 0.99    39 % and some 20 %; the run is warned beyond it
+//   b2 = 0.999   (1 - b2) v is less than h v: v never falls, however small g becomes, and updates stay small
+// m stops where |g - m| <= h |m| / (1 - b1): 4 % for b1 = 0.9, where g varies by more than m from step to step anyway.
 #ifndef LAYERS_ADAMW_H
 #define LAYERS_ADAMW_H
 
@@ -27,6 +40,7 @@ typedef struct StepState {
     double further_sum[MTP_MAX];  // the same of each module that predicts further tokens
     double grad_sq;               // sum of squares of the gradient so far
     double stop;                  // not 0: a rank was asked to stop
+    double overflows;             // dispatches whose tokens had no room (moe/dispatch.h)
     double largest[LARGEST];      // before this step: own_largest, and after the sum over the ranks a bound on them all
     double loss;                  // loss_sum / tokens, set by step_decide
     double grad_norm;             // sqrt(grad_sq), before clipping
@@ -37,10 +51,13 @@ typedef struct StepState {
     int64_t updates;              // updates applied so far, this one included; saved in checkpoints
     int32_t ok;                   // 1: this step's loss, gradient norm and update are finite
     int32_t bad_in_a_row;         // steps in a row that were not
+    int32_t replay;               // 1: tokens had no room in this step or in one before it; until the host has made
+                                  // room, steps change nothing
+    double needed;                // how much they would have taken, of what this rank's group had
 } StepState;
-enum { STEP_SUMS = 3 + MTP_MAX + LARGEST };  // doubles from loss_sum on that are summed over the ranks
+enum { STEP_SUMS = 4 + MTP_MAX + LARGEST };  // doubles from loss_sum on that are summed over the ranks
 
-// In device memory too: what the host says of a step, lr first of all, is written there before the step.
+// In device memory too: what the host knows of a step, lr first of all, is written there before the step.
 typedef struct AdamW {
     float lr, beta1, beta2, eps, weight_decay, clip;  // clip: largest gradient norm, 0 for none
 } AdamW;
@@ -53,7 +70,8 @@ void step_decide(StepState* state, int64_t tokens, const AdamW* opt, Ctx* ctx); 
 // A flat buffer of n parameters, and what is kept of them.
 typedef struct AdamWBuffer {
     floatX* weight;
-    real *master, *m, *v;
+    real* master;
+    void *m, *v;  // real, or bf16
     const real* grad;
     int64_t n, n_decay;
 } AdamWBuffer;
@@ -62,25 +80,26 @@ typedef struct AdamWBuffer {
 // g = grad_scale * grad;  m = b1 m + (1 - b1) g;  v = b2 v + (1 - b2) g^2;
 // master -= lr * ((m / correction1) / (sqrt(v / correction2) + eps) + decay * master),  weight = round(master)
 // with decay = weight_decay for i < n_decay and 0 after (matrices lie before vectors in a buffer).
-// weight may be master where floatX is real. Nothing is written if state->ok is 0. own_largest takes these in.
+// weight may be master where floatX is real. bf16 1: the m and v of all buffers are bf16; they are rounded as they are
+// stored, after all this. Nothing is written if state->ok is 0. own_largest takes in what is stored.
 // On the GPU n is a multiple of 8.
-void adamw_update(const AdamWBuffer* buffers, int count, const AdamW* opt, StepState* state, Ctx* ctx);
+void adamw_update(const AdamWBuffer* buffers, int count, int bf16, const AdamW* opt, StepState* state, Ctx* ctx);
 // Takes into own_largest what was set from outside (start, checkpoint).
-void adamw_measure(StepState* state, const real* master, const real* m, const real* v, int64_t n, Ctx* ctx);
+void adamw_measure(StepState* state, const real* master, const void* m, const void* v, int bf16, int64_t n, Ctx* ctx);
 
 // Bytes of workspace for loss_add and grad_norm_add (partial sums).
 size_t adamw_workspace(int64_t n);
 
 // A step begins in both builds alike.
 static inline BOTH_SIDES void step_begin_now(StepState* s) {
-    s->loss_sum = s->grad_sq = s->stop = 0;
+    s->loss_sum = s->grad_sq = s->stop = s->overflows = 0;
     for (int k = 0; k < MTP_MAX; k++) s->further_sum[k] = 0;
     for (int i = 0; i < LARGEST; i++) s->largest[i] = s->own_largest[i];
 }
 
 // The decisions, as both builds take them.
 static inline BOTH_SIDES void step_decide_now(StepState* s, int64_t tokens, const AdamW* opt) {
-    const double limit = (sizeof(real) == 8 ? DBL_MAX : (double)FLT_MAX) / 2;  // roundings have the other half
+    const double limit = FLT_MAX / 2;  // in every build, for bf16 ends there too; roundings have the other half
     s->loss = s->loss_sum / (double)tokens;
     s->grad_norm = sqrt(s->grad_sq);
     s->grad_scale = opt->clip > 0 && s->grad_norm > opt->clip ? opt->clip / s->grad_norm : 1;
@@ -91,8 +110,9 @@ static inline BOTH_SIDES void step_decide_now(StepState* s, int64_t tokens, cons
     const double m = (opt->beta1 * s->largest[LARGEST_M] + (1 - opt->beta1) * g) / s->correction1;
     const double v = (opt->beta2 * s->largest[LARGEST_V] + (1 - opt->beta2) * g * g) / s->correction2;
     const double change = m / opt->eps + opt->weight_decay * w;
-    s->ok = isfinite(s->loss) && m < limit && v < limit && change < limit && w + opt->lr * change < limit;
-    s->bad_in_a_row = s->ok ? 0 : s->bad_in_a_row + 1;
+    s->replay |= s->overflows > 0;
+    s->ok = !s->replay && isfinite(s->loss) && m < limit && v < limit && change < limit && w + opt->lr * change < limit;
+    if (!s->replay) s->bad_in_a_row = s->ok ? 0 : s->bad_in_a_row + 1;
     s->updates += s->ok;
     // The update that follows finds its own.
     for (int i = 0; i < LARGEST && s->ok; i++) s->own_largest[i] = 0;

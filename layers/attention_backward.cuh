@@ -1,10 +1,14 @@
-// Backward of layers/attention.cu, four kernels in a row: attention_delta_kernel (delta and lse),
-// attention_backward_dq_kernel (dq), attention_backward_dkv_kernel (dk, dv), attention_sum_rope_kernel (dk_rope over
-// the heads). In both big ones a block owns 128 rows, 64 a consumer warpgroup, whose gradients stay in registers, and
-// dS is a product's left operand straight from registers. attention_backward_dq_kernel multiplies dS one tile late,
-// beside the next tile's scores. attention_backward_dkv_kernel works on transposed scores (rows are keys), so that P^T
-// and dS^T are left operands as well; its 160 registers of sums leave no room to be late: there the other warpgroup's
-// products fill the gaps.
+// Backward of layers/attention.cu, four kernels in a row:
+//
+//   attention_delta_kernel         delta and lse
+//   attention_backward_dq_kernel   dq: multiplies dS one tile late, beside the next tile's scores
+//   attention_backward_dkv_kernel  dk, dv: works on transposed scores (rows are keys), so that P^T and dS^T are left
+//                                  operands too. Its 160 registers of sums leave no room to be late: there the other
+//                                  warpgroup's products fill the gaps
+//   attention_sum_rope_kernel      dk_rope, over the heads
+//
+// In the two big ones a block owns 128 rows, 64 for each consumer warpgroup. Their gradients stay in registers, and dS
+// goes from registers straight into a product, as its left operand.
 #ifndef LAYERS_ATTENTION_BACKWARD_CUH
 #define LAYERS_ATTENTION_BACKWARD_CUH
 

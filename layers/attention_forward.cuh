@@ -1,7 +1,7 @@
 // Forward of layers/attention.cu. A block owns 128 queries of a head and walks the keys from the diagonal back in tiles
-// of 128. Each consumer warpgroup issues the next tile's scores and this tile's P v together and takes the softmax of
-// the scores while P v runs; the two warpgroups take turns at issuing (bar 1, 2), so that one multiplies while the
-// other takes its softmax.
+// of 128. Each consumer warpgroup issues the next tile's scores and this tile's P v together, and takes the softmax of
+// the scores while P v runs. The two warpgroups take turns at issuing (bar 1, 2): one multiplies while the other takes
+// its softmax.
 #ifndef LAYERS_ATTENTION_FORWARD_CUH
 #define LAYERS_ATTENTION_FORWARD_CUH
 

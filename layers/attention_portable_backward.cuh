@@ -1,12 +1,12 @@
-// Backward on every NVIDIA GPU since Ampere; attention_portable.cuh says what the instructions do. Four kernels in a
-// row, as on Hopper (attention_backward.cuh), whose first and last they are: delta and lse, dq, then dk and dv, and
-// dk_rope over the heads.
+// Backward on every NVIDIA GPU since Ampere; attention_portable.cuh explains the instructions. Four kernels in a row,
+// as on Hopper (attention_backward.cuh): delta and lse; dq; dk and dv; dk_rope over the heads. The first and the last
+// are Hopper's.
 //
-// Tiles are 64 queries by 64 keys. The four warps of a block work in pairs. A pair owns 32 rows; scores, P and dS of
-// the two warps are 32 columns each, and their sums of gradients every other 8-column piece of the 32 rows. So each
-// needs the other's P and dS as left operands: they pass through shared memory as fragments, register by register, and
-// a warp multiplies its own first while it waits for the other's. (A warp with 16 rows to itself would need no
-// exchange, but a third more of shared memory's bandwidth, which bounds these kernels.)
+// Tiles are 64 queries by 64 keys. The four warps of a block work in pairs, and a pair owns 32 rows. Each of its warps
+// has 32 columns of scores, P and dS, and sums the gradients of every other 8-column piece of the 32 rows. So each
+// needs the other's P and dS as left operands: they pass through shared memory as fragments, register by register. A
+// warp multiplies its own first, and meanwhile the other's come. (A warp with 16 rows to itself would need no exchange,
+// but a third more of shared memory's bandwidth, which bounds these kernels.)
 //
 // Two buffers take turns as in forward. The order of products is chosen so that each is filled while a product runs
 // that needs the other:

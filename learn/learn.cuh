@@ -14,7 +14,7 @@ struct Tile {
     int valid;    // rows from the first on that are no pad rows; none if negative
 };
 
-// False: this block's rows lie behind the last expert. Blocks beside each other have the same rows and the next
+// False: this block's rows lie after the last expert. Blocks beside each other have the same rows and the next
 // columns, so that x comes from memory once and an expert's W stays in the L2 cache.
 template <int ROWS, int COLUMNS>
 static __device__ __forceinline__ bool find_tile(const Ragged& r, int64_t OC, Tile& t) {

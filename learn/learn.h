@@ -1,7 +1,7 @@
 // The ladder of docs/cuda.md: one product, five kernels, from a thread an element to a ring that the copy engine fills.
 // Each computes what grouped_gemm_forward does, y[r] = W_e x[r] for the rows r of every expert e, from the same ragged
-// buffer; rows of y that are pad rows become zeros. IC and OC are multiples of 8. They are to be read, tested and
-// measured: the program never calls them.
+// buffer; rows of y that are pad rows become zeros. IC and OC are multiples of 8. The kernels are there to be read,
+// tested and measured; the program never calls them.
 #ifndef LEARN_LEARN_H
 #define LEARN_LEARN_H
 

@@ -13,28 +13,36 @@ static void attention_backward_block(Model* m, const Weight* w, const BlockSaved
     Scratch* t = &m->t;
 
     // Output, attention, positions.
-    linear_backward(t->datt, t->dx, s->att, &w[WO], N, 0, m->ctx);
+    linear_dgrad(t->datt, t->dx, &w[WO], N, 0, m->ctx);
     attention_backward(t->dq, t->dkv, t->dkva + c->kv_lora, t->datt, s->att, s->lse, s->q, s->kv, s->kva + c->kv_lora,
                        m->attn_shape, m->ctx);
     model_rope(m, t->dq, t->dkva, -1);
 
     // Keys and values: to c_kv, beside the gradient of k_rope in dkva.
-    linear_backward(t->dckv, t->dkv, s->ckv, &w[WKVB], N, 0, m->ctx);
+    linear_dgrad(t->dckv, t->dkv, &w[WKVB], N, 0, m->ctx);
     rmsnorm_backward(t->dkva, w[KV_NORM].grad, t->dckv, s->kva, w[WKVA].OC, w[KV_NORM].w, s->rstd_kv, N, c->kv_lora, 0,
                      m->ctx);
 
     // Queries.
     if (c->q_lora) {
-        linear_backward(t->dcq_norm, t->dq, s->cq_norm, &w[WQB], N, 0, m->ctx);
+        linear_dgrad(t->dcq_norm, t->dq, &w[WQB], N, 0, m->ctx);
         rmsnorm_backward(t->dcq, w[Q_NORM].grad, t->dcq_norm, s->cq, c->q_lora, w[Q_NORM].w, s->rstd_q, N, c->q_lora, 0,
                          m->ctx);
-        linear_backward(t->dnorm, t->dcq, s->norm1, &w[WQA], N, 0, m->ctx);
+        linear_dgrad(t->dnorm, t->dcq, &w[WQA], N, 0, m->ctx);
     } else {
-        linear_backward(t->dnorm, t->dq, s->norm1, &w[WQ], N, 0, m->ctx);
+        linear_dgrad(t->dnorm, t->dq, &w[WQ], N, 0, m->ctx);
     }
 
     // Both meet in norm1.
-    linear_backward(t->dnorm, t->dkva, s->norm1, &w[WKVA], N, 1, m->ctx);
+    linear_dgrad(t->dnorm, t->dkva, &w[WKVA], N, 1, m->ctx);
+
+    // The weights' gradients.
+    const LinearGradient gradients[] = {
+        {&w[WO], t->dx, s->att},       {&w[WKVB], t->dkv, s->ckv},
+        {&w[WKVA], t->dkva, s->norm1}, {&w[c->q_lora ? WQB : WQ], t->dq, c->q_lora ? s->cq_norm : s->norm1},
+        {&w[WQA], t->dcq, s->norm1},  // with q_lora
+    };
+    linear_wgrads(gradients, c->q_lora ? 5 : 4, N, m->ctx);
 }
 
 // t.dnorm = gradient of norm2, from t.dx = gradient of the MLP's output
@@ -49,8 +57,9 @@ static void mlp_backward(Model* m, const Unit* u, float aux) {
     }
     linear_dgrad(t->dact, t->dx, &u->w[MLP2], N, 0, m->ctx);
     swiglu_backward(t->dh, t->act, t->dact, s->h, N, m->config.dense_ffn, m->ctx);
-    linear_wgrad(t->dx, t->act, &u->w[MLP2], N, m->ctx);
-    linear_backward(t->dnorm, t->dh, s->norm2, &u->w[MLP13], N, 0, m->ctx);
+    linear_dgrad(t->dnorm, t->dh, &u->w[MLP13], N, 0, m->ctx);
+    const LinearGradient gradients[] = {{&u->w[MLP2], t->dx, t->act}, {&u->w[MLP13], t->dh, s->norm2}};
+    linear_wgrads(gradients, 2, N, m->ctx);
 }
 
 void block_backward(Model* m, const Unit* u, float aux) {

@@ -6,8 +6,8 @@
 //   tokenizer.json, tokenizer_config.json   as they lie beside --tokenizer: NAME_tokenizer.json for NAME_tokenizer.bin
 //
 // so that transformers' AutoModelForCausalLM.from_pretrained takes the folder as it is. Modules of --mtp are layers
-// behind the last one, as DeepSeek-V3's are, and transformers passes over them. Embedding and lm_head, which they
-// share, are not repeated under their names: each would be V x C more numbers a module in every checkpoint, which could
+// after the last one, as DeepSeek-V3's are, and transformers passes over them. They share embedding and lm_head, which
+// are not repeated under their names: each would be V x C more numbers a module in every checkpoint, and they could
 // come to differ. scripts/export.py repeats them in a release.
 #ifndef MODEL_EXPORT_H
 #define MODEL_EXPORT_H

@@ -96,6 +96,7 @@ void model_forward(Model* m, int train) {
     const int head = (int)m->config.L + 1;
     pool_release(m->pool, m->pool_empty);
     m->moe_shape.router.even = train && m->even ? &m->inputs->even : NULL;
+    m->moe_shape.capacity = train ? m->capacity : 0;  // validation has no step to run again
     m->further = train ? (int)m->config.mtp : 0;
 
     Unit* u = unit_begin(m, 0, 1);

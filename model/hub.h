@@ -1,4 +1,4 @@
-// A model's sizes as Hugging Face's config.json says them, both ways: DeepSeek-V3's keys where the router's scores are
+// A model's sizes into Hugging Face's config.json and out of it: DeepSeek-V3's keys where the router's scores are
 // sigmoid, DeepSeek-V2's where they are softmax (transformers' deepseek_v3 and deepseek_v2).
 #ifndef MODEL_HUB_H
 #define MODEL_HUB_H

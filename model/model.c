@@ -60,13 +60,21 @@ static void plan_products(Model* m, Unit* u) {
     const Settings* s = &m->settings;
     Param list[PARAMS];
     const int count = params_list(list, &m->config, u->kind);
+    int64_t of_dy[2] = {0, 0}, of_x[2] = {0, 0};  // of attention, of the MLP: their gradients are computed together
     for (int i = 0; i < count; i++) {
+        const int mlp = list[i].id == MLP13 || list[i].id == MLP2;
         Weight* w = &u->w[list[i].id];
         w->room = &m->products;
-        if (list[i].cast == LINEAR) w->format = format_of(s->linear_precision, s, s->mx_fast ? MX_CHUNK : 1);
+        if (list[i].cast == LINEAR) {
+            w->format = format_of(s->linear_precision, s, s->mx_fast ? MX_CHUNK : 1);
+            if (s->linear_precision) w->wgrad = format_of(s->wgrad_precision, s, s->mx_fast ? MX_CHUNK : 1);
+            if (w->wgrad.bytes) of_dy[mlp] += w->OC, of_x[mlp] += w->IC;
+        }
         if (list[i].cast == EXPERT) w->format = format_of(s->expert_precision, s, expert_align(s));
         weight_plan(&m->arena[IN_PARAMS], w, list[i].cast == LINEAR);
     }
+    ProductRoom* room = &m->products;
+    for (int i = 0; i < 2; i++) room->of_dy = max_i64(room->of_dy, of_dy[i]), room->of_x = max_i64(room->of_x, of_x[i]);
 }
 
 // Where each weight and its gradient lie. What passes through a slot has its place there too (parallel/sharding.h).
@@ -204,7 +212,8 @@ void model_plan(Model* m, const Settings* s, int rank, Backend backend) {
                            .rank = rank,
                            .ep = (int)s->ep,
                            .shard = (Shard)s->shard,
-                           .frozen = *s->sample || *s->evaluate};
+                           .frozen = *s->sample || *s->evaluate,
+                           .bf16_moments = (int)s->moments};
     m->layout = layout;
     set_shapes(m, s->batch, s->seq_len);
     const ModelConfig* c = &m->config;
@@ -248,6 +257,7 @@ void model_plan(Model* m, const Settings* s, int rank, Backend backend) {
     m->chunk = min_i64(N, max_i64(logits / config_vocab_padded(c) / 128, 1) * 128);
     plan_scratch(scratch, m);
     if (s->linear_precision || s->expert_precision) products_plan(scratch, &m->products, N, 1 + (int)c->mtp);
+    m->capacity = m->moe_shape.capacity = s->ep > 1 && s->dispatch != DISPATCH_NCCL ? s->capacity : 0;
     if (c->dense_layers < count)
         moe_plan(&m->arena[IN_POOL], m->moe_shape, count - c->dense_layers, s->ep > 1 ? s->capacity : 1);
 
@@ -306,13 +316,26 @@ static void connect(Model* m, Ranks* world) {
     ranks_free(same_experts);
 }
 
+// Memory of the pool: where the ranks of a group reach it, if that is asked for and can be had.
+static void* pool_memory(Model* m) {
+    Arena* a = &m->arena[IN_POOL];
+    m->no_windows = m->capacity > 0 ? comm_windows_missing(m->experts) : NULL;
+    if (m->no_windows && m->settings.dispatch == DISPATCH_WINDOWS)
+        die(EXIT_FAILED, "--dispatch windows: %s; nccl works everywhere", m->no_windows);
+    if (m->no_windows) m->capacity = m->moe_shape.capacity = 0;
+    if (m->capacity > 0) return comm_window(m->experts, arena_bytes(a), a->purpose);
+    arena_allocate(a);
+    return a->memory;
+}
+
 Model* model_create(const Settings* s, Ranks* world) {
     Model* m = (Model*)host_alloc(sizeof(Model));
     ASSERT(s->ranks == (world ? ranks_count(world) : 1));
     model_plan(m, s, world ? ranks_index(world) : 0, BACKEND);
     m->ctx = ctx_create(model_workspace(m));
     if (s->mx_fast && (s->expert_precision || s->linear_precision)) mx_check(m->ctx);
-    for (int i = 0; i < ARENAS; i++) arena_allocate(&m->arena[i]);
+    for (int i = 0; i < ARENAS; i++)
+        if (i != IN_POOL) arena_allocate(&m->arena[i]);
     for (int64_t l = 0; l < config_blocks(&m->config) && s->recompute == RECOMPUTE_BLOCK; l++) {
         floatX* residual = m->blocks[l].residual;
         m->blocks[l] = m->rebuilt;
@@ -322,10 +345,10 @@ Model* model_create(const Settings* s, Ranks* world) {
     if (m->layout.ranks > 1) connect(m, world);
     sharding_connect(m->sharding, m->world, m->holders, side_workspace(m), m->ctx);
     for (int u = 0; u < params_units(&m->config); u++) set_weights(&m->units[u]);
-    m->pool = pool_create("activations of the MoE blocks", m->arena[IN_POOL].memory, arena_bytes(&m->arena[IN_POOL]));
+    m->pool = pool_create(m->arena[IN_POOL].purpose, pool_memory(m), arena_bytes(&m->arena[IN_POOL]));
     m->pool_empty = pool_mark(m->pool);
     if (m->config.dense_layers < config_blocks(&m->config))
-        m->dispatch = dispatch_create(m->layout.ep > 1 ? m->experts : NULL, m->pool, m->ctx);
+        m->dispatch = dispatch_create(m->layout.ep > 1 ? m->experts : NULL, m->pool, m->state, m->ctx);
     real* table = (real*)host_alloc((size_t)(m->T * m->config.rope) * sizeof(real));
     RopeConfig rope = config_rope(&m->config);
     rope_table(table, m->T, &rope);
@@ -340,7 +363,7 @@ void model_weights_set(Model* m) {
         params_publish(&m->units[u], m->ctx);
         for (int b = 0; b < BUFFERS && !m->layout.frozen; b++) {
             const ParamBuffer* p = &m->units[u].buffer[b];
-            adamw_measure(m->state, p->master, p->m, p->v, p->held, m->ctx);
+            adamw_measure(m->state, p->master, p->m, p->v, m->layout.bf16_moments, p->held, m->ctx);
         }
     }
     weights_changed(m->sharding, m->ctx);
@@ -357,6 +380,8 @@ void model_destroy(Model* m) {
     if (m->dispatch) dispatch_destroy(m->dispatch);
     pool_destroy(m->pool);
     model_plan_free(m);
+    free(m->no_windows);
+    if (m->capacity > 0) comm_window_free(m->experts);
     if (m->world) {
         comm_destroy(m->holders);
         comm_destroy(m->experts);

@@ -11,7 +11,7 @@
 //   norm2 = rmsnorm(x)
 //   x     = x + mlp(norm2)
 //
-// With --mtp, training has modules k = 1, 2, ... behind the blocks, each a block that predicts the token k + 1 places
+// With --mtp, training has modules k = 1, 2, ... after the blocks, each a block that predicts the token k + 1 places
 // ahead. h^0 is what the main model's head reads, the blocks' output after the final norm:
 //
 //   x       = [rmsnorm(embedding of t_{i+k}) ; rmsnorm(h^{k-1}_i)] Weh
@@ -96,6 +96,8 @@ typedef struct Model {
     Unit* units;
     Sharding* sharding;
     ProductRoom products;  // what products in MXFP8 share
+    double capacity;       // of training's dispatch (moe/dispatch.h), 0: the host waits
+    char* no_windows;      // why, where --dispatch auto would have them
     BlockSaved* blocks;    // (L + mtp)
     BlockSaved rebuilt;    // the memory that blocks share with --recompute block
     Pool* pool;            // activations of the MoE blocks, a stack in forward order
@@ -154,6 +156,9 @@ void model_step_begin(Model* model, int64_t step);
 void model_micro_step(Model* model, int last);
 // Decides whether the step is good, updates weights and biases. stop: see StepState.
 void model_update(Model* model, int stop);
+// After a step whose tokens had no room (StepState.replay): room for `needed` times what there was and an eighth more,
+// and steps count again. With the other ranks.
+void model_make_room(Model* model, double needed);
 // Whether and why steps are not replayed as graphs (device/graph.h), for the reader; NULL: they are, but for those that
 // make mx_stats.
 const char* model_unreplayed(const Model* model);

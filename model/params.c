@@ -200,7 +200,7 @@ double flops_per_token(const ModelConfig* c, int64_t T) {
 void params_plan(Arena* arena, Unit* units, const ModelConfig* c, const Layout* layout) {
     for (int unit = 0; unit < params_units(c); unit++) {
         units[unit] = params_unit(c, layout, unit);
-        for (int b = 0; b < BUFFERS; b++) sharding_plan(arena, &units[unit].buffer[b]);
+        for (int b = 0; b < BUFFERS; b++) sharding_plan(arena, &units[unit].buffer[b], layout->bf16_moments);
     }
 }
 

@@ -1,4 +1,4 @@
-// The parameters: which there are, where each lies, how it starts. ONE table says it (params.c), and layout, names,
+// The parameters: which there are, where each lies, how each starts. ONE table (params.c) holds this; layout, names,
 // casts, start and checkpoints are read from it.
 //
 // Parameters live in units: 0 the embedding, 1..L the blocks, L + 1 the head (lm_head and final norm), and after it the
@@ -96,7 +96,8 @@ typedef struct Slice {
 // What elements from .. from + n - 1 of a buffer hold of a tensor; count 0 if nothing.
 Slice tensor_slice(const NamedTensor* tensor, int64_t from, int64_t n);
 
-// Number of parameters: all, and those a token meets (K of E experts; embedding and lm_head in). Modules are in.
+// Number of parameters: all, and those a token meets (K of E experts; embedding and lm_head included). Modules are
+// included.
 int64_t params_total(const ModelConfig* config);
 int64_t params_active(const ModelConfig* config);
 // 6 * (active matmul parameters, lm_head in, embedding out) + 6 L H (nope + rope + v) T / 2 (the causal half). Module k

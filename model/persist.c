@@ -9,10 +9,12 @@
 #include "device/files.h"
 #include "model/record.h"
 
-// Adds a tensor to a file's list, named `name` and `suffix`; `data` is where its slice begins in this rank's memory.
-static void add(CheckpointFile* file, CheckpointTensor tensor, const char* name, const char* suffix, real* data) {
+// Adds a tensor to a file's list, named `name` and `suffix`; its slice begins at element `at` of `data`, this rank's
+// memory.
+static void add(CheckpointFile* file, CheckpointTensor tensor, const char* name, const char* suffix, void* data,
+                int64_t at) {
     snprintf(tensor.name, sizeof(tensor.name), "%s%s", name, suffix);
-    tensor.data = data;
+    tensor.data = (char*)data + at * (int64_t)st_dtype_bytes(tensor.dtype);
     file->tensors[file->count++] = tensor;
 }
 
@@ -29,16 +31,18 @@ static void list_unit(Model* m, int u, CheckpointFile* masters, CheckpointFile* 
         const NamedTensor* t = &list[i];
         const ParamBuffer* p = &m->units[u].buffer[t->buffer];
         Slice held = tensor_slice(t, p->held_from, p->held), own = tensor_slice(t, p->first, p->part);
-        CheckpointTensor tensor = {.rank = t->rank,
+        CheckpointTensor tensor = {.dtype = CHECKPOINT_DTYPE,
+                                   .rank = t->rank,
                                    .shape = {t->shape[0], t->rank == 2 ? t->shape[1] : 1},
                                    .first = held.first,
                                    .count = held.count,
                                    .save_first = own.first,
                                    .save_count = own.count};
         int64_t at = held.count ? t->offset + held.first - p->held_from : 0;
-        add(masters, tensor, t->name, "", p->master + at);
-        add(moments, tensor, t->name, ".exp_avg", p->m + at);
-        add(moments, tensor, t->name, ".exp_avg_sq", p->v + at);
+        add(masters, tensor, t->name, "", p->master, at);
+        if (m->layout.bf16_moments) tensor.dtype = ST_BF16;
+        add(moments, tensor, t->name, ".exp_avg", p->m, at);
+        add(moments, tensor, t->name, ".exp_avg_sq", p->v, at);
     }
     free(list);
 
@@ -46,10 +50,11 @@ static void list_unit(Model* m, int u, CheckpointFile* masters, CheckpointFile* 
     const int layer = m->units[u].layer;
     if (m->units[u].at[ROUTER] < 0) return;
     int64_t E = m->config.E;
-    CheckpointTensor bias = {.rank = 1, .shape = {E, 1}, .count = E, .save_count = m->layout.rank == 0 ? E : 0};
+    CheckpointTensor bias = {
+        .dtype = CHECKPOINT_DTYPE, .rank = 1, .shape = {E, 1}, .count = E, .save_count = m->layout.rank == 0 ? E : 0};
     char name[112];
     snprintf(name, sizeof(name), "model.layers.%d.mlp.gate.e_score_correction_bias", layer);
-    add(bias_apart ? moments : masters, bias, name, "", m->bias + layer * E);
+    add(bias_apart ? moments : masters, bias, name, "", m->bias, layer * E);
 }
 
 CheckpointFile* model_files(Model* m, bool bias_apart, int* count) {

@@ -1,10 +1,10 @@
-// The options of a run as its log and its checkpoints hold them, and what they are to a run that goes on from there.
+// The options of a run as its log and its checkpoints record them, and which of them a run that goes on may change.
 //
 //   record          {"model": "tiny", "layers": 4, ...}     "options" in a manifest.json
 //   command line    --out FOLDER --resume --steps 2000
 //   the run         --steps 2000, the rest as recorded; an OPTION_FIXED that is given must be as recorded
 //
-// An option that a record lacks, of a program older than the option, was at its default, --even-start at 0.
+// The record of an older program lacks newer options: they were at their defaults, --even-start at 0.
 #ifndef MODEL_RECORD_H
 #define MODEL_RECORD_H
 

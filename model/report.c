@@ -213,6 +213,12 @@ void report_device(const Model* m) {
     const char* unreplayed = model_unreplayed(m);
     printf("device     %s\n", device_name(m->ctx));
     if (m->layout.ranks > 1) printf("ranks      %d, %d share a set of experts\n", m->layout.ranks, m->layout.ep);
+    if (m->layout.ep > 1)
+        printf("dispatch   %s%s%s\n",
+               m->capacity > 0           ? "windows"
+               : BACKEND == BACKEND_CUDA ? "nccl"
+                                         : "MPI",
+               m->no_windows ? ": " : "", m->no_windows ? m->no_windows : "");
     printf("graph      %s%s\n", unreplayed ? "off: " : "steps are replayed", unreplayed ? unreplayed : "");
 }
 

@@ -1,5 +1,5 @@
-// What a run will be, parameters, FLOPs and memory, and what a step was, for people. --dry-run prints a table for each
-// build:
+// What the program tells people: what a run will be (parameters, FLOPs, memory), and what a step was. --dry-run prints
+// a table for each build:
 //
 //   activations kept for backward                          48.727 MiB
 //     residual before attention            x 4              4.000 MiB        2048.0 bytes a token

@@ -124,6 +124,8 @@ const Option settings_table[] = {
     NUMBER("optimizer", "beta1", beta1, "0.9", 0, 0.999999, FIXED, "AdamW"),
     NUMBER("optimizer", "beta2", beta2, "0.95", 0, 0.999999, FIXED, "AdamW"),
     NUMBER("optimizer", "eps", eps, "1e-8", 1e-30, 1, FIXED, "AdamW"),
+    CHOICE("optimizer", "moments", moments, "float32", "float32|bf16", FIXED,
+           "how AdamW's moments are kept, in both builds"),
     NUMBER("optimizer", "clip", clip, "1", 0, 1e9, FIXED, "largest global gradient norm; 0: no clipping"),
     WHOLE(
         "optimizer", "even-start", even_start, "1", 0, 1, FIXED,
@@ -142,6 +144,9 @@ const Option settings_table[] = {
     WHOLE("parallel", "ep", ep, "1", 1, DISPATCH_MAX_RANKS, FREE, "ranks that share a set of experts"),
     CHOICE("parallel", "shard", shard, "none", "none|optimizer|grads|weights", FREE,
            "what ranks keep in parts: nothing; optimizer state; gradients too; weights too"),
+    CHOICE("parallel", "dispatch", dispatch, "nccl", "auto|nccl|windows", FREE,
+           "how tokens travel: the host waits for their numbers (nccl; MPI in the CPU build), or GPUs store into one "
+           "another's memory, and a step without room runs again; auto: windows where they can be had"),
     NUMBER("parallel", "timeout", timeout, "600", 1, 1e6, FREE,
            "seconds that ranks wait for one another before the run ends"),
 
@@ -155,7 +160,7 @@ const Option settings_table[] = {
     CHOICE("precision", "combine-precision", combine_precision, NULL, "bf16|mxfp8", FIXED,
            "of what comes back from them"),
     CHOICE("precision", "wgrad-precision", wgrad_precision, NULL, "bf16|mxfp8", FIXED,
-           "of the operands of the expert weights' gradients"),
+           "of the operands of the gradients of the routed experts' weights, and of --linear-precision's"),
     CHOICE("precision", "linear-precision", linear_precision, NULL, "bf16|mxfp8", FIXED,
            "of the products of attention but Wkva's, and of the dense and shared MLPs"),
     CHOICE("precision", "mx-gemm", mx_fast, NULL, "exact|fast", FIXED,

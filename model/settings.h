@@ -18,7 +18,7 @@ typedef struct ModelConfig {
     int64_t dense_ffn, dense_layers;  // the first dense_layers blocks have a dense MLP of this width
     int64_t E, K, shared, F;          // the others: E routed experts, and one shared MLP of width shared * F
     int64_t V;
-    int64_t mtp;  // blocks L .. L + mtp - 1: modules that predict further tokens, one behind the other
+    int64_t mtp;  // blocks L .. L + mtp - 1: modules that predict further tokens, one after the other
     int64_t groups, top_groups, score, route_norm;
     double route_scale, rope_theta;
     int64_t yarn;
@@ -39,9 +39,9 @@ typedef struct Settings {
     char *out, *prompt;
     double temperature;
     double lr, final_lr_frac, weight_decay, beta1, beta2, eps, clip, bias_rate, aux_loss;
-    int64_t warmup, schedule, even_start;
+    int64_t moments, warmup, schedule, even_start;
     double mtp_weight, mtp_weight_end, mtp_switch;
-    int64_t ep, shard, recompute;
+    int64_t ep, shard, dispatch, recompute;
     double timeout, capacity, gpu_memory;
     int64_t precision;  // the mode; what it sets, where the command line does not:
     int64_t expert_precision, dispatch_precision, combine_precision, wgrad_precision, linear_precision, mx_scale,
@@ -51,6 +51,7 @@ typedef struct Settings {
 
 typedef enum { PRECISION_BF16, PRECISION_MXFP8 } Precision;
 typedef enum { RECOMPUTE_NONE, RECOMPUTE_MOE, RECOMPUTE_BLOCK } Recompute;
+typedef enum { DISPATCH_AUTO, DISPATCH_NCCL, DISPATCH_WINDOWS } DispatchUse;
 typedef enum { GRAPH_AUTO, GRAPH_OFF } GraphUse;
 
 // Rows are in the order of --help; the first is --model.

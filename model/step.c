@@ -71,11 +71,31 @@ static void update(void* model) {
             p->held_weight, p->master, p->m, p->v, grad, p->held, clamp(p->n_decay - p->held_from, p->held)};
         if (p->n) list[count++] = buffer;
     }
-    adamw_update(list, count, opt, m->state, m->ctx);
+    adamw_update(list, count, m->layout.bf16_moments, opt, m->state, m->ctx);
     free(list);
     for (int64_t l = m->config.dense_layers; l < config_blocks(&m->config); l++)
         router_update_bias(m->bias + l * m->config.E, m->load + l * m->config.E, (int32_t)m->config.E,
                            (float)m->settings.bias_rate, m->state, m->ctx);
+}
+
+void model_make_room(Model* m, double needed) {
+    const Settings* s = &m->settings;
+    const int32_t replay = 0;
+    const double none = 0;
+    ctx_sync(m->ctx);
+    device_upload(&m->state->replay, &replay, sizeof(replay), m->ctx);
+    device_upload(&m->state->needed, &none, sizeof(none), m->ctx);
+
+    // The pool as it is planned at the start.
+    MoeShape shape = m->moe_shape;
+    Arena plan;
+    m->capacity *= 1.125 * needed;
+    shape.capacity = m->capacity, shape.router.N = s->batch * s->seq_len;
+    arena_init(&plan, m->arena[IN_POOL].purpose, BACKEND);
+    moe_plan(&plan, shape, config_blocks(&m->config) - m->config.dense_layers, m->capacity);
+    comm_window_free(m->experts);
+    pool_move(m->pool, comm_window(m->experts, arena_bytes(&plan), plan.purpose), arena_bytes(&plan));
+    arena_free(&plan);
 }
 
 void model_update(Model* m, int stop) {

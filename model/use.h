@@ -1,4 +1,5 @@
-// A model that is there already says something (--sample) or is measured (--evaluate). Nothing is trained or written.
+// Uses a model that is there already: prints a sample of it (--sample), or measures it (--evaluate). Nothing is trained
+// or written.
 #ifndef MODEL_USE_H
 #define MODEL_USE_H
 

@@ -11,6 +11,7 @@ enum { MOST_BUFFERS = 8 };
 struct Dispatch {
     Pool* pool;
     Comm* comm;  // NULL with one rank, and then the rest is unused
+    StepState* state;
     Ctx* side_stream;
     Event *ready, *there;  // ctx's work that a transfer waits for; the transfer is done
     Fetch* counts;
@@ -18,9 +19,10 @@ struct Dispatch {
     int buffer_count;
 };
 
-Dispatch* dispatch_create(Comm* comm, Pool* pool, Ctx* ctx) {
+Dispatch* dispatch_create(Comm* comm, Pool* pool, StepState* state, Ctx* ctx) {
     Dispatch* d = (Dispatch*)host_alloc(sizeof(Dispatch));
     d->pool = pool;
+    d->state = state;
     if (!comm) return d;
     ASSERT(comm_count(comm) <= DISPATCH_MAX_RANKS);
     d->comm = comm;
@@ -60,6 +62,7 @@ void dispatch_plan_choices(Arena* a, Route* r, DispatchShape s) {
     arena_add(a, "rank rows", ELEMENT_I32, s.ep, 0, (void**)&r->send.group_rows);
     arena_add(a, "sent row -> token", ELEMENT_I32, r->send.capacity, 1, (void**)&r->send.row_token);
     arena_add(a, "token -> sent row", ELEMENT_I32, s.N * s.ep, 1, (void**)&r->send.token_row);
+    arena_add(a, "rows by rank", ELEMENT_I64, ROUTE_NUMBERS * s.ep, 0, (void**)&r->numbers);
 }
 
 void dispatch_plan_received(Arena* a, Route* r) {
@@ -118,7 +121,7 @@ void dispatch_expect(Route* r, double capacity, Backend backend) {
     if (s.ep == 1) capacity = 1;
     r->received = (int64_t)(capacity * (double)s.N * mean_ranks(s));
     r->choices = (int64_t)(capacity * (double)(s.N * s.K));
-    r->send.capacity = min_i64(r->send.capacity, ragged_rows(r->received, s.ep, backend));
+    if (!s.capacity) r->send.capacity = min_i64(r->send.capacity, ragged_rows(r->received, s.ep, backend));
 }
 
 // --- Transfers ---
@@ -130,6 +133,16 @@ static void exchange(Dispatch* d, ExchangeRows rows, Ctx* ctx) {
     comm_exchange(d->comm, d->buffers, d->buffer_count, rows, d->side_stream);
     event_record(d->there, d->side_stream);
     d->buffer_count = 0;
+}
+
+static ExchangeRows rows_of(const Route* r) {
+    const int64_t* n = r->numbers;
+    const int32_t P = r->shape.ep;
+    const ExchangeRows on_host = {r->send_start, r->send_rows, r->recv_start, r->recv_rows, NULL};
+    if (!n) return on_host;
+    const ExchangeRows on_device = {n + SEND_START * P, n + SEND_ROWS * P, n + RECV_START * P, n + RECV_ROWS * P,
+                                    n + THERE_START * P};
+    return on_device;
 }
 
 static void pack(Dispatch* d, void* recv, const void* send, size_t row_bytes) {
@@ -149,6 +162,21 @@ static void pack_rows(Dispatch* d, Rows recv, Rows send) {
     }
 }
 
+// All ranks' numbers, and from them this rank's, on the device.
+static void counts_on_device(Dispatch* d, Route* r, Ctx* ctx) {
+    const DispatchShape s = r->shape;
+    const int64_t P = s.ep;
+    PoolMark mark = pool_mark(d->pool);
+    int32_t* rank = (int32_t*)pool_take(d->pool, (size_t)(s.N * P) * sizeof(int32_t));
+    int64_t* own = (int64_t*)pool_take(d->pool, (size_t)(2 * P) * sizeof(int64_t));
+    int64_t* all = (int64_t*)pool_take(d->pool, (size_t)(2 * P * P) * sizeof(int64_t));
+    dispatch_ranks(rank, own, r->expert, s.N, s.K, s.ep, experts_held(s), ctx);
+    comm_all_gather(d->comm, all, own, (size_t)(2 * P) * sizeof(int64_t), ctx);
+    dispatch_numbers(r->numbers, d->state, all, comm_index(d->comm), s.ep, r->received, r->choices, ctx);
+    permute_plan(r->send, rank, NULL, s.N, s.ep, ctx);
+    pool_release(d->pool, mark);
+}
+
 void dispatch_counts(Dispatch* d, Route* r, Ctx* ctx) {
     const DispatchShape s = r->shape;
     const int64_t N = s.N, P = s.ep, align = row_align(BACKEND);
@@ -158,9 +186,16 @@ void dispatch_counts(Dispatch* d, Route* r, Ctx* ctx) {
         return;
     }
 
+    if (s.capacity > 0) {
+        dispatch_expect(r, s.capacity, BACKEND);
+        counts_on_device(d, r, ctx);
+        return;
+    }
+    r->numbers = NULL;
+
     // Each rank tells each other one how many tokens it will send, and how many choices they have there.
     int64_t one_each[DISPATCH_MAX_RANKS], place[DISPATCH_MAX_RANKS];
-    const ExchangeRows each_to_each = {place, one_each, place, one_each};
+    const ExchangeRows each_to_each = {place, one_each, place, one_each, NULL};
     for (int64_t j = 0; j < P; j++) one_each[j] = 1, place[j] = j;
     PoolMark mark = pool_mark(d->pool);
     int32_t* rank = (int32_t*)pool_take(d->pool, (size_t)(N * P) * sizeof(int32_t));
@@ -213,13 +248,13 @@ void dispatch_pack_choices(Dispatch* d, const Route* r, const Travel* t, Ctx* ct
     const DispatchShape s = r->shape;
     if (!d->comm) return;
     dispatch_choices(t->sent_expert, t->sent_gate, r->expert, r->gate, r->send, s.N, s.K, experts_held(s), ctx);
+    if (s.capacity > 0) device_fill(r->recv_expert, 0xff, (size_t)(r->received * s.K) * sizeof(int32_t), ctx);
     pack(d, r->recv_expert, t->sent_expert, (size_t)s.K * sizeof(int32_t));
     pack(d, r->recv_gate, t->sent_gate, (size_t)s.K * sizeof(real));
 }
 
 void dispatch_start(Dispatch* d, const Route* r, Ctx* ctx) {
-    const ExchangeRows out = {r->send_start, r->send_rows, r->recv_start, r->recv_rows};
-    if (d->comm) exchange(d, out, ctx);
+    if (d->comm) exchange(d, rows_of(r), ctx);
 }
 
 Rows dispatch_receive(Dispatch* d, const Route* r, const Travel* t, Ctx* ctx) {
@@ -236,7 +271,8 @@ static Rows sums_here(const Route* r, const Travel* t, Sums sums, Ctx* ctx) {
 
 void combine_send(Dispatch* d, const Route* r, const Travel* t, Sums sums, Ctx* ctx) {
     const DispatchShape s = r->shape;
-    const ExchangeRows home = {r->recv_start, r->recv_rows, r->send_start, r->send_rows};
+    const ExchangeRows out = rows_of(r), home = {out.recv_start, out.recv_rows, out.send_start, out.send_rows,
+                                                 r->numbers ? r->numbers + HOME_START * r->shape.ep : NULL};
     if (!d->comm) return;
     pack_rows(d, t->sent, sums_here(r, t, sums, ctx));
     if (sums.drow_gate) {

@@ -32,6 +32,11 @@ typedef struct DispatchShape {
     Format dispatch;  // x and dy are cast to it before they travel; values: they are not
     Format expert;    // else they are cast to it where they arrive
     Format combine;   // outputs and dx are cast to it before they travel back
+    // 0: the host waits for the numbers, and there is always room. Else they stay on the device and the host waits for
+    // nothing: there is room for what dispatch_expect gives, whatever arrives, and what is left of it has no choices
+    // (recv_expert -1). Where a rank would receive more, nothing travels, and the step's state says so. All ranks have
+    // as many tokens then.
+    double capacity;
 } DispatchShape;
 
 // What forward settles, and backward reads; in the pool.
@@ -42,9 +47,10 @@ typedef struct Route {
     int64_t received, choices;  // tokens whose experts are here, and token-expert pairs among them
     int32_t* recv_expert;       // (received, K): numbers of experts held here, -1 for choices held elsewhere
     real* recv_gate;            // (received, K)
-    // With several ranks: the tokens by the rank they go to (a ragged layout with El = K = ep), and for each rank, on
-    // the host, which rows of it go there and which of the received tokens come from there.
+    // With several ranks: the tokens by the rank they go to (a ragged layout with El = K = ep), and for each rank which
+    // rows of it go there and which of the received tokens come from there: on the host, or in device memory.
     Ragged send;
+    int64_t* numbers;  // (ROUTE_NUMBERS, ep) (moe/dispatch_ops.h); NULL: those on the host count
     int64_t send_start[DISPATCH_MAX_RANKS], send_rows[DISPATCH_MAX_RANKS];
     int64_t recv_start[DISPATCH_MAX_RANKS], recv_rows[DISPATCH_MAX_RANKS];
 } Route;
@@ -67,8 +73,11 @@ typedef struct Sums {
     const real* drow_gate;  // (capacity): gradients of the rows' gates, which travel with the sums; NULL: none
 } Sums;
 
+typedef struct StepState StepState;  // layers/adamw.h
 typedef struct Dispatch Dispatch;
-Dispatch* dispatch_create(Comm* comm, Pool* pool, Ctx* ctx);  // comm: of ep ranks, NULL with one
+// comm: of ep ranks, NULL with one. state: where it is counted that a rank had no room; NULL if no shape has a
+// capacity.
+Dispatch* dispatch_create(Comm* comm, Pool* pool, StepState* state, Ctx* ctx);
 void dispatch_destroy(Dispatch* dispatch);
 size_t dispatch_workspace(DispatchShape shape);
 
@@ -83,7 +92,7 @@ void dispatch_plan_again(Arena* arena, Travel* again, const Route* route);
 // In the place of dispatch_counts, to plan: what evenly spread choices give, `capacity` times.
 void dispatch_expect(Route* route, double capacity, Backend backend);
 
-// From route->expert: how many rows go where. With several ranks the host waits for the numbers, this once.
+// From route->expert: how many rows go where.
 void dispatch_counts(Dispatch* d, Route* route, Ctx* ctx);
 
 // What the next transfer carries: x, and the choices; then off it goes. x arrives in the memory of `kept`, and in that

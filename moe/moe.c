@@ -57,8 +57,9 @@ static void shared_backward(floatX* dx, const floatX* dy, const floatX* x, MoeWe
     if (s.recompute) linear_forward(m->shared_h, x, w.shared13, N, ctx);
     linear_dgrad(t.dact, dy, w.shared2, N, 0, ctx);
     swiglu_backward(t.dh, t.act, t.dact, m->shared_h, N, s.shared_F, ctx);
-    linear_wgrad(dy, t.act, w.shared2, N, ctx);
-    linear_backward(dx, t.dh, x, w.shared13, N, 0, ctx);
+    linear_dgrad(dx, t.dh, w.shared13, N, 0, ctx);
+    const LinearGradient gradients[] = {{w.shared2, dy, t.act}, {w.shared13, t.dh, x}};
+    linear_wgrads(gradients, 2, N, ctx);
 }
 
 void moe_backward(floatX* dx, const floatX* dy, const floatX* x, MoeWeights w, MoeSaved* m, float aux, MoeShape s,

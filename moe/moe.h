@@ -35,6 +35,7 @@ typedef struct MoeShape {
     int32_t recompute;   // 1: backward dispatches x again and rebuilds the hidden activations, which are not kept
     Format dispatch, expert, combine;  // as in DispatchShape; expert is that of the experts' weights too
     Format wgrad;                      // of the operands of the experts' weight gradients; fast only where expert is
+    double capacity;                   // as in DispatchShape
 } MoeShape;
 
 // Weights with their gradients (Weight says whether these are = or +=). w13 (E / ep of (2F, C)), w2 (E / ep of (C, F));

@@ -1,5 +1,5 @@
-// What a MoE block takes from the pool, by name: the same tables are laid out to plan and taken from to run, so that
-// they cannot drift apart. Between moe/moe.c and moe/moe_buffers.c only.
+// The arrays that a MoE block takes from the pool (device/pool.h), by name. The same tables serve to plan and to run,
+// so that the two cannot drift apart. For moe/moe.c and moe/moe_buffers.c only.
 #ifndef MOE_MOE_BUFFERS_H
 #define MOE_MOE_BUFFERS_H
 
@@ -26,7 +26,8 @@ typedef struct MoeBackwardBuffers {
 } MoeBackwardBuffers;
 
 static inline DispatchShape dispatch_shape(MoeShape s) {
-    DispatchShape d = {s.router.N, s.router.C, s.router.E, s.router.K, s.ep, s.dispatch, s.expert, s.combine};
+    DispatchShape d = {s.router.N, s.router.C, s.router.E, s.router.K, s.ep,
+                       s.dispatch, s.expert,   s.combine,  s.capacity};
     return d;
 }
 

@@ -2,14 +2,14 @@
 // sigmoid scores, DeepSeek-V2 (arXiv 2405.04434, section 2.2) with softmax scores.
 //
 //   logits = x Wg^T in float32;  s = sigmoid(logits) or softmax(logits)
-//   selection among s + bias, limited to the top_groups best groups of experts (other groups count as -inf); a group's
-//   score is the sum of its two best s + bias (sigmoid; of its only one if it has one) or its best (softmax); equal
-//   scores: the lower index first. A token with NaN scores still gets K distinct experts. gate_k = s of the selected
-//   expert, divided by (their sum + 1e-20) if norm, times scale
+//   selection: the K largest s + bias in the top_groups best groups of experts (other groups count as -inf)
+//     a group's score: the sum of its two largest s + bias (sigmoid; or of its only one), or the largest (softmax)
+//   gate_k = s of the selected expert, divided by (their sum + 1e-20) if norm, times scale
 //
-// The bias only selects; gradients reach x and Wg through the gates (and the auxiliary loss) alone.
+// Of equal scores the lower index comes first. A token with NaN scores still gets K distinct experts. The bias only
+// selects; gradients reach x and Wg through the gates (and the auxiliary loss) alone.
 //
-// Early in training x is nearly the same for all tokens (it carries the frequencies of the tokens), what is left of it
+// Early in training x is nearly the same for all tokens (it carries the frequencies of the tokens). What is left of it
 // lies along few directions, and both move at every step by more than the tokens differ: whole steps would choose the
 // same K experts. Until that is over, the selection is made by logits less a share `even` of what evens out a
 // sequence's choice:

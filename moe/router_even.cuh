@@ -1,4 +1,4 @@
-// What evens out the choice of a sequence's tokens (moe/router.h): Sinkhorn's rounds, a block a sequence.
+// What evens out the choice of a sequence's tokens (moe/router.h): Sinkhorn's rounds, a block for each sequence.
 #ifndef MOE_ROUTER_EVEN_CUH
 #define MOE_ROUTER_EVEN_CUH
 

@@ -93,3 +93,8 @@ void grouped_gemm_mx_wgrad(real* dw, const uint8_t* dy, const uint8_t* dy_scale,
                 }
             }
 }
+
+void gemm_mx_wgrads(const MxMatrix* list, int count, const uint8_t* dy, const uint8_t* dy_scale, const uint8_t* x,
+                    const uint8_t* x_scale, int64_t length, Ragged r, int accumulate, Ctx* ctx) {
+    mx_one_by_one(list, count, dy, dy_scale, x, x_scale, length, r, accumulate, ctx);
+}

@@ -105,16 +105,19 @@ struct SquareScales {
 struct ChannelScales {
     enum { BY_COLUMN = 1 };
     struct Tensors {
-        const uint8_t *a, *b;  // (chunks, M), (chunks, N)
-        int M, N;
+        const uint8_t *a, *b;  // for each matrix (chunks, M), (chunks, N), one matrix after another
+        int chunks;
     };
 
     const uint8_t* a;
+    int M;
     uint32_t now, next;  // bytes of the chunk at hand and of the one after it
 
     __device__ __forceinline__ void begin(const WorkItem& item, const Tensors& t, int lane) {
-        a = t.a + ((int64_t)(item.k / MX_CHUNK) * t.M + min(row_of_lane(item, lane), t.M - 1));
-        now = read(0, item.k_blocks, t), next = read(1, item.k_blocks, t);
+        M = item.of.M;
+        a = t.a +
+            ((int64_t)item.of.a * t.chunks + (int64_t)(item.k / MX_CHUNK) * M + min(row_of_lane(item, lane), M - 1));
+        now = read(0, item.k_blocks), next = read(1, item.k_blocks);
     }
     __device__ __forceinline__ void start(int, const Tensors&, int) {}
     __device__ __forceinline__ float take(int) {
@@ -122,13 +125,13 @@ struct ChannelScales {
         now = next;
         return scale;
     }
-    __device__ __forceinline__ void ahead(int k_block, int k_blocks, const Tensors& t, int) {
-        next = read(k_block + 2, k_blocks, t);
+    __device__ __forceinline__ void ahead(int k_block, int k_blocks, const Tensors&, int) {
+        next = read(k_block + 2, k_blocks);
     }
 
    private:
-    __device__ __forceinline__ uint32_t read(int k_block, int k_blocks, const Tensors& t) const {
-        return a[(uint64_t)(uint32_t)min(k_block, k_blocks - 1) * (uint32_t)t.M];
+    __device__ __forceinline__ uint32_t read(int k_block, int k_blocks) const {
+        return a[(uint64_t)(uint32_t)min(k_block, k_blocks - 1) * (uint32_t)M];
     }
 };
 
@@ -154,9 +157,10 @@ __device__ __forceinline__ void fill_column_scales(Shared& s, const ChannelScale
         // The work item, this lane's four columns (a half of those of j = lane / 2), and their first units.
         barrier_wait(&s.item_full_barriers[at.index], at.phase);
         const WorkItem& item = s.items[at.index];
-        const int k_blocks = item.k_blocks, to = lane / 4 * 16 + lane % 2 * 8 + lane / 2 % 2 * 2;
+        const int k_blocks = item.k_blocks, N = item.of.N, to = lane / 4 * 16 + lane % 2 * 8 + lane / 2 % 2 * 2;
         if (k_blocks == 0) break;
-        const uint8_t* from = t.b + ((int64_t)(item.k / MX_CHUNK) * t.N + min(item.n + 4 * lane, t.N - 4));
+        const uint8_t* from =
+            t.b + ((int64_t)item.of.b * t.chunks + (int64_t)(item.k / MX_CHUNK) * N + min(item.n + 4 * lane, N - 4));
         const uint32_t first = *(const uint32_t*)from;
         uint32_t unit[4];
 #pragma unroll
@@ -165,7 +169,7 @@ __device__ __forceinline__ void fill_column_scales(Shared& s, const ChannelScale
         // Bytes are on their way while the stage is in use. After the last k block the unit becomes 1.
         for (int k_block = 0; k_block < k_blocks; k_block++) {
             const bool last = k_block == k_blocks - 1, ends = last || k_block % RUN == RUN - 1;
-            from += t.N;
+            from += N;
             const uint32_t four = ends && !last ? *(const uint32_t*)from : 0x7f7f7f7f;
             barrier_wait(&s.empty_barriers[stage.index], stage.phase);
             if (ends) {
@@ -285,9 +289,10 @@ __device__ __forceinline__ void compute(Shared& s, Consumer<Scales>& c, const Wo
     auto write_part = [&](int part) {
         if (!item.store) return;
         const int row = part * SQUARE_SIDE + warp * 16, m = item.m + row, expert = item.expert;
+        const CUtensorMap* dw = out + item.map;
         if (Scales::BY_COLUMN)
-            write<float, SQUARE_SIDE>(writer, d[part], item.n, columns, 16, [&](const void* piece, int n) {
-                add ? tma_add(out, piece, n, m, expert) : tma_store(out, piece, n, m, expert);
+            write<float, SQUARE_SIDE>(writer, d[part], item.n, item.of.N, 16, [&](const void* piece, int n) {
+                add ? tma_add(dw, piece, n, m, expert) : tma_store(dw, piece, n, m, expert);
             });
         else
             write<Out, SQUARE_SIDE>(writer, d[part], item.n, columns, item.valid - row,
@@ -356,12 +361,17 @@ __global__ void __cluster_dims__(CLUSTER, 1, 1) __launch_bounds__(THREADS, 1)
         &x, &w, &out, g, [&](Shared& s) { consume<Out, SquareScales>(s, scales, &out, g.N, 0); }, [](Shared&) {});
 }
 
+// One output for all experts, or one for each matrix.
+struct Outputs {
+    CUtensorMap map[MOST_MATRICES];
+};
+
 __global__ void __cluster_dims__(CLUSTER, 1, 1) __launch_bounds__(THREADS, 1)
     grouped_gemm_mx_wgrad_kernel(const __grid_constant__ CUtensorMap dy, const __grid_constant__ CUtensorMap x,
-                                 const __grid_constant__ CUtensorMap dw, const Groups g,
+                                 const __grid_constant__ Outputs dw, const __grid_constant__ Groups g,
                                  const ChannelScales::Tensors scales) {
     run_block<MX_WGRAD>(
-        &dy, &x, &dw, g, [&](Shared& s) { consume<real, ChannelScales>(s, scales, &dw, g.N, g.add); },
+        &dy, &x, dw.map, g, [&](Shared& s) { consume<real, ChannelScales>(s, scales, dw.map, g.N, g.add); },
         [&](Shared& s) { fill_column_scales(s, scales); });
 }
 
@@ -412,6 +422,29 @@ void grouped_gemm_mx_wgrad(real* dw, const uint8_t* dy, const uint8_t* dy_scale,
     Groups g = groups_of(r, OC, IC, 0, ctx);
     g.add = accumulate;
     launch(grouped_gemm_mx_wgrad_kernel, ctx, matrix_map(dy, 0, OC, length, BOX, ctx),
-           matrix_map(x, 0, IC, length, BOX, ctx), matrix_map(dw, r.El, OC, IC, 16, ctx), g,
-           ChannelScales::Tensors{dy_scale, x_scale, (int)OC, (int)IC});
+           matrix_map(x, 0, IC, length, BOX, ctx), Outputs{{matrix_map(dw, r.El, OC, IC, 16, ctx)}}, g,
+           ChannelScales::Tensors{dy_scale, x_scale, (int)(length / MX_CHUNK)});
+}
+
+void gemm_mx_wgrads(const MxMatrix* list, int count, const uint8_t* dy, const uint8_t* dy_scale, const uint8_t* x,
+                    const uint8_t* x_scale, int64_t length, Ragged r, int accumulate, Ctx* ctx) {
+    ASSERT(r.El == 1 && count <= MOST_MATRICES && length % MX_CHUNK == 0 && length >= r.capacity);
+    if (r.capacity == 0 || has_block_scales(ctx))
+        return mx_one_by_one(list, count, dy, dy_scale, x, x_scale, length, r, accumulate, ctx);
+
+    // The matrices in the place of experts.
+    Groups g = groups_of(r, 0, 0, 0, ctx);
+    g.add = accumulate, g.El = g.matrices = count;
+    Outputs outputs;
+    int64_t of_dy = 0, of_x = 0;
+    for (int i = 0; i < count; i++) {
+        const MxMatrix m = list[i];
+        ASSERT(m.IC > 0 && m.IC % MX_BLOCK == 0 && m.OC > 0 && m.OC % MX_BLOCK == 0);
+        g.list[i] = {(int)m.OC, (int)m.IC, (int)m.dy, (int)m.x};
+        outputs.map[i] = matrix_map(m.dw, 1, m.OC, m.IC, 16, ctx);
+        of_dy = max_i64(of_dy, m.dy + m.OC), of_x = max_i64(of_x, m.x + m.IC);
+    }
+    launch(grouped_gemm_mx_wgrad_kernel, ctx, matrix_map(dy, 0, of_dy, length, BOX, ctx),
+           matrix_map(x, 0, of_x, length, BOX, ctx), outputs, g,
+           ChannelScales::Tensors{dy_scale, x_scale, (int)(length / MX_CHUNK)});
 }

@@ -51,6 +51,29 @@ void grouped_gemm_mx_wgrad(real* dw,                 // (El, OC, IC)
                            const uint8_t* x_scale,   // (length / 128, IC): those of a group's four chunks are equal
                            int64_t length, Ragged ragged, int64_t IC, int64_t OC, int accumulate, Ctx* ctx);
 
+// The gradients of several matrices over the rows of one group, in one call: so they fill the GPU where one of them
+// would not. A matrix's operands are as above: the bytes of its channels of dy begin at channel `dy` of all, dy + m.dy
+// length, their scales at dy_scale + m.dy length / 128; x likewise.
+typedef struct MxMatrix {
+    real* dw;  // (OC, IC)
+    int64_t OC, IC;
+    int64_t dy, x;  // its first channels
+} MxMatrix;
+enum { MX_MATRICES = 4 };
+void gemm_mx_wgrads(const MxMatrix* matrices, int count,  // MX_MATRICES at most
+                    const uint8_t* dy, const uint8_t* dy_scale, const uint8_t* x, const uint8_t* x_scale,
+                    int64_t length, Ragged rows, int accumulate, Ctx* ctx);
+
+// The same, where one kernel for all is not to be had.
+static inline void mx_one_by_one(const MxMatrix* list, int count, const uint8_t* dy, const uint8_t* dy_scale,
+                                 const uint8_t* x, const uint8_t* x_scale, int64_t length, Ragged rows, int accumulate,
+                                 Ctx* ctx) {
+    const int64_t chunks = length / 128;
+    for (const MxMatrix* m = list; m < list + count; m++)
+        grouped_gemm_mx_wgrad(m->dw, dy + m->dy * length, dy_scale + m->dy * chunks, x + m->x * length,
+                              x_scale + m->x * chunks, length, rows, m->IC, m->OC, accumulate, ctx);
+}
+
 END_C
 
 #endif

@@ -1,6 +1,6 @@
-// Whether products of MXFP8 bytes are right on the machine at hand: a small random case against plain sums in double.
-// Runs before the first step where --mx-gemm fast is used, because those products rest on the layout in which tensor
-// cores or a library read scales, and a wrong one gives a loss that looks almost right. A few milliseconds.
+// Checks products of MXFP8 bytes on the machine at hand: a small random case against plain sums in double. It runs
+// before the first step where --mx-gemm fast is used, and takes a few milliseconds. Such products depend on the layout
+// in which tensor cores or a library read scales, and a wrong one gives a loss that looks almost right.
 #ifndef MX_MX_CHECK_H
 #define MX_MX_CHECK_H
 

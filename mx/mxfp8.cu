@@ -274,9 +274,12 @@ static __global__ void __launch_bounds__(32 * ROW_WARPS)
 // Eight columns of a row: values, or what bytes stand for, rounded to bf16 (which is exact).
 struct ValueRows {
     const floatX* x;
+    int64_t held;  // rows; those after it are zeros
 
     __device__ __forceinline__ void load(uint4 p[PATCH_ROWS], int64_t row, int64_t c, int64_t columns) const {
-        load_patch(p, x + row * columns + c, columns, true);
+#pragma unroll
+        for (int i = 0; i < PATCH_ROWS; i++)
+            p[i] = row + i < held ? *(const uint4*)(x + (row + i) * columns + c) : make_uint4(0, 0, 0, 0);
     }
 };
 struct ByteRows {
@@ -430,7 +433,7 @@ static void channels(uint8_t* q, uint8_t* scale, Source source, int64_t length, 
 void mx_quantize_channels(uint8_t* q, uint8_t* scale, const floatX* x, int64_t length, Ragged r, int64_t columns,
                           MxCast cast, Ctx* ctx) {
     ASSERT(aligned(x));
-    channels(q, scale, ValueRows{x}, length, r, columns, cast, ctx);
+    channels(q, scale, ValueRows{x, r.capacity}, length, r, columns, cast, ctx);
 }
 
 void mx_requantize_channels(uint8_t* q, uint8_t* scale, const uint8_t* from, const uint8_t* from_scale, int tokens,

@@ -1,9 +1,9 @@
 // What the kernels of the casts (mxfp8.cu, mx_swiglu.cu, mx_stats.cu) share.
 //
-// Magnitudes of bf16 compare like their bits, Inf and NaN above all others, so the largest is found two at a time by
-// integers and without conversion; lanes that share a block, chunk or column exchange theirs by shuffles. Products with
-// 2^(127 - s) are exact in float32 (or so small that they are rounded to 0), and cvt.rn.satfinite rounds them as the
-// contract says, NaN to 0x7f.
+// Magnitudes of bf16 compare like their bits, Inf and NaN above all others. So the largest element is found by
+// integers, two at a time and without conversion; lanes that share a block, chunk or column exchange theirs by
+// shuffles. Products with 2^(127 - s) are exact in float32 (or so small that they are rounded to 0), and
+// cvt.rn.satfinite rounds them as the contract says, NaN to 0x7f.
 //
 // Along rows a warp takes a span, 1024 columns of a row: a piece is 256 of them, 8 a lane, so a block lies in 4 lanes
 // and a chunk in 16. The span's 32 scale bytes go out in one store.

@@ -95,11 +95,11 @@ void mx_round_columns(floatX* x,  // (capacity, columns)
 // start, have one, which stands at each of them; and what would have a scale below MX_RUN_LEAST is zeros (2^-78 at
 // most), so that the quotient of two scales of a channel stays far inside of float32.
 static inline int64_t mx_channel_length(int64_t capacity, int32_t El, Backend backend) {
-    return backend == BACKEND_CUDA ? capacity : ragged_rows(capacity, El, BACKEND_CUDA);
+    return backend == BACKEND_CUDA ? round_up(capacity, MX_CHUNK) : ragged_rows(capacity, El, BACKEND_CUDA);
 }
 void mx_quantize_channels(uint8_t* q,       // (columns, length)
                           uint8_t* scale,   // (length / 128, columns)
-                          const floatX* x,  // (capacity, columns), pad rows are zeros
+                          const floatX* x,  // (capacity, columns), pad rows are zeros (also those after capacity)
                           int64_t length, Ragged ragged, int64_t columns, MxCast cast, Ctx* ctx);
 // The same of what bytes stand for, cast anew. tokens 1: they are those of tokens, which go to their rows; 0: of rows.
 void mx_requantize_channels(uint8_t* q, uint8_t* scale,

@@ -44,10 +44,24 @@ void products_plan(Arena* a, ProductRoom* room, int64_t N, int batches) {
     arena_add(a, name, ELEMENT_BYTE, max_i64(N * room->inputs, room->bytes), 1, (void**)&room->input.q);
     arena_add(a, name, ELEMENT_BYTE, max_i64(rows * mx_stride(room->inputs), room->scales), 1,
               (void**)&room->input.scale);
-    if (room->fast)
+    if (!room->fast) arena_add(a, name, ELEMENT_X, N * room->inputs, 1, (void**)&room->input.value);
+    if (room->fast || room->of_dy)
         arena_add(a, "tokens as a group", ELEMENT_BYTE, batches * (int64_t)sizeof(TokenGroup), 0, (void**)&room->group);
-    else
-        arena_add(a, name, ELEMENT_X, N * room->inputs, 1, (void**)&room->input.value);
+
+    // Fast: the operands of all gradients that are computed together; else of one.
+    if (!room->of_dy) return;
+    const int64_t length = mx_channel_length(N, 1, a->backend);
+    Rows* operand[2] = {&room->dy, &room->x};
+    for (int i = 0; i < 2; i++) {
+        const int64_t channels = i == 0 ? room->of_dy : room->of_x;
+        name = "operand of a gradient, cast";
+        if (!room->fast) {
+            arena_add(a, name, ELEMENT_X, rows * room->inputs, 1, (void**)&operand[i]->value);
+            continue;
+        }
+        arena_add(a, name, ELEMENT_BYTE, channels * length, 1, (void**)&operand[i]->q);
+        arena_add(a, name, ELEMENT_BYTE, channels * (length / MX_CHUNK), 1, (void**)&operand[i]->scale);
+    }
 }
 
 void products_batch(ProductRoom* room, int batch, int64_t N, Ctx* ctx) {
@@ -84,6 +98,13 @@ static void cast_stats(const Weight* w, Ctx* ctx) {
 
 // --- Products of all tokens with one matrix ---
 
+// The tokens of the batch at hand, as the one group of a ragged buffer of so many rows.
+static Ragged tokens_of(const ProductRoom* room, int64_t rows) {
+    TokenGroup* group = room->group + room->batch;
+    const Ragged tokens = {1, rows, group->start, &group->rows, NULL, NULL, NULL};
+    return tokens;
+}
+
 // y (N, OC) = cast(x) W^T, W as its direction reads it.
 static void cast_product(floatX* y, const floatX* x, const Weight* w, const WeightCast* cast, int64_t N, int64_t IC,
                          int64_t OC, MxStats* stats, Ctx* ctx) {
@@ -92,10 +113,8 @@ static void cast_product(floatX* y, const floatX* x, const Weight* w, const Weig
     if (stats) mx_stats(stats, x, N, IC, w->format.cast, ctx);
     const Rows bytes = rows_as(room, rows_of_values(x, N, IC), w->format, ctx);
     if (is_fast(w)) {
-        TokenGroup* group = w->room->group + w->room->batch;
-        const Ragged tokens = {1, N, group->start, &group->rows, NULL, NULL, NULL};
-        grouped_gemm_mx(y, NULL, bytes.q, bytes.scale, cast->q, cast->scale, cast->stride_o, cast->stride_c, tokens, IC,
-                        OC, ctx);
+        grouped_gemm_mx(y, NULL, bytes.q, bytes.scale, cast->q, cast->scale, cast->stride_o, cast->stride_c,
+                        tokens_of(w->room, N), IC, OC, ctx);
     } else {
         matmul_forward(y, rows_as(room, bytes, format_read(w->format), ctx).value, cast->value, N, IC, OC, ctx);
     }
@@ -116,15 +135,58 @@ void linear_dgrad(floatX* dx, const floatX* dy, const Weight* w, int64_t N, int 
         matmul_dgrad(dx, dy, w->w, N, w->IC, w->OC, accumulate, ctx);
 }
 
-void linear_wgrad(const floatX* dy, const floatX* x, const Weight* w, int64_t N, Ctx* ctx) {
-    cast_stats(w, ctx);
-    matmul_wgrad(w->grad, dy, x, N, w->IC, w->OC, w->accumulate, ctx);
+// A copy of x (N, columns), rounded along the tokens, in `to`; on the GPU whole tiles of rows.
+static const floatX* rounded(floatX* to, const floatX* x, int64_t columns, const Weight* w, int64_t N, Ctx* ctx) {
+    const int64_t rows = round_up(N, row_align(BACKEND));
+    device_copy(to, x, (size_t)(N * columns) * sizeof(floatX), ctx);
+    if (rows > N) device_zero(to + N * columns, (size_t)((rows - N) * columns) * sizeof(floatX), ctx);
+    mx_round_columns(to, tokens_of(w->room, rows), columns, w->wgrad.cast, ctx);
+    return to;
+}
+
+// x (N, columns) by channel, in the bytes of `to` from channel *at on, which moves on.
+static void by_channel(Rows to, int64_t* at, const floatX* x, int64_t columns, int operand, const Weight* w, int64_t N,
+                       Ctx* ctx) {
+    const int64_t length = mx_channel_length(N, 1, BACKEND);
+    to.q += *at * length, to.scale += *at * (length / MX_CHUNK);
+    rows_for_wgrad(to, rows_of_values(x, N, columns), operand, 0, w->wgrad, tokens_of(w->room, N), ctx);
+    *at += columns;
+}
+
+void linear_wgrads(const LinearGradient* list, int count, int64_t N, Ctx* ctx) {
+    MxMatrix fast[MX_MATRICES];
+    const Weight* of_fast = NULL;
+    int n = 0;
+    int64_t of_dy = 0, of_x = 0;
+    for (const LinearGradient* g = list; g < list + count; g++) {
+        const Weight* w = g->weight;
+        const floatX *dy = g->dy, *x = g->x;
+        cast_stats(w, ctx);
+        if (format_read(w->wgrad).bytes) {
+            ASSERT(n < MX_MATRICES && (n == 0 || of_fast->accumulate == w->accumulate));
+            const MxMatrix matrix = {w->grad, w->OC, w->IC, of_dy, of_x};
+            fast[n++] = matrix, of_fast = w;
+            by_channel(w->room->dy, &of_dy, dy, w->OC, WGRAD_DY, w, N, ctx);
+            by_channel(w->room->x, &of_x, x, w->IC, WGRAD_X, w, N, ctx);
+            continue;
+        }
+        if (w->wgrad.bytes) {
+            dy = rounded(w->room->dy.value, dy, w->OC, w, N, ctx);
+            x = rounded(w->room->x.value, x, w->IC, w, N, ctx);
+        }
+        matmul_wgrad(w->grad, dy, x, N, w->IC, w->OC, w->accumulate, ctx);
+    }
+    if (n == 0) return;
+    const ProductRoom* room = of_fast->room;
+    gemm_mx_wgrads(fast, n, room->dy.q, room->dy.scale, room->x.q, room->x.scale, mx_channel_length(N, 1, BACKEND),
+                   tokens_of(room, N), of_fast->accumulate, ctx);
 }
 
 void linear_backward(floatX* dx, const floatX* dy, const floatX* x, const Weight* w, int64_t N, int accumulate,
                      Ctx* ctx) {
+    const LinearGradient gradient = {w, dy, x};
     linear_dgrad(dx, dy, w, N, accumulate, ctx);
-    linear_wgrad(dy, x, w, N, ctx);
+    linear_wgrads(&gradient, 1, N, ctx);
 }
 
 // --- Products of each expert's rows with its matrix ---

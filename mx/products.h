@@ -3,8 +3,9 @@
 //
 //   forward  y  = cast(x) cast(W)^T     both in blocks along IC
 //   dgrad    dx = cast(dy) castT(W)     both in blocks along OC
-//   wgrad    dW = dy^T x or +=          of linear_: as they were before their casts. Of grouped_: what was cast is what
-//                                       the bytes stand for, or that cast anew along the tokens (rows_for_wgrad)
+//   wgrad    dW = dy^T x or +=          of linear_: as they were before their casts, or cast along the tokens. Of
+//                                       grouped_: what was cast is what the bytes stand for, or that cast anew along
+//                                       the tokens (rows_for_wgrad)
 //
 // A weight's format says what the casts are. Values: none. Exact: blocks of 32, so that W's bytes in forward and in
 // dgrad differ; bytes become floatX, which is multiplied as in layers/matmul.h and grouped/grouped_gemm.h. Fast: x and
@@ -30,10 +31,11 @@ typedef struct WeightCast {
 // What all products of a model share.
 typedef struct ProductRoom {
     int64_t inputs, bytes, scales;  // of what was planned: the widest x or dy, and the largest cast of a weight
-    int64_t input_scales;           // a row's
+    int64_t of_dy, of_x;            // wgrad in a format of bytes: channels of the operands that are cast at once
     int32_t fast;                   // 1: some weight of linear_ is fast
     Rows input;                     // x or dy, cast; a weight too, while it is cast for exact products
-    struct TokenGroup* group;       // fast: the tokens of each batch as a group of grouped_gemm_mx, in device memory
+    Rows dy, x;                     // wgrad in a format of bytes: cast along the tokens
+    struct TokenGroup* group;       // the tokens of each batch as a group of grouped_gemm_mx, in device memory
     int batch;                      // the one in work
 } ProductRoom;
 
@@ -47,6 +49,7 @@ typedef struct Weight {
     int accumulate;   // 1: products add to grad, 0: they write it
     int64_t count, OC, IC;
     Format format;             // what its products in forward and dgrad cast their operands to
+    Format wgrad;              // of linear_: what wgrad casts its operands to
     WeightCast forward, back;  // (count, OC, IC), (count, IC, OC)
     ProductRoom* room;         // with a format of bytes
     MxStats* stats;            // (WEIGHT_STATS) += what the casts of each product do; NULL: not measured
@@ -72,11 +75,13 @@ void linear_forward(floatX* y,        // (N, OC)
 void linear_dgrad(floatX* dx,        // (N, IC)
                   const floatX* dy,  // (N, OC)
                   const Weight* weight, int64_t N, int accumulate, Ctx* ctx);
-// weight->grad = dy^T x, or += with weight->accumulate
-void linear_wgrad(const floatX* dy,  // (N, OC)
-                  const floatX* x,   // (N, IC)
-                  const Weight* weight, int64_t N, Ctx* ctx);
-// Both.
+// weight->grad = dy^T x, or += with weight->accumulate, of several weights: fast ones are computed together.
+typedef struct LinearGradient {
+    const Weight* weight;
+    const floatX *dy, *x;  // (N, OC), (N, IC)
+} LinearGradient;
+void linear_wgrads(const LinearGradient* list, int count, int64_t N, Ctx* ctx);  // MX_MATRICES fast ones at most
+// dgrad, and the gradient of this weight alone.
 void linear_backward(floatX* dx, const floatX* dy, const floatX* x, const Weight* weight, int64_t N, int accumulate,
                      Ctx* ctx);
 

@@ -301,9 +301,10 @@ static void* saver_thread(void* saver) {
 
 // Copies what this rank writes of a tensor to the end of the buffer. What lies side by side in the file is one slice.
 static char* copy_slice(Saver* s, int64_t file, const CheckpointTensor* t, int64_t tensor_offset, char* to, Ctx* ctx) {
-    int64_t size = (int64_t)sizeof(real), bytes = t->save_count * size, offset = tensor_offset + t->save_first * size;
+    int64_t size = (int64_t)st_dtype_bytes(t->dtype), bytes = t->save_count * size,
+            offset = tensor_offset + t->save_first * size;
     ASSERT(t->save_first >= t->first && t->save_first + t->save_count <= t->first + t->count);
-    device_download(to, t->data + (t->save_first - t->first), (size_t)bytes, ctx);
+    device_download(to, (char*)t->data + (t->save_first - t->first) * size, (size_t)bytes, ctx);
     FileSlice* last = s->slices + s->slice_count - 1;
     if (s->slice_count && last->file == file && last->offset + last->bytes == offset) {
         last->bytes += bytes;
@@ -320,8 +321,7 @@ static char* copy_file(Saver* s, int i, const CheckpointFile* file, char* to, Ct
     StTensor* planned = (StTensor*)host_alloc((size_t)file->count * sizeof(StTensor));
     for (int k = 0; k < file->count; k++) {
         CheckpointTensor* t = &file->tensors[k];
-        StTensor plan = {
-            .name = t->name, .dtype = CHECKPOINT_DTYPE, .rank = t->rank, .shape = {t->shape[0], t->shape[1]}};
+        StTensor plan = {.name = t->name, .dtype = t->dtype, .rank = t->rank, .shape = {t->shape[0], t->shape[1]}};
         planned[k] = plan;
     }
     const char* const metadata[] = {"format", "pt", NULL};
@@ -347,8 +347,9 @@ void checkpoint_save(Saver* s, const CheckpointRecord* r, const char* options_js
     size_t bytes = 0, slices = 0;
     for (int i = 0; i < count; i++)
         for (int t = 0; t < files[i].count; t++) {
-            bytes += (size_t)files[i].tensors[t].save_count * sizeof(real);
-            slices += files[i].tensors[t].save_count > 0;
+            const CheckpointTensor* tensor = &files[i].tensors[t];
+            bytes += (size_t)tensor->save_count * st_dtype_bytes(tensor->dtype);
+            slices += tensor->save_count > 0;
         }
 
     // Room for it, and what the thread needs to know.

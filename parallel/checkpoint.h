@@ -2,10 +2,10 @@
 // ranks wrote it: every rank writes its slices of each tensor in place, and reads the slices that it holds.
 //
 // A checkpoint is written into a folder beside it (`step_%08d.tmp`) and flushed, its manifest last, and then renamed.
-// So a folder with the right name is whole, whatever happens. The manifest holds step, data position, options, and of
-// every file its size and CRC-32 (joined from those of the slices); it ends with a CRC-32 of itself. What does not
-// match is refused by name, and the next older checkpoint is tried. Tensors are stored in real (float32); bf16 and
-// quantized weights are derived again after loading.
+// So a folder with the right name is whole, whatever happens. The manifest holds step, data position and options, and
+// each file's size and CRC-32 (joined from those of the slices). It ends with a CRC-32 of itself. What does not match
+// is refused by name, and the next older checkpoint is tried. Tensors are stored as they are kept: in real
+// (float32), the moments of --moments bf16 in bf16. Working weights are derived again after loading.
 //
 // Training waits while the tensors are copied to host memory; a thread writes them meanwhile.
 //
@@ -18,19 +18,23 @@
 #include <stdbool.h>
 
 #include "data/json.h"
+#include "data/safetensors.h"
 #include "device/device.h"
 #include "parallel/ranks.h"
 
 BEGIN_C
 
+static const StDtype CHECKPOINT_DTYPE = sizeof(real) == 8 ? ST_F64 : ST_F32;  // of what is real
+
 // A tensor of a file and the slice of it that this rank holds. Every rank lists every tensor, in the same order.
 typedef struct CheckpointTensor {
     char name[128];
+    StDtype dtype;  // CHECKPOINT_DTYPE or, of moments, ST_BF16
     int rank;
     int64_t shape[2];
     int64_t first, count;            // elements first .. first + count - 1 of the tensor; count may be 0
     int64_t save_first, save_count;  // those of them that this rank writes; over all ranks each element once
-    real* data;                      // device memory of the slice, contiguous
+    void* data;                      // device memory of the slice, contiguous
 } CheckpointTensor;
 
 typedef struct CheckpointFile {

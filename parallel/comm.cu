@@ -7,6 +7,11 @@
 // GPU, for ever. NCCL_LAUNCH_ORDER_IMPLICIT lets them start in the order they are given, which is the same everywhere.
 // One communicator used from two streams keeps the order given by itself.
 #include <nccl.h>
+// Its inline functions do not use all of their parameters.
+#pragma GCC diagnostic push
+#pragma GCC diagnostic ignored "-Wunused-parameter"
+#include <nccl_device.h>
+#pragma GCC diagnostic pop
 #include <pthread.h>
 
 #include <stdio.h>
@@ -46,6 +51,11 @@ struct Comm {
     Queued ring[RING];
     int64_t first, end;  // ring[i % RING] for i from first to end - 1 are on their way
     Comm* next;
+    // comm_window
+    ncclDevComm* device_side;
+    ncclWindow_t window;
+    char* window_memory;
+    size_t window_bytes;
 };
 
 // For what stays on this rank in an exchange, a stream of all communicators: from that of the exchange to it and back.
@@ -168,12 +178,116 @@ void comm_destroy(Comm* c) {
         pthread_mutex_unlock(&lock);
         watch_probe(others, NULL);  // returns when nobody looks at this one any more
         watch_begin("disconnecting the GPUs");
+        if (c->device_side) NCCL_CHECK(ncclDevCommDestroy(c->nccl, c->device_side), c->nccl);
+        free(c->device_side);
         NCCL_CHECK(ncclCommDestroy(c->nccl), NULL);
         watch_end();
         for (int i = 0; i < RING; i++) CUDA_CHECK(cudaEventDestroy(c->ring[i].event));
         if (!comms) ctx_destroy(copies), event_destroy(given), event_destroy(copied);
     }
     free(c);
+}
+
+// --- Windows: the GPUs of an NVLink domain store into one another's memory ---
+//
+// A kernel of a few blocks copies, and leaves the other SMs to what computes meanwhile. Its blocks meet those of the
+// same number on the other GPUs twice: before, since what is received may overwrite what a rank was still working on;
+// and after, since then all has arrived. (NCCL user guide, "Device-Initiated Communication": LSA.)
+
+enum { PUSH_BLOCKS = 16, PUSH_THREADS = 512 };
+
+struct Push {
+    struct {
+        size_t recv;  // in the window
+        const char* send;
+        size_t row_bytes;
+    } buffer[EXCHANGE_BUFFERS];
+    int buffers, ranks, own;
+    const int64_t *send_start, *send_rows, *there_start;
+};
+
+// to = from, by all threads of the grid; T as large as both ends and the size allow.
+template <typename T>
+static __device__ __forceinline__ void copy_by_grid(char* to, const char* from, size_t bytes) {
+    enum { AT_ONCE = 4 };
+    const size_t n = bytes / sizeof(T), threads = PUSH_BLOCKS * PUSH_THREADS;
+    for (size_t i = blockIdx.x * (size_t)PUSH_THREADS + threadIdx.x; i < n; i += AT_ONCE * threads) {
+        T x[AT_ONCE];
+#pragma unroll
+        for (int j = 0; j < AT_ONCE; j++)
+            if (i + j * threads < n) x[j] = ((const T*)from)[i + j * threads];
+#pragma unroll
+        for (int j = 0; j < AT_ONCE; j++)
+            if (i + j * threads < n) ((T*)to)[i + j * threads] = x[j];
+    }
+}
+
+static __global__ void __launch_bounds__(PUSH_THREADS)
+    push_kernel(const Push p, const __grid_constant__ ncclDevComm comm, ncclWindow_t window) {
+    ncclLsaBarrierSession<ncclCoopCta> barrier(ncclCoopCta(), comm, ncclTeamTagLsa(), blockIdx.x);
+    barrier.sync(ncclCoopCta(), cuda::memory_order_acq_rel);
+    for (int step = 0; step < p.ranks; step++) {
+        const int to = (p.own + step) % p.ranks;  // each rank begins with another
+        for (int b = 0; b < p.buffers; b++) {
+            const size_t bytes = p.buffer[b].row_bytes, all = (size_t)p.send_rows[to] * bytes;
+            const char* from = p.buffer[b].send + (size_t)p.send_start[to] * bytes;
+            char* there = (char*)ncclGetLsaPointer(window, p.buffer[b].recv + (size_t)p.there_start[to] * bytes, to);
+            if (((uintptr_t)from | (uintptr_t)there | all) % 16 == 0)
+                copy_by_grid<uint4>(there, from, all);
+            else
+                copy_by_grid<uint32_t>(there, from, all);
+        }
+    }
+    barrier.sync(ncclCoopCta(), cuda::memory_order_acq_rel);
+}
+
+static void push(Comm* c, const ExchangeBuffer* buffers, int count, ExchangeRows rows, Ctx* ctx) {
+    Push p = {};
+    ASSERT(c->window && count <= EXCHANGE_BUFFERS);
+    for (int b = 0; b < count; b++) {
+        p.buffer[b].recv = (size_t)((char*)buffers[b].recv - c->window_memory);
+        ASSERT(buffers[b].row_bytes % 4 == 0 && p.buffer[b].recv < c->window_bytes);
+        p.buffer[b].send = (const char*)buffers[b].send, p.buffer[b].row_bytes = buffers[b].row_bytes;
+    }
+    p.buffers = count, p.ranks = c->count, p.own = c->index;
+    p.send_start = rows.send_start, p.send_rows = rows.send_rows, p.there_start = rows.there_start;
+    push_kernel<<<PUSH_BLOCKS, PUSH_THREADS, 0, ctx->stream>>>(p, *c->device_side, c->window);
+    LAUNCH_CHECK();
+    add_to_queue(c, EXCHANGE, ctx);
+}
+
+char* comm_windows_missing(Comm* c) {
+    int version;
+    NCCL_CHECK(ncclGetVersion(&version), c->nccl);
+    if (version != NCCL_VERSION_CODE)
+        return host_format("NCCL's header is version %d, its library %d", NCCL_VERSION_CODE, version);
+    ncclDevCommRequirements needs = {};  // no multicast
+    needs.lsaBarrierCount = PUSH_BLOCKS;
+    ncclDevComm* side = (ncclDevComm*)host_alloc(sizeof(ncclDevComm));
+    const ncclResult_t result = ncclDevCommCreate(c->nccl, &needs, side);
+    if (result != ncclSuccess) {
+        free(side);
+        return host_format("NCCL: %s (NCCL_CUMEM_ENABLE=0 rules them out)", ncclGetErrorString(result));
+    }
+    c->device_side = side;
+    if (side->lsaSize != c->count)
+        return host_format("%d of the %d ranks of a group share an NVLink domain", side->lsaSize, c->count);
+    return NULL;
+}
+
+void* comm_window(Comm* c, size_t bytes, const char* what) {
+    const size_t size = (size_t)round_up((int64_t)bytes, NCCL_WIN_REQUIRED_ALIGNMENT);
+    if (ncclMemAlloc((void**)&c->window_memory, size) != ncclSuccess)
+        die(EXIT_FAILED, "out of GPU memory: %.2f GiB for %s", (double)bytes / 0x1p30, what);
+    NCCL_CHECK(ncclCommWindowRegister(c->nccl, c->window_memory, size, &c->window, NCCL_WIN_COLL_SYMMETRIC), c->nccl);
+    c->window_bytes = size;
+    return c->window_memory;
+}
+
+void comm_window_free(Comm* c) {
+    NCCL_CHECK(ncclCommWindowDeregister(c->nccl, c->window), c->nccl);
+    NCCL_CHECK(ncclMemFree(c->window_memory), c->nccl);
+    c->window = NULL;
 }
 
 int comm_count(const Comm* c) { return c->count; }
@@ -203,6 +317,8 @@ void comm_sum_type(Comm* c, void* data, int64_t n, SumType type, Ctx* ctx) {
 }
 
 void comm_exchange(Comm* c, const ExchangeBuffer* buffers, int buffer_count, ExchangeRows rows, Ctx* ctx) {
+    if (rows.there_start) return push(c, buffers, buffer_count, rows, ctx);
+
     // What stays on this rank is a copy, beside the transfers.
     int own = c->index;
     ASSERT(rows.send_rows[own] == rows.recv_rows[own]);

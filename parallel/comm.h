@@ -1,6 +1,6 @@
-// Collectives on device memory: NCCL in the CUDA build (parallel/comm.cu), MPI in the CPU build (parallel/comm.c, on
-// parallel/ranks.h). All are queued on a Ctx like any op, collective over the group, in the same order on each of its
-// ranks. Sums are taken in an order that depends on the layout alone, never on time.
+// Sums and transfers between the device memories of ranks: by NCCL in the CUDA build (parallel/comm.cu), by MPI in the
+// CPU build (parallel/comm.c, on parallel/ranks.h). A call is queued on a Ctx like any op. All ranks of a group make
+// the same calls in the same order. Sums are taken in an order that depends on the layout alone, never on time.
 #ifndef PARALLEL_COMM_H
 #define PARALLEL_COMM_H
 
@@ -33,15 +33,27 @@ static inline void comm_sum_i64(Comm* c, int64_t* x, int64_t n, Ctx* ctx) { comm
 // + send_rows[i] of `send` go to rank i, and recv_rows[i] rows from it arrive at recv_start[i]. The four arrays are
 // host memory and are read at once. Several buffers with rows of the same number travel together. An Exchange of rows
 // sent back is the same with send and recv changed round.
+//
+// Or, with there_start, the arrays are device memory, and the host need not know what they hold: the GPUs store rows
+// straight into one another's memory. `recv` lies in memory of comm_window then, at the same place on every rank, and
+// rows for rank i begin at there_start[i] of its `recv`.
 typedef struct ExchangeRows {
     const int64_t *send_start, *send_rows, *recv_start, *recv_rows;  // (count of the group) each
+    const int64_t* there_start;                                      // (count of the group), or NULL
 } ExchangeRows;
 typedef struct ExchangeBuffer {
     void* recv;
     const void* send;
     size_t row_bytes;
 } ExchangeBuffer;
+enum { EXCHANGE_BUFFERS = 8 };
 void comm_exchange(Comm* comm, const ExchangeBuffer* buffers, int buffer_count, ExchangeRows rows, Ctx* ctx);
+
+// Memory of as many bytes on every rank, which their GPUs can all reach; one of a group at a time. All ranks take part
+// in both calls. Why there can be none, in fresh memory, or NULL; asked before the first.
+char* comm_windows_missing(Comm* comm);
+void* comm_window(Comm* comm, size_t bytes, const char* what);
+void comm_window_free(Comm* comm);
 
 END_C
 

@@ -2,7 +2,7 @@
 // mpirun or srun. parallel/ranks_mpi.c speaks MPI; parallel/ranks_one.c stands in for it where there is no MPI and
 // knows one rank.
 //
-// Every call that takes part with others is collective over the group, in the same order on each of its ranks, and
+// A call that deals with other ranks is collective: all ranks of the group make the same calls in the same order. It
 // counts as a wait (parallel/watch.h). An error of MPI ends the run on every rank.
 #ifndef PARALLEL_RANKS_H
 #define PARALLEL_RANKS_H

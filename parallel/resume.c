@@ -205,11 +205,16 @@ static int check_files(Ranks* world, const char* folder, const Json* manifest, c
     return agree(world, bad, error, error_size);
 }
 
+// Of bf16 those are not whose bits of the exponent are all 1.
+static bool is_finite(const void* values, int64_t i, StDtype dtype) {
+    return dtype == ST_BF16 ? (~((const uint16_t*)values)[i] & 0x7f80) != 0 : isfinite(((const real*)values)[i]);
+}
+
 // Loads the slice of a tensor that this rank holds.
 static int load_slice(const SafeTensors* st, const CheckpointTensor* t, void* piece, Ctx* ctx, char* error,
                       size_t error_size) {
     const StTensor* found = st_find(st, t->name);
-    if (!found || found->dtype != CHECKPOINT_DTYPE || found->rank != t->rank || found->shape[0] != t->shape[0] ||
+    if (!found || found->dtype != t->dtype || found->rank != t->rank || found->shape[0] != t->shape[0] ||
         (t->rank == 2 && found->shape[1] != t->shape[1])) {
         snprintf(error, error_size, "%s: tensor %s is %s", st->path, t->name,
                  found ? "of another shape or type" : "missing");
@@ -217,7 +222,7 @@ static int load_slice(const SafeTensors* st, const CheckpointTensor* t, void* pi
     }
 
     // Piece by piece, through host memory; a number that is not finite would spoil the run.
-    int64_t most = (int64_t)(PIECE / sizeof(real));
+    int64_t size = (int64_t)st_dtype_bytes(t->dtype), most = (int64_t)PIECE / size;
     for (int64_t at = 0; at < t->count; at += most) {
         int64_t n = min_i64(t->count - at, most);
         if (st_read(st, found, t->first + at, n, piece) != 0) {
@@ -225,12 +230,12 @@ static int load_slice(const SafeTensors* st, const CheckpointTensor* t, void* pi
             return -1;
         }
         for (int64_t i = 0; i < n; i++)
-            if (!isfinite(((const real*)piece)[i])) {
+            if (!is_finite(piece, i, t->dtype)) {
                 snprintf(error, error_size, "%s: element %ld of %s is not finite", st->path, t->first + at + i,
                          t->name);
                 return -1;
             }
-        device_upload(t->data + at, piece, (size_t)n * sizeof(real), ctx);
+        device_upload((char*)t->data + at * size, piece, (size_t)(n * size), ctx);
     }
     return 0;
 }

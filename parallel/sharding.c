@@ -48,7 +48,7 @@ void sharding_cut(ParamBuffer* p, int64_t n, int64_t n_decay, int parts, int ind
 static int slotted_weight(const ParamBuffer* p) { return p->shard == SHARD_WEIGHTS; }
 static int slotted_grad(const ParamBuffer* p) { return p->shard >= SHARD_GRADS && !p->frozen; }
 
-void sharding_plan(Arena* arena, ParamBuffer* p) {
+void sharding_plan(Arena* arena, ParamBuffer* p, int bf16_moments) {
     if (p->n == 0) return;
     // Working weights. Where floatX is as wide as real, whole ones are the masters themselves.
     int own_weight = arena->backend == BACKEND_CUDA || (p->shard != SHARD_NONE && !slotted_weight(p));
@@ -64,8 +64,9 @@ void sharding_plan(Arena* arena, ParamBuffer* p) {
         arena_add(arena, "gradients (own part)", ELEMENT_REAL, p->part, 0, (void**)&p->own_grad);
     else
         arena_add(arena, "gradients", ELEMENT_REAL, p->n, 0, (void**)&p->grad);
-    arena_add(arena, "AdamW first moments", ELEMENT_REAL, p->held, 0, (void**)&p->m);
-    arena_add(arena, "AdamW second moments", ELEMENT_REAL, p->held, 0, (void**)&p->v);
+    const Element moment = bf16_moments ? ELEMENT_BF16 : ELEMENT_REAL;
+    arena_add(arena, "AdamW first moments", moment, p->held, 0, &p->m);
+    arena_add(arena, "AdamW second moments", moment, p->held, 0, &p->v);
 }
 
 // Those that share a buffer: all ranks, or the holders of the same experts.

@@ -1,4 +1,5 @@
-// FSDP-style sharding (ZeRO, arXiv 1910.02054; FSDP, arXiv 2304.11277) of flat parameter buffers.
+// Ranks keep only parts of the model: FSDP-style sharding (ZeRO, arXiv 1910.02054; FSDP, arXiv 2304.11277) of
+// flat parameter buffers.
 //
 // A unit (a block, the embedding, the head) has two buffers: dense parameters, the same on all ranks of the run, and
 // experts, the same on the ranks that hold the same experts. A buffer is cut into one part a rank of that group. How
@@ -34,10 +35,11 @@
 // Backward goes the other way: while unit u computes, u - 1 is gathered, and the gradients of u + 1, which lie in the
 // slots likewise, are reduced. Gradients are sums in real. With P = 1 every level is the same and nothing travels.
 //
-// One unit is visited before and after those behind it: the head, which the modules that predict further tokens stand
-// behind. It is held meanwhile, weights and gradients, so that it is gathered and reduced as often as the others. The
-// unit right behind it has the other slot anyway; of more units those that would need the same one have a third, as
-// large as the largest of them. (Without it the head, which may be the largest unit of all, would travel twice.)
+// One unit is visited twice, before and after the units that follow it: the head, which the modules that predict
+// further tokens follow. It is held meanwhile, weights and gradients, so that it is gathered and reduced as often as
+// the others. The unit right after it has the other slot anyway; of more units those that would need the same one have
+// a third, as large as the largest of them. (Without it the head, which may be the largest unit of all, would travel
+// twice.)
 //
 //   unit   1  2  3  head = 4  5  6  7  8
 //   slot   1  0  1  0         1  2  1  2
@@ -55,7 +57,8 @@ typedef enum { SHARD_NONE, SHARD_OPTIMIZER, SHARD_GRADS, SHARD_WEIGHTS } Shard;
 typedef struct Layout {
     int ranks, rank, ep;
     Shard shard;
-    int frozen;  // 1: nothing is trained, so there are no gradients and no moments
+    int frozen;        // 1: nothing is trained, so there are no gradients and no moments
+    int bf16_moments;  // 1: AdamW's moments are bf16, 0: real
 } Layout;
 
 typedef struct ParamBuffer {
@@ -68,7 +71,8 @@ typedef struct ParamBuffer {
     int fresh;                // from grads_get on, 1: what is in grad is old, and is to be written over
     floatX* weight;           // (n): valid from weights_get to weights_release
     floatX* held_weight;      // (held): what the update writes
-    real *master, *m, *v;     // (held)
+    real* master;             // (held)
+    void *m, *v;              // (held): real or bf16, by the layout
     real* grad;               // (n): what backward writes or adds to, from grads_get to grads_reduce
     real* own_grad;           // (part): this rank's part of the sum
 } ParamBuffer;
@@ -81,8 +85,8 @@ typedef struct Sharding Sharding;
 // Cuts a buffer of `n` elements in use, of which the first n_decay decay: sets the fields that say how.
 void sharding_cut(ParamBuffer* buffer, int64_t n, int64_t n_decay, int parts, int index, Shard shard);
 // Names the buffer's arrays, and the slots that all units of a run pass through.
-void sharding_plan(Arena* arena, ParamBuffer* buffer);
-// units: (count) x (BUFFERS); `held` is the one that is visited again after those behind it.
+void sharding_plan(Arena* arena, ParamBuffer* buffer, int bf16_moments);
+// units: (count) x (BUFFERS); `held` is the one that is visited again after those that follow it.
 Sharding* sharding_plan_slots(Arena* arena, ParamBuffer* const* units, int count, int held);
 
 // After the arena is allocated: connects. world and holders (the ranks that hold the same experts) are NULL with one

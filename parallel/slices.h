@@ -4,7 +4,7 @@
 //   | header | tensor 0        | tensor 1        | tensor 2 |
 //   | rank 0 | rank 0 | rank 1 | rank 0 | rank 1 | rank 1   |      slices, each with a CRC-32 of its own
 //
-// crc32_combine joins two neighbours' sums to that of both, so that nobody reads the whole file.
+// crc32_combine joins the sums of two neighbours into the sum of both, so nobody reads the whole file.
 #ifndef PARALLEL_SLICES_H
 #define PARALLEL_SLICES_H
 
@@ -19,7 +19,6 @@ BEGIN_C
 
 #define CHECKPOINT_FORMAT "train_moe checkpoint 1"
 #define CHECKPOINT_MANIFEST_END ",\n\"manifest_crc32\": "  // the CRC-32 of all that stands before this follows
-static const StDtype CHECKPOINT_DTYPE = sizeof(real) == 8 ? ST_F64 : ST_F32;
 
 Path step_path(const char* out, int64_t step, const char* suffix);  // out/step_%08d<suffix>
 int64_t step_number(const char* name, const char* suffix);          // whose name (without `out`) it is; -1: none's

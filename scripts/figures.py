@@ -1,7 +1,7 @@
 #!/usr/bin/env python3
 """Makes the figures of docs/: `make docs`, or python3 scripts/figures.py [--program TRAIN_MOE] [--out FOLDER] [NAME ...].
 
-Those that show structure are drawn here. Those that show data come from runs of `tiny` made for them (a minute or two on two
+Those that show structure are drawn here. Those that show data come from runs of `tiny` made for them (three minutes on two
 cores) and from the tables of bench/RESULTS.md. All are SVG, 480 wide with letters of 13 and more, so that they can be read on a
 phone. Standard library only.
 """
@@ -16,6 +16,7 @@ import tempfile
 from xml.sax.saxutils import escape
 
 from chart import COLOURS
+from plot_loss import smooth
 from runlog import fail
 
 ROOT = pathlib.Path(__file__).resolve().parent.parent
@@ -158,6 +159,37 @@ def axes(f, x0, y0, x1, y1, xs, ys, label):
     return place
 
 
+def result(pattern, heading, what):
+    """What bench/RESULTS.md says under a heading."""
+    text = (ROOT / "bench/RESULTS.md").read_text()
+    found = re.search(pattern, text[text.index(heading):])
+    if not found:
+        fail(f'bench/RESULTS.md has no {what} under "{heading}"')
+    return found[1]
+
+
+def loss(log_of):
+    """The run of `make train`: each step and their moving average, validation, and the bigram's loss."""
+    f = Figure("Loss of the run that make train makes")
+    f.text(10, 20, "make train: loss in nats a byte over the steps", weight="bold")
+    place = axes(f, 30, 40, 455, 300, [0, 250, 500, 750, 1000], [0, 1, 2, 3, 4, 5, 6], "step")
+    bigram = float(result(r"\| byte bigram [^|]*\| ([\d.]+) \|", "## CPU: first training", "loss of a bigram model"))
+    f.line([place(0, bigram), place(1000, bigram)], ORANGE, dash="6 4")
+    f.text(450, place(0, bigram)[1] - 8, f"byte bigram {bigram:.2f}", "end", ORANGE)
+
+    steps = log_of("--steps 1000 --warmup 50 --val-every 250 --val-tokens 1000000")
+    each = [s["loss"] for s in steps]
+    for values, colour, width in (each, "#a9cde6", 1), (smooth(each, 0.9), BLUE, 2):
+        points = [place(step["step"], value) for step, value in zip(steps, values)]
+        f.line([(round(x, 1), round(y, 1)) for x, y in points], colour, width=width)
+    measured = [(s["step"], s["val_loss"]) for s in steps if s.get("val_loss")]
+    for x, y in [place(*point) for point in measured]:
+        f.box(x - 4, y - 4, 8, 8, line=PINK)
+    f.text(450, place(0, measured[-1][1])[1] - 12, f"validation {measured[-1][1]:.2f}", "end", "#a8447f")
+    f.text(450, 288, "training", "end", BLUE)
+    return f
+
+
 def loads(log_of):
     """The fullest expert with and without what balances it."""
     f = Figure("Load of the fullest expert over the steps")
@@ -203,13 +235,10 @@ def casts(log_of):
 
 def step_time():
     """The table of bench/RESULTS.md."""
-    results = (ROOT / "bench/RESULTS.md").read_text()
-    table = re.search(r"\| class \| ms a step \| share \|\n\|.*\n((?:\|.*\n)+)", results[results.index("## H200: a whole step"):])
-    if not table:
-        fail("bench/RESULTS.md has no table of a step's classes under \"H200: a whole step\"")
+    table = result(r"\| class \| ms a step \| share \|\n\|.*\n((?:\|.*\n)+)", "## H200: a whole step", "table of a step's classes")
     f = Figure("Where a step's time goes")
     f.text(10, 20, "16b with 4 layers, bf16, one H200: ms of a step", weight="bold")
-    rows = [[cell.strip() for cell in line.strip("|").split("|")] for line in table[1].splitlines()]
+    rows = [[cell.strip() for cell in line.strip("|").split("|")] for line in table.splitlines()]
     bars(f, [(re.sub(r" \(.*", "", name), [float(ms)]) for name, ms, _ in rows], 30, "", 260)
     return f
 
@@ -221,7 +250,7 @@ def main():
     parser.add_argument("name", nargs="*")
     args = parser.parse_args()
     drawn, run = {"ragged": ragged, "dispatch": dispatch, "slots": slots, "mx_block": mx_block, "step_time": step_time}, \
-        {"loads": loads, "casts": casts}
+        {"loss": loss, "loads": loads, "casts": casts}
     for name in args.name:
         if name not in {**drawn, **run}:
             fail(f"no figure is called {name}; there are {', '.join([*drawn, *run])}")
@@ -237,7 +266,8 @@ def main():
             out = pathlib.Path(folder) / "run"
             shutil.rmtree(out, ignore_errors=True)
             subprocess.run([args.program, "--model", "tiny", "--train", str(shards), "--seq-len", "256", "--batch", "8", "--lr",
-                            "3e-3", "--val-every", "0", "--out", out, *options.split()], check=True, stdout=subprocess.DEVNULL)
+                            "3e-3", "--val", shards.with_name("text_val_000000.bin"), "--val-every", "0", "--out", out,
+                            *options.split()], check=True, stdout=subprocess.DEVNULL)
             return [json.loads(line) for line in (out / "log.jsonl").read_text().splitlines()[1:]]
 
         for name, draw in {**drawn, **run}.items():

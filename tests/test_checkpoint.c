@@ -27,7 +27,7 @@ static const char* file_of(int64_t step, const char* name) {
 
 // ---- A state of a few tensors, cut in any way
 
-enum { FILES = 3, TENSORS = 6, GUARD = 3, KINDS = 3 };
+enum { FILES = 3, TENSORS = 7, GUARD = 3, KINDS = 3 };
 
 static const struct {
     int file;
@@ -39,7 +39,8 @@ static const struct {
                       {1, "one", 1, {1, 1}},
                       {1, "a.norm", 1, {5, 1}},
                       {2, "a.weight.exp_avg", 2, {129, 64}},
-                      {2, "large.exp_avg", 2, {600, 1801}}};  // more than is read at a time
+                      {2, "large.exp_avg", 2, {600, 1801}},      // more than is read at a time
+                      {2, "large.exp_avg_sq", 2, {600, 3701}}};  // the last in bf16
 
 static const char* const file_names[FILES + 1] = {"block_000.safetensors", "block_001.safetensors",
                                                   "block_002.safetensors", "manifest.json"};
@@ -60,8 +61,25 @@ static real value(int64_t step, int t, int64_t i) {
 typedef struct State {
     CheckpointFile files[FILES];
     CheckpointTensor tensors[TENSORS];
-    real* memory[TENSORS];  // GUARD elements, the slice, GUARD elements
+    char* memory[TENSORS];  // GUARD elements, the slice, GUARD elements
 } State;
+
+static size_t memory_bytes(const CheckpointTensor* c) {
+    return (size_t)(c->count + 2 * GUARD) * st_dtype_bytes(c->dtype);
+}
+
+// What is to stand in the memory of tensor t: any bits of bf16 that are finite, zeros around.
+static char* contents(const CheckpointTensor* c, int t, int64_t step) {
+    char* host = (char*)host_alloc(memory_bytes(c));
+    for (int64_t i = 0; i < c->count; i++) {
+        const real x = value(step, t, c->first + i);
+        if (c->dtype == ST_BF16)
+            ((uint16_t*)host)[GUARD + i] = (uint16_t)((int64_t)x & 0xbfff);
+        else
+            ((real*)host)[GUARD + i] = x;
+    }
+    return host;
+}
 
 // What rank `index` of `parts` holds. Kind 0: equal parts. Kind 1: two ranks share a tensor, cut at any place, and the
 // others have nothing of it. Kind 2: every rank holds all and writes an equal part.
@@ -78,14 +96,15 @@ static State* state_create(int kind, int index, int parts) {
             end = index == low ? place : n;
         }
         snprintf(c->name, sizeof(c->name), "%s", tensors[t].name);
+        c->dtype = t == TENSORS - 1 ? ST_BF16 : CHECKPOINT_DTYPE;
         c->rank = tensors[t].rank;
         memcpy(c->shape, tensors[t].shape, sizeof(c->shape));
         c->save_first = begin;
         c->save_count = end - begin;
         c->first = kind == 2 ? 0 : begin;
         c->count = kind == 2 ? n : end - begin;
-        s->memory[t] = (real*)device_alloc((size_t)(c->count + 2 * GUARD) * sizeof(real), "a slice");
-        c->data = s->memory[t] + GUARD;
+        s->memory[t] = (char*)device_alloc(memory_bytes(c), "a slice");
+        c->data = s->memory[t] + GUARD * st_dtype_bytes(c->dtype);
         snprintf(file->name, sizeof(file->name), "%s", file_names[tensors[t].file]);
         if (file->count++ == 0) file->tensors = c;
     }
@@ -100,9 +119,8 @@ static void state_free(State* s) {
 static void fill(const State* s, int64_t step) {
     for (int t = 0; t < TENSORS; t++) {
         const CheckpointTensor* c = &s->tensors[t];
-        real* host = (real*)host_alloc((size_t)(c->count + 2 * GUARD) * sizeof(real));
-        for (int64_t i = 0; i < c->count; i++) host[GUARD + i] = value(step, t, c->first + i);
-        device_upload(s->memory[t], host, (size_t)(c->count + 2 * GUARD) * sizeof(real), ctx);
+        char* host = contents(c, t, step);
+        device_upload(s->memory[t], host, memory_bytes(c), ctx);
         free(host);
     }
 }
@@ -110,12 +128,12 @@ static void fill(const State* s, int64_t step) {
 static void check_state(const State* s, int64_t step, const char* what) {
     for (int t = 0; t < TENSORS; t++) {
         const CheckpointTensor* c = &s->tensors[t];
-        int64_t wrong = 0, n = c->count;
-        real* host = (real*)host_alloc((size_t)(n + 2 * GUARD) * sizeof(real));
-        device_download(host, s->memory[t], (size_t)(n + 2 * GUARD) * sizeof(real), ctx);
-        for (int64_t i = 0; i < n; i++) wrong += host[GUARD + i] != value(step, t, c->first + i);
-        for (int64_t i = 0; i < GUARD; i++) wrong += host[i] != 0 || host[GUARD + n + i] != 0;
-        CHECK(wrong == 0, "%s: %lld of %lld elements of %s", what, (long long)wrong, (long long)n, c->name);
+        char *want = contents(c, t, step), *host = (char*)host_alloc(memory_bytes(c));
+        device_download(host, s->memory[t], memory_bytes(c), ctx);
+        int64_t wrong = 0, bytes = (int64_t)memory_bytes(c);
+        for (int64_t i = 0; i < bytes; i++) wrong += host[i] != want[i];
+        CHECK(wrong == 0, "%s: %lld of %lld bytes of %s", what, (long long)wrong, (long long)bytes, c->name);
+        free(want);
         free(host);
     }
 }
@@ -450,6 +468,9 @@ static void other_tensors_are_refused(void) {
         if (other) matrix->shape[1]++;
         check_refused(s, file_names[1], "tensor a.weight is of another shape");
         matrix->shape[1] = 64;
+        if (other) matrix->dtype = ST_BF16;
+        check_refused(s, file_names[1], "tensor a.weight is of another shape or type");
+        matrix->dtype = CHECKPOINT_DTYPE;
         if (other) matrix->rank = 1;
         check_refused(s, file_names[1], "tensor a.weight is of another shape");
         matrix->rank = 2;

@@ -179,7 +179,7 @@ static void check_rows(Comm* c, int64_t (*rows)(int from, int to), const char* w
         void* returned = on_device(out[b], out_bytes);
         back[b] = (ExchangeBuffer){returned, there, size};
     }
-    ExchangeRows forth = {send_start, send, recv_start, recv}, home = {recv_start, recv, send_start, send};
+    ExchangeRows forth = {send_start, send, recv_start, recv, NULL}, home = {recv_start, recv, send_start, send, NULL};
     comm_exchange(c, go, BUFFERS, forth, ctx);
     comm_exchange(c, back, BUFFERS, home, ctx);
     for (int b = 0; b < BUFFERS; b++) {

@@ -287,8 +287,8 @@ static void adamw_case(int64_t n, int64_t n_decay, int64_t N, float clip) {
     StepState* state = (StepState*)device_alloc(sizeof(StepState), "a test");
     StepState ref;
     memset(&ref, 0, sizeof(ref));
-    adamw_measure(state, master.dev, m.dev, v.dev, n, ctx);
-    REFERENCE(adamw_measure)(&ref, master.ref(), m.ref(), v.ref(), n, reference_ctx);
+    adamw_measure(state, master.dev, m.dev, v.dev, 0, n, ctx);
+    REFERENCE(adamw_measure)(&ref, master.ref(), m.ref(), v.ref(), 0, n, reference_ctx);
     for (int step = 0; step < 4; step++) {
         const bool bad = step == 2;
         auto keep = grad.host;
@@ -313,8 +313,8 @@ static void adamw_case(int64_t n, int64_t n_decay, int64_t N, float clip) {
         const AdamWBuffer wanted = {weight.ref(), master.ref(), m.ref(), v.ref(), grad.ref(), n, n_decay};
         std::vector<AdamWBuffer> list(35, AdamWBuffer{});
         list[step % 2 ? 33 : 31] = buffer;
-        adamw_update(list.data(), 35, there, state, ctx);
-        REFERENCE(adamw_update)(&wanted, 1, &opt, &ref, reference_ctx);
+        adamw_update(list.data(), 35, 0, there, state, ctx);
+        REFERENCE(adamw_update)(&wanted, 1, 0, &opt, &ref, reference_ctx);
         StepState got = fetch_state(state);
         CHECK(got.ok == ref.ok && got.updates == ref.updates && got.bad_in_a_row == ref.bad_in_a_row,
               "step %d: ok %d, updates %lld, bad %d", step, got.ok, (long long)got.updates, got.bad_in_a_row);
@@ -373,12 +373,12 @@ static void adamw_case(int64_t n, int64_t n_decay, int64_t N, float clip) {
     CHECK(memcmp(&first, &second, sizeof(first)) == 0, "sums differ from run to run");
     // What was set from outside: found wherever it is, and a NaN is not lost again.
     m.host[(size_t)(n - 1)] = -1e30, m.send();
-    adamw_measure(state, master.dev, m.dev, v.dev, n, ctx);
+    adamw_measure(state, master.dev, m.dev, v.dev, 0, n, ctx);
     CHECK(fetch_state(state).own_largest[LARGEST_M] == (double)1e30f, "measured %g",
           fetch_state(state).own_largest[LARGEST_M]);
     v.host[(size_t)(n / 3)] = NAN, v.send();
-    adamw_measure(state, master.dev, m.dev, v.dev, n, ctx);
-    adamw_measure(state, master.dev, m.dev, master.dev, n, ctx);
+    adamw_measure(state, master.dev, m.dev, v.dev, 0, n, ctx);
+    adamw_measure(state, master.dev, m.dev, master.dev, 0, n, ctx);
     CHECK(isnan(fetch_state(state).own_largest[LARGEST_V]), "NaN is not found");
     device_free(there);
     device_free(state);

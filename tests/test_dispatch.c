@@ -78,7 +78,62 @@ static void test_dispatch(void) {
     }
 }
 
+// The numbers of P ranks, found by each for itself from the same counts, fit together: what one sends another receives,
+// without gaps and at the place that the first knows; and what comes home goes where it was sent from. With room for
+// one token or choice less than the fullest rank's, nothing travels, and the share is told.
+static void check_numbers(int32_t P, uint32_t seed, int empty) {
+    int64_t *counts = kept_bytes(2 * P * P * sizeof(int64_t)),
+            *all = kept_bytes(P * ROUTE_NUMBERS * P * sizeof(int64_t));
+    int64_t tokens = 0, choices = 0;
+    for (int32_t i = 0; i < P * P; i++) {
+        counts[2 * i] = empty && P > 1 && i % P == 1 ? 0 : (int64_t)(random_uniform(31, seed, (uint64_t)i) * 300);
+        counts[2 * i + 1] = counts[2 * i] * 2;
+    }
+    for (int32_t to = 0; to < P; to++) {
+        int64_t sum = 0;
+        for (int32_t from = 0; from < P; from++) sum += counts[(from * P + to) * 2];
+        if (sum > tokens) tokens = sum, choices = 2 * sum;
+    }
+
+    // With just enough room, and with too little of either.
+    for (int lacks = 0; lacks < 3; lacks++) {
+        StepState state;
+        memset(&state, 0, sizeof(state));
+        memset(all, 0x7b, P * ROUTE_NUMBERS * P * sizeof(int64_t));
+        for (int32_t i = 0; i < P; i++)
+            dispatch_numbers(all + i * ROUTE_NUMBERS * P, &state, counts, i, P, tokens - (lacks == 1),
+                             choices - (lacks == 2), NULL);
+        const double share = lacks == 1   ? (double)tokens / (double)(tokens - 1)
+                             : lacks == 2 ? (double)choices / (double)(choices - 1)
+                                          : 0;
+        CHECK(state.overflows == (lacks ? P : 0) && state.needed == share, "overflows %g of %d ranks, needed %g",
+              state.overflows, P, state.needed);
+        int64_t wrong = 0;
+        for (int32_t i = 0; i < P; i++) {
+            int64_t sent = 0, received = 0;
+            const int64_t* own = all + i * ROUTE_NUMBERS * P;
+            for (int32_t j = 0; j < P; j++) {
+                const int64_t* other = all + j * ROUTE_NUMBERS * P;
+                const int64_t out = counts[(i * P + j) * 2], in = counts[(j * P + i) * 2];
+                wrong += own[SEND_ROWS * P + j] != (lacks ? 0 : out) || own[RECV_ROWS * P + j] != (lacks ? 0 : in);
+                wrong += own[SEND_START * P + j] != sent || own[RECV_START * P + j] != received;
+                wrong += own[THERE_START * P + j] != other[RECV_START * P + i];
+                wrong += own[HOME_START * P + j] != other[SEND_START * P + i];
+                sent += round_up(out, row_align(BACKEND)), received += in;
+            }
+        }
+        CHECK(wrong == 0, "%lld wrong numbers of %d ranks, lacks %d", (long long)wrong, P, lacks);
+    }
+    release_all();
+}
+
+static void test_numbers(void) {
+    for (int32_t P = 1; P <= 64; P = P < 4 ? P + 1 : 4 * P)
+        for (uint32_t seed = 0; seed < 3; seed++) check_numbers(P, seed, seed == 2);
+}
+
 int main(void) {
     RUN(test_dispatch);
+    RUN(test_numbers);
     return test_summary();
 }

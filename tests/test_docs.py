@@ -1,4 +1,4 @@
-"""docs/ tells the truth: quoted code is the code, commands run, links and figures lead somewhere."""
+"""docs/ and the README tell the truth: quoted code is the code, commands run, links and figures lead somewhere."""
 import os
 import pathlib
 import re
@@ -10,7 +10,7 @@ import unittest
 ROOT = pathlib.Path(__file__).resolve().parent.parent
 PROGRAM = pathlib.Path(os.environ.get("TRAIN_MOE", ROOT / "build/cpu/train_moe")).resolve()
 ONE_BUILD = True  # tests/run.py: nothing here depends on what computes
-PAGES = sorted((ROOT / "docs").glob("*.md"))
+PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
 FIGURE_BYTES = 60_000
 
 
@@ -45,12 +45,12 @@ class Docs(unittest.TestCase):
         for page in PAGES:
             for mark, text in fences(page):
                 kind, _, name = mark.partition(" ")
-                self.assertIn(kind, ("c", "text", "sh", "diff"), f"{page.name}: a block of {mark!r}")
+                self.assertIn(kind, ("c", "text", "sh", "diff", "mermaid"), f"{page.name}: a block of {mark!r}")
                 if kind == "c":
                     self.assertTrue(text in (ROOT / name).read_text(), f"{page.name} quotes of {name} what is not there:\n{text}")
 
     def test_links(self):
-        for page in PAGES:
+        for page in [*PAGES, ROOT / "bench/RESULTS.md"]:
             for target in re.findall(r"\]\(([^)]+)\)", page.read_text()):
                 if target.startswith("https://"):
                     continue
@@ -62,7 +62,8 @@ class Docs(unittest.TestCase):
 
     def test_figures(self):
         """Each is shown by a page, small enough to read, and known to the script that makes it."""
-        shown = {target for page in PAGES for target in re.findall(r"!\[[^\]]+\]\((\w+\.svg)\)", page.read_text())}
+        shown = {page.parent / target for page in PAGES for target in re.findall(r"!\[[^\]]+\]\(([\w./]+\.svg)\)", page.read_text())}
+        shown = {path.name for path in shown if path.parent == ROOT / "docs"}
         self.assertEqual({path.name for path in (ROOT / "docs").glob("*.svg")}, shown)
         script = (ROOT / "scripts/figures.py").read_text()
         for name in shown:
@@ -80,7 +81,8 @@ class Docs(unittest.TestCase):
 
     @unittest.skipUnless(shutil.which("git") and (ROOT / ".git").exists(), "needs git and the repository")
     def test_commands_run(self):
-        """For two steps each, in a copy of the tree, on the text of `make train`; what they change they undo."""
+        """For two steps each, in a copy of the tree, on the text of `make train`, or that of ~/books; what they change they
+        undo."""
         short = {"steps": 2, "warmup": 1, "val-tokens": 2048, "mx-stats": 1}
         with tempfile.TemporaryDirectory() as folder:
             tree, was = pathlib.Path(folder) / "tree", {}
@@ -94,13 +96,20 @@ class Docs(unittest.TestCase):
             subprocess.run(["python3", "scripts/prepare_text.py", "data/repository.txt.xz", "--split-on", "<|endoftext|>", "--out",
                             "runs/corpus", "--name", "repository", "--val-fraction", "0.1"], check=True, cwd=tree,
                            stdout=subprocess.DEVNULL)
+            books = pathlib.Path(folder) / "home/books"
+            books.mkdir(parents=True)
+            for name in was:
+                if name.endswith(".c"):
+                    (books / name.replace("/", "-")).with_suffix(".txt").write_bytes(was[name])
             for page in PAGES:
                 if PROGRAM.parent.name != "cpu" and any(mark.startswith("diff") for mark, _ in fences(page)):
                     continue  # diffs change the program that a plain make cpu builds
                 commands = re.sub(rf"--({'|'.join(short)}) \d+", lambda m: f"--{m[1]} {short[m[1]]}", script(page))
+                commands = re.sub(r"step_\d{8}", f"step_{short['steps']:08d}", commands)
                 # Below a repository git apply would leave out what is not the repository's, and say nothing.
                 done = subprocess.run(["sh", "-exc", commands], cwd=tree, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE,
-                                      stderr=subprocess.STDOUT, text=True, env=dict(os.environ, GIT_CEILING_DIRECTORIES=folder))
+                                      stderr=subprocess.STDOUT, encoding="utf-8", errors="replace",
+                                      env=dict(os.environ, GIT_CEILING_DIRECTORIES=folder, HOME=str(books.parent)))
                 self.assertEqual(done.returncode, 0, f"{page.name}:\n{done.stdout[-3000:]}")
                 self.assertEqual([name for name in was if (tree / name).read_bytes() != was[name]], [], page.name)
 

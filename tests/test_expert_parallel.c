@@ -69,7 +69,7 @@ static int64_t total_tokens(const Case* c) { return tokens_before(c, ranks); }
 static MoeShape shape_of(const Case* c, int64_t N, int ep, int recompute) {
     int32_t groups = c->groups > 1 ? c->groups : 1, top = groups > 1 ? groups / 2 : 1, norm = c->score == SCORE_SIGMOID;
     RouterShape router = {N, T, C, E, c->K, groups, top, c->score, norm, 1.5f, c->force_balance, 0};
-    MoeShape s = {router, F, c->shared_F, ep, recompute, FORMAT_VALUES, FORMAT_VALUES, FORMAT_VALUES, FORMAT_VALUES};
+    MoeShape s = {router, F, c->shared_F, ep, recompute, FORMAT_VALUES, FORMAT_VALUES, FORMAT_VALUES, FORMAT_VALUES, 0};
     return s;
 }
 
@@ -120,7 +120,7 @@ static Outputs run_block(const Inputs* in, MoeShape s, int64_t first, size_t roo
     memset(before, 0xff, room);  // NaN, and -1
     device_upload(memory, before, room, ctx);
     Pool* pool = pool_create("a test", memory, room);
-    Dispatch* dispatch = dispatch_create(s.ep > 1 ? comms[s.ep] : NULL, pool, ctx);
+    Dispatch* dispatch = dispatch_create(s.ep > 1 ? comms[s.ep] : NULL, pool, NULL, ctx);
     MoeSaved saved[BLOCKS];
     PoolMark mark[BLOCKS];
     for (int b = 0; b < BLOCKS; b++) {

@@ -141,19 +141,25 @@ class Checkpoints(Case):
 
     def test_a_checkpoint_with_an_infinite_number_is_refused(self):
         """Whichever of its tensors has it, and though the CRC-32 is right."""
-        for name, tensor, value in (("block_003.safetensors", "model.norm.weight", float("inf")),
-                                    ("block_002.adam.safetensors", "model.layers.1.mlp.gate.weight.exp_avg", float("nan")),
-                                    ("block_002.safetensors", "model.layers.1.mlp.gate.e_score_correction_bias", -float("inf"))):
-            with self.subTest(tensor):
-                out = self.copy_of(self.reference())
+        moment, bf16 = "model.layers.1.mlp.gate.weight.exp_avg", dict(moments="bf16")
+        for name, tensor, value, options in (
+            ("block_003.safetensors", "model.norm.weight", struct.pack("<f", float("inf")), {}),
+            ("block_002.adam.safetensors", moment, struct.pack("<f", float("nan")), {}),
+            ("block_002.adam.safetensors", moment, struct.pack("<H", 0xff80), bf16),  # -Inf
+            ("block_002.adam.safetensors", moment, struct.pack("<H", 0x7f81), bf16),  # NaN
+            ("block_002.safetensors", "model.layers.1.mlp.gate.e_score_correction_bias", struct.pack("<f", -float("inf")), {}),
+        ):
+            with self.subTest(tensor, value=value):
+                out = self.copy_of(self.reference(**options))
                 data = bytearray((out / "step_00000020" / name).read_bytes())
-                struct.pack_into("<f", data, tensor_start(data, tensor) + 4, value)
+                at = tensor_start(data, tensor) + len(value)
+                data[at:at + len(value)] = value
                 (out / "step_00000020" / name).write_bytes(data)
                 write_manifest(out / "step_00000020", manifest(out / "step_00000020"))
-                done = self.train(out="run", resume=True, steps=20)
+                done = self.train(out="run", resume=True, steps=20, **options)
                 self.assertIn(f"step_00000020 is refused: run/step_00000020/{name}: element 1 of {tensor} is not finite",
                               done.stderr)
-                self.assert_same_run(out, self.reference(), 20)
+                self.assert_same_run(out, self.reference(**options), 20)
 
     def test_a_manifest_whose_numbers_are_odd_is_refused(self):
         """Though its CRC-32 is right."""

@@ -220,9 +220,9 @@ static void all_layouts(int one_expert, const char* options, int steps) {
 static void layouts_agree(void) { all_layouts(0, "", STEPS); }
 static void layouts_agree_on_one_expert(void) { all_layouts(1, "", STEPS); }
 // The head is visited twice, before and after the modules, of which the second and fourth have a slot of their own. In
-// bf16 a score that tips would move a token, a tenth of an expert's gradient, elsewhere, and with five blocks to choose
-// in one does: experts by turns there, with gates that depend on the scores.
-#define MODULES(n) BF16 ? "--force-balance --mtp " #n : "--mtp " #n
+// bf16 a score that tips would move a token, a tenth of an expert's gradient, elsewhere, or a count of the balance
+// loss, and with five blocks to choose in one does: experts by turns there, with gates that depend on the scores.
+#define MODULES(n) BF16 ? "--force-balance --aux-loss 0 --mtp " #n : "--mtp " #n
 static void layouts_agree_on_one_module(void) { all_layouts(0, MODULES(1), 5); }
 static void layouts_agree_on_modules(void) { all_layouts(0, MODULES(4), 5); }
 
@@ -278,6 +278,32 @@ static void recompute_is_exact(void) {
     }
 }
 
+// What a checkpoint's manifest says of its files, their CRC-32s in: layout and --out stand before that.
+static char* files_of(const char* out) {
+    char *text = read_file(path_of("%s/step_00000010/manifest.json", out).text, SIZE_MAX, NULL), *files, *end;
+    ASSERT(text && (files = strstr(text, "\"files\"")) && (end = strstr(files, "manifest_crc32")));
+    *end = 0;
+    memmove(text, files, strlen(files) + 1);
+    return text;
+}
+
+// A checkpoint saved again by the layout that resumed from it is the same, moments too.
+static void check_saved_again(Model* m, Ranks* group, const char* folder, const char* name) {
+    char* again = host_format("%s/again", folder);
+    const StepState state = state_of(m);
+    Saver* saver = saver_create(group, again, 2);
+    model_save(m, saver, 10, 160, 7, &state);
+    saver_destroy(saver);
+    if (ranks_index(group) == 0) {
+        char *want = files_of(folder), *got = files_of(again);
+        CHECK(strcmp(got, want) == 0, "%s: saved again, its files are others: %s", name, got);
+        free(want);
+        free(got);
+        remove_tree(again);
+    }
+    free(again);
+}
+
 // A checkpoint after ten of twenty steps, and the other ten once more from it on each layout: the curve goes on.
 static void check_resume(const char* options) {
     int R = ranks_count(world) < 4 ? ranks_count(world) : 4;
@@ -301,6 +327,7 @@ static void check_resume(const char* options) {
             int64_t window = 0, done = i ? model_resume(m, group, 7, &window) : 0;
             if (i) CHECK(done == 10 && window == 160, "resumed step %ld, window %ld", done, window);
             char* name = name_of(c);
+            if (i) check_saved_again(m, group, folder, name);
             for (int step = (int)done + 1; step <= STEPS; step++) {
                 StepState state = one_step(m, step, NULL);
                 if (i == 0) {
@@ -328,6 +355,7 @@ static void check_resume(const char* options) {
 
 static void resumes_anywhere(void) { check_resume(""); }
 static void resumes_modules_anywhere(void) { check_resume("--mtp 2"); }
+static void resumes_bf16_moments_anywhere(void) { check_resume("--moments bf16"); }
 
 // The embedding of one rank alone is infinite for a step: a bad step for all ranks, which changes nothing on any, so
 // that the next is that of a model which nothing happened to.
@@ -384,6 +412,7 @@ int main(int argc, char** argv) {
     RUN(not_finite_on_one_rank);
     RUN(resumes_anywhere);
     RUN(resumes_modules_anywhere);
+    RUN(resumes_bf16_moments_anywhere);
     int failed = test_summary();
     watch_stop();
     ranks_end(world);

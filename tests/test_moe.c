@@ -97,7 +97,7 @@ static void run_block(void* arg) {
     b->memory = memset(kept_bytes(room), 0xff, room);  // NaN, and -1
     Ctx* ctx = ctx_create(moe_workspace(s));
     Pool* pool = pool_create("a test", b->memory, room);
-    Dispatch* dispatch = dispatch_create(NULL, pool, ctx);
+    Dispatch* dispatch = dispatch_create(NULL, pool, NULL, ctx);
     b->drouter = copied(b->drouter_before, E * C);
     b->dw13 = copied(b->dw13_before, E * 2 * F * C), b->dw2 = copied(b->dw2_before, E * C * F);
     b->dshared13 = copied(b->dshared13_before, 2 * sF * C), b->dshared2 = copied(b->dshared2_before, C * sF);
@@ -221,7 +221,7 @@ static void check_block(MoeShape s) {
     release_all();
 }
 
-#define BF16 FORMAT_VALUES, FORMAT_VALUES, FORMAT_VALUES, FORMAT_VALUES  // nothing in MXFP8
+#define BF16 FORMAT_VALUES, FORMAT_VALUES, FORMAT_VALUES, FORMAT_VALUES, 0  // nothing in MXFP8, and one rank
 static void test_block(void) {
     //             N    T   C  E  K  groups   score    norm scale force even  F  shared ep recompute
     check_block((MoeShape){{1, 1, 3, 1, 1, 1, 1, SCORE_SIGMOID, 1, 1, 0, 0}, 2, 2, 1, 0, BF16});

@@ -332,7 +332,8 @@ static MoeShape shape_of(Widths d, Precision p, int recompute) {
                   format_of(p.dispatch, p),
                   format_of(p.expert, p),
                   FORMAT_VALUES,
-                  format_of(p.wgrad, p)};
+                  format_of(p.wgrad, p),
+                  0};
     if (p.combine) s.combine.bytes = 1, s.combine.cast.scale = p.scale, s.combine.cast.align = 1;
     return s;
 }
@@ -370,7 +371,7 @@ static Block run_block(const Inputs* in, Widths d, Precision p, int recompute, i
     arena_free(&plan);
     // Statistics leave NaN out: what they must not count is about 0.75 for them.
     Pool* pool = pool_create("a test", measured ? filled_with(0x3f, room) : poison(room), room);
-    Dispatch* dispatch = dispatch_create(NULL, pool, ctx);
+    Dispatch* dispatch = dispatch_create(NULL, pool, NULL, ctx);
     ProductRoom products;
     memset(&products, 0, sizeof(products));
     arena_init(&weights, "a test", BACKEND);

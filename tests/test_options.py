@@ -48,6 +48,7 @@ class BadOptions(Case):
             (("--mtp-switch 1.1 is out of range: from 0 to 1",), ["--mtp-switch", "1.1"]),
             (("--beta2 1 is out of range",), ["--beta2", "1"]),
             (("--score takes one of sigmoid|softmax, not 'tanh'",), ["--score", "tanh"]),
+            (("--moments takes one of float32|bf16, not 'fp8'",), ["--moments", "fp8"]),
             (("--model takes one of tiny|small|", "not 'huge'"), ["--model", "huge"]),
             (("--steps needs a value",), ["--steps"]),
             (("--tokenizer needs a value, and --steps looks like an option",), ["--tokenizer", "--steps", "5"]),
@@ -141,6 +142,19 @@ class BadOptions(Case):
             self.assertIn(f"warning: --top-k 1 --route-norm 1: every gate is --route-scale, so {words}", done.stderr)
         for options in (dict(route_norm=0), dict(route_norm=1, dense_layers=2)):
             self.assertEqual(self.train(top_k=1, dry_run=True, **options).stderr, "")
+
+    def test_moments_in_bf16(self):
+        """Half the memory; what rounds second moments down to no change is said."""
+        planned = {kind: self.train(dry_run=True, moments=kind).stdout for kind in ("float32", "bf16")}
+        wide, narrow = ([float(mib) for mib in re.findall(r"AdamW \w+ moments .* ([\d.]+) MiB", planned[kind])]
+                        for kind in ("float32", "bf16"))
+        self.assertEqual((len(wide), len(narrow)), (4, 4))  # first and second, of each build
+        for a, b in zip(wide, narrow):
+            self.assertAlmostEqual(a, 2 * b, delta=0.0016)  # three digits are printed
+        self.assertEqual(self.train(dry_run=True, moments="bf16", beta2=0.99).stderr, "")
+        self.assertEqual(self.train(dry_run=True, beta2=0.999).stderr, "")
+        self.assertIn("warning: --moments bf16 --beta2 0.999: second moments follow gradients that shrink late or never",
+                      self.train(dry_run=True, moments="bf16", beta2=0.999).stderr)
 
     def test_precision_stands_for_a_set(self):
         """Each mode's options as the run prints them; one that is given wins, before the mode or after it."""

@@ -6,6 +6,8 @@
 //   CUDA    y is rounded to bf16, each element by 2^-8 at most (1.7e-3 of a norm is typical). Fast sums: 1.3e-4 of the
 //           norm, of which 4e-4 are allowed, and of a row, where they may cancel, 4e-3
 //           (tests/test_cuda_grouped_gemm_mx.cu)
+// A gradient is float32 there: of exact products 1e-5 of the norm, twice what the tensor cores' sums of 300 terms
+// lose (they cut off below 2^-23 of the largest), of fast ones 4e-4 and 4e-3 as above.
 // A cast left out is 2.6e-2 of a product's norm, a wrong scale more.
 #include "mx/products.h"
 #include "tests/model.h"
@@ -70,6 +72,18 @@ static double* expected_dgrad(const double* dy, const double* w, int64_t N, int6
     return dx;
 }
 
+// dw (OC, IC) = dy^T x, both cast along the tokens (way NULL: not cast). Fast: chunks of dy, runs of x.
+static double* expected_wgrad(const double* dy, const double* x, int64_t N, int64_t IC, int64_t OC, const Way* way) {
+    double *dyc = copy_of(dy, N * OC), *xc = copy_of(x, N * IC), *dw = numbers(OC * IC);
+    if (way) cast(dyc, N, OC, way->fast ? 128 : 32, 1, way->mode);
+    if (way) cast(xc, N, IC, way->fast ? 512 : 32, 1, way->mode);
+    for (int64_t n = 0; n < N; n++)
+        for (int64_t o = 0; o < OC; o++)
+            for (int64_t i = 0; i < IC; i++) dw[o * IC + i] += dyc[n * OC + o] * xc[n * IC + i];
+    free(dyc), free(xc);
+    return dw;
+}
+
 // Columns first .. first + columns - 1 of every `period` count. Frees ref.
 static void compare_part(const double* out, double* ref, int64_t N, int64_t width, int64_t period, int64_t columns,
                          int fast, const char* name) {
@@ -94,6 +108,25 @@ static void compare_part(const double* out, double* ref, int64_t N, int64_t widt
 
 static void compare(const double* out, double* ref, int64_t N, int64_t width, int fast, const char* name) {
     compare_part(out, ref, N, width, width, width, fast, name);
+}
+
+// Of a gradient, which is never rounded to bf16. Frees ref.
+static void compare_gradient(const double* got, double* ref, int64_t OC, int64_t IC, int fast, const char* name) {
+    const double sums = CUDA ? 1e-5 : SUMS;
+    double worst = 0, all_diff = 0, all_norm = 0;
+    for (int64_t o = 0; o < OC; o++) {
+        double diff = 0, norm = 0;
+        for (int64_t i = o * IC; i < (o + 1) * IC; i++)
+            diff += (got[i] - ref[i]) * (got[i] - ref[i]), norm += ref[i] * ref[i];
+        const double e = sqrt(diff / norm);
+        if (!(e <= worst)) worst = isfinite(e) ? e : INFINITY;
+        all_diff += diff, all_norm += norm;
+    }
+    const double all = sqrt(all_diff / all_norm), more = CUDA && fast;
+    if (getenv("TEST_ERRORS")) printf("    %s: rows %.2g, all %.2g\n", name, worst, all);
+    CHECK(worst <= sums + more * 4e-3, "%s: a row of the gradient is off by %.3g", name, worst);
+    CHECK(all <= sums + more * 4e-4, "%s: the gradient is off by %.3g", name, all);
+    free(ref);
 }
 
 // --- Products one by one ---
@@ -210,7 +243,8 @@ static void check_product(int64_t room, int64_t N, int64_t IC, int64_t OC, Way w
             run(0, x, expected_forward(x, w, N, IC, OC, way), &weight, N, IC, OC, name);
     }
     floatX *x_there = send(x, N * IC), *dy_there = send(dy, N * OC);
-    linear_wgrad(dy_there, x_there, &weight, N, ctx);  // with it W's cast is measured
+    const LinearGradient gradient = {&weight, dy_there, x_there};
+    linear_wgrads(&gradient, 1, N, ctx);  // with it W's cast is measured
     device_download(stats, weight.stats, sizeof(stats), ctx);
     device_free(x_there), device_free(dy_there), device_free(weight.grad);
     compare_stats(&stats[STATS_X], x, N, IC, 1, way, "statistics of x");
@@ -220,6 +254,72 @@ static void check_product(int64_t room, int64_t N, int64_t IC, int64_t OC, Way w
     free(x), free(dy), free(w);
     device_free(wx);
     arena_free(&arena);
+}
+
+// The gradients of matrices of several sizes in one call, and between them one of values: written, then added to. What
+// lies behind each stays. N tokens in memory planned for 700.
+static void check_gradients(int64_t N, Way way) {
+    static const int64_t sizes[5][2] = {{96, 32}, {160, 288}, {48, 80}, {384, 128}, {64, 416}};  // IC, OC
+    ProductRoom products;
+    memset(&products, 0, sizeof(products));
+    Arena arena;
+    arena_init(&arena, "a test", BACKEND);
+    Weight weights[5];
+    LinearGradient list[5];
+    double *x[5], *dy[5];
+    for (int i = 0; i < 5; i++) {
+        const int64_t IC = sizes[i][0], OC = sizes[i][1], n = OC * IC + BEHIND;
+        x[i] = random_input(N, IC, 1, 10 + (uint32_t)i), dy[i] = random_input(N, OC, 1, 20 + (uint32_t)i);
+        weights[i] = plain_weight(NULL, (real*)device_alloc((size_t)n * sizeof(real), "dW"), 1, OC, IC);
+        poison(weights[i].grad, (size_t)n * sizeof(real), ctx);
+        weights[i].accumulate = 0, weights[i].room = &products;
+        if (i != 2) {
+            weights[i].format.bytes = 1, weights[i].format.cast.scale = way.mode;
+            weights[i].format.cast.align = way.fast ? 128 : 1;
+            weights[i].wgrad = weights[i].format;
+            products.of_dy += OC, products.of_x += IC;
+        }
+        weight_plan(&arena, &weights[i], 1);
+        const LinearGradient gradient = {&weights[i], send(dy[i], N * OC), send(x[i], N * IC)};
+        list[i] = gradient;
+    }
+    products_plan(&arena, &products, 700, 2);
+    arena_allocate(&arena);
+    poison(arena.memory, arena_bytes(&arena), ctx);
+    products.batch = 1;
+    products_batch(&products, 1, N, ctx);
+    for (int times = 1; times <= 2; times++) {
+        linear_wgrads(list, 5, N, ctx);
+        for (int i = 0; i < 5; i++) {
+            const int64_t IC = sizes[i][0], OC = sizes[i][1], n = OC * IC;
+            double *got = numbers(n), *ref = expected_wgrad(dy[i], x[i], N, IC, OC, i == 2 ? NULL : &way);
+            real* host = (real*)host_alloc((size_t)(n + BEHIND) * sizeof(real));
+            device_download(host, weights[i].grad, (size_t)(n + BEHIND) * sizeof(real), ctx);
+            for (int64_t k = 0; k < n; k++) got[k] = (double)host[k] / times;
+            for (int64_t k = n; k < n + BEHIND; k++) CHECK(isnan((double)host[k]), "wrote behind a gradient");
+            char name[120];
+            snprintf(name, sizeof(name), "%s %s, N %d, IC %d, OC %d, %s", way.fast ? "fast" : "exact",
+                     way.mode == MX_RCEIL ? "rceil" : "floor", (int)N, (int)IC, (int)OC,
+                     times == 1 ? "written" : "added to");
+            compare_gradient(got, ref, OC, IC, i != 2 && way.fast, name);
+            free(got), free(host);
+            weights[i].accumulate = 1;
+        }
+    }
+    for (int i = 0; i < 5; i++) {
+        device_free((void*)list[i].dy), device_free((void*)list[i].x), device_free(weights[i].grad);
+        free(x[i]), free(dy[i]);
+    }
+    arena_free(&arena);
+}
+
+static void test_gradients(void) {
+    static const int64_t tokens[] = {1, 31, 127, 128, 129, 300, 513, 700};
+    for (int bits = 0; bits < 4; bits++)
+        for (int n = 0; n < 8; n++) {
+            Way way = {bits & 1, bits & 2 ? MX_FLOOR : MX_RCEIL};
+            if (!way.fast || has_fast(ctx)) check_gradients(tokens[n], way);
+        }
 }
 
 static void test_products(void) {
@@ -240,8 +340,9 @@ static void test_products(void) {
     "--layers 3 --dim 96 --heads 2 --kv-lora 32 --nope-dim 32 --rope-dim 16 --v-dim 32 --dense-ffn 160 --experts 6 "   \
     "--top-k 2 --expert-ffn 32 --shared-experts 2 --vocab 50 --seq-len 19 --batch 7 --force-balance --warmup 0 "
 static const char* const models[] = {"", "--q-lora 64 ", "--dense-layers 3 "};
-static const char* const precisions[] = {"--linear-precision mxfp8 --mx-gemm exact ",
-                                         "--linear-precision mxfp8 --mx-gemm fast --mx-scale floor "};
+static const char* const precisions[] = {
+    "--linear-precision mxfp8 --wgrad-precision mxfp8 --mx-gemm exact ",
+    "--linear-precision mxfp8 --wgrad-precision mxfp8 --mx-gemm fast --mx-scale floor "};
 static const Way ways[] = {{0, MX_RCEIL}, {1, MX_FLOOR}};
 
 static Model* fresh(const char* model, const char* precision) {
@@ -287,6 +388,17 @@ static void check_made(Model* m, int64_t layer, const char* what, int dgrad, con
     free(got), free(from), free(w);
 }
 
+// A weight's gradient in the first layer, of operands that are there after a step.
+static void check_gradient(Model* m, const char* what, const floatX* dy, const floatX* x, ParamId id, Way way) {
+    const Unit* u = &m->units[1];
+    const int64_t N = m->B * m->T, IC = u->w[id].IC, OC = u->w[id].OC, n = OC * IC;
+    double *from_dy = fetch(dy, N * OC, m->ctx), *from_x = fetch(x, N * IC, m->ctx), *got = numbers(n);
+    real* host = host_copy(m, u->buffer[DENSE_PARAMS].grad + u->at[id], n);
+    for (int64_t i = 0; i < n; i++) got[i] = (double)host[i];
+    compare_gradient(got, expected_wgrad(from_dy, from_x, N, IC, OC, &way), OC, IC, way.fast, what);
+    free(from_dy), free(from_x), free(got), free(host);
+}
+
 // Every product whose operands and result are there after a step: forward's of all layers, backward's of the first
 // layer, which comes last. Of q the part that rope did not turn.
 static void test_products_of_models(void) {
@@ -325,6 +437,11 @@ static void test_products_of_models(void) {
             if (c->q_lora)
                 check_made(m, 0, "Wqb", 1, t->dcq_norm, t->dq, at[WQB], c->q_lora, c->H * qk, c->q_lora, c->q_lora,
                            way);
+            check_gradient(m, "Wkvb's gradient", t->dkv, m->blocks[0].ckv, WKVB, way);
+            check_gradient(m, c->q_lora ? "Wqb's gradient" : "Wq's gradient", t->dq,
+                           c->q_lora ? m->blocks[0].cq_norm : m->blocks[0].norm1, c->q_lora ? WQB : WQ, way);
+            if (c->q_lora) check_gradient(m, "Wqa's gradient", t->dcq, m->blocks[0].norm1, WQA, way);
+
             // d norm1: Wq's or Wqa's, rounded, and Wkva's added to it.
             double* dq = fetch(c->q_lora ? t->dcq : t->dq, N * rows, m->ctx);
             double* dkva = fetch(t->dkva, N * kva_rows, m->ctx);
@@ -441,6 +558,7 @@ static void test_noise(void) {
 int main(void) {
     if (device_available()) ctx = ctx_create((size_t)64 << 20);
     RUN(test_products);
+    RUN(test_gradients);
     RUN(test_products_of_models);
     RUN(test_casts_are_read);
     RUN(test_casts_follow_the_weights);

@@ -28,7 +28,7 @@ class ResumeOptions(Case):
             ("tokens_per_step", 128, "64"), ("aux_loss", 0.1, "0.01"), ("bias_rate", 0, "0.01"),
             ("clip", 2, "1"), ("overfit", True, "0"), ("force_balance", True, "0"), ("model", "debug", "tiny"),
             ("vocab", 300, "257"), ("mtp", 1, "0"), ("mtp_weight", 0.5, "0.3"), ("mtp_weight_end", 0.2, "0.1"),
-            ("mtp_switch", 0.5, "0.67"),
+            ("mtp_switch", 0.5, "0.67"), ("moments", "bf16", "float32"),
         ):
             with self.subTest(name):
                 option, shown = name.replace("_", "-"), 1 if value is True else value
@@ -243,7 +243,8 @@ class Resume(Case):
     def test_architectures(self):
         for options in (dict(score="softmax", route_norm=0, groups=2, top_groups=1, dense_layers=0, warmup=8),
                         dict(q_lora=8, yarn=1, shared_experts=0, top_k=1, dense_layers=1), dict(dense_layers=2),
-                        dict(overfit=True, clip=0, force_balance=True), dict(mtp=2, mtp_switch=1)):
+                        dict(overfit=True, clip=0, force_balance=True), dict(mtp=2, mtp_switch=1),
+                        dict(moments="bf16", score="softmax", bias_rate=0.01)):
             with self.subTest(options):
                 self.check([9], **options)
 

@@ -1,0 +1,43 @@
+#include "parallel/folder.h"
+
+#include <errno.h>
+#include <stdlib.h>
+#include <string.h>
+#include <unistd.h>
+
+#include "device/check.h"
+#include "parallel/checkpoint.h"
+
+static void lock_folder(Folder* f, const char* out) {
+    const char* path = f->lock_path.text;
+    f->lock_path = path_of("%s/.lock", out);
+    f->lock = lock_file(path);
+    if (f->lock >= 0) return;
+
+    if (errno == EAGAIN) {
+        char* holder = read_file(path, 256, NULL);
+        die(EXIT_FAILED, "--out %s is in use by another run (%s): wait for its end, or choose another folder", out,
+            holder && *holder ? holder : "unknown");
+    }
+    if (errno == ELOOP) die(EXIT_FAILED, "%s: %s", path, file_error(errno));
+    warn("--out %s cannot be locked (%s): another run in it would not be noticed", out, strerror(errno));
+}
+
+Folder folder_open(const char* out, int resume) {
+    Folder f;
+    int count;
+    if (make_folders(out) != 0 || access(out, W_OK) != 0)
+        die(EXIT_FAILED, "--out %s cannot be used as a folder: %s", out, strerror(errno));
+    lock_folder(&f, out);
+
+    free(checkpoint_list(out, &count));
+    if (!resume && (count || access(path_of("%s/log.jsonl", out).text, F_OK) == 0)) {
+        folder_close(&f);
+        die(EXIT_USAGE, "--out %s holds a run already; add --resume to go on with it, or choose another folder", out);
+    }
+    return f;
+}
+
+void folder_close(const Folder* f) {
+    if (f->lock >= 0) unlock_file(f->lock_path.text, f->lock);
+}
