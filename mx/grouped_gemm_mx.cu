@@ -179,7 +179,7 @@ __device__ __forceinline__ void fill_column_scales(Shared& s, const ChannelScale
                 float2* pair = (float2*)&s.column_scales[stage.index][to];
                 pair[0] = {factor[0], factor[1]}, pair[2] = {factor[2], factor[3]};
             }
-            __syncwarp();
+            __syncwarp();  // lane 0 arrives for all (which racecheck takes for a race: it follows each lane by itself)
             if (lane == 0) barrier_arrive(&s.full_barriers[stage.index]);
             stage.advance();
         }
