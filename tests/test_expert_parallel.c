@@ -5,6 +5,7 @@
 // weight's gradient group by group, and a product may take other instructions for a row that stands elsewhere in its
 // tile: some u = 6e-8 (1e-16 in double). On CUDA what travels is rounded to bf16, once for each rank that has a part in
 // a sum: such a rounding is 8e-4 of its part (2^-9, even within a binade), and three of them meet.
+#include "layers/adamw.h"
 #include "moe/moe.h"
 #include "parallel/comm.h"
 #include "tests/ranks.h"
@@ -21,6 +22,8 @@ enum { C = 32, E = 8, F = 24, T = 8 };
 enum { OUTPUTS = 7, BLOCKS = 2 };
 
 static Comm* comms[E + 1];  // by ep: of this rank's group of so many
+static char* no_windows;    // why they have none, if so
+static StepState* state;    // of dispatches with a capacity
 
 // Layouts: ep = 1, 2, 4, ... as far as it divides the ranks and the experts.
 static int next_ep(int ep) { return ep < E && ranks % (2 * ep) == 0 ? 2 * ep : 0; }
@@ -55,6 +58,7 @@ typedef struct Outputs {
     int32_t* expert;  // (N, K)
     int64_t* load;    // (E)
     int64_t used;     // bytes of the pool's own memory that were written
+    StepState state;  // after it
 } Outputs;
 static const char* const output_names[OUTPUTS] = {"y", "dx", "drouter", "dw13", "dw2", "dshared13", "dshared2"};
 
@@ -92,7 +96,7 @@ static Inputs make_inputs(const Case* c) {
 static size_t planned(MoeShape s) {
     Arena plan;
     arena_init(&plan, "a test", BACKEND);
-    moe_plan(&plan, s, BLOCKS, 1);
+    moe_plan(&plan, s, BLOCKS, s.capacity > 0 ? s.capacity : 1);
     size_t bytes = arena_bytes(&plan);
     arena_free(&plan);
     return bytes;
@@ -106,7 +110,7 @@ static Outputs run_block(const Inputs* in, MoeShape s, int64_t first, size_t roo
     floatX *x = send(in->x + first * C, N * C), *dy = send(in->dy + first * C, N * C),
            *y = (floatX*)poison((size_t)(N * C) * sizeof(floatX));
     floatX* dx = (floatX*)poison((size_t)(N * C) * sizeof(floatX));
-    Outputs o = {{NULL}, {N * C, N * C, E * C, n13, n2, 2 * sF * C, C * sF}, NULL, NULL, 0};
+    Outputs o = {.n = {N * C, N * C, E * C, n13, n2, 2 * sF * C, C * sF}};
     real* d[OUTPUTS];
     for (int i = 2; i < OUTPUTS; i++) d[i] = (real*)device_room((size_t)o.n[i] * sizeof(real));
     Weight w13 = plain_weight(send(in->w13 + at * 2 * F * C, n13), d[3], El, 2 * F, C);
@@ -116,11 +120,14 @@ static Outputs run_block(const Inputs* in, MoeShape s, int64_t first, size_t roo
     MoeWeights w = {send(in->router, E * C), d[2], send_real(in->bias, E), &w13, &w2, &shared13, &shared2};
     int64_t* load = (int64_t*)device_room(E * sizeof(int64_t));
 
-    char *memory = (char*)device_room(room), *before = (char*)host_room(room);
+    // With a capacity it lies where the other ranks reach it.
+    char* memory = (char*)(s.capacity > 0 ? comm_window(comms[s.ep], room, "a test") : device_room(room));
+    char* before = (char*)host_room(room);
+    device_zero(state, sizeof(*state), ctx);
     memset(before, 0xff, room);  // NaN, and -1
     device_upload(memory, before, room, ctx);
     Pool* pool = pool_create("a test", memory, room);
-    Dispatch* dispatch = dispatch_create(s.ep > 1 ? comms[s.ep] : NULL, pool, NULL, ctx);
+    Dispatch* dispatch = dispatch_create(s.ep > 1 ? comms[s.ep] : NULL, pool, state, ctx);
     MoeSaved saved[BLOCKS];
     PoolMark mark[BLOCKS];
     for (int b = 0; b < BLOCKS; b++) {
@@ -139,8 +146,10 @@ static Outputs run_block(const Inputs* in, MoeShape s, int64_t first, size_t roo
     const char* after = (const char*)fetch(memory, room);
     o.used = (int64_t)room;
     while (o.used > 0 && after[o.used - 1] == (char)0xff) o.used--;
+    device_download(&o.state, state, sizeof(o.state), ctx);
     dispatch_destroy(dispatch);
     pool_destroy(pool);
+    if (s.capacity > 0) comm_window_free(comms[s.ep]);
     return o;
 }
 
@@ -256,11 +265,41 @@ static void test_plan(void) {
     forget(0, 0);
 }
 
+// Tokens that GPUs store by numbers that no host knows: the same bits as those that it sends, if there is room. With
+// room for the mean alone and one expert that takes all, nothing travels in any block, and all ranks know how much was
+// lacking.
+static void test_windows(void) {
+    for (int i = 0; i < CASES; i++) {
+        Case c = cases[i];
+        for (int r = 0; r < 4; r++) c.N[r] = cases[i].N[0];
+        Inputs in = make_inputs(&c);
+        for (int ep = 2; ep && ranks > 1; ep = next_ep(ep))
+            for (int recompute = 0; recompute < 2; recompute++) {
+                MoeShape s = shape_of(&c, c.N[0], ep, recompute), room = s, tight = s;
+                room.capacity = ep, tight.capacity = 1;
+                Outputs sent = run_block(&in, s, rank * c.N[0], planned(s));
+                Outputs stored = run_block(&in, room, rank * c.N[0], planned(room));
+                CHECK(same_bits(&sent, &stored), "%s, ep %d, recompute %d: stored is not sent", c.name, ep, recompute);
+                CHECK(stored.state.overflows == 0 && stored.state.needed == 0, "%s, ep %d: %g without room", c.name, ep,
+                      stored.state.overflows);
+                if (c.K > 1 || c.favourite < 0) continue;
+                Outputs none = run_block(&in, tight, rank * c.N[0], planned(tight));
+                CHECK(none.state.overflows == BLOCKS && none.state.needed == ep,
+                      "%s, ep %d: %g without room, which would have been %g", c.name, ep, none.state.overflows,
+                      none.state.needed);
+                for (int64_t n = 0; n < none.n[0]; n++) CHECK(isfinite(none.out[0][n]), "y is not finite");
+            }
+        forget(0, 0);
+    }
+}
+
 int main(int argc, char** argv) {
+    setenv("NCCL_CUMEM_ENABLE", "1", 1);  // windows need what tests leave out for a faster start
     ranks_open(&argc, &argv, 60);
     if (!device_available()) {
         SKIP(test_layouts, "no GPU");
         SKIP(test_plan, "no GPU");
+        SKIP(test_windows, "no GPU");
         return ranks_close();
     }
     device_choose(ranks_local());
@@ -272,9 +311,16 @@ int main(int argc, char** argv) {
     for (int ep = 2; ep <= most; ep *= 2) {
         groups[ep] = ranks_split(world, rank / ep);
         comms[ep] = comm_create(groups[ep], "expert parallel", ctx);
+        if (!no_windows) no_windows = comm_windows_missing(comms[ep]);
     }
+    state = (StepState*)device_alloc(sizeof(StepState), "a test");
     RUN_RANKS(test_layouts);
     RUN_RANKS(test_plan);
+    if (no_windows || ranks == 1)
+        SKIP(test_windows, ranks == 1 ? "one rank" : no_windows);
+    else
+        RUN_RANKS(test_windows);
+    device_free(state);
     for (int ep = 2; ep <= most; ep *= 2) {
         comm_destroy(comms[ep]);
         ranks_free(groups[ep]);
