@@ -6,7 +6,6 @@ moments, biases, positions. Steps without room run again with more, which the te
 """
 import re
 import signal
-import time
 import unittest
 
 import cli
@@ -82,6 +81,19 @@ class Windows(many.Case):
         self.assertLess(stopped, 300)
         self.on(RANKS, **{**options, "resume": True})
         self.assert_same_run(self.dir / "run", self.dir / "nccl", 300)
+
+    def test_held_up(self):
+        """A rank that does nothing any more: those that wait for it in a transfer end, and name it."""
+        options = dict(out="run", dispatch="windows", capacity=1, timeout=many.LIMIT,
+                       **{**RUN, "ep": RANKS, "steps": 3000, "save_every": 0})
+        process = many.Process(self.dir, (RANKS, self.command(**options)))
+        log = self.dir / "run/log.jsonl"
+        process.wait_for(lambda: log.exists() and log.read_text().count("\n") > 4)
+        process.fault([many.VICTIM], signal.SIGSTOP)
+        outcome = process.end()
+        self.assertEqual((outcome.code, len(outcome.errors)), (1, 1), outcome)
+        self.assertRegex(outcome.errors[0], rf"rank {many.VICTIM} \(.+\) holds up '.+'.*: stopped, ")
+        self.assertLess(outcome.seconds, many.LIMIT + 20)
 
 
 if __name__ == "__main__":
