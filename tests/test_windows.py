@@ -31,15 +31,16 @@ def again(outcome):
 
 class Windows(many.Case):
     def both(self, **options):
-        """The outcome of a run with windows that begins with room for the mean alone, after it was compared."""
+        """The outcome of a run with windows that begins with room for the mean alone, after it was compared. To start on GPUs
+        takes seconds: there the run that has room from the start, which tests/test_expert_parallel.c has too, is left out."""
         options = {**RUN, "ep": RANKS, **options}
         self.on(RANKS, out="nccl", dispatch="nccl", **options)
-        room = self.on(RANKS, out="room", dispatch="windows", capacity=RANKS, **options)
         tight = self.on(RANKS, out="tight", dispatch="windows", capacity=1, **options)
-        self.assertIn("dispatch   windows\n", room.out)
-        self.assertEqual(again(room), [])
+        self.assertIn("dispatch   windows\n", tight.out)
         self.assertGreater(len(again(tight)), 0)
-        for out in ("room", "tight"):
+        if not many.CUDA:
+            self.assertEqual(again(self.on(RANKS, out="room", dispatch="windows", capacity=RANKS, **options)), [])
+        for out in ("tight",) if many.CUDA else ("tight", "room"):
             for step in range(options["save_every"], options["steps"] + 1, options["save_every"]):
                 self.assert_same_run(self.dir / out, self.dir / "nccl", step)
         return tight
@@ -54,6 +55,7 @@ class Windows(many.Case):
         self.assertAlmostEqual(logged[-1], steps[-1][1], delta=0.006)
         self.assertEqual(logged, sorted(logged))
 
+    @unittest.skipIf(many.CUDA, "as above, and to start on GPUs takes seconds")
     def test_one_micro_step(self):
         """The same with a save after every step, of which some ran again."""
         self.both(tokens_per_step=64 * RANKS, save_every=1, keep=99)
