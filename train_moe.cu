@@ -111,7 +111,7 @@ static void report(Run* r, int val, int asks) {
 
     // What the device computed, and how long it took.
     memcpy(&r->last, fetch_end(r->state), sizeof(StepState));
-    if (r->last.replay) return;
+    if (r->last.replay) return;  // it counts for nothing: it stays pending, for run_again
     double took = stopwatch_seconds(r->watch[r->pending % 2]), peak = r->ranks * device_peak_flops(r->model->ctx);
     double tokens_per_s = (double)s->tokens_per_step / took;
     r->average_ms = r->average_ms > 0 ? 0.9 * r->average_ms + 0.1 * 1000 * took : 1000 * took;
@@ -276,6 +276,8 @@ static void train(Run* r) {
         int saves = *s->out && (last || due(step, s->save_every));
         int asks = r->question_files && (step == s->steps || due(step, s->eval_every));
         if (!r->last.replay && (last || validates || asks || samples || saves)) report(r, validates, asks);
+
+        // The step that was reported last runs again, and this one with it.
         if (r->last.replay) {
             loader = run_again(r, loader);
             step = r->pending - 1;

@@ -11,8 +11,7 @@ int kernels_choose(int capability, const char* asked, char** error) {
     if (capability < 80)
         *error = host_format(
             "compute capability %d.%d is too old: a GPU of 8.0 or more is needed (A100, RTX 30 and what came later), "
-            "or "
-            "build/cpu/train_moe",
+            "or build/cpu/train_moe",
             capability / 10, capability % 10);
     else if (asked && !portable && strcmp(asked, "hopper") != 0)
         *error = host_format("TRAIN_MOE_KERNELS=%s: must be portable or hopper, or not set", asked);

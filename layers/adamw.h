@@ -7,7 +7,8 @@
 // A step whose loss or gradient norm is not finite (ok = 0) changes no weight and no moment; neither does one whose
 // update could leave a weight or a moment infinite. That is decided beforehand, from bounds: an update keeps the
 // largest |w|, |m| and v that it leaves, a maximum beside the reads and writes that it makes anyway, and with the norm
-// of the next gradient these bound all that the next update can make.
+// of the next gradient these bound all that the next update can make. A step whose tokens had no room (moe/dispatch.h)
+// changes nothing either, and no step after it does until there is room: the host runs them again.
 //
 // Moments are real, or bf16 as DeepSeek-V3 keeps them (arXiv 2412.19437, section 3.3.1): 22 bytes a parameter are read
 // and written instead of 30. Of bf16 ones the update takes the new m and v before they are rounded: they are in

@@ -80,11 +80,9 @@ static void update(void* model) {
 
 void model_make_room(Model* m, double needed) {
     const Settings* s = &m->settings;
-    const int32_t replay = 0;
-    const double none = 0;
     ctx_sync(m->ctx);
-    device_upload(&m->state->replay, &replay, sizeof(replay), m->ctx);
-    device_upload(&m->state->needed, &none, sizeof(none), m->ctx);
+    device_zero(&m->state->replay, sizeof(m->state->replay), m->ctx);
+    device_zero(&m->state->needed, sizeof(m->state->needed), m->ctx);
 
     // The pool as it is planned at the start.
     MoeShape shape = m->moe_shape;

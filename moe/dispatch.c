@@ -6,8 +6,6 @@
 #include "device/check.h"
 #include "moe/dispatch_ops.h"
 
-enum { MOST_BUFFERS = 8 };
-
 struct Dispatch {
     Pool* pool;
     Comm* comm;  // NULL with one rank, and then the rest is unused
@@ -15,7 +13,7 @@ struct Dispatch {
     Ctx* side_stream;
     Event *ready, *there;  // ctx's work that a transfer waits for; the transfer is done
     Fetch* counts;
-    ExchangeBuffer buffers[MOST_BUFFERS];  // of the next transfer
+    ExchangeBuffer buffers[EXCHANGE_BUFFERS];  // of the next transfer
     int buffer_count;
 };
 
@@ -147,7 +145,7 @@ static ExchangeRows rows_of(const Route* r) {
 
 static void pack(Dispatch* d, void* recv, const void* send, size_t row_bytes) {
     const ExchangeBuffer buffer = {recv, send, row_bytes};
-    ASSERT(d->buffer_count < MOST_BUFFERS);
+    ASSERT(d->buffer_count < EXCHANGE_BUFFERS);
     d->buffers[d->buffer_count++] = buffer;
 }
 

@@ -50,7 +50,7 @@ enum { EXCHANGE_BUFFERS = 8 };
 void comm_exchange(Comm* comm, const ExchangeBuffer* buffers, int buffer_count, ExchangeRows rows, Ctx* ctx);
 
 // Memory of as many bytes on every rank, which their GPUs can all reach; one of a group at a time. All ranks take part
-// in both calls. Why there can be none, in fresh memory, or NULL; asked before the first.
+// in all calls. comm_windows_missing comes first, once: why there can be none, in fresh memory, or NULL.
 char* comm_windows_missing(Comm* comm);
 void* comm_window(Comm* comm, size_t bytes, const char* what);
 void comm_window_free(Comm* comm);

@@ -1,8 +1,8 @@
 #!/usr/bin/env python3
 """--dispatch windows from outside: TRAIN_MOE=build/cpu/train_moe python3 tests/test_windows.py (standard library only).
 
-Whatever room there is for the tokens of an expert's rank, the run is that of --dispatch nccl, bit for bit: log, weights,
-moments, biases, positions. Steps without room run again with more, which the terminal and the log say.
+Whatever room there is for the tokens of an expert's rank, the run is that of --dispatch nccl, bit for bit: log,
+weights, moments, biases, positions. Steps without room run again with more, which the terminal and the log say.
 """
 import re
 import signal
@@ -25,14 +25,15 @@ MX = dict(dim=64, expert_ffn=32, kv_lora=32, precision="mxfp8", combine_precisio
 def again(outcome):
     """[(step, capacity)] of the steps that ran again."""
     return [(int(step), float(capacity)) for step, capacity in
-            re.findall(r"step (\d+) had no room for the tokens of an expert's rank, and runs again with --capacity ([\d.]+)$",
-                       outcome.err, re.M)]
+            re.findall(r"step (\d+) had no room for the tokens of an expert's rank, and runs again with "
+                       r"--capacity ([\d.]+)$", outcome.err, re.M)]
 
 
 class Windows(many.Case):
     def both(self, **options):
-        """The outcome of a run with windows that begins with room for the mean alone, after it was compared. To start on GPUs
-        takes seconds: there the run that has room from the start, which tests/test_expert_parallel.c has too, is left out."""
+        """The outcome of a run with windows that begins with room for the mean alone, after it was compared. To start
+        on GPUs takes seconds: there the run with room from the start is left out, as
+        tests/test_expert_parallel.c has it."""
         options = {**RUN, "ep": RANKS, **options}
         self.on(RANKS, out="nccl", dispatch="nccl", **options)
         tight = self.on(RANKS, out="tight", dispatch="windows", capacity=1, **options)
@@ -70,8 +71,9 @@ class Windows(many.Case):
 
     def test_stopped(self):
         """A run that is stopped goes on, and begins with little room once more."""
-        self.on(RANKS, out="nccl", **{**RUN, "ep": RANKS, "steps": 300, "save_every": 300})
-        options = dict(out="run", dispatch="windows", capacity=1, **{**RUN, "ep": RANKS, "steps": 300, "save_every": 300})
+        run = {**RUN, "ep": RANKS, "steps": 300, "save_every": 300}
+        self.on(RANKS, out="nccl", **run)
+        options = dict(run, out="run", dispatch="windows", capacity=1)
         process = many.Process(self.dir, (RANKS, self.command(**options)))
         log = self.dir / "run/log.jsonl"
         process.wait_for(lambda: log.exists() and log.read_text().count("\n") > 4)
