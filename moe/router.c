@@ -48,11 +48,13 @@ static void limit_groups(real* choice, real* group_score, char* taken, RouterSha
         if (!taken[e / size]) choice[e] = -INFINITY;
 }
 
-// What evens out the choice of one sequence, times `share`: d (E). scratch holds 3 E.
-static void even_out(real* share_d, const real* logits, int64_t tokens, int64_t E, double share, double* scratch) {
+// What evens out the choice of one sequence, times `share`: d (E). scratch holds 3 E + EVEN_TOKENS.
+static void even_out(real* share_d, const real* logits, int64_t tokens, int64_t E, int32_t K, double share,
+                     double* scratch) {
     const int64_t step = ceil_div(tokens, EVEN_TOKENS), count = ceil_div(tokens, step);
-    double *d = scratch, *p = d + E, *sum = p + E, square = 0;
+    double *d = scratch, *p = d + E, *sum = p + E, *h = sum + E, square = 0;
     for (int64_t e = 0; e < E; e++) d[e] = 0;
+    for (int64_t t = 0; t < count; t++) h[t] = 0;
     for (int64_t t = 0; t < tokens; t += step)
         for (int64_t e = 0; e < E; e++) d[e] += (double)logits[t * E + e] / (double)count;
     for (int64_t t = 0; t < tokens; t += step)
@@ -62,19 +64,20 @@ static void even_out(real* share_d, const real* logits, int64_t tokens, int64_t 
     for (int round = 0; round < EVEN_ROUNDS; round++, tau *= EVEN_COOLER) {
         for (int64_t e = 0; e < E; e++) sum[e] = 0;
         for (int64_t t = 0; t < tokens; t += step) {
-            double top = -INFINITY, total = 0;
-            for (int64_t e = 0; e < E; e++) top = fmax(top, p[e] = ((double)logits[t * E + e] - d[e]) / tau);
-            for (int64_t e = 0; e < E; e++) total += p[e] = exp(p[e] - top);
-            for (int64_t e = 0; e < E; e++) sum[e] += p[e] / total;
+            double *threshold = &h[t / step], total = 0;
+            for (int64_t e = 0; e < E; e++) p[e] = ((double)logits[t * E + e] - d[e]) / tau;
+            for (int64_t e = 0; e < E; e++) total += 1 / (1 + exp(*threshold / tau - p[e]));
+            *threshold += tau * log(total / K + EVEN_LEAST);
+            for (int64_t e = 0; e < E; e++) sum[e] += 1 / (1 + exp(*threshold / tau - p[e]));
         }
-        for (int64_t e = 0; e < E; e++) d[e] += tau * log(sum[e] * (double)E / (double)count + EVEN_LEAST);
+        for (int64_t e = 0; e < E; e++) d[e] += tau * log(sum[e] * (double)E / (double)(K * count) + EVEN_LEAST);
     }
     for (int64_t e = 0; e < E; e++) share_d[e] = (real)(share * d[e]);
 }
 
-// Workspace: forward has three rows of E doubles for each thread, or two of reals and E marks, then even d (sequences,
-// E); backward dlogits (N, E), counts (sequences, E) and E marks.
-static int64_t thread_reals(RouterShape s) { return 6 * (int64_t)s.E; }
+// Workspace: forward has what even_out takes for each thread, or two rows of E reals and E marks, then even d
+// (sequences, E); backward dlogits (N, E), counts (sequences, E) and E marks.
+static int64_t thread_reals(RouterShape s) { return 2 * (3 * (int64_t)s.E + EVEN_TOKENS); }
 
 size_t router_workspace(RouterShape s) {
     return (size_t)((s.N + ceil_div(s.N, s.T)) * s.E + device_workers() * thread_reals(s)) * sizeof(real);
@@ -89,7 +92,7 @@ void router_forward(real* scores, int32_t* expert, real* gate, const floatX* x, 
         gemm(0, 1, min_i64(TILE, s.N - n), s.E, s.C, 1, x + n * s.C, s.C, w, s.C, 0, scores + n * s.E, s.E);
 #pragma omp parallel for schedule(dynamic)
     for (int64_t n = 0; n < (s.even ? s.N : 0); n += s.T)
-        even_out(d + n / s.T * s.E, scores + n * s.E, min_i64(s.T, s.N - n), s.E, (double)*s.even,
+        even_out(d + n / s.T * s.E, scores + n * s.E, min_i64(s.T, s.N - n), s.E, s.K, (double)*s.even,
                  (double*)(scratch + thread_index() * thread_reals(s)));
 #pragma omp parallel for schedule(dynamic)
     for (int64_t n0 = 0; n0 < s.N; n0 += TILE) {

@@ -358,15 +358,18 @@ static std::vector<double> seen_scores(const std::vector<double>& x, const std::
             for (int64_t t = 0; t < tokens; t += step) square += at(t, e) * at(t, e);
         }
         double tau = EVEN_TAU * sqrt(square / count / (double)E) + 1e-20;
+        std::vector<double> h((size_t)tokens);
+        auto chosen = [&](int64_t t, int64_t e) { return 1 / (1 + exp(-(at(t, e) - h[(size_t)t]) / tau)); };
         for (int round = 0; round < EVEN_ROUNDS; round++, tau *= EVEN_COOLER) {
             std::vector<double> sum((size_t)E);
             for (int64_t t = 0; t < tokens; t += step) {
-                double top = -INFINITY, total = 0;
-                for (int64_t e = 0; e < E; e++) top = std::max(top, at(t, e));
-                for (int64_t e = 0; e < E; e++) total += exp((at(t, e) - top) / tau);
-                for (int64_t e = 0; e < E; e++) sum[(size_t)e] += exp((at(t, e) - top) / tau) / total;
+                double total = 0;
+                for (int64_t e = 0; e < E; e++) total += chosen(t, e);
+                h[(size_t)t] += tau * log(total / s.K + EVEN_LEAST);
+                for (int64_t e = 0; e < E; e++) sum[(size_t)e] += chosen(t, e);
             }
-            for (int64_t e = 0; e < E; e++) d[(size_t)e] += tau * log(sum[(size_t)e] / count * (double)E + EVEN_LEAST);
+            for (int64_t e = 0; e < E; e++)
+                d[(size_t)e] += tau * log(sum[(size_t)e] / count * (double)E / s.K + EVEN_LEAST);
         }
         for (int64_t t = 0; t < tokens; t++, l += E) {
             double sum = 0;

@@ -143,7 +143,7 @@ static void oracle_seen(double* seen, const Router* r) {
     const int32_t E = s.E;
     for (int64_t first = 0; first < s.N; first += s.T) {
         const int64_t tokens = first + s.T < s.N ? s.T : s.N - first, step = (tokens + EVEN_TOKENS - 1) / EVEN_TOKENS;
-        double *l = zeros(tokens * E), *mean = zeros(E), *d = zeros(E), *m = zeros(E), square = 0, count = 0;
+        double *l = zeros(tokens * E), *mean = zeros(E), *d = zeros(E), *h = zeros(tokens), square = 0, count = 0;
         for (int64_t i = 0; i < tokens * E; i++) l[i] = dot(r->xd + (first + i / E) * s.C, r->wd + i % E * s.C, s.C);
         for (int64_t t = 0; t < tokens; t += step, count++)
             for (int32_t e = 0; e < E; e++) mean[e] += l[t * E + e];
@@ -154,12 +154,14 @@ static void oracle_seen(double* seen, const Router* r) {
             const double tau = EVEN_TAU * pow(EVEN_COOLER, round) * sqrt(square / (count * E)) + 1e-20;
             double* column = zeros(E);
             for (int64_t t = 0; t < tokens; t += step) {
-                double row = 0, high = -INFINITY;
-                for (int32_t e = 0; e < E; e++) high = fmax(high, m[e] = l[t * E + e] - mean[e] - d[e]);
-                for (int32_t e = 0; e < E; e++) row += m[e] = exp((m[e] - high) / tau);
-                for (int32_t e = 0; e < E; e++) column[e] += m[e] / row;
+                double row = 0;  // of the soft choice, by tanh
+                for (int32_t e = 0; e < E; e++)
+                    row += 0.5 + 0.5 * tanh((l[t * E + e] - mean[e] - d[e] - h[t]) / tau / 2);
+                h[t] += tau * log(row / s.K + EVEN_LEAST);
+                for (int32_t e = 0; e < E; e++)
+                    column[e] += 0.5 + 0.5 * tanh((l[t * E + e] - mean[e] - d[e] - h[t]) / tau / 2);
             }
-            for (int32_t e = 0; e < E; e++) d[e] += tau * log(column[e] * E / count + EVEN_LEAST);
+            for (int32_t e = 0; e < E; e++) d[e] += tau * log(column[e] / s.K * E / count + EVEN_LEAST);
         }
         for (int64_t t = 0; t < tokens; t++) {
             double *row = seen + (first + t) * E, top = -INFINITY, sum = 0;
