@@ -363,7 +363,7 @@ static void test_router_even(void) {
 }
 
 // Logits along one direction: tokens on either side of its middle choose the same K experts, up to E / (2 K) = 4 times
-// their share. Over 20 seeds that was 3.0 to 3.9, evened out 1.1 to 1.7.
+// their share. Over 20 seeds that was 2.9 to 3.8, evened out 1.05 to 1.33.
 static void test_router_even_loads(void) {
     enum { N = 1024, E = 16, K = 2 };
     double most[2];
@@ -379,7 +379,7 @@ static void test_router_even_loads(void) {
         most[even] = (double)top * E / (N * K);
         release_all();
     }
-    CHECK(most[0] > 2.7 && most[1] < 1.9, "the fullest expert has %.2f times its share, evened out %.2f", most[0],
+    CHECK(most[0] > 2.7 && most[1] < 1.5, "the fullest expert has %.2f times its share, evened out %.2f", most[0],
           most[1]);
 }
 
