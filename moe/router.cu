@@ -52,9 +52,21 @@ static __device__ __forceinline__ int take_best(uint32_t value[J]) {
 // p = sigmoid(p) or softmax(p) over a token's experts; -inf beyond E.
 template <int J>
 static __device__ __forceinline__ void to_scores(float (&p)[J], const RouterShape& s) {
-    if (s.score == SCORE_SOFTMAX) return softmax<32>(p);
+    if (s.score == SCORE_SIGMOID) {
 #pragma unroll
-    for (int j = 0; j < J; j++) p[j] = 1 / (1 + expf(-p[j]));
+        for (int j = 0; j < J; j++) p[j] = 1 / (1 + expf(-p[j]));
+        return;
+    }
+    float top = -INFINITY, sum = 0;
+#pragma unroll
+    for (int j = 0; j < J; j++) top = fmaxf(top, p[j]);
+    top = warp_max(top);
+#pragma unroll
+    for (int j = 0; j < J; j++) sum += p[j] = expf(p[j] - top);
+    sum = warp_sum(sum);
+    const float per_sum = 1 / sum;
+#pragma unroll
+    for (int j = 0; j < J; j++) p[j] *= per_sum;
 }
 
 // Scores in place of the logits, then the choice; `share_d` is NULL where the choice is made by all of them. J:
