@@ -122,7 +122,7 @@ static void make(Pipeline& p, int64_t N, int64_t dim, int64_t hidden) {
     const size_t room = (size_t)(N * ranks) * sizeof(int32_t) + 65536;
     arena_add(&p.arena, "pool", ELEMENT_BYTE, (int64_t)room, 0, &pool);
     arena_allocate(&p.arena);
-    p.pool = pool_create("the benchmark", pool, room);
+    p.pool = pool_create("pool of the benchmark", pool, room);
     p.dispatch = dispatch_create(comm, p.pool, NULL, ctx);
 
     fill<<<1024, 256, 0, ctx->stream>>>(p.x, N * dim, X, 1, me * N * dim);

@@ -126,7 +126,7 @@ static Outputs run_block(const Inputs* in, MoeShape s, int64_t first, size_t roo
     device_zero(state, sizeof(*state), ctx);
     memset(before, 0xff, room);  // NaN, and -1
     device_upload(memory, before, room, ctx);
-    Pool* pool = pool_create("a test", memory, room);
+    Pool* pool = pool_create("pool of a test", memory, room);
     Dispatch* dispatch = dispatch_create(s.ep > 1 ? comms[s.ep] : NULL, pool, state, ctx);
     MoeSaved saved[BLOCKS];
     PoolMark mark[BLOCKS];

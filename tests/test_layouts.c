@@ -11,6 +11,7 @@
 #include "model/persist.h"
 #include "parallel/watch.h"
 #include "tests/model.h"
+#include "tests/mx.h"
 
 enum { SEQUENCES = 16, STEPS = 20, BF16 = BACKEND == BACKEND_CUDA };
 static const double GRADIENT_BOUND = BF16 ? 1e-2 : 1e-5, LOSS_BOUND = BF16 ? 2e-3 : 1e-5;
@@ -29,6 +30,7 @@ static const double MX_GRADIENT_BOUND = BF16 ? 5e-2 : 4e-3, MX_LOSS_BOUND = BF16
 static const double CUT_GRADIENT_BOUND = 4e-2;
 
 static Ranks* world;
+static int fast;  // whether the device at hand has --mx-gemm fast
 static const char* shards[4] = {"none", "optimizer", "grads", "weights"};
 
 #define TINY                                                                                                           \
@@ -229,9 +231,10 @@ static void layouts_agree_on_modules(void) { all_layouts(0, MODULES(4), 5); }
 // What is cast does not depend on where it is computed, but for the blocks of --wgrad-precision, which are cut along
 // the tokens of a rank: only sums in another order can tip a rounding.
 static void layouts_agree_in_mxfp8(void) {
-    static const char* precisions[5] = {MX LINEAR "--mx-gemm exact", MX LINEAR "--mx-gemm fast --wgrad-precision mxfp8",
-                                        CUT, "--expert-precision mxfp8 --mx-scale floor",
-                                        "--dispatch-precision mxfp8 --mtp 1"};
+    const char* precisions[5] = {
+        MX LINEAR "--mx-gemm exact",
+        fast ? MX LINEAR "--mx-gemm fast --wgrad-precision mxfp8" : MX LINEAR "--wgrad-precision mxfp8", CUT,
+        "--expert-precision mxfp8 --mx-scale floor", "--dispatch-precision mxfp8 --mtp 1"};
     int R = ranks_count(world) < 4 ? ranks_count(world) : 4;
     for (int p = 0; p < (BF16 ? 3 : 5); p++) {
         Case one = {1, 1, "none", "none", 0, precisions[p]};
@@ -262,7 +265,8 @@ static void recompute_is_exact(void) {
     static const char* kinds[3] = {"none", "moe", "block"};
     int R = ranks_count(world) < 4 ? ranks_count(world) : 4;
     for (int ep = BF16 ? R : 1; ep <= 2 * R; ep *= 2) {
-        const char* options = ep > R ? MX LINEAR "--mx-gemm fast" : ep == R ? "--mtp 2" : "";  // the last two rounds
+        const char* cast = fast ? MX LINEAR "--mx-gemm fast" : MX LINEAR;
+        const char* options = ep > R ? cast : ep == R ? "--mtp 2" : "";  // the last two rounds
         Case plain = {R, ep > R ? R : ep, "weights", "none", 0, options};
         Shown want = show(plain, 3);
         for (int k = 0; k < 3; k++) {
@@ -403,6 +407,9 @@ int main(int argc, char** argv) {
     world = ranks_start(&argc, &argv);
     watch_start(world, 60);
     device_choose(ranks_local());
+    Ctx* ctx = ctx_create(0);
+    fast = has_fast(ctx);
+    ctx_destroy(ctx);
     RUN(layouts_agree);
     RUN(layouts_agree_on_one_expert);
     RUN(layouts_agree_on_one_module);

@@ -19,7 +19,7 @@ static int growths(void (*use)(Pool*), Pool* pool) {
     dup2(before, 2);
     close(before);
     rewind(said);
-    for (char line[256]; fgets(line, sizeof(line), said);) count += strstr(line, "the pool for a test grew by") != NULL;
+    for (char line[256]; fgets(line, sizeof(line), said);) count += strstr(line, "the pool of a test grew by") != NULL;
     fclose(said);
     return count;
 }
@@ -57,7 +57,7 @@ static void use_pool(Pool* pool) {
 
 static void test_pool(void) {
     pool_memory = device_alloc(ROOM, "a test");
-    Pool* pool = pool_create("a test", pool_memory, ROOM);
+    Pool* pool = pool_create("pool of a test", pool_memory, ROOM);
     int first = growths(use_pool, pool), again = growths(use_pool, pool);
     CHECK(first == 2 && again == 0, "%d growths, then %d", first, again);
     pool_destroy(pool);
@@ -96,7 +96,7 @@ static void run_block(void* arg) {
     size_t room = b->pool_room < 0 ? (size_t)planned(b) : (size_t)b->pool_room;
     b->memory = memset(kept_bytes(room), 0xff, room);  // NaN, and -1
     Ctx* ctx = ctx_create(moe_workspace(s));
-    Pool* pool = pool_create("a test", b->memory, room);
+    Pool* pool = pool_create("pool of a test", b->memory, room);
     Dispatch* dispatch = dispatch_create(NULL, pool, NULL, ctx);
     b->drouter = copied(b->drouter_before, E * C);
     b->dw13 = copied(b->dw13_before, E * 2 * F * C), b->dw2 = copied(b->dw2_before, E * C * F);

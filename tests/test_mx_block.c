@@ -370,7 +370,7 @@ static Block run_block(const Inputs* in, Widths d, Precision p, int recompute, i
     size_t room = arena_bytes(&plan);
     arena_free(&plan);
     // Statistics leave NaN out: what they must not count is about 0.75 for them.
-    Pool* pool = pool_create("a test", measured ? filled_with(0x3f, room) : poison(room), room);
+    Pool* pool = pool_create("pool of a test", measured ? filled_with(0x3f, room) : poison(room), room);
     Dispatch* dispatch = dispatch_create(NULL, pool, NULL, ctx);
     ProductRoom products;
     memset(&products, 0, sizeof(products));
