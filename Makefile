@@ -93,8 +93,8 @@ RUNNABLE   = $(if $(HAVE_GPU),$(CUDA),$(CPU))
 # Tests on the GPU: the kernels against the reference, and C tests that run in either build.
 TESTS_EITHER = tests/test_golden tests/test_model tests/test_mtp tests/test_mx_block tests/test_mx_check tests/test_products
 TESTS_CUDA = $(patsubst %.cu,%,$(wildcard tests/test_cuda_*.cu)) $(TESTS_EITHER)
-# Some of these measure times: nothing else may run.
-TESTS_ALONE = tests/test_cuda_grouped_gemm tests/test_cuda_grouped_gemm_mx
+# This one measures times: nothing else may run.
+TEST_ALONE = tests/test_cuda_late_blocks
 TESTS_CUDA_RANKS = tests/test_comm tests/test_expert_parallel tests/test_layouts
 
 .PHONY: FORCE all cpu cuda train test test-build cuda-test-build bench docs fuzz torture clean probe format check-host
@@ -208,7 +208,7 @@ test:
 	@sh scripts/setup.sh
 	@$(MAKE) --no-print-directory -j$(JOBS) probe test-build $(if $(HAVE_GPU),cuda-test-build)
 	@MPI=$(MPI) $(PYTHON) tests/run.py --program $(CPU)/train_moe $(if $(HAVE_GPU),--program $(CUDA)/train_moe) \
-	    $(TESTS:%=$(CPU)/%) $(TESTS_F64:%=$(DOUBLE)/%) $(foreach t,$(TESTS_CUDA),$(if $(HAVE_GPU),$(if $(filter $t,$(TESTS_ALONE)),--alone),--skip) $(CUDA)/$t) \
+	    $(TESTS:%=$(CPU)/%) $(TESTS_F64:%=$(DOUBLE)/%) $(foreach t,$(TESTS_CUDA),$(if $(HAVE_GPU),$(if $(filter $t,$(TEST_ALONE)),--alone),--skip) $(CUDA)/$t) \
 	    $(TESTS_RANKS:%=--ranks 4 $(CPU)/%) $(TESTS_RANKS_F64:%=--ranks 4 $(DOUBLE)/%) \
 	    $(TESTS_CUDA_RANKS:%=$(if $(HAVE_GPU),--ranks $(GPUS),--skip) $(CUDA)/%)
 

@@ -61,6 +61,9 @@ struct Tensor {
 
     void poison() {
         for (Ref& r : host) r = std::is_floating_point<Ref>::value ? (Ref)NAN : (Ref)-1;
+        poison_dev();
+    }
+    void poison_dev() {
         CUDA_CHECK(cudaMemset(dev, 0xff, (size_t)n * sizeof(Dev)));
         CUDA_CHECK(cudaDeviceSynchronize());
     }

@@ -114,8 +114,10 @@ def main():
     parser.add_argument("tests", nargs="*")
     options = parser.parse_intermixed_args()
 
-    # The longest first, so that none is left alone at the end: long files take long, and a GPU's runs longer than a CPU's.
-    tests = []
+    # The longest first, so that none is left alone at the end: those of kernels, for the reference takes its time, then
+    # long files, and a GPU's runs before a CPU's.
+    kernels = [path for path in options.tests if os.path.basename(path).startswith("test_cuda_")]
+    tests = [(path, [os.path.abspath(path)], None) for path in kernels]
     for path in sorted(glob.glob(os.path.join(TESTS, "test_*.py")), key=os.path.getsize, reverse=True):
         with open(path) as file:
             text = file.read()
@@ -126,7 +128,7 @@ def main():
     for ranks, path in options.ranks:
         command = mpirun(ranks)
         tests.append((f"{path} ({ranks} ranks)" if command else path, command + [os.path.abspath(path)], None))
-    tests += [(path, [os.path.abspath(path)], None) for path in options.tests]
+    tests += [(path, [os.path.abspath(path)], None) for path in options.tests if path not in kernels]
     with concurrent.futures.ThreadPoolExecutor(options.jobs) as pool:
         waiting = [pool.submit(run, name, command, options.timeout, options.jobs, program) for name, command, program in tests]
         results = [test.result() for test in waiting]

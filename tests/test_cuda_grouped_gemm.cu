@@ -9,7 +9,6 @@
 
 #include "grouped/grouped_gemm.h"
 #include "layers/matmul.h"
-#include "tests/hold.cuh"
 #include "tests/ragged.cuh"
 
 static const double ROW_TOLERANCE = 0x1p-8 + 1e-5, TENSOR_TOLERANCE = 2e-3;
@@ -20,8 +19,7 @@ struct Products {
     Layout l;
     RowBuffer x, dy;
     X w, y, dx;
-    R dw, added;
-    std::vector<double> start;  // what wgrad adds to
+    R dw, start, added;  // start: what wgrad adds to
 
     Products(const Rows& rows, int64_t IC, int64_t OC)
         : IC(IC),
@@ -33,48 +31,59 @@ struct Products {
           y(l.held * OC),
           dx(l.held * IC),
           dw(l.El() * OC * IC),
-          added(l.El() * OC * IC, 4, 8.0),
-          start(added.host) {}
-    void forward() { grouped_gemm_forward(y.dev, x.dev, w.dev, l.device(), IC, OC, ctx); }
+          start(l.El() * OC * IC, 4, 8.0),
+          added(l.El() * OC * IC) {}
+    // On the GPU, into poisoned outputs.
     void run() {
-        forward();
+        y.poison_dev(), dx.poison_dev(), dw.poison_dev();
+        CUDA_CHECK(cudaMemcpy(added.dev, start.dev, (size_t)start.n * sizeof(real), cudaMemcpyDeviceToDevice));
+        CUDA_CHECK(cudaDeviceSynchronize());
+        grouped_gemm_forward(y.dev, x.dev, w.dev, l.device(), IC, OC, ctx);
         grouped_gemm_dgrad(dx.dev, dy.dev, w.dev, l.device(), IC, OC, ctx);
         grouped_gemm_wgrad(dw.dev, dy.dev, x.dev, l.device(), IC, OC, 0, ctx);
         grouped_gemm_wgrad(added.dev, dy.dev, x.dev, l.device(), IC, OC, 1, ctx);
     }
-    // As before a run.
-    void reset() { y.poison(), dx.poison(), dw.poison(), added.send(); }
     std::vector<std::vector<double>> got() { return {y.got(), dx.got(), dw.got(), added.got()}; }
 
-    // Against the reference, which overwrites the outputs on the host.
-    void check(const Rows& nan_in_rows = {}, const Rows& nan_in_weights = {}) {
+    // On the host.
+    void refer() {
+        added.host = start.host;
         REFERENCE(grouped_gemm_forward)(y.ref(), x.ref(), w.ref(), l.reference(), IC, OC, reference_ctx);
         REFERENCE(grouped_gemm_dgrad)(dx.ref(), dy.ref(), w.ref(), l.reference(), IC, OC, reference_ctx);
         REFERENCE(grouped_gemm_wgrad)(dw.ref(), dy.ref(), x.ref(), l.reference(), IC, OC, 0, reference_ctx);
         REFERENCE(grouped_gemm_wgrad)(added.ref(), dy.ref(), x.ref(), l.reference(), IC, OC, 1, reference_ctx);
+    }
+    void check(const Rows& nan_in_rows = {}, const Rows& nan_in_weights = {}) {
         check_rows("y", y, l, OC, ROW_TOLERANCE, TENSOR_TOLERANCE, nan_in_rows);
         check_rows("dx", dx, l, IC, ROW_TOLERANCE, TENSOR_TOLERANCE, nan_in_rows);
-        check_weights(dw, std::vector<double>(start.size()), l, OC * IC, nan_in_weights);
-        check_weights(added, start, l, OC * IC, nan_in_weights);
+        check_weights(dw, std::vector<double>((size_t)start.n), l, OC * IC, nan_in_weights);
+        check_weights(added, start.host, l, OC * IC, nan_in_weights);
     }
 };
+
+// Hopper's kernels where the GPU has them, then the portable ones.
+template <typename Body>
+static void each_kind(Body body) {
+    const int own = ctx->portable;
+    for (ctx->portable = own; ctx->portable <= 1; ctx->portable++) {
+        int before = test_failures_here;
+        body();
+        if (test_failures_here > before) printf("    with %s kernels\n", ctx->portable ? "portable" : "Hopper's");
+    }
+    ctx->portable = own;
+}
 
 static void compare(const Rows& rows, int64_t IC, int64_t OC) {
     int before = test_failures_here;
     Products p(rows, IC, OC);
-    p.run();
-    p.check();
+    p.refer();
+    each_kind([&] {
+        p.run();
+        p.check();
+    });
     if (test_failures_here > before)
         printf("    with IC %lld, OC %lld, %d experts, %lld rows\n", (long long)IC, (long long)OC, p.l.El(),
                (long long)p.l.end);
-}
-
-// No bit differs.
-static void check_same(const std::vector<std::vector<double>>& first, const std::vector<std::vector<double>>& now,
-                       const char* what, int which) {
-    for (size_t i = 0; i < now.size(); i++)
-        CHECK(memcmp(first[i].data(), now[i].data(), now[i].size() * sizeof(double)) == 0, "product %d differs: %s %d",
-              (int)i, what, which);
 }
 
 // Widths below, at and beyond those of boxes, k blocks and tiles, and tiles of every shape.
@@ -124,40 +133,17 @@ static void test_bands(void) {
 
 static void test_repeats(void) {
     Products p(random_rows(24, 400, 7), 520, 712);
-    p.run();
-    auto first = p.got();
-    for (int run = 1; run < 4; run++) {
-        p.reset();
+    each_kind([&] {
         p.run();
-        check_same(first, p.got(), "run", run);
-    }
-}
-
-// Blocks that start late, because their SMs are held, leave their share to the others, and no bit changes. With 16 of
-// 132 SMs held the forward product should take 1.14 times as long, or 1.33 where each one held costs a cluster (8
-// rounds of work items, not 6); with a share for every block nearly twice as long, since the late ones begin when the
-// others end (1.7 seen): 1.5 is allowed. (Of the portable kernels a block owns an SM too, and draws its tiles.)
-static void test_late_blocks(void) {
-    Products p({5000, 0, 1000, 5500, 1, 500}, 1024, 2048);
-    std::vector<std::vector<double>> free;
-    float free_ms = 0;
-    for (int sms : {0, 16, 112}) {
-        // The time of forward, and the bits of all, while some SMs are held.
-        p.reset();
-        float ms;
-        {
-            HeldSms held(sms);
-            ms = least_ms([&] { p.forward(); }, ctx->stream);
+        auto first = p.got();
+        for (int run = 1; run < 4; run++) {
             p.run();
-            ctx_sync(ctx);
+            auto now = p.got();
+            for (size_t i = 0; i < now.size(); i++)
+                CHECK(!memcmp(first[i].data(), now[i].data(), now[i].size() * sizeof(double)),
+                      "product %zu differs in run %d", i, run);
         }
-
-        // As with none held.
-        if (getenv("TEST_ERRORS")) printf("    %d SMs held: %.3f ms\n", sms, ms);
-        if (sms == 0) free = p.got(), free_ms = ms;
-        check_same(free, p.got(), "SMs held:", sms);
-        CHECK(ms <= 1.5f * free_ms || sms > 16, "%g ms where %d SMs are held, %g without", ms, sms, free_ms);
-    }
+    });
 }
 
 // NaN in the weights of one expert and in the rows of another touch nothing else, and no pad row.
@@ -174,16 +160,19 @@ static void test_nan_stays(void) {
     fill(p.dy, l.start[2] * OC, (l.start[2] + l.rows[2]) * OC);
     p.w.send(), p.x.send(), p.dy.send();
 
-    // What they do not touch is as ever.
-    p.run();
-    p.check({1, 2}, {2});
+    p.refer();
+    each_kind([&] {
+        // What they do not touch is as ever.
+        p.run();
+        p.check({1, 2}, {2});
 
-    // What they touch is NaN.
-    auto got = p.y.got();
-    int64_t finite = 0;
-    for (int e = 1; e <= 2; e++)
-        for (int64_t i = l.start[e] * OC; i < (l.start[e] + l.rows[e]) * OC; i++) finite += !isnan(got[(size_t)i]);
-    CHECK(finite == 0, "%lld elements of rows that met NaN are not NaN", (long long)finite);
+        // What they touch is NaN.
+        auto got = p.y.got();
+        int64_t finite = 0;
+        for (int e = 1; e <= 2; e++)
+            for (int64_t i = l.start[e] * OC; i < (l.start[e] + l.rows[e]) * OC; i++) finite += !isnan(got[(size_t)i]);
+        CHECK(finite == 0, "%lld elements of rows that met NaN are not NaN", (long long)finite);
+    });
 }
 
 // A size whose rows are no multiples of 16 bytes ends the run with exit code 2, before any work: tried in a process of
@@ -206,26 +195,18 @@ int main(int argc, char** argv) {
     }
     if (device_available()) open_contexts(matmul_workspace());
     if (argc > 1 && !strcmp(argv[1], "small")) {
-        for (int portable = ctx->portable; portable <= 1; portable++) {
-            ctx->portable = portable;
-            compare({129, 0, 1, 130}, 72, 136);
-            compare({1, 300, 128}, 136, 264);
-        }
+        compare({129, 0, 1, 130}, 72, 136);
+        compare({1, 300, 128}, 136, 264);
         return test_failures_here != 0;
     }
     RUN(test_refuses_sizes);
-    for (int portable = ctx ? ctx->portable : 1; portable <= 1; portable++) {
-        if (ctx) ctx->portable = portable;
-        printf("%s kernels\n", portable ? "portable" : "Hopper's");
-        RUN(test_small_sizes);
-        RUN(test_group_sizes);
-        RUN(test_one_takes_all);
-        RUN(test_experts);
-        RUN(test_model_sizes);
-        RUN(test_bands);
-        RUN(test_repeats);
-        RUN(test_late_blocks);
-        RUN(test_nan_stays);
-    }
+    RUN(test_small_sizes);
+    RUN(test_group_sizes);
+    RUN(test_one_takes_all);
+    RUN(test_experts);
+    RUN(test_model_sizes);
+    RUN(test_bands);
+    RUN(test_repeats);
+    RUN(test_nan_stays);
     return test_summary();
 }

@@ -9,7 +9,6 @@
 
 #include "mx/grouped_gemm_mx.h"
 #include "mx/mxfp8.h"
-#include "tests/hold.cuh"
 #include "tests/ragged.cuh"
 
 static const double ROW_TOLERANCE = 4e-3, TENSOR_TOLERANCE = 4e-4, BIAS_TOLERANCE = 5e-5;
@@ -179,32 +178,6 @@ static void test_repeats(void) {
     CHECK_REPEATS(y_real, p.run(nullptr, &y_real, l));
 }
 
-// As in tests/test_cuda_grouped_gemm.cu: blocks that start late leave their share to the others.
-static void test_late_blocks(void) {
-    Layout l({5000, 0, 1000, 5500, 1, 500});
-    Operands p(l, 1024, 2048, false);
-    X y(l.held * p.OC);
-    std::vector<double> free;
-    float free_ms = 0;
-    for (int sms : {0, 16, 112}) {
-        // The time and the bits while some SMs are held.
-        y.poison();
-        float ms;
-        {
-            HeldSms held(sms);
-            ms = least_ms([&] { p.run(&y, nullptr, l); }, ctx->stream);
-        }
-
-        // As with none held.
-        std::vector<double> now = y.got();
-        if (getenv("TEST_ERRORS")) printf("    %d SMs held: %.3f ms\n", sms, ms);
-        if (sms == 0) free = now, free_ms = ms;
-        CHECK(memcmp(free.data(), now.data(), now.size() * sizeof(double)) == 0, "y differs where %d SMs are held",
-              sms);
-        CHECK(ms <= 1.5f * free_ms || sms > 16, "%g ms where %d SMs are held, %g without", ms, sms, free_ms);
-    }
-}
-
 // NaN bytes and NaN scales reach the rows of x, the columns of an expert's W and the tiles of W that they belong to,
 // and nothing else.
 static void test_nan_stays(void) {
@@ -285,7 +258,6 @@ int main(int argc, char** argv) {
     RUN(test_experts);
     RUN(test_model_sizes);
     RUN(test_repeats);
-    RUN(test_late_blocks);
     RUN(test_nan_stays);
     RUN(test_extreme_scales);
     return test_summary();
