@@ -154,6 +154,10 @@ static void check_run(const Settings* s) {
     if (s->model.K == 1 && s->model.route_norm && s->model.dense_layers < s->model.L)
         warn("--top-k 1 --route-norm 1: every gate is --route-scale, so the router gets %s; --route-norm 0 helps",
              s->aux_loss > 0 ? "a gradient from --aux-loss alone" : "no gradient");
+    const int64_t widest = max_i64(s->model.C, s->model.F);
+    if (BACKEND == BACKEND_CUDA && s->mx_fast && (s->expert_precision || s->linear_precision) && widest < 1024)
+        warn("--mx-gemm fast at --dim %ld and --expert-ffn %ld: so small, MXFP8's products are no faster than bf16's",
+             s->model.C, s->model.F);
 
     if (s->dry_run) return;
     if (*s->evaluate && !*s->val && !*s->eval)
