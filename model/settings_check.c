@@ -156,7 +156,7 @@ static void check_run(const Settings* s) {
              s->aux_loss > 0 ? "a gradient from --aux-loss alone" : "no gradient");
     const int64_t widest = max_i64(s->model.C, s->model.F);
     if (BACKEND == BACKEND_CUDA && s->mx_fast && (s->expert_precision || s->linear_precision) && widest < 1024)
-        warn("--mx-gemm fast at --dim %ld and --expert-ffn %ld: so small, MXFP8's products are no faster than bf16's",
+        warn("--mx-gemm fast at --dim %ld and --expert-ffn %ld: at such widths MXFP8 is for its loss, not for speed",
              s->model.C, s->model.F);
 
     if (s->dry_run) return;
