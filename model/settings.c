@@ -127,10 +127,9 @@ const Option settings_table[] = {
     CHOICE("optimizer", "moments", moments, "float32", "float32|bf16", FIXED,
            "how AdamW's moments are kept, in both builds"),
     NUMBER("optimizer", "clip", clip, "1", 0, 1e9, FIXED, "largest global gradient norm; 0: no clipping"),
-    WHOLE(
-        "optimizer", "even-start", even_start, "1", 0, 1, FIXED,
-        "1: during the warm-up, and less and less for twice as long, routers choose by logits without what would make "
-        "a sequence's choice uneven; with --init 0, unless given"),
+    WHOLE("optimizer", "even-start", even_start, "1", 0, 1, FIXED,
+          "1: during the warm-up, and less and less up to ten times that, or up to half of --steps, routers choose by "
+          "logits without what would make a sequence's choice uneven; with --init 0, unless given"),
     NUMBER("optimizer", "bias-rate", bias_rate, "5e-3", 0, 100, FIXED,
            "what an expert without tokens gains in selection bias at each step; with --score softmax 0, unless given"),
     NUMBER("optimizer", "aux-loss", aux_loss, "1e-2", 0, 100, FIXED, "weight of the sequence-wise balance loss"),
@@ -365,8 +364,9 @@ double config_softmax_scale(const ModelConfig* m) {
 }
 
 double settings_even(const Settings* s, int64_t step) {
-    if (!s->even_start || step >= 3 * s->warmup) return 0;
-    return step <= s->warmup ? 1 : (double)(3 * s->warmup - step) / (double)(2 * s->warmup);
+    const int64_t end = min_i64(10 * s->warmup, s->steps / 2);
+    if (!s->even_start || step >= end) return 0;
+    return step <= s->warmup ? 1 : (double)(end - step) / (double)(end - s->warmup);
 }
 
 double settings_mtp_weight(const Settings* s, int64_t step) {
