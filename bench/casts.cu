@@ -124,6 +124,11 @@ static void bench_rows(int64_t rows, int64_t columns) {
                 mx_quantize_channels(b.turned + i * n, b.scale + i * b.scales, b.x + i * n, rows, mixed, columns,
                                      {MX_RCEIL, align}, ctx);
             });
+    row("mx_quantize_both", shape, 4.0 * (double)n + (double)(n / MX_BLOCK + n / MX_CHUNK), b.sets, [&](int i) {
+        uint8_t* channels = (uint8_t*)(b.back + i * n);
+        mx_quantize_both(b.q + i * n, b.scale + i * b.scales, channels, channels + n, b.x + i * n, rows, rows, columns,
+                         MX_RCEIL, ctx);
+    });
     // The scales that it reads are any bytes, and its own lie beside the values.
     for (int32_t align : {128, 512})
         row(align == 128 ? "mx_requantize_channels" : "mx_requantize_channels, 512", shape,

@@ -151,3 +151,13 @@ void mx_requantize_channels(uint8_t* q, uint8_t* scale, const uint8_t* from, con
     (void)ctx;
     channels(q, scale, NULL, from, from_scale, tokens ? r.row_token : NULL, length, r, columns, cast);
 }
+
+void mx_quantize_both(uint8_t* q, uint8_t* scale, uint8_t* q_channels, uint8_t* scale_channels, const floatX* x,
+                      int64_t length, int64_t rows, int64_t columns, int32_t scale_mode, Ctx* ctx) {
+    int64_t start[2] = {0, rows};
+    int32_t count = (int32_t)rows;
+    const Ragged all = {1, rows, start, &count, NULL, NULL, NULL};
+    const MxCast cast = {scale_mode, MX_CHUNK};
+    mx_quantize(q, scale, x, rows, columns, cast, ctx);
+    mx_quantize_channels(q_channels, scale_channels, x, length, all, columns, cast, ctx);
+}

@@ -107,6 +107,15 @@ void mx_requantize_channels(uint8_t* q, uint8_t* scale,
                             const uint8_t* from_scale,  // (the same, mx_stride(columns))
                             int tokens, int64_t length, Ragged ragged, int64_t columns, MxCast cast, Ctx* ctx);
 
+// x both along its rows and by channel, in chunks of 128 each: mx_quantize (align 128) and mx_quantize_channels (align
+// 128) of all rows as one group, in one reading.
+void mx_quantize_both(uint8_t* q,               // (rows, columns)
+                      uint8_t* scale,           // (rows, mx_stride(columns))
+                      uint8_t* q_channels,      // (columns, length)
+                      uint8_t* scale_channels,  // (length / 128, columns)
+                      const floatX* x,          // (rows, columns)
+                      int64_t length, int64_t rows, int64_t columns, int32_t scale_mode, Ctx* ctx);
+
 // Where Blackwell's tensor cores look for the scale of block c of row r (of C blocks a row): tiles of 128 x 4, rows
 // padded to 128 and blocks to 4 (cuBLAS documentation, "1D block scaling factors layout").
 static inline int64_t mx_blackwell_offset(int64_t r, int64_t c, int64_t C) {

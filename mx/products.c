@@ -105,34 +105,76 @@ static Ragged tokens_of(const ProductRoom* room, int64_t rows) {
     return tokens;
 }
 
-// y (N, OC) = cast(x) W^T, W as its direction reads it.
-static void cast_product(floatX* y, const floatX* x, const Weight* w, const WeightCast* cast, int64_t N, int64_t IC,
-                         int64_t OC, MxStats* stats, Ctx* ctx) {
+// Memory for an operand (N, columns), cast.
+static Rows room_for(const Weight* w, int64_t N, int64_t columns) {
     Rows room = w->room->input;
-    room.count = N, room.columns = IC;
-    if (stats) mx_stats(stats, x, N, IC, w->format.cast, ctx);
-    const Rows bytes = rows_as(room, rows_of_values(x, N, IC), w->format, ctx);
-    if (is_fast(w)) {
-        grouped_gemm_mx(y, NULL, bytes.q, bytes.scale, cast->q, cast->scale, cast->stride_o, cast->stride_c,
+    room.count = N, room.columns = columns, room.format = w->format;
+    return room;
+}
+
+// x (N, columns), cast as w's products want it.
+static Rows cast_rows(const floatX* x, const Weight* w, int64_t N, int64_t columns, Ctx* ctx) {
+    return rows_as(room_for(w, N, columns), rows_of_values(x, N, columns), w->format, ctx);
+}
+
+// y (N, OC) = x W^T, both as casts made them, W as its direction reads it.
+static void cast_product(floatX* y, Rows x, const Weight* w, const WeightCast* cast, int64_t OC, Ctx* ctx) {
+    const int64_t N = x.count, IC = x.columns;
+    if (is_fast(w))
+        grouped_gemm_mx(y, NULL, x.q, x.scale, cast->q, cast->scale, cast->stride_o, cast->stride_c,
                         tokens_of(w->room, N), IC, OC, ctx);
-    } else {
-        matmul_forward(y, rows_as(room, bytes, format_read(w->format), ctx).value, cast->value, N, IC, OC, ctx);
-    }
+    else
+        matmul_forward(y, rows_as(x, x, format_read(w->format), ctx).value, cast->value, N, IC, OC, ctx);
 }
 
 void linear_forward(floatX* y, const floatX* x, const Weight* w, int64_t N, Ctx* ctx) {
-    if (w->format.bytes)
-        cast_product(y, x, w, &w->forward, N, w->IC, w->OC, weight_stats(w, STATS_X), ctx);
-    else
+    MxStats* stats = weight_stats(w, STATS_X);
+    if (w->format.bytes) {
+        if (stats) mx_stats(stats, x, N, w->IC, w->format.cast, ctx);
+        cast_product(y, cast_rows(x, w, N, w->IC, ctx), w, &w->forward, w->OC, ctx);
+    } else {
         matmul_forward(y, x, w->w, N, w->IC, w->OC, ctx);
+    }
+}
+
+// The place of w's dy by channel: it has one, or gets the next.
+static ChannelsOfDy* place_of_dy(ProductRoom* room, const Weight* w) {
+    int64_t first = 0;
+    ChannelsOfDy* place = room->place;
+    for (; place < room->place + room->dys; place++) {
+        if (place->weight == w) return place;
+        first += place->weight->OC;
+    }
+    ASSERT(room->dys < MX_MATRICES && first + w->OC <= room->of_dy);
+    const ChannelsOfDy next = {w, NULL, 0, first};
+    room->dys++;
+    *place = next;
+    return place;
+}
+
+// dy (N, OC), cast for dgrad, and by channel for the gradient.
+static Rows cast_both(const floatX* dy, const Weight* w, int64_t N, Ctx* ctx) {
+    const Rows rows = room_for(w, N, w->OC), channels = w->room->dy;
+    const int64_t length = mx_channel_length(N, 1, BACKEND);
+    ChannelsOfDy* place = place_of_dy(w->room, w);
+    ASSERT(w->wgrad.cast.scale == w->format.cast.scale);
+    place->dy = dy, place->N = N;
+    mx_quantize_both(rows.q, rows.scale, channels.q + place->first * length,
+                     channels.scale + place->first * (length / MX_CHUNK), dy, length, N, w->OC, w->format.cast.scale,
+                     ctx);
+    return rows;
 }
 
 void linear_dgrad(floatX* dx, const floatX* dy, const Weight* w, int64_t N, int accumulate, Ctx* ctx) {
+    MxStats* stats = weight_stats(w, STATS_DY);
+    const int both = is_fast(w) && format_read(w->wgrad).bytes;
     ASSERT(!accumulate || !w->format.bytes);
-    if (w->format.bytes)
-        cast_product(dx, dy, w, &w->back, N, w->OC, w->IC, weight_stats(w, STATS_DY), ctx);
-    else
+    if (w->format.bytes) {
+        if (stats) mx_stats(stats, dy, N, w->OC, w->format.cast, ctx);
+        cast_product(dx, both ? cast_both(dy, w, N, ctx) : cast_rows(dy, w, N, w->OC, ctx), w, &w->back, w->IC, ctx);
+    } else {
         matmul_dgrad(dx, dy, w->w, N, w->IC, w->OC, accumulate, ctx);
+    }
 }
 
 // A copy of x (N, columns), rounded along the tokens, in `to`; on the GPU whole tiles of rows.
@@ -144,30 +186,30 @@ static const floatX* rounded(floatX* to, const floatX* x, int64_t columns, const
     return to;
 }
 
-// x (N, columns) by channel, in the bytes of `to` from channel *at on, which moves on.
-static void by_channel(Rows to, int64_t* at, const floatX* x, int64_t columns, int operand, const Weight* w, int64_t N,
-                       Ctx* ctx) {
+// x (N, columns) by channel, in the bytes of `to` from channel `first` on.
+static void by_channel(Rows to, int64_t first, const floatX* x, int64_t columns, int operand, const Weight* w,
+                       int64_t N, Ctx* ctx) {
     const int64_t length = mx_channel_length(N, 1, BACKEND);
-    to.q += *at * length, to.scale += *at * (length / MX_CHUNK);
+    to.q += first * length, to.scale += first * (length / MX_CHUNK);
     rows_for_wgrad(to, rows_of_values(x, N, columns), operand, 0, w->wgrad, tokens_of(w->room, N), ctx);
-    *at += columns;
 }
 
 void linear_wgrads(const LinearGradient* list, int count, int64_t N, Ctx* ctx) {
     MxMatrix fast[MX_MATRICES];
     const Weight* of_fast = NULL;
     int n = 0;
-    int64_t of_dy = 0, of_x = 0;
+    int64_t of_x = 0;
     for (const LinearGradient* g = list; g < list + count; g++) {
         const Weight* w = g->weight;
         const floatX *dy = g->dy, *x = g->x;
         cast_stats(w, ctx);
         if (format_read(w->wgrad).bytes) {
             ASSERT(n < MX_MATRICES && (n == 0 || of_fast->accumulate == w->accumulate));
-            const MxMatrix matrix = {w->grad, w->OC, w->IC, of_dy, of_x};
-            fast[n++] = matrix, of_fast = w;
-            by_channel(w->room->dy, &of_dy, dy, w->OC, WGRAD_DY, w, N, ctx);
-            by_channel(w->room->x, &of_x, x, w->IC, WGRAD_X, w, N, ctx);
+            const ChannelsOfDy* place = place_of_dy(w->room, w);
+            if (place->dy != dy || place->N != N) by_channel(w->room->dy, place->first, dy, w->OC, WGRAD_DY, w, N, ctx);
+            by_channel(w->room->x, of_x, x, w->IC, WGRAD_X, w, N, ctx);
+            const MxMatrix matrix = {w->grad, w->OC, w->IC, place->first, of_x};
+            fast[n++] = matrix, of_fast = w, of_x += w->IC;
             continue;
         }
         if (w->wgrad.bytes) {
@@ -177,9 +219,10 @@ void linear_wgrads(const LinearGradient* list, int count, int64_t N, Ctx* ctx) {
         matmul_wgrad(w->grad, dy, x, N, w->IC, w->OC, w->accumulate, ctx);
     }
     if (n == 0) return;
-    const ProductRoom* room = of_fast->room;
+    ProductRoom* room = of_fast->room;
     gemm_mx_wgrads(fast, n, room->dy.q, room->dy.scale, room->x.q, room->x.scale, mx_channel_length(N, 1, BACKEND),
                    tokens_of(room, N), of_fast->accumulate, ctx);
+    room->dys = 0;  // what is there of dy has served
 }
 
 void linear_backward(floatX* dx, const floatX* dy, const floatX* x, const Weight* w, int64_t N, int accumulate,

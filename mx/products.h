@@ -13,10 +13,13 @@
 // (mx/grouped_gemm_mx.h), linear ones with all tokens as one group. Formats: mx/rows.h, mx/mxfp8.h.
 //
 // A weight is cast once after each update and its casts are kept. x and dy of linear_ are cast where they are
-// multiplied, into memory that all products share. Widths that meet MXFP8 are multiples of 32; N is any number.
+// multiplied, into memory that all products share. Where dgrad and wgrad are both fast, linear_dgrad casts dy for both,
+// and the next linear_wgrads finds it: until then dy must stay as it is. Widths that meet MXFP8 are multiples of 32; N
+// is any number.
 #ifndef MX_PRODUCTS_H
 #define MX_PRODUCTS_H
 
+#include "mx/grouped_gemm_mx.h"
 #include "mx/rows.h"
 
 BEGIN_C
@@ -28,6 +31,13 @@ typedef struct WeightCast {
     int64_t stride_o, stride_c;  // from one tile's scale to the next, as grouped_gemm_mx takes them
 } WeightCast;
 
+// dy (N, OC) by channel, from channel `first` of the room for dy on; NULL: not there yet.
+typedef struct ChannelsOfDy {
+    const struct Weight* weight;
+    const floatX* dy;
+    int64_t N, first;
+} ChannelsOfDy;
+
 // What all products of a model share.
 typedef struct ProductRoom {
     int64_t inputs, bytes, scales;  // of what was planned: the widest x or dy, and the largest cast of a weight
@@ -35,8 +45,10 @@ typedef struct ProductRoom {
     int32_t fast;                   // 1: some weight of linear_ is fast
     Rows input;                     // x or dy, cast; a weight too, while it is cast for exact products
     Rows dy, x;                     // wgrad in a format of bytes: cast along the tokens
-    struct TokenGroup* group;       // the tokens of each batch as a group of grouped_gemm_mx, in device memory
-    int batch;                      // the one in work
+    int dys;                        // fast weights that have a place in dy until the next linear_wgrads is done
+    ChannelsOfDy place[MX_MATRICES];
+    struct TokenGroup* group;  // the tokens of each batch as a group of grouped_gemm_mx, in device memory
+    int batch;                 // the one in work
 } ProductRoom;
 
 // The casts that --mx-stats measures: those of x and of W as forward reads it, and of dy.

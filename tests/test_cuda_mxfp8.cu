@@ -232,6 +232,48 @@ static void test_channels(void) {
         }
 }
 
+// Along rows and by channel at once: rows and columns that end inside a warp's half, a chunk and a block of rows;
+// against the reference, and against both kernels of one way, into memory that goes on behind.
+static void test_both(void) {
+    static const int64_t shapes[][2] = {{1, 32},    {15, 64},   {127, 96},   {128, 128},  {129, 160},  {300, 224},
+                                        {777, 544}, {64, 1056}, {513, 2048}, {257, 1408}, {33, 10944}, {2000, 576}};
+    for (auto& s : shapes)
+        for (int i = 0; i < 4; i++) {
+            const int64_t rows = s[0], columns = s[1], used = round_up(rows, 128), length = used + 128 * (i & 1);
+            const MxCast cast = {i & 1, 128};
+            X x(rows * columns);
+            set_wild(x, i >> 1);
+            I64 start(2);
+            start.host = {0, used};
+            start.send();
+            Ragged all = {};
+            all.El = 1, all.capacity = rows, all.group_start = start.dev;
+
+            Bytes q(rows * columns), scale(rows * mx_stride(columns)), one_way(rows * columns),
+                one_scale(rows * mx_stride(columns));
+            Bytes by_channel(columns * length), scales(length / 128 * columns), channels(columns * length),
+                channel_scales(length / 128 * columns);
+            mx_quantize_both(q.dev, scale.dev, by_channel.dev, scales.dev, x.dev, length, rows, columns, cast.scale,
+                             ctx);
+            mx_quantize(one_way.dev, one_scale.dev, x.dev, rows, columns, cast, ctx);
+            mx_quantize_channels(channels.dev, channel_scales.dev, x.dev, length, all, columns, cast, ctx);
+            CHECK(q.got() == one_way.got(), "%lld x %lld: bytes along rows", (long long)rows, (long long)columns);
+            CHECK(scale.got() == one_scale.got(), "%lld x %lld: their scales", (long long)rows, (long long)columns);
+            CHECK(by_channel.got() == channels.got(), "%lld x %lld: bytes by channel", (long long)rows,
+                  (long long)columns);
+            CHECK(scales.got() == channel_scales.got(), "%lld x %lld: their scales", (long long)rows,
+                  (long long)columns);
+
+            REFERENCE(mx_quantize_both)
+            (q.host.data(), scale.host.data(), by_channel.host.data(), scales.host.data(), x.ref(), length, rows,
+             columns, cast.scale, reference_ctx);
+            CHECK_BYTES(q);
+            CHECK_BYTES(scale);
+            CHECK_BYTES(by_channel);
+            CHECK_BYTES(scales);
+        }
+}
+
 int main(void) {
     open_contexts(0);
     RUN(test_every_bf16);
@@ -241,5 +283,6 @@ int main(void) {
     RUN(test_dequantize_rows);
     RUN(test_round_columns);
     RUN(test_channels);
+    RUN(test_both);
     return test_summary();
 }

@@ -224,6 +224,58 @@ static void test_tiles(void) {
     }
 }
 
+// --- Both ways ---
+
+typedef struct {
+    const real* x;
+    int64_t rows, columns, length;
+    int32_t mode;
+    uint8_t *q, *scale, *q_channels, *scale_channels;
+} Both;
+
+static void run_both(void* arg) {
+    Both* b = arg;
+    Ctx* ctx = ctx_create(0);
+    b->q = poisoned_bytes(b->rows * b->columns), b->scale = poisoned_bytes(b->rows * mx_stride(b->columns));
+    b->q_channels = poisoned_bytes(b->columns * b->length);
+    b->scale_channels = poisoned_bytes(b->length / 128 * b->columns);
+    mx_quantize_both(b->q, b->scale, b->q_channels, b->scale_channels, b->x, b->length, b->rows, b->columns, b->mode,
+                     ctx);
+    ctx_destroy(ctx);
+}
+
+// By channel as rows of x turned, with zeros up to whole chunks; what is behind them stays as it was.
+static void test_both(void) {
+    static const int64_t shapes[][2] = {{1, 32}, {127, 96}, {128, 160}, {129, 128}, {300, 288}};
+    for (int i = 0; i < COUNT(shapes) * 2; i++) {
+        const int64_t rows = shapes[i / 2][0], columns = shapes[i / 2][1], used = tiles_of(rows) * 128;
+        const MxCast cast = {i % 2, 128};
+        Both b = {.rows = rows, .columns = columns, .mode = cast.scale};
+        real *x = wild_tensor(rows, columns, 50 + i), *turned = filled(columns * used, 0);
+        for (int64_t j = 0; j < rows * columns; j += 1 + draw(51, j, 4000)) x[j] = j % 2 ? -(real)INFINITY : NAN;
+        for (int64_t j = 0; j < rows * columns; j++) turned[j % columns * used + j / columns] = x[j];
+        b.x = x, b.length = mx_channel_length(rows, 1, BACKEND);
+        check_threads(run_both, &b);
+
+        uint8_t *q = kept_bytes(rows * columns), *scale = kept_bytes(rows * mx_stride(columns));
+        oracle_quantize(q, scale, x, rows, columns, cast);
+        CHECK_BYTES(b.scale, scale, rows * mx_stride(columns), "both %d, scales along rows", i);
+        CHECK_BYTES(b.q, q, rows * columns, "both %d, bytes along rows", i);
+
+        uint8_t *q_turned = kept_bytes(columns * used), *scale_turned = kept_bytes(columns * mx_stride(used));
+        uint8_t *by_channel = poisoned_bytes(columns * b.length), *scales = poisoned_bytes(b.length / 128 * columns);
+        oracle_quantize(q_turned, scale_turned, turned, columns, used, cast);
+        for (int64_t c = 0; c < columns; c++)
+            for (int64_t r = 0; r < used; r++) {
+                by_channel[c * b.length + r] = q_turned[c * used + r];
+                scales[r / 128 * columns + c] = scale_turned[c * mx_stride(used) + r / 32];
+            }
+        CHECK_BYTES(b.scale_channels, scales, b.length / 128 * columns, "both %d, scales by channel", i);
+        CHECK_BYTES(b.q_channels, by_channel, columns * b.length, "both %d, bytes by channel", i);
+        release_all();
+    }
+}
+
 // --- Back, layout ---
 
 static void test_dequantize(void) {
@@ -411,6 +463,7 @@ int main(void) {
     RUN(test_align);
     RUN(test_transposed);
     RUN(test_tiles);
+    RUN(test_both);
     RUN(test_dequantize);
     RUN(test_dequantize_rows);
     RUN(test_dequantize_add);

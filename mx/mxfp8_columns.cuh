@@ -1,0 +1,349 @@
+// The casts of mxfp8.cu down the columns.
+//
+// A lane takes a patch of 16 rows x 8 columns, a warp 64 x 64: two blocks of rows in two pairs of 8 lanes. The bytes
+// are turned in registers, 4 x 4 at a time, and leave in 16-byte pieces that make 64 bytes of a row of the result: no
+// shared memory but for the scales of chunks and tiles, which span warps.
+#ifndef MX_MXFP8_COLUMNS_CUH
+#define MX_MXFP8_COLUMNS_CUH
+
+#include "mx/mxfp8.cuh"
+
+enum { PATCH_ROWS = 16, WARP_ROWS = 4 * PATCH_ROWS, WARP_COLUMNS = 64, COLUMN_WARPS = 4 };
+
+// A lane's patch: 16 rows x 8 columns, zeros outside of the matrix.
+static __device__ __forceinline__ void load_patch(uint4 p[PATCH_ROWS], const floatX* x, int64_t columns, bool inside) {
+#pragma unroll
+    for (int i = 0; i < PATCH_ROWS; i++) p[i] = inside ? *(const uint4*)(x + i * columns) : make_uint4(0, 0, 0, 0);
+}
+
+// pair = the larger of each column's so far and of p's, columns in pairs.
+static __device__ __forceinline__ void keep_larger(uint32_t pair[4], uint4 p) {
+    pair[0] = larger(pair[0], p.x), pair[1] = larger(pair[1], p.y);
+    pair[2] = larger(pair[2], p.z), pair[3] = larger(pair[3], p.w);
+}
+
+static __device__ __forceinline__ uint4 magnitudes(uint4 p) {
+    return make_uint4(magnitudes(p.x), magnitudes(p.y), magnitudes(p.z), magnitudes(p.w));
+}
+
+// The largest of every column of a patch, in pairs.
+static __device__ __forceinline__ void largest_of_columns(uint32_t pair[4], const uint4 p[PATCH_ROWS]) {
+    pair[0] = pair[1] = pair[2] = pair[3] = 0;
+#pragma unroll
+    for (int i = 0; i < PATCH_ROWS; i++) keep_larger(pair, magnitudes(p[i]));
+}
+
+// The scale of column i of 8.
+static __device__ __forceinline__ uint32_t scale_of_column(const uint32_t pair[4], int i, uint32_t carry) {
+    return scale_of(i % 2 ? pair[i / 2] >> 16 : pair[i / 2] & 0xffff, carry);
+}
+
+static __device__ __forceinline__ void cast_patch(uint2 bytes[PATCH_ROWS], const uint4 p[PATCH_ROWS],
+                                                  const float factor[8]) {
+#pragma unroll
+    for (int i = 0; i < PATCH_ROWS; i++) bytes[i] = cast8(p[i], factor);
+}
+
+// Writes the columns of a patch as rows of q, which are `rows` long.
+static __device__ __forceinline__ void store_turned(uint8_t* q, int64_t rows, const uint2 bytes[PATCH_ROWS]) {
+#pragma unroll
+    for (int half = 0; half < 2; half++) {
+        // Half of the columns: 4 x 4 bytes change places in registers.
+        uint32_t column[4][4];  // of columns 4 half .. 4 half + 3, four rows in a word
+#pragma unroll
+        for (int k = 0; k < 4; k++) {
+            uint32_t row[4];
+#pragma unroll
+            for (int i = 0; i < 4; i++) row[i] = half ? bytes[4 * k + i].y : bytes[4 * k + i].x;
+            const uint32_t ab01 = __byte_perm(row[0], row[1], 0x5140), cd01 = __byte_perm(row[2], row[3], 0x5140);
+            const uint32_t ab23 = __byte_perm(row[0], row[1], 0x7362), cd23 = __byte_perm(row[2], row[3], 0x7362);
+            column[0][k] = __byte_perm(ab01, cd01, 0x5410), column[1][k] = __byte_perm(ab01, cd01, 0x7632);
+            column[2][k] = __byte_perm(ab23, cd23, 0x5410), column[3][k] = __byte_perm(ab23, cd23, 0x7632);
+        }
+#pragma unroll
+        for (int j = 0; j < 4; j++)
+            *(uint4*)(q + (4 * half + j) * rows) = make_uint4(column[j][0], column[j][1], column[j][2], column[j][3]);
+    }
+}
+
+// A block of threads: 256 rows x 64 columns, a warp under the other. Its scales, 8 bytes of 64 rows, are gathered
+// first.
+template <int ALIGN>
+static __global__ void __launch_bounds__(32 * COLUMN_WARPS)
+    transposed_kernel(uint8_t* q, uint8_t* scale, const floatX* x, int64_t rows, int64_t columns, int64_t stride,
+                      uint32_t carry) {
+    wait_for_previous();
+    // Where this lane's patch lies.
+    __shared__ uint4 of_warp[COLUMN_WARPS][8];
+    __shared__ uint2 scales[WARP_COLUMNS];
+    const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
+    const int64_t r = blockIdx.y * (int64_t)(COLUMN_WARPS * WARP_ROWS) + warp * WARP_ROWS + lane / 8 * PATCH_ROWS;
+    const int64_t first = blockIdx.x * (int64_t)WARP_COLUMNS, c = first + lane % 8 * 8, matrix = blockIdx.z;
+    const bool inside = r < rows && c < columns;
+
+    // The largest of each column: in the patch, in the lanes that share a block, for chunks in two warps.
+    uint4 p[PATCH_ROWS];
+    load_patch(p, x + (matrix * rows + r) * columns + c, columns, inside);
+    uint32_t pair[4];
+    largest_of_columns(pair, p);
+#pragma unroll
+    for (int i = 0; i < 4; i++) {
+        pair[i] = larger(pair[i], __shfl_xor_sync(0xffffffffu, pair[i], 8));
+        if (ALIGN == MX_CHUNK) pair[i] = larger(pair[i], __shfl_xor_sync(0xffffffffu, pair[i], 16));
+    }
+    if (ALIGN == MX_CHUNK) {  // a chunk is two warps
+        if (lane < 8) of_warp[warp][lane] = make_uint4(pair[0], pair[1], pair[2], pair[3]);
+        __syncthreads();
+        keep_larger(pair, of_warp[warp ^ 1][lane % 8]);
+    }
+
+    // Scales: each lane of a block writes half of its columns', for the whole block of threads to send.
+    float factor[8];
+#pragma unroll
+    for (int i = 0; i < 8; i++) {
+        const uint32_t s = scale_of_column(pair, i, carry);
+        factor[i] = mx_scale_inverse(s);
+        if (lane / 8 % 2 == i / 4)
+            ((uint8_t*)&scales[lane % 8 * 8 + i])[2 * warp + lane / 16] = (uint8_t)(inside ? s : 0);
+    }
+    __syncthreads();
+    if (threadIdx.x < WARP_COLUMNS && first + threadIdx.x < columns)
+        *(uint2*)(scale + (matrix * columns + first + threadIdx.x) * stride + blockIdx.y * 8) = scales[threadIdx.x];
+
+    // The bytes, turned.
+    if (!inside) return;
+    uint2 bytes[PATCH_ROWS];
+    cast_patch(bytes, p, factor);
+    store_turned(q + (matrix * columns + c) * rows + r, rows, bytes);
+}
+
+// A block of threads: a tile, two warps by two.
+static __global__ void __launch_bounds__(32 * COLUMN_WARPS)
+    tiles_kernel(uint8_t* q, uint8_t* q_transposed, uint8_t* scale, const floatX* w, int64_t rows, int64_t columns,
+                 uint32_t carry) {
+    wait_for_previous();
+    // Where this lane's patch lies.
+    __shared__ uint32_t of_warp[COLUMN_WARPS];
+    const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
+    const int64_t r = blockIdx.y * (int64_t)MX_CHUNK + warp / 2 * WARP_ROWS + lane / 8 * PATCH_ROWS;
+    const int64_t c = blockIdx.x * (int64_t)MX_CHUNK + warp % 2 * WARP_COLUMNS + lane % 8 * 8, matrix = blockIdx.z;
+    const bool inside = r < rows && c < columns;
+
+    // The largest of the tile: in the patch, in the warp, in the four warps.
+    uint4 p[PATCH_ROWS];
+    load_patch(p, w + (matrix * rows + r) * columns + c, columns, inside);
+    uint32_t pair[4];
+    largest_of_columns(pair, p);
+    const uint32_t of_lanes =
+        higher_half(largest_of_lanes<32>(larger(larger(pair[0], pair[1]), larger(pair[2], pair[3]))));
+    if (lane == 0) of_warp[warp] = of_lanes;
+    __syncthreads();
+
+    // The tile's scale.
+    const uint32_t s = scale_of(max(max(of_warp[0], of_warp[1]), max(of_warp[2], of_warp[3])), carry);
+    if (threadIdx.x == 0) scale[(matrix * gridDim.y + blockIdx.y) * gridDim.x + blockIdx.x] = (uint8_t)s;
+
+    // The bytes, as they lie and turned.
+    if (!inside) return;
+    const float f = mx_scale_inverse(s), factor[8] = {f, f, f, f, f, f, f, f};
+    uint2 bytes[PATCH_ROWS];
+    cast_patch(bytes, p, factor);
+#pragma unroll
+    for (int i = 0; i < PATCH_ROWS; i++) *(uint2*)(q + (matrix * rows + r + i) * columns + c) = bytes[i];
+    store_turned(q_transposed + (matrix * columns + c) * rows + r, rows, bytes);
+}
+
+// A warp a chunk of CHUNK rows and 256 columns, 8 a lane; groups start at multiples of 128, so no chunk has rows of
+// two. What was read for the largest comes from the caches for the casts.
+template <int CHUNK>
+static __global__ void __launch_bounds__(32 * ROW_WARPS)
+    round_columns_kernel(floatX* x, const int64_t* used, int64_t columns, uint32_t carry) {
+    wait_for_previous();
+    // A lane: 8 columns of a chunk.
+    const int64_t c = (blockIdx.y * (int64_t)32 + threadIdx.x % 32) * 8;
+    const int64_t row = (blockIdx.x * (int64_t)ROW_WARPS + threadIdx.x / 32) * CHUNK;
+    if (row >= *used || c >= columns) return;
+    floatX* top = x + row * columns + c;
+
+    // The largest of each column, and its scale.
+    uint32_t pair[4] = {};
+#pragma unroll 8
+    for (int i = 0; i < CHUNK; i++) {
+        const uint4 p = *(const uint4*)(top + i * columns);
+        keep_larger(pair, magnitudes(p));
+    }
+    uint32_t s[8];
+#pragma unroll
+    for (int j = 0; j < 8; j++) s[j] = scale_of_column(pair, j, carry);
+
+#pragma unroll 8
+    // Every element becomes what its cast stands for.
+    for (int i = 0; i < CHUNK; i++) {
+        float f[8];
+        load(f, top + i * columns);
+#pragma unroll
+        for (int j = 0; j < 8; j++) f[j] = value_of(f[j], s[j]);
+        store(top + i * columns, f);
+    }
+}
+
+// Eight columns of a row: values, or what bytes stand for, rounded to bf16 (which is exact).
+struct ValueRows {
+    const floatX* x;
+    int64_t held;  // rows; those after it are zeros
+
+    __device__ __forceinline__ void load(uint4 p[PATCH_ROWS], int64_t row, int64_t c, int64_t columns) const {
+#pragma unroll
+        for (int i = 0; i < PATCH_ROWS; i++)
+            p[i] = row + i < held ? *(const uint4*)(x + (row + i) * columns + c) : make_uint4(0, 0, 0, 0);
+    }
+};
+struct ByteRows {
+    const uint8_t *q, *scale;
+    const int32_t* row_token;  // NULL: rows are read as they lie
+    int64_t stride;
+
+    __device__ __forceinline__ void load(uint4 p[PATCH_ROWS], int64_t row, int64_t c, int64_t columns) const {
+        // All loads go out first; a pad row counts as zeros.
+        uint2 bytes[PATCH_ROWS] = {};
+        uint32_t s[PATCH_ROWS] = {};
+#pragma unroll
+        for (int i = 0; i < PATCH_ROWS; i++) {
+            const int64_t at = row_token ? row_token[row + i] : row + i;
+            if (at < 0) continue;
+            bytes[i] = *(const uint2*)(q + at * columns + c);
+            s[i] = scale[at * stride + c / MX_BLOCK];
+        }
+#pragma unroll
+        for (int i = 0; i < PATCH_ROWS; i++) {
+            float out[8];
+            values_of(out, bytes[i], mx_scale_value(s[i]));
+            p[i] = piece_of(out);
+        }
+    }
+};
+
+// The largest of each column of this lane's patch, in pairs: in the patch, in the lanes below each other, in the DOWN
+// warps below each other of a block of DOWN x ACROSS, which all come here.
+template <int DOWN, int ACROSS>
+static __device__ __forceinline__ void largest_of_chunk(uint32_t pair[4], const uint4 p[PATCH_ROWS],
+                                                        uint4 (&of_warp)[DOWN * ACROSS][8]) {
+    const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
+    largest_of_columns(pair, p);
+#pragma unroll
+    for (int j = 0; j < 4; j++) {
+        pair[j] = larger(pair[j], __shfl_xor_sync(0xffffffffu, pair[j], 8));
+        pair[j] = larger(pair[j], __shfl_xor_sync(0xffffffffu, pair[j], 16));
+    }
+    __syncthreads();  // of_warp was read
+    if (lane < 8) of_warp[warp][lane] = make_uint4(pair[0], pair[1], pair[2], pair[3]);
+    __syncthreads();
+    for (int j = warp % ACROSS; j < DOWN * ACROSS; j += ACROSS) keep_larger(pair, of_warp[j][lane % 8]);
+}
+
+// Scales and bytes by channel of a patch whose columns c .. c + 7 have these largest elements, in chunks or runs of
+// ROWS; `first` in the lanes that write a chunk's scales, eight in one store.
+template <int ROWS>
+static __device__ __forceinline__ void cast_channels(uint8_t* q, uint8_t* scale, const uint4 p[PATCH_ROWS],
+                                                     const uint32_t pair[4], bool first, int64_t row, int64_t c,
+                                                     int64_t length, int64_t columns, uint32_t carry) {
+    float factor[8];
+    uint32_t s[8];
+#pragma unroll
+    for (int j = 0; j < 8; j++) {
+        s[j] = scale_of_column(pair, j, carry), factor[j] = mx_scale_inverse(s[j]);
+        if (ROWS == MX_RUN && s[j] < MX_RUN_LEAST) s[j] = 0, factor[j] = 0;
+    }
+    if (first)
+        *(uint2*)(scale + row / MX_CHUNK * columns + c) =
+            make_uint2(s[0] | s[1] << 8 | s[2] << 16 | s[3] << 24, s[4] | s[5] << 8 | s[6] << 16 | s[7] << 24);
+
+    // The bytes, turned.
+    uint2 bytes[PATCH_ROWS];
+    cast_patch(bytes, p, factor);
+    store_turned(q + c * length + row, length, bytes);
+}
+
+// A block of threads: DOWN x ACROSS warps, which take chunks of an expert (2 x 2: 128 rows and columns) or runs (8 x 1:
+// 512 rows, 64 columns), each with one scale a column. As in permute_slice, blocks take the same slice of every expert
+// before the next slice.
+template <typename Source, int DOWN, int ACROSS>
+static __global__ void __launch_bounds__(32 * DOWN * ACROSS, DOWN == 2 ? 4 : 0)
+    channels_kernel(uint8_t* q, uint8_t* scale, Source source, Ragged r, int64_t length, int64_t columns,
+                    int64_t slices, uint32_t carry) {
+    wait_for_previous();
+    // The slice, and this lane's columns.
+    constexpr int ROWS = DOWN * WARP_ROWS;
+    __shared__ uint4 of_warp[DOWN * ACROSS][8];
+    const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
+    const int64_t e = blockIdx.y % r.El, slice = blockIdx.y / r.El;
+    const int64_t start = r.group_start[e], end = r.group_start[e + 1], count = (end - start + ROWS - 1) / ROWS;
+    const int64_t c = (blockIdx.x * (int64_t)ACROSS + warp % ACROSS) * WARP_COLUMNS + lane % 8 * 8;
+    for (int64_t i = count * slice / slices; i < count * (slice + 1) / slices; i++) {
+        // A chunk or run; a run may end early. The first lanes of every second warp send a chunk's scales.
+        const int64_t row = start + i * ROWS + warp / ACROSS * WARP_ROWS + lane / 8 * PATCH_ROWS;
+        const bool inside = row < end && c < columns;
+        uint4 p[PATCH_ROWS] = {};
+        if (inside) source.load(p, row, c, columns);
+        uint32_t pair[4];
+        largest_of_chunk<DOWN, ACROSS>(pair, p, of_warp);
+        if (inside)
+            cast_channels<ROWS>(q, scale, p, pair, warp / ACROSS % 2 == 0 && lane < 8, row, c, length, columns, carry);
+    }
+}
+
+// A block of threads: 128 rows x 128 columns, two warps by two, cast along the rows and by channel. A warp's lanes find
+// the largest of each row in their 64 columns, and the warp beside it has the other half.
+static __global__ void __launch_bounds__(32 * COLUMN_WARPS, 4)
+    both_kernel(uint8_t* q, uint8_t* scale, uint8_t* q_channels, uint8_t* scale_channels, ValueRows source,
+                int64_t length, int64_t columns, int64_t stride, uint32_t carry) {
+    wait_for_previous();
+    // Where this lane's patch lies.
+    __shared__ uint4 of_warp[COLUMN_WARPS][8];
+    __shared__ uint32_t of_rows[2][MX_CHUNK / 2];  // of each half of the columns; two rows in a word
+    const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
+    const int in_chunk = warp / 2 * WARP_ROWS + lane / 8 * PATCH_ROWS;
+    const int64_t r0 = blockIdx.y * (int64_t)MX_CHUNK, c0 = blockIdx.x * (int64_t)MX_CHUNK, row = r0 + in_chunk;
+    const int64_t c = c0 + warp % 2 * WARP_COLUMNS + lane % 8 * 8;
+    uint4 p[PATCH_ROWS] = {};
+    if (c < columns) source.load(p, row, c, columns);
+
+#pragma unroll
+    // The largest of each row, two at a time; the eight lanes of a row share the writing. Then of each column, whose
+    // barriers serve both.
+    for (int i = 0; i < PATCH_ROWS / 2; i++) {
+        const uint32_t two =
+            largest_of_lanes<8>(higher_half(largest(p[2 * i])) | higher_half(largest(p[2 * i + 1])) << 16);
+        if (lane % 8 == i) of_rows[warp % 2][in_chunk / 2 + i] = two;
+    }
+    uint32_t pair[4];
+    largest_of_chunk<2, 2>(pair, p, of_warp);
+
+    auto scale_of_row = [&](int i) {  // row i of the chunk
+        const uint32_t two = larger(of_rows[0][i / 2], of_rows[1][i / 2]);
+        return scale_of(i % 2 ? two >> 16 : two & 0xffff, carry);
+    };
+
+    // Scales along the rows, a row a thread: a word for the blocks of the chunk that there are, after the last chunk
+    // zeros.
+    const int64_t of_thread = r0 + threadIdx.x, blocks = (columns - c0) / MX_BLOCK;
+    if (of_thread < source.held) {
+        uint32_t* to = (uint32_t*)(scale + of_thread * stride + c0 / MX_BLOCK);
+        const uint32_t* end = (const uint32_t*)(scale + (of_thread + 1) * stride);
+        *to = scale_of_row(threadIdx.x) * 0x01010101u & (blocks < 4 ? (1u << 8 * blocks) - 1 : ~0u);
+        while (blocks <= 4 && ++to < end) *to = 0;
+    }
+    if (c >= columns) return;
+
+    // The bytes as they lie.
+    const int held = (int)min(source.held - row, (int64_t)PATCH_ROWS);
+    q += row * columns + c;
+#pragma unroll
+    for (int i = 0; i < PATCH_ROWS; i++)
+        if (i < held) *(uint2*)(q + i * columns) = cast8(p[i], mx_scale_inverse(scale_of_row(in_chunk + i)));
+
+    // By channel.
+    cast_channels<MX_CHUNK>(q_channels, scale_channels, p, pair, warp < 2 && lane < 8, row, c, length, columns, carry);
+}
+
+#endif
