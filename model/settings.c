@@ -128,7 +128,7 @@ const Option settings_table[] = {
            "how AdamW's moments are kept, in both builds"),
     NUMBER("optimizer", "clip", clip, "1", 0, 1e9, FIXED, "largest global gradient norm; 0: no clipping"),
     WHOLE("optimizer", "even-start", even_start, "1", 0, 1, FIXED,
-          "1: during the warm-up, and less and less up to ten times that, or up to half of --steps, routers choose by "
+          "1: during the warm-up, and less and less up to ten times that or the middle of the run, routers choose by "
           "logits without what would make a sequence's choice uneven; with --init 0, unless given"),
     NUMBER("optimizer", "bias-rate", bias_rate, "5e-3", 0, 100, FIXED,
            "what an expert without tokens gains in selection bias at each step; with --score softmax 0, unless given"),
@@ -364,7 +364,8 @@ double config_softmax_scale(const ModelConfig* m) {
 }
 
 double settings_even(const Settings* s, int64_t step) {
-    const int64_t end = min_i64(10 * s->warmup, s->steps / 2);
+    const int64_t middle = s->schedule == SCHEDULE_CONSTANT ? INT64_MAX : s->steps / 2;
+    const int64_t end = min_i64(10 * s->warmup, middle);
     if (!s->even_start || step >= end) return 0;
     return step <= s->warmup ? 1 : (double)(end - step) / (double)(end - s->warmup);
 }
