@@ -54,7 +54,8 @@ typedef struct StepState {
     int32_t bad_in_a_row;         // steps in a row that were not
     int32_t replay;               // 1: tokens had no room in this step or in one before it; until the host has made
                                   // room, steps change nothing
-    double needed;                // how much they would have taken, of what this rank's group had
+    double needed;                // how much the first of them would have taken, of what this rank's group had; what
+                                  // is computed after it, without what did not arrive, is no measure
 } StepState;
 enum { STEP_SUMS = 4 + MTP_MAX + LARGEST };  // doubles from loss_sum on that are summed over the ranks
 

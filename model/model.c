@@ -257,7 +257,8 @@ void model_plan(Model* m, const Settings* s, int rank, Backend backend) {
     m->chunk = min_i64(N, max_i64(logits / config_vocab_padded(c) / 128, 1) * 128);
     plan_scratch(scratch, m);
     if (s->linear_precision || s->expert_precision) products_plan(scratch, &m->products, N, 1 + (int)c->mtp);
-    m->capacity = m->moe_shape.capacity = s->ep > 1 && s->dispatch != DISPATCH_NCCL ? s->capacity : 0;
+    const int windows = s->ep > 1 && s->dispatch != DISPATCH_NCCL && c->dense_layers < count;
+    m->capacity = m->moe_shape.capacity = windows ? s->capacity : 0;
     if (c->dense_layers < count)
         moe_plan(&m->arena[IN_POOL], m->moe_shape, count - c->dense_layers, s->ep > 1 ? s->capacity : 1);
 

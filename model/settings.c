@@ -366,8 +366,9 @@ double config_softmax_scale(const ModelConfig* m) {
 double settings_even(const Settings* s, int64_t step) {
     const int64_t middle = s->schedule == SCHEDULE_CONSTANT ? INT64_MAX : s->steps / 2;
     const int64_t end = min_i64(10 * s->warmup, middle);
-    if (!s->even_start || step >= end) return 0;
-    return step <= s->warmup ? 1 : (double)(end - step) / (double)(end - s->warmup);
+    if (!s->even_start) return 0;
+    if (step <= s->warmup) return 1;
+    return step < end ? (double)(end - step) / (double)(end - s->warmup) : 0;
 }
 
 double settings_mtp_weight(const Settings* s, int64_t step) {

@@ -96,8 +96,8 @@ double config_softmax_scale(const ModelConfig* config);  // (nope + rope)^-1/2, 
 double settings_lr(const Settings* settings, int64_t step);
 
 // The share of what evens out a sequence's choice that routers go without at `step` (moe/router.h): all of it during
-// the warm-up, then along a line to none at ten times the warm-up, or in the middle of the run where that is sooner
-// (a constant schedule does not ask where the run ends); with --even-start 0 none.
+// the warm-up, then along a line to none at ten times the warm-up, or in the middle of the run where that is sooner (a
+// constant schedule does not ask where the run ends); with --even-start 0 none.
 double settings_even(const Settings* settings, int64_t step);
 
 // The weight at `step` of the modules' losses, together, beside that of the main model.

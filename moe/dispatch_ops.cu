@@ -39,10 +39,11 @@ static __global__ void numbers_kernel(int64_t* numbers, StepState* state, const 
                                       int32_t P, int64_t align, int64_t received, int64_t choices) {
     const int32_t j = (int32_t)threadIdx.x;
     const double share = dispatch_numbers_of(numbers, counts, index, P, j, align, received, choices);
+    const bool first = state->overflows == 0;
     if (!__syncthreads_or(share > 1)) return;
     numbers[SEND_ROWS * P + j] = numbers[RECV_ROWS * P + j] = 0;
     // Numbers above 0 are in the same order as the integers that their bits are.
-    atomicMax((unsigned long long*)&state->needed, (unsigned long long)__double_as_longlong(share));
+    if (first) atomicMax((unsigned long long*)&state->needed, (unsigned long long)__double_as_longlong(share));
     if (j == 0) state->overflows += 1;
 }
 

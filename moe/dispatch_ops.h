@@ -18,8 +18,8 @@ void dispatch_ranks(int32_t* rank,          // (N, P): j where token n has a cho
 
 // The same of all ranks, from which each knows every transfer's numbers, without the host. counts (P, P, 2): those of
 // each rank by the rank they go to. If a rank would receive more than `received` tokens or `choices` choices, nothing
-// travels: all numbers of rows are 0, state->overflows += 1, and state->needed is at least the share of that room that
-// the fullest rank would take.
+// travels: all numbers of rows are 0, and state->overflows += 1. At the first time in a step state->needed is then at
+// least the share of that room that the fullest rank would take; later ones choose by what did not arrive.
 enum {
     SEND_START,   // of the rows that go to rank j, in the order of permute_plan
     SEND_ROWS,    //

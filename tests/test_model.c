@@ -365,9 +365,9 @@ static void schedules(void) {
     }
 }
 
-// How much of what evens out a choice routers go without: all of it in the warm-up, none from ten times that on or in
-// the second half of the run, in which the model learns to do with what it is used with; a constant schedule knows no
-// half.
+// How much of what evens out a choice routers go without: all of it in the warm-up, then none from ten times that on or
+// in the second half of the run, in which the model learns to do with what it is used with; a constant schedule knows
+// no half.
 static void evening_out(void) {
     static const struct {
         const char* line;
@@ -380,8 +380,8 @@ static void evening_out(void) {
                  {"--warmup 10 --steps 1000", 999, 0},
                  {"--warmup 10 --steps 100", 30, 0.5},
                  {"--warmup 10 --steps 100", 50, 0},
-                 {"--warmup 60 --steps 100", 49, 1},
-                 {"--warmup 60 --steps 100", 50, 0},
+                 {"--warmup 60 --steps 100", 60, 1},
+                 {"--warmup 60 --steps 100", 61, 0},
                  {"--warmup 0 --steps 100", 1, 0},
                  {"--warmup 10 --steps 100 --schedule constant", 55, 0.5},
                  {"--even-start 0 --warmup 10 --steps 1000", 1, 0}};

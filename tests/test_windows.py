@@ -69,6 +69,18 @@ class Windows(many.Case):
         """Where one group has no room, the other runs again with it."""
         self.both(ep=2, recompute="moe", shard="grads")
 
+    @unittest.skipIf(many.CUDA or RANKS != 4, "the figures are those of four ranks in float32")
+    def test_room_for_what_came(self):
+        """Room for half more than the mean is enough for this step. With less it runs again with that and an eighth at
+        most: blocks after the first without room, which compute on what did not arrive, are no measure."""
+        options = dict(RUN, ep=RANKS, layers=4, experts=16, top_k=3, lr=1e-3, steps=1, save_every=0, dim=64, expert_ffn=32,
+                       kv_lora=32, combine_precision="mxfp8", dispatch="windows")
+        self.assertEqual(again(self.on(RANKS, out="room", capacity=1.5, **options)), [])
+        for capacity in (1, 1.25):
+            steps = again(self.on(RANKS, out=f"tight-{capacity}", capacity=capacity, **options))
+            self.assertGreater(len(steps), 0)
+            self.assertLessEqual(steps[-1][1], 1.5 * 1.125 + 0.01)
+
     def test_stopped(self):
         """A run that is stopped goes on, and begins with little room once more."""
         run = {**RUN, "ep": RANKS, "steps": 300, "save_every": 300}
