@@ -171,7 +171,8 @@ void linear_dgrad(floatX* dx, const floatX* dy, const Weight* w, int64_t N, int 
     ASSERT(!accumulate || !w->format.bytes);
     if (w->format.bytes) {
         if (stats) mx_stats(stats, dy, N, w->OC, w->format.cast, ctx);
-        cast_product(dx, both ? cast_both(dy, w, N, ctx) : cast_rows(dy, w, N, w->OC, ctx), w, &w->back, w->IC, ctx);
+        const Rows rows = both ? cast_both(dy, w, N, ctx) : cast_rows(dy, w, N, w->OC, ctx);
+        cast_product(dx, rows, w, &w->back, w->IC, ctx);
     } else {
         matmul_dgrad(dx, dy, w->w, N, w->IC, w->OC, accumulate, ctx);
     }
