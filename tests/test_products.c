@@ -149,13 +149,8 @@ static double* random_input(int64_t rows, int64_t columns, int64_t tile, uint32_
 
 static floatX* send(const double* x, int64_t n) {
     real* host = (real*)host_alloc((size_t)n * sizeof(real));
-    real* wide = (real*)device_alloc((size_t)n * sizeof(real), "x");
-    floatX* to = (floatX*)device_alloc((size_t)n * sizeof(floatX), "x");
     for (int64_t i = 0; i < n; i++) host[i] = (real)x[i];
-    device_upload(wide, host, (size_t)n * sizeof(real), ctx);
-    device_to_floatX(to, wide, n, ctx);
-    ctx_sync(ctx);
-    device_free(wide);
+    floatX* to = values_on_device(host, n, ctx);
     free(host);
     return to;
 }
@@ -172,20 +167,13 @@ static double* fetch(const floatX* x, int64_t n, Ctx* of) {
     return out;
 }
 
-static void poison(void* p, size_t bytes, Ctx* of) {
-    char* nan = (char*)host_alloc(bytes);
-    memset(nan, 0xff, bytes);
-    device_upload(p, nan, bytes, of);
-    free(nan);
-}
-
 enum { BEHIND = 64 };  // elements behind an output that must stay as they are
 
 // One direction; out gets its rows, and nothing behind them.
 static void run(int dgrad, const double* x, double* ref, const Weight* w, int64_t N, int64_t width_x, int64_t width,
                 const char* name) {
     floatX *in = send(x, N * width_x), *out = (floatX*)device_alloc((size_t)(N * width + BEHIND) * sizeof(floatX), "y");
-    poison(out, (size_t)(N * width + BEHIND) * sizeof(floatX), ctx);
+    fill_with_nan(out, (size_t)(N * width + BEHIND) * sizeof(floatX), ctx);
     if (dgrad)
         linear_dgrad(out, in, w, N, 0, ctx);
     else
@@ -228,7 +216,7 @@ static void check_product(int64_t room, int64_t N, int64_t IC, int64_t OC, Way w
     weight_plan(&arena, &weight, 1);
     products_plan(&arena, &products, room, 1);
     arena_allocate(&arena);
-    poison(arena.memory, arena_bytes(&arena), ctx);
+    fill_with_nan(arena.memory, arena_bytes(&arena), ctx);
     weight_cast(&weight, ctx);
     products_batch(&products, 0, N, ctx);
     MxStats stats[WEIGHT_STATS];
@@ -272,7 +260,7 @@ static void check_gradients(int64_t N, Way way) {
         const int64_t IC = sizes[i][0], OC = sizes[i][1], n = OC * IC + BEHIND;
         x[i] = random_input(N, IC, 1, 10 + (uint32_t)i), dy[i] = random_input(N, OC, 1, 20 + (uint32_t)i);
         weights[i] = plain_weight(NULL, (real*)device_alloc((size_t)n * sizeof(real), "dW"), 1, OC, IC);
-        poison(weights[i].grad, (size_t)n * sizeof(real), ctx);
+        fill_with_nan(weights[i].grad, (size_t)n * sizeof(real), ctx);
         weights[i].accumulate = 0, weights[i].room = &products;
         if (i != 2) {
             weights[i].format.bytes = 1, weights[i].format.cast.scale = way.mode;
@@ -286,7 +274,7 @@ static void check_gradients(int64_t N, Way way) {
     }
     products_plan(&arena, &products, 700, 2);
     arena_allocate(&arena);
-    poison(arena.memory, arena_bytes(&arena), ctx);
+    fill_with_nan(arena.memory, arena_bytes(&arena), ctx);
     products.batch = 1;
     products_batch(&products, 1, N, ctx);
     for (int times = 1; times <= 2; times++) {
@@ -321,116 +309,6 @@ static void test_gradients(void) {
             Way way = {bits & 1, bits & 2 ? MX_FLOOR : MX_RCEIL};
             if (!way.fast || has_fast(ctx)) check_gradients(tokens[n], way);
         }
-}
-
-// --- dy that linear_dgrad cast for linear_wgrads ---
-
-enum { FAST = 3 };
-typedef struct FastWeights {
-    ProductRoom room;
-    Arena arena;
-    Weight w[FAST];
-    floatX* dx;
-} FastWeights;
-
-// Three weights with memory for 300 tokens. Cast, so that dgrad has something to read.
-static void fast_weights(FastWeights* f) {
-    static const int64_t sizes[FAST][2] = {{96, 160}, {160, 96}, {64, 160}};  // IC, OC
-    memset(f, 0, sizeof(*f));
-    arena_init(&f->arena, "a test", BACKEND);
-    for (int i = 0; i < FAST; i++) {
-        const int64_t IC = sizes[i][0], OC = sizes[i][1];
-        double* w = random_input(OC, IC, 32, 60 + (uint32_t)i);
-        f->w[i] =
-            plain_weight(send(w, OC * IC), (real*)device_alloc((size_t)(OC * IC) * sizeof(real), "dW"), 1, OC, IC);
-        f->w[i].accumulate = 0, f->w[i].room = &f->room;
-        f->w[i].format.bytes = 1, f->w[i].format.cast.align = 128;
-        f->w[i].wgrad = f->w[i].format;
-        f->room.of_dy += OC, f->room.of_x += IC;
-        weight_plan(&f->arena, &f->w[i], 1);
-        free(w);
-    }
-    products_plan(&f->arena, &f->room, 300, 1);
-    arena_allocate(&f->arena);
-    for (int i = 0; i < FAST; i++) weight_cast(&f->w[i], ctx);
-    f->dx = (floatX*)device_alloc((size_t)(300 * 160) * sizeof(floatX), "dx");
-}
-
-// linear_wgrads of N tokens; the gradients, one behind the other.
-static real* gradients_of(FastWeights* f, floatX* const* dy, floatX* const* x, int64_t N) {
-    LinearGradient list[FAST];
-    int64_t at = 0;
-    real* got = (real*)host_alloc((size_t)(3 * 160 * 160) * sizeof(real));
-    for (int i = 0; i < FAST; i++) {
-        const LinearGradient gradient = {&f->w[i], dy[i], x[i]};
-        list[i] = gradient;
-        poison(f->w[i].grad, (size_t)(f->w[i].OC * f->w[i].IC) * sizeof(real), ctx);
-    }
-    linear_wgrads(list, FAST, N, ctx);
-    for (int i = 0; i < FAST; i++) {
-        const int64_t n = f->w[i].OC * f->w[i].IC;
-        device_download(got + at, f->w[i].grad, (size_t)n * sizeof(real), ctx);
-        at += n;
-    }
-    return got;
-}
-
-// Frees got. The sizes are those of fast_weights.
-static void check_same_gradients(real* got, const real* want, const char* what) {
-    CHECK(!memcmp(got, want, (size_t)((96 + 64) * 160 + 160 * 96) * sizeof(real)), "%s: other gradients", what);
-    free(got);
-}
-
-// The bits of gradients whose dy linear_wgrads cast itself, wherever it is left and whatever was left before.
-static void test_dy_of_dgrad(void) {
-    if (!has_fast(ctx)) return;
-    FastWeights f;
-    fast_weights(&f);
-    floatX *dy[FAST], *x[FAST], *other[FAST];
-    double* numbers_of[2];
-    for (int i = 0; i < 2; i++) numbers_of[i] = random_input(300, 160, 1, 70 + (uint32_t)i);
-    for (int i = 0; i < FAST; i++) {  // the third has the first one's dy
-        double* of_x = random_input(300, f.w[i].IC, 1, 80 + (uint32_t)i);
-        dy[i] = i == 2 ? dy[0] : send(numbers_of[0], 300 * f.w[i].OC);
-        other[i] = i == 2 ? other[0] : send(numbers_of[1], 300 * f.w[i].OC), x[i] = send(of_x, 300 * f.w[i].IC);
-        free(of_x);
-    }
-    products_batch(&f.room, 0, 300, ctx);
-    real *want = gradients_of(&f, dy, x, 300), *want_other = gradients_of(&f, other, x, 300);
-
-    // In another order than the gradients' list, and not of all.
-    linear_dgrad(f.dx, dy[2], &f.w[2], 300, 0, ctx), linear_dgrad(f.dx, dy[0], &f.w[0], 300, 0, ctx);
-    check_same_gradients(gradients_of(&f, dy, x, 300), want, "two of three, in another order");
-
-    // What is left is read: dy has gone. Of this dy nothing is left the next time.
-    for (int i = 0; i < FAST; i++) linear_dgrad(f.dx, dy[i], &f.w[i], 300, 0, ctx);
-    for (int i = 0; i < 2; i++) device_copy(dy[i], other[i], (size_t)(300 * f.w[i].OC) * sizeof(floatX), ctx);
-    check_same_gradients(gradients_of(&f, dy, x, 300), want, "left by dgrad");
-    check_same_gradients(gradients_of(&f, dy, x, 300), want_other, "another dy at the same place");
-
-    // Of another dy, cast again, and of other numbers of tokens.
-    for (int i = 0; i < 2; i++) poison(dy[i], (size_t)(300 * f.w[i].OC) * sizeof(floatX), ctx);
-    for (int i = 0; i < FAST; i++) linear_dgrad(f.dx, dy[i], &f.w[i], 300, 0, ctx);
-    check_same_gradients(gradients_of(&f, other, x, 300), want_other, "another dy than dgrad's");
-    for (int i = 0; i < FAST; i++) linear_dgrad(f.dx, dy[i], &f.w[i], 300, 0, ctx);
-    for (int i = FAST - 1; i >= 0; i--) linear_dgrad(f.dx, other[i], &f.w[i], 300, 0, ctx);
-    check_same_gradients(gradients_of(&f, other, x, 300), want_other, "the later of two");
-    free(want);
-    products_batch(&f.room, 0, 129, ctx);
-    want = gradients_of(&f, other, x, 129);
-    for (int i = 0; i < FAST; i++) linear_dgrad(f.dx, other[i], &f.w[i], 129, 0, ctx);
-    check_same_gradients(gradients_of(&f, other, x, 129), want, "129 tokens");
-    for (int i = 0; i < FAST; i++) linear_dgrad(f.dx, other[i], &f.w[i], 129, 0, ctx);
-    products_batch(&f.room, 0, 300, ctx);
-    check_same_gradients(gradients_of(&f, other, x, 300), want_other, "300 tokens after 129");
-
-    for (int i = 0; i < FAST; i++) {
-        if (i < 2) device_free(dy[i]), device_free(other[i]), free(numbers_of[i]);
-        device_free(x[i]), device_free((void*)f.w[i].w), device_free(f.w[i].grad);
-    }
-    free(want), free(want_other);
-    device_free(f.dx);
-    arena_free(&f.arena);
 }
 
 static void test_products(void) {
@@ -596,7 +474,7 @@ static void test_casts_are_read(void) {
                 const Unit* u = unit_begin(m, (int)l + 1, -1);
                 for (int k = 0; k < PARAMS; k++)
                     if (u->w[k].format.bytes)
-                        poison((void*)u->w[k].w, (size_t)(u->w[k].OC * u->w[k].IC) * sizeof(floatX), m->ctx);
+                        fill_with_nan((void*)u->w[k].w, (size_t)(u->w[k].OC * u->w[k].IC) * sizeof(floatX), m->ctx);
                 unit_end(m, (int)l + 1);
             }
             CHECK(one_step(m, 1) == loss, "%s%s: another loss without the weights", models[i], precisions[p]);
@@ -670,7 +548,6 @@ int main(void) {
     if (device_available()) ctx = ctx_create((size_t)64 << 20);
     RUN(test_products);
     RUN(test_gradients);
-    RUN(test_dy_of_dgrad);
     RUN(test_products_of_models);
     RUN(test_casts_are_read);
     RUN(test_casts_follow_the_weights);

@@ -1,0 +1,127 @@
+// dy that linear_dgrad cast for the linear_wgrads that follows (mx/products.h): the gradients have the bits of those
+// whose dy linear_wgrads cast itself.
+#include <string.h>
+
+#include "mx/products.h"
+#include "tests/mx.h"
+#include "tests/test.h"
+#include "tests/weight.h"
+
+static Ctx* ctx;
+
+static floatX* random_values(int64_t n, uint32_t stream) {
+    real* x = random_tensor(n, stream);
+    floatX* values = values_on_device(x, n, ctx);
+    free(x);
+    return values;
+}
+
+enum { FAST = 3 };
+typedef struct FastWeights {
+    ProductRoom room;
+    Arena arena;
+    Weight w[FAST];
+    floatX* dx;
+} FastWeights;
+
+// Three weights with memory for 300 tokens. Cast, so that dgrad has something to read.
+static void fast_weights(FastWeights* f) {
+    static const int64_t sizes[FAST][2] = {{96, 160}, {160, 96}, {64, 160}};  // IC, OC
+    memset(f, 0, sizeof(*f));
+    arena_init(&f->arena, "a test", BACKEND);
+    for (int i = 0; i < FAST; i++) {
+        const int64_t IC = sizes[i][0], OC = sizes[i][1];
+        real* dw = (real*)device_alloc((size_t)(OC * IC) * sizeof(real), "dW");
+        f->w[i] = plain_weight(random_values(OC * IC, 60 + (uint32_t)i), dw, 1, OC, IC);
+        f->w[i].accumulate = 0, f->w[i].room = &f->room;
+        f->w[i].format.bytes = 1, f->w[i].format.cast.align = 128;
+        f->w[i].wgrad = f->w[i].format;
+        f->room.of_dy += OC, f->room.of_x += IC;
+        weight_plan(&f->arena, &f->w[i], 1);
+    }
+    products_plan(&f->arena, &f->room, 300, 1);
+    arena_allocate(&f->arena);
+    for (int i = 0; i < FAST; i++) weight_cast(&f->w[i], ctx);
+    f->dx = (floatX*)device_alloc((size_t)(300 * 160) * sizeof(floatX), "dx");
+}
+
+// linear_wgrads of N tokens; the gradients, one behind the other.
+static real* gradients_of(FastWeights* f, floatX* const* dy, floatX* const* x, int64_t N) {
+    LinearGradient list[FAST];
+    int64_t at = 0;
+    real* got = (real*)host_alloc((size_t)(3 * 160 * 160) * sizeof(real));
+    for (int i = 0; i < FAST; i++) {
+        const LinearGradient gradient = {&f->w[i], dy[i], x[i]};
+        list[i] = gradient;
+        fill_with_nan(f->w[i].grad, (size_t)(f->w[i].OC * f->w[i].IC) * sizeof(real), ctx);
+    }
+    linear_wgrads(list, FAST, N, ctx);
+    for (int i = 0; i < FAST; i++) {
+        const int64_t n = f->w[i].OC * f->w[i].IC;
+        device_download(got + at, f->w[i].grad, (size_t)n * sizeof(real), ctx);
+        at += n;
+    }
+    return got;
+}
+
+// Frees got. The sizes are those of fast_weights.
+static void check_same_gradients(real* got, const real* want, const char* what) {
+    CHECK(!memcmp(got, want, (size_t)((96 + 64) * 160 + 160 * 96) * sizeof(real)), "%s: other gradients", what);
+    free(got);
+}
+
+// The bits of gradients whose dy linear_wgrads cast itself, wherever it is left and whatever was left before.
+static void test_dy_of_dgrad(void) {
+    if (!has_fast(ctx)) return;
+    FastWeights f;
+    fast_weights(&f);
+    floatX *dy[FAST], *x[FAST], *other[FAST];
+    for (int i = 0; i < FAST; i++) {  // the third has the first one's dy
+        dy[i] = i == 2 ? dy[0] : random_values(300 * f.w[i].OC, 70);
+        other[i] = i == 2 ? other[0] : random_values(300 * f.w[i].OC, 71);
+        x[i] = random_values(300 * f.w[i].IC, 80 + (uint32_t)i);
+    }
+    products_batch(&f.room, 0, 300, ctx);
+    real *want = gradients_of(&f, dy, x, 300), *want_other = gradients_of(&f, other, x, 300);
+
+    // In another order than the gradients' list, and not of all.
+    linear_dgrad(f.dx, dy[2], &f.w[2], 300, 0, ctx), linear_dgrad(f.dx, dy[0], &f.w[0], 300, 0, ctx);
+    check_same_gradients(gradients_of(&f, dy, x, 300), want, "two of three, in another order");
+
+    // What is left is read: dy has gone. Of this dy nothing is left the next time.
+    for (int i = 0; i < FAST; i++) linear_dgrad(f.dx, dy[i], &f.w[i], 300, 0, ctx);
+    for (int i = 0; i < 2; i++) device_copy(dy[i], other[i], (size_t)(300 * f.w[i].OC) * sizeof(floatX), ctx);
+    check_same_gradients(gradients_of(&f, dy, x, 300), want, "left by dgrad");
+    check_same_gradients(gradients_of(&f, dy, x, 300), want_other, "another dy at the same place");
+
+    // Of another dy, cast again, and of other numbers of tokens.
+    for (int i = 0; i < 2; i++) fill_with_nan(dy[i], (size_t)(300 * f.w[i].OC) * sizeof(floatX), ctx);
+    for (int i = 0; i < FAST; i++) linear_dgrad(f.dx, dy[i], &f.w[i], 300, 0, ctx);
+    check_same_gradients(gradients_of(&f, other, x, 300), want_other, "another dy than dgrad's");
+    for (int i = 0; i < FAST; i++) linear_dgrad(f.dx, dy[i], &f.w[i], 300, 0, ctx);
+    for (int i = FAST - 1; i >= 0; i--) linear_dgrad(f.dx, other[i], &f.w[i], 300, 0, ctx);
+    check_same_gradients(gradients_of(&f, other, x, 300), want_other, "the later of two");
+    free(want);
+    products_batch(&f.room, 0, 129, ctx);
+    want = gradients_of(&f, other, x, 129);
+    for (int i = 0; i < FAST; i++) linear_dgrad(f.dx, other[i], &f.w[i], 129, 0, ctx);
+    check_same_gradients(gradients_of(&f, other, x, 129), want, "129 tokens");
+    for (int i = 0; i < FAST; i++) linear_dgrad(f.dx, other[i], &f.w[i], 129, 0, ctx);
+    products_batch(&f.room, 0, 300, ctx);
+    check_same_gradients(gradients_of(&f, other, x, 300), want_other, "300 tokens after 129");
+
+    for (int i = 0; i < FAST; i++) {
+        if (i < 2) device_free(dy[i]), device_free(other[i]);
+        device_free(x[i]), device_free((void*)f.w[i].w), device_free(f.w[i].grad);
+    }
+    free(want), free(want_other);
+    device_free(f.dx);
+    arena_free(&f.arena);
+}
+
+int main(void) {
+    if (device_available()) ctx = ctx_create((size_t)64 << 20);
+    RUN(test_dy_of_dgrad);
+    if (ctx) ctx_destroy(ctx);
+    return test_summary();
+}
