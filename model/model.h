@@ -156,8 +156,8 @@ void model_step_begin(Model* model, int64_t step);
 void model_micro_step(Model* model, int last);
 // Decides whether the step is good, updates weights and biases. stop: see StepState.
 void model_update(Model* model, int stop);
-// After a step whose tokens had no room (StepState.replay): room for `needed` times what there was and an eighth more,
-// and steps count again. With the other ranks.
+// After a step whose tokens had no room (StepState.replay): room for `needed` times what there was and an eighth more
+// (at most for all tokens of all ranks), and steps count again. With the other ranks.
 void model_make_room(Model* model, double needed);
 // Whether and why steps are not replayed as graphs (device/graph.h), for the reader; NULL: they are, but for those that
 // make mx_stats.

@@ -61,7 +61,7 @@ void settings_check_sizes(const Settings* s) {
     const double latent = (double)(m->kv_lora + m->rope), head = (double)(m->nope + m->rope + m->v);
     const double hidden = (double)max_i64(m->dense_ffn, m->shared * m->F), E = (double)m->E, F = (double)m->F;
     const double tokens = (double)s->batch * (double)s->seq_len, micro = tokens * (double)s->ranks;
-    const double spread = s->ep > 1 ? fmax((double)s->ep, s->capacity) : 1;
+    const double spread = s->ep > 1 ? fmax(DISPATCH_MOST_CAPACITY * (double)s->ep, s->capacity) : 1;
     const double rows = tokens * (double)m->K * spread + 128 * (E + 1);
 
     // Numbers of a block: its matrices, and what it keeps of a token.

@@ -87,7 +87,7 @@ void model_make_room(Model* m, double needed) {
     // The pool as it is planned at the start.
     MoeShape shape = m->moe_shape;
     Arena plan;
-    m->capacity = fmin(1.125 * needed * m->capacity, 1.01 * s->ep);  // all tokens of all ranks are ep times the mean
+    m->capacity = fmin(1.125 * needed * m->capacity, DISPATCH_MOST_CAPACITY * (double)s->ep);
     shape.capacity = m->capacity, shape.router.N = s->batch * s->seq_len;
     arena_init(&plan, m->arena[IN_POOL].purpose, BACKEND);
     moe_plan(&plan, shape, config_blocks(&m->config) - m->config.dense_layers, m->capacity);

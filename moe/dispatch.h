@@ -24,6 +24,8 @@
 BEGIN_C
 
 enum { DISPATCH_MAX_RANKS = 64 };
+// Times ep: a capacity that has room for all tokens of all ranks, whatever is rounded down.
+#define DISPATCH_MOST_CAPACITY 1.01
 
 typedef struct DispatchShape {
     int64_t N, C;     // tokens of this rank
