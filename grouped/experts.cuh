@@ -7,6 +7,31 @@
 #include "layers/activation.h"
 #include "layers/rows.cuh"
 
+// Eight columns of a row: from the gate g, up u and dA' x their gradients, in the places of g and u, and gate * A in a.
+// Returns their part of <dA', A>. round may change A.
+template <typename Round>
+static __device__ __forceinline__ float swiglu_backward_piece(float a[8], float g[8], float u[8], float x[8],
+                                                              float weight, Round round) {
+    // A = silu(g) u
+    float dot = 0;
+#pragma unroll
+    for (int j = 0; j < 8; j++) a[j] = swiglu(g[j], u[j], sigmoid_fast(g[j]));
+    round(a);
+
+    // dgate += <dA', A>; dA = gate dA', and from it dg and du
+#pragma unroll
+    for (int j = 0; j < 8; j++) {
+        const float s = sigmoid_fast(g[j]);
+        dot += x[j] * a[j];
+        a[j] *= weight;
+        x[j] *= weight;
+        const float du = swiglu_du(x[j], g[j], s);
+        g[j] = swiglu_dg(x[j], g[j], u[j], s);
+        u[j] = du;
+    }
+    return dot;
+}
+
 // All lanes call round(a) and made(c, dgate, dup) as often, c at F or beyond too, so that these may exchange numbers:
 // round may change the 8 elements of A, made gets the gradients of columns c .. c + 7.
 template <typename Round, typename Made>
@@ -40,23 +65,7 @@ static __device__ __forceinline__ void swiglu_backward_row(floatX* dh, floatX* g
             floats_of(g, gs[i]);
             floats_of(u, us[i]);
             floats_of(x, ds[i]);
-
-            // A = silu(g) u
-#pragma unroll
-            for (int j = 0; j < 8; j++) a[j] = swiglu(g[j], u[j], sigmoid_fast(g[j]));
-            round(a);
-
-            // dgate += <dA', A>; dA = gate dA', and from it dg and du in the places of g and u
-#pragma unroll
-            for (int j = 0; j < 8; j++) {
-                const float s = sigmoid_fast(g[j]);
-                dot += x[j] * a[j];
-                a[j] *= weight;
-                x[j] *= weight;
-                const float du = swiglu_du(x[j], g[j], s);
-                g[j] = swiglu_dg(x[j], g[j], u[j], s);
-                u[j] = du;
-            }
+            dot += swiglu_backward_piece(a, g, u, x, weight, round);
 
             // Both are rounded once. A lane beyond F stores nothing.
             const uint4 gate = piece_of(g), up = piece_of(u);

@@ -3,7 +3,6 @@
 // micro-step and then added to; all others are written.
 #include "layers/embedding.h"
 #include "layers/rmsnorm.h"
-#include "layers/swiglu.h"
 #include "model/model.h"
 
 // t.dnorm = gradient of norm1, from t.dx = gradient of the attention block's output
@@ -56,8 +55,7 @@ static void mlp_backward(Model* m, const Unit* u, float aux) {
         return;
     }
     linear_dgrad(t->dact, t->dx, &u->w[MLP2], N, 0, m->ctx);
-    swiglu_backward(t->dh, t->act, t->dact, s->h, N, m->config.dense_ffn, m->ctx);
-    linear_dgrad(t->dnorm, t->dh, &u->w[MLP13], N, 0, m->ctx);
+    linear_swiglu_backward(t->dnorm, t->dh, t->act, t->dact, s->h, &u->w[MLP13], N, m->ctx);
     const LinearGradient gradients[] = {{&u->w[MLP2], t->dx, t->act}, {&u->w[MLP13], t->dh, s->norm2}};
     linear_wgrads(gradients, 2, N, m->ctx);
 }

@@ -56,8 +56,7 @@ static void shared_backward(floatX* dx, const floatX* dy, const floatX* x, MoeWe
     const int64_t N = s.router.N;
     if (s.recompute) linear_forward(m->shared_h, x, w.shared13, N, ctx);
     linear_dgrad(t.dact, dy, w.shared2, N, 0, ctx);
-    swiglu_backward(t.dh, t.act, t.dact, m->shared_h, N, s.shared_F, ctx);
-    linear_dgrad(dx, t.dh, w.shared13, N, 0, ctx);
+    linear_swiglu_backward(dx, t.dh, t.act, t.dact, m->shared_h, w.shared13, N, ctx);
     const LinearGradient gradients[] = {{w.shared2, dy, t.act}, {w.shared13, t.dh, x}};
     linear_wgrads(gradients, 2, N, ctx);
 }
@@ -88,7 +87,8 @@ void moe_backward(floatX* dx, const floatX* dy, const floatX* x, MoeWeights w, M
     // 4. dA' = dy W2; dA = gate dA', dgate = <dA', A> and dh; dx = dh W13.
     const Rows dy_rows = rows_permute(t.rows, dy_here, read, r, ctx);
     grouped_dgrad(t.dact, dy_rows, w.w2, r, ctx);
-    const Rows dh = rows_swiglu_backward(t.dh_cast, t.dh, t.act, t.drow_gate, t.dact, m->h, r, s.expert,
+    Rows dh_wgrad = rows_of_values(t.dh, r.capacity, 2 * s.F);
+    const Rows dh = rows_swiglu_backward(t.dh_cast, &dh_wgrad, t.act, t.drow_gate, t.dact, m->h, r, s.expert, s.wgrad,
                                          weight_stats(w.w13, STATS_DY), ctx);
     grouped_dgrad(t.dact, dh, w.w13, r, ctx);
 
@@ -96,10 +96,10 @@ void moe_backward(floatX* dx, const floatX* dy, const floatX* x, MoeWeights w, M
     const Sums sums = {t.dact, r, NULL, t.drow_gate};
     combine_send(d, &m->route, &t.travel, sums, ctx);
     const Rows room = format_read(s.wgrad).bytes ? t.channels : t.rows;
-    const Rows act = rows_of_values(t.act, r.capacity, s.F), dh_values = rows_of_values(t.dh, r.capacity, 2 * s.F);
+    const Rows act = rows_of_values(t.act, r.capacity, s.F);
     grouped_wgrad(rows_for_wgrad(room, dy_rows, WGRAD_DY, 0, s.wgrad, r, ctx),
                   rows_for_wgrad(t.dh_cast, act, WGRAD_X, 0, s.wgrad, r, ctx), w.w2, r, ctx);
-    grouped_wgrad(rows_for_wgrad(t.dh_cast, dh_values, WGRAD_DY, 0, s.wgrad, r, ctx),
+    grouped_wgrad(rows_for_wgrad(t.dh_cast, dh_wgrad, WGRAD_DY, 0, s.wgrad, r, ctx),
                   rows_for_wgrad(room, m->x, WGRAD_X, 1, s.wgrad, r, ctx), w.w13, r, ctx);
     combine_receive(d, &m->route, &t.travel, sums, dx, s.shared_F != 0, t.dgate, ctx);
 

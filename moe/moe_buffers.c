@@ -56,7 +56,7 @@ void moe_plan_backward(Arena* a, MoeBackwardBuffers* t, MoeSaved* m, MoeShape s)
     rows_plan(a, "routed rows by channel", &t->channels, fast_wgrad ? ROWS_BYTES : 0, length, C);
     arena_add(a, "d activation, d routed rows", ELEMENT_X, max_i64(rows * max_i64(C, F), N * sF), 1, (void**)&t->dact);
     arena_add(a, "activation", ELEMENT_X, max_i64(rows * F, N * sF), 1, (void**)&t->act);
-    arena_add(a, "d hidden", ELEMENT_X, max_i64(rows * 2 * F, N * 2 * sF), 1, (void**)&t->dh);
+    arena_add(a, "d hidden", ELEMENT_X, max_i64(length * 2 * F, N * 2 * sF), 1, (void**)&t->dh);
     rows_plan(a, "d hidden, cast", &t->dh_cast, memory_cast(s.expert), length, 2 * F);
     t->dh_cast.count = rows;
     arena_add(a, "d row gates", ELEMENT_REAL, rows, 1, (void**)&t->drow_gate);

@@ -1,7 +1,11 @@
 #include "mx/mx_swiglu.h"
 
+#include <stdlib.h>
+
+#include "device/check.h"
 #include "grouped/experts.h"
 #include "layers/activation.h"
+#include "layers/swiglu.h"
 #include "mx/mxfp8_cpu.h"
 
 void mx_swiglu_quantize(uint8_t* q, uint8_t* scale, const floatX* h, Ragged ragged, int64_t F, MxCast cast, Ctx* ctx) {
@@ -53,4 +57,23 @@ void mx_swiglu_backward_quantize(uint8_t* q, uint8_t* scale, floatX* dh, floatX*
         for (int64_t i = 0; i < F; i++) a[i] *= gate;
         drow_gate[r] = dgate;
     }
+}
+
+void mx_swiglu_backward_both(uint8_t* q, uint8_t* scale, uint8_t* q_channels, uint8_t* scale_channels, floatX* gated_a,
+                             real* drow_gate, const floatX* da_ungated, const floatX* h, int64_t length, Ragged ragged,
+                             int64_t F, int32_t scale_mode, Ctx* ctx) {
+    const MxCast cast = {scale_mode, MX_CHUNK};
+    floatX* dh = host_alloc((size_t)(ragged.capacity * 2 * F) * sizeof(floatX));
+    mx_swiglu_backward_quantize(q, scale, dh, gated_a, drow_gate, da_ungated, h, ragged, F, cast, ctx);
+    mx_quantize_channels(q_channels, scale_channels, dh, length, ragged, 2 * F, cast, ctx);
+    free(dh);
+}
+
+void mx_swiglu_backward_both_tokens(uint8_t* q, uint8_t* scale, uint8_t* q_channels, uint8_t* scale_channels, floatX* a,
+                                    const floatX* da, const floatX* h, int64_t length, int64_t N, int64_t F,
+                                    int32_t scale_mode, Ctx* ctx) {
+    floatX* dh = host_alloc((size_t)(N * 2 * F) * sizeof(floatX));
+    swiglu_backward(dh, a, da, h, N, F, ctx);
+    mx_quantize_both(q, scale, q_channels, scale_channels, dh, length, N, 2 * F, scale_mode, ctx);
+    free(dh);
 }

@@ -26,6 +26,29 @@ void mx_swiglu_backward_quantize(uint8_t* q,                // (capacity, 2F): o
                                  const floatX* h,           // (capacity, 2F)
                                  Ragged ragged, int64_t F, MxCast cast, Ctx* ctx);
 
+// The same with dh cast by channel too, in chunks of 128 both ways (mx_quantize_channels, align 128): as both products
+// with it read it, so that its values are written nowhere. F is a multiple of 128.
+void mx_swiglu_backward_both(uint8_t* q,                // (capacity, 2F): of dh
+                             uint8_t* scale,            // (capacity, mx_stride(2F))
+                             uint8_t* q_channels,       // (2F, length)
+                             uint8_t* scale_channels,   // (length / 128, 2F)
+                             floatX* gated_a,           // (capacity, F): gate * A, for wgrad of W2
+                             real* drow_gate,           // (capacity): <dA', A>
+                             const floatX* da_ungated,  // (capacity, F): dA' = dOut W2
+                             const floatX* h,           // (capacity, 2F)
+                             int64_t length, Ragged ragged, int64_t F, int32_t scale_mode, Ctx* ctx);
+
+// swiglu_backward (layers/swiglu.h) of N tokens, and mx_quantize_both of the dh that it would write. F is a multiple of
+// 128.
+void mx_swiglu_backward_both_tokens(uint8_t* q,               // (N, 2F): of dh
+                                    uint8_t* scale,           // (N, mx_stride(2F))
+                                    uint8_t* q_channels,      // (2F, length)
+                                    uint8_t* scale_channels,  // (length / 128, 2F)
+                                    floatX* a,                // (N, F)
+                                    const floatX* da,         // (N, F)
+                                    const floatX* h,          // (N, 2F)
+                                    int64_t length, int64_t N, int64_t F, int32_t scale_mode, Ctx* ctx);
+
 END_C
 
 #endif

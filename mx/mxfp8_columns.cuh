@@ -1,70 +1,11 @@
-// The casts of mxfp8.cu down the columns.
-//
-// A lane takes a patch of 16 rows x 8 columns, a warp 64 x 64: two blocks of rows in two pairs of 8 lanes. The bytes
-// are turned in registers, 4 x 4 at a time, and leave in 16-byte pieces that make 64 bytes of a row of the result: no
-// shared memory but for the scales of chunks and tiles, which span warps.
+// The casts of mxfp8.cu down the columns, by patches (mxfp8_patch.cuh): no shared memory but for the scales of chunks
+// and tiles, which span warps.
 #ifndef MX_MXFP8_COLUMNS_CUH
 #define MX_MXFP8_COLUMNS_CUH
 
-#include "mx/mxfp8.cuh"
+#include "mx/mxfp8_patch.cuh"
 
-enum { PATCH_ROWS = 16, WARP_ROWS = 4 * PATCH_ROWS, WARP_COLUMNS = 64, COLUMN_WARPS = 4 };
-
-// A lane's patch: 16 rows x 8 columns, zeros outside of the matrix.
-static __device__ __forceinline__ void load_patch(uint4 p[PATCH_ROWS], const floatX* x, int64_t columns, bool inside) {
-#pragma unroll
-    for (int i = 0; i < PATCH_ROWS; i++) p[i] = inside ? *(const uint4*)(x + i * columns) : make_uint4(0, 0, 0, 0);
-}
-
-// pair = the larger of each column's so far and of p's, columns in pairs.
-static __device__ __forceinline__ void keep_larger(uint32_t pair[4], uint4 p) {
-    pair[0] = larger(pair[0], p.x), pair[1] = larger(pair[1], p.y);
-    pair[2] = larger(pair[2], p.z), pair[3] = larger(pair[3], p.w);
-}
-
-static __device__ __forceinline__ uint4 magnitudes(uint4 p) {
-    return make_uint4(magnitudes(p.x), magnitudes(p.y), magnitudes(p.z), magnitudes(p.w));
-}
-
-// The largest of every column of a patch, in pairs.
-static __device__ __forceinline__ void largest_of_columns(uint32_t pair[4], const uint4 p[PATCH_ROWS]) {
-    pair[0] = pair[1] = pair[2] = pair[3] = 0;
-#pragma unroll
-    for (int i = 0; i < PATCH_ROWS; i++) keep_larger(pair, magnitudes(p[i]));
-}
-
-// The scale of column i of 8.
-static __device__ __forceinline__ uint32_t scale_of_column(const uint32_t pair[4], int i, uint32_t carry) {
-    return scale_of(i % 2 ? pair[i / 2] >> 16 : pair[i / 2] & 0xffff, carry);
-}
-
-static __device__ __forceinline__ void cast_patch(uint2 bytes[PATCH_ROWS], const uint4 p[PATCH_ROWS],
-                                                  const float factor[8]) {
-#pragma unroll
-    for (int i = 0; i < PATCH_ROWS; i++) bytes[i] = cast8(p[i], factor);
-}
-
-// Writes the columns of a patch as rows of q, which are `rows` long.
-static __device__ __forceinline__ void store_turned(uint8_t* q, int64_t rows, const uint2 bytes[PATCH_ROWS]) {
-#pragma unroll
-    for (int half = 0; half < 2; half++) {
-        // Half of the columns: 4 x 4 bytes change places in registers.
-        uint32_t column[4][4];  // of columns 4 half .. 4 half + 3, four rows in a word
-#pragma unroll
-        for (int k = 0; k < 4; k++) {
-            uint32_t row[4];
-#pragma unroll
-            for (int i = 0; i < 4; i++) row[i] = half ? bytes[4 * k + i].y : bytes[4 * k + i].x;
-            const uint32_t ab01 = __byte_perm(row[0], row[1], 0x5140), cd01 = __byte_perm(row[2], row[3], 0x5140);
-            const uint32_t ab23 = __byte_perm(row[0], row[1], 0x7362), cd23 = __byte_perm(row[2], row[3], 0x7362);
-            column[0][k] = __byte_perm(ab01, cd01, 0x5410), column[1][k] = __byte_perm(ab01, cd01, 0x7632);
-            column[2][k] = __byte_perm(ab23, cd23, 0x5410), column[3][k] = __byte_perm(ab23, cd23, 0x7632);
-        }
-#pragma unroll
-        for (int j = 0; j < 4; j++)
-            *(uint4*)(q + (4 * half + j) * rows) = make_uint4(column[j][0], column[j][1], column[j][2], column[j][3]);
-    }
-}
+enum { COLUMN_WARPS = 4 };
 
 // A block of threads: 256 rows x 64 columns, a warp under the other. Its scales, 8 bytes of 64 rows, are gathered
 // first.
@@ -222,47 +163,6 @@ struct ByteRows {
         }
     }
 };
-
-// The largest of each column of this lane's patch, in pairs: in the patch, in the lanes below each other, in the DOWN
-// warps below each other of a block of DOWN x ACROSS, which all come here.
-template <int DOWN, int ACROSS>
-static __device__ __forceinline__ void largest_of_chunk(uint32_t pair[4], const uint4 p[PATCH_ROWS],
-                                                        uint4 (&of_warp)[DOWN * ACROSS][8]) {
-    const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
-    largest_of_columns(pair, p);
-#pragma unroll
-    for (int j = 0; j < 4; j++) {
-        pair[j] = larger(pair[j], __shfl_xor_sync(0xffffffffu, pair[j], 8));
-        pair[j] = larger(pair[j], __shfl_xor_sync(0xffffffffu, pair[j], 16));
-    }
-    __syncthreads();  // of_warp was read
-    if (lane < 8) of_warp[warp][lane] = make_uint4(pair[0], pair[1], pair[2], pair[3]);
-    __syncthreads();
-    for (int j = warp % ACROSS; j < DOWN * ACROSS; j += ACROSS) keep_larger(pair, of_warp[j][lane % 8]);
-}
-
-// Scales and bytes by channel of a patch whose columns c .. c + 7 have these largest elements, in chunks or runs of
-// ROWS; `first` in the lanes that write a chunk's scales, eight in one store.
-template <int ROWS>
-static __device__ __forceinline__ void cast_channels(uint8_t* q, uint8_t* scale, const uint4 p[PATCH_ROWS],
-                                                     const uint32_t pair[4], bool first, int64_t row, int64_t c,
-                                                     int64_t length, int64_t columns, uint32_t carry) {
-    float factor[8];
-    uint32_t s[8];
-#pragma unroll
-    for (int j = 0; j < 8; j++) {
-        s[j] = scale_of_column(pair, j, carry), factor[j] = mx_scale_inverse(s[j]);
-        if (ROWS == MX_RUN && s[j] < MX_RUN_LEAST) s[j] = 0, factor[j] = 0;
-    }
-    if (first)
-        *(uint2*)(scale + row / MX_CHUNK * columns + c) =
-            make_uint2(s[0] | s[1] << 8 | s[2] << 16 | s[3] << 24, s[4] | s[5] << 8 | s[6] << 16 | s[7] << 24);
-
-    // The bytes, turned.
-    uint2 bytes[PATCH_ROWS];
-    cast_patch(bytes, p, factor);
-    store_turned(q + c * length + row, length, bytes);
-}
 
 // A block of threads: DOWN x ACROSS warps, which take chunks of an expert (2 x 2: 128 rows and columns) or runs (8 x 1:
 // 512 rows, 64 columns), each with one scale a column. As in permute_slice, blocks take the same slice of every expert

@@ -3,7 +3,8 @@
 #include "device/check.h"
 #include "grouped/grouped_gemm.h"
 #include "layers/matmul.h"
-#include "mx/grouped_gemm_mx.h"
+#include "layers/swiglu.h"
+#include "mx/mx_swiglu.h"
 
 static int is_fast(const Weight* w) { return format_read(w->format).bytes; }
 
@@ -152,30 +153,52 @@ static ChannelsOfDy* place_of_dy(ProductRoom* room, const Weight* w) {
     return place;
 }
 
-// dy (N, OC), cast for dgrad, and by channel for the gradient.
-static Rows cast_both(const floatX* dy, const Weight* w, int64_t N, Ctx* ctx) {
-    const Rows rows = room_for(w, N, w->OC), channels = w->room->dy;
-    const int64_t length = mx_channel_length(N, 1, BACKEND);
+// dgrad and wgrad are both fast.
+static int is_fast_both(const Weight* w) { return is_fast(w) && format_read(w->wgrad).bytes; }
+
+// Memory for w's dy by channel, where linear_wgrads will look for it.
+static Rows room_for_wgrad(const floatX* dy, const Weight* w, int64_t N) {
+    Rows room = w->room->dy;
     ChannelsOfDy* place = place_of_dy(w->room, w);
     ASSERT(w->wgrad.cast.scale == w->format.cast.scale);
     place->dy = dy, place->N = N;
-    mx_quantize_both(rows.q, rows.scale, channels.q + place->first * length,
-                     channels.scale + place->first * (length / MX_CHUNK), dy, length, N, w->OC, w->format.cast.scale,
+    room.count = mx_channel_length(N, 1, BACKEND);
+    room.q += place->first * room.count, room.scale += place->first * (room.count / MX_CHUNK);
+    return room;
+}
+
+// dy (N, OC), cast for dgrad, and by channel for the gradient.
+static Rows cast_both(const floatX* dy, const Weight* w, int64_t N, Ctx* ctx) {
+    const Rows rows = room_for(w, N, w->OC), channels = room_for_wgrad(dy, w, N);
+    mx_quantize_both(rows.q, rows.scale, channels.q, channels.scale, dy, channels.count, N, w->OC, w->format.cast.scale,
                      ctx);
     return rows;
 }
 
 void linear_dgrad(floatX* dx, const floatX* dy, const Weight* w, int64_t N, int accumulate, Ctx* ctx) {
     MxStats* stats = weight_stats(w, STATS_DY);
-    const int both = is_fast(w) && format_read(w->wgrad).bytes;
     ASSERT(!accumulate || !w->format.bytes);
     if (w->format.bytes) {
         if (stats) mx_stats(stats, dy, N, w->OC, w->format.cast, ctx);
-        const Rows rows = both ? cast_both(dy, w, N, ctx) : cast_rows(dy, w, N, w->OC, ctx);
+        const Rows rows = is_fast_both(w) ? cast_both(dy, w, N, ctx) : cast_rows(dy, w, N, w->OC, ctx);
         cast_product(dx, rows, w, &w->back, w->IC, ctx);
     } else {
         matmul_dgrad(dx, dy, w->w, N, w->IC, w->OC, accumulate, ctx);
     }
+}
+
+void linear_swiglu_backward(floatX* dx, floatX* dh, floatX* a, const floatX* da, const floatX* h, const Weight* w,
+                            int64_t N, Ctx* ctx) {
+    const int64_t F = w->OC / 2;
+    if (!is_fast_both(w) || F % MX_CHUNK || weight_stats(w, STATS_DY)) {
+        swiglu_backward(dh, a, da, h, N, F, ctx);
+        linear_dgrad(dx, dh, w, N, 0, ctx);
+        return;
+    }
+    const Rows rows = room_for(w, N, w->OC), channels = room_for_wgrad(dh, w, N);
+    mx_swiglu_backward_both_tokens(rows.q, rows.scale, channels.q, channels.scale, a, da, h, channels.count, N, F,
+                                   w->format.cast.scale, ctx);
+    cast_product(dx, rows, w, &w->back, w->IC, ctx);
 }
 
 // A copy of x (N, columns), rounded along the tokens, in `to`; on the GPU whole tiles of rows.

@@ -87,6 +87,14 @@ void linear_forward(floatX* y,        // (N, OC)
 void linear_dgrad(floatX* dx,        // (N, IC)
                   const floatX* dy,  // (N, OC)
                   const Weight* weight, int64_t N, int accumulate, Ctx* ctx);
+// Backward of SwiGLU (layers/swiglu.h) and of the product before it, whose weight is (2F, IC): dx = dh W. The values of
+// dh are made only where something reads them: linear_wgrads takes it all the same.
+void linear_swiglu_backward(floatX* dx,        // (N, IC)
+                            floatX* dh,        // (N, 2F)
+                            floatX* a,         // (N, F)
+                            const floatX* da,  // (N, F)
+                            const floatX* h,   // (N, 2F)
+                            const Weight* weight, int64_t N, Ctx* ctx);
 // weight->grad = dy^T x, or += with weight->accumulate, of several weights: fast ones are computed together.
 typedef struct LinearGradient {
     const Weight* weight;

@@ -46,8 +46,14 @@ Rows rows_permute(Rows room, Rows tokens, Format format, Ragged r, Ctx* ctx) {
     return room;
 }
 
+static Rows by_channel(uint8_t* q, uint8_t* scale, int64_t length, int64_t columns, MxCast cast) {
+    Rows rows = {length, columns, 1, {1, cast}, NULL, q, scale};
+    return rows;
+}
+
 Rows rows_for_wgrad(Rows room, Rows rows, int operand, int tokens, Format format, Ragged r, Ctx* ctx) {
     const int64_t C = rows.columns, length = mx_channel_length(r.capacity, r.El, BACKEND);
+    if (rows.by_channel) return rows;
     if (format_read(format).bytes) {
         ASSERT(rows.format.bytes || !tokens);
         const MxCast cast = {format.cast.scale, operand == WGRAD_X ? MX_RUN : MX_CHUNK};
@@ -55,9 +61,7 @@ Rows rows_for_wgrad(Rows room, Rows rows, int operand, int tokens, Format format
             mx_requantize_channels(room.q, room.scale, rows.q, rows.scale, tokens, length, r, C, cast, ctx);
         else
             mx_quantize_channels(room.q, room.scale, rows.value, length, r, C, cast, ctx);
-        room.format.bytes = 1, room.format.cast = cast;
-        room.count = length, room.columns = C;
-        return room;
+        return by_channel(room.q, room.scale, length, C, cast);
     }
     room = tokens ? rows_permute(room, rows, FORMAT_VALUES, r, ctx) : rows_as(room, rows, FORMAT_VALUES, ctx);
     if (format.bytes) mx_round_columns(room.value, r, C, format.cast, ctx);
@@ -83,16 +87,29 @@ Rows rows_swiglu(Rows room, const floatX* h, Ragged r, Format format, MxStats* s
     return rows_as(room, room, format_read(format), ctx);
 }
 
-Rows rows_swiglu_backward(Rows room, floatX* dh, floatX* gated_a, real* drow_gate, const floatX* da_ungated,
-                          const floatX* h, Ragged r, Format format, MxStats* stats, Ctx* ctx) {
-    const int64_t F = room.columns / 2;
+Rows rows_swiglu_backward(Rows room, Rows* dh, floatX* gated_a, real* drow_gate, const floatX* da_ungated,
+                          const floatX* h, Ragged r, Format format, Format wgrad, MxStats* stats, Ctx* ctx) {
+    const int64_t F = room.columns / 2, length = mx_channel_length(r.capacity, r.El, BACKEND);
+    floatX* values = dh->value;
     if (!format.bytes) {
-        experts_swiglu_backward(dh, gated_a, drow_gate, da_ungated, h, r, F, ctx);
-        return rows_of_values(dh, room.count, 2 * F);
+        experts_swiglu_backward(values, gated_a, drow_gate, da_ungated, h, r, F, ctx);
+        return *dh;
     }
-    if (stats) device_zero(dh, (size_t)(room.count * 2 * F) * sizeof(floatX), ctx);  // as in rows_swiglu
-    mx_swiglu_backward_quantize(room.q, room.scale, dh, gated_a, drow_gate, da_ungated, h, r, F, format.cast, ctx);
-    if (stats) mx_stats(stats, dh, room.count, 2 * F, format.cast, ctx);
+    if (stats) {  // as in rows_swiglu
+        device_zero(values, (size_t)(room.count * 2 * F) * sizeof(floatX), ctx);
+        experts_swiglu_backward(values, gated_a, drow_gate, da_ungated, h, r, F, ctx);
+        mx_stats(stats, values, room.count, 2 * F, format.cast, ctx);
+    }
+    if (format_read(format).bytes && format_read(wgrad).bytes && F % MX_CHUNK == 0) {
+        ASSERT(wgrad.cast.scale == format.cast.scale);
+        uint8_t* q = (uint8_t*)values;
+        *dh = by_channel(q, q + length * 2 * F, length, 2 * F, format.cast);
+        mx_swiglu_backward_both(room.q, room.scale, dh->q, dh->scale, gated_a, drow_gate, da_ungated, h, length, r, F,
+                                format.cast.scale, ctx);
+    } else {
+        mx_swiglu_backward_quantize(room.q, room.scale, values, gated_a, drow_gate, da_ungated, h, r, F, format.cast,
+                                    ctx);
+    }
     room.format = format;
     return rows_as(room, room, format_read(format), ctx);
 }

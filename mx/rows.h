@@ -24,6 +24,7 @@ static inline Format format_read(Format f) { return f.bytes && f.cast.align == M
 // The memory that is set has room for (count, columns); `format` says which part of it holds the numbers.
 typedef struct Rows {
     int64_t count, columns;
+    int32_t by_channel;  // 1: q and scale are (columns, count), as mx_quantize_channels leaves them
     Format format;
     floatX* value;
     uint8_t *q, *scale;
@@ -34,7 +35,7 @@ enum { ROWS_VALUES = 1, ROWS_BYTES = 2 };
 void rows_plan(Arena* arena, const char* name, Rows* rows, int memory, int64_t count, int64_t columns);
 
 static inline Rows rows_of_values(const floatX* x, int64_t count, int64_t columns) {
-    Rows rows = {count, columns, FORMAT_VALUES, (floatX*)x, NULL, NULL};
+    Rows rows = {count, columns, 0, FORMAT_VALUES, (floatX*)x, NULL, NULL};
     return rows;
 }
 
@@ -50,16 +51,19 @@ Rows rows_permute(Rows room, Rows tokens, Format format, Ragged ragged, Ctx* ctx
 // dy or x as weights' gradients read them, whose contraction runs over a group's rows: in `format`, whose casts are
 // made along the rows. Fast: by channel (mx_quantize_channels; x aligned to 512), in the bytes of `room`; the result's
 // count is the length of a channel. Else values, rounded in place where `format` is of bytes; bytes become values in
-// the memory of `room`. tokens 1: they are tokens (bytes, where `format` is fast), which go to their rows; 0: rows.
+// the memory of `room`. tokens 1: they are tokens (bytes, where `format` is fast), which go to their rows; 0: rows,
+// which stay as they are where they lie by channel already.
 enum { WGRAD_DY, WGRAD_X };
 Rows rows_for_wgrad(Rows room, Rows rows, int operand, int tokens, Format format, Ragged ragged, Ctx* ctx);
 
 // a = swiglu(h) over ragged rows, cast to `format` and returned as products read it, in `room`. *stats += what the cast
 // does, if not NULL; `spare` then has memory for (count, F) values.
 Rows rows_swiglu(Rows room, const floatX* h, Ragged ragged, Format format, MxStats* stats, floatX* spare, Ctx* ctx);
-// Its backward with the gate (grouped/experts.h): dh as values, and cast to `format` and returned as products read it.
-Rows rows_swiglu_backward(Rows room, floatX* dh, floatX* gated_a, real* drow_gate, const floatX* da_ungated,
-                          const floatX* h, Ragged ragged, Format format, MxStats* stats, Ctx* ctx);
+// Its backward with the gate (grouped/experts.h): dh cast to `format` and returned as products read it; and in *dh,
+// whose memory is of values, for rows_for_wgrad in the format `wgrad`: as values, or by channel where both formats are
+// fast and F is a multiple of 128.
+Rows rows_swiglu_backward(Rows room, Rows* dh, floatX* gated_a, real* drow_gate, const floatX* da_ungated,
+                          const floatX* h, Ragged ragged, Format format, Format wgrad, MxStats* stats, Ctx* ctx);
 
 END_C
 

@@ -1,6 +1,7 @@
 // SwiGLU with the cast of its result, forward and backward, against the kernels that they stand for, bit for bit: empty
 // experts, pad rows of NaN, widths that end inside a chunk or put one across gate and up.
 #include "grouped/experts.h"
+#include "layers/swiglu.h"
 #include "mx/mx_swiglu.h"
 #include "tests/mx_bytes.cuh"
 
@@ -113,6 +114,79 @@ static void swiglu_backward_case(const std::vector<int32_t>& counts, int64_t F) 
     }
 }
 
+// Cast by channel too, against the kernel above and mx_quantize_channels, bit for bit, in rows not in use too. <dA', A>
+// adds up in another order: 1e-5 of the norm of its terms, as above.
+static void swiglu_backward_both_case(const std::vector<int32_t>& counts, int64_t F) {
+    Groups l(counts);
+    const int64_t used = l.used, capacity = l.capacity;
+    X h(capacity * 2 * F, 1, 4), dap(capacity * F, 2), dh(capacity * 2 * F), gated(capacity * F), other(capacity * F);
+    R gate(capacity, 3), drow_gate(capacity), other_gate(capacity);
+    l.ragged.row_gate = gate.dev;
+    for (int64_t i = 0; i < dap.n; i++)
+        if (l.pad(i / F)) h.host[(size_t)(2 * i)] = h.host[(size_t)(2 * i + 1)] = dap.host[(size_t)i] = NAN;
+    for (int64_t i = 0; i < capacity; i++)
+        if (l.pad(i)) gate.host[(size_t)i] = NAN;
+    h.send(), dap.send(), gate.send();
+    for (int32_t mode : {MX_RCEIL, MX_FLOOR}) {
+        const MxCast cast = {mode, 128};
+        Bytes q(capacity * 2 * F), scale(capacity * mx_stride(2 * F)), want_q(q.n), want_scale(scale.n);
+        Bytes channels(q.n), scales(capacity / 128 * 2 * F), want_channels(q.n), want_scales(scales.n);
+        gated.poison(), other.poison(), drow_gate.poison(), other_gate.poison();
+        auto run = [&] {
+            mx_swiglu_backward_both(q.dev, scale.dev, channels.dev, scales.dev, gated.dev, drow_gate.dev, dap.dev,
+                                    h.dev, capacity, l.ragged, F, mode, ctx);
+        };
+        run();
+        mx_swiglu_backward_quantize(want_q.dev, want_scale.dev, dh.dev, other.dev, other_gate.dev, dap.dev, h.dev,
+                                    l.ragged, F, cast, ctx);
+        mx_quantize_channels(want_channels.dev, want_scales.dev, dh.dev, capacity, l.ragged, 2 * F, cast, ctx);
+        const int rows = q.got() == want_q.got() && scale.got() == want_scale.got();
+        const int by_channel = channels.got() == want_channels.got() && scales.got() == want_scales.got();
+        auto got = gated.got(), want = other.got(), got_gate = drow_gate.got(), want_gate = other_gate.got();
+        int64_t wrong = 0, wrong_gate = 0;
+        for (int64_t i = 0; i < capacity * F; i++) wrong += i < used * F ? got[i] != want[i] : got[i] == got[i];
+        for (int64_t r = 0; r < capacity; r++) {
+            double norm = 0;
+            for (int64_t i = r * F; i < (r + 1) * F && !l.pad(r); i++) {
+                const double a = want[(size_t)i] / gate.host[(size_t)r], term = dap.host[(size_t)i] * a;
+                norm += term * term;
+            }
+            const double have = got_gate[(size_t)r], far = fabs(have - want_gate[(size_t)r]);
+            wrong_gate += r < used ? !(far <= 1e-5 * sqrt(norm)) : have == have;
+        }
+        CHECK(rows && by_channel && wrong == 0 && wrong_gate == 0,
+              "F %d: rows %d, by channel %d, %lld of gate * A and %lld gates' gradients are wrong", (int)F, rows,
+              by_channel, (long long)wrong, (long long)wrong_gate);
+        CHECK_REPEATS(drow_gate, run());
+    }
+}
+
+// Of tokens without gates, against swiglu_backward and mx_quantize_both, bit for bit; NaN behind the last token.
+static void swiglu_backward_tokens_case(int64_t N, int64_t F) {
+    const int64_t length = ceil_div(N, 128) * 128;
+    X h((N + 1) * 2 * F, 1, 4), da((N + 1) * F, 2), dh(N * 2 * F), a((N + 1) * F), other((N + 1) * F);
+    for (int64_t i = N * F; i < da.n; i++)
+        h.host[(size_t)(2 * i)] = h.host[(size_t)(2 * i + 1)] = da.host[(size_t)i] = NAN;
+    h.send(), da.send();
+    for (int32_t mode : {MX_RCEIL, MX_FLOOR}) {
+        Bytes q(N * 2 * F), scale(N * mx_stride(2 * F)), channels(2 * F * length), scales(length / 128 * 2 * F);
+        Bytes want_q(q.n), want_scale(scale.n), want_channels(channels.n), want_scales(scales.n);
+        a.poison(), other.poison();
+        mx_swiglu_backward_both_tokens(q.dev, scale.dev, channels.dev, scales.dev, a.dev, da.dev, h.dev, length, N, F,
+                                       mode, ctx);
+        swiglu_backward(dh.dev, other.dev, da.dev, h.dev, N, F, ctx);
+        mx_quantize_both(want_q.dev, want_scale.dev, want_channels.dev, want_scales.dev, dh.dev, length, N, 2 * F, mode,
+                         ctx);
+        const int rows = q.got() == want_q.got() && scale.got() == want_scale.got();
+        const int by_channel = channels.got() == want_channels.got() && scales.got() == want_scales.got();
+        auto got = a.got(), want = other.got();
+        int64_t wrong = 0;
+        for (int64_t i = 0; i < a.n; i++) wrong += i < N * F ? got[i] != want[i] : got[i] == got[i];
+        CHECK(rows && by_channel && wrong == 0, "%d x %d: rows %d, by channel %d, %lld of A are wrong", (int)N, (int)F,
+              rows, by_channel, (long long)wrong);
+    }
+}
+
 static void test_swiglu(void) {
     swiglu_case({1}, 32);
     swiglu_case({129, 0, 128, 5}, 96);
@@ -131,9 +205,21 @@ static void test_swiglu_backward(void) {
     swiglu_backward_case({40, 40}, 2048);
 }
 
+static void test_swiglu_backward_both(void) {
+    swiglu_backward_both_case({1}, 128);
+    swiglu_backward_both_case({129, 0, 128, 5}, 256);
+    swiglu_backward_both_case({0, 0}, 128);
+    swiglu_backward_both_case({300, 1, 77, 512, 0}, 1408);
+    swiglu_backward_both_case({40, 40}, 2048);
+    swiglu_backward_tokens_case(1, 128);
+    swiglu_backward_tokens_case(300, 384);
+    swiglu_backward_tokens_case(128, 2816);
+}
+
 int main(void) {
     open_contexts(0);
     RUN(test_swiglu);
     RUN(test_swiglu_backward);
+    RUN(test_swiglu_backward_both);
     return test_summary();
 }

@@ -117,9 +117,66 @@ static void test_swiglu_backward(void) {
     }
 }
 
+typedef struct {
+    SwigluBackward s;
+    int64_t length;
+    uint8_t *q_channels, *scale_channels;
+} SwigluBoth;
+
+static void run_swiglu_both(void* arg) {
+    SwigluBoth* b = arg;
+    SwigluBackward* s = &b->s;
+    int64_t F = s->F, room = s->ragged.capacity;
+    Ctx* ctx = ctx_create(0);
+    s->q = poisoned_bytes(room * 2 * F), s->scale = poisoned_bytes(room * mx_stride(2 * F));
+    b->q_channels = poisoned_bytes(2 * F * b->length), b->scale_channels = poisoned_bytes(b->length / 128 * 2 * F);
+    s->gated_a = poisoned(room * F), s->drow_gate = poisoned(room);
+    mx_swiglu_backward_both(s->q, s->scale, b->q_channels, b->scale_channels, s->gated_a, s->drow_gate, s->dap, s->h,
+                            b->length, s->ragged, F, s->cast.scale, ctx);
+    ctx_destroy(ctx);
+}
+
+// All but the casts by channel is that of the function above; these are the oracle's casts of its dh, for each group,
+// chunk of its rows and channel.
+static void test_swiglu_backward_both(void) {
+    enum { ROWS = 170, ROOM = 173, EXPERTS = 4 };
+    static const int64_t widths[] = {128, 384};
+    int32_t group_rows[] = {20, 0, 140, 10};
+    for (int i = 0; i < 2 * COUNT(widths); i++) {
+        int64_t F = widths[i / 2], starts[] = {0, 20, 20, 160, ROWS}, length = ragged_rows(ROOM, EXPERTS, BACKEND_CUDA);
+        real *h = tensor(ROOM * 2 * F, 63), *dap = tensor(ROOM * F, 64), *gate = tensor(ROOM, 65);
+        for (int64_t j = ROWS * F; j < ROOM * F; j++) h[2 * j] = h[2 * j + 1] = dap[j] = NAN;
+        SwigluBackward s = {.h = h, .dap = dap, .F = F, .cast = {i % 2 ? MX_FLOOR : MX_RCEIL, 128}};
+        s.ragged = (Ragged){EXPERTS, ROOM, starts, group_rows, NULL, NULL, gate};
+        SwigluBoth b = {.s = s, .length = length};
+        run_swiglu_backward(&s);
+        check_threads(run_swiglu_both, &b);
+        CHECK_BYTES(b.s.q, s.q, ROOM * 2 * F, "both %d, bytes", i);
+        CHECK_BYTES(b.s.scale, s.scale, ROOM * mx_stride(2 * F), "both %d, scales", i);
+        CHECK(!memcmp(b.s.gated_a, s.gated_a, (size_t)(ROWS * F) * sizeof(real)), "both %d: gate * A", i);
+        CHECK(!memcmp(b.s.drow_gate, s.drow_gate, ROWS * sizeof(real)), "both %d: the gates' gradients", i);
+
+        int64_t to = 0;  // where a group's rows begin by channel
+        for (int e = 0; e < EXPERTS; e++)
+            for (int64_t from = starts[e]; from < starts[e + 1]; from += 128, to += 128)
+                for (int64_t c = 0; c < 2 * F; c++) {
+                    int64_t n = starts[e + 1] - from < 128 ? starts[e + 1] - from : 128, wrong = 0;
+                    const real* x = s.dh + from * 2 * F + c;
+                    int scale = oracle_scale(oracle_amax(x, 2 * F, n, 1), s.cast.scale);
+                    for (int64_t k = 0; k < 128; k++)
+                        wrong += b.q_channels[c * length + to + k] != (k < n ? oracle_byte(x[k * 2 * F], scale) : 0);
+                    CHECK(wrong == 0 && b.scale_channels[to / 128 * 2 * F + c] == scale,
+                          "both %d, expert %d, channel %d: %d bytes differ, scale %d is not %d", i, e, (int)c,
+                          (int)wrong, b.scale_channels[to / 128 * 2 * F + c], scale);
+                }
+        release_all();
+    }
+}
+
 int main(void) {
     list_e4m3();
     RUN(test_swiglu);
     RUN(test_swiglu_backward);
+    RUN(test_swiglu_backward_both);
     return test_summary();
 }

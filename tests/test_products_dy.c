@@ -2,6 +2,7 @@
 // whose dy linear_wgrads cast itself.
 #include <string.h>
 
+#include "layers/swiglu.h"
 #include "mx/products.h"
 #include "tests/mx.h"
 #include "tests/test.h"
@@ -119,9 +120,57 @@ static void test_dy_of_dgrad(void) {
     arena_free(&f.arena);
 }
 
+// linear_swiglu_backward against the functions that it stands for, and its gradient: 2F of 256, whose dh is never made,
+// and of 160, whose is.
+static void test_swiglu_backward(void) {
+    if (!has_fast(ctx)) return;
+    enum { IC = 96, MOST = 300 };
+    for (int i = 0; i < 4; i++) {
+        const int64_t OC = i % 2 ? 160 : 256, F = OC / 2, N = i < 2 ? MOST : 129;
+        ProductRoom room = {0};
+        Arena arena;
+        arena_init(&arena, "a test", BACKEND);
+        real *dw = (real*)device_alloc((size_t)(OC * IC) * sizeof(real), "dW"), *got[2];
+        Weight w = plain_weight(random_values(OC * IC, 90), dw, 1, OC, IC);
+        w.accumulate = 0, w.room = &room, w.format.bytes = 1, w.format.cast.align = 128, w.wgrad = w.format;
+        room.of_dy = OC, room.of_x = IC;
+        weight_plan(&arena, &w, 1);
+        products_plan(&arena, &room, MOST, 1);
+        arena_allocate(&arena);
+        weight_cast(&w, ctx);
+        products_batch(&room, 0, N, ctx);
+
+        floatX *h = random_values(N * OC, 91), *da = random_values(N * F, 92), *x = random_values(N * IC, 93);
+        floatX* out = (floatX*)device_alloc((size_t)(N * (IC + OC + F)) * sizeof(floatX), "dx, dh, a");
+        floatX *dx = out, *a = dx + N * IC, *dh = a + N * F;
+        const size_t values = (size_t)(N * (IC + F)) * sizeof(floatX), gradient = (size_t)(OC * IC) * sizeof(real);
+        for (int k = 0; k < 2; k++) {
+            fill_with_nan(out, (size_t)(N * (IC + OC + F)) * sizeof(floatX), ctx), fill_with_nan(dw, gradient, ctx);
+            if (k == 0) {
+                swiglu_backward(dh, a, da, h, N, F, ctx);
+                linear_dgrad(dx, dh, &w, N, 0, ctx);
+            } else {
+                linear_swiglu_backward(dx, dh, a, da, h, &w, N, ctx);
+            }
+            const LinearGradient list = {&w, dh, x};
+            linear_wgrads(&list, 1, N, ctx);
+            got[k] = (real*)host_alloc(values + gradient);
+            device_download(got[k], dw, gradient, ctx);
+            device_download((char*)got[k] + gradient, out, values, ctx);
+        }
+        CHECK(!memcmp(got[0], got[1], gradient), "2F %d, %d tokens: another gradient", (int)OC, (int)N);
+        CHECK(!memcmp((char*)got[0] + gradient, (char*)got[1] + gradient, values), "2F %d, %d tokens: another dx or a",
+              (int)OC, (int)N);
+        for (int k = 0; k < 2; k++) free(got[k]);
+        device_free(h), device_free(da), device_free(x), device_free(out), device_free(dw), device_free((void*)w.w);
+        arena_free(&arena);
+    }
+}
+
 int main(void) {
     if (device_available()) ctx = ctx_create((size_t)64 << 20);
     RUN(test_dy_of_dgrad);
+    RUN(test_swiglu_backward);
     if (ctx) ctx_destroy(ctx);
     return test_summary();
 }
