@@ -12,7 +12,7 @@ void model_step_begin(Model* m, int64_t step) {
     const int64_t blocks = config_blocks(&m->config);
     const double weight = settings_mtp_weight(s, step);
     device_upload(m->inputs, &inputs, sizeof(inputs), m->ctx);
-    m->even = inputs.even != 0;
+    m->even = inputs.even != 0 && !s->force_balance;
     m->late = weight != s->mtp_weight;
     m->further_weight = (float)(weight / (double)max_i64(m->config.mtp, 1));
     m->first = 1;

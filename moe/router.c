@@ -70,7 +70,8 @@ static void even_out(real* share_d, const real* logits, int64_t tokens, int64_t 
             *threshold += tau * log(total / K + EVEN_LEAST);
             for (int64_t e = 0; e < E; e++) sum[e] += 1 / (1 + exp(*threshold / tau - p[e]));
         }
-        for (int64_t e = 0; e < E; e++) d[e] += tau * log(sum[e] * (double)E / (double)(K * count) + EVEN_LEAST);
+        for (int64_t e = 0; e < E; e++)
+            d[e] += EVEN_STEP * tau * log(sum[e] * (double)E / (double)(K * count) + EVEN_LEAST);
     }
     for (int64_t e = 0; e < E; e++) share_d[e] = (real)(share * d[e]);
 }

@@ -16,16 +16,17 @@
 //
 //   selection among s(logits_te - even d_e) + bias
 //   d = mean_t logits_t and h = 0 at first; then for each tau of EVEN_ROUNDS, with p_te = sigmoid((logits_te - d_e -
-//   h_t) / tau),  h_t += tau log(sum_e p_te / K + EVEN_LEAST)  and then  d_e += tau log(E / K mean_t p_te +
+//   h_t) / tau),  h_t += tau log(sum_e p_te / K + EVEN_LEAST)  and then  d_e += EVEN_STEP tau log(E / K mean_t p_te +
 //   EVEN_LEAST); tau = EVEN_TAU, and each time EVEN_COOLER of that, times the standard deviation of logits_te - mean_t
 //   logits_te; t: every n-th token of the sequence, n the least that makes them EVEN_TOKENS or fewer
 //
 // p_t is a soft choice of K experts: h_t lies between the K-th of a token's scores and the next. The rounds are
 // Sinkhorn's (as in S-BASE, arXiv 2202.01169, section 3, which chooses one) towards p of equal means, ever closer to a
-// hard choice: a few tokens with large logits make tau large, and one tau would leave the others as they are. The gates
-// keep s. d looks ahead within the sequence, so a model is used with even 0; a share that falls step by step
-// (settings_even) leads there. How tokens are spread over ranks and micro-steps does not count, as a sequence is on
-// one.
+// hard choice: a few tokens with large logits make tau large, and one tau would leave the others as they are, and
+// tokens that are nearly alike stay together until tau is as small as what tells them apart. Where tokens differ along
+// few directions the rounds converge slowly, so d goes twice as far as its own equation asks. The gates keep s. d looks
+// ahead within the sequence, so a model is used with even 0; a share that falls step by step (settings_even) leads
+// there. How tokens are spread over ranks and micro-steps does not count, as a sequence is on one.
 #ifndef MOE_ROUTER_H
 #define MOE_ROUTER_H
 
@@ -35,9 +36,10 @@ BEGIN_C
 
 typedef struct StepState StepState;  // layers/adamw.h
 
-enum { EVEN_ROUNDS = 12, EVEN_TOKENS = 1024 };
+enum { EVEN_ROUNDS = 18, EVEN_TOKENS = 1024 };
 #define EVEN_TAU 0.8
-#define EVEN_COOLER 0.75
+#define EVEN_COOLER 0.7
+#define EVEN_STEP 2.0
 #define EVEN_LEAST 1e-9  // for an expert or token that p gives nothing
 
 typedef enum { SCORE_SIGMOID = 0, SCORE_SOFTMAX = 1 } ScoreFunction;

@@ -9,7 +9,7 @@
 template <int HELD>
 static __device__ __forceinline__ void soft_choice(float (&p)[HELD], const float (&x)[HELD], float h) {
 #pragma unroll
-    for (int j = 0; j < HELD; j++) p[j] = 1 / (1 + expf(h - x[j]));
+    for (int j = 0; j < HELD; j++) p[j] = sigmoid_fast(x[j] - h);
 }
 
 // share_d (sequences, E) = even d. A block takes a sequence, LANES lanes a token: lane l of them holds experts l,
@@ -90,7 +90,8 @@ static __global__ void __launch_bounds__(512) even_out(float* share_d, const flo
             if (n < count && lane == 0) h[n] = threshold;
             soft_choice(x, x, threshold * per_tau);
         });
-        if (mine < s.E) d[mine] += tau * logf(sum * (float)s.E / (float)(s.K * count) + (float)EVEN_LEAST);
+        if (mine < s.E)
+            d[mine] += (float)EVEN_STEP * tau * logf(sum * (float)s.E / (float)(s.K * count) + (float)EVEN_LEAST);
         __syncthreads();
     }
     if (mine < s.E) share_d[blockIdx.x * (int64_t)s.E + mine] = *s.even * d[mine];

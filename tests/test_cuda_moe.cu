@@ -369,7 +369,7 @@ static std::vector<double> seen_scores(const std::vector<double>& x, const std::
                 for (int64_t e = 0; e < E; e++) sum[(size_t)e] += chosen(t, e);
             }
             for (int64_t e = 0; e < E; e++)
-                d[(size_t)e] += tau * log(sum[(size_t)e] / count * (double)E / s.K + EVEN_LEAST);
+                d[(size_t)e] += EVEN_STEP * tau * log(sum[(size_t)e] / count * (double)E / s.K + EVEN_LEAST);
         }
         for (int64_t t = 0; t < tokens; t++, l += E) {
             double sum = 0;

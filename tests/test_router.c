@@ -161,7 +161,7 @@ static void oracle_seen(double* seen, const Router* r) {
                 for (int32_t e = 0; e < E; e++)
                     column[e] += 0.5 + 0.5 * tanh((l[t * E + e] - mean[e] - d[e] - h[t]) / tau / 2);
             }
-            for (int32_t e = 0; e < E; e++) d[e] += tau * log(column[e] / s.K * E / count + EVEN_LEAST);
+            for (int32_t e = 0; e < E; e++) d[e] += EVEN_STEP * tau * log(column[e] / s.K * E / count + EVEN_LEAST);
         }
         for (int64_t t = 0; t < tokens; t++) {
             double *row = seen + (first + t) * E, top = -INFINITY, sum = 0;
@@ -362,25 +362,35 @@ static void test_router_even(void) {
     }
 }
 
-// Logits along one direction: tokens on either side of its middle choose the same K experts, up to E / (2 K) = 4 times
-// their share. Over 20 seeds that was 2.9 to 3.8, evened out 1.05 to 1.33.
+// What is hard to even out. Logits along one direction: tokens on either side of its middle choose the same K experts,
+// up to E / (2 K) = 4 times their share; over 20 seeds that was 2.9 to 3.7, evened out 1.05 to 1.16. Four of ten tokens
+// nearly alike, 0.4 E / K = 3.2 times and more: 3.8 to 3.9 and 1.25 to 1.49.
 static void test_router_even_loads(void) {
     enum { N = 1024, E = 16, K = 2 };
-    double most[2];
-    for (int even = 0; even < 2; even++) {
-        RouterShape s = {N, N / 2, E + 1, E, K, 1, 1, SCORE_SIGMOID, 1, 1, 0, even ? &all : NULL};
-        Router r = make_router(s);
-        memset(r.bias, 0, E * sizeof(real)), memset(r.w, 0, (size_t)(E * s.C) * sizeof(real));
-        for (int e = 0; e < E; e++) r.w[e * s.C] = r.dgate[e], r.w[e * s.C + 1 + e] = (real)0.2;
-        run_router(&r);
-        int load[E] = {0}, top = 0;
-        for (int i = 0; i < N * K; i++) load[r.expert[i]]++;
-        for (int e = 0; e < E; e++) top = load[e] > top ? load[e] : top;
-        most[even] = (double)top * E / (N * K);
-        release_all();
+    for (int alike = 0; alike < 2; alike++) {
+        double most[2];
+        for (int even = 0; even < 2; even++) {
+            RouterShape s = {N, N / 2, E + 1, E, K, 1, 1, SCORE_SIGMOID, 1, 1, 0, even ? &all : NULL};
+            Router r = make_router(s);
+            memset(r.bias, 0, E * sizeof(real)), memset(r.w, 0, (size_t)(E * s.C) * sizeof(real));
+            for (int e = 0; e < E; e++) r.w[e * s.C] = r.dgate[e], r.w[e * s.C + 1 + e] = (real)(alike ? 1 : 0.2);
+            for (int i = 0; alike && i < N * s.C; i++) {
+                const int near = i / s.C % 5 < 2;
+                if (i % s.C == 0)
+                    r.x[i] = (real)near;
+                else if (near)
+                    r.x[i] *= (real)0.003;
+            }
+            run_router(&r);
+            int load[E] = {0}, top = 0;
+            for (int i = 0; i < N * K; i++) load[r.expert[i]]++;
+            for (int e = 0; e < E; e++) top = load[e] > top ? load[e] : top;
+            most[even] = (double)top * E / (N * K);
+            release_all();
+        }
+        CHECK(most[0] > 2.7 && most[1] < (alike ? 1.7 : 1.3),
+              "alike %d: the fullest expert has %.2f times its share, evened out %.2f", alike, most[0], most[1]);
     }
-    CHECK(most[0] > 2.7 && most[1] < 1.5, "the fullest expert has %.2f times its share, evened out %.2f", most[0],
-          most[1]);
 }
 
 // Scores that are all 0 in float32 divide by 1e-20, not by 0; a token that is not finite still gets K different
