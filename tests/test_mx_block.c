@@ -471,6 +471,7 @@ static const Widths widths[] = {
     {96, 160, 0, SCORE_SIGMOID, 0, 12},
     {96, 32, 32, SCORE_SOFTMAX, 1, 0},
     {160, 160, 0, SCORE_SOFTMAX, 0, 0},
+    {96, 128, 0, SCORE_SIGMOID, 0, 12},  // whole chunks of F: dh is cast both ways at once
 };
 
 static const Precision plainly = {0, 0, 0, 0, 0, 0};
@@ -515,6 +516,7 @@ static void test_switches(void) {
 static void test_widths(void) {
     check_all(widths[2], 1, 5);
     check_all(widths[3], 1, 5);
+    check_all(widths[4], 1, 2);
 }
 
 // How much noise the experts' casts make of normal numbers. A cast adds q = 6.9e-4 of the power (blocks of 32 of a
