@@ -57,6 +57,16 @@ static void swiglu_case(const std::vector<int32_t>& counts, int64_t F) {
     }
 }
 
+// The inputs of backward, NaN in pad rows and behind the last row.
+static void send_with_nan(Groups& l, X& h, X& dap, R& gate, int64_t F) {
+    l.ragged.row_gate = gate.dev;
+    for (int64_t i = 0; i < dap.n; i++)
+        if (l.pad(i / F)) h.host[(size_t)(2 * i)] = h.host[(size_t)(2 * i + 1)] = dap.host[(size_t)i] = NAN;
+    for (int64_t i = 0; i < l.capacity; i++)
+        if (l.pad(i)) gate.host[(size_t)i] = NAN;
+    h.send(), dap.send(), gate.send();
+}
+
 // The fused backward against the kernels that it stands for, bit for bit: dh and its bytes; gate * A with the A that
 // the cast's bytes give. <dA', A> is a sum of up to 2048 products in float32: 1e-5 of the norm of its terms.
 static void swiglu_backward_case(const std::vector<int32_t>& counts, int64_t F) {
@@ -65,12 +75,7 @@ static void swiglu_backward_case(const std::vector<int32_t>& counts, int64_t F) 
     X h(capacity * 2 * F, 1, 4), dap(capacity * F, 2), act(capacity * F), gated(capacity * F), other(capacity * F);
     X dh(capacity * 2 * F), whole_dh(capacity * 2 * F);
     R gate(capacity, 3), drow_gate(capacity), other_gate(capacity);
-    l.ragged.row_gate = gate.dev;
-    for (int64_t i = 0; i < dap.n; i++)
-        if (l.pad(i / F)) h.host[(size_t)(2 * i)] = h.host[(size_t)(2 * i + 1)] = dap.host[(size_t)i] = NAN;
-    for (int64_t i = 0; i < capacity; i++)
-        if (l.pad(i)) gate.host[(size_t)i] = NAN;
-    h.send(), dap.send(), gate.send();
+    send_with_nan(l, h, dap, gate, F);
     experts_swiglu_backward(whole_dh.dev, other.dev, other_gate.dev, dap.dev, h.dev, l.ragged, F, ctx);
     whole_dh.host = whole_dh.got();
     for (MxCast cast : casts) {
@@ -121,12 +126,7 @@ static void swiglu_backward_both_case(const std::vector<int32_t>& counts, int64_
     const int64_t used = l.used, capacity = l.capacity;
     X h(capacity * 2 * F, 1, 4), dap(capacity * F, 2), dh(capacity * 2 * F), gated(capacity * F), other(capacity * F);
     R gate(capacity, 3), drow_gate(capacity), other_gate(capacity);
-    l.ragged.row_gate = gate.dev;
-    for (int64_t i = 0; i < dap.n; i++)
-        if (l.pad(i / F)) h.host[(size_t)(2 * i)] = h.host[(size_t)(2 * i + 1)] = dap.host[(size_t)i] = NAN;
-    for (int64_t i = 0; i < capacity; i++)
-        if (l.pad(i)) gate.host[(size_t)i] = NAN;
-    h.send(), dap.send(), gate.send();
+    send_with_nan(l, h, dap, gate, F);
     for (int32_t mode : {MX_RCEIL, MX_FLOOR}) {
         const MxCast cast = {mode, 128};
         Bytes q(capacity * 2 * F), scale(capacity * mx_stride(2 * F)), want_q(q.n), want_scale(scale.n);
