@@ -1,7 +1,7 @@
 #!/bin/sh
 # `tiny` on a CPU: 0.65 s a step on two cores, ten minutes in all. Started again it goes on where it stopped.
 # usage: scripts/recipes/tiny.sh [train_moe options]     --train, --val and --tokenizer name another text than FineWeb-Edu
-# Learning rate, batch and warm-up are not yet chosen by a sweep.
+# Learning rate and batch lie where a sweep is flat (bench/RESULTS.md, "a sweep of `tiny`").
 set -eu
 shards=1
 . "$(dirname "$0")/text.sh"
