@@ -9,7 +9,7 @@
 template <int HELD>
 static __device__ __forceinline__ void soft_choice(float (&p)[HELD], const float (&x)[HELD], float h) {
 #pragma unroll
-    for (int j = 0; j < HELD; j++) p[j] = sigmoid_fast(x[j] - h);
+    for (int j = 0; j < HELD; j++) p[j] = 1 / (1 + expf(h - x[j]));
 }
 
 // share_d (sequences, E) = even d. A block takes a sequence, LANES lanes a token: lane l of them holds experts l,

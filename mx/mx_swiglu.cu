@@ -7,11 +7,11 @@
 // of gate and up are cast where they are made, because the same lanes hold what shares a scale. Where F is no multiple
 // of a chunk, one chunk holds the last of the gate and the first of up: such rows are cast when they are complete.
 //
-// Backward that casts by channel too moves 12.1 bytes an element and never writes dh: a block takes 128 rows (of tokens
-// without gates, a tile of them), and 128 columns of F at a time. The gradients of gate and up are cast along the rows
-// where they are made, as above, and laid into shared memory, 64 KB; the block's warps take them up again in patches of
-// 16 rows x 8 columns (mxfp8_patch.cuh). Two blocks share an SM, so that one loads while the other casts: 71 % of what
-// a copy reaches, which is 0.77 of the time of backward and of a cast by channel after it.
+// Backward that casts by channel too moves 12.1 bytes an element and never writes dh: a block takes 128 rows, and 128
+// columns of F at a time. The gradients of gate and up are cast along the rows where they are made, as above, and laid
+// into shared memory, 64 KB; the block's warps take them up again in patches of 16 rows x 8 columns (mxfp8_patch.cuh).
+// Two blocks share an SM, so that one loads while the other casts: 71 % of what a copy reaches, where there are rows
+// for all SMs.
 #include "mx/mx_swiglu.h"
 
 #include "grouped/experts.cuh"
@@ -189,13 +189,11 @@ static __global__ void __launch_bounds__(32 * TILE_WARPS, 2)
     // By channel the tile is 256 columns wide: two warps down, four across.
     const int top = warp / 4 * WARP_ROWS + lane / 8 * PATCH_ROWS, piece = warp % 4 * (WARP_COLUMNS / 8) + lane % 8;
     const int64_t column = piece / 16 * F + piece % 16 * 8;  // of dh, in the first tile
-    // <dA', A> wants whole rows in one block; without gates every tile is a block's work.
-    const int64_t width = Source::GATED ? F : MX_CHUNK, across = F / width, used = rows.used();
-    for (int64_t unit = blockIdx.x; unit / across * MX_CHUNK < used; unit += gridDim.x) {
-        const int64_t row0 = unit / across * MX_CHUNK, first = unit % across * width;
+    const int64_t used = rows.used();
+    for (int64_t row0 = blockIdx.x * (int64_t)MX_CHUNK; row0 < used; row0 += gridDim.x * (int64_t)MX_CHUNK) {
         if (lane < 16) dots[warp * 16 + lane] = 0;  // of this warp's rows
         __syncwarp();
-        for (int64_t c0 = first; c0 < first + width; c0 += MX_CHUNK) {
+        for (int64_t c0 = 0; c0 < F; c0 += MX_CHUNK) {
             swiglu_backward_tile(tile, dots, q, scale, gated_a, da_ungated, h, rows, row0, c0 + lane % 16 * 8, F,
                                  stride, carry);
             __syncthreads();
@@ -212,7 +210,7 @@ static __global__ void __launch_bounds__(32 * TILE_WARPS, 2)
         // Of each row <dA', A>, and zeros after the last scale.
         __syncwarp();
         const int64_t row = row0 + warp * 16 + lane;
-        if (lane >= 16 || !rows.held(row) || first + width < F) continue;
+        if (lane >= 16 || !rows.held(row)) continue;
         if (Source::GATED) drow_gate[row] = dots[warp * 16 + lane];
         for (int64_t c = 2 * F / MX_BLOCK; c < stride; c += 8) *(uint2*)(scale + row * stride + c) = make_uint2(0, 0);
     }
@@ -242,10 +240,9 @@ static void backward_both(uint8_t* q, uint8_t* scale, uint8_t* q_channels, uint8
                           int64_t most, int64_t F, int32_t scale_mode, Ctx* ctx) {
     ASSERT(aligned(q, scale, q_channels, scale_channels, gated_a, da_ungated, h) && F % MX_CHUNK == 0);
     ASSERT(length % MX_CHUNK == 0 && length >= most);
-    const int64_t units = ceil_div(most, MX_CHUNK) * (Source::GATED ? 1 : F / MX_CHUNK);
-    launch_early(swiglu_backward_both_kernel<Source>, walking_blocks(units, ctx), 32 * TILE_WARPS, TILE_BYTES, ctx, q,
-                 scale, q_channels, scale_channels, gated_a, drow_gate, da_ungated, h, rows, F, length,
-                 mx_stride(2 * F), carry_of(scale_mode));
+    launch_early(swiglu_backward_both_kernel<Source>, walking_blocks(ceil_div(most, MX_CHUNK), ctx), 32 * TILE_WARPS,
+                 TILE_BYTES, ctx, q, scale, q_channels, scale_channels, gated_a, drow_gate, da_ungated, h, rows, F,
+                 length, mx_stride(2 * F), carry_of(scale_mode));
 }
 
 void mx_swiglu_backward_both(uint8_t* q, uint8_t* scale, uint8_t* q_channels, uint8_t* scale_channels, floatX* gated_a,
