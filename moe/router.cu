@@ -316,9 +316,9 @@ void router_forward(real* scores, int32_t* expert, real* gate, const floatX* x, 
     float* d = NULL;
     if (s.even) {
         d = scratch_of(s, ctx_workspace<char>(ctx, (int64_t)router_workspace(s))).count;
-        by_experts(s, [&](auto j) {
-            launch_early(even_out<decltype(j)::value>, blocks_for(s.N, s.T), 512, 0, ctx, d, scores, s);
-        });
+        const unsigned blocks = blocks_for(s.N, s.T) * (ctx->capability >= 90 ? EVEN_BLOCKS : 1);
+        by_experts(
+            s, [&](auto j) { launch_early(even_out<decltype(j)::value>, blocks, EVEN_THREADS, 0, ctx, d, scores, s); });
     }
 
     // s, the selection and the gates

@@ -1,39 +1,62 @@
-// What evens out the choice of a sequence's tokens (moe/router.h): Sinkhorn's rounds, a block for each sequence.
+// What evens out the choice of a sequence's tokens (moe/router.h): Sinkhorn's rounds. A few blocks, a cluster, take the
+// tokens of a sequence by turns; what they add up meets in distributed shared memory after every pass over the tokens.
 #ifndef MOE_ROUTER_EVEN_CUH
 #define MOE_ROUTER_EVEN_CUH
 
+#include <cooperative_groups.h>
+
 #include "device/cuda.cuh"
 #include "moe/router.h"
+
+// What the blocks of a sequence do together. GPUs before Hopper know no clusters: a block takes a sequence there.
+#if defined(__CUDA_ARCH__) && __CUDA_ARCH__ < 900
+enum { EVEN_BLOCKS = 1 };
+#define EVEN_IN_CLUSTERS
+static __device__ __forceinline__ void blocks_meet() { __syncthreads(); }
+static __device__ __forceinline__ float of_block(const float* place, int) { return *place; }
+#else
+enum { EVEN_BLOCKS = 8 };
+#define EVEN_IN_CLUSTERS __cluster_dims__(EVEN_BLOCKS)
+static __device__ __forceinline__ void blocks_meet() { cooperative_groups::this_cluster().sync(); }
+static __device__ __forceinline__ float of_block(float* place, int block) {
+    return *cooperative_groups::this_cluster().map_shared_rank(place, block);
+}
+#endif
 
 // p = sigmoid(x - h), the soft choice of K experts; -inf beyond E.
 template <int HELD>
 static __device__ __forceinline__ void soft_choice(float (&p)[HELD], const float (&x)[HELD], float h) {
 #pragma unroll
-    for (int j = 0; j < HELD; j++) p[j] = 1 / (1 + expf(h - x[j]));
+    for (int j = 0; j < HELD; j++) p[j] = sigmoid_fast(x[j] - h);
 }
 
-// share_d (sequences, E) = even d. A block takes a sequence, LANES lanes a token: lane l of them holds experts l,
-// l + LANES, ... Sums over tokens stay in registers until all are read; then the warps' meet in shared memory, in
-// order. Bound by the exponentials; only the first steps of a run need it.
+// share_d (sequences, E) = even d. A token is LANES lanes' work: lane l of them holds experts l, l + LANES, ... Sums
+// over tokens stay in registers until all are read; then the warps' meet in shared memory, in order, and then the
+// blocks'. Bound by the exponentials and the way to the other blocks; only the first steps of a run need it.
+enum { EVEN_THREADS = 512 };
 template <int J>
-static __global__ void __launch_bounds__(512) even_out(float* share_d, const float* logits, RouterShape s) {
+static __global__ void EVEN_IN_CLUSTERS __launch_bounds__(EVEN_THREADS)
+    even_out(float* share_d, const float* logits, RouterShape s) {
     wait_for_previous();
-    enum { HELD = J < 4 ? 4 * J : 16, LANES = 32 * J / HELD, WARPS = 16, AT_ONCE = 32 * WARPS / LANES };
-    __shared__ float part[WARPS][32 * J], d[32 * J], h[EVEN_TOKENS];
-    const int warp = threadIdx.x / 32, lane = threadIdx.x % LANES, mine = threadIdx.x;
-    const int64_t first = blockIdx.x * s.T, tokens = s.N - first < s.T ? s.N - first : s.T,
-                  step = (tokens + EVEN_TOKENS - 1) / EVEN_TOKENS, count = (tokens + step - 1) / step;
+    enum { HELD = J < 4 ? 4 * J : 16, LANES = 32 * J / HELD, WARPS = EVEN_THREADS / 32, AT_ONCE = 32 * WARPS / LANES };
+    __shared__ float part[WARPS][32 * J], ours[2][32 * J], d[32 * J], h[EVEN_TOKENS];
+    const int warp = threadIdx.x / 32, lane = threadIdx.x % LANES, mine = threadIdx.x, rank = blockIdx.x % EVEN_BLOCKS;
+    const int64_t sequence = blockIdx.x / EVEN_BLOCKS, first = sequence * s.T,
+                  tokens = s.N - first < s.T ? s.N - first : s.T, step = (tokens + EVEN_TOKENS - 1) / EVEN_TOKENS,
+                  count = (tokens + step - 1) / step;
     logits += first * s.E;
-    for (int t = threadIdx.x; t < EVEN_TOKENS; t += 32 * WARPS) h[t] = 0;
+    for (int t = threadIdx.x; t < EVEN_TOKENS; t += EVEN_THREADS) h[t] = 0;
 
     // The sum over tokens of what `make` turns their logits x into: thread e gets expert e's, then all threads meet.
     float x[HELD];
+    int turn = 0;
     auto over_tokens = [&](auto make) {
-        // A thread's tokens. All threads go round as often, for the shuffles in `make`; a token after the last is the
-        // last once more, and is not added.
+        // A thread's tokens. All threads of a block go round as often, for the shuffles in `make`; a token after the
+        // last is the last once more, and is not added.
         float sum[HELD] = {};
 #pragma unroll 2
-        for (int64_t n = threadIdx.x / LANES; n < round_up(count, AT_ONCE); n += AT_ONCE) {
+        for (int64_t n = rank * AT_ONCE + threadIdx.x / LANES; n < round_up(count, AT_ONCE);
+             n += AT_ONCE * EVEN_BLOCKS) {
             const float* of_token = logits + min(n, count - 1) * step * s.E;
 #pragma unroll
             for (int j = 0; j < HELD; j++) x[j] = lane + LANES * j < s.E ? of_token[lane + LANES * j] : -INFINITY;
@@ -41,7 +64,7 @@ static __global__ void __launch_bounds__(512) even_out(float* share_d, const flo
 #pragma unroll
             for (int j = 0; j < HELD; j++) sum[j] += n < count ? x[j] : 0;
         }
-        // The warp's, then those of all warps.
+        // The warp's, those of all warps, and those of all blocks.
 #pragma unroll
         for (int j = 0; j < HELD; j++) {
 #pragma unroll
@@ -51,7 +74,11 @@ static __global__ void __launch_bounds__(512) even_out(float* share_d, const flo
         __syncthreads();
         float total = 0;
         for (int w = 0; w < WARPS && mine < s.E; w++) total += part[w][mine];
-        __syncthreads();
+        float* place = &ours[turn ^= 1][min(mine, 32 * J - 1)];  // the one of the pass before may still be read
+        if (mine < s.E) *place = total;
+        blocks_meet();
+        total = 0;
+        for (int block = 0; block < EVEN_BLOCKS && mine < s.E; block++) total += of_block(place, block);
         return total;
     };
 
@@ -94,7 +121,8 @@ static __global__ void __launch_bounds__(512) even_out(float* share_d, const flo
             d[mine] += (float)EVEN_STEP * tau * logf(sum * (float)s.E / (float)(s.K * count) + (float)EVEN_LEAST);
         __syncthreads();
     }
-    if (mine < s.E) share_d[blockIdx.x * (int64_t)s.E + mine] = *s.even * d[mine];
+    blocks_meet();  // nobody leaves while others read its sums
+    if (rank == 0 && mine < s.E) share_d[sequence * s.E + mine] = *s.even * d[mine];
 }
 
 #endif
