@@ -116,7 +116,8 @@ const Option settings_table[] = {
     FLAG("run", "help", help, ONCE, "print this and stop (also -h)"),
 
     // How it learns.
-    NUMBER("optimizer", "lr", lr, "1e-3", 0, 100, FIXED, "peak learning rate"),
+    NUMBER("optimizer", "lr", lr, "1e-3", 0, 100, FIXED,
+           "peak learning rate; with --model 16b 4.2e-4, 236b 2.4e-4, 671b 2.2e-4, unless given"),
     WHOLE("optimizer", "warmup", warmup, "100", 0, 1e9, FIXED, "steps of linear warm-up"),
     CHOICE("optimizer", "schedule", schedule, "cosine", "cosine|wsd|linear|constant", FIXED, "after the warm-up"),
     NUMBER("optimizer", "final-lr-frac", final_lr_frac, "0.1", 0, 1, FIXED, "last learning rate as a part of --lr"),
@@ -128,8 +129,8 @@ const Option settings_table[] = {
            "how AdamW's moments are kept, in both builds"),
     NUMBER("optimizer", "clip", clip, "1", 0, 1e9, FIXED, "largest global gradient norm; 0: no clipping"),
     WHOLE("optimizer", "even-start", even_start, "1", 0, 1, FIXED,
-          "1: during the warm-up, and less and less up to ten times that or the middle of the run, routers choose by "
-          "logits without what would make a sequence's choice uneven; with --init 0, unless given"),
+          "1: for four fifths of the run, and less and less up to nine tenths, routers choose by logits without what "
+          "would make a sequence's choice uneven; with --init 0, unless given"),
     NUMBER("optimizer", "bias-rate", bias_rate, "5e-3", 0, 100, FIXED,
            "what an expert without tokens gains in selection bias at each step; with --score softmax 0, unless given"),
     NUMBER("optimizer", "aux-loss", aux_loss, "1e-2", 0, 100, FIXED, "weight of the sequence-wise balance loss"),
@@ -219,6 +220,9 @@ static const ModelConfig presets[] = {
 };
 // clang-format on
 
+// Their peak learning rates: DeepSeek-V2-Lite's, V2's and V3's as published.
+static const double peak_lr[] = {1e-3, 1e-3, 1e-3, 4.2e-4, 2.4e-4, 2.2e-4};
+
 // What each --precision sets, in the order of its choices. What a row does not name is bf16, and --mx-gemm exact.
 static const Settings modes[] = {
     {.expert_precision = PRECISION_BF16},
@@ -270,6 +274,7 @@ static void set_for_use(Settings* s, const char* given, const char* folder) {
 // What a model's kind asks for, where it is not given. DeepSeek-V2's, with softmax scores, have no selection bias. A
 // trained router's choice is left as it is.
 static void set_for_model(Settings* s, const char* given) {
+    if (!given[row(offsetof(Settings, lr))]) s->lr = peak_lr[s->preset];
     if (s->model.score == SCORE_SOFTMAX && !given[row(offsetof(Settings, bias_rate))]) s->bias_rate = 0;
     if (*s->init && !given[row(offsetof(Settings, even_start))]) s->even_start = 0;
 }
@@ -364,11 +369,8 @@ double config_softmax_scale(const ModelConfig* m) {
 }
 
 double settings_even(const Settings* s, int64_t step) {
-    const int64_t middle = s->schedule == SCHEDULE_CONSTANT ? INT64_MAX : s->steps / 2;
-    const int64_t end = min_i64(10 * s->warmup, middle);
-    if (!s->even_start) return 0;
-    if (step <= s->warmup) return 1;
-    return step < end ? (double)(end - step) / (double)(end - s->warmup) : 0;
+    if (!s->even_start || s->schedule == SCHEDULE_CONSTANT) return (double)s->even_start;
+    return fmin(fmax(9 - 10 * (double)step / (double)s->steps, 0), 1);
 }
 
 double settings_mtp_weight(const Settings* s, int64_t step) {

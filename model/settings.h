@@ -95,9 +95,9 @@ double config_softmax_scale(const ModelConfig* config);  // (nope + rope)^-1/2, 
 //   constant   not at all
 double settings_lr(const Settings* settings, int64_t step);
 
-// The share of what evens out a sequence's choice that routers go without at `step` (moe/router.h): all of it during
-// the warm-up, then along a line to none at ten times the warm-up, or in the middle of the run where that is sooner (a
-// constant schedule does not ask where the run ends); with --even-start 0 none.
+// The share of what evens out a sequence's choice that routers go without at `step` (moe/router.h): all of it in four
+// fifths of the run, then along a line to none at nine tenths. A constant schedule does not ask where the run ends: all
+// of it in every step. With --even-start 0 none.
 double settings_even(const Settings* settings, int64_t step);
 
 // The weight at `step` of the modules' losses, together, beside that of the main model.
