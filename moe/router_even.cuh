@@ -32,7 +32,7 @@ static __device__ __forceinline__ void soft_choice(float (&p)[HELD], const float
 
 // share_d (sequences, E) = even d. A token is LANES lanes' work: lane l of them holds experts l, l + LANES, ... Sums
 // over tokens stay in registers until all are read; then the warps' meet in shared memory, in order, and then the
-// blocks'. Bound by the exponentials and the way to the other blocks; only the first steps of a run need it.
+// blocks'. Bound by the exponentials and the way to the other blocks.
 enum { EVEN_THREADS = 512 };
 template <int J>
 static __global__ void EVEN_IN_CLUSTERS __launch_bounds__(EVEN_THREADS)
