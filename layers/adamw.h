@@ -10,7 +10,7 @@
 // of the next gradient these bound all that the next update can make. A step whose tokens had no room (moe/dispatch.h)
 // changes nothing either, and no step after it does until there is room: the host runs them again.
 //
-// Moments are real, or bf16 as DeepSeek-V3 keeps them (arXiv 2412.19437, section 3.3.1): 22 bytes a parameter are read
+// Moments are real, or bf16 as DeepSeek-V3 keeps them (arXiv 2412.19437, section 3.3.3): 22 bytes a parameter are read
 // and written instead of 30. Of bf16 ones the update takes the new m and v before they are rounded: they are in
 // registers anyway, and what a rounding swallows counts in this update at least. They are stored rounded to nearest
 // even, so that a run is the same each time.

@@ -1,4 +1,4 @@
-// Causal attention core of MLA (DeepSeek-V2, arXiv 2405.04434, section 2.1.2) on the up-projected heads:
+// Causal attention core of MLA (DeepSeek-V2, arXiv 2405.04434, section 2.1.3) on the up-projected heads:
 //   k_h = [k_nope_h ; k_rope]  (k_rope is shared by the heads),  P = softmax(scale * q_h k_h^T) causal,  out_h = P v_h
 // k is never put together in memory: k_nope and v are read where Wkvb's product left them, k_rope where Wkva's did.
 // Works in tiles (flash attention, Dao et al. 2022, arXiv 2205.14135): no T x T matrix exists. On the GPU (nope, rope,

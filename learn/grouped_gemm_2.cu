@@ -8,11 +8,12 @@
 //       ty*4 ..       |   4 x 4   |    4 x 4     |    the 64 sums of thread (ty, tx)
 //       64 + ty*4 ..  |   4 x 4   |    4 x 4     |
 //
-// A thread's eight columns are two fours, 64 apart: the 16 threads of a row of threads then read neighbouring words,
-// each in a bank of its own. An element comes from memory once for 128 multiplications, not once for each.
+// A thread's eight columns are two fours, 64 apart: eight threads at a time then read 128 neighbouring bytes, each bank
+// once. (With eight columns in a row every other thread's four would lie on the same banks.) An element comes from
+// memory once for 128 multiplications, not once for each.
 //
-// Bound by the arithmetic of ordinary threads: 128 multiplications and additions a clock and SM. The tensor cores,
-// which do 16 times as many, have nothing to do.
+// Bound by the arithmetic of ordinary threads, at most 128 multiplications and additions a clock and SM, and by waiting
+// for each 16 elements. The tensor cores, which do 16 times as many, have nothing to do.
 #include "learn/learn.cuh"
 
 namespace {

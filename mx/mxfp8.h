@@ -93,7 +93,7 @@ void mx_round_columns(floatX* x,  // (capacity, columns)
 //
 // Align 128: a scale for each chunk of 128 rows and channel. Align 512: each four chunks of a group, counted from its
 // start, have one, which stands at each of them; and what would have a scale below MX_RUN_LEAST is zeros (2^-78 at
-// most), so that the quotient of two scales of a channel stays far inside of float32.
+// most), so that the quotient of two scales of a channel stays inside of float32 while values are below 2^49.
 static inline int64_t mx_channel_length(int64_t capacity, int32_t El, Backend backend) {
     return backend == BACKEND_CUDA ? round_up(capacity, MX_CHUNK) : ragged_rows(capacity, El, BACKEND_CUDA);
 }

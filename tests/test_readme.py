@@ -73,7 +73,7 @@ class Readme(unittest.TestCase):
         table = re.search(r"^\| what \| figure \| yardstick \|\n\|.*\n((?:\|.*\n)+)", page("README.md"), re.M)[1]
         for row in table.splitlines():
             for number in re.findall(r"\d[\d.,e-]*\d", re.sub(r"^\|[^|]*\|", "", row)):
-                self.assertIn(number, results, row)
+                self.assertTrue(number in results, f"{number} of {row}")
 
 
 if __name__ == "__main__":
