@@ -4,10 +4,10 @@
 //
 // Frequencies: f_i = g_i = theta^(-2i/D). With YaRN (Peng et al. 2023, arXiv 2309.00071, section 3.2) they are blended
 // between g_i (fast pairs, left alone) and g_i / factor (slow pairs, interpolated): f_i = (1 - r_i) g_i + r_i g_i /
-// factor. The ramp is linear in the pair i, as in YaRN's and DeepSeek's code (the paper's is linear in the turns): r_i =
-// clamp((i - low) / (high - low), 0, 1), low = floor(d(beta_fast)), high = ceil(d(beta_slow)), where d(beta) =
-// D ln(original_len / (2 pi beta)) / (2 ln theta) is the pair that makes beta turns over the original length;
-// beta_fast = 32, beta_slow = 1, low is at least 0 and high at most D - 1.
+// factor. The ramp is linear in the pair i, as in YaRN's and DeepSeek's code (the paper's is linear in the turns): r_i
+// = clamp((i - low) / (high - low), 0, 1), low = floor(d(beta_fast)), high = ceil(d(beta_slow)), where d(beta) = D
+// ln(original_len / (2 pi beta)) / (2 ln theta) is the pair that makes beta turns over the original length; beta_fast =
+// 32, beta_slow = 1, low is at least 0 and high at most D - 1.
 #ifndef LAYERS_ROPE_H
 #define LAYERS_ROPE_H
 
