@@ -42,7 +42,7 @@ OP_TESTS = tests/test_layers tests/test_attention tests/test_adamw tests/test_mo
            tests/test_grouped_gemm tests/test_experts tests/test_dispatch tests/test_moe tests/test_mxfp8 \
            tests/test_mx_swiglu tests/test_mx_stats tests/test_mx_block tests/test_mx_check tests/test_mx_wgrad \
            tests/test_products tests/test_products_dy
-TESTS     = tests/test_device tests/test_data tests/test_bpe tests/fuzz tests/test_shards $(OP_TESTS) tests/test_golden tests/test_model tests/test_mtp tests/test_checkpoint
+TESTS     = tests/test_device tests/test_data tests/test_bpe tests/fuzz tests/test_shards $(OP_TESTS) tests/test_golden tests/test_model tests/test_mtp tests/test_sample tests/test_checkpoint
 # Tests of several ranks: four, where there is an mpirun, in the CUDA build one a GPU.
 TESTS_RANKS = tests/test_ranks tests/test_comm tests/test_checkpoint tests/test_expert_parallel tests/test_layouts
 TESTS_F64 = $(OP_TESTS) tests/test_golden tests/test_model

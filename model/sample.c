@@ -50,27 +50,29 @@ static int larger_first(const void* a, const void* b) {
     return (x < y) - (x > y);
 }
 
-// Draws an index with probability exp(logit / temperature) among the top_k largest (0: all); u is uniform in (0, 1).
-static int32_t draw(const real* logits, real* sorted, int64_t V, double temperature, int64_t top_k, double u) {
+int32_t sample_draw(real* logits, int64_t V, double temperature, int64_t top_k, double u) {
     int32_t best = 0;
     for (int64_t v = 1; v < V; v++)
         if (logits[v] > logits[best]) best = (int32_t)v;
     if (temperature == 0) return best;
 
-    // The least logit that may be drawn.
-    double floor_logit = -INFINITY, sum = 0;
+    // Only the top_k largest weigh: all above the least of them, and the first of those equal to it.
     if (top_k > 0 && top_k < V) {
+        real* sorted = (real*)host_alloc((size_t)V * sizeof(real));
         memcpy(sorted, logits, (size_t)V * sizeof(real));
         qsort(sorted, (size_t)V, sizeof(real), larger_first);
-        floor_logit = sorted[top_k - 1];
+        const real least = sorted[top_k - 1];
+        free(sorted);
+        for (int64_t v = 0; v < V; v++) top_k -= logits[v] > least;
+        for (int64_t v = 0; v < V; v++)
+            if (logits[v] < least || (logits[v] == least && top_k-- <= 0)) logits[v] = -INFINITY;
     }
 
     // The sum of all weights, then the token at which their running sum reaches u of it.
-    for (int64_t v = 0; v < V; v++)
-        if (logits[v] >= floor_logit) sum += exp((logits[v] - logits[best]) / temperature);
+    double sum = 0;
+    for (int64_t v = 0; v < V; v++) sum += exp((logits[v] - logits[best]) / temperature);
     double left = u * sum;
     for (int64_t v = 0; v < V; v++) {
-        if (!(logits[v] >= floor_logit)) continue;
         left -= exp((logits[v] - logits[best]) / temperature);
         if (left <= 0) return (int32_t)v;
     }
@@ -81,7 +83,7 @@ char* model_sample(Model* m, const Tokenizer* tokenizer, int64_t step) {
     const Settings* s = &m->settings;
     int64_t room = 1 + (int64_t)strlen(s->prompt) + s->sample_tokens, V = m->config.V;
     int32_t* ids = (int32_t*)host_alloc((size_t)room * sizeof(int32_t));
-    real *logits = (real*)host_alloc(2 * (size_t)V * sizeof(real)), *sorted = logits + V;
+    real* logits = (real*)host_alloc((size_t)V * sizeof(real));
 
     // End of text and the prompt.
     ids[0] = tokenizer_eot(tokenizer);
@@ -95,7 +97,7 @@ char* model_sample(Model* m, const Tokenizer* tokenizer, int64_t step) {
         model_forward(m, 0);
         model_logits(m, context - 1, logits);
         double u = random_uniform((uint64_t)s->seed, SAMPLE_STREAM, (uint64_t)(step * s->sample_tokens + i));
-        int32_t id = draw(logits, sorted, V, s->temperature, s->sample_top_k, u);
+        int32_t id = sample_draw(logits, V, s->temperature, s->sample_top_k, u);
         if (id == ids[0]) break;
         ids[n++] = id;
     }

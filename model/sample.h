@@ -12,6 +12,11 @@ BEGIN_C
 // are no shards to look at.
 void sample_check(const Settings* settings, const Tokenizer* tokenizer, const Shards* train);
 
+// The index at which the running sum of the weights exp(logit / temperature) reaches u of all of it, u in (0, 1). Only
+// the top_k largest weigh, of equal ones the first (0: all). temperature 0: the largest, of equal ones the first.
+// Overwrites the logits (V).
+int32_t sample_draw(real* logits, int64_t V, double temperature, int64_t top_k, double u);
+
 // Continues the end-of-text token and --prompt by --sample-tokens tokens, each drawn at --temperature among the
 // --sample-top-k likeliest, and stops early at an end-of-text token. Returns the text in fresh memory, prompt included,
 // with control characters as host_printable writes them. The context is the last seq_len tokens, and every token runs

@@ -1,0 +1,94 @@
+// What a model writes and what it answers: draws, the context of a sample, and the measures of multiple choice.
+#include "model/evaluate.h"
+#include "model/sample.h"
+#include "tests/model.h"
+
+static Model* fresh(const char* options) {
+    char* line = host_format(
+        "--layers 2 --dim 32 --heads 2 --kv-lora 16 --nope-dim 32 --rope-dim 16 --v-dim 32 --dense-ffn 48 --experts 6 "
+        "--top-k 2 --expert-ffn 24 --vocab 257 --seq-len 20 --batch 1 %s",
+        options);
+    Settings s = settings_of(line);
+    free(line);
+    return model_create(&s, NULL);
+}
+
+// Logits are logarithms of 1 3 2 4 2, so these weigh so at temperature 1, and as their squares at 1/2. A thousand u, of
+// which none lies where one token ends and the next begins.
+static void draws(void) {
+    static const struct {
+        int64_t top_k;
+        double temperature;
+        int weight[5];
+    } cases[] = {{0, 1, {1, 3, 2, 4, 2}},    {3, 1, {0, 3, 2, 4, 0}},   {1, 1, {0, 0, 0, 1, 0}},
+                 {5, 1, {1, 3, 2, 4, 2}},    {4, 1, {0, 3, 2, 4, 2}},   {0, 0.5, {1, 9, 4, 16, 4}},
+                 {3, 0.5, {0, 9, 4, 16, 0}}, {1, 0.5, {0, 0, 0, 1, 0}}, {0, 0, {0, 0, 0, 1, 0}},
+                 {3, 0, {0, 0, 0, 1, 0}}};
+    for (size_t c = 0; c < sizeof(cases) / sizeof(cases[0]); c++) {
+        const int* weight = cases[c].weight;
+        const int sum = weight[0] + weight[1] + weight[2] + weight[3] + weight[4];
+        int wrong = 0;
+        for (int i = 0; i < 1000; i++) {
+            real logits[5] = {0, (real)log(3), (real)log(2), (real)log(4), (real)log(2)};
+            const double u = (i + 0.5) / 1000;
+            int expected = 0;
+            for (int below = weight[0]; below < u * sum; below += weight[++expected]) continue;
+            wrong += sample_draw(logits, 5, cases[c].temperature, cases[c].top_k, u) != expected;
+        }
+        CHECK(wrong == 0, "top_k %lld, temperature %g: %d of 1000 draws", (long long)cases[c].top_k,
+              cases[c].temperature, wrong);
+    }
+}
+
+// Of equal logits the first are among the top_k, and temperature 0 takes the first of all.
+static void draws_of_equals(void) {
+    for (int64_t top_k = 0; top_k <= 4; top_k++)
+        for (int i = 0; i < 100; i++) {
+            real logits[6] = {-1, 2, 2, -1, 2, 2};
+            static const int32_t equals[4] = {1, 2, 4, 5};
+            const double u = (i + 0.5) / 100;
+            const int32_t expected = top_k ? equals[(int)(u * (double)top_k)] : 1;
+            const int32_t id = sample_draw(logits, 6, top_k ? 1 : 0, top_k, u);
+            CHECK(id == expected, "top_k %lld, u %g: %d, expected %d", (long long)top_k, u, id, expected);
+        }
+}
+
+// A sample's context is the last seq_len tokens: after more of them it goes on as one that begins with these.
+static void text_beyond_the_context(void) {
+    Model* m = fresh("--sample-tokens 12 --temperature 0 --prompt abcdefghijklmnopqrstuvwxyz");
+    Tokenizer* bytes = tokenizer_open("");
+    model_init(m, 3);
+    char *prompt = m->settings.prompt, *whole = model_sample(m, bytes, 0);
+    m->settings.prompt += 26 - 20;
+    char* last = model_sample(m, bytes, 0);
+    CHECK(strlen(whole) > 26 && strcmp(whole + 6, last) == 0, "'%s' does not end as '%s'", whole, last);
+    m->settings.prompt = prompt;
+    free(whole), free(last);
+    tokenizer_close(bytes);
+    finish(m);
+}
+
+// A model of zeros, to which all tokens are equally likely. Of " a" and "bb" the first has the likeliest tokens, as the
+// second has, and by the byte the second, because its text has two and the other's without its blank one.
+static void a_blank_counts_no_byte(void) {
+    Model* m = fresh("");
+    Tokenizer* bytes = tokenizer_open("");
+    int32_t ids[] = {'x', ' ', 'a', 'b', 'b'}, label[1];
+    Choice list[2] = {{0, 0, 0, 1, 1, 2}, {0, 1, 0, 1, 3, 2}};
+    const Choices question = {(char*)"blank", 1, label, 2, list, ids};
+    for (label[0] = 0; label[0] < 2; label[0]++) {
+        const ChoiceScore score = evaluate_choices(m, &question, bytes);
+        CHECK(score.accuracy == 1 - label[0] && score.normalised == label[0], "ending %d: accuracy %g, normalised %g",
+              label[0], score.accuracy, score.normalised);
+    }
+    tokenizer_close(bytes);
+    finish(m);
+}
+
+int main(void) {
+    RUN(draws);
+    RUN(draws_of_equals);
+    RUN(text_beyond_the_context);
+    RUN(a_blank_counts_no_byte);
+    return test_summary();
+}
