@@ -76,7 +76,6 @@ static void plan_travel(Arena* a, Route* route, Travel* t, const Pipeline& p, in
     dispatch_plan_choices(a, route, shape_of(p.N, C, format));
     route->received = route->choices = p.N;
     route->send.capacity = p.N;
-    dispatch_plan_received(a, route);
     dispatch_plan_travel(a, t, route, choices);
 }
 
@@ -158,7 +157,7 @@ static void forward(Pipeline& p, int v) {
     dispatch_pack_choices(p.dispatch, &q.route_x, &q.x, ctx);
     dispatch_start(p.dispatch, &q.route_x, ctx);
     q.kept = dispatch_receive(p.dispatch, &q.route_x, &q.x, ctx);
-    permute_plan(q.ragged, q.route_x.recv_expert, q.route_x.recv_gate, p.N, 1, ctx);
+    permute_plan(q.ragged, q.x.received_expert, q.x.received_gate, p.N, 1, ctx);
     q.x_rows = rows_permute(q.x_rows, q.kept, q.w.format, q.ragged, ctx);
     grouped_forward(q.y, q.x_rows, &q.w, q.ragged, ctx);
     combine_send(p.dispatch, &q.route_dy, &q.dy, {q.y, q.ragged, NULL, NULL}, ctx);

@@ -63,12 +63,6 @@ void dispatch_plan_choices(Arena* a, Route* r, DispatchShape s) {
     arena_add(a, "rows by rank", ELEMENT_I64, ROUTE_NUMBERS * s.ep, 0, (void**)&r->numbers);
 }
 
-void dispatch_plan_received(Arena* a, Route* r) {
-    if (r->shape.ep == 1) return;
-    arena_add(a, "received expert ids", ELEMENT_I32, r->received * r->shape.K, 1, (void**)&r->recv_expert);
-    arena_add(a, "received gates", ELEMENT_REAL, r->received * r->shape.K, 1, (void**)&r->recv_gate);
-}
-
 void dispatch_plan_x(Arena* a, Rows* x, const Route* r) {
     const int memory = received_format(r->shape).bytes ? ROWS_BYTES : r->shape.ep > 1 ? ROWS_VALUES : 0;
     rows_plan(a, "received x", x, memory, r->received, r->shape.C);
@@ -88,13 +82,16 @@ void dispatch_plan_travel(Arena* a, Travel* t, const Route* r, int choices) {
     memset(t, 0, sizeof(*t));
     rows_plan(a, "received rows", &t->received, (s.ep > 1 || cast_back ? ROWS_VALUES : 0) | cast_back | cast_here,
               r->received, s.C);
-    if (s.ep == 1) return;
+    if (s.ep == 1) {
+        t->received_expert = r->expert, t->received_gate = r->gate;
+        return;
+    }
     plan_sent(a, t, r, ROWS_VALUES | cast_out | cast_back);
     arena_add(a, "sent gates", ELEMENT_REAL, r->send.capacity * s.K, 1, (void**)&t->sent_gate);
-    if (choices)
-        arena_add(a, "sent expert ids", ELEMENT_I32, r->send.capacity * s.K, 1, (void**)&t->sent_expert);
-    else
-        arena_add(a, "received gates", ELEMENT_REAL, r->received * s.K, 1, (void**)&t->received_gate);
+    arena_add(a, "received gates", ELEMENT_REAL, r->received * s.K, 1, (void**)&t->received_gate);
+    if (!choices) return;
+    arena_add(a, "sent expert ids", ELEMENT_I32, r->send.capacity * s.K, 1, (void**)&t->sent_expert);
+    arena_add(a, "received expert ids", ELEMENT_I32, r->received * s.K, 1, (void**)&t->received_expert);
 }
 
 void dispatch_plan_again(Arena* a, Travel* t, const Route* r) {
@@ -180,7 +177,6 @@ void dispatch_counts(Dispatch* d, Route* r, Ctx* ctx) {
     const int64_t N = s.N, P = s.ep, align = row_align(BACKEND);
     if (!d->comm) {
         r->received = N, r->choices = N * s.K;
-        r->recv_expert = r->expert, r->recv_gate = r->gate;
         return;
     }
 
@@ -246,9 +242,9 @@ void dispatch_pack_choices(Dispatch* d, const Route* r, const Travel* t, Ctx* ct
     const DispatchShape s = r->shape;
     if (!d->comm) return;
     dispatch_choices(t->sent_expert, t->sent_gate, r->expert, r->gate, r->send, s.N, s.K, experts_held(s), ctx);
-    if (s.capacity > 0) device_fill(r->recv_expert, 0xff, (size_t)(r->received * s.K) * sizeof(int32_t), ctx);
-    pack(d, r->recv_expert, t->sent_expert, (size_t)s.K * sizeof(int32_t));
-    pack(d, r->recv_gate, t->sent_gate, (size_t)s.K * sizeof(real));
+    if (s.capacity > 0) device_fill(t->received_expert, 0xff, (size_t)(r->received * s.K) * sizeof(int32_t), ctx);
+    pack(d, t->received_expert, t->sent_expert, (size_t)s.K * sizeof(int32_t));
+    pack(d, t->received_gate, t->sent_gate, (size_t)s.K * sizeof(real));
 }
 
 void dispatch_start(Dispatch* d, const Route* r, Ctx* ctx) {

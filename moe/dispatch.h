@@ -36,8 +36,8 @@ typedef struct DispatchShape {
     Format combine;   // outputs and dx are cast to it before they travel back
     // 0: the host waits for the numbers, and there is always room. Else they stay on the device and the host waits for
     // nothing: there is room for what dispatch_expect gives, whatever arrives, and what is left of it has no choices
-    // (recv_expert -1). Where a rank would receive more, nothing travels, and the step's state says so. All ranks have
-    // as many tokens then.
+    // (received_expert -1). Where a rank would receive more, nothing travels, and the step's state says so. All ranks
+    // have as many tokens then.
     double capacity;
 } DispatchShape;
 
@@ -47,8 +47,6 @@ typedef struct Route {
     int32_t* expert;            // (N, K): the router's choices, made once; backward never chooses again
     real* gate;                 // (N, K)
     int64_t received, choices;  // tokens whose experts are here, and token-expert pairs among them
-    int32_t* recv_expert;       // (received, K): numbers of experts held here, -1 for choices held elsewhere
-    real* recv_gate;            // (received, K)
     // With several ranks: the tokens by the rank they go to (a ragged layout with El = K = ep), and for each rank which
     // rows of it go there and which of the received tokens come from there: on the host, or in device memory.
     Ragged send;
@@ -59,12 +57,13 @@ typedef struct Route {
 
 // Buffers of what is under way. Of those that a route does not need none has memory.
 typedef struct Travel {
-    Rows own;                         // (N, C): x as it travels, where it is cast before
-    Rows sent;                        // (sent rows, C): before they leave, and what came back
-    Rows received;                    // (received, C): as they arrive; then their sums before they leave
-    Rows arrived, room;               // what will have arrived, or x itself; memory for it as it is received
-    int32_t* sent_expert;             // (sent rows, K)
-    real *sent_gate, *received_gate;  // (sent rows, K), (received, K): gates, or their gradients
+    Rows own;            // (N, C): x as it travels, where it is cast before
+    Rows sent;           // (sent rows, C): before they leave, and what came back
+    Rows received;       // (received, C): as they arrive; then their sums before they leave
+    Rows arrived, room;  // what will have arrived, or x itself; memory for it as it is received
+    // (sent rows, K), (received, K). In forward alone: experts by their numbers there, -1 for choices held elsewhere.
+    int32_t *sent_expert, *received_expert;
+    real *sent_gate, *received_gate;  // gates, or their gradients
 } Travel;
 
 // The rows of the received tokens with their experts, to be summed: y_n = sum_k gate_nk rows[row of (n, k)].
@@ -83,9 +82,8 @@ Dispatch* dispatch_create(Comm* comm, Pool* pool, StepState* state, Ctx* ctx);
 void dispatch_destroy(Dispatch* dispatch);
 size_t dispatch_workspace(DispatchShape shape);
 
-// Names in `arena` what a route takes, before and after its counts are known.
+// Names in `arena` what a route takes.
 void dispatch_plan_choices(Arena* arena, Route* route, DispatchShape shape);
-void dispatch_plan_received(Arena* arena, Route* route);
 // x as it was received, for as long as it is needed: nothing where that is x itself.
 void dispatch_plan_x(Arena* arena, Rows* x, const Route* route);
 // Buffers of a pass: choices 1 in forward, 0 in backward; there x may be sent a second time (dispatch_plan_again).

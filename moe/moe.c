@@ -35,7 +35,7 @@ void moe_forward(floatX* y, const floatX* x, MoeWeights w, MoeSaved* m, int64_t*
     m->x = dispatch_receive(d, &m->route, &t.travel, ctx);
 
     // 3. The received tokens into rows, sorted by expert.
-    permute_plan(m->ragged, m->route.recv_expert, m->route.recv_gate, m->route.received, s.router.K, ctx);
+    permute_plan(m->ragged, t.travel.received_expert, t.travel.received_gate, m->route.received, s.router.K, ctx);
     const Rows rows = rows_permute(t.rows, m->x, format_read(s.expert), m->ragged, ctx);
 
     // 4. Each expert's MLP: W2 swiglu(W13 x).
@@ -44,7 +44,7 @@ void moe_forward(floatX* y, const floatX* x, MoeWeights w, MoeSaved* m, int64_t*
     grouped_forward(t.rows.value, act, w.w2, m->ragged, ctx);
 
     // 5. Gate-weighted sums home; the shared MLP's second product while they travel.
-    const Sums sums = {t.rows.value, m->ragged, m->route.recv_gate, NULL};
+    const Sums sums = {t.rows.value, m->ragged, t.travel.received_gate, NULL};
     combine_send(d, &m->route, &t.travel, sums, ctx);
     if (shared) linear_forward(y, t.shared_act, w.shared2, N, ctx);
     combine_receive(d, &m->route, &t.travel, sums, y, shared != 0, NULL, ctx);

@@ -22,7 +22,6 @@ void moe_plan_routed(Arena* a, MoeSaved* m, MoeShape s) {
     ASSERT(max_i64(rows, max_i64(m->route.received, m->route.send.capacity)) <= INT32_MAX);  // row numbers are int32
     m->ragged.El = El;
     m->ragged.capacity = rows;
-    dispatch_plan_received(a, &m->route);
     arena_add(a, "group starts", ELEMENT_I64, El + 1, 0, (void**)&m->ragged.group_start);
     arena_add(a, "group rows", ELEMENT_I32, El, 0, (void**)&m->ragged.group_rows);
     arena_add(a, "row -> token", ELEMENT_I32, rows, 1, (void**)&m->ragged.row_token);
