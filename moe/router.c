@@ -100,17 +100,17 @@ void router_forward(real* scores, int32_t* expert, real* gate, const floatX* x, 
         real *choice = scratch + thread_index() * thread_reals(s), *group_score = choice + s.E;
         char* taken = (char*)(group_score + s.E);
         for (int64_t n = n0; n < min_i64(n0 + TILE, s.N); n++) {
-            real *p = scores + n * s.E, *g = gate + n * s.K, sum = 0;
+            real *score = scores + n * s.E, *g = gate + n * s.K, sum = 0;
             int32_t* id = expert + n * s.K;
-            for (int32_t e = 0; e < s.E; e++) choice[e] = p[e] - (s.even ? d[n / s.T * s.E + e] : 0);
-            score_row(p, s.E, s.score);
+            for (int32_t e = 0; e < s.E; e++) choice[e] = score[e] - (s.even ? d[n / s.T * s.E + e] : 0);
+            score_row(score, s.E, s.score);
             score_row(choice, s.E, s.score);
             for (int32_t e = 0; e < s.E; e++) choice[e] += bias[e];
             if (s.groups > 1) limit_groups(choice, group_score, taken, s);
             for (int32_t e = 0; e < s.E; e++) taken[e] = 0;
             for (int32_t k = 0; k < s.K; k++) {
                 id[k] = s.force_balance ? (int32_t)((n * s.K + k) % s.E) : take_best(choice, taken, s.E);
-                sum += g[k] = p[id[k]];
+                sum += g[k] = score[id[k]];
             }
             real factor = s.norm ? (real)s.scale / (sum + (real)1e-20) : (real)s.scale;
             for (int32_t k = 0; k < s.K; k++) g[k] *= factor;
@@ -119,19 +119,19 @@ void router_forward(real* scores, int32_t* expert, real* gate, const floatX* x, 
 }
 
 // ds (E) of one token from the gradients of its gates.
-static void gate_backward(real* ds, const real* dgate, const real* p, const int32_t* id, const real* gate,
+static void gate_backward(real* ds, const real* dgate, const real* score, const int32_t* id, const real* gate,
                           RouterShape s) {
     for (int32_t e = 0; e < s.E; e++) ds[e] = 0;
-    real sum = (real)1e-20, mean = 0;
-    for (int32_t k = 0; k < s.K; k++) sum += p[id[k]], mean += dgate[k] * gate[k];
+    real sum = (real)1e-20, dot = 0;
+    for (int32_t k = 0; k < s.K; k++) sum += score[id[k]], dot += dgate[k] * gate[k];
     // With norm: gate_k = scale s_k / sum, so ds_k = (scale dgate_k - sum_j dgate_j gate_j) / sum.
-    for (int32_t k = 0; k < s.K; k++) ds[id[k]] = s.norm ? (s.scale * dgate[k] - mean) / sum : s.scale * dgate[k];
+    for (int32_t k = 0; k < s.K; k++) ds[id[k]] = s.norm ? (s.scale * dgate[k] - dot) / sum : s.scale * dgate[k];
 }
 
-// The auxiliary loss's part of ds: aux / T * (f_e - sum_j f_j p_j) / sum s, with p = s / sum s.
-static void balance_backward(real* ds, const real* p, const real* count, float aux, RouterShape s) {
+// The auxiliary loss's part of ds: aux / T * (f_e - sum_j f_j s_j / sum s) / sum s.
+static void balance_backward(real* ds, const real* score, const real* count, float aux, RouterShape s) {
     real sum = 0, dot = 0, f = (real)s.E / (s.K * s.T), scale = (real)aux / s.T;
-    for (int32_t e = 0; e < s.E; e++) sum += p[e], dot += f * count[e] * p[e];
+    for (int32_t e = 0; e < s.E; e++) sum += score[e], dot += f * count[e] * score[e];
     for (int32_t e = 0; e < s.E; e++) ds[e] += scale / sum * (f * count[e] - dot / sum);
 }
 
@@ -151,12 +151,13 @@ void router_backward(floatX* dx, real* dw, const real* dgate, const real* scores
     for (int64_t n0 = 0; n0 < s.N; n0 += TILE) {
         int64_t rows = min_i64(TILE, s.N - n0);
         for (int64_t n = n0; n < n0 + rows; n++) {
-            const real* p = scores + n * s.E;
-            real *d = dlogits + n * s.E, dot = 0;
-            gate_backward(d, dgate + n * s.K, p, expert + n * s.K, gate + n * s.K, s);
-            if (aux != 0) balance_backward(d, p, counts + n / s.T * s.E, aux, s);
-            for (int32_t e = 0; e < s.E; e++) dot += d[e] * p[e];
-            for (int32_t e = 0; e < s.E; e++) d[e] = p[e] * (s.score == SCORE_SIGMOID ? d[e] * (1 - p[e]) : d[e] - dot);
+            const real* score = scores + n * s.E;
+            real *ds = dlogits + n * s.E, dot = 0;
+            gate_backward(ds, dgate + n * s.K, score, expert + n * s.K, gate + n * s.K, s);
+            if (aux != 0) balance_backward(ds, score, counts + n / s.T * s.E, aux, s);
+            for (int32_t e = 0; e < s.E; e++) dot += ds[e] * score[e];
+            for (int32_t e = 0; e < s.E; e++)
+                ds[e] = score[e] * (s.score == SCORE_SIGMOID ? ds[e] * (1 - score[e]) : ds[e] - dot);
         }
         gemm(0, 0, rows, s.C, s.E, 1, dlogits + n0 * s.E, s.E, w, s.C, 1, dx + n0 * s.C, s.C);
     }

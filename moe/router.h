@@ -11,9 +11,7 @@
 //
 // Early in training x is nearly the same for all tokens (it carries the frequencies of the tokens). What is left of it
 // lies along few directions, and both move at every step by more than the tokens differ: whole steps would choose the
-// same K experts. And tokens that are frequent stay nearly alike for long: small offsets move them together, so a tenth
-// of d makes up for a tenth of the unevenness only where tokens differ. So training selects by logits less a share
-// `even` of what evens out a sequence's choice:
+// same K experts. So training selects by logits less a share `even` of what evens out a sequence's choice:
 //
 //   selection among s(logits_te - even d_e) + bias
 //   d = mean_t logits_t and h = 0 at first; then for each tau of EVEN_ROUNDS, with p_te = sigmoid((logits_te - d_e -
@@ -26,8 +24,9 @@
 // hard choice: a few tokens with large logits make tau large, and one tau would leave the others as they are, and
 // tokens that are nearly alike stay together until tau is as small as what tells them apart. Where tokens differ along
 // few directions the rounds converge slowly, so d goes twice as far as its own equation asks. The gates keep s. d looks
-// ahead within the sequence, so a model is used with even 0; a share that falls at the end of training (settings_even)
-// leads there. How tokens are spread over ranks and micro-steps does not count, as a sequence is on one.
+// ahead within the sequence, so a model is used with even 0. A share of d evens out in proportion only where tokens
+// differ: frequent ones stay nearly alike for long, and move together. So `even` is 1 until late, and then falls
+// (settings_even). How tokens are spread over ranks and micro-steps does not count, as a sequence is on one.
 #ifndef MOE_ROUTER_H
 #define MOE_ROUTER_H
 
