@@ -18,7 +18,7 @@ void experts_swiglu_backward(floatX* dh, floatX* gated_a, real* drow_gate, const
         floatX *dg = dh + row * 2 * F, *du = dg + F;
         real gate = r.row_gate[row], dgate = 0;
 
-        // dgate = <dA', A>, and with dA = gate dA' the gradients of g and u.
+        // dgate = <da', a>, and with da = gate da' the gradients of g and u.
 #pragma omp simd reduction(+ : dgate)
         for (int64_t i = 0; i < F; i++) {
             real s = sigmoid(g[i]), a = swiglu(g[i], u[i], s), da = da_ungated[row * F + i];

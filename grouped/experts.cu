@@ -1,6 +1,6 @@
 // SwiGLU between an expert's two products, over the ragged rows in use: bound by memory (forward 3 elements moved per
 // output, backward 6). How many rows there are is read on the device, and the grid walks them; in the backward one warp
-// a row, so that <dA', A> is one warp's sum in a fixed order. Pad rows are written as zeros without being read.
+// a row, so that <da', a> is one warp's sum in a fixed order. Pad rows are written as zeros without being read.
 #include "grouped/experts.cuh"
 
 // A thread a piece at a time: no sum ties a row together here.

@@ -1,5 +1,5 @@
 // Backward of SwiGLU with the gate (grouped/experts.h) for one row, by a warp. Two kernels share it: the experts', and
-// the one that also casts to MXFP8 (mx/mx_swiglu.cu). They differ in what they do to A and to the gradients.
+// the one that also casts to MXFP8 (mx/mx_swiglu.cu). They differ in what they do to a and to the gradients.
 #ifndef GROUPED_EXPERTS_CUH
 #define GROUPED_EXPERTS_CUH
 
@@ -7,18 +7,18 @@
 #include "layers/activation.h"
 #include "layers/rows.cuh"
 
-// Eight columns of a row: from the gate g, up u and dA' x their gradients, in the places of g and u, and gate * A in a.
-// Returns their part of <dA', A>. round may change A.
+// Eight columns of a row: from the gate g, up u and da' x their gradients, in the places of g and u, and gate * a.
+// Returns their part of <da', a>. round may change `a`.
 template <typename Round>
 static __device__ __forceinline__ float swiglu_backward_piece(float a[8], float g[8], float u[8], float x[8],
                                                               float weight, Round round) {
-    // A = silu(g) u
+    // a = silu(g) u
     float dot = 0;
 #pragma unroll
     for (int j = 0; j < 8; j++) a[j] = swiglu(g[j], u[j], sigmoid_fast(g[j]));
     round(a);
 
-    // dgate += <dA', A>; dA = gate dA', and from it dg and du
+    // dgate += <da', a>; da = gate da', and from it dg and du
 #pragma unroll
     for (int j = 0; j < 8; j++) {
         const float s = sigmoid_fast(g[j]);
@@ -33,12 +33,12 @@ static __device__ __forceinline__ float swiglu_backward_piece(float a[8], float 
 }
 
 // All lanes call round(a) and made(c, dgate, dup) as often, c at F or beyond too, so that these may exchange numbers:
-// round may change the 8 elements of A, made gets the gradients of columns c .. c + 7.
+// round may change the 8 elements of a, made gets the gradients of columns c .. c + 7.
 template <typename Round, typename Made>
 static __device__ __forceinline__ void swiglu_backward_row(floatX* dh, floatX* gated_a, float* drow_gate,
                                                            const floatX* da_ungated, const floatX* h, const Ragged& r,
                                                            int64_t row, int64_t F, Round round, Made made) {
-    // Where the row's gate, up and dA' lie, and where their gradients go.
+    // Where the row's gate, up and da' lie, and where their gradients go.
     enum { PIECES_AT_ONCE = 2 };
     const int lane = threadIdx.x % 32;
     const bool real_row = r.row_token[row] >= 0;
@@ -78,7 +78,7 @@ static __device__ __forceinline__ void swiglu_backward_row(floatX* dh, floatX* g
         }
     }
 
-    // <dA', A> of the row, in a fixed order.
+    // <da', a> of the row, in a fixed order.
     dot = warp_sum(dot);
     if (lane == 0) drow_gate[row] = dot;
 }

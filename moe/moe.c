@@ -84,7 +84,7 @@ void moe_backward(floatX* dx, const floatX* dy, const floatX* x, MoeWeights w, M
         grouped_forward(m->h, rows_permute(t.rows, m->x, read, r, ctx), w.w13, r, ctx);
     }
 
-    // 4. dA' = dy W2; dA = gate dA', dgate = <dA', A> and dh; dx = dh W13.
+    // 4. da' = dy W2; da = gate da', dgate = <da', a> and dh; dx = dh W13.
     const Rows dy_rows = rows_permute(t.rows, dy_here, read, r, ctx);
     grouped_dgrad(t.dact, dy_rows, w.w2, r, ctx);
     Rows dh_wgrad = rows_of_values(t.dh, r.capacity, 2 * s.F);
@@ -92,7 +92,7 @@ void moe_backward(floatX* dx, const floatX* dy, const floatX* x, MoeWeights w, M
                                          weight_stats(w.w13, STATS_DY), ctx);
     grouped_dgrad(t.dact, dh, w.w13, r, ctx);
 
-    // 2. Each token's dx home, and its gates' gradients; dW2 = dy^T (gate A) and dW13 = dh^T x while they travel.
+    // 2. Each token's dx home, and its gates' gradients; dW2 = dy^T (gate a) and dW13 = dh^T x while they travel.
     const Sums sums = {t.dact, r, NULL, t.drow_gate};
     combine_send(d, &m->route, &t.travel, sums, ctx);
     const Rows room = format_read(s.wgrad).bytes ? t.channels : t.rows;

@@ -1,5 +1,5 @@
 // The MoE block: router, routed experts on ragged rows, one shared MLP.
-//   y_n = shared(x_n) + sum_k gate_nk E_{expert_nk}(x_n),   E(x) = W2 swiglu(W13 x)
+//   y_n = shared(x_n) + sum_k gate_nk mlp_e(x_n), e = expert_nk,   mlp_e(x) = W2_e swiglu(W13_e x)
 //
 //   1. router     each token's experts and gates                                            moe/router.h
 //   2. dispatch   tokens to the ranks of their experts; the shared MLP computes meanwhile   moe/dispatch.h

@@ -20,8 +20,8 @@ typedef struct MoeBackwardBuffers {
     Travel travel, again;     // of dy, of x with recompute
     Rows rows;                // (rows, C): x or dy
     Rows channels;            // fast wgrad: one of them by channel
-    floatX *dact, *act, *dh;  // (rows, max(C, F)): dA', then dx; (rows, F): gate * A; (rows, 2F), or dh by channel
-    Rows dh_cast;             // (rows, 2F); fast wgrad: then gate * A or dh by channel
+    floatX *dact, *act, *dh;  // (rows, max(C, F)): da', then dx; (rows, F): gate * a; (rows, 2F), or dh by channel
+    Rows dh_cast;             // (rows, 2F); fast wgrad: then gate * a or dh by channel
     real *drow_gate, *dgate;  // (rows), (N, K)
 } MoeBackwardBuffers;
 

@@ -1,11 +1,12 @@
 // SwiGLU and the cast of its result in one kernel. Memory bounds it: 5.03 bytes an element of the activation (F a row),
-// and 14.06 for backward, which writes dh and gate * A too. All of an input is read once, in 16-byte pieces of which a
+// and 14.06 for backward, which writes dh and gate * a too. All of an input is read once, in 16-byte pieces of which a
 // lane has 6 or 8 under way. Casts: mxfp8.cuh.
 //
-// Forward gives a warp a span of 1024 columns. Backward gives it a whole row, two pieces of gate, up and dA' at a time:
-// <dA', A> is one warp's sum in a fixed order. A is rounded in registers as forward's cast rounds it, and the gradients
-// of gate and up are cast where they are made, because the same lanes hold what shares a scale. Where F is no multiple
-// of a chunk, one chunk holds the last of the gate and the first of up: such rows are cast when they are complete.
+// Forward gives a warp a span of 1024 columns. Backward gives it a whole row, two pieces of gate, up and da' at a time:
+// <da', a> is one warp's sum in a fixed order. `a` is rounded in registers as forward's cast rounds it, and the
+// gradients of gate and up are cast where they are made, because the same lanes hold what shares a scale. Where F is no
+// multiple of a chunk, one chunk holds the last of the gate and the first of up: such rows are cast when they are
+// complete.
 //
 // Backward that casts by channel too moves 12.1 bytes an element and never writes dh: a block takes 128 rows, and 128
 // columns of F at a time. The gradients of gate and up are cast along the rows where they are made, as above, and laid
@@ -49,7 +50,7 @@ static __global__ void __launch_bounds__(32 * ROW_WARPS, 4)
 // x becomes what its cast stands for, in this lane's 8 columns.
 template <int ALIGN>
 static __device__ __forceinline__ void round_piece(float x[8], uint32_t carry) {
-    // Rounded to bf16 first, as A is before its cast.
+    // Rounded to bf16 first, as `a` is before its cast.
     const uint4 p = piece_of(x);
     const uint32_t s = scale_of(higher_half(largest_of_lanes<ALIGN / 8>(largest(p))), carry);
     const float value = mx_scale_value(s);
@@ -105,7 +106,7 @@ static __global__ void __launch_bounds__(32 * ROW_WARPS, 3)
     }
 }
 
-// The rows of backward that casts both ways: experts' with their gates, or tokens without, whose A is not rounded.
+// The rows of backward that casts both ways: experts' with their gates, or tokens without, whose `a` is not rounded.
 struct GatedRows {
     enum { GATED = 1 };
     Ragged r;
@@ -128,7 +129,7 @@ struct TokenRows {
 // In shared memory: of each of 128 rows 16 pieces of 8 columns of the gate's gradients, then 16 of up's.
 enum { TILE_WARPS = 8, TILE_PIECES = 2 * MX_CHUNK / 8, TILE_BYTES = MX_CHUNK * TILE_PIECES * 16 };
 
-// Rows of one tile, 16 a warp, two at a time: 16 lanes hold the chunk of a row. c: this lane's column; dots: <dA', A>
+// Rows of one tile, 16 a warp, two at a time: 16 lanes hold the chunk of a row. c: this lane's column; dots: <da', a>
 // of the row so far.
 template <typename Source>
 static __device__ __forceinline__ void swiglu_backward_tile(uint4* tile, float* dots, uint8_t* q, uint8_t* scale,
@@ -207,7 +208,7 @@ static __global__ void __launch_bounds__(32 * TILE_WARPS, 2)
                                     length, 2 * F, carry);
         }
 
-        // Of each row <dA', A>, and zeros after the last scale.
+        // Of each row <da', a>, and zeros after the last scale.
         __syncwarp();
         const int64_t row = row0 + warp * 16 + lane;
         if (lane >= 16 || !rows.held(row)) continue;

@@ -14,15 +14,15 @@ void mx_swiglu_quantize(uint8_t* q,       // (capacity, F)
                         const floatX* h,  // (capacity, 2F): gate, then up
                         Ragged ragged, int64_t F, MxCast cast, Ctx* ctx);
 
-// dh is rounded to floatX, then cast as mx_quantize casts it, with 2F as one width. A is what its cast by
+// dh is rounded to floatX, then cast as mx_quantize casts it, with 2F as one width. `a` is what its cast by
 // mx_swiglu_quantize stands for (not rounded again). On the GPU dh and the bytes are those of experts_swiglu_backward
 // and mx_quantize.
 void mx_swiglu_backward_quantize(uint8_t* q,                // (capacity, 2F): of dh
                                  uint8_t* scale,            // (capacity, mx_stride(2F))
                                  floatX* dh,                // (capacity, 2F)
-                                 floatX* gated_a,           // (capacity, F): gate * A, for wgrad of W2
-                                 real* drow_gate,           // (capacity): <dA', A>
-                                 const floatX* da_ungated,  // (capacity, F): dA' = dOut W2
+                                 floatX* gated_a,           // (capacity, F): gate * a, for wgrad of W2
+                                 real* drow_gate,           // (capacity): <da', a>
+                                 const floatX* da_ungated,  // (capacity, F): da' = dy W2
                                  const floatX* h,           // (capacity, 2F)
                                  Ragged ragged, int64_t F, MxCast cast, Ctx* ctx);
 
@@ -32,9 +32,9 @@ void mx_swiglu_backward_both(uint8_t* q,                // (capacity, 2F): of dh
                              uint8_t* scale,            // (capacity, mx_stride(2F))
                              uint8_t* q_channels,       // (2F, length)
                              uint8_t* scale_channels,   // (length / 128, 2F)
-                             floatX* gated_a,           // (capacity, F): gate * A, for wgrad of W2
-                             real* drow_gate,           // (capacity): <dA', A>
-                             const floatX* da_ungated,  // (capacity, F): dA' = dOut W2
+                             floatX* gated_a,           // (capacity, F): gate * a, for wgrad of W2
+                             real* drow_gate,           // (capacity): <da', a>
+                             const floatX* da_ungated,  // (capacity, F): da' = dy W2
                              const floatX* h,           // (capacity, 2F)
                              int64_t length, Ragged ragged, int64_t F, int32_t scale_mode, Ctx* ctx);
 
