@@ -6,7 +6,7 @@
 #include "model/model.h"
 
 // t.dnorm = gradient of norm1, from t.dx = gradient of the attention block's output
-static void attention_backward_block(Model* m, const Weight* w, const BlockSaved* s) {
+static void mla_backward(Model* m, const Weight* w, const BlockSaved* s) {
     const ModelConfig* c = &m->config;
     const int64_t N = m->B * m->T;
     Scratch* t = &m->t;
@@ -67,7 +67,7 @@ void block_backward(Model* m, const Unit* u, float aux) {
     if (m->settings.recompute == RECOMPUTE_BLOCK) model_rebuild_block(m, u);
     mlp_backward(m, u, aux);
     rmsnorm_backward(t->dx, u->w[NORM2].grad, t->dnorm, s->residual2, C, u->w[NORM2].w, s->rstd2, N, C, 1, m->ctx);
-    attention_backward_block(m, u->w, s);
+    mla_backward(m, u->w, s);
     rmsnorm_backward(t->dx, u->w[NORM1].grad, t->dnorm, s->residual, C, u->w[NORM1].w, s->rstd1, N, C, 1, m->ctx);
 }
 

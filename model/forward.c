@@ -1,4 +1,4 @@
-// The forward pass, top to bottom. Formulas and names: model/model.h.
+// The forward pass; begin at model_forward. Formulas and names: model/model.h.
 #include <stddef.h>
 
 #include "device/check.h"
@@ -18,7 +18,7 @@ void model_rope(Model* m, floatX* q, floatX* kva, int direction) {
 }
 
 // out = attention(norm1)
-static void attention_block(Model* m, floatX* out, const Weight* w, const BlockSaved* s) {
+static void mla_forward(Model* m, floatX* out, const Weight* w, const BlockSaved* s) {
     const ModelConfig* c = &m->config;
     const int64_t N = m->B * m->T;
 
@@ -43,7 +43,7 @@ static void attention_block(Model* m, floatX* out, const Weight* w, const BlockS
 }
 
 // out = mlp(norm2)
-static void mlp_block(Model* m, floatX* out, const Unit* u, int train) {
+static void mlp_forward(Model* m, floatX* out, const Unit* u, int train) {
     BlockSaved* s = &m->blocks[u->layer];
     const int64_t N = m->B * m->T;
     if (u->kind != UNIT_DENSE) {
@@ -59,7 +59,7 @@ static void mlp_block(Model* m, floatX* out, const Unit* u, int train) {
 // From norm1 on: attention, and the norm before the MLP.
 static void attention_part(Model* m, const Weight* w, const BlockSaved* s) {
     const int64_t N = m->B * m->T, C = m->config.C;
-    attention_block(m, m->t.out, w, s);
+    mla_forward(m, m->t.out, w, s);
     residual_rmsnorm_forward(s->residual2, s->norm2, s->rstd2, s->residual, m->t.out, w[NORM2].w, N, C, m->ctx);
 }
 
@@ -83,7 +83,7 @@ void block_forward(Model* m, const Unit* u, int train) {
                                  m->ctx);
     }
     attention_part(m, u->w, s);
-    mlp_block(m, m->t.out, u, train);
+    mlp_forward(m, m->t.out, u, train);
 }
 
 void output_forward(Model* m, int k, const Unit* u) {
