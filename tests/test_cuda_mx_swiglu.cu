@@ -67,8 +67,8 @@ static void send_with_nan(Groups& l, X& h, X& dap, R& gate, int64_t F) {
     h.send(), dap.send(), gate.send();
 }
 
-// The fused backward against the kernels that it stands for, bit for bit: dh and its bytes; gate * A with the A that
-// the cast's bytes give. <dA', A> is a sum of up to 2048 products in float32: 1e-5 of the norm of its terms.
+// The fused backward against the kernels that it stands for, bit for bit: dh and its bytes; gate * a with the a that
+// the cast's bytes give. <da', a> is a sum of up to 2048 products in float32: 1e-5 of the norm of its terms.
 static void swiglu_backward_case(const std::vector<int32_t>& counts, int64_t F) {
     Groups l(counts);
     const int64_t used = l.used, capacity = l.capacity;
@@ -113,13 +113,13 @@ static void swiglu_backward_case(const std::vector<int32_t>& counts, int64_t F) 
             wrong_gate += r < used ? !(fabs(have - sum) <= 1e-5 * sqrt(norm)) : have == have;
         }
         CHECK(wrong_dh == 0 && wrong_gated == 0 && wrong_gate == 0,
-              "F %d: %lld of dh, %lld of gate * A and %lld gates' gradients are wrong", (int)F, (long long)wrong_dh,
+              "F %d: %lld of dh, %lld of gate * a and %lld gates' gradients are wrong", (int)F, (long long)wrong_dh,
               (long long)wrong_gated, (long long)wrong_gate);
         CHECK_REPEATS(drow_gate, run());
     }
 }
 
-// Cast by channel too, against the kernel above and mx_quantize_channels, bit for bit, in rows not in use too. <dA', A>
+// Cast by channel too, against the kernel above and mx_quantize_channels, bit for bit, in rows not in use too. <da', a>
 // adds up in another order: 1e-5 of the norm of its terms, as above.
 static void swiglu_backward_both_case(const std::vector<int32_t>& counts, int64_t F) {
     Groups l(counts);
@@ -155,7 +155,7 @@ static void swiglu_backward_both_case(const std::vector<int32_t>& counts, int64_
             wrong_gate += r < used ? !(far <= 1e-5 * sqrt(norm)) : have == have;
         }
         CHECK(rows && by_channel && wrong == 0 && wrong_gate == 0,
-              "F %d: rows %d, by channel %d, %lld of gate * A and %lld gates' gradients are wrong", (int)F, rows,
+              "F %d: rows %d, by channel %d, %lld of gate * a and %lld gates' gradients are wrong", (int)F, rows,
               by_channel, (long long)wrong, (long long)wrong_gate);
         CHECK_REPEATS(drow_gate, run());
     }
@@ -182,7 +182,7 @@ static void swiglu_backward_tokens_case(int64_t N, int64_t F) {
         auto got = a.got(), want = other.got();
         int64_t wrong = 0;
         for (int64_t i = 0; i < a.n; i++) wrong += i < N * F ? got[i] != want[i] : got[i] == got[i];
-        CHECK(rows && by_channel && wrong == 0, "%d x %d: rows %d, by channel %d, %lld of A are wrong", (int)N, (int)F,
+        CHECK(rows && by_channel && wrong == 0, "%d x %d: rows %d, by channel %d, %lld of a are wrong", (int)N, (int)F,
               rows, by_channel, (long long)wrong);
     }
 }

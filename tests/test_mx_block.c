@@ -522,8 +522,8 @@ static void test_widths(void) {
 // How much noise the experts' casts make of normal numbers. A cast adds q = 6.9e-4 of the power (blocks of 32 of a
 // normal: 31.6 dB), a product has that of both operands. With S = E silu^2 = 0.356, S' = E silu'^2 = 0.380 and S'' =
 // 0.144 over a standard normal, to first order, in units of q:
-//   h 2;  A = silu(g) u: 2 (1 + S' / S) = 4.13;  y: A and the casts of A and W2 = 6.13: 23.7 dB
-//   dA' 2;  dg = dA' u silu'(g), du = dA' silu(g), together S' + S: 2 + 2 (S' + S' + S'') / (S + S') = 4.46
+//   h 2;  a = silu(g) u: 2 (1 + S' / S) = 4.13;  y: a and the casts of a and W2 = 6.13: 23.7 dB
+//   da' 2;  dg = da' u silu'(g), du = da' silu(g), together S' + S: 2 + 2 (S' + S' + S'') / (S + S') = 4.46
 //   dx: and the casts of dh and W13 = 6.46: 23.5 dB;  dW13: dh and x = 5.46: 24.2 dB;  dW2: dOut and A, cast = 6.13
 static void test_noise(void) {
     static const double expected[] = {23.7, 23.5, 24.2, 23.7};

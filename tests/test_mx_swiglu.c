@@ -76,7 +76,7 @@ static void test_swiglu_backward(void) {
     for (int i = 0; i < COUNT(casts) * COUNT(widths); i++) {
         int64_t F = widths[i / COUNT(casts)], starts[] = {0, 20, 20, ROWS}, steps_aside = 0, wrong = 0;
         real *h = tensor(ROOM * 2 * F, 61), *dap = tensor(ROOM * F, 62), *gate = filled(ROOM, NAN);
-        for (int64_t r = 0; r < ROWS; r++) gate[r] = ldexp(1, -(int)(r % 5));  // so that gate * A gives A back
+        for (int64_t r = 0; r < ROWS; r++) gate[r] = ldexp(1, -(int)(r % 5));  // so that gate * a gives a back
         for (int64_t j = ROWS * F; j < ROOM * F; j++) h[2 * j] = h[2 * j + 1] = dap[j] = NAN;
         SwigluBackward s = {.h = h, .dap = dap, .F = F, .cast = casts[i % COUNT(casts)]};
         s.ragged = (Ragged){.El = 3, .capacity = ROOM, .group_start = starts, .row_gate = gate};
@@ -102,7 +102,7 @@ static void test_swiglu_backward(void) {
             dgate[r] += dap[j] * got;
         }
         // float32's exp may put a number on the other side of a border: one in 2^15 or so.
-        CHECK(wrong == 0 && steps_aside <= TOL(5, 0), "%d: %lld elements of A differ, %lld by more than a step", i,
+        CHECK(wrong == 0 && steps_aside <= TOL(5, 0), "%d: %lld elements of a differ, %lld by more than a step", i,
               (long long)steps_aside, (long long)wrong);
         // A few operations; a sum of up to 416 terms, 1e-6 of their norm.
         CHECK_CLOSE(s.dh, dh, ROWS * 2 * F, TOL(1e-6, 1e-14));
@@ -153,7 +153,7 @@ static void test_swiglu_backward_both(void) {
         check_threads(run_swiglu_both, &b);
         CHECK_BYTES(b.s.q, s.q, ROOM * 2 * F, "both %d, bytes", i);
         CHECK_BYTES(b.s.scale, s.scale, ROOM * mx_stride(2 * F), "both %d, scales", i);
-        CHECK(!memcmp(b.s.gated_a, s.gated_a, (size_t)(ROWS * F) * sizeof(real)), "both %d: gate * A", i);
+        CHECK(!memcmp(b.s.gated_a, s.gated_a, (size_t)(ROWS * F) * sizeof(real)), "both %d: gate * a", i);
         CHECK(!memcmp(b.s.drow_gate, s.drow_gate, ROWS * sizeof(real)), "both %d: the gates' gradients", i);
 
         int64_t to = 0;  // where a group's rows begin by channel
