@@ -333,7 +333,7 @@ static void catch_signals(void) {
 static void open_data(Run* r) {
     const Settings* s = &r->settings;
     r->tokenizer = tokenizer_open(s->tokenizer);
-    r->questions = evaluate_open(s, r->tokenizer, &r->question_files);
+    r->questions = evaluate_open(r->world, s, r->tokenizer, &r->question_files);
     r->train = shards_open("--train", s->train, s->seq_len);
     agree_on_data(r->world, "--train", shards_hash(r->train));
     sample_check(s, r->tokenizer, r->train);

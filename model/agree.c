@@ -83,6 +83,6 @@ void agree_on_data(Ranks* world, const char* option, uint32_t hash) {
     uint32_t* hashes = (uint32_t*)gather(world, &hash, sizeof(hash));
     for (int r = 1; r < ranks_count(world); r++)
         if (hashes[r] != hashes[0])
-            die(EXIT_USAGE, "%s: rank %d sees other shards than rank 0 (names, sizes or headers differ)", option, r);
+            die(EXIT_USAGE, "%s: rank %d sees other files than rank 0 (names, sizes or contents differ)", option, r);
     free(hashes);
 }

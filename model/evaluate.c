@@ -5,8 +5,10 @@
 #include <stdio.h>
 #include <stdlib.h>
 #include <string.h>
+#include <zlib.h>
 
 #include "device/check.h"
+#include "model/agree.h"
 
 // Windows of a validation.
 static int64_t windows_of(const Settings* s, const Shards* shards) {
@@ -71,9 +73,6 @@ static int64_t put_choice(const Choices* c, const Choice* choice, int32_t end_of
     const int64_t length = choice->context_length + choice->ending_length, kept = min_i64(length, T + 1);
     const bool starts = choice->context_length == 0;
     int64_t n = 0;
-    if (choice->ending_length > T)
-        die(EXIT_USAGE, "--eval: %s: question %d has an ending of %ld tokens, more than --seq-len %ld", c->name,
-            choice->question, choice->ending_length, T);
     memset(input, 0, (size_t)T * sizeof(int32_t));
     memset(target, 0, (size_t)T * sizeof(int32_t));
     if (starts) input[n++] = end_of_text;
@@ -162,13 +161,36 @@ ChoiceScore evaluate_choices(Model* m, const Choices* c, const Tokenizer* tokeni
     return score;
 }
 
-Choices* evaluate_open(const Settings* s, const Tokenizer* tokenizer, int* count) {
+// That every ending of a file has room in a window, and that the files before it have other names: columns of the log
+// are called by them.
+static void check_file(const Settings* s, const Choices* files, int n) {
+    const Choices* c = &files[n];
+    for (int64_t i = 0; i < c->count; i++)
+        if (c->list[i].ending_length > s->seq_len)
+            die(EXIT_USAGE, "--eval: %s: question %d has an ending of %ld tokens, more than --seq-len %ld", c->name,
+                c->list[i].question, c->list[i].ending_length, s->seq_len);
+    for (int i = 0; i < n; i++)
+        if (strcmp(files[i].name, c->name) == 0)
+            die(EXIT_USAGE, "--eval: two files are named %s, and so would be their columns in the log: rename one",
+                c->name);
+}
+
+Choices* evaluate_open(Ranks* world, const Settings* s, const Tokenizer* tokenizer, int* count) {
+    Choices* files = NULL;
+    uLong crc = 0;
     *count = 0;
-    if (!*s->eval) return NULL;
-    if (tokenizer_eot(tokenizer) >= s->model.V)
+    if (*s->eval && tokenizer_eot(tokenizer) >= s->model.V)
         die(EXIT_USAGE, "--eval: end of text has id %d in the tokenizer, and --vocab is %ld", tokenizer_eot(tokenizer),
             s->model.V);
-    return choices_open("eval", s->eval, (int32_t)min_i64(s->model.V, tokenizer_size(tokenizer)), count);
+    if (*s->eval) files = choices_open("eval", s->eval, (int32_t)min_i64(s->model.V, tokenizer_size(tokenizer)), count);
+    for (int i = 0; i < *count; i++) {
+        const Choice* last = &files[i].list[files[i].count - 1];  // what it ends with is the end of its file
+        check_file(s, files, i);
+        crc = crc32_z(crc, (const Bytef*)files[i].ids,
+                      (size_t)(last->ending + last->ending_length) * sizeof(files[i].ids[0]));
+    }
+    agree_on_data(world, "--eval", (uint32_t)crc);
+    return files;
 }
 
 ScoreRecord* evaluate_questions(Model* m, const Choices* files, int count, const Tokenizer* tokenizer) {

@@ -25,9 +25,9 @@ typedef struct ChoiceScore {
 } ChoiceScore;
 ChoiceScore evaluate_choices(Model* model, const Choices* choices, const Tokenizer* tokenizer);
 
-// The questions of --eval, *count files; NULL without. Their ids are the tokenizer's, and with its
-// end of text the model's.
-Choices* evaluate_open(const Settings* settings, const Tokenizer* tokenizer, int* count);
+// The questions of --eval, *count files of different names, the same on all ranks; NULL without. Their ids are the
+// tokenizer's, and with its end of text the model's; no ending is longer than --seq-len.
+Choices* evaluate_open(Ranks* world, const Settings* settings, const Tokenizer* tokenizer, int* count);
 // Asks those of every file, prints a line for each, and returns the scores in fresh memory; NULL without files.
 ScoreRecord* evaluate_questions(Model* model, const Choices* files, int count, const Tokenizer* tokenizer);
 

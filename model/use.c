@@ -15,7 +15,7 @@ void use_model(Ranks* world, const Settings* s) {
     Tokenizer* tokenizer = tokenizer_open(s->tokenizer);
     sample_check(s, tokenizer, NULL);
     int files;
-    Choices* questions = evaluate_open(s, tokenizer, &files);
+    Choices* questions = evaluate_open(world, s, tokenizer, &files);
     Shards* val = *s->val ? shards_open("--val", s->val, s->seq_len) : NULL;
     agree_on_data(world, "--val", val ? shards_hash(val) : 0);
 

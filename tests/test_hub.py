@@ -257,6 +257,22 @@ class Questions(Case):
         self.assertEqual([step for step, score in scores.items() if score is not None], [2, 4, 5])
         self.assertTrue(all("all_acc_norm" in line for line in cli.read_log(self.dir / "asked")[1] if "all_acc" in line))
 
+    def test_endings_longer_than_a_window(self):
+        """Found before there is a model; one that fills a window is not too long."""
+        write_questions(self.dir / "long.bin", [([1], [[2], [3] * 32], 0)])
+        self.train(vocab=257, steps=1, eval="long.bin")
+        done = self.train(2, vocab=257, steps=1, eval="long.bin", seq_len=31)
+        self.assertIn("--eval: long: question 0 has an ending of 32 tokens, more than --seq-len 31", done.stderr)
+        self.assertNotIn("device ", done.stdout)
+
+    def test_files_of_one_name(self):
+        """They would share their columns in the log."""
+        for folder in ("a", "b"):
+            (self.dir / folder).mkdir()
+            write_questions(self.dir / folder / "all.bin", self.questions)
+        done = self.train(2, vocab=257, steps=1, seq_len=48, eval="?/all.bin")
+        self.assertIn("--eval: two files are named all, and so would be their columns in the log", done.stderr)
+
     def test_damaged_files(self):
         write_questions(self.dir / "all.bin", self.questions)
         good = (self.dir / "all.bin").read_bytes()

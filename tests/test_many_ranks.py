@@ -20,6 +20,7 @@ import unittest
 
 import cli
 from run import mpirun
+from test_hub import write_questions
 from test_ranks_faults import running
 
 
@@ -280,6 +281,13 @@ class Faults(Case):
     def fault_other_validation(self, folder):
         return Process(folder, *self.among(self.command(val=self.val_glob, timeout=60, **LAYOUT))).end()
 
+    def fault_other_questions(self, folder):
+        """A file of the same size in which an id is another."""
+        for name, ending in (("eval.bin", [2]), ("other.bin", [3])):
+            write_questions(folder / name, [([1], [ending, [4]], 0)])
+        usual, other = [self.command(eval=name, timeout=60, **LAYOUT) for name in ("eval.bin", "other.bin")]
+        return Process(folder, (VICTIM, usual), (1, other), *[(RANKS - VICTIM - 1, usual)][:RANKS - VICTIM - 1]).end()
+
     def fault_other_option(self, folder):
         return Process(folder, *self.among(self.command(timeout=60, **{**RUN, **LAYOUT, "lr": 2e-3}))).end()
 
@@ -370,8 +378,9 @@ class Faults(Case):
     @unittest.skipIf(CUDA, SAME_CODE)
     def test_data(self):
         for name in ("shard_missing", "other_shards"):
-            self.on_all(name, rf"--train: rank {VICTIM} sees other shards than rank 0 \(names, sizes or headers differ\)$")
-        self.on_all("other_validation", rf"--val: rank {VICTIM} sees other shards than rank 0")
+            self.on_all(name, rf"--train: rank {VICTIM} sees other files than rank 0 \(names, sizes or contents differ\)$")
+        self.on_all("other_validation", rf"--val: rank {VICTIM} sees other files than rank 0")
+        self.on_all("other_questions", rf"--eval: rank {VICTIM} sees other files than rank 0")
         self.failed("no_shards", 1, rf"^rank {VICTIM} of {RANKS} \(.+\): --train: no file matches '.*no_shards/")
 
     @unittest.skipIf(CUDA, SAME_CODE)
