@@ -1,8 +1,8 @@
 // Saving. For each checkpoint the threads of all ranks, together:
 //
-//   rank 0 makes the folder and the files, at their full size and with their headers
+//   rank 0 makes the folder and the files of tensors, at their full size and with their headers
 //   every rank writes its slices in place, flushes them and tells rank 0 their CRC-32s
-//   rank 0 joins these, writes the manifest, gives the folder its name and removes old ones
+//   rank 0 joins these, writes the other files and the manifest, gives the folder its name and removes old ones
 #ifndef _GNU_SOURCE
 #define _GNU_SOURCE  // fallocate: posix_fallocate writes every block where the file system cannot
 #endif
@@ -159,11 +159,11 @@ static void make_file(const Saver* s, const char* name, const char* head, int64_
         give_up(s, "write", path.text);
 }
 
-// Rank 0: an empty folder, and in it every file.
+// Rank 0: an empty folder, and in it every file of tensors.
 static void make_files(const Saver* s) {
     const char* folder = s->folder.text;
     if (remove_tree(folder) != 0 || mkdir(folder, 0777) != 0) give_up(s, "create", folder);
-    for (int i = 0; i < s->count; i++)
+    for (int i = 0; i < s->count - s->text_count; i++)
         make_file(s, s->files[i].name, s->files[i].header, s->files[i].header_bytes, s->files[i].bytes);
 }
 
@@ -199,9 +199,12 @@ static void write_files(Saver* s) {
     }
 }
 
-// Rank 0: the record, each file with its size and the CRC-32 that its slices have together, and the CRC-32 of all that.
+// Rank 0: the texts, which come behind the tensors, so that no folder of zeros has them and passes for a model. Then
+// the record, each file with its size and the CRC-32 that its slices have together, and the CRC-32 of all that.
 static void write_manifest(const Saver* s, const FileSlice* slices, int64_t slice_count) {
     const FileSlice *next = slices, *end = slices + slice_count;
+    for (int i = s->count - s->text_count; i < s->count; i++)
+        make_file(s, s->files[i].name, s->files[i].header, s->files[i].header_bytes, s->files[i].bytes);
     char* body = host_strdup(s->record);
     for (int i = 0; i < s->count; i++) {
         const SavedFile* f = &s->files[i];

@@ -204,6 +204,13 @@ class LogAndLock(Case):
             named = done.index(("rename", f"/step_{step:08d}"))
             self.assertIn(("fsync", "/log.jsonl"), done[line:named])
 
+    def test_what_makes_a_model_comes_after_its_weights(self):
+        """A save that is cut short leaves no folder that another program would read as a model."""
+        done, _ = self.operations(steps=1)
+        written = max(i for i, (call, path) in enumerate(done) if call == "fsync" and path.endswith(".safetensors"))
+        for name in ("config.json", "model.safetensors.index.json"):
+            self.assertLess(written, min(i for i, (_, path) in enumerate(done) if path.endswith("/" + name)))
+
     def test_a_missing_log(self):
         out = self.copy_of(self.reference())
         (out / "log.jsonl").unlink()
