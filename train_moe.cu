@@ -363,7 +363,7 @@ static void open_model(Run* r) {
     if (r->saved)
         printf("resumed    from %s/step_%08ld\n", out, r->saved);
     else
-        model_begin(r->model);
+        model_begin(r->model, r->world);
     if (r->saved >= s->steps)
         printf("nothing to do: %ld of %ld steps are done; a larger --steps goes on\n", r->saved, s->steps);
     free(out);

@@ -13,6 +13,7 @@
 #include "device/check.h"
 #include "device/files.h"
 #include "mx/mx_values.h"
+#include "parallel/checkpoint.h"
 
 enum { FP8_BLOCK = 128 };
 static const int64_t PIECE = (int64_t)1 << 20;        // elements read at a time
@@ -68,6 +69,25 @@ static void open_sources(Import* in) {
     }
     json_free(json);
     free(text);
+}
+
+// The biases of softmax scores are no weights of DeepSeek's model: a step of a run has them beside the moments.
+static void open_biases(Import* in, const Model* m) {
+    for (int u = 0; u < params_units(&m->config); u++) {
+        Path moments = path_of("%s/block_%03d.adam.safetensors", in->folder, u);
+        if (m->units[u].at[ROUTER] >= 0 && access(moments.text, F_OK) == 0)
+            open_source(in, strrchr(moments.text, '/') + 1);
+    }
+}
+
+// That a checkpoint's files are as they were written.
+static void check_sources(const Import* in, Ranks* world) {
+    char error[512];
+    const char** names = (const char**)host_alloc((size_t)in->count * sizeof(char*));
+    for (int i = 0; i < in->count; i++) names[i] = strrchr(in->sources[i].st->path, '/') + 1;
+    if (checkpoint_check(world, in->folder, names, in->count, error, sizeof(error)) != 0)
+        die(EXIT_FAILED, "--%s: %s", in->option, error);
+    free((void*)names);
 }
 
 // The tensor of this name and the source that holds it, or NULL.
@@ -154,12 +174,10 @@ static void load(Import* in, const char* name, int rank, const int64_t* shape, S
 static void load_bias(Import* in, Model* m, int unit) {
     const int64_t layer = m->units[unit].layer;
     char* name = host_format("model.layers.%ld.mlp.gate.e_score_correction_bias", layer);
-    Path moments = path_of("%s/block_%03d.adam.safetensors", in->folder, unit);
-    const bool softmax = m->config.score == SCORE_SOFTMAX;
-    if (softmax && access(moments.text, F_OK) == 0) open_source(in, strrchr(moments.text, '/') + 1);
     const SafeTensors* st;
     const Slice all = {0, m->config.E};
-    if (!softmax || find(in, name, &st)) load(in, name, 1, &m->config.E, all, m->bias + layer * m->config.E, m->ctx);
+    if (m->config.score != SCORE_SOFTMAX || find(in, name, &st))
+        load(in, name, 1, &m->config.E, all, m->bias + layer * m->config.E, m->ctx);
     free(name);
 }
 
@@ -221,11 +239,13 @@ static bool may_be_left(const char* name, int64_t layers, bool* predicts_more) {
     return beyond || strstr(name, ".rotary_emb.inv_freq") || strstr(name, ".exp_avg");
 }
 
-void import_weights(Model* m, const char* option, const char* folder) {
+void import_weights(Model* m, Ranks* world, const char* option, const char* folder) {
     Import in = {.option = option, .folder = folder};
     in.raw = (char*)host_alloc((size_t)PIECE * sizeof(double));
     in.values = (real*)host_alloc((size_t)PIECE * sizeof(real));
     open_sources(&in);
+    if (m->config.score == SCORE_SOFTMAX) open_biases(&in, m);
+    check_sources(&in, world);
 
     for (int u = 0; u < params_units(&m->config); u++) {
         const int layer = m->units[u].layer;
@@ -256,14 +276,14 @@ void import_weights(Model* m, const char* option, const char* folder) {
     free(in.values);
 }
 
-void model_begin(Model* m) {
+void model_begin(Model* m, Ranks* world) {
     const char *option, *folder = settings_folder(&m->settings, &option);
     if (!folder) {
         model_init(m, (uint64_t)m->settings.seed);
         return;
     }
     const double began = host_seconds();
-    import_weights(m, option, folder);
+    import_weights(m, world, option, folder);
     char* shown = host_printable(folder, strlen(folder), "");
     printf("weights    from %s, in %.1f s\n", shown, host_seconds() - began);
     free(shown);

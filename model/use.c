@@ -24,7 +24,7 @@ void use_model(Ranks* world, const Settings* s) {
     check_memory(s, ranks_index(world));
     ranks_barrier(world);  // nobody takes memory before all have seen what is free
     Model* m = model_create(s, world);
-    model_begin(m);
+    model_begin(m, world);
 
     if (*s->sample) {
         char* text = model_sample(m, tokenizer, 0);

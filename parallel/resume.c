@@ -67,28 +67,31 @@ static bool read_record(const Json* json, int64_t step, CheckpointRecord* r, cha
     return !odd && r->step == step;
 }
 
-Json* checkpoint_manifest(const char* out, int64_t step, CheckpointRecord* r, char* error, size_t error_size) {
-    Path path = path_of("%s/manifest.json", step_path(out, step, "").text);
-    char reason[128] = "";
+// A manifest that is as it was sealed; NULL with the reason.
+static Json* read_manifest(const char* path, char reason[128]) {
     size_t size = 0;
-
-    // The text, then whether it is as it was sealed, then what it says.
-    char* text = read_file(path.text, MANIFEST_LIMIT, &size);
+    char* text = read_file(path, MANIFEST_LIMIT, &size);
     char* end = text ? strstr(text, CHECKPOINT_MANIFEST_END) : NULL;
     Json* json = NULL;
     if (!text)
-        snprintf(reason, sizeof(reason), "%s", file_error(errno));
+        snprintf(reason, 128, "%s", file_error(errno));
     else if (!end || strtoul(end + strlen(CHECKPOINT_MANIFEST_END), NULL, 10) != crc_of(text, (size_t)(end - text)))
-        snprintf(reason, sizeof(reason), "truncated or altered (its CRC-32 does not match)");
+        snprintf(reason, 128, "truncated or altered (its CRC-32 does not match)");
     else
-        json = json_parse(text, size, reason, sizeof(reason));
+        json = json_parse(text, size, reason, 128);
+    free(text);
+    return json;
+}
+
+Json* checkpoint_manifest(const char* out, int64_t step, CheckpointRecord* r, char* error, size_t error_size) {
+    Path path = path_of("%s/manifest.json", step_path(out, step, "").text);
+    char reason[128] = "";
+    Json* json = read_manifest(path.text, reason);
     if (json && !read_record(json, step, r, reason)) {
         json_free(json);
         json = NULL;
     }
-
     if (!json) snprintf(error, error_size, "%s: %s", path.text, reason);
-    free(text);
     return json;
 }
 
@@ -150,19 +153,18 @@ static const char** list_files(const Json* manifest, const CheckpointFile* files
     return names;
 }
 
-// Compares size and CRC-32 of every file with what the manifest says. Each rank reads an equal share of all bytes, laid
-// end to end.
-static int check_files(Ranks* world, const char* folder, const Json* manifest, const CheckpointFile* files, int count,
+// Compares size and CRC-32 of files with what the manifest says. Each rank reads an equal share of all bytes, laid end
+// to end.
+static int check_files(Ranks* world, const char* folder, const Json* manifest, const char** names, int count,
                        char* error, size_t error_size) {
     // What the manifest says of their sizes. `listed`: files before the first that it does not list.
-    int all_files, listed = 0;
-    const char** names = list_files(manifest, files, count, &all_files);
-    int64_t *sizes = (int64_t*)host_alloc((size_t)all_files * sizeof(int64_t)), all_bytes = 0, bad = GOOD;
-    for (; listed < all_files; all_bytes += sizes[listed++]) {
+    int listed = 0;
+    int64_t *sizes = (int64_t*)host_alloc((size_t)count * sizeof(int64_t)), all_bytes = 0, bad = GOOD;
+    for (; listed < count; all_bytes += sizes[listed++]) {
         sizes[listed] = json_int(file_entry(manifest, names[listed]), "bytes", 0);
         if (sizes[listed] <= 0 || sizes[listed] > FILE_LIMIT) break;
     }
-    if (listed < all_files) {
+    if (listed < count) {
         snprintf(error, error_size, "%s/%s: the manifest %s", folder, names[listed],
                  sizes[listed] ? "gives it a size that is out of range" : "does not list it");
         bad = listed;
@@ -201,7 +203,6 @@ static int check_files(Ranks* world, const char* folder, const Json* manifest, c
     free(piece);
     free(mine);
     free(sizes);
-    free((void*)names);
     return agree(world, bad, error, error_size);
 }
 
@@ -265,7 +266,24 @@ int checkpoint_load(Ranks* world, const char* out, int64_t step, const Json* man
     Path path = step_path(out, step, "");
     const char* folder = path.text;
     int result = agree(world, manifest ? GOOD : 0, error, error_size);
-    if (result == 0) result = check_files(world, folder, manifest, files, count, error, error_size);
+    int all_files;
+    const char** names = list_files(manifest, files, count, &all_files);
+    if (result == 0) result = check_files(world, folder, manifest, names, all_files, error, error_size);
     if (result == 0) result = load_files(world, folder, files, count, ctx, error, error_size);
+    free((void*)names);
+    return result;
+}
+
+int checkpoint_check(Ranks* world, const char* folder, const char** names, int count, char* error, size_t error_size) {
+    Path path = path_of("%s/manifest.json", folder);
+    char reason[128] = "";
+    bool there = access(path.text, F_OK) == 0;
+    ranks_broadcast(world, &there, sizeof(there), 0);
+    if (!there) return 0;
+    Json* manifest = read_manifest(path.text, reason);
+    snprintf(error, error_size, "%s: %s", path.text, reason);
+    int result = agree(world, manifest ? GOOD : 0, error, error_size);
+    if (result == 0) result = check_files(world, folder, manifest, names, count, error, error_size);
+    json_free(manifest);
     return result;
 }

@@ -11,6 +11,7 @@ import json
 import pathlib
 import random
 import re
+import shutil
 import struct
 import subprocess
 import sys
@@ -344,6 +345,22 @@ class Export(Case):
                            1, "--lr", 0, "--weight-decay", 0, "--bias-rate", 0, "--warmup", 0]
                           + [w for k, v in TOKENS.items() for w in ("--" + k.replace("_", "-"), v)])
                 self.assertLess(abs(cli.read_log(started)[1][0]["val_loss"] - logged), 1e-6)
+
+    def test_altered_steps(self):
+        """Refused as --resume refuses them: weights, the biases beside the moments, what says how they are to be."""
+        run = self.trained(score="softmax", route_norm=0)
+        for name, words in (("block_001.safetensors", r"altered \(its CRC-32 is"), ("manifest.json", "truncated or altered"),
+                            ("block_002.adam.safetensors", r"altered \(its CRC-32 is")):
+            step = self.dir / name
+            shutil.copytree(run / "step_00000008", step)
+            data = bytearray((step / name).read_bytes())
+            data[-300] ^= 1
+            (step / name).write_bytes(data)
+            for ranks in (1, 4)[:2 if mpirun(1) and not CUDA else 1]:
+                self.assertRegex(self.evaluated(step, ranks, code=1), rf"--evaluate: \S+/{name}: {words}")
+            if name == "manifest.json":
+                (step / name).unlink()
+                self.evaluated(step)  # a folder of weights
 
     def test_no_resume(self):
         for option in ("--sample", "--evaluate"):
