@@ -231,10 +231,17 @@ static void load_unit(Import* in, Model* m, int unit) {
     check_copy(in, &m->layout, u->layer, "shared_head.head.weight", "lm_head.weight");
 }
 
-// Whether a tensor that no parameter asked for may be there.
-static bool may_be_left(const char* name, int64_t layers, bool* predicts_more) {
+// Whether a tensor that no parameter asked for may be there. A layer behind the model's is a module that predicts
+// further tokens if it has an eh_proj, else a block that would be lost.
+static bool may_be_left(Import* in, const char* name, int64_t layers, bool* predicts_more) {
     int64_t layer;
-    const bool beyond = sscanf(name, "model.layers.%ld.", &layer) == 1 && layer >= layers;
+    bool beyond = sscanf(name, "model.layers.%ld.", &layer) == 1 && layer >= layers;
+    if (beyond) {
+        const SafeTensors* st;
+        char* mark = host_format("model.layers.%ld.eh_proj.weight", layer);
+        beyond = find(in, mark, &st) != NULL;
+        free(mark);
+    }
     *predicts_more |= beyond;
     return beyond || strstr(name, ".rotary_emb.inv_freq") || strstr(name, ".exp_avg");
 }
@@ -263,7 +270,7 @@ void import_weights(Model* m, Ranks* world, const char* option, const char* fold
     for (int i = 0; i < in.count; i++)
         for (int t = 0; t < in.sources[i].st->count; t++) {
             const char* name = in.sources[i].st->tensors[t].name;
-            if (!in.sources[i].used[t] && !may_be_left(name, layers, &predicts_more))
+            if (!in.sources[i].used[t] && !may_be_left(&in, name, layers, &predicts_more))
                 die(EXIT_USAGE, "%s: tensor %s is none of this model's", in.sources[i].st->path, name);
         }
     if (predicts_more)

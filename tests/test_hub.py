@@ -168,6 +168,8 @@ class Import(Case):
                                   ("quantization_config", dict(quant_method="awq"), '"quantization_config" must be fp8')):
             (folder / "config.json").write_text(json.dumps({**config, key: value}))
             self.assertIn(words, self.evaluated(folder, code=2))
+        (folder / "config.json").write_text(json.dumps({**config, "num_hidden_layers": 2}))
+        self.assertRegex(self.evaluated(folder, code=2), r"tensor model\.layers\.2\.\S+ is none of this model's")
         (folder / "config.json").write_text(json.dumps(config))
         name = "model.layers.1.mlp.experts.7.up_proj.weight"
         for change, words in (({name: None}, f"tensor {name} is missing"),
