@@ -1,6 +1,7 @@
 #include "model/hub.h"
 
 #include <errno.h>
+#include <stdbool.h>
 #include <stddef.h>
 #include <stdio.h>
 #include <stdlib.h>
@@ -43,8 +44,8 @@ enum { SIZES = sizeof(sizes) / sizeof(sizes[0]) };
 static const struct {
     const char *key, *value;
 } always[] = {
-    {"moe_layer_freq", "1"},     {"hidden_act", "\"silu\""}, {"rms_norm_eps", "1e-06"},
-    {"attention_bias", "false"}, {"mlp_bias", "false"},      {"tie_word_embeddings", "false"},
+    {"moe_layer_freq", "1"}, {"hidden_act", "\"silu\""},       {"rms_norm_eps", "1e-06"},   {"attention_bias", "false"},
+    {"mlp_bias", "false"},   {"tie_word_embeddings", "false"}, {"rope_interleave", "true"},
 };
 enum { ALWAYS = sizeof(always) / sizeof(always[0]) };
 
@@ -79,9 +80,9 @@ static void add_rope(char** json, const Settings* s) {
         add_float(json, "mscale", c->yarn_mscale);
         host_append(json, ", ");
         add_float(json, "mscale_all_dim", c->yarn_mscale);
-        host_append(json, ", \"original_max_position_embeddings\": %ld}", (int64_t)c->yarn_original_len);
+        host_append(json, ", \"original_max_position_embeddings\": %ld}", c->yarn_original_len);
     }
-    const int64_t longest = c->yarn ? (int64_t)(c->yarn_factor * c->yarn_original_len) : s->seq_len;
+    const int64_t longest = c->yarn ? (int64_t)(c->yarn_factor * (double)c->yarn_original_len) : s->seq_len;
     host_append(json, ",\n  \"max_position_embeddings\": %ld,\n", longest);
 }
 
@@ -135,6 +136,14 @@ static NORETURN void refuse(const Reader* r, const char* key, const char* what) 
     die(EXIT_USAGE, "%s: \"%s\" %s", r->where, key, what);
 }
 
+// JSON does not say which of two members of one name counts.
+static void check_names(const Reader* r, const Json* object) {
+    for (const Json* found = object->child; found; found = found->next) {
+        if (found->key && json_get(object, found->key) != found) refuse(r, found->key, "is there twice");
+        check_names(r, found);
+    }
+}
+
 // A member that is there and not null.
 static const Json* member(const Json* object, const char* key) {
     const Json* found = json_get(object, key);
@@ -149,15 +158,18 @@ static double number_or(const Reader* r, const Json* object, const char* key, do
 
 // Whether a member says what JSON text does, numbers by value.
 static int says(const Json* found, const char* text) {
-    if (found->type == JSON_STRING) return *text == '"' && strncmp(found->text, text + 1, strlen(text) - 2) == 0;
+    const size_t length = strlen(text) - 2;  // without quotes
+    if (found->type == JSON_STRING)
+        return *text == '"' && strlen(found->text) == length && memcmp(found->text, text + 1, length) == 0;
     if (found->type == JSON_BOOL) return found->number == (strcmp(text, "true") == 0);
     return found->type == JSON_NUMBER && found->number == strtod(text, NULL);
 }
 
-// YaRN, whose two mscale cancel in the rotation and leave their square on the softmax.
+// YaRN, whose two mscale cancel in the rotation and leave their square on the softmax. Which key counts is as
+// transformers has it.
 static void read_rope(const Reader* r, ModelConfig* c) {
-    const Json *newer = member(r->json, "rope_parameters"), *scaling = newer ? newer : member(r->json, "rope_scaling");
-    c->rope_theta = number_or(r, r->json, "rope_theta", number_or(r, newer, "rope_theta", 10000));
+    const Json *older = member(r->json, "rope_scaling"), *scaling = older ? older : member(r->json, "rope_parameters");
+    c->rope_theta = number_or(r, scaling, "rope_theta", number_or(r, r->json, "rope_theta", 10000));
     c->yarn_factor = 40, c->yarn_mscale = 1, c->yarn_original_len = 4096;
     const char *type = json_text(scaling, "rope_type"), *kind = type ? type : json_text(scaling, "type");
     if (!kind || strcmp(kind, "default") == 0) return;
@@ -166,8 +178,9 @@ static void read_rope(const Reader* r, ModelConfig* c) {
     c->yarn = 1;
     c->yarn_factor = number_or(r, scaling, "factor", 0);
     c->yarn_mscale = number_or(r, scaling, "mscale_all_dim", 0);
-    c->yarn_original_len = number_or(r, scaling, "original_max_position_embeddings", 0);
+    c->yarn_original_len = json_int(scaling, "original_max_position_embeddings", 0);
     if (c->yarn_factor < 1 || c->yarn_original_len < 1 || c->yarn_mscale <= 0 ||
+        number_or(r, scaling, "original_max_position_embeddings", 0) != (double)c->yarn_original_len ||
         number_or(r, scaling, "mscale", 0) != c->yarn_mscale || number_or(r, scaling, "beta_fast", 32) != 32 ||
         number_or(r, scaling, "beta_slow", 1) != 1 || member(scaling, "attention_factor"))
         refuse(r, "rope_scaling",
@@ -180,14 +193,18 @@ static void read_routing(const Reader* r, ModelConfig* c, int v3) {
     const char *scoring = json_text(r->json, "scoring_func"), *method = json_text(r->json, "topk_method");
     if (scoring && strcmp(scoring, v3 ? "sigmoid" : "softmax") != 0)
         refuse(r, "scoring_func", v3 ? "is not sigmoid" : "is not softmax");
-    if (method && strcmp(method, "noaux_tc") != 0 && strcmp(method, "greedy") != 0 &&
-        strcmp(method, "group_limited_greedy") != 0)
-        refuse(r, "topk_method", "is none of noaux_tc, group_limited_greedy and greedy");
-    if (method && !v3 && strcmp(method, "greedy") == 0) c->groups = c->top_groups = 1;
+    const bool limited = method && strcmp(method, "group_limited_greedy") == 0;
+    if (method && (v3 ? strcmp(method, "noaux_tc") != 0 : !limited && strcmp(method, "greedy") != 0))
+        refuse(r, "topk_method", v3 ? "is not noaux_tc" : "is neither group_limited_greedy nor greedy");
+    if (!v3 && !limited)
+        c->groups = c->top_groups = 1;
+    else if (!member(r->json, "n_group") || !member(r->json, "topk_group"))
+        refuse(r, member(r->json, "n_group") ? "topk_group" : "n_group", "is missing");
     c->score = v3 ? SCORE_SIGMOID : SCORE_SOFTMAX;
 
     // transformers' DeepSeek-V2 never normalises; the authors' own code obeys the key, and no published model sets it.
-    const Json* norm = member(r->json, "norm_topk_prob");
+    const Json* norm = json_get(r->json, "norm_topk_prob");
+    if (norm && norm->type != JSON_BOOL) refuse(r, "norm_topk_prob", "is neither true nor false");
     c->route_norm = norm ? norm->number != 0 : v3;
     c->route_scale = number_or(r, r->json, "routed_scaling_factor", v3 ? 2.5 : 1);
 }
@@ -212,6 +229,7 @@ ModelConfig hub_read_config(const char* option, const char* folder) {
     Json* json = json_parse(text, size, error, sizeof(error));
     if (!json) die(EXIT_USAGE, "%s: %s", r.where, error);
     r.json = json;
+    check_names(&r, json);
 
     // Which of the two it is.
     const char* type = json_text(json, "model_type");

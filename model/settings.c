@@ -65,8 +65,8 @@ const Option settings_table[] = {
     WHOLE("model", "yarn", model.yarn, NULL, 0, 1, FIXED, "1: YaRN frequencies for long context"),
     NUMBER("model", "yarn-factor", model.yarn_factor, NULL, 1, 1e6, FIXED, "YaRN's context extension"),
     NUMBER("model", "yarn-mscale", model.yarn_mscale, NULL, 0, 100, FIXED, "YaRN's softmax temperature"),
-    NUMBER("model", "yarn-original-len", model.yarn_original_len, NULL, 1, 1e9, FIXED,
-           "context length before extension"),
+    WHOLE("model", "yarn-original-len", model.yarn_original_len, NULL, 1, 1e9, FIXED,
+          "context length before extension"),
     WHOLE("model", "mtp", model.mtp, "0", 0, MTP_MAX, FIXED,
           "modules that predict further tokens while training; with --init those that the folder lacks are new"),
 
@@ -358,7 +358,7 @@ RopeConfig config_rope(const ModelConfig* m) {
                        .yarn = (int)m->yarn,
                        .factor = m->yarn_factor,
                        .mscale = m->yarn_mscale,
-                       .original_len = m->yarn_original_len};
+                       .original_len = (double)m->yarn_original_len};
     return rope;
 }
 

@@ -22,7 +22,8 @@ typedef struct ModelConfig {
     int64_t groups, top_groups, score, route_norm;
     double route_scale, rope_theta;
     int64_t yarn;
-    double yarn_factor, yarn_mscale, yarn_original_len;
+    double yarn_factor, yarn_mscale;
+    int64_t yarn_original_len;
 } ModelConfig;
 
 typedef enum { SCHEDULE_COSINE, SCHEDULE_WSD, SCHEDULE_LINEAR, SCHEDULE_CONSTANT } Schedule;

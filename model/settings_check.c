@@ -12,6 +12,8 @@
 // What must hold between the options of a model.
 static void check_model(const ModelConfig* m) {
     if (m->rope % 2) die(EXIT_USAGE, "--rope-dim %ld is odd: rotary position turns pairs", m->rope);
+    if (m->yarn && m->yarn_mscale <= 0)
+        die(EXIT_USAGE, "--yarn-mscale %g: it must be above 0 with --yarn 1", m->yarn_mscale);
     if (m->dense_layers > m->L) die(EXIT_USAGE, "--dense-layers %ld is more than --layers %ld", m->dense_layers, m->L);
     if (m->K > m->E) die(EXIT_USAGE, "--top-k %ld is more than --experts %ld", m->K, m->E);
     if (m->E % m->groups) die(EXIT_USAGE, "--experts %ld is not a multiple of --groups %ld", m->E, m->groups);

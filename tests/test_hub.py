@@ -117,6 +117,24 @@ class Import(Case):
         if mpirun(1) and not CUDA:  # one rank a GPU
             self.assertLess(abs(self.evaluated(folder, ranks=4, ep=2, shard="weights", batch=1) / expected - 1), CLOSE)
 
+    def test_keys_as_transformers_reads_them(self):
+        """Of two keys that say the rotation one counts, and a DeepSeek-V2 without topk_method has no groups."""
+        long, plain = yarn(1.0)["rope_scaling"], dict(rope_type="default", rope_theta=300.0)
+        for kind, changes in ((V3_FOREIGN, (dict(rope_scaling=long, rope_parameters=plain, rope_theta=50.0),
+                                            dict(rope_parameters=plain, rope_theta=50.0), dict(rope_theta=50.0),
+                                            dict(rope_scaling={**long, "rope_theta": 300.0}, rope_theta=50.0))),
+                              (V2_FOREIGN, (dict(n_group=4, topk_group=1),
+                                            dict(n_group=4, topk_group=1, topk_method="group_limited_greedy")))):
+            folder, _ = self.write_model(kind["model_type"], kind)
+            config = {k: v for k, v in {**SIZES, **kind}.items() if k not in ("rope_theta", "topk_method")}
+            losses = []
+            for change in changes:
+                (folder / "config.json").write_text(json.dumps({**config, **change}))
+                model = transformers.AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
+                losses.append(self.loss_by_transformers(model))
+                self.assertLess(abs(self.evaluated(folder) / losses[-1] - 1), CLOSE, change)
+            self.assertEqual(len(set(losses)), len(losses))
+
     def test_bf16(self):
         folder, model = self.write_model("bf16", V3_FOREIGN)
         model.to(torch.bfloat16).save_pretrained(folder)
@@ -160,6 +178,15 @@ class Import(Case):
         for key, value, words in (("model_type", "llama", "neither deepseek_v3 nor deepseek_v2"),
                                   ("tie_word_embeddings", True, '"tie_word_embeddings" must be false'),
                                   ("hidden_act", "gelu", '"hidden_act" must be "silu"'),
+                                  ("hidden_act", "silux", '"hidden_act" must be "silu"'),
+                                  ("rope_interleave", False, '"rope_interleave" must be true'),
+                                  ("norm_topk_prob", "true", '"norm_topk_prob" is neither true nor false'),
+                                  ("topk_method", "greedy", '"topk_method" is not noaux_tc'),
+                                  ("n_group", None, '"n_group" is missing'),
+                                  ("topk_group", None, '"topk_group" is missing'),
+                                  ("rope_scaling", {**yarn(1.0)["rope_scaling"], "original_max_position_embeddings": 16.5},
+                                   '"rope_scaling" must have factor'),
+                                  ("rope_scaling", dict(type="linear", factor=2.0), '"rope_scaling" is of a type'),
                                   ("num_key_value_heads", 2, "num_key_value_heads"),
                                   ("scoring_func", "softmax", '"scoring_func" is not sigmoid'),
                                   ("kv_lora_rank", None, '"kv_lora_rank" is missing'),
@@ -168,6 +195,14 @@ class Import(Case):
                                   ("quantization_config", dict(quant_method="awq"), '"quantization_config" must be fp8')):
             (folder / "config.json").write_text(json.dumps({**config, key: value}))
             self.assertIn(words, self.evaluated(folder, code=2))
+        for value, key in (({**config, "model_type": "deepseek_v2", "topk_method": "noaux_tc"}, "topk_method"),
+                           ({**config, "model_type": "deepseek_v2", "topk_method": "group_limited_greedy", "n_group": None},
+                            "n_group")):
+            (folder / "config.json").write_text(json.dumps({**value, "scoring_func": "softmax"}))
+            self.assertIn(f'config.json: "{key}" is', self.evaluated(folder, code=2))
+        for twice in ('{"vocab_size": 7, ', '{"rope_scaling": {"type": "yarn", "type": "default"}, '):
+            (folder / "config.json").write_text(twice + json.dumps(config)[1:])
+            self.assertRegex(self.evaluated(folder, code=2), '"(vocab_size|type)" is there twice')
         (folder / "config.json").write_text(json.dumps({**config, "num_hidden_layers": 2}))
         self.assertRegex(self.evaluated(folder, code=2), r"tensor model\.layers\.2\.\S+ is none of this model's")
         (folder / "config.json").write_text(json.dumps(config))

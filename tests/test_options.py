@@ -92,6 +92,8 @@ class BadOptions(Case):
             (("--top-groups 3", "--groups 2"), dict(groups=2, top_groups=3)),
             (("--top-k 3", "2 experts of --top-groups 1"), dict(groups=2, top_groups=1, top_k=3)),
             (("--rope-dim 7", "odd"), dict(rope_dim=7)),
+            (("--yarn-mscale 0: it must be above 0",), dict(yarn=1, yarn_mscale=0)),
+            (("--yarn-original-len takes a whole number", "not '16.5'"), dict(yarn_original_len=16.5)),
             (("--dense-layers 3", "--layers 2"), dict(dense_layers=3)),
             (("--mtp 3 needs a longer --seq-len than 3",), dict(mtp=3, seq_len=3)),
             (("--tokens-per-step 100", "--batch 2 x --seq-len 32 = 64"), dict(tokens_per_step=100)),
