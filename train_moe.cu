@@ -86,6 +86,7 @@ static NORETURN void end_diverged(const Run* r) {
     int64_t good = r->pending - r->last.bad_in_a_row;
     if (r->saver) checkpoint_wait(r->saver);  // it may still be on its way to the disk
     int aside = r->saver && good == r->saved && checkpoint_set_aside(r->saver, good);
+    ranks_barrier(r->world);  // a rank that ends now ends rank 0 too, which may still be at it
     char* note =
         aside ? host_format(" (step_%08ld, after which no step was finite, is now step_%08ld.diverged)", good, good)
               : host_strdup("");

@@ -539,6 +539,18 @@ class Layouts(Case):
         before = max(set(range(1, last)) - set(bad))
         self.assertRegex(outcome.errors[0], rf"^rank 0 of {RANKS} .*3 steps in a row were not finite; the run ends without")
         self.assertEqual(cli.checkpoints(self.dir / "run"), [f"step_{before:08d}", f"step_{last:08d}.diverged"])
+        # Again, where rank 0 is longer at the removal of the older one than the others wait before they end a run.
+        aside = self.dir / f"run/step_{last:08d}.diverged"
+        for i in range(5000):
+            (aside / str(i)).touch()
+        run = Process(self.dir, (RANKS, self.command(resume=True, **{**options, **LAYOUT})))
+        run.wait_for(lambda: not all((aside / str(i)).exists() for i in range(0, 5000, 50)))
+        run.fault([0], signal.SIGSTOP)
+        time.sleep(1.6)
+        run.fault([0], signal.SIGCONT)
+        outcome = run.end()
+        self.assertRegex(outcome.errors[0], rf"^rank 0 of {RANKS} .*is now step_{last:08d}.diverged")
+        self.assertFalse((aside / "0").exists())
 
 
 if __name__ == "__main__":
