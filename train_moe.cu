@@ -12,6 +12,7 @@
 #include <stdio.h>
 #include <stdlib.h>
 #include <string.h>
+#include <sys/resource.h>
 #include <unistd.h>
 
 #include "data/runlog.h"
@@ -307,6 +308,11 @@ static void open_ranks(Run* r, int argc, char** argv) {
 
     device_setup(argv);  // before MPI, which starts but once in a process
     r->world = ranks_start(&argc, &argv);
+    // All shards stay open, and a large set has more files than the usual soft limit (1024) allows. Not before MPI: a
+    // process that it starts may close every number up to the limit.
+    struct rlimit files;
+    if (getrlimit(RLIMIT_NOFILE, &files) == 0) files.rlim_cur = files.rlim_max, setrlimit(RLIMIT_NOFILE, &files);
+
     r->ranks = ranks_count(r->world);
     r->rank = ranks_index(r->world);
     char* out = settings_resumed(argc, argv);

