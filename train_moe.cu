@@ -344,8 +344,7 @@ static void open_data(Run* r) {
     r->train = shards_open("--train", s->train, s->seq_len);
     agree_on_data(r->world, "--train", shards_hash(r->train));
     sample_check(s, r->tokenizer, r->train);
-    if (*s->val) r->val = shards_open("--val", s->val, s->seq_len);
-    agree_on_data(r->world, "--val", r->val ? shards_hash(r->val) : 0);
+    r->val = evaluate_shards(r->world, s, r->tokenizer);
     if (r->val && s->val_every) r->val_bytes = evaluate_bytes(s, r->val, r->tokenizer);
 
     int64_t windows = shards_windows(r->train);

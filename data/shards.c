@@ -138,11 +138,11 @@ void shards_close(Shards* shards) {
     free(shards);
 }
 
-char* shards_tokenizer(const char* pattern) {
+char* shards_tokenizer(const char* pattern, const char* mark) {
     glob_t found;
     if (glob(pattern, 0, NULL, &found) != 0) return NULL;
     const char *path = found.gl_pathv[0], *name = strrchr(path, '/'), *end = NULL;
-    for (const char* at = name ? name : path; (at = strstr(at, "_train_")) != NULL; at++) end = at;
+    for (const char* at = name ? name : path; (at = strstr(at, mark)) != NULL; at++) end = at;
     char* tokenizer = end ? host_format("%.*s_tokenizer.bin", (int)(end - path), path) : NULL;
     globfree(&found);
     if (tokenizer && access(tokenizer, F_OK) == 0) return tokenizer;

@@ -31,8 +31,8 @@ Shards* shards_open(const char* option, const char* pattern, int64_t T);
 void shards_close(Shards* shards);
 
 // The tokenizer file that lies beside the first shard of `pattern`, in fresh memory: text_tokenizer.bin beside
-// text_train_000000.bin. NULL: none, or a shard of another name.
-char* shards_tokenizer(const char* pattern);
+// text_train_000000.bin, where `mark` is "_train_". NULL: none, or a shard of another name.
+char* shards_tokenizer(const char* pattern, const char* mark);
 
 int64_t shards_windows(const Shards* shards);
 int64_t shards_tokens(const Shards* shards);

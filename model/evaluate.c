@@ -15,6 +15,22 @@ static int64_t windows_of(const Settings* s, const Shards* shards) {
     return max_i64(min_i64(s->val_tokens / s->seq_len, shards_windows(shards)), 1);
 }
 
+Shards* evaluate_shards(Ranks* world, const Settings* s, const Tokenizer* tokenizer) {
+    Shards* shards = *s->val ? shards_open("--val", s->val, s->seq_len) : NULL;
+    agree_on_data(world, "--val", shards ? shards_hash(shards) : 0);
+    char* beside = *s->val && *s->tokenizer ? shards_tokenizer(s->val, "_val_") : NULL;
+    if (beside) {
+        Tokenizer* other = tokenizer_open(beside);
+        if (tokenizer_size(other) != tokenizer_size(tokenizer))
+            die(EXIT_USAGE,
+                "--val: %s beside the shards has %d tokens, the tokenizer here (%s) %d: they are not of one", beside,
+                tokenizer_size(other), s->tokenizer, tokenizer_size(tokenizer));
+        tokenizer_close(other);
+    }
+    free(beside);
+    return shards;
+}
+
 // The ranks take batches in turns. One that has none left computes the first batch again, because others need its part
 // of weights and experts, and counts nothing.
 double evaluate_loss(Model* m, Shards* shards) {

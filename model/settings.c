@@ -308,7 +308,7 @@ char* settings_resumed(int argc, char** argv) {
 // it. Shards that are given anew may have taken their tokenizer with them.
 static void find_tokenizer(Settings* s, const char* given, int recorded, int has_vocab) {
     if (!given[row(offsetof(Settings, tokenizer))] && (!recorded || given[row(offsetof(Settings, train))])) {
-        char* beside = shards_tokenizer(s->train);
+        char* beside = shards_tokenizer(s->train, "_train_");
         if (beside) free(s->tokenizer), s->tokenizer = beside;
     }
     if (!*s->tokenizer || has_vocab || given[row(offsetof(Settings, model.V))]) return;

@@ -4,7 +4,6 @@
 #include <stdio.h>
 #include <stdlib.h>
 
-#include "model/agree.h"
 #include "model/evaluate.h"
 #include "model/import.h"
 #include "model/report.h"
@@ -16,8 +15,7 @@ void use_model(Ranks* world, const Settings* s) {
     sample_check(s, tokenizer, NULL);
     int files;
     Choices* questions = evaluate_open(world, s, tokenizer, &files);
-    Shards* val = *s->val ? shards_open("--val", s->val, s->seq_len) : NULL;
-    agree_on_data(world, "--val", val ? shards_hash(val) : 0);
+    Shards* val = evaluate_shards(world, s, tokenizer);
 
     // The model.
     device_choose(ranks_local());

@@ -286,6 +286,18 @@ class TokenizerBesideShards(Case):
         (self.dir / "moved/text_tokenizer.bin").unlink()
         self.refused(1, "--tokenizer: moved/text_tokenizer.bin: cannot read: No such file", train=None, **resume)
 
+    def test_validation_of_another(self):
+        """Whose ids are in the vocabulary of this one."""
+        write_shard(self.dir / "data/less_val_000000.bin", text(300))
+        write_tokenizer(self.dir / "data/less_tokenizer.bin", self.tokens[:200])
+        shutil.copy(self.dir / "data/less_val_000000.bin", self.dir / "data/text_val_000000.bin")
+        self.check("data/text_tokenizer.bin", 300, val="data/text_val_*.bin", out="run")
+        words = "--val: data/less_tokenizer.bin beside the shards has 200 tokens, the tokenizer here (data/text_tokenizer.bin) 300"
+        self.refused(2, words, train="data/text_train_*.bin", val="data/less_val_*.bin")
+        args = [PROGRAM, "--evaluate", "run/step_00000001", "--val", "data/less_val_*.bin"]
+        self.call(args)  # nobody says which the model was trained with
+        self.assertIn(words, self.call(args + ["--tokenizer", "data/text_tokenizer.bin"], 2).stderr)
+
     def test_samples_that_would_be_no_text(self):
         self.beside.unlink()
         sampling = dict(train="data/text_train_*.bin", sample_every=5, sample_tokens=2, steps=1, vocab=300)
