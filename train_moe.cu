@@ -6,6 +6,7 @@
 //           sample, a save
 //
 // The host runs one step ahead of the device: it queues step n + 1, then waits for the results of step n.
+#include <errno.h>
 #include <fcntl.h>
 #include <math.h>
 #include <signal.h>
@@ -34,9 +35,15 @@
 #include "parallel/folder.h"
 #include "parallel/watch.h"
 
-// The signal that asked this rank to stop.
+// The signal that asked this rank to stop. It is answered at once, because a validation may take minutes; stdout is
+// rank 0's alone.
 static volatile sig_atomic_t stop_asked = 0;
-static void ask_stop(int signal_number) { stop_asked = signal_number; }
+static void ask_stop(int signal_number) {
+    static const char answer[] = "stopping after this step and what is measured with it\n";
+    const int before = errno;
+    if (!stop_asked && write(STDOUT_FILENO, answer, sizeof(answer) - 1) < 0) errno = before;  // nobody reads
+    stop_asked = signal_number;
+}
 
 // What a run has while it goes on.
 typedef struct Run {

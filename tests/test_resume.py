@@ -328,6 +328,7 @@ class Signals(Case):
             process.send_signal(number)
             out, err = process.communicate(timeout=60)
         self.assertEqual((process.returncode, err), (0, ""))
+        self.assertEqual(out.count("stopping after this step and what is measured with it\n"), 1)
         self.assertIn(f"stopped by signal {int(number)}; --resume goes on from here", out)
         last, = checkpoints(self.dir / "run")
         done = int(last[5:])
