@@ -225,7 +225,10 @@ ModelConfig hub_read_config(const char* option, const char* folder) {
     char error[256];
     size_t size;
     char* text = read_file(path_of("%s/config.json", folder).text, CONFIG_LIMIT, &size);
-    if (!text) die(EXIT_USAGE, "%s: %s: a folder with a Hugging Face model is wanted", r.where, file_error(errno));
+    if (!text)
+        die(EXIT_USAGE,
+            "%s: %s: a folder with a Hugging Face model is wanted, such as a step of a run: runs/x/step_00001000",
+            r.where, file_error(errno));
     Json* json = json_parse(text, size, error, sizeof(error));
     if (!json) die(EXIT_USAGE, "%s: %s", r.where, error);
     r.json = json;

@@ -19,7 +19,9 @@ static const char* big(char text[16], double x) {
 
 void report_model(const Settings* s) {
     const ModelConfig* c = &s->model;
-    char *name = option_text(&settings_table[0], s), total[16], active[16], flops[16];
+    const char *option, *folder = settings_folder(s, &option);
+    char *name = folder ? host_printable(folder, strlen(folder), "") : option_text(&settings_table[0], s), total[16],
+         active[16], flops[16];
     printf("model      %s: %s parameters (%s active a token), %s FLOPs a token at seq-len %ld\n", name,
            big(total, (double)params_total(c)), big(active, (double)params_active(c)),
            big(flops, flops_per_token(c, s->seq_len)), s->seq_len);
@@ -122,8 +124,8 @@ static char* what_fits(const Settings* s, int rank, size_t room, Backend build) 
     other.shard = max_i64(s->shard, last_shard);
     if (!*list) add_fitting(&list, other, 0, s, rank, room, build);
     if (!*list)
-        host_append(&list,
-                    "; no --batch, --recompute or --shard makes it fit: use a smaller model, --seq-len or more ranks");
+        host_append(&list, "; no --batch, --recompute or --shard makes it fit: use a smaller model, %s or more ranks",
+                    *s->sample ? "--sample-tokens, --seq-len" : "--seq-len");
     return list;
 }
 

@@ -73,7 +73,7 @@ const Option settings_table[] = {
     // What is done with a model that is there already.
     TEXT("use", "init", init,
          "start training from the weights in this Hugging Face folder (a step of a run is one); its config.json says "
-         "what the model group does"),
+         "what the model group does; give --lr: without --model it is 1e-3"),
     ONCE_TEXT("use", "sample", sample, "no training: a sample of the model in this folder"),
     ONCE_TEXT("use", "evaluate", evaluate, "no training: what the model in this folder gives on --val and --eval"),
 

@@ -103,8 +103,8 @@ static void check_modules(const Settings* s) {
 // Every group of --ep ranks is whole, and every rank of it has as many experts.
 static void check_layout(const Settings* s) {
     if (s->ranks % s->ep)
-        die(EXIT_USAGE, "--ep %ld does not divide the %ld rank%s of the run", s->ep, s->ranks,
-            s->ranks == 1 ? "" : "s");
+        die(EXIT_USAGE, "--ep %ld does not divide the %ld rank%s of the run%s", s->ep, s->ranks,
+            s->ranks == 1 ? "" : "s", s->resume ? " (unless given, it is as the checkpoint has it; --ep 1 fits)" : "");
     if (s->model.E % s->ep) die(EXIT_USAGE, "--ep %ld does not divide --experts %ld", s->ep, s->model.E);
 }
 
@@ -167,9 +167,11 @@ static void check_run(const Settings* s) {
     if (s->resume && (*s->sample || *s->evaluate))
         die(EXIT_USAGE, "--resume goes on with training, which --%s does not", *s->sample ? "sample" : "evaluate");
     if (*s->sample || *s->evaluate) return;
+    if (s->resume && !*s->out) die(EXIT_USAGE, "--resume needs --out: the folder to resume from");
+    if (!*s->train && s->resume)
+        die(EXIT_USAGE, "there is no checkpoint in %s to resume from, and --train is missing to start afresh", s->out);
     if (!*s->train)
         die(EXIT_USAGE, "--train is missing: name the training shards, e.g. --train 'corpus/text_train_*.bin'");
-    if (s->resume && !*s->out) die(EXIT_USAGE, "--resume needs --out: the folder to resume from");
     if (s->mx_stats && !*s->out) die(EXIT_USAGE, "--mx-stats needs --out: the statistics go into its log");
     if (s->save_every && !*s->out) die(EXIT_USAGE, "--save-every needs --out: the folder to save into");
 }

@@ -406,6 +406,14 @@ class Export(Case):
 
     def test_sample(self):
         run = self.trained(vocab=257, val=self.val_glob)
+        self.assertIn("a folder with a Hugging Face model is wanted, such as a step of a run: runs/x/step_00001000",
+                      self.call([cli.PROGRAM, "--sample", run], 2).stderr)
+        if not CUDA and "sanitize" not in cli.PROGRAM:
+            args = [cli.PROGRAM, "--sample", run / "step_00000008", "--sample-tokens", 1000000]
+            self.assertIn("makes it fit: use a smaller model, --sample-tokens, --seq-len or more ranks",
+                          self.call(["sh", "-c", 'ulimit -v 4000000; exec "$@"', "sh", *args], 1).stderr)
+        done = self.call([cli.PROGRAM, "--sample", run / "step_00000008", "--dry-run"])
+        self.assertIn(f"model      {run}/step_00000008: ", done.stdout)
         for prompt in ("", "aa bb"):
             done = self.call([cli.PROGRAM, "--sample", run / "step_00000008", "--prompt", prompt, "--sample-tokens", 9])
             text = done.stdout.splitlines()[-1]

@@ -194,7 +194,17 @@ class ResumeOptions(Case):
     def test_without_a_checkpoint(self):
         (self.dir / "empty").mkdir()
         for out in ("new", "empty"):
-            self.assertIn("--train is missing", self.alone(out=out, code=2).stderr)
+            self.assertIn(f"there is no checkpoint in {out} to resume from, and --train is missing to start afresh",
+                          self.alone(out=out, code=2).stderr)
+
+    def test_of_more_ranks(self):
+        out = self.copy_of(self.reference())
+        record = manifest(out / "step_00000020")
+        record["options"]["ep"] = 4
+        write_manifest(out / "step_00000020", record)
+        self.assertIn("--ep 4 does not divide the 1 rank of the run (unless given, it is as the checkpoint has it; --ep 1 fits)",
+                      self.alone(code=2).stderr)
+        self.alone("--ep", "1")
 
     def test_nothing_to_do(self):
         out = self.copy_of(self.reference())
