@@ -43,7 +43,8 @@ static void add_tokenizer(Saver* saver, const char* tokenizer) {
         if (text)
             saver_add_text(saver, i ? "tokenizer_config.json" : "tokenizer.json", text);
         else
-            printf("export     there is no %s: checkpoints have no tokenizer for transformers\n", path.text);
+            printf("export     there is no %s: %s\n", path.text,
+                   i ? "transformers will not know the end of text" : "checkpoints have no tokenizer for transformers");
         free(text);
         if (!text) break;
     }

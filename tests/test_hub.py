@@ -361,6 +361,19 @@ class Export(Case):
         self.assertEqual(index["metadata"]["total_size"], sum(bytes_of.values()))
         self.assertTrue({"config.json", "generation_config.json"} <= {file["name"] for file in manifest["files"]})
 
+    def test_what_the_tokenizer_lacks(self):
+        text = self.dir / "text"
+        text.write_text("to be or not to be " * 40)
+        subprocess.run([sys.executable, cli.ROOT / "scripts/prepare_text.py", text, "--out", self.dir / "words"], check=True,
+                       capture_output=True)
+        for missing, words in ((None, "export +there"), ("_config.json", "_config.json: transformers will not know the end of text"),
+                               (".json", ".json: checkpoints have no tokenizer for transformers")):
+            if missing:
+                (self.dir / f"words/text_tokenizer{missing}").unlink()
+            done = self.train(train="words/text_train_*.bin", out=f"run{missing}", steps=1)
+            (self.assertRegex if missing else self.assertNotRegex)(done.stdout, words)
+            self.assertEqual((self.dir / f"run{missing}/step_00000001/tokenizer.json").exists(), missing != ".json")
+
     def test_what_transformers_cannot_say(self):
         for words, options in (("no selection bias", dict(score="softmax", route_norm=0)),
                                ("does not normalise", dict(score="softmax", route_norm=1)),
