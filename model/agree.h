@@ -10,7 +10,7 @@ BEGIN_C
 
 // The program (CRC-32 of its file) and every option; the files of the data may have other paths (agree_on_data).
 void agree_on_settings(Ranks* world, const Settings* settings);
-// hash: shards_hash of what `option` names.
+// hash: of what `option` names.
 void agree_on_data(Ranks* world, const char* option, uint32_t hash);
 
 END_C
