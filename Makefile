@@ -161,13 +161,13 @@ $(CUDA)/archs: FORCE
 	@mkdir -p $(@D)
 	@echo "$(GPU_CODE)" | cmp -s - $@ || echo "$(GPU_CODE)" > $@
 
-# Hopper's kernels, and what has none.
+# Hopper's kernels, and what has none. private: $(CUDA)/archs, which they depend on, keeps those of all.
 HOPPER = $(addprefix $(CUDA)/,$(addsuffix .o,grouped/grouped_gemm mx/grouped_gemm_mx learn/grouped_gemm_4 learn/grouped_gemm_5))
-$(HOPPER): GPU_CODE = $(call gpu_code,90)
+$(HOPPER): private GPU_CODE = $(call gpu_code,90)
 
 # Ops are compiled from their .cu alone: one that is missing is an error, never the reference in its place.
 CUDA_HOST = $(addprefix $(CUDA)/,$(addsuffix .o,device/version $(HOST) $(TESTS_EITHER) $(TESTS_CUDA_RANKS)))
-$(CUDA_HOST) $(CUDA)/train_moe.o: GPU_CODE = $(call gpu_code,80)
+$(CUDA_HOST) $(CUDA)/train_moe.o: private GPU_CODE = $(call gpu_code,80)
 $(CUDA_HOST): $(CUDA)/%.o: %.c Makefile
 	@mkdir -p $(@D)
 	@echo "  NVCC  $@"

@@ -1,0 +1,49 @@
+"""What `make` compiles again, in a copy of links with a compiler that only writes what -o names: python3 tests/test_build.py"""
+import os
+import pathlib
+import shutil
+import subprocess
+import tempfile
+import unittest
+
+ROOT = pathlib.Path(__file__).resolve().parent.parent
+NVCC = """#!/bin/sh
+while [ $# -gt 0 ]; do [ "$1" != -o ] || out=$2; shift; done
+: >"$out"
+"""
+
+
+@unittest.skipUnless(shutil.which("make"), "there is no make")
+class Build(unittest.TestCase):
+    def setUp(self):
+        folder = tempfile.TemporaryDirectory(prefix="test_build_")
+        self.addCleanup(folder.cleanup)
+        self.dir = pathlib.Path(folder.name)
+        for path in ROOT.iterdir():
+            if path.name not in (".git", "build"):
+                (self.dir / path.name).symlink_to(path)
+        (self.dir / "bin").mkdir()
+        (self.dir / "bin/nvcc").write_text(NVCC)
+        (self.dir / "bin/nvcc").chmod(0o755)
+
+    def made(self, *arguments):
+        """The objects that it compiles."""
+        environment = {name: value for name, value in os.environ.items() if name not in ("MAKEFLAGS", "MAKELEVEL", "MFLAGS")}
+        environment["PATH"] = f"{self.dir}/bin:{environment['PATH']}"
+        done = subprocess.run(["make", "MPI=0", *arguments], cwd=self.dir, env=environment, timeout=60, capture_output=True, text=True)
+        self.assertEqual(done.returncode, 0, done.stderr)
+        return {line.split()[1] for line in done.stdout.splitlines() if line.startswith("  NVCC")}
+
+    def test_other_gpus(self):
+        """Kernels are compiled again for other GPUs, nothing else is; a benchmark on the way changes nothing."""
+        first = self.made("cuda", "ARCHS=80")
+        self.assertLessEqual({"build/cuda/train_moe.o", "build/cuda/layers/matmul.o", "build/cuda/data/bpe.o"}, first)
+        self.assertEqual(self.made("cuda", "ARCHS=80"), set())
+        self.assertEqual(self.made("build/cuda/bench/casts", "ARCHS=80"), {"build/cuda/bench/casts.o"})
+        kernels = {name for name in first if (ROOT / name.removeprefix("build/cuda/")).with_suffix(".cu").exists()}
+        self.assertEqual(self.made("cuda", "ARCHS=120"), kernels)
+        self.assertEqual(self.made("cuda", "ARCHS=120"), set())
+
+
+if __name__ == "__main__":
+    unittest.main()
