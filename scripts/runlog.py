@@ -82,10 +82,13 @@ def read_log(path, columns=None):
         step = row.get("step")
         if type(step) is not int or not 0 <= step < 2**63:
             bad(f"line {i}: no step number")
+        values = columns_of(row)
         for key in columns or ():
+            inside = isinstance(row.get(key), list) and [name for name in values if name.startswith(f"{key}/")]
+            if inside:
+                raise NoLog(f"{path}: {key} is a list; draw one of its columns, such as {inside[-1]}")
             if not is_number(row.get(key)):
                 bad(f"line {i}: {key} is not a number")
-        values = columns_of(row)
         rows[step] = values if columns is None else {key: values[key] for key in columns if key in values}
     return config, rows
 

@@ -236,7 +236,7 @@ class Compare(unittest.TestCase):
                  b'{"steps": 1.5}', b'{"steps": [1]}', b"[" * 100000]
         rows = [b"1", b"[]", b"{}", b'{"step": null}', b'{"step": "1"}', b'{"step": 1.0, "loss": 1.0}', b"[" * 100000]
         rows += [b'{"step": 2, "%s": %s}' % pair for pair in (
-            (b"loss", b'"1.0"'), (b"loss", b"[1.0]"), (b"loss", b"true"), (b"val_loss", b"{}"), (b"mem_gib", b'"1"'),
+            (b"loss", b'"1.0"'), (b"loss", b"[]"), (b"loss", b"true"), (b"val_loss", b"{}"), (b"mem_gib", b'"1"'),
             (b"tokens_per_s", b"[]"))]
         out = self.dir / "damaged"
         log = out / "bf16/log.jsonl"

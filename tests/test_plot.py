@@ -215,7 +215,7 @@ class PlotLoss(unittest.TestCase):
         for row in rows:
             row["grad_norm"] = 100.0 * row["step"]
             if row["step"] % 4 == 0:
-                row["mx_stats"] = self.STATS
+                row.update(mx_stats=self.STATS, load_max=[None, 1.5])
         path = self.log("columns", rows)
         root, texts, circles, curves = self.plot(path, "--column", "grad_norm", "loss", "val_loss",
                                                  "mx_stats/layer1/x/snr_db")
@@ -234,6 +234,9 @@ class PlotLoss(unittest.TestCase):
         _, texts, circles, curves = self.plot(path, "--column", "val_loss")
         self.assertEqual((len(circles), len(curves)), (4, 1))
         self.assertIn("val_loss", texts)
+        for column, one in (("load_max", "load_max/layer1"), ("mx_stats", "mx_stats/layer1/w13/inexact")):
+            self.fails(path, "--column", column, names=path,
+                       says=f"{column} is a list; draw one of its columns, such as {one}")
         self.fails(path, "--column", "gradnorm", names=path, says="no finite gradnorm")
         self.fails(path, "--column", "loss", "gradnorm", names=path, says="no finite gradnorm")
         self.fails(path, "--column", "loss", "grad_norm", "--y-range", 1, 2, names="--y-range", says="one panel")
@@ -345,7 +348,7 @@ class PlotLoss(unittest.TestCase):
     def test_odd_values_are_named(self):
         cases = [("step", value) for value in (b'"1"', b"1.0", b"null", b"true", b"[]", b"-1", b"9223372036854775808",
                                                b"1" + b"0" * 400)]
-        cases += [(key, value) for key in ("loss", "val_loss") for value in (b'"1"', b"[1]", b"{}", b"true")]
+        cases += [(key, value) for key in ("loss", "val_loss") for value in (b'"1"', b"[]", b"{}", b"true")]
         for key, value in cases:
             row = {"step": b"2", "loss": b"1.0", key: value}
             line = b"{%s}" % b", ".join(b'"%s": %s' % (k.encode(), v) for k, v in row.items())
