@@ -117,10 +117,12 @@ class Log:
         return [row.get(name) for row in self.rows]
 
     def seconds(self):
-        """How long training had taken after each step: the sum of ms, without validation and checkpoints."""
-        out, total = [], 0.0
-        for ms in self.column("ms"):
-            total += (ms or 0.0) / 1000
+        """How long training had taken after each step, without validation and checkpoints: the sum of ms, which also
+        stands for the steps before it that the log lacks."""
+        out, total, before = [], 0.0, 0
+        for step, ms in zip(self.steps, self.column("ms")):
+            total += (step - before) * (ms or 0.0) / 1000
+            before = step
             out.append(total)
         return out
 

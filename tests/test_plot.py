@@ -250,6 +250,10 @@ class PlotLoss(unittest.TestCase):
         for x, seconds in zip(xs, (1, 2, 8, 10)):
             self.assertAlmostEqual(x, left + width * seconds / 10, delta=0.051)  # printed with one digit
         self.assertIn("seconds of training", texts)
+        thinned = [{"step": s, "loss": 1.0, "ms": ms} for s, ms in ((10, 100), (20, 100), (40, 300))]  # 1, 2 and 8 s
+        _, _, _, curves = self.plot(self.log("thinned", thinned), "--over", "time", "--smooth", 0)
+        for x, seconds in zip(re.findall(r"[ML]([-\d.]+) ", curves[0]), (1, 2, 8)):
+            self.assertAlmostEqual(float(x), left + width * seconds / 8, delta=0.051)
         rows = [{"step": s, "loss": 1.0, "ms": 3.6e6} for s in range(1, 41)]
         _, texts, _, _ = self.plot(self.log("long", rows), "--over", "time")
         self.assertIn("hours of training", texts)
