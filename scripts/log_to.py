@@ -5,14 +5,15 @@
     python3 scripts/log_to.py runs/* --wandb PROJECT      # WANDB_MODE=offline writes to ./wandb, for `wandb sync` later
 
 All columns of numbers go, those of mx_stats as mx_stats/layer3/x/snr_db, and the configuration as hyperparameters. What
-was not finite is left out and counted. A run is named by its folder, with folders above it where two would be the same.
+was not finite is left out and counted. A run is named by its folder, or by its log where that is not called log.jsonl,
+with folders above it where two would be the same.
 
 The same command again brings what was written since; no point is there twice. A run is DIR/NAME in TensorBoard: a new
 event file takes the place of the one before, also in a TensorBoard that is open. In W&B it has an id made of this
-machine's name and the run's folder, and W&B replaces a run that is sent again under its id.
+machine's name and the run's folder or log, and W&B replaces a run that is sent again under its id.
 
-A log has no clock, only the milliseconds of each step: the wall time of a step is when the log was last written, less
-the steps after it. Validation, checkpoints and pauses between a stop and a resume are not in it.
+The wall time of a step is its column `time`; in a log without one, when the log was last written, less the milliseconds
+of the steps after it.
 """
 import argparse
 import hashlib
@@ -30,13 +31,13 @@ def wall_times(log):
     """When each step ended, in seconds since 1970."""
     seconds = log.seconds()
     end = os.stat(log.path).st_mtime
-    return [end - (seconds[-1] - s) for s in seconds]
+    return [time or end - (seconds[-1] - s) for time, s in zip(log.column("time"), seconds)]
 
 
 def points(log):
     """Yields (step, wall time, {column: value}), finite values only."""
     for step, wall, row in zip(log.steps, wall_times(log), log.rows):
-        yield step, wall, {column: value for column, value in row.items() if value is not None}
+        yield step, wall, {column: value for column, value in row.items() if value is not None and column != "time"}
 
 
 class TensorBoard:
@@ -100,7 +101,7 @@ class WandB:
         self.project, self.wandb = project, wandb
 
     def send(self, name, log):
-        run_id = hashlib.sha256(os.fsencode(f"{socket.gethostname()}:{log.folder}")).hexdigest()[:16]
+        run_id = hashlib.sha256(os.fsencode(f"{socket.gethostname()}:{log.run}")).hexdigest()[:16]
         # Nothing of this process: it did not train.
         settings = self.wandb.Settings(console="off", silent=True, disable_git=True, disable_code=True,
                                        x_disable_stats=True)
@@ -123,10 +124,14 @@ def main():
     where.add_argument("--wandb", metavar="PROJECT")
     args = parser.parse_args()
     board = TensorBoard(args.tensorboard) if args.tensorboard else WandB(args.wandb)
+    sent = {}
     try:
         for name, log in read_logs(args.runs):
+            if name in sent:
+                fail(f"{sent[name]} and {log.path} are both called {name}; name each run once, or rename one")
+            sent[name] = log.path
             to = board.send(name, log)
-            columns = {column for row in log.rows for column, value in row.items() if value is not None}
+            columns = {column for row in log.rows for column, value in row.items() if value is not None} - {"time"}
             left_out = sum(row.get(column, 0) is None for row in log.rows for column in columns)
             print(f"{name}: {len(log.steps)} steps, {len(columns)} columns to {to}"
                   + f"; {left_out} values that were not finite left out" * bool(left_out))

@@ -98,7 +98,7 @@ class Log:
     columns that are named."""
 
     def __init__(self, path, columns=None):
-        self.path, self.folder = log_path(path), folder_of(path)
+        self.path, self.run = log_path(path), run_of(path)
         if os.path.isdir(path) and not os.path.lexists(self.path):
             raise NoLog(f"{path}: a folder without log.jsonl")
         self.config, rows = read_log(self.path, columns and [*columns, "ms"])
@@ -131,16 +131,18 @@ def log_path(path):
     return path / "log.jsonl" if os.path.isdir(path) else path
 
 
-def folder_of(path):
-    return pathlib.Path(os.path.realpath(log_path(path))).parent
+def run_of(path):
+    """What a run is called by: the folder of its log.jsonl; a log of another name itself, without .jsonl."""
+    log = pathlib.Path(os.path.realpath(log_path(path)))
+    return log.parent if log.name == "log.jsonl" else pathlib.Path(str(log).removesuffix(".jsonl"))
 
 
-def names(folders):
-    """Each folder by as many of its last parts as tell it from the others, as text."""
+def names(runs):
+    """Each run by as many last parts of its path as tell it from the others, as text."""
     out = []
-    for folder in folders:
-        parts = folder.parts[1:] or ("run",)
-        others = [other.parts for other in folders if other != folder]
+    for run in runs:
+        parts = run.parts[1:] or ("run",)
+        others = [other.parts for other in runs if other != run]
         count = next((n for n in range(1, len(parts)) if not any(o[-n:] == parts[-n:] for o in others)), len(parts))
         out.append(os.fsencode("/".join(parts[-count:])).decode("utf-8", "replace"))
     return out
@@ -149,7 +151,7 @@ def names(folders):
 def read_logs(paths, columns=None):
     """Yields (name, log) of each run. What is no log is left out with a word; an error if there is nothing else."""
     reasons = []
-    for path, name in zip(paths, names([folder_of(path) for path in paths])):
+    for path, name in zip(paths, names([run_of(path) for path in paths])):
         try:
             log = Log(path, columns)
         except NoLog as error:

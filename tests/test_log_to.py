@@ -121,7 +121,14 @@ class TensorBoard(Case):
         self.assertIn("cut short", said)
         self.assert_scalars(self.read("board/run"), steps(1, 6))
 
-    def test_wall_time_is_counted_back_from_the_end(self):
+    def test_wall_time(self):
+        """The column time; in a log without one, counted back from the end."""
+        clock = [{**row, "time": 1.6e9 + 100.0 * row["step"]} for row in steps(1, 3)]
+        out, _ = self.run_script(self.log("clock", clock), "--tensorboard", "board")
+        self.assertIn("clock: 3 steps, 7 columns", out)
+        self.assert_scalars(self.read("board/clock"), steps(1, 3))
+        times = [e.wall_time for e in self.read("board/clock").Scalars("lr")]
+        self.assertEqual(times, [1.6e9 + 100.0 * step for step in (1, 2, 3)])
         self.run_script(self.log("run", steps(1, 6)), "--tensorboard", "board")
         times = [e.wall_time for e in self.read("board/run").Scalars("lr")]
         # The steps took 1 to 6 s; doubles around 1.7e9 are 2.4e-7 apart.
@@ -168,6 +175,16 @@ class TensorBoard(Case):
             self.assertRegex(line, rf"^log_to\.py: warning: {name}.*; left out$")
         for name, n in (("a/x/run", 3), ("b/x/run", 4), ("c", 5), ("\ufffd|<$", 6)):
             self.assert_scalars(self.read(f"board/{name}"), steps(1, n))
+
+    def test_logs_of_one_folder(self):
+        logs = [(self.log(name, steps(1, n)) / "log.jsonl").rename(f"{name}.jsonl") for name, n in (("a", 3), ("b", 4))]
+        self.run_script(*logs, "--tensorboard", "board")
+        for name, n in (("a", 3), ("b", 4)):
+            self.assert_scalars(self.read(f"board/{name}"), steps(1, n))
+        self.log("b", steps(1, 5))
+        _, said = self.run_script(*logs, "b", "--tensorboard", "board", code=1)
+        self.assertEqual(said, "log_to.py: error: b.jsonl and b/log.jsonl are both called b; name each run once, or rename one\n")
+        self.assert_scalars(self.read("board/b"), steps(1, 4))
 
     def test_failures(self):
         run = self.log("run", steps(1, 3))

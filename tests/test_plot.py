@@ -100,6 +100,12 @@ class PlotLoss(unittest.TestCase):
         for name in ("x/run", "y/run"):
             self.assertEqual(sum(t.startswith(name + " (") for t in texts), 1, texts)
 
+    def test_logs_of_one_folder_have_their_own_names(self):
+        logs = [self.log(name, self.rows(5)).rename(self.dir / f"{name}.jsonl") for name in ("a", "b.1")]
+        _, texts, _, _ = self.plot(*logs)
+        for name in ("a", "b.1"):
+            self.assertEqual(sum(t.startswith(name + " (") for t in texts), 1, texts)
+
     def test_folder_stands_for_its_log(self):
         _, texts, _, _ = self.plot(self.log("folder", self.rows(5)).parent)
         self.assertTrue(any(t.startswith("folder (") for t in texts))
