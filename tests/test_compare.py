@@ -296,6 +296,10 @@ class Compare(unittest.TestCase):
                            (["--at-once", 2, "--launch", "mpirun -np 2"], "goes without --launch")):
             self.fails(self.command(*args, out=self.dir / "usage"), says, code=2)
         self.fails(self.command(out=self.dir / "usage", more=("--seed", "3")), "--seed among", code=2)
+        for option in ("--precision", "--expert-precision", "--dispatch-precision", "--combine-precision", "--wgrad-precision",
+                       "--linear-precision", "--mx-gemm=fast", "--precision=mxfp8"):
+            self.fails(self.command(out=self.dir / "usage", more=(option, "mxfp8")),
+                       f"{option.split('=')[0]} behind --: each set has its own; write --set NAME 'OPTIONS'", code=2)
         self.fails(self.command(out=self.dir / "usage")[:4], "they follow --", code=2)
         self.assertFalse((self.dir / "usage").exists())
 
