@@ -111,8 +111,8 @@ class Run:
         print(f"\n{self.name}: {shlex.join(command)}", file=sys.stderr, flush=True)
         environment, output = dict(os.environ), sys.stderr
         if slot is not None:
-            gpus = environment.get("CUDA_VISIBLE_DEVICES", "").split(",")
-            environment["CUDA_VISIBLE_DEVICES"] = gpus[slot] if slot < len(gpus) and gpus[slot] else str(slot)
+            gpus = environment.get("CUDA_VISIBLE_DEVICES", str(slot)).split(",")
+            environment["CUDA_VISIBLE_DEVICES"] = gpus[slot % len(gpus)]  # where it is empty, none
             output = open(self.folder / "output.txt", "a", encoding="utf-8")
         try:
             return subprocess.Popen(command, stdin=subprocess.DEVNULL, stdout=output, env=environment,
@@ -338,6 +338,9 @@ def arguments():
         parser.error("--seeds and --window are at least 1")
     if args.at_once < 1 or args.at_once > 1 and args.launch:
         parser.error("--at-once is at least 1, and goes without --launch: each of its runs has one GPU")
+    gpus = os.environ.get("CUDA_VISIBLE_DEVICES", "").split(",")
+    if gpus != [""] and len(gpus) < args.at_once:
+        parser.error(f"--at-once {args.at_once}: CUDA_VISIBLE_DEVICES names {len(gpus)} GPUs, and each run has its own")
     return args
 
 

@@ -51,8 +51,9 @@ class Compare(unittest.TestCase):
         return [sys.executable, str(ROOT / "scripts/compare_precision.py"), "--out", str(out or self.out), "--program",
                 PROGRAM, *map(str, args), "--", *self.data, *MODEL, "--steps", str(steps), *more]
 
-    def run_script(self, command):
-        environment = dict(os.environ, OMP_NUM_THREADS="1", PYTHONIOENCODING="utf-8:strict")  # as in most locales
+    def run_script(self, command, **more):
+        environment = {name: value for name, value in os.environ.items() if name != "CUDA_VISIBLE_DEVICES"}
+        environment |= {"OMP_NUM_THREADS": "1", "PYTHONIOENCODING": "utf-8:strict", **more}  # as in most locales
         return subprocess.run(command, cwd=self.dir, env=environment, timeout=120, stdin=subprocess.DEVNULL,
                               capture_output=True, encoding="utf-8", errors="surrogateescape")
 
@@ -82,8 +83,8 @@ class Compare(unittest.TestCase):
         cells = [[cell.strip() for cell in line.strip("|").split("|")] for line in lines]
         return {row[0]: row[1:] for row in cells[2:]}
 
-    def fails(self, command, *says, code=1):
-        done = self.run_script(command)
+    def fails(self, command, *says, code=1, **more):
+        done = self.run_script(command, **more)
         self.assertEqual(done.returncode, code, done.stderr)
         self.assertEqual(done.stdout, "")
         for words in says:
@@ -207,6 +208,17 @@ class Compare(unittest.TestCase):
                    f"odd failed with exit code 2, its message is in {out}/odd/output.txt", "\nbf16 ended ",
                    "\nmxfp8 ended ", "\nmxfp8-exact ended ")
         self.assertIn("--experts takes a whole number", (out / "odd/output.txt").read_text())
+
+    def test_each_at_once_has_a_gpu_of_its_own(self):
+        program, out = self.dir / "gpu", self.dir / "gpus"
+        program.write_text('#!/bin/sh\necho "GPU $CUDA_VISIBLE_DEVICES."\nexit 1\n')
+        program.chmod(0o755)
+        for visible, expected in (({"CUDA_VISIBLE_DEVICES": "4,6"}, "46"), ({}, "01"), ({"CUDA_VISIBLE_DEVICES": ""}, ["", ""])):
+            self.fails(self.command("--at-once", 2, "--program", program, out=out), "failed with exit code 1", **visible)
+            said = [(out / name / "output.txt").read_text().splitlines()[-1] for name in ("bf16", "mxfp8")]
+            self.assertEqual(said, [f"GPU {gpu}." for gpu in expected])
+        self.fails(self.command("--at-once", 3, out=self.dir / "usage"), "--at-once 3: CUDA_VISIBLE_DEVICES names 2 GPUs", code=2,
+                   CUDA_VISIBLE_DEVICES="4,6")
 
     def test_failures_say_what_failed(self):
         out = self.dir / "failed"
