@@ -2,7 +2,6 @@
 """scripts/recipes: what they start, on what text. TRAIN_MOE=build/cpu/train_moe python3 tests/test_recipes.py"""
 import os
 import pathlib
-import re
 import shutil
 import subprocess
 import unittest
@@ -15,34 +14,45 @@ SHORT = ("--layers", 2, "--dim", 32, "--heads", 2, "--kv-lora", 16, "--dense-ffn
 
 
 class Recipes(Case):
-    def start(self, name, *options):
-        """A recipe in an empty folder, with a folder in place of Hugging Face and a machine of 4 GPUs that are not there."""
+    def start(self, name, *options, gpus=4, program=PROGRAM):
+        """A recipe in an empty folder, with a folder in place of Hugging Face and a machine of GPUs that are not there."""
         there, tools = self.dir / "there", self.dir / "tools"
         for folder in (there, tools):
             folder.mkdir(exist_ok=True)
         for shard in ("val_000000", "train_000001"):
             write_shard(there / f"edu_fineweb_{shard}.bin", range(100))
         (there / "tokenizer.json").write_text('{"model": {"type": "BPE", "vocab": {"a": 0, "<|endoftext|>": 1}, "merges": []}}')
-        (tools / "nvidia-smi").write_text("#!/bin/sh\nfor i in 0 1 2 3; do echo GPU $i; done\n")
+        (tools / "nvidia-smi").write_text(f"#!/bin/sh\nfor i in {' '.join(map(str, range(gpus)))}; do echo GPU $i; done\n")
         (tools / "mpirun").write_text('#!/bin/sh\nshift 2\nexec "$@"\n')
         for tool in tools.iterdir():
             tool.chmod(0o755)
         return subprocess.run(["sh", ROOT / f"scripts/recipes/{name}.sh", *map(str, options)], capture_output=True, text=True,
                               cwd=self.dir, timeout=120,
-                              env={**os.environ, "TRAIN_MOE": str(pathlib.Path(PROGRAM).resolve()), "PATH": f"{tools}:{os.environ['PATH']}",
+                              env={**os.environ, "TRAIN_MOE": str(pathlib.Path(program).resolve()), "PATH": f"{tools}:{os.environ['PATH']}",
                                    "FINEWEB_URL": there.as_uri(), "FINEWEB_TOKENIZER_URL": there.as_uri()})
 
     def test_each_can_be_planned(self):
         names = [path.stem for path in RECIPES if path.stem != "text"]
         self.assertEqual(names, ["16b", "debug", "small", "tiny"])
         for name in names:
-            with self.subTest(name):
-                done = self.start(name, "--train", "my text/*.bin", "--dry-run", *(("--ranks", 4) if name == "16b" else ()))
-                self.assertEqual(done.returncode, 0, done.stderr)
-                self.assertEqual(done.stderr, "")
-                self.assertRegex(done.stdout, rf"(?m)^model  +model {name} ")
-                self.assertTrue(re.search(r"\btrain my text/\*\.bin\b", done.stdout), "--train of its own")
-                self.assertFalse((self.dir / "data").exists())
+            for text in ("--train", "my text/*.bin"), ("--train=my text/*.bin",), ():
+                with self.subTest(name, text=text):
+                    done = self.start(name, *text, "--dry-run", *(("--ranks", 4) if name == "16b" else ()))
+                    self.assertEqual(done.returncode, 0, done.stderr)
+                    self.assertEqual(done.stderr, "")
+                    self.assertRegex(done.stdout, rf"(?m)^model  +model {name} ")
+                    self.assertRegex(done.stdout, r"\btrain my text/\*\.bin\b" if text else r"\bvocab 50257\b")
+                    self.assertFalse((self.dir / "data").exists())
+        self.assertRegex(self.start("tiny", "--help").stdout, "^usage")
+
+    def test_what_lacks_is_said_before_anything_is_fetched(self):
+        for name, build in (("16b", "cuda"), ("small", "cuda"), ("tiny", "cpu")):
+            done = self.start(name, program=self.dir / "none")
+            self.assertEqual((done.returncode, done.stderr), (1, f"{name}.sh: error: {self.dir}/none is not there: make {build}\n"))
+        for gpus in (0, 2, 5):
+            done = self.start("16b", gpus=gpus)
+            self.assertEqual((done.returncode, done.stderr), (1, f"16b.sh: error: needs 4 or 8 GPUs; nvidia-smi shows {gpus}\n"))
+        self.assertFalse((self.dir / "data").exists())
 
     @unittest.skipUnless(shutil.which("curl"), "there is no curl")
     def test_it_fetches_trains_and_goes_on(self):

@@ -3,9 +3,14 @@
 # usage: scripts/recipes/16b.sh [train_moe options]     --train, --val and --tokenizer name another text than FineWeb-Edu
 # Learning rate and batch are not yet chosen by a sweep; speed and memory: bench/RESULTS.md.
 set -eu
+gpus=$(nvidia-smi --list-gpus 2>/dev/null | wc -l)
+case $gpus in
+4 | 8) ;;
+*) echo "16b.sh: error: needs 4 or 8 GPUs; nvidia-smi shows $gpus" >&2; exit 1 ;;
+esac
+build=cuda
 shards=100
 . "$(dirname "$0")/text.sh"
-gpus=$(nvidia-smi --list-gpus | wc -l)
-exec mpirun -np "$gpus" "${TRAIN_MOE:-$root/build/cuda/train_moe}" --model 16b --ep "$gpus" --shard weights --precision mxfp8 \
+exec mpirun -np "$gpus" "$program" --model 16b --ep "$gpus" --shard weights --precision mxfp8 \
     --linear-precision mxfp8 --seq-len 4096 --batch 4 --tokens-per-step 1048576 --steps 9536 --lr 4.2e-4 --warmup 500 \
     --val-every 500 --val-tokens 4194304 --save-every 500 --keep 2 --timeout 1800 --out runs/16b --resume "$@"

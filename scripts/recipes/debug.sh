@@ -3,7 +3,8 @@
 # usage: scripts/recipes/debug.sh [train_moe options]     --train, --val and --tokenizer name another text than FineWeb-Edu
 # Over 30 million tokens it is better at 2e-3 than at 1e-3, and flat up to 4e-3 (bench/RESULTS.md, "a sweep of `debug`").
 set -eu
+build=cuda
 shards=10
 . "$(dirname "$0")/text.sh"
-exec "${TRAIN_MOE:-$root/build/cuda/train_moe}" --model debug --seq-len 1024 --batch 32 --steps 30518 --lr 2e-3 --warmup 300 \
+exec "$program" --model debug --seq-len 1024 --batch 32 --steps 30518 --lr 2e-3 --warmup 300 \
     --val-every 1000 --val-tokens 1048576 --save-every 5000 --sample-every 5000 --out runs/debug --resume "$@"

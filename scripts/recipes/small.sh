@@ -4,7 +4,8 @@
 # On source code and prose it ended at 1.29 nats a token after 17 minutes on an H200 (bench/RESULTS.md, "a billion tokens of `small`").
 # Learning rate and batch lie where a sweep over 30 million tokens is flat (bench/RESULTS.md, "a sweep of `small`"); from 2e-3 on it is worse.
 set -eu
+build=cuda
 shards=10
 . "$(dirname "$0")/text.sh"
-exec "${TRAIN_MOE:-$root/build/cuda/train_moe}" --model small --seq-len 1024 --batch 32 --steps 30518 --lr 1e-3 --warmup 300 \
+exec "$program" --model small --seq-len 1024 --batch 32 --steps 30518 --lr 1e-3 --warmup 300 \
     --val-every 1000 --val-tokens 1048576 --save-every 5000 --sample-every 5000 --out runs/small --resume "$@"

@@ -1,8 +1,12 @@
-# What the recipes share; they source it. Unless their options name a text (--train), it is FineWeb-Edu: the first
-# $shards of its shards, fetched into data/corpus/fineweb where they are not there yet.
-root=$(dirname "$0")/../..
+# What the recipes share; they source it. $program is TRAIN_MOE, or that of $build. Unless their options name a text
+# (--train), it is FineWeb-Edu: the first $shards of its shards, fetched into data/corpus/fineweb where they are not there
+# yet. What only prints needs none of them, but the size of their vocabulary.
+root=$(cd "$(dirname "$0")/../.." && pwd)
+program=${TRAIN_MOE:-$root/build/$build/train_moe}
+[ -x "$program" ] || { echo "$(basename "$0"): error: $program is not there: make $build" >&2; exit 1; }
 case " $* " in
-*" --train "*) ;;
+*" --train "* | *" --train="*) ;;
+*" --help "* | *" -h "* | *" --version "* | *" --dry-run "*) set -- --vocab 50257 "$@" ;;
 *)
     sh "$root/scripts/fineweb.sh" "$shards"
     folder=data/corpus/fineweb
