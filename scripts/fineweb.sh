@@ -1,7 +1,8 @@
 #!/bin/sh
 # Downloads shards of FineWeb-Edu, 100 million tokens of GPT-2 each, that train as they are: karpathy's
 # fineweb-edu-100B-gpt2-token-shards on Hugging Face, edu_fineweb_val_000000.bin and the first N of
-# edu_fineweb_train_000001.bin to _001001.bin (200 MB each), and GPT-2's tokenizer.json.
+# edu_fineweb_train_000001.bin to _001001.bin (200 MB each), and GPT-2's tokenizer.json; tokenizer_config.json, which tells
+# transformers what ends a text, is written here.
 # usage: fineweb.sh [N [FOLDER]]     10 shards into data/corpus/fineweb, unless told otherwise
 # What is there is kept, and what was cut off goes on. Each shard must be as long as its header says. FINEWEB_URL and
 # FINEWEB_TOKENIZER_URL name other places with the same files.
@@ -63,5 +64,15 @@ if [ ! -e "$folder/tokenizer.json" ]; then
     fetch "$tokenizer" tokenizer.json
     mv "$folder/tokenizer.json.part" "$folder/tokenizer.json"
 fi
+# config_json of scripts/tokenizer_json.py
+[ -e "$folder/tokenizer_config.json" ] || cat >"$folder/tokenizer_config.json" <<'END'
+{
+ "tokenizer_class": "PreTrainedTokenizerFast",
+ "bos_token": "<|endoftext|>",
+ "eos_token": "<|endoftext|>",
+ "model_max_length": 1000000000000000019884624838656,
+ "clean_up_tokenization_spaces": false
+}
+END
 echo "use:   --train '$folder/edu_fineweb_train_[0-9]*.bin' --val '$folder/edu_fineweb_val_000000.bin' \
 --tokenizer '$folder/tokenizer.json'"

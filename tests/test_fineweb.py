@@ -1,12 +1,17 @@
 """scripts/fineweb.sh, with a folder in place of Hugging Face. Needs the standard library and curl."""
+import json
 import os
 import pathlib
 import shutil
 import subprocess
+import sys
 import tempfile
 import unittest
 
 from cli import ROOT, write_shard
+
+sys.path.insert(0, str(ROOT / "scripts"))
+from tokenizer_json import EOT, config_json  # noqa: E402
 
 ONE_BUILD = True  # tests/run.py: nothing here depends on what computes
 
@@ -41,7 +46,8 @@ class Fineweb(unittest.TestCase):
         code, stdout, stderr = self.get(10, self.here)
         self.assertEqual(code, 0, stderr)
         names = ["edu_fineweb_val_000000.bin", *(f"edu_fineweb_train_{i:06d}.bin" for i in range(1, 11)), "tokenizer.json"]
-        self.assertEqual(sorted(os.listdir(self.here)), sorted(names))
+        self.assertEqual(sorted(os.listdir(self.here)), sorted([*names, "tokenizer_config.json"]))
+        self.assertEqual(json.loads((self.here / "tokenizer_config.json").read_text()), json.loads(config_json(EOT)))
         self.assertTrue(all(map(self.same, names)))
         self.assertEqual([line for line in stdout.splitlines() if "://" in line],
                          [f"{self.there.as_uri()}/{name}" for name in names])
