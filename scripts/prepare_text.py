@@ -341,7 +341,10 @@ def prepare(args):
 
 def number(kind, low, high):
     def parse(text):
-        value = kind(text.replace("_", ""))
+        try:
+            value = kind(text.replace("_", ""))
+        except ValueError as error:
+            raise argparse.ArgumentTypeError(f"{text}: must be a {'whole ' * (kind is int)}number") from error
         if not low <= value <= high:
             raise argparse.ArgumentTypeError(f"{text}: must be from {low} to {high}")
         return value

@@ -259,6 +259,9 @@ class Refused(Prepare):
             with self.assertRaises(SystemExit) as caught:
                 self.run_it(a, *bad)
             self.assertEqual(caught.exception.code, 2)
+        for option, value, says in (("--train-tokenizer", "1e4", "must be a whole number"), ("--val-fraction", "x", "must be a number")):
+            _, _, stderr = self.run_script(a, option, value)
+            self.assertIn(f"error: argument {option}: {value}: {says}\n", stderr)
 
     def test_overwrite(self):
         a = self.write("a.txt", b"x" * 1000)
