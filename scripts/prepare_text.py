@@ -17,8 +17,9 @@ A document is a record of a .jsonl or .parquet file (its --field), or any other 
 in pieces of a few MiB; a document longer than that is cut at line ends. One process reads and writes, --jobs of them
 encode: the shards are the same whatever their number.
 
-Without --val, documents are dealt by a hash of how they begin, so that the same text always falls on the same side. The
-document with the lowest hash is validation in any case. Where there is only one document, its end is validation.
+Without --val, documents are dealt by a hash of how they begin, so that the same text always falls on the same side. Where
+this makes validation less than a quarter of --val-fraction of the text or more than four times as much, as with a few
+books, validation is the end of the text.
 """
 import argparse
 import collections
@@ -28,6 +29,7 @@ import ctypes
 import datetime
 import glob
 import hashlib
+import itertools
 import multiprocessing
 import os
 import re
@@ -83,18 +85,15 @@ def deal_by_end(documents, boundary):
 
 
 def deal(documents, fraction):
-    """Deals documents; reads them twice, as far as it takes to know beforehand that both sides get some."""
+    """Deals documents; reads them twice, as far as it takes to know beforehand that hashes give validation its share."""
     threshold = int(fraction * 2**64)
-    total, lowest, highest = 0, 2**64, -1
-    for first, text in documents:
-        total += len(text)
+    total, val, dealt = 0, 0, False
+    for first, text in itertools.chain(documents, [(True, b"")]):
         if first:
-            h = document_hash(text)
-            lowest, highest = min(lowest, h), max(highest, h)
-            if lowest < threshold <= highest:
+            if fraction * total / 4 <= val <= fraction * total * 4 and val < total:
                 return deal_by_hash(documents, threshold)
-    if lowest < highest:
-        return deal_by_hash(documents, min(max(threshold, lowest + 1), highest))
+            dealt = document_hash(text) < threshold
+        total, val = total + len(text), val + len(text) * dealt
     if total and int(total * fraction) < 1:
         raise Failure(f"{total} bytes of text are too few to keep {fraction:g} of them for validation; "
                       "raise --val-fraction, or set it to 0")
@@ -374,7 +373,7 @@ def main(arguments=None):
                         help="what separates documents inside a file that has no records")
     parser.add_argument("--val", nargs="+", metavar="PATH", help="files or folders of text for validation")
     parser.add_argument("--val-fraction", type=number(float, 0, 0.9), default=0.02, metavar="X",
-                        help="without --val: the share of documents that become validation, 0 for none (0.02)")
+                        help="without --val: the share of the text that becomes validation, 0 for none (0.02)")
     parser.add_argument("--shard-tokens", type=number(int, 1, MAX_SHARD_TOKENS), default=100_000_000, metavar="N",
                         help="tokens per shard at most (100000000)")
     parser.add_argument("--glob", nargs="+", default=GLOBS, metavar="PATTERN",

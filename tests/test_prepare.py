@@ -207,11 +207,23 @@ class Dealing(Prepare):
 
     def test_both_sides_get_some(self):
         for n in (2, 3, 5):
-            for fraction in ("0.000001", "0.5", "0.9"):
+            for fraction in ("0.1", "0.5", "0.9"):
                 texts = [b"text %d %d" % (n, i) for i in range(n)]
                 train, val = self.deal(texts, "--val-fraction", fraction, "--overwrite")
                 self.assertTrue(train and val, (n, fraction))
-                self.assertEqual(sorted(train + val), texts)
+                self.assertEqual(sum(map(len, train + val)), sum(map(len, texts)))
+
+    def test_few_documents(self):
+        """Whatever their hashes are, validation has about its share."""
+        rng = random.Random(6)
+        for n in (2, 2, 3, 5, 10, 30, 100):
+            texts = [b"%d" % rng.randrange(10**9) * rng.randrange(10, 1000) for _ in range(n)]
+            train, val = self.deal(texts, "--overwrite")
+            share = sum(map(len, val)) / sum(map(len, texts))
+            self.assertTrue(0.005 <= share <= 0.08, (n, share))
+        # The text of a book that is too long for validation is cut.
+        train, val = self.deal([b"a line\n" * 40000, b"another\n" * 10000], "--overwrite")
+        self.assertEqual((len(train), val), (2, [(b"another\n" * 900)[:-1]]))
 
     def test_one_document(self):
         text = b"".join(b"line %d\n" % i for i in range(1000))
