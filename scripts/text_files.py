@@ -34,11 +34,11 @@ def refuse(error):
 def unpacked_name(path):
     """What a file is called unpacked."""
     name, suffix = os.path.splitext(path)
-    return name if suffix in OPENERS else path
+    return name if suffix.lower() in OPENERS else path
 
 
 def find_files(inputs, patterns):
-    """The files that inputs name, folders searched for patterns (hidden files left out), in a fixed order."""
+    """The files that inputs name, folders searched for patterns in any case (hidden files left out), in a fixed order."""
     files = []
     for path in inputs:
         mode = os.stat(path).st_mode
@@ -47,11 +47,12 @@ def find_files(inputs, patterns):
             continue
         if not stat.S_ISDIR(mode):
             raise Failure(f"{path}: neither a file nor a folder")
-        found = []
+        found, others = [], []
         for folder, folders, names in os.walk(path, onerror=refuse):
             folders[:] = sorted(f for f in folders if not f.startswith("."))
             for name in sorted(n for n in names if not n.startswith(".")):
-                if not any(fnmatch.fnmatch(n, p) for n in (name, unpacked_name(name)) for p in patterns):
+                if not any(fnmatch.fnmatch(n.lower(), p.lower()) for n in (name, unpacked_name(name)) for p in patterns):
+                    others.append(name)
                     continue
                 inside = os.path.join(folder, name)
                 if stat.S_ISREG(os.stat(inside).st_mode):
@@ -60,6 +61,9 @@ def find_files(inputs, patterns):
                     print(f"prepare_text.py: warning: {inside}: not a file, left out", file=sys.stderr)
         if not found:
             raise Failure(f"{path}: no file in this folder matches {' '.join(patterns)}; choose others with --glob")
+        if others:
+            print(f"prepare_text.py: {path}: {len(others)} files left out whose names match no --glob "
+                  f"({', '.join(others[:3])}{', ...' * (len(others) > 3)})", file=sys.stderr)
         files += found
     return files
 
@@ -140,7 +144,7 @@ class Text:
     def __iter__(self):
         self.begin()
         for path in self.files:
-            kind = os.path.splitext(unpacked_name(path))[1]
+            kind = os.path.splitext(unpacked_name(path))[1].lower()
             read = {".jsonl": self.json_lines, ".parquet": self.parquet}.get(kind, self.plain)
             try:
                 for first, text in read(path):
@@ -152,7 +156,7 @@ class Text:
 
     def chunks(self, path, read):
         """What read(file) gives of a file unpacked, until nothing is left, and that last nothing."""
-        opener = OPENERS.get(os.path.splitext(path)[1])
+        opener = OPENERS.get(os.path.splitext(path)[1].lower())
         with open(path, "rb") as packed, io.BufferedReader(opener(packed), PIECE) if opener else packed as file:
             chunk = True
             while chunk:

@@ -3,6 +3,7 @@
 import contextlib
 import ctypes
 import glob
+import gzip
 import io
 import os
 import random
@@ -181,12 +182,23 @@ class Bytes(Prepare):
         for name in ("d/b.txt", "d/a.md", "d/sub/c.py", "d/x.bin", "d/.hidden.txt", "d/.git/y.txt", "d/z.foo"):
             self.write(name, name.encode())
         d = os.path.join(self.folder, "d")
-        self.run_it(d, "--val-fraction", "0")
+        said = self.run_it(d, "--val-fraction", "0")
+        self.assertIn(f"prepare_text.py: {d}: 2 files left out whose names match no --glob (x.bin, z.foo)\n", said)
         self.assertEqual(self.documents("train"), [b"d/a.md", b"d/b.txt", b"d/sub/c.py"])
         self.run_it(d, "--val-fraction", "0", "--glob", "*.foo", "a.*", "--name", "other")
         self.assertEqual(self.documents("train", "other"), [b"d/a.md", b"d/z.foo"])
-        self.run_it(os.path.join(d, "x.bin"), "--val-fraction", "0", "--name", "named")  # a file named is a file taken
+        said = self.run_it(d, "--val-fraction", "0", "--glob", "*.PY", "--name", "few")
+        self.assertIn("4 files left out whose names match no --glob (a.md, b.txt, x.bin, ...)\n", said)
+        self.assertEqual(self.documents("train", "few"), [b"d/sub/c.py"])
+        said = self.run_it(os.path.join(d, "x.bin"), "--val-fraction", "0", "--name", "named")  # a file named is a file taken
         self.assertEqual(self.documents("train", "named"), [b"d/x.bin"])
+        self.assertNotIn("left out", said)
+
+    def test_suffixes_in_capitals(self):
+        self.write("d/A.TXT", b"A")
+        self.write("d/B.JSONL.GZ", gzip.compress(b'{"text": "B"}\n'))
+        self.assertNotIn("left out", self.run_it(os.path.join(self.folder, "d"), "--val-fraction", "0"))
+        self.assertEqual(self.documents("train"), [b"A", b"B"])
 
 
 class Dealing(Prepare):
