@@ -31,22 +31,30 @@ std::vector<Record> work, calls;
 // First match wins.
 const char* const classes[][2] = {
     {"grouped_gemm", "grouped GEMM"},
+    {"plan_kernel", "grouped GEMM"},
     {"adamw", "optimizer"},
     {"sum_chunks", "optimizer"},
     {"add_total", "optimizer"},
     {"step_", "optimizer"},
+    {"measure_kernel", "optimizer"},
     {"update_bias", "router"},
     {"permute", "permute, combine"},
     {"sort_", "permute, combine"},
     {"cross_entropy", "classifier's softmax"},
     {"rmsnorm", "norms"},
     {"swiglu", "SwiGLU"},
+    {"attention", "attention"},
     {"rope_kernel", "rope"},
     {"embedding", "embedding"},
-    {"attention", "attention"},
     {"choose", "router"},
     {"score_backward", "router"},
     {"count_", "router"},
+    {"add_halves", "router"},
+    {"even_out", "router"},
+    {"push_kernel", "dispatch, combine"},
+    {"ranks_kernel", "dispatch, combine"},
+    {"numbers_kernel", "dispatch, combine"},
+    {"choices_", "dispatch, combine"},
     {"memset", "copies and fills"},
     {"memcpy", "copies and fills"},
     {"gemm", "dense GEMM"},
@@ -56,11 +64,13 @@ const char* const classes[][2] = {
     {"xmma", "dense GEMM"},
 };
 
-bool is_transfer(const std::string& name) { return name.find("nccl") == 0; }
+bool is_transfer(const std::string& name) {
+    return name.find("nccl") == 0 || name.find("push_kernel") != std::string::npos;
+}
 
 std::string class_of(const std::string& name) {
     if (name.find("ncclDevKernel_SendRecv") == 0) return "dispatch, combine";
-    if (is_transfer(name)) return "gathers, reductions";
+    if (name.find("nccl") == 0) return "gathers, reductions";
     for (auto& c : classes)
         if (name.find(c[0]) != std::string::npos) return c[1];
     return "other";

@@ -1,6 +1,8 @@
-"""What `make` compiles again, in a copy of links with a compiler that only writes what -o names: python3 tests/test_build.py"""
+"""What `make` compiles again, in a copy of links with a compiler that only writes what -o names; and that bench/profile.cc knows the
+kernels: python3 tests/test_build.py"""
 import os
 import pathlib
+import re
 import shutil
 import subprocess
 import tempfile
@@ -43,6 +45,20 @@ class Build(unittest.TestCase):
         kernels = {name for name in first if (ROOT / name.removeprefix("build/cuda/")).with_suffix(".cu").exists()}
         self.assertEqual(self.made("cuda", "ARCHS=120"), kernels)
         self.assertEqual(self.made("cuda", "ARCHS=120"), set())
+
+
+class Profile(unittest.TestCase):
+    def test_kernels_have_a_class(self):
+        """Those of training in bf16."""
+        classes = re.findall(r'^    \{"(\w+)", "([^"]+)"\},$', (ROOT / "bench/profile.cc").read_text(), re.M)
+        found = {}
+        for folder in ("moe", "grouped", "layers", "parallel"):
+            for path in (ROOT / folder).glob("*.cu*"):
+                for kernel in re.findall(r"__global__ void (?:[A-Z_]+\s+|__\w+__\(.*\)\s+)*([a-z]\w+)\(", path.read_text()):
+                    found[kernel] = next((name for part, name in classes if part in kernel), None)
+        self.assertLessEqual({"even_out", "cross_entropy_kernel", "choose", "permute_rows_kernel"}, found.keys())
+        self.assertEqual([kernel for kernel, name in found.items() if not name], [])
+        self.assertEqual(found["attention_sum_rope_kernel"], "attention")
 
 
 if __name__ == "__main__":
