@@ -2,30 +2,16 @@
 
     python3 bench/attention_torch.py
 
-Medians of CUDA events for cuDNN's and PyTorch's flash kernels (the latter wants v as wide as q: it is padded, which its FLOPs
-do not count). q and k are given whole, as (B, H, T, D) views of (B, T, H, D).
+Medians of CUDA events in blocks of calls for 300 ms, for cuDNN's and PyTorch's flash kernels (the latter wants v as wide as q: it is
+padded, which its FLOPs do not count). q and k are given whole, as (B, H, T, D) views of (B, T, H, D).
 """
 
-import statistics
-
 import torch
+from grouped_gemm_torch import time_ms
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.functional import scaled_dot_product_attention
 
 SHAPES = [(4, 4096, 16, 192, 128), (1, 4096, 16, 192, 128), (2, 8192, 16, 192, 128), (16, 1024, 16, 192, 128)]
-
-
-def median_seconds(run):
-    times = []
-    for i in range(25):
-        start, stop = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
-        start.record()
-        run()
-        stop.record()
-        stop.synchronize()
-        if i >= 5:
-            times.append(start.elapsed_time(stop) / 1e3)
-    return statistics.median(times)
 
 
 def main():
@@ -36,17 +22,17 @@ def main():
             tensors = [torch.randn(b, t, h, d, device="cuda", dtype=torch.bfloat16).transpose(1, 2).requires_grad_() for d in sizes]
             try:
                 with sdpa_kernel(backend):
-                    forward = median_seconds(lambda: scaled_dot_product_attention(*tensors, is_causal=True))
+                    forward = time_ms(lambda: scaled_dot_product_attention(*tensors, is_causal=True), 300)
                     out = scaled_dot_product_attention(*tensors, is_causal=True)
                     dout = torch.randn_like(out)
-                    backward = median_seconds(lambda: torch.autograd.grad(out, tensors, dout, retain_graph=True))
+                    backward = time_ms(lambda: torch.autograd.grad(out, tensors, dout, retain_graph=True), 300)
             except RuntimeError as error:
                 print(f"{name} {b} {t} {h} {qk}/{v}: {str(error).splitlines()[0]}")
                 continue
             half = b * h * t * t
             print(
-                f"{name} {b:3d} {t:5d} {h:4d} {qk}/{v} | {forward * 1e3:9.3f} {half * (qk + v) / forward * 1e-12:8.1f}"
-                f" | {backward * 1e3:9.3f} {half * (3 * qk + 2 * v) / backward * 1e-12:8.1f}"
+                f"{name} {b:3d} {t:5d} {h:4d} {qk}/{v} | {forward:9.3f} {half * (qk + v) / forward * 1e-9:8.1f}"
+                f" | {backward:9.3f} {half * (3 * qk + 2 * v) / backward * 1e-9:8.1f}"
             )
 
 
