@@ -367,7 +367,8 @@ class Signals(Case):
         for number in (signal.SIGINT, signal.SIGTERM):
             before = len(checkpoints(out)) if out.exists() else 0
             process = subprocess.Popen(args, cwd=self.dir, env=environment(), stdout=subprocess.PIPE, stderr=subprocess.PIPE,
-                                       encoding="utf-8", start_new_session=True)
+                                       encoding="utf-8", start_new_session=True,  # a shell's background jobs ignore Ctrl-C
+                                       preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL))
             try:
                 for line in process.stdout:
                     if line.startswith("step "):
