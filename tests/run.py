@@ -9,8 +9,8 @@ alone. Several run at a time where there are cores for them.
 
 Each is a process of its own, and its result is its closing line `N passed, N failed, N skipped`, or unittest's own two
 lines. A crash, a timeout, a test without a result and one that ends non-zero with nothing failed count as one failure; a
-name under --skip, of a test that this machine cannot run, as one skipped. The last line is the sum; the exit code 1 if
-anything failed.
+name under --skip, of a test that this machine cannot run, and a test that lacks its program, as one skipped. The last line
+is the sum; the exit code 1 if anything failed.
 """
 import argparse
 import concurrent.futures
@@ -118,10 +118,13 @@ def main():
     # long files, and a GPU's runs before a CPU's.
     kernels = [path for path in options.tests if os.path.basename(path).startswith("test_cuda_")]
     tests = [(path, [os.path.abspath(path)], None) for path in kernels]
+    skipped = [(name, "needs a GPU") for name in options.skip]
     for path in sorted(glob.glob(os.path.join(TESTS, "test_*.py")), key=os.path.getsize, reverse=True):
         with open(path) as file:
             text = file.read()
         programs = options.program if NEEDS_PROGRAM.search(text) else [None]
+        if not programs:
+            skipped.append((os.path.relpath(path), "needs --program"))
         for program in programs[:1] if ONE_BUILD.search(text) else reversed(programs):
             name = os.path.relpath(path) + (f" ({os.path.dirname(program)})" if program else "")
             tests.append((name, [sys.executable, path], program))
@@ -133,8 +136,8 @@ def main():
         waiting = [pool.submit(run, name, command, options.timeout, options.jobs, program) for name, command, program in tests]
         results = [test.result() for test in waiting]
     results += [run(path, [os.path.abspath(path)], options.timeout, 1, None) for path in options.alone]
-    for name in options.skip:
-        print(f"{name:40}           skipped: needs a GPU")
+    for name, reason in skipped:
+        print(f"{name:40}           skipped: {reason}")
         results.append([0, 0, 1])
     total = [sum(column) for column in zip(*results)]
     print("%d passed, %d failed, %d skipped" % tuple(total))

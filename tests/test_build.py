@@ -1,10 +1,11 @@
-"""What `make` compiles again, in a copy of links with a compiler that only writes what -o names; and that bench/profile.cc knows the
-kernels: python3 tests/test_build.py"""
+"""What `make` compiles again, in a copy of links with a compiler that only writes what -o names; what tests/run.py counts; and that
+bench/profile.cc knows the kernels: python3 tests/test_build.py"""
 import os
 import pathlib
 import re
 import shutil
 import subprocess
+import sys
 import tempfile
 import unittest
 
@@ -45,6 +46,17 @@ class Build(unittest.TestCase):
         kernels = {name for name in first if (ROOT / name.removeprefix("build/cuda/")).with_suffix(".cu").exists()}
         self.assertEqual(self.made("cuda", "ARCHS=120"), kernels)
         self.assertEqual(self.made("cuda", "ARCHS=120"), set())
+
+
+class Run(unittest.TestCase):
+    def test_what_lacks_its_program_is_skipped(self):
+        with tempfile.TemporaryDirectory(prefix="test_build_") as folder:
+            shutil.copy(ROOT / "tests/run.py", folder)
+            for name, begins in ("alone", ""), ("program", "import cli\n"):
+                pathlib.Path(folder, f"test_{name}.py").write_text(begins + "print('2 passed, 0 failed, 0 skipped')\n")
+            done = subprocess.run([sys.executable, "run.py"], cwd=folder, capture_output=True, text=True)
+        self.assertRegex(done.stdout, r"(?m)^test_program\.py +skipped: needs --program$")
+        self.assertTrue(done.stdout.endswith("\n2 passed, 0 failed, 1 skipped\n"), done.stdout)
 
 
 class Profile(unittest.TestCase):
