@@ -122,7 +122,8 @@ void grouped_gemm_lt_mx_wgrad(real* dw, const uint8_t* dy, const uint8_t* dy_sca
     const int64_t piece = ((int64_t)ctx->workspace_bytes - LT_WORKSPACE) / chunk_bytes * MX_CHUNK;
     ASSERT(piece > 0);
     uint8_t *of_dy = (uint8_t*)ctx->workspace + LT_WORKSPACE, *of_x = of_dy + scales_bytes(OC, piece / MX_BLOCK);
-    const Groups g = fetch_groups(r, ctx);
+    Groups g = fetch_groups(r, ctx);
+    g.capacity = length;  // by channel there are zeros up to the next 128 (mx/mxfp8.h)
     for (int e = 0; e < r.El; e++) {
         if (!accumulate && g.taken(e) == 0) device_zero(dw + e * OC * IC, (size_t)(OC * IC) * sizeof(real), ctx);
         for (int64_t at = 0; at < g.taken(e); at += piece) {

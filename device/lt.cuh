@@ -31,7 +31,7 @@ struct LtProduct {
     // NULL: A and B are bf16. Else they are e4m3 with k along their rows (B transposed), and these the scales of every
     // 32 of them, laid out as mx_blackwell_offset (mx/mxfp8.h) says and on 16 bytes, zeros in what is padding
     // (CUBLASLT_MATMUL_MATRIX_SCALE_VEC32_UE8M0). cuBLAS documentation 13, "Narrow Precision Data Types Usage":
-    // compute capability 10.0 and up; pointers on 16 bytes, dimensions that are multiples of 16.
+    // compute capability 10.0 and up; pointers on 16 bytes; k and n are multiples of 32 and 16, m is any number.
     const uint8_t *a_scale = NULL, *b_scale = NULL;
 };
 

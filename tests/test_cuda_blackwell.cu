@@ -31,7 +31,7 @@ struct Scaled {
     const uint8_t *a, *b, *a_scale, *b_scale;
     void* d;
     int64_t m, n, k, lda, ldb, ldd;
-    bool real_out, plain;
+    bool real_out, plain, accumulate;
 };
 
 // "1D Block Scaling Factors Layout": tiles of 128 x 4, row-major; `inner` along k.
@@ -55,10 +55,11 @@ static __global__ void scaled_product(Scaled p) {
         const int sa = p.a_scale[at_a], sb = p.b_scale[at_b];
         total += sa == 255 || sb == 255 ? NAN : ldexpf(sum, sa + sb - 2 * 127);
     }
+    const int64_t at = column * p.ldd + row;
     if (p.real_out)
-        ((float*)p.d)[column * p.ldd + row] = total;
+        ((float*)p.d)[at] = p.accumulate ? ((float*)p.d)[at] + total : total;
     else
-        ((floatX*)p.d)[column * p.ldd + row] = (floatX)total;
+        ((floatX*)p.d)[at] = (floatX)total;
 }
 
 template <typename T>
@@ -112,7 +113,8 @@ cublasStatus_t cublasLtMatmul(cublasLtHandle_t lt, cublasLtMatmulDesc_t op, cons
                 attribute<int64_t>(b, CUBLASLT_MATRIX_LAYOUT_LD),
                 attribute<int64_t>(d, CUBLASLT_MATRIX_LAYOUT_LD),
                 attribute<uint32_t>(d, CUBLASLT_MATRIX_LAYOUT_TYPE) == CUDA_R_32F,
-                plain_order};
+                plain_order,
+                *(const float*)beta == 1};
     // What the documentation asks for ("Narrow Precision Data Types Usage", cublasLtMatmul: FP8 kernels).
     CHECK(attribute<int32_t>(op, CUBLASLT_MATMUL_DESC_B_SCALE_MODE) == CUBLASLT_MATMUL_MATRIX_SCALE_VEC32_UE8M0,
           "B's scale mode");
@@ -126,11 +128,11 @@ cublasStatus_t cublasLtMatmul(cublasLtHandle_t lt, cublasLtMatmulDesc_t op, cons
               attribute<int64_t>(b, CUBLASLT_MATRIX_LAYOUT_COLS) == p.n &&
               attribute<int64_t>(b, CUBLASLT_MATRIX_LAYOUT_ROWS) == p.k,
           "shapes do not meet");
-    CHECK(p.m % 16 == 0 && p.k % 16 == 0 && p.lda % 16 == 0 && p.ldb % 16 == 0, "m %lld, k %lld", (long long)p.m,
+    CHECK(p.m % 16 == 0 && p.k % 32 == 0 && p.lda % 16 == 0 && p.ldb % 16 == 0, "m %lld, k %lld", (long long)p.m,
           (long long)p.k);
     const uintptr_t all = (uintptr_t)A | (uintptr_t)B | (uintptr_t)D | (uintptr_t)p.a_scale | (uintptr_t)p.b_scale;
     CHECK(all % 16 == 0, "pointers are not on 16 bytes");
-    CHECK(*(const float*)alpha == 1 && *(const float*)beta == 0, "alpha, beta");
+    CHECK(*(const float*)alpha == 1 && (*(const float*)beta == 0 || (p.accumulate && p.real_out)), "alpha, beta");
     scaled_product<<<(unsigned)ceil_div(p.m * p.n, 256), 256, 0, stream>>>(p);
     LAUNCH_CHECK();
     return CUBLAS_STATUS_SUCCESS;
@@ -180,6 +182,11 @@ static void test_scale_order(void) {
 
 // --- MXFP8 ---
 
+static uint8_t random_byte(uint32_t stream, int64_t i) {
+    const uint8_t q = (uint8_t)draw(stream, i, 0, 255);
+    return (q & 127) == 127 ? (uint8_t)(q ^ 1) : q;
+}
+
 // Random bytes and scales; NaN in pad rows.
 struct Operands {
     int64_t IC, OC, chunks, columns, stride_o, stride_c;
@@ -195,17 +202,13 @@ struct Operands {
           w(l.El() * OC * IC, 0),
           w_scale(l.El() * columns * chunks, 0) {
         stride_o = turned ? 1 : chunks, stride_c = turned ? columns : 1;
-        auto byte = [](uint32_t stream, int64_t i) {
-            const uint8_t q = (uint8_t)draw(stream, i, 0, 255);
-            return (q & 127) == 127 ? (uint8_t)(q ^ 1) : q;
-        };
         for (int64_t r = 0; r < l.held; r++)
             for (int64_t k = 0; (l.expert(r) >= 0 || r >= l.end) && k < IC; k++) {
-                x.host[(size_t)(r * IC + k)] = byte(11, r * IC + k);
+                x.host[(size_t)(r * IC + k)] = random_byte(11, r * IC + k);
                 const uint8_t scale = (uint8_t)draw(12, r * chunks + k / 128, 125, 129);
                 x_scale.host[(size_t)(r * mx_stride(IC) + k / 32)] = scale;
             }
-        for (int64_t i = 0; i < (int64_t)w.host.size(); i++) w.host[(size_t)i] = byte(13, i);
+        for (int64_t i = 0; i < (int64_t)w.host.size(); i++) w.host[(size_t)i] = random_byte(13, i);
         for (int64_t i = 0; i < (int64_t)w_scale.host.size(); i++)
             w_scale.host[(size_t)i] = (uint8_t)draw(14, i, 125, 129);
         x.send(), x_scale.send(), w.send(), w_scale.send();
@@ -253,6 +256,47 @@ static void test_mx_in_pieces(void) {
     const int64_t IC = 352, OC = 144, w_bytes = 2 * 3 * 512, tile = 3 * 512;
     Ctx* small = ctx_create((size_t)(LT_WORKSPACE + w_bytes + 2 * tile));
     compare_mx({129, 257, 0, 1000}, IC, OC, true, 0, small);
+    ctx_destroy(small);
+}
+
+// Of one operand of wgrad random bytes and scales by channel: zeros in pad rows, NaN after the last group.
+struct Channels {
+    int64_t length;
+    Bytes q, scale;
+
+    Channels(const Layout& l, int64_t C, uint32_t stream)
+        : length(round_up(l.capacity, 128)), q(C * length, 0x7f), scale(length / 128 * C, MX_NAN) {
+        for (int64_t c = 0; c < C; c++)
+            for (int64_t r = 0; r < l.start.back(); r++)
+                q.host[(size_t)(c * length + r)] = l.expert(r) < 0 ? 0 : random_byte(stream, c * length + r);
+        for (int64_t i = 0; i < l.start.back() / 128 * C; i++)
+            scale.host[(size_t)i] = (uint8_t)draw(stream + 1, i, 125, 129);
+        q.send(), scale.send();
+    }
+};
+
+static void compare_wgrad(const Rows& rows, int64_t IC, int64_t OC, int64_t short_by = 0, Ctx* with = ctx) {
+    stand_in = !has_block_scales(ctx);
+    Layout l(rows, short_by);
+    Channels dy(l, OC, 15), x(l, IC, 17);
+    for (int accumulate : {0, 1}) {
+        R dw(l.El() * OC * IC, 19, 1e5);
+        grouped_gemm_lt_mx_wgrad(dw.dev, dy.q.dev, dy.scale.dev, x.q.dev, x.scale.dev, dy.length, l.device(), IC, OC,
+                                 accumulate, with);
+        ctx_sync(with);
+        REFERENCE(grouped_gemm_mx_wgrad)
+        ((real*)dw.ref(), dy.q.host.data(), dy.scale.host.data(), x.q.host.data(), x.scale.host.data(), dy.length,
+         l.reference(), IC, OC, accumulate, reference_ctx);
+        CHECK_CLOSE(dw, has_block_scales(ctx) ? MX_CHECK_BOUND : 4e-6);
+    }
+}
+
+// With a capacity that ends before the last group's pad rows do, too: the contraction takes them all the same.
+static void test_wgrad(void) {
+    compare_wgrad({129, 0, 1, 130}, 96, 160);
+    compare_wgrad({200}, 352, 96, 56);
+    Ctx* small = ctx_create((size_t)(LT_WORKSPACE + 2 * 2 * 512));  // the scales of 256 rows at a time
+    compare_wgrad({1000, 0, 300}, 96, 128, 0, small);
     ctx_destroy(small);
 }
 
@@ -314,12 +358,14 @@ int main(int argc, char** argv) {
         compare_scales(129, 11, 1, 1, false);
         compare_mx({129, 0, 1, 130}, 96, 144, true);
         compare_mx({127}, 352, 32, false, 1);
+        compare_wgrad({200}, 96, 32, 56);
         return test_failures_here != 0;
     }
     RUN(test_scale_order);
     RUN(test_mx_sizes);
     RUN(test_mx_short_buffer);
     RUN(test_mx_in_pieces);
+    RUN(test_wgrad);
     RUN(test_check);
     RUN(test_refusals);
     return test_summary();
