@@ -1,7 +1,11 @@
 // On the CPU work happens when it is given: there is nothing to replay.
 #include "device/graph.h"
 
-const char* graph_refusal(Ctx* ctx) { return (void)ctx, "the CPU build has no CUDA graphs"; }
+const char* graph_refusal(int of_bytes, Ctx* ctx) {
+    (void)of_bytes, (void)ctx;
+    return "the CPU build has no CUDA graphs";
+}
+
 Graph* graph_create(void) { return NULL; }
 void graph_destroy(Graph* graph) { (void)graph; }
 

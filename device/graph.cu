@@ -11,8 +11,8 @@ struct Graph {
     cudaGraphExec_t exec;
 };
 
-const char* graph_refusal(Ctx* ctx) {
-    return ctx->capability >= 100 ? "products of MXFP8 bytes wait for their sizes on this GPU" : NULL;
+const char* graph_refusal(int of_bytes, Ctx* ctx) {
+    return of_bytes && has_block_scales(ctx) ? "products of MXFP8 bytes wait for their sizes on this GPU" : NULL;
 }
 
 Graph* graph_create(void) { return (Graph*)host_alloc(sizeof(Graph)); }

@@ -17,8 +17,9 @@ BEGIN_C
 
 typedef struct Graph Graph;
 
-// Why nothing can be replayed on ctx's device; NULL: it can.
-const char* graph_refusal(Ctx* ctx);
+// Why work cannot be replayed on ctx's device; NULL: it can. of_bytes 1: it has products of MXFP8 bytes
+// (mx/grouped_gemm_mx.h), for which the host may wait.
+const char* graph_refusal(int of_bytes, Ctx* ctx);
 
 Graph* graph_create(void);
 void graph_destroy(Graph* graph);

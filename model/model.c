@@ -413,7 +413,8 @@ void model_shapes(Model* m, int k) {
 }
 
 const char* model_unreplayed(const Model* m) {
-    if (m->settings.graph == GRAPH_OFF) return "--graph off";
+    const Settings* s = &m->settings;
+    if (s->graph == GRAPH_OFF) return "--graph off";
     if (m->layout.ranks > 1) return "with several ranks every transfer is watched";
-    return graph_refusal(m->ctx);
+    return graph_refusal(s->mx_fast && (s->expert_precision || s->linear_precision), m->ctx);
 }

@@ -1,6 +1,7 @@
 // Work that is replayed (device/graph.h) does what it did when it was first done, on what then lies in memory: kernels
 // that start early behind one another, behind a zeroing, a copy, a product of the library and a wait for a side stream.
 // Whole numbers small enough for bf16, so that every result is exact.
+#include "device/cuda.cuh"
 #include "device/graph.h"
 #include "layers/matmul.h"
 #include "tests/test.h"
@@ -72,8 +73,18 @@ static void test_without_a_graph(void) { check_runs(NULL, RUNS); }
 // The first run is done, the second recorded.
 static void test_replays(void) { check_runs(graph_create(), 2); }
 
+// Where the host waits in products of MXFP8 bytes, all other work is replayed.
+static void test_refusals(void) {
+    Ctx hopper = {}, blackwell = {};
+    hopper.capability = 90, blackwell.capability = 100;
+    CHECK(!graph_refusal(0, &hopper) && !graph_refusal(1, &hopper), "on Hopper");
+    CHECK(!graph_refusal(0, &blackwell), "bf16 on Blackwell: %s", graph_refusal(0, &blackwell));
+    CHECK(graph_refusal(1, &blackwell), "MXFP8 on Blackwell");
+}
+
 int main(void) {
     RUN(test_without_a_graph);
     RUN(test_replays);
+    RUN(test_refusals);
     return test_summary();
 }
