@@ -37,7 +37,7 @@ static __device__ __forceinline__ float top_of(const Piece p[B]) {
     return fmaxf(__low2float(top), __high2float(top));
 }
 
-// GPUs before Hopper know no clusters: cross_entropy_row_kernel is theirs.
+// GPUs before Hopper know no clusters: cross_entropy_row_kernel is theirs, and that of larger vocabularies.
 #if defined(__CUDA_ARCH__) && __CUDA_ARCH__ < 900
 #define IN_CLUSTERS
 #else
@@ -220,15 +220,11 @@ void cross_entropy(real* loss, floatX* logits, const int32_t* target, int64_t N,
                    Ctx* ctx) {
     if (N == 0) return;
     ASSERT(wide(Vp, logits));
-    if (ctx->portable)
+    // A quarter of a row fits in shared memory up to 450560 logits.
+    const int64_t shared = ceil_div(Vp / 8, CLUSTER) * 8 * (int64_t)sizeof(floatX);
+    if (ctx->portable || shared > 220 << 10)
         return launch(cross_entropy_row_kernel, dim3((unsigned)N), THREADS, 0, ctx, loss, logits, target, V, Vp,
                       dscale);
-
-    // A quarter of a row fits in shared memory, or the vocabulary is too large.
-    const int64_t shared = ceil_div(Vp / 8, CLUSTER) * 8 * (int64_t)sizeof(floatX);
-    if (shared > 220 << 10)
-        die(EXIT_FAILED, "cross_entropy: a vocabulary of %lld does not fit in shared memory (at most %d)", (long long)V,
-            CLUSTER * (220 << 10) / (int)sizeof(floatX));
 
     // As many clusters as leave each a few rows, so that copies and sums overlap.
     const int64_t clusters = ceil_div(N, min_i64(ROWS, ceil_div(N, ctx->sms)));
