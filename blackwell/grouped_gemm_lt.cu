@@ -6,8 +6,6 @@
 #include "device/lt.cuh"
 #include "mx/mxfp8.h"
 
-enum { MAX_EXPERTS = 1024 };
-
 // The groups on the host, and where all buffers end.
 struct Groups {
     int64_t start[MAX_EXPERTS + 1], capacity;
@@ -27,8 +25,7 @@ struct Groups {
 };
 
 static Groups fetch_groups(Ragged r, Ctx* ctx) {
-    if (r.El > MAX_EXPERTS)
-        die(EXIT_USAGE, "%d experts on one GPU are too many: at most %d; raise --ep", (int)r.El, (int)MAX_EXPERTS);
+    ASSERT(r.El <= MAX_EXPERTS);
     Groups g;
     g.capacity = r.capacity;
     CUDA_CHECK(cudaMemcpyAsync(g.start, r.group_start, (size_t)(r.El + 1) * sizeof(g.start[0]), cudaMemcpyDeviceToHost,

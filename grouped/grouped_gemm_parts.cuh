@@ -27,9 +27,8 @@ enum { BOX = 64, BOX_BYTES = BOX * 128 };  // rows
 enum { STAGES = 4, STAGE_BOXES = 6, STAGE_BYTES = STAGE_BOXES * BOX_BYTES };
 enum { ITEMS = 4 };                              // work items that the producer may be ahead
 enum { WARPS = 8, THREADS = 128 + 32 * WARPS };  // a producer warpgroup (one warp works) and two that multiply
-enum { MAX_EXPERTS = 1024 };
-enum { BOTH = (1 << CLUSTER) - 1 };  // blocks of a cluster, a bit each
-enum { PIECE_BYTES = 16 * 128 };     // of a result
+enum { BOTH = (1 << CLUSTER) - 1 };              // blocks of a cluster, a bit each
+enum { PIECE_BYTES = 16 * 128 };                 // of a result
 
 struct Shared {
     alignas(1024) uint8_t stages[STAGES][STAGE_BYTES];

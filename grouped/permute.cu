@@ -41,8 +41,7 @@ struct Plan {
 };
 
 void permute_plan(Ragged r, const int32_t* expert, const real* gate, int64_t N, int32_t K, Ctx* ctx) {
-    if (r.El > SORT_MAX_BINS) die(EXIT_FAILED, "permute_plan: %d experts on one GPU, at most %d", r.El, SORT_MAX_BINS);
-    ASSERT(r.capacity < INT32_MAX && N * K < INT32_MAX);
+    ASSERT(r.El <= SORT_MAX_BINS && r.capacity < INT32_MAX && N * K < INT32_MAX);
     // Without tokens no expert has a row.
     if (N == 0) {
         device_zero(r.group_start, (r.El + 1) * sizeof(int64_t), ctx);

@@ -32,6 +32,8 @@
 
 BEGIN_C
 
+enum { MAX_EXPERTS = 1024 };  // on one GPU
+
 typedef struct Ragged {
     int32_t El;            // experts held here
     int64_t capacity;      // rows that row buffers have room for

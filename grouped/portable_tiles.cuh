@@ -22,12 +22,12 @@
 #define GROUPED_PORTABLE_TILES_CUH
 
 #include "device/cuda.cuh"
+#include "grouped/permute.h"
 
 namespace {
 
 enum { BLOCK_K = 32 };
 enum { SQUARE = 128, BAND = 16 };  // BAND: squares
-enum { MAX_EXPERTS = 1024 };
 
 // Each multiplies A (M, K) by B (K, N) for every expert. In memory the contraction runs along the rows of A and B, or
 // is the rows.

@@ -37,7 +37,8 @@ static void check_multiples(const Width* widths, size_t count, int64_t of, const
                 who);
 }
 
-// What the kernels take: rows of a multiple of 16 bytes, and the head sizes that the attention kernels are written for.
+// What the kernels take: rows of a multiple of 16 bytes, the head sizes that the attention kernels are written for, and
+// so many experts.
 static void check_cuda_model(const ModelConfig* m) {
     const Width widths[] = {{"--dim", m->C},
                             {"--q-lora", m->q_lora},
@@ -50,6 +51,9 @@ static void check_cuda_model(const ModelConfig* m) {
         die(EXIT_USAGE,
             "--nope-dim %ld --rope-dim %ld --v-dim %ld: the CUDA build takes 128/64/128, 64/32/64 and 32/16/32",
             m->nope, m->rope, m->v);
+    if (m->E > ROUTER_MOST_EXPERTS || m->K > ROUTER_MOST_CHOICES)
+        die(EXIT_USAGE, "--experts %ld --top-k %ld: the CUDA build takes at most %d and %d", m->E, m->K,
+            ROUTER_MOST_EXPERTS, ROUTER_MOST_CHOICES);
 }
 
 // Options that are in their ranges can together ask for more than can be counted. Sizes are rounded up freely, in

@@ -23,8 +23,6 @@
 #include "layers/rows.cuh"
 #include "moe/router_even.cuh"
 
-enum { MAX_E = 512, MAX_K = 32 };
-
 // Floats as integers of the same order, all above 1; NaN is 1, below everything; 0 is left for "taken".
 static __device__ __forceinline__ uint32_t ordered(float x) {
     if (x != x) return 1;
@@ -166,9 +164,8 @@ static __global__ void __launch_bounds__(256)
 // constant there.
 template <int J = 1, typename Launch>
 static void by_experts(RouterShape s, Launch launch_for) {
-    if (s.E > MAX_E || s.K > MAX_K || s.K > s.E)
-        die(EXIT_FAILED, "router: %d of %d experts; at most %d of %d", s.K, s.E, MAX_K, MAX_E);
-    if constexpr (32 * J < MAX_E)
+    ASSERT(s.E <= ROUTER_MOST_EXPERTS && s.K <= ROUTER_MOST_CHOICES && s.K <= s.E);
+    if constexpr (32 * J < ROUTER_MOST_EXPERTS)
         if (s.E > 32 * J) return by_experts<2 * J>(s, launch_for);
     launch_for(Int<J>());
 }

@@ -36,6 +36,7 @@ BEGIN_C
 
 typedef struct StepState StepState;  // layers/adamw.h
 
+enum { ROUTER_MOST_EXPERTS = 512, ROUTER_MOST_CHOICES = 32 };  // of the kernels, which have a lane for each choice
 enum { EVEN_ROUNDS = 18, EVEN_TOKENS = 1024 };
 #define EVEN_TAU 0.8
 #define EVEN_COOLER 0.7

@@ -78,6 +78,14 @@ class Backends(unittest.TestCase):
             for a, b in zip(whole, losses):
                 self.assertLess(abs(b / a - 1), 0.002)
 
+    def test_what_kernels_cannot_take(self):
+        """Refused before anything is planned."""
+        for options in (("--experts", "514", "--top-k", "2"), ("--experts", "64", "--top-k", "33")):
+            done = subprocess.run([CUDA, "--dry-run", *options], capture_output=True, text=True)
+            self.assertEqual(done.returncode, 2, done.stdout)
+            self.assertIn(f"{' '.join(options)}: the CUDA build takes at most 512 and 32", done.stderr)
+        subprocess.run([CUDA, "--dry-run", "--experts", "512", "--top-k", "32"], check=True, capture_output=True)
+
 
 if __name__ == "__main__":
     unittest.main()
