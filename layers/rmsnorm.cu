@@ -1,6 +1,6 @@
 // RMSNorm: bound by memory. forward: a row is read once and kept in registers while its statistics are summed: a few
-// pieces of 16 bytes a thread, so that a team of 1 to 16 warps, a block of its own, takes a row and an SM holds many
-// teams at different stages.
+// pieces of 16 bytes a thread, so that a team of 1 to 16 warps takes a row and an SM holds many teams at different
+// stages. A team of several warps is a block, those of one warp share a block by four.
 //
 // backward: one block an SM, of as many teams as 16 warps make, walks the rows. While a team works on one row, its
 // threads copy their pieces of the next into shared memory: that is enough in flight, and more rows at once would only
@@ -41,7 +41,7 @@ static __device__ __forceinline__ void load_pieces(Piece x[P], const floatX* row
         if (first + i * step < C) x[i] = *(const Piece*)(row + first + i * step);
 }
 
-// P pieces a thread, WARPS warps a row; teams of one warp share a block by four.
+// P pieces a thread, WARPS warps a row.
 template <int P, int WARPS, bool RESIDUAL>
 static __global__ void __launch_bounds__(WARPS == 1 ? 128 : 32 * WARPS)
     rmsnorm_forward_kernel(floatX* sum, floatX* y, float* rstd, const floatX* a, const floatX* b, int64_t stride,
@@ -246,6 +246,17 @@ static __global__ void rmsnorm_weight_kernel(float* dw, const float* partial, in
     if (threadIdx.x == 0 && blockIdx.x * 32 + threadIdx.y < C) dw[blockIdx.x * 32 + threadIdx.y] += sum;
 }
 
+static void check_shared(size_t bytes, int64_t C, const Ctx* ctx) {
+    int device, most;
+    CUDA_CHECK(cudaGetDevice(&device));
+    CUDA_CHECK(cudaDeviceGetAttribute(&most, cudaDevAttrMaxSharedMemoryPerBlockOptin, device));
+    if (bytes > (size_t)most)
+        die(EXIT_USAGE,
+            "the norm of %lld columns needs %lld KB of shared memory, and a block on %s has %d; choose --dim, --q-lora "
+            "and --kv-lora up to 8192",
+            (long long)C, (long long)(bytes >> 10), ctx->name, most >> 10);
+}
+
 size_t rmsnorm_workspace(int64_t N, int64_t C) { return (size_t)(min_i64(N, SMS) * C) * sizeof(float); }
 
 void rmsnorm_backward(floatX* dx, real* dw, const floatX* dy, const floatX* x, int64_t stride, const floatX* w,
@@ -258,6 +269,7 @@ void rmsnorm_backward(floatX* dx, real* dw, const floatX* dy, const floatX* x, i
         // One block an SM: its ring of two rows takes the shared memory.
         constexpr int P = decltype(p)::value, WARPS = decltype(warps)::value;
         const size_t shared = 2 * 3 * P * BACKWARD_THREADS * sizeof(Piece);
+        if (C > 8192) check_shared(shared, C, ctx);
         blocks = min_i64(ceil_div(N, BACKWARD_WARPS / WARPS), SMS);
         launch_early(rmsnorm_backward_kernel<P, WARPS>, blocks, BACKWARD_THREADS, shared, ctx, dx, partial, dy, x,
                      stride, w, rstd, N, C, accumulate);

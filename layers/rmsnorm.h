@@ -1,6 +1,7 @@
 // RMSNorm (Zhang & Sennrich 2019, arXiv 1910.07467): y = w * x * rstd, rstd = (mean_c x_c^2 + eps)^-1/2, per row.
 // Rows of x lie `stride` elements apart (>= C), so that a norm can read a part of a wider tensor (MLA's latent); rows
-// of y are contiguous. Statistics and sums in real. On the GPU C and stride are multiples of 8 and C is at most 16384.
+// of y are contiguous. Statistics and sums in real. On the GPU C and stride are multiples of 8, and C is at most 16384;
+// backward takes more than 8192 where a block of threads can have 192 KB of shared memory (H100, B200).
 #ifndef LAYERS_RMSNORM_H
 #define LAYERS_RMSNORM_H
 
