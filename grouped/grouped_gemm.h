@@ -6,7 +6,8 @@
 //
 // Weights of all experts lie together, w (El, OC, IC). Products read true rows only, or pad rows that are zeros; rows
 // of an output that are pad rows are written as zeros. In the CUDA build IC and OC are multiples of 8. Starts and
-// counts of rows are read on the device. The workspace has room for the number of work items and an order of experts.
+// counts of rows are read on the device. Workspace: at most matmul_workspace() (layers/matmul.h), for an order of
+// experts or a plan of tiles.
 #ifndef GROUPED_GROUPED_GEMM_H
 #define GROUPED_GROUPED_GEMM_H
 

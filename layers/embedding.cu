@@ -1,9 +1,9 @@
 // Token embedding. forward: a warp copies a row in 16-byte pieces; bound by memory.
 //
-// backward: tokens repeat, so rows of dtable are sums. The positions are sorted by token (layers/sort.cuh, two passes
-// of up to 9 bits), which brings equal tokens together in the order of n; then a warp a token and stripe of columns
-// adds its rows, and 8 warps share a token that occurs more than 32 times, their sums added in order. Only rows that
-// occur are touched: no pass over V x C. No atomics on floats.
+// backward: tokens repeat, so rows of dtable are sums. The positions are sorted by token (layers/sort.cuh, as many
+// passes of up to 9 bits as the vocabulary needs: two from 513 to 262144 tokens), which brings equal tokens together in
+// the order of n; then a warp a token and stripe of columns adds its rows, and 8 warps share a token that occurs more
+// than 32 times, their sums added in order. Only rows that occur are touched: no pass over V x C. No atomics on floats.
 #include "layers/embedding.h"
 #include "layers/rows.cuh"
 #include "layers/sort.cuh"
