@@ -16,8 +16,8 @@
 //   selection among s(logits_te - even d_e) + bias
 //   d = mean_t logits_t and h = 0 at first; then for each tau of EVEN_ROUNDS, with p_te = sigmoid((logits_te - d_e -
 //   h_t) / tau),  h_t += tau log(sum_e p_te / K + EVEN_LEAST)  and then  d_e += EVEN_STEP tau log(E / K mean_t p_te +
-//   EVEN_LEAST); tau = EVEN_TAU, and each time EVEN_COOLER of that, times the standard deviation of logits_te - mean_t
-//   logits_te; t: every n-th token of the sequence, n the least that makes them EVEN_TOKENS or fewer
+//   EVEN_LEAST); tau = EVEN_TAU times the standard deviation of logits_te - mean_t logits_te, plus 1e-20, and each time
+//   EVEN_COOLER of that; t: every n-th token of the sequence, n the least that makes them EVEN_TOKENS or fewer
 //
 // p_t is a soft choice of K experts: h_t lies between the K-th of a token's scores and the next. The rounds are
 // Sinkhorn's (as in S-BASE, arXiv 2202.01169, section 3, which chooses one) towards p of equal means, ever closer to a

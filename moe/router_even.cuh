@@ -1,5 +1,14 @@
-// What evens out the choice of a sequence's tokens (moe/router.h): Sinkhorn's rounds. A few blocks, a cluster, take the
-// tokens of a sequence by turns; what they add up meets in distributed shared memory after every pass over the tokens.
+// d of moe/router.h, by rounds like Sinkhorn's: 2 + EVEN_ROUNDS passes over the logits x of up to 1024 tokens.
+//
+//   pass      what a token's x_e become                            what their sum over tokens makes
+//   mean      x_e                                                  d_e = mean
+//   tau       (x_e - d_e)^2                                        tau = EVEN_TAU sqrt(mean, over experts too)
+//   a round   h moves, then p_e = sigmoid((x_e - d_e - h) / tau)   d_e += EVEN_STEP tau log(E / K mean p_e)
+//
+// A cluster of 8 blocks takes a sequence (before Hopper one block). Sums go from registers to the warps' (`part`), then
+// to the blocks' (`ours`: two in turn, so that one barrier of the cluster a pass is enough). A token lies in LANES
+// lanes, HELD experts each: 16 at most, for the registers; few lanes, because a sum over experts is log2(LANES)
+// shuffles. Bound by the exponentials, 2 E a token and round, and by a barrier of the cluster after each pass.
 #ifndef MOE_ROUTER_EVEN_CUH
 #define MOE_ROUTER_EVEN_CUH
 
@@ -30,9 +39,7 @@ static __device__ __forceinline__ void soft_choice(float (&p)[HELD], const float
     for (int j = 0; j < HELD; j++) p[j] = sigmoid_fast(x[j] - h);
 }
 
-// share_d (sequences, E) = even d. A token is LANES lanes' work: lane l of them holds experts l, l + LANES, ... Sums
-// over tokens stay in registers until all are read; then the warps' meet in shared memory, in order, and then the
-// blocks'. Bound by the exponentials and the way to the other blocks.
+// share_d (sequences, E) = even d. Lane l of a token's holds experts l, l + LANES, ...
 enum { EVEN_THREADS = 512 };
 template <int J>
 static __global__ void EVEN_IN_CLUSTERS __launch_bounds__(EVEN_THREADS)
@@ -47,11 +54,12 @@ static __global__ void EVEN_IN_CLUSTERS __launch_bounds__(EVEN_THREADS)
     logits += first * s.E;
     for (int t = threadIdx.x; t < EVEN_TOKENS; t += EVEN_THREADS) h[t] = 0;
 
-    // The sum over tokens of what `make` turns their logits x into: thread e gets expert e's, then all threads meet.
+    // The sum over tokens of their logits x as change_x(n), which edits those of token n in place, leaves them: thread
+    // e gets expert e's, then all threads meet.
     float x[HELD];
     int turn = 0;
-    auto over_tokens = [&](auto make) {
-        // A thread's tokens. All threads of a block go round as often, for the shuffles in `make`; a token after the
+    auto over_tokens = [&](auto change_x) {
+        // A thread's tokens. All threads of a block go round as often, for the shuffles in change_x; a token after the
         // last is the last once more, and is not added.
         float sum[HELD] = {};
 #pragma unroll 2
@@ -60,7 +68,7 @@ static __global__ void EVEN_IN_CLUSTERS __launch_bounds__(EVEN_THREADS)
             const float* of_token = logits + min(n, count - 1) * step * s.E;
 #pragma unroll
             for (int j = 0; j < HELD; j++) x[j] = lane + LANES * j < s.E ? of_token[lane + LANES * j] : -INFINITY;
-            make(n);
+            change_x(n);
 #pragma unroll
             for (int j = 0; j < HELD; j++) sum[j] += n < count ? x[j] : 0;
         }
@@ -82,41 +90,47 @@ static __global__ void EVEN_IN_CLUSTERS __launch_bounds__(EVEN_THREADS)
         return total;
     };
 
+    // What x becomes: in the pass for tau the squares of what the mean leaves; in a round the soft choice of K, at the
+    // token's threshold h, which moves first.
+    float tau;
+    auto to_squares = [&](int64_t) {
+#pragma unroll
+        for (int j = 0; j < HELD; j++) {
+            const float left = x[j] - d[lane + LANES * j];
+            x[j] = lane + LANES * j < s.E ? left * left : 0;
+        }
+    };
+    auto to_choice = [&](int64_t n) {
+        const float per_tau = 1 / tau;
+        float p[HELD], total = 0, threshold = n < count ? h[n] : 0;
+#pragma unroll
+        for (int j = 0; j < HELD; j++) x[j] = (x[j] - d[lane + LANES * j]) * per_tau;
+        soft_choice(p, x, threshold * per_tau);
+#pragma unroll
+        for (int j = 0; j < HELD; j++) total += p[j];
+        threshold += tau * logf(warp_sum<LANES>(total) / (float)s.K + (float)EVEN_LEAST);
+        if (n < count && lane == 0) h[n] = threshold;
+        soft_choice(x, x, threshold * per_tau);
+    };
+
     // d at first: the mean
     const float mean = over_tokens([](int64_t) {}) / (float)count;
     if (mine < 32 * J) d[mine] = mine < s.E ? mean : 0;
     __syncthreads();
 
     // tau: of the squares that are left, summed over experts in shared memory
-    float square = over_tokens([&](int64_t) {
-#pragma unroll
-        for (int j = 0; j < HELD; j++) {
-            const float left = x[j] - d[lane + LANES * j];
-            x[j] = lane + LANES * j < s.E ? left * left : 0;
-        }
-    });
+    float square = over_tokens(to_squares);
     square = warp_sum(square);
     if (threadIdx.x % 32 == 0) part[0][warp] = square;
     __syncthreads();
     square = 0;
     for (int w = 0; w < WARPS; w++) square += part[0][w];
-    float tau = (float)EVEN_TAU * sqrtf(square / ((float)count * s.E)) + 1e-20f;
+    tau = (float)EVEN_TAU * sqrtf(square / ((float)count * s.E)) + 1e-20f;
     __syncthreads();
 
-    // Rounds: each token's threshold towards a soft choice of K, and d towards equal sums of these choices.
+    // Rounds: d towards equal sums of the tokens' choices.
     for (int round = 0; round < EVEN_ROUNDS; round++, tau *= (float)EVEN_COOLER) {
-        const float sum = over_tokens([&](int64_t n) {
-            const float per_tau = 1 / tau;
-            float p[HELD], total = 0, threshold = n < count ? h[n] : 0;
-#pragma unroll
-            for (int j = 0; j < HELD; j++) x[j] = (x[j] - d[lane + LANES * j]) * per_tau;
-            soft_choice(p, x, threshold * per_tau);
-#pragma unroll
-            for (int j = 0; j < HELD; j++) total += p[j];
-            threshold += tau * logf(warp_sum<LANES>(total) / (float)s.K + (float)EVEN_LEAST);
-            if (n < count && lane == 0) h[n] = threshold;
-            soft_choice(x, x, threshold * per_tau);
-        });
+        const float sum = over_tokens(to_choice);
         if (mine < s.E)
             d[mine] += (float)EVEN_STEP * tau * logf(sum * (float)s.E / (float)(s.K * count) + (float)EVEN_LEAST);
         __syncthreads();
