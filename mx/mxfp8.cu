@@ -1,7 +1,8 @@
-// MXFP8 casts: bound by memory (3.03 bytes an element, 4.0 for tiles and for both ways). All of an input is read once,
-// in 16-byte pieces of which a lane has 4 to 16 under way, and what shares a scale never leaves the warp or the block
-// that read it; only the rounding of columns reads its chunks again, from the caches. How the largest is found, and
-// what a warp takes along rows: mxfp8.cuh; kernels down the columns: mxfp8_columns.cuh.
+// MXFP8 casts: bound by memory. Bytes an element: 3.03 to cast and back, 4.0 for tiles, for both ways and for rounding,
+// 5.03 where what bytes stand for is added, 2.04 where they are cast anew. All of an input is read once, values in
+// 16-byte and bytes in 8-byte pieces of which a lane has 4 to 16 under way, and what shares a scale never leaves the
+// warp or the block that read it; only the rounding of columns reads its chunks again, from the caches. How the largest
+// is found, and what a warp takes along rows: mxfp8.cuh; kernels down the columns: mxfp8_columns.cuh.
 #include "grouped/permute.cuh"
 #include "mx/mxfp8.cuh"
 #include "mx/mxfp8_columns.cuh"

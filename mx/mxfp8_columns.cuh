@@ -1,5 +1,5 @@
-// The casts of mxfp8.cu down the columns, by patches (mxfp8_patch.cuh): no shared memory but for the scales of chunks
-// and tiles, which span warps.
+// The casts of mxfp8.cu down the columns, by patches (mxfp8_patch.cuh). In shared memory are only the largest elements
+// of chunks and tiles, which span warps, and the scales of a transposed cast, which leave together.
 #ifndef MX_MXFP8_COLUMNS_CUH
 #define MX_MXFP8_COLUMNS_CUH
 
