@@ -251,8 +251,7 @@ static void push(Comm* c, const ExchangeBuffer* buffers, int count, ExchangeRows
     }
     p.buffers = count, p.ranks = c->count, p.own = c->index;
     p.send_start = rows.send_start, p.send_rows = rows.send_rows, p.there_start = rows.there_start;
-    push_kernel<<<PUSH_BLOCKS, PUSH_THREADS, 0, ctx->stream>>>(p, *c->device_side, c->window);
-    LAUNCH_CHECK();
+    launch(push_kernel, PUSH_BLOCKS, PUSH_THREADS, 0, ctx, p, *c->device_side, c->window);
     add_to_queue(c, EXCHANGE, ctx);
 }
 
@@ -277,8 +276,10 @@ char* comm_windows_missing(Comm* c) {
 
 void* comm_window(Comm* c, size_t bytes, const char* what) {
     const size_t size = (size_t)round_up((int64_t)bytes, NCCL_WIN_REQUIRED_ALIGNMENT);
-    if (ncclMemAlloc((void**)&c->window_memory, size) != ncclSuccess)
-        die(EXIT_FAILED, "out of GPU memory: %.2f GiB for %s", (double)bytes / 0x1p30, what);
+    const ncclResult_t result = ncclMemAlloc((void**)&c->window_memory, size);
+    if (result != ncclSuccess)
+        die(EXIT_FAILED, "out of GPU memory: %.2f GiB for %s (NCCL: %s)", (double)bytes / 0x1p30, what,
+            ncclGetErrorString(result));
     NCCL_CHECK(ncclCommWindowRegister(c->nccl, c->window_memory, size, &c->window, NCCL_WIN_COLL_SYMMETRIC), c->nccl);
     c->window_bytes = size;
     return c->window_memory;

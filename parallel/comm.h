@@ -35,8 +35,8 @@ static inline void comm_sum_i64(Comm* c, int64_t* x, int64_t n, Ctx* ctx) { comm
 // sent back is the same with send and recv changed round.
 //
 // Or, with there_start, the arrays are device memory, and the host need not know what they hold: the GPUs store rows
-// straight into one another's memory. `recv` lies in memory of comm_window then, at the same place on every rank, and
-// rows for rank i begin at there_start[i] of its `recv`.
+// straight into one another's memory. `recv` lies in memory of comm_window then, at the same place on every rank,
+// rows for rank i begin at there_start[i] of its `recv`, and every row_bytes is a multiple of 4.
 typedef struct ExchangeRows {
     const int64_t *send_start, *send_rows, *recv_start, *recv_rows;  // (count of the group) each
     const int64_t* there_start;                                      // (count of the group), or NULL
@@ -49,8 +49,9 @@ typedef struct ExchangeBuffer {
 enum { EXCHANGE_BUFFERS = 8 };
 void comm_exchange(Comm* comm, const ExchangeBuffer* buffers, int buffer_count, ExchangeRows rows, Ctx* ctx);
 
-// Memory of as many bytes on every rank, which their GPUs can all reach; one of a group at a time. All ranks take part
-// in all calls. comm_windows_missing comes first, once: why there can be none, in fresh memory, or NULL.
+// Memory of as many bytes on every rank, not zeroed, which their GPUs can all reach; one of a group at a time. All
+// ranks take part in all calls. comm_windows_missing comes first, once: why there can be none, in fresh memory, or
+// NULL.
 char* comm_windows_missing(Comm* comm);
 void* comm_window(Comm* comm, size_t bytes, const char* what);
 void comm_window_free(Comm* comm);
