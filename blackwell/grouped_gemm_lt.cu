@@ -58,9 +58,7 @@ static int64_t scales_bytes(int64_t rows, int64_t blocks) { return ceil_div(rows
 
 void mx_blackwell_scales(uint8_t* out, ScaleTiles scales, int64_t rows, int64_t blocks, Ctx* ctx) {
     const int64_t count = scales_bytes(rows, blocks) / 4;
-    const unsigned grid = (unsigned)ceil_div(count, 256);
-    blackwell_scales_kernel<<<grid, 256, 0, ctx->stream>>>((uint32_t*)out, scales, rows, blocks, count);
-    LAUNCH_CHECK();
+    launch(blackwell_scales_kernel, blocks_for(count, 256), 256, 0, ctx, (uint32_t*)out, scales, rows, blocks, count);
 }
 
 // The workspace holds the library's part, the scales of an expert's weights and those of its rows; of many rows a piece
