@@ -83,9 +83,10 @@ static void open_biases(Import* in, const Model* m) {
 // That a checkpoint's files are as they were written.
 static void check_sources(const Import* in, Ranks* world) {
     char error[512];
-    const char** names = (const char**)host_alloc((size_t)in->count * sizeof(char*));
+    const char** names = (const char**)host_alloc((size_t)(in->count + 1) * sizeof(char*));
     for (int i = 0; i < in->count; i++) names[i] = strrchr(in->sources[i].st->path, '/') + 1;
-    if (checkpoint_check(world, in->folder, names, in->count, error, sizeof(error)) != 0)
+    names[in->count] = "config.json";
+    if (checkpoint_check(world, in->folder, names, in->count + 1, error, sizeof(error)) != 0)
         die(EXIT_FAILED, "--%s: %s", in->option, error);
     free((void*)names);
 }

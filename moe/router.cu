@@ -219,20 +219,20 @@ static __global__ void __launch_bounds__(256)
 
     // ds of the selected experts from the gradients of their gates, 0 for the others.
     // With norm: gate_k = scale s_k / sum, so ds_k = (scale dgate_k - sum_j dgate_j gate_j) / sum.
-    float sum = 1e-20f, mean = 0;
+    float sum = 1e-20f, gate_dot = 0;
     for (int k = 0; k < s.K; k++) {
         sum += scores[n * s.E + expert[n * s.K + k]];
-        mean += dgate[n * s.K + k] * gate[n * s.K + k];
+        gate_dot += dgate[n * s.K + k] * gate[n * s.K + k];
     }
     for (int k = 0; k < s.K; k++) {
         const int e = expert[n * s.K + k];
-        const float g = s.scale * dgate[n * s.K + k], ds = s.norm ? (g - mean) / sum : g;
+        const float g = s.scale * dgate[n * s.K + k], ds = s.norm ? (g - gate_dot) / sum : g;
 #pragma unroll
         for (int j = 0; j < J; j++)
             if (e == lane + 32 * j) d[j] = ds;
     }
 
-    // ds of the auxiliary loss: aux / T * (f_e - sum_j f_j p_j) / sum s, with p = s / sum s
+    // ds of the auxiliary loss: aux / T * (f_e - sum_j f_j s_j / sum s) / sum s
     if (count) {
         const float f = (float)s.E / (s.K * s.T), *c = count + n / s.T * s.E;
         float total = 0, dot = 0;

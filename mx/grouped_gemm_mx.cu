@@ -361,8 +361,6 @@ __global__ void __cluster_dims__(CLUSTER, 1, 1) __launch_bounds__(THREADS, 1)
         &x, &w, &out, g, [&](Shared& s) { consume<Out, SquareScales>(s, scales, &out, g.N, 0); }, [](Shared&) {});
 }
 
-static_assert((int)MOST_MATRICES == (int)MX_MATRICES);
-
 // One output for all experts, or one for each matrix.
 struct Outputs {
     CUtensorMap map[MOST_MATRICES];

@@ -45,7 +45,7 @@ struct Saver {
     FileSlice* slices;
     int64_t slice_count;
     SavedFile* files;
-    int count;
+    int tensor_files, count;  // files of tensors, then texts
     int64_t step;
     Path folder;   // the unfinished one
     char* record;  // the manifest up to its list of files
@@ -163,7 +163,7 @@ static void make_file(const Saver* s, const char* name, const char* head, int64_
 static void make_files(const Saver* s) {
     const char* folder = s->folder.text;
     if (remove_tree(folder) != 0 || mkdir(folder, 0777) != 0) give_up(s, "create", folder);
-    for (int i = 0; i < s->count - s->text_count; i++)
+    for (int i = 0; i < s->tensor_files; i++)
         make_file(s, s->files[i].name, s->files[i].header, s->files[i].header_bytes, s->files[i].bytes);
 }
 
@@ -186,7 +186,7 @@ static bool write_slices(const char* path, int64_t file, FileSlice** next, const
 static void write_files(Saver* s) {
     const char* from = s->buffer;
     FileSlice* next = s->slices;
-    for (int i = 0; i < s->count; i++) {
+    for (int i = 0; i < s->tensor_files; i++) {
         Path path = path_of("%s/%s", s->folder.text, s->files[i].name);
         bool written = write_slices(path.text, i, &next, s->slices + s->slice_count, &from);
         int why = errno;
@@ -203,7 +203,7 @@ static void write_files(Saver* s) {
 // the record, each file with its size and the CRC-32 that its slices have together, and the CRC-32 of all that.
 static void write_manifest(const Saver* s, const FileSlice* slices, int64_t slice_count) {
     const FileSlice *next = slices, *end = slices + slice_count;
-    for (int i = s->count - s->text_count; i < s->count; i++)
+    for (int i = s->tensor_files; i < s->count; i++)
         make_file(s, s->files[i].name, s->files[i].header, s->files[i].header_bytes, s->files[i].bytes);
     char* body = host_strdup(s->record);
     for (int i = 0; i < s->count; i++) {
@@ -283,7 +283,7 @@ static void* saver_thread(void* saver) {
     bool leads = ranks_index(s->group) == 0;
     int64_t total;
 
-    // Files of full size, then every rank's slices, then what rank 0 learns of them.
+    // Files of tensors at full size, then every rank's slices, then what rank 0 learns of them.
     if (leads) make_files(s);
     ranks_barrier(s->group);
     write_files(s);
@@ -360,6 +360,7 @@ void checkpoint_save(Saver* s, const CheckpointRecord* r, const char* options_js
     s->slices = (FileSlice*)host_alloc(slices * sizeof(FileSlice));
     s->slice_count = 0;
     s->files = (SavedFile*)host_alloc((size_t)(count + s->text_count) * sizeof(SavedFile));
+    s->tensor_files = count;
     s->count = count + s->text_count;
     s->step = r->step;
     s->folder = step_path(s->out, r->step, ".tmp");

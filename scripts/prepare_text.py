@@ -29,7 +29,6 @@ import ctypes
 import datetime
 import glob
 import hashlib
-import itertools
 import multiprocessing
 import os
 import re
@@ -49,6 +48,7 @@ HEADERS = {2: (20240520, 1), 4: (20240801, 7)}  # magic and version of shards, b
 TOKENIZER_HEADER = (20240328, 2)
 MAX_SHARD_TOKENS = 2**31 - 1  # the header counts in int32
 HASHED = 64 << 10  # bytes of a document that decide where it goes
+ENOUGH = 100  # documents of validation that show what share of the text they are
 BATCH = 1 << 20  # bytes of text that a process encodes at a time
 TRIED_ON = 1 << 20  # bytes of text that show whether two tokenizers agree
 PROGRESS_S = 5
@@ -85,15 +85,23 @@ def deal_by_end(documents, boundary):
 
 
 def deal(documents, fraction):
-    """Deals documents; reads them twice, as far as it takes to know beforehand that hashes give validation its share."""
+    """Deals documents; reads them twice, as far as it takes to see whether hashes give validation its share: until
+    there are ENOUGH documents of validation, or to the end."""
     threshold = int(fraction * 2**64)
-    total, val, dealt = 0, 0, False
-    for first, text in itertools.chain(documents, [(True, b"")]):
+    total, val, count, dealt = 0, 0, 0, False
+
+    def fits():
+        return fraction * total / 4 <= val <= fraction * total * 4 and val < total
+
+    for first, text in documents:
         if first:
-            if fraction * total / 4 <= val <= fraction * total * 4 and val < total:
-                return deal_by_hash(documents, threshold)
+            if count >= ENOUGH and fits():
+                break
             dealt = document_hash(text) < threshold
+            count += dealt
         total, val = total + len(text), val + len(text) * dealt
+    if fits():
+        return deal_by_hash(documents, threshold)
     if total and int(total * fraction) < 1:
         raise Failure(f"{total} bytes of text are too few to keep {fraction:g} of them for validation; "
                       "raise --val-fraction, or set it to 0")

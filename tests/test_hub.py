@@ -400,11 +400,15 @@ class Export(Case):
         """Refused as --resume refuses them: weights, the biases beside the moments, what says how they are to be."""
         run = self.trained(score="softmax", route_norm=0)
         for name, words in (("block_001.safetensors", r"altered \(its CRC-32 is"), ("manifest.json", "truncated or altered"),
-                            ("block_002.adam.safetensors", r"altered \(its CRC-32 is")):
+                            ("block_002.adam.safetensors", r"altered \(its CRC-32 is"), ("config.json", r"altered \(its CRC-32 is")):
             step = self.dir / name
             shutil.copytree(run / "step_00000008", step)
             data = bytearray((step / name).read_bytes())
-            data[-300] ^= 1
+            if name == "config.json":
+                at = data.index(b'"rope_theta": ') + len('"rope_theta": ')
+            else:
+                at = len(data) - 300
+            data[at] ^= 3
             (step / name).write_bytes(data)
             for ranks in (1, 4)[:2 if mpirun(1) and not CUDA else 1]:
                 self.assertRegex(self.evaluated(step, ranks, code=1), rf"--evaluate: \S+/{name}: {words}")

@@ -471,7 +471,8 @@ static const Widths widths[] = {
     {96, 160, 0, SCORE_SIGMOID, 0, 12},
     {96, 32, 32, SCORE_SOFTMAX, 1, 0},
     {160, 160, 0, SCORE_SOFTMAX, 0, 0},
-    {96, 128, 0, SCORE_SIGMOID, 0, 12},  // whole chunks of F: dh is cast both ways at once
+    // whole chunks of F: dh is cast both ways at once
+    {96, 128, 0, SCORE_SIGMOID, 0, 12},
 };
 
 static const Precision plainly = {0, 0, 0, 0, 0, 0};
@@ -524,7 +525,7 @@ static void test_widths(void) {
 // 0.144 over a standard normal, to first order, in units of q:
 //   h 2;  a = silu(g) u: 2 (1 + S' / S) = 4.13;  y: a and the casts of a and W2 = 6.13: 23.7 dB
 //   da' 2;  dg = da' u silu'(g), du = da' silu(g), together S' + S: 2 + 2 (S' + S' + S'') / (S + S') = 4.46
-//   dx: and the casts of dh and W13 = 6.46: 23.5 dB;  dW13: dh and x = 5.46: 24.2 dB;  dW2: dOut and A, cast = 6.13
+//   dx: and the casts of dh and W13 = 6.46: 23.5 dB;  dW13: dh and x = 5.46: 24.2 dB;  dW2: dy and a, cast = 6.13
 static void test_noise(void) {
     static const double expected[] = {23.7, 23.5, 24.2, 23.7};
     for (int fast = 0; fast < 1 + has_fast(ctx); fast++) {

@@ -233,6 +233,12 @@ class Dealing(Prepare):
             train, val = self.deal(texts, "--overwrite")
             share = sum(map(len, val)) / sum(map(len, texts))
             self.assertTrue(0.005 <= share <= 0.08, (n, share))
+        # Nor does the order of short and long documents matter.
+        notes, book = [b"note %d" % i for i in range(2000)], [b"a line of the book\n" * 20000]
+        for texts in (notes + book, book + notes):
+            train, val = self.deal(texts, "--overwrite")
+            share = sum(map(len, val)) / sum(map(len, texts))
+            self.assertTrue(0.005 <= share <= 0.08, share)
         # The text of a book that is too long for validation is cut.
         train, val = self.deal([b"a line\n" * 40000, b"another\n" * 10000], "--overwrite")
         self.assertEqual((len(train), val), (2, [(b"another\n" * 900)[:-1]]))

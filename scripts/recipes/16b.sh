@@ -4,13 +4,14 @@
 # Learning rate and batch are not yet chosen by a sweep; speed and memory: bench/RESULTS.md.
 set -eu
 gpus=$(nvidia-smi --list-gpus 2>/dev/null | wc -l)
-case $gpus in
-4 | 8) ;;
+case "$gpus $* " in
+"4 "* | "8 "*) launch="mpirun -np $gpus" ;;
+*" --help "* | *" -h "* | *" --version "* | *" --dry-run "*) gpus=4 launch='' ; set -- --ranks 4 "$@" ;;
 *) echo "16b.sh: error: needs 4 or 8 GPUs; nvidia-smi shows $gpus" >&2; exit 1 ;;
 esac
 build=cuda
 shards=100
 . "$(dirname "$0")/text.sh"
-exec mpirun -np "$gpus" "$program" --model 16b --ep "$gpus" --shard weights --precision mxfp8 \
+exec $launch "$program" --model 16b --ep "$gpus" --shard weights --precision mxfp8 \
     --linear-precision mxfp8 --seq-len 4096 --batch 4 --tokens-per-step 1048576 --steps 9536 --lr 4.2e-4 --warmup 500 \
     --val-every 500 --val-tokens 4194304 --save-every 500 --keep 2 --timeout 1800 --out runs/16b --resume "$@"

@@ -3,7 +3,8 @@
 # yet. What only prints needs none of them, but the size of their vocabulary.
 root=$(cd "$(dirname "$0")/../.." && pwd)
 program=${TRAIN_MOE:-$root/build/$build/train_moe}
-[ -x "$program" ] || { echo "$(basename "$0"): error: $program is not there: make $build" >&2; exit 1; }
+hint=${TRAIN_MOE:+, which TRAIN_MOE names}
+command -v "$program" >/dev/null || { echo "$(basename "$0"): error: no $program${hint:-: make $build}" >&2; exit 1; }
 case " $* " in
 *" --train "* | *" --train="*) ;;
 *" --help "* | *" -h "* | *" --version "* | *" --dry-run "*) set -- --vocab 50257 "$@" ;;
