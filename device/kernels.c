@@ -1,6 +1,5 @@
 #include "device/kernels.h"
 
-#include <stdlib.h>
 #include <string.h>
 
 #include "device/check.h"
