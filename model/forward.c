@@ -123,7 +123,7 @@ static void output_loss(Model* m, int k, Weight* w, double* sum, float dscale) {
         floatX *x = o->norm + n * C, *logits = m->t.logits;
         linear_forward(logits, x, w, rows, m->ctx);
         cross_entropy(m->losses + n, logits, targets + n, rows, m->config.V, w->OC, dscale, m->ctx);
-        if (dscale != 0) linear_backward(o->dnorm + n * C, logits, x, w, rows, 0, m->ctx);
+        if (dscale != 0) linear_backward(o->dnorm + n * C, logits, x, w, rows, m->ctx);
         w->accumulate = 1;
     }
     loss_add(sum, m->losses, N, m->ctx);

@@ -249,10 +249,9 @@ void linear_wgrads(const LinearGradient* list, int count, int64_t N, Ctx* ctx) {
     room->dys = 0;  // what is there of dy has served
 }
 
-void linear_backward(floatX* dx, const floatX* dy, const floatX* x, const Weight* w, int64_t N, int accumulate,
-                     Ctx* ctx) {
+void linear_backward(floatX* dx, const floatX* dy, const floatX* x, const Weight* w, int64_t N, Ctx* ctx) {
     const LinearGradient gradient = {w, dy, x};
-    linear_dgrad(dx, dy, w, N, accumulate, ctx);
+    linear_dgrad(dx, dy, w, N, 0, ctx);
     linear_wgrads(&gradient, 1, N, ctx);
 }
 

@@ -102,8 +102,7 @@ typedef struct LinearGradient {
 } LinearGradient;
 void linear_wgrads(const LinearGradient* list, int count, int64_t N, Ctx* ctx);  // MX_MATRICES fast ones at most
 // dgrad, and the gradient of this weight alone.
-void linear_backward(floatX* dx, const floatX* dy, const floatX* x, const Weight* weight, int64_t N, int accumulate,
-                     Ctx* ctx);
+void linear_backward(floatX* dx, const floatX* dy, const floatX* x, const Weight* weight, int64_t N, Ctx* ctx);
 
 // x and dy in the format that products of the weight's format read (format_read).
 void grouped_forward(floatX* y,  // (capacity, OC)
