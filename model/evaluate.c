@@ -153,7 +153,7 @@ static void sum_over_ranks(Model* m, double* values, int64_t n) {
     device_free(there);
 }
 
-ChoiceScore evaluate_choices(Model* m, const Choices* c, const Tokenizer* tokenizer) {
+ScoreRecord evaluate_choices(Model* m, const Choices* c, const Tokenizer* tokenizer) {
     double* loss = (double*)host_alloc((size_t)c->count * sizeof(double));
     choice_losses(m, c, tokenizer_eot(tokenizer), loss);
     sum_over_ranks(m, loss, c->count);
@@ -173,7 +173,7 @@ ChoiceScore evaluate_choices(Model* m, const Choices* c, const Tokenizer* tokeni
         right_by_byte += best_by_byte == c->label[question];
     }
     free(loss);
-    const ChoiceScore score = {(double)right / c->questions, (double)right_by_byte / c->questions};
+    const ScoreRecord score = {c->name, (double)right / c->questions, (double)right_by_byte / c->questions};
     return score;
 }
 
@@ -213,11 +213,9 @@ ScoreRecord* evaluate_questions(Model* m, const Choices* files, int count, const
     if (!count) return NULL;
     ScoreRecord* scores = (ScoreRecord*)host_alloc((size_t)count * sizeof(ScoreRecord));
     for (int i = 0; i < count; i++) {
-        const ChoiceScore s = evaluate_choices(m, &files[i], tokenizer);
-        const ScoreRecord score = {files[i].name, s.accuracy, s.normalised};
-        scores[i] = score;
-        printf("%s: %d questions, accuracy %.4f, normalised %.4f\n", score.name, files[i].questions, score.accuracy,
-               score.normalised);
+        scores[i] = evaluate_choices(m, &files[i], tokenizer);
+        printf("%s: %d questions, accuracy %.4f, normalised %.4f\n", scores[i].name, files[i].questions,
+               scores[i].accuracy, scores[i].normalised);
     }
     fflush(stdout);
     return scores;

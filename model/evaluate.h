@@ -23,10 +23,7 @@ double evaluate_bytes(const Settings* settings, Shards* shards, const Tokenizer*
 // context (lm-evaluation-harness's acc), and by that sum over the bytes of its text, without a blank at its front
 // (acc_norm). Of equal ones the first counts. A context that --seq-len has no room for loses its beginning. All ranks
 // together.
-typedef struct ChoiceScore {
-    double accuracy, normalised;
-} ChoiceScore;
-ChoiceScore evaluate_choices(Model* model, const Choices* choices, const Tokenizer* tokenizer);
+ScoreRecord evaluate_choices(Model* model, const Choices* choices, const Tokenizer* tokenizer);
 
 // The questions of --eval, *count files of different names, the same on all ranks; NULL without. Their ids are the
 // tokenizer's, and with its end of text the model's; no ending is longer than --seq-len.
