@@ -7,7 +7,7 @@
 
 static int64_t most_tiles(Ragged r) {
     int64_t most = 0;
-    for (int32_t e = 0; e < r.El; e++) most = r.group_rows[e] > most ? r.group_rows[e] : most;
+    for (int32_t e = 0; e < r.El; e++) most = max_i64(most, r.group_rows[e]);
     return ceil_div(most, TILE);
 }
 

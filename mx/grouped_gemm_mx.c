@@ -9,10 +9,7 @@
 
 static int64_t most_tiles(Ragged r) {
     int64_t most = 0;
-    for (int32_t e = 0; e < r.El; e++) {
-        int64_t rows = r.group_start[e + 1] - r.group_start[e];
-        most = rows > most ? rows : most;
-    }
+    for (int32_t e = 0; e < r.El; e++) most = max_i64(most, r.group_start[e + 1] - r.group_start[e]);
     return ceil_div(most, TILE);
 }
 
