@@ -7,8 +7,6 @@
 #include "model/settings.h"
 #include "moe/moe.h"
 
-#define BIG 1e12
-
 // What must hold between the options of a model.
 static void check_model(const ModelConfig* m) {
     if (m->rope % 2) die(EXIT_USAGE, "--rope-dim %ld is odd: rotary position turns pairs", m->rope);
@@ -78,7 +76,7 @@ void settings_check_sizes(const Settings* s) {
         const char *what, *options;
         double size, most;
     } sizes[] = {
-        {"tokens a micro-step", "ranks x --batch x --seq-len", micro, BIG},
+        {"tokens a micro-step", "ranks x --batch x --seq-len", micro, 1e12},
         {"tokens in all", "--steps x --tokens-per-step", (double)s->steps * fmax(micro, (double)s->tokens_per_step),
          1e18},
         {"rows of the experts", "--batch x --seq-len x --top-k, and with --ep x --ep or --capacity,", rows, INT32_MAX},
