@@ -133,7 +133,7 @@ def build(o):
     return model.eval()
 
 
-def draw_weights(model, o, seed):
+def draw_weights(model, seed):
     """Weights by parameter name, float32. Wide enough that every gradient is well above rounding."""
     rng = np.random.default_rng(seed)
     weights = {}
@@ -281,7 +281,7 @@ def make(name, o, seed, folder, verbose):
         model = build(o)
         assert model.model.rotary_emb.inv_freq.dtype == torch.float64
         model = model.double()
-        weights = draw_weights(model, o, seed)
+        weights = draw_weights(model, seed)
         model.load_state_dict(weights)
         seen = record_routers(model)
         drawn = draw_tokens(model, seen, o, seed)
