@@ -247,7 +247,8 @@ static bool may_be_left(Import* in, const char* name, int64_t layers, bool* pred
     return beyond || strstr(name, ".rotary_emb.inv_freq") || strstr(name, ".exp_avg");
 }
 
-void import_weights(Model* m, Ranks* world, const char* option, const char* folder) {
+// `option` named the folder.
+static void import_weights(Model* m, Ranks* world, const char* option, const char* folder) {
     Import in = {.option = option, .folder = folder};
     in.raw = (char*)host_alloc((size_t)PIECE * sizeof(double));
     in.values = (real*)host_alloc((size_t)PIECE * sizeof(real));

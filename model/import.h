@@ -12,15 +12,12 @@
 
 BEGIN_C
 
-// Sets the weights and the router's biases; moments stay zero. A step of a run with softmax scores has its biases in
-// the files of moments. Of modules that predict further tokens those of --mtp are read, or drawn by --seed where the
-// folder has no tensor of them; others are left out: each with a word. Their embed_tokens and shared_head.head, which
-// DeepSeek's checkpoints repeat, must be the main model's. Ends the run, naming file and tensor, where one is missing,
-// of another shape or type, not finite, or none of this model's, or where a file is not as the manifest of a step says.
-// `option` named the folder.
-void import_weights(Model* model, Ranks* world, const char* option, const char* folder);
-
-// The weights that a run begins with: of the folder that an option names, or drawn by --seed.
+// The weights that a run begins with: drawn by --seed, or of the folder that an option names. Of a folder it sets the
+// weights and the router's biases; moments stay zero. A step of a run with softmax scores has its biases in the files
+// of moments. Of modules that predict further tokens those of --mtp are read, or drawn by --seed where the folder has
+// no tensor of them; others are left out: each with a word. Their embed_tokens and shared_head.head, which DeepSeek's
+// checkpoints repeat, must be the main model's. Ends the run, naming file and tensor, where one is missing, of another
+// shape or type, not finite, or none of this model's, or where a file is not as the manifest of a step says.
 void model_begin(Model* model, Ranks* world);
 
 END_C
