@@ -13,7 +13,7 @@ int params_units(const ModelConfig* c) { return (int)config_blocks(c) + 2; }
 // The head stands between the blocks and the modules.
 int params_block_unit(const ModelConfig* c, int64_t layer) { return (int)layer + (layer < c->L ? 1 : 2); }
 
-UnitKind params_unit_kind(const ModelConfig* c, int unit) {
+static UnitKind kind_of(const ModelConfig* c, int unit) {
     if (unit == 0) return UNIT_EMBED;
     if (unit > c->L) return unit == c->L + 1 ? UNIT_HEAD : UNIT_MODULE;
     return unit <= c->dense_layers ? UNIT_DENSE : UNIT_MOE;
@@ -73,12 +73,13 @@ int params_list(Param list[PARAMS], const ModelConfig* c, UnitKind kind) {
     return count;
 }
 
-Unit params_unit(const ModelConfig* c, const Layout* l, int index) {
+// A unit's kind, layout and sizes; no memory.
+static Unit unit_of(const ModelConfig* c, const Layout* l, int index) {
     Unit u;
     Param list[PARAMS];
     memset(&u, 0, sizeof(u));
     for (int i = 0; i < PARAMS; i++) u.at[i] = -1;
-    u.kind = params_unit_kind(c, index);
+    u.kind = kind_of(c, index);
     u.layer = u.kind == UNIT_EMBED || u.kind == UNIT_HEAD ? -1 : index - (u.kind == UNIT_MODULE ? 2 : 1);
     const int count = params_list(list, c, u.kind);
     for (int i = 0; i < count; i++) {
@@ -129,7 +130,7 @@ static void add_tensors(NamedTensor* list, int* count, const Param* p, const Mod
 
 NamedTensor* params_tensors(const ModelConfig* c, const Layout* layout, int index, int* count) {
     Param list[PARAMS];
-    const Unit u = params_unit(c, layout, index);
+    const Unit u = unit_of(c, layout, index);
     const int params = params_list(list, c, u.kind);
     const int64_t El = c->E / layout->ep, first = layout->rank % layout->ep * El;
     NamedTensor* tensors = (NamedTensor*)host_alloc((size_t)(2 * PARAMS + 3 * c->E) * sizeof(NamedTensor));
@@ -199,7 +200,7 @@ double flops_per_token(const ModelConfig* c, int64_t T) {
 
 void params_plan(Arena* arena, Unit* units, const ModelConfig* c, const Layout* layout) {
     for (int unit = 0; unit < params_units(c); unit++) {
-        units[unit] = params_unit(c, layout, unit);
+        units[unit] = unit_of(c, layout, unit);
         for (int b = 0; b < BUFFERS; b++) sharding_plan(arena, &units[unit].buffer[b], layout->bf16_moments);
     }
 }

@@ -82,9 +82,6 @@ typedef struct NamedTensor {
 
 int params_units(const ModelConfig* config);  // L + 2 + mtp
 int params_block_unit(const ModelConfig* config, int64_t layer);
-UnitKind params_unit_kind(const ModelConfig* config, int unit);
-// Fills kind, layout and sizes; no memory.
-Unit params_unit(const ModelConfig* config, const Layout* layout, int unit);
 // The unit's tensors in the order of its buffers, those of other ranks' experts too, in fresh memory; *count gets their
 // number. It is the same list on every layout but for the offsets.
 NamedTensor* params_tensors(const ModelConfig* config, const Layout* layout, int unit, int* count);
