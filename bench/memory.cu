@@ -142,11 +142,11 @@ static void bench_layers(int64_t N) {
         RopeConfig config = {(int)D, 10000, 0, 40, 0.707, 4096};
         rope_table(host.data(), T, &config);
         float* table = upload(host);
-        RopeShape heads = {N, T, H, D, H * 192, 192}, one = {N, T, 1, D, 576, 64};
+        RopeShape heads = {N, T, H, D, H * 192, 192}, one = {N, T, 1, D, 576, 64}, none = {};
         row("rope_apply", "16 heads of 64", 4.0 * (double)(N * H * D),
-            [&](int i) { rope_apply(q[i] + 128, table, heads, 1, ctx); });
+            [&](int i) { rope_apply(q[i] + 128, heads, q[i], none, table, 1, ctx); });
         row("rope_apply", "1 head of 64", 4.0 * (double)(N * D),
-            [&](int i) { rope_apply(q[i] + 512, table, one, 1, ctx); });
+            [&](int i) { rope_apply(q[i] + 512, one, q[i], none, table, 1, ctx); });
         device_free(table);
     }
     {

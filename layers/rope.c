@@ -2,8 +2,7 @@
 
 #include "device/cpu.h"
 
-void rope_apply(floatX* x, const real* table, RopeShape shape, int direction, Ctx* ctx) {
-    (void)ctx;
+static void turn_tensor(floatX* x, const real* table, RopeShape shape, int direction) {
 #pragma omp parallel for schedule(static)
     for (int64_t n = 0; n < shape.N; n++) {
         // The angles of this position, for every head.
@@ -20,7 +19,8 @@ void rope_apply(floatX* x, const real* table, RopeShape shape, int direction, Ct
     }
 }
 
-void rope_apply_two(floatX* x, RopeShape of_x, floatX* y, RopeShape of_y, const real* table, int direction, Ctx* ctx) {
-    rope_apply(x, table, of_x, direction, ctx);
-    rope_apply(y, table, of_y, direction, ctx);
+void rope_apply(floatX* x, RopeShape of_x, floatX* y, RopeShape of_y, const real* table, int direction, Ctx* ctx) {
+    (void)ctx;
+    turn_tensor(x, table, of_x, direction);
+    turn_tensor(y, table, of_y, direction);
 }

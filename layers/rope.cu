@@ -61,15 +61,9 @@ static unsigned blocks_of(const floatX* x, RopeShape s) {
     return blocks_for(threads, THREADS);
 }
 
-void rope_apply_two(floatX* x, RopeShape of_x, floatX* y, RopeShape of_y, const real* table, int direction, Ctx* ctx) {
+void rope_apply(floatX* x, RopeShape of_x, floatX* y, RopeShape of_y, const real* table, int direction, Ctx* ctx) {
     const unsigned first = blocks_of(x, of_x);
     ASSERT(aligned(table));
     launch_early(rope_kernel, first + blocks_of(y, of_y), THREADS, 0, ctx, RopeTensor{x, of_x}, RopeTensor{y, of_y},
                  first, table, direction);
-}
-
-void rope_apply(floatX* x, const real* table, RopeShape s, int direction, Ctx* ctx) {
-    RopeShape none = s;
-    none.N = 0;
-    rope_apply_two(x, s, x, none, table, direction, ctx);
 }

@@ -34,7 +34,8 @@ double rope_mscale(const RopeConfig* config);
 void rope_table(real* host_table,  // (T, D/2, 2)
                 int64_t T, const RopeConfig* config);
 
-// In place on `heads` vectors a token: vector h of token n is x + n * stride + h * head_stride, D long.
+// In place on two tensors of as many tokens, queries and keys: on `heads` vectors a token, of which vector h of token n
+// is x + n * stride + h * head_stride, D long.
 // direction +1 turns forward; -1 turns back, which is the backward pass. On the GPU D and both strides are multiples
 // of 8.
 typedef struct RopeShape {
@@ -43,9 +44,7 @@ typedef struct RopeShape {
     int64_t stride;       // elements from token to token
     int64_t head_stride;  // elements from head to head
 } RopeShape;
-void rope_apply(floatX* x, const real* table, RopeShape shape, int direction, Ctx* ctx);
-// Two tensors of as many tokens at once.
-void rope_apply_two(floatX* x, RopeShape of_x, floatX* y, RopeShape of_y, const real* table, int direction, Ctx* ctx);
+void rope_apply(floatX* x, RopeShape of_x, floatX* y, RopeShape of_y, const real* table, int direction, Ctx* ctx);
 
 END_C
 

@@ -14,7 +14,7 @@ void model_rope(Model* m, floatX* q, floatX* kva, int direction) {
     int64_t qk = c->nope + c->rope;
     RopeShape of_q = {m->B * m->T, m->T, c->H, c->rope, c->H * qk, qk};
     RopeShape of_k = {m->B * m->T, m->T, 1, c->rope, c->kv_lora + c->rope, 0};
-    rope_apply_two(q + c->nope, of_q, kva + c->kv_lora, of_k, m->rope_table, direction, m->ctx);
+    rope_apply(q + c->nope, of_q, kva + c->kv_lora, of_k, m->rope_table, direction, m->ctx);
 }
 
 // out = attention(norm1)

@@ -57,15 +57,21 @@ typedef struct {
     real *x, *table, *turned, *back, *turned_back;
 } Rope;
 
+// Of two tensors the second is empty.
+static void turn_one(real* x, const Rope* r, int direction, Ctx* ctx) {
+    const RopeShape none = {0};
+    rope_apply(x, r->shape, x, none, r->table, direction, ctx);
+}
+
 static void run_rope(void* arg) {
     Rope* r = arg;
     int64_t n = r->shape.N * r->shape.stride;
     Ctx* ctx = ctx_create(0);
     r->turned = copied(r->x, n), r->turned_back = copied(r->x, n);
-    rope_apply(r->turned, r->table, r->shape, 1, ctx);
+    turn_one(r->turned, r, 1, ctx);
     r->back = copied(r->turned, n);
-    rope_apply(r->back, r->table, r->shape, -1, ctx);
-    rope_apply(r->turned_back, r->table, r->shape, -1, ctx);
+    turn_one(r->back, r, -1, ctx);
+    turn_one(r->turned_back, r, -1, ctx);
     ctx_sync(ctx);
     ctx_destroy(ctx);
 }

@@ -133,11 +133,12 @@ static void rope_case(int64_t N, int64_t T, int64_t heads, int64_t D, int64_t he
         CHECK(fabs(own[(size_t)i] - table.host[(size_t)i]) < 1e-7, "table differs at %lld", (long long)i);
     table.send();
     settle();
-    RopeShape shape = {N, T, heads, D, stride, head_stride};
+    const RopeShape shape = {N, T, heads, D, stride, head_stride}, none = {};
     for (int direction = 1; direction >= -1; direction -= 2) {
         auto before = x.host;
-        rope_apply(x.dev + offset, table.dev, shape, direction, ctx);
-        REFERENCE(rope_apply)((floatX*)((double*)x.ref() + offset), table.ref(), shape, direction, reference_ctx);
+        rope_apply(x.dev + offset, shape, x.dev, none, table.dev, direction, ctx);
+        REFERENCE(rope_apply)
+        ((floatX*)((double*)x.ref() + offset), shape, (floatX*)x.ref(), none, table.ref(), direction, reference_ctx);
         CHECK_CLOSE(x, BF16);
         auto got = x.got();
         int64_t touched = 0;
@@ -161,8 +162,8 @@ static void rope_two_case(int64_t heads, int64_t other_heads) {
     table.send();
     settle();
     const RopeShape of_x = {N, T, heads, D, heads * 24, 24}, of_y = {N, T, other_heads, D, other_heads * D, D};
-    rope_apply_two(x.dev + 8, of_x, y.dev, of_y, table.dev, 1, ctx);
-    REFERENCE(rope_apply_two)
+    rope_apply(x.dev + 8, of_x, y.dev, of_y, table.dev, 1, ctx);
+    REFERENCE(rope_apply)
     ((floatX*)((double*)x.ref() + 8), of_x, (floatX*)y.ref(), of_y, table.ref(), 1, reference_ctx);
     CHECK_CLOSE(x, BF16);
     CHECK_CLOSE(y, BF16);
