@@ -45,9 +45,9 @@ class Seeds(unittest.TestCase):
         cls.program.write_text(FAKE)
         cls.program.chmod(0o755)
 
-    def compare(self, out, *args, more=()):
+    def compare(self, out, *args, more=(), window=("--window", WINDOW)):
         command = [sys.executable, str(ROOT / "scripts/compare_precision.py"), "--out", str(out), "--program",
-                   str(self.program), "--window", str(WINDOW), *map(str, args), "--", "--steps", str(STEPS), *more]
+                   str(self.program), *map(str, (*window, *args)), "--", "--steps", str(STEPS), *more]
         return subprocess.run(command, env=dict(os.environ, PYTHONIOENCODING="ascii"), timeout=120,
                               stdin=subprocess.DEVNULL, capture_output=True, encoding="utf-8")
 
@@ -165,6 +165,27 @@ class Seeds(unittest.TestCase):
             gap = statistics.fmean(self.gaps(out, folder, "bf16").values())
             self.assertAlmostEqual(float(rows[name][3]), gap, delta=6e-6)
             self.assertAlmostEqual(float(rows[name][0]), self.losses(out, folder, "val_loss")[STEPS], delta=6e-6)
+
+    def test_a_seed_that_diverged(self):
+        """The error is that of the seeds that are finite, and they are counted."""
+        args = ("--only", "mxfp8", "--seeds", 3, "--all-seeds")
+        out, _ = self.fake("diverged", *args)
+        path = out / "mxfp8-seed-2/log.jsonl"
+        *lines, last = path.read_text().splitlines()
+        path.write_text("\n".join([*lines, json.dumps(json.loads(last) | {"val_loss": None})]) + "\n")
+        _, done = self.fake("diverged", *args)
+        values = [self.losses(out, name, "val_loss")[STEPS] for name in ("mxfp8", "mxfp8-seed-3")]
+        self.assertEqual(self.rows(done)["mxfp8"][0],
+                         f"{statistics.fmean(values):.5f} ± {statistics.stdev(values) / 2**0.5:.5f} (2)")
+
+    def test_many_steps(self):
+        """The training loss is the mean of the last 50 steps; without --window curves are of 50, or of a tenth of less."""
+        for steps, window in ((600, 50), (120, 12)):
+            done = self.compare(self.dir / f"many_{steps}", "--only", "bf16", more=("--steps", str(steps)), window=())
+            rows = (self.dir / f"many_{steps}/bf16/log.jsonl").read_text().splitlines()[-50:]
+            self.assertEqual(self.rows(done)["bf16"][1], f"{statistics.fmean(json.loads(row)['loss'] for row in rows):.5f}")
+            self.assertIn("training loss, last 50 steps", done.stdout)
+            self.assertIn(f"as a mean of {window} steps", done.stdout)
 
     def test_bands_and_ranges(self):
         """From the lowest to the highest seed around the mean; the first steps are drawn, but above the panels."""
