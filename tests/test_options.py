@@ -85,6 +85,12 @@ class BadOptions(Case):
                     printed = " ".join(self.call([PROGRAM, "--dry-run", "--model", model] + given).stdout.split())
                     self.assertEqual(re.search(r" lr (\S+) .* bias-rate (\S+) ", printed).groups(), expected)
 
+    def test_what_a_trained_model_asks_for(self):
+        """Its routers choose as they were trained to, unless --even-start is given."""
+        for given, expected in (([], "0"), (["--even-start", "1"], "1")):
+            printed = self.call([PROGRAM, "--dry-run", "--init", self.reference() / "step_00000020"] + given).stdout
+            self.assertEqual(re.search(r" even-start +(\S+)", printed)[1], expected)
+
     def test_combinations(self):
         for words, options in (
             (("--top-k 5", "--experts 4"), dict(top_k=5)),
