@@ -150,6 +150,11 @@ class PlotLoss(unittest.TestCase):
         _, texts, _, _ = self.plot(self.log("t", self.rows(1000)), "--over", "tokens")
         self.assertIn("tokens", texts)
         self.assertIn("4M", texts)
+        root, _, _, curves = self.plot(self.log("few", self.rows(4)), "--over", "tokens", "--smooth", 0)
+        box = root.find(f"{SVG}clipPath/{SVG}rect")
+        left, width = float(box.get("x")) + 5, float(box.get("width")) - 10
+        for x, step in zip(re.findall(r"[ML]([-\d.]+) ", curves[0]), (1, 2, 3, 4)):  # a step's own tokens count
+            self.assertAlmostEqual(float(x), left + width * step / 4, delta=0.051)
 
     def test_log_axis_and_range(self):
         _, texts, _, _ = self.plot(self.log("l", self.rows(100)), "--log-y")
@@ -167,12 +172,14 @@ class PlotLoss(unittest.TestCase):
     def test_one_step(self):
         self.plot(self.log("one", self.rows(1)))
 
-    def test_long_log_is_thinned_and_keeps_its_spike(self):
-        rows = [{"step": s, "loss": 9.0 if s == 7777 else 2.0} for s in range(1, 20001)]
+    def test_long_log_is_thinned_and_keeps_its_spikes(self):
+        rows = [{"step": s, "loss": {7777: 9.0, 7778: 1.0}.get(s, 5.0)} for s in range(1, 20001)]
         root, _, _, curves = self.plot(self.log("long", rows))
-        top = float(root.find(f"{SVG}clipPath/{SVG}rect").get("y"))
+        box = root.find(f"{SVG}clipPath/{SVG}rect")
+        top, height = float(box.get("y")), float(box.get("height"))
         self.assertLess(sum(map(len, curves)), 100000)
         self.assertEqual(sum(y < top + 30 for y in self.ys(curves[0])), 1)
+        self.assertEqual(sum(y > top + height - 30 for y in self.ys(curves[0])), 1)
 
     def test_bad_logs_are_named(self):
         self.fails("none.jsonl", names="none.jsonl", says="cannot read it")
@@ -264,6 +271,10 @@ class PlotLoss(unittest.TestCase):
         _, texts, _, _ = self.plot(self.log("long", rows), "--over", "time")
         self.assertIn("hours of training", texts)
         self.assertEqual([t for t in texts if t == "40"], ["40"])
+        rows = [{"step": s, "loss": 1.0, "ms": 60e3} for s in range(1, 41)]
+        _, texts, _, _ = self.plot(self.log("longer", rows), "--over", "time")
+        self.assertIn("minutes of training", texts)
+        self.assertIn("40", texts)
         path = self.log("no-ms", self.rows(3))
         self.fails(path, "--over", "time", names=path, says="no ms")
 
