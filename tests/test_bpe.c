@@ -151,15 +151,18 @@ static void test_tokenizer_json(void) {
           "room");
     tokenizer_close(t);
 
-    // Of equal merges the leftmost; a merge whose right part has become another token since is none, the new pair's is.
+    // Of equal merges the leftmost; a merge whose right part has become another token since is none, the new pair's is;
+    // what two merges have made side by side is a pair too.
     t = tokenizer_open(
         json("t.json", HEAD, "", "\"BPE\"",
-             "{\"a\":0,\"b\":1,\"aa\":2,\"ba\":3,\"baa\":4,\"</s>\":5,\"\\u0142\\u0143\\u0120\\u0121\":6}",
-             "\"a a\",\"b a\",\"b aa\""));
+             "{\"a\":0,\"b\":1,\"aa\":2,\"ba\":3,\"baa\":4,\"</s>\":5,\"\\u0142\\u0143\\u0120\\u0121\":6,"
+             "\"bb\":7,\"aabb\":8}",
+             "\"a a\",\"b a\",\"b aa\",\"b b\",\"aa bb\""));
     ENCODES(t, "aaa", 2, 0);
     ENCODES(t, "ba", 3);
     ENCODES(t, "baa", 4);
     ENCODES(t, "aabaaa", 2, 4, 0);
+    ENCODES(t, "aabb", 8);
     CHECK(decodes(t, 6, "\xa0\xad \x7f"), "the alphabet's ends");
     tokenizer_close(t);
 
