@@ -40,7 +40,7 @@ class Checkpoints(Case):
             write_manifest(checkpoint, manifest(checkpoint))
             return "kv_b_proj.weight is missing"
         kind, file = fault.split(" ", 1)
-        path = {"block": block, "moments": moments, "manifest": record}[file]
+        path = {"block": block, "moments": moments, "manifest": record, "config": checkpoint / "config.json"}[file]
         data = path.read_bytes()
         if kind == "missing":
             path.unlink()
@@ -57,7 +57,8 @@ class Checkpoints(Case):
 
     FAULTS = [f"{kind} {file}" for file in ("block", "moments", "manifest")
               for kind in ("truncated", "empty", "altered", "head-altered", "missing")]
-    FAULTS += ["longer block", "entry missing", "tensor missing", "folder renamed", "folder emptied", "folder is a file"]
+    FAULTS += ["longer block", "altered config", "entry missing", "tensor missing", "folder renamed", "folder emptied",
+               "folder is a file"]
 
     def test_faults(self):
         """The fault is named, the checkpoint before it used, and the folder heals: the same step is saved again."""
