@@ -130,9 +130,9 @@ class Gguf(cli.Case):
     # --- What needs gguf alone ---
 
     def test_tensors(self):
-        """Every tensor of the checkpoint's main model, once, at its place; and no other."""
+        """Every tensor of the checkpoint's main model, once, at its place, expert 10 behind 9; and no other."""
         H, nope, v, latent = (cli.SMALL[key] for key in ("heads", "nope_dim", "v_dim", "kv_lora"))
-        step, _ = self.trained(**MODELS["latent queries, groups, YaRN"], layers=2, dense_layers=1, mtp=1)
+        step, _ = self.trained(**MODELS["latent queries, groups, YaRN"] | dict(experts=12), layers=2, dense_layers=1, mtp=1)
         own, expected = read_tensors(step), {}
         expected["token_embd.weight"] = own["model.embed_tokens.weight"]
         expected["output_norm.weight"], expected["output.weight"] = own["model.norm.weight"], own["lm_head.weight"]
@@ -153,7 +153,7 @@ class Gguf(cli.Case):
                     block[f"ffn_{part}.weight"] = of(f"mlp.{part}_proj.weight")
                 else:
                     block[f"ffn_{part}_shexp.weight"] = of(f"mlp.shared_experts.{part}_proj.weight")
-                    block[f"ffn_{part}_exps.weight"] = np.stack([of(f"mlp.experts.{e}.{part}_proj.weight") for e in range(8)])
+                    block[f"ffn_{part}_exps.weight"] = np.stack([of(f"mlp.experts.{e}.{part}_proj.weight") for e in range(12)])
             if i == 1:
                 block["ffn_gate_inp.weight"] = of("mlp.gate.weight")
                 block["exp_probs_b.bias"] = of("mlp.gate.e_score_correction_bias")
