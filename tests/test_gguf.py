@@ -181,7 +181,8 @@ class Gguf(cli.Case):
                            "expert_count": 8, "expert_used_count": 2, "expert_group_count": 4, "expert_group_used_count": 2,
                            "expert_gating_func": 2, "expert_weights_norm": True, "expert_weights_scale": 2.5,
                            "leading_dense_block_count": 1, "rope.dimension_count": 16, "rope.scaling.type": "yarn",
-                           "rope.scaling.factor": 8, "rope.scaling.original_context_length": 16, "vocab_size": VOCAB}.items():
+                           "rope.scaling.factor": 8, "rope.scaling.original_context_length": 16, "vocab_size": VOCAB,
+                           "rope.scaling.yarn_beta_fast": 32, "rope.scaling.yarn_beta_slow": 1}.items():
             self.assertEqual(fields["deepseek2." + key], value, key)
         self.assertAlmostEqual(fields["deepseek2.rope.scaling.yarn_log_multiplier"], 0.1, 6)
         fields = self.fields(self.convert(self.trained("soft", **MODELS["softmax"])[0], "soft.gguf"))
