@@ -111,6 +111,7 @@ class ResumeOptions(Case):
         write_manifest(out / "step_00000002", record)
         self.assertIn("resumed    from run/step_00000002", self.call([*args, "--out", "run", "--resume"]).stdout)
         self.assert_same_run(out, whole, 4)
+        self.assertEqual(manifest(out / "step_00000004")["options"]["even-start"], 0)
 
     def test_what_may_differ(self):
         out = self.copy_of(self.reference(tokens_per_step=128), "moved")
