@@ -238,8 +238,10 @@ class Questions(Case):
         rng = random.Random(11)
         def words(low, high):
             return [rng.choice(b"abcdefghij  ") for _ in range(rng.randrange(low, high))]
-        # Contexts: every sixth empty, some longer than --seq-len. Equal endings would be told apart by rounding: none.
-        self.questions = [(words(0, 70) if i % 6 else [], [words(0, 8) + [last] for last in b"abcd"[:rng.choice((2, 4))]],
+        # Contexts: every sixth empty, some longer than --seq-len. Endings: half begin with a blank; equal ones would be told
+        # apart by rounding: none.
+        self.questions = [(words(0, 70) if i % 6 else [],
+                           [[32] * rng.randrange(2) + words(0, 8) + [last] for last in b"abcd"[:rng.choice((2, 4))]],
                            rng.randrange(2)) for i in range(60)]
         self.train(out="run", steps=20, vocab=257, val=self.val_glob)
         self.step = self.dir / "run/step_00000020"
