@@ -22,7 +22,7 @@ class ResumeOptions(Case):
         self.copy_of(self.reference())
         resume = dict(out="run", resume=True, steps=30)
         for name, value, was in (
-            ("lr", 1e-3, "0.003"), ("seed", 2, "1"), ("dim", 64, "32"), ("experts", 8, "4"),
+            ("lr", 1e-3, "0.003"), ("lr", 0.0030015, "0.003"), ("seed", 2, "1"), ("dim", 64, "32"), ("experts", 8, "4"),
             ("score", "softmax", "sigmoid"), ("schedule", "cosine", "constant"), ("warmup", 3, "0"),
             ("seq_len", 16, "32"),
             ("tokens_per_step", 128, "64"), ("aux_loss", 0.1, "0.01"), ("bias_rate", 0, "0.01"),
