@@ -18,6 +18,17 @@ static inline Settings settings_for(const char* line, int ranks) {
 
 static inline Settings settings_of(const char* line) { return settings_for(line, 1); }
 
+// A dense block and two with experts, sequences of 20 tokens; its weights are zeros. Options may change it.
+static inline Model* small_model(const char* options) {
+    char* line = host_format(
+        "--layers 3 --dim 32 --heads 2 --kv-lora 16 --nope-dim 32 --rope-dim 16 --v-dim 32 --dense-ffn 48 --experts 6 "
+        "--top-k 2 --expert-ffn 24 --vocab 50 --seq-len 20 --batch 2 %s",
+        options);
+    Settings s = settings_of(line);
+    free(line);
+    return model_create(&s, NULL);
+}
+
 static void finish(Model* m) {
     Settings s = m->settings;
     model_destroy(m);

@@ -2,24 +2,12 @@
 // tests/test_golden.c; layouts: tests/test_layouts.c.
 #include "tests/model.h"
 
-// Two sequences of 20 tokens, a dense block, two with experts and the modules'.
-static Model* fresh(const char* options) {
-    char* line = host_format(
-        "--layers 3 --dim 32 --heads 2 --kv-lora 16 --nope-dim 32 --rope-dim 16 --v-dim 32 --dense-ffn 48 --experts 6 "
-        "--top-k 2 --expert-ffn 24 --vocab 50 --seq-len 20 --batch 2 %s",
-        options);
-    Settings s = settings_of(line);
-    Model* m = model_create(&s, NULL);
-    model_init(m, 3);
-    free(line);
-    return m;
-}
-
 // Positions without a target count nowhere: in no load, and in no loss but by what a position with one reads. Module k
 // has 20 - k positions of a sequence. Each sum of losses is some 20 logarithms of 50 words a sequence, within a tenth
 // at the start. The biases of the modules' routers move as the loads ask.
 static void positions_without_target(void) {
-    Model* m = fresh("--mtp 3");
+    Model* m = small_model("--mtp 3");
+    model_init(m, 3);
     int32_t ids[2 * 40];
     int64_t load[6 * 6];
     for (int i = 0; i < 80; i++) ids[i] = (int32_t)(random_uniform(99, 7, (uint64_t)i) * 50);
@@ -55,7 +43,8 @@ static void weights_of_modules(void) {
         CHECK(settings_mtp_weight(&w, step) == (step <= 6 ? 0.4 : 0.2), "step %lld: weight %g", (long long)step,
               settings_mtp_weight(&w, step));
     settings_free(&w);
-    Model* m = fresh("--mtp 2 --mtp-weight 0.5 --mtp-weight-end 0.25 --mtp-switch 0.5 --steps 10 --warmup 1");
+    Model* m = small_model("--mtp 2 --mtp-weight 0.5 --mtp-weight-end 0.25 --mtp-switch 0.5 --steps 10 --warmup 1");
+    model_init(m, 3);
     for (int64_t step = 5; step <= 6; step++) {
         model_step_begin(m, step);
         CHECK(m->further_weight == (step == 5 ? 0.25f : 0.125f), "step %lld: weight %g of each module", (long long)step,

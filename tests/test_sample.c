@@ -3,16 +3,6 @@
 #include "model/sample.h"
 #include "tests/model.h"
 
-static Model* fresh(const char* options) {
-    char* line = host_format(
-        "--layers 2 --dim 32 --heads 2 --kv-lora 16 --nope-dim 32 --rope-dim 16 --v-dim 32 --dense-ffn 48 --experts 6 "
-        "--top-k 2 --expert-ffn 24 --vocab 257 --seq-len 20 --batch 1 %s",
-        options);
-    Settings s = settings_of(line);
-    free(line);
-    return model_create(&s, NULL);
-}
-
 // Logits are logarithms of 1 3 2 4 2, so these weigh so at temperature 1, and as their squares at 1/2. A thousand u, of
 // which none lies where one token ends and the next begins.
 static void draws(void) {
@@ -55,7 +45,7 @@ static void draws_of_equals(void) {
 
 // A sample's context is the last seq_len tokens: after more of them it goes on as one that begins with these.
 static void text_beyond_the_context(void) {
-    Model* m = fresh("--sample-tokens 12 --temperature 0 --prompt abcdefghijklmnopqrstuvwxyz");
+    Model* m = small_model("--vocab 257 --sample-tokens 12 --temperature 0 --prompt abcdefghijklmnopqrstuvwxyz");
     Tokenizer* bytes = tokenizer_open("");
     model_init(m, 3);
     char *prompt = m->settings.prompt, *whole = model_sample(m, bytes, 0);
@@ -71,7 +61,7 @@ static void text_beyond_the_context(void) {
 // A model of zeros, to which all tokens are equally likely. Of " a" and "bb" the first has the likeliest tokens, as the
 // second has, and by the byte the second, because its text has two and the other's without its blank one.
 static void a_blank_counts_no_byte(void) {
-    Model* m = fresh("");
+    Model* m = small_model("--vocab 257");
     Tokenizer* bytes = tokenizer_open("");
     int32_t ids[] = {'x', ' ', 'a', 'b', 'b'}, label[1];
     Choice list[2] = {{0, 0, 0, 1, 1, 2}, {0, 1, 0, 1, 3, 2}};
