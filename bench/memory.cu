@@ -1,6 +1,7 @@
-// The memory-bound ops at the sizes of the 16b model: time, bytes a second, and the share of a device-to-device copy
-// measured in the same run. Bytes count each input read once and each output written once. A time is the median of 20
-// batches of calls, by CUDA events; calls go round three sets of buffers, so that none finds its input in L2.
+// The memory-bound ops at the sizes of the 16b model, and some at those of bytes as tokens: time, bytes a second, and
+// the share of a device-to-device copy measured in the same run. Bytes count each input read once and each output
+// written once. A time is the median of 20 batches of calls, by CUDA events; calls go round three sets of buffers, so
+// that none finds its input in L2.
 //
 //   build/cuda/bench/memory [tokens [part of an op's name]]
 #include <stdio.h>
@@ -99,23 +100,25 @@ static void bench_copy(void) {
     row("copy", "1 GiB", 2 * (double)bytes, call);
 }
 
-static void bench_layers(int64_t N) {
-    const int64_t C = 2048, V = 102400, H = 16, D = 64, T = 4096, F = 10944;
+static void bench_embedding(int64_t N, int64_t V, int64_t C, const char* shape) {
     const double x = 2.0 * (double)(N * C);  // bytes of (N, C)
-    {
-        std::vector<int32_t> tokens;
-        for (int64_t n = 0; n < N; n++) tokens.push_back((int32_t)(pow((double)V, uniform()) - 1));  // Zipf
-        std::vector<int32_t> sorted = tokens;
-        std::sort(sorted.begin(), sorted.end());
-        double unique = (double)(std::unique(sorted.begin(), sorted.end()) - sorted.begin());
-        int32_t* token = upload(tokens);
-        X table(V * C), out(N * C);
-        R dtable(V * C);
-        row("embedding_forward", "N C", 2 * x, [&](int i) { embedding_forward(out[i], token, table[i], N, C, ctx); });
-        row("embedding_backward", "Zipf", x + 8 * unique * (double)C,
-            [&](int i) { embedding_backward(dtable[i], out[i], token, N, V, C, ctx); });
-        device_free(token);
-    }
+    std::vector<int32_t> tokens;
+    for (int64_t n = 0; n < N; n++) tokens.push_back((int32_t)(pow((double)V, uniform()) - 1));  // Zipf
+    std::vector<int32_t> sorted = tokens;
+    std::sort(sorted.begin(), sorted.end());
+    double unique = (double)(std::unique(sorted.begin(), sorted.end()) - sorted.begin());
+    int32_t* token = upload(tokens);
+    X table(V * C), out(N * C);
+    R dtable(V * C);
+    row("embedding_forward", shape, 2 * x, [&](int i) { embedding_forward(out[i], token, table[i], N, C, ctx); });
+    row("embedding_backward", shape, x + 8 * unique * (double)C,
+        [&](int i) { embedding_backward(dtable[i], out[i], token, N, V, C, ctx); });
+    device_free(token);
+}
+
+static void bench_layers(int64_t N) {
+    const int64_t C = 2048, H = 16, D = 64, T = 4096, F = 10944;
+    const double x = 2.0 * (double)(N * C);  // bytes of (N, C)
     {
         X a(N * C), b(N * C), sum(N * C), y(N * C), w(C);
         R rstd(N), dw(C);
@@ -155,15 +158,15 @@ static void bench_layers(int64_t N) {
         row("swiglu_backward", "N 10944", 12.0 * (double)(N * F),
             [&](int i) { swiglu_backward(dh[i], a[i], da[i], h[i], N, F, ctx); });
     }
-    for (int64_t vocabulary : {(int64_t)102400, (int64_t)129280}) {
-        const int64_t chunk = 2560;
+    for (int64_t vocabulary : {(int64_t)320, (int64_t)8192, (int64_t)102400, (int64_t)129280}) {
+        const int64_t chunk = vocabulary > 8192 ? 2560 : 16384;
         X logits(chunk * vocabulary, 2);
         R loss(chunk);
         std::vector<int32_t> host;
         for (int64_t n = 0; n < chunk; n++) host.push_back((int32_t)(random32() % vocabulary));
         int32_t* target = upload(host);
         char shape[32];
-        snprintf(shape, sizeof(shape), "2560 x %lld", (long long)vocabulary);
+        snprintf(shape, sizeof(shape), "%lld x %lld", (long long)chunk, (long long)vocabulary);
         row("cross_entropy, loss", shape, 2.0 * (double)(chunk * vocabulary),
             [&](int i) { cross_entropy(loss[i], logits[i], target, chunk, vocabulary, vocabulary, 0, ctx); });
         row("cross_entropy, gradient", shape, 4.0 * (double)(chunk * vocabulary),
@@ -239,6 +242,7 @@ static void bench_moe(int64_t N) {
         row("experts_swiglu_backward", "6 N 1408", 12.0 * (double)(used * F),
             [&](int i) { experts_swiglu_backward(dh[i], a[i], drow_gate[i], da[i], h[i], r, F, ctx); });
     }
+    float* share = upload(std::vector<float>{1});
     for (int large = 0; large < 2; large++) {
         RouterShape s = {N, 4096, C, E, K, 1, 1, SCORE_SOFTMAX, 0, 1, 0, 0};
         if (large) s = {N / 4, 4096, 7168, 256, 8, 8, 4, SCORE_SIGMOID, 1, 2.5f, 0};
@@ -250,6 +254,10 @@ static void bench_moe(int64_t N) {
         const char* shape = large ? "N/4 7168, 8 of 256" : "N C, 6 of 64";
         row("router_forward", shape, sx + se,
             [&](int i) { router_forward(scores[i], id, g[i], in[i], w[i], bias[i], s, ctx); });
+        RouterShape even = s;
+        even.even = share;
+        row("router_forward, evened out", shape, sx + se,
+            [&](int i) { router_forward(scores[i], id, g[i], in[i], w[i], bias[i], even, ctx); });
         row("router_backward", shape, 3 * sx + se,
             [&](int i) { router_backward(dx[i], dw[i], dg[i], scores[i], id, g[i], in[i], w[i], 1e-3f, s, ctx); });
         row("router_count", shape, 4.0 * (double)(s.N * s.K),
@@ -258,7 +266,7 @@ static void bench_moe(int64_t N) {
         device_free(load);
     }
     for (void* p : {(void*)r.group_start, (void*)r.group_rows, (void*)r.row_token, (void*)r.token_row,
-                    (void*)r.row_gate, (void*)expert})
+                    (void*)r.row_gate, (void*)expert, (void*)share})
         device_free(p);
 }
 
@@ -269,6 +277,8 @@ int main(int argc, char** argv) {
     printf("%s; N = %lld, C = 2048\n", device_name(ctx), (long long)N);
     printf("| op | shape | us | TB/s | of a copy |\n|---|---|---|---|---|\n");
     bench_copy();
+    bench_embedding(N, 102400, 2048, "N 2048, Zipf");
+    bench_embedding(N, 257, 256, "N 256, bytes");
     bench_layers(N);
     bench_adamw();
     bench_moe(N);

@@ -4,8 +4,9 @@
 //
 // It records every kernel, copy and fill (CUPTI activity records) and, at exit, prints for the whole steps after the
 // first two: time per step by class, the share of time in which the GPU did nothing, and the calls by which the host
-// waited for it. Transfers between GPUs are exposed while nothing else runs beside them. Steps are told apart by the
-// kernel step_begin (layers/adamw.cu).
+// waited for it. A kernel's time begins with its start or, where it started early, with the end of the one before it;
+// transfers between GPUs count as a whole, and are exposed while nothing else runs beside them. Steps are told apart by
+// the kernel step_begin (layers/adamw.cu).
 #include <cupti.h>
 #include <cxxabi.h>
 
@@ -23,6 +24,7 @@ namespace {
 struct Record {
     uint64_t start, end;  // ns
     std::string name;
+    uint64_t own;  // of end - start, what counts
 };
 
 std::mutex mutex;
@@ -99,17 +101,17 @@ void CUPTIAPI complete(CUcontext, uint32_t, uint8_t* buffer, size_t, size_t vali
         switch (record->kind) {
             case CUPTI_ACTIVITY_KIND_CONCURRENT_KERNEL: {
                 auto* k = (CUpti_ActivityKernel9*)record;
-                work.push_back({k->start, k->end, demangled(k->name)});
+                work.push_back({k->start, k->end, demangled(k->name), 0});
                 break;
             }
             case CUPTI_ACTIVITY_KIND_MEMCPY: {
                 auto* c = (CUpti_ActivityMemcpy5*)record;
-                work.push_back({c->start, c->end, "memcpy"});
+                work.push_back({c->start, c->end, "memcpy", 0});
                 break;
             }
             case CUPTI_ACTIVITY_KIND_MEMSET: {
                 auto* s = (CUpti_ActivityMemset4*)record;
-                work.push_back({s->start, s->end, "memset"});
+                work.push_back({s->start, s->end, "memset", 0});
                 break;
             }
             case CUPTI_ACTIVITY_KIND_RUNTIME: {
@@ -118,13 +120,27 @@ void CUPTIAPI complete(CUcontext, uint32_t, uint8_t* buffer, size_t, size_t vali
                 cuptiGetCallbackName(CUPTI_CB_DOMAIN_RUNTIME_API, a->cbid, &name);
                 if (name && (strstr(name, "Synchronize") || strncmp(name, "cudaMemcpy_v", 12) == 0 ||
                              strstr(name, "cudaMalloc")))
-                    calls.push_back({a->start, a->end, name});
+                    calls.push_back({a->start, a->end, name, 0});
                 break;
             }
             default: break;
         }
     }
     free(buffer);
+}
+
+// Sets `own`: of kernels, copies and fills that run at once each has the time from the end before its own on.
+void set_own() {
+    std::vector<Record*> by_end;
+    for (auto& r : work) by_end.push_back(&r);
+    std::sort(by_end.begin(), by_end.end(), [](const Record* a, const Record* b) { return a->end < b->end; });
+    uint64_t before = 0;
+    for (Record* r : by_end) {
+        r->own = r->end - r->start;
+        if (is_transfer(r->name)) continue;
+        r->own = r->end - std::max(r->start, before);
+        before = r->end;
+    }
 }
 
 // Of the transfers (in order of their starts), the time in which nothing else ran, by class and (under "") in all.
@@ -159,6 +175,7 @@ std::map<std::string, double> exposed(uint64_t from, uint64_t to) {
 void report() {
     cuptiActivityFlushAll(1);
     std::sort(work.begin(), work.end(), [](const Record& a, const Record& b) { return a.start < b.start; });
+    set_own();
     std::vector<uint64_t> begins;
     for (auto& r : work)
         if (r.name.find("step_begin") != std::string::npos) begins.push_back(r.start);
@@ -174,8 +191,8 @@ void report() {
         if (r.start < from || r.start >= to) continue;
         if (r.start > busy_until) idle += r.start - busy_until;
         busy_until = std::max(busy_until, r.end);
-        by_class[class_of(r.name)] += (double)(r.end - r.start);
-        by_name[r.name].first += (double)(r.end - r.start);
+        by_class[class_of(r.name)] += (double)r.own;
+        by_name[r.name].first += (double)r.own;
         by_name[r.name].second++;
     }
     if (to > busy_until) idle += to - busy_until;

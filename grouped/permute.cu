@@ -1,5 +1,5 @@
 // The ragged layout: a stable counting sort of the choices (layers/sort.cuh, three short launches), then rows moved in
-// 16-byte pieces, one warp a row; bound by memory.
+// 16-byte pieces; bound by memory.
 //
 // permute_rows writes K copies of each token, in an order that reads it from memory once (grouped/permute.cuh).
 // unpermute_rows goes by token: K rows in, one out, summed in float32 in the order of k.
@@ -52,19 +52,46 @@ void permute_plan(Ragged r, const int32_t* expert, const real* gate, int64_t N, 
     counting_sort(Choice{expert}, Plan{r, gate, K}, N * K, r.El, row_align(BACKEND), workspace, ctx);
 }
 
+// A warp a row. One that has little to a lane leaves too little under way, so narrow rows are taken together: a slice
+// is one stretch of memory in `rows`, of which a warp then takes 4 KB at a time.
+enum { PIECES = 8, NARROW = 1024 };
+template <bool TOGETHER>
 static __global__ void __launch_bounds__(32 * PERMUTE_WARPS)
     permute_rows_kernel(floatX* rows, const floatX* tokens, Ragged r, int64_t C, int64_t slices) {
     wait_for_previous();
-    permute_slice(r, slices, [&](int64_t row, int64_t token) {
-        copy_row(rows + row * C, token < 0 ? NULL : tokens + token * C, C);
-    });
+    const PermuteSlice slice = permute_slice(r, slices);
+    const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
+    if (!TOGETHER) {
+        for (int64_t row = slice.first + warp; row < slice.end; row += PERMUTE_WARPS) {
+            const int64_t token = r.row_token[row];
+            copy_row(rows + row * C, token < 0 ? NULL : tokens + token * C, C);
+        }
+        return;
+    }
+    const int of_row = (int)(C / 8), count = (int)(slice.end - slice.first) * of_row;
+    Piece* to = (Piece*)(rows + slice.first * C);
+    for (int i0 = warp * 32 * PIECES + lane; i0 < count; i0 += PERMUTE_WARPS * 32 * PIECES) {
+        // All loads go out before the first store; a pad row is zeros.
+        Piece p[PIECES] = {};
+#pragma unroll
+        for (int j = 0; j < PIECES; j++) {
+            const int i = i0 + 32 * j;
+            const int64_t token = i < count ? r.row_token[slice.first + i / of_row] : -1;
+            if (token >= 0) p[j] = *(const Piece*)(tokens + token * C + i % of_row * 8);
+        }
+#pragma unroll
+        for (int j = 0; j < PIECES; j++)
+            if (i0 + 32 * j < count) to[i0 + 32 * j] = p[j];
+    }
 }
 
 void permute_rows(void* to, const void* from, Ragged r, size_t row_bytes, Ctx* ctx) {
-    // Elements of two bytes, whatever they are.
-    const int64_t C = (int64_t)row_bytes / 2, slices = permute_slices(r);
+    // Elements of two bytes, whatever they are. At even load a warp takes one row, or 4 KB.
+    const int64_t C = (int64_t)row_bytes / 2, together = C < NARROW ? 8 * 32 * PIECES / C : 1;
+    const int64_t slices = permute_slices(r, PERMUTE_WARPS * together);
     ASSERT(row_bytes % 16 == 0 && aligned(to, from));
-    launch_early(permute_rows_kernel, slices * r.El, 32 * PERMUTE_WARPS, 0, ctx, to, from, r, C, slices);
+    launch_early(C < NARROW ? permute_rows_kernel<true> : permute_rows_kernel<false>, slices * r.El, 32 * PERMUTE_WARPS,
+                 0, ctx, to, from, r, C, slices);
 }
 
 // A thread a piece of a token; 4 rows under way at a time.

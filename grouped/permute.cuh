@@ -7,19 +7,19 @@
 #include "grouped/permute.h"
 #include "layers/rows.cuh"
 
-enum { PERMUTE_WARPS = 8 };  // of a block, a row each at a time
+enum { PERMUTE_WARPS = 8 };  // of a block
 
-// At even load: a row a warp.
-static inline int64_t permute_slices(const Ragged& r) { return ceil_div(r.capacity, r.El * PERMUTE_WARPS); }
+// Slices of an expert's rows, so that at even load a block takes so many of them.
+static inline int64_t permute_slices(const Ragged& r, int64_t rows) { return ceil_div(r.capacity, r.El * rows); }
 
-// Calls move(row, token) in a whole warp, for the rows of this block's slice, pad rows (token -1) in.
-template <typename Move>
-static __device__ __forceinline__ void permute_slice(const Ragged& r, int64_t slices, Move move) {
+// The rows of this block's slice, pad rows in: from `first` to before `end`.
+struct PermuteSlice {
+    int64_t first, end;
+};
+static __device__ __forceinline__ PermuteSlice permute_slice(const Ragged& r, int64_t slices) {
     const int64_t e = blockIdx.x % r.El, slice = blockIdx.x / r.El;
     const int64_t start = r.group_start[e], length = r.group_start[e + 1] - start;
-    const int64_t end = start + length * (slice + 1) / slices;
-    for (int64_t row = start + length * slice / slices + threadIdx.x / 32; row < end; row += PERMUTE_WARPS)
-        move(row, (int64_t)r.row_token[row]);
+    return {start + length * slice / slices, start + length * (slice + 1) / slices};
 }
 
 #endif

@@ -2,8 +2,9 @@
 //
 // backward: tokens repeat, so rows of dtable are sums. The positions are sorted by token (layers/sort.cuh, as many
 // passes of up to 9 bits as the vocabulary needs: two from 513 to 262144 tokens), which brings equal tokens together in
-// the order of n; then a warp a token and stripe of columns adds its rows, and 8 warps share a token that occurs more
-// than 32 times, their sums added in order. Only rows that occur are touched: no pass over V x C. No atomics on floats.
+// the order of n; then a warp a token and stripe of columns adds its rows, and 16 warps share a token that occurs more
+// than 32 times, their sums added in order. Bound by the most frequent token's rows, a tenth of all where tokens are
+// bytes. Only rows that occur are touched: no pass over V x C. No atomics on floats.
 #include "layers/embedding.h"
 #include "layers/rows.cuh"
 #include "layers/sort.cuh"
@@ -38,7 +39,10 @@ struct Place {
     __device__ void finish(const int32_t*, const int32_t*, int) const {}
 };
 
-// acc += dout[position[i]] for i in first..last-1, in order; 4 rows under way at a time.
+// Warps of a block, and rows that each has under way at a time.
+enum { RUN_WARPS = 16, ROWS_AT_ONCE = 8 };
+
+// acc += dout[position[i]] for i in first..last-1, in order.
 static __device__ __forceinline__ void add_rows(float acc[8], const floatX* dout, const int32_t* position,
                                                 int64_t first, int64_t last, int64_t c, int64_t C) {
     const int lane = threadIdx.x % 32;
@@ -46,18 +50,21 @@ static __device__ __forceinline__ void add_rows(float acc[8], const floatX* dout
         // 32 positions at a time, one a lane.
         const int count = last - i0 < 32 ? (int)(last - i0) : 32;
         const int mine = lane < count ? position[i0 + lane] : 0;
-        for (int u = 0; u < count; u += 4) {
-            // Four rows are loaded, then added in order.
-            float f[4][8] = {};
+        for (int u = 0; u < count; u += ROWS_AT_ONCE) {
+            // Some rows are loaded, then added in order.
+            Piece p[ROWS_AT_ONCE] = {};
 #pragma unroll
-            for (int j = 0; j < 4; j++) {
-                int64_t n = __shfl_sync(0xffffffffu, mine, (u + j) % 32);
-                if (u + j < count && c < C) load(f[j], dout + n * C + c);
+            for (int j = 0; j < ROWS_AT_ONCE; j++) {
+                const int64_t n = __shfl_sync(0xffffffffu, mine, u + j);
+                if (u + j < count && c < C) p[j] = *(const Piece*)(dout + n * C + c);
             }
 #pragma unroll
-            for (int j = 0; j < 4; j++)
+            for (int j = 0; j < ROWS_AT_ONCE; j++) {
+                float f[8];
+                floats_of(f, p[j]);
 #pragma unroll
-                for (int e = 0; e < 8; e++) acc[e] += f[j][e];
+                for (int e = 0; e < 8; e++) acc[e] += f[e];
+            }
         }
     }
 }
@@ -83,17 +90,18 @@ static __device__ __forceinline__ int64_t run_end(const int32_t* token, int64_t 
     return high;
 }
 
-// Block: 8 sorted positions (x) and a stripe of 256 columns (y). Warp w takes the run that starts at position w, if
-// any.
-static __global__ void __launch_bounds__(256)
+// Block: RUN_WARPS sorted positions (x) and a stripe of 256 columns (y). Warp w takes the run that starts at position
+// w, if any.
+static __global__ void __launch_bounds__(32 * RUN_WARPS)
     embedding_backward_kernel(float* dtable, const floatX* dout, const int32_t* token, const int32_t* position,
                               int64_t N, int64_t C) {
     wait_for_previous();
-    __shared__ float part[8][32 * 8];
-    __shared__ int64_t ends[8];  // of runs that the whole block shares, else 0
+    __shared__ __align__(16) float part[RUN_WARPS][256];
+    __shared__ int64_t ends[RUN_WARPS];  // of runs that the whole block shares, else 0
     const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
     // Does a run start at this warp's position, and is it long?
-    const int64_t first = blockIdx.x * (int64_t)8, i = first + warp, c = (blockIdx.y * (int64_t)32 + lane) * 8;
+    const int64_t first = blockIdx.x * (int64_t)RUN_WARPS, i = first + warp, stripe = blockIdx.y * (int64_t)256,
+                  c = stripe + lane * 8;
     int64_t end = 0;
     if (i < N && (i == 0 || token[i - 1] != token[i])) end = run_end(token, i, N);
     const bool shared = end - i > 32;
@@ -109,22 +117,21 @@ static __global__ void __launch_bounds__(256)
     }
     __syncthreads();
 
-    // Long runs one after the other: each warp adds an eighth, then the first warp the eight sums in order.
-    for (int s = 0; s < 8; s++) {
+    // Long runs one after the other: each warp adds its share, then a thread a column the warps' sums in order.
+    for (int s = 0; s < RUN_WARPS; s++) {
         if (!ends[s]) continue;  // the same for all threads
         const int64_t start = first + s, length = ends[s] - start;
         float acc[8] = {};
-        add_rows(acc, dout, position, start + length * warp / 8, start + length * (warp + 1) / 8, c, C);
-#pragma unroll
-        for (int e = 0; e < 8; e++) part[warp][e * 32 + lane] = acc[e];
+        add_rows(acc, dout, position, start + length * warp / RUN_WARPS, start + length * (warp + 1) / RUN_WARPS, c, C);
+        store_real(&part[warp][lane * 8], acc);
         __syncthreads();
-        if (warp == 0 && c < C) {
-            float* d = dtable + token[start] * C + c;
-            load_real(acc, d);
+        const int64_t mine = stripe + threadIdx.x;
+        if (threadIdx.x < 256 && mine < C) {
+            float* d = dtable + token[start] * C + mine;
+            float sum = *d;
 #pragma unroll
-            for (int e = 0; e < 8; e++)
-                for (int w = 0; w < 8; w++) acc[e] += part[w][e * 32 + lane];
-            store_real(d, acc);
+            for (int w = 0; w < RUN_WARPS; w++) sum += part[w][threadIdx.x];
+            *d = sum;
         }
         __syncthreads();
     }
@@ -159,6 +166,6 @@ void embedding_backward(real* dtable, const floatX* dout, const int32_t* token, 
     }
 
     // Rows of equal tokens lie together now.
-    const dim3 grid(blocks_for(N, 8), blocks_for(C, 256));
-    launch_early(embedding_backward_kernel, grid, 256, 0, ctx, dtable, dout, tokens, positions, N, C);
+    const dim3 grid(blocks_for(N, RUN_WARPS), blocks_for(C, 256));
+    launch_early(embedding_backward_kernel, grid, 32 * RUN_WARPS, 0, ctx, dtable, dout, tokens, positions, N, C);
 }

@@ -11,7 +11,7 @@
 #include "layers/loss.h"
 #include "layers/rows.cuh"
 
-enum { CLUSTER = 4, THREADS = 256, WARPS = THREADS / 32, BATCH = 3, ROWS = 4 };
+enum { CLUSTER = 4, THREADS = 256, WARPS = THREADS / 32, BATCH = 3, ROWS = 4, ROW_LOGITS = 16384 };
 
 static const float LOG2_E = 1.44269504f, LN_2 = 0.693147181f, LOWEST = -1e38f;
 
@@ -37,7 +37,8 @@ static __device__ __forceinline__ float top_of(const Piece p[B]) {
     return fmaxf(__low2float(top), __high2float(top));
 }
 
-// GPUs before Hopper know no clusters: cross_entropy_row_kernel is theirs, and that of larger vocabularies.
+// GPUs before Hopper know no clusters: cross_entropy_row_kernel is theirs, and that of vocabularies which are larger,
+// or too small for a cluster's threads.
 #if defined(__CUDA_ARCH__) && __CUDA_ARCH__ < 900
 #define IN_CLUSTERS
 #else
@@ -167,10 +168,13 @@ static __global__ void IN_CLUSTERS __launch_bounds__(THREADS, 4)
 #endif
 }
 
-// A block a row, which is read twice; the second time mostly from the L2 cache. For every GPU, and any vocabulary.
+// A block a row, which is read twice; the second time mostly from the caches. For every GPU, and any vocabulary.
+template <int THREADS>
 static __global__ void __launch_bounds__(THREADS)
     cross_entropy_row_kernel(float* loss, floatX* logits, const int32_t* target, int64_t V, int64_t Vp, float dscale) {
     // The row, eight logits at a time; padding, which may hold anything, counts as -inf.
+    wait_for_previous();
+    constexpr int WARPS = THREADS / 32;
     __shared__ Softmax of_warp[WARPS];
     floatX* z = logits + blockIdx.x * Vp;
     const int right = target[blockIdx.x];
@@ -222,9 +226,11 @@ void cross_entropy(real* loss, floatX* logits, const int32_t* target, int64_t N,
     ASSERT(wide(Vp, logits));
     // A quarter of a row fits in shared memory up to 450560 logits.
     const int64_t shared = ceil_div(Vp / 8, CLUSTER) * 8 * (int64_t)sizeof(floatX);
-    if (ctx->portable || shared > 220 << 10)
-        return launch(cross_entropy_row_kernel, dim3((unsigned)N), THREADS, 0, ctx, loss, logits, target, V, Vp,
-                      dscale);
+    if (ctx->portable || shared > 220 << 10 || Vp <= ROW_LOGITS) {
+        const bool narrow = Vp <= 32 * 8 * 4;  // four turns of a warp
+        return launch_early(narrow ? cross_entropy_row_kernel<32> : cross_entropy_row_kernel<THREADS>, (unsigned)N,
+                            narrow ? 32 : THREADS, 0, ctx, loss, logits, target, V, Vp, dscale);
+    }
 
     // As many clusters as leave each a few rows, so that copies and sums overlap.
     const int64_t clusters = ceil_div(N, min_i64(ROWS, ceil_div(N, ctx->sms)));

@@ -2,10 +2,11 @@
 // pieces of 16 bytes a thread, so that a team of 1 to 16 warps takes a row and an SM holds many teams at different
 // stages. A team of several warps is a block, those of one warp share a block by four.
 //
-// backward: one block an SM, of as many teams as 16 warps make, walks the rows. While a team works on one row, its
-// threads copy their pieces of the next into shared memory: that is enough in flight, and more rows at once would only
-// scatter the accesses over more pages of DRAM. Each thread keeps its sums for dw in registers; the blocks' sums go to
-// the workspace and are added in a fixed order by a second launch. No atomics, so the bits do not depend on timing.
+// backward: one block an SM (two of narrow rows), of as many teams as 16 warps make, walks the rows. While a team works
+// on one row, its threads copy their pieces of the next into shared memory: that is enough in flight, and more rows at
+// once would only scatter the accesses over more pages of DRAM. Each thread keeps its sums for dw in registers; the
+// blocks' sums go to the workspace and are added in a fixed order by a second launch. No atomics, so the bits do not
+// depend on timing.
 #include "layers/rmsnorm.h"
 
 #include <cuda_pipeline_primitives.h>
@@ -141,7 +142,7 @@ void residual_rmsnorm_forward(floatX* sum, floatX* y, real* rstd, const floatX* 
 }
 
 template <int P, int WARPS>
-static __global__ void __launch_bounds__(BACKWARD_THREADS, 1)
+static __global__ void __launch_bounds__(BACKWARD_THREADS, P == 1 ? 2 : 1)
     rmsnorm_backward_kernel(floatX* dx, float* partial, const floatX* dy, const floatX* x, int64_t stride,
                             const floatX* w, const float* rstd, int64_t N, int64_t C, int accumulate) {
     // The shape of the block, and where its threads keep what they copy.
@@ -257,7 +258,7 @@ static void check_shared(size_t bytes, int64_t C, const Ctx* ctx) {
             (long long)C, (long long)(bytes >> 10), ctx->name, most >> 10);
 }
 
-size_t rmsnorm_workspace(int64_t N, int64_t C) { return (size_t)(min_i64(N, SMS) * C) * sizeof(float); }
+size_t rmsnorm_workspace(int64_t N, int64_t C) { return (size_t)(min_i64(N, 2 * SMS) * C) * sizeof(float); }
 
 void rmsnorm_backward(floatX* dx, real* dw, const floatX* dy, const floatX* x, int64_t stride, const floatX* w,
                       const real* rstd, int64_t N, int64_t C, int accumulate, Ctx* ctx) {
@@ -266,11 +267,11 @@ void rmsnorm_backward(floatX* dx, real* dw, const floatX* dy, const floatX* x, i
     float* partial = ctx_workspace<float>(ctx, rmsnorm_workspace(N, C) / sizeof(float));
     int64_t blocks = 0;
     by_width<BACKWARD_P>(C, [&](auto p, auto warps) {
-        // One block an SM: its ring of two rows takes the shared memory.
+        // One block an SM: its ring of two rows takes the shared memory. Of narrow rows two, for what is under way.
         constexpr int P = decltype(p)::value, WARPS = decltype(warps)::value;
         const size_t shared = 2 * 3 * P * BACKWARD_THREADS * sizeof(Piece);
         if (C > 8192) check_shared(shared, C, ctx);
-        blocks = min_i64(ceil_div(N, BACKWARD_WARPS / WARPS), SMS);
+        blocks = min_i64(ceil_div(N, BACKWARD_WARPS / WARPS), P == 1 ? 2 * SMS : SMS);
         launch_early(rmsnorm_backward_kernel<P, WARPS>, blocks, BACKWARD_THREADS, shared, ctx, dx, partial, dy, x,
                      stride, w, rstd, N, C, accumulate);
     });

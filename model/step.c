@@ -73,9 +73,9 @@ static void update(void* model) {
     }
     adamw_update(list, count, m->layout.bf16_moments, opt, m->state, m->ctx);
     free(list);
-    for (int64_t l = m->config.dense_layers; l < config_blocks(&m->config); l++)
-        router_update_bias(m->bias + l * m->config.E, m->load + l * m->config.E, (int32_t)m->config.E,
-                           (float)m->settings.bias_rate, m->state, m->ctx);
+    const int64_t dense = m->config.dense_layers, E = m->config.E;
+    router_update_bias(m->bias + dense * E, m->load + dense * E, config_blocks(&m->config) - dense, (int32_t)E,
+                       (float)m->settings.bias_rate, m->state, m->ctx);
 }
 
 void model_make_room(Model* m, double needed) {

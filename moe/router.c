@@ -172,13 +172,16 @@ void router_count(int64_t* load, const int32_t* expert, int64_t NK, int32_t E, C
     for (int64_t i = 0; i < NK; i++) load[expert[i]]++;
 }
 
-void router_update_bias(real* bias, const int64_t* load, int32_t E, float rate, const StepState* state, Ctx* ctx) {
+void router_update_bias(real* bias, const int64_t* load, int64_t layers, int32_t E, float rate, const StepState* state,
+                        Ctx* ctx) {
     (void)ctx;
-    int64_t total = 0;
-    for (int32_t e = 0; e < E; e++) total += load[e];
-    if (!state->ok || total == 0) return;
-    for (int32_t e = 0; e < E; e++) {
-        int64_t below = total - load[e] * E;  // E * (mean load - load), exact
-        bias[e] += (real)(rate * (double)below / (double)total);
+    for (int64_t l = 0; l < layers; l++, bias += E, load += E) {
+        int64_t total = 0;
+        for (int32_t e = 0; e < E; e++) total += load[e];
+        if (!state->ok || total == 0) continue;
+        for (int32_t e = 0; e < E; e++) {
+            int64_t below = total - load[e] * E;  // E * (mean load - load), exact
+            bias[e] += (real)(rate * (double)below / (double)total);
+        }
     }
 }

@@ -172,7 +172,7 @@ static void by_experts(RouterShape s, Launch launch_for) {
 
 // count (sequences, E) += tokens that have an expert's score among their K largest. A block takes COUNT_TOKENS of a
 // sequence, a warp one after another of them; whole numbers, so that the order does not matter.
-enum { COUNT_TOKENS = 128 };
+enum { COUNT_TOKENS = 32 };
 template <int J>
 static __global__ void __launch_bounds__(256) count_best(float* count, const float* scores, RouterShape s) {
     wait_for_previous();
@@ -313,9 +313,21 @@ void router_forward(real* scores, int32_t* expert, real* gate, const floatX* x, 
     float* d = NULL;
     if (s.even) {
         d = scratch_of(s, ctx_workspace<char>(ctx, (int64_t)router_workspace(s))).count;
-        const unsigned blocks = blocks_for(s.N, s.T) * (ctx->capability >= 90 ? EVEN_BLOCKS : 1);
-        by_experts(
-            s, [&](auto j) { launch_early(even_out<decltype(j)::value>, blocks, EVEN_THREADS, 0, ctx, d, scores, s); });
+        auto even = [&](auto held, auto lanes, auto blocks) {
+            constexpr int BLOCKS = decltype(blocks)::value;
+            launch_early(even_out<decltype(held)::value, decltype(lanes)::value, BLOCKS>, blocks_for(s.N, s.T) * BLOCKS,
+                         EVEN_THREADS, 0, ctx, d, scores, s);
+        };
+        if (s.E <= 8)
+            even(Int<4>(), Int<2>(), Int<1>());
+        else
+            by_experts(s, [&](auto j) {
+                constexpr int J = decltype(j)::value, HELD = J < 4 ? 4 * J : 16;
+                if (ctx->capability >= 90)
+                    even(Int<HELD>(), Int<32 * J / HELD>(), Int<EVEN_BLOCKS>());
+                else
+                    even(Int<HELD>(), Int<32 * J / HELD>(), Int<1>());
+            });
     }
 
     // s, the selection and the gates
@@ -372,15 +384,16 @@ void router_count(int64_t* load, const int32_t* expert, int64_t NK, int32_t E, C
     launch_early(count_choices, blocks, 256, E * sizeof(int), ctx, (unsigned long long*)load, expert, NK, E);
 }
 
-// bias_e += rate * (1 - load_e / mean load), by one block.
+// bias_e += rate * (1 - load_e / mean load), a block a layer.
 static __global__ void update_bias(float* bias, const int64_t* load, int32_t E, float rate, const StepState* state) {
     wait_for_previous();
     __shared__ unsigned long long total;
+    bias += blockIdx.x * (int64_t)E, load += blockIdx.x * (int64_t)E;
     if (threadIdx.x == 0) total = 0;
     __syncthreads();
     for (int e = threadIdx.x; e < E; e += 256) atomicAdd(&total, (unsigned long long)load[e]);
     __syncthreads();
-    // A step that is not finite, or that counted nothing, moves no bias.
+    // A step that is not finite, or a layer that counted nothing, moves no bias.
     if (!state->ok || total == 0) return;
     for (int e = threadIdx.x; e < E; e += 256) {
         const int64_t below = (int64_t)total - load[e] * E;  // E * (mean load - load), exact
@@ -388,6 +401,7 @@ static __global__ void update_bias(float* bias, const int64_t* load, int32_t E, 
     }
 }
 
-void router_update_bias(real* bias, const int64_t* load, int32_t E, float rate, const StepState* state, Ctx* ctx) {
-    launch_early(update_bias, 1, 256, 0, ctx, bias, load, E, rate, state);
+void router_update_bias(real* bias, const int64_t* load, int64_t layers, int32_t E, float rate, const StepState* state,
+                        Ctx* ctx) {
+    launch_early(update_bias, (unsigned)layers, 256, 0, ctx, bias, load, E, rate, state);
 }

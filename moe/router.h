@@ -83,11 +83,13 @@ void router_count(int64_t* load,          // (E)
                   const int32_t* expert,  // (N, K)
                   int64_t NK, int32_t E, Ctx* ctx);
 
-// Auxiliary-loss-free balancing (arXiv 2408.15664): bias_e += rate * (1 - load_e / mean load), load over the whole step
-// and all ranks. The paper takes the sign of that, and this for a variant; but where scores differ by less than rate
-// (sigmoids near 1, to which the balance loss drives them), steps of full length move all tokens to and fro. Nothing is
-// written if state->ok is 0 or no token was counted.
-void router_update_bias(real* bias, const int64_t* load, int32_t E, float rate, const StepState* state, Ctx* ctx);
+// Auxiliary-loss-free balancing (arXiv 2408.15664), of all layers at once: bias_e += rate * (1 - load_e / mean load),
+// load over the whole step and all ranks, its mean over the layer. The paper takes the sign of that, and this for a
+// variant; but where scores differ by less than rate (sigmoids near 1, to which the balance loss drives them), steps of
+// full length move all tokens to and fro. Nothing is written if state->ok is 0, nor in a layer that counted no token.
+void router_update_bias(real* bias,           // (layers, E)
+                        const int64_t* load,  // (layers, E)
+                        int64_t layers, int32_t E, float rate, const StepState* state, Ctx* ctx);
 
 END_C
 

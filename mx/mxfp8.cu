@@ -81,11 +81,13 @@ static __global__ void __launch_bounds__(32 * PERMUTE_WARPS)
     dequantize_rows_kernel(floatX* rows, const uint8_t* q, const uint8_t* scale, Ragged r, int64_t columns,
                            int64_t stride, int64_t slices) {
     wait_for_previous();
-    permute_slice(r, slices, [&](int64_t row, int64_t token) {
+    const PermuteSlice slice = permute_slice(r, slices);
+    for (int64_t row = slice.first + threadIdx.x / 32; row < slice.end; row += PERMUTE_WARPS) {
+        const int64_t token = r.row_token[row];
         for (int64_t c0 = 0; c0 < columns; c0 += SPAN)
             dequantize_span<false>(rows + row * columns, q + token * columns, scale + token * stride, token >= 0, c0,
                                    columns);
-    });
+    }
 }
 
 // --- Launches ---
@@ -133,7 +135,7 @@ void mx_dequantize_add(floatX* x, const uint8_t* q, const uint8_t* scale, int64_
 
 void mx_dequantize_rows(floatX* rows, const uint8_t* q, const uint8_t* scale, Ragged r, int64_t columns, Ctx* ctx) {
     ASSERT(aligned(rows, q) && columns % MX_BLOCK == 0);
-    const int64_t slices = permute_slices(r);
+    const int64_t slices = permute_slices(r, PERMUTE_WARPS);
     launch_early(dequantize_rows_kernel, slices * r.El, 32 * PERMUTE_WARPS, 0, ctx, rows, q, scale, r, columns,
                  mx_stride(columns), slices);
 }

@@ -508,25 +508,26 @@ static void test_router_ties(void) {
 
 static void test_router_bias(void) {
     for (int32_t E : {1, 7, 64, 256, 500}) {
-        R bias(E, 1);
-        I64 load(E);
+        enum { LAYERS = 3 };
+        R bias(LAYERS * E, 1);
+        I64 load(LAYERS * E);
         StepState host, *state = (StepState*)device_alloc(sizeof(StepState), "a test");
         memset(&host, 0, sizeof(host));
-        for (int32_t e = 0; e < E; e++) load.host[(size_t)e] = 1000 + draw(30, e, 3);
+        for (int32_t e = 0; e < LAYERS * E; e++) load.host[(size_t)e] = 1000 * (1 + e / E) + draw(30, e, 3);
         load.send();
         settle();
         for (int ok = 0; ok < 2; ok++) {
             host.ok = ok;
             device_upload(state, &host, sizeof(host), ctx);
-            router_update_bias(bias.dev, load.dev, E, 1e-3f, state, ctx);
-            REFERENCE(router_update_bias)(bias.ref(), load.ref(), E, 1e-3f, &host, reference_ctx);
+            router_update_bias(bias.dev, load.dev, LAYERS, E, 1e-3f, state, ctx);
+            REFERENCE(router_update_bias)(bias.ref(), load.ref(), LAYERS, E, 1e-3f, &host, reference_ctx);
             CHECK_CLOSE(bias, 1e-7);
         }
         for (auto& l : load.host) l = 0;
         load.send();
         settle();
         auto before = bias.got();
-        router_update_bias(bias.dev, load.dev, E, 1e-3f, state, ctx);
+        router_update_bias(bias.dev, load.dev, LAYERS, E, 1e-3f, state, ctx);
         CHECK(bias.got() == before, "no load, but a bias moved");
         device_free(state);
     }

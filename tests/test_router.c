@@ -450,17 +450,23 @@ static void test_router_count(void) {
 static void check_bias(const int64_t* load, const double* share, int ok) {
     enum { E = 4 };
     Ctx* ctx = ctx_create(0);
-    real *bias = tensor(E, 1), *was = copied(bias, E);
+    // A layer without a token before it, and one of other loads behind it.
+    int64_t loads[3 * E] = {0};
+    double shares[3 * E] = {0};
+    for (int e = 0; e < E; e++) loads[E + e] = load[e], shares[E + e] = share[e];
+    loads[2 * E] = 1;
+    for (int e = 0; e < E; e++) shares[2 * E + e] = ok ? (e == 0 ? 1 - E : 1) : 0;
+    real *bias = tensor(3 * E, 1), *was = copied(bias, 3 * E);
     StepState state;
     memset(&state, 0, sizeof(state));
     state.ok = ok;
-    router_update_bias(bias, load, E, 0.001f, &state, ctx);
+    router_update_bias(bias, loads, 3, E, 0.001f, &state, ctx);
     ctx_sync(ctx);
-    for (int e = 0; e < E; e++) {
-        const double step = 0.001f * share[e], expected = (double)was[e] + step;
-        const double bound = share[e] == 0 ? 0 : TOL(0x1p-24, 0x1p-53) * (fabs(expected) + fabs(step));
-        CHECK(fabs((double)bias[e] - expected) <= bound, "load %lld: bias %.17g, was %.17g, expected %.17g",
-              (long long)load[e], (double)bias[e], (double)was[e], expected);
+    for (int i = 0; i < 3 * E; i++) {
+        const double step = 0.001f * shares[i], expected = (double)was[i] + step;
+        const double bound = shares[i] == 0 ? 0 : TOL(0x1p-24, 0x1p-53) * (fabs(expected) + fabs(step));
+        CHECK(fabs((double)bias[i] - expected) <= bound, "load %lld: bias %.17g, was %.17g, expected %.17g",
+              (long long)loads[i], (double)bias[i], (double)was[i], expected);
     }
     ctx_destroy(ctx);
     release_all();
