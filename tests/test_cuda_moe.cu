@@ -182,6 +182,7 @@ static void test_permute(void) {
     permute_case(3, 2, 8, 24, SPREAD);
     permute_case(129, 6, 64, 2048, SPREAD);
     permute_case(129, 6, 64, 40, ELSEWHERE);
+    permute_case(300, 3, 5, 1016, SOME_EMPTY);
     permute_case(1000, 8, 256, 128, SPREAD);
     permute_case(1000, 5, 7, 40, SOME_EMPTY);
     permute_case(1000, 1, 64, 128, ONE);
