@@ -318,7 +318,7 @@ void router_forward(real* scores, int32_t* expert, real* gate, const floatX* x, 
             launch_early(even_out<decltype(held)::value, decltype(lanes)::value, BLOCKS>, blocks_for(s.N, s.T) * BLOCKS,
                          EVEN_THREADS, 0, ctx, d, scores, s);
         };
-        if (s.E <= 8)
+        if (s.E <= 8)  // too little for a cluster
             even(Int<4>(), Int<2>(), Int<1>());
         else
             by_experts(s, [&](auto j) {
