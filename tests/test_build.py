@@ -61,16 +61,17 @@ class Run(unittest.TestCase):
 
 class Profile(unittest.TestCase):
     def test_kernels_have_a_class(self):
-        """Those of training in bf16."""
         classes = re.findall(r'^    \{"(\w+)", "([^"]+)"\},$', (ROOT / "bench/profile.cc").read_text(), re.M)
         found = {}
-        for folder in ("moe", "grouped", "layers", "parallel"):
+        for folder in ("moe", "grouped", "layers", "mx", "parallel"):
             for path in (ROOT / folder).glob("*.cu*"):
                 for kernel in re.findall(r"__global__ void (?:[A-Z_]+(?:\(\w+\))?\s+|__\w+__\(.*\)\s+)*([a-z]\w+)\(", path.read_text()):
                     found[kernel] = next((name for part, name in classes if part in kernel), None)
         self.assertLessEqual({"even_out", "cross_entropy_kernel", "choose", "permute_rows_kernel"}, found.keys())
         self.assertEqual([kernel for kernel, name in found.items() if not name], [])
         self.assertEqual(found["attention_sum_rope_kernel"], "attention")
+        self.assertEqual(found["swiglu_backward_both_kernel"], "SwiGLU")
+        self.assertEqual(found["channels_kernel"], "casts")
 
 
 if __name__ == "__main__":
