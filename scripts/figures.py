@@ -217,6 +217,14 @@ def bars(f, rows, top, unit, width=250):
         top += 10 + 16 * len(values)
 
 
+def legend(f, *words):
+    """What the bars are, below them."""
+    y = f.height + 12
+    for i, word in enumerate(words):
+        f.box(158 + 150 * i, y, 14, 14, fill=[BLUE, ORANGE][i])
+        f.text(178 + 150 * i, y + 12, word)
+
+
 def casts(log_of):
     """Signal to noise of each cast of a layer, blocks of 32 and chunks of 128."""
     f = Figure("What each cast keeps")
@@ -226,20 +234,19 @@ def casts(log_of):
         stats = next(s["mx_stats"] for s in log_of(f"--steps 100 --warmup 50 --mx-stats 100 {options}") if s.get("mx_stats"))
         found.append({s["tensor"]: s["snr_db"] for s in stats if s["layer"] == 2})
     bars(f, [(tensor, [kind[tensor] for kind in found]) for tensor in found[0]], 30, "")
-    y = f.height + 12
-    for i, words in enumerate(("a scale for 32", "a scale for 128")):
-        f.box(158 + 150 * i, y, 14, 14, fill=[BLUE, ORANGE][i])
-        f.text(178 + 150 * i, y + 12, words)
+    legend(f, "a scale for 32", "a scale for 128")
     return f
 
 
 def step_time():
     """The table of bench/RESULTS.md."""
-    table = result(r"\| class \| ms a step \| share \|\n\|.*\n((?:\|.*\n)+)", "## H200: a whole step", "table of a step's classes")
+    table = result(r"\| class \| bf16 \| share \| MXFP8 \| share \|\n\|.*\n\| step .*\n((?:\|.*\n)+)", "## H200: a whole step",
+                   "table of a step's classes")
     f = Figure("Where a step's time goes")
-    f.text(10, 20, "16b with 4 layers, bf16, one H200: ms of a step", weight="bold")
+    f.text(10, 20, "16b with 4 layers, one H200: ms of a step", weight="bold")
     rows = [[cell.strip() for cell in line.strip("|").split("|")] for line in table.splitlines()]
-    bars(f, [(re.sub(r" \(.*", "", name), [float(ms)]) for name, ms, _ in rows], 30, "", 260)
+    bars(f, [(re.sub(r" \(.*", "", name), [float(bf16 or 0), float(mxfp8)]) for name, bf16, _, mxfp8, _ in rows], 30, "", 260)
+    legend(f, "bf16", "MXFP8")
     return f
 
 
