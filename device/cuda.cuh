@@ -139,14 +139,16 @@ static __device__ __forceinline__ void wait_for_previous() {
     previous_is_done();
 }
 
-// For results in bf16: the fast exp and division (2^-21) are exact enough.
-static __device__ __forceinline__ float sigmoid_fast(float x) { return __fdividef(1.0f, 1.0f + __expf(-x)); }
-
 // 2^x by the special function unit (2^-22).
 static __device__ __forceinline__ float exp2_approx(float x) {
     float y;
     asm("ex2.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x));
     return y;
+}
+
+// For results in bf16: the fast power of two and division (2^-21) are exact enough.
+static __device__ __forceinline__ float sigmoid_fast(float x) {
+    return __fdividef(1.0f, 1.0f + exp2_approx(-1.44269504f * x));
 }
 
 // Sum and maximum over a warp, or over each LANES lanes of it, in every lane.

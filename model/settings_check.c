@@ -159,7 +159,7 @@ static void check_run(const Settings* s) {
         warn("--top-k 1 --route-norm 1: every gate is --route-scale, so the router gets %s; --route-norm 0 helps",
              s->aux_loss > 0 ? "a gradient from --aux-loss alone" : "no gradient");
     const int64_t widest = max_i64(s->model.C, s->model.F);
-    if (BACKEND == BACKEND_CUDA && s->mx_fast && (s->expert_precision || s->linear_precision) && widest < 1024)
+    if (BACKEND == BACKEND_CUDA && s->mx_fast && (s->expert_precision || s->linear_precision) && widest < 768)
         warn("--mx-gemm fast at --dim %ld and --expert-ffn %ld: at such widths MXFP8 is for its loss, not for speed",
              s->model.C, s->model.F);
 

@@ -11,8 +11,8 @@
 // Backward that casts by channel too moves 12.1 bytes an element and never writes dh: a block takes 128 rows, and 128
 // columns of F at a time. The gradients of gate and up are cast along the rows where they are made, as above, and laid
 // into shared memory, 64 KB; the block's warps take them up again in patches of 16 rows x 8 columns (mxfp8_patch.cuh).
-// Two blocks share an SM, so that one loads while the other casts: 71 % of what a copy reaches, where there are rows
-// for all SMs.
+// Two blocks share an SM, so that one loads while the other casts: 71 % of what a copy reaches. <da', a> keeps the
+// columns of experts' rows in one block; those of tokens, which have none and are fewer, are shared out.
 #include "mx/mx_swiglu.h"
 
 #include "grouped/experts.cuh"
@@ -194,7 +194,7 @@ static __global__ void __launch_bounds__(32 * TILE_WARPS, 2)
     for (int64_t row0 = blockIdx.x * (int64_t)MX_CHUNK; row0 < used; row0 += gridDim.x * (int64_t)MX_CHUNK) {
         if (lane < 16) dots[warp * 16 + lane] = 0;  // of this warp's rows
         __syncwarp();
-        for (int64_t c0 = 0; c0 < F; c0 += MX_CHUNK) {
+        for (int64_t c0 = blockIdx.y * (int64_t)MX_CHUNK; c0 < F; c0 += gridDim.y * (int64_t)MX_CHUNK) {
             swiglu_backward_tile(tile, dots, q, scale, gated_a, da_ungated, h, rows, row0, c0 + lane % 16 * 8, F,
                                  stride, carry);
             __syncthreads();
@@ -211,7 +211,7 @@ static __global__ void __launch_bounds__(32 * TILE_WARPS, 2)
         // Of each row <da', a>, and zeros after the last scale.
         __syncwarp();
         const int64_t row = row0 + warp * 16 + lane;
-        if (lane >= 16 || !rows.held(row)) continue;
+        if (lane >= 16 || !rows.held(row) || blockIdx.y > 0) continue;
         if (Source::GATED) drow_gate[row] = dots[warp * 16 + lane];
         for (int64_t c = 2 * F / MX_BLOCK; c < stride; c += 8) *(uint2*)(scale + row * stride + c) = make_uint2(0, 0);
     }
@@ -241,9 +241,10 @@ static void backward_both(uint8_t* q, uint8_t* scale, uint8_t* q_channels, uint8
                           int64_t most, int64_t F, int32_t scale_mode, Ctx* ctx) {
     ASSERT(aligned(q, scale, q_channels, scale_channels, gated_a, da_ungated, h) && F % MX_CHUNK == 0);
     ASSERT(length % MX_CHUNK == 0 && length >= most);
-    launch_early(swiglu_backward_both_kernel<Source>, walking_blocks(ceil_div(most, MX_CHUNK), ctx), 32 * TILE_WARPS,
-                 TILE_BYTES, ctx, q, scale, q_channels, scale_channels, gated_a, drow_gate, da_ungated, h, rows, F,
-                 length, mx_stride(2 * F), carry_of(scale_mode));
+    const dim3 grid(walking_blocks(ceil_div(most, MX_CHUNK), ctx), Source::GATED ? 1 : (unsigned)(F / MX_CHUNK));
+    launch_early(swiglu_backward_both_kernel<Source>, grid, 32 * TILE_WARPS, TILE_BYTES, ctx, q, scale, q_channels,
+                 scale_channels, gated_a, drow_gate, da_ungated, h, rows, F, length, mx_stride(2 * F),
+                 carry_of(scale_mode));
 }
 
 void mx_swiglu_backward_both(uint8_t* q, uint8_t* scale, uint8_t* q_channels, uint8_t* scale_channels, floatX* gated_a,

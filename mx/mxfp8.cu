@@ -168,7 +168,7 @@ void mx_quantize_channels(uint8_t* q, uint8_t* scale, const floatX* x, int64_t l
 
 void mx_requantize_channels(uint8_t* q, uint8_t* scale, const uint8_t* from, const uint8_t* from_scale, int tokens,
                             int64_t length, Ragged r, int64_t columns, MxCast cast, Ctx* ctx) {
-    ASSERT(aligned(from));
+    ASSERT(aligned(from, r.row_token));
     const ByteRows rows = {from, from_scale, tokens ? r.row_token : NULL, mx_stride(columns)};
     channels(q, scale, rows, length, r, columns, cast, ctx);
 }

@@ -144,20 +144,30 @@ struct ByteRows {
     const int32_t* row_token;  // NULL: rows are read as they lie
     int64_t stride;
 
+    // Bound by instructions: an address takes one, a multiplication of 32 bits to 64.
     __device__ __forceinline__ void load(uint4 p[PATCH_ROWS], int64_t row, int64_t c, int64_t columns) const {
-        // All loads go out first; a pad row counts as zeros.
-        uint2 bytes[PATCH_ROWS] = {};
-        uint32_t s[PATCH_ROWS] = {};
+        int32_t at[PATCH_ROWS];
+#pragma unroll
+        for (int i = 0; i < PATCH_ROWS; i += 4)
+            if (row_token)
+                *(int4*)&at[i] = *(const int4*)(row_token + row + i);
+            else
+                for (int j = i; j < i + 4; j++) at[j] = (int32_t)row + j;
+
+        // All loads go out first, of pad rows (at < 0) too, which then count as zeros.
+        const uint8_t *from = q + c, *from_scale = scale + c / MX_BLOCK;
+        uint2 bytes[PATCH_ROWS];
+        uint32_t s[PATCH_ROWS];
 #pragma unroll
         for (int i = 0; i < PATCH_ROWS; i++) {
-            const int64_t at = row_token ? row_token[row + i] : row + i;
-            if (at < 0) continue;
-            bytes[i] = *(const uint2*)(q + at * columns + c);
-            s[i] = scale[at * stride + c / MX_BLOCK];
+            const uint64_t there = (uint32_t)max(at[i], 0);
+            bytes[i] = *(const uint2*)(from + there * (uint32_t)columns);
+            s[i] = from_scale[there * (uint32_t)stride];
         }
 #pragma unroll
         for (int i = 0; i < PATCH_ROWS; i++) {
             float out[8];
+            if (at[i] < 0) bytes[i] = make_uint2(0, 0), s[i] = 0;
             values_of(out, bytes[i], mx_scale_value(s[i]));
             p[i] = piece_of(out);
         }
@@ -168,7 +178,7 @@ struct ByteRows {
 // 512 rows, 64 columns), each with one scale a column. As in permute_slice, blocks take the same slice of every expert
 // before the next slice.
 template <typename Source, int DOWN, int ACROSS>
-static __global__ void __launch_bounds__(32 * DOWN * ACROSS, DOWN == 2 ? 4 : 0)
+static __global__ void __launch_bounds__(32 * DOWN * ACROSS, DOWN == 2 ? 5 : 0)
     channels_kernel(uint8_t* q, uint8_t* scale, Source source, Ragged r, int64_t length, int64_t columns,
                     int64_t slices, uint32_t carry) {
     wait_for_previous();

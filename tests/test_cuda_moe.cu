@@ -474,6 +474,7 @@ static void test_router(void) {
     router_case({129, 43, 33, 12, 3, 1, 1, SCORE_SOFTMAX, 0, 1, 0}, 0, 1);
     router_case({1000, 300, 512, 33, 4, 1, 1, SCORE_SIGMOID, 1, 1, 0}, 0.1f, 0.4f);
     router_case({4096, 4096, 256, 64, 6, 1, 1, SCORE_SOFTMAX, 0, 1, 0}, 0, 1);
+    router_case({1500, 1500, 64, 9, 3, 1, 1, SCORE_SIGMOID, 1, 1, 0}, 0, 1);  // every second token is looked at
     router_case({300, 100, 512, 160, 6, 8, 3, SCORE_SOFTMAX, 0, 16, 0}, 0, 0.9f);
     router_case({129, 129, 40, 500, 5, 100, 10, SCORE_SIGMOID, 1, 1, 0}, 0, 1);
     router_case({777, 111, 65, 70, 7, 7, 2, SCORE_SIGMOID, 1, 1, 1}, 0.3f, 1);
