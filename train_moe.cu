@@ -385,13 +385,13 @@ static void open_model(Run* r) {
 // What the run writes, log and checkpoints, and what it measures of a step.
 static void open_outputs(Run* r) {
     const Settings* s = &r->settings;
-    char* first = record_line(s, version_text(), device_name(r->model->ctx));
-    if (*s->out && r->rank == 0) r->log = runlog_open(s->out, first, r->saved);
-    free(first);
     if (*s->out) {
         r->saver = saver_create(r->world, s->out, (int)s->keep);
         export_files(r->saver, r->model, r->tokenizer);
     }
+    char* first = record_line(s, version_text(), device_name(r->model->ctx));
+    if (*s->out && r->rank == 0) r->log = runlog_open(s->out, first, r->saved);
+    free(first);
     for (int i = 0; i < 2; i++) r->watch[i] = stopwatch_create();
     r->state = fetch_create(sizeof(StepState));
     r->load = fetch_create((size_t)(config_blocks(&s->model) * s->model.E) * sizeof(int64_t));

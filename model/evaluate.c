@@ -10,8 +10,7 @@
 #include "device/check.h"
 #include "model/agree.h"
 
-// Windows of a validation.
-static int64_t windows_of(const Settings* s, const Shards* shards) {
+int64_t evaluate_windows(const Settings* s, const Shards* shards) {
     return max_i64(min_i64(s->val_tokens / s->seq_len, shards_windows(shards)), 1);
 }
 
@@ -35,7 +34,7 @@ Shards* evaluate_shards(Ranks* world, const Settings* s, const Tokenizer* tokeni
 // of weights and experts, and counts nothing.
 double evaluate_loss(Model* m, Shards* shards) {
     const int64_t T = m->settings.seq_len, B = m->settings.batch, ranks = m->layout.ranks;
-    const int64_t windows = windows_of(&m->settings, shards);
+    const int64_t windows = evaluate_windows(&m->settings, shards);
     int32_t* ids = (int32_t*)host_alloc((size_t)(2 * B * T) * sizeof(int32_t));
     double shown = host_seconds();
     step_begin(m->val_state, m->ctx);
@@ -66,7 +65,7 @@ double evaluate_loss(Model* m, Shards* shards) {
 }
 
 double evaluate_bytes(const Settings* s, Shards* shards, const Tokenizer* tokenizer) {
-    const int64_t T = s->seq_len, windows = windows_of(s, shards);
+    const int64_t T = s->seq_len, windows = evaluate_windows(s, shards);
     int32_t* ids = (int32_t*)host_alloc((size_t)(2 * T) * sizeof(int32_t));
     double bytes = 0;
     bool known = true;

@@ -13,7 +13,9 @@ BEGIN_C
 // The shards of --val, the same on all ranks; NULL without. A tokenizer beside them has as many tokens as that of the
 // run.
 Shards* evaluate_shards(Ranks* world, const Settings* settings, const Tokenizer* tokenizer);
-// Mean loss over the first --val-tokens of the shards, in nats a token. All ranks together; all get it.
+// Windows of the shards that a validation reads: the first --val-tokens, one at least.
+int64_t evaluate_windows(const Settings* settings, const Shards* shards);
+// Mean loss over these, in nats a token. All ranks together; all get it.
 double evaluate_loss(Model* model, Shards* shards);
 // Bytes of text of a token of these, on the average: a loss over this and over ln 2 is in bits a byte. 0 where the
 // tokenizer does not know a token.

@@ -35,11 +35,12 @@ static char* index_json(Model* m) {
 // The files that lie beside --tokenizer under its name, and what they are called in a model's folder.
 static void add_tokenizer(Saver* saver, const char* tokenizer) {
     const char* const endings[2] = {".json", "_config.json"};
-    const char* dot = strrchr(tokenizer, '.');
+    const char *slash = strrchr(tokenizer, '/'), *dot = strrchr(slash ? slash : tokenizer, '.');
     for (int i = 0; i < 2 && dot; i++) {
         Path path = path_of("%.*s%s", (int)(dot - tokenizer), tokenizer, endings[i]);
         char* text = read_file(path.text, TOKENIZER_LIMIT, NULL);
         if (!text && errno != ENOENT) die(EXIT_FAILED, "cannot read %s: %s", path.text, file_error(errno));
+        if (text && !*text) die(EXIT_USAGE, "--tokenizer: %s beside it is empty", path.text);
         if (text)
             saver_add_text(saver, i ? "tokenizer_config.json" : "tokenizer.json", text);
         else

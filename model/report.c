@@ -123,6 +123,8 @@ static char* what_fits(const Settings* s, int rank, size_t room, Backend build) 
     other.recompute = RECOMPUTE_BLOCK;
     other.shard = max_i64(s->shard, last_shard);
     if (!*list) add_fitting(&list, other, 0, s, rank, room, build);
+    other.moments = 1;  // bf16, for all of a run
+    if (!*list && !s->resume && !*s->sample && !*s->evaluate) add_fitting(&list, other, 0, s, rank, room, build);
     if (!*list)
         host_append(&list, "; no --batch, --recompute or --shard makes it fit: use a smaller model, %s or more ranks",
                     *s->sample ? "--sample-tokens, --seq-len" : "--seq-len");

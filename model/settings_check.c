@@ -149,6 +149,9 @@ static void check_run(const Settings* s) {
             "micro-step",
             s->tokens_per_step, s->ranks, s->batch, s->seq_len, micro);
 
+    if (s->clip > 0 && s->clip < 1e-30)
+        die(EXIT_USAGE, "--clip %g is next to nothing: at least 1e-30, or 0 for no clipping", s->clip);
+
     // What is allowed, and hardly meant.
     if (s->warmup > s->steps && s->schedule != SCHEDULE_CONSTANT)
         warn("--warmup %ld is longer than --steps %ld: the learning rate never reaches --lr", s->warmup, s->steps);
@@ -168,6 +171,8 @@ static void check_run(const Settings* s) {
         die(EXIT_USAGE, "--evaluate needs --val or --eval: on what, e.g. --val 'corpus/text_val_*.bin'");
     if (s->resume && (*s->sample || *s->evaluate))
         die(EXIT_USAGE, "--resume goes on with training, which --%s does not", *s->sample ? "sample" : "evaluate");
+    if (*s->sample && (*s->val || *s->eval))
+        die(EXIT_USAGE, "--sample writes a text; --%s goes with --evaluate", *s->val ? "val" : "eval");
     if (*s->sample || *s->evaluate) return;
     if (s->resume && !*s->out) die(EXIT_USAGE, "--resume needs --out: the folder to resume from");
     if (!*s->train && s->resume)

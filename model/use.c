@@ -31,7 +31,8 @@ void use_model(Ranks* world, const Settings* s) {
     } else {
         if (val) {
             const double loss = evaluate_loss(m, val);
-            printf("loss       %.6f nats a token, perplexity %.4f\n", loss, exp(loss));
+            printf("loss       %.6f nats a token, perplexity %.4f, on %ld of %ld tokens\n", loss, exp(loss),
+                   evaluate_windows(s, val) * s->seq_len, shards_windows(val) * s->seq_len);
         }
         free(evaluate_questions(m, questions, files, tokenizer));
     }

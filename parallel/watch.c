@@ -255,9 +255,9 @@ void watch_stop(void) {
     free(watcher.ranks);
     free(watcher.silent);
 
-    // Nobody watches what is left, the end of MPI; an alarm does. One rank after the other, so that the first can end
-    // the others, which have nothing to save any more.
-    signal(SIGTERM, SIG_DFL);
+    // Nobody watches what is left, the end of MPI; an alarm does, one rank after the other, so that the first can end
+    // the others. A stop that is asked for now asks for nothing more: the run is complete, and ends as such.
+    signal(SIGTERM, SIG_IGN);
     signal(SIGALRM, too_late);
     alarm((unsigned)(watcher.limit + 2 * SILENCE) + 3 * (unsigned)(index < 10 ? index : 10));
 }

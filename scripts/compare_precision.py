@@ -21,8 +21,8 @@ OUT/NAME/output.txt), the picture to OUT/compare.svg.
 
 A gap is the training loss minus that of bf16 of the same seed at the same step, as a mean over the last --window
 steps: above 0 is worse. A set with several seeds has the mean of their numbers ± its standard error (how many seeds);
-its curve is their mean, in a band from the lowest to the highest. Where bf16 alone has several, a row "bf16, seed K"
-shows how far the seed K is from the first. The picture's vertical ranges are those of the steps after bf16's loss has
+its curve is their mean, in a band from the lowest to the highest. Where bf16 alone has several, rows "bf16, seed K"
+hold each, the first of which the sets are compared with. The picture's vertical ranges are those of the steps after bf16's loss has
 made 80 % of its way. Standard library only.
 """
 import argparse
@@ -356,8 +356,8 @@ def main():
             names = {seed: name if seed == args.seed else f"{name}-seed-{seed}" for seed in range(args.seed, last + 1)}
             sets.append(Group(name, [Run(folder, args.common + options, seed, args.seed, args.out)
                                      for seed, folder in names.items()]))
-    seeds = [Group(f"bf16, seed {run.seed}", [run]) for run in sets[0].runs[1:]]
-    if any(len(group.runs) > 1 for group in sets[1:]):
+    seeds = [Group(f"bf16, seed {run.seed}", [run]) for run in sets[0].runs]
+    if args.seeds == 1 or any(len(group.runs) > 1 for group in sets[1:]):
         seeds = []  # the others' standard errors say it
     runs = [run for group in sets for run in group.runs]
     try:
@@ -365,7 +365,7 @@ def main():
         length = args.window or max(1, min(50, runs[0].steps // 10))
         if length > min(run.steps for run in runs):
             fail(f"--window {length} is more than the {min(run.steps for run in runs)} steps")
-        (args.out / "compare.svg").write_text(svg(sets, seeds, length), encoding="utf-8")
+        (args.out / "compare.svg").write_text(svg(sets, seeds[1:], length), encoding="utf-8")
     except OSError as error:
         fail(f"{error.filename or args.out}: {error.strerror}")
     print(*table(sets + seeds, length), sep="\n")

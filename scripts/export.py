@@ -89,6 +89,7 @@ def write(step, out, dtype, copies):
             data[name] = values if dtype_of(name, dtype) == "float32" else values.astype(ml_dtypes.bfloat16)
             weight_map[name], done = target, done + size
         save_file(data, out / target, {"format": "pt"})
+        shutil.copymode(out / "config.json", out / target)  # safetensors makes files for their owner alone
         print(f"{target}: {100 * done / total:.0f} % of {total / 1e9:.2f} GB", file=sys.stderr)
     if len(files) > 1:
         (out / INDEX).write_text(json.dumps({"metadata": {"total_size": total}, "weight_map": weight_map}, indent=1) + "\n")
@@ -103,8 +104,8 @@ def export(step, out, dtype):
     part = out.with_name(out.name + ".tmp")
     shutil.rmtree(part, ignore_errors=True)
     part.mkdir(parents=True)
-    write(step, part, dtype, copies_of(config))
     (part / "config.json").write_text(json.dumps(config, indent=2) + "\n")
+    write(step, part, dtype, copies_of(config))
     for name in COPIED:
         if (step / name).exists():
             shutil.copyfile(step / name, part / name)

@@ -159,9 +159,10 @@ class Seeds(unittest.TestCase):
         # Where bf16 alone has seeds, the others have rows of their own, against the first.
         out, done = self.fake("seeds_bf16", "--only", "mxfp8", "--seeds", 3)
         rows = self.rows(done)
-        self.assertEqual(list(rows), ["bf16", "mxfp8", "bf16, seed 2", "bf16, seed 3"])
+        self.assertEqual(list(rows), ["bf16", "mxfp8", "bf16, seed 1", "bf16, seed 2", "bf16, seed 3"])
         check(rows["bf16"][0], [self.losses(out, "bf16" + end, "val_loss")[STEPS] for end in ends])
-        for name, folder in (("mxfp8", "mxfp8"), ("bf16, seed 2", "bf16-seed-2"), ("bf16, seed 3", "bf16-seed-3")):
+        for name, folder in (("mxfp8", "mxfp8"), ("bf16, seed 1", "bf16"), ("bf16, seed 2", "bf16-seed-2"),
+                             ("bf16, seed 3", "bf16-seed-3")):
             gap = statistics.fmean(self.gaps(out, folder, "bf16").values())
             self.assertAlmostEqual(float(rows[name][3]), gap, delta=6e-6)
             self.assertAlmostEqual(float(rows[name][0]), self.losses(out, folder, "val_loss")[STEPS], delta=6e-6)

@@ -99,7 +99,13 @@ class Case(cli.Case):
         command = (mpirun(ranks) if ranks > 1 else []) + [str(word) for word in line]
         done = subprocess.run(command, cwd=self.dir, env=cli.environment(), capture_output=True, text=True)
         self.assertEqual(done.returncode, code, done.stdout + done.stderr)
-        return done.stderr if code else float(re.search(r"^loss +([\d.]+) nats", done.stdout, re.M)[1])
+        if code:
+            return done.stderr
+        loss, tokens, there = re.search(r"^loss +(\S+) nats a token, .*, on (\d+) of (\d+) tokens$", done.stdout, re.M).groups()
+        T = TOKENS["seq_len"]
+        whole = (self.val.stat().st_size - 1024 - 2) // 2 // T * T
+        self.assertEqual((int(tokens), int(there)), (min(TOKENS["val_tokens"] // T * T, whole), whole))
+        return float(loss)
 
 
 @NEEDS
@@ -419,9 +425,10 @@ class Export(Case):
                 self.evaluated(step)  # a folder of weights
 
     def test_no_resume(self):
-        for option in ("--sample", "--evaluate"):
-            self.call([cli.PROGRAM, option, self.trained(option[2:]) / "step_00000008", "--val", self.val, "--out",
-                       self.dir / option[2:], "--resume"], 2)
+        for option, more in (("--sample", ()), ("--evaluate", ("--val", self.val))):
+            done = self.call([cli.PROGRAM, option, self.trained(option[2:]) / "step_00000008", *more, "--out",
+                              self.dir / option[2:], "--resume"], 2)
+            self.assertIn(f"--resume goes on with training, which {option} does not", done.stderr)
 
     def test_sample(self):
         run = self.trained(vocab=257, val=self.val_glob)
@@ -431,6 +438,9 @@ class Export(Case):
             args = [cli.PROGRAM, "--sample", run / "step_00000008", "--sample-tokens", 1000000]
             self.assertIn("makes it fit: use a smaller model, --sample-tokens, --seq-len or more ranks",
                           self.call(["sh", "-c", 'ulimit -v 4000000; exec "$@"', "sh", *args], 1).stderr)
+        for option in ("val", "eval"):
+            done = self.call([cli.PROGRAM, "--sample", run / "step_00000008", f"--{option}", self.val_glob], 2)
+            self.assertIn(f"--sample writes a text; --{option} goes with --evaluate", done.stderr)
         done = self.call([cli.PROGRAM, "--sample", run / "step_00000008", "--dry-run"])
         self.assertIn(f"model      {run}/step_00000008: ", done.stdout)
         for prompt in ("", "aa bb"):
@@ -478,6 +488,7 @@ class Export(Case):
                     f"export.FILE_BYTES = {40000 if files > 1 else 10**9}; sys.exit(export.main())")
             subprocess.run([sys.executable, "-c", code, step, out, "--dtype", dtype], check=True, capture_output=True)
             self.assertGreaterEqual(len(list(out.glob("*.safetensors"))), files)
+            self.assertEqual(len({path.stat().st_mode for path in out.iterdir()}), 1)
             model, info = transformers.AutoModelForCausalLM.from_pretrained(out, dtype="auto", output_loading_info=True)
             self.assertEqual({key: value for key, value in info.items() if value}, {})
             for name, value in model.state_dict().items():

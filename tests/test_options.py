@@ -9,6 +9,7 @@ import re
 import shutil
 import struct
 import subprocess
+import sys
 import unittest
 
 from cli import Case, PROGRAM, ROOT, SMALL, checkpoints, command, curve, main, snapshot, text, write_shard, write_tokenizer
@@ -110,6 +111,7 @@ class BadOptions(Case):
                 with self.subTest(options, dry_run=dry_run):
                     self.refused(2, *words, out="run", dry_run=dry_run, **options)
         self.refused(2, "--train is missing", train=None, out="run")
+        self.refused(2, "--clip 1e-46 is next to nothing: at least 1e-30, or 0 for no clipping", clip=1e-46)
         self.refused(2, "--resume needs --out", resume=True)
         self.refused(2, "--save-every needs --out", save_every=5)
         self.refused(2, "--mx-stats needs --out", mx_stats=5, dispatch_precision="mxfp8")
@@ -275,6 +277,28 @@ class TokenizerBesideShards(Case):
         self.assertRegex(self.call(command(dry_run=True, train=None)).stdout, r"  vocab 257\b")
         shutil.copy(self.dir / "data/text_train_000000.bin", self.dir / "data/texts.bin")
         self.check("", 50257, train="data/texts.bin")
+
+    def test_files_beside_it(self):
+        """They go into checkpoints; a folder's dot begins no ending, and an empty file would be found out at the end."""
+        folder = self.dir / "v1.2"
+        folder.mkdir()
+        shutil.copy(self.beside, folder / "table")
+        (self.dir / "v1.json").write_text('{"of": "something else"}')
+        self.check("v1.2/table", 300, tokenizer="v1.2/table", out="none")
+        self.assertEqual(list(self.dir.glob("none/step_*/tokenizer*")), [])
+        (self.dir / "a.txt").write_bytes(b"some text\n" * 200)
+        subprocess.run([sys.executable, ROOT / "scripts/prepare_text.py", "a.txt", "--out", "made"], cwd=self.dir, check=True,
+                       capture_output=True)
+        config = self.dir / "made/text_tokenizer_config.json"
+        was = config.read_text()
+        config.write_text("")
+        done = self.train(2, train="made/text_train_*.bin", out="run")
+        self.assertIn("--tokenizer: made/text_tokenizer_config.json beside it is empty", done.stderr)
+        config.write_text(was)
+        self.check("made/text_tokenizer.bin", 257, train="made/text_train_*.bin", out="run")
+        for name in ("tokenizer.json", "tokenizer_config.json"):
+            copy, = self.dir.glob(f"run/step_*/{name}")
+            self.assertEqual(copy.read_text(), (self.dir / f"made/text_{name}").read_text())
 
     def test_it_is_none(self):
         self.beside.write_bytes(b"text")
@@ -506,6 +530,9 @@ class Reports(Case):
         batch = int(re.search(r"--batch (\d+)", proposals)[1])
         self.assertIn("it does not fit", judged(8, "--batch", 2 * batch))  # of those that divide the step the next
         self.assertIn("no --batch, --recompute or --shard makes it fit", judged(0.6))
+        tight = "--batch", 1, "--seq-len", 256
+        self.assertRegex(judged(3.4, *tight), r"these fit: --moments bf16 --recompute block \(")
+        self.assertIn("no --batch,", judged(3.4, *tight, "--resume", "--out", "run"))  # they are as they were
         self.refused(2, "--gpu-memory is for --dry-run", gpu_memory=8, out="run")
         if "cuda" not in PROGRAM:
             self.assertNotIn("GiB are", self.train(dry_run=True).stdout)

@@ -214,7 +214,7 @@ static int fault(const char* name) {
         ranks_barrier(world);
         nap(&moment);
         if (turn < 10) continue;
-        if (strcmp(name, "none") == 0 || strcmp(name, "last") == 0) break;
+        if (strcmp(name, "none") == 0 || strcmp(name, "last") == 0 || strcmp(name, "asked") == 0) break;
         if (strcmp(name, "one") == 0 && rank == 2) die(EXIT_USAGE, "the fault of one");
         if (strcmp(name, "all") == 0) die(EXIT_USAGE, "the fault of all");
         if (strcmp(name, "threads") == 0 && rank == 1) {
@@ -228,9 +228,11 @@ static int fault(const char* name) {
         }
     }
     nap(&late);  // ranks need not stop at the same time
-    if (strcmp(name, "last") != 0 || rank != 2) return ranks_close();
+    if (strcmp(name, "none") == 0 || rank != 2) return ranks_close();
     watch_stop();
-    nap(&for_ever);
+    if (strcmp(name, "last") == 0) nap(&for_ever);
+    raise(SIGTERM);
+    ranks_end(world);
     return 0;
 }
 

@@ -26,6 +26,7 @@ FAULTS = {
     "busy": ("busy", None, None),
     "elsewhere": ("elsewhere", None, None),
     "last": ("last", None, None),
+    "asked": ("asked", None, None),
     "killed": ("wait", signal.SIGKILL, 2),
     "stopped": ("wait", signal.SIGSTOP, 2),
     "first stopped": ("wait", signal.SIGSTOP, 0),
@@ -114,6 +115,9 @@ class Faults(unittest.TestCase):
 
     def test_a_rank_hangs_after_all_is_done(self):
         self.error("last", 1, "^other ranks do not end, though the run is complete: ")
+
+    def test_a_rank_is_asked_to_stop_after_all_is_done(self):
+        self.assertEqual(self.ended("asked", 0).errors, [])
 
     def test_a_rank_is_killed(self):
         run = self.ended("killed", 128 + signal.SIGKILL)
