@@ -222,7 +222,7 @@ static void save(Run* r, int64_t step, int at_the_end) {
 
 // A sample, between two lines that tell it from the rest.
 static void print_sample(Run* r, int64_t step) {
-    char* text = model_sample(r->model, r->tokenizer, step);
+    char* text = model_sample(r->model, r->world, r->tokenizer, step);
     printf("--- sample at step %ld\n%s\n---\n", step, text);
     fflush(stdout);
     free(text);
@@ -256,7 +256,7 @@ static Loader* run_again(Run* r, Loader* loader) {
     ranks_all_gather(r->world, needed, &r->last.needed, sizeof(double));
     for (int i = 0; i < r->ranks; i++) most = fmax(most, needed[i]);
     free(needed);
-    model_make_room(r->model, most);
+    model_make_room(r->model, r->world, most);
     warn("step %ld had no room for the tokens of an expert's rank, and runs again with --capacity %.2f", r->pending,
          r->model->capacity);
     return load_from(r, r->pending);

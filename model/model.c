@@ -1,6 +1,7 @@
 // A model's memory: what is planned, made and freed.
 #include "model/model.h"
 
+#include <stdio.h>
 #include <stdlib.h>
 #include <string.h>
 
@@ -317,10 +318,24 @@ static void connect(Model* m, Ranks* world) {
     ranks_free(same_experts);
 }
 
+// Why a group of ranks can have no windows, the first that cannot: all do as it does. NULL: all can.
+static char* windows_missing(Model* m, Ranks* world) {
+    enum { WORDS = 256 };
+    char *why = comm_windows_missing(m->experts), *all = (char*)host_alloc((size_t)m->layout.ranks * WORDS);
+    char mine[WORDS] = "", *found = NULL;
+    snprintf(mine, WORDS, "%s", why ? why : "");
+    free(why);
+    ranks_all_gather(world, all, mine, WORDS);
+    for (int i = 0; i < m->layout.ranks && !found; i++)
+        if (all[i * WORDS]) found = host_strdup(all + i * WORDS);
+    free(all);
+    return found;
+}
+
 // Memory of the pool: where the ranks of a group reach it, if that is asked for and can be had.
-static void* pool_memory(Model* m) {
+static void* pool_memory(Model* m, Ranks* world) {
     Arena* a = &m->arena[IN_POOL];
-    m->no_windows = m->capacity > 0 ? comm_windows_missing(m->experts) : NULL;
+    m->no_windows = m->capacity > 0 ? windows_missing(m, world) : NULL;
     if (m->no_windows && m->settings.dispatch == DISPATCH_WINDOWS)
         die(EXIT_FAILED, "--dispatch windows: %s; nccl works everywhere", m->no_windows);
     if (m->no_windows) m->capacity = m->moe_shape.capacity = 0;
@@ -346,7 +361,7 @@ Model* model_create(const Settings* s, Ranks* world) {
     if (m->layout.ranks > 1) connect(m, world);
     sharding_connect(m->sharding, m->world, m->holders, side_workspace(m), m->ctx);
     for (int u = 0; u < params_units(&m->config); u++) set_weights(&m->units[u]);
-    m->pool = pool_create(m->arena[IN_POOL].purpose, pool_memory(m), arena_bytes(&m->arena[IN_POOL]));
+    m->pool = pool_create(m->arena[IN_POOL].purpose, pool_memory(m, world), arena_bytes(&m->arena[IN_POOL]));
     m->pool_empty = pool_mark(m->pool);
     if (m->config.dense_layers < config_blocks(&m->config))
         m->dispatch = dispatch_create(m->layout.ep > 1 ? m->experts : NULL, m->pool, m->state, m->ctx);

@@ -157,8 +157,8 @@ void model_micro_step(Model* model, int last);
 // Decides whether the step is good, updates weights and biases. stop: see StepState.
 void model_update(Model* model, int stop);
 // After a step whose tokens had no room (StepState.replay): room for `needed` times what there was and an eighth more
-// (at most for all tokens of all ranks), and steps count again. With the other ranks.
-void model_make_room(Model* model, double needed);
+// (at most for all tokens of all ranks), and steps count again. By all ranks of the run together.
+void model_make_room(Model* model, Ranks* world, double needed);
 // Whether and why steps are not replayed as graphs (device/graph.h), for the reader; NULL: they are, but for those that
 // make mx_stats.
 const char* model_unreplayed(const Model* model);

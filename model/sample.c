@@ -79,7 +79,7 @@ int32_t sample_draw(real* logits, int64_t V, double temperature, int64_t top_k, 
     return best;
 }
 
-char* model_sample(Model* m, const Tokenizer* tokenizer, int64_t step) {
+char* model_sample(Model* m, Ranks* world, const Tokenizer* tokenizer, int64_t step) {
     const Settings* s = &m->settings;
     int64_t room = 1 + (int64_t)strlen(s->prompt) + s->sample_tokens, V = m->config.V;
     int32_t* ids = (int32_t*)host_alloc((size_t)room * sizeof(int32_t));
@@ -98,6 +98,7 @@ char* model_sample(Model* m, const Tokenizer* tokenizer, int64_t step) {
         model_logits(m, context - 1, logits);
         double u = random_uniform((uint64_t)s->seed, SAMPLE_STREAM, (uint64_t)(step * s->sample_tokens + i));
         int32_t id = sample_draw(logits, V, s->temperature, s->sample_top_k, u);
+        if (world) ranks_broadcast(world, &id, sizeof(id), 0);
         if (id == ids[0]) break;
         ids[n++] = id;
     }

@@ -21,8 +21,9 @@ int32_t sample_draw(real* logits, int64_t V, double temperature, int64_t top_k, 
 // --sample-top-k likeliest, and stops early at an end-of-text token. Returns the text in fresh memory, prompt included,
 // with control characters as host_printable writes them. The context is the last seq_len tokens, and every token runs
 // all of it through the model: this is for a look now and then, not for inference. The draws depend on the seed and
-// `step` only. Overwrites the batch in work.
-char* model_sample(Model* model, const Tokenizer* tokenizer, int64_t step);
+// `step` only. Overwrites the batch in work. By all ranks of the run together (NULL: one), which take rank 0's draws:
+// the last bits of logits may differ from rank to rank.
+char* model_sample(Model* model, Ranks* world, const Tokenizer* tokenizer, int64_t step);
 
 END_C
 

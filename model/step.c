@@ -78,7 +78,7 @@ static void update(void* model) {
                        (float)m->settings.bias_rate, m->state, m->ctx);
 }
 
-void model_make_room(Model* m, double needed) {
+void model_make_room(Model* m, Ranks* world, double needed) {
     const Settings* s = &m->settings;
     ctx_sync(m->ctx);
     device_zero(&m->state->replay, sizeof(m->state->replay), m->ctx);
@@ -92,6 +92,7 @@ void model_make_room(Model* m, double needed) {
     arena_init(&plan, m->arena[IN_POOL].purpose, BACKEND);
     moe_plan(&plan, shape, config_blocks(&m->config) - m->config.dense_layers, m->capacity);
     comm_window_free(m->experts);
+    ranks_barrier(world);  // its memory is free when no rank reaches into it any more
     pool_move(m->pool, comm_window(m->experts, arena_bytes(&plan), plan.purpose), arena_bytes(&plan));
     arena_free(&plan);
 }

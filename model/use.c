@@ -25,7 +25,7 @@ void use_model(Ranks* world, const Settings* s) {
     model_begin(m, world);
 
     if (*s->sample) {
-        char* text = model_sample(m, tokenizer, 0);
+        char* text = model_sample(m, world, tokenizer, 0);
         printf("%s\n", text);
         free(text);
     } else {

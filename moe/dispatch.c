@@ -114,7 +114,7 @@ static double mean_ranks(DispatchShape s) {
 void dispatch_expect(Route* r, double capacity, Backend backend) {
     const DispatchShape s = r->shape;
     if (s.ep == 1) capacity = 1;
-    r->received = (int64_t)(capacity * (double)s.N * mean_ranks(s));
+    r->received = min_i64((int64_t)(capacity * (double)s.N * mean_ranks(s)), s.ep * s.N);
     r->choices = (int64_t)(capacity * (double)(s.N * s.K));
     if (!s.capacity) r->send.capacity = min_i64(r->send.capacity, ragged_rows(r->received, s.ep, backend));
 }

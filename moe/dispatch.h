@@ -89,8 +89,8 @@ void dispatch_plan_x(Arena* arena, Rows* x, const Route* route);
 // Buffers of a pass: choices 1 in forward, 0 in backward; there x may be sent a second time (dispatch_plan_again).
 void dispatch_plan_travel(Arena* arena, Travel* travel, const Route* route, int choices);
 void dispatch_plan_again(Arena* arena, Travel* again, const Route* route);
-// What evenly spread choices give, `capacity` times: to plan in the place of dispatch_counts, and the room that there
-// is where a shape has a capacity.
+// What evenly spread choices give, `capacity` times, but no more tokens than there are: to plan in the place of
+// dispatch_counts, and the room that there is where a shape has a capacity.
 void dispatch_expect(Route* route, double capacity, Backend backend);
 
 // From route->expert: how many rows go where.

@@ -1,4 +1,5 @@
 // What expert parallelism sends where.
+#include "moe/dispatch.h"
 #include "moe/dispatch_ops.h"
 #include "tests/routing.h"
 
@@ -11,10 +12,10 @@ typedef struct {
     int64_t* counts;
     real *row_gate, *dgate;
     Ragged send;
-} Dispatch;
+} Sorting;
 
 static void run_dispatch(void* arg) {
-    Dispatch* d = arg;
+    Sorting* d = arg;
     int64_t capacity = d->send.capacity = ragged_capacity(d->N, d->P, d->P, BACKEND);
     d->send.El = d->P;
     d->rank = poisoned_ints(d->N * d->P), d->counts = kept_bytes(2 * d->P * sizeof(int64_t));
@@ -36,7 +37,7 @@ static void check_dispatch(int64_t N, int32_t K, int32_t P, int32_t El, int kind
     Routing r = make_routing(N, K, P * El, P * El, 0, kind == ONE_TAKES_ALL ? RANDOM : kind);
     if (kind == ONE_TAKES_ALL)  // one rank, as far as its experts go
         for (int64_t i = 0; i < N * K; i++) r.expert[i] = (int32_t)(((P - 1) * El + i % K) % (P * El));
-    Dispatch d = {.N = N, .K = K, .P = P, .El = El, .expert = r.expert, .gate = r.gate};
+    Sorting d = {.N = N, .K = K, .P = P, .El = El, .expert = r.expert, .gate = r.gate};
     d.sent = tensor(ragged_capacity(N, P, P, BACKEND) * K, 4);
     check_threads(run_dispatch, &d);
     int64_t wrong = 0, row = 0;
@@ -138,7 +139,23 @@ static void test_numbers(void) {
         for (uint32_t seed = 0; seed < 3; seed++) check_numbers(P, seed, seed == 2);
 }
 
+// 8 experts on 4 ranks, 2 choices a token: a rank has one of them with probability 1 - (6/8)(5/7) = 13/28.
+static void test_expected(void) {
+    enum { N = 28000 };
+    static const double capacities[] = {1, 1.25, 2, 3};
+    for (int i = 0; i < 4; i++) {
+        Route r = {.shape = {.N = N, .C = 64, .E = 8, .K = 2, .ep = 4}};
+        dispatch_expect(&r, capacities[i], BACKEND);
+        const int64_t even = (int64_t)(capacities[i] * 4 * 13000), all = 4 * N;
+        CHECK(llabs(r.received - min_i64(even, all)) <= 1 && r.received <= all, "capacity %g: %lld tokens",
+              capacities[i], (long long)r.received);
+        CHECK(r.choices == (int64_t)(capacities[i] * 2 * N), "capacity %g: %lld choices", capacities[i],
+              (long long)r.choices);
+    }
+}
+
 int main(void) {
+    RUN(test_expected);
     RUN(test_dispatch);
     RUN(test_numbers);
     return test_summary();

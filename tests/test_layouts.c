@@ -9,6 +9,7 @@
 
 #include "device/files.h"
 #include "model/persist.h"
+#include "model/sample.h"
 #include "parallel/watch.h"
 #include "tests/model.h"
 #include "tests/mx.h"
@@ -363,6 +364,28 @@ static void resumes_bf16_moments_anywhere(void) { check_resume("--moments bf16")
 
 // The embedding of one rank alone is infinite for a step: a bad step for all ranks, which changes nothing on any, so
 // that the next is that of a model which nothing happened to.
+// Ranks whose own draws would differ, here by their seeds, take rank 0's.
+static void samples_are_rank_0s(void) {
+    enum { ROOM = 1024 };
+    Case c = {ranks_count(world) < 4 ? ranks_count(world) : 4, 1, "none", "none", 0, "--vocab 257 --sample-tokens 40"};
+    c.ep = c.ranks;
+    int takes_part = ranks_index(world) < c.ranks;
+    Ranks* group = ranks_split(world, takes_part);
+    if (takes_part) {
+        Model* m = start(group, c, "");
+        Tokenizer* bytes = tokenizer_open("");
+        m->settings.seed += ranks_index(group);
+        char *text = model_sample(m, group, bytes, 0), first[ROOM] = "";
+        snprintf(first, ROOM, "%s", text);
+        ranks_broadcast(group, first, ROOM, 0);
+        CHECK(strlen(text) > 0 && strcmp(text, first) == 0, "rank %d: '%s', not '%s'", ranks_index(group), text, first);
+        free(text);
+        tokenizer_close(bytes);
+        finish(m);
+    }
+    ranks_free(group);
+}
+
 static void not_finite_on_one_rank(void) {
     Case c = {ranks_count(world) < 4 ? ranks_count(world) : 4, 1, "none", "none", 0, ""};
     c.ep = c.ranks;
@@ -416,6 +439,7 @@ int main(int argc, char** argv) {
     RUN(layouts_agree_on_modules);
     RUN(layouts_agree_in_mxfp8);
     RUN(recompute_is_exact);
+    RUN(samples_are_rank_0s);
     RUN(not_finite_on_one_rank);
     RUN(resumes_anywhere);
     RUN(resumes_modules_anywhere);

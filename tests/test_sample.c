@@ -48,9 +48,9 @@ static void text_beyond_the_context(void) {
     Model* m = small_model("--vocab 257 --sample-tokens 12 --temperature 0 --prompt abcdefghijklmnopqrstuvwxyz");
     Tokenizer* bytes = tokenizer_open("");
     model_init(m, 3);
-    char *prompt = m->settings.prompt, *whole = model_sample(m, bytes, 0);
+    char *prompt = m->settings.prompt, *whole = model_sample(m, NULL, bytes, 0);
     m->settings.prompt += 26 - 20;
-    char* last = model_sample(m, bytes, 0);
+    char* last = model_sample(m, NULL, bytes, 0);
     CHECK(strlen(whole) > 26 && strcmp(whole + 6, last) == 0, "'%s' does not end as '%s'", whole, last);
     m->settings.prompt = prompt;
     free(whole), free(last);
