@@ -1,5 +1,6 @@
-// Prints the tokens of texts, for tests/test_tokenizer.py: encode TOKENIZER FILE. A file has texts with a NUL after each;
-// a text becomes a line of ids, or of the reason why not. The last line is the seconds that opening and encoding took.
+// Prints the tokens of texts, for tests/test_tokenizer.py: encode TOKENIZER FILE. A file has texts with a NUL after
+// each; a text becomes a line of ids, or of the reason why not. The last line is the seconds that opening and encoding
+// took.
 #include <stdio.h>
 #include <stdlib.h>
 #include <string.h>

@@ -365,8 +365,8 @@ static void schedules(void) {
     }
 }
 
-// How much of what evens out a choice routers go without: all of it in four fifths of the run, none in its last tenth, in
-// which the model learns to do with what it is used with; a constant schedule knows no end.
+// How much of what evens out a choice routers go without: all of it in four fifths of the run, none in its last tenth,
+// in which the model learns to do with what it is used with; a constant schedule knows no end.
 static void evening_out(void) {
     static const struct {
         const char* line;
