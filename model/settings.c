@@ -82,7 +82,7 @@ const Option settings_table[] = {
     TEXT("data", "eval", eval, "files of multiple-choice questions (glob), which scripts/prepare_eval.py writes"),
     TEXT("data", "tokenizer", tokenizer,
          "tokenizer file to decode samples; none: NAME_tokenizer.bin beside NAME_train_*.bin, or else bytes"),
-    WHOLE("data", "seq-len", seq_len, "256", 1, 1 << 24, FIXED, "tokens of a sequence"),
+    WHOLE("data", "seq-len", seq_len, "256", 1, 1 << 20, FIXED, "tokens of a sequence"),
     WHOLE("data", "batch", batch, "8", 1, 1 << 20, FREE, "sequences per rank and micro-step"),
     WHOLE("data", "tokens-per-step", tokens_per_step, "0", 0, BIG, FIXED,
           "tokens of a step, all ranks; 0: one micro-step"),

@@ -18,7 +18,7 @@ ONE_BUILD = True  # tests/run.py: nothing here depends on what computes
 
 # The largest values that the options take.
 MOST = dict(layers=1024, dim=1 << 14, heads=4096, q_lora=1 << 14, kv_lora=1 << 14, nope_dim=4096, v_dim=4096,
-            dense_ffn=1 << 21, experts=4096, top_k=64, shared_experts=64, expert_ffn=1 << 20, vocab=1 << 24, seq_len=1 << 24,
+            dense_ffn=1 << 21, experts=4096, top_k=64, shared_experts=64, expert_ffn=1 << 20, vocab=1 << 24, seq_len=1 << 20,
             batch=1 << 20, steps=10**9, ranks=1 << 20, ep=64, capacity=10**6)
 
 
@@ -118,15 +118,16 @@ class BadOptions(Case):
 
     def test_sizes_that_cannot_be_counted(self):
         for words, options in (
-            ("ranks x --batch x --seq-len make 1.84e+19 tokens a micro-step", dict(ranks=MOST["ranks"], batch=MOST["batch"],
+            ("ranks x --batch x --seq-len make 1.15e+18 tokens a micro-step", dict(ranks=MOST["ranks"], batch=MOST["batch"],
                                                                       seq_len=MOST["seq_len"], tokens_per_step=5)),
             ("--steps x --tokens-per-step make 1e+21 tokens", dict(steps=10**9, tokens_per_step=10**12)),
             ("--batch x --seq-len x --top-k, and with --ep", dict(batch=MOST["batch"], seq_len=2048)),
             ("--ep x --ep or --capacity, make", dict(ranks=2, ep=2, capacity=MOST["capacity"], batch=64)),
+            ("to be cast for --wgrad-precision mxfp8", dict(batch=4096, seq_len=2048, top_k=2, wgrad_precision="mxfp8")),
             ("--batch x --heads x --seq-len / 128 make", dict(heads=4096, batch=64, seq_len=1 << 20)),
             ("--shared-experts x --expert-ffn make", dict(shared_experts=64, expert_ffn=1 << 16)),
             ("--vocab make", dict(layers=1024, dim=MOST["dim"], experts=4096, expert_ffn=MOST["expert_ffn"])),
-            ("--dense-ffn make 1.7e+15 activations of a rank", dict(layers=1024, dim=1 << 14, seq_len=1 << 22, batch=8)),
+            ("--dense-ffn make 1.7e+15 activations of a rank", dict(layers=1024, dim=1 << 14, seq_len=1 << 20, batch=32)),
         ):
             with self.subTest(words):
                 done = self.refused(2, words, "at most", dry_run=True, **options)
