@@ -94,10 +94,11 @@ __global__ void __launch_bounds__(THREADS, 1)
                     most = quad_max(most);
                     if (!first) most = fmaxf(most, old);
                     top[half] = most;
-                    // Sums made with the old maximum shrink.
-                    float shift = most * scale2;
-                    shrink[half] = first ? 1 : exp2_approx(old * scale2 - shift);
+                    // Sums made with the old maximum shrink, by exactly 1 where it stays: anything else, as the
+                    // rounding of old * scale2 - most * scale2 would be, grows from tile to tile.
+                    shrink[half] = first ? 1 : exp2_approx((old - most) * scale2);
                     // exp as a power of two: scale2 = scale log2(e).
+                    const float shift = most * scale2;
                     float here = 0;
 #pragma unroll
                     for (int j = 0; j < TILE / 8; j++)

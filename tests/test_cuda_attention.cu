@@ -124,6 +124,52 @@ static void test_large_logits(void) {
     for (int64_t rope = 16; rope <= 64; rope *= 2) check_case(shape_of(rope, 2, 200, 3, 2 * rope), 20, 3 * U, 6 * U);
 }
 
+// Queries of a head that are all equal, and so are keys: row t sees t + 1 equal scores s, lse = s + ln(t + 1), and out
+// is the mean of the values so far. The maximum never moves, and what each of 128 tiles adds to the error of a sum
+// grows with t. lse: the tensor cores cut sums off behind 24 bits, in each of 12 steps half of s on the average: 3.6e-5
+// of 50 at most; 2^-24 of a sum of ones for each tile, 8e-6; exp2 and lse itself 1e-5. A factor of an old sum that is
+// off by half of the last bit of s log2(e) would show 3e-4, for most s.
+static void test_equal_scores(void) {
+    enum { T = 16384, H = 4 };
+    for (int64_t rope = 16; rope <= 64; rope *= 2) {
+        AttnShape s = shape_of(rope, 1, T, H, rope);
+        Case c(s);
+        const int64_t D = 3 * rope, V = 2 * rope;
+        double score[H] = {};
+        for (int64_t h = 0; h < H; h++) {
+            for (int64_t i = 0; i < D; i++) {  // q = a k, so that the score is a scale |k|^2
+                const double k = i < V ? c.kv.host[(size_t)(h * 2 * V + i)] : c.k_rope.host[(size_t)(i - V)];
+                for (int64_t t = 0; t < T; t++) {
+                    c.q.host[(size_t)((t * H + h) * D + i)] = (0.8 + 0.9 * (double)h) * k;
+                    if (i < V) c.kv.host[(size_t)((t * H + h) * 2 * V + i)] = k;
+                    if (i >= V) c.k_rope.host[(size_t)(t * rope + i - V)] = k;
+                }
+            }
+        }
+        c.q.send(), c.kv.send(), c.k_rope.send();
+        c.forward();
+        auto lse = c.lse.got(), out = c.out.got();
+        for (int64_t h = 0; h < H; h++) {
+            for (int64_t i = 0; i < D; i++)  // of what bf16 left of both
+                score[h] += (double)s.scale * c.q.host[(size_t)(h * D + i)] *
+                            (i < V ? c.kv.host[(size_t)(h * 2 * V + i)] : c.k_rope.host[(size_t)(i - V)]);
+            double worst = 0, diff = 0, norm = 0;
+            std::vector<double> sum((size_t)V);
+            for (int64_t t = 0; t < T; t++) {
+                worst = fmax(worst, fabs(lse[(size_t)(h * T + t)] - score[h] - log((double)(t + 1))));
+                for (int64_t i = 0; i < V; i++) {
+                    sum[(size_t)i] += c.kv.host[(size_t)((t * H + h) * 2 * V + V + i)];
+                    const double mean = sum[(size_t)i] / (double)(t + 1);
+                    diff += pow(out[(size_t)((t * H + h) * V + i)] - mean, 2), norm += mean * mean;
+                }
+            }
+            CHECK(worst < 1e-4, "lse is off by %g at scores of %g (rope %lld)", worst, score[h], (long long)rope);
+            CHECK(sqrt(diff / norm) < 2 * U, "out is off by %g at scores of %g (rope %lld)", sqrt(diff / norm),
+                  score[h], (long long)rope);
+        }
+    }
+}
+
 static void test_repeats(void) {
     for (int64_t rope = 16; rope <= 64; rope *= 2) {
         Case c(shape_of(rope, 2, 700, 10, 2 * rope));
@@ -204,6 +250,7 @@ int main(int argc, char** argv) {
         RUN(test_heads_32_16_32);
         RUN(test_many_blocks);
         RUN(test_large_logits);
+        RUN(test_equal_scores);
         RUN(test_repeats);
         RUN(test_causality);
     }
