@@ -12,8 +12,8 @@ tokenizer_config.json. Until all are complete they end in .tmp; those that a kil
 same NAME. Every document starts with the end-of-text token. The byte tokenizer (ids 0..255, 256 = end of text) needs
 nothing but Python's standard library.
 
-A document is a record of a .jsonl or .parquet file (its --field), or any other file, or with --split-on a part of one
-(line ends around a part are dropped). Files that end in .gz, .xz or .zst are unpacked as they are read. Text is handled
+A document is a record of a .jsonl, .ndjson or .parquet file (its --field), or any other file, or with --split-on a part
+of one (line ends around a part are dropped). Files that end in .gz, .xz or .zst are unpacked as they are read. Text is handled
 in pieces of a few MiB; a document longer than that is cut at line ends. One process reads and writes, --jobs of them
 encode: the shards are the same whatever their number.
 
@@ -27,6 +27,7 @@ import concurrent.futures
 import contextlib
 import ctypes
 import datetime
+import fcntl
 import glob
 import hashlib
 import multiprocessing
@@ -52,8 +53,8 @@ ENOUGH = 100  # documents of validation that show what share of the text they ar
 BATCH = 1 << 20  # bytes of text that a process encodes at a time
 TRIED_ON = 1 << 20  # bytes of text that show whether two tokenizers agree
 PROGRESS_S = 5
-GLOBS = ("*.txt *.jsonl *.parquet *.md *.rst *.tex *.html *.py *.c *.h *.cc *.cpp *.hpp *.cu *.cuh *.rs *.go *.java "
-         "*.js *.ts *.sh *.sql *.lua *.rb *.pl").split()
+GLOBS = ("*.txt *.jsonl *.ndjson *.parquet *.md *.rst *.tex *.html *.py *.c *.h *.cc *.cpp *.hpp *.cu *.cuh *.rs *.go "
+         "*.java *.js *.ts *.sh *.sql *.lua *.rb *.pl").split()
 
 
 # ---- Which text is validation. Both yield (split, first, text).
@@ -170,7 +171,7 @@ def tokenize(dealt, texts, tokenizer, jobs, writers):
                 writer.text_bytes += len(text)
                 done += len(text)
             now = time.monotonic()
-            if now > said + PROGRESS_S:
+            if now > said + PROGRESS_S and done:
                 said = now
                 read, size, given = (sum(getattr(t, name) for t in texts) for name in ("done", "size", "given"))
                 share = max(1, read) / size * done / given  # what is read is not all encoded
@@ -187,7 +188,8 @@ def header_bytes(*fields):
 
 
 class NewFiles:
-    """Files under temporary names until commit puts them in place; discard removes those that are not."""
+    """Files under temporary names until commit puts them in place; discard removes those that are not. They are locked
+    while they are open, which tells them from those that a killed run left."""
 
     def __init__(self):
         self.files = []  # (final name, file)
@@ -195,6 +197,7 @@ class NewFiles:
     def create(self, name):
         file = open(name + ".tmp", "xb")  # never what is there already, nor what a link leads to
         self.files.append((name, file))
+        fcntl.flock(file, fcntl.LOCK_EX)
         return file
 
     def commit(self):
@@ -270,6 +273,20 @@ def earlier_files(prefix):
     return [[os.path.join(folder, n) for n in names if re.fullmatch(form, n)] for form in (shard, temporary)]
 
 
+def remove_left(temporary):
+    """Removes what a killed run left. A run that goes on holds the table of its tokenizer, the first in this order."""
+    for path in temporary:
+        if not stat.S_ISREG(os.lstat(path).st_mode):
+            raise Failure(f"{path} is in the way: a link or a folder, not a file that a killed run left; remove it")
+        with open(path, "r+b") as file:
+            try:
+                fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            except BlockingIOError as error:
+                raise Failure(f"{path}: another run is writing files of this name; wait for its end, or choose another "
+                              "--name") from error
+            os.remove(path)
+
+
 def choose_tokenizer(args, prefix, dealt):
     """The tokenizer that the options ask for; dealt() gives the text to try it or train it on."""
     def sample():
@@ -290,17 +307,16 @@ def choose_tokenizer(args, prefix, dealt):
 
 def prepare(args):
     # What there is to read, and that nothing is in the way.
-    train = Text(find_files(args.inputs, args.glob), args.split_on, args.field)
-    val = Text(find_files(args.val, args.glob) if args.val else [], args.split_on, args.field)
+    train = Text(find_files(args.inputs, args.glob), args.split_on, args.field or "text")
+    val = Text(find_files(args.val, args.glob) if args.val else [], args.split_on, args.field or "text")
+    if args.field and not (train.has_records() or val.has_records()):
+        raise Failure("--field is for records, and none of the files is .jsonl, .ndjson or .parquet")
     os.makedirs(args.out, exist_ok=True)
     prefix = os.path.join(args.out, args.name)
     earlier, temporary = earlier_files(prefix)
     if earlier and not args.overwrite:
         raise Failure(f"{earlier[0]} is there already; choose another --name, or --overwrite all shards of this name")
-    for path in temporary:
-        if not stat.S_ISREG(os.lstat(path).st_mode):
-            raise Failure(f"{path} is in the way: a link or a folder, not a file that a killed run left; remove it")
-        os.remove(path)
+    remove_left(temporary)
 
     def dealt():
         if val.files or args.val_fraction == 0:
@@ -309,20 +325,21 @@ def prepare(args):
         else:
             yield from deal(train, args.val_fraction)
 
-    tokenizer = choose_tokenizer(args, prefix, dealt)
-    width = width_of(tokenizer.vocab)
-    # No more processes than there is to do; bytes are encoded in less time than it takes to send them.
-    jobs = 1 if isinstance(tokenizer, ByteTokenizer) else min(args.jobs, 1 + (train.size + val.size) // BATCH)
-    os.environ["TOKENIZERS_PARALLELISM"] = "false"  # each process encodes by itself
     new = NewFiles()
-    writers = {split: ShardWriter(new, f"{prefix}_{split}", width, args.shard_tokens) for split in ("train", "val")}
     try:
+        table = new.create(f"{prefix}_tokenizer.bin")
+        tokenizer = choose_tokenizer(args, prefix, dealt)
+        width = width_of(tokenizer.vocab)
+        # No more processes than there is to do; bytes are encoded in less time than it takes to send them.
+        jobs = 1 if isinstance(tokenizer, ByteTokenizer) else min(args.jobs, 1 + (train.size + val.size) // BATCH)
+        os.environ["TOKENIZERS_PARALLELISM"] = "false"  # each process encodes by itself
+        writers = {split: ShardWriter(new, f"{prefix}_{split}", width, args.shard_tokens) for split in ("train", "val")}
         tokenize(dealt(), (train, val), tokenizer, jobs, writers)
         for split, wanted in (("train", True), ("val", val.files)):
             if wanted and not writers[split].tokens:
                 raise Failure(f"there is no text for {split}: the files are empty or blank")
             writers[split].finish_file()
-        write_tokenizer(new.create(f"{prefix}_tokenizer.bin"), tokenizer)
+        write_tokenizer(table, tokenizer)
         new.create(f"{prefix}_tokenizer.json").write(tokenizer.json())
         new.create(f"{prefix}_tokenizer_config.json").write(config_json(tokenizer.eot_name))
         stale = set(earlier) - {name for name, _ in new.files}
@@ -376,7 +393,7 @@ def main(arguments=None):
                         help="instead: train a byte-level BPE of N tokens on the training text, or on 128 MiB of it")
     parser.add_argument("--eot", metavar="TOKEN",
                         help="tokenizers: the end-of-text token, where it has an unusual name")
-    parser.add_argument("--field", default="text", help="what holds the text in records of .jsonl and .parquet (text)")
+    parser.add_argument("--field", help="what holds the text in records of .jsonl, .ndjson and .parquet (text)")
     parser.add_argument("--split-on", type=utf8, metavar="TEXT",
                         help="what separates documents inside a file that has no records")
     parser.add_argument("--val", nargs="+", metavar="PATH", help="files or folders of text for validation")
@@ -399,6 +416,9 @@ def main(arguments=None):
     except OSError as error:
         name = next(name for name in (error.filename2, error.filename, args.out) if name is not None)
         message = f"{name or 'an empty name'}: {error.strerror or error}"
+    except KeyboardInterrupt:
+        print("prepare_text.py: interrupted", file=sys.stderr)
+        return 128 + signal.SIGINT
     else:
         return 0
     print(f"prepare_text.py: error: {message}", file=sys.stderr)

@@ -1,11 +1,12 @@
 """Files of text as documents, for prepare_text.py.
 
-A plain file is a document, or several with a separator between them; in .jsonl and .parquet each record is one. All but
-.parquet may be packed: .gz, .xz, .zst. Documents come in pieces of a few MiB, so that none has to fit into memory but a
-line of .jsonl, of MAX_LINE at most, and 256 records of .parquet.
+A plain file is a document, or several with a separator between them; in .jsonl (or .ndjson) and .parquet each record is
+one. All but .parquet may be packed: .gz, .xz, .zst. Documents come in pieces of a few MiB, so that none has to fit into
+memory but a line of .jsonl, of MAX_LINE at most, and 256 records of .parquet.
 
 What is text: a plain file holds no NUL byte, and all but one byte in a thousand, as far as it is read, is UTF-8. Those
-that are not, and what is not UTF-8 in a record, are counted.
+that are not are counted, as are such bytes in a .parquet's records and halves of surrogate pairs in a .jsonl's. A .jsonl
+itself is UTF-8.
 """
 import codecs
 import fnmatch
@@ -50,6 +51,8 @@ def find_files(inputs, patterns):
         found, others = [], []
         for folder, folders, names in os.walk(path, onerror=refuse):
             folders[:] = sorted(f for f in folders if not f.startswith("."))
+            for link in filter(os.path.islink, (os.path.join(folder, f) for f in folders)):
+                print(f"prepare_text.py: warning: {link}: a link to a folder, left out", file=sys.stderr)
             for name in sorted(n for n in names if not n.startswith(".")):
                 if not any(fnmatch.fnmatch(n.lower(), p.lower()) for n in (name, unpacked_name(name)) for p in patterns):
                     others.append(name)
@@ -141,13 +144,18 @@ class Text:
         self.given = 0
         self.damaged, self.first_damage = 0, None
 
+    def reader(self, path):
+        kind = os.path.splitext(unpacked_name(path))[1].lower()
+        return {".jsonl": self.json_lines, ".ndjson": self.json_lines, ".parquet": self.parquet}.get(kind, self.plain)
+
+    def has_records(self):
+        return any(self.reader(path) != self.plain for path in self.files)
+
     def __iter__(self):
         self.begin()
         for path in self.files:
-            kind = os.path.splitext(unpacked_name(path))[1].lower()
-            read = {".jsonl": self.json_lines, ".parquet": self.parquet}.get(kind, self.plain)
             try:
-                for first, text in read(path):
+                for first, text in self.reader(path)(path):
                     self.given += len(text)
                     yield first, text
             except (OSError, EOFError, lzma.LZMAError, zlib.error) as error:
@@ -157,6 +165,8 @@ class Text:
     def chunks(self, path, read):
         """What read(file) gives of a file unpacked, until nothing is left, and that last nothing."""
         opener = OPENERS.get(os.path.splitext(path)[1].lower())
+        if opener and not os.path.getsize(path):
+            raise EOFError("it is empty, which no packed file is")
         with open(path, "rb") as packed, io.BufferedReader(opener(packed), PIECE) if opener else packed as file:
             chunk = True
             while chunk:
@@ -209,9 +219,9 @@ class Text:
         first = True
         for text, ends in self.raw_pieces(path):
             if self.separator and first:
-                text = text.lstrip(b"\n")
+                text = text.lstrip(b"\r\n")
             if self.separator and ends:
-                text = text.rstrip(b"\n")
+                text = text.rstrip(b"\r\n")
             if text and (text.strip() or not first):
                 yield first, text
                 first = False

@@ -90,6 +90,8 @@ def open_json(data):
     tokenizer = library("tokenizers").Tokenizer.from_buffer(data)
     tokenizer.no_truncation()
     tokenizer.no_padding()
+    if getattr(tokenizer.model, "dropout", None):
+        tokenizer.model.dropout = None  # a text's tokens are always the same
     tokenizer.encode_special_tokens = True
     return tokenizer
 
@@ -145,7 +147,6 @@ class HuggingFaceTokenizer(LibraryTokenizer):
     EOT_NAMES = (EOT, "<｜end▁of▁sentence｜>", "<|end_of_text|>", "</s>", "<eos>", "[EOS]", "<|im_end|>")
 
     def __init__(self, name, data, eot_name, sample):
-        self.data = data
         try:
             self.tokenizer = open_json(data)
         except Failure:
@@ -160,11 +161,32 @@ class HuggingFaceTokenizer(LibraryTokenizer):
             raise Failure(f"--tokenizer: {name}: no end-of-text token is named {' or '.join(names)}; "
                           "name it with --eot")
         self.eot = vocab[self.eot_name]
+        self.data = self.as_documents(data)
         config = json.loads(self.tokenizer.to_str())
         parts = json.dumps([config.get(part) for part in ("normalizer", "pre_tokenizer", "decoder")])
         self.kinds = set(re.findall(r'"type": "(\w+)"', parts))
         self.check_bytes(config["model"], vocab)
         self.encoding = self.fast_encoding(config, sample)
+
+    def as_documents(self, data):
+        """The tokenizer.json that other programs read texts with. It has the ids that shards have, puts nothing around a
+        text (Llama 3's puts a token before it that no document has), and leaves nothing to chance."""
+        config = json.loads(data)
+        for token in config["added_tokens"]:
+            if (i := self.tokenizer.token_to_id(token["content"])) != token["id"]:
+                raise Failure(f"--tokenizer: {self.name}: the id of {token['content']!a} is {token['id']}, but `tokenizers` "
+                              f"counts it as {i}: there is a hole in the ids before it")
+        around = self.tokenizer.encode("").ids != self.tokenizer.encode("", add_special_tokens=False).ids
+        dropout = config["model"].get("dropout")
+        if not around and not dropout:
+            return data
+        print(f"note: {self.name} {'puts tokens around a text' if around else 'drops merges'}; documents are without, and so "
+              "is the tokenizer.json that is written", file=sys.stderr)
+        if around:
+            config["post_processor"] = None
+        if dropout:
+            config["model"]["dropout"] = None
+        return json.dumps(config, ensure_ascii=False, indent=1).encode()
 
     def check_bytes(self, model, vocab):
         """BPE without an unknown token drops what it has no token for: it needs one for each byte that UTF-8 uses."""

@@ -112,6 +112,27 @@ class HuggingFace(Prepare):
         self.assertLess(len(tokens), len(TEXT))  # it merges
         self.assertIn(f"--vocab {len(table)}", printed)
 
+    def test_texts_get_the_tokens_of_documents(self):
+        """By the tokenizer.json that is written too, whatever the one that was given puts around them or drops."""
+        path = self.byte_level()
+        with open(path, encoding="utf-8") as file:
+            config = json.load(file)
+        pad = config["added_tokens"][1]["content"]
+        around = tokenizers.processors.TemplateProcessing(f"{pad} $A", None, [(pad, 1)])
+        outputs = []
+        for post, dropout in ((None, None), (json.loads(around.__getstate__()), None), (None, 0.5)):
+            config["post_processor"], config["model"]["dropout"] = post, dropout
+            odd = self.write("odd.json", json.dumps(config).encode())
+            said = self.run_it(self.write("a.txt", TEXT.encode()), "--val-fraction", "0", "--tokenizer", f"tokenizers:{odd}",
+                               "--overwrite")
+            self.assertEqual("so is the tokenizer.json that is written" in said, bool(post or dropout))
+            written = tokenizers.Tokenizer.from_file(os.path.join(self.out, "text_tokenizer.json"))
+            written.encode_special_tokens = True
+            written.no_truncation()
+            self.assertEqual(written.encode(TEXT).ids, self.tokens("train")[1:])
+            outputs.append(self.tokens("train"))
+        self.assertTrue(outputs[0] == outputs[1] == outputs[2])
+
     def test_sentencepiece_like(self):
         vocab = {"</s>": 0, "▁": 1, "a": 2, "b": 3, "▁a": 4} | {f"<0x{i:02X}>": 5 + i for i in range(256)}
         t = tokenizers.Tokenizer(tokenizers.models.BPE(vocab, [("▁", "a")], byte_fallback=True))
@@ -162,7 +183,7 @@ class HuggingFace(Prepare):
             (dict(model=bpe({"a": 0, "</s>": 1}, unk_token="[UNK]")), "cannot encode"),
             (dict(model=bpe({"a": 0, "</s>": 1}, unk_token="a")), None),
             (dict(model={"type": "WordLevel", "vocab": {"</s>": 0}, "unk_token": "[UNK]"}), "cannot encode"),
-            (dict(model=bpe({"a": 0}, unk_token="a"), added_tokens=[added]), None),  # the library renumbers these
+            (dict(model=bpe({"a": 0}, unk_token="a"), added_tokens=[added]), "counts it as 1: there is a hole in the ids"),
         ]
         a = self.write("a.txt", b"text\n" * 100)
         parts = dict.fromkeys(("truncation", "padding", "normalizer", "pre_tokenizer", "post_processor", "decoder"))

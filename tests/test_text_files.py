@@ -101,6 +101,9 @@ class Formats(Prepare):
         self.assertEqual(self.read(self.write("a.jsonl", blank)), TEXTS)
         self.assertEqual(self.read(self.write("b.jsonl", lines_of(TEXTS, "content")), "--field", "content"), TEXTS)
         self.assertEqual(self.read(self.folder, "--glob", "a.jsonl"), TEXTS * 3)  # packed or not
+        self.assertEqual(self.read(self.write("d.ndjson", lines_of(TEXTS, "content")), "--field", "content"), TEXTS)
+        plain = self.write("e.json", lines_of(TEXTS))
+        self.fails(plain, "--field", "content", "--overwrite", says="--field is for records, and none of the files is .jsonl")
         # A separator does not cut records.
         self.assertEqual(self.read(self.write("c.jsonl", lines_of(["a|b"])), "--split-on", "|"), ["a|b"])
 
@@ -163,7 +166,7 @@ class Formats(Prepare):
         with mock.patch.dict(sys.modules, {"zstandard": None, "pyarrow": None, "pyarrow.parquet": None}):
             for name, says in (("a.txt.zst", ".zst needs the zstandard package: pip install zstandard"),
                                ("a.parquet", ".parquet needs the pyarrow package: pip install pyarrow")):
-                path = self.write(name, b"")
+                path = self.write(name, b"packed")
                 self.fails(path, says=f"error: {path}: {says}")
 
     def test_torn_input(self):
@@ -171,6 +174,8 @@ class Formats(Prepare):
         good = self.write("good.txt", b"text\n" * 100)
         self.fails(good, self.write("a.txt.xz", whole[:50000]), "--val-fraction", "0", says="a.txt.xz: cannot read")
         self.fails(good, self.write("b.txt.gz", b"not gzip"), "--val-fraction", "0", says="b.txt.gz: cannot read")
+        for name in ("c.txt.gz", "c.txt.xz", "c.txt.zst"):
+            self.fails(good, self.write(name, b""), "--val-fraction", "0", says=f"{name}: cannot read: it is empty")
         self.assertEqual(os.listdir(self.out), [])
 
     def test_damaged_gzip(self):
@@ -339,6 +344,8 @@ prepare_text.main([{self.corpus()!r}, "--jobs", "2", "--out", {self.out!r}])
                 # Text and file bytes are in proportion, but for what of the file lies in a buffer.
                 for i, share in enumerate(shares):
                     self.assertAlmostEqual(share, 100 * (i + 1) / len(shares), delta=15)
+            blank = self.write("blank.jsonl", lines_of([" "]))
+            self.assertIn("there is no text for train", self.run_slow(blank, "--val-fraction", "0", expect=1))
         self.assertNotIn("MB/s", self.run_slow(self.corpus()))  # nothing is said of what takes a moment
 
 
