@@ -13,16 +13,25 @@ import array
 import collections
 import math
 import struct
-import sys
+
+from runlog import fail
 
 
 def read_shard(path):
-    with open(path, "rb") as f:
-        magic, version, count = struct.unpack("<3i", f.read(1024)[:12])
-        tokens = array.array({(20240520, 1): "H", (20240801, 7): "I"}[magic, version])
-        tokens.frombytes(f.read())
-    if len(tokens) != count:
-        sys.exit(f"{path}: header says {count} tokens, the file holds {len(tokens)}")
+    try:
+        with open(path, "rb") as f:
+            magic, version, count = struct.unpack("<3i", f.read(1024)[:12].ljust(12))
+            tokens = array.array({(20240520, 1): "H", (20240801, 7): "I"}[magic, version])
+            body = f.read()
+    except OSError as error:
+        fail(f"{path}: cannot read it: {error.strerror}")
+    except KeyError:
+        fail(f"{path}: not a shard; scripts/prepare_text.py makes shards from text")
+    if len(body) != count * tokens.itemsize:
+        fail(f"{path}: its header says {count} tokens of {tokens.itemsize} bytes, the file holds {len(body)} bytes of them")
+    if count < 2:
+        fail(f"{path}: no two tokens are in it")
+    tokens.frombytes(body)
     return tokens
 
 
@@ -33,6 +42,8 @@ def main():
     parser.add_argument("--seq-len", type=int, default=256)
     parser.add_argument("--val-tokens", type=int, default=65536)
     args = parser.parse_args()
+    if args.seq_len < 1 or args.val_tokens < 1:
+        parser.error("--seq-len and --val-tokens are at least 1")
 
     train, val = read_shard(args.train), read_shard(args.val)
     windows = max(1, min(args.val_tokens // args.seq_len, (len(val) - 1) // args.seq_len))

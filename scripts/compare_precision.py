@@ -46,6 +46,7 @@ SETS = {"bf16": "", "mxfp8": "--precision mxfp8", "mxfp8-exact": "--precision mx
 COLUMNS = ("loss", "val_loss", "tokens_per_s", "mem_gib")  # what is read of a log
 LAST = 50  # steps that the final training loss is the mean of
 LEAST_GAP = 1e-3  # nats: the gaps' panel shows at least so much to both sides of 0
+STOPS = signal.SIGINT, signal.SIGTERM, signal.SIGUSR1, signal.SIGHUP  # they make the runs save and stop
 SETTLED = 0.8  # of its way from the first to the last value: from there on the loss counts for the panels' ranges
 Group = namedtuple("Group", "name runs")  # what has a row and a curve: the runs of a set, one for each seed
 
@@ -75,7 +76,8 @@ class Run:
         self.options = [*options, "--seed", str(seed)]
         if not any(option.split("=")[0] == "--data-seed" for option in options):
             self.options += ["--data-seed", str(data_seed)]
-        self.rows, self.steps = {}, None
+        given = re.findall(r"^--steps[=\n]([1-9]\d*)$", "\n".join(options), re.M)
+        self.rows, self.steps = {}, int(given[-1]) if given else None
 
     def read(self):
         """The log as far as there is one: self.rows, by step, and self.steps, how many it shall have."""
@@ -130,6 +132,9 @@ class Run:
         self.read()
         if not self.finished():
             reached = f"at step {max(self.rows)} of {self.steps}" if self.rows else "before its first step"
+            if self.steps is not None and (self.folder / f"step_{self.steps:08d}").exists():
+                return (f"{self.name} ended {reached}, as its log says, but its last checkpoint is there, from which "
+                        f"nothing goes on; remove {self.folder}, and the same command trains it again")
             return f"{self.name} ended {reached}; the same command goes on"
         return None
 
@@ -158,8 +163,9 @@ def train(runs, launch, program, at_once):
     waiting, slots, wrong = [run for run in runs if not run.finished()], [None] * min(at_once, len(runs)), []
     asked = []  # signals to stop
 
-    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1):
-        signal.signal(number, lambda number, _: asked.append(number))
+    before = {number: signal.signal(number, lambda number, _: asked.append(number)) for number in STOPS}
+    if before[signal.SIGHUP] == signal.SIG_IGN:
+        signal.signal(signal.SIGHUP, signal.SIG_IGN)  # nohup
     while waiting or any(slots):
         if asked:
             number = asked.pop()
@@ -180,10 +186,17 @@ def train(runs, launch, program, at_once):
                     asked.append(signal.SIGUSR1)
                 wrong += [problem] if problem else []
         time.sleep(0.02)
-    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1):
-        signal.signal(number, signal.default_int_handler if number == signal.SIGINT else signal.SIG_DFL)
+    for number, handler in before.items():
+        signal.signal(number, handler)
     if wrong:
         fail("\n".join(wrong))
+
+
+def check_window(length, runs):
+    """No run has fewer steps, of those that are known."""
+    steps = min((run.steps for run in runs if run.steps is not None), default=length)
+    if length > steps:
+        fail(f"--window {length} is more than the {steps} steps")
 
 
 def windows(points, length):
@@ -289,7 +302,8 @@ def arguments():
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter,
                                      usage="compare_precision.py --out FOLDER [options] -- TRAIN_MOE_OPTIONS")
     program = ROOT / "build/cuda/train_moe"
-    program = program if program.exists() else ROOT / "build/cpu/train_moe"
+    if not program.exists() or "GPU" not in subprocess.getoutput("nvidia-smi -L 2>/dev/null"):
+        program = ROOT / "build/cpu/train_moe"
     parser.add_argument("--out", type=pathlib.Path, required=True, metavar="FOLDER", help="of the runs and the picture")
     parser.add_argument("--set", nargs=2, action="append", default=[], metavar=("NAME", "OPTIONS"), dest="sets",
                         help="one more set of train_moe's options; may be repeated")
@@ -361,10 +375,10 @@ def main():
         seeds = []  # the others' standard errors say it
     runs = [run for group in sets for run in group.runs]
     try:
+        check_window(args.window or 1, runs)  # before anything is trained, if the options tell
         train(runs, args.launch, program, args.at_once)
         length = args.window or max(1, min(50, runs[0].steps // 10))
-        if length > min(run.steps for run in runs):
-            fail(f"--window {length} is more than the {min(run.steps for run in runs)} steps")
+        check_window(length, runs)
         (args.out / "compare.svg").write_text(svg(sets, seeds[1:], length), encoding="utf-8")
     except OSError as error:
         fail(f"{error.filename or args.out}: {error.strerror}")

@@ -5,17 +5,19 @@
   export.py runs/x/step_00002000 my-model --dtype float32
 
 A checkpoint is a Hugging Face folder already; this leaves the optimizer's moments out and rounds the weights (to the
-nearest, ties to even). The routers' selection biases stay float32, as DeepSeek-V3's do. Files are checked against the
-manifest's CRC-32 first. Modules that predict further tokens get copies of the embedding and lm_head, as DeepSeek-V3's
+nearest, ties to even). The routers' selection biases stay float32, as DeepSeek-V3's do. All files but the moments are
+checked against the manifest's CRC-32 first. Modules that predict further tokens get copies of the embedding and lm_head, as DeepSeek-V3's
 have, because some readers (vLLM) load a module by its own names alone. Needs numpy, safetensors and ml_dtypes.
 """
 import argparse
 import json
+import os
 import pathlib
 import shutil
 import sys
 import zlib
 
+FORMAT = "train_moe checkpoint 1"
 FILE_BYTES = 5 * 10**9
 INDEX = "model.safetensors.index.json"
 COPIED = ("generation_config.json", "tokenizer.json", "tokenizer_config.json")
@@ -27,21 +29,31 @@ class Failure(Exception):
 
 def read_json(path):
     try:
-        return json.loads(path.read_text())
-    except (OSError, ValueError) as error:
-        raise Failure(f"{path}: {error}; a checkpoint with a config.json is wanted") from error
+        record = json.loads(path.read_text())
+    except OSError as error:
+        raise Failure(f"{path}: {error.strerror}; the folder of a whole checkpoint is wanted") from error
+    except ValueError as error:
+        raise Failure(f"{path}: {error}") from error
+    if not isinstance(record, dict):
+        raise Failure(f"{path}: not a JSON object")
+    return record
 
 
-def check(step):
-    """Every file of the model is as it was saved."""
-    sums = {file["name"]: file["crc32"] for file in read_json(step / "manifest.json")["files"]}
-    for name in sorted({*read_json(step / INDEX)["weight_map"].values(), "config.json", INDEX}):
+def check(step, moments=False):
+    """All that was saved is as it was, or all but the moments."""
+    path = step / "manifest.json"
+    manifest, (body, _, end) = read_json(path), path.read_text().rpartition(',\n"manifest_crc32": ')
+    if manifest.get("format") != FORMAT or end != f"{zlib.crc32(body.encode())}}}\n":
+        raise Failure(f"{path}: altered, or not of this version")
+    for file in manifest["files"]:
+        if ".adam." in file["name"] and not moments:
+            continue
         crc = 0
-        with open(step / name, "rb") as file:
-            while piece := file.read(1 << 24):
+        with open(step / file["name"], "rb") as opened:
+            while piece := opened.read(1 << 24):
                 crc = zlib.crc32(piece, crc)
-        if crc != sums.get(name):
-            raise Failure(f"{step / name}: altered (its CRC-32 is {crc}, the manifest says {sums.get(name)})")
+        if crc != file["crc32"]:
+            raise Failure(f"{step / file['name']}: altered (its CRC-32 is {crc}, the manifest says {file['crc32']})")
 
 
 def dtype_of(name, dtype):
@@ -95,23 +107,49 @@ def write(step, out, dtype, copies):
         (out / INDEX).write_text(json.dumps({"metadata": {"total_size": total}, "weight_map": weight_map}, indent=1) + "\n")
 
 
+def unfinished(out):
+    """What out is called until it is complete. Nothing that is there is touched."""
+    part = out.with_name(out.name + ".tmp")
+    for path, advice in (out, "choose another name"), (part, "remove it, if a killed run left it"):
+        if os.path.lexists(path):
+            raise Failure(f"{path} is there already; {advice}")
+    return part
+
+
 def export(step, out, dtype):
-    if out.exists():
-        raise Failure(f"{out} is there already; choose another folder")
+    part = unfinished(out)
     check(step)
     config = read_json(step / "config.json")
     config["torch_dtype"] = dtype
-    part = out.with_name(out.name + ".tmp")
-    shutil.rmtree(part, ignore_errors=True)
     part.mkdir(parents=True)
-    (part / "config.json").write_text(json.dumps(config, indent=2) + "\n")
-    write(step, part, dtype, copies_of(config))
-    for name in COPIED:
-        if (step / name).exists():
-            shutil.copyfile(step / name, part / name)
-    part.rename(out)
+    try:
+        (part / "config.json").write_text(json.dumps(config, indent=2) + "\n")
+        write(step, part, dtype, copies_of(config))
+        for name in COPIED:
+            if (step / name).exists():
+                shutil.copyfile(step / name, part / name)
+        part.rename(out)
+    finally:
+        shutil.rmtree(part, ignore_errors=True)
     if "train_moe_note" in config:
         print(f"export.py: warning: {config['train_moe_note']}", file=sys.stderr)
+
+
+def run(script, packages, work):
+    """Does the work; what goes wrong is one line. The exit code."""
+    try:
+        from safetensors import SafetensorError
+        try:
+            work()
+        except (Failure, OSError, SafetensorError) as error:
+            print(f"{script}: error: {error}", file=sys.stderr)
+        except KeyError as error:
+            print(f"{script}: error: config.json, manifest.json or tokenizer.json has no {error}", file=sys.stderr)
+        else:
+            return 0
+    except ImportError as error:
+        print(f"{script}: error: {error}: pip install {packages}", file=sys.stderr)
+    return 1
 
 
 def main():
@@ -120,15 +158,7 @@ def main():
     parser.add_argument("out", type=pathlib.Path, metavar="OUT", help="a folder that is not there yet")
     parser.add_argument("--dtype", choices=("bfloat16", "float32"), default="bfloat16", help="of the weights (bfloat16)")
     args = parser.parse_args()
-    try:
-        export(args.step, args.out, args.dtype)
-    except ImportError as error:
-        print(f"export.py: error: {error}: pip install numpy safetensors ml_dtypes", file=sys.stderr)
-    except (Failure, OSError, KeyError) as error:
-        print(f"export.py: error: {error}", file=sys.stderr)
-    else:
-        return 0
-    return 1
+    return run("export.py", "numpy safetensors ml_dtypes", lambda: export(args.step, args.out, args.dtype))
 
 
 if __name__ == "__main__":

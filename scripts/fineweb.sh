@@ -74,5 +74,8 @@ fi
  "clean_up_tokenization_spaces": false
 }
 END
-echo "use:   --train '$folder/edu_fineweb_train_[0-9]*.bin' --val '$folder/edu_fineweb_val_000000.bin' \
---tokenizer '$folder/tokenizer.json'"
+# Quoted for a shell; patterns escaped, with a backslash as glob(3) and Python read it.
+quoted=$(printf %s "$folder" | sed "s/'/'\\\\''/g")
+pattern=$(printf %s "$folder" | sed "s/[*?[]/[&]/g; s/\\\\/[\\\\\\\\]/g; s/'/'\\\\''/g")
+printf '%s\n' "use:   --train '$pattern/edu_fineweb_train_[0-9]*.bin' --val '$pattern/edu_fineweb_val_000000.bin' \
+--tokenizer '$quoted/tokenizer.json'"

@@ -9,8 +9,9 @@ was not finite is left out and counted. A run is named by its folder, or by its 
 with folders above it where two would be the same.
 
 The same command again brings what was written since; no point is there twice. A run is DIR/NAME in TensorBoard: a new
-event file takes the place of the one before, also in a TensorBoard that is open. In W&B it has an id made of this
-machine's name and the run's folder or log, and W&B replaces a run that is sent again under its id.
+event file takes the place of the one before, also in a TensorBoard that is open, but not of one from another log, which
+log_to.source beside it names. In W&B it has an id made of this machine's name and the run's folder or log, and W&B
+replaces a run that is sent again under its id.
 
 The wall time of a step is its column `time`; in a log without one, when the log was last written, less the milliseconds
 of the steps after it.
@@ -77,6 +78,12 @@ class TensorBoard:
     def send(self, name, log):
         folder = self.folder / name
         folder.mkdir(parents=True, exist_ok=True)
+        source, path = folder / "log_to.source", os.fsencode(os.path.realpath(log.path))
+        before = source.read_bytes() if source.exists() else b""
+        if before not in (b"", path):
+            fail(f"{folder} holds the run of {os.fsdecode(before)}, not of {os.fsdecode(path)}; choose another "
+                 f"--tensorboard or rename a run, or, if it is the same run elsewhere, remove {folder} first")
+        source.write_bytes(path)
         earlier = list(folder.glob("events.out.tfevents.*.train_moe"))
         unfinished = folder / "log_to.tmp"
         with open(unfinished, "wb") as file:

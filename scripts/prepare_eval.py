@@ -54,6 +54,12 @@ BATCH = 256  # examples tokenized at a time: libraries spread them over the core
 # ---- The kinds of examples: (context, endings, label) of a line
 
 
+def text_of(value):
+    if not isinstance(value, str):
+        raise TypeError(f"{json.dumps(value)} is no text")
+    return value
+
+
 def clean(text):
     """HellaSwag's text comes from WikiHow and video captions, and has marks of the former in brackets."""
     return re.sub(r"\[.*?\]", "", text.strip().replace(" [title]", ". ")).replace("  ", " ")
@@ -62,7 +68,7 @@ def clean(text):
 def hellaswag(row):
     context = row["ctx"]
     if "activity_label" in row:
-        context = f"{row['activity_label']}: {row['ctx_a']} {row['ctx_b'].capitalize()}"
+        context = text_of(row["activity_label"]) + ": " + text_of(row["ctx_a"]) + " " + row["ctx_b"].capitalize()
     return clean(context), [clean(ending) for ending in row["endings"]], row["label"]
 
 
@@ -73,11 +79,11 @@ def arc(row):
         texts, labels = [c["text"] for c in choices], [c["label"] for c in choices]
     else:  # as on the Hugging Face hub
         texts, labels = row["choices"]["text"], row["choices"]["label"]
-    return f"Question: {stem}\nAnswer:", texts, labels.index(row["answerKey"])
+    return f"Question: {text_of(stem)}\nAnswer:", texts, labels.index(row["answerKey"])
 
 
 def piqa(row):
-    return f"Question: {row['goal']}\nAnswer:", [row["sol1"], row["sol2"]], row["label"]
+    return f"Question: {text_of(row['goal'])}\nAnswer:", [row["sol1"], row["sol2"]], row["label"]
 
 
 def plain(row):
@@ -94,6 +100,8 @@ def example_of(row, labels, number):
     kind = next((KINDS[field] for field in KINDS if field in row), None)
     if not kind:
         raise Failure(f"no known kind of example: it has none of the fields {', '.join(KINDS)}")
+    if labels and kind is arc:
+        raise Failure("--labels counts from 0; lines of this kind have an answerKey")
     if labels:
         row["label"] = labels[number - 1]
     try:
@@ -176,8 +184,9 @@ def words_of(index, label, context, endings):
 def write_file(path, examples, width):
     longest = max(map(len, examples)) * width
     beside = path + ".tmp"
+    file = open(beside, "xb")  # never what is there already
     try:
-        with open(beside, "wb") as file:
+        with file:
             file.write(struct.pack("<4i", MAGIC[width], 1, len(examples), longest).ljust(1024, b"\0"))
             for words in examples:
                 words[:2] = START[width], len(words) * width
@@ -189,6 +198,9 @@ def write_file(path, examples, width):
 
 
 def prepare(args):
+    for path in filter(None, (args.input, args.labels)):
+        if os.path.exists(args.out) and os.path.samefile(path, args.out):
+            raise Failure(f"--out {args.out} is what is read")
     examples = read_examples(args.input, args.labels)
     tokenizer = make_tokenizer(args.tokenizer, args.eot, lambda: [context for context, _, _ in examples[:BATCH]])
     written, most = [], 0

@@ -16,7 +16,7 @@ import pathlib
 import re
 import sys
 
-from export import INDEX, Failure, check, read_json
+from export import INDEX, Failure, check, read_json, run, unfinished
 from gguf_tokens import add_tokenizer
 
 FILE_TYPES = {"f32": 0, "f16": 1, "bf16": 32}  # llama.cpp's numbers
@@ -106,7 +106,7 @@ class Weights:
             print(f"to_gguf.py: warning: layers from {config['num_hidden_layers']} on are left out: they predict further tokens",
                   file=sys.stderr)
         if "train_moe_note" in config and not any(name.endswith(BIAS) for name in self.files):
-            raise Failure(f"{step}: a release of this model has no selection biases; give the checkpoint itself")
+            raise Failure(f"{step}: a release does not say whether this model has selection biases; give the checkpoint itself")
 
     @functools.lru_cache(maxsize=4)
     def open(self, file):
@@ -178,13 +178,11 @@ def write_tensors(writer, weights, config, dtype):
 
 def convert(step, out, dtype):
     import gguf
-    if out.exists():
-        raise Failure(f"{out} is there already; choose another name")
+    part = unfinished(out)
     config = read_json(step / "config.json")
     keys = hyperparameters(config)
-    if (step / "manifest.json").exists():
-        check(step)
-    part = out.with_name(out.name + ".tmp")
+    if any(step.glob("block_*.safetensors")):  # softmax scores' biases lie beside the moments
+        check(step, moments=config["scoring_func"] == "softmax")
     writer = gguf.GGUFWriter(part, "deepseek2")
     writer.add_name(out.stem)
     writer.add_file_type(FILE_TYPES[dtype])
@@ -206,17 +204,7 @@ def main():
     parser.add_argument("out", type=pathlib.Path, metavar="OUT.gguf", help="a file that is not there yet")
     parser.add_argument("--dtype", choices=FILE_TYPES, default="bf16", help="of the weights (bf16)")
     args = parser.parse_args()
-    try:
-        convert(args.step, args.out, args.dtype)
-    except ImportError as error:
-        print(f"to_gguf.py: error: {error}: pip install gguf numpy safetensors ml_dtypes", file=sys.stderr)
-    except KeyError as error:
-        print(f"to_gguf.py: error: {args.step}: config.json or tokenizer.json has no {error}", file=sys.stderr)
-    except (Failure, OSError) as error:
-        print(f"to_gguf.py: error: {error}", file=sys.stderr)
-    else:
-        return 0
-    return 1
+    return run("to_gguf.py", "gguf numpy safetensors ml_dtypes", lambda: convert(args.step, args.out, args.dtype))
 
 
 if __name__ == "__main__":

@@ -172,26 +172,45 @@ class Compare(unittest.TestCase):
                 self.assertEqual((self.out / name / "log.jsonl").read_bytes(), logs[name])
         type(self).first = subprocess.CompletedProcess([], 0, stdout, stderr)  # that run's speed is another now
 
+    def test_a_log_without_its_last_line(self):
+        """Nothing goes on from the last checkpoint, so the same command would say the same for ever."""
+        out = self.dir / "torn"
+        shutil.copytree(self.out / "bf16", out / "bf16")
+        log = out / "bf16/log.jsonl"
+        log.write_text("".join(log.read_text().splitlines(keepends=True)[:-1]))
+        command = self.command("--only", "bf16", out=out, more=("--save-every", "10"))
+        self.fails(command, f"bf16 ended at step {STEPS - 1} of {STEPS}, as its log says, but its last checkpoint is there, from "
+                            f"which nothing goes on; remove {out}/bf16, and the same command trains it again")
+        shutil.rmtree(out / "bf16")
+        self.assertEqual(self.run_script(command).returncode, 0)
+
     def test_a_signal_saves_and_the_same_command_goes_on(self):
-        """Also behind a launcher that keeps the signal to itself."""
-        out = self.dir / "signal"
+        """Also behind a launcher that keeps the signal to itself; after nohup SIGHUP does nothing."""
         launch = """sh -c 'trap : USR1; "$0" "$@"; exit $?'"""
         odd = os.fsencode(self.dir) + b"/\xff"  # any process may have such a name
         shutil.copy(shutil.which("sleep"), odd)
         other = subprocess.Popen([odd, "300"])
         self.addCleanup(other.wait)
         self.addCleanup(other.kill)
-        with subprocess.Popen(self.command("--only", "mxfp8", "--launch", launch, out=out, steps=10000000),
-                              cwd=self.dir, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as process:
-            log, deadline = out / "bf16/log.jsonl", time.monotonic() + 60
-            while not (log.exists() and log.read_text().count("\n") > 3) and time.monotonic() < deadline:
-                time.sleep(0.05)
-            process.send_signal(signal.SIGTERM)
-            _, stderr = process.communicate(timeout=60)
-        step, = re.findall(r"bf16 ended at step (\d+) of 10000000; the same command goes on", stderr)
-        self.assertEqual(process.returncode, 1)
-        self.assertTrue((out / f"bf16/step_{int(step):08d}").is_dir())
-        self.assertFalse((out / "mxfp8").exists())
+        for before, number in (((), signal.SIGTERM), ((), signal.SIGHUP), (("nohup",), signal.SIGTERM)):
+            out = self.dir / "-".join(["signal", *before, str(int(number))])
+            command = self.command("--only", "mxfp8", "--launch", launch, out=out, steps=10000000)
+            with subprocess.Popen([*before, *command], cwd=self.dir, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE,
+                                  stderr=subprocess.PIPE, text=True) as process:
+                log, deadline = out / "bf16/log.jsonl", time.monotonic() + 60
+                while not (log.exists() and log.read_text().count("\n") > 3) and time.monotonic() < deadline:
+                    time.sleep(0.05)
+                if before:
+                    process.send_signal(signal.SIGHUP)
+                    time.sleep(0.3)
+                    self.assertIsNone(process.poll())
+                    self.assertEqual(list(out.glob("bf16/step_*")), [])
+                process.send_signal(number)
+                _, stderr = process.communicate(timeout=60)
+            step, = re.findall(r"bf16 ended at step (\d+) of 10000000; the same command goes on", stderr)
+            self.assertEqual(process.returncode, 1)
+            self.assertTrue((out / f"bf16/step_{int(step):08d}").is_dir())
+            self.assertFalse((out / "mxfp8").exists())
 
     def test_several_at_once(self):
         """The same losses, each run's output in its folder; one that fails stops the others, which can go on."""
@@ -220,6 +239,29 @@ class Compare(unittest.TestCase):
             self.assertEqual(said, [f"GPU {gpu}." for gpu in expected])
         self.fails(self.command("--at-once", 3, out=self.dir / "usage"), "--at-once 3: CUDA_VISIBLE_DEVICES names 2 GPUs", code=2,
                    CUDA_VISIBLE_DEVICES="4,6")
+
+    def test_the_cuda_build_is_for_a_gpu(self):
+        checkout = self.dir / "checkout"
+        shutil.copytree(ROOT / "scripts", checkout / "scripts", ignore=shutil.ignore_patterns("__pycache__"))
+        smi = checkout / "nvidia-smi"
+        for builds, said, used in ((("cpu", "cuda"), "echo No devices found.", "cpu"), (("cpu", "cuda"), "echo GPU 0: H100", "cuda"),
+                                   (("cpu",), "echo GPU 0: H100", "cpu"), (("cpu", "cuda"), "echo no GPU >&2; exit 9", "cpu")):
+            shutil.rmtree(checkout / "build", ignore_errors=True)
+            for build in builds:
+                (checkout / "build" / build).mkdir(parents=True)
+                (checkout / "build" / build / "train_moe").touch()
+            smi.write_text(f"#!/bin/sh\n{said}\n")
+            smi.chmod(0o755)
+            done = self.run_script([sys.executable, checkout / "scripts/compare_precision.py", "--help"], COLUMNS="1000",
+                                   PATH=f"{checkout}:{os.environ['PATH']}")
+            self.assertIn(f"(default: {checkout}/build/{used}/train_moe)", done.stdout)
+
+    def test_a_window_longer_than_the_runs_is_refused_before_they_are_trained(self):
+        out, says = self.dir / "window", f"--window {STEPS + 1} is more than the {STEPS} steps"
+        self.fails(self.command("--window", STEPS + 1, out=out), says)
+        self.fails(self.command("--window", STEPS + 1, out=out, steps=999, more=(f"--steps={STEPS}",)), says)
+        self.fails(self.command("--window", STEPS + 1, "--set", "short", f"--steps {STEPS}", out=out, steps=999), says)
+        self.assertFalse(out.exists())
 
     def test_failures_say_what_failed(self):
         out = self.dir / "failed"

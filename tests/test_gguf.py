@@ -215,7 +215,15 @@ class Gguf(cli.Case):
                          if t.tensor_type.name == "BF16"} for folder in (step, self.dir / "tiny_out")]
                 self.assertTrue(made[0] == made[1] and made[0])
             else:
-                self.assertIn("no selection biases", self.convert(self.dir / "soft_out", "no.gguf", code=1))
+                self.assertIn("does not say whether this model has selection biases",
+                              self.convert(self.dir / "soft_out", "no.gguf", code=1))
+                # The biases lie beside the moments.
+                moments = step / "block_002.adam.safetensors"
+                moments.write_bytes(moments.read_bytes()[:-1] + b"\xff")
+                self.assertIn("block_002.adam.safetensors: altered", self.convert(step, "no.gguf", code=1))
+        weights = self.dir / "tiny_out/model.safetensors"
+        weights.write_bytes(weights.read_bytes()[:-10])
+        self.assertIn("error: ", self.convert(self.dir / "tiny_out", "no.gguf", code=1))  # the library's words
 
     def test_refused(self):
         """One line that names what does not fit; nothing is written."""
@@ -254,8 +262,12 @@ class Gguf(cli.Case):
         (step / "tokenizer.json").unlink()
         self.assertIn("tokenizer.json: no such file", self.convert(step, code=1))
         self.assertEqual(cli.snapshot(self.dir).keys() ^ before, {"run/step_00000020/tokenizer.json"})
-        (self.dir / "model.gguf").touch()
-        self.assertIn("is there already", self.convert(step, code=1))
+        for name in ("model.gguf", "model.gguf.tmp"):
+            (self.dir / name).touch()
+            self.assertIn(f"{name} is there already", self.convert(step, code=1))
+            (self.dir / name).unlink()
+        (step / "manifest.json").unlink()  # it is written last
+        self.assertIn("manifest.json: No such file or directory", self.convert(step, code=1))
 
     # --- What needs llama.cpp ---
 

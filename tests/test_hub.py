@@ -495,13 +495,41 @@ class Export(Case):
                 kept = dtype == "float32" or name.endswith("e_score_correction_bias")
                 self.assertEqual(value.dtype, torch.float32 if kept else torch.bfloat16, name)
                 self.assertTrue(torch.equal(value, own[name].to(value.dtype)), name)
-        with open(step / "block_001.safetensors", "r+b") as file:
-            file.seek(-1, 2)
-            file.write(b"\xff")
-        done = subprocess.run([sys.executable, script, step, self.dir / "damaged"], capture_output=True, text=True)
-        self.assertEqual(done.returncode, 1)
-        self.assertRegex(done.stderr, r"^export.py: error: .*block_001.safetensors: altered")
-        self.assertFalse((self.dir / "damaged").exists())
+
+    @NEEDS
+    def test_release_refused(self):
+        """One line that says why; nothing is left, and nothing of others is touched."""
+        step, script, before = self.trained() / "step_00000008", cli.ROOT / "scripts/export.py", None
+
+        def refused(words, full="unlimited"):
+            done = subprocess.run(["sh", "-c", f'ulimit -f {full}; exec "$@"', "sh", sys.executable, script, step, self.dir / "out"],
+                                  capture_output=True, text=True)
+            self.assertEqual(done.returncode, 1, done.stderr)
+            self.assertRegex(done.stderr, f"^export.py: error: .*{words}.*\n$")
+            self.assertEqual(cli.snapshot(self.dir).keys(), before)
+
+        before = cli.snapshot(self.dir).keys()
+        refused("File too large", full=20)  # as a full disk
+        for name in ("block_001.safetensors", "generation_config.json"):
+            whole = (step / name).read_bytes()
+            (step / name).write_bytes(whole[:-1] + b"\xff")
+            refused(f"{name}: altered")
+            (step / name).write_bytes(whole)
+        whole = (step / "manifest.json").read_text()
+        for manifest in (whole.replace('"step": 8', '"step": 9'), "[]"):
+            self.assertNotEqual(manifest, whole)
+            (step / "manifest.json").write_text(manifest)
+            refused("manifest.json: (altered|not a JSON object)")
+        cli.write_manifest(step, {**json.loads(whole), "format": "train_moe checkpoint 2"})
+        refused("manifest.json: altered, or not of this version")
+        (step / "manifest.json").write_text(whole)
+        for name in ("out", "out.tmp"):
+            (self.dir / name).mkdir()
+            (self.dir / name / "mine").touch()
+            before = cli.snapshot(self.dir).keys()
+            refused(f"{name} is there already")
+            (self.dir / name / "mine").unlink()
+            (self.dir / name).rmdir()
 
 
 if __name__ == "__main__":

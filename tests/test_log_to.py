@@ -6,6 +6,7 @@ import io
 import json
 import os
 import pathlib
+import shutil
 import struct
 import subprocess
 import sys
@@ -152,7 +153,7 @@ class TensorBoard(Case):
         run = self.log("run", steps(1, 4))
         self.run_script(run, "--tensorboard", "board")
         reader = self.read("board/run")
-        first, = os.listdir("board/run")
+        first, = self.dir.glob("board/run/events*")
         foreign = self.dir / "board/run" / "events.out.tfevents.1.host"
         foreign.write_bytes(b"")
         self.log("run", steps(1, 9))
@@ -161,8 +162,28 @@ class TensorBoard(Case):
             self.assert_scalars(self.read("board/run"), steps(1, 9))
             self.assert_scalars(reader.Reload(), steps(1, 9))
         self.assertTrue(foreign.exists())
-        self.assertNotIn(first, os.listdir("board/run"))
-        self.assertEqual(sum(path.stat().st_size > 0 for path in self.dir.glob("board/run/*")), 1)
+        self.assertFalse(first.exists())
+        self.assertEqual(sum(path.stat().st_size > 0 for path in self.dir.glob("board/run/events*")), 1)
+
+    def test_a_run_does_not_replace_another_of_its_name(self):
+        first, other = (self.log(f"{folder}/run", steps(1, n)) for folder, n in (("a", 3), ("b", 4)))
+        self.run_script(first, "--tensorboard", "board")
+        source = self.dir / "board/run/log_to.source"
+        source.unlink()  # as it was left before there was one
+        (self.dir / "link").symlink_to("a/run")
+        for name in ("a/run", "a/run/log.jsonl", first):
+            self.run_script(name, "--tensorboard", "board")
+        self.assertEqual(source.read_bytes(), os.fsencode(os.path.realpath(first / "log.jsonl")))
+        before = {path: path.read_bytes() for path in self.dir.glob("board/run/*")}
+        _, said = self.run_script(other, "--tensorboard", "board", code=1)
+        self.assertEqual(said, f"log_to.py: error: board/run holds the run of {first}/log.jsonl, not of {other}/log.jsonl; choose "
+                               "another --tensorboard or rename a run, or, if it is the same run elsewhere, remove board/run first\n")
+        self.assertEqual({path: path.read_bytes() for path in self.dir.glob("board/run/*")}, before)
+        self.assert_scalars(self.read("board/run"), steps(1, 3))
+
+        shutil.rmtree(self.dir / "board/run")  # as the message says
+        self.run_script(other, "--tensorboard", "board")
+        self.assert_scalars(self.read("board/run"), steps(1, 4))
 
     def test_several_runs(self):
         odd = os.fsdecode(b"\xff|<$")

@@ -123,6 +123,24 @@ class Bytes(Case):
         self.fails(path, says="in.jsonl: example 1: the field 'label' is missing")
         self.fails(path, "--labels", self.write("1", name="one"), says="one: 1 labels for 3 examples")
         self.fails(path, "--labels", self.write("1", "0", "2", name="two"), says="example 3: label 2 of 2 endings")
+        self.fails(self.write(HUB_ARC), "--labels", self.write("1", name="one"), says="lines of this kind have an answerKey")
+
+    def test_what_is_there_already(self):
+        """It is replaced, but not if it is what is read; nor is what a temporary name belongs to."""
+        path, labels = self.write(PIQA), self.write("1", name="one")
+        for out in (path, labels):
+            self.out = out
+            before = out.read_bytes()
+            self.assertIn(f"--out {out} is what is read", self.run_it(path, "--labels", labels, expect=1))
+            self.assertEqual(out.read_bytes(), before)
+        self.out = self.dir / "out.bin"
+        beside = self.dir / "out.bin.tmp"
+        beside.write_text("precious")
+        self.assertIn(f"{beside}: File exists", self.run_it(path, expect=1))
+        self.assertEqual(beside.read_text(), "precious")
+        beside.unlink()
+        for _ in range(2):
+            self.run_it(path)
 
     def test_bad_examples_are_named(self):
         cases = [("{", "not JSON"), ("[1]", "not a JSON object"), ("[" * 100000, "not JSON"),
@@ -137,6 +155,9 @@ class Bytes(Case):
                  ({**PLAIN, "endings": ["4"]}, "of 1 endings"),
                  ({**PLAIN, "endings": ["4"] * 257}, "of 257 endings"),
                  ({**PLAIN, "context": 5}, "the context is no text"),
+                 ({**PIQA, "goal": None}, "null is no text"), ({**HUB_ARC, "question": 5}, "5 is no text"),
+                 ({**ARC, "question": {**ARC["question"], "stem": None}}, "null is no text"),
+                 ({**CASH, "activity_label": None}, "null is no text"), ({**CASH, "ctx_a": ["a"]}, "is no text"),
                  ({"goal": "a", "sol1": "b", "label": 0}, "the field 'sol2' is missing")]
         for row, says in cases:
             path = self.write(PLAIN, row)
