@@ -196,7 +196,8 @@ class Compare(unittest.TestCase):
             out = self.dir / "-".join(["signal", *before, str(int(number))])
             command = self.command("--only", "mxfp8", "--launch", launch, out=out, steps=10000000)
             with subprocess.Popen([*before, *command], cwd=self.dir, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE,
-                                  stderr=subprocess.PIPE, text=True) as process:
+                                  stderr=subprocess.PIPE, text=True,  # whatever these tests began with
+                                  preexec_fn=lambda: signal.signal(signal.SIGHUP, signal.SIG_DFL)) as process:
                 log, deadline = out / "bf16/log.jsonl", time.monotonic() + 60
                 while not (log.exists() and log.read_text().count("\n") > 3) and time.monotonic() < deadline:
                     time.sleep(0.05)
