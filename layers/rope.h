@@ -7,7 +7,8 @@
 // factor. The ramp is linear in the pair i, as in YaRN's and DeepSeek's code (the paper's is linear in the turns): r_i
 // = clamp((i - low) / (high - low), 0, 1), low = floor(d(beta_fast)), high = ceil(d(beta_slow)), where d(beta) = D
 // ln(original_len / (2 pi beta)) / (2 ln theta) is the pair that makes beta turns over the original length; beta_fast =
-// 32, beta_slow = 1, low is at least 0 and high at most D - 1.
+// 32, beta_slow = 1, low is at least 0 and high at most D - 1. Where they are equal, 0.001 takes the place of high -
+// low; high < low is taken as it is (both as in DeepSeek's code).
 #ifndef LAYERS_ROPE_H
 #define LAYERS_ROPE_H
 

@@ -25,7 +25,7 @@ static double frequency(int i, const RopeConfig* config) {
     if (!config->yarn) return f;
     int low, high;
     rope_yarn_ramp(&low, &high, config);
-    double ramp = (i - low) / (high > low ? (double)(high - low) : 0.001);
+    double ramp = (i - low) / (high == low ? 0.001 : (double)(high - low));
     ramp = ramp < 0 ? 0 : ramp > 1 ? 1 : ramp;
     return (1 - ramp) * f + ramp * f / config->factor;
 }

@@ -148,7 +148,7 @@ void model_forward(Model* model, int train);
 // (their sum, the modules' by their weight) in the outputs' dnorm and in lm_head's.
 void model_loss(Model* model, StepState* state, float dscale);
 // From the outputs' dnorm down to the embedding; all parameters' gradients = in a step's first micro-step and += after
-// it, and summed over the ranks by the last. aux: see router_backward.
+// it, and summed over the ranks by the last. aux: see router_backward; the same in all blocks, those of modules too.
 void model_backward(Model* model, float aux, int last_micro_step);
 
 // Training step `step`, from 1: begin, then per micro-batch model_batch and model_micro_step, then model_update.

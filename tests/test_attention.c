@@ -11,14 +11,18 @@ static double oracle_frequency(int i, const RopeConfig* c) {
     if (!c->yarn) return f;
     double per = c->dim / (2 * log(c->theta)), low = floor(per * log(c->original_len / (2 * M_PI * 32)));
     double high = ceil(per * log(c->original_len / (2 * M_PI * 1)));
-    double ramp = fmin(fmax((i - low) / (high - low), 0), 1);
+    low = fmax(low, 0), high = fmin(high, c->dim - 1);
+    double ramp = fmin(fmax(high == low ? 1000 * (i - low) : (i - low) / (high - low), 0), 1);
     return (1 - ramp) * f + ramp * f / c->factor;
 }
 
 static void test_rope_table(void) {
     RopeConfig configs[] = {{64, 10000, 0, 40, 0.707, 4096}, {64, 10000, 1, 40, 0.707, 4096},
                             {6, 10000, 0, 1, 1, 4096},       {16, 10000, 1, 40, 1, 4096},
-                            {2, 500000, 0, 1, 1, 4096},      {32, 500000, 1, 8, 1, 8192}};
+                            {2, 500000, 0, 1, 1, 4096},      {32, 500000, 1, 8, 1, 8192},
+                            {6, 100, 1, 40, 1, 600000},  // high == low == 5
+                            {8, 2, 1, 40, 1, 4096},      // high < low, of which the second is beyond all pairs
+                            {16, 10000, 1, 40, 1, 1}};   // high < low, both below 1
     enum { T = 300 };
     for (int s = 0; s < COUNT(configs); s++) {
         RopeConfig* c = &configs[s];
