@@ -76,6 +76,7 @@ class Run:
         self.options = [*options, "--seed", str(seed)]
         if not any(option.split("=")[0] == "--data-seed" for option in options):
             self.options += ["--data-seed", str(data_seed)]
+        # How many steps it shall have: the last that the options say, or what its log will.
         given = re.findall(r"^--steps[=\n]([1-9]\d*)$", "\n".join(options), re.M)
         self.rows, self.steps = {}, int(given[-1]) if given else None
 
