@@ -9,13 +9,13 @@
 Writes NAME_train_%06d.bin, NAME_val_%06d.bin and the tokenizer: NAME_tokenizer.bin for train_moe, NAME_tokenizer.json
 and NAME_tokenizer_config.json for transformers, which wants them in a folder as tokenizer.json and
 tokenizer_config.json. Until all are complete they end in .tmp; those that a killed run left go with the next run of the
-same NAME. Every document starts with the end-of-text token. The byte tokenizer (ids 0..255, 256 = end of text) needs
-nothing but Python's standard library.
+same NAME, of which there is one at a time. Every document starts with the end-of-text token. The byte tokenizer (ids
+0..255, 256 = end of text) needs nothing but Python's standard library.
 
 A document is a record of a .jsonl, .ndjson or .parquet file (its --field), or any other file, or with --split-on a part
-of one (line ends around a part are dropped). Files that end in .gz, .xz or .zst are unpacked as they are read. Text is handled
-in pieces of a few MiB; a document longer than that is cut at line ends. One process reads and writes, --jobs of them
-encode: the shards are the same whatever their number.
+of one (line ends around a part are dropped). Files that end in .gz, .xz or .zst are unpacked as they are read. Text is
+handled in pieces of a few MiB; a document longer than that is cut at line ends. One process reads and writes, --jobs of
+them encode: the shards are the same whatever their number.
 
 Without --val, documents are dealt by a hash of how they begin, so that the same text always falls on the same side. Where
 this makes validation less than a quarter of --val-fraction of the text or more than four times as much, as with a few

@@ -21,8 +21,8 @@ static void test_rope_table(void) {
                             {6, 10000, 0, 1, 1, 4096},       {16, 10000, 1, 40, 1, 4096},
                             {2, 500000, 0, 1, 1, 4096},      {32, 500000, 1, 8, 1, 8192},
                             {6, 100, 1, 40, 1, 600000},  // high == low == 5
-                            {8, 2, 1, 40, 1, 4096},      // high < low, of which the second is beyond all pairs
-                            {16, 10000, 1, 40, 1, 1}};   // high < low, both below 1
+                            {8, 2, 1, 40, 1, 4096},      // high < low, which is beyond all pairs
+                            {16, 10000, 1, 40, 1, 1}};   // high < low = 0
     enum { T = 300 };
     for (int s = 0; s < COUNT(configs); s++) {
         RopeConfig* c = &configs[s];

@@ -127,8 +127,9 @@ static void test_large_logits(void) {
 // Queries of a head that are all equal, and so are keys: row t sees t + 1 equal scores s, lse = s + ln(t + 1), and out
 // is the mean of the values so far. The maximum never moves, and what each of 128 tiles adds to the error of a sum
 // grows with t. lse: the tensor cores cut sums off behind 24 bits, in each of 12 steps half of s on the average: 3.6e-5
-// of 50 at most; 2^-24 of a sum of ones for each tile, 8e-6; exp2 and lse itself 1e-5. A factor of an old sum that is
-// off by half of the last bit of s log2(e) would show 3e-4, for most s.
+// of 50 at most; 2^-24 of a sum of ones for each tile, 8e-6; exp2 and lse itself 1e-5: 5.4e-5 in all, and twice that is
+// allowed. A factor of an old sum that is off by up to half of the last bit of s log2(e) shows 3e-4 at most, where s is
+// large; 1.5e-4 was seen, of the heads here in one.
 static void test_equal_scores(void) {
     enum { T = 16384, H = 4 };
     for (int64_t rope = 16; rope <= 64; rope *= 2) {
