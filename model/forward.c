@@ -42,13 +42,20 @@ static void mla_forward(Model* m, floatX* out, const Weight* w, const BlockSaved
     linear_forward(out, s->att, &w[WO], N, m->ctx);
 }
 
+// Where a block counts its loads and, for quantile balancing, its margins: in training alone.
+static RouterCounts router_counts(const Model* m, const Unit* u, int train) {
+    const int64_t first = u->layer * m->config.E;
+    RouterCounts counts = {train ? m->load + first : NULL, m->margins ? m->margins + first * MARGIN_BINS : NULL};
+    return counts;
+}
+
 // out = mlp(norm2)
 static void mlp_forward(Model* m, floatX* out, const Unit* u, int train) {
     BlockSaved* s = &m->blocks[u->layer];
     const int64_t N = m->B * m->T;
     if (u->kind != UNIT_DENSE) {
-        int64_t* load = train ? m->load + u->layer * m->config.E : NULL;
-        moe_forward(out, s->norm2, model_moe_weights(m, u), &s->moe, load, m->moe_shape, m->dispatch, m->pool, m->ctx);
+        moe_forward(out, s->norm2, model_moe_weights(m, u), &s->moe, router_counts(m, u, train), m->moe_shape,
+                    m->dispatch, m->pool, m->ctx);
         return;
     }
     linear_forward(s->h, s->norm2, &u->w[MLP13], N, m->ctx);
@@ -95,7 +102,6 @@ void output_forward(Model* m, int k, const Unit* u) {
 void model_forward(Model* m, int train) {
     const int head = (int)m->config.L + 1;
     pool_release(m->pool, m->pool_empty);
-    m->moe_shape.router.even = train && m->even ? &m->inputs->even : NULL;
     m->moe_shape.capacity = train ? m->capacity : 0;  // validation has no step to run again
     m->further = train ? (int)m->config.mtp : 0;
 

@@ -270,11 +270,13 @@ void model_plan(Model* m, const Settings* s, int rank, Backend backend) {
     arena_add(state, "rope table", ELEMENT_REAL, m->T * c->rope, 0, (void**)&m->rope_table);
     arena_add(state, "router biases", ELEMENT_REAL, count * c->E, 0, (void**)&m->bias);
     arena_add(state, "expert loads", ELEMENT_I64, count * c->E, 0, (void**)&m->load);
+    const int64_t bins = s->balance == BALANCE_QUANTILE && !s->force_balance ? count * c->E * MARGIN_BINS : 0;
+    if (bins) arena_add(state, "router margins", ELEMENT_I64, bins, 0, (void**)&m->margins);
     const int64_t casts = s->mx_stats ? count * BLOCK_STATS : 0;
     arena_add(state, "cast statistics", ELEMENT_BYTE, casts * (int64_t)sizeof(MxStats), 0, (void**)&m->mx_stats);
     arena_add(state, "step state", ELEMENT_BYTE, sizeof(StepState), 0, (void**)&m->state);
     arena_add(state, "step state of validation", ELEMENT_BYTE, sizeof(StepState), 0, (void**)&m->val_state);
-    arena_add(state, "inputs of a step", ELEMENT_BYTE, sizeof(StepInputs), 0, (void**)&m->inputs);
+    arena_add(state, "inputs of a step", ELEMENT_BYTE, sizeof(AdamW), 0, (void**)&m->inputs);
 }
 
 // Of unit_grads_end.

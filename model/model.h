@@ -77,14 +77,8 @@ enum { BLOCK_STATS = PARAMS * WEIGHT_STATS };
 // time; the pool of the MoE blocks; batch, tables and counters.
 enum { IN_PARAMS, IN_SAVED, IN_SCRATCH, IN_POOL, IN_STATE, ARENAS };
 
-// What the host says of a step, in device memory: all else that it gives to the device is the same in every step.
-typedef struct StepInputs {
-    AdamW opt;
-    float even;  // what routers go without (moe/router.h)
-} StepInputs;
-
-// A micro-step is one of 32 kinds, by what the host decides of it; all updates are of one.
-enum { UPDATE_GRAPH = 32, GRAPHS };
+// A micro-step is one of 16 kinds, by what the host decides of it; all updates are of one.
+enum { UPDATE_GRAPH = 16, GRAPHS };
 
 typedef struct Model {
     Settings settings;
@@ -115,14 +109,15 @@ typedef struct Model {
     real *rope_table, *losses;  // (T, rope/2, 2), (N)
     real* bias;                 // (L + mtp, E): the routers' balance biases; rows of dense blocks stay 0
     int64_t* load;              // (L + mtp, E): tokens each expert got in this step
-    int even, late;             // 1: in this step routers go without a share that is not 0; modules weigh as in the end
+    int64_t* margins;           // (L + mtp, E, MARGIN_BINS): histograms of this step; only with --balance quantile
+    int late;                   // 1: in this step modules weigh as in the end
     int first;                  // 1: the micro-step in work is the first of its step
     float further_weight;       // of the loss of each module in this step
     int further;                // modules that the forward in work computed
     MxStats* mx_stats;          // (L + mtp, BLOCK_STATS): what the casts of this step did, with --mx-stats
     int measures;               // 1: this step makes mx_stats; set before model_step_begin, 0 again after model_update
     StepState *state, *val_state;
-    StepInputs* inputs;
+    AdamW* inputs;  // of this step, in device memory: a captured graph reads them there
     Graph* graphs[GRAPHS];  // NULL: not replayed
 } Model;
 

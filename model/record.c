@@ -97,7 +97,6 @@ static Settings recorded(const Json* record, const char* out) {
     Settings was = {.preset = 0};
     char *known = (char*)host_alloc((size_t)settings_count), *where = host_format("the checkpoint in %s: ", out);
     options_defaults(settings_table, settings_count, &was);
-    was.even_start = 0;  // what records that lack it were made with
     for (int i = 0; i < settings_count; i++) {
         const Option* o = &settings_table[i];
         const Json* value = json_get(record, o->name);

@@ -127,13 +127,12 @@ const Option settings_table[] = {
     CHOICE("optimizer", "moments", moments, "float32", "float32|bf16", FIXED,
            "how AdamW's moments are kept, in both builds"),
     NUMBER("optimizer", "clip", clip, "1", 0, 1e9, FIXED, "largest global gradient norm; 0: no clipping"),
-    WHOLE("optimizer", "even-start", even_start, "1", 0, 1, FIXED,
-          "1: for four fifths of the run, and less and less up to nine tenths, routers choose by logits without what "
-          "would make a sequence's choice uneven; with --init 0, unless given"),
-    NUMBER("optimizer", "bias-rate", bias_rate, "5e-3", 0, 100, FIXED,
-           "what an expert without tokens gains in selection bias at each step; with --score softmax 0, unless given"),
-    NUMBER("optimizer", "aux-loss", aux_loss, "1e-2", 0, 100, FIXED,
-           "weight of the sequence-wise balance loss, a mean over sequences"),
+    CHOICE("optimizer", "balance", balance, "quantile", "quantile|deepseek|none", FIXED,
+           "how expert loads are balanced: selection bias from quantiles of the scores, or DeepSeek-V3's bias and loss"),
+    NUMBER("optimizer", "bias-rate", bias_rate, "1e-3", 0, 100, FIXED,
+           "change of the selection bias a step, with --balance deepseek"),
+    NUMBER("optimizer", "aux-loss", aux_loss, "0", 0, 100, FIXED,
+           "weight of the sequence-wise balance loss; with --balance deepseek 1e-4, unless given"),
     NUMBER("optimizer", "mtp-weight", mtp_weight, "0.3", 1e-3, 100, FIXED,
            "weight of the losses of --mtp's modules, shared by them"),
     NUMBER("optimizer", "mtp-weight-end", mtp_weight_end, "0.1", 1e-3, 100, FIXED, "the same after --mtp-switch"),
@@ -271,12 +270,13 @@ static void set_for_use(Settings* s, const char* given, const char* folder) {
     s->tokenizer = host_strdup(tokenizer.text);
 }
 
-// What a model's kind asks for, where it is not given. DeepSeek-V2's, with softmax scores, have no selection bias. A
-// trained router's choice is left as it is.
+// Defaults that depend on other options.
 static void set_for_model(Settings* s, const char* given) {
     if (!given[row(offsetof(Settings, lr))]) s->lr = peak_lr[s->preset];
-    if (s->model.score == SCORE_SOFTMAX && !given[row(offsetof(Settings, bias_rate))]) s->bias_rate = 0;
-    if (*s->init && !given[row(offsetof(Settings, even_start))]) s->even_start = 0;
+    if (s->balance == BALANCE_DEEPSEEK && !given[row(offsetof(Settings, aux_loss))]) s->aux_loss = 1e-4;
+    if (s->balance != BALANCE_DEEPSEEK && given[row(offsetof(Settings, bias_rate))])
+        die(EXIT_USAGE, "--bias-rate goes with --balance deepseek; this run has --balance %s",
+            s->balance == BALANCE_NONE ? "none" : "quantile");
 }
 
 const char* settings_folder(const Settings* s, const char** option) {
@@ -366,11 +366,6 @@ double config_softmax_scale(const ModelConfig* m) {
     RopeConfig rope = config_rope(m);
     double mscale = rope_mscale(&rope);
     return mscale * mscale / sqrt((double)(m->nope + m->rope));
-}
-
-double settings_even(const Settings* s, int64_t step) {
-    if (!s->even_start || s->schedule == SCHEDULE_CONSTANT) return (double)s->even_start;
-    return fmin(fmax(9 - 10 * (double)step / (double)s->steps, 0), 1);
 }
 
 double settings_mtp_weight(const Settings* s, int64_t step) {

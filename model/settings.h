@@ -26,6 +26,7 @@ typedef struct ModelConfig {
     int64_t yarn_original_len;
 } ModelConfig;
 
+typedef enum { BALANCE_QUANTILE, BALANCE_DEEPSEEK, BALANCE_NONE } Balance;
 typedef enum { SCHEDULE_COSINE, SCHEDULE_WSD, SCHEDULE_LINEAR, SCHEDULE_CONSTANT } Schedule;
 
 // The value of every option. A choice is the number of the word in its list.
@@ -40,7 +41,7 @@ typedef struct Settings {
     char *out, *prompt;
     double temperature;
     double lr, final_lr_frac, weight_decay, beta1, beta2, eps, clip, bias_rate, aux_loss;
-    int64_t moments, warmup, schedule, even_start;
+    int64_t moments, warmup, schedule, balance;
     double mtp_weight, mtp_weight_end, mtp_switch;
     int64_t ep, shard, dispatch, recompute;
     double timeout, capacity, gpu_memory;
@@ -95,11 +96,6 @@ double config_softmax_scale(const ModelConfig* config);  // (nope + rope)^-1/2, 
 //   wsd        along a line, but only over the last fifth; constant until then
 //   constant   not at all
 double settings_lr(const Settings* settings, int64_t step);
-
-// The share of what evens out a sequence's choice that routers go without at `step` (moe/router.h): all of it in four
-// fifths of the run, then along a line to none at nine tenths. A constant schedule does not ask where the run ends: all
-// of it in every step. With --even-start 0 none.
-double settings_even(const Settings* settings, int64_t step);
 
 // The weight at `step` of the modules' losses, together, beside that of the main model.
 double settings_mtp_weight(const Settings* settings, int64_t step);

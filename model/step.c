@@ -6,17 +6,17 @@
 
 void model_step_begin(Model* m, int64_t step) {
     const Settings* s = &m->settings;
-    const StepInputs inputs = {{(float)settings_lr(s, step), (float)s->beta1, (float)s->beta2, (float)s->eps,
-                                (float)s->weight_decay, (float)s->clip},
-                               (float)settings_even(s, step)};
+    const AdamW inputs = {(float)settings_lr(s, step), (float)s->beta1, (float)s->beta2, (float)s->eps,
+                          (float)s->weight_decay, (float)s->clip};
     const int64_t blocks = config_blocks(&m->config);
     const double weight = settings_mtp_weight(s, step);
     device_upload(m->inputs, &inputs, sizeof(inputs), m->ctx);
-    m->even = inputs.even != 0 && !s->force_balance;
     m->late = weight != s->mtp_weight;
     m->further_weight = (float)(weight / (double)max_i64(m->config.mtp, 1));
     m->first = 1;
     device_zero(m->load, (size_t)(blocks * m->config.E) * sizeof(int64_t), m->ctx);
+    if (m->margins)
+        device_zero(m->margins, (size_t)(blocks * m->config.E * MARGIN_BINS) * sizeof(int64_t), m->ctx);
     if (m->measures) device_zero(m->mx_stats, (size_t)(blocks * BLOCK_STATS) * sizeof(MxStats), m->ctx);
     step_begin(m->state, m->ctx);
 }
@@ -35,7 +35,7 @@ static void last_micro_step(void* model) { forward_and_backward((Model*)model, 1
 // Micro-steps of a kind give the device the same work.
 static Graph* micro_step_graph(const Model* m, int last) {
     const int casts = m->units[0].version != weights_version(m->sharding);
-    return m->measures ? NULL : m->graphs[m->first | last << 1 | m->even << 2 | m->late << 3 | casts << 4];
+    return m->measures ? NULL : m->graphs[m->first | last << 1 | m->late << 2 | casts << 3];
 }
 
 void model_micro_step(Model* m, int last) {
@@ -49,7 +49,9 @@ void model_micro_step(Model* m, int last) {
 static void sum_over_ranks(Model* m) {
     if (!m->world) return;
     comm_sum_double(m->world, &m->state->loss_sum, STEP_SUMS, m->ctx);
-    comm_sum_i64(m->world, m->load, config_blocks(&m->config) * m->config.E, m->ctx);
+    const int64_t experts = config_blocks(&m->config) * m->config.E;
+    comm_sum_i64(m->world, m->load, experts, m->ctx);
+    if (m->margins) comm_sum_i64(m->world, m->margins, experts * MARGIN_BINS, m->ctx);
     if (m->measures)  // doubles, all of it
         comm_sum_double(m->world, (double*)m->mx_stats,
                         config_blocks(&m->config) * BLOCK_STATS * (int64_t)(sizeof(MxStats) / sizeof(double)), m->ctx);
@@ -57,9 +59,22 @@ static void sum_over_ranks(Model* m) {
 
 static int64_t clamp(int64_t x, int64_t most) { return x < 0 ? 0 : x < most ? x : most; }
 
+// The routers' selection biases, from what the step counted.
+static void balance(Model* m) {
+    const Settings* s = &m->settings;
+    const int64_t blocks = config_blocks(&m->config) - m->config.dense_layers, E = m->config.E;
+    const int64_t first = m->config.dense_layers * E;
+    real* bias = m->bias + first;
+    if (m->margins)
+        router_balance_quantile(bias, m->margins + first * MARGIN_BINS, blocks, (int32_t)E, (int32_t)m->config.K,
+                                m->state, m->ctx);
+    if (s->balance == BALANCE_DEEPSEEK)
+        router_balance_sign(bias, m->load + first, blocks, (int32_t)E, (float)s->bias_rate, m->state, m->ctx);
+}
+
 static void update(void* model) {
     Model* m = (Model*)model;
-    const AdamW* opt = &m->inputs->opt;
+    const AdamW* opt = m->inputs;
     sum_over_ranks(m);
     step_decide(m->state, m->settings.tokens_per_step, opt, m->ctx);
     int count = 0, most = params_units(&m->config) * BUFFERS;
@@ -73,9 +88,7 @@ static void update(void* model) {
     }
     adamw_update(list, count, m->layout.bf16_moments, opt, m->state, m->ctx);
     free(list);
-    const int64_t dense = m->config.dense_layers, E = m->config.E;
-    router_update_bias(m->bias + dense * E, m->load + dense * E, config_blocks(&m->config) - dense, (int32_t)E,
-                       (float)m->settings.bias_rate, m->state, m->ctx);
+    balance(m);
 }
 
 void model_make_room(Model* m, Ranks* world, double needed) {

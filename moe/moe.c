@@ -9,8 +9,8 @@ size_t moe_workspace(MoeShape s) {
     return max_size(bytes, max_size(mx_stats_workspace(), dispatch_workspace(dispatch_shape(s))));
 }
 
-void moe_forward(floatX* y, const floatX* x, MoeWeights w, MoeSaved* m, int64_t* load, MoeShape s, Dispatch* d,
-                 Pool* pool, Ctx* ctx) {
+void moe_forward(floatX* y, const floatX* x, MoeWeights w, MoeSaved* m, RouterCounts counts, MoeShape s,
+                 Dispatch* d, Pool* pool, Ctx* ctx) {
     const int64_t N = s.router.N, shared = s.shared_F;
     MoeForwardBuffers t;
 
@@ -18,7 +18,7 @@ void moe_forward(floatX* y, const floatX* x, MoeWeights w, MoeSaved* m, int64_t*
     moe_plan_choices(pool_table(pool), m, s);
     pool_take_table(pool);
     router_forward(m->scores, m->route.expert, m->route.gate, x, w.router, w.bias, s.router, ctx);
-    if (load) router_count(load, m->route.expert, N * s.router.K, s.router.E, ctx);
+    if (counts.load) router_count(counts, m->scores, m->route.expert, w.bias, s.router, ctx);
 
     // 2. Tokens to the ranks of their experts; the shared MLP's first product and activation while they travel.
     dispatch_counts(d, &m->route, ctx);

@@ -62,9 +62,9 @@ typedef struct MoeSaved {
 void moe_plan(Arena* pool, MoeShape shape, int64_t blocks, double capacity);
 size_t moe_workspace(MoeShape shape);
 
-// y = (N, C). load (E) += the tokens of this rank that chose each expert, if not NULL (training). Takes *saved from the
-// pool; whoever called releases it.
-void moe_forward(floatX* y, const floatX* x, MoeWeights w, MoeSaved* saved, int64_t* load, MoeShape shape,
+// y = (N, C). counts += those of this rank's tokens, in training (moe/router.h). Takes *saved from the pool; the caller
+// releases it.
+void moe_forward(floatX* y, const floatX* x, MoeWeights w, MoeSaved* saved, RouterCounts counts, MoeShape shape,
                  Dispatch* dispatch, Pool* pool, Ctx* ctx);
 
 // dx (N, C) is =. aux: see router_backward.

@@ -48,53 +48,24 @@ static void limit_groups(real* choice, real* group_score, char* taken, RouterSha
         if (!taken[e / size]) choice[e] = -INFINITY;
 }
 
-// What evens out the choice of one sequence, times `share`: d (E). scratch holds 3 E + EVEN_TOKENS.
-static void even_out(real* share_d, const real* logits, int64_t tokens, int64_t E, int32_t K, double share,
-                     double* scratch) {
-    const int64_t step = ceil_div(tokens, EVEN_TOKENS), count = ceil_div(tokens, step);
-    double *d = scratch, *p = d + E, *sum = p + E, *h = sum + E, square = 0;
-    for (int64_t e = 0; e < E; e++) d[e] = 0;
-    for (int64_t t = 0; t < count; t++) h[t] = 0;
-    for (int64_t t = 0; t < tokens; t += step)
-        for (int64_t e = 0; e < E; e++) d[e] += (double)logits[t * E + e] / (double)count;
-    for (int64_t t = 0; t < tokens; t += step)
-        for (int64_t e = 0; e < E; e++) square += pow((double)logits[t * E + e] - d[e], 2);
-
-    double tau = EVEN_TAU * sqrt(square / (double)(count * E)) + 1e-20;
-    for (int round = 0; round < EVEN_ROUNDS; round++, tau *= EVEN_COOLER) {
-        for (int64_t e = 0; e < E; e++) sum[e] = 0;
-        for (int64_t t = 0; t < tokens; t += step) {
-            double *threshold = &h[t / step], total = 0;
-            for (int64_t e = 0; e < E; e++) p[e] = ((double)logits[t * E + e] - d[e]) / tau;
-            for (int64_t e = 0; e < E; e++) total += 1 / (1 + exp(*threshold / tau - p[e]));
-            *threshold += tau * log(total / K + EVEN_LEAST);
-            for (int64_t e = 0; e < E; e++) sum[e] += 1 / (1 + exp(*threshold / tau - p[e]));
-        }
-        for (int64_t e = 0; e < E; e++)
-            d[e] += EVEN_STEP * tau * log(sum[e] * (double)E / (double)(K * count) + EVEN_LEAST);
-    }
-    for (int64_t e = 0; e < E; e++) share_d[e] = (real)(share * d[e]);
-}
-
-// Workspace: forward has what even_out takes for each thread, or two rows of E reals and E marks, then even d
-// (sequences, E); backward dlogits (N, E), counts (sequences, E) and E marks.
-static int64_t thread_reals(RouterShape s) { return 2 * (3 * (int64_t)s.E + EVEN_TOKENS); }
+// Workspace: forward has two rows of E reals and E marks for each thread; backward dlogits (N, E), counts (sequences, E)
+// and E marks.
+static int64_t thread_reals(RouterShape s) { return 3 * (int64_t)s.E; }
 
 size_t router_workspace(RouterShape s) {
-    return (size_t)((s.N + ceil_div(s.N, s.T)) * s.E + device_workers() * thread_reals(s)) * sizeof(real);
+    const int64_t backward = (s.N + ceil_div(s.N, s.T) + 1) * s.E, forward = device_workers() * thread_reals(s);
+    return (size_t)max_i64(backward, forward) * sizeof(real);
 }
 
 void router_forward(real* scores, int32_t* expert, real* gate, const floatX* x, const floatX* w, const real* bias,
                     RouterShape s, Ctx* ctx) {
-    real *scratch = ctx_workspace(ctx, ctx->threads * thread_reals(s) + ceil_div(s.N, s.T) * s.E),
-         *d = scratch + ctx->threads * thread_reals(s);
+    real* scratch = ctx_workspace(ctx, ctx->threads * thread_reals(s));
+
+    // logits = x Wg^T
 #pragma omp parallel for schedule(dynamic)
     for (int64_t n = 0; n < s.N; n += TILE)
         gemm(0, 1, min_i64(TILE, s.N - n), s.E, s.C, 1, x + n * s.C, s.C, w, s.C, 0, scores + n * s.E, s.E);
-#pragma omp parallel for schedule(dynamic)
-    for (int64_t n = 0; n < (s.even ? s.N : 0); n += s.T)
-        even_out(d + n / s.T * s.E, scores + n * s.E, min_i64(s.T, s.N - n), s.E, s.K, (double)*s.even,
-                 (double*)(scratch + thread_index() * thread_reals(s)));
+
 #pragma omp parallel for schedule(dynamic)
     for (int64_t n0 = 0; n0 < s.N; n0 += TILE) {
         real *choice = scratch + thread_index() * thread_reals(s), *group_score = choice + s.E;
@@ -102,16 +73,20 @@ void router_forward(real* scores, int32_t* expert, real* gate, const floatX* x, 
         for (int64_t n = n0; n < min_i64(n0 + TILE, s.N); n++) {
             real *score = scores + n * s.E, *g = gate + n * s.K, sum = 0;
             int32_t* id = expert + n * s.K;
-            for (int32_t e = 0; e < s.E; e++) choice[e] = score[e] - (s.even ? d[n / s.T * s.E + e] : 0);
+
+            // s, and what the selection compares: s + bias, -inf outside the best groups.
             score_row(score, s.E, s.score);
-            score_row(choice, s.E, s.score);
-            for (int32_t e = 0; e < s.E; e++) choice[e] += bias[e];
+            for (int32_t e = 0; e < s.E; e++) choice[e] = score[e] + bias[e];
             if (s.groups > 1) limit_groups(choice, group_score, taken, s);
+
+            // The K best, one after another.
             for (int32_t e = 0; e < s.E; e++) taken[e] = 0;
             for (int32_t k = 0; k < s.K; k++) {
                 id[k] = s.force_balance ? (int32_t)((n * s.K + k) % s.E) : take_best(choice, taken, s.E);
                 sum += g[k] = score[id[k]];
             }
+
+            // Gates: s of the selected experts, divided by their sum if norm, times scale.
             real factor = s.norm ? (real)s.scale / (sum + (real)1e-20) : (real)s.scale;
             for (int32_t k = 0; k < s.K; k++) g[k] *= factor;
         }
@@ -167,21 +142,68 @@ void router_backward(floatX* dx, real* dw, const real* dgate, const real* scores
         gemm(1, 0, s.E, min_i64(TILE, s.C - c), s.N, 1, dlogits, s.E, x + c, s.C, 1, dw + c, s.C);
 }
 
-void router_count(int64_t* load, const int32_t* expert, int64_t NK, int32_t E, Ctx* ctx) {
-    (void)E, (void)ctx;
-    for (int64_t i = 0; i < NK; i++) load[expert[i]]++;
+// alpha_n of one token: the largest s + bias of an expert that it did not select.
+static real best_unselected(const real* score, const real* bias, const int32_t* selected, RouterShape s) {
+    real best = -INFINITY;
+    for (int32_t e = 0; e < s.E; e++) {
+        int taken = 0;
+        for (int32_t k = 0; k < s.K; k++) taken |= selected[k] == e;
+        if (!taken && score[e] + bias[e] > best) best = score[e] + bias[e];
+    }
+    return best;
 }
 
-void router_update_bias(real* bias, const int64_t* load, int64_t layers, int32_t E, float rate, const StepState* state,
-                        Ctx* ctx) {
+void router_count(RouterCounts counts, const real* scores, const int32_t* expert, const real* bias, RouterShape s,
+                  Ctx* ctx) {
+    (void)ctx;
+    for (int64_t i = 0; i < s.N * s.K; i++) counts.load[expert[i]]++;
+    if (!counts.margins) return;
+
+    for (int64_t n = 0; n < s.N; n++) {
+        const real *score = scores + n * s.E, alpha = best_unselected(score, bias, expert + n * s.K, s);
+        for (int32_t e = 0; e < s.E; e++)
+            counts.margins[e * MARGIN_BINS + margin_bin((float)(alpha - (score[e] + bias[e])))]++;
+    }
+}
+
+// The margin below which a share K/E of the tokens that a histogram counted lie.
+static double margin_quantile(const int64_t* histogram, int64_t tokens, int32_t E, int32_t K) {
+    const double wanted = (double)tokens * K / E;
+    int64_t below = 0;
+    int bin = 0;
+    while (bin < MARGIN_BINS - 1 && (double)(below + histogram[bin]) < wanted) below += histogram[bin++];
+    const double share = histogram[bin] ? (wanted - (double)below) / (double)histogram[bin] : 0;
+    return margin_edge(bin) + share * (margin_edge(bin + 1) - margin_edge(bin));
+}
+
+void router_balance_quantile(real* bias, const int64_t* margins, int64_t layers, int32_t E, int32_t K,
+                             const StepState* state, Ctx* ctx) {
+    (void)ctx;
+    for (int64_t l = 0; l < layers; l++, bias += E, margins += (int64_t)E * MARGIN_BINS) {
+        int64_t tokens = 0;
+        for (int bin = 0; bin < MARGIN_BINS; bin++) tokens += margins[bin];
+        if (!state->ok || tokens == 0) continue;
+
+        // Each bias rises by its quantile, then their mean becomes 0.
+        double mean = 0;
+        for (int32_t e = 0; e < E; e++) {
+            bias[e] += (real)margin_quantile(margins + (int64_t)e * MARGIN_BINS, tokens, E, K);
+            mean += (double)bias[e] / E;
+        }
+        for (int32_t e = 0; e < E; e++) bias[e] -= (real)mean;
+    }
+}
+
+void router_balance_sign(real* bias, const int64_t* load, int64_t layers, int32_t E, float rate, const StepState* state,
+                         Ctx* ctx) {
     (void)ctx;
     for (int64_t l = 0; l < layers; l++, bias += E, load += E) {
         int64_t total = 0;
         for (int32_t e = 0; e < E; e++) total += load[e];
-        if (!state->ok || total == 0) continue;
+        if (!state->ok) continue;
         for (int32_t e = 0; e < E; e++) {
-            int64_t below = total - load[e] * E;  // E * (mean load - load), exact
-            bias[e] += (real)(rate * (double)below / (double)total);
+            const int64_t below = total - load[e] * E;  // E * (mean load - load_e), exact
+            bias[e] += (real)rate * (real)((below > 0) - (below < 0));
         }
     }
 }

@@ -9,26 +9,14 @@
 // Of equal scores the lower index comes first. A token with NaN scores still gets K distinct experts. The bias only
 // selects; gradients reach x and Wg through the gates (and the auxiliary loss) alone.
 //
-// Early in training x is nearly the same for all tokens (it carries the frequencies of the tokens). What is left of it
-// lies along few directions, and both move at every step by more than the tokens differ: whole steps would choose the
-// same K experts. So training selects by logits less a share `even` of what evens out a sequence's choice:
-//
-//   selection among s(logits_te - even d_e) + bias
-//   d = mean_t logits_t and h = 0 at first; then for each tau of EVEN_ROUNDS, with p_te = sigmoid((logits_te - d_e -
-//   h_t) / tau),  h_t += tau log(sum_e p_te / K + EVEN_LEAST)  and then  d_e += EVEN_STEP tau log(E / K mean_t p_te +
-//   EVEN_LEAST); tau = EVEN_TAU times the standard deviation of logits_te - mean_t logits_te, plus 1e-20, and each time
-//   EVEN_COOLER of that; t: every n-th token of the sequence, n the least that makes them EVEN_TOKENS or fewer
-//
-// p_t is a soft choice of K experts: h_t lies between the K-th of a token's scores and the next. The rounds are
-// Sinkhorn's (as in S-BASE, arXiv 2202.01169, section 3, which chooses one) towards p of equal means, ever closer to a
-// hard choice: a few tokens with large logits make tau large, and one tau would leave the others as they are, and
-// tokens that are nearly alike stay together until tau is as small as what tells them apart. Where tokens differ along
-// few directions the rounds converge slowly, so d goes twice as far as its own equation asks. The gates keep s. d looks
-// ahead within the sequence, so a model is used with even 0. A share of d evens out in proportion only where tokens
-// differ: frequent ones stay nearly alike for long, and move together. So `even` is 1 until late, and then falls
-// (settings_even). How tokens are spread over ranks and micro-steps does not count, as a sequence is on one.
+// Load balancing sets the bias once a step, from that step's loads or margins (router_balance_*). So the selection of a
+// token depends on past steps and on the token itself, never on other tokens of its sequence: it is causal, and the
+// same in training and in inference.
 #ifndef MOE_ROUTER_H
 #define MOE_ROUTER_H
+
+#include <math.h>
+#include <string.h>
 
 #include "device/device.h"
 
@@ -37,12 +25,6 @@ BEGIN_C
 typedef struct StepState StepState;  // layers/adamw.h
 
 enum { ROUTER_MOST_EXPERTS = 512, ROUTER_MOST_CHOICES = 32 };  // of the kernels, which have a lane for each choice
-enum { EVEN_ROUNDS = 18, EVEN_TOKENS = 1024 };
-#define EVEN_TAU 0.8
-#define EVEN_COOLER 0.7
-#define EVEN_STEP 2.0
-#define EVEN_LEAST 1e-9  // for an expert or token that p gives nothing
-
 typedef enum { SCORE_SIGMOID = 0, SCORE_SOFTMAX = 1 } ScoreFunction;
 
 typedef struct RouterShape {
@@ -53,7 +35,6 @@ typedef struct RouterShape {
     int32_t norm;                // 1: gates of a token sum to scale
     float scale;                 // route_scale
     int32_t force_balance;       // 1: expert k of token n is (n K + k) % E, whatever the scores
-    const float* even;           // in device memory: share of d that the selection goes without; NULL: none
 } RouterShape;
 
 void router_forward(real* scores,      // (N, E): s, kept for backward
@@ -66,8 +47,7 @@ void router_forward(real* scores,      // (N, E): s, kept for backward
 
 // aux: weight of the sequence-wise balance loss aux * sum_sequences sum_e f_e P_e, f_e = E / (K T) * count_e,
 // P_e = mean_t s_te / sum_e' s_te' (DeepSeek-V3, equations 17 to 20), counts taken as constants. 0 switches it off.
-// count_e: tokens that have s_te among their K largest, without bias and groups; so a router whose choice is evened out
-// learns to be even by itself.
+// count_e: tokens that have s_te among their K largest, without bias and groups.
 void router_backward(floatX* dx,             // (N, C), +=
                      real* dw,               // (E, C), +=
                      const real* dgate,      // (N, K)
@@ -78,18 +58,68 @@ void router_backward(floatX* dx,             // (N, C), +=
 
 size_t router_workspace(RouterShape shape);
 
-// load[e] += tokens that chose expert e. Called in training's forward only, once a micro-step.
-void router_count(int64_t* load,          // (E)
-                  const int32_t* expert,  // (N, K)
-                  int64_t NK, int32_t E, Ctx* ctx);
+// The margin of expert e for token n: by how much its bias must rise before the token selects it. Selected experts have
+// negative margins.
+//
+//   margin_ne = alpha_n - (s_ne + bias_e),   alpha_n = the largest s + bias of the experts that the token did not select
+//
+// Without groups alpha_n is the (K+1)-th largest s + bias. Histograms of margins have MARGIN_OCTAVES octaves of |margin|
+// on each side of 0, each octave in MARGIN_SPLIT bins of equal width, and one bin for all that is nearer to 0. So the
+// relative precision is the same for sigmoid scores and for softmax scores, which are near 1 / E. Margins beyond the
+// last bin count in it.
+enum { MARGIN_OCTAVES = 20, MARGIN_SPLIT = 16, MARGIN_SIDE = MARGIN_OCTAVES * MARGIN_SPLIT };
+enum { MARGIN_BINS = 2 * MARGIN_SIDE + 1 };
+#define MARGIN_LARGEST 2.0f  // scores lie in [0, 1]; the lower end of the octaves is 2^-19
 
-// Auxiliary-loss-free balancing (arXiv 2408.15664), of all layers at once: bias_e += rate * (1 - load_e / mean load),
-// load over the whole step and all ranks, its mean over the layer. The paper takes the sign of that, and this for a
-// variant; but where scores differ by less than rate (sigmoids near 1, to which the balance loss drives them), steps of
-// full length move all tokens to and fro. Nothing is written if state->ok is 0, nor in a layer that counted no token.
-void router_update_bias(real* bias,           // (layers, E)
-                        const int64_t* load,  // (layers, E)
-                        int64_t layers, int32_t E, float rate, const StepState* state, Ctx* ctx);
+// What a step counts for its load balancing, in training's forward pass only, once a micro-step. Integers, so that sums
+// over micro-steps and ranks do not depend on the layout.
+typedef struct RouterCounts {
+    int64_t* load;     // (E): tokens that selected each expert; NULL: nothing is counted
+    int64_t* margins;  // (E, MARGIN_BINS): histograms of the margins, or NULL
+} RouterCounts;
+
+// counts += those of N tokens.
+void router_count(RouterCounts counts,
+                  const real* scores,     // (N, E)
+                  const int32_t* expert,  // (N, K)
+                  const real* bias,       // (E)
+                  RouterShape shape, Ctx* ctx);
+
+// The update of the biases of all layers, from the counts of the whole step, summed over all ranks. Nothing is written
+// if state->ok is 0, nor in a layer that counted no token.
+//
+// Quantile balancing (J. Su, kexue.fm 11619; Kimi K3 technical report, section 2.3.3 and appendix D):
+//   bias_e += the K/E quantile of margin_.e, interpolated in its bin;   then bias -= mean_e bias
+// With the new bias and the same alpha, a share K/E of the tokens would select expert e.
+void router_balance_quantile(real* bias,              // (layers, E)
+                             const int64_t* margins,  // (layers, E, MARGIN_BINS)
+                             int64_t layers, int32_t E, int32_t K, const StepState* state, Ctx* ctx);
+
+// Auxiliary-loss-free balancing (arXiv 2408.15664; DeepSeek-V3, section 2.1.2):
+//   bias_e += rate * sign(mean load - load_e)
+void router_balance_sign(real* bias,           // (layers, E)
+                         const int64_t* load,  // (layers, E)
+                         int64_t layers, int32_t E, float rate, const StepState* state, Ctx* ctx);
+
+// Bin of a margin, and the lower edge of a bin; that of bin i + 1 is its upper edge. The bits of a positive float order
+// like the float: 23 of mantissa, of which the upper 4 make the 16 bins of an octave.
+static inline BOTH_SIDES int margin_bin(float margin) {
+    const float least = MARGIN_LARGEST / (1 << MARGIN_OCTAVES);
+    int32_t bits, least_bits;
+    memcpy(&bits, &margin, sizeof(bits));
+    memcpy(&least_bits, &least, sizeof(least_bits));
+    const int32_t above = ((bits & 0x7fffffff) - least_bits) >> 19, bin = above < 0 ? 0 : above + 1;
+    const int32_t side = bin < MARGIN_SIDE ? bin : MARGIN_SIDE;
+    return margin < 0 ? MARGIN_SIDE - side : MARGIN_SIDE + side;
+}
+
+static inline BOTH_SIDES double margin_edge(int bin) {
+    // Bins of positive margins begin at `least` and go up; those of negative margins mirror them.
+    const double least = MARGIN_LARGEST / (1 << MARGIN_OCTAVES);
+    const int negative = bin <= MARGIN_SIDE, step = negative ? MARGIN_SIDE - bin : bin - MARGIN_SIDE - 1;
+    const double size = ldexp(least * (1 + (double)(step % MARGIN_SPLIT) / MARGIN_SPLIT), step / MARGIN_SPLIT);
+    return negative ? -size : size;
+}
 
 END_C
 
