@@ -21,7 +21,6 @@
 #include "layers/adamw.h"
 #include "layers/matmul.h"
 #include "layers/rows.cuh"
-#include "moe/router_even.cuh"
 
 // Floats as integers of the same order, all above 1; NaN is 1, below everything; 0 is left for "taken".
 static __device__ __forceinline__ uint32_t ordered(float x) {
@@ -67,29 +66,26 @@ static __device__ __forceinline__ void to_scores(float (&p)[J], const RouterShap
     for (int j = 0; j < J; j++) p[j] *= per_sum;
 }
 
-// Scores in place of the logits, then the choice; `share_d` is NULL where the choice is made by all of them. J:
-// registers for the experts, 32 J >= E. 8 warps a block. `held` has a row of E values for each warp: what a lane needs
-// of the experts that others hold.
+// Scores in place of the logits, then the selection. J: registers for the experts, 32 J >= E. 8 warps a block. `held` has
+// a row of E values for each warp: what a lane needs of the experts that other lanes hold.
 template <int J>
 static __global__ void __launch_bounds__(256)
-    choose(float* scores, int32_t* expert, float* gate, const float* bias, const float* share_d, RouterShape s) {
+    choose(float* scores, int32_t* expert, float* gate, const float* bias, RouterShape s) {
     wait_for_previous();
     __shared__ float held[8][32 * J];
     const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
     const int64_t n = blockIdx.x * (int64_t)8 + warp;
     if (n >= s.N) return;
-    float *row = scores + n * s.E, *mine = held[warp], p[J], choice[J];  // s of the logits less share_d
+    float *row = scores + n * s.E, *mine = held[warp], p[J];
 
 #pragma unroll
     for (int j = 0; j < J; j++) {
         const int e = lane + 32 * j;
         p[j] = e < s.E ? row[e] : -INFINITY;
-        choice[j] = share_d && e < s.E ? p[j] - share_d[n / s.T * s.E + e] : p[j];
     }
     to_scores(p, s);
-    if (share_d) to_scores(choice, s);
 
-    // Selection is among choice + bias: in order as integers in `value`, as it is in shared memory.
+    // Selection is among s + bias: in order as integers in `value`, as it is in shared memory.
     uint32_t value[J];
 #pragma unroll
     for (int j = 0; j < J; j++) {
@@ -97,9 +93,8 @@ static __global__ void __launch_bounds__(256)
         value[j] = 0;
         if (e >= s.E) continue;
         row[e] = p[j];
-        choice[j] = (share_d ? choice[j] : p[j]) + bias[e];
-        value[j] = ordered(choice[j]);
-        mine[e] = choice[j];
+        mine[e] = p[j] + bias[e];
+        value[j] = ordered(mine[e]);
     }
     __syncwarp();
 
@@ -281,7 +276,7 @@ struct Scratch {
     floatX* dlogits;  // (N, 2E): hi | lo
     floatX* weights;  // (2E, C): Wg twice
     float* halves;    // (2E, C): hi^T x, lo^T x
-    float* count;     // (sequences, E); in forward share_d
+    float* count;     // (sequences, E)
     size_t bytes;     // of the workspace, the products' included
 };
 
@@ -309,30 +304,9 @@ void router_forward(real* scores, int32_t* expert, real* gate, const floatX* x, 
     // logits = x Wg^T
     matmul_forward_real(scores, x, w, s.N, s.C, s.E, ctx);
 
-    // What the selection takes off them.
-    float* d = NULL;
-    if (s.even) {
-        d = scratch_of(s, ctx_workspace<char>(ctx, (int64_t)router_workspace(s))).count;
-        auto even = [&](auto held, auto lanes, auto blocks) {
-            constexpr int BLOCKS = decltype(blocks)::value;
-            launch_early(even_out<decltype(held)::value, decltype(lanes)::value, BLOCKS>, blocks_for(s.N, s.T) * BLOCKS,
-                         EVEN_THREADS, 0, ctx, d, scores, s);
-        };
-        if (s.E <= 8)  // too little for a cluster
-            even(Int<4>(), Int<2>(), Int<1>());
-        else
-            by_experts(s, [&](auto j) {
-                constexpr int J = decltype(j)::value, HELD = J < 4 ? 4 * J : 16;
-                if (ctx->capability >= 90)
-                    even(Int<HELD>(), Int<32 * J / HELD>(), Int<EVEN_BLOCKS>());
-                else
-                    even(Int<HELD>(), Int<32 * J / HELD>(), Int<1>());
-            });
-    }
-
     // s, the selection and the gates
     by_experts(s, [&](auto j) {
-        launch_early(choose<decltype(j)::value>, blocks_for(s.N, 8), 256, 0, ctx, scores, expert, gate, bias, d, s);
+        launch_early(choose<decltype(j)::value>, blocks_for(s.N, 8), 256, 0, ctx, scores, expert, gate, bias, s);
     });
 }
 
@@ -367,7 +341,7 @@ void router_backward(floatX* dx, real* dw, const real* dgate, const real* scores
 }
 
 // Blocks count in shared memory, so that few sums reach `load`: integers, in whatever order.
-static __global__ void count_choices(unsigned long long* load, const int32_t* expert, int64_t count, int32_t E) {
+static __global__ void count_loads(unsigned long long* load, const int32_t* expert, int64_t count, int32_t E) {
     wait_for_previous();
     extern __shared__ int held[];
     for (int e = threadIdx.x; e < E; e += 256) held[e] = 0;
@@ -379,13 +353,118 @@ static __global__ void count_choices(unsigned long long* load, const int32_t* ex
         if (held[e]) atomicAdd(&load[e], (unsigned long long)held[e]);
 }
 
-void router_count(int64_t* load, const int32_t* expert, int64_t NK, int32_t E, Ctx* ctx) {
-    const int64_t blocks = min_i64(ceil_div(NK, 1024), 4 * (int64_t)ctx->sms);
-    launch_early(count_choices, blocks, 256, E * sizeof(int), ctx, (unsigned long long*)load, expert, NK, E);
+// margins (E, MARGIN_BINS) += the margins of all tokens, one warp a token; lane l holds experts l, l + 32, ... Integer
+// sums in the L2 cache, whose result does not depend on their order.
+template <int J>
+static __global__ void __launch_bounds__(256)
+    count_margins(unsigned long long* margins, const float* scores, const int32_t* expert, const float* bias,
+                  RouterShape s) {
+    wait_for_previous();
+    const int lane = threadIdx.x % 32;
+    const int64_t n = blockIdx.x * (int64_t)8 + threadIdx.x / 32;
+    if (n >= s.N) return;
+
+    // alpha: the largest s + bias of an expert that the token did not select.
+    const int selected = lane < s.K ? expert[n * s.K + lane] : -1;
+    float compared[J], alpha = -INFINITY;
+#pragma unroll
+    for (int j = 0; j < J; j++) {
+        const int e = lane + 32 * j;
+        compared[j] = e < s.E ? scores[n * s.E + e] + bias[e] : -INFINITY;
+        bool taken = false;
+        for (int k = 0; k < s.K; k++) taken |= __shfl_sync(0xffffffffu, selected, k) == e;
+        if (!taken) alpha = fmaxf(alpha, compared[j]);
+    }
+    alpha = warp_max(alpha);
+
+#pragma unroll
+    for (int j = 0; j < J; j++) {
+        const int64_t e = lane + 32 * j;
+        if (e < s.E) atomicAdd(&margins[e * MARGIN_BINS + margin_bin(alpha - compared[j])], 1ull);
+    }
 }
 
-// bias_e += rate * (1 - load_e / mean load), a block a layer.
-static __global__ void update_bias(float* bias, const int64_t* load, int32_t E, float rate, const StepState* state) {
+void router_count(RouterCounts counts, const real* scores, const int32_t* expert, const real* bias, RouterShape s,
+                  Ctx* ctx) {
+    const int64_t NK = s.N * s.K, blocks = min_i64(ceil_div(NK, 1024), 4 * (int64_t)ctx->sms);
+    launch_early(count_loads, blocks, 256, s.E * sizeof(int), ctx, (unsigned long long*)counts.load, expert, NK, s.E);
+    if (!counts.margins) return;
+    by_experts(s, [&](auto j) {
+        launch_early(count_margins<decltype(j)::value>, blocks_for(s.N, 8), 256, 0, ctx,
+                     (unsigned long long*)counts.margins, scores, expert, bias, s);
+    });
+}
+
+// The margin below which a share K/E of the tokens that a histogram counted lie, in every lane of the warp.
+static __device__ double margin_quantile(const int64_t* histogram, int64_t tokens, int32_t E, int32_t K) {
+    const int lane = threadIdx.x % 32;
+    const double wanted = (double)tokens * K / E;
+    int64_t below = 0;
+    for (int first = 0;; first += 32) {
+        // Sums up to each of 32 bins.
+        const int64_t count = first + lane < MARGIN_BINS ? histogram[first + lane] : 0;
+        int64_t sum = count;
+#pragma unroll
+        for (int step = 1; step < 32; step *= 2) {
+            const int64_t lower = __shfl_up_sync(0xffffffffu, sum, step);
+            if (lane >= step) sum += lower;
+        }
+        sum += below;
+
+        // The first bin whose sum reaches the wanted number; the last bin if rounding left none.
+        const unsigned reached = __ballot_sync(0xffffffffu, sum >= wanted || first + lane == MARGIN_BINS - 1);
+        if (!reached) {
+            below = __shfl_sync(0xffffffffu, sum, 31);
+            continue;
+        }
+        const int owner = __ffs(reached) - 1, bin = first + owner;
+        const int64_t in_bin = __shfl_sync(0xffffffffu, count, owner);
+        const int64_t before = __shfl_sync(0xffffffffu, sum, owner) - in_bin;
+        const double share = in_bin ? (wanted - (double)before) / (double)in_bin : 0;
+        return margin_edge(bin) + share * (margin_edge(bin + 1) - margin_edge(bin));
+    }
+}
+
+// A block a layer, a warp an expert after another.
+static __global__ void __launch_bounds__(256)
+    balance_quantile(float* bias, const int64_t* margins, int32_t E, int32_t K, const StepState* state) {
+    wait_for_previous();
+    __shared__ unsigned long long tokens;
+    __shared__ double sums[8];
+    const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
+    bias += blockIdx.x * (int64_t)E, margins += blockIdx.x * (int64_t)E * MARGIN_BINS;
+
+    // Every expert's histogram counts all tokens.
+    if (threadIdx.x == 0) tokens = 0;
+    __syncthreads();
+    for (int bin = threadIdx.x; bin < MARGIN_BINS; bin += 256) atomicAdd(&tokens, (unsigned long long)margins[bin]);
+    __syncthreads();
+    if (!state->ok || tokens == 0) return;
+
+    // Each bias rises by its quantile.
+    double sum = 0;
+    for (int e = warp; e < E; e += 8) {
+        const double raised = bias[e] + margin_quantile(margins + (int64_t)e * MARGIN_BINS, (int64_t)tokens, E, K);
+        if (lane == 0) bias[e] = (float)raised;
+        sum += (float)raised;
+    }
+    if (lane == 0) sums[warp] = sum;
+    __syncthreads();
+
+    // Their mean becomes 0.
+    double mean = 0;
+    for (int w = 0; w < 8; w++) mean += sums[w] / E;
+    for (int e = threadIdx.x; e < E; e += 256) bias[e] -= (float)mean;
+}
+
+void router_balance_quantile(real* bias, const int64_t* margins, int64_t layers, int32_t E, int32_t K,
+                             const StepState* state, Ctx* ctx) {
+    launch_early(balance_quantile, (unsigned)layers, 256, 0, ctx, bias, margins, E, K, state);
+}
+
+// A block a layer.
+static __global__ void __launch_bounds__(256)
+    balance_sign(float* bias, const int64_t* load, int32_t E, float rate, const StepState* state) {
     wait_for_previous();
     __shared__ unsigned long long total;
     bias += blockIdx.x * (int64_t)E, load += blockIdx.x * (int64_t)E;
@@ -393,15 +472,14 @@ static __global__ void update_bias(float* bias, const int64_t* load, int32_t E, 
     __syncthreads();
     for (int e = threadIdx.x; e < E; e += 256) atomicAdd(&total, (unsigned long long)load[e]);
     __syncthreads();
-    // A step that is not finite, or a layer that counted nothing, moves no bias.
-    if (!state->ok || total == 0) return;
+    if (!state->ok) return;
     for (int e = threadIdx.x; e < E; e += 256) {
-        const int64_t below = (int64_t)total - load[e] * E;  // E * (mean load - load), exact
-        bias[e] += (float)(rate * (double)below / (double)total);
+        const int64_t below = (int64_t)total - load[e] * E;  // E * (mean load - load_e), exact
+        bias[e] += rate * (float)((below > 0) - (below < 0));
     }
 }
 
-void router_update_bias(real* bias, const int64_t* load, int64_t layers, int32_t E, float rate, const StepState* state,
-                        Ctx* ctx) {
-    launch_early(update_bias, (unsigned)layers, 256, 0, ctx, bias, load, E, rate, state);
+void router_balance_sign(real* bias, const int64_t* load, int64_t layers, int32_t E, float rate, const StepState* state,
+                         Ctx* ctx) {
+    launch_early(balance_sign, (unsigned)layers, 256, 0, ctx, bias, load, E, rate, state);
 }

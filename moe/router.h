@@ -117,7 +117,8 @@ static inline BOTH_SIDES double margin_edge(int bin) {
     // Bins of positive margins begin at `least` and go up; those of negative margins mirror them.
     const double least = MARGIN_LARGEST / (1 << MARGIN_OCTAVES);
     const int negative = bin <= MARGIN_SIDE, step = negative ? MARGIN_SIDE - bin : bin - MARGIN_SIDE - 1;
-    const double size = ldexp(least * (1 + (double)(step % MARGIN_SPLIT) / MARGIN_SPLIT), step / MARGIN_SPLIT);
+    const double fraction = (double)(step % MARGIN_SPLIT) / (int)MARGIN_SPLIT;
+    const double size = ldexp(least * (1 + fraction), step / MARGIN_SPLIT);
     return negative ? -size : size;
 }
 
