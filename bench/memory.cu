@@ -242,9 +242,8 @@ static void bench_moe(int64_t N) {
         row("experts_swiglu_backward", "6 N 1408", 12.0 * (double)(used * F),
             [&](int i) { experts_swiglu_backward(dh[i], a[i], drow_gate[i], da[i], h[i], r, F, ctx); });
     }
-    float* share = upload(std::vector<float>{1});
     for (int large = 0; large < 2; large++) {
-        RouterShape s = {N, 4096, C, E, K, 1, 1, SCORE_SOFTMAX, 0, 1, 0, 0};
+        RouterShape s = {N, 4096, C, E, K, 1, 1, SCORE_SOFTMAX, 0, 1, 0};
         if (large) s = {N / 4, 4096, 7168, 256, 8, 8, 4, SCORE_SIGMOID, 1, 2.5f, 0};
         const double sx = 2.0 * (double)(s.N * s.C), se = 4.0 * (double)(s.N * s.E);
         X in(s.N * s.C), dx(s.N * s.C), w(s.E * s.C, 0.02f);
@@ -254,19 +253,18 @@ static void bench_moe(int64_t N) {
         const char* shape = large ? "N/4 7168, 8 of 256" : "N C, 6 of 64";
         row("router_forward", shape, sx + se,
             [&](int i) { router_forward(scores[i], id, g[i], in[i], w[i], bias[i], s, ctx); });
-        RouterShape even = s;
-        even.even = share;
-        row("router_forward, evened out", shape, sx + se,
-            [&](int i) { router_forward(scores[i], id, g[i], in[i], w[i], bias[i], even, ctx); });
         row("router_backward", shape, 3 * sx + se,
             [&](int i) { router_backward(dx[i], dw[i], dg[i], scores[i], id, g[i], in[i], w[i], 1e-3f, s, ctx); });
-        row("router_count", shape, 4.0 * (double)(s.N * s.K),
-            [&](int) { router_count(load, id, s.N * s.K, s.E, ctx); });
-        device_free(id);
-        device_free(load);
+        int64_t* margins =
+            (int64_t*)device_alloc((size_t)s.E * MARGIN_BINS * sizeof(int64_t), "the benchmark");
+        row("router_count, loads alone", shape, 4.0 * (double)(s.N * s.K),
+            [&](int i) { router_count({load, NULL}, scores[i], id, bias[i], s, ctx); });
+        row("router_count, with margins", shape, 4.0 * (double)(s.N * s.K) + se,
+            [&](int i) { router_count({load, margins}, scores[i], id, bias[i], s, ctx); });
+        for (void* p : {(void*)id, (void*)load, (void*)margins}) device_free(p);
     }
     for (void* p : {(void*)r.group_start, (void*)r.group_rows, (void*)r.row_token, (void*)r.token_row,
-                    (void*)r.row_gate, (void*)expert, (void*)share})
+                    (void*)r.row_gate, (void*)expert})
         device_free(p);
 }
 

@@ -16,7 +16,7 @@ static const size_t TOKENIZER_LIMIT = (size_t)256 << 20;
 static char* index_json(Model* m) {
     int count;
     int64_t bytes = 0;
-    CheckpointFile* files = model_files(m, m->config.score == SCORE_SOFTMAX, &count);
+    CheckpointFile* files = model_files(m, model_bias_place(m), &count);
     char* map = host_strdup("");
     for (int i = 0; i < count; i++) {
         if (strstr(files[i].name, ".adam.")) continue;
@@ -60,7 +60,7 @@ void export_files(Saver* saver, Model* m, const Tokenizer* tokenizer) {
     saver_add_text(saver, "model.safetensors.index.json", index);
     add_tokenizer(saver, m->settings.tokenizer);
     const char* why = hub_misfit(&m->settings);
-    if (why) printf("export     transformers' model differs: %s\n", why);
+    if (why) printf("export     transformers cannot compute this model, so its config.json has model_type train_moe: %s\n", why);
     free(config);
     free(generation);
     free(index);

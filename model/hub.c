@@ -55,7 +55,7 @@ const char* hub_misfit(const Settings* s) {
     if (c->shared == 0) return "its MoE blocks always have a shared expert";
     if (c->score != SCORE_SOFTMAX) return NULL;
     if (c->route_norm) return "DeepSeek-V2's does not normalise the gates (--route-norm 0)";
-    if (s->bias_rate > 0) return "DeepSeek-V2's has no selection bias; --bias-rate 0 trains none";
+    if (s->balance != BALANCE_NONE) return "DeepSeek-V2's has no selection bias (--balance none)";
     return NULL;
 }
 
@@ -88,12 +88,12 @@ static void add_rope(char** json, const Settings* s) {
 
 char* hub_config(const Settings* s, int32_t end_of_text) {
     const ModelConfig* c = &s->model;
-    const int v3 = c->score == SCORE_SIGMOID;
-    char* json =
-        host_format("{\n  \"architectures\": [\"Deepseek%sForCausalLM\"],\n  \"model_type\": \"deepseek_%s\",\n",
-                    v3 ? "V3" : "V2", v3 ? "v3" : "v2");
+    const int v3 = c->score == SCORE_SIGMOID, selects_with_bias = v3 || s->balance != BALANCE_NONE;
     const char* why = hub_misfit(s);
-    if (why) host_append(&json, "  \"train_moe_note\": \"not all of the model is said here: %s\",\n", why);
+    char* json = why ? host_format("{\n  \"model_type\": \"train_moe\",\n  \"train_moe_note\": \"%s\",\n", why)
+                     : host_format("{\n  \"architectures\": [\"Deepseek%sForCausalLM\"],\n"
+                                   "  \"model_type\": \"deepseek_%s\",\n",
+                                   v3 ? "V3" : "V2", v3 ? "v3" : "v2");
 
     // Sizes. No latent for queries is null.
     for (int i = 0; i < SIZES; i++) {
@@ -107,9 +107,9 @@ char* hub_config(const Settings* s, int32_t end_of_text) {
 
     // Routing.
     host_append(&json, "  \"topk_method\": \"%s\",\n  \"scoring_func\": \"%s\",\n  \"norm_topk_prob\": %s,\n  ",
-                v3              ? "noaux_tc"
-                : c->groups > 1 ? "group_limited_greedy"
-                                : "greedy",
+                selects_with_bias ? "noaux_tc"
+                : c->groups > 1   ? "group_limited_greedy"
+                                  : "greedy",
                 v3 ? "sigmoid" : "softmax", c->route_norm ? "true" : "false");
     add_float(&json, "routed_scaling_factor", c->route_scale);
     host_append(&json, ",\n");
@@ -188,15 +188,18 @@ static void read_rope(const Reader* r, ModelConfig* c) {
                "32 and beta_slow 1");
 }
 
-// How tokens choose experts.
-static void read_routing(const Reader* r, ModelConfig* c, int v3) {
+// How tokens select experts. `own`: the type is train_moe, where both scores may have a selection bias.
+static void read_routing(const Reader* r, ModelConfig* c, int v3, int own) {
     const char *scoring = json_text(r->json, "scoring_func"), *method = json_text(r->json, "topk_method");
     if (scoring && strcmp(scoring, v3 ? "sigmoid" : "softmax") != 0)
         refuse(r, "scoring_func", v3 ? "is not sigmoid" : "is not softmax");
     const bool limited = method && strcmp(method, "group_limited_greedy") == 0;
-    if (method && (v3 ? strcmp(method, "noaux_tc") != 0 : !limited && strcmp(method, "greedy") != 0))
-        refuse(r, "topk_method", v3 ? "is not noaux_tc" : "is neither group_limited_greedy nor greedy");
-    if (!v3 && !limited)
+    const bool biased = method && strcmp(method, "noaux_tc") == 0;
+    if (v3 && method && !biased) refuse(r, "topk_method", "is not noaux_tc");
+    if (!v3 && method && !limited && strcmp(method, "greedy") != 0 && !(own && biased))
+        refuse(r, "topk_method", "is neither group_limited_greedy nor greedy");
+    c->selection_bias = v3 || biased;
+    if (!v3 && !limited && !biased)
         c->groups = c->top_groups = 1;
     else if (!member(r->json, "n_group") || !member(r->json, "topk_group"))
         refuse(r, member(r->json, "n_group") ? "topk_group" : "n_group", "is missing");
@@ -234,11 +237,15 @@ ModelConfig hub_read_config(const char* option, const char* folder) {
     r.json = json;
     check_names(&r, json);
 
-    // Which of the two it is.
-    const char* type = json_text(json, "model_type");
-    const int v3 = type && strcmp(type, "deepseek_v3") == 0;
-    if (!v3 && !(type && strcmp(type, "deepseek_v2") == 0))
-        refuse(&r, "model_type", "is neither deepseek_v3 nor deepseek_v2");
+    // Which model it is.
+    const char *type = json_text(json, "model_type"), *scoring = json_text(json, "scoring_func");
+    const int own = type && strcmp(type, "train_moe") == 0, v2 = type && strcmp(type, "deepseek_v2") == 0;
+    const int v3 = own ? scoring && strcmp(scoring, "sigmoid") == 0 : type && strcmp(type, "deepseek_v3") == 0;
+    if (!own && !v2 && !v3) refuse(&r, "model_type", "is neither deepseek_v3 nor deepseek_v2");
+    const char* note = json_text(json, "train_moe_note");
+    if (v2 && note && strstr(note, "selection bias"))
+        refuse(&r, "train_moe_note", "says that the selection biases are stored with the moments, as before --balance: "
+               "resume the run for a step, which saves them with the weights");
 
     // Sizes.
     ModelConfig c = {.L = 0};
@@ -260,7 +267,7 @@ ModelConfig hub_read_config(const char* option, const char* folder) {
         die(EXIT_USAGE, "%s: \"%s\" must be %s here", r.where, always[i].key, always[i].value);
     }
 
-    read_routing(&r, &c, v3);
+    read_routing(&r, &c, v3, own);
     read_rope(&r, &c);
     check_quantization(&r);
     json_free(json);

@@ -1,5 +1,6 @@
-// A model's sizes into Hugging Face's config.json and out of it: DeepSeek-V3's keys where the router's scores are
-// sigmoid, DeepSeek-V2's where they are softmax (transformers' deepseek_v3 and deepseek_v2).
+// A model's sizes into Hugging Face's config.json and out of it. The model_type is transformers' deepseek_v3 where the
+// router's scores are sigmoid and deepseek_v2 where they are softmax. A model that neither can compute has the type
+// train_moe with the same keys: --init and scripts/to_gguf.py read it, and transformers refuses it by that name.
 #ifndef MODEL_HUB_H
 #define MODEL_HUB_H
 
@@ -10,7 +11,7 @@ BEGIN_C
 // config.json of this model, in fresh memory. end_of_text: id of the token that begins and ends texts.
 char* hub_config(const Settings* settings, int32_t end_of_text);
 
-// What transformers' model of this kind leaves out or cannot be, or NULL.
+// Why transformers' DeepSeek models cannot compute this model, or NULL: they can.
 const char* hub_misfit(const Settings* settings);
 
 // The model of `folder`/config.json. Ends the run, naming the key, where it cannot be represented here. `option` is the

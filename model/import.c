@@ -71,15 +71,6 @@ static void open_sources(Import* in) {
     free(text);
 }
 
-// The biases of softmax scores are no weights of DeepSeek's model: a step of a run has them beside the moments.
-static void open_biases(Import* in, const Model* m) {
-    for (int u = 0; u < params_units(&m->config); u++) {
-        Path moments = path_of("%s/block_%03d.adam.safetensors", in->folder, u);
-        if (m->units[u].at[ROUTER] >= 0 && access(moments.text, F_OK) == 0)
-            open_source(in, strrchr(moments.text, '/') + 1);
-    }
-}
-
 // That a checkpoint's files are as they were written.
 static void check_sources(const Import* in, Ranks* world) {
     char error[512];
@@ -171,13 +162,12 @@ static void load(Import* in, const char* name, int rank, const int64_t* shape, S
     free(scales);
 }
 
-// The biases of a block, which every rank holds whole: with the weights where DeepSeek's model has them.
+// The biases of a block, which every rank holds whole.
 static void load_bias(Import* in, Model* m, int unit) {
     const int64_t layer = m->units[unit].layer;
     char* name = host_format("model.layers.%ld.mlp.gate.e_score_correction_bias", layer);
-    const SafeTensors* st;
     const Slice all = {0, m->config.E};
-    if (m->config.score != SCORE_SOFTMAX || find(in, name, &st))
+    if (m->config.selection_bias)
         load(in, name, 1, &m->config.E, all, m->bias + layer * m->config.E, m->ctx);
     free(name);
 }
@@ -253,7 +243,6 @@ static void import_weights(Model* m, Ranks* world, const char* option, const cha
     in.raw = (char*)host_alloc((size_t)PIECE * sizeof(double));
     in.values = (real*)host_alloc((size_t)PIECE * sizeof(real));
     open_sources(&in);
-    if (m->config.score == SCORE_SOFTMAX) open_biases(&in, m);
     check_sources(&in, world);
 
     for (int u = 0; u < params_units(&m->config); u++) {

@@ -18,7 +18,7 @@ static void add(CheckpointFile* file, CheckpointTensor tensor, const char* name,
 }
 
 // The tensors of unit u, from the table of parameters: of each its slice here, and the part that this rank writes.
-static void list_unit(Model* m, int u, CheckpointFile* masters, CheckpointFile* moments, bool bias_apart) {
+static void list_unit(Model* m, int u, CheckpointFile* masters, CheckpointFile* moments, BiasPlace bias_place) {
     int tensors;
     NamedTensor* list = params_tensors(&m->config, &m->layout, u, &tensors);
     snprintf(masters->name, sizeof(masters->name), "block_%03d.safetensors", u);
@@ -47,19 +47,24 @@ static void list_unit(Model* m, int u, CheckpointFile* masters, CheckpointFile* 
 
     // Every rank holds the router's biases whole; rank 0 writes them.
     const int layer = m->units[u].layer;
-    if (m->units[u].at[ROUTER] < 0) return;
+    if (m->units[u].at[ROUTER] < 0 || bias_place == BIAS_NOWHERE) return;
     int64_t E = m->config.E;
     CheckpointTensor bias = {
         .dtype = CHECKPOINT_DTYPE, .rank = 1, .shape = {E, 1}, .count = E, .save_count = m->layout.rank == 0 ? E : 0};
     char name[112];
     snprintf(name, sizeof(name), "model.layers.%d.mlp.gate.e_score_correction_bias", layer);
-    add(bias_apart ? moments : masters, bias, name, "", m->bias, layer * E);
+    add(bias_place == BIAS_WITH_MOMENTS ? moments : masters, bias, name, "", m->bias, layer * E);
 }
 
-CheckpointFile* model_files(Model* m, bool bias_apart, int* count) {
+BiasPlace model_bias_place(const Model* m) {
+    const bool none = m->config.score == SCORE_SOFTMAX && m->settings.balance == BALANCE_NONE;
+    return none ? BIAS_NOWHERE : BIAS_WITH_WEIGHTS;
+}
+
+CheckpointFile* model_files(Model* m, BiasPlace bias_place, int* count) {
     int units = params_units(&m->config);
     CheckpointFile* files = (CheckpointFile*)host_alloc((size_t)(2 * units) * sizeof(CheckpointFile));
-    for (int u = 0; u < units; u++) list_unit(m, u, &files[2 * u], &files[2 * u + 1], bias_apart);
+    for (int u = 0; u < units; u++) list_unit(m, u, &files[2 * u], &files[2 * u + 1], bias_place);
     *count = 2 * units;
     return files;
 }
@@ -72,7 +77,7 @@ void model_files_free(CheckpointFile* files, int count) {
 void model_save(Model* m, Saver* saver, int64_t step, int64_t window, uint32_t data_hash, const StepState* state) {
     CheckpointRecord record = {step, window, state->updates, data_hash};
     int count;
-    CheckpointFile* files = model_files(m, m->config.score == SCORE_SOFTMAX, &count);
+    CheckpointFile* files = model_files(m, model_bias_place(m), &count);
     char* options = record_json(&m->settings);
     checkpoint_save(saver, &record, options, files, count, m->ctx);
     free(options);
@@ -97,6 +102,14 @@ static int64_t* all_ranks_list(Ranks* world, const char* out, int* count) {
     return steps;
 }
 
+// Where a checkpoint has the biases. Before --balance those of softmax scores were with the moments, and before there
+// was a config.json with the weights.
+static BiasPlace recorded_bias_place(const Model* m, const Json* manifest) {
+    if (json_get(json_get(manifest, "options"), "balance")) return model_bias_place(m);
+    const bool apart = m->config.score == SCORE_SOFTMAX && checkpoint_lists(manifest, "config.json");
+    return apart ? BIAS_WITH_MOMENTS : BIAS_WITH_WEIGHTS;
+}
+
 int64_t model_resume(Model* m, Ranks* world, uint32_t data_hash, int64_t* window) {
     const char* out = m->settings.out;
     char error[512];
@@ -119,9 +132,8 @@ int64_t model_resume(Model* m, Ranks* world, uint32_t data_hash, int64_t* window
             manifest = NULL;
         }
 
-        // Loaded, or refused. Before checkpoints had a config.json, no biases lay apart.
-        const bool bias_apart = m->config.score == SCORE_SOFTMAX && checkpoint_lists(manifest, "config.json");
-        CheckpointFile* files = model_files(m, bias_apart, &file_count);
+        // Loaded, or refused.
+        CheckpointFile* files = model_files(m, recorded_bias_place(m, manifest), &file_count);
         if (checkpoint_load(world, out, steps[i], manifest, files, file_count, m->ctx, error, sizeof(error)) == 0) {
             StepState state = {.updates = record.updates};
             device_upload(m->state, &state, sizeof(state), m->ctx);

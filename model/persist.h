@@ -2,8 +2,8 @@
 //
 // Unit u (0 the embedding, then the blocks, the head, and modules that predict further tokens) is
 // block_%03d.safetensors (masters under Hugging Face names, and the router's e_score_correction_bias) and
-// block_%03d.adam.safetensors (moments: <name>.exp_avg and <name>.exp_avg_sq). The bias of softmax scores lies with the
-// moments: DeepSeek-V2's model has none.
+// block_%03d.adam.safetensors (moments: <name>.exp_avg and <name>.exp_avg_sq). Softmax scores with --balance none have
+// no bias, as in DeepSeek-V2. Checkpoints from before --balance have the bias of softmax scores with the moments.
 #ifndef MODEL_PERSIST_H
 #define MODEL_PERSIST_H
 
@@ -12,9 +12,12 @@
 
 BEGIN_C
 
-// The files of a checkpoint of this model, pointing at the slices in this rank's memory, in fresh memory. bias_apart:
-// the biases are in the files of moments.
-CheckpointFile* model_files(Model* model, bool bias_apart, int* count);
+// Which files hold the routers' biases.
+typedef enum { BIAS_WITH_WEIGHTS, BIAS_WITH_MOMENTS, BIAS_NOWHERE } BiasPlace;
+BiasPlace model_bias_place(const Model* model);
+
+// The files of a checkpoint of this model, pointing at the slices in this rank's memory, in fresh memory.
+CheckpointFile* model_files(Model* model, BiasPlace bias_place, int* count);
 void model_files_free(CheckpointFile* files, int count);
 
 // state is the host's copy of the device's StepState.

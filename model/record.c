@@ -4,6 +4,7 @@
 #include <errno.h>
 #include <math.h>
 #include <stddef.h>
+#include <stdio.h>
 #include <stdlib.h>
 #include <string.h>
 #include <unistd.h>
@@ -106,6 +107,7 @@ static Settings recorded(const Json* record, const char* out) {
         known[i] = 1;
         free(text);
     }
+    if (!json_get(record, "balance")) was.balance = was.bias_rate > 0 ? BALANCE_DEEPSEEK : BALANCE_NONE;
     settings_preset(&was, known, PRECISION_BF16);
     free(where);
     free(known);
@@ -150,6 +152,9 @@ void record_check(const Json* record, const Settings* s) {
         free(now);
         free(then);
     }
+    if (json_int(record, "even-start", 0))
+        printf("options    --even-start of the checkpoint no longer exists: from here on routers select by their scores and "
+               "biases, with --balance %s\n", s->balance == BALANCE_DEEPSEEK ? "deepseek" : "none");
     if (*list)
         die(EXIT_USAGE,
             "the run in %s was made with %s. A resumed run keeps its model, data, optimizer and precision: options "

@@ -4,7 +4,8 @@
 //   command line    --out FOLDER --resume --steps 2000
 //   the run         --steps 2000, the rest as recorded; an OPTION_FIXED that is given must be as recorded
 //
-// The record of an older program lacks newer options: they were at their defaults, --even-start at 0.
+// The record of an older program lacks newer options: they were at their defaults. One that lacks --balance had a
+// selection bias with --bias-rate as --balance deepseek has, or with rate 0 none.
 #ifndef MODEL_RECORD_H
 #define MODEL_RECORD_H
 

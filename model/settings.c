@@ -128,11 +128,11 @@ const Option settings_table[] = {
            "how AdamW's moments are kept, in both builds"),
     NUMBER("optimizer", "clip", clip, "1", 0, 1e9, FIXED, "largest global gradient norm; 0: no clipping"),
     CHOICE("optimizer", "balance", balance, "quantile", "quantile|deepseek|none", FIXED,
-           "how expert loads are balanced: selection bias from quantiles of the scores, or DeepSeek-V3's bias and loss"),
+           "load balancing: selection biases from quantiles of the step's scores, or by DeepSeek-V3's rule"),
     NUMBER("optimizer", "bias-rate", bias_rate, "1e-3", 0, 100, FIXED,
-           "change of the selection bias a step, with --balance deepseek"),
-    NUMBER("optimizer", "aux-loss", aux_loss, "0", 0, 100, FIXED,
-           "weight of the sequence-wise balance loss; with --balance deepseek 1e-4, unless given"),
+           "step of the selection biases, with --balance deepseek"),
+    NUMBER("optimizer", "aux-loss", aux_loss, "1e-2", 0, 100, FIXED,
+           "weight of the sequence-wise balance loss; with --balance deepseek 1e-4, with none 0, unless given"),
     NUMBER("optimizer", "mtp-weight", mtp_weight, "0.3", 1e-3, 100, FIXED,
            "weight of the losses of --mtp's modules, shared by them"),
     NUMBER("optimizer", "mtp-weight-end", mtp_weight_end, "0.1", 1e-3, 100, FIXED, "the same after --mtp-switch"),
@@ -244,6 +244,7 @@ int64_t settings_micro_tokens(const Settings* s) { return s->ranks * s->batch * 
 // The options of the model that are not given are as config.json says, and keep to their ranges.
 static void take_folder(Settings* s, const char* given, const char* option, const char* folder) {
     const Settings from = {.model = hub_read_config(option, folder)};
+    s->model.selection_bias = from.model.selection_bias;
     for (int i = 0; i < settings_count; i++) {
         const Option* o = &settings_table[i];
         if (strcmp(o->group, "model") != 0 || o->initial || given[i]) continue;
@@ -270,13 +271,18 @@ static void set_for_use(Settings* s, const char* given, const char* folder) {
     s->tokenizer = host_strdup(tokenizer.text);
 }
 
-// Defaults that depend on other options.
+// Defaults that depend on other options. A router that selects without a bias goes on without one.
 static void set_for_model(Settings* s, const char* given) {
     if (!given[row(offsetof(Settings, lr))]) s->lr = peak_lr[s->preset];
-    if (s->balance == BALANCE_DEEPSEEK && !given[row(offsetof(Settings, aux_loss))]) s->aux_loss = 1e-4;
+    static const double aux_loss[] = {1e-2, 1e-4, 0};
+    const int unbiased = *s->init && !s->model.selection_bias;
+    if (unbiased && !given[row(offsetof(Settings, balance))]) s->balance = BALANCE_NONE;
+    if (!given[row(offsetof(Settings, aux_loss))]) s->aux_loss = aux_loss[s->balance];
     if (s->balance != BALANCE_DEEPSEEK && given[row(offsetof(Settings, bias_rate))])
-        die(EXIT_USAGE, "--bias-rate goes with --balance deepseek; this run has --balance %s",
+        die(EXIT_USAGE, "--bias-rate goes with --balance deepseek, not with --balance %s",
             s->balance == BALANCE_NONE ? "none" : "quantile");
+    if (*s->init && !unbiased && s->model.score == SCORE_SOFTMAX && s->balance == BALANCE_NONE)
+        die(EXIT_USAGE, "--balance none would drop the selection biases of --init %s", s->init);
 }
 
 const char* settings_folder(const Settings* s, const char** option) {

@@ -142,13 +142,14 @@ void router_backward(floatX* dx, real* dw, const real* dgate, const real* scores
         gemm(1, 0, s.E, min_i64(TILE, s.C - c), s.N, 1, dlogits, s.E, x + c, s.C, 1, dw + c, s.C);
 }
 
-// alpha_n of one token: the largest s + bias of an expert that it did not select.
-static real best_unselected(const real* score, const real* bias, const int32_t* selected, RouterShape s) {
-    real best = -INFINITY;
+// alpha_n of one token: the largest s + bias of an expert that it did not select. In float32 in every build.
+static float best_unselected(const real* score, const real* bias, const int32_t* selected, RouterShape s) {
+    float best = -INFINITY;
     for (int32_t e = 0; e < s.E; e++) {
         int taken = 0;
         for (int32_t k = 0; k < s.K; k++) taken |= selected[k] == e;
-        if (!taken && score[e] + bias[e] > best) best = score[e] + bias[e];
+        const float compared = (float)score[e] + (float)bias[e];
+        if (!taken && compared > best) best = compared;
     }
     return best;
 }
@@ -160,9 +161,10 @@ void router_count(RouterCounts counts, const real* scores, const int32_t* expert
     if (!counts.margins) return;
 
     for (int64_t n = 0; n < s.N; n++) {
-        const real *score = scores + n * s.E, alpha = best_unselected(score, bias, expert + n * s.K, s);
-        for (int32_t e = 0; e < s.E; e++)
-            counts.margins[e * MARGIN_BINS + margin_bin((float)(alpha - (score[e] + bias[e])))]++;
+        const real* score = scores + n * s.E;
+        const float alpha = best_unselected(score, bias, expert + n * s.K, s);
+        for (int64_t e = 0; e < s.E; e++)
+            counts.margins[e * MARGIN_BINS + margin_bin(alpha - ((float)score[e] + (float)bias[e]))]++;
     }
 }
 

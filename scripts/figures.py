@@ -191,13 +191,12 @@ def loss(log_of):
 
 
 def loads(log_of):
-    """The fullest expert with and without what balances it."""
+    """The fullest expert with each kind of load balancing."""
     f = Figure("Load of the fullest expert over the steps")
     f.text(10, 20, "tokens of the fullest expert over the mean, worst block", weight="bold")
     place = axes(f, 40, 40, 450, 250, [0, 100, 200, 300], [1, 2, 3, 4], "step")
     for i, (name, options) in enumerate({
-            "nothing": "--even-start 0 --bias-rate 0 --aux-loss 0", "selection bias": "--even-start 0 --aux-loss 0",
-            "the defaults": ""}.items()):
+            "none": "--balance none", "deepseek": "--balance deepseek", "quantile (default)": ""}.items()):
         steps = log_of(f"--steps 300 --warmup 50 {options}")
         mean = [sum(s["load_max_over_mean"] for s in steps[max(0, j - 4):j + 1]) / min(j + 1, 5) for j in range(len(steps))]
         f.line([place(j + 1, min(y, 4)) for j, y in enumerate(mean)], [ORANGE, BLUE, GREEN][i], width=2)

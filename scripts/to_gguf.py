@@ -94,9 +94,6 @@ class Weights:
             self.files = dict(read_json(step / INDEX)["weight_map"])
         else:
             self.files = dict.fromkeys(self.open("model.safetensors").keys(), "model.safetensors")
-        # DeepSeek-V2 has no place for selection biases, llama.cpp has: those that lie beside the moments.
-        for path in sorted(step.glob("block_*.adam.safetensors")):
-            self.files |= {name: path.name for name in self.open(path.name).keys() if name.endswith(BIAS)}
         # Modules that predict further tokens, behind the last layer: llama.cpp's model has none.
         beyond = [name for name in self.files if (layer := re.match(r"model\.layers\.(\d+)\.", name))
                   and int(layer[1]) >= config["num_hidden_layers"]]
@@ -105,8 +102,9 @@ class Weights:
         if beyond:
             print(f"to_gguf.py: warning: layers from {config['num_hidden_layers']} on are left out: they predict further tokens",
                   file=sys.stderr)
-        if "train_moe_note" in config and not any(name.endswith(BIAS) for name in self.files):
-            raise Failure(f"{step}: a release does not say whether this model has selection biases; give the checkpoint itself")
+        if config["model_type"] == "deepseek_v2" and "selection bias" in config.get("train_moe_note", ""):
+            raise Failure(f"{step}: made before --balance, when selection biases were stored with the moments: resume the run for "
+                          "a step, which saves them with the weights")
 
     @functools.lru_cache(maxsize=4)
     def open(self, file):
@@ -181,8 +179,8 @@ def convert(step, out, dtype):
     part = unfinished(out)
     config = read_json(step / "config.json")
     keys = hyperparameters(config)
-    if any(step.glob("block_*.safetensors")):  # softmax scores' biases lie beside the moments
-        check(step, moments=config["scoring_func"] == "softmax")
+    if any(step.glob("block_*.safetensors")):
+        check(step)
     writer = gguf.GGUFWriter(part, "deepseek2")
     writer.add_name(out.stem)
     writer.add_file_type(FILE_TYPES[dtype])

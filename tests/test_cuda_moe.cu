@@ -317,10 +317,10 @@ static void test_experts(void) {
 }
 
 // The smallest gap that decided a token's choice: between its groups in and out, and between successive choices.
-static double margin(const double* s, const double* bias, RouterShape shape) {
+static double gap(const double* s, const double* bias, RouterShape shape) {
     std::vector<double> choice;
     int32_t size = shape.E / shape.groups;
-    double gap = INFINITY;
+    double least = INFINITY;
     std::vector<std::pair<double, int>> groups;
     for (int32_t g = 0; g < shape.groups; g++) {
         std::vector<double> v;
@@ -330,81 +330,34 @@ static double margin(const double* s, const double* bias, RouterShape shape) {
     }
     std::sort(groups.begin(), groups.end(), std::greater<std::pair<double, int>>());
     int32_t in = shape.groups > 1 ? shape.top_groups : 1;
-    if (in < shape.groups) gap = groups[(size_t)in - 1].first - groups[(size_t)in].first;
+    if (in < shape.groups) least = groups[(size_t)in - 1].first - groups[(size_t)in].first;
     for (int32_t i = 0; i < in; i++)
         for (int32_t e = groups[(size_t)i].second * size; e < (groups[(size_t)i].second + 1) * size; e++)
             choice.push_back(s[e] + bias[e]);
     std::sort(choice.begin(), choice.end(), std::greater<double>());
-    for (size_t k = 1; k < choice.size() && k <= (size_t)shape.K; k++) gap = std::min(gap, choice[k - 1] - choice[k]);
-    return gap;
+    for (size_t k = 1; k < choice.size() && k <= (size_t)shape.K; k++) 
+        least = std::min(least, choice[k - 1] - choice[k]);
+    return least;
 }
 
-// What the choice sees: s of the logits less a share of what evens them out (moe/router.h).
-static std::vector<double> seen_scores(const std::vector<double>& x, const std::vector<double>& w, RouterShape s,
-                                       double even) {
-    const int64_t E = s.E;
-    std::vector<double> seen((size_t)(s.N * E));
-    for (int64_t n = 0; n < s.N; n++)
-        for (int64_t i = 0; i < E * s.C; i++)
-            seen[(size_t)(n * E + i / s.C)] += x[(size_t)(n * s.C + i % s.C)] * w[(size_t)i];
-    for (int64_t first = 0; first < s.N; first += s.T) {
-        const int64_t tokens = std::min(s.T, s.N - first), step = ceil_div(tokens, EVEN_TOKENS);
-        double *l = &seen[(size_t)(first * E)], square = 0, count = (double)ceil_div(tokens, step);
-        std::vector<double> d((size_t)E);
-        auto at = [&](int64_t t, int64_t e) { return l[t * E + e] - d[(size_t)e]; };
-        for (int64_t e = 0; e < E; e++) {
-            double sum = 0;
-            for (int64_t t = 0; t < tokens; t += step) sum += l[t * E + e];
-            d[(size_t)e] = sum / count;
-            for (int64_t t = 0; t < tokens; t += step) square += at(t, e) * at(t, e);
-        }
-        double tau = EVEN_TAU * sqrt(square / count / (double)E) + 1e-20;
-        std::vector<double> h((size_t)tokens);
-        auto chosen = [&](int64_t t, int64_t e) { return 1 / (1 + exp(-(at(t, e) - h[(size_t)t]) / tau)); };
-        for (int round = 0; round < EVEN_ROUNDS; round++, tau *= EVEN_COOLER) {
-            std::vector<double> sum((size_t)E);
-            for (int64_t t = 0; t < tokens; t += step) {
-                double total = 0;
-                for (int64_t e = 0; e < E; e++) total += chosen(t, e);
-                h[(size_t)t] += tau * log(total / s.K + EVEN_LEAST);
-                for (int64_t e = 0; e < E; e++) sum[(size_t)e] += chosen(t, e);
-            }
-            for (int64_t e = 0; e < E; e++)
-                d[(size_t)e] += EVEN_STEP * tau * log(sum[(size_t)e] / count * (double)E / s.K + EVEN_LEAST);
-        }
-        for (int64_t t = 0; t < tokens; t++, l += E) {
-            double sum = 0;
-            for (int64_t e = 0; e < E; e++) sum += l[e] = exp(l[e] - even * d[(size_t)e]);
-            for (int64_t e = 0; e < E; e++) l[e] /= s.score == SCORE_SIGMOID ? 1 + l[e] : sum;
-        }
-    }
-    return seen;
-}
-
-// even: the share, 0 for none.
-static void router_case(RouterShape s, float aux, float even = 0) {
-    R share(1);
-    share.host[0] = even, share.send();
-    RouterShape ref = s;  // with the host's
-    if (even != 0) s.even = share.dev, ref.even = &even;
+static void router_case(RouterShape s, float aux) {
     X x(s.N * s.C, 1), w(s.E * s.C, 2, 2 / sqrt((double)s.C)), dx(s.N * s.C, 3);
     R scores(s.N * s.E), gate(s.N * s.K), bias(s.E, 4, 0.05), dgate(s.N * s.K, 5), dw(s.E * s.C, 6, 0.1);
     I32 expert(s.N * s.K);
-    I64 load(s.E);
+    I64 load(s.E), margins((int64_t)s.E * MARGIN_BINS);
     CHECK(router_workspace(s) <= ctx->workspace_bytes, "workspace of %zu", router_workspace(s));
     auto forward = [&] { router_forward(scores.dev, expert.dev, gate.dev, x.dev, w.dev, bias.dev, s, ctx); };
     settle();
     forward();
     REFERENCE(router_forward)
-    (scores.ref(), expert.ref(), gate.ref(), x.ref(), w.ref(), bias.ref(), ref, reference_ctx);
+    (scores.ref(), expert.ref(), gate.ref(), x.ref(), w.ref(), bias.ref(), s, reference_ctx);
     CHECK_CLOSE(scores, FLOAT);
     auto id = expert.got();
     auto gates = gate.got();
-    const std::vector<double> seen = seen_scores(x.host, w.host, s, even);
     int64_t close = 0, wrong = 0;
     double diff = 0, norm = 0;
     for (int64_t n = 0; n < s.N; n++) {
-        if (!s.force_balance && margin(&seen[(size_t)(n * s.E)], bias.host.data(), s) < 1e-5) {
+        if (!s.force_balance && gap(&scores.host[(size_t)(n * s.E)], bias.host.data(), s) < 1e-5) {
             close++;
             for (int32_t k = 0; k < s.K; k++)
                 CHECK(id[(size_t)(n * s.K + k)] >= 0 && id[(size_t)(n * s.K + k)] < s.E, "id");
@@ -422,16 +375,20 @@ static void router_case(RouterShape s, float aux, float even = 0) {
     CHECK(close <= 2 + s.N / 50, "%lld of %lld tokens too close to call", (long long)close, (long long)s.N);
     CHECK_REPEATS(scores, forward());
 
+    // Counts of the same scores and the same selection, added to large numbers.
     for (auto& l : load.host) l = (int64_t)1 << 40;
-    load.send();
-    expert.send();  // from here on the reference's choice
+    for (auto& m : margins.host) m = (int64_t)1 << 40;
+    for (auto& v : scores.host) v = (float)v;
+    for (R* r : {&scores, &gate}) r->send();
+    load.send(), margins.send(), expert.send();  // from here on the reference's choice
     settle();
-    router_count(load.dev, expert.dev, s.N * s.K, s.E, ctx);
-    REFERENCE(router_count)(load.ref(), expert.ref(), s.N * s.K, s.E, reference_ctx);
+    router_count({load.dev, margins.dev}, scores.dev, expert.dev, bias.dev, s, ctx);
+    REFERENCE(router_count)({load.ref(), margins.ref()}, scores.ref(), expert.ref(), bias.ref(), s, reference_ctx);
     CHECK_SAME(load);
+    CHECK_SAME(margins);
 
     REFERENCE(router_forward)
-    (scores.ref(), expert.ref(), gate.ref(), x.ref(), w.ref(), bias.ref(), ref, reference_ctx);
+    (scores.ref(), expert.ref(), gate.ref(), x.ref(), w.ref(), bias.ref(), s, reference_ctx);
     scores.send();
     gate.send();
     settle();
@@ -458,33 +415,26 @@ static void router_case(RouterShape s, float aux, float even = 0) {
 
 static void test_router(void) {
     //            N    T   C   E   K  groups  score  norm  scale  force
-    router_case({1, 1, 8, 1, 1, 1, 1, SCORE_SIGMOID, 1, 1, 0, 0}, 0);
-    router_case({3, 3, 24, 8, 2, 1, 1, SCORE_SIGMOID, 1, 1, 0, 0}, 0.01f);
-    router_case({129, 43, 33, 12, 3, 1, 1, SCORE_SOFTMAX, 0, 1, 0, 0}, 0);
-    router_case({1000, 125, 128, 32, 4, 1, 1, SCORE_SIGMOID, 1, 1, 0, 0}, 1);
-    router_case({1000, 250, 2048, 64, 6, 1, 1, SCORE_SOFTMAX, 0, 1, 0, 0}, 1);
-    router_case({300, 100, 512, 160, 6, 8, 3, SCORE_SOFTMAX, 0, 16, 0, 0}, 0);
-    router_case({300, 300, 1024, 256, 8, 8, 4, SCORE_SIGMOID, 1, 2.5f, 0, 0}, 0.5f);
-    router_case({129, 129, 40, 500, 5, 100, 10, SCORE_SIGMOID, 1, 1, 0, 0}, 0);
-    router_case({200, 100, 1000, 6, 2, 6, 3, SCORE_SIGMOID, 0, 1, 0, 0}, 0);
-    router_case({777, 111, 65, 70, 7, 7, 2, SCORE_SIGMOID, 1, 1, 1, 0}, 0.3f);
-    router_case({2048, 1024, 72, 37, 5, 1, 1, SCORE_SIGMOID, 1, 1, 0, 0},
+    router_case({1, 1, 8, 1, 1, 1, 1, SCORE_SIGMOID, 1, 1, 0}, 0);
+    router_case({3, 3, 24, 8, 2, 1, 1, SCORE_SIGMOID, 1, 1, 0}, 0.01f);
+    router_case({129, 43, 33, 12, 3, 1, 1, SCORE_SOFTMAX, 0, 1, 0}, 0);
+    router_case({1000, 125, 128, 32, 4, 1, 1, SCORE_SIGMOID, 1, 1, 0}, 1);
+    router_case({1000, 250, 2048, 64, 6, 1, 1, SCORE_SOFTMAX, 0, 1, 0}, 1);
+    router_case({300, 100, 512, 160, 6, 8, 3, SCORE_SOFTMAX, 0, 16, 0}, 0);
+    router_case({300, 300, 1024, 256, 8, 8, 4, SCORE_SIGMOID, 1, 2.5f, 0}, 0.5f);
+    router_case({129, 129, 40, 500, 5, 100, 10, SCORE_SIGMOID, 1, 1, 0}, 0);
+    router_case({200, 100, 1000, 6, 2, 6, 3, SCORE_SIGMOID, 0, 1, 0}, 0);
+    router_case({777, 111, 65, 70, 7, 7, 2, SCORE_SIGMOID, 1, 1, 1}, 0.3f);
+    router_case({2048, 1024, 72, 37, 5, 1, 1, SCORE_SIGMOID, 1, 1, 0},
                 0.1f);  // a long sum in dw, rows of odd length
-    router_case({5, 3, 24, 8, 2, 1, 1, SCORE_SIGMOID, 1, 1, 0}, 0, 1);
-    router_case({129, 43, 33, 12, 3, 1, 1, SCORE_SOFTMAX, 0, 1, 0}, 0, 1);
-    router_case({1000, 300, 512, 33, 4, 1, 1, SCORE_SIGMOID, 1, 1, 0}, 0.1f, 0.4f);
-    router_case({4096, 4096, 256, 64, 6, 1, 1, SCORE_SOFTMAX, 0, 1, 0}, 0, 1);
-    router_case({1500, 1500, 64, 9, 3, 1, 1, SCORE_SIGMOID, 1, 1, 0}, 0, 1);  // every second token is looked at
-    router_case({300, 100, 512, 160, 6, 8, 3, SCORE_SOFTMAX, 0, 16, 0}, 0, 0.9f);
-    router_case({129, 129, 40, 500, 5, 100, 10, SCORE_SIGMOID, 1, 1, 0}, 0, 1);
-    router_case({777, 111, 65, 70, 7, 7, 2, SCORE_SIGMOID, 1, 1, 1}, 0.3f, 1);
+
 }
 
 // Equal scores: the lower index first. A token of NaN: K distinct experts.
 static void test_router_ties(void) {
     for (int score = 0; score < 2; score++)
         for (int groups = 1; groups <= 8; groups *= 4) {
-            RouterShape s = {67, 67, 64, 128, 6, groups, groups > 1 ? 2 : 1, score, 1, 1, 0, 0};
+            RouterShape s = {67, 67, 64, 128, 6, groups, groups > 1 ? 2 : 1, score, 1, 1, 0};
             X x(s.N * s.C, 1), w(s.E * s.C, 2);
             R scores(s.N * s.E), gate(s.N * s.K), bias(s.E, 3, 0);
             I32 expert(s.N * s.K);
@@ -508,29 +458,46 @@ static void test_router_ties(void) {
         }
 }
 
-static void test_router_bias(void) {
+// Updates of several layers, one of which counted nothing. Quantiles: the same bin, or another result by a multiple of
+// its width; float32 rounds the bias and the mean.
+static void test_router_balance(void) {
     for (int32_t E : {1, 7, 64, 256, 500}) {
-        enum { LAYERS = 3 };
-        R bias(LAYERS * E, 1);
-        I64 load(LAYERS * E);
+        enum { LAYERS = 4, EMPTY = 2, TOKENS = 3000 };
+        const int32_t K = E < 8 ? 1 : 8;
+        R by_quantile(LAYERS * E, 1), by_sign(LAYERS * E, 2);
+        I64 load(LAYERS * E), margins((int64_t)LAYERS * E * MARGIN_BINS);
         StepState host, *state = (StepState*)device_alloc(sizeof(StepState), "a test");
         memset(&host, 0, sizeof(host));
-        for (int32_t e = 0; e < LAYERS * E; e++) load.host[(size_t)e] = 1000 * (1 + e / E) + draw(30, e, 3);
-        load.send();
+        for (int32_t i = 0; i < LAYERS * E; i++) {
+            if (i / E == EMPTY) continue;
+            load.host[(size_t)i] = 1000 * (1 + i / E) + draw(30, i, 3);
+            // Margins around a middle of the expert's own, most of them within 0.1.
+            for (int n = 0; n < TOKENS; n++) {
+                const double u = draw(31, (int64_t)i * TOKENS + n, 1 << 20) / (double)(1 << 19) - 1;
+                const double middle = 0.2 * (draw(32, i, 100) / 50.0 - 1);
+                margins.host[(size_t)i * MARGIN_BINS + margin_bin((float)(middle + 0.5 * u * u * u))]++;
+            }
+        }
+        load.send(), margins.send();
         settle();
+        const auto quantile_before = by_quantile.got(), sign_before = by_sign.got();
         for (int ok = 0; ok < 2; ok++) {
             host.ok = ok;
             device_upload(state, &host, sizeof(host), ctx);
-            router_update_bias(bias.dev, load.dev, LAYERS, E, 1e-3f, state, ctx);
-            REFERENCE(router_update_bias)(bias.ref(), load.ref(), LAYERS, E, 1e-3f, &host, reference_ctx);
-            CHECK_CLOSE(bias, 1e-7);
+            router_balance_quantile(by_quantile.dev, margins.dev, LAYERS, E, K, state, ctx);
+            REFERENCE(router_balance_quantile)(by_quantile.ref(), margins.ref(), LAYERS, E, K, &host, reference_ctx);
+            router_balance_sign(by_sign.dev, load.dev, LAYERS, E, 1e-3f, state, ctx);
+            REFERENCE(router_balance_sign)(by_sign.ref(), load.ref(), LAYERS, E, 1e-3f, &host, reference_ctx);
+            CHECK_CLOSE(by_quantile, 1e-6);
+            CHECK_CLOSE(by_sign, 1e-6);
+            const auto quantile = by_quantile.got(), sign = by_sign.got();
+            for (int32_t i = 0; i < LAYERS * E; i++) {
+                const bool still = !ok || i / E == EMPTY;
+                CHECK(!still || quantile[(size_t)i] == quantile_before[(size_t)i], "bias %d moved with ok %d", i, ok);
+                CHECK(!still || sign[(size_t)i] == sign_before[(size_t)i], "bias %d moved by sign with ok %d", i, ok);
+                if (!still && E > 1) CHECK(quantile[(size_t)i] != quantile_before[(size_t)i], "bias %d stayed", i);
+            }
         }
-        for (auto& l : load.host) l = 0;
-        load.send();
-        settle();
-        auto before = bias.got();
-        router_update_bias(bias.dev, load.dev, LAYERS, E, 1e-3f, state, ctx);
-        CHECK(bias.got() == before, "no load, but a bias moved");
         device_free(state);
     }
 }
@@ -544,6 +511,6 @@ int main(void) {
     RUN(test_experts);
     RUN(test_router);
     RUN(test_router_ties);
-    RUN(test_router_bias);
+    RUN(test_router_balance);
     return test_summary();
 }

@@ -72,7 +72,7 @@ static int64_t total_tokens(const Case* c) { return tokens_before(c, ranks); }
 
 static MoeShape shape_of(const Case* c, int64_t N, int ep, int recompute) {
     int32_t groups = c->groups > 1 ? c->groups : 1, top = groups > 1 ? groups / 2 : 1, norm = c->score == SCORE_SIGMOID;
-    RouterShape router = {N, T, C, E, c->K, groups, top, c->score, norm, 1.5f, c->force_balance, 0};
+    RouterShape router = {N, T, C, E, c->K, groups, top, c->score, norm, 1.5f, c->force_balance};
     MoeShape s = {router, F, c->shared_F, ep, recompute, FORMAT_VALUES, FORMAT_VALUES, FORMAT_VALUES, FORMAT_VALUES, 0};
     return s;
 }
@@ -132,7 +132,8 @@ static Outputs run_block(const Inputs* in, MoeShape s, int64_t first, size_t roo
     PoolMark mark[BLOCKS];
     for (int b = 0; b < BLOCKS; b++) {
         mark[b] = pool_mark(pool);
-        moe_forward(y, x, w, &saved[b], b ? NULL : load, s, dispatch, pool, ctx);
+        const RouterCounts counts = {b ? NULL : load, NULL};
+        moe_forward(y, x, w, &saved[b], counts, s, dispatch, pool, ctx);
     }
     o.expert = (int32_t*)fetch(saved[0].route.expert, (size_t)(N * K) * sizeof(int32_t));
     for (int b = BLOCKS - 1; b >= 0; b--) {

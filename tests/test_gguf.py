@@ -43,9 +43,9 @@ YARN = dict(yarn=1, yarn_factor=8, yarn_original_len=16)
 MODELS = {
     "tiny": dict(),
     "latent queries, groups, YaRN": dict(q_lora=16, experts=8, groups=4, top_groups=2, route_scale=2.5, **YARN),
-    "softmax": dict(score="softmax", route_norm=0, shared_experts=2, bias_rate=0),
-    "softmax, YaRN": dict(score="softmax", route_norm=0, route_scale=2, yarn_mscale=0.707, bias_rate=0, **YARN),
-    "softmax, normalised, with a selection bias": dict(score="softmax", route_norm=1, bias_rate=0.1),
+    "softmax": dict(score="softmax", route_norm=0, shared_experts=2, balance="none"),
+    "softmax, YaRN": dict(score="softmax", route_norm=0, route_scale=2, yarn_mscale=0.707, balance="none", **YARN),
+    "softmax, normalised, with a selection bias": dict(score="softmax", route_norm=1),
     "groups of which all are taken, no dense block": dict(experts=4, groups=2, top_groups=2, dense_layers=0),
     "groups of one expert": dict(experts=4, groups=4, top_groups=3),
     "dense": dict(dense_layers=2),

@@ -94,7 +94,7 @@ static void check_golden(const char* path) {
     SafeTensors* st = st_open(path, error, sizeof(error));
     CHECK(st, "%s", error);
     if (!st) return;
-    char* line = host_format("%s --batch %s --seq-len %s --even-start 0", st_metadata(st, "options"),
+    char* line = host_format("%s --batch %s --seq-len %s", st_metadata(st, "options"),
                              st_metadata(st, "batch"), st_metadata(st, "seq_len"));
     Settings s = settings_of(line);
     Model* m = model_create(&s, NULL);

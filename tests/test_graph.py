@@ -52,7 +52,7 @@ class Graph(Case):
         return done
 
     def test_one_micro_step(self):
-        """First and last in one; the share of an even start goes from 1 over what falls to 0, the learning rate moves."""
+        """First and last in one; the learning rate moves."""
         self.check(steps=20, warmup=4, schedule="cosine", save_every=10)
 
     def test_accumulation(self):

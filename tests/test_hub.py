@@ -337,8 +337,8 @@ class Questions(Case):
 MODELS = {
     "tiny": dict(),
     "latent queries, groups, YaRN": dict(q_lora=16, groups=2, top_groups=2, route_scale=2.5, yarn=1),
-    "softmax": dict(score="softmax", route_norm=0, shared_experts=2, bias_rate=0),
-    "softmax, YaRN": dict(score="softmax", route_norm=0, groups=2, top_groups=1, yarn=1, yarn_mscale=0.707, bias_rate=0),
+    "softmax": dict(score="softmax", route_norm=0, shared_experts=2, balance="none"),
+    "softmax, YaRN": dict(score="softmax", route_norm=0, groups=2, top_groups=1, yarn=1, yarn_mscale=0.707, balance="none"),
 }
 
 
@@ -384,12 +384,13 @@ class Export(Case):
 
     def test_what_transformers_cannot_say(self):
         for words, options in (("no selection bias", dict(score="softmax", route_norm=0)),
-                               ("does not normalise", dict(score="softmax", route_norm=1)),
+                               ("does not normalise", dict(score="softmax", route_norm=1, balance="none")),
                                ("always have a shared expert", dict(shared_experts=0))):
             done = self.train(out=words.split()[0], steps=1, **options)
-            self.assertRegex(done.stdout, f"export +transformers' model differs: .*{words}")
-            note = json.loads((self.dir / words.split()[0] / "step_00000001/config.json").read_text())["train_moe_note"]
-            self.assertIn(words, note)
+            self.assertRegex(done.stdout, f"export +transformers cannot compute this model, .* model_type train_moe: .*{words}")
+            config = json.loads((self.dir / words.split()[0] / "step_00000001/config.json").read_text())
+            self.assertEqual((config["model_type"], "architectures" in config), ("train_moe", False))
+            self.assertIn(words, config["train_moe_note"])
 
     def test_own_steps_come_back(self):
         """--evaluate gives the validation loss that the run logged; --init begins with it; a trained softmax bias is kept."""
@@ -400,7 +401,7 @@ class Export(Case):
                 self.assertLess(abs(self.evaluated(step) - logged), 1e-6)  # it prints 6 digits
                 started = self.dir / (run.name + "_again")
                 self.call([cli.PROGRAM, "--init", step, "--train", self.train_glob, "--val", self.val, "--out", started, "--steps",
-                           1, "--lr", 0, "--weight-decay", 0, "--bias-rate", 0, "--warmup", 0]
+                           1, "--lr", 0, "--weight-decay", 0, "--balance", "deepseek", "--bias-rate", 0, "--warmup", 0]
                           + [w for k, v in TOKENS.items() for w in ("--" + k.replace("_", "-"), v)])
                 self.assertLess(abs(cli.read_log(started)[1][0]["val_loss"] - logged), 1e-6)
 

@@ -27,7 +27,7 @@ class Modules(test_hub.Case):
         """The first step's log of a run that begins with a folder's weights and changes nothing, and what it printed."""
         out = self.dir / f"begun{len(list(self.dir.iterdir()))}"
         done = self.call([cli.PROGRAM, "--init", folder, "--train", self.train_glob, "--out", out, "--steps", 1, "--lr", 0,
-                          "--weight-decay", 0, "--bias-rate", 0, "--warmup", 0, "--seq-len", 32, "--batch", 4, "--mtp", mtp],
+                          "--weight-decay", 0, "--balance", "none", "--warmup", 0, "--seq-len", 32, "--batch", 4, "--mtp", mtp],
                          code)
         return (None if code else cli.read_log(out)[1][0]), done.stdout + done.stderr
 

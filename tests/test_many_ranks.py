@@ -7,12 +7,14 @@ with one message that names the rank and the reason, and the run goes on from it
 happened.
 """
 import concurrent.futures
+import json
 import os
 import pathlib
 import re
 import resource
 import shutil
 import signal
+import struct
 import subprocess
 import tempfile
 import time
@@ -471,6 +473,30 @@ class Layouts(Case):
                                   CLOSE if CUDA else 1e-6)
                 self.assertEqual(sorted(p.name for p in (self.dir / out / "step_00000010").iterdir()),
                                  sorted(p.name for p in (self.dir / "one/step_00000010").iterdir()))
+
+    @unittest.skipIf(CUDA, "a GEMM of other sizes may take its sums in another order")
+    def test_selection_biases(self):
+        """After a first step the same bits on 1 to 8 ranks, in 1 to 4 micro-steps, with modules and recomputation too."""
+        def biases(out):
+            found = {}
+            for path in sorted((self.dir / out / "step_00000001").glob("block_[0-9]*[0-9].safetensors")):
+                data = path.read_bytes()
+                start = 8 + struct.unpack("<Q", data[:8])[0]
+                for name, entry in json.loads(data[8:start]).items():
+                    if name.endswith("e_score_correction_bias"):
+                        found[name] = data[start + entry["data_offsets"][0]:start + entry["data_offsets"][1]]
+            return found
+        for kind, more in (("sigmoid", dict(mtp=1)), ("softmax", dict(score="softmax", route_norm=0, recompute="block"))):
+            options = dict(steps=1, save_every=None, seq_len=24, tokens_per_step=8 * 24, layers=3, experts=8, **more)
+            self.on(1, out=kind, batch=8, **{**RUN, **options})
+            alone = biases(kind)
+            self.assertEqual(len(alone), 2 + more.get("mtp", 0))
+            self.assertTrue(all(any(bias) for bias in alone.values()))
+            for ranks, ep, batch in ((1, 1, 2), (1, 1, 4), (2, 2, 1), (2, 1, 4), (4, 2, 2), (8, 8, 1)):
+                with self.subTest(kind, ranks=ranks, ep=ep, batch=batch):
+                    out = f"{kind}{ranks}{ep}{batch}"
+                    self.on(ranks, out=out, ep=ep, batch=batch, **{**RUN, **options})
+                    self.assertEqual(biases(out), alone)
 
     def test_cast_statistics(self):
         """Of the first step: later ones drift apart, as elements that tip over a border tip others."""

@@ -365,30 +365,6 @@ static void schedules(void) {
     }
 }
 
-// How much of what evens out a choice routers go without: all of it in four fifths of the run, none in its last tenth,
-// in which the model learns to do with what it is used with; a constant schedule knows no end.
-static void evening_out(void) {
-    static const struct {
-        const char* line;
-        int64_t step;
-        double even;
-    } cases[] = {{"--steps 1000", 1, 1},
-                 {"--steps 1000", 800, 1},
-                 {"--steps 1000", 850, 0.5},
-                 {"--steps 1000", 900, 0},
-                 {"--steps 1000", 1000, 0},
-                 {"--steps 1", 1, 0},
-                 {"--steps 1000 --schedule constant", 850, 1},
-                 {"--steps 1000 --even-start 0", 1, 0},
-                 {"--steps 1000 --even-start 0 --schedule constant", 1, 0}};
-    for (size_t i = 0; i < sizeof(cases) / sizeof(*cases); i++) {
-        Settings s = settings_of(cases[i].line);
-        CHECK(settings_even(&s, cases[i].step) == cases[i].even, "%s: %g at step %ld, not %g", cases[i].line,
-              settings_even(&s, cases[i].step), (long)cases[i].step, cases[i].even);
-        settings_free(&s);
-    }
-}
-
 // A step that is not finite changes no weight, moment or bias, and the next good one does.
 static void bad_step(void) {
     Model* m = fresh(SMALL "--batch 2");
@@ -442,7 +418,6 @@ int main(void) {
     RUN(parameter_counts);
     RUN(initial_weights);
     RUN(schedules);
-    RUN(evening_out);
     RUN(bad_step);
     return test_summary();
 }

@@ -111,7 +111,8 @@ static void run_block(void* arg) {
     PoolMark mark[3];
     for (int i = 0; i < b->blocks; i++) {
         mark[i] = pool_mark(pool);
-        moe_forward(b->y, b->x, w, &saved[i], i == 0 ? b->load : NULL, s, dispatch, pool, ctx);
+        const RouterCounts counts = {i == 0 ? b->load : NULL, NULL};
+        moe_forward(b->y, b->x, w, &saved[i], counts, s, dispatch, pool, ctx);
     }
     memcpy(b->expert, saved[0].route.expert, N * s.router.K * sizeof(int32_t));
     for (int i = b->blocks - 1; i >= 0; i--) {
@@ -223,11 +224,11 @@ static void check_block(MoeShape s) {
 
 #define BF16 FORMAT_VALUES, FORMAT_VALUES, FORMAT_VALUES, FORMAT_VALUES, 0  // nothing in MXFP8, and one rank
 static void test_block(void) {
-    //             N    T   C  E  K  groups   score    norm scale force even  F  shared ep recompute
-    check_block((MoeShape){{1, 1, 3, 1, 1, 1, 1, SCORE_SIGMOID, 1, 1, 0, 0}, 2, 2, 1, 0, BF16});
-    check_block((MoeShape){{23, 23, 6, 5, 2, 1, 1, SCORE_SIGMOID, 1, 2.5f, 0, 0}, 4, 3, 1, 0, BF16});
-    check_block((MoeShape){{130, 65, 9, 8, 3, 1, 1, SCORE_SOFTMAX, 0, 1, 0, 0}, 5, 0, 1, 0, BF16});
-    check_block((MoeShape){{40, 20, 8, 8, 2, 4, 2, SCORE_SIGMOID, 0, 1, 0, 0}, 3, 7, 1, 0, BF16});
+    //             N    T   C  E  K  groups   score    norm scale force  F  shared ep recompute
+    check_block((MoeShape){{1, 1, 3, 1, 1, 1, 1, SCORE_SIGMOID, 1, 1, 0}, 2, 2, 1, 0, BF16});
+    check_block((MoeShape){{23, 23, 6, 5, 2, 1, 1, SCORE_SIGMOID, 1, 2.5f, 0}, 4, 3, 1, 0, BF16});
+    check_block((MoeShape){{130, 65, 9, 8, 3, 1, 1, SCORE_SOFTMAX, 0, 1, 0}, 5, 0, 1, 0, BF16});
+    check_block((MoeShape){{40, 20, 8, 8, 2, 4, 2, SCORE_SIGMOID, 0, 1, 0}, 3, 7, 1, 0, BF16});
 }
 
 static int64_t rounded(int64_t reals) { return ((int64_t)sizeof(real) * reals + 255) / 256 * 256; }
@@ -235,7 +236,7 @@ static int64_t rounded(int64_t reals) { return ((int64_t)sizeof(real) * reals + 
 // With one rank all sizes are known: the plan is what the pool is asked for, to the last buffer.
 static void test_plan_of_block(void) {
     for (int i = 0; i < 4; i++) {
-        RouterShape router = {150, 50, 24, 8, 3, 1, 1, SCORE_SIGMOID, 1, 1, 0, 0};
+        RouterShape router = {150, 50, 24, 8, 3, 1, 1, SCORE_SIGMOID, 1, 1, 0};
         MoeShape s = {router, i & 1 ? 40 : 16, i & 2 ? 700 : 0, 1, 0, BF16};  // also where shared_F > K F
         Block b = make_block(s);
         b.blocks = 3;

@@ -6,7 +6,7 @@
 // has 20 - k positions of a sequence. Each sum of losses is some 20 logarithms of 50 words a sequence, within a tenth
 // at the start. The biases of the modules' routers move as the loads ask.
 static void positions_without_target(void) {
-    Model* m = small_model("--mtp 3");
+    Model* m = small_model("--mtp 3 --balance deepseek");
     model_init(m, 3);
     int32_t ids[2 * 40];
     int64_t load[6 * 6];

@@ -323,7 +323,7 @@ static Format format_of(int bytes, Precision p) {
 
 static MoeShape shape_of(Widths d, Precision p, int recompute) {
     int32_t norm = d.score == SCORE_SIGMOID;
-    RouterShape r = {N, T, d.C, E, K, 1, 1, d.score, norm, route_scale, d.force_balance, 0};
+    RouterShape r = {N, T, d.C, E, K, 1, 1, d.score, norm, route_scale, d.force_balance};
     MoeShape s = {r,
                   d.F,
                   d.shared_F,
@@ -388,7 +388,8 @@ static Block run_block(const Inputs* in, Widths d, Precision p, int recompute, i
     Block b;
     MxStats* stats = (MxStats*)device_room(sizeof(b.stats));
     if (measured) w13.stats = stats, w2.stats = stats + WEIGHT_STATS;
-    moe_forward(y, x, w, &saved, NULL, s, dispatch, pool, ctx);
+    const RouterCounts no_counts = {NULL, NULL};
+    moe_forward(y, x, w, &saved, no_counts, s, dispatch, pool, ctx);
     b.expert = (int32_t*)host_room(N * K * sizeof(int32_t));
     device_download(b.expert, saved.route.expert, N * K * sizeof(int32_t), ctx);
     moe_backward(dx, dy, x, w, &saved, 0, s, dispatch, pool, ctx);

@@ -78,19 +78,38 @@ class BadOptions(Case):
         self.assertEqual(self.call([PROGRAM, "-h"]).stdout, self.call([PROGRAM, "--help"]).stdout)
 
     def test_what_a_model_asks_for(self):
-        """Published peak learning rates; no selection bias with softmax scores. What is given wins."""
-        for model, lr, bias_rate in (("small", "0.001", "0.005"), ("debug", "0.001", "0"), ("16b", "0.00042", "0"),
-                                     ("236b", "0.00024", "0"), ("671b", "0.00022", "0.005")):
-            for given, expected in (([], (lr, bias_rate)), (["--lr", "3e-3", "--bias-rate", "0.1"], ("0.003", "0.1"))):
+        """Published peak learning rates. A given value wins."""
+        for model, lr in (("small", "0.001"), ("debug", "0.001"), ("16b", "0.00042"), ("236b", "0.00024"), ("671b", "0.00022")):
+            for given, expected in (([], lr), (["--lr", "3e-3"], "0.003")):
                 with self.subTest(model, given=given):
                     printed = " ".join(self.call([PROGRAM, "--dry-run", "--model", model] + given).stdout.split())
-                    self.assertEqual(re.search(r" lr (\S+) .* bias-rate (\S+) ", printed).groups(), expected)
+                    self.assertEqual(re.search(r" lr (\S+) ", printed)[1], expected)
 
-    def test_what_a_trained_model_asks_for(self):
-        """Its routers choose as they were trained to, unless --even-start is given."""
-        for given, expected in (([], "0"), (["--even-start", "1"], "1")):
-            printed = self.call([PROGRAM, "--dry-run", "--init", self.reference() / "step_00000020"] + given).stdout
-            self.assertEqual(re.search(r" even-start +(\S+)", printed)[1], expected)
+    def test_balance(self):
+        """Each kind of load balancing has its own weight of the balance loss; --bias-rate belongs to one of them."""
+        for given, expected in (([], ("quantile", "0.01")), (["--balance", "deepseek"], ("deepseek", "0.0001")),
+                                (["--balance", "deepseek", "--bias-rate", "0.1"], ("deepseek", "0.0001")),
+                                (["--balance", "none"], ("none", "0")),
+                                (["--balance", "none", "--aux-loss", "0.1"], ("none", "0.1"))):
+            with self.subTest(given):
+                printed = " ".join(self.call([PROGRAM, "--dry-run"] + given).stdout.split())
+                self.assertEqual(re.search(r" balance (\S+) .* aux-loss (\S+) ", printed).groups(), expected)
+        for balance in ("quantile", "none"):
+            self.refused(2, f"--bias-rate goes with --balance deepseek, not with --balance {balance}", balance=balance,
+                         bias_rate=1e-3)
+
+    def test_balance_of_a_trained_model(self):
+        """A softmax router without a selection bias goes on without one; biases that are there are not dropped."""
+        soft = dict(score="softmax", route_norm=0, steps=2)
+        for made, given, expected in (("none", [], "none"), ("none", ["--balance", "quantile"], "quantile"),
+                                      ("quantile", [], "quantile"), ("quantile", ["--balance", "deepseek"], "deepseek")):
+            with self.subTest(made=made, given=given):
+                step = self.reference(balance=made, save_every=2, **soft) / "step_00000002"
+                printed = self.call([PROGRAM, "--dry-run", "--init", step] + given).stdout
+                self.assertEqual(re.search(r" balance +(\S+)", printed)[1], expected)
+        step = self.reference(balance="quantile", save_every=2, **soft) / "step_00000002"
+        done = self.call([PROGRAM, "--dry-run", "--init", step, "--balance", "none"], 2)
+        self.assertIn(f"--balance none would drop the selection biases of --init {step}", done.stderr)
 
     def test_combinations(self):
         for words, options in (

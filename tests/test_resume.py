@@ -25,7 +25,7 @@ class ResumeOptions(Case):
             ("lr", 1e-3, "0.003"), ("lr", 0.0030015, "0.003"), ("seed", 2, "1"), ("dim", 64, "32"), ("experts", 8, "4"),
             ("score", "softmax", "sigmoid"), ("schedule", "cosine", "constant"), ("warmup", 3, "0"),
             ("seq_len", 16, "32"),
-            ("tokens_per_step", 128, "64"), ("aux_loss", 0.1, "0.01"), ("bias_rate", 0, "0.01"),
+            ("tokens_per_step", 128, "64"), ("aux_loss", 0.1, "0.01"), ("balance", "none", "quantile"),
             ("clip", 2, "1"), ("overfit", True, "0"), ("force_balance", True, "0"), ("model", "debug", "tiny"),
             ("vocab", 300, "257"), ("mtp", 1, "0"), ("mtp_weight", 0.5, "0.3"), ("mtp_weight_end", 0.2, "0.1"),
             ("mtp_switch", 0.5, "0.67"), ("moments", "bf16", "float32"),
@@ -101,7 +101,7 @@ class ResumeOptions(Case):
         options += ["--" + name for name in flags if golden["options"][name]]
         args = [PROGRAM, "--train", self.train_glob, "--val", self.val_glob, "--steps", 4, "--save-every", 2, *options]
         whole, out = self.dir / "whole", self.dir / "run"
-        self.call([*args, "--out", "whole", "--even-start", 0])  # the one default that is not what there was before it
+        self.call([*args, "--out", "whole", "--balance", "deepseek"])  # what there was before the option
         shutil.copytree(whole, out)
         shutil.rmtree(out / "step_00000004")
         record = manifest(out / "step_00000002")
@@ -111,7 +111,7 @@ class ResumeOptions(Case):
         write_manifest(out / "step_00000002", record)
         self.assertIn("resumed    from run/step_00000002", self.call([*args, "--out", "run", "--resume"]).stdout)
         self.assert_same_run(out, whole, 4)
-        self.assertEqual(manifest(out / "step_00000004")["options"]["even-start"], 0)
+        self.assertEqual(manifest(out / "step_00000004")["options"]["balance"], "deepseek")
 
     def test_what_may_differ(self):
         out = self.copy_of(self.reference(tokens_per_step=128), "moved")
@@ -255,7 +255,8 @@ class Resume(Case):
         for options in (dict(score="softmax", route_norm=0, groups=2, top_groups=1, dense_layers=0, warmup=8),
                         dict(q_lora=8, yarn=1, shared_experts=0, top_k=1, dense_layers=1), dict(dense_layers=2),
                         dict(overfit=True, clip=0, force_balance=True), dict(mtp=2, mtp_switch=1),
-                        dict(moments="bf16", score="softmax", bias_rate=0.01)):
+                        dict(moments="bf16", score="softmax"), dict(balance="deepseek", score="softmax"),
+                        dict(balance="none")):
             with self.subTest(options):
                 self.check([9], **options)
 
@@ -269,7 +270,7 @@ class Resume(Case):
     def test_order_of_data(self):
         """With weights that stand still a window has its loss: all in every epoch, each epoch in another order."""
         write_shard(self.dir / "small.bin", text(7 * 32 + 5))
-        still = dict(train="small.bin", lr=0, bias_rate=0, batch=1, out="run")
+        still = dict(train="small.bin", lr=0, balance="none", batch=1, out="run")
         self.train(steps=10, **still)
         self.train(steps=21, resume=True, **still)
         losses = [step["loss"] for step in curve(self.dir / "run")]
@@ -362,7 +363,7 @@ class Signals(Case):
         """scripts/first_run.sh after Ctrl-C goes on, also where the program alone was asked; then it is finished."""
         for folder in ("scripts", "data"):
             shutil.copytree(ROOT / folder, self.dir / folder, ignore=shutil.ignore_patterns("__pycache__"))
-        small = {**SMALL, "steps": 10**6, "schedule": None, "warmup": None, "lr": None, "bias_rate": None, "val_tokens": 64,
+        small = {**SMALL, "steps": 10**6, "schedule": None, "warmup": None, "lr": None, "val_tokens": 64,
                  "sample_every": 0}
         args, out = ["sh", "scripts/first_run.sh", *command(**small)], self.dir / "runs/tiny-1"
         for number in (signal.SIGINT, signal.SIGTERM):

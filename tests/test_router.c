@@ -1,5 +1,5 @@
-// The router: scores and gates against float64, selection exactly, by ranks instead of a sort, where it is evened out
-// up to near ties; the backward against differences of the oracle; load counts and bias updates exactly.
+// The router: scores and gates against float64, selection exactly, by ranks instead of a sort; the backward against
+// differences of the oracle; histograms of margins exactly and quantiles against sorted margins.
 #include "layers/adamw.h"
 #include "moe/router.h"
 #include "tests/oracle.h"
@@ -108,74 +108,6 @@ static double router_objective(void* arg) {
     return objective;
 }
 
-// Whether a token's choice, best first, is the best by `key` but for differences below `tie`.
-static int near_best(const int32_t* expert, const double* key, RouterShape s, double tie) {
-    const int32_t per = s.E / s.groups;
-    double* group = host_alloc(s.groups * sizeof(double));
-    for (int32_t g = 0; g < s.groups; g++) {
-        group[g] = -INFINITY;
-        for (int32_t i = g * per; i < (g + 1) * per; i++) {
-            if (s.score == SCORE_SOFTMAX || per == 1) group[g] = fmax(group[g], key[i]);
-            for (int32_t j = i + 1; j < (g + 1) * per && s.score == SCORE_SIGMOID; j++)
-                group[g] = fmax(group[g], key[i] + key[j]);
-        }
-    }
-    int good = 1;
-    for (int32_t e = 0; e < s.E; e++) {
-        int32_t at = s.K, above = 0, level = 0;  // place in the choice; groups that are better, and that may be
-        for (int32_t k = 0; k < s.K; k++)
-            if (expert[k] == e) at = k;
-        for (int32_t g = 0; g < s.groups; g++) {
-            above += group[g] > group[e / per] + tie;
-            level += g != e / per && group[g] > group[e / per] - tie;
-        }
-        if (at < s.K && above >= s.top_groups) good = 0;
-        // None chosen after e, or instead of it, may be better.
-        for (int32_t k = 0; k < at && level < s.top_groups; k++) good = good && key[expert[k]] > key[e] - tie;
-    }
-    free(group);
-    return good;
-}
-
-// s + bias as the choice sees them, in double.
-static void oracle_seen(double* seen, const Router* r) {
-    const RouterShape s = r->shape;
-    const int32_t E = s.E;
-    for (int64_t first = 0; first < s.N; first += s.T) {
-        const int64_t tokens = first + s.T < s.N ? s.T : s.N - first, step = (tokens + EVEN_TOKENS - 1) / EVEN_TOKENS;
-        double *l = zeros(tokens * E), *mean = zeros(E), *d = zeros(E), *h = zeros(tokens), square = 0, count = 0;
-        for (int64_t i = 0; i < tokens * E; i++) l[i] = dot(r->xd + (first + i / E) * s.C, r->wd + i % E * s.C, s.C);
-        for (int64_t t = 0; t < tokens; t += step, count++)
-            for (int32_t e = 0; e < E; e++) mean[e] += l[t * E + e];
-        for (int32_t e = 0; e < E; e++) mean[e] /= count;
-        for (int64_t t = 0; t < tokens; t += step)
-            for (int32_t e = 0; e < E; e++) square += (l[t * E + e] - mean[e]) * (l[t * E + e] - mean[e]);
-        for (int round = 0; round < EVEN_ROUNDS; round++) {
-            const double tau = EVEN_TAU * pow(EVEN_COOLER, round) * sqrt(square / (count * E)) + 1e-20;
-            double* column = zeros(E);
-            for (int64_t t = 0; t < tokens; t += step) {
-                double row = 0;  // of the soft choice, by tanh
-                for (int32_t e = 0; e < E; e++)
-                    row += 0.5 + 0.5 * tanh((l[t * E + e] - mean[e] - d[e] - h[t]) / tau / 2);
-                h[t] += tau * log(row / s.K + EVEN_LEAST);
-                for (int32_t e = 0; e < E; e++)
-                    column[e] += 0.5 + 0.5 * tanh((l[t * E + e] - mean[e] - d[e] - h[t]) / tau / 2);
-            }
-            for (int32_t e = 0; e < E; e++) d[e] += EVEN_STEP * tau * log(column[e] / s.K * E / count + EVEN_LEAST);
-        }
-        for (int64_t t = 0; t < tokens; t++) {
-            double *row = seen + (first + t) * E, top = -INFINITY, sum = 0;
-            for (int32_t e = 0; e < E; e++) top = fmax(top, row[e] = l[t * E + e] - (double)*s.even * (mean[e] + d[e]));
-            for (int32_t e = 0; e < E; e++) sum += exp(row[e] - top);
-            for (int32_t e = 0; e < E; e++)
-                row[e] =
-                    (s.score == SCORE_SIGMOID ? 1 / (1 + exp(-row[e])) : exp(row[e] - top) / sum) + (double)r->bias[e];
-        }
-    }
-}
-
-static const float all = 1;  // of what evens out a choice
-
 static void check_router(RouterShape s, float aux, double x_scale) {
     Router r = make_router(s);
     r.aux = aux;
@@ -187,16 +119,8 @@ static void check_router(RouterShape s, float aux, double x_scale) {
     oracle_scores(scores, r.xd, r.wd, s);
     CHECK_CLOSE(r.scores, scores, s.N * s.E, tolerance);
     int32_t* expert = poisoned_ints(s.N * s.K);
-    if (s.even && !s.force_balance) {
-        double* seen = zeros(s.N * s.E);
-        oracle_seen(seen, &r);
-        int64_t bad = 0;
-        for (int64_t n = 0; n < s.N; n++) bad += !near_best(r.expert + n * s.K, seen + n * s.E, s, 4 * tolerance);
-        CHECK(bad == 0, "%lld of %lld choices are not the best", (long long)bad, (long long)s.N);
-        memcpy(expert, r.expert, (size_t)(s.N * s.K) * sizeof(int32_t));
-    }
     for (int64_t n = 0; n < s.N; n++) {
-        if (!s.even) oracle_select(expert + n * s.K, r.scores + n * s.E, r.bias, s);
+        oracle_select(expert + n * s.K, r.scores + n * s.E, r.bias, s);
         for (int32_t k = 0; k < s.K && s.force_balance; k++) expert[n * s.K + k] = (int32_t)((n * s.K + k) % s.E);
         for (int32_t k = 0; k < s.K; k++) gate[n * s.K + k] = oracle_gate(scores + n * s.E, expert + n * s.K, k, s);
     }
@@ -214,30 +138,22 @@ static void check_router(RouterShape s, float aux, double x_scale) {
 
 static void test_router_random(void) {
     enum { SIG = SCORE_SIGMOID, SOFT = SCORE_SOFTMAX };
-    static const float some = 0.3f, most = 0.75f;
     static const RouterShape shapes[] = {
-        // N, T, C, E, K, groups, top_groups, score, norm, scale, force_balance, even
-        {1, 1, 5, 4, 1, 1, 1, SIG, 0, 1, 0, 0},
-        {6, 3, 7, 8, 2, 1, 1, SIG, 1, 2.5f, 0, 0},
-        {6, 2, 7, 8, 3, 1, 1, SOFT, 0, 1, 0, 0},
-        {6, 6, 5, 6, 2, 3, 1, SIG, 1, 1, 0, 0},
-        {127, 127, 24, 16, 4, 4, 2, SIG, 1, 2.5f, 0, 0},
-        {129, 43, 33, 16, 4, 4, 2, SOFT, 0, 16, 0, 0},
-        {300, 100, 40, 24, 6, 8, 3, SOFT, 0, 16, 0, 0},
-        {300, 60, 129, 20, 5, 4, 3, SIG, 1, 2.5f, 0, 0},
-        {129, 129, 24, 8, 8, 2, 2, SIG, 0, 1.5f, 0, 0},
-        {128, 64, 24, 160, 6, 8, 3, SOFT, 1, 1, 0, 0},
-        {65, 13, 24, 6, 2, 6, 3, SIG, 1, 1, 0, 0},
-        {64, 32, 24, 256, 8, 8, 4, SIG, 1, 2.5f, 0, 0},
-        {130, 65, 24, 5, 3, 1, 1, SIG, 1, 1, 1, 0},
-        {130, 26, 33, 8, 2, 4, 2, SOFT, 0, 3, 1, 0},
-        {2500, 2100, 9, 6, 2, 1, 1, SIG, 1, 1, 0, &all},  // more tokens than are looked at
-        {7, 3, 7, 8, 2, 1, 1, SIG, 1, 2.5f, 0, &all},
-        {300, 100, 40, 24, 6, 8, 3, SOFT, 0, 16, 0, &all},
-        {130, 50, 33, 20, 5, 4, 3, SIG, 1, 2.5f, 0, &all},
-        {129, 43, 33, 16, 4, 1, 1, SOFT, 0, 1, 0, &some},
-        {64, 32, 24, 256, 8, 8, 4, SIG, 1, 1, 0, &most},
-        {130, 65, 24, 5, 3, 1, 1, SIG, 1, 1, 1, &all},
+        // N, T, C, E, K, groups, top_groups, score, norm, scale, force_balance
+        {1, 1, 5, 4, 1, 1, 1, SIG, 0, 1, 0},
+        {6, 3, 7, 8, 2, 1, 1, SIG, 1, 2.5f, 0},
+        {6, 2, 7, 8, 3, 1, 1, SOFT, 0, 1, 0},
+        {6, 6, 5, 6, 2, 3, 1, SIG, 1, 1, 0},
+        {127, 127, 24, 16, 4, 4, 2, SIG, 1, 2.5f, 0},
+        {129, 43, 33, 16, 4, 4, 2, SOFT, 0, 16, 0},
+        {300, 100, 40, 24, 6, 8, 3, SOFT, 0, 16, 0},
+        {300, 60, 129, 20, 5, 4, 3, SIG, 1, 2.5f, 0},
+        {129, 129, 24, 8, 8, 2, 2, SIG, 0, 1.5f, 0},
+        {128, 64, 24, 160, 6, 8, 3, SOFT, 1, 1, 0},
+        {65, 13, 24, 6, 2, 6, 3, SIG, 1, 1, 0},
+        {64, 32, 24, 256, 8, 8, 4, SIG, 1, 2.5f, 0},
+        {130, 65, 24, 5, 3, 1, 1, SIG, 1, 1, 1},
+        {130, 26, 33, 8, 2, 4, 2, SOFT, 0, 3, 1},
     };
     for (int i = 0; i < COUNT(shapes); i++) {
         check_router(shapes[i], 0, 1);
@@ -250,7 +166,7 @@ static void test_router_random(void) {
 // loss does. What the subtraction leaves is a rounding of the gate and one of each product: 3 u dgate (1 - s) of dgate
 // s'.
 static void test_router_constant_gate(void) {
-    RouterShape s = {40, 20, 24, 8, 1, 1, 1, SCORE_SIGMOID, 1, 2.5f, 0, 0};
+    RouterShape s = {40, 20, 24, 8, 1, 1, 1, SCORE_SIGMOID, 1, 2.5f, 0};
     for (int aux = 0; aux < 2; aux++) {
         Router r = make_router(s);
         r.aux = (float)aux;
@@ -334,65 +250,6 @@ static void test_router_choice(void) {
     CHOICE(two, ((int32_t[]){4, 3}), NULL, 1, 1, 1, 1, 2, -9);
 }
 
-// Logits are a part that all tokens of a sequence share, of size 8, and one of each token's own, of size 1, all whole
-// numbers. Evened out, the choice is by the token's own part, in either sequence (the second is shorter); else by the
-// shared one.
-static void test_router_even(void) {
-    enum { N = 7, T = 4, E = 4 };
-    static const double shared[2][E] = {{8, 0, -8, 0}, {0, -8, 8, 0}};
-    static const double own[N][E] = {{1, 0, 0, -1}, {0, 1, -1, 0}, {0, -1, 1, 0}, {-1, 0, 0, 1},
-                                     {0, 0, 1, -1}, {0, 1, -1, 0}, {0, -1, 0, 1}};  // sum to 0 in a sequence
-    static const int32_t best[N] = {0, 1, 2, 3, 2, 1, 3};
-    for (int i = 0; i < 4; i++) {
-        RouterShape s = {N, T, N + 2, E, 1, 1, 1, i / 2, 0, 1, 0, i % 2 ? &all : NULL};
-        Router r = make_router(s);
-        memset(r.x, 0, (size_t)(N * s.C) * sizeof(real)), memset(r.bias, 0, E * sizeof(real));
-        for (int n = 0; n < N; n++) r.x[n * s.C + n] = r.x[n * s.C + N + n / T] = 1;
-        for (int e = 0; e < E; e++) {
-            for (int n = 0; n < N; n++) r.w[e * s.C + n] = (real)own[n][e];
-            for (int b = 0; b < 2; b++) r.w[e * s.C + N + b] = (real)shared[b][e];
-        }
-        check_threads(run_router, &r);
-        for (int n = 0; n < N; n++) {
-            const int32_t e = r.expert[n], expected = s.even ? best[n] : n < T ? 0 : 2;
-            CHECK(e == expected, "even %d: token %d chose %d, not %d", i % 2, n, e, expected);
-            CHECK(e == expected && r.gate[n] == r.scores[n * E + e], "gate %g is not s", (double)r.gate[n]);
-        }
-        release_all();
-    }
-}
-
-// What is hard to even out. Logits along one direction: tokens on either side of its middle choose the same K experts,
-// up to E / (2 K) = 4 times their share; over 20 seeds that was 2.9 to 3.7, evened out 1.05 to 1.16. Four of ten tokens
-// nearly alike, 0.4 E / K = 3.2 times and more: 3.8 to 3.9 and 1.25 to 1.49.
-static void test_router_even_loads(void) {
-    enum { N = 1024, E = 16, K = 2 };
-    for (int alike = 0; alike < 2; alike++) {
-        double most[2];
-        for (int even = 0; even < 2; even++) {
-            RouterShape s = {N, N / 2, E + 1, E, K, 1, 1, SCORE_SIGMOID, 1, 1, 0, even ? &all : NULL};
-            Router r = make_router(s);
-            memset(r.bias, 0, E * sizeof(real)), memset(r.w, 0, (size_t)(E * s.C) * sizeof(real));
-            for (int e = 0; e < E; e++) r.w[e * s.C] = r.dgate[e], r.w[e * s.C + 1 + e] = (real)(alike ? 1 : 0.2);
-            for (int i = 0; alike && i < N * s.C; i++) {
-                const int near = i / s.C % 5 < 2;
-                if (i % s.C == 0)
-                    r.x[i] = (real)near;
-                else if (near)
-                    r.x[i] *= (real)0.003;
-            }
-            run_router(&r);
-            int load[E] = {0}, top = 0;
-            for (int i = 0; i < N * K; i++) load[r.expert[i]]++;
-            for (int e = 0; e < E; e++) top = load[e] > top ? load[e] : top;
-            most[even] = (double)top * E / (N * K);
-            release_all();
-        }
-        CHECK(most[0] > 2.7 && most[1] < (alike ? 1.7 : 1.3),
-              "alike %d: the fullest expert has %.2f times its share, evened out %.2f", alike, most[0], most[1]);
-    }
-}
-
 // Scores that are all 0 in float32 divide by 1e-20, not by 0; a token that is not finite still gets K different
 // experts, so that the step goes on to be found and skipped.
 static void test_router_extreme(void) {
@@ -426,74 +283,203 @@ static void test_router_extreme(void) {
     }
 }
 
-static void test_router_count(void) {
-    enum { NK = 1203, E = 7 };
-    int32_t* expert = random_ints(NK, E - 1, 1);  // nobody chooses the last
-    int64_t ref[E], loads[2][E];
-    for (int e = 0; e < E; e++) ref[e] = 5000000000 + e;
-    memcpy(loads[0], ref, sizeof(ref)), memcpy(loads[1], ref, sizeof(ref));
-    for (int i = 0; i < NK; i++) ref[expert[i]]++;
-    for (int i = 0; i < 5; i++) ref[expert[i]]++;
-    for (int t = 0; t < 2; t++) {
-        omp_set_num_threads(1 + 2 * t);
-        Ctx* ctx = ctx_create(0);
-        router_count(loads[t], expert, NK, E, ctx);
-        router_count(loads[t], expert, 5, E, ctx);
-        ctx_sync(ctx);
-        ctx_destroy(ctx);
-        CHECK_BITS(loads[t], ref, sizeof(ref));
+// margin_bin and margin_edge agree: a bin holds the margins from its lower edge to its upper one, and the edges are where
+// the header says.
+static void test_margin_bins(void) {
+    CHECK(margin_bin(0) == MARGIN_SIDE && margin_bin(-0.0f) == MARGIN_SIDE, "0 is in bin %d", margin_bin(0));
+    CHECK(margin_edge(0) == -2 && margin_edge(MARGIN_BINS) == 2, "from %g to %g", margin_edge(0), margin_edge(MARGIN_BINS));
+    CHECK(margin_edge(MARGIN_SIDE + 1) == 0x1p-19 && margin_edge(MARGIN_SIDE) == -0x1p-19, "middle bin up to %g",
+          margin_edge(MARGIN_SIDE + 1));
+    for (int bin = 0; bin < MARGIN_BINS; bin++) {
+        const float low = (float)margin_edge(bin), high = (float)margin_edge(bin + 1), middle = (low + high) / 2;
+        // Of positive margins the lower edge belongs to the bin, of negative ones the upper.
+        const float edge = bin < MARGIN_SIDE ? high : low;
+        CHECK(low < high && (double)low == margin_edge(bin), "bin %d is from %g to %g", bin, (double)low, (double)high);
+        CHECK(margin_bin(middle) == bin, "%g is in bin %d, not %d", (double)middle, margin_bin(middle), bin);
+        if (bin != MARGIN_SIDE) CHECK(margin_bin(edge) == bin, "edge %g is in bin %d", (double)edge, margin_bin(edge));
+        if (bin > MARGIN_SIDE + MARGIN_SPLIT)
+            CHECK((high - low) / low <= 1.0f / MARGIN_SPLIT, "bin %d is %g wide", bin, (double)(high - low));
     }
+    const float beyond[] = {2, 100, INFINITY, NAN, -NAN};
+    for (int i = 0; i < COUNT(beyond); i++) {
+        CHECK(margin_bin(beyond[i]) == MARGIN_BINS - 1, "%g is in bin %d", (double)beyond[i], margin_bin(beyond[i]));
+        if (i < 3) CHECK(margin_bin(-beyond[i]) == 0, "%g is in bin %d", (double)-beyond[i], margin_bin(-beyond[i]));
+    }
+}
+
+static int ascending(const void* a, const void* b) {
+    const double x = *(const double*)a, y = *(const double*)b;
+    return (x > y) - (x < y);
+}
+
+// The margins of expert e, in ascending order, from the router's outputs: alpha by sorting what a token did not select.
+static double* sorted_margins(const Router* r, int32_t e) {
+    const RouterShape s = r->shape;
+    double *margins = zeros(s.N), *others = zeros(s.E);
+    for (int64_t n = 0; n < s.N; n++) {
+        int32_t count = 0;
+        for (int32_t i = 0; i < s.E; i++) {
+            int selected = 0;
+            for (int32_t k = 0; k < s.K; k++) selected |= r->expert[n * s.K + k] == i;
+            if (!selected) others[count++] = (double)((float)r->scores[n * s.E + i] + (float)r->bias[i]);
+        }
+        qsort(others, (size_t)count, sizeof(double), ascending);
+        const float own = (float)r->scores[n * s.E + e] + (float)r->bias[e];
+        margins[n] = count ? (double)((float)others[count - 1] - own) : -(double)INFINITY;
+    }
+    qsort(margins, (size_t)s.N, sizeof(double), ascending);
+    return margins;
+}
+
+// The K/E quantile of sorted margins: the wanted number of them is reached in a bin, and the quantile divides the bin as
+// that number divides the margins in it.
+static double oracle_quantile(const double* margins, RouterShape s) {
+    const double wanted = (double)s.N * s.K / s.E, reached = margins[(int64_t)ceil(wanted) - 1];
+    int bin = 0;
+    while (bin < MARGIN_BINS - 1 && margin_edge(bin + 1) <= reached - (reached < 0 ? 0x1p-60 : 0)) bin++;
+    double below = 0, inside = 0;
+    for (int64_t n = 0; n < s.N; n++) {
+        const int at = margin_bin((float)margins[n]);
+        below += at < bin, inside += at == bin;
+    }
+    return margin_edge(bin) + (wanted - below) / inside * (margin_edge(bin + 1) - margin_edge(bin));
+}
+
+static double largest_load(const int64_t* load, RouterShape s) {
+    double most = 0;
+    for (int32_t e = 0; e < s.E; e++) most = fmax(most, (double)load[e]);
+    return most * s.E / ((double)s.N * s.K);
+}
+
+// Loads and histograms, and the quantile update, against sorted margins. equal: the tokens are alike in threes, and all
+// experts in fours, so that scores tie.
+static void check_quantile(RouterShape s, int equal) {
+    Router r = make_router(s);
+    for (int64_t i = 0; i < s.N * s.C && equal; i++) r.x[i] = r.x[i / s.C / 3 * 3 * s.C + i % s.C];
+    for (int64_t i = 0; i < s.E * s.C && equal; i++) r.w[i] = r.w[i / s.C / 4 * 4 * s.C + i % s.C];
+    for (int32_t e = 0; e < s.E && equal; e++) r.bias[e] = r.bias[e / 4 * 4];
+    run_router(&r);
+
+    // In two micro-steps of different sizes, as in one.
+    Ctx* ctx = ctx_create(0);
+    const int64_t cells = (int64_t)s.E * MARGIN_BINS, first = s.N / 3;
+    int64_t *load = host_alloc(2 * s.E * sizeof(int64_t)), *margins = host_alloc(2 * cells * sizeof(int64_t));
+    RouterShape parts[2] = {s, s};
+    parts[0].N = first, parts[1].N = s.N - first;
+    router_count((RouterCounts){load, margins}, r.scores, r.expert, r.bias, s, ctx);
+    for (int i = 0; i < 2; i++)
+        router_count((RouterCounts){load + s.E, margins + cells}, r.scores + i * first * s.E,
+                     r.expert + i * first * s.K, r.bias, parts[i], ctx);
+    CHECK_BITS(load, load + s.E, s.E * sizeof(int64_t));
+    CHECK_BITS(margins, margins + cells, cells * sizeof(int64_t));
+
+    // The update: every bias by its quantile, then the mean off. Float32 rounds twice.
+    StepState state = {.ok = 1};
+    double *expected = zeros(s.E), mean = 0;
+    for (int32_t e = 0; e < s.E; e++) {
+        const double* sorted = sorted_margins(&r, e);
+        int64_t wrong = 0;
+        for (int bin = 0; bin < MARGIN_BINS; bin++) {
+            int64_t inside = 0;
+            for (int64_t n = 0; n < s.N; n++) inside += margin_bin((float)sorted[n]) == bin;
+            wrong += inside != margins[e * MARGIN_BINS + bin];
+        }
+        CHECK(wrong == 0, "expert %d: %lld bins differ", e, (long long)wrong);
+        expected[e] = (double)r.bias[e] + oracle_quantile(sorted, s);
+        mean += expected[e] / s.E;
+    }
+    real* updated = copied(r.bias, s.E);
+    router_balance_quantile(updated, margins, 1, s.E, s.K, &state, ctx);
+    for (int32_t e = 0; e < s.E; e++)
+        CHECK(fabs((double)updated[e] - (expected[e] - mean)) <= TOL(2e-7, 1e-14), "E %d, expert %d: %.9g, not %.9g", s.E,
+              e, (double)updated[e], expected[e] - mean);
+
+    // Eight updates on the same tokens, with distinct scores: no expert is far above its share.
+    for (int round = 0; round < 8 && !equal; round++) {
+        memset(load, 0, s.E * sizeof(int64_t)), memset(margins, 0, cells * sizeof(int64_t));
+        router_count((RouterCounts){load, margins}, r.scores, r.expert, r.bias, s, ctx);
+        router_balance_quantile(r.bias, margins, 1, s.E, s.K, &state, ctx);
+        run_router(&r);
+    }
+    memset(load, 0, s.E * sizeof(int64_t));
+    router_count((RouterCounts){load, NULL}, r.scores, r.expert, r.bias, s, ctx);
+    if (!equal && s.N > 100)
+        CHECK(largest_load(load, s) < (s.groups > 1 ? 2 : 1.3), "E %d, groups %d: load %.2f", s.E, s.groups,
+              largest_load(load, s));
+    ctx_destroy(ctx);
     release_all();
 }
 
-// share (E): 1 - load / mean load. The step is rounded, and the sum.
-static void check_bias(const int64_t* load, const double* share, int ok) {
-    enum { E = 4 };
+static void test_router_quantile(void) {
+    enum { SIG = SCORE_SIGMOID, SOFT = SCORE_SOFTMAX };
+    static const RouterShape shapes[] = {
+        // N, T, C, E, K, groups, top_groups, score, norm, scale, force_balance
+        {1, 1, 5, 4, 1, 1, 1, SIG, 1, 1, 0},         {5, 5, 5, 8, 2, 1, 1, SOFT, 0, 1, 0},
+        {601, 601, 24, 8, 2, 1, 1, SIG, 1, 1, 0},    {600, 300, 24, 64, 6, 1, 1, SOFT, 0, 1, 0},
+        {600, 600, 24, 32, 4, 8, 4, SIG, 1, 1, 0},   {1500, 500, 24, 160, 6, 8, 3, SOFT, 0, 1, 0},
+        {2000, 500, 24, 512, 8, 1, 1, SIG, 1, 1, 0}, {600, 600, 24, 32, 31, 1, 1, SOFT, 0, 1, 0},
+        {601, 601, 24, 7, 3, 1, 1, SIG, 0, 1, 0},
+    };
+    for (int i = 0; i < COUNT(shapes); i++) check_quantile(shapes[i], 0);
+    check_quantile(shapes[2], 1);
+    check_quantile(shapes[3], 1);
+}
+
+// Nothing is written if the step is not good, nor in a layer that counted no token; where all experts are selected they
+// keep equal biases. The layers before and behind do not matter.
+static void test_router_quantile_edges(void) {
+    enum { E = 4, K = 2, CELLS = E * MARGIN_BINS };
     Ctx* ctx = ctx_create(0);
-    // A layer without a token before it, and one of other loads behind it.
-    int64_t loads[3 * E] = {0};
-    double shares[3 * E] = {0};
-    for (int e = 0; e < E; e++) loads[E + e] = load[e], shares[E + e] = share[e];
-    loads[2 * E] = 1;
-    for (int e = 0; e < E; e++) shares[2 * E + e] = ok ? (e == 0 ? 1 - E : 1) : 0;
-    real *bias = tensor(3 * E, 1), *was = copied(bias, 3 * E);
-    StepState state;
-    memset(&state, 0, sizeof(state));
-    state.ok = ok;
-    router_update_bias(bias, loads, 3, E, 0.001f, &state, ctx);
-    ctx_sync(ctx);
-    for (int i = 0; i < 3 * E; i++) {
-        const double step = 0.001f * shares[i], expected = (double)was[i] + step;
-        const double bound = shares[i] == 0 ? 0 : TOL(0x1p-24, 0x1p-53) * (fabs(expected) + fabs(step));
-        CHECK(fabs((double)bias[i] - expected) <= bound, "load %lld: bias %.17g, was %.17g, expected %.17g",
-              (long long)loads[i], (double)bias[i], (double)was[i], expected);
+    int64_t* margins = host_alloc(3 * CELLS * sizeof(int64_t));
+    for (int e = 0; e < E; e++) {
+        for (int n = 0; n < 10; n++) margins[e * MARGIN_BINS + margin_bin(0.1f * (float)(n - 2 - e))]++;
+        margins[2 * CELLS + e * MARGIN_BINS] = 10;  // every margin is -inf, as with K = E
+    }
+    for (int ok = 0; ok < 2; ok++) {
+        StepState state = {.ok = ok};
+        real *bias = tensor(3 * E, 1), *was = copied(bias, 3 * E);
+        for (int e = 1; e < E; e++) bias[2 * E + e] = was[2 * E + e] = bias[2 * E];
+        router_balance_quantile(bias, margins, 3, E, K, &state, ctx);
+        if (!ok) CHECK_BITS(bias, was, 3 * E * sizeof(real));
+        CHECK_BITS(bias + E, was + E, E * sizeof(real));
+        for (int e = 0; e < E && ok; e++) {
+            CHECK(bias[e] != was[e], "expert %d: bias %g", e, (double)bias[e]);
+            CHECK(fabs((double)bias[2 * E + e]) <= TOL(1e-6, 1e-14), "all selected: bias %g", (double)bias[2 * E + e]);
+        }
     }
     ctx_destroy(ctx);
     release_all();
 }
 
-static void test_router_update_bias(void) {
-    const double none[4] = {0};
-    const int64_t different[] = {10, 20, 30, 20}, equal[] = {7, 7, 7, 7}, zero[] = {0, 0, 0, 0};
-    check_bias(different, (const double[]){0.5, 0, -0.5, 0}, 1);
-    check_bias(different, none, 0);
-    check_bias(equal, none, 1);
-    check_bias(zero, none, 1);
-    check_bias((const int64_t[]){1, 0, 0, 0}, (const double[]){-3, 1, 1, 1}, 1);
-    check_bias((const int64_t[]){3, 3, 3, 2}, (const double[]){-1.0 / 11, -1.0 / 11, -1.0 / 11, 3.0 / 11}, 1);
-    // Counts beyond 32 bits, and differences that only double can tell.
-    const int64_t many = 50000000001;
-    check_bias((const int64_t[]){many, many + 1, many - 1, many}, (const double[]){0, -2e-11, 2e-11, 0}, 1);
+// The largest rate that is a float32 moves a bias by itself, and only by the sign.
+static void test_router_sign(void) {
+    enum { E = 5 };
+    static const int64_t loads[][E] = {{10, 20, 30, 20, 20}, {7, 7, 7, 7, 7},    {0, 0, 0, 0, 0},
+                                       {1, 0, 0, 0, 0},      {50000000001, 50000000002, 50000000000, 50000000001, 50000000001}};
+    static const int signs[][E] = {{1, 0, -1, 0, 0}, {0}, {0}, {-1, 1, 1, 1, 1}, {0, -1, 1, 0, 0}};
+    Ctx* ctx = ctx_create(0);
+    for (int ok = 0; ok < 2; ok++) {
+        StepState state = {.ok = ok};
+        real *bias = tensor(COUNT(loads) * E, 1), *was = copied(bias, COUNT(loads) * E);
+        router_balance_sign(bias, loads[0], COUNT(loads), E, 0.001f, &state, ctx);
+        for (int i = 0; i < COUNT(loads) * E; i++) {
+            const real expected = was[i] + (real)0.001f * (real)(ok * signs[i / E][i % E]);
+            CHECK(bias[i] == expected, "load %lld: bias %.17g, expected %.17g", (long long)loads[i / E][i % E],
+                  (double)bias[i], (double)expected);
+        }
+    }
+    ctx_destroy(ctx);
+    release_all();
 }
 
 int main(void) {
     RUN(test_router_random);
     RUN(test_router_constant_gate);
     RUN(test_router_choice);
-    RUN(test_router_even);
-    RUN(test_router_even_loads);
     RUN(test_router_extreme);
-    RUN(test_router_count);
-    RUN(test_router_update_bias);
+    RUN(test_margin_bins);
+    RUN(test_router_quantile);
+    RUN(test_router_quantile_edges);
+    RUN(test_router_sign);
     return test_summary();
 }

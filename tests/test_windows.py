@@ -16,9 +16,8 @@ usual = many.mpirun
 many.mpirun = lambda ranks: [word.replace("NCCL_CUMEM_ENABLE=0", "NCCL_CUMEM_ENABLE=1") for word in usual(ranks)]
 
 RANKS = many.RANKS
-# A router that nothing evens out, and which learns fast: room that was enough is too little some steps later.
-RUN = dict(seq_len=32, batch=2, tokens_per_step=4 * 64 * RANKS, lr=5e-2, steps=12, save_every=4, keep=9, even_start=0,
-           aux_loss=0, bias_rate=0)
+# A router without load balancing that learns fast: room that was enough is too little some steps later.
+RUN = dict(seq_len=32, batch=2, tokens_per_step=4 * 64 * RANKS, lr=5e-2, steps=12, save_every=4, keep=9, balance="none")
 MX = dict(dim=64, expert_ffn=32, kv_lora=32, precision="mxfp8", combine_precision="mxfp8", wgrad_precision="mxfp8")
 
 
