@@ -60,7 +60,9 @@ void export_files(Saver* saver, Model* m, const Tokenizer* tokenizer) {
     saver_add_text(saver, "model.safetensors.index.json", index);
     add_tokenizer(saver, m->settings.tokenizer);
     const char* why = hub_misfit(&m->settings);
-    if (why) printf("export     transformers cannot compute this model, so its config.json has model_type train_moe: %s\n", why);
+    if (why)
+        printf("export     transformers cannot compute this model, so its config.json has model_type train_moe: %s\n",
+               why);
     free(config);
     free(generation);
     free(index);

@@ -91,9 +91,10 @@ char* hub_config(const Settings* s, int32_t end_of_text) {
     const int v3 = c->score == SCORE_SIGMOID, selects_with_bias = v3 || s->balance != BALANCE_NONE;
     const char* why = hub_misfit(s);
     char* json = why ? host_format("{\n  \"model_type\": \"train_moe\",\n  \"train_moe_note\": \"%s\",\n", why)
-                     : host_format("{\n  \"architectures\": [\"Deepseek%sForCausalLM\"],\n"
-                                   "  \"model_type\": \"deepseek_%s\",\n",
-                                   v3 ? "V3" : "V2", v3 ? "v3" : "v2");
+                     : host_format(
+                           "{\n  \"architectures\": [\"Deepseek%sForCausalLM\"],\n"
+                           "  \"model_type\": \"deepseek_%s\",\n",
+                           v3 ? "V3" : "V2", v3 ? "v3" : "v2");
 
     // Sizes. No latent for queries is null.
     for (int i = 0; i < SIZES; i++) {
@@ -244,7 +245,8 @@ ModelConfig hub_read_config(const char* option, const char* folder) {
     if (!own && !v2 && !v3) refuse(&r, "model_type", "is neither deepseek_v3 nor deepseek_v2");
     const char* note = json_text(json, "train_moe_note");
     if (v2 && note && strstr(note, "selection bias"))
-        refuse(&r, "train_moe_note", "says that the selection biases are stored with the moments, as before --balance: "
+        refuse(&r, "train_moe_note",
+               "says that the selection biases are stored with the moments, as before --balance: "
                "resume the run for a step, which saves them with the weights");
 
     // Sizes.

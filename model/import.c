@@ -167,8 +167,7 @@ static void load_bias(Import* in, Model* m, int unit) {
     const int64_t layer = m->units[unit].layer;
     char* name = host_format("model.layers.%ld.mlp.gate.e_score_correction_bias", layer);
     const Slice all = {0, m->config.E};
-    if (m->config.selection_bias)
-        load(in, name, 1, &m->config.E, all, m->bias + layer * m->config.E, m->ctx);
+    if (m->config.selection_bias) load(in, name, 1, &m->config.E, all, m->bias + layer * m->config.E, m->ctx);
     free(name);
 }
 

@@ -117,7 +117,7 @@ typedef struct Model {
     MxStats* mx_stats;          // (L + mtp, BLOCK_STATS): what the casts of this step did, with --mx-stats
     int measures;               // 1: this step makes mx_stats; set before model_step_begin, 0 again after model_update
     StepState *state, *val_state;
-    AdamW* inputs;  // of this step, in device memory: a captured graph reads them there
+    AdamW* inputs;          // of this step, in device memory: a captured graph reads them there
     Graph* graphs[GRAPHS];  // NULL: not replayed
 } Model;
 

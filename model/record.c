@@ -126,6 +126,10 @@ void record_recall(const Json* record, Settings* s, const char* given) {
         options_set(o, s, text, "");
         free(text);
     }
+    if (json_int(record, "even-start", 0))
+        printf("options    --even-start of the checkpoint no longer exists: from here on routers select by their scores and "
+               "biases, with --balance %s\n",
+               was.balance == BALANCE_DEEPSEEK ? "deepseek" : "none");
     settings_free(&was);
 }
 
@@ -152,9 +156,6 @@ void record_check(const Json* record, const Settings* s) {
         free(now);
         free(then);
     }
-    if (json_int(record, "even-start", 0))
-        printf("options    --even-start of the checkpoint no longer exists: from here on routers select by their scores and "
-               "biases, with --balance %s\n", s->balance == BALANCE_DEEPSEEK ? "deepseek" : "none");
     if (*list)
         die(EXIT_USAGE,
             "the run in %s was made with %s. A resumed run keeps its model, data, optimizer and precision: options "

@@ -7,7 +7,7 @@
 void model_step_begin(Model* m, int64_t step) {
     const Settings* s = &m->settings;
     const AdamW inputs = {(float)settings_lr(s, step), (float)s->beta1, (float)s->beta2, (float)s->eps,
-                          (float)s->weight_decay, (float)s->clip};
+                          (float)s->weight_decay,      (float)s->clip};
     const int64_t blocks = config_blocks(&m->config);
     const double weight = settings_mtp_weight(s, step);
     device_upload(m->inputs, &inputs, sizeof(inputs), m->ctx);
@@ -15,8 +15,7 @@ void model_step_begin(Model* m, int64_t step) {
     m->further_weight = (float)(weight / (double)max_i64(m->config.mtp, 1));
     m->first = 1;
     device_zero(m->load, (size_t)(blocks * m->config.E) * sizeof(int64_t), m->ctx);
-    if (m->margins)
-        device_zero(m->margins, (size_t)(blocks * m->config.E * MARGIN_BINS) * sizeof(int64_t), m->ctx);
+    if (m->margins) device_zero(m->margins, (size_t)(blocks * m->config.E * MARGIN_BINS) * sizeof(int64_t), m->ctx);
     if (m->measures) device_zero(m->mx_stats, (size_t)(blocks * BLOCK_STATS) * sizeof(MxStats), m->ctx);
     step_begin(m->state, m->ctx);
 }

@@ -48,8 +48,8 @@ static void limit_groups(real* choice, real* group_score, char* taken, RouterSha
         if (!taken[e / size]) choice[e] = -INFINITY;
 }
 
-// Workspace: forward has two rows of E reals and E marks for each thread; backward dlogits (N, E), counts (sequences, E)
-// and E marks.
+// Workspace: forward has two rows of E reals and E marks for each thread; backward dlogits (N, E), counts (sequences,
+// E) and E marks.
 static int64_t thread_reals(RouterShape s) { return 3 * (int64_t)s.E; }
 
 size_t router_workspace(RouterShape s) {

@@ -66,8 +66,8 @@ static __device__ __forceinline__ void to_scores(float (&p)[J], const RouterShap
     for (int j = 0; j < J; j++) p[j] *= per_sum;
 }
 
-// Scores in place of the logits, then the selection. J: registers for the experts, 32 J >= E. 8 warps a block. `held` has
-// a row of E values for each warp: what a lane needs of the experts that other lanes hold.
+// Scores in place of the logits, then the selection. J: registers for the experts, 32 J >= E. 8 warps a block. `held`
+// has a row of E values for each warp: what a lane needs of the experts that other lanes hold.
 template <int J>
 static __global__ void __launch_bounds__(256)
     choose(float* scores, int32_t* expert, float* gate, const float* bias, RouterShape s) {
@@ -356,9 +356,8 @@ static __global__ void count_loads(unsigned long long* load, const int32_t* expe
 // margins (E, MARGIN_BINS) += the margins of all tokens, one warp a token; lane l holds experts l, l + 32, ... Integer
 // sums in the L2 cache, whose result does not depend on their order.
 template <int J>
-static __global__ void __launch_bounds__(256)
-    count_margins(unsigned long long* margins, const float* scores, const int32_t* expert, const float* bias,
-                  RouterShape s) {
+static __global__ void __launch_bounds__(256) count_margins(unsigned long long* margins, const float* scores,
+                                                            const int32_t* expert, const float* bias, RouterShape s) {
     wait_for_previous();
     const int lane = threadIdx.x % 32;
     const int64_t n = blockIdx.x * (int64_t)8 + threadIdx.x / 32;

@@ -61,12 +61,13 @@ size_t router_workspace(RouterShape shape);
 // The margin of expert e for token n: by how much its bias must rise before the token selects it. Selected experts have
 // negative margins.
 //
-//   margin_ne = alpha_n - (s_ne + bias_e),   alpha_n = the largest s + bias of the experts that the token did not select
+//   margin_ne = alpha_n - (s_ne + bias_e),   alpha_n = the largest s + bias of the experts that the token did not
+//   select
 //
-// Without groups alpha_n is the (K+1)-th largest s + bias. Histograms of margins have MARGIN_OCTAVES octaves of |margin|
-// on each side of 0, each octave in MARGIN_SPLIT bins of equal width, and one bin for all that is nearer to 0. So the
-// relative precision is the same for sigmoid scores and for softmax scores, which are near 1 / E. Margins beyond the
-// last bin count in it.
+// Without groups alpha_n is the (K+1)-th largest s + bias. Histograms of margins have MARGIN_OCTAVES octaves of
+// |margin| on each side of 0, each octave in MARGIN_SPLIT bins of equal width, and one bin for all that is nearer to 0.
+// So the relative precision is the same for sigmoid scores and for softmax scores, which are near 1 / E. Margins beyond
+// the last bin count in it.
 enum { MARGIN_OCTAVES = 20, MARGIN_SPLIT = 16, MARGIN_SIDE = MARGIN_OCTAVES * MARGIN_SPLIT };
 enum { MARGIN_BINS = 2 * MARGIN_SIDE + 1 };
 #define MARGIN_LARGEST 2.0f  // scores lie in [0, 1]; the lower end of the octaves is 2^-19

@@ -335,7 +335,7 @@ static double gap(const double* s, const double* bias, RouterShape shape) {
         for (int32_t e = groups[(size_t)i].second * size; e < (groups[(size_t)i].second + 1) * size; e++)
             choice.push_back(s[e] + bias[e]);
     std::sort(choice.begin(), choice.end(), std::greater<double>());
-    for (size_t k = 1; k < choice.size() && k <= (size_t)shape.K; k++) 
+    for (size_t k = 1; k < choice.size() && k <= (size_t)shape.K; k++)
         least = std::min(least, choice[k - 1] - choice[k]);
     return least;
 }
@@ -427,7 +427,6 @@ static void test_router(void) {
     router_case({777, 111, 65, 70, 7, 7, 2, SCORE_SIGMOID, 1, 1, 1}, 0.3f);
     router_case({2048, 1024, 72, 37, 5, 1, 1, SCORE_SIGMOID, 1, 1, 0},
                 0.1f);  // a long sum in dw, rows of odd length
-
 }
 
 // Equal scores: the lower index first. A token of NaN: K distinct experts.

@@ -64,9 +64,8 @@ static void shown_free(Shown* s) {
 }
 
 static Model* start(Ranks* group, Case c, const char* more) {
-    char* line =
-        host_format(TINY "--ep %d --shard %s --recompute %s %s %s %s", c.ep, c.shard, c.recompute, c.options, more,
-                    c.one_expert ? "--balance none" : "");
+    char* line = host_format(TINY "--ep %d --shard %s --recompute %s %s %s %s", c.ep, c.shard, c.recompute, c.options,
+                             more, c.one_expert ? "--balance none" : "");
     Settings s = settings_for(line, c.ranks);
     Model* m = model_create(&s, group);
     model_init(m, 3);

@@ -91,6 +91,20 @@ class ResumeOptions(Case):
             self.assertIn("checkpoint step_00000020 is refused: run/step_00000020/manifest.json: it has no options", done.stderr)
             self.assertIn("resumed    from run/step_00000010", done.stdout)
 
+    def test_option_that_was_removed(self):
+        """A checkpoint from before --balance, with --even-start: a line says what goes on, and the biases move as they did."""
+        for rate, balance in ((0.005, "deepseek"), (0, "none")):
+            out = self.copy_of(self.reference(balance=balance))
+            record = manifest(out / "step_00000020")
+            del record["options"]["balance"]
+            record["options"].update({"even-start": 1, "bias-rate": rate})
+            write_manifest(out / "step_00000020", record)
+            done = self.train(out="run", resume=True, steps=21)
+            self.assertEqual(done.stdout.count("options    --even-start of the checkpoint no longer exists: from here on routers select "
+                                               f"by their scores and biases, with --balance {balance}\n"), 1)
+            self.assertEqual(manifest(out / "step_00000021")["options"]["balance"], balance)
+            shutil.rmtree(out)
+
     def test_manifest_of_the_past(self):
         """tests/golden/manifest_1.json: what the first version of the format says of a run. Options that were removed or
         renamed since would leave such checkpoints behind."""

@@ -140,20 +140,13 @@ static void test_router_random(void) {
     enum { SIG = SCORE_SIGMOID, SOFT = SCORE_SOFTMAX };
     static const RouterShape shapes[] = {
         // N, T, C, E, K, groups, top_groups, score, norm, scale, force_balance
-        {1, 1, 5, 4, 1, 1, 1, SIG, 0, 1, 0},
-        {6, 3, 7, 8, 2, 1, 1, SIG, 1, 2.5f, 0},
-        {6, 2, 7, 8, 3, 1, 1, SOFT, 0, 1, 0},
-        {6, 6, 5, 6, 2, 3, 1, SIG, 1, 1, 0},
-        {127, 127, 24, 16, 4, 4, 2, SIG, 1, 2.5f, 0},
-        {129, 43, 33, 16, 4, 4, 2, SOFT, 0, 16, 0},
-        {300, 100, 40, 24, 6, 8, 3, SOFT, 0, 16, 0},
-        {300, 60, 129, 20, 5, 4, 3, SIG, 1, 2.5f, 0},
-        {129, 129, 24, 8, 8, 2, 2, SIG, 0, 1.5f, 0},
-        {128, 64, 24, 160, 6, 8, 3, SOFT, 1, 1, 0},
-        {65, 13, 24, 6, 2, 6, 3, SIG, 1, 1, 0},
-        {64, 32, 24, 256, 8, 8, 4, SIG, 1, 2.5f, 0},
-        {130, 65, 24, 5, 3, 1, 1, SIG, 1, 1, 1},
-        {130, 26, 33, 8, 2, 4, 2, SOFT, 0, 3, 1},
+        {1, 1, 5, 4, 1, 1, 1, SIG, 0, 1, 0},          {6, 3, 7, 8, 2, 1, 1, SIG, 1, 2.5f, 0},
+        {6, 2, 7, 8, 3, 1, 1, SOFT, 0, 1, 0},         {6, 6, 5, 6, 2, 3, 1, SIG, 1, 1, 0},
+        {127, 127, 24, 16, 4, 4, 2, SIG, 1, 2.5f, 0}, {129, 43, 33, 16, 4, 4, 2, SOFT, 0, 16, 0},
+        {300, 100, 40, 24, 6, 8, 3, SOFT, 0, 16, 0},  {300, 60, 129, 20, 5, 4, 3, SIG, 1, 2.5f, 0},
+        {129, 129, 24, 8, 8, 2, 2, SIG, 0, 1.5f, 0},  {128, 64, 24, 160, 6, 8, 3, SOFT, 1, 1, 0},
+        {65, 13, 24, 6, 2, 6, 3, SIG, 1, 1, 0},       {64, 32, 24, 256, 8, 8, 4, SIG, 1, 2.5f, 0},
+        {130, 65, 24, 5, 3, 1, 1, SIG, 1, 1, 1},      {130, 26, 33, 8, 2, 4, 2, SOFT, 0, 3, 1},
     };
     for (int i = 0; i < COUNT(shapes); i++) {
         check_router(shapes[i], 0, 1);
@@ -283,11 +276,12 @@ static void test_router_extreme(void) {
     }
 }
 
-// margin_bin and margin_edge agree: a bin holds the margins from its lower edge to its upper one, and the edges are where
-// the header says.
+// margin_bin and margin_edge agree: a bin holds the margins from its lower edge to its upper one, and the edges are
+// where the header says.
 static void test_margin_bins(void) {
     CHECK(margin_bin(0) == MARGIN_SIDE && margin_bin(-0.0f) == MARGIN_SIDE, "0 is in bin %d", margin_bin(0));
-    CHECK(margin_edge(0) == -2 && margin_edge(MARGIN_BINS) == 2, "from %g to %g", margin_edge(0), margin_edge(MARGIN_BINS));
+    CHECK(margin_edge(0) == -2 && margin_edge(MARGIN_BINS) == 2, "from %g to %g", margin_edge(0),
+          margin_edge(MARGIN_BINS));
     CHECK(margin_edge(MARGIN_SIDE + 1) == 0x1p-19 && margin_edge(MARGIN_SIDE) == -0x1p-19, "middle bin up to %g",
           margin_edge(MARGIN_SIDE + 1));
     for (int bin = 0; bin < MARGIN_BINS; bin++) {
@@ -312,10 +306,11 @@ static int ascending(const void* a, const void* b) {
     return (x > y) - (x < y);
 }
 
-// The margins of expert e, in ascending order, from the router's outputs: alpha by sorting what a token did not select.
-static double* sorted_margins(const Router* r, int32_t e) {
+// alpha of each token, by sorting what it did not select.
+static float* oracle_alpha(const Router* r) {
     const RouterShape s = r->shape;
-    double *margins = zeros(s.N), *others = zeros(s.E);
+    float* alpha = host_alloc(s.N * sizeof(float));
+    double* others = zeros(s.E);
     for (int64_t n = 0; n < s.N; n++) {
         int32_t count = 0;
         for (int32_t i = 0; i < s.E; i++) {
@@ -324,15 +319,23 @@ static double* sorted_margins(const Router* r, int32_t e) {
             if (!selected) others[count++] = (double)((float)r->scores[n * s.E + i] + (float)r->bias[i]);
         }
         qsort(others, (size_t)count, sizeof(double), ascending);
-        const float own = (float)r->scores[n * s.E + e] + (float)r->bias[e];
-        margins[n] = count ? (double)((float)others[count - 1] - own) : -(double)INFINITY;
+        alpha[n] = count ? (float)others[count - 1] : -INFINITY;
     }
+    return alpha;
+}
+
+// The margins of expert e in ascending order.
+static double* sorted_margins(const Router* r, const float* alpha, int32_t e) {
+    const RouterShape s = r->shape;
+    double* margins = zeros(s.N);
+    for (int64_t n = 0; n < s.N; n++)
+        margins[n] = (double)(alpha[n] - ((float)r->scores[n * s.E + e] + (float)r->bias[e]));
     qsort(margins, (size_t)s.N, sizeof(double), ascending);
     return margins;
 }
 
-// The K/E quantile of sorted margins: the wanted number of them is reached in a bin, and the quantile divides the bin as
-// that number divides the margins in it.
+// The K/E quantile of sorted margins: the wanted number of them is reached in a bin, and the quantile divides the bin
+// as that number divides the margins in it.
 static double oracle_quantile(const double* margins, RouterShape s) {
     const double wanted = (double)s.N * s.K / s.E, reached = margins[(int64_t)ceil(wanted) - 1];
     int bin = 0;
@@ -375,24 +378,21 @@ static void check_quantile(RouterShape s, int equal) {
 
     // The update: every bias by its quantile, then the mean off. Float32 rounds twice.
     StepState state = {.ok = 1};
+    float* alpha = oracle_alpha(&r);
     double *expected = zeros(s.E), mean = 0;
     for (int32_t e = 0; e < s.E; e++) {
-        const double* sorted = sorted_margins(&r, e);
-        int64_t wrong = 0;
-        for (int bin = 0; bin < MARGIN_BINS; bin++) {
-            int64_t inside = 0;
-            for (int64_t n = 0; n < s.N; n++) inside += margin_bin((float)sorted[n]) == bin;
-            wrong += inside != margins[e * MARGIN_BINS + bin];
-        }
-        CHECK(wrong == 0, "expert %d: %lld bins differ", e, (long long)wrong);
+        const double* sorted = sorted_margins(&r, alpha, e);
+        int64_t inside[MARGIN_BINS] = {0};
+        for (int64_t n = 0; n < s.N; n++) inside[margin_bin((float)sorted[n])]++;
+        CHECK_BITS(inside, margins + e * MARGIN_BINS, sizeof(inside));
         expected[e] = (double)r.bias[e] + oracle_quantile(sorted, s);
         mean += expected[e] / s.E;
     }
     real* updated = copied(r.bias, s.E);
     router_balance_quantile(updated, margins, 1, s.E, s.K, &state, ctx);
     for (int32_t e = 0; e < s.E; e++)
-        CHECK(fabs((double)updated[e] - (expected[e] - mean)) <= TOL(2e-7, 1e-14), "E %d, expert %d: %.9g, not %.9g", s.E,
-              e, (double)updated[e], expected[e] - mean);
+        CHECK(fabs((double)updated[e] - (expected[e] - mean)) <= TOL(2e-7, 1e-14), "E %d, expert %d: %.9g, not %.9g",
+              s.E, e, (double)updated[e], expected[e] - mean);
 
     // Eight updates on the same tokens, with distinct scores: no expert is far above its share.
     for (int round = 0; round < 8 && !equal; round++) {
@@ -407,6 +407,7 @@ static void check_quantile(RouterShape s, int equal) {
         CHECK(largest_load(load, s) < (s.groups > 1 ? 2 : 1.3), "E %d, groups %d: load %.2f", s.E, s.groups,
               largest_load(load, s));
     ctx_destroy(ctx);
+    free(load), free(margins), free(alpha);
     release_all();
 }
 
@@ -417,7 +418,7 @@ static void test_router_quantile(void) {
         {1, 1, 5, 4, 1, 1, 1, SIG, 1, 1, 0},         {5, 5, 5, 8, 2, 1, 1, SOFT, 0, 1, 0},
         {601, 601, 24, 8, 2, 1, 1, SIG, 1, 1, 0},    {600, 300, 24, 64, 6, 1, 1, SOFT, 0, 1, 0},
         {600, 600, 24, 32, 4, 8, 4, SIG, 1, 1, 0},   {1500, 500, 24, 160, 6, 8, 3, SOFT, 0, 1, 0},
-        {2000, 500, 24, 512, 8, 1, 1, SIG, 1, 1, 0}, {600, 600, 24, 32, 31, 1, 1, SOFT, 0, 1, 0},
+        {1000, 500, 24, 512, 8, 1, 1, SIG, 1, 1, 0}, {600, 600, 24, 32, 31, 1, 1, SOFT, 0, 1, 0},
         {601, 601, 24, 7, 3, 1, 1, SIG, 0, 1, 0},
     };
     for (int i = 0; i < COUNT(shapes); i++) check_quantile(shapes[i], 0);
@@ -454,8 +455,11 @@ static void test_router_quantile_edges(void) {
 // The largest rate that is a float32 moves a bias by itself, and only by the sign.
 static void test_router_sign(void) {
     enum { E = 5 };
-    static const int64_t loads[][E] = {{10, 20, 30, 20, 20}, {7, 7, 7, 7, 7},    {0, 0, 0, 0, 0},
-                                       {1, 0, 0, 0, 0},      {50000000001, 50000000002, 50000000000, 50000000001, 50000000001}};
+    static const int64_t loads[][E] = {{10, 20, 30, 20, 20},
+                                       {7, 7, 7, 7, 7},
+                                       {0, 0, 0, 0, 0},
+                                       {1, 0, 0, 0, 0},
+                                       {50000000001, 50000000002, 50000000000, 50000000001, 50000000001}};
     static const int signs[][E] = {{1, 0, -1, 0, 0}, {0}, {0}, {-1, 1, 1, 1, 1}, {0, -1, 1, 0, 0}};
     Ctx* ctx = ctx_create(0);
     for (int ok = 0; ok < 2; ok++) {
