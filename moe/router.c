@@ -164,34 +164,23 @@ void router_count(RouterCounts counts, const real* scores, const int32_t* expert
         const real* score = scores + n * s.E;
         const float alpha = best_unselected(score, bias, expert + n * s.K, s);
         for (int64_t e = 0; e < s.E; e++)
-            counts.margins[e * MARGIN_BINS + margin_bin(alpha - ((float)score[e] + (float)bias[e]))]++;
+            counts.margins[margin_bin(alpha - ((float)score[e] + (float)bias[e])) * (int64_t)s.E + e]++;
     }
-}
-
-// The margin below which a share K/E of the tokens that a histogram counted lie.
-static double margin_quantile(const int64_t* histogram, int64_t tokens, int32_t E, int32_t K) {
-    const double wanted = (double)tokens * K / E;
-    int64_t below = 0;
-    int bin = 0;
-    while (bin < MARGIN_BINS - 1 && (double)(below + histogram[bin]) < wanted) below += histogram[bin++];
-    const double share = histogram[bin] ? (wanted - (double)below) / (double)histogram[bin] : 0;
-    return margin_edge(bin) + share * (margin_edge(bin + 1) - margin_edge(bin));
 }
 
 void router_balance_quantile(real* bias, const int64_t* margins, int64_t layers, int32_t E, int32_t K,
                              const StepState* state, Ctx* ctx) {
     (void)ctx;
-    for (int64_t l = 0; l < layers; l++, bias += E, margins += (int64_t)E * MARGIN_BINS) {
+    for (int64_t l = 0; l < layers; l++, bias += E, margins += (int64_t)MARGIN_BINS * E) {
+        // Every expert's histogram counts all tokens.
         int64_t tokens = 0;
-        for (int bin = 0; bin < MARGIN_BINS; bin++) tokens += margins[bin];
+        for (int64_t bin = 0; bin < MARGIN_BINS; bin++) tokens += margins[bin * E];
         if (!state->ok || tokens == 0) continue;
 
         // Each bias rises by its quantile, then their mean becomes 0.
         double mean = 0;
-        for (int32_t e = 0; e < E; e++) {
-            bias[e] += (real)margin_quantile(margins + (int64_t)e * MARGIN_BINS, tokens, E, K);
-            mean += (double)bias[e] / E;
-        }
+        for (int32_t e = 0; e < E; e++)
+            mean += (double)(bias[e] += (real)margin_quantile(margins, e, tokens, E, K)) / E;
         for (int32_t e = 0; e < E; e++) bias[e] -= (real)mean;
     }
 }

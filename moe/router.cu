@@ -353,7 +353,7 @@ static __global__ void count_loads(unsigned long long* load, const int32_t* expe
         if (held[e]) atomicAdd(&load[e], (unsigned long long)held[e]);
 }
 
-// margins (E, MARGIN_BINS) += the margins of all tokens, one warp a token; lane l holds experts l, l + 32, ... Integer
+// margins (MARGIN_BINS, E) += the margins of all tokens, one warp a token; lane l holds experts l, l + 32, ... Integer
 // sums in the L2 cache, whose result does not depend on their order.
 template <int J>
 static __global__ void __launch_bounds__(256) count_margins(unsigned long long* margins, const float* scores,
@@ -379,7 +379,7 @@ static __global__ void __launch_bounds__(256) count_margins(unsigned long long* 
 #pragma unroll
     for (int j = 0; j < J; j++) {
         const int64_t e = lane + 32 * j;
-        if (e < s.E) atomicAdd(&margins[e * MARGIN_BINS + margin_bin(alpha - compared[j])], 1ull);
+        if (e < s.E) atomicAdd(&margins[margin_bin(alpha - compared[j]) * (int64_t)s.E + e], 1ull);
     }
 }
 
@@ -394,71 +394,32 @@ void router_count(RouterCounts counts, const real* scores, const int32_t* expert
     });
 }
 
-// The margin below which a share K/E of the tokens that a histogram counted lie, in every lane of the warp.
-static __device__ double margin_quantile(const int64_t* histogram, int64_t tokens, int32_t E, int32_t K) {
-    const int lane = threadIdx.x % 32;
-    const double wanted = (double)tokens * K / E;
-    int64_t below = 0;
-    for (int first = 0;; first += 32) {
-        // Sums up to each of 32 bins.
-        const int64_t count = first + lane < MARGIN_BINS ? histogram[first + lane] : 0;
-        int64_t sum = count;
-#pragma unroll
-        for (int step = 1; step < 32; step *= 2) {
-            const int64_t lower = __shfl_up_sync(0xffffffffu, sum, step);
-            if (lane >= step) sum += lower;
-        }
-        sum += below;
-
-        // The first bin whose sum reaches the wanted number; the last bin if rounding left none.
-        const unsigned reached = __ballot_sync(0xffffffffu, sum >= wanted || first + lane == MARGIN_BINS - 1);
-        if (!reached) {
-            below = __shfl_sync(0xffffffffu, sum, 31);
-            continue;
-        }
-        const int owner = __ffs(reached) - 1, bin = first + owner;
-        const int64_t in_bin = __shfl_sync(0xffffffffu, count, owner);
-        const int64_t before = __shfl_sync(0xffffffffu, sum, owner) - in_bin;
-        const double share = in_bin ? (wanted - (double)before) / (double)in_bin : 0;
-        return margin_edge(bin) + share * (margin_edge(bin + 1) - margin_edge(bin));
-    }
-}
-
-// A block a layer, a warp an expert after another.
-static __global__ void __launch_bounds__(256)
+// A block a layer, a thread an expert. Bound by the latency of its loads.
+static __global__ void __launch_bounds__(ROUTER_MOST_EXPERTS)
     balance_quantile(float* bias, const int64_t* margins, int32_t E, int32_t K, const StepState* state) {
     wait_for_previous();
-    __shared__ unsigned long long tokens;
-    __shared__ double sums[8];
-    const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
-    bias += blockIdx.x * (int64_t)E, margins += blockIdx.x * (int64_t)E * MARGIN_BINS;
+    __shared__ double sums[ROUTER_MOST_EXPERTS / 32];
+    const int e = threadIdx.x;
+    bias += blockIdx.x * (int64_t)E, margins += blockIdx.x * (int64_t)MARGIN_BINS * E;
 
     // Every expert's histogram counts all tokens.
-    if (threadIdx.x == 0) tokens = 0;
-    __syncthreads();
-    for (int bin = threadIdx.x; bin < MARGIN_BINS; bin += 256) atomicAdd(&tokens, (unsigned long long)margins[bin]);
-    __syncthreads();
+    int64_t tokens = 0;
+#pragma unroll 8
+    for (int64_t bin = 0; bin < MARGIN_BINS; bin++) tokens += margins[bin * E];
     if (!state->ok || tokens == 0) return;
 
-    // Each bias rises by its quantile.
-    double sum = 0;
-    for (int e = warp; e < E; e += 8) {
-        const double raised = bias[e] + margin_quantile(margins + (int64_t)e * MARGIN_BINS, (int64_t)tokens, E, K);
-        if (lane == 0) bias[e] = (float)raised;
-        sum += (float)raised;
-    }
-    if (lane == 0) sums[warp] = sum;
+    // Each bias rises by its quantile, then their mean becomes 0.
+    const double raised = e < E ? bias[e] + margin_quantile(margins, e, tokens, E, K) : 0, sum = warp_sum(raised);
+    if (e % 32 == 0) sums[e / 32] = sum;
     __syncthreads();
-
-    // Their mean becomes 0.
     double mean = 0;
-    for (int w = 0; w < 8; w++) mean += sums[w] / E;
-    for (int e = threadIdx.x; e < E; e += 256) bias[e] -= (float)mean;
+    for (int w = 0; w < ROUTER_MOST_EXPERTS / 32; w++) mean += sums[w] / E;
+    if (e < E) bias[e] = (float)(raised - mean);
 }
 
 void router_balance_quantile(real* bias, const int64_t* margins, int64_t layers, int32_t E, int32_t K,
                              const StepState* state, Ctx* ctx) {
-    launch_early(balance_quantile, (unsigned)layers, 256, 0, ctx, bias, margins, E, K, state);
+    launch_early(balance_quantile, (unsigned)layers, ROUTER_MOST_EXPERTS, 0, ctx, bias, margins, E, K, state);
 }
 
 // A block a layer.

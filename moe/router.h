@@ -76,7 +76,7 @@ enum { MARGIN_BINS = 2 * MARGIN_SIDE + 1 };
 // over micro-steps and ranks do not depend on the layout.
 typedef struct RouterCounts {
     int64_t* load;     // (E): tokens that selected each expert; NULL: nothing is counted
-    int64_t* margins;  // (E, MARGIN_BINS): histograms of the margins, or NULL
+    int64_t* margins;  // (MARGIN_BINS, E): histograms of the margins, or NULL
 } RouterCounts;
 
 // counts += those of N tokens.
@@ -93,7 +93,7 @@ void router_count(RouterCounts counts,
 //   bias_e += the K/E quantile of margin_.e, interpolated in its bin;   then bias -= mean_e bias
 // With the new bias and the same alpha, a share K/E of the tokens would select expert e.
 void router_balance_quantile(real* bias,              // (layers, E)
-                             const int64_t* margins,  // (layers, E, MARGIN_BINS)
+                             const int64_t* margins,  // (layers, MARGIN_BINS, E)
                              int64_t layers, int32_t E, int32_t K, const StepState* state, Ctx* ctx);
 
 // Auxiliary-loss-free balancing (arXiv 2408.15664; DeepSeek-V3, section 2.1.2):
@@ -102,8 +102,8 @@ void router_balance_sign(real* bias,           // (layers, E)
                          const int64_t* load,  // (layers, E)
                          int64_t layers, int32_t E, float rate, const StepState* state, Ctx* ctx);
 
-// Bin of a margin, and the lower edge of a bin; that of bin i + 1 is its upper edge. The bits of a positive float order
-// like the float: 23 of mantissa, of which the upper 4 make the 16 bins of an octave.
+// What both builds compute alike. Bin of a margin: the bits of a positive float are in order like the float, and the
+// upper 4 of its 23 bits of mantissa make the 16 bins of an octave.
 static inline BOTH_SIDES int margin_bin(float margin) {
     const float least = MARGIN_LARGEST / (1 << MARGIN_OCTAVES);
     int32_t bits, least_bits;
@@ -114,13 +114,31 @@ static inline BOTH_SIDES int margin_bin(float margin) {
     return margin < 0 ? MARGIN_SIDE - side : MARGIN_SIDE + side;
 }
 
+// The lower edge of a bin; that of bin i + 1 is its upper edge. Negative margins mirror the positive ones.
 static inline BOTH_SIDES double margin_edge(int bin) {
-    // Bins of positive margins begin at `least` and go up; those of negative margins mirror them.
     const double least = MARGIN_LARGEST / (1 << MARGIN_OCTAVES);
     const int negative = bin <= MARGIN_SIDE, step = negative ? MARGIN_SIDE - bin : bin - MARGIN_SIDE - 1;
     const double fraction = (double)(step % MARGIN_SPLIT) / (int)MARGIN_SPLIT;
     const double size = ldexp(least * (1 + fraction), step / MARGIN_SPLIT);
     return negative ? -size : size;
+}
+
+// The K/E quantile of expert e's margins among `tokens`.
+static inline BOTH_SIDES double margin_quantile(const int64_t* margins, int32_t e, int64_t tokens, int32_t E,
+                                                int32_t K) {
+    // The first bin at which the count reaches the wanted number, the counts below it and in it.
+    const double wanted = (double)tokens * K / E;
+    int64_t below = 0, inside = 0;
+    int found = 0;
+    for (int bin = 0; bin < MARGIN_BINS; bin++) {
+        const int64_t count = margins[(int64_t)bin * E + e];
+        const int before = (double)(below + inside) < wanted;
+        below += before ? inside : 0;
+        inside = before ? count : inside;
+        found = before ? bin : found;
+    }
+    const double low = margin_edge(found), share = (wanted - (double)below) / (double)inside;
+    return low + share * (margin_edge(found + 1) - low);
 }
 
 END_C

@@ -474,7 +474,8 @@ static void test_router_balance(void) {
             for (int n = 0; n < TOKENS; n++) {
                 const double u = draw(31, (int64_t)i * TOKENS + n, 1 << 20) / (double)(1 << 19) - 1;
                 const double middle = 0.2 * (draw(32, i, 100) / 50.0 - 1);
-                margins.host[(size_t)i * MARGIN_BINS + margin_bin((float)(middle + 0.5 * u * u * u))]++;
+                const int64_t bin = margin_bin((float)(middle + 0.5 * u * u * u));
+                margins.host[(size_t)((i / E * MARGIN_BINS + bin) * E + i % E)]++;
             }
         }
         load.send(), margins.send();
