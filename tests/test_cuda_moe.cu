@@ -467,6 +467,8 @@ static void test_router_balance(void) {
         I64 load(LAYERS * E), margins((int64_t)LAYERS * E * MARGIN_BINS);
         StepState host, *state = (StepState*)device_alloc(sizeof(StepState), "a test");
         memset(&host, 0, sizeof(host));
+        for (auto& l : load.host) l = 0;
+        for (auto& m : margins.host) m = 0;
         for (int32_t i = 0; i < LAYERS * E; i++) {
             if (i / E == EMPTY) continue;
             load.host[(size_t)i] = 1000 * (1 + i / E) + draw(30, i, 3);
