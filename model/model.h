@@ -77,7 +77,7 @@ enum { BLOCK_STATS = PARAMS * WEIGHT_STATS };
 // time; the pool of the MoE blocks; batch, tables and counters.
 enum { IN_PARAMS, IN_SAVED, IN_SCRATCH, IN_POOL, IN_STATE, ARENAS };
 
-// A micro-step is one of 16 kinds, by what the host decides of it; all updates are of one.
+// Captured graphs: 16 kinds of micro-steps (model/step.c), and the update.
 enum { UPDATE_GRAPH = 16, GRAPHS };
 
 typedef struct Model {

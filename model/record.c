@@ -127,9 +127,10 @@ void record_recall(const Json* record, Settings* s, const char* given) {
         free(text);
     }
     if (json_int(record, "even-start", 0))
-        printf("options    --even-start of the checkpoint no longer exists: from here on routers select by their scores and "
-               "biases, with --balance %s\n",
-               was.balance == BALANCE_DEEPSEEK ? "deepseek" : "none");
+        printf(
+            "options    --even-start of the checkpoint no longer exists: from here on routers select by their scores "
+            "and biases, with --balance %s\n",
+            was.balance == BALANCE_DEEPSEEK ? "deepseek" : "none");
     settings_free(&was);
 }
 

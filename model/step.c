@@ -58,7 +58,7 @@ static void sum_over_ranks(Model* m) {
 
 static int64_t clamp(int64_t x, int64_t most) { return x < 0 ? 0 : x < most ? x : most; }
 
-// The routers' selection biases, from what the step counted.
+// The update of the routers' selection biases from the counts of the step.
 static void balance(Model* m) {
     const Settings* s = &m->settings;
     const int64_t blocks = config_blocks(&m->config) - m->config.dense_layers, E = m->config.E;

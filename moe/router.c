@@ -74,7 +74,7 @@ void router_forward(real* scores, int32_t* expert, real* gate, const floatX* x, 
             real *score = scores + n * s.E, *g = gate + n * s.K, sum = 0;
             int32_t* id = expert + n * s.K;
 
-            // s, and what the selection compares: s + bias, -inf outside the best groups.
+            // s; the selection compares s + bias, -inf outside the best groups.
             score_row(score, s.E, s.score);
             for (int32_t e = 0; e < s.E; e++) choice[e] = score[e] + bias[e];
             if (s.groups > 1) limit_groups(choice, group_score, taken, s);

@@ -67,7 +67,7 @@ static __device__ __forceinline__ void to_scores(float (&p)[J], const RouterShap
 }
 
 // Scores in place of the logits, then the selection. J: registers for the experts, 32 J >= E. 8 warps a block. `held`
-// has a row of E values for each warp: what a lane needs of the experts that other lanes hold.
+// has a row of E values for each warp, which its lanes exchange.
 template <int J>
 static __global__ void __launch_bounds__(256)
     choose(float* scores, int32_t* expert, float* gate, const float* bias, RouterShape s) {

@@ -64,15 +64,15 @@ size_t router_workspace(RouterShape shape);
 //   margin_ne = alpha_n - (s_ne + bias_e),   alpha_n = the largest s + bias of the experts that the token did not
 //   select
 //
-// Without groups alpha_n is the (K+1)-th largest s + bias. Histograms of margins have MARGIN_OCTAVES octaves of
-// |margin| on each side of 0, each octave in MARGIN_SPLIT bins of equal width, and one bin for all that is nearer to 0.
-// So the relative precision is the same for sigmoid scores and for softmax scores, which are near 1 / E. Margins beyond
-// the last bin count in it.
+// Without groups alpha_n is the (K+1)-th largest s + bias. A histogram has MARGIN_OCTAVES octaves of |margin| on each
+// side of 0, and in the middle one bin for smaller margins. An octave has MARGIN_SPLIT bins of equal width. So the
+// relative precision is the same for sigmoid scores and for softmax scores, which are near 1 / E. Margins beyond the
+// last bin count in it.
 enum { MARGIN_OCTAVES = 20, MARGIN_SPLIT = 16, MARGIN_SIDE = MARGIN_OCTAVES * MARGIN_SPLIT };
 enum { MARGIN_BINS = 2 * MARGIN_SIDE + 1 };
-#define MARGIN_LARGEST 2.0f  // scores lie in [0, 1]; the lower end of the octaves is 2^-19
+#define MARGIN_LARGEST 2.0f  // scores are in [0, 1]; the lower end of the octaves is 2^-19
 
-// What a step counts for its load balancing, in training's forward pass only, once a micro-step. Integers, so that sums
+// Counts of a step for its load balancing, from training's forward pass only, once a micro-step. Integers, so that sums
 // over micro-steps and ranks do not depend on the layout.
 typedef struct RouterCounts {
     int64_t* load;     // (E): tokens that selected each expert; NULL: nothing is counted
@@ -102,8 +102,8 @@ void router_balance_sign(real* bias,           // (layers, E)
                          const int64_t* load,  // (layers, E)
                          int64_t layers, int32_t E, float rate, const StepState* state, Ctx* ctx);
 
-// What both builds compute alike. Bin of a margin: the bits of a positive float are in order like the float, and the
-// upper 4 of its 23 bits of mantissa make the 16 bins of an octave.
+// The rest is the same function in both builds. The bin of a margin comes from its bits, which are in order like the
+// float itself. The upper 4 of 23 bits of mantissa are the 16 bins of an octave.
 static inline BOTH_SIDES int margin_bin(float margin) {
     const float least = MARGIN_LARGEST / (1 << MARGIN_OCTAVES);
     int32_t bits, least_bits;
