@@ -7,7 +7,7 @@ COMMA = ,
 
 # Every op: x.h is the contract, x.c the CPU reference, x.cu the CUDA kernels.
 OPS = device/device device/graph \
-      layers/embedding layers/rmsnorm layers/rope layers/matmul layers/attention layers/swiglu layers/loss layers/adamw \
+      layers/embedding layers/rmsnorm layers/rope layers/matmul layers/attention layers/swiglu layers/loss layers/adamw layers/muon \
       moe/router grouped/permute grouped/grouped_gemm grouped/experts moe/dispatch_ops mx/mxfp8 mx/mx_swiglu \
       mx/mx_stats mx/grouped_gemm_mx parallel/comm
 # What ops do on GPUs that their own kernels are not for: in the CUDA build alone.
@@ -20,7 +20,7 @@ HOST = device/check device/random device/kernels device/options device/arena dev
        data/json data/safetensors data/shards data/vocab data/pattern data/split data/bpe data/tokenizer_json \
        data/tokenizer data/choices data/runlog \
        layers/rope_table mx/rows mx/products mx/mx_check moe/dispatch moe/moe moe/moe_buffers \
-       model/settings model/settings_check model/record model/params model/forward model/backward model/mtp model/model model/step model/persist \
+       model/settings model/settings_check model/record model/params model/forward model/backward model/mtp model/model model/step model/update model/persist \
        model/hub model/export model/import model/evaluate model/use model/report model/sample model/agree $(RANKS) \
        parallel/watch parallel/sharding parallel/slices parallel/checkpoint parallel/resume parallel/folder
 
@@ -38,7 +38,7 @@ MPI_LIBS  := $(filter-out -pthread,$(shell mpicc --showme:link))
 endif
 
 # C tests; those in TESTS_F64 compare with finite differences and run in the double build too.
-OP_TESTS = tests/test_layers tests/test_attention tests/test_adamw tests/test_moments tests/test_router tests/test_permute \
+OP_TESTS = tests/test_layers tests/test_attention tests/test_adamw tests/test_muon tests/test_moments tests/test_router tests/test_permute \
            tests/test_grouped_gemm tests/test_experts tests/test_dispatch tests/test_moe tests/test_mxfp8 \
            tests/test_mx_swiglu tests/test_mx_stats tests/test_mx_block tests/test_mx_check tests/test_mx_wgrad \
            tests/test_products tests/test_products_dy

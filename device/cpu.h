@@ -4,6 +4,7 @@
 
 #include <cblas.h>
 #include <omp.h>
+#include <string.h>
 #include <tgmath.h>
 
 #include "device/check.h"
@@ -16,6 +17,23 @@ __attribute__((simd("notinbranch"))) double(exp)(double);
 #endif
 
 static inline real sigmoid(real x) { return 1 / (1 + exp(-x)); }
+
+// bf16 is the upper half of a float32.
+static inline real from_bf16(uint16_t x) {
+    const uint32_t bits = (uint32_t)x << 16;
+    float f;
+    memcpy(&f, &bits, sizeof(f));
+    return f;
+}
+
+// To nearest even, of x as a float32. NaN stays NaN.
+static inline uint16_t to_bf16(real x) {
+    const float f = (float)x;
+    uint32_t bits;
+    memcpy(&bits, &f, sizeof(bits));
+    const uint32_t rounded = (bits + 0x7fff + (bits >> 16 & 1)) >> 16;
+    return (uint16_t)(f == f ? rounded : 0x7fff);
+}
 
 struct Ctx {
     int threads;

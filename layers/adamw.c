@@ -54,23 +54,6 @@ static inline Bits magnitude(real x) {
     return bits & ~((Bits)1 << (8 * sizeof(Bits) - 1));
 }
 
-// bf16 is the upper half of a float32.
-static inline real from_bf16(uint16_t x) {
-    const uint32_t bits = (uint32_t)x << 16;
-    float f;
-    memcpy(&f, &bits, sizeof(f));
-    return f;
-}
-
-// To nearest even, of x as a float32. NaN stays NaN.
-static inline uint16_t to_bf16(real x) {
-    const float f = (float)x;
-    uint32_t bits;
-    memcpy(&bits, &f, sizeof(bits));
-    const uint32_t rounded = (bits + 0x7fff + (bits >> 16 & 1)) >> 16;
-    return (uint16_t)(f == f ? rounded : 0x7fff);
-}
-
 // A block's moments, n from `first` on, as real: where they lie, or of bf16 in `room`.
 static real* moments_of(const void* moments, int bf16, int64_t first, int64_t n, real room[BLOCK]) {
     if (!bf16) return (real*)moments + first;

@@ -16,7 +16,7 @@ static const size_t TOKENIZER_LIMIT = (size_t)256 << 20;
 static char* index_json(Model* m) {
     int count;
     int64_t bytes = 0;
-    CheckpointFile* files = model_files(m, model_bias_place(m), &count);
+    CheckpointFile* files = model_files(m, model_bias_place(m), m->settings.optimizer, &count);
     char* map = host_strdup("");
     for (int i = 0; i < count; i++) {
         if (strstr(files[i].name, ".adam.")) continue;

@@ -214,7 +214,8 @@ void model_plan(Model* m, const Settings* s, int rank, Backend backend) {
                            .ep = (int)s->ep,
                            .shard = (Shard)s->shard,
                            .frozen = *s->sample || *s->evaluate,
-                           .bf16_moments = (int)s->moments};
+                           .bf16_moments = (int)s->moments,
+                           .muon = s->optimizer == MUON};
     m->layout = layout;
     set_shapes(m, s->batch, s->seq_len);
     const ModelConfig* c = &m->config;
@@ -236,6 +237,7 @@ void model_plan(Model* m, const Settings* s, int rank, Backend backend) {
     m->sharding = sharding_plan_slots(params, buffers, units, (int)c->L + 1);
     free(buffers);
     for (int u = 0; u < units; u++) plan_products(m, &m->units[u]);
+    if (m->layout.muon && !m->layout.frozen) model_plan_muon(m, params);
 
     // Activations that each block keeps; with --recompute block all but the residual in memory that blocks share.
     m->blocks = (BlockSaved*)host_alloc((size_t)count * sizeof(BlockSaved));
@@ -276,7 +278,7 @@ void model_plan(Model* m, const Settings* s, int rank, Backend backend) {
     arena_add(state, "cast statistics", ELEMENT_BYTE, casts * (int64_t)sizeof(MxStats), 0, (void**)&m->mx_stats);
     arena_add(state, "step state", ELEMENT_BYTE, sizeof(StepState), 0, (void**)&m->state);
     arena_add(state, "step state of validation", ELEMENT_BYTE, sizeof(StepState), 0, (void**)&m->val_state);
-    arena_add(state, "inputs of a step", ELEMENT_BYTE, sizeof(AdamW), 0, (void**)&m->inputs);
+    arena_add(state, "inputs of a step", ELEMENT_BYTE, sizeof(StepInputs), 0, (void**)&m->inputs);
 }
 
 // Of unit_grads_end.
@@ -296,6 +298,7 @@ size_t model_workspace(const Model* m) {
     bytes = max_size(bytes, rmsnorm_workspace(N, max_size((size_t)c->q_lora, (size_t)c->kv_lora)));
     if (c->dense_layers < config_blocks(c)) bytes = max_size(bytes, moe_workspace(m->moe_shape));
     if (m->settings.mx_stats) bytes = max_size(bytes, mx_stats_workspace());
+    if (m->layout.muon) bytes = max_size(bytes, muon_workspace());
     bytes = max_size(bytes, adamw_workspace(N)) + side_workspace(m);
     // The largest part of a large workspace, attention's for dk_rope, is the same in both builds. The GPU's has up to
     // an eighth more, and 32 MiB for matrix products at least, the CPU's some scratch for each thread.
@@ -381,7 +384,9 @@ void model_weights_set(Model* m) {
         params_publish(&m->units[u], m->ctx);
         for (int b = 0; b < BUFFERS && !m->layout.frozen; b++) {
             const ParamBuffer* p = &m->units[u].buffer[b];
-            adamw_measure(m->state, p->master, p->m, p->v, m->layout.bf16_moments, p->held, m->ctx);
+            const int64_t from = muon_held(p);
+            adamw_measure(m->state, p->master + from, moments_at(p, from, m->layout.bf16_moments), p->v,
+                          m->layout.bf16_moments, p->held - from, m->ctx);
         }
     }
     weights_changed(m->sharding, m->ctx);

@@ -31,6 +31,7 @@
 #include "device/graph.h"
 #include "layers/adamw.h"
 #include "layers/attention.h"
+#include "layers/muon.h"
 #include "model/params.h"
 #include "moe/moe.h"
 
@@ -77,6 +78,12 @@ enum { BLOCK_STATS = PARAMS * WEIGHT_STATS };
 // time; the pool of the MoE blocks; batch, tables and counters.
 enum { IN_PARAMS, IN_SAVED, IN_SCRATCH, IN_POOL, IN_STATE, ARENAS };
 
+// Of a step, in device memory: a captured graph reads them there.
+typedef struct StepInputs {
+    AdamW adamw;
+    Muon muon;
+} StepInputs;
+
 // Captured graphs: 16 kinds of micro-steps (model/step.c), and the update.
 enum { UPDATE_GRAPH = 16, GRAPHS };
 
@@ -117,8 +124,10 @@ typedef struct Model {
     MxStats* mx_stats;          // (L + mtp, BLOCK_STATS): what the casts of this step did, with --mx-stats
     int measures;               // 1: this step makes mx_stats; set before model_step_begin, 0 again after model_update
     StepState *state, *val_state;
-    AdamW* inputs;          // of this step, in device memory: a captured graph reads them there
-    Graph* graphs[GRAPHS];  // NULL: not replayed
+    StepInputs* inputs;
+    floatX *muon_x, *muon_parts, *muon_work;  // model/update.c
+    int64_t muon_matrices;                    // that are orthogonalized at a time, at most
+    Graph* graphs[GRAPHS];                    // NULL: not replayed
 } Model;
 
 // Lays out what rank `rank` holds for `backend` without memory or device (--dry-run reads the arenas).
@@ -133,6 +142,8 @@ void model_weights_set(Model* model);
 void model_destroy(Model* model);
 // Bytes that the ops share, on both streams. Of a plan for the other build an estimate from above.
 size_t model_workspace(const Model* model);
+// Names Muon's buffers in `arena`.
+void model_plan_muon(Model* model, Arena* arena);
 
 // Copies a micro-batch of B sequences of T tokens to the device; targets may be NULL (sampling).
 // B * T and T must not exceed the settings' batch * seq_len and seq_len.
@@ -149,7 +160,7 @@ void model_backward(Model* model, float aux, int last_micro_step);
 // Training step `step`, from 1: begin, then per micro-batch model_batch and model_micro_step, then model_update.
 void model_step_begin(Model* model, int64_t step);
 void model_micro_step(Model* model, int last);
-// Decides whether the step is good, updates weights and biases. stop: see StepState.
+// Decides whether the step is good, updates weights and biases (model/update.c). stop: see StepState.
 void model_update(Model* model, int stop);
 // After a step whose tokens had no room (StepState.replay): room for `needed` times what there was and an eighth more
 // (at most for all tokens of all ranks), and steps count again. By all ranks of the run together.

@@ -37,34 +37,34 @@ int params_list(Param list[PARAMS], const ModelConfig* c, UnitKind kind) {
     const int64_t KVA = c->kv_lora + c->rope, KV = c->H * (c->nope + c->v), O = c->H * c->v;
     // clang-format off
     const Param table[] = {
-        // id           units   rows              columns       start     cast    its names           name, and that of the second half
-        {EMBED,        EMBEDS, V,                C,            NORMAL,   NEVER,  {NULL},             "model.embed_tokens.weight", NULL},
-        {LM_HEAD,      HEAD,   V,                C,            NORMAL,   NEVER,  {NULL},             "lm_head.weight", NULL},
-        {EH_PROJ,      MODULE, C,                2 * C,        NORMAL,   NEVER,  {NULL},             "eh_proj.weight", NULL},
-        {WQA,          latent, c->q_lora,        C,            NORMAL,   LINEAR, CASTS("wqa"),       "self_attn.q_a_proj.weight", NULL},
-        {WQB,          latent, Q,                c->q_lora,    NORMAL,   LINEAR, CASTS("wqb"),       "self_attn.q_b_proj.weight", NULL},
-        {WQ,           direct, Q,                C,            NORMAL,   LINEAR, CASTS("wq"),        "self_attn.q_proj.weight", NULL},
-        {WKVA,         blocks, KVA,              C,            NORMAL,   NEVER,  {NULL},             "self_attn.kv_a_proj_with_mqa.weight", NULL},
-        {WKVB,         blocks, KV,               c->kv_lora,   NORMAL,   LINEAR, CASTS("wkvb"),      "self_attn.kv_b_proj.weight", NULL},
-        {WO,           blocks, C,                O,            RESIDUAL, LINEAR, CASTS("wo"),        "self_attn.o_proj.weight", NULL},
-        {MLP13,        DENSE,  2 * c->dense_ffn, C,            NORMAL,   LINEAR, CASTS("mlp13"),     "mlp.gate_proj.weight",
+        // id           units   rows              columns       start     by     cast    its names           name, and that of the second half
+        {EMBED,        EMBEDS, V,                C,            NORMAL,   ADAMW, NEVER,  {NULL},             "model.embed_tokens.weight", NULL},
+        {LM_HEAD,      HEAD,   V,                C,            NORMAL,   ADAMW, NEVER,  {NULL},             "lm_head.weight", NULL},
+        {EH_PROJ,      MODULE, C,                2 * C,        NORMAL,   MUON,  NEVER,  {NULL},             "eh_proj.weight", NULL},
+        {WQA,          latent, c->q_lora,        C,            NORMAL,   MUON,  LINEAR, CASTS("wqa"),       "self_attn.q_a_proj.weight", NULL},
+        {WQB,          latent, Q,                c->q_lora,    NORMAL,   MUON,  LINEAR, CASTS("wqb"),       "self_attn.q_b_proj.weight", NULL},
+        {WQ,           direct, Q,                C,            NORMAL,   MUON,  LINEAR, CASTS("wq"),        "self_attn.q_proj.weight", NULL},
+        {WKVA,         blocks, KVA,              C,            NORMAL,   MUON,  NEVER,  {NULL},             "self_attn.kv_a_proj_with_mqa.weight", NULL},
+        {WKVB,         blocks, KV,               c->kv_lora,   NORMAL,   MUON,  LINEAR, CASTS("wkvb"),      "self_attn.kv_b_proj.weight", NULL},
+        {WO,           blocks, C,                O,            RESIDUAL, MUON,  LINEAR, CASTS("wo"),        "self_attn.o_proj.weight", NULL},
+        {MLP13,        DENSE,  2 * c->dense_ffn, C,            NORMAL,   MUON,  LINEAR, CASTS("mlp13"),     "mlp.gate_proj.weight",
                                                                                           "mlp.up_proj.weight"},
-        {MLP2,         DENSE,  C,                c->dense_ffn, RESIDUAL, LINEAR, CASTS("mlp2"),      "mlp.down_proj.weight", NULL},
-        {MLP13,        shared, 2 * sF,           C,            NORMAL,   LINEAR, CASTS("mlp13"),     "mlp.shared_experts.gate_proj.weight",
+        {MLP2,         DENSE,  C,                c->dense_ffn, RESIDUAL, MUON,  LINEAR, CASTS("mlp2"),      "mlp.down_proj.weight", NULL},
+        {MLP13,        shared, 2 * sF,           C,            NORMAL,   MUON,  LINEAR, CASTS("mlp13"),     "mlp.shared_experts.gate_proj.weight",
                                                                                           "mlp.shared_experts.up_proj.weight"},
-        {MLP2,         shared, C,                sF,           RESIDUAL, LINEAR, CASTS("mlp2"),      "mlp.shared_experts.down_proj.weight", NULL},
-        {ROUTER,       MOE,    c->E,             C,            NORMAL,   NEVER,  {NULL},             "mlp.gate.weight", NULL},
-        {W13,          MOE,    2 * c->F,         C,            NORMAL,   EXPERT, {"x", "dh", "w13"}, "mlp.experts.%d.gate_proj.weight",
+        {MLP2,         shared, C,                sF,           RESIDUAL, MUON,  LINEAR, CASTS("mlp2"),      "mlp.shared_experts.down_proj.weight", NULL},
+        {ROUTER,       MOE,    c->E,             C,            NORMAL,   ADAMW, NEVER,  {NULL},             "mlp.gate.weight", NULL},
+        {W13,          MOE,    2 * c->F,         C,            NORMAL,   MUON,  EXPERT, {"x", "dh", "w13"}, "mlp.experts.%d.gate_proj.weight",
                                                                                           "mlp.experts.%d.up_proj.weight"},
-        {W2,           MOE,    C,                c->F,         RESIDUAL, EXPERT, {"act", "dy", "w2"},"mlp.experts.%d.down_proj.weight", NULL},
-        {NORM1,        blocks, 1,                C,            ONE,      NEVER,  {NULL},             "input_layernorm.weight", NULL},
-        {Q_NORM,       latent, 1,                c->q_lora,    ONE,      NEVER,  {NULL},             "self_attn.q_a_layernorm.weight", NULL},
-        {KV_NORM,      blocks, 1,                c->kv_lora,   ONE,      NEVER,  {NULL},             "self_attn.kv_a_layernorm.weight", NULL},
-        {NORM2,        blocks, 1,                C,            ONE,      NEVER,  {NULL},             "post_attention_layernorm.weight", NULL},
-        {ENORM,        MODULE, 1,                C,            ONE,      NEVER,  {NULL},             "enorm.weight", NULL},
-        {HNORM,        MODULE, 1,                C,            ONE,      NEVER,  {NULL},             "hnorm.weight", NULL},
-        {FINAL_NORM,   MODULE, 1,                C,            ONE,      NEVER,  {NULL},             "shared_head.norm.weight", NULL},
-        {FINAL_NORM,   HEAD,   1,                C,            ONE,      NEVER,  {NULL},             "model.norm.weight", NULL},
+        {W2,           MOE,    C,                c->F,         RESIDUAL, MUON,  EXPERT, {"act", "dy", "w2"},"mlp.experts.%d.down_proj.weight", NULL},
+        {NORM1,        blocks, 1,                C,            ONE,      ADAMW, NEVER,  {NULL},             "input_layernorm.weight", NULL},
+        {Q_NORM,       latent, 1,                c->q_lora,    ONE,      ADAMW, NEVER,  {NULL},             "self_attn.q_a_layernorm.weight", NULL},
+        {KV_NORM,      blocks, 1,                c->kv_lora,   ONE,      ADAMW, NEVER,  {NULL},             "self_attn.kv_a_layernorm.weight", NULL},
+        {NORM2,        blocks, 1,                C,            ONE,      ADAMW, NEVER,  {NULL},             "post_attention_layernorm.weight", NULL},
+        {ENORM,        MODULE, 1,                C,            ONE,      ADAMW, NEVER,  {NULL},             "enorm.weight", NULL},
+        {HNORM,        MODULE, 1,                C,            ONE,      ADAMW, NEVER,  {NULL},             "hnorm.weight", NULL},
+        {FINAL_NORM,   MODULE, 1,                C,            ONE,      ADAMW, NEVER,  {NULL},             "shared_head.norm.weight", NULL},
+        {FINAL_NORM,   HEAD,   1,                C,            ONE,      ADAMW, NEVER,  {NULL},             "model.norm.weight", NULL},
     };
     // clang-format on
     int count = 0;
@@ -93,12 +93,16 @@ static Unit unit_of(const ModelConfig* c, const Layout* l, int index) {
         u.at[p->id] = buffer->n;
         buffer->n += round_up(w->count * w->OC * w->IC, 64);
         if (p->start != ONE) buffer->n_decay = buffer->n;
+        if (p->by == MUON && l->muon) {
+            ASSERT(buffer->n_muon == u.at[p->id]);  // a prefix
+            buffer->n_muon = buffer->n;
+        }
     }
     for (int b = 0; b < BUFFERS; b++) {
         ParamBuffer* p = &u.buffer[b];
         const int sets = b == EXPERT_PARAMS ? l->ep : 1;  // of experts, which ranks hold in turns
         p->frozen = l->frozen;
-        if (p->n) sharding_cut(p, p->n, p->n_decay, l->ranks / sets, l->rank / sets, l->shard);
+        if (p->n) sharding_cut(p, p->n, p->n_decay, p->n_muon, l->ranks / sets, l->rank / sets, l->shard);
     }
     return u;
 }
@@ -124,6 +128,7 @@ static void add_tensors(NamedTensor* list, int* count, const Param* p, const Mod
         t->rank = p->start == ONE ? 1 : 2;
         if (t->rank == 1) t->shape[0] = p->columns;
         t->offset = at < 0 ? -1 : at + half * t->count;
+        t->muon = p->by == MUON;
         t->std = p->start == ONE ? 0 : p->start == RESIDUAL ? std / residual : std;
     }
 }

@@ -4,7 +4,7 @@
 // Parameters live in units: 0 the embedding, 1..L the blocks, L + 1 the head (lm_head and final norm), and after it the
 // modules that predict further tokens, blocks L, L + 1, ... with a projection before and a norm after. A unit has two
 // flat buffers, of dense parameters and of experts (empty without). Matrices come first in a buffer and norms after, so
-// that weight decay covers a prefix (n_decay). Fused matrices (gate over up) are laid out so that every tensor of a
+// that weight decay covers a prefix (n_decay), and so does Muon (n_muon). Fused matrices (gate over up) are laid out so that every tensor of a
 // Hugging Face DeepSeek checkpoint is one contiguous slice. A rank holds E / ep experts; how the buffers are cut beyond
 // that is parallel/sharding.h's.
 #ifndef MODEL_PARAMS_H
@@ -51,6 +51,7 @@ typedef struct Param {
     int kinds;              // of units that have it: 1 << UnitKind each
     int64_t rows, columns;  // of one expert; a vector has 1 row. EMBED and LM_HEAD: without padding
     ParamStart start;
+    Optimizer by;  // with --optimizer muon
     ParamCast cast;
     const char* casts[WEIGHT_STATS];  // their names in the log (--mx-stats)
     const char* name;                 // Hugging Face's; a block's without "model.layers.N.", an expert's with %d
@@ -78,6 +79,7 @@ typedef struct NamedTensor {
     int rank;
     int64_t shape[2];
     double std;  // of its start; 0: ones (norms)
+    int muon;    // 1: Muon trains it with --optimizer muon
 } NamedTensor;
 
 int params_units(const ModelConfig* config);  // L + 2 + mtp

@@ -18,7 +18,8 @@ static void add(CheckpointFile* file, CheckpointTensor tensor, const char* name,
 }
 
 // The tensors of unit u, from the table of parameters: of each its slice here, and the part that this rank writes.
-static void list_unit(Model* m, int u, CheckpointFile* masters, CheckpointFile* moments, BiasPlace bias_place) {
+static void list_unit(Model* m, int u, CheckpointFile* masters, CheckpointFile* moments, BiasPlace bias_place,
+                      int64_t optimizer) {
     int tensors;
     NamedTensor* list = params_tensors(&m->config, &m->layout, u, &tensors);
     snprintf(masters->name, sizeof(masters->name), "block_%03d.safetensors", u);
@@ -40,8 +41,12 @@ static void list_unit(Model* m, int u, CheckpointFile* masters, CheckpointFile* 
         int64_t at = held.count ? t->offset + held.first - p->held_from : 0;
         add(masters, tensor, t->name, "", p->master, at);
         if (m->layout.bf16_moments) tensor.dtype = ST_BF16;
-        add(moments, tensor, t->name, ".exp_avg", p->m, at);
-        add(moments, tensor, t->name, ".exp_avg_sq", p->v, at);
+
+        // The moments, or the momentum. What another optimizer has kept is not loaded.
+        const int by_muon = t->muon && optimizer == MUON;
+        if (t->muon && optimizer != m->settings.optimizer) tensor.count = tensor.save_count = 0;
+        add(moments, tensor, t->name, by_muon ? ".momentum_buffer" : ".exp_avg", p->m, at);
+        if (!by_muon) add(moments, tensor, t->name, ".exp_avg_sq", p->v, tensor.count ? at - muon_held(p) : 0);
     }
     free(list);
 
@@ -61,10 +66,10 @@ BiasPlace model_bias_place(const Model* m) {
     return none ? BIAS_NOWHERE : BIAS_WITH_WEIGHTS;
 }
 
-CheckpointFile* model_files(Model* m, BiasPlace bias_place, int* count) {
+CheckpointFile* model_files(Model* m, BiasPlace bias_place, int64_t optimizer, int* count) {
     int units = params_units(&m->config);
     CheckpointFile* files = (CheckpointFile*)host_alloc((size_t)(2 * units) * sizeof(CheckpointFile));
-    for (int u = 0; u < units; u++) list_unit(m, u, &files[2 * u], &files[2 * u + 1], bias_place);
+    for (int u = 0; u < units; u++) list_unit(m, u, &files[2 * u], &files[2 * u + 1], bias_place, optimizer);
     *count = 2 * units;
     return files;
 }
@@ -77,7 +82,7 @@ void model_files_free(CheckpointFile* files, int count) {
 void model_save(Model* m, Saver* saver, int64_t step, int64_t window, uint32_t data_hash, const StepState* state) {
     CheckpointRecord record = {step, window, state->updates, data_hash};
     int count;
-    CheckpointFile* files = model_files(m, model_bias_place(m), &count);
+    CheckpointFile* files = model_files(m, model_bias_place(m), m->settings.optimizer, &count);
     char* options = record_json(&m->settings);
     checkpoint_save(saver, &record, options, files, count, m->ctx);
     free(options);
@@ -133,12 +138,16 @@ int64_t model_resume(Model* m, Ranks* world, uint32_t data_hash, int64_t* window
         }
 
         // Loaded, or refused.
-        CheckpointFile* files = model_files(m, recorded_bias_place(m, manifest), &file_count);
+        const int64_t optimizer = record_optimizer(json_get(manifest, "options"));
+        CheckpointFile* files = model_files(m, recorded_bias_place(m, manifest), optimizer, &file_count);
         if (checkpoint_load(world, out, steps[i], manifest, files, file_count, m->ctx, error, sizeof(error)) == 0) {
             StepState state = {.updates = record.updates};
             device_upload(m->state, &state, sizeof(state), m->ctx);
             *window = record.window;
             resumed = record.step;
+            if (optimizer != m->settings.optimizer)
+                printf("optimizer  was %s: the %s of the matrices that Muon trains start at zero\n",
+                       optimizer == MUON ? "muon" : "adamw", optimizer == MUON ? "AdamW moments" : "momenta");
         } else {
             // A link would have to be replaced when the run comes to this step.
             Path path = path_of("%s/step_%08ld", out, steps[i]);

@@ -2,7 +2,8 @@
 //
 // Unit u (0 the embedding, then the blocks, the head, and modules that predict further tokens) is
 // block_%03d.safetensors (masters under Hugging Face names, and the router's e_score_correction_bias) and
-// block_%03d.adam.safetensors (moments: <name>.exp_avg and <name>.exp_avg_sq). Softmax scores with --balance none have
+// block_%03d.adam.safetensors (moments: <name>.exp_avg and <name>.exp_avg_sq, or Muon's
+// <name>.momentum_buffer). Softmax scores with --balance none have
 // no bias, as in DeepSeek-V2. Checkpoints from before --balance have the bias of softmax scores with the moments.
 #ifndef MODEL_PERSIST_H
 #define MODEL_PERSIST_H
@@ -17,7 +18,8 @@ typedef enum { BIAS_WITH_WEIGHTS, BIAS_WITH_MOMENTS, BIAS_NOWHERE } BiasPlace;
 BiasPlace model_bias_place(const Model* model);
 
 // The files of a checkpoint of this model, pointing at the slices in this rank's memory, in fresh memory.
-CheckpointFile* model_files(Model* model, BiasPlace bias_place, int* count);
+// With another optimizer than the run's: as a checkpoint of that one has them, and no memory for what it alone kept.
+CheckpointFile* model_files(Model* model, BiasPlace bias_place, int64_t optimizer, int* count);
 void model_files_free(CheckpointFile* files, int count);
 
 // state is the host's copy of the device's StepState.

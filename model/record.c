@@ -144,6 +144,11 @@ static int same(const Option* o, const Settings* a, const Settings* b) {
     return equal;
 }
 
+int64_t record_optimizer(const Json* record) {
+    const char* name = json_text(record, "optimizer");
+    return name && strcmp(name, "muon") == 0 ? MUON : ADAMW;
+}
+
 void record_check(const Json* record, const Settings* s) {
     Settings was = recorded(record, s->out);
     if (was.tokens_per_step == 0) was.tokens_per_step = settings_micro_tokens(s);
@@ -151,6 +156,7 @@ void record_check(const Json* record, const Settings* s) {
     for (int i = 0; i < settings_count; i++) {
         const Option* o = &settings_table[i];
         if (o->scope != OPTION_FIXED || same(o, s, &was)) continue;
+        if (s->optimizer != was.optimizer && strncmp(o->name, "muon-", 5) == 0) continue;
         char *now = option_text(o, s), *then = option_text(o, &was);
         const char* lacks = json_get(record, o->name) ? "" : " (its checkpoint does not name this option)";
         host_append(&list, "%s--%s %s%s, not %s", *list ? "; " : "", o->name, then, lacks, now);

@@ -27,6 +27,9 @@ Json* record_manifest(Ranks* world, const char* out);
 // is recorded itself, and so are changes of what it stands for.)
 void record_recall(const Json* record, Settings* settings, const char* given);
 
+// The optimizer of a record: AdamW where it names none.
+int64_t record_optimizer(const Json* record);
+
 // Ends the run if options differ that must not, with a message that lists them all. The data are compared by their
 // hash, not by --train.
 void record_check(const Json* record, const Settings* settings);

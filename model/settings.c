@@ -115,6 +115,11 @@ const Option settings_table[] = {
     FLAG("run", "help", help, ONCE, "print this and stop (also -h)"),
 
     // How it learns.
+    CHOICE("optimizer", "optimizer", optimizer, "adamw", "adamw|muon", FREE,
+           "muon: Muon for the matrices of attention, MLPs and experts, AdamW for the rest"),
+    NUMBER("optimizer", "muon-lr", muon_lr, "2e-3", 0, 100, FIXED,
+           "peak learning rate of the matrices that Muon trains; the schedule is that of --lr"),
+    NUMBER("optimizer", "muon-momentum", muon_momentum, "0.95", 0, 0.999999, FIXED, "Muon"),
     NUMBER("optimizer", "lr", lr, "1e-3", 0, 100, FIXED,
            "peak learning rate; with --model 16b 4.2e-4, 236b 2.4e-4, 671b 2.2e-4, unless given"),
     WHOLE("optimizer", "warmup", warmup, "100", 0, 1e9, FIXED, "steps of linear warm-up"),
@@ -281,6 +286,10 @@ static void set_for_model(Settings* s, const char* given) {
     if (s->balance != BALANCE_DEEPSEEK && given[row(offsetof(Settings, bias_rate))])
         die(EXIT_USAGE, "--bias-rate goes with --balance deepseek, not with --balance %s",
             s->balance == BALANCE_NONE ? "none" : "quantile");
+    if (s->optimizer != MUON &&
+        (given[row(offsetof(Settings, muon_lr))] || given[row(offsetof(Settings, muon_momentum))]))
+        die(EXIT_USAGE, "--muon-%s goes with --optimizer muon",
+            given[row(offsetof(Settings, muon_lr))] ? "lr" : "momentum");
     if (*s->init && !unbiased && s->model.score == SCORE_SOFTMAX && s->balance == BALANCE_NONE)
         die(EXIT_USAGE, "--balance none would drop the selection biases of --init %s", s->init);
 }
@@ -378,9 +387,10 @@ double settings_mtp_weight(const Settings* s, int64_t step) {
     return (double)step <= s->mtp_switch * (double)s->steps ? s->mtp_weight : s->mtp_weight_end;
 }
 
-double settings_lr(const Settings* s, int64_t step) {
+// The learning rate over its peak.
+static double schedule(const Settings* s, int64_t step) {
     // The way up, then how much of the rest is left.
-    if (step <= s->warmup) return s->lr * (double)step / (double)s->warmup;
+    if (step <= s->warmup) return (double)step / (double)s->warmup;
     double left = s->steps > s->warmup ? fmax((double)(s->steps - step) / (double)(s->steps - s->warmup), 0) : 0;
 
     double share = 1;  // of the way from final_lr_frac to 1
@@ -389,5 +399,8 @@ double settings_lr(const Settings* s, int64_t step) {
         case SCHEDULE_WSD: share = left < 0.2 ? left / 0.2 : 1; break;
         case SCHEDULE_LINEAR: share = left; break;
     }
-    return s->lr * (s->final_lr_frac + (1 - s->final_lr_frac) * share);
+    return s->final_lr_frac + (1 - s->final_lr_frac) * share;
 }
+
+double settings_lr(const Settings* s, int64_t step) { return s->lr * schedule(s, step); }
+double settings_muon_lr(const Settings* s, int64_t step) { return s->muon_lr * schedule(s, step); }

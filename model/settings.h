@@ -27,6 +27,7 @@ typedef struct ModelConfig {
     int64_t yarn_original_len;
 } ModelConfig;
 
+typedef enum { ADAMW, MUON } Optimizer;  // MUON: for the matrices that params.c names, AdamW for the rest
 typedef enum { BALANCE_QUANTILE, BALANCE_DEEPSEEK, BALANCE_NONE } Balance;
 typedef enum { SCHEDULE_COSINE, SCHEDULE_WSD, SCHEDULE_LINEAR, SCHEDULE_CONSTANT } Schedule;
 
@@ -42,7 +43,8 @@ typedef struct Settings {
     char *out, *prompt;
     double temperature;
     double lr, final_lr_frac, weight_decay, beta1, beta2, eps, clip, bias_rate, aux_loss;
-    int64_t moments, warmup, schedule, balance;
+    int64_t optimizer, moments, warmup, schedule, balance;
+    double muon_lr, muon_momentum;
     double mtp_weight, mtp_weight_end, mtp_switch;
     int64_t ep, shard, dispatch, recompute;
     double timeout, capacity, gpu_memory;
@@ -97,6 +99,7 @@ double config_softmax_scale(const ModelConfig* config);  // (nope + rope)^-1/2, 
 //   wsd        along a line, but only over the last fifth; constant until then
 //   constant   not at all
 double settings_lr(const Settings* settings, int64_t step);
+double settings_muon_lr(const Settings* settings, int64_t step);  // the same of --muon-lr
 
 // The weight at `step` of the modules' losses, together, beside that of the main model.
 double settings_mtp_weight(const Settings* settings, int64_t step);

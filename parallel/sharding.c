@@ -33,15 +33,24 @@ struct Sharding {
 // Parts start on 128 bytes of bf16, and all have the same size.
 enum { ALIGN = 64 };
 
-void sharding_cut(ParamBuffer* p, int64_t n, int64_t n_decay, int parts, int index, Shard shard) {
+void sharding_cut(ParamBuffer* p, int64_t n, int64_t n_decay, int64_t n_muon, int parts, int index, Shard shard) {
     p->parts = parts;
     p->part = (n + parts * ALIGN - 1) / (parts * ALIGN) * ALIGN;
     p->n = p->part * parts;
     p->n_decay = n_decay;
+    p->n_muon = n_muon;
     p->first = index * p->part;
     p->shard = parts == 1 ? SHARD_NONE : shard;
     p->held = p->shard == SHARD_NONE ? p->n : p->part;
     p->held_from = p->shard == SHARD_NONE ? 0 : p->first;
+}
+
+int64_t muon_part(const ParamBuffer* p, int index) { return min_i64(max_i64(p->n_muon - index * p->part, 0), p->part); }
+
+int64_t muon_held(const ParamBuffer* p) { return min_i64(max_i64(p->n_muon - p->held_from, 0), p->held); }
+
+void* moments_at(const ParamBuffer* p, int64_t at, int bf16_moments) {
+    return (char*)p->m + at * (int64_t)(bf16_moments ? sizeof(uint16_t) : sizeof(real));
 }
 
 // Whether weights and gradients are not kept whole, and so pass through the slots.
@@ -65,8 +74,8 @@ void sharding_plan(Arena* arena, ParamBuffer* p, int bf16_moments) {
     else
         arena_add(arena, "gradients", ELEMENT_REAL, p->n, 0, (void**)&p->grad);
     const Element moment = bf16_moments ? ELEMENT_BF16 : ELEMENT_REAL;
-    arena_add(arena, "AdamW first moments", moment, p->held, 0, &p->m);
-    arena_add(arena, "AdamW second moments", moment, p->held, 0, &p->v);
+    arena_add(arena, p->n_muon ? "first moments, Muon's momentum" : "AdamW first moments", moment, p->held, 0, &p->m);
+    arena_add(arena, "AdamW second moments", moment, p->held - muon_held(p), 0, &p->v);
 }
 
 // Those that share a buffer: all ranks, or the holders of the same experts.

@@ -58,11 +58,13 @@ typedef struct Layout {
     int ranks, rank, ep;
     Shard shard;
     int frozen;        // 1: nothing is trained, so there are no gradients and no moments
-    int bf16_moments;  // 1: AdamW's moments are bf16, 0: real
+    int bf16_moments;  // 1: moments are bf16, 0: real
+    int muon;          // 1: Muon trains matrices (layers/muon.h), 0: AdamW trains all
 } Layout;
 
 typedef struct ParamBuffer {
     int64_t n, n_decay;       // elements on this rank as the ops see them, padding in; weight decay covers a prefix
+    int64_t n_muon;           // Muon trains this prefix, AdamW the rest
     int64_t parts, part;      // ranks that share it; elements of a part (n / parts)
     int64_t first;            // of this rank's own part
     int64_t held, held_from;  // of master, m and v: elements held_from .. held_from + held - 1
@@ -72,7 +74,7 @@ typedef struct ParamBuffer {
     floatX* weight;           // (n): valid from weights_get to weights_release
     floatX* held_weight;      // (held): what the update writes
     real* master;             // (held)
-    void *m, *v;              // (held): real or bf16, by the layout
+    void *m, *v;              // (held), (held - muon_held): real or bf16, by the layout; Muon has no v
     real* grad;               // (n): what backward writes or adds to, from grads_get to grads_reduce
     real* own_grad;           // (part): this rank's part of the sum
 } ParamBuffer;
@@ -82,8 +84,14 @@ enum { DENSE_PARAMS, EXPERT_PARAMS, BUFFERS };
 
 typedef struct Sharding Sharding;
 
-// Cuts a buffer of `n` elements in use, of which the first n_decay decay: sets the fields that say how.
-void sharding_cut(ParamBuffer* buffer, int64_t n, int64_t n_decay, int parts, int index, Shard shard);
+// Cuts a buffer of `n` elements in use, of which the first n_decay decay and Muon trains the first n_muon: sets the
+// fields that say how.
+void sharding_cut(ParamBuffer* buffer, int64_t n, int64_t n_decay, int64_t n_muon, int parts, int index, Shard shard);
+// The elements at the start of part `index` that Muon trains, and of the held elements.
+int64_t muon_part(const ParamBuffer* buffer, int index);
+int64_t muon_held(const ParamBuffer* buffer);
+// m from held element `at` on.
+void* moments_at(const ParamBuffer* buffer, int64_t at, int bf16_moments);
 // Names the buffer's arrays, and the slots that all units of a run pass through.
 void sharding_plan(Arena* arena, ParamBuffer* buffer, int bf16_moments);
 // units: (count) x (BUFFERS); `held` is the one that is visited again after those that follow it.

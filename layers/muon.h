@@ -1,0 +1,63 @@
+// Muon (K. Jordan et al. 2024, kellerjordan.github.io/posts/muon): momentum, made orthogonal, for matrices. The variant
+// of Moonlight (arXiv 2502.16982, section 2.2), whose updates have AdamW's size, so that its learning rates and weight
+// decay serve. Of each matrix (rows, columns):
+//
+//   m = momentum m + g,   u = g + momentum m                     muon_momentum; Nesterov, g = grad_scale * grad
+//   X = u / (||u||_F + MUON_EPS)                                 muon_orthogonalize
+//   MUON_STEPS times:  A = X X^T,   X = a X + (b A + c A A) X    Newton-Schulz; with X^T X where columns are fewer
+//   X = 0.2 sqrt(max(rows, columns)) X
+//   w = w - lr (X + weight_decay w)                              muon_update
+//
+// The iteration moves all singular values of X to near 1: those from 0.01 on to 0.68 .. 1.14. A singular value of 0
+// stays 0. An expert that got no tokens has g = 0: its momentum shrinks by `momentum` a step, and its update keeps the
+// direction and the size that it had. A matrix of zeros has the update 0.
+//
+// GEMMs are bf16 with float32 accumulation in the CUDA build, and real on the CPU.
+#ifndef LAYERS_MUON_H
+#define LAYERS_MUON_H
+
+#include "layers/adamw.h"
+
+BEGIN_C
+
+enum { MUON_STEPS = 5 };
+#define MUON_EPS 1e-7
+#define MUON_A 3.4445
+#define MUON_B (-4.7750)
+#define MUON_C 2.0315
+
+// In device memory, as AdamW's.
+typedef struct Muon {
+    float lr, momentum, weight_decay;
+} Muon;
+
+// Of n elements. m is real, or bf16 with bf16 1. m stays as it is if state->ok is 0; u has no meaning then. On the GPU
+// n is a multiple of 8.
+void muon_momentum(floatX* u,         // (n)
+                   void* m,           // (n)
+                   const real* grad,  // (n)
+                   int64_t n, int bf16, const Muon* opt, const StepState* state, Ctx* ctx);
+
+// In place, of `count` matrices that follow one another.
+void muon_orthogonalize(floatX* x,     // (count, rows, columns)
+                        floatX* work,  // muon_work elements
+                        int64_t count, int64_t rows, int64_t columns, Ctx* ctx);
+int64_t muon_work(int64_t count, int64_t rows, int64_t columns);
+size_t muon_workspace(void);
+
+// master = master - lr (x + weight_decay master),  weight = round(master). Nothing is written if state->ok is 0. On the
+// GPU n is a multiple of 8.
+void muon_update(floatX* weight,   // (n), may be master where floatX is real
+                 real* master,     // (n)
+                 const floatX* x,  // (n)
+                 int64_t n, const Muon* opt, const StepState* state, Ctx* ctx);
+
+// FLOPs of muon_orthogonalize for one matrix.
+static inline double muon_flops(int64_t rows, int64_t columns) {
+    const double small = (double)(rows < columns ? rows : columns), large = (double)(rows < columns ? columns : rows);
+    return MUON_STEPS * (4 * small * small * large + 2 * small * small * small);
+}
+
+END_C
+
+#endif

@@ -1,0 +1,165 @@
+// Muon: the orthogonalized matrix against singular values from a Jacobi iteration in float64, momentum and update
+// element by element.
+#include "layers/muon.h"
+#include "tests/oracle.h"
+
+// Singular values of x (rows, columns), and its singular vectors: x = u diag(s) v^T with columns u (rows, columns) and
+// v (columns, columns), by one-sided Jacobi rotations (Golub & Van Loan, section 8.6.3). Needs rows >= columns.
+static void jacobi(double* u, double* s, double* v, const double* x, int64_t rows, int64_t columns) {
+    memcpy(u, x, (size_t)(rows * columns) * sizeof(double));
+    for (int64_t i = 0; i < columns * columns; i++) v[i] = i / columns == i % columns;
+    for (int sweep = 0; sweep < 60; sweep++)
+        for (int64_t p = 0; p < columns; p++)
+            for (int64_t q = p + 1; q < columns; q++) {
+                // The rotation that makes columns p and q orthogonal.
+                double pp = 0, qq = 0, pq = 0;
+                for (int64_t i = 0; i < rows; i++) {
+                    const double a = u[i * columns + p], b = u[i * columns + q];
+                    pp += a * a, qq += b * b, pq += a * b;
+                }
+                if (fabs(pq) <= 1e-300) continue;
+                const double zeta = (qq - pp) / (2 * pq);
+                const double t = (zeta >= 0 ? 1 : -1) / (fabs(zeta) + sqrt(1 + zeta * zeta));
+                const double c = 1 / sqrt(1 + t * t), d = c * t;
+                for (int64_t i = 0; i < rows; i++) {
+                    const double a = u[i * columns + p], b = u[i * columns + q];
+                    u[i * columns + p] = c * a - d * b, u[i * columns + q] = d * a + c * b;
+                }
+                for (int64_t i = 0; i < columns; i++) {
+                    const double a = v[i * columns + p], b = v[i * columns + q];
+                    v[i * columns + p] = c * a - d * b, v[i * columns + q] = d * a + c * b;
+                }
+            }
+    for (int64_t j = 0; j < columns; j++) {
+        double square = 0;
+        for (int64_t i = 0; i < rows; i++) square += u[i * columns + j] * u[i * columns + j];
+        s[j] = sqrt(square);
+        for (int64_t i = 0; i < rows; i++) u[i * columns + j] /= s[j] > 0 ? s[j] : 1;
+    }
+}
+
+// What the op must give for one matrix: the polynomial of each singular value.
+static void oracle_orthogonalize(double* out, const double* x, int64_t rows, int64_t columns) {
+    const int tall = rows >= columns;
+    const int64_t m = tall ? rows : columns, n = tall ? columns : rows;
+    double *up = zeros(m * n), *u = zeros(m * n), *s = zeros(n), *v = zeros(n * n), norm = 0;
+    for (int64_t i = 0; i < m * n; i++) up[i] = tall ? x[i] : x[i % n * m + i / n];
+    jacobi(u, s, v, up, m, n);
+    for (int64_t j = 0; j < n; j++) norm += s[j] * s[j];
+    norm = sqrt(norm) + 1e-7;
+    for (int64_t j = 0; j < n; j++) {
+        double y = s[j] / norm;
+        for (int step = 0; step < 5; step++) y = 3.4445 * y - 4.7750 * pow(y, 3) + 2.0315 * pow(y, 5);
+        s[j] = 0.2 * sqrt((double)m) * y;
+    }
+    for (int64_t i = 0; i < m * n; i++) {
+        double sum = 0;
+        for (int64_t k = 0; k < n; k++) sum += u[i / n * n + k] * s[k] * v[i % n * n + k];
+        out[tall ? i : i % n * m + i / n] = sum;
+    }
+}
+
+typedef struct Case {
+    int64_t count, rows, columns, rank;  // rank 0: full
+} Case;
+
+typedef struct Run {
+    Case c;
+    real *before, *x;
+} Run;
+
+static void run_orthogonalize(void* arg) {
+    Run* r = arg;
+    const Case c = r->c;
+    Ctx* ctx = ctx_create(muon_workspace());
+    r->x = copied(r->before, c.count * c.rows * c.columns);
+    muon_orthogonalize(r->x, poisoned(muon_work(c.count, c.rows, c.columns)), c.count, c.rows, c.columns, ctx);
+    ctx_sync(ctx);
+    ctx_destroy(ctx);
+}
+
+// The iteration multiplies small singular values by up to 3.4445^5 = 485, and rounding errors with them: u sqrt(n) 485
+// of the whole, 4.7e-4 for float32 and n up to 260.
+static void test_orthogonalize(void) {
+    static const Case cases[] = {{1, 1, 1, 0},   {2, 1, 9, 0},   {2, 9, 1, 0},     {3, 16, 16, 0},
+                                 {2, 40, 24, 0}, {2, 24, 40, 0}, {1, 150, 130, 0}, {1, 130, 260, 0},
+                                 {5, 7, 12, 0},  {1, 20, 30, 3}, {1, 30, 20, 1}};
+    for (int i = 0; i < COUNT(cases); i++) {
+        const Case c = cases[i];
+        const int64_t n = c.rows * c.columns;
+        Run r = {.c = c, .before = tensor(c.count * n, 1 + (uint32_t)i)};
+        // Matrices of different sizes, and those of low rank.
+        for (int64_t j = 0; j < c.count * n; j++) r.before[j] *= (real)pow(10, (double)(j / n) * 3 - 4);
+        for (int64_t j = 0; c.rank && j < n; j++) {
+            double sum = 0;
+            for (int64_t k = 0; k < c.rank; k++)
+                sum += random_uniform(3, (uint32_t)k, (uint64_t)(j / c.columns)) *
+                       random_uniform(4, (uint32_t)k, (uint64_t)(j % c.columns));
+            r.before[j] = (real)sum;
+        }
+        check_threads(run_orthogonalize, &r);
+        double *expected = zeros(c.count * n), *x = doubles(r.before, c.count * n);
+        for (int64_t k = 0; k < c.count; k++) oracle_orthogonalize(expected + k * n, x + k * n, c.rows, c.columns);
+        for (int64_t k = 0; k < c.count; k++) CHECK_CLOSE(r.x + k * n, expected + k * n, n, TOL(5e-4, 1e-12));
+        release_all();
+    }
+}
+
+// The size of an update is that of AdamW's: elements of 0.2 in the mean square, for matrices whose singular values are
+// near one another. A matrix of zeros stays zeros.
+static void test_sizes(void) {
+    Run r = {.c = {2, 64, 96, 0}, .before = tensor(2 * 64 * 96, 9)};
+    memset(r.before + 64 * 96, 0, 64 * 96 * sizeof(real));
+    run_orthogonalize(&r);
+    double square = 0;
+    for (int64_t i = 0; i < 64 * 96; i++) square += (double)r.x[i] * (double)r.x[i] / (64 * 96);
+    CHECK(sqrt(square) > 0.15 && sqrt(square) < 0.23, "root mean square %g", sqrt(square));
+    for (int64_t i = 64 * 96; i < 2 * 64 * 96; i++) CHECK(r.x[i] == 0, "zeros became %g", (double)r.x[i]);
+    release_all();
+}
+
+// Momentum and update, element by element; nothing moves in a step that is not good.
+static void test_elements(void) {
+    enum { N = 1000 };
+    const Muon opt = {.lr = 0.01f, .momentum = 0.9f, .weight_decay = 0.1f};
+    for (int ok = 0; ok < 2; ok++) {
+        StepState state = {.ok = ok, .grad_scale = 0.25};
+        real *m = tensor(N, 1), *grad = tensor(N, 2), *w = tensor(N, 3), *x = tensor(N, 4), *u = tensor(N, 5),
+             *weight = tensor(N, 6);
+        double *m0 = doubles(m, N), *w0 = doubles(w, N);
+        Ctx* ctx = ctx_create(0);
+        muon_momentum(u, m, grad, N, 0, &opt, &state, ctx);
+        muon_update(weight, w, x, N, &opt, &state, ctx);
+        for (int i = 0; i < N; i++) {
+            const double g = 0.25 * (double)grad[i], after = ok ? (double)0.9f * m0[i] + g : m0[i];
+            CHECK(fabs((double)m[i] - after) <= TOL(1e-6, 1e-15), "momentum %g, not %g", (double)m[i], after);
+            if (ok) CHECK(fabs((double)u[i] - (g + (double)0.9f * after)) <= TOL(1e-6, 1e-15), "u is %g", (double)u[i]);
+            const double moved = ok ? w0[i] - (double)0.01f * ((double)x[i] + (double)0.1f * w0[i]) : w0[i];
+            CHECK(fabs((double)w[i] - moved) <= TOL(1e-6, 1e-15), "weight %g, not %g", (double)w[i], moved);
+            if (ok) CHECK(weight[i] == w[i], "the working weight is %g", (double)weight[i]);
+        }
+        ctx_destroy(ctx);
+        release_all();
+    }
+}
+
+// In bf16 the momentum is rounded as it is stored; the update takes it before that.
+static void test_bf16_momentum(void) {
+    const Muon opt = {.lr = 0.01f, .momentum = 0.5f, .weight_decay = 0};
+    const StepState state = {.ok = 1, .grad_scale = 1};
+    uint16_t m = 0x3f80;  // 1
+    real grad = (real)0x1p-9, u;
+    Ctx* ctx = ctx_create(0);
+    muon_momentum(&u, &m, &grad, 1, 1, &opt, &state, ctx);
+    CHECK(m == 0x3f00, "0.5 + 2^-9 is stored as %#x", m);  // half a step above 0.5, to even
+    CHECK((double)u == 0x1p-9 + 0.5 * (0.5 + 0x1p-9), "u is %.9g", (double)u);
+    ctx_destroy(ctx);
+}
+
+int main(void) {
+    RUN(test_orthogonalize);
+    RUN(test_sizes);
+    RUN(test_elements);
+    RUN(test_bf16_momentum);
+    return test_summary();
+}
