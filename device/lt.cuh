@@ -21,12 +21,20 @@ struct LtMatrix {
     int64_t ld;
 };
 
-// D (m, n) = op(A) (m, k) op(B) (k, n), or D += with accumulate
+// Products of the same shape, their matrices so many elements apart.
+struct LtBatch {
+    int64_t count = 1, a = 0, b = 0, d = 0;
+};
+
+// D (m, n) = alpha op(A) (m, k) op(B) (k, n) + beta C, or D += op(A) op(B) with accumulate
 struct LtProduct {
     int64_t m, n, k;
     bool transpose_a = false, transpose_b = false;  // stored (k, m), (n, k)
     bool real_out = false;                          // D is float32, else bf16
     bool accumulate = false;
+    float alpha = 1, beta = 0;
+    const void* c = NULL;  // bf16, as far apart as D; NULL: D itself
+    LtBatch batch = {};
     int64_t workspace = LT_WORKSPACE;  // bytes at the start of the Ctx's, for the library's split sums
     // NULL: A and B are bf16. Else they are e4m3 with k along their rows (B transposed), and these the scales of every
     // 32 of them, laid out as mx_blackwell_offset (mx/mxfp8.h) says and on 16 bytes, zeros in what is padding
@@ -43,6 +51,7 @@ struct LtOperand {
 struct LtKey {
     int64_t m, n, k, transpose_a, transpose_b, real_out, workspace, scaled;
     LtOperand a, b, d;
+    LtBatch batch;
 };
 
 struct LtPlan {
@@ -72,9 +81,14 @@ static inline LtOperand lt_operand(LtMatrix x) {
 }
 
 // A row-major (rows, columns) matrix is a column-major (columns, rows) one.
-static inline cublasLtMatrixLayout_t lt_layout(LtOperand x, cudaDataType_t type, int64_t rows, int64_t columns) {
+static inline cublasLtMatrixLayout_t lt_layout(LtOperand x, cudaDataType_t type, int64_t rows, int64_t columns,
+                                               int64_t count, int64_t apart) {
     cublasLtMatrixLayout_t layout;
     CUBLAS_CHECK(cublasLtMatrixLayoutCreate(&layout, type, (uint64_t)columns, (uint64_t)rows, x.ld));
+    const int32_t batch = (int32_t)count;
+    CUBLAS_CHECK(cublasLtMatrixLayoutSetAttribute(layout, CUBLASLT_MATRIX_LAYOUT_BATCH_COUNT, &batch, sizeof(batch)));
+    CUBLAS_CHECK(
+        cublasLtMatrixLayoutSetAttribute(layout, CUBLASLT_MATRIX_LAYOUT_STRIDED_BATCH_OFFSET, &apart, sizeof(apart)));
     return layout;
 }
 
@@ -127,9 +141,9 @@ static inline LtPlan* lt_make_plan(const LtKey& key, const LtProduct& p, Ctx* ct
 
     // The matrices.
     const cudaDataType_t in = key.scaled ? CUDA_R_8F_E4M3 : CUDA_R_16BF, out = p.real_out ? CUDA_R_32F : CUDA_R_16BF;
-    plan->a = lt_layout(key.a, in, p.transpose_a ? p.k : p.m, p.transpose_a ? p.m : p.k);
-    plan->b = lt_layout(key.b, in, p.transpose_b ? p.n : p.k, p.transpose_b ? p.k : p.n);
-    plan->d = lt_layout(key.d, out, p.m, p.n);
+    plan->a = lt_layout(key.a, in, p.transpose_a ? p.k : p.m, p.transpose_a ? p.m : p.k, p.batch.count, p.batch.a);
+    plan->b = lt_layout(key.b, in, p.transpose_b ? p.n : p.k, p.transpose_b ? p.k : p.n, p.batch.count, p.batch.b);
+    plan->d = lt_layout(key.d, out, p.m, p.n, p.batch.count, p.batch.d);
 
     // The algorithm.
     plan->algo = lt_choose(*plan, ctx);
@@ -143,16 +157,17 @@ static inline void lt_multiply(LtMatrix d, LtMatrix a, LtMatrix b, const LtProdu
     // The plan of a product like this one, made at the first.
     const bool scaled = p.a_scale != NULL;
     const LtKey key = {p.m,         p.n,    p.k,           p.transpose_a, p.transpose_b, p.real_out,
-                       p.workspace, scaled, lt_operand(a), lt_operand(b), lt_operand(d)};
+                       p.workspace, scaled, lt_operand(a), lt_operand(b), lt_operand(d), p.batch};
     LtPlan* plan = ctx->lt_plans;
     while (plan && memcmp(&plan->key, &key, sizeof(key)) != 0) plan = plan->next;
     if (!plan) plan = lt_make_plan(key, p, ctx);
 
     // Scales lie elsewhere each time.
     if (scaled) lt_set_scales(plan->op, p);
-    const float one = 1, beta = p.accumulate ? 1 : 0;
+    const float alpha = p.alpha, beta = p.accumulate ? 1 : p.beta;
+    const void* c = p.c ? p.c : d.p;
     void* workspace = ctx_workspace<char>(ctx, p.workspace);
-    CUBLAS_CHECK(cublasLtMatmul(ctx->lt, plan->op, &one, b.p, plan->b, a.p, plan->a, &beta, d.p, plan->d, (void*)d.p,
+    CUBLAS_CHECK(cublasLtMatmul(ctx->lt, plan->op, &alpha, b.p, plan->b, a.p, plan->a, &beta, c, plan->d, (void*)d.p,
                                 plan->d, &plan->algo, workspace, (size_t)p.workspace, ctx->stream));
 }
 

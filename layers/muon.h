@@ -38,7 +38,7 @@ void muon_momentum(floatX* u,         // (n)
                    const real* grad,  // (n)
                    int64_t n, int bf16, const Muon* opt, const StepState* state, Ctx* ctx);
 
-// In place, of `count` matrices that follow one another.
+// In place, of `count` matrices that follow one another. On the GPU rows and columns are multiples of 8.
 void muon_orthogonalize(floatX* x,     // (count, rows, columns)
                         floatX* work,  // muon_work elements
                         int64_t count, int64_t rows, int64_t columns, Ctx* ctx);
@@ -55,7 +55,7 @@ void muon_update(floatX* weight,   // (n), may be master where floatX is real
 // FLOPs of muon_orthogonalize for one matrix.
 static inline double muon_flops(int64_t rows, int64_t columns) {
     const double small = (double)(rows < columns ? rows : columns), large = (double)(rows < columns ? columns : rows);
-    return MUON_STEPS * (4 * small * small * large + 2 * small * small * small);
+    return (int)MUON_STEPS * (4 * small * small * large + 2 * small * small * small);
 }
 
 END_C

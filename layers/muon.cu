@@ -1,0 +1,159 @@
+// Muon. Momentum and update are bound by memory: a thread takes 8 elements. Newton-Schulz is three GEMMs an iteration,
+// bound by the tensor cores: cuBLASLt's strided batches take all matrices of a parameter at once, and add b A and a X
+// as their C operand, so that nothing else passes over the matrices:
+//
+//   A    = X X^T                  2 small^2 large FLOPs a matrix
+//   B    = c A A + b A            2 small^3
+//   next = B X + a X              2 small^2 large        (the last one times 0.2 sqrt(max(rows, columns)))
+//
+// The norm of X is a sum in double over chunks in a fixed order: one block a chunk, then each block adds all sums of
+// its matrix before it scales a chunk.
+#include "layers/muon.h"
+
+#include "device/lt.cuh"
+#include "layers/rows.cuh"
+
+enum { THREADS = 256, CHUNK = 32768 };
+
+static __device__ __forceinline__ void load_momentum(float m[8], const float* p) { load_real(m, p); }
+static __device__ __forceinline__ void load_momentum(float m[8], const floatX* p) { load(m, p); }
+static __device__ __forceinline__ void store_momentum(float* p, const float m[8]) { store_real(p, m); }
+static __device__ __forceinline__ void store_momentum(floatX* p, const float m[8]) { store(p, m); }
+
+template <typename Momentum>
+static __global__ void __launch_bounds__(THREADS)
+    momentum_kernel(floatX* u, Momentum* m, const float* grad, int64_t n, const Muon* opt, const StepState* state) {
+    wait_for_previous();
+    const int64_t i = (blockIdx.x * (int64_t)THREADS + threadIdx.x) * 8;
+    if (i >= n || !state->ok) return;
+    const float scale = (float)state->grad_scale, momentum = opt->momentum;
+    float g[8], m1[8], out[8];
+    load_real(g, grad + i);
+    load_momentum(m1, m + i);
+#pragma unroll
+    for (int j = 0; j < 8; j++) {
+        m1[j] = momentum * m1[j] + scale * g[j];
+        out[j] = scale * g[j] + momentum * m1[j];
+    }
+    store_momentum(m + i, m1);
+    store(u + i, out);
+}
+
+void muon_momentum(floatX* u, void* m, const real* grad, int64_t n, int bf16, const Muon* opt, const StepState* state,
+                   Ctx* ctx) {
+    ASSERT(wide(n, u, m, grad));
+    const unsigned blocks = blocks_for(n, 8 * THREADS);
+    if (bf16)
+        launch_early(momentum_kernel<floatX>, blocks, THREADS, 0, ctx, u, (floatX*)m, grad, n, opt, state);
+    else
+        launch_early(momentum_kernel<float>, blocks, THREADS, 0, ctx, u, (float*)m, grad, n, opt, state);
+}
+
+// The sum over a block, in every thread.
+static __device__ __forceinline__ double block_sum(double x) {
+    __shared__ double part[THREADS / 32];
+    x = warp_sum(x);
+    if (threadIdx.x % 32 == 0) part[threadIdx.x / 32] = x;
+    __syncthreads();
+    double sum = 0;
+    for (int w = 0; w < THREADS / 32; w++) sum += part[w];
+    return sum;
+}
+
+// squares[matrix][chunk], blocks of (chunks, matrices).
+static __global__ void __launch_bounds__(THREADS) square_kernel(double* squares, const floatX* x, int64_t n) {
+    wait_for_previous();
+    const int64_t first = blockIdx.x * (int64_t)CHUNK, end = min(first + CHUNK, n);
+    const floatX* matrix = x + blockIdx.y * n;
+    double sum = 0;
+    for (int64_t i = first + threadIdx.x * 8; i < end; i += THREADS * 8) {
+        float v[8], square = 0;
+        load(v, matrix + i);
+#pragma unroll
+        for (int j = 0; j < 8; j++) square += v[j] * v[j];
+        sum += square;
+    }
+    sum = block_sum(sum);
+    if (threadIdx.x == 0) squares[blockIdx.y * (int64_t)gridDim.x + blockIdx.x] = sum;
+}
+
+// x /= its matrix' norm
+static __global__ void __launch_bounds__(THREADS) normalize_kernel(floatX* x, const double* squares, int64_t n) {
+    wait_for_previous();
+    const int64_t first = blockIdx.x * (int64_t)CHUNK, end = min(first + CHUNK, n);
+    double sum = 0;
+    for (int i = threadIdx.x; i < gridDim.x; i += THREADS) sum += squares[blockIdx.y * (int64_t)gridDim.x + i];
+    const float per_norm = (float)(1 / (sqrt(block_sum(sum)) + MUON_EPS));
+    floatX* matrix = x + blockIdx.y * n;
+    for (int64_t i = first + threadIdx.x * 8; i < end; i += THREADS * 8) {
+        float v[8];
+        load(v, matrix + i);
+#pragma unroll
+        for (int j = 0; j < 8; j++) v[j] *= per_norm;
+        store(matrix + i, v);
+    }
+}
+
+int64_t muon_work(int64_t count, int64_t rows, int64_t columns) {
+    const int64_t small = min_i64(rows, columns);
+    return count * (2 * small * small + rows * columns);
+}
+
+size_t muon_workspace(void) { return LT_WORKSPACE; }
+
+void muon_orthogonalize(floatX* x, floatX* work, int64_t count, int64_t rows, int64_t columns, Ctx* ctx) {
+    const bool tall = rows > columns;
+    const int64_t small = min_i64(rows, columns), large = max_i64(rows, columns), n = rows * columns,
+                  n2 = small * small;
+    floatX *A = work, *B = A + count * n2, *from = x, *to = B + count * n2;
+    ASSERT(wide(n, x, to));
+
+    // X = u / ||u||; the chunks' sums take memory that the first iteration writes.
+    const dim3 blocks(blocks_for(n, CHUNK), (unsigned)count);
+    launch_early(square_kernel, blocks, THREADS, 0, ctx, (double*)to, x, n);
+    launch_early(normalize_kernel, blocks, THREADS, 0, ctx, x, (const double*)to, n);
+
+    // Newton-Schulz, the two places of X in turns. The last X has AdamW's size.
+    for (int step = 0; step < MUON_STEPS; step++) {
+        const float size = step == MUON_STEPS - 1 ? (float)(0.2 * sqrt((double)large)) : 1;
+        LtProduct gram = {.m = small, .n = small, .k = large, .transpose_a = tall, .transpose_b = !tall};
+        gram.batch = {count, n, n, n2};
+        lt_multiply({A, small}, {from, columns}, {from, columns}, gram, ctx);
+
+        LtProduct polynomial = {.m = small, .n = small, .k = small};
+        polynomial.batch = {count, n2, n2, n2};
+        polynomial.alpha = (float)MUON_C, polynomial.beta = (float)MUON_B, polynomial.c = A;
+        lt_multiply({B, small}, {A, small}, {A, small}, polynomial, ctx);
+
+        LtProduct next = {.m = rows, .n = columns, .k = small};
+        next.batch = {count, tall ? n : n2, tall ? n2 : n, n};
+        next.alpha = size, next.beta = size * (float)MUON_A, next.c = from;
+        const LtMatrix X = {from, columns}, polynomial_of = {B, small};
+        lt_multiply({to, columns}, tall ? X : polynomial_of, tall ? polynomial_of : X, next, ctx);
+
+        floatX* other = from;
+        from = to, to = other;
+    }
+    if (from != x) device_copy(x, from, (size_t)(count * n) * sizeof(floatX), ctx);
+}
+
+static __global__ void __launch_bounds__(THREADS)
+    update_kernel(floatX* weight, float* master, const floatX* x, int64_t n, const Muon* opt, const StepState* state) {
+    wait_for_previous();
+    const int64_t i = (blockIdx.x * (int64_t)THREADS + threadIdx.x) * 8;
+    if (i >= n || !state->ok) return;
+    const float lr = opt->lr, decay = opt->weight_decay;
+    float w[8], v[8];
+    load_real(w, master + i);
+    load(v, x + i);
+#pragma unroll
+    for (int j = 0; j < 8; j++) w[j] -= lr * (v[j] + decay * w[j]);
+    store_real(master + i, w);
+    store(weight + i, w);
+}
+
+void muon_update(floatX* weight, real* master, const floatX* x, int64_t n, const Muon* opt, const StepState* state,
+                 Ctx* ctx) {
+    ASSERT(wide(n, weight, master, x));
+    launch_early(update_kernel, blocks_for(n, 8 * THREADS), THREADS, 0, ctx, weight, master, x, n, opt, state);
+}
