@@ -221,6 +221,7 @@ static void all_layouts(int one_expert, const char* options, int steps) {
 }
 
 static void layouts_agree(void) { all_layouts(0, "", STEPS); }
+static void layouts_agree_with_muon(void) { all_layouts(0, "--optimizer muon --muon-lr 1e-4 --mtp 1", STEPS); }
 static void layouts_agree_on_one_expert(void) { all_layouts(1, "", STEPS); }
 // The head is visited twice, before and after the modules, of which the second and fourth have a slot of their own. In
 // bf16 a score that tips would move a token, a tenth of an expert's gradient, elsewhere, or a count of the balance
@@ -434,6 +435,7 @@ int main(int argc, char** argv) {
     fast = has_fast(ctx);
     ctx_destroy(ctx);
     RUN(layouts_agree);
+    RUN(layouts_agree_with_muon);
     RUN(layouts_agree_on_one_expert);
     RUN(layouts_agree_on_one_module);
     RUN(layouts_agree_on_modules);

@@ -98,6 +98,18 @@ class BadOptions(Case):
             self.refused(2, f"--bias-rate goes with --balance deepseek, not with --balance {balance}", balance=balance,
                          bias_rate=1e-3)
 
+    def test_muon(self):
+        for name, value in (("lr", 1e-3), ("momentum", 0.9)):
+            self.refused(2, f"--muon-{name} goes with --optimizer muon", **{f"muon_{name}": value})
+        self.refused(2, "--muon-momentum 1", optimizer="muon", muon_momentum=1)
+        self.refused(2, "--muon-momentum -0.1", optimizer="muon", muon_momentum=-0.1)
+        self.refused(2, "--optimizer takes one of adamw|muon, not 'sgd'", optimizer="sgd")
+        planned = {o: self.train(dry_run=True, optimizer=o).stdout for o in ("adamw", "muon")}
+        # AdamW keeps second moments of all, with Muon of what is no matrix of attention, MLPs or experts.
+        second = {o: [float(x) for x in re.findall(r"AdamW second moments .* ([\d.]+) MiB", planned[o])] for o in planned}
+        self.assertTrue(all(0 < b < a for a, b in zip(second["adamw"], second["muon"], strict=True)), second)
+        self.assertIn("Muon: workspace", planned["muon"])
+
     def test_balance_of_a_trained_model(self):
         """A softmax router without a selection bias goes on without one; biases that are there are not dropped."""
         soft = dict(score="softmax", route_norm=0, steps=2)

@@ -91,6 +91,20 @@ class ResumeOptions(Case):
             self.assertIn("checkpoint step_00000020 is refused: run/step_00000020/manifest.json: it has no options", done.stderr)
             self.assertIn("resumed    from run/step_00000010", done.stdout)
 
+    def test_another_optimizer(self):
+        """By name alone; what the other one kept is new, the rest is not."""
+        for was, now, new in (("adamw", "muon", "momenta"), ("muon", "adamw", "AdamW moments")):
+            out = self.copy_of(self.reference(optimizer=was))
+            done = self.train(out="run", resume=True, steps=22, optimizer=now, **({"muon_lr": 1e-3} if now == "muon" else {}))
+            self.assertIn(f"optimizer  was {was}: the {new} of the matrices that Muon trains start at zero\n", done.stdout)
+            self.assertEqual(manifest(out / "step_00000022")["options"]["optimizer"], now)
+            self.assertEqual(len(curve(out)), 22)
+            again = self.train(out="run", resume=True, steps=24)
+            self.assertNotIn("start at zero", again.stdout)
+            self.refused(2, "the run in run was made with --muon-momentum 0.95, not 0.9. ", out="run", resume=True, steps=25,
+                         muon_momentum=0.9)
+            shutil.rmtree(out)
+
     def test_option_that_was_removed(self):
         """A checkpoint from before --balance, with --even-start: a line says what goes on, and the biases move as they did."""
         for rate, balance in ((0.005, "deepseek"), (0, "none")):
@@ -270,7 +284,7 @@ class Resume(Case):
                         dict(q_lora=8, yarn=1, shared_experts=0, top_k=1, dense_layers=1), dict(dense_layers=2),
                         dict(overfit=True, clip=0, force_balance=True), dict(mtp=2, mtp_switch=1),
                         dict(moments="bf16", score="softmax"), dict(balance="deepseek", score="softmax"),
-                        dict(balance="none")):
+                        dict(balance="none"), dict(optimizer="muon"), dict(optimizer="muon", moments="bf16", q_lora=8, mtp=1, mtp_switch=1)):
             with self.subTest(options):
                 self.check([9], **options)
 
