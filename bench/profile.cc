@@ -40,6 +40,7 @@ const char* const classes[][2] = {
     {"add_total", "optimizer"},
     {"step_", "optimizer"},
     {"measure_kernel", "optimizer"},
+    {"muon_", "optimizer"},
     {"permute", "permute, combine"},
     {"sort_", "permute, combine"},
     {"cross_entropy", "classifier's softmax"},

@@ -22,7 +22,8 @@ static __device__ __forceinline__ void store_momentum(floatX* p, const float m[8
 
 template <typename Momentum>
 static __global__ void __launch_bounds__(THREADS)
-    momentum_kernel(floatX* u, Momentum* m, const float* grad, int64_t n, const Muon* opt, const StepState* state) {
+    muon_momentum_kernel(floatX* u, Momentum* m, const float* grad, int64_t n, const Muon* opt,
+                         const StepState* state) {
     wait_for_previous();
     const int64_t i = (blockIdx.x * (int64_t)THREADS + threadIdx.x) * 8;
     if (i >= n || !state->ok) return;
@@ -44,9 +45,9 @@ void muon_momentum(floatX* u, void* m, const real* grad, int64_t n, int bf16, co
     ASSERT(wide(n, u, m, grad));
     const unsigned blocks = blocks_for(n, 8 * THREADS);
     if (bf16)
-        launch_early(momentum_kernel<floatX>, blocks, THREADS, 0, ctx, u, (floatX*)m, grad, n, opt, state);
+        launch_early(muon_momentum_kernel<floatX>, blocks, THREADS, 0, ctx, u, (floatX*)m, grad, n, opt, state);
     else
-        launch_early(momentum_kernel<float>, blocks, THREADS, 0, ctx, u, (float*)m, grad, n, opt, state);
+        launch_early(muon_momentum_kernel<float>, blocks, THREADS, 0, ctx, u, (float*)m, grad, n, opt, state);
 }
 
 // The sum over a block, in every thread.
@@ -61,7 +62,7 @@ static __device__ __forceinline__ double block_sum(double x) {
 }
 
 // squares[matrix][chunk], blocks of (chunks, matrices).
-static __global__ void __launch_bounds__(THREADS) square_kernel(double* squares, const floatX* x, int64_t n) {
+static __global__ void __launch_bounds__(THREADS) muon_square_kernel(double* squares, const floatX* x, int64_t n) {
     wait_for_previous();
     const int64_t first = blockIdx.x * (int64_t)CHUNK, end = min(first + CHUNK, n);
     const floatX* matrix = x + blockIdx.y * n;
@@ -78,7 +79,7 @@ static __global__ void __launch_bounds__(THREADS) square_kernel(double* squares,
 }
 
 // x /= its matrix' norm
-static __global__ void __launch_bounds__(THREADS) normalize_kernel(floatX* x, const double* squares, int64_t n) {
+static __global__ void __launch_bounds__(THREADS) muon_normalize_kernel(floatX* x, const double* squares, int64_t n) {
     wait_for_previous();
     const int64_t first = blockIdx.x * (int64_t)CHUNK, end = min(first + CHUNK, n);
     double sum = 0;
@@ -110,8 +111,8 @@ void muon_orthogonalize(floatX* x, floatX* work, int64_t count, int64_t rows, in
 
     // X = u / ||u||; the chunks' sums take memory that the first iteration writes.
     const dim3 blocks(blocks_for(n, CHUNK), (unsigned)count);
-    launch_early(square_kernel, blocks, THREADS, 0, ctx, (double*)to, x, n);
-    launch_early(normalize_kernel, blocks, THREADS, 0, ctx, x, (const double*)to, n);
+    launch_early(muon_square_kernel, blocks, THREADS, 0, ctx, (double*)to, x, n);
+    launch_early(muon_normalize_kernel, blocks, THREADS, 0, ctx, x, (const double*)to, n);
 
     // Newton-Schulz, the two places of X in turns. The last X has AdamW's size.
     for (int step = 0; step < MUON_STEPS; step++) {
@@ -138,7 +139,8 @@ void muon_orthogonalize(floatX* x, floatX* work, int64_t count, int64_t rows, in
 }
 
 static __global__ void __launch_bounds__(THREADS)
-    update_kernel(floatX* weight, float* master, const floatX* x, int64_t n, const Muon* opt, const StepState* state) {
+    muon_update_kernel(floatX* weight, float* master, const floatX* x, int64_t n, const Muon* opt,
+                       const StepState* state) {
     wait_for_previous();
     const int64_t i = (blockIdx.x * (int64_t)THREADS + threadIdx.x) * 8;
     if (i >= n || !state->ok) return;
@@ -155,5 +157,5 @@ static __global__ void __launch_bounds__(THREADS)
 void muon_update(floatX* weight, real* master, const floatX* x, int64_t n, const Muon* opt, const StepState* state,
                  Ctx* ctx) {
     ASSERT(wide(n, weight, master, x));
-    launch_early(update_kernel, blocks_for(n, 8 * THREADS), THREADS, 0, ctx, weight, master, x, n, opt, state);
+    launch_early(muon_update_kernel, blocks_for(n, 8 * THREADS), THREADS, 0, ctx, weight, master, x, n, opt, state);
 }

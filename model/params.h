@@ -103,6 +103,9 @@ int64_t params_active(const ModelConfig* config);
 // has lm_head once more, and T - k of T positions.
 double flops_per_token(const ModelConfig* config, int64_t T);
 
+// FLOPs of one update by Muon, of the matrices in a kind of buffer (DENSE_PARAMS, EXPERT_PARAMS), of all units.
+double params_muon_flops(const ModelConfig* config, int buffer);
+
 // Lays out every unit and names its arrays in `arena`.
 void params_plan(Arena* arena, Unit* units, const ModelConfig* config, const Layout* layout);
 

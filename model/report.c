@@ -17,6 +17,19 @@ static const char* big(char text[16], double x) {
     return text;
 }
 
+// Muon's share of a step's FLOPs. With --shard none all ranks that hold a matrix orthogonalize it.
+static void report_muon(const Settings* s) {
+    const double dense = s->shard == SHARD_NONE ? (double)s->ranks : 1,
+                 experts = s->shard == SHARD_NONE ? (double)(s->ranks / s->ep) : 1;
+    const double muon =
+        dense * params_muon_flops(&s->model, DENSE_PARAMS) + experts * params_muon_flops(&s->model, EXPERT_PARAMS);
+    const double all = muon + (double)s->tokens_per_step * flops_per_token(&s->model, s->seq_len);
+    printf("optimizer  Muon: %.4g FLOPs a step, %.1f %% of all\n", muon, 100 * muon / all);
+    if (muon > all / 3)
+        warn("--optimizer muon takes %.0f %% of a step's FLOPs; a larger --tokens-per-step%s lowers that",
+             100 * muon / all, dense > 1 ? " or --shard optimizer" : "");
+}
+
 void report_model(const Settings* s) {
     const ModelConfig* c = &s->model;
     const char *option, *folder = settings_folder(s, &option);
@@ -25,6 +38,7 @@ void report_model(const Settings* s) {
     printf("model      %s: %s parameters (%s active a token), %s FLOPs a token at seq-len %ld\n", name,
            big(total, (double)params_total(c)), big(active, (double)params_active(c)),
            big(flops, flops_per_token(c, s->seq_len)), s->seq_len);
+    if (s->optimizer == MUON) report_muon(s);
     free(name);
 }
 

@@ -1,7 +1,7 @@
 #!/usr/bin/env python3
 """Write tests/golden/*.safetensors: small random models with logits, loss and gradients by transformers.
 
-The C tests compare the whole model with these files. Needs torch, transformers and numpy; nothing else in the
+The C tests compare the whole model with these files, and Muon with muon.safetensors. Needs torch, transformers and numpy; nothing else in the
 repository does, and the files are committed, so run it only to change them:  python3 scripts/make_golden.py
 
 - All numbers come from float64 runs and are rounded to float32 once, at the end: the oracle adds no noise of its own.
@@ -347,6 +347,20 @@ def make(name, o, seed, folder, verbose):
     return True
 
 
+def make_muon(path):
+    """20 steps of torch.optim.Muon from formulas that tests/test_muon.c has too: `w.ROWSxCOLUMNS` is what they end with."""
+    tensors = {}
+    for rows, columns in ((24, 40), (40, 24), (32, 32)):
+        i = torch.arange(rows * columns, dtype=torch.float64)
+        w = torch.nn.Parameter(torch.cos(0.003 * i * i).reshape(rows, columns) * 0.02)
+        optimizer = torch.optim.Muon([w], lr=0.01, weight_decay=1, momentum=0.9, nesterov=True, adjust_lr_fn="match_rms_adamw")
+        for step in range(20):
+            w.grad = torch.sin(0.001 * (i + 50 * step) ** 2 + step).reshape(rows, columns)
+            optimizer.step()
+        tensors[f"w.{rows}x{columns}"] = w.detach()
+    save(path, tensors, {"torch": torch.__version__})
+
+
 def main():
     parser = argparse.ArgumentParser(description="Write the golden models of the tests.")
     default = pathlib.Path(__file__).resolve().parent.parent / "tests" / "golden"
@@ -355,6 +369,7 @@ def main():
     parser.add_argument("--verbose", action="store_true", help="print the float32 noise of every gradient")
     args = parser.parse_args()
     args.out.mkdir(parents=True, exist_ok=True)
+    make_muon(args.out / "muon.safetensors")
     for name in args.model:
         if not any(make(name, MODELS[name], seed, args.out, args.verbose) for seed in range(1, 200)):
             raise SystemExit(f"{name}: no seed is good")
