@@ -19,7 +19,7 @@ void muon_momentum(floatX* u, void* m, const real* grad, int64_t n, int bf16, co
     }
 }
 
-// Of all matrices A, b A + c A A, both (small, small), and the next X.
+// A, then b A + c A A, then the next X, each of all matrices.
 int64_t muon_work(int64_t count, int64_t rows, int64_t columns) {
     const int64_t small = min_i64(rows, columns);
     return count * (2 * small * small + rows * columns);

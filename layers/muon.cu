@@ -1,6 +1,6 @@
 // Muon. Momentum and update are bound by memory: a thread takes 8 elements. Newton-Schulz is three GEMMs an iteration,
-// bound by the tensor cores: cuBLASLt's strided batches take all matrices of a parameter at once, and add b A and a X
-// as their C operand, so that nothing else passes over the matrices:
+// bound by the tensor cores. cuBLASLt's strided batches take all matrices of a parameter at once. They add b A and a X
+// as their C operand, so no other kernel passes over the matrices:
 //
 //   A    = X X^T                  2 small^2 large FLOPs a matrix
 //   B    = c A A + b A            2 small^3

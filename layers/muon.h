@@ -1,6 +1,6 @@
 // Muon (K. Jordan et al. 2024, kellerjordan.github.io/posts/muon): momentum, made orthogonal, for matrices. The variant
 // of Moonlight (arXiv 2502.16982, section 2.2), whose updates have AdamW's size, so that its learning rates and weight
-// decay serve. Of each matrix (rows, columns):
+// decay serve. For each matrix (rows, columns):
 //
 //   m = momentum m + g,   u = g + momentum m                     muon_momentum; Nesterov, g = grad_scale * grad
 //   X = u / (||u||_F + MUON_EPS)                                 muon_orthogonalize
@@ -31,8 +31,8 @@ typedef struct Muon {
     float lr, momentum, weight_decay;
 } Muon;
 
-// Of n elements. m is real, or bf16 with bf16 1. m stays as it is if state->ok is 0; u has no meaning then. On the GPU
-// n is a multiple of 8.
+// m is real, or bf16 with bf16 1. If state->ok is 0, m stays as it is and u is undefined. On the GPU n is a multiple
+// of 8.
 void muon_momentum(floatX* u,         // (n)
                    void* m,           // (n)
                    const real* grad,  // (n)

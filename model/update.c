@@ -1,7 +1,7 @@
 // The end of a step: sums over the ranks, the decision whether the step is good, then the update of all parameters.
 //
-// Muon needs whole matrices. A rank that holds all of a buffer orthogonalizes it alone. Where ranks hold parts, units
-// are taken in waves of as many units as there are ranks, and rank i owns unit i of a wave:
+// Muon needs whole matrices. A rank that holds all of a buffer orthogonalizes it alone. Where ranks hold parts, the
+// units are taken in waves, one unit for each rank. Rank i owns unit i of a wave:
 //
 //   own part   u = g + momentum m of each unit of the wave                    muon_momentum
 //   all-to-all each rank gets all parts of the unit that it owns
@@ -30,7 +30,7 @@ static int64_t clamp(int64_t x, int64_t most) { return x < 0 ? 0 : x < most ? x 
 // The gradients of the held elements.
 static const real* held_grad(const ParamBuffer* p) { return p->own_grad - (p->first - p->held_from); }
 
-// AdamW's part of each buffer: what is behind Muon's.
+// AdamW's part of each buffer, after Muon's.
 static void update_by_adamw(Model* m) {
     int count = 0, most = params_units(&m->config) * BUFFERS;
     AdamWBuffer* list = (AdamWBuffer*)host_alloc((size_t)most * sizeof(AdamWBuffer));
@@ -177,7 +177,7 @@ void model_plan_muon(Model* m, Arena* arena) {
         for (int i = 0; i < PARAMS; i++)
             if (m->units[u].at[i] >= 0) most_matrices = max_i64(most_matrices, 2 * m->units[u].w[i].count);
 
-    // As many matrices at a time as the bound allows.
+    // Matrices at a time: all, or half of them again and again until the workspace is small enough.
     for (m->muon_matrices = most_matrices;; m->muon_matrices = ceil_div(m->muon_matrices, 2)) {
         work = 0;
         for (int u = 0; u < params_units(&m->config); u++) {
