@@ -21,7 +21,7 @@ struct LtMatrix {
     int64_t ld;
 };
 
-// Products of the same shape, their matrices so many elements apart.
+// A strided batch: `count` products of the same shape, their matrices a, b and d elements apart.
 struct LtBatch {
     int64_t count = 1, a = 0, b = 0, d = 0;
 };
@@ -85,6 +85,7 @@ static inline cublasLtMatrixLayout_t lt_layout(LtOperand x, cudaDataType_t type,
                                                int64_t count, int64_t apart) {
     cublasLtMatrixLayout_t layout;
     CUBLAS_CHECK(cublasLtMatrixLayoutCreate(&layout, type, (uint64_t)columns, (uint64_t)rows, x.ld));
+    if (count == 1) return layout;
     const int32_t batch = (int32_t)count;
     CUBLAS_CHECK(cublasLtMatrixLayoutSetAttribute(layout, CUBLASLT_MATRIX_LAYOUT_BATCH_COUNT, &batch, sizeof(batch)));
     CUBLAS_CHECK(

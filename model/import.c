@@ -233,7 +233,7 @@ static bool may_be_left(Import* in, const char* name, int64_t layers, bool* pred
         free(mark);
     }
     *predicts_more |= beyond;
-    return beyond || strstr(name, ".rotary_emb.inv_freq") || strstr(name, ".exp_avg") || strstr(name, ".momentum_buffer");
+    return beyond || strstr(name, ".rotary_emb.inv_freq");
 }
 
 // `option` named the folder.
