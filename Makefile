@@ -237,11 +237,11 @@ torture: $(CPU)/train_moe $(CPU)/tests/libtorture.so
 	@TRAIN_MOE=$(CPU)/train_moe $(PYTHON) tests/test_torture.py --kills $(KILLS) --fails $(FAILS) --damages $(DAMAGES) --seed $(SEED)
 
 # Yardsticks that need PyTorch are left out where it is not installed.
-BENCH_CUDA = attention grouped_gemm memory casts grouped_gemm_mx learn
+BENCH_CUDA = attention grouped_gemm memory casts grouped_gemm_mx learn muon
 bench: all $(if $(HAVE_GPU),$(BENCH_CUDA:%=$(CUDA)/bench/%))
 	@$(PYTHON) bench/run.py $(CPU)/train_moe
 	@$(if $(HAVE_GPU),for name in $(BENCH_CUDA); do echo "== $$name"; $(CUDA)/bench/$$name || exit 1; done)
-	@$(if $(HAVE_GPU),for name in attention grouped_gemm; do $(PYTHON) bench/$${name}_torch.py || true; done)
+	@$(if $(HAVE_GPU),for name in attention grouped_gemm muon; do $(PYTHON) bench/$${name}_torch.py || true; done)
 
 # The figures of docs/, some from runs of `tiny`: three minutes on two cores.
 docs: $(CPU)/train_moe

@@ -10,9 +10,9 @@
 #include <math.h>
 
 #include "layers/adamw.h"
-#include "layers/rows.cuh"
+#include "layers/buffer_list.cuh"
 
-enum { CHUNK = 16384, THREADS = 256, TOTAL_THREADS = 1024 };
+enum { CHUNK = 16384, THREADS = LIST_THREADS, TOTAL_THREADS = 1024 };
 
 static __device__ double block_sum(double x) {  // valid in thread 0
     __shared__ double part[32];
@@ -114,13 +114,6 @@ static __device__ __forceinline__ void take_in(unsigned& most, float x) {
     most = max(most, __float_as_uint(x) & 0x7fffffffu);
 }
 
-// Buffers that follow one another in a grid: buffer b has blocks first[b] .. first[b + 1] - 1.
-enum { AT_ONCE = 32 };
-struct AdamWBuffers {
-    AdamWBuffer buffer[AT_ONCE];
-    unsigned first[AT_ONCE + 1];
-};
-
 // Moments as they lie in memory. What is stored rounded is then rounded in m too.
 static __device__ __forceinline__ void load_moments(float m[8], const float* p) { load_real(m, p); }
 static __device__ __forceinline__ void load_moments(float m[8], const floatX* p) { load(m, p); }
@@ -133,9 +126,8 @@ static __device__ __forceinline__ void store_moments(floatX* p, float m[8]) {
 
 template <typename Moment>
 static __global__ void __launch_bounds__(THREADS, 4)
-    adamw_kernel(const __grid_constant__ AdamWBuffers list, const AdamW* option, StepState* state) {
-    // The block's buffer: each lane compares with the end of one.
-    const int b = __popc(__ballot_sync(0xffffffffu, blockIdx.x >= list.first[threadIdx.x % 32 + 1]));
+    adamw_kernel(const __grid_constant__ BufferList<AdamWBuffer> list, const AdamW* option, StepState* state) {
+    const int b = list_buffer(list);
     const AdamWBuffer& buffer = list.buffer[b];
     float* master = buffer.master;
     Moment *m = (Moment*)buffer.m, *v = (Moment*)buffer.v;
@@ -144,7 +136,7 @@ static __global__ void __launch_bounds__(THREADS, 4)
     const AdamW opt = *option;
     if (!state->ok) return;
     // Eight elements: all loads go out first.
-    const int64_t i = ((blockIdx.x - list.first[b]) * (int64_t)THREADS + threadIdx.x) * 8;
+    const int64_t i = list_element(list, b);
     unsigned most[LARGEST] = {};
     if (i < n) {
         const float scale = (float)state->grad_scale, fix1 = (float)(1 / state->correction1),
@@ -182,22 +174,9 @@ static __global__ void __launch_bounds__(THREADS, 4)
 }
 
 void adamw_update(const AdamWBuffer* buffers, int count, int bf16, const AdamW* opt, StepState* state, Ctx* ctx) {
-    for (int from = 0; from < count; from += AT_ONCE) {
-        // Buffers that are not there have no blocks.
-        AdamWBuffers list = {};
-        for (int b = 0; b < AT_ONCE; b++) {
-            unsigned blocks = 0;
-            if (from + b < count) {
-                const AdamWBuffer& buffer = list.buffer[b] = buffers[from + b];
-                ASSERT(wide(buffer.n, buffer.weight, buffer.master, buffer.m, buffer.v, buffer.grad));
-                blocks = blocks_for(buffer.n, 8 * THREADS);
-            }
-            ASSERT(list.first[b] + (int64_t)blocks < INT32_MAX);
-            list.first[b + 1] = list.first[b] + blocks;
-        }
-        launch_early(bf16 ? adamw_kernel<floatX> : adamw_kernel<float>, list.first[AT_ONCE], THREADS, 0, ctx, list, opt,
-                     state);
-    }
+    for (int b = 0; b < count; b++)
+        ASSERT(wide(buffers[b].n, buffers[b].weight, buffers[b].master, buffers[b].m, buffers[b].v, buffers[b].grad));
+    launch_list(bf16 ? adamw_kernel<floatX> : adamw_kernel<float>, buffers, count, ctx, opt, state);
 }
 
 template <typename Moment>

@@ -2,20 +2,22 @@
 
 #include "device/cpu.h"
 
-void muon_momentum(floatX* u, void* m, const real* grad, int64_t n, int bf16, const Muon* opt, const StepState* state,
-                   Ctx* ctx) {
+void muon_momentum(const MuonBuffer* buffers, int count, int bf16, const Muon* opt, const StepState* state, Ctx* ctx) {
     (void)ctx;
     if (!state->ok) return;
     const real scale = (real)state->grad_scale, momentum = (real)opt->momentum;
+    for (int k = 0; k < count; k++) {
+        const MuonBuffer* b = &buffers[k];
 #pragma omp parallel for schedule(static)
-    for (int64_t i = 0; i < n; i++) {
-        const real g = scale * grad[i], before = bf16 ? from_bf16(((uint16_t*)m)[i]) : ((real*)m)[i];
-        const real after = momentum * before + g;
-        if (bf16)
-            ((uint16_t*)m)[i] = to_bf16(after);
-        else
-            ((real*)m)[i] = after;
-        u[i] = g + momentum * after;
+        for (int64_t i = 0; i < b->n; i++) {
+            const real g = scale * b->grad[i], before = bf16 ? from_bf16(((uint16_t*)b->m)[i]) : ((real*)b->m)[i];
+            const real after = momentum * before + g;
+            if (bf16)
+                ((uint16_t*)b->m)[i] = to_bf16(after);
+            else
+                ((real*)b->m)[i] = after;
+            b->x[i] = g + momentum * after;
+        }
     }
 }
 
@@ -93,14 +95,16 @@ void muon_orthogonalize(floatX* x, floatX* work, int64_t count, int64_t rows, in
     for (int64_t j = 0; j < count * n; j++) x[j] = scale * from[j];
 }
 
-void muon_update(floatX* weight, real* master, const floatX* x, int64_t n, const Muon* opt, const StepState* state,
-                 Ctx* ctx) {
+void muon_update(const MuonBuffer* buffers, int count, const Muon* opt, const StepState* state, Ctx* ctx) {
     (void)ctx;
     if (!state->ok) return;
     const real lr = (real)opt->lr, decay = (real)opt->weight_decay;
+    for (int k = 0; k < count; k++) {
+        const MuonBuffer* b = &buffers[k];
 #pragma omp parallel for schedule(static)
-    for (int64_t i = 0; i < n; i++) {
-        master[i] -= lr * (x[i] + decay * master[i]);
-        weight[i] = master[i];
+        for (int64_t i = 0; i < b->n; i++) {
+            b->master[i] -= lr * (b->x[i] + decay * b->master[i]);
+            b->weight[i] = b->master[i];
+        }
     }
 }

@@ -11,9 +11,9 @@
 #include "layers/muon.h"
 
 #include "device/lt.cuh"
-#include "layers/rows.cuh"
+#include "layers/buffer_list.cuh"
 
-enum { THREADS = 256, CHUNK = 32768 };
+enum { THREADS = LIST_THREADS, CHUNK = 32768 };
 
 static __device__ __forceinline__ void load_momentum(float m[8], const float* p) { load_real(m, p); }
 static __device__ __forceinline__ void load_momentum(float m[8], const floatX* p) { load(m, p); }
@@ -22,32 +22,29 @@ static __device__ __forceinline__ void store_momentum(floatX* p, const float m[8
 
 template <typename Momentum>
 static __global__ void __launch_bounds__(THREADS)
-    muon_momentum_kernel(floatX* u, Momentum* m, const float* grad, int64_t n, const Muon* opt,
-                         const StepState* state) {
+    muon_momentum_kernel(const __grid_constant__ BufferList<MuonBuffer> list, const Muon* opt, const StepState* state) {
+    const int b = list_buffer(list);
+    const MuonBuffer& buffer = list.buffer[b];
+    const int64_t i = list_element(list, b);
     wait_for_previous();
-    const int64_t i = (blockIdx.x * (int64_t)THREADS + threadIdx.x) * 8;
-    if (i >= n || !state->ok) return;
+    if (i >= buffer.n || !state->ok) return;
     const float scale = (float)state->grad_scale, momentum = opt->momentum;
-    float g[8], m1[8], out[8];
-    load_real(g, grad + i);
+    Momentum* m = (Momentum*)buffer.m;
+    float g[8], m1[8], u[8];
+    load_real(g, buffer.grad + i);
     load_momentum(m1, m + i);
 #pragma unroll
     for (int j = 0; j < 8; j++) {
         m1[j] = momentum * m1[j] + scale * g[j];
-        out[j] = scale * g[j] + momentum * m1[j];
+        u[j] = scale * g[j] + momentum * m1[j];
     }
     store_momentum(m + i, m1);
-    store(u + i, out);
+    store(buffer.x + i, u);
 }
 
-void muon_momentum(floatX* u, void* m, const real* grad, int64_t n, int bf16, const Muon* opt, const StepState* state,
-                   Ctx* ctx) {
-    ASSERT(wide(n, u, m, grad));
-    const unsigned blocks = blocks_for(n, 8 * THREADS);
-    if (bf16)
-        launch_early(muon_momentum_kernel<floatX>, blocks, THREADS, 0, ctx, u, (floatX*)m, grad, n, opt, state);
-    else
-        launch_early(muon_momentum_kernel<float>, blocks, THREADS, 0, ctx, u, (float*)m, grad, n, opt, state);
+void muon_momentum(const MuonBuffer* buffers, int count, int bf16, const Muon* opt, const StepState* state, Ctx* ctx) {
+    for (int b = 0; b < count; b++) ASSERT(wide(buffers[b].n, buffers[b].x, buffers[b].m, buffers[b].grad));
+    launch_list(bf16 ? muon_momentum_kernel<floatX> : muon_momentum_kernel<float>, buffers, count, ctx, opt, state);
 }
 
 // The sum over a block, in every thread.
@@ -78,26 +75,28 @@ static __global__ void __launch_bounds__(THREADS) muon_square_kernel(double* squ
     if (threadIdx.x == 0) squares[blockIdx.y * (int64_t)gridDim.x + blockIdx.x] = sum;
 }
 
-// x /= its matrix' norm
-static __global__ void __launch_bounds__(THREADS) muon_normalize_kernel(floatX* x, const double* squares, int64_t n) {
+// to = x / norm of its matrix
+static __global__ void __launch_bounds__(THREADS)
+    muon_normalize_kernel(floatX* to, const floatX* x, const double* squares, int64_t n) {
     wait_for_previous();
     const int64_t first = blockIdx.x * (int64_t)CHUNK, end = min(first + CHUNK, n);
     double sum = 0;
     for (int i = threadIdx.x; i < gridDim.x; i += THREADS) sum += squares[blockIdx.y * (int64_t)gridDim.x + i];
     const float per_norm = (float)(1 / (sqrt(block_sum(sum)) + MUON_EPS));
-    floatX* matrix = x + blockIdx.y * n;
+    const int64_t matrix = blockIdx.y * n;
     for (int64_t i = first + threadIdx.x * 8; i < end; i += THREADS * 8) {
         float v[8];
-        load(v, matrix + i);
+        load(v, x + matrix + i);
 #pragma unroll
         for (int j = 0; j < 8; j++) v[j] *= per_norm;
-        store(matrix + i, v);
+        store(to + matrix + i, v);
     }
 }
 
+// A, B, a second X, and the sums of the chunks.
 int64_t muon_work(int64_t count, int64_t rows, int64_t columns) {
-    const int64_t small = min_i64(rows, columns);
-    return count * (2 * small * small + rows * columns);
+    const int64_t small = min_i64(rows, columns), n = rows * columns;
+    return count * (2 * small * small + n + ceil_div(n, CHUNK) * (int64_t)(sizeof(double) / sizeof(floatX)));
 }
 
 size_t muon_workspace(void) { return LT_WORKSPACE; }
@@ -106,16 +105,19 @@ void muon_orthogonalize(floatX* x, floatX* work, int64_t count, int64_t rows, in
     const bool tall = rows > columns;
     const int64_t small = min_i64(rows, columns), large = max_i64(rows, columns), n = rows * columns,
                   n2 = small * small;
-    floatX *A = work, *B = A + count * n2, *from = x, *to = B + count * n2;
-    ASSERT(wide(n, x, to));
+    floatX *A = work, *B = A + count * n2, *other = B + count * n2;
+    double* squares = (double*)(other + count * n);
+    ASSERT(wide(n, x, other));
 
-    // X = u / ||u||; the chunks' sums take memory that the first iteration writes.
+    // X = u / ||u||, in the second place: after an odd number of steps the result is in x.
+    static_assert(MUON_STEPS % 2 == 1, "the result is in the second place");
     const dim3 blocks(blocks_for(n, CHUNK), (unsigned)count);
-    launch_early(muon_square_kernel, blocks, THREADS, 0, ctx, (double*)to, x, n);
-    launch_early(muon_normalize_kernel, blocks, THREADS, 0, ctx, x, (const double*)to, n);
+    launch_early(muon_square_kernel, blocks, THREADS, 0, ctx, squares, x, n);
+    launch_early(muon_normalize_kernel, blocks, THREADS, 0, ctx, other, x, squares, n);
 
     // Newton-Schulz, the two places of X in turns. The last X has AdamW's size.
     for (int step = 0; step < MUON_STEPS; step++) {
+        floatX *from = step % 2 ? x : other, *to = step % 2 ? other : x;
         const float size = step == MUON_STEPS - 1 ? (float)(0.2 * sqrt((double)large)) : 1;
         LtProduct gram = {.m = small, .n = small, .k = large, .transpose_a = tall, .transpose_b = !tall};
         gram.batch = {count, n, n, n2};
@@ -131,31 +133,27 @@ void muon_orthogonalize(floatX* x, floatX* work, int64_t count, int64_t rows, in
         next.alpha = size, next.beta = size * (float)MUON_A, next.c = from;
         const LtMatrix X = {from, columns}, polynomial_of = {B, small};
         lt_multiply({to, columns}, tall ? X : polynomial_of, tall ? polynomial_of : X, next, ctx);
-
-        floatX* other = from;
-        from = to, to = other;
     }
-    if (from != x) device_copy(x, from, (size_t)(count * n) * sizeof(floatX), ctx);
 }
 
 static __global__ void __launch_bounds__(THREADS)
-    muon_update_kernel(floatX* weight, float* master, const floatX* x, int64_t n, const Muon* opt,
-                       const StepState* state) {
+    muon_update_kernel(const __grid_constant__ BufferList<MuonBuffer> list, const Muon* opt, const StepState* state) {
+    const int b = list_buffer(list);
+    const MuonBuffer& buffer = list.buffer[b];
+    const int64_t i = list_element(list, b);
     wait_for_previous();
-    const int64_t i = (blockIdx.x * (int64_t)THREADS + threadIdx.x) * 8;
-    if (i >= n || !state->ok) return;
+    if (i >= buffer.n || !state->ok) return;
     const float lr = opt->lr, decay = opt->weight_decay;
-    float w[8], v[8];
-    load_real(w, master + i);
-    load(v, x + i);
+    float w[8], x[8];
+    load_real(w, buffer.master + i);
+    load(x, buffer.x + i);
 #pragma unroll
-    for (int j = 0; j < 8; j++) w[j] -= lr * (v[j] + decay * w[j]);
-    store_real(master + i, w);
-    store(weight + i, w);
+    for (int j = 0; j < 8; j++) w[j] -= lr * (x[j] + decay * w[j]);
+    store_real(buffer.master + i, w);
+    store(buffer.weight + i, w);
 }
 
-void muon_update(floatX* weight, real* master, const floatX* x, int64_t n, const Muon* opt, const StepState* state,
-                 Ctx* ctx) {
-    ASSERT(wide(n, weight, master, x));
-    launch_early(muon_update_kernel, blocks_for(n, 8 * THREADS), THREADS, 0, ctx, weight, master, x, n, opt, state);
+void muon_update(const MuonBuffer* buffers, int count, const Muon* opt, const StepState* state, Ctx* ctx) {
+    for (int b = 0; b < count; b++) ASSERT(wide(buffers[b].n, buffers[b].weight, buffers[b].master, buffers[b].x));
+    launch_list(muon_update_kernel, buffers, count, ctx, opt, state);
 }

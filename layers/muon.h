@@ -31,26 +31,30 @@ typedef struct Muon {
     float lr, momentum, weight_decay;
 } Muon;
 
-// m is real, or bf16 with bf16 1. If state->ok is 0, m stays as it is and u is undefined. On the GPU n is a multiple
-// of 8.
-void muon_momentum(floatX* u,         // (n)
-                   void* m,           // (n)
-                   const real* grad,  // (n)
-                   int64_t n, int bf16, const Muon* opt, const StepState* state, Ctx* ctx);
+// A flat buffer of n elements, and its momentum, gradient and weights.
+typedef struct MuonBuffer {
+    floatX* x;  // u, and then the update
+    void* m;    // real, or bf16
+    const real* grad;
+    floatX* weight;  // may be master where floatX is real
+    real* master;
+    int64_t n;
+} MuonBuffer;
+
+// x = u and the new m of each buffer; m is bf16 with bf16 1. If state->ok is 0, m stays as it is and x is undefined.
+// On the GPU n is a multiple of 8.
+void muon_momentum(const MuonBuffer* buffers, int count, int bf16, const Muon* opt, const StepState* state, Ctx* ctx);
 
 // In place, of `count` matrices that follow one another. On the GPU rows and columns are multiples of 8.
 void muon_orthogonalize(floatX* x,     // (count, rows, columns)
                         floatX* work,  // muon_work elements
                         int64_t count, int64_t rows, int64_t columns, Ctx* ctx);
-int64_t muon_work(int64_t count, int64_t rows, int64_t columns);
+int64_t muon_work(int64_t count, int64_t rows, int64_t columns);  // in proportion to count
 size_t muon_workspace(void);
 
-// master = master - lr (x + weight_decay master),  weight = round(master). Nothing is written if state->ok is 0. On the
-// GPU n is a multiple of 8.
-void muon_update(floatX* weight,   // (n), may be master where floatX is real
-                 real* master,     // (n)
-                 const floatX* x,  // (n)
-                 int64_t n, const Muon* opt, const StepState* state, Ctx* ctx);
+// master = master - lr (x + weight_decay master),  weight = round(master), of each buffer. Nothing is written if
+// state->ok is 0. On the GPU n is a multiple of 8.
+void muon_update(const MuonBuffer* buffers, int count, const Muon* opt, const StepState* state, Ctx* ctx);
 
 // FLOPs of muon_orthogonalize for one matrix.
 static inline double muon_flops(int64_t rows, int64_t columns) {

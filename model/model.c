@@ -308,6 +308,7 @@ size_t model_workspace(const Model* m) {
 void model_plan_free(Model* m) {
     for (int i = 0; i < ARENAS; i++) arena_free(&m->arena[i]);
     sharding_destroy(m->sharding);
+    free(m->muon_groups);
     free(m->units);
     free(m->blocks);
 }

@@ -84,6 +84,15 @@ typedef struct StepInputs {
     Muon muon;
 } StepInputs;
 
+// Matrices of one shape that Muon takes together (model/update.c): those of a parameter in units first .. first +
+// units - 1.
+typedef struct MuonGroup {
+    ParamId id;
+    int first, units;
+    int64_t count, rows, columns;  // matrices of all its units
+    int64_t at_once;               // that are orthogonalized in one call
+} MuonGroup;
+
 // Captured graphs: 16 kinds of micro-steps (model/step.c), and the update.
 enum { UPDATE_GRAPH = 16, GRAPHS };
 
@@ -126,8 +135,9 @@ typedef struct Model {
     StepState *state, *val_state;
     StepInputs* inputs;
     floatX *muon_x, *muon_parts, *muon_work;  // model/update.c
-    int64_t muon_matrices;                    // that are orthogonalized at a time, at most
-    Graph* graphs[GRAPHS];                    // NULL: not replayed
+    MuonGroup* muon_groups;                   // NULL without Muon
+    int muon_group_count;
+    Graph* graphs[GRAPHS];  // NULL: not replayed
 } Model;
 
 // Lays out what rank `rank` holds for `backend` without memory or device (--dry-run reads the arenas).

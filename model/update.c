@@ -1,7 +1,8 @@
 // The end of a step: sums over the ranks, the decision whether the step is good, then the update of all parameters.
 //
-// Muon needs whole matrices. A rank that holds all of a buffer orthogonalizes it alone. Where ranks hold parts, the
-// units are taken in waves, one unit for each rank. Rank i owns unit i of a wave:
+// Muon needs whole matrices. Where a rank holds whole buffers, it takes the matrices of one shape together: those of a
+// parameter in all units that follow one another, up to GROUP_ELEMENTS. Where ranks hold parts, the units are taken in
+// waves, one unit for each rank. Rank i owns unit i of a wave:
 //
 //   own part   u = g + momentum m of each unit of the wave                    muon_momentum
 //   all-to-all each rank gets all parts of the unit that it owns
@@ -51,36 +52,42 @@ static void update_by_adamw(Model* m) {
     free(list);
 }
 
-// The matrices of a whole buffer, in x.
-static void orthogonalize(Model* m, const Unit* u, int b, floatX* x) {
-    Param list[PARAMS];
-    const int count = params_list(list, &m->config, u->kind);
-    for (int i = 0; i < count; i++) {
-        const Param* p = &list[i];
-        if (p->by != MUON || param_buffer(p->id) != b) continue;
-        const int64_t halves = p->second ? 2 : 1, rows = p->rows / halves, matrices = u->w[p->id].count * halves;
-        for (int64_t first = 0; first < matrices; first += m->muon_matrices) {
-            const int64_t some = min_i64(m->muon_matrices, matrices - first);
-            muon_orthogonalize(x + u->at[p->id] + first * rows * p->columns, m->muon_work, some, rows, p->columns,
-                               m->ctx);
-        }
+// The group's matrices, one after another in x.
+static void orthogonalize(Model* m, const MuonGroup* g, floatX* x) {
+    for (int64_t first = 0; first < g->count; first += g->at_once)
+        muon_orthogonalize(x + first * g->rows * g->columns, m->muon_work, min_i64(g->at_once, g->count - first),
+                           g->rows, g->columns, m->ctx);
+}
+
+// n held elements of a buffer from `from` on, and their place in x.
+static MuonBuffer muon_buffer(const Model* m, const ParamBuffer* p, int64_t from, int64_t n, floatX* x) {
+    const MuonBuffer buffer = {
+        x, moments_at(p, from, m->layout.bf16_moments), held_grad(p) + from, p->held_weight + from, p->master + from,
+        n};
+    return buffer;
+}
+
+// A group of which this rank holds all.
+static void update_group(Model* m, const MuonGroup* g) {
+    const int64_t n = g->count / g->units * g->rows * g->columns;
+    MuonBuffer* list = (MuonBuffer*)host_alloc((size_t)g->units * sizeof(MuonBuffer));
+    for (int i = 0; i < g->units; i++) {
+        const Unit* u = &m->units[g->first + i];
+        list[i] = muon_buffer(m, &u->buffer[param_buffer(g->id)], u->at[g->id], n, m->muon_x + i * n);
     }
+    muon_momentum(list, g->units, m->layout.bf16_moments, &m->inputs->muon, m->state, m->ctx);
+    orthogonalize(m, g, m->muon_x);
+    muon_update(list, g->units, &m->inputs->muon, m->state, m->ctx);
+    free(list);
 }
 
-// u of the held elements that Muon trains, and their update.
-static void momentum(Model* m, const ParamBuffer* p, floatX* u) {
-    muon_momentum(u, p->m, held_grad(p), muon_held(p), m->layout.bf16_moments, &m->inputs->muon, m->state, m->ctx);
-}
-static void apply(Model* m, const ParamBuffer* p, const floatX* x) {
-    muon_update(p->held_weight, p->master, x, muon_held(p), &m->inputs->muon, m->state, m->ctx);
-}
-
-// A wave: units first .. first + count - 1 of `units`, count <= the ranks that share their buffers b.
+// A wave: `count` units, at most as many as ranks share their buffers b.
 static void update_wave(Model* m, const int* units, int count, int b, Comm* comm) {
     enum { ROW = 64 };  // elements; parts and parameters start at multiples of it
     const int ranks = comm_count(comm), index = comm_index(comm);
     int64_t* rows = (int64_t*)host_alloc((size_t)(4 * ranks) * sizeof(int64_t));
     int64_t *send_start = rows, *send = rows + ranks, *recv_start = send + ranks, *recv = recv_start + ranks;
+    MuonBuffer* list = (MuonBuffer*)host_alloc((size_t)count * sizeof(MuonBuffer));
     int64_t at = 0;
     for (int i = 0; i < ranks; i++) {
         // This rank's part of unit i goes to rank i; rank i's part of the unit that this rank owns comes.
@@ -88,45 +95,52 @@ static void update_wave(Model* m, const int* units, int count, int b, Comm* comm
         const ParamBuffer* own = index < count ? &m->units[units[index]].buffer[b] : NULL;
         send_start[i] = at;
         send[i] = to ? muon_held(to) / ROW : 0;
+        if (to) list[i] = muon_buffer(m, to, 0, muon_held(to), m->muon_parts + at * ROW);
         at += send[i];
         recv_start[i] = own ? i * own->part / ROW : 0;
         recv[i] = own ? muon_part(own, i) / ROW : 0;
     }
 
     // Own parts to the owners, and back.
-    for (int i = 0; i < count; i++) momentum(m, &m->units[units[i]].buffer[b], m->muon_parts + send_start[i] * ROW);
+    muon_momentum(list, count, m->layout.bf16_moments, &m->inputs->muon, m->state, m->ctx);
     const ExchangeBuffer there = {m->muon_x, m->muon_parts, ROW * sizeof(floatX)};
     const ExchangeRows rows_there = {send_start, send, recv_start, recv, NULL};
     comm_exchange(comm, &there, 1, rows_there, m->ctx);
-    if (index < count) orthogonalize(m, &m->units[units[index]], b, m->muon_x);
+    for (int i = 0; i < m->muon_group_count && index < count; i++) {
+        const MuonGroup* g = &m->muon_groups[i];
+        if (g->first == units[index] && param_buffer(g->id) == b)
+            orthogonalize(m, g, m->muon_x + m->units[g->first].at[g->id]);
+    }
     const ExchangeBuffer back = {m->muon_parts, m->muon_x, ROW * sizeof(floatX)};
     const ExchangeRows rows_back = {recv_start, recv, send_start, send, NULL};
     comm_exchange(comm, &back, 1, rows_back, m->ctx);
-    for (int i = 0; i < count; i++) apply(m, &m->units[units[i]].buffer[b], m->muon_parts + send_start[i] * ROW);
+    muon_update(list, count, &m->inputs->muon, m->state, m->ctx);
+    free(list);
     free(rows);
 }
 
-static void update_by_muon(Model* m, int b) {
-    Comm* comm = b == EXPERT_PARAMS ? m->holders : m->world;
+static void update_waves(Model* m, int b) {
     int* wave = (int*)host_alloc((size_t)m->layout.ranks * sizeof(int));
-    int count = 0;
+    int count = 0, parts = 0;
     for (int u = 0; u < params_units(&m->config); u++) {
         const ParamBuffer* p = &m->units[u].buffer[b];
-        if (p->n_muon == 0) continue;
-        if (p->shard == SHARD_NONE) {
-            momentum(m, p, m->muon_x);
-            orthogonalize(m, &m->units[u], b, m->muon_x);
-            apply(m, p, m->muon_x);
-            continue;
-        }
+        if (p->n_muon == 0 || p->shard == SHARD_NONE) continue;
+        parts = (int)p->parts;
         wave[count++] = u;
-        if (count == p->parts) {
-            update_wave(m, wave, count, b, comm);
-            count = 0;
-        }
+        if (count < parts) continue;
+        update_wave(m, wave, count, b, b == EXPERT_PARAMS ? m->holders : m->world);
+        count = 0;
     }
-    if (count) update_wave(m, wave, count, b, comm);
+    if (count) update_wave(m, wave, count, b, b == EXPERT_PARAMS ? m->holders : m->world);
     free(wave);
+}
+
+static void update_by_muon(Model* m) {
+    for (int i = 0; i < m->muon_group_count; i++) {
+        const MuonGroup* g = &m->muon_groups[i];
+        if (m->units[g->first].buffer[param_buffer(g->id)].shard == SHARD_NONE) update_group(m, g);
+    }
+    for (int b = 0; b < BUFFERS; b++) update_waves(m, b);
 }
 
 // The update of the routers' selection biases from the counts of the step.
@@ -147,7 +161,7 @@ static void update(void* model) {
     sum_over_ranks(m);
     step_decide(m->state, m->settings.tokens_per_step, &m->inputs->adamw, m->ctx);
     update_by_adamw(m);
-    for (int b = 0; b < BUFFERS && m->layout.muon; b++) update_by_muon(m, b);
+    if (m->layout.muon) update_by_muon(m);
     balance(m);
 }
 
@@ -159,42 +173,59 @@ void model_update(Model* m, int stop) {
     m->measures = 0;
 }
 
-// Bytes of muon_work for `matrices` at a time are bounded, unless one matrix needs more.
-static const int64_t WORK_ELEMENTS = (int64_t)1 << 29;
+// Matrices of one shape that are taken together: enough to fill a GPU. A larger parameter of one unit is a group of its
+// own, and orthogonalized in pieces.
+static const int64_t GROUP_ELEMENTS = (int64_t)1 << 27;
+
+// The groups, in the order of their first units.
+static void group_matrices(Model* m) {
+    const int units = params_units(&m->config);
+    m->muon_groups = (MuonGroup*)host_alloc((size_t)(units * PARAMS) * sizeof(MuonGroup));
+    for (int u = 0; u < units; u++) {
+        Param list[PARAMS];
+        const int count = params_list(list, &m->config, m->units[u].kind);
+        for (int i = 0; i < count; i++) {
+            const Param* p = &list[i];
+            if (p->by != MUON) continue;
+            const int64_t halves = p->second ? 2 : 1, rows = p->rows / halves;
+            const MuonGroup mine = {p->id, u, 1, m->units[u].w[p->id].count * halves, rows, p->columns, 0};
+
+            // With the unit before it, if that has the same shape and there is room.
+            MuonGroup* g = NULL;
+            for (int k = 0; k < m->muon_group_count; k++)
+                if (m->muon_groups[k].id == p->id && m->muon_groups[k].first + m->muon_groups[k].units == u)
+                    g = &m->muon_groups[k];
+            if (g && g->rows == rows && g->columns == p->columns &&
+                m->units[u].buffer[param_buffer(p->id)].shard == SHARD_NONE &&
+                (g->count + mine.count) * rows * p->columns <= GROUP_ELEMENTS)
+                g->units++, g->count += mine.count;
+            else
+                m->muon_groups[m->muon_group_count++] = mine;
+        }
+    }
+}
 
 void model_plan_muon(Model* m, Arena* arena) {
-    int64_t largest = 0, most_matrices = 1, work = 0;
-    int parts = 0;
+    int64_t largest = 0, largest_wave = 0, work = 0;
+    group_matrices(m);
+    for (int i = 0; i < m->muon_group_count; i++) {
+        // Equal pieces of at most 3 GROUP_ELEMENTS of workspace, as much as a square group needs.
+        MuonGroup* g = &m->muon_groups[i];
+        const int64_t each = muon_work(1, g->rows, g->columns);
+        const int64_t pieces = ceil_div(g->count, max_i64(3 * GROUP_ELEMENTS / each, 1));
+        g->at_once = ceil_div(g->count, pieces);
+        work = max_i64(work, g->at_once * each);
 
-    // The largest buffer, and the most matrices of a parameter.
-    for (int u = 0; u < params_units(&m->config); u++)
-        for (int b = 0; b < BUFFERS; b++) {
-            const ParamBuffer* p = &m->units[u].buffer[b];
-            largest = max_i64(largest, p->n_muon);
-            parts |= p->n_muon && p->shard != SHARD_NONE;
-        }
-    for (int u = 0; u < params_units(&m->config); u++)
-        for (int i = 0; i < PARAMS; i++)
-            if (m->units[u].at[i] >= 0) most_matrices = max_i64(most_matrices, 2 * m->units[u].w[i].count);
-
-    // Matrices at a time: all, or half of them again and again until the workspace is small enough.
-    for (m->muon_matrices = most_matrices;; m->muon_matrices = ceil_div(m->muon_matrices, 2)) {
-        work = 0;
-        for (int u = 0; u < params_units(&m->config); u++) {
-            Param list[PARAMS];
-            const int count = params_list(list, &m->config, m->units[u].kind);
-            for (int i = 0; i < count; i++) {
-                const int64_t halves = list[i].second ? 2 : 1, all = m->units[u].w[list[i].id].count * halves;
-                if (list[i].by == MUON)
-                    work = max_i64(work,
-                                   muon_work(min_i64(m->muon_matrices, all), list[i].rows / halves, list[i].columns));
-            }
-        }
-        if (m->muon_matrices == 1 || work <= WORK_ELEMENTS) break;
+        // x holds a group, or a unit that came in parts.
+        const ParamBuffer* p = &m->units[g->first].buffer[param_buffer(g->id)];
+        if (p->shard == SHARD_NONE)
+            largest = max_i64(largest, g->count * g->rows * g->columns);
+        else
+            largest_wave = max_i64(largest_wave, p->n_muon);
     }
-    arena_add(arena, "Muon: updates of a unit", ELEMENT_X, largest, 0, (void**)&m->muon_x);
-    if (parts)
-        arena_add(arena, "Muon: own parts of a wave", ELEMENT_X, largest + 64 * m->layout.ranks, 0,
+    arena_add(arena, "Muon: matrices of a group", ELEMENT_X, max_i64(largest, largest_wave), 0, (void**)&m->muon_x);
+    if (largest_wave)
+        arena_add(arena, "Muon: own parts of a wave", ELEMENT_X, largest_wave + 64 * m->layout.ranks, 0,
                   (void**)&m->muon_parts);
     arena_add(arena, "Muon: workspace", ELEMENT_X, work, 0, (void**)&m->muon_work);
 }

@@ -75,8 +75,14 @@ static void elements_case(int64_t n, int bf16) {
         host.ok = ok;
         device_upload(state, &host, sizeof(host), ctx);
         settle();
-        muon_momentum(u.dev, bf16 ? (void*)half.dev : (void*)m.dev, grad.dev, n, bf16, option, state, ctx);
-        muon_update(weight.dev, master.dev, x.dev, n, option, state, ctx);
+        // Pieces of 8, 16, 24 elements and so on; more than one launch takes.
+        std::vector<MuonBuffer> list;
+        for (int64_t at = 0, size = 8; at < n; at += size, size = list.size() < 40 ? size + 8 : n)
+            list.push_back({u.dev + at, bf16 ? (void*)(half.dev + at) : (void*)(m.dev + at), grad.dev + at,
+                            weight.dev + at, master.dev + at, std::min(size, n - at)});
+        muon_momentum(list.data(), (int)list.size(), bf16, option, state, ctx);
+        for (MuonBuffer& buffer : list) buffer.x = x.dev + (buffer.x - u.dev);
+        muon_update(list.data(), (int)list.size(), option, state, ctx);
         auto& moments = bf16 ? half.host : m.host;
         const auto got_m = bf16 ? half.got() : m.got(), got_u = u.got(), got_w = master.got(), working = weight.got();
         double worst = 0;

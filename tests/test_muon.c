@@ -129,8 +129,12 @@ static void test_elements(void) {
              *weight = tensor(N, 6);
         double *m0 = doubles(m, N), *w0 = doubles(w, N);
         Ctx* ctx = ctx_create(0);
-        muon_momentum(u, m, grad, N, 0, &opt, &state, ctx);
-        muon_update(weight, w, x, N, &opt, &state, ctx);
+        // Two buffers, of different lengths.
+        MuonBuffer list[2] = {{u, m, grad, weight, w, 300},
+                              {u + 300, m + 300, grad + 300, weight + 300, w + 300, N - 300}};
+        muon_momentum(list, 2, 0, &opt, &state, ctx);
+        list[0].x = x, list[1].x = x + 300;
+        muon_update(list, 2, &opt, &state, ctx);
         for (int i = 0; i < N; i++) {
             const double g = 0.25 * (double)grad[i], after = ok ? (double)0.9f * m0[i] + g : m0[i];
             CHECK(fabs((double)m[i] - after) <= TOL(1e-6, 1e-15), "momentum %g, not %g", (double)m[i], after);
@@ -151,7 +155,8 @@ static void test_bf16_momentum(void) {
     uint16_t m = 0x3f80;  // 1
     real grad = (real)0x1p-9, u;
     Ctx* ctx = ctx_create(0);
-    muon_momentum(&u, &m, &grad, 1, 1, &opt, &state, ctx);
+    const MuonBuffer buffer = {&u, &m, &grad, NULL, NULL, 1};
+    muon_momentum(&buffer, 1, 1, &opt, &state, ctx);
     CHECK(m == 0x3f00, "0.5 + 2^-9 is stored as %#x", m);  // half a step above 0.5, to even
     CHECK((double)u == 0x1p-9 + 0.5 * (0.5 + 0x1p-9), "u is %.9g", (double)u);
     ctx_destroy(ctx);
@@ -175,9 +180,10 @@ static void test_torch(void) {
         Ctx* ctx = ctx_create(muon_workspace());
         for (int step = 0; step < 20; step++) {
             for (int64_t i = 0; i < n; i++) grad[i] = (real)sin(0.001 * pow((double)(i + 50 * step), 2) + step);
-            muon_momentum(u, m, grad, n, 0, &opt, &state, ctx);
+            const MuonBuffer buffer = {u, m, grad, w, w, n};
+            muon_momentum(&buffer, 1, 0, &opt, &state, ctx);
             muon_orthogonalize(u, poisoned(muon_work(1, rows, columns)), 1, rows, columns, ctx);
-            muon_update(w, w, u, n, &opt, &state, ctx);
+            muon_update(&buffer, 1, &opt, &state, ctx);
         }
         ctx_destroy(ctx);
 

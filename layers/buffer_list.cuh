@@ -1,0 +1,48 @@
+// One launch over a list of flat buffers, for the optimizers. Blocks first[b] .. first[b + 1] - 1 of the grid belong to
+// buffer b. The list travels as a kernel argument, 32 buffers at most; a longer list takes several launches.
+#ifndef LAYERS_BUFFER_LIST_CUH
+#define LAYERS_BUFFER_LIST_CUH
+
+#include "layers/rows.cuh"
+
+enum { LIST_BUFFERS = 32, LIST_THREADS = 256 };
+
+template <typename Buffer>
+struct BufferList {
+    Buffer buffer[LIST_BUFFERS];
+    unsigned first[LIST_BUFFERS + 1];
+};
+
+// The buffer of this block. Lane b compares with the end of buffer b.
+template <typename Buffer>
+static __device__ __forceinline__ int list_buffer(const BufferList<Buffer>& list) {
+    return __popc(__ballot_sync(0xffffffffu, blockIdx.x >= list.first[threadIdx.x % 32 + 1]));
+}
+
+// The first of this thread's 8 elements in buffer b.
+template <typename Buffer>
+static __device__ __forceinline__ int64_t list_element(const BufferList<Buffer>& list, int b) {
+    return ((blockIdx.x - list.first[b]) * (int64_t)LIST_THREADS + threadIdx.x) * 8;
+}
+
+// Launches kernel(list, arguments...) for all buffers. Their lengths are multiples of 8.
+template <typename Buffer, typename... Parameters, typename... Arguments>
+static inline void launch_list(void (*kernel)(BufferList<Buffer>, Parameters...), const Buffer* buffers, int count,
+                               Ctx* ctx, Arguments... arguments) {
+    for (int from = 0; from < count; from += LIST_BUFFERS) {
+        BufferList<Buffer> list = {};
+        for (int b = 0; b < LIST_BUFFERS; b++) {
+            // Buffers after the last one have no blocks.
+            int64_t blocks = 0;
+            if (from + b < count) {
+                list.buffer[b] = buffers[from + b];
+                blocks = blocks_for(list.buffer[b].n, 8 * LIST_THREADS);
+            }
+            ASSERT(list.first[b] + blocks < INT32_MAX);
+            list.first[b + 1] = list.first[b] + (unsigned)blocks;
+        }
+        launch_early(kernel, list.first[LIST_BUFFERS], LIST_THREADS, 0, ctx, list, arguments...);
+    }
+}
+
+#endif
