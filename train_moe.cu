@@ -147,6 +147,7 @@ static void report(Run* r, int val, int asks) {
                          .modules = report_further(further, s, &r->last),
                          .grad_norm = r->last.grad_norm,
                          .lr = settings_lr(s, r->pending),
+                         .max_logit = (double)r->last.max_logit,
                          .ms = 1000 * took,
                          .tokens_per_s = tokens_per_s,
                          .mfu = peak > 0 ? tokens_per_s * flops_per_token(&s->model, s->seq_len) / peak : NAN,

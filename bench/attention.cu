@@ -89,7 +89,7 @@ int main(int argc, char** argv) {
         snprintf(heads, sizeof(heads), "%lld/%lld/%lld", (long long)s.nope, (long long)s.rope, (long long)s.v);
         for (int kind = first_kind; kind < 2; kind++) {
             ctx->portable = kind;
-            double forward = median_ms([&] { attention_forward(out, lse, q, kv, k_rope, s, ctx); });
+            double forward = median_ms([&] { attention_forward(out, lse, NULL, q, kv, k_rope, s, ctx); });
             double backward =
                 median_ms([&] { attention_backward(dq, dkv, dk_rope, dout, out, lse, q, kv, k_rope, s, ctx); });
             printf("%3lld %5lld %4lld %12s %8s | %9.3f %8.1f | %9.3f %8.1f\n", (long long)c.B, (long long)c.T,

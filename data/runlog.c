@@ -123,6 +123,7 @@ void runlog_add(RunLog* log, const StepRecord* r) {
     }
     add_number(&line, "grad_norm", r->grad_norm);
     add_number(&line, "lr", r->lr);
+    add_number(&line, "max_logit", r->max_logit);
     add_number(&line, "ms", r->ms);
     add_number(&line, "tokens_per_s", r->tokens_per_s);
     add_number(&line, "mfu", r->mfu);

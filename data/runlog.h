@@ -31,6 +31,7 @@ typedef struct StepRecord {
     const double* further;  // (modules): the same of each module that predicts further tokens, mtp_loss_1, ...
     int64_t modules;
     double grad_norm, lr;
+    double max_logit;  // largest attention logit
     double ms, tokens_per_s;
     double mfu;     // share of the device's bf16 peak; NaN where no peak is known
     int validated;  // 1: val_loss was measured in this step; else its fields are left out

@@ -52,6 +52,7 @@ typedef struct StepState {
     int64_t updates;              // updates applied so far, this one included; saved in checkpoints
     int32_t ok;                   // 1: this step's loss, gradient norm and update are finite
     int32_t bad_in_a_row;         // steps in a row that were not
+    real max_logit;               // largest attention logit of the step, of all layers
     int32_t replay;               // 1: tokens had no room in this step or in one before it; until the host has made
                                   // room, steps change nothing
     double needed;                // how much the first of them would have taken, of what this rank's group had; what
@@ -96,6 +97,7 @@ size_t adamw_workspace(int64_t n);
 static inline BOTH_SIDES void step_begin_now(StepState* s) {
     s->loss_sum = s->grad_sq = s->stop = s->overflows = 0;
     for (int k = 0; k < MTP_MAX; k++) s->further_sum[k] = 0;
+    s->max_logit = -INFINITY;
     for (int i = 0; i < LARGEST; i++) s->largest[i] = s->own_largest[i];
 }
 

@@ -49,11 +49,12 @@ size_t attention_workspace(AttnShape s) {
     return (size_t)(rope_parts + device_workers() * tile_reals(s)) * sizeof(real);
 }
 
-void attention_forward(floatX* out, real* lse, const floatX* q, const floatX* kv, const floatX* k_rope, AttnShape s,
-                       Ctx* ctx) {
+void attention_forward(floatX* out, real* lse, real* max_logit, const floatX* q, const floatX* kv, const floatX* k_rope,
+                       AttnShape s, Ctx* ctx) {
     int64_t out_row = s.H * s.v, tiles = ceil_div(s.T, Q);
+    real largest = max_logit ? *max_logit : 0;
     real* scratch = ctx_workspace(ctx, ctx->threads * tile_reals(s));
-#pragma omp parallel for schedule(dynamic) collapse(3)
+#pragma omp parallel for schedule(dynamic) collapse(3) reduction(max : largest)
     for (int64_t b = 0; b < s.B; b++)
         for (int64_t h = 0; h < s.H; h++)
             for (int64_t tile = 0; tile < tiles; tile++) {
@@ -102,8 +103,10 @@ void attention_forward(floatX* out, real* lse, const floatX* q, const floatX* kv
                 for (int64_t i = 0; i < rows; i++) {
                     for (int64_t c = 0; c < s.v; c++) o[i * out_row + c] /= l[i];
                     lse[(b * s.H + h) * s.T + q0 + i] = m[i] + log(l[i]);
+                    largest = m[i] > largest ? m[i] : largest;
                 }
             }
+    if (max_logit) *max_logit = largest;
 }
 
 // Backward of one (sequence, head). dk_part (T, rope) is this head's part of the shared key's gradient.

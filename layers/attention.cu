@@ -49,6 +49,17 @@ __device__ __forceinline__ int64_t row_of(int head, int t, int T, int H) {
     return ((int64_t)(head / H) * T + t) * H + head % H;
 }
 
+// *max_logit takes in the largest x of the warp. Floats that are not negative are in the order of their bits as
+// integers, negative ones in the opposite order. Few warps find a larger one: the others spare the atomic.
+__device__ __forceinline__ void take_in_logit(float* max_logit, float x) {
+    x = warp_max(x) + 0.0f;  // not -0
+    if (threadIdx.x % 32 != 0 || !max_logit || !(x > __ldcg(max_logit))) return;
+    if (x >= 0)
+        atomicMax((int*)max_logit, __float_as_int(x));
+    else
+        atomicMin((unsigned*)max_logit, __float_as_uint(x));
+}
+
 // The tensors that a kernel copies by TMA; forward has no dout.
 struct Maps {
     CUtensorMap q, dout, kv, rope;
@@ -237,12 +248,12 @@ Workspace get_workspace(AttnShape s, Ctx* ctx) {
 
 size_t attention_workspace(AttnShape s) { return workspace_of(s, nullptr).bytes; }
 
-void attention_forward(floatX* out, real* lse, const floatX* q, const floatX* kv, const floatX* k_rope, AttnShape s,
-                       Ctx* ctx) {
+void attention_forward(floatX* out, real* lse, real* max_logit, const floatX* q, const floatX* kv, const floatX* k_rope,
+                       AttnShape s, Ctx* ctx) {
     check_shape(s, k_rope);
     auto hopper = s.rope == 64 ? run_forward<64> : s.rope == 32 ? run_forward<32> : run_forward<16>;
     auto portable = s.rope == 64 ? portable_forward<64> : s.rope == 32 ? portable_forward<32> : portable_forward<16>;
-    (ctx->portable ? portable : hopper)(out, lse, q, kv, k_rope, s, ctx);
+    (ctx->portable ? portable : hopper)(out, lse, max_logit, q, kv, k_rope, s, ctx);
 }
 
 void attention_backward(floatX* dq, floatX* dkv, floatX* dk_rope, const floatX* dout, const floatX* out,

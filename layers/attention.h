@@ -19,6 +19,7 @@ typedef struct AttnShape {
 
 void attention_forward(floatX* out,           // (B, T, H, v)
                        real* lse,             // (B, H, T): ln sum_j exp(scale q k_j), kept for backward
+                       real* max_logit,       // 1: takes in the largest scale q k_j; NULL where nobody asks
                        const floatX* q,       // (B, T, H, nope + rope), rope part turned
                        const floatX* kv,      // (B, T, H, nope + v): k_nope, then v
                        const floatX* k_rope,  // (B, T, rope), rows k_rope_stride apart, turned

@@ -20,8 +20,8 @@ struct ForwardShared {
 
 template <int D>
 __global__ void __launch_bounds__(THREADS, 1)
-    attention_forward_kernel(const __grid_constant__ Maps maps, floatX* out, float* lse, int* counter, Order order,
-                             int T, int H, float scale) {
+    attention_forward_kernel(const __grid_constant__ Maps maps, floatX* out, float* lse, float* max_logit, int* counter,
+                             Order order, int T, int H, float scale) {
     ForwardShared<D>& sh = shared_memory<ForwardShared<D>>();
 
     if (threadIdx.x < 128) {  // producer
@@ -173,23 +173,27 @@ __global__ void __launch_bounds__(THREADS, 1)
             sh.v_ring.release(v_use++);
 
             // out = o / sum, lse = scale top + ln(sum).
+            float largest = -INFINITY;
 #pragma unroll
             for (int half = 0; half < 2; half++) {
                 int t = tile * TILE + row + 8 * half;
                 float l = quad_sum(sum[half]);
                 if (t < T && lane % 4 == 0) lse[(int64_t)head * T + t] = top[half] * scale + logf(l);
                 store_row<2 * D>(out + row_of(head, t, T, H) * 2 * D, o, half, 1 / l, t < T);
+                if (t < T) largest = fmaxf(largest, top[half] * scale);
             }
+            take_in_logit(max_logit, largest);
         }
     }
 }
 
 template <int D>
-void run_forward(floatX* out, real* lse, const floatX* q, const floatX* kv, const floatX* k_rope, AttnShape s,
-                 Ctx* ctx) {
+void run_forward(floatX* out, real* lse, real* max_logit, const floatX* q, const floatX* kv, const floatX* k_rope,
+                 AttnShape s, Ctx* ctx) {
     const Order order = order_of(s, TILE);
     launch_long(attention_forward_kernel<D>, min_i64(order.total(), ctx->sms), THREADS, sizeof(ForwardShared<D>), ctx,
-                maps_of(q, nullptr, kv, k_rope, TILE, TILE, s, ctx), out, lse, ctx->counter, order, s.T, s.H, s.scale);
+                maps_of(q, nullptr, kv, k_rope, TILE, TILE, s, ctx), out, lse, max_logit, ctx->counter, order, s.T, s.H,
+                s.scale);
 }
 
 }  // namespace

@@ -156,8 +156,8 @@ struct PortableForwardShared {
 // A block owns 128 queries of a head, a warp 32 of them, and walks the keys up to the diagonal in tiles of 64.
 template <int D>
 __global__ void __launch_bounds__(WARPS * 32, 2)
-    attention_portable_forward_kernel(floatX* out, float* lse, const floatX* q, const floatX* kv, const floatX* k_rope,
-                                      AttnShape shape, Order order) {
+    attention_portable_forward_kernel(floatX* out, float* lse, float* max_logit, const floatX* q, const floatX* kv,
+                                      const floatX* k_rope, AttnShape shape, Order order) {
     extern __shared__ __align__(1024) char raw[];
     PortableForwardShared<D>& sh = *(PortableForwardShared<D>*)raw;
     const int T = (int)shape.T, H = (int)shape.H, warp = threadIdx.x / 32, lane = threadIdx.x % 32;
@@ -178,6 +178,7 @@ __global__ void __launch_bounds__(WARPS * 32, 2)
 
     // o: sums of P v, not yet divided. top, sum: of the four rows that the thread holds parts of.
     float o[2][D / 4][4] = {}, top[4] = {-INFINITY, -INFINITY, -INFINITY, -INFINITY}, sum[4] = {};
+    float largest = -INFINITY;  // of the rows before T
 
     // Scores to probabilities, P = exp(scale (s - top)). A row's top follows its maximum only when that has grown by a
     // factor of 2^8 in P: until then what was summed needs no new scale, and P has the precision of any other scale.
@@ -191,6 +192,7 @@ __global__ void __launch_bounds__(WARPS * 32, 2)
 #pragma unroll
             for (int j = 0; j < STEP / 4; j++) most = fmaxf(most, s[i / 2][j / 2][i % 2 * 2 + j % 2]);
             most = quad_max(most);
+            if (row + 8 * i + lane / 4 < T) largest = fmaxf(largest, most * shape.scale);
             const bool follow = (most - old) * scale2 > 8;
             if (follow) top[i] = most;
             moved |= follow;
@@ -252,14 +254,15 @@ __global__ void __launch_bounds__(WARPS * 32, 2)
         if (t < T && lane % 4 == 0) lse[(int64_t)head * T + t] = top[i] * shape.scale + logf(l);
         store_row<2 * D>(out + row_of(head, t, T, H) * 2 * D, *(const float(*)[D])o[i / 2], i % 2, 1 / l, t < T);
     }
+    take_in_logit(max_logit, largest);
 }
 
 template <int D>
-void portable_forward(floatX* out, real* lse, const floatX* q, const floatX* kv, const floatX* k_rope, AttnShape s,
-                      Ctx* ctx) {
+void portable_forward(floatX* out, real* lse, real* max_logit, const floatX* q, const floatX* kv, const floatX* k_rope,
+                      AttnShape s, Ctx* ctx) {
     const Order order = order_of(s, TILE);
     launch(attention_portable_forward_kernel<D>, order.total(), WARPS * 32, sizeof(PortableForwardShared<D>), ctx, out,
-           lse, q, kv, k_rope, s, order);
+           lse, max_logit, q, kv, k_rope, s, order);
 }
 
 }  // namespace

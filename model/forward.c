@@ -38,7 +38,7 @@ static void mla_forward(Model* m, floatX* out, const Weight* w, const BlockSaved
 
     // Positions, attention, output.
     model_rope(m, s->q, s->kva, +1);
-    attention_forward(s->att, s->lse, s->q, s->kv, s->kva + c->kv_lora, m->attn_shape, m->ctx);
+    attention_forward(s->att, s->lse, &m->state->max_logit, s->q, s->kv, s->kva + c->kv_lora, m->attn_shape, m->ctx);
     linear_forward(out, s->att, &w[WO], N, m->ctx);
 }
 

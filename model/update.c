@@ -18,6 +18,7 @@
 static void sum_over_ranks(Model* m) {
     if (!m->world) return;
     comm_sum_double(m->world, &m->state->loss_sum, STEP_SUMS, m->ctx);
+    comm_max(m->world, &m->state->max_logit, 1, m->ctx);
     const int64_t experts = config_blocks(&m->config) * m->config.E;
     comm_sum_i64(m->world, m->load, experts, m->ctx);
     if (m->margins) comm_sum_i64(m->world, m->margins, experts * MARGIN_BINS, m->ctx);

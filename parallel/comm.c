@@ -57,8 +57,9 @@ static void exchange(Comm* c, void* recv, const void* send) {
     ranks_exchange(c->group, recv, c->recv_at, c->recv_bytes, send, c->send_at, c->send_bytes);
 }
 
-// out[i] = parts[0][i] + parts[1][i] + ...: from the left, so its bits depend on the number of ranks alone.
-#define ADD_PARTS(name, T)                                                                                             \
+// out[i] = parts[0][i] + parts[1][i] + ..., or their maximum: from the left, so its bits depend on the number of ranks
+// alone.
+#define REDUCE_PARTS(name, T, a, b, result)                                                                            \
     static void name(void* out_, const void* parts_, int count, int64_t n) {                                           \
         T* out = (T*)out_;                                                                                             \
         const T* parts = (const T*)parts_;                                                                             \
@@ -66,18 +67,23 @@ static void exchange(Comm* c, void* recv, const void* send) {
         for (int r = 1; r < count; r++) {                                                                              \
             const T* part = parts + r * n;                                                                             \
             _Pragma("omp parallel for simd schedule(static)") /* each its own i */                                     \
-                for (int64_t i = 0; i < n; i++) out[i] += part[i];                                                     \
+                for (int64_t i = 0; i < n; i++) {                                                                      \
+                const T a = out[i], b = part[i];                                                                       \
+                out[i] = result;                                                                                       \
+            }                                                                                                          \
         }                                                                                                              \
     }
-ADD_PARTS(add_real, real)
-ADD_PARTS(add_double, double)
-ADD_PARTS(add_i64, int64_t)
+REDUCE_PARTS(add_real, real, a, b, a + b)
+REDUCE_PARTS(add_double, double, a, b, a + b)
+REDUCE_PARTS(add_i64, int64_t, a, b, a + b)
+REDUCE_PARTS(max_real, real, a, b, a > b ? a : b)
 
-// By SumType.
+// By Reduction.
 static const struct {
     size_t size;
-    void (*add)(void* out, const void* parts, int count, int64_t n);
-} types[] = {{sizeof(real), add_real}, {sizeof(double), add_double}, {sizeof(int64_t), add_i64}};
+    void (*reduce)(void* out, const void* parts, int count, int64_t n);
+} types[] = {
+    {sizeof(real), add_real}, {sizeof(double), add_double}, {sizeof(int64_t), add_i64}, {sizeof(real), max_real}};
 
 void comm_all_gather(Comm* c, void* all, const void* mine, size_t bytes, Ctx* ctx) {
     (void)ctx;
@@ -89,8 +95,8 @@ void comm_all_gather(Comm* c, void* all, const void* mine, size_t bytes, Ctx* ct
 // Rank r's share of n elements are first(r) .. first(r + 1) - 1. It gets them of every rank's `all`, and sums them into
 // `part`.
 static int64_t first(const Comm* c, int64_t n, int r) { return n / c->count * r + min_i64(r, n % c->count); }
-static void reduce_parts(Comm* c, void* part, const void* all, int64_t n, SumType type) {
-    size_t size = types[type].size;
+static void reduce_parts(Comm* c, void* part, const void* all, int64_t n, Reduction reduction) {
+    size_t size = types[reduction].size;
     int64_t own = first(c, n, c->index + 1) - first(c, n, c->index);
     for (int r = 0; r < c->count; r++) {
         c->send_at[r] = (size_t)first(c, n, r) * size;
@@ -100,7 +106,7 @@ static void reduce_parts(Comm* c, void* part, const void* all, int64_t n, SumTyp
     }
     c->parts = host_at_least(c->parts, &c->parts_room, (size_t)(c->count * own) * size);
     exchange(c, c->parts, all);
-    types[type].add(part, c->parts, c->count, own);
+    types[reduction].reduce(part, c->parts, c->count, own);
 }
 
 void comm_reduce_scatter(Comm* c, real* part, real* all, int64_t n, Ctx* ctx) {
@@ -114,19 +120,19 @@ void comm_reduce_scatter(Comm* c, real* part, real* all, int64_t n, Ctx* ctx) {
     watch_end();
 }
 
-void comm_sum_type(Comm* c, void* data, int64_t n, SumType type, Ctx* ctx) {
+void comm_all_reduce(Comm* c, void* data, int64_t n, Reduction reduction, Ctx* ctx) {
     (void)ctx;
     if (c->count == 1) return;
     watch_begin(c->what[SUM]);
-    size_t size = types[type].size, bytes = (size_t)n * size;
+    size_t size = types[reduction].size, bytes = (size_t)n * size;
     if (bytes < SMALL_SUM) {
         c->parts = host_at_least(c->parts, &c->parts_room, (size_t)c->count * bytes);
         ranks_all_gather(c->group, c->parts, data, bytes);
-        types[type].add(data, c->parts, c->count, n);
+        types[reduction].reduce(data, c->parts, c->count, n);
     } else {
         // Every rank sums its share in place, then sends it to all: the exchange before, the other way round.
         char* own = (char*)data + (size_t)first(c, n, c->index) * size;
-        reduce_parts(c, own, data, n, type);
+        reduce_parts(c, own, data, n, reduction);
         memcpy(c->recv_at, c->send_at, (size_t)c->count * sizeof(size_t));
         memcpy(c->recv_bytes, c->send_bytes, (size_t)c->count * sizeof(size_t));
         for (int r = 0; r < c->count; r++) {

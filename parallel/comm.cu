@@ -310,10 +310,11 @@ void comm_reduce_scatter(Comm* c, real* part, real* all, int64_t n, Ctx* ctx) {
         device_copy(part, all, (size_t)n * sizeof(real), ctx);
 }
 
-void comm_sum_type(Comm* c, void* data, int64_t n, SumType type, Ctx* ctx) {
-    static const ncclDataType_t types[] = {ncclFloat, ncclDouble, ncclInt64};  // by SumType
+void comm_all_reduce(Comm* c, void* data, int64_t n, Reduction reduction, Ctx* ctx) {
+    static const ncclDataType_t types[] = {ncclFloat, ncclDouble, ncclInt64, ncclFloat};  // by Reduction
     if (!c->nccl) return;
-    NCCL_CHECK(ncclAllReduce(data, data, (size_t)n, types[type], ncclSum, c->nccl, ctx->stream), c->nccl);
+    const ncclRedOp_t op = reduction == MAX_REAL ? ncclMax : ncclSum;
+    NCCL_CHECK(ncclAllReduce(data, data, (size_t)n, types[reduction], op, c->nccl, ctx->stream), c->nccl);
     add_to_queue(c, SUM, ctx);
 }
 

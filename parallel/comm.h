@@ -22,12 +22,15 @@ void comm_all_gather(Comm* comm, void* all, const void* mine, size_t bytes, Ctx*
 // part (n) = sum over ranks of their all[index * n ..]: `all` holds count * n elements. In place where part == all +
 // index * n; the rest of `all` may be changed.
 void comm_reduce_scatter(Comm* comm, real* part, real* all, int64_t n, Ctx* ctx);
-// Sums over the ranks, in place, the same bits on every rank.
-typedef enum { SUM_REAL, SUM_DOUBLE, SUM_I64 } SumType;
-void comm_sum_type(Comm* comm, void* data, int64_t n, SumType type, Ctx* ctx);
-static inline void comm_sum(Comm* c, real* x, int64_t n, Ctx* ctx) { comm_sum_type(c, x, n, SUM_REAL, ctx); }
-static inline void comm_sum_double(Comm* c, double* x, int64_t n, Ctx* ctx) { comm_sum_type(c, x, n, SUM_DOUBLE, ctx); }
-static inline void comm_sum_i64(Comm* c, int64_t* x, int64_t n, Ctx* ctx) { comm_sum_type(c, x, n, SUM_I64, ctx); }
+// All-reduce: sums or maxima over the ranks, in place, the same bits on every rank.
+typedef enum { SUM_REAL, SUM_DOUBLE, SUM_I64, MAX_REAL } Reduction;
+void comm_all_reduce(Comm* comm, void* data, int64_t n, Reduction reduction, Ctx* ctx);
+static inline void comm_sum(Comm* c, real* x, int64_t n, Ctx* ctx) { comm_all_reduce(c, x, n, SUM_REAL, ctx); }
+static inline void comm_sum_double(Comm* c, double* x, int64_t n, Ctx* ctx) {
+    comm_all_reduce(c, x, n, SUM_DOUBLE, ctx);
+}
+static inline void comm_sum_i64(Comm* c, int64_t* x, int64_t n, Ctx* ctx) { comm_all_reduce(c, x, n, SUM_I64, ctx); }
+static inline void comm_max(Comm* c, real* x, int64_t n, Ctx* ctx) { comm_all_reduce(c, x, n, MAX_REAL, ctx); }
 
 // Rows that go from every rank to every rank of the group, all in one transfer. For each rank i: rows send_start[i] ..
 // + send_rows[i] of `send` go to rank i, and recv_rows[i] rows from it arrive at recv_start[i]. The four arrays are

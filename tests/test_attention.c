@@ -128,7 +128,7 @@ typedef struct {
     AttnShape shape;
     int64_t tokens, nq, nkv, nr, nout, nlse;  // tokens, elements of q, kv, k_rope (packed), out, lse
     real *q, *kv, *k_rope, *dout;             // k_rope with its stride
-    real *out, *lse, *dq, *dkv, *dk_rope;
+    real *out, *lse, *max_logit, *dq, *dkv, *dk_rope;
     double *qd, *kvd, *rd, *doutd;  // rd: packed
 } Attn;
 
@@ -136,7 +136,8 @@ static void run_attention(void* arg) {
     Attn* a = arg;
     Ctx* ctx = ctx_create(attention_workspace(a->shape));
     a->out = poisoned(a->nout), a->lse = poisoned(a->nlse);
-    attention_forward(a->out, a->lse, a->q, a->kv, a->k_rope, a->shape, ctx);
+    a->max_logit = filled(1, -INFINITY);
+    attention_forward(a->out, a->lse, a->max_logit, a->q, a->kv, a->k_rope, a->shape, ctx);
     a->dq = poisoned(a->nq), a->dkv = poisoned(a->nkv), a->dk_rope = poisoned(a->tokens * a->shape.k_rope_stride);
     attention_backward(a->dq, a->dkv, a->dk_rope, a->dout, a->out, a->lse, a->q, a->kv, a->k_rope, a->shape, ctx);
     ctx_sync(ctx);
@@ -159,8 +160,8 @@ static Attn make_attention(AttnShape s, double spread_by) {
     return a;
 }
 
-// out and lse, either may be NULL; returns <dout, out>.
-static double oracle_attention(double* out, double* lse, const Attn* a) {
+// out, lse and the largest logit, each may be NULL; returns <dout, out>.
+static double oracle_attention(double* out, double* lse, double* max_logit, const Attn* a) {
     AttnShape s = a->shape;
     double *p = host_alloc(s.T * sizeof(double)), objective = 0;
     for (int64_t b = 0; b < s.B; b++)
@@ -176,6 +177,7 @@ static double oracle_attention(double* out, double* lse, const Attn* a) {
                 }
                 for (int64_t j = 0; j <= t; j++) sum += p[j] = exp(p[j] - top);
                 if (lse) lse[(b * s.H + h) * s.T + t] = top + log(sum);
+                if (max_logit) *max_logit = fmax(*max_logit, top);
                 for (int64_t d = 0; d < s.v; d++) {
                     double value = 0;
                     for (int64_t j = 0; j <= t; j++)
@@ -189,13 +191,15 @@ static double oracle_attention(double* out, double* lse, const Attn* a) {
     return objective;
 }
 
-static double attention_objective(void* a) { return oracle_attention(NULL, NULL, a); }
+static double attention_objective(void* a) { return oracle_attention(NULL, NULL, NULL, a); }
 
 static void check_attention(AttnShape s, double spread_by, double tolerance, double gradient_tolerance) {
     Attn a = make_attention(s, spread_by);
     check_threads(run_attention, &a);
-    double *out = zeros(a.nout), *lse = zeros(a.nlse);
-    oracle_attention(out, lse, &a);
+    double *out = zeros(a.nout), *lse = zeros(a.nlse), max_logit = -INFINITY;
+    oracle_attention(out, lse, &max_logit, &a);
+    CHECK(fabs((double)a.max_logit[0] - max_logit) <= TOL(1e-6, 1e-14) * (1 + fabs(max_logit)),
+          "largest logit %g, not %g", (double)a.max_logit[0], max_logit);
     CHECK_CLOSE(a.out, out, a.nout, tolerance);
     CHECK_CLOSE(a.lse, lse, a.nlse, TOL(1e-6, 1e-14));  // exp's argument as below, in the mean over rows; then one log
     check_gaps(a.dk_rope, a.tokens, s.rope, s.k_rope_stride);
@@ -237,7 +241,7 @@ static void test_attention_one_token(void) {
     // dS = dout v - delta, the same sum twice: 0 but for its rounding.
     for (int64_t i = 0; i < a.nq; i++) CHECK(fabs((double)a.dq[i]) <= TOL(1e-5, 1e-14), "dq %g", (double)a.dq[i]);
     double* lse = zeros(a.nlse);
-    oracle_attention(NULL, lse, &a);
+    oracle_attention(NULL, lse, NULL, &a);
     CHECK_CLOSE(a.lse, lse, a.nlse, TOL(1e-6, 1e-14));
     release_all();
 }

@@ -20,7 +20,7 @@ static const double U = 0x1p-9;
 struct Case {
     AttnShape shape;
     X q, kv, k_rope, dout, out, dq, dkv, dk_rope;
-    R lse;
+    R lse, max_logit;
 
     Case(AttnShape s, double times = 1)
         : shape(s),
@@ -32,10 +32,13 @@ struct Case {
           dq(q.n),
           dkv(kv.n),
           dk_rope(k_rope.n),
-          lse(s.B * s.T * s.H) {}
+          lse(s.B * s.T * s.H),
+          max_logit(1) {}
     // k_rope stands at the end of its rows, behind kv_lora's columns in the model.
     int64_t rope_at() const { return shape.k_rope_stride - shape.rope; }
-    void forward() { attention_forward(out.dev, lse.dev, q.dev, kv.dev, k_rope.dev + rope_at(), shape, ctx); }
+    void forward() {
+        attention_forward(out.dev, lse.dev, max_logit.dev, q.dev, kv.dev, k_rope.dev + rope_at(), shape, ctx);
+    }
     void backward() {
         attention_backward(dq.dev, dkv.dev, dk_rope.dev + rope_at(), dout.dev, out.dev, lse.dev, q.dev, kv.dev,
                            k_rope.dev + rope_at(), shape, ctx);
@@ -68,11 +71,15 @@ static double error_of(const X& t) {
 
 static void check_case(AttnShape s, double times, double tolerance, double gradient_tolerance) {
     Case c(s, times);
+    c.max_logit.host[0] = -INFINITY;
+    c.max_logit.send();
     c.forward();
     REFERENCE(attention_forward)
-    (c.out.ref(), (real*)c.lse.ref(), c.q.ref(), c.kv.ref(), c.rope_ref(c.k_rope), s, reference_ctx);
+    (c.out.ref(), (real*)c.lse.ref(), (real*)c.max_logit.ref(), c.q.ref(), c.kv.ref(), c.rope_ref(c.k_rope), s,
+     reference_ctx);
     CHECK_NEAR(c.out, tolerance);
     CHECK_CLOSE(c.lse, 1e-5);
+    CHECK_CLOSE(c.max_logit, 1e-5);  // of one row, as lse
     c.out.host = c.out.got();
     c.lse.host = c.lse.got();
     c.backward();
@@ -222,7 +229,7 @@ static void test_unknown_heads(void) {
     pid_t child = fork();
     if (child == 0) {
         dup2(ends[1], 2);
-        attention_forward(NULL, NULL, NULL, NULL, NULL, {1, 8, 1, 96, 32, 64, 32, 1}, NULL);
+        attention_forward(NULL, NULL, NULL, NULL, NULL, NULL, {1, 8, 1, 96, 32, 64, 32, 1}, NULL);
         _exit(0);
     }
     close(ends[1]);
