@@ -469,7 +469,7 @@ class Layouts(Case):
                 self.on(n, out=out, ep=ep, shard=shard, **options)
                 first, steps = cli.read_log(self.dir / out)
                 self.assertEqual((first["ranks"], first["ep"], first["shard"]), (n, ep, shard))
-                for key in ("loss", "grad_norm"):
+                for key in ("loss", "grad_norm", "max_logit"):
                     self.assert_close([line[key] for line in steps], [line[key] for line in alone])
                 self.assert_close([line["val_loss"] for line in steps if "val_loss" in line], validated,
                                   CLOSE if CUDA else 1e-6)

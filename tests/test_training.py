@@ -96,7 +96,7 @@ class Log(Case):
         for step in steps:
             fields = list(LOG_FIELDS)
             if step["step"] in (4, 8, 10):
-                fields[7:7] = ["val_loss", "val_bits_per_byte"]
+                fields[8:8] = ["val_loss", "val_bits_per_byte"]
                 self.assertTrue(0 < step["val_loss"] < 6)
                 self.assertAlmostEqual(step["val_bits_per_byte"], step["val_loss"] / math.log(2), places=6)  # a byte each
             self.assertEqual(list(step), fields)
