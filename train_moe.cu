@@ -106,9 +106,7 @@ static NORETURN void end_diverged(const Run* r) {
 
 // A step that changed no weight; the third in a row ends the run.
 static void bad_step(const Run* r, const StepRecord* s) {
-    warn("step %ld: loss %g, gradient norm %g: %s, so no weight was changed", s->step, s->loss, s->grad_norm,
-         isfinite(s->loss) && isfinite(s->grad_norm) ? "the update could leave weights that are not finite"
-                                                     : "not finite");
+    warn("step %ld: loss %g, gradient norm %g: not finite, so no weight was changed", s->step, s->loss, s->grad_norm);
     if (r->last.bad_in_a_row >= 3) end_diverged(r);
 }
 
@@ -210,12 +208,6 @@ static void save(Run* r, int64_t step, int at_the_end) {
     const Settings* s = &r->settings;
     int64_t good = step - r->last.bad_in_a_row;
     if (good == r->saved || (good != step && !at_the_end)) return;
-    for (int i = 0; i < LARGEST; i++)
-        if (!isfinite(r->last.own_largest[i]))
-            die(EXIT_FAILED,
-                "step %ld is not saved: the weights or moments of this rank are not finite; its memory may "
-                "be faulty",
-                good);
     if (r->log) runlog_sync(r->log);
     model_save(r->model, r->saver, good, good * (s->tokens_per_step / s->seq_len), shards_hash(r->train), &r->last);
     r->saved = good;

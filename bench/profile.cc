@@ -39,7 +39,6 @@ const char* const classes[][2] = {
     {"sum_chunks", "optimizer"},
     {"add_total", "optimizer"},
     {"step_", "optimizer"},
-    {"measure_kernel", "optimizer"},
     {"muon_", "optimizer"},
     {"permute", "permute, combine"},
     {"sort_", "permute, combine"},

@@ -2,8 +2,7 @@
 //
 // adamw_update takes up to 32 buffers in a launch. It reads master, m, v and grad once and writes master, m, v and
 // weight once: 30 bytes a parameter, 22 where moments are bf16, bound by memory. A thread takes 8 elements, so that 8
-// loads of 16 bytes (6) are under way at once. The largest of what it writes costs no access: a maximum a block, and an
-// atomic maximum of whole numbers, in which no order counts.
+// loads of 16 bytes (6) are in flight at once.
 //
 // Sums run in double over fixed chunks: a block a chunk, then one block over the chunks' sums. Which element is added
 // to which never depends on the number of SMs or on time.
@@ -90,43 +89,9 @@ void step_decide(StepState* state, int64_t tokens, const AdamW* opt, Ctx* ctx) {
     launch(step_decide_kernel, 1, 1, 0, ctx, state, tokens, opt);
 }
 
-// Numbers without their sign are in the order of their bits, NaN above all. Whole blocks call it.
-static __device__ __forceinline__ void keep_largest(StepState* state, const unsigned (&bits)[LARGEST]) {
-    // The largest of each warp, then of the block.
-    __shared__ unsigned part[LARGEST][THREADS / 32];
-#pragma unroll
-    for (int k = 0; k < LARGEST; k++) {
-        const unsigned most = __reduce_max_sync(0xffffffffu, bits[k]);
-        if (threadIdx.x % 32 == 0) part[k][threadIdx.x / 32] = most;
-    }
-    __syncthreads();
-    if (threadIdx.x >= LARGEST) return;
-    unsigned most = 0;
-    for (int w = 0; w < THREADS / 32; w++) most = max(most, part[threadIdx.x][w]);
-    // As a double, in the same order. Few blocks find a larger one: the others spare the atomic.
-    const unsigned long long now = __double_as_longlong((double)__uint_as_float(most));
-    unsigned long long* kept = (unsigned long long*)&state->own_largest[threadIdx.x];
-    if (now > __ldcg(kept)) atomicMax(kept, now);
-}
-
-// most = the larger of most and |x|, as bits.
-static __device__ __forceinline__ void take_in(unsigned& most, float x) {
-    most = max(most, __float_as_uint(x) & 0x7fffffffu);
-}
-
-// Moments as they lie in memory. What is stored rounded is then rounded in m too.
-static __device__ __forceinline__ void load_moments(float m[8], const float* p) { load_real(m, p); }
-static __device__ __forceinline__ void load_moments(float m[8], const floatX* p) { load(m, p); }
-static __device__ __forceinline__ void store_moments(float* p, float m[8]) { store_real(p, m); }
-static __device__ __forceinline__ void store_moments(floatX* p, float m[8]) {
-    const Piece rounded = piece_of(m);
-    *(Piece*)p = rounded;
-    floats_of(m, rounded);
-}
-
 template <typename Moment>
 static __global__ void __launch_bounds__(THREADS, 4)
-    adamw_kernel(const __grid_constant__ BufferList<AdamWBuffer> list, const AdamW* option, StepState* state) {
+    adamw_kernel(const __grid_constant__ BufferList<AdamWBuffer> list, const AdamW* option, const StepState* state) {
     const int b = list_buffer(list);
     const AdamWBuffer& buffer = list.buffer[b];
     float* master = buffer.master;
@@ -137,7 +102,6 @@ static __global__ void __launch_bounds__(THREADS, 4)
     if (!state->ok) return;
     // Eight elements: all loads go out first.
     const int64_t i = list_element(list, b);
-    unsigned most[LARGEST] = {};
     if (i < n) {
         const float scale = (float)state->grad_scale, fix1 = (float)(1 / state->correction1),
                     fix2 = (float)(1 / state->correction2);
@@ -161,37 +125,11 @@ static __global__ void __launch_bounds__(THREADS, 4)
         store_moments(m + i, m1);
         store_moments(v + i, v1);
         store(buffer.weight + i, p);
-
-        // What is written counts for the bounds of the next step.
-#pragma unroll
-        for (int j = 0; j < 8; j++) {
-            take_in(most[LARGEST_WEIGHT], p[j]);
-            take_in(most[LARGEST_M], m1[j]);
-            take_in(most[LARGEST_V], v1[j]);
-        }
     }
-    keep_largest(state, most);
 }
 
-void adamw_update(const AdamWBuffer* buffers, int count, int bf16, const AdamW* opt, StepState* state, Ctx* ctx) {
+void adamw_update(const AdamWBuffer* buffers, int count, int bf16, const AdamW* opt, const StepState* state, Ctx* ctx) {
     for (int b = 0; b < count; b++)
         ASSERT(wide(buffers[b].n, buffers[b].weight, buffers[b].master, buffers[b].m, buffers[b].v, buffers[b].grad));
     launch_list(bf16 ? adamw_kernel<floatX> : adamw_kernel<float>, buffers, count, ctx, opt, state);
-}
-
-template <typename Moment>
-static __global__ void __launch_bounds__(THREADS)
-    measure_kernel(StepState* state, const float* master, const void* m, const void* v, int64_t n) {
-    unsigned most[LARGEST] = {};
-    for (int64_t i = blockIdx.x * (int64_t)THREADS + threadIdx.x; i < n; i += gridDim.x * (int64_t)THREADS) {
-        take_in(most[LARGEST_WEIGHT], master[i]);
-        take_in(most[LARGEST_M], (float)((const Moment*)m)[i]);
-        take_in(most[LARGEST_V], (float)((const Moment*)v)[i]);
-    }
-    keep_largest(state, most);
-}
-
-void adamw_measure(StepState* state, const real* master, const void* m, const void* v, int bf16, int64_t n, Ctx* ctx) {
-    launch(bf16 ? measure_kernel<floatX> : measure_kernel<float>, 8 * ctx->sms, THREADS, 0, ctx, state, master, m, v,
-           n);
 }

@@ -4,11 +4,9 @@
 //
 //   step_begin -> (loss_add per micro-step) -> grad_norm_add per buffer -> step_decide -> adamw_update
 //
-// A step whose loss or gradient norm is not finite (ok = 0) changes no weight and no moment; neither does one whose
-// update could leave a weight or a moment infinite. That is decided beforehand, from bounds: an update keeps the
-// largest |w|, |m| and v that it leaves, a maximum beside the reads and writes that it makes anyway, and with the norm
-// of the next gradient these bound all that the next update can make. A step whose tokens had no room (moe/dispatch.h)
-// changes nothing either, and no step after it does until there is room: the host runs them again.
+// A step whose loss or gradient norm is not finite (ok = 0) changes no weight and no moment. A step that overflowed
+// the capacity of a dispatch (moe/dispatch.h) changes nothing either, and no step after it does until the host has
+// grown the capacity and runs them again.
 //
 // Moments are real, or bf16 as DeepSeek-V3 keeps them (arXiv 2412.19437, section 3.3.3): 22 bytes a parameter are read
 // and written instead of 30. Of bf16 ones the update takes the new m and v before they are rounded: they are in
@@ -25,7 +23,6 @@
 #ifndef LAYERS_ADAMW_H
 #define LAYERS_ADAMW_H
 
-#include <float.h>
 #include <math.h>
 
 #include "device/device.h"
@@ -33,24 +30,21 @@
 BEGIN_C
 
 enum { MTP_MAX = 4 };  // at most so many modules predict further tokens (model/model.h)
-enum { LARGEST_WEIGHT, LARGEST_M, LARGEST_V, LARGEST };
 
-// In device memory. The first fields lie side by side, up to `largest`: one sum over the ranks serves them.
+// In device memory. The first fields, up to `overflows`, lie side by side: one sum over the ranks serves them.
 typedef struct StepState {
     double loss_sum;              // sum of token losses so far, nats
     double further_sum[MTP_MAX];  // the same of each module that predicts further tokens
     double grad_sq;               // sum of squares of the gradient so far
     double stop;                  // not 0: a rank was asked to stop
     double overflows;             // dispatches whose tokens had no room (moe/dispatch.h)
-    double largest[LARGEST];      // before this step: own_largest, and after the sum over the ranks a bound on them all
     double loss;                  // loss_sum / tokens, set by step_decide
     double grad_norm;             // sqrt(grad_sq), before clipping
     double grad_scale;            // min(1, clip / grad_norm), or 1 where clip is 0
     double correction1;           // 1 - beta1^updates
     double correction2;           // 1 - beta2^updates
-    double own_largest[LARGEST];  // |w|, |m| and v of this rank after its last update; NaN where one is NaN
     int64_t updates;              // updates applied so far, this one included; saved in checkpoints
-    int32_t ok;                   // 1: this step's loss, gradient norm and update are finite
+    int32_t ok;                   // 1: this step's loss and gradient norm are finite
     int32_t bad_in_a_row;         // steps in a row that were not
     real max_logit;               // largest attention logit of the step, of all layers
     int32_t replay;               // 1: tokens had no room in this step or in one before it; until the host has made
@@ -58,16 +52,16 @@ typedef struct StepState {
     double needed;                // how much the first of them would have taken, of what this rank's group had; what
                                   // is computed after it, without what did not arrive, is no measure
 } StepState;
-enum { STEP_SUMS = 4 + MTP_MAX + LARGEST };  // doubles from loss_sum on that are summed over the ranks
+enum { STEP_SUMS = 4 + MTP_MAX };  // doubles from loss_sum on that are summed over the ranks
 
 // In device memory too: what the host knows of a step, lr first of all, is written there before the step.
 typedef struct AdamW {
     float lr, beta1, beta2, eps, weight_decay, clip;  // clip: largest gradient norm, 0 for none
 } AdamW;
 
-void step_begin(StepState* state, Ctx* ctx);                                  // the sums are 0, largest = own_largest
-void loss_add(double* sum, const real* loss, int64_t N, Ctx* ctx);            // sum += sum_n loss[n]
-void grad_norm_add(StepState* state, const real* grad, int64_t n, Ctx* ctx);  // grad_sq += sum_i grad[i]^2
+void step_begin(StepState* state, Ctx* ctx);                                     // the sums are 0
+void loss_add(double* sum, const real* loss, int64_t N, Ctx* ctx);               // sum += sum_n loss[n]
+void grad_norm_add(StepState* state, const real* grad, int64_t n, Ctx* ctx);     // grad_sq += sum_i grad[i]^2
 void step_decide(StepState* state, int64_t tokens, const AdamW* opt, Ctx* ctx);  // the rest of StepState
 
 // A flat buffer of n parameters, and what is kept of them.
@@ -84,11 +78,9 @@ typedef struct AdamWBuffer {
 // master -= lr * ((m / correction1) / (sqrt(v / correction2) + eps) + decay * master),  weight = round(master)
 // with decay = weight_decay for i < n_decay and 0 after (matrices lie before vectors in a buffer).
 // weight may be master where floatX is real. bf16 1: the m and v of all buffers are bf16; they are rounded as they are
-// stored, after all this. Nothing is written if state->ok is 0. own_largest takes in what is stored.
+// stored, after all this. Nothing is written if state->ok is 0.
 // On the GPU n is a multiple of 8.
-void adamw_update(const AdamWBuffer* buffers, int count, int bf16, const AdamW* opt, StepState* state, Ctx* ctx);
-// Takes into own_largest what was set from outside (start, checkpoint).
-void adamw_measure(StepState* state, const real* master, const void* m, const void* v, int bf16, int64_t n, Ctx* ctx);
+void adamw_update(const AdamWBuffer* buffers, int count, int bf16, const AdamW* opt, const StepState* state, Ctx* ctx);
 
 // Bytes of workspace for loss_add and grad_norm_add (partial sums).
 size_t adamw_workspace(int64_t n);
@@ -98,28 +90,19 @@ static inline BOTH_SIDES void step_begin_now(StepState* s) {
     s->loss_sum = s->grad_sq = s->stop = s->overflows = 0;
     for (int k = 0; k < MTP_MAX; k++) s->further_sum[k] = 0;
     s->max_logit = -INFINITY;
-    for (int i = 0; i < LARGEST; i++) s->largest[i] = s->own_largest[i];
 }
 
 // The decisions, as both builds take them.
 static inline BOTH_SIDES void step_decide_now(StepState* s, int64_t tokens, const AdamW* opt) {
-    const double limit = FLT_MAX / 2;  // in every build, for bf16 ends there too; roundings have the other half
     s->loss = s->loss_sum / (double)tokens;
     s->grad_norm = sqrt(s->grad_sq);
     s->grad_scale = opt->clip > 0 && s->grad_norm > opt->clip ? opt->clip / s->grad_norm : 1;
     s->correction1 = 1 - pow((double)opt->beta1, (double)(s->updates + 1));
     s->correction2 = 1 - pow((double)opt->beta2, (double)(s->updates + 1));
-    // No element of the gradient is larger than its norm.
-    const double g = s->grad_scale * s->grad_norm, w = s->largest[LARGEST_WEIGHT];
-    const double m = (opt->beta1 * s->largest[LARGEST_M] + (1 - opt->beta1) * g) / s->correction1;
-    const double v = (opt->beta2 * s->largest[LARGEST_V] + (1 - opt->beta2) * g * g) / s->correction2;
-    const double change = m / opt->eps + opt->weight_decay * w;
     s->replay |= s->overflows > 0;
-    s->ok = !s->replay && isfinite(s->loss) && m < limit && v < limit && change < limit && w + opt->lr * change < limit;
+    s->ok = !s->replay && isfinite(s->loss) && isfinite(s->grad_norm);
     if (!s->replay) s->bad_in_a_row = s->ok ? 0 : s->bad_in_a_row + 1;
     s->updates += s->ok;
-    // The update that follows finds its own.
-    for (int i = 0; i < LARGEST && s->ok; i++) s->own_largest[i] = 0;
 }
 
 END_C

@@ -25,6 +25,12 @@ static __device__ __forceinline__ int64_t list_element(const BufferList<Buffer>&
     return ((blockIdx.x - list.first[b]) * (int64_t)LIST_THREADS + threadIdx.x) * 8;
 }
 
+// 8 moments, as they are stored: float32 or bf16.
+static __device__ __forceinline__ void load_moments(float m[8], const float* p) { load_real(m, p); }
+static __device__ __forceinline__ void load_moments(float m[8], const floatX* p) { load(m, p); }
+static __device__ __forceinline__ void store_moments(float* p, const float m[8]) { store_real(p, m); }
+static __device__ __forceinline__ void store_moments(floatX* p, const float m[8]) { store(p, m); }
+
 // Launches kernel(list, arguments...) for all buffers. Their lengths are multiples of 8.
 template <typename Buffer, typename... Parameters, typename... Arguments>
 static inline void launch_list(void (*kernel)(BufferList<Buffer>, Parameters...), const Buffer* buffers, int count,

@@ -15,11 +15,6 @@
 
 enum { THREADS = LIST_THREADS, CHUNK = 32768 };
 
-static __device__ __forceinline__ void load_momentum(float m[8], const float* p) { load_real(m, p); }
-static __device__ __forceinline__ void load_momentum(float m[8], const floatX* p) { load(m, p); }
-static __device__ __forceinline__ void store_momentum(float* p, const float m[8]) { store_real(p, m); }
-static __device__ __forceinline__ void store_momentum(floatX* p, const float m[8]) { store(p, m); }
-
 template <typename Momentum>
 static __global__ void __launch_bounds__(THREADS)
     muon_momentum_kernel(const __grid_constant__ BufferList<MuonBuffer> list, const Muon* opt, const StepState* state) {
@@ -32,13 +27,13 @@ static __global__ void __launch_bounds__(THREADS)
     Momentum* m = (Momentum*)buffer.m;
     float g[8], m1[8], u[8];
     load_real(g, buffer.grad + i);
-    load_momentum(m1, m + i);
+    load_moments(m1, m + i);
 #pragma unroll
     for (int j = 0; j < 8; j++) {
         m1[j] = momentum * m1[j] + scale * g[j];
         u[j] = scale * g[j] + momentum * m1[j];
     }
-    store_momentum(m + i, m1);
+    store_moments(m + i, m1);
     store(buffer.x + i, u);
 }
 

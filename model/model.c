@@ -381,15 +381,7 @@ Model* model_create(const Settings* s, Ranks* world) {
 }
 
 void model_weights_set(Model* m) {
-    for (int u = 0; u < params_units(&m->config); u++) {
-        params_publish(&m->units[u], m->ctx);
-        for (int b = 0; b < BUFFERS && !m->layout.frozen; b++) {
-            const ParamBuffer* p = &m->units[u].buffer[b];
-            const int64_t from = muon_held(p);
-            adamw_measure(m->state, p->master + from, moments_at(p, from, m->layout.bf16_moments), p->v,
-                          m->layout.bf16_moments, p->held - from, m->ctx);
-        }
-    }
+    for (int u = 0; u < params_units(&m->config); u++) params_publish(&m->units[u], m->ctx);
     weights_changed(m->sharding, m->ctx);
 }
 

@@ -147,7 +147,7 @@ void model_plan_free(Model* model);
 // or a checkpoint does that.
 Model* model_create(const Settings* settings, Ranks* world);
 void model_init(Model* model, uint64_t seed);
-// The masters and moments were set from outside: working weights and the bounds of the next update follow from them.
+// The masters were set from outside: the working weights follow from them.
 void model_weights_set(Model* model);
 void model_destroy(Model* model);
 // Bytes that the ops share, on both streams. Of a plan for the other build an estimate from above.

@@ -181,6 +181,21 @@ static bool write_slices(const char* path, int64_t file, FileSlice** next, const
     return fsync(fd) == 0 && close(fd) == 0;
 }
 
+// Ends the run where a rank's weights or moments are not finite, before anything is written.
+static void check_finite(const Saver* s) {
+    const char* from = s->buffer;
+    bool finite = true;
+    for (const FileSlice* slice = s->slices; slice < s->slices + s->slice_count; slice++) {
+        const int64_t n = slice->bytes / (int64_t)st_dtype_bytes((StDtype)slice->dtype);
+        finite = finite && first_not_finite(from, n, (StDtype)slice->dtype) == n;
+        from += slice->bytes;
+    }
+    if (ranks_well(s->group, finite)) return;
+    die(EXIT_FAILED,
+        "step %ld is not saved: weights or moments of this rank are not finite; earlier checkpoints are as they were",
+        s->step);
+}
+
 // File after file, all ranks together. The time limit of waits holds for a file: it finds a rank whose disk hangs,
 // while all files together may take longer.
 static void write_files(Saver* s) {
@@ -282,6 +297,7 @@ static void* saver_thread(void* saver) {
     Saver* s = (Saver*)saver;
     bool leads = ranks_index(s->group) == 0;
     int64_t total;
+    check_finite(s);
 
     // Files of tensors at full size, then every rank's slices, then what rank 0 learns of them.
     if (leads) make_files(s);
@@ -309,10 +325,10 @@ static char* copy_slice(Saver* s, int64_t file, const CheckpointTensor* t, int64
     ASSERT(t->save_first >= t->first && t->save_first + t->save_count <= t->first + t->count);
     device_download(to, (char*)t->data + (t->save_first - t->first) * size, (size_t)bytes, ctx);
     FileSlice* last = s->slices + s->slice_count - 1;
-    if (s->slice_count && last->file == file && last->offset + last->bytes == offset) {
+    if (s->slice_count && last->file == file && last->offset + last->bytes == offset && last->dtype == t->dtype) {
         last->bytes += bytes;
     } else {
-        FileSlice slice = {file, offset, bytes, 0};
+        FileSlice slice = {.file = file, .offset = offset, .bytes = bytes, .dtype = t->dtype};
         s->slices[s->slice_count++] = slice;
     }
     return to + bytes;

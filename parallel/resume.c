@@ -179,7 +179,7 @@ static int check_files(Ranks* world, const char* folder, const Json* manifest, c
         int64_t from = max_i64(begin - at, 0), to = min_i64(end - at, sizes[i]);
         if (from >= to) continue;
         Path path = path_of("%s/%s", folder, names[i]);
-        FileSlice slice = {i, from, to - from, 0};
+        FileSlice slice = {.file = i, .offset = from, .bytes = to - from};
         if (sum_slice(path.text, sizes[i], &slice, piece, error, error_size) == 0)
             mine[slices++] = slice;
         else
@@ -206,11 +206,6 @@ static int check_files(Ranks* world, const char* folder, const Json* manifest, c
     return agree(world, bad, error, error_size);
 }
 
-// Of bf16 those are not whose bits of the exponent are all 1.
-static bool is_finite(const void* values, int64_t i, StDtype dtype) {
-    return dtype == ST_BF16 ? (~((const uint16_t*)values)[i] & 0x7f80) != 0 : isfinite(((const real*)values)[i]);
-}
-
 // Loads the slice of a tensor that this rank holds.
 static int load_slice(const SafeTensors* st, const CheckpointTensor* t, void* piece, Ctx* ctx, char* error,
                       size_t error_size) {
@@ -230,12 +225,11 @@ static int load_slice(const SafeTensors* st, const CheckpointTensor* t, void* pi
             snprintf(error, error_size, "%s: cannot read %s: %s", st->path, t->name, strerror(errno));
             return -1;
         }
-        for (int64_t i = 0; i < n; i++)
-            if (!is_finite(piece, i, t->dtype)) {
-                snprintf(error, error_size, "%s: element %ld of %s is not finite", st->path, t->first + at + i,
-                         t->name);
-                return -1;
-            }
+        const int64_t bad = first_not_finite(piece, n, t->dtype);
+        if (bad < n) {
+            snprintf(error, error_size, "%s: element %ld of %s is not finite", st->path, t->first + at + bad, t->name);
+            return -1;
+        }
         device_upload((char*)t->data + at * size, piece, (size_t)(n * size), ctx);
     }
     return 0;

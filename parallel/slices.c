@@ -2,6 +2,7 @@
 // that has no slices.
 #include "parallel/slices.h"
 
+#include <math.h>
 #include <stdio.h>
 #include <stdlib.h>
 #include <string.h>
@@ -22,6 +23,21 @@ int64_t step_number(const char* name, const char* suffix) {
 }
 
 uLong crc_of(const void* data, size_t bytes) { return crc32_z(crc32(0, NULL, 0), (const Bytef*)data, bytes); }
+
+int64_t first_not_finite(const void* values, int64_t n, StDtype dtype) {
+    // All bits of the exponent are 1. The element is looked for only in a slice that has one.
+    int64_t i = 0, bad = 0;
+    if (dtype == ST_BF16) {
+        const uint16_t* x = (const uint16_t*)values;
+        for (; i < n; i++) bad += (~x[i] & 0x7f80) == 0;
+        for (i = 0; bad && (~x[i] & 0x7f80) != 0;) i++;
+    } else {
+        const real* x = (const real*)values;
+        for (; i < n; i++) bad += !isfinite(x[i]);
+        for (i = 0; bad && isfinite(x[i]);) i++;
+    }
+    return bad ? i : n;
+}
 
 // By file, then by offset.
 static int in_order(const void* a, const void* b) {

@@ -24,10 +24,14 @@ Path step_path(const char* out, int64_t step, const char* suffix);  // out/step_
 int64_t step_number(const char* name, const char* suffix);          // whose name (without `out`) it is; -1: none's
 uLong crc_of(const void* data, size_t bytes);
 
-// A run of bytes of a file (counted from 0, in the checkpoint's order) and its CRC-32.
+// The first of n elements that is not finite, or n.
+int64_t first_not_finite(const void* values, int64_t n, StDtype dtype);
+
+// A run of bytes of a file (counted from 0, in the checkpoint's order), its CRC-32, and the type of its elements.
 typedef struct FileSlice {
     int64_t file, offset, bytes;
     uint64_t crc;
+    int64_t dtype;
 } FileSlice;
 
 // The slices of all ranks in order, in fresh memory: rank 0 gets them, the others none.

@@ -180,13 +180,14 @@ static void joining(void) {
     const int64_t TB = (int64_t)1 << 40;
     const unsigned char text[] = "0123456789";
     enum { CASES = 7 };
-    const FileSlice cases[CASES][3] = {{{0, 3, 4, 0}, {0, 7, 3, 0}, {1, 0, 5, 0}},   // bytes 3 .. 9 of file 0: whole
-                                       {{0, 3, 4, 0}, {0, 8, 2, 0}, {1, 0, 5, 0}},   // a hole
-                                       {{0, 3, 4, 0}, {0, 6, 4, 0}, {1, 0, 5, 0}},   // a byte twice
-                                       {{0, 3, 4, 0}, {0, 6, 3, 0}, {1, 0, 5, 0}},   // a byte twice, one not at all
-                                       {{0, 3, 7, 0}, {0, 3, 7, 0}, {1, 0, 5, 0}},   // all twice
-                                       {{0, 4, 3, 0}, {0, 7, 3, 0}, {1, 0, 5, 0}},   // the start is missing
-                                       {{0, 3, 4, 0}, {1, 0, 5, 0}, {1, 5, 5, 0}}};  // the end is missing
+    const FileSlice cases[CASES][3] = {
+        {{0, 3, 4, 0, 0}, {0, 7, 3, 0, 0}, {1, 0, 5, 0, 0}},   // bytes 3 .. 9 of file 0: whole
+        {{0, 3, 4, 0, 0}, {0, 8, 2, 0, 0}, {1, 0, 5, 0, 0}},   // a hole
+        {{0, 3, 4, 0, 0}, {0, 6, 4, 0, 0}, {1, 0, 5, 0, 0}},   // a byte twice
+        {{0, 3, 4, 0, 0}, {0, 6, 3, 0, 0}, {1, 0, 5, 0, 0}},   // a byte twice, one not at all
+        {{0, 3, 7, 0, 0}, {0, 3, 7, 0, 0}, {1, 0, 5, 0, 0}},   // all twice
+        {{0, 4, 3, 0, 0}, {0, 7, 3, 0, 0}, {1, 0, 5, 0, 0}},   // the start is missing
+        {{0, 3, 4, 0, 0}, {1, 0, 5, 0, 0}, {1, 5, 5, 0, 0}}};  // the end is missing
     for (int i = 0; i < CASES; i++) {
         FileSlice slices[3];
         for (int k = 0; k < 3; k++) {
@@ -202,7 +203,7 @@ static void joining(void) {
               "the next file, case %d", i);
         CHECK(crc == crc_of(text, i < CASES - 1 ? 5 : 10), "its CRC-32");
     }
-    const FileSlice large[2] = {{0, 0, 5 * TB, 0}, {0, 5 * TB, 7 * TB, 0}};
+    const FileSlice large[2] = {{0, 0, 5 * TB, 0, 0}, {0, 5 * TB, 7 * TB, 0, 0}};
     const FileSlice* next = large;
     uLong crc = 0;
     CHECK(slices_join(&next, large + 2, 0, 0, 12 * TB, &crc), "12 TB");
@@ -514,6 +515,22 @@ static void leave_a_hole(void) {
     save_one(world, 2, s);
 }
 
+// Step 2 of this rank, with an element of tensor t that is not finite: the last it writes of it.
+static State* spoiled(int t) {
+    const real infinite = INFINITY;
+    const uint16_t nan = 0x7fc0;
+    State* s = state_create(0, rank, ranks);
+    fill(s, 2);
+    const CheckpointTensor* c = &s->tensors[t];
+    const size_t size = st_dtype_bytes(c->dtype);
+    ASSERT(c->save_count > 0);
+    device_upload((char*)c->data + (size_t)(c->save_first - c->first + c->save_count - 1) * size,
+                  c->dtype == ST_BF16 ? (const void*)&nan : (const void*)&infinite, size, ctx);
+    return s;
+}
+static void save_infinite(void) { save_one(world, 2, spoiled(0)); }
+static void save_bf16_nan(void) { save_one(world, 2, spoiled(TENSORS - 1)); }
+
 static void save_below_a_file(void) { saver_create(world, in_folder("file/run"), 9); }
 
 static void a_fault_ends_the_run(void) {
@@ -522,14 +539,18 @@ static void a_fault_ends_the_run(void) {
     DIES(fill_the_disk, "cannot write", "disk/step_00000002.tmp/block_001.safetensors: File too large",
          "this checkpoint was not saved, earlier ones are as they were");
     check_not_saved("disk");
+    DIES(save_infinite, "step 2 is not saved: weights or moments of this rank are not finite; earlier checkpoints are");
+    check_not_saved("disk");
+    DIES(save_bf16_nan, "step 2 is not saved: weights or moments of this rank are not finite");
+    check_not_saved("disk");
     DIES(leave_a_hole, "internal error", "disk/step_00000002.tmp/block_001.safetensors");
     write_file("file", "", 0);
     DIES(save_below_a_file, "cannot create", "file/run", "Not a directory");
 }
 
 // One of four ranks is odd. This program, alone, starts itself so.
-enum { ODD = 2, FAULTS = 3 };
-static const char* const faults[FAULTS] = {"full", "unlike", "apart"};
+enum { ODD = 2, FAULTS = 4 };
+static const char* const faults[FAULTS] = {"full", "unlike", "apart", "spoiled"};
 
 static void fault(const char* name, const char* path) {
     char error[512];
@@ -542,7 +563,7 @@ static void fault(const char* name, const char* path) {
     save(saver, 1, s);
     checkpoint_wait(saver);
     if (full && odd) limit_files();
-    save(saver, 2, s);
+    save(saver, 2, strcmp(name, "spoiled") == 0 && odd ? spoiled(TENSORS - 1) : s);
     checkpoint_wait(saver);
     load(world, odd ? 1 : 2, s, error, sizeof(error));
 }
@@ -564,7 +585,8 @@ static void one_of_several_ranks_ends_all(void) {
     for (int i = 0; i < FAULTS; i++) runs[i] = start_ranks(faults[i]);
     const char* const words[FAULTS][3] = {{"cannot write", "/full/step_00000002.tmp/block_", ": File too large"},
                                           {"/unlike", "all ranks share", ""},
-                                          {"/tmp/a/folder/of/its/own", "all ranks share", ""}};
+                                          {"/tmp/a/folder/of/its/own", "all ranks share", ""},
+                                          {"step 2 is not saved", "of this rank are not finite", ""}};
     for (int i = 0; i < FAULTS; i++) {
         char said[8192];
         size_t n = fread(said, 1, sizeof(said) - 1, runs[i]);
@@ -576,6 +598,7 @@ static void one_of_several_ranks_ends_all(void) {
             CHECK(strstr(said, words[i][w]), "%s: '%s' is missing from %s", faults[i], words[i][w], said);
     }
     check_not_saved("full");
+    check_not_saved("spoiled");
 }
 
 int main(int argc, char** argv) {

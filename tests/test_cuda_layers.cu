@@ -295,8 +295,6 @@ static void adamw_case(int64_t n, int64_t n_decay, int64_t N, float clip) {
     StepState* state = (StepState*)device_alloc(sizeof(StepState), "a test");
     StepState ref;
     memset(&ref, 0, sizeof(ref));
-    adamw_measure(state, master.dev, m.dev, v.dev, 0, n, ctx);
-    REFERENCE(adamw_measure)(&ref, master.ref(), m.ref(), v.ref(), 0, n, reference_ctx);
     for (int step = 0; step < 4; step++) {
         const bool bad = step == 2;
         auto keep = grad.host;
@@ -327,14 +325,6 @@ static void adamw_case(int64_t n, int64_t n_decay, int64_t N, float clip) {
         CHECK(got.ok == ref.ok && got.updates == ref.updates && got.bad_in_a_row == ref.bad_in_a_row,
               "step %d: ok %d, updates %lld, bad %d", step, got.ok, (long long)got.updates, got.bad_in_a_row);
         CHECK(close_to(got.loss, ref.loss), "loss %.17g for %.17g", got.loss, ref.loss);
-        const std::vector<double>* written[LARGEST];
-        auto masters = master.got(), firsts = m.got(), seconds = v.got();
-        written[LARGEST_WEIGHT] = &masters, written[LARGEST_M] = &firsts, written[LARGEST_V] = &seconds;
-        for (int k = 0; k < LARGEST; k++) {
-            double most = 0;
-            for (double x : *written[k]) most = fmax(most, fabs(x));
-            CHECK(got.own_largest[k] == most, "step %d: largest %d is %g, not %g", step, k, got.own_largest[k], most);
-        }
         if (bad) {
             auto bits = [&](const std::vector<double>& a, const std::vector<double>& b) {
                 return memcmp(a.data(), b.data(), a.size() * sizeof(double)) == 0;
@@ -379,15 +369,6 @@ static void adamw_case(int64_t n, int64_t n_decay, int64_t N, float clip) {
         *s = fetch_state(state);
     }
     CHECK(memcmp(&first, &second, sizeof(first)) == 0, "sums differ from run to run");
-    // What was set from outside: found wherever it is, and a NaN is not lost again.
-    m.host[(size_t)(n - 1)] = -1e30, m.send();
-    adamw_measure(state, master.dev, m.dev, v.dev, 0, n, ctx);
-    CHECK(fetch_state(state).own_largest[LARGEST_M] == (double)1e30f, "measured %g",
-          fetch_state(state).own_largest[LARGEST_M]);
-    v.host[(size_t)(n / 3)] = NAN, v.send();
-    adamw_measure(state, master.dev, m.dev, v.dev, 0, n, ctx);
-    adamw_measure(state, master.dev, m.dev, master.dev, 0, n, ctx);
-    CHECK(isnan(fetch_state(state).own_largest[LARGEST_V]), "NaN is not found");
     device_free(there);
     device_free(state);
 }

@@ -33,12 +33,6 @@ struct Narrow {
             CHECK((raw[i] & 0x7fff) > 0x7f80 && (raw[raw.size() - 1 - i] & 0x7fff) > 0x7f80, "the NaN beside is gone");
         return std::vector<uint16_t>(raw.begin() + 8, raw.end() - 8);
     }
-    double largest() const {
-        double most = 0;
-        auto values = dev.got();
-        for (size_t i = 8; i < values.size() - 8; i++) most = fmax(most, fabs(values[i]));
-        return most;
-    }
     // Float32 on the GPU and double in the reference, whose roundings differ only in the middle of two numbers: there
     // are 14 * 2^-24 / 2^-8 of these, 2e-4 of all. They are neighbours then, unless the terms of m cancel: what is left
     // of terms below 0.1 is off by 7 * 2^-24 * 0.2.
@@ -73,11 +67,6 @@ static void moments_case(int64_t n, int64_t n_decay) {
         auto keep = grad.host, start = master.host;
         auto m_before = m.bits(), v_before = v.bits();
         if (bad) grad.host[(size_t)(n / 2)] = INFINITY, grad.send();
-        adamw_measure(state, master.dev, m.start(), v.start(), 1, n, ctx);
-        CHECK(fetch_state(state).own_largest[LARGEST_M] == m.largest() &&
-                  fetch_state(state).own_largest[LARGEST_V] == v.largest(),
-              "step %d: measured %g and %g, not %g and %g", step, fetch_state(state).own_largest[LARGEST_M],
-              fetch_state(state).own_largest[LARGEST_V], m.largest(), v.largest());
         step_begin(state, ctx);
         REFERENCE(step_begin)(&ref, reference_ctx);
         grad_norm_add(state, grad.dev, n, ctx);
@@ -90,9 +79,6 @@ static void moments_case(int64_t n, int64_t n_decay) {
         REFERENCE(adamw_update)(&wanted, 1, 1, &opt, &ref, reference_ctx);
         const StepState got = fetch_state(state);
         CHECK(got.ok == !bad && ref.ok == !bad, "step %d: ok %d, of the reference %d", step, got.ok, ref.ok);
-        CHECK(got.own_largest[LARGEST_M] == m.largest() && got.own_largest[LARGEST_V] == v.largest(),
-              "step %d: largest %g and %g, not %g and %g", step, got.own_largest[LARGEST_M], got.own_largest[LARGEST_V],
-              m.largest(), v.largest());
         CHECK(!bad || (m.bits() == m_before && v.bits() == v_before), "a bad step changed a moment");
         m.check("m");
         v.check("v");

@@ -69,7 +69,6 @@ static void test_stored_is_nearest(void) {
     Run a;
     check_threads(run, &a);
     const double b1 = options.beta1, b2 = options.beta2, lr = options.lr, bound = 7 * ldexp(1, -24);
-    double largest[LARGEST] = {0};
     for (int s = 0; s < STEPS; s++) {
         double *g = doubles(a.grad[s], LONG), *change = zeros(LONG), norm = sqrt(dot(g, g, LONG));
         real* moved = copied(a.master[s + 1], LONG);
@@ -92,19 +91,6 @@ static void test_stored_is_nearest(void) {
                 (a.m[s + 1][i] & a.v[s + 1][i] & a.m[s + 1][GUARD + LONG + i] & a.v[s + 1][GUARD + LONG + i]) == 0xffff,
                 "step %d: something beside the moments is written", s);
     }
-
-    // What is stored counts for the bounds, after an update and after a start.
-    for (int64_t i = 0; i < LONG; i++) {
-        largest[LARGEST_WEIGHT] = fmax(largest[LARGEST_WEIGHT], fabs((double)a.master[STEPS][i]));
-        largest[LARGEST_M] = fmax(largest[LARGEST_M], fabs(bf16_value(a.m[STEPS][GUARD + i])));
-        largest[LARGEST_V] = fmax(largest[LARGEST_V], bf16_value(a.v[STEPS][GUARD + i]));
-    }
-    StepState measured;
-    memset(&measured, 0, sizeof(measured));
-    adamw_measure(&measured, a.master[STEPS], a.m[STEPS] + GUARD, a.v[STEPS] + GUARD, 1, LONG, NULL);
-    for (int k = 0; k < LARGEST; k++)
-        CHECK(a.state->own_largest[k] == largest[k] && measured.own_largest[k] == largest[k],
-              "largest %d is %g, measured %g, not %g", k, a.state->own_largest[k], measured.own_largest[k], largest[k]);
     release_all();
 }
 
@@ -137,29 +123,8 @@ static void test_ties(void) {
     release_all();
 }
 
-// bf16 ends where float32 does: a step that would leave an infinite moment is refused, the one before it is not.
-static void test_no_step_makes_an_infinite_moment(void) {
-    AdamW opt = options;
-    opt.clip = 0;
-    Ctx* ctx = ctx_create(adamw_workspace(1));
-    StepState* state = kept_bytes(sizeof(StepState));
-    uint16_t *m = narrow(NULL, 1), *v = narrow(NULL, 1);
-    real* master = filled(1, 1);
-    double g = 1;
-    do {
-        real grad = (real)g;
-        update(state, master, m + GUARD, v + GUARD, &grad, 1, &opt, ctx);
-        CHECK(isfinite(bf16_value(m[GUARD])) && isfinite(bf16_value(v[GUARD])), "a gradient of %g", g);
-        g *= 3;
-    } while (state->ok && g < 1e30);
-    CHECK(g > 1e19 && g < 1e21, "refused at %g", g);  // the square root of the largest float32, within the bounds' room
-    ctx_destroy(ctx);
-    release_all();
-}
-
 int main(void) {
     RUN(test_stored_is_nearest);
     RUN(test_ties);
-    RUN(test_no_step_makes_an_infinite_moment);
     return test_summary();
 }
