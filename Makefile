@@ -1,7 +1,7 @@
 # train_moe: `make` builds, `make train` runs the first training, `make test` runs every test this machine can run.
 # F64=1 builds the reference in double precision (build/f64), SANITIZE=1 adds address and undefined-behaviour checks,
-# WERROR=1 turns warnings into errors, MPI=0 leaves Open MPI out. ARCHS: the GPUs that the CUDA build holds code for, as
-# compute capabilities ("80 90"), or all; by default those of this machine, or all where there is none.
+# WERROR=1 turns warnings into errors, MPI=0 leaves Open MPI out, ONIG=0 Oniguruma. ARCHS: the GPUs that the CUDA build
+# holds code for, as compute capabilities ("80 90"), or all; by default those of this machine, or all where there is none.
 
 COMMA = ,
 
@@ -17,7 +17,7 @@ LEARN = $(patsubst %.cu,%,$(wildcard learn/*.cu))
 
 # Host code, the same source in both builds.
 HOST = device/check device/random device/kernels device/options device/arena device/pool device/files device/threads \
-       data/json data/safetensors data/shards data/vocab data/pattern data/split data/bpe data/tokenizer_json \
+       data/json data/safetensors data/shards data/vocab $(SPLIT) data/bpe data/tokenizer_json \
        data/tokenizer data/choices data/runlog \
        layers/rope_table mx/rows mx/products mx/mx_check moe/dispatch moe/moe moe/moe_buffers \
        model/settings model/settings_check model/record model/params model/forward model/backward model/mtp model/model model/step model/update model/persist \
@@ -35,6 +35,17 @@ RANKS = parallel/ranks_mpi
 # Its C++ interface, which host code in the CUDA build would otherwise get, is left out.
 MPI_FLAGS := $(filter -I% -D%,$(shell mpicc --showme:compile)) -DOMPI_SKIP_MPICXX
 MPI_LIBS  := $(filter-out -pthread,$(shell mpicc --showme:link))
+endif
+
+# Oniguruma cuts prompts into words for the tokenizers of a tokenizer.json; without it they can only decode.
+ifndef ONIG
+ONIG := $(if $(shell echo '\#include <oniguruma.h>' | $(CC) -E -x c - >/dev/null 2>&1 && echo 1),1,0)
+endif
+ifeq ($(ONIG),0)
+SPLIT = data/split_none
+else
+SPLIT = data/split_onig
+ONIG_LIBS = -lonig
 endif
 
 # C tests; those in TESTS_F64 compare with finite differences and run in the double build too.
@@ -62,7 +73,7 @@ CFLAGS   += -fsanitize=address,undefined -fno-sanitize-recover=undefined -fno-om
 endif
 CBLAS_LIB := $(shell for l in "-lopenblas" "-lcblas -lblas" "-lcblas"; do \
     echo 'int main(void){return 0;}' | $(CC) -x c - -o /dev/null $$l 2>/dev/null && echo $$l && break; done)
-LDLIBS    = $(CBLAS_LIB) $(MPI_LIBS) -lz -lm -lpthread
+LDLIBS    = $(CBLAS_LIB) $(MPI_LIBS) $(ONIG_LIBS) -lz -lm -lpthread
 
 NVCC     ?= nvcc
 CUDA_HOME = $(patsubst %/bin/nvcc,%,$(realpath $(shell command -v $(NVCC))))
@@ -81,7 +92,7 @@ HOST_WARNINGS = -Wall -Wextra -Wno-unknown-pragmas -Wno-missing-field-initialize
                 -Wno-deprecated-enum-float-conversion
 NVCCFLAGS = -std=c++20 -O3 -lineinfo $(GPU_CODE) -I. -MMD -MP \
             $(HOST_WARNINGS:%=-Xcompiler %) -Xcompiler -fopenmp,-Wno-unused-function $(if $(WERROR),-Werror all-warnings)
-CUDALIBS  = -lcublasLt -lnccl $(patsubst -Wl$(COMMA)%,-Xlinker %,$(MPI_LIBS)) -lz -lgomp -lpthread -ldl
+CUDALIBS  = -lcublasLt -lnccl $(patsubst -Wl$(COMMA)%,-Xlinker %,$(MPI_LIBS)) $(ONIG_LIBS) -lz -lgomp -lpthread -ldl
 
 CPU    = build/cpu$(SUFFIX)
 DOUBLE = build/f64$(SUFFIX)
@@ -104,12 +115,12 @@ cuda: $(CUDA)/train_moe
 
 # One line for each thing a build can use.
 probe:
-	@CC="$(CC)" CBLAS_LIB="$(CBLAS_LIB)" MPI="$(MPI)" sh scripts/probe.sh
+	@CC="$(CC)" CBLAS_LIB="$(CBLAS_LIB)" MPI="$(MPI)" ONIG="$(ONIG)" sh scripts/probe.sh
 
-# What a folder's binaries reach their ranks through: they are linked again when it changes.
-build/%/ranks: FORCE
+# The optional libraries of a folder's binaries: these are linked again when it changes.
+build/%/libraries: FORCE
 	@mkdir -p $(@D)
-	@echo "$(RANKS)" | cmp -s - $@ || echo "$(RANKS)" > $@
+	@echo "$(RANKS) $(SPLIT)" | cmp -s - $@ || echo "$(RANKS) $(SPLIT)" > $@
 
 # tests/fuzz.c has these functions in the place of the program's.
 FUZZ_WRAP = $(patsubst %,-Wl$(COMMA)--wrap=%,die warn calloc free)
@@ -135,10 +146,10 @@ $(1)/device/random.o: CFLAGS += -ffp-contract=off
 $(1)/parallel/ranks_mpi.o: CFLAGS += $(MPI_FLAGS)
 $(1)/device/version.o: CPPFLAGS += -DCOMMIT='"$$(COMMIT)"'
 $(1)/device/version.o: $(1)/commit
-$(1)/train_moe: $(addprefix $(1)/,$(addsuffix .o,train_moe device/version $(HOST) $(OPS)) ranks)
+$(1)/train_moe: $(addprefix $(1)/,$(addsuffix .o,train_moe device/version $(HOST) $(OPS)) libraries)
 	@echo "  LINK  $$@"
 	@$(CC) $(CFLAGS) $$(filter %.o,$$^) -o $$@ $(LDLIBS)
-$(1)/tests/%: $(1)/tests/%.o $(addprefix $(1)/,$(addsuffix .o,$(HOST) $(OPS)) ranks)
+$(1)/tests/%: $(1)/tests/%.o $(addprefix $(1)/,$(addsuffix .o,$(HOST) $(OPS)) libraries)
 	@echo "  LINK  $$@"
 	@$(CC) $(CFLAGS) $$(filter %.o,$$^) -o $$@ $(LDLIBS) $$(WRAP)
 $(1)/tests/fuzz: WRAP = $(FUZZ_WRAP)
@@ -180,13 +191,13 @@ $(CUDA)/device/random.o: NVCCFLAGS += -Xcompiler -ffp-contract=off
 $(CUDA)/parallel/ranks_mpi.o: NVCCFLAGS += $(MPI_FLAGS)
 $(CUDA)/device/version.o: NVCCFLAGS += -DCOMMIT='"$(COMMIT)"'
 $(CUDA)/device/version.o: $(CUDA)/commit
-$(CUDA)/train_moe: $(addprefix $(CUDA)/,$(addsuffix .o,train_moe device/version $(HOST) $(OPS) $(OPS_LT)) ranks)
+$(CUDA)/train_moe: $(addprefix $(CUDA)/,$(addsuffix .o,train_moe device/version $(HOST) $(OPS) $(OPS_LT)) libraries)
 	@echo "  LINK  $@"
 	@$(NVCC) $(NVCCFLAGS) $(filter %.o,$^) -o $@ $(CUDALIBS)
-$(CUDA)/tests/%: $(CUDA)/tests/%.o $(addprefix $(CUDA)/,$(addsuffix .o,$(HOST) $(OPS) $(OPS_LT)) ranks)
+$(CUDA)/tests/%: $(CUDA)/tests/%.o $(addprefix $(CUDA)/,$(addsuffix .o,$(HOST) $(OPS) $(OPS_LT)) libraries)
 	@echo "  LINK  $@"
 	@$(NVCC) $(NVCCFLAGS) $(filter %.o,$^) -o $@ $(CUDALIBS)
-$(CUDA)/bench/%: $(CUDA)/bench/%.o $(addprefix $(CUDA)/,$(addsuffix .o,$(HOST) $(OPS) $(OPS_LT)) ranks)
+$(CUDA)/bench/%: $(CUDA)/bench/%.o $(addprefix $(CUDA)/,$(addsuffix .o,$(HOST) $(OPS) $(OPS_LT)) libraries)
 	@echo "  LINK  $@"
 	@$(NVCC) $(NVCCFLAGS) $(filter %.o,$^) -o $@ $(CUDALIBS) -lcublas
 $(CUDA)/tests/test_cuda_learn $(CUDA)/bench/learn: $(LEARN:%=$(CUDA)/%.o)
@@ -223,7 +234,7 @@ fuzz: build/fuzz/fuzz
 	    echo "== $$target" && mkdir -p build/fuzz/$$target && build/fuzz/fuzz -max_total_time=$(SECONDS) -close_fd_mask=1 \
 	        -timeout=20 -verbosity=0 -print_final_stats=1 -artifact_prefix=build/fuzz/$$target- build/fuzz/$$target || exit 1; \
 	done
-build/fuzz/fuzz: $(addsuffix .c,tests/fuzz $(subst ranks_mpi,ranks_one,$(HOST)) $(OPS)) $(wildcard */*.h) Makefile
+build/fuzz/fuzz: $(addsuffix .c,tests/fuzz $(subst split_onig,split_none,$(subst ranks_mpi,ranks_one,$(HOST))) $(OPS)) $(wildcard */*.h) Makefile
 	@mkdir -p $(@D)
 	@echo "  CC    $@"
 	@$(FUZZ_CC) -DLIBFUZZER -I. -Wno-unknown-pragmas $(filter %.c,$^) -o $@ $(CBLAS_LIB) -lgomp -lz -lm $(FUZZ_WRAP)

@@ -24,7 +24,7 @@ HERE = os.path.dirname(os.path.abspath(__file__))
 def run_ours(program, folder, threads, steps, turn):
     out = os.path.join(folder, f"run{turn}")
     command = [program, "--model", "tiny", "--train", os.path.join(folder, "random_train_*.bin"), "--seq-len", "256",
-               "--batch", "8", "--steps", str(steps + 5), "--out", out]
+               "--batch", "8", "--optimizer", "adamw", "--steps", str(steps + 5), "--out", out]
     environment = dict(os.environ, OMP_NUM_THREADS=str(threads))
     subprocess.run(command, check=True, env=environment, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
     with open(os.path.join(out, "log.jsonl")) as log:

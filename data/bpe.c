@@ -10,9 +10,6 @@
 #include "data/utf8.h"
 #include "device/check.h"
 
-// Steps of the search for a pattern, for each byte of a text, and for any text. Patterns in use take 1 to 4 a byte of
-// English.
-enum { STEPS_A_BYTE = 1000, STEPS = 1 << 20 };
 // No character below takes part in a normalization to NFC.
 static const uint32_t FIRST_COMBINING = 0x300;
 
@@ -136,7 +133,6 @@ typedef struct Encoding {
     const Bpe* bpe;
     int32_t* ids;
     int64_t room, n;
-    int64_t steps;
     char* why;
     size_t why_size;
 } Encoding;
@@ -172,19 +168,19 @@ static bool encode_piece(Encoding* e, int cut, const char* text, size_t length) 
     if (length == 0) return true;
     if (cut == e->bpe->cut_count) return encode_word(e, text, length);
     const Cut* by = &e->bpe->cuts[cut];
-    const char *at = text, *end = text + length, *from, *to;
-    const char* done = text;  // up to here
-    while (at < end && (from = split_find(by->pattern, at, end, &to, &e->steps)) != NULL) {
-        if (by->keeps_rest && !encode_piece(e, cut + 1, done, (size_t)(from - done))) return false;
-        if (by->keeps_matches && !encode_piece(e, cut + 1, from, (size_t)(to - from))) return false;
+    size_t at = 0, done = 0, from, to;  // what lies before `done` is encoded
+    int found;
+    while (at < length && (found = pattern_find(by->pattern, text, length, at, &from, &to)) != 0) {
+        if (found < 0) {
+            snprintf(e->why, e->why_size, "a pattern of the tokenizer takes too long for this text");
+            return false;
+        }
+        if (by->keeps_rest && !encode_piece(e, cut + 1, text + done, from - done)) return false;
+        if (by->keeps_matches && !encode_piece(e, cut + 1, text + from, to - from)) return false;
         done = at = to;
-        if (to == from) utf8_read(to, &at);
+        if (to == from && to < length) at += (size_t)utf8_length(text + to, length - to);
     }
-    if (e->steps < 0) {
-        snprintf(e->why, e->why_size, "a pattern of the tokenizer takes too long for this text");
-        return false;
-    }
-    return !by->keeps_rest || encode_piece(e, cut + 1, done, (size_t)(end - done));
+    return !by->keeps_rest || encode_piece(e, cut + 1, text + done, length - done);
 }
 
 // Around the added tokens of a round and those after it. Names of special ones stay part of the text.
@@ -217,7 +213,7 @@ int64_t bpe_encode(const Bpe* bpe, const char* text, int32_t* ids, int64_t room,
                  (size_t)(at - text));
         return -1;
     }
-    Encoding e = {bpe, ids, room, 0, STEPS + STEPS_A_BYTE * (int64_t)length, why, why_size};
+    Encoding e = {bpe, ids, room, 0, why, why_size};
     return encode_around(&e, 0, text, length) ? e.n : -1;
 }
 

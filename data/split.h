@@ -1,15 +1,21 @@
-// Finds where a pattern matches, as Oniguruma does, the engine of Hugging Face's library tokenizers.
+// Regular expressions that cut text into words, by Oniguruma, which Hugging Face's library tokenizers uses too. A build
+// without Oniguruma refuses every pattern.
 #ifndef DATA_SPLIT_H
 #define DATA_SPLIT_H
 
-#include "data/pattern.h"
+#include "device/types.h"
 
 BEGIN_C
 
-// The beginning of the first match in the well-formed UTF-8 from `at` to `end`, which may be empty; *match_end is where
-// it ends. NULL if there is none, or if the search took more than *steps, which becomes less by what it took: then it
-// is negative.
-const char* split_find(const Pattern* pattern, const char* at, const char* end, const char** match_end, int64_t* steps);
+typedef struct Pattern Pattern;
+
+// NULL with the reason in error.
+Pattern* pattern_new(const char* text, char* error, size_t error_size);
+void pattern_free(Pattern* pattern);
+
+// Finds the first match in text[at, length), which is UTF-8: its bytes are *from .. *to - 1, and there may be none. 1 if
+// there is a match, 0 if not, -1 if the search took too long.
+int pattern_find(const Pattern* pattern, const char* text, size_t length, size_t at, size_t* from, size_t* to);
 
 END_C
 

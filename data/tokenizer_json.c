@@ -186,7 +186,7 @@ static char* read_cut(Bpe* bpe, const char* pattern, const char* behavior, bool 
     bool isolated = strcmp(behavior, "Isolated") == 0;
     if (!isolated && strcmp(behavior, "Removed") != 0)
         return host_format("pre_tokenizer with the behavior %.40s", behavior);
-    Pattern* parsed = pattern_parse(pattern, error, sizeof(error));
+    Pattern* parsed = pattern_new(pattern, error, sizeof(error));
     if (!parsed) return host_format("the pattern '%.200s' in pre_tokenizer: %s", pattern, error);
     bpe_cut(bpe, parsed, isolated || inverted, isolated || !inverted);
     return NULL;

@@ -93,6 +93,11 @@ static char* recorded_text(const Option* o, const Json* value) {
     return o->type == OPTION_FLOAT ? host_format("%.17g", value->number) : host_format("%ld", value->integer);
 }
 
+int64_t record_optimizer(const Json* record) {
+    const char* name = json_text(record, "optimizer");
+    return name && strcmp(name, "muon") == 0 ? MUON : ADAMW;
+}
+
 // The options that the run in `out` was made with.
 static Settings recorded(const Json* record, const char* out) {
     Settings was = {.preset = 0};
@@ -107,6 +112,7 @@ static Settings recorded(const Json* record, const char* out) {
         known[i] = 1;
         free(text);
     }
+    was.optimizer = record_optimizer(record);  // before --optimizer it was AdamW
     if (!json_get(record, "balance")) was.balance = was.bias_rate > 0 ? BALANCE_DEEPSEEK : BALANCE_NONE;
     settings_preset(&was, known, PRECISION_BF16);
     free(where);
@@ -142,11 +148,6 @@ static int same(const Option* o, const Settings* a, const Settings* b) {
     free(x);
     free(y);
     return equal;
-}
-
-int64_t record_optimizer(const Json* record) {
-    const char* name = json_text(record, "optimizer");
-    return name && strcmp(name, "muon") == 0 ? MUON : ADAMW;
 }
 
 void record_check(const Json* record, const Settings* s) {

@@ -115,10 +115,11 @@ const Option settings_table[] = {
     FLAG("run", "help", help, ONCE, "print this and stop (also -h)"),
 
     // How it learns.
-    CHOICE("optimizer", "optimizer", optimizer, "adamw", "adamw|muon", FREE,
-           "muon: Muon for the matrices of attention, MLPs and experts, AdamW for the rest"),
+    CHOICE("optimizer", "optimizer", optimizer, "muon", "adamw|muon", FREE,
+           "muon: Muon for the matrices of attention, MLPs and experts, AdamW for the rest; with --model 16b, 236b, "
+           "671b and with --init adamw, unless given"),
     NUMBER("optimizer", "muon-lr", muon_lr, "2e-3", 0, 100, FIXED,
-           "peak learning rate of the matrices that Muon trains; the schedule is that of --lr"),
+           "peak learning rate of Muon's matrices, on the schedule of --lr; with --model tiny 12e-3, unless given"),
     NUMBER("optimizer", "muon-momentum", muon_momentum, "0.95", 0, 0.999999, FIXED, "Muon"),
     NUMBER("optimizer", "lr", lr, "1e-3", 0, 100, FIXED,
            "peak learning rate; with --model 16b 4.2e-4, 236b 2.4e-4, 671b 2.2e-4, unless given"),
@@ -224,8 +225,13 @@ static const ModelConfig presets[] = {
 };
 // clang-format on
 
-// Their peak learning rates: DeepSeek-V2-Lite's, V2's and V3's as published.
-static const double peak_lr[] = {1e-3, 1e-3, 1e-3, 4.2e-4, 2.4e-4, 2.2e-4};
+// Their peak learning rates, DeepSeek-V2-Lite's, V2's and V3's as published, and optimizers, as measured
+// (bench/RESULTS.md).
+static const struct {
+    double lr, muon_lr;
+    int64_t optimizer;
+} training[] = {{1e-3, 12e-3, MUON},    {1e-3, 2e-3, MUON},    {1e-3, 2e-3, MUON},
+                {4.2e-4, 2e-3, ADAMW}, {2.4e-4, 2e-3, ADAMW}, {2.2e-4, 2e-3, ADAMW}};
 
 // What each --precision sets, in the order of its choices. What a row does not name is bf16, and --mx-gemm exact.
 static const Settings modes[] = {
@@ -278,7 +284,9 @@ static void set_for_use(Settings* s, const char* given, const char* folder) {
 
 // Defaults that depend on other options. A router that selects without a bias goes on without one.
 static void set_for_model(Settings* s, const char* given) {
-    if (!given[row(offsetof(Settings, lr))]) s->lr = peak_lr[s->preset];
+    if (!given[row(offsetof(Settings, lr))]) s->lr = training[s->preset].lr;
+    if (!given[row(offsetof(Settings, muon_lr))]) s->muon_lr = training[s->preset].muon_lr;
+    if (!given[row(offsetof(Settings, optimizer))]) s->optimizer = *s->init ? ADAMW : training[s->preset].optimizer;
     static const double aux_loss[] = {1e-2, 1e-4, 0};
     const int unbiased = *s->init && !s->model.selection_bias;
     if (unbiased && !given[row(offsetof(Settings, balance))]) s->balance = BALANCE_NONE;

@@ -23,6 +23,11 @@ if [ "${MPI:-1}" = 0 ]; then
 else
     found "Open MPI" "$(mpirun --version 2>/dev/null | sed -n '1s/.* //p')"
 fi
+if [ "${ONIG:-1}" = 0 ]; then
+    found Oniguruma "none: prompts are not encoded by a tokenizer.json"
+else
+    found Oniguruma "-lonig"
+fi
 if [ -n "$CBLAS_LIB" ]; then
     found CBLAS "$CBLAS_LIB"
 else

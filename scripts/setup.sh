@@ -1,6 +1,6 @@
 #!/bin/sh
 # Installs what the CPU build and its tests need and this machine lacks; silent, and without network, where nothing is missing.
-# As root or through sudo with apt; elsewhere it prints the command to run and stops, unless only Open MPI is missing.
+# As root or through sudo with apt; elsewhere it prints the command to run and stops, unless only what is optional is missing.
 missing=""
 command -v "${CC:-gcc}" >/dev/null 2>&1 || missing="$missing gcc libc6-dev"
 command -v make >/dev/null 2>&1 || missing="$missing make"
@@ -19,11 +19,12 @@ has() {
 has zlib.h -lz || missing="$missing zlib1g-dev"
 has cblas.h -lopenblas "-lcblas -lblas" -lcblas || missing="$missing libopenblas-dev"
 
-# Open MPI is for runs of several ranks: without it all is built and run as one rank.
+# Open MPI is for runs of several ranks, Oniguruma for prompts with a tokenizer.json. All else works without them.
 wanted=""
 [ "${MPI:-1}" = 0 ] || command -v mpicc >/dev/null 2>&1 || wanted=" libopenmpi-dev openmpi-bin"
-without_mpi() {
-    echo "setup: no Open MPI ($1): programs run as one rank" >&2
+[ "${ONIG:-1}" = 0 ] || has oniguruma.h -lonig || wanted="$wanted libonig-dev"
+without() {
+    echo "setup: without$wanted ($1)" >&2
     exit 0
 }
 
@@ -32,7 +33,7 @@ without_mpi() {
 apt="apt-get -o Acquire::Retries=1 -o Acquire::http::Timeout=20"
 install="install -y --no-install-recommends"
 if ! command -v apt-get >/dev/null 2>&1; then
-    [ -z "$missing" ] && without_mpi "this is no Debian or Ubuntu: install it with this system's package manager"
+    [ -z "$missing" ] && without "this is no Debian or Ubuntu: install it with this system's package manager"
     echo "setup: missing (by their Debian names):$missing$wanted" >&2
     echo "setup: this is no Debian or Ubuntu; install them with this system's package manager and run make again" >&2
     exit 1
@@ -42,7 +43,7 @@ if [ "$(id -u)" = 0 ]; then
 elif command -v sudo >/dev/null 2>&1 && { sudo -n true 2>/dev/null || [ -t 0 ]; }; then
     as_root="sudo"
 else
-    [ -z "$missing" ] && without_mpi "as root: apt-get $install$wanted"
+    [ -z "$missing" ] && without "as root: apt-get $install$wanted"
     echo "setup: missing:$missing$wanted; run this as root, then make again:" >&2
     echo "    apt-get update && apt-get $install$missing$wanted" >&2
     exit 1
@@ -58,4 +59,4 @@ $as_root $apt update -qq || [ -z "$missing" ] || {
     exit 1
 }
 [ -z "$wanted" ] || $as_root $apt $install $wanted >/dev/null ||
-    without_mpi "this failed: apt-get $install$wanted"
+    without "this failed: apt-get $install$wanted"

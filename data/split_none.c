@@ -1,0 +1,17 @@
+// Without Oniguruma.
+#include <stdio.h>
+
+#include "data/split.h"
+
+Pattern* pattern_new(const char* text, char* error, size_t error_size) {
+    (void)text;
+    snprintf(error, error_size, "this build lacks Oniguruma: install libonig-dev and make again");
+    return NULL;
+}
+
+void pattern_free(Pattern* pattern) { (void)pattern; }
+
+int pattern_find(const Pattern* pattern, const char* text, size_t length, size_t at, size_t* from, size_t* to) {
+    (void)pattern, (void)text, (void)length, (void)at, (void)from, (void)to;
+    return 0;
+}

@@ -1,0 +1,49 @@
+#include "data/split.h"
+
+#include <oniguruma.h>
+#include <stdio.h>
+#include <stdlib.h>
+#include <string.h>
+
+#include "device/check.h"
+
+struct Pattern {
+    regex_t* regex;
+};
+
+// A pattern like (a*)*b takes exponential time: a search ends after some tenths of a second. Patterns in use go back a
+// few times for each byte of a run of spaces.
+static const unsigned long RETRIES = 1 << 24;
+
+Pattern* pattern_new(const char* text, char* error, size_t error_size) {
+    OnigEncoding encodings[] = {ONIG_ENCODING_UTF8};
+    onig_initialize(encodings, 1);
+    onig_set_retry_limit_in_match(RETRIES);
+    onig_set_retry_limit_in_search(RETRIES);
+
+    Pattern* pattern = (Pattern*)host_alloc(sizeof(Pattern));
+    OnigErrorInfo info;
+    const OnigUChar* begin = (const OnigUChar*)text;
+    const int status = onig_new(&pattern->regex, begin, begin + strlen(text), ONIG_OPTION_NONE, ONIG_ENCODING_UTF8,
+                                ONIG_SYNTAX_DEFAULT, &info);
+    if (status == ONIG_NORMAL) return pattern;
+    OnigUChar why[ONIG_MAX_ERROR_MESSAGE_LEN];
+    onig_error_code_to_str(why, status, &info);
+    snprintf(error, error_size, "%s", (const char*)why);
+    free(pattern);
+    return NULL;
+}
+
+void pattern_free(Pattern* pattern) {
+    if (pattern) onig_free(pattern->regex);
+    free(pattern);
+}
+
+int pattern_find(const Pattern* pattern, const char* text, size_t length, size_t at, size_t* from, size_t* to) {
+    const OnigUChar *begin = (const OnigUChar*)text, *end = begin + length;
+    OnigRegion region = {0};
+    const int found = onig_search(pattern->regex, begin, end, begin + at, end, &region, ONIG_OPTION_NONE);
+    if (found >= 0) *from = (size_t)region.beg[0], *to = (size_t)region.end[0];
+    onig_region_free(&region, 0);
+    return found >= 0 ? 1 : found == ONIG_MISMATCH ? 0 : -1;
+}
