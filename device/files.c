@@ -151,16 +151,25 @@ int lock_file(const char* path) {
             continue;
         }
 
+        // A file of another program stays as it is.
+        static const char mark[] = "process ";
+        char start[sizeof(mark)] = "";
+        if (pread(fd, start, sizeof(mark) - 1, 0) > 0 && strcmp(start, mark) != 0) {
+            close(fd);
+            return fails(EEXIST);
+        }
+
         // Who holds it, for the message of the next one.
         char host[64] = "";
         gethostname(host, sizeof(host) - 1);
-        if (ftruncate(fd, 0) == 0) dprintf(fd, "process %d on %s", (int)getpid(), host);
+        if (ftruncate(fd, 0) == 0) dprintf(fd, "%s%d on %s", mark, (int)getpid(), host);
         return fd;
     }
 }
 
 void unlock_file(const char* path, int fd) {
-    unlink(path);
+    struct stat held, named;
+    if (fstat(fd, &held) == 0 && lstat(path, &named) == 0 && held.st_ino == named.st_ino) unlink(path);
     close(fd);
 }
 

@@ -34,6 +34,7 @@ typedef struct SavedFile {
 struct Saver {
     Ranks* group;  // the world, with messages of its own
     char* out;
+    int out_fd;  // rank 0: `out` as it was at the start; others: -1
     int keep;
     SavedFile texts[8];  // of saver_add_text
     int text_count;
@@ -77,6 +78,7 @@ Saver* saver_create(Ranks* world, const char* out, int keep) {
     s->group = ranks_split(world, 0);
     s->out = host_strdup(out);
     s->keep = keep;
+    s->out_fd = -1;
 
     // A folder that each host has for itself is found now, not at the first save: rank 0 makes a file there that the
     // others must see. Its name is a new one each time, because their file systems may remember that an old one was not
@@ -87,6 +89,7 @@ Saver* saver_create(Ranks* world, const char* out, int keep) {
     int fd = -1;
     if (ranks_index(world) == 0) {
         if (make_folders(out) == 0) sweep(out), fd = create_file(probe.text);
+        s->out_fd = open(out, O_RDONLY | O_DIRECTORY | O_CLOEXEC);
         if (fd < 0) die(EXIT_FAILED, "cannot create %s: %s", probe.text, file_error(errno));
         close(fd);
     }
@@ -117,9 +120,22 @@ void saver_destroy(Saver* s) {
     checkpoint_wait(s);
     ranks_free(s->group);
     for (int i = 0; i < s->text_count; i++) free(s->texts[i].header);
+    if (s->out_fd >= 0) close(s->out_fd);
     free(s->buffer);
     free(s->out);
     free(s);
+}
+
+// Ends the run where its folder was removed or renamed, and there is a new one of that name: another run's.
+static void check_folder(const Saver* s) {
+    struct stat then, now;
+    if (fstat(s->out_fd, &then) != 0 || stat(s->out, &now) != 0) return;  // what follows fails, and says why
+    if (then.st_dev != now.st_dev || then.st_ino != now.st_ino)
+        die(EXIT_FAILED,
+            "--out %s is another folder than at the start of this run, which was removed or renamed: nothing is "
+            "written "
+            "or removed there",
+            s->out);
 }
 
 // Ends the run for the reason in errno. The unfinished folder is removed first: what it took may be just the room that
@@ -162,6 +178,7 @@ static void make_file(const Saver* s, const char* name, const char* head, int64_
 // Rank 0: an empty folder, and in it every file of tensors.
 static void make_files(const Saver* s) {
     const char* folder = s->folder.text;
+    check_folder(s);
     if (remove_tree(folder) != 0 || mkdir(folder, 0777) != 0) give_up(s, "create", folder);
     for (int i = 0; i < s->tensor_files; i++)
         make_file(s, s->files[i].name, s->files[i].header, s->files[i].header_bytes, s->files[i].bytes);
@@ -257,11 +274,14 @@ static void prune(const char* out, int64_t newest, int keep) {
 
 void checkpoint_finish(Saver* s) {
     checkpoint_wait(s);
-    if (ranks_index(s->group) == 0) prune(s->out, s->step, s->keep);
+    if (ranks_index(s->group) != 0) return;
+    check_folder(s);
+    prune(s->out, s->step, s->keep);
 }
 
 bool checkpoint_set_aside(Saver* s, int64_t step) {
     if (ranks_index(s->group) != 0) return false;
+    check_folder(s);
     int count;
     int64_t* steps = checkpoint_list(s->out, &count);
     Path path = step_path(s->out, step, ""), aside = step_path(s->out, step, ".diverged");
@@ -274,6 +294,7 @@ bool checkpoint_set_aside(Saver* s, int64_t step) {
 static void publish(const Saver* s) {
     Path final = step_path(s->out, s->step, ""), replaced = step_path(s->out, s->step, ".replaced");
     const char *path = final.text, *old = replaced.text, *folder = s->folder.text;
+    check_folder(s);
     if (sync_folder(folder) != 0) give_up(s, "flush", path);
 
     // A folder of this name can only be one that was refused at resume. It is renamed, and removed once the new one

@@ -20,6 +20,7 @@ static void lock_folder(Folder* f, const char* out) {
             holder && *holder ? holder : "unknown");
     }
     if (errno == ELOOP) die(EXIT_FAILED, "%s: %s", path, file_error(errno));
+    if (errno == EEXIST) die(EXIT_FAILED, "%s is not a lock of this program: choose another --out, or remove it", path);
     warn("--out %s cannot be locked (%s): another run in it would not be noticed", out, strerror(errno));
 }
 

@@ -172,12 +172,12 @@ def loss(log_of):
     """The run of `make train`: each step and their moving average, validation, and the bigram's loss."""
     f = Figure("Loss of the run that make train makes")
     f.text(10, 20, "make train: loss in nats a byte over the steps", weight="bold")
-    place = axes(f, 30, 40, 455, 300, [0, 250, 500, 750, 1000], [0, 1, 2, 3, 4, 5, 6], "step")
+    place = axes(f, 30, 40, 455, 300, [0, 250, 500, 750], [0, 1, 2, 3, 4, 5, 6], "step")
     bigram = float(result(r"\| byte bigram [^|]*\| ([\d.]+) \|", "## CPU: first training", "loss of a bigram model"))
-    f.line([place(0, bigram), place(1000, bigram)], ORANGE, dash="6 4")
+    f.line([place(0, bigram), place(750, bigram)], ORANGE, dash="6 4")
     f.text(450, place(0, bigram)[1] - 8, f"byte bigram {bigram:.2f}", "end", ORANGE)
 
-    steps = log_of("--steps 1000 --warmup 50 --val-every 250 --val-tokens 1000000")
+    steps = log_of("--steps 750 --warmup 50 --val-every 250 --val-tokens 1000000")
     each = [s["loss"] for s in steps]
     for values, colour, width in (each, "#a9cde6", 1), (smooth(each, 0.9), BLUE, 2):
         points = [place(step["step"], value) for step, value in zip(steps, values)]
@@ -197,7 +197,7 @@ def loads(log_of):
     place = axes(f, 40, 40, 450, 250, [0, 100, 200, 300], [1, 2, 3, 4], "step")
     for i, (name, options) in enumerate({
             "none": "--balance none", "deepseek": "--balance deepseek", "quantile (default)": ""}.items()):
-        steps = log_of(f"--steps 300 --warmup 50 {options}")
+        steps = log_of(f"--steps 300 --warmup 50 --optimizer adamw {options}")
         mean = [sum(s["load_max_over_mean"] for s in steps[max(0, j - 4):j + 1]) / min(j + 1, 5) for j in range(len(steps))]
         f.line([place(j + 1, min(y, 4)) for j, y in enumerate(mean)], [ORANGE, BLUE, GREEN][i], width=2)
         f.box(60 + 140 * i, 300, 14, 14, fill=[ORANGE, BLUE, GREEN][i])

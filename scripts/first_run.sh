@@ -22,8 +22,8 @@ trap 'echo "stopped; make train${RUN:+ RUN=$RUN} goes on from here"; exit 130' I
     --val-fraction 0.1 --overwrite
 
 "$program" --model tiny --train "$corpus/repository_train_*.bin" --val "$corpus/repository_val_*.bin" \
-    --seq-len 256 --batch 8 --steps 1000 --lr 3e-3 --warmup 50 --val-every 250 --val-tokens 1000000 \
-    --save-every 500 --sample-every 1000 --sample-tokens 400 --out "$out" --resume "$@"
+    --seq-len 256 --batch 8 --steps 750 --lr 3e-3 --warmup 50 --val-every 250 --val-tokens 1000000 \
+    --save-every 500 --sample-every 750 --sample-tokens 400 --out "$out" --resume "$@"
 
 bigram=$("$python" scripts/bigram.py "$corpus/repository_train_000000.bin" "$corpus/repository_val_000000.bin" --val-tokens 1000000)
 validation=$("$python" -c "

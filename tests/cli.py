@@ -21,7 +21,7 @@ ROOT = pathlib.Path(__file__).resolve().parent.parent
 PROGRAM = os.path.abspath(os.environ.get("TRAIN_MOE", ROOT / "build/cpu/train_moe"))
 
 SMALL = dict(layers=2, dim=32, heads=2, kv_lora=16, nope_dim=32, rope_dim=16, v_dim=32, dense_ffn=64, experts=4, top_k=2,
-             expert_ffn=16, seq_len=32, batch=2, lr=3e-3, warmup=0, schedule="constant")
+             expert_ffn=16, seq_len=32, batch=2, lr=3e-3, warmup=0, schedule="constant", optimizer="adamw")
 LOG_FIELDS = "step loss grad_norm lr max_logit ms tokens_per_s mfu load_max_over_mean load_max load_min mem_gib tokens time".split()
 
 

@@ -261,6 +261,29 @@ class Processes(Case):
                          list(range(1, len(read_log(self.dir / "run")[1]) + 1)))
         self.assertFalse((self.dir / "run/.lock").exists())
 
+    def test_another_run_in_a_folder_of_this_name(self):
+        """A run whose folder is removed or renamed leaves the one that another run makes there alone."""
+        for away in (shutil.rmtree, lambda run: run.rename(self.dir / "old")):
+            with self.subTest(away), self.start(out="run", save_every=500, keep=1) as first:
+                self.steps_logged(3)
+                away(self.dir / "run")
+                self.train(out="run", seed=2, steps=40, save_every=10, keep=9)
+                there = sorted(path.name for path in (self.dir / "run").iterdir())
+                first.send_signal(signal.SIGTERM)
+                _, stderr = first.communicate(timeout=60)
+                self.assertEqual(first.returncode, 1)
+                self.assertIn("--out run is another folder than at the start of this run", stderr)
+                self.assertEqual(sorted(path.name for path in (self.dir / "run").iterdir()), there)
+                self.assertIn("step_00000010", there)
+                shutil.rmtree(self.dir / "run")
+
+    def test_a_lock_of_another_program(self):
+        (self.dir / "run").mkdir()
+        (self.dir / "run/.lock").write_text("important")
+        done = self.train(1, out="run", steps=3)
+        self.assertIn("run/.lock is not a lock of this program", done.stderr)
+        self.assertEqual((self.dir / "run/.lock").read_text(), "important")
+
     def test_a_killed_run_holds_no_lock(self):
         with self.start(out="run") as first:
             self.steps_logged(3)

@@ -104,6 +104,10 @@ class BadOptions(Case):
         self.refused(2, "--muon-momentum 1", optimizer="muon", muon_momentum=1)
         self.refused(2, "--muon-momentum -0.1", optimizer="muon", muon_momentum=-0.1)
         self.refused(2, "--optimizer takes one of adamw|muon, not 'sgd'", optimizer="sgd")
+        for model, expected in (("tiny", ("muon", "0.012")), ("small", ("muon", "0.002")), ("debug", ("muon", "0.002")),
+                                ("16b", ("adamw", "0.002"))):
+            printed = self.call([PROGRAM, "--dry-run", "--model", model]).stdout
+            self.assertEqual(re.search(r" optimizer (\S+)  muon-lr (\S+) ", printed).groups(), expected)
         planned = {o: self.train(dry_run=True, optimizer=o).stdout for o in ("adamw", "muon")}
         # AdamW keeps second moments of all, with Muon of what is no matrix of attention, MLPs or experts.
         second = {o: [float(x) for x in re.findall(r"AdamW second moments .* ([\d.]+) MiB", planned[o])] for o in planned}
@@ -544,7 +548,8 @@ class Reports(Case):
     def test_fits_a_gpu(self):
         """--gpu-memory judges by the table's own total, and what it proposes fits and is the largest that does."""
         def judged(gib, *more):
-            args = [PROGRAM, "--dry-run", "--model", "small", "--seq-len", 1024, "--batch", 32, "--gpu-memory", gib]
+            args = [PROGRAM, "--dry-run", "--model", "small", "--seq-len", 1024, "--batch", 32, "--gpu-memory", gib,
+                    "--optimizer", "adamw"]
             text = self.call([*args, *more]).stdout
             total, needed, left = (float(re.search(pattern, text, re.M)[1]) for pattern in (
                 r"(?s).*= ([\d.]+) GiB$", r"^memory +([\d.]+) GiB are needed",
