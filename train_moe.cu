@@ -345,6 +345,8 @@ static void open_data(Run* r) {
     agree_on_data(r->world, "--train", shards_hash(r->train));
     sample_check(s, r->tokenizer, r->train);
     r->val = evaluate_shards(r->world, s, r->tokenizer);
+    Path trained = path_of("%s/tokenizer.json", s->init);
+    if (*s->init && access(trained.text, F_OK) == 0) evaluate_tokenizer("--init", trained.text, s, r->tokenizer);
     if (r->val && s->val_every) r->val_bytes = evaluate_bytes(s, r->val, r->tokenizer);
 
     int64_t windows = shards_windows(r->train);
@@ -421,7 +423,9 @@ int main(int argc, char** argv) {
     if (!uses && !asks && !s->dry_run) {
         // What is trained, and on which data.
         catch_signals();
-        options_print(settings_table, settings_count, s);
+        Settings usual = settings_defaults(s);
+        options_print(settings_table, settings_count, s, &usual);
+        settings_free(&usual);
         printf("\n");
         report_model(s);
         open_data(&r);

@@ -2,11 +2,11 @@
 // (options_set) and the value text (option_text).
 #include "device/options.h"
 
-#include <errno.h>
 #include <math.h>
 #include <stdio.h>
 #include <stdlib.h>
 #include <string.h>
+#include <unistd.h>
 
 #include "device/check.h"
 
@@ -29,13 +29,13 @@ static char* choice_name(const char* choices, int64_t index) {
     return host_format("%.*s", (int)strcspn(choices, "|"), choices);
 }
 
-// The number that `text` is, in the option's range. A whole one is exact: no range goes beyond 2^53.
+// The number that `text` is, in the option's range. A whole one may be 1e6 too, and is exact: no range goes beyond
+// 2^53.
 static double number(const Option* o, const char* text, const char* where) {
     int whole = o->type == OPTION_INT, digits = whole ? 15 : 6;
     char* end = NULL;
-    errno = 0;
-    double v = whole ? (double)strtol(text, &end, 10) : strtod(text, &end);
-    if (end == text || *end || (whole ? errno != 0 : !isfinite(v)))
+    double v = strtod(text, &end);
+    if (end == text || *end || !isfinite(v) || (whole && v != floor(v)))
         die(EXIT_USAGE, "%s--%s takes a %s from %.*g to %.*g, not '%s'", where, o->name,
             whole ? "whole number" : "number", digits, o->min, digits, o->max, text);
     if (v < o->min || v > o->max)
@@ -58,7 +58,7 @@ void options_set(const Option* o, void* values, const char* text, const char* wh
             free(*(char**)value);
             *(char**)value = host_strdup(text);
             return;
-        case OPTION_FLAG: *(int64_t*)value = text[0] == '1'; return;
+        case OPTION_FLAG: *(int64_t*)value = strcmp(text, "all") == 0 ? 2 : text[0] == '1'; return;
     }
 }
 
@@ -93,21 +93,41 @@ static int distance(const char* a, const char* b) {
     return row[n];
 }
 
+// Ends the run. A hint is an option of another program's name, or one that differs in a third of its letters at most.
+static NORETURN void unknown_option(const Option* table, int count, const char* name) {
+    static const char* const synonyms[][2] = {
+        {"learning-rate", "lr"},    {"max-steps", "steps"},    {"batch-size", "batch"}, {"hidden-size", "dim"},
+        {"num-layers", "layers"},   {"depth", "layers"},       {"output", "out"},       {"data", "train"},
+        {"dtype", "precision"},     {"max-lr", "lr"},          {"context", "seq-len"},  {"wd", "weight-decay"},
+        {"num-experts", "experts"}, {"warmup-steps", "warmup"}};
+    const char* hint = NULL;
+    int least = (int)strlen(name) / 3 + 1;
+    for (int i = 0; i < count; i++) {
+        const int apart = distance(table[i].name, name);
+        if (apart < least) least = apart, hint = table[i].name;
+    }
+    for (size_t i = 0; i < sizeof(synonyms) / sizeof(synonyms[0]); i++)
+        if (strcmp(synonyms[i][0], name) == 0) hint = synonyms[i][1];
+    if (hint) die(EXIT_USAGE, "unknown option --%s; did you mean --%s? (--help all lists all)", name, hint);
+    die(EXIT_USAGE, "unknown option --%s (--help all lists all)", name);
+}
+
 void options_parse(const Option* table, int count, void* values, char* given, int argc, char** argv) {
     for (int a = 1; a < argc; a++) {
+        // --help, or --help all
+        const int help = strcmp(argv[a], "-h") == 0 || strcmp(argv[a], "--help") == 0;
         const char* word = strcmp(argv[a], "-h") == 0 ? "--help" : argv[a];
         if (strncmp(word, "--", 2) != 0)
-            die(EXIT_USAGE, "'%s' is not an option; options look like --name value (--help lists them)", word);
+            die(EXIT_USAGE, "'%s' is not an option; options look like --name value (--help lists them)%s", word,
+                access(word, F_OK) == 0 ? "; patterns of files are quoted: --train 'corpus/*_train_*.bin'" : "");
 
-        // The option of this name, or else the one with the nearest name.
+        // The option of this name.
         size_t length = strcspn(word + 2, "=");
         char* name = host_format("%.*s", (int)length, word + 2);
         int found = 0;
-        for (int i = 0; i < count; i++)
-            if (distance(table[i].name, name) < distance(table[found].name, name)) found = i;
+        while (found < count && strcmp(table[found].name, name) != 0) found++;
+        if (found == count) unknown_option(table, count, name);
         const Option* o = &table[found];
-        if (strcmp(o->name, name) != 0)
-            die(EXIT_USAGE, "unknown option --%s; did you mean --%s? (--help lists all)", name, o->name);
         free(name);
         given[found] = 1;
 
@@ -115,7 +135,7 @@ void options_parse(const Option* table, int count, void* values, char* given, in
         const char* value = word[2 + length] ? word + 2 + length + 1 : NULL;
         if (o->type == OPTION_FLAG) {
             if (value) die(EXIT_USAGE, "--%s takes no value, and was given '%s'", o->name, value);
-            value = "1";
+            value = help && a + 1 < argc && strcmp(argv[a + 1], "all") == 0 ? argv[++a] : "1";
         } else if (!value) {
             if (++a == argc) die(EXIT_USAGE, "--%s needs a value", o->name);
             value = argv[a];
@@ -145,12 +165,20 @@ char* option_text(const Option* o, const void* values) {
 }
 
 // A group begins on a line of its own, and its lines have 120 columns at most.
-void options_print(const Option* table, int count, const void* values) {
+void options_print(const Option* table, int count, const void* values, const void* defaults) {
     int column = 0;
+    const char* group = "";
     for (int i = 0; i < count; i++) {
-        if (i == 0 || strcmp(table[i].group, table[i - 1].group) != 0)
-            column = printf("%s%-10s", i ? "\n" : "", table[i].group);
-        char *value = option_text(&table[i], values), *text = host_printable(value, strlen(value), "");
+        char *value = option_text(&table[i], values), *usual = defaults ? option_text(&table[i], defaults) : NULL;
+        const int same = usual && strcmp(value, usual) == 0;
+        free(usual);
+        if (same) {
+            free(value);
+            continue;
+        }
+        if (strcmp(table[i].group, group) != 0) column = printf("%s%-10s", *group ? "\n" : "", table[i].group);
+        group = table[i].group;
+        char* text = host_printable(value, strlen(value), "");
         const char* shown = *text ? text : "''";
         if (column + strlen(table[i].name) + strlen(shown) + 3 > 120) column = printf("\n%-10s", "") - 1;
         column += printf("  %s %s", table[i].name, shown);
@@ -160,18 +188,22 @@ void options_print(const Option* table, int count, const void* values) {
     printf("\n");
 }
 
-void options_help(const Option* table, int count, const char* program) {
+void options_help(const Option* table, int count, const char* program, const char* const* common) {
     static const char* const kinds[] = {"N", "X", "TEXT", "", ""};  // by OptionType
-    printf("usage: %s --train GLOB [options]\n       %s --out FOLDER --resume [options]\n"
-           "       %s --sample FOLDER | --evaluate FOLDER [options]\n",
-           program, program, program);
-    const Option* first = table;  // of the group
+    printf(
+        "usage: %s --train GLOB [options]\n       %s --out FOLDER --resume [options]\n"
+        "       %s --sample FOLDER | --evaluate FOLDER [options]\n",
+        program, program, program);
+    if (common) printf("\nThe options that most runs need; --help all lists all.\n");
+    const Option *first = table, *shown = NULL;  // of the group; the last that was printed
     for (int i = 0; i < count; i++) {
         const Option* o = &table[i];
-        if (i == 0 || strcmp(o->group, first->group) != 0) {
-            first = o;
-            printf("\n%s\n", o->group);
-        }
+        if (strcmp(o->group, first->group) != 0) first = o;
+        const char* const* listed = common;
+        while (listed && *listed && strcmp(*listed, o->name) != 0) listed++;
+        if (listed && !*listed) continue;
+        if (!shown || strcmp(o->group, shown->group) != 0) printf("\n%s\n", o->group);
+        shown = o;
         char* usage = host_format("--%s %s", o->name, o->choices ? o->choices : kinds[o->type]);
         char* initial = o->type == OPTION_FLAG ? host_strdup("off")
                         : !o->initial          ? host_format("by --%s", first->name)

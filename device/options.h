@@ -48,10 +48,10 @@ void options_defaults(const Option* table, int count, void* values);
 // `where` on a value that is no number, out of range or none of the choices.
 void options_set(const Option* option, void* values, const char* text, const char* where);
 
-// Reads `--name value`, `--name=value` and flags, and -h for --help; given[i] becomes 1 for every option named. Of an
-// option named twice the last value counts. Ends the run with EXIT_USAGE on an unknown option (suggesting the nearest
-// name), a missing value, one that a flag is given or that begins with "--" (`--name=--value` is fine), and where
-// options_set does.
+// Reads `--name value`, `--name=value` and flags, -h for --help, and `--help all`, which gives that flag the value 2;
+// given[i] becomes 1 for every option named. An option named twice has its last value. Ends the run with EXIT_USAGE on
+// an unknown option (with a hint where a name is near), a missing value, one that a flag is given or that begins with
+// "--" (`--name=--value` is fine), and where options_set does.
 void options_parse(const Option* table, int count, void* values, char* given, int argc, char** argv);
 
 // Frees the texts.
@@ -60,8 +60,10 @@ void options_free(const Option* table, int count, void* values);
 // The value as text, in fresh memory: read back it is the same value.
 char* option_text(const Option* option, const void* values);
 
-void options_help(const Option* table, int count, const char* program);  // to stdout
-void options_print(const Option* table, int count, const void* values);  // "group: name value ..." lines to stdout
+// To stdout: the options named in `common`, which ends with NULL; all options where it is NULL.
+void options_help(const Option* table, int count, const char* program, const char* const* common);
+// To stdout, "group  name value ..." lines: the values that differ from `defaults`; all values where it is NULL.
+void options_print(const Option* table, int count, const void* values, const void* defaults);
 
 END_C
 

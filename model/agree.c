@@ -28,7 +28,7 @@ static uint32_t program_crc(void) {
 
 // One option after the other as "name value\n".
 static char* option_list(const Settings* s) {
-    char* list = host_strdup("");
+    char* list = host_format("help %ld\nversion %ld\n", s->help, s->version);  // first: the others follow from them
     for (int i = 0; i < settings_count; i++) {
         const char* name = settings_table[i].name;
         if (strcmp(name, "train") == 0 || strcmp(name, "val") == 0 || strcmp(name, "eval") == 0 ||

@@ -18,16 +18,17 @@ Shards* evaluate_shards(Ranks* world, const Settings* s, const Tokenizer* tokeni
     Shards* shards = *s->val ? shards_open("--val", s->val, s->seq_len) : NULL;
     agree_on_data(world, "--val", shards ? shards_hash(shards) : 0);
     char* beside = *s->val && *s->tokenizer ? shards_tokenizer(s->val, "_val_") : NULL;
-    if (beside) {
-        Tokenizer* other = tokenizer_open(beside);
-        if (tokenizer_size(other) != tokenizer_size(tokenizer))
-            die(EXIT_USAGE,
-                "--val: %s beside the shards has %d tokens, the tokenizer here (%s) %d: they are not of one", beside,
-                tokenizer_size(other), s->tokenizer, tokenizer_size(tokenizer));
-        tokenizer_close(other);
-    }
+    if (beside) evaluate_tokenizer("--val", beside, s, tokenizer);
     free(beside);
     return shards;
+}
+
+void evaluate_tokenizer(const char* option, const char* path, const Settings* s, const Tokenizer* tokenizer) {
+    Tokenizer* other = tokenizer_open(path);
+    if (tokenizer_size(other) != tokenizer_size(tokenizer))
+        die(EXIT_USAGE, "%s: the tokenizer %s has %d tokens, the one here (%s) %d: they are not the same", option, path,
+            tokenizer_size(other), *s->tokenizer ? s->tokenizer : "bytes", tokenizer_size(tokenizer));
+    tokenizer_close(other);
 }
 
 // The ranks take batches in turns. One that has none left computes the first batch again, because others need its part

@@ -13,6 +13,8 @@ BEGIN_C
 // The shards of --val, the same on all ranks; NULL without. A tokenizer beside them has as many tokens as that of the
 // run.
 Shards* evaluate_shards(Ranks* world, const Settings* settings, const Tokenizer* tokenizer);
+// Ends the run where the tokenizer at `path`, which belongs to `option`, has another number of tokens.
+void evaluate_tokenizer(const char* option, const char* path, const Settings* settings, const Tokenizer* tokenizer);
 // Windows of the shards that a validation reads: the first --val-tokens, one at least.
 int64_t evaluate_windows(const Settings* settings, const Shards* shards);
 // Mean loss over these, in nats a token. All ranks together; all get it.

@@ -165,7 +165,7 @@ static void report_fit(const Settings* s) {
 }
 
 void report_dry_run(const Settings* s) {
-    options_print(settings_table, settings_count, s);
+    options_print(settings_table, settings_count, s, NULL);
     printf("\n");
     report_model(s);
     printf("           parameters %ld, active %ld, FLOPs a token %.6g\n", params_total(&s->model),

@@ -15,6 +15,7 @@
 #include "model/hub.h"
 #include "model/record.h"
 #include "moe/moe.h"
+#include "parallel/checkpoint.h"
 #include "parallel/sharding.h"
 
 // The table's rows, by type: group, name, field of Settings, default (NULL: by the group's first option), range or
@@ -58,7 +59,7 @@ const Option settings_table[] = {
     WHOLE("model", "groups", model.groups, NULL, 1, 4096, FIXED, "groups of experts"),
     WHOLE("model", "top-groups", model.top_groups, NULL, 1, 4096, FIXED, "groups a token may choose from"),
     CHOICE("model", "score", model.score, NULL, "sigmoid|softmax", FIXED, "router's score"),
-    WHOLE("model", "route-norm", model.route_norm, NULL, 0, 1, FIXED, "1: a token's gates sum to route-scale"),
+    WHOLE("model", "route-norm", model.route_norm, NULL, 0, 1, FIXED, "1: the gates of a token sum to route-scale"),
     NUMBER("model", "route-scale", model.route_scale, NULL, 0, 1e6, FIXED, "factor on the gates"),
     NUMBER("model", "rope-theta", model.rope_theta, NULL, 2, 1e12, FIXED, "base of the rotary frequencies"),
     WHOLE("model", "yarn", model.yarn, NULL, 0, 1, FIXED, "1: YaRN frequencies for long context"),
@@ -67,33 +68,29 @@ const Option settings_table[] = {
     WHOLE("model", "yarn-original-len", model.yarn_original_len, NULL, 1, 1e9, FIXED,
           "context length before extension"),
     WHOLE("model", "mtp", model.mtp, "0", 0, MTP_MAX, FIXED,
-          "modules that predict further tokens while training; with --init those that the folder lacks are new"),
+          "MTP modules (multi-token prediction); those that --init lacks are new"),
 
     // What is done with a model that is there already.
-    TEXT("use", "init", init,
-         "start training from the weights in this Hugging Face folder (a step of a run is one); its config.json says "
-         "what the model group does; give --lr: without --model it is 1e-3"),
-    ONCE_TEXT("use", "sample", sample, "no training: a sample of the model in this folder"),
-    ONCE_TEXT("use", "evaluate", evaluate, "no training: what the model in this folder gives on --val and --eval"),
+    TEXT("use", "init", init, "train on from the weights in this Hugging Face folder or run; give --lr too"),
+    ONCE_TEXT("use", "sample", sample, "no training: print a sample of the model in this folder or run"),
+    ONCE_TEXT("use", "evaluate", evaluate, "no training: loss of the model in this folder or run on --val and --eval"),
 
     // What it learns from.
     TEXT("data", "train", train, "training shards (glob)"),
     TEXT("data", "val", val, "validation shards (glob)"),
-    TEXT("data", "eval", eval, "files of multiple-choice questions (glob), which scripts/prepare_eval.py writes"),
-    TEXT("data", "tokenizer", tokenizer,
-         "tokenizer file to decode samples; none: NAME_tokenizer.bin beside NAME_train_*.bin, or else bytes"),
+    TEXT("data", "eval", eval, "multiple-choice questions (glob), from scripts/prepare_eval.py"),
+    TEXT("data", "tokenizer", tokenizer, "tokenizer file; none: NAME_tokenizer.bin beside the shards, else bytes"),
     WHOLE("data", "seq-len", seq_len, "256", 1, 1 << 20, FIXED, "tokens of a sequence"),
     WHOLE("data", "batch", batch, "8", 1, 1 << 20, FREE, "sequences per rank and micro-step"),
     WHOLE("data", "tokens-per-step", tokens_per_step, "0", 0, BIG, FIXED,
           "tokens of a step, all ranks; 0: one micro-step"),
-    WHOLE("data", "seed", seed, "1", 0, BIG, FIXED, "of the weights, and of the order of data without --data-seed"),
-    WHOLE("data", "data-seed", data_seed, "0", 0, BIG, FIXED, "of the order of data; 0: --seed"),
+    WHOLE("data", "seed", seed, "1", 0, BIG, FIXED, "seed of the weights, and of the data order without --data-seed"),
+    WHOLE("data", "data-seed", data_seed, "0", 0, BIG, FIXED, "seed of the data order; 0: --seed"),
 
     // How long it runs, and what it leaves.
     WHOLE("run", "steps", steps, "1000", 1, 1e9, FREE, "updates in all"),
     TEXT("run", "out", out, "folder for log and checkpoints; none: nothing is kept"),
-    FLAG("run", "resume", resume, ONCE,
-         "go on from the newest good checkpoint in --out; options not given are as it was made with"),
+    FLAG("run", "resume", resume, ONCE, "go on from the newest good checkpoint in --out, with its options"),
     WHOLE("run", "save-every", save_every, "0", 0, 1e9, FREE, "steps between checkpoints; 0: at the end only"),
     WHOLE("run", "keep", keep, "2", 1, 1e6, FREE, "checkpoints that stay"),
     WHOLE("run", "val-every", val_every, "100", 0, 1e9, FREE, "steps between validations, and one at the end; 0: none"),
@@ -104,26 +101,24 @@ const Option settings_table[] = {
     TEXT("run", "prompt", prompt, "text that samples begin with"),
     NUMBER("run", "temperature", temperature, "0.8", 0, 100, FREE, "of sampling; 0: the likeliest token"),
     WHOLE("run", "sample-top-k", sample_top_k, "50", 0, 1e9, FREE, "sample among that many likeliest; 0: all"),
-    CHOICE("run", "graph", graph, "auto", "auto|off", FREE,
-           "auto: one GPU replays its steps as CUDA graphs; a line at the start says so, or why not"),
+    CHOICE("run", "graph", graph, "auto", "auto|off", FREE, "auto: one GPU replays its steps as CUDA graphs"),
     FLAG("run", "dry-run", dry_run, ONCE, "print parameters, FLOPs and memory, and stop"),
     WHOLE("run", "ranks", ranks, "0", 0, 1 << 20, ONCE,
-          "with --dry-run: ranks to plan for; a run has those that mpirun or srun starts"),
+          "with --dry-run: ranks to plan for; 0: those of mpirun or srun"),
     NUMBER("run", "gpu-memory", gpu_memory, "0", 0, 1e6, ONCE,
-           "with --dry-run: GiB of one GPU, to say whether a rank fits and what would; 0: of the GPU found, if any"),
+           "with --dry-run: GiB of a GPU that should suffice; 0: of the GPU found"),
     FLAG("run", "version", version, ONCE, "print commit and build, and stop"),
-    FLAG("run", "help", help, ONCE, "print this and stop (also -h)"),
+    FLAG("run", "help", help, ONCE, "print the common options and stop (also -h); --help all: all of them"),
 
     // How it learns.
     CHOICE("optimizer", "optimizer", optimizer, "muon", "adamw|muon", FREE,
-           "muon: Muon for the matrices of attention, MLPs and experts, AdamW for the rest; with --model 16b, 236b, "
-           "671b and with --init adamw, unless given"),
+           "muon: for matrices; adamw with 16b, 236b, 671b and --init, unless given"),
     NUMBER("optimizer", "muon-lr", muon_lr, "2e-3", 0, 100, FIXED,
-           "peak learning rate of Muon's matrices, on the schedule of --lr; with --model tiny 12e-3, unless given"),
-    NUMBER("optimizer", "muon-momentum", muon_momentum, "0.95", 0, 0.999999, FIXED, "Muon"),
+           "peak learning rate of Muon; with --model tiny 12e-3, unless given"),
+    NUMBER("optimizer", "muon-momentum", muon_momentum, "0.95", 0, 0.999999, FIXED, "momentum of Muon"),
     NUMBER("optimizer", "lr", lr, "1e-3", 0, 100, FIXED,
-           "peak learning rate; with --model 16b 4.2e-4, 236b 2.4e-4, 671b 2.2e-4, unless given"),
-    WHOLE("optimizer", "warmup", warmup, "100", 0, 1e9, FIXED, "steps of linear warm-up"),
+           "peak learning rate; 16b 4.2e-4, 236b 2.4e-4, 671b 2.2e-4, unless given"),
+    NUMBER("optimizer", "warmup", warmup, "0.05", 0, 1e9, FIXED, "steps of linear warm-up; below 1: share of --steps"),
     CHOICE("optimizer", "schedule", schedule, "cosine", "cosine|wsd|linear|constant", FIXED, "after the warm-up"),
     NUMBER("optimizer", "final-lr-frac", final_lr_frac, "0.1", 0, 1, FIXED, "last learning rate as a part of --lr"),
     NUMBER("optimizer", "weight-decay", weight_decay, "0.1", 0, 100, FIXED, "on matrices"),
@@ -131,60 +126,63 @@ const Option settings_table[] = {
     NUMBER("optimizer", "beta2", beta2, "0.95", 0, 0.999999, FIXED, "AdamW"),
     NUMBER("optimizer", "eps", eps, "1e-8", 1e-30, 1, FIXED, "AdamW"),
     CHOICE("optimizer", "moments", moments, "float32", "float32|bf16", FIXED,
-           "how AdamW's moments are kept, in both builds"),
+           "type of AdamW's moments and Muon's momentum"),
     NUMBER("optimizer", "clip", clip, "1", 0, 1e9, FIXED, "largest global gradient norm; 0: no clipping"),
     CHOICE("optimizer", "balance", balance, "quantile", "quantile|deepseek|none", FIXED,
-           "load balancing: selection biases from quantiles of the step's scores, or by DeepSeek-V3's rule"),
+           "load balancing: quantile balancing, DeepSeek-V3's bias rule, or none"),
     NUMBER("optimizer", "bias-rate", bias_rate, "1e-3", 0, 100, FIXED,
-           "step of the selection biases, with --balance deepseek"),
+           "step of the selection biases with --balance deepseek"),
     NUMBER("optimizer", "aux-loss", aux_loss, "1e-2", 0, 100, FIXED,
-           "weight of the sequence-wise balance loss; with --balance deepseek 1e-4, with none 0, unless given"),
+           "weight of the balance loss; --balance deepseek 1e-4, none 0, unless given"),
     NUMBER("optimizer", "mtp-weight", mtp_weight, "0.3", 1e-3, 100, FIXED,
-           "weight of the losses of --mtp's modules, shared by them"),
+           "weight of the MTP losses, shared by the modules"),
     NUMBER("optimizer", "mtp-weight-end", mtp_weight_end, "0.1", 1e-3, 100, FIXED, "the same after --mtp-switch"),
-    NUMBER("optimizer", "mtp-switch", mtp_switch, "0.67", 0, 1, FIXED,
-           "share of the steps in which --mtp-weight holds"),
+    NUMBER("optimizer", "mtp-switch", mtp_switch, "0.67", 0, 1, FIXED, "share of the steps with --mtp-weight"),
 
     // How it lies on its ranks.
     WHOLE("parallel", "ep", ep, "1", 1, DISPATCH_MAX_RANKS, FREE, "ranks that share a set of experts"),
     CHOICE("parallel", "shard", shard, "none", "none|optimizer|grads|weights", FREE,
-           "what ranks keep in parts: nothing; optimizer state; gradients too; weights too"),
+           "FSDP: sharded are nothing; optimizer state; also gradients; also weights"),
     CHOICE("parallel", "dispatch", dispatch, "nccl", "auto|nccl|windows", FREE,
-           "how tokens travel: the host waits for their numbers (nccl; MPI in the CPU build), or GPUs store into one "
-           "another's memory, and a step without room runs again; auto: windows where they can be had"),
+           "all-to-all by NCCL (CPU: MPI), or GPUs store into each other's memory"),
     NUMBER("parallel", "timeout", timeout, "600", 1, 1e6, FREE,
            "seconds that ranks wait for one another before the run ends"),
 
     // Which numbers are MXFP8: --precision sets all up to --mx-gemm.
     CHOICE("precision", "precision", precision, "bf16", "bf16|mxfp8|mxfp8-exact", FREE,
-           "sets the options from here to --mx-gemm; one that is given as well wins"),
+           "sets the options up to --mx-gemm; one that is given as well wins"),
     CHOICE("precision", "expert-precision", expert_precision, NULL, "bf16|mxfp8", FIXED,
-           "of the routed experts' products (bf16 is float32 in the CPU build)"),
+           "routed experts' GEMMs (bf16 is float32 in the CPU build)"),
     CHOICE("precision", "dispatch-precision", dispatch_precision, NULL, "bf16|mxfp8", FIXED,
-           "of what goes to the experts, also where they are on the same rank"),
-    CHOICE("precision", "combine-precision", combine_precision, NULL, "bf16|mxfp8", FIXED,
-           "of what comes back from them"),
+           "tokens on their way to the experts, also on the same rank"),
+    CHOICE("precision", "combine-precision", combine_precision, NULL, "bf16|mxfp8", FIXED, "tokens on their way back"),
     CHOICE("precision", "wgrad-precision", wgrad_precision, NULL, "bf16|mxfp8", FIXED,
-           "of the operands of the gradients of the routed experts' weights, and of --linear-precision's"),
+           "wgrad GEMMs of the routed experts, and of --linear-precision"),
     CHOICE("precision", "linear-precision", linear_precision, NULL, "bf16|mxfp8", FIXED,
-           "of the products of attention but Wkva's, and of the dense and shared MLPs"),
+           "GEMMs of attention without Wkva, and of the dense and shared MLPs"),
     CHOICE("precision", "mx-gemm", mx_fast, NULL, "exact|fast", FIXED,
-           "MXFP8 products in bf16, or on the bytes with scales aligned to 128"),
-    CHOICE("precision", "mx-scale", mx_scale, "rceil", "rceil|floor", FIXED, "how MXFP8 blocks are scaled"),
+           "MXFP8 GEMMs on dequantized bf16, or on fp8 with scales aligned to 128"),
+    CHOICE("precision", "mx-scale", mx_scale, "rceil", "rceil|floor", FIXED, "rounding of the scales of MXFP8 blocks"),
     WHOLE("precision", "mx-stats", mx_stats, "0", 0, 1e9, FREE,
-          "steps between statistics of the casts to MXFP8 in the log; 0: none"),
+          "steps between quantization statistics in the log; 0: none"),
 
     // What is computed twice to spare memory, and room for uneven loads.
     CHOICE("memory", "recompute", recompute, "none", "none|moe|block", FREE,
-           "activations that backward computes again"),
+           "activation checkpointing: activations that backward computes again"),
     NUMBER("memory", "capacity", capacity, "1.25", 1, 1e6, FREE,
-           "room for routed tokens over the mean load, with --ep; more is made if needed"),
+           "capacity factor with --ep: routed tokens to plan for, over the mean load"),
 
     // For debugging.
-    FLAG("debugging", "force-balance", force_balance, FIXED, "route round-robin"),
-    FLAG("debugging", "overfit", overfit, FIXED, "train on the first step's tokens for ever"),
+    FLAG("debugging", "force-balance", force_balance, FIXED, "route round-robin, for benchmarks"),
+    FLAG("debugging", "overfit", overfit, FIXED, "train on the first step's tokens only"),
 };
 const int settings_count = sizeof(settings_table) / sizeof(settings_table[0]);
+
+static const char* const common[] = {
+    "model",           "init",    "sample", "evaluate",  "train",     "val",        "seq-len",   "batch",
+    "tokens-per-step", "seed",    "steps",  "out",       "resume",    "save-every", "val-every", "sample-every",
+    "prompt",          "dry-run", "help",   "optimizer", "muon-lr",   "lr",         "warmup",    "schedule",
+    "weight-decay",    "balance", "ep",     "shard",     "precision", "recompute",  NULL};
 
 // The row of the field at `offset`.
 static int row(size_t offset) {
@@ -230,7 +228,7 @@ static const ModelConfig presets[] = {
 static const struct {
     double lr, muon_lr;
     int64_t optimizer;
-} training[] = {{1e-3, 12e-3, MUON},    {1e-3, 2e-3, MUON},    {1e-3, 2e-3, MUON},
+} training[] = {{1e-3, 12e-3, MUON},   {1e-3, 2e-3, MUON},    {1e-3, 2e-3, MUON},
                 {4.2e-4, 2e-3, ADAMW}, {2.4e-4, 2e-3, ADAMW}, {2.2e-4, 2e-3, ADAMW}};
 
 // What each --precision sets, in the order of its choices. What a row does not name is bf16, and --mx-gemm exact.
@@ -340,6 +338,29 @@ static void find_tokenizer(Settings* s, const char* given, int recorded, int has
     tokenizer_close(tokenizer);
 }
 
+// The folder of a run becomes that of its newest step.
+static void take_newest(char** folder) {
+    int count = 0;
+    if (!**folder || access(path_of("%s/config.json", *folder).text, F_OK) == 0) return;
+    int64_t* steps = checkpoint_list(*folder, &count);
+    char* step = count ? host_format("%s/step_%08ld", *folder, steps[0]) : *folder;
+    if (step != *folder) free(*folder);
+    *folder = step;
+    free(steps);
+}
+
+Settings settings_defaults(const Settings* s) {
+    Settings usual = {.preset = 0};
+    char* given = (char*)host_alloc((size_t)settings_count);
+    options_defaults(settings_table, settings_count, &usual);
+    usual.preset = s->preset;
+    settings_preset(&usual, given, s->precision);
+    set_for_model(&usual, given);
+    free(given);
+    usual.preset = 0;
+    return usual;
+}
+
 Settings settings_read(int argc, char** argv, int ranks, const Json* record) {
     // The command line over the record over the presets over the defaults.
     Settings s = {.preset = 0};
@@ -347,7 +368,8 @@ Settings settings_read(int argc, char** argv, int ranks, const Json* record) {
     options_defaults(settings_table, settings_count, &s);
     options_parse(settings_table, settings_count, &s, given, argc, argv);
     settings_preset(&s, given, s.precision);
-    if (s.help) options_help(settings_table, settings_count, "train_moe");
+    if (s.help) options_help(settings_table, settings_count, "train_moe", s.help == 1 ? common : NULL);
+    if (!s.help && !s.version) take_newest(&s.init), take_newest(&s.sample), take_newest(&s.evaluate);
     if (record && !s.help) record_recall(record, &s, given);
     const int asks = s.help || s.version;
     const char *option, *folder = record || asks ? NULL : settings_folder(&s, &option);
@@ -398,8 +420,9 @@ double settings_mtp_weight(const Settings* s, int64_t step) {
 // The learning rate over its peak.
 static double schedule(const Settings* s, int64_t step) {
     // The way up, then how much of the rest is left.
-    if (step <= s->warmup) return (double)step / (double)s->warmup;
-    double left = s->steps > s->warmup ? fmax((double)(s->steps - step) / (double)(s->steps - s->warmup), 0) : 0;
+    const double warmup = s->warmup < 1 ? ceil(s->warmup * (double)s->steps) : s->warmup, steps = (double)s->steps;
+    if ((double)step <= warmup) return (double)step / warmup;
+    double left = steps > warmup ? fmax((steps - (double)step) / (steps - warmup), 0) : 0;
 
     double share = 1;  // of the way from final_lr_frac to 1
     switch (s->schedule) {

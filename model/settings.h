@@ -43,8 +43,8 @@ typedef struct Settings {
     char *out, *prompt;
     double temperature;
     double lr, final_lr_frac, weight_decay, beta1, beta2, eps, clip, bias_rate, aux_loss;
-    int64_t optimizer, moments, warmup, schedule, balance;
-    double muon_lr, muon_momentum;
+    int64_t optimizer, moments, schedule, balance;
+    double warmup, muon_lr, muon_momentum;
     double mtp_weight, mtp_weight_end, mtp_switch;
     int64_t ep, shard, dispatch, recompute;
     double timeout, capacity, gpu_memory;
@@ -75,6 +75,9 @@ char* settings_resumed(int argc, char** argv);
 // Sets the options without a default of their own that are not given as --model and a --precision do.
 void settings_preset(Settings* settings, const char* given, int64_t precision);
 
+// The defaults of all options with this --model and --precision, in fresh memory.
+Settings settings_defaults(const Settings* settings);
+
 void settings_free(Settings* settings);
 
 // The checks of settings_read. First that what options ask for together can be counted, then all others.
@@ -92,8 +95,8 @@ int64_t config_vocab_padded(const ModelConfig* config);  // V rounded up to a mu
 RopeConfig config_rope(const ModelConfig* config);
 double config_softmax_scale(const ModelConfig* config);  // (nope + rope)^-1/2, times YaRN's mscale^2
 
-// The learning rate of update `step` (1 is the first). It rises linearly to lr over `warmup` steps, and then falls to
-// lr * final_lr_frac at the last step:
+// The learning rate of update `step` (1 is the first). It rises linearly to lr over `warmup` steps (below 1: a
+// share of all), and then falls to lr * final_lr_frac at the last step:
 //
 //   cosine     along half a cosine            linear     along a line
 //   wsd        along a line, but only over the last fifth; constant until then

@@ -94,7 +94,7 @@ void settings_check_sizes(const Settings* s) {
 
     for (size_t i = 0; i < sizeof(sizes) / sizeof(sizes[0]); i++)
         if (sizes[i].size > sizes[i].most)
-            die(EXIT_USAGE, "%s make %.3g %s: at most %.3g are possible", sizes[i].options, sizes[i].size,
+            die(EXIT_USAGE, "%s make %.10g %s: at most %.10g are possible", sizes[i].options, sizes[i].size,
                 sizes[i].what, sizes[i].most);
 }
 
@@ -156,8 +156,8 @@ static void check_run(const Settings* s) {
         die(EXIT_USAGE, "--clip %g is next to nothing: at least 1e-30, or 0 for no clipping", s->clip);
 
     // What is allowed, and hardly meant.
-    if (s->warmup > s->steps && s->schedule != SCHEDULE_CONSTANT)
-        warn("--warmup %ld is longer than --steps %ld: the learning rate never reaches --lr", s->warmup, s->steps);
+    if (s->warmup > (double)s->steps && s->schedule != SCHEDULE_CONSTANT)
+        warn("--warmup %g is longer than --steps %ld: the learning rate never reaches --lr", s->warmup, s->steps);
     if (s->moments && s->beta2 > 0.99)
         warn("--moments bf16 --beta2 %g: second moments follow gradients that shrink late or never; --beta2 0.95 helps",
              s->beta2);

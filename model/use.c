@@ -31,8 +31,10 @@ void use_model(Ranks* world, const Settings* s) {
     } else {
         if (val) {
             const double loss = evaluate_loss(m, val);
-            printf("loss       %.6f nats a token, perplexity %.4f, on %ld of %ld tokens\n", loss, exp(loss),
-                   evaluate_windows(s, val) * s->seq_len, shards_windows(val) * s->seq_len);
+            const double bytes = evaluate_bytes(s, val, tokenizer);
+            printf("loss       %.6f nats a token, perplexity %.4f, ", loss, exp(loss));
+            if (bytes > 0) printf("%.6f bits a byte, ", loss / log(2) / bytes);
+            printf("on %ld of %ld tokens\n", evaluate_windows(s, val) * s->seq_len, shards_windows(val) * s->seq_len);
         }
         free(evaluate_questions(m, questions, files, tokenizer));
     }

@@ -8,6 +8,7 @@ missing factor on the gates is 1e-3 and more, even in models as small and random
 """
 import array
 import json
+import math
 import pathlib
 import random
 import re
@@ -102,6 +103,9 @@ class Case(cli.Case):
         if code:
             return done.stderr
         loss, tokens, there = re.search(r"^loss +(\S+) nats a token, .*, on (\d+) of (\d+) tokens$", done.stdout, re.M).groups()
+        bits = re.search(r" (\S+) bits a byte, ", done.stdout)
+        if bits:  # tokens that are bytes
+            self.assertAlmostEqual(float(bits[1]), float(loss) / math.log(2), places=5)
         T = TOKENS["seq_len"]
         whole = (self.val.stat().st_size - 1024 - 2) // 2 // T * T
         self.assertEqual((int(tokens), int(there)), (min(TOKENS["val_tokens"] // T * T, whole), whole))
@@ -434,7 +438,7 @@ class Export(Case):
     def test_sample(self):
         run = self.trained(vocab=257, val=self.val_glob)
         self.assertIn("a folder with a Hugging Face model is wanted, such as a step of a run: runs/x/step_00001000",
-                      self.call([cli.PROGRAM, "--sample", run], 2).stderr)
+                      self.call([cli.PROGRAM, "--sample", run.parent], 2).stderr)
         if not CUDA and "sanitize" not in cli.PROGRAM:
             args = [cli.PROGRAM, "--sample", run / "step_00000008", "--sample-tokens", 1000000]
             self.assertIn("makes it fit: use a smaller model, --sample-tokens, --seq-len or more ranks",

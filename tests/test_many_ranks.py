@@ -419,7 +419,7 @@ class Usage(Case):
         for option in ("--help", "--dry-run"):
             outcome = Process(self.dir, (RANKS, [cli.PROGRAM, option])).end()
             self.assertEqual((outcome.code, outcome.err), (0, ""), outcome)
-            self.assertEqual(outcome.out.count("--help " if option == "--help" else "model      tiny"), 1)
+            self.assertEqual(outcome.out.count("usage: " if option == "--help" else "model      tiny"), 1)
 
     def test_help_on_one_rank(self):
         """It compares its options with the others before it leaves them."""
@@ -429,6 +429,7 @@ class Usage(Case):
                 outcome = Process(self.dir, *parts[::1 if first else -1]).end()
                 self.assertEqual(outcome.code, 2, outcome)
                 self.assertIn("give all ranks the same options", outcome.errors[0])
+                self.assertIn(f"with {option} " if option == "--help" else "give all", outcome.errors[0])
                 self.assertLess(outcome.seconds, 30)
 
     def test_dry_run_for_other_ranks(self):

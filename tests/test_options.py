@@ -26,7 +26,11 @@ class BadOptions(Case):
     def test_names_and_values(self):
         for words, args in (
             (("--step", "did you mean --steps?"), ["--step", "5"]),
-            (("--batchsize", "did you mean --batch?"), ["--batchsize", "5"]),
+            (("--batchs", "did you mean --batch?"), ["--batchs", "5"]),
+            *(((f"--{name}", f"did you mean --{option}?"), [f"--{name}", "5"]) for name, option in (
+                ("learning-rate", "lr"), ("max-steps", "steps"), ("batch-size", "batch"), ("data", "train"), ("dtype", "precision"))),
+            *(((f"unknown option --{name} (--help all lists all)",), [f"--{name}", "5"]) for name in (
+                "wandb", "config", "compile", "optimiser-name")),
             (("unknown option --step; did you mean --steps?",), ["--step=5"]),
             (("--lr takes a number", "not ''"), ["--lr="]),
             (("--resume takes no value, and was given '1'",), ["--resume=1"]),
@@ -36,7 +40,9 @@ class BadOptions(Case):
             (("--steps", "not '1.5'"), ["--steps", "1.5"]),
             (("--steps", "not '5x'"), ["--steps", "5x"]),
             (("--steps", "not ''"), ["--steps", ""]),
-            (("--steps", "not '99999999999999999999'"), ["--steps", "99999999999999999999"]),
+            (("--steps", "99999999999999999999 is out of range"), ["--steps", "99999999999999999999"]),
+            (("--steps", "whole number", "not '1.5'"), ["--steps", "1.5"]),
+            (("quoted: --train 'corpus/",), [ROOT / "README.md"]),
             (("--steps 0 is out of range: from 1 to 1000000000",), ["--steps", "0"]),
             (("--keep 0 is out of range",), ["--keep", "0"]),
             (("--temperature", "not 'warm'"), ["--temperature", "warm"]),
@@ -153,7 +159,7 @@ class BadOptions(Case):
 
     def test_sizes_that_cannot_be_counted(self):
         for words, options in (
-            ("ranks x --batch x --seq-len make 1.15e+18 tokens a micro-step", dict(ranks=MOST["ranks"], batch=MOST["batch"],
+            ("ranks x --batch x --seq-len make 1.152921505e+18 tokens a micro-step", dict(ranks=MOST["ranks"], batch=MOST["batch"],
                                                                       seq_len=MOST["seq_len"], tokens_per_step=5)),
             ("--steps x --tokens-per-step make 1e+21 tokens", dict(steps=10**9, tokens_per_step=10**12)),
             ("--batch x --seq-len x --top-k, and with --ep", dict(batch=MOST["batch"], seq_len=2048)),
@@ -162,7 +168,7 @@ class BadOptions(Case):
             ("--batch x --heads x --seq-len / 128 make", dict(heads=4096, batch=64, seq_len=1 << 20)),
             ("--shared-experts x --expert-ffn make", dict(shared_experts=64, expert_ffn=1 << 16)),
             ("--vocab make", dict(layers=1024, dim=MOST["dim"], experts=4096, expert_ffn=MOST["expert_ffn"])),
-            ("--dense-ffn make 1.7e+15 activations of a rank", dict(layers=1024, dim=1 << 14, seq_len=1 << 20, batch=32)),
+            ("--dense-ffn make 1.698893652e+15 activations of a rank", dict(layers=1024, dim=1 << 14, seq_len=1 << 20, batch=32)),
         ):
             with self.subTest(words):
                 done = self.refused(2, words, "at most", dry_run=True, **options)
@@ -230,7 +236,7 @@ class BadOptions(Case):
                 self.assertEqual([re.search(rf"  {name} (\S+)", done.stdout)[1] for name in names], expected)
         self.refused(2, "--precision takes one of bf16|mxfp8|mxfp8-exact, not 'fp8'", precision="fp8", out="run")
         self.refused(2, "--expert-ffn 16 is not a multiple of 32, which MXFP8 needs", precision="mxfp8", out="run")
-        helped = self.call([PROGRAM, "--help"]).stdout
+        helped = self.call([PROGRAM, "--help", "all"]).stdout
         for name in names:
             self.assertRegex(helped, rf"(?m)^  --{name} .*\[by --precision\]$")
 
@@ -290,9 +296,9 @@ class TokenizerBesideShards(Case):
 
     def check(self, path, size, **options):
         done = self.train(**{"train": "data/text_train_*.bin", "model": "small", "steps": 1, **options})
-        shown = path or "''"
-        self.assertIn(f"  tokenizer {shown}  ", done.stdout.replace("\n", "  \n"))
-        self.assertRegex(done.stdout, rf"  vocab {size}\b")
+        printed = done.stdout.replace("\n", "  \n")
+        self.assertEqual(re.findall(r"  tokenizer (\S*)  ", printed), [str(path)] if path else ["''"] * ("dry_run" in options))
+        self.assertEqual(re.findall(r"  vocab (\d+)", printed), [str(size)] if size != 50257 else [])
         return done
 
     def test_it_is_found_and_gives_the_vocabulary(self):
@@ -336,6 +342,20 @@ class TokenizerBesideShards(Case):
             copy, = self.dir.glob(f"run/step_*/{name}")
             self.assertEqual(copy.read_text(), (self.dir / f"made/text_{name}").read_text())
 
+    def test_init_of_another(self):
+        """A model of other tokens than the shards' is refused; the folder of a run stands for its newest step."""
+        (self.dir / "a.txt").write_bytes(b"some text\n" * 200)
+        subprocess.run([sys.executable, ROOT / "scripts/prepare_text.py", "a.txt", "--out", "made"], cwd=self.dir, check=True,
+                       capture_output=True)
+        self.train(train="made/text_train_*.bin", out="run", steps=3, save_every=1)
+        words = "--init: the tokenizer run/step_00000003/tokenizer.json has 257 tokens, the one here (data/text_tokenizer.bin) 300"
+        self.refused(2, words, train="data/text_train_*.bin", init="run/step_00000003", steps=1)
+        done = self.train(train="made/text_train_*.bin", init="run", steps=1)
+        self.assertIn("  init run/step_00000003", done.stdout)
+        self.assertIn("weights    from run/step_00000003", done.stdout)
+        sampled = [self.call([PROGRAM, "--sample", folder, "--sample-tokens", 5]).stdout for folder in ("run", "run/step_00000003")]
+        self.assertEqual(sampled[0].split("s\n", 1)[1], sampled[1].split("s\n", 1)[1])
+
     def test_it_is_none(self):
         self.beside.write_bytes(b"text")
         self.refused(1, "--tokenizer: data/text_tokenizer.bin: byte 4: the file ends", train="data/text_train_*.bin", out="run")
@@ -358,7 +378,7 @@ class TokenizerBesideShards(Case):
         write_tokenizer(self.dir / "data/less_tokenizer.bin", self.tokens[:200])
         shutil.copy(self.dir / "data/less_val_000000.bin", self.dir / "data/text_val_000000.bin")
         self.check("data/text_tokenizer.bin", 300, val="data/text_val_*.bin", out="run")
-        words = "--val: data/less_tokenizer.bin beside the shards has 200 tokens, the tokenizer here (data/text_tokenizer.bin) 300"
+        words = "--val: the tokenizer data/less_tokenizer.bin has 200 tokens, the one here (data/text_tokenizer.bin) 300"
         self.refused(2, words, train="data/text_train_*.bin", val="data/less_val_*.bin")
         args = [PROGRAM, "--evaluate", "run/step_00000001", "--val", "data/less_val_*.bin"]
         self.call(args)  # nobody says which the model was trained with
@@ -484,11 +504,18 @@ class OutputFolder(Case):
 
 class Reports(Case):
     def test_help(self):
-        done = self.call([PROGRAM, "--help"])
+        done = self.call([PROGRAM, "--help", "all"])
         groups = re.findall(r"^(\w+)$", done.stdout, re.M)
         self.assertEqual(groups, ["model", "use", "data", "run", "optimizer", "parallel", "precision", "memory", "debugging"])
         for name in [*SMALL, "train", "val", "out", "resume", "dry_run", "help", "prompt", "overfit"]:
             self.assertRegex(done.stdout, rf"(?m)^  --{name.replace('_', '-')} .*\[.+\]$")
+        for line in re.findall(r"(?m)^  --\S+ (?:\S+ )? *(.*) \[.*\]$", done.stdout):
+            self.assertLessEqual(len(line), 80, line)
+        common = self.call([PROGRAM, "--help"]).stdout
+        self.assertIn("--help all lists all", common)
+        lines = re.findall(r"(?m)^  --.*$", common)
+        self.assertEqual(len(lines), 30)
+        self.assertTrue(set(lines) < set(done.stdout.splitlines()))
 
     def test_version(self):
         build = r"CUDA \d+\.\d+ build in bf16" if "/cuda/" in PROGRAM else "CPU build in float(32|64)"
@@ -610,7 +637,8 @@ class Reports(Case):
 
     def test_what_a_run_prints(self):
         done = self.train(steps=3, val=self.val_glob, out="run")
-        for words in ("model tiny", "  dim 32", "2 shards, 2100 tokens, 65 windows of 32", "step 3/3  loss",
+        self.assertNotRegex(done.stdout, r"(?m)^\w+ .* rope-theta |^precision ")  # as they are by default
+        for words in ("  dim 32", "2 shards, 2100 tokens, 65 windows of 32", "step 3/3  loss",
                       "validation", "saved run/step_00000003"):
             self.assertIn(words, done.stdout)
         self.assertEqual(done.stderr, "")

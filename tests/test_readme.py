@@ -30,7 +30,7 @@ class Readme(unittest.TestCase):
             self.assertRegex(text, rf"\]\(docs/{path.name}[)#]")
 
     def test_options_are_the_help(self):
-        self.assertIn("```text\n" + output("--help") + "```\n", page("docs/options.md"))
+        self.assertIn("```text\n" + output("--help", "all") + "```\n", page("docs/options.md"))
 
     def test_presets(self):
         presets = re.findall(r"^\| (\w+) \| ([\d.]+ [MB]) \| ([\d.]+ [MB]) \|", page("docs/model.md"), re.M)

@@ -83,7 +83,7 @@ class ResumeOptions(Case):
         record = manifest(out / "step_00000020")
         del record["options"]["mx-gemm"]  # from before there were sets, which say another
         write_manifest(out / "step_00000020", record)
-        self.assertIn("  mx-gemm exact  ", self.alone().stdout)
+        self.assertRegex(self.alone().stdout, r"  mx-gemm exact\b")
         for options in (None, [], "tiny"):
             out = self.copy_of(self.reference())
             write_manifest(out / "step_00000020", {**record, "options": options})

@@ -81,11 +81,19 @@ class Balance(Case):
                     shutil.rmtree(self.dir / out)
 
 class Log(Case):
+    def test_warmup(self):
+        """Below 1 it is a share of the steps."""
+        for warmup, steps in ((0.25, 5), (5, 5), (0.2, 4), (0, 0)):
+            self.train(out="run", steps=20, warmup=warmup, lr=1e-2)
+            rates = [step["lr"] for step in read_log(self.dir / "run")[1]]
+            self.assertEqual([round(rate * 100, 9) for rate in rates], [min(1, round(i / steps, 9)) if steps else 1 for i in range(1, 21)])
+            shutil.rmtree(self.dir / "run")
+
     def test_fields(self):
         began = time.time()
         self.train(out="run", steps=10, val=self.val_glob, val_every=4, val_tokens=256, lr=1e-2, warmup=5)
         first, steps = read_log(self.dir / "run")
-        listed = re.findall(r"^  --([a-z0-9-]+) ", self.call([PROGRAM, "--help"]).stdout, re.M)
+        listed = re.findall(r"^  --([a-z0-9-]+) ", self.call([PROGRAM, "--help", "all"]).stdout, re.M)
         self.assertEqual(list(first), listed + ["build", "host", "device"])
         self.assertRegex(first["build"], "^train_moe .* build in ")
         self.assertEqual(first["host"], socket.gethostname())
