@@ -108,10 +108,20 @@ TESTS_CUDA = $(patsubst %.cu,%,$(wildcard tests/test_cuda_*.cu)) $(TESTS_EITHER)
 TEST_ALONE = tests/test_cuda_late_blocks
 TESTS_CUDA_RANKS = tests/test_comm tests/test_expert_parallel tests/test_layouts
 
-.PHONY: FORCE all cpu cuda train test test-build cuda-test-build bench docs fuzz torture clean probe format check-host
+.PHONY: FORCE help all cpu cuda train test test-build cuda-test-build bench docs fuzz torture clean probe format check-host
 all: probe cpu $(if $(HAVE_NVCC),cuda)
 cpu: $(if $(F64),$(DOUBLE),$(CPU))/train_moe
 cuda: $(CUDA)/train_moe
+
+help:
+	@echo "make           build for the CPU, and for the GPU where there is nvcc"
+	@echo "make cpu       build/cpu/train_moe alone"
+	@echo "make cuda      build/cuda/train_moe alone"
+	@echo "make train     install what is missing, train a small model, print a sample, plot"
+	@echo "make test      the tests that this machine can run"
+	@echo "make bench     speed of the program and its kernels, beside PyTorch where it is installed"
+	@echo "make docs      draw the figures of docs/ again"
+	@echo "make clean     remove build/"
 
 # One line for each thing a build can use.
 probe:

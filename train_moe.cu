@@ -118,7 +118,7 @@ static void report(Run* r, int val, int asks) {
 
     // What the device computed, and how long it took.
     memcpy(&r->last, fetch_end(r->state), sizeof(StepState));
-    if (r->last.replay) return;  // it counts for nothing: it stays pending, for run_again
+    if (r->last.replay) return;  // it counts for nothing, and stays pending: finish_step runs it again
     double took = stopwatch_seconds(r->watch[r->pending % 2]), peak = r->ranks * device_peak_flops(r->model->ctx);
     double tokens_per_s = (double)s->tokens_per_step / took;
     r->average_ms = r->average_ms > 0 ? 0.9 * r->average_ms + 0.1 * 1000 * took : 1000 * took;
@@ -241,18 +241,34 @@ static Loader* load_from(const Run* r, int64_t step) {
     return loader_start(r->train, s->batch, (int32_t)s->model.V, order);
 }
 
-// The pending step had no room for its tokens, and so neither it nor a step after it changed anything: all that was
-// queued since runs again, on the same data, with more room.
-static Loader* run_again(Run* r, Loader* loader) {
+// Gives the dispatch the capacity that the pending step would have taken on the fullest rank.
+static void grow_capacity(Run* r) {
     double *needed = (double*)host_alloc((size_t)r->ranks * sizeof(double)), most = 0;
-    loader_stop(loader);
     ranks_all_gather(r->world, needed, &r->last.needed, sizeof(double));
     for (int i = 0; i < r->ranks; i++) most = fmax(most, needed[i]);
     free(needed);
     model_make_room(r->model, r->world, most);
-    warn("step %ld had no room for the tokens of an expert's rank, and runs again with --capacity %.2f", r->pending,
+    warn("step %ld overflowed the capacity of an expert's rank, and runs again with --capacity %.2f", r->pending,
          r->model->capacity);
-    return load_from(r, r->pending);
+}
+
+// Waits for the results of the pending step and reports them. A step that overflowed changed nothing, and neither did
+// the step that was queued after it: both run again, on the same data. Returns the loader, which then is a new one.
+static Loader* finish_step(Run* r, Loader* loader, int64_t queued, int val, int asks) {
+    const int64_t step = r->pending;
+    report(r, val, asks);
+    if (!r->last.replay) return loader;
+
+    while (r->last.replay) {
+        grow_capacity(r);
+        loader_stop(loader);
+        loader = load_from(r, step);
+        queue_step(r, loader, step);
+        fetch_step(r, step);
+        report(r, val, asks);
+    }
+    if (queued > step) queue_step(r, loader, queued);
+    return loader;
 }
 
 // All the steps, from r->first on.
@@ -265,32 +281,22 @@ static void train(Run* r) {
     for (int64_t step = r->first; step <= s->steps && !stop; step++) {
         // The device gets this step, and the host waits for the results of the one before.
         queue_step(r, loader, step);
-        report(r, 0, 0);
-        if (!r->last.replay) fetch_step(r, step);
+        loader = finish_step(r, loader, step, 0, 0);
+        fetch_step(r, step);
 
         // A rank that was asked to stop told the others in the step before. All ranks learn it here together.
         stop = r->last.stop != 0;
-        int last = step == s->steps || stop;
+        const int last = step == s->steps || stop;
 
-        // Once in a while: a validation. Whatever comes after it waits for the results of this step too.
-        int validates = r->val && s->val_every && (step == s->steps || due(step, s->val_every));
-        int samples = s->sample_every && (step == s->steps || due(step, s->sample_every));
-        int saves = *s->out && (last || due(step, s->save_every));
-        int asks = r->question_files && (step == s->steps || due(step, s->eval_every));
-        if (!r->last.replay && (last || validates || asks || samples || saves)) report(r, validates, asks);
+        // Once in a while: a validation. All that comes after it waits for the results of this step too.
+        const int validates = r->val && s->val_every && (step == s->steps || due(step, s->val_every));
+        const int samples = s->sample_every && (step == s->steps || due(step, s->sample_every));
+        const int saves = *s->out && (last || due(step, s->save_every));
+        const int asks = r->question_files && (step == s->steps || due(step, s->eval_every));
+        if (last || validates || asks || samples || saves) loader = finish_step(r, loader, step, validates, asks);
 
-        // The step that was reported last runs again, and this one with it.
-        if (r->last.replay) {
-            loader = run_again(r, loader);
-            step = r->pending - 1;
-            stop = r->last.replay = 0, r->pending = 0;
-            continue;
-        }
-
-        // Once in a while: a sample.
+        // Once in a while: a sample, and a checkpoint, which a thread writes while training goes on.
         if (samples) print_sample(r, step);
-
-        // Once in a while: a checkpoint, which a thread writes while training goes on.
         if (saves) save(r, step, last);
     }
 
@@ -373,7 +379,7 @@ static void open_model(Run* r) {
     else
         model_begin(r->model, r->world);
     if (r->saved >= s->steps)
-        printf("nothing to do: %ld of %ld steps are done; a larger --steps goes on\n", r->saved, s->steps);
+        printf("nothing to do: the run has %ld steps, --steps is %ld; a larger one goes on\n", r->saved, s->steps);
     free(out);
 }
 

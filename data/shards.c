@@ -15,6 +15,7 @@
 #include <unistd.h>
 #include <zlib.h>
 
+#include "data/tokenizer.h"
 #include "device/check.h"
 #include "device/files.h"
 #include "device/threads.h"
@@ -49,7 +50,8 @@ static void open_shard(Shards* s, Shard* shard, const char* path) {
     shard->path = host_strdup(path);
     shard->fd = open_file(path);
     if (shard->fd < 0 && (errno == EISDIR || errno == ENXIO))
-        die(EXIT_FAILED, "%s: %s: not a file; shards are files of tokens", s->option, path);
+        die(EXIT_FAILED, "%s: %s: not a file; a pattern names the shards of a folder: %s 'FOLDER/*_train_*.bin'",
+            s->option, path, s->option);
     if (shard->fd < 0)
         die(EXIT_FAILED, "%s: %s: cannot open: %s%s", s->option, path, strerror(errno),
             errno == EMFILE ? "; allow more open files (ulimit -n)" : "");
@@ -65,9 +67,10 @@ static void open_shard(Shards* s, Shard* shard, const char* path) {
             HEADER_BYTES);
     if (header[0] != MAGIC_U16 && header[0] != MAGIC_U32)
         die(EXIT_FAILED,
-            "%s: %s: byte 0: magic number %d is neither %d (uint16 tokens) nor %d (uint32 tokens): not a shard; "
-            "scripts/prepare_text.py makes shards from text",
-            s->option, path, header[0], MAGIC_U16, MAGIC_U32);
+            "%s: %s: byte 0: magic number %d is neither %d (uint16 tokens) nor %d (uint32 tokens): not a shard%s",
+            s->option, path, header[0], MAGIC_U16, MAGIC_U32,
+            header[0] == TOKENIZER_MAGIC ? " but a tokenizer: a pattern like *_train_*.bin leaves it out"
+                                         : "; scripts/prepare_text.py makes shards from text");
     bool wide = header[0] == MAGIC_U32;
     int version = wide ? VERSION_U32 : VERSION_U16;
     if (header[1] != version)

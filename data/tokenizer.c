@@ -12,7 +12,7 @@
 #include "device/check.h"
 #include "device/files.h"
 
-enum { MAGIC = 20240328, VERSION = 2, HEADER_BYTES = 1024, MAX_TOKENS = 1 << 24, WHY_BYTES = 1024 };
+enum { VERSION = 2, HEADER_BYTES = 1024, MAX_TOKENS = 1 << 24, WHY_BYTES = 1024 };
 static const size_t LIMIT = (size_t)1 << 30;  // bytes; those in use have some MiB
 
 // Token i is byte i, and 256 is end of text.
@@ -33,11 +33,11 @@ static Tokenizer* open_bytes(void) {
 
 // The first four numbers: magic, version, how many tokens, and which of them ends a text.
 static void check_header(const char* path, const uint32_t header[4]) {
-    if (header[0] != MAGIC)
+    if (header[0] != TOKENIZER_MAGIC)
         die(EXIT_FAILED,
             "--tokenizer: %s: byte 0: magic number %u is not %d: not a tokenizer file; scripts/prepare_text.py writes "
             "one beside the shards",
-            path, header[0], MAGIC);
+            path, header[0], TOKENIZER_MAGIC);
     if (header[1] != VERSION)
         die(EXIT_FAILED, "--tokenizer: %s: byte 4: version %u, only %d is known", path, header[1], VERSION);
     if (header[2] == 0 || header[2] > MAX_TOKENS)

@@ -13,6 +13,8 @@
 
 BEGIN_C
 
+enum { TOKENIZER_MAGIC = 20240328 };  // the first number of a tokenizer file
+
 typedef struct Tokenizer Tokenizer;
 
 // path "" gives the byte tokenizer. die()s naming the file and the reason on a file that is not one.

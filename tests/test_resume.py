@@ -176,7 +176,7 @@ class ResumeOptions(Case):
         self.assertEqual({key for key in records[1] if records[0][key] != records[1][key]}, {"out", "resume"})
         self.assertEqual(records[0]["lr"], 1 / 300)
 
-        self.assertIn("nothing to do: 20 of 20 steps", self.alone().stdout)
+        self.assertIn("nothing to do: the run has 20 steps, --steps is 20", self.alone().stdout)
         self.alone("--steps", 22, "--batch", 2, "--prompt=", "--val", "", "--lr", 1 / 300)
         self.assertEqual(checkpoints(out), ["step_00000010", "step_00000020", "step_00000022"])
         record = manifest(out / "step_00000022")["options"]

@@ -24,7 +24,7 @@ MX = dict(dim=64, expert_ffn=32, kv_lora=32, precision="mxfp8", combine_precisio
 def again(outcome):
     """[(step, capacity)] of the steps that ran again."""
     return [(int(step), float(capacity)) for step, capacity in
-            re.findall(r"step (\d+) had no room for the tokens of an expert's rank, and runs again with "
+            re.findall(r"step (\d+) overflowed the capacity of an expert's rank, and runs again with "
                        r"--capacity ([\d.]+)$", outcome.err, re.M)]
 
 
