@@ -108,7 +108,7 @@ TESTS_CUDA = $(patsubst %.cu,%,$(wildcard tests/test_cuda_*.cu)) $(TESTS_EITHER)
 TEST_ALONE = tests/test_cuda_late_blocks
 TESTS_CUDA_RANKS = tests/test_comm tests/test_expert_parallel tests/test_layouts
 
-.PHONY: FORCE help all cpu cuda train test test-build cuda-test-build bench docs fuzz torture clean probe format check-host
+.PHONY: FORCE help all cpu cuda train test test-all test-build cuda-test-build bench docs fuzz torture clean probe format check-host
 all: probe cpu $(if $(HAVE_NVCC),cuda)
 cpu: $(if $(F64),$(DOUBLE),$(CPU))/train_moe
 cuda: $(CUDA)/train_moe
@@ -118,7 +118,7 @@ help:
 	@echo "make cpu       build/cpu/train_moe alone"
 	@echo "make cuda      build/cuda/train_moe alone"
 	@echo "make train     install what is missing, train a small model, print a sample, plot"
-	@echo "make test      the tests that this machine can run"
+	@echo "make test      the tests that this machine can run, in minutes; make test-all: the slow ones too"
 	@echo "make bench     speed of the program and its kernels, beside PyTorch where it is installed"
 	@echo "make docs      draw the figures of docs/ again"
 	@echo "make clean     remove build/"
@@ -225,15 +225,23 @@ train:
 	@$(MAKE) --no-print-directory -j$(JOBS) probe $(RUNNABLE)/train_moe
 	@sh scripts/first_run.sh $(RUNNABLE)/train_moe
 
+# What is slow and rarely fails is in test-all: Python files that say SLOW, and long tests of the double build. Where
+# there is a GPU, make test runs all.
+TESTS_SLOW_F64 = tests/test_mx_check tests/test_products tests/test_mx_block
+run_tests = MPI=$(MPI) $(PYTHON) tests/run.py --program $(CPU)/train_moe $(if $(HAVE_GPU),--program $(CUDA)/train_moe)
 test:
 	@sh scripts/setup.sh
 	@$(MAKE) --no-print-directory -j$(JOBS) probe test-build $(if $(HAVE_GPU),cuda-test-build)
-	@MPI=$(MPI) $(PYTHON) tests/run.py --program $(CPU)/train_moe $(if $(HAVE_GPU),--program $(CUDA)/train_moe) \
-	    $(TESTS:%=$(CPU)/%) $(TESTS_F64:%=$(DOUBLE)/%) $(foreach t,$(TESTS_CUDA),$(if $(HAVE_GPU),$(if $(filter $t,$(TEST_ALONE)),--alone),--skip) $(CUDA)/$t) \
+	@$(run_tests) $(if $(HAVE_GPU),,--part fast) $(TESTS:%=$(CPU)/%) \
+	    $(patsubst %,$(DOUBLE)/%,$(if $(HAVE_GPU),$(TESTS_F64),$(filter-out $(TESTS_SLOW_F64),$(TESTS_F64)))) \
+	    $(foreach t,$(TESTS_CUDA),$(if $(HAVE_GPU),$(if $(filter $t,$(TEST_ALONE)),--alone),--skip) $(CUDA)/$t) \
 	    $(TESTS_RANKS:%=--ranks 4 $(CPU)/%) $(TESTS_RANKS_F64:%=--ranks 4 $(DOUBLE)/%) \
 	    $(TESTS_CUDA_RANKS:%=$(if $(HAVE_GPU),--ranks $(GPUS),--skip) $(CUDA)/%)
+test-all: test
+	@$(if $(HAVE_GPU),:,$(MAKE) --no-print-directory -j$(JOBS) $(TESTS_SLOW_F64:%=$(DOUBLE)/%) && \
+	    $(run_tests) --part slow $(TESTS_SLOW_F64:%=$(DOUBLE)/%))
 
-test-build: $(CPU)/train_moe $(CPU)/tests/libtorture.so $(CPU)/tests/encode $(addprefix $(CPU)/,$(TESTS) $(TESTS_RANKS)) $(addprefix $(DOUBLE)/,$(TESTS_F64) $(TESTS_RANKS_F64))
+test-build: $(CPU)/train_moe $(CPU)/tests/libtorture.so $(CPU)/tests/encode $(addprefix $(CPU)/,$(TESTS) $(TESTS_RANKS)) $(addprefix $(DOUBLE)/,$(if $(HAVE_GPU),$(TESTS_F64),$(filter-out $(TESTS_SLOW_F64),$(TESTS_F64))) $(TESTS_RANKS_F64))
 cuda-test-build: $(CUDA)/train_moe $(DOUBLE)/libreference.so $(addprefix $(CUDA)/,$(TESTS_CUDA) $(TESTS_CUDA_RANKS))
 
 # SECONDS of random inputs for each reader of files and options. Needs clang and its libFuzzer (libclang-rt-14-dev).

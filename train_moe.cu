@@ -359,7 +359,9 @@ static void open_data(Run* r) {
     double epochs = (double)s->steps * (double)s->tokens_per_step / (double)s->seq_len / (double)windows;
     printf("data       %d shards, %ld tokens, %ld windows of %ld (%.3g epochs in %ld steps)\n", shards_count(r->train),
            shards_tokens(r->train), windows, s->seq_len, epochs, s->steps);
-    printf("tokenizer  %s, %d tokens\n", *s->tokenizer ? s->tokenizer : "bytes", tokenizer_size(r->tokenizer));
+    char* tokenizer = host_printable(s->tokenizer, strlen(s->tokenizer), "");
+    printf("tokenizer  %s, %d tokens\n", *tokenizer ? tokenizer : "bytes", tokenizer_size(r->tokenizer));
+    free(tokenizer);
     if (windows < s->batch)
         die(EXIT_FAILED,
             "--train has %ld windows of %ld tokens, fewer than one batch of %ld; use a smaller --batch or --seq-len",
@@ -448,6 +450,10 @@ int main(int argc, char** argv) {
         train(&r);
         close_all(&r);
     }
+
+    // A result that nobody got is an error; a training run has its log.
+    if ((uses || asks || s->dry_run) && fflush(stdout) != 0)
+        die(EXIT_FAILED, "cannot write the output: %s", strerror(errno));
 
     settings_free(&r.settings);
     watch_stop();

@@ -34,11 +34,14 @@ static void put_line(RunLog* log, const char* line, size_t length) {
         give_up(log);
 }
 
-// The step of a line; 0: it is a configuration, -1: it cannot be read.
-static int64_t step_of(const char* line, size_t length) {
+// The step of a line; 0: it is the configuration, which is the first line; -1: it cannot be read.
+static int64_t step_of(const char* line, size_t length, int first) {
     char error[64];
     Json* json = json_parse(line, length, error, sizeof(error));
-    int64_t step = !json || json->type != JSON_OBJECT ? -1 : json_get(json, "step") ? json_int(json, "step", -1) : 0;
+    int64_t step = !json || json->type != JSON_OBJECT ? -1
+                   : json_get(json, "step")           ? json_int(json, "step", -1)
+                   : first                            ? 0
+                                                      : -1;
     json_free(json);
     return step;
 }
@@ -58,7 +61,7 @@ static void keep_lines(RunLog* log, const char* text, size_t size, int64_t last_
     // Line by line: kept, dropped because its step is to come again, or set aside because it cannot be read.
     for (const char *line = text, *end; (end = (const char*)memchr(line, '\n', (size_t)(text + size - line))) != NULL;
          line = end + 1) {
-        int64_t step = step_of(line, (size_t)(end - line));
+        int64_t step = step_of(line, (size_t)(end - line), number == 0);
         number++;
         if (step > 0 && step <= last_step) put_line(log, line, (size_t)(end - line));
         if (step >= 0) continue;

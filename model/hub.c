@@ -11,7 +11,7 @@
 #include "device/files.h"
 #include "moe/moe.h"
 
-static const size_t CONFIG_LIMIT = (size_t)16 << 20;
+static const size_t CONFIG_LIMIT = (size_t)1 << 17, JSON_LIMIT = (size_t)16 << 20;  // bytes
 
 // Whole numbers that both sides have. A key that config.json may lack or have as null is then `absent`; -1: it may not.
 static const struct {
@@ -151,6 +151,12 @@ static const Json* member(const Json* object, const char* key) {
     return found && found->type != JSON_NULL ? found : NULL;
 }
 
+static const char* text_or_null(const Reader* r, const Json* object, const char* key) {
+    const Json* found = member(object, key);
+    if (found && found->type != JSON_STRING) refuse(r, key, "is no string");
+    return found ? found->text : NULL;
+}
+
 static double number_or(const Reader* r, const Json* object, const char* key, double absent) {
     const Json* found = member(object, key);
     if (found && found->type != JSON_NUMBER) refuse(r, key, "is no number");
@@ -170,9 +176,11 @@ static int says(const Json* found, const char* text) {
 // transformers has it.
 static void read_rope(const Reader* r, ModelConfig* c) {
     const Json *older = member(r->json, "rope_scaling"), *scaling = older ? older : member(r->json, "rope_parameters");
+    if (scaling && scaling->type != JSON_OBJECT)
+        refuse(r, older ? "rope_scaling" : "rope_parameters", "is neither an object nor null");
     c->rope_theta = number_or(r, scaling, "rope_theta", number_or(r, r->json, "rope_theta", 10000));
     c->yarn_factor = 40, c->yarn_mscale = 1, c->yarn_original_len = 4096;
-    const char *type = json_text(scaling, "rope_type"), *kind = type ? type : json_text(scaling, "type");
+    const char *type = text_or_null(r, scaling, "rope_type"), *kind = type ? type : text_or_null(r, scaling, "type");
     if (!kind || strcmp(kind, "default") == 0) return;
 
     if (strcmp(kind, "yarn") != 0) refuse(r, "rope_scaling", "is of a type that is not known here: yarn is");
@@ -191,7 +199,7 @@ static void read_rope(const Reader* r, ModelConfig* c) {
 
 // How tokens select experts. `own`: the type is train_moe, where both scores may have a selection bias.
 static void read_routing(const Reader* r, ModelConfig* c, int v3, int own) {
-    const char *scoring = json_text(r->json, "scoring_func"), *method = json_text(r->json, "topk_method");
+    const char *scoring = text_or_null(r, r->json, "scoring_func"), *method = text_or_null(r, r->json, "topk_method");
     if (scoring && strcmp(scoring, v3 ? "sigmoid" : "softmax") != 0)
         refuse(r, "scoring_func", v3 ? "is not sigmoid" : "is not softmax");
     const bool limited = method && strcmp(method, "group_limited_greedy") == 0;
@@ -210,7 +218,9 @@ static void read_routing(const Reader* r, ModelConfig* c, int v3, int own) {
     const Json* norm = json_get(r->json, "norm_topk_prob");
     if (norm && norm->type != JSON_BOOL) refuse(r, "norm_topk_prob", "is neither true nor false");
     c->route_norm = norm ? norm->number != 0 : v3;
-    c->route_scale = number_or(r, r->json, "routed_scaling_factor", v3 ? 2.5 : 1);
+    const Json* scale = json_get(r->json, "routed_scaling_factor");
+    if (scale && scale->type != JSON_NUMBER) refuse(r, "routed_scaling_factor", "is no number");
+    c->route_scale = scale ? scale->number : v3 ? 2.5 : 1;
 }
 
 // Weights in fp8 have a scale for each 128 x 128 of them.
@@ -282,7 +292,7 @@ ModelConfig hub_read_config(const char* option, const char* folder) {
 static Json* read_json(const char* folder, const char* name) {
     char error[256];
     size_t size;
-    char* text = read_file(path_of("%s/%s", folder, name).text, CONFIG_LIMIT, &size);
+    char* text = read_file(path_of("%s/%s", folder, name).text, JSON_LIMIT, &size);
     Json* json = text ? json_parse(text, size, error, sizeof(error)) : NULL;
     free(text);
     return json;
@@ -291,8 +301,12 @@ static Json* read_json(const char* folder, const char* name) {
 int64_t hub_length(const char* folder) {
     Json *manifest = read_json(folder, "manifest.json"), *config = read_json(folder, "config.json");
     int64_t length = json_int(json_get(manifest, "options"), "seq-len", 0);
-    if (length <= 0) length = min_i64(json_int(config, "max_position_embeddings", 4096), 4096);
+    const Json* longest = json_get(config, "max_position_embeddings");
+    if (longest &&
+        (longest->type != JSON_NUMBER || longest->integer < 1 || (double)longest->integer != longest->number))
+        die(EXIT_USAGE, "%s/config.json: \"max_position_embeddings\" is no length", folder);
+    if (length <= 0) length = min_i64(longest ? longest->integer : 4096, 4096);
     json_free(manifest);
     json_free(config);
-    return max_i64(length, 1);
+    return length;
 }

@@ -2,6 +2,7 @@
 #include "model/settings.h"
 
 #include <math.h>
+#include <stdbool.h>
 #include <stddef.h>
 #include <stdlib.h>
 #include <string.h>
@@ -341,7 +342,8 @@ static void find_tokenizer(Settings* s, const char* given, int recorded, int has
 // The folder of a run becomes that of its newest step.
 static void take_newest(char** folder) {
     int count = 0;
-    if (!**folder || access(path_of("%s/config.json", *folder).text, F_OK) == 0) return;
+    const bool is_folder = **folder && access(path_of("%s/.", *folder).text, F_OK) == 0;
+    if (!is_folder || access(path_of("%s/config.json", *folder).text, F_OK) == 0) return;
     int64_t* steps = checkpoint_list(*folder, &count);
     char* step = count ? host_format("%s/step_%08ld", *folder, steps[0]) : *folder;
     if (step != *folder) free(*folder);

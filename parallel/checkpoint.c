@@ -263,6 +263,14 @@ static void remove_step(const char* out, int64_t step) {
 
 // Removes the oldest checkpoints, so that `keep` stay.
 static void prune(const char* out, int64_t newest, int keep) {
+    // The new checkpoint stands: a folder that cannot be listed is no reason to end the run.
+    DIR* folder = opendir(out);
+    if (!folder) {
+        warn("cannot list %s: %s; old checkpoints stay", out, strerror(errno));
+        return;
+    }
+    closedir(folder);
+
     int count, seen = 0;
     int64_t* steps = checkpoint_list(out, &count);
     for (int i = 0; i < count; i++) {

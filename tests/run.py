@@ -1,11 +1,12 @@
 #!/usr/bin/env python3
-"""Runs tests and adds up: python3 tests/run.py [--program TRAIN_MOE]... [--skip NAME]... [--ranks N C_TEST]... [--alone C_TEST]...
-    [C_TEST]...
+"""Runs tests and adds up: python3 tests/run.py [--part fast|slow] [--program TRAIN_MOE]... [--skip NAME]... [--ranks N C_TEST]...
+    [--alone C_TEST]... [C_TEST]...
 
 The C tests by path, those with --ranks on N ranks where there is an mpirun (else on one), and tests/test_*.py; those that
 need the program, and say so by its name TRAIN_MOE or by importing tests/cli.py, run once for each --program and find it in
 the environment as TRAIN_MOE. Those that say ONE_BUILD are about code that is the same in every build, and run for the first
-alone. Several run at a time where there are cores for them.
+alone. Python files that say SLOW are the slow part, which `make test` leaves out. Several run at a time where there are
+cores for them.
 
 Each is a process of its own, and its result is its closing line `N passed, N failed, N skipped`, or unittest's own two
 lines. A crash, a timeout, a test without a result and one that ends non-zero with nothing failed count as one failure; a
@@ -28,6 +29,7 @@ TESTS = os.path.dirname(os.path.abspath(__file__))
 CLOSING = re.compile(r"^(\d+) passed, (\d+) failed, (\d+) skipped$", re.M)
 NEEDS_PROGRAM = re.compile(r"TRAIN_MOE|^(?:import|from) cli\b", re.M)
 ONE_BUILD = re.compile(r"^ONE_BUILD = True", re.M)
+SLOW = re.compile(r"^SLOW = True", re.M)
 CORES = len(os.sched_getaffinity(0))
 UNITTEST = re.compile(r"^Ran (\d+) tests? in .*\n\n(?:OK|FAILED)(?: \((.*)\))?$", re.M)
 
@@ -105,6 +107,7 @@ def run(name, command, timeout, jobs, program):
 
 def main():
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--part", choices=["fast", "slow"], help="of the Python files; both without it")
     parser.add_argument("--timeout", type=float, default=240, help="seconds for one test (240)")
     parser.add_argument("--jobs", type=int, default=max(1, min(8, CORES // 2)), help="tests at a time (8, fewer on few cores)")
     parser.add_argument("--program", action="append", default=[])
@@ -122,6 +125,8 @@ def main():
     for path in sorted(glob.glob(os.path.join(TESTS, "test_*.py")), key=os.path.getsize, reverse=True):
         with open(path) as file:
             text = file.read()
+        if options.part and (options.part == "slow") != bool(SLOW.search(text)):
+            continue
         programs = options.program if NEEDS_PROGRAM.search(text) else [None]
         if not programs:
             skipped.append((os.path.relpath(path), "needs --program"))

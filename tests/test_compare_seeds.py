@@ -14,6 +14,7 @@ ROOT = pathlib.Path(__file__).resolve().parent.parent
 SVG = "{http://www.w3.org/2000/svg}"
 STEPS, WINDOW = 24, 4
 ONE_BUILD = True  # tests/run.py: nothing here depends on what computes
+SLOW = True
 # A program that trains nothing: its loss falls from 10 to 4, seeds are about 0.1 apart, and mxfp8 is 0.003 from bf16 of
 # the same seed, but 1 at the first steps. Its log's first line is its command.
 FAKE = f"""#!{sys.executable}

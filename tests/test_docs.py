@@ -10,6 +10,7 @@ import unittest
 ROOT = pathlib.Path(__file__).resolve().parent.parent
 PROGRAM = pathlib.Path(os.environ.get("TRAIN_MOE", ROOT / "build/cpu/train_moe")).resolve()
 ONE_BUILD = True  # tests/run.py: nothing here depends on what computes
+SLOW = True
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
 FIGURE_BYTES = 60_000
 

@@ -13,10 +13,11 @@ import subprocess
 import time
 import unittest
 
-from cli import Case, PROGRAM, checkpoints, command, curve, environment, main, read_log, snapshot, write_shard
+from cli import Case, PROGRAM, checkpoints, command, curve, environment, main, read_log, snapshot, write_shard, write_tokenizer
 
 LIBRARY = pathlib.Path(PROGRAM).parent / "tests/libtorture.so"
 ONE_BUILD = True  # tests/run.py: nothing here depends on what computes
+SLOW = True
 
 
 class Links(Case):
@@ -183,14 +184,31 @@ class LogAndLock(Case):
         """They are kept aside and named, and those after them stay."""
         out = self.copy_of(self.reference())
         first, *lines = (out / "log.jsonl").read_bytes().splitlines(True)
-        odd = [b"\n", b'{"step": 3, "loss": \n', b"\0\0\0\n", b"[1]\n", b'{"step": "x"}\n', b"\xff\xfe\n"]
+        odd = [b"\n", b'{"step": 3, "loss": \n', b"\0\0\0\n", b"[1]\n", b'{"step": "x"}\n', b'{"note": 1}\n', b"\xff\xfe\n"]
         (out / "log.jsonl").write_bytes(b"".join([first, *lines[:5], *odd[:3], *lines[5:12], *odd[3:], *lines[12:]]))
         done = self.train(out="run", resume=True, steps=22)
-        self.assertIn("warning: run/log.jsonl: 6 lines cannot be read, the first is line 7: kept in "
+        self.assertIn("warning: run/log.jsonl: 7 lines cannot be read, the first is line 7: kept in "
                       "run/log.jsonl.unreadable", done.stderr)
         self.assertEqual((out / "log.jsonl.unreadable").read_bytes(), b"".join(odd))
         self.assertEqual(curve(out), curve(self.reference(22)))
         self.assertEqual(self.train(out="run", resume=True, steps=23).stderr, "")
+
+    def test_a_folder_that_cannot_be_listed_after_a_save(self):
+        """The new checkpoint stands, so the run goes on, and old ones stay."""
+        listing = [i for i, (name, _) in enumerate(self.operations(steps=6, save_every=2, keep=1)[0], 1) if name == "opendir"]
+        warned = 0
+        for number in listing:
+            shutil.rmtree(self.dir / "run")
+            ended = subprocess.run(
+                ["env", f"LD_PRELOAD={LIBRARY}", f"TORTURE_BELOW={self.dir}/run", f"TORTURE_AT={number}", "TORTURE_DO=fail",
+                 "ASAN_OPTIONS=detect_leaks=0:verify_asan_link_order=0",
+                 *command(train=self.train_glob, out="run", steps=6, save_every=2, keep=1)],
+                cwd=self.dir, env=environment(), capture_output=True, text=True)
+            if "old checkpoints stay" in ended.stderr:
+                warned += 1
+                self.assertEqual(ended.returncode, 0, ended.stderr)
+                self.assertIn("step_00000006", checkpoints(self.dir / "run"))
+        self.assertGreater(warned, 0)
 
     def test_the_log_is_on_the_disk_before_what_counts_on_it(self):
         """A power cut after a checkpoint has its name leaves the lines of its steps, and the log that a new one replaces
@@ -342,6 +360,9 @@ class Processes(Case):
         out = "run\x1b[2J\x07\u009b\x7f"
         done = self.train(out=out, steps=2, prompt="a\x1bb\tc", sample_every=2, sample_tokens=40, temperature=100, sample_top_k=0)
         done.stdout += self.train(out=out, steps=3, resume=True).stdout + self.train(1, out=f"{out}/log.jsonl/x").stderr
+        shutil.copytree(self.data, self.dir / "d\x1b]0;owned\x07")
+        write_tokenizer(self.dir / "d\x1b]0;owned\x07/text_tokenizer.bin", [b"%d" % i for i in range(300)])
+        done.stdout += self.train(train="d\x1b]0;owned\x07/text_train_*.bin", steps=1).stdout
         self.assertEqual(re.findall(r"[^\n\t -~\u00a0-\uffff]", done.stdout), [])
         for words in ("run\\x1b[2J\\x07\\xc2\\x9b\\x7f/step_00000002\n", "a\\x1bb\tc"):
             self.assertIn(words, done.stdout)

@@ -37,7 +37,7 @@ static const char* shards[4] = {"none", "optimizer", "grads", "weights"};
 #define TINY                                                                                                           \
     "--layers 2 --dim 64 --heads 2 --kv-lora 32 --nope-dim 32 --rope-dim 16 --v-dim 32 --dense-ffn 96 --experts 8 "    \
     "--top-k 2 --expert-ffn 64 --vocab 50 --seq-len 16 --batch 2 --tokens-per-step 256 --aux-loss 0.01 --lr 1e-4 "     \
-    "--warmup 1 --steps 20 "
+    "--warmup 1 --steps 20 --optimizer adamw "
 
 typedef struct Case {
     int ranks, ep;

@@ -25,6 +25,8 @@ from run import mpirun
 from test_hub import write_questions
 from test_ranks_faults import running
 
+SLOW = True
+
 
 def gpus():
     try:

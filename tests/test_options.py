@@ -4,6 +4,7 @@
 Every bad option, file and folder must end with its exit code and a message that says what and where, and harm no file.
 """
 import json
+import os
 import random
 import re
 import shutil
@@ -516,6 +517,13 @@ class Reports(Case):
         lines = re.findall(r"(?m)^  --.*$", common)
         self.assertEqual(len(lines), 30)
         self.assertTrue(set(lines) < set(done.stdout.splitlines()))
+
+    @unittest.skipUnless(os.path.exists("/dev/full"), "needs /dev/full")
+    def test_output_that_is_lost(self):
+        for args in ("--help", "--version", "--dry-run"):
+            with open("/dev/full", "w") as full:
+                done = subprocess.run([PROGRAM, args], stdout=full, stderr=subprocess.PIPE, text=True)
+            self.assertEqual((done.returncode, done.stderr.count("cannot write the output: No space left")), (1, 1), args)
 
     def test_version(self):
         build = r"CUDA \d+\.\d+ build in bf16" if "/cuda/" in PROGRAM else "CPU build in float(32|64)"

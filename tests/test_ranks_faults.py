@@ -12,6 +12,8 @@ import unittest
 
 from run import mpirun
 
+SLOW = True
+
 ROOT = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
 # Beside the program under test: build/cpu or build/cpu-sanitize.
 PROGRAM = os.path.join(os.path.dirname(os.environ.get("TRAIN_MOE", f"{ROOT}/build/cpu/train_moe")), "tests/test_ranks")

@@ -13,6 +13,7 @@ import tempfile
 import unittest
 
 ONE_BUILD = True  # the encoder is host code
+SLOW = True
 
 try:
     import tokenizers

@@ -11,6 +11,8 @@ from test_prepare import EOT, Prepare, read_table
 import text_tokenizers
 import tokenizer_json
 
+SLOW = True
+
 try:
     import tiktoken
 except ImportError:

@@ -29,6 +29,7 @@ from run import mpirun
 
 LIBRARY = pathlib.Path(cli.PROGRAM).parent / "tests/libtorture.so"
 ONE_BUILD = True  # tests/run.py: files are the same code in each
+SLOW = True
 STEPS, LIMIT = 6, 20  # of a run; seconds after which it hangs
 
 

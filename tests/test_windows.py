@@ -11,6 +11,8 @@ import unittest
 import cli
 import test_many_ranks as many
 
+SLOW = True
+
 # NCCL's windows need what tests of other runs leave out for a faster start.
 usual = many.mpirun
 many.mpirun = lambda ranks: [word.replace("NCCL_CUMEM_ENABLE=0", "NCCL_CUMEM_ENABLE=1") for word in usual(ranks)]
