@@ -11,7 +11,7 @@ OPS = device/device device/graph \
       moe/router grouped/permute grouped/grouped_gemm grouped/experts moe/dispatch_ops mx/mxfp8 mx/mx_swiglu \
       mx/mx_stats mx/grouped_gemm_mx parallel/comm
 # What ops do on GPUs that their own kernels are not for: in the CUDA build alone.
-OPS_LT = blackwell/grouped_gemm_lt grouped/grouped_gemm_portable
+OPS_LT = mx/grouped_gemm_blackwell grouped/grouped_gemm_portable
 # The kernels of docs/cuda.md: in their test and their benchmark alone.
 LEARN = $(patsubst %.cu,%,$(wildcard learn/*.cu))
 

@@ -46,7 +46,7 @@ struct Ctx {
     char name[320];
 };
 
-// Tensor cores that take a scale for every 32 elements of MXFP8, through cuBLASLt (blackwell/).
+// Tensor cores that take a scale for every 32 elements of MXFP8, through cuBLASLt (mx/grouped_gemm_blackwell.cu).
 static inline bool has_block_scales(const Ctx* ctx) { return ctx->capability >= 100; }
 
 // The workspace; ends the run if the op asks for more than its x_workspace said.

@@ -1,6 +1,6 @@
 // Matrix products by NVIDIA's library cuBLASLt: row-major matrices of bf16, or of MXFP8 bytes with their scales, with
 // sums in float32. The dense products use it (layers/matmul.cu), and those of ops that have no kernel of their own for
-// the GPU at hand (blackwell/).
+// the GPU at hand (mx/grouped_gemm_blackwell.cu).
 //
 // A product is described once and kept in the Ctx. Its algorithm is the first that the library's heuristic offers
 // without in-place split-K, whose order of summation is not fixed. It is never chosen by timing: the same shapes give

@@ -228,7 +228,7 @@ static const ModelConfig presets[] = {
 // (bench/RESULTS.md).
 static const struct {
     double lr, muon_lr;
-    int64_t optimizer;
+    Optimizer optimizer;
 } training[] = {{1e-3, 12e-3, MUON},   {1e-3, 2e-3, MUON},    {1e-3, 2e-3, MUON},
                 {4.2e-4, 2e-3, ADAMW}, {2.4e-4, 2e-3, ADAMW}, {2.2e-4, 2e-3, ADAMW}};
 

@@ -20,9 +20,9 @@
 // Bound by the tensor cores under the card's power limit and by what is issued beside them: a warp's 205 instructions
 // for a chunk (weights' gradients: 213, and 367 where a run ends), 128 of them the multiply-adds, in the 512 clocks
 // that its products take.
-#include "blackwell/grouped_gemm_lt.cuh"
 #include "device/kernels.h"
 #include "grouped/grouped_gemm_parts.cuh"
+#include "mx/grouped_gemm_blackwell.cuh"
 #include "mx/grouped_gemm_mx.h"
 #include "mx/mx_values.h"
 #include "mx/mxfp8.h"

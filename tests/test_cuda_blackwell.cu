@@ -1,4 +1,4 @@
-// What the grouped products of MXFP8 do on Blackwell (blackwell/grouped_gemm_lt.cu), tried on the GPU at hand: the
+// What the grouped products of MXFP8 do on Blackwell (mx/grouped_gemm_blackwell.cu), tried on the GPU at hand: the
 // order of scales, to the byte, against the documentation's; products against the reference. Where cuBLASLt has no
 // MXFP8 product, as on Hopper, a plain kernel written from its documentation takes the place of that one call:
 // descriptors, pointers and the order of scales are those that Blackwell would be given.
@@ -13,9 +13,9 @@
 
 #include <string>
 
-#include "blackwell/grouped_gemm_lt.cuh"
 #include "device/lt.cuh"
 #include "layers/matmul.h"
+#include "mx/grouped_gemm_blackwell.cuh"
 #include "mx/grouped_gemm_mx.h"
 #include "mx/mx_check.h"
 #include "mx/mxfp8.h"

@@ -2,8 +2,8 @@
 // 10.0 and up): one cuBLASLt product per expert. The contract is that of mx/grouped_gemm_mx.h, whose functions call
 // these on such a GPU. The host fetches the group sizes, and waits for them once per product. Workspace:
 // matmul_workspace() (layers/matmul.h).
-#ifndef BLACKWELL_GROUPED_GEMM_LT_CUH
-#define BLACKWELL_GROUPED_GEMM_LT_CUH
+#ifndef MX_GROUPED_GEMM_BLACKWELL_CUH
+#define MX_GROUPED_GEMM_BLACKWELL_CUH
 
 #include "device/device.h"
 #include "grouped/permute.h"

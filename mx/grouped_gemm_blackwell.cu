@@ -1,7 +1,7 @@
 // One product after another through cuBLASLt; what is left to do here is to cut the ragged buffer, to write the zeros
 // of pad rows, and to bring the scales into the order that Blackwell's tensor cores read. Bound by the tensor
 // cores with many rows per expert, with few by the wait for the group sizes and by launches.
-#include "blackwell/grouped_gemm_lt.cuh"
+#include "mx/grouped_gemm_blackwell.cuh"
 
 #include "device/lt.cuh"
 #include "mx/mxfp8.h"
