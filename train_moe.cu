@@ -82,7 +82,7 @@ static void print_step(Run* r, const StepRecord* s) {
     if (isfinite(s->mfu)) printf("  MFU %.1f%%", 100 * s->mfu);
     printf("  ETA %ld:%02ld:%02ld", left / 3600, left / 60 % 60, left % 60);
     if (s->validated) printf("  validation %.4f", s->val_loss);
-    for (int64_t k = 0; k < s->modules; k++) printf("  mtp_loss_%ld %.4f", k + 1, s->further[k]);
+    for (int64_t k = 0; k < s->modules; k++) printf("  mtp_loss_%ld %.4f", k + 1, s->mtp_loss[k]);
     printf("\n");
     fflush(stdout);
     r->shown = host_seconds();
@@ -118,7 +118,7 @@ static void report(Run* r, int val, int asks) {
 
     // What the device computed, and how long it took.
     memcpy(&r->last, fetch_end(r->state), sizeof(StepState));
-    if (r->last.replay) return;  // it counts for nothing, and stays pending: finish_step runs it again
+    if (r->last.retry) return;  // it counts for nothing, and stays pending: finish_step runs it again
     double took = stopwatch_seconds(r->watch[r->pending % 2]), peak = r->ranks * device_peak_flops(r->model->ctx);
     double tokens_per_s = (double)s->tokens_per_step / took;
     r->average_ms = r->average_ms > 0 ? 0.9 * r->average_ms + 0.1 * 1000 * took : 1000 * took;
@@ -136,13 +136,13 @@ static void report(Run* r, int val, int asks) {
     const int64_t blocks = config_blocks(&s->model);
     double *load_max = (double*)host_alloc((size_t)(2 * blocks) * sizeof(double)), *load_min = load_max + blocks;
     const double worst = report_load(load_max, load_min, &s->model, load);
-    double further[MTP_MAX];
+    double mtp_loss[MTP_MAX];
 
     // All of it into the log; on the terminal not more often than one can read.
     StepRecord record = {.step = r->pending,
                          .loss = r->last.loss,
-                         .further = further,
-                         .modules = report_further(further, s, &r->last),
+                         .mtp_loss = mtp_loss,
+                         .modules = report_mtp(mtp_loss, s, &r->last),
                          .grad_norm = r->last.grad_norm,
                          .lr = settings_lr(s, r->pending),
                          .max_logit = (double)r->last.max_logit,
@@ -247,7 +247,7 @@ static void grow_capacity(Run* r) {
     ranks_all_gather(r->world, needed, &r->last.needed, sizeof(double));
     for (int i = 0; i < r->ranks; i++) most = fmax(most, needed[i]);
     free(needed);
-    model_make_room(r->model, r->world, most);
+    model_grow_capacity(r->model, r->world, most);
     warn("step %ld overflowed the capacity of an expert's rank, and runs again with --capacity %.2f", r->pending,
          r->model->capacity);
 }
@@ -257,9 +257,9 @@ static void grow_capacity(Run* r) {
 static Loader* finish_step(Run* r, Loader* loader, int64_t queued, int val, int asks) {
     const int64_t step = r->pending;
     report(r, val, asks);
-    if (!r->last.replay) return loader;
+    if (!r->last.retry) return loader;
 
-    while (r->last.replay) {
+    while (r->last.retry) {
         grow_capacity(r);
         loader_stop(loader);
         loader = load_from(r, step);

@@ -122,7 +122,7 @@ void runlog_add(RunLog* log, const StepRecord* r) {
     for (int64_t k = 0; k < r->modules; k++) {
         char name[32];
         snprintf(name, sizeof(name), "mtp_loss_%ld", k + 1);
-        add_number(&line, name, r->further[k]);
+        add_number(&line, name, r->mtp_loss[k]);
     }
     add_number(&line, "grad_norm", r->grad_norm);
     add_number(&line, "lr", r->lr);

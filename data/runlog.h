@@ -27,8 +27,8 @@ typedef struct ScoreRecord {
 
 typedef struct StepRecord {
     int64_t step;
-    double loss;            // mean cross-entropy of the step's tokens in nats
-    const double* further;  // (modules): the same of each module that predicts further tokens, mtp_loss_1, ...
+    double loss;             // mean cross-entropy of the step's tokens in nats
+    const double* mtp_loss;  // (modules): mean cross-entropy of each MTP module, mtp_loss_1, ...
     int64_t modules;
     double grad_norm, lr;
     double max_logit;  // largest attention logit

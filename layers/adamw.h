@@ -29,28 +29,27 @@
 
 BEGIN_C
 
-enum { MTP_MAX = 4 };  // at most so many modules predict further tokens (model/model.h)
+enum { MTP_MAX = 4 };  // MTP modules at most (multi-token prediction, model/model.h)
 
 // In device memory. The first fields, up to `overflows`, lie side by side: one sum over the ranks serves them.
 typedef struct StepState {
-    double loss_sum;              // sum of token losses so far, nats
-    double further_sum[MTP_MAX];  // the same of each module that predicts further tokens
-    double grad_sq;               // sum of squares of the gradient so far
-    double stop;                  // not 0: a rank was asked to stop
-    double overflows;             // dispatches whose tokens had no room (moe/dispatch.h)
-    double loss;                  // loss_sum / tokens, set by step_decide
-    double grad_norm;             // sqrt(grad_sq), before clipping
-    double grad_scale;            // min(1, clip / grad_norm), or 1 where clip is 0
-    double correction1;           // 1 - beta1^updates
-    double correction2;           // 1 - beta2^updates
-    int64_t updates;              // updates applied so far, this one included; saved in checkpoints
-    int32_t ok;                   // 1: this step's loss and gradient norm are finite
-    int32_t bad_in_a_row;         // steps in a row that were not
-    real max_logit;               // largest attention logit of the step, of all layers
-    int32_t replay;               // 1: tokens had no room in this step or in one before it; until the host has made
-                                  // room, steps change nothing
-    double needed;                // how much the first of them would have taken, of what this rank's group had; what
-                                  // is computed after it, without what did not arrive, is no measure
+    double loss_sum;          // sum of token losses so far, nats
+    double mtp_sum[MTP_MAX];  // the same of each MTP module
+    double grad_sq;           // sum of squares of the gradient so far
+    double stop;              // not 0: a rank was asked to stop
+    double overflows;         // dispatches whose tokens exceeded the capacity (moe/dispatch.h)
+    double loss;              // loss_sum / tokens, set by step_decide
+    double grad_norm;         // sqrt(grad_sq), before clipping
+    double grad_scale;        // min(1, clip / grad_norm), or 1 where clip is 0
+    double correction1;       // 1 - beta1^updates
+    double correction2;       // 1 - beta2^updates
+    int64_t updates;          // updates applied so far, this one included; saved in checkpoints
+    int32_t ok;               // 1: this step's loss and gradient norm are finite
+    int32_t bad_in_a_row;     // steps in a row that were not
+    real max_logit;           // largest attention logit of the step, of all layers
+    int32_t retry;  // 1: a dispatch overflowed in this step or in one before it. Steps change nothing until the host
+                    // has grown the capacity
+    double needed;  // of the first such step: the capacity it needs over the one it has. Later steps measure nothing
 } StepState;
 enum { STEP_SUMS = 4 + MTP_MAX };  // doubles from loss_sum on that are summed over the ranks
 
@@ -88,7 +87,7 @@ size_t adamw_workspace(int64_t n);
 // A step begins in both builds alike.
 static inline BOTH_SIDES void step_begin_now(StepState* s) {
     s->loss_sum = s->grad_sq = s->stop = s->overflows = 0;
-    for (int k = 0; k < MTP_MAX; k++) s->further_sum[k] = 0;
+    for (int k = 0; k < MTP_MAX; k++) s->mtp_sum[k] = 0;
     s->max_logit = -INFINITY;
 }
 
@@ -99,9 +98,9 @@ static inline BOTH_SIDES void step_decide_now(StepState* s, int64_t tokens, cons
     s->grad_scale = opt->clip > 0 && s->grad_norm > opt->clip ? opt->clip / s->grad_norm : 1;
     s->correction1 = 1 - pow((double)opt->beta1, (double)(s->updates + 1));
     s->correction2 = 1 - pow((double)opt->beta2, (double)(s->updates + 1));
-    s->replay |= s->overflows > 0;
-    s->ok = !s->replay && isfinite(s->loss) && isfinite(s->grad_norm);
-    if (!s->replay) s->bad_in_a_row = s->ok ? 0 : s->bad_in_a_row + 1;
+    s->retry |= s->overflows > 0;
+    s->ok = !s->retry && isfinite(s->loss) && isfinite(s->grad_norm);
+    if (!s->retry) s->bad_in_a_row = s->ok ? 0 : s->bad_in_a_row + 1;
     s->updates += s->ok;
 }
 

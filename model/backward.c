@@ -81,7 +81,7 @@ void output_backward(Model* m, int k, const Unit* u) {
 void model_backward(Model* m, float aux, int last) {
     const int64_t N = m->B * m->T, C = m->config.C;
     const int head = (int)m->config.L + 1;
-    for (int k = m->further; k >= 1; k--) module_backward(m, k, aux, last);
+    for (int k = m->mtp_modules; k >= 1; k--) module_backward(m, k, aux, last);
 
     output_backward(m, 0, unit_begin(m, head, head - 1));  // lm_head's gradients are there since model_loss
     unit_grads_end(m, head, last);
@@ -99,7 +99,7 @@ void model_backward(Model* m, float aux, int last) {
     real* dtable = m->units[0].buffer[DENSE_PARAMS].grad;
     unit_grads_begin(m, 0);
     embedding_backward(dtable, m->t.dx, m->tokens, N, m->config.V, C, m->ctx);
-    if (m->further) embedding_backward(dtable, m->t.dembed, m->tokens, N, m->config.V, C, m->ctx);
+    if (m->mtp_modules) embedding_backward(dtable, m->t.dembed, m->tokens, N, m->config.V, C, m->ctx);
     unit_grads_end(m, 0, last);
     if (last) grads_wait(m->sharding, m->ctx);
 }

@@ -103,7 +103,7 @@ void model_forward(Model* m, int train) {
     const int head = (int)m->config.L + 1;
     pool_release(m->pool, m->pool_empty);
     m->moe_shape.capacity = train ? m->capacity : 0;  // validation has no step to run again
-    m->further = train ? (int)m->config.mtp : 0;
+    m->mtp_modules = train ? (int)m->config.mtp : 0;
 
     Unit* u = unit_begin(m, 0, 1);
     embedding_forward(m->blocks[0].residual, m->tokens, u->w[EMBED].w, m->B * m->T, m->config.C, m->ctx);
@@ -114,9 +114,9 @@ void model_forward(Model* m, int train) {
         unit_end(m, unit);
     }
 
-    output_forward(m, 0, unit_begin(m, head, m->further ? head + 1 : -1));
+    output_forward(m, 0, unit_begin(m, head, m->mtp_modules ? head + 1 : -1));
     unit_end(m, head);
-    for (int k = 1; k <= m->further; k++) module_forward(m, k);
+    for (int k = 1; k <= m->mtp_modules; k++) module_forward(m, k);
 }
 
 // A chunk of tokens at a time: its logits become their own gradient, which no one needs later.
@@ -140,7 +140,7 @@ void model_loss(Model* m, StepState* state, float dscale) {
     Weight* w = &unit_begin(m, head, -1)->w[LM_HEAD];
     if (dscale != 0) unit_grads_begin(m, head);
     output_loss(m, 0, w, &state->loss_sum, dscale);
-    for (int k = 1; k <= m->further; k++) output_loss(m, k, w, &state->further_sum[k - 1], dscale * m->further_weight);
+    for (int k = 1; k <= m->mtp_modules; k++) output_loss(m, k, w, &state->mtp_sum[k - 1], dscale * m->mtp_weight);
     unit_end(m, head);
 }
 

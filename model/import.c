@@ -221,8 +221,8 @@ static void load_unit(Import* in, Model* m, int unit) {
     check_copy(in, &m->layout, u->layer, "shared_head.head.weight", "lm_head.weight");
 }
 
-// Whether a tensor that no parameter asked for may be there. A layer behind the model's is a module that predicts
-// further tokens if it has an eh_proj, else a block that would be lost.
+// Whether a tensor that no parameter asked for may be there. A layer behind the model's is an MTP module
+// if it has an eh_proj, else a block that would be lost.
 static bool may_be_left(Import* in, const char* name, int64_t layers, bool* predicts_more) {
     int64_t layer;
     bool beyond = sscanf(name, "model.layers.%ld.", &layer) == 1 && layer >= layers;
@@ -263,8 +263,7 @@ static void import_weights(Model* m, Ranks* world, const char* option, const cha
             if (!in.sources[i].used[t] && !may_be_left(&in, name, layers, &predicts_more))
                 die(EXIT_USAGE, "%s: tensor %s is none of this model's", in.sources[i].st->path, name);
         }
-    if (predicts_more)
-        printf("weights    layers from %ld on are left out: they predict further tokens (--mtp)\n", layers);
+    if (predicts_more) printf("weights    layers from %ld on are left out: they are MTP modules (--mtp)\n", layers);
     model_weights_set(m);
 
     for (int i = 0; i < in.count; i++) st_close(in.sources[i].st), free(in.sources[i].used);

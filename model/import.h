@@ -12,12 +12,11 @@
 
 BEGIN_C
 
-// The weights that a run begins with: drawn by --seed, or of the folder that an option names. Of a folder it sets the
-// weights and the router's biases; moments stay zero. A step of a run with softmax scores has its biases in the files
-// of moments. Of modules that predict further tokens those of --mtp are read, or drawn by --seed where the folder has
-// no tensor of them; others are left out: each with a word. Their embed_tokens and shared_head.head, which DeepSeek's
-// checkpoints repeat, must be the main model's. Ends the run, naming file and tensor, where one is missing, of another
-// shape or type, not finite, or none of this model's, or where a file is not as the manifest of a step says.
+// The initial weights: drawn by --seed, or read from the folder of --init, --sample or --evaluate, with the router's
+// biases. Moments stay zero. MTP modules of --mtp are read, or drawn where the folder has no tensor of them; other MTP
+// modules are left out. A message says so. Their embed_tokens and shared_head.head, which DeepSeek's checkpoints
+// repeat, must be the main model's. Ends the run, naming file and tensor, where a tensor is missing, of another shape
+// or type, not finite, or none of this model's, and where a file differs from the manifest of a step.
 void model_begin(Model* model, Ranks* world);
 
 END_C

@@ -318,8 +318,8 @@ static void connect(Model* m, Ranks* world) {
     const Layout* l = &m->layout;
     Ranks *same_set = ranks_split(world, l->rank / l->ep), *same_experts = ranks_split(world, l->rank % l->ep);
     m->world = comm_create(world, "all ranks", m->ctx);
-    m->experts = comm_create(same_set, "expert parallel", m->ctx);
-    m->holders = comm_create(same_experts, "holders of the same experts", m->ctx);
+    m->ep = comm_create(same_set, "expert parallel", m->ctx);
+    m->expert_dp = comm_create(same_experts, "expert data parallel", m->ctx);
     ranks_free(same_set);
     ranks_free(same_experts);
 }
@@ -327,7 +327,7 @@ static void connect(Model* m, Ranks* world) {
 // Why a group of ranks can have no windows, the first that cannot: all do as it does. NULL: all can.
 static char* windows_missing(Model* m, Ranks* world) {
     enum { WORDS = 256 };
-    char *why = comm_windows_missing(m->experts), *all = (char*)host_alloc((size_t)m->layout.ranks * WORDS);
+    char *why = comm_windows_missing(m->ep), *all = (char*)host_alloc((size_t)m->layout.ranks * WORDS);
     char mine[WORDS] = "", *found = NULL;
     snprintf(mine, WORDS, "%s", why ? why : "");
     free(why);
@@ -345,7 +345,7 @@ static void* pool_memory(Model* m, Ranks* world) {
     if (m->no_windows && m->settings.dispatch == DISPATCH_WINDOWS)
         die(EXIT_FAILED, "--dispatch windows: %s; nccl works everywhere", m->no_windows);
     if (m->no_windows) m->capacity = m->moe_shape.capacity = 0;
-    if (m->capacity > 0) return comm_window(m->experts, arena_bytes(a), a->purpose);
+    if (m->capacity > 0) return comm_window(m->ep, arena_bytes(a), a->purpose);
     arena_allocate(a);
     return a->memory;
 }
@@ -365,12 +365,12 @@ Model* model_create(const Settings* s, Ranks* world) {
     }
     m->outputs[m->config.mtp].dnorm = m->t.dnorm;  // that of the last one is used at once
     if (m->layout.ranks > 1) connect(m, world);
-    sharding_connect(m->sharding, m->world, m->holders, side_workspace(m), m->ctx);
+    sharding_connect(m->sharding, m->world, m->expert_dp, side_workspace(m), m->ctx);
     for (int u = 0; u < params_units(&m->config); u++) set_weights(&m->units[u]);
     m->pool = pool_create(m->arena[IN_POOL].purpose, pool_memory(m, world), arena_bytes(&m->arena[IN_POOL]));
     m->pool_empty = pool_mark(m->pool);
     if (m->config.dense_layers < config_blocks(&m->config))
-        m->dispatch = dispatch_create(m->layout.ep > 1 ? m->experts : NULL, m->pool, m->state, m->ctx);
+        m->dispatch = dispatch_create(m->layout.ep > 1 ? m->ep : NULL, m->pool, m->state, m->ctx);
     real* table = (real*)host_alloc((size_t)(m->T * m->config.rope) * sizeof(real));
     RopeConfig rope = config_rope(&m->config);
     rope_table(table, m->T, &rope);
@@ -397,10 +397,10 @@ void model_destroy(Model* m) {
     pool_destroy(m->pool);
     model_plan_free(m);
     free(m->no_windows);
-    if (m->capacity > 0) comm_window_free(m->experts);
+    if (m->capacity > 0) comm_window_free(m->ep);
     if (m->world) {
-        comm_destroy(m->holders);
-        comm_destroy(m->experts);
+        comm_destroy(m->expert_dp);
+        comm_destroy(m->ep);
         comm_destroy(m->world);
     }
     ctx_destroy(m->ctx);

@@ -101,7 +101,7 @@ typedef struct Model {
     ModelConfig config;
     Layout layout;
     Ctx* ctx;
-    Comm *world, *experts, *holders;  // all ranks; those that share a set of experts; those that hold the same ones
+    Comm *world, *ep, *expert_dp;  // all ranks; the expert-parallel group; ranks that own the same experts
     Arena arena[ARENAS];
     Unit* units;
     Sharding* sharding;
@@ -128,8 +128,8 @@ typedef struct Model {
     int64_t* margins;           // (L + mtp, E, MARGIN_BINS): histograms of this step; only with --balance quantile
     int late;                   // 1: in this step modules weigh as in the end
     int first;                  // 1: the micro-step in work is the first of its step
-    float further_weight;       // of the loss of each module in this step
-    int further;                // modules that the forward in work computed
+    float mtp_weight;           // of the loss of each module in this step
+    int mtp_modules;            // modules that the forward in work computed
     MxStats* mx_stats;          // (L + mtp, BLOCK_STATS): what the casts of this step did, with --mx-stats
     int measures;               // 1: this step makes mx_stats; set before model_step_begin, 0 again after model_update
     StepState *state, *val_state;
@@ -160,7 +160,7 @@ void model_plan_muon(Model* model, Arena* arena);
 void model_batch(Model* model, const int32_t* tokens, const int32_t* targets, int64_t B, int64_t T);
 // Up to the final norm. train 1 counts the experts' load, and goes on with the modules.
 void model_forward(Model* model, int train);
-// Adds the losses of the batch to state->loss_sum and further_sum. dscale != 0: also leaves the gradient of dscale *
+// Adds the losses of the batch to state->loss_sum and mtp_sum. dscale != 0: also leaves the gradient of dscale *
 // (their sum, the modules' by their weight) in the outputs' dnorm and in lm_head's.
 void model_loss(Model* model, StepState* state, float dscale);
 // From the outputs' dnorm down to the embedding; all parameters' gradients = in a step's first micro-step and += after
@@ -172,9 +172,9 @@ void model_step_begin(Model* model, int64_t step);
 void model_micro_step(Model* model, int last);
 // Decides whether the step is good, updates weights and biases (model/update.c). stop: see StepState.
 void model_update(Model* model, int stop);
-// After a step whose tokens had no room (StepState.replay): room for `needed` times what there was and an eighth more
-// (at most for all tokens of all ranks), and steps count again. By all ranks of the run together.
-void model_make_room(Model* model, Ranks* world, double needed);
+// After a step that overflowed (StepState.retry): the capacity becomes `needed` times the one it had and an eighth
+// more, at most that for all tokens of all ranks, and steps count again. All ranks of the run together.
+void model_grow_capacity(Model* model, Ranks* world, double needed);
 // Whether and why steps are not replayed as graphs (device/graph.h), for the reader; NULL: they are, but for those that
 // make mx_stats.
 const char* model_unreplayed(const Model* model);

@@ -1,4 +1,4 @@
-// A module that predicts further tokens, forward and backward: a block between a projection and a norm. Formulas and
+// A module of multi-token prediction (MTP), forward and backward: a block between a projection and a norm. Formulas and
 // names: model/model.h.
 #include "layers/rmsnorm.h"
 #include "model/model.h"
@@ -63,7 +63,8 @@ void module_backward(Model* m, int k, float aux, int last) {
     // The projection, then both norms. The last module is the first that the embeddings get a gradient from.
     join(m, k, u->w);
     linear_backward(t->djoined, t->dx, t->joined, &u->w[EH_PROJ], m->B * m->T, m->ctx);
-    join_backward(m, t->dembed, &u->w[ENORM], t->djoined, m->blocks[0].residual, t->rstd_embed, T, k, k < m->further);
+    join_backward(m, t->dembed, &u->w[ENORM], t->djoined, m->blocks[0].residual, t->rstd_embed, T, k,
+                  k < m->mtp_modules);
     join_backward(m, before->dnorm, &u->w[HNORM], t->djoined + C, before->norm, t->rstd_in, T - k + 1, 0, 1);
     unit_grads_end(m, unit, last);
     unit_end(m, unit);

@@ -2,11 +2,11 @@
 // casts, start and checkpoints are read from it.
 //
 // Parameters live in units: 0 the embedding, 1..L the blocks, L + 1 the head (lm_head and final norm), and after it the
-// modules that predict further tokens, blocks L, L + 1, ... with a projection before and a norm after. A unit has two
-// flat buffers, of dense parameters and of experts (empty without). Matrices come first in a buffer and norms after, so
-// that weight decay covers a prefix (n_decay), and so does Muon (n_muon). Fused matrices (gate over up) are laid out so
-// that every tensor of a Hugging Face DeepSeek checkpoint is one contiguous slice. A rank holds E / ep experts; how the
-// buffers are cut beyond that is parallel/sharding.h's.
+// MTP modules, which are blocks L, L + 1, ... with a projection before and a norm after. A unit has two flat buffers:
+// dense parameters, and experts (empty without). Matrices come before norms in a buffer, so that weight decay covers a
+// prefix (n_decay), and so does Muon (n_muon). Fused matrices (gate over up) are laid out so that every tensor of a
+// Hugging Face DeepSeek checkpoint is one contiguous slice. A rank owns E / ep experts; parallel/sharding.h says how
+// the buffers are sharded.
 #ifndef MODEL_PARAMS_H
 #define MODEL_PARAMS_H
 

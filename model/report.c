@@ -202,10 +202,10 @@ void check_memory(const Settings* s, int rank) {
 }
 
 // Module k has T - k predictions in each window of T tokens.
-int64_t report_further(double further[MTP_MAX], const Settings* s, const StepState* state) {
+int64_t report_mtp(double mtp_loss[MTP_MAX], const Settings* s, const StepState* state) {
     const double windows = (double)s->tokens_per_step / (double)s->seq_len;
     for (int64_t k = 1; k <= s->model.mtp; k++)
-        further[k - 1] = state->further_sum[k - 1] / (windows * (double)(s->seq_len - k));
+        mtp_loss[k - 1] = state->mtp_sum[k - 1] / (windows * (double)(s->seq_len - k));
     return s->model.mtp;
 }
 

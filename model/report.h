@@ -26,7 +26,7 @@ void report_device(const Model* model);
 void check_memory(const Settings* settings, int rank);
 
 // Of a step, the mean loss of each module's predictions, in nats a token. Returns how many modules there are.
-int64_t report_further(double further[MTP_MAX], const Settings* settings, const StepState* state);
+int64_t report_mtp(double mtp_loss[MTP_MAX], const Settings* settings, const StepState* state);
 // Of a step's loads (L + mtp, E): the tokens of each block's fullest and emptiest expert over the mean, NaN for dense
 // blocks. The result is that of the worst block's fullest.
 double report_load(double* most, double* least, const ModelConfig* config, const int64_t* load);

@@ -18,7 +18,7 @@ typedef struct ModelConfig {
     int64_t dense_ffn, dense_layers;  // the first dense_layers blocks have a dense MLP of this width
     int64_t E, K, shared, F;          // the others: E routed experts, and one shared MLP of width shared * F
     int64_t V;
-    int64_t mtp;  // blocks L .. L + mtp - 1: modules that predict further tokens, one after the other
+    int64_t mtp;  // MTP modules: blocks L .. L + mtp - 1, one after the other
     int64_t groups, top_groups, score, route_norm;
     int64_t selection_bias;  // 1: the folder of --init has selection biases; not an option
     double route_scale, rope_theta;

@@ -13,7 +13,7 @@ void model_step_begin(Model* m, int64_t step) {
     const double weight = settings_mtp_weight(s, step);
     device_upload(m->inputs, &inputs, sizeof(inputs), m->ctx);
     m->late = weight != s->mtp_weight;
-    m->further_weight = (float)(weight / (double)max_i64(m->config.mtp, 1));
+    m->mtp_weight = (float)(weight / (double)max_i64(m->config.mtp, 1));
     m->first = 1;
     device_zero(m->load, (size_t)(blocks * m->config.E) * sizeof(int64_t), m->ctx);
     if (m->margins) device_zero(m->margins, (size_t)(blocks * m->config.E * MARGIN_BINS) * sizeof(int64_t), m->ctx);
@@ -45,10 +45,10 @@ void model_micro_step(Model* m, int last) {
     for (int u = 0; u < params_units(&m->config); u++) m->units[u].version = weights_version(m->sharding);
 }
 
-void model_make_room(Model* m, Ranks* world, double needed) {
+void model_grow_capacity(Model* m, Ranks* world, double needed) {
     const Settings* s = &m->settings;
     ctx_sync(m->ctx);
-    device_zero(&m->state->replay, sizeof(m->state->replay), m->ctx);
+    device_zero(&m->state->retry, sizeof(m->state->retry), m->ctx);
     device_zero(&m->state->needed, sizeof(m->state->needed), m->ctx);
 
     // The pool as it is planned at the start.
@@ -58,8 +58,8 @@ void model_make_room(Model* m, Ranks* world, double needed) {
     shape.capacity = m->capacity, shape.router.N = s->batch * s->seq_len;
     arena_init(&plan, m->arena[IN_POOL].purpose, BACKEND);
     moe_plan(&plan, shape, config_blocks(&m->config) - m->config.dense_layers, m->capacity);
-    comm_window_free(m->experts);
+    comm_window_free(m->ep);
     ranks_barrier(world);  // its memory is free when no rank reaches into it any more
-    pool_move(m->pool, comm_window(m->experts, arena_bytes(&plan), plan.purpose), arena_bytes(&plan));
+    pool_move(m->pool, comm_window(m->ep, arena_bytes(&plan), plan.purpose), arena_bytes(&plan));
     arena_free(&plan);
 }

@@ -129,10 +129,10 @@ static void update_waves(Model* m, int b) {
         parts = (int)p->parts;
         wave[count++] = u;
         if (count < parts) continue;
-        update_wave(m, wave, count, b, b == EXPERT_PARAMS ? m->holders : m->world);
+        update_wave(m, wave, count, b, b == EXPERT_PARAMS ? m->expert_dp : m->world);
         count = 0;
     }
-    if (count) update_wave(m, wave, count, b, b == EXPERT_PARAMS ? m->holders : m->world);
+    if (count) update_wave(m, wave, count, b, b == EXPERT_PARAMS ? m->expert_dp : m->world);
     free(wave);
 }
 

@@ -22,7 +22,7 @@ typedef struct Slot {
 struct Sharding {
     int count, held;
     ParamBuffer** units;  // (count) x (BUFFERS)
-    Comm *world, *holders;
+    Comm *world, *expert_dp;
     Ctx* side_stream;     // gathers and reductions, in the order given
     Event *given, *done;  // from the stream that computes to the side stream and back
     Event** gathered;     // (count): the unit's weights are there
@@ -78,8 +78,8 @@ void sharding_plan(Arena* arena, ParamBuffer* p, int bf16_moments) {
     arena_add(arena, "AdamW second moments", moment, p->held - muon_held(p), 0, &p->v);
 }
 
-// Those that share a buffer: all ranks, or the holders of the same experts.
-static Comm* comm_of(const Sharding* s, int i) { return i == EXPERT_PARAMS ? s->holders : s->world; }
+// Those that share a buffer: all ranks, or those that own the same experts.
+static Comm* comm_of(const Sharding* s, int i) { return i == EXPERT_PARAMS ? s->expert_dp : s->world; }
 
 // Those behind the held unit leave its slot alone.
 static int slot_of(const Sharding* s, int unit) { return unit > s->held && (unit - s->held) % 2 == 0 ? 2 : unit % 2; }
@@ -133,9 +133,9 @@ static void set_pointers(const Sharding* s, int unit) {
     }
 }
 
-void sharding_connect(Sharding* s, Comm* world, Comm* holders, size_t workspace, Ctx* ctx) {
+void sharding_connect(Sharding* s, Comm* world, Comm* expert_dp, size_t workspace, Ctx* ctx) {
     s->world = world;
-    s->holders = holders;
+    s->expert_dp = expert_dp;
     s->side_stream = ctx_side(ctx, workspace);
     s->given = event_create();
     s->done = event_create();

@@ -20,7 +20,7 @@
 // group has every expert once. The first rank of both holds the lower half of the experts, the second the upper half:
 //
 //   lower half  | part 0 | part 1 .. |           upper half  | part 0 | part 1 .. |     P = ranks / ep = 2
-//                 rank 0   rank 2  (holders)                   rank 1   rank 3  (holders)
+//                 rank 0   rank 2  (expert_dp)                 rank 1   rank 3  (expert_dp)
 //
 // What is not kept whole passes through slots: unit u uses slot u % 2. While one unit computes, the next one is
 // gathered on the side stream. In forward with --shard weights, time from left to right:
@@ -35,11 +35,10 @@
 // Backward goes the other way: while unit u computes, u - 1 is gathered, and the gradients of u + 1, which lie in the
 // slots likewise, are reduced. Gradients are sums in real. With P = 1 every level is the same and nothing travels.
 //
-// One unit is visited twice, before and after the units that follow it: the head, which the modules that predict
-// further tokens follow. It is held meanwhile, weights and gradients, so that it is gathered and reduced as often as
-// the others. The unit right after it has the other slot anyway; of more units those that would need the same one have
-// a third, as large as the largest of them. (Without it the head, which may be the largest unit of all, would travel
-// twice.)
+// One unit is used twice: the head, before and after the MTP modules that follow it. Its weights and gradients stay
+// pinned in their slot meanwhile, so it is gathered and reduced once, like the others. The unit after it has the other
+// slot. Later units that would need the pinned slot have a third one, as large as the largest of them. (Without
+// pinning, the head, which may be the largest unit of all, would be gathered twice.)
 //
 //   unit   1  2  3  head = 4  5  6  7  8
 //   slot   1  0  1  0         1  2  1  2
@@ -97,9 +96,9 @@ void sharding_plan(Arena* arena, ParamBuffer* buffer, int bf16_moments);
 // units: (count) x (BUFFERS); `held` is the one that is visited again after those that follow it.
 Sharding* sharding_plan_slots(Arena* arena, ParamBuffer* const* units, int count, int held);
 
-// After the arena is allocated: connects. world and holders (the ranks that hold the same experts) are NULL with one
+// After the arena is allocated: connects. world and expert_dp (the ranks that own the same experts) are NULL with one
 // rank. workspace: bytes for what else is given to the side stream (grads_reduce).
-void sharding_connect(Sharding* sharding, Comm* world, Comm* holders, size_t workspace, Ctx* ctx);
+void sharding_connect(Sharding* sharding, Comm* world, Comm* expert_dp, size_t workspace, Ctx* ctx);
 void sharding_destroy(Sharding* sharding);
 
 // weights_start gathers a unit's weights unless they are there or on their way. weights_get makes ctx wait for them;

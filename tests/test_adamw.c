@@ -245,7 +245,7 @@ static void test_no_room(void) {
         step_begin(state, ctx);
         state->loss_sum = 1, state->grad_sq = 1;
         if (step == 1) state->overflows = 3;
-        if (step == 3) state->replay = 0;
+        if (step == 3) state->retry = 0;
         step_decide(state, 1, &opt, ctx);
         CHECK(state->ok == want[step] && state->bad_in_a_row == 0, "step %d: ok %d, %d in a row", step, state->ok,
               state->bad_in_a_row);

@@ -94,8 +94,8 @@ static void check_golden(const char* path) {
     SafeTensors* st = st_open(path, error, sizeof(error));
     CHECK(st, "%s", error);
     if (!st) return;
-    char* line = host_format("%s --batch %s --seq-len %s", st_metadata(st, "options"),
-                             st_metadata(st, "batch"), st_metadata(st, "seq_len"));
+    char* line = host_format("%s --batch %s --seq-len %s", st_metadata(st, "options"), st_metadata(st, "batch"),
+                             st_metadata(st, "seq_len"));
     Settings s = settings_of(line);
     Model* m = model_create(&s, NULL);
     load_golden_weights(m, st);
@@ -121,7 +121,7 @@ static void check_golden(const char* path) {
     StepState state = state_of(m);
     want = golden_read(st, "", "loss", 1 + s.model.mtp);
     for (int64_t k = 0; k <= s.model.mtp; k++) {
-        const double loss = (k ? state.further_sum[k - 1] : state.loss_sum) / (double)N;
+        const double loss = (k ? state.mtp_sum[k - 1] : state.loss_sum) / (double)N;
         CHECK(fabs(loss / (double)want[k] - 1) < (BF16 ? 2e-3 : bound), "loss %ld: %.12g, golden %.12g", (long)k, loss,
               (double)want[k]);
     }

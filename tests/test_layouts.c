@@ -150,7 +150,7 @@ static Shown show(Case c, int steps) {
             StepState state = one_step(m, step + 1, step ? NULL : shown.expert);
             shown.loss[step] = state.loss;
             shown.norm[step] = state.grad_norm;
-            for (int k = 0; k < MTP_MAX; k++) shown.further[step] += state.further_sum[k];
+            for (int k = 0; k < MTP_MAX; k++) shown.further[step] += state.mtp_sum[k];
             if (step) continue;
             add_up(group, shown.expert, shown.choices, 0);
             gather_gradients(&shown, m, group);

@@ -204,7 +204,7 @@ static double objective(Model* m, double aux) {
     model_loss(m, m->state, 0);
     double total = m->state->loss_sum / (double)(m->B * m->T);
     for (int64_t k = 0; k < c->mtp; k++)
-        total += m->settings.mtp_weight / (double)c->mtp * m->state->further_sum[k] / (double)(m->B * m->T);
+        total += m->settings.mtp_weight / (double)c->mtp * m->state->mtp_sum[k] / (double)(m->B * m->T);
     for (int64_t l = c->dense_layers; l < config_blocks(c); l++) {
         const MoeSaved* s = &m->blocks[l].moe;
         const int64_t T = m->T - max_i64(l + 1 - c->L, 0);  // a module's windows are shorter

@@ -20,10 +20,10 @@ static void positions_without_target(void) {
         int64_t sum = 0;
         for (int64_t e = 0; e < 6; e++) sum += load[(2 + k) * 6 + e];
         CHECK(sum == 2 * (20 - k) * 2, "module %d counted %lld choices of 2 x %d tokens", k, (long long)sum, 20 - k);
-        const double mean = state.further_sum[k - 1] / (2 * (20 - k));
+        const double mean = state.mtp_sum[k - 1] / (2 * (20 - k));
         CHECK(fabs(mean / log(50) - 1) < 0.1, "module %d: loss %g a position", k, mean);
     }
-    CHECK(state.further_sum[3] == 0, "there is no fourth module");
+    CHECK(state.mtp_sum[3] == 0, "there is no fourth module");
     model_update(m, 0);
     real* bias = host_copy(m, m->bias, 6 * 6);
     for (int64_t i = 6; i < 6 * 6; i++) {
@@ -47,8 +47,8 @@ static void weights_of_modules(void) {
     model_init(m, 3);
     for (int64_t step = 5; step <= 6; step++) {
         model_step_begin(m, step);
-        CHECK(m->further_weight == (step == 5 ? 0.25f : 0.125f), "step %lld: weight %g of each module", (long long)step,
-              (double)m->further_weight);
+        CHECK(m->mtp_weight == (step == 5 ? 0.25f : 0.125f), "step %lld: weight %g of each module", (long long)step,
+              (double)m->mtp_weight);
     }
     finish(m);
 }
