@@ -1,9 +1,10 @@
 // train_moe: pretrains a DeepSeek-style mixture-of-experts model from tokenized shards. Host code only; read on in
-// model/. What happens when:
+// model/.
 //
-//   main    ranks and options, data, folder, model, log; then train; then all of it back
-//   train   step after step: queue_step, and meanwhile report prints the step before; once in a while a validation, a
-//           sample, a save
+//   main    opens ranks, options, data, folder, model and log; trains; closes all of it
+//   train   for each step: queue_step, then finish_step prints and logs the step before. From time to time a
+//   validation,
+//           a sample, a checkpoint
 //
 // The host runs one step ahead of the device: it queues step n + 1, then waits for the results of step n.
 #include <errno.h>
@@ -45,7 +46,7 @@ static void ask_stop(int signal_number) {
     stop_asked = signal_number;
 }
 
-// What a run has while it goes on.
+// State of a run.
 typedef struct Run {
     Settings settings;
     Ranks* world;
@@ -59,7 +60,7 @@ typedef struct Run {
     Folder folder;        // --out, of rank 0
     RunLog* log;          // of rank 0; NULL without --out
     Saver* saver;         // NULL without --out
-    int64_t saved;        // newest step on the disk or on its way there
+    int64_t saved;        // newest step on disk or being written
     Fetch *state, *load;  // results of the last step queued
     Fetch* casts;         // of the last step that measured them; NULL without a log and --mx-stats
     int64_t pending;      // the last step queued, 0 if its results are reported already
@@ -71,7 +72,7 @@ typedef struct Run {
     int64_t first;        // step after the one resumed from
 } Run;
 
-// Whether an option that says "every so many steps" (0: never) means this one.
+// Whether an option "every n steps" (0: never) includes this step.
 static int due(int64_t step, int64_t every) { return every > 0 && step % every == 0; }
 
 // A line for people.
@@ -92,7 +93,7 @@ static void print_step(Run* r, const StepRecord* s) {
 // last checkpoint, that checkpoint holds the diverged model, and is set aside.
 static NORETURN void end_diverged(const Run* r) {
     int64_t good = r->pending - r->last.bad_in_a_row;
-    if (r->saver) checkpoint_wait(r->saver);  // it may still be on its way to the disk
+    if (r->saver) checkpoint_wait(r->saver);  // it may still be being written
     int aside = r->saver && good == r->saved && checkpoint_set_aside(r->saver, good);
     ranks_barrier(r->world);  // a rank that ends now ends rank 0 too, which may still be at it
     char* note =
@@ -116,7 +117,7 @@ static void report(Run* r, int val, int asks) {
     if (!r->pending) return;
     const Settings* s = &r->settings;
 
-    // What the device computed, and how long it took.
+    // Results of the device, and the time of the step.
     memcpy(&r->last, fetch_end(r->state), sizeof(StepState));
     if (r->last.retry) return;  // it counts for nothing, and stays pending: finish_step runs it again
     double took = stopwatch_seconds(r->watch[r->pending % 2]), peak = r->ranks * device_peak_flops(r->model->ctx);
@@ -124,7 +125,7 @@ static void report(Run* r, int val, int asks) {
     r->average_ms = r->average_ms > 0 ? 0.9 * r->average_ms + 0.1 * 1000 * took : 1000 * took;
     const int64_t* load = (const int64_t*)fetch_end(r->load);
 
-    // What is measured now and then.
+    // Validation, questions and quantization statistics, in some steps.
     double val_loss = val ? evaluate_loss(r->model, r->val) : 0;
     ScoreRecord* scores = asks ? evaluate_questions(r->model, r->questions, r->question_files, r->tokenizer) : NULL;
     CastRecord* casts = NULL;
@@ -193,7 +194,7 @@ static void queue_step(Run* r, Loader* loader, int64_t step) {
     stopwatch_stop(r->watch[step % 2], m->ctx);
 }
 
-// Its results, on their way to the host. The step before must be reported: its copies go to the same place.
+// Starts the copies of a step's results to the host. The step before must be reported: it used the same buffers.
 static void fetch_step(Run* r, int64_t step) {
     Model* m = r->model;
     fetch_begin(r->state, m->state, m->ctx);
@@ -331,8 +332,8 @@ static void open_ranks(Run* r, int argc, char** argv) {
     agree_on_settings(r->world, &r->settings);
 }
 
-// A full disk or quota is to be an error of write(2), with a message, and nobody needs to read what a run prints. The
-// other signals ask the run to save and stop.
+// A full disk or quota becomes an error of write(2), with a message. A closed terminal does not stop the run. The other
+// signals ask the run to save and stop.
 static void catch_signals(void) {
     signal(SIGXFSZ, SIG_IGN);
     signal(SIGPIPE, SIG_IGN);
@@ -342,7 +343,7 @@ static void catch_signals(void) {
     if (signal(SIGHUP, ask_stop) == SIG_IGN) signal(SIGHUP, SIG_IGN);  // nohup
 }
 
-// What the run reads: tokenizer and shards, which must be the same on all ranks.
+// Inputs: tokenizer and shards, which must be the same on all ranks.
 static void open_data(Run* r) {
     const Settings* s = &r->settings;
     r->tokenizer = tokenizer_open(s->tokenizer);
@@ -385,7 +386,7 @@ static void open_model(Run* r) {
     free(out);
 }
 
-// What the run writes, log and checkpoints, and what it measures of a step.
+// Outputs: log, checkpoints, and the results of a step.
 static void open_outputs(Run* r) {
     const Settings* s = &r->settings;
     if (*s->out) {
@@ -429,7 +430,7 @@ int main(int argc, char** argv) {
     if (uses && !asks && !s->dry_run) use_model(r.world, s);
 
     if (!uses && !asks && !s->dry_run) {
-        // What is trained, and on which data.
+        // Options, model and data.
         catch_signals();
         Settings usual = settings_defaults(s);
         options_print(settings_table, settings_count, s, &usual);
@@ -443,7 +444,7 @@ int main(int argc, char** argv) {
         check_memory(s, r.rank);
         if (r.rank == 0 && *s->out) r.folder = folder_open(s->out, s->resume != 0);
         if (!*s->out) printf("run        no --out: no log and no checkpoint will be kept\n");
-        ranks_barrier(r.world);  // nobody takes memory before all have seen what is free
+        ranks_barrier(r.world);  // no rank allocates before all have read the free memory
 
         open_model(&r);
         open_outputs(&r);
@@ -451,7 +452,7 @@ int main(int argc, char** argv) {
         close_all(&r);
     }
 
-    // A result that nobody got is an error; a training run has its log.
+    // Lost output is an error here; a training run has its log.
     if ((uses || asks || s->dry_run) && fflush(stdout) != 0)
         die(EXIT_FAILED, "cannot write the output: %s", strerror(errno));
 

@@ -17,7 +17,7 @@ static char* gather(Ranks* world, const void* mine, size_t bytes) {
     return all;
 }
 
-// Of this process' own file.
+// CRC-32 of the program's own file.
 static uint32_t program_crc(void) {
     size_t size = 0;
     char* program = read_file("/proc/self/exe", PROGRAM_LIMIT, &size);

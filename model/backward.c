@@ -1,6 +1,6 @@
-// The backward pass: model/forward.c from bottom to top, from the gradients of the outputs that model_loss left.
-// t.dx is the gradient of the residual stream and is added to; gradients of parameters are written in a step's first
-// micro-step and then added to; all others are written.
+// The backward pass: model/forward.c from bottom to top. It starts from the outputs' gradients, which model_loss wrote.
+// t.dx, the gradient of the residual stream, accumulates. Gradients of parameters are written in a step's first
+// micro-step and accumulate in later ones. All other gradients are written.
 #include "layers/embedding.h"
 #include "layers/rmsnorm.h"
 #include "model/model.h"
@@ -17,7 +17,7 @@ static void mla_backward(Model* m, const Weight* w, const BlockSaved* s) {
                        m->attn_shape, m->ctx);
     model_rope(m, t->dq, t->dkva, -1);
 
-    // Keys and values: to c_kv, beside the gradient of k_rope in dkva.
+    // Keys and values: the gradient of c_kv joins that of k_rope in dkva.
     linear_dgrad(t->dckv, t->dkv, &w[WKVB], N, 0, m->ctx);
     rmsnorm_backward(t->dkva, w[KV_NORM].grad, t->dckv, s->kva, w[WKVA].OC, w[KV_NORM].w, s->rstd_kv, N, c->kv_lora, 0,
                      m->ctx);

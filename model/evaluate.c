@@ -142,7 +142,7 @@ static void choice_losses(Model* m, const Choices* c, int32_t end_of_text, doubl
     free(losses);
 }
 
-// Adds up the ranks' numbers, each of which one rank has and the others have as 0.
+// Sums over the ranks. Each number is known to one rank; the others have 0.
 static void sum_over_ranks(Model* m, double* values, int64_t n) {
     if (!m->world) return;
     const size_t bytes = (size_t)n * sizeof(double);
@@ -177,8 +177,7 @@ ScoreRecord evaluate_choices(Model* m, const Choices* c, const Tokenizer* tokeni
     return score;
 }
 
-// That every ending of a file has room in a window, and that the files before it have other names: columns of the log
-// are called by them.
+// Checks that every ending of a file fits into a window, and that file names differ: they name columns of the log.
 static void check_file(const Settings* s, const Choices* files, int n) {
     const Choices* c = &files[n];
     for (int64_t i = 0; i < c->count; i++)
@@ -200,7 +199,7 @@ Choices* evaluate_open(Ranks* world, const Settings* s, const Tokenizer* tokeniz
             s->model.V);
     if (*s->eval) files = choices_open("eval", s->eval, (int32_t)min_i64(s->model.V, tokenizer_size(tokenizer)), count);
     for (int i = 0; i < *count; i++) {
-        const Choice* last = &files[i].list[files[i].count - 1];  // what it ends with is the end of its file
+        const Choice* last = &files[i].list[files[i].count - 1];  // its end is the end of the file
         check_file(s, files, i);
         crc = crc32_z(crc, (const Bytef*)files[i].ids,
                       (size_t)(last->ending + last->ending_length) * sizeof(files[i].ids[0]));

@@ -32,7 +32,7 @@ static char* index_json(Model* m) {
     return json;
 }
 
-// The files that lie beside --tokenizer under its name, and what they are called in a model's folder.
+// Copies the JSON files of --tokenizer's name into the model's folder, under their Hugging Face names.
 static void add_tokenizer(Saver* saver, const char* tokenizer) {
     const char* const endings[2] = {".json", "_config.json"};
     const char *slash = strrchr(tokenizer, '/'), *dot = strrchr(slash ? slash : tokenizer, '.');

@@ -31,7 +31,7 @@ static void mla_forward(Model* m, floatX* out, const Weight* w, const BlockSaved
         linear_forward(s->q, s->norm1, &w[WQ], N, m->ctx);
     }
 
-    // Keys and values from the normalised latent c_kv; beside it in kva stands k_rope, which all heads share.
+    // Keys and values from the normalized latent c_kv. kva also holds k_rope, which all heads share.
     linear_forward(s->kva, s->norm1, &w[WKVA], N, m->ctx);
     rmsnorm_forward(s->ckv, s->rstd_kv, s->kva, w[WKVA].OC, w[KV_NORM].w, N, c->kv_lora, m->ctx);
     linear_forward(s->kv, s->ckv, &w[WKVB], N, m->ctx);

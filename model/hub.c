@@ -40,7 +40,7 @@ static const struct {
 };
 enum { SIZES = sizeof(sizes) / sizeof(sizes[0]) };
 
-// What all models here have, as JSON. Readers that lack the key assume the same.
+// Properties of every model here, as JSON. A missing key means the same.
 static const struct {
     const char *key, *value;
 } always[] = {
@@ -127,7 +127,7 @@ char* hub_config(const Settings* s, int32_t end_of_text) {
 
 // --- From config.json ---
 
-// What is read, and how its errors begin.
+// The file being read, and the beginning of its error messages.
 typedef struct Reader {
     const Json* json;
     char* where;  // "--init FOLDER/config.json"
@@ -163,7 +163,7 @@ static double number_or(const Reader* r, const Json* object, const char* key, do
     return found ? found->number : absent;
 }
 
-// Whether a member says what JSON text does, numbers by value.
+// Whether a member equals a JSON text; numbers by value.
 static int says(const Json* found, const char* text) {
     const size_t length = strlen(text) - 2;  // without quotes
     if (found->type == JSON_STRING)
@@ -272,7 +272,7 @@ ModelConfig hub_read_config(const char* option, const char* folder) {
     if (number_or(&r, json, "num_key_value_heads", (double)c.H) != (double)c.H)
         refuse(&r, "num_key_value_heads", "is not num_attention_heads");
 
-    // What never differs.
+    // Properties of every model.
     for (int i = 0; i < ALWAYS; i++) {
         const Json* found = member(json, always[i].key);
         if (!found || says(found, always[i].value)) continue;

@@ -1,5 +1,5 @@
-// Each tensor that the table of parameters names is looked up in all files, and this rank's slice of it goes through
-// host memory, piece by piece. What no parameter asked for is refused at the end.
+// Each tensor in the table of parameters is looked up in all files. This rank's slice of it passes through host memory
+// in chunks. Tensors that no parameter asked for are refused at the end.
 #include "model/import.h"
 
 #include <errno.h>
@@ -28,8 +28,8 @@ typedef struct Import {
     const char *option, *folder;
     Source* sources;
     int count;
-    int last;      // where a tensor was found; the next one mostly lies there too
-    char* raw;     // (PIECE) elements as they are stored
+    int last;      // file of the last tensor found; the next is mostly in it too
+    char* raw;     // (PIECE) elements in the file's type
     real* values;  // (PIECE)
 } Import;
 
@@ -60,7 +60,7 @@ static void open_sources(Import* in) {
     Json* json = json_parse(text, size, error, sizeof(error));
     const Json* map = json ? json_get(json, "weight_map") : NULL;
     if (!map) die(EXIT_USAGE, "--%s: %s: %s", in->option, path.text, json ? "it has no weight_map" : error);
-    const char* last = "";  // neighbours mostly lie in the same file
+    const char* last = "";  // neighbours are mostly in the same file
     for (const Json* entry = map->child; entry; entry = entry->next) {
         if (entry->type != JSON_STRING)
             die(EXIT_USAGE, "--%s: %s: %s names no file", in->option, path.text, entry->key);
@@ -201,8 +201,7 @@ static void check_copy(Import* in, const Layout* l, int layer, const char* copy,
     free(other);
 }
 
-// Every parameter of a unit: the slice that this rank holds. It looks all of them up: what is missing is missing for
-// all.
+// Loads this rank's slice of every parameter of a unit. Every rank looks up all tensors, so all see a missing one.
 static void load_unit(Import* in, Model* m, int unit) {
     const Unit* u = &m->units[unit];
     int count;
@@ -254,7 +253,7 @@ static void import_weights(Model* m, Ranks* world, const char* option, const cha
         }
     }
 
-    // What is left.
+    // Tensors of the folder that no parameter asked for.
     const int64_t layers = config_blocks(&m->config);
     bool predicts_more = false;
     for (int i = 0; i < in.count; i++)

@@ -1,4 +1,4 @@
-// A model's memory: what is planned, made and freed.
+// Memory of a model: plan, allocation, release.
 #include "model/model.h"
 
 #include <stdio.h>
@@ -45,7 +45,7 @@ static void set_shapes(Model* m, int64_t B, int64_t T) {
     moe->recompute = s->recompute != RECOMPUTE_NONE;
     moe->dispatch = format_of(s->dispatch_precision, s, expert_align(s));
     moe->expert = format_of(s->expert_precision, s, expert_align(s));
-    moe->combine = format_of(s->combine_precision, s, 1);  // no product reads what comes back: blocks of 32
+    moe->combine = format_of(s->combine_precision, s, 1);  // no GEMM reads combined rows: blocks of 32
     moe->wgrad = format_of(s->wgrad_precision, s, expert_align(s));
 }
 
@@ -78,7 +78,7 @@ static void plan_products(Model* m, Unit* u) {
     for (int i = 0; i < 2; i++) room->of_dy = max_i64(room->of_dy, of_dy[i]), room->of_x = max_i64(room->of_x, of_x[i]);
 }
 
-// Where each weight and its gradient lie. What passes through a slot has its place there too (parallel/sharding.h).
+// Addresses of each weight and its gradient, whole or in a slot (parallel/sharding.h).
 static void set_weights(Unit* u) {
     for (int i = 0; i < PARAMS; i++) {
         const ParamBuffer* buffer = &u->buffer[param_buffer((ParamId)i)];
@@ -123,8 +123,8 @@ void unit_grads_begin(Model* m, int unit) {
     }
 }
 
-// Every rank adds the squares of its own parts, so each parameter counts once. They are added in the order of backward,
-// beside it.
+// Every rank adds the squares of its own shards, so each parameter counts once. The sums run on the side stream, in the
+// order of backward.
 void unit_grads_end(Model* m, int unit, int last) {
     Ctx* side = grads_reduce(m->sharding, unit, m->first, last, m->ctx);
     for (int b = 0; b < BUFFERS; b++) {
@@ -136,7 +136,7 @@ void unit_grads_end(Model* m, int unit, int last) {
 const char* model_stats_name(const Model* m, int64_t layer, int cast) {
     const Unit* u = &m->units[params_block_unit(&m->config, layer)];
     const int id = cast / WEIGHT_STATS, operand = cast % WEIGHT_STATS;
-    // x and dy may be cast only to travel.
+    // x and dy may be quantized for the dispatch alone.
     const int travels = (id == W13 && operand == STATS_X) || (id == W2 && operand == STATS_DY);
     const int is_cast = u->w[id].format.bytes || (travels && m->settings.dispatch_precision);
     Param list[PARAMS];
@@ -254,8 +254,8 @@ void model_plan(Model* m, const Settings* s, int rank, Backend backend) {
     }
     if (!per_block) plan_block(scratch, &m->rebuilt, m, c->dense_layers > 0);
 
-    // What a block needs while it works. Logits come in chunks of 16 MiB on the CPU (they stay near the caches), of 512
-    // MiB on the GPU; whole tiles of 128 tokens.
+    // Workspace of a block. Logits are computed in chunks of whole tiles of 128 tokens: 16 MiB on the CPU, which stay
+    // near the caches, 512 MiB on the GPU.
     const int64_t logits = backend == BACKEND_CUDA ? (int64_t)1 << 28 : (int64_t)1 << 22;
     m->chunk = min_i64(N, max_i64(logits / config_vocab_padded(c) / 128, 1) * 128);
     plan_scratch(scratch, m);
@@ -265,7 +265,7 @@ void model_plan(Model* m, const Settings* s, int rank, Backend backend) {
     if (c->dense_layers < count)
         moe_plan(&m->arena[IN_POOL], m->moe_shape, count - c->dense_layers, s->ep > 1 ? s->capacity : 1);
 
-    // The batch and what is counted.
+    // The batch, losses and counters.
     arena_add(state, "tokens", ELEMENT_I32, N, 1, (void**)&m->tokens);
     arena_add(state, "targets", ELEMENT_I32, (1 + c->mtp) * N, 1, (void**)&m->targets);
     arena_add(state, "losses", ELEMENT_REAL, N, 1, (void**)&m->losses);
@@ -415,7 +415,7 @@ void model_batch(Model* m, const int32_t* tokens, const int32_t* targets, int64_
     device_upload(m->tokens, tokens, (size_t)(B * T) * sizeof(int32_t), m->ctx);
     if (targets) device_upload(m->targets, targets, (size_t)(B * T) * sizeof(int32_t), m->ctx);
 
-    // A module's targets lie k further in each sequence, and are k less.
+    // Targets of MTP module k: those k places further in each sequence, k fewer.
     const size_t id = sizeof(int32_t);
     for (int64_t k = 1; targets && k <= min_i64(m->config.mtp, T - 1); k++)
         device_copy_rows(m->targets + k * B * T, (size_t)(T - k) * id, m->targets + k, (size_t)T * id,

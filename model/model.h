@@ -11,18 +11,17 @@
 //   norm2 = rmsnorm(x)
 //   x     = x + mlp(norm2)
 //
-// With --mtp, training has modules k = 1, 2, ... after the blocks, each a block that predicts the token k + 1 places
-// ahead. h^0 is what the main model's head reads, the blocks' output after the final norm:
+// Multi-token prediction (--mtp): MTP modules k = 1, 2, ... follow the blocks in training. Each is a block that
+// predicts the token k + 1 places ahead. h^0 is the output of the blocks after the final norm:
 //
 //   x       = [rmsnorm(embedding of t_{i+k}) ; rmsnorm(h^{k-1}_i)] Weh
 //   x       = block(x),   h^k = rmsnorm(x),   logits = h^k Wlm_head
 //   loss    = loss^0 + weight / modules * sum_k loss^k,   loss^k = -1/T sum_i log p^k_i(t_{i+k+1})
 //
-// Embedding and lm_head are the main model's. Of a window's T positions the last k have no target: module k computes
-// the first T - k alone, so that the others count nowhere, in no expert's load either. Token i + k of these is in the
-// window, so its embedding is a row of what the first block read: the embedding is used once, and the gradients of
-// these rows join that of the first block's below it. lm_head takes all outputs in one visit. That h^{k-1} comes from
-// after the norm, and the order of the two halves, is as SGLang reads the published weights.
+// Embedding and lm_head are the main model's. The last k of a window's T positions have no target, so module k computes
+// the first T - k only; the others count in no loss and in no expert's load. The embedding of token i + k is a row that
+// the first block reads too: the embedding runs once, and both gradients of such a row are added. lm_head runs once for
+// all outputs. As in SGLang, h^{k-1} is taken after the final norm, and Weh's input is [embedding, hidden].
 //
 // Source: DeepSeek-V2 (arXiv 2405.04434) section 2.1, DeepSeek-V3 (arXiv 2412.19437) sections 2.1 and 2.2.
 #ifndef MODEL_MODEL_H
@@ -37,8 +36,9 @@
 
 BEGIN_C
 
-// What a block keeps from forward to backward. N = B T tokens. With --recompute block only `residual` and the routing
-// (in moe) are a block's own; backward rebuilds the rest, in memory that all blocks share.
+// Activations of a block that backward needs; N = B T tokens. With activation checkpointing (--recompute block) each
+// block keeps only `residual` and its routing (in moe). Backward computes the rest again, in memory shared by all
+// blocks.
 typedef struct BlockSaved {
     floatX *residual, *norm1;                      // (N, C): x before attention, and normalised
     floatX *cq, *cq_norm;                          // (N, q_lora), only with q_lora
@@ -51,34 +51,34 @@ typedef struct BlockSaved {
     MoeSaved moe;                                  // MoE blocks only; lies in the pool
 } BlockSaved;
 
-// What the head reads: the output of the main model (0) or of module k, N_k = B (T - k).
+// Input of the head: output of the main model (0) or of MTP module k, N_k = B (T - k).
 typedef struct Output {
     floatX *residual, *norm;  // (N_k, C): x after the last block, and normalised
     floatX* dnorm;            // (N_k, C): gradient of norm, from model_loss and the next module
     real* rstd;               // (N_k)
 } Output;
 
-// What lives only inside forward or backward; all blocks share it.
+// Workspace of one block at a time, shared by all blocks.
 typedef struct Scratch {
-    floatX* out;              // (N, C): output of attention or MLP, before it joins the residual stream
+    floatX* out;              // (N, C): output of attention or MLP, before the residual add
     floatX *act, *dact, *dh;  // (N, dense_ffn), (N, dense_ffn), (N, 2 dense_ffn)
     floatX *dx, *dnorm;       // (N, C): gradient of the residual stream; of a norm's output
     floatX *dq, *dcq, *dcq_norm, *dkva, *dckv, *dkv, *datt;
-    floatX *joined, *djoined;    // (N, 2C): what a module projects, and its gradient
-    floatX* dembed;              // (N, C): of the modules' embeddings, all together
-    real *rstd_embed, *rstd_in;  // (N): of a module's two norms
+    floatX *joined, *djoined;    // (N, 2C): input of an MTP module's projection, and its gradient
+    floatX* dembed;              // (N, C): gradient of the embeddings that MTP modules read, summed
+    real *rstd_embed, *rstd_in;  // (N): of an MTP module's two norms
     floatX* logits;              // (chunk, Vp)
     real* logits_row;            // (V), for model_logits
 } Scratch;
 
-// What --mx-stats measures of a block: of each parameter the casts of its products' operands.
+// Quantization statistics of a block (--mx-stats): the operands of the GEMMs of each parameter.
 enum { BLOCK_STATS = PARAMS * WEIGHT_STATS };
 
-// What a model's memory is for: parameters and optimizer; activations kept for backward; buffers of one block at a
-// time; the pool of the MoE blocks; batch, tables and counters.
+// Memory by purpose: parameters and optimizer; activations kept for backward; workspace of one block at a time; the
+// pool of the MoE blocks; batch, tables and counters.
 enum { IN_PARAMS, IN_SAVED, IN_SCRATCH, IN_POOL, IN_STATE, ARENAS };
 
-// Of a step, in device memory: a captured graph reads them there.
+// Hyperparameters of a step, in device memory so that a captured CUDA graph reads new values.
 typedef struct StepInputs {
     AdamW adamw;
     Muon muon;
@@ -105,9 +105,9 @@ typedef struct Model {
     Arena arena[ARENAS];
     Unit* units;
     Sharding* sharding;
-    ProductRoom products;  // what products in MXFP8 share
-    double capacity;       // of training's dispatch (moe/dispatch.h), 0: the host waits
-    char* no_windows;      // why, where --dispatch auto would have them
+    ProductRoom products;  // workspace shared by MXFP8 GEMMs
+    double capacity;       // capacity factor of the dispatch in training (moe/dispatch.h); 0: the host reads the sizes
+    char* no_windows;      // why --dispatch auto has no symmetric memory, or NULL
     BlockSaved* blocks;    // (L + mtp)
     BlockSaved rebuilt;    // the memory that blocks share with --recompute block
     Pool* pool;            // activations of the MoE blocks, a stack in forward order
@@ -115,23 +115,23 @@ typedef struct Model {
     Dispatch* dispatch;  // of the MoE blocks
     Output outputs[1 + MTP_MAX];
     Scratch t;
-    int64_t chunk;  // tokens that the classifier takes at a time
+    int64_t chunk;  // tokens per chunk of the classifier
 
-    int64_t window;        // tokens of a sequence of the micro-batch in work
-    int64_t B, T;          // of it, or of its positions that a module computes (model_shapes)
-    AttnShape attn_shape;  // its shapes
+    int64_t window;        // sequence length of the current micro-batch
+    int64_t B, T;          // batch size and sequence length being computed (T - k in MTP module k)
+    AttnShape attn_shape;  // shapes for B and T
     MoeShape moe_shape;
     int32_t *tokens, *targets;  // (N), (1 + mtp, N): module k's are (B, T - k)
     real *rope_table, *losses;  // (T, rope/2, 2), (N)
     real* bias;                 // (L + mtp, E): the routers' balance biases; rows of dense blocks stay 0
     int64_t* load;              // (L + mtp, E): tokens each expert got in this step
     int64_t* margins;           // (L + mtp, E, MARGIN_BINS): histograms of this step; only with --balance quantile
-    int late;                   // 1: in this step modules weigh as in the end
-    int first;                  // 1: the micro-step in work is the first of its step
-    float mtp_weight;           // of the loss of each module in this step
-    int mtp_modules;            // modules that the forward in work computed
-    MxStats* mx_stats;          // (L + mtp, BLOCK_STATS): what the casts of this step did, with --mx-stats
-    int measures;               // 1: this step makes mx_stats; set before model_step_begin, 0 again after model_update
+    int late;                   // 1: the MTP loss weight is already --mtp-weight-end
+    int first;                  // 1: first micro-step of its step
+    float mtp_weight;           // weight of the loss of each MTP module in this step
+    int mtp_modules;            // MTP modules that this forward computes
+    MxStats* mx_stats;          // (L + mtp, BLOCK_STATS): quantization statistics of this step, with --mx-stats
+    int measures;               // 1: this step fills mx_stats; set before model_step_begin, cleared by model_update
     StepState *state, *val_state;
     StepInputs* inputs;
     floatX *muon_x, *muon_parts, *muon_work;  // model/update.c
@@ -140,34 +140,36 @@ typedef struct Model {
     Graph* graphs[GRAPHS];  // NULL: not replayed
 } Model;
 
-// Lays out what rank `rank` holds for `backend` without memory or device (--dry-run reads the arenas).
+// Plans the memory of rank `rank` for `backend` without allocating it (--dry-run reads the arenas).
 void model_plan(Model* model, const Settings* settings, int rank, Backend backend);
 void model_plan_free(Model* model);
-// The same with memory, connected to the other ranks; world may be NULL with one. Weights are not set yet: model_init
-// or a checkpoint does that.
+// Plans, allocates, and connects the ranks; world may be NULL with one rank. model_init or a checkpoint sets the
+// weights.
 Model* model_create(const Settings* settings, Ranks* world);
 void model_init(Model* model, uint64_t seed);
-// The masters were set from outside: the working weights follow from them.
+// Makes the working weights from the master weights, after a start or a resume.
 void model_weights_set(Model* model);
 void model_destroy(Model* model);
-// Bytes that the ops share, on both streams. Of a plan for the other build an estimate from above.
+// Bytes of workspace for the ops of both streams. For a plan of the other build: an upper bound.
 size_t model_workspace(const Model* model);
-// Names Muon's buffers in `arena`.
+// Adds Muon's buffers to `arena`.
 void model_plan_muon(Model* model, Arena* arena);
 
 // Copies a micro-batch of B sequences of T tokens to the device; targets may be NULL (sampling).
 // B * T and T must not exceed the settings' batch * seq_len and seq_len.
 void model_batch(Model* model, const int32_t* tokens, const int32_t* targets, int64_t B, int64_t T);
-// Up to the final norm. train 1 counts the experts' load, and goes on with the modules.
+// Forward up to the final norm. train 1: counts the loads of the experts, and runs the MTP modules.
 void model_forward(Model* model, int train);
-// Adds the losses of the batch to state->loss_sum and mtp_sum. dscale != 0: also leaves the gradient of dscale *
-// (their sum, the modules' by their weight) in the outputs' dnorm and in lm_head's.
+// Adds the losses of the batch to state->loss_sum and mtp_sum. dscale != 0: also computes the gradient of dscale *
+// (loss
+// + weighted MTP losses) with respect to the outputs' norm (dnorm) and lm_head.
 void model_loss(Model* model, StepState* state, float dscale);
-// From the outputs' dnorm down to the embedding; all parameters' gradients = in a step's first micro-step and += after
-// it, and summed over the ranks by the last. aux: see router_backward; the same in all blocks, those of modules too.
+// Backward from the outputs' dnorm to the embedding. Gradient accumulation: the first micro-step overwrites the
+// gradients, later ones add. After the last they are reduced over the ranks. aux: the weight of the balance loss
+// (router_backward), the same in all blocks and MTP modules.
 void model_backward(Model* model, float aux, int last_micro_step);
 
-// Training step `step`, from 1: begin, then per micro-batch model_batch and model_micro_step, then model_update.
+// Training step `step`, from 1: begin, then model_batch and model_micro_step for each micro-batch, then model_update.
 void model_step_begin(Model* model, int64_t step);
 void model_micro_step(Model* model, int last);
 // Decides whether the step is good, updates weights and biases (model/update.c). stop: see StepState.
@@ -175,26 +177,25 @@ void model_update(Model* model, int stop);
 // After a step that overflowed (StepState.retry): the capacity becomes `needed` times the one it had and an eighth
 // more, at most that for all tokens of all ranks, and steps count again. All ranks of the run together.
 void model_grow_capacity(Model* model, Ranks* world, double needed);
-// Whether and why steps are not replayed as graphs (device/graph.h), for the reader; NULL: they are, but for those that
-// make mx_stats.
+// Why steps do not run as CUDA graphs (device/graph.h), as a message; NULL: they do, except steps that fill mx_stats.
 const char* model_unreplayed(const Model* model);
 
-// Logits of token n of the batch in work, (V) on the host, after model_forward.
+// Logits (V) of token n of the current batch, copied to the host; after model_forward.
 void model_logits(Model* model, int64_t n, real* host_logits);
 
-// Between them a unit's weights are there, as ops take them in unit->w: gathered, and cast if they have changed since
-// they were. `next` is gathered meanwhile (out of range: none).
+// Between begin and end, unit->w holds the unit's weights: gathered, and quantized again if they have changed. `next`
+// is prefetched meanwhile (out of range: none).
 Unit* unit_begin(Model* model, int unit, int next);
 void unit_end(Model* model, int unit);
-// Between them ops write or add to a unit's gradients; from `end` on these are summed over the ranks: at once, or in
-// the last micro-step, with which their squares join state->grad_sq.
+// Between begin and end, ops write or accumulate the unit's gradients. `end` starts their reduction over the ranks:
+// sharded gradients in every micro-step, replicated ones in the last. The last adds their squares to state->grad_sq.
 void unit_grads_begin(Model* model, int unit);
 void unit_grads_end(Model* model, int unit, int last_micro_step);
 
-// The shapes of what is computed from here on: of the main model (0) or of module k.
+// Sets the shapes for the main model (0) or MTP module k.
 void model_shapes(Model* model, int k);
-// A block, to t.out; t.dx = the gradient of its residual, from t.dx = that of the residual stream after it. What the
-// head reads, of the main model (0) or of module k; t.dx from its gradient. A module as a whole (model/mtp.c).
+// A block: forward writes t.out; backward turns t.dx, the gradient after the block, into the gradient before it.
+// An output: the head's input of the main model (0) or MTP module k; backward writes t.dx. An MTP module (model/mtp.c).
 void block_forward(Model* model, const Unit* unit, int train);
 void block_backward(Model* model, const Unit* unit, float aux);
 void output_forward(Model* model, int k, const Unit* unit);
@@ -203,10 +204,10 @@ void module_forward(Model* model, int k);
 void module_backward(Model* model, int k, float aux, int last_micro_step);
 
 MoeWeights model_moe_weights(const Model* model, const Unit* unit);
-// The name in the log of one of a block's BLOCK_STATS; NULL: no cast of it is made.
+// The log's name of one of a block's BLOCK_STATS; NULL: that tensor is not quantized.
 const char* model_stats_name(const Model* model, int64_t layer, int cast);
 void model_rope(Model* model, floatX* q, floatX* kva, int direction);
-// Rebuilds what the block kept nothing of, from its residual.
+// Activation checkpointing: computes a block's activations again from its residual.
 void model_rebuild_block(Model* model, const Unit* unit);
 
 END_C

@@ -3,8 +3,8 @@
 #include "layers/rmsnorm.h"
 #include "model/model.h"
 
-// Copies rows first .. first + T - k - 1 of each sequence of `rows` (B, from, C) into one half of `joined` (B, T - k,
-// 2C), or with back 1 from there.
+// Copies rows first .. first + T - k - 1 of each sequence of `rows` (B, from, C) into one half of `joined`, which is
+// (B, T - k, 2C). With back 1 it copies the other way.
 static void copy_half(Model* m, floatX* joined, floatX* rows, int64_t from, int64_t first, int back) {
     const int64_t C = m->config.C;
     const size_t row = (size_t)C * sizeof(floatX);
@@ -15,8 +15,8 @@ static void copy_half(Model* m, floatX* joined, floatX* rows, int64_t from, int6
     }
 }
 
-// t.joined, from the embeddings and the output before. The norms take all their rows, of which k and 1 a sequence are
-// left out then.
+// t.joined = [norm of the embeddings, norm of the output before]. The norms run on all rows; k and 1 rows a sequence
+// are not copied.
 static void join(Model* m, int k, const Weight* w) {
     const int64_t C = m->config.C, T = m->window, before = T - k + 1;
     Scratch* t = &m->t;
@@ -38,8 +38,8 @@ void module_forward(Model* m, int k) {
     model_shapes(m, 0);
 }
 
-// dx = or += the gradient of the rows x (B, from, C), of which those from `first` on were joined: of a half of
-// t.djoined, through its norm. The other rows have none.
+// dx = or += the gradient of the rows x (B, from, C): one half of t.djoined through its norm. Rows before `first` have
+// no gradient.
 static void join_backward(Model* m, floatX* dx, const Weight* w, floatX* half, const floatX* x, const real* rstd,
                           int64_t from, int64_t first, int accumulate) {
     const int64_t C = m->config.C, rows = m->B * from;

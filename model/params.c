@@ -11,7 +11,7 @@
 
 int params_units(const ModelConfig* c) { return (int)config_blocks(c) + 2; }
 
-// The head stands between the blocks and the modules.
+// The head comes between the blocks and the MTP modules.
 int params_block_unit(const ModelConfig* c, int64_t layer) { return (int)layer + (layer < c->L ? 1 : 2); }
 
 static UnitKind kind_of(const ModelConfig* c, int unit) {

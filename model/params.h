@@ -1,12 +1,12 @@
-// The parameters: which there are, where each lies, how each starts. ONE table (params.c) holds this; layout, names,
-// casts, start and checkpoints are read from it.
+// The parameters of the model: names, shapes, placement, initialization. One table (params.c) defines them; memory
+// layout, tensor names, quantization, initialization and checkpoints follow from it.
 //
-// Parameters live in units: 0 the embedding, 1..L the blocks, L + 1 the head (lm_head and final norm), and after it the
-// MTP modules, which are blocks L, L + 1, ... with a projection before and a norm after. A unit has two flat buffers:
-// dense parameters, and experts (empty without). Matrices come before norms in a buffer, so that weight decay covers a
+// Parameters belong to units: 0 is the embedding, 1..L are the blocks, L + 1 is the head (lm_head and final norm). MTP
+// modules follow: blocks L, L + 1, ... with a projection before and a norm after. A unit has two flat buffers: dense
+// parameters, and experts (empty without). Matrices come before norms in a buffer, so that weight decay covers a
 // prefix (n_decay), and so does Muon (n_muon). Fused matrices (gate over up) are laid out so that every tensor of a
-// Hugging Face DeepSeek checkpoint is one contiguous slice. A rank owns E / ep experts; parallel/sharding.h says how
-// the buffers are sharded.
+// Hugging Face DeepSeek checkpoint is one contiguous slice. A rank owns E / ep experts. For
+// sharding see parallel/sharding.h.
 #ifndef MODEL_PARAMS_H
 #define MODEL_PARAMS_H
 
@@ -92,7 +92,7 @@ NamedTensor* params_tensors(const ModelConfig* config, const Layout* layout, int
 typedef struct Slice {
     int64_t first, count;
 } Slice;
-// What elements from .. from + n - 1 of a buffer hold of a tensor; count 0 if nothing.
+// The part of a tensor in elements from .. from + n - 1 of its buffer; count 0 if there is none.
 Slice tensor_slice(const NamedTensor* tensor, int64_t from, int64_t n);
 
 // Number of parameters: all, and those a token meets (K of E experts; embedding and lm_head included). Modules are
@@ -109,12 +109,12 @@ double params_muon_flops(const ModelConfig* config, int buffer);
 // Lays out every unit and names its arrays in `arena`.
 void params_plan(Arena* arena, Unit* units, const ModelConfig* config, const Layout* layout);
 
-// The held weights = round(master): after the masters were set from outside (start, checkpoint).
+// Working weights of this rank = round(master weights), after a start or a resume.
 void params_publish(Unit* unit, Ctx* ctx);
 
-// Draws every weight that this rank holds: normal of std 0.02 cut at 3 sigma, residual outputs (Wo, down projections)
-// times (2L)^-1/2, norms 1. Tensor i of unit u is stream (u << 20) + i of the seed, so any slice can be drawn alone and
-// the weights do not depend on the layout.
+// Draws the initial weights of this rank: normal of std 0.02 cut at 3 sigma, residual outputs (Wo, down projections)
+// times (2L)^-1/2, norms 1. Tensor i of unit u is stream (u << 20) + i of the seed. Any slice can be drawn alone, so
+// the weights do not depend on the rank layout.
 void params_init(Unit* units, const ModelConfig* config, const Layout* layout, uint64_t seed, Ctx* ctx);
 void params_init_unit(Unit* units, int unit, const ModelConfig* config, const Layout* layout, uint64_t seed, Ctx* ctx);
 

@@ -42,7 +42,7 @@ static void list_unit(Model* m, int u, CheckpointFile* masters, CheckpointFile* 
         add(masters, tensor, t->name, "", p->master, at);
         if (m->layout.bf16_moments) tensor.dtype = ST_BF16;
 
-        // The moments, or the momentum. What another optimizer has kept is not loaded.
+        // The moments, or the momentum. The state of another optimizer is not loaded.
         const int by_muon = t->muon && optimizer == MUON;
         if (t->muon && optimizer != m->settings.optimizer) tensor.count = tensor.save_count = 0;
         add(moments, tensor, t->name, by_muon ? ".momentum_buffer" : ".exp_avg", p->m, at);
@@ -89,7 +89,7 @@ void model_save(Model* m, Saver* saver, int64_t step, int64_t window, uint32_t d
     model_files_free(files, count);
 }
 
-// What must be the same in the run that saved and in this one.
+// Options and data must be the same as in the run that saved.
 static void check_record(const Model* m, const Json* manifest, const CheckpointRecord* record, uint32_t data_hash) {
     record_check(json_get(manifest, "options"), &m->settings);
     if (record->data_hash != (int64_t)data_hash)

@@ -17,14 +17,14 @@ typedef enum { BIAS_WITH_WEIGHTS, BIAS_WITH_MOMENTS, BIAS_NOWHERE } BiasPlace;
 BiasPlace model_bias_place(const Model* model);
 
 // The files of a checkpoint of this model, pointing at the slices in this rank's memory, in fresh memory.
-// With another optimizer than the run's: as a checkpoint of that one has them, and no memory for what it alone kept.
+// `optimizer` is that of the checkpoint. Where the run has another one, its state has no memory here.
 CheckpointFile* model_files(Model* model, BiasPlace bias_place, int64_t optimizer, int* count);
 void model_files_free(CheckpointFile* files, int count);
 
 // state is the host's copy of the device's StepState.
 void model_save(Model* model, Saver* saver, int64_t step, int64_t window, uint32_t data_hash, const StepState* state);
 
-// Loads the newest good checkpoint in --out, with a warning for each newer one that names what is wrong with it.
+// Loads the newest good checkpoint in --out, with a warning that names the fault of each newer one.
 // Returns its step, 0 if there is none (*window is then 0). Ends the run if there are checkpoints and none is good, or
 // if an option or the data differ that must not.
 int64_t model_resume(Model* model, Ranks* world, uint32_t data_hash, int64_t* window);

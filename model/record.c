@@ -1,4 +1,4 @@
-// A record is read into a Settings of its own, what it lacks at its default; it is then compared row by row, as text.
+// A record is read into a Settings of its own, with defaults for missing options. Options are then compared as text.
 #include "model/record.h"
 
 #include <errno.h>

@@ -23,8 +23,8 @@ char* record_line(const Settings* settings, const char* build, const char* devic
 // Ends the run if there are some and all are bad. Collective.
 Json* record_manifest(Ranks* world, const char* out);
 
-// Gives the options that are not given their recorded values, but those that a given --precision stands for. (--model
-// is recorded itself, and so are changes of what it stands for.)
+// Options that are not given get their recorded values, except those that a given --precision sets. (--model and the
+// options that it sets are recorded one by one.)
 void record_recall(const Json* record, Settings* settings, const char* given);
 
 // The optimizer of a record: AdamW where it names none.

@@ -1,5 +1,5 @@
-// --dry-run plans a model as a run does, with the same tables of buffers, but takes no memory: what it prints is what a
-// run will take. report_fit and check_memory do the same for one build and, where it does not fit, for other options.
+// --dry-run plans a model as a run does, with the same tables of buffers, but allocates nothing: it prints the memory
+// that a run takes. report_fit and check_memory do the same for one build, and try other options where it does not fit.
 #include "model/report.h"
 
 #include <math.h>
@@ -73,9 +73,9 @@ static size_t report_arena(const Arena* arena, int64_t tokens) {
     return total;
 }
 
-// What a rank of the CUDA build takes besides its buffers, as measured on H200: the context as it is made, what kernels
-// and cuBLASLt add to it, and the connections of NCCL's three communicators (2.62 GiB with 2 ranks, 4.6 with 4). For
-// more ranks it is a guess, which grows no more after the 8 of a machine.
+// Memory of a rank of the CUDA build besides its buffers, as measured on H200: the context, kernels and cuBLASLt, and
+// the connections of NCCL's three communicators (2.62 GiB with 2 ranks, 4.6 with 4). For more ranks it is a guess,
+// which stays the same from 8 ranks on.
 static const size_t CUDA_CONTEXT = (size_t)512 << 20, CUDA_LIBRARIES = (size_t)32 << 20;
 static size_t nccl_memory(int64_t ranks) {
     return ranks > 1 ? ((size_t)700 << 20) + ((size_t)1000 << 20) * (size_t)min_i64(ranks, 8) : 0;
@@ -123,7 +123,7 @@ static int64_t add_fitting(char** list, Settings other, int64_t least, const Set
     return least;
 }
 
-// What would fit, as the end of a message.
+// Options that would fit, as the end of a message.
 static char* what_fits(const Settings* s, int rank, size_t room, Backend build) {
     // A smaller batch alone, then each stronger --recompute and --shard if it allows a larger one than that.
     char* list = host_strdup("");
@@ -175,7 +175,7 @@ void report_dry_run(const Settings* s) {
         model_plan(&m, s, 0, (Backend)b);
         size_t total = 0;
 
-        // Buffers by purpose, then what is no buffer.
+        // Buffers by purpose, then other memory.
         printf("\nmemory of each of %d rank%s, %s build (weights and activations in %s), %ld tokens a micro-step\n",
                m.layout.ranks, m.layout.ranks == 1 ? "" : "s", b == BACKEND_CPU ? "CPU" : "CUDA",
                b == BACKEND_CPU ? "float32" : "bf16", m.B * m.T);

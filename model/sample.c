@@ -7,7 +7,7 @@
 #include "device/check.h"
 #include "device/random.h"
 
-enum { SAMPLE_STREAM = 0xFFFFFFFFu - 1 };  // beside the streams of the weights (model/params.h)
+enum { SAMPLE_STREAM = 0xFFFFFFFFu - 1 };  // apart from the streams of the weights (model/params.h)
 
 // Whether the first 64k tokens of the shards are bytes and their end of text alone.
 static int are_bytes(const Shards* shards, const Settings* s) {
@@ -24,7 +24,7 @@ static int are_bytes(const Shards* shards, const Settings* s) {
 void sample_check(const Settings* s, const Tokenizer* tokenizer, const Shards* train) {
     if (!s->sample_every && !*s->sample) return;
 
-    // Of the model's vocabulary, and of the shards'.
+    // The tokenizer must fit the model's vocabulary and the shards.
     int32_t size = tokenizer_size(tokenizer);
     if (size > s->model.V)
         die(EXIT_USAGE, "samples: the tokenizer (%s) has %d tokens, more than --vocab %ld",

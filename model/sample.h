@@ -1,4 +1,4 @@
-// Text from the model, to see what it has learned.
+// Samples of text from the model, token by token.
 #ifndef MODEL_SAMPLE_H
 #define MODEL_SAMPLE_H
 

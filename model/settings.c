@@ -19,8 +19,8 @@
 #include "parallel/checkpoint.h"
 #include "parallel/sharding.h"
 
-// The table's rows, by type: group, name, field of Settings, default (NULL: by the group's first option), range or
-// choices, what it is to a resumed run, help. Texts and flags are empty and off by default.
+// Rows of the table, by type: group, name, field of Settings, default (NULL: from the group's first option), range or
+// choices, scope at --resume, help. Texts and flags are empty and off by default.
 #define FREE OPTION_FREE
 #define FIXED OPTION_FIXED
 #define ONCE OPTION_ONCE
@@ -39,7 +39,7 @@
 #define BIG 1e12
 
 const Option settings_table[] = {
-    // What a model is: --model sets all that follow.
+    // Model: --model sets all of the group.
     CHOICE("model", "model", preset, "tiny", "tiny|small|debug|16b|236b|671b", FIXED,
            "preset for the options of this group"),
     WHOLE("model", "layers", model.L, NULL, 1, 1024, FIXED, "blocks"),
@@ -71,12 +71,12 @@ const Option settings_table[] = {
     WHOLE("model", "mtp", model.mtp, "0", 0, MTP_MAX, FIXED,
           "MTP modules (multi-token prediction); those that --init lacks are new"),
 
-    // What is done with a model that is there already.
+    // Use of an existing model.
     TEXT("use", "init", init, "train on from the weights in this Hugging Face folder or run; give --lr too"),
     ONCE_TEXT("use", "sample", sample, "no training: print a sample of the model in this folder or run"),
     ONCE_TEXT("use", "evaluate", evaluate, "no training: loss of the model in this folder or run on --val and --eval"),
 
-    // What it learns from.
+    // Data.
     TEXT("data", "train", train, "training shards (glob)"),
     TEXT("data", "val", val, "validation shards (glob)"),
     TEXT("data", "eval", eval, "multiple-choice questions (glob), from scripts/prepare_eval.py"),
@@ -88,7 +88,7 @@ const Option settings_table[] = {
     WHOLE("data", "seed", seed, "1", 0, BIG, FIXED, "seed of the weights, and of the data order without --data-seed"),
     WHOLE("data", "data-seed", data_seed, "0", 0, BIG, FIXED, "seed of the data order; 0: --seed"),
 
-    // How long it runs, and what it leaves.
+    // Length of the run, and its outputs.
     WHOLE("run", "steps", steps, "1000", 1, 1e9, FREE, "updates in all"),
     TEXT("run", "out", out, "folder for log and checkpoints; none: nothing is kept"),
     FLAG("run", "resume", resume, ONCE, "go on from the newest good checkpoint in --out, with its options"),
@@ -140,7 +140,7 @@ const Option settings_table[] = {
     NUMBER("optimizer", "mtp-weight-end", mtp_weight_end, "0.1", 1e-3, 100, FIXED, "the same after --mtp-switch"),
     NUMBER("optimizer", "mtp-switch", mtp_switch, "0.67", 0, 1, FIXED, "share of the steps with --mtp-weight"),
 
-    // How it lies on its ranks.
+    // Parallelism.
     WHOLE("parallel", "ep", ep, "1", 1, DISPATCH_MAX_RANKS, FREE, "ranks that share a set of experts"),
     CHOICE("parallel", "shard", shard, "none", "none|optimizer|grads|weights", FREE,
            "FSDP: sharded are nothing; optimizer state; also gradients; also weights"),
@@ -167,7 +167,7 @@ const Option settings_table[] = {
     WHOLE("precision", "mx-stats", mx_stats, "0", 0, 1e9, FREE,
           "steps between quantization statistics in the log; 0: none"),
 
-    // What is computed twice to spare memory, and room for uneven loads.
+    // Memory: activation checkpointing, and capacity for uneven loads.
     CHOICE("memory", "recompute", recompute, "none", "none|moe|block", FREE,
            "activation checkpointing: activations that backward computes again"),
     NUMBER("memory", "capacity", capacity, "1.25", 1, 1e6, FREE,
@@ -232,7 +232,7 @@ static const struct {
 } training[] = {{1e-3, 12e-3, MUON},   {1e-3, 2e-3, MUON},    {1e-3, 2e-3, MUON},
                 {4.2e-4, 2e-3, ADAMW}, {2.4e-4, 2e-3, ADAMW}, {2.2e-4, 2e-3, ADAMW}};
 
-// What each --precision sets, in the order of its choices. What a row does not name is bf16, and --mx-gemm exact.
+// Settings of each --precision, in the order of its choices. The rest is bf16, and --mx-gemm exact.
 static const Settings modes[] = {
     {.expert_precision = PRECISION_BF16},
     {.expert_precision = PRECISION_MXFP8, .dispatch_precision = PRECISION_MXFP8, .mx_fast = 1},
@@ -251,7 +251,7 @@ void settings_preset(Settings* s, const char* given, int64_t precision) {
 
 int64_t settings_micro_tokens(const Settings* s) { return s->ranks * s->batch * s->seq_len; }
 
-// The options of the model that are not given are as config.json says, and keep to their ranges.
+// Options of the model that are not given come from config.json, and must be in their ranges.
 static void take_folder(Settings* s, const char* given, const char* option, const char* folder) {
     const Settings from = {.model = hub_read_config(option, folder)};
     s->model.selection_bias = from.model.selection_bias;
@@ -326,8 +326,8 @@ char* settings_resumed(int argc, char** argv) {
     return out;
 }
 
-// The tokenizer beside the shards, and the vocabulary of the tokenizer, each where it is not given and no record says
-// it. Shards that are given anew may have taken their tokenizer with them.
+// Finds the tokenizer of the shards, and the size of the vocabulary, unless given or recorded. Shards in a new place
+// may have their tokenizer there.
 static void find_tokenizer(Settings* s, const char* given, int recorded, int has_vocab) {
     if (!given[row(offsetof(Settings, tokenizer))] && (!recorded || given[row(offsetof(Settings, train))])) {
         char* beside = shards_tokenizer(s->train, "_train_");
@@ -382,7 +382,7 @@ Settings settings_read(int argc, char** argv, int ranks, const Json* record) {
     free(given);
     if (asks) return s;
 
-    // What must fit together.
+    // Checks.
     if (s.ranks && !s.dry_run)
         die(EXIT_USAGE, "--ranks is for --dry-run; start %ld ranks with mpirun -np %ld", s.ranks, s.ranks);
     if (s.gpu_memory && !s.dry_run)

@@ -48,7 +48,7 @@ typedef struct Settings {
     double mtp_weight, mtp_weight_end, mtp_switch;
     int64_t ep, shard, dispatch, recompute;
     double timeout, capacity, gpu_memory;
-    int64_t precision;  // the mode; what it sets, where the command line does not:
+    int64_t precision;  // the mode, which sets the following unless the command line does:
     int64_t expert_precision, dispatch_precision, combine_precision, wgrad_precision, linear_precision, mx_scale,
         mx_fast, mx_stats;
     int64_t force_balance, overfit;
@@ -63,16 +63,16 @@ typedef enum { GRAPH_AUTO, GRAPH_OFF } GraphUse;
 extern const Option settings_table[];
 extern const int settings_count;
 
-// Every option: as the command line says, or else as the record of the checkpoint that the run resumes from (NULL:
-// none), or else by --model, --precision and the tokenizer, or else its default. Then all checks for a run of `ranks`
-// ranks (--dry-run: of --ranks). Ends the run with EXIT_USAGE and a message that names the option where something does
-// not fit. With --help it prints the table; with --help and --version it checks nothing.
+// All options, each from the first source that has it: the command line; the record of the checkpoint to resume from
+// (NULL: none); --model, --precision and the tokenizer; the default. Then the checks for a run of `ranks` ranks
+// (--dry-run: --ranks). Ends the run with EXIT_USAGE and a message that names the option that does not fit. --help
+// prints the table; --help and --version skip the checks.
 Settings settings_read(int argc, char** argv, int ranks, const Json* record);
 
-// The folder that the command line says to resume from, in fresh memory; NULL: none.
+// The folder of the command line to resume from, in fresh memory; NULL: none.
 char* settings_resumed(int argc, char** argv);
 
-// Sets the options without a default of their own that are not given as --model and a --precision do.
+// Sets options without a default of their own, unless given: from --model and `precision`.
 void settings_preset(Settings* settings, const char* given, int64_t precision);
 
 // The defaults of all options with this --model and --precision, in fresh memory.
@@ -104,7 +104,7 @@ double config_softmax_scale(const ModelConfig* config);  // (nope + rope)^-1/2, 
 double settings_lr(const Settings* settings, int64_t step);
 double settings_muon_lr(const Settings* settings, int64_t step);  // the same of --muon-lr
 
-// The weight at `step` of the modules' losses, together, beside that of the main model.
+// The weight of the MTP losses at `step`, all modules together; the main loss has 1.
 double settings_mtp_weight(const Settings* settings, int64_t step);
 
 END_C

@@ -1,5 +1,5 @@
-// What must hold between options: a check for each subject. Each ends the run with the names and values of the options
-// that do not fit.
+// Checks between options, one function a subject. Each ends the run with the names and values of options that do not
+// fit.
 #include <math.h>
 #include <string.h>
 
@@ -7,7 +7,7 @@
 #include "model/settings.h"
 #include "moe/moe.h"
 
-// What must hold between the options of a model.
+// The options of a model.
 static void check_model(const ModelConfig* m) {
     if (m->rope % 2) die(EXIT_USAGE, "--rope-dim %ld is odd: rotary position turns pairs", m->rope);
     if (m->yarn && m->yarn_mscale <= 0)
@@ -35,8 +35,8 @@ static void check_multiples(const Width* widths, size_t count, int64_t of, const
                 who);
 }
 
-// What the kernels take: rows of a multiple of 16 bytes, the head sizes that the attention kernels are written for, and
-// so many experts.
+// Limits of the CUDA kernels: rows of a multiple of 16 bytes, the head sizes of the attention kernels, the number of
+// experts.
 static void check_cuda_model(const ModelConfig* m) {
     const Width widths[] = {{"--dim", m->C},
                             {"--q-lora", m->q_lora},
@@ -54,10 +54,9 @@ static void check_cuda_model(const ModelConfig* m) {
             ROUTER_MOST_EXPERTS, ROUTER_MOST_CHOICES);
 }
 
-// Options that are in their ranges can together ask for more than can be counted. Sizes are rounded up freely, in
-// double, which does not overflow. 1e15 numbers leave int64 room for the bytes of several hundred copies. Rows and
-// pieces of work are int32 in kernels and CBLAS. A grid has at most 65535 times 128 columns of a hidden layer, gate and
-// up.
+// Options in their ranges can together overflow an integer. Sizes are estimated from above in double, which does not
+// overflow. With at most 1e15 elements, int64 can count the bytes of several hundred copies. Rows and work items are
+// int32 in kernels and CBLAS. A grid has at most 65535 x 128 columns of a hidden layer, gate and up.
 void settings_check_sizes(const Settings* s) {
     // Widths, tokens of a rank and of all, and rows that may be routed to a rank's experts.
     const ModelConfig* m = &s->model;
@@ -68,7 +67,7 @@ void settings_check_sizes(const Settings* s) {
     const double spread = s->ep > 1 ? fmax(DISPATCH_MOST_CAPACITY * (double)s->ep, s->capacity) : 1;
     const double rows = tokens * (double)m->K * spread + 128 * (E + 1);
 
-    // Numbers of a block: its matrices, and what it keeps of a token.
+    // Elements of a block: its matrices, and its activations of a token.
     const double matrices = (C + q_lora + latent) * (C + H * head) + 3 * C * (hidden + E * F) + E * C;
     const double widths = C + q_lora + latent + H * head + hidden + E;
 
@@ -82,7 +81,7 @@ void settings_check_sizes(const Settings* s) {
         {"rows of the experts", "--batch x --seq-len x --top-k, and with --ep x --ep or --capacity,", rows, INT32_MAX},
         {"rows to be cast for --wgrad-precision mxfp8",
          "--batch x --seq-len x --top-k, and with --ep x --ep or --capacity,", s->wgrad_precision ? rows : 0,
-         65535.0 * MX_CHUNK},  // a grid has so many blocks in y
+         65535.0 * MX_CHUNK},  // limit of a grid in y
         {"pieces of attention", "--batch x --heads x --seq-len / 128", tokens / 128 * H + (double)s->batch * H,
          1 << 30},
         {"hidden columns", "--shared-experts x --expert-ffn", (double)(m->shared * m->F), 1 << 21},
@@ -105,7 +104,7 @@ static void check_modules(const Settings* s) {
             s->model.mtp, s->seq_len);
 }
 
-// Every group of --ep ranks is whole, and every rank of it has as many experts.
+// Groups of --ep ranks are whole, and their ranks own the same number of experts.
 static void check_layout(const Settings* s) {
     if (s->ranks % s->ep)
         die(EXIT_USAGE, "--ep %ld does not divide the %ld rank%s of the run%s", s->ep, s->ranks,
@@ -143,7 +142,7 @@ static void check_stats(const Settings* s) {
             s->mx_stats);
 }
 
-// A step is a whole number of micro-steps, and what the run is to write has a place.
+// A step is a whole number of micro-steps, and outputs need --out.
 static void check_run(const Settings* s) {
     int64_t micro = settings_micro_tokens(s);
     if (s->tokens_per_step % micro)
@@ -155,7 +154,7 @@ static void check_run(const Settings* s) {
     if (s->clip > 0 && s->clip < 1e-30)
         die(EXIT_USAGE, "--clip %g is next to nothing: at least 1e-30, or 0 for no clipping", s->clip);
 
-    // What is allowed, and hardly meant.
+    // Allowed, but hardly meant: warnings.
     if (s->warmup > (double)s->steps && s->schedule != SCHEDULE_CONSTANT)
         warn("--warmup %g is longer than --steps %ld: the learning rate never reaches --lr", s->warmup, s->steps);
     if (s->moments && s->beta2 > 0.99)

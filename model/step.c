@@ -40,7 +40,7 @@ static Graph* micro_step_graph(const Model* m, int last) {
 
 void model_micro_step(Model* m, int last) {
     graph_run(micro_step_graph(m, last), last ? last_micro_step : micro_step, m, m->ctx);
-    // What a replay does not note.
+    // Host state, which a replayed graph does not change.
     m->first = 0;
     for (int u = 0; u < params_units(&m->config); u++) m->units[u].version = weights_version(m->sharding);
 }

@@ -68,7 +68,7 @@ static MuonBuffer muon_buffer(const Model* m, const ParamBuffer* p, int64_t from
     return buffer;
 }
 
-// A group of which this rank holds all.
+// A group whose buffers this rank has whole.
 static void update_group(Model* m, const MuonGroup* g) {
     const int64_t n = g->count / g->units * g->rows * g->columns;
     MuonBuffer* list = (MuonBuffer*)host_alloc((size_t)g->units * sizeof(MuonBuffer));
@@ -82,7 +82,7 @@ static void update_group(Model* m, const MuonGroup* g) {
     free(list);
 }
 
-// A wave: `count` units, at most as many as ranks share their buffers b.
+// A wave: `count` units, at most one for each rank that shares their buffers b.
 static void update_wave(Model* m, const int* units, int count, int b, Comm* comm) {
     enum { ROW = 64 };  // elements; parts and parameters start at multiples of it
     const int ranks = comm_count(comm), index = comm_index(comm);
@@ -174,8 +174,8 @@ void model_update(Model* m, int stop) {
     m->measures = 0;
 }
 
-// Matrices of one shape that are taken together: enough to fill a GPU. A larger parameter of one unit is a group of its
-// own, and orthogonalized in pieces.
+// Size of a group of matrices of one shape: enough to fill a GPU. A larger parameter of one unit is a group of its own,
+// orthogonalized in parts.
 static const int64_t GROUP_ELEMENTS = (int64_t)1 << 27;
 
 // The groups, in the order of their first units.
@@ -191,7 +191,7 @@ static void group_matrices(Model* m) {
             const int64_t halves = p->second ? 2 : 1, rows = p->rows / halves;
             const MuonGroup mine = {p->id, u, 1, m->units[u].w[p->id].count * halves, rows, p->columns, 0};
 
-            // With the unit before it, if that has the same shape and there is room.
+            // Joins the group of the unit before, if that has the same shape and is not full.
             MuonGroup* g = NULL;
             for (int k = 0; k < m->muon_group_count; k++)
                 if (m->muon_groups[k].id == p->id && m->muon_groups[k].first + m->muon_groups[k].units == u)
@@ -210,7 +210,7 @@ void model_plan_muon(Model* m, Arena* arena) {
     int64_t largest = 0, largest_wave = 0, work = 0;
     group_matrices(m);
     for (int i = 0; i < m->muon_group_count; i++) {
-        // Equal pieces of at most 3 GROUP_ELEMENTS of workspace, as much as a square group needs.
+        // Equal parts of at most 3 GROUP_ELEMENTS of workspace, which a square group needs.
         MuonGroup* g = &m->muon_groups[i];
         const int64_t each = muon_work(1, g->rows, g->columns);
         const int64_t pieces = ceil_div(g->count, max_i64(3 * GROUP_ELEMENTS / each, 1));

@@ -10,7 +10,7 @@
 #include "model/sample.h"
 
 void use_model(Ranks* world, const Settings* s) {
-    // What it reads.
+    // Inputs.
     Tokenizer* tokenizer = tokenizer_open(s->tokenizer);
     sample_check(s, tokenizer, NULL);
     int files;
@@ -20,7 +20,7 @@ void use_model(Ranks* world, const Settings* s) {
     // The model.
     device_choose(ranks_local());
     check_memory(s, ranks_index(world));
-    ranks_barrier(world);  // nobody takes memory before all have seen what is free
+    ranks_barrier(world);  // no rank allocates before all have read the free memory
     Model* m = model_create(s, world);
     model_begin(m, world);
 
