@@ -8,6 +8,8 @@ these options: windows of seq-len targets from the start of the shard. Counts ar
 favours the baseline. Prints nats per token (per byte with the byte tokenizer). Standard library only.
 """
 
+import script  # noqa: F401  signals end it with one line
+
 import argparse
 import array
 import collections

@@ -25,6 +25,9 @@ its curve is their mean, in a band from the lowest to the highest. Where bf16 al
 hold each, the first of which the sets are compared with. The picture's vertical ranges are those of the steps after bf16's loss has
 made 80 % of its way. Standard library only.
 """
+import script
+from script import Failure
+
 import argparse
 import math
 import os
@@ -380,7 +383,10 @@ def main():
         train(runs, args.launch, program, args.at_once)
         length = args.window or max(1, min(50, runs[0].steps // 10))
         check_window(length, runs)
-        (args.out / "compare.svg").write_text(svg(sets, seeds[1:], length), encoding="utf-8")
+        with script.in_place(args.out / "compare.svg") as part:
+            part.write_text(svg(sets, seeds[1:], length), encoding="utf-8")
+    except Failure as error:
+        fail(error)
     except OSError as error:
         fail(f"{error.filename or args.out}: {error.strerror}")
     print(*table(sets + seeds, length), sep="\n")
@@ -388,9 +394,10 @@ def main():
         odd = run.column("loss").count(None)
         if odd:
             print(f"\n{run.name}: the loss of {odd} steps was not finite; they are left out.")
-    print(f"\nNats a token; gaps in the training loss as a mean of {length} steps. Curves: {args.out / 'compare.svg'}")
+    print(f"\nNats a token; gaps in the training loss as a mean of {length} steps.")
     if args.seeds > 1:
         print("Of several seeds: the mean ± its standard error (seeds).")
+    print(f"wrote {args.out / 'compare.svg'}")
 
 
 if __name__ == "__main__":

@@ -7,8 +7,11 @@
 A checkpoint is a Hugging Face folder already; this leaves the optimizer's moments out and rounds the weights (to the
 nearest, ties to even). The routers' selection biases stay float32, as DeepSeek-V3's do. All files but the moments are
 checked against the manifest's CRC-32 first. Modules that predict further tokens get copies of the embedding and lm_head, as DeepSeek-V3's
-have, because some readers (vLLM) load a module by its own names alone. Needs numpy, safetensors and ml_dtypes.
+have, because some readers (vLLM) load a module by its own names alone. Needs numpy and safetensors.
 """
+import script
+from script import Failure
+
 import argparse
 import json
 import os
@@ -23,20 +26,23 @@ INDEX = "model.safetensors.index.json"
 COPIED = ("generation_config.json", "tokenizer.json", "tokenizer_config.json")
 
 
-class Failure(Exception):
-    """Something the user can put right; the message says what."""
-
-
 def read_json(path):
     try:
         record = json.loads(path.read_text())
     except OSError as error:
         raise Failure(f"{path}: {error.strerror}; the folder of a whole checkpoint is wanted") from error
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         raise Failure(f"{path}: {error}") from error
     if not isinstance(record, dict):
         raise Failure(f"{path}: not a JSON object")
     return record
+
+
+def want(record, path, keys, kind, fits):
+    """Failure where one of the keys is not of this kind."""
+    for key in keys.split():
+        if not fits(record[key]):
+            raise Failure(f"{path}: {key} is {json.dumps(record[key])[:60]}, not {kind}")
 
 
 def check(step):
@@ -81,74 +87,85 @@ def plan(step, dtype, copies):
                     if size > room and files[-1]:
                         files.append([])
                         room = FILE_BYTES
-                    files[-1].append((name, tensor, source, size))
+                    files[-1].append((name, tensor, source, shape, size))
                     room -= size
     return files
 
 
-def write(step, out, dtype, copies):
-    import ml_dtypes
+def bfloat16(values):
+    """The bits of float32 values, rounded to the nearest, ties to even."""
+    bits = values.view("uint32")
+    return ((bits + 0x7FFF + (bits >> 16 & 1)) >> 16).astype("uint16")
+
+
+def write_file(path, step, tensors, dtype):
+    """One safetensors file, with one tensor in memory at a time; float32 first, because readers want it aligned."""
     from safetensors import safe_open
-    from safetensors.numpy import save_file
+    header, at = {"__metadata__": {"format": "pt"}}, 0
+    tensors = sorted(tensors, key=lambda tensor: dtype_of(tensor[0], dtype) != "float32")
+    for name, _, _, shape, size in tensors:
+        kind = "F32" if dtype_of(name, dtype) == "float32" else "BF16"
+        header[name] = {"dtype": kind, "shape": shape, "data_offsets": [at, at + size]}
+        at += size
+    text = json.dumps(header).encode()
+    text += b" " * (-len(text) % 8)
+    with open(path, "wb") as file:
+        file.write(len(text).to_bytes(8, "little") + text)
+        for name, tensor, source, _, _ in tensors:
+            with safe_open(step / source, "np") as opened:
+                values = opened.get_tensor(tensor)
+            file.write(values if header[name]["dtype"] == "F32" else bfloat16(values))
+
+
+def write(step, out, dtype, copies):
     files = plan(step, dtype, copies)
     weight_map, done, total = {}, 0, sum(size for file in files for *_, size in file)
     for i, tensors in enumerate(files):
         target = "model.safetensors" if len(files) == 1 else f"model-{i + 1:05d}-of-{len(files):05d}.safetensors"
-        data = {}
-        for name, tensor, source, size in tensors:
-            with safe_open(step / source, "np") as opened:
-                values = opened.get_tensor(tensor)
-            data[name] = values if dtype_of(name, dtype) == "float32" else values.astype(ml_dtypes.bfloat16)
-            weight_map[name], done = target, done + size
-        save_file(data, out / target, {"format": "pt"})
-        shutil.copymode(out / "config.json", out / target)  # safetensors makes files for their owner alone
+        write_file(out / target, step, tensors, dtype)
+        weight_map |= dict.fromkeys([name for name, *_ in tensors], target)
+        done += sum(size for *_, size in tensors)
         print(f"{target}: {100 * done / total:.0f} % of {total / 1e9:.2f} GB", file=sys.stderr)
     if len(files) > 1:
         (out / INDEX).write_text(json.dumps({"metadata": {"total_size": total}, "weight_map": weight_map}, indent=1) + "\n")
 
 
-def unfinished(out):
-    """What out is called until it is complete. Nothing that is there is touched."""
-    part = out.with_name(out.name + ".tmp")
-    for path, advice in (out, "choose another name"), (part, "remove it, if a killed run left it"):
-        if os.path.lexists(path):
-            raise Failure(f"{path} is there already; {advice}")
-    return part
+def refuse_existing(out):
+    if os.path.lexists(out):
+        raise Failure(f"{out} is there already; choose another name")
 
 
 def export(step, out, dtype):
-    part = unfinished(out)
+    refuse_existing(out)
     check(step)
     config = read_json(step / "config.json")
     config["torch_dtype"] = dtype
-    part.mkdir(parents=True)
-    try:
+    out.parent.mkdir(parents=True, exist_ok=True)
+    with script.in_place(out, create=pathlib.Path.mkdir) as part:
         (part / "config.json").write_text(json.dumps(config, indent=2) + "\n")
         write(step, part, dtype, copies_of(config))
         for name in COPIED:
             if (step / name).exists():
                 shutil.copyfile(step / name, part / name)
-        part.rename(out)
-    finally:
-        shutil.rmtree(part, ignore_errors=True)
+    print(f"wrote {out}")
     if "train_moe_note" in config:
         print(f"export.py: warning: {config['train_moe_note']}", file=sys.stderr)
 
 
-def run(script, packages, work):
+def run(name, packages, work):
     """Does the work; what goes wrong is one line. The exit code."""
     try:
         from safetensors import SafetensorError
         try:
             work()
         except (Failure, OSError, SafetensorError) as error:
-            print(f"{script}: error: {error}", file=sys.stderr)
+            print(f"{name}: error: {error}", file=sys.stderr)
         except KeyError as error:
-            print(f"{script}: error: config.json, manifest.json or tokenizer.json has no {error}", file=sys.stderr)
+            print(f"{name}: error: config.json, manifest.json or tokenizer.json has no {error}", file=sys.stderr)
         else:
             return 0
     except ImportError as error:
-        print(f"{script}: error: {error}: pip install {packages}", file=sys.stderr)
+        print(f"{name}: error: {error}: pip install {packages}", file=sys.stderr)
     return 1
 
 
@@ -158,7 +175,7 @@ def main():
     parser.add_argument("out", type=pathlib.Path, metavar="OUT", help="a folder that is not there yet")
     parser.add_argument("--dtype", choices=("bfloat16", "float32"), default="bfloat16", help="of the weights (bfloat16)")
     args = parser.parse_args()
-    return run("export.py", "numpy safetensors ml_dtypes", lambda: export(args.step, args.out, args.dtype))
+    return run("export.py", "numpy safetensors", lambda: export(args.step, args.out, args.dtype))
 
 
 if __name__ == "__main__":

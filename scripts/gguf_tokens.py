@@ -6,7 +6,8 @@ steps of tokenizer.json's pre_tokenizer, by the digest of their list.
 import hashlib
 import json
 
-from export import Failure, read_json
+from export import read_json, want
+from script import Failure
 
 SPLITTERS = {
     "da45177f402f64bb": "gpt-2",  # ByteLevel's own
@@ -35,7 +36,7 @@ def steps_of(parts, level):
             steps.append(part["pattern"].get("Regex"))
         else:
             steps.append(part["type"] if part != {"type": "Digits", "individual_digits": False} else "Digits together")
-    return steps + ["ByteLevel"] * level.get("use_regex", True)
+    return steps + ["ByteLevel"] * bool(level.get("use_regex", True))
 
 
 def splitter(tokenizer):
@@ -67,37 +68,49 @@ def splitter(tokenizer):
     return SPLITTERS[digest]
 
 
+def tokens_of(tokenizer, size):
+    """(texts, types, merges). Every id has a text and a type, also those that stand for nothing."""
+    import gguf
+    tokens, types = [f"[PAD{i}]" for i in range(size)], [gguf.TokenType.UNUSED] * size
+    listed = [(i, text, gguf.TokenType.NORMAL) for text, i in tokenizer["model"]["vocab"].items()]
+    listed += [(added["id"], added["content"], gguf.TokenType.CONTROL if added["special"] else gguf.TokenType.USER_DEFINED)
+               for added in tokenizer["added_tokens"]]
+    for i, text, kind in listed:
+        if not 0 <= i < size:
+            raise Failure(f"token {i} is {text!r}, but the model has {size} tokens")
+        tokens[i], types[i] = text, kind
+    merges = [pair if isinstance(pair, str) else " ".join(pair) for pair in tokenizer["model"]["merges"]]
+    "".join(tokens + merges).encode()  # all are text
+    return tokens, types, merges
+
+
 def add_tokenizer(writer, step, config):
     """Writes the keys of the tokenizer that lies in the folder `step`."""
     import gguf
     path, size, end = step / "tokenizer.json", config["vocab_size"], config["eos_token_id"]
     if not path.exists():
         raise Failure(f"{path}: no such file; put the tokenizer.json of the training data there")
+    if end >= size:
+        raise Failure(f"{step / 'config.json'}: eos_token_id is {end}, but the model has {size} tokens")
     tokenizer = read_json(path)
+    want(tokenizer, path, "model", "an object", lambda value: type(value) is dict)
+    want(tokenizer["model"], f"{path}: model", "vocab", "an object", lambda value: type(value) is dict)
+    want(tokenizer["model"], f"{path}: model", "merges", "a list", lambda value: type(value) is list)
+    want(tokenizer, path, "added_tokens", "a list", lambda value: type(value) is list)
     try:
         pre = splitter(tokenizer)
+        tokens, types, merges = tokens_of(tokenizer, size)
+        writer.add_tokenizer_model("gpt2")
+        writer.add_tokenizer_pre(pre)
+        writer.add_token_list(tokens)
+        writer.add_token_types(types)
+        # llama.cpp must have merges: for bytes one that never comes about, because text has neither of the two tokens.
+        writer.add_token_merges(merges or [f"{tokens[end]} {tokens[end]}"])
+        # The tokens that begin and end texts, and whether every text gets them: post_processor or tokenizer_config.json.
+        special = gguf.SpecialVocab(step, n_vocab=size)
+        special.add_special_token.setdefault("bos", False)
+        special.add_to_gguf(writer, quiet=True)
     except Failure as failure:
         raise Failure(f"{path}: {failure}") from failure
-
-    # Every id has a text and a type, also those that stand for nothing.
-    tokens, types = [f"[PAD{i}]" for i in range(size)], [gguf.TokenType.UNUSED] * size
-    listed = [(i, text, gguf.TokenType.NORMAL) for text, i in tokenizer["model"]["vocab"].items()]
-    listed += [(added["id"], added["content"], gguf.TokenType.CONTROL if added["special"] else gguf.TokenType.USER_DEFINED)
-               for added in tokenizer["added_tokens"]]
-    for i, text, kind in listed:
-        if i >= size:
-            raise Failure(f"{path}: token {i} is {text!r}, but the model has {size} tokens")
-        tokens[i], types[i] = text, kind
-    writer.add_tokenizer_model("gpt2")
-    writer.add_tokenizer_pre(pre)
-    writer.add_token_list(tokens)
-    writer.add_token_types(types)
-
-    # llama.cpp must have merges: for bytes one that never comes about, because text has neither of the two tokens.
-    merges = [pair if isinstance(pair, str) else " ".join(pair) for pair in tokenizer["model"]["merges"]]
-    writer.add_token_merges(merges or [f"{tokens[end]} {tokens[end]}"])
-
-    # The tokens that begin and end texts, and whether every text gets them: as post_processor or tokenizer_config.json say.
-    special = gguf.SpecialVocab(step, n_vocab=size)
-    special.add_special_token.setdefault("bos", False)
-    special.add_to_gguf(writer, quiet=True)
+    except (AttributeError, TypeError, ValueError, LookupError) as error:
+        raise Failure(f"{path}, or tokenizer_config.json beside it, is not as `tokenizers` writes it: {error}") from error

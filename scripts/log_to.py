@@ -3,6 +3,7 @@
 
     python3 scripts/log_to.py runs/* --tensorboard board && tensorboard --logdir board
     python3 scripts/log_to.py runs/* --wandb PROJECT      # WANDB_MODE=offline writes to ./wandb, for `wandb sync` later
+    python3 scripts/log_to.py runs/x --tensorboard board --follow    # and new steps, until the last
 
 All columns of numbers go, those of mx_stats as mx_stats/layer3/x/snr_db, and the configuration as hyperparameters. What
 was not finite is left out and counted. A run is named by its folder, or by its log where that is not called log.jsonl,
@@ -10,22 +11,28 @@ with folders above it where two would be the same.
 
 The same command again brings what was written since; no point is there twice. A run is DIR/NAME in TensorBoard: a new
 event file takes the place of the one before, also in a TensorBoard that is open, but not of one from another log, which
-log_to.source beside it names. In W&B it has an id made of this machine's name and the run's folder or log, and W&B
-replaces a run that is sent again under its id.
+log_to.source beside it names. Links in DIR are refused. In W&B it has an id made of this machine's name and the run's
+folder or log, and W&B replaces a run that is sent again under its id.
 
 The wall time of a step is its column `time`; in a log without one, when the log was last written, less the milliseconds
 of the steps after it.
 """
+import script
+from script import Failure
+
 import argparse
+import contextlib
+import fcntl
 import hashlib
+import itertools
 import json
 import os
 import pathlib
+import signal
 import socket
-import sys
 import time
 
-from runlog import fail, read_logs
+from runlog import Log, fail, log_path, read_logs
 
 
 def wall_times(log):
@@ -35,9 +42,9 @@ def wall_times(log):
     return [time or end - (seconds[-1] - s) for time, s in zip(log.column("time"), seconds)]
 
 
-def points(log):
-    """Yields (step, wall time, {column: value}), finite values only."""
-    for step, wall, row in zip(log.steps, wall_times(log), log.rows):
+def points(log, first):
+    """Yields (step, wall time, {column: value}) from a place in the log on, finite values only."""
+    for step, wall, row in list(zip(log.steps, wall_times(log), log.rows))[first:]:
         yield step, wall, {column: value for column, value in row.items() if value is not None and column != "time"}
 
 
@@ -47,7 +54,7 @@ class TensorBoard:
     next file, but not each gets there if the file it is at is gone: that one is emptied now, removed the time after.
     """
 
-    def __init__(self, folder):
+    def __init__(self, folder, stack):
         try:
             from tensorboard.compat.proto import event_pb2, summary_pb2
             from tensorboard.plugins.hparams import summary_v2 as hparams
@@ -57,9 +64,10 @@ class TensorBoard:
             fail("--tensorboard needs the tensorboard package: pip install tensorboard")
         self.folder, self.event_pb2, self.summary_pb2 = folder, event_pb2, summary_pb2
         self.hparams, self.text, self.writer = hparams, text, RecordWriter
+        self.stack, self.files = stack, {}  # the stack holds locks; the last file of each run
 
-    def events(self, name, log):
-        event_pb2, event, value = self.event_pb2, self.event_pb2.Event, self.summary_pb2.Summary.Value
+    def beginning(self, name, log):
+        event_pb2, event = self.event_pb2, self.event_pb2.Event
         begin = wall_times(log)[0]
         yield event(wall_time=begin, file_version="brain.Event:2")
         yield event(wall_time=begin, session_log=event_pb2.SessionLog(status=event_pb2.SessionLog.START))
@@ -71,26 +79,51 @@ class TensorBoard:
         table = "| option | value |\n|---|---|\n" + "".join(rows)
         yield event(wall_time=begin, summary=self.text.text_pb("configuration", table))
 
-        for step, wall, values in points(log):
-            summary = self.summary_pb2.Summary(value=[value(tag=k, simple_value=v) for k, v in values.items()])
-            yield event(wall_time=wall, step=step, summary=summary)
+    def steps(self, log, first):
+        for step, wall, values in points(log, first):
+            value = [self.summary_pb2.Summary.Value(tag=k, simple_value=v) for k, v in values.items()]
+            yield self.event_pb2.Event(wall_time=wall, step=step, summary=self.summary_pb2.Summary(value=value))
 
-    def send(self, name, log):
-        folder = self.folder / name
-        folder.mkdir(parents=True, exist_ok=True)
-        source, path = folder / "log_to.source", os.fsencode(os.path.realpath(log.path))
-        before = source.read_bytes() if source.exists() else b""
-        if before not in (b"", path):
-            fail(f"{folder} holds the run of {os.fsdecode(before)}, not of {os.fsdecode(path)}; choose another "
-                 f"--tensorboard or rename a run, or, if it is the same run elsewhere, remove {folder} first")
-        source.write_bytes(path)
-        earlier = list(folder.glob("events.out.tfevents.*.train_moe"))
-        unfinished = folder / "log_to.tmp"
-        with open(unfinished, "wb") as file:
+    def write(self, path, mode, *events):
+        with open(path, mode) as file:
             writer = self.writer(file)
-            for event in self.events(name, log):
+            for event in itertools.chain(*events):
                 writer.write(event.SerializeToString())
-        unfinished.rename(folder / f"events.out.tfevents.{time.time_ns()}.train_moe")
+
+    def lock(self, folder, path):
+        """Makes the folder this log's, and no other process's meanwhile."""
+        file = self.stack.enter_context(open(folder / "log_to.source", "a+b"))
+        try:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError as error:
+            raise Failure(f"{folder}: another log_to.py writes there; wait for its end") from error
+        file.seek(0)
+        before = file.read()
+        if before not in (b"", path):
+            raise Failure(f"{folder} holds the run of {os.fsdecode(before)}, not of {os.fsdecode(path)}; choose another "
+                          f"--tensorboard or rename a run, or, if it is the same run elsewhere, remove {folder} first")
+        if not before:
+            file.write(path)
+            file.flush()
+
+    def send(self, name, log, first, _):
+        if first:
+            self.write(self.files[name], "ab", self.steps(log, first))
+            return self.folder / name
+        folder = self.folder / name
+        inside = [path for path in (folder, *folder.parents) if self.folder in path.parents]
+        part = folder / "log_to.tmp"
+        earlier = list(folder.glob("events.out.tfevents.*.train_moe"))
+        for path in (*inside, folder / "log_to.source", part, *earlier):
+            if path.is_symlink():
+                raise Failure(f"{path} is a link, through which nothing is written; remove it")
+        folder.mkdir(parents=True, exist_ok=True)
+        if name not in self.files:
+            self.lock(folder, os.fsencode(os.path.realpath(log.path)))
+        part.unlink(missing_ok=True)  # a killed run left it
+        self.files[name] = folder / f"events.out.tfevents.{time.time_ns()}.train_moe"
+        with script.in_place(self.files[name], part):
+            self.write(part, "wb", self.beginning(name, log), self.steps(log, 0))
         for path in earlier:
             if path.stat().st_size:
                 os.truncate(path, 0)
@@ -100,53 +133,119 @@ class TensorBoard:
 
 
 class WandB:
-    def __init__(self, project):
+    def __init__(self, project, stack):
         try:
             import wandb
         except ImportError:
             fail("--wandb needs the wandb package: pip install wandb")
-        self.project, self.wandb = project, wandb
+        self.project, self.wandb, self.runs = project, wandb, {}
+        stack.callback(self.finish)
 
-    def send(self, name, log):
+    def finish(self):
+        while self.runs:
+            self.runs.popitem()[1].finish()
+
+    def begin(self, name, log):
         run_id = hashlib.sha256(os.fsencode(f"{socket.gethostname()}:{log.run}")).hexdigest()[:16]
         # Nothing of this process: it did not train.
         settings = self.wandb.Settings(console="off", silent=True, disable_git=True, disable_code=True,
                                        x_disable_stats=True)
+        return self.wandb.init(project=self.project, id=run_id, name=name, config=log.config, settings=settings,
+                               reinit="create_new")
+
+    def send(self, name, log, first, more):
         try:
-            run = self.wandb.init(project=self.project, id=run_id, name=name, config=log.config, settings=settings)
-            for step, wall, values in points(log):
+            if not first and name in self.runs:
+                self.runs.pop(name).finish()
+            if name not in self.runs:
+                self.runs[name] = self.begin(name, log)
+            run = self.runs[name]
+            for step, wall, values in points(log, first):
                 run.log({**values, "_timestamp": wall}, step=step)
-            run.finish()
+            if not more:
+                self.runs.pop(name).finish()
         except self.wandb.Error as error:
-            fail(f"--wandb {self.project}: {error}")
+            raise Failure(f"--wandb {self.project}: {error}") from error
         return f"{pathlib.Path(run.dir).parent}, which `wandb sync` uploads" if run.offline else run.url
+
+
+class Reader:
+    """Reads logs. One that is as it was before is not read anew."""
+
+    def __init__(self):
+        self.logs = {}
+
+    def read(self, path, columns):
+        try:
+            status = os.stat(log_path(path))
+        except OSError:
+            return Log(path, columns)  # it says why
+        stamp = status.st_ino, status.st_size, status.st_mtime_ns
+        before, log = self.logs.get(path, (None, None))
+        if stamp != before:
+            log = Log(path, columns)
+            self.logs[path] = stamp, log
+        return log
+
+
+def place_behind(log, before):
+    """Where in the log the steps begin that were not there before; 0 if it does not go on from that."""
+    count = len(before.rows) if before else 0
+    same = before and (before.config, before.steps, before.rows) == (log.config, log.steps[:count], log.rows[:count])
+    return count if same else 0
+
+
+def send_all(board, runs, read, sent, wait):
+    """Sends the steps that `sent`, {name: log}, lacks. Returns whether all runs have reached their last step."""
+    seen, ended = {}, 0
+    for name, log in read_logs(runs, None, read, wait):
+        if name in seen:
+            raise Failure(f"{seen[name]} and {log.path} are both called {name}; name each run once, or rename one")
+        seen[name], before = log.path, sent.get(name)
+        last = log.config.get("steps")
+        over = type(last) is int and log.steps[-1] >= last
+        ended += over
+        if log is before:
+            continue
+        first = place_behind(log, before)
+        to = board.send(name, log, first, wait and not over)
+        sent[name] = log
+        if not first:
+            columns = {column for row in log.rows for column, value in row.items() if value is not None} - {"time"}
+            left_out = sum(row.get(column, 0) is None for row in log.rows for column in columns)
+            print(f"wrote {name}: {len(log.steps)} steps, {len(columns)} columns to {to}"
+                  + f"; {left_out} values that were not finite left out" * bool(left_out), flush=True)
+    return ended == len(runs)
 
 
 def main():
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("runs", nargs="+", type=pathlib.Path, metavar="RUN",
                         help="log.jsonl, or the folder that holds it")
+    parser.add_argument("--follow", nargs="?", type=float, const=10, metavar="SECONDS",
+                        help="look for new steps every few seconds (10), until each run has reached its last or Ctrl-C")
     where = parser.add_mutually_exclusive_group(required=True)
     where.add_argument("--tensorboard", type=pathlib.Path, metavar="DIR", help="folder of the runs' event files")
     where.add_argument("--wandb", metavar="PROJECT")
     args = parser.parse_args()
-    board = TensorBoard(args.tensorboard) if args.tensorboard else WandB(args.wandb)
-    sent = {}
+    if args.follow is not None and not 0 < args.follow < 1e6:
+        parser.error("--follow takes seconds, more than 0")
+    reader, sent, taken = Reader(), {}, None
+    signals = [number for number in script.SIGNALS if args.follow and signal.getsignal(number) == script.end]
+    signal.pthread_sigmask(signal.SIG_BLOCK, signals)  # they are taken between two looks, when all is sent
     try:
-        for name, log in read_logs(args.runs):
-            if name in sent:
-                fail(f"{sent[name]} and {log.path} are both called {name}; name each run once, or rename one")
-            sent[name] = log.path
-            to = board.send(name, log)
-            columns = {column for row in log.rows for column, value in row.items() if value is not None} - {"time"}
-            left_out = sum(row.get(column, 0) is None for row in log.rows for column in columns)
-            print(f"{name}: {len(log.steps)} steps, {len(columns)} columns to {to}"
-                  + f"; {left_out} values that were not finite left out" * bool(left_out))
+        with contextlib.ExitStack() as stack:
+            board = (TensorBoard if args.tensorboard else WandB)(args.tensorboard or args.wandb, stack)
+            while not taken and not send_all(board, args.runs, reader.read, sent, bool(args.follow)) and args.follow:
+                taken = signal.sigtimedwait(signals, args.follow)
+        signal.pthread_sigmask(signal.SIG_UNBLOCK, signals)
+        if taken:
+            script.end(taken.si_signo, None)
+    except Failure as error:
+        fail(error)
     except OSError as error:
         fail(f"{error.filename}: {error.strerror}")
 
 
 if __name__ == "__main__":
-    if sys.stdout:
-        sys.stdout.reconfigure(errors="surrogateescape")  # file names may hold any bytes
     main()

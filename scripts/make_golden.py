@@ -18,6 +18,8 @@ A file holds `weight.*` and `grad.*` under Hugging Face checkpoint names, `token
 descending (of module k without the last k tokens). Its metadata's `options` are the command line of train_moe that
 describes the model.
 """
+import script  # noqa: F401  signals end it with one line
+
 import argparse
 import json
 import math

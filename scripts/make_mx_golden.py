@@ -15,6 +15,8 @@ comes so near, and no block here does: cast() would stop. (The one exception in 
 is subnormal and rounded down.) So every block is cast a second time, in float64 by the definition of MX with PyTorch's
 rounding to e4m3: where torchao keeps to the formula both must agree, and elsewhere the file holds the second.
 """
+import script  # noqa: F401  signals end it with one line
+
 import argparse
 import pathlib
 

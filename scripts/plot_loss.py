@@ -8,6 +8,9 @@ The thin line is each step, the thick line its moving average; circles are what 
 loss. Each column has a panel of its own, but val_loss joins loss. Columns of mx_stats are called as
 mx_stats/layer3/x/snr_db. The format goes by the suffix: .svg needs nothing but Python, .png and .pdf matplotlib.
 """
+import script
+from script import Failure
+
 import argparse
 import pathlib
 
@@ -99,13 +102,13 @@ def key_of(panels, beta):
     return ", ".join([lines] * any(c.each for c in curves) + ["circles: where measured"] * any(c.marks for c in curves))
 
 
-def save_by_matplotlib(path, panels, entries, x_label, title, key):
+def save_by_matplotlib(path, suffix, panels, entries, x_label, title, key):
     """The same picture as draw_svg's, for what SVG is no format."""
     try:
         import matplotlib
         from matplotlib.figure import Figure
-    except ImportError:
-        fail(f"--out {path}: {path.suffix} needs the matplotlib package: pip install matplotlib (.svg does not)")
+    except ImportError as error:
+        raise Failure(f"{suffix} needs the matplotlib package: pip install matplotlib (.svg does not)") from error
 
     def draw(axes, points, i, **more):
         xs, ys = zip(*[(x, float("nan") if y is None else y) for x, y in thin(points)]) if points else ((), ())
@@ -139,7 +142,7 @@ def save_by_matplotlib(path, panels, entries, x_label, title, key):
         lines = [draw(all_axes[0], [], i, linestyle=dashes(i), linewidth=2) for i in range(len(entries))]
         figure.legend(lines, entries, loc="outside upper left", frameon=False, title=title, alignment="left")
         all_axes[0].set_title(key, loc="left", fontsize=9, color="#777777")
-        figure.savefig(path, dpi=200)
+        figure.savefig(path, format=suffix[1:], dpi=200)
 
 
 def main():
@@ -177,12 +180,16 @@ def main():
 
     # The picture.
     try:
-        if suffix == ".svg":
-            args.out.write_text(draw_svg(*picture), encoding="utf-8")
-        else:
-            save_by_matplotlib(args.out, *picture)
+        with script.in_place(args.out) as part:
+            if suffix == ".svg":
+                part.write_text(draw_svg(*picture), encoding="utf-8")
+            else:
+                save_by_matplotlib(part, suffix, *picture)
+    except Failure as error:
+        fail(f"--out {args.out}: {error}")
     except OSError as error:
         fail(f"{args.out}: cannot write it: {error.strerror}")
+    print(f"wrote {args.out}")
 
 
 if __name__ == "__main__":

@@ -31,9 +31,11 @@ Where uint16 is too little (a vocabulary of more than 65536, an example of more 
 examples), the magic is 20240802, the version 1, and all of these are uint32; 4294967295 begins an example. llm.c reads
 only the form in uint16, with 4 endings.
 """
+import script
+from script import Failure
+
 import argparse
 import array
-import contextlib
 import json
 import os
 import re
@@ -41,7 +43,6 @@ import struct
 import sys
 from collections import Counter
 
-from text_files import Failure
 from text_tokenizers import make_tokenizer, width_of
 
 MAGIC = {2: 20240522, 4: 20240802}  # by bytes per word
@@ -183,18 +184,11 @@ def words_of(index, label, context, endings):
 
 def write_file(path, examples, width):
     longest = max(map(len, examples)) * width
-    beside = path + ".tmp"
-    file = open(beside, "xb")  # never what is there already
-    try:
-        with file:
-            file.write(struct.pack("<4i", MAGIC[width], 1, len(examples), longest).ljust(1024, b"\0"))
-            for words in examples:
-                words[:2] = START[width], len(words) * width
-                file.write(struct.pack(f"<{len(words)}{'H' if width == 2 else 'I'}", *words))
-        os.replace(beside, path)
-    finally:
-        with contextlib.suppress(FileNotFoundError):
-            os.remove(beside)
+    with script.in_place(path) as part, open(part, "wb") as file:
+        file.write(struct.pack("<4i", MAGIC[width], 1, len(examples), longest).ljust(1024, b"\0"))
+        for words in examples:
+            words[:2] = START[width], len(words) * width
+            file.write(struct.pack(f"<{len(words)}{'H' if width == 2 else 'I'}", *words))
 
 
 def prepare(args):
@@ -240,6 +234,4 @@ def main(arguments=None):
 
 
 if __name__ == "__main__":
-    if sys.stdout:
-        sys.stdout.reconfigure(errors="surrogateescape")  # file names may hold any bytes
     sys.exit(main())

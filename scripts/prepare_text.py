@@ -9,18 +9,23 @@
 Writes NAME_train_%06d.bin, NAME_val_%06d.bin and the tokenizer: NAME_tokenizer.bin for train_moe, NAME_tokenizer.json
 and NAME_tokenizer_config.json for transformers, which wants them in a folder as tokenizer.json and
 tokenizer_config.json. Until all are complete they end in .tmp; those that a killed run left go with the next run of the
-same NAME, of which there is one at a time. Every document starts with the end-of-text token. The byte tokenizer (ids
-0..255, 256 = end of text) needs nothing but Python's standard library.
+same NAME, of which there is one at a time. Earlier files of the NAME go before new ones come, the first shard of training
+comes last of the shards, and NAME_tokenizer.bin last of all.
 
-A document is a record of a .jsonl, .ndjson or .parquet file (its --field), or any other file, or with --split-on a part
-of one (line ends around a part are dropped). Files that end in .gz, .xz or .zst are unpacked as they are read. Text is
-handled in pieces of a few MiB; a document longer than that is cut at line ends. One process reads and writes, --jobs of
-them encode: the shards are the same whatever their number.
+Every document starts with the end-of-text token. The byte tokenizer (ids 0..255, 256 = end of text) needs nothing but
+Python's standard library. A document is a record of a .jsonl, .ndjson or .parquet file (its --field), or any other
+file, or with --split-on a part of one (line ends around a part are dropped). Files that end in .gz, .xz or .zst are
+unpacked as they are read. Files of a folder that are not text, links to folders and links that lead nowhere are left
+out and counted. Text is handled in pieces of a few MiB; a document longer than that is cut at line ends. One process
+reads and writes, --jobs of them encode: the shards are the same whatever their number.
 
 Without --val, documents are dealt by a hash of how they begin, so that the same text always falls on the same side. Where
 this makes validation less than a quarter of --val-fraction of the text or more than four times as much, as with a few
 books, validation is the end of the text.
 """
+import script
+from script import Failure
+
 import argparse
 import collections
 import concurrent.futures
@@ -40,7 +45,7 @@ import struct
 import sys
 import time
 
-from text_files import Failure, Text, cut_point, find_files
+from text_files import LeftOut, Text, cut_point, find_files, shown
 from text_tokenizers import (MAX_VOCAB, ByteTokenizer, HuggingFaceTokenizer, make_tokenizer, pack, train_tokenizer,
                              width_of)
 from tokenizer_json import config_json
@@ -187,6 +192,15 @@ def header_bytes(*fields):
     return struct.pack("<256I", *fields, *[0] * (256 - len(fields)))
 
 
+def sync(path):
+    """Writes a file, or the names in a folder, to the disk."""
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+
+
 class NewFiles:
     """Files under temporary names until commit puts them in place; discard removes those that are not. They are locked
     while they are open, which tells them from those that a killed run left."""
@@ -196,20 +210,31 @@ class NewFiles:
 
     def create(self, name):
         file = open(name + ".tmp", "xb")  # never what is there already, nor what a link leads to
+        script.unfinished.append(file.name)
         self.files.append((name, file))
         fcntl.flock(file, fcntl.LOCK_EX)
         return file
 
-    def commit(self):
-        while self.files:
-            name, file = self.files[-1]
-            file.close()
-            os.replace(name + ".tmp", name)
-            self.files.pop()
+    def commit(self, earlier):
+        """Earlier files go first, so that old and new are never mixed. New ones come by name, the last first: the table of the
+        tokenizer, without which a set is not whole, comes last."""
+        for _, file in self.files:
+            if not file.closed:
+                file.flush()
+            sync(file.name)
+        with script.undisturbed():
+            for path in earlier:
+                with contextlib.suppress(FileNotFoundError):
+                    os.remove(path)
+            for name, file in sorted(self.files, reverse=True):
+                os.replace(file.name, name)
+                file.close()
+                self.files.remove((name, file))
+        sync(os.path.dirname(name))
 
     def discard(self):
         for name, file in self.files:
-            os.remove(name + ".tmp")
+            script.remove(file.name)
             with contextlib.suppress(OSError):  # closing writes again what a full disk refused
                 file.close()
 
@@ -307,8 +332,9 @@ def choose_tokenizer(args, prefix, dealt):
 
 def prepare(args):
     # What there is to read, and that nothing is in the way.
-    train = Text(find_files(args.inputs, args.glob), args.split_on, args.field or "text")
-    val = Text(find_files(args.val, args.glob) if args.val else [], args.split_on, args.field or "text")
+    left_out = LeftOut(args.strict)
+    train, val = (Text(*find_files(inputs, args.glob, left_out), left_out, args.split_on, args.field or "text")
+                  for inputs in (args.inputs, args.val or []))
     if args.field and not (train.has_records() or val.has_records()):
         raise Failure("--field is for records, and none of the files is .jsonl, .ndjson or .parquet")
     os.makedirs(args.out, exist_ok=True)
@@ -335,6 +361,8 @@ def prepare(args):
         os.environ["TOKENIZERS_PARALLELISM"] = "false"  # each process encodes by itself
         writers = {split: ShardWriter(new, f"{prefix}_{split}", width, args.shard_tokens) for split in ("train", "val")}
         tokenize(dealt(), (train, val), tokenizer, jobs, writers)
+        for line in left_out.summary():
+            print(f"prepare_text.py: {line}", file=sys.stderr)
         for split, wanted in (("train", True), ("val", val.files)):
             if wanted and not writers[split].tokens:
                 raise Failure(f"there is no text for {split}: the files are empty or blank")
@@ -342,10 +370,7 @@ def prepare(args):
         write_tokenizer(table, tokenizer)
         new.create(f"{prefix}_tokenizer.json").write(tokenizer.json())
         new.create(f"{prefix}_tokenizer_config.json").write(config_json(tokenizer.eot_name))
-        stale = set(earlier) - {name for name, _ in new.files}
-        new.commit()
-        for path in stale:
-            os.remove(path)
+        new.commit([f"{prefix}_tokenizer{end}" for end in (".bin", ".json", "_config.json")] + earlier)
     finally:
         new.discard()
 
@@ -354,13 +379,25 @@ def prepare(args):
         first = train.first_damage or val.first_damage
         print(f"prepare_text.py: warning: {damaged} places are not UTF-8 (the first: {first}); bytes keep them, other "
               "tokenizers read U+FFFD", file=sys.stderr)
+    crlf = train.crlf + val.crlf
+    if crlf:
+        print(f"prepare_text.py: note: {len(crlf)} files have lines that end in CR LF, such as {shown(crlf[0])}; so do the "
+              "tokens", file=sys.stderr)
     for split, writer in writers.items():
         print(f"{split + ':':6} {writer.summary()}")
     escaped = glob.escape(prefix).replace("\\", r"[\\]")  # as glob(3) reads it, which knows escapes, and Python
     options = ["--train", f"{escaped}_train_[0-9]*.bin"]
     if writers["val"].tokens:
         options += ["--val", f"{escaped}_val_[0-9]*.bin"]
-    print("use:  ", shlex.join([*options, "--tokenizer", f"{prefix}_tokenizer.bin", "--vocab", str(tokenizer.vocab)]))
+    print("use:  ", *map(quoted, options))
+
+
+def quoted(word):
+    """A word as a shell reads it, without control characters: $'...' names those."""
+    control = r"[\0-\x1f\x7f-\x9f]"
+    if not re.search(control, word):
+        return shlex.quote(word)
+    return "$'" + re.sub(rf"{control}|['\\]", lambda match: "".join(f"\\x{byte:02x}" for byte in match[0].encode()), word) + "'"
 
 
 def number(kind, low, high):
@@ -403,6 +440,8 @@ def main(arguments=None):
                         help="tokens per shard at most (100000000)")
     parser.add_argument("--glob", nargs="+", default=GLOBS, metavar="PATTERN",
                         help="which files of a folder are text (common suffixes of text and source code)")
+    parser.add_argument("--strict", action="store_true",
+                        help="stop where something would be left out of a folder: no text, or a link to a folder or to nothing")
     parser.add_argument("--jobs", type=number(int, 1, 1024), default=len(os.sched_getaffinity(0)), metavar="N",
                         help="processes that encode (one a core)")
     parser.add_argument("--overwrite", action="store_true", help="replace earlier shards of the same name")
@@ -416,9 +455,6 @@ def main(arguments=None):
     except OSError as error:
         name = next(name for name in (error.filename2, error.filename, args.out) if name is not None)
         message = f"{name or 'an empty name'}: {error.strerror or error}"
-    except KeyboardInterrupt:
-        print("prepare_text.py: interrupted", file=sys.stderr)
-        return 128 + signal.SIGINT
     else:
         return 0
     print(f"prepare_text.py: error: {message}", file=sys.stderr)
@@ -426,6 +462,4 @@ def main(arguments=None):
 
 
 if __name__ == "__main__":
-    if sys.stdout:
-        sys.stdout.reconfigure(errors="surrogateescape")  # file names may hold any bytes
     sys.exit(main())

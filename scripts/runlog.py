@@ -8,6 +8,7 @@ Columns are the numbers of a step by their names. Those of a list of objects are
 {"mx_stats": [{"layer": 3, "tensor": "x", "snr_db": 31.5}]} is the column mx_stats/layer3/x/snr_db. A list of numbers has
 one for each layer: {"load_max": [null, 1.5]} is the column load_max/layer1 (and an empty load_max/layer0).
 """
+import functools
 import json
 import os
 import pathlib
@@ -20,6 +21,11 @@ class NoLog(Exception):
 
 def say(kind, message):
     print(f"{pathlib.Path(sys.argv[0]).name}: {kind}: {message}", file=sys.stderr)
+
+
+@functools.cache  # once, however often a log is read
+def warn(message):
+    say("warning", message)
 
 
 def fail(message):
@@ -71,7 +77,7 @@ def read_log(path, columns=None):
             row = json.loads(line)
         except (ValueError, RecursionError):
             if tail and 1 < i == len(lines):
-                say("warning", f"{path}: the last line is cut short, left out")
+                warn(f"{path}: the last line is cut short, left out")
                 break
             row = None
         if not isinstance(row, dict):
@@ -148,17 +154,17 @@ def names(runs):
     return out
 
 
-def read_logs(paths, columns=None):
-    """Yields (name, log) of each run. What is no log is left out with a word; an error if there is nothing else."""
+def read_logs(paths, columns=None, read=Log, wait=False):
+    """Yields (name, log) of each run. Others are left out, or waited for, with a word; if all are left out, it is an error."""
     reasons = []
     for path, name in zip(paths, names([run_of(path) for path in paths])):
         try:
-            log = Log(path, columns)
+            log = read(path, columns)
         except NoLog as error:
             reasons.append(str(error))
             continue
         yield name, log
-    if len(reasons) == len(paths):
+    if len(reasons) == len(paths) and not wait:
         fail("\n".join(reasons))
     for reason in reasons:
-        say("warning", f"{reason}; left out")
+        warn(f"{reason}; {'waiting for it' if wait else 'left out'}")

@@ -6,26 +6,57 @@ memory but a line of .jsonl, of MAX_LINE at most, and 256 records of .parquet.
 
 What is text: a plain file holds no NUL byte, and all but one byte in a thousand, as far as it is read, is UTF-8. Those
 that are not are counted, as are such bytes in a .parquet's records and halves of surrogate pairs in a .jsonl's. A .jsonl
-itself is UTF-8.
+itself is UTF-8. A plain file of a folder that is not text is left out whole; each is read once beforehand for that.
 """
 import codecs
+import errno
 import fnmatch
 import gzip
 import io
 import json
 import lzma
 import os
+import re
 import stat
 import sys
 import zlib
+
+from script import Failure
 
 PIECE = 4 << 20  # bytes of text handled at a time
 MAX_LINE = 1 << 30
 DAMAGE = 1000  # of so many bytes of a plain file one may be no UTF-8
 
 
-class Failure(Exception):
-    """Something the user can put right; the message says what."""
+class NotText(Failure):
+    """A file is not text: `reason`, which many files can share."""
+
+    def __init__(self, message, reason):
+        super().__init__(message)
+        self.reason = reason
+
+
+class LeftOut:
+    """Files of folders that are left out, and why. With `strict` the first is an error."""
+
+    def __init__(self, strict):
+        self.strict, self.reasons = strict, {}  # by path
+
+    def add(self, path, reason, message=None):
+        if self.strict:
+            raise Failure(message or f"{path}: {reason}")
+        self.reasons[path] = reason
+
+    def summary(self):
+        """A line for each reason."""
+        for reason in dict.fromkeys(self.reasons.values()):
+            paths = [path for path, why in self.reasons.items() if why == reason]
+            yield f"{len(paths)} left out ({reason}), such as {shown(paths[0])}"
+
+
+def shown(path):
+    """A path without control characters."""
+    return re.sub(r"[\0-\x1f\x7f-\x9f]", lambda match: ascii(match[0])[1:-1], path)
 
 
 def refuse(error):
@@ -38,9 +69,10 @@ def unpacked_name(path):
     return name if suffix.lower() in OPENERS else path
 
 
-def find_files(inputs, patterns):
-    """The files that inputs name, folders searched for patterns in any case (hidden files left out), in a fixed order."""
-    files = []
+def find_files(inputs, patterns, left_out):
+    """The files that inputs name, folders searched for patterns in any case (hidden files left out), in a fixed order;
+    and those of them that are not named themselves."""
+    files, of_folders = [], set()
     for path in inputs:
         mode = os.stat(path).st_mode
         if stat.S_ISREG(mode):
@@ -52,23 +84,31 @@ def find_files(inputs, patterns):
         for folder, folders, names in os.walk(path, onerror=refuse):
             folders[:] = sorted(f for f in folders if not f.startswith("."))
             for link in filter(os.path.islink, (os.path.join(folder, f) for f in folders)):
-                print(f"prepare_text.py: warning: {link}: a link to a folder, left out", file=sys.stderr)
+                left_out.add(link, "a link to a folder")
             for name in sorted(n for n in names if not n.startswith(".")):
                 if not any(fnmatch.fnmatch(n.lower(), p.lower()) for n in (name, unpacked_name(name)) for p in patterns):
                     others.append(name)
                     continue
                 inside = os.path.join(folder, name)
-                if stat.S_ISREG(os.stat(inside).st_mode):
+                try:
+                    mode = os.stat(inside).st_mode
+                except OSError as error:
+                    if not os.path.islink(inside) or error.errno not in (errno.ENOENT, errno.ELOOP):
+                        raise
+                    left_out.add(inside, "a link that leads nowhere")
+                    continue
+                if stat.S_ISREG(mode):
                     found.append(inside)
                 else:  # a pipe would wait for a writer
-                    print(f"prepare_text.py: warning: {inside}: not a file, left out", file=sys.stderr)
+                    left_out.add(inside, "not a file")
         if not found:
             raise Failure(f"{path}: no file in this folder matches {' '.join(patterns)}; choose others with --glob")
         if others:
             print(f"prepare_text.py: {path}: {len(others)} files left out whose names match no --glob "
-                  f"({', '.join(others[:3])}{', ...' * (len(others) > 3)})", file=sys.stderr)
+                  f"({', '.join(map(shown, others[:3]))}{', ...' * (len(others) > 3)})", file=sys.stderr)
         files += found
-    return files
+        of_folders.update(found)
+    return files, of_folders.difference(inputs)
 
 
 class ZstdFile(io.RawIOBase):
@@ -132,17 +172,20 @@ def in_pieces(text):
 class Text:
     """The documents of some files. Iterating yields (first, text), pieces in order, first where a document begins; each
     time anew. Meanwhile `done` of `size` bytes of the files are read, `given` bytes of text come of them, and `damaged`
-    counts what was not UTF-8."""
+    counts what was not UTF-8. `crlf` are the files with lines that end in CR LF. Files among of_folders that are not text
+    go to left_out."""
 
-    def __init__(self, files, separator=None, field="text"):
+    def __init__(self, files, of_folders=(), left_out=None, separator=None, field="text"):
         self.files, self.separator, self.field = files, separator, field
         self.size = sum(os.path.getsize(path) for path in files)
+        self.unchecked, self.no_text, self.left_out = set(of_folders), set(), left_out
         self.begin()
 
     def begin(self):
         self.done = self.before = 0  # before: bytes of earlier files
         self.given = 0
         self.damaged, self.first_damage = 0, None
+        self.crlf = []
 
     def reader(self, path):
         kind = os.path.splitext(unpacked_name(path))[1].lower()
@@ -151,11 +194,27 @@ class Text:
     def has_records(self):
         return any(self.reader(path) != self.plain for path in self.files)
 
+    def is_text(self, path):
+        """Whether a file is to be taken; a plain one of a folder is read once for that."""
+        if path in self.unchecked and self.reader(path) == self.plain:
+            before = self.damaged, self.first_damage
+            try:
+                for _ in self.raw_pieces(path):
+                    pass
+            except NotText as error:
+                self.left_out.add(path, error.reason, str(error))
+                self.no_text.add(path)
+            self.damaged, self.first_damage = before
+        self.unchecked.discard(path)
+        return path not in self.no_text
+
     def __iter__(self):
         self.begin()
         for path in self.files:
             try:
-                for first, text in self.reader(path)(path):
+                for first, text in self.reader(path)(path) if self.is_text(path) else ():
+                    if self.crlf[-1:] != [path] and b"\r\n" in text:
+                        self.crlf.append(path)
                     self.given += len(text)
                     yield first, text
             except (OSError, EOFError, lzma.LZMAError, zlib.error) as error:
@@ -199,13 +258,14 @@ class Text:
             unchecked += chunk
             nul = unchecked.find(b"\0")
             if nul >= 0:
-                raise Failure(f"{path}: byte {at + nul} is NUL: not text")
+                raise NotText(f"{path}: byte {at + nul} is NUL: not text", "not text: it holds NUL bytes")
             end = self.check(unchecked, place, final=not chunk)
             at, unchecked, rest = at + end, unchecked[end:], rest + unchecked[:end]
             if self.damaged - earlier > at // DAMAGE:
                 more = self.damaged - earlier - 1
-                raise Failure(f"{path}: byte {places[0]} is not UTF-8, nor are {more} more places up to byte {at} (1 in "
-                              f"{DAMAGE} may be): not text, or in another encoding: iconv converts")
+                raise NotText(f"{path}: byte {places[0]} is not UTF-8, nor are {more} more places up to byte {at} (1 in "
+                              f"{DAMAGE} may be): not text, or in another encoding: iconv converts",
+                              "not UTF-8: not text, or in another encoding, from which iconv converts")
 
             *documents, rest = rest.split(self.separator) if self.separator else [rest]
             yield from ((text, True) for text in documents)

@@ -12,7 +12,7 @@ import os
 import re
 import sys
 
-from text_files import Failure
+from script import Failure
 from tokenizer_json import EOT, byte_level_alphabet, byte_level_json, tiktoken_parts
 
 MAX_VOCAB = 1 << 24  # train_moe reads no larger tokenizer
@@ -73,12 +73,12 @@ class LibraryTokenizer:
             raise Failure(f"--tokenizer: {self.name}: cannot encode: {error}") from error
 
 
-def library(name):
-    """The package tiktoken or tokenizers."""
+def library(name, option=None):
+    """The package tiktoken or tokenizers, which an option needs."""
     try:
         return __import__(name)
     except ImportError as error:
-        raise Failure(f"--tokenizer {name}:... needs the {name} package: pip install {name}") from error
+        raise Failure(f"{option or f'--tokenizer {name}:...'} needs the {name} package: pip install {name}") from error
 
 
 def encode_slowly(tokenizer, texts):
@@ -265,7 +265,7 @@ def text_sample(texts, size):
 
 def train_tokenizer(vocab, texts):
     """A byte-level BPE of so many tokens as a tokenizer.json."""
-    tokenizers = library("tokenizers")
+    tokenizers = library("tokenizers", "--train-tokenizer")
     level = tokenizers.pre_tokenizers.ByteLevel(add_prefix_space=False)
     tokenizer = tokenizers.Tokenizer(tokenizers.models.BPE())
     tokenizer.pre_tokenizer, tokenizer.decoder = level, tokenizers.decoders.ByteLevel()

@@ -10,13 +10,17 @@ three dimensions, and the up-projection of keys and values is cut into keys, tra
 queries by it, and values. Norms, routers and selection biases stay float32. What llama.cpp would compute otherwise is
 refused. A checkpoint's files are checked against the manifest's CRC-32 first. Needs gguf, numpy, safetensors, ml_dtypes.
 """
+import script
+from script import Failure
+
 import argparse
+import contextlib
 import functools
 import pathlib
 import re
 import sys
 
-from export import INDEX, Failure, check, read_json, run, unfinished
+from export import INDEX, check, read_json, refuse_existing, run, want
 from gguf_tokens import add_tokenizer
 
 FILE_TYPES = {"f32": 0, "f16": 1, "bf16": 32}  # llama.cpp's numbers
@@ -24,6 +28,30 @@ BIAS = "e_score_correction_bias"
 
 
 # --- What the model is ---
+
+def is_count(value):
+    return type(value) is int and 0 <= value < 2**32
+
+
+def is_number(value):
+    return type(value) in (int, float) and abs(value) < 1e38
+
+
+def read_config(path):
+    config = read_json(path)
+    want(config, path, "num_hidden_layers max_position_embeddings hidden_size intermediate_size vocab_size first_k_dense_replace "
+         "num_attention_heads kv_lora_rank qk_rope_head_dim qk_nope_head_dim v_head_dim n_routed_experts num_experts_per_tok "
+         "n_shared_experts moe_intermediate_size n_group topk_group eos_token_id", "a whole number of 32 bits", is_count)
+    want(config, path, "q_lora_rank", "a whole number of 32 bits or null", lambda value: value is None or is_count(value))
+    want(config, path, "rms_norm_eps routed_scaling_factor rope_theta", "a number of float32", is_number)
+    want(config, path, "norm_topk_prob", "true or false", lambda value: type(value) is bool)
+    want(config, path, "scoring_func model_type", "a text", lambda value: type(value) is str)
+    if (yarn := config.get("rope_scaling")) is not None:
+        want(config, path, "rope_scaling", "an object or null", lambda value: type(value) is dict)
+        want(yarn, f"{path}: rope_scaling", "factor beta_fast beta_slow mscale_all_dim", "a number of float32", is_number)
+        want(yarn, f"{path}: rope_scaling", "original_max_position_embeddings", "a whole number of 32 bits", is_count)
+    return config
+
 
 def hyperparameters(c):
     """Keys and values of the section deepseek2, from config.json."""
@@ -38,7 +66,7 @@ def hyperparameters(c):
         # Attention runs in the latent: one head of keys and values for all. `_mla` are the heads that it stands for.
         "attention.head_count": c["num_attention_heads"],
         "attention.head_count_kv": 1,
-        "attention.layer_norm_rms_epsilon": c["rms_norm_eps"],
+        "attention.layer_norm_rms_epsilon": float(c["rms_norm_eps"]),
         "attention.q_lora_rank": latent,
         "attention.kv_lora_rank": c["kv_lora_rank"],
         "attention.key_length": c["kv_lora_rank"] + c["qk_rope_head_dim"],
@@ -91,7 +119,10 @@ class Weights:
     def __init__(self, step, config):
         self.step = step
         if (step / INDEX).exists():
-            self.files = dict(read_json(step / INDEX)["weight_map"])
+            index = read_json(step / INDEX)
+            want(index, step / INDEX, "weight_map", "an object of file names",
+                 lambda files: type(files) is dict and all(type(file) is str for file in files.values()))
+            self.files = index["weight_map"]
         else:
             self.files = dict.fromkeys(self.open("model.safetensors").keys(), "model.safetensors")
         # Modules that predict further tokens, behind the last layer: llama.cpp's model has none.
@@ -102,9 +133,16 @@ class Weights:
         if beyond:
             print(f"to_gguf.py: warning: layers from {config['num_hidden_layers']} on are left out: they predict further tokens",
                   file=sys.stderr)
-        if config["model_type"] == "deepseek_v2" and "selection bias" in config.get("train_moe_note", ""):
+        if config["model_type"] == "deepseek_v2" and "selection bias" in str(config.get("train_moe_note")):
             raise Failure(f"{step}: made before --balance, when selection biases were stored with the moments: resume the run for "
                           "a step, which saves them with the weights")
+
+        # Sizes in config.json are those of the weights.
+        rows, last = self.shape("model.embed_tokens.weight")[0], config["num_hidden_layers"] - 1
+        if rows != config["vocab_size"]:
+            raise Failure(f"{step}: vocab_size is {config['vocab_size']}, but the embedding has {rows} rows")
+        if f"model.layers.{last}.input_layernorm.weight" not in self.files:
+            raise Failure(f"{step}: num_hidden_layers is {last + 1}, but layer {last} has no weights")
 
     @functools.lru_cache(maxsize=4)
     def open(self, file):
@@ -171,29 +209,31 @@ def write_tensors(writer, weights, config, dtype):
             values = cut(values, key, config) if "kv_b_proj" in name else values
             parts.append(gguf.quants.quantize(np.ascontiguousarray(values), kinds[key]))
         writer.write_tensor_data(np.stack(parts) if "_exps" in key else parts[0])
-        print(f"{key}: {100 * (done + 1) / len(tensors):.0f} %", end="\n" if done + 1 == len(tensors) else "\r", file=sys.stderr)
+        if sys.stderr.isatty():
+            print(f"{key}: {100 * (done + 1) / len(tensors):.0f} %", end="\n" if done + 1 == len(tensors) else "\r", file=sys.stderr)
 
 
 def convert(step, out, dtype):
     import gguf
-    part = unfinished(out)
-    config = read_json(step / "config.json")
-    keys = hyperparameters(config)
-    if any(step.glob("block_*.safetensors")):
-        check(step)
-    writer = gguf.GGUFWriter(part, "deepseek2")
-    writer.add_name(out.stem)
-    writer.add_file_type(FILE_TYPES[dtype])
-    add = {bool: writer.add_bool, int: writer.add_uint32, float: writer.add_float32, str: writer.add_string}
-    for key, value in keys.items():
-        add[type(value)](f"deepseek2.{key}", value)
-    add_tokenizer(writer, step, config)
-    try:
-        write_tensors(writer, Weights(step, config), config, dtype)
-        writer.close()
-        part.rename(out)
-    finally:
-        part.unlink(missing_ok=True)
+    with script.in_place(out) as part:
+        refuse_existing(out)
+        config = read_config(step / "config.json")
+        keys = hyperparameters(config)
+        if any(step.glob("block_*.safetensors")):
+            check(step)
+        weights = Weights(step, config)
+        with contextlib.closing(gguf.GGUFWriter(part, "deepseek2")) as writer:
+            writer.add_name(out.stem)
+            writer.add_file_type(FILE_TYPES[dtype])
+            add = {bool: writer.add_bool, int: writer.add_uint32, float: writer.add_float32, str: writer.add_string}
+            for key, value in keys.items():
+                add[type(value)](f"deepseek2.{key}", value)
+            add_tokenizer(writer, step, config)
+            try:
+                write_tensors(writer, weights, config, dtype)
+            except ValueError as error:
+                raise Failure(f"{step}: its files do not fit together: {error}") from error
+    print(f"wrote {out}")
 
 
 def main():

@@ -8,17 +8,21 @@ other polynomials: they are measured at most 2e-8 of the loss apart, and 1e-6 is
 key or tensor does (a scale, a factor on the softmax, other groups, another norm) was measured as 9e-4 and more.
 """
 import array
+import contextlib
+import io
 import json
 import os
 import struct
 import subprocess
 import sys
 import unittest
+from unittest import mock
 
 import cli
 
 sys.path.insert(0, str(cli.ROOT / "scripts"))
 import gguf_tokens
+import to_gguf
 
 try:
     import gguf
@@ -37,6 +41,7 @@ except ImportError:
     tokenizers = None
 
 ONE_BUILD = True  # tests/run.py: of float32, as files are
+SLOW = True
 VOCAB, END, T = 300, 256, 32
 # YaRN's frequencies differ from others within the 32 tokens of a window.
 YARN = dict(yarn=1, yarn_factor=8, yarn_original_len=16)
@@ -119,10 +124,18 @@ class Gguf(cli.Case):
         done = subprocess.run(line + [word for key, value in options.items() for word in ("--" + key, value)],
                               capture_output=True, text=True)
         self.assertEqual(done.returncode, code, done.stderr)
+        self.assertNotIn("%", done.stderr)  # for a terminal
         if code:
             self.assertRegex(done.stderr.splitlines()[-1], "^to_gguf.py: error: ")
-            self.assertFalse(done.stdout)
+        self.assertEqual(done.stdout, "" if code else f"wrote {self.dir / out}\n")
         return done.stderr if code else self.dir / out
+
+    def main(self, step):
+        """As convert, in this process: (exit code, stderr)."""
+        said = io.StringIO()
+        with mock.patch.object(sys, "argv", ["to_gguf.py", str(step), str(self.dir / "model.gguf")]), \
+                contextlib.redirect_stderr(said), contextlib.redirect_stdout(io.StringIO()):
+            return to_gguf.main(), said.getvalue()
 
     def fields(self, path):
         return {key: field.contents() for key, field in gguf.GGUFReader(path).fields.items()}
@@ -264,6 +277,66 @@ class Gguf(cli.Case):
             (self.dir / name).unlink()
         (step / "manifest.json").unlink()  # it is written last
         self.assertIn("manifest.json: No such file or directory", self.convert(step, code=1))
+
+    def test_progress_is_for_a_terminal(self):
+        reader, terminal = os.openpty()
+        command = [sys.executable, cli.ROOT / "scripts/to_gguf.py", self.trained()[0], self.dir / "model.gguf"]
+        subprocess.run(command, check=True, stdout=subprocess.DEVNULL, stderr=terminal)
+        os.close(terminal)
+        self.assertIn(b": 100 %", os.read(reader, 1 << 16))
+        os.close(reader)
+
+    def test_two_at_once(self):
+        """The second of one name is refused, and the first has the file."""
+        step, other = self.trained()[0], []
+        with mock.patch.object(to_gguf, "check", lambda _: other.append(self.convert(step, code=1, dtype="f16"))):
+            self.assertEqual(self.main(step), (0, ""))
+        self.assertIn("model.gguf.tmp is there already; remove it, if a killed run left it", other[0])
+        self.assertEqual(self.fields(self.dir / "model.gguf")["general.file_type"], 32)
+
+    def test_odd_types(self):
+        """In a release, which has no CRC-32: one line that names the file, at once, wherever the odd value is."""
+        step = self.trained(**MODELS["latent queries, groups, YaRN"])[0]
+        release = self.dir / "release"
+        subprocess.run([sys.executable, cli.ROOT / "scripts/export.py", step, release], check=True, capture_output=True)
+        (release / "tokenizer_config.json").write_text(json.dumps(dict(bos_token="<|endoftext|>", add_bos_token=True, chat_template="x")))
+
+        def values_of(record, place=()):
+            yield place
+            entries = record.items() if isinstance(record, dict) else enumerate(record) if isinstance(record, list) else ()
+            for key, value in list(entries)[:3 if place else 99]:
+                yield from values_of(value, (*place, key))
+
+        def changed(record, place, value):
+            if not place:
+                return value
+            copy = record.copy()
+            copy[place[0]] = changed(record[place[0]], place[1:], value)
+            return copy
+
+        for name in ("config.json", "tokenizer.json", "tokenizer_config.json"):
+            whole = (release / name).read_text()
+            records = [json.loads(whole)]
+            records += [json.loads(json.dumps(tokenizer_json([("a", "b")], (), True)))] if name == "tokenizer.json" else []
+            for record in records:
+                for place in values_of(record):
+                    for value in ("é", True, None, -1, 2**63, float("nan"), [1], {}):
+                        (release / name).write_text(json.dumps(changed(record, place, value)))
+                        code, said = self.main(release)
+                        if code:
+                            self.assertRegex(said, f"^to_gguf.py: error: .*(json|release|llama.cpp).*\n$", (place, value))
+                        self.assertEqual((self.dir / "model.gguf").exists(), code == 0)
+                        self.assertFalse((self.dir / "model.gguf.tmp").exists())
+                        (self.dir / "model.gguf").unlink(missing_ok=True)
+            (release / name).write_text(whole)
+        config = json.loads((release / "config.json").read_text())
+        for key, value, says in (("vocab_size", 2**63, "is 9223372036854775808, not a whole number of 32 bits"),
+                                 ("vocab_size", 2**31, "is 2147483648, but the embedding has 300 rows"),
+                                 ("num_hidden_layers", 2**31, "is 2147483648, but layer 2147483647 has no weights"),
+                                 ("qk_rope_head_dim", "é", r'is "\u00e9", not a whole number'), ("norm_topk_prob", 1, "is 1, not true or false"),
+                                 ("rope_theta", 1e39, "is 1e+39, not a number of float32"), ("rope_scaling", "yarn", 'is "yarn", not an object')):
+            (release / "config.json").write_text(json.dumps({**config, key: value}))
+            self.assertIn(f"{key} {says}", self.main(release)[1])
 
     # --- What needs llama.cpp ---
 

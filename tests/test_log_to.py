@@ -7,11 +7,14 @@ import json
 import os
 import pathlib
 import shutil
+import signal
 import struct
 import subprocess
 import sys
 import tempfile
+import time
 import unittest
+from concurrent.futures import ThreadPoolExecutor
 from unittest import mock
 
 SCRIPT = pathlib.Path(__file__).resolve().parent.parent / "scripts" / "log_to.py"
@@ -90,6 +93,7 @@ class Usage(Case):
         run = self.log("run", steps(1, 6))
         self.run_script(run, code=2)
         self.run_script(run, "--tensorboard", "a", "--wandb", "b", code=2)
+        self.run_script(run, "--tensorboard", "a", "--follow", "0", code=2)
 
     def test_missing_packages_are_named(self):
         run = self.log("run", steps(1, 6))
@@ -118,7 +122,7 @@ class TensorBoard(Case):
 
     def test_all_columns(self):
         out, said = self.run_script(self.log("run", steps(1, 6), tail='{"step": 7, "lo'), "--tensorboard", "board")
-        self.assertEqual(out, "run: 6 steps, 7 columns to board/run; 1 values that were not finite left out\n")
+        self.assertEqual(out, "wrote run: 6 steps, 7 columns to board/run; 1 values that were not finite left out\n")
         self.assertIn("cut short", said)
         self.assert_scalars(self.read("board/run"), steps(1, 6))
 
@@ -126,7 +130,7 @@ class TensorBoard(Case):
         """The column time; in a log without one, counted back from the end."""
         clock = [{**row, "time": 1.6e9 + 100.0 * row["step"]} for row in steps(1, 3)]
         out, _ = self.run_script(self.log("clock", clock), "--tensorboard", "board")
-        self.assertIn("clock: 3 steps, 7 columns", out)
+        self.assertIn("wrote clock: 3 steps, 7 columns", out)
         self.assert_scalars(self.read("board/clock"), steps(1, 3))
         times = [e.wall_time for e in self.read("board/clock").Scalars("lr")]
         self.assertEqual(times, [1.6e9 + 100.0 * step for step in (1, 2, 3)])
@@ -207,6 +211,71 @@ class TensorBoard(Case):
         self.assertEqual(said, "log_to.py: error: b.jsonl and b/log.jsonl are both called b; name each run once, or rename one\n")
         self.assert_scalars(self.read("board/b"), steps(1, 4))
 
+    def test_links_in_the_board_are_refused(self):
+        """Nothing is written or cut through them."""
+        run, victim = self.log("run", steps(1, 3)), self.dir / "victim"
+        victim.write_text("precious")
+        for name in ("log_to.tmp", "log_to.source", "events.out.tfevents.1.train_moe"):
+            link = self.dir / "board/run" / name
+            link.parent.mkdir(parents=True, exist_ok=True)
+            link.symlink_to(victim)
+            _, said = self.run_script(run, "--tensorboard", "board", code=1)
+            self.assertEqual(said, f"log_to.py: error: board/run/{name} is a link, through which nothing is written; remove it\n")
+            self.assertEqual(victim.read_text(), "precious")
+            link.unlink()
+        (self.dir / "elsewhere").mkdir()
+        (self.dir / "board/run").rmdir()
+        (self.dir / "board/run").symlink_to(self.dir / "elsewhere")
+        self.assertIn("board/run is a link", self.run_script(run, "--tensorboard", "board", code=1)[1])
+        self.assertEqual(os.listdir("elsewhere"), [])
+        (self.dir / "link").symlink_to("board2")  # the board itself may be one
+        (self.dir / "board2").mkdir()
+        self.run_script(run, "--tensorboard", "link")
+        self.assert_scalars(self.read("board2/run"), steps(1, 3))
+
+    def test_follow(self):
+        """New steps come while a run is alive, to the same file. A run that begins later comes too, and all have an end."""
+        run, later, half = self.log("run", steps(1, 2)), self.log("later", []), ""
+        command = [sys.executable, SCRIPT, run, later, "--tensorboard", "board", "--follow", "0.1"]
+        with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as process:
+            self.addCleanup(process.kill)
+            self.assertIn("wrote run: 2 steps, 3 columns to board/run", process.stdout.readline())
+            first, = self.dir.glob("board/run/events*")
+            reader = self.read("board/run")
+            _, said = self.run_script(run, "--tensorboard", "board", code=1)
+            self.assertEqual(said, "log_to.py: error: board/run: another log_to.py writes there; wait for its end\n")
+            with open(run / "log.jsonl", "a") as file:
+                for row in steps(3, 6):
+                    half = json.dumps(row) + "\n"
+                    file.write(half[:9])
+                    file.flush()
+                    time.sleep(0.15)
+                    file.write(half[9:])
+                    file.flush()
+            self.log("later", steps(1, 6))
+            out, err = process.communicate(timeout=60)
+        self.assertEqual((process.returncode, out), (0, "wrote later: 6 steps, 7 columns to board/later; 1 values that were not "
+                                                        "finite left out\n"))
+        self.assertEqual(len(err.splitlines()), 2, err)  # the run that waits and the torn line, each once
+        self.assertEqual(list(self.dir.glob("board/run/events*")), [first])
+        self.assert_scalars(reader.Reload(), steps(1, 6))
+        self.assert_scalars(self.read("board/later"), steps(1, 6))
+
+    def test_follow_a_run_that_goes_back(self):
+        """Its steps are sent anew where they are no longer those of before; Ctrl-C is the end."""
+        run = self.log("run", steps(1, 4))
+        command = [sys.executable, SCRIPT, run, "--tensorboard", "board", "--follow", "0.1"]
+        with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as process:
+            self.addCleanup(process.kill)
+            self.assertIn("wrote run: 4 steps", process.stdout.readline())
+            other = [{**row, "lr": 7.0} for row in steps(1, 3)]
+            self.log("run", other)
+            self.assertIn("wrote run: 3 steps", process.stdout.readline())
+            process.send_signal(signal.SIGINT)
+            self.assertEqual(process.communicate(timeout=60), ("", "log_to.py: ended by SIGINT\n"))
+        self.assertEqual(process.returncode, -signal.SIGINT)
+        self.assertEqual(self.scalars(self.read("board/run"))["lr"], [(row["step"], 7.0) for row in other])
+
     def test_failures(self):
         run = self.log("run", steps(1, 3))
         for paths, says in (([run, "none"], "none: cannot read it: No such file"),
@@ -249,7 +318,7 @@ class WandB(Case):
     def test_offline(self):
         runs = [self.log("run", steps(1, 6)), self.log("other", steps(1, 3))]
         done = self.send(*runs)
-        self.assertRegex(done.stdout, r"^run: 6 steps, 7 columns to .*/offline-run-\S+, which `wandb sync` uploads; "
+        self.assertRegex(done.stdout, r"^wrote run: 6 steps, 7 columns to .*/offline-run-\S+, which `wandb sync` uploads; "
                                       r"1 values that were not finite left out\n")
         self.log("run", steps(1, 9))
         self.send(runs[0])
@@ -277,6 +346,17 @@ class WandB(Case):
             for step, time in times:
                 self.assertAlmostEqual(time, 1.7e9 - sum(range(step + 1, len(rows) + 1)), delta=1e-6)
         self.assertEqual(sorted(len(h["lr"]) for _, _, h in seen), [3, 6, 9])
+
+    def test_follow(self):
+        """Later steps go to the same run in W&B."""
+        run = self.log("run", steps(1, 2))
+        with ThreadPoolExecutor() as pool:
+            pool.submit(lambda: (time.sleep(5), self.log("run", steps(1, 6))))
+            done = self.send(run, "--follow", "0.2")
+        self.assertIn("wrote run: 2 steps", done.stdout)
+        path, = (self.dir / "wandb").glob("offline-run-*/run-*.wandb")
+        found = [record.history.step.num for record in records(path) if record.HasField("history")]
+        self.assertEqual(found, list(range(1, 7)))
 
     def test_without_an_account(self):
         done = self.send(self.log("run", steps(1, 3)), mode="online", code=1)

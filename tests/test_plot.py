@@ -1,5 +1,6 @@
 """scripts/plot_loss.py: python3 tests/test_plot.py (standard library only; .png and .pdf where there is matplotlib)."""
 import contextlib
+import errno
 import io
 import json
 import os
@@ -48,13 +49,13 @@ class PlotLoss(unittest.TestCase):
 
     def run_script(self, *args):
         """The script, without a process of its own: those add up."""
-        command, stderr, code = [str(SCRIPT), *map(str, args)], io.StringIO(), 0
-        with mock.patch.object(sys, "argv", command), contextlib.redirect_stderr(stderr):
+        command, stdout, stderr, code = [str(SCRIPT), *map(str, args)], io.StringIO(), io.StringIO(), 0
+        with mock.patch.object(sys, "argv", command), contextlib.redirect_stderr(stderr), contextlib.redirect_stdout(stdout):
             try:
                 plot_loss.main()
             except SystemExit as end:
                 code = end.code
-        return subprocess.CompletedProcess(command, code, None, stderr.getvalue())
+        return subprocess.CompletedProcess(command, code, stdout.getvalue(), stderr.getvalue())
 
     def plot(self, *args):
         """Plot, parse, and return (root, texts, circles, paths that are drawn as curves)."""
@@ -409,11 +410,31 @@ class PlotLoss(unittest.TestCase):
     def test_as_a_command(self):
         command = [sys.executable, SCRIPT, self.log("first", self.rows(3)), "--out", "command.svg", "--title", b"\xff"]
         done = subprocess.run(command, cwd=self.dir, capture_output=True, text=True)
-        self.assertEqual((done.returncode, done.stdout, done.stderr), (0, "", ""))
+        self.assertEqual((done.returncode, done.stdout, done.stderr), (0, "wrote command.svg\n", ""))
         self.assertIn("\ufffd", [t.text for t in ET.parse(self.dir / "command.svg").iter(SVG + "text")])
         done = subprocess.run([*command[:2], "none.jsonl"], cwd=self.dir, capture_output=True, text=True)
         self.assertEqual((done.returncode, done.stderr),
                          (1, "plot_loss.py: error: none.jsonl: cannot read it: No such file or directory\n"))
+
+    def test_the_picture_replaces_what_was_there_when_it_is_whole(self):
+        """Links are not followed, a full disk leaves the picture of before, and a temporary name is nobody else's."""
+        log, victim = self.log("first", self.rows(3)), self.dir / "victim"
+        for suffix in (".svg", ".pdf")[:2 if matplotlib else 1]:
+            victim.write_text("precious")
+            out = self.dir / f"out{suffix}"
+            out.symlink_to(victim)
+            done = self.run_script(log, "--out", out)
+            self.assertEqual((done.returncode, done.stdout), (0, f"wrote {out}\n"))
+            self.assertEqual((out.is_symlink(), victim.read_text()), (False, "precious"))
+            part, before = self.dir / f"out{suffix}.tmp", out.read_bytes()
+            part.symlink_to(victim)
+            self.assertEqual(self.run_script(log, "--out", out).stderr,
+                             f"plot_loss.py: error: --out {out}: {part} is there already; remove it, if a killed run left it\n")
+            part.unlink()
+            with mock.patch.object(plot_loss.script.os, "replace", side_effect=OSError(errno.ENOSPC, "No space left on device")):
+                self.assertEqual(self.run_script(log, "--out", out).stderr,
+                                 f"plot_loss.py: error: {out}: cannot write it: No space left on device\n")
+            self.assertEqual((out.read_bytes(), victim.read_text(), part.exists()), (before, "precious", False))
 
     HOSTILE = b"a<b>&\"'\x01\x08\x0b\x1b\x7f\xc2\x85\xef\xbf\xbf\xff\xed\xa0\x80]]>\n\t \xf0\x9f\x98\x80"
 

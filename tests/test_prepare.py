@@ -10,6 +10,7 @@ import random
 import resource
 import shlex
 import shutil
+import signal
 import socket
 import struct
 import subprocess
@@ -127,7 +128,8 @@ class Bytes(Prepare):
         self.assertEqual(self.documents("val"), [b"validation\n"])
         size = len(every) + 9
         self.assertIn(f"train: 2 documents, {size} bytes, {size + 2} tokens in 1 file, 1.00 bytes per token", printed)
-        self.assertIn("--vocab 257", printed)
+        self.assertEqual(shlex.split(printed.splitlines()[-1]), ["use:", "--train", f"{self.out}/text_train_[0-9]*.bin",
+                                                                 "--val", f"{self.out}/text_val_[0-9]*.bin"])
 
     def test_table(self):
         self.run_it(self.write("a.txt", b"some text\n" * 100), "--name", "x")
@@ -310,8 +312,10 @@ class Refused(Prepare):
     def test_missing_packages(self):
         a = self.write("a.txt", b"text")
         with mock.patch.dict(sys.modules, {"tokenizers": None, "tiktoken": None}):
-            self.fails(a, "--tokenizer", "tokenizers:x.json", says="pip install tokenizers")
-            self.fails(a, "--tokenizer", "tiktoken:gpt2", says="pip install tiktoken")
+            for option, value, name in (("--tokenizer", "tokenizers:x.json", "tokenizers"), ("--tokenizer", "tiktoken:gpt2", "tiktoken"),
+                                        ("--train-tokenizer", "300", "tokenizers")):
+                given = option if option == "--train-tokenizer" else f"{option} {name}:..."
+                self.fails(a, option, value, says=f"error: {given} needs the {name} package: pip install {name}\n")
 
     def test_unreadable_folder(self):
         self.write("d/a.txt", b"text")
@@ -416,10 +420,66 @@ class NotFiles(Prepare):
         self.assertIn(f"{self.out}/text_tokenizer.bin.tmp: another run is writing files of this name", others[0][2])
         self.assertEqual(self.documents("train"), [b"text\n" * 100])
 
-    def test_interrupted(self):
-        with mock.patch.object(prepare_text.ByteTokenizer, "encode", mock.Mock(side_effect=KeyboardInterrupt)):
-            self.assertEqual(self.run_it(self.text, expect=130), "prepare_text.py: interrupted\n")
-        self.assertEqual(os.listdir(self.out), [])
+    def killed(self, at, number, *arguments):
+        """A run that gets a signal at `at`, a line of Python, where `stop` sends it: (exit code, stderr)."""
+        code = (f"import functools, os, sys; sys.path.insert(0, {SCRIPTS!r}); sys.dont_write_bytecode = True; import prepare_text\n"
+                f"def stop(*_): os.kill(os.getpid(), {int(number)})\n{at}\n"
+                f"sys.argv[0] = 'prepare_text.py'; sys.exit(prepare_text.main({[*arguments, '--out', self.out]!r}))")
+        done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60)
+        return done.returncode, done.stderr
+
+    def test_a_signal_ends_it(self):
+        for number in (signal.SIGINT, signal.SIGTERM):
+            got = self.killed("prepare_text.ByteTokenizer.encode = stop", number, self.text)
+            self.assertEqual(got, (-number, f"prepare_text.py: ended by {number.name}\n"))
+            self.assertEqual(os.listdir(self.out), [])
+            # All is written, and the rest takes a moment.
+            self.assertEqual(self.killed("rename = os.replace\nos.replace = lambda *a: (stop(), rename(*a))", number, self.text,
+                                         "--overwrite")[0], 0)
+            self.assertEqual(sorted(os.listdir(self.out)), [*tokenizer_files(), "text_train_000000.bin", "text_val_000000.bin"])
+            for name in os.listdir(self.out):
+                os.remove(os.path.join(self.out, name))
+
+    def test_a_set_that_is_not_whole(self):
+        """A run that is killed anywhere leaves the old files, or none of them and no table of the tokenizer, or the new ones."""
+        other, sets = self.write("b.txt", b"other\n" * 60), {}
+        count = "ops = 0\ndef counted(work, *a, **k):\n    global ops\n    ops += 1\n    if ops == {}: stop()\n    return work(*a, **k)\n"
+        count += "".join(f"os.{n} = functools.partial(counted, os.{n})\n" for n in ("fsync", "remove", "replace"))
+
+        def state():
+            found = {}
+            for name in sorted(os.listdir(self.out)):
+                if not name.endswith(".tmp"):
+                    with open(os.path.join(self.out, name), "rb") as file:
+                        found[name] = file.read()
+            return found
+
+        for text in (self.text, other):
+            self.run_it(text, "--shard-tokens", "100", "--overwrite")
+            sets[text] = state()
+        old, new = sets[self.text], sets[other]
+        seen = set()
+        for earlier in (old, {}):
+            for at in range(1, 100):
+                for name in os.listdir(self.out):
+                    os.remove(os.path.join(self.out, name))
+                for name, data in earlier.items():
+                    self.write(f"out/{name}", data)
+                code, said = self.killed(count.format(at), signal.SIGKILL, other, "--shard-tokens", "100", "--overwrite")
+                found = state()
+                kind = "old" if found == old else "new" if found == new else "part"
+                seen.add(kind)
+                if kind == "part":
+                    self.assertNotIn("text_tokenizer.bin", found)
+                    self.assertTrue(found.items() <= old.items() or found.items() <= new.items(), sorted(found))
+                    if "text_train_000000.bin" in found and found.items() <= new.items():
+                        self.assertLessEqual(set(new) - set(found), set(tokenizer_files()))
+                if code == 0:
+                    break
+                self.assertEqual(code, -signal.SIGKILL, said)
+            self.assertGreater(at, 20)
+            self.assertEqual(found, new)
+        self.assertEqual(seen, {"old", "part", "new"})
 
     def test_overwrite_keeps_to_its_name(self):
         others = ["text_train_x_train_000000.bin", "text_train_notes.bin"]
@@ -440,9 +500,7 @@ class NotFiles(Prepare):
             listener.bind(os.path.join(d, "socket.txt"))
         code, _, stderr = self.run_script(d, "--val-fraction", "0")
         self.assertEqual(code, 0, stderr)
-        warning = "prepare_text.py: warning: {}: not a file, left out\n"
-        skipped = [os.path.join(d, name) for name in ("pipe.txt", "socket.txt", "sub/zero.txt")]
-        self.assertEqual(stderr, "".join(map(warning.format, skipped)))
+        self.assertEqual(stderr, f"prepare_text.py: 3 left out (not a file), such as {d}/pipe.txt\n")
         self.assertEqual(len(self.documents("train")), 2)
         for path in (os.path.join(d, "pipe.txt"), "/dev/null"):
             code, _, stderr = self.run_script(self.text, path)
@@ -452,15 +510,21 @@ class NotFiles(Prepare):
         self.write("d/sub/a.txt", b"text")
         d = os.path.join(self.folder, "d")
         os.symlink("..", os.path.join(d, "sub/up"))
-        self.assertIn(f"warning: {d}/sub/up: a link to a folder, left out\n", self.run_it(d, "--val-fraction", "0"))
+        self.assertIn(f": 1 left out (a link to a folder), such as {d}/sub/up\n", self.run_it(d, "--val-fraction", "0"))
         self.assertEqual(self.documents("train"), [b"text"])
         os.symlink("self.txt", os.path.join(d, "self.txt"))
-        self.fails(d, "--overwrite", says="d/self.txt: Too many levels of symbolic links")
+        self.assertIn(f": 1 left out (a link that leads nowhere), such as {d}/self.txt\n",
+                      self.run_it(d, "--val-fraction", "0", "--overwrite"))
+        self.fails(os.path.join(d, "self.txt"), "--overwrite", says="d/self.txt: Too many levels of symbolic links")
 
 
 class UseLine(Prepare):
     def words(self, printed):
-        return shlex.split(printed[printed.index("use:") + 4:])
+        """As a shell reads them."""
+        line = os.fsencode(printed.splitlines()[-1])
+        self.assertRegex(line, rb"^use:   [^\0-\x1f\x7f]+$")
+        shell = ["bash", "-c", b"printf '%s\\0' " + line[4:]]
+        return os.fsdecode(subprocess.run(shell, capture_output=True, check=True).stdout).split("\0")[:-1]
 
     def found_by_program(self, pattern):
         """How many paths the C library's glob finds, the one that train_moe calls."""
@@ -469,7 +533,8 @@ class UseLine(Prepare):
         return found[0]
 
     def test_odd_names(self):
-        names = ["plain", "a b", "*", "[x]", "what?", "it's", '"$HOME"', "back\\slash", "\\*", "line\nend", "-x", "ü"]
+        names = ["plain", "a b", "*", "[x]", "what?", "it's", '"$HOME"', "back\\slash", "\\*", "line\nend", "-x", "ü",
+                 "a\x1b]0;'owned'\x07\\", "\x9b2J7"]
         for name in names:
             self.write("in.txt", b"text\n" * 100)
             self.out = os.path.join(self.folder, name)
@@ -477,12 +542,11 @@ class UseLine(Prepare):
                 self.write(f"{decoy}/{decoy}_train_000000.bin", b"")
             text = os.path.join(self.folder, "in.txt")
             words = self.words(self.run_it(text, f"--name={name}", "--shard-tokens", "300"))
-            self.assertEqual(words[::2], ["--train", "--val", "--tokenizer", "--vocab"])
+            self.assertEqual((words[::2], len(words)), (["--train", "--val"], 4))
             for pattern, split, count in ((words[1], "train", 2), (words[3], "val", 1)):
                 files = [os.path.join(self.out, f"{name}_{split}_{i:06d}.bin") for i in range(count)]
                 self.assertEqual(sorted(glob.glob(pattern)), files)
                 self.assertEqual(self.found_by_program(pattern), count, pattern)
-            self.assertEqual(words[5:], [os.path.join(self.out, f"{name}_tokenizer.bin"), "--vocab", "257"])
 
     def test_names_of_any_bytes(self):
         self.out = os.path.join(self.folder, os.fsdecode(b"\xff"))

@@ -15,6 +15,8 @@ import prepare_text
 import text_tokenizers
 import tokenizer_json
 
+SLOW = True
+
 try:
     import tokenizers
 except ImportError:
@@ -98,7 +100,7 @@ class HuggingFace(Prepare):
     def test_byte_level(self):
         path = self.byte_level()
         a, b = self.write("a.txt", TEXT.encode()), self.write("b.txt", "second ✓".encode())
-        printed = self.run_it(a, b, "--val-fraction", "0", "--tokenizer", f"tokenizers:{path}")
+        self.run_it(a, b, "--val-fraction", "0", "--tokenizer", f"tokenizers:{path}")
         table, eot = read_table(os.path.join(self.out, "text_tokenizer.bin"))
         self.assertEqual(table[eot], b"<|endoftext|>")
         self.assertIn("<|pad_é|>".encode(), table)
@@ -110,7 +112,6 @@ class HuggingFace(Prepare):
         self.assertEqual(decoded.decode(), TEXT)
         self.assertEqual(b"".join(table[t] for t in tokens[starts[1] + 1:]).decode(), "second ✓")
         self.assertLess(len(tokens), len(TEXT))  # it merges
-        self.assertIn(f"--vocab {len(table)}", printed)
 
     def test_texts_get_the_tokens_of_documents(self):
         """By the tokenizer.json that is written too, whatever the one that was given puts around them or drops."""
@@ -373,8 +374,7 @@ class Train(Prepare):
 
     def test_size(self):
         path, _ = self.corpus()
-        printed = self.run_it(path, "--train-tokenizer", "700")
-        self.assertIn("--vocab 700", printed)
+        self.run_it(path, "--train-tokenizer", "700")
         table, eot = read_table(os.path.join(self.out, "text_tokenizer.bin"))
         self.assertEqual((len(table), table[eot]), (700, b"<|endoftext|>"))
         first = self.vocabulary()

@@ -19,6 +19,8 @@ import prepare_text
 import text_files
 import text_tokenizers
 
+SLOW = True
+
 try:
     import zstandard
 except ImportError:
@@ -236,6 +238,77 @@ class NotText(Prepare):
         text = "\ufffd is a character\n".encode() * 100
         self.assertNotIn("warning", self.run_it(self.write("b.txt", text)))
         self.assertIn("warning: 1 places", self.run_it(self.write("b.txt", text + b"\xff\n"), "--overwrite"))
+
+
+class Left(Prepare):
+    """Files and links of a folder that are left out."""
+
+    def folder_of_all(self):
+        """A folder with two files of text and others, and the lines that are printed about those."""
+        d, damaged = os.path.join(self.folder, "d"), b"a byte in a thousand may be \xff\n" + b"text\n" * 200
+        for name, data in (("a.txt", damaged), ("z.txt.gz", gzip.compress(b"last\n")), ("b.txt", b"text " * 3000 + b"\0"),
+                           ("manual.txt.gz", gzip.compress(b"%PDF-1.5\n" + bytes(range(256)) * 9)),
+                           ("latin.txt", "Text mit Umlauten: äöü.\n".encode("latin-1") * 100)):
+            self.write(f"d/{name}", data)
+        os.symlink("nothing", os.path.join(d, "dangling.txt"))
+        os.symlink(self.folder, os.path.join(d, "up"))
+        said = [f"prepare_text.py: {n} left out ({reason}), such as {d}/{name}\n" for n, reason, name in (
+            (1, "a link to a folder", "up"), (1, "a link that leads nowhere", "dangling.txt"),
+            (2, "not text: it holds NUL bytes", "b.txt"),
+            (1, "not UTF-8: not text, or in another encoding, from which iconv converts", "latin.txt"))]
+        return d, damaged, said
+
+    def test_a_line_for_each_reason(self):
+        d, damaged, said = self.folder_of_all()
+        for jobs, piece in (("1", 4 << 20), ("3", 4 << 20), ("1", 4096)):
+            with mock.patch.object(text_files, "PIECE", piece):
+                printed = self.run_it(d, "--val-fraction", "0", "--overwrite", "--jobs", jobs)
+            self.assertTrue(printed.startswith("".join(said)), printed)
+            self.assertIn("warning: 1 places are not UTF-8", printed)  # in text that is taken
+            self.assertEqual(self.documents("train"), [damaged, b"last\n"])
+        # Each is read for it once, even where the text is read twice, as for the share of validation here.
+        with mock.patch.object(text_files.Text, "raw_pieces", autospec=True, side_effect=text_files.Text.raw_pieces) as read:
+            self.assertTrue(self.run_it(d, "--overwrite").startswith("".join(said)))
+        self.assertEqual(len([call for call in read.call_args_list if call.args[1].endswith("b.txt")]), 1)
+
+    def test_strict(self):
+        d, _, said = self.folder_of_all()
+        for name, says in (("up", "a link to a folder"), ("dangling.txt", "a link that leads nowhere"), ("b.txt", "byte 15000 is NUL: not text"),
+                           ("latin.txt", "byte 19 is not UTF-8, nor are 299 more places"), ("manual.txt.gz", "byte 9 is NUL: not text")):
+            self.fails(d, "--strict", says=f"error: {d}/{name}: {says}")
+            os.remove(os.path.join(d, name))
+        self.run_it(d, "--strict")
+
+    def test_what_is_named_is_no_folders(self):
+        d, _, _ = self.folder_of_all()
+        for arguments in ((), ("--val",)):
+            self.fails(d, *arguments, os.path.join(d, "latin.txt"), says=f"error: {d}/latin.txt: byte 19 is not UTF-8")
+        self.fails(os.path.join(d, "dangling.txt"), says=f"error: {d}/dangling.txt: No such file or directory")
+        for name in ("a.txt", "z.txt.gz"):
+            os.remove(os.path.join(d, name))
+        self.fails(d, says="there is no text for train")
+
+    def test_what_is_torn_is_no_foreign_text(self):
+        d = os.path.join(self.folder, "d")
+        self.write("d/a.txt", b"text\n")
+        self.write("d/c.txt.gz", gzip.compress(b"text\n" * 10000)[:-9])
+        self.fails(d, says=f"{d}/c.txt.gz: cannot read: ")
+
+    def test_control_characters_in_names_are_not_printed(self):
+        self.write("d/a.txt", b"text\n")
+        self.write("d/\x1b]0;owned\x07\x9b.txt", b"\0")
+        self.assertIn(r"such as %s/d/\x1b]0;owned\x07\x9b.txt" % self.folder,
+                      self.run_it(os.path.join(self.folder, "d"), "--val-fraction", "0"))
+
+
+class LineEnds(Prepare):
+    def test_cr_lf_is_told(self):
+        a, b = self.write("a.txt", b"one\r\ntwo\r\n" * 100), self.write("b.txt", b"one\ntwo\n" * 100)
+        c = self.write("c.jsonl", lines_of(["one\r\ntwo"] * 3))
+        note = "prepare_text.py: note: {} files have lines that end in CR LF, such as {}; so do the tokens\n"
+        for paths, count in (((b, a, c), 2), ((a, "--val", c), 2), ((a, b), 1)):
+            self.assertEqual(self.run_it(*paths, "--overwrite").count(note.format(count, a)), 1)
+        self.assertNotIn("CR LF", self.run_it(b, "--overwrite"))
 
 
 class SlowTokenizer(text_tokenizers.LibraryTokenizer):

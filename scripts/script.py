@@ -1,0 +1,77 @@
+"""How the scripts end at a signal and put files in place. They import this first: other imports take time.
+
+SIGINT and SIGTERM end a script with one line and remove its unfinished files. Standard library only.
+"""
+import os
+import signal
+import sys
+
+SIGNALS = signal.SIGINT, signal.SIGTERM
+OWNER = os.getpid()
+unfinished = []  # files and folders under temporary names
+
+
+def end(number, _):
+    if os.getpid() != OWNER:  # a process of a pool ends with the script
+        os._exit(1)
+    for path in unfinished:
+        remove(path)
+    try:
+        os.write(2, os.fsencode(f"{os.path.basename(sys.argv[0])}: ended by {signal.Signals(number).name}\n"))
+    except OSError:  # nobody listens
+        pass
+    signal.signal(number, signal.SIG_DFL)
+    os.kill(os.getpid(), number)
+
+
+for number in SIGNALS:
+    if signal.getsignal(number) != signal.SIG_IGN:  # as in the background of a shell
+        signal.signal(number, end)
+
+import contextlib  # noqa: E402
+import pathlib  # noqa: E402
+
+if sys.stdout:
+    sys.stdout.reconfigure(errors="surrogateescape")  # file names may hold any bytes
+
+
+class Failure(Exception):
+    """Something the user can put right; the message says it."""
+
+
+def remove(path):
+    """A file or a folder, if it is there."""
+    with contextlib.suppress(OSError):
+        if os.path.isdir(path) and not os.path.islink(path):
+            import shutil
+            shutil.rmtree(path)
+        else:
+            os.remove(path)
+
+
+@contextlib.contextmanager
+def undisturbed():
+    """Signals that come meanwhile do nothing."""
+    before = {number: signal.signal(number, signal.SIG_IGN) for number in SIGNALS}
+    try:
+        yield
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
+
+
+@contextlib.contextmanager
+def in_place(path, part=None, create=lambda part: part.touch(exist_ok=False)):
+    """A new file, or folder, by the temporary name `part`, which replaces `path` when it is whole. Links are not followed."""
+    part = part or pathlib.Path(f"{path}.tmp")
+    try:
+        create(part)
+    except FileExistsError as error:
+        raise Failure(f"{part} is there already; remove it, if a killed run left it") from error
+    unfinished.append(part)
+    try:
+        yield part
+        os.replace(part, path)
+    finally:
+        remove(part)  # it is there no more if it is in its place
+        unfinished.remove(part)
