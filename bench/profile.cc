@@ -65,6 +65,7 @@ const char* const classes[][2] = {
     {"transposed_kernel", "casts"},
     {"round_columns_kernel", "casts"},
     {"stats_kernel", "casts"},
+    {"blackwell_scales_kernel", "casts"},
     {"memset", "copies and fills"},
     {"memcpy", "copies and fills"},
     {"gemm", "dense GEMM"},
