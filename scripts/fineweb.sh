@@ -36,7 +36,7 @@ complete() {
 # fetch URL FILE: into FILE.part, from where it was cut off
 fetch() {
     echo "$1/$2"
-    curl -fL --retry 5 -C - -o "$folder/$2.part" "$1/$2" || fail "$1/$2: curl ended with code $?; start again to go on"
+    curl -fL --connect-timeout 10 --retry 2 -C - -o "$folder/$2.part" "$1/$2" || fail "$1/$2: curl ended with code $?; start again to go on"
 }
 
 fetch_shard() {

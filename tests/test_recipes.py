@@ -14,7 +14,7 @@ SHORT = ("--layers", 2, "--dim", 32, "--heads", 2, "--kv-lora", 16, "--dense-ffn
 
 
 class Recipes(Case):
-    def start(self, name, *options, gpus=4, program=PROGRAM):
+    def start(self, name, *options, gpus=4, program=PROGRAM, url=None):
         """A recipe in an empty folder, with a folder in place of Hugging Face and a machine of GPUs that are not there."""
         there, tools = self.dir / "there", self.dir / "tools"
         for folder in (there, tools):
@@ -29,7 +29,7 @@ class Recipes(Case):
         return subprocess.run(["sh", ROOT / f"scripts/recipes/{name}.sh", *map(str, options)], capture_output=True, text=True,
                               cwd=self.dir, timeout=120,
                               env={**os.environ, "TRAIN_MOE": str(pathlib.Path(program).resolve()), "PATH": f"{tools}:{os.environ['PATH']}",
-                                   "FINEWEB_URL": there.as_uri(), "FINEWEB_TOKENIZER_URL": there.as_uri()})
+                                   "FINEWEB_URL": url or there.as_uri(), "FINEWEB_TOKENIZER_URL": there.as_uri()})
 
     def test_each_can_be_planned(self):
         names = [path.stem for path in RECIPES if path.stem != "text"]
@@ -66,6 +66,12 @@ class Recipes(Case):
         self.assertEqual(sorted(os.listdir(self.dir / "data/corpus/fineweb")),
                          ["edu_fineweb_train_000001.bin", "edu_fineweb_val_000000.bin", "tokenizer.json", "tokenizer_config.json"])
         self.assertTrue(list((self.dir / "runs/tiny").glob("step_*/tokenizer_config.json")))
+
+    @unittest.skipUnless(shutil.which("curl"), "there is no curl")
+    def test_a_text_that_cannot_be_fetched(self):
+        done = self.start("tiny", *SHORT, url=(self.dir / "nowhere").as_uri())
+        self.assertEqual(done.returncode, 1)
+        self.assertIn("tiny.sh: error: FineWeb-Edu is not here; --train, --val and --tokenizer name a text of your own", done.stderr)
 
 
 if __name__ == "__main__":

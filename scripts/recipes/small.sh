@@ -1,7 +1,7 @@
 #!/bin/sh
 # `small` on a billion tokens, one H100 or H200. Started again it goes on where it stopped.
 # usage: scripts/recipes/small.sh [train_moe options]     --train, --val and --tokenizer name another text than FineWeb-Edu
-# On source code and prose it ended at 1.29 nats a token after 17 minutes on an H200 (bench/RESULTS.md, "a billion tokens of `small`").
+# On source code and prose AdamW ended at 1.29 nats a token after 17 minutes on an H200 (bench/RESULTS.md, "a billion tokens of `small`").
 # Learning rate and batch lie where a sweep over 30 million tokens is flat (bench/RESULTS.md, "a sweep of `small`"); from 2e-3 on it is worse.
 # --schedule wsd was better there by 0.18 to 0.31, over 100 million tokens by 0.04, over 200 by 0.02, which seeds differ by.
 set -eu

@@ -9,7 +9,10 @@ case " $* " in
 *" --train "* | *" --train="*) ;;
 *" --help "* | *" -h "* | *" --version "* | *" --dry-run "*) set -- --vocab 50257 "$@" ;;
 *)
-    sh "$root/scripts/fineweb.sh" "$shards"
+    sh "$root/scripts/fineweb.sh" "$shards" || {
+        echo "$(basename "$0"): error: FineWeb-Edu is not here; --train, --val and --tokenizer name a text of your own" >&2
+        exit 1
+    }
     folder=data/corpus/fineweb
     set -- --train "$folder/edu_fineweb_train_*.bin" --val "$folder/edu_fineweb_val_000000.bin" \
         --tokenizer "$folder/tokenizer.json" "$@"
