@@ -11,9 +11,9 @@ struct Dispatch {
     Comm* comm;  // NULL with one rank, and then the rest is unused
     StepState* state;
     Ctx* side_stream;
-    Event *ready, *there;  // ctx's work that a transfer waits for; the transfer is done
+    Event *ready, *there;  // the inputs of an all-to-all are ready; the all-to-all is done
     Fetch* counts;
-    ExchangeBuffer buffers[EXCHANGE_BUFFERS];  // of the next transfer
+    ExchangeBuffer buffers[EXCHANGE_BUFFERS];  // packed for the next all-to-all
     int buffer_count;
 };
 
@@ -41,7 +41,7 @@ void dispatch_destroy(Dispatch* d) {
     free(d);
 }
 
-// At worst a rank receives every token of the group.
+// In the worst case a rank receives every token of the group.
 size_t dispatch_workspace(DispatchShape s) {
     return max_size(permute_workspace(s.ep * s.N, s.K, experts_held(s)), permute_workspace(s.N, s.ep, s.ep));
 }
@@ -78,7 +78,7 @@ void dispatch_plan_travel(Arena* a, Travel* t, const Route* r, int choices) {
     const DispatchShape s = r->shape;
     const int cast_back = s.combine.bytes ? ROWS_BYTES : 0, cast_out = s.dispatch.bytes ? ROWS_BYTES : 0;
     const int cast_here =
-        !choices && received_format(s).bytes ? ROWS_BYTES : 0;  // forward's are kept (dispatch_plan_x)
+        !choices && received_format(s).bytes ? ROWS_BYTES : 0;  // in forward: in dispatch_plan_x's memory
     memset(t, 0, sizeof(*t));
     rows_plan(a, "received rows", &t->received, (s.ep > 1 || cast_back ? ROWS_VALUES : 0) | cast_back | cast_here,
               r->received, s.C);
@@ -99,12 +99,12 @@ void dispatch_plan_again(Arena* a, Travel* t, const Route* r) {
     memset(t, 0, sizeof(*t));
     if (s.ep == 1) return;
     plan_sent(a, t, r, s.dispatch.bytes ? ROWS_BYTES : ROWS_VALUES);
-    // Values that arrive to be cast have no memory of their own (dispatch_plan_x).
+    // dispatch_plan_x's memory is MXFP8 alone: values that arrive and are quantized here need their own.
     const int cast_here = s.expert.bytes && !s.dispatch.bytes;
     rows_plan(a, "received rows", &t->received, cast_here ? ROWS_VALUES : 0, r->received, s.C);
 }
 
-// Mean number of ranks that hold one of a token's K distinct experts: ep (1 - C(E - El, K) / C(E, K)).
+// Mean number of ranks that own one of a token's K distinct experts: ep (1 - C(E - El, K) / C(E, K)).
 static double mean_ranks(DispatchShape s) {
     double none = 1;
     for (int32_t k = 0; k < s.K; k++) none *= (double)max_i64(s.E - experts_held(s) - k, 0) / (double)(s.E - k);
@@ -119,9 +119,9 @@ void dispatch_expect(Route* r, double capacity, Backend backend) {
     if (!s.capacity) r->send.capacity = min_i64(r->send.capacity, ragged_rows(r->received, s.ep, backend));
 }
 
-// --- Transfers ---
+// --- All-to-all ---
 
-// Queues what is packed, after all that ctx was given so far. What ctx is given after a wait for `there` finds it done.
+// Queues the all-to-all of the packed buffers on the side stream, after ctx's work so far, and records `there`.
 static void exchange(Dispatch* d, ExchangeRows rows, Ctx* ctx) {
     event_record(d->ready, ctx);
     event_wait(d->ready, d->side_stream);
@@ -130,6 +130,7 @@ static void exchange(Dispatch* d, ExchangeRows rows, Ctx* ctx) {
     d->buffer_count = 0;
 }
 
+// The rows of dispatch's all-to-all, on the host or in device memory.
 static ExchangeRows rows_of(const Route* r) {
     const int64_t* n = r->numbers;
     const int32_t P = r->shape.ep;
@@ -140,13 +141,14 @@ static ExchangeRows rows_of(const Route* r) {
     return on_device;
 }
 
+// Adds a buffer to the next all-to-all.
 static void pack(Dispatch* d, void* recv, const void* send, size_t row_bytes) {
     const ExchangeBuffer buffer = {recv, send, row_bytes};
     ASSERT(d->buffer_count < EXCHANGE_BUFFERS);
     d->buffers[d->buffer_count++] = buffer;
 }
 
-// Values, or bytes and scales.
+// The buffers of rows: floatX values, or MXFP8 bytes and scales.
 static void pack_rows(Dispatch* d, Rows recv, Rows send) {
     const int64_t C = send.columns;
     if (send.format.bytes) {
@@ -157,7 +159,7 @@ static void pack_rows(Dispatch* d, Rows recv, Rows send) {
     }
 }
 
-// All ranks' numbers, and from them this rank's, on the device.
+// All-gathers the counts of all ranks and computes this rank's numbers from them, on the device.
 static void counts_on_device(Dispatch* d, Route* r, Ctx* ctx) {
     const DispatchShape s = r->shape;
     const int64_t P = s.ep;
@@ -180,6 +182,7 @@ void dispatch_counts(Dispatch* d, Route* r, Ctx* ctx) {
         return;
     }
 
+    // With a capacity factor the counts stay on the device.
     if (s.capacity > 0) {
         dispatch_expect(r, s.capacity, BACKEND);
         counts_on_device(d, r, ctx);
@@ -187,7 +190,7 @@ void dispatch_counts(Dispatch* d, Route* r, Ctx* ctx) {
     }
     r->numbers = NULL;
 
-    // Each rank tells each other one how many tokens it will send, and how many choices they have there.
+    // All-to-all of the counts: the tokens that each rank sends to each other one, and their choices there.
     int64_t one_each[DISPATCH_MAX_RANKS], place[DISPATCH_MAX_RANKS];
     const ExchangeRows each_to_each = {place, one_each, place, one_each, NULL};
     for (int64_t j = 0; j < P; j++) one_each[j] = 1, place[j] = j;
@@ -199,11 +202,12 @@ void dispatch_counts(Dispatch* d, Route* r, Ctx* ctx) {
     exchange(d, each_to_each, ctx);
     fetch_begin(d->counts, counts, d->side_stream);
 
-    // Meanwhile the tokens are sorted by rank.
+    // Beneath the all-to-all the tokens are sorted by rank.
     permute_plan(r->send, rank, NULL, N, s.ep, ctx);
     const int64_t *to = (const int64_t*)fetch_end(d->counts), *from = to + 2 * P;
     pool_release(d->pool, mark);
 
+    // The rows to send, with padded starts, and the rows to receive, without gaps.
     r->send.capacity = 0;
     for (int64_t j = 0; j < P; j++) {
         r->send_start[j] = r->send.capacity;
@@ -256,7 +260,7 @@ Rows dispatch_receive(Dispatch* d, const Route* r, const Travel* t, Ctx* ctx) {
     return rows_as(t->room, t->arrived, received_format(r->shape), ctx);
 }
 
-// The received tokens' sums, cast if they travel so.
+// The sums of the received tokens' rows, quantized if combine sends them so.
 static Rows sums_here(const Route* r, const Travel* t, Sums sums, Ctx* ctx) {
     const DispatchShape s = r->shape;
     unpermute_rows(t->received.value, sums.rows, sums.gate, sums.ragged, r->received, s.K, s.C, 0, ctx);

@@ -1,6 +1,7 @@
-// The bookkeeping of expert parallelism: a thread an element of the output, neighbours in memory side by side; a
-// token's K choices come from L1 after its first thread. Bound by memory, and about a hundredth of what the tokens
-// themselves move. Counts are integers: atomics in shared memory, then one per block and count.
+// The bookkeeping of expert parallelism. One thread computes one element of the output, and neighbouring threads access
+// neighbouring addresses. A token's K choices come from L1 after its first thread. The kernels are bound by memory, and
+// move about a hundredth of the bytes of the tokens themselves. Counts are integers: atomics in shared memory, then one
+// global atomic per block and count.
 #include "layers/rows.cuh"
 #include "moe/dispatch_ops.h"
 
@@ -8,11 +9,11 @@ static __global__ void __launch_bounds__(256)
     ranks_kernel(int32_t* rank, unsigned long long* counts, const int32_t* expert, int64_t N, int32_t K, int32_t P,
                  int32_t El) {
     extern __shared__ int held[];  // (P, 2)
-    // The counts of this block of threads.
+    // The counts of this thread block.
     for (int i = threadIdx.x; i < 2 * P; i += 256) held[i] = 0;
     __syncthreads();
     for (int64_t i = blockIdx.x * (int64_t)256 + threadIdx.x; i < N * P; i += gridDim.x * (int64_t)256) {
-        // How many of the token's choices rank j holds.
+        // The number of the token's choices that rank j owns.
         const int64_t n = i / P;
         const int32_t j = (int32_t)(i % P);
         int choices = 0;
@@ -34,7 +35,7 @@ void dispatch_ranks(int32_t* rank, int64_t* counts, const int32_t* expert, int64
     launch(ranks_kernel, blocks, 256, 2 * P * sizeof(int), ctx, rank, (unsigned long long*)counts, expert, N, K, P, El);
 }
 
-// A thread a rank.
+// One thread per rank.
 static __global__ void numbers_kernel(int64_t* numbers, StepState* state, const int64_t* counts, int32_t index,
                                       int32_t P, int64_t align, int64_t received, int64_t choices) {
     const int32_t j = (int32_t)threadIdx.x;
@@ -42,7 +43,7 @@ static __global__ void numbers_kernel(int64_t* numbers, StepState* state, const 
     const bool first = state->overflows == 0;
     if (!__syncthreads_or(share > 1)) return;
     numbers[SEND_ROWS * P + j] = numbers[RECV_ROWS * P + j] = 0;
-    // Numbers above 0 are in the same order as the integers that their bits are.
+    // The bits of positive doubles, read as integers, have the order of the doubles.
     if (first) atomicMax((unsigned long long*)&state->needed, (unsigned long long)__double_as_longlong(share));
     if (j == 0) state->overflows += 1;
 }
@@ -57,12 +58,12 @@ static __global__ void __launch_bounds__(256)
                    const int32_t* token_row, int64_t N, int32_t K, int32_t P, int32_t El) {
     const int64_t i = blockIdx.x * (int64_t)256 + threadIdx.x, n = i / K / P;
     if (n >= N) return;
-    // Choice k of token n, in the row that goes to rank j if there is one.
+    // Choice k of token n, in the row that is sent to rank j; row -1: there is none.
     const int32_t j = (int32_t)(i / K % P), k = (int32_t)(i % K);
     const int64_t row = token_row[n * P + j];
     if (row < 0) return;
 
-    // The number that its expert has there.
+    // Its expert's local number on rank j.
     const int32_t e = expert[n * K + k];
     const bool here = e / El == j;
     row_expert[row * K + k] = here ? e - j * El : -1;
@@ -80,7 +81,7 @@ static __global__ void __launch_bounds__(256)
                             int64_t count, int32_t K, int32_t P, int32_t El) {
     const int64_t i = blockIdx.x * (int64_t)256 + threadIdx.x;
     if (i >= count) return;
-    // The row in which the token went to the rank that holds this choice.
+    // The row that was sent to the rank that owns this choice.
     const int64_t row = token_row[i / K * P + expert[i] / El];
     dgate[i] = drow_gate[row * K + i % K];
 }

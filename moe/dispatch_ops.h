@@ -1,6 +1,7 @@
-// Expert parallelism's bookkeeping: which ranks a token goes to, and what travels with it. Rank j of P holds experts
-// j El .. (j + 1) El - 1, so a choice is held by rank expert / El. A token goes once to each rank that holds one of its
-// choices; `send` is that layout (grouped/permute.h): its "experts" are the P ranks, and token_row is (N, P).
+// The bookkeeping of expert parallelism: the ranks a token is sent to, the counts of the all-to-all, and the choices
+// that are sent with each row. Rank j of P owns experts j El .. (j + 1) El - 1, so rank expert / El owns a choice. A
+// token is sent once to each rank that owns one of its choices. `send` is the ragged layout (grouped/permute.h) of the
+// rows to send: its "experts" are the P ranks, and token_row is (N, P).
 #ifndef MOE_DISPATCH_OPS_H
 #define MOE_DISPATCH_OPS_H
 
@@ -10,23 +11,25 @@
 
 BEGIN_C
 
-// What permute_plan makes `send` from, and how many go where.
+// The ranks of each token, from which permute_plan makes `send`, and the counts for each rank.
 void dispatch_ranks(int32_t* rank,          // (N, P): j where token n has a choice on rank j, else -1
-                    int64_t* counts,        // (P, 2): tokens that go to rank j; choices that they have there
+                    int64_t* counts,        // (P, 2): tokens sent to rank j; their choices there
                     const int32_t* expert,  // (N, K)
                     int64_t N, int32_t K, int32_t P, int32_t El, Ctx* ctx);
 
-// The same of all ranks, from which each knows every transfer's numbers, without the host. counts (P, P, 2): those of
-// each rank by the rank they go to. If a rank would receive more than `received` tokens or `choices` choices, nothing
-// travels: all numbers of rows are 0, and state->overflows += 1. At the first time in a step state->needed is then at
-// least the share of that room that the fullest rank would take; later ones choose by what did not arrive.
+// The numbers of this rank's all-to-all, from the counts of all ranks, without the host. counts (P, P, 2): of each
+// rank, by the rank it sends to.
+//
+// Overflow: a rank would receive more than `received` tokens or `choices` choices. Then nothing is sent: all numbers of
+// rows are 0, and state->overflows += 1. The first overflow of a step records needed capacity / capacity of the fullest
+// rank: state->needed becomes the maximum of itself and that. Later layers of the step see garbage and do not count.
 enum {
-    SEND_START,   // of the rows that go to rank j, in the order of permute_plan
+    SEND_START,   // of the rows sent to rank j, in the order of permute_plan
     SEND_ROWS,    //
-    RECV_START,   // of those that come from rank j, without gaps
+    RECV_START,   // of the rows received from rank j, without gaps
     RECV_ROWS,    //
-    THERE_START,  // where rank j receives this rank's rows
-    HOME_START,   // where rank j sent the rows from that this rank received
+    THERE_START,  // of this rank's rows in the receive buffer of rank j
+    HOME_START,   // in the send buffer of rank j, of the rows that this rank received: where combine returns them
     ROUTE_NUMBERS
 };
 void dispatch_numbers(int64_t* numbers,  // (ROUTE_NUMBERS, P)
@@ -34,7 +37,7 @@ void dispatch_numbers(int64_t* numbers,  // (ROUTE_NUMBERS, P)
                       const int64_t* counts,  // (P, P, 2)
                       int32_t index, int32_t P, int64_t received, int64_t choices, Ctx* ctx);
 
-// Rank j's, as both builds find them. Returns the share of the room for what it receives that this takes.
+// The numbers for rank j, the same code in both builds. Returns needed capacity / capacity of rank j.
 static inline BOTH_SIDES double dispatch_numbers_of(int64_t* numbers, const int64_t* counts, int32_t index, int32_t P,
                                                     int32_t j, int64_t align, int64_t received, int64_t choices) {
     int64_t send = 0, recv = 0, there = 0, home = 0, tokens = 0, of_them = 0;
@@ -54,15 +57,15 @@ static inline BOTH_SIDES double dispatch_numbers_of(int64_t* numbers, const int6
     return of_received > of_choices ? of_received : of_choices;
 }
 
-// The choices of each sent row as its rank knows them: numbers of its own experts, -1 and gate 0 where another rank
-// holds the choice. Pad rows are left as they are: they are not sent.
+// The choices of each sent row, for the rank that receives it: local expert numbers, or -1 and gate 0 where another
+// rank owns the choice. Pad rows are not sent, and stay as they are.
 void dispatch_choices(int32_t* row_expert,    // (capacity, K)
                       real* row_gate,         // (capacity, K)
                       const int32_t* expert,  // (N, K)
                       const real* gate,       // (N, K)
                       Ragged send, int64_t N, int32_t K, int32_t El, Ctx* ctx);
 
-// dgate[n][k] = drow_gate[r][k], r being the row of token n that went to the rank of its k-th choice.
+// dgate[n][k] = drow_gate[r][k], where r is the row of token n that was sent to the rank of its k-th choice.
 void dispatch_choices_backward(real* dgate,            // (N, K)
                                const real* drow_gate,  // (capacity, K)
                                const int32_t* expert,  // (N, K)

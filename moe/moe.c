@@ -9,8 +9,8 @@ size_t moe_workspace(MoeShape s) {
     return max_size(bytes, max_size(mx_stats_workspace(), dispatch_workspace(dispatch_shape(s))));
 }
 
-void moe_forward(floatX* y, const floatX* x, MoeWeights w, MoeSaved* m, RouterCounts counts, MoeShape s,
-                 Dispatch* d, Pool* pool, Ctx* ctx) {
+void moe_forward(floatX* y, const floatX* x, MoeWeights w, MoeSaved* m, RouterCounts counts, MoeShape s, Dispatch* d,
+                 Pool* pool, Ctx* ctx) {
     const int64_t N = s.router.N, shared = s.shared_F;
     MoeForwardBuffers t;
 
@@ -20,7 +20,7 @@ void moe_forward(floatX* y, const floatX* x, MoeWeights w, MoeSaved* m, RouterCo
     router_forward(m->scores, m->route.expert, m->route.gate, x, w.router, w.bias, s.router, ctx);
     if (counts.load) router_count(counts, m->scores, m->route.expert, w.bias, s.router, ctx);
 
-    // 2. Tokens to the ranks of their experts; the shared MLP's first product and activation while they travel.
+    // 2. All-to-all: tokens to the ranks of their experts. The shared MLP's first GEMM and its activation overlap.
     dispatch_counts(d, &m->route, ctx);
     moe_plan_routed(pool_table(pool), m, s);
     pool_take_table(pool);
@@ -70,15 +70,15 @@ void moe_backward(floatX* dx, const floatX* dy, const floatX* x, MoeWeights w, M
     moe_plan_backward(pool_table(pool), &t, m, s);
     pool_take_table(pool);
 
-    // 5. dy to the ranks of its tokens' experts, as it is: the gates are applied after W2 (grouped/experts.h). With it
-    // goes x, if it was not kept. The shared MLP computes meanwhile.
+    // 5. All-to-all: dy to the ranks of its tokens' experts, without the gates, which come after W2
+    // (grouped/experts.h). With activation checkpointing x is sent along. The shared MLP's backward overlaps.
     dispatch_pack(d, &m->route, &t.travel, dy, NULL, weight_stats(w.w2, STATS_DY), ctx);
     if (s.recompute) dispatch_pack(d, &m->route, &t.again, x, &m->x, NULL, ctx);
     dispatch_start(d, &m->route, ctx);
     if (s.shared_F) shared_backward(dx, dy, x, w, m, t, s, ctx);
     const Rows dy_here = dispatch_receive(d, &m->route, &t.travel, ctx);
 
-    // 4. and 3. h = W13 x once more, if it was not kept.
+    // 4. and 3. Activation checkpointing: recompute h = W13 x.
     if (s.recompute) {
         m->x = dispatch_receive(d, &m->route, &t.again, ctx);
         grouped_forward(m->h, rows_permute(t.rows, m->x, read, r, ctx), w.w13, r, ctx);

@@ -10,6 +10,7 @@ void moe_plan_choices(Arena* a, MoeSaved* m, MoeShape s) {
     dispatch_plan_choices(a, &m->route, dispatch_shape(s));
 }
 
+// The tensors that activation checkpointing drops after forward: backward has them again.
 static void plan_hidden(Arena* a, MoeSaved* m, MoeShape s) {
     dispatch_plan_x(a, &m->x, &m->route);
     arena_add(a, "routed hidden", ELEMENT_X, m->ragged.capacity * 2 * s.F, 1, (void**)&m->h);
@@ -30,7 +31,7 @@ void moe_plan_routed(Arena* a, MoeSaved* m, MoeShape s) {
     if (!s.recompute) plan_hidden(a, m, s);
 }
 
-// Rows as products of a format read them: bytes, or values that the cast to bytes goes through first.
+// The memory for rows as the GEMMs of a format read them, MXFP8 bytes or values; and for rows that are quantized first.
 static int memory_read(Format f) { return format_read(f).bytes ? ROWS_BYTES : ROWS_VALUES; }
 static int memory_cast(Format f) { return f.bytes ? ROWS_BYTES | memory_read(f) : 0; }
 

@@ -1,5 +1,5 @@
-// The arrays that a MoE block takes from the pool (device/pool.h), by name. The same tables serve to plan and to run,
-// so that the two cannot drift apart. For moe/moe.c and moe/moe_buffers.c only.
+// The buffers that a MoE block takes from the pool (device/pool.h), by name. Planning and running use the same tables,
+// so that the memory plan cannot differ from the run. For moe/moe.c and moe/moe_buffers.c only.
 #ifndef MOE_MOE_BUFFERS_H
 #define MOE_MOE_BUFFERS_H
 
@@ -7,21 +7,21 @@
 
 BEGIN_C
 
-// Rows have the memory that their format asks for (mx/rows.h); `rows` in the comments is m->ragged.capacity.
+// Rows have the memory that their format requires (mx/rows.h); `rows` in the comments is m->ragged.capacity.
 typedef struct MoeForwardBuffers {
     Travel travel;
-    Rows rows;           // (rows, max(C, F)): x, then the experts' outputs; between them room for statistics
+    Rows rows;           // (rows, max(C, F)): x; workspace of the activation's MxStats; the experts' outputs
     Rows act;            // (rows, F)
     floatX* shared_act;  // (N, shared_F)
 } MoeForwardBuffers;
 
 // dact, act and dh serve the shared MLP first: (N, shared_F), (N, shared_F), (N, 2 shared_F).
 typedef struct MoeBackwardBuffers {
-    Travel travel, again;     // of dy, of x with recompute
+    Travel travel, again;     // all-to-all buffers of dy; of x with recompute
     Rows rows;                // (rows, C): x or dy
-    Rows channels;            // fast wgrad: one of them by channel
-    floatX *dact, *act, *dh;  // (rows, max(C, F)): da', then dx; (rows, F): gate * a; (rows, 2F), or dh by channel
-    Rows dh_cast;             // (rows, 2F); fast wgrad: then gate * a or dh by channel
+    Rows channels;            // fast wgrad: x or dy, quantized column-wise (along tokens)
+    floatX *dact, *act, *dh;  // (rows, max(C, F)): da', then dx; (rows, F): gate * a; (rows, 2F): dh, maybe column-wise
+    Rows dh_cast;             // (rows, 2F): dh, quantized; fast wgrad: then gate * a or dh, column-wise
     real *drow_gate, *dgate;  // (rows), (N, K)
 } MoeBackwardBuffers;
 
@@ -31,8 +31,8 @@ static inline DispatchShape dispatch_shape(MoeShape s) {
     return d;
 }
 
-void moe_plan_choices(Arena* a, MoeSaved* m, MoeShape s);  // before the counts are known
-void moe_plan_routed(Arena* a, MoeSaved* m, MoeShape s);   // from here on m->route has its counts
+void moe_plan_choices(Arena* a, MoeSaved* m, MoeShape s);  // before the counts of the all-to-all are known
+void moe_plan_routed(Arena* a, MoeSaved* m, MoeShape s);   // m->route has its counts
 void moe_plan_forward(Arena* a, MoeForwardBuffers* t, MoeSaved* m, MoeShape s);
 void moe_plan_backward(Arena* a, MoeBackwardBuffers* t, MoeSaved* m, MoeShape s);
 

@@ -3,8 +3,8 @@
 #include "device/cpu.h"
 #include "layers/adamw.h"
 
-// Never vectorized: a vector's exp and that of the leftover elements differ in the last bit, and equal logits must make
-// equal scores wherever they stand.
+// Never vectorized: the vector exp and the scalar exp of leftover elements differ in the last bit. Equal logits must
+// make equal scores at every index.
 static __attribute__((noinline)) real exp_one(real x) { return exp(x); }
 
 // Scores of one token from its logits, in place.
@@ -19,8 +19,8 @@ static void score_row(real* s, int32_t E, int32_t function) {
     for (int32_t e = 0; e < E; e++) s[e] /= sum;
 }
 
-// Index of the largest value, the first of equals; the winner is struck out so that the next call finds the next one.
-// With NaN all around it is the first index not yet struck out: any expert will do, but no expert twice.
+// Index of the largest value that is not taken, the first of equals; marks it as taken, so that the next call finds the
+// next one. If all values are NaN, it is the first index that is not taken: any expert, but no expert twice.
 static int32_t take_best(const real* value, char* taken, int32_t n) {
     int32_t best = -1;
     for (int32_t i = 0; i < n; i++)
@@ -29,7 +29,7 @@ static int32_t take_best(const real* value, char* taken, int32_t n) {
     return best;
 }
 
-// Leaves -inf in `choice` for every expert outside the best groups. `group_score` and `taken` hold a value per group.
+// Sets `choice` to -inf for every expert outside the best groups. `group_score` and `taken` have a value per group.
 static void limit_groups(real* choice, real* group_score, char* taken, RouterShape s) {
     int32_t size = s.E / s.groups;
     for (int32_t g = 0; g < s.groups; g++) {
@@ -48,8 +48,8 @@ static void limit_groups(real* choice, real* group_score, char* taken, RouterSha
         if (!taken[e / size]) choice[e] = -INFINITY;
 }
 
-// Workspace: forward has two rows of E reals and E marks for each thread; backward dlogits (N, E), counts (sequences,
-// E) and E marks.
+// Workspace. Forward: two rows of E reals and E marks for each thread. Backward: dlogits (N, E), counts (sequences, E)
+// and E marks.
 static int64_t thread_reals(RouterShape s) { return 3 * (int64_t)s.E; }
 
 size_t router_workspace(RouterShape s) {
@@ -74,7 +74,7 @@ void router_forward(real* scores, int32_t* expert, real* gate, const floatX* x, 
             real *score = scores + n * s.E, *g = gate + n * s.K, sum = 0;
             int32_t* id = expert + n * s.K;
 
-            // s; the selection compares s + bias, -inf outside the best groups.
+            // Scores s. The selection compares s + bias, or -inf outside the best groups.
             score_row(score, s.E, s.score);
             for (int32_t e = 0; e < s.E; e++) choice[e] = score[e] + bias[e];
             if (s.groups > 1) limit_groups(choice, group_score, taken, s);
@@ -115,6 +115,8 @@ void router_backward(floatX* dx, real* dw, const real* dgate, const real* scores
     int64_t sequences = ceil_div(s.N, s.T);
     real *dlogits = ctx_workspace(ctx, (s.N + sequences + 1) * s.E), *counts = dlogits + s.N * s.E;
     char* taken = (char*)(counts + sequences * s.E);
+
+    // count_e of each sequence, for the auxiliary loss.
     if (aux != 0) {
         for (int64_t i = 0; i < sequences * s.E; i++) counts[i] = 0;
         for (int64_t n = 0; n < s.N; n++) {
@@ -122,6 +124,8 @@ void router_backward(floatX* dx, real* dw, const real* dgate, const real* scores
             for (int32_t k = 0; k < s.K; k++) counts[n / s.T * s.E + take_best(scores + n * s.E, taken, s.E)]++;
         }
     }
+
+    // dlogits = s (1 - s) ds (sigmoid) or s (ds - sum_j s_j ds_j) (softmax);  dx += dlogits Wg
 #pragma omp parallel for schedule(dynamic)
     for (int64_t n0 = 0; n0 < s.N; n0 += TILE) {
         int64_t rows = min_i64(TILE, s.N - n0);
@@ -136,13 +140,13 @@ void router_backward(floatX* dx, real* dw, const real* dgate, const real* scores
         }
         gemm(0, 0, rows, s.C, s.E, 1, dlogits + n0 * s.E, s.E, w, s.C, 1, dx + n0 * s.C, s.C);
     }
-    // dw: tiles of its columns, never of the token axis.
+    // dw += dlogits^T x, in tiles of columns: the sum over tokens is never split.
 #pragma omp parallel for schedule(dynamic)
     for (int64_t c = 0; c < s.C; c += TILE)
         gemm(1, 0, s.E, min_i64(TILE, s.C - c), s.N, 1, dlogits, s.E, x + c, s.C, 1, dw + c, s.C);
 }
 
-// alpha_n of one token: the largest s + bias of an expert that it did not select. In float32 in every build.
+// alpha_n of one token: the largest s + bias of the experts that it did not select. In float32 in every build.
 static float best_unselected(const real* score, const real* bias, const int32_t* selected, RouterShape s) {
     float best = -INFINITY;
     for (int32_t e = 0; e < s.E; e++) {

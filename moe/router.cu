@@ -1,35 +1,37 @@
-// The router. Its three products are the library's (layers/matmul.cu): bf16 in, float32 sums. They are small (2 N E C
-// operations forward, four times as many backward) and bound by memory at 16b's E: x (N, C) is read once forward; x
-// and dx pass once more backward.
+// The router on the GPU: cuBLASLt GEMMs for the logits and their gradients (layers/matmul.cu), and one warp per token
+// for the scores, the selection and the gates.
 //
-// dlogits is float32 by nature. It enters its two products as a sum of two bf16, hi + lo, which loses 2^-17 of it. The
-// halves lie side by side, so that one product takes both:
+// The three GEMMs read bf16 and sum in float32. They are small (2 N E C operations forward, four times that backward)
+// and bound by memory at 16b's E. Forward reads x (N, C) once; backward reads x and updates dx once.
+//
+// dlogits is float32. It enters its two GEMMs as a sum of two bf16, hi + lo, which loses 2^-17 of it. The halves are
+// stored next to each other, so that one GEMM reads both:
 //
 //   dlogits (N, 2E)  hi | lo        weights (2E, C)  Wg        halves (2E, C)  hi^T x
 //                                                    Wg                        lo^T x
 //
 //   dx += dlogits weights, rounded to bf16 once;  halves = dlogits^T x, both added to dw
 //
-// Rows of dlogits and scores start on 16 bytes where E is a multiple of 4, as the library's fast kernels want it; other
-// E work too. A tensor core's float32 sum rounds toward zero after every 16 products. A sum of C products of random
-// signs loses about C / 16 * 2^-24.5 / sqrt(3) of its size by that: logits 3e-6 at C = 2048 and 1e-5 at C = 7168.
+// Rows of dlogits and scores start on 16 bytes if E is a multiple of 4, as cuBLASLt's fast kernels require; other E
+// work too. A tensor core's float32 sum rounds toward zero after every 16 products. A sum of C products of random signs
+// loses about C / 16 * 2^-24.5 / sqrt(3) of its size by that: logits 3e-6 at C = 2048 and 1e-5 at C = 7168.
 //
-// Selection: one warp a token; lane l holds experts l, l + 32, ... Scores become integers of the same order, so that
-// two warp reductions (redux.sync) find the best score and the lowest index that has it.
+// Selection: one warp per token; lane l has experts l, l + 32, ... in registers. Scores become integers of the same
+// order, so that two warp reductions (redux.sync) find the best score and the lowest index that has it.
 #include "moe/router.h"
 
 #include "layers/adamw.h"
 #include "layers/matmul.h"
 #include "layers/rows.cuh"
 
-// Floats as integers of the same order, all above 1; NaN is 1, below everything; 0 is left for "taken".
+// Floats as integers of the same order, all above 1; NaN is 1, below everything; 0 means "taken".
 static __device__ __forceinline__ uint32_t ordered(float x) {
     if (x != x) return 1;
     uint32_t u = __float_as_uint(x + 0.0f);  // -0 becomes 0: they are equal
     return u & 0x80000000u ? ~u : u | 0x80000000u;
 }
 
-// Index of the best of `value`, the lowest of equals; its owner strikes it out. Lane l holds indices l, l + 32, ...
+// Index of the largest of `value`, the lowest of equals; its lane marks it as taken. Lane l has indices l, l + 32, ...
 template <int J>
 static __device__ __forceinline__ int take_best(uint32_t value[J]) {
     const int lane = threadIdx.x % 32;
@@ -66,8 +68,8 @@ static __device__ __forceinline__ void to_scores(float (&p)[J], const RouterShap
     for (int j = 0; j < J; j++) p[j] *= per_sum;
 }
 
-// Scores in place of the logits, then the selection. J: registers for the experts, 32 J >= E. 8 warps a block. `held`
-// has a row of E values for each warp, which its lanes exchange.
+// Scores in place of the logits, then the selection and the gates. J: registers for the experts, 32 J >= E. 8 warps a
+// block. `held`: a row of E values for each warp in shared memory, through which its lanes exchange values.
 template <int J>
 static __global__ void __launch_bounds__(256)
     choose(float* scores, int32_t* expert, float* gate, const float* bias, RouterShape s) {
@@ -78,6 +80,8 @@ static __global__ void __launch_bounds__(256)
     if (n >= s.N) return;
     float *row = scores + n * s.E, *mine = held[warp], p[J];
 
+    // Scores from logits, in registers.
+
 #pragma unroll
     for (int j = 0; j < J; j++) {
         const int e = lane + 32 * j;
@@ -85,7 +89,7 @@ static __global__ void __launch_bounds__(256)
     }
     to_scores(p, s);
 
-    // Selection is among s + bias: in order as integers in `value`, as it is in shared memory.
+    // The selection compares s + bias: as ordered integers in `value`, as floats in shared memory.
     uint32_t value[J];
 #pragma unroll
     for (int j = 0; j < J; j++) {
@@ -98,12 +102,12 @@ static __global__ void __launch_bounds__(256)
     }
     __syncwarp();
 
-    // Limited to the top_groups best groups; other groups count as -inf.
+    // Only the top_groups best groups; experts of the others count as -inf.
     if (s.groups > 1) {
         const int size = s.E / s.groups;
         uint32_t group[J];
 
-        // A group's score: the sum of its two best (sigmoid) or its best (softmax). Lane l holds groups l, l + 32, ...
+        // A group's score: the sum of its two best (sigmoid) or its best (softmax). Lane l has groups l, l + 32, ...
 #pragma unroll
         for (int j = 0; j < J; j++) {
             const int g = lane + 32 * j;
@@ -120,7 +124,7 @@ static __global__ void __launch_bounds__(256)
             group[j] = ordered(s.score == SCORE_SIGMOID && size > 1 ? best + second : best);
         }
 
-        // The best are struck out; each lane then looks up the groups of its experts.
+        // The best groups are marked as taken; each lane then looks up the groups of its experts.
         for (int i = 0; i < s.top_groups; i++) take_best<J>(group);
         __syncwarp();
 #pragma unroll
@@ -133,7 +137,7 @@ static __global__ void __launch_bounds__(256)
         __syncwarp();
     }
 
-    // The K best one after another; lane k keeps choice k. s of the selected expert comes from shared memory.
+    // The K best, one after another; lane k keeps choice k. s of the selected expert comes from shared memory.
 #pragma unroll
     for (int j = 0; j < J; j++)
         if (lane + 32 * j < s.E) mine[lane + 32 * j] = p[j];
@@ -155,8 +159,8 @@ static __global__ void __launch_bounds__(256)
     }
 }
 
-// Calls launch_for(J) with the smallest J that has room for the experts: kernels hold them in registers, so J is a
-// constant there.
+// Calls launch_for(J) with the smallest J such that 32 J >= E. Kernels have the experts in registers, so J is a
+// template parameter.
 template <int J = 1, typename Launch>
 static void by_experts(RouterShape s, Launch launch_for) {
     ASSERT(s.E <= ROUTER_MOST_EXPERTS && s.K <= ROUTER_MOST_CHOICES && s.K <= s.E);
@@ -165,8 +169,8 @@ static void by_experts(RouterShape s, Launch launch_for) {
     launch_for(Int<J>());
 }
 
-// count (sequences, E) += tokens that have an expert's score among their K largest. A block takes COUNT_TOKENS of a
-// sequence, a warp one after another of them; whole numbers, so that the order does not matter.
+// count (sequences, E) += tokens that have an expert's score among their K largest. A block takes COUNT_TOKENS tokens
+// of a sequence, one at a time in each warp. Counts are whole numbers, so the order of the atomics does not matter.
 enum { COUNT_TOKENS = 32 };
 template <int J>
 static __global__ void __launch_bounds__(256) count_best(float* count, const float* scores, RouterShape s) {
@@ -191,14 +195,15 @@ static __global__ void __launch_bounds__(256) count_best(float* count, const flo
         if (held[e]) atomicAdd(&count[sequence * s.E + e], (float)held[e]);
 }
 
-// dlogits of a token, split in two bf16: its row is hi (E), then lo (E). One warp a token, lane l holds experts l,
-// l + 32, ... as above; d is ds, then dlogits. count is NULL without auxiliary loss. Beside it the grid writes Wg
-// twice.
+// dlogits of a token, split in two bf16: its row is hi (E), then lo (E). One warp per token, lane l has experts l,
+// l + 32, ...; d is ds, then dlogits. count is NULL without auxiliary loss. The grid also copies Wg twice into weights.
 template <int J>
 static __global__ void __launch_bounds__(256)
     score_backward(floatX* dlogits, const float* dgate, const float* scores, const int32_t* expert, const float* gate,
                    const float* count, float aux, floatX* weights, const floatX* w, RouterShape s) {
     wait_for_previous();
+
+    // weights: Wg twice.
     const int64_t matrix = s.E * s.C;
     for (int64_t i = blockIdx.x * (int64_t)256 + threadIdx.x; i < matrix; i += gridDim.x * (int64_t)256)
         weights[i] = weights[matrix + i] = w[i];
@@ -251,7 +256,7 @@ static __global__ void __launch_bounds__(256)
 #pragma unroll
     for (int j = 0; j < J; j++) d[j] = p[j] * (s.score == SCORE_SIGMOID ? d[j] * (1 - p[j]) : d[j] - dot);
 
-    // hi = dlogits rounded to bf16, lo = what that lost, rounded to bf16
+    // hi = dlogits rounded to bf16, lo = the rounding error of hi, rounded to bf16
     floatX* row = dlogits + n * 2 * s.E;
 #pragma unroll
     for (int j = 0; j < J; j++) {
@@ -264,23 +269,23 @@ static __global__ void __launch_bounds__(256)
     }
 }
 
-// dw += hi^T x, and then lo^T x.
+// dw += hi^T x + lo^T x.
 static __global__ void __launch_bounds__(256) add_halves(float* dw, const float* halves, int64_t matrix) {
     wait_for_previous();
     const int64_t i = blockIdx.x * (int64_t)256 + threadIdx.x;
     if (i < matrix) dw[i] = dw[i] + halves[i] + halves[matrix + i];
 }
 
-// What the router keeps in the workspace, after matmul_workspace() bytes that each product may overwrite.
+// The router's arrays in the workspace, after matmul_workspace() bytes that each GEMM may overwrite.
 struct Scratch {
     floatX* dlogits;  // (N, 2E): hi | lo
     floatX* weights;  // (2E, C): Wg twice
     float* halves;    // (2E, C): hi^T x, lo^T x
     float* count;     // (sequences, E)
-    size_t bytes;     // of the workspace, the products' included
+    size_t bytes;     // of the workspace, that of the GEMMs included
 };
 
-// The parts, each on 256 bytes, of a workspace that starts at `base`.
+// The arrays, each aligned to 256 bytes, of a workspace that starts at `base`.
 static Scratch scratch_of(RouterShape s, char* base) {
     Scratch w;
     w.bytes = matmul_workspace();
@@ -304,7 +309,7 @@ void router_forward(real* scores, int32_t* expert, real* gate, const floatX* x, 
     // logits = x Wg^T
     matmul_forward_real(scores, x, w, s.N, s.C, s.E, ctx);
 
-    // s, the selection and the gates
+    // Scores, selection and gates
     by_experts(s, [&](auto j) {
         launch_early(choose<decltype(j)::value>, blocks_for(s.N, 8), 256, 0, ctx, scores, expert, gate, bias, s);
     });
@@ -332,15 +337,16 @@ void router_backward(floatX* dx, real* dw, const real* dgate, const real* scores
                      scores, expert, gate, count, aux, scratch.weights, w, s);
     });
 
-    // dx += hi Wg + lo Wg: one product, because a second rounding to bf16 would lose what lo adds.
+    // dx += hi Wg + lo Wg: one GEMM, because a second rounding to bf16 would lose the correction by lo.
     matmul_dgrad(dx, scratch.dlogits, scratch.weights, s.N, s.C, 2 * s.E, 1, ctx);
 
-    // dw += hi^T x + lo^T x: one product that reads x once.
+    // dw += hi^T x + lo^T x: one GEMM that reads x once.
     matmul_wgrad(scratch.halves, scratch.dlogits, x, s.N, s.C, 2 * s.E, 0, ctx);
     launch_early(add_halves, blocks_for(matrix, 256), 256, 0, ctx, dw, scratch.halves, matrix);
 }
 
-// Blocks count in shared memory, so that few sums reach `load`: integers, in whatever order.
+// load += tokens that selected each expert. Blocks count in shared memory, so that few atomics reach `load`. Integer
+// sums do not depend on their order.
 static __global__ void count_loads(unsigned long long* load, const int32_t* expert, int64_t count, int32_t E) {
     wait_for_previous();
     extern __shared__ int held[];
@@ -353,8 +359,8 @@ static __global__ void count_loads(unsigned long long* load, const int32_t* expe
         if (held[e]) atomicAdd(&load[e], (unsigned long long)held[e]);
 }
 
-// margins (MARGIN_BINS, E) += the margins of all tokens, one warp a token; lane l holds experts l, l + 32, ... Integer
-// sums in the L2 cache, whose result does not depend on their order.
+// margins (MARGIN_BINS, E) += the margins of all tokens, one warp per token; lane l has experts l, l + 32, ... Integer
+// atomics in the L2 cache, whose result does not depend on their order.
 template <int J>
 static __global__ void __launch_bounds__(256) count_margins(unsigned long long* margins, const float* scores,
                                                             const int32_t* expert, const float* bias, RouterShape s) {
@@ -363,7 +369,7 @@ static __global__ void __launch_bounds__(256) count_margins(unsigned long long* 
     const int64_t n = blockIdx.x * (int64_t)8 + threadIdx.x / 32;
     if (n >= s.N) return;
 
-    // alpha: the largest s + bias of an expert that the token did not select.
+    // alpha: the largest s + bias of the experts that the token did not select.
     const int selected = lane < s.K ? expert[n * s.K + lane] : -1;
     float compared[J], alpha = -INFINITY;
 #pragma unroll
@@ -376,6 +382,7 @@ static __global__ void __launch_bounds__(256) count_margins(unsigned long long* 
     }
     alpha = warp_max(alpha);
 
+    // One count per expert, in the bin of its margin.
 #pragma unroll
     for (int j = 0; j < J; j++) {
         const int64_t e = lane + 32 * j;
@@ -394,7 +401,7 @@ void router_count(RouterCounts counts, const real* scores, const int32_t* expert
     });
 }
 
-// A block a layer, a thread an expert. Bound by the latency of its loads.
+// One block per layer, one thread per expert. Bound by the latency of its loads.
 static __global__ void __launch_bounds__(ROUTER_MOST_EXPERTS)
     balance_quantile(float* bias, const int64_t* margins, int32_t E, int32_t K, const StepState* state) {
     wait_for_previous();
@@ -422,7 +429,7 @@ void router_balance_quantile(real* bias, const int64_t* margins, int64_t layers,
     launch_early(balance_quantile, (unsigned)layers, ROUTER_MOST_EXPERTS, 0, ctx, bias, margins, E, K, state);
 }
 
-// A block a layer.
+// One block per layer.
 static __global__ void __launch_bounds__(256)
     balance_sign(float* bias, const int64_t* load, int32_t E, float rate, const StepState* state) {
     wait_for_previous();

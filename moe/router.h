@@ -1,17 +1,17 @@
-// The router: which experts a token goes to, and with which weight. DeepSeek-V3 (arXiv 2412.19437, section 2.1.2) with
-// sigmoid scores, DeepSeek-V2 (arXiv 2405.04434, section 2.2) with softmax scores.
+// The router: selects K experts for each token, and their gates. Source: DeepSeek-V3 (arXiv 2412.19437, section 2.1.2)
+// with sigmoid scores, DeepSeek-V2 (arXiv 2405.04434, section 2.2) with softmax scores.
 //
 //   logits = x Wg^T in float32;  s = sigmoid(logits) or softmax(logits)
 //   selection: the K largest s + bias in the top_groups best groups of experts (other groups count as -inf)
 //     a group's score: the sum of its two largest s + bias (sigmoid; or of its only one), or the largest (softmax)
 //   gate_k = s of the selected expert, divided by (their sum + 1e-20) if norm, times scale
 //
-// Of equal scores the lower index comes first. A token with NaN scores still gets K distinct experts. The bias only
-// selects; gradients reach x and Wg through the gates (and the auxiliary loss) alone.
+// Ties go to the lower index. A token with NaN scores still gets K distinct experts. The selection bias changes the
+// selection only: gradients reach x and Wg through the gates and the auxiliary loss alone.
 //
-// Load balancing sets the bias once a step, from that step's loads or margins (router_balance_*). So the selection of a
-// token depends on past steps and on the token itself, never on other tokens of its sequence: it is causal, and the
-// same in training and in inference.
+// Load balancing sets the selection bias once a step, from that step's loads or margins (router_balance_*). So the
+// selection of a token depends on past steps and on the token itself, never on other tokens of its sequence. It is
+// causal, and the same in training and in inference.
 #ifndef MOE_ROUTER_H
 #define MOE_ROUTER_H
 
@@ -24,7 +24,7 @@ BEGIN_C
 
 typedef struct StepState StepState;  // layers/adamw.h
 
-enum { ROUTER_MOST_EXPERTS = 512, ROUTER_MOST_CHOICES = 32 };  // of the kernels, which have a lane for each choice
+enum { ROUTER_MOST_EXPERTS = 512, ROUTER_MOST_CHOICES = 32 };  // limits of the kernels, which use a lane per choice
 typedef enum { SCORE_SIGMOID = 0, SCORE_SOFTMAX = 1 } ScoreFunction;
 
 typedef struct RouterShape {
@@ -45,9 +45,11 @@ void router_forward(real* scores,      // (N, E): s, kept for backward
                     const real* bias,  // (E)
                     RouterShape shape, Ctx* ctx);
 
-// aux: weight of the sequence-wise balance loss aux * sum_sequences sum_e f_e P_e, f_e = E / (K T) * count_e,
-// P_e = mean_t s_te / sum_e' s_te' (DeepSeek-V3, equations 17 to 20), counts taken as constants. 0 switches it off.
-// count_e: tokens that have s_te among their K largest, without bias and groups.
+// aux: weight of the auxiliary loss, DeepSeek-V3's sequence-wise balance loss (equations 17 to 20). 0 switches it off.
+//
+//   aux * sum_sequences sum_e f_e P_e,   f_e = E / (K T) * count_e,   P_e = mean_t s_te / sum_e' s_te'
+//
+// count_e: tokens that have s_te among their K largest, without bias and groups. Counts are constants in its gradient.
 void router_backward(floatX* dx,             // (N, C), +=
                      real* dw,               // (E, C), +=
                      const real* dgate,      // (N, K)
@@ -58,7 +60,7 @@ void router_backward(floatX* dx,             // (N, C), +=
 
 size_t router_workspace(RouterShape shape);
 
-// The margin of expert e for token n: by how much its bias must rise before the token selects it. Selected experts have
+// The margin of expert e for token n: the rise of its bias at which the token selects it. Selected experts have
 // negative margins.
 //
 //   margin_ne = alpha_n - (s_ne + bias_e),   alpha_n = the largest s + bias of the experts that the token did not
@@ -72,26 +74,26 @@ enum { MARGIN_OCTAVES = 20, MARGIN_SPLIT = 16, MARGIN_SIDE = MARGIN_OCTAVES * MA
 enum { MARGIN_BINS = 2 * MARGIN_SIDE + 1 };
 #define MARGIN_LARGEST 2.0f  // scores are in [0, 1]; the lower end of the octaves is 2^-19
 
-// Counts of a step for its load balancing, from training's forward pass only, once a micro-step. Integers, so that sums
+// Counts of a step for load balancing: of the forward pass in training, each micro-step once. Integers, so that sums
 // over micro-steps and ranks do not depend on the layout.
 typedef struct RouterCounts {
     int64_t* load;     // (E): tokens that selected each expert; NULL: nothing is counted
     int64_t* margins;  // (MARGIN_BINS, E): histograms of the margins, or NULL
 } RouterCounts;
 
-// counts += those of N tokens.
+// counts += the loads and margins of N tokens.
 void router_count(RouterCounts counts,
                   const real* scores,     // (N, E)
                   const int32_t* expert,  // (N, K)
                   const real* bias,       // (E)
                   RouterShape shape, Ctx* ctx);
 
-// The update of the biases of all layers, from the counts of the whole step, summed over all ranks. Nothing is written
-// if state->ok is 0, nor in a layer that counted no token.
+// The update of the selection biases of all layers, from the counts of the whole step, summed over all ranks. Nothing
+// is written if state->ok is 0, nor in a layer that counted no token.
 //
 // Quantile balancing (J. Su, kexue.fm 11619; Kimi K3 technical report, section 2.3.3 and appendix D):
 //   bias_e += the K/E quantile of margin_.e, interpolated in its bin;   then bias -= mean_e bias
-// With the new bias and the same alpha, a share K/E of the tokens would select expert e.
+// With the new bias and the same alpha, a fraction K/E of the tokens would select expert e.
 void router_balance_quantile(real* bias,              // (layers, E)
                              const int64_t* margins,  // (layers, MARGIN_BINS, E)
                              int64_t layers, int32_t E, int32_t K, const StepState* state, Ctx* ctx);
@@ -102,7 +104,7 @@ void router_balance_sign(real* bias,           // (layers, E)
                          const int64_t* load,  // (layers, E)
                          int64_t layers, int32_t E, float rate, const StepState* state, Ctx* ctx);
 
-// The rest is the same function in both builds. The bin of a margin comes from its bits, which are in order like the
+// The functions below are shared by both builds. The bin of a margin comes from its bits, which have the order of the
 // float itself. The upper 4 of 23 bits of mantissa are the 16 bins of an octave.
 static inline BOTH_SIDES int margin_bin(float margin) {
     const float least = MARGIN_LARGEST / (1 << MARGIN_OCTAVES);
@@ -126,7 +128,7 @@ static inline BOTH_SIDES double margin_edge(int bin) {
 // The K/E quantile of expert e's margins among `tokens`.
 static inline BOTH_SIDES double margin_quantile(const int64_t* margins, int32_t e, int64_t tokens, int32_t E,
                                                 int32_t K) {
-    // The first bin at which the count reaches the wanted number, the counts below it and in it.
+    // The first bin at which the cumulative count reaches the wanted number; the counts below it and in it.
     const double wanted = (double)tokens * K / E;
     int64_t below = 0, inside = 0;
     int found = 0;

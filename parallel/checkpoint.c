@@ -1,8 +1,8 @@
-// Saving. For each checkpoint the threads of all ranks, together:
+// Saving. The saver threads of all ranks write a checkpoint together:
 //
-//   rank 0 makes the folder and the files of tensors, at their full size and with their headers
-//   every rank writes its slices in place, flushes them and tells rank 0 their CRC-32s
-//   rank 0 joins these, writes the other files and the manifest, gives the folder its name and removes old ones
+//   1. rank 0      makes the temporary folder and the tensor files, at full size and with their headers
+//   2. every rank  writes its slices in place, flushes them, and sends their CRC-32s to rank 0
+//   3. rank 0      joins the CRC-32s, writes the other files and the manifest, renames the folder, removes old ones
 #ifndef _GNU_SOURCE
 #define _GNU_SOURCE  // fallocate: posix_fallocate writes every block where the file system cannot
 #endif
@@ -29,7 +29,7 @@ typedef struct SavedFile {
     int64_t header_bytes, bytes;
 } SavedFile;
 
-#define PROBE ".shared_"  // by which the ranks find out that they share the folder
+#define PROBE ".shared_"  // name of a file by which the ranks test that they share the folder
 
 struct Saver {
     Ranks* group;  // the world, with messages of its own
@@ -40,7 +40,7 @@ struct Saver {
     int text_count;
     pthread_t thread;
     bool running;
-    // The thread's while it runs: what this rank writes, slice after slice in `buffer`.
+    // Used by the thread while it runs. `buffer` has this rank's slices, one after another.
     char* buffer;
     size_t room;
     FileSlice* slices;
@@ -48,18 +48,18 @@ struct Saver {
     SavedFile* files;
     int tensor_files, count;  // files of tensors, then texts
     int64_t step;
-    Path folder;   // the unfinished one
+    Path folder;   // the temporary one
     char* record;  // the manifest up to its list of files
 };
 
-// Removes a file or folder. Whether it is gone: what cannot be removed, a link for one, does no harm where it is.
+// Removes a file or folder, and returns whether it is gone. If it cannot be removed (a link, say), it does no harm.
 static bool clear_away(const char* path) {
     if (remove_tree(path) == 0) return true;
     warn("cannot remove %s: %s", path, file_error(errno));
     return false;
 }
 
-// Removes what a run that was cut short left in the middle of a save or of its start.
+// Removes the files and folders that an interrupted run left, in a save or at its start.
 static void sweep(const char* out) {
     DIR* folder = opendir(out);
     for (struct dirent* entry; folder && (entry = readdir(folder)) != NULL;) {
@@ -80,9 +80,8 @@ Saver* saver_create(Ranks* world, const char* out, int keep) {
     s->keep = keep;
     s->out_fd = -1;
 
-    // A folder that each host has for itself is found now, not at the first save: rank 0 makes a file there that the
-    // others must see. Its name is a new one each time, because their file systems may remember that an old one was not
-    // there.
+    // A folder that the hosts do not share is detected now, not at the first save: rank 0 makes a file that the others
+    // must see. Its name is new each time, because file systems may cache that an old name did not exist.
     int64_t id = getpid();
     ranks_broadcast(world, &id, sizeof(id), 0);
     Path probe = path_of("%s/" PROBE "%ld", out, id);
@@ -126,10 +125,10 @@ void saver_destroy(Saver* s) {
     free(s);
 }
 
-// Ends the run where its folder was removed or renamed, and there is a new one of that name: another run's.
+// Ends the run if its folder was removed or renamed and there is a new one of that name, made by another run.
 static void check_folder(const Saver* s) {
     struct stat then, now;
-    if (fstat(s->out_fd, &then) != 0 || stat(s->out, &now) != 0) return;  // what follows fails, and says why
+    if (fstat(s->out_fd, &then) != 0 || stat(s->out, &now) != 0) return;  // the next file call reports it
     if (then.st_dev != now.st_dev || then.st_ino != now.st_ino)
         die(EXIT_FAILED,
             "--out %s is another folder than at the start of this run, which was removed or renamed: nothing is "
@@ -138,8 +137,7 @@ static void check_folder(const Saver* s) {
             s->out);
 }
 
-// Ends the run for the reason in errno. The unfinished folder is removed first: what it took may be just the room that
-// is missing.
+// Ends the run for the reason in errno. The temporary folder is removed first: it may have filled the disk.
 static NORETURN void give_up(const Saver* s, const char* what, const char* path) {
     int why = errno;
     remove_tree(s->folder.text);
@@ -147,13 +145,13 @@ static NORETURN void give_up(const Saver* s, const char* what, const char* path)
         file_error(why));
 }
 
-// Takes the room that a file will need, where the file system can; else only its size is set.
+// Allocates a file's disk space where the file system supports it; else only sets its size.
 static int reserve(int fd, int64_t bytes) {
     if (fallocate(fd, 0, 0, (off_t)bytes) == 0) return 0;
     return errno == EOPNOTSUPP ? ftruncate(fd, (off_t)bytes) : -1;
 }
 
-// All of the bytes, in as many writes as it takes.
+// Writes all of the bytes, with several writes if needed.
 static int put(int fd, const char* data, int64_t bytes, int64_t offset) {
     while (bytes > 0) {
         ssize_t n = pwrite(fd, data, (size_t)bytes, (off_t)offset);
@@ -166,7 +164,7 @@ static int put(int fd, const char* data, int64_t bytes, int64_t offset) {
     return 0;
 }
 
-// Makes a file of `bytes` bytes and writes its head. Room for all of it is taken now: a full disk is found early.
+// Makes a file of `bytes` bytes and writes its head. Its disk space is allocated now, so that a full disk fails early.
 static void make_file(const Saver* s, const char* name, const char* head, int64_t head_bytes, int64_t bytes) {
     Path path = path_of("%s/%s", s->folder.text, name);
     int fd = create_file(path.text);
@@ -175,7 +173,7 @@ static void make_file(const Saver* s, const char* name, const char* head, int64_
         give_up(s, "write", path.text);
 }
 
-// Rank 0: an empty folder, and in it every file of tensors.
+// Rank 0: makes the empty folder, and in it every tensor file.
 static void make_files(const Saver* s) {
     const char* folder = s->folder.text;
     check_folder(s);
@@ -184,7 +182,7 @@ static void make_files(const Saver* s) {
         make_file(s, s->files[i].name, s->files[i].header, s->files[i].header_bytes, s->files[i].bytes);
 }
 
-// Writes this rank's slices of a file, from *next on, whose bytes begin at *from; moves both past them. Every rank that
+// Writes this rank's slices of a file, from *next on; their bytes begin at *from. Moves both past them. Every rank that
 // wrote flushes. False on errors, with errno set.
 static bool write_slices(const char* path, int64_t file, FileSlice** next, const FileSlice* end, const char** from) {
     if (*next == end || (*next)->file != file) return true;
@@ -198,7 +196,7 @@ static bool write_slices(const char* path, int64_t file, FileSlice** next, const
     return fsync(fd) == 0 && close(fd) == 0;
 }
 
-// Ends the run where a rank's weights or moments are not finite, before anything is written.
+// Ends the run if a rank's weights or moments are not finite, before anything is written.
 static void check_finite(const Saver* s) {
     const char* from = s->buffer;
     bool finite = true;
@@ -213,8 +211,8 @@ static void check_finite(const Saver* s) {
         s->step);
 }
 
-// File after file, all ranks together. The time limit of waits holds for a file: it finds a rank whose disk hangs,
-// while all files together may take longer.
+// Writes the tensor files one by one, all ranks together. The watchdog's limit applies to each file: it detects a rank
+// whose disk hangs, while all files together may take longer.
 static void write_files(Saver* s) {
     const char* from = s->buffer;
     FileSlice* next = s->slices;
@@ -231,12 +229,14 @@ static void write_files(Saver* s) {
     }
 }
 
-// Rank 0: the texts, which come behind the tensors, so that no folder of zeros has them and passes for a model. Then
-// the record, each file with its size and the CRC-32 that its slices have together, and the CRC-32 of all that.
+// Rank 0: writes the text files after the tensors, so that a folder of zeros never has them and cannot pass for a
+// model. The manifest follows: the record, each file's size and joined CRC-32, and the CRC-32 of all that.
 static void write_manifest(const Saver* s, const FileSlice* slices, int64_t slice_count) {
     const FileSlice *next = slices, *end = slices + slice_count;
+    // Text files.
     for (int i = s->tensor_files; i < s->count; i++)
         make_file(s, s->files[i].name, s->files[i].header, s->files[i].header_bytes, s->files[i].bytes);
+    // Manifest.
     char* body = host_strdup(s->record);
     for (int i = 0; i < s->count; i++) {
         const SavedFile* f = &s->files[i];
@@ -254,16 +254,16 @@ static void write_manifest(const Saver* s, const FileSlice* slices, int64_t slic
     free(body);
 }
 
-// Removes a checkpoint. It is renamed first: a folder with a checkpoint's name is never half there.
+// Removes a checkpoint. It is renamed first, so that a folder with a checkpoint's name is always complete.
 static void remove_step(const char* out, int64_t step) {
     Path path = step_path(out, step, ""), old = step_path(out, step, ".replaced");
     bool renamed = !is_link(path.text) && clear_away(old.text) && rename(path.text, old.text) == 0;
-    clear_away(renamed ? old.text : path.text);  // a link stays; where names cannot change, it is removed as it is
+    clear_away(renamed ? old.text : path.text);  // a link stays; a folder that cannot be renamed is removed in place
 }
 
-// Removes the oldest checkpoints, so that `keep` stay.
+// Removes the oldest checkpoints, so that `keep` remain.
 static void prune(const char* out, int64_t newest, int keep) {
-    // The new checkpoint stands: a folder that cannot be listed is no reason to end the run.
+    // The new checkpoint is complete, so a folder that cannot be listed is no reason to end the run.
     DIR* folder = opendir(out);
     if (!folder) {
         warn("cannot list %s: %s; old checkpoints stay", out, strerror(errno));
@@ -274,7 +274,7 @@ static void prune(const char* out, int64_t newest, int keep) {
     int count, seen = 0;
     int64_t* steps = checkpoint_list(out, &count);
     for (int i = 0; i < count; i++) {
-        if (steps[i] > newest) continue;  // refused ones that a resumed run went back before: not ours to count
+        if (steps[i] > newest) continue;  // refused at resume, newer than this one: not counted
         if (++seen > keep) remove_step(out, steps[i]);
     }
     free(steps);
@@ -298,21 +298,21 @@ bool checkpoint_set_aside(Saver* s, int64_t step) {
     return !oldest && remove_tree(aside.text) == 0 && !is_link(path.text) && rename(path.text, aside.text) == 0;
 }
 
-// When all is on disk: gives the folder its name, and removes what is too old.
+// Commit, when all files are on disk: renames the folder, and removes the oldest checkpoints.
 static void publish(const Saver* s) {
     Path final = step_path(s->out, s->step, ""), replaced = step_path(s->out, s->step, ".replaced");
     const char *path = final.text, *old = replaced.text, *folder = s->folder.text;
     check_folder(s);
     if (sync_folder(folder) != 0) give_up(s, "flush", path);
 
-    // A folder of this name can only be one that was refused at resume. It is renamed, and removed once the new one
-    // stands.
+    // A folder of this name can only be one that was refused at resume. It is renamed, and removed after the new one
+    // has its name.
     if (is_link(path)) errno = ELOOP, give_up(s, "replace", path);
     if (rename(path, old) != 0 && errno != ENOENT) give_up(s, "replace", path);
     if (rename(folder, path) != 0 || sync_folder(s->out) != 0) give_up(s, "create", path);
     clear_away(old);
 
-    // Two stay at least: whether the newest is any good is known after the next step.
+    // At least two remain: only the next step shows whether the newest one's model has diverged.
     prune(s->out, s->step, s->keep > 2 ? s->keep : 2);
 
     char* shown = host_printable(path, strlen(path), "");
@@ -328,7 +328,7 @@ static void* saver_thread(void* saver) {
     int64_t total;
     check_finite(s);
 
-    // Files of tensors at full size, then every rank's slices, then what rank 0 learns of them.
+    // Tensor files at full size, then every rank's slices, then the manifest from the slices' CRC-32s.
     if (leads) make_files(s);
     ranks_barrier(s->group);
     write_files(s);
@@ -337,7 +337,7 @@ static void* saver_thread(void* saver) {
         write_manifest(s, all, total);
         publish(s);
     }
-    ranks_barrier(s->group);  // every rank's wait ends when the checkpoint stands
+    ranks_barrier(s->group);  // no rank's wait ends before the checkpoint is complete
 
     free(all);
     for (int i = 0; i < s->count; i++) free(s->files[i].header);
@@ -347,7 +347,7 @@ static void* saver_thread(void* saver) {
     return NULL;
 }
 
-// Copies what this rank writes of a tensor to the end of the buffer. What lies side by side in the file is one slice.
+// Copies this rank's part of a tensor to `to`, the end of the buffer. Adjacent parts of the file are one slice.
 static char* copy_slice(Saver* s, int64_t file, const CheckpointTensor* t, int64_t tensor_offset, char* to, Ctx* ctx) {
     int64_t size = (int64_t)st_dtype_bytes(t->dtype), bytes = t->save_count * size,
             offset = tensor_offset + t->save_first * size;
@@ -363,9 +363,9 @@ static char* copy_slice(Saver* s, int64_t file, const CheckpointTensor* t, int64
     return to + bytes;
 }
 
-// Lays out file i, and copies what this rank writes of it to the end of the buffer.
+// Plans the layout of file i, and copies this rank's parts of it to `to`, the end of the buffer.
 static char* copy_file(Saver* s, int i, const CheckpointFile* file, char* to, Ctx* ctx) {
-    // Its header: the tensors by name, each of which gets its place in the file.
+    // The header: the tensors by name, with their offsets in the file.
     StTensor* planned = (StTensor*)host_alloc((size_t)file->count * sizeof(StTensor));
     for (int k = 0; k < file->count; k++) {
         CheckpointTensor* t = &file->tensors[k];
@@ -377,7 +377,7 @@ static char* copy_file(Saver* s, int i, const CheckpointFile* file, char* to, Ct
     memcpy(saved->name, file->name, sizeof(saved->name));
     saved->header = st_plan_header(planned, file->count, metadata, &saved->header_bytes);
 
-    // Its tensors: this rank's part of each.
+    // This rank's part of each tensor.
     saved->bytes = saved->header_bytes;
     for (int k = 0; k < file->count; k++) {
         saved->bytes += planned[k].bytes;
@@ -391,7 +391,7 @@ void checkpoint_save(Saver* s, const CheckpointRecord* r, const char* options_js
                      int count, Ctx* ctx) {
     checkpoint_wait(s);
 
-    // How much this rank writes, in how many slices.
+    // The bytes that this rank writes, and an upper bound on its slices.
     size_t bytes = 0, slices = 0;
     for (int i = 0; i < count; i++)
         for (int t = 0; t < files[i].count; t++) {
@@ -400,7 +400,7 @@ void checkpoint_save(Saver* s, const CheckpointRecord* r, const char* options_js
             slices += tensor->save_count > 0;
         }
 
-    // Room for it, and what the thread needs to know.
+    // The buffer, and the thread's inputs.
     s->buffer = (char*)host_at_least(s->buffer, &s->room, bytes);
     s->slices = (FileSlice*)host_alloc(slices * sizeof(FileSlice));
     s->slice_count = 0;
@@ -414,7 +414,7 @@ void checkpoint_save(Saver* s, const CheckpointRecord* r, const char* options_js
         "%s,\n\"files\": [",
         CHECKPOINT_FORMAT, r->step, r->window, r->updates, r->data_hash, options_json);
 
-    // The copy: training goes on when it is done.
+    // The copy to host memory. Training continues after it.
     char* to = s->buffer;
     for (int i = 0; i < count; i++) to = copy_file(s, i, &files[i], to, ctx);
     for (int i = 0; i < s->text_count; i++) {
@@ -422,6 +422,7 @@ void checkpoint_save(Saver* s, const CheckpointRecord* r, const char* options_js
         s->files[count + i].header = host_strdup(s->texts[i].header);
     }
 
+    // The thread writes the files.
     int rc = thread_start(&s->thread, saver_thread, s);
     if (rc != 0) die(EXIT_FAILED, "cannot start the thread that writes %s: %s", s->folder.text, strerror(rc));
     s->running = true;

@@ -1,5 +1,6 @@
-// Sums without rounding that depends on time: every rank gets the parts of all ranks for its share of the elements, and
-// adds them from the left. A sum of many elements is that, and then an exchange of the shares:
+// Collectives through MPI, with sums whose rounding does not depend on time. Reduce-scatter: every rank receives all
+// ranks' values of its share of the elements, and adds them in rank order. A large all-reduce is that, followed by an
+// all-gather of the shares:
 //
 //   rank 0   a0 b0 c0         a0 a1 a2         a               a b c
 //   rank 1   a1 b1 c1   ->    b0 b1 b2   ->      b       ->    a b c
@@ -13,7 +14,7 @@
 #include "device/cpu.h"
 #include "parallel/watch.h"
 
-// A sum of fewer bytes than this is taken whole by every rank for itself: one exchange instead of two.
+// All-reduce of fewer bytes than this: all-gather, then every rank sums all elements. One exchange instead of two.
 static const size_t SMALL_SUM = (size_t)64 << 10;
 
 enum { ALL_GATHER, REDUCE_SCATTER, SUM, EXCHANGE, KINDS };
@@ -21,10 +22,10 @@ enum { ALL_GATHER, REDUCE_SCATTER, SUM, EXCHANGE, KINDS };
 struct Comm {
     Ranks* group;
     int count, index;
-    char what[KINDS][64];  // names of waits
-    void* parts;           // what arrived and is not summed yet; grows to the largest sum
+    char what[KINDS][64];  // names of waits, for the watchdog
+    void* parts;           // received values that are not summed yet; grows to the largest sum
     size_t parts_room;
-    size_t *send_at, *send_bytes, *recv_at, *recv_bytes;  // (count) each, of ranks_exchange, in one piece
+    size_t *send_at, *send_bytes, *recv_at, *recv_bytes;  // (count) each, for ranks_exchange; one allocation
     void* window;
 };
 
@@ -57,7 +58,7 @@ static void exchange(Comm* c, void* recv, const void* send) {
     ranks_exchange(c->group, recv, c->recv_at, c->recv_bytes, send, c->send_at, c->send_bytes);
 }
 
-// out[i] = parts[0][i] + parts[1][i] + ..., or their maximum: from the left, so its bits depend on the number of ranks
+// out[i] = parts[0][i] + parts[1][i] + ..., or their maximum: in rank order, so the bits depend on the number of ranks
 // alone.
 #define REDUCE_PARTS(name, T, a, b, result)                                                                            \
     static void name(void* out_, const void* parts_, int count, int64_t n) {                                           \
@@ -92,8 +93,8 @@ void comm_all_gather(Comm* c, void* all, const void* mine, size_t bytes, Ctx* ct
     watch_end();
 }
 
-// Rank r's share of n elements are first(r) .. first(r + 1) - 1. It gets them of every rank's `all`, and sums them into
-// `part`.
+// Rank r's share of n elements is first(r) .. first(r + 1) - 1. A rank receives its share of every rank's `all`, and
+// sums them into `part`.
 static int64_t first(const Comm* c, int64_t n, int r) { return n / c->count * r + min_i64(r, n % c->count); }
 static void reduce_parts(Comm* c, void* part, const void* all, int64_t n, Reduction reduction) {
     size_t size = types[reduction].size;
@@ -130,7 +131,7 @@ void comm_all_reduce(Comm* c, void* data, int64_t n, Reduction reduction, Ctx* c
         ranks_all_gather(c->group, c->parts, data, bytes);
         types[reduction].reduce(data, c->parts, c->count, n);
     } else {
-        // Every rank sums its share in place, then sends it to all: the exchange before, the other way round.
+        // Every rank sums its share in place, then sends it to all: the first exchange with send and recv swapped.
         char* own = (char*)data + (size_t)first(c, n, c->index) * size;
         reduce_parts(c, own, data, n, reduction);
         memcpy(c->recv_at, c->send_at, (size_t)c->count * sizeof(size_t));
@@ -160,7 +161,7 @@ void comm_exchange(Comm* c, const ExchangeBuffer* buffers, int buffer_count, Exc
     watch_end();
 }
 
-// What the ranks' memory is to GPUs, messages are here.
+// On the CPU there is no shared memory: comm_exchange sends messages, and a window is plain memory.
 char* comm_windows_missing(Comm* c) {
     (void)c;
     return NULL;

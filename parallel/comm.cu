@@ -1,11 +1,12 @@
-// Collectives through NCCL. What is queued is followed by an event each, so that parallel/watch.h can tell which one
-// hangs.
+// Collectives through NCCL. An event follows each collective, so that the watchdog (parallel/watch.h) can report the
+// one that hangs.
 //
 // Determinism: NCCL sums in the order of its rings and trees, which follow from the machines' layout. Sums inside the
 // switch (NVLS) promise no order and stay off.
-// Several communicators at once: kernels of one could keep those of another from starting, in another order on another
-// GPU, for ever. NCCL_LAUNCH_ORDER_IMPLICIT lets them start in the order they are given, which is the same everywhere.
-// One communicator used from two streams keeps the order given by itself.
+//
+// Several communicators at once could deadlock: their kernels could start in different orders on different GPUs, and
+// block each other. NCCL_LAUNCH_ORDER_IMPLICIT makes them start in the order of the calls, which is the same on every
+// rank. One communicator that is used from two streams keeps the order of the calls by itself.
 #include <nccl.h>
 // Its inline functions do not use all of their parameters.
 #pragma GCC diagnostic push
@@ -36,38 +37,39 @@ NORETURN static void nccl_failed(ncclResult_t result, ncclComm_t comm, const cha
 
 enum { ALL_GATHER, REDUCE_SCATTER, SUM, EXCHANGE, KINDS };
 
-// A collective that is queued: the event after it, and its number among those of all communicators.
+// A queued collective: the event after it, and its number among the collectives of all communicators.
 typedef struct Queued {
     cudaEvent_t event;
     const char* what;
     int64_t number;
 } Queued;
-enum { RING = 256 };  // so many of a communicator may be on their way before the host waits
+enum { RING = 256 };  // collectives of one communicator in flight; with more the host waits
 
 struct Comm {
     ncclComm_t nccl;  // NULL: a group of one
     int count, index, device;
     char what[KINDS][64];
     Queued ring[RING];
-    int64_t first, end;  // ring[i % RING] for i from first to end - 1 are on their way
+    int64_t first, end;  // ring[i % RING] for i from first to end - 1 are in flight
     Comm* next;
-    // comm_window
+    // Symmetric memory (comm_window).
     ncclDevComm* device_side;
     ncclWindow_t window;
     char* window_memory;
     size_t window_bytes;
 };
 
-// For what stays on this rank in an exchange, a stream of all communicators: from that of the exchange to it and back.
+// A stream for the rows that an all-to-all leaves on this rank; all communicators share it. The events order it after
+// the start of the all-to-all's stream (given), and before its end (copied).
 static Ctx* copies;
 static Event *given, *copied;
 
-// What the watching thread looks at.
+// Shared with the watchdog's thread, under the lock.
 static pthread_mutex_t lock = PTHREAD_MUTEX_INITIALIZER;
 static Comm* comms;
 static int64_t queued, done;
 
-// Drops the collectives that are done from the front of the ring. Called with the lock.
+// Removes the collectives that are done from the front of the ring. The caller has the lock.
 static void forget_done(Comm* c) {
     while (c->first < c->end) {
         cudaError_t error = cudaEventQuery(c->ring[c->first % RING].event);
@@ -78,7 +80,7 @@ static void forget_done(Comm* c) {
     }
 }
 
-// The watching thread's look at all communicators: how many collectives are done, and which is the oldest that is not.
+// The watchdog's probe (parallel/watch.h): the number of collectives done, and the name of the oldest that is pending.
 static int64_t probe(void* context, const char** pending) {
     (void)context;
     const Queued* oldest = NULL;
@@ -100,8 +102,8 @@ static int64_t probe(void* context, const char** pending) {
     return all_done;
 }
 
-// Notes the collective that was just given to the stream. Where the ring is full, the host waits for the oldest one,
-// without the lock, so that the watching thread can see which one hangs.
+// Adds the collective that was just queued on the stream. If the ring is full, the host waits for the oldest one. It
+// does so without the lock, so that the watchdog can report the one that hangs.
 static void add_to_queue(Comm* c, int kind, Ctx* ctx) {
     pthread_mutex_lock(&lock);
     forget_done(c);
@@ -119,7 +121,7 @@ static void add_to_queue(Comm* c, int kind, Ctx* ctx) {
     pthread_mutex_unlock(&lock);
 }
 
-// Connections between two ranks are made, with memory of their own, when they first exchange something: not in a step.
+// NCCL connects two ranks, and allocates memory, at their first exchange: a small all-to-all before the first step.
 static void connect_pairs(Comm* c, Ctx* ctx) {
     int64_t* rows = (int64_t*)host_alloc((size_t)(2 * c->count) * sizeof(int64_t));
     int64_t *start = rows, *one = rows + c->count;
@@ -144,21 +146,21 @@ Comm* comm_create(Ranks* group, const char* name, Ctx* ctx) {
     for (int i = 0; i < RING; i++) CUDA_CHECK(cudaEventCreateWithFlags(&c->ring[i].event, cudaEventDisableTiming));
     if (!comms) copies = ctx_side(ctx, 0), given = event_create(), copied = event_create();
 
-    // NCCL reads its settings when the first communicator is made. What the user has set stands.
+    // NCCL reads its settings when the first communicator is made. Settings of the user are kept.
     setenv("NCCL_NVLS_ENABLE", "0", 0);
     setenv("NCCL_LAUNCH_ORDER_IMPLICIT", "1", 0);
     setenv("NCCL_RUNTIME_CONNECT", "0", 0);  // rings and trees get their memory now, not in the first step
 
-    // Rank 0 opens the group, and the others find it by its id.
+    // Rank 0 makes the id of the group, and the others join by it.
     ncclUniqueId id;
     if (c->index == 0) NCCL_CHECK(ncclGetUniqueId(&id), NULL);
     ranks_broadcast(group, &id, sizeof(id), 0);
     watch_begin("connecting the GPUs");
-    // How many SMs it takes is left to NCCL, which knows the links.
+    // The number of SMs is left to NCCL, which sees the links.
     NCCL_CHECK(ncclCommInitRank(&c->nccl, c->count, id, c->index), NULL);
     watch_end();
 
-    // From here on the watching thread looks at it.
+    // From here on the watchdog sees the new communicator.
     pthread_mutex_lock(&lock);
     c->next = comms;
     comms = c;
@@ -176,7 +178,7 @@ void comm_destroy(Comm* c) {
         *link = c->next;
         WatchProbe others = comms ? probe : NULL;
         pthread_mutex_unlock(&lock);
-        watch_probe(others, NULL);  // returns when nobody looks at this one any more
+        watch_probe(others, NULL);  // returns when the watchdog no longer reads this one
         watch_begin("disconnecting the GPUs");
         if (c->device_side) NCCL_CHECK(ncclDevCommDestroy(c->nccl, c->device_side), c->nccl);
         free(c->device_side);
@@ -188,17 +190,18 @@ void comm_destroy(Comm* c) {
     free(c);
 }
 
-// --- Windows: the GPUs of an NVLink domain store into one another's memory ---
+// --- All-to-all by symmetric memory: the GPUs of an NVLink domain store into each other's memory ---
 //
-// A kernel of a few blocks copies, and leaves the other SMs to what computes meanwhile. Its blocks meet those of the
-// same number on the other GPUs twice: before, since what is received may overwrite what a rank was still working on;
-// and after, since then all has arrived. (NCCL user guide, "Device-Initiated Communication": LSA.)
+// A kernel of PUSH_BLOCKS thread blocks copies the rows; the other SMs stay free for the work that overlaps. Each block
+// has two barriers with the blocks of the same number on the other GPUs. The first: received rows may overwrite rows
+// that a rank still reads. The second: then all rows have arrived. (NCCL user guide, "Device-Initiated Communication":
+// LSA.)
 
 enum { PUSH_BLOCKS = 16, PUSH_THREADS = 512 };
 
 struct Push {
     struct {
-        size_t recv;  // in the window
+        size_t recv;  // offset in the symmetric memory
         const char* send;
         size_t row_bytes;
     } buffer[EXCHANGE_BUFFERS];
@@ -206,7 +209,7 @@ struct Push {
     const int64_t *send_start, *send_rows, *there_start;
 };
 
-// to = from, by all threads of the grid; T as large as both ends and the size allow.
+// to = from, by all threads of the grid. T is as wide as both addresses and the size allow.
 template <typename T>
 static __device__ __forceinline__ void copy_by_grid(char* to, const char* from, size_t bytes) {
     enum { AT_ONCE = 4 };
@@ -227,7 +230,7 @@ static __global__ void __launch_bounds__(PUSH_THREADS)
     ncclLsaBarrierSession<ncclCoopCta> barrier(ncclCoopCta(), comm, ncclTeamTagLsa(), blockIdx.x);
     barrier.sync(ncclCoopCta(), cuda::memory_order_acq_rel);
     for (int step = 0; step < p.ranks; step++) {
-        const int to = (p.own + step) % p.ranks;  // each rank begins with another
+        const int to = (p.own + step) % p.ranks;  // each rank begins with a different one
         for (int b = 0; b < p.buffers; b++) {
             const size_t bytes = p.buffer[b].row_bytes, all = (size_t)p.send_rows[to] * bytes;
             const char* from = p.buffer[b].send + (size_t)p.send_start[to] * bytes;
@@ -321,7 +324,7 @@ void comm_all_reduce(Comm* c, void* data, int64_t n, Reduction reduction, Ctx* c
 void comm_exchange(Comm* c, const ExchangeBuffer* buffers, int buffer_count, ExchangeRows rows, Ctx* ctx) {
     if (rows.there_start) return push(c, buffers, buffer_count, rows, ctx);
 
-    // What stays on this rank is a copy, beside the transfers.
+    // Rows that stay on this rank: copies on another stream, at the same time as the sends.
     int own = c->index;
     ASSERT(rows.send_rows[own] == rows.recv_rows[own]);
     Ctx* beside = c->nccl ? copies : ctx;
@@ -335,7 +338,7 @@ void comm_exchange(Comm* c, const ExchangeBuffer* buffers, int buffer_count, Exc
     if (!c->nccl) return;
     event_record(copied, beside);
 
-    // All sends and receives are one group, so their order among themselves does not matter and none waits for another.
+    // All sends and receives are one NCCL group, so their order does not matter and none waits for another.
     NCCL_CHECK(ncclGroupStart(), c->nccl);
     for (int step = 1; step < c->count; step++) {
         int to = (own + step) % c->count, from = (own + c->count - step) % c->count;
@@ -352,6 +355,8 @@ void comm_exchange(Comm* c, const ExchangeBuffer* buffers, int buffer_count, Exc
         }
     }
     NCCL_CHECK(ncclGroupEnd(), c->nccl);
+
+    // The all-to-all is done when the copies are done too.
     event_wait(copied, ctx);
     add_to_queue(c, EXCHANGE, ctx);
 }

@@ -1,4 +1,4 @@
-// The folder of a run, --out: made, taken by one run at a time, and never taken from another run by mistake.
+// The folder of a run, --out: created if needed, and locked, so that two runs cannot use it at once by mistake.
 #ifndef PARALLEL_FOLDER_H
 #define PARALLEL_FOLDER_H
 
@@ -8,11 +8,11 @@ BEGIN_C
 
 typedef struct Folder {
     Path lock_path;
-    int lock;  // descriptor, while this process has the folder for itself; -1 without
+    int lock;  // descriptor of the lock file while it is locked; -1: no lock
 } Folder;
 
-// Makes `out`, locks it, and looks what is in it: only with `resume` may a run go on in a folder that holds one. Ends
-// the run, naming the folder and the reason, where that cannot be. Where locks do not work there is a warning.
+// Makes `out`, locks it, and checks its contents: a folder that has a run is accepted only with `resume`. On errors
+// ends the run with a message that names the folder and the reason. If locks do not work there is only a warning.
 Folder folder_open(const char* out, int resume);
 void folder_close(const Folder* folder);
 

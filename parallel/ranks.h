@@ -1,9 +1,9 @@
-// The ranks of a run: processes that train one model together, one a GPU (or one of several on a CPU), started by
-// mpirun or srun. parallel/ranks_mpi.c speaks MPI; parallel/ranks_one.c stands in for it where there is no MPI and
-// knows one rank.
+// The ranks of a run are processes that train one model together, one per GPU (or several on a CPU). They are started
+// by mpirun or srun. MPI is used in parallel/ranks_mpi.c alone; parallel/ranks_one.c replaces it in a build without
+// MPI, for one rank.
 //
-// A call that deals with other ranks is collective: all ranks of the group make the same calls in the same order. It
-// counts as a wait (parallel/watch.h). An error of MPI ends the run on every rank.
+// Communication calls are collective: all ranks of the group make the same calls in the same order. Each counts as a
+// wait for the watchdog (parallel/watch.h). An error of MPI ends the run on every rank.
 #ifndef PARALLEL_RANKS_H
 #define PARALLEL_RANKS_H
 
@@ -13,39 +13,38 @@ BEGIN_C
 
 typedef struct Ranks Ranks;  // a group of ranks
 
-// The first call in main. From here on die() names this rank and ends the run on every rank, with its exit code. What
-// ranks other than 0 print to stdout goes nowhere, and only rank 0 prints what warn() is given. A program that was not
-// started through mpirun or srun is one rank.
+// The first call in main. From here on die() names this rank and ends the run on every rank, with its exit code. Only
+// rank 0 prints warnings; the other ranks' stdout is discarded. A program that was not started
+// by mpirun or srun is one rank.
 Ranks* ranks_start(int* argc, char*** argv);
 // Waits for all ranks. Ends MPI; `world` is freed.
 void ranks_end(Ranks* world);
 
 int ranks_count(const Ranks* group);
-int ranks_index(const Ranks* group);  // 0 .. count - 1: this process in the group
-int ranks_local(void);                // this process among those of its host
-int ranks_here(void);                 // how many those are
+int ranks_index(const Ranks* group);  // 0 .. count - 1: the index of this process in the group
+int ranks_local(void);                // the index of this process on its host
+int ranks_here(void);                 // the number of ranks on this host
 
-// A group of the ranks that give the same colour, in the order of the old one. It has messages of its own: one thread
-// may use one group while another thread uses another.
+// A group of the ranks that pass the same color, in the order of the old group. Its messages are separate, so two
+// threads may use two groups at the same time.
 Ranks* ranks_split(Ranks* group, int color);
 void ranks_free(Ranks* group);
 
-// Of host memory, in any size.
+// Collectives on host memory, of any size.
 void ranks_broadcast(Ranks* group, void* data, size_t bytes, int root);
-// all: count * bytes, in rank order. In place where mine == all + index * bytes.
+// All-gather. all: count * bytes, in rank order. In place if mine == all + index * bytes.
 void ranks_all_gather(Ranks* group, void* all, const void* mine, size_t bytes);
-// send_bytes[i] bytes at send + send_at[i] go to rank i; what it sends here arrives at recv + recv_at[i]. Own part
-// included.
+// All-to-all: send_bytes[i] bytes at send + send_at[i] go to rank i, and recv_bytes[i] bytes from it arrive at recv +
+// recv_at[i]. This rank's own part is included.
 void ranks_exchange(Ranks* group, void* recv, const size_t* recv_at, const size_t* recv_bytes, const void* send,
                     const size_t* send_at, const size_t* send_bytes);
 void ranks_barrier(Ranks* group);
 
-// Notes to rank 0 that nobody waits for, of at most RANKS_NOTE bytes, in a group that does nothing else. Not
-// collective.
+// Asynchronous notes to rank 0, of at most RANKS_NOTE bytes. The group must be used for nothing else. Not collective.
 enum { RANKS_NOTE = 128 };
-// 0 if the note before is still on its way: then this one is not sent.
+// Sends a note. Returns 0 if the previous note is still in flight: then this one is not sent.
 int ranks_post(Ranks* group, const void* note, size_t bytes);
-// On rank 0: the rank whose note was there, -1 if there was none.
+// On rank 0: receives a note and returns its rank, or -1 if there is none.
 int ranks_poll(Ranks* group, void* note, size_t bytes);
 
 END_C

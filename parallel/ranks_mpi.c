@@ -1,4 +1,5 @@
-// The ranks through MPI, with messages from any thread. A message has at most PIECE bytes, since MPI counts in int.
+// Ranks on MPI, with messages from any thread. Messages are split into chunks of at most PIECE bytes, because MPI
+// counts are int.
 #include <mpi.h>
 #include <omp.h>
 #include <stdio.h>
@@ -28,19 +29,19 @@ static const size_t PIECE = (size_t)16 << 20;
 struct Ranks {
     MPI_Comm comm;  // MPI_COMM_NULL: one rank, without MPI
     int count, index;
-    MPI_Request* requests;  // of an exchange
+    MPI_Request* requests;  // of an all-to-all
     size_t requests_room;
-    MPI_Request posted;  // the note on its way
+    MPI_Request posted;  // of the note in flight
     char note[RANKS_NOTE];
 };
 
 static int local, here = 1;  // ranks_local, ranks_here
 
 static size_t pieces(size_t bytes) { return (bytes + PIECE - 1) / PIECE; }
-// Bytes of the piece that begins at `at`.
+// Bytes of the chunk that begins at `at`.
 static int piece_bytes(size_t bytes, size_t at) { return (int)(bytes - at < PIECE ? bytes - at : PIECE); }
 
-// MPI_COMM_NULL: of one rank.
+// MPI_COMM_NULL: a group of one rank.
 static Ranks* group_create(MPI_Comm comm) {
     Ranks* group = (Ranks*)host_alloc(sizeof(Ranks));
     group->comm = comm;
@@ -53,11 +54,11 @@ static Ranks* group_create(MPI_Comm comm) {
     return group;
 }
 
-// What die() ends a run of several ranks with.
+// die() calls this to end a run of several ranks.
 static void end_all(int code) { MPI_Abort(MPI_COMM_WORLD, code); }
 
-// Whether mpirun, or srun on a cluster, started this process. Alone it needs no MPI: MPI_Init would take 0.3 s and
-// leave a folder in /tmp.
+// Whether mpirun, or srun on a cluster, started this process. A single process needs no MPI: MPI_Init would take 0.3 s
+// and leave a folder in /tmp.
 static int launched(void) {
     static const char* const marks[] = {"OMPI_COMM_WORLD_SIZE", "PMIX_RANK", "PMI_RANK", "SLURM_STEP_NUM_TASKS"};
     for (size_t i = 0; i < sizeof(marks) / sizeof(marks[0]); i++)
@@ -75,11 +76,12 @@ static void share_processors(void) {
 
 Ranks* ranks_start(int* argc, char*** argv) {
     if (!launched()) return group_create(MPI_COMM_NULL);
+    // MPI, usable from all threads.
     int threads;
     MPI_CHECK(MPI_Init_thread(argc, argv, MPI_THREAD_MULTIPLE, &threads));
     MPI_CHECK(MPI_Comm_set_errhandler(MPI_COMM_WORLD, MPI_ERRORS_RETURN));  // groups made from it take it over
 
-    // From here on errors are ours, and their messages name the rank.
+    // From here on MPI's errors end in die(), and their messages name the rank.
     Ranks* world = group_create(MPI_COMM_WORLD);
     if (world->count > 1) {
         char host[64] = "", who[128];
@@ -92,7 +94,7 @@ Ranks* ranks_start(int* argc, char*** argv) {
             "this MPI was built without MPI_THREAD_MULTIPLE, which threads that save and watch need; use "
             "an Open MPI that has it");
 
-    // One rank prints. Those of this host share its processors.
+    // Only rank 0 prints. The ranks of this host share its processors.
     if (world->index != 0 && !freopen("/dev/null", "w", stdout)) die(EXIT_FAILED, "cannot open /dev/null");
     MPI_Comm host_comm;
     MPI_CHECK(MPI_Comm_split_type(MPI_COMM_WORLD, MPI_COMM_TYPE_SHARED, 0, MPI_INFO_NULL, &host_comm));
@@ -151,7 +153,7 @@ void ranks_all_gather(Ranks* group, void* all, const void* mine, size_t bytes) {
     if (group->count == 1) return;
     watch_begin("all-gather");
     for (size_t at = 0; at < bytes; at += PIECE) {
-        // A piece of every rank's part: the parts lie `bytes` apart.
+        // A chunk of every rank's part; the parts are `bytes` apart.
         MPI_Datatype piece, apart;
         MPI_CHECK(MPI_Type_contiguous(piece_bytes(bytes, at), MPI_BYTE, &piece));
         MPI_CHECK(MPI_Type_create_resized(piece, 0, (MPI_Aint)bytes, &apart));
@@ -171,14 +173,14 @@ void ranks_exchange(Ranks* group, void* recv, const size_t* recv_at, const size_
     if (group->count == 1) return;
     watch_begin("exchange");
 
-    // A request for each piece, of which there may be more than in any exchange before.
+    // One request per chunk. There may be more than in any exchange before.
     size_t most = 0;
     int n = 0;
     for (int i = 0; i < group->count; i++) most += pieces(send_bytes[i]) + pieces(recv_bytes[i]);
     most *= sizeof(MPI_Request);
     group->requests = (MPI_Request*)host_at_least(group->requests, &group->requests_room, most);
 
-    // From the next rank onwards, so that not all send to one at once. Pieces between two ranks arrive in order.
+    // Start at the next rank, so that not all ranks send to one at once. Chunks between two ranks arrive in order.
     for (int step = 1; step < group->count; step++) {
         int from = (own + group->count - step) % group->count;
         for (size_t at = 0; at < recv_bytes[from]; at += PIECE)
@@ -192,7 +194,7 @@ void ranks_exchange(Ranks* group, void* recv, const size_t* recv_at, const size_
                                 group->comm, &group->requests[n++]));
     }
 
-    // All of them are under way together.
+    // All chunks are in flight together.
     MPI_CHECK(MPI_Waitall(n, group->requests, MPI_STATUSES_IGNORE));
     watch_end();
 }
@@ -204,7 +206,7 @@ void ranks_barrier(Ranks* group) {
     watch_end();
 }
 
-// The note is copied: it must not change while it is on its way.
+// The note is copied: it must not change while it is in flight.
 int ranks_post(Ranks* group, const void* note, size_t bytes) {
     int sent;
     ASSERT(bytes <= RANKS_NOTE);

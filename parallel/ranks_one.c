@@ -1,4 +1,4 @@
-// A build without MPI: a run is one rank. What is here is what ranks_mpi.c does in a group of one.
+// Ranks in a build without MPI: a run is one rank. The functions do the same as ranks_mpi.c in a group of one.
 #include <stdlib.h>
 #include <string.h>
 
@@ -9,7 +9,7 @@ struct Ranks {
     char nothing;
 };
 
-// A program that was started as one of several would be several runs that write over each other.
+// A program that was started as one of several ranks is refused: it would be several runs that overwrite each other.
 Ranks* ranks_start(int* argc, char*** argv) {
     (void)argc, (void)argv;
     static const char* const counts[] = {"OMPI_COMM_WORLD_SIZE", "PMI_SIZE", "SLURM_STEP_NUM_TASKS"};
@@ -24,7 +24,7 @@ Ranks* ranks_start(int* argc, char*** argv) {
 
 void ranks_end(Ranks* world) { free(world); }
 
-// A group of one: nobody to wait for, and nothing to send but what goes to itself.
+// A group of one never waits, and sends only to itself.
 int ranks_count(const Ranks* group) { return (void)group, 1; }
 int ranks_index(const Ranks* group) { return (void)group, 0; }
 int ranks_local(void) { return 0; }

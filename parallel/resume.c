@@ -1,9 +1,9 @@
-// Finding checkpoints, and loading from them. A checkpoint is tried in this order; the first thing that is wrong
-// refuses it, on all ranks with the same reason:
+// Lists checkpoints, checks them and loads them. A checkpoint is checked in this order. The first error refuses it, on
+// all ranks with the same reason:
 //
 //   checkpoint_manifest   its CRC-32, its format, the step that it names
 //   check_files           the size and CRC-32 of every file; the ranks share the reading
-//   load_files            every tensor's name, type and shape; every number of this rank's slices is finite
+//   load_files            every tensor's name, type and shape; all numbers of this rank's slices are finite
 #include <dirent.h>
 #include <errno.h>
 #include <math.h>
@@ -19,7 +19,7 @@
 #include "parallel/slices.h"
 
 static const size_t PIECE = (size_t)4 << 20;  // bytes read at a time
-// No checkpoint comes near these; a manifest that says more is not to exhaust memory or 64 bits.
+// Limits far above any checkpoint, so that a damaged manifest cannot exhaust memory or overflow 64 bits.
 static const size_t MANIFEST_LIMIT = (size_t)64 << 20;
 static const int64_t FILE_LIMIT = (int64_t)1 << 50;
 
@@ -40,14 +40,14 @@ int64_t* checkpoint_list(const char* out, int* count) {
         if (!steps) die(EXIT_FAILED, "out of host memory for the list of checkpoints");
         steps[(*count)++] = step;
     }
-    // A folder that cannot be read is not an empty one.
+    // A folder that cannot be read is an error, not an empty folder.
     if (errno) die(EXIT_FAILED, "cannot list %s: %s; nothing was changed", out, strerror(errno));
     closedir(folder);
     if (*count) qsort(steps, (size_t)*count, sizeof(int64_t), newest_first);
     return steps;
 }
 
-// Reads the record of a manifest whose CRC-32 matches. What is wrong with it, in `reason`; whether nothing is.
+// Reads the record of a manifest whose CRC-32 matches. Returns whether it is valid; if not, the reason is in `reason`.
 static bool read_record(const Json* json, int64_t step, CheckpointRecord* r, char reason[128]) {
     const Json* options = json_get(json, "options");
     const char* format = json_text(json, "format");
@@ -56,7 +56,7 @@ static bool read_record(const Json* json, int64_t step, CheckpointRecord* r, cha
     r->updates = json_int(json, "updates", -1);
     r->data_hash = json_int(json, "data_hash", -1);
 
-    // Of three steps in a row one at least is an update.
+    // At least one of three consecutive steps is an update.
     const char* odd = !format || strcmp(format, CHECKPOINT_FORMAT) != 0  ? "not of the format '" CHECKPOINT_FORMAT "'"
                       : !options || options->type != JSON_OBJECT         ? "it has no options"
                       : r->window < 0                                    ? "its window is out of range"
@@ -67,7 +67,7 @@ static bool read_record(const Json* json, int64_t step, CheckpointRecord* r, cha
     return !odd && r->step == step;
 }
 
-// A manifest that is as it was sealed; NULL with the reason.
+// Reads a manifest and checks its CRC-32; NULL with the reason.
 static Json* read_manifest(const char* path, char reason[128]) {
     size_t size = 0;
     char* text = read_file(path, MANIFEST_LIMIT, &size);
@@ -95,7 +95,7 @@ Json* checkpoint_manifest(const char* out, int64_t step, CheckpointRecord* r, ch
     return json;
 }
 
-// What the manifest says of a file; NULL: it does not list it.
+// The manifest's entry of a file; NULL: it is not listed.
 static const Json* file_entry(const Json* manifest, const char* name) {
     const Json* list = json_get(manifest, "files");
     for (const Json* e = list ? list->child : NULL; e; e = e->next) {
@@ -109,8 +109,9 @@ bool checkpoint_lists(const Json* manifest, const char* name) { return file_entr
 
 static const int64_t GOOD = INT64_MAX;
 
-// `bad` is the number of the first file that this rank found bad, for the reason in `error`, or GOOD. 0 if no rank
-// found one. Else -1 on all ranks, and all have the reason of the first such file.
+// Cross-rank agreement. `bad` is the number of the first file that this rank found bad, for the reason in `error`, or
+// GOOD. Returns 0 if no rank found one. Else it returns -1 on all ranks, and all get the reason for the first such
+// file.
 static int agree(Ranks* world, int64_t bad, char* error, size_t error_size) {
     int who;
     if (ranks_lowest(world, bad, &who) == GOOD) return 0;
@@ -118,7 +119,7 @@ static int agree(Ranks* world, int64_t bad, char* error, size_t error_size) {
     return -1;
 }
 
-// Fills in the CRC-32 of a slice of a file that must be `size` bytes long.
+// Computes the CRC-32 of a slice of a file that must be `size` bytes long.
 static int sum_slice(const char* path, int64_t size, FileSlice* slice, void* piece, char* error, size_t error_size) {
     struct stat info;
     int fd = open_file(path);
@@ -138,7 +139,7 @@ static int sum_slice(const char* path, int64_t size, FileSlice* slice, void* pie
     return ok && fits ? 0 : -1;
 }
 
-// The files of the checkpoint, in fresh memory: those with tensors, then the others that the manifest lists.
+// The files of the checkpoint, in fresh memory: the tensor files, then the others that the manifest lists.
 static const char** list_files(const Json* manifest, const CheckpointFile* files, int count, int* all) {
     const Json* list = json_get(manifest, "files");
     const char** names = (const char**)host_alloc((size_t)(count + json_count(list)) * sizeof(char*));
@@ -153,11 +154,10 @@ static const char** list_files(const Json* manifest, const CheckpointFile* files
     return names;
 }
 
-// Compares size and CRC-32 of files with what the manifest says. Each rank reads an equal share of all bytes, laid end
-// to end.
+// Compares size and CRC-32 of files with the manifest. Each rank reads an equal share of all bytes.
 static int check_files(Ranks* world, const char* folder, const Json* manifest, const char** names, int count,
                        char* error, size_t error_size) {
-    // What the manifest says of their sizes. `listed`: files before the first that it does not list.
+    // The sizes in the manifest. `listed`: files before the first one that it does not list.
     int listed = 0;
     int64_t *sizes = (int64_t*)host_alloc((size_t)count * sizeof(int64_t)), all_bytes = 0, bad = GOOD;
     for (; listed < count; all_bytes += sizes[listed++]) {
@@ -186,13 +186,13 @@ static int check_files(Ranks* world, const char* folder, const Json* manifest, c
             bad = i;
     }
 
-    // Rank 0 joins the slices' sums, and compares.
+    // Rank 0 joins the slices' CRC-32s, and compares them with the manifest.
     FileSlice* all = slices_gather(world, mine, slices, &total);
     const FileSlice* next = all;
     for (int i = 0; i < listed && i < bad && ranks_index(world) == 0; i++) {
         uLong crc = crc32(0, NULL, 0);
         int64_t want = json_int(file_entry(manifest, names[i]), "crc32", -1);
-        // A part that is missing could not be read: its rank has a reason of its own.
+        // A missing slice could not be read: its rank reports the reason.
         if (!slices_join(&next, all + total, i, 0, sizes[i], &crc) || (int64_t)crc == want) continue;
         snprintf(error, error_size, "%s/%s: altered (its CRC-32 is %lu, the manifest says %ld)", folder, names[i], crc,
                  want);
@@ -206,7 +206,7 @@ static int check_files(Ranks* world, const char* folder, const Json* manifest, c
     return agree(world, bad, error, error_size);
 }
 
-// Loads the slice of a tensor that this rank holds.
+// Loads this rank's slice of a tensor.
 static int load_slice(const SafeTensors* st, const CheckpointTensor* t, void* piece, Ctx* ctx, char* error,
                       size_t error_size) {
     const StTensor* found = st_find(st, t->name);
@@ -217,7 +217,7 @@ static int load_slice(const SafeTensors* st, const CheckpointTensor* t, void* pi
         return -1;
     }
 
-    // Piece by piece, through host memory; a number that is not finite would spoil the run.
+    // In chunks through host memory. A number that is not finite would spoil the run, and is refused.
     int64_t size = (int64_t)st_dtype_bytes(t->dtype), most = (int64_t)PIECE / size;
     for (int64_t at = 0; at < t->count; at += most) {
         int64_t n = min_i64(t->count - at, most);
@@ -235,7 +235,7 @@ static int load_slice(const SafeTensors* st, const CheckpointTensor* t, void* pi
     return 0;
 }
 
-// Every rank looks every tensor up, also those of which it holds nothing: what is missing is missing for all.
+// Every rank looks up every tensor, even without a slice of it, so that all ranks refuse a missing one.
 static int load_files(Ranks* world, const char* folder, const CheckpointFile* files, int count, Ctx* ctx, char* error,
                       size_t error_size) {
     void* piece = host_alloc(PIECE);
@@ -253,6 +253,7 @@ static int load_files(Ranks* world, const char* folder, const CheckpointFile* fi
 
 int checkpoint_load(Ranks* world, const char* out, int64_t step, const Json* manifest, const CheckpointFile* files,
                     int count, Ctx* ctx, char* error, size_t error_size) {
+    // All ranks must have the same step and manifest.
     int64_t mine[2] = {step, manifest ? json_int(manifest, "manifest_crc32", -1) : -1}, theirs[2];
     memcpy(theirs, mine, sizeof(mine));
     ranks_broadcast(world, theirs, sizeof(theirs), 0);

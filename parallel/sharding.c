@@ -1,6 +1,8 @@
-// Every wait here is one stream's for the other, by an event that the other records. A stream works in the order of the
-// calls. So one event a unit says that its weights are there, and two a slot say that it is free and that its gradients
-// have been summed.
+// Two streams: one computes, the side stream runs the all-gathers and reductions. They wait for each other by events;
+// the host never waits. A stream works in the order of the calls, so a few events are enough:
+//
+//   one per unit   gathered: its weights have arrived
+//   two per slot   free: its weights are no longer in use;  reduced: its gradients have been reduced
 #include "parallel/sharding.h"
 
 #include <stdlib.h>
@@ -13,24 +15,24 @@ enum { SLOTS = 3 };
 typedef struct Slot {
     floatX* weight;
     real* grad;
-    int unit;         // whose weights are in it, or on their way
-    int64_t version;  // of those weights
-    Event* free;      // nobody reads the weights any more
-    Event* reduced;   // the gradients have been summed
+    int unit;         // the unit whose weights are in it, or in flight
+    int64_t version;  // the version of those weights
+    Event* free;      // the weights are no longer in use
+    Event* reduced;   // the gradients have been reduced over the ranks
 } Slot;
 
 struct Sharding {
     int count, held;
     ParamBuffer** units;  // (count) x (BUFFERS)
     Comm *world, *expert_dp;
-    Ctx* side_stream;     // gathers and reductions, in the order given
-    Event *given, *done;  // from the stream that computes to the side stream and back
-    Event** gathered;     // (count): the unit's weights are there
+    Ctx* side_stream;     // all-gathers and reductions, in the order of the calls
+    Event *given, *done;  // the side stream waits for `given`; the computing stream waits for `done`
+    Event** gathered;     // (count): the unit's weights have arrived
     int64_t version;      // counts changes of the weights
     Slot slots[SLOTS];
 };
 
-// Parts start on 128 bytes of bf16, and all have the same size.
+// Parts start on 128 bytes of bf16, and have equal size.
 enum { ALIGN = 64 };
 
 void sharding_cut(ParamBuffer* p, int64_t n, int64_t n_decay, int64_t n_muon, int parts, int index, Shard shard) {
@@ -53,13 +55,13 @@ void* moments_at(const ParamBuffer* p, int64_t at, int bf16_moments) {
     return (char*)p->m + at * (int64_t)(bf16_moments ? sizeof(uint16_t) : sizeof(real));
 }
 
-// Whether weights and gradients are not kept whole, and so pass through the slots.
+// Whether weights or gradients are sharded, and so are gathered or reduced in slots.
 static int slotted_weight(const ParamBuffer* p) { return p->shard == SHARD_WEIGHTS; }
 static int slotted_grad(const ParamBuffer* p) { return p->shard >= SHARD_GRADS && !p->frozen; }
 
 void sharding_plan(Arena* arena, ParamBuffer* p, int bf16_moments) {
     if (p->n == 0) return;
-    // Working weights. Where floatX is as wide as real, whole ones are the masters themselves.
+    // Working weights. Where floatX is real, masters of the same elements serve as the weights.
     int own_weight = arena->backend == BACKEND_CUDA || (p->shard != SHARD_NONE && !slotted_weight(p));
     if (own_weight && slotted_weight(p))
         arena_add(arena, "weights (own part)", ELEMENT_X, p->part, 0, (void**)&p->held_weight);
@@ -78,10 +80,10 @@ void sharding_plan(Arena* arena, ParamBuffer* p, int bf16_moments) {
     arena_add(arena, "AdamW second moments", moment, p->held - muon_held(p), 0, &p->v);
 }
 
-// Those that share a buffer: all ranks, or those that own the same experts.
+// The group that shards buffer i: all ranks, or the ranks that own the same experts.
 static Comm* comm_of(const Sharding* s, int i) { return i == EXPERT_PARAMS ? s->expert_dp : s->world; }
 
-// Those behind the held unit leave its slot alone.
+// Units after the pinned unit do not use its slot.
 static int slot_of(const Sharding* s, int unit) { return unit > s->held && (unit - s->held) % 2 == 0 ? 2 : unit % 2; }
 
 Sharding* sharding_plan_slots(Arena* arena, ParamBuffer* const* units, int count, int held) {
@@ -91,7 +93,7 @@ Sharding* sharding_plan_slots(Arena* arena, ParamBuffer* const* units, int count
     s->units = (ParamBuffer**)host_alloc((size_t)count * sizeof(ParamBuffer*));
     memcpy(s->units, units, (size_t)count * sizeof(ParamBuffer*));
 
-    // A slot has room for the largest of its units.
+    // A slot is as large as the largest of its units.
     for (int i = 0; i < SLOTS; i++) {
         int64_t weights = 0, grads = 0;
         for (int u = 0; u < count; u++) {
@@ -107,8 +109,8 @@ Sharding* sharding_plan_slots(Arena* arena, ParamBuffer* const* units, int count
     return s;
 }
 
-// Pointers to what lies in another array. A unit's buffers lie one after the other in its slot, always at the same
-// place; the held part of whole weights and the own part of whole gradients lie in these.
+// Pointers into other arrays. A unit's sharded buffers follow each other in its slot, always at the same addresses. For
+// replicated buffers, held_weight and own_grad point into the whole array.
 static void set_pointers(const Sharding* s, int unit) {
     const Slot* slot = &s->slots[slot_of(s, unit)];
     floatX* weight = slot->weight;
@@ -166,16 +168,16 @@ void sharding_destroy(Sharding* s) {
     free(s);
 }
 
-// With one rank nothing travels and nothing lies in a slot: there is nothing to wait for.
+// Whether there is communication. With one rank there is none, and the slots are empty: nothing waits.
 static int travels(const Sharding* s) { return s->world != NULL; }
 
-// The side stream goes on after all that ctx has been given so far.
+// The side stream waits for ctx's work so far.
 static void side_follows(Sharding* s, Ctx* ctx) {
     event_record(s->given, ctx);
     event_wait(s->given, s->side_stream);
 }
 
-// Gathers those of a unit's weights that pass through a slot, or those that are kept whole.
+// All-gathers a unit's weights: those in a slot (slotted 1), or the replicated ones (slotted 0).
 static void gather(Sharding* s, int unit, int slotted) {
     for (int i = 0; i < BUFFERS; i++) {
         const ParamBuffer* p = &s->units[unit][i];
@@ -190,7 +192,7 @@ void weights_start(Sharding* s, int unit) {
     Slot* slot = &s->slots[slot_of(s, unit)];
     if (slot->unit == unit && slot->version == s->version) return;
 
-    // When nobody reads the slot any more.
+    // The slot's old weights must no longer be in use.
     event_wait(slot->free, s->side_stream);
     gather(s, unit, 1);
     slot->unit = unit;
@@ -206,7 +208,7 @@ void weights_release(Sharding* s, int unit, Ctx* ctx) {
     if (travels(s)) event_record(s->slots[slot_of(s, unit)].free, ctx);
 }
 
-// Weights that are kept whole (--shard optimizer and grads) are gathered at once; the others when they are wanted.
+// Replicated weights (--shard optimizer and grads) are gathered at once, sharded ones by weights_start.
 void weights_changed(Sharding* s, Ctx* ctx) {
     s->version++;
     if (!travels(s)) return;
@@ -216,7 +218,7 @@ void weights_changed(Sharding* s, Ctx* ctx) {
 
 int64_t weights_version(const Sharding* s) { return s->version; }
 
-// What lies in a slot is of another unit: it is written over as soon as that has been summed.
+// A slot has the gradients of another unit: it may be overwritten when these have been reduced.
 void grads_get(Sharding* s, int unit, int first, Ctx* ctx) {
     if (travels(s)) event_wait(s->slots[slot_of(s, unit)].reduced, ctx);
     for (int i = 0; i < BUFFERS; i++) s->units[unit][i].fresh = first || slotted_grad(&s->units[unit][i]);
@@ -228,8 +230,8 @@ Ctx* grads_reduce(Sharding* s, int unit, int first, int last, Ctx* ctx) {
         ParamBuffer* p = &s->units[unit][i];
         if (p->n == 0 || p->parts == 1) continue;
         if (slotted_grad(p)) {
-            // own_grad adds up the micro-steps; after the first the part's sum over the ranks takes the place of this
-            // rank's own.
+            // Gradient accumulation: own_grad accumulates over the micro-steps. After the first one the sum over the
+            // ranks is written in place, over this rank's part of grad, and is then added.
             real* sum = first ? p->own_grad : p->grad + p->first;
             comm_reduce_scatter(comm_of(s, i), sum, p->grad, p->part, s->side_stream);
             if (!first) device_add(p->own_grad, sum, p->part, s->side_stream);

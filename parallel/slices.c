@@ -1,5 +1,5 @@
-// What saving and loading share. slices_gather and ranks_* are collective: every rank of the group calls them, also one
-// that has no slices.
+// Slices of checkpoint files. slices_gather and ranks_* are collective: every rank of the group calls them, even
+// without slices.
 #include "parallel/slices.h"
 
 #include <math.h>
@@ -25,7 +25,7 @@ int64_t step_number(const char* name, const char* suffix) {
 uLong crc_of(const void* data, size_t bytes) { return crc32_z(crc32(0, NULL, 0), (const Bytef*)data, bytes); }
 
 int64_t first_not_finite(const void* values, int64_t n, StDtype dtype) {
-    // All bits of the exponent are 1. The element is looked for only in a slice that has one.
+    // Not finite: all bits of the exponent are 1. The first pass counts; the second finds the element, if there is one.
     int64_t i = 0, bad = 0;
     if (dtype == ST_BF16) {
         const uint16_t* x = (const uint16_t*)values;
@@ -39,21 +39,21 @@ int64_t first_not_finite(const void* values, int64_t n, StDtype dtype) {
     return bad ? i : n;
 }
 
-// By file, then by offset.
+// Order: by file, then by offset.
 static int in_order(const void* a, const void* b) {
     const FileSlice *x = (const FileSlice*)a, *y = (const FileSlice*)b;
     int64_t apart = x->file != y->file ? x->file - y->file : x->offset - y->offset;
     return (apart > 0) - (apart < 0);
 }
 
-// An exchange in which every rank sends to rank 0 alone.
+// A gather: an exchange in which every rank sends to rank 0 alone.
 FileSlice* slices_gather(Ranks* group, const FileSlice* mine, int64_t count, int64_t* total) {
     size_t ranks = (size_t)ranks_count(group);
     int64_t* counts = (int64_t*)host_alloc(ranks * sizeof(int64_t));
     size_t* sizes = (size_t*)host_alloc(4 * ranks * sizeof(size_t));
     size_t *recv_at = sizes, *recv = sizes + ranks, *send_at = sizes + 2 * ranks, *send = sizes + 3 * ranks;
 
-    // How many each rank sends, and where they arrive.
+    // The number of slices that each rank sends, and the place where they arrive.
     ranks_all_gather(group, counts, &count, sizeof(count));
     *total = 0;
     for (size_t r = 0; r < ranks && ranks_index(group) == 0; r++) {
@@ -62,7 +62,7 @@ FileSlice* slices_gather(Ranks* group, const FileSlice* mine, int64_t count, int
         *total += counts[r];
     }
 
-    // Rank 0 puts what arrived in the order of the files, for slices_join.
+    // Rank 0 sorts the received slices, for slices_join.
     send[0] = (size_t)count * sizeof(FileSlice);
     FileSlice* all = (FileSlice*)host_alloc((size_t)*total * sizeof(FileSlice));
     ranks_exchange(group, all, recv_at, recv, mine, send_at, send);
@@ -73,10 +73,10 @@ FileSlice* slices_gather(Ranks* group, const FileSlice* mine, int64_t count, int
 }
 
 bool slices_join(const FileSlice** next, const FileSlice* end, int64_t file, int64_t at, int64_t bytes, uLong* crc) {
-    bool tiled = true;  // so far, without hole and overlap
+    bool tiled = true;  // so far without gap or overlap
     for (; *next < end && (*next)->file <= file; ++*next) {
         const FileSlice* s = *next;
-        if (s->file < file) continue;  // of a file that was not asked for
+        if (s->file < file) continue;  // a file that the caller skipped
         tiled = tiled && s->offset == at;
         *crc = crc32_combine(*crc, (uLong)s->crc, (z_off_t)s->bytes);
         at += s->bytes;

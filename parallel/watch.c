@@ -1,9 +1,12 @@
-// Every rank's thread measures how long its rank has been in one wait, and tells rank 0. Rank 0's thread decides, in
-// two cases:
+// The watchdog's thread on every rank measures how long its rank has been in one wait, and reports it to rank 0. There
+// are two cases:
 //
-//   A rank waits longer than the limit. Rank 0 looks for the ranks that hold it up, and its message names them. They
-//   are the ranks that it has not heard of. If there are none, those that do not wait; if all wait, those that have
-//   done the fewest waits; if these are equal, those that stand in another wait.
+//   A rank waits longer than the limit. Rank 0 ends the run, and its message names the ranks at fault. These are the
+//   first of the following that exist:
+//     ranks that sent no note for SILENCE seconds
+//     ranks that do not wait
+//     ranks that have done the fewest waits
+//     ranks in another wait
 //
 //   A rank waits even longer. Then rank 0 should have ended the run and has not. The rank ends it and names rank 0.
 #include "parallel/watch.h"
@@ -17,44 +20,44 @@
 
 #include "device/check.h"
 
-static const double TURN = 0.05;  // seconds between two turns
-static const double REPORT = 1;   // between two notes to rank 0
-// A rank without a note for so long is not heard of. Rank 0 waits as long beyond the limit, to know who is heard of.
-// The others wait as long again before they end the run themselves.
+static const double TURN = 0.05;  // seconds between two turns of the thread
+static const double REPORT = 1;   // seconds between two notes to rank 0
+// Seconds without a note after which a rank counts as silent. Rank 0 waits this long beyond the limit, to find the
+// silent ranks. The others wait this long once more before they end the run themselves.
 static const double SILENCE = 3;
 enum { NAME = 64 };
 
 typedef struct Progress {  // a note to rank 0
     int64_t done;          // waits and collectives so far
-    double waited;         // seconds in the present one
+    double waited;         // seconds in the present wait
     char what[NAME];       // "": it does not wait
-    int32_t stopped;       // no more notes will come
+    int32_t stopped;       // 1: the last note of its rank
 } Progress;
 
-// The watched thread, and where it stands.
-static pthread_mutex_t lock = PTHREAD_MUTEX_INITIALIZER;  // of what the watched thread and the watching one share
+// The watched thread and its present wait.
+static pthread_mutex_t lock = PTHREAD_MUTEX_INITIALIZER;  // of `watched`, which both threads use
 static struct {
     int running, stopping;
-    pthread_t thread;  // the watched one
-    int depth;         // of waits within waits
+    pthread_t thread;  // the watched thread
+    int depth;         // of nested waits
     const char* what;
     int64_t done;
 } watched;
 
 // The device's waits.
-static pthread_mutex_t probing = PTHREAD_MUTEX_INITIALIZER;  // held while the probe is called
+static pthread_mutex_t probing = PTHREAD_MUTEX_INITIALIZER;  // locked while the probe is called
 static WatchProbe device_probe;
 static void* device_context;
 
-// The thread that watches, and what it knows of the ranks.
+// The watchdog's thread, and its record of the ranks.
 static struct {
     pthread_t thread;
     Ranks* group;
     double limit;
     volatile int settled;
     char (*hosts)[NAME];
-    Progress* ranks;  // rank 0: the latest note of each; elsewhere the own entry alone is used
-    double* silent;   // rank 0: seconds since then
+    Progress* ranks;  // rank 0: the latest note of each rank; elsewhere only this rank's entry is used
+    double* silent;   // rank 0: seconds since that note
     double awake;     // rank 0: seconds since the thread last lost a second or more
 } watcher;
 
@@ -65,12 +68,12 @@ static double elapsed(double* last) {
     return seconds < 1 ? seconds : 1;
 }
 
-// Brings this rank's entry up to date, `seconds` after the last time. It has waited on where the wait has the same name
-// and no other was done meanwhile.
+// Updates this rank's entry, `seconds` after the last update. It is still the same wait if the name is the same and no
+// other wait was done since.
 static void measure(Progress* mine, double seconds) {
     Progress now = {.done = 0};
 
-    // What the device waits for, and the host's own wait, which counts where there is one.
+    // The device's pending collective, or the host's own wait if there is one.
     const char* pending = NULL;
     pthread_mutex_lock(&probing);
     if (device_probe) now.done = device_probe(device_context, &pending);
@@ -93,7 +96,7 @@ static const char* hint(void) {
                  "larger --timeout may be all that is missing";
 }
 
-// The wait that most ranks stand in, of equal ones the longest.
+// The wait of the most ranks; of equal ones the longest.
 static const Progress* common_wait(int count) {
     const Progress *ranks = watcher.ranks, *common = ranks;
     int most = 0;
@@ -105,7 +108,7 @@ static const Progress* common_wait(int count) {
     return common;
 }
 
-// How rank i may hold up a wait, in the order of suspicion.
+// Reasons why a rank is at fault, in the order in which they are tried.
 typedef enum Fault { UNHEARD, AT_WORK, BEHIND, ELSEWHERE, FAULTS } Fault;
 static int at_fault(Fault fault, int i, const Progress* wait, int64_t least) {
     const Progress* p = &watcher.ranks[i];
@@ -119,6 +122,8 @@ static int at_fault(Fault fault, int i, const Progress* wait, int64_t least) {
 static void judge(void) {
     int count = ranks_count(watcher.group), too_long = 0, late = -1, lates = 0, waiting = 0, fault = -1;
     int64_t least = watcher.ranks[0].done;
+
+    // Whether a rank waits too long, and the least number of waits done.
     for (int i = 0; i < count; i++) {
         too_long |= watcher.ranks[i].waited > watcher.limit + SILENCE;
         if (watcher.ranks[i].done < least) least = watcher.ranks[i].done;
@@ -135,7 +140,7 @@ static void judge(void) {
             "all %d ranks have waited for %.0f s in '%s': the network or a GPU hangs; --timeout %g is the limit%s",
             count, wait->waited, wait->what, watcher.limit, hint());
 
-    // One message for all of it.
+    // One message with the rank, the wait and the reason.
     for (int i = 0; i < count; i++) waiting += *watcher.ranks[i].what && !at_fault((Fault)fault, i, wait, least);
     char* more = lates > 1 ? host_format(" and %d more", lates - 1) : host_strdup("");
     char* why = fault == UNHEARD
@@ -147,7 +152,7 @@ static void judge(void) {
         late, watcher.hosts[late], more, wait->what, waiting, count, wait->waited, why, watcher.limit, hint());
 }
 
-// A turn of rank 0; 1 once every rank has stopped.
+// A turn of rank 0: reads the notes and judges. Returns 1 once every other rank has stopped.
 static int collect(double seconds) {
     int count = ranks_count(watcher.group), from, stopped = 0;
     Progress note;
@@ -156,7 +161,8 @@ static int collect(double seconds) {
         watcher.silent[from] = 0;
     }
 
-    // After a stop of this process itself its picture is old, and it may be going on only to be ended.
+    // After this process itself was stopped, its record is out of date, and it may have been continued only to be
+    // ended. So it judges only when it has been awake for SILENCE seconds.
     watcher.awake = seconds < 1 ? watcher.awake + seconds : 0;
     if (watcher.awake > SILENCE) judge();
     for (int i = 1; i < count; i++) {
@@ -166,7 +172,7 @@ static int collect(double seconds) {
     return stopped == count - 1;
 }
 
-// The thread, turn after turn until the run stops.
+// The watchdog's thread: turns until the run stops.
 static void* look_on(void* unused) {
     (void)unused;
     int index = ranks_index(watcher.group);
@@ -189,7 +195,7 @@ static void* look_on(void* unused) {
             continue;
         }
 
-        // The others watch rank 0. One after the other, so that the first can end the others.
+        // The others watch rank 0. Their limits are staggered, so that the first can end the others.
         int turn_to_speak = index < 10 ? index : 10;
         if (mine->waited > watcher.limit + 2 * SILENCE + turn_to_speak)
             die(EXIT_FAILED,
@@ -197,7 +203,7 @@ static void* look_on(void* unused) {
                 "stopped, or its machine or network hangs; --timeout %g is the limit%s",
                 watcher.hosts[0], mine->what, mine->waited, watcher.limit, hint());
 
-        // And send their notes. The last one tells that no more will come.
+        // They send their notes. The last one has `stopped` set.
         until_report -= seconds;
         if (!stopping && until_report > 0) continue;
         mine->stopped = stopping;
@@ -212,7 +218,7 @@ void watch_start(Ranks* world, double seconds) {
     char host[NAME] = "";
     gethostname(host, NAME - 1);
 
-    // Rank 0's picture of all ranks, on every rank: the own entry is used everywhere.
+    // Entries for all ranks, on every rank. Ranks other than 0 use only their own.
     watcher.hosts = (char(*)[NAME])host_alloc((size_t)count * NAME);
     watcher.ranks = (Progress*)host_alloc((size_t)count * sizeof(Progress));
     watcher.silent = (double*)host_alloc((size_t)count * sizeof(double));
@@ -221,7 +227,7 @@ void watch_start(Ranks* world, double seconds) {
     watcher.group = ranks_split(world, 0);
     ranks_all_gather(watcher.group, watcher.hosts, host, NAME);
 
-    // This thread is the one that is watched.
+    // The calling thread is the watched one.
     memset(&watched, 0, sizeof(watched));
     watched.thread = pthread_self();
     watched.running = 1;
@@ -231,7 +237,7 @@ void watch_start(Ranks* world, double seconds) {
 
 void watch_settled(void) { watcher.settled = 1; }
 
-// The last words of a process whose end hangs. It may take no memory any more, and no lock.
+// The last message of a process whose end hangs. It must take no memory and no lock.
 static void too_late(int signal_number) {
     static const char message[] =
         "train_moe: error: other ranks do not end, though the run is complete: one is stopped, or its machine hangs\n";
@@ -255,8 +261,8 @@ void watch_stop(void) {
     free(watcher.ranks);
     free(watcher.silent);
 
-    // Nobody watches what is left, the end of MPI; an alarm does, one rank after the other, so that the first can end
-    // the others. A stop that is asked for now asks for nothing more: the run is complete, and ends as such.
+    // The end of MPI is not watched by the thread any more, but by an alarm. Alarms are staggered over the ranks, so
+    // that the first can end the others. SIGTERM is ignored from here on: the run is complete.
     signal(SIGTERM, SIG_IGN);
     signal(SIGALRM, too_late);
     alarm((unsigned)(watcher.limit + 2 * SILENCE) + 3 * (unsigned)(index < 10 ? index : 10));
