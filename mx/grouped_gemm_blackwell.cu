@@ -1,29 +1,30 @@
-// One product after another through cuBLASLt; what is left to do here is to cut the ragged buffer, to write the zeros
-// of pad rows, and to bring the scales into the order that Blackwell's tensor cores read. Bound by the tensor
-// cores with many rows per expert, with few by the wait for the group sizes and by launches.
+// MXFP8 grouped GEMM as a sequence of cuBLASLt GEMMs. This file slices the ragged buffer, zeros the pad rows, and
+// converts the scales to the layout of Blackwell's tensor cores. Many rows per expert: bound by the tensor cores. Few
+// rows: bound by the wait for the group sizes and by launches.
 #include "mx/grouped_gemm_blackwell.cuh"
 
 #include "device/lt.cuh"
 #include "mx/mxfp8.h"
 
-// The groups on the host, and where all buffers end.
+// The groups, copied to the host, and the capacity of the buffers.
 struct Groups {
     int64_t start[MAX_EXPERTS + 1], capacity;
     int32_t rows[MAX_EXPERTS];
 
-    // Rows that a product takes: whole 128s where the buffers have them, which cost little and give the library fewer
-    // sizes to search for. What comes of pad rows is written over.
+    // Rows of a GEMM: rounded up to 128 within the buffers. That costs little, and the library searches algorithms for
+    // fewer sizes. Outputs of pad rows are overwritten with zeros.
     int64_t taken(int e) const {
         const int64_t whole = rows[e] ? ceil_div(rows[e], 128) * 128 : 0, room = capacity - start[e];
         return whole < room ? whole : room;
     }
-    // Zeros for the pad rows of an output.
+    // Zeros the pad rows of an output.
     void clear_pads(void* out, int e, int64_t row_bytes, Ctx* ctx) const {
         const int64_t from = start[e] + rows[e], to = start[e + 1] < capacity ? start[e + 1] : capacity;
         device_zero((char*)out + from * row_bytes, (size_t)((to - from) * row_bytes), ctx);
     }
 };
 
+// Copies the group sizes to the host, and waits for them.
 static Groups fetch_groups(Ragged r, Ctx* ctx) {
     ASSERT(r.El <= MAX_EXPERTS);
     Groups g;
@@ -36,15 +37,15 @@ static Groups fetch_groups(Ragged r, Ctx* ctx) {
     return g;
 }
 
-// The inverse of mx_blackwell_offset: a thread writes the four bytes that lie together, of neighbours in a row.
+// Inverse of mx_blackwell_offset: a thread writes four adjacent bytes, the scales of four consecutive blocks of a row.
 static __global__ void __launch_bounds__(256)
     blackwell_scales_kernel(uint32_t* out, ScaleTiles s, int64_t rows, int64_t blocks, int64_t count) {
-    // Which row and which four blocks the output's word i holds.
+    // The row and the four blocks of the output's word i.
     const int64_t i = blockIdx.x * (int64_t)256 + threadIdx.x, quads = ceil_div(blocks, 4);
     if (i >= count) return;
     const int64_t tile = i / 128, row = tile / quads * 128 + i % 4 * 32 + i % 128 / 4, first = tile % quads * 4;
 
-    // Their scales, 0 in the padding.
+    // Gather their scales, 0 in the padding.
     uint32_t four = 0;
     for (int j = 0; j < 4; j++)
         if (row < rows && first + j < blocks) {
@@ -61,8 +62,8 @@ void mx_blackwell_scales(uint8_t* out, ScaleTiles scales, int64_t rows, int64_t 
     launch(blackwell_scales_kernel, blocks_for(count, 256), 256, 0, ctx, (uint32_t*)out, scales, rows, blocks, count);
 }
 
-// The workspace holds the library's part, the scales of an expert's weights and those of its rows; of many rows a piece
-// at a time.
+// Forward and dgrad. Workspace: | cuBLASLt | scales of an expert's weight | scales of its rows |. Experts with more
+// rows than fit are processed in slices of `piece` rows.
 void grouped_gemm_lt_mx(floatX* y, real* y_real, const uint8_t* x, const uint8_t* x_scale, const uint8_t* w,
                         const uint8_t* w_scale, int64_t w_stride_o, int64_t w_stride_c, Ragged r, int64_t IC,
                         int64_t OC, Ctx* ctx) {
@@ -72,7 +73,7 @@ void grouped_gemm_lt_mx(floatX* y, real* y_real, const uint8_t* x, const uint8_t
             "so, or --mx-gemm exact",
             (long long)OC);
 
-    // Where the scales go, and how many rows fit beside the weights'.
+    // Divide the workspace: the rest after the weight's scales determines the rows of a slice.
     const int64_t blocks = IC / MX_BLOCK, w_bytes = scales_bytes(OC, blocks), tile_bytes = scales_bytes(128, blocks);
     const int64_t piece = ((int64_t)ctx->workspace_bytes - LT_WORKSPACE - w_bytes) / tile_bytes * 128;
     ASSERT(piece > 0);
@@ -82,11 +83,11 @@ void grouped_gemm_lt_mx(floatX* y, real* y_real, const uint8_t* x, const uint8_t
     char* out = y ? (char*)y : (char*)y_real;
     const Groups g = fetch_groups(r, ctx);
     for (int e = 0; e < r.El; e++) {
-        // The expert's weights: their scales, once.
+        // Convert the scales of the expert's weight, once.
         const ScaleTiles w_tile = {w_scale + e * w_tiles, MX_CHUNK, w_stride_o, MX_CHUNK / MX_BLOCK, w_stride_c};
         if (g.rows[e]) mx_blackwell_scales(of_w, w_tile, OC, blocks, ctx);
         for (int64_t at = 0; at < g.taken(e); at += piece) {
-            // A piece of its rows: their scales, then the product.
+            // A slice of its rows: convert the scales, then the GEMM.
             const int64_t row = g.start[e] + at, rows = g.taken(e) - at < piece ? g.taken(e) - at : piece;
             const int64_t valid = g.rows[e] - at < rows ? g.rows[e] - at : rows;
             const ScaleTiles x_tile = {x_scale + row * mx_stride(IC), 1, mx_stride(IC), 1, 1};
@@ -102,27 +103,27 @@ void grouped_gemm_lt_mx(floatX* y, real* y_real, const uint8_t* x, const uint8_t
                         ctx);
         }
 
-        // Pad rows are zeros.
+        // Zero the pad rows.
         g.clear_pads(out, e, OC * out_bytes, ctx);
     }
 }
 
-// An expert's rows are a stretch of every channel. The workspace holds the library's part and the scales of both
-// operands; of many rows a piece at a time.
+// Wgrad: an expert's rows are a range of every channel. Workspace: | cuBLASLt | scales of dy | scales of x |. Experts
+// with more rows than fit are processed in slices of `piece` rows, which accumulate.
 void grouped_gemm_lt_mx_wgrad(real* dw, const uint8_t* dy, const uint8_t* dy_scale, const uint8_t* x,
                               const uint8_t* x_scale, int64_t length, Ragged r, int64_t IC, int64_t OC, int accumulate,
                               Ctx* ctx) {
-    // How many rows fit, and where their scales go.
+    // Divide the workspace: the rows of a slice, and the two buffers of scales.
     const int64_t chunk_bytes = scales_bytes(OC, MX_CHUNK / MX_BLOCK) + scales_bytes(IC, MX_CHUNK / MX_BLOCK);
     const int64_t piece = ((int64_t)ctx->workspace_bytes - LT_WORKSPACE) / chunk_bytes * MX_CHUNK;
     ASSERT(piece > 0);
     uint8_t *of_dy = (uint8_t*)ctx->workspace + LT_WORKSPACE, *of_x = of_dy + scales_bytes(OC, piece / MX_BLOCK);
     Groups g = fetch_groups(r, ctx);
-    g.capacity = length;  // by channel there are zeros up to the next 128 (mx/mxfp8.h)
+    g.capacity = length;  // channels are padded with zeros to the next 128 (mx/mxfp8.h)
     for (int e = 0; e < r.El; e++) {
         if (!accumulate && g.taken(e) == 0) device_zero(dw + e * OC * IC, (size_t)(OC * IC) * sizeof(real), ctx);
         for (int64_t at = 0; at < g.taken(e); at += piece) {
-            // A piece of the expert's rows: the scales, then the product.
+            // A slice of the expert's rows: convert the scales, then the GEMM.
             const int64_t row = g.start[e] + at, rows = g.taken(e) - at < piece ? g.taken(e) - at : piece;
             const int64_t chunk = row / MX_CHUNK, blocks = rows / MX_BLOCK;
             mx_blackwell_scales(of_dy, {dy_scale + chunk * OC, 1, 1, MX_CHUNK / MX_BLOCK, OC}, OC, blocks, ctx);

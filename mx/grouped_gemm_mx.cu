@@ -1,25 +1,31 @@
-// Grouped products of MXFP8 bytes on the tensor cores: one persistent kernel over the ragged buffer. Work items, the
-// warp that loads and the rings are those of grouped/grouped_gemm.cu, whose opening draws them; this file is what the
-// warpgroups that multiply do differently.
+// MXFP8 grouped GEMM on Hopper's fp8 tensor cores: one persistent, warp-specialized kernel over the ragged buffer. Work
+// items, the producer warp and the rings are those of grouped/grouped_gemm.cu, whose header draws them. This file has
+// the consumer warpgroups and their scales.
 //
-//     y tile      =  sum over chunks c of        sx[row][c]  *  sw[square][c]  *  (x chunk  w chunk^T)
-//     256 x 128      float32, d in registers     one a row      one a square      wgmma m64n128k32, p in registers
+//     y tile      =  sum over chunks c of        sx[row][c]  *  sw[tile][c]    *  (x chunk  w chunk^T)
+//     256 x 128      float32, d in registers     one per row    one per w tile    wgmma m64n128k32, p in registers
 //
-// Hopper's tensor cores know no scales and keep few bits in fp8 sums. So a k block is one chunk of 128: its products
-// are summed by themselves, p, and then added to the tile's sums, d, times both scales: a multiply-add for each element
-// and chunk. While one warpgroup does that, the tensor cores work for the other. Registers have no room for a p twice
-// as wide: tiles are 256 x 128, or 128 x 128 where an expert has no more rows, and go through p in parts of 128 rows.
+// Hopper's tensor cores have no block scales, and their fp8 accumulators are short. So a k block is one chunk of 128.
+// wgmma accumulates the chunk in p. Then d += p * both scales, one multiply-add per element and chunk (promotion to
+// float32). Meanwhile the tensor cores work for the other warpgroup.
 //
-// Weights' gradients contract over an expert's rows. A chunk of 128 of them has a scale for every row of dW, and a run
-// of four chunks one for every column. So d is in units of the columns' scales, and where a run ends it is multiplied
-// by what one unit is in those of the next. These factors come with the stage, from a second warp beside the one that
-// loads.
+// Tiles are 256 x 128, or 128 x 128 where an expert has no more rows. Registers do not suffice for a larger p, so p
+// covers 128 rows. A tile of 256 rows takes p twice per chunk, in two parts.
 //
-//     dW tile  =  sum over runs r of  sb[r][column]  *  sum over chunks c of r:  sa[c][row]  *  (a chunk  b chunk^T)
+// Wgrad contracts over an expert's rows. Each chunk of 128 rows has a scale for every row of dW. Each 512-row scale
+// group (four chunks) has one for every column:
 //
-// Bound by the tensor cores under the card's power limit and by what is issued beside them: a warp's 205 instructions
-// for a chunk (weights' gradients: 213, and 367 where a run ends), 128 of them the multiply-adds, in the 512 clocks
-// that its products take.
+//     dW tile  =  sum over groups g of  sb[g][column]  *  sum over chunks c of g:  sa[c][row]  *  (a chunk  b chunk^T)
+//
+// So d is kept relative to the current column scales. At each 512-row boundary it is rescaled from the old column scale
+// to the new one. A second warp of the producer warpgroup writes these factors into the stage.
+//
+// Bound by the tensor cores under the card's power limit, and by the instructions that a warp issues next to wgmma. A
+// chunk's wgmma take 512 clocks. In these a warp issues, with 128 multiply-adds for the promotion:
+//
+//     forward, dgrad                 205 instructions
+//     wgrad                          213
+//     wgrad at a 512-row boundary    367
 #include "device/kernels.h"
 #include "grouped/grouped_gemm_parts.cuh"
 #include "mx/grouped_gemm_blackwell.cuh"
@@ -31,38 +37,38 @@ namespace {
 
 enum { RUN = MX_RUN / MX_CHUNK };
 
-// --- Scales: read ahead ---
+// --- Scales: prefetched into registers ---
 //
-// wgmma leaves the sums of a row in four lanes, and each of the four holds two rows of each part (device/wgmma.cuh).
-// Between them these lanes need the scales of four rows: lane % 4 says for which one a lane reads, 2 * part, + 1 for
-// the row 8 below. Nothing here depends on the lane but addresses: else the compiler would no longer keep the main
-// loop's descriptors in uniform registers.
+// wgmma leaves a row of the accumulator in four lanes, and each of the four holds two rows of each part
+// (device/wgmma.cuh). So these four lanes need the scales of four rows. Each lane loads one of them and the lanes
+// exchange by shuffles: lane % 4 = 2 * part, + 1 for the row 8 below. Only addresses depend on the lane here. Otherwise
+// the compiler would not keep the mainloop's descriptors in uniform registers.
 
-// The row of the output that a lane reads for.
+// The output row whose scale this lane loads.
 __device__ __forceinline__ int row_of_lane(const WorkItem& item, int lane) {
     const int warp = threadIdx.x / 32 - 4, part = item.shape == TALL ? lane % 4 / 2 : 0;
     return item.m + part * SQUARE_SIDE + warp * 16 + lane / 4 + lane % 2 * 8;
 }
 
-// The scales of x, one for each row and chunk, and of W, one for each square of 128 x 128 (mx/grouped_gemm_mx.h).
+// Scales of forward and dgrad: x has one per row and chunk, W one per tile of 128 x 128 (mx/grouped_gemm_mx.h).
 struct SquareScales {
     enum { BY_COLUMN = 0 };
     struct Tensors {
         const uint8_t *x, *w;
-        int64_t x_stride;                        // bytes of a row
-        int w_stride_e, w_stride_o, w_stride_c;  // from expert to expert, from square to square along OC and along IC
+        int64_t x_stride;                        // bytes per row
+        int w_stride_e, w_stride_o, w_stride_c;  // from expert to expert, from tile to tile along OC and along IC
     };
 
-    // A lane reads four chunks at a time, 16 bytes of x's scales. Of W's scales, which the whole tile has in common,
-    // each of the four lanes reads that of one chunk.
+    // A lane loads the scales of four chunks at a time: 16 bytes of x's scales. W's scale is common to the whole tile,
+    // so each of the four lanes loads that of one chunk.
     const uint4* x;
     const uint8_t* w;
-    uint4 x_next;  // bytes of the next four chunks: on their way
+    uint4 x_next;  // of the next four chunks: loads in flight
     uint32_t w_next;
-    uint32_t sx;  // bytes of these four chunks, the one at hand lowest
-    float sw;     // of chunk lane % 4 of these four
+    uint32_t sx;  // scale bytes of the current four chunks, the current one lowest
+    float sw;     // W's scale of chunk lane % 4 of these four
 
-    // Begins to read for a tile to come.
+    // Starts the first loads for the next tile.
     __device__ __forceinline__ void begin(const WorkItem& item, const Tensors& t, int lane) {
         x = (const uint4*)(t.x + row_of_lane(item, lane) * t.x_stride);
         w = t.w + (item.expert * t.w_stride_e + (uint32_t)item.n / SQUARE_SIDE * t.w_stride_o);
@@ -70,15 +76,15 @@ struct SquareScales {
     }
     __device__ __forceinline__ void start(int k_blocks, const Tensors& t, int lane) { go_on(0, k_blocks, t, lane); }
 
-    // The chunk at hand: sx sw of the row that this lane reads for; its four lanes exchange theirs. Infinity becomes
-    // NaN.
+    // The current chunk: sx * sw of the row whose scale this lane loaded. sw comes from another of the four lanes by a
+    // shuffle. Infinity becomes NaN.
     __device__ __forceinline__ float take(int k_block) {
         float scale = power(sx) * __shfl_sync(0xffffffffu, sw, k_block, 4);
         scale = fmaf(scale, 0, scale);
         sx >>= 8;
         return scale;
     }
-    // Meanwhile the chunks to come.
+    // Prefetches the scales of the following chunks while wgmma runs.
     __device__ __forceinline__ void ahead(int k_block, int k_blocks, const Tensors& t, int lane) {
         if (k_block % 4 == 3) go_on(k_block / 4 + 1, k_blocks, t, lane);
     }
@@ -88,12 +94,12 @@ struct SquareScales {
     __device__ __forceinline__ static float power(uint32_t s) {
         return fmaxf(__uint_as_float(s << 23 & 0x7f800000), 0x1p-127f);
     }
-    // Begins to read for chunks 4 * quad and on. Where a row ends, the last ones are read again.
+    // Starts the loads for chunks 4 * quad .. 4 * quad + 3. Past the end of a row the last ones are loaded again.
     __device__ __forceinline__ void read(int quad, int k_blocks, const Tensors& t, int lane) {
         x_next = x[min(quad, (k_blocks - 1) / 4)];
         w_next = w[min(4 * quad + lane % 4, k_blocks - 1) * t.w_stride_c];
     }
-    // Takes up what was read, and reads on. The four bytes of a chunk are equal: one of each is kept.
+    // Takes the loaded scales, and starts the next loads. The four bytes of a chunk are equal, so one of each is kept.
     __device__ __forceinline__ void go_on(int quad, int k_blocks, const Tensors& t, int lane) {
         sx = __byte_perm(__byte_perm(x_next.x, x_next.y, 0x0040), __byte_perm(x_next.z, x_next.w, 0x0040), 0x5410);
         sw = power(w_next);
@@ -101,17 +107,17 @@ struct SquareScales {
     }
 };
 
-// The scales of weights' gradients: those of A's rows, two chunks ahead. B's lie in shared memory.
+// Scales of wgrad: those of A's rows are prefetched two chunks ahead. Those of B's columns are in shared memory.
 struct ChannelScales {
     enum { BY_COLUMN = 1 };
     struct Tensors {
-        const uint8_t *a, *b;  // for each matrix (chunks, M), (chunks, N), one matrix after another
+        const uint8_t *a, *b;  // per matrix (chunks, M) and (chunks, N), one matrix after another
         int chunks;
     };
 
     const uint8_t* a;
     int M;
-    uint32_t now, next;  // bytes of the chunk at hand and of the one after it
+    uint32_t now, next;  // scale bytes of the current and the next chunk
 
     __device__ __forceinline__ void begin(const WorkItem& item, const Tensors& t, int lane) {
         M = item.of.M;
@@ -135,8 +141,8 @@ struct ChannelScales {
     }
 };
 
-// What d is multiplied by where its unit, 2^(now - 127), becomes 2^(next - 127). Scale 0 is that of zeros: any unit
-// will do, so the unit stays, or is the first.
+// The factor of d where the column scale changes from 2^(now - 127) to 2^(next - 127): 2^(now - next). A zero block has
+// scale 0: keep the current exponent. If the current one is 0, take the next. The factor is 1 in both cases.
 __device__ __forceinline__ float change_unit(uint32_t& now, uint32_t next) {
     const uint32_t from = now;
     if (next) now = next;
@@ -146,15 +152,15 @@ __device__ __forceinline__ float change_unit(uint32_t& now, uint32_t next) {
     return __uint_as_float((uint32_t)max(0, min(255, exponent)) << 23);
 }
 
-// What the second warp does: after every fourth k block and after the last one what the sums of each column are
-// multiplied by, in the order in which lanes need them. Lane l % 4 has columns 8j + l % 4 * 2 and the next of every j
-// (device/wgmma.cuh): those of two j lie together.
+// The second warp of the producer warpgroup: writes each column's factor into the stage, after every fourth k block and
+// after the last. The order is the one in which consumer lanes read. Lane l % 4 has columns 8j + l % 4 * 2 and the
+// next, for every j (device/wgmma.cuh). The four factors of two j are adjacent.
 __device__ __forceinline__ void fill_column_scales(Shared& s, const ChannelScales::Tensors& t) {
     const int lane = threadIdx.x % 32;
     Place<STAGES> stage = {0, 1};
     Place<ITEMS> at = {0, 0};
     for (;;) {
-        // The work item, this lane's four columns (a half of those of j = lane / 2), and their first units.
+        // The work item, this lane's four columns (a half of those of j = lane / 2), and their first scale bytes.
         barrier_wait(&s.item_full_barriers[at.index], at.phase);
         const WorkItem& item = s.items[at.index];
         const int k_blocks = item.k_blocks, N = item.of.N, to = lane / 4 * 16 + lane % 2 * 8 + lane / 2 % 2 * 2;
@@ -166,7 +172,8 @@ __device__ __forceinline__ void fill_column_scales(Shared& s, const ChannelScale
 #pragma unroll
         for (int i = 0; i < 4; i++) unit[i] = first >> 8 * i & 0xff;
 
-        // Bytes are on their way while the stage is in use. After the last k block the unit becomes 1.
+        // The scale loads are in flight while the stage is still in use. After the last k block the scale becomes 1
+        // (byte 0x7f).
         for (int k_block = 0; k_block < k_blocks; k_block++) {
             const bool last = k_block == k_blocks - 1, ends = last || k_block % RUN == RUN - 1;
             from += N;
@@ -179,37 +186,37 @@ __device__ __forceinline__ void fill_column_scales(Shared& s, const ChannelScale
                 float2* pair = (float2*)&s.column_scales[stage.index][to];
                 pair[0] = {factor[0], factor[1]}, pair[2] = {factor[2], factor[3]};
             }
-            __syncwarp();  // lane 0 arrives for all (which racecheck takes for a race: it follows each lane by itself)
+            __syncwarp();  // lane 0 arrives for all (racecheck reports a race, because it tracks each lane on its own)
             if (lane == 0) barrier_arrive(&s.full_barriers[stage.index]);
             stage.advance();
         }
 
-        // The producer may write another item there.
+        // Release the work item's slot to the producer.
         if (lane == 0) barrier_arrive(&s.item_empty_barriers[at.index]);
         at.advance();
     }
     __syncwarp();
 }
 
-// --- The warpgroups that multiply ---
+// --- The consumer warpgroups ---
 
-// Where a warp that multiplies stands.
+// State of a consumer warp.
 template <typename Scales>
 struct Consumer {
     uint32_t a, b;   // descriptors of its operands in the first stage (low words; the high ones are constant)
-    uint32_t empty;  // address of the first stage's empty barrier, in one of the two blocks
+    uint32_t empty;  // address of the first stage's empty barrier, in one of the cluster's two blocks
     Place<STAGES> stage;
     Place<ITEMS> at;
     Scales scales;
 };
 
-// d += p times the scales of its rows: `near` is of row lane / 4, `far` of the one 8 below. Then d times `columns`,
-// what each column is multiplied by (NULL: nothing).
+// d += p * row scale: `near` for row lane / 4, `far` for the row 8 below. Then d *= columns, a factor per column (NULL:
+// none).
 __device__ __forceinline__ void add_scaled(float (&d)[SQUARE_SIDE / 2], const float (&p)[SQUARE_SIDE / 2], float near,
                                            float far, const float* columns, int lane) {
 #pragma unroll
     for (int i = 0; i < SQUARE_SIDE / 2; i += 8) {
-        float of[4];  // of columns 8j + lane % 4 * 2 and the next, of two j
+        float of[4];  // factors of columns 8j + lane % 4 * 2 and the next, for two j
         if (columns) *(float4*)of = ((const float4*)columns)[i / 8 * 4 + lane % 4];
 #pragma unroll
         for (int k = 0; k < 8; k++) {
@@ -219,43 +226,43 @@ __device__ __forceinline__ void add_scaled(float (&d)[SQUARE_SIDE / 2], const fl
     }
 }
 
-// d += p times the scales for the chunk at hand. `beside` runs while the last products of a tile's LAST chunk do. (That
-// chunk is not in the loop of the others: there the compiler would give d and p registers of the same bank.)
+// One chunk: d += p * scales. `beside` runs while the last wgmma of a tile's LAST chunk are in flight. (The last chunk
+// is outside of the loop. Inside, the compiler would give d and p registers of the same bank.)
 template <int PARTS, bool LAST, typename Scales, typename Beside>
 __device__ __forceinline__ void add_chunk(Shared& s, Consumer<Scales>& c, float (&d)[PARTS][SQUARE_SIDE / 2],
                                           int k_block, int k_blocks, const typename Scales::Tensors& tensors, int lane,
                                           Beside beside) {
-    // The chunk's operands are in this stage. After the last of four chunks columns have another scale.
+    // Wait for the stage. After the last of four chunks the column scales change (`ends`).
     const bool ends = Scales::BY_COLUMN && (LAST || k_block % RUN == RUN - 1);
     const uint64_t high = wgmma_descriptor<64>(0, 0);
     float p[SQUARE_SIDE / 2], scale = 0;
     barrier_wait(&s.full_barriers[c.stage.index], c.stage.phase);
     const uint32_t at = c.stage.index * (STAGE_BYTES / 16), a = c.a + at, b = c.b + at;
 
-    // The stage may be overwritten, here and by the neighbour: one arrival per warp and block.
+    // Release the stage to the producers of both blocks: one arrival per warp and block.
     auto release = [&] {
         if (lane < CLUSTER) barrier_arrive_cluster(c.empty + c.stage.index * sizeof(uint64_t));
     };
 
 #pragma unroll
     for (int part = 0; part < PARTS; part++) {
-        // p = the products, asynchronously. A step of k32 is 32 bytes; descriptors count in 16.
+        // Issue wgmma: p = A B^T. A step of k32 is 32 bytes; descriptors count in units of 16.
         wgmma_fence();
 #pragma unroll
         for (int k = 0; k < BLOCK_K<MX> / 32; k++)
             wgmma_e4m3_n128(p, high | (a + part * (2 * BOX_BYTES / 16) + k * 2), high | (b + k * 2), k > 0);
         wgmma_commit();
 
-        // Meanwhile the scales of its rows; their four lanes exchange theirs.
+        // While wgmma runs: the row scales, exchanged between the four lanes of a row.
         if (part == 0) scale = c.scales.take(k_block);
         const float near = __shfl_sync(0xffffffffu, scale, part * 2, 4);
         const float far = __shfl_sync(0xffffffffu, scale, part * 2 + 1, 4);
 
-        // Meanwhile what comes next: the following scales, or `beside`.
+        // Then prefetch the next scales, or run `beside`.
         if (part == PARTS - 1 && !LAST) c.scales.ahead(k_block, k_blocks, tensors, lane);
         if (part == PARTS - 1 && LAST) beside();
 
-        // The products are there, and the last ones have read the operands.
+        // wgmma is done. After the last part the operands are no longer needed.
         wgmma_wait<0>();
         wgmma_pin(p);
         if (part == PARTS - 1 && !ends) release();
@@ -265,13 +272,13 @@ __device__ __forceinline__ void add_chunk(Shared& s, Consumer<Scales>& c, float 
             add_scaled(d[part], p, near, far, NULL, lane);
     }
 
-    // Or all lanes have read the columns' factors.
+    // With column factors the stage is released only here, after all lanes have read them.
     if (ends) __syncwarp(), release();
     c.stage.advance();
 }
 
-// One tile, from its first chunk to the output; of two parts the first leaves while the second's last products run.
-// Leaves the consumer at the next work item.
+// One tile: mainloop over the chunks, then the epilogue. With two parts the first is stored while the last wgmma of the
+// second are in flight. Advances the consumer to the next work item.
 template <int PARTS, typename Out, typename Scales>
 __device__ __forceinline__ void compute(Shared& s, Consumer<Scales>& c, const WorkItem& item,
                                         const typename Scales::Tensors& tensors, const CUtensorMap* out, int columns,
@@ -284,8 +291,8 @@ __device__ __forceinline__ void compute(Shared& s, Consumer<Scales>& c, const Wo
 #pragma unroll
         for (int i = 0; i < SQUARE_SIDE / 2; i++) d[part][i] = 0;
 
-    // dW_e = or += d, or y = d, with zeros for pad rows. (The item is read from shared memory only here: registers are
-    // short.)
+    // Epilogue of a part: dW_e = or += d; or y = d, with zeros in pad rows. (To save registers, the item is read from
+    // shared memory only here.)
     auto write_part = [&](int part) {
         if (!item.store) return;
         const int row = part * SQUARE_SIDE + warp * 16, m = item.m + row, expert = item.expert;
@@ -302,25 +309,25 @@ __device__ __forceinline__ void compute(Shared& s, Consumer<Scales>& c, const Wo
         if (PARTS == 2) write_part(0);
     };
 
-    // d += every chunk.
+    // Mainloop: d += every chunk.
     c.scales.start(k_blocks, tensors, lane);
     for (int k_block = 0; k_block < k_blocks - 1; k_block++)
         add_chunk<PARTS, false>(s, c, d, k_block, k_blocks, tensors, lane, first_part);
     add_chunk<PARTS, true>(s, c, d, k_blocks - 1, k_blocks, tensors, lane, first_part);
 
-    // The next item's scales are on their way while the last part leaves.
+    // Prefetch the next item's scales, then store the last part.
     c.at.advance();
     barrier_wait(&s.item_full_barriers[c.at.index], c.at.phase);
     if (s.items[c.at.index].k_blocks) c.scales.begin(s.items[c.at.index], tensors, lane);
     write_part(PARTS - 1);
 }
 
-// What a warp that multiplies does: tile after tile.
+// A consumer warp: tile after tile.
 template <typename Out, typename Scales>
 __device__ __forceinline__ void consume(Shared& s, const typename Scales::Tensors& tensors, const CUtensorMap* out,
                                         int columns, int add) {
-    // Where its operands lie in the first stage. That is the same in all lanes: as a reduction's result the compiler
-    // knows it.
+    // Descriptors of the operands in the first stage. They are equal in all lanes. The reduction makes that provable,
+    // so the compiler keeps them in uniform registers.
     const int lane = threadIdx.x % 32, warp = threadIdx.x / 32 - 4;
     const uint32_t front = shared_address(s.stages), end = front + STAGE_BYTES;
     Writer writer = {s.pieces[warp], 0, lane};
@@ -329,11 +336,11 @@ __device__ __forceinline__ void consume(Shared& s, const typename Scales::Tensor
     c.b = __reduce_max_sync(0xffffffffu, (uint32_t)wgmma_descriptor<64>(end - 2 * BOX_BYTES, 0));
     c.empty = cluster_address(s.empty_barriers, lane % CLUSTER);
 
-    // The first work item's scales; compute() sees to those of the others.
+    // Load the first work item's scales; compute() prefetches those of the others.
     barrier_wait(&s.item_full_barriers[0], 0);
     if (s.items[0].k_blocks) c.scales.begin(s.items[0], tensors, lane);
     for (;;) {
-        // A tile.
+        // Compute one tile.
         const int at = c.at.index;
         const WorkItem& item = s.items[at];
         if (item.k_blocks == 0) break;
@@ -342,12 +349,12 @@ __device__ __forceinline__ void consume(Shared& s, const typename Scales::Tensor
         else
             compute<1, Out>(s, c, item, tensors, out, columns, add, writer);
 
-        // The producer may write another item there.
+        // Release the work item's slot to the producer.
         __syncwarp();
         if (lane == 0) barrier_arrive(&s.item_empty_barriers[at]);
     }
 
-    // Shared memory stays until TMA has read the last pieces.
+    // Keep shared memory until TMA has read the last output boxes.
     if (lane == 0) tma_wait_read<0>();
     __syncwarp();
 }
@@ -361,7 +368,7 @@ __global__ void __cluster_dims__(CLUSTER, 1, 1) __launch_bounds__(THREADS, 1)
         &x, &w, &out, g, [&](Shared& s) { consume<Out, SquareScales>(s, scales, &out, g.N, 0); }, [](Shared&) {});
 }
 
-// One output for all experts, or one for each matrix.
+// TMA maps of the output: one for all experts, or one per matrix.
 struct Outputs {
     CUtensorMap map[MOST_MATRICES];
 };
@@ -375,7 +382,7 @@ __global__ void __cluster_dims__(CLUSTER, 1, 1) __launch_bounds__(THREADS, 1)
         [&](Shared& s) { fill_column_scales(s, scales); });
 }
 
-// dW of experts without rows, which no work item writes: a grid's row each.
+// dW = 0 for experts without rows, because no work item writes it. blockIdx.y is the expert.
 __global__ void __launch_bounds__(256) zero_without_rows(real* dw, const int32_t* rows, int64_t size) {
     wait_for_previous();
     if (rows[blockIdx.y] > 0) return;
@@ -396,11 +403,11 @@ void grouped_gemm_mx(floatX* y, real* y_real, const uint8_t* x, const uint8_t* x
     if (has_block_scales(ctx))
         return grouped_gemm_lt_mx(y, y_real, x, x_scale, w, w_scale, w_stride_o, w_stride_c, r, IC, OC, ctx);
 
-    // The scales of W's squares: expert after expert, then as the caller strides.
+    // W's scales: expert after expert, within an expert the caller's strides.
     const int squares = (int)(mx_tiles(OC) * mx_tiles(IC));
     const SquareScales::Tensors scales = {x_scale, w_scale, mx_stride(IC), squares, (int)w_stride_o, (int)w_stride_c};
 
-    // y in the type that is asked for.
+    // Launch with the output type of y or of y_real.
     const CUtensorMap from = matrix_map(x, 0, r.capacity, IC, BOX, ctx), by = matrix_map(w, r.El, OC, IC, BOX, ctx);
     const Groups g = groups_of(r, 0, OC, IC, ctx);
     if (y)
@@ -432,7 +439,7 @@ void gemm_mx_wgrads(const MxMatrix* list, int count, const uint8_t* dy, const ui
     if (r.capacity == 0 || has_block_scales(ctx))
         return mx_one_by_one(list, count, dy, dy_scale, x, x_scale, length, r, accumulate, ctx);
 
-    // The matrices in the place of experts.
+    // The matrices take the place of experts.
     Groups g = groups_of(r, 0, 0, 0, ctx);
     g.add = accumulate, g.El = g.matrices = count;
     Outputs outputs;

@@ -9,21 +9,22 @@
 #include "mx/mx_values.h"
 #include "mx/mxfp8.h"
 
-// Odd group sizes, an empty expert, a trailing chunk of the contraction, a narrow last tile of the outputs.
+// The case covers odd group sizes, an empty expert, a short last chunk of the contraction, a narrow last output tile.
 enum { EXPERTS = 4, IC = 352, OC = 144, CHUNKS = 3, TILES = 2, MOST_ROWS = 1024, STRIDE = 16 };
 static const int32_t group_rows[EXPERTS] = {129, 0, 1, 37};
 
-// The case as it lies on the host and, in one piece, on the device. Large arrays come first: each starts on 128 bytes.
+// The buffers of the case, the same struct on host and device. Large arrays come first, so each is aligned to 128
+// bytes.
 typedef struct Case {
     uint8_t x[MOST_ROWS * IC], w[EXPERTS * OC * IC];
     real y[MOST_ROWS * OC];
-    uint8_t x_scale[MOST_ROWS * STRIDE];  // the bytes of a chunk are equal
+    uint8_t x_scale[MOST_ROWS * STRIDE];  // a chunk's bytes are equal
     uint8_t w_scale[EXPERTS * TILES * CHUNKS];
     int64_t start[EXPERTS + 1];
     int32_t rows[EXPERTS];
 } Case;
 
-// Any bytes but NaN.
+// Random e4m3 bytes except NaN.
 static void draw_bytes(uint8_t* q, int64_t n, uint32_t stream) {
     for (int64_t i = 0; i < n; i++) {
         q[i] = (uint8_t)(256 * random_uniform(1, stream, (uint64_t)i));
@@ -31,7 +32,7 @@ static void draw_bytes(uint8_t* q, int64_t n, uint32_t stream) {
     }
 }
 
-// Binades -1, 0 and 1.
+// Random scale bytes of binades -1, 0 and 1.
 static uint8_t draw_scale(int64_t i, uint32_t stream) {
     return (uint8_t)(126 + (int)(3 * random_uniform(1, stream, (uint64_t)i)));
 }
@@ -41,7 +42,7 @@ static double row_error(const Case* c, int e, int64_t row, int64_t stride_o, int
     double diff = 0, norm = 0;
     for (int64_t o = 0; o < OC; o++) {
         const uint8_t *x = c->x + row * IC, *w = c->w + (e * OC + o) * IC;
-        // y[row][o] as grouped_gemm_mx says, in double.
+        // y[row][o] by the formula of grouped_gemm_mx, in double.
         double sum = 0;
         for (int64_t chunk = 0; chunk < CHUNKS; chunk++) {
             int64_t tile = e * TILES * CHUNKS + o / MX_CHUNK * stride_o + chunk * stride_c;
@@ -51,7 +52,7 @@ static double row_error(const Case* c, int e, int64_t row, int64_t stride_o, int
             sum += ldexp(part, c->x_scale[row * STRIDE + chunk * 4] + c->w_scale[tile] - 2 * 127);
         }
 
-        // What the product at hand made of it.
+        // Compare with the tested GEMM.
         double d = (double)c->y[row * OC + o] - sum;
         diff += d * d, norm += sum * sum;
     }
@@ -75,7 +76,7 @@ static double largest_error(const Case* c, int64_t stride_o, int64_t stride_c) {
 }
 
 double mx_check_error(MxProduct* product, Ctx* ctx) {
-    // The groups, and random operands.
+    // Set the groups, and draw random operands.
     Case* c = (Case*)host_alloc(sizeof(Case));
     for (int e = 0; e < EXPERTS; e++) {
         c->rows[e] = group_rows[e];
@@ -90,14 +91,14 @@ double mx_check_error(MxProduct* product, Ctx* ctx) {
             c->x_scale[r * STRIDE + b] = draw_scale(r * CHUNKS + b * MX_BLOCK / MX_CHUNK, 3);
     for (int64_t i = 0; i < EXPERTS * TILES * CHUNKS; i++) c->w_scale[i] = draw_scale(i, 4);
 
-    // Both orders of W's scales.
+    // Run the GEMM with both orders of W's scales, and keep the larger error.
     Case* on_device = (Case*)device_alloc(sizeof(Case), "the check of MXFP8 products");
     const Ragged ragged = {
         .El = EXPERTS, .capacity = rows, .group_start = on_device->start, .group_rows = on_device->rows};
     double worst = 0;
     for (int transposed = 0; transposed < 2; transposed++) {
         int64_t stride_o = transposed ? 1 : CHUNKS, stride_c = transposed ? TILES : 1;
-        for (int64_t i = 0; i < rows * OC; i++) c->y[i] = NAN;  // what nobody writes shows
+        for (int64_t i = 0; i < rows * OC; i++) c->y[i] = NAN;  // so that unwritten elements show
         device_upload(on_device, c, sizeof(Case), ctx);
         product(NULL, on_device->y, on_device->x, on_device->x_scale, on_device->w, on_device->w_scale, stride_o,
                 stride_c, ragged, IC, OC, ctx);

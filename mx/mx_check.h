@@ -1,6 +1,6 @@
-// Checks products of MXFP8 bytes on the machine at hand: a small random case against plain sums in double. It runs
-// before the first step where --mx-gemm fast is used, and takes a few milliseconds. Such products depend on the layout
-// in which tensor cores or a library read scales, and a wrong one gives a loss that looks almost right.
+// Self-test of the MXFP8 GEMM on this machine: a small random case against sums in double. With --mx-gemm fast it runs
+// before the first step and takes a few milliseconds. The GEMM depends on the scale layout of the tensor cores or of a
+// library. A wrong layout gives a loss that looks almost right.
 #ifndef MX_MX_CHECK_H
 #define MX_MX_CHECK_H
 
@@ -9,20 +9,21 @@
 
 BEGIN_C
 
-// As grouped_gemm_mx (mx/grouped_gemm_mx.h).
+// The type of grouped_gemm_mx (mx/grouped_gemm_mx.h).
 typedef void MxProduct(floatX* y, real* y_real, const uint8_t* x, const uint8_t* x_scale, const uint8_t* w,
                        const uint8_t* w_scale, int64_t w_stride_o, int64_t w_stride_c, Ragged ragged, int64_t IC,
                        int64_t OC, Ctx* ctx);
 
-// The largest ||y - sums|| / ||sums|| of any row, over both orders of W's scales; infinite where y has a number that is
-// not finite, or a pad row that is not zero. Above MX_CHECK_BOUND something is wrong.
+// The largest relative error of a row, ||y - sums|| / ||sums||, over both orders of W's scales. Infinite if y has a
+// number that is not finite, or a pad row that is not zero. Above MX_CHECK_BOUND the GEMM is wrong.
 double mx_check_error(MxProduct* product, Ctx* ctx);
 
-// Sums that tensor cores keep with 14 bits are off by up to 1e-3 of a row. Of the case's three chunks along the
-// contraction a scale that is off by one binade in the smallest is 2e-2: half of it, 2^-4 of each of the others.
+// Tensor cores keep sums with 14 bits, which gives errors up to 1e-3 of a row. The case has three chunks along the
+// contraction. A scale that is wrong by one binade in the smallest of them gives 2e-2: half of that chunk, which is
+// 2^-4 of each of the others.
 #define MX_CHECK_BOUND 4e-3
 
-// Ends the run unless there is a grouped_gemm_mx here and it passes.
+// Ends the program unless this device has a grouped_gemm_mx and it passes.
 void mx_check(Ctx* ctx);
 
 END_C

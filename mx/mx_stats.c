@@ -2,9 +2,9 @@
 
 #include "mx/mxfp8_cpu.h"
 
-// Adds what the cast of a block with scale s does.
+// Adds the statistics of a block that is quantized with scale s.
 static void add_block(MxStats* stats, const floatX* block, int s, int32_t scale_mode) {
-    // The scale that the block would have alone, for `inexact`.
+    // The block's own scale (align 1), for `inexact`.
     const int s_alone = scale_of(block, MX_BLOCK, 1, MX_BLOCK, scale_mode);
     for (int64_t i = 0; i < MX_BLOCK && s != MX_NAN; i++) {
         const float x = (float)block[i], value = value_of(x, s);
@@ -22,7 +22,7 @@ void mx_stats(MxStats* stats, const floatX* x, int64_t rows, int64_t columns, Mx
     const int64_t chunk = chunk_of(cast);
     for (int64_t r = 0; r < rows; r++)
         for (int64_t c = 0; c < columns; c += MX_BLOCK) {
-            // The chunk around the block gives its scale.
+            // The scale comes from the block's chunk.
             const int64_t c0 = c / chunk * chunk, at = r * columns;
             const int s = scale_of(x + at + c0, columns, 1, min_i64(chunk, columns - c0), cast.scale);
             add_block(stats, x + at + c, s, cast.scale);
@@ -35,7 +35,7 @@ void mx_stats_tiles(MxStats* stats, const floatX* w, const uint8_t* scale, int64
     const int64_t tiles_r = mx_tiles(rows), tiles_c = mx_tiles(columns);
     for (int64_t r = 0; r < count * rows; r++)
         for (int64_t c = 0; c < columns; c += MX_BLOCK) {
-            // The tile around the block gives its scale.
+            // The scale is that of the block's tile.
             const int64_t tile = (r / rows * tiles_r + r % rows / MX_CHUNK) * tiles_c + c / MX_CHUNK;
             add_block(stats, w + r * columns + c, scale[tile], scale_mode);
         }

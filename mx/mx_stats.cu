@@ -1,22 +1,22 @@
-// Statistics of casts: bound by instructions, some 50 an element (7 in float64) for 2 bytes read. They are taken once
-// every --mx-stats steps, so the plain way will do: each element is cast in registers, with its scale and with that of
-// its block alone, and none of the bytes is written.
+// Statistics of the quantization error. Bound by instructions: about 50 per element (7 in float64) for 2 bytes read.
+// The kernel runs once every --mx-stats steps, so it is kept simple. Each element is fake-quantized in registers twice:
+// with its scale, and with its block's own scale (align 1). No q is written.
 //
-// A warp takes pieces of 256 columns of a row, 8 a lane; each lane keeps the six sums. A block of threads adds up those
-// of its warps, and a second kernel those of the blocks.
+// A warp takes 256 columns of a row at a time, one 16-byte vector per lane. Each lane accumulates the six sums. A
+// thread block reduces them over its warps, and a second kernel over the blocks.
 #include "mx/mx_stats.h"
 
 #include "mx/mxfp8.cuh"
 
 enum { STATS_BLOCKS = 512, STATS_SUMS = sizeof(MxStats) / sizeof(double) };
 
-// The scales of matrices of `rows` rows in tiles; scale NULL: there are none.
+// Tile scales of matrices with `rows` rows each. scale NULL: quantized along the rows instead.
 struct Tiles {
     const uint8_t* scale;
     int64_t rows;
 };
 
-// Sums of a fixed number of blocks, then of those in order: the same bits on every run.
+// The number of blocks is fixed, and their sums are added in order: the same bits on every run.
 template <int ALIGN>
 static __global__ void __launch_bounds__(32 * ROW_WARPS)
     stats_kernel(MxStats* partial, const floatX* x, Tiles tiles, int64_t rows, int64_t columns, uint32_t carry) {
@@ -25,7 +25,7 @@ static __global__ void __launch_bounds__(32 * ROW_WARPS)
     const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
     double sums[STATS_SUMS] = {};
     for (int64_t i = warp_in_grid(); i < rows * pieces; i += gridDim.x * ROW_WARPS) {
-        // The lane's 8 elements, and two scales: that of the block alone and that of the cast.
+        // Load the lane's 8 elements. Find two scales: the block's own, and the one of the quantization.
         const int64_t row = i / pieces, c = i % pieces * 256 + lane * 8;
         const uint4 p = c < columns ? *(const uint4*)(x + row * columns + c) : make_uint4(0, 0, 0, 0);
         const uint32_t s_alone = scale_of(higher_half(largest_of_lanes<MX_BLOCK / 8>(largest(p))), carry);
@@ -36,7 +36,7 @@ static __global__ void __launch_bounds__(32 * ROW_WARPS)
         }
         if (s == MX_NAN) continue;
 
-        // What the cast does to each, in the order of MxStats.
+        // Add up the statistics, in the order of MxStats.
         float exact[8];
         floats_of(exact, p);
 #pragma unroll
@@ -52,7 +52,7 @@ static __global__ void __launch_bounds__(32 * ROW_WARPS)
         }
     }
 
-    // Sums over the warp, then over the block of threads.
+    // Reduce over the warp, then over the thread block.
 #pragma unroll
     for (int k = 0; k < STATS_SUMS; k++) {
         sums[k] = warp_sum(sums[k]);
@@ -76,7 +76,7 @@ size_t mx_stats_workspace(void) { return STATS_BLOCKS * sizeof(MxStats); }
 static void add_stats(MxStats* stats, const floatX* x, Tiles tiles, int64_t rows, int64_t columns, MxCast cast,
                       Ctx* ctx) {
     ASSERT(aligned(x) && columns % MX_BLOCK == 0);
-    // Sums of each block of threads, then over the blocks.
+    // Sums per thread block, then over the blocks.
     MxStats* partial = ctx_workspace<MxStats>(ctx, STATS_BLOCKS);
     auto kernel = cast.align == 1 ? stats_kernel<MX_BLOCK> : stats_kernel<MX_CHUNK>;
     launch(kernel, STATS_BLOCKS, 32 * ROW_WARPS, 0, ctx, partial, x, tiles, rows, columns, carry_of(cast.scale));

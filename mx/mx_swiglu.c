@@ -12,17 +12,17 @@ void mx_swiglu_quantize(uint8_t* q, uint8_t* scale, const floatX* h, Ragged ragg
     (void)ctx;
     const int64_t chunk = chunk_of(cast), stride = mx_stride(F);
 #pragma omp parallel for schedule(static)
-    for (int64_t r = 0; r < ragged.group_start[ragged.El]; r++) {  // rows lie without gaps on the CPU
+    for (int64_t r = 0; r < ragged.group_start[ragged.El]; r++) {  // the CPU has no pad rows
         memset(scale + r * stride, 0, stride);
         for (int64_t c = 0; c < F; c += chunk) {
-            // a = silu(g) u, of elements that share a scale.
+            // a = silu(g) u, for the elements that share a scale.
             const floatX *g = h + r * 2 * F + c, *u = g + F;
             floatX a[MX_CHUNK];
             int64_t n = min_i64(chunk, F - c);
 #pragma omp simd
             for (int64_t i = 0; i < n; i++) a[i] = swiglu(g[i], u[i], sigmoid(g[i]));
 
-            // Its cast.
+            // Quantize them.
             int s = scale_of(a, n, 1, n, cast.scale);
             memset(scale + r * stride + c / MX_BLOCK, s, (size_t)n / MX_BLOCK);
             cast_all(q + r * F + c, n, 1, a, n, 1, n, s);
@@ -36,7 +36,9 @@ void mx_swiglu_backward_quantize(uint8_t* q, uint8_t* scale, floatX* dh, floatX*
     const int64_t chunk = chunk_of(cast), rows = ragged.group_start[ragged.El];
     experts_swiglu_backward(dh, gated_a, drow_gate, da_ungated, h, ragged, F, ctx);
     mx_quantize(q, scale, dh, rows, 2 * F, cast, ctx);
-    // What depends on `a` is of that before its cast so far.
+
+    // So far gated_a and drow_gate are computed with the unquantized `a`. Compute both again with the fake-quantized
+    // one.
 #pragma omp parallel for schedule(static)
     for (int64_t r = 0; r < rows; r++) {
         const floatX *g = h + r * 2 * F, *u = g + F;
@@ -44,14 +46,15 @@ void mx_swiglu_backward_quantize(uint8_t* q, uint8_t* scale, floatX* dh, floatX*
         real gate = ragged.row_gate[r], dgate = 0;
 #pragma omp simd
         for (int64_t i = 0; i < F; i++) a[i] = swiglu(g[i], u[i], sigmoid(g[i]));
-        // It becomes what its cast stands for.
+
+        // Fake-quantize a.
         for (int64_t c = 0; c < F; c += chunk) {
             int64_t n = min_i64(chunk, F - c);
             int s = scale_of(a + c, n, 1, n, cast.scale);
             for (int64_t i = c; i < c + n; i++) a[i] = value_of((float)a[i], s);
         }
 
-        // dgate = <da', a>, then gate * a in the place of a.
+        // dgate = <da', a>. Then gate * a overwrites a.
 #pragma omp simd reduction(+ : dgate)
         for (int64_t i = 0; i < F; i++) dgate += da_ungated[r * F + i] * a[i];
         for (int64_t i = 0; i < F; i++) a[i] *= gate;

@@ -1,25 +1,36 @@
-// SwiGLU and the cast of its result in one kernel. Memory bounds it: 5.03 bytes an element of the activation (F a row),
-// and 14.06 for backward, which writes dh and gate * a too. All of an input is read once, in 16-byte pieces of which a
-// lane has 6 or 8 under way. Casts: mxfp8.cuh.
+// SwiGLU fused with the quantization of its result (mxfp8.cuh). All kernels are bound by memory. Bytes per element of
+// the activation (F per row):
 //
-// Forward gives a warp a span of 1024 columns. Backward gives it a whole row, two pieces of gate, up and da' at a time:
-// <da', a> is one warp's sum in a fixed order. `a` is rounded in registers as forward's cast rounds it, and the
-// gradients of gate and up are cast where they are made, because the same lanes hold what shares a scale. Where F is no
-// multiple of a chunk, one chunk holds the last of the gate and the first of up: such rows are cast when they are
-// complete.
+//     kernel                               reads    writes                                      bytes
+//     forward                              h        MXFP8 a                                      5.03
+//     backward                             h, da'   dh, MXFP8 dh, gate * a                      14.06
+//     backward, row-wise and column-wise   h, da'   MXFP8 dh, MXFP8 dh transposed, gate * a     12.1
 //
-// Backward that casts by channel too moves 12.1 bytes an element and never writes dh: a block takes 128 rows, and 128
-// columns of F at a time. The gradients of gate and up are cast along the rows where they are made, as above, and laid
-// into shared memory, 64 KB; the block's warps take them up again in patches of 16 rows x 8 columns (mxfp8_patch.cuh).
-// Two blocks share an SM, so that one loads while the other casts: 71 % of what a copy reaches. <da', a> keeps the
-// columns of experts' rows in one block; those of tokens, which have none and are fewer, are shared out.
+// The last one reaches 71 % of the speed of a copy.
+//
+// Every input is read once in 16-byte vectors, with 6 or 8 loads in flight per lane.
+//
+// Forward: a warp takes a span of 1024 columns of a row.
+//
+// Backward: a warp takes a whole row, two vectors of gate, up and da' at a time. So <da', a> is one warp's sum in a
+// fixed order. `a` is fake-quantized in registers, as forward quantizes it. The gradients of gate and up are quantized
+// in registers, because the same lanes hold all elements that share a scale. If F is no multiple of a chunk, one chunk
+// has the last columns of gate and the first of up. Such rows are quantized after they are complete.
+//
+// Backward, row-wise and column-wise: a thread block takes 128 rows and walks F in steps of 128 columns. The gradients
+// of gate and up are quantized row-wise in registers, as above, and stored in shared memory (64 KB). The warps then
+// read them in patches of 16 rows x 8 columns (mxfp8_patch.cuh) and quantize column-wise. The occupancy is two blocks
+// per SM, so that one loads while the other quantizes.
+//
+// Expert rows need the dot product <da', a>, so one block owns whole rows. Shared-expert and dense rows do not need it,
+// and they are fewer, so their columns are split over blocks.
 #include "mx/mx_swiglu.h"
 
 #include "grouped/experts.cuh"
 #include "mx/mxfp8.cuh"
 #include "mx/mxfp8_patch.cuh"
 
-// How many rows there are is read on the device, and the grid walks them.
+// Forward. The row count is read on the device, and the grid walks the rows.
 template <int ALIGN>
 static __global__ void __launch_bounds__(32 * ROW_WARPS, 4)
     swiglu_kernel(uint8_t* q, uint8_t* scale, const floatX* h, Ragged r, int64_t F, int64_t stride, uint32_t carry) {
@@ -28,12 +39,13 @@ static __global__ void __launch_bounds__(32 * ROW_WARPS, 4)
     for (uint32_t span = warp_in_grid(); span < end; span += gridDim.x * ROW_WARPS) {
         const int64_t row = span / spans, c0 = span % spans * (int64_t)SPAN;
         const int64_t given = r.row_token[row] >= 0 ? F : 0;  // columns to read: none of a pad row
-        // All loads go out first.
+
+        // Issue all loads first.
         uint4 gate[PIECES], up[PIECES];
         load_span(gate, h + row * 2 * F, c0, given);
         load_span(up, h + row * 2 * F + F, c0, given);
 
-        // a = silu(g) u, rounded to bf16 before its cast.
+        // a = silu(g) u, rounded to bf16 before quantization.
 #pragma unroll
         for (int i = 0; i < PIECES; i++) {
             float g[8], u[8];
@@ -47,26 +59,26 @@ static __global__ void __launch_bounds__(32 * ROW_WARPS, 4)
     }
 }
 
-// x becomes what its cast stands for, in this lane's 8 columns.
+// Fake-quantizes x in this lane's 8 columns.
 template <int ALIGN>
 static __device__ __forceinline__ void round_piece(float x[8], uint32_t carry) {
-    // Rounded to bf16 first, as `a` is before its cast.
+    // Round to bf16 first, as forward does before it quantizes `a`.
     const uint4 p = piece_of(x);
     const uint32_t s = scale_of(higher_half(largest_of_lanes<ALIGN / 8>(largest(p))), carry);
     const float value = mx_scale_value(s);
     values_of(x, cast8(p, mx_scale_inverse(s)), value);
 }
 
-// Casts a lane's pieces of gate and up, whose blocks and chunks the same lanes hold. q and scale: where those of the
-// gate go; up's lie F columns further.
+// Quantizes a lane's vectors of gate and up. Elements that share a scale are in the same lanes for both. q and scale
+// are the outputs of gate; those of up are F columns further.
 template <int ALIGN>
 static __device__ __forceinline__ void cast_two(uint8_t* q, uint8_t* scale, const uint4& gate, const uint4& up,
                                                 int64_t F, bool inside, uint32_t carry) {
-    // One shuffle serves both: the largest of the gate in the lower half, of up in the upper.
+    // One shuffle serves both: the amax of gate in the lower half, that of up in the upper.
     const uint32_t pair = largest_of_lanes<ALIGN / 8>(higher_half(largest(gate)) | higher_half(largest(up)) << 16);
     const uint32_t of_gate = scale_of(pair & 0xffff, carry), of_up = scale_of(pair >> 16, carry);
 
-    // Bytes, and of each block of four lanes the scale.
+    // Store q; the first of the four lanes of a block stores the scale.
     if (!inside) return;
     *(uint2*)q = cast8(gate, mx_scale_inverse(of_gate));
     *(uint2*)(q + F) = cast8(up, mx_scale_inverse(of_up));
@@ -74,8 +86,8 @@ static __device__ __forceinline__ void cast_two(uint8_t* q, uint8_t* scale, cons
     scale[0] = (uint8_t)of_gate, scale[F / MX_BLOCK] = (uint8_t)of_up;
 }
 
-// ACROSS: a chunk holds the last of the gate and the first of up, in other lanes and pieces. The complete row is read
-// once more for its cast, from the caches.
+// Backward. ACROSS: a chunk has the last columns of gate and the first of up, in different lanes and vectors. Then the
+// complete row is read once more from the caches, and quantized.
 template <int ALIGN, bool ACROSS>
 static __global__ void __launch_bounds__(32 * ROW_WARPS, 3)
     swiglu_backward_kernel(uint8_t* q, uint8_t* scale, floatX* dh, floatX* gated_a, float* drow_gate,
@@ -85,6 +97,7 @@ static __global__ void __launch_bounds__(32 * ROW_WARPS, 3)
     const int64_t used = r.group_start[r.El];
     const int lane = threadIdx.x % 32;
     for (int64_t row = warp_in_grid(); row < used; row += gridDim.x * (int64_t)ROW_WARPS) {
+        // Compute the row; quantize dh in registers unless ACROSS.
         uint8_t *q_row = q + row * 2 * F, *s_row = scale + row * stride;
         swiglu_backward_row(
             dh, gated_a, drow_gate, da_ungated, h, r, row, F, [&](float a[8]) { round_piece<ALIGN>(a, carry); },
@@ -92,10 +105,10 @@ static __global__ void __launch_bounds__(32 * ROW_WARPS, 3)
                 if (!ACROSS) cast_two<ALIGN>(q_row + c, s_row + c / MX_BLOCK, gate, up, F, c < F, carry);
             });
 
-        // Bytes after the last scale are 0.
+        // Zero the padding after the last scale.
         if (!ACROSS && 2 * F / MX_BLOCK + lane < stride) s_row[2 * F / MX_BLOCK + lane] = 0;
 
-        // The complete row, read again by the whole warp.
+        // ACROSS: the warp reads the complete row again and quantizes it.
         if (!ACROSS) continue;
         __syncwarp();
         for (int64_t c0 = 0; c0 < 2 * F; c0 += SPAN) {
@@ -106,7 +119,8 @@ static __global__ void __launch_bounds__(32 * ROW_WARPS, 3)
     }
 }
 
-// The rows of backward that casts both ways: experts' with their gates, or tokens without, whose `a` is not rounded.
+// The rows of the row-wise and column-wise backward: expert rows with gates, or tokens without, whose `a` is not
+// quantized.
 struct GatedRows {
     enum { GATED = 1 };
     Ragged r;
@@ -126,11 +140,11 @@ struct TokenRows {
     __device__ __forceinline__ float gate(int64_t) const { return 1; }
 };
 
-// In shared memory: of each of 128 rows 16 pieces of 8 columns of the gate's gradients, then 16 of up's.
+// The tile in shared memory: 128 rows, each with 16 vectors of 8 columns of gate's gradient, then 16 of up's.
 enum { TILE_WARPS = 8, TILE_PIECES = 2 * MX_CHUNK / 8, TILE_BYTES = MX_CHUNK * TILE_PIECES * 16 };
 
-// Rows of one tile, 16 a warp, two at a time: 16 lanes hold the chunk of a row. c: this lane's column; dots: <da', a>
-// of the row so far.
+// Computes one tile and quantizes it row-wise. A warp takes 16 rows, two at a time: 16 lanes hold the chunk of a row.
+// c: this lane's column; dots += <da', a> of each row.
 template <typename Source>
 static __device__ __forceinline__ void swiglu_backward_tile(uint4* tile, float* dots, uint8_t* q, uint8_t* scale,
                                                             floatX* gated_a, const floatX* da_ungated, const floatX* h,
@@ -140,7 +154,7 @@ static __device__ __forceinline__ void swiglu_backward_tile(uint4* tile, float* 
     const int lane = threadIdx.x % 32, first = threadIdx.x / 32 * (MX_CHUNK / TILE_WARPS) + lane / 16;
 #pragma unroll 1
     for (int i0 = 0; i0 < ROWS; i0 += AT_ONCE) {
-        // All loads go out first. Pad rows are not read: they count as zeros.
+        // Issue all loads first. Pad rows are not read; they count as zeros.
         uint4 gs[AT_ONCE] = {}, us[AT_ONCE] = {}, ds[AT_ONCE] = {};
         float weight[AT_ONCE] = {};
 #pragma unroll
@@ -155,6 +169,7 @@ static __device__ __forceinline__ void swiglu_backward_tile(uint4* tile, float* 
 
 #pragma unroll
         for (int i = 0; i < AT_ONCE; i++) {
+            // SwiGLU backward of this lane's vector, with `a` fake-quantized for expert rows.
             const int in_tile = first + 2 * (i0 + i);
             const int64_t row = row0 + in_tile;
             float g[8], u[8], x[8], a[8];
@@ -167,6 +182,7 @@ static __device__ __forceinline__ void swiglu_backward_tile(uint4* tile, float* 
             const float dot = Source::GATED ? warp_sum<16>(part) : 0;
             if (Source::GATED && lane % 16 == 0) dots[in_tile] += dot;
 
+            // Store gate * a, the row-wise quantized dh, and dh in shared memory.
             const uint4 gate = piece_of(g), up = piece_of(u);
             const bool held = rows.held(row);
             if (held) store(gated_a + row * F + c, a);
@@ -177,6 +193,7 @@ static __device__ __forceinline__ void swiglu_backward_tile(uint4* tile, float* 
     }
 }
 
+// Backward, row-wise and column-wise. The y axis of the grid splits the columns of tokens.
 template <typename Source>
 static __global__ void __launch_bounds__(32 * TILE_WARPS, 2)
     swiglu_backward_both_kernel(uint8_t* q, uint8_t* scale, uint8_t* q_channels, uint8_t* scale_channels,
@@ -187,7 +204,7 @@ static __global__ void __launch_bounds__(32 * TILE_WARPS, 2)
     __shared__ uint4 of_warp[TILE_WARPS][8];
     __shared__ float dots[MX_CHUNK];
     const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
-    // By channel the tile is 256 columns wide: two warps down, four across.
+    // This lane's patch for the column-wise phase: the tile is 256 columns wide, two warps down, four across.
     const int top = warp / 4 * WARP_ROWS + lane / 8 * PATCH_ROWS, piece = warp % 4 * (WARP_COLUMNS / 8) + lane % 8;
     const int64_t column = piece / 16 * F + piece % 16 * 8;  // of dh, in the first tile
     const int64_t used = rows.used();
@@ -195,20 +212,22 @@ static __global__ void __launch_bounds__(32 * TILE_WARPS, 2)
         if (lane < 16) dots[warp * 16 + lane] = 0;  // of this warp's rows
         __syncwarp();
         for (int64_t c0 = blockIdx.y * (int64_t)MX_CHUNK; c0 < F; c0 += gridDim.y * (int64_t)MX_CHUNK) {
+            // Row-wise phase: compute dh, quantize it, and store it in shared memory.
             swiglu_backward_tile(tile, dots, q, scale, gated_a, da_ungated, h, rows, row0, c0 + lane % 16 * 8, F,
                                  stride, carry);
             __syncthreads();
 
+            // Column-wise phase: read the patch, find each column's amax, quantize.
             uint4 p[PATCH_ROWS];
 #pragma unroll
             for (int i = 0; i < PATCH_ROWS; i++) p[i] = tile[(top + i) * TILE_PIECES + piece];
             uint32_t pair[4];
-            largest_of_chunk<2, 4>(pair, p, of_warp);  // after its barriers the tile has been read
+            largest_of_chunk<2, 4>(pair, p, of_warp);  // after its barriers the tile may be overwritten
             cast_channels<MX_CHUNK>(q_channels, scale_channels, p, pair, warp < 4 && lane < 8, row0 + top, column + c0,
                                     length, 2 * F, carry);
         }
 
-        // Of each row <da', a>, and zeros after the last scale.
+        // Write <da', a> of each row, and zero the padding after its last scale.
         __syncwarp();
         const int64_t row = row0 + warp * 16 + lane;
         if (lane >= 16 || !rows.held(row) || blockIdx.y > 0) continue;

@@ -1,5 +1,8 @@
-// SwiGLU between an expert's two products, and its backward with the gate (grouped/experts.h), cast to MXFP8
-// (mx/mxfp8.h) as they are made. Over ragged rows (grouped/permute.h); pad rows are zeros with scale 0.
+// SwiGLU between an expert's two GEMMs, and its backward with the gate (grouped/experts.h), fused with the quantization
+// to MXFP8 (mx/mxfp8.h). Rows are ragged (grouped/permute.h); pad rows are zeros with scale 0.
+//
+//   forward   a = silu(h_gate) * h_up             quantized: a
+//   backward  da = gate * da',  dh = d swiglu     quantized: dh
 #ifndef MX_MX_SWIGLU_H
 #define MX_MX_SWIGLU_H
 
@@ -7,16 +10,16 @@
 
 BEGIN_C
 
-// a = silu(h_gate) * h_up is rounded to floatX, then cast as mx_quantize casts it. On the GPU the bytes are those of
-// experts_swiglu_forward and mx_quantize.
+// a is rounded to floatX, then quantized as by mx_quantize. On the GPU the result equals that of experts_swiglu_forward
+// and mx_quantize to the bit.
 void mx_swiglu_quantize(uint8_t* q,       // (capacity, F)
                         uint8_t* scale,   // (capacity, mx_stride(F))
                         const floatX* h,  // (capacity, 2F): gate, then up
                         Ragged ragged, int64_t F, MxCast cast, Ctx* ctx);
 
-// dh is rounded to floatX, then cast as mx_quantize casts it, with 2F as one width. `a` is what its cast by
-// mx_swiglu_quantize stands for (not rounded again). On the GPU dh and the bytes are those of experts_swiglu_backward
-// and mx_quantize.
+// dh is rounded to floatX, then quantized as by mx_quantize, with 2F as one width. `a` is the dequantized result of
+// mx_swiglu_quantize (not rounded again). On the GPU dh and q equal those of experts_swiglu_backward and mx_quantize to
+// the bit.
 void mx_swiglu_backward_quantize(uint8_t* q,                // (capacity, 2F): of dh
                                  uint8_t* scale,            // (capacity, mx_stride(2F))
                                  floatX* dh,                // (capacity, 2F)
@@ -26,8 +29,8 @@ void mx_swiglu_backward_quantize(uint8_t* q,                // (capacity, 2F): o
                                  const floatX* h,           // (capacity, 2F)
                                  Ragged ragged, int64_t F, MxCast cast, Ctx* ctx);
 
-// The same with dh cast by channel too, in chunks of 128 both ways (mx_quantize_channels, align 128): as both products
-// with it read it, so that its values are written nowhere. F is a multiple of 128.
+// The same, with dh quantized both row-wise (align 128) for dgrad and column-wise (mx_quantize_channels, align 128) for
+// wgrad. So dh in floatX is never written. F is a multiple of 128.
 void mx_swiglu_backward_both(uint8_t* q,                // (capacity, 2F): of dh
                              uint8_t* scale,            // (capacity, mx_stride(2F))
                              uint8_t* q_channels,       // (2F, length)
@@ -38,8 +41,7 @@ void mx_swiglu_backward_both(uint8_t* q,                // (capacity, 2F): of dh
                              const floatX* h,           // (capacity, 2F)
                              int64_t length, Ragged ragged, int64_t F, int32_t scale_mode, Ctx* ctx);
 
-// swiglu_backward (layers/swiglu.h) of N tokens, and mx_quantize_both of the dh that it would write. F is a multiple of
-// 128.
+// swiglu_backward (layers/swiglu.h) of N tokens fused with mx_quantize_both of its dh. F is a multiple of 128.
 void mx_swiglu_backward_both_tokens(uint8_t* q,               // (N, 2F): of dh
                                     uint8_t* scale,           // (N, mx_stride(2F))
                                     uint8_t* q_channels,      // (2F, length)

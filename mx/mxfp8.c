@@ -2,7 +2,7 @@
 
 #include "mx/mxfp8_cpu.h"
 
-// Blocks along the rows, one row a thread at a time.
+// Row-wise. A thread takes one row at a time.
 void mx_quantize(uint8_t* q, uint8_t* scale, const floatX* x, int64_t rows, int64_t columns, MxCast cast, Ctx* ctx) {
     (void)ctx;
     const int64_t chunk = chunk_of(cast), stride = mx_stride(columns);
@@ -10,7 +10,7 @@ void mx_quantize(uint8_t* q, uint8_t* scale, const floatX* x, int64_t rows, int6
     for (int64_t r = 0; r < rows; r++) {
         memset(scale + r * stride, 0, stride);
         for (int64_t c = 0; c < columns; c += chunk) {
-            // Elements that share a scale: find it, write it for each of their blocks, cast them.
+            // A block or chunk: find its scale, write the scale of each of its blocks, quantize.
             int64_t n = min_i64(chunk, columns - c), at = r * columns + c;
             int s = scale_of(x + at, columns, 1, n, cast.scale);
             memset(scale + r * stride + c / MX_BLOCK, s, (size_t)n / MX_BLOCK);
@@ -19,7 +19,7 @@ void mx_quantize(uint8_t* q, uint8_t* scale, const floatX* x, int64_t rows, int6
     }
 }
 
-// Blocks down the columns: the bytes of a column become a row.
+// Column-wise, transposed: a column becomes a row of q.
 void mx_quantize_transposed(uint8_t* q, uint8_t* scale, const floatX* x, int64_t count, int64_t rows, int64_t columns,
                             MxCast cast, Ctx* ctx) {
     (void)ctx;
@@ -29,7 +29,7 @@ void mx_quantize_transposed(uint8_t* q, uint8_t* scale, const floatX* x, int64_t
     for (int64_t m = 0; m < count; m++)
         for (int64_t r = 0; r < rows; r += chunk)
             for (int64_t c = 0; c < columns; c++) {
-                // The same down a column; the bytes go to a row.
+                // The same down a column; q is written to a row.
                 int64_t n = min_i64(chunk, rows - r), column = m * columns + c;
                 const floatX* from = x + (m * rows + r) * columns + c;
                 int s = scale_of(from, columns, n, 1, cast.scale);
@@ -44,12 +44,12 @@ void mx_quantize_tiles(uint8_t* q, uint8_t* q_transposed, uint8_t* scale, const 
     const int64_t tiles_r = mx_tiles(rows), tiles_c = mx_tiles(columns);
 #pragma omp parallel for schedule(static)
     for (int64_t tile = 0; tile < count * tiles_r * tiles_c; tile++) {
-        // Where the tile lies, and how much of it is inside.
+        // The tile's position, and its size within the matrix.
         int64_t m = tile / (tiles_r * tiles_c), r = tile / tiles_c % tiles_r * MX_CHUNK, c = tile % tiles_c * MX_CHUNK;
         int64_t nr = min_i64(MX_CHUNK, rows - r), nc = min_i64(MX_CHUNK, columns - c);
         int64_t at = (m * rows + r) * columns + c, at_transposed = (m * columns + c) * rows + r;
 
-        // One scale, and the bytes in both orientations.
+        // One scale; q and its transpose.
         int s = scale_of(w + at, columns, nr, nc, scale_mode);
         scale[tile] = s;
         cast_all(q + at, columns, 1, w + at, columns, nr, nc, s);
@@ -57,7 +57,7 @@ void mx_quantize_tiles(uint8_t* q, uint8_t* q_transposed, uint8_t* scale, const 
     }
 }
 
-// x = q 2^(s - 127) for a row.
+// Dequantizes a row: x = q 2^(s - 127).
 static void dequantize_row(floatX* x, const uint8_t* q, const uint8_t* scale, int64_t columns) {
     for (int64_t c = 0; c < columns; c += MX_BLOCK) {
         const float value = mx_scale_value(scale[c / MX_BLOCK]);
@@ -85,7 +85,7 @@ void mx_dequantize_rows(floatX* rows, const uint8_t* q, const uint8_t* scale, Ra
     }
 }
 
-// Element by element: the sum is rounded once.
+// The sum of each element is rounded once.
 void mx_dequantize_add(floatX* x, const uint8_t* q, const uint8_t* scale, int64_t rows, int64_t columns, Ctx* ctx) {
     (void)ctx;
     const int64_t stride = mx_stride(columns);
@@ -95,7 +95,7 @@ void mx_dequantize_add(floatX* x, const uint8_t* q, const uint8_t* scale, int64_
             x[r * columns + c] += e4m3_value(q[r * columns + c]) * mx_scale_value(scale[r * stride + c / MX_BLOCK]);
 }
 
-// The cast and back, in place.
+// Column-wise fake quantization in place.
 void mx_round_columns(floatX* x, Ragged ragged, int64_t columns, MxCast cast, Ctx* ctx) {
     (void)ctx;
     const int64_t chunk = chunk_of(cast);
@@ -111,7 +111,8 @@ void mx_round_columns(floatX* x, Ragged ragged, int64_t columns, MxCast cast, Ct
             }
 }
 
-// A chunk or run of a column at a time: its values, x or what bytes stand for, then their scale and bytes.
+// Column-wise quantization of a ragged buffer. The input is x, or MXFP8 `from` and `from_scale` if x is NULL. It takes
+// one chunk or 512-row scale group of a column at a time.
 static void channels(uint8_t* q, uint8_t* scale, const floatX* x, const uint8_t* from, const uint8_t* from_scale,
                      const int32_t* row_token, int64_t length, Ragged r, int64_t columns, MxCast cast) {
 #pragma omp parallel for schedule(static)
@@ -119,6 +120,7 @@ static void channels(uint8_t* q, uint8_t* scale, const floatX* x, const uint8_t*
         for (int32_t e = 0; e < r.El; e++) {
             const int64_t start = channel_start(r, e), rows = r.group_rows[e];
             for (int64_t first = 0; first < rows; first += cast.align) {
+                // Gather the elements, dequantized if the input is MXFP8.
                 const int64_t given = min_i64(cast.align, rows - first), n = round_up(given, MX_CHUNK);
                 floatX value[MX_RUN] = {0};
                 for (int64_t i = 0; i < given; i++) {
@@ -128,12 +130,14 @@ static void channels(uint8_t* q, uint8_t* scale, const floatX* x, const uint8_t*
                                        mx_scale_value(from_scale[at * mx_stride(columns) + c / MX_BLOCK]);
                 }
 
-                // What is too small for a run leaves zeros, with their signs.
+                // A 512-row scale group below MX_RUN_LEAST is flushed to zeros, which keep their signs.
                 int s = scale_of(value, 1, n, 1, cast.scale);
                 if (cast.align == MX_RUN && s < MX_RUN_LEAST) {
                     s = 0;
                     for (int64_t i = 0; i < given; i++) value[i] *= 0;
                 }
+
+                // Write the scale of each chunk, and q.
                 for (int64_t k = 0; k < n; k += MX_CHUNK) scale[(start + first + k) / MX_CHUNK * columns + c] = s;
                 cast_all(q + c * length + start + first, 1, 1, value, 1, n, 1, s);
             }

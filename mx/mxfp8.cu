@@ -1,23 +1,32 @@
-// MXFP8 casts: bound by memory. Bytes an element: 3.03 to cast and back, 4.0 for tiles, for both ways and for rounding,
-// 5.03 where what bytes stand for is added, 2.04 where they are cast anew. All of an input is read once, values in
-// 16-byte and bytes in 8-byte pieces of which a lane has 4 to 16 under way, and what shares a scale never leaves the
-// warp or the block that read it; only the rounding of columns reads its chunks again, from the caches. How the largest
-// is found, and what a warp takes along rows: mxfp8.cuh; kernels down the columns: mxfp8_columns.cuh.
+// MXFP8 quantization and dequantization. All kernels are bound by memory. Bytes per element:
+//
+//     kernel                                                        bytes
+//     mx_quantize, mx_quantize_transposed                            3.03
+//     mx_dequantize, mx_dequantize_rows                              3.03
+//     mx_quantize_channels                                           3.01
+//     mx_quantize_tiles, mx_quantize_both; mx_round_columns          4.0
+//     mx_dequantize_add                                              5.03
+//     mx_requantize_channels                                         2.04
+//
+// Every input is read once: bf16 in 16-byte vectors, q in 8-byte vectors, with 4 to 16 loads in flight per lane.
+// Elements that share a scale stay in the warp or thread block that read them. Only mx_round_columns reads its chunks
+// twice, the second time from the caches. amax and row-wise quantization: mxfp8.cuh. Column-wise kernels:
+// mxfp8_columns.cuh.
 #include "grouped/permute.cuh"
 #include "mx/mxfp8.cuh"
 #include "mx/mxfp8_columns.cuh"
 
-// --- Along rows ---
+// --- Row-wise ---
 
-// The row and first column of this warp's span; false: there is none.
+// Sets the row and first column of this warp's span; false: there is none.
 static __device__ __forceinline__ bool place_of_warp(int64_t* row, int64_t* c0, int64_t rows, int64_t columns) {
     const uint32_t spans = (uint32_t)ceil_div(columns, SPAN), span = warp_in_grid();
     *row = span / spans, *c0 = span % spans * (int64_t)SPAN;
     return *row < rows;
 }
 
-// The second number of these launch bounds leaves just the registers that hold all loads at once: with none given, the
-// compiler waits for the first before it issues the last.
+// The launch bounds limit the registers so that all loads just fit. Without the second bound the compiler waits for the
+// first load before it issues the last.
 template <int ALIGN>
 static __global__ void __launch_bounds__(32 * ROW_WARPS, 6)
     quantize_kernel(uint8_t* q, uint8_t* scale, const floatX* x, int64_t rows, int64_t columns, int64_t stride,
@@ -25,21 +34,22 @@ static __global__ void __launch_bounds__(32 * ROW_WARPS, 6)
     wait_for_previous();
     int64_t row, c0;
     if (!place_of_warp(&row, &c0, rows, columns)) return;
-    // The loads, then the largest, the scales and the bytes.
+
+    // Load, then amax, scales and q.
     uint4 p[PIECES];
     load_span(p, x + row * columns, c0, columns);
     cast_span<ALIGN>(q + row * columns, scale + row * stride, p, c0, columns, stride, carry);
 }
 
-// x = (or +=: ADD) what the bytes stand for, in columns c0 .. c0 + 1023 of a row; bytes of a row that is not `given`
-// are not read and stand for zeros.
+// Dequantizes columns c0 .. c0 + 1023 of a row: x = q 2^(s - 127), or += with ADD. A row that is not `given` is not
+// read and counts as zeros.
 template <bool ADD>
 static __device__ __forceinline__ void dequantize_span(floatX* x, const uint8_t* q, const uint8_t* scale, bool given,
                                                        int64_t c0, int64_t columns) {
     c0 += threadIdx.x % 32 * 8;
     if (c0 >= columns) return;
 
-    // All loads go out first.
+    // Issue all loads first.
     uint2 p[PIECES] = {};
     uint32_t s[PIECES] = {};
 #pragma unroll
@@ -50,7 +60,7 @@ static __device__ __forceinline__ void dequantize_span(floatX* x, const uint8_t*
         s[i] = scale[c / MX_BLOCK];
     }
 
-    // q 2^(s - 127), or x + that, rounded once.
+    // x = q 2^(s - 127), or x + q 2^(s - 127) rounded once.
 #pragma unroll
     for (int i = 0; i < PIECES; i++) {
         float out[8];
@@ -67,6 +77,7 @@ static __device__ __forceinline__ void dequantize_span(floatX* x, const uint8_t*
     }
 }
 
+// A warp dequantizes one span.
 template <bool ADD>
 static __global__ void __launch_bounds__(32 * ROW_WARPS)
     dequantize_kernel(floatX* x, const uint8_t* q, const uint8_t* scale, int64_t rows, int64_t columns,
@@ -77,6 +88,7 @@ static __global__ void __launch_bounds__(32 * ROW_WARPS)
     dequantize_span<ADD>(x + row * columns, q + row * columns, scale + row * stride, true, c0, columns);
 }
 
+// A warp dequantizes whole rows of the ragged buffer, each from its token.
 static __global__ void __launch_bounds__(32 * PERMUTE_WARPS)
     dequantize_rows_kernel(floatX* rows, const uint8_t* q, const uint8_t* scale, Ragged r, int64_t columns,
                            int64_t stride, int64_t slices) {
@@ -103,8 +115,8 @@ void mx_quantize_transposed(uint8_t* q, uint8_t* scale, const floatX* x, int64_t
                             MxCast cast, Ctx* ctx) {
     ASSERT(aligned(q, scale, x) && rows % MX_BLOCK == 0 && columns % MX_BLOCK == 0);
     auto kernel = cast.align == 1 ? transposed_kernel<MX_BLOCK> : transposed_kernel<MX_CHUNK>;
-    // The columns first, so that blocks at work at one time read whole rows. Down, blocks for all bytes of a row of
-    // scales, those after the last one too.
+    // Columns are the fast axis of the grid, so that concurrent blocks read whole rows. The rows axis covers all scale
+    // bytes of an output row, with the padding.
     const int64_t stride = mx_stride(rows);
     const dim3 grid(blocks_for(columns, WARP_COLUMNS), (unsigned)(stride / (2 * COLUMN_WARPS)), (unsigned)count);
     launch_early(kernel, grid, 32 * COLUMN_WARPS, 0, ctx, q, scale, x, rows, columns, stride, carry_of(cast.scale));

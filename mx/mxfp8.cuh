@@ -1,12 +1,14 @@
-// What the kernels of the casts (mxfp8.cu, mx_swiglu.cu, mx_stats.cu) share.
+// Device functions of the quantization kernels (mxfp8.cu, mx_swiglu.cu, mx_stats.cu).
 //
-// Magnitudes of bf16 compare like their bits, Inf and NaN above all others. So the largest element is found by
-// integers, two at a time and without conversion; lanes that share a block, chunk or column exchange theirs by
-// shuffles. Products with 2^(127 - s) are exact in float32 (or so small that they are rounded to 0), and
-// cvt.rn.satfinite rounds them as the contract says, NaN to 0x7f.
+// amax: magnitudes of bf16 compare like their bits, with Inf and NaN above all others. So amax is found with integer
+// instructions, two elements at a time and without conversion. Lanes that share a block, chunk or column reduce by
+// shuffles.
 //
-// Along rows a warp takes a span, 1024 columns of a row: a piece is 256 of them, 8 a lane, so a block lies in 4 lanes
-// and a chunk in 16. The span's 32 scale bytes go out in one store.
+// Rounding: x 2^(127 - s) is exact in float32, or so small that it is rounded to 0. The instruction cvt.rn.satfinite
+// rounds it to e4m3 exactly as mxfp8.h defines, NaN to 0x7f.
+//
+// Row-wise, a warp takes a span: 1024 columns of a row, as 4 groups of 256. In each group a lane has one 16-byte vector
+// of 8 columns, so a block is in 4 lanes and a chunk in 16. The span's 32 scale bytes are written in one store.
 #ifndef MX_MXFP8_CUH
 #define MX_MXFP8_CUH
 
@@ -16,19 +18,21 @@
 #include "mx/mx_values.h"
 #include "mx/mxfp8.h"
 
+// Vectors of a lane in a span; columns of a span; warps per thread block.
 enum { PIECES = 4, SPAN = PIECES * 256, ROW_WARPS = 8 };
 
-// Of pairs of bf16: the magnitudes, and the larger of each.
+// Pairs of bf16: the magnitudes, and the element-wise maximum.
 static __device__ __forceinline__ uint32_t magnitudes(uint32_t pair) { return pair & 0x7fff7fffu; }
 static __device__ __forceinline__ uint32_t larger(uint32_t a, uint32_t b) { return __vmaxu2(a, b); }
 
+// The amax of even and of odd elements of a vector.
 static __device__ __forceinline__ uint32_t largest(const uint4& p) {
     return larger(larger(magnitudes(p.x), magnitudes(p.y)), larger(magnitudes(p.z), magnitudes(p.w)));
 }
 
 static __device__ __forceinline__ uint32_t higher_half(uint32_t pair) { return max(pair & 0xffff, pair >> 16); }
 
-// amax: a magnitude; carry: what carry_of says.
+// The scale byte. amax: a magnitude; carry: the rounding bias of carry_of.
 static __device__ __forceinline__ uint32_t scale_of(uint32_t amax, uint32_t carry) {
     return amax >= 0x7f80 ? MX_NAN : (uint32_t)max((int)((amax + carry) >> 7) - 8, 0);
 }
@@ -41,11 +45,12 @@ static __device__ __forceinline__ float2 e4m3_values(uint32_t two) {
     return __half22float2(__nv_cvt_fp8x2_to_halfraw2((__nv_fp8x2_storage_t)two, __NV_E4M3));
 }
 
-// What the cast of x with scale s stands for.
+// Fake quantization of x with scale s: quantized, then dequantized.
 static __device__ __forceinline__ float value_of(float x, uint32_t s) {
     return e4m3_values(cast2(x * mx_scale_inverse(s), 0)).x * mx_scale_value(s);
 }
 
+// Quantizes a vector: 8 elements times a factor each, rounded to e4m3.
 static __device__ __forceinline__ uint2 cast8(const uint4& p, const float factor[8]) {
     float x[8];
     floats_of(x, p);
@@ -59,7 +64,7 @@ static __device__ __forceinline__ uint2 cast8(const uint4& p, float factor) {
     return cast8(p, all);
 }
 
-// What 8 bytes stand for, where 2^(s - 127) is scale_value.
+// Dequantizes 8 elements; scale_value is 2^(s - 127).
 static __device__ __forceinline__ void values_of(float out[8], uint2 p, float scale_value) {
     const uint32_t pairs[4] = {p.x, p.x >> 16, p.y, p.y >> 16};
 #pragma unroll
@@ -69,7 +74,7 @@ static __device__ __forceinline__ void values_of(float out[8], uint2 p, float sc
     }
 }
 
-// Of each half, the largest in the LANES lanes around this one (a power of two).
+// Maximum of each half over an aligned group of LANES lanes (a power of two).
 template <int LANES>
 static __device__ __forceinline__ uint32_t largest_of_lanes(uint32_t pair) {
 #pragma unroll
@@ -77,23 +82,24 @@ static __device__ __forceinline__ uint32_t largest_of_lanes(uint32_t pair) {
     return pair;
 }
 
-// --- Along rows ---
+// --- Row-wise ---
 
-// Casts columns c0 .. c0 + 1023 of a row, of which this lane has p. q and scale are the row's.
+// Quantizes columns c0 .. c0 + 1023 of a row. p: this lane's vectors; q, scale: the row's outputs.
 template <int ALIGN>
 static __device__ __forceinline__ void cast_span(uint8_t* q, uint8_t* scale, const uint4 p[PIECES], int64_t c0,
                                                  int64_t columns, int64_t stride, uint32_t carry) {
     const int lane = threadIdx.x % 32;
-    // The largest of each block or chunk.
-    uint32_t pair[PIECES / 2];  // the largest of two pieces: one shuffle serves both
-    uint32_t scales = 0;        // byte i: of this lane's block in piece i
+
+    // The amax of each block or chunk.
+    uint32_t pair[PIECES / 2];  // of two vectors: one shuffle serves both
+    uint32_t scales = 0;        // byte i: the scale of this lane's block in vector i
 #pragma unroll
     for (int i = 0; i < PIECES / 2; i++)
         pair[i] =
             largest_of_lanes<ALIGN / 8>(higher_half(largest(p[2 * i])) | higher_half(largest(p[2 * i + 1])) << 16);
 
+        // Scale and q of each vector.
 #pragma unroll
-    // Scale and bytes of each piece.
     for (int i = 0; i < PIECES; i++) {
         const int64_t c = c0 + i * 256 + lane * 8;
         const uint32_t s = scale_of(pair[i / 2] >> i % 2 * 16 & 0xffff, carry);
@@ -104,12 +110,12 @@ static __device__ __forceinline__ void cast_span(uint8_t* q, uint8_t* scale, con
         }
     }
 
-    // A lane for each block takes its scale byte from the first lane of that block.
+    // One lane per block gets the block's scale byte by a shuffle, and stores it.
     scales = __shfl_sync(0xffffffffu, scales, lane % 8 * 4) >> lane / 8 * 8;
     if (c0 / MX_BLOCK + lane < stride) scale[c0 / MX_BLOCK + lane] = (uint8_t)scales;
 }
 
-// This lane's pieces of columns c0 .. c0 + 1023 of a row; zeros outside of it.
+// Loads this lane's vectors of columns c0 .. c0 + 1023 of a row; zeros past its end.
 static __device__ __forceinline__ void load_span(uint4 p[PIECES], const floatX* row, int64_t c0, int64_t columns) {
 #pragma unroll
     for (int i = 0; i < PIECES; i++) {
@@ -118,15 +124,15 @@ static __device__ __forceinline__ void load_span(uint4 p[PIECES], const floatX* 
     }
 }
 
-// This warp's number in the grid: that of the span or row that it takes, or takes first.
+// This warp's index in the grid: the index of its (first) span or row.
 static __device__ __forceinline__ uint32_t warp_in_grid(void) { return blockIdx.x * ROW_WARPS + threadIdx.x / 32; }
 
 // --- Launches ---
 
-// What RCEIL adds to the bits of a bf16: mantissas above 1.75 = 448 / 2^8 carry into the exponent.
+// RCEIL's rounding bias, added to the bits of a bf16: mantissas above 1.75 = 448 / 2^8 carry into the exponent.
 static uint32_t carry_of(int32_t scale_mode) { return scale_mode == MX_RCEIL ? 0x1f : 0; }
 
-// Blocks of the kernels along rows. Units are counted in 32 bits.
+// Grid size of the row-wise kernels. Spans are counted in 32 bits.
 static unsigned row_blocks(int64_t rows, int64_t columns) {
     const int64_t blocks = ceil_div(rows * ceil_div(columns, SPAN), ROW_WARPS);
     ASSERT(columns % MX_BLOCK == 0 && blocks <= INT32_MAX / ROW_WARPS);

@@ -1,5 +1,6 @@
-// The casts of mxfp8.cu down the columns, by patches (mxfp8_patch.cuh). In shared memory are only the largest elements
-// of chunks and tiles, which span warps, and the scales of a transposed cast, which leave together.
+// Column-wise quantization kernels of mxfp8.cu. Each lane quantizes a patch in registers (mxfp8_patch.cuh). Shared
+// memory has only the amax of chunks and tiles that span warps, and the scales of a transposed result, which are stored
+// together.
 #ifndef MX_MXFP8_COLUMNS_CUH
 #define MX_MXFP8_COLUMNS_CUH
 
@@ -7,14 +8,15 @@
 
 enum { COLUMN_WARPS = 4 };
 
-// A block of threads: 256 rows x 64 columns, a warp under the other. Its scales, 8 bytes of 64 rows, are gathered
-// first.
+// mx_quantize_transposed. A thread block takes 256 rows x 64 columns, with its warps below each other. Its scales are 8
+// bytes for each of 64 output rows. They are gathered in shared memory before they are stored.
 template <int ALIGN>
 static __global__ void __launch_bounds__(32 * COLUMN_WARPS)
     transposed_kernel(uint8_t* q, uint8_t* scale, const floatX* x, int64_t rows, int64_t columns, int64_t stride,
                       uint32_t carry) {
     wait_for_previous();
-    // Where this lane's patch lies.
+
+    // Position of this lane's patch.
     __shared__ uint4 of_warp[COLUMN_WARPS][8];
     __shared__ uint2 scales[WARP_COLUMNS];
     const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
@@ -22,7 +24,7 @@ static __global__ void __launch_bounds__(32 * COLUMN_WARPS)
     const int64_t first = blockIdx.x * (int64_t)WARP_COLUMNS, c = first + lane % 8 * 8, matrix = blockIdx.z;
     const bool inside = r < rows && c < columns;
 
-    // The largest of each column: in the patch, in the lanes that share a block, for chunks in two warps.
+    // Column amax: over the patch, over the lanes that share a block; for chunks also over two warps.
     uint4 p[PATCH_ROWS];
     load_patch(p, x + (matrix * rows + r) * columns + c, columns, inside);
     uint32_t pair[4];
@@ -38,7 +40,8 @@ static __global__ void __launch_bounds__(32 * COLUMN_WARPS)
         keep_larger(pair, of_warp[warp ^ 1][lane % 8]);
     }
 
-    // Scales: each lane of a block writes half of its columns', for the whole block of threads to send.
+    // Scales: each lane of a block writes those of half of its columns to shared memory. The thread block then stores
+    // all.
     float factor[8];
 #pragma unroll
     for (int i = 0; i < 8; i++) {
@@ -51,26 +54,27 @@ static __global__ void __launch_bounds__(32 * COLUMN_WARPS)
     if (threadIdx.x < WARP_COLUMNS && first + threadIdx.x < columns)
         *(uint2*)(scale + (matrix * columns + first + threadIdx.x) * stride + blockIdx.y * 8) = scales[threadIdx.x];
 
-    // The bytes, turned.
+    // Quantize, and write transposed.
     if (!inside) return;
     uint2 bytes[PATCH_ROWS];
     cast_patch(bytes, p, factor);
     store_turned(q + (matrix * columns + c) * rows + r, rows, bytes);
 }
 
-// A block of threads: a tile, two warps by two.
+// mx_quantize_tiles. A thread block takes a tile of 128 x 128, with 2 x 2 warps.
 static __global__ void __launch_bounds__(32 * COLUMN_WARPS)
     tiles_kernel(uint8_t* q, uint8_t* q_transposed, uint8_t* scale, const floatX* w, int64_t rows, int64_t columns,
                  uint32_t carry) {
     wait_for_previous();
-    // Where this lane's patch lies.
+
+    // Position of this lane's patch.
     __shared__ uint32_t of_warp[COLUMN_WARPS];
     const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
     const int64_t r = blockIdx.y * (int64_t)MX_CHUNK + warp / 2 * WARP_ROWS + lane / 8 * PATCH_ROWS;
     const int64_t c = blockIdx.x * (int64_t)MX_CHUNK + warp % 2 * WARP_COLUMNS + lane % 8 * 8, matrix = blockIdx.z;
     const bool inside = r < rows && c < columns;
 
-    // The largest of the tile: in the patch, in the warp, in the four warps.
+    // Tile amax: over the patch, over the warp, over the four warps.
     uint4 p[PATCH_ROWS];
     load_patch(p, w + (matrix * rows + r) * columns + c, columns, inside);
     uint32_t pair[4];
@@ -84,7 +88,7 @@ static __global__ void __launch_bounds__(32 * COLUMN_WARPS)
     const uint32_t s = scale_of(max(max(of_warp[0], of_warp[1]), max(of_warp[2], of_warp[3])), carry);
     if (threadIdx.x == 0) scale[(matrix * gridDim.y + blockIdx.y) * gridDim.x + blockIdx.x] = (uint8_t)s;
 
-    // The bytes, as they lie and turned.
+    // Quantize, and write q and its transpose.
     if (!inside) return;
     const float f = mx_scale_inverse(s), factor[8] = {f, f, f, f, f, f, f, f};
     uint2 bytes[PATCH_ROWS];
@@ -94,19 +98,20 @@ static __global__ void __launch_bounds__(32 * COLUMN_WARPS)
     store_turned(q_transposed + (matrix * columns + c) * rows + r, rows, bytes);
 }
 
-// A warp a chunk of CHUNK rows and 256 columns, 8 a lane; groups start at multiples of 128, so no chunk has rows of
-// two. What was read for the largest comes from the caches for the casts.
+// mx_round_columns. A warp takes a chunk of CHUNK rows x 256 columns, 8 columns per lane. Groups start at multiples of
+// 128, so a chunk never spans two groups. The second read of the chunk comes from the caches.
 template <int CHUNK>
 static __global__ void __launch_bounds__(32 * ROW_WARPS)
     round_columns_kernel(floatX* x, const int64_t* used, int64_t columns, uint32_t carry) {
     wait_for_previous();
-    // A lane: 8 columns of a chunk.
+
+    // Position of this lane's 8 columns.
     const int64_t c = (blockIdx.y * (int64_t)32 + threadIdx.x % 32) * 8;
     const int64_t row = (blockIdx.x * (int64_t)ROW_WARPS + threadIdx.x / 32) * CHUNK;
     if (row >= *used || c >= columns) return;
     floatX* top = x + row * columns + c;
 
-    // The largest of each column, and its scale.
+    // Column amax and scale.
     uint32_t pair[4] = {};
 #pragma unroll 8
     for (int i = 0; i < CHUNK; i++) {
@@ -117,8 +122,8 @@ static __global__ void __launch_bounds__(32 * ROW_WARPS)
 #pragma unroll
     for (int j = 0; j < 8; j++) s[j] = scale_of_column(pair, j, carry);
 
+        // Fake-quantize every element.
 #pragma unroll 8
-    // Every element becomes what its cast stands for.
     for (int i = 0; i < CHUNK; i++) {
         float f[8];
         load(f, top + i * columns);
@@ -128,10 +133,11 @@ static __global__ void __launch_bounds__(32 * ROW_WARPS)
     }
 }
 
-// Eight columns of a row: values, or what bytes stand for, rounded to bf16 (which is exact).
+// Sources of channels_kernel and both_kernel, which load a lane's patch: bf16 rows, or MXFP8 rows dequantized to bf16
+// (which is exact).
 struct ValueRows {
     const floatX* x;
-    int64_t held;  // rows; those after it are zeros
+    int64_t held;  // row count; rows after it are zeros
 
     __device__ __forceinline__ void load(uint4 p[PATCH_ROWS], int64_t row, int64_t c, int64_t columns) const {
 #pragma unroll
@@ -141,10 +147,10 @@ struct ValueRows {
 };
 struct ByteRows {
     const uint8_t *q, *scale;
-    const int32_t* row_token;  // NULL: rows are read as they lie
+    const int32_t* row_token;  // NULL: rows are read without permutation
     int64_t stride;
 
-    // Bound by instructions: an address takes one, a multiplication of 32 bits to 64.
+    // Bound by instructions, so each address takes one: a multiplication of 32 bits to 64.
     __device__ __forceinline__ void load(uint4 p[PATCH_ROWS], int64_t row, int64_t c, int64_t columns) const {
         int32_t at[PATCH_ROWS];
 #pragma unroll
@@ -154,7 +160,7 @@ struct ByteRows {
             else
                 for (int j = i; j < i + 4; j++) at[j] = (int32_t)row + j;
 
-        // All loads go out first, of pad rows (at < 0) too, which then count as zeros.
+        // Issue all loads first. Pad rows (at < 0) load row 0, and are set to zeros below.
         const uint8_t *from = q + c, *from_scale = scale + c / MX_BLOCK;
         uint2 bytes[PATCH_ROWS];
         uint32_t s[PATCH_ROWS];
@@ -164,6 +170,8 @@ struct ByteRows {
             bytes[i] = *(const uint2*)(from + there * (uint32_t)columns);
             s[i] = from_scale[there * (uint32_t)stride];
         }
+
+        // Dequantize to bf16.
 #pragma unroll
         for (int i = 0; i < PATCH_ROWS; i++) {
             float out[8];
@@ -174,15 +182,17 @@ struct ByteRows {
     }
 };
 
-// A block of threads: DOWN x ACROSS warps, which take chunks of an expert (2 x 2: 128 rows and columns) or runs (8 x 1:
-// 512 rows, 64 columns), each with one scale a column. As in permute_slice, blocks take the same slice of every expert
-// before the next slice.
+// mx_quantize_channels and mx_requantize_channels. A thread block has DOWN x ACROSS warps. It walks an expert's rows in
+// chunks (2 x 2 warps: 128 rows x 128 columns) or in 512-row scale groups (8 x 1 warps: 512 rows x 64 columns). Each of
+// these has one scale per column. As in permute_slice, blocks take the same slice of every expert before the next
+// slice.
 template <typename Source, int DOWN, int ACROSS>
 static __global__ void __launch_bounds__(32 * DOWN * ACROSS, DOWN == 2 ? 5 : 0)
     channels_kernel(uint8_t* q, uint8_t* scale, Source source, Ragged r, int64_t length, int64_t columns,
                     int64_t slices, uint32_t carry) {
     wait_for_previous();
-    // The slice, and this lane's columns.
+
+    // The slice of an expert's rows, and this lane's columns.
     constexpr int ROWS = DOWN * WARP_ROWS;
     __shared__ uint4 of_warp[DOWN * ACROSS][8];
     const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
@@ -190,11 +200,13 @@ static __global__ void __launch_bounds__(32 * DOWN * ACROSS, DOWN == 2 ? 5 : 0)
     const int64_t start = r.group_start[e], end = r.group_start[e + 1], count = (end - start + ROWS - 1) / ROWS;
     const int64_t c = (blockIdx.x * (int64_t)ACROSS + warp % ACROSS) * WARP_COLUMNS + lane % 8 * 8;
     for (int64_t i = count * slice / slices; i < count * (slice + 1) / slices; i++) {
-        // A chunk or run; a run may end early. The first lanes of every second warp send a chunk's scales.
+        // Load a chunk or a 512-row scale group, which may end early.
         const int64_t row = start + i * ROWS + warp / ACROSS * WARP_ROWS + lane / 8 * PATCH_ROWS;
         const bool inside = row < end && c < columns;
         uint4 p[PATCH_ROWS] = {};
         if (inside) source.load(p, row, c, columns);
+
+        // Column amax, then quantize. The first lanes of every second warp store a chunk's scales.
         uint32_t pair[4];
         largest_of_chunk<DOWN, ACROSS>(pair, p, of_warp);
         if (inside)
@@ -202,13 +214,14 @@ static __global__ void __launch_bounds__(32 * DOWN * ACROSS, DOWN == 2 ? 5 : 0)
     }
 }
 
-// A block of threads: 128 rows x 128 columns, two warps by two, cast along the rows and by channel. A warp's lanes find
-// the largest of each row in their 64 columns, and the warp beside it has the other half.
+// mx_quantize_both. A thread block takes 128 rows x 128 columns with 2 x 2 warps, and quantizes them row-wise and
+// column-wise. A warp finds the row amax of its 64 columns; the neighboring warp has the other half.
 static __global__ void __launch_bounds__(32 * COLUMN_WARPS, 4)
     both_kernel(uint8_t* q, uint8_t* scale, uint8_t* q_channels, uint8_t* scale_channels, ValueRows source,
                 int64_t length, int64_t columns, int64_t stride, uint32_t carry) {
     wait_for_previous();
-    // Where this lane's patch lies.
+
+    // Load this lane's patch.
     __shared__ uint4 of_warp[COLUMN_WARPS][8];
     __shared__ uint32_t of_rows[2][MX_CHUNK / 2];  // of each half of the columns; two rows in a word
     const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
@@ -218,9 +231,9 @@ static __global__ void __launch_bounds__(32 * COLUMN_WARPS, 4)
     uint4 p[PATCH_ROWS] = {};
     if (c < columns) source.load(p, row, c, columns);
 
+        // Row amax, two rows at a time; each of a row's eight lanes writes two rows. Then column amax. Its barriers
+        // also cover of_rows.
 #pragma unroll
-    // The largest of each row, two at a time; the eight lanes of a row share the writing. Then of each column, whose
-    // barriers serve both.
     for (int i = 0; i < PATCH_ROWS / 2; i++) {
         const uint32_t two =
             largest_of_lanes<8>(higher_half(largest(p[2 * i])) | higher_half(largest(p[2 * i + 1])) << 16);
@@ -234,8 +247,8 @@ static __global__ void __launch_bounds__(32 * COLUMN_WARPS, 4)
         return scale_of(i % 2 ? two >> 16 : two & 0xffff, carry);
     };
 
-    // Scales along the rows, a row a thread: a word for the blocks of the chunk that there are, after the last chunk
-    // zeros.
+    // Row-wise scales, one row per thread: a word with the scale of each existing block of the chunk. The last chunk
+    // also zeros the padding after it.
     const int64_t of_thread = r0 + threadIdx.x, blocks = (columns - c0) / MX_BLOCK;
     if (of_thread < source.held) {
         uint32_t* to = (uint32_t*)(scale + of_thread * stride + c0 / MX_BLOCK);
@@ -245,14 +258,14 @@ static __global__ void __launch_bounds__(32 * COLUMN_WARPS, 4)
     }
     if (c >= columns) return;
 
-    // The bytes as they lie.
+    // Row-wise q.
     const int held = (int)min(source.held - row, (int64_t)PATCH_ROWS);
     q += row * columns + c;
 #pragma unroll
     for (int i = 0; i < PATCH_ROWS; i++)
         if (i < held) *(uint2*)(q + i * columns) = cast8(p[i], mx_scale_inverse(scale_of_row(in_chunk + i)));
 
-    // By channel.
+    // Column-wise scales and q.
     cast_channels<MX_CHUNK>(q_channels, scale_channels, p, pair, warp < 2 && lane < 8, row, c, length, columns, carry);
 }
 

@@ -1,6 +1,7 @@
-// What casts down the columns share. A lane takes a patch of 16 rows x 8 columns, a warp 64 x 64: two blocks of rows in
-// two pairs of 8 lanes. The bytes are turned in registers, 4 x 4 at a time, and leave in 16-byte pieces that make 64
-// bytes of a row of the result.
+// Device functions of column-wise quantization. A lane takes a patch of 16 rows x 8 columns, a warp 64 x 64. Eight
+// lanes are side by side, and four of these rows of lanes cover two blocks of 32 rows. The result q is transposed in
+// registers, 4 x 4 bytes at a time. It is stored in 16-byte vectors, so that a warp writes 64 adjacent bytes of a row
+// of the result.
 #ifndef MX_MXFP8_PATCH_CUH
 #define MX_MXFP8_PATCH_CUH
 
@@ -8,13 +9,13 @@
 
 enum { PATCH_ROWS = 16, WARP_ROWS = 4 * PATCH_ROWS, WARP_COLUMNS = 64 };
 
-// A lane's patch: 16 rows x 8 columns, zeros outside of the matrix.
+// Loads a lane's patch: 16 rows x 8 columns, zeros outside of the matrix.
 static __device__ __forceinline__ void load_patch(uint4 p[PATCH_ROWS], const floatX* x, int64_t columns, bool inside) {
 #pragma unroll
     for (int i = 0; i < PATCH_ROWS; i++) p[i] = inside ? *(const uint4*)(x + i * columns) : make_uint4(0, 0, 0, 0);
 }
 
-// pair = the larger of each column's so far and of p's, columns in pairs.
+// pair = max(pair, p) per column; a word has two columns.
 static __device__ __forceinline__ void keep_larger(uint32_t pair[4], uint4 p) {
     pair[0] = larger(pair[0], p.x), pair[1] = larger(pair[1], p.y);
     pair[2] = larger(pair[2], p.z), pair[3] = larger(pair[3], p.w);
@@ -24,7 +25,7 @@ static __device__ __forceinline__ uint4 magnitudes(uint4 p) {
     return make_uint4(magnitudes(p.x), magnitudes(p.y), magnitudes(p.z), magnitudes(p.w));
 }
 
-// The largest of every column of a patch, in pairs.
+// The amax of each column of a patch; a word has two columns.
 static __device__ __forceinline__ void largest_of_columns(uint32_t pair[4], const uint4 p[PATCH_ROWS]) {
     pair[0] = pair[1] = pair[2] = pair[3] = 0;
 #pragma unroll
@@ -36,17 +37,18 @@ static __device__ __forceinline__ uint32_t scale_of_column(const uint32_t pair[4
     return scale_of(i % 2 ? pair[i / 2] >> 16 : pair[i / 2] & 0xffff, carry);
 }
 
+// Quantizes a patch with a factor per column.
 static __device__ __forceinline__ void cast_patch(uint2 bytes[PATCH_ROWS], const uint4 p[PATCH_ROWS],
                                                   const float factor[8]) {
 #pragma unroll
     for (int i = 0; i < PATCH_ROWS; i++) bytes[i] = cast8(p[i], factor);
 }
 
-// Writes the columns of a patch as rows of q, which are `rows` long.
+// Writes a patch transposed: its columns become rows of q, which have the length `rows`.
 static __device__ __forceinline__ void store_turned(uint8_t* q, int64_t rows, const uint2 bytes[PATCH_ROWS]) {
 #pragma unroll
     for (int half = 0; half < 2; half++) {
-        // Half of the columns: 4 x 4 bytes change places in registers.
+        // Half of the columns: transpose 4 x 4 bytes in registers.
         uint32_t column[4][4];  // of columns 4 half .. 4 half + 3, four rows in a word
 #pragma unroll
         for (int k = 0; k < 4; k++) {
@@ -64,8 +66,8 @@ static __device__ __forceinline__ void store_turned(uint8_t* q, int64_t rows, co
     }
 }
 
-// The largest of each column of this lane's patch, in pairs: in the patch, in the lanes below each other, in the DOWN
-// warps below each other of a block of DOWN x ACROSS, which all come here.
+// Column amax over a thread block of DOWN x ACROSS warps; a word has two columns. It reduces over this lane's patch,
+// then its column of lanes (shuffles), then the DOWN warps (shared memory). All threads of the block must call it.
 template <int DOWN, int ACROSS>
 static __device__ __forceinline__ void largest_of_chunk(uint32_t pair[4], const uint4 p[PATCH_ROWS],
                                                         uint4 (&of_warp)[DOWN * ACROSS][8]) {
@@ -76,18 +78,19 @@ static __device__ __forceinline__ void largest_of_chunk(uint32_t pair[4], const 
         pair[j] = larger(pair[j], __shfl_xor_sync(0xffffffffu, pair[j], 8));
         pair[j] = larger(pair[j], __shfl_xor_sync(0xffffffffu, pair[j], 16));
     }
-    __syncthreads();  // of_warp was read
+    __syncthreads();  // of_warp has been read by all
     if (lane < 8) of_warp[warp][lane] = make_uint4(pair[0], pair[1], pair[2], pair[3]);
     __syncthreads();
     for (int j = warp % ACROSS; j < DOWN * ACROSS; j += ACROSS) keep_larger(pair, of_warp[j][lane % 8]);
 }
 
-// Scales and bytes by channel of a patch whose columns c .. c + 7 have these largest elements, in chunks or runs of
-// ROWS; `first` in the lanes that write a chunk's scales, eight in one store.
+// Quantizes a patch column-wise, columns c .. c + 7. pair: their amax over ROWS rows, a chunk or a 512-row scale group.
+// `first`: this lane writes the chunk's scales, eight in one store.
 template <int ROWS>
 static __device__ __forceinline__ void cast_channels(uint8_t* q, uint8_t* scale, const uint4 p[PATCH_ROWS],
                                                      const uint32_t pair[4], bool first, int64_t row, int64_t c,
                                                      int64_t length, int64_t columns, uint32_t carry) {
+    // The scales. A 512-row scale group below MX_RUN_LEAST is flushed to zeros.
     float factor[8];
     uint32_t s[8];
 #pragma unroll
@@ -99,7 +102,7 @@ static __device__ __forceinline__ void cast_channels(uint8_t* q, uint8_t* scale,
         *(uint2*)(scale + row / MX_CHUNK * columns + c) =
             make_uint2(s[0] | s[1] << 8 | s[2] << 16 | s[3] << 24, s[4] | s[5] << 8 | s[6] << 16 | s[7] << 24);
 
-    // The bytes, turned.
+    // Quantize, and write transposed.
     uint2 bytes[PATCH_ROWS];
     cast_patch(bytes, p, factor);
     store_turned(q + c * length + row, length, bytes);

@@ -8,12 +8,14 @@
 
 static int is_fast(const Weight* w) { return format_read(w->format).bytes; }
 
-// --- Memory and casts ---
+// --- Memory, and quantization of weights ---
 
 void weight_plan(Arena* a, Weight* w, int linear) {
     const int64_t n = w->count * w->OC * w->IC, fast = is_fast(w);
     const char* name = linear ? "dense weights, cast" : "expert weights, cast";
     if (!w->format.bytes) return;
+
+    // The quantized copies for forward and dgrad.
     if (fast) {
         arena_add(a, name, ELEMENT_BYTE, n, 0, (void**)&w->forward.q);
         arena_add(a, name, ELEMENT_BYTE, n, 0, (void**)&w->back.q);
@@ -22,6 +24,8 @@ void weight_plan(Arena* a, Weight* w, int linear) {
         arena_add(a, name, ELEMENT_X, n, 0, (void**)&w->forward.value);
         arena_add(a, name, ELEMENT_X, n, 0, (void**)&w->back.value);
     }
+
+    // The shared workspace grows to the largest need of a weight.
     ProductRoom* room = w->room;
     if (linear) {
         room->fast |= fast;
@@ -33,13 +37,14 @@ void weight_plan(Arena* a, Weight* w, int linear) {
     }
 }
 
-// All tokens as one group, which on the GPU ends with a whole tile, beyond the tokens (mx/grouped_gemm_mx.h).
+// All tokens as one group. On the GPU it ends at a multiple of 128, beyond the tokens (mx/grouped_gemm_mx.h).
 typedef struct TokenGroup {
     int64_t start[2];
     int32_t rows;
 } TokenGroup;
 
 void products_plan(Arena* a, ProductRoom* room, int64_t N, int batches) {
+    // One quantized operand, and the token counts.
     const char* name = "operand of a product, cast";
     const int64_t rows = round_up(N, row_align(a->backend));
     arena_add(a, name, ELEMENT_BYTE, max_i64(N * room->inputs, room->bytes), 1, (void**)&room->input.q);
@@ -49,7 +54,7 @@ void products_plan(Arena* a, ProductRoom* room, int64_t N, int batches) {
     if (room->fast || room->of_dy)
         arena_add(a, "tokens as a group", ELEMENT_BYTE, batches * (int64_t)sizeof(TokenGroup), 0, (void**)&room->group);
 
-    // Fast: the operands of all gradients that are computed together; else of one.
+    // MXFP8 wgrad. Fast: the operands of all weights of one linear_wgrads. Exact: those of one weight.
     if (!room->of_dy) return;
     const int64_t length = mx_channel_length(N, 1, a->backend);
     Rows* operand[2] = {&room->dy, &room->x};
@@ -73,13 +78,15 @@ void products_batch(ProductRoom* room, int batch, int64_t N, Ctx* ctx) {
 void weight_cast(Weight* w, Ctx* ctx) {
     if (!w->format.bytes) return;
     WeightCast *forward = &w->forward, *back = &w->back;
-    if (is_fast(w)) {  // the same bytes both ways
+    if (is_fast(w)) {  // q and its transpose share the scales of the tiles
         back->scale = forward->scale;
         forward->stride_o = back->stride_c = mx_tiles(w->IC);
         forward->stride_c = back->stride_o = 1;
         mx_quantize_tiles(forward->q, back->q, forward->scale, w->w, w->count, w->OC, w->IC, w->format.cast.scale, ctx);
         return;
     }
+
+    // Exact: quantize and dequantize for forward, then for dgrad.
     const Rows* room = &w->room->input;
     mx_quantize(room->q, room->scale, w->w, w->count * w->OC, w->IC, w->format.cast, ctx);
     mx_dequantize(forward->value, room->q, room->scale, w->count * w->OC, w->IC, ctx);
@@ -87,7 +94,8 @@ void weight_cast(Weight* w, Ctx* ctx) {
     mx_dequantize(back->value, room->q, room->scale, w->count * w->IC, w->OC, ctx);
 }
 
-// *stats += what W's cast for forward did; with wgrad, which every micro-step computes once, recompute or not.
+// *stats += statistics of the quantization of W for forward. Called with wgrad, which runs once per micro-step, with
+// activation recomputation or without.
 static void cast_stats(const Weight* w, Ctx* ctx) {
     MxStats* stats = weight_stats(w, STATS_W);
     if (!stats || !w->format.bytes) return;
@@ -97,28 +105,28 @@ static void cast_stats(const Weight* w, Ctx* ctx) {
         mx_stats(stats, w->w, w->count * w->OC, w->IC, w->format.cast, ctx);
 }
 
-// --- Products of all tokens with one matrix ---
+// --- linear_: GEMMs of all tokens with one matrix ---
 
-// The tokens of the batch at hand, as the one group of a ragged buffer of so many rows.
+// The tokens of the current batch as the only group of a ragged buffer of `rows` rows.
 static Ragged tokens_of(const ProductRoom* room, int64_t rows) {
     TokenGroup* group = room->group + room->batch;
     const Ragged tokens = {1, rows, group->start, &group->rows, NULL, NULL, NULL};
     return tokens;
 }
 
-// Memory for an operand (N, columns), cast.
+// The shared buffer for a quantized operand (N, columns).
 static Rows room_for(const Weight* w, int64_t N, int64_t columns) {
     Rows room = w->room->input;
     room.count = N, room.columns = columns, room.format = w->format;
     return room;
 }
 
-// x (N, columns), cast as w's products want it.
+// x (N, columns), quantized to w's format.
 static Rows cast_rows(const floatX* x, const Weight* w, int64_t N, int64_t columns, Ctx* ctx) {
     return rows_as(room_for(w, N, columns), rows_of_values(x, N, columns), w->format, ctx);
 }
 
-// y (N, OC) = x W^T, both as casts made them, W as its direction reads it.
+// y (N, OC) = x W^T, both quantized. `cast`: W as forward or dgrad reads it.
 static void cast_product(floatX* y, Rows x, const Weight* w, const WeightCast* cast, int64_t OC, Ctx* ctx) {
     const int64_t N = x.count, IC = x.columns;
     if (is_fast(w))
@@ -138,7 +146,7 @@ void linear_forward(floatX* y, const floatX* x, const Weight* w, int64_t N, Ctx*
     }
 }
 
-// The place of w's dy by channel: it has one, or gets the next.
+// The place of w's column-wise dy in the shared buffer: the one it has, or the next free one.
 static ChannelsOfDy* place_of_dy(ProductRoom* room, const Weight* w) {
     int64_t first = 0;
     ChannelsOfDy* place = room->place;
@@ -153,10 +161,10 @@ static ChannelsOfDy* place_of_dy(ProductRoom* room, const Weight* w) {
     return place;
 }
 
-// dgrad and wgrad are both fast.
+// 1: dgrad and wgrad are both fast.
 static int is_fast_both(const Weight* w) { return is_fast(w) && format_read(w->wgrad).bytes; }
 
-// Memory for w's dy by channel, where linear_wgrads will look for it.
+// The buffer for w's column-wise dy, in the place from which linear_wgrads reads it.
 static Rows room_for_wgrad(const floatX* dy, const Weight* w, int64_t N) {
     Rows room = w->room->dy;
     ChannelsOfDy* place = place_of_dy(w->room, w);
@@ -167,7 +175,7 @@ static Rows room_for_wgrad(const floatX* dy, const Weight* w, int64_t N) {
     return room;
 }
 
-// dy (N, OC), cast for dgrad, and by channel for the gradient.
+// Quantizes dy (N, OC) row-wise for dgrad (returned) and column-wise for wgrad.
 static Rows cast_both(const floatX* dy, const Weight* w, int64_t N, Ctx* ctx) {
     const Rows rows = room_for(w, N, w->OC), channels = room_for_wgrad(dy, w, N);
     mx_quantize_both(rows.q, rows.scale, channels.q, channels.scale, dy, channels.count, N, w->OC, w->format.cast.scale,
@@ -190,18 +198,23 @@ void linear_dgrad(floatX* dx, const floatX* dy, const Weight* w, int64_t N, int 
 void linear_swiglu_backward(floatX* dx, floatX* dh, floatX* a, const floatX* da, const floatX* h, const Weight* w,
                             int64_t N, Ctx* ctx) {
     const int64_t F = w->OC / 2;
+
+    // Not fused: dh in floatX, then dgrad quantizes it.
     if (!is_fast_both(w) || F % MX_CHUNK || weight_stats(w, STATS_DY)) {
         swiglu_backward(dh, a, da, h, N, F, ctx);
         linear_dgrad(dx, dh, w, N, 0, ctx);
         return;
     }
+
+    // Fused: the SwiGLU backward writes dh quantized in both directions.
     const Rows rows = room_for(w, N, w->OC), channels = room_for_wgrad(dh, w, N);
     mx_swiglu_backward_both_tokens(rows.q, rows.scale, channels.q, channels.scale, a, da, h, channels.count, N, F,
                                    w->format.cast.scale, ctx);
     cast_product(dx, rows, w, &w->back, w->IC, ctx);
 }
 
-// A copy of x (N, columns), rounded along the tokens, in `to`; on the GPU whole tiles of rows.
+// Copies x (N, columns) to `to` and fake-quantizes it along the tokens. On the GPU rows are padded to a multiple of 128
+// with zeros.
 static const floatX* rounded(floatX* to, const floatX* x, int64_t columns, const Weight* w, int64_t N, Ctx* ctx) {
     const int64_t rows = round_up(N, row_align(BACKEND));
     device_copy(to, x, (size_t)(N * columns) * sizeof(floatX), ctx);
@@ -210,7 +223,7 @@ static const floatX* rounded(floatX* to, const floatX* x, int64_t columns, const
     return to;
 }
 
-// x (N, columns) by channel, in the bytes of `to` from channel `first` on.
+// Quantizes x (N, columns) column-wise into q and scale of `to`, from channel `first` on.
 static void by_channel(Rows to, int64_t first, const floatX* x, int64_t columns, int operand, const Weight* w,
                        int64_t N, Ctx* ctx) {
     const int64_t length = mx_channel_length(N, 1, BACKEND);
@@ -227,6 +240,8 @@ void linear_wgrads(const LinearGradient* list, int count, int64_t N, Ctx* ctx) {
         const Weight* w = g->weight;
         const floatX *dy = g->dy, *x = g->x;
         cast_stats(w, ctx);
+
+        // Fast: quantize x column-wise, and dy unless dgrad has. The GEMM follows after the loop.
         if (format_read(w->wgrad).bytes) {
             ASSERT(n < MX_MATRICES && (n == 0 || of_fast->accumulate == w->accumulate));
             const ChannelsOfDy* place = place_of_dy(w->room, w);
@@ -236,17 +251,21 @@ void linear_wgrads(const LinearGradient* list, int count, int64_t N, Ctx* ctx) {
             fast[n++] = matrix, of_fast = w, of_x += w->IC;
             continue;
         }
+
+        // Exact and floatX: a floatX GEMM. Exact fake-quantizes both operands first.
         if (w->wgrad.bytes) {
             dy = rounded(w->room->dy.value, dy, w->OC, w, N, ctx);
             x = rounded(w->room->x.value, x, w->IC, w, N, ctx);
         }
         matmul_wgrad(w->grad, dy, x, N, w->IC, w->OC, w->accumulate, ctx);
     }
+
+    // All fast weights in one GEMM call.
     if (n == 0) return;
     ProductRoom* room = of_fast->room;
     gemm_mx_wgrads(fast, n, room->dy.q, room->dy.scale, room->x.q, room->x.scale, mx_channel_length(N, 1, BACKEND),
                    tokens_of(room, N), of_fast->accumulate, ctx);
-    room->dys = 0;  // what is there of dy has served
+    room->dys = 0;  // every place in dy is free
 }
 
 void linear_backward(floatX* dx, const floatX* dy, const floatX* x, const Weight* w, int64_t N, Ctx* ctx) {
@@ -255,9 +274,9 @@ void linear_backward(floatX* dx, const floatX* dy, const floatX* x, const Weight
     linear_wgrads(&gradient, 1, N, ctx);
 }
 
-// --- Products of each expert's rows with its matrix ---
+// --- grouped_: GEMMs of each expert's rows with its matrix ---
 
-// Of what casts made: values or bytes, W as its direction reads it.
+// y = x W^T per expert; both operands are MXFP8, or both are dequantized. w: W as forward or dgrad reads it.
 static void grouped_product(floatX* y, Rows x, const WeightCast* w, Ragged r, int64_t IC, int64_t OC, Ctx* ctx) {
     if (x.format.bytes)
         grouped_gemm_mx(y, NULL, x.q, x.scale, w->q, w->scale, w->stride_o, w->stride_c, r, IC, OC, ctx);

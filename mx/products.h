@@ -1,21 +1,24 @@
-// Weights, and the products with them in every precision: of attention, of the dense and shared MLPs (linear_) and of
-// the routed experts (grouped_). With y, x, dy rows of tokens and W (OC, IC):
+// Matrix products (GEMMs) with a weight, in every precision. linear_: attention, dense and shared MLPs. grouped_: the
+// routed experts. y, x and dy are rows of tokens, W is (OC, IC), Q quantizes and dequantizes:
 //
-//   forward  y  = cast(x) cast(W)^T     both in blocks along IC
-//   dgrad    dx = cast(dy) castT(W)     both in blocks along OC
-//   wgrad    dW = dy^T x or +=          of linear_: as they were before their casts, or cast along the tokens. Of
-//                                       grouped_: what was cast is what the bytes stand for, or that cast anew along
-//                                       the tokens (rows_for_wgrad)
+//   forward  y  = Q(x) Q(W)^T           blocks along IC
+//   dgrad    dx = Q(dy) Q(W)            blocks along OC
+//   wgrad    dW = dy^T x or +=          linear_: the unquantized operands, or quantized along the tokens;
+//                                       grouped_: the dequantized MXFP8 operands, or these requantized along the
+//                                       tokens (rows_for_wgrad)
 //
-// A weight's format says what the casts are. Values: none. Exact: blocks of 32, so that W's bytes in forward and in
-// dgrad differ; bytes become floatX, which is multiplied as in layers/matmul.h and grouped/grouped_gemm.h. Fast: x and
-// dy in blocks of 128, W in tiles of 128 x 128 whose bytes serve both directions; products on the bytes
-// (mx/grouped_gemm_mx.h), linear ones with all tokens as one group. Formats: mx/rows.h, mx/mxfp8.h.
+// Formats of a weight (mx/rows.h, mx/mxfp8.h):
 //
-// A weight is cast once after each update and its casts are kept. x and dy of linear_ are cast where they are
-// multiplied, into memory that all products share. Where dgrad and wgrad are both fast, linear_dgrad casts dy for both,
-// and the next linear_wgrads finds it: until then dy must stay as it is. Widths that meet MXFP8 are multiples of 32; N
-// is any number.
+//   floatX        Q(x) = x
+//   exact MXFP8   blocks of 32. W is quantized twice, because the blocks of forward and dgrad differ. The GEMM reads
+//                 dequantized floatX (layers/matmul.h, grouped/grouped_gemm.h).
+//   fast MXFP8    x and dy in blocks of 128, W in tiles of 128 x 128. One quantization of W serves forward and dgrad.
+//                 The GEMM reads MXFP8 (mx/grouped_gemm_mx.h); for linear_ all tokens are one group.
+//
+// A weight is quantized once after each update, and the result is kept. linear_ quantizes x and dy just before the
+// GEMM. Their workspace is shared by all GEMMs. If dgrad and wgrad are both fast, linear_dgrad quantizes dy for both.
+// The next linear_wgrads reads that result, so dy must not change until then. Widths of MXFP8 operands are multiples of
+// 32; N is any number.
 #ifndef MX_PRODUCTS_H
 #define MX_PRODUCTS_H
 
@@ -24,94 +27,96 @@
 
 BEGIN_C
 
-// A weight as one direction reads it, contraction last: values (exact), or bytes and the scales of their tiles (fast).
+// A weight as forward or dgrad reads it, contraction last: dequantized (exact), or MXFP8 with a scale per tile (fast).
 typedef struct WeightCast {
     floatX* value;
     uint8_t *q, *scale;
     int64_t stride_o, stride_c;  // from one tile's scale to the next, as grouped_gemm_mx takes them
 } WeightCast;
 
-// dy (N, OC) by channel, from channel `first` of the room for dy on; NULL: not there yet.
+// dy (N, OC) quantized column-wise. Its first channel is channel `first` of the shared buffer ProductRoom.dy. dy NULL:
+// not quantized yet.
 typedef struct ChannelsOfDy {
     const struct Weight* weight;
     const floatX* dy;
     int64_t N, first;
 } ChannelsOfDy;
 
-// What all products of a model share.
+// The workspace that all GEMMs of a model share.
 typedef struct ProductRoom {
-    int64_t inputs, bytes, scales;  // of what was planned: the widest x or dy, and the largest cast of a weight
-    int64_t of_dy, of_x;            // wgrad in a format of bytes: channels of the operands that are cast at once
-    int32_t fast;                   // 1: some weight of linear_ is fast
-    Rows input;                     // x or dy, cast; a weight too, while it is cast for exact products
-    Rows dy, x;                     // wgrad in a format of bytes: cast along the tokens
-    int dys;                        // fast weights that have a place in dy until the next linear_wgrads is done
+    int64_t inputs, bytes, scales;  // over all planned weights: the widest x or dy, and the largest quantized weight
+    int64_t of_dy, of_x;            // MXFP8 wgrad: channels of all operands that are quantized together
+    int32_t fast;                   // 1: a weight of linear_ is fast
+    Rows input;                     // x or dy, quantized; also a weight while it is quantized for exact GEMMs
+    Rows dy, x;                     // MXFP8 wgrad: operands quantized along the tokens
+    int dys;                        // fast weights with a place in `dy`; linear_wgrads resets it to 0
     ChannelsOfDy place[MX_MATRICES];
-    struct TokenGroup* group;  // the tokens of each batch as a group of grouped_gemm_mx, in device memory
-    int batch;                 // the one in work
+    struct TokenGroup* group;  // each batch's tokens as one group of grouped_gemm_mx, in device memory
+    int batch;                 // the current one
 } ProductRoom;
 
-// The casts that --mx-stats measures: those of x and of W as forward reads it, and of dy.
+// The operands that --mx-stats measures: x, dy, and W as forward reads it.
 enum { STATS_X, STATS_DY, STATS_W, WEIGHT_STATS };
 
-// One matrix, or those of all experts held here.
+// One matrix, or those of all local experts.
 typedef struct Weight {
     const floatX* w;  // (count, OC, IC)
     real* grad;       // the same
-    int accumulate;   // 1: products add to grad, 0: they write it
+    int accumulate;   // 1: wgrad adds to grad, 0: it writes grad
     int64_t count, OC, IC;
-    Format format;             // what its products in forward and dgrad cast their operands to
-    Format wgrad;              // of linear_: what wgrad casts its operands to
+    Format format;             // of the operands of forward and dgrad
+    Format wgrad;              // linear_: of the operands of wgrad
     WeightCast forward, back;  // (count, OC, IC), (count, IC, OC)
-    ProductRoom* room;         // with a format of bytes
-    MxStats* stats;            // (WEIGHT_STATS) += what the casts of each product do; NULL: not measured
+    ProductRoom* room;         // for MXFP8 formats
+    MxStats* stats;            // (WEIGHT_STATS) += quantization statistics of each GEMM; NULL: not measured
 } Weight;
 
-// Where to add what the cast of one operand does; NULL: nowhere.
+// The statistics of one operand; NULL: not measured.
 static inline MxStats* weight_stats(const Weight* w, int operand) { return w->stats ? w->stats + operand : NULL; }
 
-// Names a weight's casts in `arena` (linear 1: of linear_ products, 0: of grouped_ ones), and, after all weights, what
-// products of up to N tokens share, of whose numbers `batches` are known at a time.
+// weight_plan registers a weight's quantized copies in `arena` (linear 1: linear_, 0: grouped_). products_plan follows
+// after all weights. It registers the shared workspace for GEMMs of up to N tokens, and the token counts of `batches`
+// batches.
 void weight_plan(Arena* arena, Weight* weight, int linear);
 void products_plan(Arena* arena, ProductRoom* room, int64_t N, int batches);
 
-// Before products: the casts of a weight whose w has changed, and the tokens of each batch; room->batch says which is
-// in work.
+// Before the GEMMs: weight_cast quantizes a weight whose w has changed; products_batch sets the token count N of a
+// batch. room->batch is the current batch.
 void weight_cast(Weight* weight, Ctx* ctx);
 void products_batch(ProductRoom* room, int batch, int64_t N, Ctx* ctx);
 
 void linear_forward(floatX* y,        // (N, OC)
                     const floatX* x,  // (N, IC)
                     const Weight* weight, int64_t N, Ctx* ctx);
-// dx = dy W, or += with accumulate 1 (formats of values only)
+// dx = dy W, or += with accumulate 1 (floatX only)
 void linear_dgrad(floatX* dx,        // (N, IC)
                   const floatX* dy,  // (N, OC)
                   const Weight* weight, int64_t N, int accumulate, Ctx* ctx);
-// Backward of SwiGLU (layers/swiglu.h) and of the product before it, whose weight is (2F, IC): dx = dh W. The values of
-// dh are made only where something reads them: linear_wgrads takes it all the same.
+// Backward of SwiGLU (layers/swiglu.h) and dgrad of the GEMM before it, whose weight is (2F, IC): dx = dh W. dh is
+// written as floatX only if a kernel reads it. Pass dh to linear_wgrads in both cases.
 void linear_swiglu_backward(floatX* dx,        // (N, IC)
                             floatX* dh,        // (N, 2F)
                             floatX* a,         // (N, F)
                             const floatX* da,  // (N, F)
                             const floatX* h,   // (N, 2F)
                             const Weight* weight, int64_t N, Ctx* ctx);
-// weight->grad = dy^T x, or += with weight->accumulate, of several weights: fast ones are computed together.
+// Wgrad of several weights: weight->grad = dy^T x, or += with weight->accumulate. Fast ones run in one gemm_mx_wgrads.
 typedef struct LinearGradient {
     const Weight* weight;
     const floatX *dy, *x;  // (N, OC), (N, IC)
 } LinearGradient;
-void linear_wgrads(const LinearGradient* list, int count, int64_t N, Ctx* ctx);  // MX_MATRICES fast ones at most
-// dgrad, and the gradient of this weight alone.
+void linear_wgrads(const LinearGradient* list, int count, int64_t N, Ctx* ctx);  // at most MX_MATRICES fast ones
+// dgrad, and wgrad of this weight alone.
 void linear_backward(floatX* dx, const floatX* dy, const floatX* x, const Weight* weight, int64_t N, Ctx* ctx);
 
-// x and dy in the format that products of the weight's format read (format_read).
+// x and dy are in the format format_read(weight->format).
 void grouped_forward(floatX* y,  // (capacity, OC)
                      Rows x,     // (capacity, IC)
                      const Weight* weight, Ragged ragged, Ctx* ctx);
 void grouped_dgrad(floatX* dx,  // (capacity, IC)
                    Rows dy,     // (capacity, OC)
                    const Weight* weight, Ragged ragged, Ctx* ctx);
-// dy and x as rows_for_wgrad leaves them.
+// dy and x as rows_for_wgrad returns them.
 void grouped_wgrad(Rows dy, Rows x, const Weight* weight, Ragged ragged, Ctx* ctx);
 
 END_C

@@ -4,6 +4,7 @@
 #include "grouped/experts.h"
 #include "mx/mx_swiglu.h"
 
+// Registers the buffers with the arena, which sets the pointers later.
 void rows_plan(Arena* a, const char* name, Rows* rows, int memory, int64_t count, int64_t columns) {
     *rows = rows_of_values(NULL, count, columns);
     if (memory & ROWS_VALUES) arena_add(a, name, ELEMENT_X, count * columns, 1, (void**)&rows->value);
@@ -46,6 +47,7 @@ Rows rows_permute(Rows room, Rows tokens, Format format, Ragged r, Ctx* ctx) {
     return room;
 }
 
+// Column-wise quantized Rows: q is (columns, length).
 static Rows by_channel(uint8_t* q, uint8_t* scale, int64_t length, int64_t columns, MxCast cast) {
     Rows rows = {length, columns, 1, {1, cast}, NULL, q, scale};
     return rows;
@@ -54,6 +56,8 @@ static Rows by_channel(uint8_t* q, uint8_t* scale, int64_t length, int64_t colum
 Rows rows_for_wgrad(Rows room, Rows rows, int operand, int tokens, Format format, Ragged r, Ctx* ctx) {
     const int64_t C = rows.columns, length = mx_channel_length(r.capacity, r.El, BACKEND);
     if (rows.by_channel) return rows;
+
+    // Fast: quantize column-wise. x has 512-row scale groups, dy has chunks of 128.
     if (format_read(format).bytes) {
         ASSERT(rows.format.bytes || !tokens);
         const MxCast cast = {format.cast.scale, operand == WGRAD_X ? MX_RUN : MX_CHUNK};
@@ -63,6 +67,8 @@ Rows rows_for_wgrad(Rows room, Rows rows, int operand, int tokens, Format format
             mx_quantize_channels(room.q, room.scale, rows.value, length, r, C, cast, ctx);
         return by_channel(room.q, room.scale, length, C, cast);
     }
+
+    // floatX; exact: fake-quantize it in place.
     room = tokens ? rows_permute(room, rows, FORMAT_VALUES, r, ctx) : rows_as(room, rows, FORMAT_VALUES, ctx);
     if (format.bytes) mx_round_columns(room.value, r, C, format.cast, ctx);
     return room;
@@ -75,14 +81,16 @@ Rows rows_swiglu(Rows room, const floatX* h, Ragged r, Format format, MxStats* s
         return rows_of_values(room.value, room.count, F);
     }
 
-    // The cast is made with the activation, which is nowhere in memory before it: statistics make it once more. Rows
-    // that are not in use count nothing as zeros.
+    // Quantization is fused with the activation, so `a` in floatX is never in memory. The statistics compute it once
+    // more. Unused rows are zeros, which the statistics do not count.
     if (stats) {
         device_zero(spare, (size_t)(room.count * F) * sizeof(floatX), ctx);
         experts_swiglu_forward(spare, h, r, F, ctx);
         mx_stats(stats, spare, room.count, F, format.cast, ctx);
     }
     mx_swiglu_quantize(room.q, room.scale, h, r, F, format.cast, ctx);
+
+    // Exact: dequantize it.
     room.format = format;
     return rows_as(room, room, format_read(format), ctx);
 }
@@ -95,11 +103,16 @@ Rows rows_swiglu_backward(Rows room, Rows* dh, floatX* gated_a, real* drow_gate,
         experts_swiglu_backward(values, gated_a, drow_gate, da_ungated, h, r, F, ctx);
         return *dh;
     }
-    if (stats) {  // as in rows_swiglu
+
+    // Statistics, as in rows_swiglu.
+    if (stats) {
         device_zero(values, (size_t)(room.count * 2 * F) * sizeof(floatX), ctx);
         experts_swiglu_backward(values, gated_a, drow_gate, da_ungated, h, r, F, ctx);
         mx_stats(stats, values, room.count, 2 * F, format.cast, ctx);
     }
+
+    // dgrad and wgrad both fast: one kernel quantizes row-wise and column-wise. The column-wise result is stored in the
+    // memory of dh->value.
     if (format_read(format).bytes && format_read(wgrad).bytes && F % MX_CHUNK == 0) {
         ASSERT(wgrad.cast.scale == format.cast.scale);
         uint8_t* q = (uint8_t*)values;

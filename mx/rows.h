@@ -1,5 +1,5 @@
-// Rows: a matrix whose rows are tokens, and the format that its numbers have. The format belongs to the tensor: what
-// multiplies, moves or sends rows looks at it, and the code between reads the same for every precision.
+// Rows: a matrix (tokens, columns) in floatX or in MXFP8 (mx/mxfp8.h). The format is a field of the tensor. GEMMs,
+// permutation and communication read it, so the code between them is the same for every precision.
 #ifndef MX_ROWS_H
 #define MX_ROWS_H
 
@@ -9,28 +9,28 @@
 
 BEGIN_C
 
-// Values in floatX, or MXFP8 bytes with their scales (mx/mxfp8.h) and how they were cast.
+// floatX, or MXFP8 with the recipe of its quantization.
 typedef struct Format {
-    int32_t bytes;  // 0: values
+    int32_t bytes;  // 1: MXFP8, 0: floatX
     MxCast cast;
 } Format;
 
 static const Format FORMAT_VALUES = {0, {0, 0}};
 
-// As products read operands of a format: on Hopper bytes whose scales are aligned to 128 are multiplied as they are
-// ("fast"); other bytes become values first ("exact").
+// The format in which GEMMs read operands of format f. On Hopper MXFP8 with scales aligned to 128 is multiplied
+// directly ("fast"). Other MXFP8 is dequantized first ("exact").
 static inline Format format_read(Format f) { return f.bytes && f.cast.align == MX_CHUNK ? f : FORMAT_VALUES; }
 
-// The memory that is set has room for (count, columns); `format` says which part of it holds the numbers.
+// The buffers that are set have the capacity (count, columns). `format` selects the one that holds the data.
 typedef struct Rows {
     int64_t count, columns;
-    int32_t by_channel;  // 1: q and scale are (columns, count), as mx_quantize_channels leaves them
+    int32_t by_channel;  // 1: quantized column-wise: q and scale as mx_quantize_channels writes them
     Format format;
     floatX* value;
     uint8_t *q, *scale;
 } Rows;
 
-// Which memory rows_plan names.
+// The buffers that rows_plan registers in the arena: floatX, MXFP8, or both.
 enum { ROWS_VALUES = 1, ROWS_BYTES = 2 };
 void rows_plan(Arena* arena, const char* name, Rows* rows, int memory, int64_t count, int64_t columns);
 
@@ -39,29 +39,36 @@ static inline Rows rows_of_values(const floatX* x, int64_t count, int64_t column
     return rows;
 }
 
-// x in `format`: x itself where it has it, else cast into the memory of `room` (bytes to values, or values to bytes).
+// Returns x in `format`: x itself if that is its format. Otherwise x is quantized or dequantized into room's buffers.
 Rows rows_as(Rows room, Rows x, Format format, Ctx* ctx);
-// x += what rows stand for, or x = with accumulate 0.
+// x += dequantized rows, or x = with accumulate 0.
 void rows_add(floatX* x, Rows rows, int accumulate, Ctx* ctx);
 
-// Tokens to their places among `ragged`'s rows, zeros in pad rows, in the memory of `room`: as they are, or bytes as
-// values.
+// Permutes tokens to their rows of the ragged buffer; pad rows are zeros. Writes to room's buffers: a copy, or
+// dequantized if `tokens` is MXFP8 and `format` is floatX.
 Rows rows_permute(Rows room, Rows tokens, Format format, Ragged ragged, Ctx* ctx);
 
-// dy or x as weights' gradients read them, whose contraction runs over a group's rows: in `format`, whose casts are
-// made along the rows. Fast: by channel (mx_quantize_channels; x aligned to 512), in the bytes of `room`; the result's
-// count is the length of a channel. Else values, rounded in place where `format` is of bytes; bytes become values in
-// the memory of `room`. tokens 1: they are tokens (bytes, where `format` is fast), which go to their rows; 0: rows,
-// which stay as they are where they lie by channel already.
+// Wgrad operand: dy or x for a GEMM that contracts over a group's rows. `format` is wgrad's format.
+//
+//   format        result
+//   fast MXFP8    quantized column-wise into room's q and scale (mx_quantize_channels; x aligned to 512);
+//                 the result's count is the length of a channel
+//   exact MXFP8   fake-quantized column-wise, in place
+//   floatX        floatX
+//
+// For exact MXFP8 and floatX, an MXFP8 input is first dequantized into room's floatX buffer. tokens 1: the input is by
+// token (MXFP8 if `format` is fast) and is permuted to its rows. tokens 0: it is ragged rows; rows that are quantized
+// column-wise already are returned unchanged.
 enum { WGRAD_DY, WGRAD_X };
 Rows rows_for_wgrad(Rows room, Rows rows, int operand, int tokens, Format format, Ragged ragged, Ctx* ctx);
 
-// a = swiglu(h) over ragged rows, cast to `format` and returned as products read it, in `room`. *stats += what the cast
-// does, if not NULL; `spare` then has memory for (count, F) values.
+// a = swiglu(h) over ragged rows, quantized to `format` and returned as GEMMs read it (format_read), in room's buffers.
+// If stats is not NULL, the quantization statistics are added to *stats, and `spare` is a workspace for (count, F)
+// floatX.
 Rows rows_swiglu(Rows room, const floatX* h, Ragged ragged, Format format, MxStats* stats, floatX* spare, Ctx* ctx);
-// Its backward with the gate (grouped/experts.h): dh cast to `format` and returned as products read it; and in *dh,
-// whose memory is of values, for rows_for_wgrad in the format `wgrad`: as values, or by channel where both formats are
-// fast and F is a multiple of 128.
+// SwiGLU backward with the gate (grouped/experts.h). Returns dh, quantized to `format`, as GEMMs read it. *dh becomes
+// the input of rows_for_wgrad in the format `wgrad`, in the memory of dh->value. It is quantized column-wise if both
+// formats are fast and F is a multiple of 128; otherwise it is floatX.
 Rows rows_swiglu_backward(Rows room, Rows* dh, floatX* gated_a, real* drow_gate, const floatX* da_ungated,
                           const floatX* h, Ragged ragged, Format format, Format wgrad, MxStats* stats, Ctx* ctx);
 
