@@ -1,5 +1,5 @@
-// The table is filled first and allocated once. So its sizes are known before any memory is taken, and every buffer's
-// address is a sum of those before it.
+// The table is filled first and allocated once. So its sizes are known before the allocation, and the address of a
+// buffer is the sum of the sizes before it.
 #include "device/arena.h"
 
 #include <stdlib.h>
@@ -9,7 +9,7 @@
 #include "device/device.h"
 
 size_t element_bytes(Element element, Backend backend) {
-    // By Element, then by Backend.
+    // Indexed by Element, then by Backend.
     static const size_t bytes[][2] = {{sizeof(real), 2}, {sizeof(real), 4}, {2, 2}, {4, 4}, {8, 8}, {1, 1}};
     return bytes[element][backend];
 }
@@ -29,7 +29,7 @@ void arena_add(Arena* arena, const char* name, Element element, int64_t count, i
     arena->entries[arena->count++] = entry;
 }
 
-// Of a buffer in the arena: rounded up, so that the next one is aligned as well.
+// The size of a buffer in the arena, rounded up so that the next buffer is aligned as well.
 static size_t entry_bytes(const Arena* arena, int i) {
     const ArenaEntry* e = &arena->entries[i];
     return (size_t)round_up(e->count * (int64_t)element_bytes(e->element, arena->backend), 256);
@@ -41,7 +41,7 @@ size_t arena_bytes(const Arena* arena) {
     return bytes;
 }
 
-// The buffers lie one after the other, in the order in which they were named.
+// The buffers are contiguous, in the order of the table.
 void arena_allocate(Arena* arena) {
     ASSERT(arena->backend == BACKEND);
     arena->memory = (char*)device_alloc(arena_bytes(arena), arena->purpose);

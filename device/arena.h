@@ -1,10 +1,10 @@
-// Memory as a table: all buffers of a purpose are named first, then allocated at once. --dry-run prints the same table,
-// laid out for either backend, so prediction and allocation cannot drift apart.
+// Memory as a table: all buffers of a purpose are listed first, then allocated at once. --dry-run prints the same table
+// for either backend, so prediction and allocation cannot differ.
 //
 //   arena_init       purpose "activations kept", backend
 //   arena_add        "residual"  floatX  N * C   -> &block->residual     a line for each buffer
 //   arena_add        "rstd"      real    N       -> &block->rstd
-//   arena_allocate   one piece of memory; each address goes to where its line points
+//   arena_allocate   one allocation; the address of each buffer is stored where its line points
 #ifndef DEVICE_ARENA_H
 #define DEVICE_ARENA_H
 
@@ -22,7 +22,7 @@ typedef struct ArenaEntry {
     Element element;
     int64_t count;
     int per_token;  // 1: grows with the tokens of a micro-batch (--dry-run divides by them)
-    void** slot;    // gets the address; NULL for a buffer that is only named, whose room others give out
+    void** slot;    // receives the address; NULL for a buffer that is only listed and allocated elsewhere
 } ArenaEntry;
 
 typedef struct Arena {
@@ -34,10 +34,10 @@ typedef struct Arena {
 } Arena;
 
 void arena_init(Arena* arena, const char* purpose, Backend backend);
-// Names a buffer of `count` elements. *slot is set by arena_allocate, unless slot is NULL.
+// Adds a buffer of `count` elements. arena_allocate sets *slot, unless slot is NULL.
 void arena_add(Arena* arena, const char* name, Element element, int64_t count, int per_token, void** slot);
 size_t arena_bytes(const Arena* arena);  // of all buffers, each rounded up to 256 bytes
-// Allocates all of it as one zeroed piece of device memory and sets every slot.
+// Allocates all buffers as one zeroed block of device memory and sets every slot.
 void arena_allocate(Arena* arena);
 void arena_free(Arena* arena);
 

@@ -9,7 +9,7 @@
 #include <time.h>
 #include <unistd.h>
 
-// What die_as_rank has set: this process among the ranks of a run.
+// The arguments of die_as_rank: this process among the ranks of a run.
 static struct {
     int rank;
     char who[128];
@@ -28,9 +28,8 @@ static void leave(int signal_number) {
     _Exit(exit_code);
 }
 
-// Waits before a rank prints a failure that the others may share. A rank that rank 0 ends meanwhile goes at once: no
-// handler of SIGTERM has work to save any more. Whatever hangs on the way out, an alarm ends this process some seconds
-// later.
+// Waits before a rank prints a failure that other ranks may share. A rank that rank 0 ends meanwhile exits at once: no
+// SIGTERM handler needs to save any more. If the exit hangs, an alarm ends this process some seconds later.
 static void wait_for_rank_0(int code) {
     unsigned patience_ms = run.rank == 0 ? 0 : 1000 + 250 * (unsigned)(run.rank < 20 ? run.rank : 20);
     signal(SIGTERM, SIG_DFL);
@@ -41,8 +40,8 @@ static void wait_for_rank_0(int code) {
     nanosleep(&patience, NULL);
 }
 
-// Control characters can move a terminal's cursor and more: as text, of which up to 4 bytes a byte are written. U+0080
-// to U+009F are control characters too, in UTF-8 a pair of bytes.
+// Writes control characters as text, because they can move a terminal's cursor and more. Each byte becomes at most 4.
+// In UTF-8, U+0080 to U+009F are control characters too: a pair of bytes.
 static size_t printable(char* to, const char* bytes, size_t n, const char* keep) {
     size_t length = 0;
     for (size_t i = 0; i < n; i++) {
@@ -64,7 +63,8 @@ char* host_printable(const char* bytes, size_t n, const char* keep) {
     return text;
 }
 
-// Prints one line in one piece, because other ranks write to the same terminal. Takes no memory: there may be none.
+// Prints one line in a single write, because other ranks write to the same terminal. It allocates nothing: memory may
+// be exhausted.
 static void say(const char* kind, const char* who, const char* format, va_list args) {
     char text[8192], line[4 * sizeof(text) + 2];
     int room = (int)sizeof(text), n = snprintf(text, (size_t)room, "train_moe: %s: %s", kind, who);
@@ -79,7 +79,7 @@ void die(int code, const char* format, ...) {
     pthread_mutex_lock(&first);
     if (run.end_all) wait_for_rank_0(code);
 
-    // What the run printed so far comes before the message.
+    // Earlier output of the run comes before the message.
     fflush(stdout);
     va_list args;
     va_start(args, format);
@@ -135,7 +135,7 @@ char* host_strdup(const char* text) {
     return copy;
 }
 
-// `before` and what is printed after it, in fresh memory: measured first, then printed into room of the right size.
+// Returns `before` and the printed text, newly allocated: the length is measured first.
 static char* print_after(const char* before, const char* format, va_list args) {
     va_list again;
     va_copy(again, args);

@@ -1,4 +1,4 @@
-// What the reference ops (x.c) share: the CPU's Ctx and matrix products. Not for host code.
+// Shared parts of the reference ops (x.c): the CPU's Ctx, bf16 conversion, and GEMM. Not for host code.
 #ifndef DEVICE_CPU_H
 #define DEVICE_CPU_H
 
@@ -26,7 +26,7 @@ static inline real from_bf16(uint16_t x) {
     return f;
 }
 
-// To nearest even, of x as a float32. NaN stays NaN.
+// Rounds x, as a float32, to nearest even. NaN stays NaN.
 static inline uint16_t to_bf16(real x) {
     const float f = (float)x;
     uint32_t bits;
@@ -42,20 +42,22 @@ struct Ctx {
     char name[128];
 };
 
-// Parallelism is over tiles of the output whose size never depends on the number of threads, so the bits do not either.
+// Parallelism is over tiles of the output. Their size never depends on the number of threads, so the bits do not
+// either.
 enum { TILE = 128 };
 
-// This thread's number inside a parallel region, by which it finds its scratch.
+// The index of this thread in a parallel region; selects its scratch memory.
 static inline int thread_index(void) { return omp_get_thread_num(); }
 
-// The workspace as `count` elements of real; ends the run if the op asks for more than its x_workspace said.
+// The workspace as `count` elements of real; ends the run if `count` exceeds the size that the op's x_workspace
+// returned.
 static inline real* ctx_workspace(Ctx* ctx, int64_t count) {
     ASSERT((size_t)count * sizeof(real) <= ctx->workspace_bytes);
     return (real*)ctx->workspace;
 }
 
-// The OpenBLAS kernels to ask for where it chose the family `chosen` on a processor with AVX2 and FMA, or also AVX-512
-// (F, CD, BW, DQ, VL); NULL: its choice stands.
+// The OpenBLAS kernels to request if it chose the family `chosen` on a processor with AVX2 and FMA, or also AVX-512 (F,
+// CD, BW, DQ, VL). NULL: its choice is kept.
 const char* blas_kernels(const char* chosen, int avx2, int avx512);
 
 // C (m x n, row stride ldc) = alpha * op(A) op(B) + beta * C, row-major, by one thread.

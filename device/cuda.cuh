@@ -1,4 +1,5 @@
-// What the CUDA ops (x.cu) share: the GPU's Ctx, error checks, reductions. Not for host code.
+// Shared parts of the CUDA ops (x.cu): the GPU's Ctx, error checks, launches with and without PDL, warp reductions. Not
+// for host code.
 #ifndef DEVICE_CUDA_CUH
 #define DEVICE_CUDA_CUH
 
@@ -10,7 +11,7 @@
 #include "device/check.h"
 #include "device/device.h"
 
-// One line for a failed call: where, which, why, and what to do about the two that users meet.
+// Reports a failed call in one line: where, which call, why. The two errors that users meet get a hint.
 NORETURN void cuda_failed(cudaError_t error, const char* call, const char* file, int line);
 #define CUDA_CHECK(call)                                                                                               \
     do {                                                                                                               \
@@ -23,13 +24,13 @@ NORETURN void cuda_failed(cudaError_t error, const char* call, const char* file,
         if (status_ != CUBLAS_STATUS_SUCCESS)                                                                          \
             die(EXIT_FAILED, "%s:%d: %s: %s", __FILE__, __LINE__, #call, cublasLtGetStatusString(status_));            \
     } while (0)
-// Behind every launch: catches bad launch configurations at once (errors inside kernels surface at the next sync).
+// After every launch: reports bad launch configurations at once (errors inside kernels surface at the next sync).
 #define LAUNCH_CHECK() CUDA_CHECK(cudaGetLastError())
 
-struct Staging;  // device/device.cu: pinned memory for uploads
-struct LtPlan;   // device/lt.cuh: a product whose algorithm is chosen
+struct Staging;  // device/device.cu: pinned host memory for uploads
+struct LtPlan;   // device/lt.cuh: a GEMM with its chosen algorithm
 
-// What every op gets: the stream, libraries' handles and the workspace.
+// The context of every op: stream, library handles and workspace.
 struct Ctx {
     cudaStream_t stream;
     cublasLtHandle_t lt;
@@ -37,43 +38,44 @@ struct Ctx {
     Staging* staging;
     char* workspace;
     size_t workspace_bytes;
-    int* counter;  // 0 when a kernel begins: one that hands out its work by it leaves it at 0
+    int* counter;  // work counter of persistent kernels: 0 at the start and the end of every kernel
     int sms;
-    bool transfers;                                  // between GPUs go on beside: their kernels want some of the SMs
+    bool transfers;                                  // 1: NCCL transfers run concurrently and need some SMs
     int portable;                                    // 1: kernels for every GPU since Ampere, 0: Hopper's
     int capability;                                  // of the GPU: 90 is 9.0
     decltype(&cuTensorMapEncodeTiled) encode_tiled;  // from the driver at run time: the binary starts without one
     char name[320];
 };
 
-// Tensor cores that take a scale for every 32 elements of MXFP8, through cuBLASLt (mx/grouped_gemm_blackwell.cu).
+// True if the tensor cores take a scale for every 32 elements of MXFP8, through cuBLASLt
+// (mx/grouped_gemm_blackwell.cu).
 static inline bool has_block_scales(const Ctx* ctx) { return ctx->capability >= 100; }
 
-// The workspace; ends the run if the op asks for more than its x_workspace said.
+// The workspace; ends the run if `count` exceeds the size that the op's x_workspace returned.
 template <typename T>
 static inline T* ctx_workspace(Ctx* ctx, int64_t count) {
     ASSERT((size_t)count * sizeof(T) <= ctx->workspace_bytes);
     return (T*)ctx->workspace;
 }
 
-// Blocks for so much work, rounded up.
+// Number of blocks for `work` items, rounded up.
 static inline unsigned blocks_for(int64_t work, int64_t per_block) { return (unsigned)ceil_div(work, per_block); }
 
-// Of a grid that walks rows of which only the device knows how many there are, at most `blocks` at once: many more than
-// run at a time, for balance; those past the rows in use end at once.
+// Grid size when the row count is known only on the device: an upper bound of 256 blocks per SM. That is many more than
+// run at once, for balance. Surplus blocks exit at once.
 static inline unsigned walking_blocks(int64_t blocks, const Ctx* ctx) {
     return (unsigned)min_i64(blocks, 256 * (int64_t)ctx->sms);
 }
 
-// Dynamic shared memory beyond 48 KiB has to be asked for.
+// Opts in to more than 48 KiB of dynamic shared memory.
 template <typename Kernel>
 static inline void allow_shared(Kernel kernel, size_t bytes) {
     if (bytes > 48 << 10)
         CUDA_CHECK(cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, (int)bytes));
 }
 
-// Launches a kernel with `shared` bytes of dynamic shared memory on the context's stream; a grid without blocks is left
-// out. The arguments become what the kernel takes.
+// Launches a kernel with `shared` bytes of dynamic shared memory on the context's stream; an empty grid is skipped. The
+// arguments are converted to the kernel's parameter types.
 template <typename... P, typename... A>
 static inline void launch(void (*kernel)(P...), dim3 grid, dim3 block, size_t shared, Ctx* ctx, A... arguments) {
     if (grid.x == 0 || grid.y == 0 || grid.z == 0) return;
@@ -82,24 +84,24 @@ static inline void launch(void (*kernel)(P...), dim3 grid, dim3 block, size_t sh
     LAUNCH_CHECK();
 }
 
-// As launch, of a kernel that may start while the stream's previous one still runs (programmatic dependent launch,
-// compute capability 9.0 and up): the gap between the two is hidden. In a graph it becomes the kind of an edge. What
-// makes it right:
+// Launch with programmatic dependent launch (PDL; compute capability 9.0 and up). The kernel may start while the
+// preceding kernel of the stream still runs, which hides the gap between the two. In a CUDA graph this becomes the type
+// of an edge. The rules for correctness:
 //
-//   The kernel touches no memory that another kernel of a step writes or reads before it has called previous_is_done(),
-//   which returns when the previous kernel is done and its writes can be seen. Blocks without work may leave before,
-//   but not all of them: so this kernel ends after all that came before it too.
+//   previous_is_done() returns when the preceding kernel is done and its writes are visible. Before this call a kernel
+//   touches no memory that another kernel of a step writes or reads. Blocks without work may exit before the call, but
+//   not all blocks of a kernel. So this kernel also ends after all kernels before it.
 //
-//   let_next_start() lets the next kernel start, if that one was launched early. It is legal from the first line on,
-//   because the next one waits for this kernel's end and not for the call; the next one's blocks come only when all of
-//   this one's have begun.
+//   let_next_start() lets the next kernel start, if that one was launched with PDL. It is legal from the first line on,
+//   because the next kernel waits for the end of this kernel, not for the call. Blocks of the next kernel start only
+//   when all blocks of this one have started.
 //
-//   After a copy, a zeroing or a wait for another stream there is nothing to start beside, and the launch is as any.
+//   After a copy, a memset or a wait for another stream there is no kernel to overlap: an ordinary launch.
 template <typename... P, typename... A>
 static inline void launch_early(void (*kernel)(P...), dim3 grid, dim3 block, size_t shared, Ctx* ctx, A... arguments) {
     if (grid.x == 0 || grid.y == 0 || grid.z == 0) return;
     allow_shared(kernel, shared);
-    // The attribute of programmatic dependent launch.
+    // The launch attribute of PDL.
     cudaLaunchAttribute early = {};
     early.id = cudaLaunchAttributeProgrammaticStreamSerialization;
     early.val.programmaticStreamSerializationAllowed = 1;
@@ -109,8 +111,8 @@ static inline void launch_early(void (*kernel)(P...), dim3 grid, dim3 block, siz
     CUDA_CHECK(cudaLaunchKernelEx(&config, kernel, P(arguments)...));
 }
 
-// As launch_early, of a kernel whose blocks hold whole SMs for long: where transfers want some of these, it leaves them
-// the moment between two kernels.
+// For persistent kernels, whose blocks occupy whole SMs for long. While NCCL transfers run, these kernels are launched
+// without PDL. NCCL then gets SMs between two kernels.
 template <typename... P, typename... A>
 static inline void launch_long(void (*kernel)(P...), dim3 grid, dim3 block, size_t shared, Ctx* ctx, A... arguments) {
     if (ctx->transfers)
@@ -119,39 +121,39 @@ static inline void launch_long(void (*kernel)(P...), dim3 grid, dim3 block, size
         launch_early(kernel, grid, block, shared, ctx, arguments...);
 }
 
-// In a kernel that was launched early: the previous kernel is done.
+// Waits until the preceding kernel is done; for kernels that are launched with PDL.
 static __device__ __forceinline__ void previous_is_done() {
 #if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 900
     cudaGridDependencySynchronize();
 #endif
 }
 
-// The next kernel may start.
+// Lets the next kernel start.
 static __device__ __forceinline__ void let_next_start() {
 #if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 900
     cudaTriggerProgrammaticLaunchCompletion();
 #endif
 }
 
-// First in most kernels that are launched early: the next one may start, and this one goes on when it may.
+// The first statement of most kernels with PDL: the next kernel may start; wait for the preceding one.
 static __device__ __forceinline__ void wait_for_previous() {
     let_next_start();
     previous_is_done();
 }
 
-// 2^x by the special function unit (2^-22).
+// 2^x by the special function unit (relative error 2^-22).
 static __device__ __forceinline__ float exp2_approx(float x) {
     float y;
     asm("ex2.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x));
     return y;
 }
 
-// For results in bf16: the fast power of two and division (2^-21) are exact enough.
+// For bf16 results, fast exp2 and division (2^-21) are accurate enough.
 static __device__ __forceinline__ float sigmoid_fast(float x) {
     return __fdividef(1.0f, 1.0f + exp2_approx(-1.44269504f * x));
 }
 
-// Sum and maximum over a warp, or over each LANES lanes of it, in every lane.
+// Reductions: sum and maximum over a warp, or over groups of LANES lanes, returned in every lane.
 template <int LANES = 32, typename T>
 static __device__ __forceinline__ T warp_sum(T x) {
 #pragma unroll

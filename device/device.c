@@ -1,6 +1,6 @@
-// The CPU as a device: work happens when it is given, device memory is host memory, and a Ctx holds the number of
-// threads and the workspace. Most of this file is about what surrounds the work: OpenBLAS's kernels and buffers, and
-// how much memory a process may still take.
+// The CPU as a device: work runs when it is queued, device memory is host memory, and a Ctx holds the number of threads
+// and the workspace. Most of this file is about the environment: OpenBLAS's kernels and buffers, and the memory that a
+// process may still allocate.
 #define _GNU_SOURCE  // sched_setaffinity
 #include <omp.h>
 #include <sched.h>
@@ -21,7 +21,7 @@ extern char* openblas_get_config(void) __attribute__((weak));
 extern void* blas_memory_alloc(int place) __attribute__((weak));
 extern void blas_memory_free(void* buffer) __attribute__((weak));
 
-// What fetch_begin copied, until fetch_end is asked for it.
+// The copy that fetch_begin made.
 struct Fetch {
     size_t bytes;
     void* host;
@@ -31,8 +31,8 @@ struct Stopwatch {
     double start, stop;  // seconds
 };
 
-// OpenBLAS takes SSE3 kernels (Prescott) or AVX2 ones (Haswell, Zen) on processors younger than itself. Families that
-// are not listed are no poorer than what could be asked for.
+// On processors younger than itself OpenBLAS selects SSE3 kernels (Prescott) or AVX2 kernels (Haswell, Zen). Families
+// that are not listed are at least as good as the possible replacement.
 const char* blas_kernels(const char* chosen, int avx2, int avx512) {
     static const char* const before_avx2[] = {"Katmai",      "Coppermine", "Northwood",    "Prescott",   "Banias",
                                               "Atom",        "Core2",      "Penryn",       "Dunnington", "Nehalem",
@@ -45,7 +45,7 @@ const char* blas_kernels(const char* chosen, int avx2, int avx512) {
     return avx2 && old ? "Haswell" : NULL;
 }
 
-// The kernels to ask OpenBLAS for on this processor; NULL: its choice stands, or it is another library.
+// The kernels to request from OpenBLAS on this processor. NULL: its choice is kept, or the CBLAS is another library.
 static const char* better_kernels(void) {
 #ifdef __x86_64__
     if (!openblas_get_corename || !openblas_get_config || !strstr(openblas_get_config(), "DYNAMIC_ARCH")) return NULL;
@@ -59,8 +59,8 @@ static const char* better_kernels(void) {
 #endif
 }
 
-// With OMP_PROC_BIND this thread is bound to the first of OpenMP's places, and the program would start again with that
-// one only: it gets them all back.
+// Restores this thread's affinity to all OpenMP places. With OMP_PROC_BIND it is bound to the first place, and the
+// restarted program would inherit that one only.
 static void unbind(void) {
     cpu_set_t all;
     CPU_ZERO(&all);
@@ -73,20 +73,20 @@ static void unbind(void) {
     if (CPU_COUNT(&all)) sched_setaffinity(0, sizeof(all), &all);
 }
 
-// Sets a variable of the environment that is not set. Whether it did.
+// Sets an environment variable if it is not set. Returns 1 if it did.
 static int set_variable(const char* name, const char* value) {
     return value && !getenv(name) && setenv(name, value, 1) == 0;
 }
 
 void device_setup(char** argv) {
-    // 2000 turns are 50 to 100 us, about what a sleeping thread takes to wake. Longer waits would take the processor
-    // from other programs, and from the thread that is waited for.
+    // 2000 spins are 50 to 100 us, about the wake-up time of a sleeping thread. Longer spinning would take the
+    // processor from other programs, and from the thread that is waited for.
     int lacked = !getenv("OMP_WAIT_POLICY") && set_variable("GOMP_SPINCOUNT", "2000");
     lacked |= set_variable("OPENBLAS_NUM_THREADS", "1");
     lacked |= set_variable("OPENBLAS_CORETYPE", better_kernels());
 
-    // Starts again. Not /proc/self/exe, which would name the process "exe". Without AT_BASE the loader was started,
-    // with the program as its argument.
+    // Restarts the program. Not by /proc/self/exe, which would name the process "exe". Without AT_BASE the program was
+    // started by the loader, as its argument.
     if (!lacked || !getauxval(AT_BASE)) return;
     unbind();
     execv((const char*)getauxval(AT_EXECFN), argv);
@@ -94,13 +94,13 @@ void device_setup(char** argv) {
 
 void device_choose(int index) { (void)index; }
 
-// A product takes a buffer, which OpenBLAS keeps for later ones. Where there is no memory for it, OpenBLAS tries again
-// for ever. So all buffers are taken here, after a trial has shown that they can be had.
+// Allocates all of OpenBLAS's buffers, after a trial has shown that this is possible. A GEMM takes a buffer, which
+// OpenBLAS keeps for later GEMMs. Without memory for it, OpenBLAS would retry forever.
 static void take_buffers(int threads) {
     const size_t bytes = (size_t)128 << 20;  // of address space; OpenBLAS 0.3 has none larger on x86-64 and arm64
     if (!blas_memory_alloc || !blas_memory_free) return;
 
-    // The trial: the same address space in pieces of ours, given back at once.
+    // The trial: map the same address space, and unmap it at once.
     void** rooms = (void**)host_alloc((size_t)threads * sizeof(void*));
     for (int i = 0; i < threads; i++) {
         rooms[i] = mmap(NULL, bytes, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS, -1, 0);
@@ -113,7 +113,7 @@ static void take_buffers(int threads) {
     for (int i = 0; i < threads; i++) munmap(rooms[i], bytes);
     free(rooms);
 
-    // Each thread takes one and gives it back when all have theirs: OpenBLAS then has as many.
+    // Each thread takes a buffer, and returns it after all threads have one. OpenBLAS then has one per thread.
 #pragma omp parallel num_threads(threads)
     {
         void* buffer = blas_memory_alloc(0);
@@ -128,7 +128,7 @@ Ctx* ctx_create(size_t workspace) {
     take_buffers(ctx->threads);
     ctx->workspace = (char*)device_alloc(workspace, "workspace");
     ctx->workspace_bytes = workspace;
-    // The parallelism is ours: every product runs on one thread, so its bits depend on its shape alone.
+    // The parallelism is in the ops: every GEMM runs on one thread, so its bits depend on its shape alone.
     if (openblas_set_num_threads) openblas_set_num_threads(1);
     snprintf(ctx->name, sizeof(ctx->name), "CPU, %d thread%s, %s%s%s", ctx->threads, ctx->threads == 1 ? "" : "s",
              openblas_get_corename ? "OpenBLAS (" : "CBLAS", openblas_get_corename ? openblas_get_corename() : "",
@@ -141,7 +141,7 @@ void ctx_destroy(Ctx* ctx) {
     free(ctx);
 }
 
-// Work happens when it is given, so streams and the order between them mean nothing.
+// Work runs when it is queued, so streams and events do nothing.
 Ctx* ctx_side(Ctx* ctx, size_t workspace) {
     Ctx* side = (Ctx*)host_alloc(sizeof(Ctx));
     side->threads = ctx->threads;
@@ -161,7 +161,7 @@ const char* device_name(Ctx* ctx) { return ctx->name; }
 double device_peak_flops(Ctx* ctx) { return (void)ctx, 0; }
 int device_workers(void) { return omp_get_max_threads(); }
 
-// Reads the first line of a file that begins with `name`: what follows it, NULL if there is none.
+// Returns the rest of the first line in a file that begins with `name`; NULL if there is none.
 static char* line_after(char line[4096], const char* path, const char* name) {
     FILE* file = fopen(path, "r");
     char* rest = NULL;
@@ -171,14 +171,14 @@ static char* line_after(char line[4096], const char* path, const char* name) {
     return rest;
 }
 
-// The same where a number follows; -1 if there is none.
+// The same for a number; -1 if there is none.
 static int64_t number_in(const char* path, const char* name) {
     char line[4096], *rest = line_after(line, path, name);
     long number;
     return rest && sscanf(rest, "%ld", &number) == 1 ? number : -1;
 }
 
-// The same of a file of a control group.
+// The same for a file of a control group.
 static int64_t number_of_group(const char* group, const char* file, const char* name) {
     char* path = host_format("/sys/fs/cgroup%s/%s", group, file);
     int64_t number = number_in(path, name);
@@ -186,12 +186,12 @@ static int64_t number_of_group(const char* group, const char* file, const char* 
     return number;
 }
 
-// `most`, or less where this process' control group (version 2), or one around it, has less left. What a group holds
-// of files is given back when memory is short.
+// `most`, or less if this process' control group (version 2), or a group around it, has less left. File caches of a
+// group count as free: the kernel drops them when memory is short.
 static int64_t left_in_groups(int64_t most) {
     char line[4096], *group = line_after(line, "/proc/self/cgroup", "0::");
 
-    // From this process' group outwards: each is the folder around the one before.
+    // From this process' group outwards: the parent of a group is the parent folder.
     for (char* end = group ? strchrnul(group, '\n') : NULL; end; end = strrchr(group, '/')) {
         *end = 0;
         int64_t limit = number_of_group(group, "memory.max", ""), used = number_of_group(group, "memory.current", "");
@@ -202,17 +202,17 @@ static int64_t left_in_groups(int64_t most) {
     return most;
 }
 
-// What the machine could give without swapping out what others use, and its free swap.
+// The memory that is available without swapping out other processes, and the free swap.
 size_t device_free_memory(int sharing) {
     int64_t available = number_in("/proc/meminfo", "MemAvailable:"), swap = number_in("/proc/meminfo", "SwapFree:");
     if (available < 0) return 0;
 
-    // The machine's, shared, and less where a control group or a limit of this process allows less.
+    // The machine's memory, shared. Less if a control group or a limit of this process allows less.
     int64_t left = left_in_groups(1024 * (available + max_i64(swap, 0))) / sharing;
     struct rlimit limit;
     if (getrlimit(RLIMIT_AS, &limit) == 0 && limit.rlim_cur != RLIM_INFINITY)
         left = min_i64(left, (int64_t)limit.rlim_cur - number_in("/proc/self/statm", "") * sysconf(_SC_PAGESIZE));
-    return (size_t)max_i64(left, 1);  // 0 would be unknown
+    return (size_t)max_i64(left, 1);  // 0 would mean unknown
 }
 
 size_t device_peak_memory(void) {

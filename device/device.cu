@@ -1,7 +1,10 @@
-// The GPU as a device. Work is queued on a stream and happens later, in the order given. The host goes on meanwhile: it
-// waits for results (ctx_sync, device_download, fetch_end, stopwatch_seconds), for memory (device_alloc), and where all
-// pieces of an upload are under way. A side stream is a second queue of the same GPU; an event that is recorded in one
-// queue is what the other waits for.
+// The GPU as a device. Work is queued on a stream and runs asynchronously, in order. The host waits only
+//
+//   for results            ctx_sync, device_download, fetch_end, stopwatch_seconds
+//   for memory             device_alloc
+//   for staging buffers    device_upload, when all of them are in flight
+//
+// A side stream is a second queue of the same GPU. An event is recorded in one stream and waited for in the other.
 #include <stdio.h>
 #include <stdlib.h>
 #include <string.h>
@@ -24,11 +27,12 @@ NORETURN void cuda_failed(cudaError_t error, const char* call, const char* file,
     die(EXIT_FAILED, "%s:%d: %s: %s%s", file, line, call, cudaGetErrorString(error), hint);
 }
 
-// Uploads go through pinned memory in pieces, so that the host never waits for the GPU unless all pieces are under way.
+// Uploads go through pinned host memory, in chunks of STAGE_BYTES. The host waits for the GPU only when all staging
+// buffers are in flight.
 enum { STAGES = 16 };
 static const size_t STAGE_BYTES = (size_t)1 << 20;
 struct Staging {
-    char* host;  // pinned, STAGE_BYTES each
+    char* host;  // pinned, STAGES buffers of STAGE_BYTES
     cudaEvent_t sent[STAGES];
     int next;
 };
@@ -45,7 +49,7 @@ struct Stopwatch {
 
 static int capability_of(const cudaDeviceProp& p) { return 10 * p.major + p.minor; }
 
-// Conversions and sums: each thread takes every so-many-th element. They are bound by memory.
+// Conversions and sums, with grid-stride loops. Bound by memory.
 template <typename Out, typename In>
 static __global__ void convert(Out* out, const In* in, int64_t n) {
     wait_for_previous();
@@ -59,19 +63,19 @@ static __global__ void add(float* out, const float* in, int64_t n) {
         out[i] += in[i];
 }
 
-// Whether this build holds code for the GPU at hand.
+// True if this build has code for this GPU.
 static bool has_code() {
     cudaFuncAttributes attributes;
     const cudaError_t error = cudaFuncGetAttributes(&attributes, (const void*)add);
     if (error == cudaErrorNoKernelImageForDevice || error == cudaErrorInvalidDeviceFunction) {
-        cudaGetLastError();  // it was asked for
+        cudaGetLastError();  // clears the error, which is expected
         return false;
     }
     CUDA_CHECK(error);
     return true;
 }
 
-// Ends the run with one line where there is no GPU that this build can use. The result: Ctx's `portable`.
+// Ends the run with one line if there is no GPU that this build can use. Returns `portable` of the Ctx.
 static int check_gpu(cudaDeviceProp* properties) {
     int driver = 0, count = 0, device = 0, built = CUDART_VERSION;
     if (cudaDriverGetVersion(&driver) != cudaSuccess || driver == 0)
@@ -100,8 +104,8 @@ void device_setup(char** argv) { (void)argv; }
 
 void device_choose(int index) {
     int count = 0;
-    if (cudaGetDeviceCount(&count) != cudaSuccess || count == 0) return;  // ctx_create says what is wrong
-    // Where a launcher lets every process see one GPU only, that is its own.
+    if (cudaGetDeviceCount(&count) != cudaSuccess || count == 0) return;  // ctx_create reports the error
+    // If a launcher shows each process a single GPU, that GPU is its own.
     if (count == 1 && getenv("CUDA_VISIBLE_DEVICES")) index = 0;
     if (index >= count)
         die(EXIT_FAILED, "this machine has %d GPU%s, too few for a process of its own each: start at most %d here",
@@ -114,7 +118,7 @@ Ctx* ctx_create(size_t workspace) {
     cudaDeviceProp properties;
     ctx->portable = check_gpu(&properties);
 
-    // Which GPU it is, for kernels and for people.
+    // The GPU's properties, for kernels and for the printed name.
     ctx->sms = properties.multiProcessorCount;
     ctx->capability = capability_of(properties);
     int driver = 0;
@@ -123,8 +127,7 @@ Ctx* ctx_create(size_t workspace) {
              (double)properties.totalGlobalMem / 0x1p30, driver / 1000, driver % 1000 / 10,
              ctx->portable ? "portable" : "Hopper's");
 
-    // The stream, and what libraries and the driver offer: cuBLASLt's products, and descriptions of tensors for the
-    // TMA.
+    // The stream, the cuBLASLt handle, and the driver's function that makes tensor maps for TMA.
     CUDA_CHECK(cudaStreamCreateWithFlags(&ctx->stream, cudaStreamNonBlocking));
     CUBLAS_CHECK(cublasLtCreate(&ctx->lt));
     cudaDriverEntryPointQueryResult found;
@@ -133,7 +136,7 @@ Ctx* ctx_create(size_t workspace) {
     if (found != cudaDriverEntryPointSuccess)
         die(EXIT_FAILED, "the NVIDIA driver is too old: it lacks cuTensorMapEncodeTiled (CUDA 12)");
 
-    // Memory: that through which uploads go, and that which the ops share.
+    // Staging buffers of uploads, and the workspace of the ops.
     ctx->staging = (Staging*)host_alloc(sizeof(Staging));
     CUDA_CHECK(cudaMallocHost((void**)&ctx->staging->host, STAGES * STAGE_BYTES));
     for (int i = 0; i < STAGES; i++)
@@ -149,7 +152,7 @@ int device_available(void) {
     return cudaGetDeviceProperties(&properties, 0) == cudaSuccess && capability_of(properties) >= 80;
 }
 
-// Of the highest priority: what travels shall start when it can, and takes few SMs.
+// High-priority stream for communication: transfers start as soon as possible and take few SMs.
 Ctx* ctx_side(Ctx* ctx, size_t workspace) {
     Ctx* side = (Ctx*)host_alloc(sizeof(Ctx));
     int lowest, highest;
@@ -178,7 +181,7 @@ void ctx_destroy(Ctx* ctx) {
     free(ctx);
 }
 
-// An Event is CUDA's own, under a name that host code knows.
+// An Event is a cudaEvent_t, under a name for host code.
 Event* event_create(void) {
     cudaEvent_t event;
     CUDA_CHECK(cudaEventCreateWithFlags(&event, cudaEventDisableTiming));
@@ -191,26 +194,26 @@ void event_wait(Event* event, Ctx* ctx) { CUDA_CHECK(cudaStreamWaitEvent(ctx->st
 
 void ctx_sync(Ctx* ctx) { CUDA_CHECK(cudaStreamSynchronize(ctx->stream)); }
 const char* device_name(Ctx* ctx) { return ctx->name; }
-// Of an H100 or H200: workspaces are sized without a device (--dry-run).
+// The SMs of an H100 or H200: workspaces are sized without a device (--dry-run).
 int device_workers(void) { return 132; }
 double device_peak_flops(Ctx* ctx) { return strstr(ctx->name, "H100") || strstr(ctx->name, "H200") ? 989e12 : 0; }
 
 size_t device_free_memory(int sharing) {
     size_t free_bytes, total;
     (void)sharing;
-    return cudaMemGetInfo(&free_bytes, &total) == cudaSuccess ? free_bytes : 0;  // ctx_create says what is wrong
+    return cudaMemGetInfo(&free_bytes, &total) == cudaSuccess ? free_bytes : 0;  // ctx_create reports the error
 }
 
 size_t device_peak_memory(void) {
     size_t free_bytes, total;
-    CUDA_CHECK(cudaMemGetInfo(&free_bytes, &total));  // nothing is freed during a run: what is in use is the peak
+    CUDA_CHECK(cudaMemGetInfo(&free_bytes, &total));  // nothing is freed during a run: current use is the peak
     return total - free_bytes;
 }
 
 void* device_alloc(size_t bytes, const char* what) {
     void* p = NULL;
     cudaError_t error = cudaMalloc(&p, bytes ? bytes : 1);
-    // The message says what there is. Nothing is freed in a run, so another try would fail too.
+    // The message names the free memory. Nothing is freed in a run, so a retry would fail too.
     if (error == cudaErrorMemoryAllocation) {
         size_t free_bytes = 0, total = 0;
         cudaMemGetInfo(&free_bytes, &total);
@@ -231,7 +234,7 @@ static __global__ void zero(uint4* p, size_t pieces) {
         p[i] = make_uint4(0, 0, 0, 0);
 }
 
-// By a kernel: those of a step are short and many, and behind a memset no kernel starts early.
+// By a kernel: a step has many short memsets, and after a real memset no kernel can start early (PDL).
 void device_zero(void* p, size_t bytes, Ctx* ctx) {
     const size_t pieces = bytes / 16;
     if (bytes && ((uintptr_t)p | bytes) % 16) {
@@ -246,13 +249,13 @@ void device_fill(void* p, int byte, size_t bytes, Ctx* ctx) {
     CUDA_CHECK(cudaMemsetAsync(p, byte, bytes, ctx->stream));
 }
 
-// Piece after piece: into the oldest piece of pinned memory, and from there on its way.
+// In chunks: copy to the oldest staging buffer, then start the transfer to the device.
 void device_upload(void* to, const void* host, size_t bytes, Ctx* ctx) {
     Staging* s = ctx->staging;
     for (size_t at = 0; at < bytes; at += STAGE_BYTES) {
         size_t n = bytes - at < STAGE_BYTES ? bytes - at : STAGE_BYTES;
         int i = s->next++ % STAGES;
-        CUDA_CHECK(cudaEventSynchronize(s->sent[i]));  // of its last use; at once if there was none
+        CUDA_CHECK(cudaEventSynchronize(s->sent[i]));  // the last use of this buffer; returns at once if there was none
         char* stage = s->host + i * STAGE_BYTES;
         memcpy(stage, (const char*)host + at, n);
         CUDA_CHECK(cudaMemcpyAsync((char*)to + at, stage, n, cudaMemcpyHostToDevice, ctx->stream));

@@ -1,5 +1,6 @@
-// The calls of POSIX, so that nothing follows a symbolic link by mistake: a name is looked at with lstat, opened with
-// O_NOFOLLOW, and folders are emptied through their descriptors. Every loop over read and pread goes on after a signal.
+// Files by POSIX calls that never follow a symbolic link by mistake: a name is checked with lstat and opened with
+// O_NOFOLLOW, and folders are emptied through their descriptors. Every loop over read and pread continues after a
+// signal.
 #include "device/files.h"
 
 #include <dirent.h>
@@ -12,7 +13,7 @@
 #include <sys/stat.h>
 #include <unistd.h>
 
-// The result of a call that failed for the reason `why`.
+// The return value of a call that fails with errno `why`.
 static int fails(int why) {
     errno = why;
     return -1;
@@ -28,7 +29,7 @@ Path path_of(const char* format, ...) {
     return path;
 }
 
-// Makes the first folder of the path, then the first two, and so on.
+// Creates the first folder of the path, then the first two, and so on.
 int make_folders(const char* path) {
     for (int n = 1, end = (int)strlen(path); n <= end; n++) {
         if (path[n] != '/' && path[n] != 0) continue;
@@ -41,12 +42,12 @@ int make_folders(const char* path) {
     return 0;
 }
 
-// Removes a name in an open folder: no link can come between.
+// Removes a name in an open folder, so that no link can be substituted.
 static int remove_at(int parent, const char* name) {
     if (unlinkat(parent, name, 0) == 0 || errno == ENOENT) return 0;
-    if (errno != EISDIR && errno != EPERM) return -1;  // how Linux and POSIX say that it is a folder
+    if (errno != EISDIR && errno != EPERM) return -1;  // Linux and POSIX return these for a folder
 
-    // A folder is emptied first: each of its entries but itself and the one above.
+    // A folder is emptied first: all entries except "." and "..".
     int fd = openat(parent, name, O_RDONLY | O_DIRECTORY | O_NOFOLLOW | O_CLOEXEC);
     DIR* folder = fd < 0 ? NULL : fdopendir(fd);
     if (!folder) return -1;
@@ -75,7 +76,7 @@ int sync_folder(const char* path) {
     return result == 0 ? 0 : fails(why);
 }
 
-// O_NONBLOCK: if the name becomes that of a FIFO between the two calls, the open does not wait.
+// O_NONBLOCK: if a FIFO takes the name between the two calls, the open does not wait.
 int open_file(const char* path) {
     struct stat info;
     if (stat(path, &info) != 0) return -1;
@@ -112,7 +113,7 @@ char* read_file(const char* path, size_t limit, size_t* size) {
     size_t room = 1 << 16, got = 0;
     char* text = (char*)host_alloc(room);
 
-    // Its size is not asked for: a file may grow while it is read.
+    // Read until the end, without a size from stat: a file may grow while it is read.
     ssize_t n;
     while ((n = read(fd, text + got, room - got - 1)) > 0 && (got += (size_t)n) <= limit) {
         if (got + 1 < room) continue;
@@ -133,10 +134,10 @@ char* read_file(const char* path, size_t limit, size_t* size) {
 }
 
 int lock_file(const char* path) {
-    struct flock whole = {.l_type = F_WRLCK};  // of length 0: to the end
+    struct flock whole = {.l_type = F_WRLCK};  // length 0: to the end of the file
     struct stat held, named;
     for (;;) {
-        // The lock, which the system gives to one process at a time.
+        // The lock: the system gives it to one process at a time.
         int fd = is_link(path) ? fails(ELOOP) : open(path, O_RDWR | O_CREAT | O_NOFOLLOW | O_CLOEXEC, 0666);
         if (fd < 0) return -1;
         if (fcntl(fd, F_SETLK, &whole) != 0) {
@@ -145,13 +146,13 @@ int lock_file(const char* path) {
             return fails(why == EACCES ? EAGAIN : why);
         }
 
-        // Its last holder may have removed the file meanwhile. This lock is then on a file that nobody else finds.
+        // Its last holder may have removed the file meanwhile. Then this lock is on an unlinked file: retry.
         if (fstat(fd, &held) != 0 || lstat(path, &named) != 0 || held.st_ino != named.st_ino) {
             close(fd);
             continue;
         }
 
-        // A file of another program stays as it is.
+        // A file of another program is left unchanged.
         static const char mark[] = "process ";
         char start[sizeof(mark)] = "";
         if (pread(fd, start, sizeof(mark) - 1, 0) > 0 && strcmp(start, mark) != 0) {
@@ -159,7 +160,7 @@ int lock_file(const char* path) {
             return fails(EEXIST);
         }
 
-        // Who holds it, for the message of the next one.
+        // The name of the holder, for the error message of the next process.
         char host[64] = "";
         gethostname(host, sizeof(host) - 1);
         if (ftruncate(fd, 0) == 0) dprintf(fd, "%s%d on %s", mark, (int)getpid(), host);

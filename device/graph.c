@@ -1,4 +1,4 @@
-// On the CPU work happens when it is given: there is nothing to replay.
+// On the CPU work runs when it is queued: there is nothing to replay.
 #include "device/graph.h"
 
 const char* graph_refusal(int of_bytes, Ctx* ctx) {

@@ -1,13 +1,13 @@
-// Recording is CUDA's stream capture: what the thread gives to the stream, and to side streams that follow it by
-// events, becomes a graph instead of being done. Early starts (device/cuda.cuh) become edges of it. Other threads (a
-// save) go on as they were. A call that cannot be recorded ends the run with its name.
+// CUDA graphs by stream capture. During capture, work queued on the stream becomes a graph and does not run. This
+// includes side streams that follow the stream by events. PDL launches (device/cuda.cuh) become edges of the graph.
+// Other threads (a save) are not affected. A call that cannot be captured ends the run with its name.
 #include <stdlib.h>
 
 #include "device/cuda.cuh"
 #include "device/graph.h"
 
 struct Graph {
-    int64_t runs;  // begun so far
+    int64_t runs;  // started so far
     cudaGraphExec_t exec;
 };
 

@@ -1,5 +1,5 @@
-// Which kernels a GPU runs: those for every NVIDIA GPU since Ampere, or those for Hopper. Plain functions of the
-// compute capability (90 is 9.0): any machine can answer for any GPU.
+// Selects the kernels of a GPU: portable kernels for every NVIDIA GPU since Ampere, or kernels for Hopper. Plain
+// functions of the compute capability (90 is 9.0), so that any machine can compute the answer for any GPU.
 #ifndef DEVICE_KERNELS_H
 #define DEVICE_KERNELS_H
 
@@ -7,11 +7,11 @@
 
 BEGIN_C
 
-// 1: the portable kernels, 0: Hopper's, -1: *error, in fresh memory, says why there are none. `asked` is what
-// TRAIN_MOE_KERNELS says, NULL where it is not set.
+// Returns 1: portable kernels, 0: Hopper's kernels, -1: none, with the reason in *error (newly allocated). `asked` is
+// the value of TRAIN_MOE_KERNELS, NULL if it is not set.
 int kernels_choose(int capability, const char* asked, char** error);
 
-// NULL, or why the GPU has no MXFP8 products of --mx-gemm fast with these kernels, in fresh memory.
+// NULL, or the reason why the GPU has no MXFP8 GEMMs for --mx-gemm fast with these kernels (newly allocated).
 char* kernels_without_fast(int capability, int portable);
 
 END_C

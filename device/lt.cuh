@@ -1,10 +1,10 @@
-// Matrix products by NVIDIA's library cuBLASLt: row-major matrices of bf16, or of MXFP8 bytes with their scales, with
-// sums in float32. The dense products use it (layers/matmul.cu), and those of ops that have no kernel of their own for
-// the GPU at hand (mx/grouped_gemm_blackwell.cu).
+// GEMMs by NVIDIA's library cuBLASLt: row-major matrices of bf16, or of MXFP8 values with their scales; float32
+// accumulation. Used by the dense GEMMs (layers/matmul.cu), and by ops without a kernel of their own for this GPU
+// (mx/grouped_gemm_blackwell.cu).
 //
-// A product is described once and kept in the Ctx. Its algorithm is the first that the library's heuristic offers
-// without in-place split-K, whose order of summation is not fixed. It is never chosen by timing: the same shapes give
-// the same bits on every run.
+// A GEMM is described once; the plan is cached in the Ctx. Its algorithm is the first of the library's heuristic that
+// has no in-place split-K, whose order of summation is not fixed. There is no autotuning by timing: the same shapes
+// give the same bits on every run.
 #ifndef DEVICE_LT_CUH
 #define DEVICE_LT_CUH
 
@@ -15,13 +15,13 @@
 
 enum { LT_WORKSPACE = 8 << 20 };
 
-// Rows are `ld` elements apart.
+// A row-major matrix; rows are `ld` elements apart.
 struct LtMatrix {
     const void* p;
     int64_t ld;
 };
 
-// A strided batch: `count` products of the same shape, their matrices a, b and d elements apart.
+// A strided batch: `count` GEMMs of the same shape. Consecutive matrices are a, b and d elements apart.
 struct LtBatch {
     int64_t count = 1, a = 0, b = 0, d = 0;
 };
@@ -33,18 +33,21 @@ struct LtProduct {
     bool real_out = false;                          // D is float32, else bf16
     bool accumulate = false;
     float alpha = 1, beta = 0;
-    const void* c = NULL;  // bf16, as far apart as D; NULL: D itself
+    const void* c = NULL;  // bf16, with the strides of D; NULL: D itself
     LtBatch batch = {};
-    int64_t workspace = LT_WORKSPACE;  // bytes at the start of the Ctx's, for the library's split sums
-    // NULL: A and B are bf16. Else they are e4m3 with k along their rows (B transposed), and these the scales of every
-    // 32 of them, laid out as mx_blackwell_offset (mx/mxfp8.h) says and on 16 bytes, zeros in what is padding
-    // (CUBLASLT_MATMUL_MATRIX_SCALE_VEC32_UE8M0). cuBLAS documentation 13, "Narrow Precision Data Types Usage":
-    // compute capability 10.0 and up; pointers on 16 bytes; k and n are multiples of 32 and 16, m is any number.
+    int64_t workspace = LT_WORKSPACE;  // bytes at the start of the Ctx's workspace, for split-K sums
+    // NULL: A and B are bf16. Else A and B are e4m3 with k along their rows (B transposed), and there is a scale for
+    // every 32 elements:
+    //
+    //   layout    mx_blackwell_offset (mx/mxfp8.h), 16-byte aligned, zeros in the padding
+    //             (CUBLASLT_MATMUL_MATRIX_SCALE_VEC32_UE8M0)
+    //   limits    compute capability 10.0 and up; 16-byte aligned pointers; k a multiple of 32, n of 16, any m
+    //   source    cuBLAS documentation 13, "Narrow Precision Data Types Usage"
     const uint8_t *a_scale = NULL, *b_scale = NULL;
 };
 
-// What the choice of an algorithm depends on. Keys are compared as bytes: all fields are of one size, so that there is
-// no padding.
+// The key of a cached plan: everything that the choice of an algorithm depends on. Keys are compared bytewise: all
+// fields have one size, so that there is no padding.
 struct LtOperand {
     int64_t ld, alignment;
 };
@@ -73,14 +76,14 @@ static inline void lt_set(cublasLtMatmulPreference_t preference, cublasLtMatmulP
     CUBLAS_CHECK(cublasLtMatmulPreferenceSetAttribute(preference, attribute, &value, sizeof(value)));
 }
 
-// What it lies on, in bytes, is a part of the choice.
+// An operand for the key: its stride, and its alignment in bytes.
 static inline LtOperand lt_operand(LtMatrix x) {
     int64_t alignment = 256;
     while ((uintptr_t)x.p % alignment) alignment /= 2;
     return {x.ld, alignment};
 }
 
-// A row-major (rows, columns) matrix is a column-major (columns, rows) one.
+// The layout of a row-major (rows, columns) matrix: to the library it is a column-major (columns, rows) one.
 static inline cublasLtMatrixLayout_t lt_layout(LtOperand x, cudaDataType_t type, int64_t rows, int64_t columns,
                                                int64_t count, int64_t apart) {
     cublasLtMatrixLayout_t layout;
@@ -93,7 +96,7 @@ static inline cublasLtMatrixLayout_t lt_layout(LtOperand x, cudaDataType_t type,
     return layout;
 }
 
-// In the library's columns D^T = op(B)^T op(A)^T: its A is our B and its B is our A.
+// The library computes, column-major, D^T = op(B)^T op(A)^T: its A is our B, and its B is our A.
 static inline void lt_set_scales(cublasLtMatmulDesc_t op, const LtProduct& p) {
     lt_set(op, CUBLASLT_MATMUL_DESC_A_SCALE_POINTER, p.b_scale);
     lt_set(op, CUBLASLT_MATMUL_DESC_B_SCALE_POINTER, p.a_scale);
@@ -101,7 +104,7 @@ static inline void lt_set_scales(cublasLtMatmulDesc_t op, const LtProduct& p) {
 
 static inline cublasLtMatmulAlgo_t lt_choose(const LtPlan& plan, Ctx* ctx) {
     const LtKey& key = plan.key;
-    // What the algorithm may use: this much workspace, sums in a fixed order, these alignments.
+    // Constraints of the algorithm: workspace size, sums in a fixed order, alignments.
     cublasLtMatmulPreference_t preference;
     CUBLAS_CHECK(cublasLtMatmulPreferenceCreate(&preference));
     lt_set(preference, CUBLASLT_MATMUL_PREF_MAX_WORKSPACE_BYTES, (size_t)key.workspace);
@@ -112,7 +115,7 @@ static inline cublasLtMatmulAlgo_t lt_choose(const LtPlan& plan, Ctx* ctx) {
     lt_set(preference, CUBLASLT_MATMUL_PREF_MIN_ALIGNMENT_C_BYTES, (uint32_t)key.d.alignment);
     lt_set(preference, CUBLASLT_MATMUL_PREF_MIN_ALIGNMENT_D_BYTES, (uint32_t)key.d.alignment);
 
-    // The first that the library offers.
+    // The first choice of the library's heuristic.
     cublasLtMatmulHeuristicResult_t found;
     int count = 0;
     const cublasStatus_t status =
@@ -130,7 +133,7 @@ static inline LtPlan* lt_make_plan(const LtKey& key, const LtProduct& p, Ctx* ct
     LtPlan* plan = (LtPlan*)host_alloc(sizeof(LtPlan));
     plan->key = key;
 
-    // The product.
+    // The GEMM.
     CUBLAS_CHECK(cublasLtMatmulDescCreate(&plan->op, CUBLAS_COMPUTE_32F, CUDA_R_32F));
     lt_set(plan->op, CUBLASLT_MATMUL_DESC_TRANSA, p.transpose_b ? CUBLAS_OP_T : CUBLAS_OP_N);
     lt_set(plan->op, CUBLASLT_MATMUL_DESC_TRANSB, p.transpose_a ? CUBLAS_OP_T : CUBLAS_OP_N);
@@ -155,7 +158,7 @@ static inline LtPlan* lt_make_plan(const LtKey& key, const LtProduct& p, Ctx* ct
 static inline void lt_multiply(LtMatrix d, LtMatrix a, LtMatrix b, const LtProduct& p, Ctx* ctx) {
     if (p.m == 0 || p.n == 0 || p.k == 0) return;
 
-    // The plan of a product like this one, made at the first.
+    // The cached plan of this GEMM, or a new one.
     const bool scaled = p.a_scale != NULL;
     const LtKey key = {p.m,         p.n,    p.k,           p.transpose_a, p.transpose_b, p.real_out,
                        p.workspace, scaled, lt_operand(a), lt_operand(b), lt_operand(d), p.batch};
@@ -163,7 +166,7 @@ static inline void lt_multiply(LtMatrix d, LtMatrix a, LtMatrix b, const LtProdu
     while (plan && memcmp(&plan->key, &key, sizeof(key)) != 0) plan = plan->next;
     if (!plan) plan = lt_make_plan(key, p, ctx);
 
-    // Scales lie elsewhere each time.
+    // Scales have new addresses in each call.
     if (scaled) lt_set_scales(plan->op, p);
     const float alpha = p.alpha, beta = p.accumulate ? 1 : p.beta;
     const void* c = p.c ? p.c : d.p;

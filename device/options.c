@@ -1,5 +1,5 @@
-// A value is a member of the caller's struct, at its row's offset. The row's type says how text becomes the value
-// (options_set) and the value text (option_text).
+// A value is a member of the caller's struct, at the offset in its row. The row's type selects the conversions from
+// text (options_set) and to text (option_text).
 #include "device/options.h"
 
 #include <math.h>
@@ -12,7 +12,7 @@
 
 static void* value_at(const Option* o, void* values) { return (char*)values + o->offset; }
 
-// Index of `text` in "a|b|c", -1 if it is none of them.
+// The index of `text` in "a|b|c", -1 if it is none of them.
 static int64_t choice_index(const char* choices, const char* text) {
     int64_t index = 0;
     for (const char* c = choices; *c; index++) {
@@ -23,14 +23,13 @@ static int64_t choice_index(const char* choices, const char* text) {
     return -1;
 }
 
-// Number `index` of "a|b|c", in fresh memory.
+// Choice `index` of "a|b|c", newly allocated.
 static char* choice_name(const char* choices, int64_t index) {
     while (index-- > 0) choices = strchr(choices, '|') + 1;
     return host_format("%.*s", (int)strcspn(choices, "|"), choices);
 }
 
-// The number that `text` is, in the option's range. A whole one may be 1e6 too, and is exact: no range goes beyond
-// 2^53.
+// Parses a number in the option's range. An integer may be written as 1e6, and is exact: no range goes beyond 2^53.
 static double number(const Option* o, const char* text, const char* where) {
     int whole = o->type == OPTION_INT, digits = whole ? 15 : 6;
     char* end = NULL;
@@ -76,7 +75,8 @@ void options_free(const Option* table, int count, void* values) {
     }
 }
 
-// Edit distance (Levenshtein), for "did you mean". row[j] is the distance of the first i letters of a and j of b.
+// Edit distance (Levenshtein), for "did you mean". row[j] is the distance between the first i letters of a and the
+// first j of b.
 static int distance(const char* a, const char* b) {
     int row[64], n = (int)strlen(b);
     if (n > 63) return 64;
@@ -93,7 +93,8 @@ static int distance(const char* a, const char* b) {
     return row[n];
 }
 
-// Ends the run. A hint is an option of another program's name, or one that differs in a third of its letters at most.
+// Ends the run. The hint is an option that replaces the name of another program's option. Else it is an option that
+// differs in at most a third of its letters.
 static NORETURN void unknown_option(const Option* table, int count, const char* name) {
     static const char* const synonyms[][2] = {
         {"learning-rate", "lr"},    {"max-steps", "steps"},    {"batch-size", "batch"}, {"hidden-size", "dim"},
@@ -131,7 +132,7 @@ void options_parse(const Option* table, int count, void* values, char* given, in
         free(name);
         given[found] = 1;
 
-        // Its value: behind "=", or the next word. One that looks like an option is a value forgotten.
+        // Its value: after "=", or the next word. A next word that looks like an option means a missing value.
         const char* value = word[2 + length] ? word + 2 + length + 1 : NULL;
         if (o->type == OPTION_FLAG) {
             if (value) die(EXIT_USAGE, "--%s takes no value, and was given '%s'", o->name, value);
@@ -146,7 +147,7 @@ void options_parse(const Option* table, int count, void* values, char* given, in
     }
 }
 
-// In 9 digits where they are all that the number has, else in 17, which every number can be read back from.
+// With 9 digits if these are exact, else with 17, which identify every number.
 static char* float_text(double value) {
     char* text = host_format("%.9g", value);
     if (strtod(text, NULL) == value) return text;
@@ -164,7 +165,7 @@ char* option_text(const Option* o, const void* values) {
     }
 }
 
-// A group begins on a line of its own, and its lines have 120 columns at most.
+// A group starts on its own line, and its lines have at most 120 columns.
 void options_print(const Option* table, int count, const void* values, const void* defaults) {
     int column = 0;
     const char* group = "";
@@ -195,7 +196,7 @@ void options_help(const Option* table, int count, const char* program, const cha
         "       %s --sample FOLDER | --evaluate FOLDER [options]\n",
         program, program, program);
     if (common) printf("\nThe options that most runs need; --help all lists all.\n");
-    const Option *first = table, *shown = NULL;  // of the group; the last that was printed
+    const Option *first = table, *shown = NULL;  // first option of the group; last option printed
     for (int i = 0; i < count; i++) {
         const Option* o = &table[i];
         if (strcmp(o->group, first->group) != 0) first = o;

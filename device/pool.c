@@ -1,5 +1,5 @@
-// Chunks never move while something is taken, so that addresses stay valid. A mark is a chunk and a
-// height in it; to release is to go back to a mark.
+// A stack in chunks. Chunks never move while memory is taken, so addresses stay valid. A mark is a chunk and a height
+// in it; release goes back to a mark.
 #include "device/pool.h"
 
 #include <stdlib.h>
@@ -14,7 +14,7 @@ typedef struct Chunk {
 
 struct Pool {
     const char* purpose;
-    Chunk* chunks;  // the first is the caller's
+    Chunk* chunks;  // the first belongs to the caller
     int count;
     PoolMark top;
     Arena table;
@@ -35,7 +35,7 @@ Pool* pool_create(const char* purpose, void* memory, size_t bytes) {
     return pool;
 }
 
-// Gives back what was added.
+// Frees the chunks that were added.
 static void free_added(Pool* pool) {
     while (pool->count > 1) device_free(pool->chunks[--pool->count].memory);
 }
@@ -55,8 +55,8 @@ void pool_destroy(Pool* pool) {
     free(pool);
 }
 
-// Adds a chunk with room for `need` bytes, and of a sixteenth of the pool at least: steps that need more are often
-// followed by others that need a little more.
+// Adds a chunk of at least `need` bytes, and at least a sixteenth of the pool. Steps that need more are often followed
+// by others that need a little more.
 static void grow(Pool* pool, size_t need) {
     size_t all = 0, megabyte = (size_t)1 << 20;
     for (int i = 0; i < pool->count; i++) all += pool->chunks[i].bytes;
@@ -66,7 +66,7 @@ static void grow(Pool* pool, size_t need) {
     add_chunk(pool, device_alloc(bytes, pool->purpose), bytes);
 }
 
-// A buffer lies in one chunk: what is left of a chunk where it does not fit stays empty.
+// A buffer does not span chunks. The rest of a chunk stays empty if the buffer does not fit.
 void* pool_take(Pool* pool, size_t bytes) {
     bytes = (bytes + 255) / 256 * 256;
     while (bytes > pool->chunks[pool->top.chunk].bytes - pool->top.at) {

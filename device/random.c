@@ -4,7 +4,7 @@
 #include <omp.h>
 #include <string.h>
 
-// Ten rounds of two multiplications on a counter of four words, under a key that moves on each round.
+// Ten rounds of two multiplications on a counter of four words, with a key that changes in each round.
 void philox(uint32_t out[4], uint64_t seed, uint32_t stream, uint64_t index) {
     uint32_t c0 = (uint32_t)index, c1 = (uint32_t)(index >> 32), c2 = stream, c3 = 0;
     uint32_t k0 = (uint32_t)seed, k1 = (uint32_t)(seed >> 32);
@@ -21,7 +21,7 @@ void philox(uint32_t out[4], uint64_t seed, uint32_t stream, uint64_t index) {
     memcpy(out, words, sizeof(words));
 }
 
-// The middle of one of 2^32 cells: never 0, never 1.
+// The middle of one of 2^32 cells: never 0 and never 1.
 static double cell(uint32_t word) { return ((double)word + 0.5) * 0x1p-32; }
 
 double random_uniform(uint64_t seed, uint32_t stream, uint64_t index) {
@@ -52,15 +52,15 @@ static double normal_quantile(double p) {
                                 6.89767334985100004550e-1, 1.48103976427480074590e-1, 1.51986665636164571966e-2,
                                 5.47593808499534494600e-4, 1.05075007164441684324e-9};
 
-    // The middle: a ratio of polynomials in q^2.
+    // The central part: a ratio of polynomials in q^2.
     double q = p - 0.5;
     if (fabs(q) <= 0.425) {
         double r = 0.180625 - q * q;
         return q * polynomial(a, r) / polynomial(b, r);
     }
 
-    // The tail: a ratio of polynomials in sqrt(-ln p). The draws are cut at 3 sigma, where it is 2.58: AS 241's far
-    // tail (above 5) is never reached.
+    // The tail: a ratio of polynomials in sqrt(-ln p). The draws are truncated at 3 sigma, where sqrt(-ln p) is 2.58.
+    // So AS 241's far tail (above 5) is never reached.
     double r = sqrt(-log(q < 0 ? p : 1 - p)) - 1.6;
     double z = polynomial(c, r) / polynomial(d, r);
     return q < 0 ? -z : z;
@@ -69,11 +69,14 @@ static double normal_quantile(double p) {
 void random_normal(float* out, int64_t n, uint64_t seed, uint32_t stream, uint64_t first, double std) {
     const double low = 0.0013498980316300946;  // the normal distribution function at -3
     const double width = 1 - 2 * low;
-    // No thread for less than a third of a millisecond's work: a model has hundreds of tensors, and four runs of
-    // `small` on 64 cores took 20 s to start where each woke 64 threads for every tensor, 2 s with six threads each.
+    // No thread gets less than a third of a millisecond of work, because a model has hundreds of tensors. Start time of
+    // four runs of `small` on 64 cores:
+    //
+    //   64 threads for every tensor    20 s
+    //   six threads each                2 s
 #pragma omp parallel for schedule(static) num_threads((int)min_i64(omp_get_max_threads(), n / 16384 + 1))
     for (int64_t block = 0; block < (n + 4095) / 4096; block++) {
-        // One call gives four numbers: elements 4k .. 4k + 3, wherever this rank's part begins.
+        // One call gives four numbers, for elements 4k .. 4k + 3, independent of the start of this rank's part.
         uint32_t word[4];
         uint64_t have = UINT64_MAX;  // the counter that word belongs to
         int64_t end = block * 4096 + 4096 < n ? block * 4096 + 4096 : n;

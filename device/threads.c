@@ -7,7 +7,7 @@
 
 #include "device/check.h"
 
-enum { MOST = 512 };  // OpenBLAS has buffers for 640 products at once
+enum { MOST = 512 };  // OpenBLAS has buffers for 640 concurrent GEMMs
 
 // A thread of the trial: waits until all have been started.
 static void* wait_at(void* gate) {
@@ -17,14 +17,14 @@ static void* wait_at(void* gate) {
 }
 
 void threads_check(void) {
-    int threads = omp_get_max_threads(), started = 1, error = 0;  // this one runs already
+    int threads = omp_get_max_threads(), started = 1, error = 0;  // started includes the main thread
     if (threads > MOST) {
         if (getenv("OMP_NUM_THREADS"))
             die(EXIT_USAGE, "OMP_NUM_THREADS asks for %d threads; it can be 1 to %d", threads, MOST);
         omp_set_num_threads(threads = MOST);
     }
 
-    // All that OpenMP may want at once, as a trial.
+    // A trial: start the maximum number of OpenMP threads at once.
     pthread_t all[MOST];
     pthread_mutex_t gate = PTHREAD_MUTEX_INITIALIZER;
     pthread_mutex_lock(&gate);

@@ -1,4 +1,4 @@
-// How many threads OpenMP may start, and threads of our own.
+// The thread limit of OpenMP, and threads of the program's own.
 #ifndef DEVICE_THREADS_H
 #define DEVICE_THREADS_H
 
@@ -8,11 +8,11 @@
 
 BEGIN_C
 
-// Before the first parallel region: ends the run if OMP_NUM_THREADS asks for more threads than are allowed, or if the
-// threads cannot be had; libgomp would end it by a signal, or without a word to the other ranks.
+// Call it before the first parallel region. Ends the run if OMP_NUM_THREADS exceeds the maximum, or if the threads
+// cannot be created. libgomp would end the run by a signal, or without a message to the other ranks.
 void threads_check(void);
 
-// pthread_create, with all signals blocked in the new thread: they are the main thread's, which saves on SIGTERM.
+// pthread_create, with all signals blocked in the new thread. The main thread handles signals: it saves on SIGTERM.
 int thread_start(pthread_t* thread, void* (*work)(void*), void* argument);
 
 END_C

@@ -1,13 +1,13 @@
-// The number types of the two builds, and whole numbers. This file holds the program's only backend #ifdef.
+// The number types of the two builds, and integer helpers. This file has the #ifdef of the backend.
 //
-//   floatX  what activations and working weights are stored in: bf16 on CUDA, `real` on the CPU
-//   real    what must not be rounded to bf16: statistics, gates, router scores, losses, gradients of parameters,
-//           masters, moments but for --moments bf16. float32; double in the reference when built with F64=1 (the
-//           oracle of finite differences).
+//   floatX  type of activations and working weights: bf16 on CUDA, `real` on the CPU
+//   real    type of values that must not be rounded to bf16: statistics, gates, router scores, losses, parameter
+//           gradients, master weights, and moments except with --moments bf16. float32; double in the reference build
+//           with F64=1 (the oracle of finite differences).
 //
 // The program is for 64-bit Linux, where int64_t is long: printf takes it as %ld.
 //
-// Host code is compiled as C11 by gcc (CPU build) and as C++20 by nvcc (CUDA build). It hands floatX* on and never
+// Host code is compiled as C11 by gcc (CPU build) and as C++20 by nvcc (CUDA build). It passes floatX* on and never
 // reads it.
 #ifndef DEVICE_TYPES_H
 #define DEVICE_TYPES_H
@@ -36,7 +36,7 @@ typedef real floatX;
 #define BOTH_SIDES
 #endif
 
-// The build's own backend is BACKEND; code that only reckons (memory of --dry-run) takes either.
+// BACKEND is the backend of this build. Code that only computes sizes (memory of --dry-run) takes either.
 typedef enum Backend { BACKEND_CPU, BACKEND_CUDA } Backend;
 
 static inline BOTH_SIDES int64_t min_i64(int64_t a, int64_t b) { return a < b ? a : b; }

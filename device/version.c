@@ -7,7 +7,7 @@
 
 const char* version_text(void) {
     static char text[256];
-    // Where there is no CUDA, the names of its macros stand for themselves, and are not printed.
+    // Without CUDA its version macros are undefined: the text has their names and is not printed.
     const char* cuda = "CUDA " AS_TEXT(__CUDACC_VER_MAJOR__) "." AS_TEXT(__CUDACC_VER_MINOR__);
     const char* type = sizeof(floatX) == 2 ? "bf16" : sizeof(floatX) == 4 ? "float32" : "float64";
     const char* compiler = __VERSION__;  // gcc's is a number alone

@@ -1,4 +1,4 @@
-// What this program was built from, and how.
+// The version of the program: commit, build, number type and compiler.
 #ifndef DEVICE_VERSION_H
 #define DEVICE_VERSION_H
 
@@ -6,8 +6,8 @@
 
 BEGIN_C
 
-// "train_moe 1d542aa, CPU build in float32, gcc 12.2.0". The Makefile defines COMMIT, for this file alone, so that
-// a commit does not build the others again.
+// "train_moe 1d542aa, CPU build in float32, gcc 12.2.0". The Makefile defines COMMIT for this file alone, so that a
+// commit does not rebuild the others.
 const char* version_text(void);
 
 END_C

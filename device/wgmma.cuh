@@ -1,17 +1,21 @@
-// Thin wrappers of the Hopper instructions (sm_90a) that the matrix kernels share. Each function is one instruction and
-// its pitfall; PTX ISA 8.0, sections "mbarrier", "cp.async.bulk.tensor", "wgmma".
+// Thin wrappers of the Hopper instructions (sm_90a) for the matrix kernels. Each function is one instruction and its
+// pitfall; PTX ISA 8.0, sections "mbarrier", "cp.async.bulk.tensor", "wgmma".
 //
-//   wgmma     Four warps, a warpgroup, multiply on the tensor cores together: d (64, N) += A (64, 16) B (16, N). d lies
-//             in registers, A there or in shared memory, B in shared memory. It is asynchronous: issue, commit, wait.
-//   TMA       A copy engine in the SM. One thread asks for a box of a tensor by its coordinates; the engine finds the
-//             addresses in a tensor map, which the host made, and moves the box to or from shared memory.
-//   mbarrier  8 bytes of shared memory that count arrivals of threads and bytes of copies. When all have come, a phase
-//             ends and the next begins. Who waits names the parity of the phase: they alternate, 0, 1, 0, ..
-//   swizzle   The order of the 16-byte pieces in a box's rows: where these have 128 bytes, piece i of row r is at place
-//             i ^ r % 8. So pieces below each other lie in different banks, and wgmma reads those of 8 rows at once.
+//   WGMMA     Four warps, a warpgroup, multiply on the tensor cores together: d (64, N) += A (64, 16) B (16, N).
+//             d is in registers, A in registers or shared memory, B in shared memory. It is asynchronous: issue,
+//             commit, wait.
+//   TMA       Tensor memory accelerator, a copy engine in the SM. One thread requests a box of a tensor by its
+//             coordinates. The engine computes the addresses from a tensor map, which the host made. It copies the
+//             box to or from shared memory.
+//   mbarrier  8 bytes of shared memory that count arrivals of threads and bytes of copies. When the count is
+//             complete, a phase ends and the next begins. A waiting thread passes the parity of the phase: 0, 1,
+//             0, ..
+//   swizzle   The order of the 16-byte vectors in the rows of a box. In rows of 128 bytes, vector i of row r is at
+//             place i ^ r % 8. So vectors below each other are in different banks, and WGMMA reads 8 rows without
+//             conflicts.
 //
-// A tile in shared memory is made of boxes: a box is `rows` rows of 128, 64 or 32 bytes (64, 32 or 16 bf16), swizzled
-// over its width, as TMA leaves it. Boxes stand one after the other and begin on 1024 bytes.
+// A tile in shared memory consists of boxes. A box has rows of 128, 64 or 32 bytes (64, 32 or 16 bf16), swizzled over
+// its width, as TMA writes it. Boxes are contiguous and 1024-byte aligned.
 #ifndef DEVICE_WGMMA_CUH
 #define DEVICE_WGMMA_CUH
 
@@ -23,12 +27,12 @@ static __device__ __forceinline__ uint32_t shared_address(const void* p) {
 
 // --- mbarrier ---
 
-// `arrivals` end a phase, with the bytes that some of them announce.
+// A phase ends after `arrivals` arrivals and the bytes that some of them announce.
 static __device__ __forceinline__ void barrier_init(uint64_t* bar, uint32_t arrivals) {
     asm volatile("mbarrier.init.shared::cta.b64 [%0], %1;" ::"r"(shared_address(bar)), "r"(arrivals) : "memory");
 }
 
-// After the inits, before a __syncthreads(): the copy engine sees them too.
+// Makes the initialized barriers visible to TMA; call it after the inits and before a __syncthreads().
 static __device__ __forceinline__ void barrier_init_fence() {
     asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory");
     asm volatile("fence.proxy.async.shared::cta;" ::: "memory");
@@ -38,13 +42,14 @@ static __device__ __forceinline__ void barrier_arrive(uint64_t* bar) {
     asm volatile("mbarrier.arrive.shared::cta.b64 _, [%0];" ::"r"(shared_address(bar)) : "memory");
 }
 
-// One arrival. It announces `bytes` that copies will bring: until they are there the phase does not end.
+// One arrival that announces `bytes` of copies. The phase does not end before these bytes have arrived.
 static __device__ __forceinline__ void barrier_expect(uint64_t* bar, uint32_t bytes) {
     asm volatile("mbarrier.arrive.expect_tx.shared::cta.b64 _, [%0], %1;" ::"r"(shared_address(bar)), "r"(bytes)
                  : "memory");
 }
 
-// Returns when the phase of this parity is over. A barrier in its first phase (0) lets a wait for 1 pass.
+// Waits until the phase of this parity is over. For a barrier in its first phase (0), a wait for parity 1 returns at
+// once.
 static __device__ __forceinline__ void barrier_wait(uint64_t* bar, uint32_t parity) {
     uint32_t done, at = shared_address(bar);
     do {
@@ -58,7 +63,7 @@ static __device__ __forceinline__ void barrier_wait(uint64_t* bar, uint32_t pari
     } while (!done);
 }
 
-// Named barriers (1..15) among `threads` threads: who syncs waits for all, who arrives does not wait.
+// Named barriers (1..15) among `threads` threads: sync waits for all of them, arrive does not wait.
 static __device__ __forceinline__ void named_sync(int id, int threads) {
     asm volatile("bar.sync %0, %1;" ::"r"(id), "r"(threads) : "memory");
 }
@@ -66,21 +71,21 @@ static __device__ __forceinline__ void named_arrive(int id, int threads) {
     asm volatile("bar.arrive %0, %1;" ::"r"(id), "r"(threads) : "memory");
 }
 
-// Ordinary writes to shared memory before this are seen by wgmma and TMA after it. Each thread that wrote does this,
-// then a barrier brings the threads together.
+// Makes ordinary writes to shared memory visible to WGMMA and TMA. Each thread that wrote calls it, before a barrier
+// that joins the threads.
 static __device__ __forceinline__ void fence_async() { asm volatile("fence.proxy.async.shared::cta;" ::: "memory"); }
 
 // --- TMA ---
 //
-// One thread issues. Coordinates are in elements, innermost first. What lies outside of the tensor is loaded as zeros
-// and not stored. A load's bytes arrive at `bar`; stores are waited for in groups, in the order of their commits.
+// One thread issues. Coordinates are in elements, innermost first. Elements outside of the tensor are loaded as zeros
+// and not stored. A load's bytes arrive at `bar`. Stores are waited for in groups, in the order of their commits.
 
-// The map will be needed soon.
+// Prefetches a tensor map.
 static __device__ __forceinline__ void tma_prefetch(const CUtensorMap* map) {
     asm volatile("prefetch.tensormap [%0];" ::"l"(map) : "memory");
 }
 
-// A box of a tensor of two, three or five dimensions.
+// Loads a box of a tensor with two, three or five dimensions.
 static __device__ __forceinline__ void tma_load(void* to, const CUtensorMap* map, uint64_t* bar, int x, int y) {
     asm volatile(
         "cp.async.bulk.tensor.2d.shared::cluster.global.tile.mbarrier::complete_tx::bytes [%0], [%1, {%3, %4}], "
@@ -106,7 +111,7 @@ static __device__ __forceinline__ void tma_load(void* to, const CUtensorMap* map
         : "memory");
 }
 
-// `bytes` (a multiple of 16, both ends on 16) of plain memory.
+// Loads `bytes` contiguous bytes (a multiple of 16; both addresses 16-byte aligned).
 static __device__ __forceinline__ void bulk_load(void* to, const void* from, uint32_t bytes, uint64_t* bar) {
     asm volatile("cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1], %2, [%3];" ::"r"(
                      shared_address(to)),
@@ -114,14 +119,14 @@ static __device__ __forceinline__ void bulk_load(void* to, const void* from, uin
                  : "memory");
 }
 
-// A box of a tensor of two dimensions, from shared memory.
+// Stores a box of a two-dimensional tensor from shared memory.
 static __device__ __forceinline__ void tma_store(const CUtensorMap* map, const void* from, int x, int y) {
     asm volatile("cp.async.bulk.tensor.2d.global.shared::cta.tile.bulk_group [%0, {%2, %3}], [%1];" ::"l"(map),
                  "r"(shared_address(from)), "r"(x), "r"(y)
                  : "memory");
 }
 
-// The stores issued before are a group.
+// Ends a group: all stores issued before.
 static __device__ __forceinline__ void tma_commit() { asm volatile("cp.async.bulk.commit_group;" ::: "memory"); }
 // Waits until at most PENDING groups of stores still read shared memory.
 template <int PENDING>
@@ -129,13 +134,13 @@ static __device__ __forceinline__ void tma_wait_read() {
     asm volatile("cp.async.bulk.wait_group.read %0;" ::"n"(PENDING) : "memory");
 }
 
-// A tensor map of bf16, float32 or bytes, innermost dimension first. Sizes, box and strides are in elements; strides
-// are those of dimensions 1.. (that of dimension 0 is 1). The box's inner size is the swizzle's width: 128, 64 or 32
+// A tensor map of bf16, float32 or bytes, innermost dimension first. Sizes, box and strides are in elements. Strides
+// are those of dimensions 1.. (dimension 0 has stride 1). The box's inner size is the swizzle's width: 128, 64 or 32
 // bytes.
 template <typename T>
 static inline CUtensorMap tensor_map(const T* p, int dims, const int64_t* size, const int64_t* stride, const int* box,
                                      Ctx* ctx) {
-    // Sizes and strides as the driver wants them, strides in bytes.
+    // Sizes and strides in the driver's types, strides in bytes.
     CUtensorMap map;
     cuuint64_t sizes[5], strides[5];
     cuuint32_t boxes[5], ones[5];
@@ -153,7 +158,7 @@ static inline CUtensorMap tensor_map(const T* p, int dims, const int64_t* size, 
                                        : width == 64 ? CU_TENSOR_MAP_SWIZZLE_64B
                                                      : CU_TENSOR_MAP_SWIZZLE_32B;
 
-    // What TMA cannot take: addresses and strides that are no multiples of 16 bytes, boxes of more than 256.
+    // The driver refuses addresses and strides that are not multiples of 16 bytes, and box sizes above 256.
     CUresult result = ctx->encode_tiled(&map, type, (cuuint32_t)dims, (void*)p, sizes, strides, boxes, ones,
                                         CU_TENSOR_MAP_INTERLEAVE_NONE, swizzle, CU_TENSOR_MAP_L2_PROMOTION_L2_256B,
                                         CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE);
@@ -165,15 +170,15 @@ static inline CUtensorMap tensor_map(const T* p, int dims, const int64_t* size, 
 
 // --- wgmma ---
 
-// Descriptor of an operand in shared memory: where it begins and how it lies there, in 64 bits. Addresses and distances
-// count in 16 bytes, so a descriptor is moved by adding to it. WIDTH: of the operand's boxes, in bf16.
+// Descriptor of an operand in shared memory: its address and layout in 64 bits. Addresses and distances are in units of
+// 16 bytes, so a descriptor is moved by adding to it. WIDTH is the width of the operand's boxes, in bf16.
 //
 //   K-major     a row of a box runs along the contraction. Groups of 8 rows are WIDTH * 16 bytes apart. The next k16 is
 //               32 bytes further, within the box.
 //   MN-major    a row of a box runs along M or N, and rows are the contraction. Each box holds WIDTH columns; boxes are
 //               `box_bytes` apart. The next k16 is 16 rows further.
 //
-// In a cluster shared addresses have high bits, which do not fit: masked.
+// In a cluster, shared addresses have high bits that do not fit: they are masked.
 template <int WIDTH>
 static __device__ __forceinline__ uint64_t wgmma_descriptor(uint32_t address, uint32_t box_bytes) {
     constexpr uint64_t swizzle = WIDTH == 64 ? 1 : WIDTH == 32 ? 2 : 3;
@@ -181,24 +186,25 @@ static __device__ __forceinline__ uint64_t wgmma_descriptor(uint32_t address, ui
            ((address & 0x3FFFF) >> 4);
 }
 
-// Before the first product, and after ordinary code touched registers that products use.
+// Call it before the first WGMMA, and after ordinary code accessed registers that WGMMAs use.
 static __device__ __forceinline__ void wgmma_fence() { asm volatile("wgmma.fence.sync.aligned;" ::: "memory"); }
-// The products issued before are a group.
+// Ends a group: all WGMMAs issued before.
 static __device__ __forceinline__ void wgmma_commit() { asm volatile("wgmma.commit_group.sync.aligned;" ::: "memory"); }
-// Waits until at most PENDING groups of products still run.
+// Waits until at most PENDING groups of WGMMAs are in flight.
 template <int PENDING>
 static __device__ __forceinline__ void wgmma_wait() {
     asm volatile("wgmma.wait_group.sync.aligned %0;" ::"n"(PENDING) : "memory");
 }
-// The compiler moves no use of the sums over this point: after a wait, it is what keeps their readers there.
+// The compiler moves no use of the accumulators across this point. After a wait, it keeps their readers behind the
+// wait.
 template <int N>
 static __device__ __forceinline__ void wgmma_pin(float (&d)[N]) {
 #pragma unroll
     for (int i = 0; i < N; i++) asm volatile("" : "+f"(d[i])::"memory");
 }
 
-// The text of an instruction with N sums in a row names N / 2 registers: "%0, %1, ..". R: eight of these names; D8: the
-// eight operands that they stand for; REGS and OUT: all of an N.
+// Operand lists of the inline assembly. An instruction with N columns names N / 2 registers: "%0, %1, ..". R: eight of
+// these names; D8: their eight operands; REGS and OUT: the full list for an N.
 #define WGMMA_R0 "%0, %1, %2, %3, %4, %5, %6, %7"
 #define WGMMA_R8 "%8, %9, %10, %11, %12, %13, %14, %15"
 #define WGMMA_R16 "%16, %17, %18, %19, %20, %21, %22, %23"
@@ -218,7 +224,7 @@ static __device__ __forceinline__ void wgmma_pin(float (&d)[N]) {
 #define WGMMA_D8(i)                                                                                                    \
     "+f"(d[i]), "+f"(d[(i) + 1]), "+f"(d[(i) + 2]), "+f"(d[(i) + 3]), "+f"(d[(i) + 4]), "+f"(d[(i) + 5]),              \
         "+f"(d[(i) + 6]), "+f"(d[(i) + 7])
-// Each list is the one before it and more.
+// Each list extends the one before it.
 #define WGMMA_REGS32 WGMMA_R0 ", " WGMMA_R8
 #define WGMMA_REGS48 WGMMA_REGS32 ", " WGMMA_R16
 #define WGMMA_REGS64 WGMMA_REGS48 ", " WGMMA_R24
@@ -236,10 +242,10 @@ static __device__ __forceinline__ void wgmma_pin(float (&d)[N]) {
 #define WGMMA_OUT192 WGMMA_OUT128, WGMMA_D8(64), WGMMA_D8(72), WGMMA_D8(80), WGMMA_D8(88)
 #define WGMMA_OUT256 WGMMA_OUT192, WGMMA_D8(96), WGMMA_D8(104), WGMMA_D8(112), WGMMA_D8(120)
 
-// d (64, N) += A B over k16, or d = A B where `accumulate` is 0. A and B lie in shared memory; MN_A, MN_B: 1 where the
+// d (64, N) += A B over k16, or d = A B if `accumulate` is 0. A and B are in shared memory; MN_A, MN_B: 1 if the
 // operand is MN-major.
 //
-// Warp w of the four has rows 16w .. 16w + 15 of d. Of each 8 columns, those from 8j on, lane l holds four sums:
+// Warp w of the four has rows 16w .. 16w + 15 of d. Lane l holds four accumulators of each 8 columns 8j .. 8j + 7:
 //
 //   d[4j], d[4j + 1]         row l / 4,      columns 8j + l % 4 * 2 and the next
 //   d[4j + 2], d[4j + 3]     row l / 4 + 8,  the same columns
@@ -262,7 +268,7 @@ static __device__ __forceinline__ void wgmma_ss(float (&d)[N / 2], uint64_t a, u
 }
 
 // The same on e4m3 over k32, N 128, both operands K-major. Here the tensor cores keep only about 14 bits below the
-// largest addend: callers make long sums of short ones.
+// largest addend. So callers make long sums of short ones.
 static __device__ __forceinline__ void wgmma_e4m3_n128(float (&d)[64], uint64_t a, uint64_t b, int accumulate) {
     asm volatile(
         "{\n.reg .pred p;\nsetp.ne.b32 p, %66, 0;\n"
@@ -271,8 +277,11 @@ static __device__ __forceinline__ void wgmma_e4m3_n128(float (&d)[64], uint64_t 
         : "l"(a), "l"(b), "r"(accumulate));
 }
 
-// The same with A (64, 16) in registers, two bf16 in each: a[0] is row l / 4, columns l % 4 * 2 and the next; a[1] the
-// same of row l / 4 + 8; a[2] and a[3] are these rows again, 8 columns further.
+// The same with A (64, 16) in registers, two bf16 in each:
+//
+//   a[0]          row l / 4,      columns l % 4 * 2 and the next
+//   a[1]          row l / 4 + 8,  the same columns
+//   a[2], a[3]    these rows again, 8 columns further
 template <int N, int MN_B>
 static __device__ __forceinline__ void wgmma_rs(float (&d)[N / 2], const uint32_t* a, uint64_t b, int accumulate) {
     static_assert(N == 32 || N == 48 || N == 64 || N == 96 || N == 128 || N == 192, "add this N below");
@@ -293,22 +302,22 @@ static __device__ __forceinline__ void wgmma_rs(float (&d)[N / 2], const uint32_
 #undef WGMMA_RS
 }
 
-// Two floats as one register of A; `low` is the first column. (The instruction names the high half first.)
+// Packs two floats into one register of A; `low` is the first column. (The instruction names the high half first.)
 static __device__ __forceinline__ uint32_t pack_bf16(float low, float high) {
     uint32_t packed;
     asm("cvt.rn.bf16x2.f32 %0, %1, %2;" : "=r"(packed) : "f"(high), "f"(low));
     return packed;
 }
 
-// --- Registers from one warpgroup to another ---
+// --- Register reallocation between warpgroups (setmaxnreg) ---
 //
-// A kernel starts with the same number of registers in every thread. Then each warpgroup begins its role (an if/else)
-// by saying how many it needs per thread: those that hold sums take what the one that loads gives up. The kernel needs
+// A kernel starts with the same number of registers in every thread. Then each warpgroup enters its role (an if/else)
+// and sets its number per thread: consumers take the registers that the producer releases. The kernel needs
 // __launch_bounds__(threads, 1).
 //
-// The binary also has code for GPUs that do not know wgmma. These calls come first in every role, so there they end the
-// kernel: after __builtin_unreachable() the compiler drops the rest of the role, with the instructions that only sm_90a
-// has. Such a GPU never launches the kernel: its Ctx says `portable`.
+// The binary also has code for GPUs without WGMMA. These calls come first in every role, and on such GPUs they end the
+// kernel. After __builtin_unreachable() the compiler drops the rest of the role, with the instructions that only sm_90a
+// has. Such a GPU never launches the kernel: `portable` is 1 in its Ctx.
 #if defined(__CUDA_ARCH__) && !defined(__CUDA_ARCH_FEAT_SM90_ALL)
 #define HOPPER_ONLY() (__trap(), __builtin_unreachable())
 #else

@@ -1,12 +1,12 @@
-// The activation of every MLP, SwiGLU (Shazeer 2020, arXiv 2002.05202), and its derivatives. A product with the gate
-// and up weights gives g and u. Then
+// The activation of every MLP, SwiGLU (Shazeer 2020, arXiv 2002.05202), and its derivatives. The GEMM with the gate and
+// up weights gives g and u. Then
 //
 //   a = silu(g) u = g s u   with s = sigmoid(g)
 //   da/du = silu(g) = g s,   da/dg = u s (1 + g (1 - s))
 //
-// The formulas stand here once, for the dense MLP (layers/swiglu.h), the experts (grouped/experts.h) and the experts in
-// MXFP8 (mx/mx_swiglu.h), on the CPU and on the GPU, so that an activation computed again has the bits of the first
-// one. Callers pass s, which the two sides compute in different ways.
+// One source for the dense MLP (layers/swiglu.h), the experts (grouped/experts.h) and the MXFP8 experts
+// (mx/mx_swiglu.h), on the CPU and on the GPU. So a recomputed activation is bit-identical to the first. Callers pass
+// s, because CPU and GPU compute it differently.
 #ifndef LAYERS_ACTIVATION_H
 #define LAYERS_ACTIVATION_H
 
@@ -14,7 +14,7 @@
 
 static inline BOTH_SIDES real swiglu(real g, real u, real s) { return g * s * u; }
 
-// du and dg, where the gradient of a is da.
+// du and dg from da, the gradient of a.
 static inline BOTH_SIDES real swiglu_du(real da, real g, real s) { return da * (g * s); }
 static inline BOTH_SIDES real swiglu_dg(real da, real g, real u, real s) { return da * u * s * (1 + g * (1 - s)); }
 

@@ -5,7 +5,7 @@
 
 #include "device/cpu.h"
 
-// Sums run in double over fixed blocks, and the blocks' sums are added in order.
+// Sums are in double over fixed blocks. The blocks' sums are added in order.
 enum { BLOCK = 4096 };
 
 void step_begin(StepState* state, Ctx* ctx) {
@@ -42,14 +42,14 @@ void step_decide(StepState* state, int64_t tokens, const AdamW* opt, Ctx* ctx) {
     step_decide_now(state, tokens, opt);
 }
 
-// A block's moments, n from `first` on, as real: where they lie, or of bf16 in `room`.
+// The moments of a block as real, n from `first` on: a pointer to them, or a copy of bf16 moments in `room`.
 static real* moments_of(const void* moments, int bf16, int64_t first, int64_t n, real room[BLOCK]) {
     if (!bf16) return (real*)moments + first;
     for (int64_t i = 0; i < n; i++) room[i] = from_bf16(((const uint16_t*)moments)[first + i]);
     return room;
 }
 
-// Stores what moments_of gave, where that is a copy.
+// Stores the moments back if moments_of made a copy.
 static void store_moments(void* moments, int bf16, int64_t first, int64_t n, const real* values) {
     for (int64_t i = 0; i < n && bf16; i++) ((uint16_t*)moments)[first + i] = to_bf16(values[i]);
 }
@@ -59,7 +59,7 @@ static void update_buffer(const AdamWBuffer* buffer, int bf16, const AdamW* opt,
     real* master = buffer->master;
     const real* grad = buffer->grad;
     const int64_t n = buffer->n, n_decay = buffer->n_decay;
-    // What is the same for every element.
+    // Scalars that are the same for every element.
     real scale = (real)state->grad_scale, b1 = opt->beta1, b2 = opt->beta2, lr = opt->lr, eps = opt->eps;
     real fix1 = (real)(1 / state->correction1), fix2 = (real)(1 / state->correction2);
 #pragma omp parallel for schedule(static)
@@ -70,13 +70,14 @@ static void update_buffer(const AdamWBuffer* buffer, int bf16, const AdamW* opt,
         real* v = moments_of(buffer->v, bf16, first, end - first, room[1]);
 #pragma omp simd
         for (int64_t i = first; i < end; i++) {
-            // m and v, then master and weight, as the header says.
+            // m and v, then master and weight (formulas in the header).
             real g = scale * grad[i], decay = i < n_decay ? (real)opt->weight_decay : 0;
             real m1 = b1 * m[i - first] + (1 - b1) * g, v1 = b2 * v[i - first] + (1 - b2) * g * g;
             m[i - first] = m1, v[i - first] = v1;
             master[i] -= lr * (m1 * fix1 / (sqrt(v1 * fix2) + eps) + decay * master[i]);
             weight[i] = master[i];
         }
+        // bf16 moments are rounded as they are stored.
         store_moments(buffer->m, bf16, first, end - first, m);
         store_moments(buffer->v, bf16, first, end - first, v);
     }

@@ -1,11 +1,11 @@
-// AdamW, the gradient norm and the step's decisions.
+// AdamW, the gradient norm and the decisions of a step.
 //
-// adamw_update takes up to 32 buffers in a launch. It reads master, m, v and grad once and writes master, m, v and
-// weight once: 30 bytes a parameter, 22 where moments are bf16, bound by memory. A thread takes 8 elements, so that 8
-// loads of 16 bytes (6) are in flight at once.
+// adamw_update processes up to 32 buffers per launch. It reads master, m, v and grad once and writes master, m, v and
+// weight once: 30 bytes a parameter, or 22 with bf16 moments. Bound by memory. A thread owns 8 elements, so that 8
+// loads of 16 bytes are in flight at once (6 with bf16 moments).
 //
-// Sums run in double over fixed chunks: a block a chunk, then one block over the chunks' sums. Which element is added
-// to which never depends on the number of SMs or on time.
+// Reductions are in double over fixed chunks: one block per chunk, then one block over the chunks' sums. The order of
+// summation depends neither on the number of SMs nor on timing.
 #include <math.h>
 
 #include "layers/adamw.h"
@@ -31,7 +31,7 @@ static __device__ __forceinline__ double term(float x) {
 
 template <int SQUARE>
 static __global__ void sum_chunks_kernel(double* partial, const float* x, int64_t n) {
-    // A whole chunk in pieces of 16 bytes, or what is left of the last one.
+    // A full chunk in 16-byte vectors, or the rest in the last chunk.
     const int64_t first = blockIdx.x * (int64_t)CHUNK;
     double sum = 0;
     if (first + CHUNK <= n) {
@@ -45,7 +45,7 @@ static __global__ void sum_chunks_kernel(double* partial, const float* x, int64_
         for (int64_t i = first + threadIdx.x; i < n && i < first + CHUNK; i += THREADS) sum += term<SQUARE>(x[i]);
     }
 
-    // One sum a chunk.
+    // One partial sum per chunk.
     sum = block_sum(sum);
     if (threadIdx.x == 0) partial[blockIdx.x] = sum;
 }
@@ -76,7 +76,7 @@ void grad_norm_add(StepState* state, const real* grad, int64_t n, Ctx* ctx) {
     add_sum<1>(&state->grad_sq, grad, n, ctx);
 }
 
-// One thread each: the step's sums and decisions are a few numbers.
+// One thread each: the sums and decisions of a step are a few numbers.
 static __global__ void step_begin_kernel(StepState* state) { step_begin_now(state); }
 
 void step_begin(StepState* state, Ctx* ctx) { launch(step_begin_kernel, 1, 1, 0, ctx, state); }
@@ -100,7 +100,7 @@ static __global__ void __launch_bounds__(THREADS, 4)
     wait_for_previous();
     const AdamW opt = *option;
     if (!state->ok) return;
-    // Eight elements: all loads go out first.
+    // Eight elements: all loads are issued first.
     const int64_t i = list_element(list, b);
     if (i < n) {
         const float scale = (float)state->grad_scale, fix1 = (float)(1 / state->correction1),
@@ -111,7 +111,7 @@ static __global__ void __launch_bounds__(THREADS, 4)
         load_moments(m1, m + i);
         load_moments(v1, v + i);
 
-        // m, v and master move, as the header says.
+        // The update of m, v and master (formulas in the header).
 #pragma unroll
         for (int j = 0; j < 8; j++) {
             float gj = scale * g[j], decay = i + j < n_decay ? opt.weight_decay : 0;
@@ -120,7 +120,7 @@ static __global__ void __launch_bounds__(THREADS, 4)
             p[j] -= opt.lr * (m1[j] * fix1 / (sqrtf(v1[j] * fix2) + opt.eps) + decay * p[j]);
         }
 
-        // Everything is written, the weight rounded.
+        // Store everything; the weight is rounded.
         store_real(master + i, p);
         store_moments(m + i, m1);
         store_moments(v + i, v1);

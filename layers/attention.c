@@ -4,12 +4,15 @@
 
 #include "device/cpu.h"
 
-// One (sequence, head) at a time, in tiles of Q queries by Q keys. Scores of a tile: S = scale * q k^T, masked where
-// the key stands after the query. Forward keeps a running maximum m and sum l per query (online softmax), so a row of
-// scores never exists whole; backward computes S again and gets P = exp(S - lse) at once.
+// Reference attention: one (sequence, head) at a time, in tiles of Q queries by Q keys.
+//
+//   S = scale * q k^T, masked where the key comes after the query
+//
+// Forward is an online softmax: it keeps a running maximum m and sum l per query, so a whole row of scores never
+// exists. Backward recomputes S and gets P = exp(S - lse) directly.
 enum { Q = 64 };
 
-typedef struct Head {  // where head h of sequence b lies
+typedef struct Head {  // the tensors at head h of sequence b
     int64_t qk, q_row, kv_row;
     const floatX *q, *k_nope, *v, *k_rope;
 } Head;
@@ -26,7 +29,7 @@ static Head head_of(const floatX* q, const floatX* kv, const floatX* k_rope, Att
     return head;
 }
 
-// Puts keys first .. first + rows - 1 together: (rows, nope + rope).
+// Gathers keys first .. first + rows - 1 as (rows, nope + rope).
 static void load_keys(real* k, Head head, AttnShape s, int64_t first, int64_t rows) {
     for (int64_t j = 0; j < rows; j++) {
         memcpy(k + j * head.qk, head.k_nope + (first + j) * head.kv_row, (size_t)s.nope * sizeof(real));
@@ -34,12 +37,12 @@ static void load_keys(real* k, Head head, AttnShape s, int64_t first, int64_t ro
     }
 }
 
-// S (rows, Q) for queries from q0 and keys from k0; keys after the query are left out by the caller (`visible`).
+// S (rows, Q) for queries from q0 and keys from k0. The caller drops keys after the query (`visible`).
 static void scores(real* S, Head head, const real* k, AttnShape s, int64_t q0, int64_t rows, int64_t cols) {
     gemm(0, 1, rows, cols, head.qk, s.scale, head.q + q0 * head.q_row, head.q_row, k, head.qk, 0, S, Q);
 }
 
-// Keys of the tile at k0 that query q may see.
+// The number of keys of the tile at k0 that query q may see.
 static int64_t visible(int64_t q, int64_t k0, int64_t cols) { return min_i64(q - k0 + 1, cols); }
 
 static int64_t tile_reals(AttnShape s) { return Q * (2 * Q + 2 * (s.nope + s.rope) + s.v + 3); }
@@ -58,7 +61,7 @@ void attention_forward(floatX* out, real* lse, real* max_logit, const floatX* q,
     for (int64_t b = 0; b < s.B; b++)
         for (int64_t h = 0; h < s.H; h++)
             for (int64_t tile = 0; tile < tiles; tile++) {
-                // Q queries of a head. Nothing is summed yet.
+                // Q queries of a head, with empty sums.
                 Head head = head_of(q, kv, k_rope, s, b, h);
                 real* S = scratch + thread_index() * tile_reals(s);
                 real *k = S + 2 * Q * Q, *m = k + Q * (2 * head.qk + s.v), *l = m + Q;
@@ -76,7 +79,7 @@ void attention_forward(floatX* out, real* lse, real* max_logit, const floatX* q,
                     load_keys(k, head, s, k0, cols);
                     scores(S, head, k, s, q0, rows, cols);
 
-                    // P = exp(S - m) in the place of S, with the new maximum m.
+                    // P = exp(S - m) overwrites S, with the new maximum m.
                     for (int64_t i = 0; i < rows; i++) {
                         real *p = S + i * Q, top = m[i], sum = 0;
                         int64_t seen = visible(q0 + i, k0, cols);
@@ -88,7 +91,7 @@ void attention_forward(floatX* out, real* lse, real* max_logit, const floatX* q,
                             sum += p[j];
                         }
                         for (int64_t j = seen; j < cols; j++) p[j] = 0;
-                        real shrink = exp(m[i] - top);  // what was summed so far, on the new maximum
+                        real shrink = exp(m[i] - top);  // rescales the earlier sums to the new maximum
                         if (shrink != 1)
                             for (int64_t c = 0; c < s.v; c++) o[i * out_row + c] *= shrink;
                         l[i] = l[i] * shrink + sum;
@@ -109,7 +112,7 @@ void attention_forward(floatX* out, real* lse, real* max_logit, const floatX* q,
     if (max_logit) *max_logit = largest;
 }
 
-// Backward of one (sequence, head). dk_part (T, rope) is this head's part of the shared key's gradient.
+// Backward of one (sequence, head). dk_part (T, rope) is the gradient of the shared key from this head.
 static void head_backward(floatX* dq, floatX* dk_nope, real* dk_part, const floatX* dout, const floatX* out,
                           const real* lse, Head head, AttnShape s, real* scratch) {
     real *P = scratch, *dS = P + Q * Q, *k = dS + Q * Q, *dk = k + Q * head.qk, *dv = dk + Q * head.qk;
@@ -119,7 +122,7 @@ static void head_backward(floatX* dq, floatX* dk_nope, real* dk_part, const floa
         int64_t cols = min_i64(Q, s.T - k0);
         load_keys(k, head, s, k0, cols);
         for (int64_t q0 = k0; q0 < s.T; q0 += Q) {
-            // The queries from the diagonal on. S = scale q k^T, and dP = dout v^T in the place of dS.
+            // The queries from the diagonal on: S = scale q k^T, and dP = dout v^T, stored in dS.
             int64_t rows = min_i64(Q, s.T - q0);
             scores(P, head, k, s, q0, rows, cols);
             gemm(0, 1, rows, cols, s.v, 1, dout + q0 * out_row, out_row, head.v + k0 * head.kv_row, head.kv_row, 0, dS,
@@ -140,7 +143,7 @@ static void head_backward(floatX* dq, floatX* dk_nope, real* dk_part, const floa
                 for (int64_t j = seen; j < cols; j++) p[j] = d[j] = 0;
             }
 
-            // dv += P^T dout, dk += scale dS^T q, dq += scale dS k. The first tile of either starts the sum.
+            // dv += P^T dout, dk += scale dS^T q, dq += scale dS k. The first tile overwrites instead.
             int first = q0 == k0;  // of this tile of keys
             gemm(1, 0, cols, s.v, rows, 1, P, Q, dout + q0 * out_row, out_row, !first, dv, s.v);
             gemm(1, 0, cols, head.qk, rows, s.scale, dS, Q, head.q + q0 * head.q_row, head.q_row, !first, dk, head.qk);
@@ -163,7 +166,7 @@ void attention_backward(floatX* dq, floatX* dkv, floatX* dk_rope, const floatX* 
     real* part = ctx_workspace(ctx, parts + ctx->threads * tile_reals(s));
     real* scratch = part + parts;
 
-    // The heads, each with its own part of dk_rope.
+    // All heads. Each writes its own part of dk_rope.
 #pragma omp parallel for schedule(dynamic) collapse(2)
     for (int64_t b = 0; b < s.B; b++)
         for (int64_t h = 0; h < s.H; h++) {
@@ -175,7 +178,7 @@ void attention_backward(floatX* dq, floatX* dkv, floatX* dk_rope, const floatX* 
 
 #pragma omp parallel for schedule(static)
     for (int64_t n = 0; n < s.B * s.T; n++) {
-        // dk_rope of a token: the heads' parts, in the order of heads.
+        // dk_rope of a token: the sum of the heads' parts, in the order of heads.
         floatX* d = dk_rope + n * s.k_rope_stride;
         for (int64_t c = 0; c < s.rope; c++) d[c] = 0;
         for (int64_t h = 0; h < s.H; h++) {

@@ -1,14 +1,25 @@
-// Flash attention on Hopper's tensor cores for MLA's heads (Dao et al. 2022, arXiv 2205.14135; Shah et al. 2024, arXiv
-// 2407.08608). The presets' head sizes are D x (2, 1, 2) for (nope, rope, v), D = 64, 32, 16, so every tile is made of
-// D-wide chunks: q 3, k 2 + 1 (k_nope and k_rope meet only in shared memory), v 2. One warp per SM copies tiles by TMA
-// and takes the next piece of work from a counter, heaviest first; two warpgroups of 64 rows each multiply by wgmma,
-// with scores, probabilities and sums in registers. Backward makes two passes, keys' gradients over the queries and
-// queries' over the keys: 7 products where 5 would do, but every sum has one owner and one order, so bits repeat
-// without waiting for neighbours; k_rope's gradient is left per head in float and summed in the heads' order.
-// Bound by the tensor cores: a tile of 128 x 128 takes 2560 clocks of them in forward, 9216 in backward, beside about
-// 1100 and 2100 of exp2; what it loses is the start and end of a tile and the softmax that no product covers.
+// Flash attention for MLA's heads on Hopper's tensor cores (Dao et al. 2022, arXiv 2205.14135; Shah et al. 2024, arXiv
+// 2407.08608). Persistent kernels with warp specialization, TMA and WGMMA:
 //
-// GPUs without wgmma have kernels of their own, with the same chunks and passes (attention_portable.cuh).
+//   head sizes   the presets have (nope, rope, v) = D x (2, 1, 2) with D = 64, 32 or 16
+//   tiles        consist of D-wide chunks: q 3, k 2 + 1, v 2. k_nope and k_rope meet only in shared memory
+//   producer     one warp per SM: takes the next work tile from an atomic counter, heaviest first, and loads it by TMA
+//   consumers    two warpgroups of 64 rows each: WGMMA, with scores, probabilities and accumulators in registers
+//   backward     two passes: gradients of the keys over the queries, gradients of the queries over the keys
+//
+// The two passes of backward need 7 GEMMs where 5 would do. In return every sum has one owner and one order, so bits
+// repeat without synchronization between blocks. The gradient of k_rope is kept per head in float32 and summed in the
+// order of heads.
+//
+// Bound by the tensor cores. Clocks of a tile of 128 x 128:
+//
+//              tensor cores   exp2
+//   forward            2560   about 1100
+//   backward           9216   about 2100
+//
+// The losses are the start and the end of a tile, and the softmax that no GEMM overlaps.
+//
+// GPUs without WGMMA have kernels of their own, with the same chunks and passes (attention_portable.cuh).
 #include "layers/attention.h"
 
 #include <type_traits>
@@ -19,10 +30,10 @@
 namespace {
 
 const float LOG2E = 1.4426950408889634f;
-enum { TILE = 128, THREADS = 384 };  // rows of a block's work; a producer and two consumer warpgroups
+enum { TILE = 128, THREADS = 384 };  // rows of a work tile; one producer and two consumer warpgroups
 
-// Pieces of work, (sequence and head, tile) in sections of heads whose tensors fit in L2 together, heaviest tiles
-// first.
+// The order of the work tiles (sequence and head, tile): in sections of heads whose tensors fit in L2 together,
+// heaviest tiles first.
 struct Order {
     int heads, tiles, section;
     __host__ __device__ int total() const { return heads * tiles; }
@@ -36,9 +47,9 @@ struct Order {
     }
 };
 
-Order order_of(AttnShape s, int rows) {  // of a tile
+Order order_of(AttnShape s, int rows) {  // rows of a tile
     const int64_t l2 = 28 << 20;
-    // As many heads to a section as have their tensors in 28 MiB of L2.
+    // The tensors of a section's heads fit in 28 MiB of L2.
     int64_t heads = s.B * s.H, head_bytes = s.T * (s.nope + s.rope + s.v) * (int64_t)sizeof(floatX);
     int64_t sections = ceil_div(heads, l2 / head_bytes > 0 ? l2 / head_bytes : 1);
     return {(int)heads, (int)ceil_div(s.T, rows), (int)ceil_div(heads, sections)};
@@ -49,8 +60,8 @@ __device__ __forceinline__ int64_t row_of(int head, int t, int T, int H) {
     return ((int64_t)(head / H) * T + t) * H + head % H;
 }
 
-// *max_logit takes in the largest x of the warp. Floats that are not negative are in the order of their bits as
-// integers, negative ones in the opposite order. Few warps find a larger one: the others spare the atomic.
+// *max_logit = max(*max_logit, x over the warp), by an integer atomic. Floats >= 0 are ordered as their bits are,
+// negative floats in the opposite order. Few warps find a larger value: the others skip the atomic.
 __device__ __forceinline__ void take_in_logit(float* max_logit, float x) {
     x = warp_max(x) + 0.0f;  // not -0
     if (threadIdx.x % 32 != 0 || !max_logit || !(x > __ldcg(max_logit))) return;
@@ -60,19 +71,20 @@ __device__ __forceinline__ void take_in_logit(float* max_logit, float x) {
         atomicMin((unsigned*)max_logit, __float_as_uint(x));
 }
 
-// The tensors that a kernel copies by TMA; forward has no dout.
+// The tensor maps of a kernel's TMA loads. Forward has no dout.
 struct Maps {
     CUtensorMap q, dout, kv, rope;
 };
 
-// A full and an empty barrier for each of N buffers used in turn; `use` counts the uses, on both sides.
+// A ring of N buffers, each with a full and an empty mbarrier. `use` is the number of the use, counted by the producer
+// and by the consumers.
 template <int N, bool EVERY_THREAD = false>
 struct Ring {
     uint64_t full[N], empty[N];
     __device__ void init() {
         for (int i = 0; i < N; i++) {
             barrier_init(&full[i], 1);
-            barrier_init(&empty[i], EVERY_THREAD ? 256 : 8);  // consumers: two warpgroups
+            barrier_init(&empty[i], EVERY_THREAD ? 256 : 8);  // arrivals of the consumers: two warpgroups
         }
     }
     __device__ void wait_empty(int use) { barrier_wait(&empty[use % N], (use / N & 1) ^ 1); }
@@ -83,13 +95,13 @@ struct Ring {
     }
 };
 
-// The piece of work that a block is at. Its number goes from the producer to the consumers as a tile does, with what
-// the block copies for it.
+// The current work tile of a block. The producer passes its number to the consumers through a ring of one buffer,
+// together with the loads that belong to it.
 struct Work {
-    Ring<1, true> ring;  // every thread has read `number` itself
+    Ring<1, true> ring;  // each thread releases it, because each reads `number`
     int number;
-    // The producer hands out the next piece. A number beyond the last is the word that there is none: nothing comes
-    // with it. The counter was asked once for each piece: the last of its numbers sets it back to 0.
+    // The producer publishes the next work tile. A number >= total ends the loop: no loads come with it. Each block
+    // draws one such number, so the highest of them resets the counter to 0 for the next kernel.
     __device__ bool hand_out(int use, int work, const Order& order, int* counter) {
         ring.wait_empty(use);
         number = work;
@@ -98,15 +110,15 @@ struct Work {
         if (work == order.total() + (int)gridDim.x - 1) *counter = 0;
         return false;
     }
-    // A consumer takes it.
+    // A consumer reads the number.
     __device__ int take(int use) {
         ring.wait_full(use);
         return number;
     }
 };
 
-// The block's shared memory, its barriers set up, when the kernels before this one are done (they are launched early):
-// what each of Hopper's kernels begins with.
+// The start of each Hopper kernel: shared memory with its barriers set up. Returns when the preceding kernels are done,
+// because the kernels are launched early (PDL).
 template <typename Shared>
 __device__ __forceinline__ Shared& shared_memory() {
     HOPPER_ONLY();
@@ -121,7 +133,7 @@ __device__ __forceinline__ Shared& shared_memory() {
     return sh;
 }
 
-// Over the four lanes that share a row of an accumulator.
+// Reductions over the four lanes that share a row of an accumulator.
 __device__ __forceinline__ float quad_sum(float x) {
     x += __shfl_xor_sync(0xffffffffu, x, 1);
     return x + __shfl_xor_sync(0xffffffffu, x, 2);
@@ -132,18 +144,19 @@ __device__ __forceinline__ float quad_max(float x) {
     return fmaxf(x, __shfl_xor_sync(0xffffffffu, x, 2));
 }
 
-// x, which is the same in all lanes of the warp: as a reduction's result the compiler knows that it is, and computes
-// what follows from it once for the warp, in the uniform registers that wgmma takes its descriptors from.
+// Makes a warp-uniform value provably uniform. The compiler then keeps it, and all that follows from it, in uniform
+// registers, from which WGMMA takes its descriptors.
 __device__ __forceinline__ uint32_t uniform(uint32_t x) { return __reduce_max_sync(0xffffffffu, x); }
 
-// The descriptor of an operand whose boxes are D wide.
+// The WGMMA descriptor of an operand in boxes of D columns.
 template <int D>
 __device__ __forceinline__ uint64_t operand(const void* p, uint32_t box_bytes = 0) {
     const uint64_t x = wgmma_descriptor<D>(shared_address(p), box_bytes);
     return (uint64_t)uniform(x >> 32) << 32 | uniform((uint32_t)x);
 }
 
-// s (64, N) = (or +=: accumulate) A B^T over CHUNKS chunks, both K-major: A's chunks of TILE rows, B's of N.
+// s (64, N) = A B^T over CHUNKS chunks, or += with `accumulate`. Both operands are K-major: A in chunks of TILE rows, B
+// in chunks of N rows.
 template <int D, int N, int CHUNKS>
 __device__ __forceinline__ void multiply_rows(float (&s)[N / 2], uint64_t a, uint64_t b, int accumulate = 0) {
     constexpr int STEPS = D / 16;
@@ -153,7 +166,7 @@ __device__ __forceinline__ void multiply_rows(float (&s)[N / 2], uint64_t a, uin
                           b + k / STEPS * (N * D / 8) + k % STEPS * 2, k > 0 || accumulate);
 }
 
-// d (64, N) += A B with A (64, K) in registers and B's K rows in chunks of D columns.
+// d (64, N) += A B, with A (64, K) in registers and the K rows of B in chunks of D columns.
 template <int D, int N, int K>
 __device__ __forceinline__ void multiply_add(float (&d)[N / 2], const uint32_t (&a)[K / 4], uint64_t b) {
 #pragma unroll
@@ -166,11 +179,11 @@ __device__ __forceinline__ void zero(float (&d)[N]) {
     for (int i = 0; i < N; i++) d[i] = 0;
 }
 
-// The accumulator's first COLUMNS columns, times `times`, to a row in memory; half 0 is row l / 4, 1 row
-// l / 4 + 8. Neighbouring lanes swap, so that each writes 8 bytes and four of them a sector.
+// Stores the first COLUMNS columns of an accumulator, times `times`, as a row in memory. Half 0 is row l / 4, half 1 is
+// row l / 4 + 8. Neighbouring lanes exchange values, so that each writes 8 bytes and four of them one sector.
 template <int COLUMNS, int N>
 __device__ __forceinline__ void store_row(floatX* row, const float (&d)[N], int half, float times, bool inside) {
-    // A lane holds two neighbouring columns of each 8; a pair of lanes swaps halves of 16.
+    // A lane holds two neighbouring columns of each 8. A pair of lanes exchanges halves of 16 columns.
     int lane = threadIdx.x % 32, odd = lane & 1;
 #pragma unroll
     for (int j = 0; j < COLUMNS / 8; j += 2) {
@@ -182,7 +195,8 @@ __device__ __forceinline__ void store_row(floatX* row, const float (&d)[N], int 
     }
 }
 
-// Chunks of D columns of a (B, T, H, width) tensor: coordinates column, head, token, chunk, sequence.
+// The tensor map of a (B, T, H, width) tensor in chunks of D columns. Coordinates: column, head, token, chunk,
+// sequence.
 CUtensorMap heads_map(const floatX* p, AttnShape s, int64_t width, int rows, int chunks, Ctx* ctx) {
     int64_t size[5] = {s.rope, s.H, s.T, width / s.rope, s.B};
     int64_t stride[4] = {width, s.H * width, s.rope, s.T * s.H * width};
@@ -190,14 +204,14 @@ CUtensorMap heads_map(const floatX* p, AttnShape s, int64_t width, int rows, int
     return tensor_map(p, 5, size, stride, box, ctx);
 }
 
-// k_rope (B, T, rope): coordinates column, token, sequence.
+// The tensor map of k_rope (B, T, rope). Coordinates: column, token, sequence.
 CUtensorMap rope_map(const floatX* p, AttnShape s, int rows, Ctx* ctx) {
     int64_t size[3] = {s.rope, s.T, s.B}, stride[2] = {s.k_rope_stride, s.T * s.k_rope_stride};
     int box[3] = {(int)s.rope, rows, 1};
     return tensor_map(p, 3, size, stride, box, ctx);
 }
 
-// For tiles of so many queries and keys.
+// All tensor maps, for tiles of `queries` and `keys` rows.
 Maps maps_of(const floatX* q, const floatX* dout, const floatX* kv, const floatX* k_rope, int queries, int keys,
              AttnShape s, Ctx* ctx) {
     Maps maps = {};
@@ -208,14 +222,15 @@ Maps maps_of(const floatX* q, const floatX* dout, const floatX* kv, const floatX
     return maps;
 }
 
-// Other head sizes have no kernel; the settings refuse them by name.
+// There are kernels for these head sizes only. The settings refuse other sizes by name.
 void check_shape(AttnShape s, const floatX* k_rope) {
     ASSERT(s.rope == 64 || s.rope == 32 || s.rope == 16);
     ASSERT(s.nope == 2 * s.rope && s.v == 2 * s.rope && wide(s.k_rope_stride, k_rope));
     ASSERT(s.scale > 0 && s.T < (1 << 30) && s.B * s.H * ceil_div(s.T, TILE) < (1 << 30));
 }
 
-// The workspace: what backward's products start from, padded to whole tiles, and dk_rope's parts.
+// The workspace of backward: its initial accumulators (attention_delta_kernel), padded to whole tiles, and the parts of
+// dk_rope per head.
 struct Workspace {
     float *lse, *delta, *rope_part;
     int64_t padded;  // tokens

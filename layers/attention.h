@@ -1,8 +1,14 @@
-// Causal attention core of MLA (DeepSeek-V2, arXiv 2405.04434, section 2.1.3) on the up-projected heads:
-//   k_h = [k_nope_h ; k_rope]  (k_rope is shared by the heads),  P = softmax(scale * q_h k_h^T) causal,  out_h = P v_h
-// k is never put together in memory: k_nope and v are read where Wkvb's product left them, k_rope where Wkva's did.
-// Works in tiles (flash attention, Dao et al. 2022, arXiv 2205.14135): no T x T matrix exists. On the GPU (nope, rope,
-// v) are (128, 64, 128), (64, 32, 64) or (32, 16, 32), and k_rope_stride is a multiple of 8.
+// The core of causal multi-head latent attention (MLA: DeepSeek-V2, arXiv 2405.04434, section 2.1.3), on the
+// up-projected heads:
+//
+//   k_h = [k_nope_h ; k_rope]              k_rope is shared by the heads
+//   P = softmax(scale * q_h k_h^T)         causal
+//   out_h = P v_h
+//
+// It works in tiles with an online softmax (flash attention, Dao et al. 2022, arXiv 2205.14135): no T x T matrix
+// exists. k is never concatenated in memory: k_nope and v are read from the output of Wkvb, k_rope from the output of
+// Wkva. On the GPU (nope, rope, v) is (128, 64, 128), (64, 32, 64) or (32, 16, 32), and k_rope_stride is a multiple of
+// 8.
 #ifndef LAYERS_ATTENTION_H
 #define LAYERS_ATTENTION_H
 
@@ -19,14 +25,17 @@ typedef struct AttnShape {
 
 void attention_forward(floatX* out,           // (B, T, H, v)
                        real* lse,             // (B, H, T): ln sum_j exp(scale q k_j), kept for backward
-                       real* max_logit,       // 1: takes in the largest scale q k_j; NULL where nobody asks
-                       const floatX* q,       // (B, T, H, nope + rope), rope part turned
+                       real* max_logit,       // (1): max(max_logit, scale q k_j); NULL: not computed
+                       const floatX* q,       // (B, T, H, nope + rope), rope part rotated
                        const floatX* kv,      // (B, T, H, nope + v): k_nope, then v
-                       const floatX* k_rope,  // (B, T, rope), rows k_rope_stride apart, turned
+                       const floatX* k_rope,  // (B, T, rope), rows k_rope_stride apart, rotated
                        AttnShape shape, Ctx* ctx);
 
-// Recomputes P from lse; with delta = rowsum(dout * out): dS = P * (dout v^T - delta), dq = scale dS k,
-// dk = scale dS^T q, dv = P^T dout. All outputs are =. dk_rope is summed over the heads in their order.
+// Recomputes P from lse. With delta = rowsum(dout * out):
+//
+//   dS = P * (dout v^T - delta),  dq = scale dS k,  dk = scale dS^T q,  dv = P^T dout
+//
+// All outputs are overwritten (=). dk_rope is summed over the heads in their order.
 void attention_backward(floatX* dq,       // (B, T, H, nope + rope)
                         floatX* dkv,      // (B, T, H, nope + v)
                         floatX* dk_rope,  // (B, T, rope), rows k_rope_stride apart

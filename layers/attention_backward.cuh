@@ -1,21 +1,24 @@
 // Backward of layers/attention.cu, four kernels in a row:
 //
-//   attention_delta_kernel         delta and lse
-//   attention_backward_dq_kernel   dq: multiplies dS one tile late, beside the next tile's scores
-//   attention_backward_dkv_kernel  dk, dv: works on transposed scores (rows are keys), so that P^T and dS^T are left
-//                                  operands too. Its 160 registers of sums leave no room to be late: there the other
-//                                  warpgroup's products fill the gaps
-//   attention_sum_rope_kernel      dk_rope, over the heads
+//   attention_delta_kernel         delta and lse, as initial accumulators
+//   attention_backward_dq_kernel   dq. Its GEMM dq += dS k runs one tile late, together with the next tile's scores
+//   attention_backward_dkv_kernel  dk, dv. Works on transposed scores (rows are keys), so that P^T and dS^T are left
+//                                  operands too. Its 160 accumulator registers leave none for a late GEMM: the GEMMs of
+//                                  the other warpgroup fill the gaps
+//   attention_sum_rope_kernel      dk_rope, the sum over the heads
 //
-// In the two big ones a block owns 128 rows, 64 for each consumer warpgroup. Their gradients stay in registers, and dS
-// goes from registers straight into a product, as its left operand.
+// In the two large kernels a block owns 128 rows, 64 for each consumer warpgroup. Their gradients stay in registers. dS
+// goes from registers directly into a GEMM, as its left operand.
 #ifndef LAYERS_ATTENTION_BACKWARD_CUH
 #define LAYERS_ATTENTION_BACKWARD_CUH
 
 namespace {
 
-// What the products of backward start from, so that they end as softmax wants them: start_delta = -rowsum(dout * out),
-// start_lse = -lse / scale; beyond T 0 and -inf, which make P and dS 0 there.
+// Initial accumulators of the backward GEMMs, so that P = exp2(..) and dS = P * acc need no subtraction:
+//
+//   start_delta = -rowsum(dout * out),   start_lse = -lse / scale
+//
+// Rows beyond T get 0 and -inf, which make P and dS 0 there.
 template <int D>
 __global__ void attention_delta_kernel(float* start_delta, float* start_lse, const floatX* dout, const floatX* out,
                                        const float* lse, int64_t B, int64_t T, int64_t H, int64_t padded, float scale) {
@@ -25,9 +28,9 @@ __global__ void attention_delta_kernel(float* start_delta, float* start_lse, con
     int64_t row = (blockIdx.x * (int64_t)blockDim.x + threadIdx.x) / LANES;  // (b, t, h)
     int lane = threadIdx.x % LANES;
     int64_t h = row % H, t = row / H % padded, b = row / H / padded;
-    if (b >= B) return;  // whole blocks' tails: LANES divides 32, but the shuffles below want whole warps
+    if (b >= B) return;  // only whole warps leave (padded is a multiple of 128): the shuffles below need that
 
-    // Its part of <dout, out>, then the sum over the row.
+    // The thread's part of <dout, out>, then the sum over the row.
     float sum = 0;
     if (t < T) {
         int64_t at = ((b * T + t) * H + h) * 2 * D + lane * 8;
@@ -40,7 +43,7 @@ __global__ void attention_delta_kernel(float* start_delta, float* start_lse, con
 #pragma unroll
     for (int i = LANES / 2; i; i /= 2) sum += __shfl_xor_sync(0xffffffffu, sum, i);
 
-    // What the products start from.
+    // The initial accumulators of the row.
     if (lane == 0) {
         int64_t to = (b * H + h) * padded + t;
         start_delta[to] = -sum;
@@ -48,7 +51,7 @@ __global__ void attention_delta_kernel(float* start_delta, float* start_lse, con
     }
 }
 
-// dk_rope = the heads' parts (B, H, T, D), added in the order of heads; 8 columns a thread.
+// dk_rope = sum of the heads' parts (B, H, T, D) in the order of heads; 8 columns a thread.
 template <int D>
 __global__ void attention_sum_rope_kernel(floatX* dk_rope, const float* part, int64_t B, int64_t T, int64_t H,
                                           int64_t stride) {
@@ -72,10 +75,10 @@ __global__ void attention_sum_rope_kernel(floatX* dk_rope, const float* part, in
 
 // --- dq ---
 
-// 80 keys: 96 leave too few registers (wgmma would run one by one), 64 are 3 % slower.
+// 80 keys: with 96 too few registers remain (WGMMAs would be serialized), and 64 are 3 % slower.
 enum { DQ_KEYS = 80, K_STAGES = 3, V_STAGES = 2 };
 
-// A block keeps its queries and their dout, three tiles of keys and two of values.
+// Shared memory of a block: its queries and their dout, three stages of keys and two of values.
 template <int D>
 struct QueriesShared {
     floatX q[3][TILE][D];
@@ -100,7 +103,7 @@ __global__ void __launch_bounds__(THREADS, 1)
             // The producer: one thread takes work and copies it.
             int kv_use = 0;
             for (int use = 0, work = blockIdx.x; sh.work.hand_out(use, work, order, counter); use++) {
-                // q and dout of the block. The number of the work after this one is asked for meanwhile.
+                // q and dout of the block. Meanwhile the number of the next work tile is drawn.
                 const auto [head, rank] = order.place(work);
                 int b = head / H, h = head % H, q0 = (order.tiles - 1 - rank) * TILE;
                 barrier_expect(&sh.work.ring.full[0], sizeof(sh.q) + sizeof(sh.dout));
@@ -108,7 +111,8 @@ __global__ void __launch_bounds__(THREADS, 1)
                 tma_load(sh.dout, &maps.dout, &sh.work.ring.full[0], 0, h, q0, 0, b);
                 work = gridDim.x + atomicAdd(counter, 1);
 
-                // Values and keys from the diagonal back. Keys stay a turn longer: dq += dS k comes a tile late.
+                // Values and keys from the diagonal back. Keys are used one iteration longer: dq += dS k comes a tile
+                // late.
                 for (int n = (min(q0 + TILE, T) - 1) / DQ_KEYS; n >= 0; n--, kv_use++) {
                     int i = kv_use % V_STAGES;
                     sh.v_ring.wait_empty(kv_use);
@@ -123,7 +127,7 @@ __global__ void __launch_bounds__(THREADS, 1)
             }
         }
     } else {
-        // The consumers: where a thread stands, and where the operands lie.
+        // The consumers: the rows of this thread, and the descriptors of the operands.
         registers_more<240>();
         const int group = uniform(threadIdx.x / 128 - 1), warp = threadIdx.x / 32 % 4, lane = threadIdx.x % 32;
         const int row = group * 64 + warp * 16 + lane / 4;
@@ -137,10 +141,10 @@ __global__ void __launch_bounds__(THREADS, 1)
 
         for (int use = 0, work; (work = sh.work.take(use)) < order.total(); use++) {
             const auto [head, rank] = order.place(work);
-            // A piece of work: 128 queries of a head.
+            // The work tile: 128 queries of a head.
             const int q0 = (order.tiles - 1 - rank) * TILE;
 
-            // grad: dq. lse and delta of the two rows that the thread holds.
+            // grad: the accumulator of dq. lse and delta are those of the thread's two rows.
             float grad[D * 3 / 2], lse_row[2], delta_row[2];
             uint32_t ds[DQ_KEYS / 4];
             uint64_t k_before;  // the tile of keys that ds belongs to
@@ -151,7 +155,8 @@ __global__ void __launch_bounds__(THREADS, 1)
                 lse_row[half] = lse[at] * scale2;
                 delta_row[half] = delta[at];
             }
-            // This group's own first tile of keys; those before it on the walk lie after all of its queries.
+            // The first tile of keys that this warpgroup needs. Earlier tiles of the walk come after all of its
+            // queries: skipped.
             int n = (min(q0 + TILE, T) - 1) / DQ_KEYS, own = min(n, (q0 + group * 64 + 63) / DQ_KEYS);
             for (; n > own; n--, kv_use++) {
                 sh.v_ring.wait_full(kv_use);
@@ -160,14 +165,14 @@ __global__ void __launch_bounds__(THREADS, 1)
                 sh.k_ring.release(kv_use);
             }
 
-            // One tile of keys: dq += dS k of the tile before, unless this is the first; S and P of this one, masked on
-            // the diagonal; dS = P (dP - delta).
+            // One tile of keys: dq += dS k of the preceding tile, except in the first. S and P of this tile, masked on
+            // the diagonal. Then dS = P (dP - delta).
             auto step = [&](auto first, auto masked) {
                 float s[DQ_KEYS / 2], dp[DQ_KEYS / 2];
                 sh.v_ring.wait_full(kv_use);
                 sh.k_ring.wait_full(kv_use);
 
-                // Three products are issued: S = q k^T, dq += dS k, dP = dout v^T.
+                // Three GEMMs are issued: S = q k^T, dq += dS k, dP = dout v^T.
                 wgmma_pin(grad);
                 wgmma_fence();
                 const uint64_t k_here = k_at + kv_use % K_STAGES * k_stage;
@@ -179,7 +184,7 @@ __global__ void __launch_bounds__(THREADS, 1)
                 multiply_rows<D, DQ_KEYS, 2>(dp, dout_at, v_at + kv_use % V_STAGES * v_stage);
                 wgmma_commit();
 
-                // S is there: P = exp(scale S - lse).
+                // S is complete: P = exp(scale S - lse).
                 wgmma_wait<2>();
                 wgmma_pin(s);
 #pragma unroll
@@ -189,12 +194,12 @@ __global__ void __launch_bounds__(THREADS, 1)
                         s[j] = 0;
                 }
 
-                // dq is summed: the keys of the tile before may go.
+                // dq is accumulated: the keys of the preceding tile are released.
                 wgmma_wait<1>();
                 wgmma_pin(grad);
                 if (!first.value) sh.k_ring.release(kv_use - 1);
 
-                // dP is there: dS = P (dP - delta), rounded for the next product.
+                // dP is complete: dS = P (dP - delta), rounded to bf16 for the next GEMM.
                 wgmma_wait<0>();
                 wgmma_pin(dp);
                 sh.v_ring.release(kv_use);
@@ -205,7 +210,7 @@ __global__ void __launch_bounds__(THREADS, 1)
                 kv_use++;
             };
 
-            // The walk: the first tile, tiles that the diagonal crosses, and those before it.
+            // The mainloop: the first tile, then tiles that the diagonal crosses, then those before it.
             using Yes = std::true_type;
             using No = std::false_type;
             step(Yes(), Yes());
@@ -222,7 +227,7 @@ __global__ void __launch_bounds__(THREADS, 1)
             wgmma_pin(grad);
             sh.k_ring.release(kv_use - 1);
 
-            // dq, times scale.
+            // Epilogue: dq, times scale.
 #pragma unroll
             for (int half = 0; half < 2; half++) {
                 int t = q0 + row + 8 * half;
@@ -234,7 +239,7 @@ __global__ void __launch_bounds__(THREADS, 1)
 
 // --- dk, dv ---
 
-// Every row starts from the same 2N numbers, one a column.
+// Initializes an accumulator: every row gets the same 2N numbers, one per column.
 template <int N>
 __device__ __forceinline__ void start_columns(float (&d)[N], const float* columns) {
 #pragma unroll
@@ -247,16 +252,16 @@ __device__ __forceinline__ void start_columns(float (&d)[N], const float* column
 
 enum { DK_QUERIES = 64, DK_STAGES = 3 };
 
-// A block keeps its keys and values, three tiles of queries and of their dout, lse and delta.
+// Shared memory of a block: its keys and values, three stages of queries with their dout, lse and delta.
 template <int D>
 struct KeysShared {
     floatX k[3][TILE][D];
     floatX v[2][TILE][D];
     floatX q[DK_STAGES][3][DK_QUERIES][D];
     floatX dout[DK_STAGES][2][DK_QUERIES][D];
-    float lse[DK_STAGES][DK_QUERIES];  // as attention_delta_kernel leaves them
+    float lse[DK_STAGES][DK_QUERIES];  // as attention_delta_kernel writes them
     float delta[DK_STAGES][DK_QUERIES];
-    Ring<DK_STAGES, true> ring;  // every thread has read lse and delta itself
+    Ring<DK_STAGES, true> ring;  // each thread releases it, because each reads lse and delta
     Work work;
     __device__ void init() { work.ring.init(), ring.init(); }
 };
@@ -274,7 +279,7 @@ __global__ void __launch_bounds__(THREADS, 1)
             // The producer: one thread takes work and copies it.
             int q_use = 0;
             for (int use = 0, work = blockIdx.x; sh.work.hand_out(use, work, order, counter); use++) {
-                // k and v of the block. The number of the work after this one is asked for meanwhile.
+                // k and v of the block. Meanwhile the number of the next work tile is drawn.
                 const auto [head, rank] = order.place(work);
                 int b = head / H, h = head % H, k0 = rank * TILE;
                 barrier_expect(&sh.work.ring.full[0], sizeof(sh.k) + sizeof(sh.v));
@@ -283,7 +288,7 @@ __global__ void __launch_bounds__(THREADS, 1)
                 tma_load(sh.v, &maps.kv, &sh.work.ring.full[0], 0, h, k0, 2, b);
                 work = gridDim.x + atomicAdd(counter, 1);
 
-                // Queries from the diagonal on: q, dout, lse and delta of a tile are full together.
+                // Queries from the diagonal on. q, dout, lse and delta of a tile share one full barrier.
                 for (int m = k0 / DK_QUERIES; m < ends; m++, q_use++) {
                     int i = q_use % DK_STAGES;
                     uint64_t* full = &sh.ring.full[i];
@@ -298,13 +303,13 @@ __global__ void __launch_bounds__(THREADS, 1)
             }
         }
     } else {
-        // The consumers: where a thread stands, and where the operands lie.
+        // The consumers: the rows of this thread, and the descriptors of the operands.
         registers_more<240>();
         const int group = uniform(threadIdx.x / 128 - 1), warp = threadIdx.x / 32 % 4, lane = threadIdx.x % 32;
         const int row = group * 64 + warp * 16 + lane / 4;
         const float scale2 = scale * LOG2E;
-        // (With the group inside of operand() the compiler keeps the 20 descriptors of k and v all through the loop, in
-        // registers that it does not have.)
+        // The group is added outside of operand(). Inside, the compiler would keep the 20 descriptors of k and v in
+        // registers through the whole loop, and there are not enough registers.
         const uint64_t k_at = operand<D>(sh.k) + group * (64 * D / 8);
         const uint64_t v_at = operand<D>(sh.v) + group * (64 * D / 8);
         const uint64_t q_at = operand<D>(sh.q, DK_QUERIES * D * 2);
@@ -314,10 +319,10 @@ __global__ void __launch_bounds__(THREADS, 1)
 
         for (int use = 0, work; (work = sh.work.take(use)) < order.total(); use++) {
             const auto [head, rank] = order.place(work);
-            // A piece of work: 128 keys of a head.
+            // The work tile: 128 keys of a head.
             const int k0 = rank * TILE;
 
-            // The sums: dk with its rope part, and dv.
+            // Accumulators: dk with its rope part, and dv.
             float dk[D * 3 / 2], dv[D];
             zero(dk);
             zero(dv);
@@ -329,7 +334,7 @@ __global__ void __launch_bounds__(THREADS, 1)
                 uint32_t p[DK_QUERIES / 4], ds[DK_QUERIES / 4];
                 sh.ring.wait_full(q_use);
 
-                // S^T = k q^T - lse / scale: the sum starts from lse.
+                // S^T = k q^T - lse / scale: the accumulator starts from start_lse.
                 start_columns(s, sh.lse[i]);
                 wgmma_pin(s);
                 wgmma_fence();
@@ -347,7 +352,7 @@ __global__ void __launch_bounds__(THREADS, 1)
 #pragma unroll
                 for (int j = 0; j < DK_QUERIES / 4; j++) p[j] = pack_bf16(s[2 * j], s[2 * j + 1]);
 
-                // dP^T - delta = v dout^T, started from delta, and dv += P^T dout.
+                // dP^T - delta = v dout^T, where the accumulator starts from start_delta; and dv += P^T dout.
                 start_columns(dp, sh.delta[i]);
                 wgmma_pin(dp);
                 wgmma_pin(dv);
@@ -361,7 +366,7 @@ __global__ void __launch_bounds__(THREADS, 1)
                 wgmma_wait<1>();
                 wgmma_pin(dp);
 #pragma unroll
-                for (int j = 0; j < DK_QUERIES / 4; j++)  // P as it was multiplied: rounded
+                for (int j = 0; j < DK_QUERIES / 4; j++)  // P as the GEMM used it: rounded
                     ds[j] = pack_bf16(__uint_as_float(p[j] << 16) * dp[2 * j],
                                       __uint_as_float(p[j] & 0xffff0000u) * dp[2 * j + 1]);
 
@@ -376,16 +381,17 @@ __global__ void __launch_bounds__(THREADS, 1)
                 sh.ring.release(q_use++);
             };
 
-            // The walk: the tile on this group's diagonal, and those after it. None if all of its keys lie beyond T.
+            // The mainloop: the tile on this group's diagonal, then those after it. No tile if all of its keys are
+            // beyond T.
             int m = k0 / DK_QUERIES + group;
-            if (group == 1) {  // the first queries all lie before its keys
+            if (group == 1) {  // the first queries all come before its keys
                 sh.ring.wait_full(q_use);
                 sh.ring.release(q_use++);
             }
             if (m++ < ends) step(std::true_type());
             for (; m < ends; m++) step(std::false_type());
 
-            // dk, times scale, and dv. The rope part is left per head in float.
+            // Epilogue: dk, times scale, and dv. The rope part is stored per head in float32.
             sh.work.ring.release(use);  // k and v are read
 #pragma unroll
             for (int half = 0; half < 2; half++) {
@@ -404,7 +410,7 @@ __global__ void __launch_bounds__(THREADS, 1)
     }
 }
 
-// The first and the last of the four kernels, on every GPU.
+// The first and the last of the four kernels, used on every GPU.
 template <int D>
 void run_delta(Workspace w, const floatX* dout, const floatX* out, const real* lse, AttnShape s, Ctx* ctx) {
     int64_t threads = s.B * w.padded * s.H * (D / 4);
@@ -421,23 +427,23 @@ void run_sum_rope(floatX* dk_rope, Workspace w, AttnShape s, Ctx* ctx) {
 template <int D>
 void run_backward(floatX* dq, floatX* dkv, floatX* dk_rope, const floatX* dout, const floatX* out, const real* lse,
                   const floatX* q, const floatX* kv, const floatX* k_rope, AttnShape s, Ctx* ctx) {
-    // 1. delta and lse, as the products start from them.
+    // 1. delta and lse, the initial accumulators
     const Workspace w = get_workspace(s, ctx);
     run_delta<D>(w, dout, out, lse, s, ctx);
 
-    // 2. dq, a block 128 queries
+    // 2. dq: 128 queries a work tile
     const Order order = order_of(s, TILE);
     const int64_t blocks = min_i64(order.total(), ctx->sms);
     launch_long(attention_backward_dq_kernel<D>, blocks, THREADS, sizeof(QueriesShared<D>), ctx,
                 maps_of(q, dout, kv, k_rope, TILE, DQ_KEYS, s, ctx), dq, w.lse, w.delta, ctx->counter, order, s.T, s.H,
                 s.scale);
 
-    // 3. dk and dv, a block 128 keys
+    // 3. dk and dv: 128 keys a work tile
     launch_long(attention_backward_dkv_kernel<D>, blocks, THREADS, sizeof(KeysShared<D>), ctx,
                 maps_of(q, dout, kv, k_rope, DK_QUERIES, TILE, s, ctx), dkv, w.rope_part, w.lse, w.delta, ctx->counter,
                 order, s.T, s.H, s.scale);
 
-    // 4. dk_rope, the sum over the heads
+    // 4. dk_rope: the sum over the heads
     run_sum_rope<D>(dk_rope, w, s, ctx);
 }
 

@@ -1,13 +1,17 @@
-// Forward of layers/attention.cu. A block owns 128 queries of a head and walks the keys from the diagonal back in tiles
-// of 128. Each consumer warpgroup issues the next tile's scores and this tile's P v together, and takes the softmax of
-// the scores while P v runs. The two warpgroups take turns at issuing (bar 1, 2): one multiplies while the other takes
-// its softmax.
+// Forward of layers/attention.cu. A block owns 128 queries of a head and walks the keys from the diagonal back, in
+// tiles of 128:
+//
+//   for each tile of keys:  S = q k^T,  online softmax,  o += P v
+//
+// Each consumer warpgroup issues the scores of the next tile and P v of this tile together. It computes the softmax of
+// the scores while P v runs. The two warpgroups take turns at issuing (named barriers 1 and 2): the GEMMs of one
+// overlap the softmax of the other.
 #ifndef LAYERS_ATTENTION_FORWARD_CUH
 #define LAYERS_ATTENTION_FORWARD_CUH
 
 namespace {
 
-// What a block keeps in shared memory, in chunks of D columns: its queries, and two tiles of keys and of values.
+// Shared memory of a block, in chunks of D columns: its queries, and double buffers of keys and of values.
 template <int D>
 struct ForwardShared {
     floatX q[3][TILE][D];
@@ -27,17 +31,17 @@ __global__ void __launch_bounds__(THREADS, 1)
     if (threadIdx.x < 128) {  // producer
         registers_fewer<24>();
         if (threadIdx.x == 0) {
-            // The producer: one thread takes work and copies it.
+            // One thread takes work tiles and issues their loads.
             int k_use = 0, v_use = 0;
             for (int use = 0, work = blockIdx.x; sh.work.hand_out(use, work, order, counter); use++) {
-                // The queries. The number of the work after this one is asked for meanwhile.
+                // The queries. Meanwhile the number of the next work tile is drawn.
                 const auto [head, rank] = order.place(work);
                 int b = head / H, h = head % H, tile = order.tiles - 1 - rank;
                 barrier_expect(&sh.work.ring.full[0], sizeof(sh.q));
                 tma_load(sh.q, &maps.q, &sh.work.ring.full[0], 0, h, tile * TILE, 0, b);
                 work = gridDim.x + atomicAdd(counter, 1);
 
-                // Keys and values from the diagonal back, in the order in which they are multiplied.
+                // Keys and values from the diagonal back, in the order in which the consumers use them.
                 for (int n = tile; n >= -1; n--) {  // keys of tile n, then values of tile n + 1
                     if (n >= 0) {
                         int i = k_use % 2;
@@ -56,7 +60,7 @@ __global__ void __launch_bounds__(THREADS, 1)
             }
         }
     } else {
-        // The consumers: where a thread stands, and where the operands lie.
+        // The consumers: the rows of this thread, and the descriptors of the operands.
         registers_more<240>();
         const int group = uniform(threadIdx.x / 128 - 1), warp = threadIdx.x / 32 % 4, lane = threadIdx.x % 32;
         const int row = group * 64 + warp * 16 + lane / 4;  // in the tile; the thread also holds row + 8
@@ -66,7 +70,7 @@ __global__ void __launch_bounds__(THREADS, 1)
         const uint64_t v_at = operand<D>(sh.v, TILE * D * 2);
         const int k_stage = sizeof(sh.k[0]) / 16, v_stage = sizeof(sh.v[0]) / 16;
 
-        // How far this warpgroup has come in both rings, and whose turn it is to issue.
+        // The position of this warpgroup in both rings, and the turns at issuing.
         int k_use = 0, v_use = 0;
         if (group == 1) named_arrive(1, 256);  // the first turn is group 0's
         auto my_turn = [&] { named_sync(1 + group, 256); };
@@ -74,16 +78,17 @@ __global__ void __launch_bounds__(THREADS, 1)
 
         for (int use = 0, work; (work = sh.work.take(use)) < order.total(); use++) {
             const auto [head, rank] = order.place(work);
-            // A piece of work: 128 queries of a head.
+            // The work tile: 128 queries of a head.
             const int tile = order.tiles - 1 - rank;
 
-            // o: sums of P v, not yet divided. s: scores, then probabilities. top, sum: of the two rows.
+            // o: the accumulator of P v, before the division. s: scores, then probabilities. top, sum: maximum and sum
+            // of the two rows.
             float o[D], s[TILE / 2], top[2], sum[2], shrink[2];
             uint32_t p[TILE / 4];
             zero(o);
 
-            // Scores to probabilities, P = exp(scale (s - top)): new maxima, the factor for what was summed on the old
-            // ones, sums per thread.
+            // The online softmax, P = exp(scale (s - top)): the new maxima, the factor that rescales the earlier sums,
+            // and the sums per thread.
             auto softmax = [&](bool first) {
 #pragma unroll
                 for (int half = 0; half < 2; half++) {
@@ -94,8 +99,8 @@ __global__ void __launch_bounds__(THREADS, 1)
                     most = quad_max(most);
                     if (!first) most = fmaxf(most, old);
                     top[half] = most;
-                    // Sums made with the old maximum shrink, by exactly 1 where it stays: anything else, as the
-                    // rounding of old * scale2 - most * scale2 would be, grows from tile to tile.
+                    // Rescaling of the earlier sums. The factor is exactly 1 where the maximum stays: anything else,
+                    // such as the rounding of old * scale2 - most * scale2, would grow from tile to tile.
                     shrink[half] = first ? 1 : exp2_approx((old - most) * scale2);
                     // exp as a power of two: scale2 = scale log2(e).
                     const float shift = most * scale2;
@@ -132,7 +137,7 @@ __global__ void __launch_bounds__(THREADS, 1)
             softmax(true);
             pack_p();
 
-            // The tiles before it: S of this tile and o += P v of the one before are issued together.
+            // The tiles before it: S of this tile and o += P v of the preceding tile are issued together.
             for (int n = tile - 1; n >= 0; n--) {
                 sh.k_ring.wait_full(k_use);
                 my_turn();
@@ -152,7 +157,7 @@ __global__ void __launch_bounds__(THREADS, 1)
                 sh.k_ring.release(k_use++);
                 softmax(false);
 
-                // P v is summed: o goes to the new maximum.
+                // P v is accumulated: o is rescaled to the new maximum.
                 wgmma_wait<0>();
                 wgmma_pin(o);
                 sh.v_ring.release(v_use++);

@@ -1,8 +1,9 @@
-// Flash attention for every NVIDIA GPU since Ampere (Dao 2023, arXiv 2307.08691): what the kernels share, and forward.
-// Backward is in attention_portable_backward.cuh. Chunks, tiles and the order of work are those of attention.cu.
+// Flash attention for every NVIDIA GPU since Ampere (FlashAttention-2: Dao 2023, arXiv 2307.08691): forward, and the
+// parts that both directions share. Backward is in attention_portable_backward.cuh. Chunks, tiles and the order of work
+// are those of attention.cu.
 //
-// The multiplier. A warp multiplies a (16 x 16) by b (16 x 8) and adds the product to d (16 x 8): mma_bf16. All three
-// lie in its registers, spread over the lanes. Of 8 x 8 elements every lane has two neighbours in a row:
+// Tensor cores. One mma instruction of a warp (mma_bf16) is d (16 x 8) += a (16 x 16) b (16 x 8). All three are
+// fragments in registers, spread over the lanes. In 8 x 8 elements every lane has two neighbours of a row:
 //
 //     column   0, 1     2, 3     4, 5     6, 7
 //     row 0   lane 0   lane 1   lane 2   lane 3            d = | d[0], d[1] |     a = | a[0]  a[2] |
@@ -11,26 +12,29 @@
 //     row 7   lane 28  lane 29  lane 30  lane 31           b = | b[0] |  with rows and columns exchanged: a lane
 //                                                              | b[1] |  has two neighbours in a column of b
 //
-// In d an element is a register, in a and b two neighbours of bf16 are one. So two d's side by side, rounded, are an a:
-// probabilities go from sum to operand without leaving their lane (pack_fragment). A row of d lies in four neighbouring
-// lanes, a quad: its maximum is two shuffles away.
+// In d a register is one element; in a and b it is two neighbouring bf16. So two rounded d's next to each other are an
+// a: probabilities turn from accumulator to operand without leaving their lane (pack_fragment). A row of d is in four
+// neighbouring lanes, a quad: its maximum takes two shuffles.
 //
-// The way in. ldmatrix_x4 fills four such 8 x 8 parts from shared memory; each lane names one row of 16 bytes. From a
-// tile whose rows run along the contraction (q and k in q k^T) it makes an a, or the b's of 16 rows. A tile whose rows
-// are the contraction (v in P v) is read transposed: 32 rows of one 8-column piece are the b's of two products.
+// Operand loads. ldmatrix_x4 loads four such 8 x 8 matrices from shared memory; each lane addresses one row of 16
+// bytes. From a tile whose rows run along the contraction (q and k in q k^T) it makes an a, or the b's of 16 rows. A
+// tile whose rows are the contraction (v in P v) is loaded transposed: 32 rows of 8 columns are the b's of two mma.
 //
-// Banks. Shared memory delivers 128 bytes a clock if they lie in different banks, and these repeat every 128 bytes. The
-// 8 rows of a part lie below each other, so a chunk's 16-byte pieces are permuted: piece i of row r is at place i XOR
-// r % 8 (in chunks 64 wide; narrower rows share 128 bytes). From one ldmatrix to the next a lane's row moves by
-// multiples of 8 and its piece by constants: its address is one number for the lane, XORed with and added to constants.
+// Bank conflicts. Shared memory delivers 128 bytes a clock if they are in different banks, and banks repeat every 128
+// bytes. The 8 rows of a matrix are below each other, so the 16-byte vectors of a chunk are swizzled:
 //
-// The way to shared memory. cp.async copies behind the warps' backs. There are two buffers, one of keys and one of
-// values, and each is filled anew as soon as its last product is done: values come while q k^T runs, keys while softmax
-// and P v do. Two blocks to an SM, where its shared memory has room for two, fill each other's waits.
+//   vector i of row r is at place i XOR r % 8      in chunks 64 wide; narrower rows share 128 bytes
 //
-// Sizes. A block is 4 warps, and a warp has 32 rows: every b that it reads meets two a's, which halves what shared
-// memory has to deliver. With that, it and the multipliers are about equally busy. A block takes at most 99 KB, what
-// compute capability 8.6, 8.9 and 12.0 offer; 255 registers a thread are two blocks to an SM.
+// From one ldmatrix to the next a lane's row moves by multiples of 8 and its vector by constants. So its address is one
+// number per lane, XORed with and added to constants.
+//
+// Loads from global memory. cp.async copies asynchronously. There are two buffers, one of keys and one of values. Each
+// is refilled as soon as its last GEMM is done: values load while q k^T runs, keys while softmax and P v run. Where
+// shared memory is large enough for two blocks per SM, each hides the latency of the other.
+//
+// Sizes. A block is 4 warps with 32 rows each: every b fragment is used for two a's, which halves the shared-memory
+// traffic. Shared memory and tensor cores are then about equally busy. A block takes at most 99 KB, the limit of
+// compute capability 8.6, 8.9 and 12.0. With 255 registers a thread the occupancy is two blocks per SM.
 #ifndef LAYERS_ATTENTION_PORTABLE_CUH
 #define LAYERS_ATTENTION_PORTABLE_CUH
 
@@ -38,30 +42,30 @@
 
 namespace {
 
-enum { STEP = 64, WARPS = 4 };  // rows of a tile that is walked over; warps of a block
+enum { STEP = 64, WARPS = 4 };  // rows of a tile in the mainloop; warps of a block
 
-// Byte in a chunk of D columns at which a piece of 8 columns of a row begins.
+// The byte offset of a 16-byte vector (8 columns) of a row in a swizzled chunk of D columns.
 template <int D>
 __device__ __forceinline__ int swizzled(int row, int piece) {
     return row * (2 * D) + (piece ^ row / (64 / D) % (D / 8)) * 16;
 }
 
-// What a lane adds to the address of an operand. Other pieces than these are an XOR with 16 times their number away.
+// A lane's offset from the address of an operand. Vector i away from these is an XOR with 16 i.
 template <int D>
-__device__ __forceinline__ int lane_of_a() {  // 16 rows of two pieces, in the order of an a
+__device__ __forceinline__ int lane_of_a() {  // 16 rows of two vectors, in the order of an a
     return swizzled<D>(threadIdx.x % 16, threadIdx.x % 32 / 16);
 }
 template <int D>
-__device__ __forceinline__ int lane_of_b() {  // the same as two b's
+__device__ __forceinline__ int lane_of_b() {  // the same, as two b's
     return swizzled<D>(threadIdx.x % 8 + threadIdx.x % 32 / 16 * 8, threadIdx.x / 8 % 2);
 }
 template <int D>
-__device__ __forceinline__ int lane_of_columns(int piece) {  // 32 rows of one piece, read transposed
+__device__ __forceinline__ int lane_of_columns(int piece) {  // 32 rows of one vector, loaded transposed
     return swizzled<D>(threadIdx.x % 32, piece);
 }
 
 // Begins to copy rows first .. first + ROWS - 1 of a head, `stride` apart, CHUNKS chunks of them. Rows from T on become
-// zeros. D / 8 neighbouring threads take the pieces of a row's chunk.
+// zeros. D / 8 neighbouring threads copy the 16-byte vectors of a row's chunk.
 template <int D, int ROWS, int CHUNKS>
 __device__ __forceinline__ void copy_tile(floatX (*to)[ROWS][D], const floatX* from, int64_t stride, int first, int T) {
     constexpr int PIECES = D / 8, ROWS_AT_ONCE = WARPS * 32 / PIECES;
@@ -75,8 +79,8 @@ __device__ __forceinline__ void copy_tile(floatX (*to)[ROWS][D], const floatX* f
                           first + row + r < T ? 16 : 0);
 }
 
-// s (32, 8 N) += A B^T over CHUNKS chunks. A is 32 of a tile's A_ROWS rows, B 8 N of STEP rows; `a` and `b` point to
-// the first in chunk 0.
+// s (32, 8 N) += A B^T over CHUNKS chunks. A is 32 of a tile's A_ROWS rows, B is 8 N of STEP rows. `a` and `b` point to
+// the first row in chunk 0.
 template <int D, int CHUNKS, int A_ROWS, int N>
 __device__ __forceinline__ void warp_multiply_rows(float (&s)[2][N][4], const void* a, const void* b) {
     const int lane_a = lane_of_a<D>(), lane_b = lane_of_b<D>();
@@ -97,8 +101,8 @@ __device__ __forceinline__ void warp_multiply_rows(float (&s)[2][N][4], const vo
     }
 }
 
-// d (32, 8 N) += A B with A (32, 32) in registers and B 32 of a tile's STEP rows; `b` points to the first. Of B's
-// columns these are pieces 0, EVERY, 2 EVERY, .., moved on by what `lane` (of lane_of_columns) adds.
+// d (32, 8 N) += A B, with A (32, 32) in registers. B is 32 of a tile's STEP rows, and `b` points to the first. The
+// columns of B are its vectors 0, EVERY, 2 EVERY, .., shifted by the start vector in `lane` (lane_of_columns).
 template <int D, int EVERY, int N>
 __device__ __forceinline__ void warp_multiply_add(float (&d)[2][N][4], const uint32_t (&a)[2][2][4], const void* b,
                                                   int lane) {
@@ -110,7 +114,7 @@ __device__ __forceinline__ void warp_multiply_add(float (&d)[2][N][4], const uin
             const int chunk = (n + i) * EVERY / (D / 8), piece = (n + i) * EVERY % (D / 8);
             ldmatrix_x4_transposed(y[i], (const char*)b + chunk * STEP * (2 * D) + (lane ^ piece * 16));
         }
-        // Sums that were just added to come last.
+        // Accumulators that were just updated come last.
 #pragma unroll
         for (int k = 0; k < 2; k++)
 #pragma unroll
@@ -120,8 +124,8 @@ __device__ __forceinline__ void warp_multiply_add(float (&d)[2][N][4], const uin
     }
 }
 
-// Columns 8 n .. 8 n + 31 of s (32, 8 N), rounded, as the left operand of two products: a[m][k] is rows 16 m and
-// columns 16 k.
+// Columns 8 n .. 8 n + 31 of s (32, 8 N), rounded, as the left operand of two GEMMs: a[m][k] is rows 16 m and columns
+// 16 k.
 template <int N>
 __device__ __forceinline__ void pack_fragment(uint32_t (&a)[2][2][4], const float (&s)[2][N][4], int n) {
 #pragma unroll
@@ -131,8 +135,8 @@ __device__ __forceinline__ void pack_fragment(uint32_t (&a)[2][2][4], const floa
             a[m][i / 4][i % 4] = pack_bf16(s[m][n + i / 2][i % 2 * 2], s[m][n + i / 2][i % 2 * 2 + 1]);
 }
 
-// Calls f(x, i, column) for every x that the thread holds of s (32, 8 N). It has parts of four rows: i-th is row
-// 8 i + lane / 4.
+// Calls f(x, i, column) for every x that the thread holds of s (32, 8 N). The thread holds parts of four rows: the i-th
+// is row 8 i + lane / 4.
 template <int N, typename F>
 __device__ __forceinline__ void for_each(float (&s)[2][N][4], F f) {
 #pragma unroll
@@ -145,7 +149,7 @@ __device__ __forceinline__ void for_each(float (&s)[2][N][4], F f) {
 
 // --- Forward ---
 
-// A block keeps its queries, a tile of keys and one of values.
+// Shared memory of a block: its queries, a tile of keys and one of values.
 template <int D>
 struct PortableForwardShared {
     floatX q[3][TILE][D];
@@ -153,7 +157,7 @@ struct PortableForwardShared {
     floatX v[2][STEP][D];
 };
 
-// A block owns 128 queries of a head, a warp 32 of them, and walks the keys up to the diagonal in tiles of 64.
+// A block owns 128 queries of a head, a warp 32 of them. It walks the keys up to the diagonal in tiles of 64.
 template <int D>
 __global__ void __launch_bounds__(WARPS * 32, 2)
     attention_portable_forward_kernel(floatX* out, float* lse, float* max_logit, const floatX* q, const floatX* kv,
@@ -165,7 +169,7 @@ __global__ void __launch_bounds__(WARPS * 32, 2)
     const int q0 = (order.tiles - 1 - rank) * TILE, row = q0 + warp * 32;  // the block's and the warp's first query
     const float scale2 = shape.scale * LOG2E;
 
-    // Where the head lies in memory, and its first two copies: queries, and the first keys.
+    // The head's tensors, and the first two copies: the queries, and the first keys.
     q += row_of(head, 0, T, H) * 3 * D, kv += row_of(head, 0, T, H) * 4 * D;
     k_rope += head / H * shape.T * shape.k_rope_stride;
     auto copy_keys = [&](int first) {
@@ -176,12 +180,12 @@ __global__ void __launch_bounds__(WARPS * 32, 2)
     copy_tile<D, TILE, 3>(sh.q, q, shape.H * 3 * D, q0, T);
     copy_keys(0);
 
-    // o: sums of P v, not yet divided. top, sum: of the four rows that the thread holds parts of.
+    // o: the accumulator of P v, before the division. top, sum: maximum and sum of the thread's four rows.
     float o[2][D / 4][4] = {}, top[4] = {-INFINITY, -INFINITY, -INFINITY, -INFINITY}, sum[4] = {};
     float largest = -INFINITY;  // of the rows before T
 
-    // Scores to probabilities, P = exp(scale (s - top)). A row's top follows its maximum only when that has grown by a
-    // factor of 2^8 in P: until then what was summed needs no new scale, and P has the precision of any other scale.
+    // The online softmax, P = exp(scale (s - top)). A row's top follows its maximum only when P has grown by a factor
+    // of 2^8. Until then no rescaling is needed, and P has the precision of any other scale.
     auto softmax = [&](float(&s)[2][STEP / 8][4]) {
         float shrink[4];
         bool moved = false;
@@ -207,25 +211,25 @@ __global__ void __launch_bounds__(WARPS * 32, 2)
             }
             sum[i] = sum[i] * shrink[i] + here;
         }
-        // Rows that stay are multiplied by 1: no row's bits depend on the others.
+        // Rows whose top stays are multiplied by 1: no row's bits depend on the others.
         if (__any_sync(0xffffffffu, moved)) for_each(o, [&](float& x, int i, int) { x *= shrink[i]; });
     };
 
-    // A tile of keys and its values; masked where the diagonal crosses it. Warps whose queries all lie before it copy
-    // only.
+    // One tile of keys and values, masked where the diagonal crosses it. Warps whose queries all come before it only
+    // copy.
     const int tiles = (min(q0 + TILE, T) + STEP - 1) / STEP;
     auto step = [&](int n, auto masked) {
         const bool seen = !masked.value || n * STEP < row + 32;
         float s[2][STEP / 8][4] = {};
 
-        // The keys have come, and all warps are done with the values before: S = q k^T while the new values come.
+        // The keys have arrived, and all warps are done with the preceding values: S = q k^T while the new values load.
         copy_async_wait<0>();
         __syncthreads();
         copy_tile<D, STEP, 2>(sh.v, kv + 2 * D, shape.H * 4 * D, n * STEP, T);
         copy_async_commit();
         if (seen) warp_multiply_rows<D, 3, TILE>(s, sh.q[0][warp * 32], sh.k);
 
-        // The values have come, and all warps are done with the keys: the next come while o += P v.
+        // The values have arrived, and all warps are done with the keys: the next keys load during softmax and P v.
         copy_async_wait<0>();
         __syncthreads();
         if (n + 1 < tiles) copy_keys((n + 1) * STEP);
@@ -246,9 +250,9 @@ __global__ void __launch_bounds__(WARPS * 32, 2)
     for (; n < q0 / STEP; n++) step(n, std::false_type());
     for (; n < tiles; n++) step(n, std::true_type());
 
-        // out = o / sum, lse = scale top + ln(sum).
 #pragma unroll
     for (int i = 0; i < 4; i++) {
+        // Epilogue: out = o / sum, lse = scale top + ln(sum).
         const int t = row + 8 * i + lane / 4;
         const float l = quad_sum(sum[i]);
         if (t < T && lane % 4 == 0) lse[(int64_t)head * T + t] = top[i] * shape.scale + logf(l);

@@ -1,18 +1,19 @@
 // Backward on every NVIDIA GPU since Ampere; attention_portable.cuh explains the instructions. Four kernels in a row,
 // as on Hopper (attention_backward.cuh): delta and lse; dq; dk and dv; dk_rope over the heads. The first and the last
-// are Hopper's.
+// are the same kernels as on Hopper.
 //
 // Tiles are 64 queries by 64 keys. The four warps of a block work in pairs, and a pair owns 32 rows. Each of its warps
-// has 32 columns of scores, P and dS, and sums the gradients of every other 8-column piece of the 32 rows. So each
-// needs the other's P and dS as left operands: they pass through shared memory as fragments, register by register. A
-// warp multiplies its own first, and meanwhile the other's come. (A warp with 16 rows to itself would need no exchange,
-// but a third more of shared memory's bandwidth, which bounds these kernels.)
+// computes 32 columns of scores, P and dS, and accumulates the gradients of every other 8 columns of the 32 rows. So
+// each needs the other's P and dS as left operands: these are exchanged as fragments through shared memory, register by
+// register. A warp multiplies its own fragments while the other's arrive. (A warp with 16 rows of its own would need no
+// exchange, but a third more shared-memory bandwidth, which bounds these kernels.)
 //
-// Two buffers take turns as in forward. The order of products is chosen so that each is filled while a product runs
-// that needs the other:
+// There are two buffers, as in forward. The GEMMs are ordered so that each buffer is filled while a GEMM uses the
+// other:
 //
-//   dq    dP (v), S (k), dq (k)                   v comes during S and dq, k during dP
-//   dkv   S (q), dP (dout), dk (q), dv (dout)     q comes during dv, dout during S
+//   kernel   GEMMs (the buffer that each reads)   loads
+//   dq       dP (v), S (k), dq (k)                v during S and dq, k during dP
+//   dkv      S (q), dP (dout), dk (q), dv (dout)  q during dv, dout during S
 #ifndef LAYERS_ATTENTION_PORTABLE_BACKWARD_CUH
 #define LAYERS_ATTENTION_PORTABLE_BACKWARD_CUH
 
@@ -20,7 +21,7 @@
 
 namespace {
 
-// A warp's 32 x 32 of P or dS: [m][k] as pack_fragment leaves them, 16 bytes a lane.
+// A warp's 32 x 32 of P or dS: [m][k] as pack_fragment writes them, 16 bytes a lane.
 typedef uint4 Fragments[2][2][32];
 
 __device__ __forceinline__ void put_fragments(Fragments to, const uint32_t (&a)[2][2][4]) {
@@ -40,7 +41,7 @@ __device__ __forceinline__ void get_fragments(uint32_t (&a)[2][2][4], const Frag
     }
 }
 
-// The two warps of a pair wait for each other. A barrier's number that the compiler does not know would reserve all 16.
+// Barrier of the two warps of a pair. With a barrier number unknown to the compiler, it would reserve all 16.
 __device__ __forceinline__ void pair_sync(int pair) {
     if (pair == 0)
         named_sync(1, 64);
@@ -53,7 +54,7 @@ __device__ __forceinline__ void store_pair(floatX* to, float x, float y) { *(uin
 
 // --- dq ---
 
-// A block keeps its queries and their dout, a tile of keys and one of values.
+// Shared memory of a block: its queries and their dout, a tile of keys and one of values.
 template <int D>
 struct PortableQueriesShared {
     floatX q[3][STEP][D];
@@ -74,10 +75,10 @@ __global__ void __launch_bounds__(WARPS * 32, 2)
     const int side = warp % 2, mine = side * 32, others = 32 - mine;  // columns of a tile
     const auto [head, rank] = order.place(blockIdx.x);
     const int tile = order.tiles - 1 - rank, q0 = tile * STEP, pair_row = warp / 2 * 32;
-    const int row = pair_row + lane / 4;  // in the tile; the thread also holds the rows 8, 16 and 24 further
+    const int row = pair_row + lane / 4;  // in the tile; the thread also holds rows + 8, + 16 and + 24
     const float scale2 = shape.scale * LOG2E;
 
-    // Where the head lies in memory, and the first copies: q, dout and the first values; the first keys.
+    // The head's tensors, and the first copies: q, dout and the first values; then the first keys.
     const int64_t start = row_of(head, 0, T, H);
     kv += start * 4 * D, k_rope += head / H * shape.T * shape.k_rope_stride;
     auto copy_keys = [&](int n) {
@@ -93,7 +94,7 @@ __global__ void __launch_bounds__(WARPS * 32, 2)
     copy_tile<D, STEP, 2>(sh.dout, dout + start * 2 * D, shape.H * 2 * D, q0, T);
     copy_values(0);
 
-    // grad: dq, this warp's pieces. lse and delta are those of the rows that the thread holds.
+    // grad: the accumulator of dq, this warp's columns. lse and delta are those of the thread's rows.
     float grad[2][D * 3 / 16][4] = {}, lse_row[4], delta_row[4];
 #pragma unroll
     for (int i = 0; i < 4; i++) {
@@ -105,16 +106,16 @@ __global__ void __launch_bounds__(WARPS * 32, 2)
         float s[2][4][4] = {}, dp[2][4][4];
         uint32_t ds[2][2][4];
 
-        // The values have come, and all warps are done with the keys before: dP = dout v^T - delta while the new keys
-        // come.
+        // The values have arrived, and all warps are done with the preceding keys: dP = dout v^T - delta while the new
+        // keys load.
         copy_async_wait<0>();
         __syncthreads();
         copy_keys(n);
         for_each(dp, [&](float& x, int i, int) { x = delta_row[i]; });
         warp_multiply_rows<D, 2, STEP>(dp, sh.dout[0][pair_row], sh.v[0][mine]);
 
-        // The keys have come, and all warps are done with the values: S = q k^T, P = exp(scale S - lse) while the next
-        // values come.
+        // The keys have arrived, and all warps are done with the values: S = q k^T, P = exp(scale S - lse) while the
+        // next values load.
         copy_async_wait<0>();
         __syncthreads();
         if (n < tile) copy_values(n + 1);
@@ -129,7 +130,7 @@ __global__ void __launch_bounds__(WARPS * 32, 2)
         pack_fragment(ds, s, 0);
         put_fragments(sh.ds[warp], ds);
 
-        // dq += dS k: with the keys that this warp has dS of, then with those of the other warp of the pair.
+        // dq += dS k: first with the keys of this warp's dS, then with those of the other warp of the pair.
         const int at = lane_of_columns<D>(side);
         warp_multiply_add<D, 2>(grad, ds, sh.k[0][mine], at);
         pair_sync(warp / 2);
@@ -139,7 +140,7 @@ __global__ void __launch_bounds__(WARPS * 32, 2)
     for (int n = 0; n < tile; n++) step(n, std::false_type());
     step(tile, std::true_type());  // on the diagonal
 
-    // dq, times scale.
+    // Epilogue: dq, times scale.
 #pragma unroll
     for (int i = 0; i < 4; i++) {
         const int m = i / 2, half = i % 2, t = q0 + row + 8 * i;
@@ -153,7 +154,7 @@ __global__ void __launch_bounds__(WARPS * 32, 2)
 
 // --- dk, dv ---
 
-// A block keeps its keys and values, a tile of queries and one of their dout, with lse and delta.
+// Shared memory of a block: its keys and values, a tile of queries and one of their dout, with lse and delta.
 template <int D>
 struct PortableKeysShared {
     floatX k[3][STEP][D];
@@ -161,10 +162,10 @@ struct PortableKeysShared {
     floatX q[3][STEP][D];
     floatX dout[2][STEP][D];
     Fragments p[WARPS], ds[WARPS];
-    float lse[STEP], delta[STEP];  // as attention_delta_kernel leaves them
+    float lse[STEP], delta[STEP];  // as attention_delta_kernel writes them
 };
 
-// s (32, 32) starts from the same numbers in all rows, one a column.
+// Initializes s (32, 32): every row gets the same numbers, one per column.
 __device__ __forceinline__ void start_columns(float (&s)[2][4][4], const float* columns) {
 #pragma unroll
     for (int n = 0; n < 4; n++) {
@@ -188,7 +189,7 @@ __global__ void __launch_bounds__(WARPS * 32, 2)
     const int tile = rank, k0 = tile * STEP, pair_row = warp / 2 * 32, row = pair_row + lane / 4;
     const float scale2 = shape.scale * LOG2E;
 
-    // Where the head lies in memory, and the first copies: keys, values and the first queries; then their dout.
+    // The head's tensors, and the first copies: keys, values and the first queries; then their dout.
     const int64_t start = row_of(head, 0, T, H);
     q += start * 3 * D, dout += start * 2 * D, kv += start * 4 * D;
     k_rope += head / H * shape.T * shape.k_rope_stride, start_lse += head * padded, start_delta += head * padded;
@@ -209,14 +210,14 @@ __global__ void __launch_bounds__(WARPS * 32, 2)
     copy_tile<D, STEP, 2>(sh.v, kv + 2 * D, shape.H * 4 * D, k0, T);
     copy_queries(tile);
 
-    // The sums, this warp's pieces: dk with its rope part, and dv.
+    // Accumulators, this warp's columns: dk with its rope part, and dv.
     float dk[2][D * 3 / 16][4] = {}, dv[2][D / 8][4] = {};
     auto step = [&](int m, auto masked) {
         float s[2][4][4];
         uint32_t p[2][2][4], ds[2][2][4], other[2][2][4];
 
-        // The queries have come, and all warps are done with the dout before: S^T = k q^T - lse / scale, P^T =
-        // exp(scale S^T) while the new dout comes.
+        // The queries have arrived, and all warps are done with the preceding dout. While the new dout loads: S^T = k
+        // q^T - lse / scale and P^T = exp(scale S^T).
         copy_async_wait<0>();
         __syncthreads();
         copy_dout(m);
@@ -229,7 +230,7 @@ __global__ void __launch_bounds__(WARPS * 32, 2)
         pack_fragment(p, s, 0);
         put_fragments(sh.p[warp], p);
 
-        // dout has come: dP^T = v dout^T - delta, dS^T = P^T (dP^T - delta) with P as it is multiplied: rounded.
+        // dout has arrived: dP^T = v dout^T - delta, dS^T = P^T (dP^T - delta), with P rounded as the GEMM uses it.
         copy_async_wait<0>();
         __syncthreads();
         start_columns(s, sh.delta + mine);
@@ -242,14 +243,14 @@ __global__ void __launch_bounds__(WARPS * 32, 2)
         pack_fragment(ds, s, 0);
         put_fragments(sh.ds[warp], ds);
 
-        // dk += dS^T q: with the queries that this warp has dS of, then with those of the other warp of the pair.
+        // dk += dS^T q: first with the queries of this warp's dS, then with those of the other warp of the pair.
         const int at = lane_of_columns<D>(side);
         warp_multiply_add<D, 2>(dk, ds, sh.q[0][mine], at);
         pair_sync(warp / 2);
         get_fragments(other, sh.ds[warp ^ 1]);
         warp_multiply_add<D, 2>(dk, other, sh.q[0][others], at);
 
-        // All warps are done with the queries: the next come while dv += P^T dout.
+        // All warps are done with the queries: the next ones load during dv += P^T dout.
         __syncthreads();
         if ((m + 1) * STEP < T) copy_queries(m + 1);
         warp_multiply_add<D, 2>(dv, p, sh.dout[0][mine], at);
@@ -259,9 +260,9 @@ __global__ void __launch_bounds__(WARPS * 32, 2)
     step(tile, std::true_type());  // on the diagonal
     for (int m = tile + 1; m * STEP < T; m++) step(m, std::false_type());
 
-        // dk, times scale, and dv. The rope part is left per head in float.
 #pragma unroll
     for (int i = 0; i < 4; i++) {
+        // Epilogue: dk, times scale, and dv. The rope part is stored per head in float32.
         const int m = i / 2, e = i % 2 * 2, t = k0 + row + 8 * i, column = 8 * side + lane % 4 * 2;
         floatX* to = dkv + row_of(head, t, T, H) * 4 * D + column;
         float* part = rope_part + ((int64_t)head * T + t) * D + column;

@@ -1,5 +1,5 @@
 // One launch over a list of flat buffers, for the optimizers. Blocks first[b] .. first[b + 1] - 1 of the grid belong to
-// buffer b. The list travels as a kernel argument, 32 buffers at most; a longer list takes several launches.
+// buffer b. The list is a kernel argument of at most 32 buffers; a longer list takes several launches.
 #ifndef LAYERS_BUFFER_LIST_CUH
 #define LAYERS_BUFFER_LIST_CUH
 
@@ -13,7 +13,7 @@ struct BufferList {
     unsigned first[LIST_BUFFERS + 1];
 };
 
-// The buffer of this block. Lane b compares with the end of buffer b.
+// The buffer of this block: lane b compares with the end of buffer b.
 template <typename Buffer>
 static __device__ __forceinline__ int list_buffer(const BufferList<Buffer>& list) {
     return __popc(__ballot_sync(0xffffffffu, blockIdx.x >= list.first[threadIdx.x % 32 + 1]));
@@ -25,7 +25,7 @@ static __device__ __forceinline__ int64_t list_element(const BufferList<Buffer>&
     return ((blockIdx.x - list.first[b]) * (int64_t)LIST_THREADS + threadIdx.x) * 8;
 }
 
-// 8 moments, as they are stored: float32 or bf16.
+// 8 moments, stored as float32 or bf16.
 static __device__ __forceinline__ void load_moments(float m[8], const float* p) { load_real(m, p); }
 static __device__ __forceinline__ void load_moments(float m[8], const floatX* p) { load(m, p); }
 static __device__ __forceinline__ void store_moments(float* p, const float m[8]) { store_real(p, m); }

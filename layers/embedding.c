@@ -16,7 +16,7 @@ size_t embedding_workspace(int64_t N, int64_t V) { return (void)N, (void)V, 0; }
 void embedding_backward(real* dtable, const floatX* dout, const int32_t* token, int64_t N, int64_t V, int64_t C,
                         Ctx* ctx) {
     (void)V, (void)ctx;
-    // Tokens repeat, so threads must not share a row: each takes a stripe of columns and walks all tokens.
+    // Tokens repeat, so threads must not share a row. Each thread owns a stripe of columns and walks all tokens.
     const int64_t stripe = 32;
 #pragma omp parallel for schedule(dynamic)
     for (int64_t c0 = 0; c0 < C; c0 += stripe) {

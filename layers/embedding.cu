@@ -1,17 +1,23 @@
-// Token embedding. forward: a warp copies a row in 16-byte pieces; bound by memory.
+// Token embedding.
 //
-// backward: tokens repeat, so rows of dtable are sums. The positions are sorted by token (layers/sort.cuh, as many
-// passes of up to 9 bits as the vocabulary needs: two from 513 to 262144 tokens), which brings equal tokens together in
-// the order of n; then a warp a token and stripe of columns adds its rows, and 16 warps share a token that occurs more
-// than 32 times, their sums added in order. Bound by the most frequent token's rows, a tenth of all where tokens are
-// bytes. Only rows that occur are touched: no pass over V x C. No atomics on floats.
+// Forward: one warp copies a row in 16-byte vectors. Bound by memory.
+//
+// Backward: tokens repeat, so rows of dtable are sums over positions.
+//
+//   1. Radix sort of the positions by token id, stable (layers/sort.cuh). Digits have up to 9 bits: a vocabulary of 513
+//      to 262144 tokens takes two passes.
+//   2. One warp per (token, stripe of 256 columns) adds the rows of dout in the order of n.
+//   3. A token with more than 32 occurrences uses 16 warps, whose sums are added in order.
+//
+// Bound by the rows of the most frequent token: a tenth of all rows where tokens are bytes. Only rows that occur are
+// written: no pass over V x C. No atomics on floats.
 #include "layers/embedding.h"
 #include "layers/rows.cuh"
 #include "layers/sort.cuh"
 
 static __global__ void embedding_forward_kernel(floatX* out, const int32_t* token, const floatX* table, int64_t N,
                                                 int64_t C) {
-    // A warp a token.
+    // One warp per token.
     const int64_t n = blockIdx.x * 8 + threadIdx.x / 32;
     if (n < N) copy_row(out + n * C, table + token[n] * C, C);
 }
@@ -31,7 +37,7 @@ struct Digit {
 
 struct Place {
     int32_t *token_out, *position_out;
-    const int32_t *token, *position;  // position NULL: the first pass, elements stand where they are
+    const int32_t *token, *position;  // position NULL (first pass): element i has position i
     __device__ void operator()(int64_t i, int32_t place) const {
         token_out[place] = token[i];
         position_out[place] = position ? position[i] : (int32_t)i;
@@ -39,7 +45,7 @@ struct Place {
     __device__ void finish(const int32_t*, const int32_t*, int) const {}
 };
 
-// Warps of a block, and rows that each has under way at a time.
+// Warps of a block, and rows that each warp has in flight.
 enum { RUN_WARPS = 16, ROWS_AT_ONCE = 8 };
 
 // acc += dout[position[i]] for i in first..last-1, in order.
@@ -47,11 +53,11 @@ static __device__ __forceinline__ void add_rows(float acc[8], const floatX* dout
                                                 int64_t first, int64_t last, int64_t c, int64_t C) {
     const int lane = threadIdx.x % 32;
     for (int64_t i0 = first; i0 < last; i0 += 32) {
-        // 32 positions at a time, one a lane.
+        // 32 positions at a time, one per lane.
         const int count = last - i0 < 32 ? (int)(last - i0) : 32;
         const int mine = lane < count ? position[i0 + lane] : 0;
         for (int u = 0; u < count; u += ROWS_AT_ONCE) {
-            // Some rows are loaded, then added in order.
+            // ROWS_AT_ONCE rows are loaded, then added in order.
             Piece p[ROWS_AT_ONCE] = {};
 #pragma unroll
             for (int j = 0; j < ROWS_AT_ONCE; j++) {
@@ -69,16 +75,16 @@ static __device__ __forceinline__ void add_rows(float acc[8], const floatX* dout
     }
 }
 
-// The end of the run of equal tokens that starts at `first`, found by the whole warp.
+// The end of the run of equal tokens that starts at `first`. The whole warp searches it.
 static __device__ __forceinline__ int64_t run_end(const int32_t* token, int64_t first, int64_t N) {
     const int32_t id = token[first];
     const int64_t i = first + threadIdx.x % 32;
 
-    // Most runs are short: the lanes look at 32 positions at once.
+    // Most runs are short: the lanes compare 32 positions at once.
     unsigned same = __ballot_sync(0xffffffffu, i < N && token[i] == id);
     if (~same) return first + __ffs(~same) - 1;
 
-    // Of a longer one the end is found by halving.
+    // The end of a longer run: binary search.
     int64_t low = first + 31, high = N;  // token[low] == id; high: beyond
     while (high - low > 1) {
         int64_t middle = (low + high) / 2;
@@ -90,14 +96,14 @@ static __device__ __forceinline__ int64_t run_end(const int32_t* token, int64_t 
     return high;
 }
 
-// Block: RUN_WARPS sorted positions (x) and a stripe of 256 columns (y). Warp w takes the run that starts at position
-// w, if any.
+// A block has RUN_WARPS sorted positions (x) and a stripe of 256 columns (y). Warp w owns the run that starts at
+// position w, if any.
 static __global__ void __launch_bounds__(32 * RUN_WARPS)
     embedding_backward_kernel(float* dtable, const floatX* dout, const int32_t* token, const int32_t* position,
                               int64_t N, int64_t C) {
     wait_for_previous();
     __shared__ __align__(16) float part[RUN_WARPS][256];
-    __shared__ int64_t ends[RUN_WARPS];  // of runs that the whole block shares, else 0
+    __shared__ int64_t ends[RUN_WARPS];  // ends of long runs, which the whole block shares; else 0
     const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
     // Does a run start at this warp's position, and is it long?
     const int64_t first = blockIdx.x * (int64_t)RUN_WARPS, i = first + warp, stripe = blockIdx.y * (int64_t)256,
@@ -107,7 +113,7 @@ static __global__ void __launch_bounds__(32 * RUN_WARPS)
     const bool shared = end - i > 32;
     if (lane == 0) ends[warp] = shared ? end : 0;
 
-    // A short run is the warp's own.
+    // A short run: the warp adds all of its rows.
     if (end && !shared) {
         float* d = dtable + token[i] * C + c;
         float acc[8] = {};
@@ -117,9 +123,10 @@ static __global__ void __launch_bounds__(32 * RUN_WARPS)
     }
     __syncthreads();
 
-    // Long runs one after the other: each warp adds its share, then a thread a column the warps' sums in order.
+    // Long runs, one after the other: each warp adds its share of the rows. Then each thread adds one column of the
+    // warps' sums, in order.
     for (int s = 0; s < RUN_WARPS; s++) {
-        if (!ends[s]) continue;  // the same for all threads
+        if (!ends[s]) continue;  // block-uniform
         const int64_t start = first + s, length = ends[s] - start;
         float acc[8] = {};
         add_rows(acc, dout, position, start + length * warp / RUN_WARPS, start + length * (warp + 1) / RUN_WARPS, c, C);
@@ -147,17 +154,17 @@ void embedding_backward(real* dtable, const floatX* dout, const int32_t* token, 
     if (N == 0) return;
     ASSERT(N < INT32_MAX && wide(C, dtable, dout));
 
-    // Token and position, and again: passes go from one pair to the other.
+    // Two pairs (token, position): each pass sorts from one pair into the other.
     int32_t* sorted[4];
     sorted[0] = ctx_workspace<int32_t>(ctx, embedding_workspace(N, V) / sizeof(int32_t));
     for (int i = 1; i < 4; i++) sorted[i] = sorted[i - 1] + N;
 
-    // As few passes as the vocabulary needs, over digits of equal size.
+    // The fewest passes that cover the vocabulary, with digits of equal size.
     int bits = 1;
     while (V > (int64_t)1 << bits) bits++;
     int passes = (int)ceil_div(bits, DIGIT_BITS), digit = (int)ceil_div(bits, passes);
     const int32_t *tokens = token, *positions = NULL;
-    // From the lowest digit up.
+    // Least significant digit first.
     for (int pass = 0; pass < passes; pass++) {
         int32_t **out = sorted + 2 * (pass % 2), mask = (1 << digit) - 1;
         counting_sort(Digit{tokens, pass * digit, mask}, Place{out[0], out[1], tokens, positions}, N, 1 << digit, 1,
@@ -165,7 +172,7 @@ void embedding_backward(real* dtable, const floatX* dout, const int32_t* token, 
         tokens = out[0], positions = out[1];
     }
 
-    // Rows of equal tokens lie together now.
+    // Equal tokens are adjacent now: sum their rows.
     const dim3 grid(blocks_for(N, RUN_WARPS), blocks_for(C, 256));
     launch_early(embedding_backward_kernel, grid, 32 * RUN_WARPS, 0, ctx, dtable, dout, tokens, positions, N, C);
 }

@@ -12,7 +12,7 @@ void embedding_forward(floatX* out,           // (N, C)
                        const floatX* table,   // (V, C)
                        int64_t N, int64_t C, Ctx* ctx);
 
-// dtable[token[n]] += dout[n], summed in an order that follows from the tokens alone (no atomics).
+// dtable[token[n]] += dout[n]. The order of the sums depends on the tokens alone (no atomics).
 void embedding_backward(real* dtable,          // (V, C), +=
                         const floatX* dout,    // (N, C)
                         const int32_t* token,  // (N)

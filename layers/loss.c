@@ -10,7 +10,7 @@ void cross_entropy(real* loss, floatX* logits, const int32_t* target, int64_t N,
         // The largest logit of a row, and the sum of exp(z - top).
         floatX* z = logits + n * Vp;
         real top = z[0], sum = 0;
-        // A NaN logit must not get lost in the maximum: it reaches the loss through the sum.
+        // The maximum may drop a NaN logit; it reaches the loss through the sum.
 #pragma omp simd reduction(max : top)
         for (int64_t v = 0; v < V; v++) top = z[v] > top ? z[v] : top;
 #pragma omp simd reduction(+ : sum)
@@ -20,7 +20,7 @@ void cross_entropy(real* loss, floatX* logits, const int32_t* target, int64_t N,
         loss[n] = log(sum) + (top - z[target[n]]);  // in this order small losses keep their digits
         if (dscale == 0) continue;
 
-        // The gradient over the logits: dscale (softmax(z) - onehot(target)). Padding gets none.
+        // The gradient overwrites the logits: dscale (softmax(z) - onehot(target)). It is 0 in the padding.
         real scale = (real)dscale / sum;
 #pragma omp simd
         for (int64_t v = 0; v < V; v++) z[v] = scale * exp(z[v] - top);

@@ -1,10 +1,18 @@
-// Cross-entropy: bound by memory. Four blocks (a cluster) share a row of logits: each copies its quarter once into
-// shared memory, where every thread reads what it copied itself, and sums exponentials under a running maximum; the
-// four exchange maximum and sum through distributed shared memory, and write the gradient over the logits. A cluster
-// takes several rows in turn: as soon as the gradient has read a piece, the next row's is on its way into its place, so
-// that reads and writes of an SM go side by side. Padding lies in shared memory as -inf and whole batches of pieces are
-// taken without a branch, so that a logit costs 5 instructions in either pass, one of them ex2.approx (2^-22; its unit
-// is busy for 60 % of the time). Sums in float32 in a fixed order.
+// Cross-entropy, fused forward and backward. Bound by memory. How it works:
+//
+//   1. A thread block cluster of four blocks shares a row of logits. Each block copies its quarter once into shared
+//      memory (cp.async); every thread reads only what it copied itself.
+//   2. Online softmax: each thread sums exponentials under a running maximum.
+//   3. Reduction over the warp, the block and the cluster. The four blocks exchange maximum and sum through distributed
+//      shared memory.
+//   4. The gradient overwrites the logits.
+//
+// A cluster processes several rows. Prefetch: as soon as a 16-byte vector of this row is consumed, cp.async loads the
+// next row's vector into its slot. So reads and writes of an SM overlap.
+//
+// Padding is -inf in shared memory, and full batches of vectors are processed without branches. So a logit costs 5
+// instructions in either pass. One of them is ex2.approx (2^-22), whose unit is busy for 60 % of the time. Sums are in
+// float32, in a fixed order.
 #include <cooperative_groups.h>
 #include <cuda_pipeline_primitives.h>
 
@@ -15,9 +23,10 @@ enum { CLUSTER = 4, THREADS = 256, WARPS = THREADS / 32, BATCH = 3, ROWS = 4, RO
 
 static const float LOG2_E = 1.44269504f, LN_2 = 0.693147181f, LOWEST = -1e38f;
 
-// A running maximum, times log2 e and rounded, and the sum of 2^(z log2 e - top): one multiply-add and one ex2 a logit,
-// and a rounding of top that cancels in log2(sum) + top. The maximum starts at LOWEST, not at -inf, so that a logit of
-// -inf among others counts nothing; all of them -inf make a loss that is not finite. NaN goes through the sum.
+// The state of an online softmax: a running maximum, times log2 e and rounded, and the sum of 2^(z log2 e - top). A
+// logit costs one multiply-add and one ex2. The rounding of top cancels in log2(sum) + top. The maximum starts at
+// LOWEST, not at -inf, so that a logit of -inf among others adds nothing. If all logits are -inf, the loss is not
+// finite. NaN propagates through the sum.
 struct Softmax {
     float top, sum;
     __device__ void add(float other_top, float other_sum) {
@@ -27,7 +36,7 @@ struct Softmax {
     }
 };
 
-// The largest of B pieces, two at a time. NaN loses, as in fmaxf.
+// The maximum of B vectors, two elements at a time. NaN is dropped, as in fmaxf.
 template <int B>
 static __device__ __forceinline__ float top_of(const Piece p[B]) {
     const __nv_bfloat162* pair = (const __nv_bfloat162*)p;
@@ -37,8 +46,8 @@ static __device__ __forceinline__ float top_of(const Piece p[B]) {
     return fmaxf(__low2float(top), __high2float(top));
 }
 
-// GPUs before Hopper know no clusters: cross_entropy_row_kernel is theirs, and that of vocabularies which are larger,
-// or too small for a cluster's threads.
+// GPUs before Hopper have no clusters and use cross_entropy_row_kernel. It is also the kernel for vocabularies that are
+// larger, or too small for a cluster's threads.
 #if defined(__CUDA_ARCH__) && __CUDA_ARCH__ < 900
 #define IN_CLUSTERS
 #else
@@ -50,25 +59,25 @@ static __global__ void IN_CLUSTERS __launch_bounds__(THREADS, 4)
                          float dscale) {
 #if !defined(__CUDA_ARCH__) || __CUDA_ARCH__ >= 900
     wait_for_previous();
-    // What of the row is this block's: `count` pieces from `first` on.
+    // This block's quarter of the row: `count` vectors from `first` on.
     extern __shared__ __align__(16) char quarter[];
     __shared__ Softmax of_warp[WARPS], of_block[2][CLUSTER];
     Piece* kept = (Piece*)quarter;
     cooperative_groups::cluster_group cluster = cooperative_groups::this_cluster();
     const int rank = (int)cluster.block_rank(), warp = threadIdx.x / 32, lane = threadIdx.x % 32;
     const int pieces = (int)(Vp / 8), per = (pieces + CLUSTER - 1) / CLUSTER, first = rank * per;
-    const int count = min(per, pieces - first);  // pieces of this block
+    const int count = min(per, pieces - first);  // vectors of this block
     const int valid = (int)V - first * 8;        // its logits that are not padding
     const int64_t next = gridDim.x / CLUSTER;
 
-    // Pieces of this thread, BATCH at a time as long as they last.
+    // Calls take() for the vectors of this thread, in full batches of BATCH and then one by one.
     auto in_batches = [&](auto take) {
         int i = threadIdx.x;
         for (; i + (BATCH - 1) * THREADS < count; i += BATCH * THREADS) take(i, Int<BATCH>());
         for (; i < count; i += THREADS) take(i, Int<1>());
     };
 
-    // Starts the copy of a piece; padding becomes -inf.
+    // Starts the copy of a vector; padding becomes -inf.
     auto fetch = [&](int i, const floatX* z) {
         const floatX* from = z + (int64_t)i * 8;
         if ((i + 1) * 8 <= valid) {
@@ -83,6 +92,7 @@ static __global__ void IN_CLUSTERS __launch_bounds__(THREADS, 4)
         }
     };
 
+    // The first row starts to load.
     int64_t n = blockIdx.x / CLUSTER;
     floatX* z = logits + n * Vp + (int64_t)first * 8;
     for (int i = threadIdx.x; i < count; i += THREADS) fetch(i, z);
@@ -117,7 +127,7 @@ static __global__ void IN_CLUSTERS __launch_bounds__(THREADS, 4)
             }
         });
 
-        // Those of the warp, of the block and of the cluster: every block gets the others'.
+        // Reduction over the warp, the block and the cluster: every block receives the partial results of the others.
 #pragma unroll
         for (int d = 16; d; d /= 2)
             mine.add(__shfl_xor_sync(0xffffffffu, mine.top, d), __shfl_xor_sync(0xffffffffu, mine.sum, d));
@@ -133,7 +143,7 @@ static __global__ void IN_CLUSTERS __launch_bounds__(THREADS, 4)
         Softmax all = of_block[turn][0];
         for (int r = 1; r < CLUSTER; r++) all.add(of_block[turn][r].top, of_block[turn][r].sum);
 
-        // The gradient over the logits, dscale softmax(z), while the next row comes into its place.
+        // The gradient dscale softmax(z) overwrites the logits. Meanwhile the next row is prefetched into the slots.
         const float scale = dscale / all.sum;
         const bool more = n + next < N;
         const bool owner = right >= 0 && right < count * 8 && right / 8 % THREADS == threadIdx.x;
@@ -168,11 +178,11 @@ static __global__ void IN_CLUSTERS __launch_bounds__(THREADS, 4)
 #endif
 }
 
-// A block a row, which is read twice; the second time mostly from the caches. For every GPU, and any vocabulary.
+// One block per row. The row is read twice, the second time mostly from the caches. For every GPU, and any vocabulary.
 template <int THREADS>
 static __global__ void __launch_bounds__(THREADS)
     cross_entropy_row_kernel(float* loss, floatX* logits, const int32_t* target, int64_t V, int64_t Vp, float dscale) {
-    // The row, eight logits at a time; padding, which may hold anything, counts as -inf.
+    // A read of eight logits; padding, which may hold anything, counts as -inf.
     wait_for_previous();
     constexpr int WARPS = THREADS / 32;
     __shared__ Softmax of_warp[WARPS];
@@ -186,7 +196,7 @@ static __global__ void __launch_bounds__(THREADS)
             if (c + j >= V) f[j] = -INFINITY;
     };
 
-    // Maximum and sum of exponentials: of the thread, of the warp, of the block.
+    // Online softmax of the thread, then the reduction over the warp and the block.
     Softmax all = {LOWEST, 0};
     for (int64_t c = threadIdx.x * 8; c < Vp; c += THREADS * 8) {
         float f[8], sum = 0, top = all.top;
@@ -208,7 +218,7 @@ static __global__ void __launch_bounds__(THREADS)
     if (threadIdx.x == 0) loss[blockIdx.x] = LN_2 * (log2f(all.sum) + fmaf(-z_right, LOG2_E, all.top));
     if (dscale == 0) return;
 
-    // The gradient over the logits, dscale (softmax(z) - 1 at the target).
+    // The gradient overwrites the logits: dscale (softmax(z) - 1 at the target).
     const float scale = dscale / all.sum;
     for (int64_t c = threadIdx.x * 8; c < Vp; c += THREADS * 8) {
         float f[8];
@@ -227,12 +237,12 @@ void cross_entropy(real* loss, floatX* logits, const int32_t* target, int64_t N,
     // A quarter of a row fits in shared memory up to 450560 logits.
     const int64_t shared = ceil_div(Vp / 8, CLUSTER) * 8 * (int64_t)sizeof(floatX);
     if (ctx->portable || shared > 220 << 10 || Vp <= ROW_LOGITS) {
-        const bool narrow = Vp <= 32 * 8 * 4;  // four turns of a warp
+        const bool narrow = Vp <= 32 * 8 * 4;  // four iterations of a warp
         return launch_early(narrow ? cross_entropy_row_kernel<32> : cross_entropy_row_kernel<THREADS>, (unsigned)N,
                             narrow ? 32 : THREADS, 0, ctx, loss, logits, target, V, Vp, dscale);
     }
 
-    // As many clusters as leave each a few rows, so that copies and sums overlap.
+    // The number of clusters leaves each a few rows, so that copies and sums overlap.
     const int64_t clusters = ceil_div(N, min_i64(ROWS, ceil_div(N, ctx->sms)));
     launch_early(cross_entropy_kernel, clusters * CLUSTER, THREADS, shared, ctx, loss, logits, target, N, V, Vp,
                  dscale);

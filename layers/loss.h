@@ -1,4 +1,5 @@
-// Cross-entropy over the vocabulary, for a chunk of tokens at a time so that the logits of a batch never exist whole.
+// Cross-entropy loss over the vocabulary. The caller passes a chunk of tokens at a time, so that the logits of a batch
+// never exist whole.
 #ifndef LAYERS_LOSS_H
 #define LAYERS_LOSS_H
 
@@ -6,10 +7,11 @@
 
 BEGIN_C
 
-// loss[n] = ln sum_{v < V} exp(logits[n][v]) - logits[n][target[n]], in nats. Columns V..Vp-1 are padding: they take no
-// part. If dscale is not 0, logits is overwritten by the gradient of dscale * sum_n loss[n]:
-//   dscale * (softmax(logits)[v] - [v == target]), 0 in the padding. Else logits is left alone.
-// On the GPU Vp is a multiple of 8.
+//   loss[n] = ln sum_{v < V} exp(logits[n][v]) - logits[n][target[n]]                              in nats
+//   logits[n][v] = dscale * (softmax(logits[n])[v] - [v == target[n]]), 0 in the padding           if dscale is not 0
+//
+// The second line is the gradient of dscale * sum_n loss[n], written over the logits. With dscale 0 the logits stay
+// unchanged. Columns V..Vp-1 are padding and are ignored. On the GPU Vp is a multiple of 8.
 void cross_entropy(real* loss,             // (N)
                    floatX* logits,         // (N, Vp), in: logits, out: their gradient
                    const int32_t* target,  // (N), 0..V-1

@@ -2,9 +2,9 @@
 
 #include "device/cpu.h"
 
-// Each loop hands out tiles of the output; a tile is one product on one thread. Tiles span the output's full width (or,
-// in wgrad, TILE rows of dW by the full depth), which keeps the packing that CBLAS does per call small beside the
-// product.
+// Each parallel loop is over tiles of the output; a tile is one GEMM on one thread. Tiles have the output's full width
+// (in wgrad: TILE / 2 rows of dW and the full depth). This keeps the packing, which CBLAS repeats per call, small
+// relative to the GEMM.
 
 void matmul_forward(floatX* y, const floatX* x, const floatX* w, int64_t N, int64_t IC, int64_t OC, Ctx* ctx) {
     (void)ctx;

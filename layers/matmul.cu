@@ -1,6 +1,6 @@
-// Dense products through cuBLASLt: bf16 in, float32 accumulation, bf16 out (float32 for forward_real and wgrad). Bound
-// by the tensor cores at the model's sizes; the library reaches about 80 % of their dense peak there, so dense products
-// are left to it.
+// Dense GEMMs by cuBLASLt: bf16 inputs, float32 accumulation, bf16 output (float32 for forward_real and wgrad). Bound
+// by the tensor cores at the model's sizes. The library reaches about 80 % of their dense peak there, so there is no
+// kernel of our own.
 #include "layers/matmul.h"
 
 #include "device/lt.cuh"

@@ -1,4 +1,4 @@
-// Matrix product with a weight stored (OC, IC), as Hugging Face stores it: y = x W^T. No bias.
+// Dense GEMMs of a linear layer, y = x W^T, without bias. The weight is stored (OC, IC), as in Hugging Face models.
 #ifndef LAYERS_MATMUL_H
 #define LAYERS_MATMUL_H
 
@@ -12,7 +12,7 @@ void matmul_forward(floatX* y,        // (N, OC)
                     const floatX* w,  // (OC, IC)
                     int64_t N, int64_t IC, int64_t OC, Ctx* ctx);
 
-// y = x W^T, left in real
+// y = x W^T, not rounded (real)
 void matmul_forward_real(real* y,          // (N, OC)
                          const floatX* x,  // (N, IC)
                          const floatX* w,  // (OC, IC)
@@ -30,7 +30,7 @@ void matmul_wgrad(real* dw,          // (OC, IC)
                   const floatX* x,   // (N, IC)
                   int64_t N, int64_t IC, int64_t OC, int accumulate, Ctx* ctx);
 
-// Bytes of workspace that products may use (the library's split sums).
+// Bytes of workspace that the GEMMs may use (split-K sums of the library).
 size_t matmul_workspace(void);
 
 END_C

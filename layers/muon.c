@@ -21,7 +21,7 @@ void muon_momentum(const MuonBuffer* buffers, int count, int bf16, const Muon* o
     }
 }
 
-// A, then b A + c A A, then the next X, each of all matrices.
+// A, then B = b A + c A A, then the next X, each for all matrices.
 int64_t muon_work(int64_t count, int64_t rows, int64_t columns) {
     const int64_t small = min_i64(rows, columns);
     return count * (2 * small * small + rows * columns);
@@ -29,8 +29,8 @@ int64_t muon_work(int64_t count, int64_t rows, int64_t columns) {
 
 size_t muon_workspace(void) { return 0; }
 
-// next = a x + (b A + c A A) x with A = x x^T; of tall matrices from the right, with A = x^T x. By tiles of rows of
-// each result, all matrices together.
+// next = a x + (b A + c A A) x with A = x x^T. Tall matrices are multiplied from the right, with A = x^T x. Parallel
+// over tiles of rows of each result, for all matrices together.
 static void newton_schulz(real* next, const real* x, real* A, real* B, int64_t count, int64_t rows, int64_t columns) {
     const int tall = rows > columns;
     const int64_t small = min_i64(rows, columns), large = max_i64(rows, columns), n = rows * columns,
@@ -82,14 +82,14 @@ void muon_orthogonalize(floatX* x, floatX* work, int64_t count, int64_t rows, in
         for (int64_t j = 0; j < n; j++) x[i * n + j] *= per_norm;
     }
 
-    // Towards an orthogonal matrix; the two places of X in turns.
+    // Newton-Schulz iterations, with two buffers of X used in turn.
     for (int step = 0; step < MUON_STEPS; step++) {
         newton_schulz(to, from, A, B, count, rows, columns);
         real* other = from;
         from = to, to = other;
     }
 
-    // To AdamW's size.
+    // The size of AdamW's updates.
     const real scale = (real)(0.2 * sqrt((double)max_i64(rows, columns)));
 #pragma omp parallel for schedule(static)
     for (int64_t j = 0; j < count * n; j++) x[j] = scale * from[j];

@@ -1,13 +1,13 @@
-// Muon. Momentum and update are bound by memory: a thread takes 8 elements. Newton-Schulz is three GEMMs an iteration,
-// bound by the tensor cores. cuBLASLt's strided batches take all matrices of a parameter at once. They add b A and a X
-// as their C operand, so no other kernel passes over the matrices:
+// Muon. Momentum and update are bound by memory: a thread owns 8 elements. Newton-Schulz takes three GEMMs per
+// iteration, bound by the tensor cores. cuBLASLt's strided batches compute all matrices of a parameter at once. The
+// terms b A and a X are added as the C operand, so no other kernel passes over the matrices:
 //
 //   A    = X X^T                  2 small^2 large FLOPs a matrix
 //   B    = c A A + b A            2 small^3
 //   next = B X + a X              2 small^2 large        (the last one times 0.2 sqrt(max(rows, columns)))
 //
-// The norm of X is a sum in double over chunks in a fixed order: one block a chunk, then each block adds all sums of
-// its matrix before it scales a chunk.
+// The norm of X is a reduction in double over chunks, in a fixed order. One block sums a chunk. Then each block adds
+// all sums of its matrix before it scales a chunk.
 #include "layers/muon.h"
 
 #include "device/lt.cuh"
@@ -42,7 +42,7 @@ void muon_momentum(const MuonBuffer* buffers, int count, int bf16, const Muon* o
     launch_list(bf16 ? muon_momentum_kernel<floatX> : muon_momentum_kernel<float>, buffers, count, ctx, opt, state);
 }
 
-// The sum over a block, in every thread.
+// The sum over a block, returned in every thread.
 static __device__ __forceinline__ double block_sum(double x) {
     __shared__ double part[THREADS / 32];
     x = warp_sum(x);
@@ -53,7 +53,7 @@ static __device__ __forceinline__ double block_sum(double x) {
     return sum;
 }
 
-// squares[matrix][chunk], blocks of (chunks, matrices).
+// squares[matrix][chunk] = sum of squares; grid (chunks, matrices).
 static __global__ void __launch_bounds__(THREADS) muon_square_kernel(double* squares, const floatX* x, int64_t n) {
     wait_for_previous();
     const int64_t first = blockIdx.x * (int64_t)CHUNK, end = min(first + CHUNK, n);
@@ -88,7 +88,7 @@ static __global__ void __launch_bounds__(THREADS)
     }
 }
 
-// A, B, a second X, and the sums of the chunks.
+// A, B, a second X, and the sums of squares of the chunks.
 int64_t muon_work(int64_t count, int64_t rows, int64_t columns) {
     const int64_t small = min_i64(rows, columns), n = rows * columns;
     return count * (2 * small * small + n + ceil_div(n, CHUNK) * (int64_t)(sizeof(double) / sizeof(floatX)));
@@ -104,25 +104,28 @@ void muon_orthogonalize(floatX* x, floatX* work, int64_t count, int64_t rows, in
     double* squares = (double*)(other + count * n);
     ASSERT(wide(n, x, other));
 
-    // X = u / ||u||, in the second place: after an odd number of steps the result is in x.
+    // X = u / ||u||, in the second buffer. After an odd number of steps the result is in x.
     static_assert(MUON_STEPS % 2 == 1, "the result is in the second place");
     const dim3 blocks(blocks_for(n, CHUNK), (unsigned)count);
     launch_early(muon_square_kernel, blocks, THREADS, 0, ctx, squares, x, n);
     launch_early(muon_normalize_kernel, blocks, THREADS, 0, ctx, other, x, squares, n);
 
-    // Newton-Schulz, the two places of X in turns. The last X has AdamW's size.
+    // Newton-Schulz, with two buffers of X used in turn. The last X has the size of AdamW's updates.
     for (int step = 0; step < MUON_STEPS; step++) {
         floatX *from = step % 2 ? x : other, *to = step % 2 ? other : x;
         const float size = step == MUON_STEPS - 1 ? (float)(0.2 * sqrt((double)large)) : 1;
+        // A = X X^T, or X^T X
         LtProduct gram = {.m = small, .n = small, .k = large, .transpose_a = tall, .transpose_b = !tall};
         gram.batch = {count, n, n, n2};
         lt_multiply({A, small}, {from, columns}, {from, columns}, gram, ctx);
 
+        // B = c A A + b A
         LtProduct polynomial = {.m = small, .n = small, .k = small};
         polynomial.batch = {count, n2, n2, n2};
         polynomial.alpha = (float)MUON_C, polynomial.beta = (float)MUON_B, polynomial.c = A;
         lt_multiply({B, small}, {A, small}, {A, small}, polynomial, ctx);
 
+        // X = B X + a X, or X B + a X
         LtProduct next = {.m = rows, .n = columns, .k = small};
         next.batch = {count, tall ? n : n2, tall ? n2 : n, n};
         next.alpha = size, next.beta = size * (float)MUON_A, next.c = from;

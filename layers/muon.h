@@ -1,16 +1,16 @@
-// Muon (K. Jordan et al. 2024, kellerjordan.github.io/posts/muon): momentum, made orthogonal, for matrices. The variant
-// of Moonlight (arXiv 2502.16982, section 2.2), whose updates have AdamW's size, so that its learning rates and weight
-// decay serve. For each matrix (rows, columns):
+// Muon (K. Jordan et al. 2024, kellerjordan.github.io/posts/muon): orthogonalized momentum for matrices. This is the
+// variant of Moonlight (arXiv 2502.16982, section 2.2). Its updates have the size of AdamW's, so it uses AdamW's
+// learning rates and weight decay. For each matrix (rows, columns):
 //
 //   m = momentum m + g,   u = g + momentum m                     muon_momentum; Nesterov, g = grad_scale * grad
 //   X = u / (||u||_F + MUON_EPS)                                 muon_orthogonalize
-//   MUON_STEPS times:  A = X X^T,   X = a X + (b A + c A A) X    Newton-Schulz; with X^T X where columns are fewer
+//   MUON_STEPS times:  A = X X^T,   X = a X + (b A + c A A) X    Newton-Schulz; with X^T X if columns < rows
 //   X = 0.2 sqrt(max(rows, columns)) X
 //   w = w - lr (X + weight_decay w)                              muon_update
 //
-// The iteration moves all singular values of X to near 1: those from 0.01 on to 0.68 .. 1.14. A singular value of 0
-// stays 0. An expert that got no tokens has g = 0: its momentum shrinks by `momentum` a step, and its update keeps the
-// direction and the size that it had. A matrix of zeros has the update 0.
+// The iteration moves all singular values of X close to 1: those from 0.01 on to 0.68 .. 1.14. A singular value of 0
+// stays 0. An expert without tokens has g = 0: its momentum shrinks by `momentum` per step, and its update keeps its
+// direction and size. A matrix of zeros has the update 0.
 //
 // GEMMs are bf16 with float32 accumulation in the CUDA build, and real on the CPU.
 #ifndef LAYERS_MUON_H
@@ -26,12 +26,12 @@ enum { MUON_STEPS = 5 };
 #define MUON_B (-4.7750)
 #define MUON_C 2.0315
 
-// In device memory, as AdamW's.
+// Per-step hyperparameters, in device memory (as AdamW).
 typedef struct Muon {
     float lr, momentum, weight_decay;
 } Muon;
 
-// A flat buffer of n elements, and its momentum, gradient and weights.
+// A flat buffer of n elements, with its momentum, gradient and weights.
 typedef struct MuonBuffer {
     floatX* x;  // u, and then the update
     void* m;    // real, or bf16
@@ -41,18 +41,18 @@ typedef struct MuonBuffer {
     int64_t n;
 } MuonBuffer;
 
-// x = u and the new m of each buffer; m is bf16 with bf16 1. If state->ok is 0, m stays as it is and x is undefined.
-// On the GPU n is a multiple of 8.
+// x = u, and the new m, of each buffer. If bf16 is 1, m is bf16. If state->ok is 0, m stays unchanged and x is
+// undefined. On the GPU n is a multiple of 8.
 void muon_momentum(const MuonBuffer* buffers, int count, int bf16, const Muon* opt, const StepState* state, Ctx* ctx);
 
-// In place, of `count` matrices that follow one another. On the GPU rows and columns are multiples of 8.
+// Orthogonalizes `count` consecutive matrices in place. On the GPU rows and columns are multiples of 8.
 void muon_orthogonalize(floatX* x,     // (count, rows, columns)
                         floatX* work,  // muon_work elements
                         int64_t count, int64_t rows, int64_t columns, Ctx* ctx);
-int64_t muon_work(int64_t count, int64_t rows, int64_t columns);  // in proportion to count
+int64_t muon_work(int64_t count, int64_t rows, int64_t columns);  // proportional to count
 size_t muon_workspace(void);
 
-// master = master - lr (x + weight_decay master),  weight = round(master), of each buffer. Nothing is written if
+// master = master - lr (x + weight_decay master), weight = round(master), for each buffer. Nothing is written if
 // state->ok is 0. On the GPU n is a multiple of 8.
 void muon_update(const MuonBuffer* buffers, int count, const Muon* opt, const StepState* state, Ctx* ctx);
 

@@ -33,16 +33,16 @@ size_t rmsnorm_workspace(int64_t N, int64_t C) { return (size_t)(ceil_div(N, TIL
 
 void rmsnorm_backward(floatX* dx, real* dw, const floatX* dy, const floatX* x, int64_t stride, const floatX* w,
                       const real* rstd, int64_t N, int64_t C, int accumulate, Ctx* ctx) {
-    // dw is a sum over all tokens: each tile of tokens writes its own partial sum, added up in order afterwards.
+    // dw is a sum over all tokens. Each tile of tokens writes its own partial sum; these are added in order afterwards.
     int64_t tiles = ceil_div(N, TILE);
     real* partial = ctx_workspace(ctx, tiles * C);
 #pragma omp parallel for schedule(static)
     for (int64_t tile = 0; tile < tiles; tile++) {
-        // No token of this tile is summed yet.
+        // An empty partial sum of this tile.
         real* p = partial + tile * C;
         for (int64_t c = 0; c < C; c++) p[c] = 0;
         for (int64_t n = tile * TILE; n < min_i64(N, (tile + 1) * TILE); n++) {
-            // With g = dy w: k = rstd^2 mean_c(g_c x_c).
+            // k = rstd^2 mean_c(g_c x_c) with g = dy w
             const floatX *g = dy + n * C, *xn = x + n * stride;
             floatX* d = dx + n * stride;
             real r = rstd[n], dot = 0;

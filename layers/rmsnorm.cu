@@ -1,25 +1,27 @@
-// RMSNorm: bound by memory. forward: a row is read once and kept in registers while its statistics are summed: a few
-// pieces of 16 bytes a thread, so that a team of 1 to 16 warps takes a row and an SM holds many teams at different
-// stages. A team of several warps is a block, those of one warp share a block by four.
+// RMSNorm: bound by memory.
 //
-// backward: one block an SM (two of narrow rows), of as many teams as 16 warps make, walks the rows. While a team works
-// on one row, its threads copy their pieces of the next into shared memory: that is enough in flight, and more rows at
-// once would only scatter the accesses over more pages of DRAM. Each thread keeps its sums for dw in registers; the
-// blocks' sums go to the workspace and are added in a fixed order by a second launch. No atomics, so the bits do not
-// depend on timing.
+// Forward: a row is read once and kept in registers while its statistics are summed. A thread has a few 16-byte
+// vectors, so a team of 1 to 16 warps takes a row. An SM holds many teams at different stages. A team of several warps
+// is a block; four teams of one warp share a block.
+//
+// Backward: a persistent kernel with one block per SM (two for narrow rows). A block has 16 warps, divided into teams
+// that walk the rows. Double buffering: while a team computes one row, its threads copy their vectors of the next into
+// shared memory. That is enough in flight, and more rows at once would only scatter the accesses over more pages of
+// DRAM. Each thread keeps its sums of dw in registers. The sums of the blocks go to the workspace, and a second launch
+// adds them in a fixed order. No atomics, so the bits do not depend on timing.
 #include "layers/rmsnorm.h"
 
 #include <cuda_pipeline_primitives.h>
 
 #include "layers/rows.cuh"
 
-// Pieces a thread.
+// FORWARD_P, BACKWARD_P: 16-byte vectors of a thread.
 enum { FORWARD_P = 4, BACKWARD_P = 2, BACKWARD_WARPS = 16, BACKWARD_THREADS = 32 * BACKWARD_WARPS };
 static const int64_t WIDEST = 16384;
-static const int64_t SMALL_ROWS = 4;  // rows of a block whose teams are one warp
-static const int64_t SMS = 132;       // of an H200; the bits do not follow the GPU at hand
+static const int64_t SMALL_ROWS = 4;  // rows of a block with teams of one warp
+static const int64_t SMS = 132;       // of an H200: a constant, so that the bits do not depend on the GPU
 
-// Sum over team `team` of a block; `turn` alternates from call to call, so that one barrier a sum is enough.
+// Sum over team `team` of a block. `turn` alternates from call to call, so that one barrier per sum is enough.
 template <int WARPS, int TEAMS>
 static __device__ __forceinline__ float team_sum(float x, int team, int turn) {
     x = warp_sum(x);
@@ -42,17 +44,17 @@ static __device__ __forceinline__ void load_pieces(Piece x[P], const floatX* row
         if (first + i * step < C) x[i] = *(const Piece*)(row + first + i * step);
 }
 
-// P pieces a thread, WARPS warps a row.
+// P vectors a thread, WARPS warps a row.
 template <int P, int WARPS, bool RESIDUAL>
 static __global__ void __launch_bounds__(WARPS == 1 ? 128 : 32 * WARPS)
     rmsnorm_forward_kernel(floatX* sum, floatX* y, float* rstd, const floatX* a, const floatX* b, int64_t stride,
                            const floatX* w, int64_t N, int64_t C) {
-    // Where the team reads: its row, and the first of its pieces of 8.
+    // The row of the team, and the first column of this thread.
     const int first = threadIdx.x % (32 * WARPS) * 8, step = 32 * WARPS * 8;
     const int64_t row = WARPS == 1 ? blockIdx.x * SMALL_ROWS + threadIdx.x / 32 : blockIdx.x;
     if (row >= N) return;
 
-    // Kernels before this one write a and b.
+    // a and b are written by preceding kernels.
     previous_is_done();
     Piece x[P];
     load_pieces<P>(x, a + row * stride, first, step, C);
@@ -86,7 +88,7 @@ static __global__ void __launch_bounds__(WARPS == 1 ? 128 : 32 * WARPS)
         for (int j = 0; j < 8; j++) squares += f[j] * f[j];
     }
     Piece weight[P];
-    load_pieces<P>(weight, w, first, step, C);  // under way during the sum
+    load_pieces<P>(weight, w, first, step, C);  // in flight during the sum
     const float r = 1 / sqrtf(team_sum<WARPS, 1>(squares, 0, 0) / C + RMSNORM_EPS);
 
     // y = w x rstd
@@ -104,7 +106,7 @@ static __global__ void __launch_bounds__(WARPS == 1 ? 128 : 32 * WARPS)
     }
 }
 
-// Calls launch_for(P, WARPS) for rows of C elements: as few warps as take a row in P pieces a thread.
+// Calls launch_for(P, WARPS) for rows of C elements: the fewest warps that hold a row in P vectors a thread.
 template <int P, int WARPS = 1, typename Launch>
 static void by_width(int64_t C, Launch launch_for) {
     if (C <= 256)
@@ -123,7 +125,7 @@ static void forward(floatX* sum, floatX* y, real* rstd, const floatX* a, const f
                     const floatX* w, int64_t N, int64_t C, Ctx* ctx) {
     ASSERT(wide(C | stride, sum, y, a, b, w) && C <= WIDEST);
     by_width<FORWARD_P>(C, [&](auto p, auto warps) {
-        // A block a row, or four rows of one warp each.
+        // One block per row, or four rows of one warp each.
         constexpr int P = decltype(p)::value, WARPS = decltype(warps)::value;
         const int rows = WARPS == 1 ? (int)SMALL_ROWS : 1;  // of a block
         launch_early(rmsnorm_forward_kernel<P, WARPS, RESIDUAL>, blocks_for(N, rows), 32 * WARPS * rows, 0, ctx, sum, y,
@@ -145,12 +147,12 @@ template <int P, int WARPS>
 static __global__ void __launch_bounds__(BACKWARD_THREADS, P == 1 ? 2 : 1)
     rmsnorm_backward_kernel(floatX* dx, float* partial, const floatX* dy, const floatX* x, int64_t stride,
                             const floatX* w, const float* rstd, int64_t N, int64_t C, int accumulate) {
-    // The shape of the block, and where its threads keep what they copy.
+    // The shape of the block, and the double buffer in shared memory.
     constexpr int TEAMS = BACKWARD_WARPS / WARPS, step = 32 * WARPS * 8;
     extern __shared__ __align__(16) char shared[];
-    auto ring = (Piece(*)[3][P][BACKWARD_THREADS])shared;  // two rows: x, dy, dx; a thread reads what it copied
+    auto ring = (Piece(*)[3][P][BACKWARD_THREADS])shared;  // two rows: x, dy, dx; a thread reads only its own copies
 
-    // The team of this thread, and how far its rows lie apart.
+    // The team of this thread, and the stride of its rows.
     const int team = threadIdx.x / (32 * WARPS), first = threadIdx.x % (32 * WARPS) * 8;
     const int64_t next = (int64_t)gridDim.x * TEAMS;
     wait_for_previous();
@@ -168,14 +170,14 @@ static __global__ void __launch_bounds__(BACKWARD_THREADS, P == 1 ? 2 : 1)
         __pipeline_commit();
     };
 
-    // The first row is on its way before the loop; in the loop always the next one.
+    // The first row is loaded before the loop; in the loop always the next one.
     int64_t row = blockIdx.x * (int64_t)TEAMS + team;
     fetch(row, 0);
     Piece weight[P];
     load_pieces<P>(weight, w, first, step, C);
     float dw[P][8] = {}, next_r = row < N ? rstd[row] : 0;
-    for (int turn = 0; row - team < N; row += next, turn ^= 1) {  // all teams alike, for team_sum's barrier
-        // The next row starts; this one has arrived.
+    for (int turn = 0; row - team < N; row += next, turn ^= 1) {  // same count for all teams (barrier in team_sum)
+        // The next row starts to load; this one has arrived.
         fetch(row + next, turn ^ 1);
         const int64_t width = row < N ? C : 0;
         const float r = next_r;
@@ -231,7 +233,7 @@ static __global__ void __launch_bounds__(BACKWARD_THREADS, P == 1 ? 2 : 1)
 
 // dw[c] += sum of the partial sums: 32 columns a block, 32 threads a column, all in a fixed order.
 static __global__ void rmsnorm_weight_kernel(float* dw, const float* partial, int count, int64_t C) {
-    // A warp takes 32 neighbouring columns of every 32nd block.
+    // A warp adds 32 neighbouring columns over every 32nd block.
     __shared__ float part[32][33];
     const int64_t c = blockIdx.x * 32 + threadIdx.x;
     previous_is_done();
@@ -240,7 +242,7 @@ static __global__ void rmsnorm_weight_kernel(float* dw, const float* partial, in
 #pragma unroll 4
         for (int i = threadIdx.y; i < count; i += 32) sum += partial[i * C + c];
 
-    // Turned, so that a warp adds up a column.
+    // Transposed, so that a warp adds up a column.
     part[threadIdx.y][threadIdx.x] = sum;
     __syncthreads();
     sum = warp_sum(part[threadIdx.x][threadIdx.y]);
@@ -263,11 +265,12 @@ size_t rmsnorm_workspace(int64_t N, int64_t C) { return (size_t)(min_i64(N, 2 * 
 void rmsnorm_backward(floatX* dx, real* dw, const floatX* dy, const floatX* x, int64_t stride, const floatX* w,
                       const real* rstd, int64_t N, int64_t C, int accumulate, Ctx* ctx) {
     ASSERT(wide(C | stride, dx, dy, x, w) && C <= WIDEST);
-    // dx, and dw of each block of threads.
+    // Launch 1: dx, and the partial dw of each thread block. Launch 2: their sum.
     float* partial = ctx_workspace<float>(ctx, rmsnorm_workspace(N, C) / sizeof(float));
     int64_t blocks = 0;
     by_width<BACKWARD_P>(C, [&](auto p, auto warps) {
-        // One block an SM: its ring of two rows takes the shared memory. Of narrow rows two, for what is under way.
+        // One block per SM: its double buffer takes the shared memory. Narrow rows: two blocks, for more loads in
+        // flight.
         constexpr int P = decltype(p)::value, WARPS = decltype(warps)::value;
         const size_t shared = 2 * 3 * P * BACKWARD_THREADS * sizeof(Piece);
         if (C > 8192) check_shared(shared, C, ctx);

@@ -1,13 +1,14 @@
-// Rotary embedding in place: bound by memory (each element read and written once). A thread takes 4 pairs of a token
-// (16 bytes) and turns them in 4 heads with the same angles, all loads before the first store; the grid walks memory in
-// order, heads before tokens. The table (T x D floats) stays in L2. Turns in float32, rounded once. At model sizes the
-// kernel takes 20 us or less, so it starts while the kernel before it drains, and lets the next one do so.
+// Rotary embedding in place: bound by memory (each element is read and written once). A thread owns 4 pairs of a token
+// (one 16-byte vector) and rotates them in 4 heads by the same angles. All its loads are issued before the first store.
+// The grid walks memory in order, heads before tokens. The table (T x D floats) stays in L2. Rotations are in float32
+// and rounded once. At model sizes the kernel takes 20 us or less. So it uses PDL: it starts while the preceding kernel
+// drains, and lets the next kernel do the same.
 #include "layers/rope.h"
 #include "layers/rows.cuh"
 
 enum { HEADS = 4, THREADS = 128 };
 
-// Of two tensors the first `blocks` blocks take the first.
+// The first `blocks` blocks of the grid rotate the first tensor, the others the second.
 struct RopeTensor {
     floatX* x;
     RopeShape shape;
@@ -15,23 +16,23 @@ struct RopeTensor {
 
 static __global__ void __launch_bounds__(THREADS)
     rope_kernel(RopeTensor first, RopeTensor second, uint32_t blocks, const float* table, float direction) {
-    // 32-bit divisions: 64-bit ones would take as long as the memory.
+    // 32-bit divisions: 64-bit divisions would take as long as the memory traffic.
     const bool in_first = blockIdx.x < blocks;
     const RopeShape s = in_first ? first.shape : second.shape;
     floatX* x = in_first ? first.x : second.x;
     const uint32_t block = in_first ? blockIdx.x : blockIdx.x - blocks;
     const uint32_t i = block * THREADS + threadIdx.x, spans = (uint32_t)s.D / 8, rest = i / spans;
-    const uint32_t groups = ((uint32_t)s.heads + HEADS - 1) / HEADS;  // a thread's heads lie this far apart
+    const uint32_t groups = ((uint32_t)s.heads + HEADS - 1) / HEADS;  // stride between a thread's heads
     const int64_t n = rest / groups, h0 = rest % groups, d = i % spans * 8, step = groups * s.head_stride;
     let_next_start();
     if (n >= s.N) return;
 
-    // The angles are read before the kernel waits for those in front of it.
+    // The angles are loaded before the wait for preceding kernels.
     float angle[8];
     load_real(angle, table + (uint32_t)n % (uint32_t)s.T * s.D + d);  // no kernel writes the table
     previous_is_done();
 
-    // The heads' pieces, all loads before the first store.
+    // The heads' vectors: all loads before the first store.
     floatX* v = x + n * s.stride + h0 * s.head_stride + d;
     Piece p[HEADS];
 #pragma unroll
@@ -39,8 +40,8 @@ static __global__ void __launch_bounds__(THREADS)
         if (h0 + h * groups < s.heads) p[h] = *(const Piece*)(v + h * step);
 
 #pragma unroll
-    // Each pair (even, odd) is turned by its angle.
     for (int h = 0; h < HEADS; h++) {
+        // Each pair (even, odd) is rotated by its angle.
         if (h0 + h * groups >= s.heads) continue;
         float f[8];
         floats_of(f, p[h]);
@@ -54,7 +55,7 @@ static __global__ void __launch_bounds__(THREADS)
     }
 }
 
-// Blocks for a tensor.
+// The number of blocks for a tensor.
 static unsigned blocks_of(const floatX* x, RopeShape s) {
     const int64_t threads = s.N * ceil_div(s.heads, HEADS) * (s.D / 8);
     ASSERT(wide(s.D | s.stride | s.head_stride, x) && threads < UINT32_MAX - THREADS && s.T <= INT32_MAX);

@@ -1,14 +1,21 @@
-// Rotary position embedding (Su et al. 2021, arXiv 2104.09864) on interleaved pairs: at position t the pair
-// (x_2i, x_2i+1) is turned by the angle t * f_i. Positions count from 0 in every sequence. Angles in double; their
-// cosines, sines and the turns in float32.
+// Rotary position embedding (RoPE; Su et al. 2021, arXiv 2104.09864) on interleaved pairs. At position t the pair
+// (x_2i, x_2i+1) is rotated by the angle t * f_i. Positions count from 0 in every sequence. Angles are in double; their
+// cosines and sines, and the rotations, in float32.
 //
-// Frequencies: f_i = g_i = theta^(-2i/D). With YaRN (Peng et al. 2023, arXiv 2309.00071, section 3.2) they are blended
-// between g_i (fast pairs, left alone) and g_i / factor (slow pairs, interpolated): f_i = (1 - r_i) g_i + r_i g_i /
-// factor. The ramp is linear in the pair i, as in YaRN's and DeepSeek's code (the paper's is linear in the turns): r_i
-// = clamp((i - low) / (high - low), 0, 1), low = floor(d(beta_fast)), high = ceil(d(beta_slow)), where d(beta) = D
-// ln(original_len / (2 pi beta)) / (2 ln theta) is the pair that makes beta turns over the original length; beta_fast =
-// 32, beta_slow = 1, low is at least 0 and high at most D - 1. Where they are equal, 0.001 takes the place of high -
-// low; high < low is taken as it is (both as in DeepSeek's code).
+//   g_i = theta^(-2i/D)
+//   f_i = g_i                                      plain
+//   f_i = (1 - r_i) g_i + r_i g_i / factor         YaRN (Peng et al. 2023, arXiv 2309.00071, section 3.2)
+//
+// YaRN leaves fast pairs unchanged (r_i = 0) and interpolates slow pairs (r_i = 1). Its ramp is linear in the pair i,
+// as in the code of YaRN and DeepSeek (in the paper it is linear in the rotations):
+//
+//   r_i     = clamp((i - low) / (high - low), 0, 1)
+//   low     = max(floor(d(beta_fast)), 0),         beta_fast = 32
+//   high    = min(ceil(d(beta_slow)), D - 1),      beta_slow = 1
+//   d(beta) = D ln(original_len / (2 pi beta)) / (2 ln theta)
+//
+// d(beta) is the pair that makes beta rotations over the original length. If low and high are equal, 0.001 replaces
+// high - low. high < low is not corrected. Both are as in DeepSeek's code.
 #ifndef LAYERS_ROPE_H
 #define LAYERS_ROPE_H
 
@@ -25,22 +32,21 @@ typedef struct RopeConfig {
     double original_len;  // YaRN: length trained before
 } RopeConfig;
 
-// YaRN's ramp (for the tests): pairs below *low are left alone, pairs from *high on are interpolated fully.
+// YaRN's ramp (for the tests): pairs below *low are unchanged, pairs from *high on are fully interpolated.
 void rope_yarn_ramp(int* low, int* high, const RopeConfig* config);
 
 // 0.1 * mscale * ln(factor) + 1 with YaRN and factor > 1, else 1 (host).
 double rope_mscale(const RopeConfig* config);
 
-// table[t][i] = (cos(t f_i), sin(t f_i)), computed in double on the host, for upload.
+// table[t][i] = (cos(t f_i), sin(t f_i)), computed in double on the host, for upload to the device.
 void rope_table(real* host_table,  // (T, D/2, 2)
                 int64_t T, const RopeConfig* config);
 
-// In place on two tensors of as many tokens, queries and keys: on `heads` vectors a token, of which vector h of token n
-// is x + n * stride + h * head_stride, D long.
-// direction +1 turns forward; -1 turns back, which is the backward pass. On the GPU D and both strides are multiples
-// of 8.
+// Rotates two tensors in place (queries and keys) of the same number of tokens. Each has `heads` vectors of length D
+// per token. Vector h of token n is at x + n * stride + h * head_stride. Direction +1 is forward, -1 the inverse
+// rotation, which is backward. On the GPU D and both strides are multiples of 8.
 typedef struct RopeShape {
-    int64_t N, T;         // tokens, tokens of a sequence (token n stands at position n % T)
+    int64_t N, T;         // tokens, tokens of a sequence (token n has position n % T)
     int64_t heads, D;     // vectors a token, length of each
     int64_t stride;       // elements from token to token
     int64_t head_stride;  // elements from head to head

@@ -1,11 +1,11 @@
-// The host side of layers/rope.h: frequencies and angles, one source for both builds.
+// The host side of layers/rope.h: frequencies and angles, one source for both builds (CPU and CUDA).
 #include <math.h>
 
 #include "layers/rope.h"
 
 static const double pi = 3.14159265358979323846;
 
-// The pair that makes `beta` turns over the original length.
+// d(beta): the pair that makes `beta` rotations over the original length.
 static double pair_of(double beta, const RopeConfig* config) {
     return config->dim * log(config->original_len / (2 * pi * beta)) / (2 * log(config->theta));
 }

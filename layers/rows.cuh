@@ -1,5 +1,5 @@
-// What the memory-bound kernels share: rows in pieces of 16 bytes, 8 elements each. All widths are multiples of 8, and
-// all rows lie on 16 bytes.
+// Vectorized access to rows, for the memory-bound kernels: 16-byte vectors of 8 bf16 elements. All widths are multiples
+// of 8, and all rows are 16-byte aligned.
 #ifndef LAYERS_ROWS_CUH
 #define LAYERS_ROWS_CUH
 
@@ -7,7 +7,7 @@
 
 #include "device/cuda.cuh"
 
-// 8 elements as they lie in memory: one access. (A struct of bf16 pairs would be copied pair by pair.)
+// 8 elements in memory order: one 16-byte access. (A struct of bf16 pairs would be copied pair by pair.)
 typedef uint4 Piece;
 
 static __device__ __forceinline__ void floats_of(float out[8], const Piece& p) {
@@ -45,7 +45,7 @@ static __device__ __forceinline__ void store_real(float* p, const float in[8]) {
     ((float4*)p)[1] = make_float4(in[4], in[5], in[6], in[7]);
 }
 
-// One warp copies a row, or writes zeros where `from` is NULL. All loads of 8 pieces go out before the first store.
+// One warp copies a row, or writes zeros if `from` is NULL. The loads of 8 vectors are issued before the first store.
 static __device__ __forceinline__ void copy_row(floatX* to, const floatX* from, int64_t C) {
     const int64_t step = 32 * 8;
     for (int64_t c0 = threadIdx.x % 32 * 8; c0 < C; c0 += 8 * step) {
@@ -64,7 +64,7 @@ static inline bool aligned(const T*... p) {
     return (((uintptr_t)p % 16 == 0) && ...);
 }
 
-// Whether rows of this many elements (or as far apart) can be taken in pieces of 8 at these addresses.
+// True if rows with this width (or stride) at these addresses allow 16-byte vectors.
 template <typename... T>
 static inline bool wide(int64_t columns, const T*... p) {
     return columns % 8 == 0 && aligned(p...);

@@ -1,12 +1,13 @@
-// A stable counting sort, the same bits every time: integers only, and every element's place follows from counts alone.
+// A stable counting sort with reproducible results: integers only, and every place follows from counts alone. Three
+// launches:
 //
-//   sort_count     bins of each chunk of 1024 elements, counted in shared memory
-//   sort_scan      per bin: what earlier chunks hold of it (in place), and its total
-//   sort_scatter   per chunk: where each bin starts + earlier chunks + earlier warps + earlier elements of the warp
-//                  (__match_any_sync), handed to `emit`
+//   sort_count     counts the bins of each chunk of 1024 elements, in shared memory
+//   sort_scan      per bin: exclusive prefix sum over the chunks (in place), and the total
+//   sort_scatter   per chunk: place = start of the bin + earlier chunks + earlier warps + earlier elements of the warp
+//                  (__match_any_sync), passed to `emit`
 //
-// `key(i)` gives the bin of element i, negative for one to leave out; `emit(i, place)` gets every element, with place
-// -1 if it was left out. Bins start at multiples of `align`. Bound by latency: three short launches.
+// `key(i)` returns the bin of element i; a negative bin drops the element. `emit(i, place)` is called for every
+// element, with place -1 if it is dropped. Bins start at multiples of `align`. Bound by latency: three short launches.
 #ifndef LAYERS_SORT_CUH
 #define LAYERS_SORT_CUH
 
@@ -25,7 +26,7 @@ static __global__ void sort_count(int32_t* counts, Key key, int64_t n, int bins)
     for (int b = threadIdx.x; b < bins; b += SORT_THREADS) histogram[b] = 0;
     __syncthreads();
 
-    // The chunk's elements, counted.
+    // Count the chunk's elements.
     for (int i = threadIdx.x; i < SORT_CHUNK; i += SORT_THREADS) {
         int64_t at = blockIdx.x * (int64_t)SORT_CHUNK + i;
         int bin = at < n ? key(at) : -1;
@@ -33,7 +34,7 @@ static __global__ void sort_count(int32_t* counts, Key key, int64_t n, int bins)
     }
     __syncthreads();
 
-    // Out, a column for each chunk.
+    // Write the counts: one column per chunk.
     for (int b = threadIdx.x; b < bins; b += SORT_THREADS) counts[b * (int64_t)gridDim.x + blockIdx.x] = histogram[b];
 }
 
@@ -64,7 +65,7 @@ static __global__ void sort_scan(int32_t* counts, int32_t* totals, int64_t chunk
             all += warps[w];
         }
 
-        // A count becomes the sum of those before it.
+        // Each count becomes the sum of the earlier chunks.
         if (c < chunks) row[c] = before + sum - count;
         before += all;
         __syncthreads();
@@ -72,7 +73,7 @@ static __global__ void sort_scan(int32_t* counts, int32_t* totals, int64_t chunk
     if (threadIdx.x == 0) totals[blockIdx.x] = before;
 }
 
-// start (bins + 1) in shared memory from totals, by the first warp; the caller synchronizes.
+// start (bins + 1) in shared memory from totals, computed by the first warp; the caller synchronizes.
 static __device__ __forceinline__ void sort_starts(int32_t* start, const int32_t* totals, int bins, int align) {
     if (threadIdx.x >= 32) return;
     int32_t before = 0;
@@ -95,12 +96,12 @@ static __global__ void __launch_bounds__(SORT_THREADS)
     const int64_t first = blockIdx.x * (int64_t)SORT_CHUNK + warp * (SORT_CHUNK / SORT_WARPS);
     enum { ROUNDS = SORT_CHUNK / SORT_WARPS / 32 };
 
-    // Where bins start; empty counts for each warp.
+    // Starts of the bins, and zeroed counts per warp.
     for (int i = threadIdx.x; i < SORT_WARPS * bins; i += SORT_THREADS) next[i] = 0;
     sort_starts(start, totals, bins, align);
     __syncthreads();
 
-    // How many of each bin a warp holds.
+    // Counts per warp and bin.
     int bin[ROUNDS];
 #pragma unroll
     for (int r = 0; r < ROUNDS; r++) {
@@ -110,7 +111,7 @@ static __global__ void __launch_bounds__(SORT_THREADS)
     }
     __syncthreads();
 
-    // Counts become places: where the bin starts, what earlier chunks and then earlier warps put there.
+    // Counts become places: start of the bin, plus earlier chunks, plus earlier warps.
     for (int b = threadIdx.x; b < bins; b += SORT_THREADS) {
         int32_t place = start[b] + counts[b * (int64_t)gridDim.x + blockIdx.x];
         for (int w = 0; w < SORT_WARPS; w++) {
@@ -122,7 +123,7 @@ static __global__ void __launch_bounds__(SORT_THREADS)
     __syncthreads();
 #pragma unroll
     for (int r = 0; r < ROUNDS; r++) {
-        // Of the lanes with the same bin the first come first.
+        // Among lanes with the same bin, lower lanes come first.
         int64_t at = first + r * 32 + lane;
         unsigned peers = __match_any_sync(0xffffffffu, bin[r]);
         int before = __popc(peers & ((1u << lane) - 1));

@@ -1,5 +1,5 @@
-// SwiGLU: bound by memory (forward 3 elements moved per output, backward 6). A thread takes a 16-byte piece of every
-// operand. float32 inside.
+// SwiGLU: bound by memory (elements moved per output: forward 3, backward 6). A thread owns one 16-byte vector of every
+// operand. Computation is in float32.
 #include "layers/activation.h"
 #include "layers/rows.cuh"
 #include "layers/swiglu.h"
@@ -31,13 +31,13 @@ static __global__ void __launch_bounds__(THREADS)
     if (n >= N) return;
     const floatX* gate = h + n * 2 * F + c;
 
-    // All loads go out first.
+    // All loads are issued first.
     float g[8], u[8], d[8], out[8];
     load(g, gate);
     load(u, gate + F);
     load(d, da + n * F + c);
 
-    // a again, and dg and du in the places of g and u.
+    // Recompute a; dg and du overwrite g and u.
 #pragma unroll
     for (int j = 0; j < 8; j++) {
         const float s = sigmoid_fast(g[j]), du = swiglu_du(d[j], g[j], s);
