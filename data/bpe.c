@@ -1,6 +1,8 @@
-// The tokens of a word are a linked list in an array, one place for each of its bytes: a merge joins a place to the one
-// before. A heap has the merges that are possible, the earliest first, of these the leftmost; what other merges have
-// made impossible is dropped when it comes up. So n bytes take n log n steps, however long a word is.
+// Byte-pair encoding with a heap, O(n log n) for a word of n bytes.
+//
+// The tokens of a word are a linked list in an array with one entry per byte. A merge joins an entry to the one before
+// it. A heap contains the candidate merges, ordered by rank, then leftmost first. A candidate that other merges have
+// invalidated is dropped when it is popped.
 #include "data/bpe.h"
 
 #include <stdio.h>
@@ -10,22 +12,22 @@
 #include "data/utf8.h"
 #include "device/check.h"
 
-// No character below takes part in a normalization to NFC.
+// Text without characters from here on does not change under normalization to NFC.
 static const uint32_t FIRST_COMBINING = 0x300;
 
 struct Pair {
-    int32_t left, right;  // left -1: free
+    int32_t left, right;  // left -1: a free entry
     int32_t rank, joined;
 };
 
 typedef struct Place {
-    int32_t id;  // -1: joined to the one before
+    int32_t id;  // -1: joined to the entry before
     int64_t before, after;
 } Place;
 
 typedef struct Candidate {
     int32_t rank, joined;
-    int64_t at;  // the left one
+    int64_t at;  // the left entry
 } Candidate;
 
 struct Scratch {
@@ -62,7 +64,7 @@ void bpe_free(Bpe* bpe) {
     free(bpe);
 }
 
-// The place of a pair in the table, free where it has no merge. Half of the table at least is free.
+// Hash table lookup: the entry of a pair, or a free entry if the pair has no merge. At least half of the table is free.
 static Pair* find_pair(const Bpe* bpe, int32_t left, int32_t right) {
     uint64_t key = (uint64_t)(uint32_t)left << 32 | (uint32_t)right;
     size_t i = (key * 0x9e3779b97f4a7c15u >> 32) & bpe->pair_mask;
@@ -80,7 +82,7 @@ static bool comes_first(const Candidate* a, const Candidate* b) {
     return a->rank != b->rank ? a->rank < b->rank : a->at < b->at;
 }
 
-// Puts the merge of the place and the one after it into the heap, if there is one.
+// Pushes the merge of entry `at` and the one after it onto the heap, if that merge exists.
 static void push(const Bpe* bpe, int64_t at) {
     Scratch* s = bpe->scratch;
     if (at < 0 || s->places[at].after < 0) return;
@@ -92,6 +94,7 @@ static void push(const Bpe* bpe, int64_t at) {
     s->heap[i] = new_one;
 }
 
+// Removes the first candidate from the heap.
 static Candidate pop(Scratch* s) {
     Candidate top = s->heap[0], last = s->heap[--s->heap_count];
     int64_t i = 0, child;
@@ -105,12 +108,12 @@ static Candidate pop(Scratch* s) {
     return top;
 }
 
-// Joins the tokens of n places, the first of which is always there.
+// Applies all merges to the tokens of n entries. Entry 0 is always the head of the list.
 static void merge_all(const Bpe* bpe, int64_t n) {
     Scratch* s = bpe->scratch;
     for (int64_t i = 0; i < n; i++) push(bpe, i);
     while (s->heap_count > 0) {
-        // Dropped if either token has become another since.
+        // The candidate is stale if either token has changed since: drop it.
         Candidate c = pop(s);
         Place* left = &s->places[c.at];
         if (left->id < 0 || left->after < 0) continue;
@@ -118,6 +121,7 @@ static void merge_all(const Bpe* bpe, int64_t n) {
         const Pair* pair = find_pair(bpe, left->id, right->id);
         if (pair->left < 0 || pair->rank != c.rank) continue;
 
+        // Join the two entries, and push the merges with the new neighbours.
         left->id = c.joined;
         left->after = right->after;
         right->id = -1;
@@ -137,15 +141,17 @@ typedef struct Encoding {
     size_t why_size;
 } Encoding;
 
-// The three below add the ids of text[0, length); false where the reason stands in e->why.
+// The three functions below append the ids of text[0, length). On failure they return false, with the reason in e->why.
 
 static bool encode_word(Encoding* e, const char* text, size_t length) {
+    // A word that is a token as a whole needs no merges.
     const Bpe* bpe = e->bpe;
     const Token* whole = bpe->whole ? vocab_find(bpe->whole, text, length) : NULL;
     if (whole && e->n < e->room) e->ids[e->n++] = whole->id;
     if (whole || e->n == e->room) return true;
 
-    // Its bytes. The heap has a merge for each two neighbours at first, and each merge takes one and adds two at most.
+    // Its bytes as tokens. The heap begins with at most one merge for each pair of neighbours. Each merge removes one
+    // and adds at most two.
     Scratch* s = bpe->scratch;
     int64_t n = (int64_t)length;
     s->places = (Place*)host_at_least(s->places, &s->place_bytes, length * sizeof(Place));
@@ -158,17 +164,18 @@ static bool encode_word(Encoding* e, const char* text, size_t length) {
         return false;
     }
 
+    // Merge, then append the list's ids.
     merge_all(bpe, n);
     for (int64_t i = 0; i >= 0 && e->n < e->room; i = s->places[i].after) e->ids[e->n++] = s->places[i].id;
     return true;
 }
 
-// By the cuts from `cut` on.
+// Cuts the text by the patterns from `cut` on, then encodes the words.
 static bool encode_piece(Encoding* e, int cut, const char* text, size_t length) {
     if (length == 0) return true;
     if (cut == e->bpe->cut_count) return encode_word(e, text, length);
     const Cut* by = &e->bpe->cuts[cut];
-    size_t at = 0, done = 0, from, to;  // what lies before `done` is encoded
+    size_t at = 0, done = 0, from, to;  // text before `done` is encoded
     int found;
     while (at < length && (found = pattern_find(by->pattern, text, length, at, &from, &to)) != 0) {
         if (found < 0) {
@@ -183,7 +190,8 @@ static bool encode_piece(Encoding* e, int cut, const char* text, size_t length) 
     return !by->keeps_rest || encode_piece(e, cut + 1, text + done, length - done);
 }
 
-// Around the added tokens of a round and those after it. Names of special ones stay part of the text.
+// Splits the text at the added tokens of this round and the next, then encodes the text between them. Names of special
+// tokens are encoded as text.
 static bool encode_around(Encoding* e, int round, const char* text, size_t length) {
     if (round == 2) return encode_piece(e, 0, text, length);
     const Vocab* added = e->bpe->added[round];
@@ -201,6 +209,7 @@ static bool encode_around(Encoding* e, int round, const char* text, size_t lengt
 }
 
 int64_t bpe_encode(const Bpe* bpe, const char* text, int32_t* ids, int64_t room, char* why, size_t why_size) {
+    // Check the text: UTF-8, and no character that NFC might change.
     size_t length = strlen(text);
     const char *end = text + length, *next;
     for (const char* at = text; at < end; at = next) {

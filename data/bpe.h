@@ -1,8 +1,11 @@
-// Byte-level BPE: text to tokens. Text is cut into words, first at added tokens, which stand for themselves, then by
-// patterns, each of which cuts the pieces that the one before left. A word begins as the tokens of its bytes. As long
-// as two neighbours have a merge, those with the earliest merge become one token.
+// Byte-level byte-pair encoding (BPE): text to token ids, in three steps.
 //
-// tokenizer.json fills this in (data/tokenizer_json.c).
+//     1. Added tokens are found in the text and become their own ids.
+//     2. The text between them is cut into words by patterns, one pattern after the other.
+//     3. A word begins as the tokens of its bytes. While two neighbours have a merge, the pair whose merge has the
+//        lowest rank becomes one token.
+//
+// The tables are read from tokenizer.json (data/tokenizer_json.c).
 #ifndef DATA_BPE_H
 #define DATA_BPE_H
 
@@ -11,7 +14,8 @@
 
 BEGIN_C
 
-// A pattern cuts a piece into matches and the rest between them.
+// A pre-tokenizer: a pattern cuts text into matches and the rest between them. The flags select the parts that are
+// kept.
 typedef struct Cut {
     Pattern* pattern;
     bool keeps_matches, keeps_rest;
@@ -20,16 +24,16 @@ typedef struct Cut {
 typedef struct Pair Pair;
 typedef struct Scratch Scratch;
 
-// Ids of added tokens that are special (their names in a text are text) are SPECIAL.
+// The id of special added tokens in Bpe.added: their names in a text are encoded as text.
 enum { SPECIAL = -1 };
 
 typedef struct Bpe {
-    Vocab* added[2];  // looked for first, and in what these leave; or NULL
+    Vocab* added[2];  // searched in the text, then in the text that the first leaves; or NULL
     Cut* cuts;
     int cut_count;
-    Vocab* whole;        // words that are tokens as they are, whatever the merges; or NULL
+    Vocab* whole;        // words that become one token without merges (ignore_merges); or NULL
     int32_t bytes[256];  // token of each byte, -1: none
-    bool nfc;            // text is normalized to NFC: taken where that changes nothing
+    bool nfc;            // the tokenizer normalizes to NFC: only text that NFC does not change is encoded
 
     // merges, a hash table
     Pair* pairs;
@@ -38,15 +42,15 @@ typedef struct Bpe {
     Scratch* scratch;
 } Bpe;
 
-// Without cuts and without merges, with room for so many.
+// A new Bpe without cuts and merges; `merges` is the capacity of the merge table.
 Bpe* bpe_new(int64_t merges);
 void bpe_free(Bpe* bpe);
 
-// Of two merges of a pair, the later counts.
+// Adds a merge. A second merge of the same pair replaces the first.
 void bpe_merge(Bpe* bpe, int32_t left, int32_t right, int32_t rank, int32_t joined);
 void bpe_cut(Bpe* bpe, Pattern* pattern, bool keeps_matches, bool keeps_rest);
 
-// How many ids were written, at most `room`; -1 with the reason in why (at most why_size bytes).
+// Returns the number of ids written, at most `room`; -1 with the reason in why (at most why_size bytes).
 int64_t bpe_encode(const Bpe* bpe, const char* text, int32_t* ids, int64_t room, char* why, size_t why_size);
 
 END_C

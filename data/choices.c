@@ -1,5 +1,5 @@
-// A file is read whole (HellaSwag's 10,042 questions are 8 MB) and its numbers become int32, in which the questions
-// point.
+// Reader of multiple-choice files. A file is read whole (HellaSwag's 10,042 questions are 8 MB). Its numbers become one
+// int32 array, and the questions store offsets into it.
 #include "data/choices.h"
 
 #include <errno.h>
@@ -13,10 +13,10 @@
 enum { NARROW = 20240522, WIDE = 20240802, VERSION = 1, HEADER_BYTES = 1024, MAX_ENDINGS = 256 };
 static const size_t LIMIT = (size_t)1 << 30;
 
-// A file as it is read.
+// The read position in a file.
 typedef struct Reader {
     const char *option, *path;
-    int64_t at, end;  // in ids; the file's numbers begin at 0
+    int64_t at, end;  // offsets into ids; the file's first number is at 0
     int64_t width;    // bytes of a number
     int32_t vocab;
     const int32_t* ids;
@@ -31,7 +31,7 @@ static int64_t next(Reader* r) {
     return (uint32_t)r->ids[r->at++];
 }
 
-// A count and so many ids. Returns where they begin.
+// Reads a count and that number of ids. Returns the offset of the first id.
 static int64_t next_ids(Reader* r, int64_t* length) {
     *length = next(r);
     const int64_t from = r->at;
@@ -43,8 +43,9 @@ static int64_t next_ids(Reader* r, int64_t* length) {
     return from;
 }
 
-// Question q, at the end of the list, which has room.
+// Reads question q and appends its endings to the list.
 static void read_question(Reader* r, Choices* c, int32_t q) {
+    // The head of the question.
     const int64_t start = r->at, mark = r->width == 2 ? 0xffff : 0xffffffff;
     if (next(r) != mark) refuse(r, start, "no question begins here");
     const int64_t bytes = next(r);
@@ -56,6 +57,7 @@ static void read_question(Reader* r, Choices* c, int32_t q) {
     c->list = (Choice*)realloc(c->list, (size_t)(c->count + endings) * sizeof(Choice));
     if (!c->list) die(EXIT_FAILED, "out of host memory for --%s", r->option);
 
+    // The context and the endings.
     Choice choice = {.question = q};
     choice.context = next_ids(r, &choice.context_length);
     for (int32_t i = 0; i < endings; i++) {
@@ -68,6 +70,7 @@ static void read_question(Reader* r, Choices* c, int32_t q) {
 }
 
 static Choices open_one(const char* option, const char* path, int32_t vocab) {
+    // The file and its header.
     size_t size;
     int32_t header[4];
     char* data = read_file(path, LIMIT, &size);
@@ -80,7 +83,7 @@ static Choices open_one(const char* option, const char* path, int32_t vocab) {
             "--%s: %s: no multiple-choice file (scripts/prepare_eval.py writes them): its header is %d %d %d", option,
             path, header[0], header[1], header[2]);
 
-    // The numbers.
+    // The numbers, uint16 or uint32, as int32.
     Reader r = {.option = option, .path = path, .width = header[0] == NARROW ? 2 : 4, .vocab = vocab};
     r.end = (int64_t)(size - HEADER_BYTES) / r.width;
     int32_t* ids = (int32_t*)host_alloc((size_t)r.end * sizeof(int32_t));
@@ -88,7 +91,7 @@ static Choices open_one(const char* option, const char* path, int32_t vocab) {
         memcpy(&ids[i], data + HEADER_BYTES + i * r.width, (size_t)r.width);  // little-endian
     r.ids = ids;
 
-    // The questions: no more than there can be, at 9 numbers each.
+    // The questions. A question has at least 9 numbers, which bounds the count of a valid header.
     if (header[2] > r.end / 9 + 1) refuse(&r, r.end, "the header counts more questions than there is room for");
     const char *slash = strrchr(path, '/'), *name = slash ? slash + 1 : path, *dot = strrchr(name, '.');
     Choices c = {.name = host_format("%.*s", (int)(dot ? dot - name : (int64_t)strlen(name)), name),

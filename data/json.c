@@ -1,5 +1,6 @@
-// A recursive descent: parse_value looks at one byte and calls what parses the rest of that kind. Each parser begins
-// with p->at at its first byte and leaves it after its last; false (or NULL) means that the reason stands in p->error.
+// A recursive descent parser: parse_value looks at one byte and calls the parser of that kind of value. Each parser
+// starts with p->at at its first byte and ends with p->at after its last. On failure it returns false (or NULL), with
+// the reason in p->error.
 #include "data/json.h"
 
 #include <math.h>
@@ -11,7 +12,7 @@
 #include "data/utf8.h"
 #include "device/check.h"
 
-// Nesting is bounded because the parser recurses: a hostile file must not exhaust the stack.
+// Nesting is limited because the parser recurses: a hostile file must not exhaust the stack.
 enum { MAX_DEPTH = 128 };
 
 typedef struct Parser {
@@ -23,7 +24,7 @@ typedef struct Parser {
     size_t error_size;
 } Parser;
 
-// Notes why, and at which byte. Always false.
+// Writes the reason and its byte offset to the error. Always false.
 static bool fail(Parser* p, size_t at, const char* reason) {
     if (p->error_size) snprintf(p->error, p->error_size, "byte %zu: %s", at, reason);
     return false;
@@ -32,7 +33,7 @@ static bool fail(Parser* p, size_t at, const char* reason) {
 // The next byte, or -1 at the end.
 static int peek(const Parser* p) { return p->at < p->length ? (unsigned char)p->text[p->at] : -1; }
 
-// Steps over the next byte if it is c: whether it was.
+// Skips the next byte if it is c; true if it was.
 static bool take(Parser* p, char c) {
     bool there = peek(p) == c;
     p->at += there;
@@ -43,7 +44,7 @@ static void skip_space(Parser* p) {
     for (int c = peek(p); c == ' ' || c == '\t' || c == '\n' || c == '\r'; c = peek(p)) p->at++;
 }
 
-// Writes a character as UTF-8: how many bytes.
+// Writes a character as UTF-8; returns the number of bytes.
 static int utf8_write(char* out, uint32_t code) {
     if (code < 0x80) {
         out[0] = (char)code;
@@ -56,7 +57,7 @@ static int utf8_write(char* out, uint32_t code) {
     return n;
 }
 
-// Four hex digits at p->at.
+// Parses four hex digits at p->at.
 static bool parse_hex4(Parser* p, uint32_t* code) {
     static const char digits[] = "0123456789abcdefABCDEF";
     *code = 0;
@@ -69,14 +70,14 @@ static bool parse_hex4(Parser* p, uint32_t* code) {
     return true;
 }
 
-// The escape at p->at (just after the backslash), decoded into out.
+// Decodes the escape at p->at (just after the backslash) into out.
 static bool parse_escape(Parser* p, char* out, int* written) {
     static const char from[] = "\"\\/bfnrt", to[] = "\"\\/\b\f\n\r\t";
     size_t start = p->at - 1;
     int c = peek(p);
     p->at++;
 
-    // A letter that stands for one character.
+    // A one-letter escape.
     if (c != 'u') {
         const char* found = c > 0 ? strchr(from, c) : NULL;
         if (!found) return fail(p, start, "unknown escape in a string");
@@ -85,7 +86,7 @@ static bool parse_escape(Parser* p, char* out, int* written) {
         return true;
     }
 
-    // \u and four hex digits: a character, or the first half of a pair that makes one.
+    // \u and four hex digits: a character, or the first half of a surrogate pair.
     uint32_t code, low = 0;
     if (!parse_hex4(p, &code)) return false;
     if (code >= 0xdc00 && code < 0xe000) return fail(p, start, "the second half of a surrogate pair stands alone");
@@ -101,9 +102,9 @@ static bool parse_escape(Parser* p, char* out, int* written) {
     return true;
 }
 
-// A string in fresh memory; p->at is at its opening quote.
+// Parses a string into fresh memory; p->at is at its opening quote.
 static char* parse_string(Parser* p) {
-    // Where it ends: at a quote that no backslash precedes.
+    // Find its end: a quote without a backslash before it.
     size_t start = p->at++, end = p->at;
     while (end < p->length && p->text[end] != '"') end += p->text[end] == '\\' ? 2 : 1;
     if (end >= p->length) {
@@ -111,7 +112,8 @@ static char* parse_string(Parser* p) {
         return NULL;
     }
 
-    // Character by character, escaped or plain. No escape is shorter than what it stands for.
+    // Decode character by character, escaped or plain. An escape is never shorter than its character, so `out`
+    // suffices.
     char* out = (char*)host_alloc(end - p->at + 1);
     size_t n = 0;
     while (p->at < end) {
@@ -145,7 +147,7 @@ static size_t skip_digits(Parser* p) {
 
 // RFC 8259's grammar, which is narrower than strtod's.
 static bool parse_number(Parser* p, Json* json) {
-    // Its extent: sign, digits, fraction, exponent.
+    // Scan the number: sign, digits, fraction, exponent.
     size_t start = p->at;
     take(p, '-');
     bool zero = peek(p) == '0', integer = true;
@@ -161,8 +163,8 @@ static bool parse_number(Parser* p, Json* json) {
         if (skip_digits(p) == 0) return fail(p, start, "a number needs a digit in its exponent");
     }
 
-    // Its value as a double, and as a 64-bit integer: exact where it is written as one, else cut.
-    char* copy = host_format("%.*s", (int)(p->at - start), p->text + start);  // strtod needs an end
+    // Its value as a double, and as a 64-bit integer: exact if it is written as an integer, else truncated.
+    char* copy = host_format("%.*s", (int)(p->at - start), p->text + start);  // NUL-terminated for strtod
     json->type = JSON_NUMBER;
     json->number = strtod(copy, NULL);
     double x = json->number;
@@ -193,7 +195,7 @@ static bool parse_container(Parser* p, Json* json) {
     p->at++;
     Json** tail = &json->child;
 
-    // An empty one has no child when it ends; others end after a value.
+    // An empty container has no child at its closing bracket; others end after a value.
     skip_space(p);
     while (json->child || peek(p) != close) {
         // The name of a member.
@@ -210,12 +212,12 @@ static bool parse_container(Parser* p, Json* json) {
             }
         }
 
-        // The value, at the end of the list.
+        // The value, appended to the list.
         *tail = parse_value(p, key);
         if (!*tail) return false;
         tail = &(*tail)->next;
 
-        // Another one, or the end.
+        // A comma, or the end.
         skip_space(p);
         if (peek(p) == close) break;
         if (!take(p, ',')) return fail(p, p->at, object ? "expected ',' or '}'" : "expected ',' or ']'");
@@ -225,7 +227,7 @@ static bool parse_container(Parser* p, Json* json) {
     return true;
 }
 
-// A value of any kind, which its first byte tells. It takes over `key`, its name in an object (else NULL).
+// Parses a value; its first byte decides the kind. It takes ownership of `key`, its name in an object (else NULL).
 static Json* parse_value(Parser* p, char* key) {
     skip_space(p);
     Json* json = (Json*)host_alloc(sizeof(Json));
@@ -301,7 +303,7 @@ char* json_quote(const char* text) {
     char* out = (char*)host_alloc(6 * length + 3);  // \u00xx is the longest that a byte becomes
     char* o = out;
 
-    // Escaped where it must be, else the character as it is.
+    // Copy the characters; escape those that JSON requires to be escaped.
     *o++ = '"';
     for (size_t i = 0; i < length;) {
         int c = (unsigned char)text[i], bytes = utf8_length(text + i, length - i);
@@ -310,7 +312,7 @@ char* json_quote(const char* text) {
             *o++ = '\\';
             *o++ = to[short_form - from];
         } else if (c < 0x20 || bytes == 0) {
-            // Samples may cut a character in two: what is not UTF-8 becomes the replacement character.
+            // A sample may cut a character in two: invalid UTF-8 becomes the replacement character.
             o += snprintf(o, 7, "\\u%04x", bytes ? (unsigned)c : 0xfffdu);
             bytes = 1;
         } else {

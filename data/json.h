@@ -1,4 +1,4 @@
-// JSON (RFC 8259), as much as headers, manifests and logs need: a parser into a tree. {"step": 7, "files": [1, 2]} is
+// JSON (RFC 8259) parser for headers, manifests and logs. The result is a tree; {"step": 7, "files": [1, 2]} becomes
 //
 //   object
 //   | child
@@ -17,14 +17,14 @@ typedef enum { JSON_NULL, JSON_BOOL, JSON_NUMBER, JSON_STRING, JSON_ARRAY, JSON_
 typedef struct Json {
     JsonType type;
     double number;       // NUMBER; BOOL: 0 or 1
-    int64_t integer;     // NUMBER written without fraction or exponent that fits: exactly; else (int64_t)number
+    int64_t integer;     // NUMBER: exact if written without fraction and exponent and in range; else (int64_t)number
     char* text;          // STRING, UTF-8
     char* key;           // set on members of an object
     struct Json* child;  // first element or member
     struct Json* next;   // next sibling
 } Json;
 
-// Parses `length` bytes; the whole input must be one value. NULL on error with the reason and byte offset in error.
+// Parses `length` bytes, which must be one value. NULL on error, with the reason and byte offset in `error`.
 Json* json_parse(const char* text, size_t length, char* error, size_t error_size);
 void json_free(Json* json);
 

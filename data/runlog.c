@@ -1,5 +1,5 @@
-// A log is put together anew when a run begins: the configuration, and of an earlier log the lines that still hold.
-// That file is written beside the old one and takes its place when it is on the disk. Steps are then added at its end.
+// The log is rewritten when a run begins: the configuration, then the lines of an earlier log that are still valid. The
+// new file is written under a temporary name and renamed once it is on the disk. Steps are then appended.
 #include "data/runlog.h"
 
 #include <errno.h>
@@ -14,11 +14,11 @@
 #include "device/check.h"
 #include "device/files.h"
 
-static const size_t LIMIT = (size_t)4 << 30;  // bytes of a log that is gone on with
+static const size_t LIMIT = (size_t)4 << 30;  // bytes of an earlier log that a run continues
 
 struct RunLog {
-    Path path, beside;    // the log; where it is written while it is put together
-    const char* written;  // one of them
+    Path path, beside;    // the log; its temporary name while it is rewritten
+    const char* written;  // the one that is being written
     FILE* file;
 };
 
@@ -34,7 +34,7 @@ static void put_line(RunLog* log, const char* line, size_t length) {
         give_up(log);
 }
 
-// The step of a line; 0: it is the configuration, which is the first line; -1: it cannot be read.
+// The step of a line; 0: the configuration, which is the first line; -1: unreadable.
 static int64_t step_of(const char* line, size_t length, int first) {
     char error[64];
     Json* json = json_parse(line, length, error, sizeof(error));
@@ -46,19 +46,19 @@ static int64_t step_of(const char* line, size_t length, int first) {
     return step;
 }
 
-// Adds a line to those that could not be read, which lie in a file of their own.
+// Appends an unreadable line to the file for such lines.
 static void set_aside(const char* path, const char* line, size_t length) {
     int fd = open(path, O_WRONLY | O_CREAT | O_APPEND | O_NOFOLLOW | O_NONBLOCK | O_CLOEXEC, 0666);
     if (fd < 0 || write(fd, line, length) != (ssize_t)length || close(fd) != 0)
         die(EXIT_FAILED, "cannot write %s: %s", path, file_error(errno));
 }
 
-// Writes the lines of an earlier run's log that belong to steps up to last_step. Its last line counts if it is whole.
+// Copies the lines of an earlier log for steps up to last_step. Its last line counts only with its newline.
 static void keep_lines(RunLog* log, const char* text, size_t size, int64_t last_step) {
     Path aside = path_of("%s.unreadable", log->path.text);
     int64_t number = 0, odd = 0, first_odd = 0;
 
-    // Line by line: kept, dropped because its step is to come again, or set aside because it cannot be read.
+    // Each line is kept, dropped (its step will run again), or set aside (unreadable).
     for (const char *line = text, *end; (end = (const char*)memchr(line, '\n', (size_t)(text + size - line))) != NULL;
          line = end + 1) {
         int64_t step = step_of(line, (size_t)(end - line), number == 0);
@@ -75,6 +75,7 @@ static void keep_lines(RunLog* log, const char* text, size_t size, int64_t last_
 }
 
 RunLog* runlog_open(const char* folder, const char* config_json, int64_t last_step) {
+    // The earlier log, if there is one.
     RunLog* log = (RunLog*)host_alloc(sizeof(RunLog));
     size_t size = 0;
     log->path = path_of("%s/log.jsonl", folder);
@@ -84,7 +85,7 @@ RunLog* runlog_open(const char* folder, const char* config_json, int64_t last_st
     if (!old && errno != ENOENT) die(EXIT_FAILED, "cannot read %s: %s", path, file_error(errno));
     if (!old && last_step > 0) warn("%s is missing: the log begins at step %ld", path, last_step + 1);
 
-    // The new one beside it: the configuration, and what is kept.
+    // The new log under its temporary name: the configuration, and the kept lines.
     log->written = log->beside.text;
     int fd = create_file(log->written);
     log->file = fd < 0 ? NULL : fdopen(fd, "w");
@@ -92,7 +93,7 @@ RunLog* runlog_open(const char* folder, const char* config_json, int64_t last_st
     put_line(log, config_json, strlen(config_json));
     if (old) keep_lines(log, old, size, last_step);
 
-    // On the disk before it takes the old one's place.
+    // Flush it to the disk, then rename it over the old log.
     if (fsync(fileno(log->file)) != 0 || rename(log->written, path) != 0 || sync_folder(folder) != 0) give_up(log);
     log->written = path;
     free(old);
@@ -103,12 +104,12 @@ void runlog_sync(RunLog* log) {
     if (fsync(fileno(log->file)) != 0) give_up(log);
 }
 
-// A member of an object. Nine digits, and null for what is not finite.
+// Appends a member: a number with nine digits, null if not finite.
 static void add_number(char** line, const char* name, double x) {
     isfinite(x) ? host_append(line, ", \"%s\": %.9g", name, x) : host_append(line, ", \"%s\": null", name);
 }
 
-// A member that is a list, four digits each.
+// Appends a member: a list of numbers with four digits each.
 static void add_list(char** line, const char* name, const double* x, int64_t n) {
     host_append(line, ", \"%s\": [", name);
     for (int64_t i = 0; i < n; i++)
@@ -117,6 +118,7 @@ static void add_list(char** line, const char* name, const double* x, int64_t n) 
 }
 
 void runlog_add(RunLog* log, const StepRecord* r) {
+    // Losses, optimizer and speed.
     char* line = host_format("{\"step\": %ld", r->step);
     add_number(&line, "loss", r->loss);
     for (int64_t k = 0; k < r->modules; k++) {
@@ -130,6 +132,8 @@ void runlog_add(RunLog* log, const StepRecord* r) {
     add_number(&line, "ms", r->ms);
     add_number(&line, "tokens_per_s", r->tokens_per_s);
     add_number(&line, "mfu", r->mfu);
+
+    // Validation and expert loads.
     if (r->validated) add_number(&line, "val_loss", r->val_loss);
     if (r->validated && r->val_bits_per_byte > 0) add_number(&line, "val_bits_per_byte", r->val_bits_per_byte);
     add_number(&line, "load_max_over_mean", r->load_max_over_mean);
@@ -139,7 +143,7 @@ void runlog_add(RunLog* log, const StepRecord* r) {
     if (r->capacity > 0) add_number(&line, "capacity", r->capacity);
     host_append(&line, ", \"tokens\": %ld, \"time\": %.3f", r->tokens, r->time);
 
-    // A file's name is any text.
+    // Multiple-choice scores. A file's name may be any text.
     for (int i = 0; i < r->score_count; i++) {
         const ScoreRecord* score = &r->scores[i];
         char* name = json_quote(score->name);
@@ -148,7 +152,7 @@ void runlog_add(RunLog* log, const StepRecord* r) {
         free(name);
     }
 
-    // The casts, a list of objects.
+    // MXFP8 quantization statistics, a list of objects.
     for (int i = 0; i < r->cast_count; i++) {
         const CastRecord* cast = &r->casts[i];
         host_append(&line, ", %s{\"layer\": %ld, \"tensor\": \"%s\"", i ? "" : "\"mx_stats\": [", cast->layer,

@@ -1,5 +1,5 @@
-// log.jsonl: the first line is the configuration, then one object a step. Numbers are printed with %.9g (float32
-// survives the round trip), what is not finite as null, and every line is flushed.
+// The run's log, log.jsonl: the first line is the configuration, then one object per step. Numbers are printed with
+// %.9g (float32 survives the round trip), or as null if not finite. Every line is flushed.
 //
 //   {"model": "tiny", "layers": 4, "dim": 128, ...}
 //   {"step": 1, "loss": 5.57, "grad_norm": 1.91, "lr": 3e-05, "ms": 71.2, "tokens_per_s": 28764, "mfu": null, ...}
@@ -10,16 +10,16 @@
 
 BEGIN_C
 
-// What a cast to MXFP8 did to a tensor of a layer in one step: shares of its elements that are not zero, and the
-// signal over the noise.
+// Statistics of the quantization to MXFP8 of a layer's tensor in one step: shares of its nonzero elements, and the
+// signal-to-noise ratio.
 typedef struct CastRecord {
     int64_t layer;  // counted from 0, as in the names of the checkpoint's tensors
     const char* tensor;
-    double saturated, flushed, inexact;  // too large for the scale; rounded to 0; not what blocks of 32 give
+    double saturated, flushed, inexact;  // too large for the scale; rounded to 0; different from blocks of 32
     double snr_db;
 } CastRecord;
 
-// What a file of multiple-choice questions gave (model/evaluate.h): fields <name>_acc and <name>_acc_norm.
+// Scores of a file of multiple-choice questions (model/evaluate.h): fields <name>_acc and <name>_acc_norm.
 typedef struct ScoreRecord {
     const char* name;
     double accuracy, normalised;
@@ -33,31 +33,31 @@ typedef struct StepRecord {
     double grad_norm, lr;
     double max_logit;  // largest attention logit
     double ms, tokens_per_s;
-    double mfu;     // share of the device's bf16 peak; NaN where no peak is known
-    int validated;  // 1: val_loss was measured in this step; else its fields are left out
+    double mfu;     // share of the device's bf16 peak; NaN if the peak is not known
+    int validated;  // 1: val_loss was measured in this step; else its fields are omitted
     double val_loss;
-    double val_bits_per_byte;           // 0 where a token's bytes are not known: left out
-    double load_max_over_mean;          // of the worst MoE block: the fullest expert's tokens over the mean
-    const double *load_max, *load_min;  // (blocks): of the fullest and the emptiest expert over the mean; NaN if dense
+    double val_bits_per_byte;           // 0: bytes per token are not known, the field is omitted
+    double load_max_over_mean;          // of the worst MoE block: tokens of its most loaded expert over the mean
+    const double *load_max, *load_min;  // (blocks): largest and smallest expert load over the mean; NaN if dense
     int64_t blocks;
     double mem_gib;
-    double capacity;          // of --dispatch windows, 0: not that; it grows where a step ran again
-    int64_t tokens;           // seen so far
+    double capacity;          // capacity factor of --dispatch windows, else 0; an overflow retry raises it
+    int64_t tokens;           // trained on so far
     double time;              // of the record, seconds since 1970
-    const CastRecord* casts;  // cast_count of them; 0: the field is left out
+    const CastRecord* casts;  // (cast_count); 0: the field is omitted
     int cast_count;
-    const ScoreRecord* scores;  // score_count of them; 0: no questions were asked in this step
+    const ScoreRecord* scores;  // (score_count); 0: no evaluation in this step
     int score_count;
 } StepRecord;
 
 typedef struct RunLog RunLog;
 
-// Starts `folder`/log.jsonl, or, where it exists, keeps its lines up to `last_step` (a run that starts: 0 keeps none)
-// after a first line with the present configuration. Lines that cannot be read go to log.jsonl.unreadable, with a
-// warning. Ends the run if it cannot be written, or is a link.
+// Starts `folder`/log.jsonl. Its first line is the current configuration. The lines of an existing log up to
+// `last_step` follow (0, for a new run, keeps none). Unreadable lines go to log.jsonl.unreadable, with a warning. The
+// run ends if the log cannot be written or is a link.
 RunLog* runlog_open(const char* folder, const char* config_json, int64_t last_step);
 void runlog_add(RunLog* log, const StepRecord* record);
-// All lines so far are on the disk: before a checkpoint that counts on them.
+// Flushes all lines to the disk, before a checkpoint that relies on them.
 void runlog_sync(RunLog* log);
 void runlog_close(RunLog* log);
 

@@ -1,5 +1,5 @@
-// Nothing that a header says is believed: each entry is checked by itself (parse_tensor), then all together, by offset
-// (offsets_tile) and by name (names_unique). The two orders stay, for reading through and for looking up.
+// The safetensors header is not trusted. Each entry is checked alone (parse_tensor), then all together by offset
+// (offsets_tile) and by name (names_unique). Both orders are kept: by offset for sequential reads, by name for lookups.
 #include "data/safetensors.h"
 
 #include <errno.h>
@@ -20,7 +20,7 @@
 
 static const int64_t MAX_HEADER = 100 * 1000 * 1000;  // the format's own limit
 
-// By StDtype.
+// Names and sizes, indexed by StDtype.
 static const struct {
     const char* name;
     size_t bytes;
@@ -28,7 +28,7 @@ static const struct {
 
 size_t st_dtype_bytes(StDtype dtype) { return dtypes[dtype].bytes; }
 
-// Where a message goes, and the path that it begins with.
+// The buffer for an error message, and the path at its front.
 typedef struct Report {
     const char* path;
     char* error;
@@ -48,7 +48,7 @@ static bool fail(const Report* report, const char* format, ...) {
     return false;
 }
 
-// A whole number that is not negative.
+// True for a nonnegative integer.
 static bool is_size(const Json* json) {
     return json->type == JSON_NUMBER && json->integer >= 0 && (double)json->integer == json->number;
 }
@@ -62,14 +62,15 @@ static bool parse_tensor(const Json* entry, StTensor* tensor, const Report* repo
     if (!dtype || !shape || !offsets || shape->type != JSON_ARRAY || offsets->type != JSON_ARRAY)
         return fail(report, "tensor '%s' needs dtype, shape and data_offsets", name);
 
-    // The type.
+    // The dtype.
     int d = 0;
     while (d < ST_DTYPES && strcmp(dtype, dtypes[d].name) != 0) d++;
     if (d == ST_DTYPES)
         return fail(report, "tensor '%s' has dtype %s; known are F64, F32, BF16, I64, I32, U8, F8_E4M3", name, dtype);
     tensor->dtype = (StDtype)d;
 
-    // The shape, and the bytes that it takes. Sizes of 0 count as 1 until the end: the others must not overflow either.
+    // The shape, and its size in bytes. A size of 0 counts as 1 until the end, so that the overflow check covers the
+    // other sizes too.
     int64_t bytes = (int64_t)dtypes[d].bytes;
     bool empty = false;
     for (const Json* n = shape->child; n; n = n->next) {
@@ -82,7 +83,7 @@ static bool parse_tensor(const Json* entry, StTensor* tensor, const Report* repo
     }
     if (empty) bytes = 0;
 
-    // The place, which must be as large.
+    // The offsets, whose difference must be this size.
     const Json* begin = offsets->child;
     const Json* end = begin ? begin->next : NULL;
     if (!end || end->next || !is_size(begin) || !is_size(end) || end->integer < begin->integer)
@@ -102,7 +103,7 @@ static int by_offset(const void* a, const void* b) {
     return (x->bytes > y->bytes) - (x->bytes < y->bytes);  // empty tensors before the one that starts there
 }
 
-// The tensors, in order of offset, must cover [0, data) exactly. Makes the offsets those of the file.
+// Checks that the tensors, in order of offset, cover [0, data) exactly. Makes the offsets relative to the file.
 static bool offsets_tile(SafeTensors* st, int64_t data_start, int64_t data, const Report* report) {
     qsort(st->tensors, (size_t)st->count, sizeof(StTensor), by_offset);
     int64_t at = 0;
@@ -125,7 +126,7 @@ static int by_name(const void* a, const void* b) {
     return strcmp((*(const StTensor* const*)a)->name, (*(const StTensor* const*)b)->name);
 }
 
-// Fills st->by_name; the tensors lie where they stay.
+// Fills st->by_name. The tensors do not move after this, so pointers to them stay valid.
 static bool names_unique(SafeTensors* st, const Report* report) {
     st->by_name = (const StTensor**)host_alloc((size_t)st->count * sizeof(StTensor*));
     for (int i = 0; i < st->count; i++) st->by_name[i] = &st->tensors[i];
@@ -143,7 +144,7 @@ static bool parse_header(SafeTensors* st, const char* text, int64_t length, cons
     if (st->header->type != JSON_OBJECT) return fail(report, "the header is not a JSON object");
     st->tensors = (StTensor*)host_alloc((size_t)json_count(st->header) * sizeof(StTensor));
 
-    // A member is a tensor, or the metadata.
+    // Each member is a tensor, or the metadata: at most one object of strings.
     int metadata = 0;
     for (const Json* entry = st->header->child; entry; entry = entry->next) {
         if (strcmp(entry->key, "__metadata__") != 0) {
@@ -160,6 +161,7 @@ static bool parse_header(SafeTensors* st, const char* text, int64_t length, cons
 }
 
 static bool open_checked(SafeTensors* st, const Report* report) {
+    // The file and its size.
     st->fd = open_file(st->path);
     if (st->fd < 0) return fail(report, "cannot open: %s", file_error(errno));
     struct stat info;
@@ -167,7 +169,7 @@ static bool open_checked(SafeTensors* st, const Report* report) {
     int64_t size = (int64_t)info.st_size;
     if (size < 8) return fail(report, "%ld bytes are too few for a safetensors file", size);
 
-    // The header's length, which must lie in the file.
+    // The header's length, which must fit in the file.
     uint64_t length;
     if (read_all_at(st->fd, &length, 8, 0) != 0) return fail(report, "cannot read: %s", strerror(errno));
     if (length > (uint64_t)MAX_HEADER)
@@ -176,7 +178,7 @@ static bool open_checked(SafeTensors* st, const Report* report) {
     if ((int64_t)length > size - 8)
         return fail(report, "byte 0 gives a header of %lu bytes, the file has %ld: it was cut off", length, size);
 
-    // The header, and what follows from it.
+    // The header, then its checks against the file's size.
     char* text = (char*)host_alloc((size_t)length + 1);
     bool ok = read_all_at(st->fd, text, (int64_t)length, 8) == 0;
     if (!ok) fail(report, "cannot read the header: %s", strerror(errno));
@@ -226,7 +228,7 @@ int st_read(const SafeTensors* st, const StTensor* tensor, int64_t first, int64_
     return read_all_at(st->fd, out, count * size, tensor->offset + first * size);
 }
 
-// Prints a text as a JSON string, after what stands before it.
+// Prints `before`, then the text as a JSON string.
 static void put_quoted(FILE* f, const char* before, const char* text) {
     char* quoted = json_quote(text);
     fprintf(f, "%s%s", before, quoted);
@@ -238,9 +240,9 @@ char* st_plan_header(StTensor* tensors, int count, const char* const* metadata, 
     size_t length = 0;
     FILE* f = open_memstream(&text, &length);
     ASSERT(f != NULL);
-    fprintf(f, "%8s{", "");  // the length comes last
+    fprintf(f, "%8s{", "");  // the 8 bytes of the length are filled in last
 
-    // The metadata, an object of its own.
+    // The metadata, an object of strings.
     bool noted = metadata && metadata[0];
     for (int i = 0; noted && metadata[i]; i += 2) {
         put_quoted(f, i ? "," : "\"__metadata__\":{", metadata[i]);
@@ -248,7 +250,7 @@ char* st_plan_header(StTensor* tensors, int count, const char* const* metadata, 
     }
     if (noted) fprintf(f, "}");
 
-    // The tensors one after the other, their offsets from the first byte of data.
+    // The tensors in order, with offsets from the first byte of the data.
     int64_t at = 0;
     for (int i = 0; i < count; i++) {
         StTensor* t = &tensors[i];
@@ -266,7 +268,7 @@ char* st_plan_header(StTensor* tensors, int count, const char* const* metadata, 
     }
     fprintf(f, "}");
 
-    // Spaces to a multiple of 8, then the length in its place at the front.
+    // Pad with spaces to a multiple of 8, then write the length at the front.
     fflush(f);
     fprintf(f, "%*s", (int)((8 - length % 8) % 8), "");
     int failed = ferror(f) | fclose(f);
@@ -274,6 +276,7 @@ char* st_plan_header(StTensor* tensors, int count, const char* const* metadata, 
     uint64_t json_bytes = (uint64_t)length - 8;
     memcpy(text, &json_bytes, 8);
 
+    // Offsets from the start of the file.
     for (int i = 0; i < count; i++) tensors[i].offset += (int64_t)length;
     *size = (int64_t)length;
     return text;

@@ -1,6 +1,6 @@
-// safetensors, Hugging Face's files of tensors (https://github.com/huggingface/safetensors, "Format"). First comes the
-// header's length, 8 bytes, little-endian. Then the header in JSON, {name: {dtype, shape, data_offsets},
-// "__metadata__": {..}}. Then the tensors' bytes.
+// safetensors, Hugging Face's file format for tensors (https://github.com/huggingface/safetensors, "Format"). A file
+// has three parts: the header's length (8 bytes, little-endian), the header in JSON, and the tensors' bytes. The header
+// is {name: {dtype, shape, data_offsets}, "__metadata__": {..}}.
 //
 //   | length | {"a": {..., "data_offsets": [0, 64]}, "b": {...}} | a        | b        |
 //   0        8                                                   data 0     data 64
@@ -33,8 +33,8 @@ typedef struct SafeTensors {
     int fd;
 } SafeTensors;
 
-// Opens and checks everything the header claims (names unique, offsets inside the file, bytes = shape * dtype, no
-// overlap and no hole, as the format demands). NULL on error with a message that names the file.
+// Opens a file and checks its header: unique names, offsets inside the file, bytes = shape * dtype, no overlap and no
+// hole, as the format requires. NULL on error with a message that names the file.
 SafeTensors* st_open(const char* path, char* error, size_t error_size);
 void st_close(SafeTensors* st);
 const StTensor* st_find(const SafeTensors* st, const char* name);  // NULL if absent
@@ -42,9 +42,9 @@ const char* st_metadata(const SafeTensors* st, const char* key);   // NULL if ab
 // Reads elements first .. first + count - 1 of a tensor as they are stored. 0, or -1 with errno set.
 int st_read(const SafeTensors* st, const StTensor* tensor, int64_t first, int64_t count, void* out);
 
-// Plans a file: gives the tensors (name, dtype, rank, shape) their offset and bytes, in the order given, and returns
-// the header (8-byte length included, padded with spaces to a multiple of 8) in fresh memory and its size in *size.
-// metadata: {key, value} pairs, ended by NULL, or NULL. The data begin at *size.
+// Plans a file. Sets the tensors' offset and bytes from name, dtype, rank and shape, in the given order. Returns the
+// header in fresh memory, with its 8-byte length, padded with spaces to a multiple of 8. *size gets the header's size;
+// the data begin there. metadata is a list of {key, value} pairs that ends with NULL, or is NULL.
 char* st_plan_header(StTensor* tensors, int count, const char* const* metadata, int64_t* size);
 
 END_C

@@ -1,8 +1,8 @@
-// Shards stay open and are read with pread. They are not mapped: a file that is cut off while the run goes on is then a
-// message and not a SIGBUS. The loader reads ahead into a ring of micro-batches:
+// Token shards and the loader. Shards stay open and are read with pread. They are not mapped: truncation during the run
+// then gives a message and not a SIGBUS. The loader prefetches into a ring of micro-batches:
 //
 //   taken by the caller   filled by the thread        being read
-//   | micro-batch n     | n + 1        | n + 2      | n + 3      |   then n + 4 in the place of n, when n is released
+//   | micro-batch n     | n + 1        | n + 2      | n + 3      |   then n + 4 in the slot of n, when n is released
 #include "data/shards.h"
 
 #include <errno.h>
@@ -36,17 +36,17 @@ typedef struct Shard {
 } Shard;
 
 struct Shards {
-    char* option;  // that names them, for messages
+    char* option;  // the command-line option, for messages
     int64_t T;
     int count;
     Shard* files;
-    int64_t windows, tokens;  // of all
+    int64_t windows, tokens;  // of all shards
     uint32_t hash;
 };
 
 // Opens a shard, checks its header against its size, and adds it to the set's windows, tokens and hash.
 static void open_shard(Shards* s, Shard* shard, const char* path) {
-    // A file that can be read.
+    // Open the file.
     shard->path = host_strdup(path);
     shard->fd = open_file(path);
     if (shard->fd < 0 && (errno == EISDIR || errno == ENXIO))
@@ -58,7 +58,7 @@ static void open_shard(Shards* s, Shard* shard, const char* path) {
     struct stat info;
     if (fstat(shard->fd, &info) != 0) die(EXIT_FAILED, "%s: %s: cannot stat: %s", s->option, path, strerror(errno));
 
-    // The header is whole, and of a kind that is known.
+    // The header must be complete, with a known magic number and version.
     int32_t header[HEADER_INTS];
     int64_t got = read_at(shard->fd, header, HEADER_BYTES, 0);
     if (got < 0) die(EXIT_FAILED, "%s: %s: cannot read the header: %s", s->option, path, strerror(errno));
@@ -77,7 +77,7 @@ static void open_shard(Shards* s, Shard* shard, const char* path) {
         die(EXIT_FAILED, "%s: %s: byte 4: version %d, with magic number %d it must be %d", s->option, path, header[1],
             header[0], version);
 
-    // The file has the size that follows from its count.
+    // The file's size must match the token count.
     shard->token_bytes = wide ? 4 : 2;
     shard->tokens = header[2];
     int64_t expected = HEADER_BYTES + shard->tokens * shard->token_bytes;
@@ -87,7 +87,7 @@ static void open_shard(Shards* s, Shard* shard, const char* path) {
             "it was cut off or altered; write it again",
             s->option, path, header[2], shard->token_bytes, expected, info.st_size);
 
-    // What tells two sets apart: name, size and header.
+    // CRC-32 over name, size and header: identifies the set.
     const char* slash = strrchr(path, '/');
     const char* name = slash ? slash + 1 : path;
     int64_t size = (int64_t)info.st_size;
@@ -95,7 +95,7 @@ static void open_shard(Shards* s, Shard* shard, const char* path) {
     crc = crc32(crc, (const Bytef*)&size, sizeof(size));
     s->hash = (uint32_t)crc32(crc, (const Bytef*)header, HEADER_BYTES);
 
-    // Its place in the set.
+    // Its windows in the set.
     shard->first_window = s->windows;
     s->windows += max_i64(shard->tokens - 1, 0) / s->T;
     s->tokens += shard->tokens;
@@ -118,6 +118,7 @@ Shards* shards_open(const char* option, const char* pattern, int64_t T) {
     for (int i = 0; i < s->count; i++) open_shard(s, &s->files[i], found.gl_pathv[i]);
     globfree(&found);
 
+    // At least one shard must contain a whole window.
     if (s->windows == 0) {
         int64_t longest = 0;
         for (int i = 0; i < s->count; i++) longest = max_i64(longest, s->files[i].tokens);
@@ -157,20 +158,22 @@ int64_t shards_tokens(const Shards* shards) { return shards->tokens; }
 int shards_count(const Shards* shards) { return shards->count; }
 uint32_t shards_hash(const Shards* shards) { return shards->hash; }
 
-// The last shard that starts at window `index` or before it. Shards without a window share their start with the next.
+// The shard of window `index`: the last one that starts at it or before. A shard without windows starts with the next.
 static const Shard* find_shard(const Shards* s, int64_t index) {
     const Shard* shard = &s->files[s->count - 1];
     while (shard->first_window > index) shard--;
     return shard;
 }
 
-// shards_read, but a failure is its result, a message in fresh memory; NULL is success. The loader's thread reads
-// windows that the run may never use, and those must not end it.
+// shards_read with an error result: a message in fresh memory, NULL on success. The loader's thread may read windows
+// that the run never uses, and an error in those must not end the run.
 static char* read_window(const Shards* s, int64_t index, int32_t V, int32_t* input, int32_t* target) {
     unsigned char raw[16384];
     const Shard* shard = find_shard(s, index);
     int64_t T = s->T, width = shard->token_bytes, chunk = (int64_t)sizeof(raw) / width;
     int64_t start = HEADER_BYTES + (index - shard->first_window) * T * width;
+
+    // Read the window in chunks.
     for (int64_t t = 0; t < T + 1; t += chunk) {
         int64_t n = min_i64(T + 1 - t, chunk);
         int64_t got = read_at(shard->fd, raw, n * width, start + t * width);
@@ -181,7 +184,7 @@ static char* read_window(const Shards* s, int64_t index, int32_t V, int32_t* inp
             return host_format("%s: %s: byte %ld: the file ends here; it was longer when the run began", s->option,
                                shard->path, start + t * width + got);
 
-        // Each token is an input, and the target of the one before it.
+        // Check each id. A token is an input, and the target of the token before it.
         for (int64_t i = 0; i < n; i++) {
             uint32_t id = 0;
             memcpy(&id, raw + i * width, (size_t)width);
@@ -205,7 +208,7 @@ void shards_read(const Shards* shards, int64_t index, int32_t V, int32_t* input,
 
 // ---- Order
 
-// The finalizer of SplitMix64 (Steele, Lea & Flood 2014; Stafford's variant 13): every bit of x reaches every bit out.
+// SplitMix64's finalizer (Steele, Lea & Flood 2014; Stafford's variant 13): every input bit affects every output bit.
 static uint64_t mix64(uint64_t x) {
     x = (x ^ (x >> 30)) * 0xbf58476d1ce4e5b9u;
     x = (x ^ (x >> 27)) * 0x94d049bb133111ebu;
@@ -213,19 +216,20 @@ static uint64_t mix64(uint64_t x) {
 }
 
 int64_t shards_permute(uint64_t seed, int64_t epoch, int64_t i, int64_t n) {
-    const uint64_t golden = 0x9e3779b97f4a7c15u;  // 2^64 / golden ratio: spreads consecutive numbers
+    const uint64_t golden = 0x9e3779b97f4a7c15u;  // 2^64 / golden ratio: decorrelates consecutive numbers
     enum { ROUNDS = 8 };
     ASSERT(i >= 0 && i < n);
 
-    // Two halves of as many bits as n - 1 needs, and a key for this epoch of this seed.
+    // Width of the two halves: 4^half >= n. A key for this epoch of this seed.
     int half = 1;
     while (half < 31 && ((uint64_t)1 << (2 * half)) < (uint64_t)n) half++;
     uint64_t mask = ((uint64_t)1 << half) - 1;
     uint64_t key = mix64(mix64(seed + golden) + ((uint64_t)epoch + 1) * golden);
     uint64_t x = (uint64_t)i;
 
-    // The network permutes 0 .. 4^half - 1, less than 4 n. Walking its cycle from i must come back below n, at i at the
-    // latest. A round adds to one half of the bits a function of the other, and changes the halves round.
+    // The Feistel network permutes 0 .. 4^half - 1, and 4^half is at most 4 n. Cycle walking: the cycle from i must
+    // return below n, at the latest at i itself. A round XORs one half with a function of the other, then swaps the
+    // halves.
     do {
         uint64_t left = x >> half, right = x & mask;
         for (int round = 0; round < ROUNDS; round++) {
@@ -240,13 +244,13 @@ int64_t shards_permute(uint64_t seed, int64_t epoch, int64_t i, int64_t n) {
 
 // ---- Loader
 
-// One micro-batch in use, the others read ahead.
+// One micro-batch in use, the others prefetched.
 enum { RING = 4 };
 
 typedef struct Slot {
     int32_t* input;   // (batch, T)
     int32_t* target;  // (batch, T), in the same memory
-    char* error;      // why this micro-batch could not be read
+    char* error;      // the reason if this micro-batch could not be read, else NULL
 } Slot;
 
 struct Loader {
@@ -256,15 +260,15 @@ struct Loader {
     LoaderOrder order;
     Slot ring[RING];
     pthread_t thread;
-    pthread_mutex_t mutex;  // guards the three below
+    pthread_mutex_t mutex;  // guards filled, released, stopping
     pthread_cond_t changed;
     int64_t filled;    // micro-batches read so far
-    int64_t released;  // micro-batches the caller is done with
+    int64_t released;  // micro-batches that the caller has finished
     bool stopping;
-    int64_t taken;  // micro-batches handed out; the caller's alone
+    int64_t taken;  // micro-batches given to the caller; used by the caller's thread only
 };
 
-// Reads a micro-batch: each of its windows of the run is one of the set, in the order of its epoch.
+// Reads a micro-batch. Each window of the run maps to a window of the set by the permutation of its epoch.
 static void fill(const Loader* loader, Slot* slot, int64_t micro_batch) {
     int64_t n = shards_windows(loader->shards), T = loader->shards->T;
     for (int64_t b = 0; b < loader->batch && !slot->error; b++) {
@@ -275,7 +279,7 @@ static void fill(const Loader* loader, Slot* slot, int64_t micro_batch) {
     }
 }
 
-// Fills slot after slot, as long as there is one that the caller has released.
+// The prefetch thread: fills slot after slot, and waits while the ring is full.
 static void* loader_thread(void* argument) {
     Loader* loader = (Loader*)argument;
     pthread_mutex_lock(&loader->mutex);
@@ -289,7 +293,7 @@ static void* loader_thread(void* argument) {
         pthread_mutex_lock(&loader->mutex);
         loader->filled = micro_batch + 1;
         pthread_cond_broadcast(&loader->changed);
-        if (slot->error) break;  // nothing after an error is handed out
+        if (slot->error) break;  // the caller gets no micro-batch after an error
     }
     pthread_mutex_unlock(&loader->mutex);
     return NULL;
@@ -304,6 +308,7 @@ Loader* loader_start(const Shards* shards, int64_t batch, int32_t V, LoaderOrder
     loader->order = order;
     size_t tokens = (size_t)(batch * shards->T);
 
+    // The ring, then the thread.
     for (int i = 0; i < RING; i++) {
         loader->ring[i].input = (int32_t*)host_alloc(2 * tokens * sizeof(int32_t));
         loader->ring[i].target = loader->ring[i].input + tokens;
@@ -333,7 +338,7 @@ void loader_stop(Loader* loader) {
 
 void loader_next(Loader* loader, const int32_t** input, const int32_t** target) {
     pthread_mutex_lock(&loader->mutex);
-    loader->released = loader->taken;  // what the last call gave is free again
+    loader->released = loader->taken;  // releases the micro-batch of the last call
     pthread_cond_broadcast(&loader->changed);
     while (loader->filled <= loader->taken) pthread_cond_wait(&loader->changed, &loader->mutex);
     pthread_mutex_unlock(&loader->mutex);

@@ -1,4 +1,4 @@
-// Without Oniguruma.
+// data/split.h for a build without Oniguruma.
 #include <stdio.h>
 
 #include "data/split.h"

@@ -1,3 +1,4 @@
+// data/split.h with Oniguruma.
 #include "data/split.h"
 
 #include <oniguruma.h>
@@ -11,8 +12,8 @@ struct Pattern {
     regex_t* regex;
 };
 
-// A pattern like (a*)*b takes exponential time: a search ends after some tenths of a second. Patterns in use go back a
-// few times for each byte of a run of spaces.
+// Backtracking limit: a pattern like (a*)*b takes exponential time, so a search ends after some tenths of a second.
+// Patterns in use backtrack a few times for each byte of a run of spaces.
 static const unsigned long RETRIES = 1 << 24;
 
 Pattern* pattern_new(const char* text, char* error, size_t error_size) {

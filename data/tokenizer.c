@@ -1,5 +1,5 @@
-// A table stays in memory as its file is, and the tokens point into it. What tokenizer.json says is read by
-// data/tokenizer_json.c.
+// Tokenizer tables in llm.c's layout. The file's bytes stay in memory, and the tokens point into them. tokenizer.json
+// is read by data/tokenizer_json.c.
 #include "data/tokenizer.h"
 
 #include <errno.h>
@@ -13,9 +13,9 @@
 #include "device/files.h"
 
 enum { VERSION = 2, HEADER_BYTES = 1024, MAX_TOKENS = 1 << 24, WHY_BYTES = 1024 };
-static const size_t LIMIT = (size_t)1 << 30;  // bytes; those in use have some MiB
+static const size_t LIMIT = (size_t)1 << 30;  // bytes; usual files have some MiB
 
-// Token i is byte i, and 256 is end of text.
+// The byte tokenizer: token i is byte i, and 256 is end of text.
 static Tokenizer* open_bytes(void) {
     Tokenizer* t = (Tokenizer*)host_alloc(sizeof(Tokenizer));
     t->size = 257;
@@ -31,7 +31,7 @@ static Tokenizer* open_bytes(void) {
     return t;
 }
 
-// The first four numbers: magic, version, how many tokens, and which of them ends a text.
+// Checks the first four numbers: magic, version, number of tokens, end-of-text id.
 static void check_header(const char* path, const uint32_t header[4]) {
     if (header[0] != TOKENIZER_MAGIC)
         die(EXIT_FAILED,
@@ -47,8 +47,9 @@ static void check_header(const char* path, const uint32_t header[4]) {
             header[3], header[2]);
 }
 
-// llm.c's layout.
+// Reads a table in llm.c's layout.
 static Tokenizer* open_table(const char* path) {
+    // The file.
     Tokenizer* t = (Tokenizer*)host_alloc(sizeof(Tokenizer));
     size_t size, at = HEADER_BYTES;
     t->data = read_file(path, LIMIT, &size);
@@ -57,15 +58,15 @@ static Tokenizer* open_table(const char* path) {
         die(EXIT_FAILED, "--tokenizer: %s: byte %zu: the file ends inside the header of %d bytes", path, size,
             HEADER_BYTES);
 
-    // Its header: magic number, version, tokens, end of text.
+    // The header: magic number, version, number of tokens, end-of-text id.
     uint32_t header[4];
     memcpy(header, t->data, sizeof(header));
     check_header(path, header);
     t->size = (int32_t)header[2];
     t->eot = (int32_t)header[3];
 
-    // Its tokens, a length and so many bytes each. There is room for as many as the file can hold, whatever it claims:
-    // a token takes a byte at least.
+    // The tokens: one length byte and the token's bytes each. A token takes at least one byte, so the file's size, not
+    // the header's count, bounds the allocation.
     size_t most = (size_t)min_i64(t->size, (int64_t)(size - HEADER_BYTES));
     t->tokens = (Token*)host_alloc(most * sizeof(Token));
     for (int32_t id = 0; id < t->size; id++) {
@@ -73,12 +74,13 @@ static Tokenizer* open_table(const char* path) {
         if (at >= size || length > size - at - 1)
             die(EXIT_FAILED, "--tokenizer: %s: byte %zu: the file ends inside token %d of %d: it was cut off", path,
                 size, id, t->size);
-        // End of text has a name in the file, but it is a mark and not text.
+        // End of text has a name in the file, but it decodes to no text.
         Token token = {.bytes = t->data + at + 1, .length = id == t->eot ? 0 : (int32_t)length, .id = id};
         t->tokens[id] = token;
         at += 1 + length;
     }
 
+    // Nothing may follow.
     if (at != size)
         die(EXIT_FAILED, "--tokenizer: %s: byte %zu: %zu bytes after the last of %d tokens", path, at, size - at,
             t->size);
@@ -91,14 +93,16 @@ static bool ends_with(const char* path, const char* end) {
     return length >= n && strcmp(path + length - n, end) == 0;
 }
 
-// The tokenizer.json beside a table, in its place; the table where there is none.
+// Replaces a table by the tokenizer.json of the same name, if that exists. Both must have the same tokens.
 static Tokenizer* open_beside(Tokenizer* table, const char* path) {
+    // x.json next to x.bin.
     if (!ends_with(path, ".bin")) return table;
     char* json_path = host_format("%.*s.json", (int)(strlen(path) - strlen(".bin")), path);
     if (access(json_path, F_OK) != 0 && errno == ENOENT) {
         free(json_path);
         return table;
     }
+    // It must have the table's tokens.
     Tokenizer* t = tokenizer_read_json(json_path, table->eot);
     if (t->size != table->size)
         die(EXIT_FAILED, "--tokenizer: %s has %d tokens, %s beside it %d: they must be of one tokenizer", path,
@@ -153,6 +157,7 @@ int64_t tokenizer_encode(const Tokenizer* tokenizer, const char* text, int32_t* 
         snprintf(tokenizer->why, WHY_BYTES, "%s", tokenizer->refused);
         return -1;
     }
+    // By the merges of tokenizer.json; without them, greedily by the longest token.
     if (tokenizer->bpe) return bpe_encode(tokenizer->bpe, text, ids, room, tokenizer->why, WHY_BYTES);
     size_t left = strlen(text);
     int64_t n = 0;

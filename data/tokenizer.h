@@ -1,9 +1,12 @@
-// Tokens back into text, for samples and logs, and prompts into tokens.
+// Tokenizer: decodes tokens to text, for samples and logs, and encodes prompts.
 //
-// A tokenizer file has llm.c's layout: 256 little-endian uint32 {20240328, 2, number of tokens, end-of-text id, 0...},
-// then for each token one length byte and its bytes. Or it is Hugging Face's tokenizer.json; its name ends in .json.
-// One that lies beside a table (x.json beside x.bin) is read instead of it, and must have the table's tokens. Without a
-// file the tokens are bytes: ids 0..255, 256 = end of text.
+//     file          layout
+//     x.bin         llm.c's table: 256 little-endian uint32 {20240328, 2, number of tokens, end-of-text id, 0...}, then
+//                   for each token one length byte and its bytes
+//     x.json        Hugging Face's tokenizer.json
+//     none          the tokens are bytes: ids 0..255, 256 = end of text
+//
+// If x.json exists in the folder of x.bin, it is read instead of x.bin, and must have the same tokens.
 #ifndef DATA_TOKENIZER_H
 #define DATA_TOKENIZER_H
 
@@ -17,21 +20,21 @@ enum { TOKENIZER_MAGIC = 20240328 };  // the first number of a tokenizer file
 
 typedef struct Tokenizer Tokenizer;
 
-// path "" gives the byte tokenizer. die()s naming the file and the reason on a file that is not one.
+// path "" gives the byte tokenizer. An invalid file ends the run: die() names the file and the reason.
 Tokenizer* tokenizer_open(const char* path);
 void tokenizer_close(Tokenizer* tokenizer);
 int32_t tokenizer_size(const Tokenizer* tokenizer);
 int32_t tokenizer_eot(const Tokenizer* tokenizer);  // end of text
-// Whether text is encoded as the tokenizer itself does it. A table alone does not tell how: then it is the longest
-// match.
+// True if text is encoded exactly as by the original tokenizer. A table alone has no merges: text is then encoded by
+// the longest match.
 bool tokenizer_exact(const Tokenizer* tokenizer);
 
 // The bytes of a token (not NUL-terminated), NULL for ids out of range; end of text and unknown ids have length 0.
 const char* tokenizer_decode(const Tokenizer* tokenizer, int32_t id, int* length);
 
-// By the merges of tokenizer.json: the ids that the library tokenizers gives, without what it puts around a text; names
-// of special tokens are text. Else the longest token, again and again. Returns the number of ids written, at most
-// `room`; -1 where it cannot be done, and tokenizer_why says why. By one thread at a time.
+// Encodes text. With tokenizer.json: by its merges, to the ids that the library `tokenizers` gives without its
+// post-processor; names of special tokens are encoded as text. Else greedily, by the longest token each time. Returns
+// the number of ids written, at most `room`; -1 on failure, with the reason in tokenizer_why. By one thread at a time.
 int64_t tokenizer_encode(const Tokenizer* tokenizer, const char* text, int32_t* ids, int64_t room);
 const char* tokenizer_why(const Tokenizer* tokenizer);
 

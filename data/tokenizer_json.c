@@ -1,6 +1,6 @@
-// The file becomes a tree, which is gone when all is read. Entries are the tokens as it names them, first those of the
-// vocabulary, by which merges name their parts, then the added ones. Byte-level BPE writes each byte as a printable
-// character; tokens get their bytes back.
+// The file is parsed into a JSON tree, which is freed when all is read. Entries are the tokens with their texts in the
+// file: first the vocabulary, which the merges refer to, then the added tokens. Byte-level BPE writes each byte as a
+// printable character; the tokens get the bytes back.
 #include "data/tokenizer_json.h"
 
 #include <errno.h>
@@ -13,13 +13,13 @@
 #include "device/files.h"
 
 enum { MAX_TOKENS = 1 << 24 };
-// Bytes: files in use have 1 to 40 MiB, and each byte may take 32 in memory.
+// In bytes: usual files have 1 to 40 MiB, and each byte may take 32 in memory.
 static const size_t LIMIT = (size_t)256 << 20;
 
-// How GPT-2 cuts words; ByteLevel's own pattern.
+// GPT-2's pre-tokenizer pattern, the default of ByteLevel.
 static const char GPT2[] = "'s|'t|'re|'ve|'m|'ll|'d| ?\\p{L}+| ?\\p{N}+| ?[^\\s\\p{L}\\p{N}]+|\\s+(?!\\S)|\\s+";
 
-// The list of scripts/prepare_text.py.
+// Usual names of end of text, the same list as in scripts/prepare_text.py.
 static const char* const EOT_NAMES[] = {"<|endoftext|>",
                                         "<\xef\xbd\x9c"
                                         "end\xe2\x96\x81of\xe2\x96\x81sentence\xef\xbd\x9c>",
@@ -34,7 +34,7 @@ typedef struct Reader {
     size_t file_bytes;
     const Json *model, *added;
     Token* entries;     // texts as they are in the file
-    Token* byte_level;  // the bytes that the entries of a byte-level model stand for; others are empty
+    Token* byte_level;  // the decoded bytes of a byte-level model's entries; empty for others
     int32_t model_count, count;
     Vocab* names;  // the model's entries, by text
     Tokenizer* t;
@@ -50,7 +50,7 @@ static bool flag(const Json* json, const char* key, bool if_absent) {
     return member && member->type == JSON_BOOL ? member->number != 0 : if_absent;
 }
 
-// Whether a part of this type is in here, at any depth.
+// True if the tree has a part of this type, at any depth.
 static bool has_type(const Json* json, const char* type) {
     if (!json) return false;
     if (strcmp(type_of(json), type) == 0) return true;
@@ -61,8 +61,8 @@ static bool has_type(const Json* json, const char* type) {
 
 // ---- Tokens
 
-// The byte that a character stands for in byte-level BPE, -1 if it is none. Printable ones stand for themselves, the
-// others have their places from 256 on.
+// The byte that a character encodes in byte-level BPE, -1 if none. A printable byte is its own character; the other
+// bytes are the characters from 256 on.
 static int byte_of(uint32_t code) {
     bool printable = (code >= 0x21 && code <= 0x7e) || (code >= 0xa1 && code <= 0xff && code != 0xad);
     if (printable) return (int)code;
@@ -70,7 +70,8 @@ static int byte_of(uint32_t code) {
     return n < 0 || n > 67 ? -1 : n <= 0x20 ? n : n <= 66 ? n - 0x21 + 0x7f : 0xad;
 }
 
-// The bytes of a byte-level token: how many, -1 if it is none. No text is shorter than what it stands for.
+// Decodes a byte-level token; returns the number of bytes, -1 if it is not byte-level. The text is never shorter than
+// the bytes.
 static int32_t to_bytes(const char* text, char* out) {
     int32_t n = 0;
     for (const char* at = text; *at;) {
@@ -81,7 +82,7 @@ static int32_t to_bytes(const char* text, char* out) {
     return n;
 }
 
-// The bytes of a token of SentencePiece: <0x0A> is a byte, U+2581 a space.
+// Decodes a SentencePiece token: <0x0A> is a byte, U+2581 a space. Returns the number of bytes.
 static int32_t to_piece(const char* text, char* out) {
     static const char hex[] = "0123456789ABCDEF";
     if (strlen(text) == 6 && strncmp(text, "<0x", 3) == 0 && text[5] == '>') {
@@ -100,9 +101,10 @@ static int32_t to_piece(const char* text, char* out) {
     return n;
 }
 
+// Appends an entry after checks of its text and id.
 static void add_entry(Reader* r, const char* text, double id) {
     if (!text) die(EXIT_FAILED, "--tokenizer: %s: a token without text, after %d others", r->path, r->count);
-    // There is room for as many as the file can hold: a token takes a byte at least.
+    // A token takes at least one byte of the file, so the file's size bounds the ids.
     if (!(id >= 0 && id < MAX_TOKENS && id < (double)r->file_bytes && id == (int32_t)id))
         die(EXIT_FAILED, "--tokenizer: %s: token '%s': the id %g is not one of a file of %zu bytes (at most %d)",
             r->path, text, id, r->file_bytes, MAX_TOKENS - 1);
@@ -111,7 +113,8 @@ static void add_entry(Reader* r, const char* text, double id) {
     if (entry.id >= r->t->size) r->t->size = entry.id + 1;
 }
 
-// The vocabulary has {"text": id} (BPE, WordPiece, WordLevel) or ["text", score] in the order of ids (Unigram).
+// Reads the vocabulary and the added tokens. A vocabulary is {"text": id} (BPE, WordPiece, WordLevel), or a list of
+// ["text", score] in the order of ids (Unigram).
 static void read_entries(Reader* r) {
     const Json* vocab = json_get(r->model, "vocab");
     if (!vocab || !vocab->child) die(EXIT_FAILED, "--tokenizer: %s: not a tokenizer.json: no model.vocab", r->path);
@@ -129,8 +132,9 @@ static void read_entries(Reader* r) {
     r->byte_level = (Token*)host_alloc((size_t)r->model_count * sizeof(Token));
 }
 
-// The bytes of all tokens.
+// Decodes all entries to the tokens' bytes.
 static void read_tokens(Reader* r, const Json* file) {
+    // The encoding of the texts: byte-level, SentencePiece, or plain.
     Tokenizer* t = r->t;
     bool byte_level = false, pieces = false;
     const char* const parts[] = {"normalizer", "pre_tokenizer", "decoder"};
@@ -140,7 +144,7 @@ static void read_tokens(Reader* r, const Json* file) {
         pieces |= has_type(part, "ByteFallback") || has_type(part, "Metaspace");
     }
 
-    // Added tokens are written as they are, and come last: they may name one of the vocabulary.
+    // Added tokens are plain text. They come last because they may name a token of the vocabulary.
     t->tokens = (Token*)host_alloc((size_t)t->size * sizeof(Token));
     char* to = t->data = (char*)host_alloc(r->file_bytes);
     for (int32_t i = 0; i < r->count; i++) {
@@ -164,7 +168,7 @@ static void read_tokens(Reader* r, const Json* file) {
         if (!t->tokens[id].bytes) t->tokens[id].bytes = to;  // ids may have holes
 }
 
-// End of text is a mark and has no bytes.
+// Finds end of text, which decodes to no bytes.
 static void read_eot(Reader* r, int32_t eot) {
     for (size_t i = 0; eot < 0 && i < sizeof(EOT_NAMES) / sizeof(EOT_NAMES[0]); i++)
         for (int32_t j = 0; eot < 0 && j < r->count; j++)
@@ -179,8 +183,9 @@ static void read_eot(Reader* r, int32_t eot) {
     r->t->eot = eot;
 }
 
-// ---- What encoding needs. Each gives the reason, in fresh memory, where something is not supported, else NULL.
+// ---- Tables for encoding. Each function returns NULL, or the unsupported feature in fresh memory.
 
+// A Split: one pattern and its behavior.
 static char* read_cut(Bpe* bpe, const char* pattern, const char* behavior, bool inverted) {
     char error[192];
     bool isolated = strcmp(behavior, "Isolated") == 0;
@@ -192,7 +197,7 @@ static char* read_cut(Bpe* bpe, const char* pattern, const char* behavior, bool 
     return NULL;
 }
 
-// A pre-tokenizer, or a sequence of them whose last is ByteLevel: *bytes is set where it has been.
+// A pre-tokenizer, or a sequence of them that ends with ByteLevel. *bytes is set once ByteLevel was read.
 static char* read_cuts(Bpe* bpe, const Json* json, bool* bytes) {
     const char *type = type_of(json), *pattern = json_text(json_get(json, "pattern"), "Regex");
     if (strcmp(type, "Sequence") == 0) {
@@ -215,7 +220,7 @@ static char* read_cuts(Bpe* bpe, const Json* json, bool* bytes) {
     return flag(json, "use_regex", true) ? read_cut(bpe, GPT2, "Isolated", false) : NULL;
 }
 
-// None, or NFC.
+// The normalizer: none, or NFC.
 static char* read_normalizer(Bpe* bpe, const Json* json) {
     if (!json || json->type == JSON_NULL) return NULL;
     const char* type = type_of(json);
@@ -230,10 +235,11 @@ static char* read_normalizer(Bpe* bpe, const Json* json) {
     return NULL;
 }
 
-// A merge names its parts in one string, with a space between, or in two.
+// The merges, by rank. A merge is one string with a space between its two tokens, or a list of two strings.
 static char* read_merges(Reader* r, const Json* merges) {
     int32_t rank = 0;
     for (const Json* j = merges ? merges->child : NULL; j; j = j->next, rank++) {
+        // The two texts.
         const char *left = j->text, *right = j->text ? strchr(j->text, ' ') : NULL;
         size_t left_length = right ? (size_t)(right - left) : 0;
         if (right) right++;
@@ -244,6 +250,7 @@ static char* read_merges(Reader* r, const Json* merges) {
         }
         if (!right) return host_format("merge %d, which does not name two tokens", rank);
 
+        // Their tokens, and the token of both together.
         char* both = host_format("%.*s%s", (int)left_length, left, right);
         const Token *a = vocab_find(r->names, left, left_length), *b = vocab_find(r->names, right, strlen(right)),
                     *joined = vocab_find(r->names, both, strlen(both));
@@ -256,7 +263,7 @@ static char* read_merges(Reader* r, const Json* merges) {
     return NULL;
 }
 
-// Added tokens, in two rounds: those that are looked for in the text as it is, then those in normalized text.
+// Added tokens in two rounds: first those that are matched in raw text, then those in normalized text.
 static char* read_added(Reader* r) {
     Token* list = (Token*)host_alloc((size_t)(r->count - r->model_count) * sizeof(Token));
     char* refused = NULL;
@@ -271,7 +278,7 @@ static char* read_added(Reader* r) {
             if (!special && (flag(j, "lstrip", false) || flag(j, "rstrip", false) || flag(j, "single_word", false)))
                 refused =
                     host_format("the added token '%.40s' with lstrip, rstrip or single_word", r->entries[i].bytes);
-            // Its text has to outlive the file's tree.
+            // Points to the token's bytes, which outlive the JSON tree.
             list[n++].bytes = r->t->tokens[r->entries[i].id].bytes;
             if (refused) break;
         }
@@ -281,8 +288,9 @@ static char* read_added(Reader* r) {
     return refused;
 }
 
-// What the model is, its bytes and its whole words.
+// The model: checks that its type and options are supported, then sets the byte tokens and whole words.
 static char* read_model(Reader* r) {
+    // Type and options.
     const Json* model = r->model;
     Bpe* bpe = r->t->bpe;
     const char *prefix = json_text(model, "continuing_subword_prefix"),
@@ -297,12 +305,14 @@ static char* read_model(Reader* r) {
     if (suffix && *suffix) return host_strdup("model.end_of_word_suffix");
     if (r->names->repeats) return host_strdup("model.vocab with a token that is there twice");
 
+    // The token of each byte, and the words that ignore the merges.
     for (int32_t i = 0; i < r->model_count; i++)
         if (r->byte_level[i].length == 1) bpe->bytes[(unsigned char)*r->byte_level[i].bytes] = r->byte_level[i].id;
     if (flag(model, "ignore_merges", false)) bpe->whole = vocab_new(r->byte_level, r->model_count);
     return NULL;
 }
 
+// All tables of byte-level BPE.
 static char* read_bpe(Reader* r, const Json* file) {
     const Json* merges = json_get(r->model, "merges");
     bool bytes = false;
@@ -317,6 +327,7 @@ static char* read_bpe(Reader* r, const Json* file) {
 }
 
 Tokenizer* tokenizer_read_json(const char* path, int32_t eot) {
+    // Parse the file.
     char error[192];
     Reader r = {.path = path, .t = (Tokenizer*)host_alloc(sizeof(Tokenizer))};
     char* text = read_file(path, LIMIT, &r.file_bytes);
@@ -325,6 +336,7 @@ Tokenizer* tokenizer_read_json(const char* path, int32_t eot) {
     if (!file) die(EXIT_FAILED, "--tokenizer: %s: not JSON: %s", path, error);
     free(text);
 
+    // Tokens for decoding, then BPE for encoding, then end of text.
     r.model = json_get(file, "model");
     r.added = json_get(file, "added_tokens");
     read_entries(&r);

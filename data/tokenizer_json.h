@@ -1,12 +1,11 @@
-// Reading a Hugging Face tokenizer.json, and what data/tokenizer.c makes of it.
+// Reader of Hugging Face's tokenizer.json, and the struct Tokenizer that data/tokenizer.c shares.
 //
-//   model          vocab (the tokens and their ids), merges (by rank), whether a word that is a token is taken whole
+//   model          vocab (tokens and their ids), merges (by rank), ignore_merges (a word that is a token stays whole)
 //   added_tokens   more tokens, or names for some of them
-//   pre_tokenizer  how text is cut into words
+//   pre_tokenizer  the patterns that cut text into words
 //
-// The tokens of any tokenizer can be read, for decoding. Encoding needs byte-level BPE; where a file asks for something
-// else, `refused` says what. Its post_processor is left out: it frames whole texts with marks, and a prompt is no whole
-// text.
+// Decoding works with the tokens of any tokenizer. Encoding needs byte-level BPE; for any other file `refused` is the
+// reason. The post_processor is ignored: it frames whole texts with special tokens, and a prompt is not a whole text.
 #ifndef DATA_TOKENIZER_JSON_H
 #define DATA_TOKENIZER_JSON_H
 
@@ -20,14 +19,14 @@ struct Tokenizer {
     char* data;  // all tokens' bytes
     int32_t size;
     int32_t eot;
-    Token* tokens;  // by id; end of text without bytes
-    Vocab* vocab;   // what the longest match searches, or NULL
-    Bpe* bpe;       // of tokenizer.json, or NULL
-    char* refused;  // why text cannot be encoded, or NULL
-    char* why;      // why it was not encoded last
+    Token* tokens;  // by id; end of text has no bytes
+    Vocab* vocab;   // for the longest match, or NULL
+    Bpe* bpe;       // from tokenizer.json, or NULL
+    char* refused;  // the reason if text cannot be encoded, or NULL
+    char* why;      // the reason of the last failed encoding
 };
 
-// end of text -1: the token with one of the usual names. die()s on a file that is not one.
+// eot -1: end of text is the token with one of the usual names. die()s on an invalid file.
 Tokenizer* tokenizer_read_json(const char* path, int32_t eot);
 
 END_C

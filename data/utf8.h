@@ -1,11 +1,11 @@
-// Characters as UTF-8 writes them.
+// UTF-8 characters: length and value.
 #ifndef DATA_UTF8_H
 #define DATA_UTF8_H
 
 #include "device/types.h"
 
-// Bytes of the UTF-8 character at s, of which `room` bytes are there; 0 if it is not well-formed (RFC 3629: no overlong
-// forms, no surrogates, nothing above U+10FFFF).
+// Length in bytes of the UTF-8 character at s, where at most `room` bytes may be read. 0 if it is not well-formed (RFC
+// 3629: no overlong forms, no surrogates, nothing above U+10FFFF).
 static inline int utf8_length(const char* s, size_t room) {
     const unsigned char* b = (const unsigned char*)s;
     if (b[0] < 0x80) return 1;
@@ -18,7 +18,7 @@ static inline int utf8_length(const char* s, size_t room) {
     return n;
 }
 
-// The well-formed character at s; *next is where it ends.
+// Decodes the well-formed character at s; *next is its end.
 static inline uint32_t utf8_read(const char* s, const char** next) {
     const unsigned char* b = (const unsigned char*)s;
     int n = b[0] < 0x80 ? 1 : b[0] < 0xe0 ? 2 : b[0] < 0xf0 ? 3 : 4;

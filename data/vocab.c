@@ -1,3 +1,4 @@
+// A vocabulary is sorted by length, then by bytes, and searched by bisection.
 #include "data/vocab.h"
 
 #include <stdlib.h>
@@ -5,7 +6,7 @@
 
 #include "device/check.h"
 
-// By length, then by bytes.
+// Compares by length, then by bytes.
 static int by_bytes(const void* a, const void* b) {
     const Token *x = (const Token*)a, *y = (const Token*)b;
     if (x->length != y->length) return x->length < y->length ? -1 : 1;
@@ -13,6 +14,7 @@ static int by_bytes(const void* a, const void* b) {
 }
 
 Vocab* vocab_new(const Token* tokens, int32_t n) {
+    // Sort all tokens that are not empty.
     Vocab* v = (Vocab*)host_alloc(sizeof(Vocab));
     v->sorted = (Token*)host_alloc((size_t)n * sizeof(Token));
     int32_t filled = 0, unique = 0;
@@ -23,6 +25,7 @@ Vocab* vocab_new(const Token* tokens, int32_t n) {
     }
     qsort(v->sorted, (size_t)filled, sizeof(Token), by_bytes);
 
+    // Remove repeated tokens; the lowest id remains.
     for (int32_t i = 0; i < filled; i++) {
         const Token* token = &v->sorted[i];
         if (unique && by_bytes(&v->sorted[unique - 1], token) == 0)

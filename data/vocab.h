@@ -1,4 +1,4 @@
-// Tokens that can be searched by their bytes.
+// A vocabulary: tokens with lookup by bytes and by longest match.
 #ifndef DATA_VOCAB_H
 #define DATA_VOCAB_H
 
@@ -15,20 +15,20 @@ typedef struct Token {
 } Token;
 
 typedef struct Vocab {
-    Token* sorted;  // by length, then bytes. Without empty tokens; of those with the same bytes the lowest id.
+    Token* sorted;  // by length, then bytes; no empty tokens; the lowest id among tokens with the same bytes
     int32_t count;
     int32_t longest;
-    bool begins[256];  // whether a token begins with this byte
-    bool repeats;      // whether some had the same bytes
+    bool begins[256];  // true if a token begins with this byte
+    bool repeats;      // true if two tokens had the same bytes
 } Vocab;
 
-// The bytes stay where the n tokens have them.
+// The vocabulary of n tokens. It points to their bytes and does not copy them.
 Vocab* vocab_new(const Token* tokens, int32_t n);
 void vocab_free(Vocab* vocab);
 
-// NULL where there is none.
+// The token with exactly these bytes; NULL if none.
 const Token* vocab_find(const Vocab* vocab, const char* bytes, size_t length);
-// The longest token that the text begins with.
+// The longest token that is a prefix of the text; NULL if none.
 const Token* vocab_longest(const Vocab* vocab, const char* text, size_t length);
 
 END_C

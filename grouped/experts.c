@@ -5,7 +5,7 @@
 #include "layers/swiglu.h"
 
 void experts_swiglu_forward(floatX* a, const floatX* h, Ragged r, int64_t F, Ctx* ctx) {
-    swiglu_forward(a, h, r.group_start[r.El], F, ctx);  // rows lie without gaps on the CPU
+    swiglu_forward(a, h, r.group_start[r.El], F, ctx);  // the CPU has no pad rows
 }
 
 void experts_swiglu_backward(floatX* dh, floatX* gated_a, real* drow_gate, const floatX* da_ungated, const floatX* h,
@@ -13,12 +13,12 @@ void experts_swiglu_backward(floatX* dh, floatX* gated_a, real* drow_gate, const
     (void)ctx;
 #pragma omp parallel for schedule(static)
     for (int64_t row = 0; row < r.group_start[r.El]; row++) {
-        // The row's gate and up, and their gradients.
+        // Pointers: the row's gate and up, and their gradients.
         const floatX *g = h + row * 2 * F, *u = g + F;
         floatX *dg = dh + row * 2 * F, *du = dg + F;
         real gate = r.row_gate[row], dgate = 0;
 
-        // dgate = <da', a>, and with da = gate da' the gradients of g and u.
+        // dgate = <da', a>; da = gate da' gives the gradients of g and u.
 #pragma omp simd reduction(+ : dgate)
         for (int64_t i = 0; i < F; i++) {
             real s = sigmoid(g[i]), a = swiglu(g[i], u[i], s), da = da_ungated[row * F + i];

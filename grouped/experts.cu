@@ -1,9 +1,12 @@
-// SwiGLU between an expert's two products, over the ragged rows in use: bound by memory (forward 3 elements moved per
-// output, backward 6). How many rows there are is read on the device, and the grid walks them; in the backward one warp
-// a row, so that <da', a> is one warp's sum in a fixed order. Pad rows are written as zeros without being read.
+// SwiGLU between an expert's two GEMMs, over the ragged rows in use. The row count is read on the device, and the grid
+// strides over the rows. Pad rows are written as zeros without being read. Both kernels are bound by memory:
+//
+//     kernel      elements moved per output    work per thread or warp
+//     forward     3                            a thread: one 16-byte vector
+//     backward    6                            a warp: one row, so that <da', a> is one warp's sum in a fixed order
 #include "grouped/experts.cuh"
 
-// A thread a piece at a time: no sum ties a row together here.
+// Elementwise: each thread handles one 16-byte vector (8 columns) per iteration.
 static __global__ void __launch_bounds__(256)
     experts_swiglu_forward_kernel(floatX* a, const floatX* h, Ragged r, int64_t F) {
     wait_for_previous();
@@ -26,7 +29,7 @@ static __global__ void __launch_bounds__(256)
     experts_swiglu_backward_kernel(floatX* dh, floatX* gated_a, float* drow_gate, const floatX* da_ungated,
                                    const floatX* h, Ragged r, int64_t F) {
     wait_for_previous();
-    // A warp a row.
+    // One warp per row.
     const int64_t used = r.group_start[r.El];
     for (int64_t row = blockIdx.x * (int64_t)8 + threadIdx.x / 32; row < used; row += gridDim.x * (int64_t)8)
         swiglu_backward_row(

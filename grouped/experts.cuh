@@ -1,5 +1,6 @@
-// Backward of SwiGLU with the gate (grouped/experts.h) for one row, by a warp. Two kernels share it: the experts', and
-// the one that also casts to MXFP8 (mx/mx_swiglu.cu). They differ in what they do to a and to the gradients.
+// Backward of SwiGLU with the gate (grouped/experts.h) for one row, by one warp. Two kernels use it: experts.cu's, and
+// the one that also quantizes to MXFP8 (mx/mx_swiglu.cu). They differ in two callbacks: round() on a, made() on the
+// gradients.
 #ifndef GROUPED_EXPERTS_CUH
 #define GROUPED_EXPERTS_CUH
 
@@ -7,8 +8,8 @@
 #include "layers/activation.h"
 #include "layers/rows.cuh"
 
-// Eight columns of a row: from the gate g, up u and da' x their gradients, in the places of g and u, and gate * a.
-// Returns their part of <da', a>. round may change `a`.
+// Eight columns of a row. Inputs: the gate g, up u, and x = da'. The gradients overwrite g and u; `a` becomes a times
+// the router's gate (weight). Returns these columns' part of <da', a>. round() may change `a`.
 template <typename Round>
 static __device__ __forceinline__ float swiglu_backward_piece(float a[8], float g[8], float u[8], float x[8],
                                                               float weight, Round round) {
@@ -32,13 +33,16 @@ static __device__ __forceinline__ float swiglu_backward_piece(float a[8], float 
     return dot;
 }
 
-// All lanes call round(a) and made(c, dgate, dup) as often, c at F or beyond too, so that these may exchange numbers:
-// round may change the 8 elements of a, made gets the gradients of columns c .. c + 7.
+// Backward of one row. The callbacks may use warp shuffles, so all lanes call them the same number of times, even with
+// c >= F:
+//
+//     round(a)             may change the 8 elements of a
+//     made(c, dgate, dup)  gets the gradients of columns c .. c + 7
 template <typename Round, typename Made>
 static __device__ __forceinline__ void swiglu_backward_row(floatX* dh, floatX* gated_a, float* drow_gate,
                                                            const floatX* da_ungated, const floatX* h, const Ragged& r,
                                                            int64_t row, int64_t F, Round round, Made made) {
-    // Where the row's gate, up and da' lie, and where their gradients go.
+    // Pointers: the row's gate, up and da', and their gradients.
     enum { PIECES_AT_ONCE = 2 };
     const int lane = threadIdx.x % 32;
     const bool real_row = r.row_token[row] >= 0;
@@ -47,7 +51,7 @@ static __device__ __forceinline__ void swiglu_backward_row(floatX* dh, floatX* g
     floatX* d = dh + row * 2 * F;
     float dot = 0;
     for (int64_t c0 = lane * 8; c0 - lane * 8 < F; c0 += PIECES_AT_ONCE * 256) {
-        // All loads go out first. Pad rows are not read: they count as zeros.
+        // All loads are issued first. Pad rows are not read: they count as zeros.
         uint4 gs[PIECES_AT_ONCE] = {}, us[PIECES_AT_ONCE] = {}, ds[PIECES_AT_ONCE] = {};
 #pragma unroll
         for (int i = 0; i < PIECES_AT_ONCE; i++) {
@@ -67,7 +71,7 @@ static __device__ __forceinline__ void swiglu_backward_row(floatX* dh, floatX* g
             floats_of(x, ds[i]);
             dot += swiglu_backward_piece(a, g, u, x, weight, round);
 
-            // Both are rounded once. A lane beyond F stores nothing.
+            // The stored gradients and those given to made() are the same rounded values. A lane past F stores nothing.
             const uint4 gate = piece_of(g), up = piece_of(u);
             if (c < F) {
                 store(gated_a + row * F + c, a);
@@ -78,7 +82,7 @@ static __device__ __forceinline__ void swiglu_backward_row(floatX* dh, floatX* g
         }
     }
 
-    // <da', a> of the row, in a fixed order.
+    // dgate = <da', a> of the row, summed in a fixed order.
     dot = warp_sum(dot);
     if (lane == 0) drow_gate[row] = dot;
 }

@@ -1,9 +1,12 @@
-// What an expert does between its two products: SwiGLU, and its backward with the gate. Over ragged rows
-// (grouped/permute.h).
+// The activation between an expert's two GEMMs, on the rows of a ragged buffer (grouped/permute.h): SwiGLU, and its
+// backward with the gate.
 //
-// The gate multiplies the expert's output: out_n = sum_k gate_r Y_r, with Y = W2 a, a = silu(h_gate) * h_up. (`gate`
-// alone is the router's; h_gate is SwiGLU's.) The backward never needs Y: with da' = dy W2 (`da_ungated`),
+//   a = silu(h_gate) * h_up,   Y = W2 a,   out_n = sum_k gate_r Y_r
+//
+// `gate` alone is the router's; h_gate is SwiGLU's. The backward does not need Y. With da' = dy W2 (`da_ungated`):
+//
 //   dgate = <dy, Y> = <dy, W2 a> = <da', a>,   da = gate da',   dW2 = sum_r dy_r (gate_r a_r)^T
+//
 // Pad rows of the outputs are zeros. On the GPU F is a multiple of 8.
 #ifndef GROUPED_EXPERTS_H
 #define GROUPED_EXPERTS_H

@@ -2,8 +2,8 @@
 
 #include "device/cpu.h"
 
-// Experts have uneven numbers of rows, so work is handed out as (expert, tile) pairs: tile i of an expert is its rows
-// i * TILE and on, and an expert with fewer rows has nothing to do there.
+// Grouped GEMM on the CPU. Experts have different numbers of rows, so threads take (expert, tile) pairs dynamically.
+// Tile i is an expert's rows from i * TILE on; it is empty for an expert with fewer rows.
 
 static int64_t most_tiles(Ragged r) {
     int64_t most = 0;

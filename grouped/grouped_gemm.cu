@@ -1,11 +1,10 @@
-// Grouped products on Hopper's tensor cores: one persistent kernel per pass over the ragged buffer, no transposed
-// copies.
+// Grouped GEMM on Hopper's tensor cores: one persistent kernel per pass over the ragged buffer, no transposed copies.
 //
 //                       x (rows, IC)                y (rows, OC)
 //                     +---+---+---+---+           +-------+-------+---+
 //     group_start[0]  |   |   |   |   |           |       |       |   |    Tiles are 128 x 256, or 256 x 128 where the
 //           expert 0  | a | a | a | a |  x W_0^T  |   t   |       |   |    last column is narrow. Starts are multiples
-//                     +---+---+---+---+     =     +-------+-------+   |    of 128, so a tile has rows of one expert.
+//                     +---+---+---+---+     =     +-------+-------+   |    of 128: all rows of a tile are one expert's.
 //                     |   |   |   |   |           |       |       |   |
 //           pad rows  | 0 | 0 | 0 | 0 |           |   0   |   0   | 0 |    t = sum of a b^T over the k blocks: a is
 //                     +---+---+---+---+           +-------+-------+---+    128 x 64 of x, b is 256 x 64 of W_0.
@@ -13,48 +12,50 @@
 //           expert 1  |   |   |   |   |  x W_1^T  |       |       |   |
 //                       k blocks of 64
 //
-// A block per SM takes tile after tile (grouped/tile_scheduler.cuh). One warp loads, two warpgroups multiply, and
-// between them lies a ring of four stages in shared memory (grouped/grouped_gemm_parts.cuh):
+// Persistent: one block per SM takes tile after tile from the tile scheduler (grouped/tile_scheduler.cuh). Warp
+// specialization: one producer warp loads, two consumer warpgroups multiply. A ring of four stages in shared memory
+// connects them (grouped/grouped_gemm_parts.cuh):
 //
 //     producer warp  --TMA-->  stage 0 [ a | b ]  being read  --wgmma-->  warpgroup 0: rows 0..63 of t, in registers
 //     (and the other           stage 1 [ a | b ]  loaded                  warpgroup 1: rows 64..127
-//     block's, for             stage 2 [ a |   ]  on its way                   |
+//     block's, for             stage 2 [ a |   ]  in flight                    |
 //     half of b)               stage 3 [   |   ]  empty                        +--TMA-->  y or dx, in or added to dW
 //           ^                                         |
 //           +---- empty barriers: warps are done -----+
 //
-// wgmma takes operands whose rows are the contraction (dgrad's W, both of wgrad) as they lie, so the passes differ in
-// coordinates only. Two blocks form a cluster and share one operand of their tiles: each loads half of it for both.
+// wgmma also reads operands whose rows are the contraction: dgrad's W, both operands of wgrad. So nothing is
+// transposed, and the passes differ in coordinates only. Two blocks form a cluster and share one operand of their
+// tiles: each loads half of it and multicasts it to both.
 //
-// Bound by the tensor cores under the card's power limit; with few rows per expert wgrad by the traffic of dW.
+// Bound by the tensor cores under the card's power limit. With few rows per expert wgrad is bound by the traffic of dW.
 #include "grouped/grouped_gemm.h"
 #include "grouped/grouped_gemm_parts.cuh"
 #include "grouped/grouped_gemm_portable.cuh"
 
 namespace {
 
-// A tile of each shape in the two warpgroups: parts of 128 rows, 64 for each warpgroup, and their columns.
+// A tile of each shape: its parts of 128 rows, 64 for each of the two warpgroups, and its columns.
 template <int SHAPE>
 constexpr int PARTS = SHAPE == TALL ? 2 : 1;
 template <int SHAPE>
 constexpr int COLUMNS = SHAPE == WIDE ? 256 : 128;
 
-// --- The warpgroups that multiply ---
+// --- The consumer warpgroups ---
 
-// A stage may be overwritten, here and by the neighbour. One arrival per warp and block.
+// Releases a stage: it may be overwritten by this block and its peer. One arrival per warp and block.
 __device__ __forceinline__ void release(Shared& s, int stage, int lane) {
     if (lane < CLUSTER) barrier_arrive_cluster(cluster_address(&s.empty_barriers[stage], lane));
 }
 
-// d = the tile's sums. Each shape of tile has its own d, set to zero here: anything else made the compiler serialize
-// wgmma (C7511, C7512).
+// Mainloop: d = the tile's sums. Each tile shape has its own d, set to zero here. Anything else made the compiler
+// serialize wgmma (C7511, C7512).
 template <Pass P, int SHAPE>
 __device__ __forceinline__ void multiply(Shared& s, float (&d)[PARTS<SHAPE>][COLUMNS<SHAPE> / 2], int k_blocks,
                                          int group, int lane, Place<STAGES>& stage) {
     constexpr int N = COLUMNS<SHAPE>;
 
-    // Where the operands lie in the first stage. Descriptors count in 16 bytes, and so do the steps: the next k16 is 32
-    // bytes along a row, or 16 rows of 128 bytes further where rows are the contraction.
+    // Descriptors of the operands in stage 0. They count in units of 16 bytes, and so do the steps. The next k16 is 32
+    // bytes along a row, or 16 rows of 128 bytes further if rows are the contraction.
     constexpr int MN_A = P == WGRAD, MN_B = P != FORWARD;
     constexpr int STEP_A = MN_A ? 128 : 2, STEP_B = MN_B ? 128 : 2, PART = 2 * BOX_BYTES / 16;
     const uint32_t front = shared_address(s.stages), end = front + STAGE_BYTES;
@@ -67,8 +68,8 @@ __device__ __forceinline__ void multiply(Shared& s, float (&d)[PARTS<SHAPE>][COL
 #pragma unroll
         for (int i = 0; i < N / 2; i++) d[part][i] = 0;
 
-    // d += A B over a k block, asynchronously. When it waits for the block before and gives its stage back, the tensor
-    // cores already have this one to work on.
+    // d += A B over each k block, asynchronously. Each iteration first issues its own wgmma, then waits for those of
+    // the k block before and releases that stage. So the tensor cores always have work.
     int before = 0;
     for (int k_block = 0; k_block < k_blocks; k_block++) {
         barrier_wait(&s.full_barriers[stage.index], stage.phase);
@@ -86,26 +87,26 @@ __device__ __forceinline__ void multiply(Shared& s, float (&d)[PARTS<SHAPE>][COL
         stage.advance();
     }
 
-    // The last one.
+    // The last k block.
     wgmma_wait<0>();
 #pragma unroll
     for (int part = 0; part < PARTS<SHAPE>; part++) wgmma_pin(d[part]);
     release(s, before, lane);
 }
 
-// One tile, from its first k block to the output.
+// One tile: mainloop and epilogue.
 template <Pass P, int SHAPE>
 __device__ __forceinline__ void compute(Shared& s, const WorkItem& item, const CUtensorMap* out, int columns, int add,
                                         Place<STAGES>& stage, Writer& writer) {
-    // Its sums.
+    // Mainloop: the tile's sums.
     const int warp = threadIdx.x / 32 - 4;
     float d[PARTS<SHAPE>][COLUMNS<SHAPE> / 2];
     multiply<P, SHAPE>(s, d, item.k_blocks, warp / 4, writer.lane, stage);
     if (!item.store) return;
 
 #pragma unroll
-    // dW_e = or += the sums, or y = the sums, rounded, with zeros for pad rows. (The item is read from shared memory
-    // only now: registers are short.)
+    // Epilogue. WGRAD: dW_e = or += the sums. Else y or dx = the sums rounded to bf16, zeros in pad rows. (The work
+    // tile is read from shared memory only here, to save registers.)
     for (int part = 0; part < PARTS<SHAPE>; part++) {
         const int row = part * SQUARE_SIDE + warp * 16, m = item.m + row, expert = item.expert;
         if (P == WGRAD)
@@ -118,7 +119,7 @@ __device__ __forceinline__ void compute(Shared& s, const WorkItem& item, const C
     }
 }
 
-// What a warp that multiplies does: tile after tile.
+// A consumer warp: tile after tile.
 template <Pass P>
 __device__ __forceinline__ void consume(Shared& s, const CUtensorMap* out, int columns, int add) {
     const int lane = threadIdx.x % 32, warp = threadIdx.x / 32 - 4;
@@ -126,13 +127,13 @@ __device__ __forceinline__ void consume(Shared& s, const CUtensorMap* out, int c
     Place<STAGES> stage = {0, 0};
     Place<ITEMS> at = {0, 0};
     for (;;) {
-        // The work item, which the producer wrote.
+        // The work tile, written by the producer.
         barrier_wait(&s.item_full_barriers[at.index], at.phase);
         const WorkItem& item = s.items[at.index];
         const int shape = item.shape;
         if (item.k_blocks == 0) break;
 
-        // Its tile.
+        // Its tile, by shape.
         if (shape == WIDE)
             compute<P, WIDE>(s, item, out, columns, add, stage, writer);
         else if (shape == TALL)
@@ -140,13 +141,13 @@ __device__ __forceinline__ void consume(Shared& s, const CUtensorMap* out, int c
         else
             compute<P, SQUARE>(s, item, out, columns, add, stage, writer);
 
-        // The producer may write another item there.
+        // Release the slot of the work tile.
         __syncwarp();
         if (lane == 0) barrier_arrive(&s.item_empty_barriers[at.index]);
         at.advance();
     }
 
-    // Shared memory stays until TMA has read the last pieces.
+    // Shared memory must stay allocated until TMA has read the last output buffers.
     if (lane == 0) tma_wait_read<0>();
     __syncwarp();
 }
@@ -161,7 +162,7 @@ __global__ void __cluster_dims__(CLUSTER, 1, 1) __launch_bounds__(THREADS, 1)
 
 // --- The host's side ---
 
-// Whether there is anything to multiply; sizes that TMA cannot take end the run.
+// True if there is anything to multiply. Sizes that TMA does not support end the run.
 bool check_sizes(const Ragged& r, int64_t IC, int64_t OC) {
     if (IC <= 0 || OC <= 0 || IC % 8 != 0 || OC % 8 != 0)
         die(EXIT_USAGE,
@@ -191,7 +192,8 @@ void grouped_gemm_dgrad(floatX* dx, const floatX* dy, const floatX* w, Ragged r,
            groups_of(r, 0, IC, OC, ctx));
 }
 
-// Sums run over whole k blocks of 64 rows: pad rows at an expert's end are zeros in dy and x and add nothing.
+// The contraction runs over whole k blocks of 64 rows. Pad rows at an expert's end are zeros in dy and x and add
+// nothing.
 void grouped_gemm_wgrad(real* dw, const floatX* dy, const floatX* x, Ragged r, int64_t IC, int64_t OC, int accumulate,
                         Ctx* ctx) {
     if (!check_sizes(r, IC, OC))

@@ -1,13 +1,13 @@
-// One matrix product per expert over its rows of a ragged buffer (grouped/permute.h draws it), all experts in one call.
+// Grouped GEMM: one GEMM per expert over its rows of a ragged buffer (drawn in grouped/permute.h), all in one call.
 //
 //   forward   y  = x W_e^T      rows of expert e: (rows, IC) (IC, OC)
 //   dgrad     dx = dy W_e       rows of expert e: (rows, OC) (OC, IC)
 //   wgrad     dW_e = dy^T x     (OC, rows) (rows, IC): the contraction runs over the expert's rows
 //
-// Weights of all experts lie together, w (El, OC, IC). Products read true rows only, or pad rows that are zeros; rows
-// of an output that are pad rows are written as zeros. In the CUDA build IC and OC are multiples of 8. Starts and
-// counts of rows are read on the device. Workspace: at most matmul_workspace() (layers/matmul.h), for an order of
-// experts or a plan of tiles.
+// The weights of all experts are one tensor, w (El, OC, IC). Pad rows of an input are not read, or must be zeros; pad
+// rows of an output are written as zeros. In the CUDA build IC and OC are multiples of 8. Group starts and row counts
+// are read on the device. Workspace: at most matmul_workspace() (layers/matmul.h), for the order of the experts or the
+// plan of tiles.
 #ifndef GROUPED_GROUPED_GEMM_H
 #define GROUPED_GROUPED_GEMM_H
 
@@ -28,7 +28,7 @@ void grouped_gemm_dgrad(floatX* dx,        // (capacity, IC)
                         const floatX* w,   // (El, OC, IC)
                         Ragged ragged, int64_t IC, int64_t OC, Ctx* ctx);
 
-// dW_e = sum of dy[r] x[r]^T over the expert's rows, 0 without rows; or += with accumulate 1
+// dW_e = sum of dy[r] x[r]^T over the rows r of expert e, 0 without rows; += with accumulate 1
 void grouped_gemm_wgrad(real* dw,          // (El, OC, IC)
                         const floatX* dy,  // (capacity, OC)
                         const floatX* x,   // (capacity, IC)

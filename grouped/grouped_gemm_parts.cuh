@@ -1,18 +1,17 @@
-// What the kernels of the grouped products (grouped_gemm.cu, mx/grouped_gemm_mx.cu) share: the rings between the warp
-// that loads and those that multiply, the loads, the way results leave, and the launch. The kernels differ in how they
-// multiply.
+// Common parts of the grouped GEMM kernels (grouped_gemm.cu, mx/grouped_gemm_mx.cu): the rings between producer and
+// consumers, the TMA loads, the stores of the epilogue, and the launch. The kernels differ in their mainloops.
 //
-// A ring is a few places in shared memory that are used in turn. A place has two mbarriers (device/wgmma.cuh):
+// A ring is a few slots in shared memory that are used in turn. A slot has two mbarriers (device/wgmma.cuh):
 //
-//     who fills it:   wait for `empty`, write (loads count themselves as bytes), arrive at `full`
-//     who reads it:   wait for `full`, read, arrive at `empty`
+//     producer:   wait for `empty`, write (TMA counts its bytes), arrive at `full`
+//     consumer:   wait for `full`, read, arrive at `empty`
 //
-// A phase is one turn through the ring: a barrier's phases have parity 0, 1, 0, .. The producer runs ahead until all
-// places are full, so loads are on their way while the tensor cores work. There are two rings, of work items (which
-// tile to multiply) and of stages (a k block of A and B), both of four places.
+// A phase of an mbarrier is one turn through the ring; phases have parity 0, 1, 0, .. The producer runs ahead until all
+// slots are full, so loads are in flight while the tensor cores work. There are two rings of four slots each: work
+// tiles (WorkItem) and stages (a k block of A and B).
 //
-// A stage is six boxes; a box is 64 rows of 128 bytes, swizzled. A tile needs two boxes of A for each 128 rows and two
-// of B for each 128 columns: A's stand at the front of a stage, B's at its end.
+// A stage is six boxes. A box is 64 rows of 128 bytes, swizzled. A tile needs two boxes of A for each 128 rows and two
+// of B for each 128 columns. A's boxes are at the front of a stage, B's at its end.
 //
 //     128 x 256   | A | A | B | B | B | B |        256 x 128   | A | A | A | A | B | B |
 #ifndef GROUPED_GROUPED_GEMM_PARTS_CUH
@@ -25,10 +24,10 @@ namespace {
 
 enum { BOX = 64, BOX_BYTES = BOX * 128 };  // rows
 enum { STAGES = 4, STAGE_BOXES = 6, STAGE_BYTES = STAGE_BOXES * BOX_BYTES };
-enum { ITEMS = 4 };                              // work items that the producer may be ahead
-enum { WARPS = 8, THREADS = 128 + 32 * WARPS };  // a producer warpgroup (one warp works) and two that multiply
-enum { BOTH = (1 << CLUSTER) - 1 };              // blocks of a cluster, a bit each
-enum { PIECE_BYTES = 16 * 128 };                 // of a result
+enum { ITEMS = 4 };                              // work tiles that the producer may be ahead
+enum { WARPS = 8, THREADS = 128 + 32 * WARPS };  // a producer warpgroup (one warp works) and two consumer warpgroups
+enum { BOTH = (1 << CLUSTER) - 1 };              // multicast mask: a bit for each block of the cluster
+enum { PIECE_BYTES = 16 * 128 };                 // an output buffer: 16 rows of 128 bytes
 
 struct Shared {
     alignas(1024) uint8_t stages[STAGES][STAGE_BYTES];
@@ -37,11 +36,11 @@ struct Shared {
     uint64_t item_full_barriers[ITEMS], item_empty_barriers[ITEMS];
     WorkItem items[ITEMS];
     Queue queue;
-    alignas(16) float column_scales[STAGES][SQUARE_SIDE];  // MX_WGRAD: what B's columns are multiplied by
+    alignas(16) float column_scales[STAGES][SQUARE_SIDE];  // MX_WGRAD: factors of B's columns
 };
 
-// A place in a ring of N, and the parity of the phase to wait for there. The producer begins with 1, the parity of the
-// phase before the first: it finds every place empty.
+// A slot in a ring of N, and the parity of the phase to wait for there. The producer begins with parity 1, that of the
+// phase before the first: every slot is empty.
 template <int N>
 struct Place {
     int index;
@@ -54,7 +53,7 @@ struct Place {
 
 // --- The producer ---
 
-// One box at column x and row y (of matrix z, where there are several) into this block, or into BOTH.
+// Loads the box at column x and row y (of matrix z if SEVERAL) into this block, or multicasts it to BOTH.
 template <bool SEVERAL, bool TO_BOTH>
 __device__ __forceinline__ void load_box(uint8_t* to, const CUtensorMap* map, uint64_t* full, int x, int y, int z) {
     if (SEVERAL)
@@ -63,16 +62,18 @@ __device__ __forceinline__ void load_box(uint8_t* to, const CUtensorMap* map, ui
         TO_BOTH ? tma_multicast(to, map, full, x, y, BOTH) : tma_load(to, map, full, x, y);
 }
 
-// An item's k blocks of A and B, a stage for each. Of the operand in common this block loads every other box, for both
-// blocks. A full barrier counts the bytes of all boxes, whoever loads them. (One thread, whose instructions for a k
-// block take about as long as the products of MXFP8: which operand is common is known to the compiler.)
+// Loads the k blocks of a work tile, one stage for each. The shared operand is multicast: this block loads every other
+// box of it for both blocks. A full barrier counts the bytes of all boxes, also of those that the peer loads. (One
+// thread runs this loop. Its instructions for a k block take about as long as the MXFP8 products of that block. So
+// COMMON_A is a template parameter.)
 template <Pass P, bool COMMON_A>
 __device__ __forceinline__ void load_blocks(Shared& s, const CUtensorMap* a, const CUtensorMap* b, const WorkItem& item,
                                             int rank, Place<STAGES>& stage) {
-    const bool n_along_rows = P == DGRAD || P == WGRAD;  // in B's memory, else k
+    const bool n_along_rows = P == DGRAD || P == WGRAD;  // rows of B in memory run along n, else along k
     const int m0 = item.m + (P == MX_WGRAD ? item.of.a : 0), n0 = item.n + (P == MX_WGRAD ? item.of.b : 0);
     const int a_boxes = item.shape == TALL ? 4 : 2, b_boxes = !ON_BYTES<P> && item.shape == WIDE ? 4 : 2;
     for (int k_block = 0, k = item.k; k_block < item.k_blocks; k_block++, k += BLOCK_K<P>) {
+        // A free stage, and the bytes to expect.
         barrier_wait(&s.empty_barriers[stage.index], stage.phase);
         uint64_t* full = &s.full_barriers[stage.index];
         uint8_t* to = s.stages[stage.index];
@@ -99,14 +100,14 @@ __device__ __forceinline__ void load_blocks(Shared& s, const CUtensorMap* a, con
     }
 }
 
-// Fills the rings until there is no more work.
+// The producer warp: fills both rings until there is no more work.
 template <Pass P>
 __device__ __forceinline__ void produce(Shared& s, const CUtensorMap* a, const CUtensorMap* b, const Groups& g) {
     TileScheduler<P> scheduler(g, s.queue);
     Place<STAGES> stage = {0, 1};
     Place<ITEMS> at = {0, 1};
     for (;;) {
-        // The work item, for the warps that multiply: they learn of their tile before its data come.
+        // The work tile, for the consumers: it arrives before the data.
         const WorkItem item = scheduler.next();
         barrier_wait(&s.item_empty_barriers[at.index], at.phase);
         if (scheduler.lane == 0) {
@@ -118,20 +119,21 @@ __device__ __forceinline__ void produce(Shared& s, const CUtensorMap* a, const C
                 load_blocks<P, false>(s, a, b, item, scheduler.rank, stage);
         }
 
-        // The last item, without k blocks, went to the other warps too: they end with it.
+        // A work tile with 0 k blocks ends the consumers too.
         __syncwarp();
         if (item.k_blocks == 0) break;
         at.advance();
     }
 }
 
-// A block from start to end. consume(s) is what a warp that multiplies does. In MX_WGRAD a second warp fills places
-// beside the one that loads: beside(s).
+// A block from start to end. consume(s) is the work of a consumer warp. In MX_WGRAD a second producer warp fills slots
+// too: beside(s).
 template <Pass P, typename Consume, typename Beside>
 __device__ __forceinline__ void run_block(const CUtensorMap* a, const CUtensorMap* b, const CUtensorMap* out,
                                           const Groups& g, Consume consume, Beside beside) {
-    // Barriers: how many arrivals end a phase. A place is filled by one thread (MX_WGRAD: two) and released by every
-    // warp that multiplies; a stage by those of both blocks, because both may load into it.
+    // Barriers, each with the number of arrivals that ends a phase. A slot is filled by one thread (MX_WGRAD: two) and
+    // released by every consumer warp. A stage is released by the consumer warps of both blocks, as both may load into
+    // it.
     constexpr int SECOND = P == MX_WGRAD;
     extern __shared__ __align__(1024) uint8_t memory[];
     Shared& s = *(Shared*)memory;
@@ -146,18 +148,18 @@ __device__ __forceinline__ void run_block(const CUtensorMap* a, const CUtensorMa
     }
     previous_is_done();  // launch_long
 
-    // OVER_ROWS: an expert's tiles cost what it has rows. Sorted, largest first, so that none of the largest begins
-    // last. (All blocks write the same.)
+    // OVER_ROWS: the cost of a tile grows with its expert's rows. Experts are sorted by rows, largest first, so that no
+    // expensive tile starts last. (All blocks write the same order.)
     if (OVER_ROWS<P> && !g.matrices)
         for (int e = threadIdx.x; e < g.El; e += THREADS) {
             int rows = g.rows[e], place = 0;
             for (int i = 0; i < g.El; i++) place += g.rows[i] > rows || (g.rows[i] == rows && i < e);
             g.order[place] = (int16_t)e;
         }
-    __syncthreads();  // warps whole again
+    __syncthreads();  // and reconverges the warps
     cluster_sync();
 
-    // The roles. Registers go from the warpgroup that loads to those that hold sums.
+    // Warp specialization. Registers move from the producer warpgroup to the consumers, which hold the sums.
     if (threadIdx.x < 128) {
         registers_fewer<56>();
         if (threadIdx.x < 32)
@@ -168,18 +170,18 @@ __device__ __forceinline__ void run_block(const CUtensorMap* a, const CUtensorMa
         registers_more<224>();
         consume(s);
     }
-    cluster_sync();  // the neighbour may still write here or arrive here
+    cluster_sync();  // the peer may still write or arrive in this block's shared memory
 }
 
-// --- Results ---
+// --- The epilogue's stores ---
 
-// A warp's 16 rows leave in pieces of 128 bytes a row, through two buffers of its own: while TMA reads one, the warp
-// fills the other. TMA drops what lies outside of the output.
+// A warp stores its 16 rows through two buffers of its own, 16 x 128 bytes each. While TMA reads one, the warp fills
+// the other. TMA clips at the bounds of the output.
 struct Writer {
     uint8_t (*buffer)[PIECE_BYTES];
     int turn, lane;
 
-    // The buffer for the next piece, once TMA has read what was there.
+    // The next buffer, once TMA has read its old contents.
     __device__ __forceinline__ uint8_t* begin() {
         if (lane == 0) tma_wait_read<1>();
         __syncwarp();
@@ -187,11 +189,11 @@ struct Writer {
     }
 };
 
-// put() makes a piece of the sums of its columns, which lie in the lanes as wgmma leaves them (device/wgmma.cuh).
-// Within a row the eight places of 16 bytes are swizzled as TMA expects them: place i of row r is at i ^ r % 8. Rows
-// from `valid` on become zeros, whatever their sums are.
+// put() fills a buffer from the accumulators of its columns, which are in wgmma's register layout (device/wgmma.cuh).
+// The eight 16-byte vectors of a row are swizzled as TMA expects: vector i of row r is at i ^ r % 8. Rows from `valid`
+// on become zeros, whatever their sums are.
 
-// 64 columns as bf16. (Zeros by the packed values: writing d itself would serialize wgmma.)
+// 64 columns as bf16. (The packed values are masked: writing to d itself would serialize wgmma.)
 __device__ __forceinline__ void put(uint8_t* to, const float* d, int valid, int lane, floatX*) {
     const uint32_t keep = lane / 4 < valid ? ~0u : 0, keep8 = lane / 4 + 8 < valid ? ~0u : 0;
     // Lanes 0-7, 8-15 address rows 0-7 and 8-15 of 8 columns, lanes 16-31 those of the next 8.
@@ -204,7 +206,7 @@ __device__ __forceinline__ void put(uint8_t* to, const float* d, int valid, int 
     }
 }
 
-// 32 columns of float32. Odd rows go through their columns in another order: no bank conflicts.
+// 32 columns of float32. Odd rows write their columns in another order, which avoids bank conflicts.
 __device__ __forceinline__ void put(uint8_t* to, const float* d, int valid, int lane, float*) {
     const int r = lane / 4, odd = r % 2;
     to += r * 128 + lane % 2 * 8;
@@ -221,8 +223,8 @@ __device__ __forceinline__ void put(uint8_t* to, const float* d, int valid, int 
         }
 }
 
-// The warp's 16 rows of the N columns from n on, as far as the output has `columns`, piece after piece: put() fills a
-// buffer, the fence lets TMA see it, and send(piece, column) hands it to TMA.
+// Stores the warp's 16 rows of N columns from n on, up to `columns`, 128 bytes wide at a time. For each buffer: `put`
+// fills it, the fence makes it visible to TMA, and `send` starts the TMA store at the given column.
 template <typename Out, int N, typename Send>
 __device__ __forceinline__ void write(Writer& w, const float (&d)[N / 2], int n, int columns, int valid, Send send) {
     constexpr int WIDTH = 128 / sizeof(Out);
@@ -239,7 +241,8 @@ __device__ __forceinline__ void write(Writer& w, const float (&d)[N / 2], int n,
 
 // --- The host's side ---
 
-// A matrix (rows, cols), or `depth` of them one after another (0: one, in two dimensions), in boxes 128 bytes wide.
+// TMA map of a matrix (rows, cols) in boxes 128 bytes wide. depth > 0: a 3D map of `depth` contiguous matrices. 0: a 2D
+// map of one.
 template <typename T>
 CUtensorMap matrix_map(const T* p, int64_t depth, int64_t rows, int64_t cols, int box_rows, Ctx* ctx) {
     const int64_t size[3] = {cols, rows, depth}, stride[2] = {cols, rows * cols};
@@ -247,16 +250,16 @@ CUtensorMap matrix_map(const T* p, int64_t depth, int64_t rows, int64_t cols, in
     return tensor_map(p, depth ? 3 : 2, size, stride, box, ctx);
 }
 
-// The sizes of a product, with a counter of work items, and room for an order of the experts. (They are of the Ctx:
-// products of several may run at once.)
+// The problem sizes, with the counter of work tiles and workspace for the order of the experts. (Both belong to the
+// Ctx: grouped GEMMs of several Ctx may run at once.)
 Groups groups_of(const Ragged& r, int64_t M, int64_t N, int64_t K, Ctx* ctx) {
-    // Coordinates of TMA are int32.
+    // TMA coordinates are int32.
     ASSERT(r.capacity <= INT32_MAX && M <= INT32_MAX && N <= INT32_MAX && K <= INT32_MAX);
     int16_t* order = ctx_workspace<int16_t>(ctx, MAX_EXPERTS);
     return {r.group_start, r.group_rows, r.El, (int)M, (int)N, (int)K, (uint32_t*)ctx->counter, order};
 }
 
-// A block on every SM, in clusters.
+// Persistent launch: one block on every SM, in clusters.
 template <typename Kernel, typename... Params>
 void launch(Kernel kernel, Ctx* ctx, const Params&... params) {
     launch_long(kernel, ctx->sms / CLUSTER * CLUSTER, THREADS, sizeof(Shared), ctx, params...);

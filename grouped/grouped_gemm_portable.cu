@@ -1,8 +1,8 @@
-// Grouped products on the tensor cores of any NVIDIA GPU since Ampere: one persistent kernel per pass over the ragged
-// buffer, no transposed copies. What it is made of, from the smallest on:
+// Grouped GEMM on the tensor cores of any NVIDIA GPU since Ampere: one persistent kernel per pass over the ragged
+// buffer, no transposed copies. Its parts, from the smallest to the largest:
 //
-// mma.sync. The tensor cores multiply small matrices that lie in the registers of a warp: d (16, 8) += a (16, 16)
-// b (16, 8). Each lane holds a few elements of each, its fragment (device/mma.cuh lists all):
+// mma.sync. The tensor cores multiply small matrices in the registers of a warp: d (16, 8) += a (16, 16) b (16, 8).
+// Each lane holds a few elements of each, its fragment (all are listed in device/mma.cuh):
 //
 //             a: 16 x 16, four registers a lane     b: 16 x 8, two registers      d: 16 x 8, four floats
 //     row     columns 0 1  2 3  4 5  6 7  8 9 ..    column      rows 0 1  2 3 ..  row   columns 0 1  2 3  4 5  6 7
@@ -11,36 +11,37 @@
 //      8               0    1    2    3    0        (two neighbours of a column   8              0    1    2    3
 //             (register 1: rows 8 .., 2: columns 8 ..)  share a register)         (floats 2, 3: rows 8 ..)
 //
-// ldmatrix. Both operands come from shared memory, four matrices of 8 x 8 at once: each lane names 16 bytes, one row of
-// one of them, and each gets the two neighbours in a row (or, transposed, in a column) that mma.sync wants of it. So
-// operands whose rows are the contraction (dgrad's W, both of wgrad) are multiplied as they lie.
+// ldmatrix loads four matrices of 8 x 8 from shared memory at once. Each lane gives the address of 16 bytes, one row of
+// one matrix. Each lane gets two neighbours of a row (transposed: of a column), as mma.sync needs them. So operands
+// whose rows are the contraction (dgrad's W, both of wgrad) are multiplied without a transposed copy.
 //
-// A box is 64 rows or columns of an operand, M or N, times 32 of the contraction, 4 KB in shared memory. Where the
-// contraction runs along its rows, these have 64 bytes, else 128. The 16-byte pieces of a row are swapped (an XOR with
-// the row's number), so that the eight rows of a matrix lie in different banks: ldmatrix reads them at once.
+// A box is 64 rows or columns of an operand (M or N) times 32 of the contraction: 4 KB in shared memory. Its rows have
+// 64 bytes if the contraction runs along them, else 128. The swizzle XORs the index of a 16-byte vector with the row's
+// number. So the eight rows of a matrix are in different banks, and ldmatrix has no bank conflicts.
 //
-//     contraction along rows: two rows a line         rows are the contraction: one row a line, eight pieces
+//     contraction along rows: two rows a line         rows are the contraction: one row a line, eight vectors
 //        row 0 | 0 1 2 3 | row 1 | 0 1 2 3 |              k 0 | 0 1 2 3 4 5 6 7 |
 //        row 2 | 1 0 3 2 | row 3 | 1 0 3 2 |              k 1 | 1 0 3 2 5 4 7 6 |
 //        row 4 | 2 3 0 1 | row 5 | 2 3 0 1 |  ..          k 2 | 2 3 0 1 6 7 4 5 |  ..
 //
-// A warp multiplies one box of A with one of B: 64 x 64 sums, 128 registers a lane. Eight warps make a tile of 128 x
-// 256 (2 boxes of A, 4 of B), or 256 x 128 in the output's last column, if that is one square of 128 wide.
+// A warp multiplies one box of A with one box of B: 64 x 64 sums, 128 registers a lane. Eight warps compute a tile of
+// 128 x 256 (2 boxes of A, 4 of B). In the output's last column, if that is only 128 wide, a tile is 256 x 128.
 //
-// cp.async copies 16 bytes from global to shared memory in the background. The six boxes of a k block are a stage, and
-// four stages a ring: while a stage is multiplied, the next three are on their way.
+// cp.async copies 16 bytes from global to shared memory asynchronously. The six boxes of a k block are a stage, and
+// four stages are a ring: while one stage is multiplied, the next three are in flight.
 //
 //     k block       i - 1          i               i + 1          i + 2         i + 3
-//     stage         free           multiplied      arrived        on its way    begins, where i - 1 was
+//     stage         free           multiplied      arrived        in flight     begins, where i - 1 was
 //                                  step 0, step 1  step 0
 //
-// A k block is two steps of 16. While the tensor cores multiply the fragments of one step, those of the next come from
-// shared memory into other registers. One __syncthreads() a k block: what was copied is there for all, and the stage of
-// the block before has been read by all. The ring runs on from tile to tile: what a tile's last k blocks leave free the
-// next tile's first ones fill, while its sums go to memory.
+// A k block is two steps of 16. Fragments are double buffered: while the tensor cores multiply those of one step,
+// ldmatrix loads those of the next into other registers. Each k block has one __syncthreads(). After it, the copies are
+// visible to all, and all have read the stage of the k block before. The ring continues from tile to tile: the next
+// tile's first k blocks are prefetched during the last k blocks and the epilogue.
 //
-// Bound by the tensor cores, and nearly as much by shared memory: of 128 bytes a clock ldmatrix takes 64 KB a tile and
-// k block, cp.async 24 KB. 96 KB and a little of shared memory, so that it runs on GPUs with 99 KB a block.
+// Bound by the tensor cores, and nearly as much by shared memory, which gives 128 bytes a clock: per tile and k block
+// ldmatrix takes 64 KB of it, cp.async 24 KB. The kernel takes slightly more than 96 KB of shared memory, so that it
+// runs on GPUs with 99 KB a block.
 #include "grouped/grouped_gemm_portable.cuh"
 
 #include "device/mma.cuh"
@@ -51,18 +52,18 @@ namespace {
 enum { WARPS = 8, THREADS = 32 * WARPS };
 enum { BOX = 64, BOX_BYTES = BOX * BLOCK_K * (int)sizeof(floatX) };
 enum { BOXES = 6, STAGES = 4, STAGE_BYTES = BOXES * BOX_BYTES };
-enum { TILES = 8 };  // the loads are at most STAGES tiles ahead of the products
+enum { TILES = 8 };  // slots; the loads are at most STAGES tiles ahead of the mainloop
 
 struct Shared {
     uint8_t stages[STAGES][STAGE_BYTES];
-    Tile tiles[TILES];  // of this block, in turn
-    int next[2];        // the number of the tile after the one that is being loaded, in turn
+    Tile tiles[TILES];  // a ring of this block's tiles
+    int next[2];        // number of the tile after the one that is being loaded; slots used in turn
 };
 
 // --- Loads ---
 
-// Of every box of an operand a thread copies one 16-byte piece: where that lies in the box and in shared memory, and
-// how far the next box and the next k block are in memory.
+// The 16-byte vector that a thread copies of every box of an operand. mn, k: its position in the box. place: its offset
+// in shared memory. box_bytes, step_bytes: the strides in global memory to the next box and the next k block.
 template <bool K_ROWS>
 struct Piece {
     int mn, k, place, box_bytes, step_bytes;
@@ -73,13 +74,13 @@ struct Piece {
         box_bytes = (int)sizeof(floatX) * BOX * (K_ROWS ? 1 : ld);
         step_bytes = (int)sizeof(floatX) * BLOCK_K * (K_ROWS ? ld : 1);
     }
-    // Of the box whose first row or column is mn0.
+    // The vector's address in the box whose first row or column is mn0.
     __device__ __forceinline__ const uint8_t* at(const floatX* p, int mn0, int64_t ld) const {
         return (const uint8_t*)(p + (K_ROWS ? k * ld + mn0 + mn : (mn0 + mn) * ld + k));
     }
 };
 
-// Where the loads stand. The six boxes are three pairs: of A, of A or B, of B.
+// The state of the loads. The six boxes of a stage are three pairs: A, then A or B, then B.
 template <Pass P>
 struct Loader {
     Shared& s;
@@ -87,11 +88,11 @@ struct Loader {
     const floatX *a, *b;
     Piece<K_ROWS_A<P>> piece_a;
     Piece<K_ROWS_B<P>> piece_b;
-    const uint8_t* from[3];  // this thread's piece of each pair's first box
-    uint32_t inside;         // a bit a box: this piece is inside of M or N
-    int k_left_a, k_left_b;  // of the contraction, from this piece on
+    const uint8_t* from[3];  // this thread's vector of each pair's first box
+    uint32_t inside;         // a bit for each box: the vector is inside of M or N
+    int k_left_a, k_left_b;  // the rest of the contraction, from this vector on
     bool tall;               // the second pair is of A
-    int left, turn, drawn;   // k blocks of the tile; tiles; thread 0: a number to come
+    int left, turn, drawn;   // k blocks left in the tile; the tile's index; thread 0: a number drawn ahead
 
     __device__ __forceinline__ Loader(Shared& s, const Groups& g, const floatX* a, const floatX* b)
         : s(s), g(g), a(a), b(b), piece_a(P == WGRAD ? g.M : g.K), piece_b(P == FORWARD ? g.K : g.N), turn(0) {
@@ -100,7 +101,7 @@ struct Loader {
         begin(s.next[0]);
     }
 
-    // Begins the copies of a pair of boxes; zeros where the operand ends.
+    // Starts the copies of a pair of boxes; zeros past the end of the operand.
     __device__ __forceinline__ void copy(int stage, int pair) {
         const bool of_a = pair == 0 || (pair == 1 && tall);
         const bool k_inside = (of_a ? k_left_a : k_left_b) > 0;
@@ -111,8 +112,8 @@ struct Loader {
         from[pair] += of_a ? piece_a.step_bytes : piece_b.step_bytes;
     }
 
-    // The three pairs were copied; where a tile ends, the next begins. All threads meet before the next call (and
-    // before the first): the number of that tile is there.
+    // Commits the three pairs; after a tile's last k block it moves to the next tile. All threads must synchronize
+    // before each call, the first one too: the number of the next tile is then visible.
     __device__ __forceinline__ void advance() {
         copy_async_commit();
         k_left_a -= BLOCK_K, k_left_b -= BLOCK_K;
@@ -120,8 +121,10 @@ struct Loader {
     }
 
    private:
-    // Thread 0 tells the products of the tile, and all of the next number. That was asked for one tile earlier.
+    // Begins a tile. Thread 0 publishes the tile to the mainloop and the next number to all threads. It draws numbers
+    // one tile ahead.
     __device__ __forceinline__ void begin(int number) {
+        // The tile, and its expert's operands.
         const Tile tile = find_tile<P>(g, number);
         const int64_t start = g.start[tile.expert], weights = tile.expert * (int64_t)g.N * g.K;
         const int ld_a = P == WGRAD ? g.M : g.K, ld_b = P == FORWARD ? g.K : g.N;
@@ -132,7 +135,7 @@ struct Loader {
             drawn = atomicAdd(&g.plan->drawn, 1);
         }
 
-        // The boxes. Without work K is 0: zeros are copied to the end.
+        // The boxes. Without work K is 0, and zeros are copied until the kernel ends.
         tall = tile.boxes_a == 4;
         left = tile.k_blocks ? tile.k_blocks : INT32_MAX;
         k_left_a = tile.K - piece_a.k, k_left_b = tile.K - piece_b.k;
@@ -148,10 +151,11 @@ struct Loader {
     }
 };
 
-// --- Products ---
+// --- Mainloop ---
 
-// What a lane reads for ldmatrix: of each 16 of M or N by 16 of the contraction one row of one of four matrices, which
-// are in the order of the fragment's registers. Of A the second one is 8 rows further, of B 8 of the contraction.
+// A lane's ldmatrix address. A fragment is 16 of M or N by 16 of the contraction: four matrices, in the order of its
+// registers. The lane gives one row of one of them. The second matrix is 8 further along M for A, and 8 further along
+// the contraction for B.
 template <bool K_ROWS, bool IS_B>
 struct Fragments {
     int offset;
@@ -161,7 +165,7 @@ struct Fragments {
         offset = K_ROWS ? (k8 * 8 + row) * 128 + (mn8 ^ row) * 16 : (mn8 * 8 + row) * 64 + (k8 ^ row / 2) * 16;
     }
 
-    // The i-th 16 of a box's 64, for one step of 16.
+    // Loads the i-th fragment of a box (16 of its 64 rows or columns), for one step of 16.
     __device__ __forceinline__ void load(uint32_t (&f)[4], const uint8_t* box, int step, int i) const {
         if (K_ROWS)
             ldmatrix_x4_transposed(f, box + (offset ^ i * 32) + step * 16 * 128);
@@ -170,7 +174,7 @@ struct Fragments {
     }
 };
 
-// d += a b of one step. beside(i) is issued between the quarters: what the tensor cores need not wait for.
+// d += a b of one step. beside(i) is issued before each quarter: loads that overlap with the tensor cores.
 template <typename Beside>
 __device__ __forceinline__ void multiply(float (&d)[4][8][4], const uint32_t (&a)[4][4], const uint32_t (&b)[4][4],
                                          Beside beside) {
@@ -182,7 +186,7 @@ __device__ __forceinline__ void multiply(float (&d)[4][8][4], const uint32_t (&a
     }
 }
 
-// --- Results ---
+// --- Epilogue ---
 
 __device__ __forceinline__ void store4(floatX* to, const float (&x)[4]) {
     const __nv_bfloat162 pair[2] = {__floats2bfloat162_rn(x[0], x[1]), __floats2bfloat162_rn(x[2], x[3])};
@@ -190,15 +194,17 @@ __device__ __forceinline__ void store4(floatX* to, const float (&x)[4]) {
 }
 __device__ __forceinline__ void store4(float* to, const float (&x)[4]) { *(float4*)to = *(const float4*)x; }
 
-// The warp's 64 x 64 sums, from row m and column n of the expert's output on. Rows from M on: of y and dx zeros, of dW
-// none. Neighbours exchange two floats: each then has four columns, of the first or second of two matrices.
+// Stores the warp's 64 x 64 sums, from row m and column n of the expert's output on. Rows from M on are zeros in y and
+// dx, and are not stored in dW. Neighbouring lanes exchange two floats: each then has four contiguous columns, of the
+// first or second of two matrices.
 template <Pass P, typename Out>
 __device__ __forceinline__ void store(Out* out, const float (&d)[4][8][4], int m, int n, int M, int N, int add) {
     const int lane = threadIdx.x % 32, odd = lane % 2;
     const int column = n + odd * 8 + lane % 4 / 2 * 4;
 #pragma unroll
     for (int i = 0; i < 8; i++) {
-        // Half a row of matrices: rows of 8, whose sums are two of each four.
+        // Eight rows, which are half of each 16 x 8 matrix: two of a lane's four sums. dW is loaded first if it is
+        // added to.
         const int row = m + i * 8 + lane / 4, half = i % 2 * 2;
         Out* to = out + row * (int64_t)N + column;
         float4 was[4] = {};
@@ -206,6 +212,7 @@ __device__ __forceinline__ void store(Out* out, const float (&d)[4][8][4], int m
         for (int j = 0; j < 4; j++)
             if (P == WGRAD && add && row < M && column + j * 16 < N) was[j] = *(const float4*)(to + j * 16);
 
+                // Exchange with the neighbour, then store four columns.
 #pragma unroll
         for (int j = 0; j < 4; j++) {
             const float *first = d[i / 2][2 * j] + half, *second = d[i / 2][2 * j + 1] + half;
@@ -224,7 +231,7 @@ __device__ __forceinline__ void store(Out* out, const float (&d)[4][8][4], int m
 template <Pass P, typename Out>
 __global__ void __launch_bounds__(THREADS, 1)
     grouped_gemm_kernel(Out* out, const floatX* a, const floatX* b, const Groups g) {
-    // The first stages are on their way.
+    // Prologue: fill the first three stages.
     extern __shared__ __align__(128) uint8_t memory[];
     Shared& s = *(Shared*)memory;
     Loader<P> loader(s, g, a, b);
@@ -241,15 +248,15 @@ __global__ void __launch_bounds__(THREADS, 1)
     const int warp = threadIdx.x / 32;
     int stage = 0;
     for (int turn = 0;; turn++) {
-        // The tile, and this warp's box of each operand. Where the tile is one square, warps 4..7
-        // multiply zeros and store nothing: their columns lie beyond N.
+        // The tile, and this warp's box of each operand. In a 128 x 128 tile warps 4..7 multiply zeros and store
+        // nothing: their columns are past N.
         const Tile& tile = s.tiles[turn % TILES];
         const int k_blocks = tile.k_blocks;
         if (k_blocks == 0) break;
         const int box_a = warp % tile.boxes_a, box_b = warp / tile.boxes_a;
         const int at_a = box_a * BOX_BYTES, at_b = (tile.boxes_a + box_b) * BOX_BYTES;
 
-        // The fragments of two steps; of the first one now.
+        // Fragments of two steps (double buffering); load those of step 0.
         float d[4][8][4] = {};
         uint32_t fa[2][4][4], fb[2][4][4];
         auto load = [&](int step, int i) {
@@ -259,14 +266,15 @@ __global__ void __launch_bounds__(THREADS, 1)
 #pragma unroll
         for (int i = 0; i < 4; i++) load(0, i);
         for (int k_block = 0; k_block < k_blocks; k_block++) {
-            // Step 0; meanwhile the fragments of step 1, and the copies of three k blocks further.
+            // Step 0. It overlaps with the fragments of step 1 and the copies for three k blocks ahead.
             multiply(d, fa[0], fb[0], [&](int i) {
                 if (i < 2) load(1, 2 * i), load(1, 2 * i + 1);
                 if (i > 0) loader.copy((stage + STAGES - 1) % STAGES, i - 1);
             });
             loader.advance();
 
-            // The next k block is there. Step 1; meanwhile the first fragments of that block (after the last in vain).
+            // The next k block has arrived. Step 1 overlaps with its step 0 fragments (after the tile's last k block
+            // these are not used).
             stage = (stage + 1) % STAGES;
             copy_async_wait<STAGES - 2>();
             __syncthreads();
@@ -275,7 +283,7 @@ __global__ void __launch_bounds__(THREADS, 1)
             });
         }
 
-        // The sums.
+        // Epilogue.
         Out* of_expert = out + (P == WGRAD ? tile.expert * (int64_t)g.M : g.start[tile.expert]) * g.N;
         store<P>(of_expert, d, tile.m + box_a * BOX, tile.n + box_b * BOX, tile.M, g.N, g.add);
     }

@@ -1,5 +1,5 @@
-// The grouped products for every NVIDIA GPU since Ampere. The contracts are those of grouped/grouped_gemm.h, whose
-// functions call these where Ctx says `portable`.
+// Grouped GEMM for every NVIDIA GPU since Ampere. The contracts are those of grouped/grouped_gemm.h, whose functions
+// call these if ctx->portable is set.
 #ifndef GROUPED_GROUPED_GEMM_PORTABLE_CUH
 #define GROUPED_GROUPED_GEMM_PORTABLE_CUH
 

@@ -10,12 +10,12 @@ void permute_plan(Ragged r, const int32_t* expert, const real* gate, int64_t N, 
     ASSERT(permute_workspace(N, K, r.El) <= ctx->workspace_bytes);
     int64_t* next = (int64_t*)ctx->workspace;
 
-    // How many rows each expert has.
+    // Count the rows of each expert.
     for (int32_t e = 0; e < r.El; e++) r.group_rows[e] = 0;
     for (int64_t i = 0; i < N * K; i++)
         if (expert[i] >= 0) r.group_rows[expert[i]]++;
 
-    // Where they start. `next` is the place of an expert's next row.
+    // Prefix sum: the start of each expert. `next` is an expert's next free row.
     r.group_start[0] = 0;
     for (int32_t e = 0; e < r.El; e++) {
         next[e] = r.group_start[e];
@@ -23,7 +23,7 @@ void permute_plan(Ragged r, const int32_t* expert, const real* gate, int64_t N, 
     }
     ASSERT(r.group_start[r.El] <= r.capacity && r.capacity <= INT32_MAX);
 
-    // The choices in order, each to its expert's next row.
+    // Place the choices in order, each in its expert's next row.
     for (int64_t i = 0; i < N * K; i++) {
         r.token_row[i] = -1;
         if (expert[i] < 0) continue;
@@ -50,7 +50,7 @@ void unpermute_rows(floatX* tokens, const floatX* rows, const real* gate, Ragged
         floatX* out = tokens + n * C;
         if (!accumulate) memset(out, 0, (size_t)C * sizeof(floatX));
         for (int32_t k = 0; k < K; k++) {
-            // A choice that is not held here adds nothing.
+            // A choice whose expert is not local adds nothing.
             int32_t row = r.token_row[n * K + k];
             if (row < 0) continue;
             real g = gate ? gate[n * K + k] : 1;

@@ -1,20 +1,20 @@
-// The ragged layout: a stable counting sort of the choices (layers/sort.cuh, three short launches), then rows moved in
-// 16-byte pieces; bound by memory.
+// The ragged buffer on the GPU. permute_plan is a stable counting sort of the choices (layers/sort.cuh, three short
+// launches). The other kernels move rows in 16-byte vectors and are bound by memory:
 //
-// permute_rows writes K copies of each token, in an order that reads it from memory once (grouped/permute.cuh).
-// unpermute_rows goes by token: K rows in, one out, summed in float32 in the order of k.
+//     permute_rows     K copies of each token, in an order that reads it from memory once (grouped/permute.cuh)
+//     unpermute_rows   by token: K rows in, one row out, summed in float32 in the order of k
 #include "grouped/permute.cuh"
 #include "layers/sort.cuh"
 
 size_t permute_workspace(int64_t N, int32_t K, int32_t El) { return sort_workspace(N * K, El) * sizeof(int32_t); }
 
-// The bin of a choice is its expert.
+// The sort key of a choice is its expert.
 struct Choice {
     const int32_t* expert;
     __device__ int operator()(int64_t i) const { return expert[i]; }
 };
 
-// What the place of a choice says about the layout.
+// Writes the layout: operator() for each choice and its row, finish() for pad rows and groups.
 struct Plan {
     Ragged r;
     const float* gate;
@@ -25,7 +25,7 @@ struct Plan {
         r.row_token[row] = (int32_t)(i / K);
         if (gate) r.row_gate[row] = gate[i];
     }
-    // The blocks share out the pad rows; the first writes what describes the groups.
+    // The pad rows are distributed over the blocks; block 0 writes group_start and group_rows.
     __device__ void finish(const int32_t* start, const int32_t* totals, int bins) const {
         for (int b = blockIdx.x; b < bins; b += gridDim.x)
             for (int row = start[b] + totals[b] + threadIdx.x; row < start[b + 1]; row += blockDim.x) {
@@ -42,7 +42,7 @@ struct Plan {
 
 void permute_plan(Ragged r, const int32_t* expert, const real* gate, int64_t N, int32_t K, Ctx* ctx) {
     ASSERT(r.El <= SORT_MAX_BINS && r.capacity < INT32_MAX && N * K < INT32_MAX);
-    // Without tokens no expert has a row.
+    // Without tokens all experts are empty.
     if (N == 0) {
         device_zero(r.group_start, (r.El + 1) * sizeof(int64_t), ctx);
         device_zero(r.group_rows, r.El * sizeof(int32_t), ctx);
@@ -52,12 +52,13 @@ void permute_plan(Ragged r, const int32_t* expert, const real* gate, int64_t N, 
     counting_sort(Choice{expert}, Plan{r, gate, K}, N * K, r.El, row_align(BACKEND), workspace, ctx);
 }
 
-// A warp a row. One that has little to a lane leaves too little under way, so narrow rows are taken together: a slice
-// is one stretch of memory in `rows`, of which a warp then takes 4 KB at a time.
+// One warp per row. Short rows (C < NARROW) would give a warp too few loads in flight, so they are merged (TOGETHER): a
+// slice is contiguous in `rows`, and a warp copies 4 KB of it at a time.
 enum { PIECES = 8, NARROW = 1024 };
 template <bool TOGETHER>
 static __global__ void __launch_bounds__(32 * PERMUTE_WARPS)
     permute_rows_kernel(floatX* rows, const floatX* tokens, Ragged r, int64_t C, int64_t slices) {
+    // One warp per row.
     wait_for_previous();
     const PermuteSlice slice = permute_slice(r, slices);
     const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
@@ -68,10 +69,11 @@ static __global__ void __launch_bounds__(32 * PERMUTE_WARPS)
         }
         return;
     }
+    // Merged rows: each lane copies several 16-byte vectors at once.
     const int of_row = (int)(C / 8), count = (int)(slice.end - slice.first) * of_row;
     Piece* to = (Piece*)(rows + slice.first * C);
     for (int i0 = warp * 32 * PIECES + lane; i0 < count; i0 += PERMUTE_WARPS * 32 * PIECES) {
-        // All loads go out before the first store; a pad row is zeros.
+        // All loads are issued before the first store; a pad row is zeros.
         Piece p[PIECES] = {};
 #pragma unroll
         for (int j = 0; j < PIECES; j++) {
@@ -86,7 +88,7 @@ static __global__ void __launch_bounds__(32 * PERMUTE_WARPS)
 }
 
 void permute_rows(void* to, const void* from, Ragged r, size_t row_bytes, Ctx* ctx) {
-    // Elements of two bytes, whatever they are. At even load a warp takes one row, or 4 KB.
+    // Rows are copied as 2-byte elements. At balanced load a warp copies one row, or 4 KB.
     const int64_t C = (int64_t)row_bytes / 2, together = C < NARROW ? 8 * 32 * PIECES / C : 1;
     const int64_t slices = permute_slices(r, PERMUTE_WARPS * together);
     ASSERT(row_bytes % 16 == 0 && aligned(to, from));
@@ -94,7 +96,7 @@ void permute_rows(void* to, const void* from, Ragged r, size_t row_bytes, Ctx* c
                  0, ctx, to, from, r, C, slices);
 }
 
-// A thread a piece of a token; 4 rows under way at a time.
+// A thread computes one 16-byte vector of a token, with the loads of 4 rows in flight.
 static __global__ void __launch_bounds__(256)
     unpermute_rows_kernel(floatX* tokens, const floatX* rows, const float* gate, const int32_t* token_row, int64_t N,
                           int32_t K, int64_t C, int accumulate) {
@@ -104,7 +106,7 @@ static __global__ void __launch_bounds__(256)
     float sum[8] = {};
     if (accumulate) load(sum, tokens + n * C + c);
     for (int32_t k0 = 0; k0 < K; k0 += 4) {
-        // All loads go out first; a choice that is not held here counts as zeros.
+        // All loads are issued first; a choice whose expert is not local counts as zeros.
         Piece p[4] = {};
         float g[4] = {};
 #pragma unroll
@@ -115,7 +117,7 @@ static __global__ void __launch_bounds__(256)
             p[j] = *(const Piece*)(rows + row * C + c);
         }
 
-        // sum_k gate[n][k] * rows[token_row[n][k]], in the order of k.
+        // sum_k gate[n][k] * rows[token_row[n][k]], summed in the order of k.
 #pragma unroll
         for (int j = 0; j < 4; j++) {
             float f[8];

@@ -1,6 +1,6 @@
-// The order in which the kernels that permute rows go through them. An expert's rows are in the order of their tokens,
-// so blocks take the same slice of every expert before the next slice. The copies of a token are then made at about the
-// same time: it comes from memory once, and from L2 after that.
+// L2 reuse for the kernels that permute rows. An expert's rows are in token order, so blocks take the same slice of
+// every expert before the next slice. All copies of a token are then made at about the same time: its first read is
+// from memory, the others are from L2.
 #ifndef GROUPED_PERMUTE_CUH
 #define GROUPED_PERMUTE_CUH
 
@@ -9,10 +9,10 @@
 
 enum { PERMUTE_WARPS = 8 };  // of a block
 
-// Slices of an expert's rows, so that at even load a block takes so many of them.
+// Number of slices of each expert, so that at balanced load a slice, which is one block's, has `rows` rows.
 static inline int64_t permute_slices(const Ragged& r, int64_t rows) { return ceil_div(r.capacity, r.El * rows); }
 
-// The rows of this block's slice, pad rows in: from `first` to before `end`.
+// The rows [first, end) of this block's slice, with pad rows.
 struct PermuteSlice {
     int64_t first, end;
 };

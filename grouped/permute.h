@@ -1,7 +1,7 @@
-// The ragged layout: tokens sorted by expert, so that the experts' products run over contiguous rows.
+// The ragged buffer: token rows permuted by expert, so that the grouped GEMM runs over contiguous rows.
 //
-// Here 5 tokens a .. e choose 2 of 4 experts each: a 0 2, b 2 3, c 0 3, d 3 0, e 2 3. (Starts are multiples of 4 in
-// this figure, so that it is short.)
+// Example: 5 tokens a .. e choose 2 of 4 experts each: a 0 2, b 2 3, c 0 3, d 3 0, e 2 3. (Starts are multiples of 4 in
+// this figure, to keep it short.)
 //
 //                        row   the row's token      row_token
 //     group_start[0] ->   0    a                     0           expert 0: 3 rows, in the order of the tokens
@@ -17,14 +17,13 @@
 //                         9    c                     2
 //                        10    d                     3
 //                        11    e                     4
-//     group_start[4] ->  12                                      the rows in use; buffers have room for `capacity`
+//     group_start[4] ->  12                                      the rows in use; buffers have `capacity` rows
 //
 //     token_row: a {0, 4}, b {5, 8}, c {1, 9}, d {10, 2}, e {6, 11}: the rows of a token's first and second choice
 //
 // Expert e owns rows group_start[e] .. group_start[e] + group_rows[e] - 1. Starts are multiples of row_align: 128 in
-// the CUDA build, so that a tile of a product has rows of one expert; 1 on the CPU, where there are no pad rows.
-// Whoever writes a row buffer writes its pad rows as zeros. The layout lies in device memory, and the host never reads
-// it.
+// the CUDA build, so that a GEMM tile has rows of one expert; 1 on the CPU, which has no pad rows. A function that
+// writes a row buffer also writes its pad rows, as zeros. The layout is in device memory, and the host never reads it.
 #ifndef GROUPED_PERMUTE_H
 #define GROUPED_PERMUTE_H
 
@@ -35,50 +34,51 @@ BEGIN_C
 enum { MAX_EXPERTS = 1024 };  // on one GPU
 
 typedef struct Ragged {
-    int32_t El;            // experts held here
-    int64_t capacity;      // rows that row buffers have room for
-    int64_t* group_start;  // (El + 1), group_start[El] is the number of rows in use, pads in
-    int32_t* group_rows;   // (El), true counts; 0 for an empty expert
+    int32_t El;            // local experts: those that this rank owns
+    int64_t capacity;      // rows of a row buffer
+    int64_t* group_start;  // (El + 1); group_start[El] is the number of rows in use, with pad rows
+    int32_t* group_rows;   // (El): rows without pad rows; 0 for an expert without tokens
     int32_t* row_token;    // (capacity): the token of a row, -1 in a pad row
-    int32_t* token_row;    // (N, K): the row of a token's k-th choice, -1 if that expert is not held here
+    int32_t* token_row;    // (N, K): the row of a token's k-th choice, -1 if that expert is not local
     real* row_gate;        // (capacity): the gate of a row, 0 in a pad row
 } Ragged;
 
-// Starts of experts are multiples of this, on the given backend.
+// Alignment of the experts' first rows, on the given backend.
 static inline int64_t row_align(Backend backend) { return backend == BACKEND_CUDA ? 128 : 1; }
 
-// Rows that suffice for `choices` spread over El experts in any way.
+// Upper bound of the rows for `choices` distributed over El experts in any way.
 static inline int64_t ragged_rows(int64_t choices, int32_t El, Backend backend) {
     int64_t align = row_align(backend);
     return round_up(choices + El * (align - 1), align);
 }
 
-// Rows that suffice for any routing of N tokens to K of El experts: a token's experts are distinct.
+// Upper bound of the rows for any routing of N tokens to K of El experts: a token's experts are distinct.
 static inline int64_t ragged_capacity(int64_t N, int32_t K, int32_t El, Backend backend) {
     return ragged_rows(N * (K < El ? K : El), El, backend);
 }
 
-// Sorts the choices by expert (a stable counting sort) and fills all of `ragged`.
+// Computes the permutation: sorts the choices by expert (a stable counting sort) and fills all of `ragged`.
 void permute_plan(Ragged ragged,
-                  const int32_t* expert,  // (N, K), experts held here are 0..El-1; others are negative
+                  const int32_t* expert,  // (N, K): local experts are 0..El-1; others are negative
                   const real* gate,       // (N, K); NULL: row_gate is left as it is
                   int64_t N, int32_t K, Ctx* ctx);
 
-// rows[r] = tokens[row_token[r]], zeros in pad rows; what a row holds does not matter. On the GPU a row is a multiple
-// of 16 bytes long and lies on 16 bytes.
+// rows[r] = tokens[row_token[r]], zeros in pad rows. Rows are copied as bytes, of any type. On the GPU a row's length
+// is a multiple of 16 bytes, and rows are aligned to 16 bytes.
 void permute_rows(void* rows,          // (capacity) rows
                   const void* tokens,  // (N) rows
                   Ragged ragged, size_t row_bytes, Ctx* ctx);
 
-// tokens[n] = sum_k gate[n][k] * rows[token_row[n][k]] in real, choices not held here left out; gate NULL means 1.
-// += with accumulate 1. This is the forward's combine, and without gates the backward of permute_rows. On the GPU C is
-// a multiple of 8.
+//   tokens[n] = sum_k gate[n][k] * rows[token_row[n][k]]
+//
+// The sum is in `real`, over the choices of local experts; gate NULL means 1. += with accumulate 1. This is combine in
+// the forward; without gates it is the backward of permute_rows. On the GPU C is a multiple of 8.
 void unpermute_rows(floatX* tokens,      // (N, C)
                     const floatX* rows,  // (capacity, C)
                     const real* gate,    // (N, K) or NULL
                     Ragged ragged, int64_t N, int32_t K, int64_t C, int accumulate, Ctx* ctx);
 
-// dgate[n][k] = drow_gate[token_row[n][k]], 0 where the choice is not held here.
+// dgate[n][k] = drow_gate[token_row[n][k]], 0 where the choice's expert is not local.
 void unpermute_gates(real* dgate,            // (N, K)
                      const real* drow_gate,  // (capacity)
                      Ragged ragged, int64_t N, int32_t K, Ctx* ctx);

@@ -1,33 +1,36 @@
-// The tile scheduler of the grouped products: which tile of which expert's output a block multiplies next.
+// Tile scheduler of the grouped GEMM: gives each cluster of two thread blocks its next work tile.
 //
-// An expert's output is counted in squares of 128 x 128. Two blocks form a cluster, and a work item is what a cluster
-// takes at once: mostly an area of 2 x 2 squares, half for each block. Items have numbers: expert after expert, and
-// within an expert's output as drawn here for bf16, 7 rows and 5 columns of squares.
+// An expert's output is divided into base tiles of 128 x 128 (SQUARE_SIDE). A work tile is drawn by a cluster: usually
+// a supertile of 2 x 2 base tiles, half of it for each block. Work tiles are numbered expert after expert. The order
+// within one output, here for bf16 with 7 rows and 5 columns of base tiles:
 //
 //     +-------+-------+---+
-//     |       |       |   |   0..5  Areas. The walk goes down a band of at most 8 areas, then one column to the right:
-//     |   0   |   3   |   |         the band's rows of A and the column of B stay in the L2 cache.
+//     |       |       |   |   0..5  Supertiles. The order goes down a rasterization band of at most 8 supertiles, then
+//     |   0   |   3   |   |         one column to the right. L2 reuse: the band's rows of A and the column of B.
 //     +-------+-------+ 6 |
-//     |       |       |   |   6, 7  The last column, if it is one square wide. 4 x 1 squares: a TALL tile for each
-//     |   1   |   4   |   |         block. Where 2 x 1 are left, as in 7: a SQUARE tile for each block.
+//     |       |       |   |   6, 7  The last column, if it is one base tile wide. 4 x 1 base tiles: a TALL tile for
+//     |   1   |   4   |   |         each block. Where 2 x 1 are left, as in 7: a SQUARE tile for each block.
 //     +-------+-------+---+
-//     |       |       |   |   8, 9  The last row, if it is one square high. 1 x 4 squares: a WIDE tile for each block.
-//     |   2   |   5   | 7 |         Where one square is left, as in 9, it is block 0's. Block 1 multiplies it too but
-//     +-------+-------+---+         does not store it: block 0 relies on the half of the loads that is block 1's.
+//     |       |       |   |   8, 9  The last row, if it is one base tile high. 1 x 4 base tiles: a WIDE tile for each
+//     |   2   |   5   | 7 |         block. Where one is left, as in 9, block 0 stores it. Block 1 computes it too
+//     +-------+-------+---+         without storing: block 0 needs the half of the loads that block 1 issues.
 //     |       8       | 9 |
 //     +---------------+---+
 //
-// MXFP8 has only items like 0..7. Its last areas may be one square high. Where the last column has one area left, that
-// is block 0's, and block 1 keeps it company as in 9.
+// MXFP8 has only work tiles of the kinds 0..7. Its last row of supertiles may be one base tile high. Where the narrow
+// last column has one supertile left, block 0 stores it, and block 1 computes it without storing, as in 9.
 //
-// The two tiles of an item have an operand in common, of which each block loads one half for both. In an area of bf16
-// they lie below each other (128 x 256 each, the same columns of B), in one of MXFP8 beside each other (256 x 128 each,
-// the same rows of A).
+// The two tiles of a work tile share one operand. Each block loads half of it and multicasts this half to both. In a
+// supertile:
 //
-// A cluster draws the number of its next item from a counter in device memory: first come, first served. So a cluster
-// that starts late takes fewer items, and nothing waits for it. (A transfer between GPUs can hold some SMs for
-// milliseconds.) Each cluster ends with one number beyond the last item; the last of all numbers sets the counter back
-// to 0. One block owns a tile's whole sum, so the bits do not depend on who takes what.
+//     bf16     128 x 256 each, one above the other     shared: the columns of B
+//     MXFP8    256 x 128 each, side by side            shared: the rows of A
+//
+// A cluster draws the number of its next work tile from a counter in device memory: dynamic scheduling, first come,
+// first served. A cluster that starts late draws fewer work tiles, and no cluster waits for it. (A transfer between
+// GPUs can occupy some SMs for milliseconds.) Each cluster ends with one number past the last work tile. The last of
+// all numbers resets the counter to 0. One block computes a tile's whole sum, so the bits of the result do not depend
+// on the schedule.
 #ifndef GROUPED_TILE_SCHEDULER_CUH
 #define GROUPED_TILE_SCHEDULER_CUH
 
@@ -35,25 +38,25 @@
 
 namespace {
 
-// The three products in bf16 and those of MXFP8 bytes. Each multiplies A (M, K) by B (K, N) for every expert.
+// The three GEMMs in bf16 and the two in MXFP8. Each multiplies A (M, K) by B (K, N) for every expert.
 enum Pass { FORWARD, DGRAD, WGRAD, MX, MX_WGRAD };
 
 template <Pass P>
 constexpr bool ON_BYTES = P == MX || P == MX_WGRAD;
-// The contraction runs over an expert's rows, and all experts have outputs of one size.
+// The contraction runs over an expert's rows. All experts' outputs have the same size.
 template <Pass P>
 constexpr bool OVER_ROWS = P == WGRAD || P == MX_WGRAD;
 
-enum { CLUSTER = 2 };  // blocks
+enum { CLUSTER = 2 };  // thread blocks
 enum { SQUARE_SIDE = 128 };
-enum { BAND = 8 };  // areas
-enum { QUEUE = 8 };
+enum { BAND = 8 };   // supertiles
+enum { QUEUE = 8 };  // slots
 
-// Elements of the contraction in a stage: 128 bytes.
+// Elements of the contraction in a pipeline stage: 128 bytes.
 template <Pass P>
 constexpr int BLOCK_K = ON_BYTES<P> ? 128 : 64;
 
-// 128 x 256, 256 x 128 and 128 x 128 of the output.
+// Tile shapes: 128 x 256, 256 x 128 and 128 x 128 of the output.
 enum Shape { WIDE, TALL, SQUARE };
 
 // One of several outputs: its sizes, and the first rows of A and of B that are its own.
@@ -62,35 +65,36 @@ struct Matrix {
 };
 enum { MOST_MATRICES = 4 };
 
-// The sizes of a product. Where a size is an expert's number of rows (M, OVER_ROWS K), it is not set here; K of
-// OVER_ROWS is where the buffer ends, and where an expert without rows reads zeros.
+// Problem sizes of a grouped GEMM. A size that is an expert's number of rows is not set here: M, or K if OVER_ROWS. K
+// if OVER_ROWS is the end of the ragged buffer. An expert without rows reads there: TMA gives it zeros.
 struct Groups {
     const int64_t* start;
     const int32_t* rows;
     int El, M, N, K;
-    uint32_t* counter;  // of items that were drawn, the Ctx's
-    int16_t* order;     // OVER_ROWS: largest experts first
-    int add;            // OVER_ROWS: 1: to what is there; 0: it is written, by WGRAD also for experts without rows
-    // MX_WGRAD: if not 0, so many outputs in the place of the experts' (El too), all of the rows of the one group.
+    uint32_t* counter;  // work tiles drawn so far; owned by the Ctx
+    int16_t* order;     // OVER_ROWS: experts by rows, largest first
+    int add;            // OVER_ROWS: 1 accumulates; 0 overwrites, by WGRAD also for experts without rows
+    // MX_WGRAD: if not 0, the number of outputs that replace the experts' outputs (El is the same number). All of them
+    // contract over the rows of one group.
     int matrices;
     Matrix list[MOST_MATRICES];
 };
 
-// One block's part of a work item.
+// One block's tile of a work tile.
 struct WorkItem {
-    int m, n, k;   // the tile's first row and column, and where its contraction begins; rows are those of the ragged
-                   // buffer in m (OVER_ROWS: in k)
-    int expert;    // whose weights these are
-    int map;       // MX_WGRAD: which matrix this is, 0 with experts
-    Matrix of;     // MX_WGRAD: the sizes and places of its operands
-    int k_blocks;  // of BLOCK_K along the contraction; 0: there is no more work
+    int m, n, k;   // the tile's first row and column, and the start of its contraction; m (OVER_ROWS: k) is a row of
+                   // the ragged buffer
+    int expert;    // index of the weights
+    int map;       // MX_WGRAD: index of the matrix, 0 with experts
+    Matrix of;     // MX_WGRAD: the sizes and offsets of its operands
+    int k_blocks;  // of BLOCK_K along the contraction; 0: no more work
     int valid;     // rows from m on that are not pad rows
     int shape;     // Shape
-    int store;     // 0 in a block that keeps its neighbour company
+    int store;     // 0: the block only loads and multiplies, for its peer in the cluster
 };
 
-// Where the numbers of a block's items arrive. Block 0 draws for both blocks. It can be no more items ahead than there
-// are stages (4), because both blocks release each stage: 8 places never overflow.
+// Queue of work tile numbers in a block's shared memory. Block 0 draws the numbers for both blocks. It is at most 4
+// work tiles ahead, the number of stages, because both blocks release each stage. So 8 slots never overflow.
 struct Queue {
     uint64_t full_barriers[QUEUE];
     uint32_t numbers[QUEUE];
@@ -99,19 +103,19 @@ struct Queue {
 __device__ __forceinline__ int div_up(int a, int b) { return (a + b - 1) / b; }
 __device__ __forceinline__ int broadcast(int x, int lane) { return __shfl_sync(0xffffffffu, x, lane); }
 
-// The scheduler, in all lanes of the warp that loads. It looks at the experts through a window of 32, of which each
-// lane knows one. Numbers only grow, so the window only moves forward.
+// The tile scheduler, run by all lanes of the producer warp. It holds a window of 32 experts, one in each lane. The
+// numbers only grow, so the window only moves forward.
 template <Pass P>
 struct TileScheduler {
     const Groups& g;
     Queue& queue;
     int rank, lane;                           // of the block in the cluster, of the thread in the warp
-    int wide, narrow;                         // columns of two squares; 1 if there is another of one square (MX_WGRAD:
+    int wide, narrow;                         // columns of two base tiles; 1 if one of one base tile follows (MX_WGRAD:
                                               // of this lane's output)
-    uint32_t drawn, turn;                     // block 0, lane 0: the number that is on its way; how many were received
-    int common_a;                             // of the item at hand: the blocks have A in common, else B
-    int first, base;                          // the window's first expert, and the items before it
-    int expert, start, rows, squares_m, end;  // this lane's expert, its rows of squares, the number after its last item
+    uint32_t drawn, turn;                     // block 0, lane 0: the number in flight; numbers received so far
+    int common_a;                             // of the current work tile: 1: the blocks share A; 0: they share B
+    int first, base;                          // the window's first expert; work tiles before it
+    int expert, start, rows, squares_m, end;  // this lane's expert; its rows of base tiles; the end of its numbers
 
     __device__ __forceinline__ TileScheduler(const Groups& g, Queue& queue)
         : g(g), queue(queue), rank(cluster_rank()), lane(threadIdx.x % 32), drawn(0), turn(0) {
@@ -120,9 +124,9 @@ struct TileScheduler {
         load_window(0, 0);
     }
 
-    // This block's tile of the cluster's next work item.
+    // This block's tile of the cluster's next work tile.
     __device__ __forceinline__ WorkItem next() {
-        // The item's number, and the window that holds it.
+        // The work tile's number, and the window that contains it. Past the end: the last number resets the counter.
         int number = receive(), total;
         while (total = broadcast(end, 31), number >= total && first + 32 < g.El) load_window(first + 32, total);
         WorkItem item = {};
@@ -133,7 +137,7 @@ struct TileScheduler {
         }
         draw();
 
-        // The expert: the first lane whose end lies after the number. From here on the number counts within it.
+        // The expert: the first lane whose end is past the number. From here on the number counts within this expert.
         const int owner = __popc(__ballot_sync(0xffffffffu, end <= number));
         const int before = broadcast(end, (owner + 31) % 32);
         const int owner_start = broadcast(start, owner), owner_rows = broadcast(rows, owner);
@@ -142,11 +146,11 @@ struct TileScheduler {
         const int narrow = P == MX_WGRAD ? broadcast(this->narrow, owner) : this->narrow;
         number -= owner ? before : base;
 
-        // The tile, counted in squares.
+        // The tile, in base tiles.
         int m, n;
         const int paired = items_of(areas_of(owner_squares), wide, narrow);
         item.shape = WIDE, item.store = 1, common_a = ON_BYTES<P>;
-        if (!ON_BYTES<P> && number >= paired) {  // the odd last row: beside each other
+        if (!ON_BYTES<P> && number >= paired) {  // the odd last row: tiles side by side
             const int column = (number - paired) * CLUSTER + rank, last = wide + narrow - 1;
             m = owner_squares - 1, n = 2 * min(column, last);
             common_a = 1, item.store = column <= last;
@@ -155,10 +159,10 @@ struct TileScheduler {
             const int per_band = items_of(BAND, wide, narrow), band = number / per_band;
             const int height = min((int)BAND, areas_of(owner_squares) - band * BAND);
             number -= band * per_band;
-            if (number < height * wide) {  // an area
+            if (number < height * wide) {  // a supertile
                 m = 2 * (number % height) + (ON_BYTES<P> ? 0 : rank);
                 n = 2 * (number / height) + (ON_BYTES<P> ? rank : 0);
-            } else {  // two areas of the odd last column: below each other
+            } else {  // two supertiles of the odd last column: tiles one above the other
                 const int area = 2 * (number - height * wide), last = area + 1 == height;
                 m = 2 * area + rank * (!last ? 2 : ON_BYTES<P> ? 0 : 1);
                 n = 2 * wide;
@@ -169,7 +173,7 @@ struct TileScheduler {
         }
         if (ON_BYTES<P>) item.shape = m + 1 < owner_squares ? TALL : SQUARE;
 
-        // The same in elements.
+        // The tile, in elements.
         item.m = m * SQUARE_SIDE + (OVER_ROWS<P> ? 0 : owner_start);
         item.n = n * SQUARE_SIDE;
         item.k = OVER_ROWS<P> ? owner_start : 0;
@@ -189,7 +193,8 @@ struct TileScheduler {
         wide = squares_n / 2, narrow = squares_n % 2;
     }
 
-    // Areas below each other in that many rows of squares, and the work items of that many: areas, and the last column.
+    // areas_of: supertiles in one column, for the given rows of base tiles. items_of: work tiles of that many rows of
+    // supertiles: the supertiles themselves and the narrow last column.
     __device__ __forceinline__ int areas_of(int squares) const {
         return ON_BYTES<P> ? div_up(squares, 2) : squares / 2;
     }
@@ -197,12 +202,12 @@ struct TileScheduler {
         return areas * wide + div_up(areas, 2) * narrow;
     }
 
-    // Asks for a number. It is asked for one item ahead, so that the counter answers while stages are filled.
+    // Draws a number, one work tile ahead: the atomic's latency overlaps with the loads of the current one.
     __device__ __forceinline__ void draw() {
         if (rank == 0 && lane == 0) drawn = draw_number(g.counter);
     }
 
-    // The number that was asked for, in all lanes of both blocks: block 0 sends it into both queues.
+    // The drawn number, in all lanes of both blocks: block 0 sends it into both queues.
     __device__ __forceinline__ int receive() {
         const uint32_t place = turn % QUEUE, phase = turn / QUEUE % 2;
         uint64_t* full = &queue.full_barriers[place];
@@ -217,7 +222,7 @@ struct TileScheduler {
         return (int)queue.numbers[place];
     }
 
-    // Moves the window to the 32 experts from `from` on, before which there are `items` items.
+    // Moves the window to the 32 experts from `from` on. `items` is the number of work tiles before them.
     __device__ __forceinline__ void load_window(int from, int items) {
         // This lane's expert. In forward and dgrad all rows up to the next start are written, pad rows as zeros.
         const int i = from + lane;
@@ -237,7 +242,7 @@ struct TileScheduler {
             if (!ON_BYTES<P>) end += squares_m % 2 * div_up(wide + narrow, CLUSTER);
         }
 
-        // A sum over the lanes up to this one makes ends of sizes.
+        // Inclusive prefix sum over the lanes: counts become ends.
 #pragma unroll
         for (int d = 1; d < 32; d *= 2) {
             const int before = __shfl_up_sync(0xffffffffu, end, d);

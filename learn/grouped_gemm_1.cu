@@ -1,11 +1,11 @@
-// Step 1: a thread an element. A block is 8 x 32 threads; a warp is 32 neighbours in a row of y.
+// Step 1: one thread per element. A block is 8 x 32 threads; a warp is 32 neighbours in a row of y.
 //
 //     thread (m, n):   y[m][n] = x[m][0] w[n][0] + x[m][1] w[n][1] + ..
 //
-// A warp's threads read the same element of x, and an element each of 32 rows of W, which lie in 32 places of memory.
-// So every multiplication needs two loads, and one of these takes 32 accesses to the L1 cache.
+// A warp's threads read the same element of x, and one element each of 32 rows of W, at 32 distant addresses
+// (uncoalesced). So every multiplication needs two loads, and one of these takes 32 accesses to the L1 cache.
 //
-// Bound by loads: the L1 cache answers one request after the other, and the arithmetic waits.
+// Bound by loads: the L1 cache serves one request after the other, and the arithmetic waits.
 #include "learn/learn.cuh"
 
 namespace {

@@ -1,6 +1,6 @@
-// Step 2: tiles in shared memory. A block makes 128 x 128 elements of y. 16 elements of the contraction at a time, its
-// 256 threads bring 128 rows of x and of W into shared memory; then each thread reads 8 + 8 numbers there for 64
-// multiplications.
+// Step 2: tiles in shared memory. A block computes 128 x 128 elements of y, in steps of 16 elements of the contraction.
+// In each step its 256 threads load 128 rows of x and of W into shared memory. Each thread then reads 8 + 8 numbers
+// there for 64 multiplications.
 //
 //                      w: 16 x 128 (transposed)
 //                     |  tx*4 ..  | 64 + tx*4 .. |
@@ -8,20 +8,20 @@
 //       ty*4 ..       |   4 x 4   |    4 x 4     |    the 64 sums of thread (ty, tx)
 //       64 + ty*4 ..  |   4 x 4   |    4 x 4     |
 //
-// A thread's eight columns are two fours, 64 apart: eight threads at a time then read 128 neighbouring bytes, each bank
-// once. (With eight columns in a row every other thread's four would lie on the same banks.) An element comes from
-// memory once for 128 multiplications, not once for each.
+// A thread's eight columns are two groups of four, 64 apart. Eight threads at a time then read 128 contiguous bytes,
+// each bank once. (With eight contiguous columns every other thread's four would be in the same banks: bank conflicts.)
+// An element is loaded from memory once for 128 multiplications, not once for each.
 //
-// Bound by the arithmetic of ordinary threads, at most 128 multiplications and additions a clock and SM, and by waiting
-// for each 16 elements. The tensor cores, which do 16 times as many, have nothing to do.
+// Bound by the arithmetic of the ordinary units, at most 128 multiplications and additions a clock and SM, and by
+// waiting for each 16 elements. The tensor cores, 16 times as fast, are idle.
 #include "learn/learn.cuh"
 
 namespace {
 
 enum { WIDTH = 128, DEPTH = 16, THREADS = 256 };
 
-// Half a row for each thread, 8 elements, which become float32. They lie in shared memory with the contraction as the
-// slow dimension: a thread reads four rows at once. Zeros where the operand ends.
+// Each thread loads half a row, 8 elements, and converts them to float32. In shared memory the contraction is the slow
+// dimension, so a thread later reads four rows at once. Zeros past the operand's end.
 __device__ __forceinline__ void load(float (*to)[WIDTH], const floatX* from, int64_t rows, int64_t IC, int64_t k) {
     const int row = threadIdx.x % WIDTH, half = threadIdx.x / WIDTH * 8;
     alignas(16) floatX piece[8] = {};
@@ -45,7 +45,7 @@ __global__ void __launch_bounds__(THREADS)
         load(b, of_w, OC - t.column, IC, k);
         __syncthreads();
 
-        // What they add to the sums.
+        // Accumulate: 8 x 8 products for each of the 16 elements.
 #pragma unroll
         for (int i = 0; i < DEPTH; i++) {
             alignas(16) float m[8], n[8];
@@ -57,7 +57,7 @@ __global__ void __launch_bounds__(THREADS)
         __syncthreads();
     }
 
-    // Four neighbours at a time, 8 bytes; pad rows are zeros.
+    // Epilogue: stores of four neighbours, 8 bytes; pad rows are zeros.
 #pragma unroll
     for (int j = 0; j < 16; j++) {
         const int i = j / 2, m = i / 4 * 64 + ty + i % 4, n = t.column + j % 2 * 64 + tx;

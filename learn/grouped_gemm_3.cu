@@ -1,6 +1,6 @@
-// Step 3: tensor cores. A warp multiplies 16 x 16 by 16 x 8 in one instruction, mma.sync, whose operands lie spread
-// over the registers of its 32 lanes. ldmatrix brings them there from shared memory, and cp.async brings them to shared
-// memory without a detour through registers (device/mma.cuh).
+// Step 3: tensor cores. A warp multiplies 16 x 16 by 16 x 8 in one instruction, mma.sync. Its operands are distributed
+// over the registers of the 32 lanes. They are loaded from shared memory by ldmatrix. Copies from global to shared
+// memory are by cp.async, without registers (device/mma.cuh).
 //
 //     eight warps, 64 x 32 of the tile each:          a warp, one step of 16 along the contraction:
 //
@@ -10,12 +10,13 @@
 //                                                                a d d d d
 //                                                                a d d d d
 //
-// ldmatrix reads eight pieces of 16 bytes at a time, from rows below each other, 128 bytes apart: from the same banks.
-// swizzled() (learn/learn.cuh) moves piece i of row r to place i ^ r % 8, where each has banks of its own.
+// ldmatrix reads eight 16-byte vectors at a time, from eight rows that are 128 bytes apart: all in the same banks. The
+// swizzle moves vector i of row r to position i ^ r % 8, without bank conflicts (learn/learn.cuh).
 //
-// Bound by waiting: a tile comes, then it is multiplied, then the next one comes. Two blocks share an SM, and what one
-// waits the other uses, in part. Then by shared memory: for a step of 16 ldmatrix reads 24 KB, 192 clocks. mma.sync
-// takes as long, for it has some 63 % of Hopper's tensor cores (arXiv 2501.12084), which could multiply it in 128.
+// Bound first by waiting: a stage is loaded, then multiplied, then the next one is loaded. Two blocks share an SM, and
+// each uses a part of the other's waiting time. Bound then by shared memory: for a step of 16 ldmatrix reads 24 KB in
+// 192 clocks. mma.sync takes as long. It has about 63 % of the rate of Hopper's tensor cores (arXiv 2501.12084). At the
+// full rate they would need 128 clocks.
 #include "learn/learn.cuh"
 
 namespace {
@@ -32,15 +33,16 @@ __global__ void __launch_bounds__(THREADS, 2)
     float d[4][4][4] = {};
 
     for (int64_t k = 0; k < IC; k += BLOCK_K) {
-        // The stage: this thread's copies have arrived, then everyone's.
+        // Load the stage: wait for this thread's copies, then for all threads'.
         load_tile(a, of_x, SIDE, IC, k);
         load_tile(b, of_w, OC - t.column, IC, k);
         copy_async_commit();
         copy_async_wait<0>();
         __syncthreads();
 
-        // Four steps of 16: fragments, then products. A fragment of x is four matrices of 8 x 8: two below each other,
-        // then the two right of them. One ldmatrix of W has the two halves of the contraction for each of two eights.
+        // Four steps of 16: load fragments, then mma. A fragment of x is four matrices of 8 x 8: the two on the left,
+        // then the two on the right. One ldmatrix of W loads two fragments of 8 columns, each with both halves of the
+        // contraction.
 #pragma unroll
         for (int step = 0; step < BLOCK_K / 16; step++) {
             uint32_t of_a[4][4], of_b[2][4];
@@ -54,6 +56,7 @@ __global__ void __launch_bounds__(THREADS, 2)
         __syncthreads();
     }
 
+    // Epilogue.
     for (int i = 0; i < 4; i++)
         for (int j = 0; j < 4; j++) store_sums(y, OC, t, m + i * 16, n + j * 8, d[i][j]);
 }

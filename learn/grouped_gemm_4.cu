@@ -1,16 +1,16 @@
-// Step 4: wgmma. Four warps, a warpgroup, multiply 64 x 16 by 16 x 128 in one instruction, and both operands stay in
-// shared memory: no ldmatrix, and registers hold sums alone (device/wgmma.cuh).
+// Step 4: wgmma. A warpgroup (four warps) multiplies 64 x 16 by 16 x 128 in one instruction. Both operands stay in
+// shared memory: no ldmatrix, and registers hold only the sums (device/wgmma.cuh).
 //
-//     two warpgroups, 64 x 128 of the tile each       a descriptor tells the tensor cores where an operand lies:
+//     two warpgroups, 64 x 128 of the tile each       a descriptor gives the tensor cores an operand's layout:
 //
-//         |    0    |  rows 0 .. 63                       begins at .., groups of 8 rows are 1024 bytes apart,
-//         |    1    |  rows 64 .. 127                     rows have 128 bytes, pieces are at place i ^ r % 8
+//         |    0    |  rows 0 .. 63                       start address, groups of 8 rows 1024 bytes apart,
+//         |    1    |  rows 64 .. 127                     rows of 128 bytes, swizzle: vector i at i ^ r % 8
 //
-// That order of the pieces, made for ldmatrix in step 3, is one of those that the hardware knows. So the tiles are
-// loaded as before, and only the products differ. They are asynchronous: issue, commit, wait. wgmma reads shared memory
-// by another way than ordinary instructions; fence_async() makes what was copied visible there.
+// Step 3's swizzle is one of the hardware's own layouts. So the tiles are loaded as before, and only the mainloop
+// differs. wgmma is asynchronous: issue, commit, wait. It reads shared memory through the async proxy; fence_async()
+// makes the copies of ordinary instructions visible there.
 //
-// Bound by waiting still: the tensor cores are idle while a tile comes.
+// Still bound by waiting: the tensor cores are idle while a stage is loaded.
 #include "device/wgmma.cuh"
 #include "learn/learn.cuh"
 
@@ -20,6 +20,7 @@ enum { THREADS = 256 };
 
 __global__ void __launch_bounds__(THREADS, 2)
     kernel_4(floatX* y, const floatX* x, const floatX* w, Ragged r, int64_t IC, int64_t OC) {
+    // The tile, and the operands' descriptors.
     HOPPER_ONLY();
     __shared__ alignas(1024) uint8_t a[TILE_BYTES], b[TILE_BYTES];
     Tile t;
@@ -31,7 +32,7 @@ __global__ void __launch_bounds__(THREADS, 2)
     float d[SIDE / 2] = {};
 
     for (int64_t k = 0; k < IC; k += BLOCK_K) {
-        // The stage, as in step 3, and seen by the tensor cores.
+        // Load the stage as in step 3, and make it visible to the tensor cores.
         load_tile(a, of_x, SIDE, IC, k);
         load_tile(b, of_w, OC - t.column, IC, k);
         copy_async_commit();
@@ -48,7 +49,7 @@ __global__ void __launch_bounds__(THREADS, 2)
         __syncthreads();
     }
 
-    // Each warp has 16 rows.
+    // Epilogue: each warp has 16 rows.
     wgmma_pin(d);
 #pragma unroll
     for (int j = 0; j < SIDE / 8; j++) store_sums(y, OC, t, warp * 16, j * 8, d + j * 4);

@@ -1,33 +1,33 @@
-// Step 5: a ring that TMA fills. Loads and products are the work of different warps now. One thread asks the copy
-// engine for tiles, as far ahead as there is room; eight warps multiply what has come.
+// Step 5: a ring that TMA fills, with warp specialization. One producer thread issues TMA loads as far ahead as the
+// ring has free stages. Eight consumer warps multiply each stage once it has arrived.
 //
 //                                  stage 0 [ a | b ]  being read  --wgmma-->  two warpgroups, 64 x 128 each
 //     producer warp  --TMA-->      stage 1 [ a | b ]  loaded
-//                                  stage 2 [ a |   ]  on its way
+//                                  stage 2 [ a |   ]  in flight
 //
-// Each stage has two mbarriers (device/wgmma.cuh). `full` ends a phase when all bytes of the stage have come, `empty`
-// when all eight warps have read it. Turn t through the ring waits for phase t of `full`, to read, and for phase t - 1
-// of `empty`, to overwrite; a wait names the parity of its phase, and in turn 0 that of a phase which never was, and
-// which counts as over.
+// Each stage has two mbarriers (device/wgmma.cuh). A wait gives the parity of its phase. In turn t through the ring:
 //
-// TMA writes a row's pieces swizzled, as wgmma wants them, and zeros where a tensor ends: load_tile() is gone.
+//     barrier    a phase ends when                      in turn t
+//     full       all bytes of the stage have arrived    a consumer waits for phase t, to read
+//     empty      all eight warps have read the stage    the producer waits for phase t - 1, to overwrite
 //
-// Bound by the L2 cache: at the tensor cores' full rate every SM would ask it for a stage, 32 KB, each 512 clocks. And
-// a block begins with an empty ring, and ends with stores of 4 bytes a lane: two blocks share an SM, so that one
-// multiplies meanwhile.
+// (Phase -1 counts as over.) TMA replaces load_tile(): it writes wgmma's swizzle, and zeros past a tensor's end.
+//
+// Bound by the L2 cache: at the tensor cores' full rate every SM would need a stage, 32 KB, each 512 clocks. A block
+// also begins with an empty ring and ends with stores of 4 bytes a lane; a second block on the SM multiplies meanwhile.
 #include "device/wgmma.cuh"
 #include "learn/learn.cuh"
 
 namespace {
 
-enum { STAGES = 3, WARPS = 8, THREADS = 32 * (WARPS + 1) };  // warps that multiply, then the producer's
+enum { STAGES = 3, WARPS = 8, THREADS = 32 * (WARPS + 1) };  // the consumer warps, then the producer warp
 
 struct Shared {
     alignas(1024) uint8_t a[STAGES][TILE_BYTES], b[STAGES][TILE_BYTES];
     uint64_t full[STAGES], empty[STAGES];
 };
 
-// One thread.
+// The producer, one thread.
 __device__ __forceinline__ void produce(Shared& s, const CUtensorMap* x, const CUtensorMap* w, const Tile& t,
                                         int blocks) {
     for (int i = 0; i < blocks; i++) {
@@ -39,7 +39,7 @@ __device__ __forceinline__ void produce(Shared& s, const CUtensorMap* x, const C
     }
 }
 
-// d = the sums of a warpgroup's 64 rows.
+// The consumers' mainloop: d = the sums of a warpgroup's 64 rows.
 __device__ __forceinline__ void consume(Shared& s, float (&d)[SIDE / 2], int group, int blocks) {
 #pragma unroll
     for (int i = 0; i < SIDE / 2; i++) d[i] = 0;
@@ -67,14 +67,14 @@ __global__ void __launch_bounds__(THREADS, 2)
     Tile t;
     if (!find_tile<SIDE, SIDE>(r, OC, t)) return;
 
-    // Barriers: a stage is filled by one thread, and released by every warp that multiplies.
+    // mbarriers: a stage is filled by one thread, and released by every consumer warp.
     if (threadIdx.x == 0) {
         for (int i = 0; i < STAGES; i++) barrier_init(&s.full[i], 1), barrier_init(&s.empty[i], WARPS);
         barrier_init_fence();
     }
     __syncthreads();
 
-    // The roles.
+    // Warp specialization: the last warp is the producer.
     const int warp = threadIdx.x / 32, blocks = (int)ceil_div(IC, BLOCK_K);
     if (warp == WARPS) {
         if (threadIdx.x % 32 == 0) produce(s, &x, &w, t, blocks);
@@ -83,7 +83,7 @@ __global__ void __launch_bounds__(THREADS, 2)
     float d[SIDE / 2];
     consume(s, d, warp / 4, blocks);
 
-    // Each warp has 16 rows.
+    // Epilogue: each warp has 16 rows.
 #pragma unroll
     for (int j = 0; j < SIDE / 8; j++) store_sums(y, OC, t, warp * 16, j * 8, d + j * 4);
 }
@@ -91,7 +91,7 @@ __global__ void __launch_bounds__(THREADS, 2)
 }  // namespace
 
 void learn_5(floatX* y, const floatX* x, const floatX* w, Ragged r, int64_t IC, int64_t OC, Ctx* ctx) {
-    if (r.capacity == 0 || r.El == 0) return;  // TMA has no maps of nothing
+    if (r.capacity == 0 || r.El == 0) return;  // TMA has no map of an empty tensor
 
     // x (capacity, IC) and w (El, OC, IC), innermost dimension first, in tiles.
     const int64_t size_x[] = {IC, r.capacity}, size_w[] = {IC, OC, r.El}, stride[] = {IC, OC * IC};

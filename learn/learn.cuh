@@ -1,24 +1,24 @@
-// What the steps of the ladder share: which tile a block multiplies, how a tile of an operand lies in shared memory,
-// and how the sums of tensor cores leave.
+// Common parts of the ladder's steps: the output tile of a thread block, the layout of an operand's tile in shared
+// memory, and the epilogue of the tensor core kernels.
 #ifndef LEARN_LEARN_CUH
 #define LEARN_LEARN_CUH
 
 #include "device/mma.cuh"
 #include "learn/learn.h"
 
-// A block's part of y. All its rows are of one expert: experts begin at multiples of 128, and ROWS divides 128.
+// A block's tile of y. All its rows are one expert's: experts begin at multiples of 128, and ROWS divides 128.
 struct Tile {
-    int64_t row;  // the first, in the ragged buffer
-    int column;   // the first
-    int expert;   // whose weights multiply
-    int valid;    // rows from the first on that are no pad rows; none if negative
+    int64_t row;  // first row, in the ragged buffer
+    int column;   // first column
+    int expert;   // index of the weights
+    int valid;    // rows from the first on that are not pad rows; none if negative
 };
 
-// False: this block's rows lie after the last expert. Blocks beside each other have the same rows and the next
-// columns, so that x comes from memory once and an expert's W stays in the L2 cache.
+// Finds the block's tile; false if its rows are past the last expert. Neighbouring blocks have the same rows and the
+// next columns. L2 reuse: x is read from memory once, and an expert's W stays in the L2 cache.
 template <int ROWS, int COLUMNS>
 static __device__ __forceinline__ bool find_tile(const Ragged& r, int64_t OC, Tile& t) {
-    // The place.
+    // The position, from the block's number.
     const unsigned across = (unsigned)ceil_div(OC, COLUMNS);
     t.row = (int64_t)(blockIdx.x / across) * ROWS, t.column = (int)(blockIdx.x % across) * COLUMNS;
     if (t.row >= r.group_start[r.El]) return false;
@@ -35,20 +35,20 @@ static __device__ __forceinline__ bool find_tile(const Ragged& r, int64_t OC, Ti
     return true;
 }
 
-// Blocks for all tiles that rows up to the capacity can make: the host does not know how many rows are in use.
+// Number of blocks for all rows up to the capacity: the host does not know the number of rows in use.
 static inline unsigned tiles_of(const Ragged& r, int64_t IC, int64_t OC, int rows, int columns) {
     ASSERT(IC % 8 == 0 && OC % 8 == 0);
     return (unsigned)(ceil_div(r.capacity, rows) * ceil_div(OC, columns));
 }
 
-// From step 3 on a tile of y is SIDE x SIDE, and one of x or W is SIDE rows of BLOCK_K elements: 128 bytes a row.
+// From step 3 on a tile of y is SIDE x SIDE. A tile of x or W is SIDE rows of BLOCK_K elements: 128 bytes a row.
 enum { SIDE = 128, BLOCK_K = 64, TILE_BYTES = SIDE * BLOCK_K * (int)sizeof(floatX) };
 
-// Where 16-byte piece i of a row is. Eight rows below each other have their pieces i in different banks.
+// Swizzle: the offset of 16-byte vector `piece` of a row. In eight consecutive rows, the vectors of the same index are
+// in different banks: no bank conflicts.
 static __device__ __forceinline__ int swizzled(int row, int piece) { return row * 128 + (piece ^ row % 8) * 16; }
 
-// Begins to copy a tile of an operand: SIDE rows from `from` on, their elements from k on. Zeros where the operand
-// ends.
+// Starts the copy of an operand's tile: SIDE rows from `from` on, elements from k on. Zeros past the operand's end.
 static __device__ __forceinline__ void load_tile(uint8_t* to, const floatX* from, int64_t rows, int64_t IC, int64_t k) {
     for (int i = threadIdx.x; i < SIDE * 8; i += blockDim.x) {
         const int row = i / 8, piece = i % 8;
@@ -57,8 +57,8 @@ static __device__ __forceinline__ void load_tile(uint8_t* to, const floatX* from
     }
 }
 
-// The sums of 16 rows and 8 columns of the tile, from `row` and `column` on, of which a lane holds four (mma_bf16 in
-// device/mma.cuh; wgmma leaves them alike). Pad rows become zeros, whatever their sums are.
+// Stores the sums of 16 rows and 8 columns of the tile, from `row` and `column` on. A lane holds four of them (mma_bf16
+// in device/mma.cuh; wgmma has the same layout). Pad rows become zeros, whatever their sums are.
 static __device__ __forceinline__ void store_sums(floatX* y, int64_t OC, const Tile& t, int row, int column,
                                                   const float* d) {
     const int lane = threadIdx.x % 32, n = t.column + column + lane % 4 * 2;

@@ -1,7 +1,9 @@
-// The ladder of docs/cuda.md: one product, five kernels, from a thread an element to a ring that the copy engine fills.
-// Each computes what grouped_gemm_forward does, y[r] = W_e x[r] for the rows r of every expert e, from the same ragged
-// buffer; rows of y that are pad rows become zeros. IC and OC are multiples of 8. The kernels are there to be read,
-// tested and measured; the program never calls them.
+// The ladder of docs/cuda.md: one grouped GEMM, five kernels, from one thread per element to a ring of stages that TMA
+// fills. Each computes the same as grouped_gemm_forward, from the same ragged buffer:
+//
+//   y[r] = W_e x[r]   for the rows r of every expert e; zeros in pad rows
+//
+// IC and OC are multiples of 8. The kernels are for reading, tests and measurements; the program never calls them.
 #ifndef LEARN_LEARN_H
 #define LEARN_LEARN_H
 
@@ -14,11 +16,11 @@ typedef void LearnStep(floatX* y,        // (capacity, OC)
                        const floatX* w,  // (El, OC, IC)
                        Ragged ragged, int64_t IC, int64_t OC, Ctx* ctx);
 
-LearnStep learn_1;  // a thread an element
-LearnStep learn_2;  // tiles in shared memory, a thread 64 elements
-LearnStep learn_3;  // tensor cores, a warp at a time (mma.sync)
-LearnStep learn_4;  // four warps at a time, from shared memory (wgmma); Hopper alone
-LearnStep learn_5;  // a ring of stages that TMA fills; Hopper alone
+LearnStep learn_1;  // one thread per element
+LearnStep learn_2;  // tiles in shared memory, 64 elements per thread
+LearnStep learn_3;  // tensor cores, one warp per instruction (mma.sync)
+LearnStep learn_4;  // a warpgroup per instruction, operands in shared memory (wgmma); Hopper only
+LearnStep learn_5;  // warp specialization, a ring of stages filled by TMA; Hopper only
 
 END_C
 
