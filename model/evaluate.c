@@ -126,6 +126,7 @@ static void choice_losses(Model* m, const Choices* c, int32_t end_of_text, doubl
         for (int64_t i = 0; i < n; i++)
             first[i] = put_choice(c, &c->list[from + i], end_of_text, T, ids + i * T, ids + (B + i) * T);
 
+        // Losses of all tokens; each ending sums its own.
         model_batch(m, ids, ids + B * T, n, T);
         model_forward(m, 0);
         step_begin(m->val_state, m->ctx);

@@ -10,8 +10,8 @@
 
 BEGIN_C
 
-// The shards of --val, the same on all ranks; NULL without. A tokenizer beside them has as many tokens as that of the
-// run.
+// The shards of --val, the same on all ranks; NULL without. Their tokenizer must have the same number
+// of tokens as the run's.
 Shards* evaluate_shards(Ranks* world, const Settings* settings, const Tokenizer* tokenizer);
 // Ends the run where the tokenizer at `path`, which belongs to `option`, has another number of tokens.
 void evaluate_tokenizer(const char* option, const char* path, const Settings* settings, const Tokenizer* tokenizer);
@@ -19,20 +19,19 @@ void evaluate_tokenizer(const char* option, const char* path, const Settings* se
 int64_t evaluate_windows(const Settings* settings, const Shards* shards);
 // Mean loss over these, in nats a token. All ranks together; all get it.
 double evaluate_loss(Model* model, Shards* shards);
-// Bytes of text of a token of these, on the average: a loss over this and over ln 2 is in bits a byte. 0 where the
-// tokenizer does not know a token.
+// Mean bytes of text per token of these: loss / bytes / ln 2 is in bits a byte. 0 where the tokenizer does not know a
+// token.
 double evaluate_bytes(const Settings* settings, Shards* shards, const Tokenizer* tokenizer);
 
-// Shares of questions whose right ending is the likeliest: by the sum of its tokens' log-probabilities after the
-// context (lm-evaluation-harness's acc), and by that sum over the bytes of its text, without a blank at its front
-// (acc_norm). Of equal ones the first counts. A context that --seq-len has no room for loses its beginning. All ranks
-// together.
+// Accuracy on multiple-choice questions, as in lm-evaluation-harness. acc: the ending with the largest sum of
+// log-probabilities after the context. acc_norm: that sum over the bytes of its text, without a leading blank. Ties go
+// to the first ending. A context too long for --seq-len loses its beginning. All ranks together.
 ScoreRecord evaluate_choices(Model* model, const Choices* choices, const Tokenizer* tokenizer);
 
 // The questions of --eval, *count files of different names, the same on all ranks; NULL without. Their ids are the
 // tokenizer's, and with its end of text the model's; no ending is longer than --seq-len.
 Choices* evaluate_open(Ranks* world, const Settings* settings, const Tokenizer* tokenizer, int* count);
-// Asks those of every file, prints a line for each, and returns the scores in fresh memory; NULL without files.
+// Evaluates every file, prints a line for each, and returns the scores in fresh memory; NULL without files.
 ScoreRecord* evaluate_questions(Model* model, const Choices* files, int count, const Tokenizer* tokenizer);
 
 END_C

@@ -1,14 +1,13 @@
-// A checkpoint is a Hugging Face model: beside its weights, which carry the names of DeepSeek's own checkpoints, lie
+// A checkpoint is a Hugging Face model folder. Its weights have the names of DeepSeek's checkpoints. Its other files:
 //
 //   config.json                   DeepSeek-V3's keys where scores are sigmoid, V2's where they are softmax
 //   generation_config.json        the token that ends a text
 //   model.safetensors.index.json  which file holds which tensor of the model (moments and manifest are none of it)
-//   tokenizer.json, tokenizer_config.json   as they lie beside --tokenizer: NAME_tokenizer.json for NAME_tokenizer.bin
+//   tokenizer.json, tokenizer_config.json   from the folder of --tokenizer: NAME_tokenizer.json for NAME_tokenizer.bin
 //
-// so that transformers' AutoModelForCausalLM.from_pretrained takes the folder as it is. Modules of --mtp are layers
-// after the last one, as DeepSeek-V3's are, and transformers passes over them. They share embedding and lm_head, which
-// are not repeated under their names: each would be V x C more numbers a module in every checkpoint, and they could
-// come to differ. scripts/export.py repeats them in a release.
+// transformers' AutoModelForCausalLM.from_pretrained loads the folder as it is. MTP modules are layers after the last
+// one, as in DeepSeek-V3, and transformers ignores them. They share embedding and lm_head, which are not repeated under
+// their names: each copy would be V x C more elements in every checkpoint. scripts/export.py repeats them in a release.
 #ifndef MODEL_EXPORT_H
 #define MODEL_EXPORT_H
 
@@ -18,7 +17,7 @@
 
 BEGIN_C
 
-// Every checkpoint of this saver gets these files. Prints what a Hugging Face model cannot say of this one.
+// Every checkpoint of this saver gets these files. Prints the properties that a Hugging Face model cannot express.
 void export_files(Saver* saver, Model* model, const Tokenizer* tokenizer);
 
 END_C

@@ -18,8 +18,7 @@ const char* hub_misfit(const Settings* settings);
 // one that named the folder.
 ModelConfig hub_read_config(const char* option, const char* folder);
 
-// How long the sequences are that it was trained with: a run's manifest says it, else config.json's limit, of which no
-// more than 4096 are taken.
+// The sequence length of its training: from a run's manifest, else config.json's limit, at most 4096.
 int64_t hub_length(const char* folder);
 
 END_C

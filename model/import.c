@@ -237,12 +237,14 @@ static bool may_be_left(Import* in, const char* name, int64_t layers, bool* pred
 
 // `option` named the folder.
 static void import_weights(Model* m, Ranks* world, const char* option, const char* folder) {
+    // The files, and chunks of host memory.
     Import in = {.option = option, .folder = folder};
     in.raw = (char*)host_alloc((size_t)PIECE * sizeof(double));
     in.values = (real*)host_alloc((size_t)PIECE * sizeof(real));
     open_sources(&in);
     check_sources(&in, world);
 
+    // All units: read, or initialized where the folder lacks an MTP module.
     for (int u = 0; u < params_units(&m->config); u++) {
         const int layer = m->units[u].layer;
         if (m->units[u].kind != UNIT_MODULE || has_layer(&in, layer)) {
@@ -263,6 +265,8 @@ static void import_weights(Model* m, Ranks* world, const char* option, const cha
                 die(EXIT_USAGE, "%s: tensor %s is none of this model's", in.sources[i].st->path, name);
         }
     if (predicts_more) printf("weights    layers from %ld on are left out: they are MTP modules (--mtp)\n", layers);
+
+    // Working weights follow from the master weights.
     model_weights_set(m);
 
     for (int i = 0; i < in.count; i++) st_close(in.sources[i].st), free(in.sources[i].used);

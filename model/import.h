@@ -14,7 +14,7 @@ BEGIN_C
 
 // The initial weights: drawn by --seed, or read from the folder of --init, --sample or --evaluate, with the router's
 // biases. Moments stay zero. MTP modules of --mtp are read, or drawn where the folder has no tensor of them; other MTP
-// modules are left out. A message says so. Their embed_tokens and shared_head.head, which DeepSeek's checkpoints
+// modules are left out. A message names them. Their embed_tokens and shared_head.head, which DeepSeek's checkpoints
 // repeat, must be the main model's. Ends the run, naming file and tensor, where a tensor is missing, of another shape
 // or type, not finite, or none of this model's, and where a file differs from the manifest of a step.
 void model_begin(Model* model, Ranks* world);

@@ -25,12 +25,14 @@ static void set_shapes(Model* m, int64_t B, int64_t T) {
     const Settings* s = &m->settings;
     m->B = B, m->T = T;
 
+    // Attention.
     AttnShape* attn = &m->attn_shape;
     attn->B = B, attn->T = T, attn->H = c->H;
     attn->nope = c->nope, attn->rope = c->rope, attn->v = c->v;
     attn->k_rope_stride = c->kv_lora + c->rope;
     attn->scale = (float)config_softmax_scale(c);
 
+    // Router.
     RouterShape* router = &m->moe_shape.router;
     router->N = B * T, router->T = T, router->C = c->C;
     router->E = (int32_t)c->E, router->K = (int32_t)c->K;
@@ -39,6 +41,7 @@ static void set_shapes(Model* m, int64_t B, int64_t T) {
     router->scale = (float)c->route_scale;
     router->force_balance = (int32_t)s->force_balance;
 
+    // Experts, and the formats of their tensors.
     MoeShape* moe = &m->moe_shape;
     moe->F = c->F, moe->shared_F = c->shared * c->F;
     moe->ep = m->layout.ep;
@@ -177,6 +180,7 @@ static void plan_scratch(Arena* a, Model* m) {
     const ModelConfig* c = &m->config;
     Scratch* t = &m->t;
     int64_t N = m->B * m->T;
+    // Residual stream and dense MLP.
     arena_add(a, "block output", ELEMENT_X, N * c->C, 1, (void**)&t->out);
     arena_add(a, "d residual stream", ELEMENT_X, N * c->C, 1, (void**)&t->dx);
     arena_add(a, "d norm", ELEMENT_X, N * c->C, 1, (void**)&t->dnorm);
@@ -185,6 +189,7 @@ static void plan_scratch(Arena* a, Model* m) {
         arena_add(a, "d dense MLP activation", ELEMENT_X, N * c->dense_ffn, 1, (void**)&t->dact);
         arena_add(a, "d dense MLP hidden", ELEMENT_X, N * 2 * c->dense_ffn, 1, (void**)&t->dh);
     }
+    // Attention.
     if (c->q_lora) {
         arena_add(a, "d query latent", ELEMENT_X, N * c->q_lora, 1, (void**)&t->dcq);
         arena_add(a, "d query latent, normalised", ELEMENT_X, N * c->q_lora, 1, (void**)&t->dcq_norm);
@@ -194,6 +199,7 @@ static void plan_scratch(Arena* a, Model* m) {
     arena_add(a, "d key-value latent, normalised", ELEMENT_X, N * c->kv_lora, 1, (void**)&t->dckv);
     arena_add(a, "d keys and values", ELEMENT_X, N * c->H * (c->nope + c->v), 1, (void**)&t->dkv);
     arena_add(a, "d attention output", ELEMENT_X, N * c->H * c->v, 1, (void**)&t->datt);
+    // MTP modules, and the classifier.
     if (c->mtp) {
         arena_add(a, "module's input", ELEMENT_X, N * 2 * c->C, 1, (void**)&t->joined);
         arena_add(a, "d module's input", ELEMENT_X, N * 2 * c->C, 1, (void**)&t->djoined);
@@ -203,6 +209,78 @@ static void plan_scratch(Arena* a, Model* m) {
     }
     arena_add(a, "logits of a chunk", ELEMENT_X, m->chunk * config_vocab_padded(c), 0, (void**)&t->logits);
     arena_add(a, "logits of a token", ELEMENT_REAL, c->V, 0, (void**)&t->logits_row);
+}
+
+// Parameters, sharded over the ranks, and their quantized copies.
+static void plan_params(Model* m) {
+    Arena* params = &m->arena[IN_PARAMS];
+    const int units = params_units(&m->config);
+    m->units = (Unit*)host_alloc((size_t)units * sizeof(Unit));
+    ParamBuffer** buffers = (ParamBuffer**)host_alloc((size_t)units * sizeof(ParamBuffer*));
+    params_plan(params, m->units, &m->config, &m->layout);
+    for (int u = 0; u < units; u++) buffers[u] = m->units[u].buffer;
+    m->sharding = sharding_plan_slots(params, buffers, units, (int)m->config.L + 1);
+    free(buffers);
+    for (int u = 0; u < units; u++) plan_products(m, &m->units[u]);
+    if (m->layout.muon && !m->layout.frozen) model_plan_muon(m, params);
+}
+
+// Activations kept by each block. With --recompute block only the residual is a block's own; the rest is shared.
+static void plan_activations(Model* m) {
+    const ModelConfig* c = &m->config;
+    Arena* saved = &m->arena[IN_SAVED];
+    const int64_t N = m->B * m->T, count = config_blocks(c);
+    const int per_block = m->settings.recompute != RECOMPUTE_BLOCK;
+    m->blocks = (BlockSaved*)host_alloc((size_t)count * sizeof(BlockSaved));
+    for (int64_t l = 0; l < count; l++) {
+        plan_residual(saved, &m->blocks[l], m);
+        if (per_block) plan_block(saved, &m->blocks[l], m, l < c->dense_layers);
+    }
+    for (int64_t k = 0; k <= c->mtp; k++) {
+        Output* o = &m->outputs[k];
+        arena_add(saved, "final residual", ELEMENT_X, N * c->C, 1, (void**)&o->residual);
+        arena_add(saved, "final norm", ELEMENT_X, N * c->C, 1, (void**)&o->norm);
+        arena_add(saved, "rstd", ELEMENT_REAL, N, 1, (void**)&o->rstd);
+        if (k < c->mtp) arena_add(saved, "d final norm", ELEMENT_X, N * c->C, 1, (void**)&o->dnorm);
+    }
+    if (!per_block) plan_block(&m->arena[IN_SCRATCH], &m->rebuilt, m, c->dense_layers > 0);
+}
+
+// Workspace of a block, and the pool of the MoE blocks. Logits are computed in chunks of whole tiles of 128 tokens: 16
+// MiB on the CPU, which stay near the caches, 512 MiB on the GPU.
+static void plan_workspace(Model* m, Backend backend) {
+    const Settings* s = &m->settings;
+    const ModelConfig* c = &m->config;
+    Arena* scratch = &m->arena[IN_SCRATCH];
+    const int64_t N = m->B * m->T, moe_blocks = config_blocks(c) - c->dense_layers;
+    const int64_t logits = backend == BACKEND_CUDA ? (int64_t)1 << 28 : (int64_t)1 << 22;
+    m->chunk = min_i64(N, max_i64(logits / config_vocab_padded(c) / 128, 1) * 128);
+    plan_scratch(scratch, m);
+    if (s->linear_precision || s->expert_precision) products_plan(scratch, &m->products, N, 1 + (int)c->mtp);
+    const int windows = s->ep > 1 && s->dispatch != DISPATCH_NCCL && moe_blocks > 0;
+    m->capacity = m->moe_shape.capacity = windows ? s->capacity : 0;
+    if (moe_blocks > 0) moe_plan(&m->arena[IN_POOL], m->moe_shape, moe_blocks, s->ep > 1 ? s->capacity : 1);
+}
+
+// The batch, losses, counters, and the state of a step.
+static void plan_state(Model* m) {
+    const Settings* s = &m->settings;
+    const ModelConfig* c = &m->config;
+    Arena* state = &m->arena[IN_STATE];
+    const int64_t N = m->B * m->T, count = config_blocks(c);
+    arena_add(state, "tokens", ELEMENT_I32, N, 1, (void**)&m->tokens);
+    arena_add(state, "targets", ELEMENT_I32, (1 + c->mtp) * N, 1, (void**)&m->targets);
+    arena_add(state, "losses", ELEMENT_REAL, N, 1, (void**)&m->losses);
+    arena_add(state, "rope table", ELEMENT_REAL, m->T * c->rope, 0, (void**)&m->rope_table);
+    arena_add(state, "router biases", ELEMENT_REAL, count * c->E, 0, (void**)&m->bias);
+    arena_add(state, "expert loads", ELEMENT_I64, count * c->E, 0, (void**)&m->load);
+    const int64_t bins = s->balance == BALANCE_QUANTILE && !s->force_balance ? count * c->E * MARGIN_BINS : 0;
+    if (bins) arena_add(state, "router margins", ELEMENT_I64, bins, 0, (void**)&m->margins);
+    const int64_t casts = s->mx_stats ? count * BLOCK_STATS : 0;
+    arena_add(state, "cast statistics", ELEMENT_BYTE, casts * (int64_t)sizeof(MxStats), 0, (void**)&m->mx_stats);
+    arena_add(state, "step state", ELEMENT_BYTE, sizeof(StepState), 0, (void**)&m->state);
+    arena_add(state, "step state of validation", ELEMENT_BYTE, sizeof(StepState), 0, (void**)&m->val_state);
+    arena_add(state, "inputs of a step", ELEMENT_BYTE, sizeof(StepInputs), 0, (void**)&m->inputs);
 }
 
 void model_plan(Model* m, const Settings* s, int rank, Backend backend) {
@@ -218,67 +296,15 @@ void model_plan(Model* m, const Settings* s, int rank, Backend backend) {
                            .muon = s->optimizer == MUON};
     m->layout = layout;
     set_shapes(m, s->batch, s->seq_len);
-    const ModelConfig* c = &m->config;
-    const int64_t N = m->B * m->T, count = config_blocks(c);
-    const int units = params_units(c), per_block = s->recompute != RECOMPUTE_BLOCK;
 
     static const char* const purposes[ARENAS] = {"parameters and optimizer", "activations kept for backward",
                                                  "buffers of one block at a time", "pool of the MoE blocks",
                                                  "batch, tables and counters"};
     for (int i = 0; i < ARENAS; i++) arena_init(&m->arena[i], purposes[i], backend);
-    Arena *params = &m->arena[IN_PARAMS], *saved = &m->arena[IN_SAVED], *scratch = &m->arena[IN_SCRATCH],
-          *state = &m->arena[IN_STATE];
-
-    // Parameters, as they are cut over the ranks, and the casts of their products.
-    m->units = (Unit*)host_alloc((size_t)units * sizeof(Unit));
-    ParamBuffer** buffers = (ParamBuffer**)host_alloc((size_t)units * sizeof(ParamBuffer*));
-    params_plan(params, m->units, c, &m->layout);
-    for (int u = 0; u < units; u++) buffers[u] = m->units[u].buffer;
-    m->sharding = sharding_plan_slots(params, buffers, units, (int)c->L + 1);
-    free(buffers);
-    for (int u = 0; u < units; u++) plan_products(m, &m->units[u]);
-    if (m->layout.muon && !m->layout.frozen) model_plan_muon(m, params);
-
-    // Activations that each block keeps; with --recompute block all but the residual in memory that blocks share.
-    m->blocks = (BlockSaved*)host_alloc((size_t)count * sizeof(BlockSaved));
-    for (int64_t l = 0; l < count; l++) {
-        plan_residual(saved, &m->blocks[l], m);
-        if (per_block) plan_block(saved, &m->blocks[l], m, l < c->dense_layers);
-    }
-    for (int64_t k = 0; k <= c->mtp; k++) {
-        Output* o = &m->outputs[k];
-        arena_add(saved, "final residual", ELEMENT_X, N * c->C, 1, (void**)&o->residual);
-        arena_add(saved, "final norm", ELEMENT_X, N * c->C, 1, (void**)&o->norm);
-        arena_add(saved, "rstd", ELEMENT_REAL, N, 1, (void**)&o->rstd);
-        if (k < c->mtp) arena_add(saved, "d final norm", ELEMENT_X, N * c->C, 1, (void**)&o->dnorm);
-    }
-    if (!per_block) plan_block(scratch, &m->rebuilt, m, c->dense_layers > 0);
-
-    // Workspace of a block. Logits are computed in chunks of whole tiles of 128 tokens: 16 MiB on the CPU, which stay
-    // near the caches, 512 MiB on the GPU.
-    const int64_t logits = backend == BACKEND_CUDA ? (int64_t)1 << 28 : (int64_t)1 << 22;
-    m->chunk = min_i64(N, max_i64(logits / config_vocab_padded(c) / 128, 1) * 128);
-    plan_scratch(scratch, m);
-    if (s->linear_precision || s->expert_precision) products_plan(scratch, &m->products, N, 1 + (int)c->mtp);
-    const int windows = s->ep > 1 && s->dispatch != DISPATCH_NCCL && c->dense_layers < count;
-    m->capacity = m->moe_shape.capacity = windows ? s->capacity : 0;
-    if (c->dense_layers < count)
-        moe_plan(&m->arena[IN_POOL], m->moe_shape, count - c->dense_layers, s->ep > 1 ? s->capacity : 1);
-
-    // The batch, losses and counters.
-    arena_add(state, "tokens", ELEMENT_I32, N, 1, (void**)&m->tokens);
-    arena_add(state, "targets", ELEMENT_I32, (1 + c->mtp) * N, 1, (void**)&m->targets);
-    arena_add(state, "losses", ELEMENT_REAL, N, 1, (void**)&m->losses);
-    arena_add(state, "rope table", ELEMENT_REAL, m->T * c->rope, 0, (void**)&m->rope_table);
-    arena_add(state, "router biases", ELEMENT_REAL, count * c->E, 0, (void**)&m->bias);
-    arena_add(state, "expert loads", ELEMENT_I64, count * c->E, 0, (void**)&m->load);
-    const int64_t bins = s->balance == BALANCE_QUANTILE && !s->force_balance ? count * c->E * MARGIN_BINS : 0;
-    if (bins) arena_add(state, "router margins", ELEMENT_I64, bins, 0, (void**)&m->margins);
-    const int64_t casts = s->mx_stats ? count * BLOCK_STATS : 0;
-    arena_add(state, "cast statistics", ELEMENT_BYTE, casts * (int64_t)sizeof(MxStats), 0, (void**)&m->mx_stats);
-    arena_add(state, "step state", ELEMENT_BYTE, sizeof(StepState), 0, (void**)&m->state);
-    arena_add(state, "step state of validation", ELEMENT_BYTE, sizeof(StepState), 0, (void**)&m->val_state);
-    arena_add(state, "inputs of a step", ELEMENT_BYTE, sizeof(StepInputs), 0, (void**)&m->inputs);
+    plan_params(m);
+    plan_activations(m);
+    plan_workspace(m, backend);
+    plan_state(m);
 }
 
 // Of unit_grads_end.
@@ -353,6 +379,7 @@ static void* pool_memory(Model* m, Ranks* world) {
 Model* model_create(const Settings* s, Ranks* world) {
     Model* m = (Model*)host_alloc(sizeof(Model));
     ASSERT(s->ranks == (world ? ranks_count(world) : 1));
+    // Memory, all but the pool. With activation checkpointing blocks share one set of activations.
     model_plan(m, s, world ? ranks_index(world) : 0, BACKEND);
     m->ctx = ctx_create(model_workspace(m));
     if (s->mx_fast && (s->expert_precision || s->linear_precision)) mx_check(m->ctx);
@@ -364,6 +391,8 @@ Model* model_create(const Settings* s, Ranks* world) {
         m->blocks[l].residual = residual;
     }
     m->outputs[m->config.mtp].dnorm = m->t.dnorm;  // that of the last one is used at once
+
+    // Communicators, shards, and the pool, which may be symmetric memory.
     if (m->layout.ranks > 1) connect(m, world);
     sharding_connect(m->sharding, m->world, m->expert_dp, side_workspace(m), m->ctx);
     for (int u = 0; u < params_units(&m->config); u++) set_weights(&m->units[u]);
@@ -371,6 +400,8 @@ Model* model_create(const Settings* s, Ranks* world) {
     m->pool_empty = pool_mark(m->pool);
     if (m->config.dense_layers < config_blocks(&m->config))
         m->dispatch = dispatch_create(m->layout.ep > 1 ? m->ep : NULL, m->pool, m->state, m->ctx);
+
+    // The table of rotary positions, and the CUDA graphs.
     real* table = (real*)host_alloc((size_t)(m->T * m->config.rope) * sizeof(real));
     RopeConfig rope = config_rope(&m->config);
     rope_table(table, m->T, &rope);

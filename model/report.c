@@ -165,6 +165,7 @@ static void report_fit(const Settings* s) {
 }
 
 void report_dry_run(const Settings* s) {
+    // Options and model.
     options_print(settings_table, settings_count, s, NULL);
     printf("\n");
     report_model(s);

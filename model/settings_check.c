@@ -168,6 +168,7 @@ static void check_run(const Settings* s) {
         warn("--mx-gemm fast at --dim %ld and --expert-ffn %ld: at such widths MXFP8 is for its loss, not for speed",
              s->model.C, s->model.F);
 
+    // Use of a model.
     if (s->dry_run) return;
     if (*s->evaluate && !*s->val && !*s->eval)
         die(EXIT_USAGE, "--evaluate needs --val or --eval: on what, e.g. --val 'corpus/text_val_*.bin'");
@@ -176,6 +177,8 @@ static void check_run(const Settings* s) {
     if (*s->sample && (*s->val || *s->eval))
         die(EXIT_USAGE, "--sample writes a text; --%s goes with --evaluate", *s->val ? "val" : "eval");
     if (*s->sample || *s->evaluate) return;
+
+    // Training.
     if (s->resume && !*s->out) die(EXIT_USAGE, "--resume needs --out: the folder to resume from");
     if (!*s->train && s->resume)
         die(EXIT_USAGE, "there is no checkpoint in %s to resume from, and --train is missing to start afresh", s->out);
