@@ -173,7 +173,7 @@ def loss(log_of):
     f = Figure("Loss of the run that make train makes")
     f.text(10, 20, "make train: loss in nats a byte over the steps", weight="bold")
     place = axes(f, 30, 40, 455, 300, [0, 250, 500, 750], [0, 1, 2, 3, 4, 5, 6], "step")
-    bigram = float(result(r"\| byte bigram [^|]*\| ([\d.]+) \|", "## CPU: first training", "loss of a bigram model"))
+    bigram = float(result(r"\| byte bigram [^|]*\| ([\d.]+) \|", "## Loss: default runs", "loss of a bigram model"))
     f.line([place(0, bigram), place(750, bigram)], ORANGE, dash="6 4")
     f.text(450, place(0, bigram)[1] - 8, f"byte bigram {bigram:.2f}", "end", ORANGE)
 
@@ -239,12 +239,11 @@ def casts(log_of):
 
 def step_time():
     """The table of bench/RESULTS.md."""
-    table = result(r"\| class \| bf16 \| share \| MXFP8 \| share \|\n\|.*\n\| step .*\n((?:\|.*\n)+)", "## H200: a whole step",
-                   "table of a step's classes")
+    table = result(r"((?:\|.*\n)+)", "## One GPU: where the time of a step goes", "table of a step's classes")
     f = Figure("Where a step's time goes")
     f.text(10, 20, "16b with 4 layers, one H200: ms of a step", weight="bold")
-    rows = [[cell.strip() for cell in line.strip("|").split("|")] for line in table.splitlines()]
-    bars(f, [(re.sub(r" \(.*", "", name), [float(bf16 or 0), float(mxfp8)]) for name, bf16, _, mxfp8, _ in rows], 30, "", 260)
+    names, _, *rows = [[re.sub(r" \(.*", "", cell.strip()) for cell in line.strip("|").split("|")][3:] for line in table.splitlines()]
+    bars(f, [(name, [float(ms or 0) for ms in both]) for name, *both in zip(names, *rows)], 30, "", 260)
     legend(f, "bf16", "MXFP8")
     return f
 
