@@ -42,7 +42,7 @@ static volatile sig_atomic_t stop_asked = 0;
 static void ask_stop(int signal_number) {
     static const char answer[] = "stopping after this step and what is measured with it\n";
     const int before = errno;
-    if (!stop_asked && write(STDOUT_FILENO, answer, sizeof(answer) - 1) < 0) errno = before;  // nobody reads
+    if (!stop_asked && write(STDOUT_FILENO, answer, sizeof(answer) - 1) < 0) errno = before;  // the reader is gone
     stop_asked = signal_number;
 }
 

@@ -25,7 +25,7 @@ typedef struct AttnShape {
 
 void attention_forward(floatX* out,           // (B, T, H, v)
                        real* lse,             // (B, H, T): ln sum_j exp(scale q k_j), kept for backward
-                       real* max_logit,       // (1): max(max_logit, scale q k_j); NULL: not computed
+                       real* max_logit,       // (1): max(itself, attention logits); NULL: not computed
                        const floatX* q,       // (B, T, H, nope + rope), rope part rotated
                        const floatX* kv,      // (B, T, H, nope + v): k_nope, then v
                        const floatX* k_rope,  // (B, T, rope), rows k_rope_stride apart, rotated

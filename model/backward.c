@@ -1,6 +1,7 @@
 // The backward pass: model/forward.c from bottom to top. It starts from the outputs' gradients, which model_loss wrote.
 // t.dx, the gradient of the residual stream, accumulates. Gradients of parameters are written in a step's first
-// micro-step and accumulate in later ones. All other gradients are written.
+// micro-step and accumulate in later ones. All other gradients are written. Activation checkpointing (--recompute)
+// repeats the forward of a block first.
 #include "layers/embedding.h"
 #include "layers/rmsnorm.h"
 #include "model/model.h"

@@ -99,8 +99,8 @@ Slice tensor_slice(const NamedTensor* tensor, int64_t from, int64_t n);
 // included.
 int64_t params_total(const ModelConfig* config);
 int64_t params_active(const ModelConfig* config);
-// 6 * (active matmul parameters, lm_head in, embedding out) + 6 L H (nope + rope + v) T / 2 (the causal half). Module k
-// has lm_head once more, and T - k of T positions.
+// The numerator of MFU: 6 * (active matmul parameters, lm_head in, embedding out) + 6 L H (nope + rope + v) T / 2 (the
+// causal half). Module k has lm_head once more, and T - k of T positions.
 double flops_per_token(const ModelConfig* config, int64_t T);
 
 // FLOPs of one update by Muon, of the matrices in a kind of buffer (DENSE_PARAMS, EXPERT_PARAMS), of all units.

@@ -1,4 +1,4 @@
-// A training step's micro-steps, replayed as graphs where that can be (device/graph.h).
+// The micro-steps of a training step (gradient accumulation), replayed as CUDA graphs if possible (device/graph.h).
 #include <stdlib.h>
 
 #include "device/check.h"

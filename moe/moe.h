@@ -1,4 +1,4 @@
-// The MoE block: router, routed experts on ragged rows, one shared MLP.
+// The MoE block (mixture of experts): router, routed experts on ragged rows, one shared expert (shared MLP).
 //   y_n = shared(x_n) + sum_k gate_nk mlp_e(x_n), e = expert_nk,   mlp_e(x) = W2_e swiglu(W13_e x)
 //
 //   1. router     each token's experts and gates                                            moe/router.h

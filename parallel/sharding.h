@@ -22,8 +22,9 @@
 //   lower half  | part 0 | part 1 .. |           upper half  | part 0 | part 1 .. |     P = ranks / ep = 2
 //                 rank 0   rank 2  (expert_dp)                 rank 1   rank 3  (expert_dp)
 //
-// Sharded weights and gradients are double-buffered in slots: unit u uses slot u % 2. While one unit computes, the next
-// one is prefetched: its all-gather runs on the side stream. In forward with --shard weights, time from left to right:
+// masters are the master weights. Sharded weights and gradients are in slots (double buffering): unit u uses slot u
+// % 2. While one unit computes, the next one is prefetched: its all-gather runs on the side stream. In forward with
+// --shard weights, time from left to right:
 //
 //   stream         | unit 1            | unit 2            | unit 3            |
 //   side stream    | gather 2 |        | gather 3 |        | gather 4 |        |
