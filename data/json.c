@@ -168,7 +168,12 @@ static bool parse_number(Parser* p, Json* json) {
     json->type = JSON_NUMBER;
     json->number = strtod(copy, NULL);
     double x = json->number;
-    json->integer = integer ? strtol(copy, NULL, 10) : x >= 0x1p63 ? INT64_MAX : x < -0x1p63 ? INT64_MIN : (int64_t)x;
+    if (integer)
+        json->integer = strtol(copy, NULL, 10);
+    else if (fabs(x) < 0x1p63)
+        json->integer = (int64_t)x;
+    else
+        json->integer = x > 0 ? INT64_MAX : INT64_MIN;
     free(copy);
     return isfinite(x) ? true : fail(p, start, "a number is too large");
 }

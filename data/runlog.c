@@ -106,14 +106,14 @@ void runlog_sync(RunLog* log) {
 
 // Appends a member: a number with nine digits, null if not finite.
 static void add_number(char** line, const char* name, double x) {
-    isfinite(x) ? host_append(line, ", \"%s\": %.9g", name, x) : host_append(line, ", \"%s\": null", name);
+    host_append(line, ", \"%s\": ", name);
+    host_append(line, isfinite(x) ? "%.9g" : "null", x);
 }
 
 // Appends a member: a list of numbers with four digits each.
 static void add_list(char** line, const char* name, const double* x, int64_t n) {
     host_append(line, ", \"%s\": [", name);
-    for (int64_t i = 0; i < n; i++)
-        isfinite(x[i]) ? host_append(line, "%s%.4g", i ? ", " : "", x[i]) : host_append(line, "%snull", i ? ", " : "");
+    for (int64_t i = 0; i < n; i++) host_append(line, isfinite(x[i]) ? "%s%.4g" : "%snull", i ? ", " : "", x[i]);
     host_append(line, "]");
 }
 

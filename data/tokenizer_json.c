@@ -66,8 +66,10 @@ static bool has_type(const Json* json, const char* type) {
 static int byte_of(uint32_t code) {
     bool printable = (code >= 0x21 && code <= 0x7e) || (code >= 0xa1 && code <= 0xff && code != 0xad);
     if (printable) return (int)code;
-    int n = (int)code - 0x100;
-    return n < 0 || n > 67 ? -1 : n <= 0x20 ? n : n <= 66 ? n - 0x21 + 0x7f : 0xad;
+    const int n = (int)code - 0x100;
+    if (n < 0 || n > 67) return -1;
+    if (n <= 0x20) return n;
+    return n <= 66 ? n - 0x21 + 0x7f : 0xad;
 }
 
 // Decodes a byte-level token; returns the number of bytes, -1 if it is not byte-level. The text is never shorter than

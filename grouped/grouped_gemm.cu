@@ -111,7 +111,10 @@ __device__ __forceinline__ void compute(Shared& s, const WorkItem& item, const C
         const int row = part * SQUARE_SIDE + warp * 16, m = item.m + row, expert = item.expert;
         if (P == WGRAD)
             write<float, COLUMNS<SHAPE>>(writer, d[part], item.n, columns, 16, [&](const void* piece, int n) {
-                add ? tma_add(out, piece, n, m, expert) : tma_store(out, piece, n, m, expert);
+                if (add)
+                    tma_add(out, piece, n, m, expert);
+                else
+                    tma_store(out, piece, n, m, expert);
             });
         else
             write<floatX, COLUMNS<SHAPE>>(writer, d[part], item.n, columns, item.valid - row,

@@ -56,10 +56,10 @@ struct Place {
 // Loads the box at column x and row y (of matrix z if SEVERAL) into this block, or multicasts it to BOTH.
 template <bool SEVERAL, bool TO_BOTH>
 __device__ __forceinline__ void load_box(uint8_t* to, const CUtensorMap* map, uint64_t* full, int x, int y, int z) {
-    if (SEVERAL)
-        TO_BOTH ? tma_multicast(to, map, full, x, y, z, BOTH) : tma_load(to, map, full, x, y, z);
-    else
-        TO_BOTH ? tma_multicast(to, map, full, x, y, BOTH) : tma_load(to, map, full, x, y);
+    if (SEVERAL && TO_BOTH) tma_multicast(to, map, full, x, y, z, BOTH);
+    if (SEVERAL && !TO_BOTH) tma_load(to, map, full, x, y, z);
+    if (!SEVERAL && TO_BOTH) tma_multicast(to, map, full, x, y, BOTH);
+    if (!SEVERAL && !TO_BOTH) tma_load(to, map, full, x, y);
 }
 
 // Loads the k blocks of a work tile, one stage for each. The shared operand is multicast: this block loads every other

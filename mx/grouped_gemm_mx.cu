@@ -299,7 +299,10 @@ __device__ __forceinline__ void compute(Shared& s, Consumer<Scales>& c, const Wo
         const CUtensorMap* dw = out + item.map;
         if (Scales::BY_COLUMN)
             write<float, SQUARE_SIDE>(writer, d[part], item.n, item.of.N, 16, [&](const void* piece, int n) {
-                add ? tma_add(dw, piece, n, m, expert) : tma_store(dw, piece, n, m, expert);
+                if (add)
+                    tma_add(dw, piece, n, m, expert);
+                else
+                    tma_store(dw, piece, n, m, expert);
             });
         else
             write<Out, SQUARE_SIDE>(writer, d[part], item.n, columns, item.valid - row,
