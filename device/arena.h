@@ -1,5 +1,5 @@
-// Memory as a table: all buffers of a purpose are listed first, then allocated at once. --dry-run prints the same table
-// for either backend, so prediction and allocation cannot differ.
+// Memory as a table. All buffers of a purpose are listed first, then allocated at once. --dry-run prints the same table
+// for either backend. So prediction and allocation cannot differ.
 //
 //   arena_init       purpose "activations kept", backend
 //   arena_add        "residual"  floatX  N * C   -> &block->residual     a line for each buffer

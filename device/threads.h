@@ -8,8 +8,8 @@
 
 BEGIN_C
 
-// Call it before the first parallel region. Ends the run if OMP_NUM_THREADS exceeds the maximum, or if the threads
-// cannot be created. libgomp would end the run by a signal, or without a message to the other ranks.
+// Call it before the first parallel region. Ends the run if OMP_NUM_THREADS exceeds the maximum, or if threads
+// cannot be created. Otherwise libgomp would end it by a signal, or without a message to the other ranks.
 void threads_check(void);
 
 // pthread_create, with all signals blocked in the new thread. The main thread handles signals: it saves on SIGTERM.

@@ -174,7 +174,7 @@ struct Fragments {
     }
 };
 
-// d += a b of one step. beside(i) is issued before each quarter: loads that overlap with the tensor cores.
+// d += a b of one step. The callback issues loads before each quarter, so that they overlap with the tensor cores.
 template <typename Beside>
 __device__ __forceinline__ void multiply(float (&d)[4][8][4], const uint32_t (&a)[4][4], const uint32_t (&b)[4][4],
                                          Beside beside) {

@@ -40,7 +40,7 @@ __global__ void __launch_bounds__(THREADS)
     float sums[8][8] = {};
 
     for (int64_t k = 0; k < IC; k += DEPTH) {
-        // Both tiles. Nobody reads before all have written, and nobody writes again before all have read.
+        // Load both tiles. All threads write before any reads, and all read before any writes the next tiles.
         load(a, of_x, WIDTH, IC, k);
         load(b, of_w, OC - t.column, IC, k);
         __syncthreads();

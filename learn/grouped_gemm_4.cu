@@ -40,7 +40,7 @@ __global__ void __launch_bounds__(THREADS, 2)
         fence_async();
         __syncthreads();
 
-        // Four steps of 16: 32 bytes along a row, of which descriptors count 16.
+        // Four steps of 16 elements: 32 bytes along a row, or 2 in a descriptor, which counts in 16 bytes.
         wgmma_fence();
 #pragma unroll
         for (int step = 0; step < BLOCK_K / 16; step++) wgmma_ss<SIDE, 0, 0>(d, at_a + step * 2, at_b + step * 2, 1);

@@ -16,8 +16,8 @@
 #include "parallel/checkpoint.h"
 
 enum { FP8_BLOCK = 128 };
-static const int64_t PIECE = (int64_t)1 << 20;        // elements read at a time
-static const size_t INDEX_LIMIT = (size_t)256 << 20;  // bytes
+static const int64_t READ_ELEMENTS = (int64_t)1 << 20;  // elements read at a time
+static const size_t INDEX_LIMIT = (size_t)256 << 20;    // bytes
 
 typedef struct Source {
     SafeTensors* st;
@@ -29,8 +29,8 @@ typedef struct Import {
     Source* sources;
     int count;
     int last;      // file of the last tensor found; the next is mostly in it too
-    char* raw;     // (PIECE) elements in the file's type
-    real* values;  // (PIECE)
+    char* raw;     // (READ_ELEMENTS) in the file's type
+    real* values;  // (READ_ELEMENTS)
 } Import;
 
 static void open_source(Import* in, const char* name) {
@@ -154,8 +154,8 @@ static void load(Import* in, const char* name, int rank, const int64_t* shape, S
     if (t->dtype != ST_F32 && t->dtype != ST_BF16 && t->dtype != ST_F64 && !(t->dtype == ST_F8_E4M3 && rank == 2))
         die(EXIT_USAGE, "%s: tensor %s is of no type that weights can have: F32, BF16, F8_E4M3", st->path, name);
     float* scales = t->dtype == ST_F8_E4M3 ? read_scales(in, st, t) : NULL;
-    for (int64_t at = 0; at < slice.count; at += PIECE) {
-        const int64_t n = min_i64(slice.count - at, PIECE);
+    for (int64_t at = 0; at < slice.count; at += READ_ELEMENTS) {
+        const int64_t n = min_i64(slice.count - at, READ_ELEMENTS);
         read_values(in, st, t, scales, slice.first + at, n);
         device_upload(to + at, in->values, (size_t)n * sizeof(real), ctx);
     }
@@ -186,12 +186,12 @@ static bool has_layer(const Import* in, int layer) {
 static void check_copy(Import* in, const Layout* l, int layer, const char* copy, const char* of) {
     const SafeTensors *st = NULL, *main = NULL;
     char *name = host_format("model.layers.%d.%s", layer, copy),
-         *other = (char*)host_alloc((size_t)PIECE * sizeof(double));
+         *other = (char*)host_alloc((size_t)READ_ELEMENTS * sizeof(double));
     const StTensor *t = find(in, name, &st), *original = find(in, of, &main);
     const int64_t n = t && original ? original->shape[0] * original->shape[1] : 0, end = n * (l->rank + 1) / l->ranks;
     bool same = !n || (t->dtype == original->dtype && t->bytes == original->bytes);
-    for (int64_t at = n * l->rank / l->ranks; same && at < end; at += PIECE) {
-        const int64_t count = min_i64(end - at, PIECE);
+    for (int64_t at = n * l->rank / l->ranks; same && at < end; at += READ_ELEMENTS) {
+        const int64_t count = min_i64(end - at, READ_ELEMENTS);
         read_raw(st, t, at, count, in->raw);
         read_raw(main, original, at, count, other);
         same = memcmp(in->raw, other, (size_t)count * st_dtype_bytes(t->dtype)) == 0;
@@ -239,8 +239,8 @@ static bool may_be_left(Import* in, const char* name, int64_t layers, bool* pred
 static void import_weights(Model* m, Ranks* world, const char* option, const char* folder) {
     // The files, and chunks of host memory.
     Import in = {.option = option, .folder = folder};
-    in.raw = (char*)host_alloc((size_t)PIECE * sizeof(double));
-    in.values = (real*)host_alloc((size_t)PIECE * sizeof(real));
+    in.raw = (char*)host_alloc((size_t)READ_ELEMENTS * sizeof(double));
+    in.values = (real*)host_alloc((size_t)READ_ELEMENTS * sizeof(real));
     open_sources(&in);
     check_sources(&in, world);
 

@@ -1,5 +1,5 @@
-// --dry-run plans a model as a run does, with the same tables of buffers, but allocates nothing: it prints the memory
-// that a run takes. report_fit and check_memory do the same for one build, and try other options where it does not fit.
+// --dry-run plans a model as a run does, with the same tables of buffers, but allocates nothing. It prints the memory
+// that a run takes. report_fit and check_memory do the same for one build. They try other options if it does not fit.
 #include "model/report.h"
 
 #include <math.h>
@@ -73,7 +73,7 @@ static size_t report_arena(const Arena* arena, int64_t tokens) {
     return total;
 }
 
-// Memory of a rank of the CUDA build besides its buffers, as measured on H200: the context, kernels and cuBLASLt, and
+// Memory of a rank of the CUDA build without its buffers, as measured on H200: the context, kernels and cuBLASLt, and
 // the connections of NCCL's three communicators (2.62 GiB with 2 ranks, 4.6 with 4). For more ranks it is a guess,
 // which stays the same from 8 ranks on.
 static const size_t CUDA_CONTEXT = (size_t)512 << 20, CUDA_LIBRARIES = (size_t)32 << 20;

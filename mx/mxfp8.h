@@ -1,6 +1,12 @@
-// MXFP8 quantization and dequantization (OCP Microscaling Formats 1.0): e4m3 elements in blocks of 32 along the
-// contraction of the GEMM. Each block has a scale byte s (E8M0), whose value is 2^(s - 127); 255 is NaN. A row of 160
-// elements:
+// MXFP8 quantization and dequantization (OCP Microscaling Formats 1.0): e4m3 elements in blocks of 32. A block runs
+// along the contraction of the GEMM, so its scale is one factor in front of a sum of 32 products. The three GEMMs of a
+// linear layer contract over different axes. An operand of two of them is quantized for each, or (W) in square tiles:
+//
+//   forward  y  = x W^T    contracts over IC      x row-wise (1x32), W row-wise
+//   dgrad    dx = dy W     contracts over OC      dy row-wise, W column-wise (32x1)
+//   wgrad    dW = dy^T x   contracts over tokens  dy and x column-wise
+//
+// Each block has a scale byte s (E8M0), whose value is 2^(s - 127); 255 is NaN. A row of 160 elements:
 //
 //     columns    0 .. 31   32 .. 63   64 .. 95   96 .. 127  128 .. 159
 //     q        | 32 bytes | 32 bytes | 32 bytes | 32 bytes | 32 bytes |   a byte: S EEEE MMM

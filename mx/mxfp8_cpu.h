@@ -42,8 +42,8 @@ static inline int scale_of(const floatX* x, int64_t stride, int64_t rows, int64_
             amax = a > amax ? a : amax;
         }
     if (amax >= 0x7f800000) return MX_NAN;
-    // 1.75 = 448 / 2^8: a mantissa above it, and only that, carries into the exponent. amax / 448 is just above 2^-127
-    // for 0x04600001, and rounded to float32 it is 2^-127.
+    // 1.75 = 448 / 2^8. Only a mantissa above it carries into the exponent. For 0x04600001, amax / 448 is just above
+    // 2^-127, and rounded to float32 it is 2^-127.
     int s = mode == MX_FLOOR ? (int)(amax >> 23) - 8 : amax == 0x04600001 ? 0 : (int)((amax + 0x1fffff) >> 23) - 8;
     return s > 0 ? s : 0;
 }

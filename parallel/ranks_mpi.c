@@ -1,4 +1,4 @@
-// Ranks on MPI, with messages from any thread. Messages are split into chunks of at most PIECE bytes, because MPI
+// Ranks on MPI, with messages from any thread. A message is split into chunks of at most CHUNK_BYTES, because MPI
 // counts are int.
 #include <mpi.h>
 #include <omp.h>
@@ -24,7 +24,7 @@ NORETURN static void mpi_failed(int error, const char* call, const char* file, i
     die(EXIT_FAILED, "%s:%d: %s: %s; if another rank failed before, its message says more", file, line, call, why);
 }
 
-static const size_t PIECE = (size_t)16 << 20;
+static const size_t CHUNK_BYTES = (size_t)16 << 20;
 
 struct Ranks {
     MPI_Comm comm;  // MPI_COMM_NULL: one rank, without MPI
@@ -37,9 +37,9 @@ struct Ranks {
 
 static int local, here = 1;  // ranks_local, ranks_here
 
-static size_t pieces(size_t bytes) { return (bytes + PIECE - 1) / PIECE; }
+static size_t pieces(size_t bytes) { return (bytes + CHUNK_BYTES - 1) / CHUNK_BYTES; }
 // Bytes of the chunk that begins at `at`.
-static int piece_bytes(size_t bytes, size_t at) { return (int)(bytes - at < PIECE ? bytes - at : PIECE); }
+static int piece_bytes(size_t bytes, size_t at) { return (int)(bytes - at < CHUNK_BYTES ? bytes - at : CHUNK_BYTES); }
 
 // MPI_COMM_NULL: a group of one rank.
 static Ranks* group_create(MPI_Comm comm) {
@@ -142,7 +142,7 @@ void ranks_free(Ranks* group) {
 void ranks_broadcast(Ranks* group, void* data, size_t bytes, int root) {
     if (group->count == 1) return;
     watch_begin("broadcast");
-    for (size_t at = 0; at < bytes; at += PIECE)
+    for (size_t at = 0; at < bytes; at += CHUNK_BYTES)
         MPI_CHECK(MPI_Bcast((char*)data + at, piece_bytes(bytes, at), MPI_BYTE, root, group->comm));
     watch_end();
 }
@@ -152,7 +152,7 @@ void ranks_all_gather(Ranks* group, void* all, const void* mine, size_t bytes) {
     if (bytes && own != mine) memcpy(own, mine, bytes);
     if (group->count == 1) return;
     watch_begin("all-gather");
-    for (size_t at = 0; at < bytes; at += PIECE) {
+    for (size_t at = 0; at < bytes; at += CHUNK_BYTES) {
         // A chunk of every rank's part; the parts are `bytes` apart.
         MPI_Datatype piece, apart;
         MPI_CHECK(MPI_Type_contiguous(piece_bytes(bytes, at), MPI_BYTE, &piece));
@@ -183,13 +183,13 @@ void ranks_exchange(Ranks* group, void* recv, const size_t* recv_at, const size_
     // Start at the next rank, so that not all ranks send to one at once. Chunks between two ranks arrive in order.
     for (int step = 1; step < group->count; step++) {
         int from = (own + group->count - step) % group->count;
-        for (size_t at = 0; at < recv_bytes[from]; at += PIECE)
+        for (size_t at = 0; at < recv_bytes[from]; at += CHUNK_BYTES)
             MPI_CHECK(MPI_Irecv((char*)recv + recv_at[from] + at, piece_bytes(recv_bytes[from], at), MPI_BYTE, from, 0,
                                 group->comm, &group->requests[n++]));
     }
     for (int step = 1; step < group->count; step++) {
         int to = (own + step) % group->count;
-        for (size_t at = 0; at < send_bytes[to]; at += PIECE)
+        for (size_t at = 0; at < send_bytes[to]; at += CHUNK_BYTES)
             MPI_CHECK(MPI_Isend((const char*)send + send_at[to] + at, piece_bytes(send_bytes[to], at), MPI_BYTE, to, 0,
                                 group->comm, &group->requests[n++]));
     }
