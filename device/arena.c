@@ -7,6 +7,7 @@
 
 #include "device/check.h"
 #include "device/device.h"
+#include "device/pool.h"
 
 size_t element_bytes(Element element, Backend backend) {
     // Indexed by Element, then by Backend.
@@ -20,6 +21,10 @@ void arena_init(Arena* arena, const char* purpose, Backend backend) {
 }
 
 void arena_add(Arena* arena, const char* name, Element element, int64_t count, int per_token, void** slot) {
+    if (arena->pool) {
+        *slot = pool_take(arena->pool, (size_t)count * element_bytes(element, arena->backend));
+        return;
+    }
     if (arena->count == arena->room) {
         arena->room = arena->room ? 2 * arena->room : 64;
         arena->entries = (ArenaEntry*)realloc(arena->entries, (size_t)arena->room * sizeof(ArenaEntry));

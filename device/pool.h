@@ -24,10 +24,9 @@ Pool* pool_create(const char* purpose, void* memory, size_t bytes);
 void pool_move(Pool* pool, void* memory, size_t bytes);
 void pool_destroy(Pool* pool);
 void* pool_take(Pool* pool, size_t bytes);  // aligned to 256 bytes, contents undefined
-// A table of buffers: pool_take_table takes all buffers in it at once and sets their slots. So plan and allocation use
-// the same table.
+// An arena that takes each buffer from the pool as it is added, and sets its slot. So plan and allocation use the same
+// calls.
 Arena* pool_table(Pool* pool);
-void pool_take_table(Pool* pool);
 PoolMark pool_mark(const Pool* pool);
 void pool_release(Pool* pool, PoolMark mark);  // frees all memory taken since the mark
 

@@ -16,17 +16,12 @@ void moe_forward(floatX* y, const floatX* x, MoeWeights w, MoeSaved* m, RouterCo
 
     // 1. Each token's experts, and the gates that weigh their outputs.
     moe_plan_choices(pool_table(pool), m, s);
-    pool_take_table(pool);
     router_forward(m->scores, m->route.expert, m->route.gate, x, w.router, w.bias, s.router, ctx);
     if (counts.load) router_count(counts, m->scores, m->route.expert, w.bias, s.router, ctx);
 
     // 2. All-to-all: tokens to the ranks of their experts. The shared MLP's first GEMM and its activation overlap.
     dispatch_counts(d, &m->route, ctx);
-    moe_plan_routed(pool_table(pool), m, s);
-    pool_take_table(pool);
-    const PoolMark mark = pool_mark(pool);
-    moe_plan_forward(pool_table(pool), &t, m, s);
-    pool_take_table(pool);
+    const PoolMark mark = moe_take_forward(pool, &t, m, s);
     dispatch_pack(d, &m->route, &t.travel, x, &m->x, weight_stats(w.w13, STATS_X), ctx);
     dispatch_pack_choices(d, &m->route, &t.travel, ctx);
     dispatch_start(d, &m->route, ctx);
@@ -43,7 +38,7 @@ void moe_forward(floatX* y, const floatX* x, MoeWeights w, MoeSaved* m, RouterCo
     const Rows act = rows_swiglu(t.act, m->h, m->ragged, s.expert, weight_stats(w.w2, STATS_X), t.rows.value, ctx);
     grouped_forward(t.rows.value, act, w.w2, m->ragged, ctx);
 
-    // 5. Gate-weighted sums home; the shared MLP's second product while they travel.
+    // 5. Combine: all-to-all of the gate-weighted sums, overlapped with the shared MLP's second GEMM.
     const Sums sums = {t.rows.value, m->ragged, t.travel.received_gate, NULL};
     combine_send(d, &m->route, &t.travel, sums, ctx);
     if (shared) linear_forward(y, t.shared_act, w.shared2, N, ctx);
@@ -68,7 +63,6 @@ void moe_backward(floatX* dx, const floatX* dy, const floatX* x, MoeWeights w, M
     const PoolMark mark = pool_mark(pool);
     MoeBackwardBuffers t;
     moe_plan_backward(pool_table(pool), &t, m, s);
-    pool_take_table(pool);
 
     // 5. All-to-all: dy to the ranks of its tokens' experts, without the gates, which come after W2
     // (grouped/experts.h). With activation checkpointing x is sent along. The shared MLP's backward overlaps.
@@ -92,7 +86,7 @@ void moe_backward(floatX* dx, const floatX* dy, const floatX* x, MoeWeights w, M
                                          weight_stats(w.w13, STATS_DY), ctx);
     grouped_dgrad(t.dact, dh, w.w13, r, ctx);
 
-    // 2. Each token's dx home, and its gates' gradients; dW2 = dy^T (gate a) and dW13 = dh^T x while they travel.
+    // 2. Combine: all-to-all of dx and dgate, overlapped with dW2 = dy^T (gate a) and dW13 = dh^T x.
     const Sums sums = {t.dact, r, NULL, t.drow_gate};
     combine_send(d, &m->route, &t.travel, sums, ctx);
     const Rows room = format_read(s.wgrad).bytes ? t.channels : t.rows;

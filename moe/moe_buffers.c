@@ -17,12 +17,11 @@ static void plan_hidden(Arena* a, MoeSaved* m, MoeShape s) {
     if (s.shared_F) arena_add(a, "shared hidden", ELEMENT_X, s.router.N * 2 * s.shared_F, 1, (void**)&m->shared_h);
 }
 
-void moe_plan_routed(Arena* a, MoeSaved* m, MoeShape s) {
+static void plan_routed(Arena* a, MoeSaved* m, MoeShape s) {
     const int32_t El = experts_held(m->route.shape);
     const int64_t rows = ragged_rows(m->route.choices, El, a->backend);
     ASSERT(max_i64(rows, max_i64(m->route.received, m->route.send.capacity)) <= INT32_MAX);  // row numbers are int32
-    m->ragged.El = El;
-    m->ragged.capacity = rows;
+    m->ragged.El = El, m->ragged.capacity = rows;
     arena_add(a, "group starts", ELEMENT_I64, El + 1, 0, (void**)&m->ragged.group_start);
     arena_add(a, "group rows", ELEMENT_I32, El, 0, (void**)&m->ragged.group_rows);
     arena_add(a, "row -> token", ELEMENT_I32, rows, 1, (void**)&m->ragged.row_token);
@@ -35,7 +34,10 @@ void moe_plan_routed(Arena* a, MoeSaved* m, MoeShape s) {
 static int memory_read(Format f) { return format_read(f).bytes ? ROWS_BYTES : ROWS_VALUES; }
 static int memory_cast(Format f) { return f.bytes ? ROWS_BYTES | memory_read(f) : 0; }
 
-void moe_plan_forward(Arena* a, MoeForwardBuffers* t, MoeSaved* m, MoeShape s) {
+PoolMark moe_take_forward(Pool* pool, MoeForwardBuffers* t, MoeSaved* m, MoeShape s) {
+    Arena* a = pool_table(pool);
+    plan_routed(a, m, s);
+    const PoolMark mark = pool_mark(pool);
     const int64_t rows = m->ragged.capacity, C = s.router.C;
     memset(t, 0, sizeof(*t));
     if (s.recompute) plan_hidden(a, m, s);
@@ -43,6 +45,7 @@ void moe_plan_forward(Arena* a, MoeForwardBuffers* t, MoeSaved* m, MoeShape s) {
     rows_plan(a, "routed activation", &t->act, s.expert.bytes ? memory_cast(s.expert) : ROWS_VALUES, rows, s.F);
     if (s.shared_F) arena_add(a, "shared activation", ELEMENT_X, s.router.N * s.shared_F, 1, (void**)&t->shared_act);
     dispatch_plan_travel(a, &t->travel, &m->route, 1);
+    return mark;
 }
 
 void moe_plan_backward(Arena* a, MoeBackwardBuffers* t, MoeSaved* m, MoeShape s) {
@@ -72,7 +75,7 @@ void moe_plan(Arena* pool, MoeShape s, int64_t blocks, double capacity) {
     for (int64_t b = 0; b < blocks; b++) {
         moe_plan_choices(pool, &m, s);
         dispatch_expect(&m.route, capacity, pool->backend);
-        moe_plan_routed(pool, &m, s);
+        plan_routed(pool, &m, s);
     }
     if (blocks) moe_plan_backward(pool, &t, &m, s);  // forward takes less
     for (int64_t i = first; i < pool->count; i++) pool->entries[i].slot = NULL;

@@ -32,8 +32,8 @@ static inline DispatchShape dispatch_shape(MoeShape s) {
 }
 
 void moe_plan_choices(Arena* a, MoeSaved* m, MoeShape s);  // before the counts of the all-to-all are known
-void moe_plan_routed(Arena* a, MoeSaved* m, MoeShape s);   // m->route has its counts
-void moe_plan_forward(Arena* a, MoeForwardBuffers* t, MoeSaved* m, MoeShape s);
+// Needs the counts in m->route. The mark is behind the saved tensors: releasing it frees *t alone.
+PoolMark moe_take_forward(Pool* pool, MoeForwardBuffers* t, MoeSaved* m, MoeShape s);
 void moe_plan_backward(Arena* a, MoeBackwardBuffers* t, MoeSaved* m, MoeShape s);
 
 END_C
