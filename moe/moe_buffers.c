@@ -21,7 +21,8 @@ static void plan_routed(Arena* a, MoeSaved* m, MoeShape s) {
     const int32_t El = experts_held(m->route.shape);
     const int64_t rows = ragged_rows(m->route.choices, El, a->backend);
     ASSERT(max_i64(rows, max_i64(m->route.received, m->route.send.capacity)) <= INT32_MAX);  // row numbers are int32
-    m->ragged.El = El, m->ragged.capacity = rows;
+    m->ragged.El = El;
+    m->ragged.capacity = rows;
     arena_add(a, "group starts", ELEMENT_I64, El + 1, 0, (void**)&m->ragged.group_start);
     arena_add(a, "group rows", ELEMENT_I32, El, 0, (void**)&m->ragged.group_rows);
     arena_add(a, "row -> token", ELEMENT_I32, rows, 1, (void**)&m->ragged.row_token);
