@@ -22,7 +22,7 @@ HOST = device/check device/random device/kernels device/options device/arena dev
        layers/rope_table mx/rows mx/products mx/mx_check moe/dispatch moe/moe moe/moe_buffers \
        model/settings model/settings_check model/settings_read model/record model/hub model/agree model/params model/block model/forward \
        model/backward model/mtp model/model model/step model/update model/persist model/report \
-       model/export model/import model/evaluate model/sample model/use $(RANKS) \
+       pretrained/export pretrained/import pretrained/evaluate pretrained/sample pretrained/use $(RANKS) \
        parallel/watch parallel/sharding parallel/slices parallel/checkpoint parallel/resume parallel/folder
 
 # Open MPI connects the ranks; without it every program is one rank, and nothing else changes.
