@@ -24,17 +24,17 @@
 #include "device/threads.h"
 #include "device/version.h"
 #include "model/agree.h"
-#include "model/evaluate.h"
-#include "model/export.h"
-#include "model/import.h"
 #include "model/model.h"
 #include "model/persist.h"
 #include "model/record.h"
 #include "model/report.h"
-#include "model/sample.h"
-#include "model/use.h"
 #include "parallel/folder.h"
 #include "parallel/watch.h"
+#include "pretrained/evaluate.h"
+#include "pretrained/export.h"
+#include "pretrained/import.h"
+#include "pretrained/sample.h"
+#include "pretrained/use.h"
 
 // The signal that asked this rank to stop. It is answered at once, because a validation may take minutes; stdout is
 // rank 0's alone.

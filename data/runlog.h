@@ -19,7 +19,7 @@ typedef struct CastRecord {
     double snr_db;
 } CastRecord;
 
-// Scores of a file of multiple-choice questions (model/evaluate.h): fields <name>_acc and <name>_acc_norm.
+// Scores of a file of multiple-choice questions (pretrained/evaluate.h): fields <name>_acc and <name>_acc_norm.
 typedef struct ScoreRecord {
     const char* name;
     double accuracy, normalised;

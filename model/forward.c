@@ -8,15 +8,6 @@
 #include "layers/swiglu.h"
 #include "model/model.h"
 
-// Turns the rope parts of q (every head) and of kva (one vector a token).
-void model_rope(Model* m, floatX* q, floatX* kva, int direction) {
-    const ModelConfig* c = &m->config;
-    int64_t qk = c->nope + c->rope;
-    RopeShape of_q = {m->B * m->T, m->T, c->H, c->rope, c->H * qk, qk};
-    RopeShape of_k = {m->B * m->T, m->T, 1, c->rope, c->kv_lora + c->rope, 0};
-    rope_apply(q + c->nope, of_q, kva + c->kv_lora, of_k, m->rope_table, direction, m->ctx);
-}
-
 // out = attention(norm1)
 static void mla_forward(Model* m, floatX* out, const Weight* w, const BlockSaved* s) {
     const ModelConfig* c = &m->config;

@@ -1,23 +1,13 @@
-// The table of options, the presets, and where the value of an option comes from.
+// The table of options, the presets, and what follows from options. model/settings_read.c reads their values.
 #include "model/settings.h"
 
 #include <math.h>
-#include <stdbool.h>
 #include <stddef.h>
-#include <stdlib.h>
 #include <string.h>
-#include <unistd.h>
 
-#include "data/shards.h"
-#include "data/tokenizer.h"
 #include "device/check.h"
-#include "device/files.h"
 #include "layers/adamw.h"
-#include "model/hub.h"
-#include "model/record.h"
 #include "moe/moe.h"
-#include "parallel/checkpoint.h"
-#include "parallel/sharding.h"
 
 // Rows of the table, by type: group, name, field of Settings, default (NULL: from the group's first option), range or
 // choices, scope at --resume, help. Texts and flags are empty and off by default.
@@ -179,19 +169,6 @@ const Option settings_table[] = {
 };
 const int settings_count = sizeof(settings_table) / sizeof(settings_table[0]);
 
-static const char* const common[] = {
-    "model",           "init",    "sample", "evaluate",  "train",     "val",        "seq-len",   "batch",
-    "tokens-per-step", "seed",    "steps",  "out",       "resume",    "save-every", "val-every", "sample-every",
-    "prompt",          "dry-run", "help",   "optimizer", "muon-lr",   "lr",         "warmup",    "schedule",
-    "weight-decay",    "balance", "ep",     "shard",     "precision", "recompute",  NULL};
-
-// The row of the field at `offset`.
-static int row(size_t offset) {
-    int i = 0;
-    while (settings_table[i].offset != offset) i++;
-    return i;
-}
-
 // clang-format off
 // The models, in the order of --model's choices. The last three are sized as DeepSeek-V2-Lite, V2 and V3.
 #define POSITION(mscale) \
@@ -224,14 +201,6 @@ static const ModelConfig presets[] = {
 };
 // clang-format on
 
-// Their peak learning rates, DeepSeek-V2-Lite's, V2's and V3's as published, and optimizers, as measured
-// (bench/RESULTS.md).
-static const struct {
-    double lr, muon_lr;
-    Optimizer optimizer;
-} training[] = {{1e-3, 12e-3, MUON},   {1e-3, 2e-3, MUON},    {1e-3, 2e-3, MUON},
-                {4.2e-4, 2e-3, ADAMW}, {2.4e-4, 2e-3, ADAMW}, {2.2e-4, 2e-3, ADAMW}};
-
 // Settings of each --precision, in the order of its choices. The rest is bf16, and --mx-gemm exact.
 static const Settings modes[] = {
     {.expert_precision = PRECISION_BF16},
@@ -251,56 +220,6 @@ void settings_preset(Settings* s, const char* given, int64_t precision) {
 
 int64_t settings_micro_tokens(const Settings* s) { return s->ranks * s->batch * s->seq_len; }
 
-// Options of the model that are not given come from config.json, and must be in their ranges.
-static void take_folder(Settings* s, const char* given, const char* option, const char* folder) {
-    const Settings from = {.model = hub_read_config(option, folder)};
-    s->model.selection_bias = from.model.selection_bias;
-    for (int i = 0; i < settings_count; i++) {
-        const Option* o = &settings_table[i];
-        if (strcmp(o->group, "model") != 0 || o->initial || given[i]) continue;
-        memcpy((char*)s + o->offset, (const char*)&from + o->offset, 8);
-        const char* at = (const char*)s + o->offset;
-        const double value = o->type == OPTION_FLOAT ? *(const double*)at : (double)*(const int64_t*)at;
-        if (o->type != OPTION_CHOICE && (value < o->min || value > o->max))
-            die(EXIT_USAGE, "--%s %s/config.json: it means --%s %.9g, which must be from %.9g to %.9g", option, folder,
-                o->name, value, o->min, o->max);
-    }
-}
-
-// A model that is only used needs nothing for backward. A sample is one sequence, as long as it can become; the
-// validation's windows are as long as those of training.
-static void set_for_use(Settings* s, const char* given, const char* folder) {
-    s->recompute = RECOMPUTE_BLOCK;
-    if (*s->sample && !given[row(offsetof(Settings, batch))]) s->batch = 1;
-    if (!given[row(offsetof(Settings, seq_len))])
-        s->seq_len = *s->sample ? 1 + (int64_t)strlen(s->prompt) + s->sample_tokens : hub_length(folder);
-    if (*s->tokenizer) return;
-    Path tokenizer = path_of("%s/tokenizer.json", folder);
-    if (access(tokenizer.text, F_OK) != 0) return;
-    free(s->tokenizer);
-    s->tokenizer = host_strdup(tokenizer.text);
-}
-
-// Defaults that depend on other options. A router that selects without a bias goes on without one.
-static void set_for_model(Settings* s, const char* given) {
-    if (!given[row(offsetof(Settings, lr))]) s->lr = training[s->preset].lr;
-    if (!given[row(offsetof(Settings, muon_lr))]) s->muon_lr = training[s->preset].muon_lr;
-    if (!given[row(offsetof(Settings, optimizer))]) s->optimizer = *s->init ? ADAMW : training[s->preset].optimizer;
-    static const double aux_loss[] = {1e-2, 1e-4, 0};
-    const int unbiased = *s->init && !s->model.selection_bias;
-    if (unbiased && !given[row(offsetof(Settings, balance))]) s->balance = BALANCE_NONE;
-    if (!given[row(offsetof(Settings, aux_loss))]) s->aux_loss = aux_loss[s->balance];
-    if (s->balance != BALANCE_DEEPSEEK && given[row(offsetof(Settings, bias_rate))])
-        die(EXIT_USAGE, "--bias-rate goes with --balance deepseek, not with --balance %s",
-            s->balance == BALANCE_NONE ? "none" : "quantile");
-    if (s->optimizer != MUON &&
-        (given[row(offsetof(Settings, muon_lr))] || given[row(offsetof(Settings, muon_momentum))]))
-        die(EXIT_USAGE, "--muon-%s goes with --optimizer muon",
-            given[row(offsetof(Settings, muon_lr))] ? "lr" : "momentum");
-    if (*s->init && !unbiased && s->model.score == SCORE_SOFTMAX && s->balance == BALANCE_NONE)
-        die(EXIT_USAGE, "--balance none would drop the selection biases of --init %s", s->init);
-}
-
 const char* settings_folder(const Settings* s, const char** option) {
     const char* const folders[3] = {s->init, s->sample, s->evaluate};
     static const char* const options[3] = {"init", "sample", "evaluate"};
@@ -312,87 +231,6 @@ const char* settings_folder(const Settings* s, const char** option) {
         *option = options[i];
     }
     return found;
-}
-
-char* settings_resumed(int argc, char** argv) {
-    Settings s = {.preset = 0};
-    char* given = (char*)host_alloc((size_t)settings_count);
-    options_defaults(settings_table, settings_count, &s);
-    options_parse(settings_table, settings_count, &s, given, argc, argv);
-    int asks = s.help || s.version;
-    char* out = s.resume && *s.out && !asks ? host_strdup(s.out) : NULL;
-    free(given);
-    settings_free(&s);
-    return out;
-}
-
-// Finds the tokenizer of the shards, and the size of the vocabulary, unless given or recorded. Shards in a new place
-// may have their tokenizer there.
-static void find_tokenizer(Settings* s, const char* given, int recorded, int has_vocab) {
-    if (!given[row(offsetof(Settings, tokenizer))] && (!recorded || given[row(offsetof(Settings, train))])) {
-        char* beside = shards_tokenizer(s->train, "_train_");
-        if (beside) free(s->tokenizer), s->tokenizer = beside;
-    }
-    if (!*s->tokenizer || has_vocab || given[row(offsetof(Settings, model.V))]) return;
-    Tokenizer* tokenizer = tokenizer_open(s->tokenizer);
-    s->model.V = tokenizer_size(tokenizer);
-    tokenizer_close(tokenizer);
-}
-
-// The folder of a run becomes that of its newest step.
-static void take_newest(char** folder) {
-    int count = 0;
-    const bool is_folder = **folder && access(path_of("%s/.", *folder).text, F_OK) == 0;
-    if (!is_folder || access(path_of("%s/config.json", *folder).text, F_OK) == 0) return;
-    int64_t* steps = checkpoint_list(*folder, &count);
-    char* step = count ? host_format("%s/step_%08ld", *folder, steps[0]) : *folder;
-    if (step != *folder) free(*folder);
-    *folder = step;
-    free(steps);
-}
-
-Settings settings_defaults(const Settings* s) {
-    Settings usual = {.preset = 0};
-    char* given = (char*)host_alloc((size_t)settings_count);
-    options_defaults(settings_table, settings_count, &usual);
-    usual.preset = s->preset;
-    settings_preset(&usual, given, s->precision);
-    set_for_model(&usual, given);
-    free(given);
-    usual.preset = 0;
-    return usual;
-}
-
-Settings settings_read(int argc, char** argv, int ranks, const Json* record) {
-    // The command line over the record over the presets over the defaults.
-    Settings s = {.preset = 0};
-    char* given = (char*)host_alloc((size_t)settings_count);
-    options_defaults(settings_table, settings_count, &s);
-    options_parse(settings_table, settings_count, &s, given, argc, argv);
-    settings_preset(&s, given, s.precision);
-    if (s.help) options_help(settings_table, settings_count, "train_moe", s.help == 1 ? common : NULL);
-    if (!s.help && !s.version) take_newest(&s.init), take_newest(&s.sample), take_newest(&s.evaluate);
-    if (record && !s.help) record_recall(record, &s, given);
-    const int asks = s.help || s.version;
-    const char *option, *folder = record || asks ? NULL : settings_folder(&s, &option);
-    if (folder) take_folder(&s, given, option, folder);
-    if (folder && folder != s.init) set_for_use(&s, given, folder);
-    if (!record) set_for_model(&s, given);
-    if (!asks) find_tokenizer(&s, given, record != NULL, record || folder);
-    free(given);
-    if (asks) return s;
-
-    // Checks.
-    if (s.ranks && !s.dry_run)
-        die(EXIT_USAGE, "--ranks is for --dry-run; start %ld ranks with mpirun -np %ld", s.ranks, s.ranks);
-    if (s.gpu_memory && !s.dry_run)
-        die(EXIT_USAGE, "--gpu-memory is for --dry-run; a run looks at what is free on the GPU itself");
-    if (!s.ranks) s.ranks = ranks;
-    settings_check_sizes(&s);
-    if (s.tokens_per_step == 0) s.tokens_per_step = settings_micro_tokens(&s);
-    if (record) record_check(record, &s);
-    settings_check(&s);
-    return s;
 }
 
 void settings_free(Settings* s) { options_free(settings_table, settings_count, s); }

@@ -9,8 +9,8 @@
 
 #include "device/files.h"
 #include "model/persist.h"
-#include "model/sample.h"
 #include "parallel/watch.h"
+#include "pretrained/sample.h"
 #include "tests/model.h"
 #include "tests/mx.h"
 

@@ -1,6 +1,6 @@
 // What a model writes and what it answers: draws, the context of a sample, and the measures of multiple choice.
-#include "model/evaluate.h"
-#include "model/sample.h"
+#include "pretrained/evaluate.h"
+#include "pretrained/sample.h"
 #include "tests/model.h"
 
 // Logits are logarithms of 1 3 2 4 2, so these weigh so at temperature 1, and as their squares at 1/2. A thousand u, of

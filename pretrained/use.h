@@ -1,7 +1,7 @@
 // Uses a model that is there already: prints a sample of it (--sample), or measures it (--evaluate). Nothing is trained
 // or written.
-#ifndef MODEL_USE_H
-#define MODEL_USE_H
+#ifndef PRETRAINED_USE_H
+#define PRETRAINED_USE_H
 
 #include "model/settings.h"
 #include "parallel/ranks.h"

@@ -1,13 +1,13 @@
-#include "model/use.h"
+#include "pretrained/use.h"
 
 #include <math.h>
 #include <stdio.h>
 #include <stdlib.h>
 
-#include "model/evaluate.h"
-#include "model/import.h"
 #include "model/report.h"
-#include "model/sample.h"
+#include "pretrained/evaluate.h"
+#include "pretrained/import.h"
+#include "pretrained/sample.h"
 
 void use_model(Ranks* world, const Settings* s) {
     // Inputs.

@@ -1,6 +1,6 @@
 // Measuring a model on text that it does not learn from.
-#ifndef MODEL_EVALUATE_H
-#define MODEL_EVALUATE_H
+#ifndef PRETRAINED_EVALUATE_H
+#define PRETRAINED_EVALUATE_H
 
 #include "data/choices.h"
 #include "data/runlog.h"

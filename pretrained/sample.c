@@ -1,4 +1,4 @@
-#include "model/sample.h"
+#include "pretrained/sample.h"
 
 #include <math.h>
 #include <stdlib.h>

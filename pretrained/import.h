@@ -5,8 +5,8 @@
 //
 // Tensors are F32, BF16, or F8_E4M3 with a float32 factor for each 128 x 128 elements in <name>_scale_inv (DeepSeek-V3,
 // arXiv 2412.19437, section 3.3.2). Every rank reads the slices that it holds, so no rank holds the model.
-#ifndef MODEL_IMPORT_H
-#define MODEL_IMPORT_H
+#ifndef PRETRAINED_IMPORT_H
+#define PRETRAINED_IMPORT_H
 
 #include "model/model.h"
 

@@ -1,6 +1,6 @@
 // Each tensor in the table of parameters is looked up in all files. This rank's slice of it passes through host memory
 // in chunks. Tensors that no parameter asked for are refused at the end.
-#include "model/import.h"
+#include "pretrained/import.h"
 
 #include <errno.h>
 #include <math.h>

@@ -1,6 +1,6 @@
 // Samples of text from the model, token by token.
-#ifndef MODEL_SAMPLE_H
-#define MODEL_SAMPLE_H
+#ifndef PRETRAINED_SAMPLE_H
+#define PRETRAINED_SAMPLE_H
 
 #include "data/shards.h"
 #include "data/tokenizer.h"

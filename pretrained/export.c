@@ -1,4 +1,4 @@
-#include "model/export.h"
+#include "pretrained/export.h"
 
 #include <errno.h>
 #include <stdio.h>

@@ -1,4 +1,4 @@
-#include "model/evaluate.h"
+#include "pretrained/evaluate.h"
 
 #include <math.h>
 #include <stdbool.h>

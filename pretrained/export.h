@@ -8,8 +8,8 @@
 // transformers' AutoModelForCausalLM.from_pretrained loads the folder as it is. MTP modules are layers after the last
 // one, as in DeepSeek-V3, and transformers ignores them. They share embedding and lm_head, which are not repeated under
 // their names: each copy would be V x C more elements in every checkpoint. scripts/export.py repeats them in a release.
-#ifndef MODEL_EXPORT_H
-#define MODEL_EXPORT_H
+#ifndef PRETRAINED_EXPORT_H
+#define PRETRAINED_EXPORT_H
 
 #include "data/tokenizer.h"
 #include "model/model.h"

@@ -1,0 +1,63 @@
+// What forward, backward and MTP modules share: weights and gradients of a unit, and rotary positions.
+#include "model/model.h"
+
+Unit* unit_begin(Model* m, int unit, int next) {
+    Unit* u = &m->units[unit];
+    weights_get(m->sharding, unit, m->ctx);
+    weights_start(m->sharding, next);
+    for (int i = 0; i < PARAMS; i++) {
+        if (u->at[i] < 0) continue;
+        Weight* w = &u->w[i];
+        w->stats = m->measures && u->layer >= 0 ? m->mx_stats + u->layer * BLOCK_STATS + i * WEIGHT_STATS : NULL;
+        if (u->version != weights_version(m->sharding)) weight_cast(w, m->ctx);
+    }
+    u->version = weights_version(m->sharding);
+    return u;
+}
+
+void unit_end(Model* m, int unit) { weights_release(m->sharding, unit, m->ctx); }
+
+// Products write a fresh gradient as a whole; the embedding's, the router's and the norms' are added to. So these begin
+// as 0, and with them the padding behind each matrix and buffer.
+void unit_grads_begin(Model* m, int unit) {
+    Unit* u = &m->units[unit];
+    grads_get(m->sharding, unit, m->first, m->ctx);
+    for (int b = 0; b < BUFFERS; b++) {
+        const ParamBuffer* p = &u->buffer[b];
+        int64_t done = 0;
+        for (int i = LM_HEAD; i < NORM1; i++) {
+            if (u->at[i] < 0 || i == ROUTER || param_buffer((ParamId)i) != b) continue;
+            Weight* w = &u->w[i];
+            w->accumulate = !p->fresh;
+            if (p->fresh) device_zero(p->grad + done, (size_t)(u->at[i] - done) * sizeof(real), m->ctx);
+            done = u->at[i] + w->count * w->OC * w->IC;
+        }
+        if (p->fresh) device_zero(p->grad + done, (size_t)(p->n - done) * sizeof(real), m->ctx);
+    }
+}
+
+// Every rank adds the squares of its own shards, so each parameter counts once. The sums run on the side stream, in the
+// order of backward.
+void unit_grads_end(Model* m, int unit, int last) {
+    Ctx* side = grads_reduce(m->sharding, unit, m->first, last, m->ctx);
+    for (int b = 0; b < BUFFERS; b++) {
+        const ParamBuffer* p = &m->units[unit].buffer[b];
+        if (last && p->n) grad_norm_add(m->state, p->own_grad, p->part, side);
+    }
+}
+
+MoeWeights model_moe_weights(const Model* m, const Unit* u) {
+    const Weight* w = u->w;
+    MoeWeights weights = {w[ROUTER].w, w[ROUTER].grad, m->bias + u->layer * m->config.E, &w[W13], &w[W2],
+                          &w[MLP13],   &w[MLP2]};
+    return weights;
+}
+
+// Turns the rope parts of q (every head) and of kva (one vector a token).
+void model_rope(Model* m, floatX* q, floatX* kva, int direction) {
+    const ModelConfig* c = &m->config;
+    int64_t qk = c->nope + c->rope;
+    RopeShape of_q = {m->B * m->T, m->T, c->H, c->rope, c->H * qk, qk};
+    RopeShape of_k = {m->B * m->T, m->T, 1, c->rope, c->kv_lora + c->rope, 0};
+    rope_apply(q + c->nope, of_q, kva + c->kv_lora, of_k, m->rope_table, direction, m->ctx);
+}
