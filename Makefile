@@ -50,15 +50,15 @@ ONIG_LIBS = -lonig
 endif
 
 # C tests; those in TESTS_F64 compare with finite differences and run in the double build too.
-OP_TESTS = tests/test_layers tests/test_attention tests/test_adamw tests/test_muon tests/test_moments tests/test_router tests/test_permute \
-           tests/test_grouped_gemm tests/test_experts tests/test_dispatch tests/test_moe tests/test_mxfp8 \
-           tests/test_mx_swiglu tests/test_mx_stats tests/test_mx_block tests/test_mx_check tests/test_mx_wgrad \
-           tests/test_products tests/test_products_dy
-TESTS     = tests/test_device tests/test_data tests/test_bpe tests/fuzz tests/test_shards $(OP_TESTS) tests/test_golden tests/test_model tests/test_mtp tests/test_sample tests/test_checkpoint
+OP_TESTS = $(addprefix tests/ops/test_,layers attention adamw muon moments router permute grouped_gemm experts dispatch moe) \
+           $(addprefix tests/mx/test_,mxfp8 mx_swiglu mx_stats mx_block mx_check mx_wgrad products products_dy)
+TESTS     = tests/ops/test_device $(addprefix tests/data/test_,data bpe) tests/fuzz tests/data/test_shards $(OP_TESTS) \
+            $(addprefix tests/model/test_,golden model mtp sample checkpoint)
 # Tests of several ranks: four, where there is an mpirun, in the CUDA build one a GPU.
-TESTS_RANKS = tests/test_ranks tests/test_comm tests/test_checkpoint tests/test_expert_parallel tests/test_layouts
-TESTS_F64 = $(OP_TESTS) tests/test_golden tests/test_model
-TESTS_RANKS_F64 = tests/test_expert_parallel
+TESTS_RANKS = tests/parallel/test_ranks tests/ops/test_comm tests/model/test_checkpoint \
+              $(addprefix tests/parallel/test_,expert_parallel layouts)
+TESTS_F64 = $(OP_TESTS) tests/model/test_golden tests/model/test_model
+TESTS_RANKS_F64 = tests/parallel/test_expert_parallel
 
 ifeq ($(origin CC),default)
 CC = gcc
@@ -103,11 +103,11 @@ CUDA   = build/cuda
 RUNNABLE   = $(if $(HAVE_GPU),$(CUDA),$(CPU))
 
 # Tests on the GPU: the kernels against the reference, and C tests that run in either build.
-TESTS_EITHER = tests/test_golden tests/test_model tests/test_mtp tests/test_mx_block tests/test_mx_check tests/test_products tests/test_products_dy
-TESTS_CUDA = $(patsubst %.cu,%,$(wildcard tests/test_cuda_*.cu)) $(TESTS_EITHER)
+TESTS_EITHER = $(addprefix tests/model/test_,golden model mtp) $(addprefix tests/mx/test_,mx_block mx_check products products_dy)
+TESTS_CUDA = $(patsubst %.cu,%,$(wildcard tests/*/test_cuda_*.cu)) $(TESTS_EITHER)
 # This one measures times: nothing else may run.
-TEST_ALONE = tests/test_cuda_late_blocks
-TESTS_CUDA_RANKS = tests/test_comm tests/test_expert_parallel tests/test_layouts
+TEST_ALONE = tests/ops/test_cuda_late_blocks
+TESTS_CUDA_RANKS = tests/ops/test_comm tests/parallel/test_expert_parallel tests/parallel/test_layouts
 
 .PHONY: FORCE help all cpu cuda train test test-all test-build cuda-test-build bench docs fuzz torture clean probe format check-host
 all: probe cpu $(if $(HAVE_NVCC),cuda)
@@ -164,7 +164,7 @@ $(1)/tests/%: $(1)/tests/%.o $(addprefix $(1)/,$(addsuffix .o,$(HOST) $(OPS)) li
 	@echo "  LINK  $$@"
 	@$(CC) $(CFLAGS) $$(filter %.o,$$^) -o $$@ $(LDLIBS) $$(WRAP)
 $(1)/tests/fuzz: WRAP = $(FUZZ_WRAP)
-$(1)/tests/libtorture.so: tests/torture_preload.c Makefile
+$(1)/tests/model/libtorture.so: tests/model/torture_preload.c Makefile
 	@mkdir -p $$(@D)
 	@echo "  LINK  $$@"
 	@$(CC) -std=gnu11 -O2 -g -fPIC -Wall -Wextra $(if $(WERROR),-Werror) -shared $$< -o $$@ -ldl
@@ -211,14 +211,14 @@ $(CUDA)/tests/%: $(CUDA)/tests/%.o $(addprefix $(CUDA)/,$(addsuffix .o,$(HOST) $
 $(CUDA)/bench/%: $(CUDA)/bench/%.o $(addprefix $(CUDA)/,$(addsuffix .o,$(HOST) $(OPS) $(OPS_LT)) libraries)
 	@echo "  LINK  $@"
 	@$(NVCC) $(NVCCFLAGS) $(filter %.o,$^) -o $@ $(CUDALIBS) -lcublas
-$(CUDA)/tests/test_cuda_learn $(CUDA)/bench/learn: $(LEARN:%=$(CUDA)/%.o)
+$(CUDA)/tests/ops/test_cuda_learn $(CUDA)/bench/learn: $(LEARN:%=$(CUDA)/%.o)
 # Loaded into the program by CUDA_INJECTION64_PATH (bench/profile.cc).
 $(CUDA)/bench/libprofile.so: bench/profile.cc Makefile
 	@mkdir -p $(@D)
 	@echo "  LINK  $@"
 	@$(NVCC) -std=c++17 -O2 -shared -Xcompiler -fPIC -I$(CUDA_HOME)/extras/CUPTI/include $< -o $@ \
 	    -L$(CUDA_HOME)/extras/CUPTI/lib64 -lcupti
--include $(addprefix $(CUDA)/,$(addsuffix .d,train_moe device/version $(HOST) $(OPS) $(OPS_LT))) $(wildcard $(CUDA)/tests/*.d $(CUDA)/bench/*.d $(CUDA)/learn/*.d)
+-include $(addprefix $(CUDA)/,$(addsuffix .d,train_moe device/version $(HOST) $(OPS) $(OPS_LT))) $(wildcard $(CUDA)/tests/*/*.d $(CUDA)/bench/*.d $(CUDA)/learn/*.d)
 .SECONDARY:
 
 train:
@@ -228,7 +228,7 @@ train:
 
 # What is slow and rarely fails is in test-all: Python files that say SLOW, and long tests of the double build. Where
 # there is a GPU, make test runs all.
-TESTS_SLOW_F64 = tests/test_mx_check tests/test_products tests/test_mx_block
+TESTS_SLOW_F64 = tests/mx/test_mx_check tests/mx/test_products tests/mx/test_mx_block
 run_tests = MPI=$(MPI) $(PYTHON) tests/run.py --program $(CPU)/train_moe $(if $(HAVE_GPU),--program $(CUDA)/train_moe)
 test:
 	@sh scripts/setup.sh
@@ -242,7 +242,7 @@ test-all: test
 	@$(if $(HAVE_GPU),:,$(MAKE) --no-print-directory -j$(JOBS) $(TESTS_SLOW_F64:%=$(DOUBLE)/%) && \
 	    $(run_tests) --part slow $(TESTS_SLOW_F64:%=$(DOUBLE)/%))
 
-test-build: $(CPU)/train_moe $(CPU)/tests/libtorture.so $(CPU)/tests/encode $(addprefix $(CPU)/,$(TESTS) $(TESTS_RANKS)) $(addprefix $(DOUBLE)/,$(if $(HAVE_GPU),$(TESTS_F64),$(filter-out $(TESTS_SLOW_F64),$(TESTS_F64))) $(TESTS_RANKS_F64))
+test-build: $(CPU)/train_moe $(CPU)/tests/model/libtorture.so $(CPU)/tests/data/encode $(addprefix $(CPU)/,$(TESTS) $(TESTS_RANKS)) $(addprefix $(DOUBLE)/,$(if $(HAVE_GPU),$(TESTS_F64),$(filter-out $(TESTS_SLOW_F64),$(TESTS_F64))) $(TESTS_RANKS_F64))
 cuda-test-build: $(CUDA)/train_moe $(DOUBLE)/libreference.so $(addprefix $(CUDA)/,$(TESTS_CUDA) $(TESTS_CUDA_RANKS))
 
 # SECONDS of random inputs for each reader of files and options. Needs clang and its libFuzzer (libclang-rt-14-dev).
@@ -263,8 +263,8 @@ KILLS = 2000
 FAILS = 1000
 DAMAGES = 1000
 SEED = 1
-torture: $(CPU)/train_moe $(CPU)/tests/libtorture.so
-	@TRAIN_MOE=$(CPU)/train_moe $(PYTHON) tests/test_torture.py --kills $(KILLS) --fails $(FAILS) --damages $(DAMAGES) --seed $(SEED)
+torture: $(CPU)/train_moe $(CPU)/tests/model/libtorture.so
+	@TRAIN_MOE=$(CPU)/train_moe $(PYTHON) tests/model/test_torture.py --kills $(KILLS) --fails $(FAILS) --damages $(DAMAGES) --seed $(SEED)
 
 # Yardsticks that need PyTorch are left out where it is not installed.
 BENCH_CUDA = attention grouped_gemm memory casts grouped_gemm_mx learn muon

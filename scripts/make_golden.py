@@ -350,7 +350,7 @@ def make(name, o, seed, folder, verbose):
 
 
 def make_muon(path):
-    """20 steps of torch.optim.Muon from formulas that tests/test_muon.c has too: `w.ROWSxCOLUMNS` is what they end with."""
+    """20 steps of torch.optim.Muon from formulas that tests/ops/test_muon.c has too: `w.ROWSxCOLUMNS` is what they end with."""
     tensors = {}
     for rows, columns in ((24, 40), (40, 24), (32, 32)):
         i = torch.arange(rows * columns, dtype=torch.float64)

@@ -1,7 +1,7 @@
 #!/usr/bin/env python3
 """Write tests/golden/mxfp8.safetensors: blocks and what torchao makes of them.
 
-tests/test_mxfp8.c compares the casts with this file bit for bit. Needs torch, torchao and safetensors, on the CPU; the
+tests/mx/test_mxfp8.c compares the casts with this file bit for bit. Needs torch, torchao and safetensors, on the CPU; the
 file is committed, so run it only to change it:  python3 scripts/make_mx_golden.py
 
 Inputs, 64 x 96: `bf16.x` and `float32.x`. Rows differ in size by up to 2^16, and among the first 16 are zeros, the

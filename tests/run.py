@@ -1,12 +1,12 @@
 #!/usr/bin/env python3
 """Runs tests and adds up: python3 tests/run.py [--part fast|slow] [--program TRAIN_MOE]... [--skip NAME]... [--ranks N C_TEST]...
-    [--alone C_TEST]... [C_TEST]...
+    [--alone C_TEST]... [C_TEST | PYTHON_TEST]...
 
-The C tests by path, those with --ranks on N ranks where there is an mpirun (else on one), and tests/test_*.py; those that
-need the program, and say so by its name TRAIN_MOE or by importing tests/cli.py, run once for each --program and find it in
-the environment as TRAIN_MOE. Those that say ONE_BUILD are about code that is the same in every build, and run for the first
-alone. Python files that say SLOW are the slow part, which `make test` leaves out. Several run at a time where there are
-cores for them.
+The C tests by path, those with --ranks on N ranks where there is an mpirun (else on one), and tests/*/test_*.py, or of these
+the PYTHON_TESTs alone, named by path or as they lie in tests/ (model/test_resume.py). Those that need the program, and say so
+by its name TRAIN_MOE or by importing tests/cli.py, run once for each --program and find it in the environment as TRAIN_MOE.
+Those that say ONE_BUILD are about code that is the same in every build, and run for the first alone. Python files that say
+SLOW are the slow part, which `make test` leaves out. Several run at a time where there are cores for them.
 
 Each is a process of its own, and its result is its closing line `N passed, N failed, N skipped`, or unittest's own two
 lines. A crash, a timeout, a test without a result and one that ends non-zero with nothing failed count as one failure; a
@@ -116,13 +116,17 @@ def main():
     parser.add_argument("--ranks", nargs=2, action="append", default=[], metavar=("N", "C_TEST"))
     parser.add_argument("tests", nargs="*")
     options = parser.parse_intermixed_args()
+    named = [path for path in options.tests if path.endswith(".py")]
+    options.tests = [path for path in options.tests if path not in named]
 
     # The longest first, so that none is left alone at the end: those of kernels, for the reference takes its time, then
     # long files, and a GPU's runs before a CPU's.
     kernels = [path for path in options.tests if os.path.basename(path).startswith("test_cuda_")]
     tests = [(path, [os.path.abspath(path)], None) for path in kernels]
     skipped = [(name, "needs a GPU") for name in options.skip]
-    for path in sorted(glob.glob(os.path.join(TESTS, "test_*.py")), key=os.path.getsize, reverse=True):
+    python = [path if os.path.exists(path) else os.path.join(TESTS, path) for path in named]
+    python = python or glob.glob(os.path.join(TESTS, "**", "test_*.py"), recursive=True)
+    for path in sorted(python, key=os.path.getsize, reverse=True):
         with open(path) as file:
             text = file.read()
         if options.part and (options.part == "slow") != bool(SLOW.search(text)):

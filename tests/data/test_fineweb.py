@@ -1,0 +1,153 @@
+"""scripts/fineweb.sh, with a folder in place of Hugging Face, and scripts/bigram.py. Needs the standard library and curl."""
+import ctypes
+import glob
+import json
+import math
+import os
+import pathlib
+import shlex
+import shutil
+import subprocess
+import sys
+import tempfile
+import unittest
+
+sys.path.insert(0, str(pathlib.Path(__file__).resolve().parent.parent))
+
+from cli import ROOT, write_shard  # noqa: E402
+
+sys.path.insert(0, str(ROOT / "scripts"))
+from tokenizer_json import EOT, config_json  # noqa: E402
+
+ONE_BUILD = True  # tests/run.py: nothing here depends on what computes
+
+
+@unittest.skipUnless(shutil.which("curl"), "there is no curl")
+class Fineweb(unittest.TestCase):
+    def setUp(self):
+        folder = tempfile.TemporaryDirectory(prefix="test_fineweb_")
+        self.addCleanup(folder.cleanup)
+        self.dir = pathlib.Path(folder.name)
+        self.there, self.here = self.dir / "there", self.dir / "a folder"
+        self.there.mkdir()
+        for i, name in enumerate(["edu_fineweb_val_000000.bin", *(f"edu_fineweb_train_{i:06d}.bin" for i in range(1, 12))]):
+            write_shard(self.there / name, range(i, i + 1000))
+        (self.there / "tokenizer.json").write_text("{}")
+
+    def get(self, *arguments):
+        done = subprocess.run(["sh", ROOT / "scripts/fineweb.sh", *map(str, arguments)], capture_output=True, text=True,
+                              cwd=self.dir, env=dict(os.environ, FINEWEB_URL=self.there.as_uri(), FINEWEB_TOKENIZER_URL=self.there.as_uri()),
+                              timeout=60)
+        return done.returncode, done.stdout, done.stderr
+
+    def fails(self, *arguments, says):
+        code, _, stderr = self.get(*arguments)
+        self.assertEqual(code, 1)
+        self.assertIn(f"fineweb.sh: error: {says}", stderr)
+
+    def same(self, name):
+        return (self.here / name).read_bytes() == (self.there / name).read_bytes()
+
+    def test_downloads(self):
+        code, stdout, stderr = self.get(10, self.here)
+        self.assertEqual(code, 0, stderr)
+        names = ["edu_fineweb_val_000000.bin", *(f"edu_fineweb_train_{i:06d}.bin" for i in range(1, 11)), "tokenizer.json"]
+        self.assertEqual(sorted(os.listdir(self.here)), sorted([*names, "tokenizer_config.json"]))
+        self.assertEqual(json.loads((self.here / "tokenizer_config.json").read_text()), json.loads(config_json(EOT)))
+        self.assertTrue(all(map(self.same, names)))
+        self.assertEqual([line for line in stdout.splitlines() if "://" in line],
+                         [f"{self.there.as_uri()}/{name}" for name in names])
+        self.assertIn(f"use:   --train '{self.here}/edu_fineweb_train_[0-9]*.bin' --val ", stdout)
+
+    def test_the_use_line_can_be_pasted(self):
+        """Whatever the folder is called, and past what its name matches as a pattern."""
+        (self.dir / "x").mkdir()
+        (self.dir / "x/edu_fineweb_train_000001.bin").touch()
+        for name in ("it's", "[x]", "*", "?", "back\\slash", "\\*", '"$HOME" `x`', "'\\''"):
+            folder = self.dir / name
+            code, stdout, stderr = self.get(1, folder)
+            self.assertEqual(code, 0, stderr)
+            words = shlex.split(stdout[stdout.index("use:") + 4:])
+            self.assertEqual(words[::2], ["--train", "--val", "--tokenizer"])
+            self.assertEqual(words[5], f"{folder}/tokenizer.json")
+            for pattern, shard in ((words[1], "train_000001"), (words[3], "val_000000")):
+                self.assertEqual(glob.glob(pattern), [f"{folder}/edu_fineweb_{shard}.bin"])
+                found = (ctypes.c_size_t * 32)()  # a glob_t is smaller; its first field is the count
+                self.assertEqual((ctypes.CDLL(None).glob(os.fsencode(pattern), 0, None, found), found[0]), (0, 1), pattern)
+
+    def test_goes_on(self):
+        """What is there is not fetched again; what was cut off is finished from where it was."""
+        self.get(2, self.here)
+        first, second = self.here / "edu_fineweb_train_000001.bin", self.here / "edu_fineweb_train_000002.bin"
+        whole = second.read_bytes()
+        part = pathlib.Path(f"{second}.part")
+        for kept in (b"", whole[:7], b"\x55" * 1500, whole):  # what is kept stays: where it is wrong, that is told
+            second.unlink(missing_ok=True)
+            part.write_bytes(kept)
+            code, stdout, stderr = self.get(2, self.here)
+            self.assertIn("edu_fineweb_train_000001.bin: is there", stdout)
+            if kept[:1] == b"\x55":
+                self.assertEqual(code, 1)
+                self.assertEqual(part.read_bytes(), kept + whole[1500:])
+            else:
+                self.assertEqual(code, 0, (kept[:9], stderr))
+                self.assertEqual(second.read_bytes(), whole)
+                self.assertFalse(part.exists())
+        first.write_bytes(whole[:-2])
+        self.fails(2, self.here, says=f"{first} is there, and not as long as its header says; remove it")
+
+    def test_refused(self):
+        for n in ("0", "1002", "10000", "99999999999999999999", "-1", "x", "1x", "", " 1", "08"):
+            self.fails(n, self.here, says=f"N: {n}: must be from 1 to 1001")
+        self.fails(1, self.here, "more", says="usage: ")
+        self.fails(12, self.here, says=f"{self.there.as_uri()}/edu_fineweb_train_000012.bin: curl ended with code 37")
+        self.assertFalse((self.here / "edu_fineweb_train_000012.bin").exists())
+        for change in (dict(magic=20240801, version=7), dict(count=999), dict(version=2)):
+            write_shard(self.there / "edu_fineweb_train_000001.bin", range(1000), **change)
+            shutil.rmtree(self.here, ignore_errors=True)
+            self.fails(1, self.here, says=f"{self.here}/edu_fineweb_train_000001.bin.part: no shard of uint16 tokens")
+
+
+class Bigram(unittest.TestCase):
+    def setUp(self):
+        folder = tempfile.TemporaryDirectory(prefix="test_bigram_")
+        self.addCleanup(folder.cleanup)
+        self.dir = pathlib.Path(folder.name)
+        write_shard(self.dir / "good.bin", [0, 1] * 50)
+
+    def score(self, *arguments):
+        done = subprocess.run([sys.executable, ROOT / "scripts/bigram.py", *map(str, arguments)], cwd=self.dir, capture_output=True,
+                              text=True, timeout=60)
+        return done.returncode, done.stdout, done.stderr
+
+    def test_cross_entropy(self):
+        """1 follows each of the 50 zeros and 0 all but the last of the ones; the least smoothing, 1/4 of a half, is best."""
+        write_shard(self.dir / "wide.bin", [0, 1] * 50, magic=20240801, version=7)
+        expected = -(math.log(50.125 / 50.25) + math.log(49.125 / 50.25)) / 2
+        for train in ("good.bin", "wide.bin"):
+            self.assertEqual(self.score(train, "good.bin", "--seq-len", 4), (0, f"{expected:.4f}\n", ""))
+
+    def test_what_is_no_shard(self):
+        whole = (self.dir / "good.bin").read_bytes()
+        (self.dir / "text.bin").write_text("words " * 400)
+        (self.dir / "more.bin").write_bytes(whole + b"\0")
+        (self.dir / "less.bin").write_bytes(whole[:-2])
+        write_shard(self.dir / "empty.bin", [])
+        write_shard(self.dir / "one.bin", [1])
+        for name, says in (("text.bin", "not a shard; scripts/prepare_text.py makes shards from text"),
+                           ("/dev/null", "not a shard; scripts/prepare_text.py makes shards from text"),
+                           ("more.bin", "its header says 100 tokens of 2 bytes, the file holds 201 bytes of them"),
+                           ("less.bin", "its header says 100 tokens of 2 bytes, the file holds 198 bytes of them"),
+                           ("empty.bin", "no two tokens are in it"), ("one.bin", "no two tokens are in it"),
+                           ("none.bin", "cannot read it: No such file or directory"), (".", "cannot read it: Is a directory")):
+            for pair in ((name, "good.bin"), ("good.bin", name)):
+                self.assertEqual(self.score(*pair), (1, "", f"bigram.py: error: {name}: {says}\n"))
+
+    def test_wrong_usage(self):
+        for option, value in (("--seq-len", 0), ("--seq-len", -1), ("--val-tokens", -5), ("--val-tokens", 0)):
+            code, _, said = self.score("good.bin", "good.bin", option, value)
+            self.assertEqual((code, said.splitlines()[-1]), (2, "bigram.py: error: --seq-len and --val-tokens are at least 1"))
+
+
+if __name__ == "__main__":
+    unittest.main(buffer=True)

@@ -1,0 +1,149 @@
+"""How the CPU build uses a machine: it sets what OpenMP and OpenBLAS need to be fast, unless the user did; bits depend neither
+on that nor on the number of threads; and threads or memory that cannot be had end a run with one line of error."""
+import glob
+import os
+import pathlib
+import resource
+import subprocess
+import sys
+import unittest
+
+sys.path.insert(0, str(pathlib.Path(__file__).resolve().parent.parent))
+
+import cli  # noqa: E402
+
+FOLDER = pathlib.Path(cli.PROGRAM).parent.name
+SET = ("OMP_WAIT_POLICY", "GOMP_SPINCOUNT", "OPENBLAS_CORETYPE", "OPENBLAS_NUM_THREADS")
+
+# Stands before OpenBLAS, as one that chose kernels for processors before AVX2, until it is asked for others.
+OLD_OPENBLAS = """
+#define _GNU_SOURCE
+#include <dlfcn.h>
+#include <stdlib.h>
+char* openblas_get_corename(void) {
+    char* (*real)(void) = (char* (*)(void))dlsym(RTLD_NEXT, "openblas_get_corename");
+    return getenv("OPENBLAS_CORETYPE") ? real() : "Prescott";
+}
+"""
+
+
+def processor_has(*features):
+    cpuinfo = pathlib.Path("/proc/cpuinfo").read_text().splitlines()
+    flags = next((line for line in cpuinfo if line.startswith("flags")), "").split()
+    return all(feature in flags for feature in features)
+
+
+@unittest.skipUnless(FOLDER.startswith("cpu"), "the CPU build's")
+class Processors(cli.Case):
+    def start(self, limits=(), threads=2, variables={}, **options):
+        """Runs the program after nothing but `variables` was set of SET."""
+        environment = {key: value for key, value in cli.environment(threads).items() if key not in SET}
+        if threads is None:
+            del environment["OMP_NUM_THREADS"]
+
+        def set_limits():
+            resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
+            for which, value in limits:
+                resource.setrlimit(which, (value, value))
+        return subprocess.run(cli.command(train=self.train_glob, **options), cwd=self.dir, timeout=60,
+                              stdin=subprocess.DEVNULL, capture_output=True, text=True, preexec_fn=set_limits,
+                              env={**environment, **variables})
+
+    def device(self, **options):
+        done = self.start(steps=1, **options)
+        self.assertEqual(done.returncode, 0, done.stderr)
+        return next(line for line in done.stdout.splitlines() if line.startswith("device "))
+
+    def process(self, *before, **variables):
+        """(environment, name, arguments, the same as they were given) of a process that trains."""
+        command = [*before, *map(str, cli.command(train=self.train_glob, steps=1000000))]
+        environment = {key: value for key, value in cli.environment(2).items() if key not in SET}
+        with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True,
+                              env={**environment, **variables}) as program:
+            try:
+                for line in program.stdout:
+                    if line.startswith("step "):
+                        break
+                proc = pathlib.Path(f"/proc/{program.pid}")
+                entries = (proc / "environ").read_bytes().decode().split("\0")
+                found = {key: value for key, _, value in (entry.partition("=") for entry in entries) if key in SET}
+                arguments = (proc / "cmdline").read_bytes().decode().split("\0")[:-1]
+                return found, (proc / "comm").read_text().strip(), arguments, command
+            finally:
+                program.kill()
+
+    def test_what_is_set(self):
+        """Of this very process, under the name that pkill knows."""
+        found, name, arguments, command = self.process()
+        self.assertEqual((found.get("GOMP_SPINCOUNT"), found.get("OPENBLAS_NUM_THREADS")), ("2000", "1"))
+        self.assertEqual((name, arguments), (os.path.basename(cli.PROGRAM), command))
+
+    def test_what_the_user_set_stands(self):
+        own = dict(GOMP_SPINCOUNT="7", OPENBLAS_CORETYPE="Prescott", OPENBLAS_NUM_THREADS="2")
+        self.assertEqual(self.process(**own)[0], own)
+        own = dict(OMP_WAIT_POLICY="active", OPENBLAS_CORETYPE="Prescott", OPENBLAS_NUM_THREADS="1")
+        self.assertEqual(self.process(**own)[0], own)
+
+    @unittest.skipUnless(processor_has("avx2", "fma"), "needs a processor with AVX2")
+    def test_poor_kernels_are_not_taken(self):
+        if "OpenBLAS" not in self.device():
+            self.skipTest("another CBLAS")
+        source, library = self.dir / "old.c", self.dir / "old.so"
+        source.write_text(OLD_OPENBLAS)
+        subprocess.run([os.environ.get("CC", "gcc"), "-shared", "-fPIC", source, "-o", library, "-ldl"], check=True)
+        best = "SkylakeX" if processor_has(*("avx512" + part for part in ("f", "cd", "bw", "dq", "vl"))) else "Haswell"
+        self.assertIn(f"({best} kernels)", self.device(variables={"LD_PRELOAD": str(library)}))
+        own = {"LD_PRELOAD": str(library), "OPENBLAS_CORETYPE": "Nehalem"}
+        self.assertIn("(Nehalem kernels)", self.device(variables=own))
+
+    def test_all_processors(self):
+        """Threads bound to processors do not leave the program with the first one's."""
+        count = len(os.sched_getaffinity(0))
+        for variables in {}, {"OMP_PROC_BIND": "true"}, {"OMP_PLACES": "cores"}:
+            self.assertRegex(self.device(threads=None, variables=variables), rf"CPU, {count} threads?, ")
+
+    @unittest.skipUnless(glob.glob("/lib64/ld-linux-*"), "needs glibc's loader")
+    def test_started_by_the_loader(self):
+        """Where the executable is the loader, with options of its own perhaps, nothing starts again."""
+        self.assertEqual(self.process(glob.glob("/lib64/ld-linux-*")[0])[0], {})
+
+    def test_bits(self):
+        """Neither how threads wait nor how many there are changes a bit."""
+        curves = []
+        for i, (threads, policy) in enumerate([(1, None), (2, "active"), (2, "passive"), (2, None), (3, None), (5, "passive")]):
+            done = self.start(threads=threads, variables={"OMP_WAIT_POLICY": policy} if policy else {}, steps=10, out=f"{i}")
+            self.assertEqual(done.returncode, 0, done.stderr)
+            curves.append(cli.curve(self.dir / f"{i}"))
+        for other in curves[1:]:
+            self.assertEqual(other, curves[0])
+
+    def failure(self, done, code):
+        """The message, which must be all that the run wrote to stderr."""
+        self.assertEqual(done.returncode, code, done.stderr)
+        self.assertRegex(done.stderr, r"\Atrain_moe: error: .*\n\Z")
+        return done.stderr
+
+    def test_threads_that_cannot_be_had(self):
+        message = self.failure(self.start(threads=99999, steps=1), 2)
+        self.assertIn("OMP_NUM_THREADS asks for 99999 threads; it can be 1 to 512", message)
+        # 64 stacks of 64 MiB are 4 GiB of address space.
+        limits = [(resource.RLIMIT_STACK, 64 << 20), (resource.RLIMIT_AS, 2 << 30)]
+        if "sanitize" not in FOLDER:
+            done = self.start(threads=64, limits=limits, steps=1, variables={"OPENBLAS_NUM_THREADS": "1"})  # or it fails first
+            self.assertRegex(self.failure(done, 1), r"out of memory.* \d+ of 64")
+
+    @unittest.skipIf("sanitize" in FOLDER, "the sanitizer takes terabytes of address space")
+    def test_memory_that_cannot_be_had(self):
+        """From where the libraries' own start succeeds (below it, it is theirs to fail) to where there is enough."""
+        ended = []
+        for kib in (100000, 150000, 200000, 250000, 300000, 310000, 325000, 400000, 600000, 1000000, 3000000):
+            done = self.start(limits=[(resource.RLIMIT_AS, kib << 10)], steps=2, out=f"{kib}")
+            ended.append(done.returncode)
+            if done.returncode:
+                self.assertIn("memory", self.failure(done, 1))
+        self.assertEqual(ended, sorted(ended, reverse=True))
+        self.assertEqual((ended[0], ended[-1]), (1, 0))
+
+
+if __name__ == "__main__":
+    cli.main()

@@ -1,0 +1,194 @@
+#!/usr/bin/env python3
+"""Checkpoints, and what harms a run: TRAIN_MOE=build/cpu/train_moe python3 tests/model/test_faults.py
+
+Damaged checkpoints and full disks: each is named, and the run goes on from what is good.
+"""
+import json
+import pathlib
+import re
+import shutil
+import struct
+import sys
+import zlib
+
+sys.path.insert(0, str(pathlib.Path(__file__).resolve().parent.parent))
+
+from cli import Case, checkpoints, main, manifest, snapshot, tensor_start, write_manifest  # noqa: E402
+
+ONE_BUILD = True  # tests/run.py: nothing here depends on what computes
+
+
+class Checkpoints(Case):
+    def damage(self, checkpoint, fault):
+        """Does one of FAULTS to a checkpoint; returns what the message must name."""
+        block, moments, record = [checkpoint / name for name in
+                                  ("block_002.safetensors", "block_003.adam.safetensors", "manifest.json")]
+        if fault == "folder renamed":
+            checkpoint.rename(checkpoint.parent / "step_00000099")
+            return "step_00000099/manifest.json: it is of step"
+        if fault == "folder emptied":
+            for file in checkpoint.iterdir():
+                file.unlink()
+            return "manifest.json: No such file"
+        if fault == "folder is a file":
+            shutil.rmtree(checkpoint)
+            checkpoint.write_text("")
+            return "manifest.json: Not a directory"
+        if fault == "entry missing":
+            changed = manifest(checkpoint)
+            changed["files"] = [entry for entry in changed["files"] if entry["name"] != block.name]
+            write_manifest(checkpoint, changed)
+            return "block_002.safetensors: the manifest does not list it"
+        if fault == "tensor missing":
+            block.write_bytes(block.read_bytes().replace(b"kv_b_proj", b"kv_c_proj"))
+            write_manifest(checkpoint, manifest(checkpoint))
+            return "kv_b_proj.weight is missing"
+        kind, file = fault.split(" ", 1)
+        path = {"block": block, "moments": moments, "manifest": record, "config": checkpoint / "config.json"}[file]
+        data = path.read_bytes()
+        if kind == "missing":
+            path.unlink()
+            return f"{path.name}: No such file"
+        changed = {"truncated": data[:-5], "empty": b"", "longer": data + b"x",
+                   "altered": data[:len(data) // 2] + bytes([data[len(data) // 2] ^ 1]) + data[len(data) // 2 + 1:],
+                   "head-altered": data[:20] + bytes([data[20] ^ 1]) + data[21:]}[kind]
+        path.write_bytes(changed)
+        if path == record:
+            return "manifest.json: truncated or altered"
+        if len(changed) != len(data):
+            return f"{path.name}: {len(changed)} bytes long, the manifest says {len(data)}"
+        return f"{path.name}: altered"
+
+    FAULTS = [f"{kind} {file}" for file in ("block", "moments", "manifest")
+              for kind in ("truncated", "empty", "altered", "head-altered", "missing")]
+    FAULTS += ["longer block", "altered config", "entry missing", "tensor missing", "folder renamed", "folder emptied",
+               "folder is a file"]
+
+    def test_faults(self):
+        """The fault is named, the checkpoint before it used, and the folder heals: the same step is saved again."""
+        for fault in self.FAULTS:
+            with self.subTest(fault):
+                out = self.copy_of(self.reference())
+                words = self.damage(out / "step_00000020", fault)
+                done = self.train(out="run", resume=True, steps=20)
+                name = "step_00000099" if fault == "folder renamed" else "step_00000020"
+                self.assertIn(f"warning: checkpoint {name} is refused: run/{name}", done.stderr)
+                self.assertIn(words, done.stderr)
+                self.assertIn("warning: resuming from step_00000010, the newest good checkpoint", done.stderr)
+                self.assertIn("resumed    from run/step_00000010", done.stdout)
+                self.assert_same_run(out, self.reference(), 20)
+                if fault != "folder renamed":
+                    self.assertEqual(checkpoints(out), ["step_00000010", "step_00000020"])
+                    self.assertEqual(self.train(out="run", resume=True, steps=21).stderr, "")
+
+    def test_all_bad(self):
+        for fault in self.FAULTS:
+            if fault in ("folder renamed", "folder is a file"):
+                continue
+            with self.subTest(fault):
+                out = self.copy_of(self.reference())
+                words = self.damage(out / "step_00000020", fault)
+                self.damage(out / "step_00000010", "altered block")
+                self.refused(1, words, "step_00000020 is refused", "step_00000010 is refused",
+                             "no checkpoint in run is good; nothing was changed", out="run", resume=True, steps=20)
+
+    def test_unfinished_folder(self):
+        """What a save that was cut short leaves is never resumed from, and goes away with the next save."""
+        out = self.copy_of(self.reference())
+        shutil.copytree(out / "step_00000020", out / "step_00000025.tmp")
+        shutil.copytree(out / "step_00000020", out / "step_00000021.tmp")
+        shutil.copytree(out / "step_00000010", out / "step_00000010.mine")
+        done = self.train(out="run", resume=True, steps=21)
+        self.assertIn("resumed    from run/step_00000020", done.stdout)
+        self.assertIn("step_00000025.tmp was left by a save that did not finish", done.stderr)
+        self.assertEqual(checkpoints(out), ["step_00000010.mine", "step_00000020", "step_00000021"])
+        self.assert_same_run(out, self.reference(21), 21)
+
+    def test_keep(self):
+        for keep in (1, 2, 3):
+            self.train(out=f"keep{keep}", steps=9, save_every=2, keep=keep)
+            newest = [f"step_0000000{n}" for n in (2, 4, 6, 8, 9)[-keep:]]
+            self.assertEqual(checkpoints(self.dir / f"keep{keep}"), newest)
+        self.train(out="keep3", resume=True, steps=10, keep=1)
+        self.assertEqual(checkpoints(self.dir / "keep3"), ["step_00000010"])
+
+    def test_keep_behind_a_refused_checkpoint(self):
+        """Saves of a run that went back do not count the refused one ahead: a good one always stays."""
+        out = self.copy_of(self.reference(30, keep=3))
+        self.damage(out / "step_00000030", "altered block")
+        self.train(out="run", resume=True, steps=25, keep=1)
+        self.assertEqual(checkpoints(out), ["step_00000025", "step_00000030"])
+        self.train(out="run", resume=True, steps=30, keep=1)
+        self.assertEqual(checkpoints(out), ["step_00000030"])
+        self.assert_same_run(out, self.reference(30, keep=3), 30)
+
+    def test_disk_full_while_saving(self):
+        out = self.copy_of(self.reference())
+        before = snapshot(out / "step_00000010"), snapshot(out / "step_00000020")
+        for limit in (40_000, 70_000):  # in the first file of moments; in the last
+            done = self.train(1, limit=limit, out="run", resume=True, steps=23)
+            self.assertRegex(done.stderr, r"cannot write run/step_00000023.tmp/block_00\d.adam.\w+: File too large")
+            self.assertIn("this checkpoint was not saved, earlier ones are as they were", done.stderr)
+            self.assertEqual(checkpoints(out), ["step_00000010", "step_00000020"])
+            self.assertEqual((snapshot(out / "step_00000010"), snapshot(out / "step_00000020")), before)
+        self.train(out="run", resume=True, steps=23)
+        self.assert_same_run(out, self.reference(23), 23)
+
+    def test_disk_full_while_logging(self):
+        done = self.train(1, limit=3000, out="run", steps=50)
+        self.assertIn("cannot write run/log.jsonl: File too large", done.stderr)
+        self.assertEqual(list(snapshot(self.dir / "run")), ["log.jsonl"])
+        self.train(out="run", resume=True, steps=20, save_every=10)
+        self.assert_same_run(self.dir / "run", self.reference(), 20)
+        for limit in (500, 3000):  # in the first line; in the lines that are kept
+            self.refused(1, "cannot write run/log.jsonl.tmp: File too large", out="run", resume=True, steps=30,
+                         limit=limit)
+
+    def test_a_checkpoint_with_an_infinite_number_is_refused(self):
+        """Whichever of its tensors has it, and though the CRC-32 is right."""
+        moment, bf16 = "model.layers.1.mlp.gate.weight.exp_avg", dict(moments="bf16")
+        for name, tensor, value, options in (
+            ("block_003.safetensors", "model.norm.weight", struct.pack("<f", float("inf")), {}),
+            ("block_002.adam.safetensors", moment, struct.pack("<f", float("nan")), {}),
+            ("block_002.adam.safetensors", moment, struct.pack("<H", 0xff80), bf16),  # -Inf
+            ("block_002.adam.safetensors", moment, struct.pack("<H", 0x7f81), bf16),  # NaN
+            ("block_002.safetensors", "model.layers.1.mlp.gate.e_score_correction_bias", struct.pack("<f", -float("inf")), {}),
+        ):
+            with self.subTest(tensor, value=value):
+                out = self.copy_of(self.reference(**options))
+                data = bytearray((out / "step_00000020" / name).read_bytes())
+                at = tensor_start(data, tensor) + len(value)
+                data[at:at + len(value)] = value
+                (out / "step_00000020" / name).write_bytes(data)
+                write_manifest(out / "step_00000020", manifest(out / "step_00000020"))
+                done = self.train(out="run", resume=True, steps=20, **options)
+                self.assertIn(f"step_00000020 is refused: run/step_00000020/{name}: element 1 of {tensor} is not finite",
+                              done.stderr)
+                self.assert_same_run(out, self.reference(**options), 20)
+
+    def test_a_manifest_whose_numbers_are_odd_is_refused(self):
+        """Though its CRC-32 is right."""
+        for change, words in ((dict(window=-1), "its window is out of range"),
+                              (dict(window=2**63 - 1), "its window is 9223372036854775807, that of the step is 40"),
+                              (dict(window=41), "its window is 41"), (dict(window=None), "its window is out of range"),
+                              (dict(updates=-1), "its number of updates is out of range"),
+                              (dict(updates=21), "its number of updates"), (dict(updates=5), "its number of updates"),
+                              (dict(bytes=2**62), "gives it a size that is out of range"),
+                              (dict(bytes=0), "does not list it"), (dict(bytes="many"), "does not list it")):
+            with self.subTest(change):
+                out = self.copy_of(self.reference())
+                record = manifest(out / "step_00000020")
+                write_manifest(out / "step_00000020", {**record, **change})
+                if "bytes" in change:
+                    path = out / "step_00000020/manifest.json"
+                    body = path.read_text().partition(',\n"manifest_crc32"')[0]
+                    body = re.sub(r'"bytes": \d+', f'"bytes": {json.dumps(change["bytes"])}', body)
+                    path.write_text(body + ',\n"manifest_crc32": %d}\n' % zlib.crc32(body.encode()))
+                done = self.train(out="run", resume=True, steps=20)
+                self.assertIn("step_00000020 is refused", done.stderr)
+                self.assertIn(words, done.stderr)
+                self.assert_same_run(out, self.reference(), 20)
+
+
+if __name__ == "__main__":
+    main()

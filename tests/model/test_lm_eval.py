@@ -1,0 +1,78 @@
+#!/usr/bin/env python3
+"""lm-evaluation-harness on a checkpoint's folder: TRAIN_MOE=build/cpu/train_moe python3 tests/model/test_lm_eval.py. It reads the
+folder as any Hugging Face model, through transformers and tokenizers, from a task that is made here; --evaluate answers
+the same 200 questions, each in a file of its own. Skipped where lm_eval is not installed."""
+import importlib.util
+import json
+import os
+import pathlib
+import random
+import re
+import subprocess
+import sys
+import unittest
+
+sys.path.insert(0, str(pathlib.Path(__file__).resolve().parent.parent))
+
+import cli  # noqa: E402
+from test_hub import write_questions  # noqa: E402
+
+ONE_BUILD = True  # tests/run.py: bf16 answers close questions otherwise than transformers in float32
+INSTALLED = all(importlib.util.find_spec(name) for name in ("lm_eval", "datasets", "transformers", "torch", "tokenizers"))
+TASK = """task: local
+dataset_path: json
+dataset_kwargs: {data_files: {test: %s}}
+output_type: multiple_choice
+test_split: test
+doc_to_text: "{{context}}"
+doc_to_choice: "{{endings}}"
+doc_to_target: "{{label}}"
+metric_list: [{metric: acc}, {metric: acc_norm}]
+"""
+
+
+@unittest.skipUnless(INSTALLED, "needs lm_eval")
+class Harness(cli.Case):
+    def write_tokenizer(self, folder):
+        """Bytes: 256 tokens of a byte each, no merges, and end of text."""
+        import tokenizers
+        from tokenizers import decoders, models, pre_tokenizers
+        printable = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
+        others = [b for b in range(256) if b not in printable]
+        names = {b: chr(b) for b in printable} | {b: chr(256 + i) for i, b in enumerate(others)}
+        t = tokenizers.Tokenizer(models.BPE({names[b]: b for b in range(256)}, []))
+        t.pre_tokenizer, t.decoder = pre_tokenizers.ByteLevel(False, use_regex=False), decoders.ByteLevel()
+        t.add_special_tokens(["<|endoftext|>"])
+        t.save(str(folder / "tokenizer.json"))
+        (folder / "tokenizer_config.json").write_text(json.dumps(
+            dict(tokenizer_class="PreTrainedTokenizerFast", eos_token="<|endoftext|>", bos_token="<|endoftext|>")))
+
+    def test_item_by_item(self):
+        self.train(out="run", steps=60, vocab=257, seq_len=128)  # the harness cuts longer texts
+        step = self.dir / "run/step_00000060"
+        self.write_tokenizer(step)
+        rng = random.Random(4)
+        def text(low, high):
+            return " ".join("".join(rng.choice("abcdefghij") for _ in range(rng.randrange(2, 6))) for _ in range(rng.randrange(low, high)))
+        items = [dict(context=text(2, 8), endings=[text(1, 4) for _ in range(4)], label=rng.randrange(4)) for _ in range(200)]
+        for i, item in enumerate(items):
+            endings = [list(b" " + ending.encode()) for ending in item["endings"]]
+            write_questions(self.dir / f"q_{i:03d}.bin", [(list(item["context"].encode()), endings, item["label"])])
+        done = self.call([cli.PROGRAM, "--evaluate", step, "--eval", "q_*.bin", "--seq-len", 128])
+        ours = [(float(a), float(b)) for a, b in re.findall(r"accuracy ([\d.]+), normalised ([\d.]+)$", done.stdout, re.M)]
+
+        (self.dir / "items.jsonl").write_text("".join(json.dumps(item) + "\n" for item in items))
+        (self.dir / "local.yaml").write_text(TASK % (self.dir / "items.jsonl"))
+        done = subprocess.run([sys.executable, "-m", "lm_eval", "run", "--model", "hf", "--model_args", f"pretrained={step},dtype=float32",
+                        "--tasks", "local", "--include_path", self.dir, "--device", "cpu", "--batch_size", "20",
+                        "--log_samples", "--output_path", self.dir / "results"], cwd=self.dir, capture_output=True, text=True,
+                       env=dict(os.environ, HF_HUB_OFFLINE="1", HF_DATASETS_CACHE=str(self.dir / "cache")))
+        self.assertEqual(done.returncode, 0, done.stderr)
+        samples, = (self.dir / "results").rglob("samples_local_*.jsonl")
+        lines = sorted((json.loads(line) for line in samples.read_text().splitlines()), key=lambda line: line["doc_id"])
+        self.assertEqual(ours, [(line["acc"], line["acc_norm"]) for line in lines])
+        self.assertTrue(20 < sum(a for a, _ in ours) < 180)
+
+
+if __name__ == "__main__":
+    cli.main()

@@ -1,0 +1,660 @@
+#!/usr/bin/env python3
+"""What the program refuses and what it prints: TRAIN_MOE=build/cpu/train_moe python3 tests/model/test_options.py
+
+Every bad option, file and folder must end with its exit code and a message that says what and where, and harm no file.
+"""
+import json
+import os
+import pathlib
+import random
+import re
+import shutil
+import struct
+import subprocess
+import sys
+import unittest
+
+sys.path.insert(0, str(pathlib.Path(__file__).resolve().parent.parent))
+
+from cli import Case, PROGRAM, ROOT, SMALL, checkpoints, command, curve, main, snapshot, text, write_shard, write_tokenizer  # noqa: E402
+
+ONE_BUILD = True  # tests/run.py: nothing here depends on what computes
+
+# The largest values that the options take.
+MOST = dict(layers=1024, dim=1 << 14, heads=4096, q_lora=1 << 14, kv_lora=1 << 14, nope_dim=4096, v_dim=4096,
+            dense_ffn=1 << 21, experts=4096, top_k=64, shared_experts=64, expert_ffn=1 << 20, vocab=1 << 24, seq_len=1 << 20,
+            batch=1 << 20, steps=10**9, ranks=1 << 20, ep=64, capacity=10**6)
+
+
+class BadOptions(Case):
+    def test_names_and_values(self):
+        for words, args in (
+            (("--step", "did you mean --steps?"), ["--step", "5"]),
+            (("--batchs", "did you mean --batch?"), ["--batchs", "5"]),
+            *(((f"--{name}", f"did you mean --{option}?"), [f"--{name}", "5"]) for name, option in (
+                ("learning-rate", "lr"), ("max-steps", "steps"), ("batch-size", "batch"), ("data", "train"), ("dtype", "precision"))),
+            *(((f"unknown option --{name} (--help all lists all)",), [f"--{name}", "5"]) for name in (
+                "wandb", "config", "compile", "optimiser-name")),
+            (("unknown option --step; did you mean --steps?",), ["--step=5"]),
+            (("--lr takes a number", "not ''"), ["--lr="]),
+            (("--resume takes no value, and was given '1'",), ["--resume=1"]),
+            (("'-help' is not an option",), ["-help"]),
+            (("'steps' is not an option",), ["steps", "5"]),
+            (("--steps takes a whole number from 1 to 1000000000, not 'ten'",), ["--steps", "ten"]),
+            (("--steps", "not '1.5'"), ["--steps", "1.5"]),
+            (("--steps", "not '5x'"), ["--steps", "5x"]),
+            (("--steps", "not ''"), ["--steps", ""]),
+            (("--steps", "99999999999999999999 is out of range"), ["--steps", "99999999999999999999"]),
+            (("--steps", "whole number", "not '1.5'"), ["--steps", "1.5"]),
+            (("quoted: --train 'corpus/",), [ROOT / "README.md"]),
+            (("--steps 0 is out of range: from 1 to 1000000000",), ["--steps", "0"]),
+            (("--keep 0 is out of range",), ["--keep", "0"]),
+            (("--temperature", "not 'warm'"), ["--temperature", "warm"]),
+            (("--temperature", "not 'nan'"), ["--temperature", "nan"]),
+            (("--temperature", "not 'inf'"), ["--temperature", "inf"]),
+            (("--weight-decay -1 is out of range: from 0 to 100",), ["--weight-decay", "-1"]),
+            (("--mtp 5 is out of range: from 0 to 4",), ["--mtp", "5"]),
+            (("--mtp-weight 0 is out of range: from 0.001 to 100",), ["--mtp-weight", "0"]),
+            (("--mtp-weight-end 0 is out of range: from 0.001 to 100",), ["--mtp-weight-end", "0"]),
+            (("--mtp-switch 1.1 is out of range: from 0 to 1",), ["--mtp-switch", "1.1"]),
+            (("--beta2 1 is out of range",), ["--beta2", "1"]),
+            (("--score takes one of sigmoid|softmax, not 'tanh'",), ["--score", "tanh"]),
+            (("--moments takes one of float32|bf16, not 'fp8'",), ["--moments", "fp8"]),
+            (("--model takes one of tiny|small|", "not 'huge'"), ["--model", "huge"]),
+            (("--steps needs a value",), ["--steps"]),
+            (("--tokenizer needs a value, and --steps looks like an option",), ["--tokenizer", "--steps", "5"]),
+            (("--tokenizer needs a value, and --resum looks like an option",), ["--tokenizer", "--resum"]),
+            (("--steps takes a whole number",), ["--steps", "ten", "--steps", "5"]),
+        ):
+            with self.subTest(args=args):
+                before = snapshot(self.dir)
+                done = self.call(command(train=self.train_glob, out="run", resume=True) + args, 2)
+                for word in words:
+                    self.assertIn(word, done.stderr)
+                self.assertEqual(snapshot(self.dir), before)
+
+    def test_spellings(self):
+        """A value follows "=" or is the next word, and the last one counts."""
+        for args, words in (
+            ("--steps=7", "  steps 7  "), ("--steps 5 --steps=7", "  steps 7  "), ("--steps=5 --steps 7", "  steps 7  "),
+            ("--prompt=--a=b", "  prompt --a=b  "), ("--prompt a --prompt=", "  prompt ''  "), ("--val a --val b", "  val b  "),
+            ("--resume --resume --out run", "  resume 1  "), ("--model debug --model=tiny", "model tiny  "),
+            ("--precision mxfp8 --precision bf16", "  expert-precision bf16  "),
+            ("--mx-gemm fast --mx-gemm exact --precision mxfp8", "  mx-gemm exact  "),
+        ):
+            with self.subTest(args):
+                done = self.call(command(kv_lora=32, expert_ffn=32, dry_run=True) + args.split())
+                self.assertIn(words, done.stdout.replace("\n", "  \n"))
+        self.assertEqual(self.call([PROGRAM, "-h"]).stdout, self.call([PROGRAM, "--help"]).stdout)
+
+    def test_what_a_model_asks_for(self):
+        """Published peak learning rates. A given value wins."""
+        for model, lr in (("small", "0.001"), ("debug", "0.001"), ("16b", "0.00042"), ("236b", "0.00024"), ("671b", "0.00022")):
+            for given, expected in (([], lr), (["--lr", "3e-3"], "0.003")):
+                with self.subTest(model, given=given):
+                    printed = " ".join(self.call([PROGRAM, "--dry-run", "--model", model] + given).stdout.split())
+                    self.assertEqual(re.search(r" lr (\S+) ", printed)[1], expected)
+
+    def test_balance(self):
+        """Each kind of load balancing has its own weight of the balance loss; --bias-rate belongs to one of them."""
+        for given, expected in (([], ("quantile", "0.01")), (["--balance", "deepseek"], ("deepseek", "0.0001")),
+                                (["--balance", "deepseek", "--bias-rate", "0.1"], ("deepseek", "0.0001")),
+                                (["--balance", "none"], ("none", "0")),
+                                (["--balance", "none", "--aux-loss", "0.1"], ("none", "0.1"))):
+            with self.subTest(given):
+                printed = " ".join(self.call([PROGRAM, "--dry-run"] + given).stdout.split())
+                self.assertEqual(re.search(r" balance (\S+) .* aux-loss (\S+) ", printed).groups(), expected)
+        for balance in ("quantile", "none"):
+            self.refused(2, f"--bias-rate goes with --balance deepseek, not with --balance {balance}", balance=balance,
+                         bias_rate=1e-3)
+
+    def test_muon(self):
+        for name, value in (("lr", 1e-3), ("momentum", 0.9)):
+            self.refused(2, f"--muon-{name} goes with --optimizer muon", **{f"muon_{name}": value})
+        self.refused(2, "--muon-momentum 1", optimizer="muon", muon_momentum=1)
+        self.refused(2, "--muon-momentum -0.1", optimizer="muon", muon_momentum=-0.1)
+        self.refused(2, "--optimizer takes one of adamw|muon, not 'sgd'", optimizer="sgd")
+        for model, expected in (("tiny", ("muon", "0.012")), ("small", ("muon", "0.002")), ("debug", ("muon", "0.002")),
+                                ("16b", ("adamw", "0.002"))):
+            printed = self.call([PROGRAM, "--dry-run", "--model", model]).stdout
+            self.assertEqual(re.search(r" optimizer (\S+)  muon-lr (\S+) ", printed).groups(), expected)
+        planned = {o: self.train(dry_run=True, optimizer=o).stdout for o in ("adamw", "muon")}
+        # AdamW keeps second moments of all, with Muon of what is no matrix of attention, MLPs or experts.
+        second = {o: [float(x) for x in re.findall(r"AdamW second moments .* ([\d.]+) MiB", planned[o])] for o in planned}
+        self.assertTrue(all(0 < b < a for a, b in zip(second["adamw"], second["muon"], strict=True)), second)
+        self.assertIn("Muon: workspace", planned["muon"])
+
+    def test_balance_of_a_trained_model(self):
+        """A softmax router without a selection bias goes on without one; biases that are there are not dropped."""
+        soft = dict(score="softmax", route_norm=0, steps=2)
+        for made, given, expected in (("none", [], "none"), ("none", ["--balance", "quantile"], "quantile"),
+                                      ("quantile", [], "quantile"), ("quantile", ["--balance", "deepseek"], "deepseek")):
+            with self.subTest(made=made, given=given):
+                step = self.reference(balance=made, save_every=2, **soft) / "step_00000002"
+                printed = self.call([PROGRAM, "--dry-run", "--init", step] + given).stdout
+                self.assertEqual(re.search(r" balance +(\S+)", printed)[1], expected)
+        step = self.reference(balance="quantile", save_every=2, **soft) / "step_00000002"
+        done = self.call([PROGRAM, "--dry-run", "--init", step, "--balance", "none"], 2)
+        self.assertIn(f"--balance none would drop the selection biases of --init {step}", done.stderr)
+
+    def test_combinations(self):
+        for words, options in (
+            (("--top-k 5", "--experts 4"), dict(top_k=5)),
+            (("--experts 4", "--groups 3"), dict(groups=3)),
+            (("--top-groups 3", "--groups 2"), dict(groups=2, top_groups=3)),
+            (("--top-k 3", "2 experts of --top-groups 1"), dict(groups=2, top_groups=1, top_k=3)),
+            (("--rope-dim 7", "odd"), dict(rope_dim=7)),
+            (("--yarn-mscale 0: it must be above 0",), dict(yarn=1, yarn_mscale=0)),
+            (("--yarn-original-len takes a whole number", "not '16.5'"), dict(yarn_original_len=16.5)),
+            (("--dense-layers 3", "--layers 2"), dict(dense_layers=3)),
+            (("--mtp 3 needs a longer --seq-len than 3",), dict(mtp=3, seq_len=3)),
+            (("--tokens-per-step 100", "--batch 2 x --seq-len 32 = 64"), dict(tokens_per_step=100)),
+            (("--mx-stats 5", "nothing that it measures is MXFP8"), dict(mx_stats=5, combine_precision="mxfp8")),
+            (("--mx-stats 5", "nothing that it measures is MXFP8"), dict(mx_stats=5, dispatch_precision="mxfp8", dense_layers=2)),
+        ):
+            for dry_run in (False, True):
+                with self.subTest(options, dry_run=dry_run):
+                    self.refused(2, *words, out="run", dry_run=dry_run, **options)
+        self.refused(2, "--train is missing", train=None, out="run")
+        self.refused(2, "--clip 1e-46 is next to nothing: at least 1e-30, or 0 for no clipping", clip=1e-46)
+        self.refused(2, "--resume needs --out", resume=True)
+        self.refused(2, "--save-every needs --out", save_every=5)
+        self.refused(2, "--mx-stats needs --out", mx_stats=5, dispatch_precision="mxfp8")
+
+    def test_sizes_that_cannot_be_counted(self):
+        for words, options in (
+            ("ranks x --batch x --seq-len make 1.152921505e+18 tokens a micro-step", dict(ranks=MOST["ranks"], batch=MOST["batch"],
+                                                                      seq_len=MOST["seq_len"], tokens_per_step=5)),
+            ("--steps x --tokens-per-step make 1e+21 tokens", dict(steps=10**9, tokens_per_step=10**12)),
+            ("--batch x --seq-len x --top-k, and with --ep", dict(batch=MOST["batch"], seq_len=2048)),
+            ("--ep x --ep or --capacity, make", dict(ranks=2, ep=2, capacity=MOST["capacity"], batch=64)),
+            ("to be cast for --wgrad-precision mxfp8", dict(batch=4096, seq_len=2048, top_k=2, wgrad_precision="mxfp8")),
+            ("--batch x --heads x --seq-len / 128 make", dict(heads=4096, batch=64, seq_len=1 << 20)),
+            ("--shared-experts x --expert-ffn make", dict(shared_experts=64, expert_ffn=1 << 16)),
+            ("--vocab make", dict(layers=1024, dim=MOST["dim"], experts=4096, expert_ffn=MOST["expert_ffn"])),
+            ("--dense-ffn make 1.698893652e+15 activations of a rank", dict(layers=1024, dim=1 << 14, seq_len=1 << 20, batch=32)),
+        ):
+            with self.subTest(words):
+                done = self.refused(2, words, "at most", dry_run=True, **options)
+                self.assertRegex(done.stderr, r"make [\d.e+]+ ")
+
+    def test_any_sizes(self):
+        """Whatever the options ask for is planned or refused by name: up to what their ranges allow."""
+        for seed in range(50):
+            rng = random.Random(seed)
+            share = rng.choice([0.1, 0.2, 0.5])
+            sizes = {name: rng.choice([most, 1 << rng.randrange(most.bit_length()), rng.randint(1, most)])
+                     for name, most in MOST.items() if rng.random() < share}
+            if "top_k" in sizes or "ep" in sizes:
+                sizes.update(experts=4096)
+            if "ep" in sizes:
+                sizes["ep"] = 1 << sizes["ep"].bit_length() - 1
+                sizes["ranks"] = max(1, sizes.get("ranks", 1) // sizes["ep"]) * sizes["ep"]
+            sizes.update(rng.choice([{}, dict(expert_precision="mxfp8"), dict(linear_precision="mxfp8"),
+                                     dict(dispatch_precision="mxfp8"), dict(combine_precision="mxfp8")]))
+            sizes.update(shard=rng.choice(["none", "weights"]), recompute=rng.choice(["none", "moe", "block"]))
+            args = command(**{**dict.fromkeys(SMALL), **sizes, "dry_run": True,
+                              "model": rng.choice(["tiny", "16b", "671b"])})
+            with self.subTest(seed=seed):
+                done = subprocess.run(args, capture_output=True, text=True)
+                self.assertIn(done.returncode, (0, 2), f"{args}\n{done.stderr}")
+                self.assertNotIn("runtime error", done.stderr)
+
+    def test_gates_that_are_constant(self):
+        for words, options in (("the router gets no gradient;", dict(aux_loss=0)),
+                               ("the router gets a gradient from --aux-loss alone;", {})):
+            done = self.train(top_k=1, route_norm=1, dry_run=True, **options)
+            self.assertIn(f"warning: --top-k 1 --route-norm 1: every gate is --route-scale, so {words}", done.stderr)
+        for options in (dict(route_norm=0), dict(route_norm=1, dense_layers=2)):
+            self.assertEqual(self.train(top_k=1, dry_run=True, **options).stderr, "")
+
+    def test_moments_in_bf16(self):
+        """Half the memory; what rounds second moments down to no change is said."""
+        planned = {kind: self.train(dry_run=True, moments=kind).stdout for kind in ("float32", "bf16")}
+        wide, narrow = ([float(mib) for mib in re.findall(r"AdamW \w+ moments .* ([\d.]+) MiB", planned[kind])]
+                        for kind in ("float32", "bf16"))
+        self.assertEqual((len(wide), len(narrow)), (4, 4))  # first and second, of each build
+        for a, b in zip(wide, narrow):
+            self.assertAlmostEqual(a, 2 * b, delta=0.0016)  # three digits are printed
+        self.assertEqual(self.train(dry_run=True, moments="bf16", beta2=0.99).stderr, "")
+        self.assertEqual(self.train(dry_run=True, beta2=0.999).stderr, "")
+        self.assertIn("warning: --moments bf16 --beta2 0.999: second moments follow gradients that shrink late or never",
+                      self.train(dry_run=True, moments="bf16", beta2=0.999).stderr)
+
+    def test_precision_stands_for_a_set(self):
+        """Each mode's options as the run prints them; one that is given wins, before the mode or after it."""
+        names = ("expert-precision", "dispatch-precision", "combine-precision", "wgrad-precision", "linear-precision", "mx-gemm")
+        plain = ["bf16", "bf16", "bf16", "bf16", "bf16", "exact"]
+        fast, exact = (["mxfp8", "mxfp8", "bf16", "bf16", "bf16", gemm] for gemm in ("fast", "exact"))
+        for args, expected in (
+            ("", plain), ("--precision bf16", plain), ("--precision mxfp8", fast), ("--precision mxfp8-exact", exact),
+            ("--precision mxfp8 --mx-gemm exact", exact), ("--mx-gemm exact --precision mxfp8", exact),
+            ("--precision mxfp8-exact --mx-gemm fast", fast), ("--mx-gemm fast --precision mxfp8-exact", fast),
+            ("--precision mxfp8 --dispatch-precision bf16 --linear-precision mxfp8", ["mxfp8", *plain[:3], "mxfp8", "fast"]),
+            ("--wgrad-precision mxfp8 --expert-precision bf16 --precision mxfp8", ["bf16", "mxfp8", "bf16", "mxfp8", "bf16", "fast"]),
+            ("--expert-precision mxfp8 --dispatch-precision mxfp8 --mx-gemm fast", fast),
+            ("--combine-precision mxfp8 --precision bf16", [*plain[:2], "mxfp8", *plain[3:]]),
+        ):
+            with self.subTest(args):
+                done = self.call(command(kv_lora=32, expert_ffn=32, dry_run=True) + args.split())
+                self.assertEqual([re.search(rf"  {name} (\S+)", done.stdout)[1] for name in names], expected)
+        self.refused(2, "--precision takes one of bf16|mxfp8|mxfp8-exact, not 'fp8'", precision="fp8", out="run")
+        self.refused(2, "--expert-ffn 16 is not a multiple of 32, which MXFP8 needs", precision="mxfp8", out="run")
+        helped = self.call([PROGRAM, "--help", "all"]).stdout
+        for name in names:
+            self.assertRegex(helped, rf"(?m)^  --{name} .*\[by --precision\]$")
+
+    def test_widths_of_mxfp8(self):
+        fits = dict(kv_lora=32, expert_ffn=32)
+        for width, change in (
+            ("--dim 40", dict(dispatch_precision="mxfp8", dim=40)),
+            ("--expert-ffn 16", dict(expert_precision="mxfp8")),
+            ("--dim 40", dict(linear_precision="mxfp8", **fits, dim=40)),
+            ("--kv-lora 16", dict(linear_precision="mxfp8")),
+            ("--q-lora 40", dict(linear_precision="mxfp8", **fits, q_lora=40)),
+            ("--heads x (--nope-dim + --rope-dim) = 144", dict(linear_precision="mxfp8", **fits, heads=3)),
+            ("--dense-ffn 72", dict(linear_precision="mxfp8", **fits, dense_ffn=72)),
+            ("--shared-experts x --expert-ffn = 48", dict(linear_precision="mxfp8", kv_lora=32, expert_ffn=16,
+                                                          shared_experts=3)),
+        ):
+            with self.subTest(width):
+                self.refused(2, f"{width} is not a multiple of 32, which MXFP8 needs", out="run", **change)
+        self.train(steps=2, linear_precision="mxfp8", **fits)
+
+    def test_samples(self):
+        write_tokenizer(self.dir / "letters.bin", [b"<end>", b"a", b"b", b"ab"])
+        sampling = dict(sample_every=5, tokenizer="letters.bin", out="run")
+        self.refused(2, "--prompt 'abc'", "letters.bin", prompt="abc", **sampling)
+        self.refused(2, "bytes", "257 tokens", "--vocab 200", sample_every=5, vocab=200, out="run")
+        self.refused(2, "letters.bin", "4 tokens", "--vocab 3", vocab=3, **sampling)
+        self.train(steps=5, vocab=257, **{**sampling, "prompt": "abba"})
+
+    def test_tokenizer_file(self):
+        path = self.dir / "t.bin"
+        for words, change in (
+            (("byte 0", "magic number 5"), dict(magic=5)),
+            (("byte 4", "version 1"), dict(version=1)),
+            (("byte 12", "id 9"), dict(eot=9)),
+        ):
+            write_tokenizer(path, [b"<end>", b"a"], **change)
+            self.refused(1, "--tokenizer: t.bin", *words, tokenizer="t.bin", out="run")
+        write_tokenizer(path, [b"<end>", b"abc"])
+        whole = path.read_bytes()
+        for size, words in ((0, "inside the header"), (1000, "byte 1000: the file ends inside the header"),
+                            (len(whole) - 1, "byte 1033: the file ends inside token 1 of 2")):
+            path.write_bytes(whole[:size])
+            self.refused(1, "--tokenizer: t.bin", words, tokenizer="t.bin", out="run")
+        path.write_bytes(whole + b"x")
+        self.refused(1, "--tokenizer: t.bin", "1 bytes after the last", tokenizer="t.bin", out="run")
+        self.refused(1, "--tokenizer: gone.bin", "No such file", tokenizer="gone.bin", out="run")
+
+
+class TokenizerBesideShards(Case):
+    def setUp(self):
+        super().setUp()
+        self.tokens = [b"%d " % i for i in range(300)]
+        (self.dir / "data").mkdir()
+        write_shard(self.dir / "data/text_train_000000.bin", [token + 150 for token in text(1200)])
+        self.beside = self.dir / "data/text_tokenizer.bin"
+        write_tokenizer(self.beside, self.tokens)
+
+    def check(self, path, size, **options):
+        done = self.train(**{"train": "data/text_train_*.bin", "model": "small", "steps": 1, **options})
+        printed = done.stdout.replace("\n", "  \n")
+        self.assertEqual(re.findall(r"  tokenizer (\S*)  ", printed), [str(path)] if path else ["''"] * ("dry_run" in options))
+        self.assertEqual(re.findall(r"  vocab (\d+)", printed), [str(size)] if size != 50257 else [])
+        return done
+
+    def test_it_is_found_and_gives_the_vocabulary(self):
+        beside = "data/text_tokenizer.bin"
+        for train in ("data/text_train_*.bin", "data/*train*", "data/text_train_000000.bin", self.dir / "data/text_train_*.bin"):
+            self.check(self.beside if train == self.dir / "data/text_train_*.bin" else beside, 300, train=train)
+        self.check(beside, 320, vocab=320)
+        self.check(beside, 300, dry_run=True)
+        write_tokenizer(self.dir / "other.bin", self.tokens + [b"more"] * 5)
+        self.check("other.bin", 305, tokenizer="other.bin")
+        done = self.check(beside, 300, sample_every=1, sample_tokens=5, prompt="7 8 ")
+        self.assertIn("\ntokenizer  data/text_tokenizer.bin, 300 tokens\n", done.stdout)
+        self.assertRegex(done.stdout, r"--- sample at step 1\n7 8 (\d+ ){5}\n---")
+
+    def test_it_is_not_there(self):
+        self.beside.rename(self.dir / "data/other_tokenizer.bin")
+        self.assertIn("\ntokenizer  bytes, 257 tokens\n", self.check("", 50257).stdout)
+        self.assertRegex(self.call(command(dry_run=True, train=None)).stdout, r"  vocab 257\b")
+        shutil.copy(self.dir / "data/text_train_000000.bin", self.dir / "data/texts.bin")
+        self.check("", 50257, train="data/texts.bin")
+
+    def test_files_beside_it(self):
+        """They go into checkpoints; a folder's dot begins no ending, and an empty file would be found out at the end."""
+        folder = self.dir / "v1.2"
+        folder.mkdir()
+        shutil.copy(self.beside, folder / "table")
+        (self.dir / "v1.json").write_text('{"of": "something else"}')
+        self.check("v1.2/table", 300, tokenizer="v1.2/table", out="none")
+        self.assertEqual(list(self.dir.glob("none/step_*/tokenizer*")), [])
+        (self.dir / "a.txt").write_bytes(b"some text\n" * 200)
+        subprocess.run([sys.executable, ROOT / "scripts/prepare_text.py", "a.txt", "--out", "made"], cwd=self.dir, check=True,
+                       capture_output=True)
+        config = self.dir / "made/text_tokenizer_config.json"
+        was = config.read_text()
+        config.write_text("")
+        done = self.train(2, train="made/text_train_*.bin", out="run")
+        self.assertIn("--tokenizer: made/text_tokenizer_config.json beside it is empty", done.stderr)
+        config.write_text(was)
+        self.check("made/text_tokenizer.bin", 257, train="made/text_train_*.bin", out="run")
+        for name in ("tokenizer.json", "tokenizer_config.json"):
+            copy, = self.dir.glob(f"run/step_*/{name}")
+            self.assertEqual(copy.read_text(), (self.dir / f"made/text_{name}").read_text())
+
+    def test_init_of_another(self):
+        """A model of other tokens than the shards' is refused; the folder of a run stands for its newest step."""
+        (self.dir / "a.txt").write_bytes(b"some text\n" * 200)
+        subprocess.run([sys.executable, ROOT / "scripts/prepare_text.py", "a.txt", "--out", "made"], cwd=self.dir, check=True,
+                       capture_output=True)
+        self.train(train="made/text_train_*.bin", out="run", steps=3, save_every=1)
+        words = "--init: the tokenizer run/step_00000003/tokenizer.json has 257 tokens, the one here (data/text_tokenizer.bin) 300"
+        self.refused(2, words, train="data/text_train_*.bin", init="run/step_00000003", steps=1)
+        done = self.train(train="made/text_train_*.bin", init="run", steps=1)
+        self.assertIn("  init run/step_00000003", done.stdout)
+        self.assertIn("weights    from run/step_00000003", done.stdout)
+        sampled = [self.call([PROGRAM, "--sample", folder, "--sample-tokens", 5]).stdout for folder in ("run", "run/step_00000003")]
+        self.assertEqual(sampled[0].split("s\n", 1)[1], sampled[1].split("s\n", 1)[1])
+
+    def test_it_is_none(self):
+        self.beside.write_bytes(b"text")
+        self.refused(1, "--tokenizer: data/text_tokenizer.bin: byte 4: the file ends", train="data/text_train_*.bin", out="run")
+
+    def test_resumed(self):
+        """The checkpoint's vocabulary stays; shards that have moved took their tokenizer with them."""
+        self.check("data/text_tokenizer.bin", 300, out="run")
+        write_tokenizer(self.beside, self.tokens + [b"more"] * 5)
+        resume = dict(out="run", resume=True)
+        self.check("data/text_tokenizer.bin", 300, train=None, steps=2, **resume)
+        (self.dir / "data").rename(self.dir / "moved")
+        self.refused(1, "--train: cannot list 'data/text_train_*.bin'", train=None, tokenizer="moved/text_tokenizer.bin", **resume)
+        self.check("moved/text_tokenizer.bin", 300, train="moved/text_train_*.bin", steps=3, **resume)
+        (self.dir / "moved/text_tokenizer.bin").unlink()
+        self.refused(1, "--tokenizer: moved/text_tokenizer.bin: cannot read: No such file", train=None, **resume)
+
+    def test_validation_of_another(self):
+        """Whose ids are in the vocabulary of this one."""
+        write_shard(self.dir / "data/less_val_000000.bin", text(300))
+        write_tokenizer(self.dir / "data/less_tokenizer.bin", self.tokens[:200])
+        shutil.copy(self.dir / "data/less_val_000000.bin", self.dir / "data/text_val_000000.bin")
+        self.check("data/text_tokenizer.bin", 300, val="data/text_val_*.bin", out="run")
+        words = "--val: the tokenizer data/less_tokenizer.bin has 200 tokens, the one here (data/text_tokenizer.bin) 300"
+        self.refused(2, words, train="data/text_train_*.bin", val="data/less_val_*.bin")
+        args = [PROGRAM, "--evaluate", "run/step_00000001", "--val", "data/less_val_*.bin"]
+        self.call(args)  # nobody says which the model was trained with
+        self.assertIn(words, self.call(args + ["--tokenizer", "data/text_tokenizer.bin"], 2).stderr)
+
+    def test_samples_that_would_be_no_text(self):
+        self.beside.unlink()
+        sampling = dict(train="data/text_train_*.bin", sample_every=5, sample_tokens=2, steps=1, vocab=300)
+        self.refused(2, "samples need --tokenizer: the ids in the shards go beyond 256", **sampling, out="run")
+        self.train(**{**sampling, "sample_every": 0})
+        self.train(**{**sampling, "train": self.train_glob})  # bytes
+
+
+class BadData(Case):
+    def test_headers(self):
+        good, bad = text(200), self.dir / "x_train_000001.bin"
+        write_shard(self.dir / "x_train_000000.bin", good)
+        for option in ("train", "val"):
+            for words, change in (
+                (("byte 0", "magic number 77"), dict(magic=77)),
+                (("byte 4", "version 2", "must be 1"), dict(version=2)),
+                (("byte 4", "version 1", "must be 7"), dict(magic=20240801)),
+                (("byte 8", "counts 201 tokens", "1426 bytes", "1424"), dict(count=201)),
+                (("byte 8", "counts -1 tokens"), dict(count=-1)),
+            ):
+                with self.subTest(option, **change):
+                    write_shard(bad, good, **change)
+                    self.refused(1, f"--{option}: x_train_000001.bin", *words, **{option: "x_train_*.bin", "out": "run"})
+            write_shard(bad, good)
+            whole = bad.read_bytes()
+            for size, words in ((0, "byte 0: the file ends inside the header"), (500, "byte 500: the file ends inside"),
+                                (1423, "cut off or altered")):
+                with self.subTest(option, size=size):
+                    bad.write_bytes(whole[:size])
+                    self.refused(1, f"--{option}: x_train_000001.bin", words, **{option: "x_train_*.bin", "out": "run"})
+            bad.unlink()
+            bad.mkdir()
+            self.refused(1, f"--{option}: x_train_000001.bin", "not a file", **{option: "x_train_*.bin", "out": "run"})
+            bad.rmdir()
+            self.refused(1, f"--{option}", "no file matches 'y_*.bin'", **{option: "y_*.bin", "out": "run"})
+
+    def test_more_shards_than_the_soft_limit_of_open_files(self):
+        """They stay open; so do a log and files of a checkpoint that are opened after the last of them."""
+        for i in range(60):
+            write_shard(self.dir / f"m_train_{i:06d}.bin", text(40, i))
+        for limit in range(60, 67):
+            args = command(train="m_train_*.bin", out=f"run{limit}", steps=1)
+            self.call(["sh", "-c", f'ulimit -Sn {limit}; exec "$@"', "sh", *args])
+            self.assertEqual(checkpoints(self.dir / f"run{limit}"), ["step_00000001"])
+
+    def test_too_few_tokens(self):
+        write_shard(self.dir / "few.bin", text(40))
+        self.refused(1, "1 windows of 32 tokens, fewer than one batch of 2", train="few.bin", out="run")
+        write_shard(self.dir / "few.bin", text(32))
+        self.refused(1, "no shard of 'few.bin' holds a window of 33 tokens", "longest of 1 has 32", train="few.bin",
+                     out="run")
+        write_shard(self.dir / "few.bin", [])
+        self.refused(1, "no shard of 'few.bin'", train="few.bin", out="run")
+
+    def test_token_outside_the_vocabulary(self):
+        tokens = text(600)
+        tokens[77] = 257
+        write_shard(self.dir / "x.bin", tokens)
+        done = self.train(1, train="x.bin", out="run")
+        self.assertIn("--train: x.bin: byte 1178: token 257 is outside the vocabulary (--vocab 257)", done.stderr)
+        self.assertEqual(checkpoints(self.dir / "run"), [])
+        self.train(steps=2, train="x.bin", vocab=258)
+        write_shard(self.dir / "wide.bin", text(77) + [3000000000] + text(600), magic=20240801, version=7)
+        self.assertIn("wide.bin: byte 1332: token 3000000000", self.train(1, train="wide.bin").stderr)
+        done = self.train(1, val="x.bin", steps=3, out="validated")
+        self.assertIn("--val: x.bin: byte 1178: token 257", done.stderr)
+
+    def test_bad_token_on_resume(self):
+        """The hash of the data does not cover tokens: a bad one is found on reading, and no checkpoint is harmed."""
+        shutil.copytree(self.data, self.dir / "data")
+        out = self.copy_of(self.reference())
+        write_shard(self.dir / "data/text_train_000000.bin", [60000] * 1200)
+        before, steps = snapshot(out), curve(out)
+        self.train(1, train="data/text_train_*.bin", out="run", resume=True, steps=40)
+        after = snapshot(out)
+        self.assertEqual(curve(out)[:20], steps)
+        self.assertEqual({**after, "log.jsonl": ""}, {**before, "log.jsonl": ""})
+
+
+class OutputFolder(Case):
+    def test_cannot_be_a_folder(self):
+        (self.dir / "file").write_text("mine")
+        for out in ("file", "file/run", "/dev/null/x"):
+            self.refused(1, f"--out {out} cannot be used as a folder: Not a directory", out=out)
+            self.refused(1, f"--out {out} cannot be used as a folder: Not a directory", out=out, resume=True)
+        out = self.copy_of(self.reference())
+        (out / "log.jsonl").unlink()
+        (out / "log.jsonl").mkdir()
+        self.refused(1, "run/log.jsonl: Is a directory", out="run", resume=True, steps=30)
+
+    def test_used_folder_without_resume(self):
+        out = self.copy_of(self.reference())
+        self.refused(2, "--out run holds a run already", "--resume", out="run")
+        (out / "log.jsonl").unlink()
+        self.refused(2, "--out run holds a run already", out="run")
+        (self.dir / "other").mkdir()
+        shutil.copy(self.reference() / "log.jsonl", self.dir / "other")
+        self.refused(2, "--out other holds a run already", out="other")
+
+    def test_other_files_stay(self):
+        """A folder that holds no run can be used, and what lies there is nobody's business."""
+        out = self.dir / "run"
+        (out / "deep").mkdir(parents=True)
+        for name in ("notes.txt", "step_notes.txt", "step_1.txt", "deep/notes"):
+            (out / name).write_text("mine")
+        before = snapshot(out)
+        self.train(out="run", steps=4, save_every=1, keep=1)
+        self.assertEqual(checkpoints(out), ["deep", "step_00000004"])
+        self.assertEqual({name: value for name, value in snapshot(out).items() if name in before}, before)
+
+    def test_resume_without_a_checkpoint_starts_afresh(self):
+        (self.dir / "empty").mkdir()
+        for out in ("empty", "new/nested/folder"):
+            done = self.train(out=out, resume=True, steps=20, save_every=10)
+            self.assertNotIn("resumed", done.stdout)
+            self.assert_same_run(self.dir / out, self.reference(), 20)
+
+
+class Reports(Case):
+    def test_help(self):
+        done = self.call([PROGRAM, "--help", "all"])
+        groups = re.findall(r"^(\w+)$", done.stdout, re.M)
+        self.assertEqual(groups, ["model", "use", "data", "run", "optimizer", "parallel", "precision", "memory", "debugging"])
+        for name in [*SMALL, "train", "val", "out", "resume", "dry_run", "help", "prompt", "overfit"]:
+            self.assertRegex(done.stdout, rf"(?m)^  --{name.replace('_', '-')} .*\[.+\]$")
+        for line in re.findall(r"(?m)^  --\S+ (?:\S+ )? *(.*) \[.*\]$", done.stdout):
+            self.assertLessEqual(len(line), 80, line)
+        common = self.call([PROGRAM, "--help"]).stdout
+        self.assertIn("--help all lists all", common)
+        lines = re.findall(r"(?m)^  --.*$", common)
+        self.assertEqual(len(lines), 30)
+        self.assertTrue(set(lines) < set(done.stdout.splitlines()))
+
+    @unittest.skipUnless(os.path.exists("/dev/full"), "needs /dev/full")
+    def test_output_that_is_lost(self):
+        for args in ("--help", "--version", "--dry-run"):
+            with open("/dev/full", "w") as full:
+                done = subprocess.run([PROGRAM, args], stdout=full, stderr=subprocess.PIPE, text=True)
+            self.assertEqual((done.returncode, done.stderr.count("cannot write the output: No space left")), (1, 1), args)
+
+    def test_version(self):
+        build = r"CUDA \d+\.\d+ build in bf16" if "/cuda/" in PROGRAM else "CPU build in float(32|64)"
+        self.assertRegex(self.call([PROGRAM, "--version"]).stdout, rf"^train_moe (unknown|\S*[0-9a-f]{{7}}\S*), {build}, .+\d\n$")
+
+    @unittest.skipUnless(shutil.which("git") and shutil.which("make"), "needs git and make")
+    def test_commit_of_a_build(self):
+        """A new commit builds one object; a source tree without git has no commit, even inside a repository."""
+        tree, objects = self.dir / "tree", ["build/cpu/device/version.o", "build/cpu/device/random.o"]
+        git = ["git", "-c", "user.name=a", "-c", "user.email=a@b", "-c", "commit.gpgsign=false", "-C"]
+        make = ["make", "-C", tree, "MPI=0", *objects]
+
+        def commit(folder):
+            self.call([*git, folder, "commit", "-q", "--allow-empty", "-m", "one more"])
+            return self.call([*git, folder, "describe", "--always"]).stdout.strip()
+        shutil.copytree(ROOT / "device", tree / "device")
+        shutil.copy(ROOT / "Makefile", tree)
+        self.call(["git", "init", "-q", self.dir])
+        outer = commit(self.dir)
+        self.call(make)
+        self.assertIn(b"unknown", (tree / objects[0]).read_bytes())
+        self.assertNotIn(outer.encode(), (tree / objects[0]).read_bytes())
+        self.call(["git", "init", "-q", tree])
+        for _ in range(2):
+            inner = commit(tree)
+            built = self.call(make).stdout
+            self.assertIn(inner.encode(), (tree / objects[0]).read_bytes())
+            self.assertEqual([f"CC    {name}\n" in built for name in objects], [True, False])
+            self.assertNotIn("CC ", self.call(make).stdout)
+
+    def test_no_validation(self):
+        done = self.train(steps=2, val=self.val_glob, val_every=0, out="run")
+        self.assertNotIn("validation ", done.stdout)
+        self.assertNotIn('"val_loss"', (self.dir / "run/log.jsonl").read_text())
+        self.assertIn("validation ", self.train(steps=2, val=self.val_glob, val_every=1).stdout)
+
+    def test_dry_run(self):
+        for preset, *numbers in (("tiny",), ("small",), ("debug",), ("236b", "235.7e9 parameters (21.38e9 active"),
+                                 ("16b", "15.71e9 parameters (2.661e9 active", "16.41e9 FLOPs a token",
+                                  "parameters 15706484224"),
+                                 ("671b", "parameters 671026404352", "(37.55e9 active")):
+            done = self.call([PROGRAM, "--dry-run", "--model", preset, "--seq-len", 4096, "--batch", 1, "--out", "run"])
+            for words in (*numbers, f"model {preset}", "CPU build", "CUDA build", "master weights", "bytes a token"):
+                self.assertIn(words, done.stdout)
+            self.assertEqual(len(re.findall(r"^  total .* MiB = [\d.]+ GiB$", done.stdout, re.M)), 2)
+            cpu, cuda = done.stdout.split("\nmemory of each")[1:]
+            self.assertRegex(cpu, r"(?m)^  workspace of the ops  ")
+            self.assertRegex(cuda, r"(?m)^  workspace of the ops \(estimated\)")
+            self.assertIn("\n  CUDA context and libraries (estimated)", cuda)
+            for table in (cpu, cuda):
+                mib = [float(n) for n in re.findall(r"^  \S.*? ([\d.]+) MiB", table, re.M)]
+                self.assertAlmostEqual(sum(mib[:-1]), mib[-1], delta=0.01)  # the last is the total
+        self.assertNotIn("NCCL", done.stdout)
+        self.assertIn("\n  NCCL connections (estimated)", self.train(dry_run=True, ranks=2).stdout)
+        self.assertEqual(snapshot(self.dir), {})
+
+    def test_fits_a_gpu(self):
+        """--gpu-memory judges by the table's own total, and what it proposes fits and is the largest that does."""
+        def judged(gib, *more):
+            args = [PROGRAM, "--dry-run", "--model", "small", "--seq-len", 1024, "--batch", 32, "--gpu-memory", gib,
+                    "--optimizer", "adamw"]
+            text = self.call([*args, *more]).stdout
+            total, needed, left = (float(re.search(pattern, text, re.M)[1]) for pattern in (
+                r"(?s).*= ([\d.]+) GiB$", r"^memory +([\d.]+) GiB are needed",
+                r"([\d.]+) GiB are left"))
+            self.assertAlmostEqual(total, needed + 0.5, delta=0.01)
+            self.assertAlmostEqual(left, gib - 0.5, delta=0.01)
+            self.assertEqual("it fits\n" in text, needed <= left)
+            return text
+        self.assertIn("left: it fits\n", judged(80))
+        said = judged(8)
+        proposals = re.search(r"it does not fit; these fit: (.*)", said)[1]
+        self.assertIn("--batch ", proposals)
+        for options in re.findall(r"(--[^()]+) \(", proposals):
+            self.assertIn("it fits\n", judged(8, *options.split()))
+        batch = int(re.search(r"--batch (\d+)", proposals)[1])
+        self.assertIn("it does not fit", judged(8, "--batch", 2 * batch))  # of those that divide the step the next
+        self.assertIn("no --batch, --recompute or --shard makes it fit", judged(0.6))
+        tight = "--batch", 1, "--seq-len", 256
+        self.assertRegex(judged(3.4, *tight), r"these fit: --moments bf16 --recompute block \(")
+        self.assertIn("no --batch,", judged(3.4, *tight, "--resume", "--out", "run"))  # they are as they were
+        self.refused(2, "--gpu-memory is for --dry-run", gpu_memory=8, out="run")
+        if "cuda" not in PROGRAM:
+            self.assertNotIn("GiB are", self.train(dry_run=True).stdout)
+
+    def test_dry_run_matches_checkpoint(self):
+        """The parameters counted are those in the files."""
+        for mtp in (0, 2):
+            total = int(re.search(r"parameters (\d+), active", self.train(dry_run=True, mtp=mtp).stdout).group(1))
+            stored = 0
+            for path in (self.reference(mtp=mtp) / "step_00000020").glob("block_???.safetensors"):
+                data = path.read_bytes()
+                header = json.loads(data[8:8 + struct.unpack("<Q", data[:8])[0]])
+                for name, tensor in header.items():
+                    if name != "__metadata__" and not name.endswith("e_score_correction_bias"):
+                        size = 1
+                        for n in tensor["shape"]:
+                            size *= n
+                        stored += size
+            self.assertEqual(stored, total)
+
+    def test_samples(self):
+        options = dict(steps=10, sample_every=4, sample_tokens=6, prompt="hello\u00e9")
+        done = self.train(**options)
+        samples = re.findall(r"^--- sample at step (\d+)\n(.*?)\n---$", done.stdout, re.M | re.S)
+        self.assertEqual([step for step, _ in samples], ["4", "8", "10"])
+        for _, sample in samples:
+            self.assertTrue(sample.startswith("hello\u00e9"), sample)
+        self.assertEqual(re.findall("^--- sample.*?^---$", self.train(**options).stdout, re.M | re.S),
+                         re.findall("^--- sample.*?^---$", done.stdout, re.M | re.S))
+        self.assertNotIn("--- sample", self.train(steps=4).stdout)
+
+    def test_sample_after_learning(self):
+        """What a trained model writes follows what it was trained on; the likeliest token each time."""
+        write_shard(self.dir / "x.bin", ([256] + [ord(c) for c in "the quick brown fox jumps over "]) * 20)
+        done = self.train(train="x.bin", steps=200, lr=1e-2, sample_every=200, sample_tokens=40, prompt="the quick",
+                          temperature=0)
+        self.assertIn("--- sample at step 200\nthe quick brown fox jumps over \n---", done.stdout)
+
+    def test_what_a_run_prints(self):
+        done = self.train(steps=3, val=self.val_glob, out="run")
+        self.assertNotRegex(done.stdout, r"(?m)^\w+ .* rope-theta |^precision ")  # as they are by default
+        for words in ("  dim 32", "2 shards, 2100 tokens, 65 windows of 32", "step 3/3  loss",
+                      "validation", "saved run/step_00000003"):
+            self.assertIn(words, done.stdout)
+        self.assertEqual(done.stderr, "")
+        self.assertIn("no log and no checkpoint", self.train(steps=1).stdout)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,460 @@
+#!/usr/bin/env python3
+"""Runs that stop and go on: TRAIN_MOE=build/cpu/train_moe python3 tests/model/test_resume.py
+
+A resumed run must equal one that was never stopped, bit for bit, however it was stopped.
+"""
+import contextlib
+import json
+import os
+import pathlib
+import re
+import shutil
+import signal
+import subprocess
+import sys
+import time
+
+sys.path.insert(0, str(pathlib.Path(__file__).resolve().parent.parent))
+
+from cli import (Case, PROGRAM, ROOT, SMALL, checkpoints, command, curve, environment, main, manifest, snapshot, text,  # noqa: E402
+                 write_manifest, write_shard)
+
+
+class ResumeOptions(Case):
+    def test_what_must_not_differ(self):
+        self.copy_of(self.reference())
+        resume = dict(out="run", resume=True, steps=30)
+        for name, value, was in (
+            ("lr", 1e-3, "0.003"), ("lr", 0.0030015, "0.003"), ("seed", 2, "1"), ("dim", 64, "32"), ("experts", 8, "4"),
+            ("score", "softmax", "sigmoid"), ("schedule", "cosine", "constant"), ("warmup", 3, "0"),
+            ("seq_len", 16, "32"),
+            ("tokens_per_step", 128, "64"), ("aux_loss", 0.1, "0.01"), ("balance", "none", "quantile"),
+            ("clip", 2, "1"), ("overfit", True, "0"), ("force_balance", True, "0"), ("model", "debug", "tiny"),
+            ("vocab", 300, "257"), ("mtp", 1, "0"), ("mtp_weight", 0.5, "0.3"), ("mtp_weight_end", 0.2, "0.1"),
+            ("mtp_switch", 0.5, "0.67"), ("moments", "bf16", "float32"),
+        ):
+            with self.subTest(name):
+                option, shown = name.replace("_", "-"), 1 if value is True else value
+                self.refused(2, f"the run in run was made with --{option} {was}, not {shown}. ", **{**resume, name: value})
+        self.refused(2, "--tokens-per-step 64 is not a multiple of 1 ranks x --batch 4 ", **resume, batch=4)
+
+    def test_all_that_differ_in_one_message(self):
+        self.copy_of(self.reference())
+        self.refused(2, "the run in run was made with --dim 32, not 64; --vocab 257, not 300; --seed 1, not 2; --lr 0.003, "
+                     "not 0.001; --schedule constant, not cosine. ", out="run", resume=True, lr=1e-3, seed=2, vocab=300,
+                     schedule="cosine", dim=64, prompt="as may be")
+
+    def test_precision(self):
+        """A mode and the options that it stands for are the same run; another set is refused by name."""
+        short = dict(kv_lora=32, expert_ffn=32, steps=10)
+        spelled = dict(expert_precision="mxfp8", dispatch_precision="mxfp8", mx_gemm="fast")
+        for made, resumed in ((dict(precision="mxfp8"), spelled), (spelled, dict(precision="mxfp8"))):
+            out = self.copy_of(self.reference(**short, **made))
+            record = manifest(out / "step_00000010")["options"]
+            self.assertEqual([record[name] for name in ("expert-precision", "combine-precision", "mx-gemm")],
+                             ["mxfp8", "bf16", "fast"])
+            for name, value, said in (
+                ("precision", "mxfp8-exact", "--mx-gemm fast, not exact"),
+                ("precision", "bf16", "--expert-precision mxfp8, not bf16; --dispatch-precision mxfp8, not bf16; --mx-gemm "
+                 "fast, not exact"),
+                ("linear_precision", "mxfp8", "--linear-precision bf16, not mxfp8"),
+                ("mx_scale", "floor", "--mx-scale rceil, not floor"),
+            ):
+                with self.subTest(made, name=name, value=value):
+                    options = {**short, "precision": "mxfp8", name: value}
+                    self.refused(2, f"the run in run was made with {said}. ", **options, out="run", resume=True)
+            self.train(out="run", resume=True, **{**short, "steps": 14}, **resumed)
+            self.assertEqual(curve(out), curve(self.reference(**{**short, "steps": 14}, **made)))
+
+    def test_options_that_a_checkpoint_lacks(self):
+        """One made before an option existed goes on with the option's default, and with nothing else."""
+        resume = dict(out="run", resume=True, steps=21)
+        for name, default, other in (("aux_loss", "0.01", 0.1), ("clip", "1", 2), ("yarn", "0", 1), ("dense_layers", "1", 2),
+                                     ("overfit", "0", True), ("mx_gemm", "exact", "fast"), ("schedule", "cosine", None),
+                                     ("lr", "0.001", None), ("tokens_per_step", "64", 128), ("score", "sigmoid", "softmax")):
+            with self.subTest(name):
+                out, option = self.copy_of(self.reference()), name.replace("_", "-")
+                record = manifest(out / "step_00000020")
+                value = record["options"].pop(option)
+                write_manifest(out / "step_00000020", record)
+                (value, options) = (value, {}) if other is None else (1 if other is True else other, {name: other})
+                self.refused(2, f"--{option} {default} (its checkpoint does not name this option), not {value}. ",
+                             **resume, **options)
+                if other is not None:
+                    self.assertIn("resumed    from run/step_00000020", self.train(**resume).stdout)
+        out = self.copy_of(self.reference(kv_lora=32, expert_ffn=32, precision="mxfp8", mx_gemm="exact"))
+        record = manifest(out / "step_00000020")
+        del record["options"]["mx-gemm"]  # from before there were sets, which say another
+        write_manifest(out / "step_00000020", record)
+        self.assertRegex(self.alone().stdout, r"  mx-gemm exact\b")
+        for options in (None, [], "tiny"):
+            out = self.copy_of(self.reference())
+            write_manifest(out / "step_00000020", {**record, "options": options})
+            done = self.train(**resume)
+            self.assertIn("checkpoint step_00000020 is refused: run/step_00000020/manifest.json: it has no options", done.stderr)
+            self.assertIn("resumed    from run/step_00000010", done.stdout)
+
+    def test_another_optimizer(self):
+        """By name alone; what the other one kept is new, the rest is not."""
+        for was, now, new in (("adamw", "muon", "momenta"), ("muon", "adamw", "AdamW moments")):
+            out = self.copy_of(self.reference(optimizer=was))
+            done = self.train(out="run", resume=True, steps=22, optimizer=now, **({"muon_lr": 1e-3} if now == "muon" else {}))
+            self.assertIn(f"optimizer  was {was}: the {new} of the matrices that Muon trains start at zero\n", done.stdout)
+            self.assertEqual(manifest(out / "step_00000022")["options"]["optimizer"], now)
+            self.assertEqual(len(curve(out)), 22)
+            again = self.train(out="run", resume=True, steps=24, optimizer=None)
+            self.assertNotIn("start at zero", again.stdout)
+            self.refused(2, "the run in run was made with --muon-momentum 0.95, not 0.9. ", out="run", resume=True, steps=25, optimizer=None,
+                         muon_momentum=0.9)
+            shutil.rmtree(out)
+
+    def test_option_that_was_removed(self):
+        """A checkpoint from before --balance, with --even-start: a line says what goes on, and the biases move as they did."""
+        for rate, balance in ((0.005, "deepseek"), (0, "none")):
+            out = self.copy_of(self.reference(balance=balance))
+            record = manifest(out / "step_00000020")
+            del record["options"]["balance"]
+            record["options"].update({"even-start": 1, "bias-rate": rate})
+            write_manifest(out / "step_00000020", record)
+            done = self.train(out="run", resume=True, steps=21)
+            self.assertEqual(done.stdout.count("options    --even-start of the checkpoint no longer exists: from here on routers select "
+                                               f"by their scores and biases, with --balance {balance}\n"), 1)
+            self.assertEqual(manifest(out / "step_00000021")["options"]["balance"], balance)
+            shutil.rmtree(out)
+
+    def test_manifest_of_the_past(self):
+        """tests/golden/manifest_1.json: what the first version of the format says of a run. Options that were removed or
+        renamed since would leave such checkpoints behind."""
+        golden = json.loads((ROOT / "tests/golden/manifest_1.json").read_text())
+        flags = ("force-balance", "overfit")
+        here = ("train", "val", "tokenizer", "steps", "save-every", "out", "resume", "dry-run", "ranks", "help")
+        options = [word for name, value in golden["options"].items() if name not in flags + here for word in ("--" + name, value)]
+        options += ["--" + name for name in flags if golden["options"][name]]
+        args = [PROGRAM, "--train", self.train_glob, "--val", self.val_glob, "--steps", 4, "--save-every", 2, *options]
+        whole, out = self.dir / "whole", self.dir / "run"
+        self.call([*args, "--out", "whole", "--balance", "deepseek", "--optimizer", "adamw"])  # what there was before the options
+        shutil.copytree(whole, out)
+        shutil.rmtree(out / "step_00000004")
+        record = manifest(out / "step_00000002")
+        self.assertEqual((golden["format"], golden.keys() - record.keys(), golden["options"].keys() - record["options"].keys()),
+                         (record["format"], set(), set()))
+        record["options"] = golden["options"]
+        write_manifest(out / "step_00000002", record)
+        self.assertIn("resumed    from run/step_00000002", self.call([*args, "--out", "run", "--resume"]).stdout)
+        self.assert_same_run(out, whole, 4)
+        self.assertEqual(manifest(out / "step_00000004")["options"]["balance"], "deepseek")
+
+    def test_what_may_differ(self):
+        out = self.copy_of(self.reference(tokens_per_step=128), "moved")
+        shutil.copytree(self.data, self.dir / "data")
+        done = self.train(train="data/text_train_*.bin", val=self.val_glob, out="moved", resume=True, steps=23, batch=4,
+                          tokens_per_step=128, save_every=1, keep=3, val_every=1, val_tokens=64,
+                          sample_every=2, sample_tokens=3, prompt="abc", temperature=0, sample_top_k=1)
+        self.assertIn("resumed    from moved/step_00000020", done.stdout)
+        self.assertEqual(checkpoints(out), ["step_00000021", "step_00000022", "step_00000023"])
+        losses = [step["loss"] for step in curve(out)]
+        expected = [step["loss"] for step in curve(self.reference(23, tokens_per_step=128))]
+        self.assertEqual((len(losses), losses[:20]), (23, expected[:20]))
+        for a, b in zip(losses[20:], expected[20:]):  # sums in another order
+            self.assertAlmostEqual(a, b, places=4)
+
+    def alone(self, *more, code=0, out="run"):
+        """Nothing but the folder and `more`."""
+        return self.call([PROGRAM, "--out", out, "--resume", *more], code)
+
+    def test_the_folder_alone(self):
+        """What is not given is as it was, of whatever kind; what is given stands, and is as it was the next time."""
+        options = dict(model="debug", q_lora=8, score="sigmoid", precision="mxfp8", mx_gemm="exact", kv_lora=32, expert_ffn=32,
+                       tokens_per_step=128, batch=1, seed=3, lr=1 / 300, clip=0.5, overfit=True, val=self.val_glob, val_every=3,
+                       val_tokens=64, sample_every=8, sample_tokens=3, prompt="ab c", keep=3, recompute="moe", mx_stats=4,
+                       mtp=1, mtp_switch=0.6)
+        whole = self.reference(**options)
+        out = self.copy_of(whole)
+        shutil.rmtree(out / "step_00000020")
+        done = self.alone()
+        self.assertIn("resumed    from run/step_00000010", done.stdout)
+        self.assertIn("--- sample at step 16\nab c", done.stdout)
+        self.assert_same_run(out, whole, 20)
+        records = [manifest(folder / "step_00000020")["options"] for folder in (out, whole)]
+        self.assertEqual({key for key in records[1] if records[0][key] != records[1][key]}, {"out", "resume"})
+        self.assertEqual(records[0]["lr"], 1 / 300)
+
+        self.assertIn("nothing to do: the run has 20 steps, --steps is 20", self.alone().stdout)
+        self.alone("--steps", 22, "--batch", 2, "--prompt=", "--val", "", "--lr", 1 / 300)
+        self.assertEqual(checkpoints(out), ["step_00000010", "step_00000020", "step_00000022"])
+        record = manifest(out / "step_00000022")["options"]
+        self.assertEqual({key: record[key] for key in record if record[key] != records[0][key]},
+                         dict(steps=22, batch=2, prompt="", val=""))
+        self.assertIn("  steps 22  out run  ", self.alone().stdout)
+        self.alone("--model", "tiny", code=2)
+        self.alone("--model", "debug")
+
+    def test_a_planned_resume(self):
+        self.copy_of(self.reference(batch=1, seed=9))
+        before = snapshot(self.dir)
+        self.assertIn("--tokens-per-step 32 is not a multiple of 3 ranks", self.alone("--dry-run", "--ranks=3", code=2).stderr)
+        self.assertIn("  seed 9  data-seed 0\n", self.alone("--dry-run").stdout)
+        self.assertEqual(snapshot(self.dir), before)
+
+    def test_all_manifests_bad(self):
+        out = self.copy_of(self.reference())
+        for step in (10, 20):
+            (out / f"step_000000{step}/manifest.json").write_text("{}")
+        before = snapshot(self.dir)
+        done = self.alone(code=1)
+        for words in ("step_00000010 is refused: ", "step_00000020 is refused: ", "no checkpoint in run is good; nothing was"):
+            self.assertIn(words, done.stderr)
+        self.assertEqual(snapshot(self.dir), before)
+
+    def test_newest_manifest_bad(self):
+        """The options come from the checkpoint before."""
+        out = self.copy_of(self.reference())
+        (out / "step_00000020/manifest.json").write_text("{}")
+        self.assertIn("warning: resuming from step_00000010, the newest good checkpoint", self.alone().stderr)
+        self.assert_same_run(out, self.reference(), 20)
+
+    def test_recorded_values_that_are_none(self):
+        """Of another version of the program, say."""
+        for name, value, words in (("schedule", "sideways", "takes one of"), ("layers", 5000, "5000 is out of range"),
+                                   ("lr", "fast", "takes a number"), ("batch", "2.5", "takes a whole number")):
+            out = self.copy_of(self.reference())
+            record = manifest(out / "step_00000020")
+            record["options"][name] = value
+            write_manifest(out / "step_00000020", record)
+            self.assertIn(f"error: the checkpoint in run: --{name} {words}", self.alone(code=2).stderr)
+
+    def test_without_a_checkpoint(self):
+        (self.dir / "empty").mkdir()
+        for out in ("new", "empty"):
+            self.assertIn(f"there is no checkpoint in {out} to resume from, and --train is missing to start afresh",
+                          self.alone(out=out, code=2).stderr)
+
+    def test_of_more_ranks(self):
+        out = self.copy_of(self.reference())
+        record = manifest(out / "step_00000020")
+        record["options"]["ep"] = 4
+        write_manifest(out / "step_00000020", record)
+        self.assertIn("--ep 4 does not divide the 1 rank of the run (unless given, it is as the checkpoint has it; --ep 1 fits)",
+                      self.alone(code=2).stderr)
+        self.alone("--ep", "1")
+
+    def test_nothing_to_do(self):
+        out = self.copy_of(self.reference())
+        for steps in (20, 5):
+            before = snapshot(out)
+            self.assertIn("nothing to do", self.train(out="run", resume=True, steps=steps).stdout)
+            self.assertEqual({**snapshot(out), "log.jsonl": ""}, {**before, "log.jsonl": ""})
+            self.assertEqual(curve(out), curve(self.reference()))
+
+    def test_data_differs(self):
+        self.copy_of(self.reference())
+        resume = dict(out="run", resume=True, steps=30)
+        (self.dir / "more").mkdir()
+        for shard in self.data.glob("text_train_*"):
+            shutil.copy(shard, self.dir / "more")
+        write_shard(self.dir / "more/text_train_000002.bin", text(100))
+        self.refused(2, "--train names other shards", train="more/*.bin", **resume)
+        self.refused(2, "--train names other shards", train="more/text_train_000000.bin", **resume)
+        (self.dir / "more/text_train_000002.bin").unlink()
+        write_shard(self.dir / "more/text_train_000001.bin", text(901, 8))
+        self.refused(2, "--train names other shards", train="more/*.bin", **resume)
+        write_shard(self.dir / "more/text_train_000001.bin", text(900, 8))
+        self.train(train="more/*.bin", **resume)
+
+
+class Resume(Case):
+    def check(self, stops, steps=20, **options):
+        """A run stopped after each of `stops` equals one that was not."""
+        expected, last = self.reference(steps, **options), 0
+        shutil.rmtree(self.dir / "run", ignore_errors=True)
+        for stop in stops + [steps]:
+            done = self.train(out="run", resume=True, steps=stop, **options)
+            resumed = re.findall(r"resumed    from run/step_0*(\d+)$", done.stdout, re.M)
+            self.assertEqual(resumed, [str(last)] if last else [])
+            last = stop
+        self.assert_same_run(self.dir / "run", expected, steps)
+
+    def test_once_and_often(self):
+        self.check([10])
+        self.check([7, 13])
+        self.check([1, 2, 3, 19])
+
+    def test_gradient_accumulation(self):
+        self.check([6, 13], tokens_per_step=256)
+
+    def test_architectures(self):
+        for options in (dict(score="softmax", route_norm=0, groups=2, top_groups=1, dense_layers=0, warmup=8),
+                        dict(q_lora=8, yarn=1, shared_experts=0, top_k=1, dense_layers=1), dict(dense_layers=2),
+                        dict(overfit=True, clip=0, force_balance=True), dict(mtp=2, mtp_switch=1),
+                        dict(moments="bf16", score="softmax"), dict(balance="deepseek", score="softmax"),
+                        dict(balance="none"), dict(optimizer="muon"), dict(optimizer="muon", moments="bf16", q_lora=8, mtp=1, mtp_switch=1)):
+            with self.subTest(options):
+                self.check([9], **options)
+
+    def test_epochs(self):
+        """11 windows, 2 a step: epochs end inside steps; stops inside the second epoch and at its end."""
+        write_shard(self.dir / "small.bin", text(11 * 32 + 5))
+        self.check([7, 11], train="small.bin")
+        losses = [step["loss"] for step in curve(self.reference(train="small.bin"))]
+        self.assertLess(losses[-1], losses[0])
+
+    def test_order_of_data(self):
+        """With weights that stand still a window has its loss: all in every epoch, each epoch in another order."""
+        write_shard(self.dir / "small.bin", text(7 * 32 + 5))
+        still = dict(train="small.bin", lr=0, balance="none", batch=1, out="run")
+        self.train(steps=10, **still)
+        self.train(steps=21, resume=True, **still)
+        losses = [step["loss"] for step in curve(self.dir / "run")]
+        epochs = [losses[:7], losses[7:14], losses[14:]]
+        self.assertEqual(len(set(epochs[0])), 7)
+        self.assertEqual([sorted(epoch) for epoch in epochs], [sorted(epochs[0])] * 3)
+        self.assertEqual(len(set(map(tuple, epochs))), 3)
+
+    def test_validation_and_samples_change_nothing(self):
+        self.train(out="run", steps=20, val=self.val_glob, val_every=3, val_tokens=100, sample_every=4, sample_tokens=40,
+                   save_every=7)
+        self.assert_same_run(self.dir / "run", self.reference(), 20)
+
+    def test_lines_of_lost_steps_are_dropped(self):
+        """After a kill the log runs ahead of the newest checkpoint, and its last line may be torn."""
+        for tail in ("", '{"step": 21, "loss": 5.0, "gr', '{"step": 21, "loss": 5.0}', "\n\n", "\0\0\0"):
+            out = self.copy_of(self.reference())
+            shutil.rmtree(out / "step_00000020")
+            with open(out / "log.jsonl", "a") as log:
+                log.write(tail)
+            self.train(out="run", resume=True, steps=12)
+            self.assertEqual(curve(out), curve(self.reference())[:12])
+            self.train(out="run", resume=True, steps=20)
+            self.assert_same_run(out, self.reference(), 20)
+
+    def test_log_lost_or_torn_early(self):
+        for content in (None, b"", b'{"model": "ti'):
+            out = self.copy_of(self.reference())
+            (out / "log.jsonl").unlink()
+            if content is not None:
+                (out / "log.jsonl").write_bytes(content)
+            self.train(out="run", resume=True, steps=22)
+            self.assertEqual([step["step"] for step in curve(out)], [21, 22])
+            self.assertEqual(curve(out), curve(self.reference(22))[20:])
+
+
+class Signals(Case):
+    STEPS = dict(steps=10**6, tokens_per_step=256)
+
+    @contextlib.contextmanager
+    def running(self, **options):
+        args = command(**{"train": self.train_glob, "out": "run", **self.STEPS, **options})
+        process = subprocess.Popen(args, cwd=self.dir, env=environment(), stdout=subprocess.PIPE, stderr=subprocess.PIPE,
+                                   encoding="utf-8", errors="replace")
+        try:
+            yield process
+        finally:
+            process.kill()
+            process.communicate()
+
+    def logged(self):
+        """Steps in the log so far."""
+        path = self.dir / "run/log.jsonl"
+        return max(0, path.read_bytes().count(b"\n") - 1) if path.exists() else 0
+
+    def wait_for(self, condition):
+        end = time.monotonic() + 60
+        while not condition():
+            self.assertLess(time.monotonic(), end, "waited in vain")
+            time.sleep(0.001)
+
+    def check_stop(self, number, **options):
+        for name in ("run", "whole"):
+            shutil.rmtree(self.dir / name, ignore_errors=True)
+        with self.running(**options) as process:
+            self.wait_for(lambda: self.logged() >= 3)
+            process.send_signal(number)
+            out, err = process.communicate(timeout=60)
+        self.assertEqual((process.returncode, err), (0, ""))
+        self.assertEqual(out.count("stopping after this step and what is measured with it\n"), 1)
+        self.assertIn(f"stopped by signal {int(number)}; --resume goes on from here", out)
+        last, = checkpoints(self.dir / "run")
+        done = int(last[5:])
+        self.assertEqual([step["step"] for step in curve(self.dir / "run")], list(range(1, done + 1)))
+        self.train(out="run", resume=True, steps=done + 3, tokens_per_step=256)
+        self.train(out="whole", steps=done + 3, tokens_per_step=256)
+        self.assert_same_run(self.dir / "run", self.dir / "whole", done + 3)
+
+    def test_interrupt_and_terminate_save(self):
+        for number in (signal.SIGINT, signal.SIGTERM):
+            with self.subTest(number):
+                self.check_stop(number)
+
+    def test_signal_in_a_long_validation_or_sample(self):
+        """Nearly all the time is spent beside the steps, so the signal comes there."""
+        self.check_stop(signal.SIGTERM, val=self.train_glob, val_every=1)
+        self.check_stop(signal.SIGINT, sample_every=1, sample_tokens=60)
+
+    def test_first_run(self):
+        """scripts/first_run.sh after Ctrl-C goes on, also where the program alone was asked; then it is finished."""
+        for folder in ("scripts", "data"):
+            shutil.copytree(ROOT / folder, self.dir / folder, ignore=shutil.ignore_patterns("__pycache__"))
+        small = {**SMALL, "steps": 10**6, "schedule": None, "warmup": None, "lr": None, "val_tokens": 64,
+                 "sample_every": 0}
+        args, out = ["sh", "scripts/first_run.sh", *command(**small)], self.dir / "runs/tiny-1"
+        for number in (signal.SIGINT, signal.SIGTERM):
+            before = len(checkpoints(out)) if out.exists() else 0
+            process = subprocess.Popen(args, cwd=self.dir, env=environment(), stdout=subprocess.PIPE, stderr=subprocess.PIPE,
+                                       encoding="utf-8", start_new_session=True,  # a shell's background jobs ignore Ctrl-C
+                                       preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL))
+            try:
+                for line in process.stdout:
+                    if line.startswith("step "):
+                        break
+                if number == signal.SIGINT:
+                    os.killpg(process.pid, number)
+                else:
+                    program, = pathlib.Path(f"/proc/{process.pid}/task/{process.pid}/children").read_text().split()
+                    os.kill(int(program), number)
+                rest, err = process.communicate(timeout=60)
+            finally:
+                process.kill()
+            self.assertEqual(process.returncode, 130 if number == signal.SIGINT else 1, err)
+            self.assertRegex(rest + err, "stopped.*; make train goes on from here|stopped at step .*; the same command goes on")
+            self.assertEqual(len(checkpoints(out)), before + 1)
+            self.assertFalse((out / "loss.svg").exists())
+        last = checkpoints(out)[-1]
+        args += ["--steps", int(last[5:]) + 2]
+        done = self.call(args)
+        self.assertIn(f"resumed    from runs/tiny-1/{last}\n", done.stdout)
+        self.assertRegex(done.stdout, r"byte bigram \d\.\d+ validation \d\.\d+\n$")
+        finished = snapshot(self.dir)
+        self.assertRegex(self.call(args).stdout, r"^runs/tiny-1 holds a finished run.*\n.*make train RUN=.*\n$")
+        self.assertEqual(snapshot(self.dir), finished)
+
+    def test_kill(self):
+        """SIGKILL with the log ahead of the newest checkpoint: --resume goes on as if nothing had happened."""
+        out = self.dir / "run"
+
+        def newest():
+            return max([int(path.name[5:]) for path in out.glob("step_????????")], default=0)
+
+        def ahead():
+            """Whether the log is ahead; only then the process stays stopped."""
+            if not newest():
+                return False
+            process.send_signal(signal.SIGSTOP)
+            os.waitpid(process.pid, os.WUNTRACED)
+            if self.logged() > newest():
+                return True
+            process.send_signal(signal.SIGCONT)
+            return False
+        with self.running(save_every=8) as process:
+            self.wait_for(ahead)
+        done, logged = newest(), self.logged()
+        self.assertGreater(logged, done)
+        first = curve(out) if (out / "log.jsonl").read_bytes().endswith(b"\n") else []
+        self.train(out="run", resume=True, steps=done + 3, tokens_per_step=256)
+        self.train(out="whole", steps=max(done + 3, logged), save_every=done + 3, keep=9, tokens_per_step=256)
+        self.assert_same_run(out, self.dir / "whole", done + 3)
+        self.assertEqual(first, curve(self.dir / "whole")[:len(first)])
+        self.assertFalse([p for p in out.iterdir() if p.name.endswith(".tmp")])
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,277 @@
+#!/usr/bin/env python3
+"""What a run computes and logs: TRAIN_MOE=build/cpu/train_moe python3 tests/model/test_training.py"""
+import array
+import math
+import pathlib
+import re
+import shutil
+import socket
+import struct
+import subprocess
+import sys
+import time
+import unittest
+
+sys.path.insert(0, str(pathlib.Path(__file__).resolve().parent.parent))
+
+from cli import (Case, LOG_FIELDS, PROGRAM, SMALL, checkpoints, command, curve, main, manifest, read_log, snapshot, text,  # noqa: E402
+                 write_tokenizer)
+
+CUDA = pathlib.Path(PROGRAM).parent.name == "cuda"
+SANITIZED = "sanitize" in PROGRAM
+
+
+class Determinism(Case):
+    def test_same_bits(self):
+        options = dict(steps=8, save_every=4, batch=8, tokens_per_step=512, dim=72, heads=3, dense_ffn=200,
+                       expert_ffn=40)
+        self.train(out="first", **options)
+        for name, threads in (("again", 1), ("two", 2), ("three", 3)):
+            self.train(out=name, threads=threads, **options)
+            self.assert_same_run(self.dir / name, self.dir / "first", 4)
+            self.assert_same_run(self.dir / name, self.dir / "first", 8)
+
+    def test_seed(self):
+        self.train(out="other", steps=20, seed=2)
+        self.assertNotEqual(curve(self.dir / "other"), curve(self.reference()))
+
+    def test_data_seed(self):
+        """Paired runs: --seed draws other weights, --data-seed alone says what comes when."""
+        def losses(out, **options):
+            self.train(out=out, steps=10, **options)
+            return [step["loss"] for step in read_log(self.dir / out)[1]]
+        start = dict(init=self.reference() / "step_00000010")
+        one = losses("one", seed=1, data_seed=7, **start)
+        self.assertEqual(losses("two", seed=2, data_seed=7, **start), one)
+        self.assertNotEqual(losses("three", seed=1, data_seed=8, **start), one)
+        self.assertEqual(losses("four", seed=7, **start), one)
+        self.assertNotEqual(losses("five", seed=1, data_seed=7)[0], losses("six", seed=2, data_seed=7)[0])
+
+
+class Balance(Case):
+    """16 experts, 2 a token: load 8 is every token at the same two experts. Over 3 seeds, sigmoid and softmax:
+    without balancing 4.5 to 7.6 at steps 51 to 100, and some expert without tokens for 45 to 99 steps in a row; with quantile
+    balancing 2.4 to 2.7 at steps 21 to 50, 1.8 to 1.9 at 51 to 100, and at most 18 steps."""
+    def run_of(self, out, **options):
+        self.train(out=out, **{**dict(layers=4, dim=64, kv_lora=32, dense_ffn=128, expert_ffn=64, experts=16, top_k=2,
+                                      seq_len=128, batch=8, warmup=20, steps=100), **options})
+        return read_log(self.dir / out)[1]
+
+    def load(self, steps, first, last):
+        """Mean over steps of the fullest expert of the worst block."""
+        loads = [step["load_max_over_mean"] for step in steps[first:last]]
+        return sum(loads) / len(loads)
+
+    def idle(self, steps):
+        """The longest time in steps for which a block had an expert without tokens."""
+        longest = 0
+        for block in range(1, 4):
+            count = 0
+            for step in steps:
+                count = count + 1 if step["load_min"][block] == 0 else 0
+                longest = max(longest, count)
+        return longest
+
+    def test_no_expert_is_left_without_tokens(self):
+        for score in (dict(), dict(score="softmax", route_norm=0)):
+            with self.subTest(score):
+                alone, balanced = self.run_of("alone", balance="none", **score), self.run_of("balanced", **score)
+                self.assertGreater(self.load(alone, 50, 100), 3.5)
+                self.assertLess(self.load(balanced, 20, 50), 3.5)
+                self.assertLess(self.load(balanced, 50, 100), 2.5)
+                self.assertLess(self.idle(balanced), 50)
+                for out in ("alone", "balanced"):
+                    shutil.rmtree(self.dir / out)
+
+class Log(Case):
+    def test_warmup(self):
+        """Below 1 it is a share of the steps."""
+        for warmup, steps in ((0.25, 5), (5, 5), (0.2, 4), (0, 0)):
+            self.train(out="run", steps=20, warmup=warmup, lr=1e-2)
+            rates = [step["lr"] for step in read_log(self.dir / "run")[1]]
+            self.assertEqual([round(rate * 100, 9) for rate in rates], [min(1, round(i / steps, 9)) if steps else 1 for i in range(1, 21)])
+            shutil.rmtree(self.dir / "run")
+
+    def test_fields(self):
+        began = time.time()
+        self.train(out="run", steps=10, val=self.val_glob, val_every=4, val_tokens=256, lr=1e-2, warmup=5)
+        first, steps = read_log(self.dir / "run")
+        listed = re.findall(r"^  --([a-z0-9-]+) ", self.call([PROGRAM, "--help", "all"]).stdout, re.M)
+        self.assertEqual(list(first), listed + ["build", "host", "device"])
+        self.assertRegex(first["build"], "^train_moe .* build in ")
+        self.assertEqual(first["host"], socket.gethostname())
+        for name, value in {**SMALL, "steps": 10, "lr": 0.01, "warmup": 5, "tokens_per_step": 64, "model": "tiny",
+                            "resume": 0, "train": str(self.train_glob), "vocab": 257, "route_scale": 1}.items():
+            self.assertEqual(first[name.replace("_", "-")], value, name)
+        self.assertEqual([step["step"] for step in steps], list(range(1, 11)))
+        for step in steps:
+            fields = list(LOG_FIELDS)
+            if step["step"] in (4, 8, 10):
+                fields[8:8] = ["val_loss", "val_bits_per_byte"]
+                self.assertTrue(0 < step["val_loss"] < 6)
+                self.assertAlmostEqual(step["val_bits_per_byte"], step["val_loss"] / math.log(2), places=6)  # a byte each
+            self.assertEqual(list(step), fields)
+            self.assertAlmostEqual(step["lr"], 0.01 * min(1, step["step"] / 5))
+            self.assertTrue(step["ms"] > 0 and step["grad_norm"] > 0 and step["mem_gib"] > 0)
+            self.assertTrue(1 <= step["load_max_over_mean"] <= 2)  # 4 experts, 2 a token
+            self.assertAlmostEqual(step["tokens_per_s"] * step["ms"] / 64000, 1, places=5)
+            dense, worst = step["load_max"]
+            self.assertEqual((dense, step["load_min"][0]), (None, None))
+            self.assertAlmostEqual(worst, step["load_max_over_mean"], delta=1e-3)
+            self.assertTrue(0 <= step["load_min"][1] <= 1)
+            self.assertEqual(step["tokens"], 64 * step["step"])
+            self.assertTrue(began <= step["time"] <= time.time())
+        self.assertAlmostEqual(steps[0]["loss"], 5.55, delta=0.1)  # ln 257: nothing is known yet
+
+    def test_bits_a_byte(self):
+        """Of the tokens that are predicted, not of those before; where some are not the tokenizer's, nothing is said."""
+        predicted = text(300, 9)[1:65]
+        for name, tokens in (("many", [b"x" * (1 + i) for i in range(255)]), ("few", [b"x"] * 110)):
+            write_tokenizer(self.dir / name, tokens)
+            self.train(out=f"run_{name}", steps=1, vocab=257, tokenizer=name, val=self.val_glob, val_tokens=64)
+            last = read_log(self.dir / f"run_{name}")[1][-1]
+            if name == "many":
+                length = sum(len(tokens[i]) for i in predicted) / len(predicted)
+                self.assertAlmostEqual(last["val_bits_per_byte"], last["val_loss"] / math.log(2) / length, places=6)
+            else:
+                self.assertNotIn("val_bits_per_byte", last)
+
+    def test_loss_goes_down(self):
+        self.train(out="run", steps=300, lr=1e-2, val=self.val_glob, val_every=300, val_tokens=10**6)
+        steps = read_log(self.dir / "run")[1]
+        # Within a word the next letter is nearly certain; a word is one of 12: ln(12) / 6 = 0.41 nats a token.
+        for loss in (sum(step["loss"] for step in steps[-10:]) / 10, steps[-1]["val_loss"]):
+            self.assertTrue(0.3 < loss < 0.9, loss)
+
+    def test_overfit(self):
+        self.train(out="run", steps=200, lr=1e-2, overfit=True, weight_decay=0)
+        self.assertLess(curve(self.dir / "run")[-1]["loss"], 0.02)
+
+    def test_paths_with_quotes(self):
+        out = self.dir / 'run "x" \\ \t \u00e9'
+        self.train(out=out, steps=2)
+        self.assertEqual(read_log(out)[0]["out"], str(out))
+        self.train(out=out, steps=3, resume=True)
+
+    def test_mxfp8_that_does_not_pay(self):
+        """On a GPU narrow products are no faster in MXFP8: this is said where they are asked for, and nowhere else."""
+        words = "--mx-gemm fast at --dim {} and --expert-ffn 64: at such widths MXFP8 is for its loss, not for speed"
+        for options, said in ((dict(precision="mxfp8", dim=512), CUDA), (dict(precision="mxfp8", dim=768), False),
+                              (dict(precision="mxfp8-exact", dim=64), False), (dict(dim=64), False)):
+            done = self.train(dry_run=True, layers=2, dense_layers=1, expert_ffn=64, **options)
+            self.assertEqual(words.format(options["dim"]) in done.stderr, said, done.stderr)
+
+
+class Memory(Case):
+    """What does not fit is refused before anything is taken, with what would."""
+
+    SIZE = dict(layers=12, dense_layers=0, expert_ffn=2048, batch=32, steps=1)
+
+    def planned(self, **options):
+        """GiB in this build."""
+        done = self.train(dry_run=True, **{**self.SIZE, **options})
+        return float(re.findall(r"^  total .* = ([\d.]+) GiB$", done.stdout, re.M)[CUDA])
+
+    def limited(self, gib, code, **options):
+        """A run with so much address space."""
+        args = command(train=self.train_glob, **{**self.SIZE, **options})
+        return self.call(["sh", "-c", f'ulimit -v {int(gib * 2**20)}; exec "$@"', "sh", *args], code)
+
+    def test_nothing_fits(self):
+        done = self.refused(1, "GiB are needed", "GiB are free; no --batch, --recompute or --shard makes it fit: use a smaller",
+                            dim=16384, dense_ffn=2000000, out="run")
+        needed = float(re.search(r"memory: ([\d.]+) GiB", done.stderr)[1])
+        self.assertGreater(needed, 1000)
+
+    @unittest.skipIf(CUDA or SANITIZED, "no limit for the memory of a process in this build")
+    def test_what_fits(self):
+        plans = {change: self.planned(**dict([change])) for change in
+                 [("batch", 32), ("batch", 16), ("recompute", "moe"), ("recompute", "block")]}
+        whole = plans["batch", 32]
+        # What the program's own code and libraries take of the address space.
+        free = re.search(r"([\d.]+) GiB are free", self.limited(0.75 * whole, 1).stderr)
+        base = 0.75 * whole - float(free[1])
+        for room in (0.97 * whole, 0.6 * whole):
+            done = self.limited(base + room, 1)
+            self.assertIn(f"memory: {whole:.2f} GiB are needed (0.00 of them estimated", done.stderr)
+            named = re.findall(r"--(\w+) (\w+) \(([\d.]+) GiB\)", done.stderr.split("these fit:")[1])
+            best = int(dict((name, value) for name, value, _ in named)["batch"])
+            for (name, value), plan in plans.items():
+                fits = plan < room and (name != "batch" or value == best)
+                self.assertEqual((name, str(value), f"{plan:.2f}") in named, fits, done.stderr)
+        # Room for the threads' stacks, and what is named does run.
+        self.limited(base + 0.97 * whole, 0, recompute="block")
+
+
+class NotFinite(Case):
+    def diverging(self, **options):
+        """Weights double in each step: some are good, and sooner or later three in a row are not. Output, last good step."""
+        done = self.train(1, **{**dict(out="run", lr=1, weight_decay=3, clip=0, steps=100), **options})
+        return done, len(read_log(self.dir / "run")[1]) - 3
+
+    def good(self, done, last):
+        """The good steps up to the last."""
+        bad = {int(step) for step in re.findall(r"warning: step (\d+): .*, so no weight was changed", done.stderr)}
+        self.assertTrue({last + 1, last + 2, last + 3} <= bad, bad)
+        return sorted(set(range(1, last + 1)) - bad)
+
+    def test_steps_that_are_not_finite(self):
+        """They change nothing, are logged, and the third in a row ends the run. None is saved, and of the good ones two
+        stay at least: a step after which none was finite gives way to the one before."""
+        for keep in (1, 2):
+            shutil.rmtree(self.dir / "run", ignore_errors=True)
+            done, last = self.diverging(save_every=1, keep=keep)
+            before, newest = self.good(done, last)[-2:]
+            self.assertEqual(newest, last)
+            self.assertIn(f"3 steps in a row were not finite; the run ends without saving (step_{last:08d}, after which no "
+                          f"step was finite, is now step_{last:08d}.diverged)", done.stderr)
+            left = [f"step_{before:08d}", f"step_{last:08d}.diverged"]
+            self.assertEqual(checkpoints(self.dir / "run"), left)
+            done, again = self.diverging(resume=True, save_every=1, keep=keep)
+            self.assertIn(f"resumed    from run/step_{before:08d}", done.stdout)
+            self.assertIn(f"saved run/step_{last:08d}", done.stdout)
+            self.assertEqual((checkpoints(self.dir / "run"), again), (left, last))
+
+    def test_the_only_checkpoint_stays(self):
+        _, last = self.diverging(save_every=1)
+        shutil.rmtree(self.dir / "run")
+        self.diverging(save_every=last)
+        self.assertEqual(checkpoints(self.dir / "run"), [f"step_{last:08d}"])
+
+    def test_a_run_that_ends_in_a_bad_step_saves_the_last_good_one(self):
+        done, last = self.diverging()
+        updates = len(self.good(done, last))
+        for steps in (last + 1, last + 2):
+            shutil.rmtree(self.dir / "run")
+            self.train(out="run", lr=1, weight_decay=3, clip=0, steps=steps, save_every=steps)
+            self.assertEqual(checkpoints(self.dir / "run"), [f"step_{last:08d}"])
+            self.assertEqual(len(read_log(self.dir / "run")[1]), steps)
+            self.assertEqual(manifest(self.dir / f"run/step_{last:08d}")["updates"], updates)
+
+    def test_no_infinite_number_is_saved(self):
+        """Each lets gradients, moments or weights grow without bound, one way or another."""
+        for options in (dict(lr=1, weight_decay=1, beta1=0, beta2=0), dict(lr=100, weight_decay=100),
+                        dict(lr=100, weight_decay=100, beta1=0), dict(lr=30, weight_decay=0, eps=1e-30),
+                        dict(lr=3, weight_decay=1, beta1=0.999999, beta2=0.999999), dict(lr=1, route_scale=1e6)):
+            with self.subTest(options):
+                shutil.rmtree(self.dir / "run", ignore_errors=True)
+                done = subprocess.run(command(train=self.train_glob, out=self.dir / "run", clip=0, steps=15, save_every=1,
+                                              keep=99, **{"lr": 1, **options}), capture_output=True, text=True)
+                self.assertIn(done.returncode, (0, 1), done.stderr)
+                self.assertTrue(checkpoints(self.dir / "run"))
+                for path in (self.dir / "run").glob("step_*/*.safetensors"):
+                    data = path.read_bytes()
+                    start = 8 + struct.unpack("<Q", data[:8])[0]
+                    numbers = array.array("f", data[start:])
+                    self.assertTrue(all(map(math.isfinite, numbers)), path)
+
+    def test_divergence(self):
+        done = self.train(1, out="run", steps=100, lr=100, clip=0, weight_decay=100)
+        self.assertIn("3 steps in a row were not finite", done.stderr)
+        self.assertEqual(list(snapshot(self.dir / "run")), ["log.jsonl"])
+        steps = read_log(self.dir / "run")[1]
+        self.good(done, len(steps) - 3)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,225 @@
+// SwiGLU with the cast of its result, forward and backward, against the kernels that they stand for, bit for bit: empty
+// experts, pad rows of NaN, widths that end inside a chunk or put one across gate and up.
+#include "grouped/experts.h"
+#include "layers/swiglu.h"
+#include "mx/mx_swiglu.h"
+#include "tests/mx/mx_bytes.cuh"
+
+// Groups at multiples of 128, and 256 rows behind the last one.
+struct Groups {
+    I64 start;
+    int64_t used, capacity;
+    I32 row_token;
+    Ragged ragged;
+
+    explicit Groups(const std::vector<int32_t>& counts)
+        : start((int64_t)counts.size() + 1), used(0), capacity(rows_of(counts) + 256), row_token(capacity) {
+        for (size_t e = 0; e < counts.size(); e++) {
+            start.host[e] = used;
+            for (int64_t i = 0; i < counts[e]; i++) row_token.host[(size_t)(used + i)] = 0;  // the others stay -1
+            used += ceil_div(counts[e], 128) * 128;
+        }
+        start.host[counts.size()] = used;
+        start.send(), row_token.send();
+        ragged = {(int32_t)counts.size(), capacity, start.dev, NULL, row_token.dev, NULL, NULL};
+    }
+    static int64_t rows_of(const std::vector<int32_t>& counts) {
+        int64_t rows = 0;
+        for (int32_t count : counts) rows += ceil_div(count, 128) * 128;
+        return rows;
+    }
+    bool pad(int64_t row) const { return row_token.host[(size_t)row] < 0; }
+};
+
+// NaN in pad rows and behind the last row.
+static void swiglu_case(const std::vector<int32_t>& counts, int64_t F) {
+    Groups l(counts);
+    const int64_t used = l.used, capacity = l.capacity;
+    const Ragged ragged = l.ragged;
+    X h(capacity * 2 * F, 1, 4), a(capacity * F);
+    for (int64_t i = 0; i < h.n; i++)
+        if (l.pad(i / (2 * F))) h.host[(size_t)i] = NAN;
+    h.send();
+    experts_swiglu_forward(a.dev, h.dev, ragged, F, ctx);
+    for (MxCast cast : casts) {
+        Bytes q(capacity * F), scale(capacity * mx_stride(F)), whole_q(capacity * F), whole_scale(scale.n);
+        mx_swiglu_quantize(q.dev, scale.dev, h.dev, ragged, F, cast, ctx);
+        mx_quantize(whole_q.dev, whole_scale.dev, a.dev, used, F, cast,
+                    ctx);  // a's rows that nobody wrote are left out
+        q.host = whole_q.got(), scale.host = whole_scale.got();
+        CHECK_BYTES(q);
+        CHECK_BYTES(scale);
+        int64_t wrong = 0;
+        for (int64_t i = 0; i < used * F; i++) wrong += l.pad(i / F) && q.host[(size_t)i] != 0;
+        for (int64_t i = 0, stride = mx_stride(F); i < used * stride; i++)
+            wrong += l.pad(i / stride) && scale.host[(size_t)i] != 0;
+        CHECK(wrong == 0, "%lld bytes of pad rows are not 0", (long long)wrong);
+    }
+}
+
+// The inputs of backward, NaN in pad rows and behind the last row.
+static void send_with_nan(Groups& l, X& h, X& dap, R& gate, int64_t F) {
+    l.ragged.row_gate = gate.dev;
+    for (int64_t i = 0; i < dap.n; i++)
+        if (l.pad(i / F)) h.host[(size_t)(2 * i)] = h.host[(size_t)(2 * i + 1)] = dap.host[(size_t)i] = NAN;
+    for (int64_t i = 0; i < l.capacity; i++)
+        if (l.pad(i)) gate.host[(size_t)i] = NAN;
+    h.send(), dap.send(), gate.send();
+}
+
+// The fused backward against the kernels that it stands for, bit for bit: dh and its bytes; gate * a with the a that
+// the cast's bytes give. <da', a> is a sum of up to 2048 products in float32: 1e-5 of the norm of its terms.
+static void swiglu_backward_case(const std::vector<int32_t>& counts, int64_t F) {
+    Groups l(counts);
+    const int64_t used = l.used, capacity = l.capacity;
+    X h(capacity * 2 * F, 1, 4), dap(capacity * F, 2), act(capacity * F), gated(capacity * F), other(capacity * F);
+    X dh(capacity * 2 * F), whole_dh(capacity * 2 * F);
+    R gate(capacity, 3), drow_gate(capacity), other_gate(capacity);
+    send_with_nan(l, h, dap, gate, F);
+    experts_swiglu_backward(whole_dh.dev, other.dev, other_gate.dev, dap.dev, h.dev, l.ragged, F, ctx);
+    whole_dh.host = whole_dh.got();
+    for (MxCast cast : casts) {
+        Bytes a_q(capacity * F), a_scale(capacity * mx_stride(F)), q(capacity * 2 * F), whole_q(q.n);
+        Bytes scale(capacity * mx_stride(2 * F)), whole_scale(scale.n);
+        dh.poison(), gated.poison(), drow_gate.poison();
+        auto run = [&] {
+            mx_swiglu_backward_quantize(q.dev, scale.dev, dh.dev, gated.dev, drow_gate.dev, dap.dev, h.dev, l.ragged, F,
+                                        cast, ctx);
+        };
+        run();
+        mx_swiglu_quantize(a_q.dev, a_scale.dev, h.dev, l.ragged, F, cast, ctx);
+        mx_dequantize(act.dev, a_q.dev, a_scale.dev, used, F, ctx);
+        mx_quantize(whole_q.dev, whole_scale.dev, whole_dh.dev, used, 2 * F, cast, ctx);
+        q.host = whole_q.got(), scale.host = whole_scale.got();
+        CHECK_BYTES(q);
+        CHECK_BYTES(scale);
+        auto got_dh = dh.got(), got_gated = gated.got(), got_dgate = drow_gate.got(), a = act.got();
+        int64_t wrong_dh = 0, wrong_gated = 0, wrong_gate = 0;
+        for (int64_t r = 0; r < capacity; r++) {
+            double sum = 0, norm = 0;
+            for (int64_t i = 2 * r * F; i < 2 * (r + 1) * F; i++) {
+                const double want = whole_dh.host[(size_t)i], have = got_dh[(size_t)i];
+                wrong_dh += want != want ? have == have : have != want || signbit(have) != signbit(want);
+            }
+            for (int64_t i = r * F; i < (r + 1) * F; i++) {
+                const float product = l.pad(r) ? 0 : (float)gate.host[(size_t)r] * (float)a[(size_t)i];
+                const double want = __bfloat162float(__float2bfloat16(product)), have = got_gated[(size_t)i];
+                wrong_gated += r < used ? have != want : have == have;
+                if (l.pad(r)) continue;
+                const double term = dap.host[(size_t)i] * a[(size_t)i];
+                sum += term, norm += term * term;
+            }
+            const double have = got_dgate[(size_t)r];
+            wrong_gate += r < used ? !(fabs(have - sum) <= 1e-5 * sqrt(norm)) : have == have;
+        }
+        CHECK(wrong_dh == 0 && wrong_gated == 0 && wrong_gate == 0,
+              "F %d: %lld of dh, %lld of gate * a and %lld gates' gradients are wrong", (int)F, (long long)wrong_dh,
+              (long long)wrong_gated, (long long)wrong_gate);
+        CHECK_REPEATS(drow_gate, run());
+    }
+}
+
+// Cast by channel too, against the kernel above and mx_quantize_channels, bit for bit, in rows not in use too. <da', a>
+// adds up in another order: 1e-5 of the norm of its terms, as above.
+static void swiglu_backward_both_case(const std::vector<int32_t>& counts, int64_t F) {
+    Groups l(counts);
+    const int64_t used = l.used, capacity = l.capacity;
+    X h(capacity * 2 * F, 1, 4), dap(capacity * F, 2), dh(capacity * 2 * F), gated(capacity * F), other(capacity * F);
+    R gate(capacity, 3), drow_gate(capacity), other_gate(capacity);
+    send_with_nan(l, h, dap, gate, F);
+    for (int32_t mode : {MX_RCEIL, MX_FLOOR}) {
+        const MxCast cast = {mode, 128};
+        Bytes q(capacity * 2 * F), scale(capacity * mx_stride(2 * F)), want_q(q.n), want_scale(scale.n);
+        Bytes channels(q.n), scales(capacity / 128 * 2 * F), want_channels(q.n), want_scales(scales.n);
+        gated.poison(), other.poison(), drow_gate.poison(), other_gate.poison();
+        auto run = [&] {
+            mx_swiglu_backward_both(q.dev, scale.dev, channels.dev, scales.dev, gated.dev, drow_gate.dev, dap.dev,
+                                    h.dev, capacity, l.ragged, F, mode, ctx);
+        };
+        run();
+        mx_swiglu_backward_quantize(want_q.dev, want_scale.dev, dh.dev, other.dev, other_gate.dev, dap.dev, h.dev,
+                                    l.ragged, F, cast, ctx);
+        mx_quantize_channels(want_channels.dev, want_scales.dev, dh.dev, capacity, l.ragged, 2 * F, cast, ctx);
+        const int rows = q.got() == want_q.got() && scale.got() == want_scale.got();
+        const int by_channel = channels.got() == want_channels.got() && scales.got() == want_scales.got();
+        auto got = gated.got(), want = other.got(), got_gate = drow_gate.got(), want_gate = other_gate.got();
+        int64_t wrong = 0, wrong_gate = 0;
+        for (int64_t i = 0; i < capacity * F; i++) wrong += i < used * F ? got[i] != want[i] : got[i] == got[i];
+        for (int64_t r = 0; r < capacity; r++) {
+            double norm = 0;
+            for (int64_t i = r * F; i < (r + 1) * F && !l.pad(r); i++) {
+                const double a = want[(size_t)i] / gate.host[(size_t)r], term = dap.host[(size_t)i] * a;
+                norm += term * term;
+            }
+            const double have = got_gate[(size_t)r], far = fabs(have - want_gate[(size_t)r]);
+            wrong_gate += r < used ? !(far <= 1e-5 * sqrt(norm)) : have == have;
+        }
+        CHECK(rows && by_channel && wrong == 0 && wrong_gate == 0,
+              "F %d: rows %d, by channel %d, %lld of gate * a and %lld gates' gradients are wrong", (int)F, rows,
+              by_channel, (long long)wrong, (long long)wrong_gate);
+        CHECK_REPEATS(drow_gate, run());
+    }
+}
+
+// Of tokens without gates, against swiglu_backward and mx_quantize_both, bit for bit; NaN behind the last token.
+static void swiglu_backward_tokens_case(int64_t N, int64_t F) {
+    const int64_t length = ceil_div(N, 128) * 128;
+    X h((N + 1) * 2 * F, 1, 4), da((N + 1) * F, 2), dh(N * 2 * F), a((N + 1) * F), other((N + 1) * F);
+    for (int64_t i = N * F; i < da.n; i++)
+        h.host[(size_t)(2 * i)] = h.host[(size_t)(2 * i + 1)] = da.host[(size_t)i] = NAN;
+    h.send(), da.send();
+    for (int32_t mode : {MX_RCEIL, MX_FLOOR}) {
+        Bytes q(N * 2 * F), scale(N * mx_stride(2 * F)), channels(2 * F * length), scales(length / 128 * 2 * F);
+        Bytes want_q(q.n), want_scale(scale.n), want_channels(channels.n), want_scales(scales.n);
+        a.poison(), other.poison();
+        mx_swiglu_backward_both_tokens(q.dev, scale.dev, channels.dev, scales.dev, a.dev, da.dev, h.dev, length, N, F,
+                                       mode, ctx);
+        swiglu_backward(dh.dev, other.dev, da.dev, h.dev, N, F, ctx);
+        mx_quantize_both(want_q.dev, want_scale.dev, want_channels.dev, want_scales.dev, dh.dev, length, N, 2 * F, mode,
+                         ctx);
+        const int rows = q.got() == want_q.got() && scale.got() == want_scale.got();
+        const int by_channel = channels.got() == want_channels.got() && scales.got() == want_scales.got();
+        auto got = a.got(), want = other.got();
+        int64_t wrong = 0;
+        for (int64_t i = 0; i < a.n; i++) wrong += i < N * F ? got[i] != want[i] : got[i] == got[i];
+        CHECK(rows && by_channel && wrong == 0, "%d x %d: rows %d, by channel %d, %lld of a are wrong", (int)N, (int)F,
+              rows, by_channel, (long long)wrong);
+    }
+}
+
+static void test_swiglu(void) {
+    swiglu_case({1}, 32);
+    swiglu_case({129, 0, 128, 5}, 96);
+    swiglu_case({0, 0}, 64);
+    swiglu_case({300, 1, 77, 512, 0}, 1408);
+    swiglu_case({40, 40}, 2048);
+}
+
+static void test_swiglu_backward(void) {
+    swiglu_backward_case({1}, 32);
+    swiglu_backward_case({129, 0, 128, 5}, 96);
+    swiglu_backward_case({0, 0}, 64);
+    swiglu_backward_case({3, 130}, 160);
+    swiglu_backward_case({5, 250}, 544);
+    swiglu_backward_case({300, 1, 77, 512, 0}, 1408);
+    swiglu_backward_case({40, 40}, 2048);
+}
+
+static void test_swiglu_backward_both(void) {
+    swiglu_backward_both_case({1}, 128);
+    swiglu_backward_both_case({129, 0, 128, 5}, 256);
+    swiglu_backward_both_case({0, 0}, 128);
+    swiglu_backward_both_case({300, 1, 77, 512, 0}, 1408);
+    swiglu_backward_both_case({40, 40}, 2048);
+    swiglu_backward_tokens_case(1, 128);
+    swiglu_backward_tokens_case(300, 384);
+    swiglu_backward_tokens_case(128, 2816);
+}
+
+int main(void) {
+    open_contexts(0);
+    RUN(test_swiglu);
+    RUN(test_swiglu_backward);
+    RUN(test_swiglu_backward_both);
+    return test_summary();
+}

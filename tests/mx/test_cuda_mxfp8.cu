@@ -1,0 +1,288 @@
+// The CUDA casts against the reference, bit for bit: every bf16 as the largest of a block, subnormal numbers, zeros,
+// Inf and NaN, widths and heights that end inside a chunk, a warp or a block of threads, 1 to 64 experts.
+#include "mx/mxfp8.h"
+
+#include "tests/mx/mx_bytes.cuh"
+
+// Element i of the block whose largest is the bf16 h: up to 24 binades below.
+static uint32_t below(uint32_t h, int64_t i) {
+    const uint32_t largest = h & 0x7fff, sign = draw(1, i, 2) << 15;
+    if (largest >= 0x7f80) return draw(2, i, 0x7f80) | sign;
+    const uint32_t step = draw(2, i, 24 * 128);
+    return (largest > step ? largest - step : 0) | sign;
+}
+
+static void check_rows(X& x, int64_t rows, int64_t columns) {
+    for (MxCast cast : casts) {
+        Bytes q(rows * columns), scale(rows * mx_stride(columns));
+        mx_quantize(q.dev, scale.dev, x.dev, rows, columns, cast, ctx);
+        REFERENCE(mx_quantize)(q.host.data(), scale.host.data(), x.ref(), rows, columns, cast, reference_ctx);
+        CHECK_BYTES(q);
+        CHECK_BYTES(scale);
+    }
+}
+
+static void check_columns(X& x, int64_t count, int64_t rows, int64_t columns) {
+    for (MxCast cast : casts) {
+        Bytes q(count * rows * columns), scale(count * columns * mx_stride(rows));
+        mx_quantize_transposed(q.dev, scale.dev, x.dev, count, rows, columns, cast, ctx);
+        REFERENCE(mx_quantize_transposed)
+        (q.host.data(), scale.host.data(), x.ref(), count, rows, columns, cast, reference_ctx);
+        CHECK_BYTES(q);
+        CHECK_BYTES(scale);
+    }
+}
+
+static void check_tiles(X& x, int64_t count, int64_t rows, int64_t columns) {
+    for (int mode = MX_RCEIL; mode <= MX_FLOOR; mode++) {
+        Bytes q(count * rows * columns), turned(count * rows * columns);
+        Bytes scale(count * ceil_div(rows, 128) * ceil_div(columns, 128));
+        mx_quantize_tiles(q.dev, turned.dev, scale.dev, x.dev, count, rows, columns, mode, ctx);
+        REFERENCE(mx_quantize_tiles)
+        (q.host.data(), turned.host.data(), scale.host.data(), x.ref(), count, rows, columns, mode, reference_ctx);
+        CHECK_BYTES(q);
+        CHECK_BYTES(turned);
+        CHECK_BYTES(scale);
+    }
+}
+
+static void test_every_bf16(void) {
+    X x(65536 * 32);
+    // The largest at any place of a block.
+    set(x, [](int64_t i) {
+        const uint32_t h = (uint32_t)(i / 32);
+        return i % 32 == draw(10, h, 32) ? h : below(h, i);
+    });
+    check_rows(x, 65536, 32);
+    check_rows(x, 64, 65536 / 2);
+    // Down the columns: 64 matrices of 32 x 1024.
+    set(x, [](int64_t i) {
+        const int64_t r = i / 1024 % 32;
+        const uint32_t h = (uint32_t)(i / 32768 * 1024 + i % 1024);
+        return r == draw(10, h, 32) ? h : below(h, i);
+    });
+    check_columns(x, 64, 32, 1024);
+    check_columns(x, 1, 2048, 1024);
+    check_tiles(x, 64, 32, 1024);
+}
+
+static void test_rows(void) {
+    static const int64_t shapes[][2] = {{1, 32},   {3, 64},   {67, 96},    {5, 160},   {129, 224}, {33, 992},
+                                        {9, 1024}, {9, 1056}, {130, 1408}, {50, 2048}, {7, 7168},  {3, 10944}};
+    for (auto& s : shapes)
+        for (int broken = 0; broken < 2; broken++) {
+            X x(s[0] * s[1]);
+            set_wild(x, broken);
+            check_rows(x, s[0], s[1]);
+        }
+}
+
+static void test_columns(void) {
+    static const int64_t shapes[][3] = {{1, 32, 32},  {3, 96, 160},   {2, 224, 64},   {8, 288, 416}, {64, 128, 96},
+                                        {1, 544, 32}, {1, 1408, 256}, {3, 256, 1408}, {2, 2080, 96}};
+    for (auto& s : shapes)
+        for (int broken = 0; broken < 2; broken++) {
+            X x(s[0] * s[1] * s[2]);
+            set_wild(x, broken);
+            check_columns(x, s[0], s[1], s[2]);
+            check_tiles(x, s[0], s[1], s[2]);
+        }
+}
+
+// What x holds against what the reference made, rounded to bf16; poison counts as NaN.
+static void check_values(X& x) {
+    auto got = x.got();
+    int64_t wrong = 0;
+    for (int64_t i = 0; i < x.n; i++) {
+        const double want = __bfloat162float(__double2bfloat16(x.host[(size_t)i])), have = got[(size_t)i];
+        wrong += want != want ? have == have : have != want || signbit(have) != signbit(want);
+    }
+    CHECK(wrong == 0, "%lld of %lld differ", (long long)wrong, (long long)x.n);
+}
+
+static void test_dequantize(void) {
+    for (int64_t columns : {(int64_t)32, (int64_t)1056, (int64_t)8192}) {
+        const int64_t rows = 256, stride = mx_stride(columns);
+        Bytes q(rows * columns), scale(rows * stride);
+        std::vector<uint8_t> bytes((size_t)q.n), scales((size_t)scale.n);
+        for (int64_t i = 0; i < q.n; i++) bytes[(size_t)i] = (uint8_t)(columns == 8192 ? i : draw(11, i, 256));
+        for (int64_t i = 0; i < scale.n; i++)
+            scales[(size_t)i] = (uint8_t)(i / stride);  // every scale, and every byte at it
+        q.send(bytes), scale.send(scales);
+        X x(rows * columns);
+        mx_dequantize(x.dev, q.dev, scale.dev, rows, columns, ctx);
+        REFERENCE(mx_dequantize)(x.ref(), q.host.data(), scale.host.data(), rows, columns, reference_ctx);
+        check_values(x);
+    }
+}
+
+// 200 tokens in any order in a group of one block of rows, none, one of all tokens and one with pad rows; behind the
+// last group nothing is read or written.
+static void test_dequantize_rows(void) {
+    enum { N = 200, END = 128 + 512 + 256, CAPACITY = END + 128 };
+    const int32_t rows[4] = {128, 0, 512, 131};
+    I64 start(5);
+    I32 token(CAPACITY);
+    start.host = {0, 128, 128, 640, END};
+    for (int32_t r = 0; r < CAPACITY; r++)
+        token.host[(size_t)r] = r >= END ? 1 << 30 : r >= 640 + rows[3] ? -1 : (int32_t)draw(12, r, N);
+    start.send(), token.send();
+    Ragged on_gpu = {}, on_host = {};
+    on_gpu.El = on_host.El = 4, on_gpu.capacity = on_host.capacity = CAPACITY;
+    on_gpu.group_start = start.dev, on_host.group_start = start.host.data();
+    on_gpu.row_token = token.dev, on_host.row_token = token.host.data();
+    for (int64_t columns : {(int64_t)32, (int64_t)1056, (int64_t)7168}) {
+        Bytes q(N * columns), scale(N * mx_stride(columns));
+        std::vector<uint8_t> bytes((size_t)q.n), scales((size_t)scale.n);
+        for (int64_t i = 0; i < q.n; i++) bytes[(size_t)i] = (uint8_t)draw(13, i, 256);
+        for (int64_t i = 0; i < scale.n; i++) scales[(size_t)i] = (uint8_t)draw(14, i, 256);
+        q.send(bytes), scale.send(scales);
+        X x(CAPACITY * columns);
+        mx_dequantize_rows(x.dev, q.dev, scale.dev, on_gpu, columns, ctx);
+        REFERENCE(mx_dequantize_rows)(x.ref(), q.host.data(), scale.host.data(), on_host, columns, reference_ctx);
+        check_values(x);
+    }
+}
+
+// Groups of whole 128 rows; the rows after the last are not in use.
+static void test_round_columns(void) {
+    const int64_t starts[5] = {0, 128, 128, 640, 768}, capacity = 1024;
+    const int32_t rows[4] = {128, 0, 512, 128};
+    int64_t* start_dev = (int64_t*)device_alloc(sizeof(starts), "a test");
+    CUDA_CHECK(cudaMemcpy(start_dev, starts, sizeof(starts), cudaMemcpyHostToDevice));
+    Ragged on_gpu = {}, on_host = {};
+    on_gpu.El = on_host.El = 4, on_gpu.capacity = on_host.capacity = capacity;
+    on_gpu.group_start = start_dev, on_host.group_start = (int64_t*)starts, on_host.group_rows = (int32_t*)rows;
+    for (MxCast cast : casts)
+        for (int64_t columns : {(int64_t)32, (int64_t)1408}) {
+            X x(capacity * columns);
+            set_wild(x, 5);
+            mx_round_columns(x.dev, on_gpu, columns, cast, ctx);
+            REFERENCE(mx_round_columns)(x.ref(), on_host, columns, cast, reference_ctx);
+            auto got = x.got();
+            int64_t wrong = 0;
+            for (int64_t i = 0; i < x.n; i++) {
+                const double want = __bfloat162float(__double2bfloat16(x.host[(size_t)i])), have = got[(size_t)i];
+                wrong += want != want ? have == have : have != want;
+            }
+            CHECK(wrong == 0, "%lld of %lld differ", (long long)wrong, (long long)x.n);
+        }
+    device_free(start_dev);
+}
+
+// Uneven groups, an empty one and one of several chunks for a block of threads; of values, of bytes as they lie, and of
+// tokens' bytes in any order. Behind the last group nothing is written.
+static void test_channels(void) {
+    enum { N = 300, EL = 5, END = 128 + 640 + 128 + 256, CAPACITY = END + 128 };
+    const int32_t rows[EL] = {128, 0, 600, 1, 131};
+    I64 start(EL + 1);
+    I32 token(CAPACITY);
+    start.host = {0, 128, 128, 768, 896, END};
+    auto is_pad = [&](int64_t r) {
+        int e = 0;
+        while (e + 1 < EL && r >= start.host[(size_t)e + 1]) e++;
+        return r - start.host[(size_t)e] >= rows[e];
+    };
+    for (int32_t r = 0; r < CAPACITY; r++)
+        token.host[(size_t)r] = r >= END ? 1 << 30 : is_pad(r) ? -1 : (int32_t)draw(15, r, N);
+    start.send(), token.send();
+    Ragged on_gpu = {}, on_host = {};
+    on_gpu.El = on_host.El = EL, on_gpu.capacity = on_host.capacity = CAPACITY;
+    on_gpu.group_start = start.dev, on_host.group_start = start.host.data();
+    on_host.group_rows = (int32_t*)rows;
+    on_gpu.row_token = token.dev, on_host.row_token = token.host.data();
+    for (MxCast cast : {MxCast{MX_RCEIL, 128}, MxCast{MX_FLOOR, 128}, MxCast{MX_RCEIL, 512}, MxCast{MX_FLOOR, 512}})
+        for (int64_t columns : {(int64_t)32, (int64_t)160, (int64_t)1408}) {
+            // Values; those of some columns are small.
+            Bytes q(columns * CAPACITY), scale(CAPACITY / 128 * columns);
+            X x(CAPACITY * columns);
+            set(x, [&](int64_t i) {
+                if (i / columns >= END) return 0x7fc0u;
+                if (is_pad(i / columns)) return 0u;
+                if (draw(16, i, 3000) == 0) return draw(17, i, 2) ? 0x7f80u : 0xffc1u;
+                return (((i % columns % 9 == 5 ? 10 : 100) + draw(18, i / 40, 30) + draw(19, i, 12)) << 7) |
+                       draw(20, i, 128) | draw(21, i, 2) << 15;
+            });
+            mx_quantize_channels(q.dev, scale.dev, x.dev, CAPACITY, on_gpu, columns, cast, ctx);
+            REFERENCE(mx_quantize_channels)
+            (q.host.data(), scale.host.data(), x.ref(), CAPACITY, on_host, columns, cast, reference_ctx);
+            CHECK_BYTES(q);
+            CHECK_BYTES(scale);
+
+            // Bytes of rows, zeros in pad rows; then of tokens.
+            for (int tokens = 0; tokens < 2; tokens++) {
+                const int64_t held = tokens ? N : CAPACITY, stride = mx_stride(columns);
+                Bytes from(held * columns), from_scale(held * stride);
+                std::vector<uint8_t> bytes((size_t)from.n), scales((size_t)from_scale.n);
+                for (int64_t i = 0; i < from.n; i++) {
+                    const bool pad = !tokens && (i / columns >= END || is_pad(i / columns));
+                    bytes[(size_t)i] = (uint8_t)(pad ? 0 : draw(22, i, 4000) == 0 ? 0x7f : draw(23, i, 256) & 0xf7);
+                }
+                for (int64_t i = 0; i < from_scale.n; i++) scales[(size_t)i] = (uint8_t)(20 + draw(24, i, 130));
+                from.send(bytes), from_scale.send(scales);
+                Bytes q2(columns * CAPACITY), scale2(CAPACITY / 128 * columns);
+                mx_requantize_channels(q2.dev, scale2.dev, from.dev, from_scale.dev, tokens, CAPACITY, on_gpu, columns,
+                                       cast, ctx);
+                REFERENCE(mx_requantize_channels)
+                (q2.host.data(), scale2.host.data(), from.host.data(), from_scale.host.data(), tokens, CAPACITY,
+                 on_host, columns, cast, reference_ctx);
+                CHECK_BYTES(q2);
+                CHECK_BYTES(scale2);
+            }
+        }
+}
+
+// Along rows and by channel at once: rows and columns that end inside a warp's half, a chunk and a block of rows;
+// against the reference, and against both kernels of one way, into memory that goes on behind.
+static void test_both(void) {
+    static const int64_t shapes[][2] = {{1, 32},    {15, 64},   {127, 96},   {128, 128},  {129, 160},  {300, 224},
+                                        {777, 544}, {64, 1056}, {513, 2048}, {257, 1408}, {33, 10944}, {2000, 576}};
+    for (auto& s : shapes)
+        for (int i = 0; i < 4; i++) {
+            const int64_t rows = s[0], columns = s[1], used = round_up(rows, 128), length = used + 128 * (i & 1);
+            const MxCast cast = {i & 1, 128};
+            X x(rows * columns);
+            set_wild(x, i >> 1);
+            I64 start(2);
+            start.host = {0, used};
+            start.send();
+            Ragged all = {};
+            all.El = 1, all.capacity = rows, all.group_start = start.dev;
+
+            Bytes q(rows * columns), scale(rows * mx_stride(columns)), one_way(rows * columns),
+                one_scale(rows * mx_stride(columns));
+            Bytes by_channel(columns * length), scales(length / 128 * columns), channels(columns * length),
+                channel_scales(length / 128 * columns);
+            mx_quantize_both(q.dev, scale.dev, by_channel.dev, scales.dev, x.dev, length, rows, columns, cast.scale,
+                             ctx);
+            mx_quantize(one_way.dev, one_scale.dev, x.dev, rows, columns, cast, ctx);
+            mx_quantize_channels(channels.dev, channel_scales.dev, x.dev, length, all, columns, cast, ctx);
+            CHECK(q.got() == one_way.got(), "%lld x %lld: bytes along rows", (long long)rows, (long long)columns);
+            CHECK(scale.got() == one_scale.got(), "%lld x %lld: their scales", (long long)rows, (long long)columns);
+            CHECK(by_channel.got() == channels.got(), "%lld x %lld: bytes by channel", (long long)rows,
+                  (long long)columns);
+            CHECK(scales.got() == channel_scales.got(), "%lld x %lld: their scales", (long long)rows,
+                  (long long)columns);
+
+            REFERENCE(mx_quantize_both)
+            (q.host.data(), scale.host.data(), by_channel.host.data(), scales.host.data(), x.ref(), length, rows,
+             columns, cast.scale, reference_ctx);
+            CHECK_BYTES(q);
+            CHECK_BYTES(scale);
+            CHECK_BYTES(by_channel);
+            CHECK_BYTES(scales);
+        }
+}
+
+int main(void) {
+    open_contexts(0);
+    RUN(test_every_bf16);
+    RUN(test_rows);
+    RUN(test_columns);
+    RUN(test_dequantize);
+    RUN(test_dequantize_rows);
+    RUN(test_round_columns);
+    RUN(test_channels);
+    RUN(test_both);
+    return test_summary();
+}

@@ -1,0 +1,182 @@
+// SwiGLU and its backward, cast as they are made: bytes and scales against the oracle's cast (tests/mx/mx_bytes.h) of the
+// activation and of its gradients in float64.
+#include "mx/mx_swiglu.h"
+
+#include "tests/mx/mx_bytes.h"
+
+typedef struct {
+    const real* h;
+    Ragged ragged;
+    int64_t F;
+    MxCast cast;
+    uint8_t *q, *scale;
+} Swiglu;
+
+static void run_swiglu(void* arg) {
+    Swiglu* s = arg;
+    Ctx* ctx = ctx_create(0);
+    s->q = poisoned_bytes(s->ragged.capacity * s->F), s->scale = poisoned_bytes(s->ragged.capacity * mx_stride(s->F));
+    mx_swiglu_quantize(s->q, s->scale, s->h, s->ragged, s->F, s->cast, ctx);
+    ctx_destroy(ctx);
+}
+
+static void test_swiglu(void) {
+    enum { ROWS = 50, ROOM = 60 };
+    for (int i = 0; i < COUNT(casts); i++) {
+        int64_t F = i % 2 ? 32 : 416, starts[] = {0, 20, ROWS}, differ = 0, far = 0;
+        real* h = tensor(ROOM * 2 * F, 60);
+        for (int64_t j = 0; j < ROOM * F; j++)  // silu(x) is x from 40 on, and 0 at 0
+            if (j / F % 2) h[j / F * 2 * F + j % F] = j % 5 ? (real)(40 + j % 7) : 0;
+        Swiglu s = {.h = h, .ragged = {.El = 2, .capacity = ROOM, .group_start = starts}, .F = F, .cast = casts[i]};
+        check_threads(run_swiglu, &s);
+        real* a = kept_bytes(ROWS * F * sizeof(real));
+        for (int64_t j = 0; j < ROWS * F; j++) {
+            real g = h[j / F * 2 * F + j % F], u = h[j / F * 2 * F + F + j % F];
+            a[j] = g >= 40 ? g * u : g == 0 ? 0 * u : (real)(g / (1 + exp(-(double)g)) * u);
+        }
+        uint8_t *q = poisoned_bytes(ROOM * F), *scale = poisoned_bytes(ROOM * mx_stride(F));
+        oracle_quantize(q, scale, a, ROWS, F, s.cast);
+        CHECK_BYTES(s.scale, scale, ROOM * mx_stride(F), "swiglu, scales");
+        for (int64_t j = 0; j < ROOM * F; j++)
+            if (j / F % 2)
+                CHECK(s.q[j] == q[j], "byte %lld is %#x, not %#x", (long long)j, s.q[j], q[j]);
+            else
+                differ += s.q[j] != q[j], far += abs(s.q[j] - q[j]) > 1;
+        // float32's exp may put a number on the other side of a border: one in 2^15 or so.
+        CHECK(far == 0 && differ <= TOL(5, 0), "%lld of %lld bytes differ", (long long)differ, (long long)ROOM * F);
+        release_all();
+    }
+}
+
+typedef struct {
+    const real *h, *dap;
+    Ragged ragged;
+    int64_t F;
+    MxCast cast;
+    uint8_t *q, *scale;
+    real *dh, *gated_a, *drow_gate;
+} SwigluBackward;
+
+static void run_swiglu_backward(void* arg) {
+    SwigluBackward* s = arg;
+    int64_t F = s->F, room = s->ragged.capacity;
+    Ctx* ctx = ctx_create(0);
+    s->q = poisoned_bytes(room * 2 * F), s->scale = poisoned_bytes(room * mx_stride(2 * F));
+    s->dh = poisoned(room * 2 * F), s->gated_a = poisoned(room * F), s->drow_gate = poisoned(room);
+    mx_swiglu_backward_quantize(s->q, s->scale, s->dh, s->gated_a, s->drow_gate, s->dap, s->h, s->ragged, F, s->cast,
+                                ctx);
+    ctx_destroy(ctx);
+}
+
+// dh by its formula, its bytes by the oracle's cast of it; A by the oracle's cast of the float64 activation. The rows
+// behind those in use are NaN and stay poisoned.
+static void test_swiglu_backward(void) {
+    enum { ROWS = 50, ROOM = 53 };
+    static const int64_t widths[] = {32, 160, 384, 416};  // 2F: less than a chunk; chunks of gate and up; whole ones
+    for (int i = 0; i < COUNT(casts) * COUNT(widths); i++) {
+        int64_t F = widths[i / COUNT(casts)], starts[] = {0, 20, 20, ROWS}, steps_aside = 0, wrong = 0;
+        real *h = tensor(ROOM * 2 * F, 61), *dap = tensor(ROOM * F, 62), *gate = filled(ROOM, NAN);
+        for (int64_t r = 0; r < ROWS; r++) gate[r] = ldexp(1, -(int)(r % 5));  // so that gate * a gives a back
+        for (int64_t j = ROWS * F; j < ROOM * F; j++) h[2 * j] = h[2 * j + 1] = dap[j] = NAN;
+        SwigluBackward s = {.h = h, .dap = dap, .F = F, .cast = casts[i % COUNT(casts)]};
+        s.ragged = (Ragged){.El = 3, .capacity = ROOM, .group_start = starts, .row_gate = gate};
+        check_threads(run_swiglu_backward, &s);
+
+        real* a = kept_bytes(ROWS * F * sizeof(real));
+        uint8_t *a_q = kept_bytes(ROWS * F), *a_scale = kept_bytes(ROWS * mx_stride(F));
+        double *dh = zeros(ROWS * 2 * F), *dgate = zeros(ROWS);
+        for (int64_t j = 0; j < ROWS * F; j++) {
+            int64_t r = j / F, at = r * 2 * F + j % F;
+            double g = h[at], u = h[at + F], sigmoid = 1 / (1 + exp(-g)), d = (double)gate[r] * dap[j];
+            a[j] = (real)(g * sigmoid * u);
+            dh[at] = d * u * (sigmoid + g * sigmoid * (1 - sigmoid));
+            dh[at + F] = d * g * sigmoid;
+        }
+        oracle_quantize(a_q, a_scale, a, ROWS, F, s.cast);
+        for (int64_t j = 0; j < ROWS * F; j++) {
+            int64_t r = j / F, scale = a_scale[r * mx_stride(F) + j % F / 32];
+            double want = oracle_value(a_q[j], (int)scale), got = (double)s.gated_a[j] / gate[r];
+            double step = fmax(fabs(want) / 8, pow(2, (double)scale - 127 - 9));
+            steps_aside += got != want;
+            wrong += !(fabs(got - want) <= 1.01 * step);
+            dgate[r] += dap[j] * got;
+        }
+        // float32's exp may put a number on the other side of a border: one in 2^15 or so.
+        CHECK(wrong == 0 && steps_aside <= TOL(5, 0), "%d: %lld elements of a differ, %lld by more than a step", i,
+              (long long)steps_aside, (long long)wrong);
+        // A few operations; a sum of up to 416 terms, 1e-6 of their norm.
+        CHECK_CLOSE(s.dh, dh, ROWS * 2 * F, TOL(1e-6, 1e-14));
+        CHECK_CLOSE(s.drow_gate, dgate, ROWS, TOL(5e-6, 1e-13));
+        uint8_t *q = poisoned_bytes(ROOM * 2 * F), *scale = poisoned_bytes(ROOM * mx_stride(2 * F));
+        oracle_quantize(q, scale, s.dh, ROWS, 2 * F, s.cast);
+        CHECK_BYTES(s.scale, scale, ROOM * mx_stride(2 * F), "swiglu backward %d, scales", i);
+        CHECK_BYTES(s.q, q, ROOM * 2 * F, "swiglu backward %d, bytes", i);
+        for (int64_t j = ROWS * F; j < ROOM * F; j++)
+            CHECK(isnan(s.dh[2 * j]) && isnan(s.dh[2 * j + 1]) && isnan(s.gated_a[j]), "a row not in use was written");
+        release_all();
+    }
+}
+
+typedef struct {
+    SwigluBackward s;
+    int64_t length;
+    uint8_t *q_channels, *scale_channels;
+} SwigluBoth;
+
+static void run_swiglu_both(void* arg) {
+    SwigluBoth* b = arg;
+    SwigluBackward* s = &b->s;
+    int64_t F = s->F, room = s->ragged.capacity;
+    Ctx* ctx = ctx_create(0);
+    s->q = poisoned_bytes(room * 2 * F), s->scale = poisoned_bytes(room * mx_stride(2 * F));
+    b->q_channels = poisoned_bytes(2 * F * b->length), b->scale_channels = poisoned_bytes(b->length / 128 * 2 * F);
+    s->gated_a = poisoned(room * F), s->drow_gate = poisoned(room);
+    mx_swiglu_backward_both(s->q, s->scale, b->q_channels, b->scale_channels, s->gated_a, s->drow_gate, s->dap, s->h,
+                            b->length, s->ragged, F, s->cast.scale, ctx);
+    ctx_destroy(ctx);
+}
+
+// All but the casts by channel is that of the function above; these are the oracle's casts of its dh, for each group,
+// chunk of its rows and channel.
+static void test_swiglu_backward_both(void) {
+    enum { ROWS = 170, ROOM = 173, EXPERTS = 4 };
+    static const int64_t widths[] = {128, 384};
+    int32_t group_rows[] = {20, 0, 140, 10};
+    for (int i = 0; i < 2 * COUNT(widths); i++) {
+        int64_t F = widths[i / 2], starts[] = {0, 20, 20, 160, ROWS}, length = ragged_rows(ROOM, EXPERTS, BACKEND_CUDA);
+        real *h = tensor(ROOM * 2 * F, 63), *dap = tensor(ROOM * F, 64), *gate = tensor(ROOM, 65);
+        for (int64_t j = ROWS * F; j < ROOM * F; j++) h[2 * j] = h[2 * j + 1] = dap[j] = NAN;
+        SwigluBackward s = {.h = h, .dap = dap, .F = F, .cast = {i % 2 ? MX_FLOOR : MX_RCEIL, 128}};
+        s.ragged = (Ragged){EXPERTS, ROOM, starts, group_rows, NULL, NULL, gate};
+        SwigluBoth b = {.s = s, .length = length};
+        run_swiglu_backward(&s);
+        check_threads(run_swiglu_both, &b);
+        CHECK_BYTES(b.s.q, s.q, ROOM * 2 * F, "both %d, bytes", i);
+        CHECK_BYTES(b.s.scale, s.scale, ROOM * mx_stride(2 * F), "both %d, scales", i);
+        CHECK(!memcmp(b.s.gated_a, s.gated_a, (size_t)(ROWS * F) * sizeof(real)), "both %d: gate * a", i);
+        CHECK(!memcmp(b.s.drow_gate, s.drow_gate, ROWS * sizeof(real)), "both %d: the gates' gradients", i);
+
+        int64_t to = 0;  // where a group's rows begin by channel
+        for (int e = 0; e < EXPERTS; e++)
+            for (int64_t from = starts[e]; from < starts[e + 1]; from += 128, to += 128)
+                for (int64_t c = 0; c < 2 * F; c++) {
+                    int64_t n = starts[e + 1] - from < 128 ? starts[e + 1] - from : 128, wrong = 0;
+                    const real* x = s.dh + from * 2 * F + c;
+                    int scale = oracle_scale(oracle_amax(x, 2 * F, n, 1), s.cast.scale);
+                    for (int64_t k = 0; k < 128; k++)
+                        wrong += b.q_channels[c * length + to + k] != (k < n ? oracle_byte(x[k * 2 * F], scale) : 0);
+                    CHECK(wrong == 0 && b.scale_channels[to / 128 * 2 * F + c] == scale,
+                          "both %d, expert %d, channel %d: %d bytes differ, scale %d is not %d", i, e, (int)c,
+                          (int)wrong, b.scale_channels[to / 128 * 2 * F + c], scale);
+                }
+        release_all();
+    }
+}
+
+int main(void) {
+    list_e4m3();
+    RUN(test_swiglu);
+    RUN(test_swiglu_backward);
+    RUN(test_swiglu_backward_both);
+    return test_summary();
+}

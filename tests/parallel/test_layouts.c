@@ -1,0 +1,453 @@
+// Any layout against one rank, on the same global batches: the same experts, gradients and losses. Run by any number of
+// ranks that is a power of two (mpirun -np 4); each layout runs on the first ranks of them while the others wait.
+//
+// Bounds. A layout changes only the order of float sums: over tokens in the weights' gradients, over a token's experts
+// (summed per rank first), and where an activation's gradient gathers its parts.
+//   float32: some 1e-7 per sum, against 1e-5 asked for. bf16: a token's sum is rounded to bf16 once per rank it visits
+//   (2^-9 each), and what follows carries that on; 1e-2 on a gradient as in tests/model/test_model.c, 2e-3 on a loss.
+#include <unistd.h>
+
+#include "device/files.h"
+#include "model/persist.h"
+#include "parallel/watch.h"
+#include "pretrained/sample.h"
+#include "tests/model.h"
+#include "tests/mx.h"
+
+enum { SEQUENCES = 16, STEPS = 20, BF16 = BACKEND == BACKEND_CUDA };
+static const double GRADIENT_BOUND = BF16 ? 1e-2 : 1e-5, LOSS_BOUND = BF16 ? 2e-3 : 1e-5;
+
+// With MXFP8 a sum that differs in its last bits may tip a rounding: 2^-4 of one element, which is 4e-3 of a gradient
+// of a few hundred. In float32 that is rare (2^-20 of the elements lie so close to the middle): here none is seen to
+// tip.
+static const double MX_GRADIENT_BOUND = BF16 ? 5e-2 : 4e-3, MX_LOSS_BOUND = BF16 ? 2e-3 : 1e-4;
+
+// --mx-scale floor cuts what lies above 1.75 times the power of two of its block off, a share log2(2 / 1.75) = 0.19 of
+// the blocks' largest elements, by an eighth at most and 0.08 of them rms. In --wgrad-precision's blocks, of the some 8
+// tokens that an expert gets in a micro-step of a rank, the largest holds some 0.3 of a block's squares: sqrt(0.19 *
+// 0.3) * 0.08 = 0.02 of an operand. A layout decides which tokens are a block: two operands, each in two layouts, make
+// twice that. (RCEIL cuts nothing off, and where a block's scale does not cut, it changes no element that is not 2^14
+// below it.)
+static const double CUT_GRADIENT_BOUND = 4e-2;
+
+static Ranks* world;
+static int fast;  // whether the device at hand has --mx-gemm fast
+static const char* shards[4] = {"none", "optimizer", "grads", "weights"};
+
+#define TINY                                                                                                           \
+    "--layers 2 --dim 64 --heads 2 --kv-lora 32 --nope-dim 32 --rope-dim 16 --v-dim 32 --dense-ffn 96 --experts 8 "    \
+    "--top-k 2 --expert-ffn 64 --vocab 50 --seq-len 16 --batch 2 --tokens-per-step 256 --aux-loss 0.01 --lr 1e-4 "     \
+    "--warmup 1 --steps 20 --optimizer adamw "
+
+typedef struct Case {
+    int ranks, ep;
+    const char *shard, *recompute;
+    int one_expert;       // 1: the router is driven to send every token to expert 3
+    const char* options;  // more of them, "" for none
+} Case;
+
+// What a run showed; valid on rank 0 of its ranks.
+typedef struct Shown {
+    double loss[STEPS], norm[STEPS], further[STEPS];  // further: of all modules together
+    int64_t choices;
+    int32_t* expert;  // of the first step, by sequence
+    int tensors;
+    real** grad;  // of the first step, whole tensors
+    int64_t* elements;
+} Shown;
+
+static void shown_free(Shown* s) {
+    for (int i = 0; i < s->tensors; i++) free(s->grad[i]);
+    free(s->grad);
+    free(s->elements);
+    free(s->expert);
+}
+
+static Model* start(Ranks* group, Case c, const char* more) {
+    char* line = host_format(TINY "--ep %d --shard %s --recompute %s %s %s %s", c.ep, c.shard, c.recompute, c.options,
+                             more, c.one_expert ? "--balance none" : "");
+    Settings s = settings_for(line, c.ranks);
+    Model* m = model_create(&s, group);
+    model_init(m, 3);
+    if (c.one_expert) {
+        real high = 100;
+        for (int64_t l = m->config.dense_layers; l < config_blocks(&m->config); l++)
+            device_upload(m->bias + l * m->config.E + 3, &high, sizeof(real), m->ctx);
+    }
+    free(line);
+    return m;
+}
+
+// One step on random tokens that depend on the step alone. Records experts (if asked for) by sequence.
+static StepState one_step(Model* m, int step, int32_t* expert) {
+    int64_t T = m->settings.seq_len, B = m->settings.batch, K = m->config.K, R = m->layout.ranks, n = SEQUENCES * T;
+    int32_t* ids = (int32_t*)host_alloc((size_t)(2 * n) * 4);
+    for (int64_t i = 0; i < 2 * n; i++)
+        ids[i] = (int32_t)(random_uniform(99, (uint32_t)step, (uint64_t)i) * (double)m->config.V);
+    poison_gradients(m);
+    model_step_begin(m, step);
+    for (int64_t s = 0; s < SEQUENCES; s += R * B) {
+        int64_t mine = s + m->layout.rank * B;
+        model_batch(m, ids + mine * T, ids + n + mine * T, B, T);
+        model_micro_step(m, s + R * B >= SEQUENCES);
+        if (expert)
+            device_download(expert + mine * T * K, m->blocks[m->config.dense_layers].moe.route.expert,
+                            (size_t)(B * T * K) * 4, m->ctx);
+    }
+    model_update(m, 0);
+    free(ids);
+    return state_of(m);
+}
+
+// Adds the ranks' int32 or real values, which are 0 where a rank holds nothing.
+static void add_up(Ranks* group, void* data, int64_t n, int reals) {
+    size_t bytes = (size_t)n * (reals ? sizeof(real) : 4);
+    char* all = (char*)host_alloc((size_t)ranks_count(group) * bytes);
+    ranks_all_gather(group, all, data, bytes);
+    memset(data, 0, bytes);
+    for (int r = 0; r < ranks_count(group); r++)
+        for (int64_t i = 0; i < n; i++) {
+            if (reals)
+                ((real*)data)[i] += ((real*)(all + (size_t)r * bytes))[i];
+            else
+                ((int32_t*)data)[i] += ((int32_t*)(all + (size_t)r * bytes))[i];
+        }
+    free(all);
+}
+
+// The summed gradients, put together from the ranks' parts.
+static void gather_gradients(Shown* shown, Model* m, Ranks* group) {
+    shown->grad = (real**)host_alloc(1000 * sizeof(real*));
+    shown->elements = (int64_t*)host_alloc(1000 * sizeof(int64_t));
+    for (int u = 0; u < params_units(&m->config); u++) {
+        int count;
+        NamedTensor* tensors = params_tensors(&m->config, &m->layout, u, &count);
+        for (int i = 0; i < count; i++) {
+            ParamBuffer* p = buffer_of(m, u, &tensors[i]);
+            Slice own = tensor_slice(&tensors[i], p->first, p->part);
+            real* whole = (real*)host_alloc((size_t)tensors[i].count * sizeof(real));
+            if (own.count)
+                device_download(whole + own.first, p->own_grad + (tensors[i].offset + own.first - p->first),
+                                (size_t)own.count * sizeof(real), m->ctx);
+            add_up(group, whole, tensors[i].count, 1);
+            shown->elements[shown->tensors] = tensors[i].count;
+            shown->grad[shown->tensors++] = whole;
+        }
+        free(tensors);
+    }
+}
+
+static Shown show(Case c, int steps) {
+    Shown shown;
+    memset(&shown, 0, sizeof(shown));
+    int takes_part = ranks_index(world) < c.ranks;
+    Ranks* group = ranks_split(world, takes_part);
+    if (takes_part) {
+        Model* m = start(group, c, "");
+        shown.choices = SEQUENCES * m->settings.seq_len * m->config.K;
+        shown.expert = (int32_t*)host_alloc((size_t)shown.choices * 4);
+        for (int step = 0; step < steps; step++) {
+            StepState state = one_step(m, step + 1, step ? NULL : shown.expert);
+            shown.loss[step] = state.loss;
+            shown.norm[step] = state.grad_norm;
+            for (int k = 0; k < MTP_MAX; k++) shown.further[step] += state.mtp_sum[k];
+            if (step) continue;
+            add_up(group, shown.expert, shown.choices, 0);
+            gather_gradients(&shown, m, group);
+        }
+        finish(m);
+    }
+    ranks_barrier(world);
+    ranks_free(group);
+    return shown;
+}
+
+#define MX "--expert-precision mxfp8 --dispatch-precision mxfp8 "
+#define LINEAR "--linear-precision mxfp8 "
+#define CUT "--wgrad-precision mxfp8 --mx-scale floor"
+
+static char* name_of(Case c) {
+    return host_format("%d ranks, ep %d, shard %s, recompute %s%s %s", c.ranks, c.ep, c.shard, c.recompute,
+                       c.one_expert ? ", all tokens to one expert" : "", c.options);
+}
+
+static void compare(const Shown* got, const Shown* want, Case c, int steps) {
+    if (ranks_index(world)) return;
+    const int mx = strstr(c.options, "mxfp8") != NULL;
+    double gradient_bound = mx ? MX_GRADIENT_BOUND : GRADIENT_BOUND;
+    if (strcmp(c.options, CUT) == 0) gradient_bound = fmax(gradient_bound, CUT_GRADIENT_BOUND);
+    double loss_bound = mx ? MX_LOSS_BOUND : LOSS_BOUND;
+    char* name = name_of(c);
+    if (!BF16 && !mx)
+        CHECK(memcmp(got->expert, want->expert, (size_t)got->choices * 4) == 0, "%s: other experts are chosen", name);
+    for (int i = 0; i < got->tensors; i++) {
+        double e = relative_error(got->grad[i], want->grad[i], got->elements[i]);
+        CHECK(e < gradient_bound, "%s: the gradient of tensor %d is off by %g", name, i, e);
+    }
+    for (int step = 0; step < steps; step++) {
+        CHECK(fabs(got->loss[step] / want->loss[step] - 1) < loss_bound, "%s: step %d: loss %.9g, one rank %.9g", name,
+              step + 1, got->loss[step], want->loss[step]);
+        CHECK(fabs(got->further[step] - want->further[step]) <= loss_bound * want->further[step],
+              "%s: step %d: losses of the modules %.9g, one rank %.9g", name, step + 1, got->further[step],
+              want->further[step]);
+        CHECK(fabs(got->norm[step] / want->norm[step] - 1) < 10 * loss_bound, "%s: step %d: norm %.9g, one rank %.9g",
+              name, step + 1, got->norm[step], want->norm[step]);
+    }
+    free(name);
+}
+
+static void all_layouts(int one_expert, const char* options, int steps) {
+    Case one = {1, 1, "none", "none", one_expert, options};
+    Shown want = show(one, steps);
+    if (one_expert && ranks_index(world) == 0) {
+        int64_t hits = 0;
+        for (int64_t i = 0; i < want.choices; i++) hits += want.expert[i] == 3;
+        CHECK(hits == want.choices / 2, "expert 3 was chosen %lld times for %lld tokens", (long long)hits,
+              (long long)want.choices / 2);
+    }
+    int number = 0;
+    for (int ranks = 1; ranks <= ranks_count(world) && ranks <= 4; ranks *= 2)
+        for (int ep = 1; ep <= ranks; ep *= 2, number++)
+            for (int s = 0; s < 4; s++) {
+                // To connect GPUs takes seconds: there, one level of sharding for each pair of ranks and ep, and one
+                // expert with all tokens only where they come from all ranks.
+                if (BF16 && (s != (number + one_expert) % 4 || (one_expert && ep < ranks))) continue;
+                Case c = {ranks, ep, shards[s], "none", one_expert, options};
+                Shown got = show(c, steps);
+                compare(&got, &want, c, steps);
+                shown_free(&got);
+            }
+    shown_free(&want);
+}
+
+static void layouts_agree(void) { all_layouts(0, "", STEPS); }
+static void layouts_agree_with_muon(void) { all_layouts(0, "--optimizer muon --muon-lr 1e-4 --mtp 1", STEPS); }
+static void layouts_agree_on_one_expert(void) { all_layouts(1, "", STEPS); }
+// The head is visited twice, before and after the modules, of which the second and fourth have a slot of their own. In
+// bf16 a score that tips would move a token, a tenth of an expert's gradient, elsewhere, or a count of the balance
+// loss, and with five blocks to choose in one does: experts by turns there, with gates that depend on the scores.
+#define MODULES(n) BF16 ? "--force-balance --aux-loss 0 --mtp " #n : "--mtp " #n
+static void layouts_agree_on_one_module(void) { all_layouts(0, MODULES(1), 5); }
+static void layouts_agree_on_modules(void) { all_layouts(0, MODULES(4), 5); }
+
+// What is cast does not depend on where it is computed, but for the blocks of --wgrad-precision, which are cut along
+// the tokens of a rank: only sums in another order can tip a rounding.
+static void layouts_agree_in_mxfp8(void) {
+    const char* precisions[5] = {
+        MX LINEAR "--mx-gemm exact",
+        fast ? MX LINEAR "--mx-gemm fast --wgrad-precision mxfp8" : MX LINEAR "--wgrad-precision mxfp8", CUT,
+        "--expert-precision mxfp8 --mx-scale floor", "--dispatch-precision mxfp8 --mtp 1"};
+    int R = ranks_count(world) < 4 ? ranks_count(world) : 4;
+    for (int p = 0; p < (BF16 ? 3 : 5); p++) {
+        Case one = {1, 1, "none", "none", 0, precisions[p]};
+        Shown want = show(one, 5);
+        for (int ep = 1; ep <= R; ep *= 2) {
+            if (BF16 && ep != (p == 0 ? R : p == 1 && R > 1 ? 2 : 1)) continue;
+            Case c = {R, ep, ep == 2 ? "grads" : "weights", ep == R ? "block" : "none", 0, precisions[p]};
+            Shown got = show(c, 5);
+            compare(&got, &want, c, 5);
+            shown_free(&got);
+        }
+        shown_free(&want);
+    }
+}
+
+static void same_bits(const Shown* a, const Shown* b, const char* name, int steps) {
+    if (ranks_index(world)) return;
+    for (int i = 0; i < a->tensors; i++)
+        CHECK(memcmp(a->grad[i], b->grad[i], (size_t)a->elements[i] * sizeof(real)) == 0,
+              "%s: the gradient of tensor %d has other bits", name, i);
+    CHECK(memcmp(a->loss, b->loss, (size_t)steps * sizeof(double)) == 0, "%s: losses have other bits", name);
+    CHECK(memcmp(a->further, b->further, (size_t)steps * sizeof(double)) == 0, "%s: modules' losses have other bits",
+          name);
+}
+
+// Twice the same layout, and with activations computed again: the same bits.
+static void recompute_is_exact(void) {
+    static const char* kinds[3] = {"none", "moe", "block"};
+    int R = ranks_count(world) < 4 ? ranks_count(world) : 4;
+    for (int ep = BF16 ? R : 1; ep <= 2 * R; ep *= 2) {
+        const char* cast = fast ? MX LINEAR "--mx-gemm fast" : MX LINEAR;
+        const char* options = ep > R ? cast : ep == R ? "--mtp 2" : "";  // the last two rounds
+        Case plain = {R, ep > R ? R : ep, "weights", "none", 0, options};
+        Shown want = show(plain, 3);
+        for (int k = 0; k < 3; k++) {
+            if (BF16 && k == (ep > R ? 0 : 1)) continue;
+            Case c = {R, plain.ep, "weights", kinds[k], 0, options};
+            Shown got = show(c, 3);
+            char* name = name_of(c);
+            same_bits(&got, &want, name, 3);
+            free(name);
+            shown_free(&got);
+        }
+        shown_free(&want);
+    }
+}
+
+// What a checkpoint's manifest says of its files, their CRC-32s in: layout and --out stand before that.
+static char* files_of(const char* out) {
+    char *text = read_file(path_of("%s/step_00000010/manifest.json", out).text, SIZE_MAX, NULL), *files, *end;
+    ASSERT(text && (files = strstr(text, "\"files\"")) && (end = strstr(files, "manifest_crc32")));
+    *end = 0;
+    memmove(text, files, strlen(files) + 1);
+    return text;
+}
+
+// A checkpoint saved again by the layout that resumed from it is the same, moments too.
+static void check_saved_again(Model* m, Ranks* group, const char* folder, const char* name) {
+    char* again = host_format("%s/again", folder);
+    const StepState state = state_of(m);
+    Saver* saver = saver_create(group, again, 2);
+    model_save(m, saver, 10, 160, 7, &state);
+    saver_destroy(saver);
+    if (ranks_index(group) == 0) {
+        char *want = files_of(folder), *got = files_of(again);
+        CHECK(strcmp(got, want) == 0, "%s: saved again, its files are others: %s", name, got);
+        free(want);
+        free(got);
+        remove_tree(again);
+    }
+    free(again);
+}
+
+// A checkpoint after ten of twenty steps, and the other ten once more from it on each layout: the curve goes on.
+static void check_resume(const char* options) {
+    int R = ranks_count(world) < 4 ? ranks_count(world) : 4;
+    Case layout[5] = {{R, R, "weights", "none", 0, options},
+                      {R, R, "weights", "none", 0, options},
+                      {1, 1, "none", "none", 0, options},
+                      {R / 2, 1, "grads", "none", 0, options},
+                      {R, 1, "optimizer", "none", 0, options}};
+    StepState want[STEPS + 1];  // of the first, which makes the checkpoint
+    char folder[] = "/tmp/train_moe_layouts_XXXXXX";
+    if (ranks_index(world) == 0) ASSERT(mkdtemp(folder));
+    ranks_broadcast(world, folder, sizeof(folder), 0);
+    char* out = host_format("--out %s", folder);
+    for (int i = 0; i < 5; i++) {
+        Case c = layout[i];
+        if (c.ranks == 0) continue;
+        int takes_part = ranks_index(world) < c.ranks;
+        Ranks* group = ranks_split(world, takes_part);
+        if (takes_part) {
+            Model* m = start(group, c, out);
+            int64_t window = 0, done = i ? model_resume(m, group, 7, &window) : 0;
+            if (i) CHECK(done == 10 && window == 160, "resumed step %ld, window %ld", done, window);
+            char* name = name_of(c);
+            if (i) check_saved_again(m, group, folder, name);
+            for (int step = (int)done + 1; step <= STEPS; step++) {
+                StepState state = one_step(m, step, NULL);
+                if (i == 0) {
+                    want[step] = state;
+                    if (step != 10) continue;
+                    Saver* saver = saver_create(group, folder, 2);
+                    model_save(m, saver, 10, 160, 7, &state);
+                    saver_destroy(saver);
+                } else {
+                    int same = state.loss == want[step].loss && state.grad_norm == want[step].grad_norm;
+                    CHECK(i == 1 ? same : fabs(state.loss / want[step].loss - 1) < LOSS_BOUND,
+                          "%s, resumed: step %d: loss %.9g, uninterrupted %.9g", name, step, state.loss,
+                          want[step].loss);
+                }
+            }
+            free(name);
+            finish(m);
+        }
+        ranks_barrier(world);
+        ranks_free(group);
+    }
+    free(out);
+    if (ranks_index(world) == 0) remove_tree(folder);
+}
+
+static void resumes_anywhere(void) { check_resume(""); }
+static void resumes_modules_anywhere(void) { check_resume("--mtp 2"); }
+static void resumes_bf16_moments_anywhere(void) { check_resume("--moments bf16"); }
+
+// The embedding of one rank alone is infinite for a step: a bad step for all ranks, which changes nothing on any, so
+// that the next is that of a model which nothing happened to.
+// Ranks whose own draws would differ, here by their seeds, take rank 0's.
+static void samples_are_rank_0s(void) {
+    enum { ROOM = 1024 };
+    Case c = {ranks_count(world) < 4 ? ranks_count(world) : 4, 1, "none", "none", 0, "--vocab 257 --sample-tokens 40"};
+    c.ep = c.ranks;
+    int takes_part = ranks_index(world) < c.ranks;
+    Ranks* group = ranks_split(world, takes_part);
+    if (takes_part) {
+        Model* m = start(group, c, "");
+        Tokenizer* bytes = tokenizer_open("");
+        m->settings.seed += ranks_index(group);
+        char *text = model_sample(m, group, bytes, 0), first[ROOM] = "";
+        snprintf(first, ROOM, "%s", text);
+        ranks_broadcast(group, first, ROOM, 0);
+        CHECK(strlen(text) > 0 && strcmp(text, first) == 0, "rank %d: '%s', not '%s'", ranks_index(group), text, first);
+        free(text);
+        tokenizer_close(bytes);
+        finish(m);
+    }
+    ranks_free(group);
+}
+
+static void not_finite_on_one_rank(void) {
+    Case c = {ranks_count(world) < 4 ? ranks_count(world) : 4, 1, "none", "none", 0, ""};
+    c.ep = c.ranks;
+    int takes_part = ranks_index(world) < c.ranks;
+    Ranks* group = ranks_split(world, takes_part);
+    if (takes_part) {
+        Model *m = start(group, c, ""), *other = start(group, c, "");
+        ParamBuffer *embedding = &m->units[0].buffer[DENSE_PARAMS], *block = &m->units[2].buffer[EXPERT_PARAMS];
+        size_t bytes = (size_t)embedding->n * sizeof(real), block_bytes = (size_t)block->n * sizeof(real);
+        real *good = (real*)host_alloc(bytes), *bad = (real*)host_alloc(bytes);
+        real *before = (real*)host_alloc(block_bytes), *after = (real*)host_alloc(block_bytes);
+        device_download(good, embedding->master, bytes, m->ctx);
+        device_download(before, block->master, block_bytes, m->ctx);
+        for (int64_t i = 0; i < embedding->n; i++) bad[i] = INFINITY;
+        int poisoned = ranks_index(group) == c.ranks - 1;
+        device_upload(embedding->master, poisoned ? bad : good, bytes, m->ctx);
+        params_publish(&m->units[0], m->ctx);
+        StepState state = one_step(m, 1, NULL);
+        CHECK(!state.ok && state.bad_in_a_row == 1 && state.updates == 0 && !isfinite(state.loss),
+              "rank %d: ok %d, loss %g", ranks_index(group), state.ok, state.loss);
+        device_upload(embedding->master, good, bytes, m->ctx);
+        params_publish(&m->units[0], m->ctx);
+        device_download(after, block->master, block_bytes, m->ctx);
+        CHECK(memcmp(before, after, block_bytes) == 0, "rank %d: experts have changed", ranks_index(group));
+        state = one_step(m, 2, NULL);
+        StepState expected = one_step(other, 2, NULL);
+        CHECK(
+            state.ok && state.bad_in_a_row == 0 && state.loss == expected.loss && state.grad_norm == expected.grad_norm,
+            "rank %d: loss %.9g, without the bad step %.9g", ranks_index(group), state.loss, expected.loss);
+        free(good);
+        free(bad);
+        free(before);
+        free(after);
+        finish(m);
+        finish(other);
+    }
+    ranks_barrier(world);
+    ranks_free(group);
+}
+
+int main(int argc, char** argv) {
+    world = ranks_start(&argc, &argv);
+    watch_start(world, 60);
+    device_choose(ranks_local());
+    Ctx* ctx = ctx_create(0);
+    fast = has_fast(ctx);
+    ctx_destroy(ctx);
+    RUN(layouts_agree);
+    RUN(layouts_agree_with_muon);
+    RUN(layouts_agree_on_one_expert);
+    RUN(layouts_agree_on_one_module);
+    RUN(layouts_agree_on_modules);
+    RUN(layouts_agree_in_mxfp8);
+    RUN(recompute_is_exact);
+    RUN(samples_are_rank_0s);
+    RUN(not_finite_on_one_rank);
+    RUN(resumes_anywhere);
+    RUN(resumes_modules_anywhere);
+    RUN(resumes_bf16_moments_anywhere);
+    int failed = test_summary();
+    watch_stop();
+    ranks_end(world);
+    return failed;
+}

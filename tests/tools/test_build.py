@@ -1,0 +1,81 @@
+"""What `make` compiles again, in a copy of links with a compiler that only writes what -o names; what tests/run.py counts; and that
+bench/profile.cc knows the kernels: python3 tests/tools/test_build.py"""
+import os
+import pathlib
+import re
+import shutil
+import subprocess
+import sys
+import tempfile
+import unittest
+
+ROOT = pathlib.Path(__file__).resolve().parent.parent.parent
+NVCC = """#!/bin/sh
+while [ $# -gt 0 ]; do [ "$1" != -o ] || out=$2; shift; done
+: >"$out"
+"""
+
+
+@unittest.skipUnless(shutil.which("make"), "there is no make")
+class Build(unittest.TestCase):
+    def setUp(self):
+        folder = tempfile.TemporaryDirectory(prefix="test_build_")
+        self.addCleanup(folder.cleanup)
+        self.dir = pathlib.Path(folder.name)
+        for path in ROOT.iterdir():
+            if path.name not in (".git", "build"):
+                (self.dir / path.name).symlink_to(path)
+        (self.dir / "bin").mkdir()
+        (self.dir / "bin/nvcc").write_text(NVCC)
+        (self.dir / "bin/nvcc").chmod(0o755)
+
+    def made(self, *arguments):
+        """The objects that it compiles."""
+        environment = {name: value for name, value in os.environ.items() if name not in ("MAKEFLAGS", "MAKELEVEL", "MFLAGS")}
+        environment["PATH"] = f"{self.dir}/bin:{environment['PATH']}"
+        done = subprocess.run(["make", "MPI=0", *arguments], cwd=self.dir, env=environment, timeout=60, capture_output=True, text=True)
+        self.assertEqual(done.returncode, 0, done.stderr)
+        return {line.split()[1] for line in done.stdout.splitlines() if line.startswith("  NVCC")}
+
+    def test_other_gpus(self):
+        """Kernels are compiled again for other GPUs, nothing else is; a benchmark on the way changes nothing."""
+        first = self.made("cuda", "ARCHS=80")
+        self.assertLessEqual({"build/cuda/train_moe.o", "build/cuda/layers/matmul.o", "build/cuda/data/bpe.o"}, first)
+        self.assertEqual(self.made("cuda", "ARCHS=80"), set())
+        self.assertEqual(self.made("build/cuda/bench/casts", "ARCHS=80"), {"build/cuda/bench/casts.o"})
+        kernels = {name for name in first if (ROOT / name.removeprefix("build/cuda/")).with_suffix(".cu").exists()}
+        self.assertEqual(self.made("cuda", "ARCHS=120"), kernels)
+        self.assertEqual(self.made("cuda", "ARCHS=120"), set())
+
+
+class Run(unittest.TestCase):
+    def test_what_lacks_its_program_is_skipped(self):
+        with tempfile.TemporaryDirectory(prefix="test_build_") as folder:
+            shutil.copy(ROOT / "tests/run.py", folder)
+            for name, begins in ("ops/test_alone", ""), ("model/test_program", "import cli\n"):
+                pathlib.Path(folder, name).parent.mkdir()
+                pathlib.Path(folder, f"{name}.py").write_text(begins + "print('2 passed, 0 failed, 0 skipped')\n")
+            done, one = [subprocess.run([sys.executable, f"{folder}/run.py", *named], cwd=cwd, capture_output=True, text=True)
+                         for cwd, named in ((folder, ()), (ROOT, ("ops/test_alone.py",)))]
+        self.assertRegex(done.stdout, r"(?m)^model/test_program\.py +skipped: needs --program$")
+        self.assertTrue(done.stdout.endswith("\n2 passed, 0 failed, 1 skipped\n"), done.stdout)
+        self.assertTrue(one.stdout.endswith("\n2 passed, 0 failed, 0 skipped\n"), one.stdout)
+
+
+class Profile(unittest.TestCase):
+    def test_kernels_have_a_class(self):
+        classes = re.findall(r'^    \{"(\w+)", "([^"]+)"\},$', (ROOT / "bench/profile.cc").read_text(), re.M)
+        found = {}
+        for folder in ("moe", "grouped", "layers", "mx", "parallel"):
+            for path in (ROOT / folder).glob("*.cu*"):
+                for kernel in re.findall(r"__global__ void (?:[A-Z_]+(?:\(\w+\))?\s+|__\w+__\(.*\)\s+)*([a-z]\w+)\(", path.read_text()):
+                    found[kernel] = next((name for part, name in classes if part in kernel), None)
+        self.assertLessEqual({"count_margins", "cross_entropy_kernel", "choose", "permute_rows_kernel"}, found.keys())
+        self.assertEqual([kernel for kernel, name in found.items() if not name], [])
+        self.assertEqual(found["attention_sum_rope_kernel"], "attention")
+        self.assertEqual(found["swiglu_backward_both_kernel"], "SwiGLU")
+        self.assertEqual(found["channels_kernel"], "casts")
+
+
+if __name__ == "__main__":
+    unittest.main()

@@ -1,0 +1,127 @@
+"""docs/ and the README tell the truth: quoted code is the code, commands run, links and figures lead somewhere."""
+import os
+import pathlib
+import re
+import shutil
+import subprocess
+import tempfile
+import unittest
+
+ROOT = pathlib.Path(__file__).resolve().parent.parent.parent
+PROGRAM = pathlib.Path(os.environ.get("TRAIN_MOE", ROOT / "build/cpu/train_moe")).resolve()
+ONE_BUILD = True  # tests/run.py: nothing here depends on what computes
+SLOW = True
+PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
+FIGURE_BYTES = 60_000
+
+
+def fences(page):
+    """(what stands behind the opening mark, the lines between) of each fenced block."""
+    return re.findall(r"^```([^\n]*)\n(.*?)^```$", page.read_text(), re.M | re.S)
+
+
+def anchors(page):
+    """What GitHub makes of a page's headings."""
+    heads = re.findall(r"^#+ (.*)$", re.sub(r"^```.*?^```$", "", page.read_text(), flags=re.M | re.S), re.M)
+    return {re.sub(r"[^\w\- ]", "", head.lower()).replace(" ", "-") for head in heads}
+
+
+def script(page):
+    """The page's blocks of commands from top to bottom, for one shell. A block of `sh fails` is a command that must fail."""
+    texts = [(f"if {text.strip()}; then echo this must fail; exit 1; fi\n" if mark == "sh fails" else text) for mark, text in fences(page)
+             if mark.split()[:1] == ["sh"]]
+    return "".join(texts)
+
+
+def tracked():
+    """The names of the tree's files, those that are not added yet as well."""
+    listed = subprocess.run(["git", "ls-files", "-z", "--cached", "--others", "--exclude-standard"], cwd=ROOT, check=True,
+                            stdout=subprocess.PIPE, text=True).stdout
+    return [name for name in listed.split("\0") if name and (ROOT / name).exists()]
+
+
+class Docs(unittest.TestCase):
+    def test_quotes(self):
+        """A block of code names its file and stands there, line by line."""
+        for page in PAGES:
+            for mark, text in fences(page):
+                kind, _, name = mark.partition(" ")
+                self.assertIn(kind, ("c", "text", "sh", "diff", "mermaid"), f"{page.name}: a block of {mark!r}")
+                if kind == "c":
+                    self.assertTrue(text in (ROOT / name).read_text(), f"{page.name} quotes of {name} what is not there:\n{text}")
+
+    def test_links(self):
+        for page in [*PAGES, ROOT / "bench/RESULTS.md"]:
+            for target in re.findall(r"\]\(([^)]+)\)", page.read_text()):
+                if target.startswith("https://"):
+                    continue
+                path, _, anchor = target.partition("#")
+                file = (page.parent / path).resolve() if path else page
+                self.assertTrue(file.exists(), f"{page.name}: {target}")
+                if anchor:
+                    self.assertIn(anchor, anchors(file), f"{page.name}: {target}")
+
+    def test_figures(self):
+        """Each is shown by a page, small enough to read, and known to the script that makes it."""
+        shown = {page.parent / target for page in PAGES for target in re.findall(r"!\[[^\]]+\]\(([\w./]+\.svg)\)", page.read_text())}
+        shown = {path.name for path in shown if path.parent == ROOT / "docs"}
+        self.assertEqual({path.name for path in (ROOT / "docs").glob("*.svg")}, shown)
+        script = (ROOT / "scripts/figures.py").read_text()
+        for name in shown:
+            self.assertLessEqual((ROOT / "docs" / name).stat().st_size, FIGURE_BYTES, name)
+            self.assertIn(f'"{name[:-4]}": ', script, name)
+
+    def test_drawn_figures_are_the_scripts(self):
+        """Those that need no run come out as they are."""
+        names = ["ragged", "dispatch", "slots", "mx_block", "step_time"]
+        with tempfile.TemporaryDirectory() as folder:
+            subprocess.run(["python3", ROOT / "scripts/figures.py", "--out", folder, *names], check=True,
+                           stdout=subprocess.DEVNULL)
+            for name in names:
+                self.assertEqual((pathlib.Path(folder) / f"{name}.svg").read_text(), (ROOT / f"docs/{name}.svg").read_text(), name)
+
+    @unittest.skipUnless(shutil.which("git") and (ROOT / ".git").exists(), "needs git and the repository")
+    def test_commands_run(self):
+        """For two steps each, in a copy of the tree, on the text of `make train`, or that of ~/books; what they change they
+        undo."""
+        short = {"steps": 2, "warmup": 1, "val-tokens": 2048, "mx-stats": 1}
+        with tempfile.TemporaryDirectory() as folder:
+            tree, was = pathlib.Path(folder) / "tree", {}
+            for name in tracked():
+                (tree / name).parent.mkdir(parents=True, exist_ok=True)
+                shutil.copy2(ROOT / name, tree / name)
+                was[name] = (tree / name).read_bytes()
+            for build, name in (PROGRAM.parent, "cpu"), (PROGRAM.parent.with_name("f64"), "f64"):
+                if build.exists():
+                    shutil.copytree(build, tree / "build" / name)
+            subprocess.run(["python3", "scripts/prepare_text.py", "data/repository.txt.xz", "--split-on", "<|endoftext|>", "--out",
+                            "runs/corpus", "--name", "repository", "--val-fraction", "0.1"], check=True, cwd=tree,
+                           stdout=subprocess.DEVNULL)
+            books = pathlib.Path(folder) / "home/books"
+            books.mkdir(parents=True)
+            for name in was:
+                if name.endswith(".c"):
+                    (books / name.replace("/", "-")).with_suffix(".txt").write_bytes(was[name])
+            for page in PAGES:
+                if PROGRAM.parent.name != "cpu" and any(mark.startswith("diff") for mark, _ in fences(page)):
+                    continue  # diffs change the program that a plain make cpu builds
+                commands = re.sub(rf"--({'|'.join(short)}) \d+", lambda m: f"--{m[1]} {short[m[1]]}", script(page))
+                commands = re.sub(r"step_\d{8}", f"step_{short['steps']:08d}", commands)
+                # Below a repository git apply would leave out what is not the repository's, and say nothing.
+                done = subprocess.run(["sh", "-exc", commands], cwd=tree, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE,
+                                      stderr=subprocess.STDOUT, encoding="utf-8", errors="replace",
+                                      env=dict(os.environ, GIT_CEILING_DIRECTORIES=folder, HOME=str(books.parent)))
+                self.assertEqual(done.returncode, 0, f"{page.name}:\n{done.stdout[-3000:]}")
+                self.assertEqual([name for name in was if (tree / name).read_bytes() != was[name]], [], page.name)
+
+    def test_diffs_are_tried(self):
+        """Each has a name, by which the page's commands put it into the tree, train with it and take it out again."""
+        for page in PAGES:
+            for mark, _ in fences(page):
+                kind, _, name = mark.partition(" ")
+                if kind == "diff":
+                    self.assertRegex(script(page), rf"(?m)^change {name}\n((?!change ).*\n)*train .*\n((?!change ).*\n)*change {name} -R$")
+
+
+if __name__ == "__main__":
+    unittest.main()

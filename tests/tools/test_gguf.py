@@ -1,0 +1,411 @@
+#!/usr/bin/env python3
+"""Models for llama.cpp: TRAIN_MOE=build/cpu/train_moe python3 tests/tools/test_gguf.py. The oracle of what they compute is
+llama.cpp itself (pip install llama-cpp-python), that of how text becomes tokens `tokenizers`; names, shapes and values are
+compared with the checkpoint's safetensors, read here, and need gguf alone. What is missing is skipped.
+
+Bounds. Both losses are means over some 10^3 tokens of float32 logits, whose sums are in other orders and whose exp are
+other polynomials: they are measured at most 2e-8 of the loss apart, and 1e-6 is asked for. What a wrong
+key or tensor does (a scale, a factor on the softmax, other groups, another norm) was measured as 9e-4 and more.
+"""
+import array
+import contextlib
+import io
+import json
+import os
+import pathlib
+import struct
+import subprocess
+import sys
+import unittest
+from unittest import mock
+
+sys.path.insert(0, str(pathlib.Path(__file__).resolve().parent.parent))
+
+import cli  # noqa: E402
+
+sys.path.insert(0, str(cli.ROOT / "scripts"))
+import gguf_tokens
+import to_gguf
+
+try:
+    import gguf
+    import ml_dtypes  # noqa: F401
+    import numpy as np
+    import safetensors  # noqa: F401
+except ImportError:
+    gguf = None
+try:
+    import llama_cpp
+except ImportError:
+    llama_cpp = None
+try:
+    import tokenizers
+except ImportError:
+    tokenizers = None
+
+ONE_BUILD = True  # tests/run.py: of float32, as files are
+SLOW = True
+VOCAB, END, T = 300, 256, 32
+# YaRN's frequencies differ from others within the 32 tokens of a window.
+YARN = dict(yarn=1, yarn_factor=8, yarn_original_len=16)
+MODELS = {
+    "tiny": dict(),
+    "latent queries, groups, YaRN": dict(q_lora=16, experts=8, groups=4, top_groups=2, route_scale=2.5, **YARN),
+    "softmax": dict(score="softmax", route_norm=0, shared_experts=2, balance="none"),
+    "softmax, YaRN": dict(score="softmax", route_norm=0, route_scale=2, yarn_mscale=0.707, balance="none", **YARN),
+    "softmax, normalised, with a selection bias": dict(score="softmax", route_norm=1),
+    "groups of which all are taken, no dense block": dict(experts=4, groups=2, top_groups=2, dense_layers=0),
+    "groups of one expert": dict(experts=4, groups=4, top_groups=3),
+    "dense": dict(dense_layers=2),
+}
+TEXT = ("Hello, World!  I've seen   it's 12345 and 3.14\n\n\tdef f(x):\r\n        return x ** 2  # naïve Ångström 你好，世界 "
+        "ひらがな русский текст 😀👍🏽 !!! ??? ... <tag attr=\"1\"/>   \n  don't WE'LL   ")
+# How DeepSeek-V3 and tiktoken's GPT-2 (as tokenizer.json has it) split text.
+DEEPSEEK_V3 = (r"\p{N}{1,3}", "[\u4e00-\u9fa5\u3040-\u309f\u30a0-\u30ff]+",
+               r"""[!"#$%&'()*+,\-./:;<=>?@\[\\\]^_`{|}~][A-Za-z]+|[^""" "\r\n" r"\p{L}\p{P}\p{S}]?[\p{L}\p{M}]+| ?[\p{P}\p{S}]+["
+               "\r\n]*|\\s*[\r\n]+|" r"\s+(?!\S)|\s+")
+TIKTOKEN = (r"'(?:[sdmt]|ll|ve|re)| ?\p{L}++| ?\p{N}++| ?[^\s\p{L}\p{N}]++|\s++\z|\s+(?!\S)|\s",)
+
+
+def alphabet():
+    """Byte-level BPE's character for each byte: itself where it is printed, else one after the other from 256 on."""
+    characters, others = [], 256
+    for byte in range(256):
+        printed = 33 <= byte <= 126 or 161 <= byte <= 172 or byte >= 174
+        characters.append(chr(byte if printed else others))
+        others += not printed
+    return characters
+
+
+def tokenizer_json(merges=(), splits=(), use_regex=False, end=END, **model):
+    """Bytes, merges of them, and the end of text."""
+    vocab = {text: i for i, text in enumerate([*alphabet(), *("".join(pair) for pair in merges)])}
+    level = dict(type="ByteLevel", add_prefix_space=False, trim_offsets=True, use_regex=use_regex)
+    split = [dict(type="Split", pattern=dict(Regex=regex), behavior="Isolated", invert=False) for regex in splits]
+    flags = dict.fromkeys(("single_word", "lstrip", "rstrip", "normalized"), False)
+    return dict(version="1.0", truncation=None, padding=None, normalizer=None, post_processor=None, decoder=level,
+                added_tokens=[dict(id=end + len(merges), content="<|endoftext|>", special=True, **flags)],
+                pre_tokenizer=dict(type="Sequence", pretokenizers=[*split, level]) if split else level,
+                model=dict(type="BPE", dropout=None, unk_token=None, continuing_subword_prefix=None, end_of_word_suffix=None,
+                           fuse_unk=False, byte_fallback=False, ignore_merges=False, vocab=vocab, merges=list(merges)) | model)
+
+
+def read_tensors(step):
+    """All of a checkpoint's weights by name, and its selection biases wherever they lie."""
+    tensors = {}
+    for path in step.glob("block_*.safetensors"):
+        data = path.read_bytes()
+        start = 8 + struct.unpack("<Q", data[:8])[0]
+        for name, entry in json.loads(data[8:start]).items():
+            if name != "__metadata__" and ".exp_avg" not in name:
+                first, end = entry["data_offsets"]
+                tensors[name] = np.frombuffer(data[start + first:start + end], "<f4").reshape(entry["shape"])
+    return tensors
+
+
+def rounded(values, dtype):
+    """The bits of values in a type, rounded to nearest, ties to even."""
+    if dtype == "f16":
+        return values.astype("<f2").view(np.uint16)
+    bits = values.view(np.uint32)
+    return ((bits + 0x7FFF + (bits >> 16 & 1)) >> 16).astype(np.uint16)
+
+
+@unittest.skipUnless(gguf, "needs gguf, numpy, safetensors and ml_dtypes")
+class Gguf(cli.Case):
+    def trained(self, name="run", tokens=None, **options):
+        """A checkpoint after 20 steps with a tokenizer beside it, and its validation loss."""
+        cli.write_tokenizer(self.dir / "tokens_tokenizer.bin", [bytes([i]) for i in range(256)] + [b""] * (VOCAB - 256), eot=END)
+        self.train(out=name, steps=20, vocab=VOCAB, val=self.val_glob, val_tokens=256, tokenizer="tokens_tokenizer.bin",
+                   **{"lr": 1e-2, **options})
+        step = self.dir / name / "step_00000020"
+        (step / "tokenizer.json").write_text(json.dumps(tokens or tokenizer_json()))
+        return step, cli.read_log(self.dir / name)[1][-1]["val_loss"]
+
+    def convert(self, step, out="model.gguf", code=0, **options):
+        line = [sys.executable, cli.ROOT / "scripts/to_gguf.py", step, self.dir / out]
+        done = subprocess.run(line + [word for key, value in options.items() for word in ("--" + key, value)],
+                              capture_output=True, text=True)
+        self.assertEqual(done.returncode, code, done.stderr)
+        self.assertNotIn("%", done.stderr)  # for a terminal
+        if code:
+            self.assertRegex(done.stderr.splitlines()[-1], "^to_gguf.py: error: ")
+        self.assertEqual(done.stdout, "" if code else f"wrote {self.dir / out}\n")
+        return done.stderr if code else self.dir / out
+
+    def main(self, step):
+        """As convert, in this process: (exit code, stderr)."""
+        said = io.StringIO()
+        with mock.patch.object(sys, "argv", ["to_gguf.py", str(step), str(self.dir / "model.gguf")]), \
+                contextlib.redirect_stderr(said), contextlib.redirect_stdout(io.StringIO()):
+            return to_gguf.main(), said.getvalue()
+
+    def fields(self, path):
+        return {key: field.contents() for key, field in gguf.GGUFReader(path).fields.items()}
+
+    # --- What needs gguf alone ---
+
+    def test_tensors(self):
+        """Every tensor of the checkpoint's main model, once, at its place, expert 10 behind 9; and no other."""
+        H, nope, v, latent = (cli.SMALL[key] for key in ("heads", "nope_dim", "v_dim", "kv_lora"))
+        step, _ = self.trained(**MODELS["latent queries, groups, YaRN"] | dict(experts=12), layers=2, dense_layers=1, mtp=1)
+        own, expected = read_tensors(step), {}
+        expected["token_embd.weight"] = own["model.embed_tokens.weight"]
+        expected["output_norm.weight"], expected["output.weight"] = own["model.norm.weight"], own["lm_head.weight"]
+        for i in range(2):
+            def of(name):
+                return own[f"model.layers.{i}.{name}"]
+            block = {"attn_norm.weight": of("input_layernorm.weight"), "ffn_norm.weight": of("post_attention_layernorm.weight"),
+                     "attn_q_a.weight": of("self_attn.q_a_proj.weight"), "attn_q_b.weight": of("self_attn.q_b_proj.weight"),
+                     "attn_q_a_norm.weight": of("self_attn.q_a_layernorm.weight"),
+                     "attn_kv_a_mqa.weight": of("self_attn.kv_a_proj_with_mqa.weight"),
+                     "attn_kv_a_norm.weight": of("self_attn.kv_a_layernorm.weight"),
+                     "attn_output.weight": of("self_attn.o_proj.weight")}
+            rows = of("self_attn.kv_b_proj.weight")
+            block["attn_k_b.weight"] = np.stack([rows[h * (nope + v):h * (nope + v) + nope].T for h in range(H)])
+            block["attn_v_b.weight"] = np.stack([rows[h * (nope + v) + nope:(h + 1) * (nope + v)] for h in range(H)])
+            for part in ("gate", "up", "down"):
+                if i == 0:
+                    block[f"ffn_{part}.weight"] = of(f"mlp.{part}_proj.weight")
+                else:
+                    block[f"ffn_{part}_shexp.weight"] = of(f"mlp.shared_experts.{part}_proj.weight")
+                    block[f"ffn_{part}_exps.weight"] = np.stack([of(f"mlp.experts.{e}.{part}_proj.weight") for e in range(12)])
+            if i == 1:
+                block["ffn_gate_inp.weight"] = of("mlp.gate.weight")
+                block["exp_probs_b.bias"] = of("mlp.gate.e_score_correction_bias")
+            expected.update((f"blk.{i}.{name}", values) for name, values in block.items())
+        self.assertEqual(expected["blk.0.attn_k_b.weight"].shape, (H, latent, nope))
+        self.assertTrue(expected["blk.1.exp_probs_b.bias"].any())
+
+        for dtype in ("f32", "bf16", "f16"):
+            tensors = {t.name: t for t in gguf.GGUFReader(self.convert(step, dtype + ".gguf", dtype=dtype)).tensors}
+            self.assertEqual(sorted(tensors), sorted(expected))
+            for name, values in expected.items():
+                kept = dtype == "f32" or values.ndim == 1 or "gate_inp" in name
+                tensor, values = tensors[name], np.ascontiguousarray(values)
+                self.assertEqual(tensor.tensor_type.name, "F32" if kept else dtype.upper(), name)
+                self.assertEqual(tensor.shape.tolist(), list(values.shape[::-1]), name)
+                wanted = values.view(np.uint32) if kept else rounded(values, dtype)
+                self.assertTrue(np.array_equal(np.ascontiguousarray(tensor.data).view(wanted.dtype).ravel(), wanted.ravel()), name)
+            self.assertEqual(self.fields(self.dir / (dtype + ".gguf"))["general.file_type"], dict(f32=0, f16=1, bf16=32)[dtype])
+
+    def test_keys(self):
+        fields = self.fields(self.convert(self.trained(**MODELS["latent queries, groups, YaRN"])[0]))
+        self.assertEqual(fields["general.architecture"], "deepseek2")
+        for key, value in {"block_count": 2, "attention.q_lora_rank": 16, "attention.key_length": 32, "attention.value_length": 16,
+                           "attention.key_length_mla": 48, "attention.value_length_mla": 32, "attention.head_count_kv": 1,
+                           "expert_count": 8, "expert_used_count": 2, "expert_group_count": 4, "expert_group_used_count": 2,
+                           "expert_gating_func": 2, "expert_weights_norm": True, "expert_weights_scale": 2.5,
+                           "leading_dense_block_count": 1, "rope.dimension_count": 16, "rope.scaling.type": "yarn",
+                           "rope.scaling.factor": 8, "rope.scaling.original_context_length": 16, "vocab_size": VOCAB,
+                           "rope.scaling.yarn_beta_fast": 32, "rope.scaling.yarn_beta_slow": 1}.items():
+            self.assertEqual(fields["deepseek2." + key], value, key)
+        self.assertAlmostEqual(fields["deepseek2.rope.scaling.yarn_log_multiplier"], 0.1, 6)
+        fields = self.fields(self.convert(self.trained("soft", **MODELS["softmax"])[0], "soft.gguf"))
+        keys = ("attention.q_lora_rank", "expert_gating_func", "expert_weights_norm")
+        self.assertEqual([fields["deepseek2." + key] for key in keys], [0, 1, False])
+        self.assertFalse([key for key in fields if "rope.scaling" in key or "group" in key])
+
+    def test_tokens(self):
+        """By id, bytes first; ids without text are unused; nothing is put before a text that does not ask for it."""
+        step, _ = self.trained()
+        fields = self.fields(self.convert(step))
+        tokens, types = fields["tokenizer.ggml.tokens"], fields["tokenizer.ggml.token_type"]
+        self.assertEqual(tokens[:257], [*alphabet(), "<|endoftext|>"])
+        self.assertEqual((tokens[257:], len(set(tokens))), ([f"[PAD{i}]" for i in range(257, VOCAB)], VOCAB))
+        self.assertEqual(types, [1] * 256 + [3] + [5] * (VOCAB - 257))
+        keys = ("model", "pre", "bos_token_id", "eos_token_id", "add_bos_token")
+        self.assertEqual([fields["tokenizer.ggml." + key] for key in keys], ["gpt2", "gpt-2", END, END, False])
+        self.assertEqual(fields["tokenizer.ggml.merges"], ["<|endoftext|> <|endoftext|>"])
+        (step / "tokenizer_config.json").write_text(json.dumps(dict(bos_token="<|endoftext|>", add_bos_token=True)))
+        self.assertTrue(self.fields(self.convert(step, "with.gguf"))["tokenizer.ggml.add_bos_token"])
+
+    def test_release(self):
+        """A release in bf16 gives the bytes that the checkpoint gives, selection biases too."""
+        export = cli.ROOT / "scripts/export.py"
+        for name in ("tiny", "softmax, normalised, with a selection bias"):
+            step, _ = self.trained(name[:4], experts=12, **MODELS[name])  # by name, the 11th would be the 3rd
+            subprocess.run([sys.executable, export, step, self.dir / (name[:4] + "_out")], check=True, capture_output=True)
+            made = [{t.name: t.data.tobytes() for t in gguf.GGUFReader(self.convert(folder, name[:4] + folder.name + ".gguf")).tensors
+                     if t.tensor_type.name == "BF16" or "exp_probs_b" in t.name} for folder in (step, self.dir / (name[:4] + "_out"))]
+            self.assertTrue(made[0] == made[1] and any("exp_probs_b" in tensor for tensor in made[0]))
+        config = json.loads((step / "config.json").read_text())
+        config.update(model_type="deepseek_v2", train_moe_note="DeepSeek-V2's has no selection bias")
+        (self.dir / "soft_out/config.json").write_text(json.dumps(config))
+        self.assertIn("when selection biases were stored with the moments", self.convert(self.dir / "soft_out", "no.gguf", code=1))
+        weights = self.dir / "tiny_out/model.safetensors"
+        weights.write_bytes(weights.read_bytes()[:-10])
+        self.assertIn("error: ", self.convert(self.dir / "tiny_out", "no.gguf", code=1))  # the library's words
+
+    def test_refused(self):
+        """One line that names what does not fit; nothing is written."""
+        step, _ = self.trained(q_lora=16)
+        good, config = tokenizer_json(), json.loads((step / "config.json").read_text())
+        merges, splits = [("a", "b")], ("[a-z]+",)
+        for words, change, tokens in (
+                ("best two experts", dict(scoring_func="softmax", n_group=2), good),
+                ("n_shared_experts 0", dict(n_shared_experts=0), good),
+                ("27 blocks for one without q_lora_rank; this one has 16", dict(num_hidden_layers=27), good),
+                ("token 301 is '<|endoftext|>', but the model has 300 tokens", {}, tokenizer_json(end=301)),
+                ("none of those whose names in llama.cpp are known here (deepseek-llm, deepseek-v3, gpt-2): ['[a-z]+']", {},
+                 tokenizer_json(merges, splits)),
+                ("it has normalizer", {}, {**good, "normalizer": dict(type="NFC")}),
+                ("it has byte_fallback", {}, tokenizer_json(byte_fallback=True)),
+                ("not the byte-level BPE", {}, tokenizer_json(type="Unigram")),
+                ("1 of its tokens come from none (ignore_merges), as 'bc'", {},
+                 tokenizer_json([("a", "b"), ("ab", "c")], (), True, ignore_merges=True,
+                                vocab={**tokenizer_json([("a", "b"), ("ab", "c")])["model"]["vocab"], "bc": 299})),
+                ("config.json: altered", dict(rope_theta=20000.0), good)):
+            (step / "config.json").write_text(json.dumps({**config, **change}, indent=2))
+            (step / "tokenizer.json").write_text(json.dumps(tokens))
+            if "altered" not in words:
+                cli.write_manifest(step, cli.manifest(step))
+            self.assertIn(words, self.convert(step, code=1))
+        (step / "config.json").write_text(json.dumps(config))
+        cli.write_manifest(step, cli.manifest(step))
+        # A weight that f16 cannot hold, which shows only when half is written.
+        before = cli.snapshot(self.dir).keys()
+        data = bytearray((step / "block_002.safetensors").read_bytes())
+        name = "model.layers.1.self_attn.o_proj.weight"
+        struct.pack_into("<f", data, cli.tensor_start(data, name), 1e5)
+        (step / "block_002.safetensors").write_bytes(data)
+        cli.write_manifest(step, cli.manifest(step))
+        self.assertIn(f"{name}: 100000 is more than f16 can hold", self.convert(step, code=1, dtype="f16"))
+        (step / "tokenizer.json").unlink()
+        self.assertIn("tokenizer.json: no such file", self.convert(step, code=1))
+        self.assertEqual(cli.snapshot(self.dir).keys() ^ before, {"run/step_00000020/tokenizer.json"})
+        for name in ("model.gguf", "model.gguf.tmp"):
+            (self.dir / name).touch()
+            self.assertIn(f"{name} is there already", self.convert(step, code=1))
+            (self.dir / name).unlink()
+        (step / "manifest.json").unlink()  # it is written last
+        self.assertIn("manifest.json: No such file or directory", self.convert(step, code=1))
+
+    def test_progress_is_for_a_terminal(self):
+        reader, terminal = os.openpty()
+        command = [sys.executable, cli.ROOT / "scripts/to_gguf.py", self.trained()[0], self.dir / "model.gguf"]
+        subprocess.run(command, check=True, stdout=subprocess.DEVNULL, stderr=terminal)
+        os.close(terminal)
+        self.assertIn(b": 100 %", os.read(reader, 1 << 16))
+        os.close(reader)
+
+    def test_two_at_once(self):
+        """The second of one name is refused, and the first has the file."""
+        step, other = self.trained()[0], []
+        with mock.patch.object(to_gguf, "check", lambda _: other.append(self.convert(step, code=1, dtype="f16"))):
+            self.assertEqual(self.main(step), (0, ""))
+        self.assertIn("model.gguf.tmp is there already; remove it, if a killed run left it", other[0])
+        self.assertEqual(self.fields(self.dir / "model.gguf")["general.file_type"], 32)
+
+    def test_odd_types(self):
+        """In a release, which has no CRC-32: one line that names the file, at once, wherever the odd value is."""
+        step = self.trained(**MODELS["latent queries, groups, YaRN"])[0]
+        release = self.dir / "release"
+        subprocess.run([sys.executable, cli.ROOT / "scripts/export.py", step, release], check=True, capture_output=True)
+        (release / "tokenizer_config.json").write_text(json.dumps(dict(bos_token="<|endoftext|>", add_bos_token=True, chat_template="x")))
+
+        def values_of(record, place=()):
+            yield place
+            entries = record.items() if isinstance(record, dict) else enumerate(record) if isinstance(record, list) else ()
+            for key, value in list(entries)[:3 if place else 99]:
+                yield from values_of(value, (*place, key))
+
+        def changed(record, place, value):
+            if not place:
+                return value
+            copy = record.copy()
+            copy[place[0]] = changed(record[place[0]], place[1:], value)
+            return copy
+
+        for name in ("config.json", "tokenizer.json", "tokenizer_config.json"):
+            whole = (release / name).read_text()
+            records = [json.loads(whole)]
+            records += [json.loads(json.dumps(tokenizer_json([("a", "b")], (), True)))] if name == "tokenizer.json" else []
+            for record in records:
+                for place in values_of(record):
+                    for value in ("é", True, None, -1, 2**63, float("nan"), [1], {}):
+                        (release / name).write_text(json.dumps(changed(record, place, value)))
+                        code, said = self.main(release)
+                        if code:
+                            self.assertRegex(said, f"^to_gguf.py: error: .*(json|release|llama.cpp).*\n$", (place, value))
+                        self.assertEqual((self.dir / "model.gguf").exists(), code == 0)
+                        self.assertFalse((self.dir / "model.gguf.tmp").exists())
+                        (self.dir / "model.gguf").unlink(missing_ok=True)
+            (release / name).write_text(whole)
+        config = json.loads((release / "config.json").read_text())
+        for key, value, says in (("vocab_size", 2**63, "is 9223372036854775808, not a whole number of 32 bits"),
+                                 ("vocab_size", 2**31, "is 2147483648, but the embedding has 300 rows"),
+                                 ("num_hidden_layers", 2**31, "is 2147483648, but layer 2147483647 has no weights"),
+                                 ("qk_rope_head_dim", "é", r'is "\u00e9", not a whole number'), ("norm_topk_prob", 1, "is 1, not true or false"),
+                                 ("rope_theta", 1e39, "is 1e+39, not a number of float32"), ("rope_scaling", "yarn", 'is "yarn", not an object')):
+            (release / "config.json").write_text(json.dumps({**config, key: value}))
+            self.assertIn(f"{key} {says}", self.main(release)[1])
+
+    # --- What needs llama.cpp ---
+
+    def loss_by_llama_cpp(self, path):
+        """Of the windows that a validation takes; keys and values in float32 too."""
+        ids = array.array("H", (self.data / "text_val_000000.bin").read_bytes()[1024:]).tolist()
+        model = llama_cpp.Llama(str(path), n_ctx=T, n_batch=T, n_ubatch=T, logits_all=True, type_k=0, type_v=0, flash_attn=False,
+                                n_threads=1, verbose=False)
+        losses = []
+        for i in range(min(256, len(ids) - 1) // T):
+            model.reset()
+            model.eval(ids[i * T:i * T + T])
+            logits = np.array(model.scores[:T], np.float64)
+            logits -= logits.max(1, keepdims=True)
+            losses += (np.log(np.exp(logits).sum(1)) - logits[range(T), ids[i * T + 1:i * T + T + 1]]).tolist()
+        model.close()
+        return sum(losses) / len(losses)
+
+    @unittest.skipUnless(llama_cpp, "needs llama-cpp-python")
+    def test_loss(self):
+        for name, options in MODELS.items():
+            with self.subTest(name):
+                step, logged = self.trained(name.replace(" ", "_"), **options)
+                loss = self.loss_by_llama_cpp(self.convert(step, name.replace(" ", "_") + ".gguf", dtype="f32"))
+                if "MARGINS" in os.environ:
+                    print(f"{name}: {loss / logged - 1:.1e}")
+                self.assertLess(abs(loss / logged - 1), 1e-6)
+
+    @unittest.skipUnless(llama_cpp and tokenizers, "needs llama-cpp-python and tokenizers")
+    def test_text(self):
+        """The ids of a text are those that `tokenizers` gives, whichever way it is split."""
+        for name, splits, regex in (("bytes", (), False), ("gpt-2", (), True), ("deepseek-v3", DEEPSEEK_V3, False),
+                                    ("tiktoken", TIKTOKEN, False), ("every text begun", (), True)):
+            with self.subTest(name):
+                merges = []
+                if name != "bytes":
+                    own = tokenizers.Tokenizer.from_str(json.dumps(tokenizer_json(splits=splits, use_regex=regex)))
+                    own.train_from_iterator([TEXT * 2], tokenizers.trainers.BpeTrainer(
+                        vocab_size=400, initial_alphabet=sorted(alphabet()), show_progress=False))
+                    merges = [tuple(pair) for pair in json.loads(own.to_str())["model"]["merges"]]
+                end, first = END + len(merges), "<|endoftext|>"
+                tokens = tokenizer_json(merges, splits, regex, ignore_merges=name == "tiktoken")
+                if name == "every text begun":
+                    parts = [dict(SpecialToken=dict(id=first, type_id=0)), dict(Sequence=dict(id="A", type_id=0))]
+                    tokens["post_processor"] = dict(type="TemplateProcessing", single=parts, pair=[],
+                                                    special_tokens={first: dict(id=first, ids=[end], tokens=[first])})
+                step = self.dir / name
+                step.mkdir()
+                config = dict(vocab_size=500, bos_token_id=end, eos_token_id=end)
+                (step / "config.json").write_text(json.dumps(config))
+                (step / "tokenizer.json").write_text(json.dumps(tokens))
+                path = self.dir / (name + ".gguf")
+                writer = gguf.GGUFWriter(path, "deepseek2")
+                writer.add_uint32("deepseek2.vocab_size", 500)
+                gguf_tokens.add_tokenizer(writer, step, config)
+                writer.write_header_to_file()
+                writer.write_kv_data_to_file()
+                writer.write_ti_data_to_file()
+                writer.close()
+                model = llama_cpp.Llama(str(path), vocab_only=True, verbose=False)
+                ids = model.tokenize(TEXT.encode(), add_bos=True, special=True)
+                self.assertEqual(ids, tokenizers.Tokenizer.from_str(json.dumps(tokens)).encode(TEXT).ids)
+                self.assertEqual(len(ids) < len(TEXT.encode()), bool(merges))
+                self.assertEqual(model.tokenize(b"<|endoftext|>", add_bos=False, special=True), [end])
+                model.close()
+
+
+if __name__ == "__main__":
+    cli.main()

@@ -1,0 +1,462 @@
+"""scripts/plot_loss.py: python3 tests/tools/test_plot.py (standard library only; .png and .pdf where there is matplotlib)."""
+import contextlib
+import errno
+import io
+import json
+import os
+import pathlib
+import re
+import subprocess
+import sys
+import tempfile
+import unittest
+import xml.etree.ElementTree as ET
+from unittest import mock
+
+SCRIPT = pathlib.Path(__file__).resolve().parent.parent.parent / "scripts" / "plot_loss.py"
+sys.path.insert(0, str(SCRIPT.parent))
+sys.dont_write_bytecode = True
+import plot_loss  # noqa: E402
+
+try:
+    import matplotlib.image
+except ImportError:
+    matplotlib = None
+
+SVG = "{http://www.w3.org/2000/svg}"
+
+
+class PlotLoss(unittest.TestCase):
+    def setUp(self):
+        self.folder = tempfile.TemporaryDirectory()
+        self.addCleanup(self.folder.cleanup)
+        self.dir = pathlib.Path(self.folder.name)
+        self.addCleanup(os.chdir, os.getcwd())
+        os.chdir(self.dir)
+
+    def log(self, name, rows, config={"model": "tiny", "tokens-per-step": 4096}, tail=""):
+        path = self.dir / name / "log.jsonl"
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text("".join(json.dumps(row) + "\n" for row in [config] + rows) + tail)
+        return path
+
+    def rows(self, n, start=1, val_every=0):
+        out = [{"step": s, "loss": 5.0 / s + 1, "lr": 1e-3} for s in range(start, start + n)]
+        for row in out:
+            if val_every and row["step"] % val_every == 0:
+                row["val_loss"] = row["loss"] + 0.1
+        return out
+
+    def run_script(self, *args):
+        """The script, without a process of its own: those add up."""
+        command, stdout, stderr, code = [str(SCRIPT), *map(str, args)], io.StringIO(), io.StringIO(), 0
+        with mock.patch.object(sys, "argv", command), contextlib.redirect_stderr(stderr), contextlib.redirect_stdout(stdout):
+            try:
+                plot_loss.main()
+            except SystemExit as end:
+                code = end.code
+        return subprocess.CompletedProcess(command, code, stdout.getvalue(), stderr.getvalue())
+
+    def plot(self, *args):
+        """Plot, parse, and return (root, texts, circles, paths that are drawn as curves)."""
+        out = self.dir / "out.svg"
+        done = self.run_script(*args, "--out", out)
+        self.assertEqual(done.returncode, 0, done.stderr)
+        self.assertNotIn("nan", out.read_text())
+        self.note = done.stderr
+        root = ET.parse(out).getroot()
+        curves = [p.get("d") for g in root.iter(SVG + "g") for p in g.iter(SVG + "path")]
+        return root, [t.text for t in root.iter(SVG + "text")], list(root.iter(SVG + "circle")), curves
+
+    def fails(self, *args, names, says):
+        (self.dir / "out.svg").unlink(missing_ok=True)
+        done = self.run_script(*args, "--out", self.dir / "out.svg")
+        self.assertEqual(done.returncode, 1, done.stderr)
+        self.assertIn(str(names), done.stderr)
+        self.assertIn(says, done.stderr)
+        self.assertEqual(len(done.stderr.splitlines()), 1, done.stderr)
+        self.assertFalse((self.dir / "out.svg").exists())
+
+    def test_one_run(self):
+        root, texts, circles, curves = self.plot(self.log("first", self.rows(40, val_every=10)), "--title", "A & <B>")
+        self.assertEqual(root.tag, SVG + "svg")
+        self.assertIn("A & <B>", texts)
+        self.assertIn("step", texts)
+        self.assertIn("loss", texts)
+        self.assertTrue(any(t.startswith("first (loss 1.") and "val_loss 1.225" in t for t in texts), texts)
+        self.assertEqual(len(circles), 4)
+        self.assertEqual(len(curves), 3)  # each step, average, validation
+
+    def test_several_runs_have_their_own_names_and_colours(self):
+        logs = [self.log(name, self.rows(20)) for name in ("a", "b", "c")]
+        root, texts, circles, curves = self.plot(*logs)
+        for name in "abc":
+            self.assertEqual(sum(t.startswith(name + " (") for t in texts), 1)
+        colours = {p.get("stroke") for g in root.iter(SVG + "g") for p in g.iter(SVG + "path")}
+        self.assertEqual(len(colours), 3)
+        self.assertEqual((len(circles), len(curves)), (0, 6))
+
+    def test_same_folder_name_takes_the_one_above(self):
+        _, texts, _, _ = self.plot(self.log("x/run", self.rows(5)), self.log("y/run", self.rows(5)))
+        for name in ("x/run", "y/run"):
+            self.assertEqual(sum(t.startswith(name + " (") for t in texts), 1, texts)
+
+    def test_logs_of_one_folder_have_their_own_names(self):
+        logs = [self.log(name, self.rows(5)).rename(self.dir / f"{name}.jsonl") for name in ("a", "b.1")]
+        _, texts, _, _ = self.plot(*logs)
+        for name in ("a", "b.1"):
+            self.assertEqual(sum(t.startswith(name + " (") for t in texts), 1, texts)
+
+    def test_folder_stands_for_its_log(self):
+        _, texts, _, _ = self.plot(self.log("folder", self.rows(5)).parent)
+        self.assertTrue(any(t.startswith("folder (") for t in texts))
+
+    def test_legend_lies_above_the_curves(self):
+        names = [f"a-run-with-a-rather-long-name-{i}" for i in range(9)]
+        root, texts, _, curves = self.plot(*[self.log(name, self.rows(30)) for name in names])
+        top = float(root.find(f"{SVG}clipPath/{SVG}rect").get("y"))
+        entries = [t for t in root.iter(SVG + "text") if "(loss" in t.text]
+        self.assertEqual(len(entries), 9)
+        self.assertTrue(all(float(t.get("y")) < top for t in entries))
+        self.assertTrue(all(y >= top - 0.1 for d in curves for y in self.ys(d)))
+
+    @staticmethod
+    def ys(path):
+        return [float(y) for y in re.findall(r"[ML][-\d.]+ ([-\d.]+)", path)]
+
+    def test_null_loss_breaks_the_line(self):
+        rows = self.rows(20)
+        rows[9]["loss"] = None
+        rows[10]["loss"] = float("nan")  # not what the program writes, but json.dumps does
+        _, _, _, curves = self.plot(self.log("gap", rows))
+        self.assertEqual([d.count("M") for d in curves], [2, 2])
+        self.assertEqual([len(self.ys(d)) for d in curves], [18, 18])
+
+    def test_resumed_steps_replace_the_older_ones(self):
+        rows = self.rows(10) + [{"step": s, "loss": 3.0} for s in range(8, 13)]
+        _, texts, _, curves = self.plot(self.log("resumed", rows), "--smooth", 0)
+        self.assertEqual(len(curves), 1)
+        xs = [float(x) for x in re.findall(r"[ML]([-\d.]+) ", curves[0])]
+        self.assertEqual(len(xs), 12)
+        self.assertEqual(xs, sorted(set(xs)))
+        self.assertTrue(any("loss 3)" in t for t in texts))
+
+    def test_truncated_last_line_is_left_out_and_said(self):
+        _, texts, _, curves = self.plot(self.log("torn", self.rows(10), tail='{"step": 11, "lo'), "--smooth", 0)
+        self.assertEqual(len(self.ys(curves[0])), 10)
+        self.assertIn("torn", self.note)
+        self.assertIn("cut short", self.note)
+
+    def test_tokens_axis(self):
+        _, texts, _, _ = self.plot(self.log("t", self.rows(1000)), "--over", "tokens")
+        self.assertIn("tokens", texts)
+        self.assertIn("4M", texts)
+        root, _, _, curves = self.plot(self.log("few", self.rows(4)), "--over", "tokens", "--smooth", 0)
+        box = root.find(f"{SVG}clipPath/{SVG}rect")
+        left, width = float(box.get("x")) + 5, float(box.get("width")) - 10
+        for x, step in zip(re.findall(r"[ML]([-\d.]+) ", curves[0]), (1, 2, 3, 4)):  # a step's own tokens count
+            self.assertAlmostEqual(float(x), left + width * step / 4, delta=0.051)
+
+    def test_log_axis_and_range(self):
+        _, texts, _, _ = self.plot(self.log("l", self.rows(100)), "--log-y")
+        self.assertIn("loss (log scale)", texts)
+        _, texts, _, _ = self.plot(self.log("l", self.rows(100)), "--y-range", 1, 2)
+        self.assertIn("1.0", texts)
+        self.assertNotIn("3.0", texts)
+
+    def test_average_of_a_constant_is_the_constant(self):
+        rows = [{"step": s, "loss": 2.5} for s in range(1, 30)]
+        _, texts, _, curves = self.plot(self.log("flat", rows), "--smooth", 0.99)
+        self.assertTrue(any("loss 2.5)" in t for t in texts))
+        self.assertEqual(len({y for d in curves for y in self.ys(d)}), 1)
+
+    def test_one_step(self):
+        self.plot(self.log("one", self.rows(1)))
+
+    def test_long_log_is_thinned_and_keeps_its_spikes(self):
+        rows = [{"step": s, "loss": {7777: 9.0, 7778: 1.0}.get(s, 5.0)} for s in range(1, 20001)]
+        root, _, _, curves = self.plot(self.log("long", rows))
+        box = root.find(f"{SVG}clipPath/{SVG}rect")
+        top, height = float(box.get("y")), float(box.get("height"))
+        self.assertLess(sum(map(len, curves)), 100000)
+        self.assertEqual(sum(y < top + 30 for y in self.ys(curves[0])), 1)
+        self.assertEqual(sum(y > top + height - 30 for y in self.ys(curves[0])), 1)
+
+    def test_bad_logs_are_named(self):
+        self.fails("none.jsonl", names="none.jsonl", says="cannot read it")
+        empty = self.dir / "empty.jsonl"
+        empty.write_text("")
+        self.fails(empty, names=empty, says="is empty")
+        path = self.log("config-only", [])
+        self.fails(path, names=path, says="no steps")
+        path = self.log("all-null", [{"step": 1, "loss": None}])
+        self.fails(path, names=path, says="no finite loss")
+        path = self.log("garbage", self.rows(3))
+        path.write_text(path.read_text().replace('{"step": 2', '"step": 2'))
+        self.fails(path, names=path, says="is not a log of train_moe: line 3: not a JSON object")
+        path = self.log("no-step", [{"loss": 1.0}])
+        self.fails(path, names=path, says="is not a log of train_moe: line 2: no step number")
+        path = self.log("no-tokens", self.rows(3), config={"model": "tiny"})
+        self.fails(path, "--over", "tokens", names=path, says="tokens-per-step")
+        path = self.log("negative", [{"step": 1, "loss": -1.0}])
+        self.fails(path, "--log-y", names="--log-y", says="at least 1e-12")
+        good = self.log("good", self.rows(3))
+        self.fails(good, "none.jsonl", names="none.jsonl", says="cannot read it")  # one bad among several
+
+    def test_wrong_usage(self):
+        path = self.log("u", self.rows(3))
+        for args in (["--smooth", "1"], ["--smooth", "nan"], ["--over", "epoch"], ["--y-range", "3", "2"],
+                     ["--y-range", "1", "inf"], ["--y-range", "nan", "1"], ["--y-range", "0", "5e-324"],
+                     ["--y-range", "-1e308", "1e308"], ["--y-range", "1", "1.0000000000000002"]):
+            self.assertEqual(self.run_script(path, *args).returncode, 2, args)
+        self.assertEqual(self.run_script().returncode, 2)
+
+    def test_average_is_weighted_by_all_steps_so_far(self):
+        """Against its definition: after n values, weights beta^(n - i) over their sum: no pull towards 0."""
+        values, beta = [5.0, None, 3.0, 4.0, 1.0, 2.0], 0.9
+        for n, average in enumerate(plot_loss.smooth(values, beta), 1):
+            seen = [v for v in values[:n] if v is not None]
+            weights = [beta ** (len(seen) - i) for i in range(1, len(seen) + 1)]
+            if values[n - 1] is None:
+                self.assertIsNone(average)
+            else:  # a dozen operations in float64
+                self.assertAlmostEqual(average, sum(w * v for w, v in zip(weights, seen)) / sum(weights), delta=1e-14)
+
+    STATS = [{"layer": i, "tensor": t, "snr_db": 30.0 + i, "inexact": None} for i in (0, 1) for t in ("x", "w13")]
+
+    def test_columns_have_panels(self):
+        rows = self.rows(40, val_every=10)
+        for row in rows:
+            row["grad_norm"] = 100.0 * row["step"]
+            if row["step"] % 4 == 0:
+                row.update(mx_stats=self.STATS, load_max=[None, 1.5])
+        path = self.log("columns", rows)
+        root, texts, circles, curves = self.plot(path, "--column", "grad_norm", "loss", "val_loss",
+                                                 "mx_stats/layer1/x/snr_db")
+        labels = [t.text for t in root.iter(SVG + "text") if t.get("transform")]
+        self.assertEqual(labels, ["grad_norm", "loss", "mx_stats/layer1/x/snr_db"])
+        counts = [(len(list(g.iter(SVG + "path"))), len(list(g.iter(SVG + "circle")))) for g in root.iter(SVG + "g")]
+        self.assertEqual(counts, [(2, 0), (3, 4), (1, 10)])  # what most steps lack is circles alone
+        tops = [float(r.get("y")) for r in root.iterfind(f"{SVG}clipPath/{SVG}rect")]
+        heights = [float(r.get("height")) for r in root.iterfind(f"{SVG}clipPath/{SVG}rect")]
+        for top, height, below in zip(tops, heights, tops[1:] + [float(root.get("height"))]):
+            self.assertLess(top + height, below)
+        for i, g in enumerate(root.iter(SVG + "g")):
+            ys = [y for p in g.iter(SVG + "path") for y in self.ys(p.get("d"))]
+            self.assertTrue(all(tops[i] - 0.1 <= y <= tops[i] + heights[i] + 0.1 for y in ys))
+        self.assertTrue(any(t.startswith("columns (grad_norm 3.") and t.endswith("k)") for t in texts), texts)
+        _, texts, circles, curves = self.plot(path, "--column", "val_loss")
+        self.assertEqual((len(circles), len(curves)), (4, 1))
+        self.assertIn("val_loss", texts)
+        for column, one in (("load_max", "load_max/layer1"), ("mx_stats", "mx_stats/layer1/w13/inexact")):
+            self.fails(path, "--column", column, names=path,
+                       says=f"{column} is a list; draw one of its columns, such as {one}")
+        self.fails(path, "--column", "gradnorm", names=path, says="no finite gradnorm")
+        self.fails(path, "--column", "loss", "gradnorm", names=path, says="no finite gradnorm")
+        self.fails(path, "--column", "loss", "grad_norm", "--y-range", 1, 2, names="--y-range", says="one panel")
+
+    def test_time_axis_is_the_sum_of_ms(self):
+        rows = [{"step": s, "loss": 1.0, "ms": ms} for s, ms in enumerate((1000, 1000, 6000, 2000), 1)]
+        root, texts, _, curves = self.plot(self.log("time", rows), "--over", "time", "--smooth", 0)
+        box = root.find(f"{SVG}clipPath/{SVG}rect")
+        left, width = float(box.get("x")) + 5, float(box.get("width")) - 10
+        xs = [float(x) for x in re.findall(r"[ML]([-\d.]+) ", curves[0])]
+        for x, seconds in zip(xs, (1, 2, 8, 10)):
+            self.assertAlmostEqual(x, left + width * seconds / 10, delta=0.051)  # printed with one digit
+        self.assertIn("seconds of training", texts)
+        thinned = [{"step": s, "loss": 1.0, "ms": ms} for s, ms in ((10, 100), (20, 100), (40, 300))]  # 1, 2 and 8 s
+        _, _, _, curves = self.plot(self.log("thinned", thinned), "--over", "time", "--smooth", 0)
+        for x, seconds in zip(re.findall(r"[ML]([-\d.]+) ", curves[0]), (1, 2, 8)):
+            self.assertAlmostEqual(float(x), left + width * seconds / 8, delta=0.051)
+        rows = [{"step": s, "loss": 1.0, "ms": 3.6e6} for s in range(1, 41)]
+        _, texts, _, _ = self.plot(self.log("long", rows), "--over", "time")
+        self.assertIn("hours of training", texts)
+        self.assertEqual([t for t in texts if t == "40"], ["40"])
+        rows = [{"step": s, "loss": 1.0, "ms": 60e3} for s in range(1, 41)]
+        _, texts, _, _ = self.plot(self.log("longer", rows), "--over", "time")
+        self.assertIn("minutes of training", texts)
+        self.assertIn("40", texts)
+        path = self.log("no-ms", self.rows(3))
+        self.fails(path, "--over", "time", names=path, says="no ms")
+
+    def test_what_is_no_log_is_left_out(self):
+        good, out = self.log("good", self.rows(5)), self.dir / "out.svg"
+        text = self.dir / "notes.txt"
+        text.write_text("some words\n")
+        (self.dir / "corpus").mkdir()
+        young, other = self.log("young", []), self.log("other", [{"step": 1, "lr": 1.0}])
+        _, texts, _, _ = self.plot(text, "corpus", good, young, other)
+        self.assertEqual(sum("(loss" in t for t in texts), 1)
+        said = self.note.splitlines()
+        self.assertEqual(len(said), 4, said)
+        for line, path, why in zip(said, (text, "corpus", young, other),
+                                   ("line 1: not a JSON object", "without log.jsonl", "no steps", "no finite loss")):
+            self.assertTrue(line.startswith(f"plot_loss.py: warning: {path}"), line)
+            self.assertIn(why, line)
+            self.assertTrue(line.endswith("; left out"), line)
+        out.unlink()
+        done = self.run_script(text, "corpus", "--out", out)
+        self.assertEqual((done.returncode, len(done.stderr.splitlines()), out.exists()), (1, 2, False))
+
+    def test_suffixes(self):
+        path = self.log("s", self.rows(5))
+        for name in ("loss.jpg", "loss", "loss.svg.gz", ".svg"):
+            done = self.run_script(path, "--out", self.dir / name)
+            self.assertEqual(done.returncode, 2, name)
+            self.assertIn("only .svg, .png, .pdf", done.stderr)
+            self.assertFalse((self.dir / name).exists())
+        with mock.patch.dict(sys.modules, {"matplotlib": None}):  # cannot be imported
+            done = self.run_script(path, "--out", self.dir / "loss.png")
+            self.assertEqual((done.returncode, (self.dir / "loss.png").exists()), (1, False))
+            self.assertIn("pip install matplotlib", done.stderr)
+            self.assertEqual(self.run_script(path, "--out", self.dir / "loss.SVG").returncode, 0)
+
+    @unittest.skipUnless(matplotlib, "matplotlib is not installed")
+    def test_other_formats_show_the_same(self):
+        """By the pixels: lines of each run in its colour, at the height of their value."""
+        logs = [self.log(f"{os.fsdecode(self.HOSTILE)}/${loss}\\q$", [{"step": s, "loss": loss} for s in range(1, 51)])
+                for loss in (0.75, 1.75)]
+        for suffix, begins in ((".png", b"\x89PNG\r\n"), (".pdf", b"%PDF-1."), (".PNG", b"\x89PNG\r\n")):
+            out = self.dir / f"loss{suffix}"
+            done = self.run_script(*logs, "--title", os.fsdecode(self.HOSTILE), "--y-range", 0, 3, "--out", out)
+            self.assertEqual(done.returncode, 0, done.stderr)
+            self.assertTrue(out.read_bytes().startswith(begins))
+        picture = matplotlib.image.imread(self.dir / "loss.png")[:, :, :3]
+
+        def rows_of(x, colour):
+            """The middles of the stretches of a colour in a column of pixels."""
+            rgb = [int(colour[i:i + 2], 16) / 255 for i in (1, 3, 5)]
+            hits = [y for y, pixel in enumerate(picture[:, x]) if max(abs(p - c) for p, c in zip(pixel, rgb)) < 0.02]
+            starts = [y for y in hits if y - 1 not in hits]
+            return [(y + next(e for e in range(y, len(picture)) if e not in hits) - 1) / 2 for y in starts]
+
+        grid, (bottom, *_) = rows_of(-60, "#e6e6e6"), rows_of(-60, "#000000")  # a line for each 0.5, from the axis at 0
+        for colour, loss in zip(plot_loss.COLOURS, (0.75, 1.75)):
+            line, = rows_of(picture.shape[1] // 2, colour)
+            # The grid's distance is whole pixels, off by one of about 145 at most; so are half of them the ends.
+            self.assertAlmostEqual((bottom - line) / (grid[2] - grid[1]) / 2, loss, delta=(loss + 0.5) / 100)
+        (self.dir / "loss.png").unlink()
+        done = self.run_script(*logs, "--out", self.dir / "no-folder" / "loss.png")
+        self.assertEqual(done.returncode, 1)
+        self.assertIn("cannot write it", done.stderr)
+
+    def raw_log(self, name, *lines, tail=b""):
+        """A log of lines as they are, after the configuration."""
+        path = self.dir / name / "log.jsonl"
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_bytes(b"".join(line + b"\n" for line in (b'{"tokens-per-step": 4096}', *lines)) + tail)
+        return path
+
+    def test_lines_end_at_newlines_only(self):
+        texts = ["\x85", "\u2028", "\u2029", "\x7f"]  # JSON holds them raw; str.splitlines ends a line at most of them
+        rows = [json.dumps({"step": i, "loss": 2.0, "note": text}, ensure_ascii=False).encode()
+                for i, text in enumerate(texts, 1)]
+        _, _, _, curves = self.plot(self.raw_log("odd", *rows), "--smooth", 0)
+        self.assertEqual(len(self.ys(curves[0])), len(texts))
+        windows = self.raw_log("windows", *[row + b"\r" for row in rows])
+        _, _, _, curves = self.plot(windows, "--smooth", 0)
+        self.assertEqual(len(self.ys(curves[0])), len(texts))
+        for separator in (b"\r", b"\x0b", b"\x0c", b"\x1c"):  # two objects, but one line
+            path = self.raw_log("joined", rows[0], separator.join(rows[1:3]), rows[3])
+            self.fails(path, names=path, says="line 3: not a JSON object")
+
+    def test_a_whole_last_line_needs_no_newline_but_a_bad_one_is_no_torn_one(self):
+        whole = b'{"step": 1, "loss": 2.0}'
+        _, _, _, curves = self.plot(self.raw_log("whole", whole, tail=whole.replace(b"1", b"2")), "--smooth", 0)
+        self.assertEqual(len(self.ys(curves[0])), 2)
+        path = self.raw_log("bad", whole, b'{"step": 2')
+        self.fails(path, names=path, says="line 3: not a JSON object")
+
+    def test_odd_values_are_named(self):
+        cases = [("step", value) for value in (b'"1"', b"1.0", b"null", b"true", b"[]", b"-1", b"9223372036854775808",
+                                               b"1" + b"0" * 400)]
+        cases += [(key, value) for key in ("loss", "val_loss") for value in (b'"1"', b"[]", b"{}", b"true")]
+        for key, value in cases:
+            row = {"step": b"2", "loss": b"1.0", key: value}
+            line = b"{%s}" % b", ".join(b'"%s": %s' % (k.encode(), v) for k, v in row.items())
+            path = self.raw_log("odd", b'{"step": 1, "loss": 1.0}', line, b'{"step": 3, "loss": 1.0}')
+            says = "no step number" if key == "step" else f"{key} is not a number"
+            self.fails(path, names=path, says=f"is not a log of train_moe: line 3: {says}")
+        deep = [b"[" * 100000, b'{"a":' * 100000, b'{"step": 2, "loss": ' + b"[" * 100000 + b"]" * 100000 + b"}"]
+        for line in [b"1", b"null", b'"text"', b"", b"\0\0", b'{"step": 2, "loss": 1' + b"0" * 5000 + b"x}", *deep]:
+            path = self.raw_log("odd", b'{"step": 1, "loss": 1.0}', line, b'{"step": 3, "loss": 1.0}')
+            self.fails(path, names=path, says="is not a log of train_moe: line 3: ")
+            path.write_bytes(line + b"\n" + b'{"step": 3, "loss": 1.0}\n')
+            self.fails(path, names=path, says="is not a log of train_moe: line 1: ")
+        for value in ('"4096"', "0", "-1", "1e400", "[]", "1" + "0" * 400):
+            path = self.raw_log("odd", b'{"step": 1, "loss": 1.0}')
+            path.write_text(path.read_text().replace("4096", value))
+            self.fails(path, "--over", "tokens", names=path, says="tokens-per-step")
+
+    def test_huge_and_tiny_numbers(self):
+        """What float32 cannot hold is a gap, like what is not finite; the rest is drawn, on either axis."""
+        for loss in ("1e400", "-1e400", "1e308", "1" + "0" * 400, "3.5e38", "Infinity", "NaN", "null"):
+            rows = [b'{"step": %d, "loss": %s}' % (s, b"2.0" if s != 3 else loss.encode()) for s in range(1, 6)]
+            _, _, _, curves = self.plot(self.raw_log("huge", *rows), "--smooth", 0)
+            self.assertEqual([len(self.ys(d)) for d in curves], [4], loss)
+        extremes = [("3.4e38", "-3.4e38"), ("0", "5e-324"), ("0", "1e-322"), ("0", "1e-310"), ("5e-324", "5e-324"),
+                    ("1e30", "1e30"), ("1", "1.0000000000000002"), ("-1", "100000000000000000000000000000000000000")]
+        for pair in extremes:
+            rows = [('{"step": %d, "loss": %s, "val_loss": %s}' % (s, *pair)).encode() for s in (1, 2**63 - 1)]
+            for axis in ("steps", "tokens"):
+                _, _, circles, _ = self.plot(self.raw_log("extreme", *rows), "--over", axis)
+                self.assertEqual(len(circles), 2)
+        for y_range in (["1e-12", "2"], ["1", "2"], ["1e-12", "3e38"]):
+            rows = [b'{"step": 1, "loss": 3e38, "val_loss": -1}', b'{"step": 2, "loss": 1e-300, "val_loss": 0}']
+            _, _, circles, _ = self.plot(self.raw_log("log", *rows), "--log-y", "--y-range", *y_range)
+            self.assertEqual(len(circles), 2)
+        self.plot(self.raw_log("log", b'{"step": 1, "loss": 3e38}', b'{"step": 2, "loss": 1e-12}'), "--log-y")
+
+    def test_as_a_command(self):
+        command = [sys.executable, SCRIPT, self.log("first", self.rows(3)), "--out", "command.svg", "--title", b"\xff"]
+        done = subprocess.run(command, cwd=self.dir, capture_output=True, text=True)
+        self.assertEqual((done.returncode, done.stdout, done.stderr), (0, "wrote command.svg\n", ""))
+        self.assertIn("\ufffd", [t.text for t in ET.parse(self.dir / "command.svg").iter(SVG + "text")])
+        done = subprocess.run([*command[:2], "none.jsonl"], cwd=self.dir, capture_output=True, text=True)
+        self.assertEqual((done.returncode, done.stderr),
+                         (1, "plot_loss.py: error: none.jsonl: cannot read it: No such file or directory\n"))
+
+    def test_the_picture_replaces_what_was_there_when_it_is_whole(self):
+        """Links are not followed, a full disk leaves the picture of before, and a temporary name is nobody else's."""
+        log, victim = self.log("first", self.rows(3)), self.dir / "victim"
+        for suffix in (".svg", ".pdf")[:2 if matplotlib else 1]:
+            victim.write_text("precious")
+            out = self.dir / f"out{suffix}"
+            out.symlink_to(victim)
+            done = self.run_script(log, "--out", out)
+            self.assertEqual((done.returncode, done.stdout), (0, f"wrote {out}\n"))
+            self.assertEqual((out.is_symlink(), victim.read_text()), (False, "precious"))
+            part, before = self.dir / f"out{suffix}.tmp", out.read_bytes()
+            part.symlink_to(victim)
+            self.assertEqual(self.run_script(log, "--out", out).stderr,
+                             f"plot_loss.py: error: --out {out}: {part} is there already; remove it, if a killed run left it\n")
+            part.unlink()
+            with mock.patch.object(plot_loss.script.os, "replace", side_effect=OSError(errno.ENOSPC, "No space left on device")):
+                self.assertEqual(self.run_script(log, "--out", out).stderr,
+                                 f"plot_loss.py: error: {out}: cannot write it: No space left on device\n")
+            self.assertEqual((out.read_bytes(), victim.read_text(), part.exists()), (before, "precious", False))
+
+    HOSTILE = b"a<b>&\"'\x01\x08\x0b\x1b\x7f\xc2\x85\xef\xbf\xbf\xff\xed\xa0\x80]]>\n\t \xf0\x9f\x98\x80"
+
+    def test_any_title_and_name_is_drawn(self):
+        """Characters that XML cannot hold show as replacement characters."""
+        hostile = os.fsdecode(self.HOSTILE)
+        logs = [self.log(f"{folder}/{hostile}", self.rows(3)) for folder in ("x", "y")]  # where two read the same
+        _, texts, _, _ = self.plot(*logs, "--title", hostile)
+        drawn = "a<b>&\"'\ufffd\ufffd\ufffd\ufffd\x7f\x85\ufffd\ufffd\ufffd\ufffd\ufffd]]>\n\t \U0001f600"
+        self.assertIn(drawn, texts)
+        for folder in ("x", "y"):
+            self.assertEqual(sum(t.startswith(f"{folder}/{drawn} (") for t in texts), 1, texts)
+
+    def test_odd_paths(self):
+        os.symlink("loop", self.dir / "loop")
+        self.fails("loop", names="loop", says="Too many levels")
+        self.fails("x" * 5000, names="x" * 5000, says="File name too long")
+        good = self.log("good", self.rows(3))
+        os.symlink(good, self.dir / "link")
+        _, texts, _, _ = self.plot("link")  # is called as where it lies
+        self.assertTrue(any(t.startswith("good (") for t in texts))
+
+
+if __name__ == "__main__":
+    unittest.main()

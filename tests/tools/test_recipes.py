@@ -1,0 +1,81 @@
+#!/usr/bin/env python3
+"""scripts/recipes: what they start, on what text. TRAIN_MOE=build/cpu/train_moe python3 tests/tools/test_recipes.py"""
+import os
+import pathlib
+import shutil
+import subprocess
+import sys
+import unittest
+
+sys.path.insert(0, str(pathlib.Path(__file__).resolve().parent.parent))
+
+from cli import Case, PROGRAM, ROOT, main, read_log, write_shard  # noqa: E402
+
+RECIPES = sorted((ROOT / "scripts/recipes").glob("*.sh"))
+SHORT = ("--layers", 2, "--dim", 32, "--heads", 2, "--kv-lora", 16, "--dense-ffn", 32, "--experts", 4, "--top-k", 2, "--expert-ffn", 16,
+         "--seq-len", 16, "--batch", 1, "--steps", 2, "--warmup", 0, "--val-tokens", 16, "--sample-tokens", 4)
+
+
+class Recipes(Case):
+    def start(self, name, *options, gpus=4, program=PROGRAM, url=None):
+        """A recipe in an empty folder, with a folder in place of Hugging Face and a machine of GPUs that are not there."""
+        there, tools = self.dir / "there", self.dir / "tools"
+        for folder in (there, tools):
+            folder.mkdir(exist_ok=True)
+        for shard in ("val_000000", "train_000001"):
+            write_shard(there / f"edu_fineweb_{shard}.bin", range(100))
+        (there / "tokenizer.json").write_text('{"model": {"type": "BPE", "vocab": {"a": 0, "<|endoftext|>": 1}, "merges": []}}')
+        (tools / "nvidia-smi").write_text(f"#!/bin/sh\nfor i in {' '.join(map(str, range(gpus)))}; do echo GPU $i; done\n")
+        (tools / "mpirun").write_text('#!/bin/sh\nshift 2\nexec "$@"\n')
+        for tool in tools.iterdir():
+            tool.chmod(0o755)
+        return subprocess.run(["sh", ROOT / f"scripts/recipes/{name}.sh", *map(str, options)], capture_output=True, text=True,
+                              cwd=self.dir, timeout=120,
+                              env={**os.environ, "TRAIN_MOE": str(pathlib.Path(program).resolve()), "PATH": f"{tools}:{os.environ['PATH']}",
+                                   "FINEWEB_URL": url or there.as_uri(), "FINEWEB_TOKENIZER_URL": there.as_uri()})
+
+    def test_each_can_be_planned(self):
+        names = [path.stem for path in RECIPES if path.stem != "text"]
+        self.assertEqual(names, ["16b", "debug", "small", "tiny"])
+        for name in names:
+            for text in ("--train", "my text/*.bin"), ("--train=my text/*.bin",), ():
+                with self.subTest(name, text=text):
+                    done = self.start(name, *text, "--dry-run", *(("--ranks", 4) if name == "16b" else ()))
+                    self.assertEqual(done.returncode, 0, done.stderr)
+                    self.assertEqual(done.stderr, "")
+                    self.assertRegex(done.stdout, rf"(?m)^model  +model {name} ")
+                    self.assertRegex(done.stdout, r"\btrain my text/\*\.bin\b" if text else r"\bvocab 50257\b")
+                    self.assertFalse((self.dir / "data").exists())
+        self.assertRegex(self.start("tiny", "--help").stdout, "^usage")
+        self.assertRegex(self.start("16b", "--dry-run", gpus=0).stdout, r"\bep 4\b")
+
+    def test_what_lacks_is_said_before_anything_is_fetched(self):
+        for name in ("16b", "small", "tiny"):
+            done = self.start(name, program=self.dir / "none")
+            self.assertEqual((done.returncode, done.stderr), (1, f"{name}.sh: error: no {self.dir}/none, which TRAIN_MOE names\n"))
+        for gpus in (0, 2, 5):
+            done = self.start("16b", gpus=gpus)
+            self.assertEqual((done.returncode, done.stderr), (1, f"16b.sh: error: needs 4 or 8 GPUs; nvidia-smi shows {gpus}\n"))
+        self.assertFalse((self.dir / "data").exists())
+
+    @unittest.skipUnless(shutil.which("curl"), "there is no curl")
+    def test_it_fetches_trains_and_goes_on(self):
+        for steps in (2, 3):
+            done = self.start("tiny", *SHORT, "--steps", steps, "--vocab", 100)
+            self.assertEqual(done.returncode, 0, done.stderr)
+        first, log = read_log(self.dir / "runs/tiny")
+        self.assertEqual([step["step"] for step in log], [1, 2, 3])
+        self.assertEqual((first["train"], first["vocab"]), ("data/corpus/fineweb/edu_fineweb_train_*.bin", 100))
+        self.assertEqual(sorted(os.listdir(self.dir / "data/corpus/fineweb")),
+                         ["edu_fineweb_train_000001.bin", "edu_fineweb_val_000000.bin", "tokenizer.json", "tokenizer_config.json"])
+        self.assertTrue(list((self.dir / "runs/tiny").glob("step_*/tokenizer_config.json")))
+
+    @unittest.skipUnless(shutil.which("curl"), "there is no curl")
+    def test_a_text_that_cannot_be_fetched(self):
+        done = self.start("tiny", *SHORT, url=(self.dir / "nowhere").as_uri())
+        self.assertEqual(done.returncode, 1)
+        self.assertIn("tiny.sh: error: FineWeb-Edu is not here; --train, --val and --tokenizer name a text of your own", done.stderr)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,107 @@
+"""scripts/script.py: how signals end scripts, and how files come into place. Standard library only:
+python3 tests/tools/test_script.py
+"""
+import json
+import os
+import pathlib
+import signal
+import subprocess
+import sys
+import tempfile
+import unittest
+
+SCRIPTS = pathlib.Path(__file__).resolve().parent.parent.parent / "scripts"
+sys.path.insert(0, str(SCRIPTS))
+sys.dont_write_bytecode = True
+import script  # noqa: E402
+
+NAMES = ("bigram", "compare_precision", "export", "log_to", "make_golden", "make_mx_golden", "plot_loss", "prepare_eval",
+         "prepare_text", "to_gguf")
+
+
+class Case(unittest.TestCase):
+    def setUp(self):
+        folder = tempfile.TemporaryDirectory(prefix="test_script_")
+        self.addCleanup(folder.cleanup)
+        self.dir = pathlib.Path(folder.name)
+
+    def ended(self, number, name, *command, **options):
+        """Runs a command that gets a signal; it ends with one line and by that signal."""
+        done = subprocess.run([sys.executable, *command], cwd=self.dir, capture_output=True, text=True, timeout=60, **options)
+        self.assertEqual((done.returncode, done.stdout, done.stderr),
+                         (-number, "", f"{name}: ended by {number.name}\n"), name)
+
+
+class Signals(Case):
+    def test_while_a_script_starts(self):
+        """The module that each imports first after script.py sends the signal."""
+        (self.dir / "argparse.py").write_text("import os\nos.kill(os.getpid(), int(os.environ['NUMBER']))\n")
+        for name in NAMES:
+            for number in script.SIGNALS:
+                self.ended(number, f"{name}.py", SCRIPTS / f"{name}.py",
+                           env=dict(os.environ, PYTHONPATH=str(self.dir), NUMBER=str(int(number))))
+
+    def test_while_a_script_writes(self):
+        """Nothing is left, and earlier files are as they were."""
+        (self.dir / "in.jsonl").write_text(json.dumps({"context": "a", "endings": ["b", "c"], "label": 0}) + "\n")
+        (self.dir / "log.jsonl").write_text('{"steps": 1}\n{"step": 1, "loss": 1.0}\n')
+        for name, arguments in (("prepare_eval", ["in.jsonl", "--out", "out"]), ("plot_loss", ["log.jsonl", "--out", "out.svg"])):
+            (self.dir / arguments[-1]).write_text("precious")
+            before = sorted(os.listdir(self.dir))
+            for number in script.SIGNALS:
+                code = (f"import os, sys; sys.path.insert(0, {str(SCRIPTS)!r}); sys.dont_write_bytecode = True; import {name}\n"
+                        f"os.replace = lambda *_: os.kill(os.getpid(), {int(number)})\n"
+                        f"sys.argv = {[name + '.py', *arguments]!r}\n{name}.main()")
+                self.ended(number, f"{name}.py", "-c", code)
+                self.assertEqual(sorted(os.listdir(self.dir)), before)
+                self.assertEqual((self.dir / arguments[-1]).read_text(), "precious")
+
+    def test_a_folder(self):
+        for number in script.SIGNALS:
+            code = (f"import os, pathlib, sys; sys.path.insert(0, {str(SCRIPTS)!r}); sys.dont_write_bytecode = True; import script\n"
+                    "sys.argv = ['some.py']\nwith script.in_place('new', create=pathlib.Path.mkdir) as part:\n"
+                    f"    (part / 'file').touch()\n    os.kill(os.getpid(), {int(number)})\n")
+            self.ended(number, "some.py", "-c", code)
+            self.assertEqual(os.listdir(self.dir), [])
+
+    def test_one_that_is_ignored_stays_so(self):
+        """As in the background of a shell."""
+        code = (f"import os, signal, sys; signal.signal(signal.SIGINT, signal.SIG_IGN); sys.path.insert(0, {str(SCRIPTS)!r})\n"
+                "sys.dont_write_bytecode = True; import script\nos.kill(os.getpid(), signal.SIGINT)")
+        self.assertEqual(subprocess.run([sys.executable, "-c", code]).returncode, 0)
+
+    def test_a_process_of_a_pool_removes_nothing(self):
+        code = (f"import os, sys; sys.path.insert(0, {str(SCRIPTS)!r}); sys.dont_write_bytecode = True; import script\n"
+                "with script.in_place('new') as part:\n    child = os.fork()\n    if not child:\n"
+                "        os.kill(os.getpid(), 15)\n    os.waitpid(child, 0)\n    assert part.exists()\n")
+        done = subprocess.run([sys.executable, "-c", code], cwd=self.dir, capture_output=True, text=True)
+        self.assertEqual((done.returncode, done.stderr, os.listdir(self.dir)), (0, "", ["new"]))
+
+
+class InPlace(Case):
+    def test_a_failure_leaves_what_was_there(self):
+        path, part = self.dir / "file", self.dir / "file.tmp"
+        path.write_text("precious")
+        with self.assertRaises(ZeroDivisionError), script.in_place(path):
+            part.write_text("half")
+            1 / 0
+        self.assertEqual((path.read_text(), part.exists(), script.unfinished), ("precious", False, []))
+        part.write_text("another's")
+        with self.assertRaises(script.Failure) as caught, script.in_place(path):
+            self.fail()
+        self.assertEqual(str(caught.exception), f"{part} is there already; remove it, if a killed run left it")
+        self.assertEqual(part.read_text(), "another's")
+
+    def test_signals_that_do_nothing_meanwhile(self):
+        before = [signal.getsignal(number) for number in script.SIGNALS]
+        with script.undisturbed():
+            for number in script.SIGNALS:
+                os.kill(os.getpid(), number)
+        self.assertEqual([signal.getsignal(number) for number in script.SIGNALS], before)
+
+
+if __name__ == "__main__":
+    result = unittest.main(exit=False).result
+    failed = len(result.failures) + len(result.errors)
+    print(f"{result.testsRun - failed} passed, {failed} failed, 0 skipped")
+    sys.exit(1 if failed else 0)
