@@ -19,7 +19,7 @@ LEARN = $(patsubst %.cu,%,$(wildcard learn/*.cu))
 HOST = device/check device/random device/kernels device/options device/arena device/pool device/files device/threads \
        data/json data/safetensors data/shards data/vocab $(SPLIT) data/bpe data/tokenizer_json \
        data/tokenizer data/choices data/runlog \
-       layers/rope_table mx/rows mx/products mx/mx_check moe/dispatch moe/moe moe/moe_buffers \
+       layers/rope_table mx/rows mx/linear mx/mx_check moe/dispatch moe/moe moe/moe_buffers \
        model/settings model/settings_check model/settings_read model/record model/hub model/agree model/params model/block model/forward \
        model/backward model/mtp model/model model/step model/update model/persist model/report \
        pretrained/export pretrained/import pretrained/evaluate pretrained/sample pretrained/use $(RANKS) \
@@ -51,7 +51,7 @@ endif
 
 # C tests; those in TESTS_F64 compare with finite differences and run in the double build too.
 OP_TESTS = $(addprefix tests/ops/test_,layers attention adamw muon moments router permute grouped_gemm experts dispatch moe) \
-           $(addprefix tests/mx/test_,mxfp8 mx_swiglu mx_stats mx_block mx_check mx_wgrad products products_dy)
+           $(addprefix tests/mx/test_,mxfp8 mx_swiglu mx_stats mx_block mx_check mx_wgrad linear linear_dy)
 TESTS     = tests/ops/test_device $(addprefix tests/data/test_,data bpe) tests/fuzz tests/data/test_shards $(OP_TESTS) \
             $(addprefix tests/model/test_,golden model mtp sample checkpoint)
 # Tests of several ranks: four, where there is an mpirun, in the CUDA build one a GPU.
@@ -103,7 +103,7 @@ CUDA   = build/cuda
 RUNNABLE   = $(if $(HAVE_GPU),$(CUDA),$(CPU))
 
 # Tests on the GPU: the kernels against the reference, and C tests that run in either build.
-TESTS_EITHER = $(addprefix tests/model/test_,golden model mtp) $(addprefix tests/mx/test_,mx_block mx_check products products_dy)
+TESTS_EITHER = $(addprefix tests/model/test_,golden model mtp) $(addprefix tests/mx/test_,mx_block mx_check linear linear_dy)
 TESTS_CUDA = $(patsubst %.cu,%,$(wildcard tests/*/test_cuda_*.cu)) $(TESTS_EITHER)
 # This one measures times: nothing else may run.
 TEST_ALONE = tests/ops/test_cuda_late_blocks
@@ -228,7 +228,7 @@ train:
 
 # What is slow and rarely fails is in test-all: Python files that say SLOW, and long tests of the double build. Where
 # there is a GPU, make test runs all.
-TESTS_SLOW_F64 = tests/mx/test_mx_check tests/mx/test_products tests/mx/test_mx_block
+TESTS_SLOW_F64 = tests/mx/test_mx_check tests/mx/test_linear tests/mx/test_mx_block
 run_tests = MPI=$(MPI) $(PYTHON) tests/run.py --program $(CPU)/train_moe $(if $(HAVE_GPU),--program $(CUDA)/train_moe)
 test:
 	@sh scripts/setup.sh

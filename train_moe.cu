@@ -128,10 +128,10 @@ static void report(Run* r, int val, int asks) {
     // Validation, questions and quantization statistics, in some steps.
     double val_loss = val ? evaluate_loss(r->model, r->val) : 0;
     ScoreRecord* scores = asks ? evaluate_questions(r->model, r->questions, r->question_files, r->tokenizer) : NULL;
-    CastRecord* casts = NULL;
+    QuantRecord* casts = NULL;
     int cast_count = 0;
     if (r->casts && due(r->pending, s->mx_stats))
-        cast_count = report_casts(&casts, r->model, (const MxStats*)fetch_end(r->casts));
+        cast_count = report_quantization(&casts, r->model, (const MxStats*)fetch_end(r->casts));
 
     // How even the loads are, block by block.
     const int64_t blocks = config_blocks(&s->model);

@@ -109,7 +109,7 @@ static void bench_rows(int64_t rows, int64_t columns) {
     const double cast = 3.0 * (double)n + (double)(rows * columns / MX_BLOCK);
     Buffers b(n, std::max(rows * stride, columns * mx_stride(rows)), true);
     for (int32_t align : {1, 128}) {
-        MxCast how = {MX_RCEIL, align};
+        MxRecipe how = {MX_RCEIL, align};
         row(align == 1 ? "mx_quantize" : "mx_quantize, 128", shape, cast, b.sets,
             [&](int i) { mx_quantize(b.q + i * n, b.scale + i * b.scales, b.x + i * n, rows, columns, how, ctx); });
     }
@@ -138,7 +138,7 @@ static void bench_rows(int64_t rows, int64_t columns) {
             });
     device_free(mixed.group_start), device_free(mixed.row_token);
     for (int32_t align : {1, 128}) {
-        MxCast how = {MX_RCEIL, align};
+        MxRecipe how = {MX_RCEIL, align};
         row(align == 1 ? "mx_quantize_transposed" : "mx_quantize_transposed, 128", shape, cast, b.sets, [&](int i) {
             mx_quantize_transposed(b.turned + i * n, b.scale + i * b.scales, b.x + i * n, 1, rows, columns, how, ctx);
         });

@@ -5,7 +5,7 @@
 // Beside it bench/ep_pipeline_torch.py, which does the same work in PyTorch.
 //
 // It calls what moe/moe.c calls: dispatch, rows_permute, grouped products, combine (moe/dispatch.h, mx/rows.h,
-// mx/products.h), and differs in that x's rows are made while dy travels, where a model computes its shared MLP. MXFP8
+// mx/linear.h), and differs in that x's rows are made while dy travels, where a model computes its shared MLP. MXFP8
 // is its usual set: products on bytes (fast), tokens and their gradients cast once where they start, bytes and scales
 // in one transfer, outputs and dx back in bf16, weights' gradients in bf16 of what the bytes stand for; the last column
 // casts both operands of those along the tokens and multiplies the bytes. Weights are cast once a step, not here. dW +=
@@ -27,7 +27,7 @@
 #include "bench/data.cuh"
 #include "device/pool.h"
 #include "moe/dispatch.h"
-#include "mx/products.h"
+#include "mx/linear.h"
 
 enum { EL = 8, ROUNDS = 3, WARM = 3, CALLS = 10 };
 enum Precision { BF16, MXFP8, MXFP8_WGRAD, PRECISIONS };
@@ -44,7 +44,7 @@ static const Format BYTES = {1, {MX_RCEIL, MX_CHUNK}};
 // The pipeline in one precision. x is dim wide, dy and y hidden wide.
 struct Pass {
     Route route_x, route_dy;   // the same route, for rows of either width
-    Travel x, dy;              // dx comes home through x's, y through dy's
+    AllToAll x, dy;            // dx comes home through x's, y through dy's
     Rows kept;                 // x as it was received
     Rows x_rows, dy_rows;      // (capacity, dim), (capacity, hidden), sorted by expert
     Rows x_values, dy_values;  // what their bytes stand for, or these by channel
@@ -58,7 +58,7 @@ struct Pipeline {
     floatX *x, *dy, *w;  // tokens of this rank in the order of their experts
     Pass pass[2];        // BF16; MXFP8
     real* dw[PRECISIONS];
-    ProductRoom room;
+    GemmWorkspace workspace;
     Arena arena;
     Pool* pool;
     Dispatch* dispatch;
@@ -72,11 +72,11 @@ static DispatchShape shape_of(int64_t N, int64_t C, Format format) {
 }
 
 // What travels of one width: as moe/moe.c plans it for a forward and a backward.
-static void plan_travel(Arena* a, Route* route, Travel* t, const Pipeline& p, int64_t C, Format format, int choices) {
+static void plan_travel(Arena* a, Route* route, AllToAll* t, const Pipeline& p, int64_t C, Format format, int choices) {
     dispatch_plan_choices(a, route, shape_of(p.N, C, format));
     route->received = route->choices = p.N;
     route->send.capacity = p.N;
-    dispatch_plan_travel(a, t, route, choices);
+    dispatch_plan_buffers(a, t, route, choices);
 }
 
 static void plan_pass(Pipeline& p, Pass& q, Format format) {
@@ -99,7 +99,7 @@ static void plan_pass(Pipeline& p, Pass& q, Format format) {
     rows_plan(a, "dy by expert", &q.dy_rows, memory, capacity, p.hidden);
     rows_plan(a, "x by expert, values", &q.x_values, values, capacity, p.dim);
     rows_plan(a, "dy by expert, values", &q.dy_values, values, capacity, p.hidden);
-    q.w.count = EL, q.w.OC = p.hidden, q.w.IC = p.dim, q.w.format = format, q.w.room = &p.room;
+    q.w.count = EL, q.w.OC = p.hidden, q.w.IC = p.dim, q.w.format = format, q.w.workspace = &p.workspace;
     weight_plan(a, &q.w, 0);
 }
 
@@ -132,7 +132,7 @@ static void make(Pipeline& p, int64_t N, int64_t dim, int64_t hidden) {
     for (int64_t n = 0; n < N; n++) expert[(size_t)n] = (int32_t)(n / (N / E));
     for (Pass& q : p.pass) {
         q.w.w = p.w;
-        weight_cast(&q.w, ctx);
+        weight_quantize(&q.w, ctx);
         for (Route* route : {&q.route_x, &q.route_dy}) {
             device_upload(route->expert, expert.data(), expert.size() * sizeof(int32_t), ctx);
             route->received = route->choices = 0;

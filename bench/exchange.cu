@@ -72,9 +72,9 @@ static void family(Comm* comm, ncclComm_t nccl, const char* name, int64_t N, int
     ExchangeBuffer out[3] = {
         {y, x, (size_t)C * 2}, {id + rows * K, id, (size_t)K * 4}, {gate + rows * K, gate, (size_t)K * 4}};
     ExchangeRows outward = {send_at.data(), to.data(), recv_at.data(), from.data()};
-    ExchangeRows homeward = {recv_at.data(), from.data(), send_at.data(), to.data()};
+    ExchangeRows back = {recv_at.data(), from.data(), send_at.data(), to.data()};
     double dispatch = seconds([&] { comm_exchange(comm, out, 3, outward, ctx); });
-    double combine = seconds([&] { comm_exchange(comm, out, 1, homeward, ctx); });
+    double combine = seconds([&] { comm_exchange(comm, out, 1, back, ctx); });
     const size_t each = (size_t)(leaves / std::max(1, P - 1) * C) * 2;
     double yardstick = seconds([&] {
         ncclGroupStart();

@@ -20,20 +20,20 @@ struct Pair {
     int32_t rank, joined;
 };
 
-typedef struct Place {
+typedef struct Symbol {
     int32_t id;  // -1: joined to the entry before
     int64_t before, after;
-} Place;
+} Symbol;
 
 typedef struct Candidate {
     int32_t rank, joined;
     int64_t at;  // the left entry
 } Candidate;
 
-struct Scratch {
-    Place* places;
+struct BpeWorkspace {
+    Symbol* symbols;
     Candidate* heap;
-    size_t place_bytes, heap_bytes;
+    size_t symbol_bytes, heap_bytes;
     int64_t heap_count;
 };
 
@@ -41,12 +41,12 @@ struct Scratch {
 
 Bpe* bpe_new(int64_t merges) {
     Bpe* bpe = (Bpe*)host_alloc(sizeof(Bpe));
-    bpe->scratch = (Scratch*)host_alloc(sizeof(Scratch));
-    size_t room = 2;
-    while (room < 2 * (size_t)merges) room *= 2;
-    bpe->pairs = (Pair*)host_alloc(room * sizeof(Pair));
-    bpe->pair_mask = room - 1;
-    for (size_t i = 0; i < room; i++) bpe->pairs[i].left = -1;
+    bpe->scratch = (BpeWorkspace*)host_alloc(sizeof(BpeWorkspace));
+    size_t capacity = 2;
+    while (capacity < 2 * (size_t)merges) capacity *= 2;
+    bpe->pairs = (Pair*)host_alloc(capacity * sizeof(Pair));
+    bpe->pair_mask = capacity - 1;
+    for (size_t i = 0; i < capacity; i++) bpe->pairs[i].left = -1;
     for (int i = 0; i < 256; i++) bpe->bytes[i] = -1;
     return bpe;
 }
@@ -58,7 +58,7 @@ void bpe_free(Bpe* bpe) {
     vocab_free(bpe->whole);
     free(bpe->cuts);
     free(bpe->pairs);
-    free(bpe->scratch->places);
+    free(bpe->scratch->symbols);
     free(bpe->scratch->heap);
     free(bpe->scratch);
     free(bpe);
@@ -84,9 +84,9 @@ static bool comes_first(const Candidate* a, const Candidate* b) {
 
 // Pushes the merge of entry `at` and the one after it onto the heap, if that merge exists.
 static void push(const Bpe* bpe, int64_t at) {
-    Scratch* s = bpe->scratch;
-    if (at < 0 || s->places[at].after < 0) return;
-    const Pair* pair = find_pair(bpe, s->places[at].id, s->places[s->places[at].after].id);
+    BpeWorkspace* s = bpe->scratch;
+    if (at < 0 || s->symbols[at].after < 0) return;
+    const Pair* pair = find_pair(bpe, s->symbols[at].id, s->symbols[s->symbols[at].after].id);
     if (pair->left < 0) return;
     Candidate new_one = {pair->rank, pair->joined, at};
     int64_t i = s->heap_count++;
@@ -95,7 +95,7 @@ static void push(const Bpe* bpe, int64_t at) {
 }
 
 // Removes the first candidate from the heap.
-static Candidate pop(Scratch* s) {
+static Candidate pop(BpeWorkspace* s) {
     Candidate top = s->heap[0], last = s->heap[--s->heap_count];
     int64_t i = 0, child;
     while ((child = 2 * i + 1) < s->heap_count) {
@@ -110,14 +110,14 @@ static Candidate pop(Scratch* s) {
 
 // Applies all merges to the tokens of n entries. Entry 0 is always the head of the list.
 static void merge_all(const Bpe* bpe, int64_t n) {
-    Scratch* s = bpe->scratch;
+    BpeWorkspace* s = bpe->scratch;
     for (int64_t i = 0; i < n; i++) push(bpe, i);
     while (s->heap_count > 0) {
         // The candidate is stale if either token has changed since: drop it.
         Candidate c = pop(s);
-        Place* left = &s->places[c.at];
+        Symbol* left = &s->symbols[c.at];
         if (left->id < 0 || left->after < 0) continue;
-        Place* right = &s->places[left->after];
+        Symbol* right = &s->symbols[left->after];
         const Pair* pair = find_pair(bpe, left->id, right->id);
         if (pair->left < 0 || pair->rank != c.rank) continue;
 
@@ -125,7 +125,7 @@ static void merge_all(const Bpe* bpe, int64_t n) {
         left->id = c.joined;
         left->after = right->after;
         right->id = -1;
-        if (left->after >= 0) s->places[left->after].before = c.at;
+        if (left->after >= 0) s->symbols[left->after].before = c.at;
         push(bpe, left->before);
         push(bpe, c.at);
     }
@@ -136,7 +136,7 @@ static void merge_all(const Bpe* bpe, int64_t n) {
 typedef struct Encoding {
     const Bpe* bpe;
     int32_t* ids;
-    int64_t room, n;
+    int64_t capacity, n;
     char* why;
     size_t why_size;
 } Encoding;
@@ -147,18 +147,18 @@ static bool encode_word(Encoding* e, const char* text, size_t length) {
     // A word that is a token as a whole needs no merges.
     const Bpe* bpe = e->bpe;
     const Token* whole = bpe->whole ? vocab_find(bpe->whole, text, length) : NULL;
-    if (whole && e->n < e->room) e->ids[e->n++] = whole->id;
-    if (whole || e->n == e->room) return true;
+    if (whole && e->n < e->capacity) e->ids[e->n++] = whole->id;
+    if (whole || e->n == e->capacity) return true;
 
     // Its bytes as tokens. The heap begins with at most one merge for each pair of neighbours. Each merge removes one
     // and adds at most two.
-    Scratch* s = bpe->scratch;
+    BpeWorkspace* s = bpe->scratch;
     int64_t n = (int64_t)length;
-    s->places = (Place*)host_at_least(s->places, &s->place_bytes, length * sizeof(Place));
+    s->symbols = (Symbol*)host_at_least(s->symbols, &s->symbol_bytes, length * sizeof(Symbol));
     s->heap = (Candidate*)host_at_least(s->heap, &s->heap_bytes, 2 * length * sizeof(Candidate));
     for (int64_t i = 0; i < n; i++) {
-        Place place = {bpe->bytes[(unsigned char)text[i]], i - 1, i + 1 < n ? i + 1 : -1};
-        s->places[i] = place;
+        Symbol place = {bpe->bytes[(unsigned char)text[i]], i - 1, i + 1 < n ? i + 1 : -1};
+        s->symbols[i] = place;
         if (place.id >= 0) continue;
         snprintf(e->why, e->why_size, "the tokenizer has no token for the byte 0x%02x", (unsigned char)text[i]);
         return false;
@@ -166,7 +166,7 @@ static bool encode_word(Encoding* e, const char* text, size_t length) {
 
     // Merge, then append the list's ids.
     merge_all(bpe, n);
-    for (int64_t i = 0; i >= 0 && e->n < e->room; i = s->places[i].after) e->ids[e->n++] = s->places[i].id;
+    for (int64_t i = 0; i >= 0 && e->n < e->capacity; i = s->symbols[i].after) e->ids[e->n++] = s->symbols[i].id;
     return true;
 }
 
@@ -200,7 +200,7 @@ static bool encode_around(Encoding* e, int round, const char* text, size_t lengt
         const Token* found = vocab_longest(added, at, (size_t)(end - at));
         if (found && found->id != SPECIAL) {
             if (!encode_around(e, round + 1, done, (size_t)(at - done))) return false;
-            if (e->n < e->room) e->ids[e->n++] = found->id;
+            if (e->n < e->capacity) e->ids[e->n++] = found->id;
             done = at + found->length;
         }
         at += found ? found->length : 1;
@@ -208,7 +208,7 @@ static bool encode_around(Encoding* e, int round, const char* text, size_t lengt
     return encode_around(e, round + 1, done, (size_t)(end - done));
 }
 
-int64_t bpe_encode(const Bpe* bpe, const char* text, int32_t* ids, int64_t room, char* why, size_t why_size) {
+int64_t bpe_encode(const Bpe* bpe, const char* text, int32_t* ids, int64_t capacity, char* why, size_t why_size) {
     // Check the text: UTF-8, and no character that NFC might change.
     size_t length = strlen(text);
     const char *end = text + length, *next;
@@ -222,7 +222,7 @@ int64_t bpe_encode(const Bpe* bpe, const char* text, int32_t* ids, int64_t room,
                  (size_t)(at - text));
         return -1;
     }
-    Encoding e = {bpe, ids, room, 0, why, why_size};
+    Encoding e = {bpe, ids, capacity, 0, why, why_size};
     return encode_around(&e, 0, text, length) ? e.n : -1;
 }
 

@@ -22,7 +22,7 @@ typedef struct Cut {
 } Cut;
 
 typedef struct Pair Pair;
-typedef struct Scratch Scratch;
+typedef struct BpeWorkspace BpeWorkspace;
 
 // The id of special added tokens in Bpe.added: their names in a text are encoded as text.
 enum { SPECIAL = -1 };
@@ -39,7 +39,7 @@ typedef struct Bpe {
     Pair* pairs;
     size_t pair_mask;
 
-    Scratch* scratch;
+    BpeWorkspace* scratch;
 } Bpe;
 
 // A new Bpe without cuts and merges; `merges` is the capacity of the merge table.
@@ -50,8 +50,8 @@ void bpe_free(Bpe* bpe);
 void bpe_merge(Bpe* bpe, int32_t left, int32_t right, int32_t rank, int32_t joined);
 void bpe_cut(Bpe* bpe, Pattern* pattern, bool keeps_matches, bool keeps_rest);
 
-// Returns the number of ids written, at most `room`; -1 with the reason in why (at most why_size bytes).
-int64_t bpe_encode(const Bpe* bpe, const char* text, int32_t* ids, int64_t room, char* why, size_t why_size);
+// Returns the number of ids written, at most `capacity`; -1 with the reason in why (at most why_size bytes).
+int64_t bpe_encode(const Bpe* bpe, const char* text, int32_t* ids, int64_t capacity, char* why, size_t why_size);
 
 END_C
 

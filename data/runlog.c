@@ -154,13 +154,13 @@ void runlog_add(RunLog* log, const StepRecord* r) {
 
     // MXFP8 quantization statistics, a list of objects.
     for (int i = 0; i < r->cast_count; i++) {
-        const CastRecord* cast = &r->casts[i];
-        host_append(&line, ", %s{\"layer\": %ld, \"tensor\": \"%s\"", i ? "" : "\"mx_stats\": [", cast->layer,
-                    cast->tensor);
-        add_number(&line, "saturated", cast->saturated);
-        add_number(&line, "flushed", cast->flushed);
-        add_number(&line, "inexact", cast->inexact);
-        add_number(&line, "snr_db", cast->snr_db);
+        const QuantRecord* record = &r->casts[i];
+        host_append(&line, ", %s{\"layer\": %ld, \"tensor\": \"%s\"", i ? "" : "\"mx_stats\": [", record->layer,
+                    record->tensor);
+        add_number(&line, "saturated", record->saturated);
+        add_number(&line, "flushed", record->flushed);
+        add_number(&line, "inexact", record->inexact);
+        add_number(&line, "snr_db", record->snr_db);
         host_append(&line, "}");
     }
     host_append(&line, r->cast_count ? "]}" : "}");

@@ -12,12 +12,12 @@ BEGIN_C
 
 // Statistics of the quantization to MXFP8 of a layer's tensor in one step: shares of its nonzero elements, and the
 // signal-to-noise ratio.
-typedef struct CastRecord {
+typedef struct QuantRecord {
     int64_t layer;  // counted from 0, as in the names of the checkpoint's tensors
     const char* tensor;
     double saturated, flushed, inexact;  // too large for the scale; rounded to 0; different from blocks of 32
     double snr_db;
-} CastRecord;
+} QuantRecord;
 
 // Scores of a file of multiple-choice questions (pretrained/evaluate.h): fields <name>_acc and <name>_acc_norm.
 typedef struct ScoreRecord {
@@ -41,10 +41,10 @@ typedef struct StepRecord {
     const double *load_max, *load_min;  // (blocks): largest and smallest expert load over the mean; NaN if dense
     int64_t blocks;
     double mem_gib;
-    double capacity;          // capacity factor of --dispatch windows, else 0; an overflow retry raises it
-    int64_t tokens;           // trained on so far
-    double time;              // of the record, seconds since 1970
-    const CastRecord* casts;  // (cast_count); 0: the field is omitted
+    double capacity;           // capacity factor of --dispatch windows, else 0; an overflow retry raises it
+    int64_t tokens;            // trained on so far
+    double time;               // of the record, seconds since 1970
+    const QuantRecord* casts;  // (cast_count); 0: the field is omitted
     int cast_count;
     const ScoreRecord* scores;  // (score_count); 0: no evaluation in this step
     int score_count;

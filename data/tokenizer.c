@@ -151,17 +151,17 @@ const char* tokenizer_decode(const Tokenizer* tokenizer, int32_t id, int* length
     return known ? tokenizer->tokens[id].bytes : NULL;
 }
 
-int64_t tokenizer_encode(const Tokenizer* tokenizer, const char* text, int32_t* ids, int64_t room) {
+int64_t tokenizer_encode(const Tokenizer* tokenizer, const char* text, int32_t* ids, int64_t capacity) {
     if (!*text) return 0;  // with any tokenizer
     if (tokenizer->refused) {
         snprintf(tokenizer->why, WHY_BYTES, "%s", tokenizer->refused);
         return -1;
     }
     // By the merges of tokenizer.json; without them, greedily by the longest token.
-    if (tokenizer->bpe) return bpe_encode(tokenizer->bpe, text, ids, room, tokenizer->why, WHY_BYTES);
+    if (tokenizer->bpe) return bpe_encode(tokenizer->bpe, text, ids, capacity, tokenizer->why, WHY_BYTES);
     size_t left = strlen(text);
     int64_t n = 0;
-    for (const char* at = text; left > 0 && n < room; n++) {
+    for (const char* at = text; left > 0 && n < capacity; n++) {
         const Token* found = vocab_longest(tokenizer->vocab, at, left);
         if (!found) {
             snprintf(tokenizer->why, WHY_BYTES, "the tokenizer has no token for the byte 0x%02x", (unsigned char)*at);

@@ -34,8 +34,9 @@ const char* tokenizer_decode(const Tokenizer* tokenizer, int32_t id, int* length
 
 // Encodes text. With tokenizer.json: by its merges, to the ids that the library `tokenizers` gives without its
 // post-processor; names of special tokens are encoded as text. Else greedily, by the longest token each time. Returns
-// the number of ids written, at most `room`; -1 on failure, with the reason in tokenizer_why. By one thread at a time.
-int64_t tokenizer_encode(const Tokenizer* tokenizer, const char* text, int32_t* ids, int64_t room);
+// the number of ids written, at most `capacity`; -1 on failure, with the reason in tokenizer_why. By one thread at a
+// time.
+int64_t tokenizer_encode(const Tokenizer* tokenizer, const char* text, int32_t* ids, int64_t capacity);
 const char* tokenizer_why(const Tokenizer* tokenizer);
 
 END_C

@@ -4,13 +4,13 @@
 
 #include "device/types.h"
 
-// Length in bytes of the UTF-8 character at s, where at most `room` bytes may be read. 0 if it is not well-formed (RFC
-// 3629: no overlong forms, no surrogates, nothing above U+10FFFF).
-static inline int utf8_length(const char* s, size_t room) {
+// Length in bytes of the UTF-8 character at s, where at most `capacity` bytes may be read. 0 if it is not well-formed
+// (RFC 3629: no overlong forms, no surrogates, nothing above U+10FFFF).
+static inline int utf8_length(const char* s, size_t capacity) {
     const unsigned char* b = (const unsigned char*)s;
     if (b[0] < 0x80) return 1;
     int n = b[0] >= 0xf0 ? 4 : b[0] >= 0xe0 ? 3 : 2;
-    if (b[0] < 0xc2 || b[0] > 0xf4 || room < (size_t)n) return 0;
+    if (b[0] < 0xc2 || b[0] > 0xf4 || capacity < (size_t)n) return 0;
     for (int i = 1; i < n; i++)
         if ((b[i] & 0xc0) != 0x80) return 0;
     if ((b[0] == 0xe0 && b[1] < 0xa0) || (b[0] == 0xed && b[1] > 0x9f)) return 0;

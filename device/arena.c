@@ -25,9 +25,9 @@ void arena_add(Arena* arena, const char* name, Element element, int64_t count, i
         *slot = pool_take(arena->pool, (size_t)count * element_bytes(element, arena->backend));
         return;
     }
-    if (arena->count == arena->room) {
-        arena->room = arena->room ? 2 * arena->room : 64;
-        arena->entries = (ArenaEntry*)realloc(arena->entries, (size_t)arena->room * sizeof(ArenaEntry));
+    if (arena->count == arena->capacity) {
+        arena->capacity = arena->capacity ? 2 * arena->capacity : 64;
+        arena->entries = (ArenaEntry*)realloc(arena->entries, (size_t)arena->capacity * sizeof(ArenaEntry));
         if (!arena->entries) die(EXIT_FAILED, "out of host memory for the table of buffers");
     }
     ArenaEntry entry = {.name = name, .element = element, .count = count, .per_token = per_token, .slot = slot};

@@ -28,7 +28,7 @@ typedef struct ArenaEntry {
 typedef struct Arena {
     const char* purpose;
     Backend backend;
-    int count, room;
+    int count, capacity;
     ArenaEntry* entries;
     char* memory;
     struct Pool* pool;  // not NULL: a pool's table (device/pool.h)

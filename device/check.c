@@ -67,9 +67,9 @@ char* host_printable(const char* bytes, size_t n, const char* keep) {
 // be exhausted.
 static void say(const char* kind, const char* who, const char* format, va_list args) {
     char text[8192], line[4 * sizeof(text) + 2];
-    int room = (int)sizeof(text), n = snprintf(text, (size_t)room, "train_moe: %s: %s", kind, who);
-    n += vsnprintf(text + n, (size_t)(room - n), format, args);
-    strcpy(line + printable(line, text, (size_t)(n < room ? n : room - 1), ""), "\n");
+    int capacity = (int)sizeof(text), n = snprintf(text, (size_t)capacity, "train_moe: %s: %s", kind, who);
+    n += vsnprintf(text + n, (size_t)(capacity - n), format, args);
+    strcpy(line + printable(line, text, (size_t)(n < capacity ? n : capacity - 1), ""), "\n");
     fputs(line, stderr);
     fflush(stderr);
 }
@@ -121,10 +121,10 @@ void* host_alloc(size_t bytes) {
     return p;
 }
 
-void* host_at_least(void* memory, size_t* room, size_t bytes) {
-    if (bytes <= *room) return memory;
+void* host_at_least(void* memory, size_t* capacity, size_t bytes) {
+    if (bytes <= *capacity) return memory;
     free(memory);
-    *room = bytes;
+    *capacity = bytes;
     return host_alloc(bytes);
 }
 

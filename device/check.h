@@ -48,8 +48,8 @@ double host_time(void);  // seconds since 1970
 // malloc and strdup that never return NULL; zeroed. For host memory outside the training step.
 void* host_alloc(size_t bytes);
 char* host_strdup(const char* text);
-// A buffer of at least `bytes` bytes: `memory` if its *room bytes suffice, else a new one. Old contents are lost.
-void* host_at_least(void* memory, size_t* room, size_t bytes);
+// A buffer of at least `bytes` bytes: `memory` if its *capacity bytes suffice, else a new one. Old contents are lost.
+void* host_at_least(void* memory, size_t* capacity, size_t bytes);
 // printf into a newly allocated string of the right length; the caller frees it.
 char* host_format(const char* format, ...) PRINTF_LIKE(1, 2);
 // Appends by printf to *text, an allocated string, which may move.

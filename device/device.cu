@@ -228,21 +228,21 @@ void* device_alloc(size_t bytes, const char* what) {
 
 void device_free(void* p) { CUDA_CHECK(cudaFree(p)); }
 
-static __global__ void zero(uint4* p, size_t pieces) {
+static __global__ void zero(uint4* p, size_t vectors) {
     wait_for_previous();
-    for (size_t i = blockIdx.x * (size_t)blockDim.x + threadIdx.x; i < pieces; i += gridDim.x * (size_t)blockDim.x)
+    for (size_t i = blockIdx.x * (size_t)blockDim.x + threadIdx.x; i < vectors; i += gridDim.x * (size_t)blockDim.x)
         p[i] = make_uint4(0, 0, 0, 0);
 }
 
 // By a kernel: a step has many short memsets, and after a real memset no kernel can start early (PDL).
 void device_zero(void* p, size_t bytes, Ctx* ctx) {
-    const size_t pieces = bytes / 16;
+    const size_t vectors = bytes / 16;
     if (bytes && ((uintptr_t)p | bytes) % 16) {
         CUDA_CHECK(cudaMemsetAsync(p, 0, bytes, ctx->stream));
         return;
     }
-    launch_early(zero, (unsigned)min_i64(ceil_div((int64_t)pieces, 256), 8 * (int64_t)ctx->sms), 256, 0, ctx, (uint4*)p,
-                 pieces);
+    launch_early(zero, (unsigned)min_i64(ceil_div((int64_t)vectors, 256), 8 * (int64_t)ctx->sms), 256, 0, ctx,
+                 (uint4*)p, vectors);
 }
 
 void device_fill(void* p, int byte, size_t bytes, Ctx* ctx) {

@@ -110,14 +110,14 @@ int read_all_at(int fd, void* out, int64_t bytes, int64_t offset) {
 char* read_file(const char* path, size_t limit, size_t* size) {
     int fd = open_file(path);
     if (fd < 0) return NULL;
-    size_t room = 1 << 16, got = 0;
-    char* text = (char*)host_alloc(room);
+    size_t capacity = 1 << 16, got = 0;
+    char* text = (char*)host_alloc(capacity);
 
     // Read until the end, without a size from stat: a file may grow while it is read.
     ssize_t n;
-    while ((n = read(fd, text + got, room - got - 1)) > 0 && (got += (size_t)n) <= limit) {
-        if (got + 1 < room) continue;
-        text = (char*)realloc(text, room *= 2);
+    while ((n = read(fd, text + got, capacity - got - 1)) > 0 && (got += (size_t)n) <= limit) {
+        if (got + 1 < capacity) continue;
+        text = (char*)realloc(text, capacity *= 2);
         if (!text) die(EXIT_FAILED, "out of host memory reading %s", path);
     }
     int why = n < 0 ? errno : got > limit ? EFBIG : 0;

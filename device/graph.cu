@@ -12,7 +12,7 @@ struct Graph {
 };
 
 const char* graph_refusal(int of_bytes, Ctx* ctx) {
-    return of_bytes && has_block_scales(ctx) ? "products of MXFP8 bytes wait for their sizes on this GPU" : NULL;
+    return of_bytes && has_block_scales(ctx) ? "MXFP8 GEMMs wait for their sizes on this GPU" : NULL;
 }
 
 Graph* graph_create(void) { return (Graph*)host_alloc(sizeof(Graph)); }

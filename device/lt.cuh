@@ -121,7 +121,7 @@ static inline cublasLtMatmulAlgo_t lt_choose(const LtPlan& plan, Ctx* ctx) {
     const cublasStatus_t status =
         cublasLtMatmulAlgoGetHeuristic(ctx->lt, plan.op, plan.b, plan.a, plan.d, plan.d, preference, 1, &found, &count);
     if (status != CUBLAS_STATUS_SUCCESS || count == 0)
-        die(EXIT_FAILED, "cuBLASLt refuses %s product of %lld x %lld x %lld on %s (%s); %s",
+        die(EXIT_FAILED, "cuBLASLt refuses %s GEMM of %lld x %lld x %lld on %s (%s); %s",
             key.scaled ? "an MXFP8" : "a bf16", (long long)key.m, (long long)key.n, (long long)key.k, ctx->name,
             cublasLtGetStatusString(status),
             key.scaled ? "--mx-gemm exact does without" : "it takes dimensions that are multiples of 8");

@@ -62,8 +62,8 @@ static void grow(Pool* pool, size_t need) {
     size_t all = 0, megabyte = (size_t)1 << 20;
     for (int i = 0; i < pool->count; i++) all += pool->chunks[i].bytes;
     size_t bytes = (max_size(need, all / 16) + megabyte - 1) / megabyte * megabyte;
-    warn_here("the %s grew by %.0f MiB to %.2f GiB: expert loads are uneven; --capacity sets the room", pool->purpose,
-              (double)bytes / 0x1p20, (double)(all + bytes) / 0x1p30);
+    warn_here("the %s grew by %.0f MiB to %.2f GiB: expert loads are uneven; --capacity sets its first size",
+              pool->purpose, (double)bytes / 0x1p20, (double)(all + bytes) / 0x1p30);
     add_chunk(pool, device_alloc(bytes, pool->purpose), bytes);
 }
 

@@ -10,10 +10,10 @@
 static __global__ void __launch_bounds__(256)
     experts_swiglu_forward_kernel(floatX* a, const floatX* h, Ragged r, int64_t F) {
     wait_for_previous();
-    const int64_t pieces = F / 8, end = r.group_start[r.El] * pieces;
+    const int64_t vectors = F / 8, end = r.group_start[r.El] * vectors;
     for (int64_t i = blockIdx.x * (int64_t)256 + threadIdx.x; i < end; i += gridDim.x * (int64_t)256) {
         // Eight columns of a row; a pad row counts as zeros.
-        const int64_t row = i / pieces, c = i % pieces * 8;
+        const int64_t row = i / vectors, c = i % vectors * 8;
         float g[8] = {}, u[8] = {};
         if (r.row_token[row] >= 0) {
             load(g, h + row * 2 * F + c);

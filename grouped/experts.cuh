@@ -72,7 +72,7 @@ static __device__ __forceinline__ void swiglu_backward_row(floatX* dh, floatX* g
             dot += swiglu_backward_piece(a, g, u, x, weight, round);
 
             // The stored gradients and those given to made() are the same rounded values. A lane past F stores nothing.
-            const uint4 gate = piece_of(g), up = piece_of(u);
+            const uint4 gate = vec8_of(g), up = vec8_of(u);
             if (c < F) {
                 store(gated_a + row * F + c, a);
                 *(uint4*)(d + c) = gate;

@@ -51,7 +51,7 @@ __device__ __forceinline__ void release(Shared& s, int stage, int lane) {
 // serialize wgmma (C7511, C7512).
 template <Pass P, int SHAPE>
 __device__ __forceinline__ void multiply(Shared& s, float (&d)[PARTS<SHAPE>][COLUMNS<SHAPE> / 2], int k_blocks,
-                                         int group, int lane, Place<STAGES>& stage) {
+                                         int group, int lane, RingSlot<STAGES>& stage) {
     constexpr int N = COLUMNS<SHAPE>;
 
     // Descriptors of the operands in stage 0. They count in units of 16 bytes, and so do the steps. The next k16 is 32
@@ -97,7 +97,7 @@ __device__ __forceinline__ void multiply(Shared& s, float (&d)[PARTS<SHAPE>][COL
 // One tile: mainloop and epilogue.
 template <Pass P, int SHAPE>
 __device__ __forceinline__ void compute(Shared& s, const WorkItem& item, const CUtensorMap* out, int columns, int add,
-                                        Place<STAGES>& stage, Writer& writer) {
+                                        RingSlot<STAGES>& stage, Writer& writer) {
     // Mainloop: the tile's sums.
     const int warp = threadIdx.x / 32 - 4;
     float d[PARTS<SHAPE>][COLUMNS<SHAPE> / 2];
@@ -126,9 +126,9 @@ __device__ __forceinline__ void compute(Shared& s, const WorkItem& item, const C
 template <Pass P>
 __device__ __forceinline__ void consume(Shared& s, const CUtensorMap* out, int columns, int add) {
     const int lane = threadIdx.x % 32, warp = threadIdx.x / 32 - 4;
-    Writer writer = {s.pieces[warp], 0, lane};
-    Place<STAGES> stage = {0, 0};
-    Place<ITEMS> at = {0, 0};
+    Writer writer = {s.stores[warp], 0, lane};
+    RingSlot<STAGES> stage = {0, 0};
+    RingSlot<ITEMS> at = {0, 0};
     for (;;) {
         // The work tile, written by the producer.
         barrier_wait(&s.item_full_barriers[at.index], at.phase);
@@ -169,7 +169,7 @@ __global__ void __cluster_dims__(CLUSTER, 1, 1) __launch_bounds__(THREADS, 1)
 bool check_sizes(const Ragged& r, int64_t IC, int64_t OC) {
     if (IC <= 0 || OC <= 0 || IC % 8 != 0 || OC % 8 != 0)
         die(EXIT_USAGE,
-            "a grouped product needs dimensions that are multiples of 8 (rows are copied in pieces of 16 bytes), not "
+            "a grouped GEMM needs dimensions that are multiples of 8 (rows are copied in vectors of 16 bytes), not "
             "IC %lld and "
             "OC %lld; choose --dim and --expert-ffn so",
             (long long)IC, (long long)OC);

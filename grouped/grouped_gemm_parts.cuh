@@ -27,11 +27,11 @@ enum { STAGES = 4, STAGE_BOXES = 6, STAGE_BYTES = STAGE_BOXES * BOX_BYTES };
 enum { ITEMS = 4 };                              // work tiles that the producer may be ahead
 enum { WARPS = 8, THREADS = 128 + 32 * WARPS };  // a producer warpgroup (one warp works) and two consumer warpgroups
 enum { BOTH = (1 << CLUSTER) - 1 };              // multicast mask: a bit for each block of the cluster
-enum { PIECE_BYTES = 16 * 128 };                 // an output buffer: 16 rows of 128 bytes
+enum { STORE_BYTES = 16 * 128 };                 // an output buffer: 16 rows of 128 bytes
 
 struct Shared {
     alignas(1024) uint8_t stages[STAGES][STAGE_BYTES];
-    alignas(1024) uint8_t pieces[WARPS][2][PIECE_BYTES];
+    alignas(1024) uint8_t stores[WARPS][2][STORE_BYTES];
     uint64_t full_barriers[STAGES], empty_barriers[STAGES];
     uint64_t item_full_barriers[ITEMS], item_empty_barriers[ITEMS];
     WorkItem items[ITEMS];
@@ -42,7 +42,7 @@ struct Shared {
 // A slot in a ring of N, and the parity of the phase to wait for there. The producer begins with parity 1, that of the
 // phase before the first: every slot is empty.
 template <int N>
-struct Place {
+struct RingSlot {
     int index;
     uint32_t phase;
 
@@ -68,7 +68,7 @@ __device__ __forceinline__ void load_box(uint8_t* to, const CUtensorMap* map, ui
 // COMMON_A is a template parameter.)
 template <Pass P, bool COMMON_A>
 __device__ __forceinline__ void load_blocks(Shared& s, const CUtensorMap* a, const CUtensorMap* b, const WorkItem& item,
-                                            int rank, Place<STAGES>& stage) {
+                                            int rank, RingSlot<STAGES>& stage) {
     const bool n_along_rows = P == DGRAD || P == WGRAD;  // rows of B in memory run along n, else along k
     const int m0 = item.m + (P == MX_WGRAD ? item.of.a : 0), n0 = item.n + (P == MX_WGRAD ? item.of.b : 0);
     const int a_boxes = item.shape == TALL ? 4 : 2, b_boxes = !ON_BYTES<P> && item.shape == WIDE ? 4 : 2;
@@ -104,8 +104,8 @@ __device__ __forceinline__ void load_blocks(Shared& s, const CUtensorMap* a, con
 template <Pass P>
 __device__ __forceinline__ void produce(Shared& s, const CUtensorMap* a, const CUtensorMap* b, const Groups& g) {
     TileScheduler<P> scheduler(g, s.queue);
-    Place<STAGES> stage = {0, 1};
-    Place<ITEMS> at = {0, 1};
+    RingSlot<STAGES> stage = {0, 1};
+    RingSlot<ITEMS> at = {0, 1};
     for (;;) {
         // The work tile, for the consumers: it arrives before the data.
         const WorkItem item = scheduler.next();
@@ -127,10 +127,10 @@ __device__ __forceinline__ void produce(Shared& s, const CUtensorMap* a, const C
 }
 
 // A block from start to end. consume(s) is the work of a consumer warp. In MX_WGRAD a second producer warp fills slots
-// too: beside(s).
-template <Pass P, typename Consume, typename Beside>
+// too: overlap(s).
+template <Pass P, typename Consume, typename Overlap>
 __device__ __forceinline__ void run_block(const CUtensorMap* a, const CUtensorMap* b, const CUtensorMap* out,
-                                          const Groups& g, Consume consume, Beside beside) {
+                                          const Groups& g, Consume consume, Overlap overlap) {
     // Barriers, each with the number of arrivals that ends a phase. A slot is filled by one thread (MX_WGRAD: two) and
     // released by every consumer warp. A stage is released by the consumer warps of both blocks, as both may load into
     // it.
@@ -165,7 +165,7 @@ __device__ __forceinline__ void run_block(const CUtensorMap* a, const CUtensorMa
         if (threadIdx.x < 32)
             produce<P>(s, a, b, g);
         else if (SECOND && threadIdx.x < 64)
-            beside(s);
+            overlap(s);
     } else {
         registers_more<224>();
         consume(s);
@@ -178,7 +178,7 @@ __device__ __forceinline__ void run_block(const CUtensorMap* a, const CUtensorMa
 // A warp stores its 16 rows through two buffers of its own, 16 x 128 bytes each. While TMA reads one, the warp fills
 // the other. TMA clips at the bounds of the output.
 struct Writer {
-    uint8_t (*buffer)[PIECE_BYTES];
+    uint8_t (*buffer)[STORE_BYTES];
     int turn, lane;
 
     // The next buffer, once TMA has read its old contents.

@@ -65,12 +65,12 @@ struct Shared {
 // The 16-byte vector that a thread copies of every box of an operand. mn, k: its position in the box. place: its offset
 // in shared memory. box_bytes, step_bytes: the strides in global memory to the next box and the next k block.
 template <bool K_ROWS>
-struct Piece {
+struct BoxThread {
     int mn, k, place, box_bytes, step_bytes;
-    __device__ __forceinline__ explicit Piece(int ld) {
-        const int i = threadIdx.x, row = K_ROWS ? i / 8 : i / 4, piece = K_ROWS ? i % 8 : i % 4;
-        mn = K_ROWS ? piece * 8 : row, k = K_ROWS ? row : piece * 8;
-        place = row * (K_ROWS ? 128 : 64) + (piece ^ (K_ROWS ? row % 8 : row / 2 % 4)) * 16;
+    __device__ __forceinline__ explicit BoxThread(int ld) {
+        const int i = threadIdx.x, row = K_ROWS ? i / 8 : i / 4, vector = K_ROWS ? i % 8 : i % 4;
+        mn = K_ROWS ? vector * 8 : row, k = K_ROWS ? row : vector * 8;
+        place = row * (K_ROWS ? 128 : 64) + (vector ^ (K_ROWS ? row % 8 : row / 2 % 4)) * 16;
         box_bytes = (int)sizeof(floatX) * BOX * (K_ROWS ? 1 : ld);
         step_bytes = (int)sizeof(floatX) * BLOCK_K * (K_ROWS ? ld : 1);
     }
@@ -86,8 +86,8 @@ struct Loader {
     Shared& s;
     const Groups& g;
     const floatX *a, *b;
-    Piece<K_ROWS_A<P>> piece_a;
-    Piece<K_ROWS_B<P>> piece_b;
+    BoxThread<K_ROWS_A<P>> piece_a;
+    BoxThread<K_ROWS_B<P>> piece_b;
     const uint8_t* from[3];  // this thread's vector of each pair's first box
     uint32_t inside;         // a bit for each box: the vector is inside of M or N
     int k_left_a, k_left_b;  // the rest of the contraction, from this vector on
@@ -175,12 +175,12 @@ struct Fragments {
 };
 
 // d += a b of one step. The callback issues loads before each quarter, so that they overlap with the tensor cores.
-template <typename Beside>
+template <typename Overlap>
 __device__ __forceinline__ void multiply(float (&d)[4][8][4], const uint32_t (&a)[4][4], const uint32_t (&b)[4][4],
-                                         Beside beside) {
+                                         Overlap overlap) {
 #pragma unroll
     for (int i = 0; i < 4; i++) {
-        beside(i);
+        overlap(i);
 #pragma unroll
         for (int j = 0; j < 8; j++) mma_bf16(d[i][j], a[i], b[j / 2] + j % 2 * 2);
     }

@@ -54,7 +54,7 @@ void permute_plan(Ragged r, const int32_t* expert, const real* gate, int64_t N, 
 
 // One warp per row. Short rows (C < NARROW) would give a warp too few loads in flight, so they are merged (TOGETHER): a
 // slice is contiguous in `rows`, and a warp copies 4 KB of it at a time.
-enum { PIECES = 8, NARROW = 1024 };
+enum { VECTORS = 8, NARROW = 1024 };
 template <bool TOGETHER>
 static __global__ void __launch_bounds__(32 * PERMUTE_WARPS)
     permute_rows_kernel(floatX* rows, const floatX* tokens, Ragged r, int64_t C, int64_t slices) {
@@ -71,25 +71,25 @@ static __global__ void __launch_bounds__(32 * PERMUTE_WARPS)
     }
     // Merged rows: each lane copies several 16-byte vectors at once.
     const int of_row = (int)(C / 8), count = (int)(slice.end - slice.first) * of_row;
-    Piece* to = (Piece*)(rows + slice.first * C);
-    for (int i0 = warp * 32 * PIECES + lane; i0 < count; i0 += PERMUTE_WARPS * 32 * PIECES) {
+    Vec8* to = (Vec8*)(rows + slice.first * C);
+    for (int i0 = warp * 32 * VECTORS + lane; i0 < count; i0 += PERMUTE_WARPS * 32 * VECTORS) {
         // All loads are issued before the first store; a pad row is zeros.
-        Piece p[PIECES] = {};
+        Vec8 p[VECTORS] = {};
 #pragma unroll
-        for (int j = 0; j < PIECES; j++) {
+        for (int j = 0; j < VECTORS; j++) {
             const int i = i0 + 32 * j;
             const int64_t token = i < count ? r.row_token[slice.first + i / of_row] : -1;
-            if (token >= 0) p[j] = *(const Piece*)(tokens + token * C + i % of_row * 8);
+            if (token >= 0) p[j] = *(const Vec8*)(tokens + token * C + i % of_row * 8);
         }
 #pragma unroll
-        for (int j = 0; j < PIECES; j++)
+        for (int j = 0; j < VECTORS; j++)
             if (i0 + 32 * j < count) to[i0 + 32 * j] = p[j];
     }
 }
 
 void permute_rows(void* to, const void* from, Ragged r, size_t row_bytes, Ctx* ctx) {
     // Rows are copied as 2-byte elements. At balanced load a warp copies one row, or 4 KB.
-    const int64_t C = (int64_t)row_bytes / 2, together = C < NARROW ? 8 * 32 * PIECES / C : 1;
+    const int64_t C = (int64_t)row_bytes / 2, together = C < NARROW ? 8 * 32 * VECTORS / C : 1;
     const int64_t slices = permute_slices(r, PERMUTE_WARPS * together);
     ASSERT(row_bytes % 16 == 0 && aligned(to, from));
     launch_early(C < NARROW ? permute_rows_kernel<true> : permute_rows_kernel<false>, slices * r.El, 32 * PERMUTE_WARPS,
@@ -101,20 +101,20 @@ static __global__ void __launch_bounds__(256)
     unpermute_rows_kernel(floatX* tokens, const floatX* rows, const float* gate, const int32_t* token_row, int64_t N,
                           int32_t K, int64_t C, int accumulate) {
     wait_for_previous();
-    const int64_t i = blockIdx.x * (int64_t)256 + threadIdx.x, pieces = C / 8, n = i / pieces, c = i % pieces * 8;
+    const int64_t i = blockIdx.x * (int64_t)256 + threadIdx.x, vectors = C / 8, n = i / vectors, c = i % vectors * 8;
     if (n >= N) return;
     float sum[8] = {};
     if (accumulate) load(sum, tokens + n * C + c);
     for (int32_t k0 = 0; k0 < K; k0 += 4) {
         // All loads are issued first; a choice whose expert is not local counts as zeros.
-        Piece p[4] = {};
+        Vec8 p[4] = {};
         float g[4] = {};
 #pragma unroll
         for (int j = 0; j < 4; j++) {
             const int64_t row = k0 + j < K ? token_row[n * K + k0 + j] : -1;
             if (row < 0) continue;
             g[j] = gate ? gate[n * K + k0 + j] : 1;
-            p[j] = *(const Piece*)(rows + row * C + c);
+            p[j] = *(const Vec8*)(rows + row * C + c);
         }
 
         // sum_k gate[n][k] * rows[token_row[n][k]], summed in the order of k.

@@ -42,11 +42,11 @@ void step_decide(StepState* state, int64_t tokens, const AdamW* opt, Ctx* ctx) {
     step_decide_now(state, tokens, opt);
 }
 
-// The moments of a block as real, n from `first` on: a pointer to them, or a copy of bf16 moments in `room`.
-static real* moments_of(const void* moments, int bf16, int64_t first, int64_t n, real room[BLOCK]) {
+// The moments of a block as real, n from `first` on: a pointer to them, or a copy of bf16 moments in `out`.
+static real* moments_of(const void* moments, int bf16, int64_t first, int64_t n, real out[BLOCK]) {
     if (!bf16) return (real*)moments + first;
-    for (int64_t i = 0; i < n; i++) room[i] = from_bf16(((const uint16_t*)moments)[first + i]);
-    return room;
+    for (int64_t i = 0; i < n; i++) out[i] = from_bf16(((const uint16_t*)moments)[first + i]);
+    return out;
 }
 
 // Stores the moments back if moments_of made a copy.
@@ -65,9 +65,9 @@ static void update_buffer(const AdamWBuffer* buffer, int bf16, const AdamW* opt,
 #pragma omp parallel for schedule(static)
     for (int64_t b = 0; b < ceil_div(n, BLOCK); b++) {
         const int64_t first = b * BLOCK, end = min_i64(n, first + BLOCK);
-        real room[2][BLOCK];
-        real* m = moments_of(buffer->m, bf16, first, end - first, room[0]);
-        real* v = moments_of(buffer->v, bf16, first, end - first, room[1]);
+        real copy[2][BLOCK];
+        real* m = moments_of(buffer->m, bf16, first, end - first, copy[0]);
+        real* v = moments_of(buffer->v, bf16, first, end - first, copy[1]);
 #pragma omp simd
         for (int64_t i = first; i < end; i++) {
             // m and v, then master and weight (formulas in the header).

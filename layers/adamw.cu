@@ -24,12 +24,12 @@ static __device__ double block_sum(double x) {  // valid in thread 0
     return sum;
 }
 
-template <int SQUARE>
+template <int SQUARED>
 static __device__ __forceinline__ double term(float x) {
-    return SQUARE ? (double)x * x : (double)x;
+    return SQUARED ? (double)x * x : (double)x;
 }
 
-template <int SQUARE>
+template <int SQUARED>
 static __global__ void sum_chunks_kernel(double* partial, const float* x, int64_t n) {
     // A full chunk in 16-byte vectors, or the rest in the last chunk.
     const int64_t first = blockIdx.x * (int64_t)CHUNK;
@@ -39,10 +39,10 @@ static __global__ void sum_chunks_kernel(double* partial, const float* x, int64_
 #pragma unroll 8
         for (int i = threadIdx.x; i < CHUNK / 4; i += THREADS) {
             float4 f = p[i];
-            sum += (term<SQUARE>(f.x) + term<SQUARE>(f.y)) + (term<SQUARE>(f.z) + term<SQUARE>(f.w));
+            sum += (term<SQUARED>(f.x) + term<SQUARED>(f.y)) + (term<SQUARED>(f.z) + term<SQUARED>(f.w));
         }
     } else {
-        for (int64_t i = first + threadIdx.x; i < n && i < first + CHUNK; i += THREADS) sum += term<SQUARE>(x[i]);
+        for (int64_t i = first + threadIdx.x; i < n && i < first + CHUNK; i += THREADS) sum += term<SQUARED>(x[i]);
     }
 
     // One partial sum per chunk.
@@ -59,12 +59,12 @@ static __global__ void add_total_kernel(double* total, const double* partial, in
     if (threadIdx.x == 0) *total += sum;
 }
 
-template <int SQUARE>
+template <int SQUARED>
 static void add_sum(double* total, const float* x, int64_t n, Ctx* ctx) {
     ASSERT(aligned(x));
     int64_t chunks = ceil_div(n, CHUNK);
     double* partial = ctx_workspace<double>(ctx, chunks);
-    launch(sum_chunks_kernel<SQUARE>, chunks, THREADS, 0, ctx, partial, x, n);
+    launch(sum_chunks_kernel<SQUARED>, chunks, THREADS, 0, ctx, partial, x, n);
     launch_early(add_total_kernel, 1, TOTAL_THREADS, 0, ctx, total, partial, chunks);
 }
 

@@ -37,10 +37,10 @@ enum { TILE = 128, THREADS = 384 };  // rows of a work tile; one producer and tw
 struct Order {
     int heads, tiles, section;
     __host__ __device__ int total() const { return heads * tiles; }
-    struct Place {
+    struct HeadTile {
         int head, rank;
     };
-    __device__ Place place(int work) const {
+    __device__ HeadTile place(int work) const {
         int first = work / (section * tiles) * section, here = min(section, heads - first);
         int r = work - first * tiles;
         return {first + r % here, r / here};

@@ -46,8 +46,8 @@ enum { STEP = 64, WARPS = 4 };  // rows of a tile in the mainloop; warps of a bl
 
 // The byte offset of a 16-byte vector (8 columns) of a row in a swizzled chunk of D columns.
 template <int D>
-__device__ __forceinline__ int swizzled(int row, int piece) {
-    return row * (2 * D) + (piece ^ row / (64 / D) % (D / 8)) * 16;
+__device__ __forceinline__ int swizzled(int row, int vector) {
+    return row * (2 * D) + (vector ^ row / (64 / D) % (D / 8)) * 16;
 }
 
 // A lane's offset from the address of an operand. Vector i away from these is an XOR with 16 i.
@@ -60,22 +60,22 @@ __device__ __forceinline__ int lane_of_b() {  // the same, as two b's
     return swizzled<D>(threadIdx.x % 8 + threadIdx.x % 32 / 16 * 8, threadIdx.x / 8 % 2);
 }
 template <int D>
-__device__ __forceinline__ int lane_of_columns(int piece) {  // 32 rows of one vector, loaded transposed
-    return swizzled<D>(threadIdx.x % 32, piece);
+__device__ __forceinline__ int lane_of_columns(int vector) {  // 32 rows of one vector, loaded transposed
+    return swizzled<D>(threadIdx.x % 32, vector);
 }
 
 // Begins to copy rows first .. first + ROWS - 1 of a head, `stride` apart, CHUNKS chunks of them. Rows from T on become
 // zeros. D / 8 neighbouring threads copy the 16-byte vectors of a row's chunk.
 template <int D, int ROWS, int CHUNKS>
 __device__ __forceinline__ void copy_tile(floatX (*to)[ROWS][D], const floatX* from, int64_t stride, int first, int T) {
-    constexpr int PIECES = D / 8, ROWS_AT_ONCE = WARPS * 32 / PIECES;
-    const int row = threadIdx.x / PIECES, piece = threadIdx.x % PIECES;
-    from += (first + row) * stride + piece * 8;
+    constexpr int VECTORS = D / 8, ROWS_AT_ONCE = WARPS * 32 / VECTORS;
+    const int row = threadIdx.x / VECTORS, vector = threadIdx.x % VECTORS;
+    from += (first + row) * stride + vector * 8;
 #pragma unroll
     for (int r = 0; r < ROWS; r += ROWS_AT_ONCE)
 #pragma unroll
         for (int c = 0; c < CHUNKS; c++)
-            copy_async_16((char*)to[c] + r * (2 * D) + swizzled<D>(row, piece), from + r * stride + c * D,
+            copy_async_16((char*)to[c] + r * (2 * D) + swizzled<D>(row, vector), from + r * stride + c * D,
                           first + row + r < T ? 16 : 0);
 }
 
@@ -111,8 +111,8 @@ __device__ __forceinline__ void warp_multiply_add(float (&d)[2][N][4], const uin
         uint32_t y[2][4];
 #pragma unroll
         for (int i = 0; i < 2 && n + i < N; i++) {
-            const int chunk = (n + i) * EVERY / (D / 8), piece = (n + i) * EVERY % (D / 8);
-            ldmatrix_x4_transposed(y[i], (const char*)b + chunk * STEP * (2 * D) + (lane ^ piece * 16));
+            const int chunk = (n + i) * EVERY / (D / 8), vector = (n + i) * EVERY % (D / 8);
+            ldmatrix_x4_transposed(y[i], (const char*)b + chunk * STEP * (2 * D) + (lane ^ vector * 16));
         }
         // Accumulators that were just updated come last.
 #pragma unroll

@@ -35,7 +35,7 @@ struct Digit {
     __device__ int operator()(int64_t i) const { return token[i] >> shift & mask; }
 };
 
-struct Place {
+struct Scatter {
     int32_t *token_out, *position_out;
     const int32_t *token, *position;  // position NULL (first pass): element i has position i
     __device__ void operator()(int64_t i, int32_t place) const {
@@ -58,11 +58,11 @@ static __device__ __forceinline__ void add_rows(float acc[8], const floatX* dout
         const int mine = lane < count ? position[i0 + lane] : 0;
         for (int u = 0; u < count; u += ROWS_AT_ONCE) {
             // ROWS_AT_ONCE rows are loaded, then added in order.
-            Piece p[ROWS_AT_ONCE] = {};
+            Vec8 p[ROWS_AT_ONCE] = {};
 #pragma unroll
             for (int j = 0; j < ROWS_AT_ONCE; j++) {
                 const int64_t n = __shfl_sync(0xffffffffu, mine, u + j);
-                if (u + j < count && c < C) p[j] = *(const Piece*)(dout + n * C + c);
+                if (u + j < count && c < C) p[j] = *(const Vec8*)(dout + n * C + c);
             }
 #pragma unroll
             for (int j = 0; j < ROWS_AT_ONCE; j++) {
@@ -167,7 +167,7 @@ void embedding_backward(real* dtable, const floatX* dout, const int32_t* token, 
     // Least significant digit first.
     for (int pass = 0; pass < passes; pass++) {
         int32_t **out = sorted + 2 * (pass % 2), mask = (1 << digit) - 1;
-        counting_sort(Digit{tokens, pass * digit, mask}, Place{out[0], out[1], tokens, positions}, N, 1 << digit, 1,
+        counting_sort(Digit{tokens, pass * digit, mask}, Scatter{out[0], out[1], tokens, positions}, N, 1 << digit, 1,
                       sorted[3] + N, ctx);
         tokens = out[0], positions = out[1];
     }

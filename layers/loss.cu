@@ -38,7 +38,7 @@ struct Softmax {
 
 // The maximum of B vectors, two elements at a time. NaN is dropped, as in fmaxf.
 template <int B>
-static __device__ __forceinline__ float top_of(const Piece p[B]) {
+static __device__ __forceinline__ float top_of(const Vec8 p[B]) {
     const __nv_bfloat162* pair = (const __nv_bfloat162*)p;
     __nv_bfloat162 top = pair[0];
 #pragma unroll
@@ -62,12 +62,12 @@ static __global__ void IN_CLUSTERS __launch_bounds__(THREADS, 4)
     // This block's quarter of the row: `count` vectors from `first` on.
     extern __shared__ __align__(16) char quarter[];
     __shared__ Softmax of_warp[WARPS], of_block[2][CLUSTER];
-    Piece* kept = (Piece*)quarter;
+    Vec8* kept = (Vec8*)quarter;
     cooperative_groups::cluster_group cluster = cooperative_groups::this_cluster();
     const int rank = (int)cluster.block_rank(), warp = threadIdx.x / 32, lane = threadIdx.x % 32;
-    const int pieces = (int)(Vp / 8), per = (pieces + CLUSTER - 1) / CLUSTER, first = rank * per;
-    const int count = min(per, pieces - first);  // vectors of this block
-    const int valid = (int)V - first * 8;        // its logits that are not padding
+    const int vectors = (int)(Vp / 8), per = (vectors + CLUSTER - 1) / CLUSTER, first = rank * per;
+    const int count = min(per, vectors - first);  // vectors of this block
+    const int valid = (int)V - first * 8;         // its logits that are not padding
     const int64_t next = gridDim.x / CLUSTER;
 
     // Calls take() for the vectors of this thread, in full batches of BATCH and then one by one.
@@ -88,7 +88,7 @@ static __global__ void IN_CLUSTERS __launch_bounds__(THREADS, 4)
 #pragma unroll
             for (int j = 0; j < 8; j++)
                 if (i * 8 + j >= valid) f[j] = -INFINITY;
-            kept[i] = piece_of(f);
+            kept[i] = vec8_of(f);
         }
     };
 
@@ -107,7 +107,7 @@ static __global__ void IN_CLUSTERS __launch_bounds__(THREADS, 4)
         // The thread's maximum and sum of exponentials.
         in_batches([&](int i, auto batch) {
             constexpr int B = decltype(batch)::value;
-            Piece p[B];
+            Vec8 p[B];
 #pragma unroll
             for (int b = 0; b < B; b++) p[b] = kept[i + b * THREADS];
             const float top = fmaxf(mine.top, top_of<B>(p) * LOG2_E);
@@ -151,7 +151,7 @@ static __global__ void IN_CLUSTERS __launch_bounds__(THREADS, 4)
         if (owner) z_right = __bfloat162float(((const floatX*)kept)[right]);
         in_batches([&](int i, auto batch) {
             constexpr int B = decltype(batch)::value;
-            Piece p[B];
+            Vec8 p[B];
 #pragma unroll
             for (int b = 0; b < B; b++) p[b] = kept[i + b * THREADS];
             if (more)

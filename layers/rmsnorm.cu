@@ -38,10 +38,10 @@ static __device__ __forceinline__ float team_sum(float x, int team, int turn) {
 }
 
 template <int P>
-static __device__ __forceinline__ void load_pieces(Piece x[P], const floatX* row, int first, int step, int64_t C) {
+static __device__ __forceinline__ void load_pieces(Vec8 x[P], const floatX* row, int first, int step, int64_t C) {
 #pragma unroll
     for (int i = 0; i < P; i++)
-        if (first + i * step < C) x[i] = *(const Piece*)(row + first + i * step);
+        if (first + i * step < C) x[i] = *(const Vec8*)(row + first + i * step);
 }
 
 // P vectors a thread, WARPS warps a row.
@@ -56,12 +56,12 @@ static __global__ void __launch_bounds__(WARPS == 1 ? 128 : 32 * WARPS)
 
     // a and b are written by preceding kernels.
     previous_is_done();
-    Piece x[P];
+    Vec8 x[P];
     load_pieces<P>(x, a + row * stride, first, step, C);
 
     // x = sum = a + b, rounded before its statistics are taken.
     if constexpr (RESIDUAL) {
-        Piece other[P];
+        Vec8 other[P];
         load_pieces<P>(other, b + row * C, first, step, C);
 #pragma unroll
         for (int i = 0; i < P; i++) {
@@ -72,8 +72,8 @@ static __global__ void __launch_bounds__(WARPS == 1 ? 128 : 32 * WARPS)
             floats_of(g, other[i]);
 #pragma unroll
             for (int j = 0; j < 8; j++) f[j] += g[j];
-            x[i] = piece_of(f);
-            *(Piece*)(sum + row * C + c) = x[i];
+            x[i] = vec8_of(f);
+            *(Vec8*)(sum + row * C + c) = x[i];
         }
     }
 
@@ -87,7 +87,7 @@ static __global__ void __launch_bounds__(WARPS == 1 ? 128 : 32 * WARPS)
 #pragma unroll
         for (int j = 0; j < 8; j++) squares += f[j] * f[j];
     }
-    Piece weight[P];
+    Vec8 weight[P];
     load_pieces<P>(weight, w, first, step, C);  // in flight during the sum
     const float r = 1 / sqrtf(team_sum<WARPS, 1>(squares, 0, 0) / C + RMSNORM_EPS);
 
@@ -150,7 +150,7 @@ static __global__ void __launch_bounds__(BACKWARD_THREADS, P == 1 ? 2 : 1)
     // The shape of the block, and the double buffer in shared memory.
     constexpr int TEAMS = BACKWARD_WARPS / WARPS, step = 32 * WARPS * 8;
     extern __shared__ __align__(16) char shared[];
-    auto ring = (Piece(*)[3][P][BACKWARD_THREADS])shared;  // two rows: x, dy, dx; a thread reads only its own copies
+    auto ring = (Vec8(*)[3][P][BACKWARD_THREADS])shared;  // two rows: x, dy, dx; a thread reads only its own copies
 
     // The team of this thread, and the stride of its rows.
     const int team = threadIdx.x / (32 * WARPS), first = threadIdx.x % (32 * WARPS) * 8;
@@ -173,7 +173,7 @@ static __global__ void __launch_bounds__(BACKWARD_THREADS, P == 1 ? 2 : 1)
     // The first row is loaded before the loop; in the loop always the next one.
     int64_t row = blockIdx.x * (int64_t)TEAMS + team;
     fetch(row, 0);
-    Piece weight[P];
+    Vec8 weight[P];
     load_pieces<P>(weight, w, first, step, C);
     float dw[P][8] = {}, next_r = row < N ? rstd[row] : 0;
     for (int turn = 0; row - team < N; row += next, turn ^= 1) {  // same count for all teams (barrier in team_sum)
@@ -272,7 +272,7 @@ void rmsnorm_backward(floatX* dx, real* dw, const floatX* dy, const floatX* x, i
         // One block per SM: its double buffer takes the shared memory. Narrow rows: two blocks, for more loads in
         // flight.
         constexpr int P = decltype(p)::value, WARPS = decltype(warps)::value;
-        const size_t shared = 2 * 3 * P * BACKWARD_THREADS * sizeof(Piece);
+        const size_t shared = 2 * 3 * P * BACKWARD_THREADS * sizeof(Vec8);
         if (C > 8192) check_shared(shared, C, ctx);
         blocks = min_i64(ceil_div(N, BACKWARD_WARPS / WARPS), P == 1 ? 2 * SMS : SMS);
         launch_early(rmsnorm_backward_kernel<P, WARPS>, blocks, BACKWARD_THREADS, shared, ctx, dx, partial, dy, x,

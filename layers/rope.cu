@@ -34,10 +34,10 @@ static __global__ void __launch_bounds__(THREADS)
 
     // The heads' vectors: all loads before the first store.
     floatX* v = x + n * s.stride + h0 * s.head_stride + d;
-    Piece p[HEADS];
+    Vec8 p[HEADS];
 #pragma unroll
     for (int h = 0; h < HEADS; h++)
-        if (h0 + h * groups < s.heads) p[h] = *(const Piece*)(v + h * step);
+        if (h0 + h * groups < s.heads) p[h] = *(const Vec8*)(v + h * step);
 
 #pragma unroll
     for (int h = 0; h < HEADS; h++) {

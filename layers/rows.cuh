@@ -8,9 +8,9 @@
 #include "device/cuda.cuh"
 
 // 8 elements in memory order: one 16-byte access. (A struct of bf16 pairs would be copied pair by pair.)
-typedef uint4 Piece;
+typedef uint4 Vec8;
 
-static __device__ __forceinline__ void floats_of(float out[8], const Piece& p) {
+static __device__ __forceinline__ void floats_of(float out[8], const Vec8& p) {
     const uint32_t pair[4] = {p.x, p.y, p.z, p.w};
     // A bf16 is the upper half of a float32.
 #pragma unroll
@@ -20,7 +20,7 @@ static __device__ __forceinline__ void floats_of(float out[8], const Piece& p) {
     }
 }
 
-static __device__ __forceinline__ Piece piece_of(const float in[8]) {
+static __device__ __forceinline__ Vec8 vec8_of(const float in[8]) {
     uint32_t pair[4];
 #pragma unroll
     for (int i = 0; i < 4; i++) {
@@ -30,8 +30,8 @@ static __device__ __forceinline__ Piece piece_of(const float in[8]) {
     return make_uint4(pair[0], pair[1], pair[2], pair[3]);
 }
 
-static __device__ __forceinline__ void load(float out[8], const floatX* p) { floats_of(out, *(const Piece*)p); }
-static __device__ __forceinline__ void store(floatX* p, const float in[8]) { *(Piece*)p = piece_of(in); }
+static __device__ __forceinline__ void load(float out[8], const floatX* p) { floats_of(out, *(const Vec8*)p); }
+static __device__ __forceinline__ void store(floatX* p, const float in[8]) { *(Vec8*)p = vec8_of(in); }
 
 // 8 floats, in two accesses of 16 bytes.
 static __device__ __forceinline__ void load_real(float out[8], const float* p) {
@@ -49,13 +49,13 @@ static __device__ __forceinline__ void store_real(float* p, const float in[8]) {
 static __device__ __forceinline__ void copy_row(floatX* to, const floatX* from, int64_t C) {
     const int64_t step = 32 * 8;
     for (int64_t c0 = threadIdx.x % 32 * 8; c0 < C; c0 += 8 * step) {
-        Piece p[8] = {};
+        Vec8 p[8] = {};
 #pragma unroll
         for (int i = 0; i < 8; i++)
-            if (from && c0 + i * step < C) p[i] = *(const Piece*)(from + c0 + i * step);
+            if (from && c0 + i * step < C) p[i] = *(const Vec8*)(from + c0 + i * step);
 #pragma unroll
         for (int i = 0; i < 8; i++)
-            if (c0 + i * step < C) *(Piece*)(to + c0 + i * step) = p[i];
+            if (c0 + i * step < C) *(Vec8*)(to + c0 + i * step) = p[i];
     }
 }
 

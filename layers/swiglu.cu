@@ -10,7 +10,8 @@ static __global__ void __launch_bounds__(THREADS)
     swiglu_forward_kernel(floatX* a, const floatX* h, int64_t N, int64_t F) {
     wait_for_previous();
     // A thread: 8 columns of a token.
-    const int64_t i = blockIdx.x * (int64_t)THREADS + threadIdx.x, pieces = F / 8, n = i / pieces, c = i % pieces * 8;
+    const int64_t i = blockIdx.x * (int64_t)THREADS + threadIdx.x, vectors = F / 8, n = i / vectors,
+                  c = i % vectors * 8;
     if (n >= N) return;
     const floatX* gate = h + n * 2 * F + c;
 
@@ -27,7 +28,8 @@ static __global__ void __launch_bounds__(THREADS)
     swiglu_backward_kernel(floatX* dh, floatX* a, const floatX* da, const floatX* h, int64_t N, int64_t F) {
     wait_for_previous();
     // A thread: 8 columns of a token.
-    const int64_t i = blockIdx.x * (int64_t)THREADS + threadIdx.x, pieces = F / 8, n = i / pieces, c = i % pieces * 8;
+    const int64_t i = blockIdx.x * (int64_t)THREADS + threadIdx.x, vectors = F / 8, n = i / vectors,
+                  c = i % vectors * 8;
     if (n >= N) return;
     const floatX* gate = h + n * 2 * F + c;
 

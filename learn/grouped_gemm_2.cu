@@ -24,10 +24,10 @@ enum { WIDTH = 128, DEPTH = 16, THREADS = 256 };
 // dimension, so a thread later reads four rows at once. Zeros past the operand's end.
 __device__ __forceinline__ void load(float (*to)[WIDTH], const floatX* from, int64_t rows, int64_t IC, int64_t k) {
     const int row = threadIdx.x % WIDTH, half = threadIdx.x / WIDTH * 8;
-    alignas(16) floatX piece[8] = {};
-    if (row < rows && k + half < IC) *(uint4*)piece = *(const uint4*)(from + row * IC + k + half);
+    alignas(16) floatX vector[8] = {};
+    if (row < rows && k + half < IC) *(uint4*)vector = *(const uint4*)(from + row * IC + k + half);
 #pragma unroll
-    for (int i = 0; i < 8; i++) to[half + i][row] = (float)piece[i];
+    for (int i = 0; i < 8; i++) to[half + i][row] = (float)vector[i];
 }
 
 __global__ void __launch_bounds__(THREADS)

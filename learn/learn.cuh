@@ -44,16 +44,16 @@ static inline unsigned tiles_of(const Ragged& r, int64_t IC, int64_t OC, int row
 // From step 3 on a tile of y is SIDE x SIDE. A tile of x or W is SIDE rows of BLOCK_K elements: 128 bytes a row.
 enum { SIDE = 128, BLOCK_K = 64, TILE_BYTES = SIDE * BLOCK_K * (int)sizeof(floatX) };
 
-// Swizzle: the offset of 16-byte vector `piece` of a row. In eight consecutive rows, the vectors of the same index are
+// Swizzle: the offset of 16-byte vector `vector` of a row. In eight consecutive rows, the vectors of the same index are
 // in different banks: no bank conflicts.
-static __device__ __forceinline__ int swizzled(int row, int piece) { return row * 128 + (piece ^ row % 8) * 16; }
+static __device__ __forceinline__ int swizzled(int row, int vector) { return row * 128 + (vector ^ row % 8) * 16; }
 
 // Starts the copy of an operand's tile: SIDE rows from `from` on, elements from k on. Zeros past the operand's end.
 static __device__ __forceinline__ void load_tile(uint8_t* to, const floatX* from, int64_t rows, int64_t IC, int64_t k) {
     for (int i = threadIdx.x; i < SIDE * 8; i += blockDim.x) {
-        const int row = i / 8, piece = i % 8;
-        const bool inside = row < rows && k + piece * 8 < IC;
-        copy_async_16(to + swizzled(row, piece), inside ? from + row * IC + k + piece * 8 : from, inside ? 16 : 0);
+        const int row = i / 8, vector = i % 8;
+        const bool inside = row < rows && k + vector * 8 < IC;
+        copy_async_16(to + swizzled(row, vector), inside ? from + row * IC + k + vector * 8 : from, inside ? 16 : 0);
     }
 }
 

@@ -10,7 +10,7 @@
 static void mla_backward(Model* m, const Weight* w, const BlockSaved* s) {
     const ModelConfig* c = &m->config;
     const int64_t N = m->B * m->T;
-    Scratch* t = &m->t;
+    Workspace* t = &m->t;
 
     // Output, attention, positions.
     linear_dgrad(t->datt, t->dx, &w[WO], N, 0, m->ctx);
@@ -48,7 +48,7 @@ static void mla_backward(Model* m, const Weight* w, const BlockSaved* s) {
 // t.dnorm = gradient of norm2, from t.dx = gradient of the MLP's output
 static void mlp_backward(Model* m, const Unit* u, float aux) {
     BlockSaved* s = &m->blocks[u->layer];
-    Scratch* t = &m->t;
+    Workspace* t = &m->t;
     const int64_t N = m->B * m->T;
     if (u->kind != UNIT_DENSE) {
         moe_backward(t->dnorm, t->dx, s->norm2, model_moe_weights(m, u), &s->moe, aux, m->moe_shape, m->dispatch,
@@ -64,7 +64,7 @@ static void mlp_backward(Model* m, const Unit* u, float aux) {
 void block_backward(Model* m, const Unit* u, float aux) {
     const BlockSaved* s = &m->blocks[u->layer];
     const int64_t N = m->B * m->T, C = m->config.C;
-    Scratch* t = &m->t;
+    Workspace* t = &m->t;
     if (m->settings.recompute == RECOMPUTE_BLOCK) model_rebuild_block(m, u);
     mlp_backward(m, u, aux);
     rmsnorm_backward(t->dx, u->w[NORM2].grad, t->dnorm, s->residual2, C, u->w[NORM2].w, s->rstd2, N, C, 1, m->ctx);

@@ -1,4 +1,4 @@
-// What forward, backward and MTP modules share: weights and gradients of a unit, and rotary positions.
+// Functions that forward, backward and MTP modules share: weights and gradients of a unit, and rotary positions.
 #include "model/model.h"
 
 Unit* unit_begin(Model* m, int unit, int next) {
@@ -9,7 +9,7 @@ Unit* unit_begin(Model* m, int unit, int next) {
         if (u->at[i] < 0) continue;
         Weight* w = &u->w[i];
         w->stats = m->measures && u->layer >= 0 ? m->mx_stats + u->layer * BLOCK_STATS + i * WEIGHT_STATS : NULL;
-        if (u->version != weights_version(m->sharding)) weight_cast(w, m->ctx);
+        if (u->version != weights_version(m->sharding)) weight_quantize(w, m->ctx);
     }
     u->version = weights_version(m->sharding);
     return u;
@@ -17,7 +17,7 @@ Unit* unit_begin(Model* m, int unit, int next) {
 
 void unit_end(Model* m, int unit) { weights_release(m->sharding, unit, m->ctx); }
 
-// Products write a fresh gradient as a whole; the embedding's, the router's and the norms' are added to. So these begin
+// GEMMs write a fresh gradient as a whole. The gradients of embedding, router and norms are added to. So these begin
 // as 0, and with them the padding behind each matrix and buffer.
 void unit_grads_begin(Model* m, int unit) {
     Unit* u = &m->units[unit];
@@ -36,7 +36,7 @@ void unit_grads_begin(Model* m, int unit) {
     }
 }
 
-// Every rank adds the squares of its own shards, so each parameter counts once. The sums run on the side stream, in the
+// Each rank adds the squares of its own shards, so each parameter counts once. The sums run on the side stream, in the
 // order of backward.
 void unit_grads_end(Model* m, int unit, int last) {
     Ctx* side = grads_reduce(m->sharding, unit, m->first, last, m->ctx);

@@ -53,7 +53,7 @@ static void set_shapes(Model* m, int64_t B, int64_t T) {
 }
 
 // The formats of a unit's products, and memory for its weights' casts.
-static void plan_products(Model* m, Unit* u) {
+static void plan_weights(Model* m, Unit* u) {
     const Settings* s = &m->settings;
     Param list[PARAMS];
     const int count = params_list(list, &m->config, u->kind);
@@ -61,17 +61,18 @@ static void plan_products(Model* m, Unit* u) {
     for (int i = 0; i < count; i++) {
         const int mlp = list[i].id == MLP13 || list[i].id == MLP2;
         Weight* w = &u->w[list[i].id];
-        w->room = &m->products;
-        if (list[i].cast == LINEAR) {
+        w->workspace = &m->gemms;
+        if (list[i].quantized_by == LINEAR) {
             w->format = format_of(s->linear_precision, s, s->mx_fast ? MX_CHUNK : 1);
             if (s->linear_precision) w->wgrad = format_of(s->wgrad_precision, s, s->mx_fast ? MX_CHUNK : 1);
             if (w->wgrad.bytes) of_dy[mlp] += w->OC, of_x[mlp] += w->IC;
         }
-        if (list[i].cast == EXPERT) w->format = format_of(s->expert_precision, s, expert_align(s));
-        weight_plan(&m->arena[IN_PARAMS], w, list[i].cast == LINEAR);
+        if (list[i].quantized_by == EXPERT) w->format = format_of(s->expert_precision, s, expert_align(s));
+        weight_plan(&m->arena[IN_PARAMS], w, list[i].quantized_by == LINEAR);
     }
-    ProductRoom* room = &m->products;
-    for (int i = 0; i < 2; i++) room->of_dy = max_i64(room->of_dy, of_dy[i]), room->of_x = max_i64(room->of_x, of_x[i]);
+    GemmWorkspace* gemms = &m->gemms;
+    for (int i = 0; i < 2; i++)
+        gemms->of_dy = max_i64(gemms->of_dy, of_dy[i]), gemms->of_x = max_i64(gemms->of_x, of_x[i]);
 }
 
 // Addresses of each weight and its gradient, whole or in a slot (parallel/sharding.h).
@@ -84,15 +85,15 @@ static void set_weights(Unit* u) {
     }
 }
 
-const char* model_stats_name(const Model* m, int64_t layer, int cast) {
+const char* model_stats_name(const Model* m, int64_t layer, int tensor) {
     const Unit* u = &m->units[params_block_unit(&m->config, layer)];
-    const int id = cast / WEIGHT_STATS, operand = cast % WEIGHT_STATS;
+    const int id = tensor / WEIGHT_STATS, operand = tensor % WEIGHT_STATS;
     // x and dy may be quantized for the dispatch alone.
-    const int travels = (id == W13 && operand == STATS_X) || (id == W2 && operand == STATS_DY);
-    const int is_cast = u->w[id].format.bytes || (travels && m->settings.dispatch_precision);
+    const int sent = (id == W13 && operand == STATS_X) || (id == W2 && operand == STATS_DY);
+    const int quantized = u->w[id].format.bytes || (sent && m->settings.dispatch_precision);
     Param list[PARAMS];
     for (int i = params_list(list, &m->config, u->kind) - 1; i >= 0; i--)
-        if ((int)list[i].id == id && is_cast) return list[i].casts[operand];
+        if ((int)list[i].id == id && quantized) return list[i].casts[operand];
     return NULL;
 }
 
@@ -126,7 +127,7 @@ static void plan_block(Arena* a, BlockSaved* s, const Model* m, int dense_mlp) {
 
 static void plan_scratch(Arena* a, Model* m) {
     const ModelConfig* c = &m->config;
-    Scratch* t = &m->t;
+    Workspace* t = &m->t;
     int64_t N = m->B * m->T;
     // Residual stream and dense MLP.
     arena_add(a, "block output", ELEMENT_X, N * c->C, 1, (void**)&t->out);
@@ -169,7 +170,7 @@ static void plan_params(Model* m) {
     for (int u = 0; u < units; u++) buffers[u] = m->units[u].buffer;
     m->sharding = sharding_plan_slots(params, buffers, units, (int)m->config.L + 1);
     free(buffers);
-    for (int u = 0; u < units; u++) plan_products(m, &m->units[u]);
+    for (int u = 0; u < units; u++) plan_weights(m, &m->units[u]);
     if (m->layout.muon && !m->layout.frozen) model_plan_muon(m, params);
 }
 
@@ -204,7 +205,7 @@ static void plan_workspace(Model* m, Backend backend) {
     const int64_t logits = backend == BACKEND_CUDA ? (int64_t)1 << 28 : (int64_t)1 << 22;
     m->chunk = min_i64(N, max_i64(logits / config_vocab_padded(c) / 128, 1) * 128);
     plan_scratch(scratch, m);
-    if (s->linear_precision || s->expert_precision) products_plan(scratch, &m->products, N, 1 + (int)c->mtp);
+    if (s->linear_precision || s->expert_precision) linear_plan(scratch, &m->gemms, N, 1 + (int)c->mtp);
     const int windows = s->ep > 1 && s->dispatch != DISPATCH_NCCL && moe_blocks > 0;
     m->capacity = m->moe_shape.capacity = windows ? s->capacity : 0;
     if (moe_blocks > 0) moe_plan(&m->arena[IN_POOL], m->moe_shape, moe_blocks, s->ep > 1 ? s->capacity : 1);
@@ -225,7 +226,8 @@ static void plan_state(Model* m) {
     const int64_t bins = s->balance == BALANCE_QUANTILE && !s->force_balance ? count * c->E * MARGIN_BINS : 0;
     if (bins) arena_add(state, "router margins", ELEMENT_I64, bins, 0, (void**)&m->margins);
     const int64_t casts = s->mx_stats ? count * BLOCK_STATS : 0;
-    arena_add(state, "cast statistics", ELEMENT_BYTE, casts * (int64_t)sizeof(MxStats), 0, (void**)&m->mx_stats);
+    arena_add(state, "quantization statistics", ELEMENT_BYTE, casts * (int64_t)sizeof(MxStats), 0,
+              (void**)&m->mx_stats);
     arena_add(state, "step state", ELEMENT_BYTE, sizeof(StepState), 0, (void**)&m->state);
     arena_add(state, "step state of validation", ELEMENT_BYTE, sizeof(StepState), 0, (void**)&m->val_state);
     arena_add(state, "inputs of a step", ELEMENT_BYTE, sizeof(StepInputs), 0, (void**)&m->inputs);
@@ -255,7 +257,7 @@ void model_plan(Model* m, const Settings* s, int rank, Backend backend) {
     plan_state(m);
 }
 
-// Of unit_grads_end.
+// The workspace of the side stream: unit_grads_end needs it.
 static size_t side_workspace(const Model* m) {
     size_t bytes = 0;
     for (int u = 0; u < params_units(&m->config); u++)
@@ -390,7 +392,7 @@ void model_batch(Model* m, const int32_t* tokens, const int32_t* targets, int64_
     ASSERT(B * T <= m->settings.batch * m->settings.seq_len && T <= m->settings.seq_len);
     m->B = B, m->window = T;
     model_shapes(m, 0);
-    for (int k = 0; k <= m->config.mtp; k++) products_batch(&m->products, k, B * max_i64(T - k, 0), m->ctx);
+    for (int k = 0; k <= m->config.mtp; k++) linear_batch(&m->gemms, k, B * max_i64(T - k, 0), m->ctx);
     device_upload(m->tokens, tokens, (size_t)(B * T) * sizeof(int32_t), m->ctx);
     if (targets) device_upload(m->targets, targets, (size_t)(B * T) * sizeof(int32_t), m->ctx);
 
@@ -403,7 +405,7 @@ void model_batch(Model* m, const int32_t* tokens, const int32_t* targets, int64_
 
 void model_shapes(Model* m, int k) {
     set_shapes(m, m->B, m->window - k);
-    m->products.batch = k;
+    m->gemms.batch = k;
 }
 
 const char* model_unreplayed(const Model* m) {

@@ -59,7 +59,7 @@ typedef struct Output {
 } Output;
 
 // Workspace of one block at a time, shared by all blocks.
-typedef struct Scratch {
+typedef struct Workspace {
     floatX* out;              // (N, C): output of attention or MLP, before the residual add
     floatX *act, *dact, *dh;  // (N, dense_ffn), (N, dense_ffn), (N, 2 dense_ffn)
     floatX *dx, *dnorm;       // (N, C): gradient of the residual stream; of a norm's output
@@ -69,7 +69,7 @@ typedef struct Scratch {
     real *rstd_embed, *rstd_in;  // (N): of an MTP module's two norms
     floatX* logits;              // (chunk, Vp)
     real* logits_row;            // (V), for model_logits
-} Scratch;
+} Workspace;
 
 // Quantization statistics of a block (--mx-stats): the operands of the GEMMs of each parameter.
 enum { BLOCK_STATS = PARAMS * WEIGHT_STATS };
@@ -105,16 +105,16 @@ typedef struct Model {
     Arena arena[ARENAS];
     Unit* units;
     Sharding* sharding;
-    ProductRoom products;  // workspace shared by MXFP8 GEMMs
-    double capacity;       // capacity factor of the dispatch in training (moe/dispatch.h); 0: the host reads the sizes
-    char* no_windows;      // why --dispatch auto has no symmetric memory, or NULL
-    BlockSaved* blocks;    // (L + mtp)
-    BlockSaved rebuilt;    // the memory that blocks share with --recompute block
-    Pool* pool;            // activations of the MoE blocks, a stack in forward order
+    GemmWorkspace gemms;  // workspace shared by MXFP8 GEMMs
+    double capacity;      // capacity factor of the dispatch in training (moe/dispatch.h); 0: the host reads the sizes
+    char* no_windows;     // why --dispatch auto has no symmetric memory, or NULL
+    BlockSaved* blocks;   // (L + mtp)
+    BlockSaved rebuilt;   // the memory that blocks share with --recompute block
+    Pool* pool;           // activations of the MoE blocks, a stack in forward order
     PoolMark pool_empty;
     Dispatch* dispatch;  // of the MoE blocks
     Output outputs[1 + MTP_MAX];
-    Scratch t;
+    Workspace t;
     int64_t chunk;  // tokens per chunk of the classifier
 
     int64_t window;        // sequence length of the current micro-batch
@@ -205,7 +205,7 @@ void module_backward(Model* model, int k, float aux, int last_micro_step);
 
 MoeWeights model_moe_weights(const Model* model, const Unit* unit);
 // The log's name of one of a block's BLOCK_STATS; NULL: that tensor is not quantized.
-const char* model_stats_name(const Model* model, int64_t layer, int cast);
+const char* model_stats_name(const Model* model, int64_t layer, int tensor);
 void model_rope(Model* model, floatX* q, floatX* kva, int direction);
 // Activation checkpointing: computes a block's activations again from its residual.
 void model_rebuild_block(Model* model, const Unit* unit);

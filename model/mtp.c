@@ -19,7 +19,7 @@ static void copy_half(Model* m, floatX* joined, floatX* rows, int64_t from, int6
 // are not copied.
 static void join(Model* m, int k, const Weight* w) {
     const int64_t C = m->config.C, T = m->window, before = T - k + 1;
-    Scratch* t = &m->t;
+    Workspace* t = &m->t;
     rmsnorm_forward(t->out, t->rstd_embed, m->blocks[0].residual, C, w[ENORM].w, m->B * T, C, m->ctx);
     copy_half(m, t->joined, t->out, T, k, 0);
     rmsnorm_forward(t->out, t->rstd_in, m->outputs[k - 1].norm, C, w[HNORM].w, m->B * before, C, m->ctx);
@@ -53,7 +53,7 @@ void module_backward(Model* m, int k, float aux, int last) {
     const int unit = params_block_unit(&m->config, m->config.L - 1 + k);
     const int64_t T = m->window, C = m->config.C;
     const Output* before = &m->outputs[k - 1];
-    Scratch* t = &m->t;
+    Workspace* t = &m->t;
     model_shapes(m, k);
     Unit* u = unit_begin(m, unit, unit - 1);
     unit_grads_begin(m, unit);

@@ -229,25 +229,25 @@ void params_plan(Arena* arena, Unit* units, const ModelConfig* c, const Layout* 
 void params_publish(Unit* unit, Ctx* ctx) {
     for (int b = 0; b < BUFFERS; b++) {
         const ParamBuffer* p = &unit->buffer[b];
-        if (p->n) device_to_floatX(p->held_weight, p->master, p->held, ctx);
+        if (p->n) device_to_floatX(p->owned_weight, p->master, p->owned, ctx);
     }
 }
 
 void params_init_unit(Unit* units, int unit, const ModelConfig* c, const Layout* layout, uint64_t seed, Ctx* ctx) {
-    const int64_t piece = 1 << 20;
-    float* drawn = (float*)host_alloc((size_t)piece * sizeof(float));
-    real* host = (real*)host_alloc((size_t)piece * sizeof(real));
+    const int64_t chunk = 1 << 20;
+    float* drawn = (float*)host_alloc((size_t)chunk * sizeof(float));
+    real* host = (real*)host_alloc((size_t)chunk * sizeof(real));
     int count;
     NamedTensor* tensors = params_tensors(c, layout, unit, &count);
     for (int i = 0; i < count; i++) {
         const NamedTensor* t = &tensors[i];
         const ParamBuffer* p = &units[unit].buffer[t->buffer];
-        Slice mine = tensor_slice(t, p->held_from, p->held);
-        for (int64_t first = mine.first; first < mine.first + mine.count; first += piece) {
-            int64_t left = mine.first + mine.count - first, n = left < piece ? left : piece;
+        Slice mine = tensor_slice(t, p->owned_from, p->owned);
+        for (int64_t first = mine.first; first < mine.first + mine.count; first += chunk) {
+            int64_t left = mine.first + mine.count - first, n = left < chunk ? left : chunk;
             if (t->std > 0) random_normal(drawn, n, seed, (uint32_t)unit << 20 | (uint32_t)i, (uint64_t)first, t->std);
             for (int64_t j = 0; j < n; j++) host[j] = t->std > 0 ? drawn[j] : 1;
-            device_upload(p->master + (t->offset + first - p->held_from), host, (size_t)n * sizeof(real), ctx);
+            device_upload(p->master + (t->offset + first - p->owned_from), host, (size_t)n * sizeof(real), ctx);
         }
     }
     free(tensors);

@@ -11,7 +11,7 @@
 #define MODEL_PARAMS_H
 
 #include "model/settings.h"
-#include "mx/products.h"
+#include "mx/linear.h"
 #include "parallel/sharding.h"
 
 BEGIN_C
@@ -43,8 +43,8 @@ typedef enum ParamId {
 } ParamId;
 
 typedef enum { UNIT_EMBED, UNIT_DENSE, UNIT_MOE, UNIT_HEAD, UNIT_MODULE } UnitKind;
-typedef enum { NORMAL, RESIDUAL, ONE } ParamStart;  // params_init
-typedef enum { NEVER, LINEAR, EXPERT } ParamCast;   // in MXFP8 by --linear-precision, by --expert-precision
+typedef enum { NORMAL, RESIDUAL, ONE } ParamStart;   // params_init
+typedef enum { NEVER, LINEAR, EXPERT } QuantizedBy;  // in MXFP8 by --linear-precision, by --expert-precision
 
 typedef struct Param {
     ParamId id;
@@ -52,7 +52,7 @@ typedef struct Param {
     int64_t rows, columns;  // of one expert; a vector has 1 row. EMBED and LM_HEAD: without padding
     ParamStart start;
     Optimizer by;  // with --optimizer muon
-    ParamCast cast;
+    QuantizedBy quantized_by;
     const char* casts[WEIGHT_STATS];  // their names in the log (--mx-stats)
     const char* name;                 // Hugging Face's; a block's without "model.layers.N.", an expert's with %d
     const char* second;               // of the second half of the rows (up after gate), else NULL

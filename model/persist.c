@@ -30,15 +30,15 @@ static void list_unit(Model* m, int u, CheckpointFile* masters, CheckpointFile* 
     for (int i = 0; i < tensors; i++) {
         const NamedTensor* t = &list[i];
         const ParamBuffer* p = &m->units[u].buffer[t->buffer];
-        Slice held = tensor_slice(t, p->held_from, p->held), own = tensor_slice(t, p->first, p->part);
+        Slice owned = tensor_slice(t, p->owned_from, p->owned), own = tensor_slice(t, p->first, p->part);
         CheckpointTensor tensor = {.dtype = CHECKPOINT_DTYPE,
                                    .rank = t->rank,
                                    .shape = {t->shape[0], t->rank == 2 ? t->shape[1] : 1},
-                                   .first = held.first,
-                                   .count = held.count,
+                                   .first = owned.first,
+                                   .count = owned.count,
                                    .save_first = own.first,
                                    .save_count = own.count};
-        int64_t at = held.count ? t->offset + held.first - p->held_from : 0;
+        int64_t at = owned.count ? t->offset + owned.first - p->owned_from : 0;
         add(masters, tensor, t->name, "", p->master, at);
         if (m->layout.bf16_moments) tensor.dtype = ST_BF16;
 
@@ -46,7 +46,7 @@ static void list_unit(Model* m, int u, CheckpointFile* masters, CheckpointFile* 
         const int by_muon = t->muon && optimizer == MUON;
         if (t->muon && optimizer != m->settings.optimizer) tensor.count = tensor.save_count = 0;
         add(moments, tensor, t->name, by_muon ? ".momentum_buffer" : ".exp_avg", p->m, at);
-        if (!by_muon) add(moments, tensor, t->name, ".exp_avg_sq", p->v, tensor.count ? at - muon_held(p) : 0);
+        if (!by_muon) add(moments, tensor, t->name, ".exp_avg_sq", p->v, tensor.count ? at - muon_owned(p) : 0);
     }
     free(list);
 

@@ -109,12 +109,12 @@ static char* changes(const Settings* s, const Settings* was) {
 
 // Looks for the largest batch above `least` with which `other` fits, and adds it to the list. The result is that batch,
 // `least` if none fits.
-static int64_t add_fitting(char** list, Settings other, int64_t least, const Settings* s, int rank, size_t room,
+static int64_t add_fitting(char** list, Settings other, int64_t least, const Settings* s, int rank, size_t available,
                            Backend build) {
     for (; other.batch > least; other.batch--) {
         if (s->tokens_per_step % settings_micro_tokens(&other)) continue;
         size_t bytes = memory_needed(&other, rank, build);
-        if (bytes > room) continue;
+        if (bytes > available) continue;
         char* options = changes(&other, s);
         host_append(list, "%s%s (%.2f GiB)", **list ? ", " : "; these fit: ", options, (double)bytes / 0x1p30);
         free(options);
@@ -124,21 +124,22 @@ static int64_t add_fitting(char** list, Settings other, int64_t least, const Set
 }
 
 // Options that would fit, as the end of a message.
-static char* what_fits(const Settings* s, int rank, size_t room, Backend build) {
+static char* what_fits(const Settings* s, int rank, size_t available, Backend build) {
     // A smaller batch alone, then each stronger --recompute and --shard if it allows a larger one than that.
     char* list = host_strdup("");
     Settings other = *s;
-    int64_t least = add_fitting(&list, other, 0, s, rank, room, build), last_shard = s->ranks > 1 ? SHARD_WEIGHTS : 0;
-    while (++other.recompute <= RECOMPUTE_BLOCK) add_fitting(&list, other, least, s, rank, room, build);
+    int64_t least = add_fitting(&list, other, 0, s, rank, available, build),
+            last_shard = s->ranks > 1 ? SHARD_WEIGHTS : 0;
+    while (++other.recompute <= RECOMPUTE_BLOCK) add_fitting(&list, other, least, s, rank, available, build);
     other = *s;
-    while (++other.shard <= last_shard) add_fitting(&list, other, least, s, rank, room, build);
+    while (++other.shard <= last_shard) add_fitting(&list, other, least, s, rank, available, build);
 
     // Nothing yet: all of it together.
     other.recompute = RECOMPUTE_BLOCK;
     other.shard = max_i64(s->shard, last_shard);
-    if (!*list) add_fitting(&list, other, 0, s, rank, room, build);
+    if (!*list) add_fitting(&list, other, 0, s, rank, available, build);
     other.moments = 1;  // bf16, for all of a run
-    if (!*list && !s->resume && !*s->sample && !*s->evaluate) add_fitting(&list, other, 0, s, rank, room, build);
+    if (!*list && !s->resume && !*s->sample && !*s->evaluate) add_fitting(&list, other, 0, s, rank, available, build);
     if (!*list)
         host_append(&list, "; no --batch, --recompute or --shard makes it fit: use a smaller model, %s or more ranks",
                     *s->sample ? "--sample-tokens, --seq-len" : "--seq-len");
@@ -148,18 +149,18 @@ static char* what_fits(const Settings* s, int rank, size_t room, Backend build) 
 // Whether a rank fits on a GPU of --gpu-memory GiB, or on the one at hand; nothing where neither is known.
 static void report_fit(const Settings* s) {
     const size_t given = (size_t)(s->gpu_memory * 0x1p30);
-    const size_t room = given                     ? given - (given < CUDA_CONTEXT ? given : CUDA_CONTEXT)
-                        : BACKEND == BACKEND_CUDA ? device_free_memory(1)
-                                                  : 0;
-    if (!given && !room) return;
+    const size_t available = given                     ? given - (given < CUDA_CONTEXT ? given : CUDA_CONTEXT)
+                             : BACKEND == BACKEND_CUDA ? device_free_memory(1)
+                                                       : 0;
+    if (!given && !available) return;
     const size_t bytes = memory_needed(s, 0, BACKEND_CUDA);
     printf("\nmemory     %.2f GiB are needed besides the CUDA context, %.2f GiB are %s: ", (double)bytes / 0x1p30,
-           (double)room / 0x1p30, given ? "left" : "free");
-    if (bytes <= room) {
+           (double)available / 0x1p30, given ? "left" : "free");
+    if (bytes <= available) {
         printf("it fits\n");
         return;
     }
-    char* others = what_fits(s, 0, room, BACKEND_CUDA);
+    char* others = what_fits(s, 0, available, BACKEND_CUDA);
     printf("it does not fit%s\n", others);
     free(others);
 }
@@ -194,12 +195,12 @@ void report_dry_run(const Settings* s) {
 }
 
 void check_memory(const Settings* s, int rank) {
-    size_t room = device_free_memory(ranks_here()), bytes = memory_needed(s, rank, BACKEND);
-    if (room && bytes > room)
+    size_t available = device_free_memory(ranks_here()), bytes = memory_needed(s, rank, BACKEND);
+    if (available && bytes > available)
         die(EXIT_FAILED,
             "memory: %.2f GiB are needed (%.2f of them estimated; --dry-run lists all), %.2f GiB are free%s",
-            (double)bytes / 0x1p30, (double)memory_estimated(s, BACKEND) / 0x1p30, (double)room / 0x1p30,
-            what_fits(s, rank, room, BACKEND));
+            (double)bytes / 0x1p30, (double)memory_estimated(s, BACKEND) / 0x1p30, (double)available / 0x1p30,
+            what_fits(s, rank, available, BACKEND));
 }
 
 // Module k has T - k predictions in each window of T tokens.
@@ -241,19 +242,19 @@ void report_device(const Model* m) {
     printf("graph      %s%s\n", unreplayed ? "off: " : "steps are replayed", unreplayed ? unreplayed : "");
 }
 
-int report_casts(CastRecord** records, const Model* m, const MxStats* sums) {
+int report_quantization(QuantRecord** records, const Model* m, const MxStats* sums) {
     int count = 0;
     const int64_t all = config_blocks(&m->config) * BLOCK_STATS;
-    *records = (CastRecord*)host_alloc((size_t)all * sizeof(CastRecord));
+    *records = (QuantRecord*)host_alloc((size_t)all * sizeof(QuantRecord));
     for (int64_t i = 0; i < all; i++) {
         const char* name = model_stats_name(m, i / BLOCK_STATS, (int)(i % BLOCK_STATS));
         const MxStats* s = &sums[i];
-        CastRecord record = {.layer = i / BLOCK_STATS,
-                             .tensor = name,
-                             .saturated = s->saturated / s->elements,
-                             .flushed = s->flushed / s->elements,
-                             .inexact = s->inexact / s->elements,
-                             .snr_db = 10 * log10(s->signal / s->noise)};
+        QuantRecord record = {.layer = i / BLOCK_STATS,
+                              .tensor = name,
+                              .saturated = s->saturated / s->elements,
+                              .flushed = s->flushed / s->elements,
+                              .inexact = s->inexact / s->elements,
+                              .snr_db = 10 * log10(s->signal / s->noise)};
         if (name) (*records)[count++] = record;
     }
     return count;

@@ -32,7 +32,7 @@ int64_t report_mtp(double mtp_loss[MTP_MAX], const Settings* settings, const Ste
 double report_load(double* most, double* least, const ModelConfig* config, const int64_t* load);
 // A record for each tensor that was quantized in a step, from its statistics (L + mtp, BLOCK_STATS). *records gets them
 // in fresh memory. Returns their number.
-int report_casts(CastRecord** records, const Model* model, const MxStats* sums);
+int report_quantization(QuantRecord** records, const Model* model, const MxStats* sums);
 
 END_C
 

@@ -79,11 +79,10 @@ void settings_check_sizes(const Settings* s) {
         {"tokens in all", "--steps x --tokens-per-step", (double)s->steps * fmax(micro, (double)s->tokens_per_step),
          1e18},
         {"rows of the experts", "--batch x --seq-len x --top-k, and with --ep x --ep or --capacity,", rows, INT32_MAX},
-        {"rows to be cast for --wgrad-precision mxfp8",
+        {"rows quantized for --wgrad-precision mxfp8",
          "--batch x --seq-len x --top-k, and with --ep x --ep or --capacity,", s->wgrad_precision ? rows : 0,
          65535.0 * MX_CHUNK},  // limit of a grid in y
-        {"pieces of attention", "--batch x --heads x --seq-len / 128", tokens / 128 * H + (double)s->batch * H,
-         1 << 30},
+        {"tiles of attention", "--batch x --heads x --seq-len / 128", tokens / 128 * H + (double)s->batch * H, 1 << 30},
         {"hidden columns", "--shared-experts x --expert-ffn", (double)(m->shared * m->F), 1 << 21},
         {"parameters", "--layers, --dim, --heads, --experts, --expert-ffn, --dense-ffn and --vocab",
          L * matrices + 2 * C * (double)m->V, 1e15},

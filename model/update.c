@@ -29,8 +29,8 @@ static void sum_over_ranks(Model* m) {
 
 static int64_t clamp(int64_t x, int64_t most) { return x < 0 ? 0 : x < most ? x : most; }
 
-// The gradients of the held elements.
-static const real* held_grad(const ParamBuffer* p) { return p->own_grad - (p->first - p->held_from); }
+// The gradients of the owned elements.
+static const real* owned_grad(const ParamBuffer* p) { return p->own_grad - (p->first - p->owned_from); }
 
 // AdamW's part of each buffer, after Muon's.
 static void update_by_adamw(Model* m) {
@@ -38,15 +38,15 @@ static void update_by_adamw(Model* m) {
     AdamWBuffer* list = (AdamWBuffer*)host_alloc((size_t)most * sizeof(AdamWBuffer));
     for (int i = 0; i < most; i++) {
         const ParamBuffer* p = &m->units[i / BUFFERS].buffer[i % BUFFERS];
-        const int64_t from = muon_held(p), n = p->held - from;
+        const int64_t from = muon_owned(p), n = p->owned - from;
         if (p->n == 0 || n == 0) continue;
-        const AdamWBuffer buffer = {p->held_weight + from,
+        const AdamWBuffer buffer = {p->owned_weight + from,
                                     p->master + from,
                                     moments_at(p, from, m->layout.bf16_moments),
                                     p->v,
-                                    held_grad(p) + from,
+                                    owned_grad(p) + from,
                                     n,
-                                    clamp(p->n_decay - p->held_from - from, n)};
+                                    clamp(p->n_decay - p->owned_from - from, n)};
         list[count++] = buffer;
     }
     adamw_update(list, count, m->layout.bf16_moments, &m->inputs->adamw, m->state, m->ctx);
@@ -60,10 +60,10 @@ static void orthogonalize(Model* m, const MuonGroup* g, floatX* x) {
                            g->rows, g->columns, m->ctx);
 }
 
-// n held elements of a buffer from `from` on, and their place in x.
+// n owned elements of a buffer from `from` on, and their place in x.
 static MuonBuffer muon_buffer(const Model* m, const ParamBuffer* p, int64_t from, int64_t n, floatX* x) {
     const MuonBuffer buffer = {
-        x, moments_at(p, from, m->layout.bf16_moments), held_grad(p) + from, p->held_weight + from, p->master + from,
+        x, moments_at(p, from, m->layout.bf16_moments), owned_grad(p) + from, p->owned_weight + from, p->master + from,
         n};
     return buffer;
 }
@@ -95,8 +95,8 @@ static void update_wave(Model* m, const int* units, int count, int b, Comm* comm
         const ParamBuffer* to = i < count ? &m->units[units[i]].buffer[b] : NULL;
         const ParamBuffer* own = index < count ? &m->units[units[index]].buffer[b] : NULL;
         send_start[i] = at;
-        send[i] = to ? muon_held(to) / ROW : 0;
-        if (to) list[i] = muon_buffer(m, to, 0, muon_held(to), m->muon_parts + at * ROW);
+        send[i] = to ? muon_owned(to) / ROW : 0;
+        if (to) list[i] = muon_buffer(m, to, 0, muon_owned(to), m->muon_parts + at * ROW);
         at += send[i];
         recv_start[i] = own ? i * own->part / ROW : 0;
         recv[i] = own ? muon_part(own, i) / ROW : 0;

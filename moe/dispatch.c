@@ -43,7 +43,7 @@ void dispatch_destroy(Dispatch* d) {
 
 // In the worst case a rank receives every token of the group.
 size_t dispatch_workspace(DispatchShape s) {
-    return max_size(permute_workspace(s.ep * s.N, s.K, experts_held(s)), permute_workspace(s.N, s.ep, s.ep));
+    return max_size(permute_workspace(s.ep * s.N, s.K, local_experts(s)), permute_workspace(s.N, s.ep, s.ep));
 }
 
 // --- Memory ---
@@ -68,13 +68,13 @@ void dispatch_plan_x(Arena* a, Rows* x, const Route* r) {
     rows_plan(a, "received x", x, memory, r->received, r->shape.C);
 }
 
-static void plan_sent(Arena* a, Travel* t, const Route* r, int memory) {
+static void plan_sent(Arena* a, AllToAll* t, const Route* r, int memory) {
     const DispatchShape s = r->shape;
-    rows_plan(a, "x or dy, cast", &t->own, s.dispatch.bytes ? ROWS_BYTES : 0, s.N, s.C);
+    rows_plan(a, "x or dy, quantized", &t->own, s.dispatch.bytes ? ROWS_BYTES : 0, s.N, s.C);
     rows_plan(a, "sent rows", &t->sent, memory, r->send.capacity, s.C);
 }
 
-void dispatch_plan_travel(Arena* a, Travel* t, const Route* r, int choices) {
+void dispatch_plan_buffers(Arena* a, AllToAll* t, const Route* r, int choices) {
     const DispatchShape s = r->shape;
     const int cast_back = s.combine.bytes ? ROWS_BYTES : 0, cast_out = s.dispatch.bytes ? ROWS_BYTES : 0;
     const int cast_here =
@@ -94,7 +94,7 @@ void dispatch_plan_travel(Arena* a, Travel* t, const Route* r, int choices) {
     arena_add(a, "received expert ids", ELEMENT_I32, r->received * s.K, 1, (void**)&t->received_expert);
 }
 
-void dispatch_plan_again(Arena* a, Travel* t, const Route* r) {
+void dispatch_plan_again(Arena* a, AllToAll* t, const Route* r) {
     const DispatchShape s = r->shape;
     memset(t, 0, sizeof(*t));
     if (s.ep == 1) return;
@@ -107,7 +107,7 @@ void dispatch_plan_again(Arena* a, Travel* t, const Route* r) {
 // Mean number of ranks that own one of a token's K distinct experts: ep (1 - C(E - El, K) / C(E, K)).
 static double mean_ranks(DispatchShape s) {
     double none = 1;
-    for (int32_t k = 0; k < s.K; k++) none *= (double)max_i64(s.E - experts_held(s) - k, 0) / (double)(s.E - k);
+    for (int32_t k = 0; k < s.K; k++) none *= (double)max_i64(s.E - local_experts(s) - k, 0) / (double)(s.E - k);
     return s.ep * (1 - none);
 }
 
@@ -167,7 +167,7 @@ static void counts_on_device(Dispatch* d, Route* r, Ctx* ctx) {
     int32_t* rank = (int32_t*)pool_take(d->pool, (size_t)(s.N * P) * sizeof(int32_t));
     int64_t* own = (int64_t*)pool_take(d->pool, (size_t)(2 * P) * sizeof(int64_t));
     int64_t* all = (int64_t*)pool_take(d->pool, (size_t)(2 * P * P) * sizeof(int64_t));
-    dispatch_ranks(rank, own, r->expert, s.N, s.K, s.ep, experts_held(s), ctx);
+    dispatch_ranks(rank, own, r->expert, s.N, s.K, s.ep, local_experts(s), ctx);
     comm_all_gather(d->comm, all, own, (size_t)(2 * P) * sizeof(int64_t), ctx);
     dispatch_numbers(r->numbers, d->state, all, comm_index(d->comm), s.ep, r->received, r->choices, ctx);
     permute_plan(r->send, rank, NULL, s.N, s.ep, ctx);
@@ -197,7 +197,7 @@ void dispatch_counts(Dispatch* d, Route* r, Ctx* ctx) {
     PoolMark mark = pool_mark(d->pool);
     int32_t* rank = (int32_t*)pool_take(d->pool, (size_t)(N * P) * sizeof(int32_t));
     int64_t* counts = (int64_t*)pool_take(d->pool, (size_t)P * 4 * sizeof(int64_t));  // (2, P, 2): to, from
-    dispatch_ranks(rank, counts, r->expert, N, s.K, s.ep, experts_held(s), ctx);
+    dispatch_ranks(rank, counts, r->expert, N, s.K, s.ep, local_experts(s), ctx);
     pack(d, counts + 2 * P, counts, 2 * sizeof(int64_t));
     exchange(d, each_to_each, ctx);
     fetch_begin(d->counts, counts, d->side_stream);
@@ -220,12 +220,12 @@ void dispatch_counts(Dispatch* d, Route* r, Ctx* ctx) {
     }
 }
 
-void dispatch_pack_sorted(Dispatch* d, const Route* r, Travel* t, Rows sorted, const Rows* kept) {
-    t->room = t->received;
-    if (kept && kept->value) t->room.value = kept->value;
-    if (kept && kept->q) t->room.q = kept->q, t->room.scale = kept->scale;
-    t->room.count = r->received, t->room.columns = sorted.columns;
-    t->arrived = t->room;
+void dispatch_pack_sorted(Dispatch* d, const Route* r, AllToAll* t, Rows sorted, const Rows* kept) {
+    t->result = t->received;
+    if (kept && kept->value) t->result.value = kept->value;
+    if (kept && kept->q) t->result.q = kept->q, t->result.scale = kept->scale;
+    t->result.count = r->received, t->result.columns = sorted.columns;
+    t->arrived = t->result;
     t->arrived.format = sorted.format;
     if (d->comm)
         pack_rows(d, t->arrived, sorted);
@@ -233,19 +233,19 @@ void dispatch_pack_sorted(Dispatch* d, const Route* r, Travel* t, Rows sorted, c
         t->arrived = sorted;
 }
 
-void dispatch_pack(Dispatch* d, const Route* r, Travel* t, const floatX* x, const Rows* kept, MxStats* stats,
+void dispatch_pack(Dispatch* d, const Route* r, AllToAll* t, const floatX* x, const Rows* kept, MxStats* stats,
                    Ctx* ctx) {
     const DispatchShape s = r->shape;
     Rows tokens = rows_of_values(x, s.N, s.C);
-    if (stats && received_format(s).bytes) mx_stats(stats, x, s.N, s.C, received_format(s).cast, ctx);
+    if (stats && received_format(s).bytes) mx_stats(stats, x, s.N, s.C, received_format(s).recipe, ctx);
     if (d->comm) tokens = rows_permute(t->sent, rows_as(t->own, tokens, s.dispatch, ctx), s.dispatch, r->send, ctx);
     dispatch_pack_sorted(d, r, t, tokens, kept);
 }
 
-void dispatch_pack_choices(Dispatch* d, const Route* r, const Travel* t, Ctx* ctx) {
+void dispatch_pack_choices(Dispatch* d, const Route* r, const AllToAll* t, Ctx* ctx) {
     const DispatchShape s = r->shape;
     if (!d->comm) return;
-    dispatch_choices(t->sent_expert, t->sent_gate, r->expert, r->gate, r->send, s.N, s.K, experts_held(s), ctx);
+    dispatch_choices(t->sent_expert, t->sent_gate, r->expert, r->gate, r->send, s.N, s.K, local_experts(s), ctx);
     if (s.capacity > 0) device_fill(t->received_expert, 0xff, (size_t)(r->received * s.K) * sizeof(int32_t), ctx);
     pack(d, t->received_expert, t->sent_expert, (size_t)s.K * sizeof(int32_t));
     pack(d, t->received_gate, t->sent_gate, (size_t)s.K * sizeof(real));
@@ -255,45 +255,45 @@ void dispatch_start(Dispatch* d, const Route* r, Ctx* ctx) {
     if (d->comm) exchange(d, rows_of(r), ctx);
 }
 
-Rows dispatch_receive(Dispatch* d, const Route* r, const Travel* t, Ctx* ctx) {
+Rows dispatch_receive(Dispatch* d, const Route* r, const AllToAll* t, Ctx* ctx) {
     if (d->comm) event_wait(d->there, ctx);
-    return rows_as(t->room, t->arrived, received_format(r->shape), ctx);
+    return rows_as(t->result, t->arrived, received_format(r->shape), ctx);
 }
 
 // The sums of the received tokens' rows, quantized if combine sends them so.
-static Rows sums_here(const Route* r, const Travel* t, Sums sums, Ctx* ctx) {
+static Rows sums_here(const Route* r, const AllToAll* t, Sums sums, Ctx* ctx) {
     const DispatchShape s = r->shape;
     unpermute_rows(t->received.value, sums.rows, sums.gate, sums.ragged, r->received, s.K, s.C, 0, ctx);
     return rows_as(t->received, rows_of_values(t->received.value, r->received, s.C), s.combine, ctx);
 }
 
-void combine_send(Dispatch* d, const Route* r, const Travel* t, Sums sums, Ctx* ctx) {
+void combine_send(Dispatch* d, const Route* r, const AllToAll* t, Sums sums, Ctx* ctx) {
     const DispatchShape s = r->shape;
-    const ExchangeRows out = rows_of(r), home = {out.recv_start, out.recv_rows, out.send_start, out.send_rows,
-                                                 r->numbers ? r->numbers + HOME_START * r->shape.ep : NULL};
+    const ExchangeRows out = rows_of(r), back = {out.recv_start, out.recv_rows, out.send_start, out.send_rows,
+                                                 r->numbers ? r->numbers + COMBINE_START * r->shape.ep : NULL};
     if (!d->comm) return;
     pack_rows(d, t->sent, sums_here(r, t, sums, ctx));
     if (sums.drow_gate) {
         unpermute_gates(t->received_gate, sums.drow_gate, sums.ragged, r->received, s.K, ctx);
         pack(d, t->sent_gate, t->received_gate, (size_t)s.K * sizeof(real));
     }
-    exchange(d, home, ctx);
+    exchange(d, back, ctx);
 }
 
-Rows combine_back(Dispatch* d, const Route* r, const Travel* t, Ctx* ctx) {
+Rows combine_back(Dispatch* d, const Route* r, const AllToAll* t, Ctx* ctx) {
     Rows back = t->sent;
     back.format = r->shape.combine;
     event_wait(d->there, ctx);
     return rows_as(t->sent, back, FORMAT_VALUES, ctx);
 }
 
-void combine_receive(Dispatch* d, const Route* r, const Travel* t, Sums sums, floatX* y, int accumulate, real* dgate,
+void combine_receive(Dispatch* d, const Route* r, const AllToAll* t, Sums sums, floatX* y, int accumulate, real* dgate,
                      Ctx* ctx) {
     const DispatchShape s = r->shape;
     if (d->comm) {
         const floatX* back = combine_back(d, r, t, ctx).value;
         unpermute_rows(y, back, NULL, r->send, s.N, s.ep, s.C, accumulate, ctx);
-        if (dgate) dispatch_choices_backward(dgate, t->sent_gate, r->expert, r->send, s.N, s.K, experts_held(s), ctx);
+        if (dgate) dispatch_choices_backward(dgate, t->sent_gate, r->expert, r->send, s.N, s.K, local_experts(s), ctx);
         return;
     }
     if (s.combine.bytes)

@@ -64,15 +64,15 @@ typedef struct Route {
 } Route;
 
 // Communication buffers of an all-to-all. Those that a route does not need are NULL.
-typedef struct Travel {
-    Rows own;            // (N, C): x or dy, quantized before it is sent
-    Rows sent;           // (sent rows, C): rows to dispatch; in combine the rows that come back
-    Rows received;       // (received, C): rows as they arrive; in combine the sums to send back
-    Rows arrived, room;  // the received rows, or x itself; the memory for dispatch_receive's result
+typedef struct AllToAll {
+    Rows own;              // (N, C): x or dy, quantized before it is sent
+    Rows sent;             // (sent rows, C): rows to dispatch; in combine the rows that come back
+    Rows received;         // (received, C): rows as they arrive; in combine the sums to send back
+    Rows arrived, result;  // the received rows, or x itself; the memory for dispatch_receive's result
     // (sent rows, K), (received, K). In forward only: local expert numbers, -1 for choices owned by another rank.
     int32_t *sent_expert, *received_expert;
     real *sent_gate, *received_gate;  // gates, or their gradients
-} Travel;
+} AllToAll;
 
 // The experts' outputs (dx in backward), to be summed for each received token: y_n = sum_k gate_nk rows[row of (n, k)].
 typedef struct Sums {
@@ -95,8 +95,8 @@ void dispatch_plan_choices(Arena* arena, Route* route, DispatchShape shape);
 void dispatch_plan_x(Arena* arena, Rows* x, const Route* route);
 // Communication buffers of a pass: choices is 1 in forward, 0 in backward. With activation checkpointing backward sends
 // x a second time (dispatch_plan_again).
-void dispatch_plan_travel(Arena* arena, Travel* travel, const Route* route, int choices);
-void dispatch_plan_again(Arena* arena, Travel* again, const Route* route);
+void dispatch_plan_buffers(Arena* arena, AllToAll* exchange, const Route* route, int choices);
+void dispatch_plan_again(Arena* arena, AllToAll* again, const Route* route);
 // Sets the numbers of received tokens and choices to `capacity` times their means with evenly spread choices. Received
 // tokens are at most those of all ranks. Planning uses it in place of dispatch_counts. In a run it is the capacity of
 // the buffers, if the shape has a capacity factor.
@@ -107,25 +107,25 @@ void dispatch_counts(Dispatch* d, Route* route, Ctx* ctx);
 
 // Pack x and the choices for the next all-to-all, then start it. The received x is in the memory of `kept`, or in that
 // of `t` where `kept` has none or is NULL. If stats is not NULL, the statistics of x's quantization are added to it.
-void dispatch_pack(Dispatch* d, const Route* route, Travel* t, const floatX* x, const Rows* kept, MxStats* stats,
+void dispatch_pack(Dispatch* d, const Route* route, AllToAll* t, const floatX* x, const Rows* kept, MxStats* stats,
                    Ctx* ctx);
 // The same for tokens that are already quantized and in the order of route->send.
-void dispatch_pack_sorted(Dispatch* d, const Route* route, Travel* t, Rows sorted, const Rows* kept);
-void dispatch_pack_choices(Dispatch* d, const Route* route, const Travel* t, Ctx* ctx);
+void dispatch_pack_sorted(Dispatch* d, const Route* route, AllToAll* t, Rows sorted, const Rows* kept);
+void dispatch_pack_choices(Dispatch* d, const Route* route, const AllToAll* t, Ctx* ctx);
 void dispatch_start(Dispatch* d, const Route* route, Ctx* ctx);
 // The received tokens, in received_format: quantized before they were sent or here, as the shape requires.
-Rows dispatch_receive(Dispatch* d, const Route* route, const Travel* t, Ctx* ctx);
+Rows dispatch_receive(Dispatch* d, const Route* route, const AllToAll* t, Ctx* ctx);
 
 // combine_send sums the rows of each received token and starts the all-to-all back. combine_receive adds the sums of
 // all ranks: y (N, C) =, or += with accumulate 1. It also gives dgate (N, K) if the rows' gates have gradients.
-void combine_send(Dispatch* d, const Route* route, const Travel* t, Sums sums, Ctx* ctx);
-void combine_receive(Dispatch* d, const Route* route, const Travel* t, Sums sums, floatX* y, int accumulate,
+void combine_send(Dispatch* d, const Route* route, const AllToAll* t, Sums sums, Ctx* ctx);
+void combine_receive(Dispatch* d, const Route* route, const AllToAll* t, Sums sums, floatX* y, int accumulate,
                      real* dgate, Ctx* ctx);
 
 // The rows that came back from several ranks, dequantized, in the order of route->send: not yet added over the ranks.
-Rows combine_back(Dispatch* d, const Route* route, const Travel* t, Ctx* ctx);
+Rows combine_back(Dispatch* d, const Route* route, const AllToAll* t, Ctx* ctx);
 
-static inline int32_t experts_held(DispatchShape s) { return s.E / s.ep; }
+static inline int32_t local_experts(DispatchShape s) { return s.E / s.ep; }
 // The format of received tokens.
 static inline Format received_format(DispatchShape s) { return s.dispatch.bytes ? s.dispatch : s.expert; }
 

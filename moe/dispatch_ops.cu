@@ -8,9 +8,9 @@
 static __global__ void __launch_bounds__(256)
     ranks_kernel(int32_t* rank, unsigned long long* counts, const int32_t* expert, int64_t N, int32_t K, int32_t P,
                  int32_t El) {
-    extern __shared__ int held[];  // (P, 2)
+    extern __shared__ int local_count[];  // (P, 2)
     // The counts of this thread block.
-    for (int i = threadIdx.x; i < 2 * P; i += 256) held[i] = 0;
+    for (int i = threadIdx.x; i < 2 * P; i += 256) local_count[i] = 0;
     __syncthreads();
     for (int64_t i = blockIdx.x * (int64_t)256 + threadIdx.x; i < N * P; i += gridDim.x * (int64_t)256) {
         // The number of the token's choices that rank j owns.
@@ -20,12 +20,12 @@ static __global__ void __launch_bounds__(256)
         for (int32_t k = 0; k < K; k++) choices += expert[n * K + k] / El == j;
         rank[i] = choices ? j : -1;
         if (choices == 0) continue;
-        atomicAdd(&held[2 * j], 1);
-        atomicAdd(&held[2 * j + 1], choices);
+        atomicAdd(&local_count[2 * j], 1);
+        atomicAdd(&local_count[2 * j + 1], choices);
     }
     __syncthreads();
     for (int i = threadIdx.x; i < 2 * P; i += 256)
-        if (held[i]) atomicAdd(&counts[i], (unsigned long long)held[i]);
+        if (local_count[i]) atomicAdd(&counts[i], (unsigned long long)local_count[i]);
 }
 
 void dispatch_ranks(int32_t* rank, int64_t* counts, const int32_t* expert, int64_t N, int32_t K, int32_t P, int32_t El,

@@ -4,7 +4,7 @@
 //   1. router     each token's experts and gates                                            moe/router.h
 //   2. dispatch   all-to-all: tokens to the ranks of their experts, beneath the shared MLP  moe/dispatch.h
 //   3. permute    received tokens into rows, sorted by expert                               grouped/permute.h
-//   4. experts    each expert's MLP over its rows, all experts in one grouped GEMM          mx/products.h
+//   4. experts    each expert's MLP over its rows, all experts in one grouped GEMM          mx/linear.h
 //   5. combine    all-to-all: gate-weighted sums back to their tokens                       moe/dispatch.h
 //
 // Backward goes from 5 to 1. The experts' weight gradients overlap with the all-to-all of dx. Backward never needs the
@@ -30,7 +30,7 @@
 
 #include "moe/dispatch.h"
 #include "moe/router.h"
-#include "mx/products.h"
+#include "mx/linear.h"
 
 BEGIN_C
 

@@ -18,7 +18,7 @@ static void plan_hidden(Arena* a, MoeSaved* m, MoeShape s) {
 }
 
 static void plan_routed(Arena* a, MoeSaved* m, MoeShape s) {
-    const int32_t El = experts_held(m->route.shape);
+    const int32_t El = local_experts(m->route.shape);
     const int64_t rows = ragged_rows(m->route.choices, El, a->backend);
     ASSERT(max_i64(rows, max_i64(m->route.received, m->route.send.capacity)) <= INT32_MAX);  // row numbers are int32
     m->ragged.El = El;
@@ -33,7 +33,7 @@ static void plan_routed(Arena* a, MoeSaved* m, MoeShape s) {
 
 // The memory for rows as the GEMMs of a format read them, MXFP8 bytes or values; and for rows that are quantized first.
 static int memory_read(Format f) { return format_read(f).bytes ? ROWS_BYTES : ROWS_VALUES; }
-static int memory_cast(Format f) { return f.bytes ? ROWS_BYTES | memory_read(f) : 0; }
+static int memory_quantized(Format f) { return f.bytes ? ROWS_BYTES | memory_read(f) : 0; }
 
 PoolMark moe_take_forward(Pool* pool, MoeForwardBuffers* t, MoeSaved* m, MoeShape s) {
     Arena* a = pool_table(pool);
@@ -43,9 +43,9 @@ PoolMark moe_take_forward(Pool* pool, MoeForwardBuffers* t, MoeSaved* m, MoeShap
     memset(t, 0, sizeof(*t));
     if (s.recompute) plan_hidden(a, m, s);
     rows_plan(a, "routed rows", &t->rows, ROWS_VALUES | memory_read(s.expert), rows, max_i64(C, s.F));
-    rows_plan(a, "routed activation", &t->act, s.expert.bytes ? memory_cast(s.expert) : ROWS_VALUES, rows, s.F);
+    rows_plan(a, "routed activation", &t->act, s.expert.bytes ? memory_quantized(s.expert) : ROWS_VALUES, rows, s.F);
     if (s.shared_F) arena_add(a, "shared activation", ELEMENT_X, s.router.N * s.shared_F, 1, (void**)&t->shared_act);
-    dispatch_plan_travel(a, &t->travel, &m->route, 1);
+    dispatch_plan_buffers(a, &t->exchange, &m->route, 1);
     return mark;
 }
 
@@ -61,11 +61,11 @@ void moe_plan_backward(Arena* a, MoeBackwardBuffers* t, MoeSaved* m, MoeShape s)
     arena_add(a, "d activation, d routed rows", ELEMENT_X, max_i64(rows * max_i64(C, F), N * sF), 1, (void**)&t->dact);
     arena_add(a, "activation", ELEMENT_X, max_i64(rows * F, N * sF), 1, (void**)&t->act);
     arena_add(a, "d hidden", ELEMENT_X, max_i64(length * 2 * F, N * 2 * sF), 1, (void**)&t->dh);
-    rows_plan(a, "d hidden, cast", &t->dh_cast, memory_cast(s.expert), length, 2 * F);
-    t->dh_cast.count = rows;
+    rows_plan(a, "d hidden, quantized", &t->dh_quantized, memory_quantized(s.expert), length, 2 * F);
+    t->dh_quantized.count = rows;
     arena_add(a, "d row gates", ELEMENT_REAL, rows, 1, (void**)&t->drow_gate);
     arena_add(a, "d gates", ELEMENT_REAL, N * s.router.K, 1, (void**)&t->dgate);
-    dispatch_plan_travel(a, &t->travel, &m->route, 0);
+    dispatch_plan_buffers(a, &t->exchange, &m->route, 0);
     if (s.recompute) dispatch_plan_again(a, &t->again, &m->route);
 }
 

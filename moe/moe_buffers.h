@@ -9,7 +9,7 @@ BEGIN_C
 
 // Rows have the memory that their format requires (mx/rows.h); `rows` in the comments is m->ragged.capacity.
 typedef struct MoeForwardBuffers {
-    Travel travel;
+    AllToAll exchange;
     Rows rows;           // (rows, max(C, F)): x; workspace of the activation's MxStats; the experts' outputs
     Rows act;            // (rows, F)
     floatX* shared_act;  // (N, shared_F)
@@ -17,11 +17,11 @@ typedef struct MoeForwardBuffers {
 
 // dact, act and dh serve the shared MLP first: (N, shared_F), (N, shared_F), (N, 2 shared_F).
 typedef struct MoeBackwardBuffers {
-    Travel travel, again;     // all-to-all buffers of dy; of x with recompute
-    Rows rows;                // (rows, C): x or dy
-    Rows channels;            // fast wgrad: x or dy, quantized column-wise (along tokens)
+    AllToAll exchange, again;  // all-to-all buffers of dy; of x with recompute
+    Rows rows;                 // (rows, C): x or dy
+    Rows channels;             // fast wgrad: x or dy, quantized column-wise (along tokens)
     floatX *dact, *act, *dh;  // (rows, max(C, F)): da', then dx; (rows, F): gate * a; (rows, 2F): dh, maybe column-wise
-    Rows dh_cast;             // (rows, 2F): dh, quantized; fast wgrad: then gate * a or dh, column-wise
+    Rows dh_quantized;        // (rows, 2F): dh, quantized; fast wgrad: then gate * a or dh, column-wise
     real *drow_gate, *dgate;  // (rows), (N, K)
 } MoeBackwardBuffers;
 

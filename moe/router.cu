@@ -69,16 +69,16 @@ static __device__ __forceinline__ void to_scores(float (&p)[J], const RouterShap
 }
 
 // Scores in place of the logits, then the selection and the gates. J: registers for the experts, 32 J >= E. 8 warps a
-// block. `held`: a row of E values for each warp in shared memory, through which its lanes exchange values.
+// block. `row_values`: a row of E values for each warp in shared memory, through which its lanes exchange values.
 template <int J>
 static __global__ void __launch_bounds__(256)
     choose(float* scores, int32_t* expert, float* gate, const float* bias, RouterShape s) {
     wait_for_previous();
-    __shared__ float held[8][32 * J];
+    __shared__ float row_values[8][32 * J];
     const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
     const int64_t n = blockIdx.x * (int64_t)8 + warp;
     if (n >= s.N) return;
-    float *row = scores + n * s.E, *mine = held[warp], p[J];
+    float *row = scores + n * s.E, *mine = row_values[warp], p[J];
 
     // Scores from logits, in registers.
 
@@ -175,11 +175,11 @@ enum { COUNT_TOKENS = 32 };
 template <int J>
 static __global__ void __launch_bounds__(256) count_best(float* count, const float* scores, RouterShape s) {
     wait_for_previous();
-    __shared__ int held[32 * J];
+    __shared__ int local_count[32 * J];
     const int lane = threadIdx.x % 32;
     const int64_t sequence = blockIdx.x, first = sequence * s.T + blockIdx.y * (int64_t)COUNT_TOKENS,
                   end = min(min(first + COUNT_TOKENS, (sequence + 1) * s.T), s.N);
-    for (int e = threadIdx.x; e < 32 * J; e += 256) held[e] = 0;
+    for (int e = threadIdx.x; e < 32 * J; e += 256) local_count[e] = 0;
     __syncthreads();
     for (int64_t n = first + threadIdx.x / 32; n < end; n += 8) {
         uint32_t value[J];
@@ -187,12 +187,12 @@ static __global__ void __launch_bounds__(256) count_best(float* count, const flo
         for (int j = 0; j < J; j++) value[j] = lane + 32 * j < s.E ? ordered(scores[n * s.E + lane + 32 * j]) : 0;
         for (int k = 0; k < s.K; k++) {
             const int e = take_best<J>(value);
-            if (lane == 0) atomicAdd(&held[e], 1);
+            if (lane == 0) atomicAdd(&local_count[e], 1);
         }
     }
     __syncthreads();
     for (int e = threadIdx.x; e < s.E; e += 256)
-        if (held[e]) atomicAdd(&count[sequence * s.E + e], (float)held[e]);
+        if (local_count[e]) atomicAdd(&count[sequence * s.E + e], (float)local_count[e]);
 }
 
 // dlogits of a token, split in two bf16: its row is hi (E), then lo (E). One warp per token, lane l has experts l,
@@ -277,7 +277,7 @@ static __global__ void __launch_bounds__(256) add_halves(float* dw, const float*
 }
 
 // The router's arrays in the workspace, after matmul_workspace() bytes that each GEMM may overwrite.
-struct Scratch {
+struct RouterWorkspace {
     floatX* dlogits;  // (N, 2E): hi | lo
     floatX* weights;  // (2E, C): Wg twice
     float* halves;    // (2E, C): hi^T x, lo^T x
@@ -286,8 +286,8 @@ struct Scratch {
 };
 
 // The arrays, each aligned to 256 bytes, of a workspace that starts at `base`.
-static Scratch scratch_of(RouterShape s, char* base) {
-    Scratch w;
+static RouterWorkspace scratch_of(RouterShape s, char* base) {
+    RouterWorkspace w;
     w.bytes = matmul_workspace();
     auto take = [&](int64_t count, size_t element) {
         char* part = base + w.bytes;
@@ -318,7 +318,7 @@ void router_forward(real* scores, int32_t* expert, real* gate, const floatX* x, 
 void router_backward(floatX* dx, real* dw, const real* dgate, const real* scores, const int32_t* expert,
                      const real* gate, const floatX* x, const floatX* w, float aux, RouterShape s, Ctx* ctx) {
     if (s.N == 0) return;
-    const Scratch scratch = scratch_of(s, ctx_workspace<char>(ctx, (int64_t)router_workspace(s)));
+    const RouterWorkspace scratch = scratch_of(s, ctx_workspace<char>(ctx, (int64_t)router_workspace(s)));
     const int64_t matrix = s.E * s.C;
 
     // count_e of each sequence, for the auxiliary loss.
@@ -349,14 +349,14 @@ void router_backward(floatX* dx, real* dw, const real* dgate, const real* scores
 // sums do not depend on their order.
 static __global__ void count_loads(unsigned long long* load, const int32_t* expert, int64_t count, int32_t E) {
     wait_for_previous();
-    extern __shared__ int held[];
-    for (int e = threadIdx.x; e < E; e += 256) held[e] = 0;
+    extern __shared__ int local_count[];
+    for (int e = threadIdx.x; e < E; e += 256) local_count[e] = 0;
     __syncthreads();
     for (int64_t i = blockIdx.x * (int64_t)256 + threadIdx.x; i < count; i += gridDim.x * (int64_t)256)
-        atomicAdd(&held[expert[i]], 1);
+        atomicAdd(&local_count[expert[i]], 1);
     __syncthreads();
     for (int e = threadIdx.x; e < E; e += 256)
-        if (held[e]) atomicAdd(&load[e], (unsigned long long)held[e]);
+        if (local_count[e]) atomicAdd(&load[e], (unsigned long long)local_count[e]);
 }
 
 // margins (MARGIN_BINS, E) += the margins of all tokens, one warp per token; lane l has experts l, l + 32, ... Integer

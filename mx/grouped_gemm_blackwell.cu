@@ -14,8 +14,8 @@ struct Groups {
     // Rows of a GEMM: rounded up to 128 within the buffers. That costs little, and the library searches algorithms for
     // fewer sizes. Outputs of pad rows are overwritten with zeros.
     int64_t taken(int e) const {
-        const int64_t whole = rows[e] ? ceil_div(rows[e], 128) * 128 : 0, room = capacity - start[e];
-        return whole < room ? whole : room;
+        const int64_t whole = rows[e] ? ceil_div(rows[e], 128) * 128 : 0, left = capacity - start[e];
+        return whole < left ? whole : left;
     }
     // Zeros the pad rows of an output.
     void clear_pads(void* out, int e, int64_t row_bytes, Ctx* ctx) const {
@@ -63,20 +63,20 @@ void mx_blackwell_scales(uint8_t* out, ScaleTiles scales, int64_t rows, int64_t 
 }
 
 // Forward and dgrad. Workspace: | cuBLASLt | scales of an expert's weight | scales of its rows |. Experts with more
-// rows than fit are processed in slices of `piece` rows.
+// rows than fit are processed in slices of `rows_at_once` rows.
 void grouped_gemm_lt_mx(floatX* y, real* y_real, const uint8_t* x, const uint8_t* x_scale, const uint8_t* w,
                         const uint8_t* w_scale, int64_t w_stride_o, int64_t w_stride_c, Ragged r, int64_t IC,
                         int64_t OC, Ctx* ctx) {
     if (OC % 16 != 0)
         die(EXIT_USAGE,
-            "an MXFP8 product on this GPU needs outputs in multiples of 16, not %lld; choose --dim and --expert-ffn "
+            "an MXFP8 GEMM on this GPU needs outputs in multiples of 16, not %lld; choose --dim and --expert-ffn "
             "so, or --mx-gemm exact",
             (long long)OC);
 
     // Divide the workspace: the rest after the weight's scales determines the rows of a slice.
     const int64_t blocks = IC / MX_BLOCK, w_bytes = scales_bytes(OC, blocks), tile_bytes = scales_bytes(128, blocks);
-    const int64_t piece = ((int64_t)ctx->workspace_bytes - LT_WORKSPACE - w_bytes) / tile_bytes * 128;
-    ASSERT(piece > 0);
+    const int64_t rows_at_once = ((int64_t)ctx->workspace_bytes - LT_WORKSPACE - w_bytes) / tile_bytes * 128;
+    ASSERT(rows_at_once > 0);
     uint8_t *of_w = (uint8_t*)ctx->workspace + LT_WORKSPACE, *of_x = of_w + w_bytes;
     const int64_t w_tiles = mx_tiles(OC) * mx_tiles(IC);
     const int64_t out_bytes = y ? (int64_t)sizeof(floatX) : (int64_t)sizeof(real);
@@ -86,9 +86,9 @@ void grouped_gemm_lt_mx(floatX* y, real* y_real, const uint8_t* x, const uint8_t
         // Convert the scales of the expert's weight, once.
         const ScaleTiles w_tile = {w_scale + e * w_tiles, MX_CHUNK, w_stride_o, MX_CHUNK / MX_BLOCK, w_stride_c};
         if (g.rows[e]) mx_blackwell_scales(of_w, w_tile, OC, blocks, ctx);
-        for (int64_t at = 0; at < g.taken(e); at += piece) {
+        for (int64_t at = 0; at < g.taken(e); at += rows_at_once) {
             // A slice of its rows: convert the scales, then the GEMM.
-            const int64_t row = g.start[e] + at, rows = g.taken(e) - at < piece ? g.taken(e) - at : piece;
+            const int64_t row = g.start[e] + at, rows = g.taken(e) - at < rows_at_once ? g.taken(e) - at : rows_at_once;
             const int64_t valid = g.rows[e] - at < rows ? g.rows[e] - at : rows;
             const ScaleTiles x_tile = {x_scale + row * mx_stride(IC), 1, mx_stride(IC), 1, 1};
             mx_blackwell_scales(of_x, x_tile, valid, blocks, ctx);
@@ -109,22 +109,22 @@ void grouped_gemm_lt_mx(floatX* y, real* y_real, const uint8_t* x, const uint8_t
 }
 
 // Wgrad: an expert's rows are a range of every channel. Workspace: | cuBLASLt | scales of dy | scales of x |. Experts
-// with more rows than fit are processed in slices of `piece` rows, which accumulate.
+// with more rows than fit are processed in slices of `rows_at_once` rows, which accumulate.
 void grouped_gemm_lt_mx_wgrad(real* dw, const uint8_t* dy, const uint8_t* dy_scale, const uint8_t* x,
                               const uint8_t* x_scale, int64_t length, Ragged r, int64_t IC, int64_t OC, int accumulate,
                               Ctx* ctx) {
     // Divide the workspace: the rows of a slice, and the two buffers of scales.
     const int64_t chunk_bytes = scales_bytes(OC, MX_CHUNK / MX_BLOCK) + scales_bytes(IC, MX_CHUNK / MX_BLOCK);
-    const int64_t piece = ((int64_t)ctx->workspace_bytes - LT_WORKSPACE) / chunk_bytes * MX_CHUNK;
-    ASSERT(piece > 0);
-    uint8_t *of_dy = (uint8_t*)ctx->workspace + LT_WORKSPACE, *of_x = of_dy + scales_bytes(OC, piece / MX_BLOCK);
+    const int64_t rows_at_once = ((int64_t)ctx->workspace_bytes - LT_WORKSPACE) / chunk_bytes * MX_CHUNK;
+    ASSERT(rows_at_once > 0);
+    uint8_t *of_dy = (uint8_t*)ctx->workspace + LT_WORKSPACE, *of_x = of_dy + scales_bytes(OC, rows_at_once / MX_BLOCK);
     Groups g = fetch_groups(r, ctx);
     g.capacity = length;  // channels are padded with zeros to the next 128 (mx/mxfp8.h)
     for (int e = 0; e < r.El; e++) {
         if (!accumulate && g.taken(e) == 0) device_zero(dw + e * OC * IC, (size_t)(OC * IC) * sizeof(real), ctx);
-        for (int64_t at = 0; at < g.taken(e); at += piece) {
+        for (int64_t at = 0; at < g.taken(e); at += rows_at_once) {
             // A slice of the expert's rows: convert the scales, then the GEMM.
-            const int64_t row = g.start[e] + at, rows = g.taken(e) - at < piece ? g.taken(e) - at : piece;
+            const int64_t row = g.start[e] + at, rows = g.taken(e) - at < rows_at_once ? g.taken(e) - at : rows_at_once;
             const int64_t chunk = row / MX_CHUNK, blocks = rows / MX_BLOCK;
             mx_blackwell_scales(of_dy, {dy_scale + chunk * OC, 1, 1, MX_CHUNK / MX_BLOCK, OC}, OC, blocks, ctx);
             mx_blackwell_scales(of_x, {x_scale + chunk * IC, 1, 1, MX_CHUNK / MX_BLOCK, IC}, IC, blocks, ctx);

@@ -157,8 +157,8 @@ __device__ __forceinline__ float change_unit(uint32_t& now, uint32_t next) {
 // next, for every j (device/wgmma.cuh). The four factors of two j are adjacent.
 __device__ __forceinline__ void fill_column_scales(Shared& s, const ChannelScales::Tensors& t) {
     const int lane = threadIdx.x % 32;
-    Place<STAGES> stage = {0, 1};
-    Place<ITEMS> at = {0, 0};
+    RingSlot<STAGES> stage = {0, 1};
+    RingSlot<ITEMS> at = {0, 0};
     for (;;) {
         // The work item, this lane's four columns (a half of those of j = lane / 2), and their first scale bytes.
         barrier_wait(&s.item_full_barriers[at.index], at.phase);
@@ -205,8 +205,8 @@ template <typename Scales>
 struct Consumer {
     uint32_t a, b;   // descriptors of its operands in the first stage (low words; the high ones are constant)
     uint32_t empty;  // address of the first stage's empty barrier, in one of the cluster's two blocks
-    Place<STAGES> stage;
-    Place<ITEMS> at;
+    RingSlot<STAGES> stage;
+    RingSlot<ITEMS> at;
     Scales scales;
 };
 
@@ -226,12 +226,12 @@ __device__ __forceinline__ void add_scaled(float (&d)[SQUARE_SIDE / 2], const fl
     }
 }
 
-// One chunk: d += p * scales. `beside` runs while the last wgmma of a tile's LAST chunk are in flight. (The last chunk
+// One chunk: d += p * scales. `overlap` runs while the last wgmma of a tile's LAST chunk are in flight. (The last chunk
 // is outside of the loop. Inside, the compiler would give d and p registers of the same bank.)
-template <int PARTS, bool LAST, typename Scales, typename Beside>
+template <int PARTS, bool LAST, typename Scales, typename Overlap>
 __device__ __forceinline__ void add_chunk(Shared& s, Consumer<Scales>& c, float (&d)[PARTS][SQUARE_SIDE / 2],
                                           int k_block, int k_blocks, const typename Scales::Tensors& tensors, int lane,
-                                          Beside beside) {
+                                          Overlap overlap) {
     // Wait for the stage. After the last of four chunks the column scales change (`ends`).
     const bool ends = Scales::BY_COLUMN && (LAST || k_block % RUN == RUN - 1);
     const uint64_t high = wgmma_descriptor<64>(0, 0);
@@ -258,9 +258,9 @@ __device__ __forceinline__ void add_chunk(Shared& s, Consumer<Scales>& c, float 
         const float near = __shfl_sync(0xffffffffu, scale, part * 2, 4);
         const float far = __shfl_sync(0xffffffffu, scale, part * 2 + 1, 4);
 
-        // Then prefetch the next scales, or run `beside`.
+        // Then prefetch the next scales, or run `overlap`.
         if (part == PARTS - 1 && !LAST) c.scales.ahead(k_block, k_blocks, tensors, lane);
-        if (part == PARTS - 1 && LAST) beside();
+        if (part == PARTS - 1 && LAST) overlap();
 
         // wgmma is done. After the last part the operands are no longer needed.
         wgmma_wait<0>();
@@ -333,7 +333,7 @@ __device__ __forceinline__ void consume(Shared& s, const typename Scales::Tensor
     // so the compiler keeps them in uniform registers.
     const int lane = threadIdx.x % 32, warp = threadIdx.x / 32 - 4;
     const uint32_t front = shared_address(s.stages), end = front + STAGE_BYTES;
-    Writer writer = {s.pieces[warp], 0, lane};
+    Writer writer = {s.stores[warp], 0, lane};
     Consumer<Scales> c = {};
     c.a = __reduce_max_sync(0xffffffffu, (uint32_t)wgmma_descriptor<64>(front + warp / 4 * BOX_BYTES, 0));
     c.b = __reduce_max_sync(0xffffffffu, (uint32_t)wgmma_descriptor<64>(end - 2 * BOX_BYTES, 0));

@@ -92,7 +92,7 @@ double mx_check_error(MxProduct* product, Ctx* ctx) {
     for (int64_t i = 0; i < EXPERTS * TILES * CHUNKS; i++) c->w_scale[i] = draw_scale(i, 4);
 
     // Run the GEMM with both orders of W's scales, and keep the larger error.
-    Case* on_device = (Case*)device_alloc(sizeof(Case), "the check of MXFP8 products");
+    Case* on_device = (Case*)device_alloc(sizeof(Case), "the check of MXFP8 GEMMs");
     const Ragged ragged = {
         .El = EXPERTS, .capacity = rows, .group_start = on_device->start, .group_rows = on_device->rows};
     double worst = 0;
@@ -117,7 +117,7 @@ void mx_check(Ctx* ctx) {
     double error = mx_check_error(grouped_gemm_mx, ctx);
     if (error > MX_CHECK_BOUND)
         die(EXIT_FAILED,
-            "MXFP8 products are wrong on %s: a row of a small case is off by %g of its norm (at most %g); use "
+            "MXFP8 GEMMs are wrong on %s: a row of a small case is off by %g of its norm (at most %g); use "
             "--mx-gemm exact",
             device_name(ctx), error, MX_CHECK_BOUND);
 }

@@ -17,15 +17,15 @@ static void add_block(MxStats* stats, const floatX* block, int s, int32_t scale_
     }
 }
 
-void mx_stats(MxStats* stats, const floatX* x, int64_t rows, int64_t columns, MxCast cast, Ctx* ctx) {
+void mx_stats(MxStats* stats, const floatX* x, int64_t rows, int64_t columns, MxRecipe recipe, Ctx* ctx) {
     (void)ctx;
-    const int64_t chunk = chunk_of(cast);
+    const int64_t chunk = chunk_of(recipe);
     for (int64_t r = 0; r < rows; r++)
         for (int64_t c = 0; c < columns; c += MX_BLOCK) {
             // The scale comes from the block's chunk.
             const int64_t c0 = c / chunk * chunk, at = r * columns;
-            const int s = scale_of(x + at + c0, columns, 1, min_i64(chunk, columns - c0), cast.scale);
-            add_block(stats, x + at + c, s, cast.scale);
+            const int s = scale_of(x + at + c0, columns, 1, min_i64(chunk, columns - c0), recipe.scale);
+            add_block(stats, x + at + c, s, recipe.scale);
         }
 }
 

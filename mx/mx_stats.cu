@@ -19,17 +19,18 @@ struct Tiles {
 // The number of blocks is fixed, and their sums are added in order: the same bits on every run.
 template <int ALIGN>
 static __global__ void __launch_bounds__(32 * ROW_WARPS)
-    stats_kernel(MxStats* partial, const floatX* x, Tiles tiles, int64_t rows, int64_t columns, uint32_t carry) {
+    stats_kernel(MxStats* partial, const floatX* x, Tiles tiles, int64_t rows, int64_t columns,
+                 uint32_t rounding_bias) {
     __shared__ double of_warp[ROW_WARPS][STATS_SUMS];
-    const int64_t pieces = ceil_div(columns, 256);
+    const int64_t vectors = ceil_div(columns, 256);
     const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
     double sums[STATS_SUMS] = {};
-    for (int64_t i = warp_in_grid(); i < rows * pieces; i += gridDim.x * ROW_WARPS) {
+    for (int64_t i = warp_in_grid(); i < rows * vectors; i += gridDim.x * ROW_WARPS) {
         // Load the lane's 8 elements. Find two scales: the block's own, and the one of the quantization.
-        const int64_t row = i / pieces, c = i % pieces * 256 + lane * 8;
+        const int64_t row = i / vectors, c = i % vectors * 256 + lane * 8;
         const uint4 p = c < columns ? *(const uint4*)(x + row * columns + c) : make_uint4(0, 0, 0, 0);
-        const uint32_t s_alone = scale_of(higher_half(largest_of_lanes<MX_BLOCK / 8>(largest(p))), carry);
-        uint32_t s = scale_of(higher_half(largest_of_lanes<ALIGN / 8>(largest(p))), carry);
+        const uint32_t s_alone = scale_of(higher_half(largest_of_lanes<MX_BLOCK / 8>(largest(p))), rounding_bias);
+        uint32_t s = scale_of(higher_half(largest_of_lanes<ALIGN / 8>(largest(p))), rounding_bias);
         if (tiles.scale && c < columns) {
             const int64_t above = row / tiles.rows * ceil_div(tiles.rows, MX_CHUNK) + row % tiles.rows / MX_CHUNK;
             s = tiles.scale[above * ceil_div(columns, MX_CHUNK) + c / MX_CHUNK];
@@ -73,18 +74,19 @@ static __global__ void add_stats_kernel(MxStats* stats, const MxStats* partial) 
 
 size_t mx_stats_workspace(void) { return STATS_BLOCKS * sizeof(MxStats); }
 
-static void add_stats(MxStats* stats, const floatX* x, Tiles tiles, int64_t rows, int64_t columns, MxCast cast,
+static void add_stats(MxStats* stats, const floatX* x, Tiles tiles, int64_t rows, int64_t columns, MxRecipe recipe,
                       Ctx* ctx) {
     ASSERT(aligned(x) && columns % MX_BLOCK == 0);
     // Sums per thread block, then over the blocks.
     MxStats* partial = ctx_workspace<MxStats>(ctx, STATS_BLOCKS);
-    auto kernel = cast.align == 1 ? stats_kernel<MX_BLOCK> : stats_kernel<MX_CHUNK>;
-    launch(kernel, STATS_BLOCKS, 32 * ROW_WARPS, 0, ctx, partial, x, tiles, rows, columns, carry_of(cast.scale));
+    auto kernel = recipe.align == 1 ? stats_kernel<MX_BLOCK> : stats_kernel<MX_CHUNK>;
+    launch(kernel, STATS_BLOCKS, 32 * ROW_WARPS, 0, ctx, partial, x, tiles, rows, columns,
+           rounding_bias_of(recipe.scale));
     launch(add_stats_kernel, 1, STATS_SUMS, 0, ctx, stats, partial);
 }
 
-void mx_stats(MxStats* stats, const floatX* x, int64_t rows, int64_t columns, MxCast cast, Ctx* ctx) {
-    add_stats(stats, x, {NULL, rows}, rows, columns, cast, ctx);
+void mx_stats(MxStats* stats, const floatX* x, int64_t rows, int64_t columns, MxRecipe recipe, Ctx* ctx) {
+    add_stats(stats, x, {NULL, rows}, rows, columns, recipe, ctx);
 }
 
 void mx_stats_tiles(MxStats* stats, const floatX* w, const uint8_t* scale, int64_t count, int64_t rows, int64_t columns,

@@ -18,7 +18,7 @@ typedef struct MxStats {
 // Statistics of mx_quantize.
 void mx_stats(MxStats* stats,
               const floatX* x,  // (rows, columns)
-              int64_t rows, int64_t columns, MxCast cast, Ctx* ctx);
+              int64_t rows, int64_t columns, MxRecipe recipe, Ctx* ctx);
 
 // Statistics of mx_quantize_tiles, from the scales that it wrote. `inexact` compares with blocks of 32 along the
 // columns.

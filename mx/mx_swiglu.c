@@ -8,9 +8,10 @@
 #include "layers/swiglu.h"
 #include "mx/mxfp8_cpu.h"
 
-void mx_swiglu_quantize(uint8_t* q, uint8_t* scale, const floatX* h, Ragged ragged, int64_t F, MxCast cast, Ctx* ctx) {
+void mx_swiglu_quantize(uint8_t* q, uint8_t* scale, const floatX* h, Ragged ragged, int64_t F, MxRecipe recipe,
+                        Ctx* ctx) {
     (void)ctx;
-    const int64_t chunk = chunk_of(cast), stride = mx_stride(F);
+    const int64_t chunk = chunk_of(recipe), stride = mx_stride(F);
 #pragma omp parallel for schedule(static)
     for (int64_t r = 0; r < ragged.group_start[ragged.El]; r++) {  // the CPU has no pad rows
         memset(scale + r * stride, 0, stride);
@@ -23,7 +24,7 @@ void mx_swiglu_quantize(uint8_t* q, uint8_t* scale, const floatX* h, Ragged ragg
             for (int64_t i = 0; i < n; i++) a[i] = swiglu(g[i], u[i], sigmoid(g[i]));
 
             // Quantize them.
-            int s = scale_of(a, n, 1, n, cast.scale);
+            int s = scale_of(a, n, 1, n, recipe.scale);
             memset(scale + r * stride + c / MX_BLOCK, s, (size_t)n / MX_BLOCK);
             cast_all(q + r * F + c, n, 1, a, n, 1, n, s);
         }
@@ -31,11 +32,11 @@ void mx_swiglu_quantize(uint8_t* q, uint8_t* scale, const floatX* h, Ragged ragg
 }
 
 void mx_swiglu_backward_quantize(uint8_t* q, uint8_t* scale, floatX* dh, floatX* gated_a, real* drow_gate,
-                                 const floatX* da_ungated, const floatX* h, Ragged ragged, int64_t F, MxCast cast,
+                                 const floatX* da_ungated, const floatX* h, Ragged ragged, int64_t F, MxRecipe recipe,
                                  Ctx* ctx) {
-    const int64_t chunk = chunk_of(cast), rows = ragged.group_start[ragged.El];
+    const int64_t chunk = chunk_of(recipe), rows = ragged.group_start[ragged.El];
     experts_swiglu_backward(dh, gated_a, drow_gate, da_ungated, h, ragged, F, ctx);
-    mx_quantize(q, scale, dh, rows, 2 * F, cast, ctx);
+    mx_quantize(q, scale, dh, rows, 2 * F, recipe, ctx);
 
     // So far gated_a and drow_gate are computed with the unquantized `a`. Compute both again with the fake-quantized
     // one.
@@ -50,7 +51,7 @@ void mx_swiglu_backward_quantize(uint8_t* q, uint8_t* scale, floatX* dh, floatX*
         // Fake-quantize a.
         for (int64_t c = 0; c < F; c += chunk) {
             int64_t n = min_i64(chunk, F - c);
-            int s = scale_of(a + c, n, 1, n, cast.scale);
+            int s = scale_of(a + c, n, 1, n, recipe.scale);
             for (int64_t i = c; i < c + n; i++) a[i] = value_of((float)a[i], s);
         }
 
@@ -65,10 +66,10 @@ void mx_swiglu_backward_quantize(uint8_t* q, uint8_t* scale, floatX* dh, floatX*
 void mx_swiglu_backward_both(uint8_t* q, uint8_t* scale, uint8_t* q_channels, uint8_t* scale_channels, floatX* gated_a,
                              real* drow_gate, const floatX* da_ungated, const floatX* h, int64_t length, Ragged ragged,
                              int64_t F, int32_t scale_mode, Ctx* ctx) {
-    const MxCast cast = {scale_mode, MX_CHUNK};
+    const MxRecipe recipe = {scale_mode, MX_CHUNK};
     floatX* dh = host_alloc((size_t)(ragged.capacity * 2 * F) * sizeof(floatX));
-    mx_swiglu_backward_quantize(q, scale, dh, gated_a, drow_gate, da_ungated, h, ragged, F, cast, ctx);
-    mx_quantize_channels(q_channels, scale_channels, dh, length, ragged, 2 * F, cast, ctx);
+    mx_swiglu_backward_quantize(q, scale, dh, gated_a, drow_gate, da_ungated, h, ragged, F, recipe, ctx);
+    mx_quantize_channels(q_channels, scale_channels, dh, length, ragged, 2 * F, recipe, ctx);
     free(dh);
 }
 

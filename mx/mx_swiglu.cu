@@ -33,7 +33,8 @@
 // Forward. The row count is read on the device, and the grid walks the rows.
 template <int ALIGN>
 static __global__ void __launch_bounds__(32 * ROW_WARPS, 4)
-    swiglu_kernel(uint8_t* q, uint8_t* scale, const floatX* h, Ragged r, int64_t F, int64_t stride, uint32_t carry) {
+    swiglu_kernel(uint8_t* q, uint8_t* scale, const floatX* h, Ragged r, int64_t F, int64_t stride,
+                  uint32_t rounding_bias) {
     wait_for_previous();
     const uint32_t spans = (uint32_t)ceil_div(F, SPAN), end = (uint32_t)r.group_start[r.El] * spans;
     for (uint32_t span = warp_in_grid(); span < end; span += gridDim.x * ROW_WARPS) {
@@ -41,47 +42,47 @@ static __global__ void __launch_bounds__(32 * ROW_WARPS, 4)
         const int64_t given = r.row_token[row] >= 0 ? F : 0;  // columns to read: none of a pad row
 
         // Issue all loads first.
-        uint4 gate[PIECES], up[PIECES];
+        uint4 gate[VECTORS], up[VECTORS];
         load_span(gate, h + row * 2 * F, c0, given);
         load_span(up, h + row * 2 * F + F, c0, given);
 
         // a = silu(g) u, rounded to bf16 before quantization.
 #pragma unroll
-        for (int i = 0; i < PIECES; i++) {
+        for (int i = 0; i < VECTORS; i++) {
             float g[8], u[8];
             floats_of(g, gate[i]);
             floats_of(u, up[i]);
 #pragma unroll
             for (int j = 0; j < 8; j++) g[j] = swiglu(g[j], u[j], sigmoid_fast(g[j]));
-            gate[i] = piece_of(g);
+            gate[i] = vec8_of(g);
         }
-        cast_span<ALIGN>(q + row * F, scale + row * stride, gate, c0, F, stride, carry);
+        cast_span<ALIGN>(q + row * F, scale + row * stride, gate, c0, F, stride, rounding_bias);
     }
 }
 
 // Fake-quantizes x in this lane's 8 columns.
 template <int ALIGN>
-static __device__ __forceinline__ void round_piece(float x[8], uint32_t carry) {
+static __device__ __forceinline__ void round_piece(float x[8], uint32_t rounding_bias) {
     // Round to bf16 first, as forward does before it quantizes `a`.
-    const uint4 p = piece_of(x);
-    const uint32_t s = scale_of(higher_half(largest_of_lanes<ALIGN / 8>(largest(p))), carry);
+    const uint4 p = vec8_of(x);
+    const uint32_t s = scale_of(higher_half(largest_of_lanes<ALIGN / 8>(largest(p))), rounding_bias);
     const float value = mx_scale_value(s);
-    values_of(x, cast8(p, mx_scale_inverse(s)), value);
+    values_of(x, quantize8(p, mx_scale_inverse(s)), value);
 }
 
 // Quantizes a lane's vectors of gate and up. Elements that share a scale are in the same lanes for both. q and scale
 // are the outputs of gate; those of up are F columns further.
 template <int ALIGN>
-static __device__ __forceinline__ void cast_two(uint8_t* q, uint8_t* scale, const uint4& gate, const uint4& up,
-                                                int64_t F, bool inside, uint32_t carry) {
+static __device__ __forceinline__ void quantize_two(uint8_t* q, uint8_t* scale, const uint4& gate, const uint4& up,
+                                                    int64_t F, bool inside, uint32_t rounding_bias) {
     // One shuffle serves both: the amax of gate in the lower half, that of up in the upper.
     const uint32_t pair = largest_of_lanes<ALIGN / 8>(higher_half(largest(gate)) | higher_half(largest(up)) << 16);
-    const uint32_t of_gate = scale_of(pair & 0xffff, carry), of_up = scale_of(pair >> 16, carry);
+    const uint32_t of_gate = scale_of(pair & 0xffff, rounding_bias), of_up = scale_of(pair >> 16, rounding_bias);
 
     // Store q; the first of the four lanes of a block stores the scale.
     if (!inside) return;
-    *(uint2*)q = cast8(gate, mx_scale_inverse(of_gate));
-    *(uint2*)(q + F) = cast8(up, mx_scale_inverse(of_up));
+    *(uint2*)q = quantize8(gate, mx_scale_inverse(of_gate));
+    *(uint2*)(q + F) = quantize8(up, mx_scale_inverse(of_up));
     if (threadIdx.x % 4) return;
     scale[0] = (uint8_t)of_gate, scale[F / MX_BLOCK] = (uint8_t)of_up;
 }
@@ -92,7 +93,7 @@ template <int ALIGN, bool ACROSS>
 static __global__ void __launch_bounds__(32 * ROW_WARPS, 3)
     swiglu_backward_kernel(uint8_t* q, uint8_t* scale, floatX* dh, floatX* gated_a, float* drow_gate,
                            const floatX* da_ungated, const floatX* h, Ragged r, int64_t F, int64_t stride,
-                           uint32_t carry) {
+                           uint32_t rounding_bias) {
     wait_for_previous();
     const int64_t used = r.group_start[r.El];
     const int lane = threadIdx.x % 32;
@@ -100,9 +101,9 @@ static __global__ void __launch_bounds__(32 * ROW_WARPS, 3)
         // Compute the row; quantize dh in registers unless ACROSS.
         uint8_t *q_row = q + row * 2 * F, *s_row = scale + row * stride;
         swiglu_backward_row(
-            dh, gated_a, drow_gate, da_ungated, h, r, row, F, [&](float a[8]) { round_piece<ALIGN>(a, carry); },
+            dh, gated_a, drow_gate, da_ungated, h, r, row, F, [&](float a[8]) { round_piece<ALIGN>(a, rounding_bias); },
             [&](int64_t c, const uint4& gate, const uint4& up) {
-                if (!ACROSS) cast_two<ALIGN>(q_row + c, s_row + c / MX_BLOCK, gate, up, F, c < F, carry);
+                if (!ACROSS) quantize_two<ALIGN>(q_row + c, s_row + c / MX_BLOCK, gate, up, F, c < F, rounding_bias);
             });
 
         // Zero the padding after the last scale.
@@ -112,9 +113,9 @@ static __global__ void __launch_bounds__(32 * ROW_WARPS, 3)
         if (!ACROSS) continue;
         __syncwarp();
         for (int64_t c0 = 0; c0 < 2 * F; c0 += SPAN) {
-            uint4 p[PIECES];
+            uint4 p[VECTORS];
             load_span(p, dh + row * 2 * F, c0, 2 * F);
-            cast_span<ALIGN>(q_row, s_row, p, c0, 2 * F, stride, carry);
+            cast_span<ALIGN>(q_row, s_row, p, c0, 2 * F, stride, rounding_bias);
         }
     }
 }
@@ -126,7 +127,7 @@ struct GatedRows {
     Ragged r;
 
     __device__ __forceinline__ int64_t used() const { return r.group_start[r.El]; }
-    __device__ __forceinline__ bool held(int64_t) const { return true; }
+    __device__ __forceinline__ bool valid(int64_t) const { return true; }
     __device__ __forceinline__ bool real(int64_t row) const { return r.row_token[row] >= 0; }
     __device__ __forceinline__ float gate(int64_t row) const { return r.row_gate[row]; }
 };
@@ -135,7 +136,7 @@ struct TokenRows {
     int64_t N;
 
     __device__ __forceinline__ int64_t used() const { return N; }
-    __device__ __forceinline__ bool held(int64_t row) const { return row < N; }
+    __device__ __forceinline__ bool valid(int64_t row) const { return row < N; }
     __device__ __forceinline__ bool real(int64_t row) const { return row < N; }
     __device__ __forceinline__ float gate(int64_t) const { return 1; }
 };
@@ -149,7 +150,7 @@ template <typename Source>
 static __device__ __forceinline__ void swiglu_backward_tile(uint4* tile, float* dots, uint8_t* q, uint8_t* scale,
                                                             floatX* gated_a, const floatX* da_ungated, const floatX* h,
                                                             const Source& rows, int64_t row0, int64_t c, int64_t F,
-                                                            int64_t stride, uint32_t carry) {
+                                                            int64_t stride, uint32_t rounding_bias) {
     enum { AT_ONCE = 4, ROWS = MX_CHUNK / TILE_WARPS / 2 };
     const int lane = threadIdx.x % 32, first = threadIdx.x / 32 * (MX_CHUNK / TILE_WARPS) + lane / 16;
 #pragma unroll 1
@@ -177,16 +178,17 @@ static __device__ __forceinline__ void swiglu_backward_tile(uint4* tile, float* 
             floats_of(u, us[i]);
             floats_of(x, ds[i]);
             const float part = swiglu_backward_piece(a, g, u, x, weight[i], [&](float whole[8]) {
-                if (Source::GATED) round_piece<MX_CHUNK>(whole, carry);
+                if (Source::GATED) round_piece<MX_CHUNK>(whole, rounding_bias);
             });
             const float dot = Source::GATED ? warp_sum<16>(part) : 0;
             if (Source::GATED && lane % 16 == 0) dots[in_tile] += dot;
 
             // Store gate * a, the row-wise quantized dh, and dh in shared memory.
-            const uint4 gate = piece_of(g), up = piece_of(u);
-            const bool held = rows.held(row);
-            if (held) store(gated_a + row * F + c, a);
-            cast_two<MX_CHUNK>(q + row * 2 * F + c, scale + row * stride + c / MX_BLOCK, gate, up, F, held, carry);
+            const uint4 gate = vec8_of(g), up = vec8_of(u);
+            const bool valid = rows.valid(row);
+            if (valid) store(gated_a + row * F + c, a);
+            quantize_two<MX_CHUNK>(q + row * 2 * F + c, scale + row * stride + c / MX_BLOCK, gate, up, F, valid,
+                                   rounding_bias);
             tile[in_tile * TILE_PIECES + lane % 16] = gate;
             tile[in_tile * TILE_PIECES + 16 + lane % 16] = up;
         }
@@ -198,7 +200,7 @@ template <typename Source>
 static __global__ void __launch_bounds__(32 * TILE_WARPS, 2)
     swiglu_backward_both_kernel(uint8_t* q, uint8_t* scale, uint8_t* q_channels, uint8_t* scale_channels,
                                 floatX* gated_a, float* drow_gate, const floatX* da_ungated, const floatX* h,
-                                Source rows, int64_t F, int64_t length, int64_t stride, uint32_t carry) {
+                                Source rows, int64_t F, int64_t length, int64_t stride, uint32_t rounding_bias) {
     wait_for_previous();
     extern __shared__ uint4 tile[];
     __shared__ uint4 of_warp[TILE_WARPS][8];
@@ -214,7 +216,7 @@ static __global__ void __launch_bounds__(32 * TILE_WARPS, 2)
         for (int64_t c0 = blockIdx.y * (int64_t)MX_CHUNK; c0 < F; c0 += gridDim.y * (int64_t)MX_CHUNK) {
             // Row-wise phase: compute dh, quantize it, and store it in shared memory.
             swiglu_backward_tile(tile, dots, q, scale, gated_a, da_ungated, h, rows, row0, c0 + lane % 16 * 8, F,
-                                 stride, carry);
+                                 stride, rounding_bias);
             __syncthreads();
 
             // Column-wise phase: read the patch, find each column's amax, quantize.
@@ -224,34 +226,34 @@ static __global__ void __launch_bounds__(32 * TILE_WARPS, 2)
             uint32_t pair[4];
             largest_of_chunk<2, 4>(pair, p, of_warp);  // after its barriers the tile may be overwritten
             cast_channels<MX_CHUNK>(q_channels, scale_channels, p, pair, warp < 4 && lane < 8, row0 + top, column + c0,
-                                    length, 2 * F, carry);
+                                    length, 2 * F, rounding_bias);
         }
 
         // Write <da', a> of each row, and zero the padding after its last scale.
         __syncwarp();
         const int64_t row = row0 + warp * 16 + lane;
-        if (lane >= 16 || !rows.held(row) || blockIdx.y > 0) continue;
+        if (lane >= 16 || !rows.valid(row) || blockIdx.y > 0) continue;
         if (Source::GATED) drow_gate[row] = dots[warp * 16 + lane];
         for (int64_t c = 2 * F / MX_BLOCK; c < stride; c += 8) *(uint2*)(scale + row * stride + c) = make_uint2(0, 0);
     }
 }
 
-void mx_swiglu_quantize(uint8_t* q, uint8_t* scale, const floatX* h, Ragged r, int64_t F, MxCast cast, Ctx* ctx) {
+void mx_swiglu_quantize(uint8_t* q, uint8_t* scale, const floatX* h, Ragged r, int64_t F, MxRecipe recipe, Ctx* ctx) {
     ASSERT(aligned(q, h));
-    auto kernel = cast.align == 1 ? swiglu_kernel<MX_BLOCK> : swiglu_kernel<MX_CHUNK>;
+    auto kernel = recipe.align == 1 ? swiglu_kernel<MX_BLOCK> : swiglu_kernel<MX_CHUNK>;
     launch_early(kernel, walking_blocks(row_blocks(r.capacity, F), ctx), 32 * ROW_WARPS, 0, ctx, q, scale, h, r, F,
-                 mx_stride(F), carry_of(cast.scale));
+                 mx_stride(F), rounding_bias_of(recipe.scale));
 }
 
 void mx_swiglu_backward_quantize(uint8_t* q, uint8_t* scale, floatX* dh, floatX* gated_a, real* drow_gate,
-                                 const floatX* da_ungated, const floatX* h, Ragged r, int64_t F, MxCast cast,
+                                 const floatX* da_ungated, const floatX* h, Ragged r, int64_t F, MxRecipe recipe,
                                  Ctx* ctx) {
     ASSERT(aligned(q, dh, gated_a, da_ungated, h) && F % MX_BLOCK == 0);
-    auto kernel = cast.align == 1     ? swiglu_backward_kernel<MX_BLOCK, false>
+    auto kernel = recipe.align == 1   ? swiglu_backward_kernel<MX_BLOCK, false>
                   : F % MX_CHUNK == 0 ? swiglu_backward_kernel<MX_CHUNK, false>
                                       : swiglu_backward_kernel<MX_CHUNK, true>;
     launch_early(kernel, walking_blocks(ceil_div(r.capacity, ROW_WARPS), ctx), 32 * ROW_WARPS, 0, ctx, q, scale, dh,
-                 gated_a, drow_gate, da_ungated, h, r, F, mx_stride(2 * F), carry_of(cast.scale));
+                 gated_a, drow_gate, da_ungated, h, r, F, mx_stride(2 * F), rounding_bias_of(recipe.scale));
 }
 
 template <typename Source>
@@ -263,7 +265,7 @@ static void backward_both(uint8_t* q, uint8_t* scale, uint8_t* q_channels, uint8
     const dim3 grid(walking_blocks(ceil_div(most, MX_CHUNK), ctx), Source::GATED ? 1 : (unsigned)(F / MX_CHUNK));
     launch_early(swiglu_backward_both_kernel<Source>, grid, 32 * TILE_WARPS, TILE_BYTES, ctx, q, scale, q_channels,
                  scale_channels, gated_a, drow_gate, da_ungated, h, rows, F, length, mx_stride(2 * F),
-                 carry_of(scale_mode));
+                 rounding_bias_of(scale_mode));
 }
 
 void mx_swiglu_backward_both(uint8_t* q, uint8_t* scale, uint8_t* q_channels, uint8_t* scale_channels, floatX* gated_a,

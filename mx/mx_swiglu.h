@@ -15,7 +15,7 @@ BEGIN_C
 void mx_swiglu_quantize(uint8_t* q,       // (capacity, F)
                         uint8_t* scale,   // (capacity, mx_stride(F))
                         const floatX* h,  // (capacity, 2F): gate, then up
-                        Ragged ragged, int64_t F, MxCast cast, Ctx* ctx);
+                        Ragged ragged, int64_t F, MxRecipe recipe, Ctx* ctx);
 
 // dh is rounded to floatX, then quantized as by mx_quantize, with 2F as one width. `a` is the dequantized result of
 // mx_swiglu_quantize (not rounded again). On the GPU dh and q equal those of experts_swiglu_backward and mx_quantize to
@@ -27,7 +27,7 @@ void mx_swiglu_backward_quantize(uint8_t* q,                // (capacity, 2F): o
                                  real* drow_gate,           // (capacity): <da', a>
                                  const floatX* da_ungated,  // (capacity, F): da' = dy W2
                                  const floatX* h,           // (capacity, 2F)
-                                 Ragged ragged, int64_t F, MxCast cast, Ctx* ctx);
+                                 Ragged ragged, int64_t F, MxRecipe recipe, Ctx* ctx);
 
 // The same, with dh quantized both row-wise (align 128) for dgrad and column-wise (mx_quantize_channels, align 128) for
 // wgrad. So dh in floatX is never written. F is a multiple of 128.

@@ -3,16 +3,17 @@
 #include "mx/mxfp8_cpu.h"
 
 // Row-wise. A thread takes one row at a time.
-void mx_quantize(uint8_t* q, uint8_t* scale, const floatX* x, int64_t rows, int64_t columns, MxCast cast, Ctx* ctx) {
+void mx_quantize(uint8_t* q, uint8_t* scale, const floatX* x, int64_t rows, int64_t columns, MxRecipe recipe,
+                 Ctx* ctx) {
     (void)ctx;
-    const int64_t chunk = chunk_of(cast), stride = mx_stride(columns);
+    const int64_t chunk = chunk_of(recipe), stride = mx_stride(columns);
 #pragma omp parallel for schedule(static)
     for (int64_t r = 0; r < rows; r++) {
         memset(scale + r * stride, 0, stride);
         for (int64_t c = 0; c < columns; c += chunk) {
             // A block or chunk: find its scale, write the scale of each of its blocks, quantize.
             int64_t n = min_i64(chunk, columns - c), at = r * columns + c;
-            int s = scale_of(x + at, columns, 1, n, cast.scale);
+            int s = scale_of(x + at, columns, 1, n, recipe.scale);
             memset(scale + r * stride + c / MX_BLOCK, s, (size_t)n / MX_BLOCK);
             cast_all(q + at, columns, 1, x + at, columns, 1, n, s);
         }
@@ -21,9 +22,9 @@ void mx_quantize(uint8_t* q, uint8_t* scale, const floatX* x, int64_t rows, int6
 
 // Column-wise, transposed: a column becomes a row of q.
 void mx_quantize_transposed(uint8_t* q, uint8_t* scale, const floatX* x, int64_t count, int64_t rows, int64_t columns,
-                            MxCast cast, Ctx* ctx) {
+                            MxRecipe recipe, Ctx* ctx) {
     (void)ctx;
-    const int64_t chunk = chunk_of(cast), stride = mx_stride(rows);
+    const int64_t chunk = chunk_of(recipe), stride = mx_stride(rows);
     memset(scale, 0, count * columns * stride);
 #pragma omp parallel for collapse(2) schedule(static)
     for (int64_t m = 0; m < count; m++)
@@ -32,7 +33,7 @@ void mx_quantize_transposed(uint8_t* q, uint8_t* scale, const floatX* x, int64_t
                 // The same down a column; q is written to a row.
                 int64_t n = min_i64(chunk, rows - r), column = m * columns + c;
                 const floatX* from = x + (m * rows + r) * columns + c;
-                int s = scale_of(from, columns, n, 1, cast.scale);
+                int s = scale_of(from, columns, n, 1, recipe.scale);
                 memset(scale + column * stride + r / MX_BLOCK, s, (size_t)n / MX_BLOCK);
                 cast_all(q + column * rows + r, 1, rows, from, columns, n, 1, s);
             }
@@ -96,9 +97,9 @@ void mx_dequantize_add(floatX* x, const uint8_t* q, const uint8_t* scale, int64_
 }
 
 // Column-wise fake quantization in place.
-void mx_round_columns(floatX* x, Ragged ragged, int64_t columns, MxCast cast, Ctx* ctx) {
+void mx_round_columns(floatX* x, Ragged ragged, int64_t columns, MxRecipe recipe, Ctx* ctx) {
     (void)ctx;
-    const int64_t chunk = chunk_of(cast);
+    const int64_t chunk = chunk_of(recipe);
 #pragma omp parallel for schedule(static)
     for (int64_t c = 0; c < columns; c++)
         for (int32_t e = 0; e < ragged.El; e++)
@@ -106,7 +107,7 @@ void mx_round_columns(floatX* x, Ragged ragged, int64_t columns, MxCast cast, Ct
                 // A chunk of a column, within its group.
                 floatX* top = x + (ragged.group_start[e] + r) * columns + c;
                 int64_t n = min_i64(chunk, ragged.group_rows[e] - r);
-                int s = scale_of(top, columns, n, 1, cast.scale);
+                int s = scale_of(top, columns, n, 1, recipe.scale);
                 for (int64_t i = 0; i < n; i++) top[i * columns] = value_of((float)top[i * columns], s);
             }
 }
@@ -114,14 +115,14 @@ void mx_round_columns(floatX* x, Ragged ragged, int64_t columns, MxCast cast, Ct
 // Column-wise quantization of a ragged buffer. The input is x, or MXFP8 `from` and `from_scale` if x is NULL. It takes
 // one chunk or 512-row scale group of a column at a time.
 static void channels(uint8_t* q, uint8_t* scale, const floatX* x, const uint8_t* from, const uint8_t* from_scale,
-                     const int32_t* row_token, int64_t length, Ragged r, int64_t columns, MxCast cast) {
+                     const int32_t* row_token, int64_t length, Ragged r, int64_t columns, MxRecipe recipe) {
 #pragma omp parallel for schedule(static)
     for (int64_t c = 0; c < columns; c++)
         for (int32_t e = 0; e < r.El; e++) {
             const int64_t start = channel_start(r, e), rows = r.group_rows[e];
-            for (int64_t first = 0; first < rows; first += cast.align) {
+            for (int64_t first = 0; first < rows; first += recipe.align) {
                 // Gather the elements, dequantized if the input is MXFP8.
-                const int64_t given = min_i64(cast.align, rows - first), n = round_up(given, MX_CHUNK);
+                const int64_t given = min_i64(recipe.align, rows - first), n = round_up(given, MX_CHUNK);
                 floatX value[MX_RUN] = {0};
                 for (int64_t i = 0; i < given; i++) {
                     const int64_t row = r.group_start[e] + first + i, at = row_token ? row_token[row] : row;
@@ -131,8 +132,8 @@ static void channels(uint8_t* q, uint8_t* scale, const floatX* x, const uint8_t*
                 }
 
                 // A 512-row scale group below MX_RUN_LEAST is flushed to zeros, which keep their signs.
-                int s = scale_of(value, 1, n, 1, cast.scale);
-                if (cast.align == MX_RUN && s < MX_RUN_LEAST) {
+                int s = scale_of(value, 1, n, 1, recipe.scale);
+                if (recipe.align == MX_RUN && s < MX_RUN_LEAST) {
                     s = 0;
                     for (int64_t i = 0; i < given; i++) value[i] *= 0;
                 }
@@ -145,15 +146,15 @@ static void channels(uint8_t* q, uint8_t* scale, const floatX* x, const uint8_t*
 }
 
 void mx_quantize_channels(uint8_t* q, uint8_t* scale, const floatX* x, int64_t length, Ragged r, int64_t columns,
-                          MxCast cast, Ctx* ctx) {
+                          MxRecipe recipe, Ctx* ctx) {
     (void)ctx;
-    channels(q, scale, x, NULL, NULL, NULL, length, r, columns, cast);
+    channels(q, scale, x, NULL, NULL, NULL, length, r, columns, recipe);
 }
 
 void mx_requantize_channels(uint8_t* q, uint8_t* scale, const uint8_t* from, const uint8_t* from_scale, int tokens,
-                            int64_t length, Ragged r, int64_t columns, MxCast cast, Ctx* ctx) {
+                            int64_t length, Ragged r, int64_t columns, MxRecipe recipe, Ctx* ctx) {
     (void)ctx;
-    channels(q, scale, NULL, from, from_scale, tokens ? r.row_token : NULL, length, r, columns, cast);
+    channels(q, scale, NULL, from, from_scale, tokens ? r.row_token : NULL, length, r, columns, recipe);
 }
 
 void mx_quantize_both(uint8_t* q, uint8_t* scale, uint8_t* q_channels, uint8_t* scale_channels, const floatX* x,
@@ -161,7 +162,7 @@ void mx_quantize_both(uint8_t* q, uint8_t* scale, uint8_t* q_channels, uint8_t* 
     int64_t start[2] = {0, rows};
     int32_t count = (int32_t)rows;
     const Ragged all = {1, rows, start, &count, NULL, NULL, NULL};
-    const MxCast cast = {scale_mode, MX_CHUNK};
-    mx_quantize(q, scale, x, rows, columns, cast, ctx);
-    mx_quantize_channels(q_channels, scale_channels, x, length, all, columns, cast, ctx);
+    const MxRecipe recipe = {scale_mode, MX_CHUNK};
+    mx_quantize(q, scale, x, rows, columns, recipe, ctx);
+    mx_quantize_channels(q_channels, scale_channels, x, length, all, columns, recipe, ctx);
 }

@@ -30,15 +30,15 @@ static __device__ __forceinline__ bool place_of_warp(int64_t* row, int64_t* c0, 
 template <int ALIGN>
 static __global__ void __launch_bounds__(32 * ROW_WARPS, 6)
     quantize_kernel(uint8_t* q, uint8_t* scale, const floatX* x, int64_t rows, int64_t columns, int64_t stride,
-                    uint32_t carry) {
+                    uint32_t rounding_bias) {
     wait_for_previous();
     int64_t row, c0;
     if (!place_of_warp(&row, &c0, rows, columns)) return;
 
     // Load, then amax, scales and q.
-    uint4 p[PIECES];
+    uint4 p[VECTORS];
     load_span(p, x + row * columns, c0, columns);
-    cast_span<ALIGN>(q + row * columns, scale + row * stride, p, c0, columns, stride, carry);
+    cast_span<ALIGN>(q + row * columns, scale + row * stride, p, c0, columns, stride, rounding_bias);
 }
 
 // Dequantizes columns c0 .. c0 + 1023 of a row: x = q 2^(s - 127), or += with ADD. A row that is not `given` is not
@@ -50,10 +50,10 @@ static __device__ __forceinline__ void dequantize_span(floatX* x, const uint8_t*
     if (c0 >= columns) return;
 
     // Issue all loads first.
-    uint2 p[PIECES] = {};
-    uint32_t s[PIECES] = {};
+    uint2 p[VECTORS] = {};
+    uint32_t s[VECTORS] = {};
 #pragma unroll
-    for (int i = 0; i < PIECES; i++) {
+    for (int i = 0; i < VECTORS; i++) {
         const int64_t c = c0 + i * 256;
         if (!given || c >= columns) continue;
         p[i] = *(const uint2*)(q + c);
@@ -62,7 +62,7 @@ static __device__ __forceinline__ void dequantize_span(floatX* x, const uint8_t*
 
     // x = q 2^(s - 127), or x + q 2^(s - 127) rounded once.
 #pragma unroll
-    for (int i = 0; i < PIECES; i++) {
+    for (int i = 0; i < VECTORS; i++) {
         float out[8];
         values_of(out, p[i], mx_scale_value(s[i]));
         if (c0 + i * 256 >= columns) continue;
@@ -73,7 +73,7 @@ static __device__ __forceinline__ void dequantize_span(floatX* x, const uint8_t*
 #pragma unroll
             for (int j = 0; j < 8; j++) out[j] += before[j];
         }
-        *piece = piece_of(out);
+        *piece = vec8_of(out);
     }
 }
 
@@ -104,22 +104,24 @@ static __global__ void __launch_bounds__(32 * PERMUTE_WARPS)
 
 // --- Launches ---
 
-void mx_quantize(uint8_t* q, uint8_t* scale, const floatX* x, int64_t rows, int64_t columns, MxCast cast, Ctx* ctx) {
+void mx_quantize(uint8_t* q, uint8_t* scale, const floatX* x, int64_t rows, int64_t columns, MxRecipe recipe,
+                 Ctx* ctx) {
     ASSERT(aligned(q, x));
-    auto kernel = cast.align == 1 ? quantize_kernel<MX_BLOCK> : quantize_kernel<MX_CHUNK>;
+    auto kernel = recipe.align == 1 ? quantize_kernel<MX_BLOCK> : quantize_kernel<MX_CHUNK>;
     launch_early(kernel, row_blocks(rows, columns), 32 * ROW_WARPS, 0, ctx, q, scale, x, rows, columns,
-                 mx_stride(columns), carry_of(cast.scale));
+                 mx_stride(columns), rounding_bias_of(recipe.scale));
 }
 
 void mx_quantize_transposed(uint8_t* q, uint8_t* scale, const floatX* x, int64_t count, int64_t rows, int64_t columns,
-                            MxCast cast, Ctx* ctx) {
+                            MxRecipe recipe, Ctx* ctx) {
     ASSERT(aligned(q, scale, x) && rows % MX_BLOCK == 0 && columns % MX_BLOCK == 0);
-    auto kernel = cast.align == 1 ? transposed_kernel<MX_BLOCK> : transposed_kernel<MX_CHUNK>;
+    auto kernel = recipe.align == 1 ? transposed_kernel<MX_BLOCK> : transposed_kernel<MX_CHUNK>;
     // Columns are the fast axis of the grid, so that concurrent blocks read whole rows. The rows axis covers all scale
     // bytes of an output row, with the padding.
     const int64_t stride = mx_stride(rows);
     const dim3 grid(blocks_for(columns, WARP_COLUMNS), (unsigned)(stride / (2 * COLUMN_WARPS)), (unsigned)count);
-    launch_early(kernel, grid, 32 * COLUMN_WARPS, 0, ctx, q, scale, x, rows, columns, stride, carry_of(cast.scale));
+    launch_early(kernel, grid, 32 * COLUMN_WARPS, 0, ctx, q, scale, x, rows, columns, stride,
+                 rounding_bias_of(recipe.scale));
 }
 
 void mx_quantize_tiles(uint8_t* q, uint8_t* q_transposed, uint8_t* scale, const floatX* w, int64_t count, int64_t rows,
@@ -127,7 +129,7 @@ void mx_quantize_tiles(uint8_t* q, uint8_t* q_transposed, uint8_t* scale, const 
     ASSERT(aligned(q, q_transposed, w) && rows % MX_BLOCK == 0 && columns % MX_BLOCK == 0);
     const dim3 grid(blocks_for(columns, MX_CHUNK), blocks_for(rows, MX_CHUNK), (unsigned)count);
     launch_early(tiles_kernel, grid, 32 * COLUMN_WARPS, 0, ctx, q, q_transposed, scale, w, rows, columns,
-                 carry_of(scale_mode));
+                 rounding_bias_of(scale_mode));
 }
 
 template <bool ADD>
@@ -152,37 +154,38 @@ void mx_dequantize_rows(floatX* rows, const uint8_t* q, const uint8_t* scale, Ra
                  mx_stride(columns), slices);
 }
 
-void mx_round_columns(floatX* x, Ragged r, int64_t columns, MxCast cast, Ctx* ctx) {
+void mx_round_columns(floatX* x, Ragged r, int64_t columns, MxRecipe recipe, Ctx* ctx) {
     ASSERT(aligned(x) && columns % MX_BLOCK == 0 && r.capacity % MX_CHUNK == 0);
-    const int chunk = cast.align == 1 ? MX_BLOCK : MX_CHUNK;
-    auto kernel = cast.align == 1 ? round_columns_kernel<MX_BLOCK> : round_columns_kernel<MX_CHUNK>;
+    const int chunk = recipe.align == 1 ? MX_BLOCK : MX_CHUNK;
+    auto kernel = recipe.align == 1 ? round_columns_kernel<MX_BLOCK> : round_columns_kernel<MX_CHUNK>;
     const dim3 grid(blocks_for(r.capacity / chunk, ROW_WARPS), blocks_for(columns, 256));
-    launch_early(kernel, grid, 32 * ROW_WARPS, 0, ctx, x, r.group_start + r.El, columns, carry_of(cast.scale));
+    launch_early(kernel, grid, 32 * ROW_WARPS, 0, ctx, x, r.group_start + r.El, columns,
+                 rounding_bias_of(recipe.scale));
 }
 
 template <typename Source>
-static void channels(uint8_t* q, uint8_t* scale, Source source, int64_t length, Ragged r, int64_t columns, MxCast cast,
-                     Ctx* ctx) {
+static void channels(uint8_t* q, uint8_t* scale, Source source, int64_t length, Ragged r, int64_t columns,
+                     MxRecipe recipe, Ctx* ctx) {
     ASSERT(aligned(q, scale) && columns % MX_BLOCK == 0 && length % MX_CHUNK == 0 && length >= r.capacity);
-    const bool run = cast.align == MX_RUN;
-    const int64_t slices = ceil_div(r.capacity, r.El * (int64_t)cast.align);
+    const bool run = recipe.align == MX_RUN;
+    const int64_t slices = ceil_div(r.capacity, r.El * (int64_t)recipe.align);
     const dim3 grid(blocks_for(columns, (run ? 1 : 2) * WARP_COLUMNS), (unsigned)(slices * r.El));
     auto kernel = run ? channels_kernel<Source, 8, 1> : channels_kernel<Source, 2, 2>;
     launch_early(kernel, grid, 32 * (run ? 8 : 4), 0, ctx, q, scale, source, r, length, columns, slices,
-                 carry_of(cast.scale));
+                 rounding_bias_of(recipe.scale));
 }
 
 void mx_quantize_channels(uint8_t* q, uint8_t* scale, const floatX* x, int64_t length, Ragged r, int64_t columns,
-                          MxCast cast, Ctx* ctx) {
+                          MxRecipe recipe, Ctx* ctx) {
     ASSERT(aligned(x));
-    channels(q, scale, ValueRows{x, r.capacity}, length, r, columns, cast, ctx);
+    channels(q, scale, ValueRows{x, r.capacity}, length, r, columns, recipe, ctx);
 }
 
 void mx_requantize_channels(uint8_t* q, uint8_t* scale, const uint8_t* from, const uint8_t* from_scale, int tokens,
-                            int64_t length, Ragged r, int64_t columns, MxCast cast, Ctx* ctx) {
+                            int64_t length, Ragged r, int64_t columns, MxRecipe recipe, Ctx* ctx) {
     ASSERT(aligned(from, r.row_token));
     const ByteRows rows = {from, from_scale, tokens ? r.row_token : NULL, mx_stride(columns)};
-    channels(q, scale, rows, length, r, columns, cast, ctx);
+    channels(q, scale, rows, length, r, columns, recipe, ctx);
 }
 
 void mx_quantize_both(uint8_t* q, uint8_t* scale, uint8_t* q_channels, uint8_t* scale_channels, const floatX* x,
@@ -191,5 +194,5 @@ void mx_quantize_both(uint8_t* q, uint8_t* scale, uint8_t* q_channels, uint8_t* 
     ASSERT(length % MX_CHUNK == 0 && length >= rows);
     const dim3 grid(blocks_for(columns, MX_CHUNK), blocks_for(rows, MX_CHUNK));
     launch_early(both_kernel, grid, 32 * COLUMN_WARPS, 0, ctx, q, scale, q_channels, scale_channels, ValueRows{x, rows},
-                 length, columns, mx_stride(columns), carry_of(scale_mode));
+                 length, columns, mx_stride(columns), rounding_bias_of(scale_mode));
 }

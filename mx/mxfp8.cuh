@@ -19,7 +19,7 @@
 #include "mx/mxfp8.h"
 
 // Vectors of a lane in a span; columns of a span; warps per thread block.
-enum { PIECES = 4, SPAN = PIECES * 256, ROW_WARPS = 8 };
+enum { VECTORS = 4, SPAN = VECTORS * 256, ROW_WARPS = 8 };
 
 // Pairs of bf16: the magnitudes, and the element-wise maximum.
 static __device__ __forceinline__ uint32_t magnitudes(uint32_t pair) { return pair & 0x7fff7fffu; }
@@ -32,9 +32,9 @@ static __device__ __forceinline__ uint32_t largest(const uint4& p) {
 
 static __device__ __forceinline__ uint32_t higher_half(uint32_t pair) { return max(pair & 0xffff, pair >> 16); }
 
-// The scale byte. amax: a magnitude; carry: the rounding bias of carry_of.
-static __device__ __forceinline__ uint32_t scale_of(uint32_t amax, uint32_t carry) {
-    return amax >= 0x7f80 ? MX_NAN : (uint32_t)max((int)((amax + carry) >> 7) - 8, 0);
+// The scale byte. amax: a magnitude; rounding_bias: the rounding bias of rounding_bias_of.
+static __device__ __forceinline__ uint32_t scale_of(uint32_t amax, uint32_t rounding_bias) {
+    return amax >= 0x7f80 ? MX_NAN : (uint32_t)max((int)((amax + rounding_bias) >> 7) - 8, 0);
 }
 
 static __device__ __forceinline__ uint32_t cast2(float low, float high) {
@@ -51,7 +51,7 @@ static __device__ __forceinline__ float value_of(float x, uint32_t s) {
 }
 
 // Quantizes a vector: 8 elements times a factor each, rounded to e4m3.
-static __device__ __forceinline__ uint2 cast8(const uint4& p, const float factor[8]) {
+static __device__ __forceinline__ uint2 quantize8(const uint4& p, const float factor[8]) {
     float x[8];
     floats_of(x, p);
 #pragma unroll
@@ -59,9 +59,9 @@ static __device__ __forceinline__ uint2 cast8(const uint4& p, const float factor
     return make_uint2(cast2(x[0], x[1]) | cast2(x[2], x[3]) << 16, cast2(x[4], x[5]) | cast2(x[6], x[7]) << 16);
 }
 
-static __device__ __forceinline__ uint2 cast8(const uint4& p, float factor) {
+static __device__ __forceinline__ uint2 quantize8(const uint4& p, float factor) {
     const float all[8] = {factor, factor, factor, factor, factor, factor, factor, factor};
-    return cast8(p, all);
+    return quantize8(p, all);
 }
 
 // Dequantizes 8 elements; scale_value is 2^(s - 127).
@@ -86,24 +86,24 @@ static __device__ __forceinline__ uint32_t largest_of_lanes(uint32_t pair) {
 
 // Quantizes columns c0 .. c0 + 1023 of a row. p: this lane's vectors; q, scale: the row's outputs.
 template <int ALIGN>
-static __device__ __forceinline__ void cast_span(uint8_t* q, uint8_t* scale, const uint4 p[PIECES], int64_t c0,
-                                                 int64_t columns, int64_t stride, uint32_t carry) {
+static __device__ __forceinline__ void cast_span(uint8_t* q, uint8_t* scale, const uint4 p[VECTORS], int64_t c0,
+                                                 int64_t columns, int64_t stride, uint32_t rounding_bias) {
     const int lane = threadIdx.x % 32;
 
     // The amax of each block or chunk.
-    uint32_t pair[PIECES / 2];  // of two vectors: one shuffle serves both
-    uint32_t scales = 0;        // byte i: the scale of this lane's block in vector i
+    uint32_t pair[VECTORS / 2];  // of two vectors: one shuffle serves both
+    uint32_t scales = 0;         // byte i: the scale of this lane's block in vector i
 #pragma unroll
-    for (int i = 0; i < PIECES / 2; i++)
+    for (int i = 0; i < VECTORS / 2; i++)
         pair[i] =
             largest_of_lanes<ALIGN / 8>(higher_half(largest(p[2 * i])) | higher_half(largest(p[2 * i + 1])) << 16);
 
         // Scale and q of each vector.
 #pragma unroll
-    for (int i = 0; i < PIECES; i++) {
+    for (int i = 0; i < VECTORS; i++) {
         const int64_t c = c0 + i * 256 + lane * 8;
-        const uint32_t s = scale_of(pair[i / 2] >> i % 2 * 16 & 0xffff, carry);
-        const uint2 bytes = cast8(p[i], mx_scale_inverse(s));
+        const uint32_t s = scale_of(pair[i / 2] >> i % 2 * 16 & 0xffff, rounding_bias);
+        const uint2 bytes = quantize8(p[i], mx_scale_inverse(s));
         if (c < columns) {
             scales |= s << 8 * i;
             *(uint2*)(q + c) = bytes;
@@ -116,9 +116,9 @@ static __device__ __forceinline__ void cast_span(uint8_t* q, uint8_t* scale, con
 }
 
 // Loads this lane's vectors of columns c0 .. c0 + 1023 of a row; zeros past its end.
-static __device__ __forceinline__ void load_span(uint4 p[PIECES], const floatX* row, int64_t c0, int64_t columns) {
+static __device__ __forceinline__ void load_span(uint4 p[VECTORS], const floatX* row, int64_t c0, int64_t columns) {
 #pragma unroll
-    for (int i = 0; i < PIECES; i++) {
+    for (int i = 0; i < VECTORS; i++) {
         const int64_t c = c0 + i * 256 + threadIdx.x % 32 * 8;
         p[i] = c < columns ? *(const uint4*)(row + c) : make_uint4(0, 0, 0, 0);
     }
@@ -130,7 +130,7 @@ static __device__ __forceinline__ uint32_t warp_in_grid(void) { return blockIdx.
 // --- Launches ---
 
 // RCEIL's rounding bias, added to the bits of a bf16: mantissas above 1.75 = 448 / 2^8 carry into the exponent.
-static uint32_t carry_of(int32_t scale_mode) { return scale_mode == MX_RCEIL ? 0x1f : 0; }
+static uint32_t rounding_bias_of(int32_t scale_mode) { return scale_mode == MX_RCEIL ? 0x1f : 0; }
 
 // Grid size of the row-wise kernels. Spans are counted in 32 bits.
 static unsigned row_blocks(int64_t rows, int64_t columns) {

@@ -40,10 +40,10 @@
 BEGIN_C
 
 typedef enum { MX_RCEIL, MX_FLOOR } MxScale;
-typedef struct MxCast {
+typedef struct MxRecipe {
     int32_t scale;  // MxScale
     int32_t align;  // 1 or 128; mx_quantize_channels: 128 or 512
-} MxCast;
+} MxRecipe;
 
 // Elements of a block, of a chunk (align 128), of a 512-row scale group; its least scale byte; the scale byte of NaN.
 enum { MX_BLOCK = 32, MX_CHUNK = 128, MX_RUN = 512, MX_RUN_LEAST = 40, MX_NAN = 255 };
@@ -55,14 +55,14 @@ static inline int64_t mx_tiles(int64_t n) { return ceil_div(n, MX_CHUNK); }  // 
 void mx_quantize(uint8_t* q,       // (rows, columns)
                  uint8_t* scale,   // (rows, mx_stride(columns))
                  const floatX* x,  // (rows, columns)
-                 int64_t rows, int64_t columns, MxCast cast, Ctx* ctx);
+                 int64_t rows, int64_t columns, MxRecipe recipe, Ctx* ctx);
 
 // Column-wise quantization (blocks 32x1), written transposed, for GEMMs that contract over the rows. One launch takes
 // `count` matrices (experts). rows is a multiple of 32 too.
 void mx_quantize_transposed(uint8_t* q,       // (count, columns, rows)
                             uint8_t* scale,   // (count, columns, mx_stride(rows))
                             const floatX* x,  // (count, rows, columns)
-                            int64_t count, int64_t rows, int64_t columns, MxCast cast, Ctx* ctx);
+                            int64_t count, int64_t rows, int64_t columns, MxRecipe recipe, Ctx* ctx);
 
 // Quantizes weights in tiles of 128 x 128 (smaller at the edges) with one scale each. Writes q and its transpose. rows
 // is a multiple of 32 too.
@@ -91,7 +91,7 @@ void mx_dequantize_add(floatX* x, const uint8_t* q, const uint8_t* scale, int64_
 // prepares the operands of wgrad, which contracts over a group's rows. On the GPU pad rows (zeros) count as rows. A
 // chunk at the end of a group may be shorter.
 void mx_round_columns(floatX* x,  // (capacity, columns)
-                      Ragged ragged, int64_t columns, MxCast cast, Ctx* ctx);
+                      Ragged ragged, int64_t columns, MxRecipe recipe, Ctx* ctx);
 
 // Column-wise quantization of a ragged buffer: the operands of the MXFP8 wgrad (mx/grouped_gemm_mx.h), which contracts
 // over a group's rows. The result is transposed: a channel, one row of q, is one column of x.
@@ -111,13 +111,13 @@ static inline int64_t mx_channel_length(int64_t capacity, int32_t El, Backend ba
 void mx_quantize_channels(uint8_t* q,       // (columns, length)
                           uint8_t* scale,   // (length / 128, columns)
                           const floatX* x,  // (capacity, columns), pad rows are zeros (also those after capacity)
-                          int64_t length, Ragged ragged, int64_t columns, MxCast cast, Ctx* ctx);
+                          int64_t length, Ragged ragged, int64_t columns, MxRecipe recipe, Ctx* ctx);
 // The same for MXFP8 input, which is dequantized and quantized column-wise. tokens 1: the input is by token and is
 // permuted to its rows; 0: it is ragged rows.
 void mx_requantize_channels(uint8_t* q, uint8_t* scale,
                             const uint8_t* from,        // (N or capacity, columns)
                             const uint8_t* from_scale,  // (the same, mx_stride(columns))
-                            int tokens, int64_t length, Ragged ragged, int64_t columns, MxCast cast, Ctx* ctx);
+                            int tokens, int64_t length, Ragged ragged, int64_t columns, MxRecipe recipe, Ctx* ctx);
 
 // mx_quantize and mx_quantize_channels of all rows as one group, both with align 128. x is read once.
 void mx_quantize_both(uint8_t* q,               // (rows, columns)

@@ -13,7 +13,7 @@ enum { COLUMN_WARPS = 4 };
 template <int ALIGN>
 static __global__ void __launch_bounds__(32 * COLUMN_WARPS)
     transposed_kernel(uint8_t* q, uint8_t* scale, const floatX* x, int64_t rows, int64_t columns, int64_t stride,
-                      uint32_t carry) {
+                      uint32_t rounding_bias) {
     wait_for_previous();
 
     // Position of this lane's patch.
@@ -45,7 +45,7 @@ static __global__ void __launch_bounds__(32 * COLUMN_WARPS)
     float factor[8];
 #pragma unroll
     for (int i = 0; i < 8; i++) {
-        const uint32_t s = scale_of_column(pair, i, carry);
+        const uint32_t s = scale_of_column(pair, i, rounding_bias);
         factor[i] = mx_scale_inverse(s);
         if (lane / 8 % 2 == i / 4)
             ((uint8_t*)&scales[lane % 8 * 8 + i])[2 * warp + lane / 16] = (uint8_t)(inside ? s : 0);
@@ -64,7 +64,7 @@ static __global__ void __launch_bounds__(32 * COLUMN_WARPS)
 // mx_quantize_tiles. A thread block takes a tile of 128 x 128, with 2 x 2 warps.
 static __global__ void __launch_bounds__(32 * COLUMN_WARPS)
     tiles_kernel(uint8_t* q, uint8_t* q_transposed, uint8_t* scale, const floatX* w, int64_t rows, int64_t columns,
-                 uint32_t carry) {
+                 uint32_t rounding_bias) {
     wait_for_previous();
 
     // Position of this lane's patch.
@@ -85,7 +85,7 @@ static __global__ void __launch_bounds__(32 * COLUMN_WARPS)
     __syncthreads();
 
     // The tile's scale.
-    const uint32_t s = scale_of(max(max(of_warp[0], of_warp[1]), max(of_warp[2], of_warp[3])), carry);
+    const uint32_t s = scale_of(max(max(of_warp[0], of_warp[1]), max(of_warp[2], of_warp[3])), rounding_bias);
     if (threadIdx.x == 0) scale[(matrix * gridDim.y + blockIdx.y) * gridDim.x + blockIdx.x] = (uint8_t)s;
 
     // Quantize, and write q and its transpose.
@@ -102,7 +102,7 @@ static __global__ void __launch_bounds__(32 * COLUMN_WARPS)
 // 128, so a chunk never spans two groups. The second read of the chunk comes from the caches.
 template <int CHUNK>
 static __global__ void __launch_bounds__(32 * ROW_WARPS)
-    round_columns_kernel(floatX* x, const int64_t* used, int64_t columns, uint32_t carry) {
+    round_columns_kernel(floatX* x, const int64_t* used, int64_t columns, uint32_t rounding_bias) {
     wait_for_previous();
 
     // Position of this lane's 8 columns.
@@ -120,7 +120,7 @@ static __global__ void __launch_bounds__(32 * ROW_WARPS)
     }
     uint32_t s[8];
 #pragma unroll
-    for (int j = 0; j < 8; j++) s[j] = scale_of_column(pair, j, carry);
+    for (int j = 0; j < 8; j++) s[j] = scale_of_column(pair, j, rounding_bias);
 
         // Fake-quantize every element.
 #pragma unroll 8
@@ -137,12 +137,12 @@ static __global__ void __launch_bounds__(32 * ROW_WARPS)
 // (which is exact).
 struct ValueRows {
     const floatX* x;
-    int64_t held;  // row count; rows after it are zeros
+    int64_t row_count;  // row count; rows after it are zeros
 
     __device__ __forceinline__ void load(uint4 p[PATCH_ROWS], int64_t row, int64_t c, int64_t columns) const {
 #pragma unroll
         for (int i = 0; i < PATCH_ROWS; i++)
-            p[i] = row + i < held ? *(const uint4*)(x + (row + i) * columns + c) : make_uint4(0, 0, 0, 0);
+            p[i] = row + i < row_count ? *(const uint4*)(x + (row + i) * columns + c) : make_uint4(0, 0, 0, 0);
     }
 };
 struct ByteRows {
@@ -177,7 +177,7 @@ struct ByteRows {
             float out[8];
             if (at[i] < 0) bytes[i] = make_uint2(0, 0), s[i] = 0;
             values_of(out, bytes[i], mx_scale_value(s[i]));
-            p[i] = piece_of(out);
+            p[i] = vec8_of(out);
         }
     }
 };
@@ -189,7 +189,7 @@ struct ByteRows {
 template <typename Source, int DOWN, int ACROSS>
 static __global__ void __launch_bounds__(32 * DOWN * ACROSS, DOWN == 2 ? 5 : 0)
     channels_kernel(uint8_t* q, uint8_t* scale, Source source, Ragged r, int64_t length, int64_t columns,
-                    int64_t slices, uint32_t carry) {
+                    int64_t slices, uint32_t rounding_bias) {
     wait_for_previous();
 
     // The slice of an expert's rows, and this lane's columns.
@@ -210,7 +210,8 @@ static __global__ void __launch_bounds__(32 * DOWN * ACROSS, DOWN == 2 ? 5 : 0)
         uint32_t pair[4];
         largest_of_chunk<DOWN, ACROSS>(pair, p, of_warp);
         if (inside)
-            cast_channels<ROWS>(q, scale, p, pair, warp / ACROSS % 2 == 0 && lane < 8, row, c, length, columns, carry);
+            cast_channels<ROWS>(q, scale, p, pair, warp / ACROSS % 2 == 0 && lane < 8, row, c, length, columns,
+                                rounding_bias);
     }
 }
 
@@ -218,7 +219,7 @@ static __global__ void __launch_bounds__(32 * DOWN * ACROSS, DOWN == 2 ? 5 : 0)
 // column-wise. A warp finds the row amax of its 64 columns; the neighboring warp has the other half.
 static __global__ void __launch_bounds__(32 * COLUMN_WARPS, 4)
     both_kernel(uint8_t* q, uint8_t* scale, uint8_t* q_channels, uint8_t* scale_channels, ValueRows source,
-                int64_t length, int64_t columns, int64_t stride, uint32_t carry) {
+                int64_t length, int64_t columns, int64_t stride, uint32_t rounding_bias) {
     wait_for_previous();
 
     // Load this lane's patch.
@@ -244,13 +245,13 @@ static __global__ void __launch_bounds__(32 * COLUMN_WARPS, 4)
 
     auto scale_of_row = [&](int i) {  // row i of the chunk
         const uint32_t two = larger(of_rows[0][i / 2], of_rows[1][i / 2]);
-        return scale_of(i % 2 ? two >> 16 : two & 0xffff, carry);
+        return scale_of(i % 2 ? two >> 16 : two & 0xffff, rounding_bias);
     };
 
     // Row-wise scales, one row per thread: a word with the scale of each existing block of the chunk. The last chunk
     // also zeros the padding after it.
     const int64_t of_thread = r0 + threadIdx.x, blocks = (columns - c0) / MX_BLOCK;
-    if (of_thread < source.held) {
+    if (of_thread < source.row_count) {
         uint32_t* to = (uint32_t*)(scale + of_thread * stride + c0 / MX_BLOCK);
         const uint32_t* end = (const uint32_t*)(scale + (of_thread + 1) * stride);
         *to = scale_of_row(threadIdx.x) * 0x01010101u & (blocks < 4 ? (1u << 8 * blocks) - 1 : ~0u);
@@ -259,14 +260,15 @@ static __global__ void __launch_bounds__(32 * COLUMN_WARPS, 4)
     if (c >= columns) return;
 
     // Row-wise q.
-    const int held = (int)min(source.held - row, (int64_t)PATCH_ROWS);
+    const int row_count = (int)min(source.row_count - row, (int64_t)PATCH_ROWS);
     q += row * columns + c;
 #pragma unroll
     for (int i = 0; i < PATCH_ROWS; i++)
-        if (i < held) *(uint2*)(q + i * columns) = cast8(p[i], mx_scale_inverse(scale_of_row(in_chunk + i)));
+        if (i < row_count) *(uint2*)(q + i * columns) = quantize8(p[i], mx_scale_inverse(scale_of_row(in_chunk + i)));
 
     // Column-wise scales and q.
-    cast_channels<MX_CHUNK>(q_channels, scale_channels, p, pair, warp < 2 && lane < 8, row, c, length, columns, carry);
+    cast_channels<MX_CHUNK>(q_channels, scale_channels, p, pair, warp < 2 && lane < 8, row, c, length, columns,
+                            rounding_bias);
 }
 
 #endif

@@ -64,6 +64,6 @@ static inline int64_t channel_start(Ragged r, int32_t e) {
 }
 
 // Elements along the contraction that share a scale (fewer at the end of a row).
-static inline int64_t chunk_of(MxCast cast) { return cast.align == 1 ? MX_BLOCK : MX_CHUNK; }
+static inline int64_t chunk_of(MxRecipe recipe) { return recipe.align == 1 ? MX_BLOCK : MX_CHUNK; }
 
 #endif

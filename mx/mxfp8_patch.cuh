@@ -33,15 +33,15 @@ static __device__ __forceinline__ void largest_of_columns(uint32_t pair[4], cons
 }
 
 // The scale of column i of 8.
-static __device__ __forceinline__ uint32_t scale_of_column(const uint32_t pair[4], int i, uint32_t carry) {
-    return scale_of(i % 2 ? pair[i / 2] >> 16 : pair[i / 2] & 0xffff, carry);
+static __device__ __forceinline__ uint32_t scale_of_column(const uint32_t pair[4], int i, uint32_t rounding_bias) {
+    return scale_of(i % 2 ? pair[i / 2] >> 16 : pair[i / 2] & 0xffff, rounding_bias);
 }
 
 // Quantizes a patch with a factor per column.
 static __device__ __forceinline__ void cast_patch(uint2 bytes[PATCH_ROWS], const uint4 p[PATCH_ROWS],
                                                   const float factor[8]) {
 #pragma unroll
-    for (int i = 0; i < PATCH_ROWS; i++) bytes[i] = cast8(p[i], factor);
+    for (int i = 0; i < PATCH_ROWS; i++) bytes[i] = quantize8(p[i], factor);
 }
 
 // Writes a patch transposed: its columns become rows of q, which have the length `rows`.
@@ -89,13 +89,13 @@ static __device__ __forceinline__ void largest_of_chunk(uint32_t pair[4], const 
 template <int ROWS>
 static __device__ __forceinline__ void cast_channels(uint8_t* q, uint8_t* scale, const uint4 p[PATCH_ROWS],
                                                      const uint32_t pair[4], bool first, int64_t row, int64_t c,
-                                                     int64_t length, int64_t columns, uint32_t carry) {
+                                                     int64_t length, int64_t columns, uint32_t rounding_bias) {
     // The scales. A 512-row scale group below MX_RUN_LEAST is flushed to zeros.
     float factor[8];
     uint32_t s[8];
 #pragma unroll
     for (int j = 0; j < 8; j++) {
-        s[j] = scale_of_column(pair, j, carry), factor[j] = mx_scale_inverse(s[j]);
+        s[j] = scale_of_column(pair, j, rounding_bias), factor[j] = mx_scale_inverse(s[j]);
         if (ROWS == MX_RUN && s[j] < MX_RUN_LEAST) s[j] = 0, factor[j] = 0;
     }
     if (first)

@@ -13,17 +13,17 @@ void rows_plan(Arena* a, const char* name, Rows* rows, int memory, int64_t count
     arena_add(a, name, ELEMENT_BYTE, count * mx_stride(columns), 1, (void**)&rows->scale);
 }
 
-Rows rows_as(Rows room, Rows x, Format format, Ctx* ctx) {
+Rows rows_as(Rows out, Rows x, Format format, Ctx* ctx) {
     if (x.format.bytes == format.bytes) {
-        ASSERT(!format.bytes || x.format.cast.align == format.cast.align);
+        ASSERT(!format.bytes || x.format.recipe.align == format.recipe.align);
         return x;
     }
-    room.format = format;
+    out.format = format;
     if (format.bytes)
-        mx_quantize(room.q, room.scale, x.value, x.count, x.columns, format.cast, ctx);
+        mx_quantize(out.q, out.scale, x.value, x.count, x.columns, format.recipe, ctx);
     else
-        mx_dequantize(room.value, x.q, x.scale, x.count, x.columns, ctx);
-    return room;
+        mx_dequantize(out.value, x.q, x.scale, x.count, x.columns, ctx);
+    return out;
 }
 
 void rows_add(floatX* x, Rows rows, int accumulate, Ctx* ctx) {
@@ -31,73 +31,73 @@ void rows_add(floatX* x, Rows rows, int accumulate, Ctx* ctx) {
     (accumulate ? mx_dequantize_add : mx_dequantize)(x, rows.q, rows.scale, rows.count, rows.columns, ctx);
 }
 
-Rows rows_permute(Rows room, Rows tokens, Format format, Ragged r, Ctx* ctx) {
+Rows rows_permute(Rows out, Rows tokens, Format format, Ragged r, Ctx* ctx) {
     const int64_t C = tokens.columns;
-    room.format = format;
-    room.columns = C;
+    out.format = format;
+    out.columns = C;
     if (!tokens.format.bytes) {
         ASSERT(!format.bytes);
-        permute_rows(room.value, tokens.value, r, (size_t)C * sizeof(floatX), ctx);
+        permute_rows(out.value, tokens.value, r, (size_t)C * sizeof(floatX), ctx);
     } else if (!format.bytes) {
-        mx_dequantize_rows(room.value, tokens.q, tokens.scale, r, C, ctx);
+        mx_dequantize_rows(out.value, tokens.q, tokens.scale, r, C, ctx);
     } else {
-        permute_rows(room.q, tokens.q, r, (size_t)C, ctx);
-        permute_rows(room.scale, tokens.scale, r, (size_t)mx_stride(C), ctx);
+        permute_rows(out.q, tokens.q, r, (size_t)C, ctx);
+        permute_rows(out.scale, tokens.scale, r, (size_t)mx_stride(C), ctx);
     }
-    return room;
+    return out;
 }
 
 // Column-wise quantized Rows: q is (columns, length).
-static Rows by_channel(uint8_t* q, uint8_t* scale, int64_t length, int64_t columns, MxCast cast) {
-    Rows rows = {length, columns, 1, {1, cast}, NULL, q, scale};
+static Rows by_channel(uint8_t* q, uint8_t* scale, int64_t length, int64_t columns, MxRecipe recipe) {
+    Rows rows = {length, columns, 1, {1, recipe}, NULL, q, scale};
     return rows;
 }
 
-Rows rows_for_wgrad(Rows room, Rows rows, int operand, int tokens, Format format, Ragged r, Ctx* ctx) {
+Rows rows_for_wgrad(Rows out, Rows rows, int operand, int tokens, Format format, Ragged r, Ctx* ctx) {
     const int64_t C = rows.columns, length = mx_channel_length(r.capacity, r.El, BACKEND);
     if (rows.by_channel) return rows;
 
     // Fast: quantize column-wise. x has 512-row scale groups, dy has chunks of 128.
     if (format_read(format).bytes) {
         ASSERT(rows.format.bytes || !tokens);
-        const MxCast cast = {format.cast.scale, operand == WGRAD_X ? MX_RUN : MX_CHUNK};
+        const MxRecipe recipe = {format.recipe.scale, operand == WGRAD_X ? MX_RUN : MX_CHUNK};
         if (rows.format.bytes)
-            mx_requantize_channels(room.q, room.scale, rows.q, rows.scale, tokens, length, r, C, cast, ctx);
+            mx_requantize_channels(out.q, out.scale, rows.q, rows.scale, tokens, length, r, C, recipe, ctx);
         else
-            mx_quantize_channels(room.q, room.scale, rows.value, length, r, C, cast, ctx);
-        return by_channel(room.q, room.scale, length, C, cast);
+            mx_quantize_channels(out.q, out.scale, rows.value, length, r, C, recipe, ctx);
+        return by_channel(out.q, out.scale, length, C, recipe);
     }
 
     // floatX; exact: fake-quantize it in place.
-    room = tokens ? rows_permute(room, rows, FORMAT_VALUES, r, ctx) : rows_as(room, rows, FORMAT_VALUES, ctx);
-    if (format.bytes) mx_round_columns(room.value, r, C, format.cast, ctx);
-    return room;
+    out = tokens ? rows_permute(out, rows, FORMAT_VALUES, r, ctx) : rows_as(out, rows, FORMAT_VALUES, ctx);
+    if (format.bytes) mx_round_columns(out.value, r, C, format.recipe, ctx);
+    return out;
 }
 
-Rows rows_swiglu(Rows room, const floatX* h, Ragged r, Format format, MxStats* stats, floatX* spare, Ctx* ctx) {
-    const int64_t F = room.columns;
+Rows rows_swiglu(Rows out, const floatX* h, Ragged r, Format format, MxStats* stats, floatX* spare, Ctx* ctx) {
+    const int64_t F = out.columns;
     if (!format.bytes) {
-        experts_swiglu_forward(room.value, h, r, F, ctx);
-        return rows_of_values(room.value, room.count, F);
+        experts_swiglu_forward(out.value, h, r, F, ctx);
+        return rows_of_values(out.value, out.count, F);
     }
 
     // Quantization is fused with the activation, so `a` in floatX is never in memory. The statistics compute it once
     // more. Unused rows are zeros, which the statistics do not count.
     if (stats) {
-        device_zero(spare, (size_t)(room.count * F) * sizeof(floatX), ctx);
+        device_zero(spare, (size_t)(out.count * F) * sizeof(floatX), ctx);
         experts_swiglu_forward(spare, h, r, F, ctx);
-        mx_stats(stats, spare, room.count, F, format.cast, ctx);
+        mx_stats(stats, spare, out.count, F, format.recipe, ctx);
     }
-    mx_swiglu_quantize(room.q, room.scale, h, r, F, format.cast, ctx);
+    mx_swiglu_quantize(out.q, out.scale, h, r, F, format.recipe, ctx);
 
     // Exact: dequantize it.
-    room.format = format;
-    return rows_as(room, room, format_read(format), ctx);
+    out.format = format;
+    return rows_as(out, out, format_read(format), ctx);
 }
 
-Rows rows_swiglu_backward(Rows room, Rows* dh, floatX* gated_a, real* drow_gate, const floatX* da_ungated,
+Rows rows_swiglu_backward(Rows out, Rows* dh, floatX* gated_a, real* drow_gate, const floatX* da_ungated,
                           const floatX* h, Ragged r, Format format, Format wgrad, MxStats* stats, Ctx* ctx) {
-    const int64_t F = room.columns / 2, length = mx_channel_length(r.capacity, r.El, BACKEND);
+    const int64_t F = out.columns / 2, length = mx_channel_length(r.capacity, r.El, BACKEND);
     floatX* values = dh->value;
     if (!format.bytes) {
         experts_swiglu_backward(values, gated_a, drow_gate, da_ungated, h, r, F, ctx);
@@ -106,23 +106,23 @@ Rows rows_swiglu_backward(Rows room, Rows* dh, floatX* gated_a, real* drow_gate,
 
     // Statistics, as in rows_swiglu.
     if (stats) {
-        device_zero(values, (size_t)(room.count * 2 * F) * sizeof(floatX), ctx);
+        device_zero(values, (size_t)(out.count * 2 * F) * sizeof(floatX), ctx);
         experts_swiglu_backward(values, gated_a, drow_gate, da_ungated, h, r, F, ctx);
-        mx_stats(stats, values, room.count, 2 * F, format.cast, ctx);
+        mx_stats(stats, values, out.count, 2 * F, format.recipe, ctx);
     }
 
     // dgrad and wgrad both fast: one kernel quantizes row-wise and column-wise. The column-wise result is stored in the
     // memory of dh->value.
     if (format_read(format).bytes && format_read(wgrad).bytes && F % MX_CHUNK == 0) {
-        ASSERT(wgrad.cast.scale == format.cast.scale);
+        ASSERT(wgrad.recipe.scale == format.recipe.scale);
         uint8_t* q = (uint8_t*)values;
-        *dh = by_channel(q, q + length * 2 * F, length, 2 * F, format.cast);
-        mx_swiglu_backward_both(room.q, room.scale, dh->q, dh->scale, gated_a, drow_gate, da_ungated, h, length, r, F,
-                                format.cast.scale, ctx);
+        *dh = by_channel(q, q + length * 2 * F, length, 2 * F, format.recipe);
+        mx_swiglu_backward_both(out.q, out.scale, dh->q, dh->scale, gated_a, drow_gate, da_ungated, h, length, r, F,
+                                format.recipe.scale, ctx);
     } else {
-        mx_swiglu_backward_quantize(room.q, room.scale, values, gated_a, drow_gate, da_ungated, h, r, F, format.cast,
+        mx_swiglu_backward_quantize(out.q, out.scale, values, gated_a, drow_gate, da_ungated, h, r, F, format.recipe,
                                     ctx);
     }
-    room.format = format;
-    return rows_as(room, room, format_read(format), ctx);
+    out.format = format;
+    return rows_as(out, out, format_read(format), ctx);
 }

@@ -12,14 +12,14 @@ BEGIN_C
 // floatX, or MXFP8 with the recipe of its quantization.
 typedef struct Format {
     int32_t bytes;  // 1: MXFP8, 0: floatX
-    MxCast cast;
+    MxRecipe recipe;
 } Format;
 
 static const Format FORMAT_VALUES = {0, {0, 0}};
 
 // The format in which GEMMs read operands of format f. On Hopper MXFP8 with scales aligned to 128 is multiplied
 // directly ("fast"). Other MXFP8 is dequantized first ("exact").
-static inline Format format_read(Format f) { return f.bytes && f.cast.align == MX_CHUNK ? f : FORMAT_VALUES; }
+static inline Format format_read(Format f) { return f.bytes && f.recipe.align == MX_CHUNK ? f : FORMAT_VALUES; }
 
 // The buffers that are set have the capacity (count, columns). `format` selects the one that holds the data.
 typedef struct Rows {
@@ -39,37 +39,37 @@ static inline Rows rows_of_values(const floatX* x, int64_t count, int64_t column
     return rows;
 }
 
-// Returns x in `format`: x itself if that is its format. Otherwise x is quantized or dequantized into room's buffers.
-Rows rows_as(Rows room, Rows x, Format format, Ctx* ctx);
+// Returns x in `format`: x itself if that is its format. Otherwise x is quantized or dequantized into out's buffers.
+Rows rows_as(Rows out, Rows x, Format format, Ctx* ctx);
 // x += dequantized rows, or x = with accumulate 0.
 void rows_add(floatX* x, Rows rows, int accumulate, Ctx* ctx);
 
-// Permutes tokens to their rows of the ragged buffer; pad rows are zeros. Writes to room's buffers: a copy, or
+// Permutes tokens to their rows of the ragged buffer; pad rows are zeros. Writes to out's buffers: a copy, or
 // dequantized if `tokens` is MXFP8 and `format` is floatX.
-Rows rows_permute(Rows room, Rows tokens, Format format, Ragged ragged, Ctx* ctx);
+Rows rows_permute(Rows out, Rows tokens, Format format, Ragged ragged, Ctx* ctx);
 
 // Wgrad operand: dy or x for a GEMM that contracts over a group's rows. `format` is wgrad's format.
 //
 //   format        result
-//   fast MXFP8    quantized column-wise into room's q and scale (mx_quantize_channels; x aligned to 512);
+//   fast MXFP8    quantized column-wise into out's q and scale (mx_quantize_channels; x aligned to 512);
 //                 the result's count is the length of a channel
 //   exact MXFP8   fake-quantized column-wise, in place
 //   floatX        floatX
 //
-// For exact MXFP8 and floatX, an MXFP8 input is first dequantized into room's floatX buffer. tokens 1: the input is by
+// For exact MXFP8 and floatX, an MXFP8 input is first dequantized into out's floatX buffer. tokens 1: the input is by
 // token (MXFP8 if `format` is fast) and is permuted to its rows. tokens 0: it is ragged rows; rows that are quantized
 // column-wise already are returned unchanged.
 enum { WGRAD_DY, WGRAD_X };
-Rows rows_for_wgrad(Rows room, Rows rows, int operand, int tokens, Format format, Ragged ragged, Ctx* ctx);
+Rows rows_for_wgrad(Rows out, Rows rows, int operand, int tokens, Format format, Ragged ragged, Ctx* ctx);
 
-// a = swiglu(h) over ragged rows, quantized to `format` and returned as GEMMs read it (format_read), in room's buffers.
+// a = swiglu(h) over ragged rows, quantized to `format` and returned as GEMMs read it (format_read), in out's buffers.
 // If stats is not NULL, the quantization statistics are added to *stats, and `spare` is a workspace for (count, F)
 // floatX.
-Rows rows_swiglu(Rows room, const floatX* h, Ragged ragged, Format format, MxStats* stats, floatX* spare, Ctx* ctx);
+Rows rows_swiglu(Rows out, const floatX* h, Ragged ragged, Format format, MxStats* stats, floatX* spare, Ctx* ctx);
 // SwiGLU backward with the gate (grouped/experts.h). Returns dh, quantized to `format`, as GEMMs read it. *dh becomes
 // the input of rows_for_wgrad in the format `wgrad`, in the memory of dh->value. It is quantized column-wise if both
 // formats are fast and F is a multiple of 128; otherwise it is floatX.
-Rows rows_swiglu_backward(Rows room, Rows* dh, floatX* gated_a, real* drow_gate, const floatX* da_ungated,
+Rows rows_swiglu_backward(Rows out, Rows* dh, floatX* gated_a, real* drow_gate, const floatX* da_ungated,
                           const floatX* h, Ragged ragged, Format format, Format wgrad, MxStats* stats, Ctx* ctx);
 
 END_C

@@ -42,7 +42,7 @@ struct Saver {
     bool running;
     // Used by the thread while it runs. `buffer` has this rank's slices, one after another.
     char* buffer;
-    size_t room;
+    size_t capacity;
     FileSlice* slices;
     int64_t slice_count;
     SavedFile* files;
@@ -401,7 +401,7 @@ void checkpoint_save(Saver* s, const CheckpointRecord* r, const char* options_js
         }
 
     // The buffer, and the thread's inputs.
-    s->buffer = (char*)host_at_least(s->buffer, &s->room, bytes);
+    s->buffer = (char*)host_at_least(s->buffer, &s->capacity, bytes);
     s->slices = (FileSlice*)host_alloc(slices * sizeof(FileSlice));
     s->slice_count = 0;
     s->files = (SavedFile*)host_alloc((size_t)(count + s->text_count) * sizeof(SavedFile));

@@ -37,9 +37,9 @@ struct Ranks {
 
 static int local, here = 1;  // ranks_local, ranks_here
 
-static size_t pieces(size_t bytes) { return (bytes + CHUNK_BYTES - 1) / CHUNK_BYTES; }
+static size_t chunks(size_t bytes) { return (bytes + CHUNK_BYTES - 1) / CHUNK_BYTES; }
 // Bytes of the chunk that begins at `at`.
-static int piece_bytes(size_t bytes, size_t at) { return (int)(bytes - at < CHUNK_BYTES ? bytes - at : CHUNK_BYTES); }
+static int chunk_bytes(size_t bytes, size_t at) { return (int)(bytes - at < CHUNK_BYTES ? bytes - at : CHUNK_BYTES); }
 
 // MPI_COMM_NULL: a group of one rank.
 static Ranks* group_create(MPI_Comm comm) {
@@ -143,7 +143,7 @@ void ranks_broadcast(Ranks* group, void* data, size_t bytes, int root) {
     if (group->count == 1) return;
     watch_begin("broadcast");
     for (size_t at = 0; at < bytes; at += CHUNK_BYTES)
-        MPI_CHECK(MPI_Bcast((char*)data + at, piece_bytes(bytes, at), MPI_BYTE, root, group->comm));
+        MPI_CHECK(MPI_Bcast((char*)data + at, chunk_bytes(bytes, at), MPI_BYTE, root, group->comm));
     watch_end();
 }
 
@@ -154,13 +154,13 @@ void ranks_all_gather(Ranks* group, void* all, const void* mine, size_t bytes) {
     watch_begin("all-gather");
     for (size_t at = 0; at < bytes; at += CHUNK_BYTES) {
         // A chunk of every rank's part; the parts are `bytes` apart.
-        MPI_Datatype piece, apart;
-        MPI_CHECK(MPI_Type_contiguous(piece_bytes(bytes, at), MPI_BYTE, &piece));
-        MPI_CHECK(MPI_Type_create_resized(piece, 0, (MPI_Aint)bytes, &apart));
+        MPI_Datatype chunk, apart;
+        MPI_CHECK(MPI_Type_contiguous(chunk_bytes(bytes, at), MPI_BYTE, &chunk));
+        MPI_CHECK(MPI_Type_create_resized(chunk, 0, (MPI_Aint)bytes, &apart));
         MPI_CHECK(MPI_Type_commit(&apart));
         MPI_CHECK(MPI_Allgather(MPI_IN_PLACE, 0, MPI_DATATYPE_NULL, (char*)all + at, 1, apart, group->comm));
         MPI_CHECK(MPI_Type_free(&apart));
-        MPI_CHECK(MPI_Type_free(&piece));
+        MPI_CHECK(MPI_Type_free(&chunk));
     }
     watch_end();
 }
@@ -176,7 +176,7 @@ void ranks_exchange(Ranks* group, void* recv, const size_t* recv_at, const size_
     // One request per chunk. There may be more than in any exchange before.
     size_t most = 0;
     int n = 0;
-    for (int i = 0; i < group->count; i++) most += pieces(send_bytes[i]) + pieces(recv_bytes[i]);
+    for (int i = 0; i < group->count; i++) most += chunks(send_bytes[i]) + chunks(recv_bytes[i]);
     most *= sizeof(MPI_Request);
     group->requests = (MPI_Request*)host_at_least(group->requests, &group->requests_room, most);
 
@@ -184,13 +184,13 @@ void ranks_exchange(Ranks* group, void* recv, const size_t* recv_at, const size_
     for (int step = 1; step < group->count; step++) {
         int from = (own + group->count - step) % group->count;
         for (size_t at = 0; at < recv_bytes[from]; at += CHUNK_BYTES)
-            MPI_CHECK(MPI_Irecv((char*)recv + recv_at[from] + at, piece_bytes(recv_bytes[from], at), MPI_BYTE, from, 0,
+            MPI_CHECK(MPI_Irecv((char*)recv + recv_at[from] + at, chunk_bytes(recv_bytes[from], at), MPI_BYTE, from, 0,
                                 group->comm, &group->requests[n++]));
     }
     for (int step = 1; step < group->count; step++) {
         int to = (own + step) % group->count;
         for (size_t at = 0; at < send_bytes[to]; at += CHUNK_BYTES)
-            MPI_CHECK(MPI_Isend((const char*)send + send_at[to] + at, piece_bytes(send_bytes[to], at), MPI_BYTE, to, 0,
+            MPI_CHECK(MPI_Isend((const char*)send + send_at[to] + at, chunk_bytes(send_bytes[to], at), MPI_BYTE, to, 0,
                                 group->comm, &group->requests[n++]));
     }
 

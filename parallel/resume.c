@@ -18,7 +18,7 @@
 #include "parallel/checkpoint.h"
 #include "parallel/slices.h"
 
-static const size_t PIECE = (size_t)4 << 20;  // bytes read at a time
+static const size_t CHUNK_BYTES = (size_t)4 << 20;  // bytes read at a time
 // Limits far above any checkpoint, so that a damaged manifest cannot exhaust memory or overflow 64 bits.
 static const size_t MANIFEST_LIMIT = (size_t)64 << 20;
 static const int64_t FILE_LIMIT = (int64_t)1 << 50;
@@ -120,15 +120,15 @@ static int agree(Ranks* world, int64_t bad, char* error, size_t error_size) {
 }
 
 // Computes the CRC-32 of a slice of a file that must be `size` bytes long.
-static int sum_slice(const char* path, int64_t size, FileSlice* slice, void* piece, char* error, size_t error_size) {
+static int sum_slice(const char* path, int64_t size, FileSlice* slice, void* chunk, char* error, size_t error_size) {
     struct stat info;
     int fd = open_file(path);
     bool ok = fd >= 0 && fstat(fd, &info) == 0, fits = ok && info.st_size == size;
     uLong crc = crc32(0, NULL, 0);
     for (int64_t at = 0, n; ok && fits && at < slice->bytes; at += n) {
-        n = min_i64(slice->bytes - at, (int64_t)PIECE);
-        ok = read_all_at(fd, piece, n, slice->offset + at) == 0;
-        if (ok) crc = crc32_z(crc, (const Bytef*)piece, (size_t)n);
+        n = min_i64(slice->bytes - at, (int64_t)CHUNK_BYTES);
+        ok = read_all_at(fd, chunk, n, slice->offset + at) == 0;
+        if (ok) crc = crc32_z(crc, (const Bytef*)chunk, (size_t)n);
     }
     slice->crc = crc;
     if (!ok)
@@ -174,13 +174,13 @@ static int check_files(Ranks* world, const char* folder, const Json* manifest, c
     int64_t ranks = ranks_count(world), rank = ranks_index(world), slices = 0, total, at = 0;
     int64_t begin = all_bytes * rank / ranks, end = all_bytes * (rank + 1) / ranks;
     FileSlice* mine = (FileSlice*)host_alloc((size_t)listed * sizeof(FileSlice));
-    void* piece = host_alloc(PIECE);
+    void* chunk = host_alloc(CHUNK_BYTES);
     for (int i = 0; i < listed && i < bad; at += sizes[i++]) {
         int64_t from = max_i64(begin - at, 0), to = min_i64(end - at, sizes[i]);
         if (from >= to) continue;
         Path path = path_of("%s/%s", folder, names[i]);
         FileSlice slice = {.file = i, .offset = from, .bytes = to - from};
-        if (sum_slice(path.text, sizes[i], &slice, piece, error, error_size) == 0)
+        if (sum_slice(path.text, sizes[i], &slice, chunk, error, error_size) == 0)
             mine[slices++] = slice;
         else
             bad = i;
@@ -200,14 +200,14 @@ static int check_files(Ranks* world, const char* folder, const Json* manifest, c
     }
 
     free(all);
-    free(piece);
+    free(chunk);
     free(mine);
     free(sizes);
     return agree(world, bad, error, error_size);
 }
 
 // Loads this rank's slice of a tensor.
-static int load_slice(const SafeTensors* st, const CheckpointTensor* t, void* piece, Ctx* ctx, char* error,
+static int load_slice(const SafeTensors* st, const CheckpointTensor* t, void* chunk, Ctx* ctx, char* error,
                       size_t error_size) {
     const StTensor* found = st_find(st, t->name);
     if (!found || found->dtype != t->dtype || found->rank != t->rank || found->shape[0] != t->shape[0] ||
@@ -218,19 +218,19 @@ static int load_slice(const SafeTensors* st, const CheckpointTensor* t, void* pi
     }
 
     // In chunks through host memory. A number that is not finite would spoil the run, and is refused.
-    int64_t size = (int64_t)st_dtype_bytes(t->dtype), most = (int64_t)PIECE / size;
+    int64_t size = (int64_t)st_dtype_bytes(t->dtype), most = (int64_t)CHUNK_BYTES / size;
     for (int64_t at = 0; at < t->count; at += most) {
         int64_t n = min_i64(t->count - at, most);
-        if (st_read(st, found, t->first + at, n, piece) != 0) {
+        if (st_read(st, found, t->first + at, n, chunk) != 0) {
             snprintf(error, error_size, "%s: cannot read %s: %s", st->path, t->name, strerror(errno));
             return -1;
         }
-        const int64_t bad = first_not_finite(piece, n, t->dtype);
+        const int64_t bad = first_not_finite(chunk, n, t->dtype);
         if (bad < n) {
             snprintf(error, error_size, "%s: element %ld of %s is not finite", st->path, t->first + at + bad, t->name);
             return -1;
         }
-        device_upload((char*)t->data + at * size, piece, (size_t)(n * size), ctx);
+        device_upload((char*)t->data + at * size, chunk, (size_t)(n * size), ctx);
     }
     return 0;
 }
@@ -238,16 +238,16 @@ static int load_slice(const SafeTensors* st, const CheckpointTensor* t, void* pi
 // Every rank looks up every tensor, even without a slice of it, so that all ranks refuse a missing one.
 static int load_files(Ranks* world, const char* folder, const CheckpointFile* files, int count, Ctx* ctx, char* error,
                       size_t error_size) {
-    void* piece = host_alloc(PIECE);
+    void* chunk = host_alloc(CHUNK_BYTES);
     int64_t bad = GOOD;
     for (int i = 0; i < count && bad == GOOD; i++) {
         SafeTensors* st = st_open(path_of("%s/%s", folder, files[i].name).text, error, error_size);
         if (!st) bad = i;
         for (int t = 0; t < files[i].count && bad == GOOD; t++)
-            if (load_slice(st, &files[i].tensors[t], piece, ctx, error, error_size) != 0) bad = i;
+            if (load_slice(st, &files[i].tensors[t], chunk, ctx, error, error_size) != 0) bad = i;
         st_close(st);
     }
-    free(piece);
+    free(chunk);
     return agree(world, bad, error, error_size);
 }
 

@@ -22,7 +22,7 @@ typedef struct Slot {
 } Slot;
 
 struct Sharding {
-    int count, held;
+    int count, pinned;
     ParamBuffer** units;  // (count) x (BUFFERS)
     Comm *world, *expert_dp;
     Ctx* side_stream;     // all-gathers and reductions, in the order of the calls
@@ -43,13 +43,13 @@ void sharding_cut(ParamBuffer* p, int64_t n, int64_t n_decay, int64_t n_muon, in
     p->n_muon = n_muon;
     p->first = index * p->part;
     p->shard = parts == 1 ? SHARD_NONE : shard;
-    p->held = p->shard == SHARD_NONE ? p->n : p->part;
-    p->held_from = p->shard == SHARD_NONE ? 0 : p->first;
+    p->owned = p->shard == SHARD_NONE ? p->n : p->part;
+    p->owned_from = p->shard == SHARD_NONE ? 0 : p->first;
 }
 
 int64_t muon_part(const ParamBuffer* p, int index) { return min_i64(max_i64(p->n_muon - index * p->part, 0), p->part); }
 
-int64_t muon_held(const ParamBuffer* p) { return min_i64(max_i64(p->n_muon - p->held_from, 0), p->held); }
+int64_t muon_owned(const ParamBuffer* p) { return min_i64(max_i64(p->n_muon - p->owned_from, 0), p->owned); }
 
 void* moments_at(const ParamBuffer* p, int64_t at, int bf16_moments) {
     return (char*)p->m + at * (int64_t)(bf16_moments ? sizeof(uint16_t) : sizeof(real));
@@ -64,32 +64,34 @@ void sharding_plan(Arena* arena, ParamBuffer* p, int bf16_moments) {
     // Working weights. Where floatX is real, masters of the same elements serve as the weights.
     int own_weight = arena->backend == BACKEND_CUDA || (p->shard != SHARD_NONE && !slotted_weight(p));
     if (own_weight && slotted_weight(p))
-        arena_add(arena, "weights (own part)", ELEMENT_X, p->part, 0, (void**)&p->held_weight);
+        arena_add(arena, "weights (own part)", ELEMENT_X, p->part, 0, (void**)&p->owned_weight);
     else if (own_weight)
         arena_add(arena, "weights", ELEMENT_X, p->n, 0, (void**)&p->weight);
 
     // Masters, gradients and moments.
-    arena_add(arena, "master weights", ELEMENT_REAL, p->held, 0, (void**)&p->master);
+    arena_add(arena, "master weights", ELEMENT_REAL, p->owned, 0, (void**)&p->master);
     if (p->frozen) return;
     if (slotted_grad(p))
         arena_add(arena, "gradients (own part)", ELEMENT_REAL, p->part, 0, (void**)&p->own_grad);
     else
         arena_add(arena, "gradients", ELEMENT_REAL, p->n, 0, (void**)&p->grad);
     const Element moment = bf16_moments ? ELEMENT_BF16 : ELEMENT_REAL;
-    arena_add(arena, p->n_muon ? "first moments, Muon's momentum" : "AdamW first moments", moment, p->held, 0, &p->m);
-    arena_add(arena, "AdamW second moments", moment, p->held - muon_held(p), 0, &p->v);
+    arena_add(arena, p->n_muon ? "first moments, Muon's momentum" : "AdamW first moments", moment, p->owned, 0, &p->m);
+    arena_add(arena, "AdamW second moments", moment, p->owned - muon_owned(p), 0, &p->v);
 }
 
 // The group that shards buffer i: all ranks, or the ranks that own the same experts.
 static Comm* comm_of(const Sharding* s, int i) { return i == EXPERT_PARAMS ? s->expert_dp : s->world; }
 
 // Units after the pinned unit do not use its slot.
-static int slot_of(const Sharding* s, int unit) { return unit > s->held && (unit - s->held) % 2 == 0 ? 2 : unit % 2; }
+static int slot_of(const Sharding* s, int unit) {
+    return unit > s->pinned && (unit - s->pinned) % 2 == 0 ? 2 : unit % 2;
+}
 
-Sharding* sharding_plan_slots(Arena* arena, ParamBuffer* const* units, int count, int held) {
+Sharding* sharding_plan_slots(Arena* arena, ParamBuffer* const* units, int count, int pinned) {
     Sharding* s = (Sharding*)host_alloc(sizeof(Sharding));
     s->count = count;
-    s->held = held;
+    s->pinned = pinned;
     s->units = (ParamBuffer**)host_alloc((size_t)count * sizeof(ParamBuffer*));
     memcpy(s->units, units, (size_t)count * sizeof(ParamBuffer*));
 
@@ -110,7 +112,7 @@ Sharding* sharding_plan_slots(Arena* arena, ParamBuffer* const* units, int count
 }
 
 // Pointers into other arrays. A unit's sharded buffers follow each other in its slot, always at the same addresses. For
-// replicated buffers, held_weight and own_grad point into the whole array.
+// replicated buffers, owned_weight and own_grad point into the whole array.
 static void set_pointers(const Sharding* s, int unit) {
     const Slot* slot = &s->slots[slot_of(s, unit)];
     floatX* weight = slot->weight;
@@ -121,10 +123,10 @@ static void set_pointers(const Sharding* s, int unit) {
         if (slotted_weight(p)) {
             p->weight = weight;
             weight += p->n;
-            if (!p->held_weight) p->held_weight = (floatX*)p->master;
+            if (!p->owned_weight) p->owned_weight = (floatX*)p->master;
         } else {
             if (!p->weight) p->weight = (floatX*)p->master;
-            p->held_weight = p->weight + p->held_from;
+            p->owned_weight = p->weight + p->owned_from;
         }
         if (slotted_grad(p)) {
             p->grad = grad;
@@ -169,7 +171,7 @@ void sharding_destroy(Sharding* s) {
 }
 
 // Whether there is communication. With one rank there is none, and the slots are empty: nothing waits.
-static int travels(const Sharding* s) { return s->world != NULL; }
+static int communicates(const Sharding* s) { return s->world != NULL; }
 
 // The side stream waits for ctx's work so far.
 static void side_follows(Sharding* s, Ctx* ctx) {
@@ -182,13 +184,13 @@ static void gather(Sharding* s, int unit, int slotted) {
     for (int i = 0; i < BUFFERS; i++) {
         const ParamBuffer* p = &s->units[unit][i];
         if (p->shard == SHARD_NONE || slotted_weight(p) != slotted) continue;
-        comm_all_gather(comm_of(s, i), p->weight, p->held_weight, (size_t)p->part * sizeof(floatX), s->side_stream);
+        comm_all_gather(comm_of(s, i), p->weight, p->owned_weight, (size_t)p->part * sizeof(floatX), s->side_stream);
     }
     event_record(s->gathered[unit], s->side_stream);
 }
 
 void weights_start(Sharding* s, int unit) {
-    if (unit < 0 || unit >= s->count || !travels(s)) return;
+    if (unit < 0 || unit >= s->count || !communicates(s)) return;
     Slot* slot = &s->slots[slot_of(s, unit)];
     if (slot->unit == unit && slot->version == s->version) return;
 
@@ -201,17 +203,17 @@ void weights_start(Sharding* s, int unit) {
 
 void weights_get(Sharding* s, int unit, Ctx* ctx) {
     weights_start(s, unit);
-    if (travels(s)) event_wait(s->gathered[unit], ctx);
+    if (communicates(s)) event_wait(s->gathered[unit], ctx);
 }
 
 void weights_release(Sharding* s, int unit, Ctx* ctx) {
-    if (travels(s)) event_record(s->slots[slot_of(s, unit)].free, ctx);
+    if (communicates(s)) event_record(s->slots[slot_of(s, unit)].free, ctx);
 }
 
 // Replicated weights (--shard optimizer and grads) are gathered at once, sharded ones by weights_start.
 void weights_changed(Sharding* s, Ctx* ctx) {
     s->version++;
-    if (!travels(s)) return;
+    if (!communicates(s)) return;
     side_follows(s, ctx);
     for (int u = 0; u < s->count; u++) gather(s, u, 0);
 }
@@ -220,12 +222,12 @@ int64_t weights_version(const Sharding* s) { return s->version; }
 
 // A slot has the gradients of another unit: it may be overwritten when these have been reduced.
 void grads_get(Sharding* s, int unit, int first, Ctx* ctx) {
-    if (travels(s)) event_wait(s->slots[slot_of(s, unit)].reduced, ctx);
+    if (communicates(s)) event_wait(s->slots[slot_of(s, unit)].reduced, ctx);
     for (int i = 0; i < BUFFERS; i++) s->units[unit][i].fresh = first || slotted_grad(&s->units[unit][i]);
 }
 
 Ctx* grads_reduce(Sharding* s, int unit, int first, int last, Ctx* ctx) {
-    if (travels(s) || last) side_follows(s, ctx);
+    if (communicates(s) || last) side_follows(s, ctx);
     for (int i = 0; i < BUFFERS; i++) {
         ParamBuffer* p = &s->units[unit][i];
         if (p->n == 0 || p->parts == 1) continue;
@@ -241,7 +243,7 @@ Ctx* grads_reduce(Sharding* s, int unit, int first, int last, Ctx* ctx) {
             comm_sum(comm_of(s, i), p->grad, p->n, s->side_stream);
         }
     }
-    if (travels(s)) event_record(s->slots[slot_of(s, unit)].reduced, s->side_stream);
+    if (communicates(s)) event_record(s->slots[slot_of(s, unit)].reduced, s->side_stream);
     return s->side_stream;
 }
 

@@ -64,20 +64,20 @@ typedef struct Layout {
 } Layout;
 
 typedef struct ParamBuffer {
-    int64_t n, n_decay;       // the whole buffer as the ops see it, padding included; weight decay covers a prefix
-    int64_t n_muon;           // Muon trains this prefix, AdamW the rest
-    int64_t parts, part;      // ranks of the group that shards it; elements of a part (n / parts)
-    int64_t first;            // of this rank's own part
-    int64_t held, held_from;  // owned by this rank: elements held_from .. held_from + held - 1 of master, m and v
-    Shard shard;              // SHARD_NONE where parts is 1
-    int frozen;               // as in Layout: m, v, grad and own_grad are NULL
-    int fresh;                // set by grads_get. 1: backward overwrites grad, 0: it accumulates
-    floatX* weight;           // (n): valid from weights_get to weights_release
-    floatX* held_weight;      // (held): the owned weights, written by the update
-    real* master;             // (held)
-    void *m, *v;              // (held), (held - muon_held): real or bf16, by the layout; Muon has no v
-    real* grad;               // (n): the output of backward, from grads_get to grads_reduce
-    real* own_grad;           // (part): this rank's part of the sum over the ranks
+    int64_t n, n_decay;         // the whole buffer as the ops see it, padding included; weight decay covers a prefix
+    int64_t n_muon;             // Muon trains this prefix, AdamW the rest
+    int64_t parts, part;        // ranks of the group that shards it; elements of a part (n / parts)
+    int64_t first;              // of this rank's own part
+    int64_t owned, owned_from;  // owned by this rank: elements owned_from .. owned_from + owned - 1 of master, m and v
+    Shard shard;                // SHARD_NONE where parts is 1
+    int frozen;                 // as in Layout: m, v, grad and own_grad are NULL
+    int fresh;                  // set by grads_get. 1: backward overwrites grad, 0: it accumulates
+    floatX* weight;             // (n): valid from weights_get to weights_release
+    floatX* owned_weight;       // (owned): the owned weights, written by the update
+    real* master;               // (owned)
+    void *m, *v;                // (owned), (owned - muon_owned): real or bf16, by the layout; Muon has no v
+    real* grad;                 // (n): the output of backward, from grads_get to grads_reduce
+    real* own_grad;             // (part): this rank's part of the sum over the ranks
 } ParamBuffer;
 
 // The buffers of a unit. The expert buffer may have 0 elements.
@@ -90,13 +90,13 @@ typedef struct Sharding Sharding;
 void sharding_cut(ParamBuffer* buffer, int64_t n, int64_t n_decay, int64_t n_muon, int parts, int index, Shard shard);
 // The number of elements that Muon trains: of part `index`, and of the owned elements. They come first.
 int64_t muon_part(const ParamBuffer* buffer, int index);
-int64_t muon_held(const ParamBuffer* buffer);
+int64_t muon_owned(const ParamBuffer* buffer);
 // The moments m from owned element `at` on.
 void* moments_at(const ParamBuffer* buffer, int64_t at, int bf16_moments);
 // Names the buffer's arrays in `arena`.
 void sharding_plan(Arena* arena, ParamBuffer* buffer, int bf16_moments);
-// Names the slots, which all units share. units: (count) x (BUFFERS); `held` is the pinned unit.
-Sharding* sharding_plan_slots(Arena* arena, ParamBuffer* const* units, int count, int held);
+// Names the slots, which all units share. units: (count) x (BUFFERS); `pinned` is the pinned unit.
+Sharding* sharding_plan_slots(Arena* arena, ParamBuffer* const* units, int count, int pinned);
 
 // Sets pointers, streams and events after the arena is allocated. world and expert_dp (expert data parallelism: the
 // ranks that own the same experts) are NULL with one rank. workspace: bytes of the side stream's workspace, for work

@@ -209,8 +209,8 @@ static void load_unit(Import* in, Model* m, int unit) {
     for (int i = 0; i < count; i++) {
         const NamedTensor* t = &tensors[i];
         const ParamBuffer* p = &u->buffer[t->buffer];
-        const Slice mine = tensor_slice(t, p->held_from, p->held);
-        const int64_t at = mine.count ? t->offset + mine.first - p->held_from : 0;
+        const Slice mine = tensor_slice(t, p->owned_from, p->owned);
+        const int64_t at = mine.count ? t->offset + mine.first - p->owned_from : 0;
         load(in, t->name, t->rank, t->shape, mine, p->master + at, m->ctx);
     }
     free(tensors);

@@ -34,9 +34,9 @@ void sample_check(const Settings* s, const Tokenizer* tokenizer, const Shards* t
             train ? "in the shards go" : "of the model go");
 
     // The prompt can be told in its tokens.
-    int64_t room = (int64_t)strlen(s->prompt) + 1;
-    int32_t* ids = (int32_t*)host_alloc((size_t)room * sizeof(int32_t));
-    if (tokenizer_encode(tokenizer, s->prompt, ids, room) < 0)
+    int64_t capacity = (int64_t)strlen(s->prompt) + 1;
+    int32_t* ids = (int32_t*)host_alloc((size_t)capacity * sizeof(int32_t));
+    if (tokenizer_encode(tokenizer, s->prompt, ids, capacity) < 0)
         die(EXIT_USAGE, "--prompt '%s' cannot be encoded with --tokenizer %s: %s", s->prompt, s->tokenizer,
             tokenizer_why(tokenizer));
     if (*s->prompt && !tokenizer_exact(tokenizer))
@@ -81,13 +81,13 @@ int32_t sample_draw(real* logits, int64_t V, double temperature, int64_t top_k, 
 
 char* model_sample(Model* m, Ranks* world, const Tokenizer* tokenizer, int64_t step) {
     const Settings* s = &m->settings;
-    int64_t room = 1 + (int64_t)strlen(s->prompt) + s->sample_tokens, V = m->config.V;
-    int32_t* ids = (int32_t*)host_alloc((size_t)room * sizeof(int32_t));
+    int64_t capacity = 1 + (int64_t)strlen(s->prompt) + s->sample_tokens, V = m->config.V;
+    int32_t* ids = (int32_t*)host_alloc((size_t)capacity * sizeof(int32_t));
     real* logits = (real*)host_alloc((size_t)V * sizeof(real));
 
     // End of text and the prompt.
     ids[0] = tokenizer_eot(tokenizer);
-    int64_t prompt = tokenizer_encode(tokenizer, s->prompt, ids + 1, room - 1), n = 1 + prompt;
+    int64_t prompt = tokenizer_encode(tokenizer, s->prompt, ids + 1, capacity - 1), n = 1 + prompt;
     if (prompt < 0) die(EXIT_USAGE, "--prompt cannot be encoded: %s", tokenizer_why(tokenizer));
 
     // Token after token.

@@ -33,8 +33,8 @@ static inline int scale_exponent(double amax, MxScale mode) {
 }
 
 // x (rows, columns) becomes what its cast stands for, in place; one scale for each tile, smaller at the edges.
-static inline void cast(double* x, int64_t rows, int64_t columns, int64_t tile_rows, int64_t tile_columns,
-                        MxScale mode) {
+static inline void fake_quantize(double* x, int64_t rows, int64_t columns, int64_t tile_rows, int64_t tile_columns,
+                                 MxScale mode) {
     for (int64_t r0 = 0; r0 < rows; r0 += tile_rows)
         for (int64_t c0 = 0; c0 < columns; c0 += tile_columns) {
             int64_t r1 = r0 + tile_rows < rows ? r0 + tile_rows : rows;

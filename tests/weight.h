@@ -2,7 +2,7 @@
 #ifndef TESTS_WEIGHT_H
 #define TESTS_WEIGHT_H
 
-#include "mx/products.h"
+#include "mx/linear.h"
 
 // `count` matrices (OC, IC), of values, whose products add to `grad`.
 static inline Weight plain_weight(const floatX* w, real* grad, int64_t count, int64_t OC, int64_t IC) {

@@ -78,6 +78,6 @@ static void set_wild(X& x, int broken) {
     });
 }
 
-static const MxCast casts[] = {{MX_RCEIL, 1}, {MX_FLOOR, 1}, {MX_RCEIL, 128}, {MX_FLOOR, 128}};
+static const MxRecipe recipes[] = {{MX_RCEIL, 1}, {MX_FLOOR, 1}, {MX_RCEIL, 128}, {MX_FLOOR, 128}};
 
 #endif

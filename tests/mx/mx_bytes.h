@@ -56,8 +56,8 @@ static inline double oracle_value(uint8_t q, int s) {
 }
 
 static inline void oracle_quantize(uint8_t* q, uint8_t* scale, const real* x, int64_t rows, int64_t columns,
-                                   MxCast cast) {
-    const int64_t chunk = cast.align == 128 ? 128 : 32, stride = (columns / 32 + 15) / 16 * 16;
+                                   MxRecipe recipe) {
+    const int64_t chunk = recipe.align == 128 ? 128 : 32, stride = (columns / 32 + 15) / 16 * 16;
     memset(scale, 0, rows * stride);
     for (int64_t r = 0; r < rows; r++)
         for (int64_t c = 0; c < columns; c++) {
@@ -65,7 +65,7 @@ static inline void oracle_quantize(uint8_t* q, uint8_t* scale, const real* x, in
             int s = scale[r * stride + c / 32];
             if (c % 32 == 0)
                 s = scale[r * stride + c / 32] =
-                    (uint8_t)oracle_scale(oracle_amax(x + r * columns + c0, 0, 1, n), cast.scale);
+                    (uint8_t)oracle_scale(oracle_amax(x + r * columns + c0, 0, 1, n), recipe.scale);
             q[r * columns + c] = oracle_byte(x[r * columns + c], s);
         }
 }
@@ -103,7 +103,7 @@ static inline real* wild_tensor(int64_t rows, int64_t columns, uint32_t stream) 
     return x;
 }
 
-static const MxCast casts[] = {{MX_RCEIL, 1}, {MX_FLOOR, 1}, {MX_RCEIL, 128}, {MX_FLOOR, 128}};
+static const MxRecipe recipes[] = {{MX_RCEIL, 1}, {MX_FLOOR, 1}, {MX_RCEIL, 128}, {MX_FLOOR, 128}};
 
 // Matrices: count, rows, columns.
 static const int64_t matrices[][3] = {{1, 32, 32}, {3, 96, 160}, {2, 224, 64}, {5, 288, 416}, {1, 544, 32}};

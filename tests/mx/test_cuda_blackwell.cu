@@ -342,7 +342,7 @@ static void test_refusals(void) {
     if (has_block_scales(ctx)) return;
     said.clear();
     code = run_self("refuse-gpu", &said);
-    CHECK(code == EXIT_FAILED && said.find("cuBLASLt refuses an MXFP8 product") != std::string::npos, "%d: %s", code,
+    CHECK(code == EXIT_FAILED && said.find("cuBLASLt refuses an MXFP8 GEMM") != std::string::npos, "%d: %s", code,
           said.c_str());
 }
 

@@ -5,7 +5,7 @@
 
 static void test_stats(void) {
     CHECK(mx_stats_workspace() <= ctx->workspace_bytes, "workspace");
-    for (MxCast cast : casts) {
+    for (MxRecipe recipe : recipes) {
         const int64_t rows = 3001, columns = 1376;
         X x(rows * columns);
         set_wild(x, 1);
@@ -13,12 +13,12 @@ static void test_stats(void) {
         MxStats* dev = (MxStats*)device_alloc(sizeof(MxStats), "a test");
         auto run = [&](MxStats* out) {
             device_upload(dev, &first, sizeof(first), ctx);
-            mx_stats(dev, x.dev, rows, columns, cast, ctx);
+            mx_stats(dev, x.dev, rows, columns, recipe, ctx);
             device_download(out, dev, sizeof(*out), ctx);
         };
         run(&got);
         run(&again);
-        REFERENCE(mx_stats)(&want, x.ref(), rows, columns, cast, reference_ctx);
+        REFERENCE(mx_stats)(&want, x.ref(), rows, columns, recipe, reference_ctx);
         CHECK(memcmp(&got, &again, sizeof(got)) == 0, "not the same on every run");
         CHECK(got.elements == want.elements && got.saturated == want.saturated && got.flushed == want.flushed &&
                   got.inexact == want.inexact,

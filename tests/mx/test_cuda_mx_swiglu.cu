@@ -41,10 +41,10 @@ static void swiglu_case(const std::vector<int32_t>& counts, int64_t F) {
         if (l.pad(i / (2 * F))) h.host[(size_t)i] = NAN;
     h.send();
     experts_swiglu_forward(a.dev, h.dev, ragged, F, ctx);
-    for (MxCast cast : casts) {
+    for (MxRecipe recipe : recipes) {
         Bytes q(capacity * F), scale(capacity * mx_stride(F)), whole_q(capacity * F), whole_scale(scale.n);
-        mx_swiglu_quantize(q.dev, scale.dev, h.dev, ragged, F, cast, ctx);
-        mx_quantize(whole_q.dev, whole_scale.dev, a.dev, used, F, cast,
+        mx_swiglu_quantize(q.dev, scale.dev, h.dev, ragged, F, recipe, ctx);
+        mx_quantize(whole_q.dev, whole_scale.dev, a.dev, used, F, recipe,
                     ctx);  // a's rows that nobody wrote are left out
         q.host = whole_q.got(), scale.host = whole_scale.got();
         CHECK_BYTES(q);
@@ -78,18 +78,18 @@ static void swiglu_backward_case(const std::vector<int32_t>& counts, int64_t F) 
     send_with_nan(l, h, dap, gate, F);
     experts_swiglu_backward(whole_dh.dev, other.dev, other_gate.dev, dap.dev, h.dev, l.ragged, F, ctx);
     whole_dh.host = whole_dh.got();
-    for (MxCast cast : casts) {
+    for (MxRecipe recipe : recipes) {
         Bytes a_q(capacity * F), a_scale(capacity * mx_stride(F)), q(capacity * 2 * F), whole_q(q.n);
         Bytes scale(capacity * mx_stride(2 * F)), whole_scale(scale.n);
         dh.poison(), gated.poison(), drow_gate.poison();
         auto run = [&] {
             mx_swiglu_backward_quantize(q.dev, scale.dev, dh.dev, gated.dev, drow_gate.dev, dap.dev, h.dev, l.ragged, F,
-                                        cast, ctx);
+                                        recipe, ctx);
         };
         run();
-        mx_swiglu_quantize(a_q.dev, a_scale.dev, h.dev, l.ragged, F, cast, ctx);
+        mx_swiglu_quantize(a_q.dev, a_scale.dev, h.dev, l.ragged, F, recipe, ctx);
         mx_dequantize(act.dev, a_q.dev, a_scale.dev, used, F, ctx);
-        mx_quantize(whole_q.dev, whole_scale.dev, whole_dh.dev, used, 2 * F, cast, ctx);
+        mx_quantize(whole_q.dev, whole_scale.dev, whole_dh.dev, used, 2 * F, recipe, ctx);
         q.host = whole_q.got(), scale.host = whole_scale.got();
         CHECK_BYTES(q);
         CHECK_BYTES(scale);
@@ -128,7 +128,7 @@ static void swiglu_backward_both_case(const std::vector<int32_t>& counts, int64_
     R gate(capacity, 3), drow_gate(capacity), other_gate(capacity);
     send_with_nan(l, h, dap, gate, F);
     for (int32_t mode : {MX_RCEIL, MX_FLOOR}) {
-        const MxCast cast = {mode, 128};
+        const MxRecipe recipe = {mode, 128};
         Bytes q(capacity * 2 * F), scale(capacity * mx_stride(2 * F)), want_q(q.n), want_scale(scale.n);
         Bytes channels(q.n), scales(capacity / 128 * 2 * F), want_channels(q.n), want_scales(scales.n);
         gated.poison(), other.poison(), drow_gate.poison(), other_gate.poison();
@@ -138,8 +138,8 @@ static void swiglu_backward_both_case(const std::vector<int32_t>& counts, int64_
         };
         run();
         mx_swiglu_backward_quantize(want_q.dev, want_scale.dev, dh.dev, other.dev, other_gate.dev, dap.dev, h.dev,
-                                    l.ragged, F, cast, ctx);
-        mx_quantize_channels(want_channels.dev, want_scales.dev, dh.dev, capacity, l.ragged, 2 * F, cast, ctx);
+                                    l.ragged, F, recipe, ctx);
+        mx_quantize_channels(want_channels.dev, want_scales.dev, dh.dev, capacity, l.ragged, 2 * F, recipe, ctx);
         const int rows = q.got() == want_q.got() && scale.got() == want_scale.got();
         const int by_channel = channels.got() == want_channels.got() && scales.got() == want_scales.got();
         auto got = gated.got(), want = other.got(), got_gate = drow_gate.got(), want_gate = other_gate.got();

@@ -13,21 +13,21 @@ static uint32_t below(uint32_t h, int64_t i) {
 }
 
 static void check_rows(X& x, int64_t rows, int64_t columns) {
-    for (MxCast cast : casts) {
+    for (MxRecipe recipe : recipes) {
         Bytes q(rows * columns), scale(rows * mx_stride(columns));
-        mx_quantize(q.dev, scale.dev, x.dev, rows, columns, cast, ctx);
-        REFERENCE(mx_quantize)(q.host.data(), scale.host.data(), x.ref(), rows, columns, cast, reference_ctx);
+        mx_quantize(q.dev, scale.dev, x.dev, rows, columns, recipe, ctx);
+        REFERENCE(mx_quantize)(q.host.data(), scale.host.data(), x.ref(), rows, columns, recipe, reference_ctx);
         CHECK_BYTES(q);
         CHECK_BYTES(scale);
     }
 }
 
 static void check_columns(X& x, int64_t count, int64_t rows, int64_t columns) {
-    for (MxCast cast : casts) {
+    for (MxRecipe recipe : recipes) {
         Bytes q(count * rows * columns), scale(count * columns * mx_stride(rows));
-        mx_quantize_transposed(q.dev, scale.dev, x.dev, count, rows, columns, cast, ctx);
+        mx_quantize_transposed(q.dev, scale.dev, x.dev, count, rows, columns, recipe, ctx);
         REFERENCE(mx_quantize_transposed)
-        (q.host.data(), scale.host.data(), x.ref(), count, rows, columns, cast, reference_ctx);
+        (q.host.data(), scale.host.data(), x.ref(), count, rows, columns, recipe, reference_ctx);
         CHECK_BYTES(q);
         CHECK_BYTES(scale);
     }
@@ -153,12 +153,12 @@ static void test_round_columns(void) {
     Ragged on_gpu = {}, on_host = {};
     on_gpu.El = on_host.El = 4, on_gpu.capacity = on_host.capacity = capacity;
     on_gpu.group_start = start_dev, on_host.group_start = (int64_t*)starts, on_host.group_rows = (int32_t*)rows;
-    for (MxCast cast : casts)
+    for (MxRecipe recipe : recipes)
         for (int64_t columns : {(int64_t)32, (int64_t)1408}) {
             X x(capacity * columns);
             set_wild(x, 5);
-            mx_round_columns(x.dev, on_gpu, columns, cast, ctx);
-            REFERENCE(mx_round_columns)(x.ref(), on_host, columns, cast, reference_ctx);
+            mx_round_columns(x.dev, on_gpu, columns, recipe, ctx);
+            REFERENCE(mx_round_columns)(x.ref(), on_host, columns, recipe, reference_ctx);
             auto got = x.got();
             int64_t wrong = 0;
             for (int64_t i = 0; i < x.n; i++) {
@@ -191,7 +191,8 @@ static void test_channels(void) {
     on_gpu.group_start = start.dev, on_host.group_start = start.host.data();
     on_host.group_rows = (int32_t*)rows;
     on_gpu.row_token = token.dev, on_host.row_token = token.host.data();
-    for (MxCast cast : {MxCast{MX_RCEIL, 128}, MxCast{MX_FLOOR, 128}, MxCast{MX_RCEIL, 512}, MxCast{MX_FLOOR, 512}})
+    for (MxRecipe recipe :
+         {MxRecipe{MX_RCEIL, 128}, MxRecipe{MX_FLOOR, 128}, MxRecipe{MX_RCEIL, 512}, MxRecipe{MX_FLOOR, 512}})
         for (int64_t columns : {(int64_t)32, (int64_t)160, (int64_t)1408}) {
             // Values; those of some columns are small.
             Bytes q(columns * CAPACITY), scale(CAPACITY / 128 * columns);
@@ -203,9 +204,9 @@ static void test_channels(void) {
                 return (((i % columns % 9 == 5 ? 10 : 100) + draw(18, i / 40, 30) + draw(19, i, 12)) << 7) |
                        draw(20, i, 128) | draw(21, i, 2) << 15;
             });
-            mx_quantize_channels(q.dev, scale.dev, x.dev, CAPACITY, on_gpu, columns, cast, ctx);
+            mx_quantize_channels(q.dev, scale.dev, x.dev, CAPACITY, on_gpu, columns, recipe, ctx);
             REFERENCE(mx_quantize_channels)
-            (q.host.data(), scale.host.data(), x.ref(), CAPACITY, on_host, columns, cast, reference_ctx);
+            (q.host.data(), scale.host.data(), x.ref(), CAPACITY, on_host, columns, recipe, reference_ctx);
             CHECK_BYTES(q);
             CHECK_BYTES(scale);
 
@@ -222,10 +223,10 @@ static void test_channels(void) {
                 from.send(bytes), from_scale.send(scales);
                 Bytes q2(columns * CAPACITY), scale2(CAPACITY / 128 * columns);
                 mx_requantize_channels(q2.dev, scale2.dev, from.dev, from_scale.dev, tokens, CAPACITY, on_gpu, columns,
-                                       cast, ctx);
+                                       recipe, ctx);
                 REFERENCE(mx_requantize_channels)
                 (q2.host.data(), scale2.host.data(), from.host.data(), from_scale.host.data(), tokens, CAPACITY,
-                 on_host, columns, cast, reference_ctx);
+                 on_host, columns, recipe, reference_ctx);
                 CHECK_BYTES(q2);
                 CHECK_BYTES(scale2);
             }
@@ -240,7 +241,7 @@ static void test_both(void) {
     for (auto& s : shapes)
         for (int i = 0; i < 4; i++) {
             const int64_t rows = s[0], columns = s[1], used = round_up(rows, 128), length = used + 128 * (i & 1);
-            const MxCast cast = {i & 1, 128};
+            const MxRecipe recipe = {i & 1, 128};
             X x(rows * columns);
             set_wild(x, i >> 1);
             I64 start(2);
@@ -253,10 +254,10 @@ static void test_both(void) {
                 one_scale(rows * mx_stride(columns));
             Bytes by_channel(columns * length), scales(length / 128 * columns), channels(columns * length),
                 channel_scales(length / 128 * columns);
-            mx_quantize_both(q.dev, scale.dev, by_channel.dev, scales.dev, x.dev, length, rows, columns, cast.scale,
+            mx_quantize_both(q.dev, scale.dev, by_channel.dev, scales.dev, x.dev, length, rows, columns, recipe.scale,
                              ctx);
-            mx_quantize(one_way.dev, one_scale.dev, x.dev, rows, columns, cast, ctx);
-            mx_quantize_channels(channels.dev, channel_scales.dev, x.dev, length, all, columns, cast, ctx);
+            mx_quantize(one_way.dev, one_scale.dev, x.dev, rows, columns, recipe, ctx);
+            mx_quantize_channels(channels.dev, channel_scales.dev, x.dev, length, all, columns, recipe, ctx);
             CHECK(q.got() == one_way.got(), "%lld x %lld: bytes along rows", (long long)rows, (long long)columns);
             CHECK(scale.got() == one_scale.got(), "%lld x %lld: their scales", (long long)rows, (long long)columns);
             CHECK(by_channel.got() == channels.got(), "%lld x %lld: bytes by channel", (long long)rows,
@@ -266,7 +267,7 @@ static void test_both(void) {
 
             REFERENCE(mx_quantize_both)
             (q.host.data(), scale.host.data(), by_channel.host.data(), scales.host.data(), x.ref(), length, rows,
-             columns, cast.scale, reference_ctx);
+             columns, recipe.scale, reference_ctx);
             CHECK_BYTES(q);
             CHECK_BYTES(scale);
             CHECK_BYTES(by_channel);

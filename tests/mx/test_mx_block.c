@@ -1,5 +1,5 @@
 // The MoE block under every precision switch against a chain written here in float64: its own e4m3 and block scales (by
-// frexp and ldexp), its own SwiGLU, router and dense products, and a cast wherever the contract (moe/moe.h) names one.
+// frexp and ldexp), its own SwiGLU, router and dense gemms, and a cast wherever the contract (moe/moe.h) names one.
 // One rank; other layouts of the same block are tests/parallel/test_expert_parallel.c's.
 //
 // Tolerances. Both sides make the same casts, so what differs is their arithmetic; and where that differs by delta, an
@@ -12,7 +12,7 @@
 //           with 500 elements that count (of inputs spread over 12 binades few do), beyond 4e-4 (34 dB) only if D is
 //           0.45 rms, the element 5 rms. One tensor in two has such an element, which tips with 4e-7 / 0.45: 3e-4 in
 //           all cases.
-//   CUDA    buffers between products are bf16 there, and the chain rounds where they are. Products then differ by up to
+//   CUDA    buffers between gemms are bf16 there, and the chain rounds where they are. Products then differ by up to
 //           1e-5 (exact) or 1.3e-4 (fast, short sums) of the norm, and of the elements of a bf16 buffer 0.3 or 3 % come
 //           out one step aside: 2e-4 or 7e-4. A cast then tips 11 delta of its elements by 1/11 each: it makes
 //           sqrt(delta / 11) of delta, 8e-3, and if another one follows (combine) 2.5e-2; the median row is below. And
@@ -53,7 +53,7 @@ static real* reals(const double* x, int64_t n) {
 
 static floatX* send_numbers(const double* x, int64_t n) { return send(reals(x, n), n); }
 
-// What is MXFP8; fast: the experts' products on bytes.
+// What is MXFP8; fast: the experts' gemms on bytes.
 typedef struct Precision {
     int32_t expert, dispatch, combine, wgrad, fast, scale;
 } Precision;
@@ -233,10 +233,10 @@ static void run_expert(Chain* c, int e, const double* x, const double* dy, const
     double *w13 = copy_of(in->w13 + e * 2 * F * C, 2 * F * C), *w13_back = copy_of(w13, 2 * F * C);
     double *w2 = copy_of(in->w2 + e * C * F, C * F), *w2_back = copy_of(w2, C * F);
     if (p.expert) {
-        cast(w13, 2 * F, C, p.fast ? 128 : 1, along, mode);
-        cast(w2, C, F, p.fast ? 128 : 1, along, mode);
-        cast(w13_back, 2 * F, C, along, p.fast ? 128 : 1, mode);
-        cast(w2_back, C, F, along, p.fast ? 128 : 1, mode);
+        fake_quantize(w13, 2 * F, C, p.fast ? 128 : 1, along, mode);
+        fake_quantize(w2, C, F, p.fast ? 128 : 1, along, mode);
+        fake_quantize(w13_back, 2 * F, C, along, p.fast ? 128 : 1, mode);
+        fake_quantize(w2_back, C, F, along, p.fast ? 128 : 1, mode);
     }
     int choice[N * K], M = 0;
     for (int i = 0; i < N * K; i++)
@@ -250,12 +250,12 @@ static void run_expert(Chain* c, int e, const double* x, const double* dy, const
 
     double* h = narrow(c, times_transposed(xr, w13, M, C, 2 * F), M * 2 * F);
     double* a = narrow(c, swiglu(h, M, F), M * F);
-    if (p.expert) cast(a, M, F, 1, along, mode);
+    if (p.expert) fake_quantize(a, M, F, 1, along, mode);
     double* y = narrow(c, times_transposed(a, w2, M, F, C), M * C);
     double* da = narrow(c, times(dr, w2_back, M, C, F), M * F);
-    double *dh = narrow(c, swiglu_slope(h, da, gate, M, F), M * 2 * F), *dh_cast = copy_of(dh, M * 2 * F);
-    if (p.expert) cast(dh_cast, M, 2 * F, 1, along, mode);
-    double* dx = narrow(c, times(dh_cast, w13_back, M, 2 * F, C), M * C);
+    double *dh = narrow(c, swiglu_slope(h, da, gate, M, F), M * 2 * F), *dh_quantized = copy_of(dh, M * 2 * F);
+    if (p.expert) fake_quantize(dh_quantized, M, 2 * F, 1, along, mode);
+    double* dx = narrow(c, times(dh_quantized, w13_back, M, 2 * F, C), M * C);
 
     for (int m = 0; m < M; m++) {
         int64_t n = choice[m] / K;
@@ -271,10 +271,10 @@ static void run_expert(Chain* c, int e, const double* x, const double* dy, const
     narrow(c, a, M * F);
     if (p.wgrad) {
         const int64_t along_x = p.fast ? 512 : 32;
-        cast(dr, M, C, along, 1, mode);
-        cast(a, M, F, along_x, 1, mode);
-        cast(dh, M, 2 * F, along, 1, mode);
-        cast(xr, M, C, along_x, 1, mode);
+        fake_quantize(dr, M, C, along, 1, mode);
+        fake_quantize(a, M, F, along_x, 1, mode);
+        fake_quantize(dh, M, 2 * F, along, 1, mode);
+        fake_quantize(xr, M, C, along_x, 1, mode);
     }
     product(c->out[2] + e * 2 * F * C, dh, 1, 2 * F, xr, 2 * F, M, C);
     product(c->out[3] + e * C * F, dr, 1, C, a, C, M, F);
@@ -290,16 +290,16 @@ static Chain run_chain(const Inputs* in, const int32_t* expert, Widths d, Precis
                NULL,
                rounded};
     router(&c, in, expert, d);
-    p.fast = p.fast && p.expert;  // says how the experts' products are made
+    p.fast = p.fast && p.expert;  // says how the experts' gemms are made
     double *x = copy_of(in->x, N * C), *dy = copy_of(in->dy, N * C);
     if (p.dispatch || p.expert) {
-        cast(x, N, C, 1, p.fast ? 128 : 32, mode);
-        cast(dy, N, C, 1, p.fast ? 128 : 32, mode);
+        fake_quantize(x, N, C, 1, p.fast ? 128 : 32, mode);
+        fake_quantize(dy, N, C, 1, p.fast ? 128 : 32, mode);
     }
     for (int e = 0; e < E; e++) run_expert(&c, e, x, dy, in, expert, d, p);
     if (p.combine) {
-        cast(narrow(&c, c.out[0], N * C), N, C, 1, 32, mode);
-        cast(narrow(&c, c.out[1], N * C), N, C, 1, 32, mode);
+        fake_quantize(narrow(&c, c.out[0], N * C), N, C, 1, 32, mode);
+        fake_quantize(narrow(&c, c.out[1], N * C), N, C, 1, 32, mode);
     }
     shared_mlp(&c, in, d);
     narrow(&c, c.out[0], N * C), narrow(&c, c.out[1], N * C);
@@ -334,7 +334,7 @@ static MoeShape shape_of(Widths d, Precision p, int recompute) {
                   FORMAT_VALUES,
                   format_of(p.wgrad, p),
                   0};
-    if (p.combine) s.combine.bytes = 1, s.combine.cast.scale = p.scale, s.combine.cast.align = 1;
+    if (p.combine) s.combine.bytes = 1, s.combine.recipe.scale = p.scale, s.combine.recipe.align = 1;
     return s;
 }
 
@@ -372,18 +372,18 @@ static Block run_block(const Inputs* in, Widths d, Precision p, int recompute, i
     // Statistics leave NaN out: what they must not count is about 0.75 for them.
     Pool* pool = pool_create("pool of a test", measured ? filled_with(0x3f, room) : poison(room), room);
     Dispatch* dispatch = dispatch_create(NULL, pool, NULL, ctx);
-    ProductRoom products;
-    memset(&products, 0, sizeof(products));
+    GemmWorkspace gemms;
+    memset(&gemms, 0, sizeof(gemms));
     arena_init(&weights, "a test", BACKEND);
     Weight* experts[2] = {&w13, &w2};
     for (int i = 0; i < 2; i++) {
         experts[i]->format = format_of(p.expert, p);
-        experts[i]->room = &products;
+        experts[i]->workspace = &gemms;
         weight_plan(&weights, experts[i], 0);
     }
-    products_plan(&weights, &products, N, 1);
+    linear_plan(&weights, &gemms, N, 1);
     arena_allocate(&weights);
-    for (int i = 0; i < 2; i++) weight_cast(experts[i], ctx);
+    for (int i = 0; i < 2; i++) weight_quantize(experts[i], ctx);
     MoeSaved saved;
     Block b;
     MxStats* stats = (MxStats*)device_room(sizeof(b.stats));
@@ -550,7 +550,7 @@ static MxStats oracle_stats(const double* x, int64_t count, int64_t rows, int64_
                             int64_t along, MxScale mode) {
     MxStats s = {0, 0, 0, 0, 0, 0};
     double* alone = copy_of(x, count * rows * columns);
-    cast(alone, count * rows, columns, 1, 32, mode);
+    fake_quantize(alone, count * rows, columns, 1, 32, mode);
     for (int64_t m = 0; m < count; m++)
         for (int64_t r0 = 0; r0 < rows; r0 += tile_rows)
             for (int64_t c0 = 0; c0 < columns; c0 += along) {
@@ -573,7 +573,7 @@ static MxStats oracle_stats(const double* x, int64_t count, int64_t rows, int64_
 
 // Statistics change no bit of a result and are the same with recompute. Of inputs and weights, which are bf16 numbers,
 // they are the oracle's. Of the activation and of dh every element of every row counts once, none of pads or unused
-// rows (where floatX is bf16, sums of short products cancel to 0 now and then), and casts of about normal numbers make
+// rows (where floatX is bf16, sums of short gemms cancel to 0 now and then), and casts of about normal numbers make
 // some 31.5 dB of them (FLOOR, which saturates, a little less).
 static void test_stats(void) {
     const Widths d = widths[1];

@@ -1,5 +1,5 @@
-// SwiGLU and its backward, cast as they are made: bytes and scales against the oracle's cast (tests/mx/mx_bytes.h) of the
-// activation and of its gradients in float64.
+// SwiGLU and its backward, cast as they are made: bytes and scales against the oracle's cast (tests/mx/mx_bytes.h) of
+// the activation and of its gradients in float64.
 #include "mx/mx_swiglu.h"
 
 #include "tests/mx/mx_bytes.h"
@@ -8,7 +8,7 @@ typedef struct {
     const real* h;
     Ragged ragged;
     int64_t F;
-    MxCast cast;
+    MxRecipe recipe;
     uint8_t *q, *scale;
 } Swiglu;
 
@@ -16,18 +16,18 @@ static void run_swiglu(void* arg) {
     Swiglu* s = arg;
     Ctx* ctx = ctx_create(0);
     s->q = poisoned_bytes(s->ragged.capacity * s->F), s->scale = poisoned_bytes(s->ragged.capacity * mx_stride(s->F));
-    mx_swiglu_quantize(s->q, s->scale, s->h, s->ragged, s->F, s->cast, ctx);
+    mx_swiglu_quantize(s->q, s->scale, s->h, s->ragged, s->F, s->recipe, ctx);
     ctx_destroy(ctx);
 }
 
 static void test_swiglu(void) {
     enum { ROWS = 50, ROOM = 60 };
-    for (int i = 0; i < COUNT(casts); i++) {
+    for (int i = 0; i < COUNT(recipes); i++) {
         int64_t F = i % 2 ? 32 : 416, starts[] = {0, 20, ROWS}, differ = 0, far = 0;
         real* h = tensor(ROOM * 2 * F, 60);
         for (int64_t j = 0; j < ROOM * F; j++)  // silu(x) is x from 40 on, and 0 at 0
             if (j / F % 2) h[j / F * 2 * F + j % F] = j % 5 ? (real)(40 + j % 7) : 0;
-        Swiglu s = {.h = h, .ragged = {.El = 2, .capacity = ROOM, .group_start = starts}, .F = F, .cast = casts[i]};
+        Swiglu s = {.h = h, .ragged = {.El = 2, .capacity = ROOM, .group_start = starts}, .F = F, .recipe = recipes[i]};
         check_threads(run_swiglu, &s);
         real* a = kept_bytes(ROWS * F * sizeof(real));
         for (int64_t j = 0; j < ROWS * F; j++) {
@@ -35,7 +35,7 @@ static void test_swiglu(void) {
             a[j] = g >= 40 ? g * u : g == 0 ? 0 * u : (real)(g / (1 + exp(-(double)g)) * u);
         }
         uint8_t *q = poisoned_bytes(ROOM * F), *scale = poisoned_bytes(ROOM * mx_stride(F));
-        oracle_quantize(q, scale, a, ROWS, F, s.cast);
+        oracle_quantize(q, scale, a, ROWS, F, s.recipe);
         CHECK_BYTES(s.scale, scale, ROOM * mx_stride(F), "swiglu, scales");
         for (int64_t j = 0; j < ROOM * F; j++)
             if (j / F % 2)
@@ -52,7 +52,7 @@ typedef struct {
     const real *h, *dap;
     Ragged ragged;
     int64_t F;
-    MxCast cast;
+    MxRecipe recipe;
     uint8_t *q, *scale;
     real *dh, *gated_a, *drow_gate;
 } SwigluBackward;
@@ -63,7 +63,7 @@ static void run_swiglu_backward(void* arg) {
     Ctx* ctx = ctx_create(0);
     s->q = poisoned_bytes(room * 2 * F), s->scale = poisoned_bytes(room * mx_stride(2 * F));
     s->dh = poisoned(room * 2 * F), s->gated_a = poisoned(room * F), s->drow_gate = poisoned(room);
-    mx_swiglu_backward_quantize(s->q, s->scale, s->dh, s->gated_a, s->drow_gate, s->dap, s->h, s->ragged, F, s->cast,
+    mx_swiglu_backward_quantize(s->q, s->scale, s->dh, s->gated_a, s->drow_gate, s->dap, s->h, s->ragged, F, s->recipe,
                                 ctx);
     ctx_destroy(ctx);
 }
@@ -73,12 +73,12 @@ static void run_swiglu_backward(void* arg) {
 static void test_swiglu_backward(void) {
     enum { ROWS = 50, ROOM = 53 };
     static const int64_t widths[] = {32, 160, 384, 416};  // 2F: less than a chunk; chunks of gate and up; whole ones
-    for (int i = 0; i < COUNT(casts) * COUNT(widths); i++) {
-        int64_t F = widths[i / COUNT(casts)], starts[] = {0, 20, 20, ROWS}, steps_aside = 0, wrong = 0;
+    for (int i = 0; i < COUNT(recipes) * COUNT(widths); i++) {
+        int64_t F = widths[i / COUNT(recipes)], starts[] = {0, 20, 20, ROWS}, steps_aside = 0, wrong = 0;
         real *h = tensor(ROOM * 2 * F, 61), *dap = tensor(ROOM * F, 62), *gate = filled(ROOM, NAN);
         for (int64_t r = 0; r < ROWS; r++) gate[r] = ldexp(1, -(int)(r % 5));  // so that gate * a gives a back
         for (int64_t j = ROWS * F; j < ROOM * F; j++) h[2 * j] = h[2 * j + 1] = dap[j] = NAN;
-        SwigluBackward s = {.h = h, .dap = dap, .F = F, .cast = casts[i % COUNT(casts)]};
+        SwigluBackward s = {.h = h, .dap = dap, .F = F, .recipe = recipes[i % COUNT(recipes)]};
         s.ragged = (Ragged){.El = 3, .capacity = ROOM, .group_start = starts, .row_gate = gate};
         check_threads(run_swiglu_backward, &s);
 
@@ -92,7 +92,7 @@ static void test_swiglu_backward(void) {
             dh[at] = d * u * (sigmoid + g * sigmoid * (1 - sigmoid));
             dh[at + F] = d * g * sigmoid;
         }
-        oracle_quantize(a_q, a_scale, a, ROWS, F, s.cast);
+        oracle_quantize(a_q, a_scale, a, ROWS, F, s.recipe);
         for (int64_t j = 0; j < ROWS * F; j++) {
             int64_t r = j / F, scale = a_scale[r * mx_stride(F) + j % F / 32];
             double want = oracle_value(a_q[j], (int)scale), got = (double)s.gated_a[j] / gate[r];
@@ -108,7 +108,7 @@ static void test_swiglu_backward(void) {
         CHECK_CLOSE(s.dh, dh, ROWS * 2 * F, TOL(1e-6, 1e-14));
         CHECK_CLOSE(s.drow_gate, dgate, ROWS, TOL(5e-6, 1e-13));
         uint8_t *q = poisoned_bytes(ROOM * 2 * F), *scale = poisoned_bytes(ROOM * mx_stride(2 * F));
-        oracle_quantize(q, scale, s.dh, ROWS, 2 * F, s.cast);
+        oracle_quantize(q, scale, s.dh, ROWS, 2 * F, s.recipe);
         CHECK_BYTES(s.scale, scale, ROOM * mx_stride(2 * F), "swiglu backward %d, scales", i);
         CHECK_BYTES(s.q, q, ROOM * 2 * F, "swiglu backward %d, bytes", i);
         for (int64_t j = ROWS * F; j < ROOM * F; j++)
@@ -132,7 +132,7 @@ static void run_swiglu_both(void* arg) {
     b->q_channels = poisoned_bytes(2 * F * b->length), b->scale_channels = poisoned_bytes(b->length / 128 * 2 * F);
     s->gated_a = poisoned(room * F), s->drow_gate = poisoned(room);
     mx_swiglu_backward_both(s->q, s->scale, b->q_channels, b->scale_channels, s->gated_a, s->drow_gate, s->dap, s->h,
-                            b->length, s->ragged, F, s->cast.scale, ctx);
+                            b->length, s->ragged, F, s->recipe.scale, ctx);
     ctx_destroy(ctx);
 }
 
@@ -146,7 +146,7 @@ static void test_swiglu_backward_both(void) {
         int64_t F = widths[i / 2], starts[] = {0, 20, 20, 160, ROWS}, length = ragged_rows(ROOM, EXPERTS, BACKEND_CUDA);
         real *h = tensor(ROOM * 2 * F, 63), *dap = tensor(ROOM * F, 64), *gate = tensor(ROOM, 65);
         for (int64_t j = ROWS * F; j < ROOM * F; j++) h[2 * j] = h[2 * j + 1] = dap[j] = NAN;
-        SwigluBackward s = {.h = h, .dap = dap, .F = F, .cast = {i % 2 ? MX_FLOOR : MX_RCEIL, 128}};
+        SwigluBackward s = {.h = h, .dap = dap, .F = F, .recipe = {i % 2 ? MX_FLOOR : MX_RCEIL, 128}};
         s.ragged = (Ragged){EXPERTS, ROOM, starts, group_rows, NULL, NULL, gate};
         SwigluBoth b = {.s = s, .length = length};
         run_swiglu_backward(&s);
@@ -162,7 +162,7 @@ static void test_swiglu_backward_both(void) {
                 for (int64_t c = 0; c < 2 * F; c++) {
                     int64_t n = starts[e + 1] - from < 128 ? starts[e + 1] - from : 128, wrong = 0;
                     const real* x = s.dh + from * 2 * F + c;
-                    int scale = oracle_scale(oracle_amax(x, 2 * F, n, 1), s.cast.scale);
+                    int scale = oracle_scale(oracle_amax(x, 2 * F, n, 1), s.recipe.scale);
                     for (int64_t k = 0; k < 128; k++)
                         wrong += b.q_channels[c * length + to + k] != (k < n ? oracle_byte(x[k * 2 * F], scale) : 0);
                     CHECK(wrong == 0 && b.scale_channels[to / 128 * 2 * F + c] == scale,

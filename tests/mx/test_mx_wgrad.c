@@ -1,5 +1,5 @@
-// Weights' gradients on MXFP8 bytes: the casts by channel, bit for bit against the oracle of tests/mx/mx_bytes.h, and the
-// products against sums in float64 of what the bytes stand for, on random and on extreme routings.
+// Weights' gradients on MXFP8 bytes: the casts by channel, bit for bit against the oracle of tests/mx/mx_bytes.h, and
+// the products against sums in float64 of what the bytes stand for, on random and on extreme routings.
 #include "mx/grouped_gemm_mx.h"
 #include "mx/mxfp8.h"
 #include "tests/mx/mx_bytes.h"
@@ -13,7 +13,7 @@ typedef struct {
     const real* x;                  // or bytes, of tokens or of rows
     const uint8_t *from, *from_scale;
     int tokens;
-    MxCast cast;
+    MxRecipe recipe;
     uint8_t *q, *scale;
 } Channels;
 
@@ -22,10 +22,10 @@ static void run_channels(void* arg) {
     Ctx* ctx = ctx_create(0);
     c->q = poisoned_bytes(c->columns * c->length), c->scale = poisoned_bytes(c->length / 128 * c->columns);
     if (c->x)
-        mx_quantize_channels(c->q, c->scale, c->x, c->length, c->r, c->columns, c->cast, ctx);
+        mx_quantize_channels(c->q, c->scale, c->x, c->length, c->r, c->columns, c->recipe, ctx);
     else
-        mx_requantize_channels(c->q, c->scale, c->from, c->from_scale, c->tokens, c->length, c->r, c->columns, c->cast,
-                               ctx);
+        mx_requantize_channels(c->q, c->scale, c->from, c->from_scale, c->tokens, c->length, c->r, c->columns,
+                               c->recipe, ctx);
     ctx_destroy(ctx);
 }
 
@@ -42,12 +42,12 @@ static void check_channels(Channels c, const char* what) {
     int64_t at = 0;
     for (int e = 0; e < c.r.El; at += tiles_of(c.r.group_rows[e++]) * 128)
         for (int64_t column = 0; column < c.columns; column++)
-            for (int64_t first = 0; first < c.r.group_rows[e]; first += c.cast.align) {
+            for (int64_t first = 0; first < c.r.group_rows[e]; first += c.recipe.align) {
                 real values[512] = {0};
-                const int64_t left = c.r.group_rows[e] - first, n = left < c.cast.align ? left : c.cast.align;
+                const int64_t left = c.r.group_rows[e] - first, n = left < c.recipe.align ? left : c.recipe.align;
                 for (int64_t k = 0; k < n; k++) values[k] = source(&c, c.r.group_start[e] + first + k, column);
-                int s = oracle_scale(oracle_amax(values, 0, 1, n), c.cast.scale);
-                const int zeros = c.cast.align == 512 && s < 40;
+                int s = oracle_scale(oracle_amax(values, 0, 1, n), c.recipe.scale);
+                const int zeros = c.recipe.align == 512 && s < 40;
                 if (zeros) s = 0;
                 for (int64_t k = 0; k < tiles_of(n) * 128; k++) {
                     scale[(at + first + k) / 128 * c.columns + column] = (uint8_t)s;
@@ -55,9 +55,9 @@ static void check_channels(Channels c, const char* what) {
                 }
             }
     check_threads(run_channels, &c);
-    CHECK_BYTES(c.scale, scale, c.length / 128 * c.columns, "%s, mode %d, align %d, scales", what, c.cast.scale,
-                c.cast.align);
-    CHECK_BYTES(c.q, q, c.columns * c.length, "%s, mode %d, align %d, bytes", what, c.cast.scale, c.cast.align);
+    CHECK_BYTES(c.scale, scale, c.length / 128 * c.columns, "%s, mode %d, align %d, scales", what, c.recipe.scale,
+                c.recipe.align);
+    CHECK_BYTES(c.q, q, c.columns * c.length, "%s, mode %d, align %d, bytes", what, c.recipe.scale, c.recipe.align);
 }
 
 // Uneven groups, empty ones, and one that has all rows; of values, of bytes as they lie, and of tokens' bytes.
@@ -74,7 +74,7 @@ static void test_channels(void) {
         for (int64_t r = 0; r < start[GROUPS]; r++) token[r] = (int32_t)draw(90, r, TOKENS);
         Ragged r = {
             .El = GROUPS, .capacity = start[GROUPS], .group_start = start, .group_rows = rows, .row_token = token};
-        Channels c = {.r = r, .columns = columns, .cast = {i >> 2 & 1, i & 8 ? 512 : 128}};
+        Channels c = {.r = r, .columns = columns, .recipe = {i >> 2 & 1, i & 8 ? 512 : 128}};
         c.length = mx_channel_length(r.capacity, GROUPS, BACKEND);
         real* x = wild_tensor(r.capacity, columns, 91 + i);
         for (int64_t j = 5; j < r.capacity * columns; j += columns) x[j] = ldexp(x[j], -80);  // small: zeros in a run
@@ -113,8 +113,8 @@ static void run_by_channel(void* arg) {
     Ctx* ctx = ctx_create(0);
     b->qx = poisoned_bytes(b->IC * b->length), b->sx = poisoned_bytes(b->length / 128 * b->IC);
     b->qdy = poisoned_bytes(b->OC * b->length), b->sdy = poisoned_bytes(b->length / 128 * b->OC);
-    mx_quantize_channels(b->qx, b->sx, b->x, b->length, r, b->IC, (MxCast){MX_RCEIL, 512}, ctx);
-    mx_quantize_channels(b->qdy, b->sdy, b->dy, b->length, r, b->OC, (MxCast){MX_RCEIL, 128}, ctx);
+    mx_quantize_channels(b->qx, b->sx, b->x, b->length, r, b->IC, (MxRecipe){MX_RCEIL, 512}, ctx);
+    mx_quantize_channels(b->qdy, b->sdy, b->dy, b->length, r, b->OC, (MxRecipe){MX_RCEIL, 128}, ctx);
     b->dw = copied(b->dw_before, r.El * b->OC * b->IC);
     grouped_gemm_mx_wgrad(b->dw, b->qdy, b->sdy, b->qx, b->sx, b->length, r, b->IC, b->OC, b->accumulate, ctx);
     ctx_destroy(ctx);

@@ -8,7 +8,7 @@
 typedef struct {
     const real* x;
     int64_t rows, columns;
-    MxCast cast;
+    MxRecipe recipe;
     uint8_t *q, *scale;
 } Cast;
 
@@ -16,20 +16,20 @@ static void run_quantize(void* arg) {
     Cast* c = arg;
     Ctx* ctx = ctx_create(0);
     c->q = poisoned_bytes(c->rows * c->columns), c->scale = poisoned_bytes(c->rows * mx_stride(c->columns));
-    mx_quantize(c->q, c->scale, c->x, c->rows, c->columns, c->cast, ctx);
+    mx_quantize(c->q, c->scale, c->x, c->rows, c->columns, c->recipe, ctx);
     ctx_destroy(ctx);
 }
 
 // Casts x in every way and holds it against the oracle.
 static void check_quantize(const real* x, int64_t rows, int64_t columns, const char* what) {
     uint8_t *q = kept_bytes(rows * columns), *scale = kept_bytes(rows * mx_stride(columns));
-    for (int i = 0; i < COUNT(casts); i++) {
-        Cast c = {.x = x, .rows = rows, .columns = columns, .cast = casts[i]};
+    for (int i = 0; i < COUNT(recipes); i++) {
+        Cast c = {.x = x, .rows = rows, .columns = columns, .recipe = recipes[i]};
         check_threads(run_quantize, &c);
-        oracle_quantize(q, scale, x, rows, columns, casts[i]);
-        CHECK_BYTES(c.scale, scale, rows * mx_stride(columns), "%s, mode %d align %d, scales", what, casts[i].scale,
-                    casts[i].align);
-        CHECK_BYTES(c.q, q, rows * columns, "%s, mode %d align %d, bytes", what, casts[i].scale, casts[i].align);
+        oracle_quantize(q, scale, x, rows, columns, recipes[i]);
+        CHECK_BYTES(c.scale, scale, rows * mx_stride(columns), "%s, mode %d align %d, scales", what, recipes[i].scale,
+                    recipes[i].align);
+        CHECK_BYTES(c.q, q, rows * columns, "%s, mode %d align %d, bytes", what, recipes[i].scale, recipes[i].align);
     }
 }
 
@@ -89,10 +89,10 @@ static void test_rounding(void) {
     release_all();
 }
 
-static void expect(real value, int s, uint8_t q, MxCast cast, const char* what) {
+static void expect(real value, int s, uint8_t q, MxRecipe recipe, const char* what) {
     real* x = filled(32, 0);
     x[31] = value;
-    Cast c = {.x = x, .rows = 1, .columns = 32, .cast = cast};
+    Cast c = {.x = x, .rows = 1, .columns = 32, .recipe = recipe};
     run_quantize(&c);
     CHECK(c.scale[0] == s && c.q[31] == q, "%s: scale %d byte %#x, not %d %#x", what, c.scale[0], c.q[31], s, q);
     for (int i = 0; i < 31; i++) CHECK(c.q[i] == (s == 255 ? 0x7f : 0), "%s: byte %d is %#x", what, i, c.q[i]);
@@ -100,31 +100,31 @@ static void expect(real value, int s, uint8_t q, MxCast cast, const char* what) 
 
 // By hand, so that the oracle is checked too.
 static void test_special_values(void) {
-    for (int i = 0; i < COUNT(casts); i++) {
-        expect(0, 0, 0, casts[i], "zero");
-        expect(-(real)0, 0, 0x80, casts[i], "-0");
-        expect(NAN, 255, 0x7f, casts[i], "NaN");
-        expect(-(real)NAN, 255, 0x7f, casts[i], "-NaN");
-        expect(INFINITY, 255, 0x7f, casts[i], "Inf");
-        expect(-(real)INFINITY, 255, 0x7f, casts[i], "-Inf");
-        expect(1, 119, 0x78, casts[i], "1: 256 x 2^-8");
-        expect(1.75, 119, 0x7e, casts[i], "1.75: 448 x 2^-8");
-        expect((real)0x1p-133, 0, 0x01 << 3, casts[i], "2^-133: 2^-6 x 2^-127");
-        expect((real)0x1p-136, 0, 0x01, casts[i], "2^-136: the smallest byte at the smallest scale");
-        expect((real)0x1p-137, 0, 0x00, casts[i], "2^-137: half of it, to even");
-        expect((real)-0x1.8p-137, 0, 0x81, casts[i], "more than half");
-        expect((real)-0x1p-149, 0, 0x80, casts[i], "the smallest float32");
+    for (int i = 0; i < COUNT(recipes); i++) {
+        expect(0, 0, 0, recipes[i], "zero");
+        expect(-(real)0, 0, 0x80, recipes[i], "-0");
+        expect(NAN, 255, 0x7f, recipes[i], "NaN");
+        expect(-(real)NAN, 255, 0x7f, recipes[i], "-NaN");
+        expect(INFINITY, 255, 0x7f, recipes[i], "Inf");
+        expect(-(real)INFINITY, 255, 0x7f, recipes[i], "-Inf");
+        expect(1, 119, 0x78, recipes[i], "1: 256 x 2^-8");
+        expect(1.75, 119, 0x7e, recipes[i], "1.75: 448 x 2^-8");
+        expect((real)0x1p-133, 0, 0x01 << 3, recipes[i], "2^-133: 2^-6 x 2^-127");
+        expect((real)0x1p-136, 0, 0x01, recipes[i], "2^-136: the smallest byte at the smallest scale");
+        expect((real)0x1p-137, 0, 0x00, recipes[i], "2^-137: half of it, to even");
+        expect((real)-0x1.8p-137, 0, 0x81, recipes[i], "more than half");
+        expect((real)-0x1p-149, 0, 0x80, recipes[i], "the smallest float32");
     }
-    expect((real)1.875, 120, 0x77, casts[0], "RCEIL, 1.875: 240 x 2^-7");
-    expect((real)1.875, 119, 0x7e, casts[1], "FLOOR, 1.875: 480, saturated");
-    expect((real)0x1.fffffep127, 247, 0x78, casts[0], "RCEIL, the largest float32");
-    expect((real)0x1.fffffep127, 246, 0x7e, casts[1], "FLOOR, the largest float32");
-    expect((real)0x1.cp-119, 0, 0x7e, casts[0], "448 x 2^-127");
-    expect((real)0x1.c00002p-119, 0, 0x7e, casts[0], "the exception of RCEIL");
-    expect((real)0x1.c00004p-119, 1, 0x76, casts[0], "the next float32");
+    expect((real)1.875, 120, 0x77, recipes[0], "RCEIL, 1.875: 240 x 2^-7");
+    expect((real)1.875, 119, 0x7e, recipes[1], "FLOOR, 1.875: 480, saturated");
+    expect((real)0x1.fffffep127, 247, 0x78, recipes[0], "RCEIL, the largest float32");
+    expect((real)0x1.fffffep127, 246, 0x7e, recipes[1], "FLOOR, the largest float32");
+    expect((real)0x1.cp-119, 0, 0x7e, recipes[0], "448 x 2^-127");
+    expect((real)0x1.c00002p-119, 0, 0x7e, recipes[0], "the exception of RCEIL");
+    expect((real)0x1.c00004p-119, 1, 0x76, recipes[0], "the next float32");
 #ifdef F64
-    expect(1 + 0.75 + 0x1p-30, 119, 0x7e, casts[0], "a double is rounded to float32 first");
-    expect(1e300, 255, 0x7f, casts[0], "too large for float32");
+    expect(1 + 0.75 + 0x1p-30, 119, 0x7e, recipes[0], "a double is rounded to float32 first");
+    expect(1e300, 255, 0x7f, recipes[0], "too large for float32");
 #endif
     release_all();
 }
@@ -142,7 +142,7 @@ static void test_align(void) {
     // One NaN takes its chunk and no more; the trailing 64 stand alone.
     real* x = filled(320, 1);
     x[140] = NAN, x[256] = 1024;
-    Cast c = {.x = x, .rows = 1, .columns = 320, .cast = {MX_RCEIL, 128}};
+    Cast c = {.x = x, .rows = 1, .columns = 320, .recipe = {MX_RCEIL, 128}};
     run_quantize(&c);
     static const uint8_t want[16] = {119, 119, 119, 119, 255, 255, 255, 255, 129, 129};
     CHECK_BYTES(c.scale, want, 16, "a chunk of NaN");
@@ -156,7 +156,7 @@ static void test_align(void) {
 typedef struct {
     const real* x;
     int64_t count, rows, columns;
-    MxCast cast;
+    MxRecipe recipe;
     uint8_t *q, *q_transposed, *scale;
 } Matrices;
 
@@ -165,7 +165,7 @@ static void run_transposed(void* arg) {
     Ctx* ctx = ctx_create(0);
     m->q_transposed = poisoned_bytes(m->count * m->rows * m->columns);
     m->scale = poisoned_bytes(m->count * m->columns * mx_stride(m->rows));
-    mx_quantize_transposed(m->q_transposed, m->scale, m->x, m->count, m->rows, m->columns, m->cast, ctx);
+    mx_quantize_transposed(m->q_transposed, m->scale, m->x, m->count, m->rows, m->columns, m->recipe, ctx);
     ctx_destroy(ctx);
 }
 
@@ -175,13 +175,13 @@ static void run_tiles(void* arg) {
     m->q = poisoned_bytes(m->count * m->rows * m->columns);
     m->q_transposed = poisoned_bytes(m->count * m->rows * m->columns);
     m->scale = poisoned_bytes(m->count * tiles_of(m->rows) * tiles_of(m->columns));
-    mx_quantize_tiles(m->q, m->q_transposed, m->scale, m->x, m->count, m->rows, m->columns, m->cast.scale, ctx);
+    mx_quantize_tiles(m->q, m->q_transposed, m->scale, m->x, m->count, m->rows, m->columns, m->recipe.scale, ctx);
     ctx_destroy(ctx);
 }
 
 static void test_transposed(void) {
-    for (int i = 0; i < COUNT(matrices) * COUNT(casts); i++) {
-        const int64_t* s = matrices[i / COUNT(casts)];
+    for (int i = 0; i < COUNT(matrices) * COUNT(recipes); i++) {
+        const int64_t* s = matrices[i / COUNT(recipes)];
         int64_t count = s[0], rows = s[1], columns = s[2], n = count * rows * columns;
         real *x = wild_tensor(count * rows, columns, 40), *turned = kept_bytes(n * sizeof(real));
         for (int64_t j = 0; j < n; j += 1 + draw(41, j, 9000)) x[j] = j % 2 ? -(real)INFINITY : NAN;
@@ -189,10 +189,10 @@ static void test_transposed(void) {
             int64_t m = j / (rows * columns), r = j / columns % rows, c = j % columns;
             turned[(m * columns + c) * rows + r] = x[j];
         }
-        Matrices m = {.x = x, .count = count, .rows = rows, .columns = columns, .cast = casts[i % COUNT(casts)]};
+        Matrices m = {.x = x, .count = count, .rows = rows, .columns = columns, .recipe = recipes[i % COUNT(recipes)]};
         check_threads(run_transposed, &m);
         uint8_t *q = kept_bytes(n), *scale = kept_bytes(count * columns * mx_stride(rows));
-        oracle_quantize(q, scale, turned, count * columns, rows, m.cast);
+        oracle_quantize(q, scale, turned, count * columns, rows, m.recipe);
         CHECK_BYTES(m.scale, scale, count * columns * mx_stride(rows), "transposed %d, scales", i);
         CHECK_BYTES(m.q_transposed, q, n, "transposed %d, bytes", i);
         release_all();
@@ -205,7 +205,7 @@ static void test_tiles(void) {
         int64_t count = s[0], rows = s[1], columns = s[2], n = count * rows * columns, tc = tiles_of(columns);
         real* x = wild_tensor(count * rows, columns, 50);
         x[n / 2] = i % 4 ? 0 : NAN;
-        Matrices m = {.x = x, .count = count, .rows = rows, .columns = columns, .cast = casts[i % 2]};
+        Matrices m = {.x = x, .count = count, .rows = rows, .columns = columns, .recipe = recipes[i % 2]};
         check_threads(run_tiles, &m);
         uint8_t *q = kept_bytes(n), *turned = kept_bytes(n), *scale = kept_bytes(count * tiles_of(rows) * tc);
         for (int64_t j = 0; j < n; j++) {
@@ -214,7 +214,7 @@ static void test_tiles(void) {
             int64_t nc = columns - c0 < 128 ? columns - c0 : 128,
                     tile = (e * tiles_of(rows) + r0 / 128) * tc + c0 / 128;
             if (r == r0 && c == c0)
-                scale[tile] = (uint8_t)oracle_scale(oracle_amax(x + j, columns, nr, nc), m.cast.scale);
+                scale[tile] = (uint8_t)oracle_scale(oracle_amax(x + j, columns, nr, nc), m.recipe.scale);
             q[j] = turned[(e * columns + c) * rows + r] = oracle_byte(x[j], scale[tile]);
         }
         CHECK_BYTES(m.scale, scale, count * tiles_of(rows) * tc, "tiles %d, scales", i);
@@ -249,8 +249,8 @@ static void test_both(void) {
     static const int64_t shapes[][2] = {{1, 32}, {127, 96}, {128, 160}, {129, 128}, {300, 288}};
     for (int i = 0; i < COUNT(shapes) * 2; i++) {
         const int64_t rows = shapes[i / 2][0], columns = shapes[i / 2][1], used = tiles_of(rows) * 128;
-        const MxCast cast = {i % 2, 128};
-        Both b = {.rows = rows, .columns = columns, .mode = cast.scale};
+        const MxRecipe recipe = {i % 2, 128};
+        Both b = {.rows = rows, .columns = columns, .mode = recipe.scale};
         real *x = wild_tensor(rows, columns, 50 + i), *turned = filled(columns * used, 0);
         for (int64_t j = 0; j < rows * columns; j += 1 + draw(51, j, 4000)) x[j] = j % 2 ? -(real)INFINITY : NAN;
         for (int64_t j = 0; j < rows * columns; j++) turned[j % columns * used + j / columns] = x[j];
@@ -258,13 +258,13 @@ static void test_both(void) {
         check_threads(run_both, &b);
 
         uint8_t *q = kept_bytes(rows * columns), *scale = kept_bytes(rows * mx_stride(columns));
-        oracle_quantize(q, scale, x, rows, columns, cast);
+        oracle_quantize(q, scale, x, rows, columns, recipe);
         CHECK_BYTES(b.scale, scale, rows * mx_stride(columns), "both %d, scales along rows", i);
         CHECK_BYTES(b.q, q, rows * columns, "both %d, bytes along rows", i);
 
         uint8_t *q_turned = kept_bytes(columns * used), *scale_turned = kept_bytes(columns * mx_stride(used));
         uint8_t *by_channel = poisoned_bytes(columns * b.length), *scales = poisoned_bytes(b.length / 128 * columns);
-        oracle_quantize(q_turned, scale_turned, turned, columns, used, cast);
+        oracle_quantize(q_turned, scale_turned, turned, columns, used, recipe);
         for (int64_t c = 0; c < columns; c++)
             for (int64_t r = 0; r < used; r++) {
                 by_channel[c * b.length + r] = q_turned[c * used + r];
@@ -292,7 +292,7 @@ static void test_dequantize(void) {
     }
     // What is cast comes back within half a step of 3 bits of mantissa, or of the smallest step.
     real* from = wild_tensor(64, 352, 70);
-    Cast c = {.x = from, .rows = 64, .columns = 352, .cast = {MX_RCEIL, 128}};
+    Cast c = {.x = from, .rows = 64, .columns = 352, .recipe = {MX_RCEIL, 128}};
     run_quantize(&c);
     real* back = poisoned(64 * 352);
     mx_dequantize(back, c.q, c.scale, 64, 352, ctx);
@@ -332,7 +332,7 @@ static void test_dequantize_rows(void) {
 static void test_dequantize_add(void) {
     enum { ROWS = 7, COLUMNS = 96 };
     real *from = wild_tensor(ROWS, COLUMNS, 71), *before = random_tensor(ROWS * COLUMNS, 72);
-    Cast c = {.x = from, .rows = ROWS, .columns = COLUMNS, .cast = {MX_RCEIL, 1}};
+    Cast c = {.x = from, .rows = ROWS, .columns = COLUMNS, .recipe = {MX_RCEIL, 1}};
     run_quantize(&c);
     real *value = poisoned(ROWS * COLUMNS), *sum = poisoned(ROWS * COLUMNS);
     Ctx* ctx = ctx_create(0);
@@ -358,7 +358,7 @@ static void test_round_columns(void) {
     for (int i = 0; i < 4; i++) {
         real *from = wild_tensor(r.capacity, COLUMNS, 80 + i), *x = poisoned(r.capacity * COLUMNS);
         memcpy(x, from, sizeof(real) * r.capacity * COLUMNS);
-        mx_round_columns(x, r, COLUMNS, casts[i], ctx);
+        mx_round_columns(x, r, COLUMNS, recipes[i], ctx);
         for (int e = 0; e < GROUPS; e++)
             for (int c = 0; c < COLUMNS; c++) {
                 enum { LONGEST = 320 };
@@ -366,7 +366,7 @@ static void test_round_columns(void) {
                 uint8_t q[LONGEST], scale[LONGEST / 32 + 16];
                 int64_t n = (rows[e] + 31) / 32 * 32;
                 for (int64_t k = 0; k < rows[e]; k++) column[k] = from[(start[e] + k) * COLUMNS + c];
-                oracle_quantize(q, scale, column, 1, n, casts[i]);
+                oracle_quantize(q, scale, column, 1, n, recipes[i]);
                 for (int64_t k = 0; k < rows[e]; k++) {
                     float want = (float)oracle_value(q[k], scale[k / 32]), got = (float)x[(start[e] + k) * COLUMNS + c];
                     CHECK(isnan(want) ? isnan(got) : got == want, "group %d, row %lld, column %d is %g, not %g", e,
@@ -431,8 +431,8 @@ static void test_golden(void) {
         }
         for (int mode = 0; mode < 2; mode++)
             for (int down = 0; down < 2; down++) {
-                Cast c = {.x = x, .rows = ROWS, .columns = COLUMNS, .cast = {mode, 1}};
-                Matrices m = {.x = x, .count = 1, .rows = ROWS, .columns = COLUMNS, .cast = {mode, 1}};
+                Cast c = {.x = x, .rows = ROWS, .columns = COLUMNS, .recipe = {mode, 1}};
+                Matrices m = {.x = x, .count = 1, .rows = ROWS, .columns = COLUMNS, .recipe = {mode, 1}};
                 if (down)
                     run_transposed(&m);
                 else

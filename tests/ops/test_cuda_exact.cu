@@ -16,8 +16,8 @@
 enum { OC = 2048, IC = 1408 };
 
 // (rows, columns), random, as its cast down the rows stands for.
-static void cast_columns(X& x, Ragged r, int64_t columns, MxCast cast) {
-    mx_round_columns(x.dev, r, columns, cast, ctx);
+static void cast_columns(X& x, Ragged r, int64_t columns, MxRecipe recipe) {
+    mx_round_columns(x.dev, r, columns, recipe, ctx);
     x.host = x.got();
 }
 

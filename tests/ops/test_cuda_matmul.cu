@@ -30,7 +30,7 @@ static void product_case(int64_t N, int64_t IC, int64_t OC) {
     CHECK_REPEATS(dw, matmul_wgrad(dw.dev, dy.dev, x.dev, N, IC, OC, 0, ctx));
 }
 
-static void test_products(void) {
+static void test_linear(void) {
     product_case(1, 8, 8);
     product_case(129, 200, 72);
     product_case(1000, 2048, 576);
@@ -53,7 +53,7 @@ static void test_no_tokens(void) {
 
 int main(void) {
     if (device_available()) open_contexts(matmul_workspace());
-    RUN(test_products);
+    RUN(test_linear);
     RUN(test_no_tokens);
     return test_summary();
 }

@@ -125,7 +125,7 @@ static void check_numbers(int32_t P, uint32_t seed, int empty) {
                 wrong += own[SEND_ROWS * P + j] != (lacks ? 0 : out) || own[RECV_ROWS * P + j] != (lacks ? 0 : in);
                 wrong += own[SEND_START * P + j] != sent || own[RECV_START * P + j] != received;
                 wrong += own[THERE_START * P + j] != other[RECV_START * P + i];
-                wrong += own[HOME_START * P + j] != other[SEND_START * P + i];
+                wrong += own[COMBINE_START * P + j] != other[SEND_START * P + i];
                 sent += round_up(out, align), received += in;
             }
         }

@@ -267,8 +267,8 @@ static void recompute_is_exact(void) {
     static const char* kinds[3] = {"none", "moe", "block"};
     int R = ranks_count(world) < 4 ? ranks_count(world) : 4;
     for (int ep = BF16 ? R : 1; ep <= 2 * R; ep *= 2) {
-        const char* cast = fast ? MX LINEAR "--mx-gemm fast" : MX LINEAR;
-        const char* options = ep > R ? cast : ep == R ? "--mtp 2" : "";  // the last two rounds
+        const char* recipe = fast ? MX LINEAR "--mx-gemm fast" : MX LINEAR;
+        const char* options = ep > R ? recipe : ep == R ? "--mtp 2" : "";  // the last two rounds
         Case plain = {R, ep > R ? R : ep, "weights", "none", 0, options};
         Shown want = show(plain, 3);
         for (int k = 0; k < 3; k++) {

@@ -1,4 +1,5 @@
-"""docs/ and the README tell the truth: quoted code is the code, commands run, links and figures lead somewhere."""
+"""docs/ and the README tell the truth: quoted code is the code, commands run, links and figures lead somewhere. They and
+the comments are in the words of the glossary."""
 import os
 import pathlib
 import re
@@ -121,6 +122,64 @@ class Docs(unittest.TestCase):
                 kind, _, name = mark.partition(" ")
                 if kind == "diff":
                     self.assertRegex(script(page), rf"(?m)^change {name}\n((?!change ).*\n)*train .*\n((?!change ).*\n)*change {name} -R$")
+
+
+# Private words, each with the field's own (docs/glossary.md).
+PRIVATE = {r"\beven(s|ed|ing)? out\b": "load balancing", r"\bfurther tokens?\b": "multi-token prediction", r"\broom for\b": "capacity, workspace",
+           r"\bstands? for\b": "dequantized value", r"\bby channel\b": "column-wise", r"\bunder way\b|\bon (its|their) way\b": "in flight",
+           r"\btravel(s|led|ling)?\b": "dispatch, all-to-all", r"\b(sent|goes|comes?) home\b": "combine", r"\bbesides?\b": "next to, also",
+           r"\b(anew|shall|whoever|likewise|reckon\w*|nobody|thereby|wherever)\b": "again, must, compute", r"\bof which\b": "a sentence of its own",
+           r"\bas often\b|\b[sa][so] many\b": "the same number", r"\bwarps that (multiply|load)": "consumer, producer"}
+WORDS, LONG = 25, 20  # of a sentence; sentences with more, which nothing but a list of names needs
+
+
+def prose():
+    """(file, paragraph) of the comments of C and CUDA code and of the pages, without code, formulas, headings and tables."""
+    for name in tracked():
+        if name.startswith(("tests/", "bench/")) or not name.endswith((".c", ".h", ".cu", ".cuh", ".md")):
+            continue
+        text = (ROOT / name).read_text()
+        if name.endswith(".md"):
+            text = re.sub(r"^```.*?^```$|^[|#!].*$", "", text, flags=re.M | re.S)
+            text = re.sub(r"\[([^\]]*)\]\([^)]*\)", r"\1", re.sub(r"^\s*[-*] ", "\n", text, flags=re.M))
+        else:
+            comments = re.findall(r"^\s*//(?!   ) ?(.*)$|^.* // (.*)$|^(.*)$", text, re.M)
+            text = "\n".join(alone or f"\n{behind}\n" * bool(behind) for alone, behind, _ in comments)
+        for paragraph in re.split(r"\n\s*\n", text):
+            yield name, " ".join(re.sub(r"`[^`]*`", "X", paragraph).split())
+
+
+def sentences(paragraph):
+    """Its sentences. A remark in parentheses is read on its own, and so are the parts of a list."""
+    return re.split(r"(?<=[.!?])\s+(?=[A-Z(])|[;:]\s+", re.sub(r"\([^()]*\)", "", paragraph))
+
+
+class Words(unittest.TestCase):
+    maxDiff = None
+
+    def test_private_words(self):
+        found = [f"{name}: {text[:100]!r}: say {field}" for name, text in prose() for word, field in PRIVATE.items()
+                 if re.search(word, text, re.I)]
+        self.assertEqual(found, [])
+
+    def test_sentences(self):
+        """Short, and with the subject first."""
+        listed = [(name, sentence) for name, text in prose() for sentence in sentences(text)]
+        self.assertGreater(len(listed), 3000)
+        long = [f"{name}: {s}" for name, s in listed if len(s.split()) > WORDS]
+        self.assertLessEqual(len(long), LONG, "\n".join(long))
+        self.assertEqual([f"{name}: {s}" for name, s in listed if re.match(r"(Of|What)\b", s) and not s.endswith("?")], [])
+
+    def test_glossary(self):
+        """A term is in one of the files that its row names, in a comment or as an identifier."""
+        rows = re.findall(r"^\| ([^|]+) \| [^|]+ \| (.+) \|$", (ROOT / "docs/glossary.md").read_text(), re.M)
+        rows = [(terms, files) for terms, files in rows if terms != "term" and not terms.startswith("-")]
+        self.assertGreater(len(rows), 30)
+        for terms, files in rows:
+            text = "".join((ROOT / "docs" / path).read_text() for path in re.findall(r"\]\(([^)#]+)\)", files)).lower()
+            words = [term.split("(")[0].strip().lower() for term in terms.split(", ")]
+            for word in words:
+                self.assertIn(re.sub(r"[\s-]+", " ", word), re.sub(r"[\s/_-]+", " ", text), f"{terms}: not in {files}")
 
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-// Dense products in MXFP8 (mx/products.h) against float64 with casts of its own (tests/mx.h): one by one, then those
+// Dense gemms in MXFP8 (mx/linear.h) against float64 with casts of its own (tests/mx.h): one by one, then those
 // of whole models, on what the model itself holds. Operands are the same numbers on both sides, so that casts agree to
 // the bit and only sums differ:
 //   double  1e-16 a sum's term: below 1e-15; 1e-14
@@ -6,11 +6,11 @@
 //   CUDA    y is rounded to bf16, each element by 2^-8 at most (1.7e-3 of a norm is typical). Fast sums: 1.3e-4 of the
 //           norm, of which 4e-4 are allowed, and of a row, where they may cancel, 4e-3
 //           (tests/mx/test_cuda_grouped_gemm_mx.cu)
-// A gradient is float32 there. Of exact products: 700 terms are some 90 additions of the tensor cores, each of which
+// A gradient is float32 there. Of exact gemms: 700 terms are some 90 additions of the tensor cores, each of which
 // cuts off less than 2^-23 of its sum, 1.1e-5 if all sums were as large as the last; 1e-5 of the norm is asked for. Of
 // fast ones 4e-4 and 4e-3 as above.
 // A cast left out is 2.6e-2 of a product's norm, a wrong scale more.
-#include "mx/products.h"
+#include "mx/linear.h"
 #include "tests/model.h"
 #include "tests/mx.h"
 #include "tests/weight.h"
@@ -56,8 +56,8 @@ static double* times(const double* dy, const double* w, int64_t N, int64_t IC, i
 static double* expected_forward(const double* x, const double* w, int64_t N, int64_t IC, int64_t OC, Way way) {
     const int64_t along = way.fast ? 128 : 32;
     double *xc = copy_of(x, N * IC), *wc = copy_of(w, OC * IC);
-    cast(xc, N, IC, 1, along, way.mode);
-    cast(wc, OC, IC, way.fast ? 128 : 1, along, way.mode);
+    fake_quantize(xc, N, IC, 1, along, way.mode);
+    fake_quantize(wc, OC, IC, way.fast ? 128 : 1, along, way.mode);
     double* y = times_transposed(xc, wc, N, IC, OC);
     free(xc), free(wc);
     return y;
@@ -66,8 +66,8 @@ static double* expected_forward(const double* x, const double* w, int64_t N, int
 static double* expected_dgrad(const double* dy, const double* w, int64_t N, int64_t IC, int64_t OC, Way way) {
     const int64_t along = way.fast ? 128 : 32;
     double *dyc = copy_of(dy, N * OC), *wc = copy_of(w, OC * IC);
-    cast(dyc, N, OC, 1, along, way.mode);
-    cast(wc, OC, IC, along, way.fast ? 128 : 1, way.mode);
+    fake_quantize(dyc, N, OC, 1, along, way.mode);
+    fake_quantize(wc, OC, IC, along, way.fast ? 128 : 1, way.mode);
     double* dx = times(dyc, wc, N, IC, OC);
     free(dyc), free(wc);
     return dx;
@@ -76,8 +76,8 @@ static double* expected_dgrad(const double* dy, const double* w, int64_t N, int6
 // dw (OC, IC) = dy^T x, both cast along the tokens (way NULL: not cast). Fast: chunks of dy, runs of x.
 static double* expected_wgrad(const double* dy, const double* x, int64_t N, int64_t IC, int64_t OC, const Way* way) {
     double *dyc = copy_of(dy, N * OC), *xc = copy_of(x, N * IC), *dw = numbers(OC * IC);
-    if (way) cast(dyc, N, OC, way->fast ? 128 : 32, 1, way->mode);
-    if (way) cast(xc, N, IC, way->fast ? 512 : 32, 1, way->mode);
+    if (way) fake_quantize(dyc, N, OC, way->fast ? 128 : 32, 1, way->mode);
+    if (way) fake_quantize(xc, N, IC, way->fast ? 512 : 32, 1, way->mode);
     for (int64_t n = 0; n < N; n++)
         for (int64_t o = 0; o < OC; o++)
             for (int64_t i = 0; i < IC; i++) dw[o * IC + i] += dyc[n * OC + o] * xc[n * IC + i];
@@ -179,7 +179,7 @@ static void run(int dgrad, const double* x, double* ref, const Weight* w, int64_
     else
         linear_forward(out, in, w, N, ctx);
     double* got = fetch(out, N * width + BEHIND, ctx);
-    compare(got, ref, N, width, w->format.cast.align == 128, name);
+    compare(got, ref, N, width, w->format.recipe.align == 128, name);
     for (int64_t i = N * width; i < N * width + BEHIND; i++) CHECK(isnan(got[i]), "%s: wrote behind its output", name);
     free(got);
     device_free(in), device_free(out);
@@ -190,7 +190,7 @@ static void compare_stats(const MxStats* got, const double* x, int64_t rows, int
                           Way way, const char* name) {
     MxStats want = {0, 0, 0, 0, 0, 0};
     double* c = copy_of(x, rows * columns);
-    cast(c, rows, columns, tile_rows, way.fast ? 128 : 32, way.mode);
+    fake_quantize(c, rows, columns, tile_rows, way.fast ? 128 : 32, way.mode);
     for (int64_t i = 0; i < rows * columns; i++) {
         want.elements += x[i] != 0, want.flushed += x[i] != 0 && c[i] == 0;
         want.signal += x[i] * x[i], want.noise += (x[i] - c[i]) * (x[i] - c[i]);
@@ -206,19 +206,19 @@ static void compare_stats(const MxStats* got, const double* x, int64_t rows, int
 static void check_product(int64_t room, int64_t N, int64_t IC, int64_t OC, Way way) {
     double *x = random_input(N, IC, 1, 1), *dy = random_input(N, OC, 1, 2), *w = random_input(OC, IC, 32, 3);
     floatX* wx = send(w, OC * IC);
-    ProductRoom products;
-    memset(&products, 0, sizeof(products));
+    GemmWorkspace gemms;
+    memset(&gemms, 0, sizeof(gemms));
     Weight weight = plain_weight(wx, (real*)device_alloc((size_t)(OC * IC) * sizeof(real), "dW"), 1, OC, IC);
-    weight.room = &products;
-    weight.format.bytes = 1, weight.format.cast.scale = way.mode, weight.format.cast.align = way.fast ? 128 : 1;
+    weight.workspace = &gemms;
+    weight.format.bytes = 1, weight.format.recipe.scale = way.mode, weight.format.recipe.align = way.fast ? 128 : 1;
     Arena arena;
     arena_init(&arena, "a test", BACKEND);
     weight_plan(&arena, &weight, 1);
-    products_plan(&arena, &products, room, 1);
+    linear_plan(&arena, &gemms, room, 1);
     arena_allocate(&arena);
     fill_with_nan(arena.memory, arena_bytes(&arena), ctx);
-    weight_cast(&weight, ctx);
-    products_batch(&products, 0, N, ctx);
+    weight_quantize(&weight, ctx);
+    linear_batch(&gemms, 0, N, ctx);
     MxStats stats[WEIGHT_STATS];
     weight.stats = (MxStats*)device_alloc(sizeof(stats), "statistics");
     device_zero(weight.stats, sizeof(stats), ctx);
@@ -249,8 +249,8 @@ static void check_product(int64_t room, int64_t N, int64_t IC, int64_t OC, Way w
 // lies behind each stays. N tokens in memory planned for 700.
 static void check_gradients(int64_t N, Way way) {
     static const int64_t sizes[5][2] = {{96, 32}, {160, 288}, {48, 80}, {384, 128}, {64, 416}};  // IC, OC
-    ProductRoom products;
-    memset(&products, 0, sizeof(products));
+    GemmWorkspace gemms;
+    memset(&gemms, 0, sizeof(gemms));
     Arena arena;
     arena_init(&arena, "a test", BACKEND);
     Weight weights[5];
@@ -261,22 +261,22 @@ static void check_gradients(int64_t N, Way way) {
         x[i] = random_input(N, IC, 1, 10 + (uint32_t)i), dy[i] = random_input(N, OC, 1, 20 + (uint32_t)i);
         weights[i] = plain_weight(NULL, (real*)device_alloc((size_t)n * sizeof(real), "dW"), 1, OC, IC);
         fill_with_nan(weights[i].grad, (size_t)n * sizeof(real), ctx);
-        weights[i].accumulate = 0, weights[i].room = &products;
+        weights[i].accumulate = 0, weights[i].workspace = &gemms;
         if (i != 2) {
-            weights[i].format.bytes = 1, weights[i].format.cast.scale = way.mode;
-            weights[i].format.cast.align = way.fast ? 128 : 1;
+            weights[i].format.bytes = 1, weights[i].format.recipe.scale = way.mode;
+            weights[i].format.recipe.align = way.fast ? 128 : 1;
             weights[i].wgrad = weights[i].format;
-            products.of_dy += OC, products.of_x += IC;
+            gemms.of_dy += OC, gemms.of_x += IC;
         }
         weight_plan(&arena, &weights[i], 1);
         const LinearGradient gradient = {&weights[i], send(dy[i], N * OC), send(x[i], N * IC)};
         list[i] = gradient;
     }
-    products_plan(&arena, &products, 700, 2);
+    linear_plan(&arena, &gemms, 700, 2);
     arena_allocate(&arena);
     fill_with_nan(arena.memory, arena_bytes(&arena), ctx);
-    products.batch = 1;
-    products_batch(&products, 1, N, ctx);
+    gemms.batch = 1;
+    linear_batch(&gemms, 1, N, ctx);
     for (int times = 1; times <= 2; times++) {
         linear_wgrads(list, 5, N, ctx);
         for (int i = 0; i < 5; i++) {
@@ -311,7 +311,7 @@ static void test_gradients(void) {
         }
 }
 
-static void test_products(void) {
+static void test_linear(void) {
     static const int64_t tokens[] = {1, 127, 128, 129, 300}, widths[][2] = {{96, 32}, {32, 96}, {128, 160}, {288, 384}};
     for (int bits = 0; bits < 4; bits++)
         for (int n = 0; n < 5; n++)
@@ -390,12 +390,12 @@ static void check_gradient(Model* m, const char* what, const floatX* dy, const f
 
 // Every product whose operands and result are there after a step: forward's of all layers, backward's of the first
 // layer, which comes last. Of q the part that rope did not turn.
-static void test_products_of_models(void) {
+static void test_linear_of_models(void) {
     for (int i = 0; i < 3; i++)
         for (int p = 0; p < 1 + has_fast(ctx); p++) {
             Model* m = fresh(models[i], precisions[p]);
             const ModelConfig* c = &m->config;
-            const Scratch* t = &m->t;
+            const Workspace* t = &m->t;
             const Way way = ways[p];
             const int64_t N = m->settings.batch * m->settings.seq_len, qk = c->nope + c->rope, C = c->C;
             const int64_t kva_rows = c->kv_lora + c->rope, kv_rows = c->H * (c->nope + c->v);
@@ -506,13 +506,14 @@ static void test_casts_follow_the_weights(void) {
     }
 }
 
-// A cast adds q = 6.9e-4 of the power, a product has two (tests/mx/test_mx_block.c). An MLP adds 6.1 q to its output and
-// passes on what its input has; attention's values pass Wkvb and Wo, 4 q, and its scores, which are small here, less. A
-// residual stream has no more noise than its noisiest part, each part that of what came before and its own: below
-// 10 q a block, forward and, on the same grounds, backward. A weight's gradient has that of x and of dy: below 2 x 3 x
-// 10 q for 3 blocks, 13.8 dB. A product of another weight would leave 0 dB. The loss: an error of 4.1e-2 of the power
-// is 0.2 of logits whose spread is 0.2 at the start, thus 0.04 along the gradient of a token's loss, which is shorter
-// than 1.5: 0.06, and of the mean over 133 tokens 5e-3 where they differ at random; three times that is allowed.
+// A cast adds q = 6.9e-4 of the power, a product has two (tests/mx/test_mx_block.c). An MLP adds 6.1 q to its output
+// and passes on what its input has; attention's values pass Wkvb and Wo, 4 q, and its scores, which are small here,
+// less. A residual stream has no more noise than its noisiest part, each part that of what came before and its own:
+// below 10 q a block, forward and, on the same grounds, backward. A weight's gradient has that of x and of dy: below 2
+// x 3 x 10 q for 3 blocks, 13.8 dB. A product of another weight would leave 0 dB. The loss: an error of 4.1e-2 of the
+// power is 0.2 of logits whose spread is 0.2 at the start, thus 0.04 along the gradient of a token's loss, which is
+// shorter than 1.5: 0.06, and of the mean over 133 tokens 5e-3 where they differ at random; three times that is
+// allowed.
 static void test_noise(void) {
     for (int i = 0; i < 3; i++) {
         Model* plain = fresh(models[i], "");
@@ -546,9 +547,9 @@ static void test_noise(void) {
 
 int main(void) {
     if (device_available()) ctx = ctx_create((size_t)64 << 20);
-    RUN(test_products);
+    RUN(test_linear);
     RUN(test_gradients);
-    RUN(test_products_of_models);
+    RUN(test_linear_of_models);
     RUN(test_casts_are_read);
     RUN(test_casts_follow_the_weights);
     RUN(test_noise);

@@ -19,8 +19,8 @@
 // GEMM. Their workspace is shared by all GEMMs. If dgrad and wgrad are both fast, linear_dgrad quantizes dy for both.
 // The next linear_wgrads reads that result, so dy must not change until then. Widths of MXFP8 operands are multiples of
 // 32; N is any number.
-#ifndef MX_PRODUCTS_H
-#define MX_PRODUCTS_H
+#ifndef MX_LINEAR_H
+#define MX_LINEAR_H
 
 #include "mx/grouped_gemm_mx.h"
 #include "mx/rows.h"
@@ -28,32 +28,32 @@
 BEGIN_C
 
 // A weight as forward or dgrad reads it, contraction last: dequantized (exact), or MXFP8 with a scale per tile (fast).
-typedef struct WeightCast {
+typedef struct QuantizedWeight {
     floatX* value;
     uint8_t *q, *scale;
     int64_t stride_o, stride_c;  // from one tile's scale to the next, as grouped_gemm_mx takes them
-} WeightCast;
+} QuantizedWeight;
 
-// dy (N, OC) quantized column-wise. Its first channel is channel `first` of the shared buffer ProductRoom.dy. dy NULL:
-// not quantized yet.
-typedef struct ChannelsOfDy {
+// dy (N, OC) quantized column-wise. Its first channel is channel `first` of the shared buffer GemmWorkspace.dy. dy
+// NULL: not quantized yet.
+typedef struct QuantizedDy {
     const struct Weight* weight;
     const floatX* dy;
     int64_t N, first;
-} ChannelsOfDy;
+} QuantizedDy;
 
 // The workspace that all GEMMs of a model share.
-typedef struct ProductRoom {
+typedef struct GemmWorkspace {
     int64_t inputs, bytes, scales;  // over all planned weights: the widest x or dy, and the largest quantized weight
     int64_t of_dy, of_x;            // MXFP8 wgrad: channels of all operands that are quantized together
     int32_t fast;                   // 1: a weight of linear_ is fast
     Rows input;                     // x or dy, quantized; also a weight while it is quantized for exact GEMMs
     Rows dy, x;                     // MXFP8 wgrad: operands quantized along the tokens
     int dys;                        // fast weights with a place in `dy`; linear_wgrads resets it to 0
-    ChannelsOfDy place[MX_MATRICES];
+    QuantizedDy place[MX_MATRICES];
     struct TokenGroup* group;  // each batch's tokens as one group of grouped_gemm_mx, in device memory
     int batch;                 // the current one
-} ProductRoom;
+} GemmWorkspace;
 
 // The operands that --mx-stats measures: x, dy, and W as forward reads it.
 enum { STATS_X, STATS_DY, STATS_W, WEIGHT_STATS };
@@ -64,26 +64,26 @@ typedef struct Weight {
     real* grad;       // the same
     int accumulate;   // 1: wgrad adds to grad, 0: it writes grad
     int64_t count, OC, IC;
-    Format format;             // of the operands of forward and dgrad
-    Format wgrad;              // linear_: of the operands of wgrad
-    WeightCast forward, back;  // (count, OC, IC), (count, IC, OC)
-    ProductRoom* room;         // for MXFP8 formats
-    MxStats* stats;            // (WEIGHT_STATS) += quantization statistics of each GEMM; NULL: not measured
+    Format format;                  // of the operands of forward and dgrad
+    Format wgrad;                   // linear_: of the operands of wgrad
+    QuantizedWeight forward, back;  // (count, OC, IC), (count, IC, OC)
+    GemmWorkspace* workspace;       // for MXFP8 formats
+    MxStats* stats;                 // (WEIGHT_STATS) += quantization statistics of each GEMM; NULL: not measured
 } Weight;
 
 // The statistics of one operand; NULL: not measured.
 static inline MxStats* weight_stats(const Weight* w, int operand) { return w->stats ? w->stats + operand : NULL; }
 
-// weight_plan registers a weight's quantized copies in `arena` (linear 1: linear_, 0: grouped_). products_plan follows
+// weight_plan registers a weight's quantized copies in `arena` (linear 1: linear_, 0: grouped_). linear_plan follows
 // after all weights. It registers the shared workspace for GEMMs of up to N tokens, and the token counts of `batches`
 // batches.
 void weight_plan(Arena* arena, Weight* weight, int linear);
-void products_plan(Arena* arena, ProductRoom* room, int64_t N, int batches);
+void linear_plan(Arena* arena, GemmWorkspace* workspace, int64_t N, int batches);
 
-// Before the GEMMs: weight_cast quantizes a weight whose w has changed; products_batch sets the token count N of a
-// batch. room->batch is the current batch.
-void weight_cast(Weight* weight, Ctx* ctx);
-void products_batch(ProductRoom* room, int batch, int64_t N, Ctx* ctx);
+// Before the GEMMs: weight_quantize quantizes a weight whose w has changed; linear_batch sets the token count N of a
+// batch. workspace->batch is the current batch.
+void weight_quantize(Weight* weight, Ctx* ctx);
+void linear_batch(GemmWorkspace* workspace, int batch, int64_t N, Ctx* ctx);
 
 void linear_forward(floatX* y,        // (N, OC)
                     const floatX* x,  // (N, IC)

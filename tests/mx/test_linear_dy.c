@@ -1,9 +1,9 @@
-// dy that linear_dgrad cast for the linear_wgrads that follows (mx/products.h): the gradients have the bits of those
+// dy that linear_dgrad cast for the linear_wgrads that follows (mx/linear.h): the gradients have the bits of those
 // whose dy linear_wgrads cast itself.
 #include <string.h>
 
 #include "layers/swiglu.h"
-#include "mx/products.h"
+#include "mx/linear.h"
 #include "tests/mx.h"
 #include "tests/test.h"
 #include "tests/weight.h"
@@ -19,7 +19,7 @@ static floatX* random_values(int64_t n, uint32_t stream) {
 
 enum { FAST = 3 };
 typedef struct FastWeights {
-    ProductRoom room;
+    GemmWorkspace workspace;
     Arena arena;
     Weight w[FAST];
     floatX* dx;
@@ -34,15 +34,15 @@ static void fast_weights(FastWeights* f) {
         const int64_t IC = sizes[i][0], OC = sizes[i][1];
         real* dw = (real*)device_alloc((size_t)(OC * IC) * sizeof(real), "dW");
         f->w[i] = plain_weight(random_values(OC * IC, 60 + (uint32_t)i), dw, 1, OC, IC);
-        f->w[i].accumulate = 0, f->w[i].room = &f->room;
-        f->w[i].format.bytes = 1, f->w[i].format.cast.align = 128;
+        f->w[i].accumulate = 0, f->w[i].workspace = &f->workspace;
+        f->w[i].format.bytes = 1, f->w[i].format.recipe.align = 128;
         f->w[i].wgrad = f->w[i].format;
-        f->room.of_dy += OC, f->room.of_x += IC;
+        f->workspace.of_dy += OC, f->workspace.of_x += IC;
         weight_plan(&f->arena, &f->w[i], 1);
     }
-    products_plan(&f->arena, &f->room, 300, 1);
+    linear_plan(&f->arena, &f->workspace, 300, 1);
     arena_allocate(&f->arena);
-    for (int i = 0; i < FAST; i++) weight_cast(&f->w[i], ctx);
+    for (int i = 0; i < FAST; i++) weight_quantize(&f->w[i], ctx);
     f->dx = (floatX*)device_alloc((size_t)(300 * 160) * sizeof(floatX), "dx");
 }
 
@@ -82,7 +82,7 @@ static void test_dy_of_dgrad(void) {
         other[i] = i == 2 ? other[0] : random_values(300 * f.w[i].OC, 71);
         x[i] = random_values(300 * f.w[i].IC, 80 + (uint32_t)i);
     }
-    products_batch(&f.room, 0, 300, ctx);
+    linear_batch(&f.workspace, 0, 300, ctx);
     real *want = gradients_of(&f, dy, x, 300), *want_other = gradients_of(&f, other, x, 300);
 
     // In another order than the gradients' list, and not of all.
@@ -103,12 +103,12 @@ static void test_dy_of_dgrad(void) {
     for (int i = FAST - 1; i >= 0; i--) linear_dgrad(f.dx, other[i], &f.w[i], 300, 0, ctx);
     check_same_gradients(gradients_of(&f, other, x, 300), want_other, "the later of two");
     free(want);
-    products_batch(&f.room, 0, 129, ctx);
+    linear_batch(&f.workspace, 0, 129, ctx);
     want = gradients_of(&f, other, x, 129);
     for (int i = 0; i < FAST; i++) linear_dgrad(f.dx, other[i], &f.w[i], 129, 0, ctx);
     check_same_gradients(gradients_of(&f, other, x, 129), want, "129 tokens");
     for (int i = 0; i < FAST; i++) linear_dgrad(f.dx, other[i], &f.w[i], 129, 0, ctx);
-    products_batch(&f.room, 0, 300, ctx);
+    linear_batch(&f.workspace, 0, 300, ctx);
     check_same_gradients(gradients_of(&f, other, x, 300), want_other, "300 tokens after 129");
 
     for (int i = 0; i < FAST; i++) {
@@ -127,18 +127,18 @@ static void test_swiglu_backward(void) {
     enum { IC = 96, MOST = 300 };
     for (int i = 0; i < 4; i++) {
         const int64_t OC = i % 2 ? 160 : 256, F = OC / 2, N = i < 2 ? MOST : 129;
-        ProductRoom room = {0};
+        GemmWorkspace workspace = {0};
         Arena arena;
         arena_init(&arena, "a test", BACKEND);
         real *dw = (real*)device_alloc((size_t)(OC * IC) * sizeof(real), "dW"), *got[2];
         Weight w = plain_weight(random_values(OC * IC, 90), dw, 1, OC, IC);
-        w.accumulate = 0, w.room = &room, w.format.bytes = 1, w.format.cast.align = 128, w.wgrad = w.format;
-        room.of_dy = OC, room.of_x = IC;
+        w.accumulate = 0, w.workspace = &workspace, w.format.bytes = 1, w.format.recipe.align = 128, w.wgrad = w.format;
+        workspace.of_dy = OC, workspace.of_x = IC;
         weight_plan(&arena, &w, 1);
-        products_plan(&arena, &room, MOST, 1);
+        linear_plan(&arena, &workspace, MOST, 1);
         arena_allocate(&arena);
-        weight_cast(&w, ctx);
-        products_batch(&room, 0, N, ctx);
+        weight_quantize(&w, ctx);
+        linear_batch(&workspace, 0, N, ctx);
 
         floatX *h = random_values(N * OC, 91), *da = random_values(N * F, 92), *x = random_values(N * IC, 93);
         floatX* out = (floatX*)device_alloc((size_t)(N * (IC + OC + F)) * sizeof(floatX), "dx, dh, a");

@@ -1,4 +1,4 @@
-#include "mx/products.h"
+#include "mx/linear.h"
 
 #include "device/check.h"
 #include "grouped/grouped_gemm.h"
@@ -12,7 +12,7 @@ static int is_fast(const Weight* w) { return format_read(w->format).bytes; }
 
 void weight_plan(Arena* a, Weight* w, int linear) {
     const int64_t n = w->count * w->OC * w->IC, fast = is_fast(w);
-    const char* name = linear ? "dense weights, cast" : "expert weights, cast";
+    const char* name = linear ? "dense weights, quantized" : "expert weights, quantized";
     if (!w->format.bytes) return;
 
     // The quantized copies for forward and dgrad.
@@ -26,14 +26,15 @@ void weight_plan(Arena* a, Weight* w, int linear) {
     }
 
     // The shared workspace grows to the largest need of a weight.
-    ProductRoom* room = w->room;
+    GemmWorkspace* workspace = w->workspace;
     if (linear) {
-        room->fast |= fast;
-        room->inputs = max_i64(room->inputs, max_i64(w->OC, w->IC));
+        workspace->fast |= fast;
+        workspace->inputs = max_i64(workspace->inputs, max_i64(w->OC, w->IC));
     }
     if (!fast) {
-        room->bytes = max_i64(room->bytes, n);
-        room->scales = max_i64(room->scales, w->count * max_i64(w->OC * mx_stride(w->IC), w->IC * mx_stride(w->OC)));
+        workspace->bytes = max_i64(workspace->bytes, n);
+        workspace->scales =
+            max_i64(workspace->scales, w->count * max_i64(w->OC * mx_stride(w->IC), w->IC * mx_stride(w->OC)));
     }
 }
 
@@ -43,26 +44,27 @@ typedef struct TokenGroup {
     int32_t rows;
 } TokenGroup;
 
-void products_plan(Arena* a, ProductRoom* room, int64_t N, int batches) {
+void linear_plan(Arena* a, GemmWorkspace* workspace, int64_t N, int batches) {
     // One quantized operand, and the token counts.
-    const char* name = "operand of a product, cast";
+    const char* name = "operand of a GEMM, quantized";
     const int64_t rows = round_up(N, row_align(a->backend));
-    arena_add(a, name, ELEMENT_BYTE, max_i64(N * room->inputs, room->bytes), 1, (void**)&room->input.q);
-    arena_add(a, name, ELEMENT_BYTE, max_i64(rows * mx_stride(room->inputs), room->scales), 1,
-              (void**)&room->input.scale);
-    if (!room->fast) arena_add(a, name, ELEMENT_X, N * room->inputs, 1, (void**)&room->input.value);
-    if (room->fast || room->of_dy)
-        arena_add(a, "tokens as a group", ELEMENT_BYTE, batches * (int64_t)sizeof(TokenGroup), 0, (void**)&room->group);
+    arena_add(a, name, ELEMENT_BYTE, max_i64(N * workspace->inputs, workspace->bytes), 1, (void**)&workspace->input.q);
+    arena_add(a, name, ELEMENT_BYTE, max_i64(rows * mx_stride(workspace->inputs), workspace->scales), 1,
+              (void**)&workspace->input.scale);
+    if (!workspace->fast) arena_add(a, name, ELEMENT_X, N * workspace->inputs, 1, (void**)&workspace->input.value);
+    if (workspace->fast || workspace->of_dy)
+        arena_add(a, "tokens as a group", ELEMENT_BYTE, batches * (int64_t)sizeof(TokenGroup), 0,
+                  (void**)&workspace->group);
 
     // MXFP8 wgrad. Fast: the operands of all weights of one linear_wgrads. Exact: those of one weight.
-    if (!room->of_dy) return;
+    if (!workspace->of_dy) return;
     const int64_t length = mx_channel_length(N, 1, a->backend);
-    Rows* operand[2] = {&room->dy, &room->x};
+    Rows* operand[2] = {&workspace->dy, &workspace->x};
     for (int i = 0; i < 2; i++) {
-        const int64_t channels = i == 0 ? room->of_dy : room->of_x;
-        name = "operand of a gradient, cast";
-        if (!room->fast) {
-            arena_add(a, name, ELEMENT_X, rows * room->inputs, 1, (void**)&operand[i]->value);
+        const int64_t channels = i == 0 ? workspace->of_dy : workspace->of_x;
+        name = "operand of wgrad, quantized";
+        if (!workspace->fast) {
+            arena_add(a, name, ELEMENT_X, rows * workspace->inputs, 1, (void**)&operand[i]->value);
             continue;
         }
         arena_add(a, name, ELEMENT_BYTE, channels * length, 1, (void**)&operand[i]->q);
@@ -70,28 +72,29 @@ void products_plan(Arena* a, ProductRoom* room, int64_t N, int batches) {
     }
 }
 
-void products_batch(ProductRoom* room, int batch, int64_t N, Ctx* ctx) {
+void linear_batch(GemmWorkspace* workspace, int batch, int64_t N, Ctx* ctx) {
     const TokenGroup group = {{0, round_up(N, row_align(BACKEND))}, (int32_t)N};
-    if (room->group) device_upload(room->group + batch, &group, sizeof(group), ctx);
+    if (workspace->group) device_upload(workspace->group + batch, &group, sizeof(group), ctx);
 }
 
-void weight_cast(Weight* w, Ctx* ctx) {
+void weight_quantize(Weight* w, Ctx* ctx) {
     if (!w->format.bytes) return;
-    WeightCast *forward = &w->forward, *back = &w->back;
+    QuantizedWeight *forward = &w->forward, *back = &w->back;
     if (is_fast(w)) {  // q and its transpose share the scales of the tiles
         back->scale = forward->scale;
         forward->stride_o = back->stride_c = mx_tiles(w->IC);
         forward->stride_c = back->stride_o = 1;
-        mx_quantize_tiles(forward->q, back->q, forward->scale, w->w, w->count, w->OC, w->IC, w->format.cast.scale, ctx);
+        mx_quantize_tiles(forward->q, back->q, forward->scale, w->w, w->count, w->OC, w->IC, w->format.recipe.scale,
+                          ctx);
         return;
     }
 
     // Exact: quantize and dequantize for forward, then for dgrad.
-    const Rows* room = &w->room->input;
-    mx_quantize(room->q, room->scale, w->w, w->count * w->OC, w->IC, w->format.cast, ctx);
-    mx_dequantize(forward->value, room->q, room->scale, w->count * w->OC, w->IC, ctx);
-    mx_quantize_transposed(room->q, room->scale, w->w, w->count, w->OC, w->IC, w->format.cast, ctx);
-    mx_dequantize(back->value, room->q, room->scale, w->count * w->IC, w->OC, ctx);
+    const Rows* out = &w->workspace->input;
+    mx_quantize(out->q, out->scale, w->w, w->count * w->OC, w->IC, w->format.recipe, ctx);
+    mx_dequantize(forward->value, out->q, out->scale, w->count * w->OC, w->IC, ctx);
+    mx_quantize_transposed(out->q, out->scale, w->w, w->count, w->OC, w->IC, w->format.recipe, ctx);
+    mx_dequantize(back->value, out->q, out->scale, w->count * w->IC, w->OC, ctx);
 }
 
 // *stats += statistics of the quantization of W for forward. Called with wgrad, which runs once per micro-step, with
@@ -100,63 +103,63 @@ static void cast_stats(const Weight* w, Ctx* ctx) {
     MxStats* stats = weight_stats(w, STATS_W);
     if (!stats || !w->format.bytes) return;
     if (is_fast(w))
-        mx_stats_tiles(stats, w->w, w->forward.scale, w->count, w->OC, w->IC, w->format.cast.scale, ctx);
+        mx_stats_tiles(stats, w->w, w->forward.scale, w->count, w->OC, w->IC, w->format.recipe.scale, ctx);
     else
-        mx_stats(stats, w->w, w->count * w->OC, w->IC, w->format.cast, ctx);
+        mx_stats(stats, w->w, w->count * w->OC, w->IC, w->format.recipe, ctx);
 }
 
 // --- linear_: GEMMs of all tokens with one matrix ---
 
 // The tokens of the current batch as the only group of a ragged buffer of `rows` rows.
-static Ragged tokens_of(const ProductRoom* room, int64_t rows) {
-    TokenGroup* group = room->group + room->batch;
+static Ragged tokens_of(const GemmWorkspace* workspace, int64_t rows) {
+    TokenGroup* group = workspace->group + workspace->batch;
     const Ragged tokens = {1, rows, group->start, &group->rows, NULL, NULL, NULL};
     return tokens;
 }
 
 // The shared buffer for a quantized operand (N, columns).
 static Rows room_for(const Weight* w, int64_t N, int64_t columns) {
-    Rows room = w->room->input;
-    room.count = N, room.columns = columns, room.format = w->format;
-    return room;
+    Rows out = w->workspace->input;
+    out.count = N, out.columns = columns, out.format = w->format;
+    return out;
 }
 
 // x (N, columns), quantized to w's format.
-static Rows cast_rows(const floatX* x, const Weight* w, int64_t N, int64_t columns, Ctx* ctx) {
+static Rows quantize_rows(const floatX* x, const Weight* w, int64_t N, int64_t columns, Ctx* ctx) {
     return rows_as(room_for(w, N, columns), rows_of_values(x, N, columns), w->format, ctx);
 }
 
-// y (N, OC) = x W^T, both quantized. `cast`: W as forward or dgrad reads it.
-static void cast_product(floatX* y, Rows x, const Weight* w, const WeightCast* cast, int64_t OC, Ctx* ctx) {
+// y (N, OC) = x W^T, both quantized. `quantized`: W as forward or dgrad reads it.
+static void quantized_gemm(floatX* y, Rows x, const Weight* w, const QuantizedWeight* quantized, int64_t OC, Ctx* ctx) {
     const int64_t N = x.count, IC = x.columns;
     if (is_fast(w))
-        grouped_gemm_mx(y, NULL, x.q, x.scale, cast->q, cast->scale, cast->stride_o, cast->stride_c,
-                        tokens_of(w->room, N), IC, OC, ctx);
+        grouped_gemm_mx(y, NULL, x.q, x.scale, quantized->q, quantized->scale, quantized->stride_o, quantized->stride_c,
+                        tokens_of(w->workspace, N), IC, OC, ctx);
     else
-        matmul_forward(y, rows_as(x, x, format_read(w->format), ctx).value, cast->value, N, IC, OC, ctx);
+        matmul_forward(y, rows_as(x, x, format_read(w->format), ctx).value, quantized->value, N, IC, OC, ctx);
 }
 
 void linear_forward(floatX* y, const floatX* x, const Weight* w, int64_t N, Ctx* ctx) {
     MxStats* stats = weight_stats(w, STATS_X);
     if (w->format.bytes) {
-        if (stats) mx_stats(stats, x, N, w->IC, w->format.cast, ctx);
-        cast_product(y, cast_rows(x, w, N, w->IC, ctx), w, &w->forward, w->OC, ctx);
+        if (stats) mx_stats(stats, x, N, w->IC, w->format.recipe, ctx);
+        quantized_gemm(y, quantize_rows(x, w, N, w->IC, ctx), w, &w->forward, w->OC, ctx);
     } else {
         matmul_forward(y, x, w->w, N, w->IC, w->OC, ctx);
     }
 }
 
 // The place of w's column-wise dy in the shared buffer: the one it has, or the next free one.
-static ChannelsOfDy* place_of_dy(ProductRoom* room, const Weight* w) {
+static QuantizedDy* place_of_dy(GemmWorkspace* workspace, const Weight* w) {
     int64_t first = 0;
-    ChannelsOfDy* place = room->place;
-    for (; place < room->place + room->dys; place++) {
+    QuantizedDy* place = workspace->place;
+    for (; place < workspace->place + workspace->dys; place++) {
         if (place->weight == w) return place;
         first += place->weight->OC;
     }
-    ASSERT(room->dys < MX_MATRICES && first + w->OC <= room->of_dy);
-    const ChannelsOfDy next = {w, NULL, 0, first};
-    room->dys++;
+    ASSERT(workspace->dys < MX_MATRICES && first + w->OC <= workspace->of_dy);
+    const QuantizedDy next = {w, NULL, 0, first};
+    workspace->dys++;
     *place = next;
     return place;
 }
@@ -166,20 +169,20 @@ static int is_fast_both(const Weight* w) { return is_fast(w) && format_read(w->w
 
 // The buffer for w's column-wise dy, in the place from which linear_wgrads reads it.
 static Rows room_for_wgrad(const floatX* dy, const Weight* w, int64_t N) {
-    Rows room = w->room->dy;
-    ChannelsOfDy* place = place_of_dy(w->room, w);
-    ASSERT(w->wgrad.cast.scale == w->format.cast.scale);
+    Rows out = w->workspace->dy;
+    QuantizedDy* place = place_of_dy(w->workspace, w);
+    ASSERT(w->wgrad.recipe.scale == w->format.recipe.scale);
     place->dy = dy, place->N = N;
-    room.count = mx_channel_length(N, 1, BACKEND);
-    room.q += place->first * room.count, room.scale += place->first * (room.count / MX_CHUNK);
-    return room;
+    out.count = mx_channel_length(N, 1, BACKEND);
+    out.q += place->first * out.count, out.scale += place->first * (out.count / MX_CHUNK);
+    return out;
 }
 
 // Quantizes dy (N, OC) row-wise for dgrad (returned) and column-wise for wgrad.
 static Rows cast_both(const floatX* dy, const Weight* w, int64_t N, Ctx* ctx) {
     const Rows rows = room_for(w, N, w->OC), channels = room_for_wgrad(dy, w, N);
-    mx_quantize_both(rows.q, rows.scale, channels.q, channels.scale, dy, channels.count, N, w->OC, w->format.cast.scale,
-                     ctx);
+    mx_quantize_both(rows.q, rows.scale, channels.q, channels.scale, dy, channels.count, N, w->OC,
+                     w->format.recipe.scale, ctx);
     return rows;
 }
 
@@ -187,9 +190,9 @@ void linear_dgrad(floatX* dx, const floatX* dy, const Weight* w, int64_t N, int 
     MxStats* stats = weight_stats(w, STATS_DY);
     ASSERT(!accumulate || !w->format.bytes);
     if (w->format.bytes) {
-        if (stats) mx_stats(stats, dy, N, w->OC, w->format.cast, ctx);
-        const Rows rows = is_fast_both(w) ? cast_both(dy, w, N, ctx) : cast_rows(dy, w, N, w->OC, ctx);
-        cast_product(dx, rows, w, &w->back, w->IC, ctx);
+        if (stats) mx_stats(stats, dy, N, w->OC, w->format.recipe, ctx);
+        const Rows rows = is_fast_both(w) ? cast_both(dy, w, N, ctx) : quantize_rows(dy, w, N, w->OC, ctx);
+        quantized_gemm(dx, rows, w, &w->back, w->IC, ctx);
     } else {
         matmul_dgrad(dx, dy, w->w, N, w->IC, w->OC, accumulate, ctx);
     }
@@ -209,8 +212,8 @@ void linear_swiglu_backward(floatX* dx, floatX* dh, floatX* a, const floatX* da,
     // Fused: the SwiGLU backward writes dh quantized in both directions.
     const Rows rows = room_for(w, N, w->OC), channels = room_for_wgrad(dh, w, N);
     mx_swiglu_backward_both_tokens(rows.q, rows.scale, channels.q, channels.scale, a, da, h, channels.count, N, F,
-                                   w->format.cast.scale, ctx);
-    cast_product(dx, rows, w, &w->back, w->IC, ctx);
+                                   w->format.recipe.scale, ctx);
+    quantized_gemm(dx, rows, w, &w->back, w->IC, ctx);
 }
 
 // Copies x (N, columns) to `to` and fake-quantizes it along the tokens. On the GPU rows are padded to a multiple of 128
@@ -219,7 +222,7 @@ static const floatX* rounded(floatX* to, const floatX* x, int64_t columns, const
     const int64_t rows = round_up(N, row_align(BACKEND));
     device_copy(to, x, (size_t)(N * columns) * sizeof(floatX), ctx);
     if (rows > N) device_zero(to + N * columns, (size_t)((rows - N) * columns) * sizeof(floatX), ctx);
-    mx_round_columns(to, tokens_of(w->room, rows), columns, w->wgrad.cast, ctx);
+    mx_round_columns(to, tokens_of(w->workspace, rows), columns, w->wgrad.recipe, ctx);
     return to;
 }
 
@@ -228,7 +231,7 @@ static void by_channel(Rows to, int64_t first, const floatX* x, int64_t columns,
                        int64_t N, Ctx* ctx) {
     const int64_t length = mx_channel_length(N, 1, BACKEND);
     to.q += first * length, to.scale += first * (length / MX_CHUNK);
-    rows_for_wgrad(to, rows_of_values(x, N, columns), operand, 0, w->wgrad, tokens_of(w->room, N), ctx);
+    rows_for_wgrad(to, rows_of_values(x, N, columns), operand, 0, w->wgrad, tokens_of(w->workspace, N), ctx);
 }
 
 void linear_wgrads(const LinearGradient* list, int count, int64_t N, Ctx* ctx) {
@@ -244,9 +247,10 @@ void linear_wgrads(const LinearGradient* list, int count, int64_t N, Ctx* ctx) {
         // Fast: quantize x column-wise, and dy unless dgrad has. The GEMM follows after the loop.
         if (format_read(w->wgrad).bytes) {
             ASSERT(n < MX_MATRICES && (n == 0 || of_fast->accumulate == w->accumulate));
-            const ChannelsOfDy* place = place_of_dy(w->room, w);
-            if (place->dy != dy || place->N != N) by_channel(w->room->dy, place->first, dy, w->OC, WGRAD_DY, w, N, ctx);
-            by_channel(w->room->x, of_x, x, w->IC, WGRAD_X, w, N, ctx);
+            const QuantizedDy* place = place_of_dy(w->workspace, w);
+            if (place->dy != dy || place->N != N)
+                by_channel(w->workspace->dy, place->first, dy, w->OC, WGRAD_DY, w, N, ctx);
+            by_channel(w->workspace->x, of_x, x, w->IC, WGRAD_X, w, N, ctx);
             const MxMatrix matrix = {w->grad, w->OC, w->IC, place->first, of_x};
             fast[n++] = matrix, of_fast = w, of_x += w->IC;
             continue;
@@ -254,18 +258,18 @@ void linear_wgrads(const LinearGradient* list, int count, int64_t N, Ctx* ctx) {
 
         // Exact and floatX: a floatX GEMM. Exact fake-quantizes both operands first.
         if (w->wgrad.bytes) {
-            dy = rounded(w->room->dy.value, dy, w->OC, w, N, ctx);
-            x = rounded(w->room->x.value, x, w->IC, w, N, ctx);
+            dy = rounded(w->workspace->dy.value, dy, w->OC, w, N, ctx);
+            x = rounded(w->workspace->x.value, x, w->IC, w, N, ctx);
         }
         matmul_wgrad(w->grad, dy, x, N, w->IC, w->OC, w->accumulate, ctx);
     }
 
     // All fast weights in one GEMM call.
     if (n == 0) return;
-    ProductRoom* room = of_fast->room;
-    gemm_mx_wgrads(fast, n, room->dy.q, room->dy.scale, room->x.q, room->x.scale, mx_channel_length(N, 1, BACKEND),
-                   tokens_of(room, N), of_fast->accumulate, ctx);
-    room->dys = 0;  // every place in dy is free
+    GemmWorkspace* workspace = of_fast->workspace;
+    gemm_mx_wgrads(fast, n, workspace->dy.q, workspace->dy.scale, workspace->x.q, workspace->x.scale,
+                   mx_channel_length(N, 1, BACKEND), tokens_of(workspace, N), of_fast->accumulate, ctx);
+    workspace->dys = 0;  // every place in dy is free
 }
 
 void linear_backward(floatX* dx, const floatX* dy, const floatX* x, const Weight* w, int64_t N, Ctx* ctx) {
@@ -277,7 +281,7 @@ void linear_backward(floatX* dx, const floatX* dy, const floatX* x, const Weight
 // --- grouped_: GEMMs of each expert's rows with its matrix ---
 
 // y = x W^T per expert; both operands are MXFP8, or both are dequantized. w: W as forward or dgrad reads it.
-static void grouped_product(floatX* y, Rows x, const WeightCast* w, Ragged r, int64_t IC, int64_t OC, Ctx* ctx) {
+static void grouped_product(floatX* y, Rows x, const QuantizedWeight* w, Ragged r, int64_t IC, int64_t OC, Ctx* ctx) {
     if (x.format.bytes)
         grouped_gemm_mx(y, NULL, x.q, x.scale, w->q, w->scale, w->stride_o, w->stride_c, r, IC, OC, ctx);
     else
