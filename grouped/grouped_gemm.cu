@@ -110,12 +110,8 @@ __device__ __forceinline__ void compute(Shared& s, const WorkItem& item, const C
     for (int part = 0; part < PARTS<SHAPE>; part++) {
         const int row = part * SQUARE_SIDE + warp * 16, m = item.m + row, expert = item.expert;
         if (P == WGRAD)
-            write<float, COLUMNS<SHAPE>>(writer, d[part], item.n, columns, 16, [&](const void* piece, int n) {
-                if (add)
-                    tma_add(out, piece, n, m, expert);
-                else
-                    tma_store(out, piece, n, m, expert);
-            });
+            write<float, COLUMNS<SHAPE>>(writer, d[part], item.n, columns, 16,
+                                         [&](const void* piece, int n) { tma_write(add, out, piece, n, m, expert); });
         else
             write<floatX, COLUMNS<SHAPE>>(writer, d[part], item.n, columns, item.valid - row,
                                           [&](const void* piece, int n) { tma_store(out, piece, n, m); });

@@ -82,6 +82,15 @@ static __device__ __forceinline__ void tma_add(const CUtensorMap* map, const voi
         : "memory");
 }
 
+// The same with a choice at run time: adds the box to the tensor, or stores it.
+static __device__ __forceinline__ void tma_write(bool add, const CUtensorMap* map, const void* from, int x, int y,
+                                                 int z) {
+    if (add)
+        tma_add(map, from, x, y, z);
+    else
+        tma_store(map, from, x, y, z);
+}
+
 // stmatrix: stores four matrices of 8 x 8 bf16 from the warp's registers a .. d, in wgmma's accumulator layout, to
 // shared memory. Lane 8i + r gives the address of row r of matrix i.
 static __device__ __forceinline__ void store_matrices(uint32_t at, uint32_t a, uint32_t b, uint32_t c, uint32_t d) {

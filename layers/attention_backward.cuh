@@ -23,8 +23,7 @@ template <int D>
 __global__ void attention_delta_kernel(float* start_delta, float* start_lse, const floatX* dout, const floatX* out,
                                        const float* lse, int64_t B, int64_t T, int64_t H, int64_t padded, float scale) {
     wait_for_previous();
-    // A thread takes 8 columns of a row.
-    constexpr int LANES = 2 * D / 8;                                         // threads to a row
+    constexpr int LANES = 2 * D / 8;                                         // threads to a row, 8 columns each
     int64_t row = (blockIdx.x * (int64_t)blockDim.x + threadIdx.x) / LANES;  // (b, t, h)
     int lane = threadIdx.x % LANES;
     int64_t h = row % H, t = row / H % padded, b = row / H / padded;
@@ -56,7 +55,6 @@ template <int D>
 __global__ void attention_sum_rope_kernel(floatX* dk_rope, const float* part, int64_t B, int64_t T, int64_t H,
                                           int64_t stride) {
     wait_for_previous();
-    // A thread: 8 columns of a token.
     int64_t i = blockIdx.x * (int64_t)blockDim.x + threadIdx.x, token = i / (D / 8), column = i % (D / 8) * 8;
     if (token >= B * T) return;
     part += (token / T * H * T + token % T) * D + column;

@@ -1,5 +1,4 @@
-// The router on the GPU: cuBLASLt GEMMs for the logits and their gradients (layers/matmul.cu), and one warp per token
-// for the scores, the selection and the gates.
+// The router on the GPU: cuBLASLt GEMMs (layers/matmul.cu) for logits and gradients, a warp per token for the rest.
 //
 // The three GEMMs read bf16 and sum in float32. They are small (2 N E C operations forward, four times that backward)
 // and bound by memory at 16b's E. Forward reads x (N, C) once; backward reads x and updates dx once.
@@ -12,11 +11,11 @@
 //
 //   dx += dlogits weights, rounded to bf16 once;  halves = dlogits^T x, both added to dw
 //
-// Rows of dlogits and scores start on 16 bytes if E is a multiple of 4, as cuBLASLt's fast kernels require; other E
-// work too. A tensor core's float32 sum rounds toward zero after every 16 products. A sum of C products of random signs
-// loses about C / 16 * 2^-24.5 / sqrt(3) of its size by that: logits 3e-6 at C = 2048 and 1e-5 at C = 7168.
+// Rows of dlogits and scores start on 16 bytes if E is a multiple of 4, as cuBLASLt's fast kernels require. A tensor
+// core's float32 sum rounds toward zero after every 16 products. A sum of C products of random signs loses about
+// C / 16 * 2^-24.5 / sqrt(3) of its size by that: logits 3e-6 at C = 2048 and 1e-5 at C = 7168.
 //
-// Selection: one warp per token; lane l has experts l, l + 32, ... in registers. Scores become integers of the same
+// Selection: lane l has experts l, l + 32, ... in registers. Scores become integers of the same
 // order, so that two warp reductions (redux.sync) find the best score and the lowest index that has it.
 #include "moe/router.h"
 
@@ -306,8 +305,7 @@ size_t router_workspace(RouterShape s) { return scratch_of(s, nullptr).bytes; }
 void router_forward(real* scores, int32_t* expert, real* gate, const floatX* x, const floatX* w, const real* bias,
                     RouterShape s, Ctx* ctx) {
     if (s.N == 0) return;
-    // logits = x Wg^T
-    matmul_forward_real(scores, x, w, s.N, s.C, s.E, ctx);
+    matmul_forward_real(scores, x, w, s.N, s.C, s.E, ctx);  // logits = x Wg^T
 
     // Scores, selection and gates
     by_experts(s, [&](auto j) {

@@ -9,8 +9,7 @@
 // wgmma accumulates the chunk in p. Then d += p * both scales, one multiply-add per element and chunk (promotion to
 // float32). Meanwhile the tensor cores work for the other warpgroup.
 //
-// Tiles are 256 x 128, or 128 x 128 where an expert has no more rows. Registers do not suffice for a larger p, so p
-// covers 128 rows. A tile of 256 rows takes p twice per chunk, in two parts.
+// Tiles are 256 x 128, or 128 x 128 at an expert's end. Registers suffice for p of 128 rows; 256 rows have two parts.
 //
 // Wgrad contracts over an expert's rows. Each chunk of 128 rows has a scale for every row of dW. Each 512-row scale
 // group (four chunks) has one for every column:
@@ -21,11 +20,7 @@
 // to the new one. A second warp of the producer warpgroup writes these factors into the stage.
 //
 // Bound by the tensor cores under the card's power limit, and by the instructions that a warp issues next to wgmma. A
-// chunk's wgmma take 512 clocks. In these a warp issues, with 128 multiply-adds for the promotion:
-//
-//     forward, dgrad                 205 instructions
-//     wgrad                          213
-//     wgrad at a 512-row boundary    367
+// chunk's wgmma take 512 clocks. A warp issues 205 instructions in them (wgrad 213, at a boundary 367), 128 for d.
 #include "device/kernels.h"
 #include "grouped/grouped_gemm_parts.cuh"
 #include "mx/grouped_gemm_blackwell.cuh"
@@ -41,8 +36,8 @@ enum { RUN = MX_RUN / MX_CHUNK };
 //
 // wgmma leaves a row of the accumulator in four lanes, and each of the four holds two rows of each part
 // (device/wgmma.cuh). So these four lanes need the scales of four rows. Each lane loads one of them and the lanes
-// exchange by shuffles: lane % 4 = 2 * part, + 1 for the row 8 below. Only addresses depend on the lane here. Otherwise
-// the compiler would not keep the mainloop's descriptors in uniform registers.
+// exchange by shuffles: lane % 4 = 2 * part, + 1 for the row 8 below. Only addresses depend on the lane here, so that
+// the mainloop's descriptors stay in uniform registers.
 
 // The output row whose scale this lane loads.
 __device__ __forceinline__ int row_of_lane(const WorkItem& item, int lane) {
@@ -121,8 +116,8 @@ struct ChannelScales {
 
     __device__ __forceinline__ void begin(const WorkItem& item, const Tensors& t, int lane) {
         M = item.of.M;
-        a = t.a +
-            ((int64_t)item.of.a * t.chunks + (int64_t)(item.k / MX_CHUNK) * M + min(row_of_lane(item, lane), M - 1));
+        const int row = min(row_of_lane(item, lane), M - 1);
+        a = t.a + ((int64_t)item.of.a * t.chunks + (int64_t)(item.k / MX_CHUNK) * M + row);
         now = read(0, item.k_blocks), next = read(1, item.k_blocks);
     }
     __device__ __forceinline__ void start(int, const Tensors&, int) {}
@@ -291,19 +286,14 @@ __device__ __forceinline__ void compute(Shared& s, Consumer<Scales>& c, const Wo
 #pragma unroll
         for (int i = 0; i < SQUARE_SIDE / 2; i++) d[part][i] = 0;
 
-    // Epilogue of a part: dW_e = or += d; or y = d, with zeros in pad rows. (To save registers, the item is read from
-    // shared memory only here.)
+    // Epilogue of a part: dW_e = or += d; or y = d, zeros in pad rows. The item is read only here, to save registers.
     auto write_part = [&](int part) {
         if (!item.store) return;
         const int row = part * SQUARE_SIDE + warp * 16, m = item.m + row, expert = item.expert;
         const CUtensorMap* dw = out + item.map;
         if (Scales::BY_COLUMN)
-            write<float, SQUARE_SIDE>(writer, d[part], item.n, item.of.N, 16, [&](const void* piece, int n) {
-                if (add)
-                    tma_add(dw, piece, n, m, expert);
-                else
-                    tma_store(dw, piece, n, m, expert);
-            });
+            write<float, SQUARE_SIDE>(writer, d[part], item.n, item.of.N, 16,
+                                      [&](const void* piece, int n) { tma_write(add, dw, piece, n, m, expert); });
         else
             write<Out, SQUARE_SIDE>(writer, d[part], item.n, columns, item.valid - row,
                                     [&](const void* piece, int n) { tma_store(out, piece, n, m); });

@@ -168,7 +168,7 @@ class BadOptions(Case):
             ("--steps x --tokens-per-step make 1e+21 tokens", dict(steps=10**9, tokens_per_step=10**12)),
             ("--batch x --seq-len x --top-k, and with --ep", dict(batch=MOST["batch"], seq_len=2048)),
             ("--ep x --ep or --capacity, make", dict(ranks=2, ep=2, capacity=MOST["capacity"], batch=64)),
-            ("to be cast for --wgrad-precision mxfp8", dict(batch=4096, seq_len=2048, top_k=2, wgrad_precision="mxfp8")),
+            ("quantized for --wgrad-precision mxfp8", dict(batch=4096, seq_len=2048, top_k=2, wgrad_precision="mxfp8")),
             ("--batch x --heads x --seq-len / 128 make", dict(heads=4096, batch=64, seq_len=1 << 20)),
             ("--shared-experts x --expert-ffn make", dict(shared_experts=64, expert_ffn=1 << 16)),
             ("--vocab make", dict(layers=1024, dim=MOST["dim"], experts=4096, expert_ffn=MOST["expert_ffn"])),
