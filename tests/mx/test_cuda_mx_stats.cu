@@ -1,4 +1,4 @@
-// The CUDA statistics of casts against the reference in double.
+// The CUDA quantization statistics against the reference in double.
 #include "mx/mx_stats.h"
 
 #include "tests/mx/mx_bytes.cuh"

@@ -1,4 +1,4 @@
-// Statistics of casts: by hand, and against sums over the oracle's bytes (tests/mx/mx_bytes.h).
+// Quantization statistics: by hand, and against sums over the oracle's bytes (tests/mx/mx_bytes.h).
 #include "mx/mx_stats.h"
 
 #include "tests/mx/mx_bytes.h"
