@@ -15,21 +15,26 @@
 // Text without characters from here on does not change under normalization to NFC.
 static const uint32_t FIRST_COMBINING = 0x300;
 
+// An entry of the hash table of merges.
 struct Pair {
-    int32_t left, right;  // left -1: a free entry
-    int32_t rank, joined;
+    int32_t left, right;   // left -1: a free entry
+    int32_t rank, joined;  // rank: 0 is merged first; joined: the id of the two together
 };
 
+// A token of the word. Entry i begins at byte i, and covers the joined entries after it.
 typedef struct Symbol {
-    int32_t id;  // -1: joined to the entry before
-    int64_t before, after;
+    int32_t id;             // -1: joined to the entry before
+    int64_t before, after;  // neighbours in the list; -1: none
 } Symbol;
 
+// A merge that was possible when it was pushed. It stores no neighbour, because the list may change before it is
+// popped.
 typedef struct Candidate {
     int32_t rank, joined;
     int64_t at;  // the left entry
 } Candidate;
 
+// Memory for one word at a time, which grows to the longest word. Because of it, one thread at a time may encode.
 struct BpeWorkspace {
     Symbol* symbols;
     Candidate* heap;
@@ -42,6 +47,9 @@ struct BpeWorkspace {
 Bpe* bpe_new(int64_t merges) {
     Bpe* bpe = (Bpe*)host_alloc(sizeof(Bpe));
     bpe->scratch = (BpeWorkspace*)host_alloc(sizeof(BpeWorkspace));
+
+    // The table size is a power of two, so that a mask replaces the remainder. At least half of the entries stay free,
+    // so every lookup ends.
     size_t capacity = 2;
     while (capacity < 2 * (size_t)merges) capacity *= 2;
     bpe->pairs = (Pair*)host_alloc(capacity * sizeof(Pair));
@@ -67,6 +75,7 @@ void bpe_free(Bpe* bpe) {
 // Hash table lookup: the entry of a pair, or a free entry if the pair has no merge. At least half of the table is free.
 static Pair* find_pair(const Bpe* bpe, int32_t left, int32_t right) {
     uint64_t key = (uint64_t)(uint32_t)left << 32 | (uint32_t)right;
+    // Multiplicative hash: the high bits of the product depend on both ids. Collisions take the next free entry.
     size_t i = (key * 0x9e3779b97f4a7c15u >> 32) & bpe->pair_mask;
     while (bpe->pairs[i].left >= 0 && (bpe->pairs[i].left != left || bpe->pairs[i].right != right))
         i = (i + 1) & bpe->pair_mask;
@@ -78,6 +87,7 @@ void bpe_merge(Bpe* bpe, int32_t left, int32_t right, int32_t rank, int32_t join
     *find_pair(bpe, left, right) = pair;
 }
 
+// The heap's order: the lowest rank, then the leftmost pair. This is the order in which the reference encoder merges.
 static bool comes_first(const Candidate* a, const Candidate* b) {
     return a->rank != b->rank ? a->rank < b->rank : a->at < b->at;
 }
@@ -89,6 +99,8 @@ static void push(const Bpe* bpe, int64_t at) {
     const Pair* pair = find_pair(bpe, s->symbols[at].id, s->symbols[s->symbols[at].after].id);
     if (pair->left < 0) return;
     Candidate new_one = {pair->rank, pair->joined, at};
+
+    // The new candidate moves up from the last leaf. Parents that come after it move down.
     int64_t i = s->heap_count++;
     for (; i > 0 && comes_first(&new_one, &s->heap[(i - 1) / 2]); i = (i - 1) / 2) s->heap[i] = s->heap[(i - 1) / 2];
     s->heap[i] = new_one;
@@ -97,6 +109,8 @@ static void push(const Bpe* bpe, int64_t at) {
 // Removes the first candidate from the heap.
 static Candidate pop(BpeWorkspace* s) {
     Candidate top = s->heap[0], last = s->heap[--s->heap_count];
+
+    // The last leaf takes the place of the root, and moves down. At each level the first child moves up.
     int64_t i = 0, child;
     while ((child = 2 * i + 1) < s->heap_count) {
         if (child + 1 < s->heap_count && comes_first(&s->heap[child + 1], &s->heap[child])) child++;
@@ -133,6 +147,7 @@ static void merge_all(const Bpe* bpe, int64_t n) {
 
 // ---- Text
 
+// The output of one call of bpe_encode. Output stops without an error when n reaches capacity.
 typedef struct Encoding {
     const Bpe* bpe;
     int32_t* ids;
@@ -143,6 +158,7 @@ typedef struct Encoding {
 
 // The three functions below append the ids of text[0, length). On failure they return false, with the reason in e->why.
 
+// A word: its own token, else its bytes with all merges applied.
 static bool encode_word(Encoding* e, const char* text, size_t length) {
     // A word that is a token as a whole needs no merges.
     const Bpe* bpe = e->bpe;
@@ -175,6 +191,8 @@ static bool encode_piece(Encoding* e, int cut, const char* text, size_t length) 
     if (length == 0) return true;
     if (cut == e->bpe->cut_count) return encode_word(e, text, length);
     const Cut* by = &e->bpe->cuts[cut];
+
+    // Each match also ends a part of the rest. The parts that are kept go to the next pattern.
     size_t at = 0, done = 0, from, to;  // text before `done` is encoded
     int found;
     while (at < length && (found = pattern_find(by->pattern, text, length, at, &from, &to)) != 0) {
@@ -185,6 +203,7 @@ static bool encode_piece(Encoding* e, int cut, const char* text, size_t length) 
         if (by->keeps_rest && !encode_piece(e, cut + 1, text + done, from - done)) return false;
         if (by->keeps_matches && !encode_piece(e, cut + 1, text + from, to - from)) return false;
         done = at = to;
+        // An empty match would be found again at the same place: the search moves on by one character.
         if (to == from && to < length) at += (size_t)utf8_length(text + to, length - to);
     }
     return !by->keeps_rest || encode_piece(e, cut + 1, text + done, length - done);
@@ -196,6 +215,8 @@ static bool encode_around(Encoding* e, int round, const char* text, size_t lengt
     if (round == 2) return encode_piece(e, 0, text, length);
     const Vocab* added = e->bpe->added[round];
     const char *end = text + length, *done = text;
+
+    // At each place the longest name wins. A special name is skipped as a whole, and no other name can begin inside it.
     for (const char* at = text; added && at < end;) {
         const Token* found = vocab_longest(added, at, (size_t)(end - at));
         if (found && found->id != SPECIAL) {
@@ -222,11 +243,14 @@ int64_t bpe_encode(const Bpe* bpe, const char* text, int32_t* ids, int64_t capac
                  (size_t)(at - text));
         return -1;
     }
+
+    // Encode, with the added tokens of the first round at the top.
     Encoding e = {bpe, ids, capacity, 0, why, why_size};
     return encode_around(&e, 0, text, length) ? e.n : -1;
 }
 
 void bpe_cut(Bpe* bpe, Pattern* pattern, bool keeps_matches, bool keeps_rest) {
+    // A tokenizer has few patterns, so the list is copied for each new one.
     Cut* cuts = (Cut*)host_alloc((size_t)(bpe->cut_count + 1) * sizeof(Cut));
     if (bpe->cut_count) memcpy(cuts, bpe->cuts, (size_t)bpe->cut_count * sizeof(Cut));
     free(bpe->cuts);

@@ -27,6 +27,7 @@ typedef struct BpeWorkspace BpeWorkspace;
 // The id of special added tokens in Bpe.added: their names in a text are encoded as text.
 enum { SPECIAL = -1 };
 
+// The tables of a tokenizer. It owns its patterns and vocabularies.
 typedef struct Bpe {
     Vocab* added[2];  // searched in the text, then in the text that the first leaves; or NULL
     Cut* cuts;
@@ -48,6 +49,7 @@ void bpe_free(Bpe* bpe);
 
 // Adds a merge. A second merge of the same pair replaces the first.
 void bpe_merge(Bpe* bpe, int32_t left, int32_t right, int32_t rank, int32_t joined);
+// Adds a pattern, which is applied after the earlier ones. The Bpe then owns it.
 void bpe_cut(Bpe* bpe, Pattern* pattern, bool keeps_matches, bool keeps_rest);
 
 // Returns the number of ids written, at most `capacity`; -1 with the reason in why (at most why_size bytes).

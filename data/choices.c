@@ -10,7 +10,9 @@
 #include "device/check.h"
 #include "device/files.h"
 
+// NARROW and WIDE are the magic numbers of uint16 and uint32 files.
 enum { NARROW = 20240522, WIDE = 20240802, VERSION = 1, HEADER_BYTES = 1024, MAX_ENDINGS = 256 };
+// The largest file that is read, in bytes.
 static const size_t LIMIT = (size_t)1 << 30;
 
 // The read position in a file.
@@ -22,10 +24,12 @@ typedef struct Reader {
     const int32_t* ids;
 } Reader;
 
+// Ends the run with the byte offset of number `at` in the file.
 static NORETURN void refuse(const Reader* r, int64_t at, const char* what) {
     die(EXIT_FAILED, "--%s: %s: byte %ld: %s", r->option, r->path, HEADER_BYTES + at * r->width, what);
 }
 
+// The next number as unsigned: a uint32 above 2^31 is negative in ids.
 static int64_t next(Reader* r) {
     if (r->at == r->end) refuse(r, r->at, "the file ends inside a question: it was cut off");
     return (uint32_t)r->ids[r->at++];
@@ -53,6 +57,8 @@ static void read_question(Reader* r, Choices* c, int32_t q) {
     const int64_t label = next(r), endings = next(r);
     if (endings < 2 || endings > MAX_ENDINGS || label >= endings)
         refuse(r, start, "a question has 2 to 256 endings, and its label is one of them");
+
+    // The list grows by one question at a time: the header does not say how many endings there are.
     c->label[q] = (int32_t)label;
     c->list = (Choice*)realloc(c->list, (size_t)(c->count + endings) * sizeof(Choice));
     if (!c->list) die(EXIT_FAILED, "out of host memory for --%s", r->option);
@@ -69,6 +75,7 @@ static void read_question(Reader* r, Choices* c, int32_t q) {
     if ((r->at - start) * r->width != bytes) refuse(r, start, "a question is not as long as it says");
 }
 
+// Reads one file; an error ends the run. The result owns its arrays, and choices_close frees them.
 static Choices open_one(const char* option, const char* path, int32_t vocab) {
     // The file and its header.
     size_t size;
@@ -93,12 +100,15 @@ static Choices open_one(const char* option, const char* path, int32_t vocab) {
 
     // The questions. A question has at least 9 numbers, which bounds the count of a valid header.
     if (header[2] > r.end / 9 + 1) refuse(&r, r.end, "the header counts more questions than there is room for");
+    // The name in the log is the file's, without folder and extension.
     const char *slash = strrchr(path, '/'), *name = slash ? slash + 1 : path, *dot = strrchr(name, '.');
     Choices c = {.name = host_format("%.*s", (int)(dot ? dot - name : (int64_t)strlen(name)), name),
                  .questions = header[2],
                  .label = (int32_t*)host_alloc((size_t)header[2] * sizeof(int32_t)),
                  .ids = ids};
     for (int32_t q = 0; q < c.questions; q++) read_question(&r, &c, q);
+
+    // The file must end with the last question. The second test finds part of a number at the end.
     if (r.at != r.end || (size - HEADER_BYTES) % (size_t)r.width) refuse(&r, r.at, "bytes after the last question");
     free(data);
     return c;

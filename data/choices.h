@@ -19,6 +19,7 @@ typedef struct Choice {
     int64_t ending, ending_length;    // the same; not empty
 } Choice;
 
+// The questions of one file.
 typedef struct Choices {
     char* name;  // of the file, without folder and ".bin"
     int32_t questions;

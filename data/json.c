@@ -15,11 +15,12 @@
 // Nesting is limited because the parser recurses: a hostile file must not exhaust the stack.
 enum { MAX_DEPTH = 128 };
 
+// The state of one parse. The text belongs to the caller, and needs no NUL at its end.
 typedef struct Parser {
     const char* text;
     size_t length;
-    size_t at;
-    int depth;
+    size_t at;  // offset of the next byte
+    int depth;  // containers that are open
     char* error;
     size_t error_size;
 } Parser;
@@ -40,6 +41,7 @@ static bool take(Parser* p, char c) {
     return there;
 }
 
+// Skips the four bytes that JSON counts as white space.
 static void skip_space(Parser* p) {
     for (int c = peek(p); c == ' ' || c == '\t' || c == '\n' || c == '\r'; c = peek(p)) p->at++;
 }
@@ -139,6 +141,7 @@ static char* parse_string(Parser* p) {
     return out;
 }
 
+// Skips decimal digits, and returns their number.
 static size_t skip_digits(Parser* p) {
     size_t start = p->at;
     while (peek(p) >= '0' && peek(p) <= '9') p->at++;
@@ -189,6 +192,7 @@ static bool parse_word(Parser* p, Json* json, const char* word, JsonType type, d
     return true;
 }
 
+// Containers have values, so the two functions call each other.
 static Json* parse_value(Parser* p, char* key);
 
 // An array or object; p->at is at its opening bracket.
@@ -252,6 +256,7 @@ static Json* parse_value(Parser* p, char* key) {
                         : fail(p, p->at, c < 0 ? "the text ends where a value is expected" : "expected a value");
     }
 
+    // A failed value is freed here with its key and children, so an error at any depth leaves no memory behind.
     if (ok) return json;
     json_free(json);
     return NULL;
@@ -261,6 +266,8 @@ Json* json_parse(const char* text, size_t length, char* error, size_t error_size
     Parser p = {.text = text, .length = length, .error = error, .error_size = error_size};
     Json* json = parse_value(&p, NULL);
     if (!json) return NULL;
+
+    // Only white space may follow the value.
     skip_space(&p);
     if (p.at == length) return json;
     fail(&p, p.at, "more text after the value");
@@ -270,6 +277,7 @@ Json* json_parse(const char* text, size_t length, char* error, size_t error_size
 
 void json_free(Json* json) {
     while (json) {
+        // Siblings are freed in a loop and children by recursion, so MAX_DEPTH also limits the stack here.
         Json* next = json->next;
         json_free(json->child);
         free(json->text);

@@ -30,7 +30,9 @@ void json_free(Json* json);
 
 const Json* json_get(const Json* object, const char* key);   // NULL if absent or not an object
 const char* json_text(const Json* object, const char* key);  // NULL if absent or not a string
+// if_absent is returned too if the member is no number.
 int64_t json_int(const Json* object, const char* key, int64_t if_absent);
+// The number of elements or members.
 int64_t json_count(const Json* container);
 
 // `text` as a JSON string with its quotes, in fresh memory.

@@ -16,6 +16,7 @@
 
 static const size_t LIMIT = (size_t)4 << 30;  // bytes of an earlier log that a run continues
 
+// An open log. Every error when it is written ends the run.
 struct RunLog {
     Path path, beside;    // the log; its temporary name while it is rewritten
     const char* written;  // the one that is being written
@@ -24,11 +25,13 @@ struct RunLog {
 
 // Ends the run, for the reason in errno.
 static NORETURN void give_up(const RunLog* log) {
+    // remove_tree may change errno. Only the temporary file is removed, never the log.
     int why = errno;
     if (log->written == log->beside.text) remove_tree(log->written);
     die(EXIT_FAILED, "cannot write %s: %s", log->written, file_error(why));
 }
 
+// Writes a line and flushes it to the operating system, so that a crash of the program loses no step.
 static void put_line(RunLog* log, const char* line, size_t length) {
     if (fwrite(line, 1, length, log->file) != length || fputc('\n', log->file) == EOF || fflush(log->file) != 0)
         give_up(log);
@@ -36,6 +39,7 @@ static void put_line(RunLog* log, const char* line, size_t length) {
 
 // The step of a line; 0: the configuration, which is the first line; -1: unreadable.
 static int64_t step_of(const char* line, size_t length, int first) {
+    // The reason is not reported: keep_lines gives the number of the line.
     char error[64];
     Json* json = json_parse(line, length, error, sizeof(error));
     int64_t step = !json || json->type != JSON_OBJECT ? -1
@@ -56,6 +60,7 @@ static void set_aside(const char* path, const char* line, size_t length) {
 // Copies the lines of an earlier log for steps up to last_step. Its last line counts only with its newline.
 static void keep_lines(RunLog* log, const char* text, size_t size, int64_t last_step) {
     Path aside = path_of("%s.unreadable", log->path.text);
+    // Line numbers count from 1, as editors show them.
     int64_t number = 0, odd = 0, first_odd = 0;
 
     // Each line is kept, dropped (its step will run again), or set aside (unreadable).
@@ -146,6 +151,7 @@ void runlog_add(RunLog* log, const StepRecord* r) {
     // Multiple-choice scores. A file's name may be any text.
     for (int i = 0; i < r->score_count; i++) {
         const ScoreRecord* score = &r->scores[i];
+        // The quoted name without its closing quote, so that the suffix can follow inside the string.
         char* name = json_quote(score->name);
         name[strlen(name) - 1] = 0;
         host_append(&line, ", %s_acc\": %.9g, %s_acc_norm\": %.9g", name, score->accuracy, name, score->normalised);

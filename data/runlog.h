@@ -25,6 +25,7 @@ typedef struct ScoreRecord {
     double accuracy, normalised;
 } ScoreRecord;
 
+// The measurements of one step. The arrays belong to the caller.
 typedef struct StepRecord {
     int64_t step;
     double loss;             // mean cross-entropy of the step's tokens in nats

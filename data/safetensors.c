@@ -97,6 +97,7 @@ static bool parse_tensor(const Json* entry, StTensor* tensor, const Report* repo
     return true;
 }
 
+// qsort order: by offset, then by size.
 static int by_offset(const void* a, const void* b) {
     const StTensor *x = (const StTensor*)a, *y = (const StTensor*)b;
     if (x->offset != y->offset) return x->offset < y->offset ? -1 : 1;
@@ -105,6 +106,7 @@ static int by_offset(const void* a, const void* b) {
 
 // Checks that the tensors, in order of offset, cover [0, data) exactly. Makes the offsets relative to the file.
 static bool offsets_tile(SafeTensors* st, int64_t data_start, int64_t data, const Report* report) {
+    // In this order, each tensor must begin where the one before it ends.
     qsort(st->tensors, (size_t)st->count, sizeof(StTensor), by_offset);
     int64_t at = 0;
     for (int i = 0; i < st->count; i++) {
@@ -122,6 +124,7 @@ static bool offsets_tile(SafeTensors* st, int64_t data_start, int64_t data, cons
     return true;
 }
 
+// qsort and bsearch order of pointers to tensors: by name.
 static int by_name(const void* a, const void* b) {
     return strcmp((*(const StTensor* const*)a)->name, (*(const StTensor* const*)b)->name);
 }
@@ -137,11 +140,13 @@ static bool names_unique(SafeTensors* st, const Report* report) {
     return true;
 }
 
+// Parses the header and fills st->tensors, with offsets relative to the data. It frees nothing on failure.
 static bool parse_header(SafeTensors* st, const char* text, int64_t length, const Report* report) {
     char reason[256];
     st->header = json_parse(text, (size_t)length, reason, sizeof(reason));
     if (!st->header) return fail(report, "header: %s (counted from byte 8 of the file)", reason);
     if (st->header->type != JSON_OBJECT) return fail(report, "the header is not a JSON object");
+    // The number of members bounds the tensors: the metadata is one of them.
     st->tensors = (StTensor*)host_alloc((size_t)json_count(st->header) * sizeof(StTensor));
 
     // Each member is a tensor, or the metadata: at most one object of strings.
@@ -160,6 +165,7 @@ static bool parse_header(SafeTensors* st, const char* text, int64_t length, cons
     return true;
 }
 
+// Opens st->path and runs all checks. False with a message; the caller then closes st.
 static bool open_checked(SafeTensors* st, const Report* report) {
     // The file and its size.
     st->fd = open_file(st->path);
@@ -209,6 +215,7 @@ void st_close(SafeTensors* st) {
 }
 
 const StTensor* st_find(const SafeTensors* st, const char* name) {
+    // bsearch compares pointers to pointers, so the key is a pointer to a tensor that has only a name.
     const StTensor wanted = {.name = (char*)name}, *key = &wanted;
     const StTensor** found =
         (const StTensor**)bsearch(&key, (const void*)st->by_name, (size_t)st->count, sizeof(StTensor*), by_name);
@@ -220,6 +227,7 @@ const char* st_metadata(const SafeTensors* st, const char* key) {
 }
 
 int st_read(const SafeTensors* st, const StTensor* tensor, int64_t first, int64_t count, void* out) {
+    // first and count are checked without their sum, which could overflow.
     int64_t size = (int64_t)st_dtype_bytes(tensor->dtype), elements = tensor->bytes / size;
     if (first < 0 || count < 0 || first > elements || count > elements - first) {
         errno = EINVAL;

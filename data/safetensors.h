@@ -12,9 +12,11 @@
 
 BEGIN_C
 
+// The element types that this program reads; a file with others is refused.
 typedef enum { ST_F64, ST_F32, ST_BF16, ST_I64, ST_I32, ST_U8, ST_F8_E4M3, ST_DTYPES } StDtype;
 size_t st_dtype_bytes(StDtype dtype);
 
+// A tensor's entry in the header. Shapes are row-major, with at most 4 dimensions.
 typedef struct StTensor {
     char* name;
     StDtype dtype;
@@ -24,6 +26,7 @@ typedef struct StTensor {
     int64_t bytes;
 } StTensor;
 
+// An open file. Its data are read when asked for, so only the header is in memory.
 typedef struct SafeTensors {
     char* path;
     int count;

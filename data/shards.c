@@ -24,17 +24,20 @@
 #error "shards are little-endian and are read as they are: this needs a little-endian machine"
 #endif
 
+// Headers of the two formats, which data/shards.h describes.
 enum { HEADER_INTS = 256, HEADER_BYTES = 1024 };
 enum { MAGIC_U16 = 20240520, VERSION_U16 = 1, MAGIC_U32 = 20240801, VERSION_U32 = 7 };
 
+// An open shard file.
 typedef struct Shard {
     char* path;
     int fd;
-    int token_bytes;
-    int64_t tokens;
+    int token_bytes;       // 2 or 4
+    int64_t tokens;        // tokens in the file, not only those in windows
     int64_t first_window;  // windows of the shards before this one
 } Shard;
 
+// The shards of one pattern. Nothing changes after shards_open, so several threads may read windows.
 struct Shards {
     char* option;  // the command-line option, for messages
     int64_t T;
@@ -90,6 +93,7 @@ static void open_shard(Shards* s, Shard* shard, const char* path) {
     // CRC-32 over name, size and header: identifies the set.
     const char* slash = strrchr(path, '/');
     const char* name = slash ? slash + 1 : path;
+    // The folder is not hashed, so that moved data keep their hash.
     int64_t size = (int64_t)info.st_size;
     uLong crc = crc32(s->hash, (const Bytef*)name, (uInt)strlen(name) + 1);
     crc = crc32(crc, (const Bytef*)&size, sizeof(size));
@@ -142,6 +146,7 @@ void shards_close(Shards* shards) {
 }
 
 char* shards_tokenizer(const char* pattern, const char* mark) {
+    // The name of the first match up to the last `mark` is the name of the data set.
     glob_t found;
     if (glob(pattern, 0, NULL, &found) != 0) return NULL;
     const char *path = found.gl_pathv[0], *name = strrchr(path, '/'), *end = NULL;
@@ -168,6 +173,7 @@ static const Shard* find_shard(const Shards* s, int64_t index) {
 // shards_read with an error result: a message in fresh memory, NULL on success. The loader's thread may read windows
 // that the run never uses, and an error in those must not end the run.
 static char* read_window(const Shards* s, int64_t index, int32_t V, int32_t* input, int32_t* target) {
+    // The buffer is on the stack, so that several threads can read at once.
     unsigned char raw[16384];
     const Shard* shard = find_shard(s, index);
     int64_t T = s->T, width = shard->token_bytes, chunk = (int64_t)sizeof(raw) / width;
@@ -186,6 +192,7 @@ static char* read_window(const Shards* s, int64_t index, int32_t V, int32_t* inp
 
         // Check each id. A token is an input, and the target of the token before it.
         for (int64_t i = 0; i < n; i++) {
+            // The file is little-endian, so the low bytes of id get the token.
             uint32_t id = 0;
             memcpy(&id, raw + i * width, (size_t)width);
             if ((int64_t)id >= V)
@@ -247,12 +254,14 @@ int64_t shards_permute(uint64_t seed, int64_t epoch, int64_t i, int64_t n) {
 // One micro-batch in use, the others prefetched.
 enum { RING = 4 };
 
+// A place in the ring for one micro-batch.
 typedef struct Slot {
     int32_t* input;   // (batch, T)
     int32_t* target;  // (batch, T), in the same memory
     char* error;      // the reason if this micro-batch could not be read, else NULL
 } Slot;
 
+// A loader has one thread that reads, and one caller that takes. The Shards must outlive it.
 struct Loader {
     const Shards* shards;
     int64_t batch;
@@ -270,6 +279,7 @@ struct Loader {
 
 // Reads a micro-batch. Each window of the run maps to a window of the set by the permutation of its epoch.
 static void fill(const Loader* loader, Slot* slot, int64_t micro_batch) {
+    // w counts windows of the run over all epochs. A wrap makes the run repeat its first windows.
     int64_t n = shards_windows(loader->shards), T = loader->shards->T;
     for (int64_t b = 0; b < loader->batch && !slot->error; b++) {
         int64_t w = loader->order.first + micro_batch * loader->order.stride + b;
@@ -288,6 +298,7 @@ static void* loader_thread(void* argument) {
             pthread_cond_wait(&loader->changed, &loader->mutex);
         if (loader->stopping) break;
         pthread_mutex_unlock(&loader->mutex);
+        // The file is read without the lock. The caller does not touch this slot before `filled` counts it.
         Slot* slot = &loader->ring[micro_batch % RING];
         fill(loader, slot, micro_batch);
         pthread_mutex_lock(&loader->mutex);
@@ -323,6 +334,7 @@ Loader* loader_start(const Shards* shards, int64_t batch, int32_t V, LoaderOrder
 void loader_stop(Loader* loader) {
     if (!loader) return;
     pthread_mutex_lock(&loader->mutex);
+    // The thread ends after the micro-batch that it reads now, and the join waits for that.
     loader->stopping = true;
     pthread_cond_broadcast(&loader->changed);
     pthread_mutex_unlock(&loader->mutex);
@@ -340,9 +352,12 @@ void loader_next(Loader* loader, const int32_t** input, const int32_t** target) 
     pthread_mutex_lock(&loader->mutex);
     loader->released = loader->taken;  // releases the micro-batch of the last call
     pthread_cond_broadcast(&loader->changed);
+    // The caller waits only if reading is slower than training.
     while (loader->filled <= loader->taken) pthread_cond_wait(&loader->changed, &loader->mutex);
     pthread_mutex_unlock(&loader->mutex);
     const Slot* slot = &loader->ring[loader->taken % RING];
+
+    // An error ends the run only here, when the run needs that micro-batch.
     if (slot->error) die(EXIT_FAILED, "%s", slot->error);
     loader->taken++;
     *input = slot->input;

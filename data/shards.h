@@ -52,6 +52,7 @@ int64_t shards_permute(uint64_t seed, int64_t epoch, int64_t i, int64_t n);
 // The loader prefetches micro-batches of `batch` windows on a thread, while one micro-batch is in use.
 typedef struct Loader Loader;
 
+// The windows that one rank loads. All numbers count windows of the run, except the seed.
 typedef struct LoaderOrder {
     uint64_t seed;
     int64_t first;   // the first window of the run that is loaded

@@ -8,6 +8,7 @@
 
 #include "device/check.h"
 
+// A compiled pattern. A search does not change it.
 struct Pattern {
     regex_t* regex;
 };
@@ -17,17 +18,21 @@ struct Pattern {
 static const unsigned long RETRIES = 1 << 24;
 
 Pattern* pattern_new(const char* text, char* error, size_t error_size) {
+    // The library is set up at each pattern; repeated calls do nothing. The limits are global to the process.
     OnigEncoding encodings[] = {ONIG_ENCODING_UTF8};
     onig_initialize(encodings, 1);
     onig_set_retry_limit_in_match(RETRIES);
     onig_set_retry_limit_in_search(RETRIES);
 
+    // Compile the pattern in Ruby's syntax, which the tokenizers library uses too.
     Pattern* pattern = (Pattern*)host_alloc(sizeof(Pattern));
     OnigErrorInfo info;
     const OnigUChar* begin = (const OnigUChar*)text;
     const int status = onig_new(&pattern->regex, begin, begin + strlen(text), ONIG_OPTION_NONE, ONIG_ENCODING_UTF8,
                                 ONIG_SYNTAX_DEFAULT, &info);
     if (status == ONIG_NORMAL) return pattern;
+
+    // It does not compile: the library's message is the reason.
     OnigUChar why[ONIG_MAX_ERROR_MESSAGE_LEN];
     onig_error_code_to_str(why, status, &info);
     snprintf(error, error_size, "%s", (const char*)why);
@@ -43,8 +48,12 @@ void pattern_free(Pattern* pattern) {
 int pattern_find(const Pattern* pattern, const char* text, size_t length, size_t at, size_t* from, size_t* to) {
     const OnigUChar *begin = (const OnigUChar*)text, *end = begin + length;
     OnigRegion region = {0};
+    // The whole text is given, so that lookbehind sees the bytes before `at`.
     const int found = onig_search(pattern->regex, begin, end, begin + at, end, &region, ONIG_OPTION_NONE);
     if (found >= 0) *from = (size_t)region.beg[0], *to = (size_t)region.end[0];
+
+    // The region itself is on the stack (0); only its arrays are freed. A negative result other than a mismatch is in
+    // practice the retry limit.
     onig_region_free(&region, 0);
     return found >= 0 ? 1 : found == ONIG_MISMATCH ? 0 : -1;
 }

@@ -59,6 +59,7 @@ static Tokenizer* open_table(const char* path) {
             HEADER_BYTES);
 
     // The header: magic number, version, number of tokens, end-of-text id.
+    // The file is little-endian, as is the machine (data/shards.c checks it).
     uint32_t header[4];
     memcpy(header, t->data, sizeof(header));
     check_header(path, header);
@@ -88,6 +89,7 @@ static Tokenizer* open_table(const char* path) {
     return t;
 }
 
+// True if the path ends with `end`.
 static bool ends_with(const char* path, const char* end) {
     size_t length = strlen(path), n = strlen(end);
     return length >= n && strcmp(path + length - n, end) == 0;
@@ -116,12 +118,16 @@ static Tokenizer* open_beside(Tokenizer* table, const char* path) {
                 "--tokenizer: %s and %s beside it differ in the bytes of token %d: they must be of one tokenizer", path,
                 json_path, id);
     }
+
+    // The table is no longer needed: tokenizer.json has the same tokens, and the merges.
     free(json_path);
     tokenizer_close(table);
     return t;
 }
 
 Tokenizer* tokenizer_open(const char* path) {
+    // An empty path selects the byte tokenizer. A table has no merges, so a tokenizer.json of the same name is
+    // preferred.
     Tokenizer* t = path[0] == 0               ? open_bytes()
                    : ends_with(path, ".json") ? tokenizer_read_json(path, -1)
                                               : open_beside(open_table(path), path);
@@ -159,6 +165,7 @@ int64_t tokenizer_encode(const Tokenizer* tokenizer, const char* text, int32_t* 
     }
     // By the merges of tokenizer.json; without them, greedily by the longest token.
     if (tokenizer->bpe) return bpe_encode(tokenizer->bpe, text, ids, capacity, tokenizer->why, WHY_BYTES);
+    // Greedy ids may differ from those of the training data, unless every token is one byte (tokenizer_exact).
     size_t left = strlen(text);
     int64_t n = 0;
     for (const char* at = text; left > 0 && n < capacity; n++) {

@@ -29,22 +29,25 @@ static const char* const EOT_NAMES[] = {"<|endoftext|>",
                                         "[EOS]",
                                         "<|im_end|>"};
 
+// The state while a file is read. The entries point into the JSON tree, so they end with it.
 typedef struct Reader {
     const char* path;
     size_t file_bytes;
     const Json *model, *added;
-    Token* entries;     // texts as they are in the file
-    Token* byte_level;  // the decoded bytes of a byte-level model's entries; empty for others
-    int32_t model_count, count;
-    Vocab* names;  // the model's entries, by text
+    Token* entries;              // texts as they are in the file
+    Token* byte_level;           // the decoded bytes of a byte-level model's entries; empty for others
+    int32_t model_count, count;  // entries of the model; all entries, with the added tokens
+    Vocab* names;                // the model's entries, by text
     Tokenizer* t;
 } Reader;
 
+// The type of a part, "none" if it has no type.
 static const char* type_of(const Json* json) {
     const char* type = json_text(json, "type");
     return type ? type : "none";
 }
 
+// A Boolean option of a part. A value that is no Boolean counts as absent.
 static bool flag(const Json* json, const char* key, bool if_absent) {
     const Json* member = json_get(json, key);
     return member && member->type == JSON_BOOL ? member->number != 0 : if_absent;
@@ -66,6 +69,7 @@ static bool has_type(const Json* json, const char* type) {
 static int byte_of(uint32_t code) {
     bool printable = (code >= 0x21 && code <= 0x7e) || (code >= 0xa1 && code <= 0xff && code != 0xad);
     if (printable) return (int)code;
+    // The other 68 bytes are numbered from 0: 0x00-0x20, then 0x7f-0xa0, then 0xad.
     const int n = (int)code - 0x100;
     if (n < 0 || n > 67) return -1;
     if (n <= 0x20) return n;
@@ -95,6 +99,7 @@ static int32_t to_piece(const char* text, char* out) {
         }
     }
     int32_t n = 0;
+    // The mark of a space has 3 bytes and becomes 1, so the output is never longer than the text.
     while (*text) {
         bool space = strncmp(text, "\xe2\x96\x81", 3) == 0;
         out[n++] = space ? ' ' : *text;
@@ -127,6 +132,8 @@ static void read_entries(Reader* r) {
         else
             add_entry(r, j->child && j->child->type == JSON_STRING ? j->child->text : NULL, r->count);
     }
+
+    // The added tokens follow. They may repeat a token of the vocabulary.
     r->model_count = r->count;
     for (const Json* j = r->added ? r->added->child : NULL; j; j = j->next)
         add_entry(r, json_text(j, "content"), (double)json_int(j, "id", -1));
@@ -154,12 +161,14 @@ static void read_tokens(Reader* r, const Json* file) {
         Token* token = &t->tokens[entry->id];
         bool added = i >= r->model_count;
         const Token* same = added ? vocab_find(r->names, entry->bytes, (size_t)entry->length) : NULL;
+        // An id has one token, and a token has one id. Only an added token may repeat one of the vocabulary.
         if ((token->bytes && !same) || (same && same->id != entry->id))
             die(EXIT_FAILED,
                 "--tokenizer: %s: token '%s', id %d: the id is another token's, or the token has another id", r->path,
                 entry->bytes, entry->id);
         token->id = entry->id;
         token->bytes = to;
+        // A byte-level entry with other characters falls through to plain text.
         token->length = byte_level && !added ? to_bytes(entry->bytes, to) : -1;
         if (token->length >= 0) r->byte_level[i] = *token;
         if (token->length < 0 && pieces && !added) token->length = to_piece(entry->bytes, to);
@@ -181,6 +190,7 @@ static void read_eot(Reader* r, int32_t eot) {
             "--eot "
             "NAME writes a table that says which it is",
             r->path, EOT_NAMES[0], EOT_NAMES[2], EOT_NAMES[3]);
+    // An id from the table of the same name may be too large for this file: open_beside then refuses the sizes.
     if (eot < r->t->size) r->t->tokens[eot].length = 0;
     r->t->eot = eot;
 }
@@ -190,6 +200,7 @@ static void read_eot(Reader* r, int32_t eot) {
 // A Split: one pattern and its behavior.
 static char* read_cut(Bpe* bpe, const char* pattern, const char* behavior, bool inverted) {
     char error[192];
+    // Isolated keeps matches and the rest as words. Removed drops the matches, or with `inverted` the rest.
     bool isolated = strcmp(behavior, "Isolated") == 0;
     if (!isolated && strcmp(behavior, "Removed") != 0)
         return host_format("pre_tokenizer with the behavior %.40s", behavior);
@@ -208,6 +219,8 @@ static char* read_cuts(Bpe* bpe, const Json* json, bool* bytes) {
         for (const Json* j = list ? list->child : NULL; j && !refused; j = j->next) refused = read_cuts(bpe, j, bytes);
         return refused;
     }
+
+    // A single part. ByteLevel must be the last: after it, the text would be in its own alphabet.
     if (*bytes) return host_format("pre_tokenizer %.40s behind ByteLevel", type);
     if (strcmp(type, "Split") == 0) {
         const char* behavior = json_text(json, "behavior");
@@ -270,6 +283,7 @@ static char* read_added(Reader* r) {
     Token* list = (Token*)host_alloc((size_t)(r->count - r->model_count) * sizeof(Token));
     char* refused = NULL;
     for (int round = 0; round < 2 && !refused; round++) {
+        // The list of this round: `normalized` selects the round, and its default is the opposite of `special`.
         int32_t n = 0, i = r->model_count;
         for (const Json* j = r->added ? r->added->child : NULL; j; j = j->next, i++) {
             bool special = flag(j, "special", false);
@@ -318,6 +332,7 @@ static char* read_model(Reader* r) {
 static char* read_bpe(Reader* r, const Json* file) {
     const Json* merges = json_get(r->model, "merges");
     bool bytes = false;
+    // The first unsupported feature is the reason. The tables may then be incomplete, and the encoder is not used.
     r->t->bpe = bpe_new(json_count(merges));
     char* refused = read_model(r);
     if (!refused) refused = read_normalizer(r->t->bpe, json_get(file, "normalizer"));
@@ -347,6 +362,7 @@ Tokenizer* tokenizer_read_json(const char* path, int32_t eot) {
     if (refused) r.t->refused = host_format("%s: encoding of text does not support %s", path, refused);
     read_eot(&r, eot);
 
+    // The tokens have their own memory, so the tree can be freed.
     free(refused);
     free(r.entries);
     free(r.byte_level);

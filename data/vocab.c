@@ -47,11 +47,13 @@ void vocab_free(Vocab* vocab) {
 
 const Token* vocab_find(const Vocab* vocab, const char* bytes, size_t length) {
     if (length > (size_t)vocab->longest) return NULL;
+    // The id takes no part in the comparison.
     Token key = {bytes, (int32_t)length, 0};
     return (const Token*)bsearch(&key, vocab->sorted, (size_t)vocab->count, sizeof(Token), by_bytes);
 }
 
 const Token* vocab_longest(const Vocab* vocab, const char* text, size_t length) {
+    // The table of first bytes rejects most places without a search. Each length then takes one bisection.
     const Token* found = NULL;
     if (length == 0 || !vocab->begins[(unsigned char)*text]) return NULL;
     if (length > (size_t)vocab->longest) length = (size_t)vocab->longest;

@@ -8,6 +8,7 @@
 
 BEGIN_C
 
+// A token's text and id. The bytes have no NUL at their end, and belong to another structure.
 typedef struct Token {
     const char* bytes;
     int32_t length;

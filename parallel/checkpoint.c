@@ -23,14 +23,16 @@
 #include "parallel/slices.h"
 #include "parallel/watch.h"
 
+// A file of the checkpoint. For a text, `header` is the whole file.
 typedef struct SavedFile {
     char name[sizeof(((CheckpointFile*)0)->name)];
     char* header;
-    int64_t header_bytes, bytes;
+    int64_t header_bytes, bytes;  // bytes: of the whole file
 } SavedFile;
 
 #define PROBE ".shared_"  // name of a file by which the ranks test that they share the folder
 
+// The saver of one rank. The thread and the caller never change it at once: checkpoint_wait comes between.
 struct Saver {
     Ranks* group;  // the world, with messages of its own
     char* out;
@@ -88,10 +90,12 @@ Saver* saver_create(Ranks* world, const char* out, int keep) {
     int fd = -1;
     if (ranks_index(world) == 0) {
         if (make_folders(out) == 0) sweep(out), fd = create_file(probe.text);
+        // The open folder is later compared with the one that has its name (check_folder).
         s->out_fd = open(out, O_RDONLY | O_DIRECTORY | O_CLOEXEC);
         if (fd < 0) die(EXIT_FAILED, "cannot create %s: %s", probe.text, file_error(errno));
         close(fd);
     }
+    // The file exists before any rank looks, and stays until all have looked.
     ranks_barrier(world);
     bool there = access(probe.text, F_OK) == 0;
     ranks_barrier(world);
@@ -218,6 +222,7 @@ static void write_files(Saver* s) {
     FileSlice* next = s->slices;
     for (int i = 0; i < s->tensor_files; i++) {
         Path path = path_of("%s/%s", s->folder.text, s->files[i].name);
+        // The ranks agree after each file. ranks_well may change errno, so the reason is kept.
         bool written = write_slices(path.text, i, &next, s->slices + s->slice_count, &from);
         int why = errno;
         watch_progress();
@@ -271,6 +276,7 @@ static void prune(const char* out, int64_t newest, int keep) {
     }
     closedir(folder);
 
+    // The list begins with the newest, so its first `keep` entries stay.
     int count, seen = 0;
     int64_t* steps = checkpoint_list(out, &count);
     for (int i = 0; i < count; i++) {
@@ -293,6 +299,7 @@ bool checkpoint_set_aside(Saver* s, int64_t step) {
     int count;
     int64_t* steps = checkpoint_list(s->out, &count);
     Path path = step_path(s->out, step, ""), aside = step_path(s->out, step, ".diverged");
+    // The oldest checkpoint stays, because there would be none to go back to.
     bool oldest = !count || steps[count - 1] >= step;
     free(steps);
     return !oldest && remove_tree(aside.text) == 0 && !is_link(path.text) && rename(path.text, aside.text) == 0;
@@ -332,6 +339,8 @@ static void* saver_thread(void* saver) {
     if (leads) make_files(s);
     ranks_barrier(s->group);
     write_files(s);
+
+    // Rank 0 needs the CRC-32s only after every rank has flushed its slices.
     FileSlice* all = slices_gather(s->group, s->slices, s->slice_count, &total);
     if (leads) {
         write_manifest(s, all, total);
@@ -339,6 +348,7 @@ static void* saver_thread(void* saver) {
     }
     ranks_barrier(s->group);  // no rank's wait ends before the checkpoint is complete
 
+    // The buffer stays for the next save; the rest belonged to this one.
     free(all);
     for (int i = 0; i < s->count; i++) free(s->files[i].header);
     free(s->files);
@@ -353,6 +363,8 @@ static char* copy_slice(Saver* s, int64_t file, const CheckpointTensor* t, int64
             offset = tensor_offset + t->save_first * size;
     ASSERT(t->save_first >= t->first && t->save_first + t->save_count <= t->first + t->count);
     device_download(to, (char*)t->data + (t->save_first - t->first) * size, (size_t)bytes, ctx);
+
+    // The slice: longer by these bytes if they follow the last one in the file, else a new one.
     FileSlice* last = s->slices + s->slice_count - 1;
     if (s->slice_count && last->file == file && last->offset + last->bytes == offset && last->dtype == t->dtype) {
         last->bytes += bytes;
@@ -389,6 +401,7 @@ static char* copy_file(Saver* s, int i, const CheckpointFile* file, char* to, Ct
 
 void checkpoint_save(Saver* s, const CheckpointRecord* r, const char* options_json, const CheckpointFile* files,
                      int count, Ctx* ctx) {
+    // The last save must end first: its thread reads the buffer.
     checkpoint_wait(s);
 
     // The bytes that this rank writes, and an upper bound on its slices.

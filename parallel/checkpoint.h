@@ -39,6 +39,7 @@ typedef struct CheckpointTensor {
     void* data;                      // device memory of the slice, contiguous
 } CheckpointTensor;
 
+// A safetensors file of the checkpoint. The tensors belong to the caller.
 typedef struct CheckpointFile {
     char name[64];
     int count;

@@ -19,6 +19,7 @@ static const size_t SMALL_SUM = (size_t)64 << 10;
 
 enum { ALL_GATHER, REDUCE_SCATTER, SUM, EXCHANGE, KINDS };
 
+// A communicator. It has MPI messages of its own, so those of other communicators cannot be mistaken for its.
 struct Comm {
     Ranks* group;
     int count, index;
@@ -54,6 +55,7 @@ void comm_destroy(Comm* c) {
 int comm_count(const Comm* c) { return c->count; }
 int comm_index(const Comm* c) { return c->index; }
 
+// All-to-all by the byte offsets and sizes in c.
 static void exchange(Comm* c, void* recv, const void* send) {
     ranks_exchange(c->group, recv, c->recv_at, c->recv_bytes, send, c->send_at, c->send_bytes);
 }
@@ -112,6 +114,7 @@ static void reduce_parts(Comm* c, void* part, const void* all, int64_t n, Reduct
 
 void comm_reduce_scatter(Comm* c, real* part, real* all, int64_t n, Ctx* ctx) {
     (void)ctx;
+    // One rank: the sum is its own value.
     if (c->count == 1) {
         if (part != all) memcpy(part, all, (size_t)n * sizeof(real));
         return;
@@ -126,6 +129,7 @@ void comm_all_reduce(Comm* c, void* data, int64_t n, Reduction reduction, Ctx* c
     if (c->count == 1) return;
     watch_begin(c->what[SUM]);
     size_t size = types[reduction].size, bytes = (size_t)n * size;
+    // Latency dominates small sums: all parts are sent to all ranks at once.
     if (bytes < SMALL_SUM) {
         c->parts = host_at_least(c->parts, &c->parts_room, (size_t)c->count * bytes);
         ranks_all_gather(c->group, c->parts, data, bytes);
@@ -148,6 +152,7 @@ void comm_all_reduce(Comm* c, void* data, int64_t n, Reduction reduction, Ctx* c
 void comm_exchange(Comm* c, const ExchangeBuffer* buffers, int buffer_count, ExchangeRows rows, Ctx* ctx) {
     (void)ctx;
     watch_begin(c->what[EXCHANGE]);
+    // The buffers are sent one after the other. Offsets and counts are converted from rows to bytes.
     for (int b = 0; b < buffer_count; b++) {
         size_t bytes = buffers[b].row_bytes;
         for (int r = 0; r < c->count; r++) {

@@ -29,6 +29,7 @@
         if (result_ != ncclSuccess) nccl_failed(result_, comm, #call, __FILE__, __LINE__);                             \
     } while (0)
 
+// Ends the run with NCCL's reason and the place of the call.
 NORETURN static void nccl_failed(ncclResult_t result, ncclComm_t comm, const char* call, const char* file, int line) {
     die(EXIT_FAILED,
         "%s:%d: %s: %s: %s; if another rank failed before, its message says more, else set NCCL_DEBUG=WARN", file, line,
@@ -45,6 +46,7 @@ typedef struct Queued {
 } Queued;
 enum { RING = 256 };  // collectives of one communicator in flight; with more the host waits
 
+// A communicator. Its ring of events shows the watchdog which collectives are pending.
 struct Comm {
     ncclComm_t nccl;  // NULL: a group of one
     int count, index, device;
@@ -87,6 +89,7 @@ static int64_t probe(void* context, const char** pending) {
     pthread_mutex_lock(&lock);
     for (Comm* c = comms; c; c = c->next) {
         CUDA_CHECK(cudaSetDevice(c->device));
+        // After a network error a collective may never end, so its event cannot report the error.
         ncclResult_t result;
         NCCL_CHECK(ncclCommGetAsyncError(c->nccl, &result), c->nccl);
         if (result != ncclSuccess && result != ncclInProgress)
@@ -199,6 +202,7 @@ void comm_destroy(Comm* c) {
 
 enum { PUSH_BLOCKS = 16, PUSH_THREADS = 512 };
 
+// Arguments of the kernel. The row arrays are device memory, (ranks) each.
 struct Push {
     struct {
         size_t recv;  // offset in the symmetric memory
@@ -213,6 +217,7 @@ struct Push {
 template <typename T>
 static __device__ __forceinline__ void copy_by_grid(char* to, const char* from, size_t bytes) {
     enum { AT_ONCE = 4 };
+    // Each thread issues AT_ONCE loads before its first store, so that their latencies overlap.
     const size_t n = bytes / sizeof(T), threads = PUSH_BLOCKS * PUSH_THREADS;
     for (size_t i = blockIdx.x * (size_t)PUSH_THREADS + threadIdx.x; i < n; i += AT_ONCE * threads) {
         T x[AT_ONCE];
@@ -225,6 +230,7 @@ static __device__ __forceinline__ void copy_by_grid(char* to, const char* from, 
     }
 }
 
+// Stores this rank's rows into the memory of all ranks, its own included.
 static __global__ void __launch_bounds__(PUSH_THREADS)
     push_kernel(const Push p, const __grid_constant__ ncclDevComm comm, ncclWindow_t window) {
     ncclLsaBarrierSession<ncclCoopCta> barrier(ncclCoopCta(), comm, ncclTeamTagLsa(), blockIdx.x);
@@ -244,6 +250,7 @@ static __global__ void __launch_bounds__(PUSH_THREADS)
     barrier.sync(ncclCoopCta(), cuda::memory_order_acq_rel);
 }
 
+// Queues the all-to-all by symmetric memory. Every recv must be in the window.
 static void push(Comm* c, const ExchangeBuffer* buffers, int count, ExchangeRows rows, Ctx* ctx) {
     Push p = {};
     ASSERT(c->window && count <= EXCHANGE_BUFFERS);
@@ -259,12 +266,15 @@ static void push(Comm* c, const ExchangeBuffer* buffers, int count, ExchangeRows
 }
 
 char* comm_windows_missing(Comm* c) {
+    // The device code is compiled from the header, so the library must be of the same version.
     int version;
     NCCL_CHECK(ncclGetVersion(&version), c->nccl);
     if (version != NCCL_VERSION_CODE)
         return host_format("NCCL's header is version %d, its library %d", NCCL_VERSION_CODE, version);
     ncclDevCommRequirements needs = {};  // no multicast
     needs.lsaBarrierCount = PUSH_BLOCKS;
+
+    // A failure here is no error of the run: the caller decides whether it needs windows.
     ncclDevComm* side = (ncclDevComm*)host_alloc(sizeof(ncclDevComm));
     const ncclResult_t result = ncclDevCommCreate(c->nccl, &needs, side);
     if (result != ncclSuccess) {

@@ -43,6 +43,8 @@ static inline void comm_max(Comm* c, real* x, int64_t n, Ctx* ctx) { comm_all_re
 //   recv          in memory of comm_window, at the same offset on every rank
 //   there_start   rows for rank i begin at there_start[i] of its recv
 //   row_bytes     multiples of 4
+//
+// Counts and offsets are in rows, the same for all buffers of a call.
 typedef struct ExchangeRows {
     const int64_t *send_start, *send_rows, *recv_start, *recv_rows;  // (count of the group) each
     const int64_t* there_start;                                      // (count of the group), or NULL
@@ -52,6 +54,7 @@ typedef struct ExchangeBuffer {
     const void* send;
     size_t row_bytes;
 } ExchangeBuffer;
+// The most buffers of one call by symmetric memory.
 enum { EXCHANGE_BUFFERS = 8 };
 void comm_exchange(Comm* comm, const ExchangeBuffer* buffers, int buffer_count, ExchangeRows rows, Ctx* ctx);
 

@@ -1,3 +1,4 @@
+// The lock of a run's folder: an open file that only one process can lock. Its text names the holder.
 #include "parallel/folder.h"
 
 #include <errno.h>
@@ -8,17 +9,20 @@
 #include "device/check.h"
 #include "parallel/checkpoint.h"
 
+// Locks the folder, or ends the run if another run has it. f->lock is -1 if locks do not work there.
 static void lock_folder(Folder* f, const char* out) {
     const char* path = f->lock_path.text;
     f->lock_path = path_of("%s/.lock", out);
     f->lock = lock_file(path);
     if (f->lock >= 0) return;
 
+    // Another run has the lock: its text in the file helps to find that run.
     if (errno == EAGAIN) {
         char* holder = read_file(path, 256, NULL);
         die(EXIT_FAILED, "--out %s is in use by another run (%s): wait for its end, or choose another folder", out,
             holder && *holder ? holder : "unknown");
     }
+    // The lock file is a link, or a file of something else: it is not touched.
     if (errno == ELOOP) die(EXIT_FAILED, "%s: %s", path, file_error(errno));
     if (errno == EEXIST) die(EXIT_FAILED, "%s is not a lock of this program: choose another --out, or remove it", path);
     warn("--out %s cannot be locked (%s): another run in it would not be noticed", out, strerror(errno));
@@ -27,10 +31,12 @@ static void lock_folder(Folder* f, const char* out) {
 Folder folder_open(const char* out, int resume) {
     Folder f;
     int count;
+    // The folder must exist and be writable, before the lock file is made in it.
     if (make_folders(out) != 0 || access(out, W_OK) != 0)
         die(EXIT_FAILED, "--out %s cannot be used as a folder: %s", out, strerror(errno));
     lock_folder(&f, out);
 
+    // A new run must not mix with an earlier one: checkpoints or a log need --resume.
     free(checkpoint_list(out, &count));
     if (!resume && (count || access(path_of("%s/log.jsonl", out).text, F_OK) == 0)) {
         folder_close(&f);

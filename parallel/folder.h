@@ -6,6 +6,7 @@
 
 BEGIN_C
 
+// The lock of --out, from folder_open to folder_close.
 typedef struct Folder {
     Path lock_path;
     int lock;  // descriptor of the lock file while it is locked; -1: no lock

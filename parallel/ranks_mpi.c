@@ -17,6 +17,7 @@
         if (error_ != MPI_SUCCESS) mpi_failed(error_, #call, __FILE__, __LINE__);                                      \
     } while (0)
 
+// Ends the run with MPI's reason and the place of the call.
 NORETURN static void mpi_failed(int error, const char* call, const char* file, int line) {
     char why[MPI_MAX_ERROR_STRING] = "";
     int length;
@@ -26,6 +27,7 @@ NORETURN static void mpi_failed(int error, const char* call, const char* file, i
 
 static const size_t CHUNK_BYTES = (size_t)16 << 20;
 
+// A group of ranks. Collectives of one group come from one thread at a time; different groups may overlap.
 struct Ranks {
     MPI_Comm comm;  // MPI_COMM_NULL: one rank, without MPI
     int count, index;
@@ -37,6 +39,7 @@ struct Ranks {
 
 static int local, here = 1;  // ranks_local, ranks_here
 
+// The number of chunks of a message.
 static size_t chunks(size_t bytes) { return (bytes + CHUNK_BYTES - 1) / CHUNK_BYTES; }
 // Bytes of the chunk that begins at `at`.
 static int chunk_bytes(size_t bytes, size_t at) { return (int)(bytes - at < CHUNK_BYTES ? bytes - at : CHUNK_BYTES); }
@@ -169,6 +172,7 @@ void ranks_exchange(Ranks* group, void* recv, const size_t* recv_at, const size_
                     const size_t* send_at, const size_t* send_bytes) {
     int own = group->index;
     ASSERT(send_bytes[own] == recv_bytes[own]);
+    // A rank keeps its own part by a copy. It may overlap where send and recv are one buffer.
     if (send_bytes[own]) memmove((char*)recv + recv_at[own], (const char*)send + send_at[own], send_bytes[own]);
     if (group->count == 1) return;
     watch_begin("exchange");
@@ -210,6 +214,7 @@ void ranks_barrier(Ranks* group) {
 int ranks_post(Ranks* group, const void* note, size_t bytes) {
     int sent;
     ASSERT(bytes <= RANKS_NOTE);
+    // A note is dropped while the one before is in flight: the next will be newer anyway.
     MPI_CHECK(MPI_Test(&group->posted, &sent, MPI_STATUS_IGNORE));
     if (!sent) return 0;
     memcpy(group->note, note, bytes);

@@ -5,6 +5,7 @@
 #include "device/check.h"
 #include "parallel/ranks.h"
 
+// C needs a member, though there is nothing to store.
 struct Ranks {
     char nothing;
 };

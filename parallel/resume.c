@@ -23,12 +23,14 @@ static const size_t CHUNK_BYTES = (size_t)4 << 20;  // bytes read at a time
 static const size_t MANIFEST_LIMIT = (size_t)64 << 20;
 static const int64_t FILE_LIMIT = (int64_t)1 << 50;
 
+// qsort order of steps: descending.
 static int newest_first(const void* a, const void* b) {
     int64_t x = *(const int64_t*)a, y = *(const int64_t*)b;
     return (x < y) - (x > y);
 }
 
 int64_t* checkpoint_list(const char* out, int* count) {
+    // readdir returns NULL at the end and on errors. Only errno differs, so it is 0 before each entry is read.
     int64_t* steps = NULL;
     *count = 0;
     DIR* folder = opendir(out);
@@ -107,6 +109,7 @@ static const Json* file_entry(const Json* manifest, const char* name) {
 
 bool checkpoint_lists(const Json* manifest, const char* name) { return file_entry(manifest, name) != NULL; }
 
+// GOOD is above every file number, so the lowest number of all ranks is the first bad file.
 static const int64_t GOOD = INT64_MAX;
 
 // Cross-rank agreement. `bad` is the number of the first file that this rank found bad, for the reason in `error`, or
@@ -147,6 +150,7 @@ static const char** list_files(const Json* manifest, const CheckpointFile* files
     for (int i = 0; i < count; i++) names[(*all)++] = files[i].name;
     for (const Json* e = list ? list->child : NULL; e; e = e->next) {
         const char* name = json_text(e, "name");
+        // A name with a slash would lead out of the folder: a damaged manifest may have one.
         int i = 0;
         while (i < count && name && strcmp(name, files[i].name) != 0) i++;
         if (i == count && name && !strchr(name, '/')) names[(*all)++] = name;
@@ -173,6 +177,7 @@ static int check_files(Ranks* world, const char* folder, const Json* manifest, c
     // This rank's share of the bytes, as slices of the files that it touches.
     int64_t ranks = ranks_count(world), rank = ranks_index(world), slices = 0, total, at = 0;
     int64_t begin = all_bytes * rank / ranks, end = all_bytes * (rank + 1) / ranks;
+    // A rank has at most one slice of a file, because its share is contiguous.
     FileSlice* mine = (FileSlice*)host_alloc((size_t)listed * sizeof(FileSlice));
     void* chunk = host_alloc(CHUNK_BYTES);
     for (int i = 0; i < listed && i < bad; at += sizes[i++]) {
@@ -209,6 +214,7 @@ static int check_files(Ranks* world, const char* folder, const Json* manifest, c
 // Loads this rank's slice of a tensor.
 static int load_slice(const SafeTensors* st, const CheckpointTensor* t, void* chunk, Ctx* ctx, char* error,
                       size_t error_size) {
+    // The tensor must be as this run plans it. Ranks without elements check it too.
     const StTensor* found = st_find(st, t->name);
     if (!found || found->dtype != t->dtype || found->rank != t->rank || found->shape[0] != t->shape[0] ||
         (t->rank == 2 && found->shape[1] != t->shape[1])) {
@@ -258,6 +264,8 @@ int checkpoint_load(Ranks* world, const char* out, int64_t step, const Json* man
     memcpy(theirs, mine, sizeof(mine));
     ranks_broadcast(world, theirs, sizeof(theirs), 0);
     ranks_must_share(world, out, mine[0] == theirs[0] && mine[1] == theirs[1]);
+
+    // From here each check runs only if the one before it found all good. All ranks get the same result.
     Path path = step_path(out, step, "");
     const char* folder = path.text;
     int result = agree(world, manifest ? GOOD : 0, error, error_size);
@@ -272,6 +280,7 @@ int checkpoint_load(Ranks* world, const char* out, int64_t step, const Json* man
 int checkpoint_check(Ranks* world, const char* folder, const char** names, int count, char* error, size_t error_size) {
     Path path = path_of("%s/manifest.json", folder);
     char reason[128] = "";
+    // Folders without a manifest are accepted: rank 0 decides, so that all ranks do the same.
     bool there = access(path.text, F_OK) == 0;
     ranks_broadcast(world, &there, sizeof(there), 0);
     if (!there) return 0;

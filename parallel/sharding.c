@@ -10,8 +10,9 @@
 
 #include "device/check.h"
 
-enum { SLOTS = 3 };
+enum { SLOTS = 3 };  // two that alternate, and one for units that would need the pinned one
 
+// Memory for the gathered weights and the whole gradients of one unit at a time.
 typedef struct Slot {
     floatX* weight;
     real* grad;
@@ -21,6 +22,7 @@ typedef struct Slot {
     Event* reduced;   // the gradients have been reduced over the ranks
 } Slot;
 
+// The units, the slots and the streams. One thread of the host makes all calls.
 struct Sharding {
     int count, pinned;
     ParamBuffer** units;  // (count) x (BUFFERS)
@@ -191,6 +193,7 @@ static void gather(Sharding* s, int unit, int slotted) {
 
 void weights_start(Sharding* s, int unit) {
     if (unit < 0 || unit >= s->count || !communicates(s)) return;
+    // Nothing is to do if the newest version of these weights is in the slot or in flight.
     Slot* slot = &s->slots[slot_of(s, unit)];
     if (slot->unit == unit && slot->version == s->version) return;
 
@@ -227,6 +230,7 @@ void grads_get(Sharding* s, int unit, int first, Ctx* ctx) {
 }
 
 Ctx* grads_reduce(Sharding* s, int unit, int first, int last, Ctx* ctx) {
+    // Backward on ctx must have written the gradients. In the last micro-step the caller also queues the update.
     if (communicates(s) || last) side_follows(s, ctx);
     for (int i = 0; i < BUFFERS; i++) {
         ParamBuffer* p = &s->units[unit][i];
@@ -237,9 +241,9 @@ Ctx* grads_reduce(Sharding* s, int unit, int first, int last, Ctx* ctx) {
             real* sum = first ? p->own_grad : p->grad + p->first;
             comm_reduce_scatter(comm_of(s, i), sum, p->grad, p->part, s->side_stream);
             if (!first) device_add(p->own_grad, sum, p->part, s->side_stream);
-        } else if (last && p->shard == SHARD_OPTIMIZER) {
+        } else if (last && p->shard == SHARD_OPTIMIZER) {  // whole gradients, but only this rank's part is needed
             comm_reduce_scatter(comm_of(s, i), p->own_grad, p->grad, p->part, s->side_stream);
-        } else if (last) {
+        } else if (last) {  // SHARD_NONE: every rank updates all
             comm_sum(comm_of(s, i), p->grad, p->n, s->side_stream);
         }
     }
@@ -248,6 +252,7 @@ Ctx* grads_reduce(Sharding* s, int unit, int first, int last, Ctx* ctx) {
 }
 
 void grads_wait(Sharding* s, Ctx* ctx) {
+    // An event is enough: the side stream works in order, so all of its earlier work is done too.
     event_record(s->done, s->side_stream);
     event_wait(s->done, ctx);
 }

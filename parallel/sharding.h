@@ -63,6 +63,7 @@ typedef struct Layout {
     int muon;          // 1: Muon trains matrices (layers/muon.h), 0: AdamW trains all
 } Layout;
 
+// A flat buffer of a unit. Counts and offsets are in elements; the arrays are device memory.
 typedef struct ParamBuffer {
     int64_t n, n_decay;         // the whole buffer as the ops see it, padding included; weight decay covers a prefix
     int64_t n_muon;             // Muon trains this prefix, AdamW the rest

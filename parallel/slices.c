@@ -78,6 +78,7 @@ bool slices_join(const FileSlice** next, const FileSlice* end, int64_t file, int
         const FileSlice* s = *next;
         if (s->file < file) continue;  // a file that the caller skipped
         tiled = tiled && s->offset == at;
+        // The CRC-32 of the bytes so far, extended by the slice without reading it.
         *crc = crc32_combine(*crc, (uLong)s->crc, (z_off_t)s->bytes);
         at += s->bytes;
     }
@@ -85,6 +86,7 @@ bool slices_join(const FileSlice** next, const FileSlice* end, int64_t file, int
 }
 
 int64_t ranks_lowest(Ranks* group, int64_t value, int* who) {
+    // Every rank gets all values, so all find the same rank.
     int ranks = ranks_count(group);
     int64_t* all = (int64_t*)host_alloc((size_t)ranks * sizeof(int64_t));
     ranks_all_gather(group, all, &value, sizeof(value));

@@ -71,6 +71,7 @@ static double elapsed(double* last) {
 // Updates this rank's entry, `seconds` after the last update. It is still the same wait if the name is the same and no
 // other wait was done since.
 static void measure(Progress* mine, double seconds) {
+    // The two locks of this file are never held together, so the threads cannot block each other.
     Progress now = {.done = 0};
 
     // The device's pending collective, or the host's own wait if there is one.
@@ -84,11 +85,13 @@ static void measure(Progress* mine, double seconds) {
     if (watched.depth) strncpy(now.what, watched.what, NAME - 1);
     pthread_mutex_unlock(&lock);
 
+    // Still the same wait, or a new one that begins at 0 seconds.
     int stands_still = *now.what && now.done == mine->done && strcmp(now.what, mine->what) == 0;
     now.waited = stands_still ? mine->waited + seconds : 0;
     *mine = now;
 }
 
+// An addition to messages before the first step has ended, "" later.
 static const char* hint(void) {
     return watcher.settled
                ? ""
@@ -110,6 +113,7 @@ static const Progress* common_wait(int count) {
 
 // Reasons why a rank is at fault, in the order in which they are tried.
 typedef enum Fault { UNHEARD, AT_WORK, BEHIND, ELSEWHERE, FAULTS } Fault;
+// Whether rank i is at fault for this reason, given the common wait and the least number of waits done.
 static int at_fault(Fault fault, int i, const Progress* wait, int64_t least) {
     const Progress* p = &watcher.ranks[i];
     if (fault == UNHEARD) return !p->stopped && watcher.silent[i] > SILENCE;
@@ -178,6 +182,7 @@ static void* look_on(void* unused) {
     int index = ranks_index(watcher.group);
     Progress* mine = &watcher.ranks[index];
     double until_report = 0, last = host_seconds();
+    // Time counts by the clock, not by turns: a turn may take longer than its sleep.
     const struct timespec turn = {0, (long)(TURN * 1e9)};
     for (;;) {
         // This rank's own state.
@@ -253,6 +258,8 @@ void watch_stop(void) {
     pthread_mutex_lock(&lock);
     watched.stopping = 1;
     pthread_mutex_unlock(&lock);
+
+    // The thread of rank 0 ends when the last notes of all others have arrived.
     pthread_join(watcher.thread, NULL);
     watched.running = 0;
     int index = ranks_index(watcher.group);
