@@ -2,9 +2,8 @@
 // model/.
 //
 //   main    opens ranks, options, data, folder, model and log; trains; closes all of it
-//   train   for each step: queue_step, then finish_step prints and logs the step before. From time to time a
-//   validation,
-//           a sample, a checkpoint
+//   train   for each step: queue_step, then finish_step prints and logs the step before. In some steps also a
+//           validation, a sample, a checkpoint
 //
 // The host runs one step ahead of the device: it queues step n + 1, then waits for the results of step n.
 #include <errno.h>
@@ -133,7 +132,7 @@ static void report(Run* r, int val, int asks) {
     if (r->casts && due(r->pending, s->mx_stats))
         cast_count = report_quantization(&casts, r->model, (const MxStats*)fetch_end(r->casts));
 
-    // How even the loads are, block by block.
+    // The loads of each block, and the losses of the MTP modules.
     const int64_t blocks = config_blocks(&s->model);
     double *load_max = (double*)host_alloc((size_t)(2 * blocks) * sizeof(double)), *load_min = load_max + blocks;
     const double worst = report_load(load_max, load_min, &s->model, load);
@@ -242,17 +241,6 @@ static Loader* load_from(const Run* r, int64_t step) {
     return loader_start(r->train, s->batch, (int32_t)s->model.V, order);
 }
 
-// Gives the dispatch the capacity that the pending step would have taken on the fullest rank.
-static void grow_capacity(Run* r) {
-    double *needed = (double*)host_alloc((size_t)r->ranks * sizeof(double)), most = 0;
-    ranks_all_gather(r->world, needed, &r->last.needed, sizeof(double));
-    for (int i = 0; i < r->ranks; i++) most = fmax(most, needed[i]);
-    free(needed);
-    model_grow_capacity(r->model, r->world, most);
-    warn("step %ld overflowed the capacity of an expert's rank, and runs again with --capacity %.2f", r->pending,
-         r->model->capacity);
-}
-
 // Waits for the results of the pending step and reports them. A step that overflowed changed nothing, and neither did
 // the step that was queued after it: both run again, on the same data. Returns the loader, which then is a new one.
 static Loader* finish_step(Run* r, Loader* loader, int64_t queued, int val, int asks) {
@@ -261,7 +249,9 @@ static Loader* finish_step(Run* r, Loader* loader, int64_t queued, int val, int 
     if (!r->last.retry) return loader;
 
     while (r->last.retry) {
-        grow_capacity(r);
+        model_grow_capacity(r->model, r->world, r->last.needed);
+        warn("step %ld overflowed the capacity of an expert's rank, and runs again with --capacity %.2f", step,
+             r->model->capacity);
         loader_stop(loader);
         loader = load_from(r, step);
         queue_step(r, loader, step);
@@ -356,13 +346,8 @@ static void open_data(Run* r) {
     if (*s->init && access(trained.text, F_OK) == 0) evaluate_tokenizer("--init", trained.text, s, r->tokenizer);
     if (r->val && s->val_every) r->val_bytes = evaluate_bytes(s, r->val, r->tokenizer);
 
-    int64_t windows = shards_windows(r->train);
-    double epochs = (double)s->steps * (double)s->tokens_per_step / (double)s->seq_len / (double)windows;
-    printf("data       %d shards, %ld tokens, %ld windows of %ld (%.3g epochs in %ld steps)\n", shards_count(r->train),
-           shards_tokens(r->train), windows, s->seq_len, epochs, s->steps);
-    char* tokenizer = host_printable(s->tokenizer, strlen(s->tokenizer), "");
-    printf("tokenizer  %s, %d tokens\n", *tokenizer ? tokenizer : "bytes", tokenizer_size(r->tokenizer));
-    free(tokenizer);
+    report_data(s, r->train, r->tokenizer);
+    const int64_t windows = shards_windows(r->train);
     if (windows < s->batch)
         die(EXIT_FAILED,
             "--train has %ld windows of %ld tokens, fewer than one batch of %ld; use a smaller --batch or --seq-len",

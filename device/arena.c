@@ -21,6 +21,7 @@ void arena_init(Arena* arena, const char* purpose, Backend backend) {
 }
 
 void arena_add(Arena* arena, const char* name, Element element, int64_t count, int per_token, void** slot) {
+    // The table of a pool: memory is taken at once, and no row is added.
     if (arena->pool) {
         *slot = pool_take(arena->pool, (size_t)count * element_bytes(element, arena->backend));
         return;

@@ -22,6 +22,7 @@ void die_as_rank(int rank, const char* who, void (*end_all)(int code)) {
     run.end_all = end_all;
 }
 
+// Handler of SIGALRM. A handler has no argument for the exit code, so it is static.
 static int exit_code;
 static void leave(int signal_number) {
     (void)signal_number;
@@ -92,6 +93,7 @@ void die(int code, const char* format, ...) {
 }
 
 void warn(const char* format, ...) {
+    // All ranks would print the same line.
     if (run.rank != 0) return;
     va_list args;
     va_start(args, format);
@@ -116,6 +118,7 @@ double host_seconds(void) { return seconds_of(CLOCK_MONOTONIC); }
 double host_time(void) { return seconds_of(CLOCK_REALTIME); }
 
 void* host_alloc(size_t bytes) {
+    // Callers rely on zeros.
     void* p = calloc(1, bytes ? bytes : 1);
     if (!p) die(EXIT_FAILED, "out of host memory: %zu bytes were asked for", bytes);
     return p;
@@ -123,6 +126,7 @@ void* host_alloc(size_t bytes) {
 
 void* host_at_least(void* memory, size_t* capacity, size_t bytes) {
     if (bytes <= *capacity) return memory;
+    // No realloc: callers overwrite the whole buffer, so the old contents are not copied.
     free(memory);
     *capacity = bytes;
     return host_alloc(bytes);

@@ -208,6 +208,7 @@ size_t device_free_memory(int sharing) {
     if (available < 0) return 0;
 
     // The machine's memory, shared. Less if a control group or a limit of this process allows less.
+    // /proc/meminfo counts in KiB.
     int64_t left = left_in_groups(1024 * (available + max_i64(swap, 0))) / sharing;
     struct rlimit limit;
     if (getrlimit(RLIMIT_AS, &limit) == 0 && limit.rlim_cur != RLIM_INFINITY)
@@ -218,10 +219,12 @@ size_t device_free_memory(int sharing) {
 size_t device_peak_memory(void) {
     struct rusage usage;
     getrusage(RUSAGE_SELF, &usage);
+    // Linux counts ru_maxrss in KiB.
     return (size_t)usage.ru_maxrss * 1024;
 }
 
 void* device_alloc(size_t bytes, const char* what) {
+    // Aligned to 256 bytes like cudaMalloc, and zeroed like the GPU's.
     size_t rounded = (bytes + 255) / 256 * 256;
     void* p = aligned_alloc(256, rounded ? rounded : 256);
     if (!p)
@@ -244,6 +247,7 @@ void device_fill(void* p, int byte, size_t bytes, Ctx* ctx) {
 void device_upload(void* to, const void* host, size_t bytes, Ctx* ctx) { (void)ctx, memcpy(to, host, bytes); }
 void device_download(void* host, const void* from, size_t bytes, Ctx* ctx) { (void)ctx, memcpy(host, from, bytes); }
 
+// A fetch copies at once in fetch_begin, so fetch_end does not wait.
 Fetch* fetch_create(size_t bytes) {
     Fetch* fetch = (Fetch*)host_alloc(sizeof(Fetch));
     fetch->bytes = bytes;
@@ -267,6 +271,7 @@ double stopwatch_seconds(Stopwatch* watch) { return watch->stop - watch->start; 
 
 void device_to_floatX(floatX* out, const real* in, int64_t n, Ctx* ctx) {
     (void)ctx;
+    // floatX and real are both float32 in this build.
     if (out != in) memcpy(out, in, (size_t)n * sizeof(real));
 }
 

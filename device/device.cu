@@ -37,6 +37,7 @@ struct Staging {
     int next;
 };
 
+// An asynchronous copy to the host. `there` is recorded after it.
 struct Fetch {
     size_t bytes;
     void* host;  // pinned
@@ -47,6 +48,7 @@ struct Stopwatch {
     cudaEvent_t start, stop;
 };
 
+// Compute capability 9.0 is 90.
 static int capability_of(const cudaDeviceProp& p) { return 10 * p.major + p.minor; }
 
 // Conversions and sums, with grid-stride loops. Bound by memory.
@@ -77,6 +79,7 @@ static bool has_code() {
 
 // Ends the run with one line if there is no GPU that this build can use. Returns `portable` of the Ctx.
 static int check_gpu(cudaDeviceProp* properties) {
+    // The driver, and whether it is new enough for the toolkit.
     int driver = 0, count = 0, device = 0, built = CUDART_VERSION;
     if (cudaDriverGetVersion(&driver) != cudaSuccess || driver == 0)
         die(EXIT_FAILED, "no GPU: no NVIDIA driver on this machine; use build/cpu/train_moe");
@@ -85,10 +88,12 @@ static int check_gpu(cudaDeviceProp* properties) {
             "the NVIDIA driver supports CUDA %d.%d, this program was built with %d.%d: update the driver or build with "
             "an older toolkit",
             driver / 1000, driver % 1000 / 10, built / 1000, built % 1000 / 10);
+    // A GPU.
     cudaError_t error = cudaGetDeviceCount(&count);
     if (error != cudaSuccess || count == 0)
         die(EXIT_FAILED, "no GPU: %s; use build/cpu/train_moe",
             error != cudaSuccess ? cudaGetErrorString(error) : "the driver lists none");
+    // Its kernels, and whether this build has code for them.
     CUDA_CHECK(cudaGetDevice(&device));
     CUDA_CHECK(cudaGetDeviceProperties(properties, device));
     char* error_text;
@@ -169,6 +174,7 @@ Ctx* ctx_side(Ctx* ctx, size_t workspace) {
 void ctx_destroy(Ctx* ctx) {
     ctx_sync(ctx);
     CUDA_CHECK(cudaStreamDestroy(ctx->stream));
+    // A side stream has neither a cuBLASLt handle nor staging buffers.
     if (ctx->lt) {
         lt_forget(ctx);
         CUBLAS_CHECK(cublasLtDestroy(ctx->lt));
@@ -228,6 +234,7 @@ void* device_alloc(size_t bytes, const char* what) {
 
 void device_free(void* p) { CUDA_CHECK(cudaFree(p)); }
 
+// 16 bytes a thread and iteration. p and the size are multiples of 16.
 static __global__ void zero(uint4* p, size_t vectors) {
     wait_for_previous();
     for (size_t i = blockIdx.x * (size_t)blockDim.x + threadIdx.x; i < vectors; i += gridDim.x * (size_t)blockDim.x)
@@ -237,6 +244,7 @@ static __global__ void zero(uint4* p, size_t vectors) {
 // By a kernel: a step has many short memsets, and after a real memset no kernel can start early (PDL).
 void device_zero(void* p, size_t bytes, Ctx* ctx) {
     const size_t vectors = bytes / 16;
+    // An address or a size that is no multiple of 16 is rare.
     if (bytes && ((uintptr_t)p | bytes) % 16) {
         CUDA_CHECK(cudaMemsetAsync(p, 0, bytes, ctx->stream));
         return;
@@ -264,6 +272,7 @@ void device_upload(void* to, const void* host, size_t bytes, Ctx* ctx) {
 }
 
 void device_download(void* host, const void* from, size_t bytes, Ctx* ctx) {
+    // The host waits: it reads the result next.
     CUDA_CHECK(cudaMemcpyAsync(host, from, bytes, cudaMemcpyDeviceToHost, ctx->stream));
     ctx_sync(ctx);
 }

@@ -68,6 +68,7 @@ bool is_link(const char* path) {
 
 int remove_tree(const char* path) { return is_link(path) ? fails(ELOOP) : remove_at(AT_FDCWD, path); }
 
+// After a rename: the new name survives a power failure only if its folder is synced.
 int sync_folder(const char* path) {
     int fd = open(path, O_RDONLY | O_DIRECTORY | O_CLOEXEC);
     if (fd < 0) return -1;
@@ -84,12 +85,14 @@ int open_file(const char* path) {
     return fails(S_ISDIR(info.st_mode) ? EISDIR : ENXIO);
 }
 
+// An existing file is unlinked first, so a process that reads it keeps the old contents.
 int create_file(const char* path) {
     if (is_link(path)) return fails(ELOOP);
     if (unlink(path) != 0 && errno != ENOENT) return -1;
     return open(path, O_WRONLY | O_CREAT | O_EXCL | O_NOFOLLOW | O_CLOEXEC, 0666);
 }
 
+// Fewer than `bytes` only at the end of the file.
 int64_t read_at(int fd, void* out, int64_t bytes, int64_t offset) {
     int64_t done = 0;
     while (done < bytes) {
@@ -133,6 +136,7 @@ char* read_file(const char* path, size_t limit, size_t* size) {
     return text;
 }
 
+// A POSIX record lock: it ends with its process, so a crash leaves no lock behind.
 int lock_file(const char* path) {
     struct flock whole = {.l_type = F_WRLCK};  // length 0: to the end of the file
     struct stat held, named;
@@ -170,6 +174,7 @@ int lock_file(const char* path) {
 
 void unlock_file(const char* path, int fd) {
     struct stat held, named;
+    // The name is removed only while it is still that of this file. Closing ends the lock.
     if (fstat(fd, &held) == 0 && lstat(path, &named) == 0 && held.st_ino == named.st_ino) unlink(path);
     close(fd);
 }

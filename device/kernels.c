@@ -7,6 +7,7 @@
 int kernels_choose(int capability, const char* asked, char** error) {
     const int is_hopper = capability == 90, portable = asked && strcmp(asked, "portable") == 0;
     *error = NULL;
+    // Hopper's kernels use instructions that only 9.0 has, so later GPUs take the portable ones.
     if (capability < 80)
         *error = host_format(
             "compute capability %d.%d is too old: a GPU of 8.0 or more is needed (A100, RTX 30 and what came later), "

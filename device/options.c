@@ -57,6 +57,7 @@ void options_set(const Option* o, void* values, const char* text, const char* wh
             free(*(char**)value);
             *(char**)value = host_strdup(text);
             return;
+        // A flag that is given is 1. --help all is 2.
         case OPTION_FLAG: *(int64_t*)value = strcmp(text, "all") == 0 ? 2 : text[0] == '1'; return;
     }
 }
@@ -181,6 +182,7 @@ void options_print(const Option* table, int count, const void* values, const voi
         group = table[i].group;
         char* text = host_printable(value, strlen(value), "");
         const char* shown = *text ? text : "''";
+        // A line that would be too long goes on below, behind the column of the group.
         if (column + strlen(table[i].name) + strlen(shown) + 3 > 120) column = printf("\n%-10s", "") - 1;
         column += printf("  %s %s", table[i].name, shown);
         free(value);
@@ -200,6 +202,7 @@ void options_help(const Option* table, int count, const char* program, const cha
     for (int i = 0; i < count; i++) {
         const Option* o = &table[i];
         if (strcmp(o->group, first->group) != 0) first = o;
+        // Without a list of common options all are printed.
         const char* const* listed = common;
         while (listed && *listed && strcmp(*listed, o->name) != 0) listed++;
         if (listed && !*listed) continue;

@@ -7,11 +7,13 @@
 #include "device/check.h"
 #include "device/device.h"
 
+// A range of device memory; bytes is its whole size.
 typedef struct Chunk {
     char* memory;
     size_t bytes;
 } Chunk;
 
+// top: where the next buffer begins. table: an Arena that takes its buffers from this pool.
 struct Pool {
     const char* purpose;
     Chunk* chunks;  // the first belongs to the caller
@@ -20,6 +22,7 @@ struct Pool {
     Arena table;
 };
 
+// The list of chunks may move; the chunks themselves do not.
 static void add_chunk(Pool* pool, void* memory, size_t bytes) {
     Chunk chunk = {(char*)memory, bytes};
     pool->chunks = (Chunk*)realloc(pool->chunks, (size_t)(pool->count + 1) * sizeof(Chunk));
@@ -41,6 +44,7 @@ static void free_added(Pool* pool) {
     while (pool->count > 1) device_free(pool->chunks[--pool->count].memory);
 }
 
+// The caller frees the old first chunk, because it belongs to the caller.
 void pool_move(Pool* pool, void* memory, size_t bytes) {
     const Chunk chunk = {(char*)memory, bytes};
     const PoolMark bottom = {0, 0};

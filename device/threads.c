@@ -39,6 +39,7 @@ void threads_check(void) {
 }
 
 int thread_start(pthread_t* thread, void* (*work)(void*), void* argument) {
+    // A new thread inherits the signal mask: all signals stay with the thread that starts it.
     sigset_t all, before;
     sigfillset(&all);
     pthread_sigmask(SIG_SETMASK, &all, &before);

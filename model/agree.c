@@ -31,6 +31,7 @@ static char* option_list(const Settings* s) {
     char* list = host_format("help %ld\nversion %ld\n", s->help, s->version);  // first: the others follow from them
     for (int i = 0; i < settings_count; i++) {
         const char* name = settings_table[i].name;
+        // Paths may differ between machines. agree_on_data compares the shards and questions themselves.
         if (strcmp(name, "train") == 0 || strcmp(name, "val") == 0 || strcmp(name, "eval") == 0 ||
             strcmp(name, "tokenizer") == 0)
             continue;
@@ -44,6 +45,7 @@ static char* option_list(const Settings* s) {
 // Ends the run with the first line in which two lists differ.
 static NORETURN void options_differ(int rank, char* first, char* other) {
     char *rest_a, *rest_b, *a = strtok_r(first, "\n", &rest_a), *b = strtok_r(other, "\n", &rest_b);
+    // Both lists have the same order, so the first pair that differs names the option.
     while (a && b && strcmp(a, b) == 0) {
         a = strtok_r(NULL, "\n", &rest_a);
         b = strtok_r(NULL, "\n", &rest_b);
@@ -80,6 +82,7 @@ void agree_on_settings(Ranks* world, const Settings* s) {
 }
 
 void agree_on_data(Ranks* world, const char* option, uint32_t hash) {
+    // All ranks call this in the same order, also those without the option.
     uint32_t* hashes = (uint32_t*)gather(world, &hash, sizeof(hash));
     for (int r = 1; r < ranks_count(world); r++)
         if (hashes[r] != hashes[0])

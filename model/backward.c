@@ -50,17 +50,20 @@ static void mlp_backward(Model* m, const Unit* u, float aux) {
     BlockSaved* s = &m->blocks[u->layer];
     Workspace* t = &m->t;
     const int64_t N = m->B * m->T;
+    // A MoE block, or an MTP module.
     if (u->kind != UNIT_DENSE) {
         moe_backward(t->dnorm, t->dx, s->norm2, model_moe_weights(m, u), &s->moe, aux, m->moe_shape, m->dispatch,
                      m->pool, m->ctx);
         return;
     }
+    // A dense block. t.act is computed again from h, so forward does not keep it.
     linear_dgrad(t->dact, t->dx, &u->w[MLP2], N, 0, m->ctx);
     linear_swiglu_backward(t->dnorm, t->dh, t->act, t->dact, s->h, &u->w[MLP13], N, m->ctx);
     const LinearGradient gradients[] = {{&u->w[MLP2], t->dx, t->act}, {&u->w[MLP13], t->dh, s->norm2}};
     linear_wgrads(gradients, 2, N, m->ctx);
 }
 
+// Both norms add to t.dx, because the residual stream goes around attention and MLP.
 void block_backward(Model* m, const Unit* u, float aux) {
     const BlockSaved* s = &m->blocks[u->layer];
     const int64_t N = m->B * m->T, C = m->config.C;
@@ -72,6 +75,7 @@ void block_backward(Model* m, const Unit* u, float aux) {
     rmsnorm_backward(t->dx, u->w[NORM1].grad, t->dnorm, s->residual, C, u->w[NORM1].w, s->rstd1, N, C, 1, m->ctx);
 }
 
+// The first gradient of its chain: it overwrites t.dx.
 void output_backward(Model* m, int k, const Unit* u) {
     const Output* o = &m->outputs[k];
     const int64_t N = m->B * m->T, C = m->config.C;
@@ -82,12 +86,15 @@ void output_backward(Model* m, int k, const Unit* u) {
 void model_backward(Model* m, float aux, int last) {
     const int64_t N = m->B * m->T, C = m->config.C;
     const int head = (int)m->config.L + 1;
+    // MTP modules, the last one first: each adds to the output gradient of the one before.
     for (int k = m->mtp_modules; k >= 1; k--) module_backward(m, k, aux, last);
 
+    // The final norm.
     output_backward(m, 0, unit_begin(m, head, head - 1));  // lm_head's gradients are there since model_loss
     unit_grads_end(m, head, last);
     unit_end(m, head);
 
+    // Blocks. The reduction of a unit over the ranks overlaps with the backward of the next.
     for (int unit = head - 1; unit > 0; unit--) {
         // The embedding's weights are only for the next forward.
         Unit* u = unit_begin(m, unit, unit > 1 || !last ? unit - 1 : -1);
@@ -97,6 +104,7 @@ void model_backward(Model* m, float aux, int last) {
         unit_end(m, unit);
     }
 
+    // The embedding. MTP modules read it too, so their summed gradient is added.
     real* dtable = m->units[0].buffer[DENSE_PARAMS].grad;
     unit_grads_begin(m, 0);
     embedding_backward(dtable, m->t.dx, m->tokens, N, m->config.V, C, m->ctx);

@@ -3,8 +3,10 @@
 
 Unit* unit_begin(Model* m, int unit, int next) {
     Unit* u = &m->units[unit];
+    // Waits for this unit's weights, and starts to gather the next unit's.
     weights_get(m->sharding, unit, m->ctx);
     weights_start(m->sharding, next);
+    // MXFP8 copies are made once for each version of the weights.
     for (int i = 0; i < PARAMS; i++) {
         if (u->at[i] < 0) continue;
         Weight* w = &u->w[i];
@@ -25,6 +27,7 @@ void unit_grads_begin(Model* m, int unit) {
     for (int b = 0; b < BUFFERS; b++) {
         const ParamBuffer* p = &u->buffer[b];
         int64_t done = 0;
+        // Ids from LM_HEAD up to NORM1 are matrices. The gaps between those that GEMMs write become 0.
         for (int i = LM_HEAD; i < NORM1; i++) {
             if (u->at[i] < 0 || i == ROUTER || param_buffer((ParamId)i) != b) continue;
             Weight* w = &u->w[i];
@@ -56,6 +59,7 @@ MoeWeights model_moe_weights(const Model* m, const Unit* u) {
 // Turns the rope parts of q (every head) and of kva (one vector a token).
 void model_rope(Model* m, floatX* q, floatX* kva, int direction) {
     const ModelConfig* c = &m->config;
+    // The rope part is the last of each query head, and the last of a row of kva.
     int64_t qk = c->nope + c->rope;
     RopeShape of_q = {m->B * m->T, m->T, c->H, c->rope, c->H * qk, qk};
     RopeShape of_k = {m->B * m->T, m->T, 1, c->rope, c->kv_lora + c->rope, 0};

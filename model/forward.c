@@ -49,6 +49,7 @@ static void mlp_forward(Model* m, floatX* out, const Unit* u, int train) {
                     m->dispatch, m->pool, m->ctx);
         return;
     }
+    // A dense block. t.act is workspace: backward makes it again from h.
     linear_forward(s->h, s->norm2, &u->w[MLP13], N, m->ctx);
     swiglu_forward(m->t.act, s->h, N, m->config.dense_ffn, m->ctx);
     linear_forward(out, m->t.act, &u->w[MLP2], N, m->ctx);
@@ -61,6 +62,7 @@ static void attention_part(Model* m, const Weight* w, const BlockSaved* s) {
     residual_rmsnorm_forward(s->residual2, s->norm2, s->rstd2, s->residual, m->t.out, w[NORM2].w, N, C, m->ctx);
 }
 
+// Backward needs no output of the MLP, so the last product is not repeated.
 void model_rebuild_block(Model* m, const Unit* u) {
     const BlockSaved* s = &m->blocks[u->layer];
     const int64_t N = m->B * m->T, C = m->config.C;
@@ -84,6 +86,7 @@ void block_forward(Model* m, const Unit* u, int train) {
     mlp_forward(m, m->t.out, u, train);
 }
 
+// The last residual add and the final norm are one op. Output k follows block L - 1 + k.
 void output_forward(Model* m, int k, const Unit* u) {
     const Output* o = &m->outputs[k];
     residual_rmsnorm_forward(o->residual, o->norm, o->rstd, m->blocks[m->config.L - 1 + k].residual2, m->t.out,
@@ -92,6 +95,7 @@ void output_forward(Model* m, int k, const Unit* u) {
 
 void model_forward(Model* m, int train) {
     const int head = (int)m->config.L + 1;
+    // A micro-batch begins with an empty pool: no activations of the one before are needed.
     pool_release(m->pool, m->pool_empty);
     m->moe_shape.capacity = train ? m->capacity : 0;  // validation has no step to run again
     m->mtp_modules = train ? (int)m->config.mtp : 0;
@@ -105,12 +109,14 @@ void model_forward(Model* m, int train) {
         unit_end(m, unit);
     }
 
+    // The final norm, then the MTP modules, each on the output before it.
     output_forward(m, 0, unit_begin(m, head, m->mtp_modules ? head + 1 : -1));
     unit_end(m, head);
     for (int k = 1; k <= m->mtp_modules; k++) module_forward(m, k);
 }
 
 // A chunk of tokens at a time: its logits become their own gradient, which no one needs later.
+// k: the main model (0) or an MTP module. *sum += its losses, in nats. dscale 0: no gradients.
 static void output_loss(Model* m, int k, Weight* w, double* sum, float dscale) {
     const int64_t N = m->B * (m->T - k), C = m->config.C;
     const Output* o = &m->outputs[k];
@@ -128,6 +134,7 @@ static void output_loss(Model* m, int k, Weight* w, double* sum, float dscale) {
 
 void model_loss(Model* m, StepState* state, float dscale) {
     const int head = (int)m->config.L + 1;
+    // The head's gradients begin here, not in model_backward.
     Weight* w = &unit_begin(m, head, -1)->w[LM_HEAD];
     if (dscale != 0) unit_grads_begin(m, head);
     output_loss(m, 0, w, &state->loss_sum, dscale);
@@ -138,6 +145,7 @@ void model_loss(Model* m, StepState* state, float dscale) {
 void model_logits(Model* m, int64_t n, real* host_logits) {
     const int head = (int)m->config.L + 1;
     ASSERT(n < m->B * m->T);
+    // One row of logits, as float32 for the host.
     const Unit* u = unit_begin(m, head, -1);
     linear_forward(m->t.logits, m->outputs[0].norm + n * m->config.C, &u->w[LM_HEAD], 1, m->ctx);
     unit_end(m, head);

@@ -49,6 +49,7 @@ static const struct {
 };
 enum { ALWAYS = sizeof(always) / sizeof(always[0]) };
 
+// The first reason that applies. A model of dense blocks alone has no routing that could differ.
 const char* hub_misfit(const Settings* s) {
     const ModelConfig* c = &s->model;
     if (c->dense_layers == c->L) return NULL;
@@ -90,6 +91,7 @@ char* hub_config(const Settings* s, int32_t end_of_text) {
     const ModelConfig* c = &s->model;
     const int v3 = c->score == SCORE_SIGMOID, selects_with_bias = v3 || s->balance != BALANCE_NONE;
     const char* why = hub_misfit(s);
+    // The model type, which decides who can read the file.
     char* json = why ? host_format("{\n  \"model_type\": \"train_moe\",\n  \"train_moe_note\": \"%s\",\n", why)
                      : host_format(
                            "{\n  \"architectures\": [\"Deepseek%sForCausalLM\"],\n"
@@ -133,6 +135,7 @@ typedef struct Reader {
     char* where;  // "--init FOLDER/config.json"
 } Reader;
 
+// Ends the run with the file, the key and the reason.
 static NORETURN void refuse(const Reader* r, const char* key, const char* what) {
     die(EXIT_USAGE, "%s: \"%s\" %s", r->where, key, what);
 }
@@ -151,12 +154,14 @@ static const Json* member(const Json* object, const char* key) {
     return found && found->type != JSON_NULL ? found : NULL;
 }
 
+// A text that the file may lack. Another type ends the run.
 static const char* text_or_null(const Reader* r, const Json* object, const char* key) {
     const Json* found = member(object, key);
     if (found && found->type != JSON_STRING) refuse(r, key, "is no string");
     return found ? found->text : NULL;
 }
 
+// A number, or `absent` where the file lacks it. Another type ends the run.
 static double number_or(const Reader* r, const Json* object, const char* key, double absent) {
     const Json* found = member(object, key);
     if (found && found->type != JSON_NUMBER) refuse(r, key, "is no number");
@@ -179,10 +184,12 @@ static void read_rope(const Reader* r, ModelConfig* c) {
     if (scaling && scaling->type != JSON_OBJECT)
         refuse(r, older ? "rope_scaling" : "rope_parameters", "is neither an object nor null");
     c->rope_theta = number_or(r, scaling, "rope_theta", number_or(r, r->json, "rope_theta", 10000));
+    // Values that --yarn 0 ignores, but that are in their ranges.
     c->yarn_factor = 40, c->yarn_mscale = 1, c->yarn_original_len = 4096;
     const char *type = text_or_null(r, scaling, "rope_type"), *kind = type ? type : text_or_null(r, scaling, "type");
     if (!kind || strcmp(kind, "default") == 0) return;
 
+    // YaRN. Constants that are fixed here are refused with any other value.
     if (strcmp(kind, "yarn") != 0) refuse(r, "rope_scaling", "is of a type that is not known here: yarn is");
     c->yarn = 1;
     c->yarn_factor = number_or(r, scaling, "factor", 0);
@@ -200,6 +207,7 @@ static void read_rope(const Reader* r, ModelConfig* c) {
 // How tokens select experts. `own`: the type is train_moe, where both scores may have a selection bias.
 static void read_routing(const Reader* r, ModelConfig* c, int v3, int own) {
     const char *scoring = text_or_null(r, r->json, "scoring_func"), *method = text_or_null(r, r->json, "topk_method");
+    // The score and the method of selection must be those of the model type.
     if (scoring && strcmp(scoring, v3 ? "sigmoid" : "softmax") != 0)
         refuse(r, "scoring_func", v3 ? "is not sigmoid" : "is not softmax");
     const bool limited = method && strcmp(method, "group_limited_greedy") == 0;
@@ -207,6 +215,7 @@ static void read_routing(const Reader* r, ModelConfig* c, int v3, int own) {
     if (v3 && method && !biased) refuse(r, "topk_method", "is not noaux_tc");
     if (!v3 && method && !limited && strcmp(method, "greedy") != 0 && !(own && biased))
         refuse(r, "topk_method", "is neither group_limited_greedy nor greedy");
+    // Groups of experts. Plain greedy selection has one group.
     c->selection_bias = v3 || biased;
     if (!v3 && !limited && !biased)
         c->groups = c->top_groups = 1;
@@ -237,6 +246,7 @@ static void check_quantization(const Reader* r) {
 ModelConfig hub_read_config(const char* option, const char* folder) {
     Reader r = {.where = host_format("--%s %s/config.json", option, folder)};
     char error[256];
+    // The file. No name may occur twice in an object.
     size_t size;
     char* text = read_file(path_of("%s/config.json", folder).text, CONFIG_LIMIT, &size);
     if (!text)
@@ -305,6 +315,7 @@ int64_t hub_length(const char* folder) {
     if (longest &&
         (longest->type != JSON_NUMBER || longest->integer < 1 || (double)longest->integer != longest->number))
         die(EXIT_USAGE, "%s/config.json: \"max_position_embeddings\" is no length", folder);
+    // A model without a manifest may have a limit that is too long for memory.
     if (length <= 0) length = min_i64(longest ? longest->integer : 4096, 4096);
     json_free(manifest);
     json_free(config);

@@ -11,6 +11,7 @@
 #include "layers/rmsnorm.h"
 #include "mx/mx_check.h"
 
+// align MX_CHUNK: the four blocks of 128 elements share a scale. align 1: each block of 32 has its own.
 static Format format_of(int64_t precision, const Settings* s, int64_t align) {
     const Format bytes = {1, {(int32_t)s->mx_scale, (int32_t)align}};
     return precision == PRECISION_MXFP8 ? bytes : FORMAT_VALUES;
@@ -97,6 +98,7 @@ const char* model_stats_name(const Model* m, int64_t layer, int tensor) {
     return NULL;
 }
 
+// x at the input of a block: each block keeps its own, also with --recompute block.
 static void plan_residual(Arena* a, BlockSaved* s, const Model* m) {
     arena_add(a, "residual before attention", ELEMENT_X, m->B * m->T * m->config.C, 1, (void**)&s->residual);
 }
@@ -106,6 +108,7 @@ static void plan_block(Arena* a, BlockSaved* s, const Model* m, int dense_mlp) {
     const ModelConfig* c = &m->config;
     int64_t N = m->B * m->T;
     arena_add(a, "norm before attention", ELEMENT_X, N * c->C, 1, (void**)&s->norm1);
+    // Queries, then keys and values.
     if (c->q_lora) {
         arena_add(a, "query latent", ELEMENT_X, N * c->q_lora, 1, (void**)&s->cq);
         arena_add(a, "query latent, normalised", ELEMENT_X, N * c->q_lora, 1, (void**)&s->cq_norm);
@@ -117,14 +120,17 @@ static void plan_block(Arena* a, BlockSaved* s, const Model* m, int dense_mlp) {
     arena_add(a, "keys and values", ELEMENT_X, N * c->H * (c->nope + c->v), 1, (void**)&s->kv);
     arena_add(a, "attention output", ELEMENT_X, N * c->H * c->v, 1, (void**)&s->att);
     arena_add(a, "attention log-sum-exp", ELEMENT_REAL, N * c->H, 1, (void**)&s->lse);
+    // The MLP's input. A MoE block keeps its other activations in the pool.
     arena_add(a, "residual before MLP", ELEMENT_X, N * c->C, 1, (void**)&s->residual2);
     arena_add(a, "norm before MLP", ELEMENT_X, N * c->C, 1, (void**)&s->norm2);
+    // 1 / RMS of each token, for the backward of the norms.
     arena_add(a, "rstd", ELEMENT_REAL, N, 1, (void**)&s->rstd1);
     arena_add(a, "rstd", ELEMENT_REAL, N, 1, (void**)&s->rstd2);
     arena_add(a, "rstd", ELEMENT_REAL, N, 1, (void**)&s->rstd_kv);
     if (dense_mlp) arena_add(a, "dense MLP hidden", ELEMENT_X, N * 2 * c->dense_ffn, 1, (void**)&s->h);
 }
 
+// Buffers of one block at a time. Only `out`, `dx` and `dembed` carry values to the next.
 static void plan_scratch(Arena* a, Model* m) {
     const ModelConfig* c = &m->config;
     Workspace* t = &m->t;
@@ -166,10 +172,12 @@ static void plan_params(Model* m) {
     const int units = params_units(&m->config);
     m->units = (Unit*)host_alloc((size_t)units * sizeof(Unit));
     ParamBuffer** buffers = (ParamBuffer**)host_alloc((size_t)units * sizeof(ParamBuffer*));
+    // Parameters, gradients and moments, then the slots that units are gathered into.
     params_plan(params, m->units, &m->config, &m->layout);
     for (int u = 0; u < units; u++) buffers[u] = m->units[u].buffer;
     m->sharding = sharding_plan_slots(params, buffers, units, (int)m->config.L + 1);
     free(buffers);
+    // MXFP8 copies of the weights, and the optimizer's workspace.
     for (int u = 0; u < units; u++) plan_weights(m, &m->units[u]);
     if (m->layout.muon && !m->layout.frozen) model_plan_muon(m, params);
 }
@@ -180,11 +188,13 @@ static void plan_activations(Model* m) {
     Arena* saved = &m->arena[IN_SAVED];
     const int64_t N = m->B * m->T, count = config_blocks(c);
     const int per_block = m->settings.recompute != RECOMPUTE_BLOCK;
+    // The blocks, MTP modules included.
     m->blocks = (BlockSaved*)host_alloc((size_t)count * sizeof(BlockSaved));
     for (int64_t l = 0; l < count; l++) {
         plan_residual(saved, &m->blocks[l], m);
         if (per_block) plan_block(saved, &m->blocks[l], m, l < c->dense_layers);
     }
+    // The outputs. The gradient of the last one is workspace (model_create).
     for (int64_t k = 0; k <= c->mtp; k++) {
         Output* o = &m->outputs[k];
         arena_add(saved, "final residual", ELEMENT_X, N * c->C, 1, (void**)&o->residual);
@@ -217,17 +227,20 @@ static void plan_state(Model* m) {
     const ModelConfig* c = &m->config;
     Arena* state = &m->arena[IN_STATE];
     const int64_t N = m->B * m->T, count = config_blocks(c);
+    // Batch and tables.
     arena_add(state, "tokens", ELEMENT_I32, N, 1, (void**)&m->tokens);
     arena_add(state, "targets", ELEMENT_I32, (1 + c->mtp) * N, 1, (void**)&m->targets);
     arena_add(state, "losses", ELEMENT_REAL, N, 1, (void**)&m->losses);
     arena_add(state, "rope table", ELEMENT_REAL, m->T * c->rope, 0, (void**)&m->rope_table);
     arena_add(state, "router biases", ELEMENT_REAL, count * c->E, 0, (void**)&m->bias);
+    // Counters of a step. Loads and margins are integers, so their sums over the ranks are exact.
     arena_add(state, "expert loads", ELEMENT_I64, count * c->E, 0, (void**)&m->load);
     const int64_t bins = s->balance == BALANCE_QUANTILE && !s->force_balance ? count * c->E * MARGIN_BINS : 0;
     if (bins) arena_add(state, "router margins", ELEMENT_I64, bins, 0, (void**)&m->margins);
     const int64_t casts = s->mx_stats ? count * BLOCK_STATS : 0;
     arena_add(state, "quantization statistics", ELEMENT_BYTE, casts * (int64_t)sizeof(MxStats), 0,
               (void**)&m->mx_stats);
+    // Structs that kernels read and write. Validation has a state of its own.
     arena_add(state, "step state", ELEMENT_BYTE, sizeof(StepState), 0, (void**)&m->state);
     arena_add(state, "step state of validation", ELEMENT_BYTE, sizeof(StepState), 0, (void**)&m->val_state);
     arena_add(state, "inputs of a step", ELEMENT_BYTE, sizeof(StepInputs), 0, (void**)&m->inputs);
@@ -237,6 +250,7 @@ void model_plan(Model* m, const Settings* s, int rank, Backend backend) {
     memset(m, 0, sizeof(*m));
     m->settings = *s;
     m->config = s->model;
+    // The layout over the ranks. A model that is only used has frozen parameters.
     const Layout layout = {.ranks = (int)s->ranks,
                            .rank = rank,
                            .ep = (int)s->ep,
@@ -247,6 +261,7 @@ void model_plan(Model* m, const Settings* s, int rank, Backend backend) {
     m->layout = layout;
     set_shapes(m, s->batch, s->seq_len);
 
+    // The tables of buffers. No memory is allocated here.
     static const char* const purposes[ARENAS] = {"parameters and optimizer", "activations kept for backward",
                                                  "buffers of one block at a time", "pool of the MoE blocks",
                                                  "batch, tables and counters"};
@@ -268,6 +283,7 @@ static size_t side_workspace(const Model* m) {
 size_t model_workspace(const Model* m) {
     const ModelConfig* c = &m->config;
     int64_t N = m->B * m->T;
+    // The ops of a stream run in order, so the largest need of all is enough.
     size_t bytes = max_size(attention_workspace(m->attn_shape), rmsnorm_workspace(N, c->C));
     bytes = max_size(bytes, matmul_workspace());
     bytes = max_size(bytes, embedding_workspace(N, c->V));
@@ -275,6 +291,7 @@ size_t model_workspace(const Model* m) {
     if (c->dense_layers < config_blocks(c)) bytes = max_size(bytes, moe_workspace(m->moe_shape));
     if (m->settings.mx_stats) bytes = max_size(bytes, mx_stats_workspace());
     if (m->layout.muon) bytes = max_size(bytes, muon_workspace());
+    // The side stream runs at the same time, so its part is added.
     bytes = max_size(bytes, adamw_workspace(N)) + side_workspace(m);
     // The largest part of a large workspace, attention's for dk_rope, is the same in both builds. The GPU's has up to
     // an eighth more, and 32 MiB for matrix products at least, the CPU's some scratch for each thread.
@@ -291,6 +308,7 @@ void model_plan_free(Model* m) {
 
 // Communicators of the run, of the ranks that share a set of experts and of those that hold the same ones.
 static void connect(Model* m, Ranks* world) {
+    // A set of experts is on neighbouring ranks: the first set on ranks 0 to ep - 1.
     const Layout* l = &m->layout;
     Ranks *same_set = ranks_split(world, l->rank / l->ep), *same_experts = ranks_split(world, l->rank % l->ep);
     m->world = comm_create(world, "all ranks", m->ctx);
@@ -378,6 +396,7 @@ void model_destroy(Model* m) {
     pool_destroy(m->pool);
     model_plan_free(m);
     free(m->no_windows);
+    // Symmetric memory is freed after its users and before its communicator.
     if (m->capacity > 0) comm_window_free(m->ep);
     if (m->world) {
         comm_destroy(m->expert_dp);
@@ -390,6 +409,7 @@ void model_destroy(Model* m) {
 
 void model_batch(Model* m, const int32_t* tokens, const int32_t* targets, int64_t B, int64_t T) {
     ASSERT(B * T <= m->settings.batch * m->settings.seq_len && T <= m->settings.seq_len);
+    // Shapes. Module k has k tokens fewer in each sequence.
     m->B = B, m->window = T;
     model_shapes(m, 0);
     for (int k = 0; k <= m->config.mtp; k++) linear_batch(&m->gemms, k, B * max_i64(T - k, 0), m->ctx);

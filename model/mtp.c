@@ -26,6 +26,7 @@ static void join(Model* m, int k, const Weight* w) {
     copy_half(m, t->joined + C, t->out, before, 0, 0);
 }
 
+// A module computes with shapes of its own, T - k tokens. It sets those of the main model again at its end.
 void module_forward(Model* m, int k) {
     const int unit = params_block_unit(&m->config, m->config.L - 1 + k);
     model_shapes(m, k);
@@ -44,6 +45,7 @@ static void join_backward(Model* m, floatX* dx, const Weight* w, floatX* half, c
                           int64_t from, int64_t first, int accumulate) {
     const int64_t C = m->config.C, rows = m->B * from;
     floatX* dnorm = m->t.out;
+    // The gradient of the norm's output, with 0 in rows that the module did not read.
     device_zero(dnorm, (size_t)(rows * C) * sizeof(floatX), m->ctx);
     copy_half(m, half, dnorm, from, first, 1);
     rmsnorm_backward(dx, w->grad, dnorm, x, C, w->w, rstd, rows, C, accumulate, m->ctx);
@@ -55,6 +57,7 @@ void module_backward(Model* m, int k, float aux, int last) {
     const Output* before = &m->outputs[k - 1];
     Workspace* t = &m->t;
     model_shapes(m, k);
+    // The final norm and the block.
     Unit* u = unit_begin(m, unit, unit - 1);
     unit_grads_begin(m, unit);
     output_backward(m, k, u);

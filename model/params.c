@@ -14,6 +14,7 @@ int params_units(const ModelConfig* c) { return (int)config_blocks(c) + 2; }
 // The head comes between the blocks and the MTP modules.
 int params_block_unit(const ModelConfig* c, int64_t layer) { return (int)layer + (layer < c->L ? 1 : 2); }
 
+// Units in order: embedding, dense blocks, MoE blocks, head, MTP modules.
 static UnitKind kind_of(const ModelConfig* c, int unit) {
     if (unit == 0) return UNIT_EMBED;
     if (unit > c->L) return unit == c->L + 1 ? UNIT_HEAD : UNIT_MODULE;
@@ -25,6 +26,7 @@ static UnitKind kind_of(const ModelConfig* c, int unit) {
     { label ".x", label ".dy", label ".w" }
 
 int params_list(Param list[PARAMS], const ModelConfig* c, UnitKind kind) {
+    // Kinds of units as bits: one row of the table may belong to several.
     enum {
         EMBEDS = 1 << UNIT_EMBED,
         HEAD = 1 << UNIT_HEAD,
@@ -32,6 +34,7 @@ int params_list(Param list[PARAMS], const ModelConfig* c, UnitKind kind) {
         MODULE = 1 << UNIT_MODULE,
         MOE = 1 << UNIT_MOE | MODULE
     };
+    // Rows that only some models have, then sizes.
     const int blocks = DENSE | MOE, latent = c->q_lora ? blocks : 0, direct = c->q_lora ? 0 : blocks;
     const int shared = c->shared ? MOE : 0;
     const int64_t C = c->C, V = c->V, Q = c->H * (c->nope + c->rope), sF = c->shared * c->F;
@@ -82,6 +85,7 @@ static Unit unit_of(const ModelConfig* c, const Layout* l, int index) {
     for (int i = 0; i < PARAMS; i++) u.at[i] = -1;
     u.kind = kind_of(c, index);
     u.layer = u.kind == UNIT_EMBED || u.kind == UNIT_HEAD ? -1 : index - (u.kind == UNIT_MODULE ? 2 : 1);
+    // The size of each parameter and its place in its buffer.
     const int count = params_list(list, c, u.kind);
     for (int i = 0; i < count; i++) {
         const Param* p = &list[i];
@@ -99,6 +103,7 @@ static Unit unit_of(const ModelConfig* c, const Layout* l, int index) {
             buffer->n_muon = buffer->n;
         }
     }
+    // The parts of the buffers that this rank holds.
     for (int b = 0; b < BUFFERS; b++) {
         ParamBuffer* p = &u.buffer[b];
         const int sets = b == EXPERT_PARAMS ? l->ep : 1;  // of experts, which ranks hold in turns
@@ -113,6 +118,7 @@ static Unit unit_of(const ModelConfig* c, const Layout* l, int index) {
 static void add_tensors(NamedTensor* list, int* count, const Param* p, const ModelConfig* c, int layer, int expert,
                         int64_t at) {
     const int halves = p->second ? 2 : 1;
+    // Matrices that write into the residual stream begin smaller, because 2 L of them add up.
     const double residual = sqrt(2.0 * (double)c->L), std = 0.02;
     for (int half = 0; half < halves; half++) {
         NamedTensor* t = &list[(*count)++];
@@ -141,6 +147,7 @@ NamedTensor* params_tensors(const ModelConfig* c, const Layout* layout, int inde
     const int64_t El = c->E / layout->ep, first = layout->rank % layout->ep * El;
     NamedTensor* tensors = (NamedTensor*)host_alloc((size_t)(2 * PARAMS + 3 * c->E) * sizeof(NamedTensor));
     *count = 0;
+    // Dense parameters first, then the experts one after another.
     for (int i = 0; i < params; i++)
         if (param_buffer(list[i].id) == DENSE_PARAMS)
             add_tensors(tensors, count, &list[i], c, u.layer, -1, u.at[list[i].id]);
@@ -157,6 +164,7 @@ NamedTensor* params_tensors(const ModelConfig* c, const Layout* layout, int inde
 Slice tensor_slice(const NamedTensor* t, int64_t from, int64_t n) {
     Slice none = {0, 0}, s;
     if (t->offset < 0) return none;
+    // The overlap of the tensor with elements from .. from + n - 1 of its buffer.
     int64_t end = t->offset + t->count < from + n ? t->offset + t->count : from + n;
     s.first = t->offset > from ? 0 : from - t->offset;
     s.count = end - (t->offset + s.first);
@@ -183,13 +191,16 @@ int64_t params_total(const ModelConfig* c) {
 }
 
 int64_t params_active(const ModelConfig* c) {
+    // A token passes K of the E routed experts in each MoE block.
     return params_total(c) - (config_blocks(c) - c->dense_layers) * (expert_params(c) / c->E) * (c->E - c->K);
 }
 
 double flops_per_token(const ModelConfig* c, int64_t T) {
     ModelConfig main = *c;
     main.mtp = 0;
+    // A weight takes 6 FLOPs a token: 2 in forward, 4 in backward. Norms and the embedding have no GEMM.
     const int64_t norms = c->L * (2 * c->C + c->q_lora + c->kv_lora) + c->C;
+    // Attention is causal: a query sees T / 2 keys on average.
     const double attention = 6.0 * (double)(c->H * (c->nope + c->rope + c->v)) * (double)T / 2;
     double flops = 6 * (double)(params_active(&main) - c->V * c->C - norms) + (double)c->L * attention;
     if (c->mtp == 0) return flops;
@@ -226,6 +237,7 @@ void params_plan(Arena* arena, Unit* units, const ModelConfig* c, const Layout* 
     }
 }
 
+// The working weights from the float32 master weights, for the elements that this rank owns.
 void params_publish(Unit* unit, Ctx* ctx) {
     for (int b = 0; b < BUFFERS; b++) {
         const ParamBuffer* p = &unit->buffer[b];
@@ -233,6 +245,7 @@ void params_publish(Unit* unit, Ctx* ctx) {
     }
 }
 
+// A number depends on the seed, its tensor and its index alone, so every layout begins with the same weights.
 void params_init_unit(Unit* units, int unit, const ModelConfig* c, const Layout* layout, uint64_t seed, Ctx* ctx) {
     const int64_t chunk = 1 << 20;
     float* drawn = (float*)host_alloc((size_t)chunk * sizeof(float));
@@ -243,6 +256,7 @@ void params_init_unit(Unit* units, int unit, const ModelConfig* c, const Layout*
         const NamedTensor* t = &tensors[i];
         const ParamBuffer* p = &units[unit].buffer[t->buffer];
         Slice mine = tensor_slice(t, p->owned_from, p->owned);
+        // This rank's part, in chunks through host memory.
         for (int64_t first = mine.first; first < mine.first + mine.count; first += chunk) {
             int64_t left = mine.first + mine.count - first, n = left < chunk ? left : chunk;
             if (t->std > 0) random_normal(drawn, n, seed, (uint32_t)unit << 20 | (uint32_t)i, (uint64_t)first, t->std);

@@ -30,6 +30,7 @@ static void list_unit(Model* m, int u, CheckpointFile* masters, CheckpointFile* 
     for (int i = 0; i < tensors; i++) {
         const NamedTensor* t = &list[i];
         const ParamBuffer* p = &m->units[u].buffer[t->buffer];
+        // owned: elements in this rank's memory. own: those that it writes, and no other rank does.
         Slice owned = tensor_slice(t, p->owned_from, p->owned), own = tensor_slice(t, p->first, p->part);
         CheckpointTensor tensor = {.dtype = CHECKPOINT_DTYPE,
                                    .rank = t->rank,
@@ -66,6 +67,7 @@ BiasPlace model_bias_place(const Model* m) {
     return none ? BIAS_NOWHERE : BIAS_WITH_WEIGHTS;
 }
 
+// Two files a unit: weights at 2 u, moments at 2 u + 1.
 CheckpointFile* model_files(Model* m, BiasPlace bias_place, int64_t optimizer, int* count) {
     int units = params_units(&m->config);
     CheckpointFile* files = (CheckpointFile*)host_alloc((size_t)(2 * units) * sizeof(CheckpointFile));
@@ -99,6 +101,7 @@ static void check_record(const Model* m, const Json* manifest, const CheckpointR
 
 // The checkpoints that rank 0 finds. Every rank tries the same ones.
 static int64_t* all_ranks_list(Ranks* world, const char* out, int* count) {
+    // Ranks may see different folders on a network file system.
     bool leads = ranks_index(world) == 0;
     int64_t* steps = leads ? checkpoint_list(out, count) : NULL;
     ranks_broadcast(world, count, sizeof(*count), 0);

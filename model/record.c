@@ -31,6 +31,7 @@ char* record_line(const Settings* s, const char* build, const char* device) {
     char host[256] = "", *line = record_json(s);
     gethostname(host, sizeof(host) - 1);
     const char* values[3][2] = {{"build", build}, {"host", host}, {"device", device}};
+    // Members go in before the closing brace.
     line[strlen(line) - 1] = 0;
     for (int i = 0; i < 3; i++) {
         char* quoted = json_quote(values[i][1]);
@@ -73,6 +74,7 @@ static char* newest_manifest(const char* out) {
 }
 
 Json* record_manifest(Ranks* world, const char* out) {
+    // Rank 0 reads, and the others get its text. A size of 0: no checkpoint.
     const bool leads = ranks_index(world) == 0;
     char *text = leads && out ? newest_manifest(out) : NULL, error[512];
     size_t size = text ? strlen(text) + 1 : 0;
@@ -102,6 +104,7 @@ int64_t record_optimizer(const Json* record) {
 static Settings recorded(const Json* record, const char* out) {
     Settings was = {.preset = 0};
     char *known = (char*)host_alloc((size_t)settings_count), *where = host_format("the checkpoint in %s: ", out);
+    // Values of the record over the defaults.
     options_defaults(settings_table, settings_count, &was);
     for (int i = 0; i < settings_count; i++) {
         const Option* o = &settings_table[i];
@@ -112,6 +115,7 @@ static Settings recorded(const Json* record, const char* out) {
         known[i] = 1;
         free(text);
     }
+    // Older records lack options: their values follow from others.
     was.optimizer = record_optimizer(record);  // before --optimizer it was AdamW
     if (!json_get(record, "balance")) was.balance = was.bias_rate > 0 ? BALANCE_DEEPSEEK : BALANCE_NONE;
     settings_preset(&was, known, PRECISION_BF16);
@@ -127,6 +131,7 @@ void record_recall(const Json* record, Settings* s, const char* given) {
         const Option* o = &settings_table[i];
         if (given[i] && o->offset == offsetof(Settings, precision)) set = o->group;
         int by_set = set && !o->initial && strcmp(o->group, set) == 0;
+        // Options on the command line win, and so does the group that --precision sets.
         if (given[i] || by_set) continue;
         char* text = option_text(o, &was);
         options_set(o, s, text, "");
@@ -156,6 +161,7 @@ void record_check(const Json* record, const Settings* s) {
     char* list = host_strdup("");
     for (int i = 0; i < settings_count; i++) {
         const Option* o = &settings_table[i];
+        // Options that may change at --resume are skipped, and Muon's if the optimizer has changed.
         if (o->scope != OPTION_FIXED || same(o, s, &was)) continue;
         if (s->optimizer != was.optimizer && strncmp(o->name, "muon-", 5) == 0) continue;
         char *now = option_text(o, s), *then = option_text(o, &was);

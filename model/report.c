@@ -86,6 +86,7 @@ static size_t memory_estimated(const Settings* s, Backend build) {
     return build == BACKEND_CPU ? 0 : CUDA_LIBRARIES + nccl_memory(s->ranks);
 }
 
+// Bytes of a rank, from a plan that allocates no device memory.
 static size_t memory_needed(const Settings* s, int rank, Backend build) {
     Model m;
     model_plan(&m, s, rank, build);
@@ -195,6 +196,7 @@ void report_dry_run(const Settings* s) {
 }
 
 void check_memory(const Settings* s, int rank) {
+    // 0 is unknown: the run then starts without this check.
     size_t available = device_free_memory(ranks_here()), bytes = memory_needed(s, rank, BACKEND);
     if (available && bytes > available)
         die(EXIT_FAILED,
@@ -221,12 +223,23 @@ double report_load(double* most, double* least, const ModelConfig* c, const int6
             max = max_i64(max, of[e]);
             min = min_i64(min, of[e]);
         }
+        // Dense blocks have no load: NAN.
         const double mean = l < c->dense_layers ? NAN : (double)sum / (double)c->E;
         most[l] = (double)max / mean;
         least[l] = (double)min / mean;
         if (l >= c->dense_layers && sum) worst = fmax(worst, most[l]);
     }
     return worst;
+}
+
+void report_data(const Settings* s, const Shards* train, const Tokenizer* tokenizer) {
+    const int64_t windows = shards_windows(train);
+    const double epochs = (double)s->steps * (double)s->tokens_per_step / (double)s->seq_len / (double)windows;
+    printf("data       %d shards, %ld tokens, %ld windows of %ld (%.3g epochs in %ld steps)\n", shards_count(train),
+           shards_tokens(train), windows, s->seq_len, epochs, s->steps);
+    char* name = host_printable(s->tokenizer, strlen(s->tokenizer), "");
+    printf("tokenizer  %s, %d tokens\n", *name ? name : "bytes", tokenizer_size(tokenizer));
+    free(name);
 }
 
 void report_device(const Model* m) {
@@ -255,6 +268,7 @@ int report_quantization(QuantRecord** records, const Model* m, const MxStats* su
                               .flushed = s->flushed / s->elements,
                               .inexact = s->inexact / s->elements,
                               .snr_db = 10 * log10(s->signal / s->noise)};
+        // No name: the tensor is not quantized.
         if (name) (*records)[count++] = record;
     }
     return count;

@@ -10,6 +10,8 @@
 #define MODEL_REPORT_H
 
 #include "data/runlog.h"
+#include "data/shards.h"
+#include "data/tokenizer.h"
 #include "model/model.h"
 
 BEGIN_C
@@ -19,6 +21,8 @@ void report_model(const Settings* settings);
 // --dry-run: configuration, model, and the memory of a rank item by item, for the CPU and the CUDA build; then whether
 // it fits on a GPU of --gpu-memory GiB, or on the one found, and if not what would.
 void report_dry_run(const Settings* settings);
+// The training shards and the epochs of the run, and the tokenizer.
+void report_data(const Settings* settings, const Shards* train, const Tokenizer* tokenizer);
 // The device, and whether steps run as CUDA graphs.
 void report_device(const Model* model);
 // On the device that was chosen, before any rank of this machine takes memory: ends the run where `rank` needs more

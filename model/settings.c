@@ -214,6 +214,7 @@ void settings_preset(Settings* s, const char* given, int64_t precision) {
     preset.model = presets[s->preset];
     for (int i = 0; i < settings_count; i++) {
         size_t at = settings_table[i].offset;
+        // A row without a default of its own takes that of --model or --precision.
         if (!settings_table[i].initial && !given[i]) memcpy((char*)s + at, (char*)&preset + at, 8);
     }
 }
@@ -235,6 +236,7 @@ const char* settings_folder(const Settings* s, const char** option) {
 
 void settings_free(Settings* s) { options_free(settings_table, settings_count, s); }
 
+// Columns of the logits: whole tiles of 128 in the GEMMs.
 int64_t config_vocab_padded(const ModelConfig* m) { return (m->V + 127) / 128 * 128; }
 
 RopeConfig config_rope(const ModelConfig* m) {
@@ -249,6 +251,7 @@ RopeConfig config_rope(const ModelConfig* m) {
 
 double config_softmax_scale(const ModelConfig* m) {
     RopeConfig rope = config_rope(m);
+    // YaRN scales queries and keys, so its factor is squared here.
     double mscale = rope_mscale(&rope);
     return mscale * mscale / sqrt((double)(m->nope + m->rope));
 }
@@ -264,6 +267,7 @@ static double schedule(const Settings* s, int64_t step) {
     if ((double)step <= warmup) return (double)step / warmup;
     double left = steps > warmup ? fmax((steps - (double)step) / (steps - warmup), 0) : 0;
 
+    // Then down, by the shape of --schedule. WSD stays at the peak until the last fifth.
     double share = 1;  // of the way from final_lr_frac to 1
     switch (s->schedule) {
         case SCHEDULE_COSINE: share = 0.5 - 0.5 * cos(3.14159265358979323846 * left); break;

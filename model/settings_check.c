@@ -28,6 +28,7 @@ typedef struct Width {
     int64_t width;
 } Width;
 
+// Ends the run at the first width that is not a multiple of `of`; 0 passes. who: what needs it.
 static void check_multiples(const Width* widths, size_t count, int64_t of, const char* who) {
     for (size_t i = 0; i < count; i++)
         if (widths[i].width % of)
@@ -150,6 +151,7 @@ static void check_run(const Settings* s) {
             "micro-step",
             s->tokens_per_step, s->ranks, s->batch, s->seq_len, micro);
 
+    // 0 means no clipping, so a tiny value is a mistake.
     if (s->clip > 0 && s->clip < 1e-30)
         die(EXIT_USAGE, "--clip %g is next to nothing: at least 1e-30, or 0 for no clipping", s->clip);
 

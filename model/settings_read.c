@@ -69,9 +69,11 @@ static void set_for_use(Settings* s, const char* given, const char* folder) {
 
 // Defaults that depend on other options. A router that selects without a bias goes on without one.
 static void set_for_model(Settings* s, const char* given) {
+    // Learning rates and optimizer, by preset. Training from --init begins with AdamW.
     if (!given[row(offsetof(Settings, lr))]) s->lr = training[s->preset].lr;
     if (!given[row(offsetof(Settings, muon_lr))]) s->muon_lr = training[s->preset].muon_lr;
     if (!given[row(offsetof(Settings, optimizer))]) s->optimizer = *s->init ? ADAMW : training[s->preset].optimizer;
+    // Load balancing: the weight of the balance loss, by --balance.
     static const double aux_loss[] = {1e-2, 1e-4, 0};
     const int unbiased = *s->init && !s->model.selection_bias;
     if (unbiased && !given[row(offsetof(Settings, balance))]) s->balance = BALANCE_NONE;
@@ -79,6 +81,7 @@ static void set_for_model(Settings* s, const char* given) {
     if (s->balance != BALANCE_DEEPSEEK && given[row(offsetof(Settings, bias_rate))])
         die(EXIT_USAGE, "--bias-rate goes with --balance deepseek, not with --balance %s",
             s->balance == BALANCE_NONE ? "none" : "quantile");
+    // Options that would have no effect, or lose weights of the model, end the run.
     if (s->optimizer != MUON &&
         (given[row(offsetof(Settings, muon_lr))] || given[row(offsetof(Settings, muon_momentum))]))
         die(EXIT_USAGE, "--muon-%s goes with --optimizer muon",
@@ -87,6 +90,7 @@ static void set_for_model(Settings* s, const char* given) {
         die(EXIT_USAGE, "--balance none would drop the selection biases of --init %s", s->init);
 }
 
+// A first look at the command line: the record must be known before the options are read.
 char* settings_resumed(int argc, char** argv) {
     Settings s = {.preset = 0};
     char* given = (char*)host_alloc((size_t)settings_count);
@@ -106,6 +110,7 @@ static void find_tokenizer(Settings* s, const char* given, int recorded, int has
         char* beside = shards_tokenizer(s->train, "_train_");
         if (beside) free(s->tokenizer), s->tokenizer = beside;
     }
+    // The vocabulary of a new model is the tokenizer's.
     if (!*s->tokenizer || has_vocab || given[row(offsetof(Settings, model.V))]) return;
     Tokenizer* tokenizer = tokenizer_open(s->tokenizer);
     s->model.V = tokenizer_size(tokenizer);
@@ -145,6 +150,7 @@ Settings settings_read(int argc, char** argv, int ranks, const Json* record) {
     settings_preset(&s, given, s.precision);
     if (s.help) options_help(settings_table, settings_count, "train_moe", s.help == 1 ? common : NULL);
     if (!s.help && !s.version) take_newest(&s.init), take_newest(&s.sample), take_newest(&s.evaluate);
+    // A record of a run to resume, or the folder of a model to begin with.
     if (record && !s.help) record_recall(record, &s, given);
     const int asks = s.help || s.version;
     const char *option, *folder = record || asks ? NULL : settings_folder(&s, &option);

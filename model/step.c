@@ -11,16 +11,20 @@ void model_step_begin(Model* m, int64_t step) {
                                {(float)settings_muon_lr(s, step), (float)s->muon_momentum, (float)s->weight_decay}};
     const int64_t blocks = config_blocks(&m->config);
     const double weight = settings_mtp_weight(s, step);
+    // Hyperparameters go to device memory, where a replayed graph reads them.
     device_upload(m->inputs, &inputs, sizeof(inputs), m->ctx);
+    // Host state: it selects the graph. MTP modules share one weight.
     m->late = weight != s->mtp_weight;
     m->mtp_weight = (float)(weight / (double)max_i64(m->config.mtp, 1));
     m->first = 1;
+    // Counters of the step.
     device_zero(m->load, (size_t)(blocks * m->config.E) * sizeof(int64_t), m->ctx);
     if (m->margins) device_zero(m->margins, (size_t)(blocks * m->config.E * MARGIN_BINS) * sizeof(int64_t), m->ctx);
     if (m->measures) device_zero(m->mx_stats, (size_t)(blocks * BLOCK_STATS) * sizeof(MxStats), m->ctx);
     step_begin(m->state, m->ctx);
 }
 
+// Gradients are of the mean loss over all tokens of the step, so micro-steps and ranks add up.
 static void forward_and_backward(Model* m, int last) {
     double tokens = (double)m->settings.tokens_per_step;
     model_forward(m, 1);
@@ -34,6 +38,7 @@ static void last_micro_step(void* model) { forward_and_backward((Model*)model, 1
 
 // Micro-steps of a kind give the device the same work.
 static Graph* micro_step_graph(const Model* m, int last) {
+    // casts: the weights have changed, so this micro-step also quantizes them.
     const int casts = m->units[0].version != weights_version(m->sharding);
     return m->measures ? NULL : m->graphs[m->first | last << 1 | m->late << 2 | casts << 3];
 }
@@ -51,10 +56,16 @@ void model_grow_capacity(Model* m, Ranks* world, double needed) {
     device_zero(&m->state->retry, sizeof(m->state->retry), m->ctx);
     device_zero(&m->state->needed, sizeof(m->state->needed), m->ctx);
 
+    // The capacity that the fullest rank needs.
+    double *of_rank = (double*)host_alloc((size_t)s->ranks * sizeof(double)), most = 0;
+    ranks_all_gather(world, of_rank, &needed, sizeof(double));
+    for (int i = 0; i < s->ranks; i++) most = fmax(most, of_rank[i]);
+    free(of_rank);
+    m->capacity = fmin(1.125 * most * m->capacity, DISPATCH_MOST_CAPACITY * (double)s->ep);
+
     // The pool as it is planned at the start.
     MoeShape shape = m->moe_shape;
     Arena plan;
-    m->capacity = fmin(1.125 * needed * m->capacity, DISPATCH_MOST_CAPACITY * (double)s->ep);
     shape.capacity = m->capacity, shape.router.N = s->batch * s->seq_len;
     arena_init(&plan, m->arena[IN_POOL].purpose, BACKEND);
     moe_plan(&plan, shape, config_blocks(&m->config) - m->config.dense_layers, m->capacity);

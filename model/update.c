@@ -71,6 +71,7 @@ static MuonBuffer muon_buffer(const Model* m, const ParamBuffer* p, int64_t from
 // A group whose buffers this rank has whole.
 static void update_group(Model* m, const MuonGroup* g) {
     const int64_t n = g->count / g->units * g->rows * g->columns;
+    // muon_x holds the matrices of all units of the group, in their order.
     MuonBuffer* list = (MuonBuffer*)host_alloc((size_t)g->units * sizeof(MuonBuffer));
     for (int i = 0; i < g->units; i++) {
         const Unit* u = &m->units[g->first + i];
@@ -120,6 +121,7 @@ static void update_wave(Model* m, const int* units, int count, int b, Comm* comm
     free(rows);
 }
 
+// A wave has one unit for each rank that holds a part of it. The last wave may be shorter.
 static void update_waves(Model* m, int b) {
     int* wave = (int*)host_alloc((size_t)m->layout.ranks * sizeof(int));
     int count = 0, parts = 0;
@@ -136,6 +138,7 @@ static void update_waves(Model* m, int b) {
     free(wave);
 }
 
+// Whole buffers by groups, then parts by waves. Each parameter is in one of them.
 static void update_by_muon(Model* m) {
     for (int i = 0; i < m->muon_group_count; i++) {
         const MuonGroup* g = &m->muon_groups[i];
@@ -157,6 +160,7 @@ static void balance(Model* m) {
         router_balance_sign(bias, m->load + first, blocks, (int32_t)E, (float)s->bias_rate, m->state, m->ctx);
 }
 
+// Work on the device alone, so that it can be replayed as a graph.
 static void update(void* model) {
     Model* m = (Model*)model;
     sum_over_ranks(m);
@@ -170,6 +174,7 @@ void model_update(Model* m, int stop) {
     const double one = 1;
     if (stop) device_upload(&m->state->stop, &one, sizeof(one), m->ctx);
     graph_run(m->graphs[UPDATE_GRAPH], update, m, m->ctx);
+    // Gathered and quantized copies of the weights are old now.
     weights_changed(m->sharding, m->ctx);
     m->measures = 0;
 }

@@ -10,12 +10,14 @@
 #include "device/check.h"
 #include "model/agree.h"
 
+// Whole windows of --val-tokens, at most those of the shards, and at least one.
 int64_t evaluate_windows(const Settings* s, const Shards* shards) {
     return max_i64(min_i64(s->val_tokens / s->seq_len, shards_windows(shards)), 1);
 }
 
 Shards* evaluate_shards(Ranks* world, const Settings* s, const Tokenizer* tokenizer) {
     Shards* shards = *s->val ? shards_open("--val", s->val, s->seq_len) : NULL;
+    // A hash of 0 is a run without --val: all ranks must agree on that too.
     agree_on_data(world, "--val", shards ? shards_hash(shards) : 0);
     char* beside = *s->val && *s->tokenizer ? shards_tokenizer(s->val, "_val_") : NULL;
     if (beside) evaluate_tokenizer("--val", beside, s, tokenizer);
@@ -23,6 +25,7 @@ Shards* evaluate_shards(Ranks* world, const Settings* s, const Tokenizer* tokeni
     return shards;
 }
 
+// Only the sizes are compared. That finds most mistakes, and is quick.
 void evaluate_tokenizer(const char* option, const char* path, const Settings* s, const Tokenizer* tokenizer) {
     Tokenizer* other = tokenizer_open(path);
     if (tokenizer_size(other) != tokenizer_size(tokenizer))
@@ -38,6 +41,7 @@ double evaluate_loss(Model* m, Shards* shards) {
     const int64_t windows = evaluate_windows(&m->settings, shards);
     int32_t* ids = (int32_t*)host_alloc((size_t)(2 * B * T) * sizeof(int32_t));
     double shown = host_seconds();
+    // A state of its own, so that a validation changes nothing of the step.
     step_begin(m->val_state, m->ctx);
     for (int64_t round = 0; round < windows; round += ranks * B) {
         // This rank's windows of the round.
@@ -47,6 +51,7 @@ double evaluate_loss(Model* m, Shards* shards) {
         for (int64_t i = 0; i < n; i++)
             shards_read(shards, first + i, (int32_t)m->config.V, ids + i * T, ids + (B + i) * T);
 
+        // Forward and loss. Without gradients the loss only adds to the sum.
         model_batch(m, ids, ids + B * T, n, T);
         model_forward(m, 0);
         if (counts) model_loss(m, m->val_state, 0);
@@ -58,6 +63,7 @@ double evaluate_loss(Model* m, Shards* shards) {
         shown = host_seconds();
     }
 
+    // The mean over all targets of all ranks, in nats.
     if (m->world) comm_sum_double(m->world, &m->val_state->loss_sum, 1, m->ctx);
     StepState state;
     device_download(&state, m->val_state, sizeof(state), m->ctx);
@@ -65,6 +71,7 @@ double evaluate_loss(Model* m, Shards* shards) {
     return state.loss_sum / (double)(windows * T);
 }
 
+// Bytes of text a target, on average. 0: some id has no text, so bits a byte are unknown.
 double evaluate_bytes(const Settings* s, Shards* shards, const Tokenizer* tokenizer) {
     const int64_t T = s->seq_len, windows = evaluate_windows(s, shards);
     int32_t* ids = (int32_t*)host_alloc((size_t)(2 * T) * sizeof(int32_t));
@@ -91,6 +98,7 @@ static int64_t put_choice(const Choices* c, const Choice* choice, int32_t end_of
     int64_t n = 0;
     memset(input, 0, (size_t)T * sizeof(int32_t));
     memset(target, 0, (size_t)T * sizeof(int32_t));
+    // input[n] is also target[n - 1].
     if (starts) input[n++] = end_of_text;
     for (int64_t i = length - kept; i < length; i++, n++) {
         const int64_t at = i - choice->context_length;
@@ -165,6 +173,7 @@ ScoreRecord evaluate_choices(Model* m, const Choices* c, const Tokenizer* tokeni
         const int32_t question = c->list[i].question;
         int32_t best = 0, best_by_byte = 0;
         double least = INFINITY, least_by_byte = INFINITY;
+        // The endings of a question follow one another.
         for (; i < c->count && c->list[i].question == question; i++) {
             const double by_byte = loss[i] / text_bytes(c, &c->list[i], tokenizer);
             if (loss[i] < least) least = loss[i], best = c->list[i].number;
@@ -195,6 +204,7 @@ Choices* evaluate_open(Ranks* world, const Settings* s, const Tokenizer* tokeniz
     Choices* files = NULL;
     uLong crc = 0;
     *count = 0;
+    // An ending without context follows end of text, so the model must know this id.
     if (*s->eval && tokenizer_eot(tokenizer) >= s->model.V)
         die(EXIT_USAGE, "--eval: end of text has id %d in the tokenizer, and --vocab is %ld", tokenizer_eot(tokenizer),
             s->model.V);

@@ -19,6 +19,7 @@ static char* index_json(Model* m) {
     CheckpointFile* files = model_files(m, model_bias_place(m), m->settings.optimizer, &count);
     char* map = host_strdup("");
     for (int i = 0; i < count; i++) {
+        // Moments are no part of the model for other programs.
         if (strstr(files[i].name, ".adam.")) continue;
         for (int t = 0; t < files[i].count; t++) {
             const CheckpointTensor* tensor = &files[i].tensors[t];
@@ -39,6 +40,7 @@ static void add_tokenizer(Saver* saver, const char* tokenizer) {
     for (int i = 0; i < 2 && dot; i++) {
         Path path = path_of("%.*s%s", (int)(dot - tokenizer), tokenizer, endings[i]);
         char* text = read_file(path.text, TOKENIZER_LIMIT, NULL);
+        // A missing file is reported and is no error.
         if (!text && errno != ENOENT) die(EXIT_FAILED, "cannot read %s: %s", path.text, file_error(errno));
         if (text && !*text) die(EXIT_USAGE, "--tokenizer: %s beside it is empty", path.text);
         if (text)
@@ -55,6 +57,7 @@ void export_files(Saver* saver, Model* m, const Tokenizer* tokenizer) {
     const int32_t eot = tokenizer_eot(tokenizer);
     char *config = hub_config(&m->settings, eot), *index = index_json(m);
     char* generation = host_format("{\n  \"bos_token_id\": %d,\n  \"eos_token_id\": %d\n}\n", eot, eot);
+    // The files of the model, then those of its tokenizer.
     saver_add_text(saver, "config.json", config);
     saver_add_text(saver, "generation_config.json", generation);
     saver_add_text(saver, "model.safetensors.index.json", index);

@@ -19,11 +19,13 @@ enum { FP8_BLOCK = 128 };
 static const int64_t READ_ELEMENTS = (int64_t)1 << 20;  // elements read at a time
 static const size_t INDEX_LIMIT = (size_t)256 << 20;    // bytes
 
+// A safetensors file of the folder.
 typedef struct Source {
     SafeTensors* st;
     bool* used;  // (st->count): a parameter has asked for it
 } Source;
 
+// The files of the folder, and host memory for one chunk. It lives during import_weights.
 typedef struct Import {
     const char *option, *folder;
     Source* sources;
@@ -33,6 +35,7 @@ typedef struct Import {
     real* values;  // (READ_ELEMENTS)
 } Import;
 
+// Opens a file, unless it is open already. A bad file ends the run.
 static void open_source(Import* in, const char* name) {
     char error[512];
     for (int i = 0; i < in->count; i++)
@@ -96,6 +99,7 @@ static const StTensor* find(Import* in, const char* name, const SafeTensors** st
     return NULL;
 }
 
+// n elements from `first` on, in the file's type. An error of the file ends the run.
 static void read_raw(const SafeTensors* st, const StTensor* t, int64_t first, int64_t n, void* out) {
     if (st_read(st, t, first, n, out) != 0)
         die(EXIT_FAILED, "%s: cannot read %s: %s", st->path, t->name, strerror(errno));
@@ -125,11 +129,13 @@ static void read_values(Import* in, const SafeTensors* st, const StTensor* t, co
         switch (t->dtype) {
             case ST_F64: in->values[i] = (real)((const double*)in->raw)[i]; break;
             case ST_BF16:
+                // bf16 is the upper half of a float32.
                 memcpy(&half, in->raw + 2 * i, sizeof(half));
                 bits = (uint32_t)half << 16;
                 in->values[i] = float_of_bits(bits);
                 break;
             case ST_F8_E4M3: {
+                // One scale for each 128 x 128 block of the matrix, row by row of blocks.
                 const int64_t row = (first + i) / t->shape[1], column = (first + i) % t->shape[1];
                 const int64_t block = row / FP8_BLOCK * ceil_div(t->shape[1], FP8_BLOCK) + column / FP8_BLOCK;
                 in->values[i] = e4m3_value((uint8_t)in->raw[i]) * scales[block];
@@ -147,6 +153,7 @@ static void load(Import* in, const char* name, int rank, const int64_t* shape, S
     const SafeTensors* st;
     const StTensor* t = find(in, name, &st);
     if (!t) die(EXIT_USAGE, "--%s %s: tensor %s is missing", in->option, in->folder, name);
+    // The shape must be that of the parameter; the type may be any that read_values converts.
     const bool fits = t->rank == rank && t->shape[0] == shape[0] && (rank == 1 || t->shape[1] == shape[1]);
     if (!fits)
         die(EXIT_USAGE, "%s: tensor %s is not %ld%s%s", st->path, name, shape[0], rank == 2 ? " x " : " long",
@@ -154,6 +161,7 @@ static void load(Import* in, const char* name, int rank, const int64_t* shape, S
     if (t->dtype != ST_F32 && t->dtype != ST_BF16 && t->dtype != ST_F64 && !(t->dtype == ST_F8_E4M3 && rank == 2))
         die(EXIT_USAGE, "%s: tensor %s is of no type that weights can have: F32, BF16, F8_E4M3", st->path, name);
     float* scales = t->dtype == ST_F8_E4M3 ? read_scales(in, st, t) : NULL;
+    // An empty slice reads nothing, but the tensor was checked.
     for (int64_t at = 0; at < slice.count; at += READ_ELEMENTS) {
         const int64_t n = min_i64(slice.count - at, READ_ELEMENTS);
         read_values(in, st, t, scales, slice.first + at, n);
@@ -166,6 +174,7 @@ static void load(Import* in, const char* name, int rank, const int64_t* shape, S
 static void load_bias(Import* in, Model* m, int unit) {
     const int64_t layer = m->units[unit].layer;
     char* name = host_format("model.layers.%ld.mlp.gate.e_score_correction_bias", layer);
+    // A model without selection bias has no such tensor, and its biases stay 0.
     const Slice all = {0, m->config.E};
     if (m->config.selection_bias) load(in, name, 1, &m->config.E, all, m->bias + layer * m->config.E, m->ctx);
     free(name);
@@ -281,6 +290,7 @@ void model_begin(Model* m, Ranks* world) {
         model_init(m, (uint64_t)m->settings.seed);
         return;
     }
+    // Weights of a folder. The time is that of this rank.
     const double began = host_seconds();
     import_weights(m, world, option, folder);
     char* shown = host_printable(folder, strlen(folder), "");

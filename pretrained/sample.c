@@ -45,12 +45,14 @@ void sample_check(const Settings* s, const Tokenizer* tokenizer, const Shards* t
     free(ids);
 }
 
+// Descending, for qsort.
 static int larger_first(const void* a, const void* b) {
     real x = *(const real*)a, y = *(const real*)b;
     return (x < y) - (x > y);
 }
 
 int32_t sample_draw(real* logits, int64_t V, double temperature, int64_t top_k, double u) {
+    // The likeliest token.
     int32_t best = 0;
     for (int64_t v = 1; v < V; v++)
         if (logits[v] > logits[best]) best = (int32_t)v;
@@ -70,6 +72,7 @@ int32_t sample_draw(real* logits, int64_t V, double temperature, int64_t top_k, 
 
     // The sum of all weights, then the token at which their running sum reaches u of it.
     double sum = 0;
+    // The largest logit is subtracted, so that exp does not overflow.
     for (int64_t v = 0; v < V; v++) sum += exp((logits[v] - logits[best]) / temperature);
     double left = u * sum;
     for (int64_t v = 0; v < V; v++) {
@@ -92,12 +95,14 @@ char* model_sample(Model* m, Ranks* world, const Tokenizer* tokenizer, int64_t s
 
     // Token after token.
     for (int64_t i = 0; i < s->sample_tokens; i++) {
+        // There is no KV cache: each token computes the whole context again.
         int64_t context = min_i64(n, s->seq_len);
         model_batch(m, ids + n - context, NULL, 1, context);
         model_forward(m, 0);
         model_logits(m, context - 1, logits);
         double u = random_uniform((uint64_t)s->seed, SAMPLE_STREAM, (uint64_t)(step * s->sample_tokens + i));
         int32_t id = sample_draw(logits, V, s->temperature, s->sample_top_k, u);
+        // All ranks must go on with the same token: rank 0's.
         if (world) ranks_broadcast(world, &id, sizeof(id), 0);
         if (id == ids[0]) break;
         ids[n++] = id;

@@ -24,6 +24,7 @@ void use_model(Ranks* world, const Settings* s) {
     Model* m = model_create(s, world);
     model_begin(m, world);
 
+    // A sample, or the losses of --val and --eval.
     if (*s->sample) {
         char* text = model_sample(m, world, tokenizer, 0);
         printf("%s\n", text);
@@ -31,6 +32,7 @@ void use_model(Ranks* world, const Settings* s) {
     } else {
         if (val) {
             const double loss = evaluate_loss(m, val);
+            // Bits a byte can be compared between tokenizers; nats a token cannot.
             const double bytes = evaluate_bytes(s, val, tokenizer);
             printf("loss       %.6f nats a token, perplexity %.4f, ", loss, exp(loss));
             if (bytes > 0) printf("%.6f bits a byte, ", loss / log(2) / bytes);
