@@ -25,6 +25,7 @@ void permute_plan(Ragged r, const int32_t* expert, const real* gate, int64_t N, 
 
     // Place the choices in order, each in its expert's next row.
     for (int64_t i = 0; i < N * K; i++) {
+        // A choice whose expert is not local has no row.
         r.token_row[i] = -1;
         if (expert[i] < 0) continue;
         int64_t row = next[expert[i]]++;
@@ -36,6 +37,7 @@ void permute_plan(Ragged r, const int32_t* expert, const real* gate, int64_t N, 
 
 void permute_rows(void* rows, const void* tokens, Ragged r, size_t row_bytes, Ctx* ctx) {
     (void)ctx;
+    // Every row has a token, because the CPU has no pad rows.
 #pragma omp parallel for schedule(static)
     for (int64_t i = 0; i < r.group_start[r.El]; i++)
         memcpy((char*)rows + (size_t)i * row_bytes, (const char*)tokens + (size_t)r.row_token[i] * row_bytes,
@@ -61,5 +63,6 @@ void unpermute_rows(floatX* tokens, const floatX* rows, const real* gate, Ragged
 
 void unpermute_gates(real* dgate, const real* drow_gate, Ragged r, int64_t N, int32_t K, Ctx* ctx) {
     (void)ctx;
+    // Choices without a row get gradient 0.
     for (int64_t i = 0; i < N * K; i++) dgate[i] = r.token_row[i] < 0 ? 0 : drow_gate[r.token_row[i]];
 }

@@ -54,6 +54,7 @@ static void store_moments(void* moments, int bf16, int64_t first, int64_t n, con
     for (int64_t i = 0; i < n && bf16; i++) ((uint16_t*)moments)[first + i] = to_bf16(values[i]);
 }
 
+// Updates one buffer in blocks. Only the first n_decay elements have weight decay.
 static void update_buffer(const AdamWBuffer* buffer, int bf16, const AdamW* opt, const StepState* state) {
     floatX* weight = buffer->weight;
     real* master = buffer->master;
@@ -85,5 +86,6 @@ static void update_buffer(const AdamWBuffer* buffer, int bf16, const AdamW* opt,
 
 void adamw_update(const AdamWBuffer* buffers, int count, int bf16, const AdamW* opt, const StepState* state, Ctx* ctx) {
     (void)ctx;
+    // A step that is not ok changes no weight and no moment.
     for (int i = 0; i < count && state->ok; i++) update_buffer(&buffers[i], bf16, opt, state);
 }

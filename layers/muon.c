@@ -11,11 +11,13 @@ void muon_momentum(const MuonBuffer* buffers, int count, int bf16, const Muon* o
 #pragma omp parallel for schedule(static)
         for (int64_t i = 0; i < b->n; i++) {
             const real g = scale * b->grad[i], before = bf16 ? from_bf16(((uint16_t*)b->m)[i]) : ((real*)b->m)[i];
+            // The momentum is a decaying sum of gradients. AdamW's first moment is a mean instead.
             const real after = momentum * before + g;
             if (bf16)
                 ((uint16_t*)b->m)[i] = to_bf16(after);
             else
                 ((real*)b->m)[i] = after;
+            // Nesterov momentum: the gradient once more, with the new momentum.
             b->x[i] = g + momentum * after;
         }
     }
@@ -71,6 +73,7 @@ static void newton_schulz(real* next, const real* x, real* A, real* B, int64_t c
 void muon_orthogonalize(floatX* x, floatX* work, int64_t count, int64_t rows, int64_t columns, Ctx* ctx) {
     (void)ctx;
     const int64_t small = min_i64(rows, columns), n = rows * columns;
+    // work: A and B (count, small, small), then the second buffer of X.
     real *A = work, *B = A + count * small * small, *from = x, *to = B + count * small * small;
 
     // X = u / ||u||
@@ -103,6 +106,7 @@ void muon_update(const MuonBuffer* buffers, int count, const Muon* opt, const St
         const MuonBuffer* b = &buffers[k];
 #pragma omp parallel for schedule(static)
         for (int64_t i = 0; i < b->n; i++) {
+            // Weight decay is decoupled from the update, as in AdamW.
             b->master[i] -= lr * (b->x[i] + decay * b->master[i]);
             b->weight[i] = b->master[i];
         }

@@ -58,6 +58,7 @@ void rmsnorm_backward(floatX* dx, real* dw, const floatX* dy, const floatX* x, i
             }
         }
     }
+    // A fixed order makes dw independent of the number of threads.
     for (int64_t tile = 0; tile < tiles; tile++)
         for (int64_t c = 0; c < C; c++) dw[c] += partial[tile * C + c];
 }

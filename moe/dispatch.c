@@ -22,6 +22,7 @@ Dispatch* dispatch_create(Comm* comm, Pool* pool, StepState* state, Ctx* ctx) {
     d->pool = pool;
     d->state = state;
     if (!comm) return d;
+    // Several ranks: a stream for the all-to-all, its events, and host memory for the counts.
     ASSERT(comm_count(comm) <= DISPATCH_MAX_RANKS);
     d->comm = comm;
     d->side_stream = ctx_side(ctx, 0);
@@ -54,6 +55,7 @@ void dispatch_plan_choices(Arena* a, Route* r, DispatchShape s) {
     arena_add(a, "gates", ELEMENT_REAL, s.N * s.K, 1, (void**)&r->gate);
     arena_add(a, "expert ids", ELEMENT_I32, s.N * s.K, 1, (void**)&r->expert);
     if (s.ep == 1) return;
+    // Several ranks: the tokens sorted by rank. A token has at most one row for each rank.
     r->send.El = s.ep;
     r->send.capacity = ragged_capacity(s.N, s.K, s.ep, a->backend);
     arena_add(a, "rank starts", ELEMENT_I64, s.ep + 1, 0, (void**)&r->send.group_start);
@@ -64,10 +66,12 @@ void dispatch_plan_choices(Arena* a, Route* r, DispatchShape s) {
 }
 
 void dispatch_plan_x(Arena* a, Rows* x, const Route* r) {
+    // With one rank and no quantization the received x is x itself, without memory of its own.
     const int memory = received_format(r->shape).bytes ? ROWS_BYTES : r->shape.ep > 1 ? ROWS_VALUES : 0;
     rows_plan(a, "received x", x, memory, r->received, r->shape.C);
 }
 
+// Rows before the all-to-all: quantized in token order (N, C), then sorted by rank (send.capacity, C).
 static void plan_sent(Arena* a, AllToAll* t, const Route* r, int memory) {
     const DispatchShape s = r->shape;
     rows_plan(a, "x or dy, quantized", &t->own, s.dispatch.bytes ? ROWS_BYTES : 0, s.N, s.C);
@@ -76,6 +80,7 @@ static void plan_sent(Arena* a, AllToAll* t, const Route* r, int memory) {
 
 void dispatch_plan_buffers(Arena* a, AllToAll* t, const Route* r, int choices) {
     const DispatchShape s = r->shape;
+    // Bytes for the rows that combine quantizes, that dispatch quantizes, and that are received in MXFP8.
     const int cast_back = s.combine.bytes ? ROWS_BYTES : 0, cast_out = s.dispatch.bytes ? ROWS_BYTES : 0;
     const int cast_here =
         !choices && received_format(s).bytes ? ROWS_BYTES : 0;  // in forward: in dispatch_plan_x's memory
@@ -86,9 +91,11 @@ void dispatch_plan_buffers(Arena* a, AllToAll* t, const Route* r, int choices) {
         t->received_expert = r->expert, t->received_gate = r->gate;
         return;
     }
+    // combine_back dequantizes into `sent`, so `sent` needs floatX as well as the bytes.
     plan_sent(a, t, r, ROWS_VALUES | cast_out | cast_back);
     arena_add(a, "sent gates", ELEMENT_REAL, r->send.capacity * s.K, 1, (void**)&t->sent_gate);
     arena_add(a, "received gates", ELEMENT_REAL, r->received * s.K, 1, (void**)&t->received_gate);
+    // Backward reuses forward's expert ids.
     if (!choices) return;
     arena_add(a, "sent expert ids", ELEMENT_I32, r->send.capacity * s.K, 1, (void**)&t->sent_expert);
     arena_add(a, "received expert ids", ELEMENT_I32, r->received * s.K, 1, (void**)&t->received_expert);
@@ -114,8 +121,10 @@ static double mean_ranks(DispatchShape s) {
 void dispatch_expect(Route* r, double capacity, Backend backend) {
     const DispatchShape s = r->shape;
     if (s.ep == 1) capacity = 1;
+    // A rank receives a token once, even if it owns several of its experts. `choices` counts each of them.
     r->received = min_i64((int64_t)(capacity * (double)s.N * mean_ranks(s)), s.ep * s.N);
     r->choices = (int64_t)(capacity * (double)(s.N * s.K));
+    // With a capacity factor `send` keeps its largest size, so sorting cannot overflow.
     if (!s.capacity) r->send.capacity = min_i64(r->send.capacity, ragged_rows(r->received, s.ep, backend));
 }
 
@@ -167,6 +176,7 @@ static void counts_on_device(Dispatch* d, Route* r, Ctx* ctx) {
     int32_t* rank = (int32_t*)pool_take(d->pool, (size_t)(s.N * P) * sizeof(int32_t));
     int64_t* own = (int64_t*)pool_take(d->pool, (size_t)(2 * P) * sizeof(int64_t));
     int64_t* all = (int64_t*)pool_take(d->pool, (size_t)(2 * P * P) * sizeof(int64_t));
+    // rank (N, P): the ranks of each token. own (P, 2): tokens and choices for each rank. all: (P, P, 2).
     dispatch_ranks(rank, own, r->expert, s.N, s.K, s.ep, local_experts(s), ctx);
     comm_all_gather(d->comm, all, own, (size_t)(2 * P) * sizeof(int64_t), ctx);
     dispatch_numbers(r->numbers, d->state, all, comm_index(d->comm), s.ep, r->received, r->choices, ctx);
@@ -177,6 +187,7 @@ static void counts_on_device(Dispatch* d, Route* r, Ctx* ctx) {
 void dispatch_counts(Dispatch* d, Route* r, Ctx* ctx) {
     const DispatchShape s = r->shape;
     const int64_t N = s.N, P = s.ep, align = row_align(BACKEND);
+    // One rank has every token and choice.
     if (!d->comm) {
         r->received = N, r->choices = N * s.K;
         return;
@@ -221,10 +232,12 @@ void dispatch_counts(Dispatch* d, Route* r, Ctx* ctx) {
 }
 
 void dispatch_pack_sorted(Dispatch* d, const Route* r, AllToAll* t, Rows sorted, const Rows* kept) {
+    // The result is in kept's memory where it has any, so that backward finds it.
     t->result = t->received;
     if (kept && kept->value) t->result.value = kept->value;
     if (kept && kept->q) t->result.q = kept->q, t->result.scale = kept->scale;
     t->result.count = r->received, t->result.columns = sorted.columns;
+    // Rows arrive in the sender's format. With one rank they are the tokens themselves.
     t->arrived = t->result;
     t->arrived.format = sorted.format;
     if (d->comm)
@@ -238,6 +251,7 @@ void dispatch_pack(Dispatch* d, const Route* r, AllToAll* t, const floatX* x, co
     const DispatchShape s = r->shape;
     Rows tokens = rows_of_values(x, s.N, s.C);
     if (stats && received_format(s).bytes) mx_stats(stats, x, s.N, s.C, received_format(s).recipe, ctx);
+    // Quantize before the sort: a token that goes to several ranks is quantized once.
     if (d->comm) tokens = rows_permute(t->sent, rows_as(t->own, tokens, s.dispatch, ctx), s.dispatch, r->send, ctx);
     dispatch_pack_sorted(d, r, t, tokens, kept);
 }
@@ -246,6 +260,7 @@ void dispatch_pack_choices(Dispatch* d, const Route* r, const AllToAll* t, Ctx* 
     const DispatchShape s = r->shape;
     if (!d->comm) return;
     dispatch_choices(t->sent_expert, t->sent_gate, r->expert, r->gate, r->send, s.N, s.K, local_experts(s), ctx);
+    // Rows of the fixed-size buffer that receive nothing have no expert (-1).
     if (s.capacity > 0) device_fill(t->received_expert, 0xff, (size_t)(r->received * s.K) * sizeof(int32_t), ctx);
     pack(d, t->received_expert, t->sent_expert, (size_t)s.K * sizeof(int32_t));
     pack(d, t->received_gate, t->sent_gate, (size_t)s.K * sizeof(real));
@@ -269,10 +284,12 @@ static Rows sums_here(const Route* r, const AllToAll* t, Sums sums, Ctx* ctx) {
 
 void combine_send(Dispatch* d, const Route* r, const AllToAll* t, Sums sums, Ctx* ctx) {
     const DispatchShape s = r->shape;
+    // Combine is the reverse exchange: received rows go back to their senders.
     const ExchangeRows out = rows_of(r), back = {out.recv_start, out.recv_rows, out.send_start, out.send_rows,
                                                  r->numbers ? r->numbers + COMBINE_START * r->shape.ep : NULL};
     if (!d->comm) return;
     pack_rows(d, t->sent, sums_here(r, t, sums, ctx));
+    // Backward: gradients of gates go back in the buffers of the gates.
     if (sums.drow_gate) {
         unpermute_gates(t->received_gate, sums.drow_gate, sums.ragged, r->received, s.K, ctx);
         pack(d, t->sent_gate, t->received_gate, (size_t)s.K * sizeof(real));
@@ -281,6 +298,7 @@ void combine_send(Dispatch* d, const Route* r, const AllToAll* t, Sums sums, Ctx
 }
 
 Rows combine_back(Dispatch* d, const Route* r, const AllToAll* t, Ctx* ctx) {
+    // Row i of `sent` now has the partial sum of the rank that received row i.
     Rows back = t->sent;
     back.format = r->shape.combine;
     event_wait(d->there, ctx);
@@ -290,12 +308,14 @@ Rows combine_back(Dispatch* d, const Route* r, const AllToAll* t, Ctx* ctx) {
 void combine_receive(Dispatch* d, const Route* r, const AllToAll* t, Sums sums, floatX* y, int accumulate, real* dgate,
                      Ctx* ctx) {
     const DispatchShape s = r->shape;
+    // Several ranks: add the partial sums of the ranks that own the token's experts.
     if (d->comm) {
         const floatX* back = combine_back(d, r, t, ctx).value;
         unpermute_rows(y, back, NULL, r->send, s.N, s.ep, s.C, accumulate, ctx);
         if (dgate) dispatch_choices_backward(dgate, t->sent_gate, r->expert, r->send, s.N, s.K, local_experts(s), ctx);
         return;
     }
+    // One rank: the sum is still quantized as combine would send it.
     if (s.combine.bytes)
         rows_add(y, sums_here(r, t, sums, ctx), accumulate, ctx);
     else

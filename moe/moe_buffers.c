@@ -17,6 +17,7 @@ static void plan_hidden(Arena* a, MoeSaved* m, MoeShape s) {
     if (s.shared_F) arena_add(a, "shared hidden", ELEMENT_X, s.router.N * 2 * s.shared_F, 1, (void**)&m->shared_h);
 }
 
+// The layout of the local experts' rows, from the counts in m->route. Without recomputation also the hidden tensors.
 static void plan_routed(Arena* a, MoeSaved* m, MoeShape s) {
     const int32_t El = local_experts(m->route.shape);
     const int64_t rows = ragged_rows(m->route.choices, El, a->backend);
@@ -36,11 +37,13 @@ static int memory_read(Format f) { return format_read(f).bytes ? ROWS_BYTES : RO
 static int memory_quantized(Format f) { return f.bytes ? ROWS_BYTES | memory_read(f) : 0; }
 
 PoolMark moe_take_forward(Pool* pool, MoeForwardBuffers* t, MoeSaved* m, MoeShape s) {
+    // Saved tensors come before the mark, and the buffers of forward after it.
     Arena* a = pool_table(pool);
     plan_routed(a, m, s);
     const PoolMark mark = pool_mark(pool);
     const int64_t rows = m->ragged.capacity, C = s.router.C;
     memset(t, 0, sizeof(*t));
+    // Activation checkpointing: the hidden tensors are freed with the buffers.
     if (s.recompute) plan_hidden(a, m, s);
     rows_plan(a, "routed rows", &t->rows, ROWS_VALUES | memory_read(s.expert), rows, max_i64(C, s.F));
     rows_plan(a, "routed activation", &t->act, s.expert.bytes ? memory_quantized(s.expert) : ROWS_VALUES, rows, s.F);
@@ -52,16 +55,20 @@ PoolMark moe_take_forward(Pool* pool, MoeForwardBuffers* t, MoeSaved* m, MoeShap
 void moe_plan_backward(Arena* a, MoeBackwardBuffers* t, MoeSaved* m, MoeShape s) {
     const int64_t N = s.router.N, C = s.router.C, F = s.F, sF = s.shared_F, rows = m->ragged.capacity;
     const int fast_wgrad = format_read(s.wgrad).bytes;
+    // A channel pads each group to whole chunks, so it may be longer than the rows.
     const int64_t length = fast_wgrad ? mx_channel_length(rows, m->ragged.El, a->backend) : rows;
     ASSERT(!fast_wgrad || memory_read(s.expert) == ROWS_BYTES);
     memset(t, 0, sizeof(*t));
     if (s.recompute) plan_hidden(a, m, s);
+    // Fast wgrad reads column-wise quantized rows, so x and dy need no floatX copy.
     rows_plan(a, "routed rows", &t->rows, (fast_wgrad ? 0 : ROWS_VALUES) | memory_read(s.expert), rows, C);
     rows_plan(a, "routed rows by channel", &t->channels, fast_wgrad ? ROWS_BYTES : 0, length, C);
+    // The shared MLP uses these buffers first, so each has the larger size.
     arena_add(a, "d activation, d routed rows", ELEMENT_X, max_i64(rows * max_i64(C, F), N * sF), 1, (void**)&t->dact);
     arena_add(a, "activation", ELEMENT_X, max_i64(rows * F, N * sF), 1, (void**)&t->act);
     arena_add(a, "d hidden", ELEMENT_X, max_i64(length * 2 * F, N * 2 * sF), 1, (void**)&t->dh);
     rows_plan(a, "d hidden, quantized", &t->dh_quantized, memory_quantized(s.expert), length, 2 * F);
+    // The memory fits whole channels. Row-wise, the tensor has one row for each ragged row.
     t->dh_quantized.count = rows;
     arena_add(a, "d row gates", ELEMENT_REAL, rows, 1, (void**)&t->drow_gate);
     arena_add(a, "d gates", ELEMENT_REAL, N * s.router.K, 1, (void**)&t->dgate);
@@ -73,11 +80,14 @@ void moe_plan(Arena* pool, MoeShape s, int64_t blocks, double capacity) {
     const int64_t first = pool->count;
     MoeSaved m;
     MoeBackwardBuffers t;
+    // Each block keeps its own saved tensors.
     for (int64_t b = 0; b < blocks; b++) {
         moe_plan_choices(pool, &m, s);
         dispatch_expect(&m.route, capacity, pool->backend);
         plan_routed(pool, &m, s);
     }
+    // All blocks share the buffers of one backward.
     if (blocks) moe_plan_backward(pool, &t, &m, s);  // forward takes less
+    // The slots point into m and t, which end with this function.
     for (int64_t i = first; i < pool->count; i++) pool->entries[i].slot = NULL;
 }

@@ -13,6 +13,7 @@ static void score_row(real* s, int32_t E, int32_t function) {
         for (int32_t e = 0; e < E; e++) s[e] = 1 / (1 + exp_one(-s[e]));
         return;
     }
+    // Softmax. The largest logit is subtracted, so that exp cannot overflow.
     real top = s[0], sum = 0;
     for (int32_t e = 1; e < E; e++) top = s[e] > top ? s[e] : top;
     for (int32_t e = 0; e < E; e++) sum += s[e] = exp_one(s[e] - top);
@@ -32,6 +33,7 @@ static int32_t take_best(const real* value, char* taken, int32_t n) {
 // Sets `choice` to -inf for every expert outside the best groups. `group_score` and `taken` have a value per group.
 static void limit_groups(real* choice, real* group_score, char* taken, RouterShape s) {
     int32_t size = s.E / s.groups;
+    // A group's score is the sum of its two best experts with sigmoid, and its best with softmax.
     for (int32_t g = 0; g < s.groups; g++) {
         real best = -INFINITY, second = -INFINITY;
         for (int32_t e = g * size; e < (g + 1) * size; e++) {
@@ -43,6 +45,7 @@ static void limit_groups(real* choice, real* group_score, char* taken, RouterSha
         group_score[g] = s.score == SCORE_SIGMOID && size > 1 ? best + second : best;
         taken[g] = 0;
     }
+    // Keep the best groups and exclude the experts of all others.
     for (int32_t i = 0; i < s.top_groups; i++) take_best(group_score, taken, s.groups);
     for (int32_t e = 0; e < s.E; e++)
         if (!taken[e / size]) choice[e] = -INFINITY;
@@ -82,6 +85,7 @@ void router_forward(real* scores, int32_t* expert, real* gate, const floatX* x, 
             // The K best, one after another.
             for (int32_t e = 0; e < s.E; e++) taken[e] = 0;
             for (int32_t k = 0; k < s.K; k++) {
+                // force_balance assigns experts in turn: the load is even for any scores.
                 id[k] = s.force_balance ? (int32_t)((n * s.K + k) % s.E) : take_best(choice, taken, s.E);
                 sum += g[k] = score[id[k]];
             }
@@ -117,6 +121,7 @@ void router_backward(floatX* dx, real* dw, const real* dgate, const real* scores
     char* taken = (char*)(counts + sequences * s.E);
 
     // count_e of each sequence, for the auxiliary loss.
+    // It counts the K best scores without the bias, which may differ from the experts that were selected.
     if (aux != 0) {
         for (int64_t i = 0; i < sequences * s.E; i++) counts[i] = 0;
         for (int64_t n = 0; n < s.N; n++) {
@@ -164,6 +169,7 @@ void router_count(RouterCounts counts, const real* scores, const int32_t* expert
     for (int64_t i = 0; i < s.N * s.K; i++) counts.load[expert[i]]++;
     if (!counts.margins) return;
 
+    // The histogram of alpha_n - (s + bias) for each expert. Values are negative where the expert is selected.
     for (int64_t n = 0; n < s.N; n++) {
         const real* score = scores + n * s.E;
         const float alpha = best_unselected(score, bias, expert + n * s.K, s);
@@ -195,6 +201,7 @@ void router_balance_sign(real* bias, const int64_t* load, int64_t layers, int32_
     for (int64_t l = 0; l < layers; l++, bias += E, load += E) {
         int64_t total = 0;
         for (int32_t e = 0; e < E; e++) total += load[e];
+        // A step that is not ok leaves the biases unchanged.
         if (!state->ok) continue;
         for (int32_t e = 0; e < E; e++) {
             const int64_t below = total - load[e] * E;  // E * (mean load - load_e), exact

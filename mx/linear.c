@@ -6,6 +6,7 @@
 #include "layers/swiglu.h"
 #include "mx/mx_swiglu.h"
 
+// 1: the GEMMs read MXFP8 (fast). 0: they read floatX, and MXFP8 is dequantized first (exact).
 static int is_fast(const Weight* w) { return format_read(w->format).bytes; }
 
 // --- Memory, and quantization of weights ---
@@ -31,6 +32,7 @@ void weight_plan(Arena* a, Weight* w, int linear) {
         workspace->fast |= fast;
         workspace->inputs = max_i64(workspace->inputs, max_i64(w->OC, w->IC));
     }
+    // An exact weight passes through the workspace as MXFP8. Its scales are by row for forward, by column for dgrad.
     if (!fast) {
         workspace->bytes = max_i64(workspace->bytes, n);
         workspace->scales =
@@ -157,6 +159,7 @@ static QuantizedDy* place_of_dy(GemmWorkspace* workspace, const Weight* w) {
         if (place->weight == w) return place;
         first += place->weight->OC;
     }
+    // No place yet: the next one begins after the channels of the others.
     ASSERT(workspace->dys < MX_MATRICES && first + w->OC <= workspace->of_dy);
     const QuantizedDy next = {w, NULL, 0, first};
     workspace->dys++;
@@ -171,6 +174,7 @@ static int is_fast_both(const Weight* w) { return is_fast(w) && format_read(w->w
 static Rows room_for_wgrad(const floatX* dy, const Weight* w, int64_t N) {
     Rows out = w->workspace->dy;
     QuantizedDy* place = place_of_dy(w->workspace, w);
+    // One kernel quantizes in both directions, so both have the same scale rule.
     ASSERT(w->wgrad.recipe.scale == w->format.recipe.scale);
     place->dy = dy, place->N = N;
     out.count = mx_channel_length(N, 1, BACKEND);
@@ -188,6 +192,7 @@ static Rows cast_both(const floatX* dy, const Weight* w, int64_t N, Ctx* ctx) {
 
 void linear_dgrad(floatX* dx, const floatX* dy, const Weight* w, int64_t N, int accumulate, Ctx* ctx) {
     MxStats* stats = weight_stats(w, STATS_DY);
+    // The MXFP8 GEMMs write dx; only the floatX GEMM can add to it.
     ASSERT(!accumulate || !w->format.bytes);
     if (w->format.bytes) {
         if (stats) mx_stats(stats, dy, N, w->OC, w->format.recipe, ctx);
@@ -238,6 +243,7 @@ void linear_wgrads(const LinearGradient* list, int count, int64_t N, Ctx* ctx) {
     MxMatrix fast[MX_MATRICES];
     const Weight* of_fast = NULL;
     int n = 0;
+    // The next free channel of the shared x.
     int64_t of_x = 0;
     for (const LinearGradient* g = list; g < list + count; g++) {
         const Weight* w = g->weight;
@@ -304,6 +310,7 @@ void grouped_dgrad(floatX* dx, Rows dy, const Weight* w, Ragged r, Ctx* ctx) {
 
 void grouped_wgrad(Rows dy, Rows x, const Weight* w, Ragged r, Ctx* ctx) {
     cast_stats(w, ctx);
+    // Fast: both operands are quantized column-wise, and dy.count is the length of a channel.
     if (dy.format.bytes) {
         grouped_gemm_mx_wgrad(w->grad, dy.q, dy.scale, x.q, x.scale, dy.count, r, w->IC, w->OC, w->accumulate, ctx);
     } else {

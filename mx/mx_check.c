@@ -86,6 +86,7 @@ double mx_check_error(MxProduct* product, Ctx* ctx) {
     ASSERT(rows <= MOST_ROWS && mx_stride(IC) == STRIDE);
     draw_bytes(c->x, rows * IC, 1);
     draw_bytes(c->w, sizeof(c->w), 2);
+    // A scale of x serves a chunk, so its four blocks get the same byte.
     for (int64_t r = 0; r < rows; r++)
         for (int64_t b = 0; b < IC / MX_BLOCK; b++)
             c->x_scale[r * STRIDE + b] = draw_scale(r * CHUNKS + b * MX_BLOCK / MX_CHUNK, 3);

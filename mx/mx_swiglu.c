@@ -35,6 +35,7 @@ void mx_swiglu_backward_quantize(uint8_t* q, uint8_t* scale, floatX* dh, floatX*
                                  const floatX* da_ungated, const floatX* h, Ragged ragged, int64_t F, MxRecipe recipe,
                                  Ctx* ctx) {
     const int64_t chunk = chunk_of(recipe), rows = ragged.group_start[ragged.El];
+    // dh does not depend on how `a` was rounded. It is quantized row-wise.
     experts_swiglu_backward(dh, gated_a, drow_gate, da_ungated, h, ragged, F, ctx);
     mx_quantize(q, scale, dh, rows, 2 * F, recipe, ctx);
 
@@ -67,6 +68,7 @@ void mx_swiglu_backward_both(uint8_t* q, uint8_t* scale, uint8_t* q_channels, ui
                              real* drow_gate, const floatX* da_ungated, const floatX* h, int64_t length, Ragged ragged,
                              int64_t F, int32_t scale_mode, Ctx* ctx) {
     const MxRecipe recipe = {scale_mode, MX_CHUNK};
+    // The reference keeps dh in host memory and quantizes it in both directions. The kernels fuse the steps.
     floatX* dh = host_alloc((size_t)(ragged.capacity * 2 * F) * sizeof(floatX));
     mx_swiglu_backward_quantize(q, scale, dh, gated_a, drow_gate, da_ungated, h, ragged, F, recipe, ctx);
     mx_quantize_channels(q_channels, scale_channels, dh, length, ragged, 2 * F, recipe, ctx);

@@ -9,6 +9,7 @@ void mx_quantize(uint8_t* q, uint8_t* scale, const floatX* x, int64_t rows, int6
     const int64_t chunk = chunk_of(recipe), stride = mx_stride(columns);
 #pragma omp parallel for schedule(static)
     for (int64_t r = 0; r < rows; r++) {
+        // Rows of scales are padded to `stride` bytes, and the padding is zeros.
         memset(scale + r * stride, 0, stride);
         for (int64_t c = 0; c < columns; c += chunk) {
             // A block or chunk: find its scale, write the scale of each of its blocks, quantize.
@@ -78,6 +79,7 @@ void mx_dequantize_rows(floatX* rows, const uint8_t* q, const uint8_t* scale, Ra
     (void)ctx;
 #pragma omp parallel for schedule(static)
     for (int64_t r = 0; r < ragged.group_start[ragged.El]; r++) {
+        // A row without a token is a pad row.
         const int64_t token = ragged.row_token[r];
         if (token < 0)
             memset(rows + r * columns, 0, columns * sizeof(floatX));
@@ -159,6 +161,7 @@ void mx_requantize_channels(uint8_t* q, uint8_t* scale, const uint8_t* from, con
 
 void mx_quantize_both(uint8_t* q, uint8_t* scale, uint8_t* q_channels, uint8_t* scale_channels, const floatX* x,
                       int64_t length, int64_t rows, int64_t columns, int32_t scale_mode, Ctx* ctx) {
+    // All rows are one group of a ragged buffer.
     int64_t start[2] = {0, rows};
     int32_t count = (int32_t)rows;
     const Ragged all = {1, rows, start, &count, NULL, NULL, NULL};

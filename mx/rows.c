@@ -14,6 +14,7 @@ void rows_plan(Arena* a, const char* name, Rows* rows, int memory, int64_t count
 }
 
 Rows rows_as(Rows out, Rows x, Format format, Ctx* ctx) {
+    // Already in this format: no copy. Bytes with another alignment of scales are a caller's error.
     if (x.format.bytes == format.bytes) {
         ASSERT(!format.bytes || x.format.recipe.align == format.recipe.align);
         return x;
@@ -35,6 +36,7 @@ Rows rows_permute(Rows out, Rows tokens, Format format, Ragged r, Ctx* ctx) {
     const int64_t C = tokens.columns;
     out.format = format;
     out.columns = C;
+    // Three cases: floatX is copied; MXFP8 is dequantized; MXFP8 bytes and their scales are copied.
     if (!tokens.format.bytes) {
         ASSERT(!format.bytes);
         permute_rows(out.value, tokens.value, r, (size_t)C * sizeof(floatX), ctx);
@@ -48,6 +50,7 @@ Rows rows_permute(Rows out, Rows tokens, Format format, Ragged r, Ctx* ctx) {
 }
 
 // Column-wise quantized Rows: q is (columns, length).
+// The scales are (length / 128, columns): one byte for each chunk of a channel.
 static Rows by_channel(uint8_t* q, uint8_t* scale, int64_t length, int64_t columns, MxRecipe recipe) {
     Rows rows = {length, columns, 1, {1, recipe}, NULL, q, scale};
     return rows;
@@ -123,6 +126,7 @@ Rows rows_swiglu_backward(Rows out, Rows* dh, floatX* gated_a, real* drow_gate, 
         mx_swiglu_backward_quantize(out.q, out.scale, values, gated_a, drow_gate, da_ungated, h, r, F, format.recipe,
                                     ctx);
     }
+    // dh for dgrad; exact dequantizes it.
     out.format = format;
     return rows_as(out, out, format_read(format), ctx);
 }
