@@ -122,7 +122,6 @@ static void report(Run* r, int val, int asks) {
     double took = stopwatch_seconds(r->watch[r->pending % 2]), peak = r->ranks * device_peak_flops(r->model->ctx);
     double tokens_per_s = (double)s->tokens_per_step / took;
     r->average_ms = r->average_ms > 0 ? 0.9 * r->average_ms + 0.1 * 1000 * took : 1000 * took;
-    const int64_t* load = (const int64_t*)fetch_end(r->load);
 
     // Validation, questions and quantization statistics, in some steps.
     double val_loss = val ? evaluate_loss(r->model, r->val) : 0;
@@ -135,7 +134,7 @@ static void report(Run* r, int val, int asks) {
     // The loads of each block, and the losses of the MTP modules.
     const int64_t blocks = config_blocks(&s->model);
     double *load_max = (double*)host_alloc((size_t)(2 * blocks) * sizeof(double)), *load_min = load_max + blocks;
-    const double worst = report_load(load_max, load_min, &s->model, load);
+    const double worst = report_load(load_max, load_min, &s->model, (const int64_t*)fetch_end(r->load));
     double mtp_loss[MTP_MAX];
 
     // All of it into the log; on the terminal not more often than one can read.
