@@ -59,11 +59,15 @@ static bool read_record(const Json* json, int64_t step, CheckpointRecord* r, cha
     r->data_hash = json_int(json, "data_hash", -1);
 
     // At least one of three consecutive steps is an update.
-    const char* odd = !format || strcmp(format, CHECKPOINT_FORMAT) != 0  ? "not of the format '" CHECKPOINT_FORMAT "'"
-                      : !options || options->type != JSON_OBJECT         ? "it has no options"
-                      : r->window < 0                                    ? "its window is out of range"
-                      : r->updates < r->step / 3 || r->updates > r->step ? "its number of updates is out of range"
-                                                                         : NULL;
+    const char* odd = NULL;
+    if (!format || strcmp(format, CHECKPOINT_FORMAT) != 0)
+        odd = "not of the format '" CHECKPOINT_FORMAT "'";
+    else if (!options || options->type != JSON_OBJECT || json_count(options) == 0)
+        odd = "it has no options";
+    else if (r->window < 0)
+        odd = "its window is out of range";
+    else if (r->updates < r->step / 3 || r->updates > r->step)
+        odd = "its number of updates is out of range";
     if (odd) snprintf(reason, 128, "%s", odd);
     if (!odd && r->step != step) snprintf(reason, 128, "it is of step %ld; the folder was renamed", r->step);
     return !odd && r->step == step;

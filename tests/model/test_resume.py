@@ -87,7 +87,7 @@ class ResumeOptions(Case):
         del record["options"]["mx-gemm"]  # from before there were sets, which say another
         write_manifest(out / "step_00000020", record)
         self.assertRegex(self.alone().stdout, r"  mx-gemm exact\b")
-        for options in (None, [], "tiny"):
+        for options in (None, [], {}, "tiny"):
             out = self.copy_of(self.reference())
             write_manifest(out / "step_00000020", {**record, "options": options})
             done = self.train(**resume)
