@@ -7,7 +7,6 @@
 
 #include "device/check.h"
 #include "device/device.h"
-#include "device/pool.h"
 
 size_t element_bytes(Element element, Backend backend) {
     // Indexed by Element, then by Backend.
@@ -21,11 +20,6 @@ void arena_init(Arena* arena, const char* purpose, Backend backend) {
 }
 
 void arena_add(Arena* arena, const char* name, Element element, int64_t count, int per_token, void** slot) {
-    // The table of a pool: memory is taken at once, and no row is added.
-    if (arena->pool) {
-        *slot = pool_take(arena->pool, (size_t)count * element_bytes(element, arena->backend));
-        return;
-    }
     if (arena->count == arena->capacity) {
         arena->capacity = arena->capacity ? 2 * arena->capacity : 64;
         arena->entries = (ArenaEntry*)realloc(arena->entries, (size_t)arena->capacity * sizeof(ArenaEntry));

@@ -31,7 +31,6 @@ typedef struct Arena {
     int count, capacity;
     ArenaEntry* entries;
     char* memory;
-    struct Pool* pool;  // not NULL: a pool's table (device/pool.h)
 } Arena;
 
 void arena_init(Arena* arena, const char* purpose, Backend backend);

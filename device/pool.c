@@ -13,7 +13,7 @@ typedef struct Chunk {
     size_t bytes;
 } Chunk;
 
-// top: where the next buffer begins. table: an Arena that takes its buffers from this pool.
+// top: where the next buffer begins. table: buffers to take next (pool_take_table).
 struct Pool {
     const char* purpose;
     Chunk* chunks;  // the first belongs to the caller
@@ -34,7 +34,6 @@ Pool* pool_create(const char* purpose, void* memory, size_t bytes) {
     Pool* pool = (Pool*)host_alloc(sizeof(Pool));
     pool->purpose = purpose;
     arena_init(&pool->table, purpose, BACKEND);
-    pool->table.pool = pool;
     add_chunk(pool, memory, bytes);
     return pool;
 }
@@ -84,6 +83,14 @@ void* pool_take(Pool* pool, size_t bytes) {
 }
 
 Arena* pool_table(Pool* pool) { return &pool->table; }
+
+void pool_take_table(Pool* pool) {
+    for (int i = 0; i < pool->table.count; i++) {
+        const ArenaEntry* e = &pool->table.entries[i];
+        *e->slot = pool_take(pool, (size_t)e->count * element_bytes(e->element, BACKEND));
+    }
+    pool->table.count = 0;
+}
 
 PoolMark pool_mark(const Pool* pool) { return pool->top; }
 void pool_release(Pool* pool, PoolMark mark) { pool->top = mark; }

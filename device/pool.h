@@ -1,6 +1,7 @@
-// Device memory for arrays whose size is known only in the step, such as the rows of the experts. It is a stack:
-// forward takes memory, and backward releases it in reverse order. Its size is planned. A step that needs more
-// allocates another chunk, with a warning; no tokens are dropped:
+// Device memory for arrays whose size is known only in the step, such as the rows of the experts. It is a stack. A
+// block keeps its saved tensors until the next micro-step, which begins with an empty pool. Other buffers are released
+// at the end of the function that took them. The size is planned. A step that needs more allocates another chunk, with
+// a warning; no tokens are dropped:
 //
 //   chunk 0 (planned)                          chunk 1 (allocated in the step that needed it)
 //   | layer 1 | layer 2 | layer 3 | too small | | layer 4      | free        |
@@ -24,9 +25,10 @@ Pool* pool_create(const char* purpose, void* memory, size_t bytes);
 void pool_move(Pool* pool, void* memory, size_t bytes);
 void pool_destroy(Pool* pool);
 void* pool_take(Pool* pool, size_t bytes);  // aligned to 256 bytes, contents undefined
-// An arena that takes each buffer from the pool as it is added, and sets its slot. So plan and allocation use the same
-// calls.
+// A table of buffers: pool_take_table takes all buffers in it at once, sets their slots and empties it. So plan and
+// allocation use the same table.
 Arena* pool_table(Pool* pool);
+void pool_take_table(Pool* pool);
 PoolMark pool_mark(const Pool* pool);
 void pool_release(Pool* pool, PoolMark mark);  // frees all memory taken since the mark
 

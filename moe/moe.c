@@ -15,7 +15,7 @@ void moe_forward(floatX* y, const floatX* x, MoeWeights w, MoeSaved* m, RouterCo
     MoeForwardBuffers t;
 
     // 1. Each token's experts, and the gates that weigh their outputs.
-    moe_plan_choices(pool_table(pool), m, s);
+    moe_take_choices(pool, m, s);
     router_forward(m->scores, m->route.expert, m->route.gate, x, w.router, w.bias, s.router, ctx);
     if (counts.load) router_count(counts, m->scores, m->route.expert, w.bias, s.router, ctx);
 
@@ -62,7 +62,7 @@ void moe_backward(floatX* dx, const floatX* dy, const floatX* x, MoeWeights w, M
     const Format read = format_read(s.expert);
     const PoolMark mark = pool_mark(pool);
     MoeBackwardBuffers t;
-    moe_plan_backward(pool_table(pool), &t, m, s);
+    moe_take_backward(pool, &t, m, s);
 
     // 5. All-to-all: dy to the ranks of its tokens' experts, without the gates, which come after W2
     // (grouped/experts.h). With activation checkpointing x is sent along. The shared MLP's backward overlaps.

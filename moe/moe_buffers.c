@@ -4,7 +4,7 @@
 
 #include "device/check.h"
 
-void moe_plan_choices(Arena* a, MoeSaved* m, MoeShape s) {
+static void plan_choices(Arena* a, MoeSaved* m, MoeShape s) {
     memset(m, 0, sizeof(*m));
     arena_add(a, "router scores", ELEMENT_REAL, s.router.N * s.router.E, 1, (void**)&m->scores);
     dispatch_plan_choices(a, &m->route, dispatch_shape(s));
@@ -36,11 +36,7 @@ static void plan_routed(Arena* a, MoeSaved* m, MoeShape s) {
 static int memory_read(Format f) { return format_read(f).bytes ? ROWS_BYTES : ROWS_VALUES; }
 static int memory_quantized(Format f) { return f.bytes ? ROWS_BYTES | memory_read(f) : 0; }
 
-PoolMark moe_take_forward(Pool* pool, MoeForwardBuffers* t, MoeSaved* m, MoeShape s) {
-    // Saved tensors come before the mark, and the buffers of forward after it.
-    Arena* a = pool_table(pool);
-    plan_routed(a, m, s);
-    const PoolMark mark = pool_mark(pool);
+static void plan_forward(Arena* a, MoeForwardBuffers* t, MoeSaved* m, MoeShape s) {
     const int64_t rows = m->ragged.capacity, C = s.router.C;
     memset(t, 0, sizeof(*t));
     // Activation checkpointing: the hidden tensors are freed with the buffers.
@@ -49,10 +45,9 @@ PoolMark moe_take_forward(Pool* pool, MoeForwardBuffers* t, MoeSaved* m, MoeShap
     rows_plan(a, "routed activation", &t->act, s.expert.bytes ? memory_quantized(s.expert) : ROWS_VALUES, rows, s.F);
     if (s.shared_F) arena_add(a, "shared activation", ELEMENT_X, s.router.N * s.shared_F, 1, (void**)&t->shared_act);
     dispatch_plan_buffers(a, &t->exchange, &m->route, 1);
-    return mark;
 }
 
-void moe_plan_backward(Arena* a, MoeBackwardBuffers* t, MoeSaved* m, MoeShape s) {
+static void plan_backward(Arena* a, MoeBackwardBuffers* t, MoeSaved* m, MoeShape s) {
     const int64_t N = s.router.N, C = s.router.C, F = s.F, sF = s.shared_F, rows = m->ragged.capacity;
     const int fast_wgrad = format_read(s.wgrad).bytes;
     // A channel pads each group to whole chunks, so it may be longer than the rows.
@@ -76,18 +71,38 @@ void moe_plan_backward(Arena* a, MoeBackwardBuffers* t, MoeSaved* m, MoeShape s)
     if (s.recompute) dispatch_plan_again(a, &t->again, &m->route);
 }
 
+void moe_take_choices(Pool* pool, MoeSaved* m, MoeShape s) {
+    plan_choices(pool_table(pool), m, s);
+    pool_take_table(pool);
+}
+
+PoolMark moe_take_forward(Pool* pool, MoeForwardBuffers* t, MoeSaved* m, MoeShape s) {
+    // Saved tensors come before the mark, and the buffers of forward after it.
+    plan_routed(pool_table(pool), m, s);
+    pool_take_table(pool);
+    const PoolMark mark = pool_mark(pool);
+    plan_forward(pool_table(pool), t, m, s);
+    pool_take_table(pool);
+    return mark;
+}
+
+void moe_take_backward(Pool* pool, MoeBackwardBuffers* t, MoeSaved* m, MoeShape s) {
+    plan_backward(pool_table(pool), t, m, s);
+    pool_take_table(pool);
+}
+
 void moe_plan(Arena* pool, MoeShape s, int64_t blocks, double capacity) {
     const int64_t first = pool->count;
     MoeSaved m;
     MoeBackwardBuffers t;
     // Each block keeps its own saved tensors.
     for (int64_t b = 0; b < blocks; b++) {
-        moe_plan_choices(pool, &m, s);
+        plan_choices(pool, &m, s);
         dispatch_expect(&m.route, capacity, pool->backend);
         plan_routed(pool, &m, s);
     }
     // All blocks share the buffers of one backward.
-    if (blocks) moe_plan_backward(pool, &t, &m, s);  // forward takes less
+    if (blocks) plan_backward(pool, &t, &m, s);  // forward takes less
     // The slots point into m and t, which end with this function.
     for (int64_t i = first; i < pool->count; i++) pool->entries[i].slot = NULL;
 }

@@ -31,10 +31,10 @@ static inline DispatchShape dispatch_shape(MoeShape s) {
     return d;
 }
 
-void moe_plan_choices(Arena* a, MoeSaved* m, MoeShape s);  // before the counts of the all-to-all are known
+void moe_take_choices(Pool* pool, MoeSaved* m, MoeShape s);  // before the counts of the all-to-all are known
 // Needs the counts in m->route. The mark is behind the saved tensors: releasing it frees *t alone.
 PoolMark moe_take_forward(Pool* pool, MoeForwardBuffers* t, MoeSaved* m, MoeShape s);
-void moe_plan_backward(Arena* a, MoeBackwardBuffers* t, MoeSaved* m, MoeShape s);
+void moe_take_backward(Pool* pool, MoeBackwardBuffers* t, MoeSaved* m, MoeShape s);
 
 END_C
 
