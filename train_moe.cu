@@ -61,7 +61,7 @@ typedef struct Run {
     Saver* saver;         // NULL without --out
     int64_t saved;        // newest step on disk or being written
     Fetch *state, *load;  // results of the last step queued
-    Fetch* casts;         // of the last step that measured them; NULL without a log and --mx-stats
+    Fetch* mx_stats;      // of the last step that measured them; NULL without a log and --mx-stats
     int64_t pending;      // the last step queued, 0 if its results are reported already
     StepState last;       // of the last step reported
     Stopwatch* watch[2];  // of even and odd steps: one is read while the other runs
@@ -126,10 +126,10 @@ static void report(Run* r, int val, int asks) {
     // Validation, questions and quantization statistics, in some steps.
     double val_loss = val ? evaluate_loss(r->model, r->val) : 0;
     ScoreRecord* scores = asks ? evaluate_questions(r->model, r->questions, r->question_files, r->tokenizer) : NULL;
-    QuantRecord* casts = NULL;
-    int cast_count = 0;
-    if (r->casts && due(r->pending, s->mx_stats))
-        cast_count = report_quantization(&casts, r->model, (const MxStats*)fetch_end(r->casts));
+    QuantRecord* records = NULL;
+    int count = 0;
+    if (r->mx_stats && due(r->pending, s->mx_stats))
+        count = report_quantization(&records, r->model, (const MxStats*)fetch_end(r->mx_stats));
 
     // The loads of each block, and the losses of the MTP modules.
     const int64_t blocks = config_blocks(&s->model);
@@ -159,13 +159,13 @@ static void report(Run* r, int val, int asks) {
                          .capacity = r->model->capacity,
                          .tokens = r->pending * s->tokens_per_step,
                          .time = host_time(),
-                         .casts = casts,
-                         .cast_count = cast_count,
+                         .mx_stats = records,
+                         .mx_stats_count = count,
                          .scores = scores,
                          .score_count = scores ? r->question_files : 0};
     if (r->log) runlog_add(r->log, &record);
     free(load_max);
-    free(casts);
+    free(records);
     free(scores);
     if (val || host_seconds() - r->shown > 0.5 || r->pending == r->first || r->pending == s->steps || !r->last.ok)
         print_step(r, &record);
@@ -197,7 +197,7 @@ static void fetch_step(Run* r, int64_t step) {
     Model* m = r->model;
     fetch_begin(r->state, m->state, m->ctx);
     fetch_begin(r->load, m->load, m->ctx);
-    if (r->casts && due(step, r->settings.mx_stats)) fetch_begin(r->casts, m->mx_stats, m->ctx);
+    if (r->mx_stats && due(step, r->settings.mx_stats)) fetch_begin(r->mx_stats, m->mx_stats, m->ctx);
     r->pending = step;
 }
 
@@ -383,7 +383,7 @@ static void open_outputs(Run* r) {
     for (int i = 0; i < 2; i++) r->watch[i] = stopwatch_create();
     r->state = fetch_create(sizeof(StepState));
     r->load = fetch_create((size_t)(config_blocks(&s->model) * s->model.E) * sizeof(int64_t));
-    if (r->log && s->mx_stats) r->casts = fetch_create(config_blocks(&s->model) * BLOCK_STATS * sizeof(MxStats));
+    if (r->log && s->mx_stats) r->mx_stats = fetch_create(config_blocks(&s->model) * BLOCK_STATS * sizeof(MxStats));
 }
 
 // All of it back.
@@ -394,7 +394,7 @@ static void close_all(Run* r) {
     for (int i = 0; i < 2; i++) stopwatch_destroy(r->watch[i]);
     fetch_destroy(r->state);
     fetch_destroy(r->load);
-    if (r->casts) fetch_destroy(r->casts);
+    if (r->mx_stats) fetch_destroy(r->mx_stats);
     model_destroy(r->model);
     shards_close(r->train);
     shards_close(r->val);

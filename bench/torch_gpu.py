@@ -2,7 +2,7 @@
 """Training of a DeepSeek-style model in PyTorch on one GPU, as a strong user would write it: the yardstick of a whole step.
 
 torch.compile, cuDNN attention, torch._grouped_mm over tokens sorted by expert, fused AdamW, bf16 autocast over float32
-weights. Presets, data order, schedule and clipping are those of train_moe, so losses can be compared:
+weights. Presets, learning rates and clipping are those of train_moe. Windows are drawn once an epoch, in an order of its own:
 
     python3 bench/torch_gpu.py --model small --vocab 32000 --batch 16 --seq-len 1024 --steps 200 --force-balance
     python3 bench/torch_gpu.py --model small --vocab 32000 --batch 16 --seq-len 1024 --steps 1830 --lr 1e-3 --warmup 100 \\
@@ -29,8 +29,8 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 # The sizes of docs/model.md, under the names of config.json.
 COMMON = dict(q_lora_rank=None, first_k_dense_replace=1, rope_theta=10000.0, rms_norm_eps=1e-6, routed_scaling_factor=1.0)
 SIGMOID = dict(scoring_func="sigmoid", norm_topk_prob=True, n_shared_experts=1, **COMMON)
-SOFTMAX = dict(scoring_func="softmax", norm_topk_prob=False, n_shared_experts=2, kv_lora_rank=512, qk_nope_head_dim=128, qk_rope_head_dim=64,
-               v_head_dim=128, num_attention_heads=16, **COMMON)
+SOFTMAX = dict(scoring_func="softmax", norm_topk_prob=False, n_shared_experts=2, kv_lora_rank=512, qk_nope_head_dim=128,
+               qk_rope_head_dim=64, v_head_dim=128, num_attention_heads=16, **COMMON)
 PRESETS = {
     "tiny": dict(num_hidden_layers=4, hidden_size=128, num_attention_heads=4, kv_lora_rank=64, qk_nope_head_dim=32, qk_rope_head_dim=16,
                  v_head_dim=32, intermediate_size=512, n_routed_experts=8, num_experts_per_tok=2, moe_intermediate_size=128, vocab_size=257,
@@ -175,11 +175,13 @@ def load_weights(model, folder):
             at = name if name.startswith("lm_head") else f"model.{name}"
             stem = at.rsplit(".", 1)[0]
             if name.endswith("w13"):
-                p.copy_(torch.stack([torch.cat([read(f"{stem}.experts.{e}.{m}_proj.weight") for m in ("gate", "up")]) for e in range(len(p))]))
+                halves = [[read(f"{stem}.experts.{e}.{half}_proj.weight") for half in ("gate", "up")] for e in range(len(p))]
+                p.copy_(torch.stack([torch.cat(pair) for pair in halves]))
             elif name.endswith("w2"):
                 p.copy_(torch.stack([read(f"{stem}.experts.{e}.down_proj.weight") for e in range(len(p))]))
             elif name.endswith("bias"):
-                p.copy_(read(f"{stem}.gate.e_score_correction_bias") if f"{stem}.gate.e_score_correction_bias" in files else torch.zeros(len(p)))
+                bias = f"{stem}.gate.e_score_correction_bias"
+                p.copy_(read(bias) if bias in files else torch.zeros(len(p)))
             else:
                 p.copy_(read(at))
 
@@ -309,7 +311,8 @@ def main():
             print(f"validation {validate(args, model, val, autocast):.4f}")
     if times:
         ms = statistics.median(times)
-        print(f"RESULT torch_gpu model={args.model} torch={torch.__version__} device={torch.cuda.get_device_name() if device == 'cuda' else 'cpu'} "
+        card = torch.cuda.get_device_name() if device == "cuda" else "cpu"
+        print(f"RESULT torch_gpu model={args.model} torch={torch.__version__} device={card} "
               f"batch={args.batch} seq_len={args.seq_len} step_ms={ms:.3f} tokens_per_s={1000 * args.batch * args.seq_len / ms:.0f}")
 
 

@@ -159,8 +159,8 @@ void runlog_add(RunLog* log, const StepRecord* r) {
     }
 
     // MXFP8 quantization statistics, a list of objects.
-    for (int i = 0; i < r->cast_count; i++) {
-        const QuantRecord* record = &r->casts[i];
+    for (int i = 0; i < r->mx_stats_count; i++) {
+        const QuantRecord* record = &r->mx_stats[i];
         host_append(&line, ", %s{\"layer\": %ld, \"tensor\": \"%s\"", i ? "" : "\"mx_stats\": [", record->layer,
                     record->tensor);
         add_number(&line, "saturated", record->saturated);
@@ -169,7 +169,7 @@ void runlog_add(RunLog* log, const StepRecord* r) {
         add_number(&line, "snr_db", record->snr_db);
         host_append(&line, "}");
     }
-    host_append(&line, r->cast_count ? "]}" : "}");
+    host_append(&line, r->mx_stats_count ? "]}" : "}");
 
     put_line(log, line, strlen(line));
     free(line);

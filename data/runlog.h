@@ -42,11 +42,11 @@ typedef struct StepRecord {
     const double *load_max, *load_min;  // (blocks): largest and smallest expert load over the mean; NaN if dense
     int64_t blocks;
     double mem_gib;
-    double capacity;           // capacity factor of --dispatch windows, else 0; an overflow retry raises it
-    int64_t tokens;            // trained on so far
-    double time;               // of the record, seconds since 1970
-    const QuantRecord* casts;  // (cast_count); 0: the field is omitted
-    int cast_count;
+    double capacity;              // capacity factor of --dispatch windows, else 0; an overflow retry raises it
+    int64_t tokens;               // trained on so far
+    double time;                  // of the record, seconds since 1970
+    const QuantRecord* mx_stats;  // (mx_stats_count); 0: the field is omitted
+    int mx_stats_count;
     const ScoreRecord* scores;  // (score_count); 0: no evaluation in this step
     int score_count;
 } StepRecord;

@@ -17,7 +17,7 @@ static Format format_of(int64_t precision, const Settings* s, int64_t align) {
     return precision == PRECISION_MXFP8 ? bytes : FORMAT_VALUES;
 }
 
-// Blocks of 128 where the experts' products read bytes, so that each tensor is cast once for all that it is used for.
+// 128 if the experts' GEMMs read MXFP8: each tensor is then quantized once for all its uses.
 static int64_t expert_align(const Settings* s) { return s->expert_precision && s->mx_fast ? MX_CHUNK : 1; }
 
 // The shapes of B sequences of T tokens.
@@ -53,7 +53,7 @@ static void set_shapes(Model* m, int64_t B, int64_t T) {
     moe->wgrad = format_of(s->wgrad_precision, s, expert_align(s));
 }
 
-// The formats of a unit's products, and memory for its weights' casts.
+// The formats of a unit's matmuls, and memory for its quantized weights.
 static void plan_weights(Model* m, Unit* u) {
     const Settings* s = &m->settings;
     Param list[PARAMS];
@@ -94,7 +94,7 @@ const char* model_stats_name(const Model* m, int64_t layer, int tensor) {
     const int quantized = u->w[id].format.bytes || (sent && m->settings.dispatch_precision);
     Param list[PARAMS];
     for (int i = params_list(list, &m->config, u->kind) - 1; i >= 0; i--)
-        if ((int)list[i].id == id && quantized) return list[i].casts[operand];
+        if ((int)list[i].id == id && quantized) return list[i].stats[operand];
     return NULL;
 }
 
@@ -237,8 +237,8 @@ static void plan_state(Model* m) {
     arena_add(state, "expert loads", ELEMENT_I64, count * c->E, 0, (void**)&m->load);
     const int64_t bins = s->balance == BALANCE_QUANTILE && !s->force_balance ? count * c->E * MARGIN_BINS : 0;
     if (bins) arena_add(state, "router margins", ELEMENT_I64, bins, 0, (void**)&m->margins);
-    const int64_t casts = s->mx_stats ? count * BLOCK_STATS : 0;
-    arena_add(state, "quantization statistics", ELEMENT_BYTE, casts * (int64_t)sizeof(MxStats), 0,
+    const int64_t tensors = s->mx_stats ? count * BLOCK_STATS : 0;
+    arena_add(state, "quantization statistics", ELEMENT_BYTE, tensors * (int64_t)sizeof(MxStats), 0,
               (void**)&m->mx_stats);
     // Structs that kernels read and write. Validation has a state of its own.
     arena_add(state, "step state", ELEMENT_BYTE, sizeof(StepState), 0, (void**)&m->state);

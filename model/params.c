@@ -21,8 +21,8 @@ static UnitKind kind_of(const ModelConfig* c, int unit) {
     return unit <= c->dense_layers ? UNIT_DENSE : UNIT_MOE;
 }
 
-// The casts of a dense weight's operands, as the log calls them.
-#define CASTS(label)                                                                                                   \
+// The names of a dense weight's operands in the log (--mx-stats).
+#define STATS(label)                                                                                                   \
     { label ".x", label ".dy", label ".w" }
 
 int params_list(Param list[PARAMS], const ModelConfig* c, UnitKind kind) {
@@ -41,22 +41,22 @@ int params_list(Param list[PARAMS], const ModelConfig* c, UnitKind kind) {
     const int64_t KVA = c->kv_lora + c->rope, KV = c->H * (c->nope + c->v), O = c->H * c->v;
     // clang-format off
     const Param table[] = {
-        // id           units   rows              columns       start     by     cast    its names           name, and that of the second half
+        // id           units   rows              columns       start     by     MXFP8   log names           name, and that of the second half
         {EMBED,        EMBEDS, V,                C,            NORMAL,   ADAMW, NEVER,  {NULL},             "model.embed_tokens.weight", NULL},
         {LM_HEAD,      HEAD,   V,                C,            NORMAL,   ADAMW, NEVER,  {NULL},             "lm_head.weight", NULL},
         {EH_PROJ,      MODULE, C,                2 * C,        NORMAL,   MUON,  NEVER,  {NULL},             "eh_proj.weight", NULL},
-        {WQA,          latent, c->q_lora,        C,            NORMAL,   MUON,  LINEAR, CASTS("wqa"),       "self_attn.q_a_proj.weight", NULL},
-        {WQB,          latent, Q,                c->q_lora,    NORMAL,   MUON,  LINEAR, CASTS("wqb"),       "self_attn.q_b_proj.weight", NULL},
-        {WQ,           direct, Q,                C,            NORMAL,   MUON,  LINEAR, CASTS("wq"),        "self_attn.q_proj.weight", NULL},
+        {WQA,          latent, c->q_lora,        C,            NORMAL,   MUON,  LINEAR, STATS("wqa"),       "self_attn.q_a_proj.weight", NULL},
+        {WQB,          latent, Q,                c->q_lora,    NORMAL,   MUON,  LINEAR, STATS("wqb"),       "self_attn.q_b_proj.weight", NULL},
+        {WQ,           direct, Q,                C,            NORMAL,   MUON,  LINEAR, STATS("wq"),        "self_attn.q_proj.weight", NULL},
         {WKVA,         blocks, KVA,              C,            NORMAL,   MUON,  NEVER,  {NULL},             "self_attn.kv_a_proj_with_mqa.weight", NULL},
-        {WKVB,         blocks, KV,               c->kv_lora,   NORMAL,   MUON,  LINEAR, CASTS("wkvb"),      "self_attn.kv_b_proj.weight", NULL},
-        {WO,           blocks, C,                O,            RESIDUAL, MUON,  LINEAR, CASTS("wo"),        "self_attn.o_proj.weight", NULL},
-        {MLP13,        DENSE,  2 * c->dense_ffn, C,            NORMAL,   MUON,  LINEAR, CASTS("mlp13"),     "mlp.gate_proj.weight",
+        {WKVB,         blocks, KV,               c->kv_lora,   NORMAL,   MUON,  LINEAR, STATS("wkvb"),      "self_attn.kv_b_proj.weight", NULL},
+        {WO,           blocks, C,                O,            RESIDUAL, MUON,  LINEAR, STATS("wo"),        "self_attn.o_proj.weight", NULL},
+        {MLP13,        DENSE,  2 * c->dense_ffn, C,            NORMAL,   MUON,  LINEAR, STATS("mlp13"),     "mlp.gate_proj.weight",
                                                                                           "mlp.up_proj.weight"},
-        {MLP2,         DENSE,  C,                c->dense_ffn, RESIDUAL, MUON,  LINEAR, CASTS("mlp2"),      "mlp.down_proj.weight", NULL},
-        {MLP13,        shared, 2 * sF,           C,            NORMAL,   MUON,  LINEAR, CASTS("mlp13"),     "mlp.shared_experts.gate_proj.weight",
+        {MLP2,         DENSE,  C,                c->dense_ffn, RESIDUAL, MUON,  LINEAR, STATS("mlp2"),      "mlp.down_proj.weight", NULL},
+        {MLP13,        shared, 2 * sF,           C,            NORMAL,   MUON,  LINEAR, STATS("mlp13"),     "mlp.shared_experts.gate_proj.weight",
                                                                                           "mlp.shared_experts.up_proj.weight"},
-        {MLP2,         shared, C,                sF,           RESIDUAL, MUON,  LINEAR, CASTS("mlp2"),      "mlp.shared_experts.down_proj.weight", NULL},
+        {MLP2,         shared, C,                sF,           RESIDUAL, MUON,  LINEAR, STATS("mlp2"),      "mlp.shared_experts.down_proj.weight", NULL},
         {ROUTER,       MOE,    c->E,             C,            NORMAL,   ADAMW, NEVER,  {NULL},             "mlp.gate.weight", NULL},
         {W13,          MOE,    2 * c->F,         C,            NORMAL,   MUON,  EXPERT, {"x", "dh", "w13"}, "mlp.experts.%d.gate_proj.weight",
                                                                                           "mlp.experts.%d.up_proj.weight"},

@@ -53,7 +53,7 @@ typedef struct Param {
     ParamStart start;
     Optimizer by;  // with --optimizer muon
     QuantizedBy quantized_by;
-    const char* casts[WEIGHT_STATS];  // their names in the log (--mx-stats)
+    const char* stats[WEIGHT_STATS];  // their names in the log (--mx-stats)
     const char* name;                 // Hugging Face's; a block's without "model.layers.N.", an expert's with %d
     const char* second;               // of the second half of the rows (up after gate), else NULL
 } Param;
@@ -68,7 +68,7 @@ typedef struct Unit {
     int64_t at[PARAMS];  // offsets into its buffer in elements, -1 where the unit has no such parameter
     ParamBuffer buffer[BUFFERS];
     Weight w[PARAMS];  // as ops take them, from unit_begin to unit_end (model/model.h)
-    int64_t version;   // of the weights that casts were made from (parallel/sharding.h)
+    int64_t version;   // of the weights that were quantized (parallel/sharding.h)
 } Unit;
 
 // A slice of a unit that carries a Hugging Face name.

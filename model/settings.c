@@ -1,4 +1,4 @@
-// The table of options, the presets, and what follows from options. model/settings_read.c reads their values.
+// The table of options, the presets, and values derived from options. model/settings_read.c reads their values.
 #include "model/settings.h"
 
 #include <math.h>

@@ -131,7 +131,7 @@ static void check_precision(const Settings* s) {
     check_multiples(widths, sizeof(widths) / sizeof(widths[0]), MX_BLOCK, "MXFP8");
 }
 
-// --mx-stats measures casts, so there must be some.
+// --mx-stats measures quantized tensors, so there must be some.
 static void check_stats(const Settings* s) {
     const int moe = s->model.dense_layers < config_blocks(&s->model),
               experts = s->expert_precision || s->dispatch_precision;

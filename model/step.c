@@ -38,9 +38,9 @@ static void last_micro_step(void* model) { forward_and_backward((Model*)model, 1
 
 // Micro-steps of a kind give the device the same work.
 static Graph* micro_step_graph(const Model* m, int last) {
-    // casts: the weights have changed, so this micro-step also quantizes them.
-    const int casts = m->units[0].version != weights_version(m->sharding);
-    return m->measures ? NULL : m->graphs[m->first | last << 1 | m->late << 2 | casts << 3];
+    // The weights have changed, so this micro-step also quantizes them.
+    const int quantizes = m->units[0].version != weights_version(m->sharding);
+    return m->measures ? NULL : m->graphs[m->first | last << 1 | m->late << 2 | quantizes << 3];
 }
 
 void model_micro_step(Model* m, int last) {

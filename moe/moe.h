@@ -21,10 +21,10 @@
 // A tensor is quantized once, by the earliest stage that needs it, for any ep. The weight gradients read the
 // dequantized x, dy and activation where these were quantized.
 //
-// Results depend on the rank layout in two cases: (a) combine quantizes one partial sum per rank; (b) wgrad quantizes
-// along tokens, so its blocks depend on the tokens that a rank's experts get in a micro-step. (b) matters only with
-// MX_FLOOR, which saturates large values of a block. With MX_RCEIL a block's scale matters only to elements some 2^14
-// below its largest.
+// Results depend on the rank layout in two cases. (a) Combine quantizes one partial sum per rank. (b) Wgrad quantizes
+// along tokens, so its blocks depend on the tokens that a rank's experts get in a micro-step. Case (b) matters only
+// with MX_FLOOR, which saturates large values of a block. With MX_RCEIL a scale matters only to elements some 2^14
+// below the largest of its block.
 #ifndef MOE_MOE_H
 #define MOE_MOE_H
 

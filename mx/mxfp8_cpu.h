@@ -48,7 +48,7 @@ static inline int scale_of(const floatX* x, int64_t stride, int64_t rows, int64_
     return s > 0 ? s : 0;
 }
 
-// Casts them; the bytes of element (r, c) go to q[r q_row + c q_column].
+// Quantizes them; the bytes of element (r, c) go to q[r q_row + c q_column].
 static inline void cast_all(uint8_t* q, int64_t q_row, int64_t q_column, const floatX* x, int64_t stride, int64_t rows,
                             int64_t columns, int s) {
     const float factor = mx_scale_inverse(s);
