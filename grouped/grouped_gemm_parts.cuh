@@ -47,7 +47,10 @@ struct RingSlot {
     uint32_t phase;
 
     __device__ __forceinline__ void advance() {
-        if (++index == N) index = 0, phase ^= 1;
+        if (++index == N) {
+            index = 0;
+            phase ^= 1;
+        }
     }
 };
 

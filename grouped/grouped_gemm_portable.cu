@@ -69,7 +69,8 @@ struct BoxThread {
     int mn, k, place, box_bytes, step_bytes;
     __device__ __forceinline__ explicit BoxThread(int ld) {
         const int i = threadIdx.x, row = K_ROWS ? i / 8 : i / 4, vector = K_ROWS ? i % 8 : i % 4;
-        mn = K_ROWS ? vector * 8 : row, k = K_ROWS ? row : vector * 8;
+        mn = K_ROWS ? vector * 8 : row;
+        k = K_ROWS ? row : vector * 8;
         place = row * (K_ROWS ? 128 : 64) + (vector ^ (K_ROWS ? row % 8 : row / 2 % 4)) * 16;
         box_bytes = (int)sizeof(floatX) * BOX * (K_ROWS ? 1 : ld);
         step_bytes = (int)sizeof(floatX) * BLOCK_K * (K_ROWS ? ld : 1);
@@ -96,7 +97,10 @@ struct Loader {
 
     __device__ __forceinline__ Loader(Shared& s, const Groups& g, const floatX* a, const floatX* b)
         : s(s), g(g), a(a), b(b), piece_a(P == WGRAD ? g.M : g.K), piece_b(P == FORWARD ? g.K : g.N), turn(0) {
-        if (threadIdx.x == 0) s.next[0] = atomicAdd(&g.plan->drawn, 1), drawn = atomicAdd(&g.plan->drawn, 1);
+        if (threadIdx.x == 0) {
+            s.next[0] = atomicAdd(&g.plan->drawn, 1);
+            drawn = atomicAdd(&g.plan->drawn, 1);
+        }
         __syncthreads();
         begin(s.next[0]);
     }
@@ -116,7 +120,8 @@ struct Loader {
     // before each call, the first one too: the number of the next tile is then visible.
     __device__ __forceinline__ void advance() {
         copy_async_commit();
-        k_left_a -= BLOCK_K, k_left_b -= BLOCK_K;
+        k_left_a -= BLOCK_K;
+        k_left_b -= BLOCK_K;
         if (--left == 0) begin(s.next[++turn % 2]);
     }
 
@@ -138,7 +143,8 @@ struct Loader {
         // The boxes. Without work K is 0, and zeros are copied until the kernel ends.
         tall = tile.boxes_a == 4;
         left = tile.k_blocks ? tile.k_blocks : INT32_MAX;
-        k_left_a = tile.K - piece_a.k, k_left_b = tile.K - piece_b.k;
+        k_left_a = tile.K - piece_a.k;
+        k_left_b = tile.K - piece_b.k;
         inside = 0;
 #pragma unroll
         for (int pair = 0; pair < 3; pair++) {
@@ -219,7 +225,12 @@ __device__ __forceinline__ void store(Out* out, const float (&d)[4][8][4], int m
             const float x = __shfl_xor_sync(0xffffffffu, odd ? first[0] : second[0], 1);
             const float y = __shfl_xor_sync(0xffffffffu, odd ? first[1] : second[1], 1);
             float four[4] = {odd ? x : first[0], odd ? y : first[1], odd ? second[0] : x, odd ? second[1] : y};
-            if (P == WGRAD) four[0] += was[j].x, four[1] += was[j].y, four[2] += was[j].z, four[3] += was[j].w;
+            if (P == WGRAD) {
+                four[0] += was[j].x;
+                four[1] += was[j].y;
+                four[2] += was[j].z;
+                four[3] += was[j].w;
+            }
             if (P != WGRAD && row >= M) four[0] = four[1] = four[2] = four[3] = 0;
             if ((P != WGRAD || row < M) && column + j * 16 < N) store4(to + j * 16, four);
         }

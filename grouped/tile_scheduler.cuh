@@ -149,11 +149,15 @@ struct TileScheduler {
         // The tile, in base tiles.
         int m, n;
         const int paired = items_of(areas_of(owner_squares), wide, narrow);
-        item.shape = WIDE, item.store = 1, common_a = ON_BYTES<P>;
+        item.shape = WIDE;
+        item.store = 1;
+        common_a = ON_BYTES<P>;
         if (!ON_BYTES<P> && number >= paired) {  // the odd last row: tiles side by side
             const int column = (number - paired) * CLUSTER + rank, last = wide + narrow - 1;
-            m = owner_squares - 1, n = 2 * min(column, last);
-            common_a = 1, item.store = column <= last;
+            m = owner_squares - 1;
+            n = 2 * min(column, last);
+            common_a = 1;
+            item.store = column <= last;
             if (n == 2 * wide) item.shape = SQUARE;
         } else {
             const int per_band = items_of(BAND, wide, narrow), band = number / per_band;
@@ -167,7 +171,8 @@ struct TileScheduler {
                 m = 2 * area + rank * (!last ? 2 : ON_BYTES<P> ? 0 : 1);
                 n = 2 * wide;
                 item.shape = last ? SQUARE : TALL;
-                common_a = 0, item.store = !ON_BYTES<P> || !last || rank == 0;
+                common_a = 0;
+                item.store = !ON_BYTES<P> || !last || rank == 0;
             }
             m += 2 * band * BAND;
         }
@@ -180,7 +185,11 @@ struct TileScheduler {
         item.expert = broadcast(expert, owner);
         if (P == MX_WGRAD) {
             item.of = {g.M, g.N, 0, 0};
-            if (g.matrices) item.map = item.expert, item.expert = 0, item.of = g.list[item.map];
+            if (g.matrices) {
+                item.map = item.expert;
+                item.expert = 0;
+                item.of = g.list[item.map];
+            }
         }
         item.k_blocks = div_up(OVER_ROWS<P> ? max(owner_rows, 1) : g.K, BLOCK_K<P>);
         item.valid = owner_rows - m * SQUARE_SIDE;
@@ -190,7 +199,8 @@ struct TileScheduler {
    private:
     __device__ __forceinline__ void set_columns(int N) {
         const int squares_n = div_up(N, SQUARE_SIDE);
-        wide = squares_n / 2, narrow = squares_n % 2;
+        wide = squares_n / 2;
+        narrow = squares_n % 2;
     }
 
     // areas_of: supertiles in one column, for the given rows of base tiles. items_of: work tiles of that many rows of
@@ -226,7 +236,8 @@ struct TileScheduler {
     __device__ __forceinline__ void load_window(int from, int items) {
         // This lane's expert. In forward and dgrad all rows up to the next start are written, pad rows as zeros.
         const int i = from + lane;
-        first = from, base = items;
+        first = from;
+        base = items;
         expert = start = rows = squares_m = end = 0;
         if (i < g.El) {
             const bool matrix = P == MX_WGRAD && g.matrices;

@@ -74,7 +74,8 @@ static void update_buffer(const AdamWBuffer* buffer, int bf16, const AdamW* opt,
             // m and v, then master and weight (formulas in the header).
             real g = scale * grad[i], decay = i < n_decay ? (real)opt->weight_decay : 0;
             real m1 = b1 * m[i - first] + (1 - b1) * g, v1 = b2 * v[i - first] + (1 - b2) * g * g;
-            m[i - first] = m1, v[i - first] = v1;
+            m[i - first] = m1;
+            v[i - first] = v1;
             master[i] -= lr * (m1 * fix1 / (sqrt(v1 * fix2) + eps) + decay * master[i]);
             weight[i] = master[i];
         }

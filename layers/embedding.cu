@@ -169,7 +169,8 @@ void embedding_backward(real* dtable, const floatX* dout, const int32_t* token, 
         int32_t **out = sorted + 2 * (pass % 2), mask = (1 << digit) - 1;
         counting_sort(Digit{tokens, pass * digit, mask}, Scatter{out[0], out[1], tokens, positions}, N, 1 << digit, 1,
                       sorted[3] + N, ctx);
-        tokens = out[0], positions = out[1];
+        tokens = out[0];
+        positions = out[1];
     }
 
     // Equal tokens are adjacent now: sum their rows.

@@ -89,7 +89,8 @@ void muon_orthogonalize(floatX* x, floatX* work, int64_t count, int64_t rows, in
     for (int step = 0; step < MUON_STEPS; step++) {
         newton_schulz(to, from, A, B, count, rows, columns);
         real* other = from;
-        from = to, to = other;
+        from = to;
+        to = other;
     }
 
     // The size of AdamW's updates.

@@ -122,13 +122,17 @@ void muon_orthogonalize(floatX* x, floatX* work, int64_t count, int64_t rows, in
         // B = c A A + b A
         LtProduct polynomial = {.m = small, .n = small, .k = small};
         polynomial.batch = {count, n2, n2, n2};
-        polynomial.alpha = (float)MUON_C, polynomial.beta = (float)MUON_B, polynomial.c = A;
+        polynomial.alpha = (float)MUON_C;
+        polynomial.beta = (float)MUON_B;
+        polynomial.c = A;
         lt_multiply({B, small}, {A, small}, {A, small}, polynomial, ctx);
 
         // X = B X + a X, or X B + a X
         LtProduct next = {.m = rows, .n = columns, .k = small};
         next.batch = {count, tall ? n : n2, tall ? n2 : n, n};
-        next.alpha = size, next.beta = size * (float)MUON_A, next.c = from;
+        next.alpha = size;
+        next.beta = size * (float)MUON_A;
+        next.c = from;
         const LtMatrix X = {from, columns}, polynomial_of = {B, small};
         lt_multiply({to, columns}, tall ? X : polynomial_of, tall ? polynomial_of : X, next, ctx);
     }

@@ -36,8 +36,14 @@ static __device__ __forceinline__ void store(floatX* p, const float in[8]) { *(V
 // 8 floats, in two accesses of 16 bytes.
 static __device__ __forceinline__ void load_real(float out[8], const float* p) {
     float4 low = ((const float4*)p)[0], high = ((const float4*)p)[1];
-    out[0] = low.x, out[1] = low.y, out[2] = low.z, out[3] = low.w;
-    out[4] = high.x, out[5] = high.y, out[6] = high.z, out[7] = high.w;
+    out[0] = low.x;
+    out[1] = low.y;
+    out[2] = low.z;
+    out[3] = low.w;
+    out[4] = high.x;
+    out[5] = high.y;
+    out[6] = high.z;
+    out[7] = high.w;
 }
 
 static __device__ __forceinline__ void store_real(float* p, const float in[8]) {

@@ -20,7 +20,8 @@ template <int ROWS, int COLUMNS>
 static __device__ __forceinline__ bool find_tile(const Ragged& r, int64_t OC, Tile& t) {
     // The position, from the block's number.
     const unsigned across = (unsigned)ceil_div(OC, COLUMNS);
-    t.row = (int64_t)(blockIdx.x / across) * ROWS, t.column = (int)(blockIdx.x % across) * COLUMNS;
+    t.row = (int64_t)(blockIdx.x / across) * ROWS;
+    t.column = (int)(blockIdx.x % across) * COLUMNS;
     if (t.row >= r.group_start[r.El]) return false;
 
     // The expert, by halving: start[low] <= row < start[high]. One without rows starts where the next does, and is not

@@ -24,27 +24,38 @@ static int64_t expert_align(const Settings* s) { return s->expert_precision && s
 static void set_shapes(Model* m, int64_t B, int64_t T) {
     const ModelConfig* c = &m->config;
     const Settings* s = &m->settings;
-    m->B = B, m->T = T;
+    m->B = B;
+    m->T = T;
 
     // Attention.
     AttnShape* attn = &m->attn_shape;
-    attn->B = B, attn->T = T, attn->H = c->H;
-    attn->nope = c->nope, attn->rope = c->rope, attn->v = c->v;
+    attn->B = B;
+    attn->T = T;
+    attn->H = c->H;
+    attn->nope = c->nope;
+    attn->rope = c->rope;
+    attn->v = c->v;
     attn->k_rope_stride = c->kv_lora + c->rope;
     attn->scale = (float)config_softmax_scale(c);
 
     // Router.
     RouterShape* router = &m->moe_shape.router;
-    router->N = B * T, router->T = T, router->C = c->C;
-    router->E = (int32_t)c->E, router->K = (int32_t)c->K;
-    router->groups = (int32_t)c->groups, router->top_groups = (int32_t)c->top_groups;
-    router->score = (int32_t)c->score, router->norm = (int32_t)c->route_norm;
+    router->N = B * T;
+    router->T = T;
+    router->C = c->C;
+    router->E = (int32_t)c->E;
+    router->K = (int32_t)c->K;
+    router->groups = (int32_t)c->groups;
+    router->top_groups = (int32_t)c->top_groups;
+    router->score = (int32_t)c->score;
+    router->norm = (int32_t)c->route_norm;
     router->scale = (float)c->route_scale;
     router->force_balance = (int32_t)s->force_balance;
 
     // Experts, and the formats of their tensors.
     MoeShape* moe = &m->moe_shape;
-    moe->F = c->F, moe->shared_F = c->shared * c->F;
+    moe->F = c->F;
+    moe->shared_F = c->shared * c->F;
     moe->ep = m->layout.ep;
     moe->recompute = s->recompute != RECOMPUTE_NONE;
     moe->dispatch = format_of(s->dispatch_precision, s, expert_align(s));
@@ -66,14 +77,19 @@ static void plan_weights(Model* m, Unit* u) {
         if (list[i].quantized_by == LINEAR) {
             w->format = format_of(s->linear_precision, s, s->mx_fast ? MX_CHUNK : 1);
             if (s->linear_precision) w->wgrad = format_of(s->wgrad_precision, s, s->mx_fast ? MX_CHUNK : 1);
-            if (w->wgrad.bytes) of_dy[mlp] += w->OC, of_x[mlp] += w->IC;
+            if (w->wgrad.bytes) {
+                of_dy[mlp] += w->OC;
+                of_x[mlp] += w->IC;
+            }
         }
         if (list[i].quantized_by == EXPERT) w->format = format_of(s->expert_precision, s, expert_align(s));
         weight_plan(&m->arena[IN_PARAMS], w, list[i].quantized_by == LINEAR);
     }
     GemmWorkspace* gemms = &m->gemms;
-    for (int i = 0; i < 2; i++)
-        gemms->of_dy = max_i64(gemms->of_dy, of_dy[i]), gemms->of_x = max_i64(gemms->of_x, of_x[i]);
+    for (int i = 0; i < 2; i++) {
+        gemms->of_dy = max_i64(gemms->of_dy, of_dy[i]);
+        gemms->of_x = max_i64(gemms->of_x, of_x[i]);
+    }
 }
 
 // Addresses of each weight and its gradient, whole or in a slot (parallel/sharding.h).
@@ -410,7 +426,8 @@ void model_destroy(Model* m) {
 void model_batch(Model* m, const int32_t* tokens, const int32_t* targets, int64_t B, int64_t T) {
     ASSERT(B * T <= m->settings.batch * m->settings.seq_len && T <= m->settings.seq_len);
     // Shapes. Module k has k tokens fewer in each sequence.
-    m->B = B, m->window = T;
+    m->B = B;
+    m->window = T;
     model_shapes(m, 0);
     for (int k = 0; k <= m->config.mtp; k++) linear_batch(&m->gemms, k, B * max_i64(T - k, 0), m->ctx);
     device_upload(m->tokens, tokens, (size_t)(B * T) * sizeof(int32_t), m->ctx);

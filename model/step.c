@@ -66,7 +66,8 @@ void model_grow_capacity(Model* m, Ranks* world, double needed) {
     // The pool as it is planned at the start.
     MoeShape shape = m->moe_shape;
     Arena plan;
-    shape.capacity = m->capacity, shape.router.N = s->batch * s->seq_len;
+    shape.capacity = m->capacity;
+    shape.router.N = s->batch * s->seq_len;
     arena_init(&plan, m->arena[IN_POOL].purpose, BACKEND);
     moe_plan(&plan, shape, config_blocks(&m->config) - m->config.dense_layers, m->capacity);
     comm_window_free(m->ep);

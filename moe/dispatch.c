@@ -88,7 +88,8 @@ void dispatch_plan_buffers(Arena* a, AllToAll* t, const Route* r, int choices) {
     rows_plan(a, "received rows", &t->received, (s.ep > 1 || cast_back ? ROWS_VALUES : 0) | cast_back | cast_here,
               r->received, s.C);
     if (s.ep == 1) {
-        t->received_expert = r->expert, t->received_gate = r->gate;
+        t->received_expert = r->expert;
+        t->received_gate = r->gate;
         return;
     }
     // combine_back dequantizes into `sent`, so `sent` needs floatX as well as the bytes.
@@ -189,7 +190,8 @@ void dispatch_counts(Dispatch* d, Route* r, Ctx* ctx) {
     const int64_t N = s.N, P = s.ep, align = row_align(BACKEND);
     // One rank has every token and choice.
     if (!d->comm) {
-        r->received = N, r->choices = N * s.K;
+        r->received = N;
+        r->choices = N * s.K;
         return;
     }
 
@@ -204,7 +206,10 @@ void dispatch_counts(Dispatch* d, Route* r, Ctx* ctx) {
     // All-to-all of the counts: the tokens that each rank sends to each other one, and their choices there.
     int64_t one_each[DISPATCH_MAX_RANKS], place[DISPATCH_MAX_RANKS];
     const ExchangeRows each_to_each = {place, one_each, place, one_each, NULL};
-    for (int64_t j = 0; j < P; j++) one_each[j] = 1, place[j] = j;
+    for (int64_t j = 0; j < P; j++) {
+        one_each[j] = 1;
+        place[j] = j;
+    }
     PoolMark mark = pool_mark(d->pool);
     int32_t* rank = (int32_t*)pool_take(d->pool, (size_t)(N * P) * sizeof(int32_t));
     int64_t* counts = (int64_t*)pool_take(d->pool, (size_t)P * 4 * sizeof(int64_t));  // (2, P, 2): to, from
@@ -235,8 +240,12 @@ void dispatch_pack_sorted(Dispatch* d, const Route* r, AllToAll* t, Rows sorted,
     // The result is in kept's memory where it has any, so that backward finds it.
     t->result = t->received;
     if (kept && kept->value) t->result.value = kept->value;
-    if (kept && kept->q) t->result.q = kept->q, t->result.scale = kept->scale;
-    t->result.count = r->received, t->result.columns = sorted.columns;
+    if (kept && kept->q) {
+        t->result.q = kept->q;
+        t->result.scale = kept->scale;
+    }
+    t->result.count = r->received;
+    t->result.columns = sorted.columns;
     // Rows arrive in the sender's format. With one rank they are the tokens themselves.
     t->arrived = t->result;
     t->arrived.format = sorted.format;

@@ -49,10 +49,16 @@ static inline BOTH_SIDES double dispatch_numbers_of(int64_t* numbers, const int6
         there += counts[(i * P + j) * 2];
         back += round_up(counts[(j * P + i) * 2], align);
     }
-    for (int32_t i = 0; i < P; i++) tokens += counts[(i * P + j) * 2], of_them += counts[(i * P + j) * 2 + 1];
-    numbers[SEND_START * P + j] = send, numbers[SEND_ROWS * P + j] = counts[(index * P + j) * 2];
-    numbers[RECV_START * P + j] = recv, numbers[RECV_ROWS * P + j] = counts[(j * P + index) * 2];
-    numbers[THERE_START * P + j] = there, numbers[COMBINE_START * P + j] = back;
+    for (int32_t i = 0; i < P; i++) {
+        tokens += counts[(i * P + j) * 2];
+        of_them += counts[(i * P + j) * 2 + 1];
+    }
+    numbers[SEND_START * P + j] = send;
+    numbers[SEND_ROWS * P + j] = counts[(index * P + j) * 2];
+    numbers[RECV_START * P + j] = recv;
+    numbers[RECV_ROWS * P + j] = counts[(j * P + index) * 2];
+    numbers[THERE_START * P + j] = there;
+    numbers[COMBINE_START * P + j] = back;
     const double of_received = (double)tokens / (double)received, of_choices = (double)of_them / (double)choices;
     return of_received > of_choices ? of_received : of_choices;
 }

@@ -37,10 +37,12 @@ static void limit_groups(real* choice, real* group_score, char* taken, RouterSha
     for (int32_t g = 0; g < s.groups; g++) {
         real best = -INFINITY, second = -INFINITY;
         for (int32_t e = g * size; e < (g + 1) * size; e++) {
-            if (choice[e] > best)
-                second = best, best = choice[e];
-            else if (choice[e] > second)
+            if (choice[e] > best) {
+                second = best;
+                best = choice[e];
+            } else if (choice[e] > second) {
                 second = choice[e];
+            }
         }
         group_score[g] = s.score == SCORE_SIGMOID && size > 1 ? best + second : best;
         taken[g] = 0;
@@ -102,7 +104,10 @@ static void gate_backward(real* ds, const real* dgate, const real* score, const 
                           RouterShape s) {
     for (int32_t e = 0; e < s.E; e++) ds[e] = 0;
     real sum = (real)1e-20, dot = 0;
-    for (int32_t k = 0; k < s.K; k++) sum += score[id[k]], dot += dgate[k] * gate[k];
+    for (int32_t k = 0; k < s.K; k++) {
+        sum += score[id[k]];
+        dot += dgate[k] * gate[k];
+    }
     // With norm: gate_k = scale s_k / sum, so ds_k = (scale dgate_k - sum_j dgate_j gate_j) / sum.
     for (int32_t k = 0; k < s.K; k++) ds[id[k]] = s.norm ? (s.scale * dgate[k] - dot) / sum : s.scale * dgate[k];
 }
@@ -110,7 +115,10 @@ static void gate_backward(real* ds, const real* dgate, const real* score, const 
 // The auxiliary loss's part of ds: aux / T * (f_e - sum_j f_j s_j / sum s) / sum s.
 static void balance_backward(real* ds, const real* score, const real* count, float aux, RouterShape s) {
     real sum = 0, dot = 0, f = (real)s.E / (s.K * s.T), scale = (real)aux / s.T;
-    for (int32_t e = 0; e < s.E; e++) sum += score[e], dot += f * count[e] * score[e];
+    for (int32_t e = 0; e < s.E; e++) {
+        sum += score[e];
+        dot += f * count[e] * score[e];
+    }
     for (int32_t e = 0; e < s.E; e++) ds[e] += scale / sum * (f * count[e] - dot / sum);
 }
 

@@ -118,7 +118,8 @@ struct ChannelScales {
         M = item.of.M;
         const int row = min(row_of_lane(item, lane), M - 1);
         a = t.a + ((int64_t)item.of.a * t.chunks + (int64_t)(item.k / MX_CHUNK) * M + row);
-        now = read(0, item.k_blocks), next = read(1, item.k_blocks);
+        now = read(0, item.k_blocks);
+        next = read(1, item.k_blocks);
     }
     __device__ __forceinline__ void start(int, const Tensors&, int) {}
     __device__ __forceinline__ float take(int) {
@@ -179,7 +180,8 @@ __device__ __forceinline__ void fill_column_scales(Shared& s, const ChannelScale
 #pragma unroll
                 for (int i = 0; i < 4; i++) factor[i] = change_unit(unit[i], four >> 8 * i & 0xff);
                 float2* pair = (float2*)&s.column_scales[stage.index][to];
-                pair[0] = {factor[0], factor[1]}, pair[2] = {factor[2], factor[3]};
+                pair[0] = {factor[0], factor[1]};
+                pair[2] = {factor[2], factor[3]};
             }
             __syncwarp();  // lane 0 arrives for all (racecheck reports a race, because it tracks each lane on its own)
             if (lane == 0) barrier_arrive(&s.full_barriers[stage.index]);
@@ -434,7 +436,8 @@ void gemm_mx_wgrads(const MxMatrix* list, int count, const uint8_t* dy, const ui
 
     // The matrices take the place of experts.
     Groups g = groups_of(r, 0, 0, 0, ctx);
-    g.add = accumulate, g.El = g.matrices = count;
+    g.add = accumulate;
+    g.El = g.matrices = count;
     Outputs outputs;
     int64_t of_dy = 0, of_x = 0;
     for (int i = 0; i < count; i++) {
@@ -442,7 +445,8 @@ void gemm_mx_wgrads(const MxMatrix* list, int count, const uint8_t* dy, const ui
         ASSERT(m.IC > 0 && m.IC % MX_BLOCK == 0 && m.OC > 0 && m.OC % MX_BLOCK == 0);
         g.list[i] = {(int)m.OC, (int)m.IC, (int)m.dy, (int)m.x};
         outputs.map[i] = matrix_map(m.dw, 1, m.OC, m.IC, 16, ctx);
-        of_dy = max_i64(of_dy, m.dy + m.OC), of_x = max_i64(of_x, m.x + m.IC);
+        of_dy = max_i64(of_dy, m.dy + m.OC);
+        of_x = max_i64(of_x, m.x + m.IC);
     }
     launch(grouped_gemm_mx_wgrad_kernel, ctx, matrix_map(dy, 0, of_dy, length, BOX, ctx),
            matrix_map(x, 0, of_x, length, BOX, ctx), outputs, g,

@@ -122,7 +122,9 @@ static Ragged tokens_of(const GemmWorkspace* workspace, int64_t rows) {
 // The shared buffer for a quantized operand (N, columns).
 static Rows room_for(const Weight* w, int64_t N, int64_t columns) {
     Rows out = w->workspace->input;
-    out.count = N, out.columns = columns, out.format = w->format;
+    out.count = N;
+    out.columns = columns;
+    out.format = w->format;
     return out;
 }
 
@@ -176,9 +178,11 @@ static Rows room_for_wgrad(const floatX* dy, const Weight* w, int64_t N) {
     QuantizedDy* place = place_of_dy(w->workspace, w);
     // One kernel quantizes in both directions, so both have the same scale rule.
     ASSERT(w->wgrad.recipe.scale == w->format.recipe.scale);
-    place->dy = dy, place->N = N;
+    place->dy = dy;
+    place->N = N;
     out.count = mx_channel_length(N, 1, BACKEND);
-    out.q += place->first * out.count, out.scale += place->first * (out.count / MX_CHUNK);
+    out.q += place->first * out.count;
+    out.scale += place->first * (out.count / MX_CHUNK);
     return out;
 }
 
@@ -235,7 +239,8 @@ static const floatX* rounded(floatX* to, const floatX* x, int64_t columns, const
 static void by_channel(Rows to, int64_t first, const floatX* x, int64_t columns, int operand, const Weight* w,
                        int64_t N, Ctx* ctx) {
     const int64_t length = mx_channel_length(N, 1, BACKEND);
-    to.q += first * length, to.scale += first * (length / MX_CHUNK);
+    to.q += first * length;
+    to.scale += first * (length / MX_CHUNK);
     rows_for_wgrad(to, rows_of_values(x, N, columns), operand, 0, w->wgrad, tokens_of(w->workspace, N), ctx);
 }
 
@@ -258,7 +263,9 @@ void linear_wgrads(const LinearGradient* list, int count, int64_t N, Ctx* ctx) {
                 by_channel(w->workspace->dy, place->first, dy, w->OC, WGRAD_DY, w, N, ctx);
             by_channel(w->workspace->x, of_x, x, w->IC, WGRAD_X, w, N, ctx);
             const MxMatrix matrix = {w->grad, w->OC, w->IC, place->first, of_x};
-            fast[n++] = matrix, of_fast = w, of_x += w->IC;
+            fast[n++] = matrix;
+            of_fast = w;
+            of_x += w->IC;
             continue;
         }
 

@@ -54,7 +54,8 @@ static double row_error(const Case* c, int e, int64_t row, int64_t stride_o, int
 
         // Compare with the tested GEMM.
         double d = (double)c->y[row * OC + o] - sum;
-        diff += d * d, norm += sum * sum;
+        diff += d * d;
+        norm += sum * sum;
     }
     return isfinite(diff) ? sqrt(diff / norm) : (double)INFINITY;
 }

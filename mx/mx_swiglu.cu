@@ -84,7 +84,8 @@ static __device__ __forceinline__ void quantize_two(uint8_t* q, uint8_t* scale, 
     *(uint2*)q = quantize8(gate, mx_scale_inverse(of_gate));
     *(uint2*)(q + F) = quantize8(up, mx_scale_inverse(of_up));
     if (threadIdx.x % 4) return;
-    scale[0] = (uint8_t)of_gate, scale[F / MX_BLOCK] = (uint8_t)of_up;
+    scale[0] = (uint8_t)of_gate;
+    scale[F / MX_BLOCK] = (uint8_t)of_up;
 }
 
 // Backward. ACROSS: a chunk has the last columns of gate and the first of up, in different lanes and vectors. Then the

@@ -70,7 +70,8 @@ static __device__ __forceinline__ void values_of(float out[8], uint2 p, float sc
 #pragma unroll
     for (int j = 0; j < 4; j++) {
         const float2 two = e4m3_values(pairs[j]);
-        out[2 * j] = two.x * scale_value, out[2 * j + 1] = two.y * scale_value;
+        out[2 * j] = two.x * scale_value;
+        out[2 * j + 1] = two.y * scale_value;
     }
 }
 

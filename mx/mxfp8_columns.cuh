@@ -175,7 +175,10 @@ struct ByteRows {
 #pragma unroll
         for (int i = 0; i < PATCH_ROWS; i++) {
             float out[8];
-            if (at[i] < 0) bytes[i] = make_uint2(0, 0), s[i] = 0;
+            if (at[i] < 0) {
+                bytes[i] = make_uint2(0, 0);
+                s[i] = 0;
+            }
             values_of(out, bytes[i], mx_scale_value(s[i]));
             p[i] = vec8_of(out);
         }

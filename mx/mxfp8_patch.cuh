@@ -17,8 +17,10 @@ static __device__ __forceinline__ void load_patch(uint4 p[PATCH_ROWS], const flo
 
 // pair = max(pair, p) per column; a word has two columns.
 static __device__ __forceinline__ void keep_larger(uint32_t pair[4], uint4 p) {
-    pair[0] = larger(pair[0], p.x), pair[1] = larger(pair[1], p.y);
-    pair[2] = larger(pair[2], p.z), pair[3] = larger(pair[3], p.w);
+    pair[0] = larger(pair[0], p.x);
+    pair[1] = larger(pair[1], p.y);
+    pair[2] = larger(pair[2], p.z);
+    pair[3] = larger(pair[3], p.w);
 }
 
 static __device__ __forceinline__ uint4 magnitudes(uint4 p) {
@@ -57,8 +59,10 @@ static __device__ __forceinline__ void store_turned(uint8_t* q, int64_t rows, co
             for (int i = 0; i < 4; i++) row[i] = half ? bytes[4 * k + i].y : bytes[4 * k + i].x;
             const uint32_t ab01 = __byte_perm(row[0], row[1], 0x5140), cd01 = __byte_perm(row[2], row[3], 0x5140);
             const uint32_t ab23 = __byte_perm(row[0], row[1], 0x7362), cd23 = __byte_perm(row[2], row[3], 0x7362);
-            column[0][k] = __byte_perm(ab01, cd01, 0x5410), column[1][k] = __byte_perm(ab01, cd01, 0x7632);
-            column[2][k] = __byte_perm(ab23, cd23, 0x5410), column[3][k] = __byte_perm(ab23, cd23, 0x7632);
+            column[0][k] = __byte_perm(ab01, cd01, 0x5410);
+            column[1][k] = __byte_perm(ab01, cd01, 0x7632);
+            column[2][k] = __byte_perm(ab23, cd23, 0x5410);
+            column[3][k] = __byte_perm(ab23, cd23, 0x7632);
         }
 #pragma unroll
         for (int j = 0; j < 4; j++)
@@ -95,8 +99,12 @@ static __device__ __forceinline__ void cast_channels(uint8_t* q, uint8_t* scale,
     uint32_t s[8];
 #pragma unroll
     for (int j = 0; j < 8; j++) {
-        s[j] = scale_of_column(pair, j, rounding_bias), factor[j] = mx_scale_inverse(s[j]);
-        if (ROWS == MX_RUN && s[j] < MX_RUN_LEAST) s[j] = 0, factor[j] = 0;
+        s[j] = scale_of_column(pair, j, rounding_bias);
+        factor[j] = mx_scale_inverse(s[j]);
+        if (ROWS == MX_RUN && s[j] < MX_RUN_LEAST) {
+            s[j] = 0;
+            factor[j] = 0;
+        }
     }
     if (first)
         *(uint2*)(scale + row / MX_CHUNK * columns + c) =

@@ -314,7 +314,10 @@ static void publish(const Saver* s) {
 
     // A folder of this name can only be one that was refused at resume. It is renamed, and removed after the new one
     // has its name.
-    if (is_link(path)) errno = ELOOP, give_up(s, "replace", path);
+    if (is_link(path)) {
+        errno = ELOOP;
+        give_up(s, "replace", path);
+    }
     if (rename(path, old) != 0 && errno != ENOENT) give_up(s, "replace", path);
     if (rename(folder, path) != 0 || sync_folder(s->out) != 0) give_up(s, "create", path);
     clear_away(old);

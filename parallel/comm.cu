@@ -128,7 +128,10 @@ static void add_to_queue(Comm* c, int kind, Ctx* ctx) {
 static void connect_pairs(Comm* c, Ctx* ctx) {
     int64_t* rows = (int64_t*)host_alloc((size_t)(2 * c->count) * sizeof(int64_t));
     int64_t *start = rows, *one = rows + c->count;
-    for (int i = 0; i < c->count; i++) start[i] = i, one[i] = 1;
+    for (int i = 0; i < c->count; i++) {
+        start[i] = i;
+        one[i] = 1;
+    }
     char* bytes = (char*)device_alloc(2 * (size_t)c->count, "connecting the ranks");
     ExchangeBuffer buffer = {bytes, bytes + c->count, 1};
     comm_exchange(c, &buffer, 1, {start, one, start, one}, ctx);
@@ -147,7 +150,11 @@ Comm* comm_create(Ranks* group, const char* name, Ctx* ctx) {
     CUDA_CHECK(cudaGetDevice(&c->device));
     for (int i = 0; i < KINDS; i++) snprintf(c->what[i], sizeof(c->what[i]), "%s (%s)", kinds[i], name);
     for (int i = 0; i < RING; i++) CUDA_CHECK(cudaEventCreateWithFlags(&c->ring[i].event, cudaEventDisableTiming));
-    if (!comms) copies = ctx_side(ctx, 0), given = event_create(), copied = event_create();
+    if (!comms) {
+        copies = ctx_side(ctx, 0);
+        given = event_create();
+        copied = event_create();
+    }
 
     // NCCL reads its settings when the first communicator is made. Settings of the user are kept.
     setenv("NCCL_NVLS_ENABLE", "0", 0);
@@ -257,10 +264,15 @@ static void push(Comm* c, const ExchangeBuffer* buffers, int count, ExchangeRows
     for (int b = 0; b < count; b++) {
         p.buffer[b].recv = (size_t)((char*)buffers[b].recv - c->window_memory);
         ASSERT(buffers[b].row_bytes % 4 == 0 && p.buffer[b].recv < c->window_bytes);
-        p.buffer[b].send = (const char*)buffers[b].send, p.buffer[b].row_bytes = buffers[b].row_bytes;
+        p.buffer[b].send = (const char*)buffers[b].send;
+        p.buffer[b].row_bytes = buffers[b].row_bytes;
     }
-    p.buffers = count, p.ranks = c->count, p.own = c->index;
-    p.send_start = rows.send_start, p.send_rows = rows.send_rows, p.there_start = rows.there_start;
+    p.buffers = count;
+    p.ranks = c->count;
+    p.own = c->index;
+    p.send_start = rows.send_start;
+    p.send_rows = rows.send_rows;
+    p.there_start = rows.there_start;
     launch(push_kernel, PUSH_BLOCKS, PUSH_THREADS, 0, ctx, p, *c->device_side, c->window);
     add_to_queue(c, EXCHANGE, ctx);
 }

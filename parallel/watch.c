@@ -106,7 +106,10 @@ static const Progress* common_wait(int count) {
     for (int i = 0; i < count; i++) {
         int same = 0;
         for (int j = 0; j < count && *ranks[i].what; j++) same += strcmp(ranks[i].what, ranks[j].what) == 0;
-        if (same > most || (same == most && ranks[i].waited > common->waited)) most = same, common = &ranks[i];
+        if (same > most || (same == most && ranks[i].waited > common->waited)) {
+            most = same;
+            common = &ranks[i];
+        }
     }
     return common;
 }
@@ -138,7 +141,10 @@ static void judge(void) {
     const Progress* wait = common_wait(count);
     while (!lates && ++fault < FAULTS)
         for (int i = count - 1; i >= 0; i--)
-            if (at_fault((Fault)fault, i, wait, least)) late = i, lates++;
+            if (at_fault((Fault)fault, i, wait, least)) {
+                late = i;
+                lates++;
+            }
     if (!lates)
         die(EXIT_FAILED,
             "all %d ranks have waited for %.0f s in '%s': the network or a GPU hangs; --timeout %g is the limit%s",
