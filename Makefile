@@ -50,7 +50,7 @@ ONIG_LIBS = -lonig
 endif
 
 # C tests; those in TESTS_F64 compare with finite differences and run in the double build too.
-OP_TESTS = $(addprefix tests/ops/test_,layers attention adamw muon moments router permute grouped_gemm experts dispatch moe) \
+OP_TESTS = $(addprefix tests/ops/test_,embedding matmul rmsnorm rope attention swiglu loss adamw muon moments router permute grouped_gemm experts dispatch moe) \
            $(addprefix tests/mx/test_,mxfp8 mx_swiglu mx_stats mx_block mx_check mx_wgrad linear linear_dy)
 TESTS     = tests/ops/test_device $(addprefix tests/data/test_,data bpe) tests/fuzz tests/data/test_shards $(OP_TESTS) \
             $(addprefix tests/model/test_,golden model mtp sample checkpoint)

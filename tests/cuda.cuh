@@ -148,4 +148,24 @@ static int64_t differing(const T& t, int64_t count = -1) {
               "%s differs from run to run", #tensor);                                                                  \
     } while (0)
 
+// Bounds. An element rounded to bf16 once is off by at most 2^-8 = 3.9e-3 of itself, and so is the tensor's norm: BF16.
+// Float outputs: sums of up to 1e5 random terms in float32 lose about 1e-6: FLOAT.
+#define BF16 4e-3
+#define FLOAT 5e-6
+
+// Copies to the GPU may still be under way when they return, and the ops' stream does not wait for them.
+static inline void settle(void) { CUDA_CHECK(cudaDeviceSynchronize()); }
+
+template <typename T>
+static inline void restore(T& t, const decltype(t.host)& values) {
+    t.host = values;
+    t.send();
+    settle();
+}
+
+// A random integer from 0 to below - 1.
+static inline uint32_t draw(uint32_t stream, int64_t i, uint32_t below) {
+    return (uint32_t)(random_uniform(11, stream, (uint64_t)i) * below);
+}
+
 #endif

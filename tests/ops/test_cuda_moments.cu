@@ -1,9 +1,6 @@
-// AdamW's kernel on moments in bf16 against the double reference. Bounds as in tests/ops/test_cuda_layers.cu: BF16, FLOAT.
+// AdamW's kernel on moments in bf16 against the double reference. tests/cuda.cuh has the bounds.
 #include "layers/adamw.h"
 #include "tests/cuda.cuh"
-
-#define BF16 4e-3
-#define FLOAT 5e-6
 
 static StepState fetch_state(const StepState* dev) {
     StepState s;

@@ -9,8 +9,6 @@
 
 static const double ORTHOGONAL = 5e-2;
 
-static void settle(void) { ctx_sync(ctx); }  // uploads are done before kernels that start early
-
 static void orthogonalize_case(int64_t count, int64_t rows, int64_t columns) {
     const int64_t n = rows * columns;
     X x(count * n, 1), work(muon_work(count, rows, columns));

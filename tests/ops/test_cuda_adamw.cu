@@ -1,0 +1,114 @@
+// The CUDA kernels of AdamW, with the sums and decisions of a step, against the double reference. tests/cuda.cuh has
+// the bounds.
+#include "layers/adamw.h"
+#include "tests/cuda.cuh"
+
+static StepState fetch_state(const StepState* dev) {
+    StepState s;
+    device_download(&s, dev, sizeof(s), ctx);
+    return s;
+}
+
+static bool close_to(double a, double b) { return fabs(a - b) <= 1e-12 * fabs(b); }
+
+static void adamw_case(int64_t n, int64_t n_decay, int64_t N, float clip) {
+    X weight(n);
+    R master(n, 1), m(n, 2, 0.1), v(n, 3), grad(n, 4, 3), loss(N, 5);
+    for (auto& x : v.host) x = x * x;
+    v.send();
+    const AdamW opt = {1e-2f, 0.9f, 0.95f, 1e-8f, 0.1f, clip};
+    AdamW* there = (AdamW*)device_alloc(sizeof(opt), "a test");
+    device_upload(there, &opt, sizeof(opt), ctx);
+    StepState* state = (StepState*)device_alloc(sizeof(StepState), "a test");
+    StepState ref;
+    memset(&ref, 0, sizeof(ref));
+    for (int step = 0; step < 4; step++) {
+        const bool bad = step == 2;
+        auto keep = grad.host;
+        if (bad) grad.host[(size_t)(n / 2)] = step % 2 ? NAN : INFINITY, grad.send();
+        auto start = master.host;
+        auto weight_before = weight.got(), master_before = master.got(), m_before = m.got(), v_before = v.got();
+        settle();
+        step_begin(state, ctx);
+        REFERENCE(step_begin)(&ref, reference_ctx);
+        loss_add(&state->loss_sum, loss.dev, N, ctx);
+        loss_add(&state->loss_sum, loss.dev, N, ctx);
+        REFERENCE(loss_add)(&ref.loss_sum, loss.ref(), N, reference_ctx);
+        REFERENCE(loss_add)(&ref.loss_sum, loss.ref(), N, reference_ctx);
+        grad_norm_add(state, grad.dev, n, ctx);
+        grad_norm_add(state, grad.dev + 4, n - 4, ctx);
+        REFERENCE(grad_norm_add)(&ref, grad.ref(), n, reference_ctx);
+        REFERENCE(grad_norm_add)(&ref, (real*)((double*)grad.ref() + 4), n - 4, reference_ctx);
+        step_decide(state, 2 * N, there, ctx);
+        REFERENCE(step_decide)(&ref, 2 * N, &opt, reference_ctx);
+        // More buffers than go into a launch, all but one without parameters: that one in the first or the second.
+        const AdamWBuffer buffer = {weight.dev, master.dev, m.dev, v.dev, grad.dev, n, n_decay};
+        const AdamWBuffer wanted = {weight.ref(), master.ref(), m.ref(), v.ref(), grad.ref(), n, n_decay};
+        std::vector<AdamWBuffer> list(35, AdamWBuffer{});
+        list[step % 2 ? 33 : 31] = buffer;
+        adamw_update(list.data(), 35, 0, there, state, ctx);
+        REFERENCE(adamw_update)(&wanted, 1, 0, &opt, &ref, reference_ctx);
+        StepState got = fetch_state(state);
+        CHECK(got.ok == ref.ok && got.updates == ref.updates && got.bad_in_a_row == ref.bad_in_a_row,
+              "step %d: ok %d, updates %lld, bad %d", step, got.ok, (long long)got.updates, got.bad_in_a_row);
+        CHECK(close_to(got.loss, ref.loss), "loss %.17g for %.17g", got.loss, ref.loss);
+        if (bad) {
+            auto bits = [&](const std::vector<double>& a, const std::vector<double>& b) {
+                return memcmp(a.data(), b.data(), a.size() * sizeof(double)) == 0;
+            };
+            CHECK(bits(weight.got(), weight_before) && bits(master.got(), master_before) && bits(m.got(), m_before) &&
+                      bits(v.got(), v_before),
+                  "a bad step changed something");
+            grad.host = keep;
+            grad.send();
+            continue;
+        }
+        CHECK(close_to(got.grad_norm, ref.grad_norm), "norm %.17g for %.17g", got.grad_norm, ref.grad_norm);
+        CHECK(close_to(got.grad_scale, ref.grad_scale) && close_to(got.correction1, ref.correction1) &&
+                  close_to(got.correction2, ref.correction2),
+              "scale %.17g, corrections %.17g %.17g", got.grad_scale, got.correction1, got.correction2);
+        CHECK_CLOSE(weight, BF16);
+        CHECK_CLOSE(master, FLOAT);
+        CHECK_CLOSE(m, FLOAT);
+        CHECK_CLOSE(v, FLOAT);
+        // The change alone: masters of size 1 keep 2^-24 of themselves, changes of 1e-2 so 1e-5.
+        auto now = master.got(), rounded = weight.got();
+        double off = 0, size = 0;
+        int64_t wrong = 0;
+        for (int64_t i = 0; i < n; i++) {
+            double change = master.host[(size_t)i] - start[(size_t)i];
+            off += pow(now[(size_t)i] - master.host[(size_t)i], 2);
+            size += change * change;
+            wrong += rounded[(size_t)i] != (double)__bfloat162float(__float2bfloat16_rn((float)now[(size_t)i]));
+        }
+        CHECK(sqrt(off / size) < 1e-4 && wrong == 0, "change off by %g, %lld weights not the rounded master",
+              sqrt(off / size), (long long)wrong);
+        // Both go on from the same numbers.
+        master.host = now, m.host = m.got(), v.host = v.got();
+    }
+    settle();
+    // The same sums every time.
+    StepState first, second;
+    for (StepState* s : {&first, &second}) {
+        step_begin(state, ctx);
+        loss_add(&state->loss_sum, loss.dev, N, ctx);
+        grad_norm_add(state, grad.dev, n, ctx);
+        *s = fetch_state(state);
+    }
+    CHECK(memcmp(&first, &second, sizeof(first)) == 0, "sums differ from run to run");
+    device_free(there);
+    device_free(state);
+}
+
+static void test_adamw(void) {
+    adamw_case(64, 64, 1, 0);
+    adamw_case(192, 64, 3, 1);
+    adamw_case(64 * 1000, 64 * 900, 129, 1e9f);
+    adamw_case(16384 * 40 + 64, 16384 * 30, 16384 * 2 + 5, 1);
+}
+
+int main(void) {
+    open_contexts((size_t)256 << 20);
+    RUN(test_adamw);
+    return test_summary();
+}
