@@ -55,6 +55,16 @@ Order order_of(AttnShape s, int rows) {  // rows of a tile
     return {(int)heads, (int)ceil_div(s.T, rows), (int)ceil_div(heads, sections)};
 }
 
+// The problem of a Hopper kernel: the counter from which blocks take work tiles, their order, and sizes.
+struct Problem {
+    int* counter;
+    Order order;
+    int T, H;
+    float scale;
+};
+
+Problem problem_of(AttnShape s, Ctx* ctx) { return {ctx->counter, order_of(s, TILE), (int)s.T, (int)s.H, s.scale}; }
+
 // Row t of head `head` of B x H in a (B, T, H) tensor.
 __device__ __forceinline__ int64_t row_of(int head, int t, int T, int H) {
     return ((int64_t)(head / H) * T + t) * H + head % H;
@@ -110,6 +120,7 @@ struct Work {
         if (work == order.total() + (int)gridDim.x - 1) *counter = 0;
         return false;
     }
+    __device__ bool hand_out(int use, int work, const Problem& p) { return hand_out(use, work, p.order, p.counter); }
     // A consumer reads the number.
     __device__ int take(int use) {
         ring.wait_full(use);
@@ -147,6 +158,16 @@ __device__ __forceinline__ float quad_max(float x) {
 // Makes a warp-uniform value provably uniform. The compiler then keeps it, and all that follows from it, in uniform
 // registers, from which WGMMA takes its descriptors.
 __device__ __forceinline__ uint32_t uniform(uint32_t x) { return __reduce_max_sync(0xffffffffu, x); }
+
+// A consumer thread: its warpgroup, its lane, and the first of its two rows in the work tile. The second is row + 8.
+struct Consumer {
+    int group, lane, row;
+};
+
+__device__ __forceinline__ Consumer this_consumer() {
+    const int group = uniform(threadIdx.x / 128 - 1), warp = threadIdx.x / 32 % 4, lane = threadIdx.x % 32;
+    return {group, lane, group * 64 + warp * 16 + lane / 4};
+}
 
 // The WGMMA descriptor of an operand in boxes of D columns.
 template <int D>

@@ -89,149 +89,181 @@ struct QueriesShared {
     __device__ void init() { work.ring.init(), k_ring.init(), v_ring.init(); }
 };
 
+// The producer thread: takes work tiles and issues their loads.
+template <int D>
+__device__ __forceinline__ void load_tiles(QueriesShared<D>& sh, const Maps& maps, const Problem& p) {
+    int kv_use = 0;
+    for (int use = 0, work = blockIdx.x; sh.work.hand_out(use, work, p); use++) {
+        // q and dout of the work tile. Meanwhile the number of the next work tile is drawn.
+        const auto [head, rank] = p.order.place(work);
+        const int b = head / p.H, h = head % p.H, q0 = (p.order.tiles - 1 - rank) * TILE;
+        barrier_expect(&sh.work.ring.full[0], sizeof(sh.q) + sizeof(sh.dout));
+        tma_load(sh.q, &maps.q, &sh.work.ring.full[0], 0, h, q0, 0, b);
+        tma_load(sh.dout, &maps.dout, &sh.work.ring.full[0], 0, h, q0, 0, b);
+        work = gridDim.x + atomicAdd(p.counter, 1);
+
+        // Values and keys from the diagonal back. Keys are used one iteration longer: dq += dS k comes a tile late.
+        for (int n = (min(q0 + TILE, p.T) - 1) / DQ_KEYS; n >= 0; n--, kv_use++) {
+            int i = kv_use % V_STAGES;
+            sh.v_ring.wait_empty(kv_use);
+            barrier_expect(&sh.v_ring.full[i], sizeof(sh.v[0]));
+            tma_load(sh.v[i], &maps.kv, &sh.v_ring.full[i], 0, h, n * DQ_KEYS, 2, b);
+            i = kv_use % K_STAGES;
+            sh.k_ring.wait_empty(kv_use);
+            barrier_expect(&sh.k_ring.full[i], sizeof(sh.k[0]));
+            tma_load(sh.k[i][0], &maps.kv, &sh.k_ring.full[i], 0, h, n * DQ_KEYS, 0, b);
+            tma_load(sh.k[i][2], &maps.rope, &sh.k_ring.full[i], 0, n * DQ_KEYS, b);
+        }
+    }
+}
+
+// The state of a consumer thread.
+template <int D>
+struct DqState {
+    float scale2;
+    uint64_t q, dout, k, v;  // descriptors of the operands; k and v: stage 0
+    int kv_use;              // the position in both rings
+
+    // In a work tile: lse and delta of the thread's two rows, and the accumulator of dq.
+    float lse[2], delta[2], grad[D * 3 / 2];
+
+    // dS of the preceding tile of keys, and these keys: the operands of its late GEMM.
+    uint32_t ds[DQ_KEYS / 4];
+    uint64_t k_before;
+};
+
+// P = exp(scale S - lse) of the keys of tile n, in place. 0 for keys after the query.
+template <bool MASKED, int D>
+__device__ __forceinline__ void probabilities(float (&s)[DQ_KEYS / 2], const DqState<D>& c, Consumer me, int q0,
+                                              int n) {
+#pragma unroll
+    for (int j = 0; j < DQ_KEYS / 2; j++) {
+        s[j] = exp2_approx(s[j] * c.scale2 + c.lse[j / 2 % 2]);
+        if (MASKED && n * DQ_KEYS + j / 4 * 8 + me.lane % 4 * 2 + j % 2 > q0 + me.row + j / 2 % 2 * 8) s[j] = 0;
+    }
+}
+
+// One tile of keys: dq += dS k of the preceding tile, except in the FIRST. S and P of this tile, MASKED on the
+// diagonal. Then dS = P (dP - delta).
+template <bool FIRST, bool MASKED, int D>
+__device__ __forceinline__ void step(QueriesShared<D>& sh, DqState<D>& c, Consumer me, int q0, int n) {
+    float s[DQ_KEYS / 2], dp[DQ_KEYS / 2];
+    sh.v_ring.wait_full(c.kv_use);
+    sh.k_ring.wait_full(c.kv_use);
+
+    // Three GEMMs are issued: S = q k^T, dq += dS k, dP = dout v^T.
+    wgmma_pin(c.grad);
+    wgmma_fence();
+    const uint64_t k_here = c.k + c.kv_use % K_STAGES * (int)(sizeof(sh.k[0]) / 16);
+    multiply_rows<D, DQ_KEYS, 3>(s, c.q, k_here);
+    wgmma_commit();
+    if (!FIRST) multiply_add<D, 3 * D, DQ_KEYS>(c.grad, c.ds, c.k_before);
+    wgmma_commit();
+    c.k_before = k_here;
+    multiply_rows<D, DQ_KEYS, 2>(dp, c.dout, c.v + c.kv_use % V_STAGES * (int)(sizeof(sh.v[0]) / 16));
+    wgmma_commit();
+
+    // S is complete.
+    wgmma_wait<2>();
+    wgmma_pin(s);
+    probabilities<MASKED>(s, c, me, q0, n);
+
+    // dq is accumulated: the keys of the preceding tile are released.
+    wgmma_wait<1>();
+    wgmma_pin(c.grad);
+    if (!FIRST) sh.k_ring.release(c.kv_use - 1);
+
+    // dP is complete: dS = P (dP - delta), rounded to bf16 for the next GEMM.
+    wgmma_wait<0>();
+    wgmma_pin(dp);
+    sh.v_ring.release(c.kv_use);
+#pragma unroll
+    for (int j = 0; j < DQ_KEYS / 4; j++)
+        c.ds[j] = pack_bf16(s[2 * j] * (dp[2 * j] + c.delta[j % 2]), s[2 * j + 1] * (dp[2 * j + 1] + c.delta[j % 2]));
+    c.kv_use++;
+}
+
+// Mainloop: dq = the sum of dS k over the tiles of keys, from the diagonal back.
+template <int D>
+__device__ __forceinline__ void accumulate(QueriesShared<D>& sh, DqState<D>& c, Consumer me, int q0, int T) {
+    // The first tile of keys that this warpgroup needs. Earlier tiles of the walk come after all of its queries:
+    // skipped.
+    int n = (min(q0 + TILE, T) - 1) / DQ_KEYS, own = min(n, (q0 + me.group * 64 + 63) / DQ_KEYS);
+    for (; n > own; n--, c.kv_use++) {
+        sh.v_ring.wait_full(c.kv_use);
+        sh.v_ring.release(c.kv_use);
+        sh.k_ring.wait_full(c.kv_use);
+        sh.k_ring.release(c.kv_use);
+    }
+
+    // The first tile, then tiles that the diagonal crosses, then those before it.
+    step<true, true>(sh, c, me, q0, n);
+    for (n--; n >= 0 && n * DQ_KEYS + DQ_KEYS > q0 + me.group * 64 + 1; n--) step<false, true>(sh, c, me, q0, n);
+    for (; n >= 0; n--) step<false, false>(sh, c, me, q0, n);
+}
+
+// The late GEMM of the last tile of keys: dq += dS k.
+template <int D>
+__device__ __forceinline__ void accumulate_last(QueriesShared<D>& sh, DqState<D>& c) {
+    wgmma_pin(c.grad);
+    wgmma_fence();
+    multiply_add<D, 3 * D, DQ_KEYS>(c.grad, c.ds, c.k_before);
+    wgmma_commit();
+    wgmma_wait<0>();
+    wgmma_pin(c.grad);
+    sh.k_ring.release(c.kv_use - 1);
+}
+
+// A consumer: dq of 64 queries of each work tile.
+template <int D>
+__device__ __forceinline__ void consume(QueriesShared<D>& sh, floatX* dq, const float* lse, const float* delta,
+                                        const Problem& p) {
+    const Consumer me = this_consumer();
+    DqState<D> c;
+    c.kv_use = 0;
+    c.scale2 = p.scale * LOG2E;
+    c.q = operand<D>(sh.q[0][me.group * 64]);
+    c.dout = operand<D>(sh.dout[0][me.group * 64]);
+    c.k = operand<D>(sh.k, DQ_KEYS * D * 2);
+    c.v = operand<D>(sh.v);
+
+    for (int use = 0, work; (work = sh.work.take(use)) < p.order.total(); use++) {
+        // The work tile: 128 queries of a head.
+        const auto [head, rank] = p.order.place(work);
+        const int q0 = (p.order.tiles - 1 - rank) * TILE;
+        zero(c.grad);
+#pragma unroll
+        for (int half = 0; half < 2; half++) {
+            int64_t at = (int64_t)head * p.order.tiles * TILE + q0 + me.row + 8 * half;
+            c.lse[half] = lse[at] * c.scale2;
+            c.delta[half] = delta[at];
+        }
+
+        // Mainloop.
+        accumulate(sh, c, me, q0, p.T);
+        sh.work.ring.release(use);  // q and dout are read
+        accumulate_last(sh, c);
+
+        // Epilogue: dq, times scale.
+#pragma unroll
+        for (int half = 0; half < 2; half++) {
+            const int t = q0 + me.row + 8 * half;
+            store_row<3 * D>(dq + row_of(head, t, p.T, p.H) * 3 * D, c.grad, half, p.scale, t < p.T);
+        }
+    }
+}
+
 template <int D>
 __global__ void __launch_bounds__(THREADS, 1)
     attention_backward_dq_kernel(const __grid_constant__ Maps maps, floatX* dq, const float* lse, const float* delta,
-                                 int* counter, Order order, int T, int H, float scale) {
+                                 const Problem p) {
     QueriesShared<D>& sh = shared_memory<QueriesShared<D>>();
-
-    if (threadIdx.x < 128) {  // producer
+    if (threadIdx.x < 128) {
         registers_fewer<24>();
-        if (threadIdx.x == 0) {
-            // The producer: one thread takes work and copies it.
-            int kv_use = 0;
-            for (int use = 0, work = blockIdx.x; sh.work.hand_out(use, work, order, counter); use++) {
-                // q and dout of the block. Meanwhile the number of the next work tile is drawn.
-                const auto [head, rank] = order.place(work);
-                int b = head / H, h = head % H, q0 = (order.tiles - 1 - rank) * TILE;
-                barrier_expect(&sh.work.ring.full[0], sizeof(sh.q) + sizeof(sh.dout));
-                tma_load(sh.q, &maps.q, &sh.work.ring.full[0], 0, h, q0, 0, b);
-                tma_load(sh.dout, &maps.dout, &sh.work.ring.full[0], 0, h, q0, 0, b);
-                work = gridDim.x + atomicAdd(counter, 1);
-
-                // Values and keys from the diagonal back. Keys are used one iteration longer: dq += dS k comes a tile
-                // late.
-                for (int n = (min(q0 + TILE, T) - 1) / DQ_KEYS; n >= 0; n--, kv_use++) {
-                    int i = kv_use % V_STAGES;
-                    sh.v_ring.wait_empty(kv_use);
-                    barrier_expect(&sh.v_ring.full[i], sizeof(sh.v[0]));
-                    tma_load(sh.v[i], &maps.kv, &sh.v_ring.full[i], 0, h, n * DQ_KEYS, 2, b);
-                    i = kv_use % K_STAGES;
-                    sh.k_ring.wait_empty(kv_use);
-                    barrier_expect(&sh.k_ring.full[i], sizeof(sh.k[0]));
-                    tma_load(sh.k[i][0], &maps.kv, &sh.k_ring.full[i], 0, h, n * DQ_KEYS, 0, b);
-                    tma_load(sh.k[i][2], &maps.rope, &sh.k_ring.full[i], 0, n * DQ_KEYS, b);
-                }
-            }
-        }
+        if (threadIdx.x == 0) load_tiles(sh, maps, p);
     } else {
-        // The consumers: the rows of this thread, and the descriptors of the operands.
         registers_more<240>();
-        const int group = uniform(threadIdx.x / 128 - 1), warp = threadIdx.x / 32 % 4, lane = threadIdx.x % 32;
-        const int row = group * 64 + warp * 16 + lane / 4;
-        const float scale2 = scale * LOG2E;
-        const uint64_t q_at = operand<D>(sh.q[0][group * 64]);
-        const uint64_t dout_at = operand<D>(sh.dout[0][group * 64]);
-        const uint64_t k_at = operand<D>(sh.k, DQ_KEYS * D * 2);
-        const uint64_t v_at = operand<D>(sh.v);
-        const int k_stage = sizeof(sh.k[0]) / 16, v_stage = sizeof(sh.v[0]) / 16;
-        int kv_use = 0;
-
-        for (int use = 0, work; (work = sh.work.take(use)) < order.total(); use++) {
-            const auto [head, rank] = order.place(work);
-            // The work tile: 128 queries of a head.
-            const int q0 = (order.tiles - 1 - rank) * TILE;
-
-            // grad: the accumulator of dq. lse and delta are those of the thread's two rows.
-            float grad[D * 3 / 2], lse_row[2], delta_row[2];
-            uint32_t ds[DQ_KEYS / 4];
-            uint64_t k_before;  // the tile of keys that ds belongs to
-            zero(grad);
-#pragma unroll
-            for (int half = 0; half < 2; half++) {
-                int64_t at = (int64_t)head * order.tiles * TILE + q0 + row + 8 * half;
-                lse_row[half] = lse[at] * scale2;
-                delta_row[half] = delta[at];
-            }
-            // The first tile of keys that this warpgroup needs. Earlier tiles of the walk come after all of its
-            // queries: skipped.
-            int n = (min(q0 + TILE, T) - 1) / DQ_KEYS, own = min(n, (q0 + group * 64 + 63) / DQ_KEYS);
-            for (; n > own; n--, kv_use++) {
-                sh.v_ring.wait_full(kv_use);
-                sh.v_ring.release(kv_use);
-                sh.k_ring.wait_full(kv_use);
-                sh.k_ring.release(kv_use);
-            }
-
-            // One tile of keys: dq += dS k of the preceding tile, except in the first. S and P of this tile, masked on
-            // the diagonal. Then dS = P (dP - delta).
-            auto step = [&](auto first, auto masked) {
-                float s[DQ_KEYS / 2], dp[DQ_KEYS / 2];
-                sh.v_ring.wait_full(kv_use);
-                sh.k_ring.wait_full(kv_use);
-
-                // Three GEMMs are issued: S = q k^T, dq += dS k, dP = dout v^T.
-                wgmma_pin(grad);
-                wgmma_fence();
-                const uint64_t k_here = k_at + kv_use % K_STAGES * k_stage;
-                multiply_rows<D, DQ_KEYS, 3>(s, q_at, k_here);
-                wgmma_commit();
-                if (!first.value) multiply_add<D, 3 * D, DQ_KEYS>(grad, ds, k_before);
-                wgmma_commit();
-                k_before = k_here;
-                multiply_rows<D, DQ_KEYS, 2>(dp, dout_at, v_at + kv_use % V_STAGES * v_stage);
-                wgmma_commit();
-
-                // S is complete: P = exp(scale S - lse).
-                wgmma_wait<2>();
-                wgmma_pin(s);
-#pragma unroll
-                for (int j = 0; j < DQ_KEYS / 2; j++) {
-                    s[j] = exp2_approx(s[j] * scale2 + lse_row[j / 2 % 2]);
-                    if (masked.value && n * DQ_KEYS + j / 4 * 8 + lane % 4 * 2 + j % 2 > q0 + row + j / 2 % 2 * 8)
-                        s[j] = 0;
-                }
-
-                // dq is accumulated: the keys of the preceding tile are released.
-                wgmma_wait<1>();
-                wgmma_pin(grad);
-                if (!first.value) sh.k_ring.release(kv_use - 1);
-
-                // dP is complete: dS = P (dP - delta), rounded to bf16 for the next GEMM.
-                wgmma_wait<0>();
-                wgmma_pin(dp);
-                sh.v_ring.release(kv_use);
-#pragma unroll
-                for (int j = 0; j < DQ_KEYS / 4; j++)
-                    ds[j] = pack_bf16(s[2 * j] * (dp[2 * j] + delta_row[j % 2]),
-                                      s[2 * j + 1] * (dp[2 * j + 1] + delta_row[j % 2]));
-                kv_use++;
-            };
-
-            // The mainloop: the first tile, then tiles that the diagonal crosses, then those before it.
-            using Yes = std::true_type;
-            using No = std::false_type;
-            step(Yes(), Yes());
-            for (n--; n >= 0 && n * DQ_KEYS + DQ_KEYS > q0 + group * 64 + 1; n--) step(No(), Yes());
-            for (; n >= 0; n--) step(No(), No());
-
-            // The last tile: dq += dS k.
-            sh.work.ring.release(use);  // q and dout are read
-            wgmma_pin(grad);
-            wgmma_fence();
-            multiply_add<D, 3 * D, DQ_KEYS>(grad, ds, k_before);
-            wgmma_commit();
-            wgmma_wait<0>();
-            wgmma_pin(grad);
-            sh.k_ring.release(kv_use - 1);
-
-            // Epilogue: dq, times scale.
-#pragma unroll
-            for (int half = 0; half < 2; half++) {
-                int t = q0 + row + 8 * half;
-                store_row<3 * D>(dq + row_of(head, t, T, H) * 3 * D, grad, half, scale, t < T);
-            }
-        }
+        consume(sh, dq, lse, delta, p);
     }
 }
 
@@ -430,16 +462,15 @@ void run_backward(floatX* dq, floatX* dkv, floatX* dk_rope, const floatX* dout, 
     run_delta<D>(w, dout, out, lse, s, ctx);
 
     // 2. dq: 128 queries a work tile
-    const Order order = order_of(s, TILE);
-    const int64_t blocks = min_i64(order.total(), ctx->sms);
+    const Problem p = problem_of(s, ctx);
+    const int64_t blocks = min_i64(p.order.total(), ctx->sms);
     launch_long(attention_backward_dq_kernel<D>, blocks, THREADS, sizeof(QueriesShared<D>), ctx,
-                maps_of(q, dout, kv, k_rope, TILE, DQ_KEYS, s, ctx), dq, w.lse, w.delta, ctx->counter, order, s.T, s.H,
-                s.scale);
+                maps_of(q, dout, kv, k_rope, TILE, DQ_KEYS, s, ctx), dq, w.lse, w.delta, p);
 
     // 3. dk and dv: 128 keys a work tile
     launch_long(attention_backward_dkv_kernel<D>, blocks, THREADS, sizeof(KeysShared<D>), ctx,
-                maps_of(q, dout, kv, k_rope, DK_QUERIES, TILE, s, ctx), dkv, w.rope_part, w.lse, w.delta, ctx->counter,
-                order, s.T, s.H, s.scale);
+                maps_of(q, dout, kv, k_rope, DK_QUERIES, TILE, s, ctx), dkv, w.rope_part, w.lse, w.delta, p.counter,
+                p.order, p.T, p.H, p.scale);
 
     // 4. dk_rope: the sum over the heads
     run_sum_rope<D>(dk_rope, w, s, ctx);
