@@ -91,7 +91,7 @@ struct QueriesShared {
 
 // The producer thread: takes work tiles and issues their loads.
 template <int D>
-__device__ __forceinline__ void load_tiles(QueriesShared<D>& sh, const Maps& maps, const Problem& p) {
+__device__ __forceinline__ void produce(QueriesShared<D>& sh, const Maps& maps, const Problem& p) {
     int kv_use = 0;
     for (int use = 0, work = blockIdx.x; sh.work.hand_out(use, work, p); use++) {
         // q and dout of the work tile. Meanwhile the number of the next work tile is drawn.
@@ -146,7 +146,7 @@ __device__ __forceinline__ void probabilities(float (&s)[DQ_KEYS / 2], const DqS
 // One tile of keys: dq += dS k of the preceding tile, except in the FIRST. S and P of this tile, MASKED on the
 // diagonal. Then dS = P (dP - delta).
 template <bool FIRST, bool MASKED, int D>
-__device__ __forceinline__ void step(QueriesShared<D>& sh, DqState<D>& c, Consumer me, int q0, int n) {
+__device__ __forceinline__ void step_over_keys(QueriesShared<D>& sh, DqState<D>& c, Consumer me, int q0, int n) {
     float s[DQ_KEYS / 2], dp[DQ_KEYS / 2];
     sh.v_ring.wait_full(c.kv_use);
     sh.k_ring.wait_full(c.kv_use);
@@ -185,7 +185,7 @@ __device__ __forceinline__ void step(QueriesShared<D>& sh, DqState<D>& c, Consum
 
 // Mainloop: dq = the sum of dS k over the tiles of keys, from the diagonal back.
 template <int D>
-__device__ __forceinline__ void accumulate(QueriesShared<D>& sh, DqState<D>& c, Consumer me, int q0, int T) {
+__device__ __forceinline__ void accumulate_dq(QueriesShared<D>& sh, DqState<D>& c, Consumer me, int q0, int T) {
     // The first tile of keys that this warpgroup needs. Earlier tiles of the walk come after all of its queries:
     // skipped.
     int n = (min(q0 + TILE, T) - 1) / DQ_KEYS, own = min(n, (q0 + me.group * 64 + 63) / DQ_KEYS);
@@ -197,14 +197,15 @@ __device__ __forceinline__ void accumulate(QueriesShared<D>& sh, DqState<D>& c, 
     }
 
     // The first tile, then tiles that the diagonal crosses, then those before it.
-    step<true, true>(sh, c, me, q0, n);
-    for (n--; n >= 0 && n * DQ_KEYS + DQ_KEYS > q0 + me.group * 64 + 1; n--) step<false, true>(sh, c, me, q0, n);
-    for (; n >= 0; n--) step<false, false>(sh, c, me, q0, n);
+    step_over_keys<true, true>(sh, c, me, q0, n);
+    for (n--; n >= 0 && n * DQ_KEYS + DQ_KEYS > q0 + me.group * 64 + 1; n--)
+        step_over_keys<false, true>(sh, c, me, q0, n);
+    for (; n >= 0; n--) step_over_keys<false, false>(sh, c, me, q0, n);
 }
 
 // The late GEMM of the last tile of keys: dq += dS k.
 template <int D>
-__device__ __forceinline__ void accumulate_last(QueriesShared<D>& sh, DqState<D>& c) {
+__device__ __forceinline__ void accumulate_last_dq(QueriesShared<D>& sh, DqState<D>& c) {
     wgmma_pin(c.grad);
     wgmma_fence();
     multiply_add<D, 3 * D, DQ_KEYS>(c.grad, c.ds, c.k_before);
@@ -240,9 +241,9 @@ __device__ __forceinline__ void consume(QueriesShared<D>& sh, floatX* dq, const 
         }
 
         // Mainloop.
-        accumulate(sh, c, me, q0, p.T);
+        accumulate_dq(sh, c, me, q0, p.T);
         sh.work.ring.release(use);  // q and dout are read
-        accumulate_last(sh, c);
+        accumulate_last_dq(sh, c);
 
         // Epilogue: dq, times scale.
 #pragma unroll
@@ -260,7 +261,7 @@ __global__ void __launch_bounds__(THREADS, 1)
     QueriesShared<D>& sh = shared_memory<QueriesShared<D>>();
     if (threadIdx.x < 128) {
         registers_fewer<24>();
-        if (threadIdx.x == 0) load_tiles(sh, maps, p);
+        if (threadIdx.x == 0) produce(sh, maps, p);
     } else {
         registers_more<240>();
         consume(sh, dq, lse, delta, p);
@@ -296,147 +297,176 @@ struct KeysShared {
     __device__ void init() { work.ring.init(), ring.init(); }
 };
 
+// The producer thread: takes work tiles and issues their loads.
+template <int D>
+__device__ __forceinline__ void produce(KeysShared<D>& sh, const Maps& maps, const float* lse, const float* delta,
+                                        const Problem& p, int ends) {
+    int q_use = 0;
+    for (int use = 0, work = blockIdx.x; sh.work.hand_out(use, work, p); use++) {
+        // k and v of the work tile. Meanwhile the number of the next work tile is drawn.
+        const auto [head, rank] = p.order.place(work);
+        const int b = head / p.H, h = head % p.H, k0 = rank * TILE;
+        barrier_expect(&sh.work.ring.full[0], sizeof(sh.k) + sizeof(sh.v));
+        tma_load(sh.k[0], &maps.kv, &sh.work.ring.full[0], 0, h, k0, 0, b);
+        tma_load(sh.k[2], &maps.rope, &sh.work.ring.full[0], 0, k0, b);
+        tma_load(sh.v, &maps.kv, &sh.work.ring.full[0], 0, h, k0, 2, b);
+        work = gridDim.x + atomicAdd(p.counter, 1);
+
+        // Queries from the diagonal on. q, dout, lse and delta of a tile share one full barrier.
+        for (int m = k0 / DK_QUERIES; m < ends; m++, q_use++) {
+            const int i = q_use % DK_STAGES;
+            uint64_t* full = &sh.ring.full[i];
+            const int64_t at = (int64_t)head * p.order.tiles * TILE + m * DK_QUERIES;
+            sh.ring.wait_empty(q_use);
+            barrier_expect(full, sizeof(sh.q[0]) + sizeof(sh.dout[0]) + 2 * sizeof(sh.lse[0]));
+            tma_load(sh.q[i], &maps.q, full, 0, h, m * DK_QUERIES, 0, b);
+            bulk_load(sh.lse[i], lse + at, sizeof(sh.lse[0]), full);
+            tma_load(sh.dout[i], &maps.dout, full, 0, h, m * DK_QUERIES, 0, b);
+            bulk_load(sh.delta[i], delta + at, sizeof(sh.delta[0]), full);
+        }
+    }
+}
+
+// The state of a consumer thread.
+template <int D>
+struct DkvState {
+    float scale2;
+    uint64_t k, v, q, dout;      // descriptors of the operands; q and dout: stage 0
+    int q_use;                   // the position in the ring
+    float dk[D * 3 / 2], dv[D];  // accumulators; dk with its rope part
+};
+
+// P^T = exp(scale S^T), in place. 0 before the diagonal.
+template <bool MASKED>
+__device__ __forceinline__ void probabilities(float (&s)[DK_QUERIES / 2], float scale2, Consumer me) {
+#pragma unroll
+    for (int j = 0; j < DK_QUERIES / 2; j++) {
+        s[j] = exp2_approx(s[j] * scale2);
+        if (MASKED && me.group * 64 + j / 4 * 8 + me.lane % 4 * 2 + j % 2 < me.row + j / 2 % 2 * 8) s[j] = 0;
+    }
+}
+
+// One tile of 64 queries, MASKED on the diagonal: dv += P^T dout, dk += dS^T q. Rows are keys: s, dp, p and ds are
+// transposed.
+template <bool MASKED, int D>
+__device__ __forceinline__ void step_over_queries(KeysShared<D>& sh, DkvState<D>& c, Consumer me) {
+    const int i = c.q_use % DK_STAGES;
+    const int q_stage = sizeof(sh.q[0]) / 16, dout_stage = sizeof(sh.dout[0]) / 16;
+    float s[DK_QUERIES / 2], dp[DK_QUERIES / 2];
+    uint32_t p[DK_QUERIES / 4], ds[DK_QUERIES / 4];
+    sh.ring.wait_full(c.q_use);
+
+    // S^T = k q^T - lse / scale: the accumulator starts from start_lse.
+    start_columns(s, sh.lse[i]);
+    wgmma_pin(s);
+    wgmma_fence();
+    multiply_rows<D, DK_QUERIES, 3>(s, c.k, c.q + i * q_stage, 1);
+    wgmma_commit();
+    wgmma_wait<0>();
+    wgmma_pin(s);
+    probabilities<MASKED>(s, c.scale2, me);
+#pragma unroll
+    for (int j = 0; j < DK_QUERIES / 4; j++) p[j] = pack_bf16(s[2 * j], s[2 * j + 1]);
+
+    // dP^T - delta = v dout^T, where the accumulator starts from start_delta; and dv += P^T dout.
+    start_columns(dp, sh.delta[i]);
+    wgmma_pin(dp);
+    wgmma_pin(c.dv);
+    wgmma_fence();
+    multiply_rows<D, DK_QUERIES, 2>(dp, c.v, c.dout + i * dout_stage, 1);
+    wgmma_commit();
+    multiply_add<D, 2 * D, DK_QUERIES>(c.dv, p, c.dout + i * dout_stage);
+    wgmma_commit();
+
+    // dS^T = P^T (dP^T - delta)
+    wgmma_wait<1>();
+    wgmma_pin(dp);
+#pragma unroll
+    for (int j = 0; j < DK_QUERIES / 4; j++)  // P as the GEMM used it: rounded
+        ds[j] = pack_bf16(__uint_as_float(p[j] << 16) * dp[2 * j], __uint_as_float(p[j] & 0xffff0000u) * dp[2 * j + 1]);
+
+    // dk += dS^T q
+    wgmma_pin(c.dk);
+    wgmma_fence();
+    multiply_add<D, 3 * D, DK_QUERIES>(c.dk, ds, c.q + i * q_stage);
+    wgmma_commit();
+    wgmma_wait<0>();
+    wgmma_pin(c.dv);
+    wgmma_pin(c.dk);
+    sh.ring.release(c.q_use++);
+}
+
+// Mainloop: dk and dv are summed over the tiles of queries, from the diagonal on.
+template <int D>
+__device__ __forceinline__ void accumulate_dkv(KeysShared<D>& sh, DkvState<D>& c, Consumer me, int k0, int ends) {
+    int m = k0 / DK_QUERIES + me.group;
+    if (me.group == 1) {  // the first queries all come before its keys
+        sh.ring.wait_full(c.q_use);
+        sh.ring.release(c.q_use++);
+    }
+
+    // The tile on this group's diagonal, then those after it. No tile if all of its keys are beyond T.
+    if (m++ < ends) step_over_queries<true>(sh, c, me);
+    for (; m < ends; m++) step_over_queries<false>(sh, c, me);
+}
+
+// Epilogue: dk, times scale, and dv, of the thread's rows t and t + 8. The rope part is stored per head in float32.
+template <int D>
+__device__ __forceinline__ void store_dkv(floatX* dkv, float* rope_part, const DkvState<D>& c, const Problem& p,
+                                          Consumer me, int head, int k0) {
+#pragma unroll
+    for (int half = 0; half < 2; half++) {
+        const int t = k0 + me.row + 8 * half;
+        floatX* to = dkv + row_of(head, t, p.T, p.H) * 4 * D;
+        store_row<2 * D>(to, c.dk, half, p.scale, t < p.T);
+        store_row<2 * D>(to + 2 * D, c.dv, half, 1, t < p.T);
+        float* part = rope_part + ((int64_t)head * p.T + t) * D + me.lane % 4 * 2;
+        if (t >= p.T) continue;
+#pragma unroll
+        for (int j = D / 4; j < D * 3 / 8; j++)
+            *(float2*)(part + 8 * j - 2 * D) =
+                make_float2(c.dk[4 * j + 2 * half] * p.scale, c.dk[4 * j + 2 * half + 1] * p.scale);
+    }
+}
+
+// A consumer: dk and dv of 64 keys of each work tile.
+template <int D>
+__device__ __forceinline__ void consume(KeysShared<D>& sh, floatX* dkv, float* rope_part, const Problem& p, int ends) {
+    const Consumer me = this_consumer();
+    DkvState<D> c;
+    c.scale2 = p.scale * LOG2E;
+    // The group is added outside of operand(). Inside, the compiler would keep the 20 descriptors of k and v in
+    // registers through the whole loop, and there are not enough registers.
+    c.k = operand<D>(sh.k) + me.group * (64 * D / 8);
+    c.v = operand<D>(sh.v) + me.group * (64 * D / 8);
+    c.q = operand<D>(sh.q, DK_QUERIES * D * 2);
+    c.dout = operand<D>(sh.dout, DK_QUERIES * D * 2);
+    c.q_use = 0;
+
+    for (int use = 0, work; (work = sh.work.take(use)) < p.order.total(); use++) {
+        // The work tile: 128 keys of a head.
+        const auto [head, rank] = p.order.place(work);
+        const int k0 = rank * TILE;
+        zero(c.dk);
+        zero(c.dv);
+        accumulate_dkv(sh, c, me, k0, ends);
+        sh.work.ring.release(use);  // k and v are read
+        store_dkv(dkv, rope_part, c, p, me, head, k0);
+    }
+}
+
 template <int D>
 __global__ void __launch_bounds__(THREADS, 1)
     attention_backward_dkv_kernel(const __grid_constant__ Maps maps, floatX* dkv, float* rope_part, const float* lse,
-                                  const float* delta, int* counter, Order order, int T, int H, float scale) {
+                                  const float* delta, const Problem p) {
     KeysShared<D>& sh = shared_memory<KeysShared<D>>();
-    const int ends = (T + DK_QUERIES - 1) / DK_QUERIES;  // tiles of queries
-
-    if (threadIdx.x < 128) {  // producer
+    const int ends = (p.T + DK_QUERIES - 1) / DK_QUERIES;  // tiles of queries
+    if (threadIdx.x < 128) {
         registers_fewer<24>();
-        if (threadIdx.x == 0) {
-            // The producer: one thread takes work and copies it.
-            int q_use = 0;
-            for (int use = 0, work = blockIdx.x; sh.work.hand_out(use, work, order, counter); use++) {
-                // k and v of the block. Meanwhile the number of the next work tile is drawn.
-                const auto [head, rank] = order.place(work);
-                int b = head / H, h = head % H, k0 = rank * TILE;
-                barrier_expect(&sh.work.ring.full[0], sizeof(sh.k) + sizeof(sh.v));
-                tma_load(sh.k[0], &maps.kv, &sh.work.ring.full[0], 0, h, k0, 0, b);
-                tma_load(sh.k[2], &maps.rope, &sh.work.ring.full[0], 0, k0, b);
-                tma_load(sh.v, &maps.kv, &sh.work.ring.full[0], 0, h, k0, 2, b);
-                work = gridDim.x + atomicAdd(counter, 1);
-
-                // Queries from the diagonal on. q, dout, lse and delta of a tile share one full barrier.
-                for (int m = k0 / DK_QUERIES; m < ends; m++, q_use++) {
-                    int i = q_use % DK_STAGES;
-                    uint64_t* full = &sh.ring.full[i];
-                    int64_t at = (int64_t)head * order.tiles * TILE + m * DK_QUERIES;
-                    sh.ring.wait_empty(q_use);
-                    barrier_expect(full, sizeof(sh.q[0]) + sizeof(sh.dout[0]) + 2 * sizeof(sh.lse[0]));
-                    tma_load(sh.q[i], &maps.q, full, 0, h, m * DK_QUERIES, 0, b);
-                    bulk_load(sh.lse[i], lse + at, sizeof(sh.lse[0]), full);
-                    tma_load(sh.dout[i], &maps.dout, full, 0, h, m * DK_QUERIES, 0, b);
-                    bulk_load(sh.delta[i], delta + at, sizeof(sh.delta[0]), full);
-                }
-            }
-        }
+        if (threadIdx.x == 0) produce(sh, maps, lse, delta, p, ends);
     } else {
-        // The consumers: the rows of this thread, and the descriptors of the operands.
         registers_more<240>();
-        const int group = uniform(threadIdx.x / 128 - 1), warp = threadIdx.x / 32 % 4, lane = threadIdx.x % 32;
-        const int row = group * 64 + warp * 16 + lane / 4;
-        const float scale2 = scale * LOG2E;
-        // The group is added outside of operand(). Inside, the compiler would keep the 20 descriptors of k and v in
-        // registers through the whole loop, and there are not enough registers.
-        const uint64_t k_at = operand<D>(sh.k) + group * (64 * D / 8);
-        const uint64_t v_at = operand<D>(sh.v) + group * (64 * D / 8);
-        const uint64_t q_at = operand<D>(sh.q, DK_QUERIES * D * 2);
-        const uint64_t dout_at = operand<D>(sh.dout, DK_QUERIES * D * 2);
-        const int q_stage = sizeof(sh.q[0]) / 16, dout_stage = sizeof(sh.dout[0]) / 16;
-        int q_use = 0;
-
-        for (int use = 0, work; (work = sh.work.take(use)) < order.total(); use++) {
-            const auto [head, rank] = order.place(work);
-            // The work tile: 128 keys of a head.
-            const int k0 = rank * TILE;
-
-            // Accumulators: dk with its rope part, and dv.
-            float dk[D * 3 / 2], dv[D];
-            zero(dk);
-            zero(dv);
-
-            // One tile of 64 queries, masked on the diagonal. Rows are keys: s, dp, p and ds are transposed.
-            auto step = [&](auto masked) {
-                int i = q_use % DK_STAGES;
-                float s[DK_QUERIES / 2], dp[DK_QUERIES / 2];
-                uint32_t p[DK_QUERIES / 4], ds[DK_QUERIES / 4];
-                sh.ring.wait_full(q_use);
-
-                // S^T = k q^T - lse / scale: the accumulator starts from start_lse.
-                start_columns(s, sh.lse[i]);
-                wgmma_pin(s);
-                wgmma_fence();
-                multiply_rows<D, DK_QUERIES, 3>(s, k_at, q_at + i * q_stage, 1);
-                wgmma_commit();
-                wgmma_wait<0>();
-                wgmma_pin(s);
-
-                // P^T = exp(scale S^T), 0 before the diagonal.
-#pragma unroll
-                for (int j = 0; j < DK_QUERIES / 2; j++) {
-                    s[j] = exp2_approx(s[j] * scale2);
-                    if (masked.value && group * 64 + j / 4 * 8 + lane % 4 * 2 + j % 2 < row + j / 2 % 2 * 8) s[j] = 0;
-                }
-#pragma unroll
-                for (int j = 0; j < DK_QUERIES / 4; j++) p[j] = pack_bf16(s[2 * j], s[2 * j + 1]);
-
-                // dP^T - delta = v dout^T, where the accumulator starts from start_delta; and dv += P^T dout.
-                start_columns(dp, sh.delta[i]);
-                wgmma_pin(dp);
-                wgmma_pin(dv);
-                wgmma_fence();
-                multiply_rows<D, DK_QUERIES, 2>(dp, v_at, dout_at + i * dout_stage, 1);
-                wgmma_commit();
-                multiply_add<D, 2 * D, DK_QUERIES>(dv, p, dout_at + i * dout_stage);
-                wgmma_commit();
-
-                // dS^T = P^T (dP^T - delta)
-                wgmma_wait<1>();
-                wgmma_pin(dp);
-#pragma unroll
-                for (int j = 0; j < DK_QUERIES / 4; j++)  // P as the GEMM used it: rounded
-                    ds[j] = pack_bf16(__uint_as_float(p[j] << 16) * dp[2 * j],
-                                      __uint_as_float(p[j] & 0xffff0000u) * dp[2 * j + 1]);
-
-                // dk += dS^T q
-                wgmma_pin(dk);
-                wgmma_fence();
-                multiply_add<D, 3 * D, DK_QUERIES>(dk, ds, q_at + i * q_stage);
-                wgmma_commit();
-                wgmma_wait<0>();
-                wgmma_pin(dv);
-                wgmma_pin(dk);
-                sh.ring.release(q_use++);
-            };
-
-            // The mainloop: the tile on this group's diagonal, then those after it. No tile if all of its keys are
-            // beyond T.
-            int m = k0 / DK_QUERIES + group;
-            if (group == 1) {  // the first queries all come before its keys
-                sh.ring.wait_full(q_use);
-                sh.ring.release(q_use++);
-            }
-            if (m++ < ends) step(std::true_type());
-            for (; m < ends; m++) step(std::false_type());
-
-            // Epilogue: dk, times scale, and dv. The rope part is stored per head in float32.
-            sh.work.ring.release(use);  // k and v are read
-#pragma unroll
-            for (int half = 0; half < 2; half++) {
-                int t = k0 + row + 8 * half;
-                floatX* to = dkv + row_of(head, t, T, H) * 4 * D;
-                store_row<2 * D>(to, dk, half, scale, t < T);
-                store_row<2 * D>(to + 2 * D, dv, half, 1, t < T);
-                float* part = rope_part + ((int64_t)head * T + t) * D + lane % 4 * 2;
-                if (t >= T) continue;
-#pragma unroll
-                for (int j = D / 4; j < D * 3 / 8; j++)
-                    *(float2*)(part + 8 * j - 2 * D) =
-                        make_float2(dk[4 * j + 2 * half] * scale, dk[4 * j + 2 * half + 1] * scale);
-            }
-        }
+        consume(sh, dkv, rope_part, p, ends);
     }
 }
 
@@ -469,8 +499,7 @@ void run_backward(floatX* dq, floatX* dkv, floatX* dk_rope, const floatX* dout, 
 
     // 3. dk and dv: 128 keys a work tile
     launch_long(attention_backward_dkv_kernel<D>, blocks, THREADS, sizeof(KeysShared<D>), ctx,
-                maps_of(q, dout, kv, k_rope, DK_QUERIES, TILE, s, ctx), dkv, w.rope_part, w.lse, w.delta, p.counter,
-                p.order, p.T, p.H, p.scale);
+                maps_of(q, dout, kv, k_rope, DK_QUERIES, TILE, s, ctx), dkv, w.rope_part, w.lse, w.delta, p);
 
     // 4. dk_rope: the sum over the heads
     run_sum_rope<D>(dk_rope, w, s, ctx);
