@@ -103,6 +103,10 @@ struct Ring {
         __syncwarp();
         if (EVERY_THREAD || threadIdx.x % 32 == 0) barrier_arrive(&empty[use % N]);
     }
+    __device__ void skip(int use) {  // a consumer needs nothing of this buffer
+        wait_full(use);
+        release(use);
+    }
 };
 
 // The current work tile of a block. The producer passes its number to the consumers through a ring of one buffer,
@@ -112,37 +116,20 @@ struct Work {
     int number;
     // The producer publishes the next work tile. A number >= total ends the loop: no loads come with it. Each block
     // draws one such number, so the highest of them resets the counter to 0 for the next kernel.
-    __device__ bool hand_out(int use, int work, const Order& order, int* counter) {
+    __device__ bool hand_out(int use, int work, const Problem& p) {
         ring.wait_empty(use);
         number = work;
-        if (work < order.total()) return true;
+        if (work < p.order.total()) return true;
         barrier_arrive(&ring.full[0]);
-        if (work == order.total() + (int)gridDim.x - 1) *counter = 0;
+        if (work == p.order.total() + (int)gridDim.x - 1) *p.counter = 0;
         return false;
     }
-    __device__ bool hand_out(int use, int work, const Problem& p) { return hand_out(use, work, p.order, p.counter); }
     // A consumer reads the number.
     __device__ int take(int use) {
         ring.wait_full(use);
         return number;
     }
 };
-
-// The start of each Hopper kernel: shared memory with its barriers set up. Returns when the preceding kernels are done,
-// because the kernels are launched early (PDL).
-template <typename Shared>
-__device__ __forceinline__ Shared& shared_memory() {
-    HOPPER_ONLY();
-    extern __shared__ __align__(1024) char raw[];
-    Shared& sh = *(Shared*)raw;
-    if (threadIdx.x == 0) {
-        sh.init();
-        barrier_init_fence();
-    }
-    previous_is_done();
-    __syncthreads();
-    return sh;
-}
 
 // Reductions over the four lanes that share a row of an accumulator.
 __device__ __forceinline__ float quad_sum(float x) {
@@ -164,9 +151,31 @@ struct Consumer {
     int group, lane, row;
 };
 
-__device__ __forceinline__ Consumer this_consumer() {
-    const int group = uniform(threadIdx.x / 128 - 1), warp = threadIdx.x / 32 % 4, lane = threadIdx.x % 32;
-    return {group, lane, group * 64 + warp * 16 + lane / 4};
+// A block of a Hopper kernel from start to end: the producer thread runs produce(sh), the two consumer warpgroups
+// consume(sh, me). Launched early (PDL), it waits until the preceding kernels are done. The producer's warpgroup gives
+// registers to the consumers.
+template <typename Shared, typename Produce, typename Consume>
+__device__ __forceinline__ void run_block(Produce produce, Consume consume) {
+    // Shared memory, with its barriers set up.
+    HOPPER_ONLY();
+    extern __shared__ __align__(1024) char raw[];
+    Shared& sh = *(Shared*)raw;
+    if (threadIdx.x == 0) {
+        sh.init();
+        barrier_init_fence();
+    }
+    previous_is_done();
+    __syncthreads();
+
+    // The roles.
+    if (threadIdx.x < 128) {
+        registers_fewer<24>();
+        if (threadIdx.x == 0) produce(sh);
+    } else {
+        registers_more<240>();
+        const int group = uniform(threadIdx.x / 128 - 1), warp = threadIdx.x / 32 % 4, lane = threadIdx.x % 32;
+        consume(sh, Consumer{group, lane, group * 64 + warp * 16 + lane / 4});
+    }
 }
 
 // The WGMMA descriptor of an operand in boxes of D columns.
@@ -174,6 +183,12 @@ template <int D>
 __device__ __forceinline__ uint64_t operand(const void* p, uint32_t box_bytes = 0) {
     const uint64_t x = wgmma_descriptor<D>(shared_address(p), box_bytes);
     return (uint64_t)uniform(x >> 32) << 32 | uniform((uint32_t)x);
+}
+
+// The descriptor of the operand in the buffer of use number `use`, from that in buffer 0.
+template <typename Buffer, int N>
+__device__ __forceinline__ uint64_t in_buffer(uint64_t first, const Buffer (&)[N], int use) {
+    return first + use % N * (int)(sizeof(Buffer) / 16);
 }
 
 // s (64, N) = A B^T over CHUNKS chunks, or += with `accumulate`. Both operands are K-major: A in chunks of TILE rows, B
@@ -192,6 +207,24 @@ template <int D, int N, int K>
 __device__ __forceinline__ void multiply_add(float (&d)[N / 2], const uint32_t (&a)[K / 4], uint64_t b) {
 #pragma unroll
     for (int k = 0; k < K / 16; k++) wgmma_rs<N, 1>(d, a + 4 * k, b + k * 2 * D, 1);
+}
+
+// The same, complete on return.
+template <int D, int N, int K>
+__device__ __forceinline__ void multiply_add_and_wait(float (&d)[N / 2], const uint32_t (&a)[K / 4], uint64_t b) {
+    wgmma_pin(d);
+    wgmma_fence();
+    multiply_add<D, N, K>(d, a, b);
+    wgmma_commit();
+    wgmma_wait<0>();
+    wgmma_pin(d);
+}
+
+// An accumulator, rounded to bf16, as the left operand of a GEMM.
+template <int N>
+__device__ __forceinline__ void round_to_bf16(uint32_t (&a)[N], const float (&d)[2 * N]) {
+#pragma unroll
+    for (int i = 0; i < N; i++) a[i] = pack_bf16(d[2 * i], d[2 * i + 1]);
 }
 
 template <int N>

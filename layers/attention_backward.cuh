@@ -86,7 +86,11 @@ struct QueriesShared {
     Work work;
     Ring<K_STAGES> k_ring;
     Ring<V_STAGES> v_ring;
-    __device__ void init() { work.ring.init(), k_ring.init(), v_ring.init(); }
+    __device__ void init() {
+        work.ring.init();
+        k_ring.init();
+        v_ring.init();
+    }
 };
 
 // The producer thread: takes work tiles and issues their loads.
@@ -122,7 +126,7 @@ template <int D>
 struct DqState {
     float scale2;
     uint64_t q, dout, k, v;  // descriptors of the operands; k and v: stage 0
-    int kv_use;              // the position in both rings
+    int kv_use = 0;          // the position in both rings
 
     // In a work tile: lse and delta of the thread's two rows, and the accumulator of dq.
     float lse[2], delta[2], grad[D * 3 / 2];
@@ -154,13 +158,13 @@ __device__ __forceinline__ void step_over_keys(QueriesShared<D>& sh, DqState<D>&
     // Three GEMMs are issued: S = q k^T, dq += dS k, dP = dout v^T.
     wgmma_pin(c.grad);
     wgmma_fence();
-    const uint64_t k_here = c.k + c.kv_use % K_STAGES * (int)(sizeof(sh.k[0]) / 16);
+    const uint64_t k_here = in_buffer(c.k, sh.k, c.kv_use);
     multiply_rows<D, DQ_KEYS, 3>(s, c.q, k_here);
     wgmma_commit();
     if (!FIRST) multiply_add<D, 3 * D, DQ_KEYS>(c.grad, c.ds, c.k_before);
     wgmma_commit();
     c.k_before = k_here;
-    multiply_rows<D, DQ_KEYS, 2>(dp, c.dout, c.v + c.kv_use % V_STAGES * (int)(sizeof(sh.v[0]) / 16));
+    multiply_rows<D, DQ_KEYS, 2>(dp, c.dout, in_buffer(c.v, sh.v, c.kv_use));
     wgmma_commit();
 
     // S is complete.
@@ -190,10 +194,8 @@ __device__ __forceinline__ void accumulate_dq(QueriesShared<D>& sh, DqState<D>& 
     // skipped.
     int n = (min(q0 + TILE, T) - 1) / DQ_KEYS, own = min(n, (q0 + me.group * 64 + 63) / DQ_KEYS);
     for (; n > own; n--, c.kv_use++) {
-        sh.v_ring.wait_full(c.kv_use);
-        sh.v_ring.release(c.kv_use);
-        sh.k_ring.wait_full(c.kv_use);
-        sh.k_ring.release(c.kv_use);
+        sh.v_ring.skip(c.kv_use);
+        sh.k_ring.skip(c.kv_use);
     }
 
     // The first tile, then tiles that the diagonal crosses, then those before it.
@@ -203,25 +205,11 @@ __device__ __forceinline__ void accumulate_dq(QueriesShared<D>& sh, DqState<D>& 
     for (; n >= 0; n--) step_over_keys<false, false>(sh, c, me, q0, n);
 }
 
-// The late GEMM of the last tile of keys: dq += dS k.
-template <int D>
-__device__ __forceinline__ void accumulate_last_dq(QueriesShared<D>& sh, DqState<D>& c) {
-    wgmma_pin(c.grad);
-    wgmma_fence();
-    multiply_add<D, 3 * D, DQ_KEYS>(c.grad, c.ds, c.k_before);
-    wgmma_commit();
-    wgmma_wait<0>();
-    wgmma_pin(c.grad);
-    sh.k_ring.release(c.kv_use - 1);
-}
-
 // A consumer: dq of 64 queries of each work tile.
 template <int D>
-__device__ __forceinline__ void consume(QueriesShared<D>& sh, floatX* dq, const float* lse, const float* delta,
-                                        const Problem& p) {
-    const Consumer me = this_consumer();
+__device__ __forceinline__ void consume(QueriesShared<D>& sh, Consumer me, floatX* dq, const float* lse,
+                                        const float* delta, const Problem& p) {
     DqState<D> c;
-    c.kv_use = 0;
     c.scale2 = p.scale * LOG2E;
     c.q = operand<D>(sh.q[0][me.group * 64]);
     c.dout = operand<D>(sh.dout[0][me.group * 64]);
@@ -243,7 +231,10 @@ __device__ __forceinline__ void consume(QueriesShared<D>& sh, floatX* dq, const 
         // Mainloop.
         accumulate_dq(sh, c, me, q0, p.T);
         sh.work.ring.release(use);  // q and dout are read
-        accumulate_last_dq(sh, c);
+
+        // The last tile of keys: dq += dS k.
+        multiply_add_and_wait<D, 3 * D, DQ_KEYS>(c.grad, c.ds, c.k_before);
+        sh.k_ring.release(c.kv_use - 1);
 
         // Epilogue: dq, times scale.
 #pragma unroll
@@ -258,14 +249,8 @@ template <int D>
 __global__ void __launch_bounds__(THREADS, 1)
     attention_backward_dq_kernel(const __grid_constant__ Maps maps, floatX* dq, const float* lse, const float* delta,
                                  const Problem p) {
-    QueriesShared<D>& sh = shared_memory<QueriesShared<D>>();
-    if (threadIdx.x < 128) {
-        registers_fewer<24>();
-        if (threadIdx.x == 0) produce(sh, maps, p);
-    } else {
-        registers_more<240>();
-        consume(sh, dq, lse, delta, p);
-    }
+    run_block<QueriesShared<D>>([&](auto& sh) { produce(sh, maps, p); },
+                                [&](auto& sh, Consumer me) { consume(sh, me, dq, lse, delta, p); });
 }
 
 // --- dk, dv ---
@@ -294,7 +279,10 @@ struct KeysShared {
     float delta[DK_STAGES][DK_QUERIES];
     Ring<DK_STAGES, true> ring;  // each thread releases it, because each reads lse and delta
     Work work;
-    __device__ void init() { work.ring.init(), ring.init(); }
+    __device__ void init() {
+        work.ring.init();
+        ring.init();
+    }
 };
 
 // The producer thread: takes work tiles and issues their loads.
@@ -332,7 +320,7 @@ template <int D>
 struct DkvState {
     float scale2;
     uint64_t k, v, q, dout;      // descriptors of the operands; q and dout: stage 0
-    int q_use;                   // the position in the ring
+    int q_use = 0;               // the position in the ring
     float dk[D * 3 / 2], dv[D];  // accumulators; dk with its rope part
 };
 
@@ -351,7 +339,6 @@ __device__ __forceinline__ void probabilities(float (&s)[DK_QUERIES / 2], float 
 template <bool MASKED, int D>
 __device__ __forceinline__ void step_over_queries(KeysShared<D>& sh, DkvState<D>& c, Consumer me) {
     const int i = c.q_use % DK_STAGES;
-    const int q_stage = sizeof(sh.q[0]) / 16, dout_stage = sizeof(sh.dout[0]) / 16;
     float s[DK_QUERIES / 2], dp[DK_QUERIES / 2];
     uint32_t p[DK_QUERIES / 4], ds[DK_QUERIES / 4];
     sh.ring.wait_full(c.q_use);
@@ -360,22 +347,21 @@ __device__ __forceinline__ void step_over_queries(KeysShared<D>& sh, DkvState<D>
     start_columns(s, sh.lse[i]);
     wgmma_pin(s);
     wgmma_fence();
-    multiply_rows<D, DK_QUERIES, 3>(s, c.k, c.q + i * q_stage, 1);
+    multiply_rows<D, DK_QUERIES, 3>(s, c.k, in_buffer(c.q, sh.q, c.q_use), 1);
     wgmma_commit();
     wgmma_wait<0>();
     wgmma_pin(s);
     probabilities<MASKED>(s, c.scale2, me);
-#pragma unroll
-    for (int j = 0; j < DK_QUERIES / 4; j++) p[j] = pack_bf16(s[2 * j], s[2 * j + 1]);
+    round_to_bf16(p, s);
 
     // dP^T - delta = v dout^T, where the accumulator starts from start_delta; and dv += P^T dout.
     start_columns(dp, sh.delta[i]);
     wgmma_pin(dp);
     wgmma_pin(c.dv);
     wgmma_fence();
-    multiply_rows<D, DK_QUERIES, 2>(dp, c.v, c.dout + i * dout_stage, 1);
+    multiply_rows<D, DK_QUERIES, 2>(dp, c.v, in_buffer(c.dout, sh.dout, c.q_use), 1);
     wgmma_commit();
-    multiply_add<D, 2 * D, DK_QUERIES>(c.dv, p, c.dout + i * dout_stage);
+    multiply_add<D, 2 * D, DK_QUERIES>(c.dv, p, in_buffer(c.dout, sh.dout, c.q_use));
     wgmma_commit();
 
     // dS^T = P^T (dP^T - delta)
@@ -386,13 +372,8 @@ __device__ __forceinline__ void step_over_queries(KeysShared<D>& sh, DkvState<D>
         ds[j] = pack_bf16(__uint_as_float(p[j] << 16) * dp[2 * j], __uint_as_float(p[j] & 0xffff0000u) * dp[2 * j + 1]);
 
     // dk += dS^T q
-    wgmma_pin(c.dk);
-    wgmma_fence();
-    multiply_add<D, 3 * D, DK_QUERIES>(c.dk, ds, c.q + i * q_stage);
-    wgmma_commit();
-    wgmma_wait<0>();
+    multiply_add_and_wait<D, 3 * D, DK_QUERIES>(c.dk, ds, in_buffer(c.q, sh.q, c.q_use));
     wgmma_pin(c.dv);
-    wgmma_pin(c.dk);
     sh.ring.release(c.q_use++);
 }
 
@@ -400,10 +381,7 @@ __device__ __forceinline__ void step_over_queries(KeysShared<D>& sh, DkvState<D>
 template <int D>
 __device__ __forceinline__ void accumulate_dkv(KeysShared<D>& sh, DkvState<D>& c, Consumer me, int k0, int ends) {
     int m = k0 / DK_QUERIES + me.group;
-    if (me.group == 1) {  // the first queries all come before its keys
-        sh.ring.wait_full(c.q_use);
-        sh.ring.release(c.q_use++);
-    }
+    if (me.group == 1) sh.ring.skip(c.q_use++);  // the first queries all come before its keys
 
     // The tile on this group's diagonal, then those after it. No tile if all of its keys are beyond T.
     if (m++ < ends) step_over_queries<true>(sh, c, me);
@@ -431,8 +409,8 @@ __device__ __forceinline__ void store_dkv(floatX* dkv, float* rope_part, const D
 
 // A consumer: dk and dv of 64 keys of each work tile.
 template <int D>
-__device__ __forceinline__ void consume(KeysShared<D>& sh, floatX* dkv, float* rope_part, const Problem& p, int ends) {
-    const Consumer me = this_consumer();
+__device__ __forceinline__ void consume(KeysShared<D>& sh, Consumer me, floatX* dkv, float* rope_part, const Problem& p,
+                                        int ends) {
     DkvState<D> c;
     c.scale2 = p.scale * LOG2E;
     // The group is added outside of operand(). Inside, the compiler would keep the 20 descriptors of k and v in
@@ -441,7 +419,6 @@ __device__ __forceinline__ void consume(KeysShared<D>& sh, floatX* dkv, float* r
     c.v = operand<D>(sh.v) + me.group * (64 * D / 8);
     c.q = operand<D>(sh.q, DK_QUERIES * D * 2);
     c.dout = operand<D>(sh.dout, DK_QUERIES * D * 2);
-    c.q_use = 0;
 
     for (int use = 0, work; (work = sh.work.take(use)) < p.order.total(); use++) {
         // The work tile: 128 keys of a head.
@@ -459,15 +436,9 @@ template <int D>
 __global__ void __launch_bounds__(THREADS, 1)
     attention_backward_dkv_kernel(const __grid_constant__ Maps maps, floatX* dkv, float* rope_part, const float* lse,
                                   const float* delta, const Problem p) {
-    KeysShared<D>& sh = shared_memory<KeysShared<D>>();
     const int ends = (p.T + DK_QUERIES - 1) / DK_QUERIES;  // tiles of queries
-    if (threadIdx.x < 128) {
-        registers_fewer<24>();
-        if (threadIdx.x == 0) produce(sh, maps, lse, delta, p, ends);
-    } else {
-        registers_more<240>();
-        consume(sh, dkv, rope_part, p, ends);
-    }
+    run_block<KeysShared<D>>([&](auto& sh) { produce(sh, maps, lse, delta, p, ends); },
+                             [&](auto& sh, Consumer me) { consume(sh, me, dkv, rope_part, p, ends); });
 }
 
 // The first and the last of the four kernels, used on every GPU.

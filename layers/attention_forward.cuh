@@ -19,7 +19,11 @@ struct ForwardShared {
     floatX v[2][2][TILE][D];
     Work work;
     Ring<2> k_ring, v_ring;
-    __device__ void init() { work.ring.init(), k_ring.init(), v_ring.init(); }
+    __device__ void init() {
+        work.ring.init();
+        k_ring.init();
+        v_ring.init();
+    }
 };
 
 // The producer thread: takes work tiles and issues their loads.
@@ -57,8 +61,8 @@ __device__ __forceinline__ void produce(ForwardShared<D>& sh, const Maps& maps, 
 template <int D>
 struct ForwardState {
     float scale2;
-    uint64_t q, k, v;  // descriptors of the operands; k and v: stage 0
-    int k_use, v_use;  // the positions in both rings
+    uint64_t q, k, v;          // descriptors of the operands; k and v: stage 0
+    int k_use = 0, v_use = 0;  // the positions in both rings
 
     // In a work tile: o, the accumulator of P v before the division, and maximum and sum of the thread's two rows.
     float o[D], top[2], sum[2];
@@ -71,23 +75,6 @@ struct ForwardState {
 // The two warpgroups take turns at issuing.
 __device__ __forceinline__ void my_turn(int group) { named_sync(1 + group, 256); }
 __device__ __forceinline__ void your_turn(int group) { named_arrive(2 - group, 256); }
-
-// Issues S = q k^T.
-template <int D>
-__device__ __forceinline__ void issue_scores(ForwardShared<D>& sh, ForwardState<D>& c) {
-    const int k_stage = sizeof(sh.k[0]) / 16;
-    multiply_rows<D, TILE, 3>(c.s, c.q, c.k + c.k_use % 2 * k_stage);
-    wgmma_commit();
-}
-
-// Issues o += P v.
-template <int D>
-__device__ __forceinline__ void issue_output(ForwardShared<D>& sh, ForwardState<D>& c) {
-    const int v_stage = sizeof(sh.v[0]) / 16;
-    wgmma_fence();
-    multiply_add<D, 2 * D, TILE>(c.o, c.p, c.v + c.v_use % 2 * v_stage);
-    wgmma_commit();
-}
 
 // The online softmax, P = exp(scale (s - top)): the new maxima, the factor that rescales the earlier sums, and the sums
 // per thread.
@@ -119,20 +106,14 @@ __device__ __forceinline__ void softmax(ForwardState<D>& c) {
     }
 }
 
-// P, rounded to bf16, as the left operand of P v.
-template <int D>
-__device__ __forceinline__ void pack_p(ForwardState<D>& c) {
-#pragma unroll
-    for (int i = 0; i < TILE / 4; i++) c.p[i] = pack_bf16(c.s[2 * i], c.s[2 * i + 1]);
-}
-
 // The tile of keys on the diagonal: S, masked, and its softmax.
 template <int D>
 __device__ __forceinline__ void step_on_diagonal(ForwardShared<D>& sh, ForwardState<D>& c, Consumer me) {
     sh.k_ring.wait_full(c.k_use);
     my_turn(me.group);
     wgmma_fence();
-    issue_scores(sh, c);
+    multiply_rows<D, TILE, 3>(c.s, c.q, in_buffer(c.k, sh.k, c.k_use));
+    wgmma_commit();
     your_turn(me.group);
     wgmma_wait<0>();
     wgmma_pin(c.s);
@@ -141,7 +122,7 @@ __device__ __forceinline__ void step_on_diagonal(ForwardShared<D>& sh, ForwardSt
     for (int i = 0; i < TILE / 2; i++)  // the diagonal: keys after the query
         if (i / 4 * 8 + me.lane % 4 * 2 + i % 2 > me.row + i / 2 % 2 * 8) c.s[i] = -INFINITY;
     softmax<true>(c);
-    pack_p(c);
+    round_to_bf16(c.p, c.s);
 }
 
 // A tile of keys before the diagonal: S of this tile and o += P v of the preceding tile are issued together.
@@ -151,9 +132,12 @@ __device__ __forceinline__ void step(ForwardShared<D>& sh, ForwardState<D>& c, C
     my_turn(me.group);
     wgmma_pin(c.o);
     wgmma_fence();
-    issue_scores(sh, c);
+    multiply_rows<D, TILE, 3>(c.s, c.q, in_buffer(c.k, sh.k, c.k_use));
+    wgmma_commit();
     sh.v_ring.wait_full(c.v_use);
-    issue_output(sh, c);
+    wgmma_fence();
+    multiply_add<D, 2 * D, TILE>(c.o, c.p, in_buffer(c.v, sh.v, c.v_use));
+    wgmma_commit();
     your_turn(me.group);
     wgmma_wait<1>();
     wgmma_pin(c.s);
@@ -168,18 +152,7 @@ __device__ __forceinline__ void step(ForwardShared<D>& sh, ForwardState<D>& c, C
     sh.v_ring.release(c.v_use++);
 #pragma unroll
     for (int i = 0; i < D; i++) c.o[i] *= c.shrink[i / 2 % 2];
-    pack_p(c);
-}
-
-// The late GEMM of the last tile of keys: o += P v.
-template <int D>
-__device__ __forceinline__ void last_output(ForwardShared<D>& sh, ForwardState<D>& c) {
-    sh.v_ring.wait_full(c.v_use);
-    wgmma_pin(c.o);
-    issue_output(sh, c);
-    wgmma_wait<0>();
-    wgmma_pin(c.o);
-    sh.v_ring.release(c.v_use++);
+    round_to_bf16(c.p, c.s);
 }
 
 // Epilogue: out = o / sum, lse = scale top + ln(sum).
@@ -200,16 +173,13 @@ __device__ __forceinline__ void store_out(floatX* out, float* lse, float* max_lo
 
 // A consumer: 64 queries of each work tile.
 template <int D>
-__device__ __forceinline__ void consume(ForwardShared<D>& sh, floatX* out, float* lse, float* max_logit,
+__device__ __forceinline__ void consume(ForwardShared<D>& sh, Consumer me, floatX* out, float* lse, float* max_logit,
                                         const Problem& p) {
-    const Consumer me = this_consumer();
     ForwardState<D> c;
     c.scale2 = p.scale * LOG2E;
     c.q = operand<D>(sh.q[0][me.group * 64]);
     c.k = operand<D>(sh.k);
     c.v = operand<D>(sh.v, TILE * D * 2);
-    c.k_use = 0;
-    c.v_use = 0;
 
     if (me.group == 1) named_arrive(1, 256);  // the first turn is group 0's
     for (int use = 0, work; (work = sh.work.take(use)) < p.order.total(); use++) {
@@ -222,7 +192,11 @@ __device__ __forceinline__ void consume(ForwardShared<D>& sh, floatX* out, float
         step_on_diagonal(sh, c, me);
         for (int n = tile - 1; n >= 0; n--) step(sh, c, me);
         sh.work.ring.release(use);  // q is read
-        last_output(sh, c);
+
+        // The last tile: o += P v.
+        sh.v_ring.wait_full(c.v_use);
+        multiply_add_and_wait<D, 2 * D, TILE>(c.o, c.p, in_buffer(c.v, sh.v, c.v_use));
+        sh.v_ring.release(c.v_use++);
         store_out(out, lse, max_logit, c, p, me, head, tile);
     }
 }
@@ -230,14 +204,8 @@ __device__ __forceinline__ void consume(ForwardShared<D>& sh, floatX* out, float
 template <int D>
 __global__ void __launch_bounds__(THREADS, 1) attention_forward_kernel(const __grid_constant__ Maps maps, floatX* out,
                                                                        float* lse, float* max_logit, const Problem p) {
-    ForwardShared<D>& sh = shared_memory<ForwardShared<D>>();
-    if (threadIdx.x < 128) {
-        registers_fewer<24>();
-        if (threadIdx.x == 0) produce(sh, maps, p);
-    } else {
-        registers_more<240>();
-        consume(sh, out, lse, max_logit, p);
-    }
+    run_block<ForwardShared<D>>([&](auto& sh) { produce(sh, maps, p); },
+                                [&](auto& sh, Consumer me) { consume(sh, me, out, lse, max_logit, p); });
 }
 
 template <int D>
