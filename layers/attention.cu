@@ -3,9 +3,17 @@
 //
 //   head sizes   the presets have (nope, rope, v) = D x (2, 1, 2) with D = 64, 32 or 16
 //   tiles        consist of D-wide chunks: q 3, k 2 + 1, v 2. k_nope and k_rope meet only in shared memory
-//   producer     one warp per SM: takes the next work tile from an atomic counter, heaviest first, and loads it by TMA
+//   producer     one thread of a block: takes the next work tile from a counter, heaviest first, and loads it by TMA
 //   consumers    two warpgroups of 64 rows each: WGMMA, with scores, probabilities and accumulators in registers
-//   backward     two passes: gradients of the keys over the queries, gradients of the queries over the keys
+//   buffers      a ring between them: the producer loads the next tiles of the walk while the consumers multiply
+//
+// The scores of a head, in tiles of 128 x 128. Those above the diagonal are never computed:
+//
+//         keys   0   1   2   3
+//   queries 0  | \ |   |   |   |
+//           1  | <---\ |   |   |    forward, dq   a block owns 128 queries and walks the keys from the diagonal back
+//           2  |   |   | \ |   |    dk, dv        a block owns 128 keys and walks the queries from the diagonal on
+//           3  |   |   | v | \ |
 //
 // The two passes of backward need 7 GEMMs where 5 would do. In return every sum has one owner and one order, so bits
 // repeat without synchronization between blocks. The gradient of k_rope is kept per head in float32 and summed in the
@@ -322,7 +330,8 @@ void attention_forward(floatX* out, real* lse, real* max_logit, const floatX* q,
     check_shape(s, k_rope);
     auto hopper = s.rope == 64 ? run_forward<64> : s.rope == 32 ? run_forward<32> : run_forward<16>;
     auto portable = s.rope == 64 ? portable_forward<64> : s.rope == 32 ? portable_forward<32> : portable_forward<16>;
-    (ctx->portable ? portable : hopper)(out, lse, max_logit, q, kv, k_rope, s, ctx);
+    const auto run = ctx->portable ? portable : hopper;
+    run(out, lse, max_logit, q, kv, k_rope, s, ctx);
 }
 
 void attention_backward(floatX* dq, floatX* dkv, floatX* dk_rope, const floatX* dout, const floatX* out,
@@ -332,5 +341,6 @@ void attention_backward(floatX* dq, floatX* dkv, floatX* dk_rope, const floatX* 
     check_shape(s, dk_rope);
     auto hopper = s.rope == 64 ? run_backward<64> : s.rope == 32 ? run_backward<32> : run_backward<16>;
     auto portable = s.rope == 64 ? portable_backward<64> : s.rope == 32 ? portable_backward<32> : portable_backward<16>;
-    (ctx->portable ? portable : hopper)(dq, dkv, dk_rope, dout, out, lse, q, kv, k_rope, s, ctx);
+    const auto run = ctx->portable ? portable : hopper;
+    run(dq, dkv, dk_rope, dout, out, lse, q, kv, k_rope, s, ctx);
 }

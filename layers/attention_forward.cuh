@@ -3,9 +3,14 @@
 //
 //   for each tile of keys:  S = q k^T,  online softmax,  o += P v
 //
-// Each consumer warpgroup issues the scores of the next tile and P v of this tile together. It computes the softmax of
-// the scores while P v runs. The two warpgroups take turns at issuing (named barriers 1 and 2): the GEMMs of one
-// overlap the softmax of the other.
+// P v runs one tile late: each consumer warpgroup issues the scores of a tile together with P v of the preceding tile.
+// The two warpgroups take turns at issuing (named barriers 1 and 2). With the number of the tile:
+//
+//   warpgroup 0   | S1, P0 v0 |  softmax 1  | S2, P1 v1 |  softmax 2  | S3, P2 v2 | ..           time -->
+//   warpgroup 1               | S1, P0 v0 |  softmax 1  | S2, P1 v1 |  softmax 2  | S3, P2 v2 | ..
+//
+// So the GEMMs of one overlap the softmax of the other, and a softmax starts as soon as its scores are complete. The
+// tensor cores bound it: 2560 clocks for 128 x 128 scores, while exp2 takes about 1100.
 #ifndef LAYERS_ATTENTION_FORWARD_CUH
 #define LAYERS_ATTENTION_FORWARD_CUH
 
@@ -127,7 +132,7 @@ __device__ __forceinline__ void step_on_diagonal(ForwardShared<D>& sh, ForwardSt
 
 // A tile of keys before the diagonal: S of this tile and o += P v of the preceding tile are issued together.
 template <int D>
-__device__ __forceinline__ void step(ForwardShared<D>& sh, ForwardState<D>& c, Consumer me) {
+__device__ __forceinline__ void step_before_diagonal(ForwardShared<D>& sh, ForwardState<D>& c, Consumer me) {
     sh.k_ring.wait_full(c.k_use);
     my_turn(me.group);
     wgmma_pin(c.o);
@@ -190,7 +195,7 @@ __device__ __forceinline__ void consume(ForwardShared<D>& sh, Consumer me, float
         // Mainloop: the keys from the diagonal back.
         zero(c.o);
         step_on_diagonal(sh, c, me);
-        for (int n = tile - 1; n >= 0; n--) step(sh, c, me);
+        for (int n = tile - 1; n >= 0; n--) step_before_diagonal(sh, c, me);
         sh.work.ring.release(use);  // q is read
 
         // The last tile: o += P v.
