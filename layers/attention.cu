@@ -3,9 +3,17 @@
 //
 //   head sizes   the presets have (nope, rope, v) = D x (2, 1, 2) with D = 64, 32 or 16
 //   tiles        consist of D-wide chunks: q 3, k 2 + 1, v 2. k_nope and k_rope meet only in shared memory
-//   producer     one warp per SM: takes the next work tile from an atomic counter, heaviest first, and loads it by TMA
+//   producer     one thread of a block: takes the next work tile from a counter, heaviest first, and loads it by TMA
 //   consumers    two warpgroups of 64 rows each: WGMMA, with scores, probabilities and accumulators in registers
-//   backward     two passes: gradients of the keys over the queries, gradients of the queries over the keys
+//   buffers      a ring between them: the producer loads the next tiles of the walk while the consumers multiply
+//
+// The scores of a head, in tiles of 128 x 128. Those above the diagonal are never computed:
+//
+//         keys   0   1   2   3
+//   queries 0  | \ |   |   |   |
+//           1  | <---\ |   |   |    forward, dq   a block owns 128 queries and walks the keys from the diagonal back
+//           2  |   |   | \ |   |    dk, dv        a block owns 128 keys and walks the queries from the diagonal on
+//           3  |   |   | v | \ |
 //
 // The two passes of backward need 7 GEMMs where 5 would do. In return every sum has one owner and one order, so bits
 // repeat without synchronization between blocks. The gradient of k_rope is kept per head in float32 and summed in the
@@ -55,6 +63,16 @@ Order order_of(AttnShape s, int rows) {  // rows of a tile
     return {(int)heads, (int)ceil_div(s.T, rows), (int)ceil_div(heads, sections)};
 }
 
+// The problem of a Hopper kernel: the counter from which blocks take work tiles, their order, and sizes.
+struct Problem {
+    int* counter;
+    Order order;
+    int T, H;
+    float scale;
+};
+
+Problem problem_of(AttnShape s, Ctx* ctx) { return {ctx->counter, order_of(s, TILE), (int)s.T, (int)s.H, s.scale}; }
+
 // Row t of head `head` of B x H in a (B, T, H) tensor.
 __device__ __forceinline__ int64_t row_of(int head, int t, int T, int H) {
     return ((int64_t)(head / H) * T + t) * H + head % H;
@@ -93,6 +111,10 @@ struct Ring {
         __syncwarp();
         if (EVERY_THREAD || threadIdx.x % 32 == 0) barrier_arrive(&empty[use % N]);
     }
+    __device__ void skip(int use) {  // a consumer needs nothing of this buffer
+        wait_full(use);
+        release(use);
+    }
 };
 
 // The current work tile of a block. The producer passes its number to the consumers through a ring of one buffer,
@@ -102,12 +124,12 @@ struct Work {
     int number;
     // The producer publishes the next work tile. A number >= total ends the loop: no loads come with it. Each block
     // draws one such number, so the highest of them resets the counter to 0 for the next kernel.
-    __device__ bool hand_out(int use, int work, const Order& order, int* counter) {
+    __device__ bool hand_out(int use, int work, const Problem& p) {
         ring.wait_empty(use);
         number = work;
-        if (work < order.total()) return true;
+        if (work < p.order.total()) return true;
         barrier_arrive(&ring.full[0]);
-        if (work == order.total() + (int)gridDim.x - 1) *counter = 0;
+        if (work == p.order.total() + (int)gridDim.x - 1) *p.counter = 0;
         return false;
     }
     // A consumer reads the number.
@@ -116,22 +138,6 @@ struct Work {
         return number;
     }
 };
-
-// The start of each Hopper kernel: shared memory with its barriers set up. Returns when the preceding kernels are done,
-// because the kernels are launched early (PDL).
-template <typename Shared>
-__device__ __forceinline__ Shared& shared_memory() {
-    HOPPER_ONLY();
-    extern __shared__ __align__(1024) char raw[];
-    Shared& sh = *(Shared*)raw;
-    if (threadIdx.x == 0) {
-        sh.init();
-        barrier_init_fence();
-    }
-    previous_is_done();
-    __syncthreads();
-    return sh;
-}
 
 // Reductions over the four lanes that share a row of an accumulator.
 __device__ __forceinline__ float quad_sum(float x) {
@@ -148,11 +154,49 @@ __device__ __forceinline__ float quad_max(float x) {
 // registers, from which WGMMA takes its descriptors.
 __device__ __forceinline__ uint32_t uniform(uint32_t x) { return __reduce_max_sync(0xffffffffu, x); }
 
+// A consumer thread: its warpgroup, its lane, and the first of its two rows in the work tile. The second is row + 8.
+struct Consumer {
+    int group, lane, row;
+};
+
+// A block of a Hopper kernel from start to end: the producer thread runs produce(sh), the two consumer warpgroups
+// consume(sh, me). Launched early (PDL), it waits until the preceding kernels are done. The producer's warpgroup gives
+// registers to the consumers.
+template <typename Shared, typename Produce, typename Consume>
+__device__ __forceinline__ void run_block(Produce produce, Consume consume) {
+    // Shared memory, with its barriers set up.
+    HOPPER_ONLY();
+    extern __shared__ __align__(1024) char raw[];
+    Shared& sh = *(Shared*)raw;
+    if (threadIdx.x == 0) {
+        sh.init();
+        barrier_init_fence();
+    }
+    previous_is_done();
+    __syncthreads();
+
+    // The roles.
+    if (threadIdx.x < 128) {
+        registers_fewer<24>();
+        if (threadIdx.x == 0) produce(sh);
+    } else {
+        registers_more<240>();
+        const int group = uniform(threadIdx.x / 128 - 1), warp = threadIdx.x / 32 % 4, lane = threadIdx.x % 32;
+        consume(sh, Consumer{group, lane, group * 64 + warp * 16 + lane / 4});
+    }
+}
+
 // The WGMMA descriptor of an operand in boxes of D columns.
 template <int D>
 __device__ __forceinline__ uint64_t operand(const void* p, uint32_t box_bytes = 0) {
     const uint64_t x = wgmma_descriptor<D>(shared_address(p), box_bytes);
     return (uint64_t)uniform(x >> 32) << 32 | uniform((uint32_t)x);
+}
+
+// The descriptor of the operand in the buffer of use number `use`, from that in buffer 0.
+template <typename Buffer, int N>
+__device__ __forceinline__ uint64_t in_buffer(uint64_t first, const Buffer (&)[N], int use) {
+    return first + use % N * (int)(sizeof(Buffer) / 16);
 }
 
 // s (64, N) = A B^T over CHUNKS chunks, or += with `accumulate`. Both operands are K-major: A in chunks of TILE rows, B
@@ -171,6 +215,24 @@ template <int D, int N, int K>
 __device__ __forceinline__ void multiply_add(float (&d)[N / 2], const uint32_t (&a)[K / 4], uint64_t b) {
 #pragma unroll
     for (int k = 0; k < K / 16; k++) wgmma_rs<N, 1>(d, a + 4 * k, b + k * 2 * D, 1);
+}
+
+// The same, complete on return.
+template <int D, int N, int K>
+__device__ __forceinline__ void multiply_add_and_wait(float (&d)[N / 2], const uint32_t (&a)[K / 4], uint64_t b) {
+    wgmma_pin(d);
+    wgmma_fence();
+    multiply_add<D, N, K>(d, a, b);
+    wgmma_commit();
+    wgmma_wait<0>();
+    wgmma_pin(d);
+}
+
+// An accumulator, rounded to bf16, as the left operand of a GEMM.
+template <int N>
+__device__ __forceinline__ void round_to_bf16(uint32_t (&a)[N], const float (&d)[2 * N]) {
+#pragma unroll
+    for (int i = 0; i < N; i++) a[i] = pack_bf16(d[2 * i], d[2 * i + 1]);
 }
 
 template <int N>
@@ -268,7 +330,8 @@ void attention_forward(floatX* out, real* lse, real* max_logit, const floatX* q,
     check_shape(s, k_rope);
     auto hopper = s.rope == 64 ? run_forward<64> : s.rope == 32 ? run_forward<32> : run_forward<16>;
     auto portable = s.rope == 64 ? portable_forward<64> : s.rope == 32 ? portable_forward<32> : portable_forward<16>;
-    (ctx->portable ? portable : hopper)(out, lse, max_logit, q, kv, k_rope, s, ctx);
+    const auto run = ctx->portable ? portable : hopper;
+    run(out, lse, max_logit, q, kv, k_rope, s, ctx);
 }
 
 void attention_backward(floatX* dq, floatX* dkv, floatX* dk_rope, const floatX* dout, const floatX* out,
@@ -278,5 +341,6 @@ void attention_backward(floatX* dq, floatX* dkv, floatX* dk_rope, const floatX* 
     check_shape(s, dk_rope);
     auto hopper = s.rope == 64 ? run_backward<64> : s.rope == 32 ? run_backward<32> : run_backward<16>;
     auto portable = s.rope == 64 ? portable_backward<64> : s.rope == 32 ? portable_backward<32> : portable_backward<16>;
-    (ctx->portable ? portable : hopper)(dq, dkv, dk_rope, dout, out, lse, q, kv, k_rope, s, ctx);
+    const auto run = ctx->portable ? portable : hopper;
+    run(dq, dkv, dk_rope, dout, out, lse, q, kv, k_rope, s, ctx);
 }

@@ -1,16 +1,18 @@
 // Backward of layers/attention.cu, four kernels in a row:
 //
 //   attention_delta_kernel         delta and lse, as initial accumulators
-//   attention_backward_dq_kernel   dq. Its GEMM dq += dS k runs one tile late, together with the next tile's scores
-//   attention_backward_dkv_kernel  dk, dv. Works on transposed scores (rows are keys), so that P^T and dS^T are left
-//                                  operands too. Its 160 accumulator registers leave none for a late GEMM: the GEMMs of
-//                                  the other warpgroup fill the gaps
+//   attention_backward_dq_kernel   dq (attention_backward_dq.cuh): a block owns queries
+//   attention_backward_dkv_kernel  dk, dv (attention_backward_dkv.cuh): a block owns keys
 //   attention_sum_rope_kernel      dk_rope, the sum over the heads
 //
-// In the two large kernels a block owns 128 rows, 64 for each consumer warpgroup. Their gradients stay in registers. dS
-// goes from registers directly into a GEMM, as its left operand.
+// In the two large kernels a block owns 128 rows, 64 for each consumer warpgroup. Their gradients stay in registers.
+// They are bound by the tensor cores: 4096 and 5120 clocks for 128 x 128 scores. The two small kernels are bound by
+// memory.
 #ifndef LAYERS_ATTENTION_BACKWARD_CUH
 #define LAYERS_ATTENTION_BACKWARD_CUH
+
+#include "layers/attention_backward_dkv.cuh"
+#include "layers/attention_backward_dq.cuh"
 
 namespace {
 
@@ -71,343 +73,6 @@ __global__ void attention_sum_rope_kernel(floatX* dk_rope, const float* part, in
     store(dk_rope + token * stride + column, sum);
 }
 
-// --- dq ---
-
-// 80 keys: with 96 too few registers remain (WGMMAs would be serialized), and 64 are 3 % slower.
-enum { DQ_KEYS = 80, K_STAGES = 3, V_STAGES = 2 };
-
-// Shared memory of a block: its queries and their dout, three stages of keys and two of values.
-template <int D>
-struct QueriesShared {
-    floatX q[3][TILE][D];
-    floatX dout[2][TILE][D];
-    floatX k[K_STAGES][3][DQ_KEYS][D];
-    floatX v[V_STAGES][2][DQ_KEYS][D];
-    Work work;
-    Ring<K_STAGES> k_ring;
-    Ring<V_STAGES> v_ring;
-    __device__ void init() { work.ring.init(), k_ring.init(), v_ring.init(); }
-};
-
-template <int D>
-__global__ void __launch_bounds__(THREADS, 1)
-    attention_backward_dq_kernel(const __grid_constant__ Maps maps, floatX* dq, const float* lse, const float* delta,
-                                 int* counter, Order order, int T, int H, float scale) {
-    QueriesShared<D>& sh = shared_memory<QueriesShared<D>>();
-
-    if (threadIdx.x < 128) {  // producer
-        registers_fewer<24>();
-        if (threadIdx.x == 0) {
-            // The producer: one thread takes work and copies it.
-            int kv_use = 0;
-            for (int use = 0, work = blockIdx.x; sh.work.hand_out(use, work, order, counter); use++) {
-                // q and dout of the block. Meanwhile the number of the next work tile is drawn.
-                const auto [head, rank] = order.place(work);
-                int b = head / H, h = head % H, q0 = (order.tiles - 1 - rank) * TILE;
-                barrier_expect(&sh.work.ring.full[0], sizeof(sh.q) + sizeof(sh.dout));
-                tma_load(sh.q, &maps.q, &sh.work.ring.full[0], 0, h, q0, 0, b);
-                tma_load(sh.dout, &maps.dout, &sh.work.ring.full[0], 0, h, q0, 0, b);
-                work = gridDim.x + atomicAdd(counter, 1);
-
-                // Values and keys from the diagonal back. Keys are used one iteration longer: dq += dS k comes a tile
-                // late.
-                for (int n = (min(q0 + TILE, T) - 1) / DQ_KEYS; n >= 0; n--, kv_use++) {
-                    int i = kv_use % V_STAGES;
-                    sh.v_ring.wait_empty(kv_use);
-                    barrier_expect(&sh.v_ring.full[i], sizeof(sh.v[0]));
-                    tma_load(sh.v[i], &maps.kv, &sh.v_ring.full[i], 0, h, n * DQ_KEYS, 2, b);
-                    i = kv_use % K_STAGES;
-                    sh.k_ring.wait_empty(kv_use);
-                    barrier_expect(&sh.k_ring.full[i], sizeof(sh.k[0]));
-                    tma_load(sh.k[i][0], &maps.kv, &sh.k_ring.full[i], 0, h, n * DQ_KEYS, 0, b);
-                    tma_load(sh.k[i][2], &maps.rope, &sh.k_ring.full[i], 0, n * DQ_KEYS, b);
-                }
-            }
-        }
-    } else {
-        // The consumers: the rows of this thread, and the descriptors of the operands.
-        registers_more<240>();
-        const int group = uniform(threadIdx.x / 128 - 1), warp = threadIdx.x / 32 % 4, lane = threadIdx.x % 32;
-        const int row = group * 64 + warp * 16 + lane / 4;
-        const float scale2 = scale * LOG2E;
-        const uint64_t q_at = operand<D>(sh.q[0][group * 64]);
-        const uint64_t dout_at = operand<D>(sh.dout[0][group * 64]);
-        const uint64_t k_at = operand<D>(sh.k, DQ_KEYS * D * 2);
-        const uint64_t v_at = operand<D>(sh.v);
-        const int k_stage = sizeof(sh.k[0]) / 16, v_stage = sizeof(sh.v[0]) / 16;
-        int kv_use = 0;
-
-        for (int use = 0, work; (work = sh.work.take(use)) < order.total(); use++) {
-            const auto [head, rank] = order.place(work);
-            // The work tile: 128 queries of a head.
-            const int q0 = (order.tiles - 1 - rank) * TILE;
-
-            // grad: the accumulator of dq. lse and delta are those of the thread's two rows.
-            float grad[D * 3 / 2], lse_row[2], delta_row[2];
-            uint32_t ds[DQ_KEYS / 4];
-            uint64_t k_before;  // the tile of keys that ds belongs to
-            zero(grad);
-#pragma unroll
-            for (int half = 0; half < 2; half++) {
-                int64_t at = (int64_t)head * order.tiles * TILE + q0 + row + 8 * half;
-                lse_row[half] = lse[at] * scale2;
-                delta_row[half] = delta[at];
-            }
-            // The first tile of keys that this warpgroup needs. Earlier tiles of the walk come after all of its
-            // queries: skipped.
-            int n = (min(q0 + TILE, T) - 1) / DQ_KEYS, own = min(n, (q0 + group * 64 + 63) / DQ_KEYS);
-            for (; n > own; n--, kv_use++) {
-                sh.v_ring.wait_full(kv_use);
-                sh.v_ring.release(kv_use);
-                sh.k_ring.wait_full(kv_use);
-                sh.k_ring.release(kv_use);
-            }
-
-            // One tile of keys: dq += dS k of the preceding tile, except in the first. S and P of this tile, masked on
-            // the diagonal. Then dS = P (dP - delta).
-            auto step = [&](auto first, auto masked) {
-                float s[DQ_KEYS / 2], dp[DQ_KEYS / 2];
-                sh.v_ring.wait_full(kv_use);
-                sh.k_ring.wait_full(kv_use);
-
-                // Three GEMMs are issued: S = q k^T, dq += dS k, dP = dout v^T.
-                wgmma_pin(grad);
-                wgmma_fence();
-                const uint64_t k_here = k_at + kv_use % K_STAGES * k_stage;
-                multiply_rows<D, DQ_KEYS, 3>(s, q_at, k_here);
-                wgmma_commit();
-                if (!first.value) multiply_add<D, 3 * D, DQ_KEYS>(grad, ds, k_before);
-                wgmma_commit();
-                k_before = k_here;
-                multiply_rows<D, DQ_KEYS, 2>(dp, dout_at, v_at + kv_use % V_STAGES * v_stage);
-                wgmma_commit();
-
-                // S is complete: P = exp(scale S - lse).
-                wgmma_wait<2>();
-                wgmma_pin(s);
-#pragma unroll
-                for (int j = 0; j < DQ_KEYS / 2; j++) {
-                    s[j] = exp2_approx(s[j] * scale2 + lse_row[j / 2 % 2]);
-                    if (masked.value && n * DQ_KEYS + j / 4 * 8 + lane % 4 * 2 + j % 2 > q0 + row + j / 2 % 2 * 8)
-                        s[j] = 0;
-                }
-
-                // dq is accumulated: the keys of the preceding tile are released.
-                wgmma_wait<1>();
-                wgmma_pin(grad);
-                if (!first.value) sh.k_ring.release(kv_use - 1);
-
-                // dP is complete: dS = P (dP - delta), rounded to bf16 for the next GEMM.
-                wgmma_wait<0>();
-                wgmma_pin(dp);
-                sh.v_ring.release(kv_use);
-#pragma unroll
-                for (int j = 0; j < DQ_KEYS / 4; j++)
-                    ds[j] = pack_bf16(s[2 * j] * (dp[2 * j] + delta_row[j % 2]),
-                                      s[2 * j + 1] * (dp[2 * j + 1] + delta_row[j % 2]));
-                kv_use++;
-            };
-
-            // The mainloop: the first tile, then tiles that the diagonal crosses, then those before it.
-            using Yes = std::true_type;
-            using No = std::false_type;
-            step(Yes(), Yes());
-            for (n--; n >= 0 && n * DQ_KEYS + DQ_KEYS > q0 + group * 64 + 1; n--) step(No(), Yes());
-            for (; n >= 0; n--) step(No(), No());
-
-            // The last tile: dq += dS k.
-            sh.work.ring.release(use);  // q and dout are read
-            wgmma_pin(grad);
-            wgmma_fence();
-            multiply_add<D, 3 * D, DQ_KEYS>(grad, ds, k_before);
-            wgmma_commit();
-            wgmma_wait<0>();
-            wgmma_pin(grad);
-            sh.k_ring.release(kv_use - 1);
-
-            // Epilogue: dq, times scale.
-#pragma unroll
-            for (int half = 0; half < 2; half++) {
-                int t = q0 + row + 8 * half;
-                store_row<3 * D>(dq + row_of(head, t, T, H) * 3 * D, grad, half, scale, t < T);
-            }
-        }
-    }
-}
-
-// --- dk, dv ---
-
-// Initializes an accumulator: every row gets the same 2N numbers, one per column.
-template <int N>
-__device__ __forceinline__ void start_columns(float (&d)[N], const float* columns) {
-#pragma unroll
-    for (int j = 0; j < N / 4; j++) {
-        float2 x = *(const float2*)(columns + 8 * j + threadIdx.x % 4 * 2);
-        d[4 * j] = d[4 * j + 2] = x.x;
-        d[4 * j + 1] = d[4 * j + 3] = x.y;
-    }
-}
-
-enum { DK_QUERIES = 64, DK_STAGES = 3 };
-
-// Shared memory of a block: its keys and values, three stages of queries with their dout, lse and delta.
-template <int D>
-struct KeysShared {
-    floatX k[3][TILE][D];
-    floatX v[2][TILE][D];
-    floatX q[DK_STAGES][3][DK_QUERIES][D];
-    floatX dout[DK_STAGES][2][DK_QUERIES][D];
-    float lse[DK_STAGES][DK_QUERIES];  // as attention_delta_kernel writes them
-    float delta[DK_STAGES][DK_QUERIES];
-    Ring<DK_STAGES, true> ring;  // each thread releases it, because each reads lse and delta
-    Work work;
-    __device__ void init() { work.ring.init(), ring.init(); }
-};
-
-template <int D>
-__global__ void __launch_bounds__(THREADS, 1)
-    attention_backward_dkv_kernel(const __grid_constant__ Maps maps, floatX* dkv, float* rope_part, const float* lse,
-                                  const float* delta, int* counter, Order order, int T, int H, float scale) {
-    KeysShared<D>& sh = shared_memory<KeysShared<D>>();
-    const int ends = (T + DK_QUERIES - 1) / DK_QUERIES;  // tiles of queries
-
-    if (threadIdx.x < 128) {  // producer
-        registers_fewer<24>();
-        if (threadIdx.x == 0) {
-            // The producer: one thread takes work and copies it.
-            int q_use = 0;
-            for (int use = 0, work = blockIdx.x; sh.work.hand_out(use, work, order, counter); use++) {
-                // k and v of the block. Meanwhile the number of the next work tile is drawn.
-                const auto [head, rank] = order.place(work);
-                int b = head / H, h = head % H, k0 = rank * TILE;
-                barrier_expect(&sh.work.ring.full[0], sizeof(sh.k) + sizeof(sh.v));
-                tma_load(sh.k[0], &maps.kv, &sh.work.ring.full[0], 0, h, k0, 0, b);
-                tma_load(sh.k[2], &maps.rope, &sh.work.ring.full[0], 0, k0, b);
-                tma_load(sh.v, &maps.kv, &sh.work.ring.full[0], 0, h, k0, 2, b);
-                work = gridDim.x + atomicAdd(counter, 1);
-
-                // Queries from the diagonal on. q, dout, lse and delta of a tile share one full barrier.
-                for (int m = k0 / DK_QUERIES; m < ends; m++, q_use++) {
-                    int i = q_use % DK_STAGES;
-                    uint64_t* full = &sh.ring.full[i];
-                    int64_t at = (int64_t)head * order.tiles * TILE + m * DK_QUERIES;
-                    sh.ring.wait_empty(q_use);
-                    barrier_expect(full, sizeof(sh.q[0]) + sizeof(sh.dout[0]) + 2 * sizeof(sh.lse[0]));
-                    tma_load(sh.q[i], &maps.q, full, 0, h, m * DK_QUERIES, 0, b);
-                    bulk_load(sh.lse[i], lse + at, sizeof(sh.lse[0]), full);
-                    tma_load(sh.dout[i], &maps.dout, full, 0, h, m * DK_QUERIES, 0, b);
-                    bulk_load(sh.delta[i], delta + at, sizeof(sh.delta[0]), full);
-                }
-            }
-        }
-    } else {
-        // The consumers: the rows of this thread, and the descriptors of the operands.
-        registers_more<240>();
-        const int group = uniform(threadIdx.x / 128 - 1), warp = threadIdx.x / 32 % 4, lane = threadIdx.x % 32;
-        const int row = group * 64 + warp * 16 + lane / 4;
-        const float scale2 = scale * LOG2E;
-        // The group is added outside of operand(). Inside, the compiler would keep the 20 descriptors of k and v in
-        // registers through the whole loop, and there are not enough registers.
-        const uint64_t k_at = operand<D>(sh.k) + group * (64 * D / 8);
-        const uint64_t v_at = operand<D>(sh.v) + group * (64 * D / 8);
-        const uint64_t q_at = operand<D>(sh.q, DK_QUERIES * D * 2);
-        const uint64_t dout_at = operand<D>(sh.dout, DK_QUERIES * D * 2);
-        const int q_stage = sizeof(sh.q[0]) / 16, dout_stage = sizeof(sh.dout[0]) / 16;
-        int q_use = 0;
-
-        for (int use = 0, work; (work = sh.work.take(use)) < order.total(); use++) {
-            const auto [head, rank] = order.place(work);
-            // The work tile: 128 keys of a head.
-            const int k0 = rank * TILE;
-
-            // Accumulators: dk with its rope part, and dv.
-            float dk[D * 3 / 2], dv[D];
-            zero(dk);
-            zero(dv);
-
-            // One tile of 64 queries, masked on the diagonal. Rows are keys: s, dp, p and ds are transposed.
-            auto step = [&](auto masked) {
-                int i = q_use % DK_STAGES;
-                float s[DK_QUERIES / 2], dp[DK_QUERIES / 2];
-                uint32_t p[DK_QUERIES / 4], ds[DK_QUERIES / 4];
-                sh.ring.wait_full(q_use);
-
-                // S^T = k q^T - lse / scale: the accumulator starts from start_lse.
-                start_columns(s, sh.lse[i]);
-                wgmma_pin(s);
-                wgmma_fence();
-                multiply_rows<D, DK_QUERIES, 3>(s, k_at, q_at + i * q_stage, 1);
-                wgmma_commit();
-                wgmma_wait<0>();
-                wgmma_pin(s);
-
-                // P^T = exp(scale S^T), 0 before the diagonal.
-#pragma unroll
-                for (int j = 0; j < DK_QUERIES / 2; j++) {
-                    s[j] = exp2_approx(s[j] * scale2);
-                    if (masked.value && group * 64 + j / 4 * 8 + lane % 4 * 2 + j % 2 < row + j / 2 % 2 * 8) s[j] = 0;
-                }
-#pragma unroll
-                for (int j = 0; j < DK_QUERIES / 4; j++) p[j] = pack_bf16(s[2 * j], s[2 * j + 1]);
-
-                // dP^T - delta = v dout^T, where the accumulator starts from start_delta; and dv += P^T dout.
-                start_columns(dp, sh.delta[i]);
-                wgmma_pin(dp);
-                wgmma_pin(dv);
-                wgmma_fence();
-                multiply_rows<D, DK_QUERIES, 2>(dp, v_at, dout_at + i * dout_stage, 1);
-                wgmma_commit();
-                multiply_add<D, 2 * D, DK_QUERIES>(dv, p, dout_at + i * dout_stage);
-                wgmma_commit();
-
-                // dS^T = P^T (dP^T - delta)
-                wgmma_wait<1>();
-                wgmma_pin(dp);
-#pragma unroll
-                for (int j = 0; j < DK_QUERIES / 4; j++)  // P as the GEMM used it: rounded
-                    ds[j] = pack_bf16(__uint_as_float(p[j] << 16) * dp[2 * j],
-                                      __uint_as_float(p[j] & 0xffff0000u) * dp[2 * j + 1]);
-
-                // dk += dS^T q
-                wgmma_pin(dk);
-                wgmma_fence();
-                multiply_add<D, 3 * D, DK_QUERIES>(dk, ds, q_at + i * q_stage);
-                wgmma_commit();
-                wgmma_wait<0>();
-                wgmma_pin(dv);
-                wgmma_pin(dk);
-                sh.ring.release(q_use++);
-            };
-
-            // The mainloop: the tile on this group's diagonal, then those after it. No tile if all of its keys are
-            // beyond T.
-            int m = k0 / DK_QUERIES + group;
-            if (group == 1) {  // the first queries all come before its keys
-                sh.ring.wait_full(q_use);
-                sh.ring.release(q_use++);
-            }
-            if (m++ < ends) step(std::true_type());
-            for (; m < ends; m++) step(std::false_type());
-
-            // Epilogue: dk, times scale, and dv. The rope part is stored per head in float32.
-            sh.work.ring.release(use);  // k and v are read
-#pragma unroll
-            for (int half = 0; half < 2; half++) {
-                int t = k0 + row + 8 * half;
-                floatX* to = dkv + row_of(head, t, T, H) * 4 * D;
-                store_row<2 * D>(to, dk, half, scale, t < T);
-                store_row<2 * D>(to + 2 * D, dv, half, 1, t < T);
-                float* part = rope_part + ((int64_t)head * T + t) * D + lane % 4 * 2;
-                if (t >= T) continue;
-#pragma unroll
-                for (int j = D / 4; j < D * 3 / 8; j++)
-                    *(float2*)(part + 8 * j - 2 * D) =
-                        make_float2(dk[4 * j + 2 * half] * scale, dk[4 * j + 2 * half + 1] * scale);
-            }
-        }
-    }
-}
-
 // The first and the last of the four kernels, used on every GPU.
 template <int D>
 void run_delta(Workspace w, const floatX* dout, const floatX* out, const real* lse, AttnShape s, Ctx* ctx) {
@@ -430,16 +95,14 @@ void run_backward(floatX* dq, floatX* dkv, floatX* dk_rope, const floatX* dout, 
     run_delta<D>(w, dout, out, lse, s, ctx);
 
     // 2. dq: 128 queries a work tile
-    const Order order = order_of(s, TILE);
-    const int64_t blocks = min_i64(order.total(), ctx->sms);
+    const Problem p = problem_of(s, ctx);
+    const int64_t blocks = min_i64(p.order.total(), ctx->sms);
     launch_long(attention_backward_dq_kernel<D>, blocks, THREADS, sizeof(QueriesShared<D>), ctx,
-                maps_of(q, dout, kv, k_rope, TILE, DQ_KEYS, s, ctx), dq, w.lse, w.delta, ctx->counter, order, s.T, s.H,
-                s.scale);
+                maps_of(q, dout, kv, k_rope, TILE, DQ_KEYS, s, ctx), dq, w.lse, w.delta, p);
 
     // 3. dk and dv: 128 keys a work tile
     launch_long(attention_backward_dkv_kernel<D>, blocks, THREADS, sizeof(KeysShared<D>), ctx,
-                maps_of(q, dout, kv, k_rope, DK_QUERIES, TILE, s, ctx), dkv, w.rope_part, w.lse, w.delta, ctx->counter,
-                order, s.T, s.H, s.scale);
+                maps_of(q, dout, kv, k_rope, DK_QUERIES, TILE, s, ctx), dkv, w.rope_part, w.lse, w.delta, p);
 
     // 4. dk_rope: the sum over the heads
     run_sum_rope<D>(dk_rope, w, s, ctx);
