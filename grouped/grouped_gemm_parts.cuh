@@ -17,7 +17,7 @@
 #ifndef GROUPED_GROUPED_GEMM_PARTS_CUH
 #define GROUPED_GROUPED_GEMM_PARTS_CUH
 
-#include "grouped/permute.h"
+#include "grouped/grouped_gemm_ptx.cuh"
 #include "grouped/tile_scheduler.cuh"
 
 namespace {
@@ -28,6 +28,15 @@ enum { ITEMS = 4 };                              // work tiles that the producer
 enum { WARPS = 8, THREADS = 128 + 32 * WARPS };  // a producer warpgroup (one warp works) and two consumer warpgroups
 enum { BOTH = (1 << CLUSTER) - 1 };              // multicast mask: a bit for each block of the cluster
 enum { STORE_BYTES = 16 * 128 };                 // an output buffer: 16 rows of 128 bytes
+enum { QUEUE = 8 };                              // slots
+
+// Queue of work tile numbers in a block's shared memory. Block 0 draws the numbers for both blocks of the cluster. It
+// is at most 4 work tiles ahead, the number of stages, because both blocks release each stage. So 8 slots never
+// overflow.
+struct Queue {
+    uint64_t full_barriers[QUEUE];
+    uint32_t numbers[QUEUE];
+};
 
 struct Shared {
     alignas(1024) uint8_t stages[STAGES][STAGE_BYTES];
@@ -103,23 +112,68 @@ __device__ __forceinline__ void load_blocks(Shared& s, const CUtensorMap* a, con
     }
 }
 
+// The cluster's work tiles, one after another: the same number for both blocks. All lanes of the producer warp run it.
+template <Pass P>
+struct ClusterTiles {
+    Queue& queue;
+    TileScheduler<P> scheduler;
+    int rank;              // of the block in the cluster
+    uint32_t drawn, turn;  // block 0, lane 0: the number in flight; numbers received so far
+
+    __device__ __forceinline__ ClusterTiles(const Groups& g, Queue& queue)
+        : queue(queue), scheduler(g), rank(cluster_rank()), drawn(0), turn(0) {
+        draw();
+    }
+
+    // This block's tile of the next work tile. The last of all numbers resets the counter.
+    __device__ __forceinline__ WorkItem next() {
+        const WorkItem item = scheduler.find(receive(), rank);
+        if (item.k_blocks)
+            draw();
+        else if (item.past == (int)gridDim.x / CLUSTER - 1 && rank == 0 && scheduler.lane == 0)
+            *scheduler.g.counter = 0;
+        return item;
+    }
+
+   private:
+    // Draws a number, one work tile ahead: the atomic's latency overlaps with the loads of the current one.
+    __device__ __forceinline__ void draw() {
+        if (rank == 0 && scheduler.lane == 0) drawn = draw_number(scheduler.g.counter);
+    }
+
+    // The drawn number, in all lanes of both blocks: block 0 sends it into both queues.
+    __device__ __forceinline__ int receive() {
+        const uint32_t place = turn % QUEUE, phase = turn / QUEUE % 2;
+        uint64_t* full = &queue.full_barriers[place];
+        if (scheduler.lane == 0) {
+            barrier_expect(full, sizeof(uint32_t));
+            if (rank == 0)
+                for (int block = 0; block < CLUSTER; block++)
+                    send_word(cluster_address(&queue.numbers[place], block), drawn, cluster_address(full, block));
+        }
+        barrier_wait(full, phase);
+        turn++;
+        return (int)queue.numbers[place];
+    }
+};
+
 // The producer warp: fills both rings until there is no more work.
 template <Pass P>
 __device__ __forceinline__ void produce(Shared& s, const CUtensorMap* a, const CUtensorMap* b, const Groups& g) {
-    TileScheduler<P> scheduler(g, s.queue);
+    ClusterTiles<P> tiles(g, s.queue);
     RingSlot<STAGES> stage = {0, 1};
     RingSlot<ITEMS> at = {0, 1};
     for (;;) {
         // The work tile, for the consumers: it arrives before the data.
-        const WorkItem item = scheduler.next();
+        const WorkItem item = tiles.next();
         barrier_wait(&s.item_empty_barriers[at.index], at.phase);
-        if (scheduler.lane == 0) {
+        if (tiles.scheduler.lane == 0) {
             s.items[at.index] = item;
             barrier_arrive(&s.item_full_barriers[at.index]);
-            if (scheduler.common_a)
-                load_blocks<P, true>(s, a, b, item, scheduler.rank, stage);
+            if (tiles.scheduler.common_a)
+                load_blocks<P, true>(s, a, b, item, tiles.rank, stage);
             else
-                load_blocks<P, false>(s, a, b, item, scheduler.rank, stage);
+                load_blocks<P, false>(s, a, b, item, tiles.rank, stage);
         }
 
         // A work tile with 0 k blocks ends the consumers too.
@@ -151,14 +205,7 @@ __device__ __forceinline__ void run_block(const CUtensorMap* a, const CUtensorMa
     }
     previous_is_done();  // launch_long
 
-    // OVER_ROWS: the cost of a tile grows with its expert's rows. Experts are sorted by rows, largest first, so that no
-    // expensive tile starts last. (All blocks write the same order.)
-    if (OVER_ROWS<P> && !g.matrices)
-        for (int e = threadIdx.x; e < g.El; e += THREADS) {
-            int rows = g.rows[e], place = 0;
-            for (int i = 0; i < g.El; i++) place += g.rows[i] > rows || (g.rows[i] == rows && i < e);
-            g.order[place] = (int16_t)e;
-        }
+    sort_experts<P>(g);
     __syncthreads();  // and reconverges the warps
     cluster_sync();
 
@@ -251,15 +298,6 @@ CUtensorMap matrix_map(const T* p, int64_t depth, int64_t rows, int64_t cols, in
     const int64_t size[3] = {cols, rows, depth}, stride[2] = {cols, rows * cols};
     const int box[3] = {(int)(128 / sizeof(T)), box_rows, 1};
     return tensor_map(p, depth ? 3 : 2, size, stride, box, ctx);
-}
-
-// The problem sizes, with the counter of work tiles and workspace for the order of the experts. (Both belong to the
-// Ctx: grouped GEMMs of several Ctx may run at once.)
-Groups groups_of(const Ragged& r, int64_t M, int64_t N, int64_t K, Ctx* ctx) {
-    // TMA coordinates are int32.
-    ASSERT(r.capacity <= INT32_MAX && M <= INT32_MAX && N <= INT32_MAX && K <= INT32_MAX);
-    int16_t* order = ctx_workspace<int16_t>(ctx, MAX_EXPERTS);
-    return {r.group_start, r.group_rows, r.El, (int)M, (int)N, (int)K, (uint32_t*)ctx->counter, order};
 }
 
 // Persistent launch: one block on every SM, in clusters.

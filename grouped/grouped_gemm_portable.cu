@@ -39,26 +39,37 @@
 // visible to all, and all have read the stage of the k block before. The ring continues from tile to tile: the next
 // tile's first k blocks are prefetched during the last k blocks and the epilogue.
 //
+// Tiles come from the tile scheduler (grouped/tile_scheduler.cuh), which warp 0 runs one tile ahead. A block draws the
+// halves of work tiles one by one; nothing is multicast here.
+//
 // Bound by the tensor cores, and nearly as much by shared memory, which gives 128 bytes a clock: per tile and k block
 // ldmatrix takes 64 KB of it, cp.async 24 KB. The kernel takes slightly more than 96 KB of shared memory, so that it
 // runs on GPUs with 99 KB a block.
 #include "grouped/grouped_gemm_portable.cuh"
 
 #include "device/mma.cuh"
-#include "grouped/portable_tiles.cuh"
+#include "grouped/tile_scheduler.cuh"
 
 namespace {
 
 enum { WARPS = 8, THREADS = 32 * WARPS };
-enum { BOX = 64, BOX_BYTES = BOX * BLOCK_K * (int)sizeof(floatX) };
+enum { K_BLOCK = 32 };
+enum { BOX = 64, BOX_BYTES = BOX * K_BLOCK * (int)sizeof(floatX) };
 enum { BOXES = 6, STAGES = 4, STAGE_BYTES = BOXES * BOX_BYTES };
-enum { TILES = 8 };  // slots; the loads are at most STAGES tiles ahead of the mainloop
+enum { ITEMS = 8 };  // slots; the loads are at most STAGES tiles ahead of the mainloop, and the scheduler one more
 
 struct Shared {
     uint8_t stages[STAGES][STAGE_BYTES];
-    Tile tiles[TILES];  // a ring of this block's tiles
-    int next[2];        // number of the tile after the one that is being loaded; slots used in turn
+    WorkItem items[ITEMS];  // a ring of this block's tiles
 };
+
+// K_ROWS_A, K_ROWS_B: in memory the operand's rows are the contraction. Else the contraction runs along the rows.
+template <Pass P>
+constexpr bool K_ROWS_A = P == WGRAD;
+template <Pass P>
+constexpr bool K_ROWS_B = P != FORWARD;
+
+__device__ __forceinline__ int boxes_of_a(const WorkItem& item) { return item.shape == TALL ? 4 : 2; }
 
 // --- Loads ---
 
@@ -73,7 +84,7 @@ struct BoxThread {
         k = K_ROWS ? row : vector * 8;
         place = row * (K_ROWS ? 128 : 64) + (vector ^ (K_ROWS ? row % 8 : row / 2 % 4)) * 16;
         box_bytes = (int)sizeof(floatX) * BOX * (K_ROWS ? 1 : ld);
-        step_bytes = (int)sizeof(floatX) * BLOCK_K * (K_ROWS ? ld : 1);
+        step_bytes = (int)sizeof(floatX) * K_BLOCK * (K_ROWS ? ld : 1);
     }
     // The vector's address in the box whose first row or column is mn0.
     __device__ __forceinline__ const uint8_t* at(const floatX* p, int mn0, int64_t ld) const {
@@ -93,16 +104,17 @@ struct Loader {
     uint32_t inside;         // a bit for each box: the vector is inside of M or N
     int k_left_a, k_left_b;  // the rest of the contraction, from this vector on
     bool tall;               // the second pair is of A
-    int left, turn, drawn;   // k blocks left in the tile; the tile's index; thread 0: a number drawn ahead
+    int left, turn;          // k blocks left in the tile; the tile's index
+    uint32_t drawn;          // thread 0: the number in flight
 
     __device__ __forceinline__ Loader(Shared& s, const Groups& g, const floatX* a, const floatX* b)
         : s(s), g(g), a(a), b(b), piece_a(P == WGRAD ? g.M : g.K), piece_b(P == FORWARD ? g.K : g.N), turn(0) {
-        if (threadIdx.x == 0) {
-            s.next[0] = atomicAdd(&g.plan->drawn, 1);
-            drawn = atomicAdd(&g.plan->drawn, 1);
-        }
+        if (threadIdx.x == 0) drawn = draw_number(g.counter);
+        sort_experts<P>(g);
         __syncthreads();
-        begin(s.next[0]);
+        schedule(0);
+        __syncthreads();
+        begin();
     }
 
     // Starts the copies of a pair of boxes; zeros past the end of the operand.
@@ -117,42 +129,59 @@ struct Loader {
     }
 
     // Commits the three pairs; after a tile's last k block it moves to the next tile. All threads must synchronize
-    // before each call, the first one too: the number of the next tile is then visible.
+    // before each call, the first one too: the next tile is then visible.
     __device__ __forceinline__ void advance() {
         copy_async_commit();
-        k_left_a -= BLOCK_K;
-        k_left_b -= BLOCK_K;
-        if (--left == 0) begin(s.next[++turn % 2]);
+        k_left_a -= K_BLOCK;
+        k_left_b -= K_BLOCK;
+        if (--left == 0) {
+            turn++;
+            begin();
+        }
     }
 
    private:
-    // Begins a tile. Thread 0 publishes the tile to the mainloop and the next number to all threads. It draws numbers
-    // one tile ahead.
-    __device__ __forceinline__ void begin(int number) {
-        // The tile, and its expert's operands.
-        const Tile tile = find_tile<P>(g, number);
-        const int64_t start = g.start[tile.expert], weights = tile.expert * (int64_t)g.N * g.K;
-        const int ld_a = P == WGRAD ? g.M : g.K, ld_b = P == FORWARD ? g.K : g.N;
-        const floatX *of_a = a + start * ld_a, *of_b = b + (P == WGRAD ? start * g.N : weights);
-        if (threadIdx.x == 0) {
-            s.tiles[turn % TILES] = tile;
-            s.next[(turn + 1) % 2] = drawn;
-            drawn = atomicAdd(&g.plan->drawn, 1);
-        }
+    // Warp 0 finds this block's tile number `index` and publishes it. A drawn number is half a work tile. The last of
+    // all numbers resets the counter.
+    __device__ __forceinline__ void schedule(int index) {
+        if (threadIdx.x >= 32) return;
+        TileScheduler<P, K_BLOCK> scheduler(g);
+        WorkItem item;
+        do {
+            const int number = broadcast((int)drawn, 0), half = number % CLUSTER;
+            item = scheduler.find(number / CLUSTER, half);
+            if (threadIdx.x > 0) continue;
+            if (item.k_blocks)
+                drawn = draw_number(g.counter);
+            else if (CLUSTER * item.past + half == (int)gridDim.x - 1)
+                *g.counter = 0;
+        } while (item.k_blocks && !item.store);
+        if (threadIdx.x == 0) s.items[index % ITEMS] = item;
+    }
 
-        // The boxes. Without work K is 0, and zeros are copied until the kernel ends.
-        tall = tile.boxes_a == 4;
-        left = tile.k_blocks ? tile.k_blocks : INT32_MAX;
-        k_left_a = tile.K - piece_a.k;
-        k_left_b = tile.K - piece_b.k;
+    // Begins a tile, while warp 0 finds the next one.
+    __device__ __forceinline__ void begin() {
+        // The tile, and its expert's operands.
+        const WorkItem item = s.items[turn % ITEMS];
+        const int ld_a = P == WGRAD ? g.M : g.K, ld_b = P == FORWARD ? g.K : g.N;
+        const floatX* of_a = a + item.k * (int64_t)ld_a;
+        const floatX* of_b = b + (P == WGRAD ? item.k * (int64_t)g.N : item.expert * (int64_t)g.N * g.K);
+        if (item.k_blocks) schedule(turn + 1);
+
+        // The boxes. Without work zeros are copied until the kernel ends.
+        tall = boxes_of_a(item) == 4;
+        left = item.k_blocks ? item.k_blocks : INT32_MAX;
+        const int k_left = item.k_blocks ? g.K - item.k : 0;
+        k_left_a = k_left - piece_a.k;
+        k_left_b = k_left - piece_b.k;
         inside = 0;
 #pragma unroll
         for (int pair = 0; pair < 3; pair++) {
             const bool is_a = pair == 0 || (pair == 1 && tall);
-            const int box = 2 * pair - (is_a ? 0 : tile.boxes_a), mn0 = (is_a ? tile.m : tile.n) + box * BOX;
-            from[pair] = is_a ? piece_a.at(of_a, mn0, ld_a) : piece_b.at(of_b, mn0, ld_b);
-            const int room = is_a ? tile.M - mn0 - piece_a.mn : g.N - mn0 - piece_b.mn;
-            inside |= ((room > 0 ? 1u : 0) | (room > BOX ? 2u : 0)) << 2 * pair;
+            const int box = 2 * pair - (is_a ? 0 : boxes_of_a(item)), mn = (is_a ? item.m : item.n) + box * BOX;
+            from[pair] = is_a ? piece_a.at(of_a, mn, ld_a) : piece_b.at(of_b, mn, ld_b);
+            const int rest = is_a ? item.valid - box * BOX - piece_a.mn : g.N - mn - piece_b.mn;
+            inside |= ((rest > 0 ? 1u : 0) | (rest > BOX ? 2u : 0)) << 2 * pair;
         }
     }
 };
@@ -261,11 +290,11 @@ __global__ void __launch_bounds__(THREADS, 1)
     for (int turn = 0;; turn++) {
         // The tile, and this warp's box of each operand. In a 128 x 128 tile warps 4..7 multiply zeros and store
         // nothing: their columns are past N.
-        const Tile& tile = s.tiles[turn % TILES];
-        const int k_blocks = tile.k_blocks;
+        const WorkItem& item = s.items[turn % ITEMS];
+        const int k_blocks = item.k_blocks, boxes_a = boxes_of_a(item);
         if (k_blocks == 0) break;
-        const int box_a = warp % tile.boxes_a, box_b = warp / tile.boxes_a;
-        const int at_a = box_a * BOX_BYTES, at_b = (tile.boxes_a + box_b) * BOX_BYTES;
+        const int box_a = warp % boxes_a, box_b = warp / boxes_a;
+        const int at_a = box_a * BOX_BYTES, at_b = (boxes_a + box_b) * BOX_BYTES;
 
         // Fragments of two steps (double buffering); load those of step 0.
         float d[4][8][4] = {};
@@ -295,19 +324,15 @@ __global__ void __launch_bounds__(THREADS, 1)
         }
 
         // Epilogue.
-        Out* of_expert = out + (P == WGRAD ? tile.expert * (int64_t)g.M : g.start[tile.expert]) * g.N;
-        store<P>(of_expert, d, tile.m + box_a * BOX, tile.n + box_b * BOX, tile.M, g.N, g.add);
+        Out* of_expert = out + (P == WGRAD ? item.expert * (int64_t)g.M * g.N : 0);
+        store<P>(of_expert, d, item.m + box_a * BOX, item.n + box_b * BOX, item.m + item.valid, g.N, g.add);
     }
     copy_async_wait<0>();
 }
 
 template <Pass P, typename Out>
-void multiply_groups(Out* out, const floatX* a, const floatX* b, const Ragged& r, int64_t M, int64_t N, int64_t K,
-                     int add, Ctx* ctx) {
-    ASSERT(M <= INT32_MAX && N <= INT32_MAX && K <= INT32_MAX && r.El <= MAX_EXPERTS);
+void multiply_groups(Out* out, const floatX* a, const floatX* b, const Groups& g, Ctx* ctx) {
     ASSERT(((uintptr_t)out | (uintptr_t)a | (uintptr_t)b) % 16 == 0);
-    Groups g = {r.group_start, r.group_rows, r.El, (int)M, (int)N, (int)K, add, ctx_workspace<Plan>(ctx, 1)};
-    launch(plan_kernel<P>, 1, MAX_EXPERTS, 0, ctx, g);
     launch(grouped_gemm_kernel<P, Out>, (unsigned)ctx->sms, THREADS, sizeof(Shared), ctx, out, a, b, g);
 }
 
@@ -315,15 +340,17 @@ void multiply_groups(Out* out, const floatX* a, const floatX* b, const Ragged& r
 
 void grouped_gemm_portable_forward(floatX* y, const floatX* x, const floatX* w, Ragged r, int64_t IC, int64_t OC,
                                    Ctx* ctx) {
-    multiply_groups<FORWARD>(y, x, w, r, 0, OC, IC, 0, ctx);
+    multiply_groups<FORWARD>(y, x, w, groups_of(r, 0, OC, IC, ctx), ctx);
 }
 
 void grouped_gemm_portable_dgrad(floatX* dx, const floatX* dy, const floatX* w, Ragged r, int64_t IC, int64_t OC,
                                  Ctx* ctx) {
-    multiply_groups<DGRAD>(dx, dy, w, r, 0, IC, OC, 0, ctx);
+    multiply_groups<DGRAD>(dx, dy, w, groups_of(r, 0, IC, OC, ctx), ctx);
 }
 
 void grouped_gemm_portable_wgrad(real* dw, const floatX* dy, const floatX* x, Ragged r, int64_t IC, int64_t OC,
                                  int accumulate, Ctx* ctx) {
-    multiply_groups<WGRAD>(dw, dy, x, r, OC, IC, 0, accumulate, ctx);
+    Groups g = groups_of(r, OC, IC, r.capacity, ctx);
+    g.add = accumulate;
+    multiply_groups<WGRAD>(dw, dy, x, g, ctx);
 }

@@ -32,14 +32,6 @@ static __device__ __forceinline__ void barrier_arrive_cluster(uint32_t at) {
     asm volatile("mbarrier.arrive.shared::cluster.b64 _, [%0];" ::"r"(at) : "memory");
 }
 
-// The next number of a counter. (The compiler aggregates atomicAdd, or inc without a limit, over the lanes: one
-// request, and a shuffle of the result, which waits for it at once.)
-static __device__ __forceinline__ uint32_t draw_number(uint32_t* counter) {
-    uint32_t number;
-    asm volatile("atom.relaxed.gpu.global.inc.u32 %0, [%1], 0x7fffffff;" : "=r"(number) : "l"(counter) : "memory");
-    return number;
-}
-
 // Asynchronous store of a word to a block of the cluster; its mbarrier counts the 4 bytes. Addresses: cluster_address.
 static __device__ __forceinline__ void send_word(uint32_t to, uint32_t word, uint32_t bar) {
     asm volatile("st.async.shared::cluster.mbarrier::complete_tx::bytes.b32 [%0], %1, [%2];" ::"r"(to), "r"(word),

@@ -1,8 +1,8 @@
-// Tile scheduler of the grouped GEMM: gives each cluster of two thread blocks its next work tile.
+// Tile scheduler of the grouped GEMMs: finds the work tile of a number, and in it the tile of each of two blocks.
 //
-// An expert's output is divided into base tiles of 128 x 128 (SQUARE_SIDE). A work tile is drawn by a cluster: usually
-// a supertile of 2 x 2 base tiles, half of it for each block. Work tiles are numbered expert after expert. The order
-// within one output, here for bf16 with 7 rows and 5 columns of base tiles:
+// An expert's output is divided into base tiles of 128 x 128 (SQUARE_SIDE). A work tile belongs to two blocks, on
+// Hopper a cluster. It is usually a supertile of 2 x 2 base tiles, half of it for each block. Work tiles are numbered
+// expert after expert. The order within one output, here for bf16 with 7 rows and 5 columns of base tiles:
 //
 //     +-------+-------+---+
 //     |       |       |   |   0..5  Supertiles. The order goes down a rasterization band of at most 8 supertiles, then
@@ -20,21 +20,20 @@
 // MXFP8 has only work tiles of the kinds 0..7. Its last row of supertiles may be one base tile high. Where the narrow
 // last column has one supertile left, block 0 stores it, and block 1 computes it without storing, as in 9.
 //
-// The two tiles of a work tile share one operand. Each block loads half of it and multicasts this half to both. In a
-// supertile:
+// The two tiles of a work tile share one operand, which Hopper's blocks multicast (grouped/grouped_gemm_parts.cuh):
 //
 //     bf16     128 x 256 each, one above the other     shared: the columns of B
 //     MXFP8    256 x 128 each, side by side            shared: the rows of A
 //
-// A cluster draws the number of its next work tile from a counter in device memory: dynamic scheduling, first come,
-// first served. A cluster that starts late draws fewer work tiles, and no cluster waits for it. (A transfer between
-// GPUs can occupy some SMs for milliseconds.) Each cluster ends with one number past the last work tile. The last of
-// all numbers resets the counter to 0. One block computes a tile's whole sum, so the bits of the result do not depend
-// on the schedule.
+// Dynamic scheduling: numbers are drawn from a counter in device memory, first come, first served. A block that starts
+// late draws fewer work tiles, and no block waits for it. (A transfer between GPUs can occupy some SMs for
+// milliseconds.) Each drawer ends with one number past the last work tile. The last of all numbers resets the counter
+// to 0. One block computes a tile's whole sum, so the bits of the result do not depend on the schedule.
 #ifndef GROUPED_TILE_SCHEDULER_CUH
 #define GROUPED_TILE_SCHEDULER_CUH
 
-#include "grouped/grouped_gemm_ptx.cuh"
+#include "device/cuda.cuh"
+#include "grouped/permute.h"
 
 namespace {
 
@@ -49,10 +48,9 @@ constexpr bool OVER_ROWS = P == WGRAD || P == MX_WGRAD;
 
 enum { CLUSTER = 2 };  // thread blocks
 enum { SQUARE_SIDE = 128 };
-enum { BAND = 8 };   // supertiles
-enum { QUEUE = 8 };  // slots
+enum { BAND = 8 };  // supertiles
 
-// Elements of the contraction in a pipeline stage: 128 bytes.
+// Elements of the contraction in a pipeline stage on Hopper: 128 bytes.
 template <Pass P>
 constexpr int BLOCK_K = ON_BYTES<P> ? 128 : 64;
 
@@ -66,7 +64,7 @@ struct Matrix {
 enum { MOST_MATRICES = 4 };
 
 // Problem sizes of a grouped GEMM. A size that is an expert's number of rows is not set here: M, or K if OVER_ROWS. K
-// if OVER_ROWS is the end of the ragged buffer. An expert without rows reads there: TMA gives it zeros.
+// if OVER_ROWS is the end of the ragged buffer. An expert without rows reads there, and gets zeros.
 struct Groups {
     const int64_t* start;
     const int32_t* rows;
@@ -87,55 +85,64 @@ struct WorkItem {
     int expert;    // index of the weights
     int map;       // MX_WGRAD: index of the matrix, 0 with experts
     Matrix of;     // MX_WGRAD: the sizes and offsets of its operands
-    int k_blocks;  // of BLOCK_K along the contraction; 0: no more work
-    int valid;     // rows from m on that are not pad rows
+    int k_blocks;  // of K_BLOCK along the contraction; 0: no more work
+    int past;      // no more work: the number, counted from the end of the work tiles
+    int valid;     // rows from m on that are not pad rows (OVER_ROWS: rows of the output)
     int shape;     // Shape
     int store;     // 0: the block only loads and multiplies, for its peer in the cluster
-};
-
-// Queue of work tile numbers in a block's shared memory. Block 0 draws the numbers for both blocks. It is at most 4
-// work tiles ahead, the number of stages, because both blocks release each stage. So 8 slots never overflow.
-struct Queue {
-    uint64_t full_barriers[QUEUE];
-    uint32_t numbers[QUEUE];
 };
 
 __device__ __forceinline__ int div_up(int a, int b) { return (a + b - 1) / b; }
 __device__ __forceinline__ int broadcast(int x, int lane) { return __shfl_sync(0xffffffffu, x, lane); }
 
-// The tile scheduler, run by all lanes of the producer warp. It holds a window of 32 experts, one in each lane. The
-// numbers only grow, so the window only moves forward.
+// The next number of a counter. (The compiler aggregates atomicAdd, or inc without a limit, over the lanes: one
+// request, and a shuffle of the result, which waits for it at once.)
+__device__ __forceinline__ uint32_t draw_number(uint32_t* counter) {
+    uint32_t number;
+    asm volatile("atom.relaxed.gpu.global.inc.u32 %0, [%1], 0x7fffffff;" : "=r"(number) : "l"(counter) : "memory");
+    return number;
+}
+
+// OVER_ROWS: the cost of a tile grows with its expert's rows. Experts are sorted by rows, largest first, so that no
+// expensive tile starts last. All threads of a block call it, and then synchronize. (All blocks write the same order.)
 template <Pass P>
+__device__ __forceinline__ void sort_experts(const Groups& g) {
+    if constexpr (OVER_ROWS<P>)
+        for (int e = threadIdx.x; e < g.El && !g.matrices; e += blockDim.x) {
+            int rows = g.rows[e], place = 0;
+            for (int i = 0; i < g.El; i++) place += g.rows[i] > rows || (g.rows[i] == rows && i < e);
+            g.order[place] = (int16_t)e;
+        }
+}
+
+// The tile scheduler, run by all lanes of a warp, after sort_experts. It holds a window of 32 experts, one in each
+// lane. The numbers only grow, so the window only moves forward.
+template <Pass P, int K_BLOCK = BLOCK_K<P>>
 struct TileScheduler {
     const Groups& g;
-    Queue& queue;
-    int rank, lane;                           // of the block in the cluster, of the thread in the warp
+    int lane;
     int wide, narrow;                         // columns of two base tiles; 1 if one of one base tile follows (MX_WGRAD:
                                               // of this lane's output)
-    uint32_t drawn, turn;                     // block 0, lane 0: the number in flight; numbers received so far
     int common_a;                             // of the current work tile: 1: the blocks share A; 0: they share B
     int first, base;                          // the window's first expert; work tiles before it
     int expert, start, rows, squares_m, end;  // this lane's expert; its rows of base tiles; the end of its numbers
 
-    __device__ __forceinline__ TileScheduler(const Groups& g, Queue& queue)
-        : g(g), queue(queue), rank(cluster_rank()), lane(threadIdx.x % 32), drawn(0), turn(0) {
+    __device__ __forceinline__ explicit TileScheduler(const Groups& g) : g(g), lane(threadIdx.x % 32) {
         set_columns(g.N);
-        draw();
         load_window(0, 0);
     }
 
-    // This block's tile of the cluster's next work tile.
-    __device__ __forceinline__ WorkItem next() {
-        // The work tile's number, and the window that contains it. Past the end: the last number resets the counter.
-        int number = receive(), total;
-        while (total = broadcast(end, 31), number >= total && first + 32 < g.El) load_window(first + 32, total);
-        WorkItem item = {};
-        if (number >= total) {
-            const int last = total + (int)gridDim.x / CLUSTER - 1;
-            if (number == last && rank == 0 && lane == 0) *g.counter = 0;
-            return item;
+    // The tile of block `rank` of the work tile with this number.
+    __device__ __forceinline__ WorkItem find(int number, int rank) {
+        // The window that contains the number.
+        int total = broadcast(end, 31);
+        while (number >= total && first + 32 < g.El) {
+            load_window(first + 32, total);
+            total = broadcast(end, 31);
         }
-        draw();
+        WorkItem item = {};
+        item.past = number - total;
+        if (number >= total) return item;
 
         // The expert: the first lane whose end is past the number. From here on the number counts within this expert.
         const int owner = __popc(__ballot_sync(0xffffffffu, end <= number));
@@ -191,8 +198,8 @@ struct TileScheduler {
                 item.of = g.list[item.map];
             }
         }
-        item.k_blocks = div_up(OVER_ROWS<P> ? max(owner_rows, 1) : g.K, BLOCK_K<P>);
-        item.valid = owner_rows - m * SQUARE_SIDE;
+        item.k_blocks = div_up(OVER_ROWS<P> ? max(owner_rows, 1) : g.K, K_BLOCK);
+        item.valid = (OVER_ROWS<P> ? g.M : owner_rows) - m * SQUARE_SIDE;
         return item;
     }
 
@@ -210,26 +217,6 @@ struct TileScheduler {
     }
     __device__ __forceinline__ static int items_of(int areas, int wide, int narrow) {
         return areas * wide + div_up(areas, 2) * narrow;
-    }
-
-    // Draws a number, one work tile ahead: the atomic's latency overlaps with the loads of the current one.
-    __device__ __forceinline__ void draw() {
-        if (rank == 0 && lane == 0) drawn = draw_number(g.counter);
-    }
-
-    // The drawn number, in all lanes of both blocks: block 0 sends it into both queues.
-    __device__ __forceinline__ int receive() {
-        const uint32_t place = turn % QUEUE, phase = turn / QUEUE % 2;
-        uint64_t* full = &queue.full_barriers[place];
-        if (lane == 0) {
-            barrier_expect(full, sizeof(uint32_t));
-            if (rank == 0)
-                for (int block = 0; block < CLUSTER; block++)
-                    send_word(cluster_address(&queue.numbers[place], block), drawn, cluster_address(full, block));
-        }
-        barrier_wait(full, phase);
-        turn++;
-        return (int)queue.numbers[place];
     }
 
     // Moves the window to the 32 experts from `from` on. `items` is the number of work tiles before them.
@@ -262,6 +249,15 @@ struct TileScheduler {
         end += base;
     }
 };
+
+// The problem sizes, with the counter of work tiles and workspace for the order of the experts. (Both belong to the
+// Ctx: grouped GEMMs of several Ctx may run at once.)
+Groups groups_of(const Ragged& r, int64_t M, int64_t N, int64_t K, Ctx* ctx) {
+    // Rows and columns are int32, as TMA coordinates are.
+    ASSERT(r.capacity <= INT32_MAX && M <= INT32_MAX && N <= INT32_MAX && K <= INT32_MAX);
+    int16_t* order = ctx_workspace<int16_t>(ctx, MAX_EXPERTS);
+    return {r.group_start, r.group_rows, r.El, (int)M, (int)N, (int)K, (uint32_t*)ctx->counter, order};
+}
 
 }  // namespace
 
