@@ -172,10 +172,9 @@ static __global__ void __launch_bounds__(256)
     __syncwarp();
     if (s.groups > 1) limit_to_groups(value, mine, s);
 
-        // s of a selected expert comes from shared memory.
 #pragma unroll
     for (int j = 0; j < J; j++)
-        if (lane + 32 * j < s.E) mine[lane + 32 * j] = p[j];
+        if (lane + 32 * j < s.E) mine[lane + 32 * j] = p[j];  // s, for the gates
     __syncwarp();
     select_experts(expert, gate, value, mine, n, s);
 }
