@@ -28,9 +28,13 @@
 // From one ldmatrix to the next a lane's row moves by multiples of 8 and its vector by constants. So its address is one
 // number per lane, XORed with and added to constants.
 //
-// Loads from global memory. cp.async copies asynchronously. There are two buffers, one of keys and one of values. Each
-// is refilled as soon as its last GEMM is done: values load while q k^T runs, keys while softmax and P v run. Where
-// shared memory is large enough for two blocks per SM, each hides the latency of the other.
+// Loads from global memory. cp.async copies asynchronously into two buffers, one of keys and one of values. Each is
+// refilled as soon as its last GEMM is done:
+//
+//   all warps   | S = q k^T of tile n | online softmax, o += P v of tile n | S = q k^T of tile n + 1 |    time -->
+//   cp.async    | values of tile n    | keys of tile n + 1                 | values of tile n + 1    |
+//
+// Where shared memory is large enough for two blocks per SM, each hides the latency of the other.
 //
 // Sizes. A block is 4 warps with 32 rows each: every b fragment is used for two a's, which halves the shared-memory
 // traffic. Shared memory and tensor cores are then about equally busy. A block takes at most 99 KB, the limit of
@@ -147,6 +151,31 @@ __device__ __forceinline__ void for_each(float (&s)[2][N][4], F f) {
             for (int e = 0; e < 4; e++) f(s[m][n][e], 2 * m + e / 2, 8 * n + threadIdx.x % 4 * 2 + e % 2);
 }
 
+// A head's keys and values in global memory: kv has k_nope and v, each 2 D wide; k_rope is shared by the heads.
+struct HeadKeys {
+    const floatX *kv, *k_rope;
+    int64_t stride, rope_stride;  // from token to token
+    int T;
+};
+
+template <int D>
+__device__ __forceinline__ HeadKeys keys_of(const floatX* kv, const floatX* k_rope, int head, const AttnShape& shape) {
+    return {kv + row_of(head, 0, (int)shape.T, (int)shape.H) * 4 * D,
+            k_rope + head / (int)shape.H * shape.T * shape.k_rope_stride, shape.H * 4 * D, shape.k_rope_stride,
+            (int)shape.T};
+}
+
+// Begin to copy the tile of keys, or of values, that starts at token `first`.
+template <int D>
+__device__ __forceinline__ void copy_keys(floatX (*to)[STEP][D], const HeadKeys& from, int first) {
+    copy_tile<D, STEP, 2>(to, from.kv, from.stride, first, from.T);
+    copy_tile<D, STEP, 1>(to + 2, from.k_rope, from.rope_stride, first, from.T);
+}
+template <int D>
+__device__ __forceinline__ void copy_values(floatX (*to)[STEP][D], const HeadKeys& from, int first) {
+    copy_tile<D, STEP, 2>(to, from.kv + 2 * D, from.stride, first, from.T);
+}
+
 // --- Forward ---
 
 // Shared memory of a block: its queries, a tile of keys and one of values.
@@ -157,6 +186,86 @@ struct PortableForwardShared {
     floatX v[2][STEP][D];
 };
 
+// A warp's 32 queries, and its state. The thread holds parts of four rows: row + 8 i + lane / 4.
+template <int D>
+struct PortableForwardWarp {
+    int row, lane;              // row: the warp's first query
+    float scale, scale2;        // of the scores; times log2(e), for exp as a power of two
+    float o[2][D / 4][4] = {};  // the accumulator of P v, before the division
+    float top[4] = {-INFINITY, -INFINITY, -INFINITY, -INFINITY}, sum[4] = {};  // of the online softmax
+    float largest = -INFINITY;                                                 // logit of the rows before T
+};
+
+// The online softmax, s = P = exp(scale (s - top)). A row's top follows its maximum only when P has grown by a factor
+// of 2^8. Until then no rescaling is needed, and P has the precision of any other scale.
+template <int D>
+__device__ __forceinline__ void online_softmax(PortableForwardWarp<D>& w, float (&s)[2][STEP / 8][4], int T) {
+    const int row = w.row, lane = w.lane;
+    const float scale2 = w.scale2;
+    float shrink[4];
+    bool moved = false;
+#pragma unroll
+    for (int i = 0; i < 4; i++) {
+        const float old = w.top[i];
+        float most = -INFINITY, here = 0;
+#pragma unroll
+        for (int j = 0; j < STEP / 4; j++) most = fmaxf(most, s[i / 2][j / 2][i % 2 * 2 + j % 2]);
+        most = quad_max(most);
+        if (row + 8 * i + lane / 4 < T) w.largest = fmaxf(w.largest, most * w.scale);
+        const bool follow = (most - old) * scale2 > 8;
+        if (follow) w.top[i] = most;
+        moved |= follow;
+        const float shift = w.top[i] * scale2;
+        shrink[i] = follow ? exp2_approx(old * scale2 - shift) : 1;
+#pragma unroll
+        for (int j = 0; j < STEP / 4; j++) {
+            float& x = s[i / 2][j / 2][i % 2 * 2 + j % 2];
+            x = exp2_approx(x * scale2 - shift);
+            here += x;
+        }
+        w.sum[i] = w.sum[i] * shrink[i] + here;
+    }
+    // Rows whose top stays are multiplied by 1: no row's bits depend on the others.
+    if (__any_sync(0xffffffffu, moved)) for_each(w.o, [&](float& x, int i, int) { x *= shrink[i]; });
+}
+
+// Mainloop: tile n of keys and values, masked where the diagonal crosses it. Warps whose queries all come before it
+// only copy.
+template <bool MASKED, int D>
+__device__ __forceinline__ void attend_tile(PortableForwardShared<D>& sh, PortableForwardWarp<D>& w,
+                                            const HeadKeys& keys, int n, int tiles) {
+    const int warp = threadIdx.x / 32, row = w.row, lane = w.lane;
+    const bool seen = !MASKED || n * STEP < row + 32;
+    float s[2][STEP / 8][4] = {};
+
+    // The keys have arrived, and all warps are done with the preceding values: S = q k^T while the new values load.
+    copy_async_wait<0>();
+    __syncthreads();
+    copy_values(sh.v, keys, n * STEP);
+    copy_async_commit();
+    if (seen) warp_multiply_rows<D, 3, TILE>(s, sh.q[0][warp * 32], sh.k);
+
+    // The values have arrived, and all warps are done with the keys: the next keys load during softmax and P v.
+    copy_async_wait<0>();
+    __syncthreads();
+    if (n + 1 < tiles) {
+        copy_keys(sh.k, keys, (n + 1) * STEP);
+        copy_async_commit();
+    }
+    if (!seen) return;
+    if (MASKED)  // keys after the query
+        for_each(s, [&](float& x, int i, int column) {
+            if (n * STEP + column > row + 8 * i + lane / 4) x = -INFINITY;
+        });
+    online_softmax(w, s, keys.T);
+#pragma unroll
+    for (int first = 0; first < STEP; first += 32) {
+        uint32_t p[2][2][4];
+        pack_fragment(p, s, first / 8);
+        warp_multiply_add<D, 1>(w.o, p, sh.v[0][first], lane_of_columns<D>(0));
+    }
+}
+
 // A block owns 128 queries of a head, a warp 32 of them. It walks the keys up to the diagonal in tiles of 64.
 template <int D>
 __global__ void __launch_bounds__(WARPS * 32, 2)
@@ -166,99 +275,30 @@ __global__ void __launch_bounds__(WARPS * 32, 2)
     PortableForwardShared<D>& sh = *(PortableForwardShared<D>*)raw;
     const int T = (int)shape.T, H = (int)shape.H, warp = threadIdx.x / 32, lane = threadIdx.x % 32;
     const auto [head, rank] = order.place(blockIdx.x);
-    const int q0 = (order.tiles - 1 - rank) * TILE, row = q0 + warp * 32;  // the block's and the warp's first query
-    const float scale2 = shape.scale * LOG2E;
+    const int q0 = (order.tiles - 1 - rank) * TILE;  // the block's first query
+    const HeadKeys keys = keys_of<D>(kv, k_rope, head, shape);
 
-    // The head's tensors, and the first two copies: the queries, and the first keys.
-    q += row_of(head, 0, T, H) * 3 * D, kv += row_of(head, 0, T, H) * 4 * D;
-    k_rope += head / H * shape.T * shape.k_rope_stride;
-    auto copy_keys = [&](int first) {
-        copy_tile<D, STEP, 2>(sh.k, kv, shape.H * 4 * D, first, T);
-        copy_tile<D, STEP, 1>(sh.k + 2, k_rope, shape.k_rope_stride, first, T);
-        copy_async_commit();
-    };
-    copy_tile<D, TILE, 3>(sh.q, q, shape.H * 3 * D, q0, T);
-    copy_keys(0);
+    // Prologue: the queries and the first keys start to load.
+    copy_tile<D, TILE, 3>(sh.q, q + row_of(head, 0, T, H) * 3 * D, shape.H * 3 * D, q0, T);
+    copy_keys(sh.k, keys, 0);
+    copy_async_commit();
+    PortableForwardWarp<D> w = {q0 + warp * 32, lane, shape.scale, shape.scale * LOG2E};
 
-    // o: the accumulator of P v, before the division. top, sum: maximum and sum of the thread's four rows.
-    float o[2][D / 4][4] = {}, top[4] = {-INFINITY, -INFINITY, -INFINITY, -INFINITY}, sum[4] = {};
-    float largest = -INFINITY;  // of the rows before T
-
-    // The online softmax, P = exp(scale (s - top)). A row's top follows its maximum only when P has grown by a factor
-    // of 2^8. Until then no rescaling is needed, and P has the precision of any other scale.
-    auto softmax = [&](float(&s)[2][STEP / 8][4]) {
-        float shrink[4];
-        bool moved = false;
-#pragma unroll
-        for (int i = 0; i < 4; i++) {
-            const float old = top[i];
-            float most = -INFINITY, here = 0;
-#pragma unroll
-            for (int j = 0; j < STEP / 4; j++) most = fmaxf(most, s[i / 2][j / 2][i % 2 * 2 + j % 2]);
-            most = quad_max(most);
-            if (row + 8 * i + lane / 4 < T) largest = fmaxf(largest, most * shape.scale);
-            const bool follow = (most - old) * scale2 > 8;
-            if (follow) top[i] = most;
-            moved |= follow;
-            // exp as a power of two: scale2 = scale log2(e).
-            const float shift = top[i] * scale2;
-            shrink[i] = follow ? exp2_approx(old * scale2 - shift) : 1;
-#pragma unroll
-            for (int j = 0; j < STEP / 4; j++) {
-                float& x = s[i / 2][j / 2][i % 2 * 2 + j % 2];
-                x = exp2_approx(x * scale2 - shift);
-                here += x;
-            }
-            sum[i] = sum[i] * shrink[i] + here;
-        }
-        // Rows whose top stays are multiplied by 1: no row's bits depend on the others.
-        if (__any_sync(0xffffffffu, moved)) for_each(o, [&](float& x, int i, int) { x *= shrink[i]; });
-    };
-
-    // One tile of keys and values, masked where the diagonal crosses it. Warps whose queries all come before it only
-    // copy.
+    // Mainloop: the tiles before the diagonal, then those that it crosses.
     const int tiles = (min(q0 + TILE, T) + STEP - 1) / STEP;
-    auto step = [&](int n, auto masked) {
-        const bool seen = !masked.value || n * STEP < row + 32;
-        float s[2][STEP / 8][4] = {};
-
-        // The keys have arrived, and all warps are done with the preceding values: S = q k^T while the new values load.
-        copy_async_wait<0>();
-        __syncthreads();
-        copy_tile<D, STEP, 2>(sh.v, kv + 2 * D, shape.H * 4 * D, n * STEP, T);
-        copy_async_commit();
-        if (seen) warp_multiply_rows<D, 3, TILE>(s, sh.q[0][warp * 32], sh.k);
-
-        // The values have arrived, and all warps are done with the keys: the next keys load during softmax and P v.
-        copy_async_wait<0>();
-        __syncthreads();
-        if (n + 1 < tiles) copy_keys((n + 1) * STEP);
-        if (!seen) return;
-        if (masked.value)  // keys after the query
-            for_each(s, [&](float& x, int i, int column) {
-                if (n * STEP + column > row + 8 * i + lane / 4) x = -INFINITY;
-            });
-        softmax(s);
-#pragma unroll
-        for (int keys = 0; keys < STEP; keys += 32) {
-            uint32_t p[2][2][4];
-            pack_fragment(p, s, keys / 8);
-            warp_multiply_add<D, 1>(o, p, sh.v[0][keys], lane_of_columns<D>(0));
-        }
-    };
     int n = 0;
-    for (; n < q0 / STEP; n++) step(n, std::false_type());
-    for (; n < tiles; n++) step(n, std::true_type());
+    for (; n < q0 / STEP; n++) attend_tile<false>(sh, w, keys, n, tiles);
+    for (; n < tiles; n++) attend_tile<true>(sh, w, keys, n, tiles);
 
 #pragma unroll
     for (int i = 0; i < 4; i++) {
         // Epilogue: out = o / sum, lse = scale top + ln(sum).
-        const int t = row + 8 * i + lane / 4;
-        const float l = quad_sum(sum[i]);
-        if (t < T && lane % 4 == 0) lse[(int64_t)head * T + t] = top[i] * shape.scale + logf(l);
-        store_row<2 * D>(out + row_of(head, t, T, H) * 2 * D, *(const float(*)[D])o[i / 2], i % 2, 1 / l, t < T);
+        const int t = w.row + 8 * i + lane / 4;
+        const float l = quad_sum(w.sum[i]);
+        if (t < T && lane % 4 == 0) lse[(int64_t)head * T + t] = w.top[i] * shape.scale + logf(l);
+        store_row<2 * D>(out + row_of(head, t, T, H) * 2 * D, *(const float(*)[D])w.o[i / 2], i % 2, 1 / l, t < T);
     }
-    take_in_logit(max_logit, largest);
+    take_in_logit(max_logit, w.largest);
 }
 
 template <int D>

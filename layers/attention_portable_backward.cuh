@@ -5,8 +5,14 @@
 // Tiles are 64 queries by 64 keys. The four warps of a block work in pairs, and a pair owns 32 rows. Each of its warps
 // computes 32 columns of scores, P and dS, and accumulates the gradients of every other 8 columns of the 32 rows. So
 // each needs the other's P and dS as left operands: these are exchanged as fragments through shared memory, register by
-// register. A warp multiplies its own fragments while the other's arrive. (A warp with 16 rows of its own would need no
-// exchange, but a third more shared-memory bandwidth, which bounds these kernels.)
+// register. A warp multiplies its own fragments while the other's arrive.
+//
+//   scores of a tile       columns 0 .. 31   32 .. 63        gradients of the rows
+//     rows  0 .. 31      |     warp 0      |  warp 1  |      warp 0: columns 0 .. 7, 16 .. 23, ..
+//     rows 32 .. 63      |     warp 2      |  warp 3  |      warp 1: columns 8 .. 15, 24 .. 31, ..
+//
+// Bound by the bandwidth of shared memory. A warp with 16 rows of its own would need no exchange, but a third more
+// bandwidth.
 //
 // There are two buffers, as in forward. The GEMMs are ordered so that each buffer is filled while a GEMM uses the
 // other:
@@ -37,7 +43,10 @@ __device__ __forceinline__ void get_fragments(uint32_t (&a)[2][2][4], const Frag
     for (int i = 0; i < 4; i++) {
         const uint4 x = from[i / 2][i % 2][threadIdx.x % 32];
         uint32_t* to = a[i / 2][i % 2];
-        to[0] = x.x, to[1] = x.y, to[2] = x.z, to[3] = x.w;
+        to[0] = x.x;
+        to[1] = x.y;
+        to[2] = x.z;
+        to[3] = x.w;
     }
 }
 
@@ -47,6 +56,16 @@ __device__ __forceinline__ void pair_sync(int pair) {
         named_sync(1, 64);
     else
         named_sync(2, 64);
+}
+
+struct PairPlace {
+    int pair_row, row;       // row: the thread's first; it also holds rows + 8, + 16 and + 24
+    int side, mine, others;  // columns mine .. mine + 31 are this warp's
+};
+
+__device__ __forceinline__ PairPlace pair_place(int warp, int lane) {
+    const int side = warp % 2, pair_row = warp / 2 * 32;
+    return {pair_row, pair_row + lane / 4, side, side * 32, 32 - side * 32};
 }
 
 // Two neighbouring columns of a row.
@@ -64,6 +83,57 @@ struct PortableQueriesShared {
     Fragments ds[WARPS];
 };
 
+// A warp's accumulator, every other 8 columns of dq, and lse and delta of the thread's rows.
+template <int D>
+struct PortableQueriesWarp {
+    float dq[2][D * 3 / 16][4] = {};
+    float lse[4], delta[4];
+};
+
+// Mainloop of dq: tile n of keys and values, masked on the diagonal, the last tile.
+template <bool MASKED, int D>
+__device__ __forceinline__ void dq_tile(PortableQueriesShared<D>& sh, PortableQueriesWarp<D>& w, const HeadKeys& keys,
+                                        const PairPlace& at, int n, float scale2) {
+    const int warp = threadIdx.x / 32, row = at.row, mine = at.mine;
+    float s[2][4][4] = {}, dp[2][4][4];
+    uint32_t ds[2][2][4];
+
+    // The values have arrived, and all warps are done with the preceding keys: dP = dout v^T - delta while the new
+    // keys load.
+    copy_async_wait<0>();
+    __syncthreads();
+    copy_keys(sh.k, keys, n * STEP);
+    copy_async_commit();
+    for_each(dp, [&](float& x, int i, int) { x = w.delta[i]; });
+    warp_multiply_rows<D, 2, STEP>(dp, sh.dout[0][at.pair_row], sh.v[0][mine]);
+
+    // The keys have arrived, and all warps are done with the values: S = q k^T, P = exp(scale S - lse) while the next
+    // values load.
+    copy_async_wait<0>();
+    __syncthreads();
+    if (!MASKED) {
+        copy_values(sh.v, keys, (n + 1) * STEP);
+        copy_async_commit();
+    }
+    warp_multiply_rows<D, 3, STEP>(s, sh.q[0][at.pair_row], sh.k[0][mine]);
+    for_each(s, [&](float& x, int i, int column) {
+        x = exp2_approx(x * scale2 + w.lse[i]);
+        if (MASKED && mine + column > row + 8 * i) x = 0;
+    });
+#pragma unroll
+    for (int i = 0; i < 32; i++) s[i / 16][i / 4 % 4][i % 4] *= dp[i / 16][i / 4 % 4][i % 4];  // dS = P (dP - delta)
+    pack_fragment(ds, s, 0);
+    put_fragments(sh.ds[warp], ds);
+
+    // dq += dS k: first with the keys of this warp's dS, then with those of the other warp of the pair.
+    const int lane_at = lane_of_columns<D>(at.side);
+    warp_multiply_add<D, 2>(w.dq, ds, sh.k[0][mine], lane_at);
+    pair_sync(warp / 2);
+    get_fragments(ds, sh.ds[warp ^ 1]);
+    warp_multiply_add<D, 2>(w.dq, ds, sh.k[0][at.others], lane_at);
+}
+
+// A block owns 64 queries of a head, and walks the keys up to the diagonal.
 template <int D>
 __global__ void __launch_bounds__(WARPS * 32, 2)
     attention_portable_dq_kernel(floatX* dq, const float* start_lse, const float* start_delta, const floatX* dout,
@@ -72,83 +142,38 @@ __global__ void __launch_bounds__(WARPS * 32, 2)
     extern __shared__ __align__(1024) char raw[];
     PortableQueriesShared<D>& sh = *(PortableQueriesShared<D>*)raw;
     const int T = (int)shape.T, H = (int)shape.H, warp = threadIdx.x / 32, lane = threadIdx.x % 32;
-    const int side = warp % 2, mine = side * 32, others = 32 - mine;  // columns of a tile
     const auto [head, rank] = order.place(blockIdx.x);
-    const int tile = order.tiles - 1 - rank, q0 = tile * STEP, pair_row = warp / 2 * 32;
-    const int row = pair_row + lane / 4;  // in the tile; the thread also holds rows + 8, + 16 and + 24
+    const int tile = order.tiles - 1 - rank, q0 = tile * STEP;
+    const PairPlace at = pair_place(warp, lane);
     const float scale2 = shape.scale * LOG2E;
 
-    // The head's tensors, and the first copies: q, dout and the first values; then the first keys.
+    // Prologue: q, dout and the first values start to load.
     const int64_t start = row_of(head, 0, T, H);
-    kv += start * 4 * D, k_rope += head / H * shape.T * shape.k_rope_stride;
-    auto copy_keys = [&](int n) {
-        copy_tile<D, STEP, 2>(sh.k, kv, shape.H * 4 * D, n * STEP, T);
-        copy_tile<D, STEP, 1>(sh.k + 2, k_rope, shape.k_rope_stride, n * STEP, T);
-        copy_async_commit();
-    };
-    auto copy_values = [&](int n) {
-        copy_tile<D, STEP, 2>(sh.v, kv + 2 * D, shape.H * 4 * D, n * STEP, T);
-        copy_async_commit();
-    };
+    const HeadKeys keys = keys_of<D>(kv, k_rope, head, shape);
     copy_tile<D, STEP, 3>(sh.q, q + start * 3 * D, shape.H * 3 * D, q0, T);
     copy_tile<D, STEP, 2>(sh.dout, dout + start * 2 * D, shape.H * 2 * D, q0, T);
-    copy_values(0);
-
-    // grad: the accumulator of dq, this warp's columns. lse and delta are those of the thread's rows.
-    float grad[2][D * 3 / 16][4] = {}, lse_row[4], delta_row[4];
+    copy_values(sh.v, keys, 0);
+    copy_async_commit();
+    PortableQueriesWarp<D> w;
 #pragma unroll
     for (int i = 0; i < 4; i++) {
-        lse_row[i] = start_lse[head * padded + q0 + row + 8 * i] * scale2;
-        delta_row[i] = start_delta[head * padded + q0 + row + 8 * i];
+        w.lse[i] = start_lse[head * padded + q0 + at.row + 8 * i] * scale2;
+        w.delta[i] = start_delta[head * padded + q0 + at.row + 8 * i];
     }
 
-    auto step = [&](int n, auto masked) {
-        float s[2][4][4] = {}, dp[2][4][4];
-        uint32_t ds[2][2][4];
+    // Mainloop.
+    for (int n = 0; n < tile; n++) dq_tile<false>(sh, w, keys, at, n, scale2);
+    dq_tile<true>(sh, w, keys, at, tile, scale2);
 
-        // The values have arrived, and all warps are done with the preceding keys: dP = dout v^T - delta while the new
-        // keys load.
-        copy_async_wait<0>();
-        __syncthreads();
-        copy_keys(n);
-        for_each(dp, [&](float& x, int i, int) { x = delta_row[i]; });
-        warp_multiply_rows<D, 2, STEP>(dp, sh.dout[0][pair_row], sh.v[0][mine]);
-
-        // The keys have arrived, and all warps are done with the values: S = q k^T, P = exp(scale S - lse) while the
-        // next values load.
-        copy_async_wait<0>();
-        __syncthreads();
-        if (n < tile) copy_values(n + 1);
-        warp_multiply_rows<D, 3, STEP>(s, sh.q[0][pair_row], sh.k[0][mine]);
-        for_each(s, [&](float& x, int i, int column) {
-            x = exp2_approx(x * scale2 + lse_row[i]);
-            if (masked.value && mine + column > row + 8 * i) x = 0;
-        });
-#pragma unroll
-        for (int i = 0; i < 32; i++)
-            s[i / 16][i / 4 % 4][i % 4] *= dp[i / 16][i / 4 % 4][i % 4];  // dS = P (dP - delta)
-        pack_fragment(ds, s, 0);
-        put_fragments(sh.ds[warp], ds);
-
-        // dq += dS k: first with the keys of this warp's dS, then with those of the other warp of the pair.
-        const int at = lane_of_columns<D>(side);
-        warp_multiply_add<D, 2>(grad, ds, sh.k[0][mine], at);
-        pair_sync(warp / 2);
-        get_fragments(ds, sh.ds[warp ^ 1]);
-        warp_multiply_add<D, 2>(grad, ds, sh.k[0][others], at);
-    };
-    for (int n = 0; n < tile; n++) step(n, std::false_type());
-    step(tile, std::true_type());  // on the diagonal
-
-    // Epilogue: dq, times scale.
 #pragma unroll
     for (int i = 0; i < 4; i++) {
-        const int m = i / 2, half = i % 2, t = q0 + row + 8 * i;
-        floatX* to = dq + row_of(head, t, T, H) * 3 * D + 8 * side + lane % 4 * 2;
+        // Epilogue: dq, times scale.
+        const int m = i / 2, e = i % 2 * 2, t = q0 + at.row + 8 * i;
+        floatX* to = dq + row_of(head, t, T, H) * 3 * D + 8 * at.side + lane % 4 * 2;
         if (t >= T) continue;
 #pragma unroll
         for (int j = 0; j < D * 3 / 16; j++)
-            store_pair(to + 16 * j, grad[m][j][2 * half] * shape.scale, grad[m][j][2 * half + 1] * shape.scale);
+            store_pair(to + 16 * j, w.dq[m][j][e] * shape.scale, w.dq[m][j][e + 1] * shape.scale);
     }
 }
 
@@ -171,11 +196,88 @@ __device__ __forceinline__ void start_columns(float (&s)[2][4][4], const float* 
     for (int n = 0; n < 4; n++) {
         const float2 x = *(const float2*)(columns + 8 * n + threadIdx.x % 4 * 2);
 #pragma unroll
-        for (int i = 0; i < 4; i++) s[i / 2][n][i % 2 * 2] = x.x, s[i / 2][n][i % 2 * 2 + 1] = x.y;
+        for (int i = 0; i < 8; i++) s[i / 4][n][i % 4] = i % 2 ? x.y : x.x;
     }
 }
 
-// Rows are keys: s, dp, p and ds are transposed.
+// A head's queries in global memory, with their dout, lse and delta.
+struct HeadQueries {
+    const floatX *q, *dout;
+    const float *lse, *delta;
+    int64_t H;
+    int T;
+};
+
+// Begins to copy one number for each query of tile m.
+__device__ __forceinline__ void copy_numbers(float* to, const float* from, int m) {
+    if (threadIdx.x < STEP / 4) copy_async_16(to + threadIdx.x * 4, from + m * STEP + threadIdx.x * 4, 16);
+    copy_async_commit();
+}
+
+// Begin to copy tile m of the queries with lse, or of dout with delta.
+template <int D>
+__device__ __forceinline__ void copy_queries(PortableKeysShared<D>& sh, const HeadQueries& from, int m) {
+    copy_tile<D, STEP, 3>(sh.q, from.q, from.H * 3 * D, m * STEP, from.T);
+    copy_numbers(sh.lse, from.lse, m);
+}
+template <int D>
+__device__ __forceinline__ void copy_dout(PortableKeysShared<D>& sh, const HeadQueries& from, int m) {
+    copy_tile<D, STEP, 2>(sh.dout, from.dout, from.H * 2 * D, m * STEP, from.T);
+    copy_numbers(sh.delta, from.delta, m);
+}
+
+// Mainloop of dk and dv: tile m of queries, masked on the diagonal. Rows are keys: s, dp, p and ds are transposed.
+template <bool MASKED, int D>
+__device__ __forceinline__ void dkv_tile(PortableKeysShared<D>& sh, float (&dk)[2][D * 3 / 16][4],
+                                         float (&dv)[2][D / 8][4], const HeadQueries& queries, const PairPlace& at,
+                                         int m, float scale2) {
+    const int warp = threadIdx.x / 32, row = at.row, mine = at.mine;
+    float s[2][4][4];
+    uint32_t p[2][2][4], ds[2][2][4], other[2][2][4];
+
+    // The queries have arrived, and all warps are done with the preceding dout. While the new dout loads: S^T = k q^T -
+    // lse / scale and P^T = exp(scale S^T).
+    copy_async_wait<0>();
+    __syncthreads();
+    copy_dout(sh, queries, m);
+    start_columns(s, sh.lse + mine);
+    warp_multiply_rows<D, 3, STEP>(s, sh.k[0][at.pair_row], sh.q[0][mine]);
+    for_each(s, [&](float& x, int i, int column) {
+        x = exp2_approx(x * scale2);
+        if (MASKED && mine + column < row + 8 * i) x = 0;
+    });
+    pack_fragment(p, s, 0);
+    put_fragments(sh.p[warp], p);
+
+    // dout has arrived: dP^T = v dout^T - delta, dS^T = P^T (dP^T - delta), with P rounded as the GEMM uses it.
+    copy_async_wait<0>();
+    __syncthreads();
+    start_columns(s, sh.delta + mine);
+    warp_multiply_rows<D, 2, STEP>(s, sh.v[0][at.pair_row], sh.dout[0][mine]);
+#pragma unroll
+    for (int i = 0; i < 32; i++) {
+        const uint32_t both = p[i / 16][i / 8 % 2][i / 2 % 4];
+        s[i / 16][i / 4 % 4][i % 4] *= __uint_as_float(i % 2 ? both & 0xffff0000u : both << 16);
+    }
+    pack_fragment(ds, s, 0);
+    put_fragments(sh.ds[warp], ds);
+
+    // dk += dS^T q: first with the queries of this warp's dS, then with those of the other warp of the pair.
+    const int lane_at = lane_of_columns<D>(at.side);
+    warp_multiply_add<D, 2>(dk, ds, sh.q[0][mine], lane_at);
+    pair_sync(warp / 2);
+    get_fragments(other, sh.ds[warp ^ 1]);
+    warp_multiply_add<D, 2>(dk, other, sh.q[0][at.others], lane_at);
+
+    // All warps are done with the queries: the next ones load during dv += P^T dout.
+    __syncthreads();
+    if ((m + 1) * STEP < queries.T) copy_queries(sh, queries, m + 1);
+    warp_multiply_add<D, 2>(dv, p, sh.dout[0][mine], lane_at);
+    get_fragments(other, sh.p[warp ^ 1]);
+    warp_multiply_add<D, 2>(dv, other, sh.dout[0][at.others], lane_at);
+}
+
+// A block owns 64 keys of a head, and walks the queries from the diagonal on.
 template <int D>
 __global__ void __launch_bounds__(WARPS * 32, 2)
     attention_portable_dkv_kernel(floatX* dkv, float* rope_part, const float* start_lse, const float* start_delta,
@@ -184,86 +286,28 @@ __global__ void __launch_bounds__(WARPS * 32, 2)
     extern __shared__ __align__(1024) char raw[];
     PortableKeysShared<D>& sh = *(PortableKeysShared<D>*)raw;
     const int T = (int)shape.T, H = (int)shape.H, warp = threadIdx.x / 32, lane = threadIdx.x % 32;
-    const int side = warp % 2, mine = side * 32, others = 32 - mine;  // columns of a tile
-    const auto [head, rank] = order.place(blockIdx.x);
-    const int tile = rank, k0 = tile * STEP, pair_row = warp / 2 * 32, row = pair_row + lane / 4;
+    const auto [head, tile] = order.place(blockIdx.x);
+    const PairPlace at = pair_place(warp, lane);
     const float scale2 = shape.scale * LOG2E;
 
-    // The head's tensors, and the first copies: keys, values and the first queries; then their dout.
+    // Prologue: keys, values and the first queries start to load.
     const int64_t start = row_of(head, 0, T, H);
-    q += start * 3 * D, dout += start * 2 * D, kv += start * 4 * D;
-    k_rope += head / H * shape.T * shape.k_rope_stride, start_lse += head * padded, start_delta += head * padded;
-    auto copy_numbers = [&](float* to, const float* from, int m) {  // one for each of the tile's queries
-        if (threadIdx.x < STEP / 4) copy_async_16(to + threadIdx.x * 4, from + m * STEP + threadIdx.x * 4, 16);
-        copy_async_commit();
-    };
-    auto copy_queries = [&](int m) {
-        copy_tile<D, STEP, 3>(sh.q, q, shape.H * 3 * D, m * STEP, T);
-        copy_numbers(sh.lse, start_lse, m);
-    };
-    auto copy_dout = [&](int m) {
-        copy_tile<D, STEP, 2>(sh.dout, dout, shape.H * 2 * D, m * STEP, T);
-        copy_numbers(sh.delta, start_delta, m);
-    };
-    copy_tile<D, STEP, 2>(sh.k, kv, shape.H * 4 * D, k0, T);
-    copy_tile<D, STEP, 1>(sh.k + 2, k_rope, shape.k_rope_stride, k0, T);
-    copy_tile<D, STEP, 2>(sh.v, kv + 2 * D, shape.H * 4 * D, k0, T);
-    copy_queries(tile);
+    const HeadKeys keys = keys_of<D>(kv, k_rope, head, shape);
+    const HeadQueries queries = {
+        q + start * 3 * D, dout + start * 2 * D, start_lse + head * padded, start_delta + head * padded, shape.H, T};
+    copy_keys(sh.k, keys, tile * STEP);
+    copy_values(sh.v, keys, tile * STEP);
+    copy_queries(sh, queries, tile);
 
-    // Accumulators, this warp's columns: dk with its rope part, and dv.
+    // Mainloop. The warp's accumulators, every other 8 columns: dk with its rope part, and dv.
     float dk[2][D * 3 / 16][4] = {}, dv[2][D / 8][4] = {};
-    auto step = [&](int m, auto masked) {
-        float s[2][4][4];
-        uint32_t p[2][2][4], ds[2][2][4], other[2][2][4];
-
-        // The queries have arrived, and all warps are done with the preceding dout. While the new dout loads: S^T = k
-        // q^T - lse / scale and P^T = exp(scale S^T).
-        copy_async_wait<0>();
-        __syncthreads();
-        copy_dout(m);
-        start_columns(s, sh.lse + mine);
-        warp_multiply_rows<D, 3, STEP>(s, sh.k[0][pair_row], sh.q[0][mine]);
-        for_each(s, [&](float& x, int i, int column) {
-            x = exp2_approx(x * scale2);
-            if (masked.value && mine + column < row + 8 * i) x = 0;
-        });
-        pack_fragment(p, s, 0);
-        put_fragments(sh.p[warp], p);
-
-        // dout has arrived: dP^T = v dout^T - delta, dS^T = P^T (dP^T - delta), with P rounded as the GEMM uses it.
-        copy_async_wait<0>();
-        __syncthreads();
-        start_columns(s, sh.delta + mine);
-        warp_multiply_rows<D, 2, STEP>(s, sh.v[0][pair_row], sh.dout[0][mine]);
-#pragma unroll
-        for (int i = 0; i < 32; i++) {
-            const uint32_t both = p[i / 16][i / 8 % 2][i / 2 % 4];
-            s[i / 16][i / 4 % 4][i % 4] *= __uint_as_float(i % 2 ? both & 0xffff0000u : both << 16);
-        }
-        pack_fragment(ds, s, 0);
-        put_fragments(sh.ds[warp], ds);
-
-        // dk += dS^T q: first with the queries of this warp's dS, then with those of the other warp of the pair.
-        const int at = lane_of_columns<D>(side);
-        warp_multiply_add<D, 2>(dk, ds, sh.q[0][mine], at);
-        pair_sync(warp / 2);
-        get_fragments(other, sh.ds[warp ^ 1]);
-        warp_multiply_add<D, 2>(dk, other, sh.q[0][others], at);
-
-        // All warps are done with the queries: the next ones load during dv += P^T dout.
-        __syncthreads();
-        if ((m + 1) * STEP < T) copy_queries(m + 1);
-        warp_multiply_add<D, 2>(dv, p, sh.dout[0][mine], at);
-        get_fragments(other, sh.p[warp ^ 1]);
-        warp_multiply_add<D, 2>(dv, other, sh.dout[0][others], at);
-    };
-    step(tile, std::true_type());  // on the diagonal
-    for (int m = tile + 1; m * STEP < T; m++) step(m, std::false_type());
+    dkv_tile<true>(sh, dk, dv, queries, at, tile, scale2);
+    for (int m = tile + 1; m * STEP < T; m++) dkv_tile<false>(sh, dk, dv, queries, at, m, scale2);
 
 #pragma unroll
     for (int i = 0; i < 4; i++) {
         // Epilogue: dk, times scale, and dv. The rope part is stored per head in float32.
-        const int m = i / 2, e = i % 2 * 2, t = k0 + row + 8 * i, column = 8 * side + lane % 4 * 2;
+        const int m = i / 2, e = i % 2 * 2, t = tile * STEP + at.row + 8 * i, column = 8 * at.side + lane % 4 * 2;
         floatX* to = dkv + row_of(head, t, T, H) * 4 * D + column;
         float* part = rope_part + ((int64_t)head * T + t) * D + column;
         if (t >= T) continue;

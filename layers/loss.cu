@@ -1,14 +1,15 @@
-// Cross-entropy, fused forward and backward. Bound by memory. How it works:
+// Cross-entropy, fused forward and backward. Bound by memory. A thread block cluster of four blocks shares a row of
+// logits. Each block copies its quarter once into shared memory: one slot for each 16-byte vector.
 //
-//   1. A thread block cluster of four blocks shares a row of logits. Each block copies its quarter once into shared
-//      memory (cp.async); every thread reads only what it copied itself.
-//   2. Online softmax: each thread sums exponentials under a running maximum.
-//   3. Reduction over the warp, the block and the cluster. The four blocks exchange maximum and sum through distributed
-//      shared memory.
-//   4. The gradient overwrites the logits.
+//   prologue             for each row of the cluster
+//   +---------------+    +----------------+    +---------------------+    +---------------------------+
+//   | row 0: fetch  |    | online softmax |    | reduction over      |    | gradient over the logits  |
+//   | by cp.async   |--->| of the quarter |--->| warp, block,        |--->| next row: fetch, into the |---> next row
+//   +---------------+    +----------------+    | and the four blocks |    | slots of read vectors     |
+//                                              +---------------------+    +---------------------------+
 //
-// A cluster processes several rows. Prefetch: as soon as a 16-byte vector of this row is consumed, cp.async loads the
-// next row's vector into its slot. So reads and writes of an SM overlap.
+// The four blocks exchange maximum and sum through distributed shared memory. Prefetch: as soon as a vector of this row
+// is consumed, cp.async loads the next row's vector into its slot. So reads and writes of an SM overlap.
 //
 // Padding is -inf in shared memory, and full batches of vectors are processed without branches. So a logit costs 5
 // instructions in either pass. One of them is ex2.approx (2^-22), whose unit is busy for 60 % of the time. Sums are in
@@ -54,124 +55,146 @@ static __device__ __forceinline__ float top_of(const Vec8 p[B]) {
 #define IN_CLUSTERS __cluster_dims__(CLUSTER)
 #endif
 
-static __global__ void IN_CLUSTERS __launch_bounds__(THREADS, 4)
-    cross_entropy_kernel(float* loss, floatX* logits, const int32_t* target, int64_t N, int64_t V, int64_t Vp,
-                         float dscale) {
-#if !defined(__CUDA_ARCH__) || __CUDA_ARCH__ >= 900
-    wait_for_previous();
-    // This block's quarter of the row: `count` vectors from `first` on.
-    extern __shared__ __align__(16) char quarter[];
-    __shared__ Softmax of_warp[WARPS], of_block[2][CLUSTER];
-    Vec8* kept = (Vec8*)quarter;
-    cooperative_groups::cluster_group cluster = cooperative_groups::this_cluster();
-    const int rank = (int)cluster.block_rank(), warp = threadIdx.x / 32, lane = threadIdx.x % 32;
-    const int vectors = (int)(Vp / 8), per = (vectors + CLUSTER - 1) / CLUSTER, first = rank * per;
-    const int count = min(per, vectors - first);  // vectors of this block
-    const int valid = (int)V - first * 8;         // its logits that are not padding
-    const int64_t next = gridDim.x / CLUSTER;
+// The block's quarter of a row, a slot of shared memory for each 16-byte vector. A thread reads only slots that it
+// filled itself.
+struct Quarter {
+    Vec8* slots;
+    int count;  // vectors
+    int valid;  // logits that are not padding
 
     // Calls take() for the vectors of this thread, in full batches of BATCH and then one by one.
-    auto in_batches = [&](auto take) {
+    template <typename Take>
+    __device__ __forceinline__ void in_batches(Take take) const {
         int i = threadIdx.x;
         for (; i + (BATCH - 1) * THREADS < count; i += BATCH * THREADS) take(i, Int<BATCH>());
         for (; i < count; i += THREADS) take(i, Int<1>());
-    };
+    }
 
-    // Starts the copy of a vector; padding becomes -inf.
-    auto fetch = [&](int i, const floatX* z) {
+    // Starts the copy of vector i of z; padding becomes -inf.
+    __device__ __forceinline__ void fetch(int i, const floatX* z) const {
         const floatX* from = z + (int64_t)i * 8;
         if ((i + 1) * 8 <= valid) {
-            __pipeline_memcpy_async(kept + i, from, 16);
+            __pipeline_memcpy_async(slots + i, from, 16);
         } else {  // padding may hold anything
             float f[8];
             load(f, from);
 #pragma unroll
             for (int j = 0; j < 8; j++)
                 if (i * 8 + j >= valid) f[j] = -INFINITY;
-            kept[i] = vec8_of(f);
+            slots[i] = vec8_of(f);
         }
-    };
+    }
+};
 
-    // The first row starts to load.
+// A batch of B vectors, THREADS slots apart, in registers.
+template <int B>
+static __device__ __forceinline__ void read_batch(Vec8 (&p)[B], const Vec8* slot) {
+#pragma unroll
+    for (int b = 0; b < B; b++) p[b] = slot[b * THREADS];
+}
+
+// Online softmax: adds a batch, with one correction of the running sum.
+template <int B>
+static __device__ __forceinline__ void add_batch(Softmax& mine, const Vec8* slot, Int<B>) {
+    Vec8 p[B];
+    read_batch(p, slot);
+    const float top = fmaxf(mine.top, top_of<B>(p) * LOG2_E);
+    mine.sum *= exp2_approx(mine.top - top);
+    mine.top = top;
+#pragma unroll
+    for (int b = 0; b < B; b++) {
+        float f[8];
+        floats_of(f, p[b]);
+#pragma unroll
+        for (int j = 0; j < 8; j++) f[j] = exp2_approx(fmaf(f[j], LOG2_E, -top));
+#pragma unroll
+        for (int d = 1; d < 8; d *= 2)
+#pragma unroll
+            for (int j = 0; j < 8; j += 2 * d) f[j] += f[j + d];
+        mine.sum += f[0];
+    }
+}
+
+// Reduction over the warp, the block and the cluster: every block receives the partial results of the others.
+static __device__ __forceinline__ Softmax reduce(Softmax mine, int turn, int rank, auto& cluster) {
+    __shared__ Softmax of_warp[WARPS], of_block[2][CLUSTER];
+#pragma unroll
+    for (int d = 16; d; d /= 2)
+        mine.add(__shfl_xor_sync(0xffffffffu, mine.top, d), __shfl_xor_sync(0xffffffffu, mine.sum, d));
+    if (threadIdx.x % 32 == 0) of_warp[threadIdx.x / 32] = mine;
+    __syncthreads();
+    if (threadIdx.x < CLUSTER) {
+        mine = of_warp[0];
+        for (int w = 1; w < WARPS; w++) mine.add(of_warp[w].top, of_warp[w].sum);
+        *cluster.map_shared_rank(&of_block[turn][rank], threadIdx.x) = mine;
+    }
+    __syncwarp();
+    cluster.sync();  // one a row: of_block alternates
+    Softmax all = of_block[turn][0];
+    for (int r = 1; r < CLUSTER; r++) all.add(of_block[turn][r].top, of_block[turn][r].sum);
+    return all;
+}
+
+// The gradient scale exp(z - top) of a batch, which begins at vector i, overwrites its logits.
+template <int B>
+static __device__ __forceinline__ void write_gradient(floatX* z, int i, const Vec8 (&p)[B], float scale, float top) {
+#pragma unroll
+    for (int b = 0; b < B; b++) {
+        float f[8];
+        floats_of(f, p[b]);
+#pragma unroll
+        for (int j = 0; j < 8; j++) f[j] = scale * exp2_approx(fmaf(f[j], LOG2_E, -top));
+        store(z + (int64_t)(i + b * THREADS) * 8, f);
+    }
+}
+
+// A cluster processes rows n, n + next, n + 2 next, ..
+static __global__ void IN_CLUSTERS __launch_bounds__(THREADS, 4)
+    cross_entropy_kernel(float* loss, floatX* logits, const int32_t* target, int64_t N, int64_t V, int64_t Vp,
+                         float dscale) {
+#if !defined(__CUDA_ARCH__) || __CUDA_ARCH__ >= 900
+    wait_for_previous();
+    extern __shared__ __align__(16) char shared[];
+    auto cluster = cooperative_groups::this_cluster();
+    const int rank = (int)cluster.block_rank();
+    const int vectors = (int)(Vp / 8), per = (vectors + CLUSTER - 1) / CLUSTER, first = rank * per;
+    const Quarter quarter = {(Vec8*)shared, min(per, vectors - first), (int)V - first * 8};
+    const int64_t next = gridDim.x / CLUSTER;
+
+    // Prologue: the first row starts to load.
     int64_t n = blockIdx.x / CLUSTER;
     floatX* z = logits + n * Vp + (int64_t)first * 8;
-    for (int i = threadIdx.x; i < count; i += THREADS) fetch(i, z);
+    for (int i = threadIdx.x; i < quarter.count; i += THREADS) quarter.fetch(i, z);
     __pipeline_commit();
     cluster.sync();  // every block of the cluster runs: its shared memory may be written
     for (int turn = 0; n < N; n += next, z += next * Vp, turn ^= 1) {
-        // This block's part of the row has arrived.
+        // The block's quarter has arrived. The softmax of the row: of the thread, then over the cluster.
         const int right = target[n] - first * 8;
         Softmax mine = {LOWEST, 0};
         __pipeline_wait_prior(0);
+        quarter.in_batches([&](int i, auto batch) { add_batch(mine, quarter.slots + i, batch); });
+        const Softmax all = reduce(mine, turn, rank, cluster);
 
-        // The thread's maximum and sum of exponentials.
-        in_batches([&](int i, auto batch) {
-            constexpr int B = decltype(batch)::value;
-            Vec8 p[B];
-#pragma unroll
-            for (int b = 0; b < B; b++) p[b] = kept[i + b * THREADS];
-            const float top = fmaxf(mine.top, top_of<B>(p) * LOG2_E);
-            mine.sum *= exp2_approx(mine.top - top);
-            mine.top = top;
-#pragma unroll
-            for (int b = 0; b < B; b++) {
-                float f[8];
-                floats_of(f, p[b]);
-#pragma unroll
-                for (int j = 0; j < 8; j++) f[j] = exp2_approx(fmaf(f[j], LOG2_E, -top));
-#pragma unroll
-                for (int d = 1; d < 8; d *= 2)
-#pragma unroll
-                    for (int j = 0; j < 8; j += 2 * d) f[j] += f[j + d];
-                mine.sum += f[0];
-            }
-        });
-
-        // Reduction over the warp, the block and the cluster: every block receives the partial results of the others.
-#pragma unroll
-        for (int d = 16; d; d /= 2)
-            mine.add(__shfl_xor_sync(0xffffffffu, mine.top, d), __shfl_xor_sync(0xffffffffu, mine.sum, d));
-        if (lane == 0) of_warp[warp] = mine;
-        __syncthreads();
-        if (threadIdx.x < CLUSTER) {
-            mine = of_warp[0];
-            for (int w = 1; w < WARPS; w++) mine.add(of_warp[w].top, of_warp[w].sum);
-            *cluster.map_shared_rank(&of_block[turn][rank], threadIdx.x) = mine;
-        }
-        __syncwarp();
-        cluster.sync();  // one a row: of_block alternates
-        Softmax all = of_block[turn][0];
-        for (int r = 1; r < CLUSTER; r++) all.add(of_block[turn][r].top, of_block[turn][r].sum);
-
-        // The gradient dscale softmax(z) overwrites the logits. Meanwhile the next row is prefetched into the slots.
+        // The owner of the target keeps its logit, before the next row takes the slot.
         const float scale = dscale / all.sum;
         const bool more = n + next < N;
-        const bool owner = right >= 0 && right < count * 8 && right / 8 % THREADS == threadIdx.x;
+        const bool owner = right >= 0 && right < quarter.count * 8 && right / 8 % THREADS == threadIdx.x;
         float z_right = 0;
-        if (owner) z_right = __bfloat162float(((const floatX*)kept)[right]);
-        in_batches([&](int i, auto batch) {
-            constexpr int B = decltype(batch)::value;
+        if (owner) z_right = __bfloat162float(((const floatX*)quarter.slots)[right]);
+
+        // The gradient dscale softmax(z). Meanwhile the next row is prefetched into the slots.
+        quarter.in_batches([&]<int B>(int i, Int<B>) {
             Vec8 p[B];
-#pragma unroll
-            for (int b = 0; b < B; b++) p[b] = kept[i + b * THREADS];
+            read_batch(p, quarter.slots + i);
             if (more)
 #pragma unroll
-                for (int b = 0; b < B; b++) fetch(i + b * THREADS, z + next * Vp);
-            if (dscale == 0) return;
-#pragma unroll
-            for (int b = 0; b < B; b++) {
-                float f[8];
-                floats_of(f, p[b]);
-#pragma unroll
-                for (int j = 0; j < 8; j++) f[j] = scale * exp2_approx(fmaf(f[j], LOG2_E, -all.top));
-                store(z + (int64_t)(i + b * THREADS) * 8, f);
-            }
+                for (int b = 0; b < B; b++) quarter.fetch(i + b * THREADS, z + next * Vp);
+            if (dscale != 0) write_gradient(z, i, p, scale, all.top);
         });
         __pipeline_commit();
 
-        // The owner of the target: loss = ln sum exp(z) - z_target, and -dscale in its gradient.
+        // loss = ln sum exp(z) - z_target, in an order that keeps the digits of small losses. -dscale at the target.
         if (!owner) continue;
-        // In this order small losses keep their digits.
         loss[n] = LN_2 * (log2f(all.sum) + fmaf(-z_right, LOG2_E, all.top));
         if (dscale != 0) z[right] = (floatX)(scale * exp2_approx(fmaf(z_right, LOG2_E, -all.top)) - dscale);
     }

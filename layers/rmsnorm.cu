@@ -6,9 +6,14 @@
 //
 // Backward: a persistent kernel with one block per SM (two for narrow rows). A block has 16 warps, divided into teams
 // that walk the rows. Double buffering: while a team computes one row, its threads copy their vectors of the next into
-// shared memory. That is enough in flight, and more rows at once would only scatter the accesses over more pages of
-// DRAM. Each thread keeps its sums of dw in registers. The sums of the blocks go to the workspace, and a second launch
-// adds them in a fixed order. No atomics, so the bits do not depend on timing.
+// shared memory.
+//
+//   buffer 0   | row 0: load |  row 0: dot, dx, dw  | row 2: load          |  row 2: dot, dx, dw  |
+//   buffer 1                 | row 1: load          |  row 1: dot, dx, dw  | row 3: load          |    time -->
+//
+// That is enough in flight, and more rows at once would only scatter the accesses over more pages of DRAM. Each thread
+// keeps its sums of dw in registers. The sums of the blocks go to the workspace, and a second launch adds them in a
+// fixed order. No atomics, so the bits do not depend on timing.
 #include "layers/rmsnorm.h"
 
 #include <cuda_pipeline_primitives.h>
@@ -38,7 +43,7 @@ static __device__ __forceinline__ float team_sum(float x, int team, int turn) {
 }
 
 template <int P>
-static __device__ __forceinline__ void load_pieces(Vec8 x[P], const floatX* row, int first, int step, int64_t C) {
+static __device__ __forceinline__ void load_vectors(Vec8 x[P], const floatX* row, int first, int step, int64_t C) {
 #pragma unroll
     for (int i = 0; i < P; i++)
         if (first + i * step < C) x[i] = *(const Vec8*)(row + first + i * step);
@@ -57,12 +62,12 @@ static __global__ void __launch_bounds__(WARPS == 1 ? 128 : 32 * WARPS)
     // a and b are written by preceding kernels.
     previous_is_done();
     Vec8 x[P];
-    load_pieces<P>(x, a + row * stride, first, step, C);
+    load_vectors<P>(x, a + row * stride, first, step, C);
 
     // x = sum = a + b, rounded before its statistics are taken.
     if constexpr (RESIDUAL) {
         Vec8 other[P];
-        load_pieces<P>(other, b + row * C, first, step, C);
+        load_vectors<P>(other, b + row * C, first, step, C);
 #pragma unroll
         for (int i = 0; i < P; i++) {
             const int c = first + i * step;
@@ -88,7 +93,7 @@ static __global__ void __launch_bounds__(WARPS == 1 ? 128 : 32 * WARPS)
         for (int j = 0; j < 8; j++) squares += f[j] * f[j];
     }
     Vec8 weight[P];
-    load_pieces<P>(weight, w, first, step, C);  // in flight during the sum
+    load_vectors<P>(weight, w, first, step, C);  // in flight during the sum
     const float r = 1 / sqrtf(team_sum<WARPS, 1>(squares, 0, 0) / C + RMSNORM_EPS);
 
     // y = w x rstd
@@ -143,85 +148,112 @@ void residual_rmsnorm_forward(floatX* sum, floatX* y, real* rstd, const floatX* 
     forward<true>(sum, y, rstd, a, b, C, w, N, C, ctx);
 }
 
+// A row in a buffer of the backward kernel. A thread reads only its own copies.
+template <int P>
+struct RowBuffer {
+    Vec8 x[P][BACKWARD_THREADS], dy[P][BACKWARD_THREADS], dx[P][BACKWARD_THREADS];
+};
+
+// Backward's tensors of N rows, and the columns of the thread: vectors at first, first + step, ..
+struct BackwardRows {
+    floatX* dx;
+    const floatX *dy, *x;
+    int64_t stride, N, C;
+    int accumulate, first, step;
+};
+
+// Starts the copies of a row: x, dy and, where dx is added to, dx.
+template <int P>
+static __device__ __forceinline__ void fetch_row(RowBuffer<P>& to, const BackwardRows& in, int64_t row) {
+#pragma unroll
+    for (int i = 0; i < P; i++) {
+        const int c = in.first + i * in.step;
+        if (row >= in.N || c >= in.C) continue;
+        __pipeline_memcpy_async(&to.x[i][threadIdx.x], in.x + row * in.stride + c, 16);
+        __pipeline_memcpy_async(&to.dy[i][threadIdx.x], in.dy + row * in.C + c, 16);
+        if (in.accumulate) __pipeline_memcpy_async(&to.dx[i][threadIdx.x], in.dx + row * in.stride + c, 16);
+    }
+    __pipeline_commit();
+}
+
+// The thread's part of sum_j g_j x_j with g = dy w, and dw += dy x rstd. Columns from `width` on count as zeros.
+template <int P>
+static __device__ __forceinline__ float dot_row(float (&dw)[P][8], const RowBuffer<P>& row, const Vec8 (&weight)[P],
+                                                float r, const BackwardRows& in, int64_t width) {
+    float dot = 0;
+#pragma unroll
+    for (int i = 0; i < P; i++) {
+        if (in.first + i * in.step >= width) continue;
+        float f[8], g[8], scale[8];
+        floats_of(f, row.x[i][threadIdx.x]);
+        floats_of(g, row.dy[i][threadIdx.x]);
+        floats_of(scale, weight[i]);
+#pragma unroll
+        for (int j = 0; j < 8; j++) {
+            dot += g[j] * scale[j] * f[j];
+            dw[i][j] += g[j] * f[j] * r;
+        }
+    }
+    return dot;
+}
+
+// dx = rstd (g - x k), or added to dx.
+template <int P>
+static __device__ __forceinline__ void write_dx(floatX* dx, const RowBuffer<P>& row, const Vec8 (&weight)[P], float r,
+                                                float k, const BackwardRows& in, int64_t width) {
+#pragma unroll
+    for (int i = 0; i < P; i++) {
+        const int c = in.first + i * in.step;
+        if (c >= width) continue;
+        float f[8], g[8], scale[8], before[8] = {};
+        floats_of(f, row.x[i][threadIdx.x]);
+        floats_of(g, row.dy[i][threadIdx.x]);
+        floats_of(scale, weight[i]);
+        if (in.accumulate) floats_of(before, row.dx[i][threadIdx.x]);
+#pragma unroll
+        for (int j = 0; j < 8; j++) f[j] = before[j] + r * (g[j] * scale[j] - f[j] * k);
+        store(dx + c, f);
+    }
+}
+
 template <int P, int WARPS>
 static __global__ void __launch_bounds__(BACKWARD_THREADS, P == 1 ? 2 : 1)
     rmsnorm_backward_kernel(floatX* dx, float* partial, const floatX* dy, const floatX* x, int64_t stride,
                             const floatX* w, const float* rstd, int64_t N, int64_t C, int accumulate) {
-    // The shape of the block, and the double buffer in shared memory.
-    constexpr int TEAMS = BACKWARD_WARPS / WARPS, step = 32 * WARPS * 8;
+    // The shape of the block, the team of this thread, and the double buffer in shared memory.
+    constexpr int TEAMS = BACKWARD_WARPS / WARPS, STEP = 32 * WARPS * 8;
     extern __shared__ __align__(16) char shared[];
-    auto ring = (Vec8(*)[3][P][BACKWARD_THREADS])shared;  // two rows: x, dy, dx; a thread reads only its own copies
-
-    // The team of this thread, and the stride of its rows.
+    RowBuffer<P>* buffers = (RowBuffer<P>*)shared;
     const int team = threadIdx.x / (32 * WARPS), first = threadIdx.x % (32 * WARPS) * 8;
-    const int64_t next = (int64_t)gridDim.x * TEAMS;
+    const BackwardRows in = {dx, dy, x, stride, N, C, accumulate, first, STEP};
+    const int64_t next = (int64_t)gridDim.x * TEAMS;  // from row to row of a team
     wait_for_previous();
-
-    // Starts the copies of a row: x, dy and, where dx is added to, dx.
-    auto fetch = [&](int64_t row, int turn) {
-#pragma unroll
-        for (int i = 0; i < P; i++) {
-            const int c = first + i * step;
-            if (row >= N || c >= C) continue;
-            __pipeline_memcpy_async(&ring[turn][0][i][threadIdx.x], x + row * stride + c, 16);
-            __pipeline_memcpy_async(&ring[turn][1][i][threadIdx.x], dy + row * C + c, 16);
-            if (accumulate) __pipeline_memcpy_async(&ring[turn][2][i][threadIdx.x], dx + row * stride + c, 16);
-        }
-        __pipeline_commit();
-    };
 
     // The first row is loaded before the loop; in the loop always the next one.
     int64_t row = blockIdx.x * (int64_t)TEAMS + team;
-    fetch(row, 0);
+    fetch_row(buffers[0], in, row);
     Vec8 weight[P];
-    load_pieces<P>(weight, w, first, step, C);
+    load_vectors<P>(weight, w, first, STEP, C);
     float dw[P][8] = {}, next_r = row < N ? rstd[row] : 0;
     for (int turn = 0; row - team < N; row += next, turn ^= 1) {  // same count for all teams (barrier in team_sum)
         // The next row starts to load; this one has arrived.
-        fetch(row + next, turn ^ 1);
+        fetch_row(buffers[turn ^ 1], in, row + next);
         const int64_t width = row < N ? C : 0;
         const float r = next_r;
         if (row + next < N) next_r = rstd[row + next];
         __pipeline_wait_prior(1);
 
-        // sum_j g_j x_j with g = dy w, and dw += dy x rstd
-        float dot = 0;
-#pragma unroll
-        for (int i = 0; i < P; i++) {
-            if (first + i * step >= width) continue;
-            float f[8], g[8], scale[8];
-            floats_of(f, ring[turn][0][i][threadIdx.x]);
-            floats_of(g, ring[turn][1][i][threadIdx.x]);
-            floats_of(scale, weight[i]);
-#pragma unroll
-            for (int j = 0; j < 8; j++) {
-                dot += g[j] * scale[j] * f[j];
-                dw[i][j] += g[j] * f[j] * r;
-            }
-        }
-
-        // dx = rstd (g - x k), k = rstd^2 mean_j(g_j x_j)
+        // k = rstd^2 mean_j(g_j x_j)
+        const float dot = dot_row(dw, buffers[turn], weight, r, in, width);
         const float k = team_sum<WARPS, TEAMS>(dot, team, turn) / C * r * r;
-#pragma unroll
-        for (int i = 0; i < P; i++) {
-            const int c = first + i * step;
-            if (c >= width) continue;
-            float f[8], g[8], scale[8], before[8] = {};
-            floats_of(f, ring[turn][0][i][threadIdx.x]);
-            floats_of(g, ring[turn][1][i][threadIdx.x]);
-            floats_of(scale, weight[i]);
-            if (accumulate) floats_of(before, ring[turn][2][i][threadIdx.x]);
-#pragma unroll
-            for (int j = 0; j < 8; j++) f[j] = before[j] + r * (g[j] * scale[j] - f[j] * k);
-            store(dx + row * stride + c, f);
-        }
+        write_dx(dx + row * stride, buffers[turn], weight, r, k, in, width);
     }
     __syncthreads();
 
-    // The block's dw: the teams' sums in order.
-    auto sums = (float(*)[P * step]) shared;
+    // Epilogue: the block's dw. The teams' sums are added in order.
+    auto sums = (float(*)[P * STEP]) shared;
 #pragma unroll
-    for (int i = 0; i < P; i++) store_real(&sums[team][first + i * step], dw[i]);
+    for (int i = 0; i < P; i++) store_real(&sums[team][first + i * STEP], dw[i]);
     __syncthreads();
     for (int c = threadIdx.x; c < C; c += BACKWARD_THREADS) {
         float sum = 0;

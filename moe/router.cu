@@ -15,8 +15,13 @@
 // core's float32 sum rounds toward zero after every 16 products. A sum of C products of random signs loses about
 // C / 16 * 2^-24.5 / sqrt(3) of its size by that: logits 3e-6 at C = 2048 and 1e-5 at C = 7168.
 //
-// Selection: lane l has experts l, l + 32, ... in registers. Scores become integers of the same
-// order, so that two warp reductions (redux.sync) find the best score and the lowest index that has it.
+// A warp per token, lane l has experts l, l + 32, ... in registers:
+//
+//   choose            logits -> scores s -> s + bias -> best groups -> K best -> gates
+//   score_backward    dgate -> ds of the gates, + ds of the auxiliary loss -> dlogits -> hi | lo
+//
+// Selection: scores become integers of the same order. So two warp reductions (redux.sync) find the best score and the
+// lowest index that has it.
 #include "moe/router.h"
 
 #include "layers/adamw.h"
@@ -38,7 +43,10 @@ static __device__ __forceinline__ int take_best(uint32_t value[J]) {
     int index = 32 * J;
 #pragma unroll
     for (int j = 0; j < J; j++)
-        if (value[j] > best) best = value[j], index = lane + 32 * j;
+        if (value[j] > best) {
+            best = value[j];
+            index = lane + 32 * j;
+        }
     uint32_t highest = __reduce_max_sync(0xffffffffu, best);
     int taken = (int)__reduce_min_sync(0xffffffffu, best == highest ? (uint32_t)index : 32u * J);
 #pragma unroll
@@ -67,6 +75,69 @@ static __device__ __forceinline__ void to_scores(float (&p)[J], const RouterShap
     for (int j = 0; j < J; j++) p[j] *= per_sum;
 }
 
+// Keeps the experts of the top_groups best groups; those of the others count as -inf in `value`. `compared`: s + bias
+// of the warp's token in shared memory, which the group flags then overwrite.
+template <int J>
+static __device__ __forceinline__ void limit_to_groups(uint32_t (&value)[J], float* compared, const RouterShape& s) {
+    const int lane = threadIdx.x % 32, size = s.E / s.groups;
+    uint32_t group[J];
+
+    // A group's score: the sum of its two best (sigmoid) or its best (softmax). Lane l has groups l, l + 32, ...
+#pragma unroll
+    for (int j = 0; j < J; j++) {
+        const int g = lane + 32 * j;
+        group[j] = 0;
+        if (g >= s.groups) continue;
+        float best = -INFINITY, second = -INFINITY;
+        for (int i = 0; i < size; i++) {
+            float x = compared[g * size + (i + lane) % size];  // lanes start apart: no bank conflicts
+            if (x > best) {
+                second = best;
+                best = x;
+            } else if (x > second) {
+                second = x;
+            }
+        }
+        group[j] = ordered(s.score == SCORE_SIGMOID && size > 1 ? best + second : best);
+    }
+
+    // The best groups are marked as taken; each lane then looks up the groups of its experts.
+    for (int i = 0; i < s.top_groups; i++) take_best<J>(group);
+    __syncwarp();
+#pragma unroll
+    for (int j = 0; j < J; j++)
+        if (lane + 32 * j < s.groups) compared[lane + 32 * j] = group[j] == 0 ? 1.0f : 0.0f;
+    __syncwarp();
+#pragma unroll
+    for (int j = 0; j < J; j++)
+        if (lane + 32 * j < s.E && compared[(lane + 32 * j) / size] == 0) value[j] = ordered(-INFINITY);
+    __syncwarp();
+}
+
+// The K best experts, one after another, and their gates; lane k keeps choice k. gate_k = s of the selected expert,
+// divided by (their sum + 1e-20) if norm, times scale. `row`: s of the token in shared memory.
+template <int J>
+static __device__ __forceinline__ void select_experts(int32_t* expert, float* gate, uint32_t (&value)[J],
+                                                      const float* row, int64_t n, const RouterShape& s) {
+    const int lane = threadIdx.x % 32;
+    float sum = 0, my_gate = 0;
+    int my_expert = 0;
+    for (int k = 0; k < s.K; k++) {
+        const int e = s.force_balance ? (int)((n * s.K + k) % s.E) : take_best<J>(value);
+        const float score = row[e];
+        sum += score;
+        if (lane == k) {
+            my_expert = e;
+            my_gate = score;
+        }
+    }
+    const float factor = s.norm ? s.scale / (sum + 1e-20f) : s.scale;
+    if (lane < s.K) {
+        expert[n * s.K + lane] = my_expert;
+        gate[n * s.K + lane] = my_gate * factor;
+    }
+}
+
 // Scores in place of the logits, then the selection and the gates. J: registers for the experts, 32 J >= E. 8 warps a
 // block. `row_values`: a row of E values for each warp in shared memory, through which its lanes exchange values.
 template <int J>
@@ -80,7 +151,6 @@ static __global__ void __launch_bounds__(256)
     float *row = scores + n * s.E, *mine = row_values[warp], p[J];
 
     // Scores from logits, in registers.
-
 #pragma unroll
     for (int j = 0; j < J; j++) {
         const int e = lane + 32 * j;
@@ -100,62 +170,13 @@ static __global__ void __launch_bounds__(256)
         value[j] = ordered(mine[e]);
     }
     __syncwarp();
+    if (s.groups > 1) limit_to_groups(value, mine, s);
 
-    // Only the top_groups best groups; experts of the others count as -inf.
-    if (s.groups > 1) {
-        const int size = s.E / s.groups;
-        uint32_t group[J];
-
-        // A group's score: the sum of its two best (sigmoid) or its best (softmax). Lane l has groups l, l + 32, ...
-#pragma unroll
-        for (int j = 0; j < J; j++) {
-            const int g = lane + 32 * j;
-            group[j] = 0;
-            if (g >= s.groups) continue;
-            float best = -INFINITY, second = -INFINITY;
-            for (int i = 0; i < size; i++) {
-                float x = mine[g * size + (i + lane) % size];  // lanes start apart: no bank conflicts
-                if (x > best)
-                    second = best, best = x;
-                else if (x > second)
-                    second = x;
-            }
-            group[j] = ordered(s.score == SCORE_SIGMOID && size > 1 ? best + second : best);
-        }
-
-        // The best groups are marked as taken; each lane then looks up the groups of its experts.
-        for (int i = 0; i < s.top_groups; i++) take_best<J>(group);
-        __syncwarp();
-#pragma unroll
-        for (int j = 0; j < J; j++)
-            if (lane + 32 * j < s.groups) mine[lane + 32 * j] = group[j] == 0 ? 1.0f : 0.0f;
-        __syncwarp();
-#pragma unroll
-        for (int j = 0; j < J; j++)
-            if (lane + 32 * j < s.E && mine[(lane + 32 * j) / size] == 0) value[j] = ordered(-INFINITY);
-        __syncwarp();
-    }
-
-    // The K best, one after another; lane k keeps choice k. s of the selected expert comes from shared memory.
 #pragma unroll
     for (int j = 0; j < J; j++)
-        if (lane + 32 * j < s.E) mine[lane + 32 * j] = p[j];
+        if (lane + 32 * j < s.E) mine[lane + 32 * j] = p[j];  // s, for the gates
     __syncwarp();
-    float sum = 0, my_gate = 0;
-    int my_expert = 0;
-    for (int k = 0; k < s.K; k++) {
-        const int e = s.force_balance ? (int)((n * s.K + k) % s.E) : take_best<J>(value);
-        const float score = mine[e];
-        sum += score;
-        if (lane == k) my_expert = e, my_gate = score;
-    }
-
-    // gate_k = s of the selected expert, divided by (their sum + 1e-20) if norm, times scale
-    const float factor = s.norm ? s.scale / (sum + 1e-20f) : s.scale;
-    if (lane < s.K) {
-        expert[n * s.K + lane] = my_expert;
-        gate[n * s.K + lane] = my_gate * factor;
-    }
+    select_experts(expert, gate, value, mine, n, s);
 }
 
 // Calls launch_for(J) with the smallest J such that 32 J >= E. Kernels have the experts in registers, so J is a
@@ -194,6 +215,46 @@ static __global__ void __launch_bounds__(256) count_best(float* count, const flo
         if (local_count[e]) atomicAdd(&count[sequence * s.E + e], (float)local_count[e]);
 }
 
+// d = ds of the selected experts from the gradients of their gates; the others stay 0. With norm the gate is
+// scale s_k / sum, so ds_k = (scale dgate_k - sum_j dgate_j gate_j) / sum.
+template <int J>
+static __device__ __forceinline__ void gate_backward(float (&d)[J], const float* dgate, const float* scores,
+                                                     const int32_t* expert, const float* gate, int64_t n,
+                                                     const RouterShape& s) {
+    const int lane = threadIdx.x % 32;
+    float sum = 1e-20f, gate_dot = 0;
+    for (int k = 0; k < s.K; k++) {
+        sum += scores[n * s.E + expert[n * s.K + k]];
+        gate_dot += dgate[n * s.K + k] * gate[n * s.K + k];
+    }
+    for (int k = 0; k < s.K; k++) {
+        const int e = expert[n * s.K + k];
+        const float g = s.scale * dgate[n * s.K + k], ds = s.norm ? (g - gate_dot) / sum : g;
+#pragma unroll
+        for (int j = 0; j < J; j++)
+            if (e == lane + 32 * j) d[j] = ds;
+    }
+}
+
+// d += ds of the auxiliary loss: aux / T * (f_e - sum_j f_j s_j / sum s) / sum s, with s in p.
+template <int J>
+static __device__ __forceinline__ void aux_backward(float (&d)[J], const float (&p)[J], const float* count, float aux,
+                                                    int64_t n, const RouterShape& s) {
+    const int lane = threadIdx.x % 32;
+    const float f = (float)s.E / (s.K * s.T), *c = count + n / s.T * s.E;
+    float total = 0, dot = 0;
+#pragma unroll
+    for (int j = 0; j < J; j++) {
+        total += p[j];
+        if (lane + 32 * j < s.E) dot += f * c[lane + 32 * j] * p[j];
+    }
+    total = warp_sum(total);
+    dot = warp_sum(dot);
+#pragma unroll
+    for (int j = 0; j < J; j++)
+        if (lane + 32 * j < s.E) d[j] += aux / s.T / total * (f * c[lane + 32 * j] - dot / total);
+}
+
 // dlogits of a token, split in two bf16: its row is hi (E), then lo (E). One warp per token, lane l has experts l,
 // l + 32, ...; d is ds, then dlogits. count is NULL without auxiliary loss. The grid also copies Wg twice into weights.
 template <int J>
@@ -211,41 +272,12 @@ static __global__ void __launch_bounds__(256)
     const int64_t n = blockIdx.x * (int64_t)8 + threadIdx.x / 32;
     if (n >= s.N) return;
 
-    // s, and 0 for lanes beyond E.
+    // s, and 0 for lanes beyond E. Then ds.
     float p[J], d[J] = {};
 #pragma unroll
     for (int j = 0; j < J; j++) p[j] = lane + 32 * j < s.E ? scores[n * s.E + lane + 32 * j] : 0;
-
-    // ds of the selected experts from the gradients of their gates, 0 for the others.
-    // With norm: gate_k = scale s_k / sum, so ds_k = (scale dgate_k - sum_j dgate_j gate_j) / sum.
-    float sum = 1e-20f, gate_dot = 0;
-    for (int k = 0; k < s.K; k++) {
-        sum += scores[n * s.E + expert[n * s.K + k]];
-        gate_dot += dgate[n * s.K + k] * gate[n * s.K + k];
-    }
-    for (int k = 0; k < s.K; k++) {
-        const int e = expert[n * s.K + k];
-        const float g = s.scale * dgate[n * s.K + k], ds = s.norm ? (g - gate_dot) / sum : g;
-#pragma unroll
-        for (int j = 0; j < J; j++)
-            if (e == lane + 32 * j) d[j] = ds;
-    }
-
-    // ds of the auxiliary loss: aux / T * (f_e - sum_j f_j s_j / sum s) / sum s
-    if (count) {
-        const float f = (float)s.E / (s.K * s.T), *c = count + n / s.T * s.E;
-        float total = 0, dot = 0;
-#pragma unroll
-        for (int j = 0; j < J; j++) {
-            total += p[j];
-            if (lane + 32 * j < s.E) dot += f * c[lane + 32 * j] * p[j];
-        }
-        total = warp_sum(total);
-        dot = warp_sum(dot);
-#pragma unroll
-        for (int j = 0; j < J; j++)
-            if (lane + 32 * j < s.E) d[j] += aux / s.T / total * (f * c[lane + 32 * j] - dot / total);
-    }
+    gate_backward(d, dgate, scores, expert, gate, n, s);
+    if (count) aux_backward(d, p, count, aux, n, s);
 
     // dlogits = s (1 - s) ds (sigmoid) or s (ds - sum_j s_j ds_j) (softmax)
     float dot = 0;
@@ -405,7 +437,8 @@ static __global__ void __launch_bounds__(ROUTER_MOST_EXPERTS)
     wait_for_previous();
     __shared__ double sums[ROUTER_MOST_EXPERTS / 32];
     const int e = threadIdx.x;
-    bias += blockIdx.x * (int64_t)E, margins += blockIdx.x * (int64_t)MARGIN_BINS * E;
+    bias += blockIdx.x * (int64_t)E;
+    margins += blockIdx.x * (int64_t)MARGIN_BINS * E;
 
     // Every expert's histogram counts all tokens.
     int64_t tokens = 0;
@@ -432,7 +465,8 @@ static __global__ void __launch_bounds__(256)
     balance_sign(float* bias, const int64_t* load, int32_t E, float rate, const StepState* state) {
     wait_for_previous();
     __shared__ unsigned long long total;
-    bias += blockIdx.x * (int64_t)E, load += blockIdx.x * (int64_t)E;
+    bias += blockIdx.x * (int64_t)E;
+    load += blockIdx.x * (int64_t)E;
     if (threadIdx.x == 0) total = 0;
     __syncthreads();
     for (int e = threadIdx.x; e < E; e += 256) atomicAdd(&total, (unsigned long long)load[e]);
