@@ -183,7 +183,7 @@ ScoreRecord evaluate_choices(Model* m, const Choices* c, const Tokenizer* tokeni
         right_by_byte += best_by_byte == c->label[question];
     }
     free(loss);
-    const ScoreRecord score = {c->name, (double)right / c->questions, (double)right_by_byte / c->questions};
+    const ScoreRecord score = {(double)right / c->questions, (double)right_by_byte / c->questions};
     return score;
 }
 
@@ -219,14 +219,17 @@ Choices* evaluate_open(Ranks* world, const Settings* s, const Tokenizer* tokeniz
     return files;
 }
 
-ScoreRecord* evaluate_questions(Model* m, const Choices* files, int count, const Tokenizer* tokenizer) {
-    if (!count) return NULL;
-    ScoreRecord* scores = (ScoreRecord*)host_alloc((size_t)count * sizeof(ScoreRecord));
+void evaluate_questions(char** line, Model* m, const Choices* files, int count, const Tokenizer* tokenizer) {
     for (int i = 0; i < count; i++) {
-        scores[i] = evaluate_choices(m, &files[i], tokenizer);
-        printf("%s: %d questions, accuracy %.4f, normalised %.4f\n", scores[i].name, files[i].questions,
-               scores[i].accuracy, scores[i].normalised);
+        const ScoreRecord score = evaluate_choices(m, &files[i], tokenizer);
+        printf("%s: %d questions, accuracy %.4f, normalised %.4f\n", files[i].name, files[i].questions, score.accuracy,
+               score.normalised);
+        if (!line) continue;
+        // A file's name may be any text. It is quoted, without the closing quote: the suffix follows inside the string.
+        char* name = json_quote(files[i].name);
+        name[strlen(name) - 1] = 0;
+        host_append(line, ", %s_acc\": %.9g, %s_acc_norm\": %.9g", name, score.accuracy, name, score.normalised);
+        free(name);
     }
     fflush(stdout);
-    return scores;
 }
