@@ -22,7 +22,6 @@ typedef struct Cut {
 } Cut;
 
 typedef struct Pair Pair;
-typedef struct BpeWorkspace BpeWorkspace;
 
 // The id of special added tokens in Bpe.added: their names in a text are encoded as text.
 enum { SPECIAL = -1 };
@@ -39,8 +38,6 @@ typedef struct Bpe {
     // merges, a hash table
     Pair* pairs;
     size_t pair_mask;
-
-    BpeWorkspace* scratch;
 } Bpe;
 
 // A new Bpe without cuts and merges; `merges` is the capacity of the merge table.
