@@ -208,7 +208,7 @@ Choices* evaluate_open(Ranks* world, const Settings* s, const Tokenizer* tokeniz
     if (*s->eval && tokenizer_eot(tokenizer) >= s->model.V)
         die(EXIT_USAGE, "--eval: end of text has id %d in the tokenizer, and --vocab is %ld", tokenizer_eot(tokenizer),
             s->model.V);
-    if (*s->eval) files = choices_open("eval", s->eval, (int32_t)min_i64(s->model.V, tokenizer_size(tokenizer)), count);
+    if (*s->eval) files = choices_open(s->eval, (int32_t)min_i64(s->model.V, tokenizer_size(tokenizer)), count);
     for (int i = 0; i < *count; i++) {
         const Choice* last = &files[i].list[files[i].count - 1];  // its end is the end of the file
         check_file(s, files, i);
