@@ -14,10 +14,6 @@
 #include "device/check.h"
 #include "device/files.h"
 
-#if defined(__BYTE_ORDER__) && __BYTE_ORDER__ != __ORDER_LITTLE_ENDIAN__
-#error "files are little-endian and are read as they are: this needs a little-endian machine"
-#endif
-
 static const int64_t MAX_HEADER = 100 * 1000 * 1000;  // the format's own limit
 
 // Names and sizes, indexed by StDtype.

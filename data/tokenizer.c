@@ -59,7 +59,7 @@ static Tokenizer* open_table(const char* path) {
             HEADER_BYTES);
 
     // The header: magic number, version, number of tokens, end-of-text id.
-    // The file is little-endian, as is the machine (data/shards.c checks it).
+    // The file is little-endian, as is the machine (device/types.h checks it).
     uint32_t header[4];
     memcpy(header, t->data, sizeof(header));
     check_header(path, header);
