@@ -3,6 +3,7 @@
 // the reason in p->error.
 #include "data/json.h"
 
+#include <ctype.h>
 #include <math.h>
 #include <stdbool.h>
 #include <stdio.h>
@@ -61,14 +62,12 @@ static int utf8_write(char* out, uint32_t code) {
 
 // Parses four hex digits at p->at.
 static bool parse_hex4(Parser* p, uint32_t* code) {
-    static const char digits[] = "0123456789abcdefABCDEF";
-    *code = 0;
-    for (int i = 0; i < 4; i++, p->at++) {
-        int c = peek(p);
-        const char* digit = c > 0 ? strchr(digits, c) : NULL;
-        if (!digit) return fail(p, p->at, "\\u needs four hex digits");
-        *code = *code * 16 + (uint32_t)(digit - digits < 16 ? digit - digits : digit - digits - 6);
+    char digits[5] = "";
+    for (int i = 0; i < 4; i++) {
+        if (!isxdigit(peek(p))) return fail(p, p->at, "\\u needs four hex digits");
+        digits[i] = p->text[p->at++];
     }
+    *code = (uint32_t)strtoul(digits, NULL, 16);
     return true;
 }
 

@@ -40,8 +40,7 @@ static void put_line(RunLog* log, const char* line, size_t length) {
 // The step of a line; 0: the configuration, which is the first line; -1: unreadable.
 static int64_t step_of(const char* line, size_t length, int first) {
     // The reason is not reported: keep_lines gives the number of the line.
-    char error[64];
-    Json* json = json_parse(line, length, error, sizeof(error));
+    Json* json = json_parse(line, length, NULL, 0);
     int64_t step = !json || json->type != JSON_OBJECT ? -1
                    : json_get(json, "step")           ? json_int(json, "step", -1)
                    : first                            ? 0

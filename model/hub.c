@@ -300,10 +300,9 @@ ModelConfig hub_read_config(const char* option, const char* folder) {
 
 // A JSON file of the folder, or NULL.
 static Json* read_json(const char* folder, const char* name) {
-    char error[256];
     size_t size;
     char* text = read_file(path_of("%s/%s", folder, name).text, JSON_LIMIT, &size);
-    Json* json = text ? json_parse(text, size, error, sizeof(error)) : NULL;
+    Json* json = text ? json_parse(text, size, NULL, 0) : NULL;
     free(text);
     return json;
 }
