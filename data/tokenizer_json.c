@@ -3,6 +3,7 @@
 // printable character; the tokens get the bytes back.
 #include "data/tokenizer_json.h"
 
+#include <ctype.h>
 #include <errno.h>
 #include <stdlib.h>
 #include <string.h>
@@ -90,13 +91,10 @@ static int32_t to_bytes(const char* text, char* out) {
 
 // Decodes a SentencePiece token: <0x0A> is a byte, U+2581 a space. Returns the number of bytes.
 static int32_t to_piece(const char* text, char* out) {
-    static const char hex[] = "0123456789ABCDEF";
-    if (strlen(text) == 6 && strncmp(text, "<0x", 3) == 0 && text[5] == '>') {
-        const char *high = strchr(hex, text[3]), *low = strchr(hex, text[4]);
-        if (high && low) {
-            *out = (char)((high - hex) * 16 + (low - hex));
-            return 1;
-        }
+    const bool is_byte = strlen(text) == 6 && strncmp(text, "<0x", 3) == 0 && text[5] == '>';
+    if (is_byte && isxdigit((unsigned char)text[3]) && isxdigit((unsigned char)text[4])) {
+        *out = (char)strtoul(text + 3, NULL, 16);
+        return 1;
     }
     int32_t n = 0;
     // The mark of a space has 3 bytes and becomes 1, so the output is never longer than the text.
@@ -282,23 +280,21 @@ static char* read_merges(Reader* r, const Json* merges) {
 static char* read_added(Reader* r) {
     Token* list = (Token*)host_alloc((size_t)(r->count - r->model_count) * sizeof(Token));
     char* refused = NULL;
-    for (int round = 0; round < 2 && !refused; round++) {
+    for (int round = 0; round < 2; round++) {
         // The list of this round: `normalized` selects the round, and its default is the opposite of `special`.
         int32_t n = 0, i = r->model_count;
-        for (const Json* j = r->added ? r->added->child : NULL; j; j = j->next, i++) {
+        for (const Json* j = r->added ? r->added->child : NULL; j && !refused; j = j->next, i++) {
             bool special = flag(j, "special", false);
             if (flag(j, "normalized", !special) != (round == 1)) continue;
-            list[n] = r->entries[i];
-            list[n].bytes = NULL;
+            // The token's own bytes, which outlive the JSON tree.
+            list[n] = r->t->tokens[r->entries[i].id];
             if (special) list[n].id = SPECIAL;
+            n++;
             if (!special && (flag(j, "lstrip", false) || flag(j, "rstrip", false) || flag(j, "single_word", false)))
                 refused =
                     host_format("the added token '%.40s' with lstrip, rstrip or single_word", r->entries[i].bytes);
-            // Points to the token's bytes, which outlive the JSON tree.
-            list[n++].bytes = r->t->tokens[r->entries[i].id].bytes;
-            if (refused) break;
         }
-        if (!refused) r->t->bpe->added[round] = vocab_new(list, n);
+        r->t->bpe->added[round] = vocab_new(list, n);
     }
     free(list);
     return refused;
