@@ -132,12 +132,7 @@ void* host_at_least(void* memory, size_t* capacity, size_t bytes) {
     return host_alloc(bytes);
 }
 
-char* host_strdup(const char* text) {
-    size_t n = strlen(text) + 1;
-    char* copy = (char*)host_alloc(n);
-    memcpy(copy, text, n);
-    return copy;
-}
+char* host_strdup(const char* text) { return host_format("%s", text); }
 
 // Returns `before` and the printed text, newly allocated: the length is measured first.
 static char* print_after(const char* before, const char* format, va_list args) {
