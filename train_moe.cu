@@ -56,33 +56,38 @@ typedef struct Run {
     double val_bytes;    // of a token of val; 0: not known
     Choices* questions;  // question_files of them
     int question_files;
-    Folder folder;        // --out, of rank 0
-    RunLog* log;          // of rank 0; NULL without --out
-    Saver* saver;         // NULL without --out
-    int64_t saved;        // newest step on disk or being written
-    Fetch *state, *load;  // results of the last step queued
-    Fetch* mx_stats;      // of the last step that measured them; NULL without a log and --mx-stats
-    int64_t pending;      // the last step queued, 0 if its results are reported already
-    StepState last;       // of the last step reported
-    Stopwatch* watch[2];  // of even and odd steps: one is read while the other runs
-    double shown;         // when a progress line was last printed
-    double average_ms;    // smoothed, for the ETA
-    int64_t window;       // of the run, where its next step begins in the data
-    int64_t first;        // step after the one resumed from
+    Folder folder;         // --out, of rank 0
+    RunLog* log;           // of rank 0; NULL without --out
+    Saver* saver;          // NULL without --out
+    int64_t saved;         // newest step on disk or being written
+    Fetch *state, *load;   // results of the last step queued
+    Fetch* mx_stats;       // of the last step that measured them; NULL without a log and --mx-stats
+    int64_t pending;       // the last step queued, 0 if its results are reported already
+    StepState last;        // of the last step reported
+    double took, fullest;  // of that step: seconds; tokens of the most loaded expert over the mean
+    double mfu;            // share of the device's bf16 peak; NaN if the peak is not known
+    double val_loss;       // 0 without a validation
+    Stopwatch* watch[2];   // of even and odd steps: one is read while the other runs
+    double shown;          // when a progress line was last printed
+    double average_ms;     // smoothed, for the ETA
+    int64_t window;        // of the run, where its next step begins in the data
+    int64_t first;         // step after the one resumed from
 } Run;
 
 // Whether an option "every n steps" (0: never) includes this step.
 static int due(int64_t step, int64_t every) { return every > 0 && step % every == 0; }
 
 // A line for people.
-static void print_step(Run* r, const StepRecord* s) {
-    int64_t left = (int64_t)(r->average_ms * (double)(r->settings.steps - s->step) / 1000);
-    printf("step %ld/%ld  loss %.4f  norm %.3g  lr %.2e  %.0f ms  %.0f tok/s  load %.2f", s->step, r->settings.steps,
-           s->loss, s->grad_norm, s->lr, s->ms, s->tokens_per_s, s->load_max_over_mean);
-    if (isfinite(s->mfu)) printf("  MFU %.1f%%", 100 * s->mfu);
+static void print_step(Run* r, int val) {
+    const Settings* s = &r->settings;
+    int64_t left = (int64_t)(r->average_ms * (double)(s->steps - r->pending) / 1000);
+    printf("step %ld/%ld  loss %.4f  norm %.3g  lr %.2e  %.0f ms  %.0f tok/s  load %.2f", r->pending, s->steps,
+           r->last.loss, r->last.grad_norm, settings_lr(s, r->pending), 1000 * r->took,
+           (double)s->tokens_per_step / r->took, r->fullest);
+    if (isfinite(r->mfu)) printf("  MFU %.1f%%", 100 * r->mfu);
     printf("  ETA %ld:%02ld:%02ld", left / 3600, left / 60 % 60, left % 60);
-    if (s->validated) printf("  validation %.4f", s->val_loss);
-    for (int64_t k = 0; k < s->modules; k++) printf("  mtp_loss_%ld %.4f", k + 1, s->mtp_loss[k]);
+    if (val) printf("  validation %.4f", r->val_loss);
+    for (int64_t k = 1; k <= s->model.mtp; k++) printf("  mtp_loss_%ld %.4f", k, report_mtp(s, &r->last, k));
     printf("\n");
     fflush(stdout);
     r->shown = host_seconds();
@@ -104,73 +109,60 @@ static NORETURN void end_diverged(const Run* r) {
         note);
 }
 
-// A step that changed no weight; the third in a row ends the run.
-static void bad_step(const Run* r, const StepRecord* s) {
-    warn("step %ld: loss %g, gradient norm %g: not finite, so no weight was changed", s->step, s->loss, s->grad_norm);
-    if (r->last.bad_in_a_row >= 3) end_diverged(r);
-}
-
 // Waits for the results of the pending step, and prints and logs them. With `val` it measures the validation loss,
 // with `asks` the answers to --eval, which join them.
 static void report(Run* r, int val, int asks) {
     if (!r->pending) return;
     const Settings* s = &r->settings;
+    Model* m = r->model;
 
     // Results of the device, and the time of the step.
     memcpy(&r->last, fetch_end(r->state), sizeof(StepState));
     if (r->last.retry) return;  // it counts for nothing, and stays pending: finish_step runs it again
-    double took = stopwatch_seconds(r->watch[r->pending % 2]), peak = r->ranks * device_peak_flops(r->model->ctx);
-    double tokens_per_s = (double)s->tokens_per_step / took;
-    r->average_ms = r->average_ms > 0 ? 0.9 * r->average_ms + 0.1 * 1000 * took : 1000 * took;
+    r->took = stopwatch_seconds(r->watch[r->pending % 2]);
+    r->average_ms = r->average_ms > 0 ? 0.9 * r->average_ms + 0.1 * 1000 * r->took : 1000 * r->took;
+    const double tokens_per_s = (double)s->tokens_per_step / r->took, peak = r->ranks * device_peak_flops(m->ctx);
+    r->mfu = peak > 0 ? tokens_per_s * flops_per_token(&s->model, s->seq_len) / peak : NAN;
+    r->val_loss = val ? evaluate_loss(m, r->val) : 0;
 
-    // Validation, questions and quantization statistics, in some steps.
-    double val_loss = val ? evaluate_loss(r->model, r->val) : 0;
-    ScoreRecord* scores = asks ? evaluate_questions(r->model, r->questions, r->question_files, r->tokenizer) : NULL;
-    QuantRecord* records = NULL;
-    int count = 0;
+    // The line of the log. Losses, optimizer and speed.
+    char* line = host_format("{\"step\": %ld", r->pending);
+    runlog_number(&line, "loss", r->last.loss);
+    for (int64_t k = 1; k <= s->model.mtp; k++) {
+        char name[32];
+        snprintf(name, sizeof(name), "mtp_loss_%ld", k);
+        runlog_number(&line, name, report_mtp(s, &r->last, k));
+    }
+    runlog_number(&line, "grad_norm", r->last.grad_norm);
+    runlog_number(&line, "lr", settings_lr(s, r->pending));
+    runlog_number(&line, "max_logit", (double)r->last.max_logit);
+    runlog_number(&line, "ms", 1000 * r->took);
+    runlog_number(&line, "tokens_per_s", tokens_per_s);
+    runlog_number(&line, "mfu", r->mfu);
+
+    // Validation, expert loads and memory. In some steps also questions and quantization statistics.
+    if (val) runlog_number(&line, "val_loss", r->val_loss);
+    if (val && r->val_bytes > 0) runlog_number(&line, "val_bits_per_byte", r->val_loss / log(2) / r->val_bytes);
+    r->fullest = report_load(&line, &s->model, (const int64_t*)fetch_end(r->load));
+    runlog_number(&line, "mem_gib", (double)device_peak_memory() / 0x1p30);
+    if (m->capacity > 0) runlog_number(&line, "capacity", m->capacity);
+    host_append(&line, ", \"tokens\": %ld, \"time\": %.3f", r->pending * s->tokens_per_step, host_time());
+    if (asks) evaluate_questions(&line, m, r->questions, r->question_files, r->tokenizer);
     if (r->mx_stats && due(r->pending, s->mx_stats))
-        count = report_quantization(&records, r->model, (const MxStats*)fetch_end(r->mx_stats));
-
-    // The loads of each block, and the losses of the MTP modules.
-    const int64_t blocks = config_blocks(&s->model);
-    double *load_max = (double*)host_alloc((size_t)(2 * blocks) * sizeof(double)), *load_min = load_max + blocks;
-    const double worst = report_load(load_max, load_min, &s->model, (const int64_t*)fetch_end(r->load));
-    double mtp_loss[MTP_MAX];
+        report_quantization(&line, m, (const MxStats*)fetch_end(r->mx_stats));
+    host_append(&line, "}");
 
     // All of it into the log; on the terminal not more often than one can read.
-    StepRecord record = {.step = r->pending,
-                         .loss = r->last.loss,
-                         .mtp_loss = mtp_loss,
-                         .modules = report_mtp(mtp_loss, s, &r->last),
-                         .grad_norm = r->last.grad_norm,
-                         .lr = settings_lr(s, r->pending),
-                         .max_logit = (double)r->last.max_logit,
-                         .ms = 1000 * took,
-                         .tokens_per_s = tokens_per_s,
-                         .mfu = peak > 0 ? tokens_per_s * flops_per_token(&s->model, s->seq_len) / peak : NAN,
-                         .validated = val,
-                         .val_loss = val_loss,
-                         .val_bits_per_byte = r->val_bytes > 0 ? val_loss / log(2) / r->val_bytes : 0,
-                         .load_max_over_mean = worst,
-                         .load_max = load_max,
-                         .load_min = load_min,
-                         .blocks = blocks,
-                         .mem_gib = (double)device_peak_memory() / 0x1p30,
-                         .capacity = r->model->capacity,
-                         .tokens = r->pending * s->tokens_per_step,
-                         .time = host_time(),
-                         .mx_stats = records,
-                         .mx_stats_count = count,
-                         .scores = scores,
-                         .score_count = scores ? r->question_files : 0};
-    if (r->log) runlog_add(r->log, &record);
-    free(load_max);
-    free(records);
-    free(scores);
+    if (r->log) runlog_add(r->log, line);
+    free(line);
     if (val || host_seconds() - r->shown > 0.5 || r->pending == r->first || r->pending == s->steps || !r->last.ok)
-        print_step(r, &record);
+        print_step(r, val);
 
-    if (!r->last.ok) bad_step(r, &record);
+    // A step that was not finite changed no weight; the third in a row ends the run.
+    if (!r->last.ok)
+        warn("step %ld: loss %g, gradient norm %g: not finite, so no weight was changed", r->pending, r->last.loss,
+             r->last.grad_norm);
+    if (r->last.bad_in_a_row >= 3) end_diverged(r);
     if (r->pending == r->first) watch_settled();
     r->pending = 0;
 }
@@ -291,7 +283,8 @@ static void train(Run* r) {
     }
 
     // The last checkpoint is on the disk, and the reason of an early end is printed.
-    if (*s->out) stop ? checkpoint_wait(r->saver) : checkpoint_finish(r->saver);
+    if (*s->out && stop) checkpoint_wait(r->saver);
+    if (*s->out && !stop) checkpoint_finish(r->saver);
     if (stop) print_stop(r);
     loader_stop(loader);
 }
@@ -307,7 +300,10 @@ static void open_ranks(Run* r, int argc, char** argv) {
     // All shards stay open, and a large set has more files than the usual soft limit (1024) allows. Not before MPI: a
     // process that it starts may close every number up to the limit.
     struct rlimit files;
-    if (getrlimit(RLIMIT_NOFILE, &files) == 0) files.rlim_cur = files.rlim_max, setrlimit(RLIMIT_NOFILE, &files);
+    if (getrlimit(RLIMIT_NOFILE, &files) == 0) {
+        files.rlim_cur = files.rlim_max;
+        setrlimit(RLIMIT_NOFILE, &files);
+    }
 
     r->ranks = ranks_count(r->world);
     r->rank = ranks_index(r->world);

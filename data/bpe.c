@@ -1,8 +1,5 @@
-// Byte-pair encoding with a heap, O(n log n) for a word of n bytes.
-//
-// The tokens of a word are a linked list in an array with one entry per byte. A merge joins an entry to the one before
-// it. A heap contains the candidate merges, ordered by rank, then leftmost first. A candidate that other merges have
-// invalidated is dropped when it is popped.
+// Byte-pair encoding. Each pass over a word looks up the pair with the lowest rank, and joins all of its occurrences.
+// So the time grows with the length of the word times the number of different merges in it.
 #include "data/bpe.h"
 
 #include <stdio.h>
@@ -21,33 +18,10 @@ struct Pair {
     int32_t rank, joined;  // rank: 0 is merged first; joined: the id of the two together
 };
 
-// A token of the word. Entry i begins at byte i, and covers the joined entries after it.
-typedef struct Symbol {
-    int32_t id;             // -1: joined to the entry before
-    int64_t before, after;  // neighbours in the list; -1: none
-} Symbol;
-
-// A merge that was possible when it was pushed. It stores no neighbour, because the list may change before it is
-// popped.
-typedef struct Candidate {
-    int32_t rank, joined;
-    int64_t at;  // the left entry
-} Candidate;
-
-// Memory for one word at a time, which grows to the longest word. Because of it, one thread at a time may encode.
-struct BpeWorkspace {
-    Symbol* symbols;
-    Candidate* heap;
-    size_t symbol_bytes, heap_bytes;
-    int64_t heap_count;
-};
-
 // ---- Merges
 
 Bpe* bpe_new(int64_t merges) {
     Bpe* bpe = (Bpe*)host_alloc(sizeof(Bpe));
-    bpe->scratch = (BpeWorkspace*)host_alloc(sizeof(BpeWorkspace));
-
     // The table size is a power of two, so that a mask replaces the remainder. At least half of the entries stay free,
     // so every lookup ends.
     size_t capacity = 2;
@@ -64,11 +38,7 @@ void bpe_free(Bpe* bpe) {
     for (int i = 0; i < 2; i++) vocab_free(bpe->added[i]);
     for (int i = 0; i < bpe->cut_count; i++) pattern_free(bpe->cuts[i].pattern);
     vocab_free(bpe->whole);
-    free(bpe->cuts);
     free(bpe->pairs);
-    free(bpe->scratch->symbols);
-    free(bpe->scratch->heap);
-    free(bpe->scratch);
     free(bpe);
 }
 
@@ -87,61 +57,34 @@ void bpe_merge(Bpe* bpe, int32_t left, int32_t right, int32_t rank, int32_t join
     *find_pair(bpe, left, right) = pair;
 }
 
-// The heap's order: the lowest rank, then the leftmost pair. This is the order in which the reference encoder merges.
-static bool comes_first(const Candidate* a, const Candidate* b) {
-    return a->rank != b->rank ? a->rank < b->rank : a->at < b->at;
+// The rank of the merge of two tokens; INT32_MAX: they have none.
+static int32_t rank_of(const Bpe* bpe, int32_t left, int32_t right) {
+    const Pair* pair = find_pair(bpe, left, right);
+    return pair->left < 0 ? INT32_MAX : pair->rank;
 }
 
-// Pushes the merge of entry `at` and the one after it onto the heap, if that merge exists.
-static void push(const Bpe* bpe, int64_t at) {
-    BpeWorkspace* s = bpe->scratch;
-    if (at < 0 || s->symbols[at].after < 0) return;
-    const Pair* pair = find_pair(bpe, s->symbols[at].id, s->symbols[s->symbols[at].after].id);
-    if (pair->left < 0) return;
-    Candidate new_one = {pair->rank, pair->joined, at};
+// Applies all merges to the n tokens of a word. Returns the number of tokens that remain.
+static int64_t merge_all(const Bpe* bpe, int32_t* ids, int64_t n) {
+    for (;;) {
+        // The pair with the lowest rank.
+        Pair first = {.rank = INT32_MAX};
+        for (int64_t i = 0; i + 1 < n; i++) {
+            const Pair* pair = find_pair(bpe, ids[i], ids[i + 1]);
+            if (pair->left >= 0 && pair->rank < first.rank) first = *pair;
+        }
+        if (first.rank == INT32_MAX) return n;
 
-    // The new candidate moves up from the last leaf. Parents that come after it move down.
-    int64_t i = s->heap_count++;
-    for (; i > 0 && comes_first(&new_one, &s->heap[(i - 1) / 2]); i = (i - 1) / 2) s->heap[i] = s->heap[(i - 1) / 2];
-    s->heap[i] = new_one;
-}
-
-// Removes the first candidate from the heap.
-static Candidate pop(BpeWorkspace* s) {
-    Candidate top = s->heap[0], last = s->heap[--s->heap_count];
-
-    // The last leaf takes the place of the root, and moves down. At each level the first child moves up.
-    int64_t i = 0, child;
-    while ((child = 2 * i + 1) < s->heap_count) {
-        if (child + 1 < s->heap_count && comes_first(&s->heap[child + 1], &s->heap[child])) child++;
-        if (!comes_first(&s->heap[child], &last)) break;
-        s->heap[i] = s->heap[child];
-        i = child;
-    }
-    s->heap[i] = last;
-    return top;
-}
-
-// Applies all merges to the tokens of n entries. Entry 0 is always the head of the list.
-static void merge_all(const Bpe* bpe, int64_t n) {
-    BpeWorkspace* s = bpe->scratch;
-    for (int64_t i = 0; i < n; i++) push(bpe, i);
-    while (s->heap_count > 0) {
-        // The candidate is stale if either token has changed since: drop it.
-        Candidate c = pop(s);
-        Symbol* left = &s->symbols[c.at];
-        if (left->id < 0 || left->after < 0) continue;
-        Symbol* right = &s->symbols[left->after];
-        const Pair* pair = find_pair(bpe, left->id, right->id);
-        if (pair->left < 0 || pair->rank != c.rank) continue;
-
-        // Join the two entries, and push the merges with the new neighbours.
-        left->id = c.joined;
-        left->after = right->after;
-        right->id = -1;
-        if (left->after >= 0) s->symbols[left->after].before = c.at;
-        push(bpe, left->before);
-        push(bpe, c.at);
+        // Join its occurrences from left to right, until a new neighbour makes a pair of lower rank.
+        int64_t to = 0;
+        bool goes_on = true;
+        for (int64_t from = 0; from < n; to++) {
+            const bool joins = goes_on && from + 1 < n && ids[from] == first.left && ids[from + 1] == first.right;
+            ids[to] = joins ? first.joined : ids[from];
+            from += 1 + joins;
+            if (joins && to > 0 && rank_of(bpe, ids[to - 1], ids[to]) < first.rank) goes_on = false;
+            if (joins && from < n && rank_of(bpe, ids[to], ids[from]) < first.rank) goes_on = false;
+        }
+        n = to;
     }
 }
 
@@ -166,23 +109,19 @@ static bool encode_word(Encoding* e, const char* text, size_t length) {
     if (whole && e->n < e->capacity) e->ids[e->n++] = whole->id;
     if (whole || e->n == e->capacity) return true;
 
-    // Its bytes as tokens. The heap begins with at most one merge for each pair of neighbours. Each merge removes one
-    // and adds at most two.
-    BpeWorkspace* s = bpe->scratch;
-    int64_t n = (int64_t)length;
-    s->symbols = (Symbol*)host_at_least(s->symbols, &s->symbol_bytes, length * sizeof(Symbol));
-    s->heap = (Candidate*)host_at_least(s->heap, &s->heap_bytes, 2 * length * sizeof(Candidate));
-    for (int64_t i = 0; i < n; i++) {
-        Symbol place = {bpe->bytes[(unsigned char)text[i]], i - 1, i + 1 < n ? i + 1 : -1};
-        s->symbols[i] = place;
-        if (place.id >= 0) continue;
+    // Its bytes as tokens, then all merges.
+    int32_t* ids = (int32_t*)host_alloc(length * sizeof(int32_t));
+    for (size_t i = 0; i < length; i++) {
+        ids[i] = bpe->bytes[(unsigned char)text[i]];
+        if (ids[i] >= 0) continue;
         snprintf(e->why, e->why_size, "the tokenizer has no token for the byte 0x%02x", (unsigned char)text[i]);
+        free(ids);
         return false;
     }
-
-    // Merge, then append the list's ids.
-    merge_all(bpe, n);
-    for (int64_t i = 0; i >= 0 && e->n < e->capacity; i = s->symbols[i].after) e->ids[e->n++] = s->symbols[i].id;
+    const int64_t n = min_i64(merge_all(bpe, ids, (int64_t)length), e->capacity - e->n);
+    memcpy(e->ids + e->n, ids, (size_t)n * sizeof(int32_t));
+    e->n += n;
+    free(ids);
     return true;
 }
 
@@ -204,7 +143,8 @@ static bool encode_piece(Encoding* e, int cut, const char* text, size_t length) 
         if (by->keeps_matches && !encode_piece(e, cut + 1, text + from, to - from)) return false;
         done = at = to;
         // An empty match would be found again at the same place: the search moves on by one character.
-        if (to == from && to < length) at += (size_t)utf8_length(text + to, length - to);
+        uint32_t code;
+        if (to == from && to < length) at += (size_t)utf8_read(text + to, length - to, &code);
     }
     return !by->keeps_rest || encode_piece(e, cut + 1, text + done, length - done);
 }
@@ -232,29 +172,22 @@ static bool encode_around(Encoding* e, int round, const char* text, size_t lengt
 int64_t bpe_encode(const Bpe* bpe, const char* text, int32_t* ids, int64_t capacity, char* why, size_t why_size) {
     // Check the text: UTF-8, and no character that NFC might change.
     size_t length = strlen(text);
-    const char *end = text + length, *next;
-    for (const char* at = text; at < end; at = next) {
-        if (!utf8_length(at, (size_t)(end - at))) {
-            snprintf(why, why_size, "byte %zu of the text is not UTF-8", (size_t)(at - text));
+    uint32_t code;
+    for (size_t at = 0; at < length;) {
+        const int bytes = utf8_read(text + at, length - at, &code);
+        if (bytes == 0) {
+            snprintf(why, why_size, "byte %zu of the text is not UTF-8", at);
             return -1;
         }
-        if (utf8_read(at, &next) < FIRST_COMBINING || !bpe->nfc) continue;
-        snprintf(why, why_size, "byte %zu of the text: the tokenizer normalizes to NFC, which is not supported there",
-                 (size_t)(at - text));
-        return -1;
+        if (bpe->nfc && code >= FIRST_COMBINING) {
+            snprintf(why, why_size,
+                     "byte %zu of the text: the tokenizer normalizes to NFC, which is not supported there", at);
+            return -1;
+        }
+        at += (size_t)bytes;
     }
 
     // Encode, with the added tokens of the first round at the top.
     Encoding e = {bpe, ids, capacity, 0, why, why_size};
     return encode_around(&e, 0, text, length) ? e.n : -1;
-}
-
-void bpe_cut(Bpe* bpe, Pattern* pattern, bool keeps_matches, bool keeps_rest) {
-    // A tokenizer has few patterns, so the list is copied for each new one.
-    Cut* cuts = (Cut*)host_alloc((size_t)(bpe->cut_count + 1) * sizeof(Cut));
-    if (bpe->cut_count) memcpy(cuts, bpe->cuts, (size_t)bpe->cut_count * sizeof(Cut));
-    free(bpe->cuts);
-    Cut cut = {pattern, keeps_matches, keeps_rest};
-    cuts[bpe->cut_count++] = cut;
-    bpe->cuts = cuts;
 }

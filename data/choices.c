@@ -17,7 +17,7 @@ static const size_t LIMIT = (size_t)1 << 30;
 
 // The read position in a file.
 typedef struct Reader {
-    const char *option, *path;
+    const char* path;
     int64_t at, end;  // offsets into ids; the file's first number is at 0
     int64_t width;    // bytes of a number
     int32_t vocab;
@@ -26,7 +26,7 @@ typedef struct Reader {
 
 // Ends the run with the byte offset of number `at` in the file.
 static NORETURN void refuse(const Reader* r, int64_t at, const char* what) {
-    die(EXIT_FAILED, "--%s: %s: byte %ld: %s", r->option, r->path, HEADER_BYTES + at * r->width, what);
+    die(EXIT_FAILED, "--eval: %s: byte %ld: %s", r->path, HEADER_BYTES + at * r->width, what);
 }
 
 // The next number as unsigned: a uint32 above 2^31 is negative in ids.
@@ -61,7 +61,7 @@ static void read_question(Reader* r, Choices* c, int32_t q) {
     // The list grows by one question at a time: the header does not say how many endings there are.
     c->label[q] = (int32_t)label;
     c->list = (Choice*)realloc(c->list, (size_t)(c->count + endings) * sizeof(Choice));
-    if (!c->list) die(EXIT_FAILED, "out of host memory for --%s", r->option);
+    if (!c->list) die(EXIT_FAILED, "out of host memory for --eval");
 
     // The context and the endings.
     Choice choice = {.question = q};
@@ -76,22 +76,21 @@ static void read_question(Reader* r, Choices* c, int32_t q) {
 }
 
 // Reads one file; an error ends the run. The result owns its arrays, and choices_close frees them.
-static Choices open_one(const char* option, const char* path, int32_t vocab) {
+static Choices open_one(const char* path, int32_t vocab) {
     // The file and its header.
     size_t size;
     int32_t header[4];
     char* data = read_file(path, LIMIT, &size);
-    if (!data) die(EXIT_FAILED, "--%s: %s: cannot read: %s", option, path, file_error(errno));
-    if (size < HEADER_BYTES)
-        die(EXIT_FAILED, "--%s: %s: shorter than its header of %d bytes", option, path, HEADER_BYTES);
+    if (!data) die(EXIT_FAILED, "--eval: %s: cannot read: %s", path, file_error(errno));
+    if (size < HEADER_BYTES) die(EXIT_FAILED, "--eval: %s: shorter than its header of %d bytes", path, HEADER_BYTES);
     memcpy(header, data, sizeof(header));
     if ((header[0] != NARROW && header[0] != WIDE) || header[1] != VERSION || header[2] < 1)
         die(EXIT_FAILED,
-            "--%s: %s: no multiple-choice file (scripts/prepare_eval.py writes them): its header is %d %d %d", option,
-            path, header[0], header[1], header[2]);
+            "--eval: %s: no multiple-choice file (scripts/prepare_eval.py writes them): its header is %d %d %d", path,
+            header[0], header[1], header[2]);
 
     // The numbers, uint16 or uint32, as int32.
-    Reader r = {.option = option, .path = path, .width = header[0] == NARROW ? 2 : 4, .vocab = vocab};
+    Reader r = {.path = path, .width = header[0] == NARROW ? 2 : 4, .vocab = vocab};
     r.end = (int64_t)(size - HEADER_BYTES) / r.width;
     int32_t* ids = (int32_t*)host_alloc((size_t)r.end * sizeof(int32_t));
     for (int64_t i = 0; i < r.end; i++)
@@ -114,12 +113,12 @@ static Choices open_one(const char* option, const char* path, int32_t vocab) {
     return c;
 }
 
-Choices* choices_open(const char* option, const char* pattern, int32_t vocab, int* count) {
+Choices* choices_open(const char* pattern, int32_t vocab, int* count) {
     glob_t found;
-    if (glob(pattern, GLOB_ERR, NULL, &found) != 0) die(EXIT_FAILED, "--%s: no file matches '%s'", option, pattern);
+    if (glob(pattern, GLOB_ERR, NULL, &found) != 0) die(EXIT_FAILED, "--eval: no file matches '%s'", pattern);
     Choices* files = (Choices*)host_alloc(found.gl_pathc * sizeof(Choices));
     *count = (int)found.gl_pathc;
-    for (int i = 0; i < *count; i++) files[i] = open_one(option, found.gl_pathv[i], vocab);
+    for (int i = 0; i < *count; i++) files[i] = open_one(found.gl_pathv[i], vocab);
     globfree(&found);
     return files;
 }

@@ -31,7 +31,7 @@ typedef struct Choices {
 
 // Opens all files that match, in the order of their names; *count gets their number. An invalid file, or an id outside
 // of the vocabulary, ends the run with a message that names file and byte.
-Choices* choices_open(const char* option, const char* pattern, int32_t vocab, int* count);
+Choices* choices_open(const char* pattern, int32_t vocab, int* count);
 void choices_close(Choices* files, int count);
 
 END_C

@@ -24,7 +24,8 @@ typedef struct Json {
     struct Json* next;   // next sibling
 } Json;
 
-// Parses `length` bytes, which must be one value. NULL on error, with the reason and byte offset in `error`.
+// Parses `length` bytes, which must be one value. NULL on error, with the reason and byte offset in `error` (its size
+// may be 0).
 Json* json_parse(const char* text, size_t length, char* error, size_t error_size);
 void json_free(Json* json);
 

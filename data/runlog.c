@@ -40,8 +40,7 @@ static void put_line(RunLog* log, const char* line, size_t length) {
 // The step of a line; 0: the configuration, which is the first line; -1: unreadable.
 static int64_t step_of(const char* line, size_t length, int first) {
     // The reason is not reported: keep_lines gives the number of the line.
-    char error[64];
-    Json* json = json_parse(line, length, error, sizeof(error));
+    Json* json = json_parse(line, length, NULL, 0);
     int64_t step = !json || json->type != JSON_OBJECT ? -1
                    : json_get(json, "step")           ? json_int(json, "step", -1)
                    : first                            ? 0
@@ -86,7 +85,8 @@ RunLog* runlog_open(const char* folder, const char* config_json, int64_t last_st
     log->path = path_of("%s/log.jsonl", folder);
     log->beside = path_of("%s.tmp", log->path.text);
     const char* path = log->path.text;
-    char* old = is_link(path) ? (errno = ELOOP, (char*)NULL) : read_file(path, LIMIT, &size);
+    if (is_link(path)) die(EXIT_FAILED, "cannot read %s: %s", path, file_error(ELOOP));
+    char* old = read_file(path, LIMIT, &size);
     if (!old && errno != ENOENT) die(EXIT_FAILED, "cannot read %s: %s", path, file_error(errno));
     if (!old && last_step > 0) warn("%s is missing: the log begins at step %ld", path, last_step + 1);
 
@@ -109,70 +109,17 @@ void runlog_sync(RunLog* log) {
     if (fsync(fileno(log->file)) != 0) give_up(log);
 }
 
-// Appends a member: a number with nine digits, null if not finite.
-static void add_number(char** line, const char* name, double x) {
+void runlog_add(RunLog* log, const char* line) { put_line(log, line, strlen(line)); }
+
+void runlog_number(char** line, const char* name, double x) {
     host_append(line, ", \"%s\": ", name);
     host_append(line, isfinite(x) ? "%.9g" : "null", x);
 }
 
-// Appends a member: a list of numbers with four digits each.
-static void add_list(char** line, const char* name, const double* x, int64_t n) {
+void runlog_list(char** line, const char* name, const double* x, int64_t n) {
     host_append(line, ", \"%s\": [", name);
     for (int64_t i = 0; i < n; i++) host_append(line, isfinite(x[i]) ? "%s%.4g" : "%snull", i ? ", " : "", x[i]);
     host_append(line, "]");
-}
-
-void runlog_add(RunLog* log, const StepRecord* r) {
-    // Losses, optimizer and speed.
-    char* line = host_format("{\"step\": %ld", r->step);
-    add_number(&line, "loss", r->loss);
-    for (int64_t k = 0; k < r->modules; k++) {
-        char name[32];
-        snprintf(name, sizeof(name), "mtp_loss_%ld", k + 1);
-        add_number(&line, name, r->mtp_loss[k]);
-    }
-    add_number(&line, "grad_norm", r->grad_norm);
-    add_number(&line, "lr", r->lr);
-    add_number(&line, "max_logit", r->max_logit);
-    add_number(&line, "ms", r->ms);
-    add_number(&line, "tokens_per_s", r->tokens_per_s);
-    add_number(&line, "mfu", r->mfu);
-
-    // Validation and expert loads.
-    if (r->validated) add_number(&line, "val_loss", r->val_loss);
-    if (r->validated && r->val_bits_per_byte > 0) add_number(&line, "val_bits_per_byte", r->val_bits_per_byte);
-    add_number(&line, "load_max_over_mean", r->load_max_over_mean);
-    add_list(&line, "load_max", r->load_max, r->blocks);
-    add_list(&line, "load_min", r->load_min, r->blocks);
-    add_number(&line, "mem_gib", r->mem_gib);
-    if (r->capacity > 0) add_number(&line, "capacity", r->capacity);
-    host_append(&line, ", \"tokens\": %ld, \"time\": %.3f", r->tokens, r->time);
-
-    // Multiple-choice scores. A file's name may be any text.
-    for (int i = 0; i < r->score_count; i++) {
-        const ScoreRecord* score = &r->scores[i];
-        // The quoted name without its closing quote, so that the suffix can follow inside the string.
-        char* name = json_quote(score->name);
-        name[strlen(name) - 1] = 0;
-        host_append(&line, ", %s_acc\": %.9g, %s_acc_norm\": %.9g", name, score->accuracy, name, score->normalised);
-        free(name);
-    }
-
-    // MXFP8 quantization statistics, a list of objects.
-    for (int i = 0; i < r->mx_stats_count; i++) {
-        const QuantRecord* record = &r->mx_stats[i];
-        host_append(&line, ", %s{\"layer\": %ld, \"tensor\": \"%s\"", i ? "" : "\"mx_stats\": [", record->layer,
-                    record->tensor);
-        add_number(&line, "saturated", record->saturated);
-        add_number(&line, "flushed", record->flushed);
-        add_number(&line, "inexact", record->inexact);
-        add_number(&line, "snr_db", record->snr_db);
-        host_append(&line, "}");
-    }
-    host_append(&line, r->mx_stats_count ? "]}" : "}");
-
-    put_line(log, line, strlen(line));
-    free(line);
 }
 
 void runlog_close(RunLog* log) {

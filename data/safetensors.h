@@ -7,6 +7,8 @@
 #ifndef DATA_SAFETENSORS_H
 #define DATA_SAFETENSORS_H
 
+#include <stdbool.h>
+
 #include "data/json.h"
 #include "device/types.h"
 
@@ -18,12 +20,13 @@ size_t st_dtype_bytes(StDtype dtype);
 
 // A tensor's entry in the header. Shapes are row-major, with at most 4 dimensions.
 typedef struct StTensor {
-    char* name;
+    char* name;  // in the header of the file
     StDtype dtype;
     int rank;
     int64_t shape[4];
     int64_t offset;  // of the first byte, from the start of the file
     int64_t bytes;
+    bool used;  // a mark for the caller of st_open
 } StTensor;
 
 // An open file. Its data are read when asked for, so only the header is in memory.
@@ -41,14 +44,13 @@ typedef struct SafeTensors {
 SafeTensors* st_open(const char* path, char* error, size_t error_size);
 void st_close(SafeTensors* st);
 const StTensor* st_find(const SafeTensors* st, const char* name);  // NULL if absent
-const char* st_metadata(const SafeTensors* st, const char* key);   // NULL if absent
 // Reads elements first .. first + count - 1 of a tensor as they are stored. 0, or -1 with errno set.
 int st_read(const SafeTensors* st, const StTensor* tensor, int64_t first, int64_t count, void* out);
 
 // Plans a file. Sets the tensors' offset and bytes from name, dtype, rank and shape, in the given order. Returns the
 // header in fresh memory, with its 8-byte length, padded with spaces to a multiple of 8. *size gets the header's size;
-// the data begin there. metadata is a list of {key, value} pairs that ends with NULL, or is NULL.
-char* st_plan_header(StTensor* tensors, int count, const char* const* metadata, int64_t* size);
+// the data begin there.
+char* st_plan_header(StTensor* tensors, int count, int64_t* size);
 
 END_C
 

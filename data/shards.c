@@ -20,10 +20,6 @@
 #include "device/files.h"
 #include "device/threads.h"
 
-#if defined(__BYTE_ORDER__) && __BYTE_ORDER__ != __ORDER_LITTLE_ENDIAN__
-#error "shards are little-endian and are read as they are: this needs a little-endian machine"
-#endif
-
 // Headers of the two formats, which data/shards.h describes.
 enum { HEADER_INTS = 256, HEADER_BYTES = 1024 };
 enum { MAGIC_U16 = 20240520, VERSION_U16 = 1, MAGIC_U32 = 20240801, VERSION_U32 = 7 };
@@ -39,7 +35,7 @@ typedef struct Shard {
 
 // The shards of one pattern. Nothing changes after shards_open, so several threads may read windows.
 struct Shards {
-    char* option;  // the command-line option, for messages
+    const char* option;  // the command-line option, for messages
     int64_t T;
     int count;
     Shard* files;
@@ -108,7 +104,7 @@ static void open_shard(Shards* s, Shard* shard, const char* path) {
 Shards* shards_open(const char* option, const char* pattern, int64_t T) {
     ASSERT(T > 0);
     Shards* s = (Shards*)host_alloc(sizeof(Shards));
-    s->option = host_strdup(option);
+    s->option = option;
     s->T = T;
 
     // All files that match, in the order of their names.
@@ -141,7 +137,6 @@ void shards_close(Shards* shards) {
         free(shards->files[i].path);
     }
     free(shards->files);
-    free(shards->option);
     free(shards);
 }
 
@@ -163,19 +158,14 @@ int64_t shards_tokens(const Shards* shards) { return shards->tokens; }
 int shards_count(const Shards* shards) { return shards->count; }
 uint32_t shards_hash(const Shards* shards) { return shards->hash; }
 
-// The shard of window `index`: the last one that starts at it or before. A shard without windows starts with the next.
-static const Shard* find_shard(const Shards* s, int64_t index) {
-    const Shard* shard = &s->files[s->count - 1];
-    while (shard->first_window > index) shard--;
-    return shard;
-}
-
 // shards_read with an error result: a message in fresh memory, NULL on success. The loader's thread may read windows
 // that the run never uses, and an error in those must not end the run.
 static char* read_window(const Shards* s, int64_t index, int32_t V, int32_t* input, int32_t* target) {
     // The buffer is on the stack, so that several threads can read at once.
     unsigned char raw[16384];
-    const Shard* shard = find_shard(s, index);
+    // The last shard that starts at the window or before: one without windows starts with the next.
+    const Shard* shard = &s->files[s->count - 1];
+    while (shard->first_window > index) shard--;
     int64_t T = s->T, width = shard->token_bytes, chunk = (int64_t)sizeof(raw) / width;
     int64_t start = HEADER_BYTES + (index - shard->first_window) * T * width;
 
@@ -269,12 +259,11 @@ struct Loader {
     LoaderOrder order;
     Slot ring[RING];
     pthread_t thread;
-    pthread_mutex_t mutex;  // guards filled, released, stopping
+    pthread_mutex_t mutex;  // guards filled, taken, stopping
     pthread_cond_t changed;
-    int64_t filled;    // micro-batches read so far
-    int64_t released;  // micro-batches that the caller has finished
+    int64_t filled;  // micro-batches read so far
+    int64_t taken;   // micro-batches given to the caller, which uses the last of them
     bool stopping;
-    int64_t taken;  // micro-batches given to the caller; used by the caller's thread only
 };
 
 // Reads a micro-batch. Each window of the run maps to a window of the set by the permutation of its epoch.
@@ -294,7 +283,7 @@ static void* loader_thread(void* argument) {
     Loader* loader = (Loader*)argument;
     pthread_mutex_lock(&loader->mutex);
     for (int64_t micro_batch = 0;; micro_batch++) {
-        while (!loader->stopping && micro_batch - loader->released >= RING)
+        while (!loader->stopping && micro_batch >= loader->taken + RING - 1)
             pthread_cond_wait(&loader->changed, &loader->mutex);
         if (loader->stopping) break;
         pthread_mutex_unlock(&loader->mutex);
@@ -350,16 +339,15 @@ void loader_stop(Loader* loader) {
 
 void loader_next(Loader* loader, const int32_t** input, const int32_t** target) {
     pthread_mutex_lock(&loader->mutex);
-    loader->released = loader->taken;  // releases the micro-batch of the last call
-    pthread_cond_broadcast(&loader->changed);
     // The caller waits only if reading is slower than training.
     while (loader->filled <= loader->taken) pthread_cond_wait(&loader->changed, &loader->mutex);
+    const Slot* slot = &loader->ring[loader->taken++ % RING];
+    // The micro-batch of the last call is released.
+    pthread_cond_broadcast(&loader->changed);
     pthread_mutex_unlock(&loader->mutex);
-    const Slot* slot = &loader->ring[loader->taken % RING];
 
     // An error ends the run only here, when the run needs that micro-batch.
     if (slot->error) die(EXIT_FAILED, "%s", slot->error);
-    loader->taken++;
     *input = slot->input;
     *target = slot->target;
 }

@@ -3,15 +3,9 @@
 
 #include <oniguruma.h>
 #include <stdio.h>
-#include <stdlib.h>
 #include <string.h>
 
-#include "device/check.h"
-
-// A compiled pattern. A search does not change it.
-struct Pattern {
-    regex_t* regex;
-};
+// A Pattern is a regex_t under a name for other files. A search does not change it.
 
 // Backtracking limit: a pattern like (a*)*b takes exponential time, so a search ends after some tenths of a second.
 // Patterns in use backtrack a few times for each byte of a run of spaces.
@@ -25,32 +19,31 @@ Pattern* pattern_new(const char* text, char* error, size_t error_size) {
     onig_set_retry_limit_in_search(RETRIES);
 
     // Compile the pattern in Ruby's syntax, which the tokenizers library uses too.
-    Pattern* pattern = (Pattern*)host_alloc(sizeof(Pattern));
+    regex_t* regex;
     OnigErrorInfo info;
     const OnigUChar* begin = (const OnigUChar*)text;
-    const int status = onig_new(&pattern->regex, begin, begin + strlen(text), ONIG_OPTION_NONE, ONIG_ENCODING_UTF8,
-                                ONIG_SYNTAX_DEFAULT, &info);
-    if (status == ONIG_NORMAL) return pattern;
+    const int status =
+        onig_new(&regex, begin, begin + strlen(text), ONIG_OPTION_NONE, ONIG_ENCODING_UTF8, ONIG_SYNTAX_DEFAULT, &info);
+    if (status == ONIG_NORMAL) return (Pattern*)regex;
 
     // It does not compile: the library's message is the reason.
     OnigUChar why[ONIG_MAX_ERROR_MESSAGE_LEN];
     onig_error_code_to_str(why, status, &info);
     snprintf(error, error_size, "%s", (const char*)why);
-    free(pattern);
     return NULL;
 }
 
-void pattern_free(Pattern* pattern) {
-    if (pattern) onig_free(pattern->regex);
-    free(pattern);
-}
+void pattern_free(Pattern* pattern) { onig_free((regex_t*)pattern); }
 
 int pattern_find(const Pattern* pattern, const char* text, size_t length, size_t at, size_t* from, size_t* to) {
     const OnigUChar *begin = (const OnigUChar*)text, *end = begin + length;
     OnigRegion region = {0};
     // The whole text is given, so that lookbehind sees the bytes before `at`.
-    const int found = onig_search(pattern->regex, begin, end, begin + at, end, &region, ONIG_OPTION_NONE);
-    if (found >= 0) *from = (size_t)region.beg[0], *to = (size_t)region.end[0];
+    const int found = onig_search((regex_t*)pattern, begin, end, begin + at, end, &region, ONIG_OPTION_NONE);
+    if (found >= 0) {
+        *from = (size_t)region.beg[0];
+        *to = (size_t)region.end[0];
+    }
 
     // The region itself is on the stack (0); only its arrays are freed. A negative result other than a mismatch is in
     // practice the retry limit.

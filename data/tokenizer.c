@@ -59,7 +59,7 @@ static Tokenizer* open_table(const char* path) {
             HEADER_BYTES);
 
     // The header: magic number, version, number of tokens, end-of-text id.
-    // The file is little-endian, as is the machine (data/shards.c checks it).
+    // The file is little-endian, as is the machine (device/types.h checks it).
     uint32_t header[4];
     memcpy(header, t->data, sizeof(header));
     check_header(path, header);
@@ -99,16 +99,13 @@ static bool ends_with(const char* path, const char* end) {
 static Tokenizer* open_beside(Tokenizer* table, const char* path) {
     // x.json next to x.bin.
     if (!ends_with(path, ".bin")) return table;
-    char* json_path = host_format("%.*s.json", (int)(strlen(path) - strlen(".bin")), path);
-    if (access(json_path, F_OK) != 0 && errno == ENOENT) {
-        free(json_path);
-        return table;
-    }
+    Path json_path = path_of("%.*s.json", (int)(strlen(path) - strlen(".bin")), path);
+    if (access(json_path.text, F_OK) != 0 && errno == ENOENT) return table;
     // It must have the table's tokens.
-    Tokenizer* t = tokenizer_read_json(json_path, table->eot);
+    Tokenizer* t = tokenizer_read_json(json_path.text, table->eot);
     if (t->size != table->size)
         die(EXIT_FAILED, "--tokenizer: %s has %d tokens, %s beside it %d: they must be of one tokenizer", path,
-            table->size, json_path, t->size);
+            table->size, json_path.text, t->size);
     for (int32_t id = 0; id < t->size; id++) {
         const Token *a = &table->tokens[id], *b = &t->tokens[id];
         bool same = a->length == b->length && memcmp(a->bytes, b->bytes, (size_t)a->length) == 0;
@@ -116,11 +113,10 @@ static Tokenizer* open_beside(Tokenizer* table, const char* path) {
         if (!same && !(a->length == 0 && b->length > 255))
             die(EXIT_FAILED,
                 "--tokenizer: %s and %s beside it differ in the bytes of token %d: they must be of one tokenizer", path,
-                json_path, id);
+                json_path.text, id);
     }
 
     // The table is no longer needed: tokenizer.json has the same tokens, and the merges.
-    free(json_path);
     tokenizer_close(table);
     return t;
 }
@@ -149,7 +145,9 @@ void tokenizer_close(Tokenizer* tokenizer) {
 int32_t tokenizer_size(const Tokenizer* tokenizer) { return tokenizer->size; }
 int32_t tokenizer_eot(const Tokenizer* tokenizer) { return tokenizer->eot; }
 bool tokenizer_exact(const Tokenizer* tokenizer) { return tokenizer->bpe || tokenizer->vocab->longest == 1; }
-const char* tokenizer_why(const Tokenizer* tokenizer) { return tokenizer->why; }
+const char* tokenizer_why(const Tokenizer* tokenizer) {
+    return tokenizer->refused ? tokenizer->refused : tokenizer->why;
+}
 
 const char* tokenizer_decode(const Tokenizer* tokenizer, int32_t id, int* length) {
     bool known = id >= 0 && id < tokenizer->size;
@@ -159,10 +157,7 @@ const char* tokenizer_decode(const Tokenizer* tokenizer, int32_t id, int* length
 
 int64_t tokenizer_encode(const Tokenizer* tokenizer, const char* text, int32_t* ids, int64_t capacity) {
     if (!*text) return 0;  // with any tokenizer
-    if (tokenizer->refused) {
-        snprintf(tokenizer->why, WHY_BYTES, "%s", tokenizer->refused);
-        return -1;
-    }
+    if (tokenizer->refused) return -1;
     // By the merges of tokenizer.json; without them, greedily by the longest token.
     if (tokenizer->bpe) return bpe_encode(tokenizer->bpe, text, ids, capacity, tokenizer->why, WHY_BYTES);
     // Greedy ids may differ from those of the training data, unless every token is one byte (tokenizer_exact).

@@ -3,6 +3,7 @@
 // printable character; the tokens get the bytes back.
 #include "data/tokenizer_json.h"
 
+#include <ctype.h>
 #include <errno.h>
 #include <stdlib.h>
 #include <string.h>
@@ -20,14 +21,9 @@ static const size_t LIMIT = (size_t)256 << 20;
 static const char GPT2[] = "'s|'t|'re|'ve|'m|'ll|'d| ?\\p{L}+| ?\\p{N}+| ?[^\\s\\p{L}\\p{N}]+|\\s+(?!\\S)|\\s+";
 
 // Usual names of end of text, the same list as in scripts/prepare_text.py.
-static const char* const EOT_NAMES[] = {"<|endoftext|>",
-                                        "<\xef\xbd\x9c"
-                                        "end\xe2\x96\x81of\xe2\x96\x81sentence\xef\xbd\x9c>",
-                                        "<|end_of_text|>",
-                                        "</s>",
-                                        "<eos>",
-                                        "[EOS]",
-                                        "<|im_end|>"};
+static const char* const EOT_NAMES[] = {
+    "<|endoftext|>", "<\uff5cend\u2581of\u2581sentence\uff5c>", "<|end_of_text|>", "</s>", "<eos>", "[EOS]",
+    "<|im_end|>"};
 
 // The state while a file is read. The entries point into the JSON tree, so they end with it.
 typedef struct Reader {
@@ -80,8 +76,9 @@ static int byte_of(uint32_t code) {
 // the bytes.
 static int32_t to_bytes(const char* text, char* out) {
     int32_t n = 0;
-    for (const char* at = text; *at;) {
-        int byte = byte_of(utf8_read(at, &at));
+    for (uint32_t code; *text;) {
+        text += utf8_read(text, strlen(text), &code);
+        int byte = byte_of(code);
         if (byte < 0) return -1;
         out[n++] = (char)byte;
     }
@@ -90,18 +87,15 @@ static int32_t to_bytes(const char* text, char* out) {
 
 // Decodes a SentencePiece token: <0x0A> is a byte, U+2581 a space. Returns the number of bytes.
 static int32_t to_piece(const char* text, char* out) {
-    static const char hex[] = "0123456789ABCDEF";
-    if (strlen(text) == 6 && strncmp(text, "<0x", 3) == 0 && text[5] == '>') {
-        const char *high = strchr(hex, text[3]), *low = strchr(hex, text[4]);
-        if (high && low) {
-            *out = (char)((high - hex) * 16 + (low - hex));
-            return 1;
-        }
+    const bool is_byte = strlen(text) == 6 && strncmp(text, "<0x", 3) == 0 && text[5] == '>';
+    if (is_byte && isxdigit((unsigned char)text[3]) && isxdigit((unsigned char)text[4])) {
+        *out = (char)strtoul(text + 3, NULL, 16);
+        return 1;
     }
     int32_t n = 0;
     // The mark of a space has 3 bytes and becomes 1, so the output is never longer than the text.
     while (*text) {
-        bool space = strncmp(text, "\xe2\x96\x81", 3) == 0;
+        bool space = strncmp(text, "\u2581", 3) == 0;
         out[n++] = space ? ' ' : *text;
         text += space ? 3 : 1;
     }
@@ -204,9 +198,11 @@ static char* read_cut(Bpe* bpe, const char* pattern, const char* behavior, bool 
     bool isolated = strcmp(behavior, "Isolated") == 0;
     if (!isolated && strcmp(behavior, "Removed") != 0)
         return host_format("pre_tokenizer with the behavior %.40s", behavior);
+    if (bpe->cut_count == MOST_CUTS) return host_format("pre_tokenizer with more than %d patterns", MOST_CUTS);
     Pattern* parsed = pattern_new(pattern, error, sizeof(error));
     if (!parsed) return host_format("the pattern '%.200s' in pre_tokenizer: %s", pattern, error);
-    bpe_cut(bpe, parsed, isolated || inverted, isolated || !inverted);
+    Cut cut = {parsed, isolated || inverted, isolated || !inverted};
+    bpe->cuts[bpe->cut_count++] = cut;
     return NULL;
 }
 
@@ -282,23 +278,21 @@ static char* read_merges(Reader* r, const Json* merges) {
 static char* read_added(Reader* r) {
     Token* list = (Token*)host_alloc((size_t)(r->count - r->model_count) * sizeof(Token));
     char* refused = NULL;
-    for (int round = 0; round < 2 && !refused; round++) {
+    for (int round = 0; round < 2; round++) {
         // The list of this round: `normalized` selects the round, and its default is the opposite of `special`.
         int32_t n = 0, i = r->model_count;
-        for (const Json* j = r->added ? r->added->child : NULL; j; j = j->next, i++) {
+        for (const Json* j = r->added ? r->added->child : NULL; j && !refused; j = j->next, i++) {
             bool special = flag(j, "special", false);
             if (flag(j, "normalized", !special) != (round == 1)) continue;
-            list[n] = r->entries[i];
-            list[n].bytes = NULL;
+            // The token's own bytes, which outlive the JSON tree.
+            list[n] = r->t->tokens[r->entries[i].id];
             if (special) list[n].id = SPECIAL;
+            n++;
             if (!special && (flag(j, "lstrip", false) || flag(j, "rstrip", false) || flag(j, "single_word", false)))
                 refused =
                     host_format("the added token '%.40s' with lstrip, rstrip or single_word", r->entries[i].bytes);
-            // Points to the token's bytes, which outlive the JSON tree.
-            list[n++].bytes = r->t->tokens[r->entries[i].id].bytes;
-            if (refused) break;
         }
-        if (!refused) r->t->bpe->added[round] = vocab_new(list, n);
+        r->t->bpe->added[round] = vocab_new(list, n);
     }
     free(list);
     return refused;

@@ -234,10 +234,7 @@ void* device_alloc(size_t bytes, const char* what) {
 }
 
 void device_free(void* p) { free(p); }
-void device_zero(void* p, size_t bytes, Ctx* ctx) {
-    (void)ctx;
-    if (bytes) memset(p, 0, bytes);
-}
+void device_zero(void* p, size_t bytes, Ctx* ctx) { device_fill(p, 0, bytes, ctx); }
 
 void device_fill(void* p, int byte, size_t bytes, Ctx* ctx) {
     (void)ctx;

@@ -15,6 +15,10 @@
 #include <stddef.h>
 #include <stdint.h>
 
+#if defined(__BYTE_ORDER__) && __BYTE_ORDER__ != __ORDER_LITTLE_ENDIAN__
+#error "files are little-endian and are read as they are: this needs a little-endian machine"
+#endif
+
 #ifdef __CUDACC__
 #include <cuda_bf16.h>
 typedef __nv_bfloat16 floatX;

@@ -185,7 +185,9 @@ static void read_rope(const Reader* r, ModelConfig* c) {
         refuse(r, older ? "rope_scaling" : "rope_parameters", "is neither an object nor null");
     c->rope_theta = number_or(r, scaling, "rope_theta", number_or(r, r->json, "rope_theta", 10000));
     // Values that --yarn 0 ignores, but that are in their ranges.
-    c->yarn_factor = 40, c->yarn_mscale = 1, c->yarn_original_len = 4096;
+    c->yarn_factor = 40;
+    c->yarn_mscale = 1;
+    c->yarn_original_len = 4096;
     const char *type = text_or_null(r, scaling, "rope_type"), *kind = type ? type : text_or_null(r, scaling, "type");
     if (!kind || strcmp(kind, "default") == 0) return;
 
@@ -300,10 +302,9 @@ ModelConfig hub_read_config(const char* option, const char* folder) {
 
 // A JSON file of the folder, or NULL.
 static Json* read_json(const char* folder, const char* name) {
-    char error[256];
     size_t size;
     char* text = read_file(path_of("%s/%s", folder, name).text, JSON_LIMIT, &size);
-    Json* json = text ? json_parse(text, size, error, sizeof(error)) : NULL;
+    Json* json = text ? json_parse(text, size, NULL, 0) : NULL;
     free(text);
     return json;
 }

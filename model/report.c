@@ -206,16 +206,15 @@ void check_memory(const Settings* s, int rank) {
 }
 
 // Module k has T - k predictions in each window of T tokens.
-int64_t report_mtp(double mtp_loss[MTP_MAX], const Settings* s, const StepState* state) {
+double report_mtp(const Settings* s, const StepState* state, int64_t k) {
     const double windows = (double)s->tokens_per_step / (double)s->seq_len;
-    for (int64_t k = 1; k <= s->model.mtp; k++)
-        mtp_loss[k - 1] = state->mtp_sum[k - 1] / (windows * (double)(s->seq_len - k));
-    return s->model.mtp;
+    return state->mtp_sum[k - 1] / (windows * (double)(s->seq_len - k));
 }
 
-double report_load(double* most, double* least, const ModelConfig* c, const int64_t* load) {
-    double worst = 0;
-    for (int64_t l = 0; l < config_blocks(c); l++) {
+double report_load(char** line, const ModelConfig* c, const int64_t* load) {
+    const int64_t blocks = config_blocks(c);
+    double *most = (double*)host_alloc((size_t)(2 * blocks) * sizeof(double)), *least = most + blocks, worst = 0;
+    for (int64_t l = 0; l < blocks; l++) {
         const int64_t* of = load + l * c->E;
         int64_t sum = 0, max = of[0], min = of[0];
         for (int64_t e = 0; e < c->E; e++) {
@@ -229,6 +228,10 @@ double report_load(double* most, double* least, const ModelConfig* c, const int6
         least[l] = (double)min / mean;
         if (l >= c->dense_layers && sum) worst = fmax(worst, most[l]);
     }
+    runlog_number(line, "load_max_over_mean", worst);
+    runlog_list(line, "load_max", most, blocks);
+    runlog_list(line, "load_min", least, blocks);
+    free(most);
     return worst;
 }
 
@@ -255,21 +258,19 @@ void report_device(const Model* m) {
     printf("graph      %s%s\n", unreplayed ? "off: " : "steps are replayed", unreplayed ? unreplayed : "");
 }
 
-int report_quantization(QuantRecord** records, const Model* m, const MxStats* sums) {
-    int count = 0;
-    const int64_t all = config_blocks(&m->config) * BLOCK_STATS;
-    *records = (QuantRecord*)host_alloc((size_t)all * sizeof(QuantRecord));
-    for (int64_t i = 0; i < all; i++) {
+void report_quantization(char** line, const Model* m, const MxStats* sums) {
+    const char* before = "\"mx_stats\": [";
+    for (int64_t i = 0; i < config_blocks(&m->config) * BLOCK_STATS; i++) {
         const char* name = model_stats_name(m, i / BLOCK_STATS, (int)(i % BLOCK_STATS));
         const MxStats* s = &sums[i];
-        QuantRecord record = {.layer = i / BLOCK_STATS,
-                              .tensor = name,
-                              .saturated = s->saturated / s->elements,
-                              .flushed = s->flushed / s->elements,
-                              .inexact = s->inexact / s->elements,
-                              .snr_db = 10 * log10(s->signal / s->noise)};
-        // No name: the tensor is not quantized.
-        if (name) (*records)[count++] = record;
+        if (!name) continue;  // the tensor is not quantized
+        host_append(line, ", %s{\"layer\": %ld, \"tensor\": \"%s\"", before, i / BLOCK_STATS, name);
+        runlog_number(line, "saturated", s->saturated / s->elements);
+        runlog_number(line, "flushed", s->flushed / s->elements);
+        runlog_number(line, "inexact", s->inexact / s->elements);
+        runlog_number(line, "snr_db", 10 * log10(s->signal / s->noise));
+        host_append(line, "}");
+        before = "";
     }
-    return count;
+    host_append(line, "]");
 }

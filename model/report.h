@@ -29,14 +29,17 @@ void report_device(const Model* model);
 // than is free, with both numbers and the options with which it would fit.
 void check_memory(const Settings* settings, int rank);
 
-// Mean loss of each MTP module in a step, in nats a token. Returns the number of modules.
-int64_t report_mtp(double mtp_loss[MTP_MAX], const Settings* settings, const StepState* state);
+// Mean loss of MTP module k (1 is the first) in a step, in nats a token.
+double report_mtp(const Settings* settings, const StepState* state, int64_t k);
+
+// Members of a step's line in the log (data/runlog.h).
 // Loads of a step (L + mtp, E): tokens of each block's fullest and emptiest expert over the mean, NaN for dense blocks.
 // Returns the largest of all blocks.
-double report_load(double* most, double* least, const ModelConfig* config, const int64_t* load);
-// A record for each tensor that was quantized in a step, from its statistics (L + mtp, BLOCK_STATS). *records gets them
-// in fresh memory. Returns their number.
-int report_quantization(QuantRecord** records, const Model* model, const MxStats* sums);
+double report_load(char** line, const ModelConfig* config, const int64_t* load);
+// Statistics (L + mtp, BLOCK_STATS) of each tensor that was quantized in a step: its layer, counted from 0 as in the
+// names of the checkpoint's tensors; shares of its nonzero elements that were too large for the scale, rounded to 0, or
+// different from blocks of 32; and the signal-to-noise ratio.
+void report_quantization(char** line, const Model* model, const MxStats* sums);
 
 END_C
 

@@ -3,7 +3,6 @@
 #define PRETRAINED_EVALUATE_H
 
 #include "data/choices.h"
-#include "data/runlog.h"
 #include "data/shards.h"
 #include "data/tokenizer.h"
 #include "model/model.h"
@@ -23,6 +22,11 @@ double evaluate_loss(Model* model, Shards* shards);
 // token.
 double evaluate_bytes(const Settings* settings, Shards* shards, const Tokenizer* tokenizer);
 
+// Scores of a file of multiple-choice questions.
+typedef struct ScoreRecord {
+    double accuracy, normalised;
+} ScoreRecord;
+
 // Accuracy on multiple-choice questions, as in lm-evaluation-harness. acc: the ending with the largest sum of
 // log-probabilities after the context. acc_norm: that sum over the bytes of its text, without a leading blank. Ties go
 // to the first ending. A context too long for --seq-len loses its beginning. All ranks together.
@@ -31,8 +35,9 @@ ScoreRecord evaluate_choices(Model* model, const Choices* choices, const Tokeniz
 // The questions of --eval, *count files of different names, the same on all ranks; NULL without. Their ids are the
 // tokenizer's, and with its end of text the model's; no ending is longer than --seq-len.
 Choices* evaluate_open(Ranks* world, const Settings* settings, const Tokenizer* tokenizer, int* count);
-// Evaluates every file, prints a line for each, and returns the scores in fresh memory; NULL without files.
-ScoreRecord* evaluate_questions(Model* model, const Choices* files, int count, const Tokenizer* tokenizer);
+// Evaluates every file, and prints a line for each. `line` gets the scores as members NAME_acc and NAME_acc_norm of a
+// line of the log (data/runlog.h), unless it is NULL.
+void evaluate_questions(char** line, Model* model, const Choices* files, int count, const Tokenizer* tokenizer);
 
 END_C
 

@@ -38,7 +38,7 @@ void use_model(Ranks* world, const Settings* s) {
             if (bytes > 0) printf("%.6f bits a byte, ", loss / log(2) / bytes);
             printf("on %ld of %ld tokens\n", evaluate_windows(s, val) * s->seq_len, shards_windows(val) * s->seq_len);
         }
-        free(evaluate_questions(m, questions, files, tokenizer));
+        evaluate_questions(NULL, m, questions, files, tokenizer);
     }
 
     model_destroy(m);

@@ -127,6 +127,14 @@ static void test_tokenizer_json(void) {
     CHECK(decodes(t, 6, "\xa0\xad \x7f"), "the alphabet's ends");
     tokenizer_close(t);
 
+    // A merge makes a pair of lower rank, which comes before the same merge further right: on its right, and on its
+    // left.
+    t = tokenizer_open(json("t.json", HEAD, "", "\"BPE\"", "{\"a\":0,\"b\":1,\"ab\":2,\"aba\":3,\"bab\":4,\"</s>\":5}",
+                            "\"ab a\",\"b ab\",\"a b\""));
+    ENCODES(t, "abab", 3, 1);
+    ENCODES(t, "babb", 4, 1);
+    tokenizer_close(t);
+
     // Words that are tokens, whatever the merges; and cuts one after the other.
     t = tokenizer_open(json("t.json",
                             "\"normalizer\":{\"type\":\"NFC\"},\"pre_tokenizer\":{\"type\":\"Sequence\","
