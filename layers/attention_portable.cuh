@@ -206,6 +206,7 @@ __device__ __forceinline__ void online_softmax(PortableForwardWarp<D>& w, float 
     bool moved = false;
 #pragma unroll
     for (int i = 0; i < 4; i++) {
+        // The maximum of the row, and the factor that corrects its sum and o.
         const float old = w.top[i];
         float most = -INFINITY, here = 0;
 #pragma unroll
@@ -217,6 +218,8 @@ __device__ __forceinline__ void online_softmax(PortableForwardWarp<D>& w, float 
         moved |= follow;
         const float shift = w.top[i] * scale2;
         shrink[i] = follow ? exp2_approx(old * scale2 - shift) : 1;
+
+        // P and its sum.
 #pragma unroll
         for (int j = 0; j < STEP / 4; j++) {
             float& x = s[i / 2][j / 2][i % 2 * 2 + j % 2];
