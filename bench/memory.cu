@@ -22,7 +22,7 @@
 #include "layers/rmsnorm.h"
 #include "layers/rope.h"
 #include "layers/swiglu.h"
-#include "moe/router.h"
+#include "moe/balance.h"
 
 enum { SETS = 3, CALLS = 6, BATCHES = 20 };
 
@@ -256,11 +256,11 @@ static void bench_moe(int64_t N) {
         row("router_backward", shape, 3 * sx + se,
             [&](int i) { router_backward(dx[i], dw[i], dg[i], scores[i], id, g[i], in[i], w[i], 1e-3f, s, ctx); });
         int64_t* margins = (int64_t*)device_alloc((size_t)s.E * MARGIN_BINS * sizeof(int64_t), "the benchmark");
-        row("router_count, loads alone", shape, 4.0 * (double)(s.N * s.K), [&](int i) {
-            router_count({load, NULL}, scores[i], id, bias[i], s, ctx);
+        row("balance_count, loads alone", shape, 4.0 * (double)(s.N * s.K), [&](int i) {
+            balance_count({load, NULL}, scores[i], id, bias[i], s, ctx);
         });
-        row("router_count, with margins", shape, 4.0 * (double)(s.N * s.K) + se, [&](int i) {
-            router_count({load, margins}, scores[i], id, bias[i], s, ctx);
+        row("balance_count, with margins", shape, 4.0 * (double)(s.N * s.K) + se, [&](int i) {
+            balance_count({load, margins}, scores[i], id, bias[i], s, ctx);
         });
         for (void* p : {(void*)id, (void*)load, (void*)margins}) device_free(p);
     }

@@ -34,9 +34,9 @@ static void mla_forward(Model* m, floatX* out, const Weight* w, const BlockSaved
 }
 
 // Where a block counts its loads and, for quantile balancing, its margins: in training alone.
-static RouterCounts router_counts(const Model* m, const Unit* u, int train) {
+static BalanceCounts router_counts(const Model* m, const Unit* u, int train) {
     const int64_t first = u->layer * m->config.E;
-    RouterCounts counts = {train ? m->load + first : NULL, m->margins ? m->margins + first * MARGIN_BINS : NULL};
+    BalanceCounts counts = {train ? m->load + first : NULL, m->margins ? m->margins + first * MARGIN_BINS : NULL};
     return counts;
 }
 

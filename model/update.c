@@ -154,10 +154,10 @@ static void balance(Model* m) {
     const int64_t first = m->config.dense_layers * E;
     real* bias = m->bias + first;
     if (m->margins)
-        router_balance_quantile(bias, m->margins + first * MARGIN_BINS, blocks, (int32_t)E, (int32_t)m->config.K,
-                                m->state, m->ctx);
+        balance_quantile(bias, m->margins + first * MARGIN_BINS, blocks, (int32_t)E, (int32_t)m->config.K, m->state,
+                         m->ctx);
     if (s->balance == BALANCE_DEEPSEEK)
-        router_balance_sign(bias, m->load + first, blocks, (int32_t)E, (float)s->bias_rate, m->state, m->ctx);
+        balance_sign(bias, m->load + first, blocks, (int32_t)E, (float)s->bias_rate, m->state, m->ctx);
 }
 
 // Work on the device alone, so that it can be replayed as a graph.

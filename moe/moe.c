@@ -9,7 +9,7 @@ size_t moe_workspace(MoeShape s) {
     return max_size(bytes, max_size(mx_stats_workspace(), dispatch_workspace(dispatch_shape(s))));
 }
 
-void moe_forward(floatX* y, const floatX* x, MoeWeights w, MoeSaved* m, RouterCounts counts, MoeShape s, Dispatch* d,
+void moe_forward(floatX* y, const floatX* x, MoeWeights w, MoeSaved* m, BalanceCounts counts, MoeShape s, Dispatch* d,
                  Pool* pool, Ctx* ctx) {
     const int64_t N = s.router.N, shared = s.shared_F;
     MoeForwardBuffers t;
@@ -17,7 +17,7 @@ void moe_forward(floatX* y, const floatX* x, MoeWeights w, MoeSaved* m, RouterCo
     // 1. Each token's experts, and the gates that weigh their outputs.
     moe_take_choices(pool, m, s);
     router_forward(m->scores, m->route.expert, m->route.gate, x, w.router, w.bias, s.router, ctx);
-    if (counts.load) router_count(counts, m->scores, m->route.expert, w.bias, s.router, ctx);
+    if (counts.load) balance_count(counts, m->scores, m->route.expert, w.bias, s.router, ctx);
 
     // 2. All-to-all: tokens to the ranks of their experts. The shared MLP's first GEMM and its activation overlap.
     dispatch_counts(d, &m->route, ctx);

@@ -28,8 +28,8 @@
 #ifndef MOE_MOE_H
 #define MOE_MOE_H
 
+#include "moe/balance.h"
 #include "moe/dispatch.h"
-#include "moe/router.h"
 #include "mx/linear.h"
 
 BEGIN_C
@@ -71,7 +71,7 @@ size_t moe_workspace(MoeShape shape);
 
 // y (N, C) =. In training counts += the load and margins of this rank's tokens (moe/router.h). Takes *saved from the
 // pool; the caller releases it.
-void moe_forward(floatX* y, const floatX* x, MoeWeights w, MoeSaved* saved, RouterCounts counts, MoeShape shape,
+void moe_forward(floatX* y, const floatX* x, MoeWeights w, MoeSaved* saved, BalanceCounts counts, MoeShape shape,
                  Dispatch* dispatch, Pool* pool, Ctx* ctx);
 
 // dx (N, C) is =. aux: see router_backward.

@@ -1,7 +1,6 @@
 #include "moe/router.h"
 
 #include "device/cpu.h"
-#include "layers/adamw.h"
 
 // Never vectorized: the vector exp and the scalar exp of leftover elements differ in the last bit. Equal logits must
 // make equal scores at every index.
@@ -113,7 +112,7 @@ static void gate_backward(real* ds, const real* dgate, const real* score, const 
 }
 
 // The auxiliary loss's part of ds: aux / T * (f_e - sum_j f_j s_j / sum s) / sum s.
-static void balance_backward(real* ds, const real* score, const real* count, float aux, RouterShape s) {
+static void aux_backward(real* ds, const real* score, const real* count, float aux, RouterShape s) {
     real sum = 0, dot = 0, f = (real)s.E / (s.K * s.T), scale = (real)aux / s.T;
     for (int32_t e = 0; e < s.E; e++) {
         sum += score[e];
@@ -146,7 +145,7 @@ void router_backward(floatX* dx, real* dw, const real* dgate, const real* scores
             const real* score = scores + n * s.E;
             real *ds = dlogits + n * s.E, dot = 0;
             gate_backward(ds, dgate + n * s.K, score, expert + n * s.K, gate + n * s.K, s);
-            if (aux != 0) balance_backward(ds, score, counts + n / s.T * s.E, aux, s);
+            if (aux != 0) aux_backward(ds, score, counts + n / s.T * s.E, aux, s);
             for (int32_t e = 0; e < s.E; e++) dot += ds[e] * score[e];
             for (int32_t e = 0; e < s.E; e++)
                 ds[e] = score[e] * (s.score == SCORE_SIGMOID ? ds[e] * (1 - score[e]) : ds[e] - dot);
@@ -157,63 +156,4 @@ void router_backward(floatX* dx, real* dw, const real* dgate, const real* scores
 #pragma omp parallel for schedule(dynamic)
     for (int64_t c = 0; c < s.C; c += TILE)
         gemm(1, 0, s.E, min_i64(TILE, s.C - c), s.N, 1, dlogits, s.E, x + c, s.C, 1, dw + c, s.C);
-}
-
-// alpha_n of one token: the largest s + bias of the experts that it did not select. In float32 in every build.
-static float best_unselected(const real* score, const real* bias, const int32_t* selected, RouterShape s) {
-    float best = -INFINITY;
-    for (int32_t e = 0; e < s.E; e++) {
-        int taken = 0;
-        for (int32_t k = 0; k < s.K; k++) taken |= selected[k] == e;
-        const float compared = (float)score[e] + (float)bias[e];
-        if (!taken && compared > best) best = compared;
-    }
-    return best;
-}
-
-void router_count(RouterCounts counts, const real* scores, const int32_t* expert, const real* bias, RouterShape s,
-                  Ctx* ctx) {
-    (void)ctx;
-    for (int64_t i = 0; i < s.N * s.K; i++) counts.load[expert[i]]++;
-    if (!counts.margins) return;
-
-    // The histogram of alpha_n - (s + bias) for each expert. Values are negative where the expert is selected.
-    for (int64_t n = 0; n < s.N; n++) {
-        const real* score = scores + n * s.E;
-        const float alpha = best_unselected(score, bias, expert + n * s.K, s);
-        for (int64_t e = 0; e < s.E; e++)
-            counts.margins[margin_bin(alpha - ((float)score[e] + (float)bias[e])) * (int64_t)s.E + e]++;
-    }
-}
-
-void router_balance_quantile(real* bias, const int64_t* margins, int64_t layers, int32_t E, int32_t K,
-                             const StepState* state, Ctx* ctx) {
-    (void)ctx;
-    for (int64_t l = 0; l < layers; l++, bias += E, margins += (int64_t)MARGIN_BINS * E) {
-        // Every expert's histogram counts all tokens.
-        int64_t tokens = 0;
-        for (int64_t bin = 0; bin < MARGIN_BINS; bin++) tokens += margins[bin * E];
-        if (!state->ok || tokens == 0) continue;
-
-        // Each bias rises by its quantile, then their mean becomes 0.
-        double mean = 0;
-        for (int32_t e = 0; e < E; e++)
-            mean += (double)(bias[e] += (real)margin_quantile(margins, e, tokens, E, K)) / E;
-        for (int32_t e = 0; e < E; e++) bias[e] -= (real)mean;
-    }
-}
-
-void router_balance_sign(real* bias, const int64_t* load, int64_t layers, int32_t E, float rate, const StepState* state,
-                         Ctx* ctx) {
-    (void)ctx;
-    for (int64_t l = 0; l < layers; l++, bias += E, load += E) {
-        int64_t total = 0;
-        for (int32_t e = 0; e < E; e++) total += load[e];
-        // A step that is not ok leaves the biases unchanged.
-        if (!state->ok) continue;
-        for (int32_t e = 0; e < E; e++) {
-            const int64_t below = total - load[e] * E;  // E * (mean load - load_e), exact
-            bias[e] += (real)rate * (real)((below > 0) - (below < 0));
-        }
-    }
 }

@@ -24,9 +24,8 @@
 // lowest index that has it.
 #include "moe/router.h"
 
-#include "layers/adamw.h"
 #include "layers/matmul.h"
-#include "layers/rows.cuh"
+#include "moe/router.cuh"
 
 // Floats as integers of the same order, all above 1; NaN is 1, below everything; 0 means "taken".
 static __device__ __forceinline__ uint32_t ordered(float x) {
@@ -177,16 +176,6 @@ static __global__ void __launch_bounds__(256)
         if (lane + 32 * j < s.E) mine[lane + 32 * j] = p[j];  // s, for the gates
     __syncwarp();
     select_experts(expert, gate, value, mine, n, s);
-}
-
-// Calls launch_for(J) with the smallest J such that 32 J >= E. Kernels have the experts in registers, so J is a
-// template parameter.
-template <int J = 1, typename Launch>
-static void by_experts(RouterShape s, Launch launch_for) {
-    ASSERT(s.E <= ROUTER_MOST_EXPERTS && s.K <= ROUTER_MOST_CHOICES && s.K <= s.E);
-    if constexpr (32 * J < ROUTER_MOST_EXPERTS)
-        if (s.E > 32 * J) return by_experts<2 * J>(s, launch_for);
-    launch_for(Int<J>());
 }
 
 // count (sequences, E) += tokens that have an expert's score among their K largest. A block takes COUNT_TOKENS tokens
@@ -373,112 +362,4 @@ void router_backward(floatX* dx, real* dw, const real* dgate, const real* scores
     // dw += hi^T x + lo^T x: one GEMM that reads x once.
     matmul_wgrad(scratch.halves, scratch.dlogits, x, s.N, s.C, 2 * s.E, 0, ctx);
     launch_early(add_halves, blocks_for(matrix, 256), 256, 0, ctx, dw, scratch.halves, matrix);
-}
-
-// load += tokens that selected each expert. Blocks count in shared memory, so that few atomics reach `load`. Integer
-// sums do not depend on their order.
-static __global__ void count_loads(unsigned long long* load, const int32_t* expert, int64_t count, int32_t E) {
-    wait_for_previous();
-    extern __shared__ int local_count[];
-    for (int e = threadIdx.x; e < E; e += 256) local_count[e] = 0;
-    __syncthreads();
-    for (int64_t i = blockIdx.x * (int64_t)256 + threadIdx.x; i < count; i += gridDim.x * (int64_t)256)
-        atomicAdd(&local_count[expert[i]], 1);
-    __syncthreads();
-    for (int e = threadIdx.x; e < E; e += 256)
-        if (local_count[e]) atomicAdd(&load[e], (unsigned long long)local_count[e]);
-}
-
-// margins (MARGIN_BINS, E) += the margins of all tokens, one warp per token; lane l has experts l, l + 32, ... Integer
-// atomics in the L2 cache, whose result does not depend on their order.
-template <int J>
-static __global__ void __launch_bounds__(256) count_margins(unsigned long long* margins, const float* scores,
-                                                            const int32_t* expert, const float* bias, RouterShape s) {
-    wait_for_previous();
-    const int lane = threadIdx.x % 32;
-    const int64_t n = blockIdx.x * (int64_t)8 + threadIdx.x / 32;
-    if (n >= s.N) return;
-
-    // alpha: the largest s + bias of the experts that the token did not select.
-    const int selected = lane < s.K ? expert[n * s.K + lane] : -1;
-    float compared[J], alpha = -INFINITY;
-#pragma unroll
-    for (int j = 0; j < J; j++) {
-        const int e = lane + 32 * j;
-        compared[j] = e < s.E ? scores[n * s.E + e] + bias[e] : -INFINITY;
-        bool taken = false;
-        for (int k = 0; k < s.K; k++) taken |= __shfl_sync(0xffffffffu, selected, k) == e;
-        if (!taken) alpha = fmaxf(alpha, compared[j]);
-    }
-    alpha = warp_max(alpha);
-
-    // One count per expert, in the bin of its margin.
-#pragma unroll
-    for (int j = 0; j < J; j++) {
-        const int64_t e = lane + 32 * j;
-        if (e < s.E) atomicAdd(&margins[margin_bin(alpha - compared[j]) * (int64_t)s.E + e], 1ull);
-    }
-}
-
-void router_count(RouterCounts counts, const real* scores, const int32_t* expert, const real* bias, RouterShape s,
-                  Ctx* ctx) {
-    const int64_t NK = s.N * s.K, blocks = min_i64(ceil_div(NK, 1024), 4 * (int64_t)ctx->sms);
-    launch_early(count_loads, blocks, 256, s.E * sizeof(int), ctx, (unsigned long long*)counts.load, expert, NK, s.E);
-    if (!counts.margins) return;
-    by_experts(s, [&](auto j) {
-        launch_early(count_margins<decltype(j)::value>, blocks_for(s.N, 8), 256, 0, ctx,
-                     (unsigned long long*)counts.margins, scores, expert, bias, s);
-    });
-}
-
-// One block per layer, one thread per expert. Bound by the latency of its loads.
-static __global__ void __launch_bounds__(ROUTER_MOST_EXPERTS)
-    balance_quantile(float* bias, const int64_t* margins, int32_t E, int32_t K, const StepState* state) {
-    wait_for_previous();
-    __shared__ double sums[ROUTER_MOST_EXPERTS / 32];
-    const int e = threadIdx.x;
-    bias += blockIdx.x * (int64_t)E;
-    margins += blockIdx.x * (int64_t)MARGIN_BINS * E;
-
-    // Every expert's histogram counts all tokens.
-    int64_t tokens = 0;
-#pragma unroll 8
-    for (int64_t bin = 0; bin < MARGIN_BINS; bin++) tokens += margins[bin * E];
-    if (!state->ok || tokens == 0) return;
-
-    // Each bias rises by its quantile, then their mean becomes 0.
-    const double raised = e < E ? bias[e] + margin_quantile(margins, e, tokens, E, K) : 0, sum = warp_sum(raised);
-    if (e % 32 == 0) sums[e / 32] = sum;
-    __syncthreads();
-    double mean = 0;
-    for (int w = 0; w < ROUTER_MOST_EXPERTS / 32; w++) mean += sums[w] / E;
-    if (e < E) bias[e] = (float)(raised - mean);
-}
-
-void router_balance_quantile(real* bias, const int64_t* margins, int64_t layers, int32_t E, int32_t K,
-                             const StepState* state, Ctx* ctx) {
-    launch_early(balance_quantile, (unsigned)layers, ROUTER_MOST_EXPERTS, 0, ctx, bias, margins, E, K, state);
-}
-
-// One block per layer.
-static __global__ void __launch_bounds__(256)
-    balance_sign(float* bias, const int64_t* load, int32_t E, float rate, const StepState* state) {
-    wait_for_previous();
-    __shared__ unsigned long long total;
-    bias += blockIdx.x * (int64_t)E;
-    load += blockIdx.x * (int64_t)E;
-    if (threadIdx.x == 0) total = 0;
-    __syncthreads();
-    for (int e = threadIdx.x; e < E; e += 256) atomicAdd(&total, (unsigned long long)load[e]);
-    __syncthreads();
-    if (!state->ok) return;
-    for (int e = threadIdx.x; e < E; e += 256) {
-        const int64_t below = (int64_t)total - load[e] * E;  // E * (mean load - load_e), exact
-        bias[e] += rate * (float)((below > 0) - (below < 0));
-    }
-}
-
-void router_balance_sign(real* bias, const int64_t* load, int64_t layers, int32_t E, float rate, const StepState* state,
-                         Ctx* ctx) {
-    launch_early(balance_sign, (unsigned)layers, 256, 0, ctx, bias, load, E, rate, state);
 }

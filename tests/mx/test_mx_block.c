@@ -388,7 +388,7 @@ static Block run_block(const Inputs* in, Widths d, Precision p, int recompute, i
     Block b;
     MxStats* stats = (MxStats*)device_room(sizeof(b.stats));
     if (measured) w13.stats = stats, w2.stats = stats + WEIGHT_STATS;
-    const RouterCounts no_counts = {NULL, NULL};
+    const BalanceCounts no_counts = {NULL, NULL};
     moe_forward(y, x, w, &saved, no_counts, s, dispatch, pool, ctx);
     b.expert = (int32_t*)host_room(N * K * sizeof(int32_t));
     device_download(b.expert, saved.route.expert, N * K * sizeof(int32_t), ctx);

@@ -111,7 +111,7 @@ static void run_block(void* arg) {
     PoolMark mark[3];
     for (int i = 0; i < b->blocks; i++) {
         mark[i] = pool_mark(pool);
-        const RouterCounts counts = {i == 0 ? b->load : NULL, NULL};
+        const BalanceCounts counts = {i == 0 ? b->load : NULL, NULL};
         moe_forward(b->y, b->x, w, &saved[i], counts, s, dispatch, pool, ctx);
     }
     memcpy(b->expert, saved[0].route.expert, N * s.router.K * sizeof(int32_t));

@@ -132,7 +132,7 @@ static Outputs run_block(const Inputs* in, MoeShape s, int64_t first, size_t roo
     PoolMark mark[BLOCKS];
     for (int b = 0; b < BLOCKS; b++) {
         mark[b] = pool_mark(pool);
-        const RouterCounts counts = {b ? NULL : load, NULL};
+        const BalanceCounts counts = {b ? NULL : load, NULL};
         moe_forward(y, x, w, &saved[b], counts, s, dispatch, pool, ctx);
     }
     o.expert = (int32_t*)fetch(saved[0].route.expert, (size_t)(N * K) * sizeof(int32_t));

@@ -1,0 +1,102 @@
+// Load balancing: the selection biases of the router (moe/router.h), set once a step from that step's loads or margins.
+// So the selection of a token depends on past steps and on the token itself, never on other tokens of its sequence. It
+// is causal, and the same in training and in inference.
+//
+// The margin of expert e for token n: the rise of its bias at which the token selects it. Selected experts have
+// negative margins.
+//
+//   margin_ne = alpha_n - (s_ne + bias_e),   alpha_n = the largest s + bias of the experts that the token did not
+//   select
+//
+// Without groups alpha_n is the (K+1)-th largest s + bias. A histogram has MARGIN_OCTAVES octaves of |margin| on each
+// side of 0, and in the middle one bin for smaller margins. An octave has MARGIN_SPLIT bins of equal width. So the
+// relative precision is the same for sigmoid scores and for softmax scores, which are near 1 / E. Margins beyond the
+// last bin count in it.
+#ifndef MOE_BALANCE_H
+#define MOE_BALANCE_H
+
+#include <math.h>
+#include <string.h>
+
+#include "moe/router.h"
+
+BEGIN_C
+
+typedef struct StepState StepState;  // layers/adamw.h
+
+enum { MARGIN_OCTAVES = 20, MARGIN_SPLIT = 16, MARGIN_SIDE = MARGIN_OCTAVES * MARGIN_SPLIT };
+enum { MARGIN_BINS = 2 * MARGIN_SIDE + 1 };
+#define MARGIN_LARGEST 2.0f  // scores are in [0, 1]; the lower end of the octaves is 2^-19
+
+// Counts of a step for load balancing: of the forward pass in training, each micro-step once. Integers, so that sums
+// over micro-steps and ranks do not depend on the layout.
+typedef struct BalanceCounts {
+    int64_t* load;     // (E): tokens that selected each expert; NULL: nothing is counted
+    int64_t* margins;  // (MARGIN_BINS, E): histograms of the margins, or NULL
+} BalanceCounts;
+
+// counts += the loads and margins of N tokens.
+void balance_count(BalanceCounts counts,
+                   const real* scores,     // (N, E)
+                   const int32_t* expert,  // (N, K)
+                   const real* bias,       // (E)
+                   RouterShape shape, Ctx* ctx);
+
+// The update of the selection biases of all layers, from the counts of the whole step, summed over all ranks. Nothing
+// is written if state->ok is 0, nor in a layer that counted no token.
+//
+// Quantile balancing (J. Su, kexue.fm 11619; Kimi K3 technical report, section 2.3.3 and appendix D):
+//   bias_e += the K/E quantile of margin_.e, interpolated in its bin;   then bias -= mean_e bias
+// With the new bias and the same alpha, a fraction K/E of the tokens would select expert e.
+void balance_quantile(real* bias,              // (layers, E)
+                      const int64_t* margins,  // (layers, MARGIN_BINS, E)
+                      int64_t layers, int32_t E, int32_t K, const StepState* state, Ctx* ctx);
+
+// Auxiliary-loss-free balancing (arXiv 2408.15664; DeepSeek-V3, section 2.1.2):
+//   bias_e += rate * sign(mean load - load_e)
+void balance_sign(real* bias,           // (layers, E)
+                  const int64_t* load,  // (layers, E)
+                  int64_t layers, int32_t E, float rate, const StepState* state, Ctx* ctx);
+
+// The functions below are shared by both builds. The bin of a margin comes from its bits, which have the order of the
+// float itself. The upper 4 of 23 bits of mantissa are the 16 bins of an octave.
+static inline BOTH_SIDES int margin_bin(float margin) {
+    const float least = MARGIN_LARGEST / (1 << MARGIN_OCTAVES);
+    int32_t bits, least_bits;
+    memcpy(&bits, &margin, sizeof(bits));
+    memcpy(&least_bits, &least, sizeof(least_bits));
+    const int32_t above = ((bits & 0x7fffffff) - least_bits) >> 19, bin = above < 0 ? 0 : above + 1;
+    const int32_t side = bin < MARGIN_SIDE ? bin : MARGIN_SIDE;
+    return margin < 0 ? MARGIN_SIDE - side : MARGIN_SIDE + side;
+}
+
+// The lower edge of a bin; that of bin i + 1 is its upper edge. Negative margins mirror the positive ones.
+static inline BOTH_SIDES double margin_edge(int bin) {
+    const double least = MARGIN_LARGEST / (1 << MARGIN_OCTAVES);
+    const int negative = bin <= MARGIN_SIDE, step = negative ? MARGIN_SIDE - bin : bin - MARGIN_SIDE - 1;
+    const double fraction = (double)(step % MARGIN_SPLIT) / (int)MARGIN_SPLIT;
+    const double size = ldexp(least * (1 + fraction), step / MARGIN_SPLIT);
+    return negative ? -size : size;
+}
+
+// The K/E quantile of expert e's margins among `tokens`.
+static inline BOTH_SIDES double margin_quantile(const int64_t* margins, int32_t e, int64_t tokens, int32_t E,
+                                                int32_t K) {
+    // The first bin at which the cumulative count reaches the wanted number; the counts below it and in it.
+    const double wanted = (double)tokens * K / E;
+    int64_t below = 0, inside = 0;
+    int found = 0;
+    for (int bin = 0; bin < MARGIN_BINS; bin++) {
+        const int64_t count = margins[(int64_t)bin * E + e];
+        const int before = (double)(below + inside) < wanted;
+        below += before ? inside : 0;
+        inside = before ? count : inside;
+        found = before ? bin : found;
+    }
+    const double low = margin_edge(found), share = (wanted - (double)below) / (double)inside;
+    return low + share * (margin_edge(found + 1) - low);
+}
+
+END_C
+
+#endif
