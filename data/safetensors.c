@@ -3,8 +3,6 @@
 #include "data/safetensors.h"
 
 #include <errno.h>
-#include <stdarg.h>
-#include <stdbool.h>
 #include <stdio.h>
 #include <stdlib.h>
 #include <string.h>
@@ -24,45 +22,27 @@ static const struct {
 
 size_t st_dtype_bytes(StDtype dtype) { return dtypes[dtype].bytes; }
 
-// The buffer for an error message, and the path at its front.
-typedef struct Report {
-    const char* path;
-    char* error;
-    size_t size;
-} Report;
-
-// Writes "path: reason". Always false.
-static bool fail(const Report* report, const char* format, ...) PRINTF_LIKE(2, 3);
-static bool fail(const Report* report, const char* format, ...) {
-    if (report->size == 0) return false;
-    int n = snprintf(report->error, report->size, "%s: ", report->path);
-    if (n < 0 || (size_t)n >= report->size) return false;
-    va_list args;
-    va_start(args, format);
-    vsnprintf(report->error + n, report->size - (size_t)n, format, args);
-    va_end(args);
-    return false;
-}
-
 // True for a nonnegative integer.
 static bool is_size(const Json* json) {
     return json->type == JSON_NUMBER && json->integer >= 0 && (double)json->integer == json->number;
 }
 
+// The checks below return NULL, or the reason in fresh memory.
+
 // Fills `tensor` from a header entry; its offset is still relative to the data.
-static bool parse_tensor(const Json* entry, StTensor* tensor, const Report* report) {
+static char* parse_tensor(const Json* entry, StTensor* tensor) {
     const char* name = entry->key;
     const char* dtype = json_text(entry, "dtype");
     const Json* shape = json_get(entry, "shape");
     const Json* offsets = json_get(entry, "data_offsets");
     if (!dtype || !shape || !offsets || shape->type != JSON_ARRAY || offsets->type != JSON_ARRAY)
-        return fail(report, "tensor '%s' needs dtype, shape and data_offsets", name);
+        return host_format("tensor '%s' needs dtype, shape and data_offsets", name);
 
     // The dtype.
     int d = 0;
     while (d < ST_DTYPES && strcmp(dtype, dtypes[d].name) != 0) d++;
     if (d == ST_DTYPES)
-        return fail(report, "tensor '%s' has dtype %s; known are F64, F32, BF16, I64, I32, U8, F8_E4M3", name, dtype);
+        return host_format("tensor '%s' has dtype %s; known are F64, F32, BF16, I64, I32, U8, F8_E4M3", name, dtype);
     tensor->dtype = (StDtype)d;
 
     // The shape, and its size in bytes. A size of 0 counts as 1 until the end, so that the overflow check covers the
@@ -70,11 +50,11 @@ static bool parse_tensor(const Json* entry, StTensor* tensor, const Report* repo
     int64_t bytes = (int64_t)dtypes[d].bytes;
     bool empty = false;
     for (const Json* n = shape->child; n; n = n->next) {
-        if (!is_size(n)) return fail(report, "tensor '%s' has a shape that is not made of sizes", name);
-        if (tensor->rank == 4) return fail(report, "tensor '%s' has more than 4 dimensions", name);
+        if (!is_size(n)) return host_format("tensor '%s' has a shape that is not made of sizes", name);
+        if (tensor->rank == 4) return host_format("tensor '%s' has more than 4 dimensions", name);
         tensor->shape[tensor->rank++] = n->integer;
         empty |= n->integer == 0;
-        if (bytes > INT64_MAX / max_i64(n->integer, 1)) return fail(report, "tensor '%s' is too large", name);
+        if (bytes > INT64_MAX / max_i64(n->integer, 1)) return host_format("tensor '%s' is too large", name);
         bytes *= max_i64(n->integer, 1);
     }
     if (empty) bytes = 0;
@@ -83,14 +63,14 @@ static bool parse_tensor(const Json* entry, StTensor* tensor, const Report* repo
     const Json* begin = offsets->child;
     const Json* end = begin ? begin->next : NULL;
     if (!end || end->next || !is_size(begin) || !is_size(end) || end->integer < begin->integer)
-        return fail(report, "tensor '%s' has data_offsets that are not [begin, end]", name);
+        return host_format("tensor '%s' has data_offsets that are not [begin, end]", name);
     if (end->integer - begin->integer != bytes)
-        return fail(report, "tensor '%s' has %ld bytes of data, its shape and dtype need %ld", name,
-                    end->integer - begin->integer, bytes);
+        return host_format("tensor '%s' has %ld bytes of data, its shape and dtype need %ld", name,
+                           end->integer - begin->integer, bytes);
     tensor->name = host_strdup(name);
     tensor->offset = begin->integer;
     tensor->bytes = bytes;
-    return true;
+    return NULL;
 }
 
 // qsort order: by offset, then by size.
@@ -101,23 +81,23 @@ static int by_offset(const void* a, const void* b) {
 }
 
 // Checks that the tensors, in order of offset, cover [0, data) exactly. Makes the offsets relative to the file.
-static bool offsets_tile(SafeTensors* st, int64_t data_start, int64_t data, const Report* report) {
+static char* offsets_tile(SafeTensors* st, int64_t data_start, int64_t data) {
     // In this order, each tensor must begin where the one before it ends.
     qsort(st->tensors, (size_t)st->count, sizeof(StTensor), by_offset);
     int64_t at = 0;
     for (int i = 0; i < st->count; i++) {
         StTensor* t = &st->tensors[i];
         if (t->offset > data || t->bytes > data - t->offset)
-            return fail(report, "tensor '%s' ends at byte %ld of the data, the file holds %ld: it was cut off", t->name,
-                        t->offset + t->bytes, data);
-        if (t->offset < at) return fail(report, "tensors '%s' and '%s' overlap", st->tensors[i - 1].name, t->name);
+            return host_format("tensor '%s' ends at byte %ld of the data, the file holds %ld: it was cut off", t->name,
+                               t->offset + t->bytes, data);
+        if (t->offset < at) return host_format("tensors '%s' and '%s' overlap", st->tensors[i - 1].name, t->name);
         if (t->offset > at)
-            return fail(report, "%ld bytes before tensor '%s' belong to no tensor", t->offset - at, t->name);
+            return host_format("%ld bytes before tensor '%s' belong to no tensor", t->offset - at, t->name);
         at += t->bytes;
         t->offset += data_start;
     }
-    if (at != data) return fail(report, "%ld bytes after the last tensor belong to no tensor", data - at);
-    return true;
+    if (at != data) return host_format("%ld bytes after the last tensor belong to no tensor", data - at);
+    return NULL;
 }
 
 // qsort and bsearch order of pointers to tensors: by name.
@@ -126,22 +106,22 @@ static int by_name(const void* a, const void* b) {
 }
 
 // Fills st->by_name. The tensors do not move after this, so pointers to them stay valid.
-static bool names_unique(SafeTensors* st, const Report* report) {
+static char* names_unique(SafeTensors* st) {
     st->by_name = (const StTensor**)host_alloc((size_t)st->count * sizeof(StTensor*));
     for (int i = 0; i < st->count; i++) st->by_name[i] = &st->tensors[i];
     qsort((void*)st->by_name, (size_t)st->count, sizeof(StTensor*), by_name);
     for (int i = 1; i < st->count; i++)
         if (by_name(&st->by_name[i - 1], &st->by_name[i]) == 0)
-            return fail(report, "two tensors are named '%s'", st->by_name[i]->name);
-    return true;
+            return host_format("two tensors are named '%s'", st->by_name[i]->name);
+    return NULL;
 }
 
 // Parses the header and fills st->tensors, with offsets relative to the data. It frees nothing on failure.
-static bool parse_header(SafeTensors* st, const char* text, int64_t length, const Report* report) {
+static char* parse_header(SafeTensors* st, const char* text, int64_t length) {
     char reason[256];
     st->header = json_parse(text, (size_t)length, reason, sizeof(reason));
-    if (!st->header) return fail(report, "header: %s (counted from byte 8 of the file)", reason);
-    if (st->header->type != JSON_OBJECT) return fail(report, "the header is not a JSON object");
+    if (!st->header) return host_format("header: %s (counted from byte 8 of the file)", reason);
+    if (st->header->type != JSON_OBJECT) return host_format("the header is not a JSON object");
     // The number of members bounds the tensors: the metadata is one of them.
     st->tensors = (StTensor*)host_alloc((size_t)json_count(st->header) * sizeof(StTensor));
 
@@ -149,52 +129,56 @@ static bool parse_header(SafeTensors* st, const char* text, int64_t length, cons
     int metadata = 0;
     for (const Json* entry = st->header->child; entry; entry = entry->next) {
         if (strcmp(entry->key, "__metadata__") != 0) {
-            if (!parse_tensor(entry, &st->tensors[st->count], report)) return false;
+            char* why = parse_tensor(entry, &st->tensors[st->count]);
+            if (why) return why;
             st->count++;
             continue;
         }
-        if (metadata++) return fail(report, "__metadata__ is there twice");
+        if (metadata++) return host_format("__metadata__ is there twice");
         bool texts = entry->type == JSON_OBJECT;
         for (const Json* m = entry->child; m; m = m->next) texts = texts && m->type == JSON_STRING;
-        if (!texts) return fail(report, "__metadata__ must be an object of strings");
+        if (!texts) return host_format("__metadata__ must be an object of strings");
     }
-    return true;
+    return NULL;
 }
 
-// Opens st->path and runs all checks. False with a message; the caller then closes st.
-static bool open_checked(SafeTensors* st, const Report* report) {
+// Opens st->path and runs all checks.
+static char* open_checked(SafeTensors* st) {
     // The file and its size.
     st->fd = open_file(st->path);
-    if (st->fd < 0) return fail(report, "cannot open: %s", file_error(errno));
+    if (st->fd < 0) return host_format("cannot open: %s", file_error(errno));
     struct stat info;
-    if (fstat(st->fd, &info) != 0) return fail(report, "cannot stat: %s", strerror(errno));
+    if (fstat(st->fd, &info) != 0) return host_format("cannot stat: %s", strerror(errno));
     int64_t size = (int64_t)info.st_size;
-    if (size < 8) return fail(report, "%ld bytes are too few for a safetensors file", size);
+    if (size < 8) return host_format("%ld bytes are too few for a safetensors file", size);
 
     // The header's length, which must fit in the file.
     uint64_t length;
-    if (read_all_at(st->fd, &length, 8, 0) != 0) return fail(report, "cannot read: %s", strerror(errno));
+    if (read_all_at(st->fd, &length, 8, 0) != 0) return host_format("cannot read: %s", strerror(errno));
     if (length > (uint64_t)MAX_HEADER)
-        return fail(report, "byte 0 gives a header of %lu bytes, more than the format allows: not a safetensors file",
-                    length);
+        return host_format("byte 0 gives a header of %lu bytes, more than the format allows: not a safetensors file",
+                           length);
     if ((int64_t)length > size - 8)
-        return fail(report, "byte 0 gives a header of %lu bytes, the file has %ld: it was cut off", length, size);
+        return host_format("byte 0 gives a header of %lu bytes, the file has %ld: it was cut off", length, size);
 
     // The header, then its checks against the file's size.
     char* text = (char*)host_alloc((size_t)length + 1);
-    bool ok = read_all_at(st->fd, text, (int64_t)length, 8) == 0;
-    if (!ok) fail(report, "cannot read the header: %s", strerror(errno));
-    ok = ok && parse_header(st, text, (int64_t)length, report);
+    char* why = read_all_at(st->fd, text, (int64_t)length, 8) == 0
+                    ? parse_header(st, text, (int64_t)length)
+                    : host_format("cannot read the header: %s", strerror(errno));
     free(text);
-    return ok && offsets_tile(st, 8 + (int64_t)length, size - 8 - (int64_t)length, report) && names_unique(st, report);
+    if (!why) why = offsets_tile(st, 8 + (int64_t)length, size - 8 - (int64_t)length);
+    return why ? why : names_unique(st);
 }
 
 SafeTensors* st_open(const char* path, char* error, size_t error_size) {
     SafeTensors* st = (SafeTensors*)host_alloc(sizeof(SafeTensors));
     st->path = host_strdup(path);
     st->fd = -1;
-    Report report = {st->path, error, error_size};
-    if (open_checked(st, &report)) return st;
+    char* why = open_checked(st);
+    if (!why) return st;
+    snprintf(error, error_size, "%s: %s", path, why);
+    free(why);
     st_close(st);
     return NULL;
 }
@@ -216,10 +200,6 @@ const StTensor* st_find(const SafeTensors* st, const char* name) {
     const StTensor** found =
         (const StTensor**)bsearch(&key, (const void*)st->by_name, (size_t)st->count, sizeof(StTensor*), by_name);
     return found ? *found : NULL;
-}
-
-const char* st_metadata(const SafeTensors* st, const char* key) {
-    return json_text(json_get(st->header, "__metadata__"), key);
 }
 
 int st_read(const SafeTensors* st, const StTensor* tensor, int64_t first, int64_t count, void* out) {

@@ -7,6 +7,8 @@
 #ifndef DATA_SAFETENSORS_H
 #define DATA_SAFETENSORS_H
 
+#include <stdbool.h>
+
 #include "data/json.h"
 #include "device/types.h"
 
@@ -24,6 +26,7 @@ typedef struct StTensor {
     int64_t shape[4];
     int64_t offset;  // of the first byte, from the start of the file
     int64_t bytes;
+    bool used;  // a mark for the caller of st_open
 } StTensor;
 
 // An open file. Its data are read when asked for, so only the header is in memory.
@@ -41,7 +44,6 @@ typedef struct SafeTensors {
 SafeTensors* st_open(const char* path, char* error, size_t error_size);
 void st_close(SafeTensors* st);
 const StTensor* st_find(const SafeTensors* st, const char* name);  // NULL if absent
-const char* st_metadata(const SafeTensors* st, const char* key);   // NULL if absent
 // Reads elements first .. first + count - 1 of a tensor as they are stored. 0, or -1 with errno set.
 int st_read(const SafeTensors* st, const StTensor* tensor, int64_t first, int64_t count, void* out);
 

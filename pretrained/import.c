@@ -19,16 +19,10 @@ enum { FP8_BLOCK = 128 };
 static const int64_t READ_ELEMENTS = (int64_t)1 << 20;  // elements read at a time
 static const size_t INDEX_LIMIT = (size_t)256 << 20;    // bytes
 
-// A safetensors file of the folder.
-typedef struct Source {
-    SafeTensors* st;
-    bool* used;  // (st->count): a parameter has asked for it
-} Source;
-
 // The files of the folder, and host memory for one chunk. It lives during import_weights.
 typedef struct Import {
     const char *option, *folder;
-    Source* sources;
+    SafeTensors** files;  // used: a parameter has asked for the tensor
     int count;
     int last;      // file of the last tensor found; the next is mostly in it too
     char* raw;     // (READ_ELEMENTS) in the file's type
@@ -39,14 +33,13 @@ typedef struct Import {
 static void open_source(Import* in, const char* name) {
     char error[512];
     for (int i = 0; i < in->count; i++)
-        if (strcmp(strrchr(in->sources[i].st->path, '/') + 1, name) == 0) return;
+        if (strcmp(strrchr(in->files[i]->path, '/') + 1, name) == 0) return;
     if (strchr(name, '/')) die(EXIT_USAGE, "--%s %s: the index names a file outside: %s", in->option, in->folder, name);
     SafeTensors* st = st_open(path_of("%s/%s", in->folder, name).text, error, sizeof(error));
     if (!st) die(EXIT_USAGE, "--%s %s: %s", in->option, in->folder, error);
-    in->sources = (Source*)realloc(in->sources, (size_t)(in->count + 1) * sizeof(Source));
-    if (!in->sources) die(EXIT_FAILED, "out of host memory for the list of files");
-    Source source = {st, (bool*)host_alloc((size_t)st->count * sizeof(bool))};
-    in->sources[in->count++] = source;
+    in->files = (SafeTensors**)realloc(in->files, (size_t)(in->count + 1) * sizeof(SafeTensors*));
+    if (!in->files) die(EXIT_FAILED, "out of host memory for the list of files");
+    in->files[in->count++] = st;
 }
 
 // The files that the index names, or model.safetensors.
@@ -78,7 +71,7 @@ static void open_sources(Import* in) {
 static void check_sources(const Import* in, Ranks* world) {
     char error[512];
     const char** names = (const char**)host_alloc((size_t)(in->count + 1) * sizeof(char*));
-    for (int i = 0; i < in->count; i++) names[i] = strrchr(in->sources[i].st->path, '/') + 1;
+    for (int i = 0; i < in->count; i++) names[i] = strrchr(in->files[i]->path, '/') + 1;
     names[in->count] = "config.json";
     if (checkpoint_check(world, in->folder, names, in->count + 1, error, sizeof(error)) != 0)
         die(EXIT_FAILED, "--%s: %s", in->option, error);
@@ -89,10 +82,10 @@ static void check_sources(const Import* in, Ranks* world) {
 static const StTensor* find(Import* in, const char* name, const SafeTensors** st) {
     for (int i = 0; i < in->count; i++) {
         const int at = (in->last + i) % in->count;
-        const StTensor* found = st_find(in->sources[at].st, name);
+        const StTensor* found = st_find(in->files[at], name);
         if (!found) continue;
-        in->sources[at].used[found - in->sources[at].st->tensors] = true;
-        *st = in->sources[at].st;
+        in->files[at]->tensors[found - in->files[at]->tensors].used = true;
+        *st = in->files[at];
         in->last = at;
         return found;
     }
@@ -185,8 +178,8 @@ static bool has_layer(const Import* in, int layer) {
     char* prefix = host_format("model.layers.%d.", layer);
     bool found = false;
     for (int i = 0; i < in->count; i++)
-        for (int t = 0; t < in->sources[i].st->count; t++)
-            found |= strncmp(in->sources[i].st->tensors[t].name, prefix, strlen(prefix)) == 0;
+        for (int t = 0; t < in->files[i]->count; t++)
+            found |= strncmp(in->files[i]->tensors[t].name, prefix, strlen(prefix)) == 0;
     free(prefix);
     return found;
 }
@@ -268,18 +261,18 @@ static void import_weights(Model* m, Ranks* world, const char* option, const cha
     const int64_t layers = config_blocks(&m->config);
     bool predicts_more = false;
     for (int i = 0; i < in.count; i++)
-        for (int t = 0; t < in.sources[i].st->count; t++) {
-            const char* name = in.sources[i].st->tensors[t].name;
-            if (!in.sources[i].used[t] && !may_be_left(&in, name, layers, &predicts_more))
-                die(EXIT_USAGE, "%s: tensor %s is none of this model's", in.sources[i].st->path, name);
+        for (int t = 0; t < in.files[i]->count; t++) {
+            const StTensor* tensor = &in.files[i]->tensors[t];
+            if (!tensor->used && !may_be_left(&in, tensor->name, layers, &predicts_more))
+                die(EXIT_USAGE, "%s: tensor %s is none of this model's", in.files[i]->path, tensor->name);
         }
     if (predicts_more) printf("weights    layers from %ld on are left out: they are MTP modules (--mtp)\n", layers);
 
     // Working weights follow from the master weights.
     model_weights_set(m);
 
-    for (int i = 0; i < in.count; i++) st_close(in.sources[i].st), free(in.sources[i].used);
-    free(in.sources);
+    for (int i = 0; i < in.count; i++) st_close(in.files[i]);
+    free((void*)in.files);
     free(in.raw);
     free(in.values);
 }

@@ -94,8 +94,9 @@ static void check_golden(const char* path) {
     SafeTensors* st = st_open(path, error, sizeof(error));
     CHECK(st, "%s", error);
     if (!st) return;
-    char* line = host_format("%s --batch %s --seq-len %s", st_metadata(st, "options"), st_metadata(st, "batch"),
-                             st_metadata(st, "seq_len"));
+    const Json* about = json_get(st->header, "__metadata__");
+    char* line = host_format("%s --batch %s --seq-len %s", json_text(about, "options"), json_text(about, "batch"),
+                             json_text(about, "seq_len"));
     Settings s = settings_of(line);
     Model* m = model_create(&s, NULL);
     load_golden_weights(m, st);
