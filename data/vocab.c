@@ -19,9 +19,7 @@ Vocab* vocab_new(const Token* tokens, int32_t n) {
     v->sorted = (Token*)host_alloc((size_t)n * sizeof(Token));
     int32_t filled = 0, unique = 0;
     for (int32_t i = 0; i < n; i++) {
-        if (tokens[i].length == 0) continue;
-        v->sorted[filled++] = tokens[i];
-        v->begins[(unsigned char)tokens[i].bytes[0]] = true;
+        if (tokens[i].length > 0) v->sorted[filled++] = tokens[i];
     }
     qsort(v->sorted, (size_t)filled, sizeof(Token), by_bytes);
 
@@ -53,9 +51,8 @@ const Token* vocab_find(const Vocab* vocab, const char* bytes, size_t length) {
 }
 
 const Token* vocab_longest(const Vocab* vocab, const char* text, size_t length) {
-    // The table of first bytes rejects most places without a search. Each length then takes one bisection.
+    // Each length takes one bisection.
     const Token* found = NULL;
-    if (length == 0 || !vocab->begins[(unsigned char)*text]) return NULL;
     if (length > (size_t)vocab->longest) length = (size_t)vocab->longest;
     for (; length > 0 && !found; length--) found = vocab_find(vocab, text, length);
     return found;

@@ -19,8 +19,7 @@ typedef struct Vocab {
     Token* sorted;  // by length, then bytes; no empty tokens; the lowest id among tokens with the same bytes
     int32_t count;
     int32_t longest;
-    bool begins[256];  // true if a token begins with this byte
-    bool repeats;      // true if two tokens had the same bytes
+    bool repeats;  // true if two tokens had the same bytes
 } Vocab;
 
 // The vocabulary of n tokens. It points to their bytes and does not copy them.
