@@ -111,7 +111,10 @@ char* model_sample(Model* m, Ranks* world, const Tokenizer* tokenizer, int64_t s
     // Their bytes, one after the other.
     size_t length = 0;
     int bytes = 0;
-    for (int64_t i = 1; i < n; i++) tokenizer_decode(tokenizer, ids[i], &bytes), length += (size_t)bytes;
+    for (int64_t i = 1; i < n; i++) {
+        tokenizer_decode(tokenizer, ids[i], &bytes);
+        length += (size_t)bytes;
+    }
     char *text = (char*)host_alloc(length + 1), *to = text;
     for (int64_t i = 1; i < n; i++) {
         const char* piece = tokenizer_decode(tokenizer, ids[i], &bytes);
