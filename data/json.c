@@ -1,6 +1,6 @@
 // A recursive descent parser: parse_value looks at one byte and calls the parser of that kind of value. Each parser
-// starts with p->at at its first byte and ends with p->at after its last. On failure it returns false (or NULL), with
-// the reason in p->error.
+// starts with p->at at its first byte and ends with p->at after its last. On failure it returns false, with the reason
+// in p->error. All memory is in the tree from its allocation on, so json_parse can free it after a failure.
 #include "data/json.h"
 
 #include <ctype.h>
@@ -103,41 +103,32 @@ static bool parse_escape(Parser* p, char* out, int* written) {
     return true;
 }
 
-// Parses a string into fresh memory; p->at is at its opening quote.
-static char* parse_string(Parser* p) {
+// Parses a string into fresh memory at *text; p->at is at its opening quote.
+static bool parse_string(Parser* p, char** text) {
     // Find its end: a quote without a backslash before it.
     size_t start = p->at++, end = p->at;
     while (end < p->length && p->text[end] != '"') end += p->text[end] == '\\' ? 2 : 1;
-    if (end >= p->length) {
-        fail(p, start, "a string does not end");
-        return NULL;
-    }
+    if (end >= p->length) return fail(p, start, "a string does not end");
 
     // Decode character by character, escaped or plain. An escape is never shorter than its character, so `out`
     // suffices.
-    char* out = (char*)host_alloc(end - p->at + 1);
-    size_t n = 0;
+    char* out = *text = (char*)host_alloc(end - p->at + 1);
     while (p->at < end) {
         int bytes = 0;
-        bool ok = true;
         if (take(p, '\\')) {
-            ok = parse_escape(p, out + n, &bytes);
+            if (!parse_escape(p, out, &bytes)) return false;
         } else if (peek(p) < 0x20) {
-            ok = fail(p, p->at, "a control character in a string must be escaped");
+            return fail(p, p->at, "a control character in a string must be escaped");
         } else {
             bytes = utf8_length(p->text + p->at, end - p->at);
-            if (bytes == 0) ok = fail(p, p->at, "a string is not UTF-8");
-            memcpy(out + n, p->text + p->at, (size_t)bytes);
+            if (bytes == 0) return fail(p, p->at, "a string is not UTF-8");
+            memcpy(out, p->text + p->at, (size_t)bytes);
             p->at += (size_t)bytes;
         }
-        if (!ok) {
-            free(out);
-            return NULL;
-        }
-        n += (size_t)bytes;
+        out += bytes;
     }
     p->at = end + 1;
-    return out;
+    return true;
 }
 
 // Skips decimal digits, and returns their number.
@@ -192,7 +183,7 @@ static bool parse_word(Parser* p, Json* json, const char* word, JsonType type, d
 }
 
 // Containers have values, so the two functions call each other.
-static Json* parse_value(Parser* p, char* key);
+static bool parse_value(Parser* p, Json* json);
 
 // An array or object; p->at is at its opening bracket.
 static bool parse_container(Parser* p, Json* json) {
@@ -206,24 +197,18 @@ static bool parse_container(Parser* p, Json* json) {
     // An empty container has no child at its closing bracket; others end after a value.
     skip_space(p);
     while (json->child || peek(p) != close) {
-        // The name of a member.
-        char* key = NULL;
+        Json* child = *tail = (Json*)host_alloc(sizeof(Json));
+        tail = &child->next;
+
+        // The name of a member, and the value.
         skip_space(p);
         if (object) {
             if (peek(p) != '"') return fail(p, p->at, "expected a member's name in quotes");
-            key = parse_string(p);
-            if (!key) return false;
+            if (!parse_string(p, &child->key)) return false;
             skip_space(p);
-            if (!take(p, ':')) {
-                free(key);
-                return fail(p, p->at, "expected ':' after a member's name");
-            }
+            if (!take(p, ':')) return fail(p, p->at, "expected ':' after a member's name");
         }
-
-        // The value, appended to the list.
-        *tail = parse_value(p, key);
-        if (!*tail) return false;
-        tail = &(*tail)->next;
+        if (!parse_value(p, child)) return false;
 
         // A comma, or the end.
         skip_space(p);
@@ -235,41 +220,31 @@ static bool parse_container(Parser* p, Json* json) {
     return true;
 }
 
-// Parses a value; its first byte decides the kind. It takes ownership of `key`, its name in an object (else NULL).
-static Json* parse_value(Parser* p, char* key) {
+// Parses a value; its first byte decides the kind.
+static bool parse_value(Parser* p, Json* json) {
     skip_space(p);
-    Json* json = (Json*)host_alloc(sizeof(Json));
-    json->key = key;
-    bool ok;
     int c = peek(p);
-    if (c == '"') {
-        json->type = JSON_STRING;
-        json->text = parse_string(p);
-        ok = json->text != NULL;
-    } else {
-        ok = c == '{' || c == '['                 ? parse_container(p, json)
-             : c == '-' || (c >= '0' && c <= '9') ? parse_number(p, json)
-             : c == 't'                           ? parse_word(p, json, "true", JSON_BOOL, 1)
-             : c == 'f'                           ? parse_word(p, json, "false", JSON_BOOL, 0)
-             : c == 'n'                           ? parse_word(p, json, "null", JSON_NULL, 0)
-                        : fail(p, p->at, c < 0 ? "the text ends where a value is expected" : "expected a value");
+    switch (c) {
+        case '{':
+        case '[': return parse_container(p, json);
+        case '"': json->type = JSON_STRING; return parse_string(p, &json->text);
+        case 't': return parse_word(p, json, "true", JSON_BOOL, 1);
+        case 'f': return parse_word(p, json, "false", JSON_BOOL, 0);
+        case 'n': return parse_word(p, json, "null", JSON_NULL, 0);
+        case -1: return fail(p, p->at, "the text ends where a value is expected");
+        default: return c == '-' || isdigit(c) ? parse_number(p, json) : fail(p, p->at, "expected a value");
     }
-
-    // A failed value is freed here with its key and children, so an error at any depth leaves no memory behind.
-    if (ok) return json;
-    json_free(json);
-    return NULL;
 }
 
 Json* json_parse(const char* text, size_t length, char* error, size_t error_size) {
     Parser p = {.text = text, .length = length, .error = error, .error_size = error_size};
-    Json* json = parse_value(&p, NULL);
-    if (!json) return NULL;
+    Json* json = (Json*)host_alloc(sizeof(Json));
+    bool ok = parse_value(&p, json);
 
     // Only white space may follow the value.
     skip_space(&p);
-    if (p.at == length) return json;
-    fail(&p, p.at, "more text after the value");
+    if (ok && p.at < length) ok = fail(&p, p.at, "more text after the value");
+    if (ok) return json;
     json_free(json);
     return NULL;
 }
