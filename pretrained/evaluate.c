@@ -34,8 +34,18 @@ void evaluate_tokenizer(const char* option, const char* path, const Settings* s,
     tokenizer_close(other);
 }
 
-// The ranks take batches in turns. One that has none left computes the first batch again, because others need its part
-// of weights and experts, and counts nothing.
+// A rank's part of a round of ranks * B sequences: *n sequences from `first` on. The ranks take batches in turns. One
+// that has none left computes the first sequence again, because others need its part of weights and experts, and counts
+// nothing: false.
+static bool part_of_round(const Model* m, int64_t round, int64_t all, int64_t* first, int64_t* n) {
+    *first = round + m->layout.rank * m->settings.batch;
+    *n = min_i64(all - *first, m->settings.batch);
+    if (*n > 0) return true;
+    *first = 0;
+    *n = 1;
+    return false;
+}
+
 double evaluate_loss(Model* m, Shards* shards) {
     const int64_t T = m->settings.seq_len, B = m->settings.batch, ranks = m->layout.ranks;
     const int64_t windows = evaluate_windows(&m->settings, shards);
@@ -45,9 +55,8 @@ double evaluate_loss(Model* m, Shards* shards) {
     step_begin(m->val_state, m->ctx);
     for (int64_t round = 0; round < windows; round += ranks * B) {
         // This rank's windows of the round.
-        int64_t first = round + m->layout.rank * B, n = min_i64(windows - first, B);
-        const int counts = n > 0;
-        if (!counts) first = 0, n = 1;
+        int64_t first, n;
+        const bool counts = part_of_round(m, round, windows, &first, &n);
         for (int64_t i = 0; i < n; i++)
             shards_read(shards, first + i, (int32_t)m->config.V, ids + i * T, ids + (B + i) * T);
 
@@ -127,10 +136,9 @@ static void choice_losses(Model* m, const Choices* c, int32_t end_of_text, doubl
     int64_t* first = (int64_t*)host_alloc((size_t)B * sizeof(int64_t));
     real* losses = (real*)host_alloc((size_t)(B * T) * sizeof(real));
     for (int64_t round = 0; round < c->count; round += ranks * B) {
-        // This rank's endings. One that has none left takes the first again, and counts nothing.
-        int64_t from = round + m->layout.rank * B, n = min_i64(c->count - from, B);
-        const bool counts = n > 0;
-        if (!counts) from = 0, n = 1;
+        // This rank's endings.
+        int64_t from, n;
+        const bool counts = part_of_round(m, round, c->count, &from, &n);
         for (int64_t i = 0; i < n; i++)
             first[i] = put_choice(c, &c->list[from + i], end_of_text, T, ids + i * T, ids + (B + i) * T);
 
@@ -162,28 +170,30 @@ static void sum_over_ranks(Model* m, double* values, int64_t n) {
     device_free(there);
 }
 
+// The number of questions whose correct ending has the least loss.
+static int64_t count_right(const Choices* c, const double* loss) {
+    int64_t right = 0;
+    for (int64_t i = 0; i < c->count;) {
+        int64_t best = i;
+        const int32_t question = c->list[i].question;
+        // The endings of a question follow one another.
+        for (; i < c->count && c->list[i].question == question; i++)
+            if (loss[i] < loss[best]) best = i;
+        right += c->list[best].number == c->label[question];
+    }
+    return right;
+}
+
 ScoreRecord evaluate_choices(Model* m, const Choices* c, const Tokenizer* tokenizer) {
     double* loss = (double*)host_alloc((size_t)c->count * sizeof(double));
     choice_losses(m, c, tokenizer_eot(tokenizer), loss);
     sum_over_ranks(m, loss, c->count);
 
-    // The best ending of each question, by either measure.
-    int64_t right = 0, right_by_byte = 0;
-    for (int64_t i = 0; i < c->count;) {
-        const int32_t question = c->list[i].question;
-        int32_t best = 0, best_by_byte = 0;
-        double least = INFINITY, least_by_byte = INFINITY;
-        // The endings of a question follow one another.
-        for (; i < c->count && c->list[i].question == question; i++) {
-            const double by_byte = loss[i] / text_bytes(c, &c->list[i], tokenizer);
-            if (loss[i] < least) least = loss[i], best = c->list[i].number;
-            if (by_byte < least_by_byte) least_by_byte = by_byte, best_by_byte = c->list[i].number;
-        }
-        right += best == c->label[question];
-        right_by_byte += best_by_byte == c->label[question];
-    }
+    // By the loss of an ending, then by its loss per byte.
+    ScoreRecord score = {.accuracy = (double)count_right(c, loss) / c->questions};
+    for (int64_t i = 0; i < c->count; i++) loss[i] /= text_bytes(c, &c->list[i], tokenizer);
+    score.normalised = (double)count_right(c, loss) / c->questions;
     free(loss);
-    const ScoreRecord score = {(double)right / c->questions, (double)right_by_byte / c->questions};
     return score;
 }
 
