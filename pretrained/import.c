@@ -117,16 +117,10 @@ static void read_values(Import* in, const SafeTensors* st, const StTensor* t, co
                         int64_t n) {
     read_raw(st, t, first, n, in->raw);
     for (int64_t i = 0; i < n; i++) {
-        uint32_t bits;
-        uint16_t half;
         switch (t->dtype) {
             case ST_F64: in->values[i] = (real)((const double*)in->raw)[i]; break;
-            case ST_BF16:
-                // bf16 is the upper half of a float32.
-                memcpy(&half, in->raw + 2 * i, sizeof(half));
-                bits = (uint32_t)half << 16;
-                in->values[i] = float_of_bits(bits);
-                break;
+            // bf16 is the upper half of a float32.
+            case ST_BF16: in->values[i] = float_of_bits((uint32_t)((const uint16_t*)in->raw)[i] << 16); break;
             case ST_F8_E4M3: {
                 // One scale for each 128 x 128 block of the matrix, row by row of blocks.
                 const int64_t row = (first + i) / t->shape[1], column = (first + i) % t->shape[1];
@@ -161,16 +155,6 @@ static void load(Import* in, const char* name, int rank, const int64_t* shape, S
         device_upload(to + at, in->values, (size_t)n * sizeof(real), ctx);
     }
     free(scales);
-}
-
-// The biases of a block, which every rank holds whole.
-static void load_bias(Import* in, Model* m, int unit) {
-    const int64_t layer = m->units[unit].layer;
-    char* name = host_format("model.layers.%ld.mlp.gate.e_score_correction_bias", layer);
-    // A model without selection bias has no such tensor, and its biases stay 0.
-    const Slice all = {0, m->config.E};
-    if (m->config.selection_bias) load(in, name, 1, &m->config.E, all, m->bias + layer * m->config.E, m->ctx);
-    free(name);
 }
 
 // Whether the folder has a tensor of this layer.
@@ -216,7 +200,15 @@ static void load_unit(Import* in, Model* m, int unit) {
         load(in, t->name, t->rank, t->shape, mine, p->master + at, m->ctx);
     }
     free(tensors);
-    if (u->at[ROUTER] >= 0) load_bias(in, m, unit);
+
+    // The router's biases, which every rank holds whole. A model without selection bias has no such tensor, and its
+    // biases stay 0.
+    if (u->at[ROUTER] >= 0 && m->config.selection_bias) {
+        char* name = host_format("model.layers.%d.mlp.gate.e_score_correction_bias", u->layer);
+        const Slice all = {0, m->config.E};
+        load(in, name, 1, &m->config.E, all, m->bias + u->layer * m->config.E, m->ctx);
+        free(name);
+    }
     if (u->kind != UNIT_MODULE) return;
     check_copy(in, &m->layout, u->layer, "embed_tokens.weight", "model.embed_tokens.weight");
     check_copy(in, &m->layout, u->layer, "shared_head.head.weight", "lm_head.weight");
