@@ -53,6 +53,12 @@ static void take_folder(Settings* s, const char* given, const char* option, cons
     }
 }
 
+// Replaces a text of the settings.
+static void replace(char** text, char* by) {
+    free(*text);
+    *text = by;
+}
+
 // A model that is only used needs nothing for backward. A sample is one sequence, as long as it can become; the
 // validation's windows are as long as those of training.
 static void set_for_use(Settings* s, const char* given, const char* folder) {
@@ -62,9 +68,7 @@ static void set_for_use(Settings* s, const char* given, const char* folder) {
         s->seq_len = *s->sample ? 1 + (int64_t)strlen(s->prompt) + s->sample_tokens : hub_length(folder);
     if (*s->tokenizer) return;
     Path tokenizer = path_of("%s/tokenizer.json", folder);
-    if (access(tokenizer.text, F_OK) != 0) return;
-    free(s->tokenizer);
-    s->tokenizer = host_strdup(tokenizer.text);
+    if (access(tokenizer.text, F_OK) == 0) replace(&s->tokenizer, host_strdup(tokenizer.text));
 }
 
 // Defaults that depend on other options. A router that selects without a bias goes on without one.
@@ -108,7 +112,7 @@ char* settings_resumed(int argc, char** argv) {
 static void find_tokenizer(Settings* s, const char* given, int recorded, int has_vocab) {
     if (!given[row(offsetof(Settings, tokenizer))] && (!recorded || given[row(offsetof(Settings, train))])) {
         char* beside = shards_tokenizer(s->train, "_train_");
-        if (beside) free(s->tokenizer), s->tokenizer = beside;
+        if (beside) replace(&s->tokenizer, beside);
     }
     // The vocabulary of a new model is the tokenizer's.
     if (!*s->tokenizer || has_vocab || given[row(offsetof(Settings, model.V))]) return;
@@ -123,9 +127,7 @@ static void take_newest(char** folder) {
     const bool is_folder = **folder && access(path_of("%s/.", *folder).text, F_OK) == 0;
     if (!is_folder || access(path_of("%s/config.json", *folder).text, F_OK) == 0) return;
     int64_t* steps = checkpoint_list(*folder, &count);
-    char* step = count ? host_format("%s/step_%08ld", *folder, steps[0]) : *folder;
-    if (step != *folder) free(*folder);
-    *folder = step;
+    if (count) replace(folder, host_format("%s/step_%08ld", *folder, steps[0]));
     free(steps);
 }
 
@@ -149,17 +151,21 @@ Settings settings_read(int argc, char** argv, int ranks, const Json* record) {
     options_parse(settings_table, settings_count, &s, given, argc, argv);
     settings_preset(&s, given, s.precision);
     if (s.help) options_help(settings_table, settings_count, "train_moe", s.help == 1 ? common : NULL);
-    if (!s.help && !s.version) take_newest(&s.init), take_newest(&s.sample), take_newest(&s.evaluate);
+    if (s.help || s.version) {
+        free(given);
+        return s;
+    }
+    take_newest(&s.init);
+    take_newest(&s.sample);
+    take_newest(&s.evaluate);
     // A record of a run to resume, or the folder of a model to begin with.
-    if (record && !s.help) record_recall(record, &s, given);
-    const int asks = s.help || s.version;
-    const char *option, *folder = record || asks ? NULL : settings_folder(&s, &option);
+    if (record) record_recall(record, &s, given);
+    const char *option, *folder = record ? NULL : settings_folder(&s, &option);
     if (folder) take_folder(&s, given, option, folder);
     if (folder && folder != s.init) set_for_use(&s, given, folder);
     if (!record) set_for_model(&s, given);
-    if (!asks) find_tokenizer(&s, given, record != NULL, record || folder);
+    find_tokenizer(&s, given, record != NULL, record || folder);
     free(given);
-    if (asks) return s;
 
     // Checks.
     if (s.ranks && !s.dry_run)
