@@ -47,12 +47,14 @@ static size_t printable(char* to, const char* bytes, size_t n, const char* keep)
     size_t length = 0;
     for (size_t i = 0; i < n; i++) {
         unsigned char c = (unsigned char)bytes[i], next = i + 1 < n ? (unsigned char)bytes[i + 1] : 0;
-        if (c == 0xc2 && next >= 0x80 && next < 0xa0)
-            length += (size_t)sprintf(to + length, "\\xc2\\x%02x", next), i++;
+        const int pair = c == 0xc2 && next >= 0x80 && next < 0xa0;
+        if (pair)
+            length += (size_t)sprintf(to + length, "\\xc2\\x%02x", next);
         else if ((c < 0x20 && !(c && strchr(keep, c))) || c == 0x7f)
             length += (size_t)sprintf(to + length, "\\x%02x", c);
         else
             to[length++] = (char)c;
+        i += (size_t)pair;
     }
     to[length] = 0;
     return length;

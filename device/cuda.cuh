@@ -106,8 +106,12 @@ static inline void launch_early(void (*kernel)(P...), dim3 grid, dim3 block, siz
     early.id = cudaLaunchAttributeProgrammaticStreamSerialization;
     early.val.programmaticStreamSerializationAllowed = 1;
     cudaLaunchConfig_t config = {};
-    config.gridDim = grid, config.blockDim = block, config.dynamicSmemBytes = shared;
-    config.stream = ctx->stream, config.attrs = &early, config.numAttrs = ctx->capability >= 90;
+    config.gridDim = grid;
+    config.blockDim = block;
+    config.dynamicSmemBytes = shared;
+    config.stream = ctx->stream;
+    config.attrs = &early;
+    config.numAttrs = ctx->capability >= 90;
     CUDA_CHECK(cudaLaunchKernelEx(&config, kernel, P(arguments)...));
 }
 

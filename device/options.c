@@ -106,7 +106,9 @@ static NORETURN void unknown_option(const Option* table, int count, const char* 
     int least = (int)strlen(name) / 3 + 1;
     for (int i = 0; i < count; i++) {
         const int apart = distance(table[i].name, name);
-        if (apart < least) least = apart, hint = table[i].name;
+        if (apart >= least) continue;
+        least = apart;
+        hint = table[i].name;
     }
     for (size_t i = 0; i < sizeof(synonyms) / sizeof(synonyms[0]); i++)
         if (strcmp(synonyms[i][0], name) == 0) hint = synonyms[i][1];

@@ -185,7 +185,9 @@ static void read_rope(const Reader* r, ModelConfig* c) {
         refuse(r, older ? "rope_scaling" : "rope_parameters", "is neither an object nor null");
     c->rope_theta = number_or(r, scaling, "rope_theta", number_or(r, r->json, "rope_theta", 10000));
     // Values that --yarn 0 ignores, but that are in their ranges.
-    c->yarn_factor = 40, c->yarn_mscale = 1, c->yarn_original_len = 4096;
+    c->yarn_factor = 40;
+    c->yarn_mscale = 1;
+    c->yarn_original_len = 4096;
     const char *type = text_or_null(r, scaling, "rope_type"), *kind = type ? type : text_or_null(r, scaling, "type");
     if (!kind || strcmp(kind, "default") == 0) return;
 
