@@ -38,7 +38,6 @@ void bpe_free(Bpe* bpe) {
     for (int i = 0; i < 2; i++) vocab_free(bpe->added[i]);
     for (int i = 0; i < bpe->cut_count; i++) pattern_free(bpe->cuts[i].pattern);
     vocab_free(bpe->whole);
-    free(bpe->cuts);
     free(bpe->pairs);
     free(bpe);
 }
@@ -144,7 +143,8 @@ static bool encode_piece(Encoding* e, int cut, const char* text, size_t length) 
         if (by->keeps_matches && !encode_piece(e, cut + 1, text + from, to - from)) return false;
         done = at = to;
         // An empty match would be found again at the same place: the search moves on by one character.
-        if (to == from && to < length) at += (size_t)utf8_length(text + to, length - to);
+        uint32_t code;
+        if (to == from && to < length) at += (size_t)utf8_read(text + to, length - to, &code);
     }
     return !by->keeps_rest || encode_piece(e, cut + 1, text + done, length - done);
 }
@@ -172,29 +172,22 @@ static bool encode_around(Encoding* e, int round, const char* text, size_t lengt
 int64_t bpe_encode(const Bpe* bpe, const char* text, int32_t* ids, int64_t capacity, char* why, size_t why_size) {
     // Check the text: UTF-8, and no character that NFC might change.
     size_t length = strlen(text);
-    const char *end = text + length, *next;
-    for (const char* at = text; at < end; at = next) {
-        if (!utf8_length(at, (size_t)(end - at))) {
-            snprintf(why, why_size, "byte %zu of the text is not UTF-8", (size_t)(at - text));
+    uint32_t code;
+    for (size_t at = 0; at < length;) {
+        const int bytes = utf8_read(text + at, length - at, &code);
+        if (bytes == 0) {
+            snprintf(why, why_size, "byte %zu of the text is not UTF-8", at);
             return -1;
         }
-        if (utf8_read(at, &next) < FIRST_COMBINING || !bpe->nfc) continue;
-        snprintf(why, why_size, "byte %zu of the text: the tokenizer normalizes to NFC, which is not supported there",
-                 (size_t)(at - text));
-        return -1;
+        if (bpe->nfc && code >= FIRST_COMBINING) {
+            snprintf(why, why_size,
+                     "byte %zu of the text: the tokenizer normalizes to NFC, which is not supported there", at);
+            return -1;
+        }
+        at += (size_t)bytes;
     }
 
     // Encode, with the added tokens of the first round at the top.
     Encoding e = {bpe, ids, capacity, 0, why, why_size};
     return encode_around(&e, 0, text, length) ? e.n : -1;
-}
-
-void bpe_cut(Bpe* bpe, Pattern* pattern, bool keeps_matches, bool keeps_rest) {
-    // A tokenizer has few patterns, so the list is copied for each new one.
-    Cut* cuts = (Cut*)host_alloc((size_t)(bpe->cut_count + 1) * sizeof(Cut));
-    if (bpe->cut_count) memcpy(cuts, bpe->cuts, (size_t)bpe->cut_count * sizeof(Cut));
-    free(bpe->cuts);
-    Cut cut = {pattern, keeps_matches, keeps_rest};
-    cuts[bpe->cut_count++] = cut;
-    bpe->cuts = cuts;
 }

@@ -25,11 +25,12 @@ typedef struct Pair Pair;
 
 // The id of special added tokens in Bpe.added: their names in a text are encoded as text.
 enum { SPECIAL = -1 };
+enum { MOST_CUTS = 32 };  // tokenizers in use have at most 7
 
 // The tables of a tokenizer. It owns its patterns and vocabularies.
 typedef struct Bpe {
-    Vocab* added[2];  // searched in the text, then in the text that the first leaves; or NULL
-    Cut* cuts;
+    Vocab* added[2];      // searched in the text, then in the text that the first leaves; or NULL
+    Cut cuts[MOST_CUTS];  // applied one after the other
     int cut_count;
     Vocab* whole;        // words that become one token without merges (ignore_merges); or NULL
     int32_t bytes[256];  // token of each byte, -1: none
@@ -46,8 +47,6 @@ void bpe_free(Bpe* bpe);
 
 // Adds a merge. A second merge of the same pair replaces the first.
 void bpe_merge(Bpe* bpe, int32_t left, int32_t right, int32_t rank, int32_t joined);
-// Adds a pattern, which is applied after the earlier ones. The Bpe then owns it.
-void bpe_cut(Bpe* bpe, Pattern* pattern, bool keeps_matches, bool keeps_rest);
 
 // Returns the number of ids written, at most `capacity`; -1 with the reason in why (at most why_size bytes).
 int64_t bpe_encode(const Bpe* bpe, const char* text, int32_t* ids, int64_t capacity, char* why, size_t why_size);

@@ -115,12 +115,13 @@ static bool parse_string(Parser* p, char** text) {
     char* out = *text = (char*)host_alloc(end - p->at + 1);
     while (p->at < end) {
         int bytes = 0;
+        uint32_t code;
         if (take(p, '\\')) {
             if (!parse_escape(p, out, &bytes)) return false;
         } else if (peek(p) < 0x20) {
             return fail(p, p->at, "a control character in a string must be escaped");
         } else {
-            bytes = utf8_length(p->text + p->at, end - p->at);
+            bytes = utf8_read(p->text + p->at, end - p->at, &code);
             if (bytes == 0) return fail(p, p->at, "a string is not UTF-8");
             memcpy(out, p->text + p->at, (size_t)bytes);
             p->at += (size_t)bytes;
@@ -293,7 +294,8 @@ char* json_quote(const char* text) {
     // Copy the characters; escape those that JSON requires to be escaped.
     *o++ = '"';
     for (size_t i = 0; i < length;) {
-        int c = (unsigned char)text[i], bytes = utf8_length(text + i, length - i);
+        uint32_t code;
+        int c = (unsigned char)text[i], bytes = utf8_read(text + i, length - i, &code);
         const char* short_form = c ? strchr(from, c) : NULL;
         if (short_form) {
             *o++ = '\\';

@@ -81,8 +81,9 @@ static int byte_of(uint32_t code) {
 // the bytes.
 static int32_t to_bytes(const char* text, char* out) {
     int32_t n = 0;
-    for (const char* at = text; *at;) {
-        int byte = byte_of(utf8_read(at, &at));
+    for (uint32_t code; *text;) {
+        text += utf8_read(text, strlen(text), &code);
+        int byte = byte_of(code);
         if (byte < 0) return -1;
         out[n++] = (char)byte;
     }
@@ -202,9 +203,11 @@ static char* read_cut(Bpe* bpe, const char* pattern, const char* behavior, bool 
     bool isolated = strcmp(behavior, "Isolated") == 0;
     if (!isolated && strcmp(behavior, "Removed") != 0)
         return host_format("pre_tokenizer with the behavior %.40s", behavior);
+    if (bpe->cut_count == MOST_CUTS) return host_format("pre_tokenizer with more than %d patterns", MOST_CUTS);
     Pattern* parsed = pattern_new(pattern, error, sizeof(error));
     if (!parsed) return host_format("the pattern '%.200s' in pre_tokenizer: %s", pattern, error);
-    bpe_cut(bpe, parsed, isolated || inverted, isolated || !inverted);
+    Cut cut = {parsed, isolated || inverted, isolated || !inverted};
+    bpe->cuts[bpe->cut_count++] = cut;
     return NULL;
 }
 
