@@ -149,7 +149,9 @@ void tokenizer_close(Tokenizer* tokenizer) {
 int32_t tokenizer_size(const Tokenizer* tokenizer) { return tokenizer->size; }
 int32_t tokenizer_eot(const Tokenizer* tokenizer) { return tokenizer->eot; }
 bool tokenizer_exact(const Tokenizer* tokenizer) { return tokenizer->bpe || tokenizer->vocab->longest == 1; }
-const char* tokenizer_why(const Tokenizer* tokenizer) { return tokenizer->why; }
+const char* tokenizer_why(const Tokenizer* tokenizer) {
+    return tokenizer->refused ? tokenizer->refused : tokenizer->why;
+}
 
 const char* tokenizer_decode(const Tokenizer* tokenizer, int32_t id, int* length) {
     bool known = id >= 0 && id < tokenizer->size;
@@ -159,10 +161,7 @@ const char* tokenizer_decode(const Tokenizer* tokenizer, int32_t id, int* length
 
 int64_t tokenizer_encode(const Tokenizer* tokenizer, const char* text, int32_t* ids, int64_t capacity) {
     if (!*text) return 0;  // with any tokenizer
-    if (tokenizer->refused) {
-        snprintf(tokenizer->why, WHY_BYTES, "%s", tokenizer->refused);
-        return -1;
-    }
+    if (tokenizer->refused) return -1;
     // By the merges of tokenizer.json; without them, greedily by the longest token.
     if (tokenizer->bpe) return bpe_encode(tokenizer->bpe, text, ids, capacity, tokenizer->why, WHY_BYTES);
     // Greedy ids may differ from those of the training data, unless every token is one byte (tokenizer_exact).
