@@ -212,35 +212,22 @@ int st_read(const SafeTensors* st, const StTensor* tensor, int64_t first, int64_
     return read_all_at(st->fd, out, count * size, tensor->offset + first * size);
 }
 
-// Prints `before`, then the text as a JSON string.
-static void put_quoted(FILE* f, const char* before, const char* text) {
-    char* quoted = json_quote(text);
-    fprintf(f, "%s%s", before, quoted);
-    free(quoted);
-}
-
-char* st_plan_header(StTensor* tensors, int count, const char* const* metadata, int64_t* size) {
+char* st_plan_header(StTensor* tensors, int count, int64_t* size) {
     char* text = NULL;
     size_t length = 0;
     FILE* f = open_memstream(&text, &length);
     ASSERT(f != NULL);
-    fprintf(f, "%8s{", "");  // the 8 bytes of the length are filled in last
-
-    // The metadata, an object of strings.
-    bool noted = metadata && metadata[0];
-    for (int i = 0; noted && metadata[i]; i += 2) {
-        put_quoted(f, i ? "," : "\"__metadata__\":{", metadata[i]);
-        put_quoted(f, ":", metadata[i + 1]);
-    }
-    if (noted) fprintf(f, "}");
+    // The 8 bytes of the length are filled in last. The metadata are as transformers writes them.
+    fprintf(f, "%8s{\"__metadata__\":{\"format\":\"pt\"}", "");
 
     // The tensors in order, with offsets from the first byte of the data.
     int64_t at = 0;
     for (int i = 0; i < count; i++) {
         StTensor* t = &tensors[i];
         ASSERT(t->rank >= 0 && t->rank <= 4);
-        put_quoted(f, i || noted ? "," : "", t->name);
-        fprintf(f, ":{\"dtype\":\"%s\",\"shape\":[", dtypes[t->dtype].name);
+        char* quoted = json_quote(t->name);
+        fprintf(f, ",%s:{\"dtype\":\"%s\",\"shape\":[", quoted, dtypes[t->dtype].name);
+        free(quoted);
         t->bytes = (int64_t)st_dtype_bytes(t->dtype);
         for (int d = 0; d < t->rank; d++) {
             fprintf(f, "%s%ld", d ? "," : "", t->shape[d]);

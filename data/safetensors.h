@@ -49,8 +49,8 @@ int st_read(const SafeTensors* st, const StTensor* tensor, int64_t first, int64_
 
 // Plans a file. Sets the tensors' offset and bytes from name, dtype, rank and shape, in the given order. Returns the
 // header in fresh memory, with its 8-byte length, padded with spaces to a multiple of 8. *size gets the header's size;
-// the data begin there. metadata is a list of {key, value} pairs that ends with NULL, or is NULL.
-char* st_plan_header(StTensor* tensors, int count, const char* const* metadata, int64_t* size);
+// the data begin there.
+char* st_plan_header(StTensor* tensors, int count, int64_t* size);
 
 END_C
 

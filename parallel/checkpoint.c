@@ -384,10 +384,9 @@ static char* copy_file(Saver* s, int i, const CheckpointFile* file, char* to, Ct
         StTensor plan = {.name = t->name, .dtype = t->dtype, .rank = t->rank, .shape = {t->shape[0], t->shape[1]}};
         planned[k] = plan;
     }
-    const char* const metadata[] = {"format", "pt", NULL};
     SavedFile* saved = &s->files[i];
     memcpy(saved->name, file->name, sizeof(saved->name));
-    saved->header = st_plan_header(planned, file->count, metadata, &saved->header_bytes);
+    saved->header = st_plan_header(planned, file->count, &saved->header_bytes);
 
     // This rank's part of each tensor.
     saved->bytes = saved->header_bytes;

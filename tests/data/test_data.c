@@ -155,16 +155,11 @@ static StTensor tensor(const char* name, StDtype dtype, int rank, int64_t a, int
     return t;
 }
 
-static const char* text_of(const SafeTensors* st, const char* key) {
-    return json_text(json_get(st->header, "__metadata__"), key);
-}
-
 static void test_safetensors_round_trip(void) {
     StTensor plan[] = {tensor("model.w", ST_F32, 2, 3, 5), tensor("empty", ST_F32, 1, 0, 0),
                        tensor("step \"x\"", ST_I64, 0, 0, 0), tensor("half", ST_BF16, 1, 7, 0)};
-    const char* metadata[] = {"format", "pt", "note", "line\nbreak", NULL};
     int64_t size;
-    char* header = st_plan_header(plan, 4, metadata, &size);
+    char* header = st_plan_header(plan, 4, &size);
     CHECK(size % 8 == 0 && plan[0].offset == size && plan[1].bytes == 0, "plan");
     CHECK(plan[2].bytes == 8 && plan[2].offset == size + 60 && plan[3].offset == size + 68 && plan[3].bytes == 14,
           "plan");
@@ -194,8 +189,7 @@ static void test_safetensors_round_trip(void) {
         t = st_find(st, "empty");
         CHECK(t && t->bytes == 0 && st_read(st, t, 0, 0, NULL) == 0, "empty");
         CHECK(!st_find(st, "__metadata__") && !st_find(st, "model"), "absent");
-        CHECK(strcmp(text_of(st, "format"), "pt") == 0 && strcmp(text_of(st, "note"), "line\nbreak") == 0, "metadata");
-        CHECK(!text_of(st, "none"), "absent metadata");
+        CHECK(strcmp(json_text(json_get(st->header, "__metadata__"), "format"), "pt") == 0, "metadata");
         // Cut off while open: an error, not zeros.
         float last[5];
         CHECK(truncate(path, (off_t)size + 50) == 0 && st_read(st, st_find(st, "model.w"), 10, 5, last) == -1,
@@ -216,9 +210,9 @@ static void test_safetensors_round_trip(void) {
     CHECK(!st && strstr(error, "1 bytes after"), "%s", error);
     st_close(st);
     free(file);
-    header = st_plan_header(NULL, 0, NULL, &size);
+    header = st_plan_header(NULL, 0, &size);
     st = st_open(write_file("none.safetensors", header, (size_t)size), error, sizeof(error));
-    CHECK(st && st->count == 0 && !text_of(st, "a"), "no tensors: %s", error);
+    CHECK(st && st->count == 0, "no tensors: %s", error);
     st_close(st);
     free(header);
 }
@@ -230,7 +224,7 @@ static void test_safetensors_aligned(void) {
         memset(name, 'n', (size_t)n);
         StTensor plan = tensor(name, ST_U8, 1, 0, 0);
         int64_t size;
-        char* header = st_plan_header(&plan, 1, NULL, &size);
+        char* header = st_plan_header(&plan, 1, &size);
         SafeTensors* st = st_open(write_file("aligned.safetensors", header, (size_t)size), error, sizeof(error));
         CHECK(st && size % 8 == 0, "a name of %d: %lld bytes", n, (long long)size);
         st_close(st);
