@@ -126,13 +126,12 @@ static Settings recorded(const Json* record, const char* out) {
 
 void record_recall(const Json* record, Settings* s, const char* given) {
     Settings was = recorded(record, s->out);
-    const char* set = NULL;  // the group that --precision sets, where it is given
+    bool sets = false;  // --precision is given, and sets the rows of its group without a default after it
     for (int i = 0; i < settings_count; i++) {
         const Option* o = &settings_table[i];
-        if (given[i] && o->offset == offsetof(Settings, precision)) set = o->group;
-        int by_set = set && !o->initial && strcmp(o->group, set) == 0;
+        sets |= given[i] && o->offset == offsetof(Settings, precision);
         // Options on the command line win, and so does the group that --precision sets.
-        if (given[i] || by_set) continue;
+        if (given[i] || (sets && !o->initial)) continue;
         char* text = option_text(o, &was);
         options_set(o, s, text, "");
         free(text);
