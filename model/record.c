@@ -103,7 +103,7 @@ int64_t record_optimizer(const Json* record) {
 // The options that the run in `out` was made with.
 static Settings recorded(const Json* record, const char* out) {
     Settings was = {.preset = 0};
-    char *known = (char*)host_alloc((size_t)settings_count), *where = host_format("the checkpoint in %s: ", out);
+    char* where = host_format("the checkpoint in %s: ", out);
     // Values of the record over the defaults.
     options_defaults(settings_table, settings_count, &was);
     for (int i = 0; i < settings_count; i++) {
@@ -112,26 +112,25 @@ static Settings recorded(const Json* record, const char* out) {
         if (!value || o->scope == OPTION_ONCE) continue;
         char* text = recorded_text(o, value);
         options_set(o, &was, text, where);
-        known[i] = 1;
+        was.given[i] = 1;
         free(text);
     }
     // Older records lack options: their values follow from others.
     was.optimizer = record_optimizer(record);  // before --optimizer it was AdamW
     if (!json_get(record, "balance")) was.balance = was.bias_rate > 0 ? BALANCE_DEEPSEEK : BALANCE_NONE;
-    settings_preset(&was, known, PRECISION_BF16);
+    settings_preset(&was, PRECISION_BF16);
     free(where);
-    free(known);
     return was;
 }
 
-void record_recall(const Json* record, Settings* s, const char* given) {
+void record_recall(const Json* record, Settings* s) {
     Settings was = recorded(record, s->out);
     bool sets = false;  // --precision is given, and sets the rows of its group without a default after it
     for (int i = 0; i < settings_count; i++) {
         const Option* o = &settings_table[i];
-        sets |= given[i] && o->offset == offsetof(Settings, precision);
+        sets |= s->given[i] && o->offset == offsetof(Settings, precision);
         // Options on the command line win, and so does the group that --precision sets.
-        if (given[i] || (sets && !o->initial)) continue;
+        if (s->given[i] || (sets && !o->initial)) continue;
         char* text = option_text(o, &was);
         options_set(o, s, text, "");
         free(text);

@@ -25,7 +25,7 @@ Json* record_manifest(Ranks* world, const char* out);
 
 // Options that are not given get their recorded values, except those that a given --precision sets. (--model and the
 // options that it sets are recorded one by one.)
-void record_recall(const Json* record, Settings* settings, const char* given);
+void record_recall(const Json* record, Settings* settings);
 
 // The optimizer of a record: AdamW where it names none.
 int64_t record_optimizer(const Json* record);

@@ -1,6 +1,7 @@
 // The table of options, the presets, and values derived from options. model/settings_read.c reads their values.
 #include "model/settings.h"
 
+#include <assert.h>
 #include <math.h>
 #include <stddef.h>
 #include <string.h>
@@ -168,6 +169,7 @@ const Option settings_table[] = {
     FLAG("debugging", "overfit", overfit, FIXED, "train on the first step's tokens only"),
 };
 const int settings_count = sizeof(settings_table) / sizeof(settings_table[0]);
+static_assert(sizeof(settings_table) / sizeof(settings_table[0]) <= SETTINGS_MOST, "Settings.given has all rows");
 
 // clang-format off
 // The models, in the order of --model's choices. The last three are sized as DeepSeek-V2-Lite, V2 and V3.
@@ -209,13 +211,13 @@ static const Settings modes[] = {
 };
 
 // int64_t and double are both 8 bytes.
-void settings_preset(Settings* s, const char* given, int64_t precision) {
+void settings_preset(Settings* s, int64_t precision) {
     Settings preset = modes[precision];
     preset.model = presets[s->preset];
     for (int i = 0; i < settings_count; i++) {
         size_t at = settings_table[i].offset;
         // A row without a default of its own takes that of --model or --precision.
-        if (!settings_table[i].initial && !given[i]) memcpy((char*)s + at, (char*)&preset + at, 8);
+        if (!settings_table[i].initial && !s->given[i]) memcpy((char*)s + at, (char*)&preset + at, 8);
     }
 }
 

@@ -31,6 +31,8 @@ typedef enum { ADAMW, MUON } Optimizer;  // MUON: for the matrices that params.c
 typedef enum { BALANCE_QUANTILE, BALANCE_DEEPSEEK, BALANCE_NONE } Balance;
 typedef enum { SCHEDULE_COSINE, SCHEDULE_WSD, SCHEDULE_LINEAR, SCHEDULE_CONSTANT } Schedule;
 
+enum { SETTINGS_MOST = 128 };  // rows of the table
+
 // The value of every option. A choice is the number of the word in its list.
 typedef struct Settings {
     int64_t preset;
@@ -52,6 +54,7 @@ typedef struct Settings {
     int64_t expert_precision, dispatch_precision, combine_precision, wgrad_precision, linear_precision, mx_scale,
         mx_fast, mx_stats;
     int64_t force_balance, overfit;
+    char given[SETTINGS_MOST];  // by row of the table: 1 if the command line has the option
 } Settings;
 
 typedef enum { PRECISION_BF16, PRECISION_MXFP8 } Precision;
@@ -73,7 +76,7 @@ Settings settings_read(int argc, char** argv, int ranks, const Json* record);
 char* settings_resumed(int argc, char** argv);
 
 // Sets options without a default of their own, unless given: from --model and `precision`.
-void settings_preset(Settings* settings, const char* given, int64_t precision);
+void settings_preset(Settings* settings, int64_t precision);
 
 // The defaults of all options with this --model and --precision, in fresh memory.
 Settings settings_defaults(const Settings* settings);

@@ -22,11 +22,11 @@ static const char* const common[] = {
     "prompt",          "dry-run", "help",   "optimizer", "muon-lr",   "lr",         "warmup",    "schedule",
     "weight-decay",    "balance", "ep",     "shard",     "precision", "recompute",  NULL};
 
-// The row of the field at `offset`.
-static int row(size_t offset) {
+// Whether the command line has the option of the field at `offset`.
+static bool is_given(const Settings* s, size_t offset) {
     int i = 0;
     while (settings_table[i].offset != offset) i++;
-    return i;
+    return s->given[i];
 }
 
 // The presets' peak learning rates, DeepSeek-V2-Lite's, V2's and V3's as published, and optimizers, as measured
@@ -38,12 +38,12 @@ static const struct {
                 {4.2e-4, 2e-3, ADAMW}, {2.4e-4, 2e-3, ADAMW}, {2.2e-4, 2e-3, ADAMW}};
 
 // Options of the model that are not given come from config.json, and must be in their ranges.
-static void take_folder(Settings* s, const char* given, const char* option, const char* folder) {
+static void take_folder(Settings* s, const char* option, const char* folder) {
     const Settings from = {.model = hub_read_config(option, folder)};
     s->model.selection_bias = from.model.selection_bias;
     for (int i = 0; i < settings_count; i++) {
         const Option* o = &settings_table[i];
-        if (strcmp(o->group, "model") != 0 || o->initial || given[i]) continue;
+        if (strcmp(o->group, "model") != 0 || o->initial || s->given[i]) continue;
         memcpy((char*)s + o->offset, (const char*)&from + o->offset, 8);
         const char* at = (const char*)s + o->offset;
         const double value = o->type == OPTION_FLOAT ? *(const double*)at : (double)*(const int64_t*)at;
@@ -61,10 +61,10 @@ static void replace(char** text, char* by) {
 
 // A model that is only used needs nothing for backward. A sample is one sequence, as long as it can become; the
 // validation's windows are as long as those of training.
-static void set_for_use(Settings* s, const char* given, const char* folder) {
+static void set_for_use(Settings* s, const char* folder) {
     s->recompute = RECOMPUTE_BLOCK;
-    if (*s->sample && !given[row(offsetof(Settings, batch))]) s->batch = 1;
-    if (!given[row(offsetof(Settings, seq_len))])
+    if (*s->sample && !is_given(s, offsetof(Settings, batch))) s->batch = 1;
+    if (!is_given(s, offsetof(Settings, seq_len)))
         s->seq_len = *s->sample ? 1 + (int64_t)strlen(s->prompt) + s->sample_tokens : hub_length(folder);
     if (*s->tokenizer) return;
     Path tokenizer = path_of("%s/tokenizer.json", folder);
@@ -72,24 +72,24 @@ static void set_for_use(Settings* s, const char* given, const char* folder) {
 }
 
 // Defaults that depend on other options. A router that selects without a bias goes on without one.
-static void set_for_model(Settings* s, const char* given) {
+static void set_for_model(Settings* s) {
     // Learning rates and optimizer, by preset. Training from --init begins with AdamW.
-    if (!given[row(offsetof(Settings, lr))]) s->lr = training[s->preset].lr;
-    if (!given[row(offsetof(Settings, muon_lr))]) s->muon_lr = training[s->preset].muon_lr;
-    if (!given[row(offsetof(Settings, optimizer))]) s->optimizer = *s->init ? ADAMW : training[s->preset].optimizer;
+    if (!is_given(s, offsetof(Settings, lr))) s->lr = training[s->preset].lr;
+    if (!is_given(s, offsetof(Settings, muon_lr))) s->muon_lr = training[s->preset].muon_lr;
+    if (!is_given(s, offsetof(Settings, optimizer))) s->optimizer = *s->init ? ADAMW : training[s->preset].optimizer;
     // Load balancing: the weight of the balance loss, by --balance.
     static const double aux_loss[] = {1e-2, 1e-4, 0};
     const int unbiased = *s->init && !s->model.selection_bias;
-    if (unbiased && !given[row(offsetof(Settings, balance))]) s->balance = BALANCE_NONE;
-    if (!given[row(offsetof(Settings, aux_loss))]) s->aux_loss = aux_loss[s->balance];
-    if (s->balance != BALANCE_DEEPSEEK && given[row(offsetof(Settings, bias_rate))])
+    if (unbiased && !is_given(s, offsetof(Settings, balance))) s->balance = BALANCE_NONE;
+    if (!is_given(s, offsetof(Settings, aux_loss))) s->aux_loss = aux_loss[s->balance];
+    if (s->balance != BALANCE_DEEPSEEK && is_given(s, offsetof(Settings, bias_rate)))
         die(EXIT_USAGE, "--bias-rate goes with --balance deepseek, not with --balance %s",
             s->balance == BALANCE_NONE ? "none" : "quantile");
     // Options that would have no effect, or lose weights of the model, end the run.
     if (s->optimizer != MUON &&
-        (given[row(offsetof(Settings, muon_lr))] || given[row(offsetof(Settings, muon_momentum))]))
+        (is_given(s, offsetof(Settings, muon_lr)) || is_given(s, offsetof(Settings, muon_momentum))))
         die(EXIT_USAGE, "--muon-%s goes with --optimizer muon",
-            given[row(offsetof(Settings, muon_lr))] ? "lr" : "momentum");
+            is_given(s, offsetof(Settings, muon_lr)) ? "lr" : "momentum");
     if (*s->init && !unbiased && s->model.score == SCORE_SOFTMAX && s->balance == BALANCE_NONE)
         die(EXIT_USAGE, "--balance none would drop the selection biases of --init %s", s->init);
 }
@@ -97,25 +97,23 @@ static void set_for_model(Settings* s, const char* given) {
 // A first look at the command line: the record must be known before the options are read.
 char* settings_resumed(int argc, char** argv) {
     Settings s = {.preset = 0};
-    char* given = (char*)host_alloc((size_t)settings_count);
     options_defaults(settings_table, settings_count, &s);
-    options_parse(settings_table, settings_count, &s, given, argc, argv);
+    options_parse(settings_table, settings_count, &s, s.given, argc, argv);
     int asks = s.help || s.version;
     char* out = s.resume && *s.out && !asks ? host_strdup(s.out) : NULL;
-    free(given);
     settings_free(&s);
     return out;
 }
 
 // Finds the tokenizer of the shards, and the size of the vocabulary, unless given or recorded. Shards in a new place
 // may have their tokenizer there.
-static void find_tokenizer(Settings* s, const char* given, int recorded, int has_vocab) {
-    if (!given[row(offsetof(Settings, tokenizer))] && (!recorded || given[row(offsetof(Settings, train))])) {
+static void find_tokenizer(Settings* s, int recorded, int has_vocab) {
+    if (!is_given(s, offsetof(Settings, tokenizer)) && (!recorded || is_given(s, offsetof(Settings, train)))) {
         char* beside = shards_tokenizer(s->train, "_train_");
         if (beside) replace(&s->tokenizer, beside);
     }
     // The vocabulary of a new model is the tokenizer's.
-    if (!*s->tokenizer || has_vocab || given[row(offsetof(Settings, model.V))]) return;
+    if (!*s->tokenizer || has_vocab || is_given(s, offsetof(Settings, model.V))) return;
     Tokenizer* tokenizer = tokenizer_open(s->tokenizer);
     s->model.V = tokenizer_size(tokenizer);
     tokenizer_close(tokenizer);
@@ -133,12 +131,10 @@ static void take_newest(char** folder) {
 
 Settings settings_defaults(const Settings* s) {
     Settings usual = {.preset = 0};
-    char* given = (char*)host_alloc((size_t)settings_count);
     options_defaults(settings_table, settings_count, &usual);
     usual.preset = s->preset;
-    settings_preset(&usual, given, s->precision);
-    set_for_model(&usual, given);
-    free(given);
+    settings_preset(&usual, s->precision);
+    set_for_model(&usual);
     usual.preset = 0;
     return usual;
 }
@@ -146,26 +142,21 @@ Settings settings_defaults(const Settings* s) {
 Settings settings_read(int argc, char** argv, int ranks, const Json* record) {
     // The command line over the record over the presets over the defaults.
     Settings s = {.preset = 0};
-    char* given = (char*)host_alloc((size_t)settings_count);
     options_defaults(settings_table, settings_count, &s);
-    options_parse(settings_table, settings_count, &s, given, argc, argv);
-    settings_preset(&s, given, s.precision);
+    options_parse(settings_table, settings_count, &s, s.given, argc, argv);
+    settings_preset(&s, s.precision);
     if (s.help) options_help(settings_table, settings_count, "train_moe", s.help == 1 ? common : NULL);
-    if (s.help || s.version) {
-        free(given);
-        return s;
-    }
+    if (s.help || s.version) return s;
     take_newest(&s.init);
     take_newest(&s.sample);
     take_newest(&s.evaluate);
     // A record of a run to resume, or the folder of a model to begin with.
-    if (record) record_recall(record, &s, given);
+    if (record) record_recall(record, &s);
     const char *option, *folder = record ? NULL : settings_folder(&s, &option);
-    if (folder) take_folder(&s, given, option, folder);
-    if (folder && folder != s.init) set_for_use(&s, given, folder);
-    if (!record) set_for_model(&s, given);
-    find_tokenizer(&s, given, record != NULL, record || folder);
-    free(given);
+    if (folder) take_folder(&s, option, folder);
+    if (folder && folder != s.init) set_for_use(&s, folder);
+    if (!record) set_for_model(&s);
+    find_tokenizer(&s, record != NULL, record || folder);
 
     // Checks.
     if (s.ranks && !s.dry_run)
