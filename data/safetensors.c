@@ -67,7 +67,7 @@ static char* parse_tensor(const Json* entry, StTensor* tensor) {
     if (end->integer - begin->integer != bytes)
         return host_format("tensor '%s' has %ld bytes of data, its shape and dtype need %ld", name,
                            end->integer - begin->integer, bytes);
-    tensor->name = host_strdup(name);
+    tensor->name = entry->key;
     tensor->offset = begin->integer;
     tensor->bytes = bytes;
     return NULL;
@@ -186,7 +186,6 @@ SafeTensors* st_open(const char* path, char* error, size_t error_size) {
 void st_close(SafeTensors* st) {
     if (!st) return;
     if (st->fd >= 0) close(st->fd);
-    for (int i = 0; i < st->count; i++) free(st->tensors[i].name);
     free(st->tensors);
     free((void*)st->by_name);
     json_free(st->header);

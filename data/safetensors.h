@@ -20,7 +20,7 @@ size_t st_dtype_bytes(StDtype dtype);
 
 // A tensor's entry in the header. Shapes are row-major, with at most 4 dimensions.
 typedef struct StTensor {
-    char* name;
+    char* name;  // in the header of the file
     StDtype dtype;
     int rank;
     int64_t shape[4];

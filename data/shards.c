@@ -35,7 +35,7 @@ typedef struct Shard {
 
 // The shards of one pattern. Nothing changes after shards_open, so several threads may read windows.
 struct Shards {
-    char* option;  // the command-line option, for messages
+    const char* option;  // the command-line option, for messages
     int64_t T;
     int count;
     Shard* files;
@@ -104,7 +104,7 @@ static void open_shard(Shards* s, Shard* shard, const char* path) {
 Shards* shards_open(const char* option, const char* pattern, int64_t T) {
     ASSERT(T > 0);
     Shards* s = (Shards*)host_alloc(sizeof(Shards));
-    s->option = host_strdup(option);
+    s->option = option;
     s->T = T;
 
     // All files that match, in the order of their names.
@@ -137,7 +137,6 @@ void shards_close(Shards* shards) {
         free(shards->files[i].path);
     }
     free(shards->files);
-    free(shards->option);
     free(shards);
 }
 

@@ -25,8 +25,8 @@ BEGIN_C
 typedef struct Shards Shards;
 
 // Opens every file that matches `pattern` (glob(3), sorted by name), and checks header and size. An error ends the run
-// with a message of `option`, file, offset and reason. Errors: no match; unreadable file; wrong magic or version; a
-// size that differs from the header's count; no window of T + 1 tokens in the set.
+// with a message of `option` (which is not copied), file, offset and reason. Errors: no match; unreadable file; wrong
+// magic or version; a size that differs from the header's count; no window of T + 1 tokens in the set.
 Shards* shards_open(const char* option, const char* pattern, int64_t T);
 void shards_close(Shards* shards);
 
