@@ -145,7 +145,9 @@ static inline CUtensorMap tensor_map(const T* p, int dims, const int64_t* size, 
     cuuint64_t sizes[5], strides[5];
     cuuint32_t boxes[5], ones[5];
     for (int i = 0; i < dims; i++) {
-        sizes[i] = (cuuint64_t)size[i], boxes[i] = (cuuint32_t)box[i], ones[i] = 1;
+        sizes[i] = (cuuint64_t)size[i];
+        boxes[i] = (cuuint32_t)box[i];
+        ones[i] = 1;
         if (i) strides[i - 1] = (cuuint64_t)stride[i - 1] * sizeof(T);
     }
 
