@@ -264,12 +264,11 @@ struct Loader {
     LoaderOrder order;
     Slot ring[RING];
     pthread_t thread;
-    pthread_mutex_t mutex;  // guards filled, released, stopping
+    pthread_mutex_t mutex;  // guards filled, taken, stopping
     pthread_cond_t changed;
-    int64_t filled;    // micro-batches read so far
-    int64_t released;  // micro-batches that the caller has finished
+    int64_t filled;  // micro-batches read so far
+    int64_t taken;   // micro-batches given to the caller, which uses the last of them
     bool stopping;
-    int64_t taken;  // micro-batches given to the caller; used by the caller's thread only
 };
 
 // Reads a micro-batch. Each window of the run maps to a window of the set by the permutation of its epoch.
@@ -289,7 +288,7 @@ static void* loader_thread(void* argument) {
     Loader* loader = (Loader*)argument;
     pthread_mutex_lock(&loader->mutex);
     for (int64_t micro_batch = 0;; micro_batch++) {
-        while (!loader->stopping && micro_batch - loader->released >= RING)
+        while (!loader->stopping && micro_batch >= loader->taken + RING - 1)
             pthread_cond_wait(&loader->changed, &loader->mutex);
         if (loader->stopping) break;
         pthread_mutex_unlock(&loader->mutex);
@@ -345,16 +344,15 @@ void loader_stop(Loader* loader) {
 
 void loader_next(Loader* loader, const int32_t** input, const int32_t** target) {
     pthread_mutex_lock(&loader->mutex);
-    loader->released = loader->taken;  // releases the micro-batch of the last call
-    pthread_cond_broadcast(&loader->changed);
     // The caller waits only if reading is slower than training.
     while (loader->filled <= loader->taken) pthread_cond_wait(&loader->changed, &loader->mutex);
+    const Slot* slot = &loader->ring[loader->taken++ % RING];
+    // The micro-batch of the last call is released.
+    pthread_cond_broadcast(&loader->changed);
     pthread_mutex_unlock(&loader->mutex);
-    const Slot* slot = &loader->ring[loader->taken % RING];
 
     // An error ends the run only here, when the run needs that micro-batch.
     if (slot->error) die(EXIT_FAILED, "%s", slot->error);
-    loader->taken++;
     *input = slot->input;
     *target = slot->target;
 }
