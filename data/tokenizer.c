@@ -99,16 +99,13 @@ static bool ends_with(const char* path, const char* end) {
 static Tokenizer* open_beside(Tokenizer* table, const char* path) {
     // x.json next to x.bin.
     if (!ends_with(path, ".bin")) return table;
-    char* json_path = host_format("%.*s.json", (int)(strlen(path) - strlen(".bin")), path);
-    if (access(json_path, F_OK) != 0 && errno == ENOENT) {
-        free(json_path);
-        return table;
-    }
+    Path json_path = path_of("%.*s.json", (int)(strlen(path) - strlen(".bin")), path);
+    if (access(json_path.text, F_OK) != 0 && errno == ENOENT) return table;
     // It must have the table's tokens.
-    Tokenizer* t = tokenizer_read_json(json_path, table->eot);
+    Tokenizer* t = tokenizer_read_json(json_path.text, table->eot);
     if (t->size != table->size)
         die(EXIT_FAILED, "--tokenizer: %s has %d tokens, %s beside it %d: they must be of one tokenizer", path,
-            table->size, json_path, t->size);
+            table->size, json_path.text, t->size);
     for (int32_t id = 0; id < t->size; id++) {
         const Token *a = &table->tokens[id], *b = &t->tokens[id];
         bool same = a->length == b->length && memcmp(a->bytes, b->bytes, (size_t)a->length) == 0;
@@ -116,11 +113,10 @@ static Tokenizer* open_beside(Tokenizer* table, const char* path) {
         if (!same && !(a->length == 0 && b->length > 255))
             die(EXIT_FAILED,
                 "--tokenizer: %s and %s beside it differ in the bytes of token %d: they must be of one tokenizer", path,
-                json_path, id);
+                json_path.text, id);
     }
 
     // The table is no longer needed: tokenizer.json has the same tokens, and the merges.
-    free(json_path);
     tokenizer_close(table);
     return t;
 }
