@@ -179,7 +179,6 @@ static bool parse_word(Parser* p, Json* json, const char* word, JsonType type, d
     p->at += n;
     json->type = type;
     json->number = number;
-    json->integer = (int64_t)number;
     return true;
 }
 
