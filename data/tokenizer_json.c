@@ -21,14 +21,9 @@ static const size_t LIMIT = (size_t)256 << 20;
 static const char GPT2[] = "'s|'t|'re|'ve|'m|'ll|'d| ?\\p{L}+| ?\\p{N}+| ?[^\\s\\p{L}\\p{N}]+|\\s+(?!\\S)|\\s+";
 
 // Usual names of end of text, the same list as in scripts/prepare_text.py.
-static const char* const EOT_NAMES[] = {"<|endoftext|>",
-                                        "<\xef\xbd\x9c"
-                                        "end\xe2\x96\x81of\xe2\x96\x81sentence\xef\xbd\x9c>",
-                                        "<|end_of_text|>",
-                                        "</s>",
-                                        "<eos>",
-                                        "[EOS]",
-                                        "<|im_end|>"};
+static const char* const EOT_NAMES[] = {
+    "<|endoftext|>", "<\uff5cend\u2581of\u2581sentence\uff5c>", "<|end_of_text|>", "</s>", "<eos>", "[EOS]",
+    "<|im_end|>"};
 
 // The state while a file is read. The entries point into the JSON tree, so they end with it.
 typedef struct Reader {
@@ -100,7 +95,7 @@ static int32_t to_piece(const char* text, char* out) {
     int32_t n = 0;
     // The mark of a space has 3 bytes and becomes 1, so the output is never longer than the text.
     while (*text) {
-        bool space = strncmp(text, "\xe2\x96\x81", 3) == 0;
+        bool space = strncmp(text, "\u2581", 3) == 0;
         out[n++] = space ? ' ' : *text;
         text += space ? 3 : 1;
     }
