@@ -45,19 +45,14 @@ static char* parse_tensor(const Json* entry, StTensor* tensor) {
         return host_format("tensor '%s' has dtype %s; known are F64, F32, BF16, I64, I32, U8, F8_E4M3", name, dtype);
     tensor->dtype = (StDtype)d;
 
-    // The shape, and its size in bytes. A size of 0 counts as 1 until the end, so that the overflow check covers the
-    // other sizes too.
+    // The shape, and its size in bytes.
     int64_t bytes = (int64_t)dtypes[d].bytes;
-    bool empty = false;
     for (const Json* n = shape->child; n; n = n->next) {
         if (!is_size(n)) return host_format("tensor '%s' has a shape that is not made of sizes", name);
         if (tensor->rank == 4) return host_format("tensor '%s' has more than 4 dimensions", name);
         tensor->shape[tensor->rank++] = n->integer;
-        empty |= n->integer == 0;
-        if (bytes > INT64_MAX / max_i64(n->integer, 1)) return host_format("tensor '%s' is too large", name);
-        bytes *= max_i64(n->integer, 1);
+        if (__builtin_mul_overflow(bytes, n->integer, &bytes)) return host_format("tensor '%s' is too large", name);
     }
-    if (empty) bytes = 0;
 
     // The offsets, whose difference must be this size.
     const Json* begin = offsets->child;
