@@ -158,19 +158,14 @@ int64_t shards_tokens(const Shards* shards) { return shards->tokens; }
 int shards_count(const Shards* shards) { return shards->count; }
 uint32_t shards_hash(const Shards* shards) { return shards->hash; }
 
-// The shard of window `index`: the last one that starts at it or before. A shard without windows starts with the next.
-static const Shard* find_shard(const Shards* s, int64_t index) {
-    const Shard* shard = &s->files[s->count - 1];
-    while (shard->first_window > index) shard--;
-    return shard;
-}
-
 // shards_read with an error result: a message in fresh memory, NULL on success. The loader's thread may read windows
 // that the run never uses, and an error in those must not end the run.
 static char* read_window(const Shards* s, int64_t index, int32_t V, int32_t* input, int32_t* target) {
     // The buffer is on the stack, so that several threads can read at once.
     unsigned char raw[16384];
-    const Shard* shard = find_shard(s, index);
+    // The last shard that starts at the window or before: one without windows starts with the next.
+    const Shard* shard = &s->files[s->count - 1];
+    while (shard->first_window > index) shard--;
     int64_t T = s->T, width = shard->token_bytes, chunk = (int64_t)sizeof(raw) / width;
     int64_t start = HEADER_BYTES + (index - shard->first_window) * T * width;
 

@@ -97,13 +97,6 @@ void settings_check_sizes(const Settings* s) {
                 sizes[i].what, sizes[i].most);
 }
 
-// A module predicts a token that is still in the window.
-static void check_modules(const Settings* s) {
-    if (s->model.mtp >= s->seq_len)
-        die(EXIT_USAGE, "--mtp %ld needs a longer --seq-len than %ld: module k predicts the token k + 1 places ahead",
-            s->model.mtp, s->seq_len);
-}
-
 // Groups of --ep ranks are whole, and their ranks own the same number of experts.
 static void check_layout(const Settings* s) {
     if (s->ranks % s->ep)
@@ -192,7 +185,9 @@ static void check_run(const Settings* s) {
 void settings_check(const Settings* s) {
     check_model(&s->model);
     if (BACKEND == BACKEND_CUDA) check_cuda_model(&s->model);
-    check_modules(s);
+    if (s->model.mtp >= s->seq_len)
+        die(EXIT_USAGE, "--mtp %ld needs a longer --seq-len than %ld: module k predicts the token k + 1 places ahead",
+            s->model.mtp, s->seq_len);
     check_layout(s);
     check_precision(s);
     check_stats(s);
