@@ -205,36 +205,25 @@ static __device__ __forceinline__ void wgmma_pin(float (&d)[N]) {
     for (int i = 0; i < N; i++) asm volatile("" : "+f"(d[i])::"memory");
 }
 
-// Operand lists of the inline assembly. An instruction with N columns names N / 2 registers: "%0, %1, ..". R: eight of
-// these names; D8: their eight operands; REGS and OUT: the full list for an N.
-#define WGMMA_R0 "%0, %1, %2, %3, %4, %5, %6, %7"
-#define WGMMA_R8 "%8, %9, %10, %11, %12, %13, %14, %15"
-#define WGMMA_R16 "%16, %17, %18, %19, %20, %21, %22, %23"
-#define WGMMA_R24 "%24, %25, %26, %27, %28, %29, %30, %31"
-#define WGMMA_R32 "%32, %33, %34, %35, %36, %37, %38, %39"
-#define WGMMA_R40 "%40, %41, %42, %43, %44, %45, %46, %47"
-#define WGMMA_R48 "%48, %49, %50, %51, %52, %53, %54, %55"
-#define WGMMA_R56 "%56, %57, %58, %59, %60, %61, %62, %63"
-#define WGMMA_R64 "%64, %65, %66, %67, %68, %69, %70, %71"
-#define WGMMA_R72 "%72, %73, %74, %75, %76, %77, %78, %79"
-#define WGMMA_R80 "%80, %81, %82, %83, %84, %85, %86, %87"
-#define WGMMA_R88 "%88, %89, %90, %91, %92, %93, %94, %95"
-#define WGMMA_R96 "%96, %97, %98, %99, %100, %101, %102, %103"
-#define WGMMA_R104 "%104, %105, %106, %107, %108, %109, %110, %111"
-#define WGMMA_R112 "%112, %113, %114, %115, %116, %117, %118, %119"
-#define WGMMA_R120 "%120, %121, %122, %123, %124, %125, %126, %127"
+// Operand lists of the inline assembly. An instruction with N columns names N / 2 registers: "%0, %1, ..". REGS: these
+// names for an N; OUT: their operands; D8: eight operands. Each list extends the one before it.
+#define WGMMA_REGS32 "%0, %1, %2, %3, %4, %5, %6, %7, %8, %9, %10, %11, %12, %13, %14, %15"
+#define WGMMA_REGS48 WGMMA_REGS32 ", %16, %17, %18, %19, %20, %21, %22, %23"
+#define WGMMA_REGS64 WGMMA_REGS48 ", %24, %25, %26, %27, %28, %29, %30, %31"
+#define WGMMA_REGS80 WGMMA_REGS64 ", %32, %33, %34, %35, %36, %37, %38, %39"
+#define WGMMA_REGS96 WGMMA_REGS80 ", %40, %41, %42, %43, %44, %45, %46, %47"
+#define WGMMA_REGS128 WGMMA_REGS96 ", %48, %49, %50, %51, %52, %53, %54, %55, %56, %57, %58, %59, %60, %61, %62, %63"
+#define WGMMA_REGS192                                                                                                  \
+    WGMMA_REGS128                                                                                                      \
+    ", %64, %65, %66, %67, %68, %69, %70, %71, %72, %73, %74, %75, %76, %77, %78, %79"                                 \
+    ", %80, %81, %82, %83, %84, %85, %86, %87, %88, %89, %90, %91, %92, %93, %94, %95"
+#define WGMMA_REGS256                                                                                                  \
+    WGMMA_REGS192                                                                                                      \
+    ", %96, %97, %98, %99, %100, %101, %102, %103, %104, %105, %106, %107, %108, %109, %110, %111"                     \
+    ", %112, %113, %114, %115, %116, %117, %118, %119, %120, %121, %122, %123, %124, %125, %126, %127"
 #define WGMMA_D8(i)                                                                                                    \
     "+f"(d[i]), "+f"(d[(i) + 1]), "+f"(d[(i) + 2]), "+f"(d[(i) + 3]), "+f"(d[(i) + 4]), "+f"(d[(i) + 5]),              \
         "+f"(d[(i) + 6]), "+f"(d[(i) + 7])
-// Each list extends the one before it.
-#define WGMMA_REGS32 WGMMA_R0 ", " WGMMA_R8
-#define WGMMA_REGS48 WGMMA_REGS32 ", " WGMMA_R16
-#define WGMMA_REGS64 WGMMA_REGS48 ", " WGMMA_R24
-#define WGMMA_REGS80 WGMMA_REGS64 ", " WGMMA_R32
-#define WGMMA_REGS96 WGMMA_REGS80 ", " WGMMA_R40
-#define WGMMA_REGS128 WGMMA_REGS96 ", " WGMMA_R48 ", " WGMMA_R56
-#define WGMMA_REGS192 WGMMA_REGS128 ", " WGMMA_R64 ", " WGMMA_R72 ", " WGMMA_R80 ", " WGMMA_R88
-#define WGMMA_REGS256 WGMMA_REGS192 ", " WGMMA_R96 ", " WGMMA_R104 ", " WGMMA_R112 ", " WGMMA_R120
 #define WGMMA_OUT32 WGMMA_D8(0), WGMMA_D8(8)
 #define WGMMA_OUT48 WGMMA_OUT32, WGMMA_D8(16)
 #define WGMMA_OUT64 WGMMA_OUT48, WGMMA_D8(24)
