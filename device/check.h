@@ -10,13 +10,8 @@ BEGIN_C
 // Exit codes of the program (0: done, or saved on a signal).
 enum { EXIT_FAILED = 1, EXIT_USAGE = 2 };
 
-#if defined(__GNUC__)
 #define PRINTF_LIKE(f, a) __attribute__((format(printf, f, a)))
 #define NORETURN __attribute__((noreturn))
-#else
-#define PRINTF_LIKE(f, a)
-#define NORETURN
-#endif
 
 // Prints "train_moe: error: <message>" and ends the run with `code`. Any thread may call it; if several fail at once,
 // only the first prints.
