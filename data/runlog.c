@@ -85,7 +85,8 @@ RunLog* runlog_open(const char* folder, const char* config_json, int64_t last_st
     log->path = path_of("%s/log.jsonl", folder);
     log->beside = path_of("%s.tmp", log->path.text);
     const char* path = log->path.text;
-    char* old = is_link(path) ? (errno = ELOOP, (char*)NULL) : read_file(path, LIMIT, &size);
+    if (is_link(path)) die(EXIT_FAILED, "cannot read %s: %s", path, file_error(ELOOP));
+    char* old = read_file(path, LIMIT, &size);
     if (!old && errno != ENOENT) die(EXIT_FAILED, "cannot read %s: %s", path, file_error(errno));
     if (!old && last_step > 0) warn("%s is missing: the log begins at step %ld", path, last_step + 1);
 
