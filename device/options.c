@@ -168,21 +168,21 @@ char* option_text(const Option* o, const void* values) {
     }
 }
 
+// Values other than texts have 8 bytes.
+int option_same(const Option* o, const void* values, const void* others) {
+    const void *a = (const char*)values + o->offset, *b = (const char*)others + o->offset;
+    return o->type == OPTION_TEXT ? strcmp(*(char* const*)a, *(char* const*)b) == 0 : memcmp(a, b, 8) == 0;
+}
+
 // A group starts on its own line, and its lines have at most 120 columns.
 void options_print(const Option* table, int count, const void* values, const void* defaults) {
     int column = 0;
     const char* group = "";
     for (int i = 0; i < count; i++) {
-        char *value = option_text(&table[i], values), *usual = defaults ? option_text(&table[i], defaults) : NULL;
-        const int same = usual && strcmp(value, usual) == 0;
-        free(usual);
-        if (same) {
-            free(value);
-            continue;
-        }
+        if (defaults && option_same(&table[i], values, defaults)) continue;
         if (strcmp(table[i].group, group) != 0) column = printf("%s%-10s", *group ? "\n" : "", table[i].group);
         group = table[i].group;
-        char* text = host_printable(value, strlen(value), "");
+        char *value = option_text(&table[i], values), *text = host_printable(value, strlen(value), "");
         const char* shown = *text ? text : "''";
         // A line that would be too long goes on below, behind the column of the group.
         if (column + strlen(table[i].name) + strlen(shown) + 3 > 120) column = printf("\n%-10s", "") - 1;

@@ -63,6 +63,8 @@ void options_free(const Option* table, int count, void* values);
 
 // The value as text, newly allocated; parsing it gives the same value.
 char* option_text(const Option* option, const void* values);
+// 1 if both structs have the same value.
+int option_same(const Option* option, const void* values, const void* others);
 
 // Prints help to stdout: the options in `common`, a list that ends with NULL; all options if `common` is NULL.
 void options_help(const Option* table, int count, const char* program, const char* const* common);

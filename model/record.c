@@ -145,12 +145,9 @@ void record_recall(const Json* record, Settings* s) {
 
 // Whether an option has the same value in both. Records of the past have 9 digits of a number.
 static int same(const Option* o, const Settings* a, const Settings* b) {
-    char *x = option_text(o, a), *y = option_text(o, b);
-    int equal = o->type == OPTION_FLOAT ? fabs(strtod(x, NULL) - strtod(y, NULL)) <= 1e-8 * fabs(strtod(x, NULL))
-                                        : strcmp(x, y) == 0;
-    free(x);
-    free(y);
-    return equal;
+    if (o->type != OPTION_FLOAT) return option_same(o, a, b);
+    const double x = *(const double*)((const char*)a + o->offset), y = *(const double*)((const char*)b + o->offset);
+    return fabs(x - y) <= 1e-8 * fabs(x);
 }
 
 void record_check(const Json* record, const Settings* s) {

@@ -100,10 +100,10 @@ static size_t memory_needed(const Settings* s, int rank, Backend build) {
 static char* changes(const Settings* s, const Settings* was) {
     char* list = host_strdup("");
     for (int i = 0; i < settings_count; i++) {
-        char *now = option_text(&settings_table[i], s), *then = option_text(&settings_table[i], was);
-        if (strcmp(now, then) != 0) host_append(&list, "%s--%s %s", *list ? " " : "", settings_table[i].name, now);
+        if (option_same(&settings_table[i], s, was)) continue;
+        char* now = option_text(&settings_table[i], s);
+        host_append(&list, "%s--%s %s", *list ? " " : "", settings_table[i].name, now);
         free(now);
-        free(then);
     }
     return list;
 }
