@@ -102,18 +102,6 @@ static void set_weights(Unit* u) {
     }
 }
 
-const char* model_stats_name(const Model* m, int64_t layer, int tensor) {
-    const Unit* u = &m->units[params_block_unit(&m->config, layer)];
-    const int id = tensor / WEIGHT_STATS, operand = tensor % WEIGHT_STATS;
-    // x and dy may be quantized for the dispatch alone.
-    const int sent = (id == W13 && operand == STATS_X) || (id == W2 && operand == STATS_DY);
-    const int quantized = u->w[id].format.bytes || (sent && m->settings.dispatch_precision);
-    Param list[PARAMS];
-    for (int i = params_list(list, &m->config, u->kind) - 1; i >= 0; i--)
-        if ((int)list[i].id == id && quantized) return list[i].stats[operand];
-    return NULL;
-}
-
 // x at the input of a block: each block keeps its own, also with --recompute block.
 static void plan_residual(Arena* a, BlockSaved* s, const Model* m) {
     arena_add(a, "residual before attention", ELEMENT_X, m->B * m->T * m->config.C, 1, (void**)&s->residual);

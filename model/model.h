@@ -204,8 +204,6 @@ void module_forward(Model* model, int k);
 void module_backward(Model* model, int k, float aux, int last_micro_step);
 
 MoeWeights model_moe_weights(const Model* model, const Unit* unit);
-// The log's name of one of a block's BLOCK_STATS; NULL: that tensor is not quantized.
-const char* model_stats_name(const Model* model, int64_t layer, int tensor);
 void model_rope(Model* model, floatX* q, floatX* kva, int direction);
 // Activation checkpointing: computes a block's activations again from its residual.
 void model_rebuild_block(Model* model, const Unit* unit);

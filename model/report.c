@@ -258,10 +258,23 @@ void report_device(const Model* m) {
     printf("graph      %s%s\n", unreplayed ? "off: " : "steps are replayed", unreplayed ? unreplayed : "");
 }
 
+// The log's name of one of a block's BLOCK_STATS; NULL: that tensor is not quantized.
+static const char* stats_name(const Model* m, int64_t layer, int tensor) {
+    const Unit* u = &m->units[params_block_unit(&m->config, layer)];
+    const int id = tensor / WEIGHT_STATS, operand = tensor % WEIGHT_STATS;
+    // x and dy may be quantized for the dispatch alone.
+    const int sent = (id == W13 && operand == STATS_X) || (id == W2 && operand == STATS_DY);
+    const int quantized = u->w[id].format.bytes || (sent && m->settings.dispatch_precision);
+    Param list[PARAMS];
+    for (int i = params_list(list, &m->config, u->kind) - 1; i >= 0; i--)
+        if ((int)list[i].id == id && quantized) return list[i].stats[operand];
+    return NULL;
+}
+
 void report_quantization(char** line, const Model* m, const MxStats* sums) {
     const char* before = "\"mx_stats\": [";
     for (int64_t i = 0; i < config_blocks(&m->config) * BLOCK_STATS; i++) {
-        const char* name = model_stats_name(m, i / BLOCK_STATS, (int)(i % BLOCK_STATS));
+        const char* name = stats_name(m, i / BLOCK_STATS, (int)(i % BLOCK_STATS));
         const MxStats* s = &sums[i];
         if (!name) continue;  // the tensor is not quantized
         host_append(line, ", %s{\"layer\": %ld, \"tensor\": \"%s\"", before, i / BLOCK_STATS, name);

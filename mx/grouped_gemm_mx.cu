@@ -1,6 +1,5 @@
 // MXFP8 grouped GEMM on Hopper's fp8 tensor cores: one persistent, warp-specialized kernel over the ragged buffer. Work
-// items, the producer warp and the rings are those of grouped/grouped_gemm.cu, whose header draws them. This file has
-// the consumer warpgroups and their scales.
+// tiles, producer warp and rings are those of grouped/grouped_gemm.cu. Here are the consumer warpgroups and the scales.
 //
 //     y tile      =  sum over chunks c of        sx[row][c]  *  sw[tile][c]    *  (x chunk  w chunk^T)
 //     256 x 128      float32, d in registers     one per row    one per w tile    wgmma m64n128k32, p in registers
@@ -34,10 +33,9 @@ enum { RUN = MX_RUN / MX_CHUNK };
 
 // --- Scales: prefetched into registers ---
 //
-// wgmma leaves a row of the accumulator in four lanes, and each of the four holds two rows of each part
-// (device/wgmma.cuh). So these four lanes need the scales of four rows. Each lane loads one of them and the lanes
-// exchange by shuffles: lane % 4 = 2 * part, + 1 for the row 8 below. Only addresses depend on the lane here, so that
-// the mainloop's descriptors stay in uniform registers.
+// wgmma leaves a row of the accumulator in four lanes, each with two rows of each part (device/wgmma.cuh). So these
+// four lanes need the scales of four rows. Each loads one, and shuffles exchange them: lane % 4 = 2 * part, + 1 for the
+// row 8 below. Only addresses depend on the lane, so that the mainloop's descriptors stay in uniform registers.
 
 // The output row whose scale this lane loads.
 __device__ __forceinline__ int row_of_lane(const WorkItem& item, int lane) {
@@ -335,7 +333,6 @@ __device__ __forceinline__ void consume(Shared& s, const typename Scales::Tensor
     barrier_wait(&s.item_full_barriers[0], 0);
     if (s.items[0].k_blocks) c.scales.begin(s.items[0], tensors, lane);
     for (;;) {
-        // Compute one tile.
         const int at = c.at.index;
         const WorkItem& item = s.items[at];
         if (item.k_blocks == 0) break;
@@ -402,7 +399,6 @@ void grouped_gemm_mx(floatX* y, real* y_real, const uint8_t* x, const uint8_t* x
     const int squares = (int)(mx_tiles(OC) * mx_tiles(IC));
     const SquareScales::Tensors scales = {x_scale, w_scale, mx_stride(IC), squares, (int)w_stride_o, (int)w_stride_c};
 
-    // Launch with the output type of y or of y_real.
     const CUtensorMap from = matrix_map(x, 0, r.capacity, IC, BOX, ctx), by = matrix_map(w, r.El, OC, IC, BOX, ctx);
     const Groups g = groups_of(r, 0, OC, IC, ctx);
     if (y)
