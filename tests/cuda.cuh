@@ -164,7 +164,7 @@ static inline void restore(T& t, const decltype(t.host)& values) {
 }
 
 // A random integer from 0 to below - 1.
-static inline uint32_t draw(uint32_t stream, int64_t i, uint32_t below) {
+static inline uint32_t draw_below(uint32_t stream, int64_t i, uint32_t below) {
     return (uint32_t)(random_uniform(11, stream, (uint64_t)i) * below);
 }
 

@@ -39,11 +39,11 @@ struct Layout {
         for (int64_t n = 0; n < N; n++)
             for (int32_t k = 0; k < K; k++) {
                 // Distinct: a random start and an odd step through a range of experts.
-                int32_t e = (int32_t)((draw(20, n, (uint32_t)El) + k) % El);
+                int32_t e = (int32_t)((draw_below(20, n, (uint32_t)El) + k) % El);
                 if (kind == ONE) e = (El / 2 + k) % El;
                 if (kind == SOME_EMPTY) e = e / 3 * 3;
                 if (kind == SOME_EMPTY && k > 0) e = -1;
-                if (kind == ELSEWHERE && draw(21, n * K + k, 2)) e = -1;
+                if (kind == ELSEWHERE && draw_below(21, n * K + k, 2)) e = -1;
                 expert.host[(size_t)(n * K + k)] = e;
             }
         expert.send();

@@ -17,11 +17,11 @@ static void test_balance(void) {
         for (auto& m : margins.host) m = 0;
         for (int32_t i = 0; i < LAYERS * E; i++) {
             if (i / E == EMPTY) continue;
-            load.host[(size_t)i] = 1000 * (1 + i / E) + draw(30, i, 3);
+            load.host[(size_t)i] = 1000 * (1 + i / E) + draw_below(30, i, 3);
             // Margins around a middle of the expert's own, most of them within 0.1.
             for (int n = 0; n < TOKENS; n++) {
-                const double u = draw(31, (int64_t)i * TOKENS + n, 1 << 20) / (double)(1 << 19) - 1;
-                const double middle = 0.2 * (draw(32, i, 100) / 50.0 - 1);
+                const double u = draw_below(31, (int64_t)i * TOKENS + n, 1 << 20) / (double)(1 << 19) - 1;
+                const double middle = 0.2 * (draw_below(32, i, 100) / 50.0 - 1);
                 const int64_t bin = margin_bin((float)(middle + 0.5 * u * u * u));
                 margins.host[(size_t)((i / E * MARGIN_BINS + bin) * E + i % E)]++;
             }

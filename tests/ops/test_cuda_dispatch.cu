@@ -11,7 +11,7 @@ static void dispatch_case(int64_t N, int32_t K, int32_t P, int32_t El, Kind kind
     R gate(N * K, 9), row_gate(capacity * K), dgate(N * K), drow_gate(capacity * K, 10);
     for (int64_t n = 0; n < N; n++)
         for (int32_t k = 0; k < K; k++) {
-            int32_t first = (int32_t)draw(22, n, (uint32_t)E);
+            int32_t first = (int32_t)draw_below(22, n, (uint32_t)E);
             if (kind == ONE) first = E - El;
             if (kind == SOME_EMPTY) first = first / (3 * El) * (3 * El);
             expert.host[(size_t)(n * K + k)] = (first + k) % E;
