@@ -63,7 +63,7 @@ void balance_count(BalanceCounts counts, const real* scores, const int32_t* expe
 
 // One block per layer, one thread per expert. Bound by the latency of its loads.
 static __global__ void __launch_bounds__(ROUTER_MOST_EXPERTS)
-    quantile_kernel(float* bias, const int64_t* margins, int32_t E, int32_t K, const StepState* state) {
+    balance_quantile_kernel(float* bias, const int64_t* margins, int32_t E, int32_t K, const StepState* state) {
     wait_for_previous();
     __shared__ double sums[ROUTER_MOST_EXPERTS / 32];
     const int e = threadIdx.x;
@@ -87,12 +87,12 @@ static __global__ void __launch_bounds__(ROUTER_MOST_EXPERTS)
 
 void balance_quantile(real* bias, const int64_t* margins, int64_t layers, int32_t E, int32_t K, const StepState* state,
                       Ctx* ctx) {
-    launch_early(quantile_kernel, (unsigned)layers, ROUTER_MOST_EXPERTS, 0, ctx, bias, margins, E, K, state);
+    launch_early(balance_quantile_kernel, (unsigned)layers, ROUTER_MOST_EXPERTS, 0, ctx, bias, margins, E, K, state);
 }
 
 // One block per layer.
 static __global__ void __launch_bounds__(256)
-    sign_kernel(float* bias, const int64_t* load, int32_t E, float rate, const StepState* state) {
+    balance_sign_kernel(float* bias, const int64_t* load, int32_t E, float rate, const StepState* state) {
     wait_for_previous();
     __shared__ unsigned long long total;
     bias += blockIdx.x * (int64_t)E;
@@ -110,5 +110,5 @@ static __global__ void __launch_bounds__(256)
 
 void balance_sign(real* bias, const int64_t* load, int64_t layers, int32_t E, float rate, const StepState* state,
                   Ctx* ctx) {
-    launch_early(sign_kernel, (unsigned)layers, 256, 0, ctx, bias, load, E, rate, state);
+    launch_early(balance_sign_kernel, (unsigned)layers, 256, 0, ctx, bias, load, E, rate, state);
 }
