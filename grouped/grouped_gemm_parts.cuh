@@ -116,30 +116,24 @@ __device__ __forceinline__ void load_blocks(Shared& s, const CUtensorMap* a, con
 template <Pass P>
 struct ClusterTiles {
     Queue& queue;
-    TileScheduler<P> scheduler;
     int rank;              // of the block in the cluster
     uint32_t drawn, turn;  // block 0, lane 0: the number in flight; numbers received so far
+    TileScheduler<P> scheduler;
 
     __device__ __forceinline__ ClusterTiles(const Groups& g, Queue& queue)
-        : queue(queue), scheduler(g), rank(cluster_rank()), drawn(0), turn(0) {
-        draw();
-    }
+        : queue(queue), rank(cluster_rank()), drawn(draws() ? draw_number(g.counter) : 0), turn(0), scheduler(g) {}
 
-    // This block's tile of the next work tile. The last of all numbers resets the counter.
+    // This block's tile of the next work tile. Numbers are drawn one work tile ahead: the atomic's latency overlaps
+    // with the loads of the current one. The last of all numbers resets the counter.
     __device__ __forceinline__ WorkItem next() {
         const WorkItem item = scheduler.find(receive(), rank);
-        if (item.k_blocks)
-            draw();
-        else if (item.past == (int)gridDim.x / CLUSTER - 1 && rank == 0 && scheduler.lane == 0)
-            *scheduler.g.counter = 0;
+        if (draws() && item.k_blocks) drawn = draw_number(scheduler.g.counter);
+        if (draws() && !item.k_blocks && item.past == (int)gridDim.x / CLUSTER - 1) *scheduler.g.counter = 0;
         return item;
     }
 
    private:
-    // Draws a number, one work tile ahead: the atomic's latency overlaps with the loads of the current one.
-    __device__ __forceinline__ void draw() {
-        if (rank == 0 && scheduler.lane == 0) drawn = draw_number(scheduler.g.counter);
-    }
+    __device__ __forceinline__ bool draws() const { return rank == 0 && threadIdx.x % 32 == 0; }
 
     // The drawn number, in all lanes of both blocks: block 0 sends it into both queues.
     __device__ __forceinline__ int receive() {
