@@ -181,8 +181,7 @@ static void read_eot(Reader* r, int32_t eot) {
     if (eot < 0)
         die(EXIT_FAILED,
             "--tokenizer: %s: no token has a usual name of end of text (%s, %s, %s, ...); scripts/prepare_text.py "
-            "--eot "
-            "NAME writes a table that says which it is",
+            "--eot NAME writes a table that says which it is",
             r->path, EOT_NAMES[0], EOT_NAMES[2], EOT_NAMES[3]);
     // An id from the table of the same name may be too large for this file: open_beside then refuses the sizes.
     if (eot < r->t->size) r->t->tokens[eot].length = 0;

@@ -105,9 +105,9 @@ __device__ __forceinline__ void compute(Shared& s, const WorkItem& item, const C
     if (!item.store) return;
 
 #pragma unroll
-    // Epilogue. WGRAD: dW_e = or += the sums. Else y or dx = the sums rounded to bf16, zeros in pad rows. (The work
-    // tile is read from shared memory only here, to save registers.)
     for (int part = 0; part < PARTS<SHAPE>; part++) {
+        // Epilogue. WGRAD: dW_e = or += the sums. Else y or dx = the sums rounded to bf16, zeros in pad rows. (The work
+        // tile is read from shared memory only here, to save registers.)
         const int row = part * SQUARE_SIDE + warp * 16, m = item.m + row, expert = item.expert;
         if (P == WGRAD)
             write<float, COLUMNS<SHAPE>>(writer, d[part], item.n, columns, 16,
@@ -166,8 +166,7 @@ bool check_sizes(const Ragged& r, int64_t IC, int64_t OC) {
     if (IC <= 0 || OC <= 0 || IC % 8 != 0 || OC % 8 != 0)
         die(EXIT_USAGE,
             "a grouped GEMM needs dimensions that are multiples of 8 (rows are copied in vectors of 16 bytes), not "
-            "IC %lld and "
-            "OC %lld; choose --dim and --expert-ffn so",
+            "IC %lld and OC %lld; choose --dim and --expert-ffn so",
             (long long)IC, (long long)OC);
     ASSERT(r.El <= MAX_EXPERTS);
     return r.capacity > 0 && r.El > 0;

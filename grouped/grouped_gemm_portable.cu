@@ -247,9 +247,9 @@ __device__ __forceinline__ void store(Out* out, const float (&d)[4][8][4], int m
         for (int j = 0; j < 4; j++)
             if (P == WGRAD && add && row < M && column + j * 16 < N) was[j] = *(const float4*)(to + j * 16);
 
-                // Exchange with the neighbour, then store four columns.
 #pragma unroll
         for (int j = 0; j < 4; j++) {
+            // Exchange with the neighbour, then store four columns.
             const float *first = d[i / 2][2 * j] + half, *second = d[i / 2][2 * j + 1] + half;
             const float x = __shfl_xor_sync(0xffffffffu, odd ? first[0] : second[0], 1);
             const float y = __shfl_xor_sync(0xffffffffu, odd ? first[1] : second[1], 1);

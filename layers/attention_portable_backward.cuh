@@ -165,9 +165,9 @@ __global__ void __launch_bounds__(WARPS * 32, 2)
     for (int n = 0; n < tile; n++) dq_tile<false>(sh, w, keys, at, n, scale2);
     dq_tile<true>(sh, w, keys, at, tile, scale2);
 
+    // Epilogue: dq, times scale.
 #pragma unroll
     for (int i = 0; i < 4; i++) {
-        // Epilogue: dq, times scale.
         const int m = i / 2, e = i % 2 * 2, t = q0 + at.row + 8 * i;
         floatX* to = dq + row_of(head, t, T, H) * 3 * D + 8 * at.side + lane % 4 * 2;
         if (t >= T) continue;

@@ -161,8 +161,7 @@ void model_batch(Model* model, const int32_t* tokens, const int32_t* targets, in
 // Forward up to the final norm. train 1: counts the loads of the experts, and runs the MTP modules.
 void model_forward(Model* model, int train);
 // Adds the losses of the batch to state->loss_sum and mtp_sum. dscale != 0: also computes the gradient of dscale *
-// (loss
-// + weighted MTP losses) with respect to the outputs' norm (dnorm) and lm_head.
+// (loss + weighted MTP losses) with respect to the outputs' norm (dnorm) and lm_head.
 void model_loss(Model* model, StepState* state, float dscale);
 // Backward from the outputs' dnorm to the embedding. Gradient accumulation: the first micro-step overwrites the
 // gradients, later ones add. After the last they are reduced over the ranks. aux: the weight of the balance loss

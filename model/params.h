@@ -5,8 +5,8 @@
 // modules follow: blocks L, L + 1, ... with a projection before and a norm after. A unit has two flat buffers: dense
 // parameters, and experts (empty without). Matrices come before norms in a buffer, so that weight decay covers a
 // prefix (n_decay), and so does Muon (n_muon). Fused matrices (gate over up) are laid out so that every tensor of a
-// Hugging Face DeepSeek checkpoint is one contiguous slice. A rank owns E / ep experts. For
-// sharding see parallel/sharding.h.
+// Hugging Face DeepSeek checkpoint is one contiguous slice. A rank owns E / ep experts. Sharding is in
+// parallel/sharding.h.
 #ifndef MODEL_PARAMS_H
 #define MODEL_PARAMS_H
 

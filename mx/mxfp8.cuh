@@ -99,9 +99,9 @@ static __device__ __forceinline__ void cast_span(uint8_t* q, uint8_t* scale, con
         pair[i] =
             largest_of_lanes<ALIGN / 8>(higher_half(largest(p[2 * i])) | higher_half(largest(p[2 * i + 1])) << 16);
 
-        // Scale and q of each vector.
 #pragma unroll
     for (int i = 0; i < VECTORS; i++) {
+        // Scale and q of each vector.
         const int64_t c = c0 + i * 256 + lane * 8;
         const uint32_t s = scale_of(pair[i / 2] >> i % 2 * 16 & 0xffff, rounding_bias);
         const uint2 bytes = quantize8(p[i], mx_scale_inverse(s));

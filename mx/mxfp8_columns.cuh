@@ -122,9 +122,9 @@ static __global__ void __launch_bounds__(32 * ROW_WARPS)
 #pragma unroll
     for (int j = 0; j < 8; j++) s[j] = scale_of_column(pair, j, rounding_bias);
 
-        // Fake-quantize every element.
 #pragma unroll 8
     for (int i = 0; i < CHUNK; i++) {
+        // Fake-quantize every element.
         float f[8];
         load(f, top + i * columns);
 #pragma unroll
@@ -235,10 +235,10 @@ static __global__ void __launch_bounds__(32 * COLUMN_WARPS, 4)
     uint4 p[PATCH_ROWS] = {};
     if (c < columns) source.load(p, row, c, columns);
 
-        // Row amax, two rows at a time; each of a row's eight lanes writes two rows. Then column amax. Its barriers
-        // also cover of_rows.
 #pragma unroll
     for (int i = 0; i < PATCH_ROWS / 2; i++) {
+        // Row amax, two rows at a time; each of a row's eight lanes writes two rows. Then column amax. Its barriers
+        // also cover of_rows.
         const uint32_t two =
             largest_of_lanes<8>(higher_half(largest(p[2 * i])) | higher_half(largest(p[2 * i + 1])) << 16);
         if (lane % 8 == i) of_rows[warp % 2][in_chunk / 2 + i] = two;

@@ -136,8 +136,7 @@ static void check_folder(const Saver* s) {
     if (then.st_dev != now.st_dev || then.st_ino != now.st_ino)
         die(EXIT_FAILED,
             "--out %s is another folder than at the start of this run, which was removed or renamed: nothing is "
-            "written "
-            "or removed there",
+            "written or removed there",
             s->out);
 }
 

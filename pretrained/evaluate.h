@@ -9,8 +9,8 @@
 
 BEGIN_C
 
-// The shards of --val, the same on all ranks; NULL without. Their tokenizer must have the same number
-// of tokens as the run's.
+// The shards of --val, the same on all ranks; NULL without. Their tokenizer must have the same number of tokens as the
+// run's.
 Shards* evaluate_shards(Ranks* world, const Settings* settings, const Tokenizer* tokenizer);
 // Ends the run where the tokenizer at `path`, which belongs to `option`, has another number of tokens.
 void evaluate_tokenizer(const char* option, const char* path, const Settings* settings, const Tokenizer* tokenizer);

@@ -214,8 +214,8 @@ static void load_unit(Import* in, Model* m, int unit) {
     check_copy(in, &m->layout, u->layer, "shared_head.head.weight", "lm_head.weight");
 }
 
-// Whether a tensor that no parameter asked for may be there. A layer behind the model's is an MTP module
-// if it has an eh_proj, else a block that would be lost.
+// Whether a tensor that no parameter asked for may be there. A layer behind the model's is an MTP module if it has an
+// eh_proj, else a block that would be lost.
 static bool may_be_left(Import* in, const char* name, int64_t layers, bool* predicts_more) {
     int64_t layer;
     bool beyond = sscanf(name, "model.layers.%ld.", &layer) == 1 && layer >= layers;
