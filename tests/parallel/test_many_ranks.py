@@ -37,7 +37,8 @@ def gpus():
         listed = subprocess.run(["nvidia-smi", "-L"], capture_output=True, text=True).stdout
     except OSError:
         return 0
-    return len(re.findall(r"^GPU \d", listed, re.M))
+    visible = os.environ.get("CUDA_VISIBLE_DEVICES")
+    return len(re.findall(r"^GPU \d", listed, re.M)) if visible is None else len(visible.split(",")) if visible else 0
 
 
 CUDA = pathlib.Path(cli.PROGRAM).parent.name == "cuda"
