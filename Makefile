@@ -80,7 +80,7 @@ NVCC     ?= nvcc
 CUDA_HOME = $(patsubst %/bin/nvcc,%,$(realpath $(shell command -v $(NVCC))))
 HAVE_NVCC := $(shell command -v $(NVCC) 2>/dev/null)
 HAVE_GPU  := $(if $(HAVE_NVCC),$(shell nvidia-smi -L 2>/dev/null | grep GPU))
-GPUS      := $(if $(HAVE_GPU),$(if $(CUDA_VISIBLE_DEVICES),$(words $(subst $(COMMA), ,$(CUDA_VISIBLE_DEVICES))),$(shell nvidia-smi -L | grep -c GPU)))
+GPUS      := $(if $(HAVE_GPU),$(words $(or $(subst $(COMMA), ,$(CUDA_VISIBLE_DEVICES)),$(shell nvidia-smi --query-gpu=index --format=csv$(COMMA)noheader))))
 # Of GPUs: A100; RTX 30 and A40; RTX 40 and L40; H100; B200; RTX 50. PTX, which drivers compile, for what comes later.
 ALL_ARCHS = 80 86 89 90 100 120
 ifndef ARCHS

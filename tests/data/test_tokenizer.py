@@ -76,6 +76,7 @@ class SameIds(unittest.TestCase):
         cls.text = repository()
         cls.folder = tempfile.TemporaryDirectory(prefix="train_moe_tokenizer_")
         cls.addClassCleanup(cls.folder.cleanup)
+        # Every pattern needs Oniguruma, which a build may lack.
         probe = cls()
         probe.train(*KINDS["gpt2"])
         if "this build lacks Oniguruma" in probe.encode(["a"])[0][0]:

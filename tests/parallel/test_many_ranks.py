@@ -33,12 +33,15 @@ SLOW = True
 
 
 def gpus():
+    """How many GPUs a run sees."""
+    visible = os.environ.get("CUDA_VISIBLE_DEVICES")
+    if visible is not None:
+        return len([gpu for gpu in visible.split(",") if gpu])
     try:
         listed = subprocess.run(["nvidia-smi", "-L"], capture_output=True, text=True).stdout
     except OSError:
         return 0
-    visible = os.environ.get("CUDA_VISIBLE_DEVICES")
-    return len(re.findall(r"^GPU \d", listed, re.M)) if visible is None else len(visible.split(",")) if visible else 0
+    return len(re.findall(r"^GPU \d", listed, re.M))
 
 
 CUDA = pathlib.Path(cli.PROGRAM).parent.name == "cuda"
