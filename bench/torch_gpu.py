@@ -6,7 +6,7 @@ weights. Presets, learning rates and clipping are those of train_moe. Windows ar
 
     python3 bench/torch_gpu.py --model small --vocab 32000 --batch 16 --seq-len 1024 --steps 200 --force-balance
     python3 bench/torch_gpu.py --model small --vocab 32000 --batch 16 --seq-len 1024 --steps 1830 --lr 1e-3 --warmup 100 \\
-        --train 'corpus/x_train_*.bin' --val 'corpus/x_val_*.bin' --log torch.jsonl
+        --train 'corpus/x_train_*.bin' --val 'corpus/x_val_*.bin' --val-every 183 --log torch.jsonl
 
 Load balancing is DeepSeek-V3's rule: a bias of each expert moves by --bias-rate with the sign of its load. --init FOLDER takes sizes and
 weights of a checkpoint (its model.safetensors.index.json); with --steps 0 only the validation loss is computed. Needs torch, numpy and,
@@ -232,13 +232,13 @@ def main():
     parser.add_argument("--init", type=pathlib.Path, help="a checkpoint's folder: sizes and weights")
     parser.add_argument("--layers", type=int)
     parser.add_argument("--vocab", type=int)
-    for name, value in ("batch", 16), ("seq-len", 1024), ("steps", 200), ("seed", 1), ("val-tokens", 200_000):
+    for name, value in ("batch", 16), ("seq-len", 1024), ("steps", 200), ("seed", 1), ("val-every", 0), ("val-tokens", 200_000):
         parser.add_argument(f"--{name}", type=int, default=value)
     for name, value in ("lr", 1e-3), ("warmup", 0.05), ("final-lr-frac", 0.1), ("weight-decay", 0.1), ("clip", 1.0), ("bias-rate", 1e-3):
         parser.add_argument(f"--{name}", type=float, default=value)
     parser.add_argument("--train", help="shards, as a glob; without it random tokens")
     parser.add_argument("--val", help="shards, as a glob")
-    parser.add_argument("--log", help="a JSON line for each 10 steps: step, loss, ms, seconds")
+    parser.add_argument("--log", help="a log for scripts/plot_loss.py: the configuration, then a line for each 10 steps")
     parser.add_argument("--force-balance", action="store_true", help="experts in turns, as train_moe --force-balance")
     parser.add_argument("--eager", action="store_true", help="without torch.compile")
     args = parser.parse_args()
@@ -272,14 +272,24 @@ def main():
         done = (step - warmup) / max(1, args.steps - warmup)
         return args.lr * (args.final_lr_frac + (1 - args.final_lr_frac) * (1 + math.cos(math.pi * done)) / 2)
 
-    # Training, ten steps between two looks at the clock.
+    # Data and log.
     train = shards(args.train) if args.train else None
     val = shards(args.val) if args.val else None
     feed = batches(args, train, device, torch.Generator().manual_seed(args.seed))
     log = open(args.log, "w", encoding="utf-8") if args.log else None
-    times, seconds = [], 0.0
+    if log:
+        print(json.dumps(vars(args) | {"init": str(args.init), "tokens-per-step": args.batch * args.seq_len}), file=log)
+    times = []
     attention = sdpa_kernel([SDPBackend.CUDNN_ATTENTION, SDPBackend.FLASH_ATTENTION, SDPBackend.MATH], set_priority=True)
     with attention:
+        # Compilation, before the clock starts. The batch is random and changes no weight.
+        with autocast():
+            run(*next(batches(args, None, device, torch.Generator().manual_seed(0)))).backward()
+        optimizer.zero_grad(set_to_none=True)
+        for moe in biased:
+            moe.load.zero_()
+
+        # Training, ten steps between two looks at the clock.
         for first in range(1, args.steps + 1, 10):
             last = min(first + 9, args.steps)
             if device == "cuda":
@@ -299,15 +309,18 @@ def main():
                         moe.bias += args.bias_rate * torch.sign(moe.load.mean() - moe.load)
                         moe.load.zero_()
             value = loss.item()  # waits for the device
-            took = time.perf_counter() - start
-            seconds += took
-            if first > 20:  # compilation and first allocations are before
-                times.append(1000 * took / (last - first + 1))
-            line = {"step": last, "loss": value, "ms": 1000 * took / (last - first + 1), "seconds": seconds}
+            ms = 1000 * (time.perf_counter() - start) / (last - first + 1)
+            if first > 20:  # first allocations are before
+                times.append(ms)
+            line = {"step": last, "loss": value, "ms": ms}
+            due = last == args.steps or args.val_every and last // args.val_every > (first - 1) // args.val_every
+            if val is not None and due:
+                line["val_loss"] = validate(args, model, val, autocast)
             if log:
                 print(json.dumps(line), file=log, flush=True)
-            print(f"step {last}/{args.steps}  loss {value:.4f}  {line['ms']:.2f} ms", flush=True)
-        if val is not None:
+            validation = f"  validation {line['val_loss']:.4f}" if "val_loss" in line else ""
+            print(f"step {last}/{args.steps}  loss {value:.4f}  {ms:.2f} ms{validation}", flush=True)
+        if args.steps == 0 and val is not None:
             print(f"validation {validate(args, model, val, autocast):.4f}")
     if times:
         ms = statistics.median(times)
