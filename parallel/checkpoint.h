@@ -84,7 +84,7 @@ Json* checkpoint_manifest(const char* out, int64_t step, CheckpointRecord* recor
 // Whether the manifest lists a file of this name. NULL lists none.
 bool checkpoint_lists(const Json* manifest, const char* name);
 
-// Checks every file against the manifest (each rank reads an equal share of the bytes), and loads every slice. Returns
+// Checks every file against the manifest (the ranks share the files), and loads every slice. Returns
 // 0 on all ranks, or -1 on all with the same reason in `error`; then some tensors may have been overwritten. A NULL
 // manifest fails with the reason that is already in `error`. Ends the run if a rank passes another step or manifest
 // than rank 0.
