@@ -1,5 +1,5 @@
 // Collectives through MPI, with sums whose rounding does not depend on time. Reduce-scatter: every rank receives all
-// ranks' values of its share of the elements, and adds them in rank order. A large all-reduce is that, followed by an
+// ranks' values of its share of the elements, and adds them in rank order. An all-reduce is that, followed by an
 // all-gather of the shares:
 //
 //   rank 0   a0 b0 c0         a0 a1 a2         a               a b c
@@ -13,9 +13,6 @@
 
 #include "device/cpu.h"
 #include "parallel/watch.h"
-
-// All-reduce of fewer bytes than this: all-gather, then every rank sums all elements. One exchange instead of two.
-static const size_t SMALL_SUM = (size_t)64 << 10;
 
 enum { ALL_GATHER, REDUCE_SCATTER, SUM, EXCHANGE, KINDS };
 
@@ -128,24 +125,18 @@ void comm_all_reduce(Comm* c, void* data, int64_t n, Reduction reduction, Ctx* c
     (void)ctx;
     if (c->count == 1) return;
     watch_begin(c->what[SUM]);
-    size_t size = types[reduction].size, bytes = (size_t)n * size;
-    // Latency dominates small sums: all parts are sent to all ranks at once.
-    if (bytes < SMALL_SUM) {
-        c->parts = host_at_least(c->parts, &c->parts_room, (size_t)c->count * bytes);
-        ranks_all_gather(c->group, c->parts, data, bytes);
-        types[reduction].reduce(data, c->parts, c->count, n);
-    } else {
-        // Every rank sums its share in place, then sends it to all: the first exchange with send and recv swapped.
-        char* own = (char*)data + (size_t)first(c, n, c->index) * size;
-        reduce_parts(c, own, data, n, reduction);
-        memcpy(c->recv_at, c->send_at, (size_t)c->count * sizeof(size_t));
-        memcpy(c->recv_bytes, c->send_bytes, (size_t)c->count * sizeof(size_t));
-        for (int r = 0; r < c->count; r++) {
-            c->send_at[r] = c->recv_at[c->index];
-            c->send_bytes[r] = c->recv_bytes[c->index];
-        }
-        exchange(c, data, data);
+    // Every rank reduces its share in place.
+    char* own = (char*)data + (size_t)first(c, n, c->index) * types[reduction].size;
+    reduce_parts(c, own, data, n, reduction);
+
+    // Then it sends the share to all: the first exchange with send and recv swapped.
+    memcpy(c->recv_at, c->send_at, (size_t)c->count * sizeof(size_t));
+    memcpy(c->recv_bytes, c->send_bytes, (size_t)c->count * sizeof(size_t));
+    for (int r = 0; r < c->count; r++) {
+        c->send_at[r] = c->recv_at[c->index];
+        c->send_bytes[r] = c->recv_bytes[c->index];
     }
+    exchange(c, data, data);
     watch_end();
 }
 
