@@ -33,9 +33,8 @@ typedef struct StTensor {
 typedef struct SafeTensors {
     char* path;
     int count;
-    StTensor* tensors;         // in order of offset
-    const StTensor** by_name;  // the same, in order of name
-    Json* header;              // with "__metadata__"
+    StTensor* tensors;  // in order of name
+    Json* header;       // with "__metadata__"
     int fd;
 } SafeTensors;
 

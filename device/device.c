@@ -34,10 +34,7 @@ struct Stopwatch {
 // On processors younger than itself OpenBLAS selects SSE3 kernels (Prescott) or AVX2 kernels (Haswell, Zen). Families
 // that are not listed are at least as good as the possible replacement.
 const char* blas_kernels(const char* chosen, int avx2, int avx512) {
-    static const char* const before_avx2[] = {"Katmai",      "Coppermine", "Northwood",    "Prescott",   "Banias",
-                                              "Atom",        "Core2",      "Penryn",       "Dunnington", "Nehalem",
-                                              "Athlon",      "Opteron",    "Opteron_SSE3", "Barcelona",  "Nano",
-                                              "Sandybridge", "Bobcat",     "Bulldozer",    "Piledriver"};
+    static const char* const before_avx2[] = {"Prescott", "Core2", "Nehalem", "Sandybridge", "Barcelona"};
     int old = 0, has_avx2 = strcmp(chosen, "Haswell") == 0 || strcmp(chosen, "Zen") == 0;
     for (size_t i = 0; i < sizeof(before_avx2) / sizeof(before_avx2[0]); i++)
         old |= strcmp(chosen, before_avx2[i]) == 0;
@@ -97,21 +94,18 @@ void device_choose(int index) { (void)index; }
 // Allocates all of OpenBLAS's buffers, after a trial has shown that this is possible. A GEMM takes a buffer, which
 // OpenBLAS keeps for later GEMMs. Without memory for it, OpenBLAS would retry forever.
 static void take_buffers(int threads) {
-    const size_t bytes = (size_t)128 << 20;  // of address space; OpenBLAS 0.3 has none larger on x86-64 and arm64
     if (!blas_memory_alloc || !blas_memory_free) return;
 
-    // The trial: map the same address space, and unmap it at once.
-    void** rooms = (void**)host_alloc((size_t)threads * sizeof(void*));
-    for (int i = 0; i < threads; i++) {
-        rooms[i] = mmap(NULL, bytes, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS, -1, 0);
-        if (rooms[i] == MAP_FAILED)
-            die(EXIT_FAILED,
-                "out of memory: %.2f GiB of address space for OpenBLAS's buffers of %d threads; set OMP_NUM_THREADS to "
-                "fewer, or raise the limit (ulimit -v)",
-                (double)threads * (double)bytes / 0x1p30, threads);
-    }
-    for (int i = 0; i < threads; i++) munmap(rooms[i], bytes);
-    free(rooms);
+    // The trial: map the same address space, and unmap it at once. OpenBLAS 0.3 has no buffer larger than 128 MiB on
+    // x86-64 and arm64.
+    const size_t bytes = (size_t)threads * (128 << 20);
+    void* room = mmap(NULL, bytes, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE, -1, 0);
+    if (room == MAP_FAILED)
+        die(EXIT_FAILED,
+            "out of memory: %.2f GiB of address space for OpenBLAS's buffers of %d threads; set OMP_NUM_THREADS to "
+            "fewer, or raise the limit (ulimit -v)",
+            (double)bytes / 0x1p30, threads);
+    munmap(room, bytes);
 
     // Each thread takes a buffer, and returns it after all threads have one. OpenBLAS then has one per thread.
 #pragma omp parallel num_threads(threads)

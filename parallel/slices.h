@@ -35,7 +35,7 @@ typedef struct FileSlice {
     int64_t dtype;
 } FileSlice;
 
-// Gathers the slices of all ranks on rank 0, sorted, in fresh memory. The other ranks get none.
+// All-gather of the ranks' slices, sorted, in fresh memory.
 FileSlice* slices_gather(Ranks* group, const FileSlice* mine, int64_t count, int64_t* total);
 
 // *crc is the CRC-32 of the first `at` bytes of a file; joins those of the file's slices to it. Returns whether the
