@@ -4,15 +4,12 @@
 //
 //   | length | {"a": {..., "data_offsets": [0, 64]}, "b": {...}} | a        | b        |
 //   0        8                                                   data 0     data 64
-#ifndef DATA_SAFETENSORS_H
-#define DATA_SAFETENSORS_H
+#pragma once
 
 #include <stdbool.h>
 
 #include "data/json.h"
 #include "device/types.h"
-
-BEGIN_C
 
 // The element types that this program reads; a file with others is refused.
 typedef enum { ST_F64, ST_F32, ST_BF16, ST_I64, ST_I32, ST_U8, ST_F8_E4M3, ST_DTYPES } StDtype;
@@ -50,7 +47,3 @@ int st_read(const SafeTensors* st, const StTensor* tensor, int64_t first, int64_
 // header in fresh memory, with its 8-byte length, padded with spaces to a multiple of 8. *size gets the header's size;
 // the data begin there.
 char* st_plan_header(StTensor* tensors, int count, int64_t* size);
-
-END_C
-
-#endif

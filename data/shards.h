@@ -15,12 +15,9 @@
 //
 // Window w of the run belongs to epoch w / windows. It is window permute(seed, epoch, w % windows) of the set. The
 // order has no state, so a run can resume anywhere, and it does not depend on the ranks.
-#ifndef DATA_SHARDS_H
-#define DATA_SHARDS_H
+#pragma once
 
 #include "device/types.h"
-
-BEGIN_C
 
 typedef struct Shards Shards;
 
@@ -65,7 +62,3 @@ Loader* loader_start(const Shards* shards, int64_t batch, int32_t V, LoaderOrder
 void loader_stop(Loader* loader);
 // Reads the next micro-batch; the pointers ((batch, T) each) are valid until the next call.
 void loader_next(Loader* loader, const int32_t** input, const int32_t** target);
-
-END_C
-
-#endif

@@ -7,14 +7,11 @@
 //     none          the tokens are bytes: ids 0..255, 256 = end of text
 //
 // If x.json exists in the folder of x.bin, it is read instead of x.bin, and must have the same tokens.
-#ifndef DATA_TOKENIZER_H
-#define DATA_TOKENIZER_H
+#pragma once
 
 #include <stdbool.h>
 
 #include "device/types.h"
-
-BEGIN_C
 
 enum { TOKENIZER_MAGIC = 20240328 };  // the first number of a tokenizer file
 
@@ -38,7 +35,3 @@ const char* tokenizer_decode(const Tokenizer* tokenizer, int32_t id, int* length
 // time.
 int64_t tokenizer_encode(const Tokenizer* tokenizer, const char* text, int32_t* ids, int64_t capacity);
 const char* tokenizer_why(const Tokenizer* tokenizer);
-
-END_C
-
-#endif

@@ -6,14 +6,11 @@
 //
 // Decoding works with the tokens of any tokenizer. Encoding needs byte-level BPE; for any other file `refused` is the
 // reason. The post_processor is ignored: it frames whole texts with special tokens, and a prompt is not a whole text.
-#ifndef DATA_TOKENIZER_JSON_H
-#define DATA_TOKENIZER_JSON_H
+#pragma once
 
 #include "data/bpe.h"
 #include "data/tokenizer.h"
 #include "data/vocab.h"
-
-BEGIN_C
 
 struct Tokenizer {
     char* data;  // all tokens' bytes
@@ -28,7 +25,3 @@ struct Tokenizer {
 
 // eot -1: end of text is the token with one of the usual names. die()s on an invalid file.
 Tokenizer* tokenizer_read_json(const char* path, int32_t eot);
-
-END_C
-
-#endif

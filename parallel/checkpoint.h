@@ -14,8 +14,7 @@
 //   step 10              step 11        step 12        step 20
 //   | ... | copy |       | ...          | ...          | ... | wait for the thread | copy |
 //                | thread: files, flush, manifest, rename      |                   | thread ...
-#ifndef PARALLEL_CHECKPOINT_H
-#define PARALLEL_CHECKPOINT_H
+#pragma once
 
 #include <stdbool.h>
 
@@ -23,8 +22,6 @@
 #include "data/safetensors.h"
 #include "device/device.h"
 #include "parallel/ranks.h"
-
-BEGIN_C
 
 static const StDtype CHECKPOINT_DTYPE = sizeof(real) == 8 ? ST_F64 : ST_F32;  // of tensors of real
 
@@ -93,7 +90,3 @@ int checkpoint_load(Ranks* world, const char* out, int64_t step, const Json* man
 
 // Checks files of a folder in the same way if it is a checkpoint: without a manifest there is nothing to check.
 int checkpoint_check(Ranks* world, const char* folder, const char** names, int count, char* error, size_t error_size);
-
-END_C
-
-#endif

@@ -4,12 +4,9 @@
 //
 // Communication calls are collective: all ranks of the group make the same calls in the same order. Each counts as a
 // wait for the watchdog (parallel/watch.h). An error of MPI ends the run on every rank.
-#ifndef PARALLEL_RANKS_H
-#define PARALLEL_RANKS_H
+#pragma once
 
 #include "device/types.h"
-
-BEGIN_C
 
 typedef struct Ranks Ranks;  // a group of ranks
 
@@ -46,7 +43,3 @@ enum { RANKS_NOTE = 128 };
 int ranks_post(Ranks* group, const void* note, size_t bytes);
 // On rank 0: receives a note and returns its rank, or -1 if there is none.
 int ranks_poll(Ranks* group, void* note, size_t bytes);
-
-END_C
-
-#endif
