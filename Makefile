@@ -65,7 +65,8 @@ CC = gcc
 endif
 PYTHON   ?= python3
 JOBS     := $(shell nproc 2>/dev/null || echo 1)
-CPPFLAGS  = -I. -MMD -MP -fPIC
+# _GNU_SOURCE: nvcc defines it too.
+CPPFLAGS  = -I. -D_GNU_SOURCE -MMD -MP -fPIC
 # -fno-math-errno and -fno-trapping-math let loops with exp and comparisons vectorize; neither changes a result.
 CFLAGS    = -std=gnu11 -O3 -g -march=native -fopenmp -fno-math-errno -fno-trapping-math -Wall -Wextra $(if $(WERROR),-Werror)
 ifdef SANITIZE
@@ -256,7 +257,7 @@ fuzz: build/fuzz/fuzz
 build/fuzz/fuzz: $(addsuffix .c,tests/fuzz $(subst split_onig,split_none,$(subst ranks_mpi,ranks_one,$(HOST))) $(OPS)) $(wildcard */*.h) Makefile
 	@mkdir -p $(@D)
 	@echo "  CC    $@"
-	@$(FUZZ_CC) -DLIBFUZZER -I. -Wno-unknown-pragmas $(filter %.c,$^) -o $@ $(CBLAS_LIB) -lgomp -lz -lm $(FUZZ_WRAP)
+	@$(FUZZ_CC) -D_GNU_SOURCE -DLIBFUZZER -I. -Wno-unknown-pragmas $(filter %.c,$^) -o $@ $(CBLAS_LIB) -lgomp -lz -lm $(FUZZ_WRAP)
 
 # KILLS, failing calls (FAILS) and DAMAGES of short runs, chosen by SEED.
 KILLS = 2000

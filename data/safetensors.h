@@ -6,8 +6,6 @@
 //   0        8                                                   data 0     data 64
 #pragma once
 
-#include <stdbool.h>
-
 #include "data/json.h"
 #include "device/types.h"
 

@@ -5,10 +5,8 @@
 #include <errno.h>
 #include <fcntl.h>
 #include <glob.h>
-#include <stdbool.h>
 #include <stdlib.h>
 #include <string.h>
-#include <sys/stat.h>
 #include <unistd.h>
 #include <zlib.h>
 
@@ -50,8 +48,7 @@ static void open_shard(Shards* s, Shard* shard, const char* path) {
     if (shard->fd < 0)
         die(EXIT_FAILED, "%s: %s: cannot open: %s%s", s->option, path, strerror(errno),
             errno == EMFILE ? "; allow more open files (ulimit -n)" : "");
-    struct stat info;
-    if (fstat(shard->fd, &info) != 0) die(EXIT_FAILED, "%s: %s: cannot stat: %s", s->option, path, strerror(errno));
+    const int64_t size = lseek(shard->fd, 0, SEEK_END);
 
     // The header must be complete, with a known magic number and version.
     int32_t header[HEADER_INTS];
@@ -76,17 +73,15 @@ static void open_shard(Shards* s, Shard* shard, const char* path) {
     shard->token_bytes = wide ? 4 : 2;
     shard->tokens = header[2];
     int64_t expected = HEADER_BYTES + shard->tokens * shard->token_bytes;
-    if (shard->tokens < 0 || expected != (int64_t)info.st_size)
+    if (shard->tokens < 0 || expected != size)
         die(EXIT_FAILED,
             "%s: %s: byte 8: the header counts %d tokens of %d bytes, a file of %ld bytes, but the file has %ld: "
             "it was cut off or altered; write it again",
-            s->option, path, header[2], shard->token_bytes, expected, info.st_size);
+            s->option, path, header[2], shard->token_bytes, expected, size);
 
     // CRC-32 over name, size and header: identifies the set.
-    const char* slash = strrchr(path, '/');
-    const char* name = slash ? slash + 1 : path;
     // The folder is not hashed, so that moved data keep their hash.
-    int64_t size = (int64_t)info.st_size;
+    const char* name = basename(path);
     uLong crc = crc32(s->hash, (const Bytef*)name, (uInt)strlen(name) + 1);
     crc = crc32(crc, (const Bytef*)&size, sizeof(size));
     s->hash = (uint32_t)crc32(crc, (const Bytef*)header, HEADER_BYTES);
@@ -253,7 +248,6 @@ Loader* loader_start(const Shards* shards, int64_t batch, int32_t V, LoaderOrder
 }
 
 void loader_stop(Loader* loader) {
-    if (!loader) return;
     free(loader->input);
     free(loader);
 }

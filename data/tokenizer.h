@@ -9,8 +9,6 @@
 // If x.json exists in the folder of x.bin, it is read instead of x.bin, and must have the same tokens.
 #pragma once
 
-#include <stdbool.h>
-
 #include "device/types.h"
 
 enum { TOKENIZER_MAGIC = 20240328 };  // the first number of a tokenizer file

@@ -1,8 +1,6 @@
 // A vocabulary: tokens with lookup by bytes and by longest match.
 #pragma once
 
-#include <stdbool.h>
-
 #include "device/types.h"
 
 // A token's text and id. The bytes have no NUL at their end, and belong to another structure.

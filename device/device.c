@@ -1,7 +1,6 @@
 // The CPU as a device: work runs when it is queued, device memory is host memory, and a Ctx holds the number of threads
 // and the workspace. Most of this file is about the environment: OpenBLAS's kernels and buffers, and the memory that a
 // process may still allocate.
-#define _GNU_SOURCE  // sched_setaffinity
 #include <omp.h>
 #include <sched.h>
 #include <stdio.h>

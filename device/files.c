@@ -1,11 +1,10 @@
 // Files by POSIX calls that never follow a symbolic link by mistake: a name is checked with lstat and opened with
-// O_NOFOLLOW, and folders are emptied through their descriptors. Every loop over read and pread continues after a
-// signal.
+// O_NOFOLLOW. Every loop over read and pread continues after a signal.
 #include "device/files.h"
 
-#include <dirent.h>
 #include <errno.h>
 #include <fcntl.h>
+#include <ftw.h>
 #include <stdarg.h>
 #include <stdio.h>
 #include <stdlib.h>
@@ -42,31 +41,22 @@ int make_folders(const char* path) {
     return 0;
 }
 
-// Removes a name in an open folder, so that no link can be substituted.
-static int remove_at(int parent, const char* name) {
-    if (unlinkat(parent, name, 0) == 0 || errno == ENOENT) return 0;
-    if (errno != EISDIR && errno != EPERM) return -1;  // Linux and POSIX return these for a folder
-
-    // A folder is emptied first: all entries except "." and "..".
-    int fd = openat(parent, name, O_RDONLY | O_DIRECTORY | O_NOFOLLOW | O_CLOEXEC);
-    DIR* folder = fd < 0 ? NULL : fdopendir(fd);
-    if (!folder) return -1;
-    int result = 0;
-    errno = 0;
-    for (struct dirent* entry; result == 0 && (entry = readdir(folder)) != NULL; errno = 0)
-        if (strcmp(entry->d_name, ".") != 0 && strcmp(entry->d_name, "..") != 0)
-            result = remove_at(dirfd(folder), entry->d_name);
-    int why = errno;
-    closedir(folder);
-    return result == 0 && why == 0 ? unlinkat(parent, name, AT_REMOVEDIR) : fails(why);
-}
-
 bool is_link(const char* path) {
     struct stat info;
     return lstat(path, &info) == 0 && S_ISLNK(info.st_mode);
 }
 
-int remove_tree(const char* path) { return is_link(path) ? fails(ELOOP) : remove_at(AT_FDCWD, path); }
+// nftw calls this for everything in a folder and then for the folder.
+static int remove_one(const char* path, const struct stat* info, int type, struct FTW* place) {
+    (void)info, (void)type, (void)place;
+    return remove(path);
+}
+
+int remove_tree(const char* path) {
+    if (is_link(path)) return fails(ELOOP);
+    // FTW_PHYS: a link is removed itself.
+    return nftw(path, remove_one, 16, FTW_DEPTH | FTW_PHYS) == 0 || errno == ENOENT ? 0 : -1;
+}
 
 // After a rename: the new name survives a power failure only if its folder is synced.
 int sync_folder(const char* path) {

@@ -4,8 +4,6 @@
 // fails with ELOOP. Only regular files are opened: a FIFO would wait for its other end, and a device might act.
 #pragma once
 
-#include <stdbool.h>
-
 #include "device/check.h"
 
 // A path by value, which needs no freeing. A path that is too long for the system ends the run.

@@ -11,6 +11,7 @@
 // reads it.
 #pragma once
 
+#include <stdbool.h>
 #include <stddef.h>
 #include <stdint.h>
 

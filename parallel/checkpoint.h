@@ -16,8 +16,6 @@
 //                | thread: files, flush, manifest, rename      |                   | thread ...
 #pragma once
 
-#include <stdbool.h>
-
 #include "data/json.h"
 #include "data/safetensors.h"
 #include "device/device.h"

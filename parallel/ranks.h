@@ -38,7 +38,7 @@ void ranks_exchange(Ranks* group, void* recv, const size_t* recv_at, const size_
 void ranks_barrier(Ranks* group);
 
 // Asynchronous notes to rank 0, of at most RANKS_NOTE bytes. The group must be used for nothing else. Not collective.
-enum { RANKS_NOTE = 128 };
+enum { RANKS_NOTE = 192 };
 // Sends a note. Returns 0 if the previous note is still in flight: then this one is not sent.
 int ranks_post(Ranks* group, const void* note, size_t bytes);
 // On rank 0: receives a note and returns its rank, or -1 if there is none.

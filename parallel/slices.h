@@ -7,7 +7,6 @@
 // crc32_combine joins the CRC-32s of two neighbouring slices into that of both, so no rank reads the whole file.
 #pragma once
 
-#include <stdbool.h>
 #include <zlib.h>
 
 #include "data/safetensors.h"
