@@ -31,10 +31,10 @@ void ranks_free(Ranks* group);
 void ranks_broadcast(Ranks* group, void* data, size_t bytes, int root);
 // All-gather. all: count * bytes, in rank order. In place if mine == all + index * bytes.
 void ranks_all_gather(Ranks* group, void* all, const void* mine, size_t bytes);
-// All-to-all: send_bytes[i] bytes at send + send_at[i] go to rank i, and recv_bytes[i] bytes from it arrive at recv +
-// recv_at[i]. This rank's own part is included.
-void ranks_exchange(Ranks* group, void* recv, const size_t* recv_at, const size_t* recv_bytes, const void* send,
-                    const size_t* send_at, const size_t* send_bytes);
+// A step of an all-to-all: sends to rank `to` while it receives from rank `from`, which sends that many bytes. Both may
+// be this rank.
+void ranks_send_receive(Ranks* group, int to, const void* send, size_t send_bytes, int from, void* recv,
+                        size_t recv_bytes);
 void ranks_barrier(Ranks* group);
 
 // Asynchronous notes to rank 0, of at most RANKS_NOTE bytes. The group must be used for nothing else. Not collective.

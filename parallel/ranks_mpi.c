@@ -155,25 +155,22 @@ void ranks_all_gather(Ranks* group, void* all, const void* mine, size_t bytes) {
     watch_end();
 }
 
-void ranks_exchange(Ranks* group, void* recv, const size_t* recv_at, const size_t* recv_bytes, const void* send,
-                    const size_t* send_at, const size_t* send_bytes) {
-    int own = group->index;
-    ASSERT(send_bytes[own] == recv_bytes[own]);
+void ranks_send_receive(Ranks* group, int to, const void* send, size_t send_bytes, int from, void* recv,
+                        size_t recv_bytes) {
     // A rank keeps its own part by a copy. It may overlap where send and recv are one buffer.
-    if (send_bytes[own]) memmove((char*)recv + recv_at[own], (const char*)send + send_at[own], send_bytes[own]);
-    if (group->count == 1) return;
-    watch_begin("exchange");
+    if (to == group->index) {
+        ASSERT(from == to && send_bytes == recv_bytes);
+        if (send_bytes) memmove(recv, send, send_bytes);
+        return;
+    }
 
-    // In each step a rank sends to one rank and receives from another, chunk by chunk. The two messages may differ in
-    // length: the shorter one has no partner (MPI_PROC_NULL) after its end.
-    for (int step = 1; step < group->count; step++) {
-        const int to = (own + step) % group->count, from = (own + group->count - step) % group->count;
-        for (size_t at = 0; at < max_size(send_bytes[to], recv_bytes[from]); at += CHUNK_BYTES) {
-            const int out = chunk_bytes(send_bytes[to], at), in = chunk_bytes(recv_bytes[from], at);
-            MPI_CHECK(MPI_Sendrecv((const char*)send + send_at[to] + at, out, MPI_BYTE, out ? to : MPI_PROC_NULL, 0,
-                                   (char*)recv + recv_at[from] + at, in, MPI_BYTE, in ? from : MPI_PROC_NULL, 0,
-                                   group->comm, MPI_STATUS_IGNORE));
-        }
+    // Chunk by chunk. The two messages may differ in length: the shorter one has no partner (MPI_PROC_NULL) after its
+    // end.
+    watch_begin("exchange");
+    for (size_t at = 0; at < max_size(send_bytes, recv_bytes); at += CHUNK_BYTES) {
+        const int out = chunk_bytes(send_bytes, at), in = chunk_bytes(recv_bytes, at);
+        MPI_CHECK(MPI_Sendrecv((const char*)send + at, out, MPI_BYTE, out ? to : MPI_PROC_NULL, 0, (char*)recv + at, in,
+                               MPI_BYTE, in ? from : MPI_PROC_NULL, 0, group->comm, MPI_STATUS_IGNORE));
     }
     watch_end();
 }
