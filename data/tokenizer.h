@@ -9,14 +9,26 @@
 // If x.json exists in the folder of x.bin, it is read instead of x.bin, and must have the same tokens.
 #pragma once
 
-#include "device/types.h"
+#include "data/bpe.h"
+#include "data/vocab.h"
 
 enum { TOKENIZER_MAGIC = 20240328 };  // the first number of a tokenizer file
 
-typedef struct Tokenizer Tokenizer;
+typedef struct Tokenizer {
+    char* data;  // all tokens' bytes
+    int32_t size;
+    int32_t eot;
+    Token* tokens;  // by id; end of text has no bytes
+    Vocab* vocab;   // for the longest match, or NULL
+    Bpe* bpe;       // from tokenizer.json, or NULL
+    char* refused;  // the reason if text cannot be encoded, or NULL
+    char* why;      // the reason of the last failed encoding
+} Tokenizer;
 
 // path "" gives the byte tokenizer. An invalid file ends the run: die() names the file and the reason.
 Tokenizer* tokenizer_open(const char* path);
+// data/tokenizer_json.c: of a tokenizer.json. eot -1: end of text is the token with one of the usual names.
+Tokenizer* tokenizer_read_json(const char* path, int32_t eot);
 void tokenizer_close(Tokenizer* tokenizer);
 int32_t tokenizer_size(const Tokenizer* tokenizer);
 int32_t tokenizer_eot(const Tokenizer* tokenizer);  // end of text

@@ -100,29 +100,22 @@ int read_all_at(int fd, void* out, int64_t bytes, int64_t offset) {
     return got == bytes ? 0 : got < 0 ? -1 : fails(EIO);
 }
 
+// The size is checked first: a file that grows meanwhile gives the bytes that it had.
 char* read_file(const char* path, size_t limit, size_t* size) {
     int fd = open_file(path);
     if (fd < 0) return NULL;
-    size_t capacity = 1 << 16, got = 0;
-    char* text = (char*)host_alloc(capacity);
-
-    // Read until the end, without a size from stat: a file may grow while it is read.
-    ssize_t n;
-    while ((n = read(fd, text + got, capacity - got - 1)) > 0 && (got += (size_t)n) <= limit) {
-        if (got + 1 < capacity) continue;
-        text = (char*)realloc(text, capacity *= 2);
-        if (!text) die(EXIT_FAILED, "out of host memory reading %s", path);
-    }
-    int why = n < 0 ? errno : got > limit ? EFBIG : 0;
+    const int64_t bytes = lseek(fd, 0, SEEK_END);
+    const bool fits = (uint64_t)bytes <= limit;
+    char* text = fits ? (char*)host_alloc((size_t)bytes + 1) : NULL;
+    const int64_t got = fits ? read_at(fd, text, bytes, 0) : -1;
+    int why = fits ? errno : EFBIG;
     close(fd);
-    if (why) {
+    if (got < 0) {
         free(text);
         fails(why);
         return NULL;
     }
-
-    text[got] = 0;
-    if (size) *size = got;
+    if (size) *size = (size_t)got;
     return text;
 }
 

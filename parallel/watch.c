@@ -49,7 +49,6 @@ static struct {
 // The device's waits.
 static pthread_mutex_t probing = PTHREAD_MUTEX_INITIALIZER;  // locked while the probe is called
 static WatchProbe device_probe;
-static void* device_context;
 
 // The watchdog's thread, and its record of the ranks.
 static struct {
@@ -79,7 +78,7 @@ static void measure(Progress* mine, double seconds) {
     // The device's pending collective, or the host's own wait if there is one.
     const char* pending = NULL;
     pthread_mutex_lock(&probing);
-    if (device_probe) now.done = device_probe(device_context, &pending);
+    if (device_probe) now.done = device_probe(&pending);
     if (pending) strncpy(now.what, pending, NAME - 1);
     pthread_mutex_unlock(&probing);
     pthread_mutex_lock(&lock);
@@ -294,9 +293,8 @@ void watch_progress(void) {
     pthread_mutex_unlock(&lock);
 }
 
-void watch_probe(WatchProbe probe, void* context) {
+void watch_probe(WatchProbe probe) {
     pthread_mutex_lock(&probing);
     device_probe = probe;
-    device_context = context;
     pthread_mutex_unlock(&probing);
 }
