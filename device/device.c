@@ -88,7 +88,7 @@ void device_setup(char** argv) {
     execv((const char*)getauxval(AT_EXECFN), argv);
 }
 
-void device_choose(int index) { (void)index; }
+void device_choose(int index) {}
 
 // Allocates all of OpenBLAS's buffers, after a trial has shown that this is possible. A GEMM takes a buffer, which
 // OpenBLAS keeps for later GEMMs. Without memory for it, OpenBLAS would retry forever.
@@ -144,14 +144,14 @@ Ctx* ctx_side(Ctx* ctx, size_t workspace) {
 }
 
 Event* event_create(void) { return NULL; }
-void event_destroy(Event* event) { (void)event; }
-void event_record(Event* event, Ctx* ctx) { (void)event, (void)ctx; }
-void event_wait(Event* event, Ctx* ctx) { (void)event, (void)ctx; }
+void event_destroy(Event* event) {}
+void event_record(Event* event, Ctx* ctx) {}
+void event_wait(Event* event, Ctx* ctx) {}
 
 int device_available(void) { return 1; }
-void ctx_sync(Ctx* ctx) { (void)ctx; }
+void ctx_sync(Ctx* ctx) {}
 const char* device_name(Ctx* ctx) { return ctx->name; }
-double device_peak_flops(Ctx* ctx) { return (void)ctx, 0; }
+double device_peak_flops(Ctx* ctx) { return 0; }
 int device_workers(void) { return omp_get_max_threads(); }
 
 // Returns the rest of the first line in a file that begins with `name`; NULL if there is none.
@@ -230,12 +230,11 @@ void device_free(void* p) { free(p); }
 void device_zero(void* p, size_t bytes, Ctx* ctx) { device_fill(p, 0, bytes, ctx); }
 
 void device_fill(void* p, int byte, size_t bytes, Ctx* ctx) {
-    (void)ctx;
     if (bytes) memset(p, byte, bytes);
 }
 
-void device_upload(void* to, const void* host, size_t bytes, Ctx* ctx) { (void)ctx, memcpy(to, host, bytes); }
-void device_download(void* host, const void* from, size_t bytes, Ctx* ctx) { (void)ctx, memcpy(host, from, bytes); }
+void device_upload(void* to, const void* host, size_t bytes, Ctx* ctx) { memcpy(to, host, bytes); }
+void device_download(void* host, const void* from, size_t bytes, Ctx* ctx) { memcpy(host, from, bytes); }
 
 // A fetch copies at once in fetch_begin, so fetch_end does not wait.
 Fetch* fetch_create(size_t bytes) {
@@ -255,12 +254,11 @@ const void* fetch_end(Fetch* fetch) { return fetch->host; }
 
 Stopwatch* stopwatch_create(void) { return (Stopwatch*)host_alloc(sizeof(Stopwatch)); }
 void stopwatch_destroy(Stopwatch* watch) { free(watch); }
-void stopwatch_start(Stopwatch* watch, Ctx* ctx) { (void)ctx, watch->start = host_seconds(); }
-void stopwatch_stop(Stopwatch* watch, Ctx* ctx) { (void)ctx, watch->stop = host_seconds(); }
+void stopwatch_start(Stopwatch* watch, Ctx* ctx) { watch->start = host_seconds(); }
+void stopwatch_stop(Stopwatch* watch, Ctx* ctx) { watch->stop = host_seconds(); }
 double stopwatch_seconds(Stopwatch* watch) { return watch->stop - watch->start; }
 
 void device_to_floatX(floatX* out, const real* in, int64_t n, Ctx* ctx) {
-    (void)ctx;
     // floatX and real are both float32 in this build.
     if (out != in) memcpy(out, in, (size_t)n * sizeof(real));
 }
@@ -268,16 +266,14 @@ void device_to_floatX(floatX* out, const real* in, int64_t n, Ctx* ctx) {
 void device_to_real(real* out, const floatX* in, int64_t n, Ctx* ctx) { device_to_floatX(out, in, n, ctx); }
 
 void device_add(real* out, const real* in, int64_t n, Ctx* ctx) {
-    (void)ctx;
 #pragma omp parallel for simd schedule(static)
     for (int64_t i = 0; i < n; i++) out[i] += in[i];
 }
 
-void device_copy(void* to, const void* from, size_t bytes, Ctx* ctx) { (void)ctx, memcpy(to, from, bytes); }
+void device_copy(void* to, const void* from, size_t bytes, Ctx* ctx) { memcpy(to, from, bytes); }
 
 void device_copy_rows(void* to, size_t to_stride, const void* from, size_t from_stride, size_t bytes, int64_t rows,
                       Ctx* ctx) {
-    (void)ctx;
     for (int64_t i = 0; i < rows; i++)
         memcpy((char*)to + (size_t)i * to_stride, (const char*)from + (size_t)i * from_stride, bytes);
 }

@@ -47,10 +47,7 @@ bool is_link(const char* path) {
 }
 
 // nftw calls this for everything in a folder and then for the folder.
-static int remove_one(const char* path, const struct stat* info, int type, struct FTW* place) {
-    (void)info, (void)type, (void)place;
-    return remove(path);
-}
+static int remove_one(const char* path, const struct stat* info, int type, struct FTW* place) { return remove(path); }
 
 int remove_tree(const char* path) {
     if (is_link(path)) return fails(ELOOP);

@@ -28,7 +28,6 @@ struct Comm {
 
 Comm* comm_create(Ranks* group, const char* name, Ctx* ctx) {
     static const char* const kinds[KINDS] = {"all-gather", "reduce-scatter", "sum", "exchange"};
-    (void)ctx;
     Comm* c = (Comm*)host_alloc(sizeof(Comm));
     c->group = ranks_split(group, 0);
     c->count = ranks_count(group);
@@ -80,7 +79,6 @@ static const struct {
     {sizeof(real), add_real}, {sizeof(double), add_double}, {sizeof(int64_t), add_i64}, {sizeof(real), max_real}};
 
 void comm_all_gather(Comm* c, void* all, const void* mine, size_t bytes, Ctx* ctx) {
-    (void)ctx;
     watch_begin(c->what[ALL_GATHER]);
     ranks_all_gather(c->group, all, mine, bytes);
     watch_end();
@@ -102,7 +100,6 @@ static void reduce_parts(Comm* c, void* part, const char* all, int64_t n, Reduct
 }
 
 void comm_reduce_scatter(Comm* c, real* part, real* all, int64_t n, Ctx* ctx) {
-    (void)ctx;
     // One rank: the sum is its own value.
     if (c->count == 1) {
         if (part != all) memcpy(part, all, (size_t)n * sizeof(real));
@@ -114,7 +111,6 @@ void comm_reduce_scatter(Comm* c, real* part, real* all, int64_t n, Ctx* ctx) {
 }
 
 void comm_all_reduce(Comm* c, void* data, int64_t n, Reduction reduction, Ctx* ctx) {
-    (void)ctx;
     if (c->count == 1) return;
     watch_begin(c->what[SUM]);
     // Every rank reduces its share in place, and then sends it to all.
@@ -127,7 +123,6 @@ void comm_all_reduce(Comm* c, void* data, int64_t n, Reduction reduction, Ctx* c
 }
 
 void comm_exchange(Comm* c, const ExchangeBuffer* buffers, int buffer_count, ExchangeRows rows, Ctx* ctx) {
-    (void)ctx;
     watch_begin(c->what[EXCHANGE]);
     // The buffers are sent one after the other.
     for (int b = 0; b < buffer_count; b++) {
@@ -144,10 +139,7 @@ void comm_exchange(Comm* c, const ExchangeBuffer* buffers, int buffer_count, Exc
 }
 
 // On the CPU there is no shared memory: comm_exchange sends messages, and a window is plain memory.
-char* comm_windows_missing(Comm* c) {
-    (void)c;
-    return NULL;
-}
+char* comm_windows_missing(Comm* c) { return NULL; }
 
 void* comm_window(Comm* c, size_t bytes, const char* what) { return c->window = device_alloc(bytes, what); }
 void comm_window_free(Comm* c) { device_free(c->window); }

@@ -8,11 +8,7 @@
 // block each other. NCCL_LAUNCH_ORDER_IMPLICIT makes them start in the order of the calls, which is the same on every
 // rank. One communicator that is used from two streams keeps the order of the calls by itself.
 #include <nccl.h>
-// Its inline functions do not use all of their parameters.
-#pragma GCC diagnostic push
-#pragma GCC diagnostic ignored "-Wunused-parameter"
 #include <nccl_device.h>
-#pragma GCC diagnostic pop
 #include <pthread.h>
 
 #include <stdio.h>

@@ -182,7 +182,6 @@ static int collect(double seconds) {
 
 // The watchdog's thread: turns until the run stops.
 static void* look_on(void* unused) {
-    (void)unused;
     int index = ranks_index(watcher.group);
     Progress* mine = &watcher.ranks[index];
     double until_report = 0, last = host_seconds();
@@ -248,7 +247,6 @@ void watch_settled(void) { watcher.settled = 1; }
 static void too_late(int signal_number) {
     static const char message[] =
         "train_moe: error: other ranks do not end, though the run is complete: one is stopped, or its machine hangs\n";
-    (void)signal_number;
     ssize_t written = write(STDERR_FILENO, message, sizeof(message) - 1);
     (void)written;
     _Exit(EXIT_FAILED);
