@@ -132,11 +132,10 @@ void shards_close(Shards* shards) {
 }
 
 char* shards_tokenizer(const char* pattern, const char* mark) {
-    // The name of the first match up to the last `mark` is the name of the data set.
+    // The name of the first match up to `mark` is the name of the data set.
     glob_t found;
     if (glob(pattern, 0, NULL, &found) != 0) return NULL;
-    const char *path = found.gl_pathv[0], *name = strrchr(path, '/'), *end = NULL;
-    for (const char* at = name ? name : path; (at = strstr(at, mark)) != NULL; at++) end = at;
+    const char *path = found.gl_pathv[0], *end = strstr(basename(path), mark);
     char* tokenizer = end ? host_format("%.*s_tokenizer.bin", (int)(end - path), path) : NULL;
     globfree(&found);
     if (tokenizer && access(tokenizer, F_OK) == 0) return tokenizer;

@@ -8,6 +8,7 @@
 #include <dirent.h>
 #include <errno.h>
 #include <fcntl.h>
+#include <pthread.h>
 #include <stdio.h>
 #include <stdlib.h>
 #include <string.h>
@@ -16,7 +17,6 @@
 
 #include "device/check.h"
 #include "device/files.h"
-#include "device/threads.h"
 #include "parallel/slices.h"
 #include "parallel/watch.h"
 
@@ -210,7 +210,6 @@ static void write_files(Saver* s) {
         // The ranks agree after each file. ranks_well may change errno, so the reason is kept.
         bool written = write_slices(path.text, i, &next, s->slices + s->slice_count, &from);
         int why = errno;
-        watch_progress();
         if (!ranks_well(s->group, written)) {
             errno = why;
             give_up(s, "write", path.text);
@@ -412,7 +411,7 @@ void checkpoint_save(Saver* s, const CheckpointRecord* r, const char* options_js
     memcpy(s->files + count, s->texts, (size_t)s->text_count * sizeof(SavedFile));
 
     // The thread writes the files.
-    int rc = thread_start(&s->thread, saver_thread, s);
+    int rc = pthread_create(&s->thread, NULL, saver_thread, s);
     if (rc != 0) die(EXIT_FAILED, "cannot start the thread that writes %s: %s", s->folder.text, strerror(rc));
     s->running = true;
 }
