@@ -23,7 +23,7 @@ extern void blas_memory_free(void* buffer) __attribute__((weak));
 // The copy that fetch_begin made.
 struct Fetch {
     size_t bytes;
-    void* host;
+    char host[];
 };
 
 struct Stopwatch {
@@ -46,9 +46,8 @@ static const char* better_kernels(void) {
 #ifdef __x86_64__
     if (!openblas_get_corename || !openblas_get_config || !strstr(openblas_get_config(), "DYNAMIC_ARCH")) return NULL;
     int avx2 = __builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma");
-    int avx512 = avx2 && __builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512cd") &&
-                 __builtin_cpu_supports("avx512bw") && __builtin_cpu_supports("avx512dq") &&
-                 __builtin_cpu_supports("avx512vl");
+    // Processors with AVX-512 VL have F, CD, BW and DQ too.
+    int avx512 = avx2 && __builtin_cpu_supports("avx512vl");
     return blas_kernels(openblas_get_corename(), avx2, avx512);
 #else
     return NULL;
@@ -238,16 +237,12 @@ void device_download(void* host, const void* from, size_t bytes, Ctx* ctx) { mem
 
 // A fetch copies at once in fetch_begin, so fetch_end does not wait.
 Fetch* fetch_create(size_t bytes) {
-    Fetch* fetch = (Fetch*)host_alloc(sizeof(Fetch));
+    Fetch* fetch = (Fetch*)host_alloc(sizeof(Fetch) + bytes);
     fetch->bytes = bytes;
-    fetch->host = host_alloc(bytes);
     return fetch;
 }
 
-void fetch_destroy(Fetch* fetch) {
-    free(fetch->host);
-    free(fetch);
-}
+void fetch_destroy(Fetch* fetch) { free(fetch); }
 
 void fetch_begin(Fetch* fetch, const void* from, Ctx* ctx) { device_download(fetch->host, from, fetch->bytes, ctx); }
 const void* fetch_end(Fetch* fetch) { return fetch->host; }

@@ -25,18 +25,12 @@ int64_t step_number(const char* name, const char* suffix) {
 uLong crc_of(const void* data, size_t bytes) { return crc32_z(crc32(0, NULL, 0), (const Bytef*)data, bytes); }
 
 int64_t first_not_finite(const void* values, int64_t n, StDtype dtype) {
-    // Not finite: all bits of the exponent are 1. The first pass counts; the second finds the element, if there is one.
-    int64_t i = 0, bad = 0;
-    if (dtype == ST_BF16) {
-        const uint16_t* x = (const uint16_t*)values;
-        for (; i < n; i++) bad += (~x[i] & 0x7f80) == 0;
-        for (i = 0; bad && (~x[i] & 0x7f80) != 0;) i++;
-    } else {
-        const real* x = (const real*)values;
-        for (; i < n; i++) bad += !isfinite(x[i]);
-        for (i = 0; bad && isfinite(x[i]);) i++;
-    }
-    return bad ? i : n;
+    const uint16_t* bf16 = (const uint16_t*)values;
+    const real* reals = (const real*)values;
+    int64_t i = 0;
+    // A bf16 is not finite if all bits of its exponent are 1.
+    while (i < n && (dtype == ST_BF16 ? (~bf16[i] & 0x7f80) != 0 : isfinite(reals[i]))) i++;
+    return i;
 }
 
 // Order: by file, then by offset.
