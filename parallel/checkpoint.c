@@ -75,8 +75,8 @@ Saver* saver_create(Ranks* world, const char* out, int keep) {
     s->out_fd = -1;
 
     // A folder that the hosts do not share is detected now, not at the first save: rank 0 makes a file that the others
-    // must see. Its name is new each time, because file systems may cache that an old name did not exist. It looks like
-    // that of an unfinished save, so that the next run removes what a killed one leaves.
+    // must see. Its name is new each time, because file systems may cache that an old name did not exist. It has the
+    // form of an unfinished save: if this run is killed here, the next one removes the file.
     int64_t id = getpid();
     ranks_broadcast(world, &id, sizeof(id), 0);
     Path probe = step_path(out, id, ".tmp");

@@ -45,8 +45,8 @@ void comm_destroy(Comm* c) {
 int comm_count(const Comm* c) { return c->count; }
 int comm_index(const Comm* c) { return c->index; }
 
-// An all-to-all has a step for each rank. In step s a rank sends to the s-th rank after it and receives from the s-th
-// before it, so that not all ranks send to one at once.
+// An all-to-all has a step for each rank. In step s a rank sends to the s-th rank after it, and receives from the s-th
+// before it. So not all ranks send to one at once.
 static int rank_after(const Comm* c, int step) { return (c->index + step) % c->count; }
 static int rank_before(const Comm* c, int step) { return (c->index + c->count - step) % c->count; }
 
