@@ -6,13 +6,10 @@
 //        lowest rank becomes one token.
 //
 // The tables are read from tokenizer.json (data/tokenizer_json.c).
-#ifndef DATA_BPE_H
-#define DATA_BPE_H
+#pragma once
 
 #include "data/split.h"
 #include "data/vocab.h"
-
-BEGIN_C
 
 // A pre-tokenizer: a pattern cuts text into matches and the rest between them. The flags select the parts that are
 // kept.
@@ -50,7 +47,3 @@ void bpe_merge(Bpe* bpe, int32_t left, int32_t right, int32_t rank, int32_t join
 
 // Returns the number of ids written, at most `capacity`; -1 with the reason in why (at most why_size bytes).
 int64_t bpe_encode(const Bpe* bpe, const char* text, int32_t* ids, int64_t capacity, char* why, size_t why_size);
-
-END_C
-
-#endif

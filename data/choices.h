@@ -5,12 +5,9 @@
 //
 // Each n counts the ids after it. For vocabularies above 65536, a file {20240802, 1, ...} has uint32 instead of uint16,
 // and 0xffffffff as the mark. scripts/prepare_eval.py writes both.
-#ifndef DATA_CHOICES_H
-#define DATA_CHOICES_H
+#pragma once
 
 #include "device/types.h"
-
-BEGIN_C
 
 // An ending of a question, and the context before it.
 typedef struct Choice {
@@ -33,7 +30,3 @@ typedef struct Choices {
 // of the vocabulary, ends the run with a message that names file and byte.
 Choices* choices_open(const char* pattern, int32_t vocab, int* count);
 void choices_close(Choices* files, int count);
-
-END_C
-
-#endif

@@ -5,7 +5,6 @@
 
 #include <ctype.h>
 #include <math.h>
-#include <stdbool.h>
 #include <stdio.h>
 #include <stdlib.h>
 #include <string.h>
@@ -144,32 +143,25 @@ static bool parse_number(Parser* p, Json* json) {
     // Scan the number: sign, digits, fraction, exponent.
     size_t start = p->at;
     take(p, '-');
-    bool zero = peek(p) == '0', integer = true;
-    size_t digits = skip_digits(p);
-    if (digits == 0 || (zero && digits > 1)) return fail(p, start, "not a number");
-    if (take(p, '.')) {
-        integer = false;
-        if (skip_digits(p) == 0) return fail(p, start, "a number needs a digit after its point");
-    }
+    const bool zero = peek(p) == '0';
+    const size_t digits = skip_digits(p), integer_end = p->at;
+    bool good = digits > 0 && !(zero && digits > 1);
+    if (take(p, '.')) good &= skip_digits(p) > 0;
     if (take(p, 'e') || take(p, 'E')) {
-        integer = false;
         if (!take(p, '+')) take(p, '-');
-        if (skip_digits(p) == 0) return fail(p, start, "a number needs a digit in its exponent");
+        good &= skip_digits(p) > 0;
     }
+    if (!good) return fail(p, start, "not a number");
 
-    // Its value as a double, and as a 64-bit integer: exact if it is written as an integer, else truncated.
+    // Its value as a double, and as a 64-bit integer: exact if it is written as an integer, else truncated. The limit
+    // is the largest double below 2^63.
     char* copy = host_format("%.*s", (int)(p->at - start), p->text + start);  // NUL-terminated for strtod
     json->type = JSON_NUMBER;
     json->number = strtod(copy, NULL);
-    double x = json->number;
-    if (integer)
-        json->integer = strtol(copy, NULL, 10);
-    else if (fabs(x) < 0x1p63)
-        json->integer = (int64_t)x;
-    else
-        json->integer = x > 0 ? INT64_MAX : INT64_MIN;
+    const double truncated = fmax(-0x1p63, fmin(json->number, 0x1.fffffffffffffp62));
+    json->integer = p->at == integer_end ? strtol(copy, NULL, 10) : (int64_t)truncated;
     free(copy);
-    return isfinite(x) ? true : fail(p, start, "a number is too large");
+    return isfinite(json->number) ? true : fail(p, start, "a number is too large");
 }
 
 // true, false or null.

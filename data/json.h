@@ -5,12 +5,9 @@
 //   "step": 7 --next--> "files": array
 //                                | child
 //                                1 --next--> 2
-#ifndef DATA_JSON_H
-#define DATA_JSON_H
+#pragma once
 
 #include "device/types.h"
-
-BEGIN_C
 
 typedef enum { JSON_NULL, JSON_BOOL, JSON_NUMBER, JSON_STRING, JSON_ARRAY, JSON_OBJECT } JsonType;
 
@@ -38,7 +35,3 @@ int64_t json_count(const Json* container);
 
 // `text` as a JSON string with its quotes, in fresh memory.
 char* json_quote(const char* text);
-
-END_C
-
-#endif

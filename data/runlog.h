@@ -5,12 +5,9 @@
 //   {"step": 1, "loss": 5.57, "grad_norm": 1.91, "lr": 3e-05, "ms": 71.2, "tokens_per_s": 28764, "mfu": null, ...}
 //
 // docs/files.md lists the members.
-#ifndef DATA_RUNLOG_H
-#define DATA_RUNLOG_H
+#pragma once
 
 #include "device/types.h"
-
-BEGIN_C
 
 typedef struct RunLog RunLog;
 
@@ -28,7 +25,3 @@ void runlog_close(RunLog* log);
 void runlog_number(char** line, const char* name, double x);
 // Appends a member: a list of numbers with four digits each.
 void runlog_list(char** line, const char* name, const double* x, int64_t n);
-
-END_C
-
-#endif

@@ -1,5 +1,5 @@
 // The safetensors header is not trusted. Each entry is checked alone (parse_tensor), then all together by offset
-// (offsets_tile) and by name (names_unique). Both orders are kept: by offset for sequential reads, by name for lookups.
+// (offsets_tile) and by name (names_unique). The list of tensors stays in the order of names, for lookups.
 #include "data/safetensors.h"
 
 #include <errno.h>
@@ -95,19 +95,17 @@ static char* offsets_tile(SafeTensors* st, int64_t data_start, int64_t data) {
     return NULL;
 }
 
-// qsort and bsearch order of pointers to tensors: by name.
+// qsort and bsearch order: by name.
 static int by_name(const void* a, const void* b) {
-    return strcmp((*(const StTensor* const*)a)->name, (*(const StTensor* const*)b)->name);
+    return strcmp(((const StTensor*)a)->name, ((const StTensor*)b)->name);
 }
 
-// Fills st->by_name. The tensors do not move after this, so pointers to them stay valid.
+// Sorts the tensors by name. They do not move after this, so pointers to them stay valid.
 static char* names_unique(SafeTensors* st) {
-    st->by_name = (const StTensor**)host_alloc((size_t)st->count * sizeof(StTensor*));
-    for (int i = 0; i < st->count; i++) st->by_name[i] = &st->tensors[i];
-    qsort((void*)st->by_name, (size_t)st->count, sizeof(StTensor*), by_name);
+    qsort(st->tensors, (size_t)st->count, sizeof(StTensor), by_name);
     for (int i = 1; i < st->count; i++)
-        if (by_name(&st->by_name[i - 1], &st->by_name[i]) == 0)
-            return host_format("two tensors are named '%s'", st->by_name[i]->name);
+        if (by_name(&st->tensors[i - 1], &st->tensors[i]) == 0)
+            return host_format("two tensors are named '%s'", st->tensors[i].name);
     return NULL;
 }
 
@@ -120,19 +118,11 @@ static char* parse_header(SafeTensors* st, const char* text, int64_t length) {
     // The number of members bounds the tensors: the metadata is one of them.
     st->tensors = (StTensor*)host_alloc((size_t)json_count(st->header) * sizeof(StTensor));
 
-    // Each member is a tensor, or the metadata: at most one object of strings.
-    int metadata = 0;
+    // Each member is a tensor, or the metadata, which nothing here depends on.
     for (const Json* entry = st->header->child; entry; entry = entry->next) {
-        if (strcmp(entry->key, "__metadata__") != 0) {
-            char* why = parse_tensor(entry, &st->tensors[st->count]);
-            if (why) return why;
-            st->count++;
-            continue;
-        }
-        if (metadata++) return host_format("__metadata__ is there twice");
-        bool texts = entry->type == JSON_OBJECT;
-        for (const Json* m = entry->child; m; m = m->next) texts = texts && m->type == JSON_STRING;
-        if (!texts) return host_format("__metadata__ must be an object of strings");
+        if (strcmp(entry->key, "__metadata__") == 0) continue;
+        char* why = parse_tensor(entry, &st->tensors[st->count++]);
+        if (why) return why;
     }
     return NULL;
 }
@@ -182,18 +172,14 @@ void st_close(SafeTensors* st) {
     if (!st) return;
     if (st->fd >= 0) close(st->fd);
     free(st->tensors);
-    free((void*)st->by_name);
     json_free(st->header);
     free(st->path);
     free(st);
 }
 
 const StTensor* st_find(const SafeTensors* st, const char* name) {
-    // bsearch compares pointers to pointers, so the key is a pointer to a tensor that has only a name.
-    const StTensor wanted = {.name = (char*)name}, *key = &wanted;
-    const StTensor** found =
-        (const StTensor**)bsearch(&key, (const void*)st->by_name, (size_t)st->count, sizeof(StTensor*), by_name);
-    return found ? *found : NULL;
+    const StTensor key = {.name = (char*)name};
+    return (const StTensor*)bsearch(&key, st->tensors, (size_t)st->count, sizeof(StTensor), by_name);
 }
 
 int st_read(const SafeTensors* st, const StTensor* tensor, int64_t first, int64_t count, void* out) {

@@ -4,15 +4,10 @@
 //
 //   | length | {"a": {..., "data_offsets": [0, 64]}, "b": {...}} | a        | b        |
 //   0        8                                                   data 0     data 64
-#ifndef DATA_SAFETENSORS_H
-#define DATA_SAFETENSORS_H
-
-#include <stdbool.h>
+#pragma once
 
 #include "data/json.h"
 #include "device/types.h"
-
-BEGIN_C
 
 // The element types that this program reads; a file with others is refused.
 typedef enum { ST_F64, ST_F32, ST_BF16, ST_I64, ST_I32, ST_U8, ST_F8_E4M3, ST_DTYPES } StDtype;
@@ -33,9 +28,8 @@ typedef struct StTensor {
 typedef struct SafeTensors {
     char* path;
     int count;
-    StTensor* tensors;         // in order of offset
-    const StTensor** by_name;  // the same, in order of name
-    Json* header;              // with "__metadata__"
+    StTensor* tensors;  // in order of name
+    Json* header;       // with "__metadata__"
     int fd;
 } SafeTensors;
 
@@ -51,7 +45,3 @@ int st_read(const SafeTensors* st, const StTensor* tensor, int64_t first, int64_
 // header in fresh memory, with its 8-byte length, padded with spaces to a multiple of 8. *size gets the header's size;
 // the data begin there.
 char* st_plan_header(StTensor* tensors, int count, int64_t* size);
-
-END_C
-
-#endif

@@ -1,24 +1,18 @@
 // Token shards and the loader. Shards stay open and are read with pread. They are not mapped: truncation during the run
-// then gives a message and not a SIGBUS. The loader prefetches into a ring of micro-batches:
-//
-//   taken by the caller   filled by the thread        being read
-//   | micro-batch n     | n + 1        | n + 2      | n + 3      |   then n + 4 in the slot of n, when n is released
+// then gives a message and not a SIGBUS. While a micro-batch is in use, the kernel reads the next one from the disk.
 #include "data/shards.h"
 
 #include <errno.h>
+#include <fcntl.h>
 #include <glob.h>
-#include <pthread.h>
-#include <stdbool.h>
 #include <stdlib.h>
 #include <string.h>
-#include <sys/stat.h>
 #include <unistd.h>
 #include <zlib.h>
 
 #include "data/tokenizer.h"
 #include "device/check.h"
 #include "device/files.h"
-#include "device/threads.h"
 
 // Headers of the two formats, which data/shards.h describes.
 enum { HEADER_INTS = 256, HEADER_BYTES = 1024 };
@@ -54,8 +48,7 @@ static void open_shard(Shards* s, Shard* shard, const char* path) {
     if (shard->fd < 0)
         die(EXIT_FAILED, "%s: %s: cannot open: %s%s", s->option, path, strerror(errno),
             errno == EMFILE ? "; allow more open files (ulimit -n)" : "");
-    struct stat info;
-    if (fstat(shard->fd, &info) != 0) die(EXIT_FAILED, "%s: %s: cannot stat: %s", s->option, path, strerror(errno));
+    const int64_t size = lseek(shard->fd, 0, SEEK_END);
 
     // The header must be complete, with a known magic number and version.
     int32_t header[HEADER_INTS];
@@ -80,17 +73,15 @@ static void open_shard(Shards* s, Shard* shard, const char* path) {
     shard->token_bytes = wide ? 4 : 2;
     shard->tokens = header[2];
     int64_t expected = HEADER_BYTES + shard->tokens * shard->token_bytes;
-    if (shard->tokens < 0 || expected != (int64_t)info.st_size)
+    if (shard->tokens < 0 || expected != size)
         die(EXIT_FAILED,
             "%s: %s: byte 8: the header counts %d tokens of %d bytes, a file of %ld bytes, but the file has %ld: "
             "it was cut off or altered; write it again",
-            s->option, path, header[2], shard->token_bytes, expected, info.st_size);
+            s->option, path, header[2], shard->token_bytes, expected, size);
 
     // CRC-32 over name, size and header: identifies the set.
-    const char* slash = strrchr(path, '/');
-    const char* name = slash ? slash + 1 : path;
     // The folder is not hashed, so that moved data keep their hash.
-    int64_t size = (int64_t)info.st_size;
+    const char* name = basename(path);
     uLong crc = crc32(s->hash, (const Bytef*)name, (uInt)strlen(name) + 1);
     crc = crc32(crc, (const Bytef*)&size, sizeof(size));
     s->hash = (uint32_t)crc32(crc, (const Bytef*)header, HEADER_BYTES);
@@ -141,11 +132,10 @@ void shards_close(Shards* shards) {
 }
 
 char* shards_tokenizer(const char* pattern, const char* mark) {
-    // The name of the first match up to the last `mark` is the name of the data set.
+    // The name of the first match up to `mark` is the name of the data set.
     glob_t found;
     if (glob(pattern, 0, NULL, &found) != 0) return NULL;
-    const char *path = found.gl_pathv[0], *name = strrchr(path, '/'), *end = NULL;
-    for (const char* at = name ? name : path; (at = strstr(at, mark)) != NULL; at++) end = at;
+    const char *path = found.gl_pathv[0], *end = strstr(basename(path), mark);
     char* tokenizer = end ? host_format("%.*s_tokenizer.bin", (int)(end - path), path) : NULL;
     globfree(&found);
     if (tokenizer && access(tokenizer, F_OK) == 0) return tokenizer;
@@ -158,49 +148,42 @@ int64_t shards_tokens(const Shards* shards) { return shards->tokens; }
 int shards_count(const Shards* shards) { return shards->count; }
 uint32_t shards_hash(const Shards* shards) { return shards->hash; }
 
-// shards_read with an error result: a message in fresh memory, NULL on success. The loader's thread may read windows
-// that the run never uses, and an error in those must not end the run.
-static char* read_window(const Shards* s, int64_t index, int32_t V, int32_t* input, int32_t* target) {
-    // The buffer is on the stack, so that several threads can read at once.
-    unsigned char raw[16384];
+// The shard of a window; *start gets the byte where the window begins.
+static const Shard* shard_of(const Shards* s, int64_t index, int64_t* start) {
+    ASSERT(index >= 0 && index < s->windows);
     // The last shard that starts at the window or before: one without windows starts with the next.
     const Shard* shard = &s->files[s->count - 1];
     while (shard->first_window > index) shard--;
-    int64_t T = s->T, width = shard->token_bytes, chunk = (int64_t)sizeof(raw) / width;
-    int64_t start = HEADER_BYTES + (index - shard->first_window) * T * width;
-
-    // Read the window in chunks.
-    for (int64_t t = 0; t < T + 1; t += chunk) {
-        int64_t n = min_i64(T + 1 - t, chunk);
-        int64_t got = read_at(shard->fd, raw, n * width, start + t * width);
-        if (got < 0)
-            return host_format("%s: %s: byte %ld: cannot read: %s", s->option, shard->path, start + t * width,
-                               strerror(errno));
-        if (got < n * width)
-            return host_format("%s: %s: byte %ld: the file ends here; it was longer when the run began", s->option,
-                               shard->path, start + t * width + got);
-
-        // Check each id. A token is an input, and the target of the token before it.
-        for (int64_t i = 0; i < n; i++) {
-            // The file is little-endian, so the low bytes of id get the token.
-            uint32_t id = 0;
-            memcpy(&id, raw + i * width, (size_t)width);
-            if ((int64_t)id >= V)
-                return host_format(
-                    "%s: %s: byte %ld: token %u is outside the vocabulary (--vocab %d): these shards were made with "
-                    "another tokenizer",
-                    s->option, shard->path, (start + (t + i) * width), id, V);
-            if (t + i < T) input[t + i] = (int32_t)id;
-            if (t + i > 0) target[t + i - 1] = (int32_t)id;
-        }
-    }
-    return NULL;
+    *start = HEADER_BYTES + (index - shard->first_window) * s->T * shard->token_bytes;
+    return shard;
 }
 
-void shards_read(const Shards* shards, int64_t index, int32_t V, int32_t* input, int32_t* target) {
-    ASSERT(index >= 0 && index < shards->windows);
-    char* error = read_window(shards, index, V, input, target);
-    if (error) die(EXIT_FAILED, "%s", error);
+void shards_read(const Shards* s, int64_t index, int32_t V, int32_t* input, int32_t* target) {
+    // Read the window.
+    int64_t T = s->T, start;
+    const Shard* shard = shard_of(s, index, &start);
+    const int64_t width = shard->token_bytes, bytes = (T + 1) * width;
+    char* raw = (char*)host_alloc((size_t)bytes);
+    const int64_t got = read_at(shard->fd, raw, bytes, start);
+    if (got < 0) die(EXIT_FAILED, "%s: %s: byte %ld: cannot read: %s", s->option, shard->path, start, strerror(errno));
+    if (got < bytes)
+        die(EXIT_FAILED, "%s: %s: byte %ld: the file ends here; it was longer when the run began", s->option,
+            shard->path, start + got);
+
+    // Check each id. A token is an input, and the target of the token before it.
+    for (int64_t t = 0; t <= T; t++) {
+        // The file is little-endian, so the low bytes of id get the token.
+        uint32_t id = 0;
+        memcpy(&id, raw + t * width, (size_t)width);
+        if ((int64_t)id >= V)
+            die(EXIT_FAILED,
+                "%s: %s: byte %ld: token %u is outside the vocabulary (--vocab %d): these shards were made with "
+                "another tokenizer",
+                s->option, shard->path, start + t * width, id, V);
+        if (t < T) input[t] = (int32_t)id;
+        if (t > 0) target[t - 1] = (int32_t)id;
+    }
+    free(raw);
 }
 
 // ---- Order
@@ -241,63 +224,15 @@ int64_t shards_permute(uint64_t seed, int64_t epoch, int64_t i, int64_t n) {
 
 // ---- Loader
 
-// One micro-batch in use, the others prefetched.
-enum { RING = 4 };
-
-// A place in the ring for one micro-batch.
-typedef struct Slot {
-    int32_t* input;   // (batch, T)
-    int32_t* target;  // (batch, T), in the same memory
-    char* error;      // the reason if this micro-batch could not be read, else NULL
-} Slot;
-
-// A loader has one thread that reads, and one caller that takes. The Shards must outlive it.
+// The Shards must outlive a loader.
 struct Loader {
     const Shards* shards;
     int64_t batch;
     int32_t V;
     LoaderOrder order;
-    Slot ring[RING];
-    pthread_t thread;
-    pthread_mutex_t mutex;  // guards filled, taken, stopping
-    pthread_cond_t changed;
-    int64_t filled;  // micro-batches read so far
-    int64_t taken;   // micro-batches given to the caller, which uses the last of them
-    bool stopping;
+    int32_t *input, *target;  // (batch, T) each, in one allocation
+    int64_t next;             // the micro-batch of the next loader_next
 };
-
-// Reads a micro-batch. Each window of the run maps to a window of the set by the permutation of its epoch.
-static void fill(const Loader* loader, Slot* slot, int64_t micro_batch) {
-    // w counts windows of the run over all epochs. A wrap makes the run repeat its first windows.
-    int64_t n = shards_windows(loader->shards), T = loader->shards->T;
-    for (int64_t b = 0; b < loader->batch && !slot->error; b++) {
-        int64_t w = loader->order.first + micro_batch * loader->order.stride + b;
-        if (loader->order.wrap > 0) w %= loader->order.wrap;
-        int64_t index = shards_permute(loader->order.seed, w / n, w % n, n);
-        slot->error = read_window(loader->shards, index, loader->V, slot->input + b * T, slot->target + b * T);
-    }
-}
-
-// The prefetch thread: fills slot after slot, and waits while the ring is full.
-static void* loader_thread(void* argument) {
-    Loader* loader = (Loader*)argument;
-    pthread_mutex_lock(&loader->mutex);
-    for (int64_t micro_batch = 0;; micro_batch++) {
-        while (!loader->stopping && micro_batch >= loader->taken + RING - 1)
-            pthread_cond_wait(&loader->changed, &loader->mutex);
-        if (loader->stopping) break;
-        pthread_mutex_unlock(&loader->mutex);
-        // The file is read without the lock. The caller does not touch this slot before `filled` counts it.
-        Slot* slot = &loader->ring[micro_batch % RING];
-        fill(loader, slot, micro_batch);
-        pthread_mutex_lock(&loader->mutex);
-        loader->filled = micro_batch + 1;
-        pthread_cond_broadcast(&loader->changed);
-        if (slot->error) break;  // the caller gets no micro-batch after an error
-    }
-    pthread_mutex_unlock(&loader->mutex);
-    return NULL;
-}
 
 Loader* loader_start(const Shards* shards, int64_t batch, int32_t V, LoaderOrder order) {
     ASSERT(batch > 0 && order.first >= 0 && order.stride >= 0 && order.wrap >= 0);
@@ -306,48 +241,37 @@ Loader* loader_start(const Shards* shards, int64_t batch, int32_t V, LoaderOrder
     loader->batch = batch;
     loader->V = V;
     loader->order = order;
-    size_t tokens = (size_t)(batch * shards->T);
-
-    // The ring, then the thread.
-    for (int i = 0; i < RING; i++) {
-        loader->ring[i].input = (int32_t*)host_alloc(2 * tokens * sizeof(int32_t));
-        loader->ring[i].target = loader->ring[i].input + tokens;
-    }
-    pthread_mutex_init(&loader->mutex, NULL);
-    pthread_cond_init(&loader->changed, NULL);
-    int rc = thread_start(&loader->thread, loader_thread, loader);
-    if (rc != 0) die(EXIT_FAILED, "cannot start the thread that reads %s: %s", shards->option, strerror(rc));
+    loader->input = (int32_t*)host_alloc((size_t)(2 * batch * shards->T) * sizeof(int32_t));
+    loader->target = loader->input + batch * shards->T;
     return loader;
 }
 
 void loader_stop(Loader* loader) {
-    if (!loader) return;
-    pthread_mutex_lock(&loader->mutex);
-    // The thread ends after the micro-batch that it reads now, and the join waits for that.
-    loader->stopping = true;
-    pthread_cond_broadcast(&loader->changed);
-    pthread_mutex_unlock(&loader->mutex);
-    pthread_join(loader->thread, NULL);
-    pthread_cond_destroy(&loader->changed);
-    pthread_mutex_destroy(&loader->mutex);
-    for (int i = 0; i < RING; i++) {
-        free(loader->ring[i].input);
-        free(loader->ring[i].error);
-    }
+    free(loader->input);
     free(loader);
 }
 
-void loader_next(Loader* loader, const int32_t** input, const int32_t** target) {
-    pthread_mutex_lock(&loader->mutex);
-    // The caller waits only if reading is slower than training.
-    while (loader->filled <= loader->taken) pthread_cond_wait(&loader->changed, &loader->mutex);
-    const Slot* slot = &loader->ring[loader->taken++ % RING];
-    // The micro-batch of the last call is released.
-    pthread_cond_broadcast(&loader->changed);
-    pthread_mutex_unlock(&loader->mutex);
+// The window of the set that is row b of the next micro-batch, by the permutation of its epoch.
+static int64_t window_of(const Loader* loader, int64_t b) {
+    // w counts windows of the run over all epochs. A wrap makes the run repeat its first windows.
+    const int64_t n = loader->shards->windows;
+    int64_t w = loader->order.first + loader->next * loader->order.stride + b;
+    if (loader->order.wrap > 0) w %= loader->order.wrap;
+    return shards_permute(loader->order.seed, w / n, w % n, n);
+}
 
-    // An error ends the run only here, when the run needs that micro-batch.
-    if (slot->error) die(EXIT_FAILED, "%s", slot->error);
-    *input = slot->input;
-    *target = slot->target;
+void loader_next(Loader* loader, const int32_t** input, const int32_t** target) {
+    const Shards* s = loader->shards;
+    for (int64_t b = 0; b < loader->batch; b++)
+        shards_read(s, window_of(loader, b), loader->V, loader->input + b * s->T, loader->target + b * s->T);
+    *input = loader->input;
+    *target = loader->target;
+
+    // Prefetch: the kernel reads the next micro-batch while this one is used.
+    loader->next++;
+    for (int64_t b = 0; b < loader->batch; b++) {
+        int64_t start;
+        const Shard* shard = shard_of(s, window_of(loader, b), &start);
+        posix_fadvise(shard->fd, start, (s->T + 1) * shard->token_bytes, POSIX_FADV_WILLNEED);
+    }
 }

@@ -15,12 +15,9 @@
 //
 // Window w of the run belongs to epoch w / windows. It is window permute(seed, epoch, w % windows) of the set. The
 // order has no state, so a run can resume anywhere, and it does not depend on the ranks.
-#ifndef DATA_SHARDS_H
-#define DATA_SHARDS_H
+#pragma once
 
 #include "device/types.h"
-
-BEGIN_C
 
 typedef struct Shards Shards;
 
@@ -49,7 +46,7 @@ void shards_read(const Shards* shards, int64_t index, int32_t V, int32_t* input,
 // is iterated until the result is below n (cycle walking; Black & Rogaway 2002).
 int64_t shards_permute(uint64_t seed, int64_t epoch, int64_t i, int64_t n);
 
-// The loader prefetches micro-batches of `batch` windows on a thread, while one micro-batch is in use.
+// The loader reads micro-batches of `batch` windows. While one is in use, the kernel prefetches the next.
 typedef struct Loader Loader;
 
 // The windows that one rank loads. All numbers count windows of the run, except the seed.
@@ -63,9 +60,5 @@ typedef struct LoaderOrder {
 // A micro-batch is the windows w .. w + batch - 1 of the run; w starts at `first` and grows by `stride` each call.
 Loader* loader_start(const Shards* shards, int64_t batch, int32_t V, LoaderOrder order);
 void loader_stop(Loader* loader);
-// Waits for the next micro-batch; the pointers ((batch, T) each) are valid until the next call.
+// Reads the next micro-batch; the pointers ((batch, T) each) are valid until the next call.
 void loader_next(Loader* loader, const int32_t** input, const int32_t** target);
-
-END_C
-
-#endif

@@ -1,11 +1,8 @@
 // Regular expressions of the pre-tokenizer, which cuts text into words. The library is Oniguruma, as in Hugging Face's
 // `tokenizers`. A build without Oniguruma refuses every pattern.
-#ifndef DATA_SPLIT_H
-#define DATA_SPLIT_H
+#pragma once
 
 #include "device/types.h"
-
-BEGIN_C
 
 typedef struct Pattern Pattern;
 
@@ -16,7 +13,3 @@ void pattern_free(Pattern* pattern);
 // Finds the first match in text[at, length), which is UTF-8: bytes *from .. *to - 1, possibly empty. Returns 1 for a
 // match, 0 for none, -1 if the search took too long.
 int pattern_find(const Pattern* pattern, const char* text, size_t length, size_t at, size_t* from, size_t* to);
-
-END_C
-
-#endif

@@ -8,7 +8,6 @@
 #include <string.h>
 #include <unistd.h>
 
-#include "data/tokenizer_json.h"
 #include "device/check.h"
 #include "device/files.h"
 

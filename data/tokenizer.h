@@ -7,21 +7,28 @@
 //     none          the tokens are bytes: ids 0..255, 256 = end of text
 //
 // If x.json exists in the folder of x.bin, it is read instead of x.bin, and must have the same tokens.
-#ifndef DATA_TOKENIZER_H
-#define DATA_TOKENIZER_H
+#pragma once
 
-#include <stdbool.h>
-
-#include "device/types.h"
-
-BEGIN_C
+#include "data/bpe.h"
+#include "data/vocab.h"
 
 enum { TOKENIZER_MAGIC = 20240328 };  // the first number of a tokenizer file
 
-typedef struct Tokenizer Tokenizer;
+typedef struct Tokenizer {
+    char* data;  // all tokens' bytes
+    int32_t size;
+    int32_t eot;
+    Token* tokens;  // by id; end of text has no bytes
+    Vocab* vocab;   // for the longest match, or NULL
+    Bpe* bpe;       // from tokenizer.json, or NULL
+    char* refused;  // the reason if text cannot be encoded, or NULL
+    char* why;      // the reason of the last failed encoding
+} Tokenizer;
 
 // path "" gives the byte tokenizer. An invalid file ends the run: die() names the file and the reason.
 Tokenizer* tokenizer_open(const char* path);
+// data/tokenizer_json.c: of a tokenizer.json. eot -1: end of text is the token with one of the usual names.
+Tokenizer* tokenizer_read_json(const char* path, int32_t eot);
 void tokenizer_close(Tokenizer* tokenizer);
 int32_t tokenizer_size(const Tokenizer* tokenizer);
 int32_t tokenizer_eot(const Tokenizer* tokenizer);  // end of text
@@ -38,7 +45,3 @@ const char* tokenizer_decode(const Tokenizer* tokenizer, int32_t id, int* length
 // time.
 int64_t tokenizer_encode(const Tokenizer* tokenizer, const char* text, int32_t* ids, int64_t capacity);
 const char* tokenizer_why(const Tokenizer* tokenizer);
-
-END_C
-
-#endif

@@ -1,7 +1,16 @@
+// Reader of Hugging Face's tokenizer.json.
+//
+//   model          vocab (tokens and their ids), merges (by rank), ignore_merges (a word that is a token stays whole)
+//   added_tokens   more tokens, or names for some of them
+//   pre_tokenizer  the patterns that cut text into words
+//
+// Decoding works with the tokens of any tokenizer. Encoding needs byte-level BPE; for any other file `refused` is the
+// reason. The post_processor is ignored: it frames whole texts with special tokens, and a prompt is not a whole text.
+//
 // The file is parsed into a JSON tree, which is freed when all is read. Entries are the tokens with their texts in the
 // file: first the vocabulary, which the merges refer to, then the added tokens. Byte-level BPE writes each byte as a
 // printable character; the tokens get the bytes back.
-#include "data/tokenizer_json.h"
+#include "data/tokenizer.h"
 
 #include <ctype.h>
 #include <errno.h>

@@ -1,6 +1,5 @@
 // UTF-8 characters: value and length.
-#ifndef DATA_UTF8_H
-#define DATA_UTF8_H
+#pragma once
 
 #include "device/types.h"
 
@@ -20,5 +19,3 @@ static inline int utf8_read(const char* s, size_t capacity, uint32_t* code) {
     }
     return *code < least[n] || (*code >= 0xd800 && *code < 0xe000) || *code > 0x10ffff ? 0 : n;
 }
-
-#endif

@@ -1,12 +1,7 @@
 // A vocabulary: tokens with lookup by bytes and by longest match.
-#ifndef DATA_VOCAB_H
-#define DATA_VOCAB_H
-
-#include <stdbool.h>
+#pragma once
 
 #include "device/types.h"
-
-BEGIN_C
 
 // A token's text and id. The bytes have no NUL at their end, and belong to another structure.
 typedef struct Token {
@@ -30,7 +25,3 @@ void vocab_free(Vocab* vocab);
 const Token* vocab_find(const Vocab* vocab, const char* bytes, size_t length);
 // The longest token that is a prefix of the text; NULL if none.
 const Token* vocab_longest(const Vocab* vocab, const char* text, size_t length);
-
-END_C
-
-#endif

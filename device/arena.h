@@ -5,12 +5,9 @@
 //   arena_add        "residual"  floatX  N * C   -> &block->residual     a line for each buffer
 //   arena_add        "rstd"      real    N       -> &block->rstd
 //   arena_allocate   one allocation; the address of each buffer is stored where its line points
-#ifndef DEVICE_ARENA_H
-#define DEVICE_ARENA_H
+#pragma once
 
 #include "device/types.h"
-
-BEGIN_C
 
 typedef enum { ELEMENT_X, ELEMENT_REAL, ELEMENT_BF16, ELEMENT_I32, ELEMENT_I64, ELEMENT_BYTE } Element;
 
@@ -40,7 +37,3 @@ size_t arena_bytes(const Arena* arena);  // of all buffers, each rounded up to 2
 // Allocates all buffers as one zeroed block of device memory and sets every slot.
 void arena_allocate(Arena* arena);
 void arena_free(Arena* arena);
-
-END_C
-
-#endif

@@ -22,20 +22,12 @@ void die_as_rank(int rank, const char* who, void (*end_all)(int code)) {
     run.end_all = end_all;
 }
 
-// Handler of SIGALRM. A handler has no argument for the exit code, so it is static.
-static int exit_code;
-static void leave(int signal_number) {
-    (void)signal_number;
-    _Exit(exit_code);
-}
-
 // Waits before a rank prints a failure that other ranks may share. A rank that rank 0 ends meanwhile exits at once: no
 // SIGTERM handler needs to save any more. If the exit hangs, an alarm ends this process some seconds later.
-static void wait_for_rank_0(int code) {
+static void wait_for_rank_0(void) {
     unsigned patience_ms = run.rank == 0 ? 0 : 1000 + 250 * (unsigned)(run.rank < 20 ? run.rank : 20);
     signal(SIGTERM, SIG_DFL);
-    exit_code = code;
-    signal(SIGALRM, leave);
+    signal(SIGALRM, SIG_DFL);
     alarm(patience_ms / 1000 + 5);
     struct timespec patience = {patience_ms / 1000, patience_ms % 1000 * 1000000};
     nanosleep(&patience, NULL);
@@ -80,7 +72,7 @@ static void say(const char* kind, const char* who, const char* format, va_list a
 void die(int code, const char* format, ...) {
     static pthread_mutex_t first = PTHREAD_MUTEX_INITIALIZER;  // never unlocked: other threads wait for the end
     pthread_mutex_lock(&first);
-    if (run.end_all) wait_for_rank_0(code);
+    if (run.end_all) wait_for_rank_0();
 
     // Earlier output of the run comes before the message.
     fflush(stdout);

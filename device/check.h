@@ -1,11 +1,8 @@
 // Fatal errors and warnings. Every failure prints one line on stderr, `train_moe: error: ...`: the failure, its place,
 // and a remedy.
-#ifndef DEVICE_CHECK_H
-#define DEVICE_CHECK_H
+#pragma once
 
 #include "device/types.h"
-
-BEGIN_C
 
 // Exit codes of the program (0: done, or saved on a signal).
 enum { EXIT_FAILED = 1, EXIT_USAGE = 2 };
@@ -49,7 +46,3 @@ void* host_at_least(void* memory, size_t* capacity, size_t bytes);
 char* host_format(const char* format, ...) PRINTF_LIKE(1, 2);
 // Appends by printf to *text, an allocated string, which may move.
 void host_append(char** text, const char* format, ...) PRINTF_LIKE(2, 3);
-
-END_C
-
-#endif

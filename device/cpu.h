@@ -1,6 +1,5 @@
 // Shared parts of the reference ops (x.c): the CPU's Ctx, bf16 conversion, and GEMM. Not for host code.
-#ifndef DEVICE_CPU_H
-#define DEVICE_CPU_H
+#pragma once
 
 #include <cblas.h>
 #include <omp.h>
@@ -71,5 +70,3 @@ static inline void gemm(int transpose_a, int transpose_b, int64_t m, int64_t n, 
     cblas_sgemm(CblasRowMajor, ta, tb, (int)m, (int)n, (int)k, alpha, a, (int)lda, b, (int)ldb, beta, c, (int)ldc);
 #endif
 }
-
-#endif

@@ -1,7 +1,6 @@
 // The CPU as a device: work runs when it is queued, device memory is host memory, and a Ctx holds the number of threads
 // and the workspace. Most of this file is about the environment: OpenBLAS's kernels and buffers, and the memory that a
 // process may still allocate.
-#define _GNU_SOURCE  // sched_setaffinity
 #include <omp.h>
 #include <sched.h>
 #include <stdio.h>
@@ -24,7 +23,7 @@ extern void blas_memory_free(void* buffer) __attribute__((weak));
 // The copy that fetch_begin made.
 struct Fetch {
     size_t bytes;
-    void* host;
+    char host[];
 };
 
 struct Stopwatch {
@@ -34,10 +33,7 @@ struct Stopwatch {
 // On processors younger than itself OpenBLAS selects SSE3 kernels (Prescott) or AVX2 kernels (Haswell, Zen). Families
 // that are not listed are at least as good as the possible replacement.
 const char* blas_kernels(const char* chosen, int avx2, int avx512) {
-    static const char* const before_avx2[] = {"Katmai",      "Coppermine", "Northwood",    "Prescott",   "Banias",
-                                              "Atom",        "Core2",      "Penryn",       "Dunnington", "Nehalem",
-                                              "Athlon",      "Opteron",    "Opteron_SSE3", "Barcelona",  "Nano",
-                                              "Sandybridge", "Bobcat",     "Bulldozer",    "Piledriver"};
+    static const char* const before_avx2[] = {"Prescott", "Core2", "Nehalem", "Sandybridge", "Barcelona"};
     int old = 0, has_avx2 = strcmp(chosen, "Haswell") == 0 || strcmp(chosen, "Zen") == 0;
     for (size_t i = 0; i < sizeof(before_avx2) / sizeof(before_avx2[0]); i++)
         old |= strcmp(chosen, before_avx2[i]) == 0;
@@ -50,9 +46,8 @@ static const char* better_kernels(void) {
 #ifdef __x86_64__
     if (!openblas_get_corename || !openblas_get_config || !strstr(openblas_get_config(), "DYNAMIC_ARCH")) return NULL;
     int avx2 = __builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma");
-    int avx512 = avx2 && __builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512cd") &&
-                 __builtin_cpu_supports("avx512bw") && __builtin_cpu_supports("avx512dq") &&
-                 __builtin_cpu_supports("avx512vl");
+    // Processors with AVX-512 VL have F, CD, BW and DQ too.
+    int avx512 = avx2 && __builtin_cpu_supports("avx512vl");
     return blas_kernels(openblas_get_corename(), avx2, avx512);
 #else
     return NULL;
@@ -92,26 +87,23 @@ void device_setup(char** argv) {
     execv((const char*)getauxval(AT_EXECFN), argv);
 }
 
-void device_choose(int index) { (void)index; }
+void device_choose(int index) {}
 
 // Allocates all of OpenBLAS's buffers, after a trial has shown that this is possible. A GEMM takes a buffer, which
 // OpenBLAS keeps for later GEMMs. Without memory for it, OpenBLAS would retry forever.
 static void take_buffers(int threads) {
-    const size_t bytes = (size_t)128 << 20;  // of address space; OpenBLAS 0.3 has none larger on x86-64 and arm64
     if (!blas_memory_alloc || !blas_memory_free) return;
 
-    // The trial: map the same address space, and unmap it at once.
-    void** rooms = (void**)host_alloc((size_t)threads * sizeof(void*));
-    for (int i = 0; i < threads; i++) {
-        rooms[i] = mmap(NULL, bytes, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS, -1, 0);
-        if (rooms[i] == MAP_FAILED)
-            die(EXIT_FAILED,
-                "out of memory: %.2f GiB of address space for OpenBLAS's buffers of %d threads; set OMP_NUM_THREADS to "
-                "fewer, or raise the limit (ulimit -v)",
-                (double)threads * (double)bytes / 0x1p30, threads);
-    }
-    for (int i = 0; i < threads; i++) munmap(rooms[i], bytes);
-    free(rooms);
+    // The trial: map the same address space, and unmap it at once. OpenBLAS 0.3 has no buffer larger than 128 MiB on
+    // x86-64 and arm64.
+    const size_t bytes = (size_t)threads * (128 << 20);
+    void* room = mmap(NULL, bytes, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE, -1, 0);
+    if (room == MAP_FAILED)
+        die(EXIT_FAILED,
+            "out of memory: %.2f GiB of address space for OpenBLAS's buffers of %d threads; set OMP_NUM_THREADS to "
+            "fewer, or raise the limit (ulimit -v)",
+            (double)bytes / 0x1p30, threads);
+    munmap(room, bytes);
 
     // Each thread takes a buffer, and returns it after all threads have one. OpenBLAS then has one per thread.
 #pragma omp parallel num_threads(threads)
@@ -151,14 +143,14 @@ Ctx* ctx_side(Ctx* ctx, size_t workspace) {
 }
 
 Event* event_create(void) { return NULL; }
-void event_destroy(Event* event) { (void)event; }
-void event_record(Event* event, Ctx* ctx) { (void)event, (void)ctx; }
-void event_wait(Event* event, Ctx* ctx) { (void)event, (void)ctx; }
+void event_destroy(Event* event) {}
+void event_record(Event* event, Ctx* ctx) {}
+void event_wait(Event* event, Ctx* ctx) {}
 
 int device_available(void) { return 1; }
-void ctx_sync(Ctx* ctx) { (void)ctx; }
+void ctx_sync(Ctx* ctx) {}
 const char* device_name(Ctx* ctx) { return ctx->name; }
-double device_peak_flops(Ctx* ctx) { return (void)ctx, 0; }
+double device_peak_flops(Ctx* ctx) { return 0; }
 int device_workers(void) { return omp_get_max_threads(); }
 
 // Returns the rest of the first line in a file that begins with `name`; NULL if there is none.
@@ -237,37 +229,31 @@ void device_free(void* p) { free(p); }
 void device_zero(void* p, size_t bytes, Ctx* ctx) { device_fill(p, 0, bytes, ctx); }
 
 void device_fill(void* p, int byte, size_t bytes, Ctx* ctx) {
-    (void)ctx;
     if (bytes) memset(p, byte, bytes);
 }
 
-void device_upload(void* to, const void* host, size_t bytes, Ctx* ctx) { (void)ctx, memcpy(to, host, bytes); }
-void device_download(void* host, const void* from, size_t bytes, Ctx* ctx) { (void)ctx, memcpy(host, from, bytes); }
+void device_upload(void* to, const void* host, size_t bytes, Ctx* ctx) { memcpy(to, host, bytes); }
+void device_download(void* host, const void* from, size_t bytes, Ctx* ctx) { memcpy(host, from, bytes); }
 
 // A fetch copies at once in fetch_begin, so fetch_end does not wait.
 Fetch* fetch_create(size_t bytes) {
-    Fetch* fetch = (Fetch*)host_alloc(sizeof(Fetch));
+    Fetch* fetch = (Fetch*)host_alloc(sizeof(Fetch) + bytes);
     fetch->bytes = bytes;
-    fetch->host = host_alloc(bytes);
     return fetch;
 }
 
-void fetch_destroy(Fetch* fetch) {
-    free(fetch->host);
-    free(fetch);
-}
+void fetch_destroy(Fetch* fetch) { free(fetch); }
 
 void fetch_begin(Fetch* fetch, const void* from, Ctx* ctx) { device_download(fetch->host, from, fetch->bytes, ctx); }
 const void* fetch_end(Fetch* fetch) { return fetch->host; }
 
 Stopwatch* stopwatch_create(void) { return (Stopwatch*)host_alloc(sizeof(Stopwatch)); }
 void stopwatch_destroy(Stopwatch* watch) { free(watch); }
-void stopwatch_start(Stopwatch* watch, Ctx* ctx) { (void)ctx, watch->start = host_seconds(); }
-void stopwatch_stop(Stopwatch* watch, Ctx* ctx) { (void)ctx, watch->stop = host_seconds(); }
+void stopwatch_start(Stopwatch* watch, Ctx* ctx) { watch->start = host_seconds(); }
+void stopwatch_stop(Stopwatch* watch, Ctx* ctx) { watch->stop = host_seconds(); }
 double stopwatch_seconds(Stopwatch* watch) { return watch->stop - watch->start; }
 
 void device_to_floatX(floatX* out, const real* in, int64_t n, Ctx* ctx) {
-    (void)ctx;
     // floatX and real are both float32 in this build.
     if (out != in) memcpy(out, in, (size_t)n * sizeof(real));
 }
@@ -275,16 +261,14 @@ void device_to_floatX(floatX* out, const real* in, int64_t n, Ctx* ctx) {
 void device_to_real(real* out, const floatX* in, int64_t n, Ctx* ctx) { device_to_floatX(out, in, n, ctx); }
 
 void device_add(real* out, const real* in, int64_t n, Ctx* ctx) {
-    (void)ctx;
 #pragma omp parallel for simd schedule(static)
     for (int64_t i = 0; i < n; i++) out[i] += in[i];
 }
 
-void device_copy(void* to, const void* from, size_t bytes, Ctx* ctx) { (void)ctx, memcpy(to, from, bytes); }
+void device_copy(void* to, const void* from, size_t bytes, Ctx* ctx) { memcpy(to, from, bytes); }
 
 void device_copy_rows(void* to, size_t to_stride, const void* from, size_t from_stride, size_t bytes, int64_t rows,
                       Ctx* ctx) {
-    (void)ctx;
     for (int64_t i = 0; i < rows; i++)
         memcpy((char*)to + (size_t)i * to_stride, (const char*)from + (size_t)i * from_stride, bytes);
 }

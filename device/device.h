@@ -1,11 +1,8 @@
 // The device: its memory, its streams, and copies to and from it. `device/device.c` is the CPU, `device/device.cu` the
 // GPU. Ops take a Ctx as their last argument; work on one Ctx runs in order.
-#ifndef DEVICE_DEVICE_H
-#define DEVICE_DEVICE_H
+#pragma once
 
 #include "device/types.h"
-
-BEGIN_C
 
 // The context of an op: stream, library handles, workspace, number of SMs (CPU: threads).
 typedef struct Ctx Ctx;
@@ -91,7 +88,3 @@ void device_copy(void* to, const void* from, size_t bytes, Ctx* ctx);
 // The same for `rows` rows of `bytes` each, `to_stride` and `from_stride` bytes apart.
 void device_copy_rows(void* to, size_t to_stride, const void* from, size_t from_stride, size_t bytes, int64_t rows,
                       Ctx* ctx);
-
-END_C
-
-#endif

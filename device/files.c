@@ -1,11 +1,10 @@
 // Files by POSIX calls that never follow a symbolic link by mistake: a name is checked with lstat and opened with
-// O_NOFOLLOW, and folders are emptied through their descriptors. Every loop over read and pread continues after a
-// signal.
+// O_NOFOLLOW. Every loop over read and pread continues after a signal.
 #include "device/files.h"
 
-#include <dirent.h>
 #include <errno.h>
 #include <fcntl.h>
+#include <ftw.h>
 #include <stdarg.h>
 #include <stdio.h>
 #include <stdlib.h>
@@ -42,31 +41,19 @@ int make_folders(const char* path) {
     return 0;
 }
 
-// Removes a name in an open folder, so that no link can be substituted.
-static int remove_at(int parent, const char* name) {
-    if (unlinkat(parent, name, 0) == 0 || errno == ENOENT) return 0;
-    if (errno != EISDIR && errno != EPERM) return -1;  // Linux and POSIX return these for a folder
-
-    // A folder is emptied first: all entries except "." and "..".
-    int fd = openat(parent, name, O_RDONLY | O_DIRECTORY | O_NOFOLLOW | O_CLOEXEC);
-    DIR* folder = fd < 0 ? NULL : fdopendir(fd);
-    if (!folder) return -1;
-    int result = 0;
-    errno = 0;
-    for (struct dirent* entry; result == 0 && (entry = readdir(folder)) != NULL; errno = 0)
-        if (strcmp(entry->d_name, ".") != 0 && strcmp(entry->d_name, "..") != 0)
-            result = remove_at(dirfd(folder), entry->d_name);
-    int why = errno;
-    closedir(folder);
-    return result == 0 && why == 0 ? unlinkat(parent, name, AT_REMOVEDIR) : fails(why);
-}
-
 bool is_link(const char* path) {
     struct stat info;
     return lstat(path, &info) == 0 && S_ISLNK(info.st_mode);
 }
 
-int remove_tree(const char* path) { return is_link(path) ? fails(ELOOP) : remove_at(AT_FDCWD, path); }
+// nftw calls this for everything in a folder and then for the folder.
+static int remove_one(const char* path, const struct stat* info, int type, struct FTW* place) { return remove(path); }
+
+int remove_tree(const char* path) {
+    if (is_link(path)) return fails(ELOOP);
+    // FTW_PHYS: a link is removed itself.
+    return nftw(path, remove_one, 16, FTW_DEPTH | FTW_PHYS) == 0 || errno == ENOENT ? 0 : -1;
+}
 
 // After a rename: the new name survives a power failure only if its folder is synced.
 int sync_folder(const char* path) {
@@ -110,29 +97,22 @@ int read_all_at(int fd, void* out, int64_t bytes, int64_t offset) {
     return got == bytes ? 0 : got < 0 ? -1 : fails(EIO);
 }
 
+// The size is checked first: a file that grows meanwhile gives the bytes that it had.
 char* read_file(const char* path, size_t limit, size_t* size) {
     int fd = open_file(path);
     if (fd < 0) return NULL;
-    size_t capacity = 1 << 16, got = 0;
-    char* text = (char*)host_alloc(capacity);
-
-    // Read until the end, without a size from stat: a file may grow while it is read.
-    ssize_t n;
-    while ((n = read(fd, text + got, capacity - got - 1)) > 0 && (got += (size_t)n) <= limit) {
-        if (got + 1 < capacity) continue;
-        text = (char*)realloc(text, capacity *= 2);
-        if (!text) die(EXIT_FAILED, "out of host memory reading %s", path);
-    }
-    int why = n < 0 ? errno : got > limit ? EFBIG : 0;
+    const int64_t bytes = lseek(fd, 0, SEEK_END);
+    const bool fits = (uint64_t)bytes <= limit;
+    char* text = fits ? (char*)host_alloc((size_t)bytes + 1) : NULL;
+    const int64_t got = fits ? read_at(fd, text, bytes, 0) : -1;
+    int why = fits ? errno : EFBIG;
     close(fd);
-    if (why) {
+    if (got < 0) {
         free(text);
         fails(why);
         return NULL;
     }
-
-    text[got] = 0;
-    if (size) *size = got;
+    if (size) *size = (size_t)got;
     return text;
 }
 

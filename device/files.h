@@ -2,14 +2,9 @@
 //
 // A folder may come from another user, so no call writes or removes through a symbolic link inside it: such a name
 // fails with ELOOP. Only regular files are opened: a FIFO would wait for its other end, and a device might act.
-#ifndef DEVICE_FILES_H
-#define DEVICE_FILES_H
-
-#include <stdbool.h>
+#pragma once
 
 #include "device/check.h"
-
-BEGIN_C
 
 // A path by value, which needs no freeing. A path that is too long for the system ends the run.
 typedef struct Path {
@@ -47,7 +42,3 @@ void unlock_file(const char* path, int fd);
 
 // strerror, with messages of our own for the refusals above.
 const char* file_error(int why);
-
-END_C
-
-#endif

@@ -7,12 +7,9 @@
 //
 // A replay repeats launches, copies and memsets with the arguments of the capture. Host code of `work` is not repeated.
 // So values that differ from run to run must be in device memory, and are written there before the run.
-#ifndef DEVICE_GRAPH_H
-#define DEVICE_GRAPH_H
+#pragma once
 
 #include "device/device.h"
-
-BEGIN_C
 
 typedef struct Graph Graph;
 
@@ -27,7 +24,3 @@ void graph_destroy(Graph* graph);
 // allocates no memory, waits for nothing on the host and uploads nothing. With graph NULL it runs normally, and nothing
 // is captured.
 void graph_run(Graph* graph, void (*work)(void* argument), void* argument, Ctx* ctx);
-
-END_C
-
-#endif

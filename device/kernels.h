@@ -1,11 +1,8 @@
 // Selects the kernels of a GPU: portable kernels for every NVIDIA GPU since Ampere, or kernels for Hopper. Plain
 // functions of the compute capability (90 is 9.0), so that any machine can compute the answer for any GPU.
-#ifndef DEVICE_KERNELS_H
-#define DEVICE_KERNELS_H
+#pragma once
 
 #include "device/types.h"
-
-BEGIN_C
 
 // Returns 1: portable kernels, 0: Hopper's kernels, -1: none, with the reason in *error (newly allocated). `asked` is
 // the value of TRAIN_MOE_KERNELS, NULL if it is not set.
@@ -13,7 +10,3 @@ int kernels_choose(int capability, const char* asked, char** error);
 
 // NULL, or the reason why the GPU has no MXFP8 GEMMs for --mx-gemm fast with these kernels (newly allocated).
 char* kernels_without_fast(int capability, int portable);
-
-END_C
-
-#endif

@@ -6,12 +6,9 @@
 //   --help          --steps N      updates in all [1000]
 //   configuration   run         steps 500
 //   record          "steps": 500
-#ifndef DEVICE_OPTIONS_H
-#define DEVICE_OPTIONS_H
+#pragma once
 
 #include "device/types.h"
-
-BEGIN_C
 
 typedef enum {
     OPTION_INT,     // int64_t
@@ -70,7 +67,3 @@ int option_same(const Option* option, const void* values, const void* others);
 void options_help(const Option* table, int count, const char* program, const char* const* common);
 // Prints "group  name value ..." lines to stdout: the values that differ from `defaults`; all values if it is NULL.
 void options_print(const Option* table, int count, const void* values, const void* defaults);
-
-END_C
-
-#endif

@@ -13,20 +13,21 @@ typedef struct Chunk {
     size_t bytes;
 } Chunk;
 
+// The pool grows by a sixteenth or more each time, so it has 14 times its first size before the list is full.
+enum { MOST_CHUNKS = 48 };
+
 // top: where the next buffer begins. table: buffers to take next (pool_take_table).
 struct Pool {
     const char* purpose;
-    Chunk* chunks;  // the first belongs to the caller
+    Chunk chunks[MOST_CHUNKS];  // the first belongs to the caller
     int count;
     PoolMark top;
     Arena table;
 };
 
-// The list of chunks may move; the chunks themselves do not.
 static void add_chunk(Pool* pool, void* memory, size_t bytes) {
-    Chunk chunk = {(char*)memory, bytes};
-    pool->chunks = (Chunk*)realloc(pool->chunks, (size_t)(pool->count + 1) * sizeof(Chunk));
-    if (!pool->chunks) die(EXIT_FAILED, "out of host memory for the %s", pool->purpose);
+    const Chunk chunk = {(char*)memory, bytes};
+    ASSERT(pool->count < MOST_CHUNKS);
     pool->chunks[pool->count++] = chunk;
 }
 
@@ -45,17 +46,16 @@ static void free_added(Pool* pool) {
 
 // The caller frees the old first chunk, because it belongs to the caller.
 void pool_move(Pool* pool, void* memory, size_t bytes) {
-    const Chunk chunk = {(char*)memory, bytes};
     const PoolMark bottom = {0, 0};
     free_added(pool);
-    pool->chunks[0] = chunk;
+    pool->count = 0;
+    add_chunk(pool, memory, bytes);
     pool->top = bottom;
 }
 
 void pool_destroy(Pool* pool) {
     free_added(pool);
     arena_free(&pool->table);
-    free(pool->chunks);
     free(pool);
 }
 

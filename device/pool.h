@@ -6,12 +6,9 @@
 //   chunk 0 (planned)                          chunk 1 (allocated in the step that needed it)
 //   | layer 1 | layer 2 | layer 3 | too small | | layer 4      | free        |
 //                                                              ^ top {chunk 1, at}
-#ifndef DEVICE_POOL_H
-#define DEVICE_POOL_H
+#pragma once
 
 #include "device/arena.h"
-
-BEGIN_C
 
 typedef struct Pool Pool;
 typedef struct PoolMark {  // a height of the stack
@@ -31,7 +28,3 @@ Arena* pool_table(Pool* pool);
 void pool_take_table(Pool* pool);
 PoolMark pool_mark(const Pool* pool);
 void pool_release(Pool* pool, PoolMark mark);  // frees all memory taken since the mark
-
-END_C
-
-#endif

@@ -1,7 +1,7 @@
 #include "device/threads.h"
 
 #include <omp.h>
-#include <signal.h>
+#include <pthread.h>
 #include <stdlib.h>
 #include <string.h>
 
@@ -36,14 +36,4 @@ void threads_check(void) {
             "out of memory, or of threads: %d of %d could be started (%s); set OMP_NUM_THREADS to fewer, or raise the "
             "limits (ulimit -v, ulimit -u)",
             started, threads, strerror(error));
-}
-
-int thread_start(pthread_t* thread, void* (*work)(void*), void* argument) {
-    // A new thread inherits the signal mask: all signals stay with the thread that starts it.
-    sigset_t all, before;
-    sigfillset(&all);
-    pthread_sigmask(SIG_SETMASK, &all, &before);
-    int error = pthread_create(thread, NULL, work, argument);
-    pthread_sigmask(SIG_SETMASK, &before, NULL);
-    return error;
 }

@@ -9,9 +9,9 @@
 //
 // Host code is compiled as C11 by gcc (CPU build) and as C++20 by nvcc (CUDA build). It passes floatX* on and never
 // reads it.
-#ifndef DEVICE_TYPES_H
-#define DEVICE_TYPES_H
+#pragma once
 
+#include <stdbool.h>
 #include <stddef.h>
 #include <stdint.h>
 
@@ -48,5 +48,3 @@ static inline BOTH_SIDES int64_t max_i64(int64_t a, int64_t b) { return a > b ? 
 static inline BOTH_SIDES int64_t ceil_div(int64_t a, int64_t b) { return (a + b - 1) / b; }
 static inline BOTH_SIDES int64_t round_up(int64_t a, int64_t b) { return (a + b - 1) / b * b; }  // to a multiple of b
 static inline size_t max_size(size_t a, size_t b) { return a > b ? a : b; }
-
-#endif

@@ -1,16 +1,14 @@
 // Saving. The saver threads of all ranks write a checkpoint together:
 //
-//   1. rank 0      makes the temporary folder and the tensor files, at full size and with their headers
+//   1. rank 0      makes the temporary folder and the tensor files, with their headers
 //   2. every rank  writes its slices in place, flushes them, and sends their CRC-32s to rank 0
 //   3. rank 0      joins the CRC-32s, writes the other files and the manifest, renames the folder, removes old ones
-#ifndef _GNU_SOURCE
-#define _GNU_SOURCE  // fallocate: posix_fallocate writes every block where the file system cannot
-#endif
 #include "parallel/checkpoint.h"
 
 #include <dirent.h>
 #include <errno.h>
 #include <fcntl.h>
+#include <pthread.h>
 #include <stdio.h>
 #include <stdlib.h>
 #include <string.h>
@@ -19,7 +17,6 @@
 
 #include "device/check.h"
 #include "device/files.h"
-#include "device/threads.h"
 #include "parallel/slices.h"
 #include "parallel/watch.h"
 
@@ -29,8 +26,6 @@ typedef struct SavedFile {
     char* header;
     int64_t header_bytes, bytes;  // bytes: of the whole file
 } SavedFile;
-
-#define PROBE ".shared_"  // name of a file by which the ranks test that they share the folder
 
 // The saver of one rank. The thread and the caller never change it at once: checkpoint_wait comes between.
 struct Saver {
@@ -65,12 +60,9 @@ static bool clear_away(const char* path) {
 static void sweep(const char* out) {
     DIR* folder = opendir(out);
     for (struct dirent* entry; folder && (entry = readdir(folder)) != NULL;) {
-        const char* name = entry->d_name;
-        bool probe = strncmp(name, PROBE, strlen(PROBE)) == 0 && !name[strspn(name, PROBE "0123456789")];
-        if (!probe && step_number(name, ".tmp") < 0 && step_number(name, ".replaced") < 0) continue;
-        Path path = path_of("%s/%s", out, name);
-        if (clear_away(path.text) && !probe)
-            warn("%s was left by a save that did not finish; it is removed", path.text);
+        if (step_number(entry->d_name, ".tmp") < 0 && step_number(entry->d_name, ".replaced") < 0) continue;
+        Path path = path_of("%s/%s", out, entry->d_name);
+        if (clear_away(path.text)) warn("%s was left by a save that did not finish; it is removed", path.text);
     }
     if (folder) closedir(folder);
 }
@@ -83,10 +75,11 @@ Saver* saver_create(Ranks* world, const char* out, int keep) {
     s->out_fd = -1;
 
     // A folder that the hosts do not share is detected now, not at the first save: rank 0 makes a file that the others
-    // must see. Its name is new each time, because file systems may cache that an old name did not exist.
+    // must see. Its name is new each time, because file systems may cache that an old name did not exist. It has the
+    // form of an unfinished save: if this run is killed here, the next one removes the file.
     int64_t id = getpid();
     ranks_broadcast(world, &id, sizeof(id), 0);
-    Path probe = path_of("%s/" PROBE "%ld", out, id);
+    Path probe = step_path(out, id, ".tmp");
     int fd = -1;
     if (ranks_index(world) == 0) {
         if (make_folders(out) == 0) sweep(out), fd = create_file(probe.text);
@@ -148,12 +141,6 @@ static NORETURN void give_up(const Saver* s, const char* what, const char* path)
         file_error(why));
 }
 
-// Allocates a file's disk space where the file system supports it; else only sets its size.
-static int reserve(int fd, int64_t bytes) {
-    if (fallocate(fd, 0, 0, (off_t)bytes) == 0) return 0;
-    return errno == EOPNOTSUPP ? ftruncate(fd, (off_t)bytes) : -1;
-}
-
 // Writes all of the bytes, with several writes if needed.
 static int put(int fd, const char* data, int64_t bytes, int64_t offset) {
     while (bytes > 0) {
@@ -167,13 +154,12 @@ static int put(int fd, const char* data, int64_t bytes, int64_t offset) {
     return 0;
 }
 
-// Makes a file of `bytes` bytes and writes its head. Its disk space is allocated now, so that a full disk fails early.
-static void make_file(const Saver* s, const char* name, const char* head, int64_t head_bytes, int64_t bytes) {
+// Makes a file that begins with `head`.
+static void make_file(const Saver* s, const char* name, const char* head, int64_t bytes) {
     Path path = path_of("%s/%s", s->folder.text, name);
     int fd = create_file(path.text);
     if (fd < 0) give_up(s, "create", path.text);
-    if (reserve(fd, bytes) != 0 || put(fd, head, head_bytes, 0) != 0 || fsync(fd) != 0 || close(fd) != 0)
-        give_up(s, "write", path.text);
+    if (put(fd, head, bytes, 0) != 0 || fsync(fd) != 0 || close(fd) != 0) give_up(s, "write", path.text);
 }
 
 // Rank 0: makes the empty folder, and in it every tensor file.
@@ -182,7 +168,7 @@ static void make_files(const Saver* s) {
     check_folder(s);
     if (remove_tree(folder) != 0 || mkdir(folder, 0777) != 0) give_up(s, "create", folder);
     for (int i = 0; i < s->tensor_files; i++)
-        make_file(s, s->files[i].name, s->files[i].header, s->files[i].header_bytes, s->files[i].bytes);
+        make_file(s, s->files[i].name, s->files[i].header, s->files[i].header_bytes);
 }
 
 // Writes this rank's slices of a file, from *next on; their bytes begin at *from. Moves both past them. Every rank that
@@ -224,7 +210,6 @@ static void write_files(Saver* s) {
         // The ranks agree after each file. ranks_well may change errno, so the reason is kept.
         bool written = write_slices(path.text, i, &next, s->slices + s->slice_count, &from);
         int why = errno;
-        watch_progress();
         if (!ranks_well(s->group, written)) {
             errno = why;
             give_up(s, "write", path.text);
@@ -239,7 +224,7 @@ static void write_manifest(const Saver* s, const FileSlice* slices, int64_t slic
     const FileSlice *next = slices, *end = slices + slice_count;
     // Text files.
     for (int i = s->tensor_files; i < s->count; i++)
-        make_file(s, s->files[i].name, s->files[i].header, s->files[i].header_bytes, s->files[i].bytes);
+        make_file(s, s->files[i].name, s->files[i].header, s->files[i].header_bytes);
     // Manifest.
     char* body = host_strdup(s->record);
     for (int i = 0; i < s->count; i++) {
@@ -253,8 +238,7 @@ static void write_manifest(const Saver* s, const FileSlice* slices, int64_t slic
     }
     host_append(&body, "]");
     host_append(&body, "%s%lu}\n", CHECKPOINT_MANIFEST_END, crc_of(body, strlen(body)));
-    int64_t length = (int64_t)strlen(body);
-    make_file(s, "manifest.json", body, length, length);
+    make_file(s, "manifest.json", body, (int64_t)strlen(body));
     free(body);
 }
 
@@ -337,7 +321,7 @@ static void* saver_thread(void* saver) {
     int64_t total;
     check_finite(s);
 
-    // Tensor files at full size, then every rank's slices, then the manifest from the slices' CRC-32s.
+    // Tensor files with their headers, then every rank's slices, then the manifest from the slices' CRC-32s.
     if (leads) make_files(s);
     ranks_barrier(s->group);
     write_files(s);
@@ -352,28 +336,21 @@ static void* saver_thread(void* saver) {
 
     // The buffer stays for the next save; the rest belonged to this one.
     free(all);
-    for (int i = 0; i < s->count; i++) free(s->files[i].header);
+    for (int i = 0; i < s->tensor_files; i++) free(s->files[i].header);
     free(s->files);
     free(s->slices);
     free(s->record);
     return NULL;
 }
 
-// Copies this rank's part of a tensor to `to`, the end of the buffer. Adjacent parts of the file are one slice.
+// Copies this rank's part of a tensor to `to`, the end of the buffer.
 static char* copy_slice(Saver* s, int64_t file, const CheckpointTensor* t, int64_t tensor_offset, char* to, Ctx* ctx) {
     int64_t size = (int64_t)st_dtype_bytes(t->dtype), bytes = t->save_count * size,
             offset = tensor_offset + t->save_first * size;
     ASSERT(t->save_first >= t->first && t->save_first + t->save_count <= t->first + t->count);
     device_download(to, (char*)t->data + (t->save_first - t->first) * size, (size_t)bytes, ctx);
-
-    // The slice: longer by these bytes if they follow the last one in the file, else a new one.
-    FileSlice* last = s->slices + s->slice_count - 1;
-    if (s->slice_count && last->file == file && last->offset + last->bytes == offset && last->dtype == t->dtype) {
-        last->bytes += bytes;
-    } else {
-        FileSlice slice = {.file = file, .offset = offset, .bytes = bytes, .dtype = t->dtype};
-        s->slices[s->slice_count++] = slice;
-    }
+    FileSlice slice = {.file = file, .offset = offset, .bytes = bytes, .dtype = t->dtype};
+    s->slices[s->slice_count++] = slice;
     return to + bytes;
 }
 
@@ -405,7 +382,7 @@ void checkpoint_save(Saver* s, const CheckpointRecord* r, const char* options_js
     // The last save must end first: its thread reads the buffer.
     checkpoint_wait(s);
 
-    // The bytes that this rank writes, and an upper bound on its slices.
+    // The bytes and slices that this rank writes.
     size_t bytes = 0, slices = 0;
     for (int i = 0; i < count; i++)
         for (int t = 0; t < files[i].count; t++) {
@@ -431,13 +408,10 @@ void checkpoint_save(Saver* s, const CheckpointRecord* r, const char* options_js
     // The copy to host memory. Training continues after it.
     char* to = s->buffer;
     for (int i = 0; i < count; i++) to = copy_file(s, i, &files[i], to, ctx);
-    for (int i = 0; i < s->text_count; i++) {
-        s->files[count + i] = s->texts[i];
-        s->files[count + i].header = host_strdup(s->texts[i].header);
-    }
+    memcpy(s->files + count, s->texts, (size_t)s->text_count * sizeof(SavedFile));
 
     // The thread writes the files.
-    int rc = thread_start(&s->thread, saver_thread, s);
+    int rc = pthread_create(&s->thread, NULL, saver_thread, s);
     if (rc != 0) die(EXIT_FAILED, "cannot start the thread that writes %s: %s", s->folder.text, strerror(rc));
     s->running = true;
 }

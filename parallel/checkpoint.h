@@ -14,17 +14,12 @@
 //   step 10              step 11        step 12        step 20
 //   | ... | copy |       | ...          | ...          | ... | wait for the thread | copy |
 //                | thread: files, flush, manifest, rename      |                   | thread ...
-#ifndef PARALLEL_CHECKPOINT_H
-#define PARALLEL_CHECKPOINT_H
-
-#include <stdbool.h>
+#pragma once
 
 #include "data/json.h"
 #include "data/safetensors.h"
 #include "device/device.h"
 #include "parallel/ranks.h"
-
-BEGIN_C
 
 static const StDtype CHECKPOINT_DTYPE = sizeof(real) == 8 ? ST_F64 : ST_F32;  // of tensors of real
 
@@ -84,7 +79,7 @@ Json* checkpoint_manifest(const char* out, int64_t step, CheckpointRecord* recor
 // Whether the manifest lists a file of this name. NULL lists none.
 bool checkpoint_lists(const Json* manifest, const char* name);
 
-// Checks every file against the manifest (each rank reads an equal share of the bytes), and loads every slice. Returns
+// Checks every file against the manifest (the ranks share the files), and loads every slice. Returns
 // 0 on all ranks, or -1 on all with the same reason in `error`; then some tensors may have been overwritten. A NULL
 // manifest fails with the reason that is already in `error`. Ends the run if a rank passes another step or manifest
 // than rank 0.
@@ -93,7 +88,3 @@ int checkpoint_load(Ranks* world, const char* out, int64_t step, const Json* man
 
 // Checks files of a folder in the same way if it is a checkpoint: without a manifest there is nothing to check.
 int checkpoint_check(Ranks* world, const char* folder, const char** names, int count, char* error, size_t error_size);
-
-END_C
-
-#endif

@@ -1,5 +1,5 @@
 // Collectives through MPI, with sums whose rounding does not depend on time. Reduce-scatter: every rank receives all
-// ranks' values of its share of the elements, and adds them in rank order. A large all-reduce is that, followed by an
+// ranks' values of its share of the elements, and adds them in rank order. An all-reduce is that, followed by an
 // all-gather of the shares:
 //
 //   rank 0   a0 b0 c0         a0 a1 a2         a               a b c
@@ -14,9 +14,6 @@
 #include "device/cpu.h"
 #include "parallel/watch.h"
 
-// All-reduce of fewer bytes than this: all-gather, then every rank sums all elements. One exchange instead of two.
-static const size_t SMALL_SUM = (size_t)64 << 10;
-
 enum { ALL_GATHER, REDUCE_SCATTER, SUM, EXCHANGE, KINDS };
 
 // A communicator. It has MPI messages of its own, so those of other communicators cannot be mistaken for its.
@@ -24,41 +21,34 @@ struct Comm {
     Ranks* group;
     int count, index;
     char what[KINDS][64];  // names of waits, for the watchdog
-    void* parts;           // received values that are not summed yet; grows to the largest sum
+    char* parts;           // received values that are not summed yet; grows to the largest sum
     size_t parts_room;
-    size_t *send_at, *send_bytes, *recv_at, *recv_bytes;  // (count) each, for ranks_exchange; one allocation
     void* window;
 };
 
 Comm* comm_create(Ranks* group, const char* name, Ctx* ctx) {
     static const char* const kinds[KINDS] = {"all-gather", "reduce-scatter", "sum", "exchange"};
-    (void)ctx;
     Comm* c = (Comm*)host_alloc(sizeof(Comm));
     c->group = ranks_split(group, 0);
     c->count = ranks_count(group);
     c->index = ranks_index(group);
     for (int i = 0; i < KINDS; i++) snprintf(c->what[i], sizeof(c->what[i]), "%s (%s)", kinds[i], name);
-    c->send_at = (size_t*)host_alloc(4 * (size_t)c->count * sizeof(size_t));
-    c->send_bytes = c->send_at + c->count;
-    c->recv_at = c->send_bytes + c->count;
-    c->recv_bytes = c->recv_at + c->count;
     return c;
 }
 
 void comm_destroy(Comm* c) {
     ranks_free(c->group);
     free(c->parts);
-    free(c->send_at);
     free(c);
 }
 
 int comm_count(const Comm* c) { return c->count; }
 int comm_index(const Comm* c) { return c->index; }
 
-// All-to-all by the byte offsets and sizes in c.
-static void exchange(Comm* c, void* recv, const void* send) {
-    ranks_exchange(c->group, recv, c->recv_at, c->recv_bytes, send, c->send_at, c->send_bytes);
-}
+// An all-to-all has a step for each rank. In step s a rank sends to the s-th rank after it, and receives from the s-th
+// before it. So not all ranks send to one at once.
+static int rank_after(const Comm* c, int step) { return (c->index + step) % c->count; }
+static int rank_before(const Comm* c, int step) { return (c->index + c->count - step) % c->count; }
 
 // out[i] = parts[0][i] + parts[1][i] + ..., or their maximum: in rank order, so the bits depend on the number of ranks
 // alone.
@@ -89,7 +79,6 @@ static const struct {
     {sizeof(real), add_real}, {sizeof(double), add_double}, {sizeof(int64_t), add_i64}, {sizeof(real), max_real}};
 
 void comm_all_gather(Comm* c, void* all, const void* mine, size_t bytes, Ctx* ctx) {
-    (void)ctx;
     watch_begin(c->what[ALL_GATHER]);
     ranks_all_gather(c->group, all, mine, bytes);
     watch_end();
@@ -98,79 +87,54 @@ void comm_all_gather(Comm* c, void* all, const void* mine, size_t bytes, Ctx* ct
 // Rank r's share of n elements is first(r) .. first(r + 1) - 1. A rank receives its share of every rank's `all`, and
 // sums them into `part`.
 static int64_t first(const Comm* c, int64_t n, int r) { return n / c->count * r + min_i64(r, n % c->count); }
-static void reduce_parts(Comm* c, void* part, const void* all, int64_t n, Reduction reduction) {
-    size_t size = types[reduction].size;
-    int64_t own = first(c, n, c->index + 1) - first(c, n, c->index);
-    for (int r = 0; r < c->count; r++) {
-        c->send_at[r] = (size_t)first(c, n, r) * size;
-        c->send_bytes[r] = (size_t)(first(c, n, r + 1) - first(c, n, r)) * size;
-        c->recv_at[r] = (size_t)(r * own) * size;
-        c->recv_bytes[r] = (size_t)own * size;
+static int64_t share(const Comm* c, int64_t n, int r) { return first(c, n, r + 1) - first(c, n, r); }
+static void reduce_parts(Comm* c, void* part, const char* all, int64_t n, Reduction reduction) {
+    const size_t size = types[reduction].size, own = (size_t)share(c, n, c->index) * size;
+    c->parts = (char*)host_at_least(c->parts, &c->parts_room, (size_t)c->count * own);
+    for (int step = 0; step < c->count; step++) {
+        const int to = rank_after(c, step), from = rank_before(c, step);
+        ranks_send_receive(c->group, to, all + (size_t)first(c, n, to) * size, (size_t)share(c, n, to) * size, from,
+                           c->parts + (size_t)from * own, own);
     }
-    c->parts = host_at_least(c->parts, &c->parts_room, (size_t)(c->count * own) * size);
-    exchange(c, c->parts, all);
-    types[reduction].reduce(part, c->parts, c->count, own);
+    types[reduction].reduce(part, c->parts, c->count, share(c, n, c->index));
 }
 
 void comm_reduce_scatter(Comm* c, real* part, real* all, int64_t n, Ctx* ctx) {
-    (void)ctx;
-    // One rank: the sum is its own value.
-    if (c->count == 1) {
-        if (part != all) memcpy(part, all, (size_t)n * sizeof(real));
-        return;
-    }
     watch_begin(c->what[REDUCE_SCATTER]);
-    reduce_parts(c, part, all, n * c->count, SUM_REAL);
+    reduce_parts(c, part, (const char*)all, n * c->count, SUM_REAL);
     watch_end();
 }
 
 void comm_all_reduce(Comm* c, void* data, int64_t n, Reduction reduction, Ctx* ctx) {
-    (void)ctx;
     if (c->count == 1) return;
     watch_begin(c->what[SUM]);
-    size_t size = types[reduction].size, bytes = (size_t)n * size;
-    // Latency dominates small sums: all parts are sent to all ranks at once.
-    if (bytes < SMALL_SUM) {
-        c->parts = host_at_least(c->parts, &c->parts_room, (size_t)c->count * bytes);
-        ranks_all_gather(c->group, c->parts, data, bytes);
-        types[reduction].reduce(data, c->parts, c->count, n);
-    } else {
-        // Every rank sums its share in place, then sends it to all: the first exchange with send and recv swapped.
-        char* own = (char*)data + (size_t)first(c, n, c->index) * size;
-        reduce_parts(c, own, data, n, reduction);
-        memcpy(c->recv_at, c->send_at, (size_t)c->count * sizeof(size_t));
-        memcpy(c->recv_bytes, c->send_bytes, (size_t)c->count * sizeof(size_t));
-        for (int r = 0; r < c->count; r++) {
-            c->send_at[r] = c->recv_at[c->index];
-            c->send_bytes[r] = c->recv_bytes[c->index];
-        }
-        exchange(c, data, data);
-    }
+    // Every rank reduces its share in place, and then sends it to all.
+    const size_t size = types[reduction].size;
+    char* all = (char*)data;
+    reduce_parts(c, all + (size_t)first(c, n, c->index) * size, all, n, reduction);
+    for (int r = 0; r < c->count; r++)
+        ranks_broadcast(c->group, all + (size_t)first(c, n, r) * size, (size_t)share(c, n, r) * size, r);
     watch_end();
 }
 
 void comm_exchange(Comm* c, const ExchangeBuffer* buffers, int buffer_count, ExchangeRows rows, Ctx* ctx) {
-    (void)ctx;
     watch_begin(c->what[EXCHANGE]);
-    // The buffers are sent one after the other. Offsets and counts are converted from rows to bytes.
+    // The buffers are sent one after the other.
     for (int b = 0; b < buffer_count; b++) {
-        size_t bytes = buffers[b].row_bytes;
-        for (int r = 0; r < c->count; r++) {
-            c->send_at[r] = (size_t)rows.send_start[r] * bytes;
-            c->send_bytes[r] = (size_t)rows.send_rows[r] * bytes;
-            c->recv_at[r] = (size_t)rows.recv_start[r] * bytes;
-            c->recv_bytes[r] = (size_t)rows.recv_rows[r] * bytes;
+        const size_t bytes = buffers[b].row_bytes;
+        for (int step = 0; step < c->count; step++) {
+            const int to = rank_after(c, step), from = rank_before(c, step);
+            ranks_send_receive(c->group, to, (const char*)buffers[b].send + (size_t)rows.send_start[to] * bytes,
+                               (size_t)rows.send_rows[to] * bytes, from,
+                               (char*)buffers[b].recv + (size_t)rows.recv_start[from] * bytes,
+                               (size_t)rows.recv_rows[from] * bytes);
         }
-        exchange(c, buffers[b].recv, buffers[b].send);
     }
     watch_end();
 }
 
 // On the CPU there is no shared memory: comm_exchange sends messages, and a window is plain memory.
-char* comm_windows_missing(Comm* c) {
-    (void)c;
-    return NULL;
-}
+char* comm_windows_missing(Comm* c) { return NULL; }
 
 void* comm_window(Comm* c, size_t bytes, const char* what) { return c->window = device_alloc(bytes, what); }
 void comm_window_free(Comm* c) { device_free(c->window); }

@@ -8,11 +8,7 @@
 // block each other. NCCL_LAUNCH_ORDER_IMPLICIT makes them start in the order of the calls, which is the same on every
 // rank. One communicator that is used from two streams keeps the order of the calls by itself.
 #include <nccl.h>
-// Its inline functions do not use all of their parameters.
-#pragma GCC diagnostic push
-#pragma GCC diagnostic ignored "-Wunused-parameter"
 #include <nccl_device.h>
-#pragma GCC diagnostic pop
 #include <pthread.h>
 
 #include <stdio.h>
@@ -83,8 +79,7 @@ static void forget_done(Comm* c) {
 }
 
 // The watchdog's probe (parallel/watch.h): the number of collectives done, and the name of the oldest that is pending.
-static int64_t probe(void* context, const char** pending) {
-    (void)context;
+static int64_t probe(const char** pending) {
     const Queued* oldest = NULL;
     pthread_mutex_lock(&lock);
     for (Comm* c = comms; c; c = c->next) {
@@ -175,7 +170,7 @@ Comm* comm_create(Ranks* group, const char* name, Ctx* ctx) {
     c->next = comms;
     comms = c;
     pthread_mutex_unlock(&lock);
-    watch_probe(probe, NULL);
+    watch_probe(probe);
     connect_pairs(c, ctx);
     return c;
 }
@@ -188,7 +183,7 @@ void comm_destroy(Comm* c) {
         *link = c->next;
         WatchProbe others = comms ? probe : NULL;
         pthread_mutex_unlock(&lock);
-        watch_probe(others, NULL);  // returns when the watchdog no longer reads this one
+        watch_probe(others);  // returns when the watchdog no longer reads this one
         watch_begin("disconnecting the GPUs");
         if (c->device_side) NCCL_CHECK(ncclDevCommDestroy(c->nccl, c->device_side), c->nccl);
         free(c->device_side);

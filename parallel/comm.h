@@ -2,13 +2,10 @@
 // (parallel/comm.cu), MPI in the CPU build (parallel/comm.c, on parallel/ranks.h). A call is queued on a Ctx like any
 // op. All ranks of a group make the same calls in the same order. The order of a sum depends on the layout alone, never
 // on time.
-#ifndef PARALLEL_COMM_H
-#define PARALLEL_COMM_H
+#pragma once
 
 #include "device/device.h"
 #include "parallel/ranks.h"
-
-BEGIN_C
 
 // A communicator: a group of ranks whose device memory is connected. A group of one rank works too, and costs nothing.
 // `group` may be freed after comm_create.
@@ -64,7 +61,3 @@ void comm_exchange(Comm* comm, const ExchangeBuffer* buffers, int buffer_count, 
 char* comm_windows_missing(Comm* comm);
 void* comm_window(Comm* comm, size_t bytes, const char* what);
 void comm_window_free(Comm* comm);
-
-END_C
-
-#endif

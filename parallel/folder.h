@@ -1,10 +1,7 @@
 // The folder of a run, --out: created if needed, and locked, so that two runs cannot use it at once by mistake.
-#ifndef PARALLEL_FOLDER_H
-#define PARALLEL_FOLDER_H
+#pragma once
 
 #include "device/files.h"
-
-BEGIN_C
 
 // The lock of --out, from folder_open to folder_close.
 typedef struct Folder {
@@ -16,7 +13,3 @@ typedef struct Folder {
 // ends the run with a message that names the folder and the reason. If locks do not work there is only a warning.
 Folder folder_open(const char* out, int resume);
 void folder_close(const Folder* folder);
-
-END_C
-
-#endif

@@ -4,12 +4,9 @@
 //
 // Communication calls are collective: all ranks of the group make the same calls in the same order. Each counts as a
 // wait for the watchdog (parallel/watch.h). An error of MPI ends the run on every rank.
-#ifndef PARALLEL_RANKS_H
-#define PARALLEL_RANKS_H
+#pragma once
 
 #include "device/types.h"
-
-BEGIN_C
 
 typedef struct Ranks Ranks;  // a group of ranks
 
@@ -34,19 +31,15 @@ void ranks_free(Ranks* group);
 void ranks_broadcast(Ranks* group, void* data, size_t bytes, int root);
 // All-gather. all: count * bytes, in rank order. In place if mine == all + index * bytes.
 void ranks_all_gather(Ranks* group, void* all, const void* mine, size_t bytes);
-// All-to-all: send_bytes[i] bytes at send + send_at[i] go to rank i, and recv_bytes[i] bytes from it arrive at recv +
-// recv_at[i]. This rank's own part is included.
-void ranks_exchange(Ranks* group, void* recv, const size_t* recv_at, const size_t* recv_bytes, const void* send,
-                    const size_t* send_at, const size_t* send_bytes);
+// A step of an all-to-all: sends to rank `to` while it receives from rank `from`, which sends that many bytes. Both may
+// be this rank.
+void ranks_send_receive(Ranks* group, int to, const void* send, size_t send_bytes, int from, void* recv,
+                        size_t recv_bytes);
 void ranks_barrier(Ranks* group);
 
 // Asynchronous notes to rank 0, of at most RANKS_NOTE bytes. The group must be used for nothing else. Not collective.
-enum { RANKS_NOTE = 128 };
+enum { RANKS_NOTE = 192 };
 // Sends a note. Returns 0 if the previous note is still in flight: then this one is not sent.
 int ranks_post(Ranks* group, const void* note, size_t bytes);
 // On rank 0: receives a note and returns its rank, or -1 if there is none.
 int ranks_poll(Ranks* group, void* note, size_t bytes);
-
-END_C
-
-#endif

@@ -31,18 +31,16 @@ static const size_t CHUNK_BYTES = (size_t)16 << 20;
 struct Ranks {
     MPI_Comm comm;  // MPI_COMM_NULL: one rank, without MPI
     int count, index;
-    MPI_Request* requests;  // of an all-to-all
-    size_t requests_room;
     MPI_Request posted;  // of the note in flight
     char note[RANKS_NOTE];
 };
 
 static int local, here = 1;  // ranks_local, ranks_here
 
-// The number of chunks of a message.
-static size_t chunks(size_t bytes) { return (bytes + CHUNK_BYTES - 1) / CHUNK_BYTES; }
-// Bytes of the chunk that begins at `at`.
-static int chunk_bytes(size_t bytes, size_t at) { return (int)(bytes - at < CHUNK_BYTES ? bytes - at : CHUNK_BYTES); }
+// Bytes of the chunk that begins at `at`; 0 after the end of the message.
+static int chunk_bytes(size_t bytes, size_t at) {
+    return at < bytes ? (int)(bytes - at < CHUNK_BYTES ? bytes - at : CHUNK_BYTES) : 0;
+}
 
 // MPI_COMM_NULL: a group of one rank.
 static Ranks* group_create(MPI_Comm comm) {
@@ -114,7 +112,6 @@ void ranks_end(Ranks* world) {
         die_as_rank(0, "", NULL);
         MPI_CHECK(MPI_Finalize());
     }
-    free(world->requests);
     free(world);
 }
 
@@ -138,7 +135,6 @@ void ranks_free(Ranks* group) {
         MPI_CHECK(MPI_Wait(&group->posted, MPI_STATUS_IGNORE));
         MPI_CHECK(MPI_Comm_free(&group->comm));
     }
-    free(group->requests);
     free(group);
 }
 
@@ -155,51 +151,27 @@ void ranks_all_gather(Ranks* group, void* all, const void* mine, size_t bytes) {
     if (bytes && own != mine) memcpy(own, mine, bytes);
     if (group->count == 1) return;
     watch_begin("all-gather");
-    for (size_t at = 0; at < bytes; at += CHUNK_BYTES) {
-        // A chunk of every rank's part; the parts are `bytes` apart.
-        MPI_Datatype chunk, apart;
-        MPI_CHECK(MPI_Type_contiguous(chunk_bytes(bytes, at), MPI_BYTE, &chunk));
-        MPI_CHECK(MPI_Type_create_resized(chunk, 0, (MPI_Aint)bytes, &apart));
-        MPI_CHECK(MPI_Type_commit(&apart));
-        MPI_CHECK(MPI_Allgather(MPI_IN_PLACE, 0, MPI_DATATYPE_NULL, (char*)all + at, 1, apart, group->comm));
-        MPI_CHECK(MPI_Type_free(&apart));
-        MPI_CHECK(MPI_Type_free(&chunk));
-    }
+    for (int i = 0; i < group->count; i++) ranks_broadcast(group, (char*)all + (size_t)i * bytes, bytes, i);
     watch_end();
 }
 
-void ranks_exchange(Ranks* group, void* recv, const size_t* recv_at, const size_t* recv_bytes, const void* send,
-                    const size_t* send_at, const size_t* send_bytes) {
-    int own = group->index;
-    ASSERT(send_bytes[own] == recv_bytes[own]);
+void ranks_send_receive(Ranks* group, int to, const void* send, size_t send_bytes, int from, void* recv,
+                        size_t recv_bytes) {
     // A rank keeps its own part by a copy. It may overlap where send and recv are one buffer.
-    if (send_bytes[own]) memmove((char*)recv + recv_at[own], (const char*)send + send_at[own], send_bytes[own]);
-    if (group->count == 1) return;
+    if (to == group->index) {
+        ASSERT(from == to && send_bytes == recv_bytes);
+        if (send_bytes) memmove(recv, send, send_bytes);
+        return;
+    }
+
+    // Chunk by chunk. The two messages may differ in length: the shorter one has no partner (MPI_PROC_NULL) after its
+    // end.
     watch_begin("exchange");
-
-    // One request per chunk. There may be more than in any exchange before.
-    size_t most = 0;
-    int n = 0;
-    for (int i = 0; i < group->count; i++) most += chunks(send_bytes[i]) + chunks(recv_bytes[i]);
-    most *= sizeof(MPI_Request);
-    group->requests = (MPI_Request*)host_at_least(group->requests, &group->requests_room, most);
-
-    // Start at the next rank, so that not all ranks send to one at once. Chunks between two ranks arrive in order.
-    for (int step = 1; step < group->count; step++) {
-        int from = (own + group->count - step) % group->count;
-        for (size_t at = 0; at < recv_bytes[from]; at += CHUNK_BYTES)
-            MPI_CHECK(MPI_Irecv((char*)recv + recv_at[from] + at, chunk_bytes(recv_bytes[from], at), MPI_BYTE, from, 0,
-                                group->comm, &group->requests[n++]));
+    for (size_t at = 0; at < max_size(send_bytes, recv_bytes); at += CHUNK_BYTES) {
+        const int out = chunk_bytes(send_bytes, at), in = chunk_bytes(recv_bytes, at);
+        MPI_CHECK(MPI_Sendrecv((const char*)send + at, out, MPI_BYTE, out ? to : MPI_PROC_NULL, 0, (char*)recv + at, in,
+                               MPI_BYTE, in ? from : MPI_PROC_NULL, 0, group->comm, MPI_STATUS_IGNORE));
     }
-    for (int step = 1; step < group->count; step++) {
-        int to = (own + step) % group->count;
-        for (size_t at = 0; at < send_bytes[to]; at += CHUNK_BYTES)
-            MPI_CHECK(MPI_Isend((const char*)send + send_at[to] + at, chunk_bytes(send_bytes[to], at), MPI_BYTE, to, 0,
-                                group->comm, &group->requests[n++]));
-    }
-
-    // All chunks are in flight together.
-    MPI_CHECK(MPI_Waitall(n, group->requests, MPI_STATUSES_IGNORE));
     watch_end();
 }
 

@@ -44,13 +44,10 @@
 //
 //   unit   1  2  3  head = 4  5  6  7  8
 //   slot   1  0  1  0         1  2  1  2
-#ifndef PARALLEL_SHARDING_H
-#define PARALLEL_SHARDING_H
+#pragma once
 
 #include "device/arena.h"
 #include "parallel/comm.h"
-
-BEGIN_C
 
 typedef enum { SHARD_NONE, SHARD_OPTIMIZER, SHARD_GRADS, SHARD_WEIGHTS } Shard;
 
@@ -127,7 +124,3 @@ int64_t weights_version(const Sharding* sharding);  // the number of these chang
 void grads_get(Sharding* sharding, int unit, int first_micro_step, Ctx* ctx);
 Ctx* grads_reduce(Sharding* sharding, int unit, int first_micro_step, int last_micro_step, Ctx* ctx);
 void grads_wait(Sharding* sharding, Ctx* ctx);
-
-END_C
-
-#endif

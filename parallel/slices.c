@@ -25,18 +25,12 @@ int64_t step_number(const char* name, const char* suffix) {
 uLong crc_of(const void* data, size_t bytes) { return crc32_z(crc32(0, NULL, 0), (const Bytef*)data, bytes); }
 
 int64_t first_not_finite(const void* values, int64_t n, StDtype dtype) {
-    // Not finite: all bits of the exponent are 1. The first pass counts; the second finds the element, if there is one.
-    int64_t i = 0, bad = 0;
-    if (dtype == ST_BF16) {
-        const uint16_t* x = (const uint16_t*)values;
-        for (; i < n; i++) bad += (~x[i] & 0x7f80) == 0;
-        for (i = 0; bad && (~x[i] & 0x7f80) != 0;) i++;
-    } else {
-        const real* x = (const real*)values;
-        for (; i < n; i++) bad += !isfinite(x[i]);
-        for (i = 0; bad && isfinite(x[i]);) i++;
-    }
-    return bad ? i : n;
+    const uint16_t* bf16 = (const uint16_t*)values;
+    const real* reals = (const real*)values;
+    int64_t i = 0;
+    // A bf16 is not finite if all bits of its exponent are 1.
+    while (i < n && (dtype == ST_BF16 ? (~bf16[i] & 0x7f80) != 0 : isfinite(reals[i]))) i++;
+    return i;
 }
 
 // Order: by file, then by offset.
@@ -46,28 +40,21 @@ static int in_order(const void* a, const void* b) {
     return (apart > 0) - (apart < 0);
 }
 
-// A gather: an exchange in which every rank sends to rank 0 alone.
 FileSlice* slices_gather(Ranks* group, const FileSlice* mine, int64_t count, int64_t* total) {
-    size_t ranks = (size_t)ranks_count(group);
-    int64_t* counts = (int64_t*)host_alloc(ranks * sizeof(int64_t));
-    size_t* sizes = (size_t*)host_alloc(4 * ranks * sizeof(size_t));
-    size_t *recv_at = sizes, *recv = sizes + ranks, *send_at = sizes + 2 * ranks, *send = sizes + 3 * ranks;
-
-    // The number of slices that each rank sends, and the place where they arrive.
+    // The number of slices that each rank has.
+    const int ranks = ranks_count(group);
+    int64_t* counts = (int64_t*)host_alloc((size_t)ranks * sizeof(int64_t));
     ranks_all_gather(group, counts, &count, sizeof(count));
     *total = 0;
-    for (size_t r = 0; r < ranks && ranks_index(group) == 0; r++) {
-        recv_at[r] = (size_t)*total * sizeof(FileSlice);
-        recv[r] = (size_t)counts[r] * sizeof(FileSlice);
-        *total += counts[r];
-    }
+    for (int r = 0; r < ranks; r++) *total += counts[r];
 
-    // Rank 0 sorts the received slices, for slices_join.
-    send[0] = (size_t)count * sizeof(FileSlice);
-    FileSlice* all = (FileSlice*)host_alloc((size_t)*total * sizeof(FileSlice));
-    ranks_exchange(group, all, recv_at, recv, mine, send_at, send);
+    // The slices of rank after rank, then in order for slices_join.
+    FileSlice *all = (FileSlice*)host_alloc((size_t)*total * sizeof(FileSlice)), *part = all;
+    for (int r = 0; r < ranks; part += counts[r++]) {
+        if (r == ranks_index(group)) memcpy(part, mine, (size_t)count * sizeof(FileSlice));
+        ranks_broadcast(group, part, (size_t)counts[r] * sizeof(FileSlice), r);
+    }
     qsort(all, (size_t)*total, sizeof(FileSlice), in_order);
-    free(sizes);
     free(counts);
     return all;
 }

@@ -5,17 +5,13 @@
 //   | rank 0 | rank 0 | rank 1 | rank 0 | rank 1 | rank 1   |      slices, each with a CRC-32 of its own
 //
 // crc32_combine joins the CRC-32s of two neighbouring slices into that of both, so no rank reads the whole file.
-#ifndef PARALLEL_SLICES_H
-#define PARALLEL_SLICES_H
+#pragma once
 
-#include <stdbool.h>
 #include <zlib.h>
 
 #include "data/safetensors.h"
 #include "device/files.h"
 #include "parallel/ranks.h"
-
-BEGIN_C
 
 #define CHECKPOINT_FORMAT "train_moe checkpoint 1"
 #define CHECKPOINT_MANIFEST_END ",\n\"manifest_crc32\": "  // followed by the CRC-32 of all bytes before this
@@ -35,7 +31,7 @@ typedef struct FileSlice {
     int64_t dtype;
 } FileSlice;
 
-// Gathers the slices of all ranks on rank 0, sorted, in fresh memory. The other ranks get none.
+// All-gather of the ranks' slices, sorted, in fresh memory.
 FileSlice* slices_gather(Ranks* group, const FileSlice* mine, int64_t count, int64_t* total);
 
 // *crc is the CRC-32 of the first `at` bytes of a file; joins those of the file's slices to it. Returns whether the
@@ -51,7 +47,3 @@ bool ranks_well(Ranks* group, bool well);
 
 // Ends the run if `same` is false on a rank: it does not see the same contents of `out` as rank 0.
 void ranks_must_share(Ranks* world, const char* out, bool same);
-
-END_C
-
-#endif

@@ -30,8 +30,10 @@ enum { NAME = 64 };
 typedef struct Progress {  // a note to rank 0
     int64_t done;          // waits and collectives so far
     double waited;         // seconds in the present wait
+    double silent;         // on rank 0: seconds since this note
     char what[NAME];       // "": it does not wait
-    int32_t stopped;       // 1: the last note of its rank
+    char host[NAME];
+    int32_t stopped;  // 1: the last note of its rank
 } Progress;
 
 // The watched thread and its present wait.
@@ -47,7 +49,6 @@ static struct {
 // The device's waits.
 static pthread_mutex_t probing = PTHREAD_MUTEX_INITIALIZER;  // locked while the probe is called
 static WatchProbe device_probe;
-static void* device_context;
 
 // The watchdog's thread, and its record of the ranks.
 static struct {
@@ -55,9 +56,7 @@ static struct {
     Ranks* group;
     double limit;
     volatile int settled;
-    char (*hosts)[NAME];
-    Progress* ranks;  // rank 0: the latest note of each rank; elsewhere only this rank's entry is used
-    double* silent;   // rank 0: seconds since that note
+    Progress* ranks;  // rank 0: the latest note of each rank; elsewhere only this rank's entry and all hosts are used
     double awake;     // rank 0: seconds since the thread last lost a second or more
 } watcher;
 
@@ -72,12 +71,14 @@ static double elapsed(double* last) {
 // other wait was done since.
 static void measure(Progress* mine, double seconds) {
     // The two locks of this file are never held together, so the threads cannot block each other.
-    Progress now = {.done = 0};
+    Progress now = *mine;
+    now.done = 0;
+    *now.what = 0;
 
     // The device's pending collective, or the host's own wait if there is one.
     const char* pending = NULL;
     pthread_mutex_lock(&probing);
-    if (device_probe) now.done = device_probe(device_context, &pending);
+    if (device_probe) now.done = device_probe(&pending);
     if (pending) strncpy(now.what, pending, NAME - 1);
     pthread_mutex_unlock(&probing);
     pthread_mutex_lock(&lock);
@@ -119,7 +120,7 @@ typedef enum Fault { UNHEARD, AT_WORK, BEHIND, ELSEWHERE, FAULTS } Fault;
 // Whether rank i is at fault for this reason, given the common wait and the least number of waits done.
 static int at_fault(Fault fault, int i, const Progress* wait, int64_t least) {
     const Progress* p = &watcher.ranks[i];
-    if (fault == UNHEARD) return !p->stopped && watcher.silent[i] > SILENCE;
+    if (fault == UNHEARD) return !p->stopped && p->silent > SILENCE;
     if (fault == AT_WORK) return !*p->what;
     if (fault == BEHIND) return p->done == least && least < wait->done;
     return strcmp(p->what, wait->what) != 0;
@@ -153,30 +154,27 @@ static void judge(void) {
     // One message with the rank, the wait and the reason.
     for (int i = 0; i < count; i++) waiting += *watcher.ranks[i].what && !at_fault((Fault)fault, i, wait, least);
     char* more = lates > 1 ? host_format(" and %d more", lates - 1) : host_strdup("");
-    char* why = fault == UNHEARD
-                    ? host_format("stopped, or its machine hangs (no sign of it for %.0f s)", watcher.silent[late])
+    char* why = fault == UNHEARD   ? host_format("stopped, or its machine hangs (no sign of it for %.0f s)",
+                                                 watcher.ranks[late].silent)
                 : fault == AT_WORK ? host_strdup("it hangs in work of its own, or takes too long for it")
                                    : host_format("it waits in '%s'", watcher.ranks[late].what);
     die(EXIT_FAILED,
         "rank %d (%s)%s holds up '%s', where %d of %d ranks have waited for %.0f s: %s; --timeout %g is the limit%s",
-        late, watcher.hosts[late], more, wait->what, waiting, count, wait->waited, why, watcher.limit, hint());
+        late, watcher.ranks[late].host, more, wait->what, waiting, count, wait->waited, why, watcher.limit, hint());
 }
 
 // A turn of rank 0: reads the notes and judges. Returns 1 once every other rank has stopped.
 static int collect(double seconds) {
     int count = ranks_count(watcher.group), from, stopped = 0;
     Progress note;
-    while ((from = ranks_poll(watcher.group, &note, sizeof(note))) >= 0) {
-        watcher.ranks[from] = note;
-        watcher.silent[from] = 0;
-    }
+    while ((from = ranks_poll(watcher.group, &note, sizeof(note))) >= 0) watcher.ranks[from] = note;
 
     // After this process itself was stopped, its record is out of date, and it may have been continued only to be
     // ended. So it judges only when it has been awake for SILENCE seconds.
     watcher.awake = seconds < 1 ? watcher.awake + seconds : 0;
     if (watcher.awake > SILENCE) judge();
     for (int i = 1; i < count; i++) {
-        watcher.silent[i] += seconds;
+        watcher.ranks[i].silent += seconds;
         stopped += watcher.ranks[i].stopped;
     }
     return stopped == count - 1;
@@ -184,7 +182,6 @@ static int collect(double seconds) {
 
 // The watchdog's thread: turns until the run stops.
 static void* look_on(void* unused) {
-    (void)unused;
     int index = ranks_index(watcher.group);
     Progress* mine = &watcher.ranks[index];
     double until_report = 0, last = host_seconds();
@@ -212,7 +209,7 @@ static void* look_on(void* unused) {
             die(EXIT_FAILED,
                 "rank 0 (%s) holds up '%s', where this rank has waited for %.0f s, or it would have ended the run: "
                 "stopped, or its machine or network hangs; --timeout %g is the limit%s",
-                watcher.hosts[0], mine->what, mine->waited, watcher.limit, hint());
+                watcher.ranks[0].host, mine->what, mine->waited, watcher.limit, hint());
 
         // They send their notes. The last one has `stopped` set.
         until_report -= seconds;
@@ -226,17 +223,15 @@ static void* look_on(void* unused) {
 void watch_start(Ranks* world, double seconds) {
     int count = ranks_count(world);
     if (count == 1) return;
-    char host[NAME] = "";
-    gethostname(host, NAME - 1);
+    Progress mine = {.done = 0};
+    gethostname(mine.host, NAME - 1);
 
-    // Entries for all ranks, on every rank. Ranks other than 0 use only their own.
-    watcher.hosts = (char(*)[NAME])host_alloc((size_t)count * NAME);
+    // Entries for all ranks, on every rank.
     watcher.ranks = (Progress*)host_alloc((size_t)count * sizeof(Progress));
-    watcher.silent = (double*)host_alloc((size_t)count * sizeof(double));
     watcher.limit = seconds;
     watcher.awake = 0;
     watcher.group = ranks_split(world, 0);
-    ranks_all_gather(watcher.group, watcher.hosts, host, NAME);
+    ranks_all_gather(watcher.group, watcher.ranks, &mine, sizeof(mine));
 
     // The calling thread is the watched one.
     memset(&watched, 0, sizeof(watched));
@@ -252,7 +247,6 @@ void watch_settled(void) { watcher.settled = 1; }
 static void too_late(int signal_number) {
     static const char message[] =
         "train_moe: error: other ranks do not end, though the run is complete: one is stopped, or its machine hangs\n";
-    (void)signal_number;
     ssize_t written = write(STDERR_FILENO, message, sizeof(message) - 1);
     (void)written;
     _Exit(EXIT_FAILED);
@@ -270,9 +264,7 @@ void watch_stop(void) {
     watched.running = 0;
     int index = ranks_index(watcher.group);
     ranks_free(watcher.group);
-    free(watcher.hosts);
     free(watcher.ranks);
-    free(watcher.silent);
 
     // The end of MPI is not watched by the thread any more, but by an alarm. Alarms are staggered over the ranks, so
     // that the first can end the others. SIGTERM is ignored from here on: the run is complete.
@@ -299,9 +291,8 @@ void watch_progress(void) {
     pthread_mutex_unlock(&lock);
 }
 
-void watch_probe(WatchProbe probe, void* context) {
+void watch_probe(WatchProbe probe) {
     pthread_mutex_lock(&probing);
     device_probe = probe;
-    device_context = context;
     pthread_mutex_unlock(&probing);
 }

@@ -6,12 +6,9 @@
 //   rank 1   main thread   compute | wait in "all-gather" ............................
 //            its thread    note to rank 0 . note to rank 0 . note to rank 0 . note ...
 //   rank 0   its thread    compares the notes: ranks that wait, ranks that do not, ranks that sent no note
-#ifndef PARALLEL_WATCH_H
-#define PARALLEL_WATCH_H
+#pragma once
 
 #include "parallel/ranks.h"
-
-BEGIN_C
 
 // Collective over the world. `seconds` is the limit for one wait.
 void watch_start(Ranks* world, double seconds);
@@ -31,13 +28,9 @@ void watch_end(void);
 void watch_progress(void);
 
 // For waits of the device, which the host does not see: the watchdog's thread calls the probe a few times a second. It
-// does so until another watch_probe returns; watch_probe(NULL, NULL) removes the probe.
+// does so until another watch_probe returns; watch_probe(NULL) removes the probe.
 //
 // A probe returns the number of collectives done so far. It sets *pending to the name of the oldest one that is queued
 // and not done. NULL: there is none. The name must stay valid as long as the probe. A probe may die() on errors.
-typedef int64_t (*WatchProbe)(void* context, const char** pending);
-void watch_probe(WatchProbe probe, void* context);
-
-END_C
-
-#endif
+typedef int64_t (*WatchProbe)(const char** pending);
+void watch_probe(WatchProbe probe);

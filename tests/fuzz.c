@@ -5,7 +5,6 @@
 //
 // A reader that ends the run comes back here by longjmp: the linker gives it the functions __wrap_*, and what it has
 // allocated is freed for it.
-#define _GNU_SOURCE  // memfd_create
 #include <assert.h>
 #include <math.h>
 #include <setjmp.h>

@@ -44,7 +44,7 @@ class Links(Case):
         self.assertTrue((self.dir / out / link).is_symlink())
 
     def test_leftovers(self):
-        for i, name in enumerate(("step_00000099.tmp", "step_00000099.replaced", ".shared_12")):
+        for i, name in enumerate(("step_00000099.tmp", "step_00000099.replaced")):
             for target in (self.outside, self.outside / "thesis.txt"):
                 with self.subTest(name, target=target.name):
                     shutil.rmtree(self.dir / "run", ignore_errors=True)
@@ -108,7 +108,7 @@ class Leftovers(Case):
     def test_names_that_are_no_steps(self):
         out = self.copy_of(self.reference())
         odd = ["step_000000006", "step_+0000006", "step_-0000006", "step_ 0000006", "step_0000006", "step_00000030 ",
-               "step_99999999999999999999", "step_00000030.mine", ".shared_notes"]
+               "step_99999999999999999999", "step_00000030.mine"]
         for name in odd:
             shutil.copytree(out / "step_00000020", out / name)
         self.train(out="run", resume=True, steps=22, save_every=1, keep=1)
@@ -121,11 +121,11 @@ class Leftovers(Case):
             out = self.copy_of(self.reference())
             for name in ("step_00000021.tmp", "step_00000007.replaced"):
                 shutil.copytree(out / "step_00000020", out / name / "a/b")
-            (out / ".shared_4711").write_text("")
+            (out / "step_00004711.tmp").write_text("")
             done = self.train(out="run", resume=True, steps=steps)
             if steps == 21:  # before the step, since the room may be what a save needs
                 self.assertLess(done.stdout.find("resumed"), done.stdout.find("step 21/21"))
-            self.assertEqual(done.stderr.count("was left by a save that did not finish; it is removed"), 2)
+            self.assertEqual(done.stderr.count("was left by a save that did not finish; it is removed"), 3)
             self.assertEqual({p.name for p in out.iterdir()} - {f"step_{n:08d}" for n in (10, 20, 21)}, {"log.jsonl"})
 
     def test_folders_in_a_refused_step(self):
