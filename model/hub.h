@@ -1,12 +1,9 @@
 // A model's sizes into Hugging Face's config.json and out of it. The model_type is transformers' deepseek_v3 where the
 // router's scores are sigmoid and deepseek_v2 where they are softmax. A model that neither can compute has the type
 // train_moe with the same keys: --init and scripts/to_gguf.py read it, and transformers refuses it by that name.
-#ifndef MODEL_HUB_H
-#define MODEL_HUB_H
+#pragma once
 
 #include "model/settings.h"
-
-BEGIN_C
 
 // config.json of this model, in fresh memory. end_of_text: id of the token that begins and ends texts.
 char* hub_config(const Settings* settings, int32_t end_of_text);
@@ -20,7 +17,3 @@ ModelConfig hub_read_config(const char* option, const char* folder);
 
 // The sequence length of its training: from a run's manifest, else config.json's limit, at most 4096.
 int64_t hub_length(const char* folder);
-
-END_C
-
-#endif

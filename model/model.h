@@ -24,8 +24,7 @@
 // all outputs. As in SGLang, h^{k-1} is taken after the final norm, and Weh's input is [embedding, hidden].
 //
 // Source: DeepSeek-V2 (arXiv 2405.04434) section 2.1, DeepSeek-V3 (arXiv 2412.19437) sections 2.1 and 2.2.
-#ifndef MODEL_MODEL_H
-#define MODEL_MODEL_H
+#pragma once
 
 #include "device/graph.h"
 #include "layers/adamw.h"
@@ -33,8 +32,6 @@
 #include "layers/muon.h"
 #include "model/params.h"
 #include "moe/moe.h"
-
-BEGIN_C
 
 // Activations of a block that backward needs; N = B T tokens. With activation checkpointing (--recompute block) each
 // block keeps only `residual` and its routing (in moe). Backward computes the rest again, in memory shared by all
@@ -206,7 +203,3 @@ MoeWeights model_moe_weights(const Model* model, const Unit* unit);
 void model_rope(Model* model, floatX* q, floatX* kva, int direction);
 // Activation checkpointing: computes a block's activations again from its residual.
 void model_rebuild_block(Model* model, const Unit* unit);
-
-END_C
-
-#endif

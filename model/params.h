@@ -7,14 +7,11 @@
 // prefix (n_decay), and so does Muon (n_muon). Fused matrices (gate over up) are laid out so that every tensor of a
 // Hugging Face DeepSeek checkpoint is one contiguous slice. A rank owns E / ep experts. Sharding is in
 // parallel/sharding.h.
-#ifndef MODEL_PARAMS_H
-#define MODEL_PARAMS_H
+#pragma once
 
 #include "model/settings.h"
 #include "mx/linear.h"
 #include "parallel/sharding.h"
-
-BEGIN_C
 
 // In the order of the buffers.
 typedef enum ParamId {
@@ -117,7 +114,3 @@ void params_publish(Unit* unit, Ctx* ctx);
 // the weights do not depend on the rank layout.
 void params_init(Unit* units, const ModelConfig* config, const Layout* layout, uint64_t seed, Ctx* ctx);
 void params_init_unit(Unit* units, int unit, const ModelConfig* config, const Layout* layout, uint64_t seed, Ctx* ctx);
-
-END_C
-
-#endif

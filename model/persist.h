@@ -4,13 +4,10 @@
 // weights under Hugging Face names, and the router's e_score_correction_bias) and block_%03d.adam.safetensors (moments:
 // <name>.exp_avg and <name>.exp_avg_sq, or Muon's <name>.momentum_buffer). Softmax scores with --balance none have no
 // bias, as in DeepSeek-V2. Checkpoints from before --balance have the bias of softmax scores with the moments.
-#ifndef MODEL_PERSIST_H
-#define MODEL_PERSIST_H
+#pragma once
 
 #include "model/model.h"
 #include "parallel/checkpoint.h"
-
-BEGIN_C
 
 // Which files hold the routers' biases.
 typedef enum { BIAS_WITH_WEIGHTS, BIAS_WITH_MOMENTS, BIAS_NOWHERE } BiasPlace;
@@ -28,7 +25,3 @@ void model_save(Model* model, Saver* saver, int64_t step, int64_t window, uint32
 // Returns its step, 0 if there is none (*window is then 0). Ends the run if there are checkpoints and none is good, or
 // if an option or the data differ that must not.
 int64_t model_resume(Model* model, Ranks* world, uint32_t data_hash, int64_t* window);
-
-END_C
-
-#endif

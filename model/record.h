@@ -6,13 +6,10 @@
 //
 // The record of an older program lacks newer options: they were at their defaults. One that lacks --balance had a
 // selection bias with --bias-rate as --balance deepseek has, or with rate 0 none.
-#ifndef MODEL_RECORD_H
-#define MODEL_RECORD_H
+#pragma once
 
 #include "model/settings.h"
 #include "parallel/ranks.h"
-
-BEGIN_C
 
 // All options as one JSON object, in fresh memory.
 char* record_json(const Settings* settings);
@@ -33,7 +30,3 @@ int64_t record_optimizer(const Json* record);
 // Ends the run if options differ that must not, with a message that lists them all. The data are compared by their
 // hash, not by --train.
 void record_check(const Json* record, const Settings* settings);
-
-END_C
-
-#endif

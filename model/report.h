@@ -6,15 +6,12 @@
 //     norm before attention                x 4              4.000 MiB        2048.0 bytes a token
 //     ...
 //   total                                                 134.417 MiB = 0.131 GiB
-#ifndef MODEL_REPORT_H
-#define MODEL_REPORT_H
+#pragma once
 
 #include "data/runlog.h"
 #include "data/shards.h"
 #include "data/tokenizer.h"
 #include "model/model.h"
-
-BEGIN_C
 
 // "15.71e9 parameters (2.66e9 active a token), 16.41e9 FLOPs a token"
 void report_model(const Settings* settings);
@@ -40,7 +37,3 @@ double report_load(char** line, const ModelConfig* config, const int64_t* load);
 // names of the checkpoint's tensors; shares of its nonzero elements that were too large for the scale, rounded to 0, or
 // different from blocks of 32; and the signal-to-noise ratio.
 void report_quantization(char** line, const Model* model, const MxStats* sums);
-
-END_C
-
-#endif

@@ -1,13 +1,10 @@
 // Everything a run can be told: the option table, the model presets, the sets of precisions, and what must fit
 // together.
-#ifndef MODEL_SETTINGS_H
-#define MODEL_SETTINGS_H
+#pragma once
 
 #include "data/json.h"
 #include "device/options.h"
 #include "layers/rope.h"
-
-BEGIN_C
 
 // A DeepSeek-style model. Letters as everywhere: C width, L layers, H heads, E experts, K experts a token, F expert
 // hidden width, V vocabulary.
@@ -109,7 +106,3 @@ double settings_muon_lr(const Settings* settings, int64_t step);  // the same of
 
 // The weight of the MTP losses at `step`, all modules together; the main loss has 1.
 double settings_mtp_weight(const Settings* settings, int64_t step);
-
-END_C
-
-#endif

@@ -1,13 +1,10 @@
 // Measuring a model on text that it does not learn from.
-#ifndef PRETRAINED_EVALUATE_H
-#define PRETRAINED_EVALUATE_H
+#pragma once
 
 #include "data/choices.h"
 #include "data/shards.h"
 #include "data/tokenizer.h"
 #include "model/model.h"
-
-BEGIN_C
 
 // The shards of --val, the same on all ranks; NULL without. Their tokenizer must have the same number of tokens as the
 // run's.
@@ -38,7 +35,3 @@ Choices* evaluate_open(Ranks* world, const Settings* settings, const Tokenizer* 
 // Evaluates every file, and prints a line for each. `line` gets the scores as members NAME_acc and NAME_acc_norm of a
 // line of the log (data/runlog.h), unless it is NULL.
 void evaluate_questions(char** line, Model* model, const Choices* files, int count, const Tokenizer* tokenizer);
-
-END_C
-
-#endif

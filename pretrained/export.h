@@ -8,18 +8,11 @@
 // transformers' AutoModelForCausalLM.from_pretrained loads the folder as it is. MTP modules are layers after the last
 // one, as in DeepSeek-V3, and transformers ignores them. They share embedding and lm_head, which are not repeated under
 // their names: each copy would be V x C more elements in every checkpoint. scripts/export.py repeats them in a release.
-#ifndef PRETRAINED_EXPORT_H
-#define PRETRAINED_EXPORT_H
+#pragma once
 
 #include "data/tokenizer.h"
 #include "model/model.h"
 #include "parallel/checkpoint.h"
 
-BEGIN_C
-
 // Every checkpoint of this saver gets these files. Prints the properties that a Hugging Face model cannot express.
 void export_files(Saver* saver, Model* model, const Tokenizer* tokenizer);
-
-END_C
-
-#endif

@@ -5,12 +5,9 @@
 //
 // Tensors are F32, BF16, or F8_E4M3 with a float32 factor for each 128 x 128 elements in <name>_scale_inv (DeepSeek-V3,
 // arXiv 2412.19437, section 3.3.2). Every rank reads the slices that it holds, so no rank holds the model.
-#ifndef PRETRAINED_IMPORT_H
-#define PRETRAINED_IMPORT_H
+#pragma once
 
 #include "model/model.h"
-
-BEGIN_C
 
 // The initial weights: drawn by --seed, or read from the folder of --init, --sample or --evaluate, with the router's
 // biases. Moments stay zero. MTP modules of --mtp are read, or drawn where the folder has no tensor of them; other MTP
@@ -18,7 +15,3 @@ BEGIN_C
 // repeat, must be the main model's. Ends the run, naming file and tensor, if a tensor is missing, of another shape or
 // type, not finite, or none of this model's. Also ends it if a file differs from the manifest of a step.
 void model_begin(Model* model, Ranks* world);
-
-END_C
-
-#endif

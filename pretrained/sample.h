@@ -1,12 +1,9 @@
 // Samples of text from the model, token by token.
-#ifndef PRETRAINED_SAMPLE_H
-#define PRETRAINED_SAMPLE_H
+#pragma once
 
 #include "data/shards.h"
 #include "data/tokenizer.h"
 #include "model/model.h"
-
-BEGIN_C
 
 // Ends the run before its first step if samples could not be made later, or would be no text. train: NULL where there
 // are no shards to look at.
@@ -24,7 +21,3 @@ int32_t sample_draw(real* logits, int64_t V, double temperature, int64_t top_k, 
 // `step` only. Overwrites the batch in work. By all ranks of the run together (NULL: one), which take rank 0's draws:
 // the last bits of logits may differ from rank to rank.
 char* model_sample(Model* model, Ranks* world, const Tokenizer* tokenizer, int64_t step);
-
-END_C
-
-#endif
