@@ -114,7 +114,7 @@ static void bench_rows(int64_t rows, int64_t columns) {
             [&](int i) { mx_quantize(b.q + i * n, b.scale + i * b.scales, b.x + i * n, rows, columns, how, ctx); });
     }
     row("mx_dequantize", shape, cast, b.sets,
-        [&](int i) { mx_dequantize(b.back + i * n, b.q + i * n, b.scale + i * b.scales, rows, columns, ctx); });
+        [&](int i) { mx_dequantize(b.back + i * n, b.q + i * n, b.scale + i * b.scales, rows, columns, 0, ctx); });
     const Ragged mixed = mixed_rows(rows);
     row("mx_dequantize_rows", shape, cast, b.sets,
         [&](int i) { mx_dequantize_rows(b.back + i * n, b.q + i * n, b.scale + i * b.scales, mixed, columns, ctx); });
@@ -145,7 +145,7 @@ static void bench_rows(int64_t rows, int64_t columns) {
     }
     MxStats* stats = (MxStats*)device_alloc(sizeof(MxStats), "the benchmark");
     row("mx_stats", shape, 2.0 * (double)n, b.sets, [&](int i) {
-        mx_stats(stats, b.x + i * n, rows, columns, {MX_RCEIL, 128}, ctx);
+        mx_stats(stats, b.x + i * n, NULL, 1, rows, columns, {MX_RCEIL, 128}, ctx);
     });
     device_free(stats);
 }
@@ -217,11 +217,11 @@ static void bench_swiglu(int64_t rows, int64_t F) {
                                 (floatX*)b.turned + i * n, of_rows + capacity, dap + i * n, b.x + 2 * i * n, used,
                                 ragged, F, MX_RCEIL, ctx);
     });
-    row("mx_swiglu_backward_both_tokens", shape, both, b.sets, [&](int i) {
+    row("mx_swiglu_backward_both, tokens", shape, both, b.sets, [&](int i) {
         uint8_t* channels = (uint8_t*)(b.back + 2 * i * n);
-        mx_swiglu_backward_both_tokens(b.q + 2 * i * n, b.scale + i * b.scales, channels, channels + 2 * n,
-                                       (floatX*)b.turned + i * n, dap + i * n, b.x + 2 * i * n, used, used, F, MX_RCEIL,
-                                       ctx);
+        mx_swiglu_backward_both(b.q + 2 * i * n, b.scale + i * b.scales, channels, channels + 2 * n,
+                                (floatX*)b.turned + i * n, NULL, dap + i * n, b.x + 2 * i * n, used, {1, used}, F,
+                                MX_RCEIL, ctx);
     });
     row("mx_quantize_channels of dh", shape, 6.0 * (double)n + (double)(n / (MX_CHUNK / 2)), b.sets, [&](int i) {
         mx_quantize_channels(b.q + 2 * i * n, b.scale + i * b.scales, b.back + 2 * i * n, used, ragged, 2 * F,

@@ -94,20 +94,17 @@ void weight_quantize(Weight* w, Ctx* ctx) {
     // Exact: quantize and dequantize for forward, then for dgrad.
     const Rows* out = &w->workspace->input;
     mx_quantize(out->q, out->scale, w->w, w->count * w->OC, w->IC, w->format.recipe, ctx);
-    mx_dequantize(forward->value, out->q, out->scale, w->count * w->OC, w->IC, ctx);
+    mx_dequantize(forward->value, out->q, out->scale, w->count * w->OC, w->IC, 0, ctx);
     mx_quantize_transposed(out->q, out->scale, w->w, w->count, w->OC, w->IC, w->format.recipe, ctx);
-    mx_dequantize(back->value, out->q, out->scale, w->count * w->IC, w->OC, ctx);
+    mx_dequantize(back->value, out->q, out->scale, w->count * w->IC, w->OC, 0, ctx);
 }
 
 // *stats += statistics of the quantization of W for forward. Called with wgrad, which runs once per micro-step, with
 // activation recomputation or without.
 static void cast_stats(const Weight* w, Ctx* ctx) {
     MxStats* stats = weight_stats(w, STATS_W);
-    if (!stats || !w->format.bytes) return;
-    if (is_fast(w))
-        mx_stats_tiles(stats, w->w, w->forward.scale, w->count, w->OC, w->IC, w->format.recipe.scale, ctx);
-    else
-        mx_stats(stats, w->w, w->count * w->OC, w->IC, w->format.recipe, ctx);
+    const uint8_t* tiles = is_fast(w) ? w->forward.scale : NULL;
+    if (stats && w->format.bytes) mx_stats(stats, w->w, tiles, w->count, w->OC, w->IC, w->format.recipe, ctx);
 }
 
 // --- linear_: GEMMs of all tokens with one matrix ---
@@ -146,7 +143,7 @@ static void quantized_gemm(floatX* y, Rows x, const Weight* w, const QuantizedWe
 void linear_forward(floatX* y, const floatX* x, const Weight* w, int64_t N, Ctx* ctx) {
     MxStats* stats = weight_stats(w, STATS_X);
     if (w->format.bytes) {
-        if (stats) mx_stats(stats, x, N, w->IC, w->format.recipe, ctx);
+        if (stats) mx_stats(stats, x, NULL, 1, N, w->IC, w->format.recipe, ctx);
         quantized_gemm(y, quantize_rows(x, w, N, w->IC, ctx), w, &w->forward, w->OC, ctx);
     } else {
         matmul_forward(y, x, w->w, N, w->IC, w->OC, ctx);
@@ -199,7 +196,7 @@ void linear_dgrad(floatX* dx, const floatX* dy, const Weight* w, int64_t N, int 
     // The MXFP8 GEMMs write dx; only the floatX GEMM can add to it.
     ASSERT(!accumulate || !w->format.bytes);
     if (w->format.bytes) {
-        if (stats) mx_stats(stats, dy, N, w->OC, w->format.recipe, ctx);
+        if (stats) mx_stats(stats, dy, NULL, 1, N, w->OC, w->format.recipe, ctx);
         const Rows rows = is_fast_both(w) ? cast_both(dy, w, N, ctx) : quantize_rows(dy, w, N, w->OC, ctx);
         quantized_gemm(dx, rows, w, &w->back, w->IC, ctx);
     } else {
@@ -220,8 +217,8 @@ void linear_swiglu_backward(floatX* dx, floatX* dh, floatX* a, const floatX* da,
 
     // Fused: the SwiGLU backward writes dh quantized in both directions.
     const Rows rows = room_for(w, N, w->OC), channels = room_for_wgrad(dh, w, N);
-    mx_swiglu_backward_both_tokens(rows.q, rows.scale, channels.q, channels.scale, a, da, h, channels.count, N, F,
-                                   w->format.recipe.scale, ctx);
+    mx_swiglu_backward_both(rows.q, rows.scale, channels.q, channels.scale, a, NULL, da, h, channels.count,
+                            tokens_of(w->workspace, N), F, w->format.recipe.scale, ctx);
     quantized_gemm(dx, rows, w, &w->back, w->IC, ctx);
 }
 

@@ -22,7 +22,7 @@ void mx_swiglu_backward_quantize(uint8_t* q, uint8_t* scale, floatX* dh, floatX*
     // `a`, fake-quantized: q and scale hold it until dh overwrites them.
     floatX* a = host_alloc((size_t)(ragged.capacity * F) * sizeof(floatX));
     mx_swiglu_quantize(q, scale, h, ragged, F, recipe, ctx);
-    mx_dequantize(a, q, scale, rows, F, ctx);
+    mx_dequantize(a, q, scale, rows, F, 0, ctx);
 
     // dh does not depend on how `a` was rounded. It is quantized row-wise.
     experts_swiglu_backward(dh, gated_a, drow_gate, da_ungated, h, ragged, F, ctx);
@@ -46,16 +46,12 @@ void mx_swiglu_backward_both(uint8_t* q, uint8_t* scale, uint8_t* q_channels, ui
     const MxRecipe recipe = {scale_mode, MX_CHUNK};
     // The reference keeps dh in host memory and quantizes it in both directions. The kernels fuse the steps.
     floatX* dh = host_alloc((size_t)(ragged.capacity * 2 * F) * sizeof(floatX));
-    mx_swiglu_backward_quantize(q, scale, dh, gated_a, drow_gate, da_ungated, h, ragged, F, recipe, ctx);
-    mx_quantize_channels(q_channels, scale_channels, dh, length, ragged, 2 * F, recipe, ctx);
-    free(dh);
-}
-
-void mx_swiglu_backward_both_tokens(uint8_t* q, uint8_t* scale, uint8_t* q_channels, uint8_t* scale_channels, floatX* a,
-                                    const floatX* da, const floatX* h, int64_t length, int64_t N, int64_t F,
-                                    int32_t scale_mode, Ctx* ctx) {
-    floatX* dh = host_alloc((size_t)(N * 2 * F) * sizeof(floatX));
-    swiglu_backward(dh, a, da, h, N, F, ctx);
-    mx_quantize_both(q, scale, q_channels, scale_channels, dh, length, N, 2 * F, scale_mode, ctx);
+    if (ragged.row_gate) {
+        mx_swiglu_backward_quantize(q, scale, dh, gated_a, drow_gate, da_ungated, h, ragged, F, recipe, ctx);
+        mx_quantize_channels(q_channels, scale_channels, dh, length, ragged, 2 * F, recipe, ctx);
+    } else {
+        swiglu_backward(dh, gated_a, da_ungated, h, ragged.capacity, F, ctx);
+        mx_quantize_both(q, scale, q_channels, scale_channels, dh, length, ragged.capacity, 2 * F, scale_mode, ctx);
+    }
     free(dh);
 }

@@ -31,6 +31,9 @@ void mx_swiglu_backward_quantize(uint8_t* q,                // (capacity, 2F): o
 
 // The same, with dh quantized both row-wise (align 128) for dgrad and column-wise (mx_quantize_channels, align 128) for
 // wgrad. So dh in floatX is never written. F is a multiple of 128.
+//
+// With ragged.row_gate NULL the rows are the `capacity` tokens of a dense MLP. It is then swiglu_backward
+// (layers/swiglu.h) and mx_quantize_both: gates are 1, `a` is not quantized, and drow_gate is not written.
 void mx_swiglu_backward_both(uint8_t* q,                // (capacity, 2F): of dh
                              uint8_t* scale,            // (capacity, mx_stride(2F))
                              uint8_t* q_channels,       // (2F, length)
@@ -40,16 +43,6 @@ void mx_swiglu_backward_both(uint8_t* q,                // (capacity, 2F): of dh
                              const floatX* da_ungated,  // (capacity, F): da' = dy W2
                              const floatX* h,           // (capacity, 2F)
                              int64_t length, Ragged ragged, int64_t F, int32_t scale_mode, Ctx* ctx);
-
-// swiglu_backward (layers/swiglu.h) of N tokens fused with mx_quantize_both of its dh. F is a multiple of 128.
-void mx_swiglu_backward_both_tokens(uint8_t* q,               // (N, 2F): of dh
-                                    uint8_t* scale,           // (N, mx_stride(2F))
-                                    uint8_t* q_channels,      // (2F, length)
-                                    uint8_t* scale_channels,  // (length / 128, 2F)
-                                    floatX* a,                // (N, F)
-                                    const floatX* da,         // (N, F)
-                                    const floatX* h,          // (N, 2F)
-                                    int64_t length, int64_t N, int64_t F, int32_t scale_mode, Ctx* ctx);
 
 END_C
 

@@ -59,19 +59,23 @@ void mx_quantize_tiles(uint8_t* q, uint8_t* q_transposed, uint8_t* scale, const 
     }
 }
 
-// Dequantizes a row: x = q 2^(s - 127).
-static void dequantize_row(floatX* x, const uint8_t* q, const uint8_t* scale, int64_t columns) {
+// Dequantizes a row: x = q 2^(s - 127), or +=, each sum rounded once.
+static void dequantize_row(floatX* x, const uint8_t* q, const uint8_t* scale, int64_t columns, int accumulate) {
     for (int64_t c = 0; c < columns; c += MX_BLOCK) {
-        const float value = mx_scale_value(scale[c / MX_BLOCK]);
-        for (int64_t i = c; i < c + MX_BLOCK; i++) x[i] = e4m3_value(q[i]) * value;
+        const float factor = mx_scale_value(scale[c / MX_BLOCK]);
+        for (int64_t i = c; i < c + MX_BLOCK; i++) {
+            const float value = e4m3_value(q[i]) * factor;
+            x[i] = accumulate ? x[i] + value : value;  // no sum with 0, which would lose the sign of -0
+        }
     }
 }
 
-void mx_dequantize(floatX* x, const uint8_t* q, const uint8_t* scale, int64_t rows, int64_t columns, Ctx* ctx) {
+void mx_dequantize(floatX* x, const uint8_t* q, const uint8_t* scale, int64_t rows, int64_t columns, int accumulate,
+                   Ctx* ctx) {
     (void)ctx;
 #pragma omp parallel for schedule(static)
     for (int64_t r = 0; r < rows; r++)
-        dequantize_row(x + r * columns, q + r * columns, scale + r * mx_stride(columns), columns);
+        dequantize_row(x + r * columns, q + r * columns, scale + r * mx_stride(columns), columns, accumulate);
 }
 
 void mx_dequantize_rows(floatX* rows, const uint8_t* q, const uint8_t* scale, Ragged ragged, int64_t columns,
@@ -84,18 +88,8 @@ void mx_dequantize_rows(floatX* rows, const uint8_t* q, const uint8_t* scale, Ra
         if (token < 0)
             memset(rows + r * columns, 0, columns * sizeof(floatX));
         else
-            dequantize_row(rows + r * columns, q + token * columns, scale + token * mx_stride(columns), columns);
+            dequantize_row(rows + r * columns, q + token * columns, scale + token * mx_stride(columns), columns, 0);
     }
-}
-
-// The sum of each element is rounded once.
-void mx_dequantize_add(floatX* x, const uint8_t* q, const uint8_t* scale, int64_t rows, int64_t columns, Ctx* ctx) {
-    (void)ctx;
-    const int64_t stride = mx_stride(columns);
-#pragma omp parallel for schedule(static)
-    for (int64_t r = 0; r < rows; r++)
-        for (int64_t c = 0; c < columns; c++)
-            x[r * columns + c] += e4m3_value(q[r * columns + c]) * mx_scale_value(scale[r * stride + c / MX_BLOCK]);
 }
 
 // Column-wise fake quantization in place.

@@ -5,7 +5,7 @@
 //     mx_dequantize, mx_dequantize_rows                              3.03
 //     mx_quantize_channels                                           3.01
 //     mx_quantize_tiles, mx_quantize_both; mx_round_columns          4.0
-//     mx_dequantize_add                                              5.03
+//     mx_dequantize that accumulates                                 5.03
 //     mx_requantize_channels                                         2.04
 //
 // Every input is read once: bf16 in 16-byte vectors, q in 8-byte vectors, with 4 to 16 loads in flight per lane.
@@ -132,19 +132,11 @@ void mx_quantize_tiles(uint8_t* q, uint8_t* q_transposed, uint8_t* scale, const 
                  rounding_bias_of(scale_mode));
 }
 
-template <bool ADD>
-static void dequantize(floatX* x, const uint8_t* q, const uint8_t* scale, int64_t rows, int64_t columns, Ctx* ctx) {
+void mx_dequantize(floatX* x, const uint8_t* q, const uint8_t* scale, int64_t rows, int64_t columns, int accumulate,
+                   Ctx* ctx) {
     ASSERT(aligned(x, q));
-    launch_early(dequantize_kernel<ADD>, row_blocks(rows, columns), 32 * ROW_WARPS, 0, ctx, x, q, scale, rows, columns,
-                 mx_stride(columns));
-}
-
-void mx_dequantize(floatX* x, const uint8_t* q, const uint8_t* scale, int64_t rows, int64_t columns, Ctx* ctx) {
-    dequantize<false>(x, q, scale, rows, columns, ctx);
-}
-
-void mx_dequantize_add(floatX* x, const uint8_t* q, const uint8_t* scale, int64_t rows, int64_t columns, Ctx* ctx) {
-    dequantize<true>(x, q, scale, rows, columns, ctx);
+    launch_early(accumulate ? dequantize_kernel<true> : dequantize_kernel<false>, row_blocks(rows, columns),
+                 32 * ROW_WARPS, 0, ctx, x, q, scale, rows, columns, mx_stride(columns));
 }
 
 void mx_dequantize_rows(floatX* rows, const uint8_t* q, const uint8_t* scale, Ragged r, int64_t columns, Ctx* ctx) {

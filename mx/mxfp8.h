@@ -72,20 +72,18 @@ void mx_quantize_tiles(uint8_t* q,             // (count, rows, columns)
                        const floatX* w,        // (count, rows, columns)
                        int64_t count, int64_t rows, int64_t columns, int32_t scale_mode, Ctx* ctx);
 
-// Dequantizes: x = q 2^(s - 127). Exact in bf16 except outside its range: rounded below 2^-133, Inf from 2^128.
+// Dequantizes: x = q 2^(s - 127), or += with accumulate 1, the sum rounded once. Exact in bf16 except outside its
+// range: rounded below 2^-133, Inf from 2^128.
 void mx_dequantize(floatX* x,             // (rows, columns)
                    const uint8_t* q,      // (rows, columns)
                    const uint8_t* scale,  // (rows, mx_stride(columns))
-                   int64_t rows, int64_t columns, Ctx* ctx);
+                   int64_t rows, int64_t columns, int accumulate, Ctx* ctx);
 
 // mx_dequantize and permute_rows in one kernel: rows[r] = dequantized token row_token[r]; pad rows are zeros.
 void mx_dequantize_rows(floatX* rows,          // (capacity, columns)
                         const uint8_t* q,      // (N, columns)
                         const uint8_t* scale,  // (N, mx_stride(columns))
                         Ragged ragged, int64_t columns, Ctx* ctx);
-
-// x += q 2^(s - 127), the sum rounded once.
-void mx_dequantize_add(floatX* x, const uint8_t* q, const uint8_t* scale, int64_t rows, int64_t columns, Ctx* ctx);
 
 // Column-wise fake quantization in place: x is quantized in blocks down the columns of each group, and dequantized. It
 // prepares the operands of wgrad, which contracts over a group's rows. On the GPU pad rows (zeros) count as rows. A

@@ -23,13 +23,8 @@ Rows rows_as(Rows out, Rows x, Format format, Ctx* ctx) {
     if (format.bytes)
         mx_quantize(out.q, out.scale, x.value, x.count, x.columns, format.recipe, ctx);
     else
-        mx_dequantize(out.value, x.q, x.scale, x.count, x.columns, ctx);
+        mx_dequantize(out.value, x.q, x.scale, x.count, x.columns, 0, ctx);
     return out;
-}
-
-void rows_add(floatX* x, Rows rows, int accumulate, Ctx* ctx) {
-    ASSERT(rows.format.bytes);
-    (accumulate ? mx_dequantize_add : mx_dequantize)(x, rows.q, rows.scale, rows.count, rows.columns, ctx);
 }
 
 Rows rows_permute(Rows out, Rows tokens, Format format, Ragged r, Ctx* ctx) {
@@ -89,7 +84,7 @@ Rows rows_swiglu(Rows out, const floatX* h, Ragged r, Format format, MxStats* st
     if (stats) {
         device_zero(spare, (size_t)(out.count * F) * sizeof(floatX), ctx);
         experts_swiglu_forward(spare, h, r, F, ctx);
-        mx_stats(stats, spare, out.count, F, format.recipe, ctx);
+        mx_stats(stats, spare, NULL, 1, out.count, F, format.recipe, ctx);
     }
     mx_swiglu_quantize(out.q, out.scale, h, r, F, format.recipe, ctx);
 
@@ -111,7 +106,7 @@ Rows rows_swiglu_backward(Rows out, Rows* dh, floatX* gated_a, real* drow_gate, 
     if (stats) {
         device_zero(values, (size_t)(out.count * 2 * F) * sizeof(floatX), ctx);
         experts_swiglu_backward(values, gated_a, drow_gate, da_ungated, h, r, F, ctx);
-        mx_stats(stats, values, out.count, 2 * F, format.recipe, ctx);
+        mx_stats(stats, values, NULL, 1, out.count, 2 * F, format.recipe, ctx);
     }
 
     // dgrad and wgrad both fast: one kernel quantizes row-wise and column-wise. The column-wise result is stored in the

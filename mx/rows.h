@@ -41,8 +41,6 @@ static inline Rows rows_of_values(const floatX* x, int64_t count, int64_t column
 
 // Returns x in `format`: x itself if that is its format. Otherwise x is quantized or dequantized into out's buffers.
 Rows rows_as(Rows out, Rows x, Format format, Ctx* ctx);
-// x += dequantized rows, or x = with accumulate 0.
-void rows_add(floatX* x, Rows rows, int accumulate, Ctx* ctx);
 
 // Permutes tokens to their rows of the ragged buffer; pad rows are zeros. Writes to out's buffers: a copy, or
 // dequantized if `tokens` is MXFP8 and `format` is floatX.

@@ -88,7 +88,7 @@ static void swiglu_backward_case(const std::vector<int32_t>& counts, int64_t F) 
         };
         run();
         mx_swiglu_quantize(a_q.dev, a_scale.dev, h.dev, l.ragged, F, recipe, ctx);
-        mx_dequantize(act.dev, a_q.dev, a_scale.dev, used, F, ctx);
+        mx_dequantize(act.dev, a_q.dev, a_scale.dev, used, F, 0, ctx);
         mx_quantize(whole_q.dev, whole_scale.dev, whole_dh.dev, used, 2 * F, recipe, ctx);
         q.host = whole_q.got(), scale.host = whole_scale.got();
         CHECK_BYTES(q);
@@ -172,8 +172,8 @@ static void swiglu_backward_tokens_case(int64_t N, int64_t F) {
         Bytes q(N * 2 * F), scale(N * mx_stride(2 * F)), channels(2 * F * length), scales(length / 128 * 2 * F);
         Bytes want_q(q.n), want_scale(scale.n), want_channels(channels.n), want_scales(scales.n);
         a.poison(), other.poison();
-        mx_swiglu_backward_both_tokens(q.dev, scale.dev, channels.dev, scales.dev, a.dev, da.dev, h.dev, length, N, F,
-                                       mode, ctx);
+        mx_swiglu_backward_both(q.dev, scale.dev, channels.dev, scales.dev, a.dev, NULL, da.dev, h.dev, length, {1, N},
+                                F, mode, ctx);
         swiglu_backward(dh.dev, other.dev, da.dev, h.dev, N, F, ctx);
         mx_quantize_both(want_q.dev, want_scale.dev, want_channels.dev, want_scales.dev, dh.dev, length, N, 2 * F, mode,
                          ctx);

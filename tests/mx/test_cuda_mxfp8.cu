@@ -110,8 +110,8 @@ static void test_dequantize(void) {
             scales[(size_t)i] = (uint8_t)(i / stride);  // every scale, and every byte at it
         q.send(bytes), scale.send(scales);
         X x(rows * columns);
-        mx_dequantize(x.dev, q.dev, scale.dev, rows, columns, ctx);
-        REFERENCE(mx_dequantize)(x.ref(), q.host.data(), scale.host.data(), rows, columns, reference_ctx);
+        mx_dequantize(x.dev, q.dev, scale.dev, rows, columns, 0, ctx);
+        REFERENCE(mx_dequantize)(x.ref(), q.host.data(), scale.host.data(), rows, columns, 0, reference_ctx);
         check_values(x);
     }
 }

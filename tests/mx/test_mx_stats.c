@@ -6,7 +6,7 @@
 static MxStats stats_of(const real* x, int64_t rows, int64_t columns, MxRecipe recipe) {
     MxStats stats = {1, 2, 3, 4, 5, 6};  // added to
     Ctx* ctx = ctx_create(mx_stats_workspace());
-    mx_stats(&stats, x, rows, columns, recipe, ctx);
+    mx_stats(&stats, x, NULL, 1, rows, columns, recipe, ctx);
     ctx_destroy(ctx);
     return (MxStats){stats.elements - 1, stats.saturated - 2, stats.flushed - 3,
                      stats.inexact - 4,  stats.signal - 5,    stats.noise - 6};
@@ -86,7 +86,7 @@ static void test_stats_tiles(void) {
             want.signal += f * f, want.noise += (f - v) * (f - v);
         }
         Ctx* ctx = ctx_create(mx_stats_workspace());
-        mx_stats_tiles(&got, w, scale, m[0], rows, columns, mode, ctx);
+        mx_stats(&got, w, scale, m[0], rows, columns, (MxRecipe){mode, 128}, ctx);
         ctx_destroy(ctx);
         CHECK(broken > 0 && broken <= 128 * 128, "%lld elements in a tile of NaN", (long long)broken);
         CHECK(got.elements == want.elements && got.saturated == want.saturated && got.flushed == want.flushed &&

@@ -284,7 +284,7 @@ static void test_dequantize(void) {
         q[i] = (uint8_t)(i % 256), scale[i / 256 * mx_stride(256) + i % 256 / 32] = i / 256;
     real* x = poisoned(256 * 256);
     Ctx* ctx = ctx_create(0);
-    mx_dequantize(x, q, scale, 256, 256, ctx);
+    mx_dequantize(x, q, scale, 256, 256, 0, ctx);
     for (int i = 0; i < 256 * 256; i++) {
         float want = (float)oracle_value(q[i], i / 256), got = (float)x[i];
         CHECK(isnan(want) ? isnan(got) : !memcmp(&got, &want, 4), "byte %#x scale %d is %g, not %g", i % 256, i / 256,
@@ -295,7 +295,7 @@ static void test_dequantize(void) {
     Cast c = {.x = from, .rows = 64, .columns = 352, .recipe = {MX_RCEIL, 128}};
     run_quantize(&c);
     real* back = poisoned(64 * 352);
-    mx_dequantize(back, c.q, c.scale, 64, 352, ctx);
+    mx_dequantize(back, c.q, c.scale, 64, 352, 0, ctx);
     for (int64_t i = 0; i < 64 * 352; i++) {
         double step = pow(2, c.scale[i / 352 * mx_stride(352) + i % 352 / 32] - 127 - 10);
         CHECK(fabs(back[i] - from[i]) <= fmax(fabs(from[i]) / 16, step), "%g came back as %g", from[i], back[i]);
@@ -336,9 +336,9 @@ static void test_dequantize_add(void) {
     run_quantize(&c);
     real *value = poisoned(ROWS * COLUMNS), *sum = poisoned(ROWS * COLUMNS);
     Ctx* ctx = ctx_create(0);
-    mx_dequantize(value, c.q, c.scale, ROWS, COLUMNS, ctx);
+    mx_dequantize(value, c.q, c.scale, ROWS, COLUMNS, 0, ctx);
     memcpy(sum, before, sizeof(real) * ROWS * COLUMNS);
-    mx_dequantize_add(sum, c.q, c.scale, ROWS, COLUMNS, ctx);
+    mx_dequantize(sum, c.q, c.scale, ROWS, COLUMNS, 1, ctx);
     for (int i = 0; i < ROWS * COLUMNS; i++)
         CHECK(sum[i] == before[i] + value[i], "%g + %g is %g", before[i], value[i], sum[i]);
     ctx_destroy(ctx);
