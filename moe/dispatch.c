@@ -162,8 +162,8 @@ static void pack(Dispatch* d, void* recv, const void* send, size_t row_bytes) {
 static void pack_rows(Dispatch* d, Rows recv, Rows send) {
     const int64_t C = send.columns;
     if (send.format.bytes) {
-        pack(d, recv.q, send.q, (size_t)C);
-        pack(d, recv.scale, send.scale, (size_t)mx_stride(C));
+        pack(d, recv.mx.q, send.mx.q, (size_t)C);
+        pack(d, recv.mx.scale, send.mx.scale, (size_t)mx_stride(C));
     } else {
         pack(d, recv.value, send.value, (size_t)C * sizeof(floatX));
     }
@@ -218,10 +218,7 @@ void dispatch_pack_sorted(Dispatch* d, const Route* r, AllToAll* t, Rows sorted,
     // The result is in kept's memory where it has any, so that backward finds it.
     t->result = t->received;
     if (kept && kept->value) t->result.value = kept->value;
-    if (kept && kept->q) {
-        t->result.q = kept->q;
-        t->result.scale = kept->scale;
-    }
+    if (kept && kept->mx.q) t->result.mx = kept->mx;
     t->result.count = r->received;
     t->result.columns = sorted.columns;
     // Rows arrive in the sender's format. With one rank they are the tokens themselves.
@@ -300,11 +297,9 @@ void combine_receive(Dispatch* d, const Route* r, const AllToAll* t, Sums sums, 
         return;
     }
     // One rank: the sum is still quantized as combine would send it.
-    if (s.combine.bytes) {
-        const Rows sent = sums_here(r, t, sums, ctx);
-        mx_dequantize(y, sent.q, sent.scale, s.N, s.C, accumulate, ctx);
-    } else {
+    if (s.combine.bytes)
+        mx_dequantize(y, sums_here(r, t, sums, ctx).mx, s.N, s.C, accumulate, ctx);
+    else
         unpermute_rows(y, sums.rows, sums.gate, sums.ragged, s.N, s.K, s.C, accumulate, ctx);
-    }
     if (dgate) unpermute_gates(dgate, sums.drow_gate, sums.ragged, s.N, s.K, ctx);
 }

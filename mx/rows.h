@@ -27,7 +27,7 @@ typedef struct Rows {
     int32_t by_channel;  // 1: quantized column-wise: q and scale as mx_quantize_channels writes them
     Format format;
     floatX* value;
-    uint8_t *q, *scale;
+    MxBytes mx;
 } Rows;
 
 // The buffers that rows_plan registers in the arena: floatX, MXFP8, or both.
@@ -35,7 +35,7 @@ enum { ROWS_VALUES = 1, ROWS_BYTES = 2 };
 void rows_plan(Arena* arena, const char* name, Rows* rows, int memory, int64_t count, int64_t columns);
 
 static inline Rows rows_of_values(const floatX* x, int64_t count, int64_t columns) {
-    Rows rows = {count, columns, 0, FORMAT_VALUES, (floatX*)x, NULL, NULL};
+    Rows rows = {count, columns, 0, FORMAT_VALUES, (floatX*)x, {NULL, NULL}};
     return rows;
 }
 
@@ -49,7 +49,7 @@ Rows rows_permute(Rows out, Rows tokens, Format format, Ragged ragged, Ctx* ctx)
 // Wgrad operand: dy or x for a GEMM that contracts over a group's rows. `format` is wgrad's format.
 //
 //   format        result
-//   fast MXFP8    quantized column-wise into out's q and scale (mx_quantize_channels; x aligned to 512);
+//   fast MXFP8    quantized column-wise into out's bytes (mx_quantize_channels; x aligned to 512);
 //                 the result's count is the length of a channel
 //   exact MXFP8   fake-quantized column-wise, in place
 //   floatX        floatX
