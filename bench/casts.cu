@@ -209,23 +209,24 @@ static void bench_swiglu(int64_t rows, int64_t F) {
     for (int32_t align : {1, 128})
         row(align == 1 ? "mx_swiglu_backward_quantize" : "mx_swiglu_backward_quantize, 128", shape,
             14.0 * (double)n + (double)(n / (MX_BLOCK / 2)) + 12.0 * (double)used, b.sets, [&](int i) {
-                mx_swiglu_backward_quantize({b.q + 2 * i * n, b.scale + i * b.scales}, b.back + 2 * i * n,
-                                            (floatX*)b.turned + i * n, of_rows + capacity, dap + i * n, b.x + 2 * i * n,
-                                            ragged, F, {MX_RCEIL, align}, ctx);
+                mx_swiglu_backward_quantize(
+                    {b.q + 2 * i * n, b.scale + i * b.scales},
+                    {b.back + 2 * i * n, (floatX*)b.turned + i * n, of_rows + capacity, dap + i * n, b.x + 2 * i * n},
+                    ragged, F, {MX_RCEIL, align}, ctx);
             });
     ragged.capacity = used;
     const double both = 12.0 * (double)n + (double)(n / (MX_BLOCK / 2)) + (double)(n / (MX_CHUNK / 2));
     row("mx_swiglu_backward_both", shape, both + 12.0 * (double)used, b.sets, [&](int i) {
         uint8_t* channels = (uint8_t*)(b.back + 2 * i * n);
         mx_swiglu_backward_both({b.q + 2 * i * n, b.scale + i * b.scales}, {channels, channels + 2 * n},
-                                (floatX*)b.turned + i * n, of_rows + capacity, dap + i * n, b.x + 2 * i * n, used,
-                                ragged, F, MX_RCEIL, ctx);
+                                {NULL, (floatX*)b.turned + i * n, of_rows + capacity, dap + i * n, b.x + 2 * i * n},
+                                used, ragged, F, MX_RCEIL, ctx);
     });
     row("mx_swiglu_backward_both, tokens", shape, both, b.sets, [&](int i) {
         uint8_t* channels = (uint8_t*)(b.back + 2 * i * n);
         mx_swiglu_backward_both({b.q + 2 * i * n, b.scale + i * b.scales}, {channels, channels + 2 * n},
-                                (floatX*)b.turned + i * n, NULL, dap + i * n, b.x + 2 * i * n, used, {1, used}, F,
-                                MX_RCEIL, ctx);
+                                {NULL, (floatX*)b.turned + i * n, NULL, dap + i * n, b.x + 2 * i * n}, used, {1, used},
+                                F, MX_RCEIL, ctx);
     });
     row("mx_quantize_channels of dh", shape, 6.0 * (double)n + (double)(n / (MX_CHUNK / 2)), b.sets, [&](int i) {
         mx_quantize_channels({b.q + 2 * i * n, b.scale + i * b.scales}, b.back + 2 * i * n, used, ragged, 2 * F,

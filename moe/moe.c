@@ -81,9 +81,10 @@ void moe_backward(floatX* dx, const floatX* dy, const floatX* x, MoeWeights w, M
     // 4. da' = dy W2; da = gate da', dgate = <da', a> and dh; dx = dh W13.
     const Rows dy_rows = rows_permute(t.rows, dy_here, read, r, ctx);
     grouped_dgrad(t.dact, dy_rows, w.w2, r, ctx);
-    Rows dh_wgrad = rows_of_values(t.dh, r.capacity, 2 * s.F);
-    const Rows dh = rows_swiglu_backward(t.dh_quantized, &dh_wgrad, t.act, t.drow_gate, t.dact, m->h, r, s.expert,
-                                         s.wgrad, weight_stats(w.w13, STATS_DY), ctx);
+    const ExpertsBackward tensors = {t.dh, t.act, t.drow_gate, t.dact, m->h};
+    Rows dh_wgrad;
+    const Rows dh = rows_swiglu_backward(t.dh_quantized, &dh_wgrad, tensors, r, s.expert, s.wgrad,
+                                         weight_stats(w.w13, STATS_DY), ctx);
     grouped_dgrad(t.dact, dh, w.w13, r, ctx);
 
     // 2. Combine: all-to-all of dx and dgate, overlapped with dW2 = dy^T (gate a) and dW13 = dh^T x.

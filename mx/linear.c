@@ -217,7 +217,8 @@ void linear_swiglu_backward(floatX* dx, floatX* dh, floatX* a, const floatX* da,
 
     // Fused: the SwiGLU backward writes dh quantized in both directions.
     const Rows rows = room_for(w, N, w->OC), channels = room_for_wgrad(dh, w, N);
-    mx_swiglu_backward_both(rows.mx, channels.mx, a, NULL, da, h, channels.count, tokens_of(w->workspace, N), F,
+    const ExpertsBackward tensors = {NULL, a, NULL, da, h};
+    mx_swiglu_backward_both(rows.mx, channels.mx, tensors, channels.count, tokens_of(w->workspace, N), F,
                             w->format.recipe.scale, ctx);
     quantized_gemm(dx, rows, w, &w->back, w->IC, ctx);
 }

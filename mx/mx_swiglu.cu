@@ -246,25 +246,25 @@ void mx_swiglu_quantize(MxBytes out, const floatX* h, Ragged r, int64_t F, MxRec
                  F, mx_stride(F), rounding_bias_of(recipe.scale));
 }
 
-void mx_swiglu_backward_quantize(MxBytes out, floatX* dh, floatX* gated_a, real* drow_gate, const floatX* da_ungated,
-                                 const floatX* h, Ragged r, int64_t F, MxRecipe recipe, Ctx* ctx) {
-    ASSERT(aligned(out.q, dh, gated_a, da_ungated, h) && F % MX_BLOCK == 0);
+void mx_swiglu_backward_quantize(MxBytes out, ExpertsBackward t, Ragged r, int64_t F, MxRecipe recipe, Ctx* ctx) {
+    ASSERT(aligned(out.q, t.dh, t.gated_a, t.da_ungated, t.h) && F % MX_BLOCK == 0);
     auto kernel = recipe.align == 1   ? swiglu_backward_kernel<MX_BLOCK, false>
                   : F % MX_CHUNK == 0 ? swiglu_backward_kernel<MX_CHUNK, false>
                                       : swiglu_backward_kernel<MX_CHUNK, true>;
     launch_early(kernel, walking_blocks(ceil_div(r.capacity, ROW_WARPS), ctx), 32 * ROW_WARPS, 0, ctx, out.q, out.scale,
-                 dh, gated_a, drow_gate, da_ungated, h, r, F, mx_stride(2 * F), rounding_bias_of(recipe.scale));
+                 t.dh, t.gated_a, t.drow_gate, t.da_ungated, t.h, r, F, mx_stride(2 * F),
+                 rounding_bias_of(recipe.scale));
 }
 
-void mx_swiglu_backward_both(MxBytes out, MxBytes channels, floatX* gated_a, real* drow_gate, const floatX* da_ungated,
-                             const floatX* h, int64_t length, Ragged r, int64_t F, int32_t scale_mode, Ctx* ctx) {
-    ASSERT(aligned(out.q, out.scale, channels.q, channels.scale, gated_a, da_ungated, h) && F % MX_CHUNK == 0);
+void mx_swiglu_backward_both(MxBytes out, MxBytes channels, ExpertsBackward t, int64_t length, Ragged r, int64_t F,
+                             int32_t scale_mode, Ctx* ctx) {
+    ASSERT(aligned(out.q, out.scale, channels.q, channels.scale, t.gated_a, t.da_ungated, t.h) && F % MX_CHUNK == 0);
     ASSERT(length % MX_CHUNK == 0 && length >= r.capacity && (!r.row_gate || r.capacity % MX_CHUNK == 0));
     const unsigned down = walking_blocks(ceil_div(r.capacity, MX_CHUNK), ctx);
     auto run = [&](auto rows, unsigned across) {
         launch_early(swiglu_backward_both_kernel<decltype(rows)>, dim3(down, across), 32 * TILE_WARPS, TILE_BYTES, ctx,
-                     out.q, out.scale, channels.q, channels.scale, gated_a, drow_gate, da_ungated, h, rows, F, length,
-                     mx_stride(2 * F), rounding_bias_of(scale_mode));
+                     out.q, out.scale, channels.q, channels.scale, t.gated_a, t.drow_gate, t.da_ungated, t.h, rows, F,
+                     length, mx_stride(2 * F), rounding_bias_of(scale_mode));
     };
     if (r.row_gate)
         run(GatedRows{r}, 1);

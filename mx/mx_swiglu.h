@@ -6,6 +6,7 @@
 #ifndef MX_MX_SWIGLU_H
 #define MX_MX_SWIGLU_H
 
+#include "grouped/experts.h"
 #include "mx/mxfp8.h"
 
 BEGIN_C
@@ -19,26 +20,18 @@ void mx_swiglu_quantize(MxBytes out,      // (capacity, F), (capacity, mx_stride
 // dh is rounded to floatX, then quantized as by mx_quantize, with 2F as one width. `a` is the dequantized result of
 // mx_swiglu_quantize (not rounded again). On the GPU dh and q equal those of experts_swiglu_backward and mx_quantize to
 // the bit.
-void mx_swiglu_backward_quantize(MxBytes out,               // (capacity, 2F), (capacity, mx_stride(2F)): of dh
-                                 floatX* dh,                // (capacity, 2F)
-                                 floatX* gated_a,           // (capacity, F): gate * a, for wgrad of W2
-                                 real* drow_gate,           // (capacity): <da', a>
-                                 const floatX* da_ungated,  // (capacity, F): da' = dy W2
-                                 const floatX* h,           // (capacity, 2F)
-                                 Ragged ragged, int64_t F, MxRecipe recipe, Ctx* ctx);
+void mx_swiglu_backward_quantize(MxBytes out,  // (capacity, 2F), (capacity, mx_stride(2F)): of dh
+                                 ExpertsBackward tensors, Ragged ragged, int64_t F, MxRecipe recipe, Ctx* ctx);
 
 // The same, with dh quantized both row-wise (align 128) for dgrad and column-wise (mx_quantize_channels, align 128) for
-// wgrad. So dh in floatX is never written. F is a multiple of 128.
+// wgrad. So dh in floatX is never written (NULL). F is a multiple of 128.
 //
 // With ragged.row_gate NULL the rows are the `capacity` tokens of a dense MLP. It is then swiglu_backward
 // (layers/swiglu.h) and mx_quantize_both: gates are 1, `a` is not quantized, and drow_gate is not written.
-void mx_swiglu_backward_both(MxBytes out,               // (capacity, 2F), (capacity, mx_stride(2F)): of dh
-                             MxBytes channels,          // (2F, length), (length / 128, 2F)
-                             floatX* gated_a,           // (capacity, F): gate * a, for wgrad of W2
-                             real* drow_gate,           // (capacity): <da', a>
-                             const floatX* da_ungated,  // (capacity, F): da' = dy W2
-                             const floatX* h,           // (capacity, 2F)
-                             int64_t length, Ragged ragged, int64_t F, int32_t scale_mode, Ctx* ctx);
+void mx_swiglu_backward_both(MxBytes out,       // (capacity, 2F), (capacity, mx_stride(2F)): of dh
+                             MxBytes channels,  // (2F, length), (length / 128, 2F)
+                             ExpertsBackward tensors, int64_t length, Ragged ragged, int64_t F, int32_t scale_mode,
+                             Ctx* ctx);
 
 END_C
 

@@ -1,7 +1,6 @@
 #include "mx/rows.h"
 
 #include "device/check.h"
-#include "grouped/experts.h"
 #include "mx/mx_swiglu.h"
 
 // Registers the buffers with the arena, which sets the pointers later.
@@ -93,32 +92,31 @@ Rows rows_swiglu(Rows out, const floatX* h, Ragged r, Format format, MxStats* st
     return rows_as(out, out, format_read(format), ctx);
 }
 
-Rows rows_swiglu_backward(Rows out, Rows* dh, floatX* gated_a, real* drow_gate, const floatX* da_ungated,
-                          const floatX* h, Ragged r, Format format, Format wgrad, MxStats* stats, Ctx* ctx) {
+Rows rows_swiglu_backward(Rows out, Rows* dh, ExpertsBackward t, Ragged r, Format format, Format wgrad, MxStats* stats,
+                          Ctx* ctx) {
     const int64_t F = out.columns / 2, length = mx_channel_length(r.capacity, r.El, BACKEND);
-    floatX* values = dh->value;
+    *dh = rows_of_values(t.dh, out.count, 2 * F);
     if (!format.bytes) {
-        experts_swiglu_backward(values, gated_a, drow_gate, da_ungated, h, r, F, ctx);
+        experts_swiglu_backward(t, r, F, ctx);
         return *dh;
     }
 
     // Statistics, as in rows_swiglu.
     if (stats) {
-        device_zero(values, (size_t)(out.count * 2 * F) * sizeof(floatX), ctx);
-        experts_swiglu_backward(values, gated_a, drow_gate, da_ungated, h, r, F, ctx);
-        mx_stats(stats, values, NULL, 1, out.count, 2 * F, format.recipe, ctx);
+        device_zero(t.dh, (size_t)(out.count * 2 * F) * sizeof(floatX), ctx);
+        experts_swiglu_backward(t, r, F, ctx);
+        mx_stats(stats, t.dh, NULL, 1, out.count, 2 * F, format.recipe, ctx);
     }
 
     // dgrad and wgrad both fast: one kernel quantizes row-wise and column-wise. The column-wise result is stored in the
-    // memory of dh->value.
+    // memory of t.dh.
     if (format_read(format).bytes && format_read(wgrad).bytes && F % MX_CHUNK == 0) {
         ASSERT(wgrad.recipe.scale == format.recipe.scale);
-        const MxBytes channels = {(uint8_t*)values, (uint8_t*)values + length * 2 * F};
+        const MxBytes channels = {(uint8_t*)t.dh, (uint8_t*)t.dh + length * 2 * F};
         *dh = by_channel(channels, length, 2 * F, format.recipe);
-        mx_swiglu_backward_both(out.mx, channels, gated_a, drow_gate, da_ungated, h, length, r, F, format.recipe.scale,
-                                ctx);
+        mx_swiglu_backward_both(out.mx, channels, t, length, r, F, format.recipe.scale, ctx);
     } else {
-        mx_swiglu_backward_quantize(out.mx, values, gated_a, drow_gate, da_ungated, h, r, F, format.recipe, ctx);
+        mx_swiglu_backward_quantize(out.mx, t, r, F, format.recipe, ctx);
     }
     // dh for dgrad; exact dequantizes it.
     out.format = format;

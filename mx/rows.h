@@ -4,6 +4,7 @@
 #define MX_ROWS_H
 
 #include "device/arena.h"
+#include "grouped/experts.h"
 #include "mx/mx_stats.h"
 #include "mx/mxfp8.h"
 
@@ -65,10 +66,10 @@ Rows rows_for_wgrad(Rows out, Rows rows, int operand, int tokens, Format format,
 // floatX.
 Rows rows_swiglu(Rows out, const floatX* h, Ragged ragged, Format format, MxStats* stats, floatX* spare, Ctx* ctx);
 // SwiGLU backward with the gate (grouped/experts.h). Returns dh, quantized to `format`, as GEMMs read it. *dh becomes
-// the input of rows_for_wgrad in the format `wgrad`, in the memory of dh->value. It is quantized column-wise if both
+// the input of rows_for_wgrad in the format `wgrad`, in the memory of tensors.dh. It is quantized column-wise if both
 // formats are fast and F is a multiple of 128; otherwise it is floatX.
-Rows rows_swiglu_backward(Rows out, Rows* dh, floatX* gated_a, real* drow_gate, const floatX* da_ungated,
-                          const floatX* h, Ragged ragged, Format format, Format wgrad, MxStats* stats, Ctx* ctx);
+Rows rows_swiglu_backward(Rows out, Rows* dh, ExpertsBackward tensors, Ragged ragged, Format format, Format wgrad,
+                          MxStats* stats, Ctx* ctx);
 
 END_C
 

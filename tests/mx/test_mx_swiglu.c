@@ -63,7 +63,8 @@ static void run_swiglu_backward(void* arg) {
     Ctx* ctx = ctx_create(0);
     s->q = poisoned_bytes(room * 2 * F), s->scale = poisoned_bytes(room * mx_stride(2 * F));
     s->dh = poisoned(room * 2 * F), s->gated_a = poisoned(room * F), s->drow_gate = poisoned(room);
-    mx_swiglu_backward_quantize((MxBytes){s->q, s->scale}, s->dh, s->gated_a, s->drow_gate, s->dap, s->h, s->ragged, F,
+    mx_swiglu_backward_quantize((MxBytes){s->q, s->scale},
+                                (ExpertsBackward){s->dh, s->gated_a, s->drow_gate, s->dap, s->h}, s->ragged, F,
                                 s->recipe, ctx);
     ctx_destroy(ctx);
 }
@@ -131,8 +132,9 @@ static void run_swiglu_both(void* arg) {
     s->q = poisoned_bytes(room * 2 * F), s->scale = poisoned_bytes(room * mx_stride(2 * F));
     b->q_channels = poisoned_bytes(2 * F * b->length), b->scale_channels = poisoned_bytes(b->length / 128 * 2 * F);
     s->gated_a = poisoned(room * F), s->drow_gate = poisoned(room);
-    mx_swiglu_backward_both((MxBytes){s->q, s->scale}, (MxBytes){b->q_channels, b->scale_channels}, s->gated_a,
-                            s->drow_gate, s->dap, s->h, b->length, s->ragged, F, s->recipe.scale, ctx);
+    mx_swiglu_backward_both((MxBytes){s->q, s->scale}, (MxBytes){b->q_channels, b->scale_channels},
+                            (ExpertsBackward){NULL, s->gated_a, s->drow_gate, s->dap, s->h}, b->length, s->ragged, F,
+                            s->recipe.scale, ctx);
     ctx_destroy(ctx);
 }
 
