@@ -13,6 +13,7 @@
 #include <vector>
 
 #include "bench/data.cuh"
+#include "layers/matmul.h"
 #include "mx/mx_stats.h"
 #include "mx/mx_swiglu.h"
 
@@ -241,7 +242,7 @@ static void bench_swiglu(int64_t rows, int64_t F) {
 int main(int argc, char** argv) {
     const int64_t rows = argc > 1 ? atoll(argv[1]) : 131072;
     if (argc > 2) only = argv[2];
-    ctx = ctx_create(mx_stats_workspace());
+    ctx = ctx_create(matmul_workspace());
     copy_rate = 0x1p31 / copy_seconds(0x1p31, 3);
     printf("%s; a copy of 1 GiB: %.2f TB/s\n", device_name(ctx), copy_rate * 1e-12);
     printf("| op | shape | us | TB/s | of a copy | of a copy as large |\n|---|---|---|---|---|---|\n");

@@ -6,7 +6,7 @@
 
 size_t moe_workspace(MoeShape s) {
     size_t bytes = max_size(router_workspace(s.router), matmul_workspace());
-    return max_size(bytes, max_size(mx_stats_workspace(), dispatch_workspace(dispatch_shape(s))));
+    return max_size(bytes, dispatch_workspace(dispatch_shape(s)));
 }
 
 void moe_forward(floatX* y, const floatX* x, MoeWeights w, MoeSaved* m, BalanceCounts counts, MoeShape s, Dispatch* d,

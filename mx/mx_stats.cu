@@ -72,8 +72,6 @@ static __global__ void add_stats_kernel(MxStats* stats, const MxStats* partial) 
     ((double*)stats)[threadIdx.x] += sum;
 }
 
-size_t mx_stats_workspace(void) { return STATS_BLOCKS * sizeof(MxStats); }
-
 void mx_stats(MxStats* stats, const floatX* x, const uint8_t* tiles, int64_t count, int64_t rows, int64_t columns,
               MxRecipe recipe, Ctx* ctx) {
     ASSERT(aligned(x) && columns % MX_BLOCK == 0);
