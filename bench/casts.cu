@@ -13,6 +13,7 @@
 #include <vector>
 
 #include "bench/data.cuh"
+#include "layers/matmul.h"
 #include "mx/mx_stats.h"
 #include "mx/mx_swiglu.h"
 
@@ -110,42 +111,46 @@ static void bench_rows(int64_t rows, int64_t columns) {
     Buffers b(n, std::max(rows * stride, columns * mx_stride(rows)), true);
     for (int32_t align : {1, 128}) {
         MxRecipe how = {MX_RCEIL, align};
-        row(align == 1 ? "mx_quantize" : "mx_quantize, 128", shape, cast, b.sets,
-            [&](int i) { mx_quantize(b.q + i * n, b.scale + i * b.scales, b.x + i * n, rows, columns, how, ctx); });
+        row(align == 1 ? "mx_quantize" : "mx_quantize, 128", shape, cast, b.sets, [&](int i) {
+            mx_quantize({b.q + i * n, b.scale + i * b.scales}, b.x + i * n, rows, columns, how, ctx);
+        });
     }
-    row("mx_dequantize", shape, cast, b.sets,
-        [&](int i) { mx_dequantize(b.back + i * n, b.q + i * n, b.scale + i * b.scales, rows, columns, ctx); });
+    row("mx_dequantize", shape, cast, b.sets, [&](int i) {
+        mx_dequantize(b.back + i * n, {b.q + i * n, b.scale + i * b.scales}, rows, columns, 0, ctx);
+    });
     const Ragged mixed = mixed_rows(rows);
-    row("mx_dequantize_rows", shape, cast, b.sets,
-        [&](int i) { mx_dequantize_rows(b.back + i * n, b.q + i * n, b.scale + i * b.scales, mixed, columns, ctx); });
+    row("mx_dequantize_rows", shape, cast, b.sets, [&](int i) {
+        mx_dequantize_rows(b.back + i * n, {b.q + i * n, b.scale + i * b.scales}, mixed, columns, ctx);
+    });
     for (int32_t align : {128, 512})
         row(align == 128 ? "mx_quantize_channels" : "mx_quantize_channels, 512", shape,
             3.0 * (double)n + (double)(n / MX_CHUNK), b.sets, [&](int i) {
-                mx_quantize_channels(b.turned + i * n, b.scale + i * b.scales, b.x + i * n, rows, mixed, columns,
+                mx_quantize_channels({b.turned + i * n, b.scale + i * b.scales}, b.x + i * n, rows, mixed, columns,
                                      {MX_RCEIL, align}, ctx);
             });
     row("mx_quantize_both", shape, 4.0 * (double)n + (double)(n / MX_BLOCK + n / MX_CHUNK), b.sets, [&](int i) {
         uint8_t* channels = (uint8_t*)(b.back + i * n);
-        mx_quantize_both(b.q + i * n, b.scale + i * b.scales, channels, channels + n, b.x + i * n, rows, rows, columns,
-                         MX_RCEIL, ctx);
+        mx_quantize_both({b.q + i * n, b.scale + i * b.scales}, {channels, channels + n}, b.x + i * n, rows, rows,
+                         columns, MX_RCEIL, ctx);
     });
     // The scales that it reads are any bytes, and its own lie beside the values.
     for (int32_t align : {128, 512})
         row(align == 128 ? "mx_requantize_channels" : "mx_requantize_channels, 512", shape,
             2.0 * (double)n + (double)(n / MX_BLOCK + n / MX_CHUNK), b.sets, [&](int i) {
-                mx_requantize_channels(b.turned + i * n, (uint8_t*)(b.back + i * n), b.q + i * n,
-                                       b.scale + i * b.scales, 1, rows, mixed, columns, {MX_RCEIL, align}, ctx);
+                mx_requantize_channels({b.turned + i * n, (uint8_t*)(b.back + i * n)},
+                                       {b.q + i * n, b.scale + i * b.scales}, 1, rows, mixed, columns,
+                                       {MX_RCEIL, align}, ctx);
             });
     device_free(mixed.group_start), device_free(mixed.row_token);
     for (int32_t align : {1, 128}) {
         MxRecipe how = {MX_RCEIL, align};
         row(align == 1 ? "mx_quantize_transposed" : "mx_quantize_transposed, 128", shape, cast, b.sets, [&](int i) {
-            mx_quantize_transposed(b.turned + i * n, b.scale + i * b.scales, b.x + i * n, 1, rows, columns, how, ctx);
+            mx_quantize_transposed({b.turned + i * n, b.scale + i * b.scales}, b.x + i * n, 1, rows, columns, how, ctx);
         });
     }
     MxStats* stats = (MxStats*)device_alloc(sizeof(MxStats), "the benchmark");
     row("mx_stats", shape, 2.0 * (double)n, b.sets, [&](int i) {
-        mx_stats(stats, b.x + i * n, rows, columns, {MX_RCEIL, 128}, ctx);
+        mx_stats(stats, b.x + i * n, NULL, 1, rows, columns, {MX_RCEIL, 128}, ctx);
     });
     device_free(stats);
 }
@@ -158,11 +163,11 @@ static void bench_weights(int64_t experts, int64_t rows, int64_t columns) {
     Buffers b(n, experts * std::max(columns * mx_stride(rows), rows * mx_stride(columns)), false);
     const double cast = 3.0 * (double)n + (double)(n / MX_BLOCK);
     row("mx_quantize", shape, cast, b.sets, [&](int i) {
-        mx_quantize(b.q + i * n, b.scale + i * b.scales, b.x + i * n, experts * rows, columns, {MX_RCEIL, 1}, ctx);
+        mx_quantize({b.q + i * n, b.scale + i * b.scales}, b.x + i * n, experts * rows, columns, {MX_RCEIL, 1}, ctx);
     });
     row("mx_quantize_transposed", shape, cast, b.sets, [&](int i) {
-        mx_quantize_transposed(b.q + i * n, b.scale + i * b.scales, b.x + i * n, experts, rows, columns, {MX_RCEIL, 1},
-                               ctx);
+        mx_quantize_transposed({b.q + i * n, b.scale + i * b.scales}, b.x + i * n, experts, rows, columns,
+                               {MX_RCEIL, 1}, ctx);
     });
     row("mx_quantize_tiles", shape, 4.0 * (double)n, b.sets, [&](int i) {
         mx_quantize_tiles(b.q + i * n, b.turned + i * n, b.scale + i * b.scales, b.x + i * n, experts, rows, columns,
@@ -194,7 +199,7 @@ static void bench_swiglu(int64_t rows, int64_t F) {
     for (int32_t align : {1, 128})
         row(align == 1 ? "mx_swiglu_quantize" : "mx_swiglu_quantize, 128", shape,
             5.0 * (double)n + (double)(n / MX_BLOCK), b.sets, [&](int i) {
-                mx_swiglu_quantize(b.q + i * n, b.scale + i * b.scales, b.x + 2 * i * n, ragged, F, {MX_RCEIL, align},
+                mx_swiglu_quantize({b.q + i * n, b.scale + i * b.scales}, b.x + 2 * i * n, ragged, F, {MX_RCEIL, align},
                                    ctx);
             });
     floatX* dap = (floatX*)device_alloc((size_t)(b.sets * n) * sizeof(floatX), "the benchmark");
@@ -205,26 +210,27 @@ static void bench_swiglu(int64_t rows, int64_t F) {
     for (int32_t align : {1, 128})
         row(align == 1 ? "mx_swiglu_backward_quantize" : "mx_swiglu_backward_quantize, 128", shape,
             14.0 * (double)n + (double)(n / (MX_BLOCK / 2)) + 12.0 * (double)used, b.sets, [&](int i) {
-                mx_swiglu_backward_quantize(b.q + 2 * i * n, b.scale + i * b.scales, b.back + 2 * i * n,
-                                            (floatX*)b.turned + i * n, of_rows + capacity, dap + i * n, b.x + 2 * i * n,
-                                            ragged, F, {MX_RCEIL, align}, ctx);
+                mx_swiglu_backward_quantize(
+                    {b.q + 2 * i * n, b.scale + i * b.scales},
+                    {b.back + 2 * i * n, (floatX*)b.turned + i * n, of_rows + capacity, dap + i * n, b.x + 2 * i * n},
+                    ragged, F, {MX_RCEIL, align}, ctx);
             });
     ragged.capacity = used;
     const double both = 12.0 * (double)n + (double)(n / (MX_BLOCK / 2)) + (double)(n / (MX_CHUNK / 2));
     row("mx_swiglu_backward_both", shape, both + 12.0 * (double)used, b.sets, [&](int i) {
         uint8_t* channels = (uint8_t*)(b.back + 2 * i * n);
-        mx_swiglu_backward_both(b.q + 2 * i * n, b.scale + i * b.scales, channels, channels + 2 * n,
-                                (floatX*)b.turned + i * n, of_rows + capacity, dap + i * n, b.x + 2 * i * n, used,
-                                ragged, F, MX_RCEIL, ctx);
+        mx_swiglu_backward_both({b.q + 2 * i * n, b.scale + i * b.scales}, {channels, channels + 2 * n},
+                                {NULL, (floatX*)b.turned + i * n, of_rows + capacity, dap + i * n, b.x + 2 * i * n},
+                                used, ragged, F, MX_RCEIL, ctx);
     });
-    row("mx_swiglu_backward_both_tokens", shape, both, b.sets, [&](int i) {
+    row("mx_swiglu_backward_both, tokens", shape, both, b.sets, [&](int i) {
         uint8_t* channels = (uint8_t*)(b.back + 2 * i * n);
-        mx_swiglu_backward_both_tokens(b.q + 2 * i * n, b.scale + i * b.scales, channels, channels + 2 * n,
-                                       (floatX*)b.turned + i * n, dap + i * n, b.x + 2 * i * n, used, used, F, MX_RCEIL,
-                                       ctx);
+        mx_swiglu_backward_both({b.q + 2 * i * n, b.scale + i * b.scales}, {channels, channels + 2 * n},
+                                {NULL, (floatX*)b.turned + i * n, NULL, dap + i * n, b.x + 2 * i * n}, used, {1, used},
+                                F, MX_RCEIL, ctx);
     });
     row("mx_quantize_channels of dh", shape, 6.0 * (double)n + (double)(n / (MX_CHUNK / 2)), b.sets, [&](int i) {
-        mx_quantize_channels(b.q + 2 * i * n, b.scale + i * b.scales, b.back + 2 * i * n, used, ragged, 2 * F,
+        mx_quantize_channels({b.q + 2 * i * n, b.scale + i * b.scales}, b.back + 2 * i * n, used, ragged, 2 * F,
                              {MX_RCEIL, 128}, ctx);
     });
     device_free(dap);
@@ -236,7 +242,7 @@ static void bench_swiglu(int64_t rows, int64_t F) {
 int main(int argc, char** argv) {
     const int64_t rows = argc > 1 ? atoll(argv[1]) : 131072;
     if (argc > 2) only = argv[2];
-    ctx = ctx_create(mx_stats_workspace());
+    ctx = ctx_create(matmul_workspace());
     copy_rate = 0x1p31 / copy_seconds(0x1p31, 3);
     printf("%s; a copy of 1 GiB: %.2f TB/s\n", device_name(ctx), copy_rate * 1e-12);
     printf("| op | shape | us | TB/s | of a copy | of a copy as large |\n|---|---|---|---|---|---|\n");

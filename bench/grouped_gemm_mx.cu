@@ -35,12 +35,12 @@ static void bench(int64_t OC, int64_t IC, int El, int64_t M) {
         // x, or dy in its place.
         fill_rows<<<1024, 256, 0, stream>>>(x, capacity, K, g.marks, 1);
         LAUNCH_CHECK();
-        mx_quantize(qx, sx, x, capacity, K, {MX_RCEIL, 128}, ctx);
+        mx_quantize({qx, sx}, x, capacity, K, {MX_RCEIL, 128}, ctx);
 
         // y = W x or dx = W^T dy, on the bytes by us and in bf16 by the library.
         auto mine = [&] {
-            grouped_gemm_mx(ours, nullptr, qx, sx, dgrad ? qw_transposed : qw, sw, dgrad ? 1 : tiles_i,
-                            dgrad ? tiles_i : 1, g.r, K, N, ctx);
+            grouped_gemm_mx(ours, nullptr, {qx, sx},
+                            {dgrad ? qw_transposed : qw, sw, dgrad ? 1 : tiles_i, dgrad ? tiles_i : 1}, g.r, K, N, ctx);
         };
         auto library = [&] {
             for (int e = 0; e < El; e++)
@@ -77,11 +77,11 @@ static void bench_wgrad(int64_t OC, int64_t IC, int El, int64_t M) {
     fill_rows<<<1024, 256, 0, stream>>>(dy, capacity, OC, g.marks, 1);
     fill_rows<<<1024, 256, 0, stream>>>(x, capacity, IC, g.marks, 2);
     LAUNCH_CHECK();
-    mx_quantize_channels(qdy, sdy, dy, capacity, g.r, OC, {MX_RCEIL, 128}, ctx);
-    mx_quantize_channels(qx, sx, x, capacity, g.r, IC, {MX_RCEIL, 512}, ctx);
+    mx_quantize_channels({qdy, sdy}, dy, capacity, g.r, OC, {MX_RCEIL, 128}, ctx);
+    mx_quantize_channels({qx, sx}, x, capacity, g.r, IC, {MX_RCEIL, 512}, ctx);
 
     // On the bytes, and in bf16; the difference of the results, then the times.
-    auto mine = [&] { grouped_gemm_mx_wgrad(ours, qdy, sdy, qx, sx, capacity, g.r, IC, OC, 1, ctx); };
+    auto mine = [&] { grouped_gemm_mx_wgrad(ours, {qdy, sdy}, {qx, sx}, capacity, g.r, IC, OC, 1, ctx); };
     auto bf16 = [&] { grouped_gemm_wgrad(theirs, dy, x, g.r, IC, OC, 1, ctx); };
     device_zero(ours, size * 4, ctx), device_zero(theirs, size * 4, ctx), device_zero(sums, 16, ctx);
     mine(), bf16();

@@ -239,8 +239,9 @@ static void bench_moe(int64_t N) {
         X h(r.capacity * 2 * F), a(r.capacity * F), da(r.capacity * F), dh(r.capacity * 2 * F);
         row("experts_swiglu_forward", "6 N 1408", 6.0 * (double)(used * F),
             [&](int i) { experts_swiglu_forward(a[i], h[i], r, F, ctx); });
-        row("experts_swiglu_backward", "6 N 1408", 12.0 * (double)(used * F),
-            [&](int i) { experts_swiglu_backward(dh[i], a[i], drow_gate[i], da[i], h[i], r, F, ctx); });
+        row("experts_swiglu_backward", "6 N 1408", 12.0 * (double)(used * F), [&](int i) {
+            experts_swiglu_backward({dh[i], a[i], drow_gate[i], da[i], h[i]}, r, F, ctx);
+        });
     }
     for (int large = 0; large < 2; large++) {
         RouterShape s = {N, 4096, C, E, K, 1, 1, SCORE_SOFTMAX, 0, 1, 0};

@@ -5,6 +5,7 @@
 #include <vector>
 
 #include "bench/data.cuh"
+#include "layers/matmul.h"
 #include "layers/muon.h"
 
 struct Shape {
@@ -25,7 +26,7 @@ static const Shape shapes[] = {
 
 int main(int argc, char** argv) {
     const int calls = argc > 1 ? atoi(argv[1]) : 20;
-    Ctx* ctx = ctx_create(muon_workspace());
+    Ctx* ctx = ctx_create(matmul_workspace());
     std::vector<cudaEvent_t> at((size_t)calls + 1);
     for (cudaEvent_t& event : at) CUDA_CHECK(cudaEventCreate(&event));
 

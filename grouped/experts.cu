@@ -43,9 +43,9 @@ void experts_swiglu_forward(floatX* a, const floatX* h, Ragged r, int64_t F, Ctx
     launch_early(experts_swiglu_forward_kernel, blocks, 256, 0, ctx, a, h, r, F);
 }
 
-void experts_swiglu_backward(floatX* dh, floatX* gated_a, real* drow_gate, const floatX* da_ungated, const floatX* h,
-                             Ragged r, int64_t F, Ctx* ctx) {
-    ASSERT(wide(F, dh, gated_a, da_ungated, h));
+void experts_swiglu_backward(ExpertsBackward t, Ragged r, int64_t F, Ctx* ctx) {
+    ASSERT(wide(F, t.dh, t.gated_a, t.da_ungated, t.h));
     const unsigned blocks = walking_blocks(ceil_div(r.capacity, 8), ctx);
-    launch_early(experts_swiglu_backward_kernel, blocks, 256, 0, ctx, dh, gated_a, drow_gate, da_ungated, h, r, F);
+    launch_early(experts_swiglu_backward_kernel, blocks, 256, 0, ctx, t.dh, t.gated_a, t.drow_gate, t.da_ungated, t.h,
+                 r, F);
 }

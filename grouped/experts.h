@@ -21,12 +21,15 @@ void experts_swiglu_forward(floatX* a,        // (capacity, F)
                             const floatX* h,  // (capacity, 2F)
                             Ragged ragged, int64_t F, Ctx* ctx);
 
-void experts_swiglu_backward(floatX* dh,                // (capacity, 2F)
-                             floatX* gated_a,           // (capacity, F): gate * a, for wgrad of W2
-                             real* drow_gate,           // (capacity): <da', a>
-                             const floatX* da_ungated,  // (capacity, F): da' = dy W2
-                             const floatX* h,           // (capacity, 2F)
-                             Ragged ragged, int64_t F, Ctx* ctx);
+// The outputs and inputs of the backward.
+typedef struct ExpertsBackward {
+    floatX* dh;                // (capacity, 2F)
+    floatX* gated_a;           // (capacity, F): gate * a, for wgrad of W2
+    real* drow_gate;           // (capacity): <da', a>
+    const floatX* da_ungated;  // (capacity, F): da' = dy W2
+    const floatX* h;           // (capacity, 2F)
+} ExpertsBackward;
+void experts_swiglu_backward(ExpertsBackward tensors, Ragged ragged, int64_t F, Ctx* ctx);
 
 END_C
 

@@ -311,9 +311,7 @@ Workspace workspace_of(AttnShape s, char* base) {
 }
 
 Workspace get_workspace(AttnShape s, Ctx* ctx) {
-    const Workspace w = workspace_of(s, ctx->workspace);
-    ASSERT(w.bytes <= ctx->workspace_bytes);
-    return w;
+    return workspace_of(s, ctx_workspace<char>(ctx, (int64_t)workspace_of(s, nullptr).bytes));
 }
 
 }  // namespace

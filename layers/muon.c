@@ -29,8 +29,6 @@ int64_t muon_work(int64_t count, int64_t rows, int64_t columns) {
     return count * (2 * small * small + rows * columns);
 }
 
-size_t muon_workspace(void) { return 0; }
-
 // next = a x + (b A + c A A) x with A = x x^T. Tall matrices are multiplied from the right, with A = x^T x. Parallel
 // over tiles of rows of each result, for all matrices together.
 static void newton_schulz(real* next, const real* x, real* A, real* B, int64_t count, int64_t rows, int64_t columns) {

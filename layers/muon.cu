@@ -94,8 +94,6 @@ int64_t muon_work(int64_t count, int64_t rows, int64_t columns) {
     return count * (2 * small * small + n + ceil_div(n, CHUNK) * (int64_t)(sizeof(double) / sizeof(floatX)));
 }
 
-size_t muon_workspace(void) { return LT_WORKSPACE; }
-
 void muon_orthogonalize(floatX* x, floatX* work, int64_t count, int64_t rows, int64_t columns, Ctx* ctx) {
     const bool tall = rows > columns;
     const int64_t small = min_i64(rows, columns), large = max_i64(rows, columns), n = rows * columns,

@@ -12,7 +12,8 @@
 // stays 0. An expert without tokens has g = 0: its momentum shrinks by `momentum` per step, and its update keeps its
 // direction and size. A matrix of zeros has the update 0.
 //
-// GEMMs are bf16 with float32 accumulation in the CUDA build, and real on the CPU.
+// GEMMs are bf16 with float32 accumulation in the CUDA build, and real on the CPU. Workspace: at most
+// matmul_workspace() (layers/matmul.h).
 #ifndef LAYERS_MUON_H
 #define LAYERS_MUON_H
 
@@ -50,7 +51,6 @@ void muon_orthogonalize(floatX* x,     // (count, rows, columns)
                         floatX* work,  // muon_work elements
                         int64_t count, int64_t rows, int64_t columns, Ctx* ctx);
 int64_t muon_work(int64_t count, int64_t rows, int64_t columns);  // proportional to count
-size_t muon_workspace(void);
 
 // master = master - lr (x + weight_decay master), weight = round(master), for each buffer. Nothing is written if
 // state->ok is 0. On the GPU n is a multiple of 8.

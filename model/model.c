@@ -293,8 +293,6 @@ size_t model_workspace(const Model* m) {
     bytes = max_size(bytes, embedding_workspace(N, c->V));
     bytes = max_size(bytes, rmsnorm_workspace(N, max_size((size_t)c->q_lora, (size_t)c->kv_lora)));
     if (c->dense_layers < config_blocks(c)) bytes = max_size(bytes, moe_workspace(m->moe_shape));
-    if (m->settings.mx_stats) bytes = max_size(bytes, mx_stats_workspace());
-    if (m->layout.muon) bytes = max_size(bytes, muon_workspace());
     // The side stream runs at the same time, so its part is added.
     bytes = max_size(bytes, adamw_workspace(N)) + side_workspace(m);
     // The largest part of a large workspace, attention's for dk_rope, is the same in both builds. The GPU's has up to

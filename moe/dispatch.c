@@ -4,7 +4,6 @@
 #include <string.h>
 
 #include "device/check.h"
-#include "moe/dispatch_ops.h"
 
 struct Dispatch {
     Pool* pool;
@@ -28,7 +27,7 @@ Dispatch* dispatch_create(Comm* comm, Pool* pool, StepState* state, Ctx* ctx) {
     d->side_stream = ctx_side(ctx, 0);
     d->ready = event_create();
     d->there = event_create();
-    d->counts = fetch_create((size_t)comm_count(comm) * 4 * sizeof(int64_t));
+    d->counts = fetch_create((size_t)(2 * comm_count(comm) * comm_count(comm)) * sizeof(int64_t));
     return d;
 }
 
@@ -140,15 +139,16 @@ static void exchange(Dispatch* d, ExchangeRows rows, Ctx* ctx) {
     d->buffer_count = 0;
 }
 
-// The rows of dispatch's all-to-all, on the host or in device memory.
-static ExchangeRows rows_of(const Route* r) {
-    const int64_t* n = r->numbers;
+// The rows of dispatch's all-to-all, on the host or in device memory. With `back` those of combine's, which is the
+// reverse: received rows go back to their senders.
+static ExchangeRows rows_of(const Route* r, int back) {
     const int32_t P = r->shape.ep;
-    const ExchangeRows on_host = {r->send_start, r->send_rows, r->recv_start, r->recv_rows, NULL};
-    if (!n) return on_host;
-    const ExchangeRows on_device = {n + SEND_START * P, n + SEND_ROWS * P, n + RECV_START * P, n + RECV_ROWS * P,
-                                    n + THERE_START * P};
-    return on_device;
+    const int on_device = r->shape.capacity > 0;
+    const int64_t* n = on_device ? r->numbers : r->numbers_on_host;
+    const int64_t* there = on_device ? n + (back ? COMBINE_START : THERE_START) * P : NULL;
+    const ExchangeRows out = {n + SEND_START * P, n + SEND_ROWS * P, n + RECV_START * P, n + RECV_ROWS * P, there};
+    const ExchangeRows home = {out.recv_start, out.recv_rows, out.send_start, out.send_rows, there};
+    return back ? home : out;
 }
 
 // Adds a buffer to the next all-to-all.
@@ -162,32 +162,30 @@ static void pack(Dispatch* d, void* recv, const void* send, size_t row_bytes) {
 static void pack_rows(Dispatch* d, Rows recv, Rows send) {
     const int64_t C = send.columns;
     if (send.format.bytes) {
-        pack(d, recv.q, send.q, (size_t)C);
-        pack(d, recv.scale, send.scale, (size_t)mx_stride(C));
+        pack(d, recv.mx.q, send.mx.q, (size_t)C);
+        pack(d, recv.mx.scale, send.mx.scale, (size_t)mx_stride(C));
     } else {
         pack(d, recv.value, send.value, (size_t)C * sizeof(floatX));
     }
 }
 
-// All-gathers the counts of all ranks and computes this rank's numbers from them, on the device.
-static void counts_on_device(Dispatch* d, Route* r, Ctx* ctx) {
-    const DispatchShape s = r->shape;
-    const int64_t P = s.ep;
-    PoolMark mark = pool_mark(d->pool);
-    int32_t* rank = (int32_t*)pool_take(d->pool, (size_t)(s.N * P) * sizeof(int32_t));
-    int64_t* own = (int64_t*)pool_take(d->pool, (size_t)(2 * P) * sizeof(int64_t));
-    int64_t* all = (int64_t*)pool_take(d->pool, (size_t)(2 * P * P) * sizeof(int64_t));
-    // rank (N, P): the ranks of each token. own (P, 2): tokens and choices for each rank. all: (P, P, 2).
-    dispatch_ranks(rank, own, r->expert, s.N, s.K, s.ep, local_experts(s), ctx);
-    comm_all_gather(d->comm, all, own, (size_t)(2 * P) * sizeof(int64_t), ctx);
-    dispatch_numbers(r->numbers, d->state, all, comm_index(d->comm), s.ep, r->received, r->choices, ctx);
-    permute_plan(r->send, rank, NULL, s.N, s.ep, ctx);
-    pool_release(d->pool, mark);
+// Waits for the counts of all ranks, and computes this rank's numbers from them on the host.
+static void numbers_on_host(Dispatch* d, Route* r) {
+    const int32_t P = r->shape.ep, own = comm_index(d->comm);
+    const int64_t *counts = (const int64_t*)fetch_end(d->counts), align = row_align(BACKEND);
+    r->received = r->choices = 0;
+    r->send.capacity = 0;
+    for (int32_t j = 0; j < P; j++) {
+        dispatch_numbers_of(r->numbers_on_host, counts, own, P, j, align, 1, 1);
+        r->send.capacity += round_up(counts[(own * P + j) * 2], align);
+        r->received += counts[(j * P + own) * 2];
+        r->choices += counts[(j * P + own) * 2 + 1];
+    }
 }
 
 void dispatch_counts(Dispatch* d, Route* r, Ctx* ctx) {
     const DispatchShape s = r->shape;
-    const int64_t N = s.N, P = s.ep, align = row_align(BACKEND);
+    const int64_t N = s.N, P = s.ep;
     // One rank has every token and choice.
     if (!d->comm) {
         r->received = N;
@@ -195,55 +193,32 @@ void dispatch_counts(Dispatch* d, Route* r, Ctx* ctx) {
         return;
     }
 
-    // With a capacity factor the counts stay on the device.
-    if (s.capacity > 0) {
-        dispatch_expect(r, s.capacity, BACKEND);
-        counts_on_device(d, r, ctx);
-        return;
-    }
-    r->numbers = NULL;
-
-    // All-to-all of the counts: the tokens that each rank sends to each other one, and their choices there.
-    int64_t one_each[DISPATCH_MAX_RANKS], place[DISPATCH_MAX_RANKS];
-    const ExchangeRows each_to_each = {place, one_each, place, one_each, NULL};
-    for (int64_t j = 0; j < P; j++) {
-        one_each[j] = 1;
-        place[j] = j;
-    }
+    // rank (N, P): the ranks of each token. own (P, 2): tokens and choices for each rank. all (P, P, 2): of all ranks.
     PoolMark mark = pool_mark(d->pool);
     int32_t* rank = (int32_t*)pool_take(d->pool, (size_t)(N * P) * sizeof(int32_t));
-    int64_t* counts = (int64_t*)pool_take(d->pool, (size_t)P * 4 * sizeof(int64_t));  // (2, P, 2): to, from
-    dispatch_ranks(rank, counts, r->expert, N, s.K, s.ep, local_experts(s), ctx);
-    pack(d, counts + 2 * P, counts, 2 * sizeof(int64_t));
-    exchange(d, each_to_each, ctx);
-    fetch_begin(d->counts, counts, d->side_stream);
+    int64_t* own = (int64_t*)pool_take(d->pool, (size_t)(2 * P) * sizeof(int64_t));
+    int64_t* all = (int64_t*)pool_take(d->pool, (size_t)(2 * P * P) * sizeof(int64_t));
+    dispatch_ranks(rank, own, r->expert, N, s.K, s.ep, local_experts(s), ctx);
+    comm_all_gather(d->comm, all, own, (size_t)(2 * P) * sizeof(int64_t), ctx);
 
-    // Beneath the all-to-all the tokens are sorted by rank.
-    permute_plan(r->send, rank, NULL, N, s.ep, ctx);
-    const int64_t *to = (const int64_t*)fetch_end(d->counts), *from = to + 2 * P;
-    pool_release(d->pool, mark);
-
-    // The rows to send, with padded starts, and the rows to receive, without gaps.
-    r->send.capacity = 0;
-    for (int64_t j = 0; j < P; j++) {
-        r->send_start[j] = r->send.capacity;
-        r->send_rows[j] = to[2 * j];
-        r->send.capacity += round_up(to[2 * j], align);
-        r->recv_start[j] = r->received;
-        r->recv_rows[j] = from[2 * j];
-        r->received += from[2 * j];
-        r->choices += from[2 * j + 1];
+    // With a capacity factor the counts stay on the device. Else the host fetches them, and the sort of the tokens by
+    // rank runs while it waits.
+    if (s.capacity > 0) {
+        dispatch_expect(r, s.capacity, BACKEND);
+        dispatch_numbers(r->numbers, d->state, all, comm_index(d->comm), s.ep, r->received, r->choices, ctx);
+    } else {
+        fetch_begin(d->counts, all, ctx);
     }
+    permute_plan(r->send, rank, NULL, N, s.ep, ctx);
+    if (s.capacity == 0) numbers_on_host(d, r);
+    pool_release(d->pool, mark);
 }
 
 void dispatch_pack_sorted(Dispatch* d, const Route* r, AllToAll* t, Rows sorted, const Rows* kept) {
     // The result is in kept's memory where it has any, so that backward finds it.
     t->result = t->received;
     if (kept && kept->value) t->result.value = kept->value;
-    if (kept && kept->q) {
-        t->result.q = kept->q;
-        t->result.scale = kept->scale;
-    }
+    if (kept && kept->mx.q) t->result.mx = kept->mx;
     t->result.count = r->received;
     t->result.columns = sorted.columns;
     // Rows arrive in the sender's format. With one rank they are the tokens themselves.
@@ -259,7 +234,7 @@ void dispatch_pack(Dispatch* d, const Route* r, AllToAll* t, const floatX* x, co
                    Ctx* ctx) {
     const DispatchShape s = r->shape;
     Rows tokens = rows_of_values(x, s.N, s.C);
-    if (stats && received_format(s).bytes) mx_stats(stats, x, s.N, s.C, received_format(s).recipe, ctx);
+    if (stats && received_format(s).bytes) mx_stats(stats, x, NULL, 1, s.N, s.C, received_format(s).recipe, ctx);
     // Quantize before the sort: a token that goes to several ranks is quantized once.
     if (d->comm) tokens = rows_permute(t->sent, rows_as(t->own, tokens, s.dispatch, ctx), s.dispatch, r->send, ctx);
     dispatch_pack_sorted(d, r, t, tokens, kept);
@@ -276,7 +251,7 @@ void dispatch_pack_choices(Dispatch* d, const Route* r, const AllToAll* t, Ctx* 
 }
 
 void dispatch_start(Dispatch* d, const Route* r, Ctx* ctx) {
-    if (d->comm) exchange(d, rows_of(r), ctx);
+    if (d->comm) exchange(d, rows_of(r, 0), ctx);
 }
 
 Rows dispatch_receive(Dispatch* d, const Route* r, const AllToAll* t, Ctx* ctx) {
@@ -293,9 +268,6 @@ static Rows sums_here(const Route* r, const AllToAll* t, Sums sums, Ctx* ctx) {
 
 void combine_send(Dispatch* d, const Route* r, const AllToAll* t, Sums sums, Ctx* ctx) {
     const DispatchShape s = r->shape;
-    // Combine is the reverse exchange: received rows go back to their senders.
-    const ExchangeRows out = rows_of(r), back = {out.recv_start, out.recv_rows, out.send_start, out.send_rows,
-                                                 r->numbers ? r->numbers + COMBINE_START * r->shape.ep : NULL};
     if (!d->comm) return;
     pack_rows(d, t->sent, sums_here(r, t, sums, ctx));
     // Backward: gradients of gates go back in the buffers of the gates.
@@ -303,7 +275,7 @@ void combine_send(Dispatch* d, const Route* r, const AllToAll* t, Sums sums, Ctx
         unpermute_gates(t->received_gate, sums.drow_gate, sums.ragged, r->received, s.K, ctx);
         pack(d, t->sent_gate, t->received_gate, (size_t)s.K * sizeof(real));
     }
-    exchange(d, back, ctx);
+    exchange(d, rows_of(r, 1), ctx);
 }
 
 Rows combine_back(Dispatch* d, const Route* r, const AllToAll* t, Ctx* ctx) {
@@ -326,7 +298,7 @@ void combine_receive(Dispatch* d, const Route* r, const AllToAll* t, Sums sums, 
     }
     // One rank: the sum is still quantized as combine would send it.
     if (s.combine.bytes)
-        rows_add(y, sums_here(r, t, sums, ctx), accumulate, ctx);
+        mx_dequantize(y, sums_here(r, t, sums, ctx).mx, s.N, s.C, accumulate, ctx);
     else
         unpermute_rows(y, sums.rows, sums.gate, sums.ragged, s.N, s.K, s.C, accumulate, ctx);
     if (dgate) unpermute_gates(dgate, sums.drow_gate, sums.ragged, s.N, s.K, ctx);

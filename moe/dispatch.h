@@ -27,6 +27,7 @@
 #define MOE_DISPATCH_H
 
 #include "device/pool.h"
+#include "moe/dispatch_ops.h"
 #include "mx/rows.h"
 #include "parallel/comm.h"
 
@@ -56,11 +57,10 @@ typedef struct Route {
     real* gate;                 // (N, K)
     int64_t received, choices;  // tokens received by this rank, and their token-expert pairs here; or the capacity
     // With several ranks: `send` has the tokens sorted by the rank they go to, a ragged layout with El = K = ep. For
-    // each rank there are the rows to send and the rows to receive, in device memory (`numbers`) or on the host.
+    // each rank there are the rows to send and the rows to receive (ROUTE_NUMBERS, ep): with a capacity factor in
+    // device memory, else on the host.
     Ragged send;
-    int64_t* numbers;  // (ROUTE_NUMBERS, ep) (moe/dispatch_ops.h); NULL: the arrays on the host are used
-    int64_t send_start[DISPATCH_MAX_RANKS], send_rows[DISPATCH_MAX_RANKS];
-    int64_t recv_start[DISPATCH_MAX_RANKS], recv_rows[DISPATCH_MAX_RANKS];
+    int64_t *numbers, numbers_on_host[ROUTE_NUMBERS * DISPATCH_MAX_RANKS];
 } Route;
 
 // Communication buffers of an all-to-all. Those that a route does not need are NULL.
@@ -82,7 +82,6 @@ typedef struct Sums {
     const real* drow_gate;  // (capacity): gradients of the rows' gates, sent with the sums; NULL: none
 } Sums;
 
-typedef struct StepState StepState;  // layers/adamw.h
 typedef struct Dispatch Dispatch;
 // comm: of ep ranks, NULL with one. state: counts overflows; NULL if no shape has a capacity.
 Dispatch* dispatch_create(Comm* comm, Pool* pool, StepState* state, Ctx* ctx);

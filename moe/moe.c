@@ -6,7 +6,7 @@
 
 size_t moe_workspace(MoeShape s) {
     size_t bytes = max_size(router_workspace(s.router), matmul_workspace());
-    return max_size(bytes, max_size(mx_stats_workspace(), dispatch_workspace(dispatch_shape(s))));
+    return max_size(bytes, dispatch_workspace(dispatch_shape(s)));
 }
 
 void moe_forward(floatX* y, const floatX* x, MoeWeights w, MoeSaved* m, BalanceCounts counts, MoeShape s, Dispatch* d,
@@ -81,9 +81,10 @@ void moe_backward(floatX* dx, const floatX* dy, const floatX* x, MoeWeights w, M
     // 4. da' = dy W2; da = gate da', dgate = <da', a> and dh; dx = dh W13.
     const Rows dy_rows = rows_permute(t.rows, dy_here, read, r, ctx);
     grouped_dgrad(t.dact, dy_rows, w.w2, r, ctx);
-    Rows dh_wgrad = rows_of_values(t.dh, r.capacity, 2 * s.F);
-    const Rows dh = rows_swiglu_backward(t.dh_quantized, &dh_wgrad, t.act, t.drow_gate, t.dact, m->h, r, s.expert,
-                                         s.wgrad, weight_stats(w.w13, STATS_DY), ctx);
+    const ExpertsBackward tensors = {t.dh, t.act, t.drow_gate, t.dact, m->h};
+    Rows dh_wgrad;
+    const Rows dh = rows_swiglu_backward(t.dh_quantized, &dh_wgrad, tensors, r, s.expert, s.wgrad,
+                                         weight_stats(w.w13, STATS_DY), ctx);
     grouped_dgrad(t.dact, dh, w.w13, r, ctx);
 
     // 2. Combine: all-to-all of dx and dgate, overlapped with dW2 = dy^T (gate a) and dW13 = dh^T x.

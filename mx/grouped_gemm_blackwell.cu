@@ -4,7 +4,6 @@
 #include "mx/grouped_gemm_blackwell.cuh"
 
 #include "device/lt.cuh"
-#include "mx/mxfp8.h"
 
 // The groups, copied to the host, and the capacity of the buffers.
 struct Groups {
@@ -64,9 +63,7 @@ void mx_blackwell_scales(uint8_t* out, ScaleTiles scales, int64_t rows, int64_t 
 
 // Forward and dgrad. Workspace: | cuBLASLt | scales of an expert's weight | scales of its rows |. Experts with more
 // rows than fit are processed in slices of `rows_at_once` rows.
-void grouped_gemm_lt_mx(floatX* y, real* y_real, const uint8_t* x, const uint8_t* x_scale, const uint8_t* w,
-                        const uint8_t* w_scale, int64_t w_stride_o, int64_t w_stride_c, Ragged r, int64_t IC,
-                        int64_t OC, Ctx* ctx) {
+void grouped_gemm_lt_mx(floatX* y, real* y_real, MxBytes x, MxTiles w, Ragged r, int64_t IC, int64_t OC, Ctx* ctx) {
     if (OC % 16 != 0)
         die(EXIT_USAGE,
             "an MXFP8 GEMM on this GPU needs outputs in multiples of 16, not %lld; choose --dim and --expert-ffn "
@@ -84,15 +81,15 @@ void grouped_gemm_lt_mx(floatX* y, real* y_real, const uint8_t* x, const uint8_t
     const Groups g = fetch_groups(r, ctx);
     for (int e = 0; e < r.El; e++) {
         // Convert the scales of the expert's weight, once.
-        const ScaleTiles w_tile = {w_scale + e * w_tiles, MX_CHUNK, w_stride_o, MX_CHUNK / MX_BLOCK, w_stride_c};
+        const ScaleTiles w_tile = {w.scale + e * w_tiles, MX_CHUNK, w.stride_o, MX_CHUNK / MX_BLOCK, w.stride_c};
         if (g.rows[e]) mx_blackwell_scales(of_w, w_tile, OC, blocks, ctx);
         for (int64_t at = 0; at < g.taken(e); at += rows_at_once) {
             // A slice of its rows: convert the scales, then the GEMM.
             const int64_t row = g.start[e] + at, rows = g.taken(e) - at < rows_at_once ? g.taken(e) - at : rows_at_once;
             const int64_t valid = g.rows[e] - at < rows ? g.rows[e] - at : rows;
-            const ScaleTiles x_tile = {x_scale + row * mx_stride(IC), 1, mx_stride(IC), 1, 1};
+            const ScaleTiles x_tile = {x.scale + row * mx_stride(IC), 1, mx_stride(IC), 1, 1};
             mx_blackwell_scales(of_x, x_tile, valid, blocks, ctx);
-            lt_multiply({out + row * OC * out_bytes, OC}, {x + row * IC, IC}, {w + e * OC * IC, IC},
+            lt_multiply({out + row * OC * out_bytes, OC}, {x.q + row * IC, IC}, {w.q + e * OC * IC, IC},
                         {.m = rows,
                          .n = OC,
                          .k = IC,
@@ -110,9 +107,8 @@ void grouped_gemm_lt_mx(floatX* y, real* y_real, const uint8_t* x, const uint8_t
 
 // Wgrad: an expert's rows are a range of every channel. Workspace: | cuBLASLt | scales of dy | scales of x |. Experts
 // with more rows than fit are processed in slices of `rows_at_once` rows, which accumulate.
-void grouped_gemm_lt_mx_wgrad(real* dw, const uint8_t* dy, const uint8_t* dy_scale, const uint8_t* x,
-                              const uint8_t* x_scale, int64_t length, Ragged r, int64_t IC, int64_t OC, int accumulate,
-                              Ctx* ctx) {
+void grouped_gemm_lt_mx_wgrad(real* dw, MxBytes dy, MxBytes x, int64_t length, Ragged r, int64_t IC, int64_t OC,
+                              int accumulate, Ctx* ctx) {
     // Divide the workspace: the rows of a slice, and the two buffers of scales.
     const int64_t chunk_bytes = scales_bytes(OC, MX_CHUNK / MX_BLOCK) + scales_bytes(IC, MX_CHUNK / MX_BLOCK);
     const int64_t rows_at_once = ((int64_t)ctx->workspace_bytes - LT_WORKSPACE) / chunk_bytes * MX_CHUNK;
@@ -126,9 +122,9 @@ void grouped_gemm_lt_mx_wgrad(real* dw, const uint8_t* dy, const uint8_t* dy_sca
             // A slice of the expert's rows: convert the scales, then the GEMM.
             const int64_t row = g.start[e] + at, rows = g.taken(e) - at < rows_at_once ? g.taken(e) - at : rows_at_once;
             const int64_t chunk = row / MX_CHUNK, blocks = rows / MX_BLOCK;
-            mx_blackwell_scales(of_dy, {dy_scale + chunk * OC, 1, 1, MX_CHUNK / MX_BLOCK, OC}, OC, blocks, ctx);
-            mx_blackwell_scales(of_x, {x_scale + chunk * IC, 1, 1, MX_CHUNK / MX_BLOCK, IC}, IC, blocks, ctx);
-            lt_multiply({dw + e * OC * IC, IC}, {dy + row, length}, {x + row, length},
+            mx_blackwell_scales(of_dy, {dy.scale + chunk * OC, 1, 1, MX_CHUNK / MX_BLOCK, OC}, OC, blocks, ctx);
+            mx_blackwell_scales(of_x, {x.scale + chunk * IC, 1, 1, MX_CHUNK / MX_BLOCK, IC}, IC, blocks, ctx);
+            lt_multiply({dw + e * OC * IC, IC}, {dy.q + row, length}, {x.q + row, length},
                         {.m = OC,
                          .n = IC,
                          .k = rows,

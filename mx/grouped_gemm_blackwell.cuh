@@ -5,15 +5,11 @@
 #ifndef MX_GROUPED_GEMM_BLACKWELL_CUH
 #define MX_GROUPED_GEMM_BLACKWELL_CUH
 
-#include "device/device.h"
-#include "grouped/permute.h"
+#include "mx/grouped_gemm_mx.h"
 
 // Accumulators are not short here, and any MXFP8 scales are allowed. OC is a multiple of 16.
-void grouped_gemm_lt_mx(floatX* y, real* y_real, const uint8_t* x, const uint8_t* x_scale, const uint8_t* w,
-                        const uint8_t* w_scale, int64_t w_stride_o, int64_t w_stride_c, Ragged ragged, int64_t IC,
-                        int64_t OC, Ctx* ctx);
-void grouped_gemm_lt_mx_wgrad(real* dw, const uint8_t* dy, const uint8_t* dy_scale, const uint8_t* x,
-                              const uint8_t* x_scale, int64_t length, Ragged ragged, int64_t IC, int64_t OC,
+void grouped_gemm_lt_mx(floatX* y, real* y_real, MxBytes x, MxTiles w, Ragged ragged, int64_t IC, int64_t OC, Ctx* ctx);
+void grouped_gemm_lt_mx_wgrad(real* dw, MxBytes dy, MxBytes x, int64_t length, Ragged ragged, int64_t IC, int64_t OC,
                               int accumulate, Ctx* ctx);
 
 // Scales as quantization writes them: p[r / rows * row_stride + b / blocks * block_stride] is that of row r, block b.

@@ -53,9 +53,7 @@ static void decode_all(real value[256]) {
     for (int i = 0; i < 256; i++) value[i] = e4m3_value((uint8_t)i);
 }
 
-void grouped_gemm_mx(floatX* y, real* y_real, const uint8_t* x, const uint8_t* x_scale, const uint8_t* w,
-                     const uint8_t* w_scale, int64_t w_stride_o, int64_t w_stride_c, Ragged r, int64_t IC, int64_t OC,
-                     Ctx* ctx) {
+void grouped_gemm_mx(floatX* y, real* y_real, MxBytes x, MxTiles w, Ragged r, int64_t IC, int64_t OC, Ctx* ctx) {
     (void)ctx;
     const int64_t tiles = most_tiles(r), columns = ceil_div(OC, TILE), chunks = ceil_div(IC, MX_CHUNK);
     real *out = y ? y : y_real, value[256];
@@ -71,10 +69,10 @@ void grouped_gemm_mx(floatX* y, real* y_real, const uint8_t* x, const uint8_t* x
 
                 // Chunk by chunk of the contraction. A tile of W has one scale.
                 for (int64_t c = 0; c < chunks && rows > 0; c++) {
-                    const Chunk xs = {x + at * IC + c * MX_CHUNK,
-                                      x_scale + at * mx_stride(IC) + c * (MX_CHUNK / MX_BLOCK), IC, mx_stride(IC)};
-                    const Chunk ws = {w + (e * OC + o) * IC + c * MX_CHUNK,
-                                      w_scale + e * columns * chunks + column * w_stride_o + c * w_stride_c, IC, 0};
+                    const Chunk xs = {x.q + at * IC + c * MX_CHUNK,
+                                      x.scale + at * mx_stride(IC) + c * (MX_CHUNK / MX_BLOCK), IC, mx_stride(IC)};
+                    const Chunk ws = {w.q + (e * OC + o) * IC + c * MX_CHUNK,
+                                      w.scale + e * columns * chunks + column * w.stride_o + c * w.stride_c, IC, 0};
                     add_chunk(out + at * OC + o, OC, xs, ws, min_i64(rows, valid), width,
                               min_i64(MX_CHUNK, IC - c * MX_CHUNK), value);
                 }
@@ -82,9 +80,8 @@ void grouped_gemm_mx(floatX* y, real* y_real, const uint8_t* x, const uint8_t* x
 }
 
 // Wgrad, the same way: rows are channels of dy, columns are channels of x.
-void grouped_gemm_mx_wgrad(real* dw, const uint8_t* dy, const uint8_t* dy_scale, const uint8_t* x,
-                           const uint8_t* x_scale, int64_t length, Ragged r, int64_t IC, int64_t OC, int accumulate,
-                           Ctx* ctx) {
+void grouped_gemm_mx_wgrad(real* dw, MxBytes dy, MxBytes x, int64_t length, Ragged r, int64_t IC, int64_t OC,
+                           int accumulate, Ctx* ctx) {
     (void)ctx;
     const int64_t rows = ceil_div(OC, TILE), columns = ceil_div(IC, TILE);
     real value[256];
@@ -102,14 +99,14 @@ void grouped_gemm_mx_wgrad(real* dw, const uint8_t* dy, const uint8_t* dy_scale,
 
                 // Chunk by chunk of the contraction. Each channel has its own scale.
                 for (int64_t at = start; at < end; at += MX_CHUNK) {
-                    const Chunk dys = {dy + o * length + at, dy_scale + at / MX_CHUNK * OC + o, length, 1};
-                    const Chunk xs = {x + i * length + at, x_scale + at / MX_CHUNK * IC + i, length, 1};
+                    const Chunk dys = {dy.q + o * length + at, dy.scale + at / MX_CHUNK * OC + o, length, 1};
+                    const Chunk xs = {x.q + i * length + at, x.scale + at / MX_CHUNK * IC + i, length, 1};
                     add_chunk(out, IC, dys, xs, height, width, min_i64(MX_CHUNK, end - at), value);
                 }
             }
 }
 
-void gemm_mx_wgrads(const MxMatrix* list, int count, const uint8_t* dy, const uint8_t* dy_scale, const uint8_t* x,
-                    const uint8_t* x_scale, int64_t length, Ragged r, int accumulate, Ctx* ctx) {
-    mx_one_by_one(list, count, dy, dy_scale, x, x_scale, length, r, accumulate, ctx);
+void gemm_mx_wgrads(const MxMatrix* list, int count, MxBytes dy, MxBytes x, int64_t length, Ragged r, int accumulate,
+                    Ctx* ctx) {
+    mx_one_by_one(list, count, dy, x, length, r, accumulate, ctx);
 }

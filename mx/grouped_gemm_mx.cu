@@ -387,19 +387,16 @@ __global__ void __launch_bounds__(256) zero_without_rows(real* dw, const int32_t
 
 char* grouped_gemm_mx_missing(Ctx* ctx) { return kernels_without_fast(ctx->capability, ctx->portable); }
 
-void grouped_gemm_mx(floatX* y, real* y_real, const uint8_t* x, const uint8_t* x_scale, const uint8_t* w,
-                     const uint8_t* w_scale, int64_t w_stride_o, int64_t w_stride_c, Ragged r, int64_t IC, int64_t OC,
-                     Ctx* ctx) {
+void grouped_gemm_mx(floatX* y, real* y_real, MxBytes x, MxTiles w, Ragged r, int64_t IC, int64_t OC, Ctx* ctx) {
     ASSERT(IC > 0 && IC % MX_BLOCK == 0 && OC > 0 && OC % 8 == 0);
     if (r.capacity == 0 || r.El == 0) return;
-    if (has_block_scales(ctx))
-        return grouped_gemm_lt_mx(y, y_real, x, x_scale, w, w_scale, w_stride_o, w_stride_c, r, IC, OC, ctx);
+    if (has_block_scales(ctx)) return grouped_gemm_lt_mx(y, y_real, x, w, r, IC, OC, ctx);
 
     // W's scales: expert after expert, within an expert the caller's strides.
     const int squares = (int)(mx_tiles(OC) * mx_tiles(IC));
-    const SquareScales::Tensors scales = {x_scale, w_scale, mx_stride(IC), squares, (int)w_stride_o, (int)w_stride_c};
+    const SquareScales::Tensors scales = {x.scale, w.scale, mx_stride(IC), squares, (int)w.stride_o, (int)w.stride_c};
 
-    const CUtensorMap from = matrix_map(x, 0, r.capacity, IC, BOX, ctx), by = matrix_map(w, r.El, OC, IC, BOX, ctx);
+    const CUtensorMap from = matrix_map(x.q, 0, r.capacity, IC, BOX, ctx), by = matrix_map(w.q, r.El, OC, IC, BOX, ctx);
     const Groups g = groups_of(r, 0, OC, IC, ctx);
     if (y)
         launch(grouped_gemm_mx_kernel<floatX>, ctx, from, by, matrix_map(y, 0, r.capacity, OC, 16, ctx), g, scales);
@@ -407,28 +404,25 @@ void grouped_gemm_mx(floatX* y, real* y_real, const uint8_t* x, const uint8_t* x
         launch(grouped_gemm_mx_kernel<real>, ctx, from, by, matrix_map(y_real, 0, r.capacity, OC, 16, ctx), g, scales);
 }
 
-void grouped_gemm_mx_wgrad(real* dw, const uint8_t* dy, const uint8_t* dy_scale, const uint8_t* x,
-                           const uint8_t* x_scale, int64_t length, Ragged r, int64_t IC, int64_t OC, int accumulate,
-                           Ctx* ctx) {
+void grouped_gemm_mx_wgrad(real* dw, MxBytes dy, MxBytes x, int64_t length, Ragged r, int64_t IC, int64_t OC,
+                           int accumulate, Ctx* ctx) {
     ASSERT(IC > 0 && IC % MX_BLOCK == 0 && OC > 0 && OC % MX_BLOCK == 0 && length % MX_CHUNK == 0);
     ASSERT(r.El <= MAX_EXPERTS && length >= r.capacity);
     if (r.capacity == 0 || r.El == 0)
         return accumulate ? void() : device_zero(dw, (size_t)(r.El * OC * IC) * sizeof(real), ctx);
-    if (has_block_scales(ctx))
-        return grouped_gemm_lt_mx_wgrad(dw, dy, dy_scale, x, x_scale, length, r, IC, OC, accumulate, ctx);
+    if (has_block_scales(ctx)) return grouped_gemm_lt_mx_wgrad(dw, dy, x, length, r, IC, OC, accumulate, ctx);
     if (!accumulate) launch_early(zero_without_rows, dim3(16, r.El), 256, 0, ctx, dw, r.group_rows, OC * IC);
     Groups g = groups_of(r, OC, IC, 0, ctx);
     g.add = accumulate;
-    launch(grouped_gemm_mx_wgrad_kernel, ctx, matrix_map(dy, 0, OC, length, BOX, ctx),
-           matrix_map(x, 0, IC, length, BOX, ctx), Outputs{{matrix_map(dw, r.El, OC, IC, 16, ctx)}}, g,
-           ChannelScales::Tensors{dy_scale, x_scale, (int)(length / MX_CHUNK)});
+    launch(grouped_gemm_mx_wgrad_kernel, ctx, matrix_map(dy.q, 0, OC, length, BOX, ctx),
+           matrix_map(x.q, 0, IC, length, BOX, ctx), Outputs{{matrix_map(dw, r.El, OC, IC, 16, ctx)}}, g,
+           ChannelScales::Tensors{dy.scale, x.scale, (int)(length / MX_CHUNK)});
 }
 
-void gemm_mx_wgrads(const MxMatrix* list, int count, const uint8_t* dy, const uint8_t* dy_scale, const uint8_t* x,
-                    const uint8_t* x_scale, int64_t length, Ragged r, int accumulate, Ctx* ctx) {
+void gemm_mx_wgrads(const MxMatrix* list, int count, MxBytes dy, MxBytes x, int64_t length, Ragged r, int accumulate,
+                    Ctx* ctx) {
     ASSERT(r.El == 1 && count <= MOST_MATRICES && length % MX_CHUNK == 0 && length >= r.capacity);
-    if (r.capacity == 0 || has_block_scales(ctx))
-        return mx_one_by_one(list, count, dy, dy_scale, x, x_scale, length, r, accumulate, ctx);
+    if (r.capacity == 0 || has_block_scales(ctx)) return mx_one_by_one(list, count, dy, x, length, r, accumulate, ctx);
 
     // The matrices take the place of experts.
     Groups g = groups_of(r, 0, 0, 0, ctx);
@@ -444,7 +438,7 @@ void gemm_mx_wgrads(const MxMatrix* list, int count, const uint8_t* dy, const ui
         of_dy = max_i64(of_dy, m.dy + m.OC);
         of_x = max_i64(of_x, m.x + m.IC);
     }
-    launch(grouped_gemm_mx_wgrad_kernel, ctx, matrix_map(dy, 0, of_dy, length, BOX, ctx),
-           matrix_map(x, 0, of_x, length, BOX, ctx), outputs, g,
-           ChannelScales::Tensors{dy_scale, x_scale, (int)(length / MX_CHUNK)});
+    launch(grouped_gemm_mx_wgrad_kernel, ctx, matrix_map(dy.q, 0, of_dy, length, BOX, ctx),
+           matrix_map(x.q, 0, of_x, length, BOX, ctx), outputs, g,
+           ChannelScales::Tensors{dy.scale, x.scale, (int)(length / MX_CHUNK)});
 }

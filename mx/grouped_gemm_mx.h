@@ -16,23 +16,24 @@
 #ifndef MX_GROUPED_GEMM_MX_H
 #define MX_GROUPED_GEMM_MX_H
 
-#include "device/device.h"
-#include "grouped/permute.h"
+#include "mx/mxfp8.h"
 
 BEGIN_C
 
 // NULL if this device has these GEMMs; else the reason in newly allocated memory.
 char* grouped_gemm_mx_missing(Ctx* ctx);
 
-void grouped_gemm_mx(floatX* y,               // (capacity, OC), or NULL
-                     real* y_real,            // (capacity, OC): y before rounding, or NULL (one of the two is)
-                     const uint8_t* x,        // (capacity, IC)
-                     const uint8_t* x_scale,  // (capacity, mx_stride(IC)): a chunk's 4 bytes are equal
-                     const uint8_t* w,        // (El, OC, IC)
-                     const uint8_t* w_scale,  // (El, ceil(OC / 128), ceil(IC / 128)), with the strides of a
-                     int64_t w_stride_o, int64_t w_stride_c,  // step in o / 128 and in c (for a transposed W
-                                                              // these two are swapped)
-                     Ragged ragged, int64_t IC, int64_t OC, Ctx* ctx);
+// W quantized in tiles: q (El, OC, IC) and scale (El, ceil(OC / 128), ceil(IC / 128)). The strides of the scales are
+// those of a step in o / 128 and in c; for a transposed W these two are swapped.
+typedef struct MxTiles {
+    uint8_t *q, *scale;
+    int64_t stride_o, stride_c;
+} MxTiles;
+
+void grouped_gemm_mx(floatX* y,     // (capacity, OC), or NULL
+                     real* y_real,  // (capacity, OC): y before rounding, or NULL (one of the two is)
+                     MxBytes x,     // (capacity, IC), (capacity, mx_stride(IC)): a chunk's 4 scale bytes are equal
+                     MxTiles w, Ragged ragged, int64_t IC, int64_t OC, Ctx* ctx);
 
 // Wgrad, which contracts over an expert's rows. Both operands are quantized column-wise (mx_quantize_channels,
 // mx/mxfp8.h): a row per channel, a scale per channel and chunk of 128 rows. The scales of x are aligned to 512.
@@ -43,19 +44,16 @@ void grouped_gemm_mx(floatX* y,               // (capacity, OC), or NULL
 // above. On the GPU the accumulator is kept relative to x's current scale. At a 512-row boundary it is multiplied by
 // the ratio of the old to the new scale of a channel. A ratio of 2^128 or more gives Inf or NaN; one below 2^-126
 // flushes the accumulator to zero.
-void grouped_gemm_mx_wgrad(real* dw,                 // (El, OC, IC)
-                           const uint8_t* dy,        // (OC, length)
-                           const uint8_t* dy_scale,  // (length / 128, OC)
-                           const uint8_t* x,         // (IC, length)
-                           const uint8_t* x_scale,   // (length / 128, IC): equal within four chunks of a group
+void grouped_gemm_mx_wgrad(real* dw,    // (El, OC, IC)
+                           MxBytes dy,  // (OC, length), (length / 128, OC)
+                           MxBytes x,   // (IC, length), (length / 128, IC): equal within four chunks of a group
                            int64_t length, Ragged ragged, int64_t IC, int64_t OC, int accumulate, Ctx* ctx);
 
 // Wgrad of several matrices over the rows of one group, in one call. On Hopper this is one launch, which fills the GPU
 // where a single matrix would not. The operands of all matrices are stored one after another, each as above. For matrix
 // m:
 //
-//   q      dy + m.dy length                x + m.x length
-//   scale  dy_scale + m.dy length / 128    x_scale + m.x length / 128
+//   mx_from_channel(dy, m.dy, length)    mx_from_channel(x, m.x, length)
 typedef struct MxMatrix {
     real* dw;  // (OC, IC)
     int64_t OC, IC;
@@ -63,17 +61,14 @@ typedef struct MxMatrix {
 } MxMatrix;
 enum { MX_MATRICES = 4 };
 void gemm_mx_wgrads(const MxMatrix* matrices, int count,  // at most MX_MATRICES
-                    const uint8_t* dy, const uint8_t* dy_scale, const uint8_t* x, const uint8_t* x_scale,
-                    int64_t length, Ragged rows, int accumulate, Ctx* ctx);
+                    MxBytes dy, MxBytes x, int64_t length, Ragged rows, int accumulate, Ctx* ctx);
 
 // The same with one launch per matrix, for backends without a common kernel.
-static inline void mx_one_by_one(const MxMatrix* list, int count, const uint8_t* dy, const uint8_t* dy_scale,
-                                 const uint8_t* x, const uint8_t* x_scale, int64_t length, Ragged rows, int accumulate,
-                                 Ctx* ctx) {
-    const int64_t chunks = length / 128;
+static inline void mx_one_by_one(const MxMatrix* list, int count, MxBytes dy, MxBytes x, int64_t length, Ragged rows,
+                                 int accumulate, Ctx* ctx) {
     for (const MxMatrix* m = list; m < list + count; m++)
-        grouped_gemm_mx_wgrad(m->dw, dy + m->dy * length, dy_scale + m->dy * chunks, x + m->x * length,
-                              x_scale + m->x * chunks, length, rows, m->IC, m->OC, accumulate, ctx);
+        grouped_gemm_mx_wgrad(m->dw, mx_from_channel(dy, m->dy, length), mx_from_channel(x, m->x, length), length, rows,
+                              m->IC, m->OC, accumulate, ctx);
 }
 
 END_C

@@ -18,9 +18,10 @@ void weight_plan(Arena* a, Weight* w, int linear) {
 
     // The quantized copies for forward and dgrad.
     if (fast) {
-        arena_add(a, name, ELEMENT_BYTE, n, 0, (void**)&w->forward.q);
-        arena_add(a, name, ELEMENT_BYTE, n, 0, (void**)&w->back.q);
-        arena_add(a, name, ELEMENT_BYTE, w->count * mx_tiles(w->OC) * mx_tiles(w->IC), 0, (void**)&w->forward.scale);
+        arena_add(a, name, ELEMENT_BYTE, n, 0, (void**)&w->forward.tiles.q);
+        arena_add(a, name, ELEMENT_BYTE, n, 0, (void**)&w->back.tiles.q);
+        arena_add(a, name, ELEMENT_BYTE, w->count * mx_tiles(w->OC) * mx_tiles(w->IC), 0,
+                  (void**)&w->forward.tiles.scale);
     } else {
         arena_add(a, name, ELEMENT_X, n, 0, (void**)&w->forward.value);
         arena_add(a, name, ELEMENT_X, n, 0, (void**)&w->back.value);
@@ -50,9 +51,10 @@ void linear_plan(Arena* a, GemmWorkspace* workspace, int64_t N, int batches) {
     // One quantized operand, and the token counts.
     const char* name = "operand of a GEMM, quantized";
     const int64_t rows = round_up(N, row_align(a->backend));
-    arena_add(a, name, ELEMENT_BYTE, max_i64(N * workspace->inputs, workspace->bytes), 1, (void**)&workspace->input.q);
+    arena_add(a, name, ELEMENT_BYTE, max_i64(N * workspace->inputs, workspace->bytes), 1,
+              (void**)&workspace->input.mx.q);
     arena_add(a, name, ELEMENT_BYTE, max_i64(rows * mx_stride(workspace->inputs), workspace->scales), 1,
-              (void**)&workspace->input.scale);
+              (void**)&workspace->input.mx.scale);
     if (!workspace->fast) arena_add(a, name, ELEMENT_X, N * workspace->inputs, 1, (void**)&workspace->input.value);
     if (workspace->fast || workspace->of_dy)
         arena_add(a, "tokens as a group", ELEMENT_BYTE, batches * (int64_t)sizeof(TokenGroup), 0,
@@ -69,8 +71,8 @@ void linear_plan(Arena* a, GemmWorkspace* workspace, int64_t N, int batches) {
             arena_add(a, name, ELEMENT_X, rows * workspace->inputs, 1, (void**)&operand[i]->value);
             continue;
         }
-        arena_add(a, name, ELEMENT_BYTE, channels * length, 1, (void**)&operand[i]->q);
-        arena_add(a, name, ELEMENT_BYTE, channels * (length / MX_CHUNK), 1, (void**)&operand[i]->scale);
+        arena_add(a, name, ELEMENT_BYTE, channels * length, 1, (void**)&operand[i]->mx.q);
+        arena_add(a, name, ELEMENT_BYTE, channels * (length / MX_CHUNK), 1, (void**)&operand[i]->mx.scale);
     }
 }
 
@@ -83,31 +85,29 @@ void weight_quantize(Weight* w, Ctx* ctx) {
     if (!w->format.bytes) return;
     QuantizedWeight *forward = &w->forward, *back = &w->back;
     if (is_fast(w)) {  // q and its transpose share the scales of the tiles
-        back->scale = forward->scale;
-        forward->stride_o = back->stride_c = mx_tiles(w->IC);
-        forward->stride_c = back->stride_o = 1;
-        mx_quantize_tiles(forward->q, back->q, forward->scale, w->w, w->count, w->OC, w->IC, w->format.recipe.scale,
+        MxTiles *tiles = &forward->tiles, *transposed = &back->tiles;
+        transposed->scale = tiles->scale;
+        tiles->stride_o = transposed->stride_c = mx_tiles(w->IC);
+        tiles->stride_c = transposed->stride_o = 1;
+        mx_quantize_tiles(tiles->q, transposed->q, tiles->scale, w->w, w->count, w->OC, w->IC, w->format.recipe.scale,
                           ctx);
         return;
     }
 
     // Exact: quantize and dequantize for forward, then for dgrad.
     const Rows* out = &w->workspace->input;
-    mx_quantize(out->q, out->scale, w->w, w->count * w->OC, w->IC, w->format.recipe, ctx);
-    mx_dequantize(forward->value, out->q, out->scale, w->count * w->OC, w->IC, ctx);
-    mx_quantize_transposed(out->q, out->scale, w->w, w->count, w->OC, w->IC, w->format.recipe, ctx);
-    mx_dequantize(back->value, out->q, out->scale, w->count * w->IC, w->OC, ctx);
+    mx_quantize(out->mx, w->w, w->count * w->OC, w->IC, w->format.recipe, ctx);
+    mx_dequantize(forward->value, out->mx, w->count * w->OC, w->IC, 0, ctx);
+    mx_quantize_transposed(out->mx, w->w, w->count, w->OC, w->IC, w->format.recipe, ctx);
+    mx_dequantize(back->value, out->mx, w->count * w->IC, w->OC, 0, ctx);
 }
 
 // *stats += statistics of the quantization of W for forward. Called with wgrad, which runs once per micro-step, with
 // activation recomputation or without.
 static void cast_stats(const Weight* w, Ctx* ctx) {
     MxStats* stats = weight_stats(w, STATS_W);
-    if (!stats || !w->format.bytes) return;
-    if (is_fast(w))
-        mx_stats_tiles(stats, w->w, w->forward.scale, w->count, w->OC, w->IC, w->format.recipe.scale, ctx);
-    else
-        mx_stats(stats, w->w, w->count * w->OC, w->IC, w->format.recipe, ctx);
+    const uint8_t* tiles = is_fast(w) ? w->forward.tiles.scale : NULL;
+    if (stats && w->format.bytes) mx_stats(stats, w->w, tiles, w->count, w->OC, w->IC, w->format.recipe, ctx);
 }
 
 // --- linear_: GEMMs of all tokens with one matrix ---
@@ -137,8 +137,7 @@ static Rows quantize_rows(const floatX* x, const Weight* w, int64_t N, int64_t c
 static void quantized_gemm(floatX* y, Rows x, const Weight* w, const QuantizedWeight* quantized, int64_t OC, Ctx* ctx) {
     const int64_t N = x.count, IC = x.columns;
     if (is_fast(w))
-        grouped_gemm_mx(y, NULL, x.q, x.scale, quantized->q, quantized->scale, quantized->stride_o, quantized->stride_c,
-                        tokens_of(w->workspace, N), IC, OC, ctx);
+        grouped_gemm_mx(y, NULL, x.mx, quantized->tiles, tokens_of(w->workspace, N), IC, OC, ctx);
     else
         matmul_forward(y, rows_as(x, x, format_read(w->format), ctx).value, quantized->value, N, IC, OC, ctx);
 }
@@ -146,7 +145,7 @@ static void quantized_gemm(floatX* y, Rows x, const Weight* w, const QuantizedWe
 void linear_forward(floatX* y, const floatX* x, const Weight* w, int64_t N, Ctx* ctx) {
     MxStats* stats = weight_stats(w, STATS_X);
     if (w->format.bytes) {
-        if (stats) mx_stats(stats, x, N, w->IC, w->format.recipe, ctx);
+        if (stats) mx_stats(stats, x, NULL, 1, N, w->IC, w->format.recipe, ctx);
         quantized_gemm(y, quantize_rows(x, w, N, w->IC, ctx), w, &w->forward, w->OC, ctx);
     } else {
         matmul_forward(y, x, w->w, N, w->IC, w->OC, ctx);
@@ -181,16 +180,14 @@ static Rows room_for_wgrad(const floatX* dy, const Weight* w, int64_t N) {
     place->dy = dy;
     place->N = N;
     out.count = mx_channel_length(N, 1, BACKEND);
-    out.q += place->first * out.count;
-    out.scale += place->first * (out.count / MX_CHUNK);
+    out.mx = mx_from_channel(out.mx, place->first, out.count);
     return out;
 }
 
 // Quantizes dy (N, OC) row-wise for dgrad (returned) and column-wise for wgrad.
 static Rows cast_both(const floatX* dy, const Weight* w, int64_t N, Ctx* ctx) {
     const Rows rows = room_for(w, N, w->OC), channels = room_for_wgrad(dy, w, N);
-    mx_quantize_both(rows.q, rows.scale, channels.q, channels.scale, dy, channels.count, N, w->OC,
-                     w->format.recipe.scale, ctx);
+    mx_quantize_both(rows.mx, channels.mx, dy, channels.count, N, w->OC, w->format.recipe.scale, ctx);
     return rows;
 }
 
@@ -199,7 +196,7 @@ void linear_dgrad(floatX* dx, const floatX* dy, const Weight* w, int64_t N, int 
     // The MXFP8 GEMMs write dx; only the floatX GEMM can add to it.
     ASSERT(!accumulate || !w->format.bytes);
     if (w->format.bytes) {
-        if (stats) mx_stats(stats, dy, N, w->OC, w->format.recipe, ctx);
+        if (stats) mx_stats(stats, dy, NULL, 1, N, w->OC, w->format.recipe, ctx);
         const Rows rows = is_fast_both(w) ? cast_both(dy, w, N, ctx) : quantize_rows(dy, w, N, w->OC, ctx);
         quantized_gemm(dx, rows, w, &w->back, w->IC, ctx);
     } else {
@@ -220,8 +217,9 @@ void linear_swiglu_backward(floatX* dx, floatX* dh, floatX* a, const floatX* da,
 
     // Fused: the SwiGLU backward writes dh quantized in both directions.
     const Rows rows = room_for(w, N, w->OC), channels = room_for_wgrad(dh, w, N);
-    mx_swiglu_backward_both_tokens(rows.q, rows.scale, channels.q, channels.scale, a, da, h, channels.count, N, F,
-                                   w->format.recipe.scale, ctx);
+    const ExpertsBackward tensors = {NULL, a, NULL, da, h};
+    mx_swiglu_backward_both(rows.mx, channels.mx, tensors, channels.count, tokens_of(w->workspace, N), F,
+                            w->format.recipe.scale, ctx);
     quantized_gemm(dx, rows, w, &w->back, w->IC, ctx);
 }
 
@@ -235,12 +233,10 @@ static const floatX* rounded(floatX* to, const floatX* x, int64_t columns, const
     return to;
 }
 
-// Quantizes x (N, columns) column-wise into q and scale of `to`, from channel `first` on.
+// Quantizes x (N, columns) column-wise into `to`, from channel `first` on.
 static void by_channel(Rows to, int64_t first, const floatX* x, int64_t columns, int operand, const Weight* w,
                        int64_t N, Ctx* ctx) {
-    const int64_t length = mx_channel_length(N, 1, BACKEND);
-    to.q += first * length;
-    to.scale += first * (length / MX_CHUNK);
+    to.mx = mx_from_channel(to.mx, first, mx_channel_length(N, 1, BACKEND));
     rows_for_wgrad(to, rows_of_values(x, N, columns), operand, 0, w->wgrad, tokens_of(w->workspace, N), ctx);
 }
 
@@ -280,8 +276,8 @@ void linear_wgrads(const LinearGradient* list, int count, int64_t N, Ctx* ctx) {
     // All fast weights in one GEMM call.
     if (n == 0) return;
     GemmWorkspace* workspace = of_fast->workspace;
-    gemm_mx_wgrads(fast, n, workspace->dy.q, workspace->dy.scale, workspace->x.q, workspace->x.scale,
-                   mx_channel_length(N, 1, BACKEND), tokens_of(workspace, N), of_fast->accumulate, ctx);
+    gemm_mx_wgrads(fast, n, workspace->dy.mx, workspace->x.mx, mx_channel_length(N, 1, BACKEND),
+                   tokens_of(workspace, N), of_fast->accumulate, ctx);
     workspace->dys = 0;  // every place in dy is free
 }
 
@@ -296,7 +292,7 @@ void linear_backward(floatX* dx, const floatX* dy, const floatX* x, const Weight
 // y = x W^T per expert; both operands are MXFP8, or both are dequantized. w: W as forward or dgrad reads it.
 static void grouped_product(floatX* y, Rows x, const QuantizedWeight* w, Ragged r, int64_t IC, int64_t OC, Ctx* ctx) {
     if (x.format.bytes)
-        grouped_gemm_mx(y, NULL, x.q, x.scale, w->q, w->scale, w->stride_o, w->stride_c, r, IC, OC, ctx);
+        grouped_gemm_mx(y, NULL, x.mx, w->tiles, r, IC, OC, ctx);
     else
         grouped_gemm_forward(y, x.value, w->value, r, IC, OC, ctx);
 }
@@ -319,7 +315,7 @@ void grouped_wgrad(Rows dy, Rows x, const Weight* w, Ragged r, Ctx* ctx) {
     cast_stats(w, ctx);
     // Fast: both operands are quantized column-wise, and dy.count is the length of a channel.
     if (dy.format.bytes) {
-        grouped_gemm_mx_wgrad(w->grad, dy.q, dy.scale, x.q, x.scale, dy.count, r, w->IC, w->OC, w->accumulate, ctx);
+        grouped_gemm_mx_wgrad(w->grad, dy.mx, x.mx, dy.count, r, w->IC, w->OC, w->accumulate, ctx);
     } else {
         grouped_gemm_wgrad(w->grad, dy.value, x.value, r, w->IC, w->OC, w->accumulate, ctx);
     }

@@ -30,8 +30,7 @@ BEGIN_C
 // A weight as forward or dgrad reads it, contraction last: dequantized (exact), or MXFP8 with a scale per tile (fast).
 typedef struct QuantizedWeight {
     floatX* value;
-    uint8_t *q, *scale;
-    int64_t stride_o, stride_c;  // from one tile's scale to the next, as grouped_gemm_mx takes them
+    MxTiles tiles;
 } QuantizedWeight;
 
 // dy (N, OC) quantized column-wise. Its first channel is channel `first` of the shared buffer GemmWorkspace.dy. dy

@@ -5,9 +5,7 @@
 
 #include "device/check.h"
 #include "device/random.h"
-#include "mx/grouped_gemm_mx.h"
 #include "mx/mx_values.h"
-#include "mx/mxfp8.h"
 
 // The case covers odd group sizes, an empty expert, a short last chunk of the contraction, a narrow last output tile.
 enum { EXPERTS = 4, IC = 352, OC = 144, CHUNKS = 3, TILES = 2, MOST_ROWS = 1024, STRIDE = 16 };
@@ -102,8 +100,9 @@ double mx_check_error(MxProduct* product, Ctx* ctx) {
         int64_t stride_o = transposed ? 1 : CHUNKS, stride_c = transposed ? TILES : 1;
         for (int64_t i = 0; i < rows * OC; i++) c->y[i] = NAN;  // so that unwritten elements show
         device_upload(on_device, c, sizeof(Case), ctx);
-        product(NULL, on_device->y, on_device->x, on_device->x_scale, on_device->w, on_device->w_scale, stride_o,
-                stride_c, ragged, IC, OC, ctx);
+        const MxBytes x = {on_device->x, on_device->x_scale};
+        const MxTiles w = {on_device->w, on_device->w_scale, stride_o, stride_c};
+        product(NULL, on_device->y, x, w, ragged, IC, OC, ctx);
         device_download(c->y, on_device->y, (size_t)(rows * OC) * sizeof(real), ctx);
         double error = largest_error(c, stride_o, stride_c);
         if (error > worst) worst = error;

@@ -4,15 +4,12 @@
 #ifndef MX_MX_CHECK_H
 #define MX_MX_CHECK_H
 
-#include "device/device.h"
-#include "grouped/permute.h"
+#include "mx/grouped_gemm_mx.h"
 
 BEGIN_C
 
 // The type of grouped_gemm_mx (mx/grouped_gemm_mx.h).
-typedef void MxProduct(floatX* y, real* y_real, const uint8_t* x, const uint8_t* x_scale, const uint8_t* w,
-                       const uint8_t* w_scale, int64_t w_stride_o, int64_t w_stride_c, Ragged ragged, int64_t IC,
-                       int64_t OC, Ctx* ctx);
+typedef void MxProduct(floatX* y, real* y_real, MxBytes x, MxTiles w, Ragged ragged, int64_t IC, int64_t OC, Ctx* ctx);
 
 // The largest relative error of a row, ||y - sums|| / ||sums||, over both orders of W's scales. Infinite if y has a
 // number that is not finite, or a pad row that is not zero. Above MX_CHECK_BOUND the GEMM is wrong.

@@ -17,28 +17,17 @@ static void add_block(MxStats* stats, const floatX* block, int s, int32_t scale_
     }
 }
 
-void mx_stats(MxStats* stats, const floatX* x, int64_t rows, int64_t columns, MxRecipe recipe, Ctx* ctx) {
+void mx_stats(MxStats* stats, const floatX* x, const uint8_t* tiles, int64_t count, int64_t rows, int64_t columns,
+              MxRecipe recipe, Ctx* ctx) {
     (void)ctx;
-    const int64_t chunk = chunk_of(recipe);
-    for (int64_t r = 0; r < rows; r++)
-        for (int64_t c = 0; c < columns; c += MX_BLOCK) {
-            // The scale comes from the block's chunk.
-            const int64_t c0 = c / chunk * chunk, at = r * columns;
-            const int s = scale_of(x + at + c0, columns, 1, min_i64(chunk, columns - c0), recipe.scale);
-            add_block(stats, x + at + c, s, recipe.scale);
-        }
-}
-
-void mx_stats_tiles(MxStats* stats, const floatX* w, const uint8_t* scale, int64_t count, int64_t rows, int64_t columns,
-                    int32_t scale_mode, Ctx* ctx) {
-    (void)ctx;
-    const int64_t tiles_r = mx_tiles(rows), tiles_c = mx_tiles(columns);
+    const int64_t chunk = chunk_of(recipe), tiles_r = mx_tiles(rows), tiles_c = mx_tiles(columns);
     for (int64_t r = 0; r < count * rows; r++)
         for (int64_t c = 0; c < columns; c += MX_BLOCK) {
-            // The scale is that of the block's tile.
+            // The scale is that of the block's tile, or comes from the block's chunk.
             const int64_t tile = (r / rows * tiles_r + r % rows / MX_CHUNK) * tiles_c + c / MX_CHUNK;
-            add_block(stats, w + r * columns + c, scale[tile], scale_mode);
+            const int64_t c0 = c / chunk * chunk, n = min_i64(chunk, columns - c0);
+            const floatX* row = x + r * columns;
+            const int s = tiles ? tiles[tile] : scale_of(row + c0, columns, 1, n, recipe.scale);
+            add_block(stats, row + c, s, recipe.scale);
         }
 }
-
-size_t mx_stats_workspace(void) { return 0; }

@@ -72,24 +72,13 @@ static __global__ void add_stats_kernel(MxStats* stats, const MxStats* partial) 
     ((double*)stats)[threadIdx.x] += sum;
 }
 
-size_t mx_stats_workspace(void) { return STATS_BLOCKS * sizeof(MxStats); }
-
-static void add_stats(MxStats* stats, const floatX* x, Tiles tiles, int64_t rows, int64_t columns, MxRecipe recipe,
-                      Ctx* ctx) {
+void mx_stats(MxStats* stats, const floatX* x, const uint8_t* tiles, int64_t count, int64_t rows, int64_t columns,
+              MxRecipe recipe, Ctx* ctx) {
     ASSERT(aligned(x) && columns % MX_BLOCK == 0);
     // Sums per thread block, then over the blocks.
     MxStats* partial = ctx_workspace<MxStats>(ctx, STATS_BLOCKS);
     auto kernel = recipe.align == 1 ? stats_kernel<MX_BLOCK> : stats_kernel<MX_CHUNK>;
-    launch(kernel, STATS_BLOCKS, 32 * ROW_WARPS, 0, ctx, partial, x, tiles, rows, columns,
+    launch(kernel, STATS_BLOCKS, 32 * ROW_WARPS, 0, ctx, partial, x, Tiles{tiles, rows}, count * rows, columns,
            rounding_bias_of(recipe.scale));
     launch(add_stats_kernel, 1, STATS_SUMS, 0, ctx, stats, partial);
-}
-
-void mx_stats(MxStats* stats, const floatX* x, int64_t rows, int64_t columns, MxRecipe recipe, Ctx* ctx) {
-    add_stats(stats, x, {NULL, rows}, rows, columns, recipe, ctx);
-}
-
-void mx_stats_tiles(MxStats* stats, const floatX* w, const uint8_t* scale, int64_t count, int64_t rows, int64_t columns,
-                    int32_t scale_mode, Ctx* ctx) {
-    add_stats(stats, w, {scale, rows}, count * rows, columns, {scale_mode, MX_CHUNK}, ctx);
 }

@@ -1,5 +1,6 @@
 // Statistics of the quantization error of MXFP8 (mx/mxfp8.h), for --mx-stats: sums over blocks of 32, added to *stats
-// in device memory. NaN blocks are left out, so that one of them does not hide the rest.
+// in device memory. NaN blocks are left out, so that one of them does not hide the rest. Workspace: at most
+// matmul_workspace() (layers/matmul.h).
 #ifndef MX_MX_STATS_H
 #define MX_MX_STATS_H
 
@@ -15,20 +16,12 @@ typedef struct MxStats {
     double signal, noise;  // sums of x^2 and (x - dequantized)^2: SNR = 10 log10(signal / noise) dB
 } MxStats;
 
-// Statistics of mx_quantize.
+// Statistics of mx_quantize with `tiles` NULL. Else those of mx_quantize_tiles, from the scales that it wrote;
+// `inexact` compares with blocks of 32 along the columns.
 void mx_stats(MxStats* stats,
-              const floatX* x,  // (rows, columns)
-              int64_t rows, int64_t columns, MxRecipe recipe, Ctx* ctx);
-
-// Statistics of mx_quantize_tiles, from the scales that it wrote. `inexact` compares with blocks of 32 along the
-// columns.
-void mx_stats_tiles(MxStats* stats,
-                    const floatX* w,       // (count, rows, columns)
-                    const uint8_t* scale,  // (count, ceil(rows / 128), ceil(columns / 128))
-                    int64_t count, int64_t rows, int64_t columns, int32_t scale_mode, Ctx* ctx);
-
-// Bytes of workspace for both.
-size_t mx_stats_workspace(void);
+              const floatX* x,       // (count, rows, columns)
+              const uint8_t* tiles,  // (count, ceil(rows / 128), ceil(columns / 128))
+              int64_t count, int64_t rows, int64_t columns, MxRecipe recipe, Ctx* ctx);
 
 END_C
 

@@ -239,46 +239,35 @@ static __global__ void __launch_bounds__(32 * TILE_WARPS, 2)
     }
 }
 
-void mx_swiglu_quantize(uint8_t* q, uint8_t* scale, const floatX* h, Ragged r, int64_t F, MxRecipe recipe, Ctx* ctx) {
-    ASSERT(aligned(q, h));
+void mx_swiglu_quantize(MxBytes out, const floatX* h, Ragged r, int64_t F, MxRecipe recipe, Ctx* ctx) {
+    ASSERT(aligned(out.q, h));
     auto kernel = recipe.align == 1 ? swiglu_kernel<MX_BLOCK> : swiglu_kernel<MX_CHUNK>;
-    launch_early(kernel, walking_blocks(row_blocks(r.capacity, F), ctx), 32 * ROW_WARPS, 0, ctx, q, scale, h, r, F,
-                 mx_stride(F), rounding_bias_of(recipe.scale));
+    launch_early(kernel, walking_blocks(row_blocks(r.capacity, F), ctx), 32 * ROW_WARPS, 0, ctx, out.q, out.scale, h, r,
+                 F, mx_stride(F), rounding_bias_of(recipe.scale));
 }
 
-void mx_swiglu_backward_quantize(uint8_t* q, uint8_t* scale, floatX* dh, floatX* gated_a, real* drow_gate,
-                                 const floatX* da_ungated, const floatX* h, Ragged r, int64_t F, MxRecipe recipe,
-                                 Ctx* ctx) {
-    ASSERT(aligned(q, dh, gated_a, da_ungated, h) && F % MX_BLOCK == 0);
+void mx_swiglu_backward_quantize(MxBytes out, ExpertsBackward t, Ragged r, int64_t F, MxRecipe recipe, Ctx* ctx) {
+    ASSERT(aligned(out.q, t.dh, t.gated_a, t.da_ungated, t.h) && F % MX_BLOCK == 0);
     auto kernel = recipe.align == 1   ? swiglu_backward_kernel<MX_BLOCK, false>
                   : F % MX_CHUNK == 0 ? swiglu_backward_kernel<MX_CHUNK, false>
                                       : swiglu_backward_kernel<MX_CHUNK, true>;
-    launch_early(kernel, walking_blocks(ceil_div(r.capacity, ROW_WARPS), ctx), 32 * ROW_WARPS, 0, ctx, q, scale, dh,
-                 gated_a, drow_gate, da_ungated, h, r, F, mx_stride(2 * F), rounding_bias_of(recipe.scale));
+    launch_early(kernel, walking_blocks(ceil_div(r.capacity, ROW_WARPS), ctx), 32 * ROW_WARPS, 0, ctx, out.q, out.scale,
+                 t.dh, t.gated_a, t.drow_gate, t.da_ungated, t.h, r, F, mx_stride(2 * F),
+                 rounding_bias_of(recipe.scale));
 }
 
-template <typename Source>
-static void backward_both(uint8_t* q, uint8_t* scale, uint8_t* q_channels, uint8_t* scale_channels, floatX* gated_a,
-                          real* drow_gate, const floatX* da_ungated, const floatX* h, int64_t length, Source rows,
-                          int64_t most, int64_t F, int32_t scale_mode, Ctx* ctx) {
-    ASSERT(aligned(q, scale, q_channels, scale_channels, gated_a, da_ungated, h) && F % MX_CHUNK == 0);
-    ASSERT(length % MX_CHUNK == 0 && length >= most);
-    const dim3 grid(walking_blocks(ceil_div(most, MX_CHUNK), ctx), Source::GATED ? 1 : (unsigned)(F / MX_CHUNK));
-    launch_early(swiglu_backward_both_kernel<Source>, grid, 32 * TILE_WARPS, TILE_BYTES, ctx, q, scale, q_channels,
-                 scale_channels, gated_a, drow_gate, da_ungated, h, rows, F, length, mx_stride(2 * F),
-                 rounding_bias_of(scale_mode));
-}
-
-void mx_swiglu_backward_both(uint8_t* q, uint8_t* scale, uint8_t* q_channels, uint8_t* scale_channels, floatX* gated_a,
-                             real* drow_gate, const floatX* da_ungated, const floatX* h, int64_t length, Ragged r,
-                             int64_t F, int32_t scale_mode, Ctx* ctx) {
-    ASSERT(r.capacity % MX_CHUNK == 0);
-    backward_both(q, scale, q_channels, scale_channels, gated_a, drow_gate, da_ungated, h, length, GatedRows{r},
-                  r.capacity, F, scale_mode, ctx);
-}
-
-void mx_swiglu_backward_both_tokens(uint8_t* q, uint8_t* scale, uint8_t* q_channels, uint8_t* scale_channels, floatX* a,
-                                    const floatX* da, const floatX* h, int64_t length, int64_t N, int64_t F,
-                                    int32_t scale_mode, Ctx* ctx) {
-    backward_both(q, scale, q_channels, scale_channels, a, NULL, da, h, length, TokenRows{N}, N, F, scale_mode, ctx);
+void mx_swiglu_backward_both(MxBytes out, MxBytes channels, ExpertsBackward t, int64_t length, Ragged r, int64_t F,
+                             int32_t scale_mode, Ctx* ctx) {
+    ASSERT(aligned(out.q, out.scale, channels.q, channels.scale, t.gated_a, t.da_ungated, t.h) && F % MX_CHUNK == 0);
+    ASSERT(length % MX_CHUNK == 0 && length >= r.capacity && (!r.row_gate || r.capacity % MX_CHUNK == 0));
+    const unsigned down = walking_blocks(ceil_div(r.capacity, MX_CHUNK), ctx);
+    auto run = [&](auto rows, unsigned across) {
+        launch_early(swiglu_backward_both_kernel<decltype(rows)>, dim3(down, across), 32 * TILE_WARPS, TILE_BYTES, ctx,
+                     out.q, out.scale, channels.q, channels.scale, t.gated_a, t.drow_gate, t.da_ungated, t.h, rows, F,
+                     length, mx_stride(2 * F), rounding_bias_of(scale_mode));
+    };
+    if (r.row_gate)
+        run(GatedRows{r}, 1);
+    else
+        run(TokenRows{r.capacity}, (unsigned)(F / MX_CHUNK));
 }

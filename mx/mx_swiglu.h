@@ -6,50 +6,32 @@
 #ifndef MX_MX_SWIGLU_H
 #define MX_MX_SWIGLU_H
 
+#include "grouped/experts.h"
 #include "mx/mxfp8.h"
 
 BEGIN_C
 
 // a is rounded to floatX, then quantized as by mx_quantize. On the GPU the result equals that of experts_swiglu_forward
 // and mx_quantize to the bit.
-void mx_swiglu_quantize(uint8_t* q,       // (capacity, F)
-                        uint8_t* scale,   // (capacity, mx_stride(F))
+void mx_swiglu_quantize(MxBytes out,      // (capacity, F), (capacity, mx_stride(F))
                         const floatX* h,  // (capacity, 2F): gate, then up
                         Ragged ragged, int64_t F, MxRecipe recipe, Ctx* ctx);
 
 // dh is rounded to floatX, then quantized as by mx_quantize, with 2F as one width. `a` is the dequantized result of
 // mx_swiglu_quantize (not rounded again). On the GPU dh and q equal those of experts_swiglu_backward and mx_quantize to
 // the bit.
-void mx_swiglu_backward_quantize(uint8_t* q,                // (capacity, 2F): of dh
-                                 uint8_t* scale,            // (capacity, mx_stride(2F))
-                                 floatX* dh,                // (capacity, 2F)
-                                 floatX* gated_a,           // (capacity, F): gate * a, for wgrad of W2
-                                 real* drow_gate,           // (capacity): <da', a>
-                                 const floatX* da_ungated,  // (capacity, F): da' = dy W2
-                                 const floatX* h,           // (capacity, 2F)
-                                 Ragged ragged, int64_t F, MxRecipe recipe, Ctx* ctx);
+void mx_swiglu_backward_quantize(MxBytes out,  // (capacity, 2F), (capacity, mx_stride(2F)): of dh
+                                 ExpertsBackward tensors, Ragged ragged, int64_t F, MxRecipe recipe, Ctx* ctx);
 
 // The same, with dh quantized both row-wise (align 128) for dgrad and column-wise (mx_quantize_channels, align 128) for
-// wgrad. So dh in floatX is never written. F is a multiple of 128.
-void mx_swiglu_backward_both(uint8_t* q,                // (capacity, 2F): of dh
-                             uint8_t* scale,            // (capacity, mx_stride(2F))
-                             uint8_t* q_channels,       // (2F, length)
-                             uint8_t* scale_channels,   // (length / 128, 2F)
-                             floatX* gated_a,           // (capacity, F): gate * a, for wgrad of W2
-                             real* drow_gate,           // (capacity): <da', a>
-                             const floatX* da_ungated,  // (capacity, F): da' = dy W2
-                             const floatX* h,           // (capacity, 2F)
-                             int64_t length, Ragged ragged, int64_t F, int32_t scale_mode, Ctx* ctx);
-
-// swiglu_backward (layers/swiglu.h) of N tokens fused with mx_quantize_both of its dh. F is a multiple of 128.
-void mx_swiglu_backward_both_tokens(uint8_t* q,               // (N, 2F): of dh
-                                    uint8_t* scale,           // (N, mx_stride(2F))
-                                    uint8_t* q_channels,      // (2F, length)
-                                    uint8_t* scale_channels,  // (length / 128, 2F)
-                                    floatX* a,                // (N, F)
-                                    const floatX* da,         // (N, F)
-                                    const floatX* h,          // (N, 2F)
-                                    int64_t length, int64_t N, int64_t F, int32_t scale_mode, Ctx* ctx);
+// wgrad. So dh in floatX is never written (NULL). F is a multiple of 128.
+//
+// With ragged.row_gate NULL the rows are the `capacity` tokens of a dense MLP. It is then swiglu_backward
+// (layers/swiglu.h) and mx_quantize_both: gates are 1, `a` is not quantized, and drow_gate is not written.
+void mx_swiglu_backward_both(MxBytes out,       // (capacity, 2F), (capacity, mx_stride(2F)): of dh
+                             MxBytes channels,  // (2F, length), (length / 128, 2F)
+                             ExpertsBackward tensors, int64_t length, Ragged ragged, int64_t F, int32_t scale_mode,
+                             Ctx* ctx);
 
 END_C
 

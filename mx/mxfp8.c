@@ -3,30 +3,29 @@
 #include "mx/mxfp8_cpu.h"
 
 // Row-wise. A thread takes one row at a time.
-void mx_quantize(uint8_t* q, uint8_t* scale, const floatX* x, int64_t rows, int64_t columns, MxRecipe recipe,
-                 Ctx* ctx) {
+void mx_quantize(MxBytes out, const floatX* x, int64_t rows, int64_t columns, MxRecipe recipe, Ctx* ctx) {
     (void)ctx;
     const int64_t chunk = chunk_of(recipe), stride = mx_stride(columns);
 #pragma omp parallel for schedule(static)
     for (int64_t r = 0; r < rows; r++) {
         // Rows of scales are padded to `stride` bytes, and the padding is zeros.
-        memset(scale + r * stride, 0, stride);
+        memset(out.scale + r * stride, 0, stride);
         for (int64_t c = 0; c < columns; c += chunk) {
             // A block or chunk: find its scale, write the scale of each of its blocks, quantize.
             int64_t n = min_i64(chunk, columns - c), at = r * columns + c;
             int s = scale_of(x + at, columns, 1, n, recipe.scale);
-            memset(scale + r * stride + c / MX_BLOCK, s, (size_t)n / MX_BLOCK);
-            cast_all(q + at, columns, 1, x + at, columns, 1, n, s);
+            memset(out.scale + r * stride + c / MX_BLOCK, s, (size_t)n / MX_BLOCK);
+            cast_all(out.q + at, columns, 1, x + at, columns, 1, n, s);
         }
     }
 }
 
 // Column-wise, transposed: a column becomes a row of q.
-void mx_quantize_transposed(uint8_t* q, uint8_t* scale, const floatX* x, int64_t count, int64_t rows, int64_t columns,
-                            MxRecipe recipe, Ctx* ctx) {
+void mx_quantize_transposed(MxBytes out, const floatX* x, int64_t count, int64_t rows, int64_t columns, MxRecipe recipe,
+                            Ctx* ctx) {
     (void)ctx;
     const int64_t chunk = chunk_of(recipe), stride = mx_stride(rows);
-    memset(scale, 0, count * columns * stride);
+    memset(out.scale, 0, count * columns * stride);
 #pragma omp parallel for collapse(2) schedule(static)
     for (int64_t m = 0; m < count; m++)
         for (int64_t r = 0; r < rows; r += chunk)
@@ -35,8 +34,8 @@ void mx_quantize_transposed(uint8_t* q, uint8_t* scale, const floatX* x, int64_t
                 int64_t n = min_i64(chunk, rows - r), column = m * columns + c;
                 const floatX* from = x + (m * rows + r) * columns + c;
                 int s = scale_of(from, columns, n, 1, recipe.scale);
-                memset(scale + column * stride + r / MX_BLOCK, s, (size_t)n / MX_BLOCK);
-                cast_all(q + column * rows + r, 1, rows, from, columns, n, 1, s);
+                memset(out.scale + column * stride + r / MX_BLOCK, s, (size_t)n / MX_BLOCK);
+                cast_all(out.q + column * rows + r, 1, rows, from, columns, n, 1, s);
             }
 }
 
@@ -59,23 +58,25 @@ void mx_quantize_tiles(uint8_t* q, uint8_t* q_transposed, uint8_t* scale, const 
     }
 }
 
-// Dequantizes a row: x = q 2^(s - 127).
-static void dequantize_row(floatX* x, const uint8_t* q, const uint8_t* scale, int64_t columns) {
+// Dequantizes a row: x = q 2^(s - 127), or +=, each sum rounded once.
+static void dequantize_row(floatX* x, MxBytes from, int64_t row, int64_t columns, int accumulate) {
+    const uint8_t *q = from.q + row * columns, *scale = from.scale + row * mx_stride(columns);
     for (int64_t c = 0; c < columns; c += MX_BLOCK) {
-        const float value = mx_scale_value(scale[c / MX_BLOCK]);
-        for (int64_t i = c; i < c + MX_BLOCK; i++) x[i] = e4m3_value(q[i]) * value;
+        const float factor = mx_scale_value(scale[c / MX_BLOCK]);
+        for (int64_t i = c; i < c + MX_BLOCK; i++) {
+            const float value = e4m3_value(q[i]) * factor;
+            x[i] = accumulate ? x[i] + value : value;  // no sum with 0, which would lose the sign of -0
+        }
     }
 }
 
-void mx_dequantize(floatX* x, const uint8_t* q, const uint8_t* scale, int64_t rows, int64_t columns, Ctx* ctx) {
+void mx_dequantize(floatX* x, MxBytes from, int64_t rows, int64_t columns, int accumulate, Ctx* ctx) {
     (void)ctx;
 #pragma omp parallel for schedule(static)
-    for (int64_t r = 0; r < rows; r++)
-        dequantize_row(x + r * columns, q + r * columns, scale + r * mx_stride(columns), columns);
+    for (int64_t r = 0; r < rows; r++) dequantize_row(x + r * columns, from, r, columns, accumulate);
 }
 
-void mx_dequantize_rows(floatX* rows, const uint8_t* q, const uint8_t* scale, Ragged ragged, int64_t columns,
-                        Ctx* ctx) {
+void mx_dequantize_rows(floatX* rows, MxBytes tokens, Ragged ragged, int64_t columns, Ctx* ctx) {
     (void)ctx;
 #pragma omp parallel for schedule(static)
     for (int64_t r = 0; r < ragged.group_start[ragged.El]; r++) {
@@ -84,18 +85,8 @@ void mx_dequantize_rows(floatX* rows, const uint8_t* q, const uint8_t* scale, Ra
         if (token < 0)
             memset(rows + r * columns, 0, columns * sizeof(floatX));
         else
-            dequantize_row(rows + r * columns, q + token * columns, scale + token * mx_stride(columns), columns);
+            dequantize_row(rows + r * columns, tokens, token, columns, 0);
     }
-}
-
-// The sum of each element is rounded once.
-void mx_dequantize_add(floatX* x, const uint8_t* q, const uint8_t* scale, int64_t rows, int64_t columns, Ctx* ctx) {
-    (void)ctx;
-    const int64_t stride = mx_stride(columns);
-#pragma omp parallel for schedule(static)
-    for (int64_t r = 0; r < rows; r++)
-        for (int64_t c = 0; c < columns; c++)
-            x[r * columns + c] += e4m3_value(q[r * columns + c]) * mx_scale_value(scale[r * stride + c / MX_BLOCK]);
 }
 
 // Column-wise fake quantization in place.
@@ -114,10 +105,10 @@ void mx_round_columns(floatX* x, Ragged ragged, int64_t columns, MxRecipe recipe
             }
 }
 
-// Column-wise quantization of a ragged buffer. The input is x, or MXFP8 `from` and `from_scale` if x is NULL. It takes
+// Column-wise quantization of a ragged buffer. The input is x, or MXFP8 `from` if x is NULL. It takes
 // one chunk or 512-row scale group of a column at a time.
-static void channels(uint8_t* q, uint8_t* scale, const floatX* x, const uint8_t* from, const uint8_t* from_scale,
-                     const int32_t* row_token, int64_t length, Ragged r, int64_t columns, MxRecipe recipe) {
+static void channels(MxBytes out, const floatX* x, const MxBytes* from, const int32_t* row_token, int64_t length,
+                     Ragged r, int64_t columns, MxRecipe recipe) {
 #pragma omp parallel for schedule(static)
     for (int64_t c = 0; c < columns; c++)
         for (int32_t e = 0; e < r.El; e++) {
@@ -129,8 +120,8 @@ static void channels(uint8_t* q, uint8_t* scale, const floatX* x, const uint8_t*
                 for (int64_t i = 0; i < given; i++) {
                     const int64_t row = r.group_start[e] + first + i, at = row_token ? row_token[row] : row;
                     value[i] = x ? x[at * columns + c]
-                                 : e4m3_value(from[at * columns + c]) *
-                                       mx_scale_value(from_scale[at * mx_stride(columns) + c / MX_BLOCK]);
+                                 : e4m3_value(from->q[at * columns + c]) *
+                                       mx_scale_value(from->scale[at * mx_stride(columns) + c / MX_BLOCK]);
                 }
 
                 // A 512-row scale group below MX_RUN_LEAST is flushed to zeros, which keep their signs.
@@ -141,31 +132,31 @@ static void channels(uint8_t* q, uint8_t* scale, const floatX* x, const uint8_t*
                 }
 
                 // Write the scale of each chunk, and q.
-                for (int64_t k = 0; k < n; k += MX_CHUNK) scale[(start + first + k) / MX_CHUNK * columns + c] = s;
-                cast_all(q + c * length + start + first, 1, 1, value, 1, n, 1, s);
+                for (int64_t k = 0; k < n; k += MX_CHUNK) out.scale[(start + first + k) / MX_CHUNK * columns + c] = s;
+                cast_all(out.q + c * length + start + first, 1, 1, value, 1, n, 1, s);
             }
         }
 }
 
-void mx_quantize_channels(uint8_t* q, uint8_t* scale, const floatX* x, int64_t length, Ragged r, int64_t columns,
-                          MxRecipe recipe, Ctx* ctx) {
+void mx_quantize_channels(MxBytes out, const floatX* x, int64_t length, Ragged r, int64_t columns, MxRecipe recipe,
+                          Ctx* ctx) {
     (void)ctx;
-    channels(q, scale, x, NULL, NULL, NULL, length, r, columns, recipe);
+    channels(out, x, NULL, NULL, length, r, columns, recipe);
 }
 
-void mx_requantize_channels(uint8_t* q, uint8_t* scale, const uint8_t* from, const uint8_t* from_scale, int tokens,
-                            int64_t length, Ragged r, int64_t columns, MxRecipe recipe, Ctx* ctx) {
+void mx_requantize_channels(MxBytes out, MxBytes from, int tokens, int64_t length, Ragged r, int64_t columns,
+                            MxRecipe recipe, Ctx* ctx) {
     (void)ctx;
-    channels(q, scale, NULL, from, from_scale, tokens ? r.row_token : NULL, length, r, columns, recipe);
+    channels(out, NULL, &from, tokens ? r.row_token : NULL, length, r, columns, recipe);
 }
 
-void mx_quantize_both(uint8_t* q, uint8_t* scale, uint8_t* q_channels, uint8_t* scale_channels, const floatX* x,
-                      int64_t length, int64_t rows, int64_t columns, int32_t scale_mode, Ctx* ctx) {
+void mx_quantize_both(MxBytes out, MxBytes channels, const floatX* x, int64_t length, int64_t rows, int64_t columns,
+                      int32_t scale_mode, Ctx* ctx) {
     // All rows are one group of a ragged buffer.
     int64_t start[2] = {0, rows};
     int32_t count = (int32_t)rows;
     const Ragged all = {1, rows, start, &count, NULL, NULL, NULL};
     const MxRecipe recipe = {scale_mode, MX_CHUNK};
-    mx_quantize(q, scale, x, rows, columns, recipe, ctx);
-    mx_quantize_channels(q_channels, scale_channels, x, length, all, columns, recipe, ctx);
+    mx_quantize(out, x, rows, columns, recipe, ctx);
+    mx_quantize_channels(channels, x, length, all, columns, recipe, ctx);
 }

@@ -5,7 +5,7 @@
 //     mx_dequantize, mx_dequantize_rows                              3.03
 //     mx_quantize_channels                                           3.01
 //     mx_quantize_tiles, mx_quantize_both; mx_round_columns          4.0
-//     mx_dequantize_add                                              5.03
+//     mx_dequantize that accumulates                                 5.03
 //     mx_requantize_channels                                         2.04
 //
 // Every input is read once: bf16 in 16-byte vectors, q in 8-byte vectors, with 4 to 16 loads in flight per lane.
@@ -104,23 +104,22 @@ static __global__ void __launch_bounds__(32 * PERMUTE_WARPS)
 
 // --- Launches ---
 
-void mx_quantize(uint8_t* q, uint8_t* scale, const floatX* x, int64_t rows, int64_t columns, MxRecipe recipe,
-                 Ctx* ctx) {
-    ASSERT(aligned(q, x));
+void mx_quantize(MxBytes out, const floatX* x, int64_t rows, int64_t columns, MxRecipe recipe, Ctx* ctx) {
+    ASSERT(aligned(out.q, x));
     auto kernel = recipe.align == 1 ? quantize_kernel<MX_BLOCK> : quantize_kernel<MX_CHUNK>;
-    launch_early(kernel, row_blocks(rows, columns), 32 * ROW_WARPS, 0, ctx, q, scale, x, rows, columns,
+    launch_early(kernel, row_blocks(rows, columns), 32 * ROW_WARPS, 0, ctx, out.q, out.scale, x, rows, columns,
                  mx_stride(columns), rounding_bias_of(recipe.scale));
 }
 
-void mx_quantize_transposed(uint8_t* q, uint8_t* scale, const floatX* x, int64_t count, int64_t rows, int64_t columns,
-                            MxRecipe recipe, Ctx* ctx) {
-    ASSERT(aligned(q, scale, x) && rows % MX_BLOCK == 0 && columns % MX_BLOCK == 0);
+void mx_quantize_transposed(MxBytes out, const floatX* x, int64_t count, int64_t rows, int64_t columns, MxRecipe recipe,
+                            Ctx* ctx) {
+    ASSERT(aligned(out.q, out.scale, x) && rows % MX_BLOCK == 0 && columns % MX_BLOCK == 0);
     auto kernel = recipe.align == 1 ? transposed_kernel<MX_BLOCK> : transposed_kernel<MX_CHUNK>;
     // Columns are the fast axis of the grid, so that concurrent blocks read whole rows. The rows axis covers all scale
     // bytes of an output row, with the padding.
     const int64_t stride = mx_stride(rows);
     const dim3 grid(blocks_for(columns, WARP_COLUMNS), (unsigned)(stride / (2 * COLUMN_WARPS)), (unsigned)count);
-    launch_early(kernel, grid, 32 * COLUMN_WARPS, 0, ctx, q, scale, x, rows, columns, stride,
+    launch_early(kernel, grid, 32 * COLUMN_WARPS, 0, ctx, out.q, out.scale, x, rows, columns, stride,
                  rounding_bias_of(recipe.scale));
 }
 
@@ -132,26 +131,17 @@ void mx_quantize_tiles(uint8_t* q, uint8_t* q_transposed, uint8_t* scale, const 
                  rounding_bias_of(scale_mode));
 }
 
-template <bool ADD>
-static void dequantize(floatX* x, const uint8_t* q, const uint8_t* scale, int64_t rows, int64_t columns, Ctx* ctx) {
-    ASSERT(aligned(x, q));
-    launch_early(dequantize_kernel<ADD>, row_blocks(rows, columns), 32 * ROW_WARPS, 0, ctx, x, q, scale, rows, columns,
-                 mx_stride(columns));
+void mx_dequantize(floatX* x, MxBytes from, int64_t rows, int64_t columns, int accumulate, Ctx* ctx) {
+    ASSERT(aligned(x, from.q));
+    launch_early(accumulate ? dequantize_kernel<true> : dequantize_kernel<false>, row_blocks(rows, columns),
+                 32 * ROW_WARPS, 0, ctx, x, from.q, from.scale, rows, columns, mx_stride(columns));
 }
 
-void mx_dequantize(floatX* x, const uint8_t* q, const uint8_t* scale, int64_t rows, int64_t columns, Ctx* ctx) {
-    dequantize<false>(x, q, scale, rows, columns, ctx);
-}
-
-void mx_dequantize_add(floatX* x, const uint8_t* q, const uint8_t* scale, int64_t rows, int64_t columns, Ctx* ctx) {
-    dequantize<true>(x, q, scale, rows, columns, ctx);
-}
-
-void mx_dequantize_rows(floatX* rows, const uint8_t* q, const uint8_t* scale, Ragged r, int64_t columns, Ctx* ctx) {
-    ASSERT(aligned(rows, q) && columns % MX_BLOCK == 0);
+void mx_dequantize_rows(floatX* rows, MxBytes tokens, Ragged r, int64_t columns, Ctx* ctx) {
+    ASSERT(aligned(rows, tokens.q) && columns % MX_BLOCK == 0);
     const int64_t slices = permute_slices(r, PERMUTE_WARPS);
-    launch_early(dequantize_rows_kernel, slices * r.El, 32 * PERMUTE_WARPS, 0, ctx, rows, q, scale, r, columns,
-                 mx_stride(columns), slices);
+    launch_early(dequantize_rows_kernel, slices * r.El, 32 * PERMUTE_WARPS, 0, ctx, rows, tokens.q, tokens.scale, r,
+                 columns, mx_stride(columns), slices);
 }
 
 void mx_round_columns(floatX* x, Ragged r, int64_t columns, MxRecipe recipe, Ctx* ctx) {
@@ -164,35 +154,34 @@ void mx_round_columns(floatX* x, Ragged r, int64_t columns, MxRecipe recipe, Ctx
 }
 
 template <typename Source>
-static void channels(uint8_t* q, uint8_t* scale, Source source, int64_t length, Ragged r, int64_t columns,
-                     MxRecipe recipe, Ctx* ctx) {
-    ASSERT(aligned(q, scale) && columns % MX_BLOCK == 0 && length % MX_CHUNK == 0 && length >= r.capacity);
+static void channels(MxBytes out, Source source, int64_t length, Ragged r, int64_t columns, MxRecipe recipe, Ctx* ctx) {
+    ASSERT(aligned(out.q, out.scale) && columns % MX_BLOCK == 0 && length % MX_CHUNK == 0 && length >= r.capacity);
     const bool run = recipe.align == MX_RUN;
     const int64_t slices = ceil_div(r.capacity, r.El * (int64_t)recipe.align);
     const dim3 grid(blocks_for(columns, (run ? 1 : 2) * WARP_COLUMNS), (unsigned)(slices * r.El));
     auto kernel = run ? channels_kernel<Source, 8, 1> : channels_kernel<Source, 2, 2>;
-    launch_early(kernel, grid, 32 * (run ? 8 : 4), 0, ctx, q, scale, source, r, length, columns, slices,
+    launch_early(kernel, grid, 32 * (run ? 8 : 4), 0, ctx, out.q, out.scale, source, r, length, columns, slices,
                  rounding_bias_of(recipe.scale));
 }
 
-void mx_quantize_channels(uint8_t* q, uint8_t* scale, const floatX* x, int64_t length, Ragged r, int64_t columns,
-                          MxRecipe recipe, Ctx* ctx) {
+void mx_quantize_channels(MxBytes out, const floatX* x, int64_t length, Ragged r, int64_t columns, MxRecipe recipe,
+                          Ctx* ctx) {
     ASSERT(aligned(x));
-    channels(q, scale, ValueRows{x, r.capacity}, length, r, columns, recipe, ctx);
+    channels(out, ValueRows{x, r.capacity}, length, r, columns, recipe, ctx);
 }
 
-void mx_requantize_channels(uint8_t* q, uint8_t* scale, const uint8_t* from, const uint8_t* from_scale, int tokens,
-                            int64_t length, Ragged r, int64_t columns, MxRecipe recipe, Ctx* ctx) {
-    ASSERT(aligned(from, r.row_token));
-    const ByteRows rows = {from, from_scale, tokens ? r.row_token : NULL, mx_stride(columns)};
-    channels(q, scale, rows, length, r, columns, recipe, ctx);
+void mx_requantize_channels(MxBytes out, MxBytes from, int tokens, int64_t length, Ragged r, int64_t columns,
+                            MxRecipe recipe, Ctx* ctx) {
+    ASSERT(aligned(from.q, r.row_token));
+    const ByteRows rows = {from.q, from.scale, tokens ? r.row_token : NULL, mx_stride(columns)};
+    channels(out, rows, length, r, columns, recipe, ctx);
 }
 
-void mx_quantize_both(uint8_t* q, uint8_t* scale, uint8_t* q_channels, uint8_t* scale_channels, const floatX* x,
-                      int64_t length, int64_t rows, int64_t columns, int32_t scale_mode, Ctx* ctx) {
-    ASSERT(aligned(q, scale, q_channels, scale_channels, x) && columns % MX_BLOCK == 0);
+void mx_quantize_both(MxBytes out, MxBytes channels, const floatX* x, int64_t length, int64_t rows, int64_t columns,
+                      int32_t scale_mode, Ctx* ctx) {
+    ASSERT(aligned(out.q, out.scale, channels.q, channels.scale, x) && columns % MX_BLOCK == 0);
     ASSERT(length % MX_CHUNK == 0 && length >= rows);
     const dim3 grid(blocks_for(columns, MX_CHUNK), blocks_for(rows, MX_CHUNK));
-    launch_early(both_kernel, grid, 32 * COLUMN_WARPS, 0, ctx, q, scale, q_channels, scale_channels, ValueRows{x, rows},
-                 length, columns, mx_stride(columns), rounding_bias_of(scale_mode));
+    launch_early(both_kernel, grid, 32 * COLUMN_WARPS, 0, ctx, out.q, out.scale, channels.q, channels.scale,
+                 ValueRows{x, rows}, length, columns, mx_stride(columns), rounding_bias_of(scale_mode));
 }

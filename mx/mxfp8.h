@@ -48,19 +48,22 @@ typedef struct MxRecipe {
 // Elements of a block, of a chunk (align 128), of a 512-row scale group; its least scale byte; the scale byte of NaN.
 enum { MX_BLOCK = 32, MX_CHUNK = 128, MX_RUN = 512, MX_RUN_LEAST = 40, MX_NAN = 255 };
 
+// An MXFP8 tensor: its elements, and its scale bytes. The functions below name the shapes of both.
+typedef struct MxBytes {
+    uint8_t *q, *scale;
+} MxBytes;
+
 static inline int64_t mx_stride(int64_t columns) { return round_up(columns / MX_BLOCK, 16); }
 static inline int64_t mx_tiles(int64_t n) { return ceil_div(n, MX_CHUNK); }  // tiles of 128 along one axis
 
 // Row-wise quantization (blocks 1x32): activations and gradients for GEMMs that contract over the columns.
-void mx_quantize(uint8_t* q,       // (rows, columns)
-                 uint8_t* scale,   // (rows, mx_stride(columns))
+void mx_quantize(MxBytes out,      // (rows, columns), (rows, mx_stride(columns))
                  const floatX* x,  // (rows, columns)
                  int64_t rows, int64_t columns, MxRecipe recipe, Ctx* ctx);
 
 // Column-wise quantization (blocks 32x1), written transposed, for GEMMs that contract over the rows. One launch takes
 // `count` matrices (experts). rows is a multiple of 32 too.
-void mx_quantize_transposed(uint8_t* q,       // (count, columns, rows)
-                            uint8_t* scale,   // (count, columns, mx_stride(rows))
+void mx_quantize_transposed(MxBytes out,      // (count, columns, rows), (count, columns, mx_stride(rows))
                             const floatX* x,  // (count, rows, columns)
                             int64_t count, int64_t rows, int64_t columns, MxRecipe recipe, Ctx* ctx);
 
@@ -72,20 +75,16 @@ void mx_quantize_tiles(uint8_t* q,             // (count, rows, columns)
                        const floatX* w,        // (count, rows, columns)
                        int64_t count, int64_t rows, int64_t columns, int32_t scale_mode, Ctx* ctx);
 
-// Dequantizes: x = q 2^(s - 127). Exact in bf16 except outside its range: rounded below 2^-133, Inf from 2^128.
-void mx_dequantize(floatX* x,             // (rows, columns)
-                   const uint8_t* q,      // (rows, columns)
-                   const uint8_t* scale,  // (rows, mx_stride(columns))
-                   int64_t rows, int64_t columns, Ctx* ctx);
+// Dequantizes: x = q 2^(s - 127), or += with accumulate 1, the sum rounded once. Exact in bf16 except outside its
+// range: rounded below 2^-133, Inf from 2^128.
+void mx_dequantize(floatX* x,     // (rows, columns)
+                   MxBytes from,  // (rows, columns), (rows, mx_stride(columns))
+                   int64_t rows, int64_t columns, int accumulate, Ctx* ctx);
 
 // mx_dequantize and permute_rows in one kernel: rows[r] = dequantized token row_token[r]; pad rows are zeros.
-void mx_dequantize_rows(floatX* rows,          // (capacity, columns)
-                        const uint8_t* q,      // (N, columns)
-                        const uint8_t* scale,  // (N, mx_stride(columns))
+void mx_dequantize_rows(floatX* rows,    // (capacity, columns)
+                        MxBytes tokens,  // (N, columns), (N, mx_stride(columns))
                         Ragged ragged, int64_t columns, Ctx* ctx);
-
-// x += q 2^(s - 127), the sum rounded once.
-void mx_dequantize_add(floatX* x, const uint8_t* q, const uint8_t* scale, int64_t rows, int64_t columns, Ctx* ctx);
 
 // Column-wise fake quantization in place: x is quantized in blocks down the columns of each group, and dequantized. It
 // prepares the operands of wgrad, which contracts over a group's rows. On the GPU pad rows (zeros) count as rows. A
@@ -108,23 +107,25 @@ void mx_round_columns(floatX* x,  // (capacity, columns)
 static inline int64_t mx_channel_length(int64_t capacity, int32_t El, Backend backend) {
     return backend == BACKEND_CUDA ? round_up(capacity, MX_CHUNK) : ragged_rows(capacity, El, BACKEND_CUDA);
 }
-void mx_quantize_channels(uint8_t* q,       // (columns, length)
-                          uint8_t* scale,   // (length / 128, columns)
+// The channels from `first` on.
+static inline MxBytes mx_from_channel(MxBytes channels, int64_t first, int64_t length) {
+    channels.q += first * length;
+    channels.scale += first * (length / MX_CHUNK);
+    return channels;
+}
+void mx_quantize_channels(MxBytes out,      // (columns, length), (length / 128, columns)
                           const floatX* x,  // (capacity, columns), pad rows are zeros (also those after capacity)
                           int64_t length, Ragged ragged, int64_t columns, MxRecipe recipe, Ctx* ctx);
 // The same for MXFP8 input, which is dequantized and quantized column-wise. tokens 1: the input is by token and is
 // permuted to its rows; 0: it is ragged rows.
-void mx_requantize_channels(uint8_t* q, uint8_t* scale,
-                            const uint8_t* from,        // (N or capacity, columns)
-                            const uint8_t* from_scale,  // (the same, mx_stride(columns))
+void mx_requantize_channels(MxBytes out,
+                            MxBytes from,  // (N or capacity, columns), (the same, mx_stride(columns))
                             int tokens, int64_t length, Ragged ragged, int64_t columns, MxRecipe recipe, Ctx* ctx);
 
 // mx_quantize and mx_quantize_channels of all rows as one group, both with align 128. x is read once.
-void mx_quantize_both(uint8_t* q,               // (rows, columns)
-                      uint8_t* scale,           // (rows, mx_stride(columns))
-                      uint8_t* q_channels,      // (columns, length)
-                      uint8_t* scale_channels,  // (length / 128, columns)
-                      const floatX* x,          // (rows, columns)
+void mx_quantize_both(MxBytes out,       // (rows, columns), (rows, mx_stride(columns))
+                      MxBytes channels,  // (columns, length), (length / 128, columns)
+                      const floatX* x,   // (rows, columns)
                       int64_t length, int64_t rows, int64_t columns, int32_t scale_mode, Ctx* ctx);
 
 // Blackwell's scale layout: the offset of the scale of row r, block c, with C blocks a row. Tiles are 128 x 4; rows are

@@ -1,7 +1,6 @@
 #include "mx/rows.h"
 
 #include "device/check.h"
-#include "grouped/experts.h"
 #include "mx/mx_swiglu.h"
 
 // Registers the buffers with the arena, which sets the pointers later.
@@ -9,8 +8,8 @@ void rows_plan(Arena* a, const char* name, Rows* rows, int memory, int64_t count
     *rows = rows_of_values(NULL, count, columns);
     if (memory & ROWS_VALUES) arena_add(a, name, ELEMENT_X, count * columns, 1, (void**)&rows->value);
     if (!(memory & ROWS_BYTES)) return;
-    arena_add(a, name, ELEMENT_BYTE, count * columns, 1, (void**)&rows->q);
-    arena_add(a, name, ELEMENT_BYTE, count * mx_stride(columns), 1, (void**)&rows->scale);
+    arena_add(a, name, ELEMENT_BYTE, count * columns, 1, (void**)&rows->mx.q);
+    arena_add(a, name, ELEMENT_BYTE, count * mx_stride(columns), 1, (void**)&rows->mx.scale);
 }
 
 Rows rows_as(Rows out, Rows x, Format format, Ctx* ctx) {
@@ -21,15 +20,10 @@ Rows rows_as(Rows out, Rows x, Format format, Ctx* ctx) {
     }
     out.format = format;
     if (format.bytes)
-        mx_quantize(out.q, out.scale, x.value, x.count, x.columns, format.recipe, ctx);
+        mx_quantize(out.mx, x.value, x.count, x.columns, format.recipe, ctx);
     else
-        mx_dequantize(out.value, x.q, x.scale, x.count, x.columns, ctx);
+        mx_dequantize(out.value, x.mx, x.count, x.columns, 0, ctx);
     return out;
-}
-
-void rows_add(floatX* x, Rows rows, int accumulate, Ctx* ctx) {
-    ASSERT(rows.format.bytes);
-    (accumulate ? mx_dequantize_add : mx_dequantize)(x, rows.q, rows.scale, rows.count, rows.columns, ctx);
 }
 
 Rows rows_permute(Rows out, Rows tokens, Format format, Ragged r, Ctx* ctx) {
@@ -41,18 +35,18 @@ Rows rows_permute(Rows out, Rows tokens, Format format, Ragged r, Ctx* ctx) {
         ASSERT(!format.bytes);
         permute_rows(out.value, tokens.value, r, (size_t)C * sizeof(floatX), ctx);
     } else if (!format.bytes) {
-        mx_dequantize_rows(out.value, tokens.q, tokens.scale, r, C, ctx);
+        mx_dequantize_rows(out.value, tokens.mx, r, C, ctx);
     } else {
-        permute_rows(out.q, tokens.q, r, (size_t)C, ctx);
-        permute_rows(out.scale, tokens.scale, r, (size_t)mx_stride(C), ctx);
+        permute_rows(out.mx.q, tokens.mx.q, r, (size_t)C, ctx);
+        permute_rows(out.mx.scale, tokens.mx.scale, r, (size_t)mx_stride(C), ctx);
     }
     return out;
 }
 
 // Column-wise quantized Rows: q is (columns, length).
 // The scales are (length / 128, columns): one byte for each chunk of a channel.
-static Rows by_channel(uint8_t* q, uint8_t* scale, int64_t length, int64_t columns, MxRecipe recipe) {
-    Rows rows = {length, columns, 1, {1, recipe}, NULL, q, scale};
+static Rows by_channel(MxBytes mx, int64_t length, int64_t columns, MxRecipe recipe) {
+    Rows rows = {length, columns, 1, {1, recipe}, NULL, mx};
     return rows;
 }
 
@@ -65,10 +59,10 @@ Rows rows_for_wgrad(Rows out, Rows rows, int operand, int tokens, Format format,
         ASSERT(rows.format.bytes || !tokens);
         const MxRecipe recipe = {format.recipe.scale, operand == WGRAD_X ? MX_RUN : MX_CHUNK};
         if (rows.format.bytes)
-            mx_requantize_channels(out.q, out.scale, rows.q, rows.scale, tokens, length, r, C, recipe, ctx);
+            mx_requantize_channels(out.mx, rows.mx, tokens, length, r, C, recipe, ctx);
         else
-            mx_quantize_channels(out.q, out.scale, rows.value, length, r, C, recipe, ctx);
-        return by_channel(out.q, out.scale, length, C, recipe);
+            mx_quantize_channels(out.mx, rows.value, length, r, C, recipe, ctx);
+        return by_channel(out.mx, length, C, recipe);
     }
 
     // floatX; exact: fake-quantize it in place.
@@ -89,42 +83,40 @@ Rows rows_swiglu(Rows out, const floatX* h, Ragged r, Format format, MxStats* st
     if (stats) {
         device_zero(spare, (size_t)(out.count * F) * sizeof(floatX), ctx);
         experts_swiglu_forward(spare, h, r, F, ctx);
-        mx_stats(stats, spare, out.count, F, format.recipe, ctx);
+        mx_stats(stats, spare, NULL, 1, out.count, F, format.recipe, ctx);
     }
-    mx_swiglu_quantize(out.q, out.scale, h, r, F, format.recipe, ctx);
+    mx_swiglu_quantize(out.mx, h, r, F, format.recipe, ctx);
 
     // Exact: dequantize it.
     out.format = format;
     return rows_as(out, out, format_read(format), ctx);
 }
 
-Rows rows_swiglu_backward(Rows out, Rows* dh, floatX* gated_a, real* drow_gate, const floatX* da_ungated,
-                          const floatX* h, Ragged r, Format format, Format wgrad, MxStats* stats, Ctx* ctx) {
+Rows rows_swiglu_backward(Rows out, Rows* dh, ExpertsBackward t, Ragged r, Format format, Format wgrad, MxStats* stats,
+                          Ctx* ctx) {
     const int64_t F = out.columns / 2, length = mx_channel_length(r.capacity, r.El, BACKEND);
-    floatX* values = dh->value;
+    *dh = rows_of_values(t.dh, out.count, 2 * F);
     if (!format.bytes) {
-        experts_swiglu_backward(values, gated_a, drow_gate, da_ungated, h, r, F, ctx);
+        experts_swiglu_backward(t, r, F, ctx);
         return *dh;
     }
 
     // Statistics, as in rows_swiglu.
     if (stats) {
-        device_zero(values, (size_t)(out.count * 2 * F) * sizeof(floatX), ctx);
-        experts_swiglu_backward(values, gated_a, drow_gate, da_ungated, h, r, F, ctx);
-        mx_stats(stats, values, out.count, 2 * F, format.recipe, ctx);
+        device_zero(t.dh, (size_t)(out.count * 2 * F) * sizeof(floatX), ctx);
+        experts_swiglu_backward(t, r, F, ctx);
+        mx_stats(stats, t.dh, NULL, 1, out.count, 2 * F, format.recipe, ctx);
     }
 
     // dgrad and wgrad both fast: one kernel quantizes row-wise and column-wise. The column-wise result is stored in the
-    // memory of dh->value.
+    // memory of t.dh.
     if (format_read(format).bytes && format_read(wgrad).bytes && F % MX_CHUNK == 0) {
         ASSERT(wgrad.recipe.scale == format.recipe.scale);
-        uint8_t* q = (uint8_t*)values;
-        *dh = by_channel(q, q + length * 2 * F, length, 2 * F, format.recipe);
-        mx_swiglu_backward_both(out.q, out.scale, dh->q, dh->scale, gated_a, drow_gate, da_ungated, h, length, r, F,
-                                format.recipe.scale, ctx);
+        const MxBytes channels = {(uint8_t*)t.dh, (uint8_t*)t.dh + length * 2 * F};
+        *dh = by_channel(channels, length, 2 * F, format.recipe);
+        mx_swiglu_backward_both(out.mx, channels, t, length, r, F, format.recipe.scale, ctx);
     } else {
-        mx_swiglu_backward_quantize(out.q, out.scale, values, gated_a, drow_gate, da_ungated, h, r, F, format.recipe,
-                                    ctx);
+        mx_swiglu_backward_quantize(out.mx, t, r, F, format.recipe, ctx);
     }
     // dh for dgrad; exact dequantizes it.
     out.format = format;

@@ -4,6 +4,7 @@
 #define MX_ROWS_H
 
 #include "device/arena.h"
+#include "grouped/experts.h"
 #include "mx/mx_stats.h"
 #include "mx/mxfp8.h"
 
@@ -27,7 +28,7 @@ typedef struct Rows {
     int32_t by_channel;  // 1: quantized column-wise: q and scale as mx_quantize_channels writes them
     Format format;
     floatX* value;
-    uint8_t *q, *scale;
+    MxBytes mx;
 } Rows;
 
 // The buffers that rows_plan registers in the arena: floatX, MXFP8, or both.
@@ -35,14 +36,12 @@ enum { ROWS_VALUES = 1, ROWS_BYTES = 2 };
 void rows_plan(Arena* arena, const char* name, Rows* rows, int memory, int64_t count, int64_t columns);
 
 static inline Rows rows_of_values(const floatX* x, int64_t count, int64_t columns) {
-    Rows rows = {count, columns, 0, FORMAT_VALUES, (floatX*)x, NULL, NULL};
+    Rows rows = {count, columns, 0, FORMAT_VALUES, (floatX*)x, {NULL, NULL}};
     return rows;
 }
 
 // Returns x in `format`: x itself if that is its format. Otherwise x is quantized or dequantized into out's buffers.
 Rows rows_as(Rows out, Rows x, Format format, Ctx* ctx);
-// x += dequantized rows, or x = with accumulate 0.
-void rows_add(floatX* x, Rows rows, int accumulate, Ctx* ctx);
 
 // Permutes tokens to their rows of the ragged buffer; pad rows are zeros. Writes to out's buffers: a copy, or
 // dequantized if `tokens` is MXFP8 and `format` is floatX.
@@ -51,7 +50,7 @@ Rows rows_permute(Rows out, Rows tokens, Format format, Ragged ragged, Ctx* ctx)
 // Wgrad operand: dy or x for a GEMM that contracts over a group's rows. `format` is wgrad's format.
 //
 //   format        result
-//   fast MXFP8    quantized column-wise into out's q and scale (mx_quantize_channels; x aligned to 512);
+//   fast MXFP8    quantized column-wise into out's bytes (mx_quantize_channels; x aligned to 512);
 //                 the result's count is the length of a channel
 //   exact MXFP8   fake-quantized column-wise, in place
 //   floatX        floatX
@@ -67,10 +66,10 @@ Rows rows_for_wgrad(Rows out, Rows rows, int operand, int tokens, Format format,
 // floatX.
 Rows rows_swiglu(Rows out, const floatX* h, Ragged ragged, Format format, MxStats* stats, floatX* spare, Ctx* ctx);
 // SwiGLU backward with the gate (grouped/experts.h). Returns dh, quantized to `format`, as GEMMs read it. *dh becomes
-// the input of rows_for_wgrad in the format `wgrad`, in the memory of dh->value. It is quantized column-wise if both
+// the input of rows_for_wgrad in the format `wgrad`, in the memory of tensors.dh. It is quantized column-wise if both
 // formats are fast and F is a multiple of 128; otherwise it is floatX.
-Rows rows_swiglu_backward(Rows out, Rows* dh, floatX* gated_a, real* drow_gate, const floatX* da_ungated,
-                          const floatX* h, Ragged ragged, Format format, Format wgrad, MxStats* stats, Ctx* ctx);
+Rows rows_swiglu_backward(Rows out, Rows* dh, ExpertsBackward tensors, Ragged ragged, Format format, Format wgrad,
+                          MxStats* stats, Ctx* ctx);
 
 END_C
 

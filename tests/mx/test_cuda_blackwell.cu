@@ -222,12 +222,12 @@ static void compare_mx(const Rows& rows, int64_t IC, int64_t OC, bool turned, in
     R y(l.held * OC);
     X rounded(l.held * OC);
     for (int real_out = 0; real_out < 2; real_out++)
-        grouped_gemm_lt_mx(real_out ? NULL : rounded.dev, real_out ? y.dev : NULL, p.x.dev, p.x_scale.dev, p.w.dev,
-                           p.w_scale.dev, p.stride_o, p.stride_c, l.device(), IC, OC, with);
+        grouped_gemm_lt_mx(real_out ? NULL : rounded.dev, real_out ? y.dev : NULL, {p.x.dev, p.x_scale.dev},
+                           {p.w.dev, p.w_scale.dev, p.stride_o, p.stride_c}, l.device(), IC, OC, with);
     ctx_sync(with);
     REFERENCE(grouped_gemm_mx)
-    (nullptr, (real*)y.ref(), p.x.host.data(), p.x_scale.host.data(), p.w.host.data(), p.w_scale.host.data(),
-     p.stride_o, p.stride_c, l.reference(), IC, OC, reference_ctx);
+    (nullptr, (real*)y.ref(), {p.x.host.data(), p.x_scale.host.data()},
+     {p.w.host.data(), p.w_scale.host.data(), p.stride_o, p.stride_c}, l.reference(), IC, OC, reference_ctx);
     rounded.host = y.host;
     check_rows("y in float32", y, l, OC, has_block_scales(ctx) ? MX_CHECK_BOUND : 4e-6);
     check_rows("y in bf16", rounded, l, OC, (has_block_scales(ctx) ? MX_CHECK_BOUND : 4e-6) + 0x1p-8);
@@ -281,11 +281,11 @@ static void compare_wgrad(const Rows& rows, int64_t IC, int64_t OC, int64_t shor
     Channels dy(l, OC, 15), x(l, IC, 17);
     for (int accumulate : {0, 1}) {
         R dw(l.El() * OC * IC, 19, 1e5);
-        grouped_gemm_lt_mx_wgrad(dw.dev, dy.q.dev, dy.scale.dev, x.q.dev, x.scale.dev, dy.length, l.device(), IC, OC,
-                                 accumulate, with);
+        grouped_gemm_lt_mx_wgrad(dw.dev, {dy.q.dev, dy.scale.dev}, {x.q.dev, x.scale.dev}, dy.length, l.device(), IC,
+                                 OC, accumulate, with);
         ctx_sync(with);
         REFERENCE(grouped_gemm_mx_wgrad)
-        ((real*)dw.ref(), dy.q.host.data(), dy.scale.host.data(), x.q.host.data(), x.scale.host.data(), dy.length,
+        ((real*)dw.ref(), {dy.q.host.data(), dy.scale.host.data()}, {x.q.host.data(), x.scale.host.data()}, dy.length,
          l.reference(), IC, OC, accumulate, reference_ctx);
         CHECK_CLOSE(dw, has_block_scales(ctx) ? MX_CHECK_BOUND : 4e-6);
     }
@@ -330,8 +330,8 @@ static void refuse(int64_t OC) {
     Layout l({130});
     Operands p(l, 128, OC, false);
     X y(l.held * OC);
-    grouped_gemm_lt_mx(y.dev, NULL, p.x.dev, p.x_scale.dev, p.w.dev, p.w_scale.dev, p.stride_o, p.stride_c, l.device(),
-                       128, OC, ctx);
+    grouped_gemm_lt_mx(y.dev, NULL, {p.x.dev, p.x_scale.dev}, {p.w.dev, p.w_scale.dev, p.stride_o, p.stride_c},
+                       l.device(), 128, OC, ctx);
 }
 
 static void test_refusals(void) {

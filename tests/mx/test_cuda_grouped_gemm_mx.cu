@@ -81,13 +81,13 @@ struct Operands {
     }
     void send() { x.send(), x_scale.send(), w.send(), w_scale.send(); }
     void run(X* y, R* y_real, Layout& l) {
-        grouped_gemm_mx(y ? y->dev : nullptr, y_real ? y_real->dev : nullptr, x.dev, x_scale.dev, w.dev, w_scale.dev,
-                        stride_o, stride_c, l.device(), IC, OC, ctx);
+        grouped_gemm_mx(y ? y->dev : nullptr, y_real ? y_real->dev : nullptr, {x.dev, x_scale.dev},
+                        {w.dev, w_scale.dev, stride_o, stride_c}, l.device(), IC, OC, ctx);
     }
     void reference(R& y, Layout& l) {
         REFERENCE(grouped_gemm_mx)
-        (nullptr, y.ref(), x.host.data(), x_scale.host.data(), w.host.data(), w_scale.host.data(), stride_o, stride_c,
-         l.reference(), IC, OC, reference_ctx);
+        (nullptr, y.ref(), {x.host.data(), x_scale.host.data()},
+         {w.host.data(), w_scale.host.data(), stride_o, stride_c}, l.reference(), IC, OC, reference_ctx);
     }
 };
 

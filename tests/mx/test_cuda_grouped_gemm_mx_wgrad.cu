@@ -1,10 +1,11 @@
 // Weights' gradients of MXFP8 bytes on the GPU against the reference in double, on the same bytes; and the casts with
 // them against what they take the place of, rounding along the rows and the product in bf16.
 //
-// Tolerances are those of tests/mx/test_cuda_grouped_gemm_mx.cu, of what was added to dW: the tensor cores' short sums are
-// 1.25e-4 of it in norm, of which 4e-4 are allowed; 4e-3 for a single row or column of an expert's dW, where a wrong
-// scale of one chunk is off by a good part of it; and 5e-5 of a row's rms towards one side. dW is rounded to 2^-24 of
-// itself, which is more than that where little is added to it: by a channel that is small in an expert's only row.
+// Tolerances are those of tests/mx/test_cuda_grouped_gemm_mx.cu, of what was added to dW: the tensor cores' short sums
+// are 1.25e-4 of it in norm, of which 4e-4 are allowed; 4e-3 for a single row or column of an expert's dW, where a
+// wrong scale of one chunk is off by a good part of it; and 5e-5 of a row's rms towards one side. dW is rounded to
+// 2^-24 of itself, which is more than that where little is added to it: by a channel that is small in an expert's only
+// row.
 #include "grouped/grouped_gemm.h"
 #include "layers/matmul.h"
 #include "mx/grouped_gemm_mx.h"
@@ -31,7 +32,7 @@ struct Channels {
         }
         free(random);
         REFERENCE(mx_quantize_channels)
-        (q.host.data(), scale.host.data(), (const floatX*)x.data(), length, reference, C, {MX_RCEIL, align},
+        ({q.host.data(), scale.host.data()}, (const floatX*)x.data(), length, reference, C, {MX_RCEIL, align},
          reference_ctx);
         q.send(), scale.send();
     }
@@ -54,13 +55,13 @@ struct Product {
           dw((l.El() + 1) * OC * IC, 3, 8.0),
           start(dw.host) {}
     void run(int accumulate = 1) {
-        grouped_gemm_mx_wgrad(dw.dev, dy.q.dev, dy.scale.dev, x.q.dev, x.scale.dev, dy.length, l.device(), IC, OC,
+        grouped_gemm_mx_wgrad(dw.dev, {dy.q.dev, dy.scale.dev}, {x.q.dev, x.scale.dev}, dy.length, l.device(), IC, OC,
                               accumulate, ctx);
     }
     // Overwrites dw on the host.
     void reference(int accumulate) {
         REFERENCE(grouped_gemm_mx_wgrad)
-        ((real*)dw.ref(), dy.q.host.data(), dy.scale.host.data(), x.q.host.data(), x.scale.host.data(), dy.length,
+        ((real*)dw.ref(), {dy.q.host.data(), dy.scale.host.data()}, {x.q.host.data(), x.scale.host.data()}, dy.length,
          l.reference(), IC, OC, accumulate, reference_ctx);
     }
     void reset() { dw.host = start, dw.send(); }
@@ -222,9 +223,9 @@ static void test_against_values(void) {
     Ragged r = l.device();
     r.capacity = l.end;
     Bytes qx(IC * l.end, 0), sx(l.end / 128 * IC, 0), qdy(OC * l.end, 0), sdy(l.end / 128 * OC, 0);
-    mx_quantize_channels(qx.dev, sx.dev, x.dev, l.end, r, IC, {MX_RCEIL, 512}, ctx);
-    mx_quantize_channels(qdy.dev, sdy.dev, dy.dev, l.end, r, OC, {MX_RCEIL, 128}, ctx);
-    grouped_gemm_mx_wgrad(by_bytes.dev, qdy.dev, sdy.dev, qx.dev, sx.dev, l.end, r, IC, OC, 1, ctx);
+    mx_quantize_channels({qx.dev, sx.dev}, x.dev, l.end, r, IC, {MX_RCEIL, 512}, ctx);
+    mx_quantize_channels({qdy.dev, sdy.dev}, dy.dev, l.end, r, OC, {MX_RCEIL, 128}, ctx);
+    grouped_gemm_mx_wgrad(by_bytes.dev, {qdy.dev, sdy.dev}, {qx.dev, sx.dev}, l.end, r, IC, OC, 1, ctx);
     mx_round_columns(x.dev, r, IC, {MX_RCEIL, 128}, ctx);
     mx_round_columns(dy.dev, r, OC, {MX_RCEIL, 128}, ctx);
     grouped_gemm_wgrad(by_values.dev, dy.dev, x.dev, r, IC, OC, 1, ctx);
@@ -263,7 +264,7 @@ static void compare_matrices(int32_t rows, std::vector<std::pair<int64_t, int64_
             real* at = dw->dev;
             for (MxMatrix& m : list) m.dw = at, at += m.OC * m.IC + 32;
             auto call = dw == &together ? gemm_mx_wgrads : mx_one_by_one;
-            call(list.data(), (int)list.size(), qdy.dev, sdy.dev, qx.dev, sx.dev, length, r, accumulate, ctx);
+            call(list.data(), (int)list.size(), {qdy.dev, sdy.dev}, {qx.dev, sx.dev}, length, r, accumulate, ctx);
         }
         const auto a = together.got(), b = alone.got();
         CHECK(!memcmp(a.data(), b.data(), a.size() * sizeof(double)),

@@ -43,8 +43,8 @@ static void swiglu_case(const std::vector<int32_t>& counts, int64_t F) {
     experts_swiglu_forward(a.dev, h.dev, ragged, F, ctx);
     for (MxRecipe recipe : recipes) {
         Bytes q(capacity * F), scale(capacity * mx_stride(F)), whole_q(capacity * F), whole_scale(scale.n);
-        mx_swiglu_quantize(q.dev, scale.dev, h.dev, ragged, F, recipe, ctx);
-        mx_quantize(whole_q.dev, whole_scale.dev, a.dev, used, F, recipe,
+        mx_swiglu_quantize({q.dev, scale.dev}, h.dev, ragged, F, recipe, ctx);
+        mx_quantize({whole_q.dev, whole_scale.dev}, a.dev, used, F, recipe,
                     ctx);  // a's rows that nobody wrote are left out
         q.host = whole_q.got(), scale.host = whole_scale.got();
         CHECK_BYTES(q);
@@ -76,20 +76,20 @@ static void swiglu_backward_case(const std::vector<int32_t>& counts, int64_t F) 
     X dh(capacity * 2 * F), whole_dh(capacity * 2 * F);
     R gate(capacity, 3), drow_gate(capacity), other_gate(capacity);
     send_with_nan(l, h, dap, gate, F);
-    experts_swiglu_backward(whole_dh.dev, other.dev, other_gate.dev, dap.dev, h.dev, l.ragged, F, ctx);
+    experts_swiglu_backward({whole_dh.dev, other.dev, other_gate.dev, dap.dev, h.dev}, l.ragged, F, ctx);
     whole_dh.host = whole_dh.got();
     for (MxRecipe recipe : recipes) {
         Bytes a_q(capacity * F), a_scale(capacity * mx_stride(F)), q(capacity * 2 * F), whole_q(q.n);
         Bytes scale(capacity * mx_stride(2 * F)), whole_scale(scale.n);
         dh.poison(), gated.poison(), drow_gate.poison();
         auto run = [&] {
-            mx_swiglu_backward_quantize(q.dev, scale.dev, dh.dev, gated.dev, drow_gate.dev, dap.dev, h.dev, l.ragged, F,
-                                        recipe, ctx);
+            mx_swiglu_backward_quantize({q.dev, scale.dev}, {dh.dev, gated.dev, drow_gate.dev, dap.dev, h.dev},
+                                        l.ragged, F, recipe, ctx);
         };
         run();
-        mx_swiglu_quantize(a_q.dev, a_scale.dev, h.dev, l.ragged, F, recipe, ctx);
-        mx_dequantize(act.dev, a_q.dev, a_scale.dev, used, F, ctx);
-        mx_quantize(whole_q.dev, whole_scale.dev, whole_dh.dev, used, 2 * F, recipe, ctx);
+        mx_swiglu_quantize({a_q.dev, a_scale.dev}, h.dev, l.ragged, F, recipe, ctx);
+        mx_dequantize(act.dev, {a_q.dev, a_scale.dev}, used, F, 0, ctx);
+        mx_quantize({whole_q.dev, whole_scale.dev}, whole_dh.dev, used, 2 * F, recipe, ctx);
         q.host = whole_q.got(), scale.host = whole_scale.got();
         CHECK_BYTES(q);
         CHECK_BYTES(scale);
@@ -133,13 +133,13 @@ static void swiglu_backward_both_case(const std::vector<int32_t>& counts, int64_
         Bytes channels(q.n), scales(capacity / 128 * 2 * F), want_channels(q.n), want_scales(scales.n);
         gated.poison(), other.poison(), drow_gate.poison(), other_gate.poison();
         auto run = [&] {
-            mx_swiglu_backward_both(q.dev, scale.dev, channels.dev, scales.dev, gated.dev, drow_gate.dev, dap.dev,
-                                    h.dev, capacity, l.ragged, F, mode, ctx);
+            mx_swiglu_backward_both({q.dev, scale.dev}, {channels.dev, scales.dev},
+                                    {NULL, gated.dev, drow_gate.dev, dap.dev, h.dev}, capacity, l.ragged, F, mode, ctx);
         };
         run();
-        mx_swiglu_backward_quantize(want_q.dev, want_scale.dev, dh.dev, other.dev, other_gate.dev, dap.dev, h.dev,
+        mx_swiglu_backward_quantize({want_q.dev, want_scale.dev}, {dh.dev, other.dev, other_gate.dev, dap.dev, h.dev},
                                     l.ragged, F, recipe, ctx);
-        mx_quantize_channels(want_channels.dev, want_scales.dev, dh.dev, capacity, l.ragged, 2 * F, recipe, ctx);
+        mx_quantize_channels({want_channels.dev, want_scales.dev}, dh.dev, capacity, l.ragged, 2 * F, recipe, ctx);
         const int rows = q.got() == want_q.got() && scale.got() == want_scale.got();
         const int by_channel = channels.got() == want_channels.got() && scales.got() == want_scales.got();
         auto got = gated.got(), want = other.got(), got_gate = drow_gate.got(), want_gate = other_gate.got();
@@ -172,11 +172,11 @@ static void swiglu_backward_tokens_case(int64_t N, int64_t F) {
         Bytes q(N * 2 * F), scale(N * mx_stride(2 * F)), channels(2 * F * length), scales(length / 128 * 2 * F);
         Bytes want_q(q.n), want_scale(scale.n), want_channels(channels.n), want_scales(scales.n);
         a.poison(), other.poison();
-        mx_swiglu_backward_both_tokens(q.dev, scale.dev, channels.dev, scales.dev, a.dev, da.dev, h.dev, length, N, F,
-                                       mode, ctx);
+        mx_swiglu_backward_both({q.dev, scale.dev}, {channels.dev, scales.dev}, {NULL, a.dev, NULL, da.dev, h.dev},
+                                length, {1, N}, F, mode, ctx);
         swiglu_backward(dh.dev, other.dev, da.dev, h.dev, N, F, ctx);
-        mx_quantize_both(want_q.dev, want_scale.dev, want_channels.dev, want_scales.dev, dh.dev, length, N, 2 * F, mode,
-                         ctx);
+        mx_quantize_both({want_q.dev, want_scale.dev}, {want_channels.dev, want_scales.dev}, dh.dev, length, N, 2 * F,
+                         mode, ctx);
         const int rows = q.got() == want_q.got() && scale.got() == want_scale.got();
         const int by_channel = channels.got() == want_channels.got() && scales.got() == want_scales.got();
         auto got = a.got(), want = other.got();

@@ -15,8 +15,8 @@ static uint32_t below(uint32_t h, int64_t i) {
 static void check_rows(X& x, int64_t rows, int64_t columns) {
     for (MxRecipe recipe : recipes) {
         Bytes q(rows * columns), scale(rows * mx_stride(columns));
-        mx_quantize(q.dev, scale.dev, x.dev, rows, columns, recipe, ctx);
-        REFERENCE(mx_quantize)(q.host.data(), scale.host.data(), x.ref(), rows, columns, recipe, reference_ctx);
+        mx_quantize({q.dev, scale.dev}, x.dev, rows, columns, recipe, ctx);
+        REFERENCE(mx_quantize)({q.host.data(), scale.host.data()}, x.ref(), rows, columns, recipe, reference_ctx);
         CHECK_BYTES(q);
         CHECK_BYTES(scale);
     }
@@ -25,9 +25,9 @@ static void check_rows(X& x, int64_t rows, int64_t columns) {
 static void check_columns(X& x, int64_t count, int64_t rows, int64_t columns) {
     for (MxRecipe recipe : recipes) {
         Bytes q(count * rows * columns), scale(count * columns * mx_stride(rows));
-        mx_quantize_transposed(q.dev, scale.dev, x.dev, count, rows, columns, recipe, ctx);
+        mx_quantize_transposed({q.dev, scale.dev}, x.dev, count, rows, columns, recipe, ctx);
         REFERENCE(mx_quantize_transposed)
-        (q.host.data(), scale.host.data(), x.ref(), count, rows, columns, recipe, reference_ctx);
+        ({q.host.data(), scale.host.data()}, x.ref(), count, rows, columns, recipe, reference_ctx);
         CHECK_BYTES(q);
         CHECK_BYTES(scale);
     }
@@ -110,8 +110,8 @@ static void test_dequantize(void) {
             scales[(size_t)i] = (uint8_t)(i / stride);  // every scale, and every byte at it
         q.send(bytes), scale.send(scales);
         X x(rows * columns);
-        mx_dequantize(x.dev, q.dev, scale.dev, rows, columns, ctx);
-        REFERENCE(mx_dequantize)(x.ref(), q.host.data(), scale.host.data(), rows, columns, reference_ctx);
+        mx_dequantize(x.dev, {q.dev, scale.dev}, rows, columns, 0, ctx);
+        REFERENCE(mx_dequantize)(x.ref(), {q.host.data(), scale.host.data()}, rows, columns, 0, reference_ctx);
         check_values(x);
     }
 }
@@ -138,8 +138,8 @@ static void test_dequantize_rows(void) {
         for (int64_t i = 0; i < scale.n; i++) scales[(size_t)i] = (uint8_t)draw(14, i, 256);
         q.send(bytes), scale.send(scales);
         X x(CAPACITY * columns);
-        mx_dequantize_rows(x.dev, q.dev, scale.dev, on_gpu, columns, ctx);
-        REFERENCE(mx_dequantize_rows)(x.ref(), q.host.data(), scale.host.data(), on_host, columns, reference_ctx);
+        mx_dequantize_rows(x.dev, {q.dev, scale.dev}, on_gpu, columns, ctx);
+        REFERENCE(mx_dequantize_rows)(x.ref(), {q.host.data(), scale.host.data()}, on_host, columns, reference_ctx);
         check_values(x);
     }
 }
@@ -204,9 +204,9 @@ static void test_channels(void) {
                 return (((i % columns % 9 == 5 ? 10 : 100) + draw(18, i / 40, 30) + draw(19, i, 12)) << 7) |
                        draw(20, i, 128) | draw(21, i, 2) << 15;
             });
-            mx_quantize_channels(q.dev, scale.dev, x.dev, CAPACITY, on_gpu, columns, recipe, ctx);
+            mx_quantize_channels({q.dev, scale.dev}, x.dev, CAPACITY, on_gpu, columns, recipe, ctx);
             REFERENCE(mx_quantize_channels)
-            (q.host.data(), scale.host.data(), x.ref(), CAPACITY, on_host, columns, recipe, reference_ctx);
+            ({q.host.data(), scale.host.data()}, x.ref(), CAPACITY, on_host, columns, recipe, reference_ctx);
             CHECK_BYTES(q);
             CHECK_BYTES(scale);
 
@@ -222,10 +222,10 @@ static void test_channels(void) {
                 for (int64_t i = 0; i < from_scale.n; i++) scales[(size_t)i] = (uint8_t)(20 + draw(24, i, 130));
                 from.send(bytes), from_scale.send(scales);
                 Bytes q2(columns * CAPACITY), scale2(CAPACITY / 128 * columns);
-                mx_requantize_channels(q2.dev, scale2.dev, from.dev, from_scale.dev, tokens, CAPACITY, on_gpu, columns,
-                                       recipe, ctx);
+                mx_requantize_channels({q2.dev, scale2.dev}, {from.dev, from_scale.dev}, tokens, CAPACITY, on_gpu,
+                                       columns, recipe, ctx);
                 REFERENCE(mx_requantize_channels)
-                (q2.host.data(), scale2.host.data(), from.host.data(), from_scale.host.data(), tokens, CAPACITY,
+                ({q2.host.data(), scale2.host.data()}, {from.host.data(), from_scale.host.data()}, tokens, CAPACITY,
                  on_host, columns, recipe, reference_ctx);
                 CHECK_BYTES(q2);
                 CHECK_BYTES(scale2);
@@ -254,10 +254,10 @@ static void test_both(void) {
                 one_scale(rows * mx_stride(columns));
             Bytes by_channel(columns * length), scales(length / 128 * columns), channels(columns * length),
                 channel_scales(length / 128 * columns);
-            mx_quantize_both(q.dev, scale.dev, by_channel.dev, scales.dev, x.dev, length, rows, columns, recipe.scale,
-                             ctx);
-            mx_quantize(one_way.dev, one_scale.dev, x.dev, rows, columns, recipe, ctx);
-            mx_quantize_channels(channels.dev, channel_scales.dev, x.dev, length, all, columns, recipe, ctx);
+            mx_quantize_both({q.dev, scale.dev}, {by_channel.dev, scales.dev}, x.dev, length, rows, columns,
+                             recipe.scale, ctx);
+            mx_quantize({one_way.dev, one_scale.dev}, x.dev, rows, columns, recipe, ctx);
+            mx_quantize_channels({channels.dev, channel_scales.dev}, x.dev, length, all, columns, recipe, ctx);
             CHECK(q.got() == one_way.got(), "%lld x %lld: bytes along rows", (long long)rows, (long long)columns);
             CHECK(scale.got() == one_scale.got(), "%lld x %lld: their scales", (long long)rows, (long long)columns);
             CHECK(by_channel.got() == channels.got(), "%lld x %lld: bytes by channel", (long long)rows,
@@ -266,7 +266,7 @@ static void test_both(void) {
                   (long long)columns);
 
             REFERENCE(mx_quantize_both)
-            (q.host.data(), scale.host.data(), by_channel.host.data(), scales.host.data(), x.ref(), length, rows,
+            ({q.host.data(), scale.host.data()}, {by_channel.host.data(), scales.host.data()}, x.ref(), length, rows,
              columns, recipe.scale, reference_ctx);
             CHECK_BYTES(q);
             CHECK_BYTES(scale);

@@ -2,8 +2,6 @@
 // wrongly that is tried here does not. Runs in all builds.
 #include "mx/mx_check.h"
 
-#include "mx/grouped_gemm_mx.h"
-#include "mx/mxfp8.h"
 #include "tests/test.h"
 
 static Ctx* ctx;
@@ -20,32 +18,27 @@ static uint8_t* rotated(const uint8_t* scale, int64_t bytes, int64_t by) {
     return copy;
 }
 
-static void faulty(floatX* y, real* y_real, const uint8_t* x, const uint8_t* x_scale, const uint8_t* w,
-                   const uint8_t* w_scale, int64_t stride_o, int64_t stride_c, Ragged r, int64_t IC, int64_t OC,
-                   Ctx* at) {
-    const int64_t tiles = mx_tiles(OC), chunks = mx_tiles(IC);
+static void faulty(floatX* y, real* y_real, MxBytes x, MxTiles w, Ragged r, int64_t IC, int64_t OC, Ctx* at) {
     uint8_t* copy = NULL;
     if (fault == W_ORDER) {
-        grouped_gemm_mx(y, y_real, x, x_scale, w, w_scale, stride_c, stride_o, r, IC, OC, at);
+        const int64_t stride_o = w.stride_o;
+        w.stride_o = w.stride_c;
+        w.stride_c = stride_o;
     } else if (fault == W_NEXT) {
-        copy = rotated(w_scale, r.El * tiles * chunks, 1);
-        grouped_gemm_mx(y, y_real, x, x_scale, w, copy, stride_o, stride_c, r, IC, OC, at);
+        w.scale = copy = rotated(w.scale, r.El * mx_tiles(OC) * mx_tiles(IC), 1);
     } else if (fault == X_NEXT) {
-        copy = rotated(x_scale, r.capacity * mx_stride(IC), mx_stride(IC));
-        grouped_gemm_mx(y, y_real, x, copy, w, w_scale, stride_o, stride_c, r, IC, OC, at);
+        x.scale = copy = rotated(x.scale, r.capacity * mx_stride(IC), mx_stride(IC));
     } else if (fault == X_ONE) {  // one chunk's scale is a binade too high
-        copy = rotated(x_scale, r.capacity * mx_stride(IC), 0);
+        x.scale = copy = rotated(x.scale, r.capacity * mx_stride(IC), 0);
         uint8_t four[4];
         int64_t from = fault_row * mx_stride(IC) + fault_chunk * 4;
         device_download(four, copy + from, sizeof(four), at);
         for (int i = 0; i < 4; i++) four[i]++;
         device_upload(copy + from, four, sizeof(four), at);
-        grouped_gemm_mx(y, y_real, x, copy, w, w_scale, stride_o, stride_c, r, IC, OC, at);
-    } else {
-        const real one = 1;
-        grouped_gemm_mx(y, y_real, x, x_scale, w, w_scale, stride_o, stride_c, r, IC, OC, at);
-        device_upload(y_real + r.capacity * OC - 1, &one, sizeof(one), at);
     }
+    grouped_gemm_mx(y, y_real, x, w, r, IC, OC, at);
+    const real one = 1;
+    if (fault == PADS) device_upload(y_real + r.capacity * OC - 1, &one, sizeof(one), at);
     ctx_sync(at);
     device_free(copy);
 }

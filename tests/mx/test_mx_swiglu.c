@@ -16,7 +16,7 @@ static void run_swiglu(void* arg) {
     Swiglu* s = arg;
     Ctx* ctx = ctx_create(0);
     s->q = poisoned_bytes(s->ragged.capacity * s->F), s->scale = poisoned_bytes(s->ragged.capacity * mx_stride(s->F));
-    mx_swiglu_quantize(s->q, s->scale, s->h, s->ragged, s->F, s->recipe, ctx);
+    mx_swiglu_quantize((MxBytes){s->q, s->scale}, s->h, s->ragged, s->F, s->recipe, ctx);
     ctx_destroy(ctx);
 }
 
@@ -63,8 +63,9 @@ static void run_swiglu_backward(void* arg) {
     Ctx* ctx = ctx_create(0);
     s->q = poisoned_bytes(room * 2 * F), s->scale = poisoned_bytes(room * mx_stride(2 * F));
     s->dh = poisoned(room * 2 * F), s->gated_a = poisoned(room * F), s->drow_gate = poisoned(room);
-    mx_swiglu_backward_quantize(s->q, s->scale, s->dh, s->gated_a, s->drow_gate, s->dap, s->h, s->ragged, F, s->recipe,
-                                ctx);
+    mx_swiglu_backward_quantize((MxBytes){s->q, s->scale},
+                                (ExpertsBackward){s->dh, s->gated_a, s->drow_gate, s->dap, s->h}, s->ragged, F,
+                                s->recipe, ctx);
     ctx_destroy(ctx);
 }
 
@@ -131,8 +132,9 @@ static void run_swiglu_both(void* arg) {
     s->q = poisoned_bytes(room * 2 * F), s->scale = poisoned_bytes(room * mx_stride(2 * F));
     b->q_channels = poisoned_bytes(2 * F * b->length), b->scale_channels = poisoned_bytes(b->length / 128 * 2 * F);
     s->gated_a = poisoned(room * F), s->drow_gate = poisoned(room);
-    mx_swiglu_backward_both(s->q, s->scale, b->q_channels, b->scale_channels, s->gated_a, s->drow_gate, s->dap, s->h,
-                            b->length, s->ragged, F, s->recipe.scale, ctx);
+    mx_swiglu_backward_both((MxBytes){s->q, s->scale}, (MxBytes){b->q_channels, b->scale_channels},
+                            (ExpertsBackward){NULL, s->gated_a, s->drow_gate, s->dap, s->h}, b->length, s->ragged, F,
+                            s->recipe.scale, ctx);
     ctx_destroy(ctx);
 }
 

@@ -11,7 +11,7 @@ typedef struct {
     Ragged r;
     int64_t length, columns, held;  // held: rows of x, or tokens
     const real* x;                  // or bytes, of tokens or of rows
-    const uint8_t *from, *from_scale;
+    uint8_t *from, *from_scale;
     int tokens;
     MxRecipe recipe;
     uint8_t *q, *scale;
@@ -22,10 +22,10 @@ static void run_channels(void* arg) {
     Ctx* ctx = ctx_create(0);
     c->q = poisoned_bytes(c->columns * c->length), c->scale = poisoned_bytes(c->length / 128 * c->columns);
     if (c->x)
-        mx_quantize_channels(c->q, c->scale, c->x, c->length, c->r, c->columns, c->recipe, ctx);
+        mx_quantize_channels((MxBytes){c->q, c->scale}, c->x, c->length, c->r, c->columns, c->recipe, ctx);
     else
-        mx_requantize_channels(c->q, c->scale, c->from, c->from_scale, c->tokens, c->length, c->r, c->columns,
-                               c->recipe, ctx);
+        mx_requantize_channels((MxBytes){c->q, c->scale}, (MxBytes){c->from, c->from_scale}, c->tokens, c->length, c->r,
+                               c->columns, c->recipe, ctx);
     ctx_destroy(ctx);
 }
 
@@ -113,10 +113,11 @@ static void run_by_channel(void* arg) {
     Ctx* ctx = ctx_create(0);
     b->qx = poisoned_bytes(b->IC * b->length), b->sx = poisoned_bytes(b->length / 128 * b->IC);
     b->qdy = poisoned_bytes(b->OC * b->length), b->sdy = poisoned_bytes(b->length / 128 * b->OC);
-    mx_quantize_channels(b->qx, b->sx, b->x, b->length, r, b->IC, (MxRecipe){MX_RCEIL, 512}, ctx);
-    mx_quantize_channels(b->qdy, b->sdy, b->dy, b->length, r, b->OC, (MxRecipe){MX_RCEIL, 128}, ctx);
+    mx_quantize_channels((MxBytes){b->qx, b->sx}, b->x, b->length, r, b->IC, (MxRecipe){MX_RCEIL, 512}, ctx);
+    mx_quantize_channels((MxBytes){b->qdy, b->sdy}, b->dy, b->length, r, b->OC, (MxRecipe){MX_RCEIL, 128}, ctx);
     b->dw = copied(b->dw_before, r.El * b->OC * b->IC);
-    grouped_gemm_mx_wgrad(b->dw, b->qdy, b->sdy, b->qx, b->sx, b->length, r, b->IC, b->OC, b->accumulate, ctx);
+    grouped_gemm_mx_wgrad(b->dw, (MxBytes){b->qdy, b->sdy}, (MxBytes){b->qx, b->sx}, b->length, r, b->IC, b->OC,
+                          b->accumulate, ctx);
     ctx_destroy(ctx);
 }
 

@@ -16,7 +16,7 @@ static void run_quantize(void* arg) {
     Cast* c = arg;
     Ctx* ctx = ctx_create(0);
     c->q = poisoned_bytes(c->rows * c->columns), c->scale = poisoned_bytes(c->rows * mx_stride(c->columns));
-    mx_quantize(c->q, c->scale, c->x, c->rows, c->columns, c->recipe, ctx);
+    mx_quantize((MxBytes){c->q, c->scale}, c->x, c->rows, c->columns, c->recipe, ctx);
     ctx_destroy(ctx);
 }
 
@@ -165,7 +165,7 @@ static void run_transposed(void* arg) {
     Ctx* ctx = ctx_create(0);
     m->q_transposed = poisoned_bytes(m->count * m->rows * m->columns);
     m->scale = poisoned_bytes(m->count * m->columns * mx_stride(m->rows));
-    mx_quantize_transposed(m->q_transposed, m->scale, m->x, m->count, m->rows, m->columns, m->recipe, ctx);
+    mx_quantize_transposed((MxBytes){m->q_transposed, m->scale}, m->x, m->count, m->rows, m->columns, m->recipe, ctx);
     ctx_destroy(ctx);
 }
 
@@ -239,8 +239,8 @@ static void run_both(void* arg) {
     b->q = poisoned_bytes(b->rows * b->columns), b->scale = poisoned_bytes(b->rows * mx_stride(b->columns));
     b->q_channels = poisoned_bytes(b->columns * b->length);
     b->scale_channels = poisoned_bytes(b->length / 128 * b->columns);
-    mx_quantize_both(b->q, b->scale, b->q_channels, b->scale_channels, b->x, b->length, b->rows, b->columns, b->mode,
-                     ctx);
+    mx_quantize_both((MxBytes){b->q, b->scale}, (MxBytes){b->q_channels, b->scale_channels}, b->x, b->length, b->rows,
+                     b->columns, b->mode, ctx);
     ctx_destroy(ctx);
 }
 
@@ -284,7 +284,7 @@ static void test_dequantize(void) {
         q[i] = (uint8_t)(i % 256), scale[i / 256 * mx_stride(256) + i % 256 / 32] = i / 256;
     real* x = poisoned(256 * 256);
     Ctx* ctx = ctx_create(0);
-    mx_dequantize(x, q, scale, 256, 256, ctx);
+    mx_dequantize(x, (MxBytes){q, scale}, 256, 256, 0, ctx);
     for (int i = 0; i < 256 * 256; i++) {
         float want = (float)oracle_value(q[i], i / 256), got = (float)x[i];
         CHECK(isnan(want) ? isnan(got) : !memcmp(&got, &want, 4), "byte %#x scale %d is %g, not %g", i % 256, i / 256,
@@ -295,7 +295,7 @@ static void test_dequantize(void) {
     Cast c = {.x = from, .rows = 64, .columns = 352, .recipe = {MX_RCEIL, 128}};
     run_quantize(&c);
     real* back = poisoned(64 * 352);
-    mx_dequantize(back, c.q, c.scale, 64, 352, ctx);
+    mx_dequantize(back, (MxBytes){c.q, c.scale}, 64, 352, 0, ctx);
     for (int64_t i = 0; i < 64 * 352; i++) {
         double step = pow(2, c.scale[i / 352 * mx_stride(352) + i % 352 / 32] - 127 - 10);
         CHECK(fabs(back[i] - from[i]) <= fmax(fabs(from[i]) / 16, step), "%g came back as %g", from[i], back[i]);
@@ -315,7 +315,7 @@ static void test_dequantize_rows(void) {
     for (int i = 0; i < N * mx_stride(COLUMNS); i++) scale[i] = (uint8_t)draw(61, i, 256);
     real* rows = poisoned(CAPACITY * COLUMNS);
     Ctx* ctx = ctx_create(0);
-    mx_dequantize_rows(rows, q, scale, r, COLUMNS, ctx);
+    mx_dequantize_rows(rows, (MxBytes){q, scale}, r, COLUMNS, ctx);
     for (int i = 0; i < CAPACITY * COLUMNS; i++) {
         int n = token[i / COLUMNS], c = i % COLUMNS;
         float got = (float)rows[i], want = NAN;  // behind the last group
@@ -336,9 +336,9 @@ static void test_dequantize_add(void) {
     run_quantize(&c);
     real *value = poisoned(ROWS * COLUMNS), *sum = poisoned(ROWS * COLUMNS);
     Ctx* ctx = ctx_create(0);
-    mx_dequantize(value, c.q, c.scale, ROWS, COLUMNS, ctx);
+    mx_dequantize(value, (MxBytes){c.q, c.scale}, ROWS, COLUMNS, 0, ctx);
     memcpy(sum, before, sizeof(real) * ROWS * COLUMNS);
-    mx_dequantize_add(sum, c.q, c.scale, ROWS, COLUMNS, ctx);
+    mx_dequantize(sum, (MxBytes){c.q, c.scale}, ROWS, COLUMNS, 1, ctx);
     for (int i = 0; i < ROWS * COLUMNS; i++)
         CHECK(sum[i] == before[i] + value[i], "%g + %g is %g", before[i], value[i], sum[i]);
     ctx_destroy(ctx);

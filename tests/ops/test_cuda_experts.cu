@@ -13,10 +13,10 @@ static void experts_case(int64_t N, int32_t K, int32_t El, int64_t F, Kind kind)
     REFERENCE(experts_swiglu_forward)(a.ref(), h.ref(), l.ref, F, reference_ctx);
     double error = l.error(a, F);
     CHECK(error <= BF16, "a is off by %g", error);
-    auto run = [&] { experts_swiglu_backward(dh.dev, gated.dev, drow_gate.dev, dap.dev, h.dev, l.dev, F, ctx); };
+    auto run = [&] { experts_swiglu_backward({dh.dev, gated.dev, drow_gate.dev, dap.dev, h.dev}, l.dev, F, ctx); };
     run();
     REFERENCE(experts_swiglu_backward)
-    (dh.ref(), gated.ref(), drow_gate.ref(), dap.ref(), h.ref(), l.ref, F, reference_ctx);
+    ({dh.ref(), gated.ref(), drow_gate.ref(), dap.ref(), h.ref()}, l.ref, F, reference_ctx);
     error = l.error(dh, 2 * F);
     CHECK(error <= BF16, "dh is off by %g", error);
     error = l.error(gated, F);

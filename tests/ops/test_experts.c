@@ -19,7 +19,7 @@ static void run_middle(void* arg) {
     m->a = poisoned(ragged.capacity * m->F), m->gated_a = poisoned(ragged.capacity * m->F);
     m->dh = poisoned(2 * ragged.capacity * m->F), m->drow_gate = poisoned(ragged.capacity);
     experts_swiglu_forward(m->a, m->h, ragged, m->F, ctx);
-    experts_swiglu_backward(m->dh, m->gated_a, m->drow_gate, m->dap, m->h, ragged, m->F, ctx);
+    experts_swiglu_backward((ExpertsBackward){m->dh, m->gated_a, m->drow_gate, m->dap, m->h}, ragged, m->F, ctx);
     ctx_sync(ctx);
     ctx_destroy(ctx);
 }
@@ -88,7 +88,7 @@ static void run_path(void* arg) {
     p->dw13 = copied(p->w13_before, r->El * 2 * F * C), p->dw2 = copied(p->w2_before, r->El * C * F);
     permute_rows(dout, p->dout, g, (size_t)C * sizeof(real), ctx);
     grouped_gemm_dgrad(dap, dout, p->w2, g, F, C, ctx);
-    experts_swiglu_backward(dh, gated_a, drow_gate, dap, h, g, F, ctx);
+    experts_swiglu_backward((ExpertsBackward){dh, gated_a, drow_gate, dap, h}, g, F, ctx);
     grouped_gemm_dgrad(dx, dh, p->w13, g, C, 2 * F, ctx);
     unpermute_rows(p->dx, dx, NULL, g, r->N, r->K, C, 0, ctx);
     unpermute_gates(p->dgate, drow_gate, g, r->N, r->K, ctx);

@@ -72,7 +72,7 @@ typedef struct Run {
 static void run_orthogonalize(void* arg) {
     Run* r = arg;
     const Case c = r->c;
-    Ctx* ctx = ctx_create(muon_workspace());
+    Ctx* ctx = ctx_create(0);
     r->x = copied(r->before, c.count * c.rows * c.columns);
     muon_orthogonalize(r->x, poisoned(muon_work(c.count, c.rows, c.columns)), c.count, c.rows, c.columns, ctx);
     ctx_sync(ctx);
@@ -177,7 +177,7 @@ static void test_torch(void) {
         real *w = tensor(n, 1), *m = filled(n, 0), *grad = tensor(n, 1), *u = poisoned(n);
         for (int64_t i = 0; i < n; i++) w[i] = (real)(0.02 * cos(0.003 * (double)(i * i)));
         const double* start = doubles(w, n);
-        Ctx* ctx = ctx_create(muon_workspace());
+        Ctx* ctx = ctx_create(0);
         for (int step = 0; step < 20; step++) {
             for (int64_t i = 0; i < n; i++) grad[i] = (real)sin(0.001 * pow((double)(i + 50 * step), 2) + step);
             const MuonBuffer buffer = {u, m, grad, w, w, n};
