@@ -1,7 +1,6 @@
 // Shared parts of the CUDA ops (x.cu): the GPU's Ctx, error checks, launches with and without PDL, warp reductions. Not
 // for host code.
-#ifndef DEVICE_CUDA_CUH
-#define DEVICE_CUDA_CUH
+#pragma once
 
 #include <cublasLt.h>
 #include <cuda.h>
@@ -171,5 +170,3 @@ static __device__ __forceinline__ float warp_max(float x) {
     for (int lane = LANES / 2; lane; lane /= 2) x = fmaxf(x, __shfl_xor_sync(0xffffffffu, x, lane));
     return x;
 }
-
-#endif

@@ -91,7 +91,7 @@ static int check_gpu(cudaDeviceProp* properties) {
     return portable;
 }
 
-void device_setup(char** argv) { (void)argv; }
+void device_setup(char** argv) {}
 
 void device_choose(int index) {
     int count = 0;
@@ -192,7 +192,6 @@ double device_peak_flops(Ctx* ctx) { return strstr(ctx->name, "H100") || strstr(
 
 size_t device_free_memory(int sharing) {
     size_t free_bytes, total;
-    (void)sharing;
     return cudaMemGetInfo(&free_bytes, &total) == cudaSuccess ? free_bytes : 0;  // ctx_create reports the error
 }
 

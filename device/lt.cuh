@@ -5,8 +5,7 @@
 // A GEMM is described once; the plan is cached in the Ctx. Its algorithm is the first of the library's heuristic that
 // has no in-place split-K, whose order of summation is not fixed. There is no autotuning by timing: the same shapes
 // give the same bits on every run.
-#ifndef DEVICE_LT_CUH
-#define DEVICE_LT_CUH
+#pragma once
 
 #include <stdlib.h>
 #include <string.h>
@@ -186,5 +185,3 @@ static inline void lt_forget(Ctx* ctx) {
         free(plan);
     }
 }
-
-#endif

@@ -4,8 +4,7 @@
 //   mma.sync   a warp multiplies 16 x 16 by 16 x 8
 //   ldmatrix   a warp loads operands from shared memory
 //   cp.async   an asynchronous copy from global to shared memory, without registers
-#ifndef DEVICE_MMA_CUH
-#define DEVICE_MMA_CUH
+#pragma once
 
 #include "device/cuda.cuh"
 
@@ -55,5 +54,3 @@ template <int PENDING>
 static __device__ __forceinline__ void copy_async_wait() {
     asm volatile("cp.async.wait_group %0;" ::"n"(PENDING) : "memory");
 }
-
-#endif

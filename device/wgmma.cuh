@@ -16,8 +16,7 @@
 //
 // A tile in shared memory consists of boxes. A box has rows of 128, 64 or 32 bytes (64, 32 or 16 bf16), swizzled over
 // its width, as TMA writes it. Boxes are contiguous and 1024-byte aligned.
-#ifndef DEVICE_WGMMA_CUH
-#define DEVICE_WGMMA_CUH
+#pragma once
 
 #include "device/cuda.cuh"
 
@@ -325,5 +324,3 @@ static __device__ __forceinline__ void registers_fewer() {
     HOPPER_ONLY();
     asm volatile("setmaxnreg.dec.sync.aligned.u32 %0;" ::"n"(N));
 }
-
-#endif

@@ -9,7 +9,6 @@ void experts_swiglu_forward(floatX* a, const floatX* h, Ragged r, int64_t F, Ctx
 }
 
 void experts_swiglu_backward(ExpertsBackward t, Ragged r, int64_t F, Ctx* ctx) {
-    (void)ctx;
 #pragma omp parallel for schedule(static)
     for (int64_t row = 0; row < r.group_start[r.El]; row++) {
         // Pointers: the row's gate and up, and their gradients.

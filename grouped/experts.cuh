@@ -1,8 +1,7 @@
 // Backward of SwiGLU with the gate (grouped/experts.h) for one row, by one warp. Two kernels use it: experts.cu's, and
 // the one that also quantizes to MXFP8 (mx/mx_swiglu.cu). They differ in two callbacks: round() on a, made() on the
 // gradients.
-#ifndef GROUPED_EXPERTS_CUH
-#define GROUPED_EXPERTS_CUH
+#pragma once
 
 #include "grouped/experts.h"
 #include "layers/activation.h"
@@ -86,5 +85,3 @@ static __device__ __forceinline__ void swiglu_backward_row(floatX* dh, floatX* g
     dot = warp_sum(dot);
     if (lane == 0) drow_gate[row] = dot;
 }
-
-#endif

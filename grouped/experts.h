@@ -8,13 +8,10 @@
 //   dgate = <dy, Y> = <dy, W2 a> = <da', a>,   da = gate da',   dW2 = sum_r dy_r (gate_r a_r)^T
 //
 // Pad rows of the outputs are zeros. On the GPU F is a multiple of 8.
-#ifndef GROUPED_EXPERTS_H
-#define GROUPED_EXPERTS_H
+#pragma once
 
 #include "device/device.h"
 #include "grouped/permute.h"
-
-BEGIN_C
 
 // a = silu(h_gate) * h_up
 void experts_swiglu_forward(floatX* a,        // (capacity, F)
@@ -30,7 +27,3 @@ typedef struct ExpertsBackward {
     const floatX* h;           // (capacity, 2F)
 } ExpertsBackward;
 void experts_swiglu_backward(ExpertsBackward tensors, Ragged ragged, int64_t F, Ctx* ctx);
-
-END_C
-
-#endif

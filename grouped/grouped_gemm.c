@@ -12,7 +12,6 @@ static int64_t most_tiles(Ragged r) {
 }
 
 void grouped_gemm_forward(floatX* y, const floatX* x, const floatX* w, Ragged r, int64_t IC, int64_t OC, Ctx* ctx) {
-    (void)ctx;
     int64_t tiles = most_tiles(r);
 #pragma omp parallel for schedule(dynamic) collapse(2)
     for (int64_t tile = 0; tile < tiles; tile++)
@@ -23,7 +22,6 @@ void grouped_gemm_forward(floatX* y, const floatX* x, const floatX* w, Ragged r,
 }
 
 void grouped_gemm_dgrad(floatX* dx, const floatX* dy, const floatX* w, Ragged r, int64_t IC, int64_t OC, Ctx* ctx) {
-    (void)ctx;
     int64_t tiles = most_tiles(r);
 #pragma omp parallel for schedule(dynamic) collapse(2)
     for (int64_t tile = 0; tile < tiles; tile++)
@@ -35,7 +33,6 @@ void grouped_gemm_dgrad(floatX* dx, const floatX* dy, const floatX* w, Ragged r,
 
 void grouped_gemm_wgrad(real* dw, const floatX* dy, const floatX* x, Ragged r, int64_t IC, int64_t OC, int accumulate,
                         Ctx* ctx) {
-    (void)ctx;
 #pragma omp parallel for schedule(dynamic) collapse(2)
     for (int32_t e = 0; e < r.El; e++)
         for (int64_t o = 0; o < OC; o += TILE) {

@@ -8,13 +8,10 @@
 // rows of an output are written as zeros. In the CUDA build IC and OC are multiples of 8. Group starts and row counts
 // are read on the device. Workspace: at most matmul_workspace() (layers/matmul.h), for the order of the experts or the
 // plan of tiles.
-#ifndef GROUPED_GROUPED_GEMM_H
-#define GROUPED_GROUPED_GEMM_H
+#pragma once
 
 #include "device/device.h"
 #include "grouped/permute.h"
-
-BEGIN_C
 
 // y[r] = W_e x[r] for the rows r of every expert e
 void grouped_gemm_forward(floatX* y,        // (capacity, OC)
@@ -33,7 +30,3 @@ void grouped_gemm_wgrad(real* dw,          // (El, OC, IC)
                         const floatX* dy,  // (capacity, OC)
                         const floatX* x,   // (capacity, IC)
                         Ragged ragged, int64_t IC, int64_t OC, int accumulate, Ctx* ctx);
-
-END_C
-
-#endif

@@ -14,8 +14,7 @@
 // of B for each 128 columns. A's boxes are at the front of a stage, B's at its end.
 //
 //     128 x 256   | A | A | B | B | B | B |        256 x 128   | A | A | A | A | B | B |
-#ifndef GROUPED_GROUPED_GEMM_PARTS_CUH
-#define GROUPED_GROUPED_GEMM_PARTS_CUH
+#pragma once
 
 #include "grouped/grouped_gemm_ptx.cuh"
 #include "grouped/tile_scheduler.cuh"
@@ -301,5 +300,3 @@ void launch(Kernel kernel, Ctx* ctx, const Params&... params) {
 }
 
 }  // namespace
-
-#endif

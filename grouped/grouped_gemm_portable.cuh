@@ -1,7 +1,6 @@
 // Grouped GEMM for every NVIDIA GPU since Ampere. The contracts are those of grouped/grouped_gemm.h, whose functions
 // call these if ctx->portable is set.
-#ifndef GROUPED_GROUPED_GEMM_PORTABLE_CUH
-#define GROUPED_GROUPED_GEMM_PORTABLE_CUH
+#pragma once
 
 #include "device/device.h"
 #include "grouped/permute.h"
@@ -12,5 +11,3 @@ void grouped_gemm_portable_dgrad(floatX* dx, const floatX* dy, const floatX* w, 
                                  Ctx* ctx);
 void grouped_gemm_portable_wgrad(real* dw, const floatX* dy, const floatX* x, Ragged ragged, int64_t IC, int64_t OC,
                                  int accumulate, Ctx* ctx);
-
-#endif

@@ -3,8 +3,7 @@
 //
 // A cluster is a few blocks that run at the same time on neighbouring SMs. A block can address the shared memory of the
 // others (distributed shared memory): a `shared::cluster` address contains the block and the offset.
-#ifndef GROUPED_GROUPED_GEMM_PTX_CUH
-#define GROUPED_GROUPED_GEMM_PTX_CUH
+#pragma once
 
 #include "device/wgmma.cuh"
 
@@ -90,5 +89,3 @@ static __device__ __forceinline__ void store_matrices(uint32_t at, uint32_t a, u
                  "r"(d)
                  : "memory");
 }
-
-#endif

@@ -4,7 +4,7 @@
 
 #include "device/cpu.h"
 
-size_t permute_workspace(int64_t N, int32_t K, int32_t El) { return (void)N, (void)K, (size_t)El * sizeof(int64_t); }
+size_t permute_workspace(int64_t N, int32_t K, int32_t El) { return (size_t)El * sizeof(int64_t); }
 
 void permute_plan(Ragged r, const int32_t* expert, const real* gate, int64_t N, int32_t K, Ctx* ctx) {
     ASSERT(permute_workspace(N, K, r.El) <= ctx->workspace_bytes);
@@ -36,7 +36,6 @@ void permute_plan(Ragged r, const int32_t* expert, const real* gate, int64_t N, 
 }
 
 void permute_rows(void* rows, const void* tokens, Ragged r, size_t row_bytes, Ctx* ctx) {
-    (void)ctx;
     // Every row has a token, because the CPU has no pad rows.
 #pragma omp parallel for schedule(static)
     for (int64_t i = 0; i < r.group_start[r.El]; i++)
@@ -46,7 +45,6 @@ void permute_rows(void* rows, const void* tokens, Ragged r, size_t row_bytes, Ct
 
 void unpermute_rows(floatX* tokens, const floatX* rows, const real* gate, Ragged r, int64_t N, int32_t K, int64_t C,
                     int accumulate, Ctx* ctx) {
-    (void)ctx;
 #pragma omp parallel for schedule(static)
     for (int64_t n = 0; n < N; n++) {
         floatX* out = tokens + n * C;
@@ -62,7 +60,6 @@ void unpermute_rows(floatX* tokens, const floatX* rows, const real* gate, Ragged
 }
 
 void unpermute_gates(real* dgate, const real* drow_gate, Ragged r, int64_t N, int32_t K, Ctx* ctx) {
-    (void)ctx;
     // Choices without a row get gradient 0.
     for (int64_t i = 0; i < N * K; i++) dgate[i] = r.token_row[i] < 0 ? 0 : drow_gate[r.token_row[i]];
 }

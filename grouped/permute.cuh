@@ -1,8 +1,7 @@
 // L2 reuse for the kernels that permute rows. An expert's rows are in token order, so blocks take the same slice of
 // every expert before the next slice. All copies of a token are then made at about the same time: its first read is
 // from memory, the others are from L2.
-#ifndef GROUPED_PERMUTE_CUH
-#define GROUPED_PERMUTE_CUH
+#pragma once
 
 #include "grouped/permute.h"
 #include "layers/rows.cuh"
@@ -21,5 +20,3 @@ static __device__ __forceinline__ PermuteSlice permute_slice(const Ragged& r, in
     const int64_t start = r.group_start[e], length = r.group_start[e + 1] - start;
     return {start + length * slice / slices, start + length * (slice + 1) / slices};
 }
-
-#endif

@@ -24,12 +24,9 @@
 // Expert e owns rows group_start[e] .. group_start[e] + group_rows[e] - 1. Starts are multiples of row_align: 128 in
 // the CUDA build, so that a GEMM tile has rows of one expert; 1 on the CPU, which has no pad rows. A function that
 // writes a row buffer also writes its pad rows, as zeros. The layout is in device memory, and the host never reads it.
-#ifndef GROUPED_PERMUTE_H
-#define GROUPED_PERMUTE_H
+#pragma once
 
 #include "device/device.h"
-
-BEGIN_C
 
 enum { MAX_EXPERTS = 1024 };  // on one GPU
 
@@ -84,7 +81,3 @@ void unpermute_gates(real* dgate,            // (N, K)
                      Ragged ragged, int64_t N, int32_t K, Ctx* ctx);
 
 size_t permute_workspace(int64_t N, int32_t K, int32_t El);
-
-END_C
-
-#endif

@@ -29,8 +29,7 @@
 // late draws fewer work tiles, and no block waits for it. (A transfer between GPUs can occupy some SMs for
 // milliseconds.) Each drawer ends with one number past the last work tile. The last of all numbers resets the counter
 // to 0. One block computes a tile's whole sum, so the bits of the result do not depend on the schedule.
-#ifndef GROUPED_TILE_SCHEDULER_CUH
-#define GROUPED_TILE_SCHEDULER_CUH
+#pragma once
 
 #include "device/cuda.cuh"
 #include "grouped/permute.h"
@@ -260,5 +259,3 @@ Groups groups_of(const Ragged& r, int64_t M, int64_t N, int64_t K, Ctx* ctx) {
 }
 
 }  // namespace
-
-#endif

@@ -7,8 +7,7 @@
 // One source for the dense MLP (layers/swiglu.h), the experts (grouped/experts.h) and the MXFP8 experts
 // (mx/mx_swiglu.h), on the CPU and on the GPU. So a recomputed activation is bit-identical to the first. Callers pass
 // s, because CPU and GPU compute it differently.
-#ifndef LAYERS_ACTIVATION_H
-#define LAYERS_ACTIVATION_H
+#pragma once
 
 #include "device/types.h"
 
@@ -17,5 +16,3 @@ static inline BOTH_SIDES real swiglu(real g, real u, real s) { return g * s * u;
 // du and dg from da, the gradient of a.
 static inline BOTH_SIDES real swiglu_du(real da, real g, real s) { return da * (g * s); }
 static inline BOTH_SIDES real swiglu_dg(real da, real g, real u, real s) { return da * u * s * (1 + g * (1 - s)); }
-
-#endif

@@ -9,12 +9,10 @@
 enum { BLOCK = 4096 };
 
 void step_begin(StepState* state, Ctx* ctx) {
-    (void)ctx;
     step_begin_now(state);
 }
 
 void loss_add(double* sum, const real* loss, int64_t N, Ctx* ctx) {
-    (void)ctx;
     for (int64_t n = 0; n < N; n++) *sum += loss[n];
 }
 
@@ -38,7 +36,6 @@ void grad_norm_add(StepState* state, const real* grad, int64_t n, Ctx* ctx) {
 }
 
 void step_decide(StepState* state, int64_t tokens, const AdamW* opt, Ctx* ctx) {
-    (void)ctx;
     step_decide_now(state, tokens, opt);
 }
 
@@ -86,7 +83,6 @@ static void update_buffer(const AdamWBuffer* buffer, int bf16, const AdamW* opt,
 }
 
 void adamw_update(const AdamWBuffer* buffers, int count, int bf16, const AdamW* opt, const StepState* state, Ctx* ctx) {
-    (void)ctx;
     // A step that is not ok changes no weight and no moment.
     for (int i = 0; i < count && state->ok; i++) update_buffer(&buffers[i], bf16, opt, state);
 }

@@ -28,14 +28,11 @@
 //
 //   m is constant where |g - m| <= h |m| / (1 - b1)
 //     b1 = 0.9     4 %, where g varies by more than m from step to step anyway
-#ifndef LAYERS_ADAMW_H
-#define LAYERS_ADAMW_H
+#pragma once
 
 #include <math.h>
 
 #include "device/device.h"
-
-BEGIN_C
 
 enum { MTP_MAX = 4 };  // MTP modules at most (multi-token prediction, model/model.h)
 
@@ -115,7 +112,3 @@ static inline BOTH_SIDES void step_decide_now(StepState* s, int64_t tokens, cons
     if (!s->retry) s->bad_in_a_row = s->ok ? 0 : s->bad_in_a_row + 1;
     s->updates += s->ok;
 }
-
-END_C
-
-#endif

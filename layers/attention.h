@@ -9,12 +9,9 @@
 // exists. k is never concatenated in memory: k_nope and v are read from the output of Wkvb, k_rope from the output of
 // Wkva. On the GPU (nope, rope, v) is (128, 64, 128), (64, 32, 64) or (32, 16, 32), and k_rope_stride is a multiple of
 // 8.
-#ifndef LAYERS_ATTENTION_H
-#define LAYERS_ATTENTION_H
+#pragma once
 
 #include "device/device.h"
-
-BEGIN_C
 
 typedef struct AttnShape {
     int64_t B, T, H;
@@ -44,7 +41,3 @@ void attention_backward(floatX* dq,       // (B, T, H, nope + rope)
 
 // Bytes of workspace that forward and backward need.
 size_t attention_workspace(AttnShape shape);
-
-END_C
-
-#endif

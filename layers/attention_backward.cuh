@@ -8,8 +8,7 @@
 // In the two large kernels a block owns 128 rows, 64 for each consumer warpgroup. Their gradients stay in registers.
 // They are bound by the tensor cores: 4096 and 5120 clocks for 128 x 128 scores. The two small kernels are bound by
 // memory.
-#ifndef LAYERS_ATTENTION_BACKWARD_CUH
-#define LAYERS_ATTENTION_BACKWARD_CUH
+#pragma once
 
 #include "layers/attention_backward_dkv.cuh"
 #include "layers/attention_backward_dq.cuh"
@@ -109,5 +108,3 @@ void run_backward(floatX* dq, floatX* dkv, floatX* dk_rope, const floatX* dout, 
 }
 
 }  // namespace
-
-#endif

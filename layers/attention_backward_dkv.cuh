@@ -11,8 +11,7 @@
 //
 // The GEMMs of the other warpgroup fill the gaps. A query is a column: its lse and delta are loaded with its tile. They
 // are initial accumulators, so P and dS need no subtraction.
-#ifndef LAYERS_ATTENTION_BACKWARD_DKV_CUH
-#define LAYERS_ATTENTION_BACKWARD_DKV_CUH
+#pragma once
 
 namespace {
 
@@ -203,5 +202,3 @@ __global__ void __launch_bounds__(THREADS, 1)
 }
 
 }  // namespace
-
-#endif

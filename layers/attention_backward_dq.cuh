@@ -11,8 +11,7 @@
 //
 // The GEMMs of the other warpgroup fill the gaps. Keys are read one tile longer than values, and have one stage more.
 // From registers, dS goes directly into a GEMM, as its left operand.
-#ifndef LAYERS_ATTENTION_BACKWARD_DQ_CUH
-#define LAYERS_ATTENTION_BACKWARD_DQ_CUH
+#pragma once
 
 namespace {
 
@@ -197,5 +196,3 @@ __global__ void __launch_bounds__(THREADS, 1)
 }
 
 }  // namespace
-
-#endif

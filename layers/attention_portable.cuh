@@ -39,8 +39,7 @@
 // Sizes. A block is 4 warps with 32 rows each: every b fragment is used for two a's, which halves the shared-memory
 // traffic. Shared memory and tensor cores are then about equally busy. A block takes at most 99 KB, the limit of
 // compute capability 8.6, 8.9 and 12.0. With 255 registers a thread the occupancy is two blocks per SM.
-#ifndef LAYERS_ATTENTION_PORTABLE_CUH
-#define LAYERS_ATTENTION_PORTABLE_CUH
+#pragma once
 
 #include "device/mma.cuh"
 
@@ -313,5 +312,3 @@ void portable_forward(floatX* out, real* lse, real* max_logit, const floatX* q, 
 }
 
 }  // namespace
-
-#endif

@@ -20,8 +20,7 @@
 //   kernel   GEMMs (the buffer that each reads)   loads
 //   dq       dP (v), S (k), dq (k)                v during S and dq, k during dP
 //   dkv      S (q), dP (dout), dk (q), dv (dout)  q during dv, dout during S
-#ifndef LAYERS_ATTENTION_PORTABLE_BACKWARD_CUH
-#define LAYERS_ATTENTION_PORTABLE_BACKWARD_CUH
+#pragma once
 
 #include "layers/attention_portable.cuh"
 
@@ -336,5 +335,3 @@ void portable_backward(floatX* dq, floatX* dkv, floatX* dk_rope, const floatX* d
 }
 
 }  // namespace
-
-#endif

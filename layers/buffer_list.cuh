@@ -1,7 +1,6 @@
 // One launch over a list of flat buffers, for the optimizers. Blocks first[b] .. first[b + 1] - 1 of the grid belong to
 // buffer b. The list is a kernel argument of at most 32 buffers; a longer list takes several launches.
-#ifndef LAYERS_BUFFER_LIST_CUH
-#define LAYERS_BUFFER_LIST_CUH
+#pragma once
 
 #include "layers/rows.cuh"
 
@@ -50,5 +49,3 @@ static inline void launch_list(void (*kernel)(BufferList<Buffer>, Parameters...)
         launch_early(kernel, list.first[LIST_BUFFERS], LIST_THREADS, 0, ctx, list, arguments...);
     }
 }
-
-#endif

@@ -145,7 +145,6 @@ static __global__ void __launch_bounds__(32 * RUN_WARPS)
 }
 
 size_t embedding_workspace(int64_t N, int64_t V) {
-    (void)V;
     return (size_t)(4 * N + sort_workspace(N, 1 << DIGIT_BITS)) * sizeof(int32_t);
 }
 

@@ -1,10 +1,7 @@
 // Token embedding: a row of the table per token. On the GPU C is a multiple of 8.
-#ifndef LAYERS_EMBEDDING_H
-#define LAYERS_EMBEDDING_H
+#pragma once
 
 #include "device/device.h"
-
-BEGIN_C
 
 // out[n] = table[token[n]]
 void embedding_forward(floatX* out,           // (N, C)
@@ -20,7 +17,3 @@ void embedding_backward(real* dtable,          // (V, C), +=
 
 // Bytes of workspace that embedding_backward needs (tokens sorted by id; none on the CPU).
 size_t embedding_workspace(int64_t N, int64_t V);
-
-END_C
-
-#endif

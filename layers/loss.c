@@ -4,7 +4,6 @@
 
 void cross_entropy(real* loss, floatX* logits, const int32_t* target, int64_t N, int64_t V, int64_t Vp, float dscale,
                    Ctx* ctx) {
-    (void)ctx;
 #pragma omp parallel for schedule(static)
     for (int64_t n = 0; n < N; n++) {
         // The largest logit of a row, and the sum of exp(z - top).

@@ -1,11 +1,8 @@
 // Cross-entropy loss over the vocabulary. The caller passes a chunk of tokens at a time, so that the logits of a batch
 // never exist whole.
-#ifndef LAYERS_LOSS_H
-#define LAYERS_LOSS_H
+#pragma once
 
 #include "device/device.h"
-
-BEGIN_C
 
 //   loss[n] = ln sum_{v < V} exp(logits[n][v]) - logits[n][target[n]]                              in nats
 //   logits[n][v] = dscale * (softmax(logits[n])[v] - [v == target[n]]), 0 in the padding           if dscale is not 0
@@ -16,7 +13,3 @@ void cross_entropy(real* loss,             // (N)
                    floatX* logits,         // (N, Vp), in: logits, out: their gradient
                    const int32_t* target,  // (N), 0..V-1
                    int64_t N, int64_t V, int64_t Vp, float dscale, Ctx* ctx);
-
-END_C
-
-#endif

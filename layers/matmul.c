@@ -7,7 +7,6 @@
 // relative to the GEMM.
 
 void matmul_forward(floatX* y, const floatX* x, const floatX* w, int64_t N, int64_t IC, int64_t OC, Ctx* ctx) {
-    (void)ctx;
 #pragma omp parallel for schedule(dynamic)
     for (int64_t n = 0; n < N; n += TILE)
         gemm(0, 1, min_i64(TILE, N - n), OC, IC, 1, x + n * IC, IC, w, IC, 0, y + n * OC, OC);
@@ -20,7 +19,6 @@ void matmul_forward_real(real* y, const floatX* x, const floatX* w, int64_t N, i
 
 void matmul_dgrad(floatX* dx, const floatX* dy, const floatX* w, int64_t N, int64_t IC, int64_t OC, int accumulate,
                   Ctx* ctx) {
-    (void)ctx;
 #pragma omp parallel for schedule(dynamic)
     for (int64_t n = 0; n < N; n += TILE)
         gemm(0, 0, min_i64(TILE, N - n), IC, OC, 1, dy + n * OC, OC, w, IC, accumulate, dx + n * IC, IC);
@@ -28,7 +26,6 @@ void matmul_dgrad(floatX* dx, const floatX* dy, const floatX* w, int64_t N, int6
 
 void matmul_wgrad(real* dw, const floatX* dy, const floatX* x, int64_t N, int64_t IC, int64_t OC, int accumulate,
                   Ctx* ctx) {
-    (void)ctx;
     const int64_t tile = TILE / 2;
 #pragma omp parallel for schedule(dynamic)
     for (int64_t o = 0; o < OC; o += tile)

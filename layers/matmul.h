@@ -1,10 +1,7 @@
 // Dense GEMMs of a linear layer, y = x W^T, without bias. The weight is stored (OC, IC), as in Hugging Face models.
-#ifndef LAYERS_MATMUL_H
-#define LAYERS_MATMUL_H
+#pragma once
 
 #include "device/device.h"
-
-BEGIN_C
 
 // y = x W^T
 void matmul_forward(floatX* y,        // (N, OC)
@@ -32,7 +29,3 @@ void matmul_wgrad(real* dw,          // (OC, IC)
 
 // Bytes of workspace that the GEMMs may use (split-K sums of the library).
 size_t matmul_workspace(void);
-
-END_C
-
-#endif

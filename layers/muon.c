@@ -3,7 +3,6 @@
 #include "device/cpu.h"
 
 void muon_momentum(const MuonBuffer* buffers, int count, int bf16, const Muon* opt, const StepState* state, Ctx* ctx) {
-    (void)ctx;
     if (!state->ok) return;
     const real scale = (real)state->grad_scale, momentum = (real)opt->momentum;
     for (int k = 0; k < count; k++) {
@@ -69,7 +68,6 @@ static void newton_schulz(real* next, const real* x, real* A, real* B, int64_t c
 }
 
 void muon_orthogonalize(floatX* x, floatX* work, int64_t count, int64_t rows, int64_t columns, Ctx* ctx) {
-    (void)ctx;
     const int64_t small = min_i64(rows, columns), n = rows * columns;
     // work: A and B (count, small, small), then the second buffer of X.
     real *A = work, *B = A + count * small * small, *from = x, *to = B + count * small * small;
@@ -98,7 +96,6 @@ void muon_orthogonalize(floatX* x, floatX* work, int64_t count, int64_t rows, in
 }
 
 void muon_update(const MuonBuffer* buffers, int count, const Muon* opt, const StepState* state, Ctx* ctx) {
-    (void)ctx;
     if (!state->ok) return;
     const real lr = (real)opt->lr, decay = (real)opt->weight_decay;
     for (int k = 0; k < count; k++) {

@@ -14,12 +14,9 @@
 //
 // GEMMs are bf16 with float32 accumulation in the CUDA build, and real on the CPU. Workspace: at most
 // matmul_workspace() (layers/matmul.h).
-#ifndef LAYERS_MUON_H
-#define LAYERS_MUON_H
+#pragma once
 
 #include "layers/adamw.h"
-
-BEGIN_C
 
 enum { MUON_STEPS = 5 };
 #define MUON_EPS 1e-7
@@ -61,7 +58,3 @@ static inline double muon_flops(int64_t rows, int64_t columns) {
     const double small = (double)(rows < columns ? rows : columns), large = (double)(rows < columns ? columns : rows);
     return (int)MUON_STEPS * (4 * small * small * large + 2 * small * small * small);
 }
-
-END_C
-
-#endif

@@ -14,14 +14,12 @@ static real norm_row(floatX* y, const floatX* x, const floatX* w, int64_t C) {
 
 void rmsnorm_forward(floatX* y, real* rstd, const floatX* x, int64_t stride, const floatX* w, int64_t N, int64_t C,
                      Ctx* ctx) {
-    (void)ctx;
 #pragma omp parallel for schedule(static)
     for (int64_t n = 0; n < N; n++) rstd[n] = norm_row(y + n * C, x + n * stride, w, C);
 }
 
 void residual_rmsnorm_forward(floatX* sum, floatX* y, real* rstd, const floatX* a, const floatX* b, const floatX* w,
                               int64_t N, int64_t C, Ctx* ctx) {
-    (void)ctx;
 #pragma omp parallel for schedule(static)
     for (int64_t n = 0; n < N; n++) {
         for (int64_t i = n * C; i < n * C + C; i++) sum[i] = a[i] + b[i];

@@ -5,12 +5,9 @@
 // Rows of x are `stride` elements apart (>= C), so that a norm can read a part of a wider tensor (MLA's latent). Rows
 // of y are contiguous. Statistics and sums are in real. On the GPU C and stride are multiples of 8, and C is at most
 // 16384. Backward takes C > 8192 where a thread block can have 192 KB of shared memory (H100, B200).
-#ifndef LAYERS_RMSNORM_H
-#define LAYERS_RMSNORM_H
+#pragma once
 
 #include "device/device.h"
-
-BEGIN_C
 
 #define RMSNORM_EPS 1e-6f
 
@@ -40,7 +37,3 @@ void rmsnorm_backward(floatX* dx,  // (N, C), rows `stride` apart
 
 // Bytes of workspace that rmsnorm_backward needs (partial sums of dw).
 size_t rmsnorm_workspace(int64_t N, int64_t C);
-
-END_C
-
-#endif

@@ -20,7 +20,6 @@ static void turn_tensor(floatX* x, const real* table, RopeShape shape, int direc
 }
 
 void rope_apply(floatX* x, RopeShape of_x, floatX* y, RopeShape of_y, const real* table, int direction, Ctx* ctx) {
-    (void)ctx;
     turn_tensor(x, table, of_x, direction);
     turn_tensor(y, table, of_y, direction);
 }

@@ -16,12 +16,9 @@
 //
 // d(beta) is the pair that makes beta rotations over the original length. If low and high are equal, 0.001 replaces
 // high - low. high < low is not corrected. Both are as in DeepSeek's code.
-#ifndef LAYERS_ROPE_H
-#define LAYERS_ROPE_H
+#pragma once
 
 #include "device/device.h"
-
-BEGIN_C
 
 typedef struct RopeConfig {
     int dim;              // D, even
@@ -52,7 +49,3 @@ typedef struct RopeShape {
     int64_t head_stride;  // elements from head to head
 } RopeShape;
 void rope_apply(floatX* x, RopeShape of_x, floatX* y, RopeShape of_y, const real* table, int direction, Ctx* ctx);
-
-END_C
-
-#endif

@@ -1,7 +1,6 @@
 // Vectorized access to rows, for the memory-bound kernels: 16-byte vectors of 8 bf16 elements. All widths are multiples
 // of 8, and all rows are 16-byte aligned.
-#ifndef LAYERS_ROWS_CUH
-#define LAYERS_ROWS_CUH
+#pragma once
 
 #include <type_traits>
 
@@ -78,5 +77,3 @@ static inline bool wide(int64_t columns, const T*... p) {
 
 template <int N>
 using Int = std::integral_constant<int, N>;
-
-#endif

@@ -8,8 +8,7 @@
 //
 // `key(i)` returns the bin of element i; a negative bin drops the element. `emit(i, place)` is called for every
 // element, with place -1 if it is dropped. Bins start at multiples of `align`. Bound by latency: three short launches.
-#ifndef LAYERS_SORT_CUH
-#define LAYERS_SORT_CUH
+#pragma once
 
 #include "device/cuda.cuh"
 
@@ -147,5 +146,3 @@ static void counting_sort(Key key, Emit emit, int64_t n, int bins, int align, in
     size_t shared = (bins + 1 + SORT_WARPS * bins) * sizeof(int32_t);  // 36 KiB for SORT_MAX_BINS
     launch_early(sort_scatter<Key, Emit>, chunks, SORT_THREADS, shared, ctx, counts, totals, key, emit, n, bins, align);
 }
-
-#endif

@@ -4,7 +4,6 @@
 #include "layers/activation.h"
 
 void swiglu_forward(floatX* a, const floatX* h, int64_t N, int64_t F, Ctx* ctx) {
-    (void)ctx;
 #pragma omp parallel for schedule(static)
     for (int64_t n = 0; n < N; n++) {
         // A token: gate, then up.
@@ -15,7 +14,6 @@ void swiglu_forward(floatX* a, const floatX* h, int64_t N, int64_t F, Ctx* ctx) 
 }
 
 void swiglu_backward(floatX* dh, floatX* a, const floatX* da, const floatX* h, int64_t N, int64_t F, Ctx* ctx) {
-    (void)ctx;
 #pragma omp parallel for schedule(static)
     for (int64_t n = 0; n < N; n++) {
         // A token: gate, then up, and their gradients.

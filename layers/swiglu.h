@@ -1,11 +1,8 @@
 // SwiGLU (Shazeer 2020, arXiv 2002.05202): a = silu(g) * u, where h = [g ; u] is the output of one GEMM with the gate
 // and up weights. On the GPU F is a multiple of 8.
-#ifndef LAYERS_SWIGLU_H
-#define LAYERS_SWIGLU_H
+#pragma once
 
 #include "device/device.h"
-
-BEGIN_C
 
 void swiglu_forward(floatX* a,        // (N, F)
                     const floatX* h,  // (N, 2F): gate, then up
@@ -19,7 +16,3 @@ void swiglu_backward(floatX* dh,        // (N, 2F)
                      const floatX* da,  // (N, F)
                      const floatX* h,   // (N, 2F)
                      int64_t N, int64_t F, Ctx* ctx);
-
-END_C
-
-#endif

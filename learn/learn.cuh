@@ -1,7 +1,6 @@
 // Common parts of the ladder's steps: the output tile of a thread block, the layout of an operand's tile in shared
 // memory, and the epilogue of the tensor core kernels.
-#ifndef LEARN_LEARN_CUH
-#define LEARN_LEARN_CUH
+#pragma once
 
 #include "device/mma.cuh"
 #include "learn/learn.h"
@@ -72,5 +71,3 @@ static __device__ __forceinline__ void store_sums(floatX* y, int64_t OC, const T
         *(__nv_bfloat162*)(y + (t.row + m) * OC + n) = pair;
     }
 }
-
-#endif

@@ -4,12 +4,9 @@
 //   y[r] = W_e x[r]   for the rows r of every expert e; zeros in pad rows
 //
 // IC and OC are multiples of 8. The kernels are for reading, tests and measurements; the program never calls them.
-#ifndef LEARN_LEARN_H
-#define LEARN_LEARN_H
+#pragma once
 
 #include "grouped/permute.h"
-
-BEGIN_C
 
 typedef void LearnStep(floatX* y,        // (capacity, OC)
                        const floatX* x,  // (capacity, IC)
@@ -21,7 +18,3 @@ LearnStep learn_2;  // tiles in shared memory, 64 elements per thread
 LearnStep learn_3;  // tensor cores, one warp per instruction (mma.sync)
 LearnStep learn_4;  // a warpgroup per instruction, operands in shared memory (wgmma); Hopper only
 LearnStep learn_5;  // warp specialization, a ring of stages filled by TMA; Hopper only
-
-END_C
-
-#endif

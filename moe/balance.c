@@ -17,7 +17,6 @@ static float best_unselected(const real* score, const real* bias, const int32_t*
 
 void balance_count(BalanceCounts counts, const real* scores, const int32_t* expert, const real* bias, RouterShape s,
                    Ctx* ctx) {
-    (void)ctx;
     for (int64_t i = 0; i < s.N * s.K; i++) counts.load[expert[i]]++;
     if (!counts.margins) return;
 
@@ -32,7 +31,6 @@ void balance_count(BalanceCounts counts, const real* scores, const int32_t* expe
 
 void balance_quantile(real* bias, const int64_t* margins, int64_t layers, int32_t E, int32_t K, const StepState* state,
                       Ctx* ctx) {
-    (void)ctx;
     for (int64_t l = 0; l < layers; l++, bias += E, margins += (int64_t)MARGIN_BINS * E) {
         // Every expert's histogram counts all tokens.
         int64_t tokens = 0;
@@ -49,7 +47,6 @@ void balance_quantile(real* bias, const int64_t* margins, int64_t layers, int32_
 
 void balance_sign(real* bias, const int64_t* load, int64_t layers, int32_t E, float rate, const StepState* state,
                   Ctx* ctx) {
-    (void)ctx;
     for (int64_t l = 0; l < layers; l++, bias += E, load += E) {
         int64_t total = 0;
         for (int32_t e = 0; e < E; e++) total += load[e];

@@ -12,15 +12,12 @@
 // side of 0, and in the middle one bin for smaller margins. An octave has MARGIN_SPLIT bins of equal width. So the
 // relative precision is the same for sigmoid scores and for softmax scores, which are near 1 / E. Margins beyond the
 // last bin count in it.
-#ifndef MOE_BALANCE_H
-#define MOE_BALANCE_H
+#pragma once
 
 #include <math.h>
 #include <string.h>
 
 #include "moe/router.h"
-
-BEGIN_C
 
 typedef struct StepState StepState;  // layers/adamw.h
 
@@ -96,7 +93,3 @@ static inline BOTH_SIDES double margin_quantile(const int64_t* margins, int32_t 
     const double low = margin_edge(found), share = (wanted - (double)below) / (double)inside;
     return low + share * (margin_edge(found + 1) - low);
 }
-
-END_C
-
-#endif

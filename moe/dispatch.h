@@ -23,15 +23,12 @@
 //   capacity > 0  the capacity factor: buffers have a fixed size, and the host never waits. If a rank would receive
 //                 more rows, that is an overflow: nothing is sent, and the step runs again with more capacity
 //                 (retry, layers/adamw.h)
-#ifndef MOE_DISPATCH_H
-#define MOE_DISPATCH_H
+#pragma once
 
 #include "device/pool.h"
 #include "moe/dispatch_ops.h"
 #include "mx/rows.h"
 #include "parallel/comm.h"
-
-BEGIN_C
 
 enum { DISPATCH_MAX_RANKS = 64 };
 // Times ep: a capacity factor at which all tokens of all ranks fit, even after rounding down.
@@ -127,7 +124,3 @@ Rows combine_back(Dispatch* d, const Route* route, const AllToAll* t, Ctx* ctx);
 static inline int32_t local_experts(DispatchShape s) { return s.E / s.ep; }
 // The format of received tokens.
 static inline Format received_format(DispatchShape s) { return s.dispatch.bytes ? s.dispatch : s.expert; }
-
-END_C
-
-#endif

@@ -4,7 +4,6 @@
 
 void dispatch_ranks(int32_t* rank, int64_t* counts, const int32_t* expert, int64_t N, int32_t K, int32_t P, int32_t El,
                     Ctx* ctx) {
-    (void)ctx;
     for (int32_t j = 0; j < P; j++) counts[2 * j] = counts[2 * j + 1] = 0;
     for (int64_t n = 0; n < N; n++) {
         // A token is sent once to a rank, with all of its choices there.
@@ -20,7 +19,6 @@ void dispatch_ranks(int32_t* rank, int64_t* counts, const int32_t* expert, int64
 
 void dispatch_numbers(int64_t* numbers, StepState* state, const int64_t* counts, int32_t index, int32_t P,
                       int64_t received, int64_t choices, Ctx* ctx) {
-    (void)ctx;
     double needed = 0;
     for (int32_t j = 0; j < P; j++)
         needed = fmax(needed, dispatch_numbers_of(numbers, counts, index, P, j, row_align(BACKEND), received, choices));
@@ -32,7 +30,6 @@ void dispatch_numbers(int64_t* numbers, StepState* state, const int64_t* counts,
 
 void dispatch_choices(int32_t* row_expert, real* row_gate, const int32_t* expert, const real* gate, Ragged send,
                       int64_t N, int32_t K, int32_t El, Ctx* ctx) {
-    (void)ctx;
     for (int64_t n = 0; n < N; n++)
         for (int32_t j = 0; j < send.El; j++) {
             // The row of token n that is sent to rank j; -1: there is none.
@@ -47,7 +44,6 @@ void dispatch_choices(int32_t* row_expert, real* row_gate, const int32_t* expert
 
 void dispatch_choices_backward(real* dgate, const real* drow_gate, const int32_t* expert, Ragged send, int64_t N,
                                int32_t K, int32_t El, Ctx* ctx) {
-    (void)ctx;
     for (int64_t i = 0; i < N * K; i++) {
         // The row that was sent to the rank that owns this choice.
         int64_t row = send.token_row[i / K * send.El + expert[i] / El];

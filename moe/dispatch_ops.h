@@ -2,14 +2,11 @@
 // that are sent with each row. Rank j of P owns experts j El .. (j + 1) El - 1, so rank expert / El owns a choice. A
 // token is sent once to each rank that owns one of its choices. `send` is the ragged layout (grouped/permute.h) of the
 // rows to send: its "experts" are the P ranks, and token_row is (N, P).
-#ifndef MOE_DISPATCH_OPS_H
-#define MOE_DISPATCH_OPS_H
+#pragma once
 
 #include "device/device.h"
 #include "grouped/permute.h"
 #include "layers/adamw.h"
-
-BEGIN_C
 
 // The ranks of each token, from which permute_plan makes `send`, and the counts for each rank.
 void dispatch_ranks(int32_t* rank,          // (N, P): j where token n has a choice on rank j, else -1
@@ -76,7 +73,3 @@ void dispatch_choices_backward(real* dgate,            // (N, K)
                                const real* drow_gate,  // (capacity, K)
                                const int32_t* expert,  // (N, K)
                                Ragged send, int64_t N, int32_t K, int32_t El, Ctx* ctx);
-
-END_C
-
-#endif

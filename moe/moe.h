@@ -25,14 +25,11 @@
 // along tokens, so its blocks depend on the tokens that a rank's experts get in a micro-step. Case (b) matters only
 // with MX_FLOOR, which saturates large values of a block. With MX_RCEIL a scale matters only to elements some 2^14
 // below the largest of its block.
-#ifndef MOE_MOE_H
-#define MOE_MOE_H
+#pragma once
 
 #include "moe/balance.h"
 #include "moe/dispatch.h"
 #include "mx/linear.h"
-
-BEGIN_C
 
 typedef struct MoeShape {
     RouterShape router;  // N: the tokens of this rank
@@ -77,7 +74,3 @@ void moe_forward(floatX* y, const floatX* x, MoeWeights w, MoeSaved* saved, Bala
 // dx (N, C) is =. aux: see router_backward.
 void moe_backward(floatX* dx, const floatX* dy, const floatX* x, MoeWeights w, MoeSaved* saved, float aux,
                   MoeShape shape, Dispatch* dispatch, Pool* pool, Ctx* ctx);
-
-END_C
-
-#endif

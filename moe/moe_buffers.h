@@ -1,11 +1,8 @@
 // The buffers that a MoE block takes from the pool (device/pool.h), by name. Planning and running use the same tables,
 // so that the memory plan cannot differ from the run. For moe/moe.c and moe/moe_buffers.c only.
-#ifndef MOE_MOE_BUFFERS_H
-#define MOE_MOE_BUFFERS_H
+#pragma once
 
 #include "moe/moe.h"
-
-BEGIN_C
 
 // Rows have the memory that their format requires (mx/rows.h); `rows` in the comments is m->ragged.capacity.
 typedef struct MoeForwardBuffers {
@@ -35,7 +32,3 @@ void moe_take_choices(Pool* pool, MoeSaved* m, MoeShape s);  // before the count
 // Needs the counts in m->route. The mark is behind the saved tensors: releasing it frees *t alone.
 PoolMark moe_take_forward(Pool* pool, MoeForwardBuffers* t, MoeSaved* m, MoeShape s);
 void moe_take_backward(Pool* pool, MoeBackwardBuffers* t, MoeSaved* m, MoeShape s);
-
-END_C
-
-#endif

@@ -1,6 +1,5 @@
 // For kernels of a warp per token, which have the experts in registers: lane l has experts l, l + 32, ...
-#ifndef MOE_ROUTER_CUH
-#define MOE_ROUTER_CUH
+#pragma once
 
 #include "layers/rows.cuh"
 #include "moe/router.h"
@@ -14,5 +13,3 @@ static void by_experts(RouterShape s, Launch launch_for) {
         if (s.E > 32 * J) return by_experts<2 * J>(s, launch_for);
     launch_for(Int<J>());
 }
-
-#endif

@@ -10,12 +10,9 @@
 // selection only: gradients reach x and Wg through the gates and the auxiliary loss alone.
 //
 // Load balancing sets the selection bias once a step (moe/balance.h).
-#ifndef MOE_ROUTER_H
-#define MOE_ROUTER_H
+#pragma once
 
 #include "device/device.h"
-
-BEGIN_C
 
 enum { ROUTER_MOST_EXPERTS = 512, ROUTER_MOST_CHOICES = 32 };  // limits of the kernels, which use a lane per choice
 typedef enum { SCORE_SIGMOID = 0, SCORE_SOFTMAX = 1 } ScoreFunction;
@@ -52,7 +49,3 @@ void router_backward(floatX* dx,             // (N, C), +=
                      const floatX* x, const floatX* w, float aux, RouterShape shape, Ctx* ctx);
 
 size_t router_workspace(RouterShape shape);
-
-END_C
-
-#endif

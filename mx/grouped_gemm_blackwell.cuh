@@ -2,8 +2,7 @@
 // one cuBLASLt GEMM per expert. The functions of mx/grouped_gemm_mx.h call these on such a GPU, with the same contract.
 // The host copies the group sizes from the device, and waits for them once per call. Workspace: matmul_workspace()
 // (layers/matmul.h).
-#ifndef MX_GROUPED_GEMM_BLACKWELL_CUH
-#define MX_GROUPED_GEMM_BLACKWELL_CUH
+#pragma once
 
 #include "mx/grouped_gemm_mx.h"
 
@@ -20,5 +19,3 @@ struct ScaleTiles {
 // Converts scales to Blackwell's layout: out[mx_blackwell_offset(r, b, blocks)] = the scale of (r, b), for `rows` rows
 // of `blocks` blocks. The padding (rows to 128, blocks to 4) is 0.
 void mx_blackwell_scales(uint8_t* out, ScaleTiles scales, int64_t rows, int64_t blocks, Ctx* ctx);
-
-#endif

@@ -16,7 +16,6 @@ static int64_t most_tiles(Ragged r) {
 }
 
 char* grouped_gemm_mx_missing(Ctx* ctx) {
-    (void)ctx;
     return NULL;
 }
 
@@ -54,7 +53,6 @@ static void decode_all(real value[256]) {
 }
 
 void grouped_gemm_mx(floatX* y, real* y_real, MxBytes x, MxTiles w, Ragged r, int64_t IC, int64_t OC, Ctx* ctx) {
-    (void)ctx;
     const int64_t tiles = most_tiles(r), columns = ceil_div(OC, TILE), chunks = ceil_div(IC, MX_CHUNK);
     real *out = y ? y : y_real, value[256];
     decode_all(value);
@@ -82,7 +80,6 @@ void grouped_gemm_mx(floatX* y, real* y_real, MxBytes x, MxTiles w, Ragged r, in
 // Wgrad, the same way: rows are channels of dy, columns are channels of x.
 void grouped_gemm_mx_wgrad(real* dw, MxBytes dy, MxBytes x, int64_t length, Ragged r, int64_t IC, int64_t OC,
                            int accumulate, Ctx* ctx) {
-    (void)ctx;
     const int64_t rows = ceil_div(OC, TILE), columns = ceil_div(IC, TILE);
     real value[256];
     decode_all(value);

@@ -13,12 +13,9 @@
 // On the GPU the last group may end beyond capacity, at the next multiple of 128 (mx/linear.c, whose rows are the
 // tokens). These rows of x are not read, and those of y not written. x_scale must include them, with any content.
 // Workspace: as in grouped/grouped_gemm.h.
-#ifndef MX_GROUPED_GEMM_MX_H
-#define MX_GROUPED_GEMM_MX_H
+#pragma once
 
 #include "mx/mxfp8.h"
-
-BEGIN_C
 
 // NULL if this device has these GEMMs; else the reason in newly allocated memory.
 char* grouped_gemm_mx_missing(Ctx* ctx);
@@ -70,7 +67,3 @@ static inline void mx_one_by_one(const MxMatrix* list, int count, MxBytes dy, Mx
         grouped_gemm_mx_wgrad(m->dw, mx_from_channel(dy, m->dy, length), mx_from_channel(x, m->x, length), length, rows,
                               m->IC, m->OC, accumulate, ctx);
 }
-
-END_C
-
-#endif

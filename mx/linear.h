@@ -19,13 +19,10 @@
 // GEMM. Their workspace is shared by all GEMMs. If dgrad and wgrad are both fast, linear_dgrad quantizes dy for both.
 // The next linear_wgrads reads that result, so dy must not change until then. Widths of MXFP8 operands are multiples of
 // 32; N is any number.
-#ifndef MX_LINEAR_H
-#define MX_LINEAR_H
+#pragma once
 
 #include "mx/grouped_gemm_mx.h"
 #include "mx/rows.h"
-
-BEGIN_C
 
 // A weight as forward or dgrad reads it, contraction last: dequantized (exact), or MXFP8 with a scale per tile (fast).
 typedef struct QuantizedWeight {
@@ -117,7 +114,3 @@ void grouped_dgrad(floatX* dx,  // (capacity, IC)
                    const Weight* weight, Ragged ragged, Ctx* ctx);
 // dy and x as rows_for_wgrad returns them.
 void grouped_wgrad(Rows dy, Rows x, const Weight* weight, Ragged ragged, Ctx* ctx);
-
-END_C
-
-#endif

@@ -1,12 +1,9 @@
 // Self-test of the MXFP8 GEMM on this machine: a small random case against sums in double. With --mx-gemm fast it runs
 // before the first step and takes a few milliseconds. The GEMM depends on the scale layout of the tensor cores or of a
 // library. A wrong layout gives a loss that looks almost right.
-#ifndef MX_MX_CHECK_H
-#define MX_MX_CHECK_H
+#pragma once
 
 #include "mx/grouped_gemm_mx.h"
-
-BEGIN_C
 
 // The type of grouped_gemm_mx (mx/grouped_gemm_mx.h).
 typedef void MxProduct(floatX* y, real* y_real, MxBytes x, MxTiles w, Ragged ragged, int64_t IC, int64_t OC, Ctx* ctx);
@@ -22,7 +19,3 @@ double mx_check_error(MxProduct* product, Ctx* ctx);
 
 // Ends the program unless this device has a grouped_gemm_mx and it passes.
 void mx_check(Ctx* ctx);
-
-END_C
-
-#endif

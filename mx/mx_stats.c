@@ -19,7 +19,6 @@ static void add_block(MxStats* stats, const floatX* block, int s, int32_t scale_
 
 void mx_stats(MxStats* stats, const floatX* x, const uint8_t* tiles, int64_t count, int64_t rows, int64_t columns,
               MxRecipe recipe, Ctx* ctx) {
-    (void)ctx;
     const int64_t chunk = chunk_of(recipe), tiles_r = mx_tiles(rows), tiles_c = mx_tiles(columns);
     for (int64_t r = 0; r < count * rows; r++)
         for (int64_t c = 0; c < columns; c += MX_BLOCK) {

@@ -1,12 +1,9 @@
 // Statistics of the quantization error of MXFP8 (mx/mxfp8.h), for --mx-stats: sums over blocks of 32, added to *stats
 // in device memory. NaN blocks are left out, so that one of them does not hide the rest. Workspace: at most
 // matmul_workspace() (layers/matmul.h).
-#ifndef MX_MX_STATS_H
-#define MX_MX_STATS_H
+#pragma once
 
 #include "mx/mxfp8.h"
-
-BEGIN_C
 
 typedef struct MxStats {
     double elements;       // x != 0
@@ -22,7 +19,3 @@ void mx_stats(MxStats* stats,
               const floatX* x,       // (count, rows, columns)
               const uint8_t* tiles,  // (count, ceil(rows / 128), ceil(columns / 128))
               int64_t count, int64_t rows, int64_t columns, MxRecipe recipe, Ctx* ctx);
-
-END_C
-
-#endif

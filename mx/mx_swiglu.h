@@ -3,13 +3,10 @@
 //
 //   forward   a = silu(h_gate) * h_up             quantized: a
 //   backward  da = gate * da',  dh = d swiglu     quantized: dh
-#ifndef MX_MX_SWIGLU_H
-#define MX_MX_SWIGLU_H
+#pragma once
 
 #include "grouped/experts.h"
 #include "mx/mxfp8.h"
-
-BEGIN_C
 
 // a is rounded to floatX, then quantized as by mx_quantize. On the GPU the result equals that of experts_swiglu_forward
 // and mx_quantize to the bit.
@@ -32,7 +29,3 @@ void mx_swiglu_backward_both(MxBytes out,       // (capacity, 2F), (capacity, mx
                              MxBytes channels,  // (2F, length), (length / 128, 2F)
                              ExpertsBackward tensors, int64_t length, Ragged ragged, int64_t F, int32_t scale_mode,
                              Ctx* ctx);
-
-END_C
-
-#endif

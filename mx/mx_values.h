@@ -1,6 +1,5 @@
 // Decodes MXFP8 scale bytes and e4m3 elements (mx/mxfp8.h), the same on CPU and GPU.
-#ifndef MX_MX_VALUES_H
-#define MX_MX_VALUES_H
+#pragma once
 
 #include <math.h>
 #include <string.h>
@@ -30,5 +29,3 @@ static inline float e4m3_value(uint8_t q) {
     const float magnitude = (q & 0x7f) == 0x7f ? NAN : float_of_bits((uint32_t)(q & 0x7f) << 20) * 0x1p120f;
     return q & 0x80 ? -magnitude : magnitude;
 }
-
-#endif

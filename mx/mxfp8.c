@@ -4,7 +4,6 @@
 
 // Row-wise. A thread takes one row at a time.
 void mx_quantize(MxBytes out, const floatX* x, int64_t rows, int64_t columns, MxRecipe recipe, Ctx* ctx) {
-    (void)ctx;
     const int64_t chunk = chunk_of(recipe), stride = mx_stride(columns);
 #pragma omp parallel for schedule(static)
     for (int64_t r = 0; r < rows; r++) {
@@ -23,7 +22,6 @@ void mx_quantize(MxBytes out, const floatX* x, int64_t rows, int64_t columns, Mx
 // Column-wise, transposed: a column becomes a row of q.
 void mx_quantize_transposed(MxBytes out, const floatX* x, int64_t count, int64_t rows, int64_t columns, MxRecipe recipe,
                             Ctx* ctx) {
-    (void)ctx;
     const int64_t chunk = chunk_of(recipe), stride = mx_stride(rows);
     memset(out.scale, 0, count * columns * stride);
 #pragma omp parallel for collapse(2) schedule(static)
@@ -41,7 +39,6 @@ void mx_quantize_transposed(MxBytes out, const floatX* x, int64_t count, int64_t
 
 void mx_quantize_tiles(uint8_t* q, uint8_t* q_transposed, uint8_t* scale, const floatX* w, int64_t count, int64_t rows,
                        int64_t columns, int32_t scale_mode, Ctx* ctx) {
-    (void)ctx;
     const int64_t tiles_r = mx_tiles(rows), tiles_c = mx_tiles(columns);
 #pragma omp parallel for schedule(static)
     for (int64_t tile = 0; tile < count * tiles_r * tiles_c; tile++) {
@@ -71,13 +68,11 @@ static void dequantize_row(floatX* x, MxBytes from, int64_t row, int64_t columns
 }
 
 void mx_dequantize(floatX* x, MxBytes from, int64_t rows, int64_t columns, int accumulate, Ctx* ctx) {
-    (void)ctx;
 #pragma omp parallel for schedule(static)
     for (int64_t r = 0; r < rows; r++) dequantize_row(x + r * columns, from, r, columns, accumulate);
 }
 
 void mx_dequantize_rows(floatX* rows, MxBytes tokens, Ragged ragged, int64_t columns, Ctx* ctx) {
-    (void)ctx;
 #pragma omp parallel for schedule(static)
     for (int64_t r = 0; r < ragged.group_start[ragged.El]; r++) {
         // A row without a token is a pad row.
@@ -91,7 +86,6 @@ void mx_dequantize_rows(floatX* rows, MxBytes tokens, Ragged ragged, int64_t col
 
 // Column-wise fake quantization in place.
 void mx_round_columns(floatX* x, Ragged ragged, int64_t columns, MxRecipe recipe, Ctx* ctx) {
-    (void)ctx;
     const int64_t chunk = chunk_of(recipe);
 #pragma omp parallel for schedule(static)
     for (int64_t c = 0; c < columns; c++)
@@ -140,13 +134,11 @@ static void channels(MxBytes out, const floatX* x, const MxBytes* from, const in
 
 void mx_quantize_channels(MxBytes out, const floatX* x, int64_t length, Ragged r, int64_t columns, MxRecipe recipe,
                           Ctx* ctx) {
-    (void)ctx;
     channels(out, x, NULL, NULL, length, r, columns, recipe);
 }
 
 void mx_requantize_channels(MxBytes out, MxBytes from, int tokens, int64_t length, Ragged r, int64_t columns,
                             MxRecipe recipe, Ctx* ctx) {
-    (void)ctx;
     channels(out, NULL, &from, tokens ? r.row_token : NULL, length, r, columns, recipe);
 }
 

@@ -9,8 +9,7 @@
 //
 // Row-wise, a warp takes a span: 1024 columns of a row, as 4 groups of 256. In each group a lane has one 16-byte vector
 // of 8 columns, so a block is in 4 lanes and a chunk in 16. The span's 32 scale bytes are written in one store.
-#ifndef MX_MXFP8_CUH
-#define MX_MXFP8_CUH
+#pragma once
 
 #include <cuda_fp8.h>
 
@@ -139,5 +138,3 @@ static unsigned row_blocks(int64_t rows, int64_t columns) {
     ASSERT(columns % MX_BLOCK == 0 && blocks <= INT32_MAX / ROW_WARPS);
     return (unsigned)blocks;
 }
-
-#endif

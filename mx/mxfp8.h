@@ -31,13 +31,10 @@
 //
 // Scale bytes are row-major with mx_stride bytes a row, a multiple of 16 for TMA. Bytes after the last block are 0.
 // Widths are multiples of 32, and all buffers are aligned to 16 bytes.
-#ifndef MX_MXFP8_H
-#define MX_MXFP8_H
+#pragma once
 
 #include "device/device.h"
 #include "grouped/permute.h"
-
-BEGIN_C
 
 typedef enum { MX_RCEIL, MX_FLOOR } MxScale;
 typedef struct MxRecipe {
@@ -133,7 +130,3 @@ void mx_quantize_both(MxBytes out,       // (rows, columns), (rows, mx_stride(co
 static inline int64_t mx_blackwell_offset(int64_t r, int64_t c, int64_t C) {
     return ((r / 128) * ((C + 3) / 4) + c / 4) * 512 + (r % 32) * 16 + (r % 128) / 32 * 4 + c % 4;
 }
-
-END_C
-
-#endif

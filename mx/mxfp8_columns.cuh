@@ -1,8 +1,7 @@
 // Column-wise quantization kernels of mxfp8.cu. Each lane quantizes a patch in registers (mxfp8_patch.cuh). Shared
 // memory has only the amax of chunks and tiles that span warps, and the scales of a transposed result, which are stored
 // together.
-#ifndef MX_MXFP8_COLUMNS_CUH
-#define MX_MXFP8_COLUMNS_CUH
+#pragma once
 
 #include "mx/mxfp8_patch.cuh"
 
@@ -273,5 +272,3 @@ static __global__ void __launch_bounds__(32 * COLUMN_WARPS, 4)
     cast_channels<MX_CHUNK>(q_channels, scale_channels, p, pair, warp < 2 && lane < 8, row, c, length, columns,
                             rounding_bias);
 }
-
-#endif

@@ -1,7 +1,6 @@
 // Helpers of the CPU references (mxfp8.c, mx_swiglu.c, mx_stats.c): bit-exact quantization of the elements that share
 // a scale. Not for host code.
-#ifndef MX_MXFP8_CPU_H
-#define MX_MXFP8_CPU_H
+#pragma once
 
 #include <string.h>
 
@@ -65,5 +64,3 @@ static inline int64_t channel_start(Ragged r, int32_t e) {
 
 // Elements along the contraction that share a scale (fewer at the end of a row).
 static inline int64_t chunk_of(MxRecipe recipe) { return recipe.align == 1 ? MX_BLOCK : MX_CHUNK; }
-
-#endif

@@ -2,8 +2,7 @@
 // lanes are side by side, and four of these rows of lanes cover two blocks of 32 rows. The result q is transposed in
 // registers, 4 x 4 bytes at a time. It is stored in 16-byte vectors, so that a warp writes 64 adjacent bytes of a row
 // of the result.
-#ifndef MX_MXFP8_PATCH_CUH
-#define MX_MXFP8_PATCH_CUH
+#pragma once
 
 #include "mx/mxfp8.cuh"
 
@@ -115,5 +114,3 @@ static __device__ __forceinline__ void cast_channels(uint8_t* q, uint8_t* scale,
     cast_patch(bytes, p, factor);
     store_turned(q + c * length + row, length, bytes);
 }
-
-#endif

@@ -1,14 +1,11 @@
 // Rows: a matrix (tokens, columns) in floatX or in MXFP8 (mx/mxfp8.h). The format is a field of the tensor. GEMMs,
 // permutation and communication read it, so the code between them is the same for every precision.
-#ifndef MX_ROWS_H
-#define MX_ROWS_H
+#pragma once
 
 #include "device/arena.h"
 #include "grouped/experts.h"
 #include "mx/mx_stats.h"
 #include "mx/mxfp8.h"
-
-BEGIN_C
 
 // floatX, or MXFP8 with the recipe of its quantization.
 typedef struct Format {
@@ -70,7 +67,3 @@ Rows rows_swiglu(Rows out, const floatX* h, Ragged ragged, Format format, MxStat
 // formats are fast and F is a multiple of 128; otherwise it is floatX.
 Rows rows_swiglu_backward(Rows out, Rows* dh, ExpertsBackward tensors, Ragged ragged, Format format, Format wgrad,
                           MxStats* stats, Ctx* ctx);
-
-END_C
-
-#endif
