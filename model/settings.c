@@ -29,6 +29,7 @@
     { group, name, OPTION_FLAG, offsetof(Settings, field), "0", 0, 1, NULL, scope, help }
 #define BIG 1e12
 
+// The options, in the order of --help.
 const Option settings_table[] = {
     // Model: --model sets all of the group.
     CHOICE("model", "model", preset, "tiny", "tiny|small|debug|16b|236b|671b", FIXED,
