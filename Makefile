@@ -40,7 +40,7 @@ endif
 
 # Oniguruma cuts prompts into words for the tokenizers of a tokenizer.json; without it they can only decode.
 ifndef ONIG
-ONIG := $(if $(shell echo '\#include <oniguruma.h>' | $(CC) -E -x c - >/dev/null 2>&1 && echo 1),1,0)
+ONIG := $(if $(shell printf '\043include <oniguruma.h>\n' | $(CC) -E -x c - >/dev/null 2>&1 && echo 1),1,0)
 endif
 ifeq ($(ONIG),0)
 SPLIT = data/split_none

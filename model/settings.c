@@ -119,7 +119,7 @@ const Option settings_table[] = {
     NUMBER("optimizer", "beta2", beta2, "0.95", 0, 0.999999, FIXED, "AdamW"),
     NUMBER("optimizer", "eps", eps, "1e-8", 1e-30, 1, FIXED, "AdamW"),
     CHOICE("optimizer", "moments", moments, "float32", "float32|bf16", FIXED,
-           "type of AdamW's moments and Muon's momentum"),
+           "type of AdamW's moments and Muon's momentum; bf16 with 16b, 236b, 671b"),
     NUMBER("optimizer", "clip", clip, "1", 0, 1e9, FIXED, "largest global gradient norm; 0: no clipping"),
     CHOICE("optimizer", "balance", balance, "quantile", "quantile|deepseek|none", FIXED,
            "load balancing: quantile balancing, DeepSeek-V3's bias rule, or none"),

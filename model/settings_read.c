@@ -29,13 +29,14 @@ static bool is_given(const Settings* s, size_t offset) {
     return s->given[i];
 }
 
-// The presets' peak learning rates, DeepSeek-V2-Lite's, V2's and V3's as published, and optimizers, as measured
-// (bench/RESULTS.md).
+// The presets' peak learning rates, DeepSeek-V2-Lite's, V2's and V3's as published. Optimizers and types of moments, as
+// measured (bench/RESULTS.md).
 static const struct {
     double lr, muon_lr;
     Optimizer optimizer;
-} training[] = {{1e-3, 12e-3, MUON},   {1e-3, 2e-3, MUON},    {1e-3, 2e-3, MUON},
-                {4.2e-4, 2e-3, ADAMW}, {2.4e-4, 2e-3, ADAMW}, {2.2e-4, 2e-3, ADAMW}};
+    bool bf16_moments;
+} training[] = {{1e-3, 12e-3, MUON, false},  {1e-3, 2e-3, MUON, false},   {1e-3, 2e-3, MUON, false},
+                {4.2e-4, 2e-3, ADAMW, true}, {2.4e-4, 2e-3, ADAMW, true}, {2.2e-4, 2e-3, ADAMW, true}};
 
 // Options of the model that are not given come from config.json, and must be in their ranges.
 static void take_folder(Settings* s, const char* option, const char* folder) {
@@ -73,10 +74,11 @@ static void set_for_use(Settings* s, const char* folder) {
 
 // Defaults that depend on other options. A router that selects without a bias goes on without one.
 static void set_for_model(Settings* s) {
-    // Learning rates and optimizer, by preset. Training from --init begins with AdamW.
+    // Learning rates, optimizer and type of moments, by preset. Training from --init begins with AdamW.
     if (!is_given(s, offsetof(Settings, lr))) s->lr = training[s->preset].lr;
     if (!is_given(s, offsetof(Settings, muon_lr))) s->muon_lr = training[s->preset].muon_lr;
     if (!is_given(s, offsetof(Settings, optimizer))) s->optimizer = *s->init ? ADAMW : training[s->preset].optimizer;
+    if (!is_given(s, offsetof(Settings, moments))) s->moments = training[s->preset].bf16_moments;
     // Load balancing: the weight of the balance loss, by --balance.
     static const double aux_loss[] = {1e-2, 1e-4, 0};
     const int unbiased = *s->init && !s->model.selection_bias;

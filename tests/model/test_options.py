@@ -216,6 +216,9 @@ class BadOptions(Case):
         self.assertEqual((len(wide), len(narrow)), (4, 4))  # first and second, of each build
         for a, b in zip(wide, narrow):
             self.assertAlmostEqual(a, 2 * b, delta=0.0016)  # three digits are printed
+        for model, given, expected in (("small", [], "float32"), ("16b", [], "bf16"), ("671b", ["--moments", "float32"], "float32")):
+            printed = self.call([PROGRAM, "--dry-run", "--model", model] + given).stdout
+            self.assertEqual(re.search(r" moments (\S+) ", printed)[1], expected)
         self.assertEqual(self.train(dry_run=True, moments="bf16", beta2=0.99).stderr, "")
         self.assertEqual(self.train(dry_run=True, beta2=0.999).stderr, "")
         self.assertIn("warning: --moments bf16 --beta2 0.999: second moments follow gradients that shrink late or never",
