@@ -34,6 +34,17 @@ static inline uint16_t to_bf16(real x) {
     return (uint16_t)(f == f ? rounded : 0x7fff);
 }
 
+// Element i of the moments of an optimizer, which are real or bf16.
+static inline real moment(const void* moments, int bf16, int64_t i) {
+    return bf16 ? from_bf16(((const uint16_t*)moments)[i]) : ((const real*)moments)[i];
+}
+static inline void set_moment(void* moments, int bf16, int64_t i, real value) {
+    if (bf16)
+        ((uint16_t*)moments)[i] = to_bf16(value);
+    else
+        ((real*)moments)[i] = value;
+}
+
 struct Ctx {
     int threads;
     char* workspace;

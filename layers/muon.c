@@ -9,13 +9,9 @@ void muon_momentum(const MuonBuffer* buffers, int count, int bf16, const Muon* o
         const MuonBuffer* b = &buffers[k];
 #pragma omp parallel for schedule(static)
         for (int64_t i = 0; i < b->n; i++) {
-            const real g = scale * b->grad[i], before = bf16 ? from_bf16(((uint16_t*)b->m)[i]) : ((real*)b->m)[i];
             // The momentum is a decaying sum of gradients. AdamW's first moment is a mean instead.
-            const real after = momentum * before + g;
-            if (bf16)
-                ((uint16_t*)b->m)[i] = to_bf16(after);
-            else
-                ((real*)b->m)[i] = after;
+            const real g = scale * b->grad[i], after = momentum * moment(b->m, bf16, i) + g;
+            set_moment(b->m, bf16, i, after);
             // Nesterov momentum: the gradient once more, with the new momentum.
             b->x[i] = g + momentum * after;
         }
