@@ -4,29 +4,24 @@
 //   dgrad     dx = dy W_e       rows of expert e: (rows, OC) (OC, IC)
 //   wgrad     dW_e = dy^T x     (OC, rows) (rows, IC): the contraction runs over the expert's rows
 //
-// The weights of all experts are one tensor, w (El, OC, IC). Pad rows of an input are not read, or must be zeros; pad
-// rows of an output are written as zeros. In the CUDA build IC and OC are multiples of 8. Group starts and row counts
-// are read on the device. Workspace: at most matmul_workspace() (layers/matmul.h), for the order of the experts or the
-// plan of tiles.
+//   x, dx   (capacity, IC)
+//   y, dy   (capacity, OC)
+//   w, dw   (El, OC, IC): all experts in one tensor
+//
+// Pad rows of an input are not read, or must be zeros; pad rows of an output are written as zeros. In the CUDA build IC
+// and OC are multiples of 8. Group starts and row counts are read on the device. Workspace: at most matmul_workspace()
+// (layers/matmul.h), for the order of the experts or the plan of tiles.
 #pragma once
 
 #include "device/device.h"
 #include "grouped/permute.h"
 
 // y[r] = W_e x[r] for the rows r of every expert e
-void grouped_gemm_forward(floatX* y,        // (capacity, OC)
-                          const floatX* x,  // (capacity, IC)
-                          const floatX* w,  // (El, OC, IC)
-                          Ragged ragged, int64_t IC, int64_t OC, Ctx* ctx);
+void grouped_gemm_forward(floatX* y, const floatX* x, const floatX* w, Ragged ragged, int64_t IC, int64_t OC, Ctx* ctx);
 
 // dx[r] = W_e^T dy[r]
-void grouped_gemm_dgrad(floatX* dx,        // (capacity, IC)
-                        const floatX* dy,  // (capacity, OC)
-                        const floatX* w,   // (El, OC, IC)
-                        Ragged ragged, int64_t IC, int64_t OC, Ctx* ctx);
+void grouped_gemm_dgrad(floatX* dx, const floatX* dy, const floatX* w, Ragged ragged, int64_t IC, int64_t OC, Ctx* ctx);
 
 // dW_e = sum of dy[r] x[r]^T over the rows r of expert e, 0 without rows; += with accumulate 1
-void grouped_gemm_wgrad(real* dw,          // (El, OC, IC)
-                        const floatX* dy,  // (capacity, OC)
-                        const floatX* x,   // (capacity, IC)
-                        Ragged ragged, int64_t IC, int64_t OC, int accumulate, Ctx* ctx);
+void grouped_gemm_wgrad(real* dw, const floatX* dy, const floatX* x, Ragged ragged, int64_t IC, int64_t OC,
+                        int accumulate, Ctx* ctx);

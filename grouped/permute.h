@@ -60,24 +60,18 @@ void permute_plan(Ragged ragged,
                   const real* gate,       // (N, K); NULL: row_gate is left as it is
                   int64_t N, int32_t K, Ctx* ctx);
 
-// rows[r] = tokens[row_token[r]], zeros in pad rows. Rows are copied as bytes, of any type. On the GPU a row's length
-// is a multiple of 16 bytes, and rows are aligned to 16 bytes.
-void permute_rows(void* rows,          // (capacity) rows
-                  const void* tokens,  // (N) rows
-                  Ragged ragged, size_t row_bytes, Ctx* ctx);
+// rows[r] = tokens[row_token[r]] for `capacity` rows and N tokens, zeros in pad rows. Rows are copied as bytes, of any
+// type. On the GPU a row's length is a multiple of 16 bytes, and rows are aligned to 16 bytes.
+void permute_rows(void* rows, const void* tokens, Ragged ragged, size_t row_bytes, Ctx* ctx);
 
-//   tokens[n] = sum_k gate[n][k] * rows[token_row[n][k]]
+//   tokens[n] = sum_k gate[n][k] * rows[token_row[n][k]]        tokens (N, C), rows (capacity, C), gate (N, K)
 //
 // The sum is in `real`, over the choices of local experts; gate NULL means 1. += with accumulate 1. This is combine in
 // the forward; without gates it is the backward of permute_rows. On the GPU C is a multiple of 8.
-void unpermute_rows(floatX* tokens,      // (N, C)
-                    const floatX* rows,  // (capacity, C)
-                    const real* gate,    // (N, K) or NULL
-                    Ragged ragged, int64_t N, int32_t K, int64_t C, int accumulate, Ctx* ctx);
+void unpermute_rows(floatX* tokens, const floatX* rows, const real* gate, Ragged ragged, int64_t N, int32_t K,
+                    int64_t C, int accumulate, Ctx* ctx);
 
-// dgate[n][k] = drow_gate[token_row[n][k]], 0 where the choice's expert is not local.
-void unpermute_gates(real* dgate,            // (N, K)
-                     const real* drow_gate,  // (capacity)
-                     Ragged ragged, int64_t N, int32_t K, Ctx* ctx);
+//   dgate[n][k] = drow_gate[token_row[n][k]], 0 where the choice's expert is not local      (N, K), (capacity)
+void unpermute_gates(real* dgate, const real* drow_gate, Ragged ragged, int64_t N, int32_t K, Ctx* ctx);
 
 size_t permute_workspace(int64_t N, int32_t K, int32_t El);
