@@ -32,28 +32,24 @@ typedef struct BalanceCounts {
     int64_t* margins;  // (MARGIN_BINS, E): histograms of the margins, or NULL
 } BalanceCounts;
 
-// counts += the loads and margins of N tokens.
-void balance_count(BalanceCounts counts,
-                   const real* scores,     // (N, E)
-                   const int32_t* expert,  // (N, K)
-                   const real* bias,       // (E)
-                   RouterShape shape, Ctx* ctx);
+// counts += the loads and margins of N tokens, from the scores (N, E), experts (N, K) and biases (E) of the router.
+void balance_count(BalanceCounts counts, const real* scores, const int32_t* expert, const real* bias, RouterShape shape,
+                   Ctx* ctx);
 
-// The update of the selection biases of all layers, from the counts of the whole step, summed over all ranks. Nothing
-// is written if state->ok is 0, nor in a layer that counted no token.
+// The update of the selection biases (layers, E), from the counts of the whole step, summed over all ranks: margins
+// (layers, MARGIN_BINS, E), or load (layers, E). Nothing is written if state->ok is 0, nor in a layer that counted no
+// token.
 //
 // Quantile balancing (J. Su, kexue.fm 11619; Kimi K3 technical report, section 2.3.3 and appendix D):
 //   bias_e += the K/E quantile of margin_.e, interpolated in its bin;   then bias -= mean_e bias
 // With the new bias and the same alpha, a fraction K/E of the tokens would select expert e.
-void balance_quantile(real* bias,              // (layers, E)
-                      const int64_t* margins,  // (layers, MARGIN_BINS, E)
-                      int64_t layers, int32_t E, int32_t K, const StepState* state, Ctx* ctx);
+void balance_quantile(real* bias, const int64_t* margins, int64_t layers, int32_t E, int32_t K, const StepState* state,
+                      Ctx* ctx);
 
 // Auxiliary-loss-free balancing (arXiv 2408.15664; DeepSeek-V3, section 2.1.2):
 //   bias_e += rate * sign(mean load - load_e)
-void balance_sign(real* bias,           // (layers, E)
-                  const int64_t* load,  // (layers, E)
-                  int64_t layers, int32_t E, float rate, const StepState* state, Ctx* ctx);
+void balance_sign(real* bias, const int64_t* load, int64_t layers, int32_t E, float rate, const StepState* state,
+                  Ctx* ctx);
 
 // The functions below are shared by both builds. The bin of a margin comes from its bits, which have the order of the
 // float itself. The upper 4 of 23 bits of mantissa are the 16 bins of an octave.

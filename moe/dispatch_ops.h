@@ -60,16 +60,12 @@ static inline BOTH_SIDES double dispatch_numbers_of(int64_t* numbers, const int6
     return of_received > of_choices ? of_received : of_choices;
 }
 
-// The choices of each sent row, for the rank that receives it: local expert numbers, or -1 and gate 0 where another
-// rank owns the choice. Pad rows are not sent, and stay as they are.
-void dispatch_choices(int32_t* row_expert,    // (capacity, K)
-                      real* row_gate,         // (capacity, K)
-                      const int32_t* expert,  // (N, K)
-                      const real* gate,       // (N, K)
-                      Ragged send, int64_t N, int32_t K, int32_t El, Ctx* ctx);
+// The choices (capacity, K) of the sent rows, from those of the tokens (N, K), for the rank that receives a row: local
+// expert numbers, or -1 and gate 0 where another rank owns the choice. Pad rows are not sent, and stay as they are.
+void dispatch_choices(int32_t* row_expert, real* row_gate, const int32_t* expert, const real* gate, Ragged send,
+                      int64_t N, int32_t K, int32_t El, Ctx* ctx);
 
-// dgate[n][k] = drow_gate[r][k], where r is the row of token n that was sent to the rank of its k-th choice.
-void dispatch_choices_backward(real* dgate,            // (N, K)
-                               const real* drow_gate,  // (capacity, K)
-                               const int32_t* expert,  // (N, K)
-                               Ragged send, int64_t N, int32_t K, int32_t El, Ctx* ctx);
+// dgate[n][k] = drow_gate[r][k], where r is the row of token n that was sent to the rank of its k-th choice. Shapes as
+// above.
+void dispatch_choices_backward(real* dgate, const real* drow_gate, const int32_t* expert, Ragged send, int64_t N,
+                               int32_t K, int32_t El, Ctx* ctx);

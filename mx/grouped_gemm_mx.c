@@ -15,9 +15,7 @@ static int64_t most_tiles(Ragged r) {
     return ceil_div(most, TILE);
 }
 
-char* grouped_gemm_mx_missing(Ctx* ctx) {
-    return NULL;
-}
+char* grouped_gemm_mx_missing(Ctx* ctx) { return NULL; }
 
 // One chunk of an operand: a row for each row (a) or column (b) of the output.
 typedef struct Chunk {

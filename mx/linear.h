@@ -1,5 +1,6 @@
 // Matrix products (GEMMs) with a weight, in every precision. linear_: attention, dense and shared MLPs. grouped_: the
-// routed experts. y, x and dy are rows of tokens, W is (OC, IC), Q quantizes and dequantizes:
+// routed experts. y and dy are (rows, OC), x and dx (rows, IC), W is (OC, IC). The rows are N tokens in linear_, and
+// the ragged rows in grouped_. Q quantizes and dequantizes:
 //
 //   forward  y  = Q(x) Q(W)^T           blocks along IC
 //   dgrad    dx = Q(dy) Q(W)            blocks along OC
@@ -81,36 +82,25 @@ void linear_plan(Arena* arena, GemmWorkspace* workspace, int64_t N, int batches)
 void weight_quantize(Weight* weight, Ctx* ctx);
 void linear_batch(GemmWorkspace* workspace, int batch, int64_t N, Ctx* ctx);
 
-void linear_forward(floatX* y,        // (N, OC)
-                    const floatX* x,  // (N, IC)
-                    const Weight* weight, int64_t N, Ctx* ctx);
+// y = x W^T
+void linear_forward(floatX* y, const floatX* x, const Weight* weight, int64_t N, Ctx* ctx);
 // dx = dy W, or += with accumulate 1 (floatX only)
-void linear_dgrad(floatX* dx,        // (N, IC)
-                  const floatX* dy,  // (N, OC)
-                  const Weight* weight, int64_t N, int accumulate, Ctx* ctx);
-// Backward of SwiGLU (layers/swiglu.h) and dgrad of the GEMM before it, whose weight is (2F, IC): dx = dh W. dh is
-// written as floatX only if a kernel reads it. Pass dh to linear_wgrads in both cases.
-void linear_swiglu_backward(floatX* dx,        // (N, IC)
-                            floatX* dh,        // (N, 2F)
-                            floatX* a,         // (N, F)
-                            const floatX* da,  // (N, F)
-                            const floatX* h,   // (N, 2F)
-                            const Weight* weight, int64_t N, Ctx* ctx);
+void linear_dgrad(floatX* dx, const floatX* dy, const Weight* weight, int64_t N, int accumulate, Ctx* ctx);
+// Backward of SwiGLU (dh, a, da and h as in layers/swiglu.h) and dgrad of the GEMM before it, whose weight is (2F, IC):
+// dx = dh W. dh is written as floatX only if a kernel reads it. Pass dh to linear_wgrads in both cases.
+void linear_swiglu_backward(floatX* dx, floatX* dh, floatX* a, const floatX* da, const floatX* h, const Weight* weight,
+                            int64_t N, Ctx* ctx);
 // Wgrad of several weights: weight->grad = dy^T x, or += with weight->accumulate. Fast ones run in one gemm_mx_wgrads.
 typedef struct LinearGradient {
     const Weight* weight;
-    const floatX *dy, *x;  // (N, OC), (N, IC)
+    const floatX *dy, *x;
 } LinearGradient;
 void linear_wgrads(const LinearGradient* list, int count, int64_t N, Ctx* ctx);  // at most MX_MATRICES fast ones
 // dgrad, and wgrad of this weight alone.
 void linear_backward(floatX* dx, const floatX* dy, const floatX* x, const Weight* weight, int64_t N, Ctx* ctx);
 
 // x and dy are in the format format_read(weight->format).
-void grouped_forward(floatX* y,  // (capacity, OC)
-                     Rows x,     // (capacity, IC)
-                     const Weight* weight, Ragged ragged, Ctx* ctx);
-void grouped_dgrad(floatX* dx,  // (capacity, IC)
-                   Rows dy,     // (capacity, OC)
-                   const Weight* weight, Ragged ragged, Ctx* ctx);
+void grouped_forward(floatX* y, Rows x, const Weight* weight, Ragged ragged, Ctx* ctx);
+void grouped_dgrad(floatX* dx, Rows dy, const Weight* weight, Ragged ragged, Ctx* ctx);
 // dy and x as rows_for_wgrad returns them.
 void grouped_wgrad(Rows dy, Rows x, const Weight* weight, Ragged ragged, Ctx* ctx);

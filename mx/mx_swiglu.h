@@ -8,24 +8,20 @@
 #include "grouped/experts.h"
 #include "mx/mxfp8.h"
 
-// a is rounded to floatX, then quantized as by mx_quantize. On the GPU the result equals that of experts_swiglu_forward
-// and mx_quantize to the bit.
-void mx_swiglu_quantize(MxBytes out,      // (capacity, F), (capacity, mx_stride(F))
-                        const floatX* h,  // (capacity, 2F): gate, then up
-                        Ragged ragged, int64_t F, MxRecipe recipe, Ctx* ctx);
+// out: a (capacity, F), row-wise, from h (capacity, 2F), gate, then up. a is rounded to floatX, then quantized as by
+// mx_quantize. On the GPU the result equals that of experts_swiglu_forward and mx_quantize to the bit.
+void mx_swiglu_quantize(MxBytes out, const floatX* h, Ragged ragged, int64_t F, MxRecipe recipe, Ctx* ctx);
 
-// dh is rounded to floatX, then quantized as by mx_quantize, with 2F as one width. `a` is the dequantized result of
-// mx_swiglu_quantize (not rounded again). On the GPU dh and q equal those of experts_swiglu_backward and mx_quantize to
-// the bit.
-void mx_swiglu_backward_quantize(MxBytes out,  // (capacity, 2F), (capacity, mx_stride(2F)): of dh
-                                 ExpertsBackward tensors, Ragged ragged, int64_t F, MxRecipe recipe, Ctx* ctx);
+// out: dh (capacity, 2F), row-wise. It is rounded to floatX, then quantized as by mx_quantize, with 2F as one width.
+// `a` is the dequantized result of mx_swiglu_quantize (not rounded again). On the GPU dh and q equal those of
+// experts_swiglu_backward and mx_quantize to the bit.
+void mx_swiglu_backward_quantize(MxBytes out, ExpertsBackward tensors, Ragged ragged, int64_t F, MxRecipe recipe,
+                                 Ctx* ctx);
 
-// The same, with dh quantized both row-wise (align 128) for dgrad and column-wise (mx_quantize_channels, align 128) for
-// wgrad. So dh in floatX is never written (NULL). F is a multiple of 128.
+// The same, with dh quantized both row-wise (align 128) for dgrad and into channels (mx_quantize_channels, align 128)
+// for wgrad. So dh in floatX is never written (NULL). F is a multiple of 128.
 //
 // With ragged.row_gate NULL the rows are the `capacity` tokens of a dense MLP. It is then swiglu_backward
 // (layers/swiglu.h) and mx_quantize_both: gates are 1, `a` is not quantized, and drow_gate is not written.
-void mx_swiglu_backward_both(MxBytes out,       // (capacity, 2F), (capacity, mx_stride(2F)): of dh
-                             MxBytes channels,  // (2F, length), (length / 128, 2F)
-                             ExpertsBackward tensors, int64_t length, Ragged ragged, int64_t F, int32_t scale_mode,
-                             Ctx* ctx);
+void mx_swiglu_backward_both(MxBytes out, MxBytes channels, ExpertsBackward tensors, int64_t length, Ragged ragged,
+                             int64_t F, int32_t scale_mode, Ctx* ctx);

@@ -29,8 +29,13 @@
 // end of a row may be shorter. x is rounded once, with that s. The result is still MX, and the fast GEMMs on Hopper
 // need it. Their weights have one s for each tile of 128 x 128, so that one quantization serves both orientations.
 //
-// Scale bytes are row-major with mx_stride bytes a row, a multiple of 16 for TMA. Bytes after the last block are 0.
-// Widths are multiples of 32, and all buffers are aligned to 16 bytes.
+// Two layouts of a matrix (rows, columns) in MXFP8:
+//
+//   row-wise   q (rows, columns), scale (rows, mx_stride(columns))
+//   channels   q (columns, length), scale (length / 128, columns): column-wise, drawn at mx_quantize_channels
+//
+// mx_stride, the scale bytes of a row, is a multiple of 16 for TMA. Bytes after the last block are 0. Widths are
+// multiples of 32, and all buffers are aligned to 16 bytes.
 #pragma once
 
 #include "device/device.h"
@@ -45,7 +50,7 @@ typedef struct MxRecipe {
 // Elements of a block, of a chunk (align 128), of a 512-row scale group; its least scale byte; the scale byte of NaN.
 enum { MX_BLOCK = 32, MX_CHUNK = 128, MX_RUN = 512, MX_RUN_LEAST = 40, MX_NAN = 255 };
 
-// An MXFP8 tensor: its elements, and its scale bytes. The functions below name the shapes of both.
+// An MXFP8 tensor: its elements, and its scale bytes.
 typedef struct MxBytes {
     uint8_t *q, *scale;
 } MxBytes;
@@ -53,16 +58,15 @@ typedef struct MxBytes {
 static inline int64_t mx_stride(int64_t columns) { return round_up(columns / MX_BLOCK, 16); }
 static inline int64_t mx_tiles(int64_t n) { return ceil_div(n, MX_CHUNK); }  // tiles of 128 along one axis
 
-// Row-wise quantization (blocks 1x32): activations and gradients for GEMMs that contract over the columns.
-void mx_quantize(MxBytes out,      // (rows, columns), (rows, mx_stride(columns))
-                 const floatX* x,  // (rows, columns)
-                 int64_t rows, int64_t columns, MxRecipe recipe, Ctx* ctx);
+// Row-wise quantization of x (rows, columns) in blocks 1x32: activations and gradients for GEMMs that contract over the
+// columns.
+void mx_quantize(MxBytes out, const floatX* x, int64_t rows, int64_t columns, MxRecipe recipe, Ctx* ctx);
 
-// Column-wise quantization (blocks 32x1), written transposed, for GEMMs that contract over the rows. One launch takes
-// `count` matrices (experts). rows is a multiple of 32 too.
-void mx_quantize_transposed(MxBytes out,      // (count, columns, rows), (count, columns, mx_stride(rows))
-                            const floatX* x,  // (count, rows, columns)
-                            int64_t count, int64_t rows, int64_t columns, MxRecipe recipe, Ctx* ctx);
+// Column-wise quantization of x (count, rows, columns) in blocks 32x1, for GEMMs that contract over the rows. `out` is
+// the transposed matrices, (count, columns, rows), row-wise. One launch takes `count` matrices (experts). rows is a
+// multiple of 32 too.
+void mx_quantize_transposed(MxBytes out, const floatX* x, int64_t count, int64_t rows, int64_t columns, MxRecipe recipe,
+                            Ctx* ctx);
 
 // Quantizes weights in tiles of 128 x 128 (smaller at the edges) with one scale each. Writes q and its transpose. rows
 // is a multiple of 32 too.
@@ -72,30 +76,27 @@ void mx_quantize_tiles(uint8_t* q,             // (count, rows, columns)
                        const floatX* w,        // (count, rows, columns)
                        int64_t count, int64_t rows, int64_t columns, int32_t scale_mode, Ctx* ctx);
 
-// Dequantizes: x = q 2^(s - 127), or += with accumulate 1, the sum rounded once. Exact in bf16 except outside its
-// range: rounded below 2^-133, Inf from 2^128.
-void mx_dequantize(floatX* x,     // (rows, columns)
-                   MxBytes from,  // (rows, columns), (rows, mx_stride(columns))
-                   int64_t rows, int64_t columns, int accumulate, Ctx* ctx);
+// Dequantizes row-wise MXFP8: x (rows, columns) = q 2^(s - 127), or += with accumulate 1, the sum rounded once. Exact
+// in bf16 except outside its range: rounded below 2^-133, Inf from 2^128.
+void mx_dequantize(floatX* x, MxBytes from, int64_t rows, int64_t columns, int accumulate, Ctx* ctx);
 
-// mx_dequantize and permute_rows in one kernel: rows[r] = dequantized token row_token[r]; pad rows are zeros.
-void mx_dequantize_rows(floatX* rows,    // (capacity, columns)
-                        MxBytes tokens,  // (N, columns), (N, mx_stride(columns))
-                        Ragged ragged, int64_t columns, Ctx* ctx);
+// mx_dequantize and permute_rows in one kernel: rows[r], one of `capacity`, = dequantized token row_token[r]; pad rows
+// are zeros. `tokens` is row-wise (N, columns).
+void mx_dequantize_rows(floatX* rows, MxBytes tokens, Ragged ragged, int64_t columns, Ctx* ctx);
 
-// Column-wise fake quantization in place: x is quantized in blocks down the columns of each group, and dequantized. It
-// prepares the operands of wgrad, which contracts over a group's rows. On the GPU pad rows (zeros) count as rows. A
-// chunk at the end of a group may be shorter.
-void mx_round_columns(floatX* x,  // (capacity, columns)
-                      Ragged ragged, int64_t columns, MxRecipe recipe, Ctx* ctx);
+// Column-wise fake quantization in place: x (capacity, columns) is quantized in blocks down the columns of each group,
+// and dequantized. It prepares the operands of wgrad, which contracts over a group's rows. On the GPU pad rows (zeros)
+// count as rows. A chunk at the end of a group may be shorter.
+void mx_round_columns(floatX* x, Ragged ragged, int64_t columns, MxRecipe recipe, Ctx* ctx);
 
-// Column-wise quantization of a ragged buffer: the operands of the MXFP8 wgrad (mx/grouped_gemm_mx.h), which contracts
-// over a group's rows. The result is transposed: a channel, one row of q, is one column of x.
+// Column-wise quantization of a ragged buffer x (capacity, columns) into channels: the operands of the MXFP8 wgrad
+// (mx/grouped_gemm_mx.h), which contracts over a group's rows. The result is transposed: a channel, one row of q, is
+// one column of x.
 //
 //   q:  | group 0's rows | zeros | group 1's rows | zeros | ..     each group starts at a multiple of 128
 //
-// On the GPU that start is group_start, where x has the pad rows already. On the CPU x has no pad rows, so they are
-// inserted here.
+// On the GPU that start is group_start, where x has the pad rows already; they are zeros, also those after capacity. On
+// the CPU x has no pad rows, so they are inserted here.
 //
 // Align 128: one scale for each channel and chunk of 128 rows. Align 512: four consecutive chunks of a group, counted
 // from its start, share one scale, which is repeated four times. A 512-row scale group whose scale would be below
@@ -110,20 +111,17 @@ static inline MxBytes mx_from_channel(MxBytes channels, int64_t first, int64_t l
     channels.scale += first * (length / MX_CHUNK);
     return channels;
 }
-void mx_quantize_channels(MxBytes out,      // (columns, length), (length / 128, columns)
-                          const floatX* x,  // (capacity, columns), pad rows are zeros (also those after capacity)
-                          int64_t length, Ragged ragged, int64_t columns, MxRecipe recipe, Ctx* ctx);
-// The same for MXFP8 input, which is dequantized and quantized column-wise. tokens 1: the input is by token and is
-// permuted to its rows; 0: it is ragged rows.
-void mx_requantize_channels(MxBytes out,
-                            MxBytes from,  // (N or capacity, columns), (the same, mx_stride(columns))
-                            int tokens, int64_t length, Ragged ragged, int64_t columns, MxRecipe recipe, Ctx* ctx);
+void mx_quantize_channels(MxBytes out, const floatX* x, int64_t length, Ragged ragged, int64_t columns, MxRecipe recipe,
+                          Ctx* ctx);
+// The same for row-wise MXFP8 input, which is dequantized and quantized column-wise. tokens 1: the input is (N,
+// columns), by token, and is permuted to its rows; 0: it is ragged rows (capacity, columns).
+void mx_requantize_channels(MxBytes out, MxBytes from, int tokens, int64_t length, Ragged ragged, int64_t columns,
+                            MxRecipe recipe, Ctx* ctx);
 
-// mx_quantize and mx_quantize_channels of all rows as one group, both with align 128. x is read once.
-void mx_quantize_both(MxBytes out,       // (rows, columns), (rows, mx_stride(columns))
-                      MxBytes channels,  // (columns, length), (length / 128, columns)
-                      const floatX* x,   // (rows, columns)
-                      int64_t length, int64_t rows, int64_t columns, int32_t scale_mode, Ctx* ctx);
+// mx_quantize and mx_quantize_channels of x (rows, columns), all rows as one group, both with align 128. x is read
+// once.
+void mx_quantize_both(MxBytes out, MxBytes channels, const floatX* x, int64_t length, int64_t rows, int64_t columns,
+                      int32_t scale_mode, Ctx* ctx);
 
 // Blackwell's scale layout: the offset of the scale of row r, block c, with C blocks a row. Tiles are 128 x 4; rows are
 // padded to 128 and blocks to 4 (cuBLAS documentation, "1D block scaling factors layout").
