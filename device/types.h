@@ -23,8 +23,6 @@
 #include <cuda_bf16.h>
 typedef __nv_bfloat16 floatX;
 typedef float real;
-#define BEGIN_C extern "C" {
-#define END_C }
 #define BACKEND BACKEND_CUDA
 #define BOTH_SIDES __host__ __device__
 #else
@@ -34,8 +32,6 @@ typedef double real;
 typedef float real;
 #endif
 typedef real floatX;
-#define BEGIN_C
-#define END_C
 #define BACKEND BACKEND_CPU
 #define BOTH_SIDES
 #endif
