@@ -6,7 +6,6 @@
 #include <stdio.h>
 #include <stdlib.h>
 #include <string.h>
-#include <sys/stat.h>
 #include <unistd.h>
 
 #include "device/check.h"
@@ -132,9 +131,7 @@ static char* open_checked(SafeTensors* st) {
     // The file and its size.
     st->fd = open_file(st->path);
     if (st->fd < 0) return host_format("cannot open: %s", file_error(errno));
-    struct stat info;
-    if (fstat(st->fd, &info) != 0) return host_format("cannot stat: %s", strerror(errno));
-    int64_t size = (int64_t)info.st_size;
+    const int64_t size = lseek(st->fd, 0, SEEK_END);
     if (size < 8) return host_format("%ld bytes are too few for a safetensors file", size);
 
     // The header's length, which must fit in the file.
