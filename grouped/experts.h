@@ -13,10 +13,8 @@
 #include "device/device.h"
 #include "grouped/permute.h"
 
-// a = silu(h_gate) * h_up
-void experts_swiglu_forward(floatX* a,        // (capacity, F)
-                            const floatX* h,  // (capacity, 2F)
-                            Ragged ragged, int64_t F, Ctx* ctx);
+// a (capacity, F) = silu(h_gate) * h_up for h (capacity, 2F)
+void experts_swiglu_forward(floatX* a, const floatX* h, Ragged ragged, int64_t F, Ctx* ctx);
 
 // The outputs and inputs of the backward.
 typedef struct ExpertsBackward {

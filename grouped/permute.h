@@ -54,11 +54,9 @@ static inline int64_t ragged_capacity(int64_t N, int32_t K, int32_t El, Backend 
     return ragged_rows(N * (K < El ? K : El), El, backend);
 }
 
-// Computes the permutation: sorts the choices by expert (a stable counting sort) and fills all of `ragged`.
-void permute_plan(Ragged ragged,
-                  const int32_t* expert,  // (N, K): local experts are 0..El-1; others are negative
-                  const real* gate,       // (N, K); NULL: row_gate is left as it is
-                  int64_t N, int32_t K, Ctx* ctx);
+// Computes the permutation: sorts the choices by expert (a stable counting sort) and fills all of `ragged`. expert (N,
+// K): local experts are 0..El-1, others are negative. gate (N, K); NULL: row_gate is left as it is.
+void permute_plan(Ragged ragged, const int32_t* expert, const real* gate, int64_t N, int32_t K, Ctx* ctx);
 
 // rows[r] = tokens[row_token[r]] for `capacity` rows and N tokens, zeros in pad rows. Rows are copied as bytes, of any
 // type. On the GPU a row's length is a multiple of 16 bytes, and rows are aligned to 16 bytes.

@@ -6,6 +6,13 @@
 //     a group's score: the sum of its two largest s + bias (sigmoid; or of its only one), or the largest (softmax)
 //   gate_k = s of the selected expert, divided by (their sum + 1e-20) if norm, times scale
 //
+//   x, dx          (N, C)
+//   w, dw          (E, C): Wg
+//   bias           (E)
+//   scores         (N, E): s, kept for backward
+//   expert         (N, K): the selected experts, best first
+//   gate, dgate    (N, K)
+//
 // Ties go to the lower index. A token with NaN scores still gets K distinct experts. The selection bias changes the
 // selection only: gradients reach x and Wg through the gates and the auxiliary loss alone.
 //
@@ -14,7 +21,7 @@
 
 #include "device/device.h"
 
-enum { ROUTER_MOST_EXPERTS = 512, ROUTER_MOST_CHOICES = 32 };  // limits of the kernels, which use a lane per choice
+enum { ROUTER_MOST_EXPERTS = 512, ROUTER_MOST_CHOICES = 32 };  // limits of the implementations
 typedef enum { SCORE_SIGMOID = 0, SCORE_SOFTMAX = 1 } ScoreFunction;
 
 typedef struct RouterShape {
@@ -27,25 +34,16 @@ typedef struct RouterShape {
     int32_t force_balance;       // 1: expert k of token n is (n K + k) % E, whatever the scores
 } RouterShape;
 
-void router_forward(real* scores,      // (N, E): s, kept for backward
-                    int32_t* expert,   // (N, K): selected experts, best first
-                    real* gate,        // (N, K)
-                    const floatX* x,   // (N, C)
-                    const floatX* w,   // (E, C)
-                    const real* bias,  // (E)
+void router_forward(real* scores, int32_t* expert, real* gate, const floatX* x, const floatX* w, const real* bias,
                     RouterShape shape, Ctx* ctx);
 
-// aux: weight of the auxiliary loss, DeepSeek-V3's sequence-wise balance loss (equations 17 to 20). 0 switches it off.
+// dx and dw are +=. aux: weight of the auxiliary loss, DeepSeek-V3's sequence-wise balance loss (equations 17 to 20). 0
+// switches it off.
 //
 //   aux * sum_sequences sum_e f_e P_e,   f_e = E / (K T) * count_e,   P_e = mean_t s_te / sum_e' s_te'
 //
 // count_e: tokens that have s_te among their K largest, without bias and groups. Counts are constants in its gradient.
-void router_backward(floatX* dx,             // (N, C), +=
-                     real* dw,               // (E, C), +=
-                     const real* dgate,      // (N, K)
-                     const real* scores,     // (N, E)
-                     const int32_t* expert,  // (N, K)
-                     const real* gate,       // (N, K)
-                     const floatX* x, const floatX* w, float aux, RouterShape shape, Ctx* ctx);
+void router_backward(floatX* dx, real* dw, const real* dgate, const real* scores, const int32_t* expert,
+                     const real* gate, const floatX* x, const floatX* w, float aux, RouterShape shape, Ctx* ctx);
 
 size_t router_workspace(RouterShape shape);
