@@ -46,7 +46,6 @@ static inline void set_moment(void* moments, int bf16, int64_t i, real value) {
 }
 
 struct Ctx {
-    int threads;
     char* workspace;
     size_t workspace_bytes;
     char name[128];
@@ -55,9 +54,6 @@ struct Ctx {
 // Parallelism is over tiles of the output. Their size never depends on the number of threads, so the bits do not
 // either.
 enum { TILE = 128 };
-
-// The index of this thread in a parallel region; selects its scratch memory.
-static inline int thread_index(void) { return omp_get_thread_num(); }
 
 // The workspace as `count` elements of real; ends the run if `count` exceeds the size that the op's x_workspace
 // returned.

@@ -1,6 +1,6 @@
-// The CPU as a device: work runs when it is queued, device memory is host memory, and a Ctx holds the number of threads
-// and the workspace. Most of this file is about the environment: OpenBLAS's kernels and buffers, and the memory that a
-// process may still allocate.
+// The CPU as a device: work runs when it is queued, device memory is host memory, and a Ctx holds the workspace. Most
+// of this file is about the environment: OpenBLAS's kernels and buffers, and the memory that a process may still
+// allocate.
 #include <omp.h>
 #include <sched.h>
 #include <stdio.h>
@@ -114,15 +114,20 @@ static void take_buffers(int threads) {
     }
 }
 
-Ctx* ctx_create(size_t workspace) {
+static Ctx* new_ctx(size_t workspace, const char* what) {
     Ctx* ctx = (Ctx*)host_alloc(sizeof(Ctx));
-    ctx->threads = device_workers();
-    take_buffers(ctx->threads);
-    ctx->workspace = (char*)device_alloc(workspace, "workspace");
+    ctx->workspace = (char*)device_alloc(workspace, what);
     ctx->workspace_bytes = workspace;
+    return ctx;
+}
+
+Ctx* ctx_create(size_t workspace) {
+    const int threads = device_workers();
+    take_buffers(threads);
+    Ctx* ctx = new_ctx(workspace, "workspace");
     // The parallelism is in the ops: every GEMM runs on one thread, so its bits depend on its shape alone.
     if (openblas_set_num_threads) openblas_set_num_threads(1);
-    snprintf(ctx->name, sizeof(ctx->name), "CPU, %d thread%s, %s%s%s", ctx->threads, ctx->threads == 1 ? "" : "s",
+    snprintf(ctx->name, sizeof(ctx->name), "CPU, %d thread%s, %s%s%s", threads, threads == 1 ? "" : "s",
              openblas_get_corename ? "OpenBLAS (" : "CBLAS", openblas_get_corename ? openblas_get_corename() : "",
              openblas_get_corename ? " kernels)" : "");
     return ctx;
@@ -134,13 +139,7 @@ void ctx_destroy(Ctx* ctx) {
 }
 
 // Work runs when it is queued, so streams and events do nothing.
-Ctx* ctx_side(Ctx* ctx, size_t workspace) {
-    Ctx* side = (Ctx*)host_alloc(sizeof(Ctx));
-    side->threads = ctx->threads;
-    side->workspace = (char*)device_alloc(workspace, "workspace of a side stream");
-    side->workspace_bytes = workspace;
-    return side;
-}
+Ctx* ctx_side(Ctx* ctx, size_t workspace) { return new_ctx(workspace, "workspace of a side stream"); }
 
 Event* event_create(void) { return NULL; }
 void event_destroy(Event* event) {}

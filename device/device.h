@@ -4,7 +4,7 @@
 
 #include "device/types.h"
 
-// The context of an op: stream, library handles, workspace, number of SMs (CPU: threads).
+// The context of an op: stream, library handles, workspace, number of SMs.
 typedef struct Ctx Ctx;
 
 // The first call in main. On the CPU, OpenMP and OpenBLAS read the environment before main. If it lacks the variables

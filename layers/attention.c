@@ -56,14 +56,14 @@ void attention_forward(floatX* out, real* lse, real* max_logit, const floatX* q,
                        AttnShape s, Ctx* ctx) {
     int64_t out_row = s.H * s.v, tiles = ceil_div(s.T, Q);
     real largest = max_logit ? *max_logit : 0;
-    real* scratch = ctx_workspace(ctx, ctx->threads * tile_reals(s));
+    real* scratch = ctx_workspace(ctx, device_workers() * tile_reals(s));
 #pragma omp parallel for schedule(dynamic) collapse(3) reduction(max : largest)
     for (int64_t b = 0; b < s.B; b++)
         for (int64_t h = 0; h < s.H; h++)
             for (int64_t tile = 0; tile < tiles; tile++) {
                 // Q queries of a head, with empty sums.
                 Head head = head_of(q, kv, k_rope, s, b, h);
-                real* S = scratch + thread_index() * tile_reals(s);
+                real* S = scratch + omp_get_thread_num() * tile_reals(s);
                 real *k = S + 2 * Q * Q, *m = k + Q * (2 * head.qk + s.v), *l = m + Q;
                 int64_t q0 = tile * Q, rows = min_i64(Q, s.T - q0);
                 floatX* o = out + (b * s.T + q0) * out_row + h * s.v;
@@ -163,7 +163,7 @@ void attention_backward(floatX* dq, floatX* dkv, floatX* dk_rope, const floatX* 
                         const real* lse, const floatX* q, const floatX* kv, const floatX* k_rope, AttnShape s,
                         Ctx* ctx) {
     int64_t parts = s.B * s.H * s.T * s.rope;
-    real* part = ctx_workspace(ctx, parts + ctx->threads * tile_reals(s));
+    real* part = ctx_workspace(ctx, parts + device_workers() * tile_reals(s));
     real* scratch = part + parts;
 
     // All heads. Each writes its own part of dk_rope.
@@ -173,7 +173,7 @@ void attention_backward(floatX* dq, floatX* dkv, floatX* dk_rope, const floatX* 
             Head head = head_of(q, kv, k_rope, s, b, h);
             int64_t o = b * s.T * s.H * s.v + h * s.v;
             head_backward(dq + (head.q - q), dkv + (head.k_nope - kv), part + (b * s.H + h) * s.T * s.rope, dout + o,
-                          out + o, lse + (b * s.H + h) * s.T, head, s, scratch + thread_index() * tile_reals(s));
+                          out + o, lse + (b * s.H + h) * s.T, head, s, scratch + omp_get_thread_num() * tile_reals(s));
         }
 
 #pragma omp parallel for schedule(static)

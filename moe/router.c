@@ -52,18 +52,12 @@ static void limit_groups(real* choice, real* group_score, char* taken, RouterSha
         if (!taken[e / size]) choice[e] = -INFINITY;
 }
 
-// Workspace. Forward: two rows of E reals and E marks for each thread. Backward: dlogits (N, E), counts (sequences, E)
-// and E marks.
-static int64_t thread_reals(RouterShape s) { return 3 * (int64_t)s.E; }
-
-size_t router_workspace(RouterShape s) {
-    const int64_t backward = (s.N + ceil_div(s.N, s.T) + 1) * s.E, forward = device_workers() * thread_reals(s);
-    return (size_t)max_i64(backward, forward) * sizeof(real);
-}
+// Of backward: dlogits (N, E), counts (sequences, E).
+size_t router_workspace(RouterShape s) { return (size_t)((s.N + ceil_div(s.N, s.T)) * s.E) * sizeof(real); }
 
 void router_forward(real* scores, int32_t* expert, real* gate, const floatX* x, const floatX* w, const real* bias,
                     RouterShape s, Ctx* ctx) {
-    real* scratch = ctx_workspace(ctx, ctx->threads * thread_reals(s));
+    ASSERT(s.E <= ROUTER_MOST_EXPERTS);
 
     // logits = x Wg^T
 #pragma omp parallel for schedule(dynamic)
@@ -72,8 +66,8 @@ void router_forward(real* scores, int32_t* expert, real* gate, const floatX* x, 
 
 #pragma omp parallel for schedule(dynamic)
     for (int64_t n0 = 0; n0 < s.N; n0 += TILE) {
-        real *choice = scratch + thread_index() * thread_reals(s), *group_score = choice + s.E;
-        char* taken = (char*)(group_score + s.E);
+        real choice[ROUTER_MOST_EXPERTS], group_score[ROUTER_MOST_EXPERTS];
+        char taken[ROUTER_MOST_EXPERTS];
         for (int64_t n = n0; n < min_i64(n0 + TILE, s.N); n++) {
             real *score = scores + n * s.E, *g = gate + n * s.K, sum = 0;
             int32_t* id = expert + n * s.K;
@@ -124,15 +118,14 @@ static void aux_backward(real* ds, const real* score, const real* count, float a
 void router_backward(floatX* dx, real* dw, const real* dgate, const real* scores, const int32_t* expert,
                      const real* gate, const floatX* x, const floatX* w, float aux, RouterShape s, Ctx* ctx) {
     int64_t sequences = ceil_div(s.N, s.T);
-    real *dlogits = ctx_workspace(ctx, (s.N + sequences + 1) * s.E), *counts = dlogits + s.N * s.E;
-    char* taken = (char*)(counts + sequences * s.E);
+    real *dlogits = ctx_workspace(ctx, (s.N + sequences) * s.E), *counts = dlogits + s.N * s.E;
 
     // count_e of each sequence, for the auxiliary loss.
     // It counts the K best scores without the bias, which may differ from the experts that were selected.
     if (aux != 0) {
         for (int64_t i = 0; i < sequences * s.E; i++) counts[i] = 0;
         for (int64_t n = 0; n < s.N; n++) {
-            for (int32_t e = 0; e < s.E; e++) taken[e] = 0;
+            char taken[ROUTER_MOST_EXPERTS] = {0};
             for (int32_t k = 0; k < s.K; k++) counts[n / s.T * s.E + take_best(scores + n * s.E, taken, s.E)]++;
         }
     }
