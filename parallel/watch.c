@@ -37,11 +37,11 @@ typedef struct Progress {  // a note to rank 0
 } Progress;
 
 // The watched thread and its present wait.
+static __thread bool is_watched;                          // true in that thread alone
 static pthread_mutex_t lock = PTHREAD_MUTEX_INITIALIZER;  // of `watched`, which both threads use
 static struct {
-    int running, stopping;
-    pthread_t thread;  // the watched thread
-    int depth;         // of nested waits
+    int stopping;  // atomic
+    int depth;     // of nested waits
     const char* what;
     int64_t done;
 } watched;
@@ -192,9 +192,7 @@ static void* look_on(void* unused) {
         nanosleep(&turn, NULL);
         double seconds = elapsed(&last);
         measure(mine, seconds);
-        pthread_mutex_lock(&lock);
-        int stopping = watched.stopping;
-        pthread_mutex_unlock(&lock);
+        int stopping = __atomic_load_n(&watched.stopping, __ATOMIC_SEQ_CST);
 
         // Rank 0 collects the notes and judges.
         if (index == 0) {
@@ -235,8 +233,7 @@ void watch_start(Ranks* world, double seconds) {
 
     // The calling thread is the watched one.
     memset(&watched, 0, sizeof(watched));
-    watched.thread = pthread_self();
-    watched.running = 1;
+    is_watched = true;
     int error = pthread_create(&watcher.thread, NULL, look_on, NULL);
     if (error) die(EXIT_FAILED, "cannot start the thread that watches the ranks: %s", strerror(error));
 }
@@ -253,15 +250,13 @@ static void too_late(int signal_number) {
 }
 
 void watch_stop(void) {
-    if (!watched.running) return;
+    if (!is_watched) return;
     watch_begin("the end of the run");
-    pthread_mutex_lock(&lock);
-    watched.stopping = 1;
-    pthread_mutex_unlock(&lock);
+    __atomic_store_n(&watched.stopping, 1, __ATOMIC_SEQ_CST);
 
     // The thread of rank 0 ends when the last notes of all others have arrived.
     pthread_join(watcher.thread, NULL);
-    watched.running = 0;
+    is_watched = false;
     int index = ranks_index(watcher.group);
     ranks_free(watcher.group);
     free(watcher.ranks);
@@ -275,13 +270,13 @@ void watch_stop(void) {
 
 void watch_begin(const char* what) {
     pthread_mutex_lock(&lock);
-    if (watched.running && pthread_equal(watched.thread, pthread_self()) && watched.depth++ == 0) watched.what = what;
+    if (is_watched && watched.depth++ == 0) watched.what = what;
     pthread_mutex_unlock(&lock);
 }
 
 void watch_end(void) {
     pthread_mutex_lock(&lock);
-    if (watched.running && pthread_equal(watched.thread, pthread_self()) && --watched.depth == 0) watched.done++;
+    if (is_watched && --watched.depth == 0) watched.done++;
     pthread_mutex_unlock(&lock);
 }
 
