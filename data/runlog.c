@@ -41,10 +41,8 @@ static void put_line(RunLog* log, const char* line, size_t length) {
 static int64_t step_of(const char* line, size_t length, int first) {
     // The reason is not reported: keep_lines gives the number of the line.
     Json* json = json_parse(line, length, NULL, 0);
-    int64_t step = !json || json->type != JSON_OBJECT ? -1
-                   : json_get(json, "step")           ? json_int(json, "step", -1)
-                   : first                            ? 0
-                                                      : -1;
+    int64_t step = json_int(json, "step", -1);
+    if (first && json && json->type == JSON_OBJECT && !json_get(json, "step")) step = 0;
     json_free(json);
     return step;
 }
