@@ -27,10 +27,10 @@ struct Sharding {
     int count, pinned;
     ParamBuffer** units;  // (count) x (BUFFERS)
     Comm *world, *expert_dp;
-    Ctx* side_stream;     // all-gathers and reductions, in the order of the calls
-    Event *given, *done;  // the side stream waits for `given`; the computing stream waits for `done`
-    Event** gathered;     // (count): the unit's weights have arrived
-    int64_t version;      // counts changes of the weights
+    Ctx* side_stream;  // all-gathers and reductions, in the order of the calls
+    Event* handover;   // one stream waits for the work of the other so far
+    Event** gathered;  // (count): the unit's weights have arrived
+    int64_t version;   // counts changes of the weights
     Slot slots[SLOTS];
 };
 
@@ -143,8 +143,7 @@ void sharding_connect(Sharding* s, Comm* world, Comm* expert_dp, size_t workspac
     s->world = world;
     s->expert_dp = expert_dp;
     s->side_stream = ctx_side(ctx, workspace);
-    s->given = event_create();
-    s->done = event_create();
+    s->handover = event_create();
     s->gathered = (Event**)host_alloc((size_t)s->count * sizeof(Event*));
     for (int u = 0; u < s->count; u++) {
         set_pointers(s, u);
@@ -159,8 +158,7 @@ void sharding_connect(Sharding* s, Comm* world, Comm* expert_dp, size_t workspac
 void sharding_destroy(Sharding* s) {
     if (s->side_stream) {
         ctx_destroy(s->side_stream);
-        event_destroy(s->given);
-        event_destroy(s->done);
+        event_destroy(s->handover);
         for (int u = 0; u < s->count; u++) event_destroy(s->gathered[u]);
         for (int i = 0; i < SLOTS; i++) {
             event_destroy(s->slots[i].free);
@@ -175,10 +173,10 @@ void sharding_destroy(Sharding* s) {
 // Whether there is communication. With one rank there is none, and the slots are empty: nothing waits.
 static int communicates(const Sharding* s) { return s->world != NULL; }
 
-// The side stream waits for ctx's work so far.
-static void side_follows(Sharding* s, Ctx* ctx) {
-    event_record(s->given, ctx);
-    event_wait(s->given, s->side_stream);
+// `next` waits for the work of `before` so far. The event may be used again at once: a wait is for its last record.
+static void follow(Sharding* s, Ctx* next, Ctx* before) {
+    event_record(s->handover, before);
+    event_wait(s->handover, next);
 }
 
 // All-gathers a unit's weights: those in a slot (slotted 1), or the replicated ones (slotted 0).
@@ -217,7 +215,7 @@ void weights_release(Sharding* s, int unit, Ctx* ctx) {
 void weights_changed(Sharding* s, Ctx* ctx) {
     s->version++;
     if (!communicates(s)) return;
-    side_follows(s, ctx);
+    follow(s, s->side_stream, ctx);
     for (int u = 0; u < s->count; u++) gather(s, u, 0);
 }
 
@@ -231,7 +229,7 @@ void grads_get(Sharding* s, int unit, int first, Ctx* ctx) {
 
 Ctx* grads_reduce(Sharding* s, int unit, int first, int last, Ctx* ctx) {
     // Backward on ctx must have written the gradients. In the last micro-step the caller also queues the update.
-    if (communicates(s) || last) side_follows(s, ctx);
+    if (communicates(s) || last) follow(s, s->side_stream, ctx);
     for (int i = 0; i < BUFFERS; i++) {
         ParamBuffer* p = &s->units[unit][i];
         if (p->n == 0 || p->parts == 1) continue;
@@ -253,6 +251,5 @@ Ctx* grads_reduce(Sharding* s, int unit, int first, int last, Ctx* ctx) {
 
 void grads_wait(Sharding* s, Ctx* ctx) {
     // An event is enough: the side stream works in order, so all of its earlier work is done too.
-    event_record(s->done, s->side_stream);
-    event_wait(s->done, ctx);
+    follow(s, ctx, s->side_stream);
 }
