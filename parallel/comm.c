@@ -19,7 +19,6 @@ enum { ALL_GATHER, REDUCE_SCATTER, SUM, EXCHANGE, KINDS };
 // A communicator. It has MPI messages of its own, so those of other communicators cannot be mistaken for its.
 struct Comm {
     Ranks* group;
-    int count, index;
     char what[KINDS][64];  // names of waits, for the watchdog
     char* parts;           // received values that are not summed yet; grows to the largest sum
     size_t parts_room;
@@ -30,8 +29,6 @@ Comm* comm_create(Ranks* group, const char* name, Ctx* ctx) {
     static const char* const kinds[KINDS] = {"all-gather", "reduce-scatter", "sum", "exchange"};
     Comm* c = (Comm*)host_alloc(sizeof(Comm));
     c->group = ranks_split(group, 0);
-    c->count = ranks_count(group);
-    c->index = ranks_index(group);
     for (int i = 0; i < KINDS; i++) snprintf(c->what[i], sizeof(c->what[i]), "%s (%s)", kinds[i], name);
     return c;
 }
@@ -42,13 +39,13 @@ void comm_destroy(Comm* c) {
     free(c);
 }
 
-int comm_count(const Comm* c) { return c->count; }
-int comm_index(const Comm* c) { return c->index; }
+int comm_count(const Comm* c) { return ranks_count(c->group); }
+int comm_index(const Comm* c) { return ranks_index(c->group); }
 
 // An all-to-all has a step for each rank. In step s a rank sends to the s-th rank after it, and receives from the s-th
 // before it. So not all ranks send to one at once.
-static int rank_after(const Comm* c, int step) { return (c->index + step) % c->count; }
-static int rank_before(const Comm* c, int step) { return (c->index + c->count - step) % c->count; }
+static int rank_after(const Comm* c, int step) { return (comm_index(c) + step) % comm_count(c); }
+static int rank_before(const Comm* c, int step) { return (comm_index(c) + comm_count(c) - step) % comm_count(c); }
 
 // out[i] = parts[0][i] + parts[1][i] + ..., or their maximum: in rank order, so the bits depend on the number of ranks
 // alone.
@@ -86,33 +83,33 @@ void comm_all_gather(Comm* c, void* all, const void* mine, size_t bytes, Ctx* ct
 
 // Rank r's share of n elements is first(r) .. first(r + 1) - 1. A rank receives its share of every rank's `all`, and
 // sums them into `part`.
-static int64_t first(const Comm* c, int64_t n, int r) { return n / c->count * r + min_i64(r, n % c->count); }
+static int64_t first(const Comm* c, int64_t n, int r) { return n / comm_count(c) * r + min_i64(r, n % comm_count(c)); }
 static int64_t share(const Comm* c, int64_t n, int r) { return first(c, n, r + 1) - first(c, n, r); }
 static void reduce_parts(Comm* c, void* part, const char* all, int64_t n, Reduction reduction) {
-    const size_t size = types[reduction].size, own = (size_t)share(c, n, c->index) * size;
-    c->parts = (char*)host_at_least(c->parts, &c->parts_room, (size_t)c->count * own);
-    for (int step = 0; step < c->count; step++) {
+    const size_t size = types[reduction].size, own = (size_t)share(c, n, comm_index(c)) * size;
+    c->parts = (char*)host_at_least(c->parts, &c->parts_room, (size_t)comm_count(c) * own);
+    for (int step = 0; step < comm_count(c); step++) {
         const int to = rank_after(c, step), from = rank_before(c, step);
         ranks_send_receive(c->group, to, all + (size_t)first(c, n, to) * size, (size_t)share(c, n, to) * size, from,
                            c->parts + (size_t)from * own, own);
     }
-    types[reduction].reduce(part, c->parts, c->count, share(c, n, c->index));
+    types[reduction].reduce(part, c->parts, comm_count(c), share(c, n, comm_index(c)));
 }
 
 void comm_reduce_scatter(Comm* c, real* part, real* all, int64_t n, Ctx* ctx) {
     watch_begin(c->what[REDUCE_SCATTER]);
-    reduce_parts(c, part, (const char*)all, n * c->count, SUM_REAL);
+    reduce_parts(c, part, (const char*)all, n * comm_count(c), SUM_REAL);
     watch_end();
 }
 
 void comm_all_reduce(Comm* c, void* data, int64_t n, Reduction reduction, Ctx* ctx) {
-    if (c->count == 1) return;
+    if (comm_count(c) == 1) return;
     watch_begin(c->what[SUM]);
     // Every rank reduces its share in place, and then sends it to all.
     const size_t size = types[reduction].size;
     char* all = (char*)data;
-    reduce_parts(c, all + (size_t)first(c, n, c->index) * size, all, n, reduction);
-    for (int r = 0; r < c->count; r++)
+    reduce_parts(c, all + (size_t)first(c, n, comm_index(c)) * size, all, n, reduction);
+    for (int r = 0; r < comm_count(c); r++)
         ranks_broadcast(c->group, all + (size_t)first(c, n, r) * size, (size_t)share(c, n, r) * size, r);
     watch_end();
 }
@@ -122,7 +119,7 @@ void comm_exchange(Comm* c, const ExchangeBuffer* buffers, int buffer_count, Exc
     // The buffers are sent one after the other.
     for (int b = 0; b < buffer_count; b++) {
         const size_t bytes = buffers[b].row_bytes;
-        for (int step = 0; step < c->count; step++) {
+        for (int step = 0; step < comm_count(c); step++) {
             const int to = rank_after(c, step), from = rank_before(c, step);
             ranks_send_receive(c->group, to, (const char*)buffers[b].send + (size_t)rows.send_start[to] * bytes,
                                (size_t)rows.send_rows[to] * bytes, from,
