@@ -8,8 +8,7 @@
 //   logits[n][v] = dscale * (softmax(logits[n])[v] - [v == target[n]]), 0 in the padding           if dscale is not 0
 //
 // The second line is the gradient of dscale * sum_n loss[n], written over the logits. With dscale 0 the logits stay
-// unchanged. Columns V..Vp-1 are padding and are ignored. On the GPU Vp is a multiple of 8.
-void cross_entropy(real* loss,             // (N)
-                   floatX* logits,         // (N, Vp), in: logits, out: their gradient
-                   const int32_t* target,  // (N), 0..V-1
-                   int64_t N, int64_t V, int64_t Vp, float dscale, Ctx* ctx);
+// unchanged. loss (N), logits (N, Vp), target (N): 0..V-1. Columns V..Vp-1 are padding and are ignored. On the GPU Vp
+// is a multiple of 8.
+void cross_entropy(real* loss, floatX* logits, const int32_t* target, int64_t N, int64_t V, int64_t Vp, float dscale,
+                   Ctx* ctx);

@@ -43,10 +43,9 @@ typedef struct MuonBuffer {
 // undefined. On the GPU n is a multiple of 8.
 void muon_momentum(const MuonBuffer* buffers, int count, int bf16, const Muon* opt, const StepState* state, Ctx* ctx);
 
-// Orthogonalizes `count` consecutive matrices in place. On the GPU rows and columns are multiples of 8.
-void muon_orthogonalize(floatX* x,     // (count, rows, columns)
-                        floatX* work,  // muon_work elements
-                        int64_t count, int64_t rows, int64_t columns, Ctx* ctx);
+// Orthogonalizes x (count, rows, columns) in place, matrix by matrix. `work` has muon_work elements. On the GPU rows
+// and columns are multiples of 8.
+void muon_orthogonalize(floatX* x, floatX* work, int64_t count, int64_t rows, int64_t columns, Ctx* ctx);
 int64_t muon_work(int64_t count, int64_t rows, int64_t columns);  // proportional to count
 
 // master = master - lr (x + weight_decay master), weight = round(master), for each buffer. Nothing is written if

@@ -35,9 +35,8 @@ void rope_yarn_ramp(int* low, int* high, const RopeConfig* config);
 // 0.1 * mscale * ln(factor) + 1 with YaRN and factor > 1, else 1 (host).
 double rope_mscale(const RopeConfig* config);
 
-// table[t][i] = (cos(t f_i), sin(t f_i)), computed in double on the host, for upload to the device.
-void rope_table(real* host_table,  // (T, D/2, 2)
-                int64_t T, const RopeConfig* config);
+// host_table (T, D/2, 2): host_table[t][i] = (cos(t f_i), sin(t f_i)), computed in double, for upload to the device.
+void rope_table(real* host_table, int64_t T, const RopeConfig* config);
 
 // Rotates two tensors in place (queries and keys) of the same number of tokens. Each has `heads` vectors of length D
 // per token. Vector h of token n is at x + n * stride + h * head_stride. Direction +1 is forward, -1 the inverse

@@ -27,13 +27,13 @@ typedef struct MxTiles {
     int64_t stride_o, stride_c;
 } MxTiles;
 
-void grouped_gemm_mx(floatX* y,     // (capacity, OC), or NULL
-                     real* y_real,  // (capacity, OC): y before rounding, or NULL (one of the two is)
-                     MxBytes x,     // (capacity, IC), (capacity, mx_stride(IC)): a chunk's 4 scale bytes are equal
-                     MxTiles w, Ragged ragged, int64_t IC, int64_t OC, Ctx* ctx);
+// y (capacity, OC), and x (capacity, IC), row-wise, whose 4 scale bytes of a chunk are equal. The result is either y,
+// or y_real, which is not rounded; the other one is NULL.
+void grouped_gemm_mx(floatX* y, real* y_real, MxBytes x, MxTiles w, Ragged ragged, int64_t IC, int64_t OC, Ctx* ctx);
 
-// Wgrad, which contracts over an expert's rows. Both operands are quantized column-wise (mx_quantize_channels,
-// mx/mxfp8.h): a row per channel, a scale per channel and chunk of 128 rows. The scales of x are aligned to 512.
+// Wgrad, which contracts over an expert's rows: dw (El, OC, IC). Both operands are channels (mx_quantize_channels,
+// mx/mxfp8.h), OC and IC of them, of `length` elements. The scales of x are aligned to 512: those of the four chunks of
+// a group are equal.
 //
 //   dw[e][o][i]  = sum over chunks c of e: 2^(sdy[c][o] - 127) 2^(sx[c][i] - 127) sum_{k in c} dy[o][k] x[i][k]
 //
@@ -41,10 +41,8 @@ void grouped_gemm_mx(floatX* y,     // (capacity, OC), or NULL
 // above. On the GPU the accumulator is kept relative to x's current scale. At a 512-row boundary it is multiplied by
 // the ratio of the old to the new scale of a channel. A ratio of 2^128 or more gives Inf or NaN; one below 2^-126
 // flushes the accumulator to zero.
-void grouped_gemm_mx_wgrad(real* dw,    // (El, OC, IC)
-                           MxBytes dy,  // (OC, length), (length / 128, OC)
-                           MxBytes x,   // (IC, length), (length / 128, IC): equal within four chunks of a group
-                           int64_t length, Ragged ragged, int64_t IC, int64_t OC, int accumulate, Ctx* ctx);
+void grouped_gemm_mx_wgrad(real* dw, MxBytes dy, MxBytes x, int64_t length, Ragged ragged, int64_t IC, int64_t OC,
+                           int accumulate, Ctx* ctx);
 
 // Wgrad of several matrices over the rows of one group, in one call. On Hopper this is one launch, which fills the GPU
 // where a single matrix would not. The operands of all matrices are stored one after another, each as above. For matrix
