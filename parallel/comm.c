@@ -47,33 +47,29 @@ int comm_index(const Comm* c) { return ranks_index(c->group); }
 static int rank_after(const Comm* c, int step) { return (comm_index(c) + step) % comm_count(c); }
 static int rank_before(const Comm* c, int step) { return (comm_index(c) + comm_count(c) - step) % comm_count(c); }
 
-// out[i] = parts[0][i] + parts[1][i] + ..., or their maximum: in rank order, so the bits depend on the number of ranks
-// alone.
-#define REDUCE_PARTS(name, T, a, b, result)                                                                            \
-    static void name(void* out_, const void* parts_, int count, int64_t n) {                                           \
-        T* out = (T*)out_;                                                                                             \
-        const T* parts = (const T*)parts_;                                                                             \
-        if (n) memcpy(out, parts, (size_t)n * sizeof(T));                                                              \
-        for (int r = 1; r < count; r++) {                                                                              \
-            const T* part = parts + r * n;                                                                             \
-            _Pragma("omp parallel for simd schedule(static)") /* each its own i */                                     \
-                for (int64_t i = 0; i < n; i++) {                                                                      \
-                const T a = out[i], b = part[i];                                                                       \
-                out[i] = result;                                                                                       \
-            }                                                                                                          \
-        }                                                                                                              \
-    }
-REDUCE_PARTS(add_real, real, a, b, a + b)
-REDUCE_PARTS(add_double, double, a, b, a + b)
-REDUCE_PARTS(add_i64, int64_t, a, b, a + b)
-REDUCE_PARTS(max_real, real, a, b, a > b ? a : b)
+static const size_t sizes[] = {sizeof(real), sizeof(double), sizeof(int64_t), sizeof(real)};  // by Reduction
 
-// By Reduction.
-static const struct {
-    size_t size;
-    void (*reduce)(void* out, const void* parts, int count, int64_t n);
-} types[] = {
-    {sizeof(real), add_real}, {sizeof(double), add_double}, {sizeof(int64_t), add_i64}, {sizeof(real), max_real}};
+// to[i] += from[i], or their maximum.
+static void reduce_one(void* to, const void* from, int64_t i, Reduction reduction) {
+    switch (reduction) {
+        case SUM_REAL: ((real*)to)[i] += ((const real*)from)[i]; return;
+        case SUM_DOUBLE: ((double*)to)[i] += ((const double*)from)[i]; return;
+        case SUM_I64: ((int64_t*)to)[i] += ((const int64_t*)from)[i]; return;
+        case MAX_REAL:
+            if (!(((real*)to)[i] > ((const real*)from)[i])) ((real*)to)[i] = ((const real*)from)[i];
+            return;
+    }
+}
+
+// out = parts[0] + parts[1] + ..., or their maximum: in rank order, so the bits depend on the number of ranks alone.
+static void reduce(void* out, const char* parts, int count, int64_t n, Reduction reduction) {
+    const size_t bytes = (size_t)n * sizes[reduction];
+    if (n) memcpy(out, parts, bytes);
+    for (int r = 1; r < count; r++) {
+#pragma omp parallel for simd schedule(static)
+        for (int64_t i = 0; i < n; i++) reduce_one(out, parts + (size_t)r * bytes, i, reduction);
+    }
+}
 
 void comm_all_gather(Comm* c, void* all, const void* mine, size_t bytes, Ctx* ctx) {
     watch_begin(c->what[ALL_GATHER]);
@@ -86,14 +82,14 @@ void comm_all_gather(Comm* c, void* all, const void* mine, size_t bytes, Ctx* ct
 static int64_t first(const Comm* c, int64_t n, int r) { return n / comm_count(c) * r + min_i64(r, n % comm_count(c)); }
 static int64_t share(const Comm* c, int64_t n, int r) { return first(c, n, r + 1) - first(c, n, r); }
 static void reduce_parts(Comm* c, void* part, const char* all, int64_t n, Reduction reduction) {
-    const size_t size = types[reduction].size, own = (size_t)share(c, n, comm_index(c)) * size;
+    const size_t size = sizes[reduction], own = (size_t)share(c, n, comm_index(c)) * size;
     c->parts = (char*)host_at_least(c->parts, &c->parts_room, (size_t)comm_count(c) * own);
     for (int step = 0; step < comm_count(c); step++) {
         const int to = rank_after(c, step), from = rank_before(c, step);
         ranks_send_receive(c->group, to, all + (size_t)first(c, n, to) * size, (size_t)share(c, n, to) * size, from,
                            c->parts + (size_t)from * own, own);
     }
-    types[reduction].reduce(part, c->parts, comm_count(c), share(c, n, comm_index(c)));
+    reduce(part, c->parts, comm_count(c), share(c, n, comm_index(c)), reduction);
 }
 
 void comm_reduce_scatter(Comm* c, real* part, real* all, int64_t n, Ctx* ctx) {
@@ -106,7 +102,7 @@ void comm_all_reduce(Comm* c, void* data, int64_t n, Reduction reduction, Ctx* c
     if (comm_count(c) == 1) return;
     watch_begin(c->what[SUM]);
     // Every rank reduces its share in place, and then sends it to all.
-    const size_t size = types[reduction].size;
+    const size_t size = sizes[reduction];
     char* all = (char*)data;
     reduce_parts(c, all + (size_t)first(c, n, comm_index(c)) * size, all, n, reduction);
     for (int r = 0; r < comm_count(c); r++)
