@@ -8,13 +8,6 @@
 // CPU reference of the MXFP8 grouped GEMM: the formula of the header, tile by tile of the output. For each chunk the
 // dot products are summed first. The sums are then multiplied by the chunk's two scales.
 
-// The number of row tiles of the largest group.
-static int64_t most_tiles(Ragged r) {
-    int64_t most = 0;
-    for (int32_t e = 0; e < r.El; e++) most = max_i64(most, r.group_start[e + 1] - r.group_start[e]);
-    return ceil_div(most, TILE);
-}
-
 char* grouped_gemm_mx_missing(Ctx* ctx) { return NULL; }
 
 // One chunk of an operand: a row for each row (a) or column (b) of the output.
@@ -51,11 +44,13 @@ static void decode_all(real value[256]) {
 }
 
 void grouped_gemm_mx(floatX* y, real* y_real, MxBytes x, MxTiles w, Ragged r, int64_t IC, int64_t OC, Ctx* ctx) {
-    const int64_t tiles = most_tiles(r), columns = ceil_div(OC, TILE), chunks = ceil_div(IC, MX_CHUNK);
+    const int64_t columns = ceil_div(OC, TILE), chunks = ceil_div(IC, MX_CHUNK);
+    int64_t most = 0;  // rows of the largest group
+    for (int32_t e = 0; e < r.El; e++) most = max_i64(most, r.group_start[e + 1] - r.group_start[e]);
     real *out = y ? y : y_real, value[256];
     decode_all(value);
 #pragma omp parallel for schedule(dynamic) collapse(3)
-    for (int64_t tile = 0; tile < tiles; tile++)
+    for (int64_t tile = 0; tile < ceil_div(most, TILE); tile++)
         for (int32_t e = 0; e < r.El; e++)
             for (int64_t column = 0; column < columns; column++) {
                 // One output tile: its rows and columns, zeros to start. Pad rows stay zeros.
