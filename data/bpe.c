@@ -15,7 +15,7 @@ static const uint32_t FIRST_COMBINING = 0x300;
 // An entry of the hash table of merges.
 struct Pair {
     int32_t left, right;   // left -1: a free entry
-    int32_t rank, joined;  // rank: 0 is merged first; joined: the id of the two together
+    int32_t rank, joined;  // rank: 0 is merged first, INT32_MAX: a free entry; joined: the id of the two together
 };
 
 // ---- Merges
@@ -28,7 +28,8 @@ Bpe* bpe_new(int64_t merges) {
     while (capacity < 2 * (size_t)merges) capacity *= 2;
     bpe->pairs = (Pair*)host_alloc(capacity * sizeof(Pair));
     bpe->pair_mask = capacity - 1;
-    for (size_t i = 0; i < capacity; i++) bpe->pairs[i].left = -1;
+    const Pair unused = {.left = -1, .rank = INT32_MAX};
+    for (size_t i = 0; i < capacity; i++) bpe->pairs[i] = unused;
     for (int i = 0; i < 256; i++) bpe->bytes[i] = -1;
     return bpe;
 }
@@ -57,12 +58,6 @@ void bpe_merge(Bpe* bpe, int32_t left, int32_t right, int32_t rank, int32_t join
     *find_pair(bpe, left, right) = pair;
 }
 
-// The rank of the merge of two tokens; INT32_MAX: they have none.
-static int32_t rank_of(const Bpe* bpe, int32_t left, int32_t right) {
-    const Pair* pair = find_pair(bpe, left, right);
-    return pair->left < 0 ? INT32_MAX : pair->rank;
-}
-
 // Applies all merges to the n tokens of a word. Returns the number of tokens that remain.
 static int64_t merge_all(const Bpe* bpe, int32_t* ids, int64_t n) {
     for (;;) {
@@ -70,7 +65,7 @@ static int64_t merge_all(const Bpe* bpe, int32_t* ids, int64_t n) {
         Pair first = {.rank = INT32_MAX};
         for (int64_t i = 0; i + 1 < n; i++) {
             const Pair* pair = find_pair(bpe, ids[i], ids[i + 1]);
-            if (pair->left >= 0 && pair->rank < first.rank) first = *pair;
+            if (pair->rank < first.rank) first = *pair;
         }
         if (first.rank == INT32_MAX) return n;
 
@@ -81,8 +76,8 @@ static int64_t merge_all(const Bpe* bpe, int32_t* ids, int64_t n) {
             const bool joins = goes_on && from + 1 < n && ids[from] == first.left && ids[from + 1] == first.right;
             ids[to] = joins ? first.joined : ids[from];
             from += 1 + joins;
-            if (joins && to > 0 && rank_of(bpe, ids[to - 1], ids[to]) < first.rank) goes_on = false;
-            if (joins && from < n && rank_of(bpe, ids[to], ids[from]) < first.rank) goes_on = false;
+            if (joins && to > 0 && find_pair(bpe, ids[to - 1], ids[to])->rank < first.rank) goes_on = false;
+            if (joins && from < n && find_pair(bpe, ids[to], ids[from])->rank < first.rank) goes_on = false;
         }
         n = to;
     }
