@@ -237,12 +237,9 @@ struct Loader {
 Loader* loader_start(const Shards* shards, int64_t batch, int32_t V, LoaderOrder order) {
     ASSERT(batch > 0 && order.first >= 0 && order.stride >= 0 && order.wrap >= 0);
     Loader* loader = (Loader*)host_alloc(sizeof(Loader));
-    loader->shards = shards;
-    loader->batch = batch;
-    loader->V = V;
-    loader->order = order;
-    loader->input = (int32_t*)host_alloc((size_t)(2 * batch * shards->T) * sizeof(int32_t));
-    loader->target = loader->input + batch * shards->T;
+    int32_t* tokens = (int32_t*)host_alloc((size_t)(2 * batch * shards->T) * sizeof(int32_t));
+    const Loader start = {shards, batch, V, order, tokens, tokens + batch * shards->T, 0};
+    *loader = start;
     return loader;
 }
 
