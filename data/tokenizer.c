@@ -26,7 +26,6 @@ static Tokenizer* open_bytes(void) {
         t->data[i] = (char)(unsigned char)i;
         t->tokens[i] = token;
     }
-    t->vocab = vocab_new(t->tokens, t->size);
     return t;
 }
 
@@ -84,7 +83,6 @@ static Tokenizer* open_table(const char* path) {
     if (at != size)
         die(EXIT_FAILED, "--tokenizer: %s: byte %zu: %zu bytes after the last of %d tokens", path, at, size - at,
             t->size);
-    t->vocab = vocab_new(t->tokens, t->size);
     return t;
 }
 
@@ -126,6 +124,7 @@ Tokenizer* tokenizer_open(const char* path) {
     Tokenizer* t = path[0] == 0               ? open_bytes()
                    : ends_with(path, ".json") ? tokenizer_read_json(path, -1)
                                               : open_beside(open_table(path), path);
+    if (!t->bpe) t->vocab = vocab_new(t->tokens, t->size);
     t->why = (char*)host_alloc(WHY_BYTES);
     return t;
 }

@@ -19,8 +19,8 @@ typedef struct Tokenizer {
     int32_t size;
     int32_t eot;
     Token* tokens;  // by id; end of text has no bytes
-    Vocab* vocab;   // for the longest match, or NULL
     Bpe* bpe;       // from tokenizer.json, or NULL
+    Vocab* vocab;   // without bpe: for the longest match; else NULL
     char* refused;  // the reason if text cannot be encoded, or NULL
     char* why;      // the reason of the last failed encoding
 } Tokenizer;
