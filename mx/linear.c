@@ -105,9 +105,9 @@ void weight_quantize(Weight* w, Ctx* ctx) {
 // *stats += statistics of the quantization of W for forward. Called with wgrad, which runs once per micro-step, with
 // activation recomputation or without.
 static void cast_stats(const Weight* w, Ctx* ctx) {
-    MxStats* stats = weight_stats(w, STATS_W);
     const uint8_t* tiles = is_fast(w) ? w->forward.tiles.scale : NULL;
-    if (stats && w->format.bytes) mx_stats(stats, w->w, tiles, w->count, w->OC, w->IC, w->format.recipe, ctx);
+    if (!w->stats || !w->format.bytes) return;
+    mx_stats(w->stats + STATS_W, w->w, tiles, w->count, w->OC, w->IC, w->format.recipe, ctx);
 }
 
 // --- linear_: GEMMs of all tokens with one matrix ---
@@ -143,9 +143,8 @@ static void quantized_gemm(floatX* y, Rows x, const Weight* w, const QuantizedWe
 }
 
 void linear_forward(floatX* y, const floatX* x, const Weight* w, int64_t N, Ctx* ctx) {
-    MxStats* stats = weight_stats(w, STATS_X);
     if (w->format.bytes) {
-        if (stats) mx_stats(stats, x, NULL, 1, N, w->IC, w->format.recipe, ctx);
+        if (w->stats) mx_stats(w->stats + STATS_X, x, NULL, 1, N, w->IC, w->format.recipe, ctx);
         quantized_gemm(y, quantize_rows(x, w, N, w->IC, ctx), w, &w->forward, w->OC, ctx);
     } else {
         matmul_forward(y, x, w->w, N, w->IC, w->OC, ctx);
@@ -192,11 +191,10 @@ static Rows cast_both(const floatX* dy, const Weight* w, int64_t N, Ctx* ctx) {
 }
 
 void linear_dgrad(floatX* dx, const floatX* dy, const Weight* w, int64_t N, int accumulate, Ctx* ctx) {
-    MxStats* stats = weight_stats(w, STATS_DY);
     // The MXFP8 GEMMs write dx; only the floatX GEMM can add to it.
     ASSERT(!accumulate || !w->format.bytes);
     if (w->format.bytes) {
-        if (stats) mx_stats(stats, dy, NULL, 1, N, w->OC, w->format.recipe, ctx);
+        if (w->stats) mx_stats(w->stats + STATS_DY, dy, NULL, 1, N, w->OC, w->format.recipe, ctx);
         const Rows rows = is_fast_both(w) ? cast_both(dy, w, N, ctx) : quantize_rows(dy, w, N, w->OC, ctx);
         quantized_gemm(dx, rows, w, &w->back, w->IC, ctx);
     } else {
@@ -209,7 +207,7 @@ void linear_swiglu_backward(floatX* dx, floatX* dh, floatX* a, const floatX* da,
     const int64_t F = w->OC / 2;
 
     // Not fused: dh in floatX, then dgrad quantizes it.
-    if (!is_fast_both(w) || F % MX_CHUNK || weight_stats(w, STATS_DY)) {
+    if (!is_fast_both(w) || F % MX_CHUNK || w->stats) {
         swiglu_backward(dh, a, da, h, N, F, ctx);
         linear_dgrad(dx, dh, w, N, 0, ctx);
         return;
