@@ -13,9 +13,7 @@ typedef struct MxStats {
     double signal, noise;  // sums of x^2 and (x - dequantized)^2: SNR = 10 log10(signal / noise) dB
 } MxStats;
 
-// Statistics of mx_quantize with `tiles` NULL. Else those of mx_quantize_tiles, from the scales that it wrote;
-// `inexact` compares with blocks of 32 along the columns.
-void mx_stats(MxStats* stats,
-              const floatX* x,       // (count, rows, columns)
-              const uint8_t* tiles,  // (count, ceil(rows / 128), ceil(columns / 128))
-              int64_t count, int64_t rows, int64_t columns, MxRecipe recipe, Ctx* ctx);
+// Statistics of x (count, rows, columns): of mx_quantize with `tiles` NULL. Else those of mx_quantize_tiles, from the
+// scales that it wrote; `inexact` compares with blocks of 32 along the columns.
+void mx_stats(MxStats* stats, const floatX* x, const uint8_t* tiles, int64_t count, int64_t rows, int64_t columns,
+              MxRecipe recipe, Ctx* ctx);

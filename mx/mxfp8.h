@@ -68,13 +68,11 @@ void mx_quantize(MxBytes out, const floatX* x, int64_t rows, int64_t columns, Mx
 void mx_quantize_transposed(MxBytes out, const floatX* x, int64_t count, int64_t rows, int64_t columns, MxRecipe recipe,
                             Ctx* ctx);
 
-// Quantizes weights in tiles of 128 x 128 (smaller at the edges) with one scale each. Writes q and its transpose. rows
-// is a multiple of 32 too.
-void mx_quantize_tiles(uint8_t* q,             // (count, rows, columns)
-                       uint8_t* q_transposed,  // (count, columns, rows)
-                       uint8_t* scale,         // (count, ceil(rows / 128), ceil(columns / 128))
-                       const floatX* w,        // (count, rows, columns)
-                       int64_t count, int64_t rows, int64_t columns, int32_t scale_mode, Ctx* ctx);
+// Quantizes weights w (count, rows, columns) in tiles of 128 x 128 (smaller at the edges) with one scale each: scale
+// (count, ceil(rows / 128), ceil(columns / 128)). Writes q (count, rows, columns) and its transpose (count, columns,
+// rows). rows is a multiple of 32 too.
+void mx_quantize_tiles(uint8_t* q, uint8_t* q_transposed, uint8_t* scale, const floatX* w, int64_t count, int64_t rows,
+                       int64_t columns, int32_t scale_mode, Ctx* ctx);
 
 // Dequantizes row-wise MXFP8: x (rows, columns) = q 2^(s - 127), or += with accumulate 1, the sum rounded once. Exact
 // in bf16 except outside its range: rounded below 2^-133, Inf from 2^128.
