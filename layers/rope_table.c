@@ -3,11 +3,9 @@
 
 #include "layers/rope.h"
 
-static const double pi = 3.14159265358979323846;
-
 // d(beta): the pair that makes `beta` rotations over the original length.
 static double pair_of(double beta, const RopeConfig* config) {
-    return config->dim * log(config->original_len / (2 * pi * beta)) / (2 * log(config->theta));
+    return config->dim * log(config->original_len / (2 * M_PI * beta)) / (2 * log(config->theta));
 }
 
 void rope_yarn_ramp(int* low, int* high, const RopeConfig* config) {
