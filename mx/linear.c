@@ -312,9 +312,8 @@ void grouped_dgrad(floatX* dx, Rows dy, const Weight* w, Ragged r, Ctx* ctx) {
 void grouped_wgrad(Rows dy, Rows x, const Weight* w, Ragged r, Ctx* ctx) {
     cast_stats(w, ctx);
     // Fast: both operands are quantized column-wise, and dy.count is the length of a channel.
-    if (dy.format.bytes) {
+    if (dy.format.bytes)
         grouped_gemm_mx_wgrad(w->grad, dy.mx, x.mx, dy.count, r, w->IC, w->OC, w->accumulate, ctx);
-    } else {
+    else
         grouped_gemm_wgrad(w->grad, dy.value, x.value, r, w->IC, w->OC, w->accumulate, ctx);
-    }
 }
