@@ -18,9 +18,8 @@ Vocab* vocab_new(const Token* tokens, int32_t n) {
     Vocab* v = (Vocab*)host_alloc(sizeof(Vocab));
     v->sorted = (Token*)host_alloc((size_t)n * sizeof(Token));
     int32_t filled = 0, unique = 0;
-    for (int32_t i = 0; i < n; i++) {
+    for (int32_t i = 0; i < n; i++)
         if (tokens[i].length > 0) v->sorted[filled++] = tokens[i];
-    }
     qsort(v->sorted, (size_t)filled, sizeof(Token), by_bytes);
 
     // Remove repeated tokens; the lowest id remains.
