@@ -207,8 +207,8 @@ static char* load_files(const char* folder, const CheckpointFile* files, int cou
 int checkpoint_load(Ranks* world, const char* out, int64_t step, const Json* manifest, const CheckpointFile* files,
                     int count, Ctx* ctx, char* error, size_t error_size) {
     // All ranks must have the same step and manifest.
-    int64_t mine[2] = {step, manifest ? json_int(manifest, "manifest_crc32", -1) : -1}, theirs[2];
-    memcpy(theirs, mine, sizeof(mine));
+    const int64_t mine[2] = {step, json_int(manifest, "manifest_crc32", -1)};
+    int64_t theirs[2] = {mine[0], mine[1]};
     ranks_broadcast(world, theirs, sizeof(theirs), 0);
     ranks_must_share(world, out, mine[0] == theirs[0] && mine[1] == theirs[1]);
 
