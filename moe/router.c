@@ -29,8 +29,10 @@ static int32_t take_best(const real* value, char* taken, int32_t n) {
     return best;
 }
 
-// Sets `choice` to -inf for every expert outside the best groups. `group_score` and `taken` have a value per group.
-static void limit_groups(real* choice, real* group_score, char* taken, RouterShape s) {
+// Sets `choice` to -inf for every expert outside the best groups.
+static void limit_groups(real* choice, RouterShape s) {
+    real group_score[ROUTER_MOST_EXPERTS];
+    char taken[ROUTER_MOST_EXPERTS] = {0};
     int32_t size = s.E / s.groups;
     // A group's score is the sum of its two best experts with sigmoid, and its best with softmax.
     for (int32_t g = 0; g < s.groups; g++) {
@@ -44,7 +46,6 @@ static void limit_groups(real* choice, real* group_score, char* taken, RouterSha
             }
         }
         group_score[g] = s.score == SCORE_SIGMOID && size > 1 ? best + second : best;
-        taken[g] = 0;
     }
     // Keep the best groups and exclude the experts of all others.
     for (int32_t i = 0; i < s.top_groups; i++) take_best(group_score, taken, s.groups);
@@ -64,31 +65,27 @@ void router_forward(real* scores, int32_t* expert, real* gate, const floatX* x, 
     for (int64_t n = 0; n < s.N; n += TILE)
         gemm(0, 1, min_i64(TILE, s.N - n), s.E, s.C, 1, x + n * s.C, s.C, w, s.C, 0, scores + n * s.E, s.E);
 
-#pragma omp parallel for schedule(dynamic)
-    for (int64_t n0 = 0; n0 < s.N; n0 += TILE) {
-        real choice[ROUTER_MOST_EXPERTS], group_score[ROUTER_MOST_EXPERTS];
-        char taken[ROUTER_MOST_EXPERTS];
-        for (int64_t n = n0; n < min_i64(n0 + TILE, s.N); n++) {
-            real *score = scores + n * s.E, *g = gate + n * s.K, sum = 0;
-            int32_t* id = expert + n * s.K;
+#pragma omp parallel for schedule(static)
+    for (int64_t n = 0; n < s.N; n++) {
+        real *score = scores + n * s.E, *g = gate + n * s.K, choice[ROUTER_MOST_EXPERTS], sum = 0;
+        char taken[ROUTER_MOST_EXPERTS] = {0};
+        int32_t* id = expert + n * s.K;
 
-            // Scores s. The selection compares s + bias, or -inf outside the best groups.
-            score_row(score, s.E, s.score);
-            for (int32_t e = 0; e < s.E; e++) choice[e] = score[e] + bias[e];
-            if (s.groups > 1) limit_groups(choice, group_score, taken, s);
+        // Scores s. The selection compares s + bias, or -inf outside the best groups.
+        score_row(score, s.E, s.score);
+        for (int32_t e = 0; e < s.E; e++) choice[e] = score[e] + bias[e];
+        if (s.groups > 1) limit_groups(choice, s);
 
-            // The K best, one after another.
-            for (int32_t e = 0; e < s.E; e++) taken[e] = 0;
-            for (int32_t k = 0; k < s.K; k++) {
-                // force_balance assigns experts in turn: the load is even for any scores.
-                id[k] = s.force_balance ? (int32_t)((n * s.K + k) % s.E) : take_best(choice, taken, s.E);
-                sum += g[k] = score[id[k]];
-            }
-
-            // Gates: s of the selected experts, divided by their sum if norm, times scale.
-            real factor = s.norm ? (real)s.scale / (sum + (real)1e-20) : (real)s.scale;
-            for (int32_t k = 0; k < s.K; k++) g[k] *= factor;
+        // The K best, one after another.
+        for (int32_t k = 0; k < s.K; k++) {
+            // force_balance assigns experts in turn: the load is even for any scores.
+            id[k] = s.force_balance ? (int32_t)((n * s.K + k) % s.E) : take_best(choice, taken, s.E);
+            sum += g[k] = score[id[k]];
         }
+
+        // Gates: s of the selected experts, divided by their sum if norm, times scale.
+        real factor = s.norm ? (real)s.scale / (sum + (real)1e-20) : (real)s.scale;
+        for (int32_t k = 0; k < s.K; k++) g[k] *= factor;
     }
 }
 
