@@ -49,7 +49,6 @@ static void ask_stop(int signal_number) {
 typedef struct Run {
     Settings settings;
     Ranks* world;
-    int ranks, rank;
     Model* model;
     Tokenizer* tokenizer;
     Shards *train, *val;
@@ -65,12 +64,11 @@ typedef struct Run {
     int64_t pending;       // the last step queued, 0 if its results are reported already
     StepState last;        // of the last step reported
     double took, fullest;  // of that step: seconds; tokens of the most loaded expert over the mean
-    double mfu;            // share of the device's bf16 peak; NaN if the peak is not known
+    double mfu;            // share of the device's bf16 peak; infinite if the peak is not known
     double val_loss;       // 0 without a validation
     Stopwatch* watch[2];   // of even and odd steps: one is read while the other runs
     double shown;          // when a progress line was last printed
     double average_ms;     // smoothed, for the ETA
-    int64_t window;        // of the run, where its next step begins in the data
     int64_t first;         // step after the one resumed from
 } Run;
 
@@ -121,8 +119,8 @@ static void report(Run* r, int val, int asks) {
     if (r->last.retry) return;  // it counts for nothing, and stays pending: finish_step runs it again
     r->took = stopwatch_seconds(r->watch[r->pending % 2]);
     r->average_ms = r->average_ms > 0 ? 0.9 * r->average_ms + 0.1 * 1000 * r->took : 1000 * r->took;
-    const double tokens_per_s = (double)s->tokens_per_step / r->took, peak = r->ranks * device_peak_flops(m->ctx);
-    r->mfu = peak > 0 ? tokens_per_s * flops_per_token(&s->model, s->seq_len) / peak : NAN;
+    const double tokens_per_s = (double)s->tokens_per_step / r->took, peak = device_peak_flops(m->ctx);
+    r->mfu = tokens_per_s * flops_per_token(&s->model, s->seq_len) / ((double)s->ranks * peak);
     r->val_loss = val ? evaluate_loss(m, r->val) : 0;
 
     // The line of the log. Losses, optimizer and speed.
@@ -196,11 +194,10 @@ static void fetch_step(Run* r, int64_t step) {
 // Saves the model after `step`. A step that was not finite changed nothing, so the model is still that of the last good
 // step: at the end it is saved as such, before not at all.
 static void save(Run* r, int64_t step, int at_the_end) {
-    const Settings* s = &r->settings;
     int64_t good = step - r->last.bad_in_a_row;
     if (good == r->saved || (good != step && !at_the_end)) return;
     if (r->log) runlog_sync(r->log);
-    model_save(r->model, r->saver, good, good * (s->tokens_per_step / s->seq_len), shards_hash(r->train), &r->last);
+    model_save(r->model, r->saver, good, shards_hash(r->train), &r->last);
     r->saved = good;
 }
 
@@ -212,22 +209,13 @@ static void print_sample(Run* r, int64_t step) {
     free(text);
 }
 
-// Why a run ends before its last step.
-static void print_stop(const Run* r) {
-    if (stop_asked)
-        printf("stopped by signal %d", (int)stop_asked);
-    else
-        printf("stopped because another rank was asked to");
-    printf("%s\n", *r->settings.out ? "; --resume goes on from here" : "");
-}
-
 // The data from a step on.
 static Loader* load_from(const Run* r, int64_t step) {
     const Settings* s = &r->settings;
     const int64_t windows = s->tokens_per_step / s->seq_len;
     const LoaderOrder order = {.seed = (uint64_t)(s->data_seed ? s->data_seed : s->seed),
-                               .first = r->window + (step - r->first) * windows + r->rank * s->batch,
-                               .stride = r->ranks * s->batch,
+                               .first = (step - 1) * windows + ranks_index(r->world) * s->batch,
+                               .stride = s->ranks * s->batch,
                                .wrap = s->overfit ? windows : 0};
     return loader_start(r->train, s->batch, (int32_t)s->model.V, order);
 }
@@ -285,7 +273,9 @@ static void train(Run* r) {
     // The last checkpoint is on the disk, and the reason of an early end is printed.
     if (*s->out && stop) checkpoint_wait(r->saver);
     if (*s->out && !stop) checkpoint_finish(r->saver);
-    if (stop) print_stop(r);
+    if (stop && stop_asked) printf("stopped by signal %d", (int)stop_asked);
+    if (stop && !stop_asked) printf("stopped because another rank was asked to");
+    if (stop) printf("%s\n", *s->out ? "; --resume goes on from here" : "");
     loader_stop(loader);
 }
 
@@ -305,11 +295,9 @@ static void open_ranks(Run* r, int argc, char** argv) {
         setrlimit(RLIMIT_NOFILE, &files);
     }
 
-    r->ranks = ranks_count(r->world);
-    r->rank = ranks_index(r->world);
     char* out = settings_resumed(argc, argv);
     Json* manifest = record_manifest(r->world, out);
-    r->settings = settings_read(argc, argv, r->ranks, json_get(manifest, "options"));
+    r->settings = settings_read(argc, argv, ranks_count(r->world), json_get(manifest, "options"));
     json_free(manifest);
     free(out);
     threads_check();
@@ -354,7 +342,7 @@ static void open_model(Run* r) {
     const Settings* s = &r->settings;
     r->model = model_create(s, r->world);
     report_device(r->model);
-    r->saved = s->resume ? model_resume(r->model, r->world, shards_hash(r->train), &r->window) : 0;
+    r->saved = s->resume ? model_resume(r->model, r->world, shards_hash(r->train)) : 0;
     r->first = r->saved + 1;
     char* out = host_printable(s->out, strlen(s->out), "");
     if (r->saved)
@@ -374,7 +362,7 @@ static void open_outputs(Run* r) {
         export_files(r->saver, r->model, r->tokenizer);
     }
     char* first = record_line(s, version_text(), device_name(r->model->ctx));
-    if (*s->out && r->rank == 0) r->log = runlog_open(s->out, first, r->saved);
+    if (*s->out && ranks_index(r->world) == 0) r->log = runlog_open(s->out, first, r->saved);
     free(first);
     for (int i = 0; i < 2; i++) r->watch[i] = stopwatch_create();
     r->state = fetch_create(sizeof(StepState));
@@ -402,14 +390,8 @@ int main(int argc, char** argv) {
     Run r = {.folder = {.lock = -1}};
     open_ranks(&r, argc, argv);
     const Settings* s = &r.settings;
-    const int asks = s->help || s->version;
-    if (s->version && !s->help) puts(version_text());
-    if (s->dry_run && !asks) report_dry_run(s);
-
-    const bool uses = *s->sample || *s->evaluate;
-    if (uses && !asks && !s->dry_run) use_model(r.world, s);
-
-    if (!uses && !asks && !s->dry_run) {
+    const int asks = s->help || s->version, trains = !asks && !s->dry_run && !*s->sample && !*s->evaluate;
+    if (trains) {
         // Options, model and data.
         catch_signals();
         Settings usual = settings_defaults(s);
@@ -421,8 +403,8 @@ int main(int argc, char** argv) {
 
         // Where. Memory that does not suffice and a folder that cannot be used end the run before it takes anything.
         device_choose(ranks_local());
-        check_memory(s, r.rank);
-        if (r.rank == 0 && *s->out) r.folder = folder_open(s->out, s->resume != 0);
+        check_memory(s, ranks_index(r.world));
+        if (ranks_index(r.world) == 0 && *s->out) r.folder = folder_open(s->out, s->resume != 0);
         if (!*s->out) printf("run        no --out: no log and no checkpoint will be kept\n");
         ranks_barrier(r.world);  // no rank allocates before all have read the free memory
 
@@ -430,11 +412,16 @@ int main(int argc, char** argv) {
         open_outputs(&r);
         train(&r);
         close_all(&r);
+    } else if (asks) {
+        if (!s->help) puts(version_text());
+    } else if (s->dry_run) {
+        report_dry_run(s);
+    } else {
+        use_model(r.world, s);
     }
 
     // Lost output is an error here; a training run has its log.
-    if ((uses || asks || s->dry_run) && fflush(stdout) != 0)
-        die(EXIT_FAILED, "cannot write the output: %s", strerror(errno));
+    if (!trains && fflush(stdout) != 0) die(EXIT_FAILED, "cannot write the output: %s", strerror(errno));
 
     settings_free(&r.settings);
     watch_stop();

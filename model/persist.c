@@ -81,8 +81,13 @@ void model_files_free(CheckpointFile* files, int count) {
     free(files);
 }
 
-void model_save(Model* m, Saver* saver, int64_t step, int64_t window, uint32_t data_hash, const StepState* state) {
-    CheckpointRecord record = {step, window, state->updates, data_hash};
+// The window of the run with which the step after `step` begins. Unsigned: a folder may be named after any step.
+static int64_t window_after(const Model* m, int64_t step) {
+    return (int64_t)((uint64_t)step * (uint64_t)(m->settings.tokens_per_step / m->settings.seq_len));
+}
+
+void model_save(Model* m, Saver* saver, int64_t step, uint32_t data_hash, const StepState* state) {
+    CheckpointRecord record = {step, window_after(m, step), state->updates, data_hash};
     int count;
     CheckpointFile* files = model_files(m, model_bias_place(m), m->settings.optimizer, &count);
     char* options = record_json(&m->settings);
@@ -118,7 +123,7 @@ static BiasPlace recorded_bias_place(const Model* m, const Json* manifest) {
     return apart ? BIAS_WITH_MOMENTS : BIAS_WITH_WEIGHTS;
 }
 
-int64_t model_resume(Model* m, Ranks* world, uint32_t data_hash, int64_t* window) {
+int64_t model_resume(Model* m, Ranks* world, uint32_t data_hash) {
     const char* out = m->settings.out;
     char error[512];
     int count, file_count;
@@ -130,12 +135,10 @@ int64_t model_resume(Model* m, Ranks* world, uint32_t data_hash, int64_t* window
         Json* manifest = checkpoint_manifest(out, steps[i], &record, error, sizeof(error));
         if (manifest) check_record(m, manifest, &record, data_hash);
 
-        // The position in the data must be that of the step. Unsigned: a folder may be named after any step.
-        uint64_t windows_per_step = (uint64_t)(m->settings.tokens_per_step / m->settings.seq_len);
-        int64_t window_of_step = (int64_t)((uint64_t)steps[i] * windows_per_step);
-        if (manifest && record.window != window_of_step) {
+        // The position in the data must be that of the step.
+        if (manifest && record.window != window_after(m, steps[i])) {
             snprintf(error, sizeof(error), "%s/step_%08ld/manifest.json: its window is %ld, that of the step is %ld",
-                     out, steps[i], record.window, window_of_step);
+                     out, steps[i], record.window, window_after(m, steps[i]));
             json_free(manifest);
             manifest = NULL;
         }
@@ -146,7 +149,6 @@ int64_t model_resume(Model* m, Ranks* world, uint32_t data_hash, int64_t* window
         if (checkpoint_load(world, out, steps[i], manifest, files, file_count, m->ctx, error, sizeof(error)) == 0) {
             StepState state = {.updates = record.updates};
             device_upload(m->state, &state, sizeof(state), m->ctx);
-            *window = record.window;
             resumed = record.step;
             if (optimizer != m->settings.optimizer)
                 printf("optimizer  was %s: the %s of the matrices that Muon trains start at zero\n",

@@ -19,9 +19,9 @@ CheckpointFile* model_files(Model* model, BiasPlace bias_place, int64_t optimize
 void model_files_free(CheckpointFile* files, int count);
 
 // state is the host's copy of the device's StepState.
-void model_save(Model* model, Saver* saver, int64_t step, int64_t window, uint32_t data_hash, const StepState* state);
+void model_save(Model* model, Saver* saver, int64_t step, uint32_t data_hash, const StepState* state);
 
 // Loads the newest good checkpoint in --out, with a warning that names the fault of each newer one.
-// Returns its step, 0 if there is none (*window is then 0). Ends the run if there are checkpoints and none is good, or
+// Returns its step, 0 if there is none. Ends the run if there are checkpoints and none is good, or
 // if an option or the data differ that must not.
-int64_t model_resume(Model* model, Ranks* world, uint32_t data_hash, int64_t* window);
+int64_t model_resume(Model* model, Ranks* world, uint32_t data_hash);
