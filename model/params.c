@@ -3,7 +3,6 @@
 #include <math.h>
 #include <stdio.h>
 #include <stdlib.h>
-#include <string.h>
 
 #include "device/check.h"
 #include "device/random.h"
@@ -79,11 +78,9 @@ int params_list(Param list[PARAMS], const ModelConfig* c, UnitKind kind) {
 
 // A unit's kind, layout and sizes; no memory.
 static Unit unit_of(const ModelConfig* c, const Layout* l, int index) {
-    Unit u;
+    Unit u = {.kind = kind_of(c, index)};
     Param list[PARAMS];
-    memset(&u, 0, sizeof(u));
     for (int i = 0; i < PARAMS; i++) u.at[i] = -1;
-    u.kind = kind_of(c, index);
     u.layer = u.kind == UNIT_EMBED || u.kind == UNIT_HEAD ? -1 : index - (u.kind == UNIT_MODULE ? 2 : 1);
     // The size of each parameter and its place in its buffer.
     const int count = params_list(list, c, u.kind);
@@ -122,12 +119,9 @@ static void add_tensors(NamedTensor* list, int* count, const Param* p, const Mod
     const double residual = sqrt(2.0 * (double)c->L), std = 0.02;
     for (int half = 0; half < halves; half++) {
         NamedTensor* t = &list[(*count)++];
-        char* name = host_format(half ? p->second : p->name, expert);
-        if (layer >= 0)
-            snprintf(t->name, sizeof(t->name), "model.layers.%d.%s", layer, name);
-        else
-            snprintf(t->name, sizeof(t->name), "%s", name);
-        free(name);
+        const size_t room = sizeof(t->name);
+        const int prefix = layer < 0 ? 0 : snprintf(t->name, room, "model.layers.%d.", layer);
+        snprintf(t->name + prefix, room - (size_t)prefix, half ? p->second : p->name, expert);
         t->buffer = param_buffer(p->id);
         t->shape[0] = p->rows / halves;
         t->shape[1] = p->columns;
@@ -144,55 +138,42 @@ NamedTensor* params_tensors(const ModelConfig* c, const Layout* layout, int inde
     Param list[PARAMS];
     const Unit u = unit_of(c, layout, index);
     const int params = params_list(list, c, u.kind);
-    const int64_t El = c->E / layout->ep, first = layout->rank % layout->ep * El;
+    const int64_t El = c->E / layout->ep, first = layout->rank % layout->ep * El, E = u.at[ROUTER] < 0 ? 0 : c->E;
     NamedTensor* tensors = (NamedTensor*)host_alloc((size_t)(2 * PARAMS + 3 * c->E) * sizeof(NamedTensor));
     *count = 0;
-    // Dense parameters first, then the experts one after another.
-    for (int i = 0; i < params; i++)
-        if (param_buffer(list[i].id) == DENSE_PARAMS)
-            add_tensors(tensors, count, &list[i], c, u.layer, -1, u.at[list[i].id]);
-    for (int64_t e = 0; u.at[ROUTER] >= 0 && e < c->E; e++)
+    // Dense parameters first (-1), then the experts one after another.
+    for (int64_t e = -1; e < E; e++)
         for (int i = 0; i < params; i++) {
             const Param* p = &list[i];
-            const int64_t of_expert = u.at[p->id] + (e - first) * p->rows * p->columns;
-            if (param_buffer(p->id) == EXPERT_PARAMS)
-                add_tensors(tensors, count, p, c, u.layer, (int)e, e >= first && e < first + El ? of_expert : -1);
+            const int64_t at = u.at[p->id] + (e < 0 ? 0 : (e - first) * p->rows * p->columns);
+            const int elsewhere = e >= 0 && (e < first || e >= first + El);
+            if ((param_buffer(p->id) == EXPERT_PARAMS) == (e >= 0))
+                add_tensors(tensors, count, p, c, u.layer, (int)e, elsewhere ? -1 : at);
         }
     return tensors;
 }
 
 Slice tensor_slice(const NamedTensor* t, int64_t from, int64_t n) {
-    Slice none = {0, 0}, s;
-    if (t->offset < 0) return none;
     // The overlap of the tensor with elements from .. from + n - 1 of its buffer.
-    int64_t end = t->offset + t->count < from + n ? t->offset + t->count : from + n;
-    s.first = t->offset > from ? 0 : from - t->offset;
-    s.count = end - (t->offset + s.first);
-    return s.count > 0 ? s : none;
+    const int64_t begin = max_i64(t->offset, from), end = min_i64(t->offset + t->count, from + n);
+    const Slice none = {0, 0}, overlap = {begin - t->offset, end - begin};
+    return t->offset < 0 || end <= begin ? none : overlap;
 }
 
-// Parameters of the routed experts of one block.
-static int64_t expert_params(const ModelConfig* c) { return 3 * c->E * c->F * c->C; }
-
 int64_t params_total(const ModelConfig* c) {
-    const Layout one_rank = {.ranks = 1, .ep = 1};
     int64_t total = 0;
     for (int unit = 0; unit < params_units(c); unit++) {
-        // Blocks of a kind are alike; enumerating one of each is enough. (Modules are few.)
-        int alike = unit == 1 && c->dense_layers > 1 ? (int)c->dense_layers : 1;
-        if (unit == c->dense_layers + 1 && unit <= c->L) alike = (int)(c->L - c->dense_layers);
-        int count;
-        NamedTensor* tensors = params_tensors(c, &one_rank, unit, &count);
-        for (int i = 0; i < count; i++) total += tensors[i].count * alike;
-        free(tensors);
-        unit += alike - 1;
+        Param list[PARAMS];
+        const int count = params_list(list, c, kind_of(c, unit));
+        for (int i = 0; i < count; i++)
+            total += list[i].rows * list[i].columns * (param_buffer(list[i].id) == EXPERT_PARAMS ? c->E : 1);
     }
     return total;
 }
 
 int64_t params_active(const ModelConfig* c) {
-    // A token passes K of the E routed experts in each MoE block.
-    return params_total(c) - (config_blocks(c) - c->dense_layers) * (expert_params(c) / c->E) * (c->E - c->K);
+    // A token passes K of the E routed experts, of 3 F C parameters each, in each MoE block.
+    return params_total(c) - (config_blocks(c) - c->dense_layers) * 3 * c->F * c->C * (c->E - c->K);
 }
 
 double flops_per_token(const ModelConfig* c, int64_t T) {
@@ -258,7 +239,7 @@ void params_init_unit(Unit* units, int unit, const ModelConfig* c, const Layout*
         Slice mine = tensor_slice(t, p->owned_from, p->owned);
         // This rank's part, in chunks through host memory.
         for (int64_t first = mine.first; first < mine.first + mine.count; first += chunk) {
-            int64_t left = mine.first + mine.count - first, n = left < chunk ? left : chunk;
+            const int64_t n = min_i64(mine.first + mine.count - first, chunk);
             if (t->std > 0) random_normal(drawn, n, seed, (uint32_t)unit << 20 | (uint32_t)i, (uint64_t)first, t->std);
             for (int64_t j = 0; j < n; j++) host[j] = t->std > 0 ? drawn[j] : 1;
             device_upload(p->master + (t->offset + first - p->owned_from), host, (size_t)n * sizeof(real), ctx);
