@@ -27,16 +27,9 @@ static void set_shapes(Model* m, int64_t B, int64_t T) {
     m->B = B;
     m->T = T;
 
-    // Attention.
-    AttnShape* attn = &m->attn_shape;
-    attn->B = B;
-    attn->T = T;
-    attn->H = c->H;
-    attn->nope = c->nope;
-    attn->rope = c->rope;
-    attn->v = c->v;
-    attn->k_rope_stride = c->kv_lora + c->rope;
-    attn->scale = (float)config_softmax_scale(c);
+    // Attention, in the order of the struct.
+    const AttnShape attn = {B, T, c->H, c->nope, c->rope, c->v, c->kv_lora + c->rope, (float)config_softmax_scale(c)};
+    m->attn_shape = attn;
 
     // Router.
     RouterShape* router = &m->moe_shape.router;
@@ -85,11 +78,8 @@ static void plan_weights(Model* m, Unit* u) {
         if (list[i].quantized_by == EXPERT) w->format = format_of(s->expert_precision, s, expert_align(s));
         weight_plan(&m->arena[IN_PARAMS], w, list[i].quantized_by == LINEAR);
     }
-    GemmWorkspace* gemms = &m->gemms;
-    for (int i = 0; i < 2; i++) {
-        gemms->of_dy = max_i64(gemms->of_dy, of_dy[i]);
-        gemms->of_x = max_i64(gemms->of_x, of_x[i]);
-    }
+    m->gemms.of_dy = max_i64(m->gemms.of_dy, max_i64(of_dy[0], of_dy[1]));
+    m->gemms.of_x = max_i64(m->gemms.of_x, max_i64(of_x[0], of_x[1]));
 }
 
 // Addresses of each weight and its gradient, whole or in a slot (parallel/sharding.h).
@@ -102,12 +92,7 @@ static void set_weights(Unit* u) {
     }
 }
 
-// x at the input of a block: each block keeps its own, also with --recompute block.
-static void plan_residual(Arena* a, BlockSaved* s, const Model* m) {
-    arena_add(a, "residual before attention", ELEMENT_X, m->B * m->T * m->config.C, 1, (void**)&s->residual);
-}
-
-// All but the residual.
+// The activations of a block, all but its input.
 static void plan_block(Arena* a, BlockSaved* s, const Model* m, int dense_mlp) {
     const ModelConfig* c = &m->config;
     int64_t N = m->B * m->T;
@@ -195,7 +180,7 @@ static void plan_activations(Model* m) {
     // The blocks, MTP modules included.
     m->blocks = (BlockSaved*)host_alloc((size_t)count * sizeof(BlockSaved));
     for (int64_t l = 0; l < count; l++) {
-        plan_residual(saved, &m->blocks[l], m);
+        arena_add(saved, "residual before attention", ELEMENT_X, N * c->C, 1, (void**)&m->blocks[l].residual);
         if (per_block) plan_block(saved, &m->blocks[l], m, l < c->dense_layers);
     }
     // The outputs. The gradient of the last one is workspace (model_create).
@@ -289,9 +274,8 @@ size_t model_workspace(const Model* m) {
     int64_t N = m->B * m->T;
     // The ops of a stream run in order, so the largest need of all is enough.
     size_t bytes = max_size(attention_workspace(m->attn_shape), rmsnorm_workspace(N, c->C));
-    bytes = max_size(bytes, matmul_workspace());
-    bytes = max_size(bytes, embedding_workspace(N, c->V));
-    bytes = max_size(bytes, rmsnorm_workspace(N, max_size((size_t)c->q_lora, (size_t)c->kv_lora)));
+    bytes = max_size(bytes, max_size(matmul_workspace(), embedding_workspace(N, c->V)));
+    bytes = max_size(bytes, rmsnorm_workspace(N, max_i64(c->q_lora, c->kv_lora)));
     if (c->dense_layers < config_blocks(c)) bytes = max_size(bytes, moe_workspace(m->moe_shape));
     // The side stream runs at the same time, so its part is added.
     bytes = max_size(bytes, adamw_workspace(N)) + side_workspace(m);

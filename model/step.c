@@ -63,15 +63,13 @@ void model_grow_capacity(Model* m, Ranks* world, double needed) {
     free(of_rank);
     m->capacity = fmin(1.125 * most * m->capacity, DISPATCH_MOST_CAPACITY * (double)s->ep);
 
-    // The pool as it is planned at the start.
-    MoeShape shape = m->moe_shape;
-    Arena plan;
-    shape.capacity = m->capacity;
-    shape.router.N = s->batch * s->seq_len;
-    arena_init(&plan, m->arena[IN_POOL].purpose, BACKEND);
-    moe_plan(&plan, shape, config_blocks(&m->config) - m->config.dense_layers, m->capacity);
+    // The pool, planned again as at the start.
+    Arena* plan = &m->arena[IN_POOL];
+    m->moe_shape.capacity = m->capacity;
+    m->moe_shape.router.N = s->batch * s->seq_len;
+    plan->count = 0;
+    moe_plan(plan, m->moe_shape, config_blocks(&m->config) - m->config.dense_layers, m->capacity);
     comm_window_free(m->ep);
     ranks_barrier(world);  // its memory is free when no rank reaches into it any more
-    pool_move(m->pool, comm_window(m->ep, arena_bytes(&plan), plan.purpose), arena_bytes(&plan));
-    arena_free(&plan);
+    pool_move(m->pool, comm_window(m->ep, arena_bytes(plan), plan->purpose), arena_bytes(plan));
 }
