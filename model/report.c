@@ -51,25 +51,22 @@ static size_t report_line(const char* name, size_t bytes) {
 // The buffers of one name are one line: how many, their bytes, and bytes a token where they grow with tokens.
 static size_t report_arena(const Arena* arena, int64_t tokens) {
     size_t total = report_line(arena->purpose, arena_bytes(arena));
-    char* done = (char*)host_alloc((size_t)arena->count + 1);
     for (int i = 0; i < arena->count; i++) {
-        if (done[i]) continue;
         const ArenaEntry* e = &arena->entries[i];
         double bytes = 0;
-        int times = 0;
-        for (int j = i; j < arena->count; j++) {
+        int times = 0, first = i;
+        for (int j = arena->count - 1; j >= 0; j--) {
             const ArenaEntry* other = &arena->entries[j];
             if (strcmp(other->name, e->name) != 0) continue;
-            done[j] = 1;
+            first = j;
             times++;
             bytes += (double)other->count * (double)element_bytes(other->element, arena->backend);
         }
-        if (bytes == 0) continue;
+        if (first < i || bytes == 0) continue;
         printf("    %-36s x %-7d %12.3f MiB", e->name, times, bytes / 0x1p20);
         if (e->per_token) printf("  %12.1f bytes a token", bytes / (double)tokens);
         printf("\n");
     }
-    free(done);
     return total;
 }
 
@@ -258,32 +255,27 @@ void report_device(const Model* m) {
     printf("graph      %s%s\n", unreplayed ? "off: " : "steps are replayed", unreplayed ? unreplayed : "");
 }
 
-// The log's name of one of a block's BLOCK_STATS; NULL: that tensor is not quantized.
-static const char* stats_name(const Model* m, int64_t layer, int tensor) {
-    const Unit* u = &m->units[params_block_unit(&m->config, layer)];
-    const int id = tensor / WEIGHT_STATS, operand = tensor % WEIGHT_STATS;
-    // x and dy may be quantized for the dispatch alone.
-    const int sent = (id == W13 && operand == STATS_X) || (id == W2 && operand == STATS_DY);
-    const int quantized = u->w[id].format.bytes || (sent && m->settings.dispatch_precision);
-    Param list[PARAMS];
-    for (int i = params_list(list, &m->config, u->kind) - 1; i >= 0; i--)
-        if ((int)list[i].id == id && quantized) return list[i].stats[operand];
-    return NULL;
-}
-
 void report_quantization(char** line, const Model* m, const MxStats* sums) {
     const char* before = "\"mx_stats\": [";
-    for (int64_t i = 0; i < config_blocks(&m->config) * BLOCK_STATS; i++) {
-        const char* name = stats_name(m, i / BLOCK_STATS, (int)(i % BLOCK_STATS));
-        const MxStats* s = &sums[i];
-        if (!name) continue;  // the tensor is not quantized
-        host_append(line, ", %s{\"layer\": %ld, \"tensor\": \"%s\"", before, i / BLOCK_STATS, name);
-        runlog_number(line, "saturated", s->saturated / s->elements);
-        runlog_number(line, "flushed", s->flushed / s->elements);
-        runlog_number(line, "inexact", s->inexact / s->elements);
-        runlog_number(line, "snr_db", 10 * log10(s->signal / s->noise));
-        host_append(line, "}");
-        before = "";
+    for (int64_t l = 0; l < config_blocks(&m->config); l++) {
+        const Unit* u = &m->units[params_block_unit(&m->config, l)];
+        Param list[PARAMS];
+        const int count = WEIGHT_STATS * params_list(list, &m->config, u->kind);
+        for (int i = 0; i < count; i++) {
+            const int id = (int)list[i / WEIGHT_STATS].id, operand = i % WEIGHT_STATS;
+            const MxStats* s = &sums[l * BLOCK_STATS + id * WEIGHT_STATS + operand];
+            // x and dy may be quantized for the dispatch alone.
+            const int sent = (id == W13 && operand == STATS_X) || (id == W2 && operand == STATS_DY);
+            if (!u->w[id].format.bytes && !(sent && m->settings.dispatch_precision)) continue;
+            host_append(line, ", %s{\"layer\": %ld, \"tensor\": \"%s\"", before, l,
+                        list[i / WEIGHT_STATS].stats[operand]);
+            runlog_number(line, "saturated", s->saturated / s->elements);
+            runlog_number(line, "flushed", s->flushed / s->elements);
+            runlog_number(line, "inexact", s->inexact / s->elements);
+            runlog_number(line, "snr_db", 10 * log10(s->signal / s->noise));
+            host_append(line, "}");
+            before = "";
+        }
     }
     host_append(line, "]");
 }
