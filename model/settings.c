@@ -21,10 +21,8 @@
     { group, name, OPTION_FLOAT, offsetof(Settings, field), initial, min, max, NULL, scope, help }
 #define CHOICE(group, name, field, initial, choices, scope, help)                                                      \
     { group, name, OPTION_CHOICE, offsetof(Settings, field), initial, 0, 0, choices, scope, help }
-#define TEXT(group, name, field, help)                                                                                 \
-    { group, name, OPTION_TEXT, offsetof(Settings, field), "", 0, 0, NULL, FREE, help }
-#define ONCE_TEXT(group, name, field, help)                                                                            \
-    { group, name, OPTION_TEXT, offsetof(Settings, field), "", 0, 0, NULL, ONCE, help }
+#define TEXT(group, name, field, scope, help)                                                                          \
+    { group, name, OPTION_TEXT, offsetof(Settings, field), "", 0, 0, NULL, scope, help }
 #define FLAG(group, name, field, scope, help)                                                                          \
     { group, name, OPTION_FLAG, offsetof(Settings, field), "0", 0, 1, NULL, scope, help }
 #define BIG 1e12
@@ -64,15 +62,16 @@ const Option settings_table[] = {
           "MTP modules (multi-token prediction); those that --init lacks are new"),
 
     // Use of an existing model.
-    TEXT("use", "init", init, "train on from the weights in this Hugging Face folder or run; give --lr too"),
-    ONCE_TEXT("use", "sample", sample, "no training: print a sample of the model in this folder or run"),
-    ONCE_TEXT("use", "evaluate", evaluate, "no training: loss of the model in this folder or run on --val and --eval"),
+    TEXT("use", "init", init, FREE, "train on from the weights in this Hugging Face folder or run; give --lr too"),
+    TEXT("use", "sample", sample, ONCE, "no training: print a sample of the model in this folder or run"),
+    TEXT("use", "evaluate", evaluate, ONCE, "no training: loss of the model in this folder or run on --val and --eval"),
 
     // Data.
-    TEXT("data", "train", train, "training shards (glob)"),
-    TEXT("data", "val", val, "validation shards (glob)"),
-    TEXT("data", "eval", eval, "multiple-choice questions (glob), from scripts/prepare_eval.py"),
-    TEXT("data", "tokenizer", tokenizer, "tokenizer file; none: NAME_tokenizer.bin beside the shards, else bytes"),
+    TEXT("data", "train", train, FREE, "training shards (glob)"),
+    TEXT("data", "val", val, FREE, "validation shards (glob)"),
+    TEXT("data", "eval", eval, FREE, "multiple-choice questions (glob), from scripts/prepare_eval.py"),
+    TEXT("data", "tokenizer", tokenizer, FREE,
+         "tokenizer file; none: NAME_tokenizer.bin beside the shards, else bytes"),
     WHOLE("data", "seq-len", seq_len, "256", 1, 1 << 20, FIXED, "tokens of a sequence"),
     WHOLE("data", "batch", batch, "8", 1, 1 << 20, FREE, "sequences per rank and micro-step"),
     WHOLE("data", "tokens-per-step", tokens_per_step, "0", 0, BIG, FIXED,
@@ -82,7 +81,7 @@ const Option settings_table[] = {
 
     // Length of the run, and its outputs.
     WHOLE("run", "steps", steps, "1000", 1, 1e9, FREE, "updates in all"),
-    TEXT("run", "out", out, "folder for log and checkpoints; none: nothing is kept"),
+    TEXT("run", "out", out, FREE, "folder for log and checkpoints; none: nothing is kept"),
     FLAG("run", "resume", resume, ONCE, "go on from the newest good checkpoint in --out, with its options"),
     WHOLE("run", "save-every", save_every, "0", 0, 1e9, FREE, "steps between checkpoints; 0: at the end only"),
     WHOLE("run", "keep", keep, "2", 1, 1e6, FREE, "checkpoints that stay"),
@@ -91,7 +90,7 @@ const Option settings_table[] = {
     WHOLE("run", "eval-every", eval_every, "0", 0, 1e9, FREE, "steps between questions; 0: at the end only"),
     WHOLE("run", "sample-every", sample_every, "0", 0, 1e9, FREE, "steps between samples; 0: none"),
     WHOLE("run", "sample-tokens", sample_tokens, "128", 1, 1e6, FREE, "tokens of a sample"),
-    TEXT("run", "prompt", prompt, "text that samples begin with"),
+    TEXT("run", "prompt", prompt, FREE, "text that samples begin with"),
     NUMBER("run", "temperature", temperature, "0.8", 0, 100, FREE, "of sampling; 0: the likeliest token"),
     WHOLE("run", "sample-top-k", sample_top_k, "50", 0, 1e9, FREE, "sample among that many likeliest; 0: all"),
     CHOICE("run", "graph", graph, "auto", "auto|off", FREE, "auto: one GPU replays its steps as CUDA graphs"),

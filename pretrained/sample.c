@@ -1,6 +1,7 @@
 #include "pretrained/sample.h"
 
 #include <math.h>
+#include <stdio.h>
 #include <stdlib.h>
 #include <string.h>
 
@@ -109,18 +110,15 @@ char* model_sample(Model* m, Ranks* world, const Tokenizer* tokenizer, int64_t s
     }
 
     // Their bytes, one after the other.
+    char* text = NULL;
     size_t length = 0;
-    int bytes = 0;
-    for (int64_t i = 1; i < n; i++) {
-        tokenizer_decode(tokenizer, ids[i], &bytes);
-        length += (size_t)bytes;
-    }
-    char *text = (char*)host_alloc(length + 1), *to = text;
-    for (int64_t i = 1; i < n; i++) {
+    FILE* stream = open_memstream(&text, &length);
+    for (int64_t i = 1; i < n && stream; i++) {
+        int bytes;
         const char* piece = tokenizer_decode(tokenizer, ids[i], &bytes);
-        if (piece) memcpy(to, piece, (size_t)bytes);
-        to += bytes;
+        if (piece) fwrite(piece, 1, (size_t)bytes, stream);
     }
+    if (!stream || fclose(stream) != 0) die(EXIT_FAILED, "out of host memory for a sample");
     char* shown = host_printable(text, length, "\n\t");
     free(text);
     free(ids);
