@@ -1,7 +1,6 @@
 // A record is read into a Settings of its own, with defaults for missing options. Options are then compared as text.
 #include "model/record.h"
 
-#include <errno.h>
 #include <math.h>
 #include <stddef.h>
 #include <stdio.h>
@@ -12,6 +11,7 @@
 #include "device/check.h"
 #include "device/files.h"
 #include "parallel/checkpoint.h"
+#include "parallel/slices.h"
 
 char* record_json(const Settings* s) {
     char* json = host_strdup("{");
@@ -42,50 +42,42 @@ char* record_line(const Settings* s, const char* build, const char* device) {
     return line;
 }
 
-// The text of a manifest, NULL with the reason in `error` if it is not good.
-static char* manifest_text(const char* out, int64_t step, char* error, size_t error_size) {
-    CheckpointRecord record;
-    Json* manifest = checkpoint_manifest(out, step, &record, error, error_size);
-    if (!manifest) return NULL;
-    json_free(manifest);
-    Path path = path_of("%s/step_%08ld/manifest.json", out, step);
-    char* text = read_file(path.text, (size_t)64 << 20, NULL);
-    if (!text) die(EXIT_FAILED, "%s: %s", path.text, file_error(errno));
-    return text;
-}
-
-// That of the newest one that is good, NULL without checkpoints.
-static char* newest_manifest(const char* out) {
+// The newest step whose manifest is good, -1 without checkpoints.
+static int64_t newest_good(const char* out) {
     // A folder that is not there is one without checkpoints; whether it can be made is seen later.
-    if (access(path_of("%s/.", out).text, F_OK) != 0) return NULL;
+    if (access(path_of("%s/.", out).text, F_OK) != 0) return -1;
+    CheckpointRecord record;
+    char error[512];
     int count;
-    int64_t* steps = checkpoint_list(out, &count);
-    char *text = NULL, error[512];
-    for (int i = 0; i < count && !text; i++) text = manifest_text(out, steps[i], error, sizeof(error));
+    int64_t *steps = checkpoint_list(out, &count), good = -1;
+    for (int i = 0; i < count && good < 0; i++) {
+        Json* manifest = checkpoint_manifest(out, steps[i], &record, error, sizeof(error));
+        if (manifest) good = steps[i];
+        json_free(manifest);
+    }
 
     // All are bad: each is named. (Where one is good, those before it are when the run resumes from it.)
-    for (int i = 0; i < count && !text; i++) {
-        manifest_text(out, steps[i], error, sizeof(error));
+    for (int i = 0; i < count && good < 0; i++) {
+        checkpoint_manifest(out, steps[i], &record, error, sizeof(error));
         warn("checkpoint step_%08ld is refused: %s", steps[i], error);
     }
-    if (count && !text) die(EXIT_FAILED, "no checkpoint in %s is good; nothing was changed", out);
+    if (count && good < 0) die(EXIT_FAILED, "no checkpoint in %s is good; nothing was changed", out);
     free(steps);
-    return text;
+    return good;
 }
 
 Json* record_manifest(Ranks* world, const char* out) {
-    // Rank 0 reads, and the others get its text. A size of 0: no checkpoint.
-    const bool leads = ranks_index(world) == 0;
-    char *text = leads && out ? newest_manifest(out) : NULL, error[512];
-    size_t size = text ? strlen(text) + 1 : 0;
-    ranks_broadcast(world, &size, sizeof(size), 0);
-    if (size == 0) return NULL;
-    if (!leads) text = (char*)host_alloc(size);
-    ranks_broadcast(world, text, size, 0);
+    // Rank 0 looks for it, and all read the one that it finds. A step of -1: no checkpoint.
+    Path folder = path_of("%s", out ? out : "");
+    int64_t step = ranks_index(world) == 0 && out ? newest_good(out) : -1;
+    ranks_broadcast(world, &folder, sizeof(folder), 0);
+    ranks_broadcast(world, &step, sizeof(step), 0);
+    if (step < 0) return NULL;
 
-    Json* manifest = json_parse(text, size - 1, error, sizeof(error));
-    if (!manifest) die(EXIT_FAILED, "the newest manifest of --resume: %s", error);
-    free(text);
+    CheckpointRecord record;
+    char error[512];
+    Json* manifest = checkpoint_manifest(folder.text, step, &record, error, sizeof(error));
+    ranks_must_share(world, folder.text, manifest != NULL);
     return manifest;
 }
 
