@@ -62,29 +62,25 @@ const char* hub_misfit(const Settings* s) {
 
 // --- To config.json ---
 
-// A number that readers take for a float: 1.0, not 1.
-static void add_float(char** json, const char* key, double value) {
-    char digits[32];
-    snprintf(digits, sizeof(digits), "%.15g", value);
-    host_append(json, "\"%s\": %s%s", key, digits, strpbrk(digits, ".e") ? "" : ".0");
+// A number that readers take for a float, in `digits`: 1.0, not 1.
+static const char* float_text(char digits[32], double value) {
+    snprintf(digits, 32, "%.15g", value);
+    return strpbrk(digits, ".e") ? digits : strcat(digits, ".0");
 }
 
 // Position: the base of the frequencies, YaRN, and how long a text may be.
 static void add_rope(char** json, const Settings* s) {
     const ModelConfig* c = &s->model;
-    host_append(json, "  ");
-    add_float(json, "rope_theta", c->rope_theta);
-    if (c->yarn) {
-        host_append(json, ",\n  \"rope_scaling\": {\"type\": \"yarn\", ");
-        add_float(json, "factor", c->yarn_factor);
-        host_append(json, ", \"beta_fast\": 32.0, \"beta_slow\": 1.0, ");
-        add_float(json, "mscale", c->yarn_mscale);
-        host_append(json, ", ");
-        add_float(json, "mscale_all_dim", c->yarn_mscale);
-        host_append(json, ", \"original_max_position_embeddings\": %ld}", c->yarn_original_len);
-    }
+    char theta[32], factor[32], digits[32];
+    const char* mscale = float_text(digits, c->yarn_mscale);
+    host_append(json, "  \"rope_theta\": %s,\n", float_text(theta, c->rope_theta));
+    if (c->yarn)
+        host_append(json,
+                    "  \"rope_scaling\": {\"type\": \"yarn\", \"factor\": %s, \"beta_fast\": 32.0, \"beta_slow\": 1.0, "
+                    "\"mscale\": %s, \"mscale_all_dim\": %s, \"original_max_position_embeddings\": %ld},\n",
+                    float_text(factor, c->yarn_factor), mscale, mscale, c->yarn_original_len);
     const int64_t longest = c->yarn ? (int64_t)(c->yarn_factor * (double)c->yarn_original_len) : s->seq_len;
-    host_append(json, ",\n  \"max_position_embeddings\": %ld,\n", longest);
+    host_append(json, "  \"max_position_embeddings\": %ld,\n", longest);
 }
 
 char* hub_config(const Settings* s, int32_t end_of_text) {
@@ -109,13 +105,13 @@ char* hub_config(const Settings* s, int32_t end_of_text) {
     host_append(&json, "  \"num_key_value_heads\": %ld,\n", c->H);
 
     // Routing.
-    host_append(&json, "  \"topk_method\": \"%s\",\n  \"scoring_func\": \"%s\",\n  \"norm_topk_prob\": %s,\n  ",
-                selects_with_bias ? "noaux_tc"
-                : c->groups > 1   ? "group_limited_greedy"
-                                  : "greedy",
-                v3 ? "sigmoid" : "softmax", c->route_norm ? "true" : "false");
-    add_float(&json, "routed_scaling_factor", c->route_scale);
-    host_append(&json, ",\n");
+    char scale[32];
+    const char* method = selects_with_bias ? "noaux_tc" : c->groups > 1 ? "group_limited_greedy" : "greedy";
+    host_append(&json,
+                "  \"topk_method\": \"%s\",\n  \"scoring_func\": \"%s\",\n  \"norm_topk_prob\": %s,\n"
+                "  \"routed_scaling_factor\": %s,\n",
+                method, v3 ? "sigmoid" : "softmax", c->route_norm ? "true" : "false",
+                float_text(scale, c->route_scale));
 
     // Position, what never differs, and the rest that readers want.
     add_rope(&json, s);
