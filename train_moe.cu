@@ -295,11 +295,11 @@ static void open_ranks(Run* r, int argc, char** argv) {
         setrlimit(RLIMIT_NOFILE, &files);
     }
 
-    char* out = settings_resumed(argc, argv);
-    Json* manifest = record_manifest(r->world, out);
-    r->settings = settings_read(argc, argv, ranks_count(r->world), json_get(manifest, "options"));
+    const Settings parsed = settings_parse(argc, argv);
+    const int resumes = parsed.resume && *parsed.out && !parsed.help && !parsed.version;
+    Json* manifest = record_manifest(r->world, resumes ? parsed.out : NULL);
+    r->settings = settings_read(parsed, ranks_count(r->world), json_get(manifest, "options"));
     json_free(manifest);
-    free(out);
     threads_check();
     watch_start(r->world, r->settings.timeout);
     agree_on_settings(r->world, &r->settings);

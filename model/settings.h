@@ -63,14 +63,14 @@ typedef enum { GRAPH_AUTO, GRAPH_OFF } GraphUse;
 extern const Option settings_table[];
 extern const int settings_count;
 
-// All options, each from the first source that has it: the command line; the record of the checkpoint to resume from
-// (NULL: none); --model, --precision and the tokenizer; the default. Then the checks for a run of `ranks` ranks
-// (--dry-run: --ranks). Ends the run with EXIT_USAGE and a message that names the option that does not fit. --help
-// prints the table; --help and --version skip the checks.
-Settings settings_read(int argc, char** argv, int ranks, const Json* record);
+// The command line over the defaults: the first of two steps, because --out names the record that the second one needs.
+Settings settings_parse(int argc, char** argv);
 
-// The folder of the command line to resume from, in fresh memory; NULL: none.
-char* settings_resumed(int argc, char** argv);
+// All options, each from the first source that has it: the command line, which settings_parse read; the record of the
+// checkpoint to resume from (NULL: none); --model, --precision and the tokenizer; the default. Then the checks for a
+// run of `ranks` ranks (--dry-run: --ranks). Ends the run with EXIT_USAGE and a message that names the option that does
+// not fit. --help prints the table; --help and --version skip the checks.
+Settings settings_read(Settings parsed, int ranks, const Json* record);
 
 // Sets options without a default of their own, unless given: from --model and `precision`.
 void settings_preset(Settings* settings, int64_t precision);
@@ -80,8 +80,7 @@ Settings settings_defaults(const Settings* settings);
 
 void settings_free(Settings* settings);
 
-// The checks of settings_read. First that what options ask for together can be counted, then all others.
-void settings_check_sizes(const Settings* settings);
+// The checks of settings_read.
 void settings_check(const Settings* settings);
 
 // The folder of the model to begin with, and which option named it; NULL: none.

@@ -58,7 +58,7 @@ static void check_cuda_model(const ModelConfig* m) {
 // Options in their ranges can together overflow an integer. Sizes are estimated from above in double, which does not
 // overflow. With at most 1e15 elements, int64 can count the bytes of several hundred copies. Rows and work items are
 // int32 in kernels and CBLAS. A grid has at most 65535 x 128 columns of a hidden layer, gate and up.
-void settings_check_sizes(const Settings* s) {
+static void check_sizes(const Settings* s) {
     // Widths, tokens of a rank and of all, and rows that may be routed to a rank's experts.
     const ModelConfig* m = &s->model;
     const double L = (double)config_blocks(m), C = (double)m->C, H = (double)m->H, q_lora = (double)m->q_lora;
@@ -183,6 +183,7 @@ static void check_run(const Settings* s) {
 }
 
 void settings_check(const Settings* s) {
+    check_sizes(s);
     check_model(&s->model);
     if (BACKEND == BACKEND_CUDA) check_cuda_model(&s->model);
     if (s->model.mtp >= s->seq_len)

@@ -96,17 +96,6 @@ static void set_for_model(Settings* s) {
         die(EXIT_USAGE, "--balance none would drop the selection biases of --init %s", s->init);
 }
 
-// A first look at the command line: the record must be known before the options are read.
-char* settings_resumed(int argc, char** argv) {
-    Settings s = {.preset = 0};
-    options_defaults(settings_table, settings_count, &s);
-    options_parse(settings_table, settings_count, &s, s.given, argc, argv);
-    int asks = s.help || s.version;
-    char* out = s.resume && *s.out && !asks ? host_strdup(s.out) : NULL;
-    settings_free(&s);
-    return out;
-}
-
 // Finds the tokenizer of the shards, and the size of the vocabulary, unless given or recorded. Shards in a new place
 // may have their tokenizer there.
 static void find_tokenizer(Settings* s, int recorded, int has_vocab) {
@@ -141,11 +130,15 @@ Settings settings_defaults(const Settings* s) {
     return usual;
 }
 
-Settings settings_read(int argc, char** argv, int ranks, const Json* record) {
-    // The command line over the record over the presets over the defaults.
+Settings settings_parse(int argc, char** argv) {
     Settings s = {.preset = 0};
     options_defaults(settings_table, settings_count, &s);
     options_parse(settings_table, settings_count, &s, s.given, argc, argv);
+    return s;
+}
+
+Settings settings_read(Settings s, int ranks, const Json* record) {
+    // The command line over the record over the presets over the defaults.
     settings_preset(&s, s.precision);
     if (s.help) options_help(settings_table, settings_count, "train_moe", s.help == 1 ? common : NULL);
     if (s.help || s.version) return s;
@@ -166,7 +159,6 @@ Settings settings_read(int argc, char** argv, int ranks, const Json* record) {
     if (s.gpu_memory && !s.dry_run)
         die(EXIT_USAGE, "--gpu-memory is for --dry-run; a run looks at what is free on the GPU itself");
     if (!s.ranks) s.ranks = ranks;
-    settings_check_sizes(&s);
     if (s.tokens_per_step == 0) s.tokens_per_step = settings_micro_tokens(&s);
     if (record) record_check(record, &s);
     settings_check(&s);

@@ -157,13 +157,13 @@ static void read_options(const uint8_t* data, size_t size) {
     snprintf(text, sizeof(text), "train_moe\n%.*s", (int)size, (const char*)data);
     for (char* line = strtok(text, "\n"); line && n < 256; line = strtok(NULL, "\n")) words[n++] = line;
     if (!BEGINS_TO_READ) return;
-    Settings s = settings_read(n, words, 1, NULL);
+    Settings s = settings_read(settings_parse(n, words), 1, NULL);
     has_read();
     if (!s.help && !s.version) {
         // What its record says is the same run, to a start that is told nothing.
         char *json = record_json(&s), error[64], *nothing[] = {words[0], (char*)"--dry-run"};
         Json* record = json_parse(json, strlen(json), error, sizeof(error));
-        Settings resumed = settings_read(2, nothing, (int)s.ranks, record);
+        Settings resumed = settings_read(settings_parse(2, nothing), (int)s.ranks, record);
         resumed.dry_run = s.dry_run;
         resumed.resume = s.resume;
         char* again = record_json(&resumed);

@@ -11,7 +11,7 @@ static inline Settings settings_for(const char* line, int ranks) {
     char* argv[128] = {(char*)"test"};
     int argc = 1;
     for (char* word = strtok(text, " "); word; word = strtok(NULL, " ")) argv[argc++] = word;
-    Settings s = settings_read(argc, argv, ranks, NULL);
+    Settings s = settings_read(settings_parse(argc, argv), ranks, NULL);
     free(text);
     return s;
 }
