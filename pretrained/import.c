@@ -32,7 +32,8 @@ typedef struct Import {
 // Opens a file, unless it is open already. A bad file ends the run.
 static void open_source(Import* in, const char* name) {
     char error[512];
-    for (int i = 0; i < in->count; i++)
+    // From the last one on: neighbours in the index are mostly in the same file.
+    for (int i = in->count - 1; i >= 0; i--)
         if (strcmp(strrchr(in->files[i]->path, '/') + 1, name) == 0) return;
     if (strchr(name, '/')) die(EXIT_USAGE, "--%s %s: the index names a file outside: %s", in->option, in->folder, name);
     SafeTensors* st = st_open(path_of("%s/%s", in->folder, name).text, error, sizeof(error));
@@ -56,12 +57,10 @@ static void open_sources(Import* in) {
     Json* json = json_parse(text, size, error, sizeof(error));
     const Json* map = json ? json_get(json, "weight_map") : NULL;
     if (!map) die(EXIT_USAGE, "--%s: %s: %s", in->option, path.text, json ? "it has no weight_map" : error);
-    const char* last = "";  // neighbours are mostly in the same file
     for (const Json* entry = map->child; entry; entry = entry->next) {
         if (entry->type != JSON_STRING)
             die(EXIT_USAGE, "--%s: %s: %s names no file", in->option, path.text, entry->key);
-        if (strcmp(entry->text, last) != 0) open_source(in, entry->text);
-        last = entry->text;
+        open_source(in, entry->text);
     }
     json_free(json);
     free(text);
