@@ -96,7 +96,8 @@ void output_forward(Model* m, int k, const Unit* u) {
 void model_forward(Model* m, int train) {
     const int head = (int)m->config.L + 1;
     // A micro-batch begins with an empty pool: no activations of the one before are needed.
-    pool_release(m->pool, m->pool_empty);
+    const PoolMark bottom = {0, 0};
+    pool_release(m->pool, bottom);
     m->moe_shape.capacity = train ? m->capacity : 0;  // validation has no step to run again
     m->mtp_modules = train ? (int)m->config.mtp : 0;
 

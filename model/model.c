@@ -20,12 +20,12 @@ static Format format_of(int64_t precision, const Settings* s, int64_t align) {
 // 128 if the experts' GEMMs read MXFP8: each tensor is then quantized once for all its uses.
 static int64_t expert_align(const Settings* s) { return s->expert_precision && s->mx_fast ? MX_CHUNK : 1; }
 
-// The shapes of B sequences of T tokens.
-static void set_shapes(Model* m, int64_t B, int64_t T) {
+void model_shapes(Model* m, int k) {
     const ModelConfig* c = &m->config;
     const Settings* s = &m->settings;
-    m->B = B;
+    const int64_t B = m->B, T = m->window - k;
     m->T = T;
+    m->gemms.batch = k;
 
     // Attention, in the order of the struct.
     const AttnShape attn = {B, T, c->H, c->nope, c->rope, c->v, c->kv_lora + c->rope, (float)config_softmax_scale(c)};
@@ -240,15 +240,13 @@ void model_plan(Model* m, const Settings* s, int rank, Backend backend) {
     m->settings = *s;
     m->config = s->model;
     // The layout over the ranks. A model that is only used has frozen parameters.
-    const Layout layout = {.ranks = (int)s->ranks,
-                           .rank = rank,
-                           .ep = (int)s->ep,
-                           .shard = (Shard)s->shard,
-                           .frozen = *s->sample || *s->evaluate,
-                           .bf16_moments = (int)s->moments,
-                           .muon = s->optimizer == MUON};
+    const int frozen = *s->sample || *s->evaluate;
+    const Layout layout = {(int)s->ranks,       rank, (int)s->ep, (Shard)s->shard, frozen, (int)s->moments,
+                           s->optimizer == MUON};
     m->layout = layout;
-    set_shapes(m, s->batch, s->seq_len);
+    m->B = s->batch;
+    m->window = s->seq_len;
+    model_shapes(m, 0);
 
     // The tables of buffers. No memory is allocated here.
     static const char* const purposes[ARENAS] = {"parameters and optimizer", "activations kept for backward",
@@ -351,7 +349,6 @@ Model* model_create(const Settings* s, Ranks* world) {
     sharding_connect(m->sharding, m->world, m->expert_dp, side_workspace(m), m->ctx);
     for (int u = 0; u < params_units(&m->config); u++) set_weights(&m->units[u]);
     m->pool = pool_create(m->arena[IN_POOL].purpose, pool_memory(m, world), arena_bytes(&m->arena[IN_POOL]));
-    m->pool_empty = pool_mark(m->pool);
     if (m->config.dense_layers < config_blocks(&m->config))
         m->dispatch = dispatch_create(m->layout.ep > 1 ? m->ep : NULL, m->pool, m->state, m->ctx);
 
@@ -371,7 +368,8 @@ void model_weights_set(Model* m) {
 }
 
 void model_init(Model* m, uint64_t seed) {
-    params_init(m->units, &m->config, &m->layout, seed, m->ctx);
+    for (int u = 0; u < params_units(&m->config); u++)
+        params_init_unit(m->units, u, &m->config, &m->layout, seed, m->ctx);
     model_weights_set(m);
 }
 
@@ -408,11 +406,6 @@ void model_batch(Model* m, const int32_t* tokens, const int32_t* targets, int64_
     for (int64_t k = 1; targets && k <= min_i64(m->config.mtp, T - 1); k++)
         device_copy_rows(m->targets + k * B * T, (size_t)(T - k) * id, m->targets + k, (size_t)T * id,
                          (size_t)(T - k) * id, B, m->ctx);
-}
-
-void model_shapes(Model* m, int k) {
-    set_shapes(m, m->B, m->window - k);
-    m->gemms.batch = k;
 }
 
 const char* model_unreplayed(const Model* m) {

@@ -108,8 +108,7 @@ typedef struct Model {
     BlockSaved* blocks;   // (L + mtp)
     BlockSaved rebuilt;   // the memory that blocks share with --recompute block
     Pool* pool;           // activations of the MoE blocks, a stack in forward order
-    PoolMark pool_empty;
-    Dispatch* dispatch;  // of the MoE blocks
+    Dispatch* dispatch;   // of the MoE blocks
     Output outputs[1 + MTP_MAX];
     Workspace t;
     int64_t chunk;  // tokens per chunk of the classifier

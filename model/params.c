@@ -249,7 +249,3 @@ void params_init_unit(Unit* units, int unit, const ModelConfig* c, const Layout*
     free(drawn);
     free(host);
 }
-
-void params_init(Unit* units, const ModelConfig* c, const Layout* layout, uint64_t seed, Ctx* ctx) {
-    for (int unit = 0; unit < params_units(c); unit++) params_init_unit(units, unit, c, layout, seed, ctx);
-}

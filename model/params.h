@@ -40,7 +40,7 @@ typedef enum ParamId {
 } ParamId;
 
 typedef enum { UNIT_EMBED, UNIT_DENSE, UNIT_MOE, UNIT_HEAD, UNIT_MODULE } UnitKind;
-typedef enum { NORMAL, RESIDUAL, ONE } ParamStart;   // params_init
+typedef enum { NORMAL, RESIDUAL, ONE } ParamStart;   // params_init_unit
 typedef enum { NEVER, LINEAR, EXPERT } QuantizedBy;  // in MXFP8 by --linear-precision, by --expert-precision
 
 typedef struct Param {
@@ -109,8 +109,7 @@ void params_plan(Arena* arena, Unit* units, const ModelConfig* config, const Lay
 // Working weights of this rank = round(master weights), after a start or a resume.
 void params_publish(Unit* unit, Ctx* ctx);
 
-// Draws the initial weights of this rank: normal of std 0.02 cut at 3 sigma, residual outputs (Wo, down projections)
-// times (2L)^-1/2, norms 1. Tensor i of unit u is stream (u << 20) + i of the seed. Any slice can be drawn alone, so
-// the weights do not depend on the rank layout.
-void params_init(Unit* units, const ModelConfig* config, const Layout* layout, uint64_t seed, Ctx* ctx);
+// Draws the initial weights of a unit, those of this rank: normal of std 0.02 cut at 3 sigma, residual outputs (Wo,
+// down projections) times (2L)^-1/2, norms 1. Tensor i of unit u is stream (u << 20) + i of the seed. Any slice can be
+// drawn alone, so the weights do not depend on the rank layout.
 void params_init_unit(Unit* units, int unit, const ModelConfig* config, const Layout* layout, uint64_t seed, Ctx* ctx);

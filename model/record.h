@@ -16,8 +16,8 @@ char* record_json(const Settings* settings);
 // The log's first line: the same, and "build", "host" (this one) and "device". In fresh memory.
 char* record_line(const Settings* settings, const char* build, const char* device);
 
-// The newest manifest in rank 0's folder `out` (NULL: none) that is good; NULL where there is no checkpoint. Ends the run
-// if there are some and all are bad, or if a rank does not see the one that rank 0 sees. Collective.
+// The newest manifest in rank 0's folder `out` (NULL: none) that is good; NULL where there is no checkpoint. Ends the
+// run if there are some and all are bad, or if a rank does not see the one that rank 0 sees. Collective.
 Json* record_manifest(Ranks* world, const char* out);
 
 // Options that are not given get their recorded values, except those that a given --precision sets. (--model and the

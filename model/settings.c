@@ -242,12 +242,8 @@ void settings_free(Settings* s) { options_free(settings_table, settings_count, s
 int64_t config_vocab_padded(const ModelConfig* m) { return (m->V + 127) / 128 * 128; }
 
 RopeConfig config_rope(const ModelConfig* m) {
-    RopeConfig rope = {.dim = (int)m->rope,
-                       .theta = m->rope_theta,
-                       .yarn = (int)m->yarn,
-                       .factor = m->yarn_factor,
-                       .mscale = m->yarn_mscale,
-                       .original_len = (double)m->yarn_original_len};
+    const double length = (double)m->yarn_original_len;
+    RopeConfig rope = {(int)m->rope, m->rope_theta, (int)m->yarn, m->yarn_factor, m->yarn_mscale, length};
     return rope;
 }
 

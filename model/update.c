@@ -40,13 +40,10 @@ static void update_by_adamw(Model* m) {
         const ParamBuffer* p = &m->units[i / BUFFERS].buffer[i % BUFFERS];
         const int64_t from = muon_owned(p), n = p->owned - from;
         if (p->n == 0 || n == 0) continue;
-        const AdamWBuffer buffer = {p->owned_weight + from,
-                                    p->master + from,
-                                    moments_at(p, from, m->layout.bf16_moments),
-                                    p->v,
-                                    owned_grad(p) + from,
-                                    n,
-                                    clamp(p->n_decay - p->owned_from - from, n)};
+        void* moments = moments_at(p, from, m->layout.bf16_moments);
+        const int64_t decay = clamp(p->n_decay - p->owned_from - from, n);
+        const AdamWBuffer buffer = {
+            p->owned_weight + from, p->master + from, moments, p->v, owned_grad(p) + from, n, decay};
         list[count++] = buffer;
     }
     adamw_update(list, count, m->layout.bf16_moments, &m->inputs->adamw, m->state, m->ctx);
