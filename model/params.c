@@ -110,45 +110,39 @@ static Unit unit_of(const ModelConfig* c, const Layout* l, int index) {
     return u;
 }
 
-// Adds a parameter's tensors: its rows under one name, or half of them under each of two; of `expert`, or -1. Those of
-// an expert of another rank have no offset.
-static void add_tensors(NamedTensor* list, int* count, const Param* p, const ModelConfig* c, int layer, int expert,
-                        int64_t at) {
-    const int halves = p->second ? 2 : 1;
-    // Matrices that write into the residual stream begin smaller, because 2 L of them add up.
-    const double residual = sqrt(2.0 * (double)c->L), std = 0.02;
-    for (int half = 0; half < halves; half++) {
-        NamedTensor* t = &list[(*count)++];
-        const size_t room = sizeof(t->name);
-        const int prefix = layer < 0 ? 0 : snprintf(t->name, room, "model.layers.%d.", layer);
-        snprintf(t->name + prefix, room - (size_t)prefix, half ? p->second : p->name, expert);
-        t->buffer = param_buffer(p->id);
-        t->shape[0] = p->rows / halves;
-        t->shape[1] = p->columns;
-        t->count = t->shape[0] * t->shape[1];
-        t->rank = p->start == ONE ? 1 : 2;
-        if (t->rank == 1) t->shape[0] = p->columns;
-        t->offset = at < 0 ? -1 : at + half * t->count;
-        t->muon = p->by == MUON;
-        t->std = p->start == ONE ? 0 : p->start == RESIDUAL ? std / residual : std;
-    }
-}
-
 NamedTensor* params_tensors(const ModelConfig* c, const Layout* layout, int index, int* count) {
     Param list[PARAMS];
     const Unit u = unit_of(c, layout, index);
     const int params = params_list(list, c, u.kind);
     const int64_t El = c->E / layout->ep, first = layout->rank % layout->ep * El, E = u.at[ROUTER] < 0 ? 0 : c->E;
     NamedTensor* tensors = (NamedTensor*)host_alloc((size_t)(2 * PARAMS + 3 * c->E) * sizeof(NamedTensor));
+    // Matrices that write into the residual stream begin smaller, because 2 L of them add up.
+    const double residual = sqrt(2.0 * (double)c->L), std = 0.02;
     *count = 0;
-    // Dense parameters first (-1), then the experts one after another.
+    // Dense parameters first (e = -1), then the experts one after another. A parameter is one tensor, or two: each half
+    // of its rows has a name.
     for (int64_t e = -1; e < E; e++)
-        for (int i = 0; i < params; i++) {
-            const Param* p = &list[i];
-            const int64_t at = u.at[p->id] + (e < 0 ? 0 : (e - first) * p->rows * p->columns);
-            const int elsewhere = e >= 0 && (e < first || e >= first + El);
-            if ((param_buffer(p->id) == EXPERT_PARAMS) == (e >= 0))
-                add_tensors(tensors, count, p, c, u.layer, (int)e, elsewhere ? -1 : at);
+        for (int i = 0; i < 2 * params; i++) {
+            const Param* p = &list[i / 2];
+            const int half = i % 2, halves = p->second ? 2 : 1;
+            if (half == halves || (param_buffer(p->id) == EXPERT_PARAMS) != (e >= 0)) continue;
+
+            NamedTensor* t = &tensors[(*count)++];
+            const size_t room = sizeof(t->name);
+            const int prefix = u.layer < 0 ? 0 : snprintf(t->name, room, "model.layers.%d.", u.layer);
+            snprintf(t->name + prefix, room - (size_t)prefix, half ? p->second : p->name, (int)e);
+            t->buffer = param_buffer(p->id);
+            t->rank = p->start == ONE ? 1 : 2;
+            t->shape[0] = t->rank == 1 ? p->columns : p->rows / halves;
+            t->shape[1] = p->columns;
+            t->count = p->rows / halves * p->columns;
+            t->muon = p->by == MUON;
+            t->std = p->start == ONE ? 0 : p->start == RESIDUAL ? std / residual : std;
+
+            // Those of an expert of another rank have no offset.
+            const int here = e < 0 || (e >= first && e < first + El);
+            const int64_t before = (e < 0 ? 0 : e - first) * halves + half;  // tensors of this size
+            t->offset = here ? u.at[p->id] + before * t->count : -1;
         }
     return tensors;
 }
