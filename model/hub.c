@@ -1,8 +1,6 @@
 #include "model/hub.h"
 
 #include <errno.h>
-#include <stdbool.h>
-#include <stddef.h>
 #include <stdio.h>
 #include <stdlib.h>
 #include <string.h>
@@ -11,7 +9,7 @@
 #include "device/files.h"
 #include "moe/moe.h"
 
-static const size_t CONFIG_LIMIT = (size_t)1 << 17, JSON_LIMIT = (size_t)16 << 20;  // bytes
+static const size_t CONFIG_LIMIT = (size_t)1 << 17, MANIFEST_LIMIT = (size_t)16 << 20;  // bytes
 
 // Whole numbers that both sides have. A key that config.json may lack or have as null is then `absent`; -1: it may not.
 static const struct {
@@ -124,6 +122,19 @@ char* hub_config(const Settings* s, int32_t end_of_text) {
 }
 
 // --- From config.json ---
+
+// A JSON file of a model's folder, or NULL with the reason in `error`.
+static Json* read_json(const char* folder, const char* name, size_t limit, char* error, size_t error_size) {
+    size_t size;
+    char* text = read_file(path_of("%s/%s", folder, name).text, limit, &size);
+    if (!text)
+        snprintf(error, error_size,
+                 "%s: a folder with a Hugging Face model is wanted, such as a step of a run: runs/x/step_00001000",
+                 file_error(errno));
+    Json* json = text ? json_parse(text, size, error, error_size) : NULL;
+    free(text);
+    return json;
+}
 
 // The file being read, and the beginning of its error messages.
 typedef struct Reader {
@@ -245,13 +256,7 @@ ModelConfig hub_read_config(const char* option, const char* folder) {
     Reader r = {.where = host_format("--%s %s/config.json", option, folder)};
     char error[256];
     // The file. No name may occur twice in an object.
-    size_t size;
-    char* text = read_file(path_of("%s/config.json", folder).text, CONFIG_LIMIT, &size);
-    if (!text)
-        die(EXIT_USAGE,
-            "%s: %s: a folder with a Hugging Face model is wanted, such as a step of a run: runs/x/step_00001000",
-            r.where, file_error(errno));
-    Json* json = json_parse(text, size, error, sizeof(error));
+    Json* json = read_json(folder, "config.json", CONFIG_LIMIT, error, sizeof(error));
     if (!json) die(EXIT_USAGE, "%s: %s", r.where, error);
     r.json = json;
     check_names(&r, json);
@@ -291,22 +296,13 @@ ModelConfig hub_read_config(const char* option, const char* folder) {
     read_rope(&r, &c);
     check_quantization(&r);
     json_free(json);
-    free(text);
     free(r.where);
     return c;
 }
 
-// A JSON file of the folder, or NULL.
-static Json* read_json(const char* folder, const char* name) {
-    size_t size;
-    char* text = read_file(path_of("%s/%s", folder, name).text, JSON_LIMIT, &size);
-    Json* json = text ? json_parse(text, size, NULL, 0) : NULL;
-    free(text);
-    return json;
-}
-
 int64_t hub_length(const char* folder) {
-    Json *manifest = read_json(folder, "manifest.json"), *config = read_json(folder, "config.json");
+    Json* manifest = read_json(folder, "manifest.json", MANIFEST_LIMIT, NULL, 0);
+    Json* config = read_json(folder, "config.json", CONFIG_LIMIT, NULL, 0);
     int64_t length = json_int(json_get(manifest, "options"), "seq-len", 0);
     const Json* longest = json_get(config, "max_position_embeddings");
     if (longest &&
