@@ -1,6 +1,4 @@
 // The forward pass; begin at model_forward. Formulas and names: model/model.h.
-#include <stddef.h>
-
 #include "device/check.h"
 #include "layers/embedding.h"
 #include "layers/loss.h"

@@ -3,7 +3,6 @@
 
 #include <assert.h>
 #include <math.h>
-#include <stddef.h>
 #include <string.h>
 
 #include "device/check.h"

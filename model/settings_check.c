@@ -1,7 +1,6 @@
 // Checks between options, one function a subject. Each ends the run with the names and values of options that do not
 // fit.
 #include <math.h>
-#include <string.h>
 
 #include "device/check.h"
 #include "model/settings.h"

@@ -1,6 +1,4 @@
 // Where the value of an option comes from: the command line, a record, config.json, the presets, the defaults.
-#include <stdbool.h>
-#include <stddef.h>
 #include <stdlib.h>
 #include <string.h>
 #include <unistd.h>

@@ -1,7 +1,6 @@
 #include "pretrained/evaluate.h"
 
 #include <math.h>
-#include <stdbool.h>
 #include <stdio.h>
 #include <stdlib.h>
 #include <string.h>
