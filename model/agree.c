@@ -42,16 +42,13 @@ static char* option_list(const Settings* s) {
     return list;
 }
 
-// Ends the run with the first line in which two lists differ.
-static NORETURN void options_differ(int rank, char* first, char* other) {
-    char *rest_a, *rest_b, *a = strtok_r(first, "\n", &rest_a), *b = strtok_r(other, "\n", &rest_b);
-    // Both lists have the same order, so the first pair that differs names the option.
-    while (a && b && strcmp(a, b) == 0) {
-        a = strtok_r(NULL, "\n", &rest_a);
-        b = strtok_r(NULL, "\n", &rest_b);
-    }
-    die(EXIT_USAGE, "rank %d runs with --%s, rank 0 with --%s: give all ranks the same options", rank, b ? b : "(none)",
-        a ? a : "(none)");
+// Ends the run. Both lists have the same order, so the line of the first difference names the option.
+static NORETURN void options_differ(int rank, const char* first, const char* other) {
+    size_t at = 0;
+    while (first[at] == other[at]) at++;
+    while (at > 0 && first[at - 1] != '\n') at--;
+    die(EXIT_USAGE, "rank %d runs with --%.*s, rank 0 with --%.*s: give all ranks the same options", rank,
+        (int)strcspn(other + at, "\n"), other + at, (int)strcspn(first + at, "\n"), first + at);
 }
 
 void agree_on_settings(Ranks* world, const Settings* s) {
