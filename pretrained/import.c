@@ -213,19 +213,15 @@ static void load_unit(Import* in, Model* m, int unit) {
     check_copy(in, &m->layout, u->layer, "shared_head.head.weight", "lm_head.weight");
 }
 
-// Whether a tensor that no parameter asked for may be there. A layer behind the model's is an MTP module if it has an
-// eh_proj, else a block that would be lost.
-static bool may_be_left(Import* in, const char* name, int64_t layers, bool* predicts_more) {
+// Whether a tensor is of an MTP module behind the model's layers: one with an eh_proj. A block there would be lost.
+static bool of_other_module(Import* in, const char* name, int64_t layers) {
     int64_t layer;
-    bool beyond = sscanf(name, "model.layers.%ld.", &layer) == 1 && layer >= layers;
-    if (beyond) {
-        const SafeTensors* st;
-        char* mark = host_format("model.layers.%ld.eh_proj.weight", layer);
-        beyond = find(in, mark, &st) != NULL;
-        free(mark);
-    }
-    *predicts_more |= beyond;
-    return beyond || strstr(name, ".rotary_emb.inv_freq");
+    const SafeTensors* st;
+    if (sscanf(name, "model.layers.%ld.", &layer) != 1 || layer < layers) return false;
+    char* mark = host_format("model.layers.%ld.eh_proj.weight", layer);
+    const bool found = find(in, mark, &st) != NULL;
+    free(mark);
+    return found;
 }
 
 // `option` named the folder.
@@ -254,7 +250,9 @@ static void import_weights(Model* m, Ranks* world, const char* option, const cha
     for (int i = 0; i < in.count; i++)
         for (int t = 0; t < in.files[i]->count; t++) {
             const StTensor* tensor = &in.files[i]->tensors[t];
-            if (!tensor->used && !may_be_left(&in, tensor->name, layers, &predicts_more))
+            if (tensor->used || strstr(tensor->name, ".rotary_emb.inv_freq")) continue;
+            predicts_more = of_other_module(&in, tensor->name, layers);
+            if (!predicts_more)
                 die(EXIT_USAGE, "%s: tensor %s is none of this model's", in.files[i]->path, tensor->name);
         }
     if (predicts_more) printf("weights    layers from %ld on are left out: they are MTP modules (--mtp)\n", layers);
