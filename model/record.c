@@ -93,10 +93,9 @@ int64_t record_optimizer(const Json* record) {
 
 // The options that the run in `out` was made with.
 static Settings recorded(const Json* record, const char* out) {
-    Settings was = {.preset = 0};
-    char* where = host_format("the checkpoint in %s: ", out);
     // Values of the record over the defaults.
-    options_defaults(settings_table, settings_count, &was);
+    Settings was = settings_parse(0, NULL);
+    char* where = host_format("the checkpoint in %s: ", out);
     for (int i = 0; i < settings_count; i++) {
         const Option* o = &settings_table[i];
         const Json* value = json_get(record, o->name);

@@ -63,7 +63,8 @@ typedef enum { GRAPH_AUTO, GRAPH_OFF } GraphUse;
 extern const Option settings_table[];
 extern const int settings_count;
 
-// The command line over the defaults: the first of two steps, because --out names the record that the second one needs.
+// The command line over the defaults (argc 0: these alone). It is the first of two steps, because --out names the
+// record that the second one needs.
 Settings settings_parse(int argc, char** argv);
 
 // All options, each from the first source that has it: the command line, which settings_parse read; the record of the

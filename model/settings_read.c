@@ -119,8 +119,7 @@ static void take_newest(char** folder) {
 }
 
 Settings settings_defaults(const Settings* s) {
-    Settings usual = {.preset = 0};
-    options_defaults(settings_table, settings_count, &usual);
+    Settings usual = settings_parse(0, NULL);
     usual.preset = s->preset;
     settings_preset(&usual, s->precision);
     set_for_model(&usual);
