@@ -162,8 +162,11 @@ static void plan_params(Model* m) {
     m->units = (Unit*)host_alloc((size_t)units * sizeof(Unit));
     ParamBuffer** buffers = (ParamBuffer**)host_alloc((size_t)units * sizeof(ParamBuffer*));
     // Parameters, gradients and moments, then the slots that units are gathered into.
-    params_plan(params, m->units, &m->config, &m->layout);
-    for (int u = 0; u < units; u++) buffers[u] = m->units[u].buffer;
+    for (int u = 0; u < units; u++) {
+        m->units[u] = params_unit(&m->config, &m->layout, u);
+        buffers[u] = m->units[u].buffer;
+        for (int b = 0; b < BUFFERS; b++) sharding_plan(params, &buffers[u][b], m->layout.bf16_moments);
+    }
     m->sharding = sharding_plan_slots(params, buffers, units, (int)m->config.L + 1);
     free(buffers);
     // MXFP8 copies of the weights, and the optimizer's workspace.

@@ -76,8 +76,7 @@ int params_list(Param list[PARAMS], const ModelConfig* c, UnitKind kind) {
     return count;
 }
 
-// A unit's kind, layout and sizes; no memory.
-static Unit unit_of(const ModelConfig* c, const Layout* l, int index) {
+Unit params_unit(const ModelConfig* c, const Layout* l, int index) {
     Unit u = {.kind = kind_of(c, index)};
     Param list[PARAMS];
     for (int i = 0; i < PARAMS; i++) u.at[i] = -1;
@@ -112,7 +111,7 @@ static Unit unit_of(const ModelConfig* c, const Layout* l, int index) {
 
 NamedTensor* params_tensors(const ModelConfig* c, const Layout* layout, int index, int* count) {
     Param list[PARAMS];
-    const Unit u = unit_of(c, layout, index);
+    const Unit u = params_unit(c, layout, index);
     const int params = params_list(list, c, u.kind);
     const int64_t El = c->E / layout->ep, first = layout->rank % layout->ep * El, E = u.at[ROUTER] < 0 ? 0 : c->E;
     NamedTensor* tensors = (NamedTensor*)host_alloc((size_t)(2 * PARAMS + 3 * c->E) * sizeof(NamedTensor));
@@ -203,13 +202,6 @@ double params_muon_flops(const ModelConfig* c, int buffer) {
         }
     }
     return flops;
-}
-
-void params_plan(Arena* arena, Unit* units, const ModelConfig* c, const Layout* layout) {
-    for (int unit = 0; unit < params_units(c); unit++) {
-        units[unit] = unit_of(c, layout, unit);
-        for (int b = 0; b < BUFFERS; b++) sharding_plan(arena, &units[unit].buffer[b], layout->bf16_moments);
-    }
 }
 
 // The working weights from the float32 master weights, for the elements that this rank owns.

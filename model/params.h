@@ -103,8 +103,8 @@ double flops_per_token(const ModelConfig* config, int64_t T);
 // FLOPs of one update by Muon, of the matrices in a kind of buffer (DENSE_PARAMS, EXPERT_PARAMS), of all units.
 double params_muon_flops(const ModelConfig* config, int buffer);
 
-// Lays out every unit and names its arrays in `arena`.
-void params_plan(Arena* arena, Unit* units, const ModelConfig* config, const Layout* layout);
+// A unit's kind, layout and sizes; no memory.
+Unit params_unit(const ModelConfig* config, const Layout* layout, int index);
 
 // Working weights of this rank = round(master weights), after a start or a resume.
 void params_publish(Unit* unit, Ctx* ctx);
