@@ -30,13 +30,11 @@ static uint32_t program_crc(void) {
 static char* option_list(const Settings* s) {
     char* list = host_format("help %ld\nversion %ld\n", s->help, s->version);  // first: the others follow from them
     for (int i = 0; i < settings_count; i++) {
-        const char* name = settings_table[i].name;
-        // Paths may differ between machines. agree_on_data compares the shards and questions themselves.
-        if (strcmp(name, "train") == 0 || strcmp(name, "val") == 0 || strcmp(name, "eval") == 0 ||
-            strcmp(name, "tokenizer") == 0)
-            continue;
-        char* value = option_text(&settings_table[i], s);
-        host_append(&list, "%s %s\n", name, value);
+        const Option* o = &settings_table[i];
+        // Paths of data may differ between machines. agree_on_data compares the shards and questions themselves.
+        if (o->type == OPTION_TEXT && strcmp(o->group, "data") == 0) continue;
+        char* value = option_text(o, s);
+        host_append(&list, "%s %s\n", o->name, value);
         free(value);
     }
     return list;
