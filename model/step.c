@@ -36,15 +36,11 @@ static void forward_and_backward(Model* m, int last) {
 static void micro_step(void* model) { forward_and_backward((Model*)model, 0); }
 static void last_micro_step(void* model) { forward_and_backward((Model*)model, 1); }
 
-// Micro-steps of a kind give the device the same work.
-static Graph* micro_step_graph(const Model* m, int last) {
-    // The weights have changed, so this micro-step also quantizes them.
-    const int quantizes = m->units[0].version != weights_version(m->sharding);
-    return m->measures ? NULL : m->graphs[m->first | last << 1 | m->late << 2 | quantizes << 3];
-}
-
 void model_micro_step(Model* m, int last) {
-    graph_run(micro_step_graph(m, last), last ? last_micro_step : micro_step, m, m->ctx);
+    // Micro-steps of a kind give the device the same work. After a change of the weights it also quantizes them.
+    const int quantizes = m->units[0].version != weights_version(m->sharding);
+    Graph* graph = m->measures ? NULL : m->graphs[m->first | last << 1 | m->late << 2 | quantizes << 3];
+    graph_run(graph, last ? last_micro_step : micro_step, m, m->ctx);
     // Host state, which a replayed graph does not change.
     m->first = 0;
     for (int u = 0; u < params_units(&m->config); u++) m->units[u].version = weights_version(m->sharding);
