@@ -146,20 +146,15 @@ static char* what_fits(const Settings* s, int rank, size_t available, Backend bu
 
 // Whether a rank fits on a GPU of --gpu-memory GiB, or on the one at hand; nothing where neither is known.
 static void report_fit(const Settings* s) {
-    const size_t given = (size_t)(s->gpu_memory * 0x1p30);
-    const size_t available = given                     ? given - (given < CUDA_CONTEXT ? given : CUDA_CONTEXT)
-                             : BACKEND == BACKEND_CUDA ? device_free_memory(1)
-                                                       : 0;
+    const size_t given = (size_t)(s->gpu_memory * 0x1p30), left = given < CUDA_CONTEXT ? 0 : given - CUDA_CONTEXT;
+    if (!given && BACKEND != BACKEND_CUDA) return;
+    const size_t available = given ? left : device_free_memory(1), bytes = memory_needed(s, 0, BACKEND_CUDA);
     if (!given && !available) return;
-    const size_t bytes = memory_needed(s, 0, BACKEND_CUDA);
-    printf("\nmemory     %.2f GiB are needed besides the CUDA context, %.2f GiB are %s: ", (double)bytes / 0x1p30,
-           (double)available / 0x1p30, given ? "left" : "free");
-    if (bytes <= available) {
-        printf("it fits\n");
-        return;
-    }
-    char* others = what_fits(s, 0, available, BACKEND_CUDA);
-    printf("it does not fit%s\n", others);
+    const int fits = bytes <= available;
+    char* others = fits ? host_strdup("") : what_fits(s, 0, available, BACKEND_CUDA);
+    printf("\nmemory     %.2f GiB are needed besides the CUDA context, %.2f GiB are %s: it %s%s\n",
+           (double)bytes / 0x1p30, (double)available / 0x1p30, given ? "left" : "free", fits ? "fits" : "does not fit",
+           others);
     free(others);
 }
 
@@ -244,14 +239,11 @@ void report_data(const Settings* s, const Shards* train, const Tokenizer* tokeni
 
 void report_device(const Model* m) {
     const char* unreplayed = model_unreplayed(m);
+    const char* dispatch = m->capacity > 0 ? "windows" : BACKEND == BACKEND_CUDA ? "nccl" : "MPI";
     printf("device     %s\n", device_name(m->ctx));
     if (m->layout.ranks > 1) printf("ranks      %d, %d share a set of experts\n", m->layout.ranks, m->layout.ep);
     if (m->layout.ep > 1)
-        printf("dispatch   %s%s%s\n",
-               m->capacity > 0           ? "windows"
-               : BACKEND == BACKEND_CUDA ? "nccl"
-                                         : "MPI",
-               m->no_windows ? ": " : "", m->no_windows ? m->no_windows : "");
+        printf("dispatch   %s%s%s\n", dispatch, m->no_windows ? ": " : "", m->no_windows ? m->no_windows : "");
     printf("graph      %s%s\n", unreplayed ? "off: " : "steps are replayed", unreplayed ? unreplayed : "");
 }
 
