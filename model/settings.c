@@ -223,14 +223,13 @@ void settings_preset(Settings* s, int64_t precision) {
 int64_t settings_micro_tokens(const Settings* s) { return s->ranks * s->batch * s->seq_len; }
 
 const char* settings_folder(const Settings* s, const char** option) {
-    const char* const folders[3] = {s->init, s->sample, s->evaluate};
-    static const char* const options[3] = {"init", "sample", "evaluate"};
+    const char* const folders[3][2] = {{"init", s->init}, {"sample", s->sample}, {"evaluate", s->evaluate}};
     const char* found = NULL;
     for (int i = 0; i < 3; i++) {
-        if (!*folders[i]) continue;
-        if (found) die(EXIT_USAGE, "--%s and --%s do not go together", *option, options[i]);
-        found = folders[i];
-        *option = options[i];
+        if (!*folders[i][1]) continue;
+        if (found) die(EXIT_USAGE, "--%s and --%s do not go together", *option, folders[i][0]);
+        *option = folders[i][0];
+        found = folders[i][1];
     }
     return found;
 }
