@@ -243,9 +243,13 @@ void model_plan(Model* m, const Settings* s, int rank, Backend backend) {
     m->settings = *s;
     m->config = s->model;
     // The layout over the ranks. A model that is only used has frozen parameters.
-    const int frozen = *s->sample || *s->evaluate;
-    const Layout layout = {(int)s->ranks,       rank, (int)s->ep, (Shard)s->shard, frozen, (int)s->moments,
-                           s->optimizer == MUON};
+    const Layout layout = {.ranks = (int)s->ranks,
+                           .rank = rank,
+                           .ep = (int)s->ep,
+                           .shard = (Shard)s->shard,
+                           .frozen = *s->sample || *s->evaluate,
+                           .bf16_moments = (int)s->moments,
+                           .muon = s->optimizer == MUON};
     m->layout = layout;
     m->B = s->batch;
     m->window = s->seq_len;

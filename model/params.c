@@ -127,9 +127,9 @@ NamedTensor* params_tensors(const ModelConfig* c, const Layout* layout, int inde
             if (half == halves || (param_buffer(p->id) == EXPERT_PARAMS) != (e >= 0)) continue;
 
             NamedTensor* t = &tensors[(*count)++];
-            const size_t room = sizeof(t->name);
-            const int prefix = u.layer < 0 ? 0 : snprintf(t->name, room, "model.layers.%d.", u.layer);
-            snprintf(t->name + prefix, room - (size_t)prefix, half ? p->second : p->name, (int)e);
+            const size_t bytes = sizeof(t->name);
+            const int prefix = u.layer < 0 ? 0 : snprintf(t->name, bytes, "model.layers.%d.", u.layer);
+            snprintf(t->name + prefix, bytes - (size_t)prefix, half ? p->second : p->name, (int)e);
             t->buffer = param_buffer(p->id);
             t->rank = p->start == ONE ? 1 : 2;
             t->shape[0] = t->rank == 1 ? p->columns : p->rows / halves;
