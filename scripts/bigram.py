@@ -1,11 +1,15 @@
-"""Cross-entropy of a bigram model, the baseline that a language model must beat.
+"""Cross-entropy of a bigram model: the baseline that a language model must beat.
 
     python3 scripts/bigram.py TRAIN_SHARD VAL_SHARD [--seq-len 256] [--val-tokens 65536]
 
-Counts pairs of neighbouring tokens in the training shard and scores the same validation tokens that train_moe scores with
-these options: windows of seq-len targets from the start of the shard. Counts are smoothed by interpolation with the unigram
-(p = (count(a, b) + s p(b)) / (count(a) + s)); of several s the one that is best on the validation tokens is taken, which
-favours the baseline. Prints nats per token (per byte with the byte tokenizer). Standard library only.
+It counts pairs of neighbouring tokens in the training shard. It scores the same validation tokens as train_moe with
+these options: windows of seq-len targets from the start of the shard. Counts are smoothed by interpolation with the
+unigram:
+
+    p = (count(a, b) + s p(b)) / (count(a) + s)
+
+Several s are tried. The best one on the validation tokens is used, which favours the baseline. The result is nats per
+token (per byte with the byte tokenizer). Standard library only.
 """
 
 import script  # noqa: F401  signals end it with one line

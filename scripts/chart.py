@@ -1,5 +1,5 @@
-"""Draws the curves of runs over a common axis, in panels one below another, as SVG. Standard library only, so that a
-picture can be had on a machine that has nothing else.
+"""Draws the curves of runs over a common axis, in panels one below another, as SVG. Standard library only, so that
+pictures need no packages.
 """
 import math
 import re
@@ -17,14 +17,14 @@ COLUMNS = 600  # a line is drawn with at most this many steps' worth of detail
 LEAST = 1e-12  # a logarithmic axis begins no lower
 NOT_XML = re.compile("[^\t\n\r -\ud7ff\ue000-\ufffd\U00010000-\U0010ffff]")  # characters that no XML may hold
 
-# What is drawn of a run in a panel, as lists of (x, y), y None for a gap: a thin line, a thick one, and circles; and
-# as a list of (x, low, high), both None for a gap, a band behind them.
+# A run in a panel. A thin line, a thick line and circles are lists of (x, y), y None for a gap. A band behind them is a
+# list of (x, low, high), both None for a gap.
 Curve = namedtuple("Curve", "each average marks band", defaults=[()])
 
 
 class Panel:
-    """A vertical axis and a curve for each run; its range holds the values `shown`, without them all that are finite.
-    What is beyond it is clipped."""
+    """A vertical axis and a curve for each run. Its range covers the values `shown`, or else all finite values. Curves are
+    clipped to it."""
 
     def __init__(self, label, curves, log_y=False, y_range=None, shown=None):
         self.label, self.curves, self.log_y = label, curves, log_y
@@ -102,7 +102,7 @@ def text_width(text, size):
 
 
 def drawable(text, most):
-    """Cut to so many characters, and those that no font or XML has as replacement characters."""
+    """At most `most` characters; those that no font or XML has become replacement characters."""
     return NOT_XML.sub(chr(0xFFFD), text if len(text) <= most else text[:most - 1] + "…")
 
 
@@ -157,7 +157,7 @@ class SvgPanel:
         yield text(20, middle, self.panel.title(), 14, "middle", extra=f' transform="rotate(-90 20 {middle:.1f})"')
 
     def line(self, points, style, width, opacity):
-        """A path with a gap wherever the value is None; a lone point between gaps becomes a dot by its round cap."""
+        """A path with a gap where the value is None; a lone point between gaps becomes a dot by its round cap."""
         path, pen_down = [], False
         for x, v in thin(points):
             if v is None:
@@ -179,7 +179,7 @@ class SvgPanel:
                 yield f'<polygon points="{" ".join(edge)}" fill="{colour}" fill-opacity="0.18"/>'
 
     def curves(self):
-        """All bands lie below all thin lines, those below all thick ones, and those below the circles."""
+        """From back to front: all bands, all thin lines, all thick lines, all circles."""
         curves = self.panel.curves
         for i, curve in enumerate(curves):
             yield from self.area(curve.band, COLOURS[i % len(COLOURS)])

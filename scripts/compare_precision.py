@@ -1,10 +1,10 @@
 #!/usr/bin/env python3
-"""Train one model from the same weights on the same data in several precisions and compare their losses.
+"""Trains one model from the same weights on the same data in several precisions, and compares the losses.
 
     python3 scripts/compare_precision.py --out runs/compare -- --train 'corpus/*_train_*.bin' \\
         --val 'corpus/*_val_*.bin' --model small --steps 2000 --save-every 500
 
-    # on 4 GPUs, with a set of options of one's own and a second seed of bf16, which shows the noise between seeds
+    # on 4 GPUs, with a set of your own options and a second seed of bf16, which shows the noise between seeds
     python3 scripts/compare_precision.py --out runs/compare --launch 'mpirun -np 4' --seeds 2 \\
         --set combine '--precision mxfp8 --combine-precision mxfp8' \\
         -- --train 'corpus/*_train_*.bin' --val 'corpus/*_val_*.bin' --model 16b --ep 4 --shard weights --steps 1000
@@ -12,18 +12,19 @@
     # every set with four seeds, four runs at a time, each on a GPU of its own
     python3 scripts/compare_precision.py --out runs/compare --at-once 4 --seeds 4 --all-seeds -- --train ...
 
-What follows `--` goes to every run; a set's own options are added to it. Each run has its folder: OUT/NAME, and with
-another seed K than the first OUT/NAME-seed-K. All runs see the same data in the same order, that of --seed (or of a
---data-seed among train_moe's options): another seed changes the weights alone. The same command again goes on where it
-stopped: a run whose log is complete is not repeated (its checkpoints may be deleted), another resumes from its newest
-checkpoint. The table goes to standard output as Markdown, what the runs print to standard error (with --at-once to
-OUT/NAME/output.txt), the picture to OUT/compare.svg.
+Options after `--` go to every run, together with the options of its set. Each run has a folder: OUT/NAME, or
+OUT/NAME-seed-K for a seed K other than the first. All runs read the same data in the same order, that of --seed (or
+of --data-seed among train_moe's options). Another seed changes the weights alone.
 
-A gap is the training loss minus that of bf16 of the same seed at the same step, as a mean over the last --window
-steps: above 0 is worse. A set with several seeds has the mean of their numbers ± its standard error (how many seeds);
-its curve is their mean, in a band from the lowest to the highest. Where bf16 alone has several, rows "bf16, seed K"
-hold each, the first of which the sets are compared with. The picture's vertical ranges are those of the steps after bf16's loss has
-made 80 % of its way. Standard library only.
+The same command continues an interrupted comparison. A run with a complete log is not repeated, and its checkpoints
+may be deleted. Other runs resume from their newest checkpoint. The table goes to standard output as Markdown. Output
+of the runs goes to standard error, or with --at-once to OUT/NAME/output.txt. The picture is OUT/compare.svg.
+
+A gap is the training loss minus that of bf16 with the same seed, as a mean over the last --window steps. Above 0 is
+worse. A set with several seeds shows mean ± standard error (number of seeds). Its curve is the mean, in a band from
+the lowest to the highest seed. Where only bf16 has several seeds, each has a row "bf16, seed K". The sets are
+compared with the first one. The vertical ranges of the picture are those of the steps after bf16's loss has made 80 %
+of its way. Standard library only.
 """
 import script
 from script import Failure
@@ -46,16 +47,16 @@ from runlog import NoLog, fail, read_log
 
 ROOT = pathlib.Path(__file__).resolve().parent.parent
 SETS = {"bf16": "", "mxfp8": "--precision mxfp8", "mxfp8-exact": "--precision mxfp8-exact"}
-COLUMNS = ("loss", "val_loss", "tokens_per_s", "mem_gib")  # what is read of a log
-LAST = 50  # steps that the final training loss is the mean of
-LEAST_GAP = 1e-3  # nats: the gaps' panel shows at least so much to both sides of 0
-STOPS = signal.SIGINT, signal.SIGTERM, signal.SIGUSR1, signal.SIGHUP  # they make the runs save and stop
-SETTLED = 0.8  # of its way from the first to the last value: from there on the loss counts for the panels' ranges
+COLUMNS = ("loss", "val_loss", "tokens_per_s", "mem_gib")  # columns of a log
+LAST = 50  # the final training loss is the mean of these last steps
+LEAST_GAP = 1e-3  # nats: the panel of gaps shows at least this range on both sides of 0
+STOPS = signal.SIGINT, signal.SIGTERM, signal.SIGUSR1, signal.SIGHUP  # signals: the runs save and stop
+SETTLED = 0.8  # the panels' ranges cover the steps after this share of the loss's way down
 Group = namedtuple("Group", "name runs")  # what has a row and a curve: the runs of a set, one for each seed
 
 
 def mean(values):
-    """Of those that are finite; None if none is."""
+    """The mean of the finite values; None if there is none."""
     known = [v for v in values if v is not None]
     return statistics.fmean(known) if known else None
 
@@ -65,7 +66,7 @@ def number(value, form):
 
 
 def estimate(values, form):
-    """Of one seed its number, of several the mean of those that are finite ± its standard error (how many)."""
+    """One seed: its number. Several: the mean of the finite ones ± its standard error (their number)."""
     known = [v for v in values if v is not None]
     text = number(mean(known), form)
     if len(known) > 1:
@@ -79,12 +80,12 @@ class Run:
         self.options = [*options, "--seed", str(seed)]
         if not any(option.split("=")[0] == "--data-seed" for option in options):
             self.options += ["--data-seed", str(data_seed)]
-        # How many steps it shall have: the last that the options say, or what its log will.
+        # Its steps: the last --steps of the options, or those of its log.
         given = re.findall(r"^--steps[=\n]([1-9]\d*)$", "\n".join(options), re.M)
         self.rows, self.steps = {}, int(given[-1]) if given else None
 
     def read(self):
-        """The log as far as there is one: self.rows, by step, and self.steps, how many it shall have."""
+        """Reads the log so far: self.rows by step, and self.steps, the steps of the whole run."""
         path = self.folder / "log.jsonl"
         if path.exists():
             try:
@@ -130,7 +131,7 @@ class Run:
                 output.close()
 
     def ended(self, code, where):
-        """What is wrong with how it ended, None if nothing is."""
+        """The error at the end of the run, or None."""
         if code not in (0, -signal.SIGUSR1):  # asked to stop before it could know
             return f"{self.name} failed with exit code {code}, its message is {where}; the same command tries again"
         self.read()
@@ -159,7 +160,7 @@ def ask_to_stop(process, program):
 
 
 def train(runs, launch, program, at_once):
-    """All runs, so many at a time. The first that fails, or a signal to this script, makes the others save and stop."""
+    """All runs, at_once at a time. The first that fails, or a signal to this script, makes the others save and stop."""
     for run in runs:
         run.check()
         if run.finished():
@@ -313,13 +314,13 @@ def arguments():
                         help="one more set of train_moe's options; may be repeated")
     parser.add_argument("--only", action="append", metavar="NAME",
                         help=f"run only bf16 and this set; may be repeated (default: {', '.join(SETS)}, every --set)")
-    parser.add_argument("--seed", type=int, default=1, help="first, of the weights and the data's order (default: 1)")
-    parser.add_argument("--seeds", type=int, default=1, metavar="N", help="seeds that bf16 is run with (default: 1)")
+    parser.add_argument("--seed", type=int, default=1, help="the first seed, of the weights and the order of the data (default: 1)")
+    parser.add_argument("--seeds", type=int, default=1, metavar="N", help="seeds of bf16 (default: 1)")
     parser.add_argument("--all-seeds", action="store_true", help="run every set with the seeds of --seeds")
     parser.add_argument("--window", type=int, metavar="STEPS",
                         help="of the smoothing (default: 50, or a tenth of the steps if that is less)")
     parser.add_argument("--launch", type=shlex.split, default=[], metavar="COMMAND",
-                        help="what starts the ranks, such as 'mpirun -np 4'")
+                        help="command that starts the ranks, such as 'mpirun -np 4'")
     parser.add_argument("--at-once", type=int, default=1, metavar="N", help="runs at a time, each on one GPU (default: 1)")
     parser.add_argument("--program", type=pathlib.Path, default=program, metavar="PATH", help=f"(default: {program})")
     ours, common = sys.argv[1:], []

@@ -4,10 +4,10 @@
   export.py runs/x/step_00002000 my-model
   export.py runs/x/step_00002000 my-model --dtype float32
 
-A checkpoint is a Hugging Face folder already; this leaves the optimizer's moments out and rounds the weights (to the
-nearest, ties to even). The routers' selection biases stay float32, as DeepSeek-V3's do. All files but the moments are
-checked against the manifest's CRC-32 first. Modules that predict further tokens get copies of the embedding and lm_head, as DeepSeek-V3's
-have, because some readers (vLLM) load a module by its own names alone. Needs numpy and safetensors.
+A checkpoint is already a Hugging Face folder. A release has no moments, and its weights are rounded (to nearest, ties
+to even). The selection biases of the routers stay float32, as DeepSeek-V3's do. The CRC-32 of all files but the
+moments is checked first. MTP modules get copies of the embedding and lm_head, as in DeepSeek-V3, because some readers
+(vLLM) load a module by its own names alone. Needs numpy and safetensors.
 """
 import script
 from script import Failure
@@ -74,7 +74,7 @@ def copies_of(config):
 
 
 def plan(step, dtype, copies):
-    """Files, each a list of (name, tensor, where it lies, bytes): as many as go into 5 GB, in the order of the model."""
+    """Files of at most 5 GB, in the order of the model. Each is a list of (name, tensor, source file, bytes)."""
     from safetensors import safe_open
     files, room = [[]], FILE_BYTES
     weight_map = read_json(step / INDEX)["weight_map"]
@@ -172,7 +172,7 @@ def run(name, packages, work):
 def main():
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("step", type=pathlib.Path, metavar="STEP", help="a checkpoint's folder")
-    parser.add_argument("out", type=pathlib.Path, metavar="OUT", help="a folder that is not there yet")
+    parser.add_argument("out", type=pathlib.Path, metavar="OUT", help="a new folder")
     parser.add_argument("--dtype", choices=("bfloat16", "float32"), default="bfloat16", help="of the weights (bfloat16)")
     args = parser.parse_args()
     return run("export.py", "numpy safetensors", lambda: export(args.step, args.out, args.dtype))

@@ -1,9 +1,10 @@
 #!/usr/bin/env python3
-"""Makes the figures of docs/: `make docs`, or python3 scripts/figures.py [--program TRAIN_MOE] [--out FOLDER] [NAME ...].
+"""Makes the figures of docs/: `make docs`, or python3 scripts/figures.py [--program TRAIN_MOE] [--out FOLDER] [NAME
+...].
 
-Those that show structure are drawn here. Those that show data come from runs of `tiny` made for them (three minutes on two
-cores) and from the tables of bench/RESULTS.md. All are SVG, 480 wide with letters of 13 and more, so that they can be read on a
-phone. Standard library only.
+Figures of structure are drawn here. Figures of data come from runs of `tiny` made for them (three minutes on two
+cores), and from the tables of bench/RESULTS.md. All are SVG, 480 wide, with letters of at least 13, so that they can
+be read on a phone. Standard library only.
 """
 import argparse
 import json
@@ -160,7 +161,7 @@ def axes(f, x0, y0, x1, y1, xs, ys, label):
 
 
 def result(pattern, heading, what):
-    """What bench/RESULTS.md says under a heading."""
+    """A figure of bench/RESULTS.md, under a heading."""
     text = (ROOT / "bench/RESULTS.md").read_text()
     found = re.search(pattern, text[text.index(heading):])
     if not found:
@@ -217,7 +218,7 @@ def bars(f, rows, top, unit, width=250):
 
 
 def legend(f, *words):
-    """What the bars are, below them."""
+    """The legend below the bars."""
     y = f.height + 12
     for i, word in enumerate(words):
         f.box(158 + 150 * i, y, 14, 14, fill=[BLUE, ORANGE][i])

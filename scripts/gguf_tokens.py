@@ -1,7 +1,7 @@
-"""The tokens of a GGUF file, from a tokenizer.json: byte-level BPE, or bytes, which is the same without merges.
+"""The tokens of a GGUF file, from a tokenizer.json: byte-level BPE, or bytes, which are BPE without merges.
 
-llama.cpp has one program for each way of splitting text before merges, and finds it by name. The name follows from the
-steps of tokenizer.json's pre_tokenizer, by the digest of their list.
+llama.cpp has code for each way of splitting text before the merges, and finds it by name. The name follows from the
+digest of the steps of tokenizer.json's pre_tokenizer.
 """
 import hashlib
 import json
@@ -11,14 +11,14 @@ from script import Failure
 
 SPLITTERS = {
     "da45177f402f64bb": "gpt-2",  # ByteLevel's own
-    "4ed16dc854e5eb8e": "gpt-2",  # tiktoken's pattern for the same pieces
+    "4ed16dc854e5eb8e": "gpt-2",  # tiktoken's pattern for the same words
     "ba84515862dd5c96": "deepseek-llm",  # DeepSeek-V2
     "c12c2616486bc456": "deepseek-v3",
 }
 
 
 def merged(text, ranks):
-    """What merges make of a piece of text."""
+    """A word after all merges."""
     parts = list(text)
     while len(parts) > 1:
         rank, at = min((ranks.get(pair, len(ranks)), i) for i, pair in enumerate(zip(parts, parts[1:])))
@@ -69,7 +69,7 @@ def splitter(tokenizer):
 
 
 def tokens_of(tokenizer, size):
-    """(texts, types, merges). Every id has a text and a type, also those that stand for nothing."""
+    """(texts, types, merges). Every id has a text and a type, unused ones too."""
     import gguf
     tokens, types = [f"[PAD{i}]" for i in range(size)], [gguf.TokenType.UNUSED] * size
     listed = [(i, text, gguf.TokenType.NORMAL) for text, i in tokenizer["model"]["vocab"].items()]
@@ -85,7 +85,7 @@ def tokens_of(tokenizer, size):
 
 
 def add_tokenizer(writer, step, config):
-    """Writes the keys of the tokenizer that lies in the folder `step`."""
+    """Writes the keys of the tokenizer in the folder `step`."""
     import gguf
     path, size, end = step / "tokenizer.json", config["vocab_size"], config["eos_token_id"]
     if not path.exists():

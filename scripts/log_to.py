@@ -3,19 +3,19 @@
 
     python3 scripts/log_to.py runs/* --tensorboard board && tensorboard --logdir board
     python3 scripts/log_to.py runs/* --wandb PROJECT      # WANDB_MODE=offline writes to ./wandb, for `wandb sync` later
-    python3 scripts/log_to.py runs/x --tensorboard board --follow    # and new steps, until the last
+    python3 scripts/log_to.py runs/x --tensorboard board --follow    # sends new steps too, until the last
 
-All columns of numbers go, those of mx_stats as mx_stats/layer3/x/snr_db, and the configuration as hyperparameters. What
-was not finite is left out and counted. A run is named by its folder, or by its log where that is not called log.jsonl,
-with folders above it where two would be the same.
+It sends all columns of numbers, those of mx_stats as mx_stats/layer3/x/snr_db, and the configuration as
+hyperparameters. Values that are not finite are counted and left out. The name of a run is its folder, or its log if
+that is not called log.jsonl. Where two names would be the same, folders above are added.
 
-The same command again brings what was written since; no point is there twice. A run is DIR/NAME in TensorBoard: a new
-event file takes the place of the one before, also in a TensorBoard that is open, but not of one from another log, which
-log_to.source beside it names. Links in DIR are refused. In W&B it has an id made of this machine's name and the run's
-folder or log, and W&B replaces a run that is sent again under its id.
+The same command sends the new steps later, and no point twice. In TensorBoard a run is DIR/NAME. A new event file
+replaces the one before, also in an open TensorBoard. A file from another log is never replaced: log_to.source next to
+it names its log. Links in DIR are refused. In W&B the id of a run is made of the machine's name and the run's folder
+or log. W&B replaces a run that is sent again under its id.
 
-The wall time of a step is its column `time`; in a log without one, when the log was last written, less the milliseconds
-of the steps after it.
+The wall time of a step is its column `time`. In a log without one, it is the time of the last write minus the
+milliseconds of later steps.
 """
 import script
 from script import Failure
@@ -49,9 +49,9 @@ def points(log, first):
 
 
 class TensorBoard:
-    """Event files, by the package that shows them. Its readers take any file whose name holds `tfevents`, a folder's in
-    the order of their names. A TensorBoard that is open drops what it has of a run when it comes to the START of the
-    next file, but not each gets there if the file it is at is gone: that one is emptied now, removed the time after.
+    """Event files, written by the package that shows them. Its readers take files with `tfevents` in their name, in the order
+    of names. An open TensorBoard drops its data of a run when it reaches the START of the next file. It may not get there
+    if its present file is gone. So that file is emptied now, and removed the next time.
     """
 
     def __init__(self, folder, stack):
@@ -170,7 +170,7 @@ class WandB:
 
 
 class Reader:
-    """Reads logs. One that is as it was before is not read anew."""
+    """Reads logs. An unchanged log is not read again."""
 
     def __init__(self):
         self.logs = {}
@@ -179,7 +179,7 @@ class Reader:
         try:
             status = os.stat(log_path(path))
         except OSError:
-            return Log(path, columns)  # it says why
+            return Log(path, columns)  # its error has the reason
         stamp = status.st_ino, status.st_size, status.st_mtime_ns
         before, log = self.logs.get(path, (None, None))
         if stamp != before:
@@ -221,9 +221,9 @@ def send_all(board, runs, read, sent, wait):
 def main():
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("runs", nargs="+", type=pathlib.Path, metavar="RUN",
-                        help="log.jsonl, or the folder that holds it")
+                        help="log.jsonl, or its folder")
     parser.add_argument("--follow", nargs="?", type=float, const=10, metavar="SECONDS",
-                        help="look for new steps every few seconds (10), until each run has reached its last or Ctrl-C")
+                        help="look for new steps every few seconds (10), until the last step of each run or Ctrl-C")
     where = parser.add_mutually_exclusive_group(required=True)
     where.add_argument("--tensorboard", type=pathlib.Path, metavar="DIR", help="folder of the runs' event files")
     where.add_argument("--wandb", metavar="PROJECT")

@@ -1,22 +1,23 @@
 #!/usr/bin/env python3
-"""Write tests/golden/*.safetensors: small random models with logits, loss and gradients by transformers.
+"""Writes tests/golden/*.safetensors: small random models with logits, loss and gradients by transformers.
 
-The C tests compare the whole model with these files, and Muon with muon.safetensors. Needs torch, transformers and numpy; nothing else in the
-repository does, and the files are committed, so run it only to change them:  python3 scripts/make_golden.py
+The C tests compare the whole model with these files, and Muon with muon.safetensors. The files are committed, so run
+this only to change them: python3 scripts/make_golden.py. Needs torch, transformers and numpy.
 
-- All numbers come from float64 runs and are rounded to float32 once, at the end: the oracle adds no noise of its own.
-  `mtp` keeps them in float64. Its modules are built here, from the paper's equations and transformers' decoder layer.
-  transformers casts norms, softmax, RoPE and router to float32; `Float64Casts` turns those casts into float64.
-  The same model in plain float32 is run beside it; its distance is printed.
-- Which experts a token takes must not hang on rounding. Tokens are redrawn, position by position, until every gap
-  that decides a choice exceeds MIN_GAP in every MoE layer: between the scores (s + bias) of consecutive chosen experts,
-  between the last chosen and the best other one, and between the worst chosen and the best other group. The scores of
-  the chosen are also above MIN_GAP, so that masking the other groups with 0 or with -inf gives the same experts.
+- All numbers are computed in float64 and rounded to float32 once, at the end, so the oracle adds no noise. `mtp`
+  stays float64. Its modules are built here, from the paper's equations and transformers' decoder layer. transformers
+  casts norms, softmax, RoPE and router to float32; `Float64Casts` makes those casts float64. The same model in plain
+  float32 runs too, and its distance is printed.
+- The experts of a token must not depend on rounding. Tokens are drawn again, position by position, until every gap
+  that decides a choice exceeds MIN_GAP in every MoE layer. These gaps are between scores (s + bias): of consecutive
+  chosen experts, of the last chosen and the best other expert, and of the worst chosen and the best other group.
+  Scores of chosen experts also exceed MIN_GAP. So masking the other groups with 0 or with -inf gives the same
+  experts.
 
-A file holds `weight.*` and `grad.*` under Hugging Face checkpoint names, `tokens` and `targets` (B, T), `logits`
-(B, T, V), `loss` (the main model's, then each module's), and `expert_ids.L` (B*T, K) for each MoE layer L, by s + bias
-descending (of module k without the last k tokens). Its metadata's `options` are the command line of train_moe that
-describes the model.
+A file has `weight.*` and `grad.*` under Hugging Face names, `tokens` and `targets` (B, T), `logits` (B, T, V), and
+`loss` (of the main model, then of each module). For each MoE layer L it has `expert_ids.L` (B*T, K), by s + bias
+descending (module k: without the last k tokens). Its metadata's `options` are the command line of train_moe for the
+model.
 """
 import script  # noqa: F401  signals end it with one line
 
@@ -71,7 +72,7 @@ class Float64Casts(TorchFunctionMode):
 
 
 class Module(DeepseekV3DecoderLayer):
-    """A module that predicts further tokens, named as in DeepSeek-V3's published weights."""
+    """An MTP module (multi-token prediction), named as in DeepSeek-V3's published weights."""
 
     def __init__(self, config, layer):
         super().__init__(config, layer)
@@ -90,7 +91,7 @@ class Module(DeepseekV3DecoderLayer):
 
 
 def further_losses(model, hidden, tokens):
-    """L^k of equations 23 and 24 from (B, T + 1) tokens and what the main model's head reads; a window's 1 / T."""
+    """L^k of equations 23 and 24 from (B, T + 1) tokens and the input of the main model's head, times 1 / T of a window."""
     B, T = hidden.shape[:2]
     losses = []
     for k, module in enumerate(model.model.layers[model.config.num_hidden_layers:], 1):
@@ -212,7 +213,7 @@ def draw_tokens(model, seen, o, seed):
 
 
 def losses(model, tokens):
-    """Of (B, T + 1) tokens: logits, and the losses of the main model and of the modules."""
+    """Logits of (B, T + 1) tokens, and the losses of the main model and of the modules."""
     hidden = model.model(tokens[:, :-1], use_cache=False).last_hidden_state
     logits = model.lm_head(hidden)
     main = F.cross_entropy(logits.flatten(0, 1), tokens[:, 1:].flatten())
@@ -264,8 +265,8 @@ def relative(a, b):
 
 
 def bf16_noise(o, weights, tokens, expert_ids, grads):
-    """What bf16 costs in transformers itself: (smallest cosine, largest error of the norm) over all gradients, or None if
-    it sends a token to other experts."""
+    """The error of bf16 in transformers itself: (smallest cosine, largest error of the norm) over all gradients. None if a
+    token selects other experts."""
     half = build(o).bfloat16()
     half.load_state_dict(weights)
     seen = record_routers(half)
@@ -350,7 +351,7 @@ def make(name, o, seed, folder, verbose):
 
 
 def make_muon(path):
-    """20 steps of torch.optim.Muon from formulas that tests/ops/test_muon.c has too: `w.ROWSxCOLUMNS` is what they end with."""
+    """20 steps of torch.optim.Muon on the formulas of tests/ops/test_muon.c. `w.ROWSxCOLUMNS` is the result."""
     tensors = {}
     for rows, columns in ((24, 40), (40, 24), (32, 32)):
         i = torch.arange(rows * columns, dtype=torch.float64)

@@ -1,19 +1,20 @@
 #!/usr/bin/env python3
-"""Write tests/golden/mxfp8.safetensors: blocks and what torchao makes of them.
+"""Writes tests/golden/mxfp8.safetensors: blocks, and their quantization by torchao.
 
-tests/mx/test_mxfp8.c compares the casts with this file bit for bit. Needs torch, torchao and safetensors, on the CPU; the
-file is committed, so run it only to change it:  python3 scripts/make_mx_golden.py
+tests/mx/test_mxfp8.c compares the quantization with this file bit for bit. The file is committed, so run this only to
+change it: python3 scripts/make_mx_golden.py. Needs torch, torchao and safetensors, on the CPU.
 
-Inputs, 64 x 96: `bf16.x` and `float32.x`. Rows differ in size by up to 2^16, and among the first 16 are zeros, the
-smallest and the largest numbers, NaN and Inf. For each input and mode (rceil, floor): `<input>.<mode>.rows.q` and
-`.scale` are x cast along its rows, `<input>.<mode>.columns.q` and `.scale` the transposed x cast along its rows.
+Inputs, 64 x 96: `bf16.x` and `float32.x`. Rows differ in size by up to 2^16. The first 16 contain zeros, the smallest
+and the largest numbers, NaN and Inf. For each input and mode (rceil, floor), `<input>.<mode>.rows.q` and `.scale` are
+x quantized along its rows. `<input>.<mode>.columns.q` and `.scale` are the transposed x quantized along its rows.
 
 torchao 0.18 departs from the formula for blocks with s = 0 (it does not multiply by 2^127) and with Inf (s = 254). In
-eager mode its rceil takes ceil(log2(amax / 448)) with the logarithm rounded to float32: just above 448 * 2^k, by at most
-2 (k = 4) to 39 (k = 64) of float32's steps, the logarithm is k and s one too small, for k >= 4 and k <= -5. No bf16
-comes so near, and no block here does: cast() would stop. (The one exception in mx/mxfp8.h is another: there the quotient
-is subnormal and rounded down.) So every block is cast a second time, in float64 by the definition of MX with PyTorch's
-rounding to e4m3: where torchao keeps to the formula both must agree, and elsewhere the file holds the second.
+eager mode its rceil takes ceil(log2(amax / 448)) with the logarithm rounded to float32. Just above 448 * 2^k, for k
+>= 4 and k <= -5, the logarithm becomes k and s is one too small. This happens within 2 (k = 4) to 39 (k = 64) float32
+steps. No bf16 is so near, and no block here is: cast() would stop. (The exception in mx/mxfp8.h is another one: there
+the quotient is subnormal and rounded down.) So every block is quantized a second time. This is in float64, by the
+definition of MX with PyTorch's rounding to e4m3. Where torchao follows the formula, both must agree. Elsewhere the
+file has the second result.
 """
 import script  # noqa: F401  signals end it with one line
 

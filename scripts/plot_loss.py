@@ -1,12 +1,12 @@
 #!/usr/bin/env python3
-"""Plots the losses, or other columns, of one or several runs from their log.jsonl into one picture.
+"""Plots the losses, or other columns, of one or several runs from their log.jsonl in one picture.
 
     python3 scripts/plot_loss.py runs/bf16 runs/mxfp8/log.jsonl --out loss.svg
     python3 scripts/plot_loss.py runs/* --column val_loss grad_norm --over time --out loss.pdf
 
-The thin line is each step, the thick line its moving average; circles are what most steps lack, such as the validation
-loss. Each column has a panel of its own, but val_loss joins loss. Columns of mx_stats are called as
-mx_stats/layer3/x/snr_db. The format goes by the suffix: .svg needs nothing but Python, .png and .pdf matplotlib.
+The thin line has each step, the thick line is its moving average. Circles are columns that most steps lack, such as
+the validation loss. Each column has its own panel, but val_loss is drawn with loss. Names of mx_stats columns are
+like mx_stats/layer3/x/snr_db. The suffix sets the format: .svg needs only Python, .png and .pdf need matplotlib.
 """
 import script
 from script import Failure
@@ -18,7 +18,7 @@ from chart import COLOURS, LEAST, WIDTH, Curve, Panel, draw_svg, drawable, short
 from runlog import fail, finite, read_logs
 
 FORMATS = (".svg", ".png", ".pdf")
-UNITS = ((7200, 3600, "hours"), (120, 60, "minutes"), (0, 1, "seconds"))  # from so many on
+UNITS = ((7200, 3600, "hours"), (120, 60, "minutes"), (0, 1, "seconds"))  # from this many seconds on
 
 
 def smooth(values, beta):
@@ -96,7 +96,7 @@ def entry(name, group, curve):
 
 
 def key_of(panels, beta):
-    """What the kinds of lines mean."""
+    """The key: kinds of lines and their meaning."""
     curves = [curve for panel in panels for curve in panel.curves]
     lines = f"thin: each step, thick: moving average ({beta:g})" if beta else "line: each step"
     return ", ".join([lines] * any(c.each for c in curves) + ["circles: where measured"] * any(c.marks for c in curves))
@@ -148,7 +148,7 @@ def save_by_matplotlib(path, suffix, panels, entries, x_label, title, key):
 def main():
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("logs", nargs="+", type=pathlib.Path, metavar="RUN",
-                        help="log.jsonl, or the folder that holds it")
+                        help="log.jsonl, or its folder")
     parser.add_argument("--out", type=pathlib.Path, default=pathlib.Path("loss.svg"), metavar="FILE",
                         help=f"picture to write, its suffix one of {' '.join(FORMATS)} (default: loss.svg)")
     parser.add_argument("--column", nargs="+", default=["loss", "val_loss"], metavar="NAME",

@@ -4,20 +4,21 @@
   prepare_eval.py hellaswag_val.jsonl --out hellaswag.bin --tokenizer tiktoken:gpt2
   prepare_eval.py piqa/valid.jsonl --labels piqa/valid-labels.lst --out piqa.bin --tokenizer tokenizers:tokenizer.json
 
-A line is an example, of one of these kinds by its fields; prompts are those of lm-evaluation-harness:
+Each line is an example. Its fields decide its kind; prompts are those of lm-evaluation-harness:
 
   HellaSwag  ctx, endings, label        without marks of its source such as [title]; if it has activity_label, ctx_a and
                                         ctx_b, the context is "ACTIVITY_LABEL: CTX_A Ctx_b"
-  ARC        question, answerKey        question {stem, choices [{text, label}]}, or choices {text, label} beside it;
+  ARC        question, answerKey        question {stem, choices [{text, label}]}, or choices {text, label} next to it;
                                         "Question: STEM\\nAnswer:", then the choices
   PIQA       goal, sol1, sol2, label    "Question: GOAL\\nAnswer:", then the solutions
   any other  context, endings, label    as it is
 
-label counts from 0. A space goes between the context and an ending, always. The tokens of an ending are what the two
-together have behind the context's tokens; where they do not begin with those, the ending's by itself.
+Labels count from 0. A space always separates the context from an ending. The tokens of an ending are those of the
+whole text after the context's tokens. If the whole text does not begin with the context's tokens, the ending is
+encoded alone.
 
-The file, little-endian: a header of 256 int32 {20240522, 1, number of examples, bytes of the longest example}, the rest
-zero; then the examples, each of these uint16:
+The file is little-endian. Its header has 256 int32: {20240522, 1, number of examples, bytes of the longest example},
+then zeros. The examples follow, in uint16:
 
   65535                           begins an example
   its size in bytes               from the 65535 to its end, as in the header
@@ -27,9 +28,9 @@ zero; then the examples, each of these uint16:
   the number of the context's tokens, and the tokens
   for each ending: the number of its tokens, and the tokens
 
-Where uint16 is too little (a vocabulary of more than 65536, an example of more than 65535 bytes, more than 65535
-examples), the magic is 20240802, the version 1, and all of these are uint32; 4294967295 begins an example. llm.c reads
-only the form in uint16, with 4 endings.
+uint16 is too small for a vocabulary above 65536, an example above 65535 bytes, or more than 65535 examples. Then the
+magic is 20240802 and the version 1. All of these are uint32, and 4294967295 begins an example. The program llm.c
+reads only the uint16 form, with 4 endings.
 """
 import script
 from script import Failure
@@ -91,7 +92,7 @@ def plain(row):
     return row["context"], row["endings"], row["label"]
 
 
-KINDS = {"ctx": hellaswag, "question": arc, "goal": piqa, "context": plain}  # by the field that tells a kind
+KINDS = {"ctx": hellaswag, "question": arc, "goal": piqa, "context": plain}  # by the first field that an example has
 
 
 def example_of(row, labels, number):
@@ -219,7 +220,7 @@ def main(arguments=None):
     parser.add_argument("--out", required=True, metavar="FILE", help="the evaluation file to write")
     parser.add_argument("--tokenizer", default="bytes", metavar="SPEC", help="as in prepare_text.py (bytes)")
     parser.add_argument("--eot", metavar="TOKEN", help="as in prepare_text.py")
-    parser.add_argument("--labels", metavar="FILE", help="the examples' labels, one a line, in the place of the field")
+    parser.add_argument("--labels", metavar="FILE", help="the examples' labels, one a line, instead of the field")
     args = parser.parse_args(arguments)
     try:
         prepare(args)

@@ -6,22 +6,21 @@
   prepare_text.py src/ --glob '*.c' '*.h' --out data --tokenizer tiktoken:gpt2
   prepare_text.py crawl/*.jsonl.zst wiki.parquet --out data --train-tokenizer 32000
 
-Writes NAME_train_%06d.bin, NAME_val_%06d.bin and the tokenizer: NAME_tokenizer.bin for train_moe, NAME_tokenizer.json
-and NAME_tokenizer_config.json for transformers, which wants them in a folder as tokenizer.json and
-tokenizer_config.json. Until all are complete they end in .tmp; those that a killed run left go with the next run of the
-same NAME, of which there is one at a time. Earlier files of the NAME go before new ones come, the first shard of training
-comes last of the shards, and NAME_tokenizer.bin last of all.
+It writes the shards NAME_train_%06d.bin and NAME_val_%06d.bin, and the tokenizer: NAME_tokenizer.bin for train_moe,
+NAME_tokenizer.json and NAME_tokenizer_config.json for transformers (there, without NAME_). Files end in .tmp until
+all are complete. Then earlier files of the NAME are removed and the new ones are renamed, NAME_tokenizer.bin last.
+The next run of the same NAME removes the .tmp files of a killed run. Two runs of one NAME at a time are refused.
 
-Every document starts with the end-of-text token. The byte tokenizer (ids 0..255, 256 = end of text) needs nothing but
-Python's standard library. A document is a record of a .jsonl, .ndjson or .parquet file (its --field), or any other
-file, or with --split-on a part of one (line ends around a part are dropped). Files that end in .gz, .xz or .zst are
-unpacked as they are read. Files of a folder that are not text, links to folders and links that lead nowhere are left
-out and counted. Text is handled in pieces of a few MiB; a document longer than that is cut at line ends. One process
-reads and writes, --jobs of them encode: the shards are the same whatever their number.
+Every document begins with the end-of-text token. The byte tokenizer (ids 0..255, 256 = end of text) needs only
+Python's standard library. A document is a record of a .jsonl, .ndjson or .parquet file (its --field), or a whole file
+of another kind. With --split-on it is a part of one, without the line ends around it. Files that end in .gz, .xz or
+.zst are decompressed as they are read. In a folder, files that are not text, links to folders and dangling links are
+left out and counted. Text is processed a few MiB at a time; a longer document is cut at line ends. One process reads
+and writes, and --jobs processes encode. The shards are the same for any number of jobs.
 
-Without --val, documents are dealt by a hash of how they begin, so that the same text always falls on the same side. Where
-this makes validation less than a quarter of --val-fraction of the text or more than four times as much, as with a few
-books, validation is the end of the text.
+Without --val, a hash of a document's beginning decides if it is validation. So the same text is always on the same
+side. With a few books this share may be below a quarter of --val-fraction or above four times it. Validation is then
+the end of the text.
 """
 import script
 from script import Failure
@@ -53,8 +52,8 @@ from tokenizer_json import config_json
 HEADERS = {2: (20240520, 1), 4: (20240801, 7)}  # magic and version of shards, by bytes per token
 TOKENIZER_HEADER = (20240328, 2)
 MAX_SHARD_TOKENS = 2**31 - 1  # the header counts in int32
-HASHED = 64 << 10  # bytes of a document that decide where it goes
-ENOUGH = 100  # documents of validation that show what share of the text they are
+HASHED = 64 << 10  # bytes of a document for the hash
+ENOUGH = 100  # documents of validation, enough to estimate their share of the text
 BATCH = 1 << 20  # bytes of text that a process encodes at a time
 TRIED_ON = 1 << 20  # bytes of text that show whether two tokenizers agree
 PROGRESS_S = 5
@@ -78,7 +77,7 @@ def deal_by_hash(documents, threshold):
 
 
 def deal_by_end(documents, boundary):
-    """Validation is what lies behind `boundary` bytes."""
+    """Validation is the text after `boundary` bytes."""
     at, split = 0, "train"
     for first, text in documents:
         cut = len(text) if at + len(text) <= boundary else cut_point(text, boundary - at) if at < boundary else 0
@@ -91,8 +90,8 @@ def deal_by_end(documents, boundary):
 
 
 def deal(documents, fraction):
-    """Deals documents; reads them twice, as far as it takes to see whether hashes give validation its share: until
-    there are ENOUGH documents of validation, or to the end."""
+    """Assigns documents to training or validation. It first reads until there are ENOUGH validation documents, or to the
+    end, to see whether hashes give validation its share. Then it reads again."""
     threshold = int(fraction * 2**64)
     total, val, count, dealt = 0, 0, 0, False
 
@@ -140,7 +139,7 @@ def batches_of(dealt):
 
 
 def encode(dealt, tokenizer, jobs):
-    """Yields what was dealt in batches, each with the tokens of its texts. A process has two batches to do at most."""
+    """Yields batches, each with the tokens of its texts. At most two batches per process are queued."""
     if jobs == 1:
         for batch in batches_of(dealt):
             yield batch, tokenizer.encode([text for _, _, text in batch])
@@ -163,7 +162,7 @@ def encode(dealt, tokenizer, jobs):
 
 
 def tokenize(dealt, texts, tokenizer, jobs, writers):
-    """Writes what was dealt of texts, and says how far it is."""
+    """Writes the tokens of all texts, and prints the progress."""
     eot = pack([tokenizer.eot], tokenizer.vocab)
     done, began = 0, time.monotonic()
     said = began
@@ -179,7 +178,7 @@ def tokenize(dealt, texts, tokenizer, jobs, writers):
             if now > said + PROGRESS_S and done:
                 said = now
                 read, size, given = (sum(getattr(t, name) for t in texts) for name in ("done", "size", "given"))
-                share = max(1, read) / size * done / given  # what is read is not all encoded
+                share = max(1, read) / size * done / given  # not all text that was read is encoded
                 left = datetime.timedelta(seconds=round((now - began) * (1 / share - 1)))
                 print(f"prepare_text.py: {100 * share:.1f} %, {done / 1e6 / (now - began):.1f} MB/s, {left} left",
                       file=sys.stderr)
@@ -202,22 +201,22 @@ def sync(path):
 
 
 class NewFiles:
-    """Files under temporary names until commit puts them in place; discard removes those that are not. They are locked
-    while they are open, which tells them from those that a killed run left."""
+    """Files under temporary names until commit renames them; discard removes the others. Open files are locked, so they
+    differ from those of a killed run."""
 
     def __init__(self):
         self.files = []  # (final name, file)
 
     def create(self, name):
-        file = open(name + ".tmp", "xb")  # never what is there already, nor what a link leads to
+        file = open(name + ".tmp", "xb")  # never an existing file, nor the target of a link
         script.unfinished.append(file.name)
         self.files.append((name, file))
         fcntl.flock(file, fcntl.LOCK_EX)
         return file
 
     def commit(self, earlier):
-        """Earlier files go first, so that old and new are never mixed. New ones come by name, the last first: the table of the
-        tokenizer, without which a set is not whole, comes last."""
+        """Earlier files are removed first, so that old and new are never mixed. New ones are renamed in reverse order of names.
+        The tokenizer's table comes last: a set without it is incomplete."""
         for _, file in self.files:
             if not file.closed:
                 file.flush()
@@ -235,7 +234,7 @@ class NewFiles:
     def discard(self):
         for name, file in self.files:
             script.remove(file.name)
-            with contextlib.suppress(OSError):  # closing writes again what a full disk refused
+            with contextlib.suppress(OSError):  # closing may write again to a full disk
                 file.close()
 
 
@@ -290,7 +289,7 @@ def write_tokenizer(file, tokenizer):
 
 
 def earlier_files(prefix):
-    """What earlier runs of this prefix left: (shards, temporary files of a run that was killed)."""
+    """Files of earlier runs of this prefix: (shards, temporary files of a killed run)."""
     folder, name = os.path.split(prefix)
     shard = re.escape(name) + r"_(train|val)_([0-9]{6}|[1-9][0-9]{6,})\.bin"
     temporary = rf"({shard}|{re.escape(name)}_tokenizer(\.bin|\.json|_config\.json))\.tmp"
@@ -299,7 +298,7 @@ def earlier_files(prefix):
 
 
 def remove_left(temporary):
-    """Removes what a killed run left. A run that goes on holds the table of its tokenizer, the first in this order."""
+    """Removes the temporary files of a killed run. A run that goes on has a lock on its tokenizer's table, the first file."""
     for path in temporary:
         if not stat.S_ISREG(os.lstat(path).st_mode):
             raise Failure(f"{path} is in the way: a link or a folder, not a file that a killed run left; remove it")
@@ -331,7 +330,7 @@ def choose_tokenizer(args, prefix, dealt):
 
 
 def prepare(args):
-    # What there is to read, and that nothing is in the way.
+    # The inputs, and the checks that no file is in the way.
     left_out = LeftOut(args.strict)
     train, val = (Text(*find_files(inputs, args.glob, left_out), left_out, args.split_on, args.field or "text")
                   for inputs in (args.inputs, args.val or []))
@@ -385,7 +384,7 @@ def prepare(args):
               "tokens", file=sys.stderr)
     for split, writer in writers.items():
         print(f"{split + ':':6} {writer.summary()}")
-    escaped = glob.escape(prefix).replace("\\", r"[\\]")  # as glob(3) reads it, which knows escapes, and Python
+    escaped = glob.escape(prefix).replace("\\", r"[\\]")  # for glob(3), which has escapes, and for Python
     options = ["--train", f"{escaped}_train_[0-9]*.bin"]
     if writers["val"].tokens:
         options += ["--val", f"{escaped}_val_[0-9]*.bin"]
@@ -422,17 +421,17 @@ def utf8(text):
 def main(arguments=None):
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("inputs", nargs="+", metavar="PATH", help="files or folders of text")
-    parser.add_argument("--out", required=True, metavar="DIR", help="folder for the shards, made if it is not there")
-    parser.add_argument("--name", default="text", help="what the shards' names begin with (text)")
+    parser.add_argument("--out", required=True, metavar="DIR", help="folder for the shards, created if missing")
+    parser.add_argument("--name", default="text", help="prefix of the shards' names (text)")
     parser.add_argument("--tokenizer", default="bytes", metavar="SPEC",
                         help="bytes, tokenizers:FILE (a tokenizer.json) or tiktoken:NAME (gpt2, ...) (bytes)")
     parser.add_argument("--train-tokenizer", type=number(int, 257, MAX_VOCAB), metavar="N",
                         help="instead: train a byte-level BPE of N tokens on the training text, or on 128 MiB of it")
     parser.add_argument("--eot", metavar="TOKEN",
-                        help="tokenizers: the end-of-text token, where it has an unusual name")
-    parser.add_argument("--field", help="what holds the text in records of .jsonl, .ndjson and .parquet (text)")
+                        help="tokenizers: the end-of-text token, if it has an unusual name")
+    parser.add_argument("--field", help="field with the text in records of .jsonl, .ndjson and .parquet (text)")
     parser.add_argument("--split-on", type=utf8, metavar="TEXT",
-                        help="what separates documents inside a file that has no records")
+                        help="separator of documents in a file without records")
     parser.add_argument("--val", nargs="+", metavar="PATH", help="files or folders of text for validation")
     parser.add_argument("--val-fraction", type=number(float, 0, 0.9), default=0.02, metavar="X",
                         help="without --val: the share of the text that becomes validation, 0 for none (0.02)")
@@ -441,7 +440,7 @@ def main(arguments=None):
     parser.add_argument("--glob", nargs="+", default=GLOBS, metavar="PATTERN",
                         help="which files of a folder are text (common suffixes of text and source code)")
     parser.add_argument("--strict", action="store_true",
-                        help="stop where something would be left out of a folder: no text, or a link to a folder or to nothing")
+                        help="stop if anything in a folder would be left out: no text, a link to a folder, a dangling link")
     parser.add_argument("--jobs", type=number(int, 1, 1024), default=len(os.sched_getaffinity(0)), metavar="N",
                         help="processes that encode (one a core)")
     parser.add_argument("--overwrite", action="store_true", help="replace earlier shards of the same name")

@@ -1,12 +1,12 @@
-"""Reads log.jsonl (data/runlog.h) for the scripts beside it. Standard library only.
+"""Reads log.jsonl (data/runlog.h) for the scripts in this folder. Standard library only.
 
-The first line of a log is the run's configuration; then one object per step, where null stands for a number that was
-not finite. A number that float32 cannot hold counts as not finite too. A last line cut short (the run is alive, or died
-writing) is left out with a word. A step that is there twice counts as it was written last.
+The first line of a log is the run's configuration. One object per step follows, where null is a number that was not
+finite. A number that float32 cannot hold is not finite either. An incomplete last line (of a run that goes on, or was
+killed) is left out with a message. If a step is there twice, the later line counts.
 
-Columns are the numbers of a step by their names. Those of a list of objects are named by what tells the objects apart:
-{"mx_stats": [{"layer": 3, "tensor": "x", "snr_db": 31.5}]} is the column mx_stats/layer3/x/snr_db. A list of numbers has
-one for each layer: {"load_max": [null, 1.5]} is the column load_max/layer1 (and an empty load_max/layer0).
+Columns are the numbers of a step by name. In a list of objects, the other fields of an object name its numbers:
+{"mx_stats": [{"layer": 3, "tensor": "x", "snr_db": 31.5}]} is the column mx_stats/layer3/x/snr_db. A list of numbers
+has one column per layer: {"load_max": [null, 1.5]} is load_max/layer1 (and an empty load_max/layer0).
 """
 import functools
 import json
@@ -16,7 +16,7 @@ import sys
 
 
 class NoLog(Exception):
-    """What is there is no log, or not one with the columns wanted; the message says why."""
+    """The file is no log, or has none of the wanted columns; the message has the reason."""
 
 
 def say(kind, message):
@@ -42,7 +42,7 @@ def finite(x):
 
 
 def columns_of(row):
-    """The columns of a step: numbers, None for what is not finite."""
+    """The columns of a step: numbers, None if not finite."""
     out = {}
     for key, value in row.items():
         if is_number(value):
@@ -100,8 +100,8 @@ def read_log(path, columns=None):
 
 
 class Log:
-    """The log of a run, given by itself or by its folder: steps, ascending, and rows, their columns. It has one of the
-    columns that are named."""
+    """The log of a run, from its file or the run's folder: steps, ascending, and rows, their columns. It has at least one of
+    the named columns."""
 
     def __init__(self, path, columns=None):
         self.path, self.run = log_path(path), run_of(path)
@@ -123,8 +123,8 @@ class Log:
         return [row.get(name) for row in self.rows]
 
     def seconds(self):
-        """How long training had taken after each step, without validation and checkpoints: the sum of ms, which also
-        stands for the steps before it that the log lacks."""
+        """Seconds of training up to each step, without validation and checkpoints: the sum of ms. Missing earlier steps
+        count like the first one."""
         out, total, before = [], 0.0, 0
         for step, ms in zip(self.steps, self.column("ms")):
             total += (step - before) * (ms or 0.0) / 1000
@@ -138,13 +138,13 @@ def log_path(path):
 
 
 def run_of(path):
-    """What a run is called by: the folder of its log.jsonl; a log of another name itself, without .jsonl."""
+    """The path that names a run: the folder of its log.jsonl, or a log of another name without .jsonl."""
     log = pathlib.Path(os.path.realpath(log_path(path)))
     return log.parent if log.name == "log.jsonl" else pathlib.Path(str(log).removesuffix(".jsonl"))
 
 
 def names(runs):
-    """Each run by as many last parts of its path as tell it from the others, as text."""
+    """The name of each run: the shortest end of its path that no other run has."""
     out = []
     for run in runs:
         parts = run.parts[1:] or ("run",)
@@ -155,7 +155,7 @@ def names(runs):
 
 
 def read_logs(paths, columns=None, read=Log, wait=False):
-    """Yields (name, log) of each run. Others are left out, or waited for, with a word; if all are left out, it is an error."""
+    """Yields (name, log) of each run. Runs without a log are left out or waited for, with a message. None left is an error."""
     reasons = []
     for path, name in zip(paths, names([run_of(path) for path in paths])):
         try:

@@ -1,4 +1,4 @@
-"""How the scripts end at a signal and put files in place. They import this first: other imports take time.
+"""How the scripts end at a signal and put files in place. Scripts import it first, because other imports take time.
 
 SIGINT and SIGTERM end a script with one line and remove its unfinished files. Standard library only.
 """
@@ -36,7 +36,7 @@ if sys.stdout:
 
 
 class Failure(Exception):
-    """Something the user can put right; the message says it."""
+    """An error that the user can mend; it has the message."""
 
 
 def remove(path):
@@ -62,7 +62,7 @@ def undisturbed():
 
 @contextlib.contextmanager
 def in_place(path, part=None, create=lambda part: part.touch(exist_ok=False)):
-    """A new file, or folder, by the temporary name `part`, which replaces `path` when it is whole. Links are not followed."""
+    """A new file or folder under the temporary name `part`. It replaces `path` when complete. Links are not followed."""
     part = part or pathlib.Path(f"{path}.tmp")
     try:
         create(part)

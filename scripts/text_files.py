@@ -1,12 +1,12 @@
 """Files of text as documents, for prepare_text.py.
 
-A plain file is a document, or several with a separator between them; in .jsonl (or .ndjson) and .parquet each record is
-one. All but .parquet may be packed: .gz, .xz, .zst. Documents come in pieces of a few MiB, so that none has to fit into
-memory but a line of .jsonl, of MAX_LINE at most, and 256 records of .parquet.
+A plain file is one document, or several with a separator between them. In .jsonl (or .ndjson) and .parquet each
+record is one. All but .parquet may be compressed: .gz, .xz, .zst. Documents are yielded a few MiB at a time, so they
+need not fit into memory. Exceptions are a line of .jsonl, of MAX_LINE at most, and 256 records of .parquet.
 
-What is text: a plain file holds no NUL byte, and all but one byte in a thousand, as far as it is read, is UTF-8. Those
-that are not are counted, as are such bytes in a .parquet's records and halves of surrogate pairs in a .jsonl's. A .jsonl
-itself is UTF-8. A plain file of a folder that is not text is left out whole; each is read once beforehand for that.
+A plain file is text if it has no NUL byte and at most one byte in a thousand of the part read is not UTF-8. Such
+bytes are counted. So are those in the records of a .parquet, and halves of surrogate pairs in a .jsonl. A .jsonl file
+itself must be UTF-8. A plain file of a folder that is not text is left out as a whole, so each is read once before.
 """
 import codecs
 import errno
@@ -25,7 +25,7 @@ from script import Failure
 
 PIECE = 4 << 20  # bytes of text handled at a time
 MAX_LINE = 1 << 30
-DAMAGE = 1000  # of so many bytes of a plain file one may be no UTF-8
+DAMAGE = 1000  # bytes of a plain file per byte that is not UTF-8, at least
 
 
 class NotText(Failure):
@@ -64,14 +64,14 @@ def refuse(error):
 
 
 def unpacked_name(path):
-    """What a file is called unpacked."""
+    """The name of a file without its suffix of compression."""
     name, suffix = os.path.splitext(path)
     return name if suffix.lower() in OPENERS else path
 
 
 def find_files(inputs, patterns, left_out):
-    """The files that inputs name, folders searched for patterns in any case (hidden files left out), in a fixed order;
-    and those of them that are not named themselves."""
+    """The files of the inputs in a fixed order, and those of them that come from folders. Folders are searched for the
+    patterns, in upper or lower case, without hidden files."""
     files, of_folders = [], set()
     for path in inputs:
         mode = os.stat(path).st_mode
@@ -158,7 +158,7 @@ def cut_point(text, limit):
 
 
 def in_pieces(text):
-    """Yields (first, text): one document in pieces; nothing if it is blank."""
+    """Yields (first, text): chunks of one document; none if it is blank."""
     if not text.strip():
         return
     at = 0
@@ -170,10 +170,10 @@ def in_pieces(text):
 
 
 class Text:
-    """The documents of some files. Iterating yields (first, text), pieces in order, first where a document begins; each
-    time anew. Meanwhile `done` of `size` bytes of the files are read, `given` bytes of text come of them, and `damaged`
-    counts what was not UTF-8. `crlf` are the files with lines that end in CR LF. Files among of_folders that are not text
-    go to left_out."""
+    """The documents of some files. Each iteration starts from the beginning and yields (first, text): chunks in order,
+    first 1 where a document begins. `done` of `size` bytes of the files are read so far, and `given` bytes of text were
+    yielded. `damaged` counts bytes that are not UTF-8. `crlf` are the files with CR LF line ends. Files of of_folders that
+    are not text are added to left_out."""
 
     def __init__(self, files, of_folders=(), left_out=None, separator=None, field="text"):
         self.files, self.separator, self.field = files, separator, field
@@ -222,7 +222,7 @@ class Text:
             self.before = self.done = self.before + os.path.getsize(path)
 
     def chunks(self, path, read):
-        """What read(file) gives of a file unpacked, until nothing is left, and that last nothing."""
+        """Yields read(file) of the decompressed file until the end, and an empty result last."""
         opener = OPENERS.get(os.path.splitext(path)[1].lower())
         if opener and not os.path.getsize(path):
             raise EOFError("it is empty, which no packed file is")
@@ -234,7 +234,7 @@ class Text:
                 yield chunk
 
     def check(self, text, where, final=True):
-        """Counts what is not UTF-8; where(offset) names its place. Returns where its last whole character ends."""
+        """Counts bytes that are not UTF-8; where(offset) names their place. Returns the end of the last whole character."""
         try:
             return codecs.utf_8_decode(text, "strict", final)[1]
         except UnicodeDecodeError as error:
@@ -245,7 +245,7 @@ class Text:
         return end
 
     def raw_pieces(self, path):
-        """Yields (text, ends): a plain file in pieces; ends tells that a document ends behind the piece."""
+        """Yields (text, ends): chunks of a plain file; ends 1: a document ends after the chunk."""
         at, unchecked, rest = 0, b"", b""
         earlier, places = self.damaged, []
 

@@ -1,8 +1,8 @@
-"""The tokenizers of prepare_text.py: bytes, tiktoken's, those of a tokenizer.json, and how one is trained.
+"""The tokenizers of prepare_text.py: bytes, tiktoken's, those of a tokenizer.json, and the training of one.
 
-Each has vocab, eot and eot_name; encode(texts) gives little-endian tokens for each text; table() the bytes of each
-token; json() a tokenizer.json that gives the same ids. tiktoken's engine is several times faster than `tokenizers`, so
-it encodes for a tokenizer.json too where that is shown to give the same ids.
+Each has vocab, eot and eot_name. Its encode(texts) returns little-endian tokens for each text, and table() the bytes
+of each token. Its json() returns a tokenizer.json with the same ids. tiktoken is several times faster than
+`tokenizers`. So it also encodes for a tokenizer.json, if a test shows the same ids.
 """
 import array
 import contextlib
@@ -54,7 +54,7 @@ class ByteTokenizer:
 
 
 class LibraryTokenizer:
-    """What tokenizers of libraries share; ids(texts) gives a list of token ids for each text."""
+    """The base of tokenizers of libraries; ids(texts) returns a list of token ids for each text."""
 
     def __init__(self, name, vocab):
         if vocab == 0:
@@ -169,8 +169,8 @@ class HuggingFaceTokenizer(LibraryTokenizer):
         self.encoding = self.fast_encoding(config, sample)
 
     def as_documents(self, data):
-        """The tokenizer.json that other programs read texts with. It has the ids that shards have, puts nothing around a
-        text (Llama 3's puts a token before it that no document has), and leaves nothing to chance."""
+        """The tokenizer.json for other programs. It has the ids of the shards and no randomness. It adds no tokens around a
+        text (Llama 3's adds one that no document has)."""
         config = json.loads(data)
         for token in config["added_tokens"]:
             if (i := self.tokenizer.token_to_id(token["content"])) != token["id"]:
@@ -189,7 +189,7 @@ class HuggingFaceTokenizer(LibraryTokenizer):
         return json.dumps(config, ensure_ascii=False, indent=1).encode()
 
     def check_bytes(self, model, vocab):
-        """BPE without an unknown token drops what it has no token for: it needs one for each byte that UTF-8 uses."""
+        """BPE without an unknown token drops bytes without a token: it needs one for each byte that UTF-8 uses."""
         if model["type"] != "BPE" or model.get("unk_token"):
             return
         tokens = [f"<0x{byte:02X}>" if model.get("byte_fallback") else None for byte in range(256)]
@@ -264,7 +264,7 @@ def text_sample(texts, size):
 
 
 def train_tokenizer(vocab, texts):
-    """A byte-level BPE of so many tokens as a tokenizer.json."""
+    """A byte-level BPE of `vocab` tokens, as a tokenizer.json."""
     tokenizers = library("tokenizers", "--train-tokenizer")
     level = tokenizers.pre_tokenizers.ByteLevel(add_prefix_space=False)
     tokenizer = tokenizers.Tokenizer(tokenizers.models.BPE())

@@ -1,14 +1,14 @@
 #!/usr/bin/env python3
-"""Makes a model for llama.cpp of a checkpoint: one GGUF file of the architecture deepseek2.
+"""Makes a model for llama.cpp from a checkpoint: one GGUF file of the architecture deepseek2.
 
   to_gguf.py runs/x/step_00002000 model.gguf
   to_gguf.py runs/x/step_00002000 model.gguf --dtype f32
 
-STEP is a checkpoint, or a release that export.py made of one, in which a tokenizer.json lies. Names are those that
-llama.cpp's own converter gives. Two things are stored otherwise than in a checkpoint: a block's experts are one tensor of
-three dimensions, and the up-projection of keys and values is cut into keys, transposed because llama.cpp multiplies the
-queries by it, and values. Norms, routers and selection biases stay float32. What llama.cpp would compute otherwise is
-refused. A checkpoint's files are checked against the manifest's CRC-32 first. Needs gguf, numpy, safetensors, ml_dtypes.
+STEP is a checkpoint, or a release by export.py, with a tokenizer.json. Names are those of llama.cpp's own converter.
+Two things differ from a checkpoint. The experts of a block are one tensor of three dimensions. The up-projection of
+keys and values is split into keys and values; the keys are transposed, because llama.cpp multiplies the queries by
+them. Norms, routers and selection biases stay float32. A model that llama.cpp would compute differently is refused.
+The CRC-32 of the checkpoint's files is checked first. Needs gguf, numpy, safetensors and ml_dtypes.
 """
 import script
 from script import Failure
@@ -27,7 +27,7 @@ FILE_TYPES = {"f32": 0, "f16": 1, "bf16": 32}  # llama.cpp's numbers
 BIAS = "e_score_correction_bias"
 
 
-# --- What the model is ---
+# --- The model ---
 
 def is_count(value):
     return type(value) is int and 0 <= value < 2**32
@@ -63,7 +63,7 @@ def hyperparameters(c):
         "feed_forward_length": c["intermediate_size"],
         "vocab_size": c["vocab_size"],
         "leading_dense_block_count": c["first_k_dense_replace"],
-        # Attention runs in the latent: one head of keys and values for all. `_mla` are the heads that it stands for.
+        # Attention runs in the latent: one head of keys and values for all. Keys with `_mla` describe the original heads.
         "attention.head_count": c["num_attention_heads"],
         "attention.head_count_kv": 1,
         "attention.layer_norm_rms_epsilon": float(c["rms_norm_eps"]),
@@ -84,7 +84,7 @@ def hyperparameters(c):
         "rope.freq_base": float(c["rope_theta"]),
     }
 
-    # What llama.cpp has no way to read.
+    # Models that llama.cpp cannot read.
     if latent and (blocks in (26, 27) or (blocks, c["vocab_size"]) == (48, 128256)):
         raise Failure(f"llama.cpp takes a model of {blocks} blocks for one without q_lora_rank; this one has {latent}")
     if c["first_k_dense_replace"] < blocks and not c["n_shared_experts"]:
@@ -114,7 +114,7 @@ def hyperparameters(c):
 # --- Weights ---
 
 class Weights:
-    """The tensors of a folder; `files` says where each lies."""
+    """The tensors of a folder; `files` has the file of each."""
 
     def __init__(self, step, config):
         self.step = step
@@ -125,7 +125,7 @@ class Weights:
             self.files = index["weight_map"]
         else:
             self.files = dict.fromkeys(self.open("model.safetensors").keys(), "model.safetensors")
-        # Modules that predict further tokens, behind the last layer: llama.cpp's model has none.
+        # MTP modules, after the last layer: llama.cpp's model has none.
         beyond = [name for name in self.files if (layer := re.match(r"model\.layers\.(\d+)\.", name))
                   and int(layer[1]) >= config["num_hidden_layers"]]
         for name in beyond:
@@ -146,7 +146,7 @@ class Weights:
 
     @functools.lru_cache(maxsize=4)
     def open(self, file):
-        import ml_dtypes  # noqa: F401  through it numpy knows bfloat16
+        import ml_dtypes  # noqa: F401  adds bfloat16 to numpy
         from safetensors import safe_open
         return safe_open(self.step / file, "np")
 
@@ -174,7 +174,7 @@ def made_of(weights, blocks):
 
 
 def cut(values, key, config):
-    """Of the up-projection of keys and values, [heads x (nope + v), latent], the part that `key` names."""
+    """The part `key` of the up-projection of keys and values, [heads x (nope + v), latent]."""
     heads = values.reshape(config["num_attention_heads"], -1, config["kv_lora_rank"])
     nope = config["qk_nope_head_dim"]
     return heads[:, :nope].transpose(0, 2, 1) if "attn_k_b" in key else heads[:, nope:]
@@ -239,7 +239,7 @@ def convert(step, out, dtype):
 def main():
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("step", type=pathlib.Path, metavar="STEP", help="a checkpoint's folder, or a release's")
-    parser.add_argument("out", type=pathlib.Path, metavar="OUT.gguf", help="a file that is not there yet")
+    parser.add_argument("out", type=pathlib.Path, metavar="OUT.gguf", help="a new file")
     parser.add_argument("--dtype", choices=FILE_TYPES, default="bf16", help="of the weights (bf16)")
     args = parser.parse_args()
     return run("to_gguf.py", "gguf numpy safetensors ml_dtypes", lambda: convert(args.step, args.out, args.dtype))

@@ -1,19 +1,19 @@
-"""Hugging Face's tokenizer.json of a byte-level BPE: written from bytes or tiktoken's ranks, and read back as those.
+"""Hugging Face's tokenizer.json of a byte-level BPE: written from bytes or tiktoken's ranks, and read back as ranks.
 
-Both libraries merge the pair of parts that stands first in an order. `tokenizers` has a list of pairs; tiktoken merges
-any two parts that make a token, the lowest id first. They agree where each token is made by one pair, of parts with
-lower ids, in the order of ids: so a list of merges follows from the ranks, and another list cannot be had from ranks.
+Both libraries merge the first pair of parts in an order. `tokenizers` has a list of pairs. tiktoken merges any two
+parts that form a token, the lowest id first. They agree if each token is formed by one pair, of parts with lower ids,
+in the order of ids. So a list of merges follows from the ranks, but not every list can be written as ranks.
 """
 import json
 import re
 
 EOT = "<|endoftext|>"
-# How GPT-2 splits text. `++` does not give back: the same pieces, and no stack for long runs.
+# How GPT-2 splits text. `++` does not backtrack: the same words, and no stack for long runs.
 GPT2_PATTERN = r"'(?:[sdmt]|ll|ve|re)| ?\p{L}++| ?\p{N}++| ?[^\s\p{L}\p{N}]++|\s++$|\s+(?!\S)|\s"
 
 
 class Unfit(Exception):
-    """tiktoken cannot stand for this tokenizer.json; the message says why."""
+    """tiktoken cannot replace this tokenizer.json; the message has the reason."""
 
 
 def byte_level_alphabet():
@@ -24,8 +24,8 @@ def byte_level_alphabet():
 
 
 def merges_of(ranks):
-    """The pairs that make the tokens, in order: of each, the last two parts that merging by lower ranks leaves. A token
-    that is not left as two has none."""
+    """The pairs that form the tokens, in order. Merging a token's bytes by lower ranks leaves its pair of parts. A token
+    that leaves another number of parts has no pair."""
     merges = []
     for token, rank in sorted(ranks.items(), key=lambda item: item[1]):
         parts = [token[i: i + 1] for i in range(len(token))]
@@ -58,7 +58,7 @@ def byte_level_json(ranks, special, pattern):
     split = pattern and {"type": "Split", "pattern": {"Regex": oniguruma(pattern)}, "behavior": "Isolated",
                          "invert": False}
     flags = dict.fromkeys(("single_word", "lstrip", "rstrip", "normalized"), False)
-    # Special tokens are in the vocabulary too: others than those are numbered anew.
+    # Special tokens are in the vocabulary too: others get new ids.
     vocab = {written(token): i for token, i in ranks.items()} | special
     return json.dumps({
         "version": "1.0", "truncation": None, "padding": None,
@@ -69,7 +69,7 @@ def byte_level_json(ranks, special, pattern):
         "post_processor": None, "decoder": level,
         "model": {"type": "BPE", "dropout": None, "unk_token": None, "continuing_subword_prefix": None,
                   "end_of_word_suffix": None, "fuse_unk": False, "byte_fallback": False,
-                  "ignore_merges": bool(split),  # as tiktoken: a piece that is a token is that token
+                  "ignore_merges": bool(split),  # as tiktoken: a word that is a token is that token
                   "vocab": dict(sorted(vocab.items(), key=lambda item: item[1])),
                   "merges": [[written(a), written(b)] for a, b in merges_of(ranks)]},
     }, ensure_ascii=False, indent=1).encode()
