@@ -53,7 +53,7 @@ static void limit_groups(real* choice, RouterShape s) {
         if (!taken[e / size]) choice[e] = -INFINITY;
 }
 
-// Of backward: dlogits (N, E), counts (sequences, E).
+// Backward needs dlogits (N, E) and counts (sequences, E).
 size_t router_workspace(RouterShape s) { return (size_t)((s.N + ceil_div(s.N, s.T)) * s.E) * sizeof(real); }
 
 void router_forward(real* scores, int32_t* expert, real* gate, const floatX* x, const floatX* w, const real* bias,
