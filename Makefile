@@ -1,7 +1,7 @@
 # train_moe: `make` builds, `make train` runs the first training, `make test` runs every test this machine can run.
 # F64=1 builds the reference in double precision (build/f64), SANITIZE=1 adds address and undefined-behaviour checks,
 # WERROR=1 turns warnings into errors, MPI=0 leaves Open MPI out, ONIG=0 Oniguruma. ARCHS: the GPUs that the CUDA build
-# holds code for, as compute capabilities ("80 90"), or all; by default those of this machine, or all where there is none.
+# has code for, as compute capabilities ("80 90"), or all. The default: those of this machine, or all without a GPU.
 
 COMMA = ,
 
@@ -10,9 +10,9 @@ OPS = device/device device/graph \
       layers/embedding layers/rmsnorm layers/rope layers/matmul layers/attention layers/swiglu layers/loss layers/adamw layers/muon \
       moe/router moe/balance grouped/permute grouped/grouped_gemm grouped/experts moe/dispatch_ops mx/mxfp8 mx/mx_swiglu \
       mx/mx_stats mx/grouped_gemm_mx parallel/comm
-# What ops do on GPUs that their own kernels are not for: in the CUDA build alone.
+# Portable kernels of ops, for other GPUs than Hopper: in the CUDA build alone.
 OPS_LT = mx/grouped_gemm_blackwell grouped/grouped_gemm_portable
-# The kernels of docs/cuda.md: in their test and their benchmark alone.
+# The kernels of docs/cuda.md: only in their test and their benchmark.
 LEARN = $(patsubst %.cu,%,$(wildcard learn/*.cu))
 
 # Host code, the same source in both builds.
@@ -33,7 +33,7 @@ ifeq ($(MPI),0)
 RANKS = parallel/ranks_one
 else
 RANKS = parallel/ranks_mpi
-# Its C++ interface, which host code in the CUDA build would otherwise get, is left out.
+# Without MPI's C++ interface, which host code in the CUDA build would get.
 MPI_FLAGS := $(filter -I% -D%,$(shell mpicc --showme:compile)) -DOMPI_SKIP_MPICXX
 MPI_LIBS  := $(filter-out -pthread,$(shell mpicc --showme:link))
 endif
@@ -82,7 +82,7 @@ CUDA_HOME = $(patsubst %/bin/nvcc,%,$(realpath $(shell command -v $(NVCC))))
 HAVE_NVCC := $(shell command -v $(NVCC) 2>/dev/null)
 HAVE_GPU  := $(if $(HAVE_NVCC),$(shell nvidia-smi -L 2>/dev/null | grep GPU))
 GPUS      := $(if $(HAVE_GPU),$(words $(or $(subst $(COMMA), ,$(CUDA_VISIBLE_DEVICES)),$(shell nvidia-smi --query-gpu=index --format=csv$(COMMA)noheader))))
-# Of GPUs: A100; RTX 30 and A40; RTX 40 and L40; H100; B200; RTX 50. PTX, which drivers compile, for what comes later.
+# GPUs: A100; RTX 30 and A40; RTX 40 and L40; H100; B200; RTX 50. PTX, which drivers compile, for later ones.
 ALL_ARCHS = 80 86 89 90 100 120
 ifndef ARCHS
 ARCHS := $(or $(if $(HAVE_GPU),$(shell nvidia-smi --query-gpu=compute_cap --format=csv$(COMMA)noheader | tr -d . | sort -u)),all)
@@ -125,7 +125,7 @@ help:
 	@echo "make docs      draw the figures of docs/ again"
 	@echo "make clean     remove build/"
 
-# One line for each thing a build can use.
+# One line for each library or tool that a build can use.
 probe:
 	@CC="$(CC)" CBLAS_LIB="$(CBLAS_LIB)" MPI="$(MPI)" ONIG="$(ONIG)" sh scripts/probe.sh
 
@@ -134,10 +134,10 @@ build/%/libraries: FORCE
 	@mkdir -p $(@D)
 	@echo "$(RANKS) $(SPLIT)" | cmp -s - $@ || echo "$(RANKS) $(SPLIT)" > $@
 
-# tests/fuzz.c has these functions in the place of the program's.
+# tests/fuzz.c replaces these functions of the program.
 FUZZ_WRAP = $(patsubst %,-Wl$(COMMA)--wrap=%,die warn calloc free)
 
-# The commit, of which device/version.o alone is made; a source tree without git has none.
+# The commit, for device/version.o alone. A source tree without git has none.
 COMMIT = $(or $(if $(wildcard .git),$(shell git describe --always --dirty 2>/dev/null)),unknown)
 build/%/commit: FORCE
 	@mkdir -p $(@D)
@@ -179,12 +179,12 @@ endef
 $(eval $(call build,$(CPU),))
 $(eval $(call build,$(DOUBLE),-DF64))
 
-# Its objects are made again when the GPUs they are for change.
+# Its objects are compiled again when ARCHS changes.
 $(CUDA)/archs: FORCE
 	@mkdir -p $(@D)
 	@echo "$(GPU_CODE)" | cmp -s - $@ || echo "$(GPU_CODE)" > $@
 
-# Hopper's kernels, and what has none. private: $(CUDA)/archs, which they depend on, keeps those of all.
+# Hopper's kernels, and files without kernels. private: $(CUDA)/archs, which they depend on, keeps the whole list.
 HOPPER = $(addprefix $(CUDA)/,$(addsuffix .o,grouped/grouped_gemm mx/grouped_gemm_mx learn/grouped_gemm_4 learn/grouped_gemm_5))
 $(HOPPER): private GPU_CODE = $(call gpu_code,90)
 
@@ -227,8 +227,8 @@ train:
 	@$(MAKE) --no-print-directory -j$(JOBS) probe $(RUNNABLE)/train_moe
 	@sh scripts/first_run.sh $(RUNNABLE)/train_moe
 
-# What is slow and rarely fails is in test-all: Python files that say SLOW, and long tests of the double build. Where
-# there is a GPU, make test runs all.
+# Slow tests that rarely fail are in test-all: Python files with SLOW, and long tests of the double build. On a machine
+# with a GPU, make test runs all.
 TESTS_SLOW_F64 = tests/mx/test_mx_check tests/mx/test_linear tests/mx/test_mx_block
 run_tests = MPI=$(MPI) $(PYTHON) tests/run.py --program $(CPU)/train_moe $(if $(HAVE_GPU),--program $(CUDA)/train_moe)
 test:
@@ -259,7 +259,7 @@ build/fuzz/fuzz: $(addsuffix .c,tests/fuzz $(subst split_onig,split_none,$(subst
 	@echo "  CC    $@"
 	@$(FUZZ_CC) -D_GNU_SOURCE -DLIBFUZZER -I. -Wno-unknown-pragmas $(filter %.c,$^) -o $@ $(CBLAS_LIB) -lgomp -lz -lm $(FUZZ_WRAP)
 
-# KILLS, failing calls (FAILS) and DAMAGES of short runs, chosen by SEED.
+# Random KILLS, failing calls (FAILS) and DAMAGES of short runs, from SEED.
 KILLS = 2000
 FAILS = 1000
 DAMAGES = 1000

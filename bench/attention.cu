@@ -1,10 +1,12 @@
-// Speed of attention on the GPU, with all kernels that it can run: bench/attention [cases]. FLOPs count the causal
-// half: forward 2 products, 2 B H T T / 2 (Dqk + v); backward 5, 2 B H T T / 2 (3 Dqk + 2 v), whatever the kernels do.
-// The yardstick is bench/attention_torch.py.
+// Speed of attention with every kind of kernels that the GPU can run: bench/attention [cases]. The yardstick is
+// bench/attention_torch.py. FLOPs are counted for the causal half, the same for all kernels:
 //
-// Calls run one after another for some 300 ms, and the host waits only for the last: the clock is the one that the card
-// keeps up under its power limit, not that of a rested one, which is higher. A number in the table is the median of the
-// calls' times by CUDA events, on random inputs.
+//   forward    2 GEMMs: 2 B H T T / 2 (Dqk + v)
+//   backward   5 GEMMs: 2 B H T T / 2 (3 Dqk + 2 v)
+//
+// Calls run one after another for some 300 ms, and the host waits only for the last one. So the clock is the sustained
+// one under the card's power limit. (After a pause the clock is higher.) A number in the table is the median of the
+// calls' times, measured with CUDA events on random inputs.
 #include <stdio.h>
 #include <stdlib.h>
 
@@ -31,7 +33,7 @@ static double median_ms(const std::function<void()>& call) {
     if (!at[0])
         for (cudaEvent_t& e : at) CUDA_CHECK(cudaEventCreate(&e));
 
-    // How many calls a round has, by the second of two.
+    // The number of calls in a round, from the time of the second of two calls.
     float ms;
     for (int i = 0; i < 2; i++) {
         CUDA_CHECK(cudaEventRecord(at[i], ctx->stream));
@@ -42,7 +44,7 @@ static double median_ms(const std::function<void()>& call) {
     CUDA_CHECK(cudaEventElapsedTime(&ms, at[1], at[2]));
     const int calls = std::max((int)LEAST, std::min((int)MOST, (int)(ROUND_MS / ms)));
 
-    // The calls, an event before each and one after the last.
+    // The calls: one event before each, one after the last.
     for (int i = 0; i < calls; i++) {
         CUDA_CHECK(cudaEventRecord(at[i], ctx->stream));
         call();
@@ -50,7 +52,7 @@ static double median_ms(const std::function<void()>& call) {
     CUDA_CHECK(cudaEventRecord(at[calls], ctx->stream));
     CUDA_CHECK(cudaEventSynchronize(at[calls]));
 
-    // Their times, but those of the first quarter: the clock still falls.
+    // The times, without the first quarter of the calls: the clock still falls there.
     std::vector<float> times;
     for (int i = calls / 4; i < calls; i++) {
         CUDA_CHECK(cudaEventElapsedTime(&ms, at[i], at[i + 1]));
@@ -67,11 +69,11 @@ int main(int argc, char** argv) {
                  {1, 4096, 128, 64, 576}, {8, 2048, 8, 32, 288},  {8, 1024, 4, 16, 80}};
     int count = argc > 1 ? atoi(argv[1]) : (int)(sizeof(cases) / sizeof(cases[0]));
     ctx = ctx_create((size_t)512 << 20);
-    const int first_kind = ctx->portable;  // 1 where the GPU does not know Hopper's
+    const int first_kind = ctx->portable;  // 1: there are portable kernels only
     printf("%s\n%3s %5s %4s %12s %8s | %9s %8s | %9s %8s\n", device_name(ctx), "B", "T", "H", "heads", "kernels",
            "fwd ms", "TFLOP/s", "bwd ms", "TFLOP/s");
     for (int i = 0; i < count; i++) {
-        // The tensors of this shape; out and lse are forward's own.
+        // The tensors of this shape. forward writes out and lse, backward reads them.
         auto c = cases[i];
         AttnShape s = {c.B, c.T, c.H, 2 * c.rope, c.rope, 2 * c.rope, c.stride, 1 / sqrtf(3.0f * (float)c.rope)};
         int64_t n = c.B * c.T, row = c.H * c.rope;
@@ -82,7 +84,7 @@ int main(int argc, char** argv) {
         floatX* dk_rope = random_bf16(n * c.stride, 8);
         real* lse = (real*)device_alloc((size_t)(n * c.H) * sizeof(real), "a benchmark");
 
-        // A row of the table for each kind of kernels; GFLOP over ms are TFLOP/s.
+        // One row of the table for each kind of kernels. GFLOP over ms is TFLOP/s.
         double half = (double)(c.B * c.H) * (double)c.T * (double)c.T * 1e-9, qk = 3.0 * (double)c.rope,
                v = 2.0 * (double)c.rope;
         char heads[32];

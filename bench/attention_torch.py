@@ -1,9 +1,10 @@
-"""Yardstick of bench/attention.cu: PyTorch's scaled_dot_product_attention, causal, bf16, the same shapes and FLOP count.
+"""Yardstick of bench/attention.cu: PyTorch's scaled_dot_product_attention, causal, bf16, same shapes and FLOP count.
 
     python3 bench/attention_torch.py
 
-Medians of CUDA events in blocks of calls for 300 ms, for cuDNN's and PyTorch's flash kernels (the latter wants v as wide as q: it is
-padded, which its FLOPs do not count). q and k are given whole, as (B, H, T, D) views of (B, T, H, D).
+Times are medians over calls in blocks of 300 ms, measured with CUDA events, for cuDNN's and PyTorch's flash kernels.
+PyTorch's flash kernel needs v with the width of q, so v is padded; the FLOPs do not count the padding. q and k are
+whole tensors: (B, H, T, D) views of (B, T, H, D).
 """
 
 import torch

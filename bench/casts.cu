@@ -1,7 +1,10 @@
-// The MXFP8 casts at the sizes of 16b and 671b: time, bytes a second, and their share of what device-to-device copies
-// reach in the same run: one of 1 GiB, the memory's rate, and one that moves as many bytes as the op, so that both pay
-// for their launch. Bytes count each input read once and each output written once, scales too. A time is the median of
-// 20 batches of calls, by CUDA events; calls go round sets of buffers too large for L2 together.
+// Speed of the MXFP8 quantization kernels at the sizes of 16b and 671b: time, bytes per second, and the share of two
+// device-to-device copies in the same run. One copy has 1 GiB and measures the memory bandwidth. The other moves the
+// same number of bytes as the op, so launch overhead counts for both.
+//
+// Every input is counted as read once and every output as written once, scales included. A time is the median of 20
+// batches of calls, measured with CUDA events. Calls use several sets of buffers in turn; all sets together are too
+// large for L2.
 //
 //   build/cuda/bench/casts [rows [part of an op's name]]
 #include <stdio.h>
@@ -20,7 +23,7 @@
 enum { CALLS = 6, BATCHES = 20 };
 
 static Ctx* ctx;
-static double copy_rate;  // of 1 GiB, bytes a second
+static double copy_rate;  // of 1 GiB, bytes per second
 static const char* only = "";
 
 static double seconds(int sets, const std::function<void(int)>& call) {
@@ -45,7 +48,7 @@ static double seconds(int sets, const std::function<void(int)>& call) {
     return times[BATCHES / 2] / 1000.0 / CALLS;
 }
 
-// One buffer each for the inputs and the outputs of all sets; set i's lie at i * elements.
+// One buffer for each input and output, with all sets. Set i starts at i * elements, its scales at i * scales.
 struct Buffers {
     int sets;
     floatX *x, *back;
@@ -65,7 +68,7 @@ struct Buffers {
     }
 };
 
-// A copy that moves so many bytes: it reads one half of them and writes the other.
+// The time of a copy that moves `bytes` bytes: one half is read, the other half is written.
 static double copy_seconds(double bytes, int sets) {
     const int64_t half = (int64_t)(bytes / 2) / 16 * 16;
     char* p = (char*)device_alloc((size_t)(2 * sets * half), "the benchmark");
@@ -86,8 +89,8 @@ static void row(const char* op, const char* shape, double bytes, int sets, const
     fflush(stdout);
 }
 
-// Eight experts of as many rows (whole chunks), their tokens those of a routing in turns: expert e has e, e + 8, e + 16
-// ...
+// Eight experts with equal numbers of rows (whole chunks). Tokens are routed in turns: expert e has the tokens e,
+// e + 8, e + 16 ...
 static Ragged mixed_rows(int64_t rows) {
     Ragged r = {};
     r.El = 8, r.capacity = rows;
@@ -109,6 +112,8 @@ static void bench_rows(int64_t rows, int64_t columns) {
     snprintf(shape, sizeof(shape), "%lld x %lld", (long long)rows, (long long)columns);
     const double cast = 3.0 * (double)n + (double)(rows * columns / MX_BLOCK);
     Buffers b(n, std::max(rows * stride, columns * mx_stride(rows)), true);
+
+    // Row-wise: quantize and dequantize, the latter also with the permutation to the experts' rows.
     for (int32_t align : {1, 128}) {
         MxRecipe how = {MX_RCEIL, align};
         row(align == 1 ? "mx_quantize" : "mx_quantize, 128", shape, cast, b.sets, [&](int i) {
@@ -122,6 +127,8 @@ static void bench_rows(int64_t rows, int64_t columns) {
     row("mx_dequantize_rows", shape, cast, b.sets, [&](int i) {
         mx_dequantize_rows(b.back + i * n, {b.q + i * n, b.scale + i * b.scales}, mixed, columns, ctx);
     });
+
+    // Column-wise, then both layouts from one read of x.
     for (int32_t align : {128, 512})
         row(align == 128 ? "mx_quantize_channels" : "mx_quantize_channels, 512", shape,
             3.0 * (double)n + (double)(n / MX_CHUNK), b.sets, [&](int i) {
@@ -133,7 +140,8 @@ static void bench_rows(int64_t rows, int64_t columns) {
         mx_quantize_both({b.q + i * n, b.scale + i * b.scales}, {channels, channels + n}, b.x + i * n, rows, rows,
                          columns, MX_RCEIL, ctx);
     });
-    // The scales that it reads are any bytes, and its own lie beside the values.
+
+    // From row-wise to column-wise. The input scales are arbitrary bytes; the output scales are written to b.back.
     for (int32_t align : {128, 512})
         row(align == 128 ? "mx_requantize_channels" : "mx_requantize_channels, 512", shape,
             2.0 * (double)n + (double)(n / MX_BLOCK + n / MX_CHUNK), b.sets, [&](int i) {
@@ -142,6 +150,8 @@ static void bench_rows(int64_t rows, int64_t columns) {
                                        {MX_RCEIL, align}, ctx);
             });
     device_free(mixed.group_start), device_free(mixed.row_token);
+
+    // Transposed, and the statistics of the quantization.
     for (int32_t align : {1, 128}) {
         MxRecipe how = {MX_RCEIL, align};
         row(align == 1 ? "mx_quantize_transposed" : "mx_quantize_transposed, 128", shape, cast, b.sets, [&](int i) {
@@ -155,7 +165,7 @@ static void bench_rows(int64_t rows, int64_t columns) {
     device_free(stats);
 }
 
-// Weights of experts, all in one launch.
+// The weights of all experts, in one launch.
 static void bench_weights(int64_t experts, int64_t rows, int64_t columns) {
     const int64_t n = experts * rows * columns;
     char shape[64];
@@ -182,7 +192,7 @@ static void bench_swiglu(int64_t rows, int64_t F) {
     std::vector<int32_t> token;
     for (int32_t e = 0; e < El; e++) {
         const int64_t count = rows / El + (e % 3 - 1) * 333, end = start.back() + ceil_div(count, 128) * 128;
-        for (int64_t r = start.back(); r < end; r++) token.push_back(r < start.back() + count ? 0 : -1);
+        for (int64_t r = start.back(); r < end; r++) token.push_back(r < start.back() + count ? 0 : -1);  // -1: pad
         start.push_back(end);
     }
     const int64_t used = start.back(), capacity = 2 * used, n = used * F;
@@ -205,7 +215,7 @@ static void bench_swiglu(int64_t rows, int64_t F) {
     floatX* dap = (floatX*)device_alloc((size_t)(b.sets * n) * sizeof(floatX), "the benchmark");
     float* of_rows = (float*)device_alloc((size_t)(2 * capacity) * sizeof(float), "the benchmark");
     fill<<<1024, 256, 0, ctx->stream>>>(dap, b.sets * n, 2);
-    fill<<<1024, 256, 0, ctx->stream>>>((floatX*)of_rows, 2 * capacity, 3);  // gates: any numbers
+    fill<<<1024, 256, 0, ctx->stream>>>((floatX*)of_rows, 2 * capacity, 3);  // gates: arbitrary numbers
     ragged.row_gate = of_rows;
     for (int32_t align : {1, 128})
         row(align == 1 ? "mx_swiglu_backward_quantize" : "mx_swiglu_backward_quantize, 128", shape,
@@ -215,7 +225,7 @@ static void bench_swiglu(int64_t rows, int64_t F) {
                     {b.back + 2 * i * n, (floatX*)b.turned + i * n, of_rows + capacity, dap + i * n, b.x + 2 * i * n},
                     ragged, F, {MX_RCEIL, align}, ctx);
             });
-    ragged.capacity = used;
+    ragged.capacity = used;  // no rows after the last group
     const double both = 12.0 * (double)n + (double)(n / (MX_BLOCK / 2)) + (double)(n / (MX_CHUNK / 2));
     row("mx_swiglu_backward_both", shape, both + 12.0 * (double)used, b.sets, [&](int i) {
         uint8_t* channels = (uint8_t*)(b.back + 2 * i * n);

@@ -1,10 +1,10 @@
-// What the benchmarks put into their buffers, and how far apart two results are.
+// Random data for the benchmarks' buffers, and the difference of two results.
 #ifndef BENCH_DATA_CUH
 #define BENCH_DATA_CUH
 
 #include "device/cuda.cuh"
 
-// About normal with variance 1; follows from index and seed alone, on the host as on the GPU.
+// Approximately normal with variance 1. A function of index and seed alone, the same on the host and the GPU.
 static __host__ __device__ float normal(int64_t i, uint64_t seed) {
     float sum = 0;
     for (int k = 0; k < 4; k++) {

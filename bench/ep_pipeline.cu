@@ -1,19 +1,28 @@
-// The expert-parallel pipeline in the form in which torchao publishes it (benchmarks/prototype/moe_training/mxfp8/
-// bench_ep_pipeline.py): dispatch, permute, one grouped product dim -> hidden, unpermute, combine. 131072 tokens a
-// rank, 8 experts a rank, each token to one expert (top 1), every expert chosen equally often. Tokens lie in the order
-// of their experts where they start, so that nothing is sorted before they leave, and how many go where is known.
-// Beside it bench/ep_pipeline_torch.py, which does the same work in PyTorch.
+// Speed of the expert-parallel pipeline as torchao publishes it (benchmarks/prototype/moe_training/mxfp8/
+// bench_ep_pipeline.py): dispatch, permute, one grouped GEMM dim -> hidden, unpermute, combine. The yardstick is
+// bench/ep_pipeline_torch.py, the same work in PyTorch.
 //
-// It calls what moe/moe.c calls: dispatch, rows_permute, grouped products, combine (moe/dispatch.h, mx/rows.h,
-// mx/linear.h), and differs in that x's rows are made while dy travels, where a model computes its shared MLP. MXFP8
-// is its usual set: products on bytes (fast), tokens and their gradients cast once where they start, bytes and scales
-// in one transfer, outputs and dx back in bf16, weights' gradients in bf16 of what the bytes stand for; the last column
-// casts both operands of those along the tokens and multiplies the bytes. Weights are cast once a step, not here. dW +=
-// in float32. Backward reads x as it was received and permutes it again; the row "rows kept" has the permuted rows (or
-// bytes) from forward, as PyTorch does.
+// A rank has 131072 tokens and 8 experts. Each token is routed to one expert (top 1), and all experts get the same
+// number of tokens. The tokens of a rank are already in the order of their experts, so nothing is sorted before
+// dispatch. The numbers of rows to each rank are known too.
 //
-// Medians of events over 30 calls, bf16 and MXFP8 in turns, the slowest rank's. First, on a small size, samples of the
-// bf16 results are compared with sums on the host, and MXFP8 with bf16 by SQNR.
+// The functions are those of moe/moe.c: dispatch, rows_permute, grouped GEMMs, combine (moe/dispatch.h, mx/rows.h,
+// mx/linear.h). One thing differs: while dy is in flight, x's rows for wgrad are computed; a model computes its shared
+// MLP there.
+//
+// MXFP8 uses the usual formats of the program:
+//
+//   GEMMs            on quantized operands (fast); the weights are quantized once per step, which is not timed
+//   dispatch         tokens and dy are quantized once, on their own rank; values and scales are one transfer
+//   combine          outputs and dx in bf16
+//   wgrad            in bf16, on the dequantized values
+//   the last column  wgrad on MXFP8 operands, both quantized along tokens
+//
+// dW is += in float32. Backward reads x as it was received and permutes it again. In the row "rows kept" it has the
+// permuted rows (bf16 or MXFP8) from forward, as the PyTorch yardstick does.
+//
+// Times are medians over 30 calls of the slowest rank, bf16 and MXFP8 in turns, measured with CUDA events. Results are
+// checked first, at a small size: samples of bf16 against sums on the host, and MXFP8 against bf16 by SQNR.
 //
 //   mpirun -np 4 build/cuda/bench/ep_pipeline [tokens a rank]
 #include <math.h>
@@ -39,15 +48,15 @@ static Comm* comm;
 static double* sums;
 static const Format BYTES = {1, {MX_RCEIL, MX_CHUNK}};
 
-// --- Data: every element follows from its index over all ranks, on the host too ---
+// --- Data: an element is a function of its index over all ranks, on the host too ---
 
-// The pipeline in one precision. x is dim wide, dy and y hidden wide.
+// The pipeline in one precision. x has the width dim, dy and y have the width hidden.
 struct Pass {
     Route route_x, route_dy;   // the same route, for rows of either width
-    AllToAll x, dy;            // dx comes home through x's, y through dy's
+    AllToAll x, dy;            // combine of dx uses the buffers of x, combine of y those of dy
     Rows kept;                 // x as it was received
     Rows x_rows, dy_rows;      // (capacity, dim), (capacity, hidden), sorted by expert
-    Rows x_values, dy_values;  // what their bytes stand for, or these by channel
+    Rows x_values, dy_values;  // their dequantized values, or quantized column-wise
     Ragged ragged;
     floatX *y, *dx;  // (capacity, hidden), (capacity, dim)
     Weight w;        // (EL, hidden, dim)
@@ -55,7 +64,7 @@ struct Pass {
 
 struct Pipeline {
     int64_t N, dim, hidden;
-    floatX *x, *dy, *w;  // tokens of this rank in the order of their experts
+    floatX *x, *dy, *w;  // x, dy: tokens of this rank in the order of their experts
     Pass pass[2];        // BF16; MXFP8
     real* dw[PRECISIONS];
     GemmWorkspace workspace;
@@ -68,10 +77,10 @@ static Pass& pass_of(Pipeline& p, int v) { return p.pass[v != BF16]; }
 
 static DispatchShape shape_of(int64_t N, int64_t C, Format format) {
     const int32_t ranks = ranks_count(world);
-    return {N, C, EL * ranks, 1, ranks, format, format, FORMAT_VALUES};
+    return {N, C, EL * ranks, 1, ranks, format, format, FORMAT_FLOATX};
 }
 
-// What travels of one width: as moe/moe.c plans it for a forward and a backward.
+// Buffers of dispatch and combine for rows of width C, as moe/moe.c plans them for one forward and one backward.
 static void plan_travel(Arena* a, Route* route, AllToAll* t, const Pipeline& p, int64_t C, Format format, int choices) {
     dispatch_plan_choices(a, route, shape_of(p.N, C, format));
     route->received = route->choices = p.N;
@@ -94,7 +103,8 @@ static void plan_pass(Pipeline& p, Pass& q, Format format) {
     arena_add(a, "row gates", ELEMENT_REAL, capacity, 0, (void**)&q.ragged.row_gate);
     arena_add(a, "y", ELEMENT_X, capacity * p.hidden, 0, (void**)&q.y);
     arena_add(a, "dx", ELEMENT_X, capacity * p.dim, 0, (void**)&q.dx);
-    const int memory = format.bytes ? ROWS_BYTES : ROWS_VALUES, values = format.bytes ? ROWS_VALUES | ROWS_BYTES : 0;
+    const int memory = format.quantized ? ROWS_QUANTIZED : ROWS_FLOATX,
+              values = format.quantized ? ROWS_FLOATX | ROWS_QUANTIZED : 0;
     rows_plan(a, "x by expert", &q.x_rows, memory, capacity, p.dim);
     rows_plan(a, "dy by expert", &q.dy_rows, memory, capacity, p.hidden);
     rows_plan(a, "x by expert, values", &q.x_values, values, capacity, p.dim);
@@ -108,6 +118,8 @@ static void make(Pipeline& p, int64_t N, int64_t dim, int64_t hidden) {
     if (N <= 0 || N % E || N / ranks % row_align(BACKEND))
         die(EXIT_USAGE, "%lld tokens a rank: must be a multiple of %lld experts and of 128 a rank", (long long)N,
             (long long)E);
+
+    // The buffers.
     memset(&p, 0, sizeof(p));
     p.N = N, p.dim = dim, p.hidden = hidden;
     arena_init(&p.arena, "the benchmark", BACKEND);
@@ -115,15 +127,16 @@ static void make(Pipeline& p, int64_t N, int64_t dim, int64_t hidden) {
     arena_add(&p.arena, "dy", ELEMENT_X, N * hidden, 0, (void**)&p.dy);
     arena_add(&p.arena, "w", ELEMENT_X, weights, 0, (void**)&p.w);
     for (real*& dw : p.dw) arena_add(&p.arena, "dw", ELEMENT_REAL, weights, 0, (void**)&dw);
-    plan_pass(p, p.pass[0], FORMAT_VALUES);
+    plan_pass(p, p.pass[0], FORMAT_FLOATX);
     plan_pass(p, p.pass[1], BYTES);
-    void* pool;  // dispatch_counts works there
+    void* pool;  // workspace of dispatch_counts
     const size_t room = (size_t)(N * ranks) * sizeof(int32_t) + 65536;
     arena_add(&p.arena, "pool", ELEMENT_BYTE, (int64_t)room, 0, &pool);
     arena_allocate(&p.arena);
     p.pool = pool_create("pool of the benchmark", pool, room);
     p.dispatch = dispatch_create(comm, p.pool, NULL, ctx);
 
+    // The data, and the same routes for both precisions.
     fill<<<1024, 256, 0, ctx->stream>>>(p.x, N * dim, X, 1, me * N * dim);
     fill<<<1024, 256, 0, ctx->stream>>>(p.dy, N * hidden, DY, 1, me * N * hidden);
     fill<<<1024, 256, 0, ctx->stream>>>(p.w, weights, W, 1, me * weights);
@@ -148,7 +161,7 @@ static void forget(Pipeline& p) {
     arena_free(&p.arena);
 }
 
-// --- The pipeline: moe_forward and moe_backward with one product, and nothing to sort where tokens start ---
+// --- The pipeline: moe_forward and moe_backward with one GEMM, and no sort before dispatch ---
 
 static void forward(Pipeline& p, int v) {
     Pass& q = pass_of(p, v);
@@ -164,21 +177,21 @@ static void forward(Pipeline& p, int v) {
     combine_back(p.dispatch, &q.route_dy, &q.dy, ctx);
 }
 
-// After a forward in the same precision. kept: x's rows are as forward left them.
+// Needs a forward in the same precision before it. kept: x_rows is reused from forward; else x is permuted again.
 static void backward(Pipeline& p, int v, bool kept) {
     Pass& q = pass_of(p, v);
     const Rows dy = rows_as(q.dy.sent, rows_of_values(p.dy, p.N, p.hidden), q.w.format, ctx);
     dispatch_pack_sorted(p.dispatch, &q.route_dy, &q.dy, dy, NULL);
     dispatch_start(p.dispatch, &q.route_dy, ctx);
-    // While dy travels: x's rows, as dW reads them.
-    const Format wgrad = v == MXFP8_WGRAD ? BYTES : FORMAT_VALUES;
-    const Rows room = q.w.format.bytes ? q.x_values : q.x_rows;
+    // While dy is in flight: x's rows for wgrad.
+    const Format wgrad = v == MXFP8_WGRAD ? BYTES : FORMAT_FLOATX;
+    const Rows room = q.w.format.quantized ? q.x_values : q.x_rows;
     const Rows x = rows_for_wgrad(room, kept ? q.x_rows : q.kept, WGRAD_X, !kept, wgrad, q.ragged, ctx);
     q.dy_rows =
         rows_permute(q.dy_rows, dispatch_receive(p.dispatch, &q.route_dy, &q.dy, ctx), q.w.format, q.ragged, ctx);
     grouped_dgrad(q.dx, q.dy_rows, &q.w, q.ragged, ctx);
     combine_send(p.dispatch, &q.route_x, &q.x, {q.dx, q.ragged, NULL, NULL}, ctx);
-    // While dx travels: dW.
+    // While dx is in flight: dW.
     Weight w = q.w;
     w.grad = p.dw[v];
     grouped_wgrad(rows_for_wgrad(q.dy_values, q.dy_rows, WGRAD_DY, 0, wgrad, q.ragged, ctx), x, &w, q.ragged, ctx);
@@ -188,16 +201,16 @@ static void backward(Pipeline& p, int v, bool kept) {
 static floatX* y_of(Pipeline& p, int v) { return pass_of(p, v).dy.sent.value; }
 static floatX* dx_of(Pipeline& p, int v) { return pass_of(p, v).x.sent.value; }
 
-// --- Is it right? ---
+// --- Check of the results ---
 
-// The largest over the ranks.
+// The largest value over the ranks.
 static double slowest(double mine) {
     std::vector<double> all((size_t)ranks_count(world));
     ranks_all_gather(world, all.data(), &mine, sizeof(mine));
     return *std::max_element(all.begin(), all.end());
 }
 
-// Prints the signal over the noise on the worst rank; ends the run where it is too little. No noise is wrong too.
+// Prints the SQNR (signal over noise) of the worst rank. Ends the run if it is below `least`, or if there is no noise.
 static void verdict(const char* name, double signal, double noise, double least) {
     const double mine = 10 * log10(signal / noise), db = -slowest(isfinite(mine) ? -mine : 0);
     printf("| %s | %.1f | %.1f |\n", name, db, least);
@@ -234,12 +247,14 @@ static double at(int64_t i, Seed seed) { return (double)(float)(floatX)normal(i,
 
 static void check(void) {
     const int64_t ranks = ranks_count(world), me = ranks_index(world), E = EL * ranks;
-    const int64_t each = 112, N = each * E, dim = 1024, hidden = 704;  // groups with pad rows, half a chunk at the end
+    const int64_t each = 112, N = each * E, dim = 1024, hidden = 704;  // with pad rows; hidden ends in half a chunk
     Pipeline p;
     make(p, N, dim, hidden);
     for (int v = 0; v < PRECISIONS; v++) forward(p, v), backward(p, v, false);
     printf("| %lld tokens a rank, %lld x %lld | SQNR, dB | at least |\n|---|---|---|\n", (long long)N, (long long)dim,
            (long long)hidden);
+
+    // Sample i of y, dx and dW; *want is its sum on the host.
     auto y = [&](int64_t i, double* want) {
         const int64_t n = (i * 509 + 3) % N, o = i * 37 % hidden, token = me * N + n, e = n / each;
         for (int64_t c = 0; c < dim; c++) *want += at(token * dim + c, X) * at((e * hidden + o) * dim + c, W);
@@ -257,10 +272,12 @@ static void check(void) {
                 *want += at(t * hidden + o, DY) * at(t * dim + c, X);
         return element(p.dw[BF16], (l * hidden + o) * dim + c);
     };
+
+    // bf16 against the host, MXFP8 against bf16.
     check_sample("bf16, output, against the host", y, 50);
     check_sample("bf16, input gradient, against the host", dx, 50);
     check_sample("bf16, weight gradient, against the host", dw, 80);
-    const Rows here = rows_as(p.pass[1].x_values, p.pass[1].kept, FORMAT_VALUES, ctx);
+    const Rows here = rows_as(p.pass[1].x_values, p.pass[1].kept, FORMAT_FLOATX, ctx);
     check_sqnr("MXFP8, after dispatch", here.value, p.pass[0].kept.value, N * dim, 31);
     check_sqnr("MXFP8, output", y_of(p, MXFP8), y_of(p, BF16), N * hidden, 28.2);
     check_sqnr("MXFP8, input gradient", dx_of(p, MXFP8), dx_of(p, BF16), N * dim, 28.2);
@@ -269,9 +286,9 @@ static void check(void) {
     forget(p);
 }
 
-// --- How fast is it? ---
+// --- Timing ---
 
-// Median ms of each call, the slowest rank's. Calls are queued without a wait between them.
+// Median ms of each call on the slowest rank. Calls are queued without a wait between them.
 static std::vector<double> measure(const std::vector<std::function<void()>>& calls) {
     static Stopwatch* watch[CALLS];
     for (Stopwatch*& w : watch)
@@ -298,7 +315,7 @@ static std::vector<double> measure(const std::vector<std::function<void()>>& cal
 static void bench(int64_t N, int64_t dim, int64_t hidden) {
     Pipeline p;
     make(p, N, dim, hidden);
-    forward(p, BF16), forward(p, MXFP8);  // what backward reads
+    forward(p, BF16), forward(p, MXFP8);  // backward reads their results
     double total[2] = {};
     auto row = [&](const char* name, const std::vector<double>& ms) {
         printf("| %lld x %lld | %s | %.2f | %.2f | %.2f |", (long long)dim, (long long)hidden, name, ms[0], ms[1],
@@ -306,6 +323,8 @@ static void bench(int64_t N, int64_t dim, int64_t hidden) {
         printf(ms.size() > 2 ? " %.2f |\n" : " |\n", ms.back());
         fflush(stdout);
     };
+
+    // Each pass in all precisions in turns; backward with and without the rows of forward.
     std::vector<double> ms = measure({[&] { forward(p, BF16); }, [&] { forward(p, MXFP8); }});
     row("forward", ms);
     for (int v = 0; v < 2; v++) total[v] += ms[(size_t)v];
@@ -324,7 +343,7 @@ int main(int argc, char** argv) {
     const int64_t N = argc > 1 ? atoll(argv[1]) : 131072;
     device_choose(ranks_local());
     if (ranks_count(world) == 1) die(EXIT_USAGE, "nothing travels on one rank: start more with mpirun");
-    ctx = ctx_create(dispatch_workspace(shape_of(std::max(N, (int64_t)131072), 0, FORMAT_VALUES)));
+    ctx = ctx_create(dispatch_workspace(shape_of(std::max(N, (int64_t)131072), 0, FORMAT_FLOATX)));
     comm = comm_create(world, "benchmark", ctx);
     sums = (double*)device_alloc(2 * sizeof(double), "the benchmark");
     printf("%s, %d ranks, %d experts a rank, %lld tokens a rank, each to one expert, all equally often\n",

@@ -1,12 +1,15 @@
-"""Yardstick of bench/ep_pipeline.cu: the same pipeline in PyTorch, bf16: all_to_all_single, index_select, torch._grouped_mm.
+"""Yardstick of bench/ep_pipeline.cu: the same pipeline in PyTorch in bf16.
 
     torchrun --nproc-per-node 4 bench/ep_pipeline_torch.py [tokens a rank]
     mpirun -np 4 python3 bench/ep_pipeline_torch.py [tokens a rank]
 
-131072 tokens a rank, 8 experts a rank, each token to one expert, every expert chosen equally often; tokens lie in the order of
-their experts where they start. Medians of CUDA events over 30 calls in turns, the slowest rank's. In its favour: the permutation
-and the groups' ends are known before, buffers are allocated before, rows stay from forward, and dx returns while dW is computed
-(the last row of a shape: one after the other, as autograd does it). dW is written in bf16.
+It calls all_to_all_single, index_select and torch._grouped_mm. A rank has 131072 tokens and 8 experts. Each token is
+routed to one expert, and all experts get the same number of tokens. The tokens of a rank are already in the order of
+their experts. Times are medians over 30 calls in turns, on the slowest rank, measured with CUDA events.
+
+PyTorch has four advantages here. The permutation and the ends of the groups are known before the timing starts, and
+buffers are allocated. Backward reuses the permuted rows from forward. While dW is computed, dx is in flight. (In the
+last row of a shape they run one after the other, as with autograd.) The gradient dW is written in bf16.
 """
 
 import os
@@ -24,7 +27,7 @@ class Pipeline:
         ranks = dist.get_world_size()
         assert tokens % (EXPERTS * ranks) == 0
         each = tokens // (EXPERTS * ranks)
-        # Received by (rank, expert); the product wants (expert, rank).
+        # Received rows are sorted by (rank, expert); the grouped GEMM needs (expert, rank).
         self.index = torch.arange(tokens, device="cuda").view(ranks, EXPERTS, each).transpose(0, 1).reshape(-1).contiguous()
         self.inverse = torch.argsort(self.index)
         self.ends = torch.arange(1, EXPERTS + 1, device="cuda", dtype=torch.int32) * (each * ranks)
@@ -55,14 +58,14 @@ class Pipeline:
 
 
 def gathered(tensor):
-    """The ranks' tensors one after the other."""
+    """The concatenated tensors of all ranks."""
     parts = [torch.empty_like(tensor) for _ in range(dist.get_world_size())]
     dist.all_gather(parts, tensor)
     return torch.cat(parts).double()
 
 
 def check():
-    """Against a product of each expert's tokens in float64: each token's place is (rank, expert, number)."""
+    """Compares the results with a float64 GEMM for each expert. The index of a token is (rank, expert, number)."""
     ranks, me, each, dim, hidden = dist.get_world_size(), dist.get_rank(), 96, 512, 384
     experts = EXPERTS * ranks
     p = Pipeline(each * experts, dim, hidden)
@@ -82,7 +85,7 @@ def check():
 
 
 def measure(calls):
-    """Median ms of each call, the slowest rank's; calls are queued without a wait between them."""
+    """Median ms of each call on the slowest rank. Calls are queued without a wait between them."""
     times = [[] for _ in calls]
     for _ in range(ROUNDS):
         for call, mine in zip(calls, times):
@@ -106,7 +109,7 @@ def main():
             os.environ[name] = os.environ.get("OMPI_COMM_WORLD_" + source, "1" if source == "SIZE" else "0")
         os.environ.setdefault("MASTER_ADDR", "127.0.0.1")
         os.environ.setdefault("MASTER_PORT", "29511")
-    os.environ.setdefault("NCCL_NVLS_ENABLE", "0")  # as parallel/comm.cu
+    os.environ.setdefault("NCCL_NVLS_ENABLE", "0")  # as in parallel/comm.cu
     device = torch.device("cuda", int(os.environ["LOCAL_RANK"]))
     torch.cuda.set_device(device)
     dist.init_process_group("nccl", device_id=device)

@@ -1,6 +1,7 @@
-// Expert parallelism's transfers against NCCL's own all-to-all, in the same run: dispatch (rows, expert ids and gates
-// in one transfer) and combine (rows) of one MoE block under random routing, and an all-to-all of as many bytes between
-// each two ranks. GB/s: bytes that leave a GPU over the time; medians of events over 30 calls.
+// The all-to-all of expert parallelism against NCCL's all-to-all, in the same run. It times dispatch (rows, expert
+// ids and gates in one transfer) and combine (rows) of one MoE block with random routing. The yardstick is an NCCL
+// all-to-all: the rows that leave a rank in dispatch, spread evenly over the other ranks. GB/s: bytes that leave a GPU
+// over the time. Times are medians over 30 calls, measured with CUDA events.
 //
 //   mpirun -np 4 build/cuda/bench/exchange [tokens a rank]
 #include <nccl.h>
@@ -29,7 +30,7 @@ static double seconds(Call call) {
     }
     stopwatch_destroy(watch);
     std::sort(times.begin(), times.end());
-    // The slowest rank's: a transfer is over when all have theirs.
+    // The time of the slowest rank: a transfer ends when every rank has its rows.
     double mine = times[times.size() / 2], slowest = 0;
     std::vector<double> all((size_t)ranks_count(world));
     ranks_all_gather(world, all.data(), &mine, sizeof(mine));
@@ -46,6 +47,8 @@ static uint32_t random32(void) {
 static void family(Comm* comm, ncclComm_t nccl, const char* name, int64_t N, int64_t C, int E, int K) {
     const int P = comm_count(comm);
     std::vector<int64_t> to((size_t)P), from((size_t)P), all((size_t)P * P), send_at((size_t)P), recv_at((size_t)P);
+
+    // Random routing: K different experts for each token. A token is sent once to each rank that owns one of them.
     random_state = 1 + comm_index(comm);
     for (int64_t n = 0; n < N; n++) {
         std::vector<int> chosen;
@@ -57,6 +60,8 @@ static void family(Comm* comm, ncclComm_t nccl, const char* name, int64_t N, int
         for (int e : chosen) there[(size_t)(e / (E / P))] = 1;
         for (int p = 0; p < P; p++) to[(size_t)p] += there[(size_t)p];
     }
+
+    // The rows to and from every rank, and where they start.
     ranks_all_gather(world, all.data(), to.data(), (size_t)P * sizeof(int64_t));
     int64_t sent = 0, received = 0;
     for (int p = 0; p < P; p++) {
@@ -73,6 +78,8 @@ static void family(Comm* comm, ncclComm_t nccl, const char* name, int64_t N, int
         {y, x, (size_t)C * 2}, {id + rows * K, id, (size_t)K * 4}, {gate + rows * K, gate, (size_t)K * 4}};
     ExchangeRows outward = {send_at.data(), to.data(), recv_at.data(), from.data()};
     ExchangeRows back = {recv_at.data(), from.data(), send_at.data(), to.data()};
+
+    // The two transfers and the yardstick.
     double dispatch = seconds([&] { comm_exchange(comm, out, 3, outward, ctx); });
     double combine = seconds([&] { comm_exchange(comm, out, 1, back, ctx); });
     const size_t each = (size_t)(leaves / std::max(1, P - 1) * C) * 2;

@@ -1,8 +1,9 @@
-// What the benchmarks of grouped products share: random operands, uneven groups, calls in turns with cuBLAS, and a row
-// of the table.
+// Shared code of the grouped GEMM benchmarks: random operands, uneven groups, rounds in turns with a yardstick (mostly
+// cuBLAS), and a row of the table.
 //
-// Calls of ours and of the library run in turns, each for a round of some 80 ms: long enough that the card's power
-// limit has its say. A number in the table is the median of the calls' times by CUDA events, over all rounds.
+// Our kernel and the yardstick run in turns, each for a round of some 80 ms. A round is long enough for the card's
+// power limit to take effect. A number in the table is the median of the calls' times over all rounds, measured with
+// CUDA events.
 #ifndef BENCH_GROUPED_CUH
 #define BENCH_GROUPED_CUH
 
@@ -18,7 +19,7 @@
 #include "grouped/permute.h"
 #include "tests/hold.cuh"
 
-// About normal; rows whose mark is 0 become zeros.
+// Approximately normal; rows with mark 0 become zeros.
 static __global__ void fill_rows(floatX* p, int64_t rows, int64_t cols, const char* mark, uint64_t seed) {
     for (int64_t i = blockIdx.x * (int64_t)blockDim.x + threadIdx.x; i < rows * cols;
          i += gridDim.x * (int64_t)blockDim.x)
@@ -43,7 +44,7 @@ static void run_round(const std::function<void()>& call, std::vector<double>& ti
     if (!at[0])
         for (cudaEvent_t& e : at) CUDA_CHECK(cudaEventCreate(&e));
 
-    // How many calls a round has.
+    // The number of calls in a round.
     float once;
     CUDA_CHECK(cudaEventRecord(at[0], stream));
     for (int i = 0; i < 2; i++) call();
@@ -52,7 +53,7 @@ static void run_round(const std::function<void()>& call, std::vector<double>& ti
     CUDA_CHECK(cudaEventElapsedTime(&once, at[0], at[1]));
     int calls = std::max(3, std::min((int)MOST, (int)(2 * round_ms / once)));
 
-    // The calls, an event before each and one after the last.
+    // The calls: one event before each, one after the last.
     for (int i = 0; i < calls; i++) {
         CUDA_CHECK(cudaEventRecord(at[i], stream));
         call();
@@ -60,7 +61,7 @@ static void run_round(const std::function<void()>& call, std::vector<double>& ti
     CUDA_CHECK(cudaEventRecord(at[calls], stream));
     CUDA_CHECK(cudaEventSynchronize(at[calls]));
 
-    // Their times, but those of the first quarter: these calls still run at the other's clock.
+    // The times, without the first quarter of the calls: these still run at the clock of the previous round.
     for (int i = calls / 4; i < calls; i++) {
         float ms;
         CUDA_CHECK(cudaEventElapsedTime(&ms, at[i], at[i + 1]));
@@ -74,14 +75,14 @@ static void run_round(const std::function<void()>& call, std::vector<double>& ti
         if (status_ != CUBLAS_STATUS_SUCCESS) die(EXIT_FAILED, "%s: status %d", #call, (int)status_);                  \
     } while (0)
 
-// Uneven groups of M rows: shares between 0.4 and 1.6 of the mean, the same as bench/grouped_gemm_torch.py takes.
+// Uneven groups of M rows: shares between 0.4 and 1.6 of the mean, as in bench/grouped_gemm_torch.py.
 struct Groups {
     Ragged r = {};
     std::vector<int32_t> rows;
     std::vector<int64_t> start;
-    char* marks;  // 1 for rows that are no pad rows
+    char* marks;  // 0: pad row, 1: other rows
 
-    // The last expert has what is left of M. Starts are multiples of 128.
+    // The last expert has the remaining rows of M. Starts are multiples of 128.
     Groups(int El, int64_t M) : rows(El), start(El + 1) {
         auto share = [](int e) { return 0.4 + 1.2 * fmod((e + 1) * 0.6180339887, 1.0); };
         double total = 0;
@@ -93,7 +94,7 @@ struct Groups {
             start[e + 1] = start[e] + ceil_div(rows[e], 128) * 128;
         }
 
-        // The same on the GPU.
+        // The groups on the GPU.
         std::vector<char> mark(start[El], 0);
         for (int e = 0; e < El; e++) std::fill_n(mark.begin() + start[e], rows[e], 1);
         r.El = El, r.capacity = start[El];
@@ -107,11 +108,12 @@ struct Groups {
     ~Groups() { device_free(r.group_start), device_free(r.group_rows), device_free(marks); }
 };
 
-// Times both in turns and prints a row; M rows, and the difference of what they wrote lies in `sums`. Last how much
-// longer ours takes while 16 SMs are held, as by a transfer between GPUs: 1.14 would be their share of 132.
+// Times both in turns and prints a row of the table. M is the number of rows; `sums` has the difference of the two
+// results. The last column is the slowdown of our kernel while 16 SMs are held, as by communication between GPUs. A
+// loss of just these 16 of 132 SMs would be a slowdown of 1.14.
 static void compare(int64_t M, int64_t OC, int64_t IC, int El, const char* pass, const std::function<void()>& mine,
                     const std::function<void()>& library) {
-    // Rounds in turns, then some of ours with SMs held.
+    // Rounds in turns, then one round of our kernel with SMs held.
     double error[2];
     device_download(error, sums, sizeof(error), ctx);
     std::vector<double> t, t_library, t_held;
@@ -133,7 +135,7 @@ static void compare(int64_t M, int64_t OC, int64_t IC, int El, const char* pass,
 static int run_shapes(int argc, char** argv, const char* yardstick,
                       const std::vector<std::pair<int64_t, int64_t>>& shapes,
                       void (*bench)(int64_t OC, int64_t IC, int El, int64_t M)) {
-    // What all shapes use.
+    // Set up everything that all shapes share.
     int64_t M = argc > 1 ? atoll(argv[1]) : 131072;
     if (argc > 2) round_ms = atof(argv[2]);
     ctx = ctx_create((size_t)1 << 20);

@@ -1,13 +1,13 @@
-// The grouped products beside a cuBLAS call per expert, which knows the group sizes on the host (bench/grouped.cuh says
-// how they are timed). The difference is that of the two results, ||a - b|| / ||b||. The last column is how much longer
-// ours takes while 16 SMs are held.
+// Speed of the grouped GEMM against one cuBLAS call per expert. cuBLAS gets the group sizes on the host. Timing is
+// explained in bench/grouped.cuh. The difference of the two results is ||a - b|| / ||b||. The last column is the
+// slowdown of our kernel while 16 SMs are held.
 //
 //   [TRAIN_MOE_KERNELS=portable] build/cuda/bench/grouped_gemm [rows [round_ms]]
 #include "bench/grouped.cuh"
 #include "grouped/grouped_gemm.h"
 
 static void bench(int64_t OC, int64_t IC, int El, int64_t M) {
-    // Operands, and room for the output of every pass.
+    // Operands, and one buffer for the output of each implementation, large enough for every pass.
     Groups g(El, M);
     const int64_t capacity = g.r.capacity;
     floatX* x = (floatX*)device_alloc(capacity * IC * 2, "x");
@@ -21,7 +21,7 @@ static void bench(int64_t OC, int64_t IC, int El, int64_t M) {
     LAUNCH_CHECK();
 
     const float one = 1, zero = 0;
-    // y = W x, dx = W^T dy and dW += dy x^T, each by us and by the library.
+    // y = W x, dx = W^T dy and dW += dy x^T, each with our kernel and with the library.
     const char* names[] = {"forward", "dgrad", "wgrad"};
     for (int pass = 0; pass < 3; pass++) {
         auto mine = [&] {

@@ -1,9 +1,9 @@
-// The grouped products of MXFP8 bytes beside a cuBLAS call per expert on the bf16 numbers the bytes were made of
-// (bench/grouped.cuh says how they are timed). Casts are not timed. The difference is that of the two results,
-// ||a - b|| / ||b||: what e4m3 costs, 3.7e-2. The last column is how much longer ours takes while 16 SMs are held.
+// Speed of the MXFP8 grouped GEMM against one cuBLAS call per expert in bf16, on the same values before quantization.
+// Timing is explained in bench/grouped.cuh. Quantization is not timed. The difference of the two results is ||a - b|| /
+// ||b||, the error of e4m3: 3.7e-2. The last column is the slowdown of our kernel while 16 SMs are held.
 //
-// Weights' gradients stand beside our own product in bf16 instead, of the rows before their casts (whose time casts.cu
-// measures).
+// The yardstick of wgrad is our own bf16 GEMM instead, on the rows before quantization. casts.cu measures the time of
+// the quantization.
 //
 //   build/cuda/bench/grouped_gemm_mx [rows [round_ms]]
 #include "bench/grouped.cuh"
@@ -12,7 +12,7 @@
 #include "mx/mxfp8.h"
 
 static void bench(int64_t OC, int64_t IC, int El, int64_t M) {
-    // Operands in bf16 and as bytes. W's bytes are cast once for both passes, transposed for dgrad.
+    // Operands in bf16 and in MXFP8. W is quantized once for both passes; dgrad uses the transposed copy.
     Groups g(El, M);
     const int64_t capacity = g.r.capacity;
     const int64_t most = std::max(IC, OC), tiles_i = ceil_div(IC, 128), tiles_o = ceil_div(OC, 128);
@@ -32,12 +32,12 @@ static void bench(int64_t OC, int64_t IC, int El, int64_t M) {
     const float one = 1, zero = 0;
     for (int dgrad = 0; dgrad < 2; dgrad++) {
         const int64_t K = dgrad ? OC : IC, N = dgrad ? IC : OC;
-        // x, or dy in its place.
+        // x in forward, dy in dgrad.
         fill_rows<<<1024, 256, 0, stream>>>(x, capacity, K, g.marks, 1);
         LAUNCH_CHECK();
         mx_quantize({qx, sx}, x, capacity, K, {MX_RCEIL, 128}, ctx);
 
-        // y = W x or dx = W^T dy, on the bytes by us and in bf16 by the library.
+        // y = W x or dx = W^T dy: our kernel in MXFP8, the library in bf16.
         auto mine = [&] {
             grouped_gemm_mx(ours, nullptr, {qx, sx},
                             {dgrad ? qw_transposed : qw, sw, dgrad ? 1 : tiles_i, dgrad ? tiles_i : 1}, g.r, K, N, ctx);
@@ -63,7 +63,7 @@ static void bench(int64_t OC, int64_t IC, int El, int64_t M) {
 
 // dW += dy^T x.
 static void bench_wgrad(int64_t OC, int64_t IC, int El, int64_t M) {
-    // Rows in bf16, and by channel.
+    // Rows in bf16, and quantized column-wise (along tokens).
     Groups g(El, M);
     const int64_t capacity = g.r.capacity, chunks = capacity / 128, size = El * OC * IC;
     floatX* dy = (floatX*)device_alloc(capacity * OC * 2, "dy");
@@ -80,7 +80,7 @@ static void bench_wgrad(int64_t OC, int64_t IC, int El, int64_t M) {
     mx_quantize_channels({qdy, sdy}, dy, capacity, g.r, OC, {MX_RCEIL, 128}, ctx);
     mx_quantize_channels({qx, sx}, x, capacity, g.r, IC, {MX_RCEIL, 512}, ctx);
 
-    // On the bytes, and in bf16; the difference of the results, then the times.
+    // MXFP8 and bf16: the difference of the results, then the times.
     auto mine = [&] { grouped_gemm_mx_wgrad(ours, {qdy, sdy}, {qx, sx}, capacity, g.r, IC, OC, 1, ctx); };
     auto bf16 = [&] { grouped_gemm_wgrad(theirs, dy, x, g.r, IC, OC, 1, ctx); };
     device_zero(ours, size * 4, ctx), device_zero(theirs, size * 4, ctx), device_zero(sums, 16, ctx);

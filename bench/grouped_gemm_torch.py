@@ -1,11 +1,14 @@
-"""torch._grouped_mm on the shapes of bench/grouped_gemm.cu: forward, dgrad, wgrad, TFLOP/s (median of CUDA events)."""
+"""Speed of torch._grouped_mm on the shapes of bench/grouped_gemm.cu: TFLOP/s of forward, dgrad and wgrad.
+
+Times are medians over the calls, measured with CUDA events.
+"""
 import sys
 
 import torch
 
 
 def time_ms(call, block_ms=80.0, rounds=3):
-    """Median time of a call in blocks as long as those of bench/grouped_gemm.cu."""
+    """Median time of a call. Blocks of calls have the length of the rounds in bench/grouped_gemm.cu."""
     times = []
     for _ in range(rounds):
         first, last = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)

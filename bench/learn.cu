@@ -1,6 +1,6 @@
-// The ladder of docs/cuda.md beside the product's kernel (bench/grouped.cuh says how they are timed): a row a step,
-// with the TFLOP/s of both, and how much of the product's speed the step has. The difference is that of the two
-// results. Most of the time goes into step 1: with 32768 rows half a minute in all.
+// Speed of the ladder of docs/cuda.md against the program's own kernel, grouped/grouped_gemm.cu. A row for each step of
+// the ladder has the TFLOP/s of both, their ratio, and the difference of the two results. Timing is explained in
+// bench/grouped.cuh. Step 1 takes most of the time: with 32768 rows the benchmark runs for half a minute.
 //
 //   build/cuda/bench/learn [rows [round_ms]]
 #include "bench/grouped.cuh"
@@ -19,7 +19,7 @@ static void bench(int64_t OC, int64_t IC, int El, int64_t M) {
     fill<<<1024, 256, 0, stream>>>(w, El * OC * IC, 2);
     LAUNCH_CHECK();
 
-    // Step after step; the last two are for Hopper alone.
+    // One step after another; the last two need Hopper.
     LearnStep* steps[] = {learn_1, learn_2, learn_3, learn_4, learn_5};
     const char* names[] = {"step 1", "step 2", "step 3", "step 4", "step 5"};
     for (int i = 0; i < (ctx->capability == 90 ? 5 : 3); i++) {

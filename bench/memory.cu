@@ -1,7 +1,7 @@
-// The memory-bound ops at the sizes of the 16b model, and some at those of bytes as tokens: time, bytes a second, and
-// the share of a device-to-device copy measured in the same run. Bytes count each input read once and each output
-// written once. A time is the median of 20 batches of calls, by CUDA events; calls go round three sets of buffers, so
-// that none finds its input in L2.
+// Speed of the memory-bound ops at the sizes of the 16b model; some also at the sizes of a model of byte tokens. The
+// table has time, bytes per second, and the share of a device-to-device copy in the same run. Every input is counted as
+// read once and every output as written once. A time is the median of 20 batches of calls, measured with CUDA events.
+// Calls use three sets of buffers in turn, so that no input is in L2.
 //
 //   build/cuda/bench/memory [tokens [part of an op's name]]
 #include <stdio.h>
@@ -27,7 +27,7 @@
 enum { SETS = 3, CALLS = 6, BATCHES = 20 };
 
 static Ctx* ctx;
-static double copy_rate;  // bytes a second
+static double copy_rate;  // bytes per second
 static const char* only = "";
 
 static uint64_t random_state = 1;
@@ -37,7 +37,7 @@ static uint32_t random32(void) {
 }
 static double uniform(void) { return (random32() + 0.5) / 2147483648.0; }
 
-// SETS buffers of n elements, about normal.
+// SETS buffers of n elements, approximately normal.
 template <typename T>
 struct Buffers {
     T* p[SETS];
@@ -119,6 +119,7 @@ static void bench_embedding(int64_t N, int64_t V, int64_t C, const char* shape) 
 static void bench_layers(int64_t N) {
     const int64_t C = 2048, H = 16, D = 64, T = 4096, F = 10944;
     const double x = 2.0 * (double)(N * C);  // bytes of (N, C)
+    // RMSNorm at the widths of 16b and 671b.
     {
         X a(N * C), b(N * C), sum(N * C), y(N * C), w(C);
         R rstd(N), dw(C);
@@ -139,6 +140,7 @@ static void bench_layers(int64_t N) {
         row("rmsnorm_backward", "N/4 7168, dx +=", 4 * wide_x,
             [&](int i) { rmsnorm_backward(y[i], dw[i], g[i], a[i], 7168, w[i], rstd[i], N / 4, 7168, 1, ctx); });
     }
+    // RoPE of the queries, and of the shared part of the keys.
     {
         X q(N * H * 192);
         std::vector<float> host((size_t)(T * D));
@@ -152,12 +154,14 @@ static void bench_layers(int64_t N) {
             [&](int i) { rope_apply(q[i] + 512, one, q[i], none, table, 1, ctx); });
         device_free(table);
     }
+    // SwiGLU of the dense MLP.
     {
         X h(N * 2 * F), a(N * F), da(N * F), dh(N * 2 * F);
         row("swiglu_forward", "N 10944", 6.0 * (double)(N * F), [&](int i) { swiglu_forward(a[i], h[i], N, F, ctx); });
         row("swiglu_backward", "N 10944", 12.0 * (double)(N * F),
             [&](int i) { swiglu_backward(dh[i], a[i], da[i], h[i], N, F, ctx); });
     }
+    // Cross-entropy over a chunk of logits, at several vocabulary sizes.
     for (int64_t vocabulary : {(int64_t)320, (int64_t)8192, (int64_t)102400, (int64_t)129280}) {
         const int64_t chunk = vocabulary > 8192 ? 2560 : 16384;
         X logits(chunk * vocabulary, 2);
@@ -209,6 +213,8 @@ static void bench_moe(int64_t N) {
     r.row_token = (int32_t*)device_alloc((size_t)r.capacity * sizeof(int32_t), "the benchmark");
     r.token_row = (int32_t*)device_alloc((size_t)(N * K) * sizeof(int32_t), "the benchmark");
     r.row_gate = (float*)device_alloc((size_t)r.capacity * sizeof(float), "the benchmark");
+
+    // Random choices with uneven loads: K different experts for each token.
     std::vector<int32_t> chosen;
     for (int64_t n = 0; n < N; n++)
         for (int32_t k = 0; k < K; k++) {
@@ -218,6 +224,8 @@ static void bench_moe(int64_t N) {
             chosen.push_back(e);
         }
     int32_t* expert = upload(chosen);
+
+    // Permutation: its plan, tokens to rows, rows to tokens.
     R gate(N * K), drow_gate(r.capacity), dgate(N * K);
     row("permute_plan", "N 6 of 64", 4.0 * (double)(N * K) * 5,
         [&](int i) { permute_plan(r, expert, gate[i], N, K, ctx); });
@@ -235,6 +243,7 @@ static void bench_moe(int64_t N) {
         row("unpermute_gates", "N 6 of 64", 12.0 * (double)(N * K),
             [&](int i) { unpermute_gates(dgate[i], drow_gate[i], r, N, K, ctx); });
     }
+    // SwiGLU of the experts.
     {
         X h(r.capacity * 2 * F), a(r.capacity * F), da(r.capacity * F), dh(r.capacity * 2 * F);
         row("experts_swiglu_forward", "6 N 1408", 6.0 * (double)(used * F),
@@ -243,6 +252,7 @@ static void bench_moe(int64_t N) {
             experts_swiglu_backward({dh[i], a[i], drow_gate[i], da[i], h[i]}, r, F, ctx);
         });
     }
+    // Router and balance counts of 16b; then of 671b with a quarter of the tokens.
     for (int large = 0; large < 2; large++) {
         RouterShape s = {N, 4096, C, E, K, 1, 1, SCORE_SOFTMAX, 0, 1, 0};
         if (large) s = {N / 4, 4096, 7168, 256, 8, 8, 4, SCORE_SIGMOID, 1, 2.5f, 0};

@@ -1,11 +1,13 @@
 #!/usr/bin/env python3
-"""How often a model with modules (--mtp) knows the tokens after the next one: python3 bench/mtp_hits.py STEP SHARD
+"""Accuracy of the MTP modules of a model (--mtp) on later tokens: python3 bench/mtp_hits.py STEP SHARD
 
-STEP is a folder of a run's checkpoint, SHARD a validation shard. transformers computes: the main model's output, then
-module after module as a model of one layer whose input is DeepSeek-V3's joined one (arXiv 2412.19437, equation 21, with
-the halves as its published weights have them). For the main model and each module: mean loss, share of tokens that its
-first choice hits, and of those that are also the first choice of the main model where it has seen the tokens between
-(what speculative decoding accepts).
+STEP is the folder of a run's checkpoint, SHARD a validation shard. The library transformers computes the output of the
+main model, then of one module after another. A module runs as a model of one layer. Its input is DeepSeek-V3's
+concatenation (arXiv 2412.19437, equation 21), with the two halves in the order of the published weights.
+
+Printed are, for the main model and each module, the mean loss and the share of tokens that its first choice hits. For
+a module there is also the share of tokens whose first choice equals that of the main model. The main model has seen the
+tokens between. Speculative decoding accepts these tokens.
 """
 import argparse
 import glob
@@ -40,7 +42,7 @@ def main():
     args = parser.parse_args()
     torch.set_grad_enabled(False)
 
-    # The modules' blocks are layers like the others: one model has them all.
+    # The blocks of the modules are ordinary layers: one model has all of them.
     config = transformers.AutoConfig.from_pretrained(args.step)
     L, modules = config.num_hidden_layers, config.num_nextn_predict_layers
     config.num_hidden_layers = L + modules
@@ -60,7 +62,7 @@ def main():
         ids = torch.tensor(numpy.stack(batch)).to(args.device)
         x, first = embed(ids[:, :T]), None
         for k in range(1 + modules):
-            # Module k: the tokens k places on, beside the output before. Its output follows its own norm.
+            # Input of module k: the tokens k positions ahead, and the previous output. Its output has its own norm.
             if k > 0:
                 names = {name: weight(args.step, f"model.layers.{L + k - 1}.{name}.weight").to(x)
                          for name in ("enorm", "hnorm", "eh_proj", "shared_head.norm")}

@@ -1,4 +1,4 @@
-// Muon's orthogonalization (layers/muon.h): time and TFLOP/s for the matrices of `small` and 16b, one layer at a time.
+// Speed of Muon's orthogonalization (layers/muon.h): time and TFLOP/s for the matrices of one layer of `small` and 16b.
 //
 //   build/cuda/bench/muon [calls]
 #include <algorithm>
@@ -39,13 +39,15 @@ int main(int argc, char** argv) {
         fill<<<1024, 256, 0, ctx->stream>>>(x, n, 1);
         LAUNCH_CHECK();
 
-        // The orthogonal matrix is the next call's input.
+        // Three calls to warm up, then the timed ones. The output of a call is the input of the next one.
         for (int i = 0; i < 3; i++) muon_orthogonalize(x, work, s.count, s.rows, s.columns, ctx);
         for (int i = 0; i <= calls; i++) {
             CUDA_CHECK(cudaEventRecord(at[(size_t)i], ctx->stream));
             if (i < calls) muon_orthogonalize(x, work, s.count, s.rows, s.columns, ctx);
         }
         ctx_sync(ctx);
+
+        // The row of the table.
         std::vector<float> ms((size_t)calls);
         for (size_t i = 0; i < ms.size(); i++) CUDA_CHECK(cudaEventElapsedTime(&ms[i], at[i], at[i + 1]));
         std::sort(ms.begin(), ms.end());

@@ -1,12 +1,14 @@
-// Where a training step's time goes, by kernel class. A library that CUDA loads into the unchanged program:
+// Profile of a training step: time by kernel class. CUDA loads this library into the unchanged program:
 //
 //   CUDA_INJECTION64_PATH=build/cuda/bench/libprofile.so build/cuda/train_moe ... --steps 12
 //
-// It records every kernel, copy and fill (CUPTI activity records) and, at exit, prints for the whole steps after the
-// first two: time per step by class, the share of time in which the GPU did nothing, and the calls by which the host
-// waited for it. A kernel's time begins with its start or, where it started early, with the end of the one before it;
-// transfers between GPUs count as a whole, and are exposed while nothing else runs beside them. Steps are told apart by
-// the kernel step_begin (layers/adamw.cu).
+// The library records every kernel, copy and fill (CUPTI activity records). At exit it prints, for the whole steps
+// after the first two: time per step by class, the share of time in which the GPU was idle, and the host calls that
+// can wait for the GPU.
+//
+// A kernel's time begins at its start. If it started before the previous kernel ended (PDL), its time begins at that
+// end. Communication between GPUs counts as a whole; it is exposed while no other work runs. A step begins with the
+// kernel step_begin (layers/adamw.cu).
 #include <cupti.h>
 #include <cxxabi.h>
 
@@ -24,13 +26,13 @@ namespace {
 struct Record {
     uint64_t start, end;  // ns
     std::string name;
-    uint64_t own;  // of end - start, what counts
+    uint64_t own;  // ns, the part of end - start that counts
 };
 
 std::mutex mutex;
 std::vector<Record> work, calls;
 
-// First match wins.
+// A part of a kernel's name, and its class. The first match is used.
 const char* const classes[][2] = {
     {"grouped_gemm", "grouped GEMM"},
     {"plan_kernel", "grouped GEMM"},
@@ -108,6 +110,7 @@ void CUPTIAPI complete(CUcontext, uint32_t, uint8_t* buffer, size_t, size_t vali
     CUpti_Activity* record = nullptr;
     while (valid && cuptiActivityGetNextRecord(buffer, valid, &record) == CUPTI_SUCCESS) {
         switch (record->kind) {
+            // Work on the GPU.
             case CUPTI_ACTIVITY_KIND_CONCURRENT_KERNEL: {
                 auto* k = (CUpti_ActivityKernel9*)record;
                 work.push_back({k->start, k->end, demangled(k->name), 0});
@@ -123,6 +126,7 @@ void CUPTIAPI complete(CUcontext, uint32_t, uint8_t* buffer, size_t, size_t vali
                 work.push_back({s->start, s->end, "memset", 0});
                 break;
             }
+            // Host calls that can wait or allocate.
             case CUPTI_ACTIVITY_KIND_RUNTIME: {
                 auto* a = (CUpti_ActivityAPI*)record;
                 const char* name = nullptr;
@@ -138,7 +142,7 @@ void CUPTIAPI complete(CUcontext, uint32_t, uint8_t* buffer, size_t, size_t vali
     free(buffer);
 }
 
-// Sets `own`: of kernels, copies and fills that run at once each has the time from the end before its own on.
+// Sets `own`. If kernels, copies or fills overlap, the time of each begins at the previous end. Transfers count fully.
 void set_own() {
     std::vector<Record*> by_end;
     for (auto& r : work) by_end.push_back(&r);
@@ -152,9 +156,9 @@ void set_own() {
     }
 }
 
-// Of the transfers (in order of their starts), the time in which nothing else ran, by class and (under "") in all.
+// The exposed time of the transfers: no other work ran. By class; the key "" has the total. `work` is sorted by start.
 std::map<std::string, double> exposed(uint64_t from, uint64_t to) {
-    std::vector<std::pair<uint64_t, uint64_t>> busy;  // when something else ran, merged
+    std::vector<std::pair<uint64_t, uint64_t>> busy;  // intervals with other work, merged
     for (auto& r : work) {
         if (is_transfer(r.name)) continue;
         if (!busy.empty() && r.start <= busy.back().second)
@@ -163,7 +167,7 @@ std::map<std::string, double> exposed(uint64_t from, uint64_t to) {
             busy.push_back({r.start, r.end});
     }
     std::map<std::string, double> time;
-    std::map<std::string, uint64_t> seen;  // up to where a class has been counted
+    std::map<std::string, uint64_t> seen;  // the end of the time that is already counted for a class
     size_t first = 0;
     for (auto& r : work) {
         if (!is_transfer(r.name) || r.start < from || r.start >= to) continue;
@@ -192,6 +196,8 @@ void report() {
         printf("profile: fewer than 5 steps were recorded\n");
         return;
     }
+
+    // Idle time, and the time by class and by kernel, from the third step to the start of the last one.
     uint64_t from = begins[2], to = begins.back(), busy_until = from, idle = 0;
     double steps = (double)begins.size() - 3, span = (double)(to - from);
     std::map<std::string, double> by_class;
@@ -207,6 +213,8 @@ void report() {
     if (to > busy_until) idle += to - busy_until;
     const char* rank = getenv("OMPI_COMM_WORLD_RANK");
     if (rank && strcmp(rank, "0") != 0) return;
+
+    // The tables of rank 0: classes, kernels, host calls.
     printf("\nprofile of %.0f steps: %.2f ms a step, GPU idle %.2f %%\n", steps, span / steps / 1e6,
            100 * (double)idle / span);
     auto alone = exposed(from, to);
@@ -240,7 +248,7 @@ void report() {
 
 }  // namespace
 
-// CUDA calls this when it starts, because of CUDA_INJECTION64_PATH.
+// CUDA calls this function at its start if CUDA_INJECTION64_PATH names this library.
 extern "C" __attribute__((visibility("default"))) int InitializeInjection(void) {
     cuptiActivityRegisterCallbacks(request, complete);
     for (CUpti_ActivityKind kind : {CUPTI_ACTIVITY_KIND_CONCURRENT_KERNEL, CUPTI_ACTIVITY_KIND_MEMCPY,

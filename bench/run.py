@@ -1,10 +1,10 @@
-"""Training speed of `tiny` on the CPU: this program and PyTorch eager (bench/torch_eager.py) on the same cores, in turns.
+"""Training speed of `tiny` on the CPU: this program and PyTorch eager (bench/torch_eager.py) on the same cores.
 
     python3 bench/run.py build/cpu/train_moe [--threads 2] [--steps 40] [--rounds 3]
 
-Both train the same model (float32, micro-batch 8 x 256, AdamW, clipping) on as many threads. The programs take turns, so that
-other load on the machine meets both; of each the best round counts. Prints a table. PyTorch is left out, and said so, where
-torch or transformers is not installed.
+Both train the same model (float32, micro-batch 8 x 256, AdamW, clipping) with the same number of threads. The programs
+run in turns, so that other load on the machine slows both. The best round of each program counts. Prints a table. If
+torch or transformers is not installed, a line reports that PyTorch was not measured.
 """
 
 import argparse
@@ -28,7 +28,7 @@ def run_ours(program, folder, threads, steps, turn):
     environment = dict(os.environ, OMP_NUM_THREADS=str(threads))
     subprocess.run(command, check=True, env=environment, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
     with open(os.path.join(out, "log.jsonl")) as log:
-        times = [json.loads(line)["ms"] for line in list(log)[6:]]  # less the configuration and five steps of warm-up
+        times = [json.loads(line)["ms"] for line in list(log)[6:]]  # without the configuration and five warm-up steps
     return statistics.median(times)
 
 

@@ -1,10 +1,12 @@
 #!/usr/bin/env python3
 """Training speed of the `tiny` model in PyTorch eager on the CPU, float32, with transformers' DeepseekV3ForCausalLM.
 
-The baseline for the CPU build: the same model, batch, AdamW and clipping. transformers offers several ways to
-compute attention and experts; each pair is timed and the fastest counts (`batched_mm` is left out: it copies a whole
-weight matrix per routed row and is 35 times slower here). Rounds over the pairs alternate, so that a busy machine slows
-all of them alike. malloc is told to keep freed memory, which spares PyTorch the page faults of each step.
+The baseline for the CPU build: the same model, batch, AdamW and clipping. transformers has several implementations of
+attention and of the experts. Each pair is timed, and the fastest pair counts. The implementation `batched_mm` is left
+out: it copies a whole weight matrix per routed row and is 35 times slower here. The pairs run in turns, so that other
+load on the machine slows all of them. The allocator (malloc) keeps freed memory; this saves PyTorch the page faults of
+each step.
+
 Needs torch and transformers:  python3 bench/torch_eager.py --threads 2
 """
 import argparse
@@ -34,7 +36,7 @@ def build(attention, experts):
 
 
 class Run:
-    """One model with its optimizer; `step` trains on one batch and returns its seconds."""
+    """One model with its optimizer. `step` trains on one batch and returns its time in seconds."""
 
     def __init__(self, attention, experts):
         self.name = f"attention={attention} experts={experts}"
@@ -73,7 +75,7 @@ def main():
         mallopt(M_MMAP_MAX, 0)
         mallopt(M_TRIM_THRESHOLD, 2**31 - 1)
 
-    # Sequences that count up by 3 can be learned: the printed loss must fall, or the timing means nothing.
+    # Sequences that count up by 3 can be learned. If the printed loss does not fall, the timing is not valid.
     torch.manual_seed(1)
     batches = [torch.randint(0, VOCAB, (args.batch, 1)) + 3 * torch.arange(args.seq_len + 1) for _ in range(8)]
     batches = [b % VOCAB for b in batches]

@@ -1,16 +1,18 @@
 #!/usr/bin/env python3
-"""Training of a DeepSeek-style model in PyTorch on one GPU, as a strong user would write it: the yardstick of a whole step.
+"""Training of a DeepSeek-style model in PyTorch on one GPU, written for speed: the yardstick of a whole step.
 
-torch.compile, cuDNN attention, torch._grouped_mm over tokens sorted by expert, fused AdamW, bf16 autocast over float32
-weights. Presets, learning rates and clipping are those of train_moe. Windows are drawn once an epoch, in an order of its own:
+It uses torch.compile, cuDNN attention, torch._grouped_mm over tokens sorted by expert, fused AdamW, and bf16 autocast
+over float32 weights. Presets, learning rates and clipping are those of train_moe. Windows are drawn once per epoch, in
+an order that differs from that of train_moe:
 
     python3 bench/torch_gpu.py --model small --vocab 32000 --batch 16 --seq-len 1024 --steps 200 --force-balance
     python3 bench/torch_gpu.py --model small --vocab 32000 --batch 16 --seq-len 1024 --steps 1830 --lr 1e-3 --warmup 100 \\
         --train 'corpus/x_train_*.bin' --val 'corpus/x_val_*.bin' --val-every 183 --log torch.jsonl
 
-Load balancing is DeepSeek-V3's rule: a bias of each expert moves by --bias-rate with the sign of its load. --init FOLDER takes sizes and
-weights of a checkpoint (its model.safetensors.index.json); with --steps 0 only the validation loss is computed. Needs torch, numpy and,
-for --init, safetensors.
+Load balancing follows DeepSeek-V3: each step changes an expert's selection bias by --bias-rate, up if its load is below
+the mean and down if above. The option --init FOLDER reads sizes and weights from a checkpoint (its
+model.safetensors.index.json). With --steps 0 only the validation loss is computed.
+Needs torch and numpy; --init also needs safetensors.
 """
 import argparse
 import glob
@@ -26,7 +28,7 @@ import torch.nn as nn
 import torch.nn.functional as F
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
-# The sizes of docs/model.md, under the names of config.json.
+# The sizes of docs/model.md, with the names of config.json.
 COMMON = dict(q_lora_rank=None, first_k_dense_replace=1, rope_theta=10000.0, rms_norm_eps=1e-6, routed_scaling_factor=1.0)
 SIGMOID = dict(scoring_func="sigmoid", norm_topk_prob=True, n_shared_experts=1, **COMMON)
 SOFTMAX = dict(scoring_func="softmax", norm_topk_prob=False, n_shared_experts=2, kv_lora_rank=512, qk_nope_head_dim=128,
@@ -64,7 +66,7 @@ class Attention(nn.Module):
     def forward(self, x, cos, sin):
         c, (B, T, _), H = self.c, x.shape, self.c.num_attention_heads
 
-        def rope(v):  # pairs of neighbours, in float32
+        def rope(v):  # rotates pairs of adjacent elements, in float32
             a, b = v.float().unflatten(-1, (-1, 2)).unbind(-1)
             return torch.stack((a * cos - b * sin, a * sin + b * cos), -1).flatten(-2).to(v.dtype)
 
@@ -162,7 +164,7 @@ class Model(nn.Module):
 
 
 def load_weights(model, folder):
-    """A checkpoint's weights: experts are stacked, the other names are the model's."""
+    """Loads the weights of a checkpoint. Experts are stacked; other parameters have the names of the model."""
     from safetensors import safe_open
     files = json.loads((folder / "model.safetensors.index.json").read_text())["weight_map"]
     opened = {name: safe_open(folder / name, "pt") for name in set(files.values())}
@@ -187,7 +189,7 @@ def load_weights(model, folder):
 
 
 def shards(pattern):
-    """The tokens of shards, in the order of their names (data/shards.h)."""
+    """The tokens of all shards, in the order of the file names (data/shards.h)."""
     parts = []
     for name in sorted(glob.glob(pattern)):
         header = np.fromfile(name, np.int32, 256)
@@ -201,7 +203,7 @@ def shards(pattern):
 
 
 def batches(args, tokens, device, generator):
-    """Endless batches (inputs, targets): windows in a random order for each epoch; without data, random tokens."""
+    """Endless batches (inputs, targets): windows in a new random order for each epoch. Without data: random tokens."""
     B, T = args.batch, args.seq_len
     while tokens is None:
         t = torch.randint(0, args.vocab, (B, T + 1), generator=generator).to(device)
@@ -215,7 +217,7 @@ def batches(args, tokens, device, generator):
 
 
 def validate(args, model, tokens, autocast):
-    """The mean loss of the first --val-tokens."""
+    """The mean loss over the first --val-tokens tokens."""
     T, device, losses = args.seq_len, model.cos.device, []
     model.eval()
     with torch.no_grad(), autocast():
@@ -266,7 +268,7 @@ def main():
     warmup = max(1, round(args.warmup * args.steps) if args.warmup < 1 else int(args.warmup))
     biased = [m for m in model.modules() if isinstance(m, Moe)]
 
-    def learning_rate(step):  # from 1 on: linear warm-up, then a cosine
+    def learning_rate(step):  # steps count from 1: linear warm-up, then a cosine
         if step <= warmup:
             return args.lr * step / warmup
         done = (step - warmup) / max(1, args.steps - warmup)
@@ -282,14 +284,14 @@ def main():
     times = []
     attention = sdpa_kernel([SDPBackend.CUDNN_ATTENTION, SDPBackend.FLASH_ATTENTION, SDPBackend.MATH], set_priority=True)
     with attention:
-        # Compilation, before the clock starts. The batch is random and changes no weight.
+        # Compilation, before the timing starts. The batch is random; no weight is updated.
         with autocast():
             run(*next(batches(args, None, device, torch.Generator().manual_seed(0)))).backward()
         optimizer.zero_grad(set_to_none=True)
         for moe in biased:
             moe.load.zero_()
 
-        # Training, ten steps between two looks at the clock.
+        # Training; the time is measured over ten steps.
         for first in range(1, args.steps + 1, 10):
             last = min(first + 9, args.steps)
             if device == "cuda":
@@ -310,7 +312,7 @@ def main():
                         moe.load.zero_()
             value = loss.item()  # waits for the device
             ms = 1000 * (time.perf_counter() - start) / (last - first + 1)
-            if first > 20:  # first allocations are before
+            if first > 20:  # the first steps allocate memory
                 times.append(ms)
             line = {"step": last, "loss": value, "ms": ms}
             due = last == args.steps or args.val_every and last // args.val_every > (first - 1) // args.val_every

@@ -82,7 +82,7 @@ __device__ __forceinline__ void load_blocks(Shared& s, const CUtensorMap* a, con
                                             int rank, RingSlot<STAGES>& stage) {
     const bool n_along_rows = P == DGRAD || P == WGRAD;  // rows of B in memory run along n, else along k
     const int m0 = item.m + (P == MX_WGRAD ? item.of.a : 0), n0 = item.n + (P == MX_WGRAD ? item.of.b : 0);
-    const int a_boxes = item.shape == TALL ? 4 : 2, b_boxes = !ON_BYTES<P> && item.shape == WIDE ? 4 : 2;
+    const int a_boxes = item.shape == TALL ? 4 : 2, b_boxes = !IS_MX<P> && item.shape == WIDE ? 4 : 2;
     for (int k_block = 0, k = item.k; k_block < item.k_blocks; k_block++, k += BLOCK_K<P>) {
         // A free stage, and the bytes to expect.
         barrier_wait(&s.empty_barriers[stage.index], stage.phase);

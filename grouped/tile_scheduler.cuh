@@ -40,7 +40,7 @@ namespace {
 enum Pass { FORWARD, DGRAD, WGRAD, MX, MX_WGRAD };
 
 template <Pass P>
-constexpr bool ON_BYTES = P == MX || P == MX_WGRAD;
+constexpr bool IS_MX = P == MX || P == MX_WGRAD;
 // The contraction runs over an expert's rows. All experts' outputs have the same size.
 template <Pass P>
 constexpr bool OVER_ROWS = P == WGRAD || P == MX_WGRAD;
@@ -51,7 +51,7 @@ enum { BAND = 8 };  // supertiles
 
 // Elements of the contraction in a pipeline stage on Hopper: 128 bytes.
 template <Pass P>
-constexpr int BLOCK_K = ON_BYTES<P> ? 128 : 64;
+constexpr int BLOCK_K = IS_MX<P> ? 128 : 64;
 
 // Tile shapes: 128 x 256, 256 x 128 and 128 x 128 of the output.
 enum Shape { WIDE, TALL, SQUARE };
@@ -157,8 +157,8 @@ struct TileScheduler {
         const int paired = items_of(areas_of(owner_squares), wide, narrow);
         item.shape = WIDE;
         item.store = 1;
-        common_a = ON_BYTES<P>;
-        if (!ON_BYTES<P> && number >= paired) {  // the odd last row: tiles side by side
+        common_a = IS_MX<P>;
+        if (!IS_MX<P> && number >= paired) {  // the odd last row: tiles side by side
             const int column = (number - paired) * CLUSTER + rank, last = wide + narrow - 1;
             m = owner_squares - 1;
             n = 2 * min(column, last);
@@ -170,19 +170,19 @@ struct TileScheduler {
             const int height = min((int)BAND, areas_of(owner_squares) - band * BAND);
             number -= band * per_band;
             if (number < height * wide) {  // a supertile
-                m = 2 * (number % height) + (ON_BYTES<P> ? 0 : rank);
-                n = 2 * (number / height) + (ON_BYTES<P> ? rank : 0);
+                m = 2 * (number % height) + (IS_MX<P> ? 0 : rank);
+                n = 2 * (number / height) + (IS_MX<P> ? rank : 0);
             } else {  // two supertiles of the odd last column: tiles one above the other
                 const int area = 2 * (number - height * wide), last = area + 1 == height;
-                m = 2 * area + rank * (!last ? 2 : ON_BYTES<P> ? 0 : 1);
+                m = 2 * area + rank * (!last ? 2 : IS_MX<P> ? 0 : 1);
                 n = 2 * wide;
                 item.shape = last ? SQUARE : TALL;
                 common_a = 0;
-                item.store = !ON_BYTES<P> || !last || rank == 0;
+                item.store = !IS_MX<P> || !last || rank == 0;
             }
             m += 2 * band * BAND;
         }
-        if (ON_BYTES<P>) item.shape = m + 1 < owner_squares ? TALL : SQUARE;
+        if (IS_MX<P>) item.shape = m + 1 < owner_squares ? TALL : SQUARE;
 
         // The tile, in elements.
         item.m = m * SQUARE_SIDE + (OVER_ROWS<P> ? 0 : owner_start);
@@ -211,9 +211,7 @@ struct TileScheduler {
 
     // areas_of: supertiles in one column, for the given rows of base tiles. items_of: work tiles of that many rows of
     // supertiles: the supertiles themselves and the narrow last column.
-    __device__ __forceinline__ int areas_of(int squares) const {
-        return ON_BYTES<P> ? div_up(squares, 2) : squares / 2;
-    }
+    __device__ __forceinline__ int areas_of(int squares) const { return IS_MX<P> ? div_up(squares, 2) : squares / 2; }
     __device__ __forceinline__ static int items_of(int areas, int wide, int narrow) {
         return areas * wide + div_up(areas, 2) * narrow;
     }
@@ -236,7 +234,7 @@ struct TileScheduler {
                         : rows > 0 || (P == WGRAD && !g.add) ? div_up(M, SQUARE_SIDE)
                                                              : 0;
             end = items_of(areas_of(squares_m), wide, narrow);
-            if (!ON_BYTES<P>) end += squares_m % 2 * div_up(wide + narrow, CLUSTER);
+            if (!IS_MX<P>) end += squares_m % 2 * div_up(wide + narrow, CLUSTER);
         }
 
         // Inclusive prefix sum over the lanes: counts become ends.

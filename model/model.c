@@ -14,7 +14,7 @@
 // align MX_CHUNK: the four blocks of 128 elements share a scale. align 1: each block of 32 has its own.
 static Format format_of(int64_t precision, const Settings* s, int64_t align) {
     const Format bytes = {1, {(int32_t)s->mx_scale, (int32_t)align}};
-    return precision == PRECISION_MXFP8 ? bytes : FORMAT_VALUES;
+    return precision == PRECISION_MXFP8 ? bytes : FORMAT_FLOATX;
 }
 
 // 128 if the experts' GEMMs read MXFP8: each tensor is then quantized once for all its uses.
@@ -70,7 +70,7 @@ static void plan_weights(Model* m, Unit* u) {
         if (list[i].quantized_by == LINEAR) {
             w->format = format_of(s->linear_precision, s, s->mx_fast ? MX_CHUNK : 1);
             if (s->linear_precision) w->wgrad = format_of(s->wgrad_precision, s, s->mx_fast ? MX_CHUNK : 1);
-            if (w->wgrad.bytes) {
+            if (w->wgrad.quantized) {
                 of_dy[mlp] += w->OC;
                 of_x[mlp] += w->IC;
             }

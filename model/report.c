@@ -258,7 +258,7 @@ void report_quantization(char** line, const Model* m, const MxStats* sums) {
             const MxStats* s = &sums[l * BLOCK_STATS + id * WEIGHT_STATS + operand];
             // x and dy may be quantized for the dispatch alone.
             const int sent = (id == W13 && operand == STATS_X) || (id == W2 && operand == STATS_DY);
-            if (!u->w[id].format.bytes && !(sent && m->settings.dispatch_precision)) continue;
+            if (!u->w[id].format.quantized && !(sent && m->settings.dispatch_precision)) continue;
             host_append(line, ", %s{\"layer\": %ld, \"tensor\": \"%s\"", before, l,
                         list[i / WEIGHT_STATS].stats[operand]);
             runlog_number(line, "saturated", s->saturated / s->elements);

@@ -66,33 +66,34 @@ void dispatch_plan_choices(Arena* a, Route* r, DispatchShape s) {
 
 void dispatch_plan_x(Arena* a, Rows* x, const Route* r) {
     // With one rank and no quantization the received x is x itself, without memory of its own.
-    const int memory = received_format(r->shape).bytes ? ROWS_BYTES : r->shape.ep > 1 ? ROWS_VALUES : 0;
+    const int memory = received_format(r->shape).quantized ? ROWS_QUANTIZED : r->shape.ep > 1 ? ROWS_FLOATX : 0;
     rows_plan(a, "received x", x, memory, r->received, r->shape.C);
 }
 
 // Rows before the all-to-all: quantized in token order (N, C), then sorted by rank (send.capacity, C).
 static void plan_sent(Arena* a, AllToAll* t, const Route* r, int memory) {
     const DispatchShape s = r->shape;
-    rows_plan(a, "x or dy, quantized", &t->own, s.dispatch.bytes ? ROWS_BYTES : 0, s.N, s.C);
+    rows_plan(a, "x or dy, quantized", &t->own, s.dispatch.quantized ? ROWS_QUANTIZED : 0, s.N, s.C);
     rows_plan(a, "sent rows", &t->sent, memory, r->send.capacity, s.C);
 }
 
 void dispatch_plan_buffers(Arena* a, AllToAll* t, const Route* r, int choices) {
     const DispatchShape s = r->shape;
     // Bytes for the rows that combine quantizes, that dispatch quantizes, and that are received in MXFP8.
-    const int cast_back = s.combine.bytes ? ROWS_BYTES : 0, cast_out = s.dispatch.bytes ? ROWS_BYTES : 0;
-    const int cast_here =
-        !choices && received_format(s).bytes ? ROWS_BYTES : 0;  // in forward: in dispatch_plan_x's memory
+    const int quantized_back = s.combine.quantized ? ROWS_QUANTIZED : 0,
+              quantized_out = s.dispatch.quantized ? ROWS_QUANTIZED : 0;
+    const int quantized_here =
+        !choices && received_format(s).quantized ? ROWS_QUANTIZED : 0;  // in forward: in dispatch_plan_x's memory
     memset(t, 0, sizeof(*t));
-    rows_plan(a, "received rows", &t->received, (s.ep > 1 || cast_back ? ROWS_VALUES : 0) | cast_back | cast_here,
-              r->received, s.C);
+    rows_plan(a, "received rows", &t->received,
+              (s.ep > 1 || quantized_back ? ROWS_FLOATX : 0) | quantized_back | quantized_here, r->received, s.C);
     if (s.ep == 1) {
         t->received_expert = r->expert;
         t->received_gate = r->gate;
         return;
     }
     // combine_back dequantizes into `sent`, so `sent` needs floatX as well as the bytes.
-    plan_sent(a, t, r, ROWS_VALUES | cast_out | cast_back);
+    plan_sent(a, t, r, ROWS_FLOATX | quantized_out | quantized_back);
     arena_add(a, "sent gates", ELEMENT_REAL, r->send.capacity * s.K, 1, (void**)&t->sent_gate);
     arena_add(a, "received gates", ELEMENT_REAL, r->received * s.K, 1, (void**)&t->received_gate);
     // Backward reuses forward's expert ids.
@@ -105,10 +106,10 @@ void dispatch_plan_again(Arena* a, AllToAll* t, const Route* r) {
     const DispatchShape s = r->shape;
     memset(t, 0, sizeof(*t));
     if (s.ep == 1) return;
-    plan_sent(a, t, r, s.dispatch.bytes ? ROWS_BYTES : ROWS_VALUES);
+    plan_sent(a, t, r, s.dispatch.quantized ? ROWS_QUANTIZED : ROWS_FLOATX);
     // dispatch_plan_x's memory is MXFP8 alone: values that arrive and are quantized here need their own.
-    const int cast_here = s.expert.bytes && !s.dispatch.bytes;
-    rows_plan(a, "received rows", &t->received, cast_here ? ROWS_VALUES : 0, r->received, s.C);
+    const int quantized_here = s.expert.quantized && !s.dispatch.quantized;
+    rows_plan(a, "received rows", &t->received, quantized_here ? ROWS_FLOATX : 0, r->received, s.C);
 }
 
 // Mean number of ranks that own one of a token's K distinct experts: ep (1 - C(E - El, K) / C(E, K)).
@@ -147,8 +148,8 @@ static ExchangeRows rows_of(const Route* r, int back) {
     const int64_t* n = on_device ? r->numbers : r->numbers_on_host;
     const int64_t* there = on_device ? n + (back ? COMBINE_START : THERE_START) * P : NULL;
     const ExchangeRows out = {n + SEND_START * P, n + SEND_ROWS * P, n + RECV_START * P, n + RECV_ROWS * P, there};
-    const ExchangeRows home = {out.recv_start, out.recv_rows, out.send_start, out.send_rows, there};
-    return back ? home : out;
+    const ExchangeRows reverse = {out.recv_start, out.recv_rows, out.send_start, out.send_rows, there};
+    return back ? reverse : out;
 }
 
 // Adds a buffer to the next all-to-all.
@@ -161,7 +162,7 @@ static void pack(Dispatch* d, void* recv, const void* send, size_t row_bytes) {
 // The buffers of rows: floatX values, or MXFP8 bytes and scales.
 static void pack_rows(Dispatch* d, Rows recv, Rows send) {
     const int64_t C = send.columns;
-    if (send.format.bytes) {
+    if (send.format.quantized) {
         pack(d, recv.mx.q, send.mx.q, (size_t)C);
         pack(d, recv.mx.scale, send.mx.scale, (size_t)mx_stride(C));
     } else {
@@ -234,7 +235,7 @@ void dispatch_pack(Dispatch* d, const Route* r, AllToAll* t, const floatX* x, co
                    Ctx* ctx) {
     const DispatchShape s = r->shape;
     Rows tokens = rows_of_values(x, s.N, s.C);
-    if (stats && received_format(s).bytes) mx_stats(stats, x, NULL, 1, s.N, s.C, received_format(s).recipe, ctx);
+    if (stats && received_format(s).quantized) mx_stats(stats, x, NULL, 1, s.N, s.C, received_format(s).recipe, ctx);
     // Quantize before the sort: a token that goes to several ranks is quantized once.
     if (d->comm) tokens = rows_permute(t->sent, rows_as(t->own, tokens, s.dispatch, ctx), s.dispatch, r->send, ctx);
     dispatch_pack_sorted(d, r, t, tokens, kept);
@@ -283,7 +284,7 @@ Rows combine_back(Dispatch* d, const Route* r, const AllToAll* t, Ctx* ctx) {
     Rows back = t->sent;
     back.format = r->shape.combine;
     event_wait(d->there, ctx);
-    return rows_as(t->sent, back, FORMAT_VALUES, ctx);
+    return rows_as(t->sent, back, FORMAT_FLOATX, ctx);
 }
 
 void combine_receive(Dispatch* d, const Route* r, const AllToAll* t, Sums sums, floatX* y, int accumulate, real* dgate,
@@ -297,7 +298,7 @@ void combine_receive(Dispatch* d, const Route* r, const AllToAll* t, Sums sums, 
         return;
     }
     // One rank: the sum is still quantized as combine would send it.
-    if (s.combine.bytes)
+    if (s.combine.quantized)
         mx_dequantize(y, sums_here(r, t, sums, ctx).mx, s.N, s.C, accumulate, ctx);
     else
         unpermute_rows(y, sums.rows, sums.gate, sums.ragged, s.N, s.K, s.C, accumulate, ctx);

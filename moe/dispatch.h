@@ -123,4 +123,4 @@ Rows combine_back(Dispatch* d, const Route* route, const AllToAll* t, Ctx* ctx);
 
 static inline int32_t local_experts(DispatchShape s) { return s.E / s.ep; }
 // The format of received tokens.
-static inline Format received_format(DispatchShape s) { return s.dispatch.bytes ? s.dispatch : s.expert; }
+static inline Format received_format(DispatchShape s) { return s.dispatch.quantized ? s.dispatch : s.expert; }

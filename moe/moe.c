@@ -90,7 +90,7 @@ void moe_backward(floatX* dx, const floatX* dy, const floatX* x, MoeWeights w, M
     // 2. Combine: all-to-all of dx and dgate, overlapped with dW2 = dy^T (gate a) and dW13 = dh^T x.
     const Sums sums = {t.dact, r, NULL, t.drow_gate};
     combine_send(d, &m->route, &t.exchange, sums, ctx);
-    const Rows out = format_read(s.wgrad).bytes ? t.channels : t.rows;
+    const Rows out = format_read(s.wgrad).quantized ? t.channels : t.rows;
     const Rows act = rows_of_values(t.act, r.capacity, s.F);
     grouped_wgrad(rows_for_wgrad(out, dy_rows, WGRAD_DY, 0, s.wgrad, r, ctx),
                   rows_for_wgrad(t.dh_quantized, act, WGRAD_X, 0, s.wgrad, r, ctx), w.w2, r, ctx);

@@ -33,31 +33,32 @@ static void plan_routed(Arena* a, MoeSaved* m, MoeShape s) {
 }
 
 // The memory for rows as the GEMMs of a format read them, MXFP8 bytes or values; and for rows that are quantized first.
-static int memory_read(Format f) { return format_read(f).bytes ? ROWS_BYTES : ROWS_VALUES; }
-static int memory_quantized(Format f) { return f.bytes ? ROWS_BYTES | memory_read(f) : 0; }
+static int memory_read(Format f) { return format_read(f).quantized ? ROWS_QUANTIZED : ROWS_FLOATX; }
+static int memory_quantized(Format f) { return f.quantized ? ROWS_QUANTIZED | memory_read(f) : 0; }
 
 static void plan_forward(Arena* a, MoeForwardBuffers* t, MoeSaved* m, MoeShape s) {
     const int64_t rows = m->ragged.capacity, C = s.router.C;
     memset(t, 0, sizeof(*t));
     // Activation checkpointing: the hidden tensors are freed with the buffers.
     if (s.recompute) plan_hidden(a, m, s);
-    rows_plan(a, "routed rows", &t->rows, ROWS_VALUES | memory_read(s.expert), rows, max_i64(C, s.F));
-    rows_plan(a, "routed activation", &t->act, s.expert.bytes ? memory_quantized(s.expert) : ROWS_VALUES, rows, s.F);
+    rows_plan(a, "routed rows", &t->rows, ROWS_FLOATX | memory_read(s.expert), rows, max_i64(C, s.F));
+    rows_plan(a, "routed activation", &t->act, s.expert.quantized ? memory_quantized(s.expert) : ROWS_FLOATX, rows,
+              s.F);
     if (s.shared_F) arena_add(a, "shared activation", ELEMENT_X, s.router.N * s.shared_F, 1, (void**)&t->shared_act);
     dispatch_plan_buffers(a, &t->exchange, &m->route, 1);
 }
 
 static void plan_backward(Arena* a, MoeBackwardBuffers* t, MoeSaved* m, MoeShape s) {
     const int64_t N = s.router.N, C = s.router.C, F = s.F, sF = s.shared_F, rows = m->ragged.capacity;
-    const int fast_wgrad = format_read(s.wgrad).bytes;
+    const int fast_wgrad = format_read(s.wgrad).quantized;
     // A channel pads each group to whole chunks, so it may be longer than the rows.
     const int64_t length = fast_wgrad ? mx_channel_length(rows, m->ragged.El, a->backend) : rows;
-    ASSERT(!fast_wgrad || memory_read(s.expert) == ROWS_BYTES);
+    ASSERT(!fast_wgrad || memory_read(s.expert) == ROWS_QUANTIZED);
     memset(t, 0, sizeof(*t));
     if (s.recompute) plan_hidden(a, m, s);
     // Fast wgrad reads column-wise quantized rows, so x and dy need no floatX copy.
-    rows_plan(a, "routed rows", &t->rows, (fast_wgrad ? 0 : ROWS_VALUES) | memory_read(s.expert), rows, C);
-    rows_plan(a, "routed rows by channel", &t->channels, fast_wgrad ? ROWS_BYTES : 0, length, C);
+    rows_plan(a, "routed rows", &t->rows, (fast_wgrad ? 0 : ROWS_FLOATX) | memory_read(s.expert), rows, C);
+    rows_plan(a, "routed rows by channel", &t->channels, fast_wgrad ? ROWS_QUANTIZED : 0, length, C);
     // The shared MLP uses these buffers first, so each has the larger size.
     arena_add(a, "d activation, d routed rows", ELEMENT_X, max_i64(rows * max_i64(C, F), N * sF), 1, (void**)&t->dact);
     arena_add(a, "activation", ELEMENT_X, max_i64(rows * F, N * sF), 1, (void**)&t->act);

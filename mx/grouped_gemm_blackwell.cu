@@ -6,7 +6,7 @@
 #include "device/lt.cuh"
 
 // The groups, copied to the host, and the capacity of the buffers.
-struct Groups {
+struct HostGroups {
     int64_t start[MAX_EXPERTS + 1], capacity;
     int32_t rows[MAX_EXPERTS];
 
@@ -24,9 +24,9 @@ struct Groups {
 };
 
 // Copies the group sizes to the host, and waits for them.
-static Groups fetch_groups(Ragged r, Ctx* ctx) {
+static HostGroups host_groups(Ragged r, Ctx* ctx) {
     ASSERT(r.El <= MAX_EXPERTS);
-    Groups g;
+    HostGroups g;
     g.capacity = r.capacity;
     CUDA_CHECK(cudaMemcpyAsync(g.start, r.group_start, (size_t)(r.El + 1) * sizeof(g.start[0]), cudaMemcpyDeviceToHost,
                                ctx->stream));
@@ -78,7 +78,7 @@ void grouped_gemm_lt_mx(floatX* y, real* y_real, MxBytes x, MxTiles w, Ragged r,
     const int64_t w_tiles = mx_tiles(OC) * mx_tiles(IC);
     const int64_t out_bytes = y ? (int64_t)sizeof(floatX) : (int64_t)sizeof(real);
     char* out = y ? (char*)y : (char*)y_real;
-    const Groups g = fetch_groups(r, ctx);
+    const HostGroups g = host_groups(r, ctx);
     for (int e = 0; e < r.El; e++) {
         // Convert the scales of the expert's weight, once.
         const ScaleTiles w_tile = {w.scale + e * w_tiles, MX_CHUNK, w.stride_o, MX_CHUNK / MX_BLOCK, w.stride_c};
@@ -114,7 +114,7 @@ void grouped_gemm_lt_mx_wgrad(real* dw, MxBytes dy, MxBytes x, int64_t length, R
     const int64_t rows_at_once = ((int64_t)ctx->workspace_bytes - LT_WORKSPACE) / chunk_bytes * MX_CHUNK;
     ASSERT(rows_at_once > 0);
     uint8_t *of_dy = (uint8_t*)ctx->workspace + LT_WORKSPACE, *of_x = of_dy + scales_bytes(OC, rows_at_once / MX_BLOCK);
-    Groups g = fetch_groups(r, ctx);
+    HostGroups g = host_groups(r, ctx);
     g.capacity = length;  // channels are padded with zeros to the next 128 (mx/mxfp8.h)
     for (int e = 0; e < r.El; e++) {
         if (!accumulate && g.taken(e) == 0) device_zero(dw + e * OC * IC, (size_t)(OC * IC) * sizeof(real), ctx);

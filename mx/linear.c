@@ -7,14 +7,14 @@
 #include "mx/mx_swiglu.h"
 
 // 1: the GEMMs read MXFP8 (fast). 0: they read floatX, and MXFP8 is dequantized first (exact).
-static int is_fast(const Weight* w) { return format_read(w->format).bytes; }
+static int is_fast(const Weight* w) { return format_read(w->format).quantized; }
 
 // --- Memory, and quantization of weights ---
 
 void weight_plan(Arena* a, Weight* w, int linear) {
     const int64_t n = w->count * w->OC * w->IC, fast = is_fast(w);
     const char* name = linear ? "dense weights, quantized" : "expert weights, quantized";
-    if (!w->format.bytes) return;
+    if (!w->format.quantized) return;
 
     // The quantized copies for forward and dgrad.
     if (fast) {
@@ -82,7 +82,7 @@ void linear_batch(GemmWorkspace* workspace, int batch, int64_t N, Ctx* ctx) {
 }
 
 void weight_quantize(Weight* w, Ctx* ctx) {
-    if (!w->format.bytes) return;
+    if (!w->format.quantized) return;
     QuantizedWeight *forward = &w->forward, *back = &w->back;
     if (is_fast(w)) {  // q and its transpose share the scales of the tiles
         MxTiles *tiles = &forward->tiles, *transposed = &back->tiles;
@@ -104,9 +104,9 @@ void weight_quantize(Weight* w, Ctx* ctx) {
 
 // *stats += statistics of the quantization of W for forward. Called with wgrad, which runs once per micro-step, with
 // activation recomputation or without.
-static void cast_stats(const Weight* w, Ctx* ctx) {
+static void weight_quantization_stats(const Weight* w, Ctx* ctx) {
     const uint8_t* tiles = is_fast(w) ? w->forward.tiles.scale : NULL;
-    if (!w->stats || !w->format.bytes) return;
+    if (!w->stats || !w->format.quantized) return;
     mx_stats(w->stats + STATS_W, w->w, tiles, w->count, w->OC, w->IC, w->format.recipe, ctx);
 }
 
@@ -143,7 +143,7 @@ static void quantized_gemm(floatX* y, Rows x, const Weight* w, const QuantizedWe
 }
 
 void linear_forward(floatX* y, const floatX* x, const Weight* w, int64_t N, Ctx* ctx) {
-    if (w->format.bytes) {
+    if (w->format.quantized) {
         if (w->stats) mx_stats(w->stats + STATS_X, x, NULL, 1, N, w->IC, w->format.recipe, ctx);
         quantized_gemm(y, quantize_rows(x, w, N, w->IC, ctx), w, &w->forward, w->OC, ctx);
     } else {
@@ -168,7 +168,7 @@ static QuantizedDy* place_of_dy(GemmWorkspace* workspace, const Weight* w) {
 }
 
 // 1: dgrad and wgrad are both fast.
-static int is_fast_both(const Weight* w) { return is_fast(w) && format_read(w->wgrad).bytes; }
+static int is_fast_both(const Weight* w) { return is_fast(w) && format_read(w->wgrad).quantized; }
 
 // The buffer for w's column-wise dy, in the place from which linear_wgrads reads it.
 static Rows room_for_wgrad(const floatX* dy, const Weight* w, int64_t N) {
@@ -184,7 +184,7 @@ static Rows room_for_wgrad(const floatX* dy, const Weight* w, int64_t N) {
 }
 
 // Quantizes dy (N, OC) row-wise for dgrad (returned) and column-wise for wgrad.
-static Rows cast_both(const floatX* dy, const Weight* w, int64_t N, Ctx* ctx) {
+static Rows quantize_dy_both(const floatX* dy, const Weight* w, int64_t N, Ctx* ctx) {
     const Rows rows = room_for(w, N, w->OC), channels = room_for_wgrad(dy, w, N);
     mx_quantize_both(rows.mx, channels.mx, dy, channels.count, N, w->OC, w->format.recipe.scale, ctx);
     return rows;
@@ -192,10 +192,10 @@ static Rows cast_both(const floatX* dy, const Weight* w, int64_t N, Ctx* ctx) {
 
 void linear_dgrad(floatX* dx, const floatX* dy, const Weight* w, int64_t N, int accumulate, Ctx* ctx) {
     // The MXFP8 GEMMs write dx; only the floatX GEMM can add to it.
-    ASSERT(!accumulate || !w->format.bytes);
-    if (w->format.bytes) {
+    ASSERT(!accumulate || !w->format.quantized);
+    if (w->format.quantized) {
         if (w->stats) mx_stats(w->stats + STATS_DY, dy, NULL, 1, N, w->OC, w->format.recipe, ctx);
-        const Rows rows = is_fast_both(w) ? cast_both(dy, w, N, ctx) : quantize_rows(dy, w, N, w->OC, ctx);
+        const Rows rows = is_fast_both(w) ? quantize_dy_both(dy, w, N, ctx) : quantize_rows(dy, w, N, w->OC, ctx);
         quantized_gemm(dx, rows, w, &w->back, w->IC, ctx);
     } else {
         matmul_dgrad(dx, dy, w->w, N, w->IC, w->OC, accumulate, ctx);
@@ -247,10 +247,10 @@ void linear_wgrads(const LinearGradient* list, int count, int64_t N, Ctx* ctx) {
     for (const LinearGradient* g = list; g < list + count; g++) {
         const Weight* w = g->weight;
         const floatX *dy = g->dy, *x = g->x;
-        cast_stats(w, ctx);
+        weight_quantization_stats(w, ctx);
 
         // Fast: quantize x column-wise, and dy unless dgrad has. The GEMM follows after the loop.
-        if (format_read(w->wgrad).bytes) {
+        if (format_read(w->wgrad).quantized) {
             ASSERT(n < MX_MATRICES && (n == 0 || of_fast->accumulate == w->accumulate));
             const QuantizedDy* place = place_of_dy(w->workspace, w);
             if (place->dy != dy || place->N != N)
@@ -264,7 +264,7 @@ void linear_wgrads(const LinearGradient* list, int count, int64_t N, Ctx* ctx) {
         }
 
         // Exact and floatX: a floatX GEMM. Exact fake-quantizes both operands first.
-        if (w->wgrad.bytes) {
+        if (w->wgrad.quantized) {
             dy = rounded(w->workspace->dy.value, dy, w->OC, w, N, ctx);
             x = rounded(w->workspace->x.value, x, w->IC, w, N, ctx);
         }
@@ -289,30 +289,30 @@ void linear_backward(floatX* dx, const floatX* dy, const floatX* x, const Weight
 
 // y = x W^T per expert; both operands are MXFP8, or both are dequantized. w: W as forward or dgrad reads it.
 static void grouped_product(floatX* y, Rows x, const QuantizedWeight* w, Ragged r, int64_t IC, int64_t OC, Ctx* ctx) {
-    if (x.format.bytes)
+    if (x.format.quantized)
         grouped_gemm_mx(y, NULL, x.mx, w->tiles, r, IC, OC, ctx);
     else
         grouped_gemm_forward(y, x.value, w->value, r, IC, OC, ctx);
 }
 
 void grouped_forward(floatX* y, Rows x, const Weight* w, Ragged r, Ctx* ctx) {
-    if (w->format.bytes)
+    if (w->format.quantized)
         grouped_product(y, x, &w->forward, r, w->IC, w->OC, ctx);
     else
         grouped_gemm_forward(y, x.value, w->w, r, w->IC, w->OC, ctx);
 }
 
 void grouped_dgrad(floatX* dx, Rows dy, const Weight* w, Ragged r, Ctx* ctx) {
-    if (w->format.bytes)
+    if (w->format.quantized)
         grouped_product(dx, dy, &w->back, r, w->OC, w->IC, ctx);
     else
         grouped_gemm_dgrad(dx, dy.value, w->w, r, w->IC, w->OC, ctx);
 }
 
 void grouped_wgrad(Rows dy, Rows x, const Weight* w, Ragged r, Ctx* ctx) {
-    cast_stats(w, ctx);
+    weight_quantization_stats(w, ctx);
     // Fast: both operands are quantized column-wise, and dy.count is the length of a channel.
-    if (dy.format.bytes)
+    if (dy.format.quantized)
         grouped_gemm_mx_wgrad(w->grad, dy.mx, x.mx, dy.count, r, w->IC, w->OC, w->accumulate, ctx);
     else
         grouped_gemm_wgrad(w->grad, dy.value, x.value, r, w->IC, w->OC, w->accumulate, ctx);

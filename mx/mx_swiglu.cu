@@ -56,7 +56,7 @@ static __global__ void __launch_bounds__(32 * ROW_WARPS, 4)
             for (int j = 0; j < 8; j++) g[j] = swiglu(g[j], u[j], sigmoid_fast(g[j]));
             gate[i] = vec8_of(g);
         }
-        cast_span<ALIGN>(q + row * F, scale + row * stride, gate, c0, F, stride, rounding_bias);
+        quantize_span<ALIGN>(q + row * F, scale + row * stride, gate, c0, F, stride, rounding_bias);
     }
 }
 
@@ -116,7 +116,7 @@ static __global__ void __launch_bounds__(32 * ROW_WARPS, 3)
         for (int64_t c0 = 0; c0 < 2 * F; c0 += SPAN) {
             uint4 p[VECTORS];
             load_span(p, dh + row * 2 * F, c0, 2 * F);
-            cast_span<ALIGN>(q_row, s_row, p, c0, 2 * F, stride, rounding_bias);
+            quantize_span<ALIGN>(q_row, s_row, p, c0, 2 * F, stride, rounding_bias);
         }
     }
 }
@@ -226,8 +226,8 @@ static __global__ void __launch_bounds__(32 * TILE_WARPS, 2)
             for (int i = 0; i < PATCH_ROWS; i++) p[i] = tile[(top + i) * TILE_PIECES + piece];
             uint32_t pair[4];
             largest_of_chunk<2, 4>(pair, p, of_warp);  // after its barriers the tile may be overwritten
-            cast_channels<MX_CHUNK>(q_channels, scale_channels, p, pair, warp < 4 && lane < 8, row0 + top, column + c0,
-                                    length, 2 * F, rounding_bias);
+            quantize_channels<MX_CHUNK>(q_channels, scale_channels, p, pair, warp < 4 && lane < 8, row0 + top,
+                                        column + c0, length, 2 * F, rounding_bias);
         }
 
         // Write <da', a> of each row, and zero the padding after its last scale.

@@ -14,7 +14,7 @@ void mx_quantize(MxBytes out, const floatX* x, int64_t rows, int64_t columns, Mx
             int64_t n = min_i64(chunk, columns - c), at = r * columns + c;
             int s = scale_of(x + at, columns, 1, n, recipe.scale);
             memset(out.scale + r * stride + c / MX_BLOCK, s, (size_t)n / MX_BLOCK);
-            cast_all(out.q + at, columns, 1, x + at, columns, 1, n, s);
+            quantize_blocks(out.q + at, columns, 1, x + at, columns, 1, n, s);
         }
     }
 }
@@ -33,7 +33,7 @@ void mx_quantize_transposed(MxBytes out, const floatX* x, int64_t count, int64_t
                 const floatX* from = x + (m * rows + r) * columns + c;
                 int s = scale_of(from, columns, n, 1, recipe.scale);
                 memset(out.scale + column * stride + r / MX_BLOCK, s, (size_t)n / MX_BLOCK);
-                cast_all(out.q + column * rows + r, 1, rows, from, columns, n, 1, s);
+                quantize_blocks(out.q + column * rows + r, 1, rows, from, columns, n, 1, s);
             }
 }
 
@@ -50,8 +50,8 @@ void mx_quantize_tiles(uint8_t* q, uint8_t* q_transposed, uint8_t* scale, const 
         // One scale; q and its transpose.
         int s = scale_of(w + at, columns, nr, nc, scale_mode);
         scale[tile] = s;
-        cast_all(q + at, columns, 1, w + at, columns, nr, nc, s);
-        cast_all(q_transposed + at_transposed, 1, rows, w + at, columns, nr, nc, s);
+        quantize_blocks(q + at, columns, 1, w + at, columns, nr, nc, s);
+        quantize_blocks(q_transposed + at_transposed, 1, rows, w + at, columns, nr, nc, s);
     }
 }
 
@@ -127,7 +127,7 @@ static void channels(MxBytes out, const floatX* x, const MxBytes* from, const in
 
                 // Write the scale of each chunk, and q.
                 for (int64_t k = 0; k < n; k += MX_CHUNK) out.scale[(start + first + k) / MX_CHUNK * columns + c] = s;
-                cast_all(out.q + c * length + start + first, 1, 1, value, 1, n, 1, s);
+                quantize_blocks(out.q + c * length + start + first, 1, 1, value, 1, n, 1, s);
             }
         }
 }

@@ -38,7 +38,7 @@ static __global__ void __launch_bounds__(32 * ROW_WARPS, 6)
     // Load, then amax, scales and q.
     uint4 p[VECTORS];
     load_span(p, x + row * columns, c0, columns);
-    cast_span<ALIGN>(q + row * columns, scale + row * stride, p, c0, columns, stride, rounding_bias);
+    quantize_span<ALIGN>(q + row * columns, scale + row * stride, p, c0, columns, stride, rounding_bias);
 }
 
 // Dequantizes columns c0 .. c0 + 1023 of a row: x = q 2^(s - 127), or += with ADD. A row that is not `given` is not

@@ -86,8 +86,8 @@ static __device__ __forceinline__ uint32_t largest_of_lanes(uint32_t pair) {
 
 // Quantizes columns c0 .. c0 + 1023 of a row. p: this lane's vectors; q, scale: the row's outputs.
 template <int ALIGN>
-static __device__ __forceinline__ void cast_span(uint8_t* q, uint8_t* scale, const uint4 p[VECTORS], int64_t c0,
-                                                 int64_t columns, int64_t stride, uint32_t rounding_bias) {
+static __device__ __forceinline__ void quantize_span(uint8_t* q, uint8_t* scale, const uint4 p[VECTORS], int64_t c0,
+                                                     int64_t columns, int64_t stride, uint32_t rounding_bias) {
     const int lane = threadIdx.x % 32;
 
     // The amax of each block or chunk.

@@ -56,7 +56,7 @@ static __global__ void __launch_bounds__(32 * COLUMN_WARPS)
     // Quantize, and write transposed.
     if (!inside) return;
     uint2 bytes[PATCH_ROWS];
-    cast_patch(bytes, p, factor);
+    quantize_patch(bytes, p, factor);
     store_turned(q + (matrix * columns + c) * rows + r, rows, bytes);
 }
 
@@ -91,7 +91,7 @@ static __global__ void __launch_bounds__(32 * COLUMN_WARPS)
     if (!inside) return;
     const float f = mx_scale_inverse(s), factor[8] = {f, f, f, f, f, f, f, f};
     uint2 bytes[PATCH_ROWS];
-    cast_patch(bytes, p, factor);
+    quantize_patch(bytes, p, factor);
 #pragma unroll
     for (int i = 0; i < PATCH_ROWS; i++) *(uint2*)(q + (matrix * rows + r + i) * columns + c) = bytes[i];
     store_turned(q_transposed + (matrix * columns + c) * rows + r, rows, bytes);
@@ -212,8 +212,8 @@ static __global__ void __launch_bounds__(32 * DOWN * ACROSS, DOWN == 2 ? 5 : 0)
         uint32_t pair[4];
         largest_of_chunk<DOWN, ACROSS>(pair, p, of_warp);
         if (inside)
-            cast_channels<ROWS>(q, scale, p, pair, warp / ACROSS % 2 == 0 && lane < 8, row, c, length, columns,
-                                rounding_bias);
+            quantize_channels<ROWS>(q, scale, p, pair, warp / ACROSS % 2 == 0 && lane < 8, row, c, length, columns,
+                                    rounding_bias);
     }
 }
 
@@ -269,6 +269,6 @@ static __global__ void __launch_bounds__(32 * COLUMN_WARPS, 4)
         if (i < row_count) *(uint2*)(q + i * columns) = quantize8(p[i], mx_scale_inverse(scale_of_row(in_chunk + i)));
 
     // Column-wise scales and q.
-    cast_channels<MX_CHUNK>(q_channels, scale_channels, p, pair, warp < 2 && lane < 8, row, c, length, columns,
-                            rounding_bias);
+    quantize_channels<MX_CHUNK>(q_channels, scale_channels, p, pair, warp < 2 && lane < 8, row, c, length, columns,
+                                rounding_bias);
 }

@@ -48,8 +48,8 @@ static inline int scale_of(const floatX* x, int64_t stride, int64_t rows, int64_
 }
 
 // Quantizes them; the bytes of element (r, c) go to q[r q_row + c q_column].
-static inline void cast_all(uint8_t* q, int64_t q_row, int64_t q_column, const floatX* x, int64_t stride, int64_t rows,
-                            int64_t columns, int s) {
+static inline void quantize_blocks(uint8_t* q, int64_t q_row, int64_t q_column, const floatX* x, int64_t stride,
+                                   int64_t rows, int64_t columns, int s) {
     const float factor = mx_scale_inverse(s);
     for (int64_t r = 0; r < rows; r++)
         for (int64_t c = 0; c < columns; c++) q[r * q_row + c * q_column] = e4m3_of((float)x[r * stride + c] * factor);

@@ -39,8 +39,8 @@ static __device__ __forceinline__ uint32_t scale_of_column(const uint32_t pair[4
 }
 
 // Quantizes a patch with a factor per column.
-static __device__ __forceinline__ void cast_patch(uint2 bytes[PATCH_ROWS], const uint4 p[PATCH_ROWS],
-                                                  const float factor[8]) {
+static __device__ __forceinline__ void quantize_patch(uint2 bytes[PATCH_ROWS], const uint4 p[PATCH_ROWS],
+                                                      const float factor[8]) {
 #pragma unroll
     for (int i = 0; i < PATCH_ROWS; i++) bytes[i] = quantize8(p[i], factor);
 }
@@ -90,9 +90,9 @@ static __device__ __forceinline__ void largest_of_chunk(uint32_t pair[4], const 
 // Quantizes a patch column-wise, columns c .. c + 7. pair: their amax over ROWS rows, a chunk or a 512-row scale group.
 // `first`: this lane writes the chunk's scales, eight in one store.
 template <int ROWS>
-static __device__ __forceinline__ void cast_channels(uint8_t* q, uint8_t* scale, const uint4 p[PATCH_ROWS],
-                                                     const uint32_t pair[4], bool first, int64_t row, int64_t c,
-                                                     int64_t length, int64_t columns, uint32_t rounding_bias) {
+static __device__ __forceinline__ void quantize_channels(uint8_t* q, uint8_t* scale, const uint4 p[PATCH_ROWS],
+                                                         const uint32_t pair[4], bool first, int64_t row, int64_t c,
+                                                         int64_t length, int64_t columns, uint32_t rounding_bias) {
     // The scales. A 512-row scale group below MX_RUN_LEAST is flushed to zeros.
     float factor[8];
     uint32_t s[8];
@@ -111,6 +111,6 @@ static __device__ __forceinline__ void cast_channels(uint8_t* q, uint8_t* scale,
 
     // Quantize, and write transposed.
     uint2 bytes[PATCH_ROWS];
-    cast_patch(bytes, p, factor);
+    quantize_patch(bytes, p, factor);
     store_turned(q + c * length + row, length, bytes);
 }

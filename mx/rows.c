@@ -6,20 +6,20 @@
 // Registers the buffers with the arena, which sets the pointers later.
 void rows_plan(Arena* a, const char* name, Rows* rows, int memory, int64_t count, int64_t columns) {
     *rows = rows_of_values(NULL, count, columns);
-    if (memory & ROWS_VALUES) arena_add(a, name, ELEMENT_X, count * columns, 1, (void**)&rows->value);
-    if (!(memory & ROWS_BYTES)) return;
+    if (memory & ROWS_FLOATX) arena_add(a, name, ELEMENT_X, count * columns, 1, (void**)&rows->value);
+    if (!(memory & ROWS_QUANTIZED)) return;
     arena_add(a, name, ELEMENT_BYTE, count * columns, 1, (void**)&rows->mx.q);
     arena_add(a, name, ELEMENT_BYTE, count * mx_stride(columns), 1, (void**)&rows->mx.scale);
 }
 
 Rows rows_as(Rows out, Rows x, Format format, Ctx* ctx) {
     // Already in this format: no copy. Bytes with another alignment of scales are a caller's error.
-    if (x.format.bytes == format.bytes) {
-        ASSERT(!format.bytes || x.format.recipe.align == format.recipe.align);
+    if (x.format.quantized == format.quantized) {
+        ASSERT(!format.quantized || x.format.recipe.align == format.recipe.align);
         return x;
     }
     out.format = format;
-    if (format.bytes)
+    if (format.quantized)
         mx_quantize(out.mx, x.value, x.count, x.columns, format.recipe, ctx);
     else
         mx_dequantize(out.value, x.mx, x.count, x.columns, 0, ctx);
@@ -31,10 +31,10 @@ Rows rows_permute(Rows out, Rows tokens, Format format, Ragged r, Ctx* ctx) {
     out.format = format;
     out.columns = C;
     // Three cases: floatX is copied; MXFP8 is dequantized; MXFP8 bytes and their scales are copied.
-    if (!tokens.format.bytes) {
-        ASSERT(!format.bytes);
+    if (!tokens.format.quantized) {
+        ASSERT(!format.quantized);
         permute_rows(out.value, tokens.value, r, (size_t)C * sizeof(floatX), ctx);
-    } else if (!format.bytes) {
+    } else if (!format.quantized) {
         mx_dequantize_rows(out.value, tokens.mx, r, C, ctx);
     } else {
         permute_rows(out.mx.q, tokens.mx.q, r, (size_t)C, ctx);
@@ -55,10 +55,10 @@ Rows rows_for_wgrad(Rows out, Rows rows, int operand, int tokens, Format format,
     if (rows.by_channel) return rows;
 
     // Fast: quantize column-wise. x has 512-row scale groups, dy has chunks of 128.
-    if (format_read(format).bytes) {
-        ASSERT(rows.format.bytes || !tokens);
+    if (format_read(format).quantized) {
+        ASSERT(rows.format.quantized || !tokens);
         const MxRecipe recipe = {format.recipe.scale, operand == WGRAD_X ? MX_RUN : MX_CHUNK};
-        if (rows.format.bytes)
+        if (rows.format.quantized)
             mx_requantize_channels(out.mx, rows.mx, tokens, length, r, C, recipe, ctx);
         else
             mx_quantize_channels(out.mx, rows.value, length, r, C, recipe, ctx);
@@ -66,14 +66,14 @@ Rows rows_for_wgrad(Rows out, Rows rows, int operand, int tokens, Format format,
     }
 
     // floatX; exact: fake-quantize it in place.
-    out = tokens ? rows_permute(out, rows, FORMAT_VALUES, r, ctx) : rows_as(out, rows, FORMAT_VALUES, ctx);
-    if (format.bytes) mx_round_columns(out.value, r, C, format.recipe, ctx);
+    out = tokens ? rows_permute(out, rows, FORMAT_FLOATX, r, ctx) : rows_as(out, rows, FORMAT_FLOATX, ctx);
+    if (format.quantized) mx_round_columns(out.value, r, C, format.recipe, ctx);
     return out;
 }
 
 Rows rows_swiglu(Rows out, const floatX* h, Ragged r, Format format, MxStats* stats, floatX* spare, Ctx* ctx) {
     const int64_t F = out.columns;
-    if (!format.bytes) {
+    if (!format.quantized) {
         experts_swiglu_forward(out.value, h, r, F, ctx);
         return rows_of_values(out.value, out.count, F);
     }
@@ -96,7 +96,7 @@ Rows rows_swiglu_backward(Rows out, Rows* dh, ExpertsBackward t, Ragged r, Forma
                           Ctx* ctx) {
     const int64_t F = out.columns / 2, length = mx_channel_length(r.capacity, r.El, BACKEND);
     *dh = rows_of_values(t.dh, out.count, 2 * F);
-    if (!format.bytes) {
+    if (!format.quantized) {
         experts_swiglu_backward(t, r, F, ctx);
         return *dh;
     }
@@ -110,7 +110,7 @@ Rows rows_swiglu_backward(Rows out, Rows* dh, ExpertsBackward t, Ragged r, Forma
 
     // dgrad and wgrad both fast: one kernel quantizes row-wise and column-wise. The column-wise result is stored in the
     // memory of t.dh.
-    if (format_read(format).bytes && format_read(wgrad).bytes && F % MX_CHUNK == 0) {
+    if (format_read(format).quantized && format_read(wgrad).quantized && F % MX_CHUNK == 0) {
         ASSERT(wgrad.recipe.scale == format.recipe.scale);
         const MxBytes channels = {(uint8_t*)t.dh, (uint8_t*)t.dh + length * 2 * F};
         *dh = by_channel(channels, length, 2 * F, format.recipe);

@@ -9,15 +9,15 @@
 
 // floatX, or MXFP8 with the recipe of its quantization.
 typedef struct Format {
-    int32_t bytes;  // 1: MXFP8, 0: floatX
+    int32_t quantized;  // 1: MXFP8, 0: floatX
     MxRecipe recipe;
 } Format;
 
-static const Format FORMAT_VALUES = {0, {0, 0}};
+static const Format FORMAT_FLOATX = {0, {0, 0}};
 
 // The format in which GEMMs read operands of format f. On Hopper MXFP8 with scales aligned to 128 is multiplied
 // directly ("fast"). Other MXFP8 is dequantized first ("exact").
-static inline Format format_read(Format f) { return f.bytes && f.recipe.align == MX_CHUNK ? f : FORMAT_VALUES; }
+static inline Format format_read(Format f) { return f.quantized && f.recipe.align == MX_CHUNK ? f : FORMAT_FLOATX; }
 
 // The buffers that are set have the capacity (count, columns). `format` selects the one that holds the data.
 typedef struct Rows {
@@ -29,11 +29,11 @@ typedef struct Rows {
 } Rows;
 
 // The buffers that rows_plan registers in the arena: floatX, MXFP8, or both.
-enum { ROWS_VALUES = 1, ROWS_BYTES = 2 };
+enum { ROWS_FLOATX = 1, ROWS_QUANTIZED = 2 };
 void rows_plan(Arena* arena, const char* name, Rows* rows, int memory, int64_t count, int64_t columns);
 
 static inline Rows rows_of_values(const floatX* x, int64_t count, int64_t columns) {
-    Rows rows = {count, columns, 0, FORMAT_VALUES, (floatX*)x, {NULL, NULL}};
+    Rows rows = {count, columns, 0, FORMAT_FLOATX, (floatX*)x, {NULL, NULL}};
     return rows;
 }
 

@@ -1,11 +1,11 @@
 #!/bin/sh
-# Downloads shards of FineWeb-Edu, 100 million tokens of GPT-2 each, that train as they are: karpathy's
+# Downloads shards of FineWeb-Edu, 100 million tokens of GPT-2 each, ready for training: karpathy's
 # fineweb-edu-100B-gpt2-token-shards on Hugging Face, edu_fineweb_val_000000.bin and the first N of
-# edu_fineweb_train_000001.bin to _001001.bin (200 MB each), and GPT-2's tokenizer.json; tokenizer_config.json, which tells
-# transformers what ends a text, is written here.
-# usage: fineweb.sh [N [FOLDER]]     10 shards into data/corpus/fineweb, unless told otherwise
-# What is there is kept, and what was cut off goes on. Each shard must be as long as its header says. FINEWEB_URL and
-# FINEWEB_TOKENIZER_URL name other places with the same files.
+# edu_fineweb_train_000001.bin to _001001.bin (200 MB each), and GPT-2's tokenizer.json. tokenizer_config.json, with
+# the end-of-text token for transformers, is written here.
+# usage: fineweb.sh [N [FOLDER]]     the default: 10 shards into data/corpus/fineweb
+# Complete files are kept, and partial downloads continue. The length of each shard must match its header. FINEWEB_URL
+# and FINEWEB_TOKENIZER_URL name other places with the same files.
 set -eu
 shards=${1-10}
 folder=${2-data/corpus/fineweb}
@@ -26,14 +26,14 @@ esac
 command -v curl >/dev/null || fail "it needs curl"
 mkdir -p "$folder"
 
-# complete FILE: whether magic number and version are those of uint16 shards, and the size that of the tokens it counts
+# complete FILE: tests whether FILE has the magic number and version of uint16 shards, and the size that its header gives
 complete() {
     [ -f "$1" ] || return 1
     set -- "$1" $(od -An -tu4 -N12 "$1")
     [ $# -eq 4 ] && [ "$2" = 20240520 ] && [ "$3" = 1 ] && [ "$(wc -c <"$1")" -eq $((1024 + 2 * $4)) ]
 }
 
-# fetch URL FILE: into FILE.part, from where it was cut off
+# fetch URL FILE: downloads into FILE.part; a partial download continues
 fetch() {
     echo "$1/$2"
     curl -fL --connect-timeout 10 --retry 2 -C - -o "$folder/$2.part" "$1/$2" || fail "$1/$2: curl ended with code $?; start again to go on"

@@ -1,6 +1,6 @@
 #!/bin/sh
 # The first training: `tiny` on data/repository.txt.xz, the sources of an early version of this program, then a sample, a
-# plot, and the loss beside a bigram's. Started again it goes on where it was stopped; RUN names another folder.
+# plot, and the loss next to a bigram's. Started again it resumes; RUN names another folder.
 # usage: first_run.sh TRAIN_MOE [more train_moe options]
 set -eu
 program=$1
@@ -9,7 +9,7 @@ python=${PYTHON:-python3}
 corpus=runs/corpus
 out=${RUN:-runs/tiny-1}
 
-# The plot is the last that a whole run leaves.
+# The plot is the last file of a complete run.
 if [ -e "$out/loss.svg" ]; then
     echo "$out holds a finished run: log, plot and checkpoint"
     echo "once more from the start: make train RUN=runs/another, or rm -r $out first"

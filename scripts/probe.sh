@@ -1,5 +1,5 @@
 #!/bin/sh
-# One line for each thing a build can use, found or not.
+# One line for each library or tool that a build can use, found or not.
 found() { printf '%-17s %s\n' "$1" "$2"; }
 
 if command -v nvcc >/dev/null 2>&1; then

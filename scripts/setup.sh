@@ -1,6 +1,6 @@
 #!/bin/sh
-# Installs what the CPU build and its tests need and this machine lacks; silent, and without network, where nothing is missing.
-# As root or through sudo with apt; elsewhere it prints the command to run and stops, unless only what is optional is missing.
+# Installs missing packages for the CPU build and its tests. If none is missing, it is silent and needs no network.
+# It uses apt as root or through sudo. Elsewhere it prints the command to run and stops, unless only optional ones are missing.
 missing=""
 command -v "${CC:-gcc}" >/dev/null 2>&1 || missing="$missing gcc libc6-dev"
 command -v make >/dev/null 2>&1 || missing="$missing make"

@@ -1,6 +1,6 @@
-// What the tests of CUDA ops share. Every op runs twice on the same random inputs: as a kernel on bf16, and as the
-// reference in double, from build/f64/libreference.so, on the values that the bf16 inputs have. Outputs are poisoned
-// with NaN before the call, so that an element nobody writes shows.
+// Shared by the tests of CUDA ops. Every op runs twice on the same random inputs: as a kernel on bf16, and as the
+// reference in double (build/f64/libreference.so) on the values of the bf16 inputs. Outputs are poisoned with NaN
+// before the call, so an element that is not written shows.
 //
 //   X x(n, stream), w(n, stream), y(n);        bf16 tensors: random, random, output
 //   rmsnorm_forward(y.dev, ..., ctx);
@@ -30,10 +30,11 @@ static void* reference_symbol(const char* name) {
     return symbol;
 }
 
-// The double reference under the kernel's own signature; its floatX* and real* are double* inside (X::ref, R::ref).
+// The double reference, called by the kernel's own signature. Its floatX* and real* are double* inside (X::ref,
+// R::ref).
 #define REFERENCE(function) ((decltype(&function))reference_symbol(#function))
 
-// Contexts with room for ops that need up to `workspace` bytes on the GPU; the reference gets as much and 1 GiB more.
+// Contexts for ops that need up to `workspace` bytes of workspace on the GPU. The reference gets 1 GiB more.
 static void open_contexts(size_t workspace) {
     ctx = ctx_create(workspace);
     reference_ctx = REFERENCE(ctx_create)(workspace + ((size_t)1 << 30));
@@ -67,7 +68,7 @@ struct Tensor {
         CUDA_CHECK(cudaMemset(dev, 0xff, (size_t)n * sizeof(Dev)));
         CUDA_CHECK(cudaDeviceSynchronize());
     }
-    // host -> GPU, and the host takes the rounded values.
+    // Copies host to GPU. The host's values are rounded too.
     void send() {
         std::vector<Dev> rounded((size_t)n);
         for (int64_t i = 0; i < n; i++) {
@@ -76,7 +77,7 @@ struct Tensor {
         }
         CUDA_CHECK(cudaMemcpy(dev, rounded.data(), (size_t)n * sizeof(Dev), cudaMemcpyHostToDevice));
         CUDA_CHECK(
-            cudaDeviceSynchronize());  // pageable copies may still be on their way, and ctx's stream does not wait
+            cudaDeviceSynchronize());  // pageable copies may still be in flight, and the stream of ctx does not wait
     }
     std::vector<Ref> got() const {
         std::vector<Dev> raw((size_t)n);
@@ -148,12 +149,12 @@ static int64_t differing(const T& t, int64_t count = -1) {
               "%s differs from run to run", #tensor);                                                                  \
     } while (0)
 
-// Bounds. An element rounded to bf16 once is off by at most 2^-8 = 3.9e-3 of itself, and so is the tensor's norm: BF16.
-// Float outputs: sums of up to 1e5 random terms in float32 lose about 1e-6: FLOAT.
+// Tolerances. BF16: an element rounded to bf16 once is off by at most 2^-8 = 3.9e-3 of itself, and so is the tensor's
+// norm. FLOAT, for float outputs: sums of up to 1e5 random terms in float32 lose about 1e-6.
 #define BF16 4e-3
 #define FLOAT 5e-6
 
-// Copies to the GPU may still be under way when they return, and the ops' stream does not wait for them.
+// Copies to the GPU may still be in flight when they return, and the stream of the ops does not wait for them.
 static inline void settle(void) { CUDA_CHECK(cudaDeviceSynchronize()); }
 
 template <typename T>

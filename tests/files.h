@@ -1,4 +1,4 @@
-// What tests of file readers share: a folder of their own, files written into it, and a check of how a program ends.
+// Shared by the tests of file readers: a folder of their own, files written into it, and a check of how a program ends.
 #ifndef TESTS_FILES_H
 #define TESTS_FILES_H
 
@@ -36,7 +36,7 @@ static void remove_matching(const char* pattern) {
     free(command);
 }
 
-// Runs `action` in a child; checks that it ends with EXIT_FAILED and that its message has every one of the NULL-ended
+// Runs `action` in a child process. It must end with EXIT_FAILED, and its message must have every one of the NULL-ended
 // parts.
 static void check_dies(void (*action)(void), const char* const* parts, const char* what) {
     int ends[2], status = 0;

@@ -1,10 +1,10 @@
-// What reads bytes from outside, fed with inputs that nobody would write: none may crash a reader, lead it out of
-// bounds, make it hang or ask for much memory. `make fuzz`: libFuzzer looks for inputs, with address and
-// undefined-behaviour checks (fuzz [options] FOLDER, named after a target below). `make test`: mutated seeds, as many
-// each time (fuzz [SEED]).
+// Fuzz tests of the readers of outside data. No input may crash a reader, lead it out of bounds, make it hang or make
+// it allocate much memory.
+// `make fuzz`: libFuzzer looks for inputs, with address and undefined-behaviour checks (fuzz [options] FOLDER, named
+// after a target below). `make test`: mutated seeds, the same number each time (fuzz [SEED]).
 //
-// A reader that ends the run comes back here by longjmp: the linker gives it the functions __wrap_*, and what it has
-// allocated is freed for it.
+// A reader that ends the run comes back here by longjmp: the linker gives it the functions __wrap_*. Its allocations
+// are freed here.
 #include <assert.h>
 #include <math.h>
 #include <setjmp.h>
@@ -54,11 +54,12 @@ NORETURN void __wrap_die(int code, const char* format, ...) {
     while (count > 0) __real_free(allocated[--count]);
     longjmp(reader, 1);
 }
-// True ahead of the reader, false where it has ended the run.
+// True before the reader runs, false after the reader has ended the run.
 #define BEGINS_TO_READ (reading = true, setjmp(reader) == 0)
 static void has_read(void) { reading = false, count = 0; }
 
-// ---- Targets. What is beyond mutations, lengths and paddings, is added here to inputs that begin with an odd byte.
+// ---- Targets. Mutations do not produce matching lengths and paddings. A target adds these to inputs that begin with
+// an odd byte.
 
 static char file[64];  // the input in memory, for readers that take a path
 
@@ -78,7 +79,7 @@ static void read_json(const uint8_t* data, size_t size) {
     json_free(j);
 }
 
-// Odd: a header, NUL, and the data.
+// An input with an odd first byte: a header, NUL, and the data.
 static void read_safetensors(const uint8_t* data, size_t size) {
     char error[256] = "";
     const uint8_t* end = size && data[0] % 2 ? (const uint8_t*)memchr(data, 0, size) : NULL;
@@ -105,7 +106,7 @@ static void read_safetensors(const uint8_t* data, size_t size) {
     st_close(st);
 }
 
-// Decodes all tokens, of `longest` bytes at most, and encodes a text.
+// Decodes all tokens, which have at most `longest` bytes, and encodes a text.
 static void try_tokenizer(Tokenizer* t, int longest, const char* text) {
     int32_t ids[64];
     int length;
@@ -120,7 +121,7 @@ static void try_tokenizer(Tokenizer* t, int longest, const char* text) {
     tokenizer_close(t);
 }
 
-// Odd: the four numbers of the header, then the tokens.
+// An input with an odd first byte: the four numbers of the header, then the tokens.
 static void read_tokenizer(const uint8_t* data, size_t size) {
     size_t head = size > 16 && data[0] % 2 ? 17 : 0;
     write_file(data + (head > 0), head ? 16 : 0, data + head, size - head, head ? 1024 : 0);
@@ -132,10 +133,10 @@ static void read_tokenizer(const uint8_t* data, size_t size) {
     free(text);
 }
 
-static char json_link[64];  // to the input, because its name must end in .json
+static char json_link[64];  // a link to the input: the name must end in .json
 static void remove_link(void) { unlink(json_link); }
 
-// A text, NUL, and tokenizer.json.
+// The input: a text, NUL, and tokenizer.json.
 static void read_tokenizer_json(const uint8_t* data, size_t size) {
     const uint8_t* end = size ? (const uint8_t*)memchr(data, 0, size) : NULL;
     size_t at = end ? (size_t)(end - data) + 1 : 0;
@@ -150,7 +151,7 @@ static void read_tokenizer_json(const uint8_t* data, size_t size) {
     try_tokenizer(t, (int)size, end ? (const char*)data : "");
 }
 
-// Words are lines.
+// Each line of the input is a word of the command line.
 static void read_options(const uint8_t* data, size_t size) {
     static char text[4200], *words[256];
     int n = 0;
@@ -160,7 +161,7 @@ static void read_options(const uint8_t* data, size_t size) {
     Settings s = settings_read(settings_parse(n, words), 1, NULL);
     has_read();
     if (!s.help && !s.version) {
-        // What its record says is the same run, to a start that is told nothing.
+        // A resumed run without options takes all settings from the record. Its own record must be the same.
         char *json = record_json(&s), error[64], *nothing[] = {words[0], (char*)"--dry-run"};
         Json* record = json_parse(json, strlen(json), error, sizeof(error));
         Settings resumed = settings_read(settings_parse(2, nothing), (int)s.ranks, record);
@@ -234,7 +235,7 @@ static size_t dice(size_t sides) {  // xorshift64*
     return (size_t)(state * 0x2545f4914f6cdd1du >> 16) % sides;
 }
 
-// One to eight changes of a seed: a bit, a byte, fewer bytes, or the name of an option among them.
+// Makes one to eight changes to a seed: flips a bit, sets a byte, removes bytes, or inserts the name of an option.
 static size_t mutate(const Target* t, char* data) {
     size_t size = t->size;
     memcpy(data, t->seed, size);
@@ -252,7 +253,7 @@ static size_t mutate(const Target* t, char* data) {
 
 int main(int argc, char** argv) {
     unsigned long long seed = argc > 1 ? strtoull(argv[1], NULL, 10) : 1;
-    if (!freopen("/dev/null", "w", stdout)) return 1;  // what --dry-run prints
+    if (!freopen("/dev/null", "w", stdout)) return 1;  // drops the output of --dry-run
     for (int t = 0; t < TARGETS; t++) {
         fprintf(stderr, "25000 inputs of %s, seed %llu\n", targets[t].name, seed);
         for (uint64_t input = 0; input < 25000; input++) {

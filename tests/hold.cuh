@@ -1,17 +1,18 @@
-// SMs held by another kernel, as transfers between GPUs hold some: for what runs beside them, its results and its time.
+// SMs held by another kernel, as communication between GPUs holds some. For results and timings of kernels that run at
+// the same time.
 #ifndef TESTS_HOLD_CUH
 #define TESTS_HOLD_CUH
 
 #include "device/cuda.cuh"
 
-// there[i] (host): block i runs; let_go (device): it may end.
+// there[i] (host): block i is running. let_go (device): the blocks may end.
 static __global__ void hold_kernel(volatile int* there, const volatile int* let_go) {
     there[blockIdx.x] = 1;
     while (!*let_go) __nanosleep(1000);
 }
 
-// Holds `sms` SMs from here to the end of the scope: their shared memory is taken. Until then nothing may wait for the
-// whole device, and kernels must have run before (loading one does).
+// Holds `sms` SMs to the end of the scope, by taking their shared memory. Until then do not synchronize the whole
+// device. Every kernel used must have run before, because loading a kernel synchronizes the device.
 struct HeldSms {
     cudaStream_t stream, other;
     int *let_go, *host;  // host: there[sms], then a 1 to copy

@@ -1,6 +1,6 @@
 // A ragged layout (grouped/permute.h) for the CUDA tests of permute, dispatch and experts. The reference lays experts
-// out without gaps, the kernels at multiples of 128. A plan holds the first in its tensors' host halves and the second
-// in their device halves; Layout::place maps rows between them.
+// out without gaps, the kernels at multiples of 128. A tensor of a plan has the reference's layout on the host and the
+// kernels' layout on the device. Layout::place maps rows between the two.
 #ifndef TESTS_LAYOUT_CUH
 #define TESTS_LAYOUT_CUH
 
@@ -10,8 +10,8 @@
 #include "grouped/permute.h"
 #include "tests/cuda.cuh"
 
-// How choices are made: distinct experts at random, all tokens to one expert first, only every third expert, or half of
-// the choices held elsewhere (-1).
+// The choices: distinct experts at random, one expert first for all tokens, only every third expert, or half of the
+// choices held elsewhere (-1).
 enum Kind { SPREAD, ONE, SOME_EMPTY, ELSEWHERE };
 
 struct Layout {
@@ -21,7 +21,7 @@ struct Layout {
     I32 group_rows, row_token, token_row, expert;
     R row_gate, gate;
     Ragged dev, ref;
-    std::vector<int64_t> place;  // where the reference's row lies on the device
+    std::vector<int64_t> place;  // device row of each reference row
     int64_t reference_rows;
 
     Layout(int64_t N, int32_t K, int32_t El, Kind kind)
@@ -91,7 +91,7 @@ struct Layout {
         CHECK(wrong == 0, "%lld rows wrong", (long long)wrong);
     }
 
-    // A tensor of rows: the host's values to their places on the device, NaN in pad rows.
+    // Sends a tensor of rows: each host row to its device row, NaN in pad rows.
     template <typename T>
     void send(T& t, int64_t width) {
         auto values = t.host;
@@ -104,7 +104,7 @@ struct Layout {
         settle();
     }
 
-    // The error of the rows in use, infinity where a pad row is not zero.
+    // The error of the rows in use; infinity if a pad row is not zero.
     template <typename T>
     double error(T& t, int64_t width) {
         auto got = t.got();

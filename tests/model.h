@@ -1,4 +1,4 @@
-// What the tests of whole models share. They run in every build: nothing here reads device memory but by copying it.
+// Shared by the tests of whole models. They run in every build: device memory is read only by copies.
 #ifndef TESTS_MODEL_H
 #define TESTS_MODEL_H
 
@@ -18,7 +18,7 @@ static inline Settings settings_for(const char* line, int ranks) {
 
 static inline Settings settings_of(const char* line) { return settings_for(line, 1); }
 
-// A dense block and two with experts, sequences of 20 tokens; its weights are zeros. Options may change it.
+// A dense block and two MoE blocks, sequences of 20 tokens. Its weights are zeros. `options` may change it.
 static inline Model* small_model(const char* options) {
     char* line = host_format(
         "--layers 3 --dim 32 --heads 2 --kv-lora 16 --nope-dim 32 --rope-dim 16 --v-dim 32 --dense-ffn 48 --experts 6 "
@@ -46,7 +46,7 @@ static inline real* host_copy(Model* m, const real* device, int64_t n) {
     return host;
 }
 
-// What a step finds in the gradients counts for nothing: NaN everywhere, padding in.
+// A step may not use old contents of the gradients: NaN everywhere, padding included.
 static inline void poison_gradients(Model* m) {
     for (int u = 0; u < params_units(&m->config); u++)
         for (int b = 0; b < BUFFERS; b++) {

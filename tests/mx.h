@@ -1,5 +1,5 @@
-// Rounding and MXFP8's casts in float64 by frexp and ldexp, for tests that compare values (mx_bytes.h compares bytes):
-// nothing here is shared with the reference.
+// Rounding and MXFP8 quantization in float64, by frexp and ldexp, for tests that compare values (mx_bytes.h compares
+// bits). Nothing here is shared with the reference.
 #ifndef TESTS_MX_H
 #define TESTS_MX_H
 
@@ -16,7 +16,7 @@ static inline double bf16(double x) {
     return ldexp(rint(ldexp(m, 8)), exponent - 8);
 }
 
-// To nearest even, saturating at 448. Three bits follow the first one; below 2^-6 steps are 2^-9.
+// To nearest even, saturating at 448. Three bits of mantissa follow the first one. Below 2^-6 steps are 2^-9.
 static inline double e4m3(double x) {
     int exponent;
     frexp(x, &exponent);
@@ -32,7 +32,7 @@ static inline int scale_exponent(double amax, MxScale mode) {
     return amax == 0 || p < -127 ? -127 : p;
 }
 
-// x (rows, columns) becomes what its cast stands for, in place; one scale for each tile, smaller at the edges.
+// Replaces x (rows, columns) by its dequantized values. One scale per tile; tiles at the edges are smaller.
 static inline void fake_quantize(double* x, int64_t rows, int64_t columns, int64_t tile_rows, int64_t tile_columns,
                                  MxScale mode) {
     for (int64_t r0 = 0; r0 < rows; r0 += tile_rows)
@@ -51,8 +51,8 @@ static inline void fake_quantize(double* x, int64_t rows, int64_t columns, int64
         }
 }
 
-// Whether the device at hand has products of MXFP8 bytes (--mx-gemm fast). Where it has none, what needs them is left
-// out, and said once.
+// 1: the device has GEMMs of MXFP8 values (--mx-gemm fast). Without them tests of fast GEMMs are left out, with one
+// message.
 static inline int has_fast(Ctx* ctx) {
     static int said;
     char* missing = ctx ? grouped_gemm_mx_missing(ctx) : NULL;

@@ -1,12 +1,14 @@
-// What the tests of the ops share: memory that nobody frees by hand, comparison with float64 oracles, central
-// differences, and the check that bits do not depend on the number of threads.
+// Shared by the tests of the ops: memory freed all at once, comparison with float64 oracles, central differences, and
+// the check that bits do not depend on the number of threads.
 //
 // An oracle is a plain float64 loop written from the op's header. The forward must equal it; the backward must equal
-// the central differences of the oracle. So float and double build run the same tests and differ in the tolerance only:
-// the double build's (1e-12 or less forward, 1e-6 differences) proves the formula, the float build's its rounding.
+// the central differences of the oracle. So the float and the double build run the same tests and differ only in the
+// tolerance. The double build's tolerance (1e-12 or less forward, 1e-6 differences) proves the formula, the float
+// build's proves the rounding.
 //
-// The tolerances' comments: u is the rounding of float32, 6e-8 (of double, 1e-16). A sum of n terms of random signs
-// errs by about sqrt(n) u of its norm, an elementwise formula of k operations by about k u or less.
+// In the comments on tolerances u is the rounding of float32, 6e-8 (of double, 1e-16). A sum of n terms of random signs
+// has an error of about sqrt(n) u of its norm. An elementwise formula of k operations has an error of about k u or
+// less.
 #ifndef TESTS_ORACLE_H
 #define TESTS_ORACLE_H
 
@@ -53,7 +55,7 @@ static inline real* filled(int64_t n, double value) {
     return x;
 }
 
-// For outputs that are `=`: whoever reads or leaves an element fails.
+// For outputs that are `=`: an op that reads an element, or leaves one unwritten, fails.
 static inline real* poisoned(int64_t n) { return filled(n, NAN); }
 
 static inline int32_t* poisoned_ints(int64_t n) {
@@ -87,7 +89,7 @@ static inline real* packed(const real* x, int64_t N, int64_t C, int64_t stride) 
     return out;
 }
 
-// The other way; what lies between the rows is NaN, and nobody may read or write it (check_gaps).
+// The reverse of packed. The elements between the rows are NaN and may not be read or written (check_gaps).
 static inline real* spread(const real* x, int64_t N, int64_t C, int64_t stride) {
     real* out = poisoned(N * stride);
     for (int64_t n = 0; n < N; n++) memcpy(out + n * stride, x + n * C, C * sizeof(real));
@@ -101,7 +103,7 @@ static inline void check_gaps(const real* x, int64_t N, int64_t C, int64_t strid
     CHECK(written == 0, "%lld elements between the rows were written", (long long)written);
 }
 
-// --- Comparison. With TEST_ERRORS in the environment every error is printed beside what is allowed. ---
+// --- Comparison. With TEST_ERRORS in the environment every error is printed with its tolerance. ---
 
 // ||out - ref|| / ||ref||; NaN if any element of out is.
 static inline double oracle_error(const real* out, const double* ref, int64_t n) {
@@ -122,7 +124,7 @@ static inline double oracle_error(const real* out, const double* ref, int64_t n)
 
 #define CHECK_BITS(a, b, bytes) CHECK(!memcmp(a, b, bytes), "bits differ")
 
-// Runs the op with one and with three threads: every buffer it made must come out with the same bits.
+// Runs the op with one and with three threads. Every buffer that it made must have the same bits.
 static inline void check_threads(void (*run)(void*), void* arg) {
     int first = kept_count, many = omp_get_max_threads();
     omp_set_num_threads(1);
@@ -148,13 +150,13 @@ static inline double dot(const double* a, const double* b, int64_t n) {
     return sum;
 }
 
-// Relative error of a gradient against (f(x + h d) - f(x - h d)) / 2h, h = 1e-5. Few elements: every one. Many: some
-// elements and eight random directions of length 1, which see all elements at once; the derivative along such a
-// direction is about
-// ||grad|| / sqrt(n), so its error counts sqrt(n)-fold.
+// Relative error of a gradient against (f(x + h d) - f(x - h d)) / 2h, h = 1e-5. A small tensor: every element is
+// tested. A large tensor: some elements and eight random directions of length 1, which cover all elements at once. The
+// derivative along such a direction is about ||grad|| / sqrt(n), so its error counts sqrt(n)-fold.
 static inline double difference_error(Objective f, void* arg, double* x, const double* grad, int64_t n) {
     const double h = 1e-5;
     double diff = 0, norm = 0, worst = 0;
+    // Single elements.
     int64_t every = n <= 300 ? 1 : n / 41;
     for (int64_t i = every == 1 ? 0 : every / 2; i < n; i += every) {
         double saved = x[i];
@@ -168,6 +170,7 @@ static inline double difference_error(Objective f, void* arg, double* x, const d
     }
     worst = norm > 0 ? sqrt(diff / norm) : sqrt(diff);
     if (every == 1 || isnan(worst)) return worst;
+    // Random directions.
     double length = sqrt(dot(grad, grad, n)), *saved = (double*)host_alloc(n * sizeof(double));
     memcpy(saved, x, n * sizeof(double));
     for (int direction = 0; direction < 8; direction++) {
@@ -189,8 +192,8 @@ static inline double difference_error(Objective f, void* arg, double* x, const d
 }
 
 // `out` is the op's gradient with respect to x, on top of `before` (NULL: the op writes =).
-// In double: the differences' rounding, 1e-16 |f| / h, and truncation, h^2 f''' / 6, are about 1e-10 of the gradient;
-// 1e-6 leaves room for |f| up to 1e4 times larger. In float: the op's own rounding, `tolerance`.
+// In double: the differences have an error from rounding, 1e-16 |f| / h, and from truncation, h^2 f''' / 6. Both are
+// about 1e-10 of the gradient; 1e-6 allows |f| up to 1e4 times larger. In float: the op's own rounding, `tolerance`.
 #define CHECK_GRADIENT(f, arg, x, out, before, n, tolerance)                                                           \
     do {                                                                                                               \
         double* grad_ = (double*)host_alloc((n) * sizeof(double));                                                     \

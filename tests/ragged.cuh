@@ -1,5 +1,5 @@
-// What the tests of the grouped products on the GPU share: groups of rows at multiples of 128, on both sides alike, the
-// buffers of such rows, and the checks of what comes out.
+// Shared by the tests of grouped GEMMs on the GPU: groups of rows at multiples of 128 on both sides, the buffers of
+// such rows, and the checks of the results.
 #ifndef TESTS_RAGGED_CUH
 #define TESTS_RAGGED_CUH
 
@@ -10,8 +10,8 @@
 
 typedef std::vector<int32_t> Rows;
 
-// The groups. With `short_by` the capacity ends before the last group's pad rows do. All buffers go on behind and end
-// inside a tile: nothing there may count or be written.
+// The groups. With `short_by` the capacity ends inside the pad rows of the last group. All buffers continue behind the
+// capacity and end inside a tile. Rows behind may not be used or written.
 struct Layout {
     Rows rows;
     std::vector<int64_t> start;
@@ -55,7 +55,7 @@ static inline Rows random_rows(int El, int mean, uint32_t stream) {
     return rows;
 }
 
-// Random rows in bf16, zeros in pad rows, NaN behind.
+// Random rows in bf16, zeros in pad rows, NaN behind the last group.
 struct RowBuffer : X {
     RowBuffer(const Layout& l, int64_t C, uint32_t stream) : X(l.held * C, stream) {
         for (int64_t r = 0; r < l.held; r++)
@@ -64,7 +64,7 @@ struct RowBuffer : X {
     }
 };
 
-// Bytes that both sides read.
+// Quantized values or scales, on both sides.
 struct Bytes {
     std::vector<uint8_t> host;
     uint8_t* dev;
@@ -90,9 +90,9 @@ static inline bool is_among(const Rows& experts, int e) {
     return std::find(experts.begin(), experts.end(), e) != experts.end();
 }
 
-// Against out.host, the reference's: every true row within `row_tolerance` in norm; all of them together, from 1000
-// elements on, within `tolerance`; every pad row zero, everything behind as it was. Rows of `nan_experts` are not
-// compared.
+// Against out.host, the reference's. Every row of a token: within `row_tolerance` in norm. All these rows together,
+// from 1000 elements on: within `tolerance`. Pad rows must be zero, and rows behind the last group unchanged. Rows of
+// `nan_experts` are not compared.
 template <typename T>
 static void check_rows(const char* what, const T& out, const Layout& l, int64_t C, double row_tolerance,
                        double tolerance = INFINITY, const Rows& nan_experts = {}) {
@@ -122,10 +122,10 @@ static void check_rows(const char* what, const T& out, const Layout& l, int64_t 
     CHECK(behind == 0, "%s: %lld elements behind the last expert were written", what, (long long)behind);
 }
 
-// dW in float32, `size` elements an expert, added to `start` (zeros: or written). The tensor cores add 16 products at a
-// time and cut the running sum off at 24 bits, at most 2^-23 of it each time, and partial sums are no larger than the
-// final one on average; dW is then added with one rounding: (rows / 16 + 4) * 2^-23 for every expert. Without rows
-// `start` is left, to the bit.
+// dW in float32, `size` elements per expert, added to `start` (zeros where dW is written). The tensor cores add 16
+// products at a time and cut the running sum off at 24 bits. Each time this loses at most 2^-23 of the sum. Partial
+// sums are on average no larger than the final sum. dW is then added with one rounding. The tolerance is (rows / 16 +
+// 4) * 2^-23 for every expert. Without rows dW equals `start` to the bit.
 static inline void check_weights(const R& dw, const std::vector<double>& start, const Layout& l, int64_t size,
                                  const Rows& nan_experts = {}) {
     auto got = dw.got();

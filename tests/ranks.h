@@ -1,4 +1,4 @@
-// What tests of several ranks share. Each runs on all ranks of mpirun, and alone where there is none; it fails if a
+// Shared by the tests of several ranks. A test runs on all ranks of mpirun, or alone without mpirun. It fails if a
 // CHECK fails on any rank.
 #ifndef TESTS_RANKS_H
 #define TESTS_RANKS_H
@@ -12,7 +12,7 @@
 static Ranks* world;
 static int ranks, rank;
 
-// The lines of failed CHECKs show on every rank: on stderr where stdout goes nowhere.
+// Failed CHECKs are printed on every rank. All ranks but rank 0 print to stderr, because their stdout is dropped.
 static inline void ranks_open(int* argc, char*** argv, double limit) {
     world = ranks_start(argc, argv);
     ranks = ranks_count(world);

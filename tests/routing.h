@@ -1,4 +1,4 @@
-// Routings, random and extreme, and the ragged layouts of their rows: what the tests of the experts' ops share.
+// Shared by the tests of the experts' ops: random and extreme routings, and the ragged layouts of their rows.
 #ifndef TESTS_ROUTING_H
 #define TESTS_ROUTING_H
 
@@ -7,7 +7,7 @@
 
 enum { RANDOM, ONE_TAKES_ALL, ODD_ONES_EMPTY, NONE_HELD, IN_ORDER, ROUTINGS };
 
-// A routing of N tokens to K different ones of E experts, of which El, from `first` on, are held here.
+// A routing of N tokens, each to K different experts out of E. This rank holds El experts, from `first` on.
 typedef struct {
     int64_t N;
     int32_t K, El, E, first;
@@ -64,7 +64,7 @@ static inline int32_t row_expert(const Routing* r, int64_t row) {
     return -1;
 }
 
-// Rows in use random, the room behind them NaN: nobody may read it. Pad rows are zeros.
+// Rows in use are random and pad rows are zeros. The rows behind them are NaN and may not be read.
 static inline real* random_rows(const Routing* r, int64_t C, uint32_t stream) {
     real* rows = tensor(r->ragged.capacity * C, stream);
     for (int64_t i = 0; i < r->ragged.capacity * C; i++)

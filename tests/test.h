@@ -26,7 +26,7 @@ static int test_failures_here, test_passed, test_failed, test_skipped;
         }                                                                                                              \
     } while (0)
 
-// Tests of a CUDA build are skipped where there is no GPU for it.
+// Tests of a CUDA build are skipped without a GPU.
 #define RUN(test)                                                                                                      \
     do {                                                                                                               \
         if (!device_available()) {                                                                                     \

@@ -1,5 +1,5 @@
-// Memory on both sides that a test forgets about all at once, and what goes from one side to the other: for C tests
-// that run in either build.
+// Host and device memory that a test frees all at once, and copies between the two. For C tests that run in either
+// build.
 #ifndef TESTS_TRANSFER_H
 #define TESTS_TRANSFER_H
 
@@ -20,7 +20,7 @@ static inline void* device_room(size_t bytes) {
     return on_device[device_count++] = device_alloc(bytes, "a test");
 }
 
-// All but the first `host` and `device` of them.
+// Frees all buffers but the first `host` and `device` of them.
 static inline void forget(int host, int device) {
     while (host_count > host) free(on_host[--host_count]);
     while (device_count > device) device_free(on_device[--device_count]);

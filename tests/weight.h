@@ -1,10 +1,10 @@
-// Weights and operands as the ops take them, for the tests of products and blocks.
+// Weights and operands as the ops take them, for the tests of GEMMs and blocks.
 #ifndef TESTS_WEIGHT_H
 #define TESTS_WEIGHT_H
 
 #include "mx/linear.h"
 
-// `count` matrices (OC, IC), of values, whose products add to `grad`.
+// `count` matrices (OC, IC), not quantized. Their gradients are added to `grad`.
 static inline Weight plain_weight(const floatX* w, real* grad, int64_t count, int64_t OC, int64_t IC) {
     Weight weight;
     memset(&weight, 0, sizeof(weight));
@@ -13,7 +13,7 @@ static inline Weight plain_weight(const floatX* w, real* grad, int64_t count, in
     return weight;
 }
 
-// n numbers as an op's operand, in fresh device memory.
+// n numbers in floatX, in fresh device memory.
 static inline floatX* values_on_device(const real* x, int64_t n, Ctx* ctx) {
     real* wide = (real*)device_alloc((size_t)n * sizeof(real), "x");
     floatX* values = (floatX*)device_alloc((size_t)n * sizeof(floatX), "x");

@@ -1,7 +1,7 @@
 #!/bin/sh
-# `debug`, softmax scores, on a billion tokens, one H100 or H200. Started again it goes on where it stopped.
-# usage: scripts/recipes/debug.sh [train_moe options]     --train, --val and --tokenizer name another text than FineWeb-Edu
-# Over 30 million tokens it is better at 2e-3 than at 1e-3, and flat up to 4e-3 (bench/RESULTS.md, "Loss: default runs").
+# `debug`, softmax scores, on a billion tokens, one H100 or H200. Started again it resumes.
+# usage: scripts/recipes/debug.sh [train_moe options]     --train, --val and --tokenizer replace FineWeb-Edu
+# --lr is from a sweep with AdamW over 30 million tokens: 2e-3 is better than 1e-3, and it is flat up to 4e-3 (bench/RESULTS.md, "Loss: default runs").
 set -eu
 build=cuda
 shards=10

@@ -1,9 +1,9 @@
 #!/bin/sh
-# `small` on a billion tokens, one H100 or H200. Started again it goes on where it stopped.
-# usage: scripts/recipes/small.sh [train_moe options]     --train, --val and --tokenizer name another text than FineWeb-Edu
+# `small` on a billion tokens, one H100 or H200. Started again it resumes.
+# usage: scripts/recipes/small.sh [train_moe options]     --train, --val and --tokenizer replace FineWeb-Edu
 # On source code Muon ended at 1.205 nats a token after 18 minutes on an H200, AdamW at 1.298 after 16 (bench/RESULTS.md, "Muon against AdamW").
-# Learning rate and batch lie where a sweep over 30 million tokens is flat (bench/RESULTS.md, "Loss: default runs"); from 2e-3 on it is worse.
-# --schedule wsd was better there by 0.18 to 0.31, over 100 million tokens by 0.04, over 200 by 0.02, which seeds differ by (docs/log.md).
+# --lr and --batch are from a sweep with AdamW over 30 million tokens, which is flat there (bench/RESULTS.md, "Loss: default runs").
+# With AdamW, --schedule wsd was better by 0.18 to 0.31 over 30 million tokens, by 0.04 over 100 and by 0.02 over 200 (docs/log.md).
 set -eu
 build=cuda
 shards=10

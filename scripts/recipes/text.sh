@@ -1,6 +1,6 @@
-# What the recipes share; they source it. $program is TRAIN_MOE, or that of $build. Unless their options name a text
-# (--train), it is FineWeb-Edu: the first $shards of its shards, fetched into data/corpus/fineweb where they are not there
-# yet. What only prints needs none of them, but the size of their vocabulary.
+# Common part of the recipes, which source it. $program is TRAIN_MOE, or the program of $build. Without --train the text is
+# FineWeb-Edu: the first $shards of its shards, downloaded into data/corpus/fineweb unless they are there. Commands that
+# only print need no shards, but the size of their vocabulary.
 root=$(cd "$(dirname "$0")/../.." && pwd)
 program=${TRAIN_MOE:-$root/build/$build/train_moe}
 hint=${TRAIN_MOE:+, which TRAIN_MOE names}

@@ -1,8 +1,8 @@
 #!/usr/bin/env python3
-"""What lies in --out: TRAIN_MOE=build/cpu/train_moe python3 tests/model/test_folders.py
+"""The files in --out: TRAIN_MOE=build/cpu/train_moe python3 tests/model/test_folders.py
 
-A folder may come from somebody else, hold what a killed run left, be unreadable, or be another run's at this moment: none
-of it may cost a file, here or elsewhere.
+A folder may come from another user, have the files of a killed run, be unreadable, or be in use by another run. No file
+may be lost in any of these cases, here or elsewhere.
 """
 import os
 import pathlib
@@ -24,7 +24,7 @@ SLOW = True
 
 
 class Links(Case):
-    """Links in --out are refused by name, and what they point to stays as it is."""
+    """Links in --out are refused by name, and their targets do not change."""
 
     def setUp(self):
         super().setUp()
@@ -69,14 +69,14 @@ class Links(Case):
         self.check("log.jsonl.unreadable", self.outside / "thesis.txt", 1, resume=True, steps=30)
 
     def test_old_steps(self):
-        """--keep leaves a linked step, and does not empty it at its source."""
+        """--keep does not remove a linked step, nor the files of its target."""
         out = self.copy_of(self.reference())
         (out / "step_00000010").rename(self.outside / "step_00000010")
         self.check("step_00000010", self.outside / "step_00000010", resume=True, steps=30, save_every=5, keep=1)
         self.assertIn("step_00000030", checkpoints(out))
 
     def test_a_refused_step(self):
-        """Which the run would replace: it does not begin."""
+        """A run does not begin if the refused step, which it would replace, is a link."""
         out = self.copy_of(self.reference())
         (out / "step_00000020").rename(self.outside / "step_00000020")
         (self.outside / "step_00000020/block_001.safetensors").unlink()
@@ -86,7 +86,7 @@ class Links(Case):
         self.assertEqual(snapshot(out), before)
 
     def test_links_inside(self):
-        """Of a link below a folder that goes, the link goes."""
+        """A link in a folder that is removed is itself removed, and not its target."""
         out = self.copy_of(self.reference())
         (out / "step_00000010/deep").mkdir()
         (out / "step_00000010/deep/link").symlink_to(self.outside)
@@ -96,7 +96,7 @@ class Links(Case):
         self.assertEqual((checkpoints(out), snapshot(self.outside)), (["step_00000021"], before))
 
     def test_hard_links(self):
-        """A file of another name keeps what it holds."""
+        """A temporary name may be a hard link; the other name of the file keeps its contents."""
         out = self.copy_of(self.reference())
         os.link(self.outside / "thesis.txt", out / "log.jsonl.tmp")
         before = snapshot(self.outside)
@@ -116,14 +116,14 @@ class Leftovers(Case):
         self.assert_same_run(out, self.reference(22), 22)
 
     def test_what_a_killed_save_left_goes_first(self):
-        """Also where the folders in it are nested, and in a run that has nothing to do."""
+        """The files of a killed save are removed, nested folders included, also by a run with nothing to do."""
         for steps in (20, 21):
             out = self.copy_of(self.reference())
             for name in ("step_00000021.tmp", "step_00000007.replaced"):
                 shutil.copytree(out / "step_00000020", out / name / "a/b")
             (out / "step_00004711.tmp").write_text("")
             done = self.train(out="run", resume=True, steps=steps)
-            if steps == 21:  # before the step, since the room may be what a save needs
+            if steps == 21:  # before the step: a save may need the space
                 self.assertLess(done.stdout.find("resumed"), done.stdout.find("step 21/21"))
             self.assertEqual(done.stderr.count("was left by a save that did not finish; it is removed"), 3)
             self.assertEqual({p.name for p in out.iterdir()} - {f"step_{n:08d}" for n in (10, 20, 21)}, {"log.jsonl"})
@@ -147,7 +147,7 @@ class Leftovers(Case):
         self.assertEqual(snapshot(out), snapshot(self.reference()))
 
     def test_pipes(self):
-        """Nobody writes into a FIFO here: what opened it to read would wait for ever."""
+        """A FIFO is refused: it has no writer here, so a reader would wait forever."""
         for name in ("log.jsonl", "step_00000020/manifest.json", "step_00000020/block_001.safetensors", "train.bin", "t.bin"):
             with self.subTest(name):
                 out = self.copy_of(self.reference())
@@ -161,7 +161,7 @@ class Leftovers(Case):
                 self.assertIn("not a file", done.stderr)
 
     def test_files_far_too_large(self):
-        """Sparse: they take no room on the disk, but would in memory."""
+        """Files that are far too large are refused: they are sparse on the disk, but would fill the memory."""
         for name, code in (("step_00000020/manifest.json", 0), ("log.jsonl", 1), ("t.bin", 1)):
             with self.subTest(name):
                 out = self.copy_of(self.reference())
@@ -175,7 +175,7 @@ class Leftovers(Case):
 
 class LogAndLock(Case):
     def operations(self, *variables, **options):
-        """What a run does with its folder's files, as (call, path in it), and how it ended."""
+        """The file operations of a run in its folder, as (call, path in it), and the end of the run."""
         log = self.dir / "operations"
         log.unlink(missing_ok=True)
         ended = self.call(["env", f"LD_PRELOAD={LIBRARY}", f"TORTURE_BELOW={self.dir}/run", f"TORTURE_LOG={log}", *variables,
@@ -184,7 +184,7 @@ class LogAndLock(Case):
         return [tuple(line.split(" ")[1:3]) for line in log.read_text().splitlines()], ended
 
     def test_lines_that_cannot_be_read(self):
-        """They are kept aside and named, and those after them stay."""
+        """Unreadable lines are kept aside and reported, and the lines after them stay."""
         out = self.copy_of(self.reference())
         first, *lines = (out / "log.jsonl").read_bytes().splitlines(True)
         odd = [b"\n", b'{"step": 3, "loss": \n', b"\0\0\0\n", b"[1]\n", b'{"step": "x"}\n', b'{"note": 1}\n', b"\xff\xfe\n"]
@@ -197,7 +197,7 @@ class LogAndLock(Case):
         self.assertEqual(self.train(out="run", resume=True, steps=23).stderr, "")
 
     def test_a_folder_that_cannot_be_listed_after_a_save(self):
-        """The new checkpoint stands, so the run goes on, and old ones stay."""
+        """The new checkpoint is complete, so the run goes on, and old ones stay."""
         listing = [i for i, (name, _) in enumerate(self.operations(steps=6, save_every=2, keep=1)[0], 1) if name == "opendir"]
         warned = 0
         for number in listing:
@@ -214,8 +214,8 @@ class LogAndLock(Case):
         self.assertGreater(warned, 0)
 
     def test_the_log_is_on_the_disk_before_what_counts_on_it(self):
-        """A power cut after a checkpoint has its name leaves the lines of its steps, and the log that a new one replaces
-        leaves when the new one is there."""
+        """The lines of a checkpoint's steps are on the disk before the checkpoint gets its name. A power cut after that
+        does not lose them. An old log is replaced only when the new one is on the disk."""
         self.train(out="run", steps=4, save_every=2)
         done, _ = self.operations(resume=True, steps=8, save_every=2)
         self.assertLess(done.index(("fsync", "/log.jsonl.tmp")), done.index(("rename", "/log.jsonl")))
@@ -226,7 +226,7 @@ class LogAndLock(Case):
             self.assertIn(("fsync", "/log.jsonl"), done[line:named])
 
     def test_what_makes_a_model_comes_after_its_weights(self):
-        """A save that is cut short leaves no folder that another program would read as a model."""
+        """An interrupted save leaves no folder that another program would read as a model."""
         done, _ = self.operations(steps=1)
         written = max(i for i, (call, path) in enumerate(done) if call == "fsync" and path.endswith(".safetensors"))
         for name in ("config.json", "model.safetensors.index.json"):
@@ -283,7 +283,7 @@ class Processes(Case):
         self.assertFalse((self.dir / "run/.lock").exists())
 
     def test_another_run_in_a_folder_of_this_name(self):
-        """A run whose folder is removed or renamed leaves the one that another run makes there alone."""
+        """A run whose folder was removed or renamed does not touch a new folder of that name by another run."""
         for away in (shutil.rmtree, lambda run: run.rename(self.dir / "old")):
             with self.subTest(away), self.start(out="run", save_every=500, keep=1) as first:
                 self.steps_logged(3)
@@ -342,7 +342,7 @@ class Processes(Case):
                     break
             process.kill()
         self.assertTrue(said and 0 < int(said[1]) < 156249, said)
-        self.assertLess(time.monotonic() - began, 20)  # 5 after the start; all of it takes minutes
+        self.assertLess(time.monotonic() - began, 20)  # 5 after the start; the whole validation takes minutes
 
     def test_nobody_reads_the_output(self):
         with self.start(out="run", steps=60, sample_every=1, sample_tokens=5) as process:
@@ -352,14 +352,14 @@ class Processes(Case):
         self.assertEqual(checkpoints(self.dir / "run"), ["step_00000060"])
 
     def test_closed_standard_streams(self):
-        """No file gets their numbers, or what the program prints would go into it."""
-        one = self.data / "text_train_000000.bin"  # descriptor 0; the next file that is opened is the log
+        """No file gets the numbers of closed standard streams; otherwise the output would be written into it."""
+        one = self.data / "text_train_000000.bin"  # it would get descriptor 0, and the log the next
         subprocess.run(command(train=one, out="run", steps=20), cwd=self.dir, env=environment(), check=True,
                        preexec_fn=lambda: [os.close(fd) for fd in (0, 1, 2)])
         self.assertEqual(curve(self.dir / "run"), curve(self.reference(train=one)))
 
     def test_control_characters(self):
-        """They are printed as text: in samples, file names, options and errors."""
+        """Control characters are printed as text: in samples, file names, options and errors."""
         out = "run\x1b[2J\x07\u009b\x7f"
         done = self.train(out=out, steps=2, prompt="a\x1bb\tc", sample_every=2, sample_tokens=40, temperature=100, sample_top_k=0)
         done.stdout += self.train(out=out, steps=3, resume=True).stdout + self.train(1, out=f"{out}/log.jsonl/x").stderr

@@ -1,7 +1,8 @@
 #!/usr/bin/env python3
-"""What the program refuses and what it prints: TRAIN_MOE=build/cpu/train_moe python3 tests/model/test_options.py
+"""Refused options and printed output of the program: TRAIN_MOE=build/cpu/train_moe python3 tests/model/test_options.py
 
-Every bad option, file and folder must end with its exit code and a message that says what and where, and harm no file.
+Every bad option, file and folder must end with its exit code and a message that names the error and its place. No file
+may be harmed.
 """
 import json
 import os
@@ -88,7 +89,7 @@ class BadOptions(Case):
         self.assertEqual(self.call([PROGRAM, "-h"]).stdout, self.call([PROGRAM, "--help"]).stdout)
 
     def test_what_a_model_asks_for(self):
-        """Published peak learning rates. A given value wins."""
+        """Each model has its published peak learning rate; a given value replaces it."""
         for model, lr in (("small", "0.001"), ("debug", "0.001"), ("16b", "0.00042"), ("236b", "0.00024"), ("671b", "0.00022")):
             for given, expected in (([], lr), (["--lr", "3e-3"], "0.003")):
                 with self.subTest(model, given=given):
@@ -119,13 +120,13 @@ class BadOptions(Case):
             printed = self.call([PROGRAM, "--dry-run", "--model", model]).stdout
             self.assertEqual(re.search(r" optimizer (\S+)  muon-lr (\S+) ", printed).groups(), expected)
         planned = {o: self.train(dry_run=True, optimizer=o).stdout for o in ("adamw", "muon")}
-        # AdamW keeps second moments of all, with Muon of what is no matrix of attention, MLPs or experts.
+        # AdamW has second moments of all parameters; with Muon, of all but the matrices of attention, MLPs and experts.
         second = {o: [float(x) for x in re.findall(r"AdamW second moments .* ([\d.]+) MiB", planned[o])] for o in planned}
         self.assertTrue(all(0 < b < a for a, b in zip(second["adamw"], second["muon"], strict=True)), second)
         self.assertIn("Muon: workspace", planned["muon"])
 
     def test_balance_of_a_trained_model(self):
-        """A softmax router without a selection bias goes on without one; biases that are there are not dropped."""
+        """A softmax router without a selection bias resumes without one; existing biases are not dropped."""
         soft = dict(score="softmax", route_norm=0, steps=2)
         for made, given, expected in (("none", [], "none"), ("none", ["--balance", "quantile"], "quantile"),
                                       ("quantile", [], "quantile"), ("quantile", ["--balance", "deepseek"], "deepseek")):
@@ -179,7 +180,7 @@ class BadOptions(Case):
                 self.assertRegex(done.stderr, r"make [\d.e+]+ ")
 
     def test_any_sizes(self):
-        """Whatever the options ask for is planned or refused by name: up to what their ranges allow."""
+        """All values in the ranges of the options are planned, or refused by name."""
         for seed in range(50):
             rng = random.Random(seed)
             share = rng.choice([0.1, 0.2, 0.5])
@@ -209,11 +210,11 @@ class BadOptions(Case):
             self.assertEqual(self.train(top_k=1, dry_run=True, **options).stderr, "")
 
     def test_moments_in_bf16(self):
-        """Half the memory; what rounds second moments down to no change is said."""
+        """bf16 moments take half the memory; a --beta2 whose updates would be lost in rounding gets a warning."""
         planned = {kind: self.train(dry_run=True, moments=kind).stdout for kind in ("float32", "bf16")}
         wide, narrow = ([float(mib) for mib in re.findall(r"AdamW \w+ moments .* ([\d.]+) MiB", planned[kind])]
                         for kind in ("float32", "bf16"))
-        self.assertEqual((len(wide), len(narrow)), (4, 4))  # first and second, of each build
+        self.assertEqual((len(wide), len(narrow)), (4, 4))  # first and second moments, of each build
         for a, b in zip(wide, narrow):
             self.assertAlmostEqual(a, 2 * b, delta=0.0016)  # three digits are printed
         for model, given, expected in (("small", [], "float32"), ("16b", [], "bf16"), ("671b", ["--moments", "float32"], "float32")):
@@ -225,7 +226,7 @@ class BadOptions(Case):
                       self.train(dry_run=True, moments="bf16", beta2=0.999).stderr)
 
     def test_precision_stands_for_a_set(self):
-        """Each mode's options as the run prints them; one that is given wins, before the mode or after it."""
+        """A run prints the options of its mode; an option that is given replaces the mode's, before or after it."""
         names = ("expert-precision", "dispatch-precision", "combine-precision", "wgrad-precision", "linear-precision", "mx-gemm")
         plain = ["bf16", "bf16", "bf16", "bf16", "bf16", "exact"]
         fast, exact = (["mxfp8", "mxfp8", "bf16", "bf16", "bf16", gemm] for gemm in ("fast", "exact"))
@@ -328,7 +329,7 @@ class TokenizerBesideShards(Case):
         self.check("", 50257, train="data/texts.bin")
 
     def test_files_beside_it(self):
-        """They go into checkpoints; a folder's dot begins no ending, and an empty file would be found out at the end."""
+        """The files next to a tokenizer are copied into checkpoints; a dot in a folder is no suffix, an empty file fails early."""
         folder = self.dir / "v1.2"
         folder.mkdir()
         shutil.copy(self.beside, folder / "table")
@@ -350,7 +351,7 @@ class TokenizerBesideShards(Case):
             self.assertEqual(copy.read_text(), (self.dir / f"made/text_{name}").read_text())
 
     def test_init_of_another(self):
-        """A model of other tokens than the shards' is refused; the folder of a run stands for its newest step."""
+        """A model with other tokens than the shards is refused; the folder of a run means its newest step."""
         (self.dir / "a.txt").write_bytes(b"some text\n" * 200)
         subprocess.run([sys.executable, ROOT / "scripts/prepare_text.py", "a.txt", "--out", "made"], cwd=self.dir, check=True,
                        capture_output=True)
@@ -368,7 +369,7 @@ class TokenizerBesideShards(Case):
         self.refused(1, "--tokenizer: data/text_tokenizer.bin: byte 4: the file ends", train="data/text_train_*.bin", out="run")
 
     def test_resumed(self):
-        """The checkpoint's vocabulary stays; shards that have moved took their tokenizer with them."""
+        """The vocabulary of the checkpoint is kept; moved shards have their tokenizer in the new folder."""
         self.check("data/text_tokenizer.bin", 300, out="run")
         write_tokenizer(self.beside, self.tokens + [b"more"] * 5)
         resume = dict(out="run", resume=True)
@@ -380,7 +381,7 @@ class TokenizerBesideShards(Case):
         self.refused(1, "--tokenizer: moved/text_tokenizer.bin: cannot read: No such file", train=None, **resume)
 
     def test_validation_of_another(self):
-        """Whose ids are in the vocabulary of this one."""
+        """Validation shards of another tokenizer are refused, even if their ids fit the vocabulary."""
         write_shard(self.dir / "data/less_val_000000.bin", text(300))
         write_tokenizer(self.dir / "data/less_tokenizer.bin", self.tokens[:200])
         shutil.copy(self.dir / "data/less_val_000000.bin", self.dir / "data/text_val_000000.bin")
@@ -388,7 +389,7 @@ class TokenizerBesideShards(Case):
         words = "--val: the tokenizer data/less_tokenizer.bin has 200 tokens, the one here (data/text_tokenizer.bin) 300"
         self.refused(2, words, train="data/text_train_*.bin", val="data/less_val_*.bin")
         args = [PROGRAM, "--evaluate", "run/step_00000001", "--val", "data/less_val_*.bin"]
-        self.call(args)  # nobody says which the model was trained with
+        self.call(args)  # the model's tokenizer is not given
         self.assertIn(words, self.call(args + ["--tokenizer", "data/text_tokenizer.bin"], 2).stderr)
 
     def test_samples_that_would_be_no_text(self):
@@ -428,7 +429,7 @@ class BadData(Case):
             self.refused(1, f"--{option}", "no file matches 'y_*.bin'", **{option: "y_*.bin", "out": "run"})
 
     def test_more_shards_than_the_soft_limit_of_open_files(self):
-        """They stay open; so do a log and files of a checkpoint that are opened after the last of them."""
+        """More shards than the soft limit stay open, and the log and checkpoint files can still be opened after them."""
         for i in range(60):
             write_shard(self.dir / f"m_train_{i:06d}.bin", text(40, i))
         for limit in range(60, 67):
@@ -459,7 +460,7 @@ class BadData(Case):
         self.assertIn("--val: x.bin: byte 1178: token 257", done.stderr)
 
     def test_bad_token_on_resume(self):
-        """The hash of the data does not cover tokens: a bad one is found on reading, and no checkpoint is harmed."""
+        """A bad token is found when it is read, because the data hash does not cover tokens; no checkpoint is harmed."""
         shutil.copytree(self.data, self.dir / "data")
         out = self.copy_of(self.reference())
         write_shard(self.dir / "data/text_train_000000.bin", [60000] * 1200)
@@ -491,7 +492,7 @@ class OutputFolder(Case):
         self.refused(2, "--out other holds a run already", out="other")
 
     def test_other_files_stay(self):
-        """A folder that holds no run can be used, and what lies there is nobody's business."""
+        """A folder without a run can be used, and its other files are not touched."""
         out = self.dir / "run"
         (out / "deep").mkdir(parents=True)
         for name in ("notes.txt", "step_notes.txt", "step_1.txt", "deep/notes"):
@@ -537,7 +538,7 @@ class Reports(Case):
 
     @unittest.skipUnless(shutil.which("git") and shutil.which("make"), "needs git and make")
     def test_commit_of_a_build(self):
-        """A new commit builds one object; a source tree without git has no commit, even inside a repository."""
+        """A new commit rebuilds one object; a source tree without git has no commit, even inside a repository."""
         tree, objects = self.dir / "tree", ["build/cpu/device/version.o", "build/cpu/device/random.o"]
         git = ["git", "-c", "user.name=a", "-c", "user.email=a@b", "-c", "commit.gpgsign=false", "-C"]
         make = ["make", "-C", tree, "MPI=0", *objects]
@@ -587,7 +588,7 @@ class Reports(Case):
         self.assertEqual(snapshot(self.dir), {})
 
     def test_fits_a_gpu(self):
-        """--gpu-memory judges by the table's own total, and what it proposes fits and is the largest that does."""
+        """--gpu-memory compares with the total of the table; its proposals fit, and --batch is the largest that does."""
         def judged(gib, *more):
             args = [PROGRAM, "--dry-run", "--model", "small", "--seq-len", 1024, "--batch", 32, "--gpu-memory", gib,
                     "--optimizer", "adamw"]
@@ -606,17 +607,17 @@ class Reports(Case):
         for options in re.findall(r"(--[^()]+) \(", proposals):
             self.assertIn("it fits\n", judged(8, *options.split()))
         batch = int(re.search(r"--batch (\d+)", proposals)[1])
-        self.assertIn("it does not fit", judged(8, "--batch", 2 * batch))  # of those that divide the step the next
+        self.assertIn("it does not fit", judged(8, "--batch", 2 * batch))  # the next batch that divides the step
         self.assertIn("no --batch, --recompute or --shard makes it fit", judged(0.6))
         tight = "--batch", 1, "--seq-len", 256
         self.assertRegex(judged(3.4, *tight), r"these fit: --moments bf16 --recompute block \(")
-        self.assertIn("no --batch,", judged(3.4, *tight, "--resume", "--out", "run"))  # they are as they were
+        self.assertIn("no --batch,", judged(3.4, *tight, "--resume", "--out", "run"))  # a resumed run keeps these options
         self.refused(2, "--gpu-memory is for --dry-run", gpu_memory=8, out="run")
         if "cuda" not in PROGRAM:
             self.assertNotIn("GiB are", self.train(dry_run=True).stdout)
 
     def test_dry_run_matches_checkpoint(self):
-        """The parameters counted are those in the files."""
+        """The parameter count of --dry-run equals the elements in the checkpoint's files."""
         for mtp in (0, 2):
             total = int(re.search(r"parameters (\d+), active", self.train(dry_run=True, mtp=mtp).stdout).group(1))
             stored = 0
@@ -643,7 +644,7 @@ class Reports(Case):
         self.assertNotIn("--- sample", self.train(steps=4).stdout)
 
     def test_sample_after_learning(self):
-        """What a trained model writes follows what it was trained on; the likeliest token each time."""
+        """A sample of a trained model continues its training text; temperature 0 takes the likeliest token."""
         write_shard(self.dir / "x.bin", ([256] + [ord(c) for c in "the quick brown fox jumps over "]) * 20)
         done = self.train(train="x.bin", steps=200, lr=1e-2, sample_every=200, sample_tokens=40, prompt="the quick",
                           temperature=0)
@@ -651,7 +652,7 @@ class Reports(Case):
 
     def test_what_a_run_prints(self):
         done = self.train(steps=3, val=self.val_glob, out="run")
-        self.assertNotRegex(done.stdout, r"(?m)^\w+ .* rope-theta |^precision ")  # as they are by default
+        self.assertNotRegex(done.stdout, r"(?m)^\w+ .* rope-theta |^precision ")  # defaults are not printed
         for words in ("  dim 32", "2 shards, 2100 tokens, 65 windows of 32", "step 3/3  loss",
                       "validation", "saved run/step_00000003"):
             self.assertIn(words, done.stdout)

@@ -1,7 +1,7 @@
 #!/usr/bin/env python3
-"""Runs that stop and go on: TRAIN_MOE=build/cpu/train_moe python3 tests/model/test_resume.py
+"""Runs that stop and resume: TRAIN_MOE=build/cpu/train_moe python3 tests/model/test_resume.py
 
-A resumed run must equal one that was never stopped, bit for bit, however it was stopped.
+A resumed run must equal an uninterrupted one bit for bit, for every kind of stop.
 """
 import contextlib
 import json
@@ -45,7 +45,7 @@ class ResumeOptions(Case):
                      schedule="cosine", dim=64, prompt="as may be")
 
     def test_precision(self):
-        """A mode and the options that it stands for are the same run; another set is refused by name."""
+        """A mode of --precision and the options that it sets give the same run; another set is refused by name."""
         short = dict(kv_lora=32, expert_ffn=32, steps=10)
         spelled = dict(expert_precision="mxfp8", dispatch_precision="mxfp8", mx_gemm="fast")
         for made, resumed in ((dict(precision="mxfp8"), spelled), (spelled, dict(precision="mxfp8"))):
@@ -67,7 +67,7 @@ class ResumeOptions(Case):
             self.assertEqual(curve(out), curve(self.reference(**{**short, "steps": 14}, **made)))
 
     def test_options_that_a_checkpoint_lacks(self):
-        """One made before an option existed goes on with the option's default, and with nothing else."""
+        """A checkpoint from before an option existed resumes with its default; other values are refused."""
         resume = dict(out="run", resume=True, steps=21)
         for name, default, other in (("aux_loss", "0.01", 0.1), ("clip", "1", 2), ("yarn", "0", 1), ("dense_layers", "1", 2),
                                      ("overfit", "0", True), ("mx_gemm", "exact", "fast"), ("schedule", "cosine", None),
@@ -84,7 +84,7 @@ class ResumeOptions(Case):
                     self.assertIn("resumed    from run/step_00000020", self.train(**resume).stdout)
         out = self.copy_of(self.reference(kv_lora=32, expert_ffn=32, precision="mxfp8", mx_gemm="exact"))
         record = manifest(out / "step_00000020")
-        del record["options"]["mx-gemm"]  # from before there were sets, which say another
+        del record["options"]["mx-gemm"]  # from before the sets of --precision, which have another value
         write_manifest(out / "step_00000020", record)
         self.assertRegex(self.alone().stdout, r"  mx-gemm exact\b")
         for options in (None, [], {}, "tiny"):
@@ -95,7 +95,7 @@ class ResumeOptions(Case):
             self.assertIn("resumed    from run/step_00000010", done.stdout)
 
     def test_another_optimizer(self):
-        """By name alone; what the other one kept is new, the rest is not."""
+        """The optimizer changes only by name; state that the old one lacks starts at zero, the rest is kept."""
         for was, now, new in (("adamw", "muon", "momenta"), ("muon", "adamw", "AdamW moments")):
             out = self.copy_of(self.reference(optimizer=was))
             done = self.train(out="run", resume=True, steps=22, optimizer=now, **({"muon_lr": 1e-3} if now == "muon" else {}))
@@ -109,7 +109,7 @@ class ResumeOptions(Case):
             shutil.rmtree(out)
 
     def test_option_that_was_removed(self):
-        """A checkpoint from before --balance, with --even-start: a line says what goes on, and the biases move as they did."""
+        """A checkpoint with --even-start, from before --balance: one line reports the change, the balancing stays."""
         for rate, balance in ((0.005, "deepseek"), (0, "none")):
             out = self.copy_of(self.reference(balance=balance))
             record = manifest(out / "step_00000020")
@@ -123,8 +123,8 @@ class ResumeOptions(Case):
             shutil.rmtree(out)
 
     def test_manifest_of_the_past(self):
-        """tests/golden/manifest_1.json: what the first version of the format says of a run. Options that were removed or
-        renamed since would leave such checkpoints behind."""
+        """A manifest of the first version of the format, tests/golden/manifest_1.json, still resumes. Without this test,
+        removed or renamed options could make such checkpoints useless."""
         golden = json.loads((ROOT / "tests/golden/manifest_1.json").read_text())
         flags = ("force-balance", "overfit")
         here = ("train", "val", "tokenizer", "steps", "save-every", "out", "resume", "dry-run", "ranks", "help")
@@ -132,7 +132,7 @@ class ResumeOptions(Case):
         options += ["--" + name for name in flags if golden["options"][name]]
         args = [PROGRAM, "--train", self.train_glob, "--val", self.val_glob, "--steps", 4, "--save-every", 2, *options]
         whole, out = self.dir / "whole", self.dir / "run"
-        self.call([*args, "--out", "whole", "--balance", "deepseek", "--optimizer", "adamw"])  # what there was before the options
+        self.call([*args, "--out", "whole", "--balance", "deepseek", "--optimizer", "adamw"])  # the only values before these options existed
         shutil.copytree(whole, out)
         shutil.rmtree(out / "step_00000004")
         record = manifest(out / "step_00000002")
@@ -159,11 +159,11 @@ class ResumeOptions(Case):
             self.assertAlmostEqual(a, b, places=4)
 
     def alone(self, *more, code=0, out="run"):
-        """Nothing but the folder and `more`."""
+        """A resumed run with only the folder and `more` on its command line."""
         return self.call([PROGRAM, "--out", out, "--resume", *more], code)
 
     def test_the_folder_alone(self):
-        """What is not given is as it was, of whatever kind; what is given stands, and is as it was the next time."""
+        """Options of every type keep their recorded values; a given value is used, and recorded for the next time."""
         options = dict(model="debug", q_lora=8, score="sigmoid", precision="mxfp8", mx_gemm="exact", kv_lora=32, expert_ffn=32,
                        tokens_per_step=128, batch=1, seed=3, lr=1 / 300, clip=0.5, overfit=True, val=self.val_glob, val_every=3,
                        val_tokens=64, sample_every=8, sample_tokens=3, prompt="ab c", keep=3, recompute="moe", mx_stats=4,
@@ -207,14 +207,14 @@ class ResumeOptions(Case):
         self.assertEqual(snapshot(self.dir), before)
 
     def test_newest_manifest_bad(self):
-        """The options come from the checkpoint before."""
+        """If the newest manifest is bad, the options come from the checkpoint before."""
         out = self.copy_of(self.reference())
         (out / "step_00000020/manifest.json").write_text("{}")
         self.assertIn("warning: resuming from step_00000010, the newest good checkpoint", self.alone().stderr)
         self.assert_same_run(out, self.reference(), 20)
 
     def test_recorded_values_that_are_none(self):
-        """Of another version of the program, say."""
+        """Recorded values that are invalid are refused by name; another version of the program may write them."""
         for name, value, words in (("schedule", "sideways", "takes one of"), ("layers", 5000, "5000 is out of range"),
                                    ("lr", "fast", "takes a number"), ("batch", "2.5", "takes a whole number")):
             out = self.copy_of(self.reference())
@@ -264,7 +264,7 @@ class ResumeOptions(Case):
 
 class Resume(Case):
     def check(self, stops, steps=20, **options):
-        """A run stopped after each of `stops` equals one that was not."""
+        """Checks that a run that stopped after each of `stops` equals an uninterrupted one."""
         expected, last = self.reference(steps, **options), 0
         shutil.rmtree(self.dir / "run", ignore_errors=True)
         for stop in stops + [steps]:
@@ -292,14 +292,14 @@ class Resume(Case):
                 self.check([9], **options)
 
     def test_epochs(self):
-        """11 windows, 2 a step: epochs end inside steps; stops inside the second epoch and at its end."""
+        """11 windows, 2 per step: epochs end inside steps; stops inside the second epoch and at its end."""
         write_shard(self.dir / "small.bin", text(11 * 32 + 5))
         self.check([7, 11], train="small.bin")
         losses = [step["loss"] for step in curve(self.reference(train="small.bin"))]
         self.assertLess(losses[-1], losses[0])
 
     def test_order_of_data(self):
-        """With weights that stand still a window has its loss: all in every epoch, each epoch in another order."""
+        """With constant weights each window has its own loss: every epoch has all losses, in another order."""
         write_shard(self.dir / "small.bin", text(7 * 32 + 5))
         still = dict(train="small.bin", lr=0, balance="none", batch=1, out="run")
         self.train(steps=10, **still)
@@ -316,7 +316,7 @@ class Resume(Case):
         self.assert_same_run(self.dir / "run", self.reference(), 20)
 
     def test_lines_of_lost_steps_are_dropped(self):
-        """After a kill the log runs ahead of the newest checkpoint, and its last line may be torn."""
+        """After a kill the log is ahead of the newest checkpoint, and its last line may be incomplete."""
         for tail in ("", '{"step": 21, "loss": 5.0, "gr', '{"step": 21, "loss": 5.0}', "\n\n", "\0\0\0"):
             out = self.copy_of(self.reference())
             shutil.rmtree(out / "step_00000020")
@@ -353,7 +353,7 @@ class Signals(Case):
             process.communicate()
 
     def logged(self):
-        """Steps in the log so far."""
+        """The number of steps in the log so far."""
         path = self.dir / "run/log.jsonl"
         return max(0, path.read_bytes().count(b"\n") - 1) if path.exists() else 0
 
@@ -386,12 +386,12 @@ class Signals(Case):
                 self.check_stop(number)
 
     def test_signal_in_a_long_validation_or_sample(self):
-        """Nearly all the time is spent beside the steps, so the signal comes there."""
+        """Nearly all the time is spent outside the steps, so the signal arrives there."""
         self.check_stop(signal.SIGTERM, val=self.train_glob, val_every=1)
         self.check_stop(signal.SIGINT, sample_every=1, sample_tokens=60)
 
     def test_first_run(self):
-        """scripts/first_run.sh after Ctrl-C goes on, also where the program alone was asked; then it is finished."""
+        """scripts/first_run.sh resumes after Ctrl-C, also where only the program got the signal, and completes."""
         for folder in ("scripts", "data"):
             shutil.copytree(ROOT / folder, self.dir / folder, ignore=shutil.ignore_patterns("__pycache__"))
         small = {**SMALL, "steps": 10**6, "schedule": None, "warmup": None, "lr": None, "val_tokens": 64,
@@ -428,14 +428,14 @@ class Signals(Case):
         self.assertEqual(snapshot(self.dir), finished)
 
     def test_kill(self):
-        """SIGKILL with the log ahead of the newest checkpoint: --resume goes on as if nothing had happened."""
+        """After SIGKILL, with the log ahead of the newest checkpoint, --resume gives the same run."""
         out = self.dir / "run"
 
         def newest():
             return max([int(path.name[5:]) for path in out.glob("step_????????")], default=0)
 
         def ahead():
-            """Whether the log is ahead; only then the process stays stopped."""
+            """True if the log is ahead of the checkpoint; only then the process stays stopped."""
             if not newest():
                 return False
             process.send_signal(signal.SIGSTOP)

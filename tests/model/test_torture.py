@@ -1,13 +1,17 @@
 #!/usr/bin/env python3
-"""What may become of a run's files: TRAIN_MOE=build/cpu/train_moe python3 tests/model/test_torture.py [--kills N] [--fails N]
-[--damages N] [--seed N] [--jobs N] [--only kill/17]; `make torture` asks for more of it than `make test`.
+"""Kills, failures and damage of a run's files: TRAIN_MOE=build/cpu/train_moe python3 tests/model/test_torture.py [--kills N] [--fails N]
+[--damages N] [--seed N] [--jobs N] [--only kill/17]; `make torture` runs more cases than `make test`.
 
-Short runs of the small model of tests/cli.py, one in 25 on two ranks, are killed at a file operation (every one of a
-run in turn) or have it fail (tests/model/torture_preload.c does both), or go on from damaged checkpoints and logs, links among
-them; and two of them share one folder. Whatever happens, a folder with the name of a checkpoint is
-whole; a run ends by itself, with exit code 0 or one line of error; --resume goes on to the bits of a run that nothing
-happened to and leaves nothing behind; damage is refused by name; nothing outside of --out changes. Each case has
-random numbers of its own, made from --seed and its name: --only repeats it, where the numbers of cases are the same.
+The runs are short, with the small model of tests/cli.py, one in 25 on two ranks. A run is killed at a file operation
+(each operation of a run in turn), or the operation fails; tests/model/torture_preload.c does both. Other runs resume from
+damaged checkpoints and logs, symbolic links included. Two runs use one folder at the same time. In every case:
+
+- A folder with the name of a checkpoint is complete.
+- A run ends by itself, with exit code 0 or one line of error.
+- --resume gives the bits of an undisturbed run, and leaves no other files.
+- Damage is refused with the name of the file, and nothing outside of --out changes.
+
+Each case has its own random numbers, from --seed and its name. --only repeats it if the numbers of cases are the same.
 """
 import argparse
 import collections
@@ -30,9 +34,9 @@ import cli  # noqa: E402
 from run import mpirun  # noqa: E402
 
 LIBRARY = pathlib.Path(cli.PROGRAM).parent / "tests/model/libtorture.so"
-ONE_BUILD = True  # tests/run.py: files are the same code in each
+ONE_BUILD = True  # tests/run.py: the code for files is the same in every build
 SLOW = True
-STEPS, LIMIT = 6, 20  # of a run; seconds after which it hangs
+STEPS, LIMIT = 6, 20  # steps of a run; seconds after which it counts as hanging
 
 
 def check(condition, *what):
@@ -45,7 +49,7 @@ def step(number):
 
 
 def essence(checkpoint):
-    """What does not depend on how a run was started."""
+    """The parts of a checkpoint that do not depend on the start of its run."""
     files = {path.name: path.read_bytes() for path in checkpoint.iterdir() if path.name != "manifest.json"}
     record = cli.manifest(checkpoint)
     options = {key: value for key, value in record["options"].items() if key not in ("resume", "steps", "keep", "out")}
@@ -53,13 +57,13 @@ def essence(checkpoint):
 
 
 class Ended:
-    """How a run ended: exit code, what it said, and the step that it resumed from."""
+    """The end of a run: exit code, output, and the step that it resumed from."""
 
     def __init__(self, process):
         try:
             self.out, self.err = process.communicate(timeout=LIMIT)
         except subprocess.TimeoutExpired:
-            process.terminate()  # mpirun takes its ranks with it only if it is asked
+            process.terminate()  # mpirun ends its ranks only after SIGTERM
             time.sleep(2)
             process.kill()
             process.communicate()
@@ -75,7 +79,7 @@ class Ended:
 
 
 class Case:
-    """A run in run/, and in outside/ what it must not touch."""
+    """A run in run/, and files in outside/ that it must not touch."""
 
     def __init__(self, torture, name, ranks=1):
         self.torture, self.rng, self.ranks = torture, random.Random(f"{torture.seed}/{name}"), ranks
@@ -104,14 +108,14 @@ class Case:
         return Ended(self.start(options, **torture))
 
     def copy(self, newest):
-        """The folder of a run after so many steps, with two checkpoints."""
+        """Makes the folder of a run after `newest` steps, with two checkpoints."""
         for number in (newest - 2, newest):
             shutil.copytree(self.expected / step(number), self.out / step(number))
         log = (self.expected / "log.jsonl").read_bytes().splitlines(True)
         (self.out / "log.jsonl").write_bytes(b"".join(log[:newest + 1]))
 
     def begin(self, fresh):
-        """Nothing, or a run with a checkpoint that will be refused and replaced; returns how many operations follow."""
+        """No folder, or a run with a checkpoint that will be refused and replaced; returns the number of operations."""
         if not fresh:
             self.copy(4)
             self.spoiled = [step(4)]
@@ -127,7 +131,7 @@ class Case:
                     raise AssertionError(f"{path.name} is not whole: {error!r}") from None
 
     def check_end(self, ended, steps=STEPS, more=()):
-        """A run that came to its end: its checkpoints have the right bits, and nothing else is there."""
+        """Checks a run that completed: its checkpoints have the right bits, and its folder has no other files."""
         check(ended.code == 0 and not ended.errors, ended)
         self.check_checkpoints()
         names = {path.name for path in self.out.iterdir()}
@@ -140,11 +144,11 @@ class Case:
         self.check_end(self.run())
         check(cli.curve(self.out) == cli.curve(self.expected)[:STEPS], "the log differs")
 
-    # ---- Kinds of cases: number i of so many
+    # ---- Kinds of cases: number i of a total of `of`
 
     def kill(self, i, of):
         most = self.begin(i % 3 < 2)
-        number = 1 + i * most // of  # over all cases each in turn
+        number = 1 + i * most // of  # the cases go through all operations in turn
         while True:
             ended = self.run(TORTURE_AT=number, TORTURE_DO=self.rng.choice(("kill", "half")),
                              TORTURE_RANK=self.rng.randrange(self.ranks))
@@ -184,7 +188,7 @@ class Case:
         if kind == "flip":
             self.flip(path)
         elif kind == "truncate":
-            os.truncate(path, self.rng.randrange(path.stat().st_size - 1))  # without its last newline a manifest is whole
+            os.truncate(path, self.rng.randrange(path.stat().st_size - 1))  # without its last newline a manifest is still valid
         elif kind == "extend":
             path.write_bytes(path.read_bytes() + b"\0" + self.rng.randbytes(self.rng.randrange(16)))
         else:
@@ -212,13 +216,13 @@ class Case:
         check(ended.proper, ended)
         check(cli.snapshot(self.outside) == outside, "changed what is outside")
 
-        lost = collections.defaultdict(list)  # entry of run/: what is damaged in it
+        lost = collections.defaultdict(list)  # the damaged files of each entry of run/
         for path in harmed:
             lost[path.relative_to(self.out).parts[0]].append(path.name)
         best = max((number for number in (4, 6) if step(number) not in lost), default=0)
         present = [name for name in lost if name != log.name and harmed.get(self.out / name) != "delete"]
-        odd = {"fifo", "link", "other"} & set(harmed.values())  # nothing that befalls a run's files by itself
-        linked = "link" in harmed.values()                      # to what is good
+        odd = {"fifo", "link", "other"} & set(harmed.values())  # damage that does not happen by itself
+        linked = "link" in harmed.values()                      # links to good files
         for name in present:
             check(linked or ended.code and best or name <= step(ended.resumed) or
                   name in ended.err and any(file in ended.err for file in lost[name]), f"{name} is not refused", ended)
@@ -233,7 +237,7 @@ class Case:
             self.check_log(ended, lines)
 
     def check_log(self, ended, damaged):
-        """Good lines stay, others are kept aside, and what the run has added is right."""
+        """Checks that good lines stay, others are kept aside, and the lines that the run added are right."""
         good, now, aside = [path.read_bytes().split(b"\n") if path.exists() else [] for path in
                             (self.expected / "log.jsonl", self.out / "log.jsonl", self.out / "log.jsonl.unreadable")]
         check(now[-1] == b"", "the log does not end with a line")
@@ -243,7 +247,7 @@ class Case:
         check(added == [line["loss"] for line in cli.curve(self.expected)[ended.resumed:8]], "the log differs")
 
     def lock(self, i, of):
-        """A second run in the folder of one that is halfway."""
+        """A second run starts in the folder of a run that is halfway."""
         first = self.start(TORTURE_AT=self.torture.operations[1, True] // 2, TORTURE_DO="stop")
         os.waitpid(first.pid, os.WUNTRACED)
         try:
@@ -260,7 +264,7 @@ class Torture:
     def __init__(self, seed, folder):
         self.seed, self.dir, self.counts, self.operations = seed, pathlib.Path(folder), collections.Counter(), {}
         cli.write_shard(self.dir / "train.bin", cli.text(1200))
-        for ranks in (1, 2) if mpirun(2) else (1,):  # runs that nothing happens to
+        for ranks in (1, 2) if mpirun(2) else (1,):  # undisturbed runs
             whole = Case(self, "reference", ranks)
             check(whole.run(dict(steps=8, keep=9, out=whole.expected)).code == 0, "no run comes to its end")
             for fresh in (True, False):
@@ -271,7 +275,7 @@ class Torture:
                 self.operations[ranks, fresh] = max(int(line.split()[0]) for line in lines)
 
     def case(self, kind, i, of):
-        """Runs one; returns what was wrong with it, or None."""
+        """Runs one case; returns its failure, or None."""
         ranks = 2 if i % 25 == 7 and kind in ("kill", "fail") and (2, True) in self.operations else 1
         case = Case(self, f"{kind}/{i}", ranks)
         case.about = f"{ranks} ranks"
@@ -285,7 +289,7 @@ class Torture:
 
 
 def run(kills, fails, damages, seed, jobs=os.cpu_count(), only=None):
-    """Prints what was wrong, and the counts; returns the exit code."""
+    """Runs the cases; prints failures and counts; returns the exit code."""
     numbers = dict(lock=2, kill=kills, fail=fails, damage=damages)
     cases = [(kind, i, of) for kind, of in numbers.items() for i in range(of) if only in (None, f"{kind}/{i}")]
     failed, memory = 0, "/dev/shm" if os.access("/dev/shm", os.W_OK) else None

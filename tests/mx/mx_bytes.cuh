@@ -1,4 +1,4 @@
-// What the tests of the CUDA casts share: bytes on both sides, and bf16 values of every kind.
+// Shared by the tests of the CUDA quantization kernels: bytes on both sides, and bf16 numbers of every kind.
 #ifndef TESTS_MX_BYTES_CUH
 #define TESTS_MX_BYTES_CUH
 
@@ -7,7 +7,7 @@
 #include "mx/mxfp8.h"
 #include "tests/cuda.cuh"
 
-// Bytes on the GPU, poisoned, and a guard behind them that nobody may touch; the reference's on the host.
+// Poisoned bytes on the GPU, with a guard behind them that may not be written; the reference's bytes on the host.
 struct Bytes {
     static constexpr int64_t GUARD = 64;
     static constexpr uint8_t POISON = 0xa5;
@@ -52,7 +52,7 @@ static uint32_t draw(uint32_t stream, int64_t i, double below) {
     return (uint32_t)(random_uniform(7, stream, (uint64_t)i) * below);
 }
 
-// The bits of a bf16, to the GPU, and its value, to the reference.
+// Sends the bits of bf16 numbers to the GPU and gives their values to the reference.
 static void set(X& x, const std::function<uint32_t(int64_t)>& bits) {
     std::vector<uint16_t> raw((size_t)x.n);
     for (int64_t i = 0; i < x.n; i++) {
@@ -66,8 +66,8 @@ static void set(X& x, const std::function<uint32_t(int64_t)>& bits) {
     CUDA_CHECK(cudaDeviceSynchronize());
 }
 
-// Blocks of 32 at sizes of their own, all bits of the mantissa; a few blocks subnormal or zero; Inf and NaN where
-// asked.
+// Every block of 32 has its own magnitude, and mantissas use all bits. A few blocks are subnormal or zero. `broken`:
+// Inf and NaN too.
 static void set_wild(X& x, int broken) {
     set(x, [&](int64_t i) {
         const uint32_t kind = draw(3, i / 32, 16), exponent = 100 + draw(4, i / 32, 40);

@@ -1,5 +1,5 @@
-// The casts of MXFP8 (mx/mxfp8.h) byte by byte, by their definitions in float64, from a list of all e4m3 values and
-// without a look at any bits; and the inputs that their tests share. A test calls list_e4m3 first.
+// MXFP8 quantization (mx/mxfp8.h) to the bit, by its definition in float64: from a list of all e4m3 values, without bit
+// operations. Also the inputs shared by these tests. A test calls list_e4m3 first.
 #ifndef TESTS_MX_BYTES_H
 #define TESTS_MX_BYTES_H
 
@@ -8,13 +8,13 @@
 
 // --- The oracle: the definitions, in float64 ---
 
-static double e4m3_values[127];  // of the bytes 0 .. 0x7e, in order
+static double e4m3_values[127];  // of the bit patterns 0 .. 0x7e, in order
 
 static inline void list_e4m3(void) {
     for (int b = 0; b < 127; b++) e4m3_values[b] = b < 8 ? b / 8.0 * pow(2, -6) : (1 + b % 8 / 8.0) * pow(2, b / 8 - 7);
 }
 
-// The nearest of all e4m3 values; of two as near, the one whose last bit is 0.
+// The nearest e4m3 value. A tie goes to the one whose last bit is 0.
 static inline uint8_t nearest_e4m3(double y) {
     double a = fabs(y);
     int low = 0;
@@ -37,7 +37,7 @@ static inline int oracle_scale(double amax, int mode) {
     return e + 127;
 }
 
-// The largest |x| of rows x columns elements; NaN if one is.
+// The largest |x| of rows x columns elements; NaN if one of them is NaN.
 static inline double oracle_amax(const real* x, int64_t stride, int64_t rows, int64_t columns) {
     double amax = 0;
     for (int64_t r = 0; r < rows; r++)
@@ -95,7 +95,7 @@ static inline uint32_t draw(uint32_t stream, int64_t i, double below) {
     return (uint32_t)(random_uniform(5, stream, (uint64_t)i) * below);
 }
 
-// Normal numbers, every block of 32 at a size of its own, 2^-20 .. 2^19, and every row at another.
+// Normal numbers. Every block of 32 has its own magnitude, 2^-20 .. 2^19, and every row a further factor.
 static inline real* wild_tensor(int64_t rows, int64_t columns, uint32_t stream) {
     real* x = tensor(rows * columns, stream);
     for (int64_t i = 0; i < rows * columns; i++)

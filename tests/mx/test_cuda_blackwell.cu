@@ -1,12 +1,12 @@
-// What the grouped products of MXFP8 do on Blackwell (mx/grouped_gemm_blackwell.cu), tried on the GPU at hand: the
-// order of scales, to the byte, against the documentation's; products against the reference. Where cuBLASLt has no
-// MXFP8 product, as on Hopper, a plain kernel written from its documentation takes the place of that one call:
-// descriptors, pointers and the order of scales are those that Blackwell would be given.
+// The grouped GEMMs of MXFP8 for Blackwell (mx/grouped_gemm_blackwell.cu), tested on any GPU: the order of scales, to
+// the byte, against the documentation; GEMMs against the reference. On GPUs without MXFP8 in cuBLASLt, as on Hopper, a
+// plain kernel written from its documentation replaces that one call. Descriptors, pointers and the order of scales
+// are those that Blackwell would get.
 //
-// Tolerances. bf16 out, 8 significant bits: rounding moves an element by at most 2^-8 of itself. In float32: the
-// stand-in adds up to 4096 products, each time off by up to 2^-24 of a partial sum, in random directions: 64 * 2^-24 =
-// 4e-6 of a row. Tensor cores, which may keep fewer bits, are allowed MX_CHECK_BOUND, 4e-3. A wrong scale is off by
-// half of a block: more than 1e-2.
+// Tolerances. Output in bf16, 8 significant bits: rounding moves an element by at most 2^-8 of itself. Output in
+// float32: the replacement kernel adds up to 4096 products. Each addition is off by up to 2^-24 of a partial sum, in
+// random directions: 64 * 2^-24 = 4e-6 of a row. Tensor cores may keep fewer bits: MX_CHECK_BOUND, 4e-3, is allowed. A
+// wrong scale is off by half of a block: more than 1e-2.
 #include <cuda_fp8.h>
 #include <sys/wait.h>
 #include <unistd.h>
@@ -21,10 +21,10 @@
 #include "mx/mxfp8.h"
 #include "tests/ragged.cuh"
 
-// --- In place of cuBLASLt's MXFP8 products ---
+// --- The replacement of cuBLASLt's MXFP8 GEMMs ---
 
-static bool stand_in;     // take the calls
-static bool plain_order;  // read scales as if they were row-major: what the tests must notice
+static bool stand_in;     // replace the calls
+static bool plain_order;  // read scales as if they were row-major: an error that the tests must notice
 
 // D (m, n), column-major, of A (k, m) and B (k, n), k first: cuBLAS documentation 13, "16/32-Element 1D Block Scaling".
 struct Scaled {
@@ -80,7 +80,7 @@ static bool is_mxfp8(cublasLtMatmulDesc_t op) {
     return attribute<int32_t>(op, CUBLASLT_MATMUL_DESC_A_SCALE_MODE) == CUBLASLT_MATMUL_MATRIX_SCALE_VEC32_UE8M0;
 }
 
-// These two stand before the library's own of the same names.
+// The linker finds these two before the library's functions of the same names.
 cublasStatus_t cublasLtMatmulAlgoGetHeuristic(cublasLtHandle_t lt, cublasLtMatmulDesc_t op, cublasLtMatrixLayout_t a,
                                               cublasLtMatrixLayout_t b, cublasLtMatrixLayout_t c,
                                               cublasLtMatrixLayout_t d, cublasLtMatmulPreference_t preference,
@@ -115,7 +115,7 @@ cublasStatus_t cublasLtMatmul(cublasLtHandle_t lt, cublasLtMatmulDesc_t op, cons
                 attribute<uint32_t>(d, CUBLASLT_MATRIX_LAYOUT_TYPE) == CUDA_R_32F,
                 plain_order,
                 *(const float*)beta == 1};
-    // What the documentation asks for ("Narrow Precision Data Types Usage", cublasLtMatmul: FP8 kernels).
+    // The requirements of the documentation ("Narrow Precision Data Types Usage", cublasLtMatmul: FP8 kernels).
     CHECK(attribute<int32_t>(op, CUBLASLT_MATMUL_DESC_B_SCALE_MODE) == CUBLASLT_MATMUL_MATRIX_SCALE_VEC32_UE8M0,
           "B's scale mode");
     CHECK(attribute<int32_t>(op, CUBLASLT_MATMUL_DESC_TRANSA) == CUBLAS_OP_T &&
@@ -144,7 +144,7 @@ static int64_t draw(uint32_t stream, int64_t index, int64_t least, int64_t most)
     return least + (int64_t)((double)(most - least + 1) * random_uniform(5, stream, (uint64_t)index));
 }
 
-// `rows` x `blocks` scales, each of which holds for r rows and b blocks, at the strides of either order.
+// `rows` x `blocks` scales, each for r rows and b blocks, with the strides of either order.
 static void compare_scales(int64_t rows, int64_t blocks, int64_t r, int64_t b, bool turned) {
     const int64_t high = ceil_div(rows, r), wide = ceil_div(blocks, b), gap = draw(2, rows, 0, 9);
     const int64_t stride = turned ? 1 : wide + gap, step = turned ? high : 1;
@@ -187,7 +187,7 @@ static uint8_t random_byte(uint32_t stream, int64_t i) {
     return (q & 127) == 127 ? (uint8_t)(q ^ 1) : q;
 }
 
-// Random bytes and scales; NaN in pad rows.
+// Random values and scales; NaN in pad rows.
 struct Operands {
     int64_t IC, OC, chunks, columns, stride_o, stride_c;
     Bytes x, x_scale, w, w_scale;
@@ -250,7 +250,7 @@ static void test_mx_short_buffer(void) {
     for (int32_t n : {1, 127, 129, 200}) compare_mx({n}, 352, 144, false, ceil_div(n, 128) * 128 - n);
 }
 
-// A workspace that holds the scales of 256 rows at a time.
+// A workspace for the scales of 256 rows at a time.
 static void test_mx_in_pieces(void) {
     stand_in = !has_block_scales(ctx);
     const int64_t IC = 352, OC = 144, w_bytes = 2 * 3 * 512, tile = 3 * 512;
@@ -259,7 +259,8 @@ static void test_mx_in_pieces(void) {
     ctx_destroy(small);
 }
 
-// Of one operand of wgrad random bytes and scales by channel: zeros in pad rows, NaN after the last group.
+// One operand of wgrad, column-wise (along tokens): random values and scales, zeros in pad rows, NaN after the last
+// group.
 struct Channels {
     int64_t length;
     Bytes q, scale;
@@ -291,7 +292,7 @@ static void compare_wgrad(const Rows& rows, int64_t IC, int64_t OC, int64_t shor
     }
 }
 
-// With a capacity that ends before the last group's pad rows do, too: the contraction takes them all the same.
+// Also with a capacity that ends inside the pad rows of the last group: the contraction includes these rows.
 static void test_wgrad(void) {
     compare_wgrad({129, 0, 1, 130}, 96, 160);
     compare_wgrad({200}, 352, 96, 56);
@@ -300,7 +301,7 @@ static void test_wgrad(void) {
     ctx_destroy(small);
 }
 
-// The check at start, of both roads: the stand-in that reads scales row by row is what it must find out.
+// The check at start, of both kernels. It must find the error of the replacement that reads scales row by row.
 static void test_check(void) {
     stand_in = !has_block_scales(ctx);
     const bool own = !grouped_gemm_mx_missing(ctx);
@@ -313,7 +314,7 @@ static void test_check(void) {
     stand_in = plain_order = false;
 }
 
-// Runs this program with `what` as its argument in a process of its own: its exit code, and what it said.
+// Runs this program with `what` as its argument in a process of its own. Returns its exit code and its output.
 static int run_self(const char* what, std::string* said) {
     char self[4096], command[4200], line[512];
     const ssize_t length = readlink("/proc/self/exe", self, sizeof(self) - 1);

@@ -1,10 +1,10 @@
-// The grouped products of MXFP8 bytes on the GPU against the reference in double, on the same bytes.
+// The grouped GEMMs of MXFP8 values on the GPU against the reference in double, on the same values.
 //
-// Tolerances. The tensor cores add the 32 products of a step to the running sum with about 14 bits below the largest of
-// them, so a chunk of 128 is off by some 2^-13 of its larger partial sums: about 1.25e-4 of the whole output in norm.
-// 4e-4 is allowed, and for a single row, where sums may cancel, 4e-3 (a wrong scale is off by half of its chunk at
-// least). What is cut off must not have a direction: the mean error along the sign of the output stays under 5e-5 of a
-// row's rms. The output in bf16 is the output in float32, rounded: exactly.
+// Tolerances. In one step the tensor cores add 32 products to the running sum, with about 14 bits below the largest of
+// them. So a chunk of 128 is off by some 2^-13 of its larger partial sums: about 1.25e-4 of the whole output in norm.
+// Allowed: 4e-4, and for a single row, where sums may cancel, 4e-3 (a wrong scale is off by half of its chunk at
+// least). The bits that are cut off must not bias the result: the mean error along the sign of the output stays under
+// 5e-5 of a row's rms. The output in bf16 must be exactly the output in float32, rounded.
 #include <cuda_fp8.h>
 
 #include "mx/grouped_gemm_mx.h"
@@ -13,7 +13,7 @@
 
 static const double ROW_TOLERANCE = 4e-3, TENSOR_TOLERANCE = 4e-4, BIAS_TOLERANCE = 5e-5;
 
-// A block of elements (rows x columns inside a matrix) becomes bytes with one scale, RCEIL.
+// Quantizes a block of elements (rows x columns inside a matrix) with one scale, RCEIL. Returns the scale.
 static uint8_t quantize(uint8_t* q, const real* x, int64_t rows, int64_t columns, int64_t stride) {
     double most = 0;
     // The scale: the smallest power of two that brings the largest element to at most 448.
@@ -21,7 +21,7 @@ static uint8_t quantize(uint8_t* q, const real* x, int64_t rows, int64_t columns
         for (int64_t c = 0; c < columns; c++) most = std::max(most, fabs((double)x[r * stride + c]));
     int scale = most > 0 ? std::max(0, (int)ceil(log2(most / 448)) + 127) : 0;
 
-    // The elements over the scale, rounded.
+    // The elements divided by the scale, rounded.
     for (int64_t r = 0; r < rows; r++)
         for (int64_t c = 0; c < columns; c++)
             q[r * stride + c] =
@@ -29,8 +29,8 @@ static uint8_t quantize(uint8_t* q, const real* x, int64_t rows, int64_t columns
     return (uint8_t)scale;
 }
 
-// Operands of one product. Rows of x are normal numbers, each row and each chunk of it at a magnitude of its own;
-// elsewhere (pad rows, behind the last expert) bytes and scales are NaN.
+// Operands of one GEMM. Rows of x are normal numbers; each row and each of its chunks has its own magnitude. In all
+// other rows (pad rows, rows behind the last expert) values and scales are NaN.
 struct Operands {
     int64_t IC, OC, chunks, columns;  // columns: of tiles
     Bytes x, x_scale, w, w_scale;
@@ -47,8 +47,8 @@ struct Operands {
           w_scale(l.El() * columns * chunks, MX_NAN) {
         stride_o = transposed_scales ? 1 : chunks, stride_c = transposed_scales ? columns : 1;
 
-        // x: each chunk of a true row at its own magnitude, with its scale four times (a byte for each block of 32) and
-        // zeros for blocks beyond the width.
+        // x: each chunk of a token's row has its own magnitude. Its scale is stored four times (a byte for each block
+        // of 32), with zeros for blocks beyond the width.
         real* values = random_tensor(std::max(l.held, l.El() * OC) * IC, 1);
         for (int e = 0; e < l.El(); e++)
             for (int64_t r = l.start[e]; r < l.start[e] + l.rows[e]; r++)
@@ -63,7 +63,7 @@ struct Operands {
                 }
         free(values);
 
-        // W: each square at its own magnitude, with one scale.
+        // W: each tile has its own magnitude and one scale.
         values = random_tensor(l.El() * OC * IC, 2);
         for (int e = 0; e < l.El(); e++)
             for (int64_t o = 0; o < columns; o++)
@@ -91,7 +91,7 @@ struct Operands {
     }
 };
 
-// Both outputs: every true row close, every pad row zero, everything behind as it was.
+// Both outputs: every token's row close, every pad row zero, everything behind unchanged.
 static void compare(const Rows& rows, int64_t IC, int64_t OC, bool transposed_scales = false) {
     int before = test_failures_here;
     Layout l(rows);
@@ -106,7 +106,7 @@ static void compare(const Rows& rows, int64_t IC, int64_t OC, bool transposed_sc
     check_rows("y in float32", y, l, OC, ROW_TOLERANCE, TENSOR_TOLERANCE);
     check_rows("y in bf16", rounded, l, OC, ROW_TOLERANCE + 0x1p-8);
 
-    // Which way the errors go, and whether bf16 is float32, rounded.
+    // The bias of the errors. And bf16 must be float32, rounded.
     auto got = y.got(), got_rounded = rounded.got();
     double along = 0;
     int64_t unlike = 0, count = 0;
@@ -121,7 +121,7 @@ static void compare(const Rows& rows, int64_t IC, int64_t OC, bool transposed_sc
         along += row_along / sqrt(norm / (double)OC);
     }
 
-    // The verdict on both.
+    // The checks of both.
     const double bias = count ? fabs(along) / (double)count : 0;
     if (getenv("TEST_ERRORS")) printf("    bias %.3g of %.3g\n", bias, BIAS_TOLERANCE);
     CHECK(bias <= BIAS_TOLERANCE || count < 10000, "y is off by %g towards one side", bias);
@@ -131,13 +131,13 @@ static void compare(const Rows& rows, int64_t IC, int64_t OC, bool transposed_sc
                (long long)l.end);
 }
 
-// Trailing chunks of every depth, and widths below, at and beyond those of a square.
+// Trailing chunks of every depth, and widths below, at and beyond that of a tile of W.
 static void test_small_sizes(void) {
     for (int64_t IC : {32, 64, 96, 128, 160, 224, 480})
         for (int64_t OC : {8, 24, 64, 120, 128, 136, 264, 392}) compare({129, 0, 1, 130}, IC, OC, OC == 264);
 }
 
-// Groups that end before, at and after the end of a part and of a tile; experts without rows first, last and alone.
+// Groups that end before, at and after a multiple of 64, 128 and 256 rows; experts without rows first, last and alone.
 static void test_group_sizes(void) {
     for (int32_t n : {0, 1, 63, 64, 65, 127, 128, 129, 255, 256, 257, 400, 512}) {
         compare({n}, 160, 264);
@@ -178,10 +178,11 @@ static void test_repeats(void) {
     CHECK_REPEATS(y_real, p.run(nullptr, &y_real, l));
 }
 
-// NaN bytes and NaN scales reach the rows of x, the columns of an expert's W and the tiles of W that they belong to,
-// and nothing else.
+// NaN values and scales of x reach their rows. Those of W reach the columns and tiles of their expert. Nothing else
+// becomes NaN.
 static void test_nan_stays(void) {
-    // A byte of a row, a scale of another row, a byte of a column of expert 1, and a scale of expert 0's last columns.
+    // NaN in x: a value of one row, a scale of another row. NaN in W: a value in a column of expert 1, a scale of the
+    // last columns of expert 0.
     Layout l({130, 77, 300, 0, 129});
     Operands p(l, 288, 328, false);
     const int64_t IC = p.IC, OC = p.OC, row = l.start[2] + 70, scale_row = l.start[4] + 128, column = 200;
@@ -205,7 +206,7 @@ static void test_nan_stays(void) {
     CHECK(wrong == 0, "%lld elements are NaN that should not be, or the reverse", (long long)wrong);
 }
 
-// Scales as they come, from 2^-127 to 2^127: their product may leave float32's range (mx/grouped_gemm_mx.h).
+// All scales, from 2^-127 to 2^127. The product of two may leave float32's range (mx/grouped_gemm_mx.h).
 static void test_extreme_scales(void) {
     const int scales[] = {0, 1, 2, 100, 104, 105, 106, 126, 127, 128, 200, 227, 247, 254};
     const int n = (int)(sizeof(scales) / sizeof(scales[0]));
@@ -221,7 +222,7 @@ static void test_extreme_scales(void) {
         p.reference(y, l);
         auto got = y.got();
 
-        // NaN where the scales' product is beyond float32, near the reference where that is well inside.
+        // NaN where the scales' product is beyond float32. Near the reference where it is well inside.
         for (int r = 0; r < n; r++) {
             double diff = 0, norm = 0, most = 0;
             int64_t nans = 0;

@@ -1,11 +1,11 @@
-// Weights' gradients of MXFP8 bytes on the GPU against the reference in double, on the same bytes; and the casts with
-// them against what they take the place of, rounding along the rows and the product in bf16.
+// Wgrad of MXFP8 values on the GPU against the reference in double, on the same values. Also quantization and wgrad
+// together against the slower way: rounding along tokens, then the GEMM in bf16.
 //
-// Tolerances are those of tests/mx/test_cuda_grouped_gemm_mx.cu, of what was added to dW: the tensor cores' short sums
-// are 1.25e-4 of it in norm, of which 4e-4 are allowed; 4e-3 for a single row or column of an expert's dW, where a
-// wrong scale of one chunk is off by a good part of it; and 5e-5 of a row's rms towards one side. dW is rounded to
-// 2^-24 of itself, which is more than that where little is added to it: by a channel that is small in an expert's only
-// row.
+// Tolerances are those of tests/mx/test_cuda_grouped_gemm_mx.cu, relative to the part added to dW. The tensor cores'
+// short sums are off by 1.25e-4 of it in norm; 4e-4 is allowed. A single row or column of an expert's dW: 4e-3, where a
+// wrong scale of one chunk is off by a good part of it. Bias: 5e-5 of a row's rms. dW is also rounded to 2^-24 of
+// itself. This rounding is larger than the tolerance where little is added: a column of x or dy that is small in an
+// expert's only row.
 #include "grouped/grouped_gemm.h"
 #include "layers/matmul.h"
 #include "mx/grouped_gemm_mx.h"
@@ -15,8 +15,8 @@
 
 static const double LINE_TOLERANCE = 4e-3, TENSOR_TOLERANCE = 4e-4, BIAS_TOLERANCE = 5e-5;
 
-// One operand: rows at magnitudes that change from chunk to chunk and from channel to channel, some channels zeros for
-// long, cast by the reference. Behind the last group bytes and scales are NaN.
+// One operand, quantized by the reference. Magnitudes change from chunk to chunk and from column to column, and some
+// columns are zeros for long. Behind the last group values and scales are NaN.
 struct Channels {
     int64_t C, length;
     Bytes q, scale;
@@ -38,7 +38,7 @@ struct Channels {
     }
 };
 
-// One product, into one expert more than there are: the last one's dW is nobody's.
+// One GEMM. dW has one expert more than there are groups: its part must not be written.
 struct Product {
     int64_t IC, OC;
     Layout l;
@@ -84,7 +84,7 @@ static double worst_line(const double* got, const double* ref, const double* sta
     return worst;
 }
 
-// dW = or += on the groups; what is there before is not small.
+// dW = or += on the groups. The old contents of dW are not small.
 static void compare(const Rows& rows, int64_t IC, int64_t OC, int accumulate) {
     const int before = test_failures_here;
     Product p(rows, IC, OC);
@@ -93,7 +93,7 @@ static void compare(const Rows& rows, int64_t IC, int64_t OC, int accumulate) {
     p.reference(accumulate);
     const std::vector<double> zeros(p.start.size()), &added_to = accumulate ? p.start : zeros;
 
-    // Every expert's dW as a whole, by rows and by columns, and which way its errors go.
+    // Every expert's dW as a whole, by rows and by columns, and the bias of its errors.
     const int64_t size = OC * IC, El = p.l.El();
     double along = 0, count = 0;
     for (int e = 0; e < El; e++) {
@@ -137,8 +137,8 @@ static void test_small_sizes(void) {
         for (int64_t OC : sizes) compare({129, 0, 1, 130}, IC, OC);
 }
 
-// Groups that end before, at and after a chunk's end, of fewer chunks than there are stages and of more; experts
-// without rows first, last and alone.
+// Groups that end before, at and after a chunk's end, with fewer and with more chunks than stages; experts without rows
+// first, last and alone.
 static void test_group_sizes(void) {
     for (int32_t n : {0, 1, 63, 127, 128, 129, 256, 257, 400, 512, 513, 700, 1500}) {
         compare({n}, 160, 288);
@@ -169,7 +169,7 @@ static void test_model_sizes(void) {
     compare({0, 4000, 3, 700}, 512, 2048);  // long sums
 }
 
-// No bit depends on the run, nor on which blocks start late.
+// No bit depends on the run or on which blocks start late.
 static void test_repeats(void) {
     Product p(random_rows(24, 400, 7), 544, 704);
     std::vector<double> first;
@@ -186,7 +186,7 @@ static void test_repeats(void) {
     }
 }
 
-// NaN bytes and NaN scales reach the rows and columns of the dW of their expert, and nothing else.
+// NaN values and scales reach their row or column of the dW of their expert, and nothing else.
 static void test_nan_stays(void) {
     Product p({130, 77, 300, 0, 129}, 288, 352);
     const int64_t IC = p.IC, OC = p.OC, length = p.dy.length;
@@ -206,9 +206,9 @@ static void test_nan_stays(void) {
     CHECK(wrong == 0, "%lld elements are NaN that should not be, or the reverse", (long long)wrong);
 }
 
-// From rows in bf16 to dW: as exact, to the short sums, as the way by values. dy's values are the same to the bit; x's
-// are rounded in chunks there and in runs here, which with RCEIL matters only to what is below 2^-14 of a run's
-// largest.
+// From rows in bf16 to dW: up to the short sums as exact as the GEMM of dequantized values. The values of dy are the
+// same to the bit. The values of x are rounded in chunks there and in runs here. With RCEIL this matters only to
+// elements below 2^-14 of a run's largest.
 static void test_against_values(void) {
     Layout l({300, 0, 1, 128, 2000, 77});
     const int64_t IC = 416, OC = 672, size = l.El() * OC * IC;
@@ -219,7 +219,7 @@ static void test_against_values(void) {
         dw->send();
     }
 
-    // By channel, then rounded in place.
+    // Quantized column-wise, then the rows rounded in place.
     Ragged r = l.device();
     r.capacity = l.end;
     Bytes qx(IC * l.end, 0), sx(l.end / 128 * IC, 0), qdy(OC * l.end, 0), sdy(l.end / 128 * OC, 0);
@@ -233,7 +233,8 @@ static void test_against_values(void) {
     CHECK_CLOSE(by_bytes, TENSOR_TOLERANCE);
 }
 
-// Several matrices over the rows of one group: the bits of one after another, written or added to, and nothing else.
+// Several matrices over the rows of one group: the same bits as one matrix after another, written or added to, and
+// nothing else.
 static void compare_matrices(int32_t rows, std::vector<std::pair<int64_t, int64_t>> sizes) {
     Layout l({rows});
     std::vector<MxMatrix> list;
@@ -243,7 +244,7 @@ static void compare_matrices(int32_t rows, std::vector<std::pair<int64_t, int64_
         of_dy += OC, of_x += IC, all += OC * IC + 32;
     }
 
-    // Operands by channel, a matrix's after another's; in both outputs gaps between the matrices.
+    // Column-wise operands of all matrices, one behind the other. Both outputs have gaps between the matrices.
     const int64_t length = round_up(l.held, 128);
     Bytes qdy(of_dy * length, 0x7f), sdy(of_dy * length / 128, MX_NAN), qx(of_x * length, 0x7f),
         sx(of_x * length / 128, MX_NAN);
@@ -255,6 +256,7 @@ static void compare_matrices(int32_t rows, std::vector<std::pair<int64_t, int64_
         std::copy(x.q.host.begin(), x.q.host.end(), qx.host.begin() + m.x * length);
         std::copy(x.scale.host.begin(), x.scale.host.end(), sx.host.begin() + m.x * (length / 128));
     }
+    // All matrices in one call, and one by one.
     for (Bytes* b : {&qdy, &sdy, &qx, &sx}) b->send();
     Ragged r = l.device();
     r.capacity = rows;

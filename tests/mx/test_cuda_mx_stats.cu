@@ -30,7 +30,7 @@ static void test_stats(void) {
     }
 }
 
-// As test_stats, the scales those of the cast.
+// As test_stats, with the scales that mx_quantize_tiles wrote.
 static void test_stats_tiles(void) {
     static const int64_t shapes[][3] = {{1, 32, 32}, {3, 96, 160}, {7, 288, 416}, {2, 1408, 992}};
     for (auto& m : shapes)
@@ -42,8 +42,9 @@ static void test_stats_tiles(void) {
             mx_quantize_tiles(q.dev, turned.dev, scale.dev, w.dev, m[0], m[1], m[2], mode, ctx);
             std::vector<uint8_t> scales = scale.got();
             scales.resize((size_t)scale.n);
-            scales[(size_t)scale.n / 2] = MX_NAN;  // left out
+            scales[(size_t)scale.n / 2] = MX_NAN;  // its tile is left out
             scale.send(scales);
+            // Both sides add to the same statistics.
             MxStats want = {1, 2, 3, 4, 5, 6}, got;
             MxStats* dev = (MxStats*)device_alloc(sizeof(MxStats), "a test");
             device_upload(dev, &want, sizeof(want), ctx);

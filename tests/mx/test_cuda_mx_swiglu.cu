@@ -1,5 +1,5 @@
-// SwiGLU with the cast of its result, forward and backward, against the kernels that they stand for, bit for bit: empty
-// experts, pad rows of NaN, widths that end inside a chunk or put one across gate and up.
+// SwiGLU fused with the quantization of its result, forward and backward, against the separate kernels, bit for bit:
+// empty experts, pad rows of NaN, widths that end inside a chunk or put a chunk across gate and up.
 #include "grouped/experts.h"
 #include "layers/swiglu.h"
 #include "mx/mx_swiglu.h"
@@ -45,7 +45,7 @@ static void swiglu_case(const std::vector<int32_t>& counts, int64_t F) {
         Bytes q(capacity * F), scale(capacity * mx_stride(F)), whole_q(capacity * F), whole_scale(scale.n);
         mx_swiglu_quantize({q.dev, scale.dev}, h.dev, ragged, F, recipe, ctx);
         mx_quantize({whole_q.dev, whole_scale.dev}, a.dev, used, F, recipe,
-                    ctx);  // a's rows that nobody wrote are left out
+                    ctx);  // without a's unwritten rows
         q.host = whole_q.got(), scale.host = whole_scale.got();
         CHECK_BYTES(q);
         CHECK_BYTES(scale);
@@ -67,8 +67,8 @@ static void send_with_nan(Groups& l, X& h, X& dap, R& gate, int64_t F) {
     h.send(), dap.send(), gate.send();
 }
 
-// The fused backward against the kernels that it stands for, bit for bit: dh and its bytes; gate * a with the a that
-// the cast's bytes give. <da', a> is a sum of up to 2048 products in float32: 1e-5 of the norm of its terms.
+// The fused backward against the separate kernels, bit for bit: dh, quantized dh, and gate * a with the dequantized a.
+// <da', a> is a sum of up to 2048 products in float32: 1e-5 of the norm of its terms.
 static void swiglu_backward_case(const std::vector<int32_t>& counts, int64_t F) {
     Groups l(counts);
     const int64_t used = l.used, capacity = l.capacity;
@@ -87,12 +87,14 @@ static void swiglu_backward_case(const std::vector<int32_t>& counts, int64_t F) 
                                         l.ragged, F, recipe, ctx);
         };
         run();
+        // The separate kernels.
         mx_swiglu_quantize({a_q.dev, a_scale.dev}, h.dev, l.ragged, F, recipe, ctx);
         mx_dequantize(act.dev, {a_q.dev, a_scale.dev}, used, F, 0, ctx);
         mx_quantize({whole_q.dev, whole_scale.dev}, whole_dh.dev, used, 2 * F, recipe, ctx);
         q.host = whole_q.got(), scale.host = whole_scale.got();
         CHECK_BYTES(q);
         CHECK_BYTES(scale);
+        // Row by row: dh and gate * a to the bit, <da', a> within its tolerance.
         auto got_dh = dh.got(), got_gated = gated.got(), got_dgate = drow_gate.got(), a = act.got();
         int64_t wrong_dh = 0, wrong_gated = 0, wrong_gate = 0;
         for (int64_t r = 0; r < capacity; r++) {
@@ -119,8 +121,8 @@ static void swiglu_backward_case(const std::vector<int32_t>& counts, int64_t F) 
     }
 }
 
-// Cast by channel too, against the kernel above and mx_quantize_channels, bit for bit, in rows not in use too. <da', a>
-// adds up in another order: 1e-5 of the norm of its terms, as above.
+// Quantized column-wise too, against the kernel above and mx_quantize_channels, bit for bit, also in unused rows. <da',
+// a> is summed in another order: 1e-5 of the norm of its terms, as above.
 static void swiglu_backward_both_case(const std::vector<int32_t>& counts, int64_t F) {
     Groups l(counts);
     const int64_t used = l.used, capacity = l.capacity;
@@ -137,11 +139,13 @@ static void swiglu_backward_both_case(const std::vector<int32_t>& counts, int64_
                                     {NULL, gated.dev, drow_gate.dev, dap.dev, h.dev}, capacity, l.ragged, F, mode, ctx);
         };
         run();
+        // The separate kernels.
         mx_swiglu_backward_quantize({want_q.dev, want_scale.dev}, {dh.dev, other.dev, other_gate.dev, dap.dev, h.dev},
                                     l.ragged, F, recipe, ctx);
         mx_quantize_channels({want_channels.dev, want_scales.dev}, dh.dev, capacity, l.ragged, 2 * F, recipe, ctx);
         const int rows = q.got() == want_q.got() && scale.got() == want_scale.got();
         const int by_channel = channels.got() == want_channels.got() && scales.got() == want_scales.got();
+        // gate * a to the bit, <da', a> within its tolerance.
         auto got = gated.got(), want = other.got(), got_gate = drow_gate.got(), want_gate = other_gate.got();
         int64_t wrong = 0, wrong_gate = 0;
         for (int64_t i = 0; i < capacity * F; i++) wrong += i < used * F ? got[i] != want[i] : got[i] == got[i];
@@ -161,7 +165,7 @@ static void swiglu_backward_both_case(const std::vector<int32_t>& counts, int64_
     }
 }
 
-// Of tokens without gates, against swiglu_backward and mx_quantize_both, bit for bit; NaN behind the last token.
+// Tokens without gates, against swiglu_backward and mx_quantize_both, bit for bit; NaN behind the last token.
 static void swiglu_backward_tokens_case(int64_t N, int64_t F) {
     const int64_t length = ceil_div(N, 128) * 128;
     X h((N + 1) * 2 * F, 1, 4), da((N + 1) * F, 2), dh(N * 2 * F), a((N + 1) * F), other((N + 1) * F);

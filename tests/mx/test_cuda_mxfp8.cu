@@ -1,10 +1,10 @@
-// The CUDA casts against the reference, bit for bit: every bf16 as the largest of a block, subnormal numbers, zeros,
-// Inf and NaN, widths and heights that end inside a chunk, a warp or a block of threads, 1 to 64 experts.
+// CUDA quantization against the reference, bit for bit. Every bf16 is the largest of a block once; subnormal numbers,
+// zeros, Inf and NaN. Widths and heights end inside a chunk, a warp or a block of threads, with 1 to 64 experts.
 #include "mx/mxfp8.h"
 
 #include "tests/mx/mx_bytes.cuh"
 
-// Element i of the block whose largest is the bf16 h: up to 24 binades below.
+// Element i of a block whose largest element is the bf16 h: up to 24 binades below it.
 static uint32_t below(uint32_t h, int64_t i) {
     const uint32_t largest = h & 0x7fff, sign = draw(1, i, 2) << 15;
     if (largest >= 0x7f80) return draw(2, i, 0x7f80) | sign;
@@ -55,7 +55,7 @@ static void test_every_bf16(void) {
     });
     check_rows(x, 65536, 32);
     check_rows(x, 64, 65536 / 2);
-    // Down the columns: 64 matrices of 32 x 1024.
+    // Column-wise: 64 matrices of 32 x 1024.
     set(x, [](int64_t i) {
         const int64_t r = i / 1024 % 32;
         const uint32_t h = (uint32_t)(i / 32768 * 1024 + i % 1024);
@@ -89,7 +89,7 @@ static void test_columns(void) {
         }
 }
 
-// What x holds against what the reference made, rounded to bf16; poison counts as NaN.
+// Compares x with the reference, rounded to bf16. Poison counts as NaN.
 static void check_values(X& x) {
     auto got = x.got();
     int64_t wrong = 0;
@@ -107,7 +107,7 @@ static void test_dequantize(void) {
         std::vector<uint8_t> bytes((size_t)q.n), scales((size_t)scale.n);
         for (int64_t i = 0; i < q.n; i++) bytes[(size_t)i] = (uint8_t)(columns == 8192 ? i : draw(11, i, 256));
         for (int64_t i = 0; i < scale.n; i++)
-            scales[(size_t)i] = (uint8_t)(i / stride);  // every scale, and every byte at it
+            scales[(size_t)i] = (uint8_t)(i / stride);  // every scale, with every e4m3 value
         q.send(bytes), scale.send(scales);
         X x(rows * columns);
         mx_dequantize(x.dev, {q.dev, scale.dev}, rows, columns, 0, ctx);
@@ -116,8 +116,8 @@ static void test_dequantize(void) {
     }
 }
 
-// 200 tokens in any order in a group of one block of rows, none, one of all tokens and one with pad rows; behind the
-// last group nothing is read or written.
+// 200 tokens in any order, in four groups: one block of rows, no rows, all tokens, and some pad rows. Behind the last
+// group nothing is read or written.
 static void test_dequantize_rows(void) {
     enum { N = 200, END = 128 + 512 + 256, CAPACITY = END + 128 };
     const int32_t rows[4] = {128, 0, 512, 131};
@@ -144,7 +144,7 @@ static void test_dequantize_rows(void) {
     }
 }
 
-// Groups of whole 128 rows; the rows after the last are not in use.
+// Groups of whole 128 rows. The rows after the last group are not in use.
 static void test_round_columns(void) {
     const int64_t starts[5] = {0, 128, 128, 640, 768}, capacity = 1024;
     const int32_t rows[4] = {128, 0, 512, 128};
@@ -170,8 +170,8 @@ static void test_round_columns(void) {
     device_free(start_dev);
 }
 
-// Uneven groups, an empty one and one of several chunks for a block of threads; of values, of bytes as they lie, and of
-// tokens' bytes in any order. Behind the last group nothing is written.
+// Uneven groups: an empty one, and one of several chunks for a block of threads. Inputs: bf16 values, quantized rows,
+// and quantized tokens in any order. Behind the last group nothing is written.
 static void test_channels(void) {
     enum { N = 300, EL = 5, END = 128 + 640 + 128 + 256, CAPACITY = END + 128 };
     const int32_t rows[EL] = {128, 0, 600, 1, 131};
@@ -210,7 +210,7 @@ static void test_channels(void) {
             CHECK_BYTES(q);
             CHECK_BYTES(scale);
 
-            // Bytes of rows, zeros in pad rows; then of tokens.
+            // Quantized rows, with zeros in pad rows; then quantized tokens.
             for (int tokens = 0; tokens < 2; tokens++) {
                 const int64_t held = tokens ? N : CAPACITY, stride = mx_stride(columns);
                 Bytes from(held * columns), from_scale(held * stride);
@@ -233,8 +233,8 @@ static void test_channels(void) {
         }
 }
 
-// Along rows and by channel at once: rows and columns that end inside a warp's half, a chunk and a block of rows;
-// against the reference, and against both kernels of one way, into memory that goes on behind.
+// Row-wise and column-wise in one kernel. Rows and columns end inside half a warp, a chunk and a block of rows. Against
+// the reference and against the two separate kernels, with outputs that go on behind the rows in use.
 static void test_both(void) {
     static const int64_t shapes[][2] = {{1, 32},    {15, 64},   {127, 96},   {128, 128},  {129, 160},  {300, 224},
                                         {777, 544}, {64, 1056}, {513, 2048}, {257, 1408}, {33, 10944}, {2000, 576}};
@@ -254,6 +254,7 @@ static void test_both(void) {
                 one_scale(rows * mx_stride(columns));
             Bytes by_channel(columns * length), scales(length / 128 * columns), channels(columns * length),
                 channel_scales(length / 128 * columns);
+            // The kernel against the two separate ones.
             mx_quantize_both({q.dev, scale.dev}, {by_channel.dev, scales.dev}, x.dev, length, rows, columns,
                              recipe.scale, ctx);
             mx_quantize({one_way.dev, one_scale.dev}, x.dev, rows, columns, recipe, ctx);
@@ -265,6 +266,7 @@ static void test_both(void) {
             CHECK(scales.got() == channel_scales.got(), "%lld x %lld: their scales", (long long)rows,
                   (long long)columns);
 
+            // The kernel against the reference.
             REFERENCE(mx_quantize_both)
             ({q.host.data(), scale.host.data()}, {by_channel.host.data(), scales.host.data()}, x.ref(), length, rows,
              columns, recipe.scale, reference_ctx);

@@ -1,15 +1,15 @@
-// Dense gemms in MXFP8 (mx/linear.h) against float64 with casts of its own (tests/mx.h): one by one, then those
-// of whole models, on what the model itself holds. Operands are the same numbers on both sides, so that casts agree to
-// the bit and only sums differ:
-//   double  1e-16 a sum's term: below 1e-15; 1e-14
-//   float   sums of up to 384 terms in float32: below 1e-6 of a row's norm; 2e-6
-//   CUDA    y is rounded to bf16, each element by 2^-8 at most (1.7e-3 of a norm is typical). Fast sums: 1.3e-4 of the
-//           norm, of which 4e-4 are allowed, and of a row, where they may cancel, 4e-3
+// Dense GEMMs in MXFP8 (mx/linear.h) against float64 with its own quantization (tests/mx.h): first single GEMMs, then
+// those of whole models, on the model's own buffers. Operands are the same numbers on both sides. So quantized values
+// agree to the bit, and only sums differ:
+//   double  1e-16 for each term of a sum: below 1e-15. Allowed: 1e-14
+//   float   sums of up to 384 terms in float32: below 1e-6 of a row's norm. Allowed: 2e-6
+//   CUDA    y is rounded to bf16, each element by 2^-8 at most (1.7e-3 of a norm is typical). Fast sums are off by
+//           1.3e-4 of the norm. Allowed: 4e-4, and 4e-3 of a row, where sums may cancel
 //           (tests/mx/test_cuda_grouped_gemm_mx.cu)
-// A gradient is float32 there. Of exact gemms: 700 terms are some 90 additions of the tensor cores, each of which
-// cuts off less than 2^-23 of its sum, 1.1e-5 if all sums were as large as the last; 1e-5 of the norm is asked for. Of
-// fast ones 4e-4 and 4e-3 as above.
-// A cast left out is 2.6e-2 of a product's norm, a wrong scale more.
+// On CUDA a gradient is float32. Exact GEMMs: 700 terms are some 90 additions of the tensor cores. Each cuts off less
+// than 2^-23 of its sum, which makes 1.1e-5 if all sums were as large as the last. Allowed: 1e-5 of the norm. Fast
+// GEMMs: 4e-4 and 4e-3 as above.
+// A skipped quantization is 2.6e-2 of a GEMM's norm, a wrong scale more.
 #include "mx/linear.h"
 #include "tests/model.h"
 #include "tests/mx.h"
@@ -29,7 +29,7 @@ typedef struct Way {
 
 static double* numbers(int64_t n) { return (double*)host_alloc((size_t)n * sizeof(double)); }
 
-// --- Expected: x and w as they are; returns fresh memory ---
+// --- Expected results, in fresh memory; x and w are not changed ---
 
 static double* copy_of(const double* x, int64_t n) {
     return (double*)memcpy(numbers(n), x, (size_t)n * sizeof(double));
@@ -73,7 +73,8 @@ static double* expected_dgrad(const double* dy, const double* w, int64_t N, int6
     return dx;
 }
 
-// dw (OC, IC) = dy^T x, both cast along the tokens (way NULL: not cast). Fast: chunks of dy, runs of x.
+// dw (OC, IC) = dy^T x, both quantized along tokens (way NULL: not quantized). Fast: chunks of 128 of dy, runs of 512
+// of x.
 static double* expected_wgrad(const double* dy, const double* x, int64_t N, int64_t IC, int64_t OC, const Way* way) {
     double *dyc = copy_of(dy, N * OC), *xc = copy_of(x, N * IC), *dw = numbers(OC * IC);
     if (way) fake_quantize(dyc, N, OC, way->fast ? 128 : 32, 1, way->mode);
@@ -85,7 +86,7 @@ static double* expected_wgrad(const double* dy, const double* x, int64_t N, int6
     return dw;
 }
 
-// Columns first .. first + columns - 1 of every `period` count. Frees ref.
+// Compares the first `columns` of every `period` columns. Frees ref.
 static void compare_part(const double* out, double* ref, int64_t N, int64_t width, int64_t period, int64_t columns,
                          int fast, const char* name) {
     double worst = 0, all_diff = 0, all_norm = 0;
@@ -111,7 +112,7 @@ static void compare(const double* out, double* ref, int64_t N, int64_t width, in
     compare_part(out, ref, N, width, width, width, fast, name);
 }
 
-// Of a gradient, which is never rounded to bf16. Frees ref.
+// As compare, for a gradient, which is never rounded to bf16. Frees ref.
 static void compare_gradient(const double* got, double* ref, int64_t OC, int64_t IC, int fast, const char* name) {
     const double sums = CUDA ? 1e-5 : SUMS;
     double worst = 0, all_diff = 0, all_norm = 0;
@@ -130,11 +131,11 @@ static void compare_gradient(const double* got, double* ref, int64_t OC, int64_t
     free(ref);
 }
 
-// --- Products one by one ---
+// --- Single GEMMs ---
 
 static Ctx* ctx;
 
-// bf16 numbers, tiles of rows x 32 of them (a few binades apart, so that every chunk counts in bf16 sums too).
+// bf16 numbers in tiles of `tile` x 32. The tiles differ by a few binades, so that every chunk counts in bf16 sums too.
 static double* random_input(int64_t rows, int64_t columns, int64_t tile, uint32_t stream) {
     double* x = numbers(rows * columns);
     real* normal = random_tensor(rows * columns, stream);
@@ -169,7 +170,7 @@ static double* fetch(const floatX* x, int64_t n, Ctx* of) {
 
 enum { BEHIND = 64 };  // elements behind an output that must stay as they are
 
-// One direction; out gets its rows, and nothing behind them.
+// One direction. It writes the rows of out and nothing behind them.
 static void run(int dgrad, const double* x, double* ref, const Weight* w, int64_t N, int64_t width_x, int64_t width,
                 const char* name) {
     floatX *in = send(x, N * width_x), *out = (floatX*)device_alloc((size_t)(N * width + BEHIND) * sizeof(floatX), "y");
@@ -185,7 +186,8 @@ static void run(int dgrad, const double* x, double* ref, const Weight* w, int64_
     device_free(in), device_free(out);
 }
 
-// Of a tensor cast in tiles: sums over its elements as they are and as their casts stand for (float32: 1e-6).
+// Statistics of a tensor quantized in tiles, against sums over its elements and their dequantized values (float32:
+// 1e-6).
 static void compare_stats(const MxStats* got, const double* x, int64_t rows, int64_t columns, int64_t tile_rows,
                           Way way, const char* name) {
     MxStats want = {0, 0, 0, 0, 0, 0};
@@ -202,7 +204,7 @@ static void compare_stats(const MxStats* got, const double* x, int64_t rows, int
     free(c);
 }
 
-// Memory planned for `room` tokens, and N of them multiplied.
+// Plans memory for `room` tokens and multiplies N of them.
 static void check_product(int64_t room, int64_t N, int64_t IC, int64_t OC, Way way) {
     double *x = random_input(N, IC, 1, 1), *dy = random_input(N, OC, 1, 2), *w = random_input(OC, IC, 32, 3);
     floatX* wx = send(w, OC * IC);
@@ -210,7 +212,7 @@ static void check_product(int64_t room, int64_t N, int64_t IC, int64_t OC, Way w
     memset(&gemms, 0, sizeof(gemms));
     Weight weight = plain_weight(wx, (real*)device_alloc((size_t)(OC * IC) * sizeof(real), "dW"), 1, OC, IC);
     weight.workspace = &gemms;
-    weight.format.bytes = 1, weight.format.recipe.scale = way.mode, weight.format.recipe.align = way.fast ? 128 : 1;
+    weight.format.quantized = 1, weight.format.recipe.scale = way.mode, weight.format.recipe.align = way.fast ? 128 : 1;
     Arena arena;
     arena_init(&arena, "a test", BACKEND);
     weight_plan(&arena, &weight, 1);
@@ -222,6 +224,7 @@ static void check_product(int64_t room, int64_t N, int64_t IC, int64_t OC, Way w
     MxStats stats[WEIGHT_STATS];
     weight.stats = (MxStats*)device_alloc(sizeof(stats), "statistics");
     device_zero(weight.stats, sizeof(stats), ctx);
+    // Forward and dgrad.
     char name[120];
     for (int dgrad = 0; dgrad < 2; dgrad++) {
         snprintf(name, sizeof(name), "%s %s, %s, N %d, IC %d, OC %d", way.fast ? "fast" : "exact",
@@ -231,9 +234,10 @@ static void check_product(int64_t room, int64_t N, int64_t IC, int64_t OC, Way w
         else
             run(0, x, expected_forward(x, w, N, IC, OC, way), &weight, N, IC, OC, name);
     }
+    // Statistics.
     floatX *x_there = send(x, N * IC), *dy_there = send(dy, N * OC);
     const LinearGradient gradient = {&weight, dy_there, x_there};
-    linear_wgrads(&gradient, 1, N, ctx);  // with it W's cast is measured
+    linear_wgrads(&gradient, 1, N, ctx);  // also adds the statistics of W
     device_download(stats, weight.stats, sizeof(stats), ctx);
     device_free(x_there), device_free(dy_there), device_free(weight.grad);
     compare_stats(&stats[STATS_X], x, N, IC, 1, way, "statistics of x");
@@ -245,10 +249,11 @@ static void check_product(int64_t room, int64_t N, int64_t IC, int64_t OC, Way w
     arena_free(&arena);
 }
 
-// The gradients of matrices of several sizes in one call, and between them one of values: written, then added to. What
-// lies behind each stays. N tokens in memory planned for 700.
+// The gradients of matrices of several sizes in one call; the third matrix is not quantized. The first call writes
+// them, the second adds to them. Elements behind each gradient stay. N tokens, in memory planned for 700.
 static void check_gradients(int64_t N, Way way) {
     static const int64_t sizes[5][2] = {{96, 32}, {160, 288}, {48, 80}, {384, 128}, {64, 416}};  // IC, OC
+    // The matrices, and their memory.
     GemmWorkspace gemms;
     memset(&gemms, 0, sizeof(gemms));
     Arena arena;
@@ -263,7 +268,7 @@ static void check_gradients(int64_t N, Way way) {
         fill_with_nan(weights[i].grad, (size_t)n * sizeof(real), ctx);
         weights[i].accumulate = 0, weights[i].workspace = &gemms;
         if (i != 2) {
-            weights[i].format.bytes = 1, weights[i].format.recipe.scale = way.mode;
+            weights[i].format.quantized = 1, weights[i].format.recipe.scale = way.mode;
             weights[i].format.recipe.align = way.fast ? 128 : 1;
             weights[i].wgrad = weights[i].format;
             gemms.of_dy += OC, gemms.of_x += IC;
@@ -277,6 +282,7 @@ static void check_gradients(int64_t N, Way way) {
     fill_with_nan(arena.memory, arena_bytes(&arena), ctx);
     gemms.batch = 1;
     linear_batch(&gemms, 1, N, ctx);
+    // Both calls, against float64.
     for (int times = 1; times <= 2; times++) {
         linear_wgrads(list, 5, N, ctx);
         for (int i = 0; i < 5; i++) {
@@ -322,9 +328,9 @@ static void test_linear(void) {
             }
 }
 
-// --- Those of models ---
+// --- GEMMs of whole models ---
 
-// 133 tokens; experts are chosen in turns, so that noise cannot choose others.
+// 133 tokens. Experts are selected in turns, so that noise cannot change the selection.
 #define BASE                                                                                                           \
     "--layers 3 --dim 96 --heads 2 --kv-lora 32 --nope-dim 32 --rope-dim 16 --v-dim 32 --dense-ffn 160 --experts 6 "   \
     "--top-k 2 --expert-ffn 32 --shared-experts 2 --vocab 50 --seq-len 19 --batch 7 --force-balance --warmup 0 "
@@ -364,8 +370,8 @@ static double* matrix_of(Model* m, int64_t layer, int64_t at, int64_t n) {
     return fetch(m->units[layer + 1].buffer[DENSE_PARAMS].weight + at, n, m->ctx);
 }
 
-// y = x w^T or, as dgrad, x w, as the model made it: (N, OC) of (N, IC), w at `at`. Columns of y past `columns` of
-// every `period` are left out.
+// Compares a GEMM of the model: y (N, OC) = x (N, IC) w^T, or y = x w with `dgrad`. w is at offset `at` of the buffer.
+// Only the first `columns` of every `period` columns of y are compared.
 static void check_made(Model* m, int64_t layer, const char* what, int dgrad, const floatX* y, const floatX* x,
                        int64_t at, int64_t IC, int64_t OC, int64_t period, int64_t columns, Way way) {
     const int64_t N = m->B * m->T, in = dgrad ? OC : IC, out = dgrad ? IC : OC;
@@ -377,7 +383,7 @@ static void check_made(Model* m, int64_t layer, const char* what, int dgrad, con
     free(got), free(from), free(w);
 }
 
-// A weight's gradient in the first layer, of operands that are there after a step.
+// The gradient of a weight of the first layer. Its operands are still in their buffers after a step.
 static void check_gradient(Model* m, const char* what, const floatX* dy, const floatX* x, ParamId id, Way way) {
     const Unit* u = &m->units[1];
     const int64_t N = m->B * m->T, IC = u->w[id].IC, OC = u->w[id].OC, n = OC * IC;
@@ -388,8 +394,8 @@ static void check_gradient(Model* m, const char* what, const floatX* dy, const f
     free(from_dy), free(from_x), free(got), free(host);
 }
 
-// Every product whose operands and result are there after a step: forward's of all layers, backward's of the first
-// layer, which comes last. Of q the part that rope did not turn.
+// Every GEMM whose operands and result are still in their buffers after a step: forward of all layers, backward of the
+// first layer, which comes last. For q only the part without RoPE is compared.
 static void test_linear_of_models(void) {
     for (int i = 0; i < 3; i++)
         for (int p = 0; p < 1 + has_fast(ctx); p++) {
@@ -414,12 +420,13 @@ static void test_linear_of_models(void) {
                 const floatX* h = u->kind == UNIT_MOE ? s->moe.shared_h : s->h;
                 check_made(m, l, "MLP's W13", 0, h, s->norm2, u->at[MLP13], C, F2, F2, F2, way);
 
-                // Wkva's is not among them.
+                // Wkva is not quantized.
                 double *x = fetch(s->norm1, N * C, m->ctx), *w = matrix_of(m, l, u->at[WKVA], kva_rows * C);
                 double* kva = fetch(s->kva, N * kva_rows, m->ctx);
                 compare_part(kva, times_transposed(x, w, N, C, kva_rows), N, kva_rows, kva_rows, c->kv_lora, 0, "Wkva");
                 free(x), free(w), free(kva);
             }
+            // Backward of the first layer.
             const int64_t* at = m->units[1].at;
             check_made(m, 0, "Wkvb", 1, t->dckv, t->dkv, at[WKVB], c->kv_lora, kv_rows, c->kv_lora, c->kv_lora, way);
             int64_t rows = c->q_lora ? c->q_lora : c->H * qk;
@@ -431,7 +438,7 @@ static void test_linear_of_models(void) {
                            c->q_lora ? m->blocks[0].cq_norm : m->blocks[0].norm1, c->q_lora ? WQB : WQ, way);
             if (c->q_lora) check_gradient(m, "Wqa's gradient", t->dcq, m->blocks[0].norm1, WQA, way);
 
-            // d norm1: Wq's or Wqa's, rounded, and Wkva's added to it.
+            // d norm1: dgrad of Wq or Wqa, rounded to bf16 on CUDA, then dgrad of Wkva added to it.
             double* dq = fetch(c->q_lora ? t->dcq : t->dq, N * rows, m->ctx);
             double* dkva = fetch(t->dkva, N * kva_rows, m->ctx);
             double* wq = matrix_of(m, 0, c->q_lora ? at[WQA] : at[WQ], rows * C);
@@ -444,7 +451,7 @@ static void test_linear_of_models(void) {
         }
 }
 
-// All gradients of the blocks, one after the other.
+// All gradients of the model, one after the other.
 static real* gradients(Model* m, int64_t* n) {
     *n = 0;
     for (int u = 0; u < params_units(&m->config); u++)
@@ -461,8 +468,8 @@ static real* gradients(Model* m, int64_t* n) {
     return all;
 }
 
-// No product reads anything of its weight but its casts, which stay until the weights change: with NaN in place of the
-// weights themselves a step gives the same bits.
+// GEMMs read only the quantized copies of a weight, which stay until the weights change. With NaN in place of the
+// weights a step gives the same bits.
 static void test_casts_are_read(void) {
     for (int i = 0; i < 3; i++)
         for (int p = 0; p < 1 + has_fast(ctx); p++) {
@@ -473,7 +480,7 @@ static void test_casts_are_read(void) {
             for (int64_t l = 0; l < m->config.L; l++) {
                 const Unit* u = unit_begin(m, (int)l + 1, -1);
                 for (int k = 0; k < PARAMS; k++)
-                    if (u->w[k].format.bytes)
+                    if (u->w[k].format.quantized)
                         fill_with_nan((void*)u->w[k].w, (size_t)(u->w[k].OC * u->w[k].IC) * sizeof(floatX), m->ctx);
                 unit_end(m, (int)l + 1);
             }
@@ -486,7 +493,8 @@ static void test_casts_are_read(void) {
         }
 }
 
-// Casts follow an update: a loss after one is that of weights cast just now, and not that of those cast before.
+// Quantized weights follow an update: the loss after it is that of weights quantized just now, not that of the old
+// copies.
 static void test_casts_follow_the_weights(void) {
     for (int p = 0; p < 1 + has_fast(ctx); p++) {
         Model* m = fresh("--lr 0.02 ", precisions[p]);
@@ -506,14 +514,17 @@ static void test_casts_follow_the_weights(void) {
     }
 }
 
-// A cast adds q = 6.9e-4 of the power, a product has two (tests/mx/test_mx_block.c). An MLP adds 6.1 q to its output
-// and passes on what its input has; attention's values pass Wkvb and Wo, 4 q, and its scores, which are small here,
-// less. A residual stream has no more noise than its noisiest part, each part that of what came before and its own:
-// below 10 q a block, forward and, on the same grounds, backward. A weight's gradient has that of x and of dy: below 2
-// x 3 x 10 q for 3 blocks, 13.8 dB. A product of another weight would leave 0 dB. The loss: an error of 4.1e-2 of the
-// power is 0.2 of logits whose spread is 0.2 at the start, thus 0.04 along the gradient of a token's loss, which is
-// shorter than 1.5: 0.06, and of the mean over 133 tokens 5e-3 where they differ at random; three times that is
-// allowed.
+// Quantization adds q = 6.9e-4 of the power, so a GEMM gets 2 q (tests/mx/test_mx_block.c). An MLP adds 6.1 q to its
+// output and passes on the noise of its input. Attention's values pass Wkvb and Wo, 4 q. Its scores, which are small
+// here, add less. A residual stream has no more noise than its noisiest part. Each part has the noise of its input and
+// its own: below 10 q for each block, forward and, on the same grounds, backward.
+//
+// A weight's gradient has the noise of x and of dy: below 2 x 3 x 10 q for 3 blocks, 13.8 dB. The GEMM of another
+// weight would leave 0 dB.
+//
+// The loss: an error of 4.1e-2 of the power is 0.2 of the logits. Their spread is 0.2 at the start, so this is 0.04
+// along the gradient of a token's loss. That gradient is shorter than 1.5: 0.06 for a token. The mean over 133 tokens
+// is off by 5e-3 if the tokens' errors are random. Allowed: three times that.
 static void test_noise(void) {
     for (int i = 0; i < 3; i++) {
         Model* plain = fresh(models[i], "");

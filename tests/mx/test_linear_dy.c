@@ -1,5 +1,5 @@
-// dy that linear_dgrad cast for the linear_wgrads that follows (mx/linear.h): the gradients have the bits of those
-// whose dy linear_wgrads cast itself.
+// The dy that linear_dgrad quantizes for the next linear_wgrads (mx/linear.h). The gradients must have the same bits as
+// with a dy that linear_wgrads quantizes itself.
 #include <string.h>
 
 #include "layers/swiglu.h"
@@ -25,7 +25,7 @@ typedef struct FastWeights {
     floatX* dx;
 } FastWeights;
 
-// Three weights with memory for 300 tokens. Cast, so that dgrad has something to read.
+// Three weights with memory for 300 tokens. They are quantized, because dgrad reads the quantized copies.
 static void fast_weights(FastWeights* f) {
     static const int64_t sizes[FAST][2] = {{96, 160}, {160, 96}, {64, 160}};  // IC, OC
     memset(f, 0, sizeof(*f));
@@ -35,7 +35,7 @@ static void fast_weights(FastWeights* f) {
         real* dw = (real*)device_alloc((size_t)(OC * IC) * sizeof(real), "dW");
         f->w[i] = plain_weight(random_values(OC * IC, 60 + (uint32_t)i), dw, 1, OC, IC);
         f->w[i].accumulate = 0, f->w[i].workspace = &f->workspace;
-        f->w[i].format.bytes = 1, f->w[i].format.recipe.align = 128;
+        f->w[i].format.quantized = 1, f->w[i].format.recipe.align = 128;
         f->w[i].wgrad = f->w[i].format;
         f->workspace.of_dy += OC, f->workspace.of_x += IC;
         weight_plan(&f->arena, &f->w[i], 1);
@@ -46,7 +46,7 @@ static void fast_weights(FastWeights* f) {
     f->dx = (floatX*)device_alloc((size_t)(300 * 160) * sizeof(floatX), "dx");
 }
 
-// linear_wgrads of N tokens; the gradients, one behind the other.
+// Runs linear_wgrads on N tokens. Returns the gradients, one behind the other.
 static real* gradients_of(FastWeights* f, floatX* const* dy, floatX* const* x, int64_t N) {
     LinearGradient list[FAST];
     int64_t at = 0;
@@ -71,7 +71,8 @@ static void check_same_gradients(real* got, const real* want, const char* what) 
     free(got);
 }
 
-// The bits of gradients whose dy linear_wgrads cast itself, wherever it is left and whatever was left before.
+// The same bits as with a dy that linear_wgrads quantizes itself, for any order of the dgrad calls and any earlier
+// calls.
 static void test_dy_of_dgrad(void) {
     if (!has_fast(ctx)) return;
     FastWeights f;
@@ -85,17 +86,18 @@ static void test_dy_of_dgrad(void) {
     linear_batch(&f.workspace, 0, 300, ctx);
     real *want = gradients_of(&f, dy, x, 300), *want_other = gradients_of(&f, other, x, 300);
 
-    // In another order than the gradients' list, and not of all.
+    // dgrad in another order than the list of gradients, and not for all of them.
     linear_dgrad(f.dx, dy[2], &f.w[2], 300, 0, ctx), linear_dgrad(f.dx, dy[0], &f.w[0], 300, 0, ctx);
     check_same_gradients(gradients_of(&f, dy, x, 300), want, "two of three, in another order");
 
-    // What is left is read: dy has gone. Of this dy nothing is left the next time.
+    // wgrad reads the quantized dy that dgrad left: dy itself has been overwritten. The next wgrads finds nothing left
+    // of this dy and reads the new one.
     for (int i = 0; i < FAST; i++) linear_dgrad(f.dx, dy[i], &f.w[i], 300, 0, ctx);
     for (int i = 0; i < 2; i++) device_copy(dy[i], other[i], (size_t)(300 * f.w[i].OC) * sizeof(floatX), ctx);
     check_same_gradients(gradients_of(&f, dy, x, 300), want, "left by dgrad");
     check_same_gradients(gradients_of(&f, dy, x, 300), want_other, "another dy at the same place");
 
-    // Of another dy, cast again, and of other numbers of tokens.
+    // A dy other than that of dgrad is quantized by wgrads itself.
     for (int i = 0; i < 2; i++) fill_with_nan(dy[i], (size_t)(300 * f.w[i].OC) * sizeof(floatX), ctx);
     for (int i = 0; i < FAST; i++) linear_dgrad(f.dx, dy[i], &f.w[i], 300, 0, ctx);
     check_same_gradients(gradients_of(&f, other, x, 300), want_other, "another dy than dgrad's");
@@ -103,6 +105,7 @@ static void test_dy_of_dgrad(void) {
     for (int i = FAST - 1; i >= 0; i--) linear_dgrad(f.dx, other[i], &f.w[i], 300, 0, ctx);
     check_same_gradients(gradients_of(&f, other, x, 300), want_other, "the later of two");
     free(want);
+    // Other numbers of tokens.
     linear_batch(&f.workspace, 0, 129, ctx);
     want = gradients_of(&f, other, x, 129);
     for (int i = 0; i < FAST; i++) linear_dgrad(f.dx, other[i], &f.w[i], 129, 0, ctx);
@@ -120,8 +123,8 @@ static void test_dy_of_dgrad(void) {
     arena_free(&f.arena);
 }
 
-// linear_swiglu_backward against the functions that it stands for, and its gradient: 2F of 256, whose dh is never made,
-// and of 160, whose is.
+// linear_swiglu_backward against swiglu_backward and linear_dgrad, which it fuses, and the gradient after it. With 2F
+// of 256 dh is never written, with 2F of 160 it is.
 static void test_swiglu_backward(void) {
     if (!has_fast(ctx)) return;
     enum { IC = 96, MOST = 300 };
@@ -132,7 +135,8 @@ static void test_swiglu_backward(void) {
         arena_init(&arena, "a test", BACKEND);
         real *dw = (real*)device_alloc((size_t)(OC * IC) * sizeof(real), "dW"), *got[2];
         Weight w = plain_weight(random_values(OC * IC, 90), dw, 1, OC, IC);
-        w.accumulate = 0, w.workspace = &workspace, w.format.bytes = 1, w.format.recipe.align = 128, w.wgrad = w.format;
+        w.accumulate = 0, w.workspace = &workspace, w.format.quantized = 1, w.format.recipe.align = 128,
+        w.wgrad = w.format;
         workspace.of_dy = OC, workspace.of_x = IC;
         weight_plan(&arena, &w, 1);
         linear_plan(&arena, &workspace, MOST, 1);
@@ -140,6 +144,7 @@ static void test_swiglu_backward(void) {
         weight_quantize(&w, ctx);
         linear_batch(&workspace, 0, N, ctx);
 
+        // First the separate functions, then the fused one. The gradient is computed after both.
         floatX *h = random_values(N * OC, 91), *da = random_values(N * F, 92), *x = random_values(N * IC, 93);
         floatX* out = (floatX*)device_alloc((size_t)(N * (IC + OC + F)) * sizeof(floatX), "dx, dh, a");
         floatX *dx = out, *a = dx + N * IC, *dh = a + N * F;

@@ -1,23 +1,23 @@
-// The MoE block under every precision switch against a chain written here in float64: its own e4m3 and block scales (by
-// frexp and ldexp), its own SwiGLU, router and dense gemms, and a cast wherever the contract (moe/moe.h) names one.
-// One rank; other layouts of the same block are tests/parallel/test_expert_parallel.c's.
+// The MoE block under every precision switch, against a reference chain in float64. The chain has its own e4m3 and
+// block scales (by frexp and ldexp), SwiGLU, router and dense GEMMs. It quantizes where the contract (moe/moe.h)
+// requires it. One rank; tests/parallel/test_expert_parallel.c tests other layouts of the same block.
 //
-// Tolerances. Both sides make the same casts, so what differs is their arithmetic; and where that differs by delta, an
-// element within delta of the middle of two e4m3 numbers is rounded the other way: a tip, an error of one step.
-//   double  delta is 1e-16 of an element, and steps are 1/11 of it: a tip in 1e15 elements. What is left is rounding,
-//           1e-16 sqrt(terms). This is the sharp check: one element cast with another scale is 1e-8 or more.
-//   float   delta is some 4e-7 (sums of 100 terms, exp), a tip in 2e5 elements: one or none in a tensor of these here
-//           (1e4 elements), a dozen in all. It touches one row of y or dx, one expert of dW2, a row of dW13: the median
-//           of the rows' errors stays that of float32, below 2e-6. Of the whole, a tip of step D is D^2 / (n rms^2):
-//           with 500 elements that count (of inputs spread over 12 binades few do), beyond 4e-4 (34 dB) only if D is
-//           0.45 rms, the element 5 rms. One tensor in two has such an element, which tips with 4e-7 / 0.45: 3e-4 in
-//           all cases.
-//   CUDA    buffers between gemms are bf16 there, and the chain rounds where they are. Products then differ by up to
-//           1e-5 (exact) or 1.3e-4 (fast, short sums) of the norm, and of the elements of a bf16 buffer 0.3 or 3 % come
-//           out one step aside: 2e-4 or 7e-4. A cast then tips 11 delta of its elements by 1/11 each: it makes
-//           sqrt(delta / 11) of delta, 8e-3, and if another one follows (combine) 2.5e-2; the median row is below. And
-//           SQNR, of the block's and of the chain's results against those without any rounding, agree within 0.3 dB;
-//           beyond 40 dB, where each bf16 rounding counts, within 3 dB.
+// Tolerances. Both sides quantize the same tensors, so only their arithmetic differs. If an element differs by delta
+// and is within delta of the middle of two e4m3 numbers, it is rounded the other way: a flip, an error of one step.
+//   double  delta is 1e-16 of an element, and steps are 1/11 of it: a flip in 1e15 elements. Only rounding is left,
+//           1e-16 sqrt(terms). This is the sharp check: one element with another scale is 1e-8 or more.
+//   float   delta is some 4e-7 (sums of 100 terms, exp), a flip in 2e5 elements: one or none in a tensor of these here
+//           (1e4 elements), a dozen in all. A flip touches one row of y or dx, one expert of dW2, a row of dW13. The
+//           median of the rows' errors stays that of float32, below 2e-6. In the whole tensor a flip of step D is
+//           D^2 / (n rms^2). About 500 elements count (of inputs spread over 12 binades few do). So it is beyond 4e-4
+//           (34 dB) only if D is 0.45 rms, the element 5 rms. One tensor in two has such an element, which flips with
+//           probability 4e-7 / 0.45: 3e-4 in all cases.
+//   CUDA    buffers between GEMMs are bf16, and the chain rounds at the same places. GEMMs then differ by up to 1e-5
+//           (exact) or 1.3e-4 (fast, short sums) of the norm. So 0.3 or 3 % of the elements of a bf16 buffer are one
+//           step off: 2e-4 or 7e-4. A quantization then flips 11 delta of its elements by 1/11 each. That makes
+//           sqrt(delta / 11) of delta, 8e-3, and if another quantization follows (combine) 2.5e-2; the median row is
+//           below. SQNR: the block and the chain, each against results without any rounding, agree within 0.3 dB.
+//           Beyond 40 dB, where each bf16 rounding counts, they agree within 3 dB.
 #include <math.h>
 #include <omp.h>
 
@@ -35,7 +35,7 @@
 #endif
 #define SQNR_TOLERANCE(sqnr) ((sqnr) > 40 ? 3 : 0.3)
 
-enum { E = 5, FAVOURITE = 1, EMPTY = 3, N = 131, K = 2, T = 8 };  // a group of 128 + 3 rows, and one of none
+enum { E = 5, FAVOURITE = 1, EMPTY = 3, N = 131, K = 2, T = 8 };  // a group of 128 + 3 rows, and an empty one
 enum { OUTPUTS = 5 };
 static const char* const output_names[OUTPUTS] = {"y", "dx", "dw13", "dw2", "drouter"};
 
@@ -53,12 +53,12 @@ static real* reals(const double* x, int64_t n) {
 
 static floatX* send_numbers(const double* x, int64_t n) { return send(reals(x, n), n); }
 
-// What is MXFP8; fast: the experts' gemms on bytes.
+// The tensors in MXFP8. fast: the experts' GEMMs run on MXFP8 values.
 typedef struct Precision {
     int32_t expert, dispatch, combine, wgrad, fast, scale;
 } Precision;
 
-// The casts measured, as STATS_X, _DY, _W of W13, then of W2.
+// The quantizations with statistics: STATS_X, _DY, _W of W13, then of W2.
 enum { OF_X, OF_DH, OF_W13, OF_ACT, OF_DY, OF_W2, MEASURED };
 static const char* const measured_names[MEASURED] = {"x", "dh", "w13", "act", "dy", "w2"};
 
@@ -106,7 +106,7 @@ static Inputs make_inputs(Widths d) {
 
 // --- The chain ---
 
-// out (M, P) += op(a) op(b): element (m, j) of op(a) lies at a[m am + j aj], row j of op(b), P long, at b + j P.
+// out (M, P) += op(a) op(b). Element (m, j) of op(a) is a[m am + j aj]. Row j of op(b), P long, begins at b + j P.
 static void product(double* out, const double* a, int64_t am, int64_t aj, const double* b, int64_t M, int64_t J,
                     int64_t P) {
     for (int64_t m = 0; m < M; m++)
@@ -224,7 +224,8 @@ static void shared_mlp(Chain* c, const Inputs* in, Widths d) {
     for (int64_t i = 0; i < N * C; i++) c->out[0][i] += y[i], c->out[1][i] += dx[i];
 }
 
-// An expert on its tokens, in their order: adds to y, dx, and writes its dW13, dW2 and dgates. x and dy as dispatched.
+// Runs an expert on its tokens, in their order. Adds to y and dx, and writes its dW13, dW2 and dgates. x and dy are as
+// dispatched.
 static void run_expert(Chain* c, int e, const double* x, const double* dy, const Inputs* in, const int32_t* expert,
                        Widths d, Precision p) {
     const int64_t C = d.C, F = d.F, along = p.fast ? 128 : 32;
@@ -238,6 +239,7 @@ static void run_expert(Chain* c, int e, const double* x, const double* dy, const
         fake_quantize(w13_back, 2 * F, C, along, p.fast ? 128 : 1, mode);
         fake_quantize(w2_back, C, F, along, p.fast ? 128 : 1, mode);
     }
+    // The rows of this expert.
     int choice[N * K], M = 0;
     for (int i = 0; i < N * K; i++)
         if (expert[i] == e) choice[M++] = i;
@@ -248,6 +250,7 @@ static void run_expert(Chain* c, int e, const double* x, const double* dy, const
         gate[m] = c->gate[choice[m]];
     }
 
+    // Forward, then backward.
     double* h = narrow(c, times_transposed(xr, w13, M, C, 2 * F), M * 2 * F);
     double* a = narrow(c, swiglu(h, M, F), M * F);
     if (p.expert) fake_quantize(a, M, F, 1, along, mode);
@@ -290,7 +293,7 @@ static Chain run_chain(const Inputs* in, const int32_t* expert, Widths d, Precis
                NULL,
                rounded};
     router(&c, in, expert, d);
-    p.fast = p.fast && p.expert;  // says how the experts' gemms are made
+    p.fast = p.fast && p.expert;  // chooses the experts' GEMMs, so it needs p.expert
     double *x = copy_of(in->x, N * C), *dy = copy_of(in->dy, N * C);
     if (p.dispatch || p.expert) {
         fake_quantize(x, N, C, 1, p.fast ? 128 : 32, mode);
@@ -318,7 +321,7 @@ typedef struct Block {
 
 static Format format_of(int bytes, Precision p) {
     Format f = {bytes, {p.scale, p.expert && p.fast ? 128 : 1}};
-    return bytes ? f : FORMAT_VALUES;
+    return bytes ? f : FORMAT_FLOATX;
 }
 
 static MoeShape shape_of(Widths d, Precision p, int recompute) {
@@ -331,10 +334,10 @@ static MoeShape shape_of(Widths d, Precision p, int recompute) {
                   recompute,
                   format_of(p.dispatch, p),
                   format_of(p.expert, p),
-                  FORMAT_VALUES,
+                  FORMAT_FLOATX,
                   format_of(p.wgrad, p),
                   0};
-    if (p.combine) s.combine.bytes = 1, s.combine.recipe.scale = p.scale, s.combine.recipe.align = 1;
+    if (p.combine) s.combine.quantized = 1, s.combine.recipe.scale = p.scale, s.combine.recipe.align = 1;
     return s;
 }
 
@@ -369,9 +372,10 @@ static Block run_block(const Inputs* in, Widths d, Precision p, int recompute, i
     moe_plan(&plan, s, 1, 1);
     size_t room = arena_bytes(&plan);
     arena_free(&plan);
-    // Statistics leave NaN out: what they must not count is about 0.75 for them.
+    // Statistics leave NaN out. With this fill, elements that they must not count are about 0.75 instead.
     Pool* pool = pool_create("pool of a test", measured ? filled_with(0x3f, room) : poison(room), room);
     Dispatch* dispatch = dispatch_create(NULL, pool, NULL, ctx);
+    // The experts' weights, quantized.
     GemmWorkspace gemms;
     memset(&gemms, 0, sizeof(gemms));
     arena_init(&weights, "a test", BACKEND);
@@ -384,6 +388,7 @@ static Block run_block(const Inputs* in, Widths d, Precision p, int recompute, i
     linear_plan(&weights, &gemms, N, 1);
     arena_allocate(&weights);
     for (int i = 0; i < 2; i++) weight_quantize(experts[i], ctx);
+    // Forward and backward.
     MoeSaved saved;
     Block b;
     MxStats* stats = (MxStats*)device_room(sizeof(b.stats));
@@ -423,7 +428,7 @@ static double power(const real* out, const double* wide, const double* ref, int6
 
 static double decibels(double power) { return power > 0 ? -10 * log10(power) : 400; }
 
-// Median of the errors of rows of which something is expected; rows that must be 0 (empty experts) and are not fail.
+// Median of the errors of rows with an expected result. Rows without one (empty experts) must be 0, or the test fails.
 static double median_error(const real* out, const double* ref, int64_t rows, int64_t columns, const char* name) {
     double* error = numbers(rows);
     int64_t count = 0, not_zero = 0;
@@ -472,7 +477,7 @@ static const Widths widths[] = {
     {96, 160, 0, SCORE_SIGMOID, 0, 12},
     {96, 32, 32, SCORE_SOFTMAX, 1, 0},
     {160, 160, 0, SCORE_SOFTMAX, 0, 0},
-    // whole chunks of F: dh is cast both ways at once
+    // whole chunks of F: dh is quantized row-wise and column-wise in one kernel
     {96, 128, 0, SCORE_SIGMOID, 0, 12},
 };
 
@@ -501,7 +506,7 @@ static void check_all(Widths d, int first, int step) {
         if (!d.force_balance) ASSERT(rows[FAVOURITE] == N && rows[EMPTY] == 0);
         if (!plain.score) {
             plain = run_chain(&in, b.expert, d, plainly, 0);
-            host = host_count;  // it stays
+            host = host_count;  // plain stays
         }
         Chain chain = run_chain(&in, b.expert, d, p, 1);
         compare(&b, &chain, &plain, d, p);
@@ -521,12 +526,12 @@ static void test_widths(void) {
     check_all(widths[4], 1, 2);
 }
 
-// How much noise the experts' casts make of normal numbers. A cast adds q = 6.9e-4 of the power (blocks of 32 of a
-// normal: 31.6 dB), a product has that of both operands. With S = E silu^2 = 0.356, S' = E silu'^2 = 0.380 and S'' =
-// 0.144 over a standard normal, to first order, in units of q:
-//   h 2;  a = silu(g) u: 2 (1 + S' / S) = 4.13;  y: a and the casts of a and W2 = 6.13: 23.7 dB
+// The noise that quantization in the experts adds to normal numbers. Quantization adds q = 6.9e-4 of the power (blocks
+// of 32 of a normal: 31.6 dB), and a GEMM has that of both operands. Over a standard normal S = E silu^2 = 0.356, S' =
+// E silu'^2 = 0.380 and S'' = 0.144. To first order, in units of q:
+//   h 2;  a = silu(g) u: 2 (1 + S' / S) = 4.13;  y: a, and a and W2 quantized = 6.13: 23.7 dB
 //   da' 2;  dg = da' u silu'(g), du = da' silu(g), together S' + S: 2 + 2 (S' + S' + S'') / (S + S') = 4.46
-//   dx: and the casts of dh and W13 = 6.46: 23.5 dB;  dW13: dh and x = 5.46: 24.2 dB;  dW2: dy and a, cast = 6.13
+//   dx: and dh and W13 quantized = 6.46: 23.5 dB;  dW13: dh and x = 5.46: 24.2 dB;  dW2: dy and a, quantized = 6.13
 static void test_noise(void) {
     static const double expected[] = {23.7, 23.5, 24.2, 23.7};
     for (int fast = 0; fast < 1 + has_fast(ctx); fast++) {
@@ -545,7 +550,8 @@ static void test_noise(void) {
     }
 }
 
-// What a cast of `count` matrices in tiles does, element by element; blocks of 32 alone beside it.
+// Statistics of the quantization of `count` matrices in tiles, element by element. `alone` has a scale for each block
+// of 32.
 static MxStats oracle_stats(const double* x, int64_t count, int64_t rows, int64_t columns, int64_t tile_rows,
                             int64_t along, MxScale mode) {
     MxStats s = {0, 0, 0, 0, 0, 0};
@@ -571,10 +577,10 @@ static MxStats oracle_stats(const double* x, int64_t count, int64_t rows, int64_
     return s;
 }
 
-// Statistics change no bit of a result and are the same with recompute. Of inputs and weights, which are bf16 numbers,
-// they are the oracle's. Of the activation and of dh every element of every row counts once, none of pads or unused
-// rows (where floatX is bf16, sums of short gemms cancel to 0 now and then), and casts of about normal numbers make
-// some 31.5 dB of them (FLOOR, which saturates, a little less).
+// Statistics change no bit of a result and are the same with recompute. Inputs and weights are bf16 numbers, so their
+// statistics equal the oracle's. For the activation and dh every element of every token's row counts once, and none of
+// pads or unused rows. (With bf16 buffers sums of short GEMMs are 0 now and then.) Quantization of about normal numbers
+// makes some 31.5 dB in these (FLOOR, which saturates, a little less).
 static void test_stats(void) {
     const Widths d = widths[1];
     Inputs in = make_inputs(d);
@@ -589,6 +595,7 @@ static void test_stats(void) {
             CHECK(!memcmp(b.out[i], without.out[i], (size_t)n[i] * sizeof(real)), "%d: statistics change %s", bits,
                   output_names[i]);
         CHECK(!memcmp(b.stats, again.stats, sizeof(b.stats)), "%d: other statistics with recompute", bits);
+        // The expected statistics.
         MxStats want[MEASURED];
         memset(want, 0, sizeof(want));
         want[OF_X] = oracle_stats(in.x, 1, N, d.C, 1, along, mode);

@@ -1,16 +1,16 @@
-// The check of MXFP8 products at start (mx/mx_check.h): the build's own products pass, and every way of reading scales
-// wrongly that is tried here does not. Runs in all builds.
+// The check of MXFP8 GEMMs at start (mx/mx_check.h). The build's own GEMMs pass, and every wrong use of scales that is
+// tested here fails. Runs in all builds.
 #include "mx/mx_check.h"
 
 #include "tests/test.h"
 
 static Ctx* ctx;
 
-// What is wrong with the products below.
+// The error in the GEMMs below.
 static enum { W_ORDER, W_NEXT, X_NEXT, X_ONE, PADS } fault;
 static int64_t fault_row, fault_chunk;
 
-// `bytes` scales, turned round by `by`.
+// A copy of `bytes` scales, rotated by `by`.
 static uint8_t* rotated(const uint8_t* scale, int64_t bytes, int64_t by) {
     uint8_t* copy = (uint8_t*)device_alloc((size_t)bytes, "a test");
     device_copy(copy, scale + by, (size_t)(bytes - by), ctx);
@@ -46,7 +46,7 @@ static void faulty(floatX* y, real* y_real, MxBytes x, MxTiles w, Ragged r, int6
 static void test_right(void) {
     double error = mx_check_error(grouped_gemm_mx, ctx);
     if (getenv("TEST_ERRORS")) printf("    %.3g of %.3g\n", error, MX_CHECK_BOUND);
-    // A quarter of the bound: what runs must not be near it.
+    // A quarter of the bound: a correct GEMM must not be near it.
     CHECK(error <= MX_CHECK_BOUND / 4, "right products are off by %g", error);
     mx_check(ctx);
 }

@@ -1,4 +1,4 @@
-// Quantization statistics: by hand, and against sums over the oracle's bytes (tests/mx/mx_bytes.h).
+// Quantization statistics: by hand, and against sums over the oracle's values (tests/mx/mx_bytes.h).
 #include "mx/mx_stats.h"
 
 #include "tests/mx/mx_bytes.h"
@@ -13,7 +13,8 @@ static MxStats stats_of(const real* x, int64_t rows, int64_t columns, MxRecipe r
 }
 
 static void test_stats(void) {
-    // By hand: a chunk of 2^14, whose other blocks hold 2^-5, halfway to the smallest byte, 1.25 and Inf or 0.
+    // By hand: a chunk of 2^14. Its other blocks have 2^-5, which is below half of the smallest value and is flushed,
+    // and 1.25. The next chunk has Inf or 1.
     for (int broken = 0; broken < 2; broken++) {
         real* x = filled(256, 0);
         x[0] = 16384, x[1] = 16385, x[40] = 0x1p-5, x[70] = 1.25, x[200] = broken ? INFINITY : 1;
@@ -22,7 +23,7 @@ static void test_stats(void) {
         CHECK(s.elements == 4 + exact && s.saturated == 0 && s.flushed == 1 && s.inexact == 1, "%g %g %g %g",
               s.elements, s.saturated, s.flushed, s.inexact);
         CHECK(fabs(s.signal / signal - 1) < 1e-12, "signal %.17g, not %.17g", s.signal, signal);
-        CHECK(fabs(s.noise - (1 + 0x1p-10)) < 1e-6, "noise %.17g", s.noise);  // beside a sum of 2^28: 2^-24
+        CHECK(fabs(s.noise - (1 + 0x1p-10)) < 1e-6, "noise %.17g", s.noise);  // 2^-24 of a sum of 2^28
         release_all();
     }
     // FLOOR: 448 is in range, 480 is not.
@@ -59,7 +60,7 @@ static void test_stats(void) {
     }
 }
 
-// Tiles whose scales are the oracle's, one of them NaN: every element against its tile's scale and its block's own.
+// Tiles with the oracle's scales, one of them NaN. Every element counts with its tile's scale and with its block's own.
 static void test_stats_tiles(void) {
     for (int i = 0; i < COUNT(matrices) * 2; i++) {
         const int64_t *m = matrices[i / 2], rows = m[1], columns = m[2], n = m[0] * rows * columns;
@@ -69,6 +70,7 @@ static void test_stats_tiles(void) {
         w[n / 2] = NAN;
         uint8_t *scale = kept_bytes(m[0] * tr * tc), *q = kept_bytes(n), *alone = kept_bytes(m[0] * rows * 16);
         oracle_quantize(q, alone, w, m[0] * rows, columns, (MxRecipe){mode, 1});
+        // The sums over the elements.
         MxStats want = {1, 2, 3, 4, 5, 6}, got = want;
         int64_t broken = 0;
         for (int64_t j = 0; j < n; j++) {

@@ -1,5 +1,5 @@
-// SwiGLU and its backward, cast as they are made: bytes and scales against the oracle's cast (tests/mx/mx_bytes.h) of
-// the activation and of its gradients in float64.
+// SwiGLU and its backward, fused with quantization: values and scales against the oracle's quantization
+// (tests/mx/mx_bytes.h) of the activation and of its gradients in float64.
 #include "mx/mx_swiglu.h"
 
 #include "tests/mx/mx_bytes.h"
@@ -42,7 +42,7 @@ static void test_swiglu(void) {
                 CHECK(s.q[j] == q[j], "byte %lld is %#x, not %#x", (long long)j, s.q[j], q[j]);
             else
                 differ += s.q[j] != q[j], far += abs(s.q[j] - q[j]) > 1;
-        // float32's exp may put a number on the other side of a border: one in 2^15 or so.
+        // float32's exp may move a number across a rounding border: about one in 2^15.
         CHECK(far == 0 && differ <= TOL(5, 0), "%lld of %lld bytes differ", (long long)differ, (long long)ROOM * F);
         release_all();
     }
@@ -69,8 +69,8 @@ static void run_swiglu_backward(void* arg) {
     ctx_destroy(ctx);
 }
 
-// dh by its formula, its bytes by the oracle's cast of it; A by the oracle's cast of the float64 activation. The rows
-// behind those in use are NaN and stay poisoned.
+// dh by its formula, quantized dh by the oracle on it, A by the oracle on the float64 activation. The rows behind those
+// in use are NaN and stay poisoned.
 static void test_swiglu_backward(void) {
     enum { ROWS = 50, ROOM = 53 };
     static const int64_t widths[] = {32, 160, 384, 416};  // 2F: less than a chunk; chunks of gate and up; whole ones
@@ -102,10 +102,10 @@ static void test_swiglu_backward(void) {
             wrong += !(fabs(got - want) <= 1.01 * step);
             dgate[r] += dap[j] * got;
         }
-        // float32's exp may put a number on the other side of a border: one in 2^15 or so.
+        // float32's exp may move a number across a rounding border: about one in 2^15.
         CHECK(wrong == 0 && steps_aside <= TOL(5, 0), "%d: %lld elements of a differ, %lld by more than a step", i,
               (long long)steps_aside, (long long)wrong);
-        // A few operations; a sum of up to 416 terms, 1e-6 of their norm.
+        // dh: a few operations. The gates' gradients: sums of up to 416 terms, 1e-6 of their norm.
         CHECK_CLOSE(s.dh, dh, ROWS * 2 * F, TOL(1e-6, 1e-14));
         CHECK_CLOSE(s.drow_gate, dgate, ROWS, TOL(5e-6, 1e-13));
         uint8_t *q = poisoned_bytes(ROOM * 2 * F), *scale = poisoned_bytes(ROOM * mx_stride(2 * F));
@@ -138,8 +138,8 @@ static void run_swiglu_both(void* arg) {
     ctx_destroy(ctx);
 }
 
-// All but the casts by channel is that of the function above; these are the oracle's casts of its dh, for each group,
-// chunk of its rows and channel.
+// All results but the column-wise ones equal those of the function above. The column-wise ones are the oracle's
+// quantization of its dh, for each group, chunk of rows and column.
 static void test_swiglu_backward_both(void) {
     enum { ROWS = 170, ROOM = 173, EXPERTS = 4 };
     static const int64_t widths[] = {128, 384};
@@ -158,7 +158,7 @@ static void test_swiglu_backward_both(void) {
         CHECK(!memcmp(b.s.gated_a, s.gated_a, (size_t)(ROWS * F) * sizeof(real)), "both %d: gate * a", i);
         CHECK(!memcmp(b.s.drow_gate, s.drow_gate, ROWS * sizeof(real)), "both %d: the gates' gradients", i);
 
-        int64_t to = 0;  // where a group's rows begin by channel
+        int64_t to = 0;  // first row of a group in the column-wise output
         for (int e = 0; e < EXPERTS; e++)
             for (int64_t from = starts[e]; from < starts[e + 1]; from += 128, to += 128)
                 for (int64_t c = 0; c < 2 * F; c++) {

@@ -1,16 +1,16 @@
-// Weights' gradients on MXFP8 bytes: the casts by channel, bit for bit against the oracle of tests/mx/mx_bytes.h, and
-// the products against sums in float64 of what the bytes stand for, on random and on extreme routings.
+// Wgrad on MXFP8 values: column-wise quantization bit for bit against the oracle of tests/mx/mx_bytes.h, and GEMMs
+// against sums of dequantized values in float64. On random and on extreme routings.
 #include "mx/grouped_gemm_mx.h"
 #include "mx/mxfp8.h"
 #include "tests/mx/mx_bytes.h"
 #include "tests/routing.h"
 
-// --- Casts ---
+// --- Quantization ---
 
 typedef struct {
     Ragged r;
     int64_t length, columns, held;  // held: rows of x, or tokens
-    const real* x;                  // or bytes, of tokens or of rows
+    const real* x;                  // or quantized values, of tokens or of rows
     uint8_t *from, *from_scale;
     int tokens;
     MxRecipe recipe;
@@ -36,7 +36,7 @@ static real source(const Channels* c, int64_t row, int64_t column) {
                               c->from_scale[at * mx_stride(c->columns) + column / 32]);
 }
 
-// Chunk by chunk, or run by run; what is behind a group's last chunk stays as it was.
+// Chunk by chunk, or run by run. Everything behind the last chunk of the last group stays unchanged.
 static void check_channels(Channels c, const char* what) {
     uint8_t *q = poisoned_bytes(c.columns * c.length), *scale = poisoned_bytes(c.length / 128 * c.columns);
     int64_t at = 0;
@@ -60,7 +60,7 @@ static void check_channels(Channels c, const char* what) {
     CHECK_BYTES(c.q, q, c.columns * c.length, "%s, mode %d, align %d, bytes", what, c.recipe.scale, c.recipe.align);
 }
 
-// Uneven groups, empty ones, and one that has all rows; of values, of bytes as they lie, and of tokens' bytes.
+// Uneven groups, empty ones, and one that has all rows. Inputs: values, quantized rows, and quantized tokens.
 static void test_channels(void) {
     enum { GROUPS = 6, TOKENS = 77 };
     static const int32_t rows_of[2][GROUPS] = {{1, 0, 128, 513, 700, 45}, {0, 0, 0, 1100, 0, 0}};
@@ -82,7 +82,7 @@ static void test_channels(void) {
         c.x = x;
         check_channels(c, "values by channel");
 
-        // Any bytes, NaN among them, at scales that a float32 holds.
+        // Any e4m3 values, NaN included, at scales that a float32 holds.
         uint8_t* q = kept_bytes(r.capacity * columns);
         uint8_t* scale = kept_bytes(r.capacity * mx_stride(columns));
         for (int64_t j = 0; j < r.capacity * columns; j++)
@@ -96,7 +96,7 @@ static void test_channels(void) {
     }
 }
 
-// --- Products ---
+// --- GEMMs ---
 
 typedef struct {
     Routing* r;
@@ -121,7 +121,7 @@ static void run_by_channel(void* arg) {
     ctx_destroy(ctx);
 }
 
-// Rows and channels at magnitudes of their own, so that a scale of another chunk or channel shows.
+// Rows and columns have their own magnitudes, so that a scale of another chunk or column shows.
 static real* uneven_rows(const Routing* r, int64_t C, uint32_t stream) {
     real* rows = random_rows(r, C, stream);
     for (int64_t i = 0; i < r->ragged.capacity * C; i++) rows[i] = ldexp(rows[i], (int)(i / C / 50 % 4 + i % C % 5));
@@ -147,6 +147,7 @@ static void test_wgrad_of_bytes(void) {
         b.x = uneven_rows(&r, b.IC, 5), b.dy = uneven_rows(&r, b.OC, 6), b.dw_before = tensor(nw, 7);
         check_threads(run_by_channel, &b);
 
+        // dW from the dequantized operands, in float64.
         double *dw = b.accumulate ? doubles(b.dw_before, nw) : zeros(nw), *x = values_of(b.qx, b.sx, b.length, b.IC);
         double* dy = values_of(b.qdy, b.sdy, b.length, b.OC);
         int64_t at = 0;

@@ -1,6 +1,6 @@
-// MXFP8 casts, bit for bit: every bf16 value as the largest of its block, float32 with its subnormals and borders,
-// zero, Inf and NaN, aligned chunks, both orientations, tiles, the way back; against an oracle that knows nothing of
-// bits (tests/mx/mx_bytes.h), and against goldens by torchao and PyTorch (scripts/make_mx_golden.py).
+// MXFP8 quantization, bit for bit. Every bf16 value is the largest of its block once; float32 with its subnormals and
+// borders, zero, Inf and NaN. Aligned chunks, both orientations, tiles, and dequantization. Against an oracle without
+// bit operations (tests/mx/mx_bytes.h), and against goldens by torchao and PyTorch (scripts/make_mx_golden.py).
 #include "data/safetensors.h"
 #include "mx/mxfp8.h"
 #include "tests/mx/mx_bytes.h"
@@ -20,7 +20,7 @@ static void run_quantize(void* arg) {
     ctx_destroy(ctx);
 }
 
-// Casts x in every way and holds it against the oracle.
+// Quantizes x with every recipe and compares with the oracle.
 static void check_quantize(const real* x, int64_t rows, int64_t columns, const char* what) {
     uint8_t *q = kept_bytes(rows * columns), *scale = kept_bytes(rows * mx_stride(columns));
     for (int i = 0; i < COUNT(recipes); i++) {
@@ -35,7 +35,7 @@ static void check_quantize(const real* x, int64_t rows, int64_t columns, const c
 
 // --- Blocks ---
 
-// Every bf16 as the largest of a block, whose other elements lie up to 24 binades below.
+// Every bf16 as the largest of a block. The other elements are up to 24 binades below.
 static void test_every_bf16(void) {
     real* x = kept_bytes(65536 * 32 * sizeof(real));
     for (uint32_t h = 0; h < 65536; h++) {
@@ -52,7 +52,7 @@ static void test_every_bf16(void) {
 }
 
 static void test_float32(void) {
-    // Where a scale changes: mantissas about 1.75 and at the ends, of every exponent, each with elements of all sizes.
+    // The borders of scales: mantissas about 1.75 and at the ends, for every exponent, each with elements of all sizes.
     static const uint32_t mantissas[] = {0, 1, 0x5fffff, 0x600000, 0x600001, 0x7fffff};
     real* x = kept_bytes(256 * COUNT(mantissas) * 32 * sizeof(real));
     for (uint32_t i = 0; i < 256 * (uint32_t)COUNT(mantissas) * 32; i++) {
@@ -61,12 +61,12 @@ static void test_float32(void) {
         x[i] = from_bits(i % 32 == 7 ? u : (u > below ? u - below : 0) | draw(7, i, 2) << 31);
     }
     check_quantize(x, 256 * COUNT(mantissas), 32, "borders");
-    // Subnormal blocks, scaled by 2^127 and all that 448 holds of them.
+    // Subnormal blocks. They are scaled by 2^127, and their elements use all magnitudes up to 448.
     x = kept_bytes(4096 * 64 * sizeof(real));
     for (uint32_t i = 0; i < 4096 * 64; i++)
         x[i] = from_bits(draw(8, i, (double)(2u << (i / 64 % 25))) | draw(9, i, 2) << 31);
     check_quantize(x, 4096, 64, "subnormal");
-    // Any bits, Inf and NaN among them.
+    // Any bits, Inf and NaN included.
     for (uint32_t i = 0; i < 4096 * 64; i++) x[i] = from_bits(draw(10, i, 4294967296.0));
     check_quantize(x, 4096, 64, "any bits");
     x = tensor(512 * 224, 11);
@@ -74,7 +74,7 @@ static void test_float32(void) {
     release_all();
 }
 
-// Halfway between neighbours, and one step of float32 to either side; 448 makes the scale 1.
+// Halfway between neighbours, and one step of float32 to either side. An element of 448 makes the scale 1.
 static void test_rounding(void) {
     real* x = filled(127 * 32, 448);
     for (int b = 0; b < 127; b++) {
@@ -98,7 +98,7 @@ static void expect(real value, int s, uint8_t q, MxRecipe recipe, const char* wh
     for (int i = 0; i < 31; i++) CHECK(c.q[i] == (s == 255 ? 0x7f : 0), "%s: byte %d is %#x", what, i, c.q[i]);
 }
 
-// By hand, so that the oracle is checked too.
+// By hand, so that the oracle is tested too.
 static void test_special_values(void) {
     for (int i = 0; i < COUNT(recipes); i++) {
         expect(0, 0, 0, recipes[i], "zero");
@@ -139,7 +139,7 @@ static void test_align(void) {
         check_quantize(x, 67, widths[w], "chunks");
         release_all();
     }
-    // One NaN takes its chunk and no more; the trailing 64 stand alone.
+    // One NaN makes its chunk NaN and nothing else. The trailing 64 elements are a chunk of their own.
     real* x = filled(320, 1);
     x[140] = NAN, x[256] = 1024;
     Cast c = {.x = x, .rows = 1, .columns = 320, .recipe = {MX_RCEIL, 128}};
@@ -151,7 +151,7 @@ static void test_align(void) {
     release_all();
 }
 
-// --- Down the columns, and tiles ---
+// --- Transposed, and tiles ---
 
 typedef struct {
     const real* x;
@@ -224,7 +224,7 @@ static void test_tiles(void) {
     }
 }
 
-// --- Both ways ---
+// --- Row-wise and column-wise at once ---
 
 typedef struct {
     const real* x;
@@ -244,7 +244,8 @@ static void run_both(void* arg) {
     ctx_destroy(ctx);
 }
 
-// By channel as rows of x turned, with zeros up to whole chunks; what is behind them stays as it was.
+// The column-wise result equals that of the rows of x transposed, filled up with zeros to whole chunks. Everything
+// behind stays unchanged.
 static void test_both(void) {
     static const int64_t shapes[][2] = {{1, 32}, {127, 96}, {128, 160}, {129, 128}, {300, 288}};
     for (int i = 0; i < COUNT(shapes) * 2; i++) {
@@ -262,6 +263,7 @@ static void test_both(void) {
         CHECK_BYTES(b.scale, scale, rows * mx_stride(columns), "both %d, scales along rows", i);
         CHECK_BYTES(b.q, q, rows * columns, "both %d, bytes along rows", i);
 
+        // Column-wise.
         uint8_t *q_turned = kept_bytes(columns * used), *scale_turned = kept_bytes(columns * mx_stride(used));
         uint8_t *by_channel = poisoned_bytes(columns * b.length), *scales = poisoned_bytes(b.length / 128 * columns);
         oracle_quantize(q_turned, scale_turned, turned, columns, used, recipe);
@@ -276,7 +278,7 @@ static void test_both(void) {
     }
 }
 
-// --- Back, layout ---
+// --- Dequantization and layout ---
 
 static void test_dequantize(void) {
     uint8_t *q = kept_bytes(256 * 256), *scale = kept_bytes(256 * mx_stride(256));
@@ -290,7 +292,7 @@ static void test_dequantize(void) {
         CHECK(isnan(want) ? isnan(got) : !memcmp(&got, &want, 4), "byte %#x scale %d is %g, not %g", i % 256, i / 256,
               got, want);
     }
-    // What is cast comes back within half a step of 3 bits of mantissa, or of the smallest step.
+    // A dequantized value is within half a step of 3 bits of mantissa, or of the smallest step.
     real* from = wild_tensor(64, 352, 70);
     Cast c = {.x = from, .rows = 64, .columns = 352, .recipe = {MX_RCEIL, 128}};
     run_quantize(&c);
@@ -304,7 +306,7 @@ static void test_dequantize(void) {
     release_all();
 }
 
-// Rows of two experts and an empty one between them, with pad rows; behind the last nothing is read or written.
+// Rows of two experts with pad rows, and an empty expert between them. Behind the last nothing is read or written.
 static void test_dequantize_rows(void) {
     enum { N = 5, COLUMNS = 96, CAPACITY = 12 };
     int64_t start[4] = {0, 4, 4, 10};
@@ -328,7 +330,7 @@ static void test_dequantize_rows(void) {
     release_all();
 }
 
-// The sum of what was there and the value, both float32 at most.
+// The sum of the old contents and the dequantized value, exactly.
 static void test_dequantize_add(void) {
     enum { ROWS = 7, COLUMNS = 96 };
     real *from = wild_tensor(ROWS, COLUMNS, 71), *before = random_tensor(ROWS * COLUMNS, 72);
@@ -346,7 +348,7 @@ static void test_dequantize_add(void) {
     release_all();
 }
 
-// Each group's columns as rows of the oracle, filled up with zeros to whole blocks.
+// The columns of each group are the oracle's rows, filled up with zeros to whole blocks.
 static void test_round_columns(void) {
     enum { GROUPS = 6, COLUMNS = 64 };
     static const int32_t rows_of[GROUPS] = {1, 0, 32, 127, 300, 45};
@@ -389,6 +391,7 @@ static void test_blackwell_offset(void) {
             }
             CHECK(wrong == 0, "%lld x %lld: %lld scales share a place", (long long)R, (long long)C, (long long)wrong);
         }
+    // Offsets by hand.
     static const int64_t by_hand[][4] = {// row, block, blocks, offset
                                          {0, 0, 4, 0},    {0, 3, 4, 3},      {1, 0, 4, 16},     {31, 3, 4, 499},
                                          {32, 0, 4, 4},   {127, 3, 4, 511},  {0, 4, 8, 512},    {128, 0, 8, 1024},

@@ -1,4 +1,4 @@
-// The optimizer step against float64, and its guard: a step that is not finite changes nothing, not one bit.
+// The optimizer step against float64, and its guard: a step that is not finite changes no bit.
 #include "layers/adamw.h"
 #include "tests/oracle.h"
 
@@ -10,7 +10,7 @@ typedef struct {
     AdamW opt;
     int64_t updates;  // before the first step
     int steps;
-    int alias;  // weight is master
+    int alias;  // 1: weight and master are the same buffer
     real *loss, *grad[BUFFERS];
     StepState *state, *each;  // after the last step; after every step's decision
     real *weight[BUFFERS], *master[BUFFERS], *m[BUFFERS], *v[BUFFERS];
@@ -18,7 +18,7 @@ typedef struct {
 
 enum { TOKENS = 257 };
 
-// Step s has losses 1 + loss * s and gradients times a factor that takes their norm over and under 1.
+// The gradients of step s are scaled by a factor that makes their norm larger or smaller than 1.
 static double gradient_factor(int s) { return s % 3 == 0 ? 3 : s % 3 == 1 ? 1e-3 : 0.03; }
 
 static void one_step(StepState* state, real* weight[], real* master[], real* m[], real* v[], const real* loss,
@@ -41,7 +41,7 @@ static void run_adam(void* arg) {
     Adam* a = arg;
     Ctx* ctx = ctx_create(adamw_workspace(300));
     a->state = kept_bytes(sizeof(StepState)), a->each = kept_bytes(a->steps * sizeof(StepState));
-    a->state->updates = a->updates, a->state->loss_sum = a->state->grad_sq = NAN;  // step_begin's to clear
+    a->state->updates = a->updates, a->state->loss_sum = a->state->grad_sq = NAN;  // step_begin must clear these
     for (int b = 0; b < BUFFERS; b++) {
         a->master[b] = tensor(sizes[b], 10 + b);
         a->weight[b] = a->alias ? a->master[b] : poisoned(sizes[b]);
@@ -110,8 +110,8 @@ static void check_adam(AdamW opt, int64_t updates, int alias) {
     for (int b = 0; b < BUFFERS; b++) {
         real *start = tensor(sizes[b], 10 + b), *moved = copied(a.master[b], sizes[b]);
         for (int64_t i = 0; i < sizes[b]; i++) moved[i] -= start[i];
-        // Six steps of some roundings each. The change is about 0.3 of a master of 1, rounded six times at 1: 6 u /
-        // 0.3.
+        // Six steps of some roundings each. The change is about 0.3 of a master of 1, which is rounded six times at 1:
+        // 6 u / 0.3.
         CHECK_CLOSE(moved, change[b], sizes[b], TOL(2e-6, 1e-14));
         CHECK_CLOSE(a.m[b], m[b], sizes[b], TOL(1e-6, 1e-14));
         CHECK_CLOSE(a.v[b], v[b], sizes[b], TOL(1e-6, 1e-14));
@@ -130,7 +130,7 @@ static void test_adamw(void) {
     check_adam(opt, 0, 1);
 }
 
-// Sums over more than one block of any backend; a buffer's norm does not depend on which buffer was added first.
+// Sums over more than one block of any backend. The result does not depend on the number of threads.
 static void test_norm_of_large_buffers(void) {
     enum { N = 70001 };
     real *x = tensor(N, 1), *y = tensor(N, 2);
@@ -167,7 +167,7 @@ static void test_step_not_finite(void) {
     state->updates = 7;
     one_step(state, weight, master, m, v, loss, grad, &options, ctx);
     CHECK(state->ok == 1 && state->updates == 8 && state->bad_in_a_row == 0, "a good step");
-    // Where the bad number is: the first or last of a buffer, or the loss.
+    // The place of the bad number: the first or last element of a buffer, or the loss.
     real* const places[] = {&grad[0][0], &grad[0][128], &grad[1][299], &grad[2][0], &loss[0], &loss[TOKENS - 1]};
     const real bad[] = {NAN, INFINITY, -INFINITY};
     int in_a_row = 0;
@@ -204,8 +204,8 @@ static void test_step_not_finite(void) {
     release_all();
 }
 
-// No gradient at all is a step like any other (the norm is 0, and clip / 0 must not matter); gradients too large for
-// the square of a float32 are finite.
+// Gradients of zero are a step like any other: the norm is 0, and clip / 0 must not matter. Gradients whose square is
+// too large for float32 still make a finite norm.
 static void test_extreme_gradients(void) {
     Ctx* ctx = ctx_create(adamw_workspace(300));
     StepState* state = kept_bytes(sizeof(StepState));
@@ -218,7 +218,7 @@ static void test_extreme_gradients(void) {
     CHECK(state->ok == 1 && state->grad_norm == 0 && state->grad_scale == 1, "norm %g scale %g", state->grad_norm,
           state->grad_scale);
     CHECK_NUMBER(state->loss, 2.0, 1e-12);
-    // Decay alone moves the matrices: 1 - 0.1 * 0.5; elements from n_decay on stay.
+    // Only decay changes the matrices: 1 - 0.1 * 0.5. Elements from n_decay on stay.
     for (int b = 0; b < BUFFERS; b++)
         for (int64_t i = 0; i < sizes[b]; i++)
             CHECK(fabs((double)weight[b][i] - (i < decayed[b] ? 0.95 : 1)) < 1e-7, "buffer %d element %lld is %.9g", b,
@@ -233,8 +233,8 @@ static void test_extreme_gradients(void) {
     release_all();
 }
 
-// A step whose tokens had no room counts neither as good nor as bad, and no step after it changes anything until there
-// is room.
+// A step that overflows the capacity counts neither as good nor as bad. Later steps change nothing until the capacity
+// is larger (retry is cleared).
 static void test_no_room(void) {
     Ctx* ctx = ctx_create(0);
     StepState* state = kept_bytes(sizeof(StepState));

@@ -38,7 +38,7 @@ static Attn make_attention(AttnShape s, double spread_by) {
     return a;
 }
 
-// out, lse and the largest logit, each may be NULL; returns <dout, out>.
+// Writes out, lse and the largest logit, where they are not NULL. Returns <dout, out>.
 static double oracle_attention(double* out, double* lse, double* max_logit, const Attn* a) {
     AttnShape s = a->shape;
     double *p = host_alloc(s.T * sizeof(double)), objective = 0;
@@ -46,6 +46,7 @@ static double oracle_attention(double* out, double* lse, double* max_logit, cons
         for (int64_t h = 0; h < s.H; h++)
             for (int64_t t = 0; t < s.T; t++) {
                 const double* q = a->qd + ((b * s.T + t) * s.H + h) * (s.nope + s.rope);
+                // Scores of row t, their maximum, and the softmax.
                 double top = -INFINITY, sum = 0;
                 for (int64_t j = 0; j <= t; j++) {
                     const double* k = a->kvd + ((b * s.T + j) * s.H + h) * (s.nope + s.v);
@@ -56,6 +57,7 @@ static double oracle_attention(double* out, double* lse, double* max_logit, cons
                 for (int64_t j = 0; j <= t; j++) sum += p[j] = exp(p[j] - top);
                 if (lse) lse[(b * s.H + h) * s.T + t] = top + log(sum);
                 if (max_logit) *max_logit = fmax(*max_logit, top);
+                // out of row t.
                 for (int64_t d = 0; d < s.v; d++) {
                     double value = 0;
                     for (int64_t j = 0; j <= t; j++)
@@ -93,8 +95,8 @@ static void check_attention(AttnShape s, double spread_by, double tolerance, dou
     release_all();
 }
 
-// T around the tiles of 64 and 128, one token, several sequences and heads, v smaller and larger than nope, k_rope
-// apart.
+// T around the tile sizes 64 and 128; one token; several sequences and heads; v smaller and larger than nope; different
+// strides of k_rope.
 static void test_attention_shapes(void) {
     static const AttnShape shapes[] = {
         {2, 5, 2, 3, 2, 4, 2, 0.45f},   {1, 2, 1, 1, 2, 1, 3, 1.0f},    {3, 3, 5, 4, 4, 2, 9, 0.3f},
@@ -106,7 +108,7 @@ static void test_attention_shapes(void) {
     for (int i = 0; i < COUNT(shapes); i++) check_attention(shapes[i], 1, TOL(2e-6, 1e-14), 6e-6);
 }
 
-// One token attends to itself alone: out = v, whatever the logits; no gradient reaches q and k.
+// A token alone attends only to itself: out = v, whatever the logits. No gradient reaches q and k.
 static void test_attention_one_token(void) {
     AttnShape s = {.B = 3, .T = 1, .H = 2, .nope = 4, .rope = 2, .v = 3, .k_rope_stride = 5, .scale = 0.4f};
     Attn a = make_attention(s, 1);
@@ -116,7 +118,7 @@ static void test_attention_one_token(void) {
             CHECK(a.out[n * s.v + d] == a.kv[n * 7 + 4 + d], "out of (token, head) %lld", (long long)n);
             CHECK(a.dkv[n * 7 + 4 + d] == a.dout[n * s.v + d], "dv of (token, head) %lld", (long long)n);
         }
-    // dS = dout v - delta, the same sum twice: 0 but for its rounding.
+    // dS = dout v - delta, the same sum twice: 0 but for rounding.
     for (int64_t i = 0; i < a.nq; i++) CHECK(fabs((double)a.dq[i]) <= TOL(1e-5, 1e-14), "dq %g", (double)a.dq[i]);
     double* lse = zeros(a.nlse);
     oracle_attention(NULL, lse, NULL, &a);
@@ -126,15 +128,16 @@ static void test_attention_one_token(void) {
 
 static void test_attention_large_logits(void) {
     AttnShape s = {.B = 1, .T = 130, .H = 2, .nope = 8, .rope = 4, .v = 6, .k_rope_stride = 4, .scale = 0.29f};
-    // Queries and keys times 30: logits of up to 3000, rounded to 2e-4. That counts in rows without a clear winner
-    // only, two logits less than 5 apart: one in a hundred, so a norm of 2e-4 / sqrt(100) at most.
+    // Queries and keys times 30: logits of up to 3000, rounded to 2e-4. This matters only in rows without a clear
+    // winner, with two logits less than 5 apart. That is one row in a hundred, so the norm is 2e-4 / sqrt(100) at most.
     check_attention(s, 30, TOL(2e-5, 1e-13), 0);
-    // Times 4, with gradients: logits of up to 60, rounded to 60 u = 4e-6; fewer terms matter, their sums err less.
+    // Times 4, with gradients: logits of up to 60, rounded to 60 u = 4e-6. Fewer terms matter, so their sums have
+    // smaller errors.
     check_attention(s, 4, TOL(4e-6, 1e-14), 2e-5);
 }
 
-// A change of a token changes nothing before it, nor another sequence: not one bit of outputs; and the gradients of
-// keys and values after it know nothing of the queries before.
+// A change of a token changes no bit of the outputs before it or of another sequence. The gradients of keys and values
+// after it do not depend on earlier queries.
 static void test_attention_causal(void) {
     static const int64_t lengths[] = {3, 65, 130, 200};
     for (int i = 0; i < COUNT(lengths); i++) {
@@ -146,7 +149,7 @@ static void test_attention_causal(void) {
         for (int k = 0; k < COUNT(cuts); k++) {
             int64_t cut = cuts[k];
             Attn b = a;
-            // The tokens from `cut` on of the first sequence, and all of dout there.
+            // Changes the tokens from `cut` on of the first sequence.
             b.q = copied(a.q, a.nq), b.kv = copied(a.kv, a.nkv), b.dout = copied(a.dout, a.nout);
             b.k_rope = copied(a.k_rope, a.tokens * 3);
             for (int64_t j = cut * q; j < T * q; j++) b.q[j] = -3 * b.q[j] + 1;
@@ -162,7 +165,7 @@ static void test_attention_causal(void) {
             CHECK_BITS(a.dq + T * q, b.dq + T * q, T * q * sizeof(real));
             CHECK_BITS(a.dkv + T * kv, b.dkv + T * kv, T * kv * sizeof(real));
             CHECK_BITS(a.dk_rope + T * 3, b.dk_rope + T * 3, T * 3 * sizeof(real));
-            // Earlier queries and their dout.
+            // Changes the queries before `cut` and their dout.
             Attn c = a;
             c.q = copied(a.q, a.nq), c.dout = copied(a.dout, a.nout);
             for (int64_t j = 0; j < cut * q; j++) c.q[j] = -3 * c.q[j] + 1;

@@ -4,8 +4,8 @@
 #include "layers/adamw.h"
 #include "tests/router.h"
 
-// margin_bin and margin_edge agree: a bin holds the margins from its lower edge to its upper one, and the edges are
-// where the header says.
+// margin_bin and margin_edge agree: a bin has the margins from its lower to its upper edge, and the edges are those of
+// the header.
 static void test_margin_bins(void) {
     CHECK(margin_bin(0) == MARGIN_SIDE && margin_bin(-0.0f) == MARGIN_SIDE, "0 is in bin %d", margin_bin(0));
     CHECK(margin_edge(0) == -2 && margin_edge(MARGIN_BINS) == 2, "from %g to %g", margin_edge(0),
@@ -14,7 +14,7 @@ static void test_margin_bins(void) {
           margin_edge(MARGIN_SIDE + 1));
     for (int bin = 0; bin < MARGIN_BINS; bin++) {
         const float low = (float)margin_edge(bin), high = (float)margin_edge(bin + 1), middle = (low + high) / 2;
-        // Of positive margins the lower edge belongs to the bin, of negative ones the upper.
+        // The lower edge belongs to the bin for positive margins, the upper edge for negative ones.
         const float edge = bin < MARGIN_SIDE ? high : low;
         CHECK(low < high && (double)low == margin_edge(bin), "bin %d is from %g to %g", bin, (double)low, (double)high);
         CHECK(margin_bin(middle) == bin, "%g is in bin %d, not %d", (double)middle, margin_bin(middle), bin);
@@ -34,7 +34,7 @@ static int ascending(const void* a, const void* b) {
     return (x > y) - (x < y);
 }
 
-// alpha of each token, by sorting what it did not select.
+// alpha of each token, by sorting the scores of the experts that it did not select.
 static float* oracle_alpha(const Router* r) {
     const RouterShape s = r->shape;
     float* alpha = host_alloc(s.N * sizeof(float));
@@ -62,8 +62,8 @@ static double* sorted_margins(const Router* r, const float* alpha, int32_t e) {
     return margins;
 }
 
-// The K/E quantile of sorted margins: the wanted number of them is reached in a bin, and the quantile divides the bin
-// as that number divides the margins in it.
+// The K/E quantile of sorted margins: the bin in which the wanted number of margins is reached. The quantile divides
+// the bin in the ratio in which that number divides its margins.
 static double oracle_quantile(const double* margins, RouterShape s) {
     const double wanted = (double)s.N * s.K / s.E, reached = margins[(int64_t)ceil(wanted) - 1];
     int bin = 0;
@@ -82,8 +82,8 @@ static double largest_load(const int64_t* load, RouterShape s) {
     return most * s.E / ((double)s.N * s.K);
 }
 
-// Loads and histograms, and the quantile update, against sorted margins. equal: the tokens are alike in threes, and all
-// experts in fours, so that scores tie.
+// Loads, histograms and the quantile update, against sorted margins. equal: tokens are equal in threes and experts in
+// fours, so that scores tie.
 static void check_quantile(RouterShape s, int equal) {
     Router r = make_router(s);
     for (int64_t i = 0; i < s.N * s.C && equal; i++) r.x[i] = r.x[i / s.C / 3 * 3 * s.C + i % s.C];
@@ -91,7 +91,7 @@ static void check_quantile(RouterShape s, int equal) {
     for (int32_t e = 0; e < s.E && equal; e++) r.bias[e] = r.bias[e / 4 * 4];
     run_router(&r);
 
-    // In two micro-steps of different sizes, as in one.
+    // Counts in two micro-steps of different sizes equal those in one.
     Ctx* ctx = ctx_create(0);
     const int64_t cells = (int64_t)s.E * MARGIN_BINS, first = s.N / 3;
     int64_t *load = host_alloc(2 * s.E * sizeof(int64_t)), *margins = host_alloc(2 * cells * sizeof(int64_t));
@@ -104,7 +104,7 @@ static void check_quantile(RouterShape s, int equal) {
     CHECK_BITS(load, load + s.E, s.E * sizeof(int64_t));
     CHECK_BITS(margins, margins + cells, cells * sizeof(int64_t));
 
-    // The update: every bias by its quantile, then the mean off. Float32 rounds twice.
+    // The update: every bias moves by its quantile, then the mean is subtracted. Float32 rounds twice.
     StepState state = {.ok = 1};
     float* alpha = oracle_alpha(&r);
     double *expected = zeros(s.E), mean = 0;
@@ -156,8 +156,8 @@ static void test_quantile(void) {
     check_quantile(shapes[3], 1);
 }
 
-// Nothing is written if the step is not good, nor in a layer that counted no token; where all experts are selected they
-// keep equal biases. The layers before and behind do not matter.
+// Nothing is written if the step is not good, or in a layer that counted no token. If all experts are selected, they
+// keep equal biases. Other layers do not matter.
 static void test_quantile_edges(void) {
     enum { E = 4, K = 2, CELLS = E * MARGIN_BINS };
     Ctx* ctx = ctx_create(0);
@@ -182,7 +182,7 @@ static void test_quantile_edges(void) {
     release_all();
 }
 
-// The largest rate that is a float32 moves a bias by itself, and only by the sign.
+// A bias moves by exactly the rate. Only the sign of the mean load minus its own load counts.
 static void test_sign(void) {
     enum { E = 5 };
     static const int64_t loads[][E] = {{10, 20, 30, 20, 20},

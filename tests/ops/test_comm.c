@@ -1,7 +1,7 @@
-// Collectives on device memory, the same in both builds: on all ranks of mpirun, and alone where there is none.
-// Everything that is moved, and sums of small whole numbers, are exact. Other sums are compared with sums in double:
-// each of the R - 1 additions rounds to u = 2^-24 of a partial sum, so ||out - ref|| / ||ref|| stays below R u, about
-// 2.4e-7 on 4 ranks; 1e-6 is asked for.
+// Collectives on device memory, the same in both builds: on all ranks of mpirun, or on one rank without mpirun. Copies
+// and sums of small whole numbers are exact. Other sums are compared with sums in double. Each of the R - 1 additions
+// rounds to u = 2^-24 of a partial sum. So ||out - ref|| / ||ref|| stays below R u, about 2.4e-7 on 4 ranks; 1e-6 is
+// allowed.
 #include "device/device.h"
 #include "parallel/comm.h"
 #include "tests/ranks.h"
@@ -48,7 +48,7 @@ static void all_gather(void) {
         }
 }
 
-// Numbers of rank r, the same wherever they are asked for.
+// The numbers of rank r, the same on every rank.
 static real* numbers(int r, int64_t n) { return random_tensor(n, (uint32_t)(100 + r)); }
 
 // Their sum over the ranks in double.
@@ -68,7 +68,7 @@ static double error_of(const real* out, const double* ref, int64_t n) {
     return sqrt(diff / norm);
 }
 
-static const int64_t lengths[] = {1, 999, 100003};  // of sums: one that is short, one for rings, neither even
+static const int64_t lengths[] = {1, 999, 100003};  // of sums: short and long ones (for rings), all odd
 
 static void reduce_scatter(void) {
     int n_ranks = comm_count(comm), me = comm_index(comm);
@@ -92,7 +92,7 @@ static void reduce_scatter(void) {
         }
 }
 
-// The same bits on all ranks, and each time.
+// The same bits on all ranks and in every call.
 static void sum_is_the_same_everywhere(void) {
     int n_ranks = comm_count(comm), me = comm_index(comm);
     for (int i = 0; i < 3; i++) {
@@ -121,7 +121,7 @@ static void sum_is_the_same_everywhere(void) {
     }
 }
 
-// double and int64: beyond what float32 can count.
+// double and int64, with numbers that float32 cannot represent.
 static void sums_of_other_types(void) {
     int n_ranks = comm_count(comm), me = comm_index(comm);
     for (int i = 0; i < 3; i++) {
@@ -147,8 +147,8 @@ static void sums_of_other_types(void) {
     }
 }
 
-// rows(i, j) go from rank i to rank j: in two buffers with rows of 6 and 40 bytes, in reverse order of ranks, with a
-// row in between that stays untouched. Sent back they are what they were.
+// Rank i sends rows(i, j) rows to rank j, in two buffers with rows of 6 and 40 bytes, in reverse order of ranks. A row
+// in between stays untouched. Then the rows are sent back and must be unchanged.
 static void check_rows(Comm* c, int64_t (*rows)(int from, int to), const char* what) {
     enum { BUFFERS = 2 };
     const size_t row_bytes[BUFFERS] = {6, 40};
@@ -164,6 +164,7 @@ static void check_rows(Comm* c, int64_t (*rows)(int from, int to), const char* w
         recv[i] = rows(i, me);
         recv_end += recv[i] + 1;
     }
+    // The buffers, on the host and on the device. `returned` is poisoned.
     unsigned char *out[BUFFERS], *in[BUFFERS];
     ExchangeBuffer go[BUFFERS], back[BUFFERS];
     for (int b = 0; b < BUFFERS; b++) {
@@ -179,6 +180,7 @@ static void check_rows(Comm* c, int64_t (*rows)(int from, int to), const char* w
         void* returned = on_device(out[b], out_bytes);
         back[b] = (ExchangeBuffer){returned, there, size};
     }
+    // There and back.
     ExchangeRows forth = {send_start, send, recv_start, recv, NULL}, home = {recv_start, recv, send_start, send, NULL};
     comm_exchange(c, go, BUFFERS, forth, ctx);
     comm_exchange(c, back, BUFFERS, home, ctx);
@@ -218,7 +220,7 @@ static void exchange(void) {
     check_rows(comm, many, "many");
 }
 
-// A group of one only copies; two groups at once, on lines of work of their own.
+// A group of one only copies. Then two groups communicate at the same time, on different streams.
 static void groups(void) {
     Ranks *alone = ranks_split(world, rank), *odd = ranks_split(world, rank % 2);
     Comm *one = comm_create(alone, "one", ctx), *some = comm_create(odd, "some", ctx), *all = comm;
@@ -233,6 +235,7 @@ static void groups(void) {
     comm = all;
     check_rows(some, uneven, "every second rank");
 
+    // Sums over all ranks on the side stream, over every second rank on ctx.
     enum { N = 1 << 20, TURNS = 15 };
     Ctx* side = ctx_side(ctx, 0);
     Event* ready = event_create();
@@ -245,6 +248,7 @@ static void groups(void) {
         comm_sum_i64(all, x, N, side);
         comm_sum_i64(some, y, N, ctx);
     }
+    // Each sum multiplies the numbers by the number of ranks.
     int64_t in_all = 1, in_some = 1;
     for (int i = 0; i < TURNS; i++) in_all *= ranks, in_some *= comm_count(some);
     event_record(ready, side);

@@ -1,5 +1,5 @@
-// The CUDA kernels of AdamW, with the sums and decisions of a step, against the double reference. tests/cuda.cuh has
-// the bounds.
+// The CUDA kernels of AdamW, with the sums and decisions of a step, against the double reference. Tolerances:
+// tests/cuda.cuh.
 #include "layers/adamw.h"
 #include "tests/cuda.cuh"
 
@@ -23,6 +23,7 @@ static void adamw_case(int64_t n, int64_t n_decay, int64_t N, float clip) {
     StepState ref;
     memset(&ref, 0, sizeof(ref));
     for (int step = 0; step < 4; step++) {
+        // A step on both sides, with two micro-steps. In step 2 one gradient is not finite.
         const bool bad = step == 2;
         auto keep = grad.host;
         if (bad) grad.host[(size_t)(n / 2)] = step % 2 ? NAN : INFINITY, grad.send();
@@ -41,13 +42,15 @@ static void adamw_case(int64_t n, int64_t n_decay, int64_t N, float clip) {
         REFERENCE(grad_norm_add)(&ref, (real*)((double*)grad.ref() + 4), n - 4, reference_ctx);
         step_decide(state, 2 * N, there, ctx);
         REFERENCE(step_decide)(&ref, 2 * N, &opt, reference_ctx);
-        // More buffers than go into a launch, all but one without parameters: that one in the first or the second.
+        // More buffers than one launch takes. All but one have no parameters; that one is in the first or in the second
+        // launch.
         const AdamWBuffer buffer = {weight.dev, master.dev, m.dev, v.dev, grad.dev, n, n_decay};
         const AdamWBuffer wanted = {weight.ref(), master.ref(), m.ref(), v.ref(), grad.ref(), n, n_decay};
         std::vector<AdamWBuffer> list(35, AdamWBuffer{});
         list[step % 2 ? 33 : 31] = buffer;
         adamw_update(list.data(), 35, 0, there, state, ctx);
         REFERENCE(adamw_update)(&wanted, 1, 0, &opt, &ref, reference_ctx);
+        // The decision of the step, and a step that is not finite changes nothing.
         StepState got = fetch_state(state);
         CHECK(got.ok == ref.ok && got.updates == ref.updates && got.bad_in_a_row == ref.bad_in_a_row,
               "step %d: ok %d, updates %lld, bad %d", step, got.ok, (long long)got.updates, got.bad_in_a_row);
@@ -67,11 +70,12 @@ static void adamw_case(int64_t n, int64_t n_decay, int64_t N, float clip) {
         CHECK(close_to(got.grad_scale, ref.grad_scale) && close_to(got.correction1, ref.correction1) &&
                   close_to(got.correction2, ref.correction2),
               "scale %.17g, corrections %.17g %.17g", got.grad_scale, got.correction1, got.correction2);
+        // The tensors.
         CHECK_CLOSE(weight, BF16);
         CHECK_CLOSE(master, FLOAT);
         CHECK_CLOSE(m, FLOAT);
         CHECK_CLOSE(v, FLOAT);
-        // The change alone: masters of size 1 keep 2^-24 of themselves, changes of 1e-2 so 1e-5.
+        // Only the change is compared: masters of size 1 keep 2^-24 of themselves, so changes of 1e-2 keep 1e-5.
         auto now = master.got(), rounded = weight.got();
         double off = 0, size = 0;
         int64_t wrong = 0;
@@ -83,7 +87,7 @@ static void adamw_case(int64_t n, int64_t n_decay, int64_t N, float clip) {
         }
         CHECK(sqrt(off / size) < 1e-4 && wrong == 0, "change off by %g, %lld weights not the rounded master",
               sqrt(off / size), (long long)wrong);
-        // Both go on from the same numbers.
+        // Both sides continue from the same numbers.
         master.host = now, m.host = m.got(), v.host = v.got();
     }
     settle();

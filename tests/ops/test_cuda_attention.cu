@@ -1,14 +1,14 @@
-// Attention on the GPU against the reference in double, forward and backward, for the three head sizes, with all
-// kernels that the GPU can run: Hopper's (layers/attention_forward.cuh and attention_backward.cuh) and those for every
-// GPU (layers/attention_portable.cuh and attention_portable_backward.cuh).
+// Attention on the GPU against the reference in double, forward and backward, for the three head sizes. All kernels
+// that the GPU can run are tested: Hopper's (layers/attention_forward.cuh and attention_backward.cuh) and those for
+// every GPU (layers/attention_portable.cuh and attention_portable_backward.cuh).
 //
-// Tolerances (of ||out - ref|| / ||ref||). bf16 rounds by at most u = 2^-9 = 1.95e-3 of each element, typically u
-// / 1.7.
-//   out: P is rounded before it meets v, and out itself: 2 u = 3.9e-3. lse: float sums of 192 products, no rounding to
-//   bf16 at all: 1e-5 of logits around 1.
-//   dv: P and dv: 2 u. dq: dS and dq: 2 u; dk and dk_rope: P, dS, and the result: 3 u = 5.9e-3.
-// Backward gets the kernel's own out and lse on both sides. Where a row sees one key only dS is a difference of equal
-// sums, 0 but for their float rounding: errors are compared with ||ref|| + 1e-4 sqrt(n).
+// Tolerances, of ||out - ref|| / ||ref||. bf16 rounds by at most u = 2^-9 = 1.95e-3 of each element, typically by u /
+// 1.7.
+//   out: P is rounded before it is multiplied by v, and out itself: 2 u = 3.9e-3. lse: float sums of 192 products,
+//   without rounding to bf16: 1e-5 of logits around 1.
+//   dv: P and dv: 2 u. dq: dS and dq: 2 u. dk and dk_rope: P, dS, and the result: 3 u = 5.9e-3.
+// Backward gets the kernel's own out and lse on both sides. If a row sees only one key, dS is a difference of equal
+// sums, 0 but for their float rounding. So errors are compared with ||ref|| + 1e-4 sqrt(n).
 #include <sys/wait.h>
 #include <unistd.h>
 
@@ -34,7 +34,7 @@ struct Case {
           dk_rope(k_rope.n),
           lse(s.B * s.T * s.H),
           max_logit(1) {}
-    // k_rope stands at the end of its rows, behind kv_lora's columns in the model.
+    // k_rope is at the end of its rows, as in the model, where it follows the columns of kv_lora.
     int64_t rope_at() const { return shape.k_rope_stride - shape.rope; }
     void forward() {
         attention_forward(out.dev, lse.dev, max_logit.dev, q.dev, kv.dev, k_rope.dev + rope_at(), shape, ctx);
@@ -88,7 +88,7 @@ static void check_case(AttnShape s, double times, double tolerance, double gradi
      c.kv.ref(), c.rope_ref(c.k_rope), s, reference_ctx);
     CHECK_NEAR(c.dq, gradient_tolerance);
     CHECK_NEAR(c.dkv, gradient_tolerance);
-    // Between the rows of dk_rope nothing is written: the poison is still there. Cut it out on both sides.
+    // Nothing is written between the rows of dk_rope: the poison is still there. Both sides are compared without it.
     auto got = c.dk_rope.got();
     int64_t touched = 0;
     double diff = 0, norm = 0;
@@ -126,17 +126,19 @@ static void test_small(void) {
 static void test_many_blocks(void) { check_case(shape_of(64, 2, 1100, 12, 72), 1, 2 * U, 3 * U); }
 
 // Queries and keys times 20: logits around 400 and up to 2000. Their float sums are off by a few 2^-24 * 2000 = 1e-4,
-// and so is P; then what bf16 adds. dS of the few rows without a clear winner carries the gradients, twice as uneven.
+// and so is P; bf16 adds its rounding. dS of the few rows without a clear winner carries the gradients, with twice the
+// error.
 static void test_large_logits(void) {
     for (int64_t rope = 16; rope <= 64; rope *= 2) check_case(shape_of(rope, 2, 200, 3, 2 * rope), 20, 3 * U, 6 * U);
 }
 
-// Queries of a head that are all equal, and so are keys: row t sees t + 1 equal scores s, lse = s + ln(t + 1), and out
-// is the mean of the values so far. The maximum never moves, and what each of 128 tiles adds to the error of a sum
-// grows with t. lse: the tensor cores cut sums off behind 24 bits, in each of 12 steps half of s on the average: 3.6e-5
-// of 50 at most; 2^-24 of a sum of ones for each tile, 8e-6; exp2 and lse itself 1e-5: 5.4e-5 in all, and twice that is
-// allowed. A factor of an old sum that is off by up to half of the last bit of s log2(e) shows 3e-4 at most, where s is
-// large; 1.5e-4 was seen, of the heads here in one.
+// All queries of a head are equal, and so are its keys. Row t sees t + 1 equal scores s, lse = s + ln(t + 1), and out
+// is the mean of the values so far. The maximum never changes, and each of 128 tiles adds to the error of a sum, so the
+// error grows with t.
+// The error of lse. The tensor cores cut sums off behind 24 bits, in each of 12 steps half of s on average: 3.6e-5 of
+// 50 at most. Each tile loses 2^-24 of a sum of ones: 8e-6. exp2 and lse itself: 1e-5. Together 5.4e-5; twice that is
+// allowed. (Guards against a factor of old sums that is off by up to half of the last bit of s log2(e). Where s is
+// large it shows 3e-4 at most; 1.5e-4 was seen, for one of the heads here.)
 static void test_equal_scores(void) {
     enum { T = 16384, H = 4 };
     for (int64_t rope = 16; rope <= 64; rope *= 2) {
@@ -158,7 +160,7 @@ static void test_equal_scores(void) {
         c.forward();
         auto lse = c.lse.got(), out = c.out.got();
         for (int64_t h = 0; h < H; h++) {
-            for (int64_t i = 0; i < D; i++)  // of what bf16 left of both
+            for (int64_t i = 0; i < D; i++)  // of q and k as rounded to bf16
                 score[h] += (double)s.scale * c.q.host[(size_t)(h * D + i)] *
                             (i < V ? c.kv.host[(size_t)(h * 2 * V + i)] : c.k_rope.host[(size_t)(i - V)]);
             double worst = 0, diff = 0, norm = 0;
@@ -193,7 +195,7 @@ static bool same(const std::vector<double>& a, const std::vector<double>& b, int
     return memcmp(&a[(size_t)from], &b[(size_t)from], (size_t)(to - from) * sizeof(double)) == 0;
 }
 
-// Other tokens from `cut` on in the first sequence: not a bit changes before it, nor in the second sequence.
+// Other tokens from `cut` on in the first sequence: no bit changes before `cut` or in the second sequence.
 static void test_causality(void) {
     static const int64_t cuts[] = {1, 64, 100, 128, 299};
     for (int64_t rope = 16; rope <= 64; rope *= 2)
@@ -221,7 +223,7 @@ static void test_causality(void) {
         }
 }
 
-// Head sizes without a kernel end the run; the settings refuse them before.
+// Head sizes without a kernel end the run. The settings refuse them earlier.
 static void test_unknown_heads(void) {
     int ends[2];
     CHECK(pipe(ends) == 0, "pipe");

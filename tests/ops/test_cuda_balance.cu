@@ -3,8 +3,8 @@
 #include "moe/balance.h"
 #include "tests/cuda.cuh"
 
-// Updates of several layers, one of which counted nothing. Quantiles: the same bin, or another result by a multiple of
-// its width; float32 rounds the bias and the mean.
+// Updates of several layers; one layer counted nothing. A quantile in another bin would be off by a multiple of the
+// bin's width. Float32 rounds the bias and the mean.
 static void test_balance(void) {
     for (int32_t E : {1, 7, 64, 256, 500}) {
         enum { LAYERS = 4, EMPTY = 2, TOKENS = 3000 };
@@ -29,6 +29,7 @@ static void test_balance(void) {
         load.send(), margins.send();
         settle();
         const auto quantile_before = by_quantile.got(), sign_before = by_sign.got();
+        // Against the reference. Without ok, and in the layer without counts, no bias moves.
         for (int ok = 0; ok < 2; ok++) {
             host.ok = ok;
             device_upload(state, &host, sizeof(host), ctx);

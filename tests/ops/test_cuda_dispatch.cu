@@ -1,8 +1,8 @@
-// The CUDA kernels of the dispatch against the double reference. tests/cuda.cuh has the bounds.
+// The CUDA kernels of the dispatch against the double reference. Tolerances: tests/cuda.cuh.
 #include "moe/dispatch_ops.h"
 #include "tests/layout.cuh"
 
-// Where choices go: distinct experts anywhere, all on the last rank as far as its experts go, or those of few ranks.
+// The choices: distinct experts anywhere; experts of the last rank first; or experts of few ranks.
 static void dispatch_case(int64_t N, int32_t K, int32_t P, int32_t El, Kind kind) {
     const int32_t E = P * El;
     const int64_t capacity = ragged_capacity(N, P, P, BACKEND_CUDA);
@@ -21,6 +21,7 @@ static void dispatch_case(int64_t N, int32_t K, int32_t P, int32_t El, Kind kind
     Ragged ref = {P, capacity, start.ref(), group_rows.ref(), row_token.ref(), token_row.ref(), NULL};
     CHECK(permute_workspace(N, P, P) <= ctx->workspace_bytes, "workspace");
     settle();
+    // The ranks of each token, and the plan of the rows sent.
     auto ranks = [&] { dispatch_ranks(rank.dev, counts.dev, expert.dev, N, K, P, El, ctx); };
     ranks();
     REFERENCE(dispatch_ranks)(rank.ref(), counts.ref(), expert.ref(), N, K, P, El, reference_ctx);
@@ -30,10 +31,12 @@ static void dispatch_case(int64_t N, int32_t K, int32_t P, int32_t El, Kind kind
     permute_plan(dev, rank.dev, NULL, N, P, ctx);
     REFERENCE(permute_plan)(ref, rank.ref(), NULL, N, P, reference_ctx);
     CHECK_SAME(group_rows);
+    // The choices and gates of each sent row.
     dispatch_choices(row_expert.dev, row_gate.dev, expert.dev, gate.dev, dev, N, K, El, ctx);
     REFERENCE(dispatch_choices)
     (row_expert.ref(), row_gate.ref(), expert.ref(), gate.ref(), ref, N, K, El, reference_ctx);
-    // The reference lays the ranks' rows out without gaps. drow_gate goes to the same rows here, NaN to the others.
+    // The reference lays the ranks' rows out without gaps. drow_gate gets the same values in the same rows here, and
+    // NaN elsewhere.
     auto places = token_row.got(), ids = row_expert.got();
     auto gates = row_gate.got(), values = drow_gate.host;
     std::fill(drow_gate.host.begin(), drow_gate.host.end(), NAN);
@@ -52,6 +55,7 @@ static void dispatch_case(int64_t N, int32_t K, int32_t P, int32_t El, Kind kind
     for (double g : gates) written += g == g;
     CHECK(wrong == 0, "%lld of the sent choices wrong", (long long)wrong);
     CHECK(written == sent * K, "%lld gates written for %lld rows", (long long)written, (long long)sent);
+    // Backward.
     drow_gate.send();
     drow_gate.host = values;
     settle();

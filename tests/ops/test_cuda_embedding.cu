@@ -1,4 +1,4 @@
-// The CUDA kernels of the embedding against the double reference. tests/cuda.cuh has the bounds.
+// The CUDA kernels of the embedding against the double reference. Tolerances: tests/cuda.cuh.
 #include "layers/embedding.h"
 #include "tests/cuda.cuh"
 

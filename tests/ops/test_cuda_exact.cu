@@ -1,13 +1,13 @@
-// MXFP8 `exact` is the bf16 product of what the bytes stand for: is it as exact as a bf16 product can be? On
-// dequantized operands, against float64, in float32 output: that of the weights' gradients, whose sums are those of all
-// passes (the others round them to bf16 at the end).
+// MXFP8 `exact` is the bf16 GEMM of dequantized values. This test compares its accuracy with the best possible for
+// bf16: on dequantized operands, against float64, with float32 output. It uses wgrad, whose sums are those of all
+// passes (the other passes round them to bf16 at the end).
 //
 // Tolerances, of the norm, at a contraction of K. The tensor cores add 16 products at a time and cut the running sum
-// off behind its 24th bit, towards zero: half of 2^-23, over its mantissa (0.72 on average), 4.3e-8 of the sum as it
-// stands. That is sqrt(k / K) of the result, 2/3 on average, and there are K / 16 of these losses, all of one sign:
-// 1.8e-9 K. Allowed: 2e-9 K, and 5e-7 for the roundings that do not grow with K. Sums in bf16 would show 1e-3, fp8
-// products 1e-4. And whatever the card does, the library's bf16 product of the same operands does it too: at most 1.2
-// times its error.
+// off behind its 24th bit, towards zero. The loss is half of 2^-23 over the sum's mantissa (0.72 on average): 4.3e-8 of
+// the current sum. The current sum is sqrt(k / K) of the result, 2/3 on average. There are K / 16 of these losses, all
+// of one sign: 1.8e-9 K. Allowed: 2e-9 K, and 5e-7 for roundings that do not grow with K. Sums in bf16 would show 1e-3,
+// fp8 products 1e-4. On every GPU the library's bf16 GEMM of the same operands has the same loss: at most 1.2 times its
+// error is allowed.
 #include "grouped/grouped_gemm.h"
 #include "layers/matmul.h"
 #include "mx/mxfp8.h"
@@ -15,7 +15,7 @@
 
 enum { OC = 2048, IC = 1408 };
 
-// (rows, columns), random, as its cast down the rows stands for.
+// Replaces x (rows, columns) by its dequantized values, quantized column-wise.
 static void cast_columns(X& x, Ragged r, int64_t columns, MxRecipe recipe) {
     mx_round_columns(x.dev, r, columns, recipe, ctx);
     x.host = x.got();

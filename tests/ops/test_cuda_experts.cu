@@ -1,4 +1,4 @@
-// The CUDA kernels of the experts' SwiGLU against the double reference. tests/cuda.cuh has the bounds.
+// The CUDA kernels of the experts' SwiGLU against the double reference. Tolerances: tests/cuda.cuh.
 #include "grouped/experts.h"
 #include "tests/layout.cuh"
 

@@ -1,6 +1,6 @@
-// Work that is replayed (device/graph.h) does what it did when it was first done, on what then lies in memory: kernels
-// that start early behind one another, behind a zeroing, a copy, a product of the library and a wait for a side stream.
-// Whole numbers small enough for bf16, so that every result is exact.
+// Replayed work (device/graph.h) must do the same as in its first run, on the current contents of memory. It has
+// kernels that start early: behind one another, behind a zeroing, a copy, a GEMM of the library and a wait for a side
+// stream. Whole numbers small enough for bf16 make every result exact.
 #include "device/cuda.cuh"
 #include "device/graph.h"
 #include "layers/matmul.h"
@@ -11,12 +11,12 @@ enum { N = 64, RUNS = 6 };
 typedef struct Work {
     Ctx *ctx, *side;
     Event *given, *done;
-    int calls;                   // of the host's part
+    int calls;                   // calls of the host function
     floatX *x, *w;               // (N, N) each
     real *in, *sum, *twice, *y;  // (N, N) each
 } Work;
 
-// y += x^T with x = in; twice = 2 in by way of sum, on a side stream; y += twice
+// y += x^T with x = in. twice = 2 in, from sum, on a side stream. y += twice.
 static void work(void* argument) {
     Work* w = (Work*)argument;
     w->calls++;
@@ -30,11 +30,11 @@ static void work(void* argument) {
     matmul_wgrad(w->y, w->x, w->w, N, N, N, 1, w->ctx);
     event_record(w->done, w->side);
     event_wait(w->done, w->ctx);
-    device_add(w->y, w->twice, N * N, w->ctx);  // behind a product and another stream
+    device_add(w->y, w->twice, N * N, w->ctx);  // behind a GEMM and another stream
 }
 
 static void check_runs(Graph* graph, int calls) {
-    // On the device: w is the identity, so that y gets x^T = in^T of each run.
+    // On the device: w is the identity, so y gets x^T = in^T of each run.
     Ctx* ctx = ctx_create(matmul_workspace());
     Work w = {.ctx = ctx, .side = ctx_side(ctx, 0), .given = event_create(), .done = event_create()};
     real** reals[] = {&w.in, &w.sum, &w.twice, &w.y};
@@ -46,7 +46,7 @@ static void check_runs(Graph* graph, int calls) {
     device_upload(w.in, in, sizeof(in), ctx);
     device_to_floatX(w.w, w.in, N * N, ctx);
 
-    // Every run has an input of its own, and adds to y.
+    // Every run has its own input and adds to y.
     for (int run = 0; run < RUNS; run++) {
         for (int i = 0; i < N * N; i++) in[i] = (real)((i + 7 * run) % 31 - 15);
         for (int i = 0; i < N * N; i++) want[i] += in[i % N * N + i / N] + 2 * in[i];
@@ -73,7 +73,7 @@ static void test_without_a_graph(void) { check_runs(NULL, RUNS); }
 // The first run is done, the second recorded.
 static void test_replays(void) { check_runs(graph_create(), 2); }
 
-// Where the host waits in products of MXFP8 bytes, all other work is replayed.
+// If the host waits in GEMMs of MXFP8 values, all other work is replayed.
 static void test_refusals(void) {
     Ctx hopper = {}, blackwell = {};
     hopper.capability = 90, blackwell.capability = 100;

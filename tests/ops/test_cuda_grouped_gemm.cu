@@ -1,9 +1,10 @@
-// The grouped products on the GPU against the reference in double: the portable kernels, and where the GPU has them
-// Hopper's.
+// The grouped GEMMs on the GPU against the reference in double: the portable kernels, and Hopper's where the GPU has
+// them.
 //
 // Tolerances. Outputs in bf16 (forward, dgrad), 8 significant bits: rounding moves an element by at most 2^-8 of
-// itself, so no row may be off by more than 2^-8 in norm, with 1e-5 for the float32 sums; over a whole tensor the
-// rounding errors, even over half a unit of the last place, come to 1.5e-3 .. 1.7e-3: 2e-3. dW: tests/ragged.cuh.
+// itself. So no row may be off by more than 2^-8 in norm, plus 1e-5 for the float32 sums. Rounding errors are even over
+// half a unit of the last place. Over a whole tensor they come to 1.5e-3 .. 1.7e-3; 2e-3 is allowed. dW:
+// tests/ragged.cuh.
 #include <sys/wait.h>
 #include <unistd.h>
 
@@ -13,7 +14,7 @@
 
 static const double ROW_TOLERANCE = 0x1p-8 + 1e-5, TENSOR_TOLERANCE = 2e-3;
 
-// All products on the same groups; that of the weights' gradients written and added.
+// All passes on the same groups; wgrad both writes dW and adds to it.
 struct Products {
     int64_t IC, OC;
     Layout l;
@@ -124,7 +125,7 @@ static void test_model_sizes(void) {
     compare({0, 4000, 3, 700}, 512, 2048);  // long sums in wgrad
 }
 
-// More rows of squares than a band has: of the rows in forward and dgrad, of OC in wgrad.
+// More rows of tiles than a band has: rows of the buffer in forward and dgrad, rows of OC in wgrad.
 static void test_bands(void) {
     compare({2300, 0, 4400}, 40, 392);
     compare({130, 0, 40}, 392, 4232);
@@ -146,7 +147,7 @@ static void test_repeats(void) {
     });
 }
 
-// NaN in the weights of one expert and in the rows of another touch nothing else, and no pad row.
+// NaN in the weights of one expert and in the rows of another reaches nothing else, and no pad row.
 static void test_nan_stays(void) {
     // Expert 1 has NaN in W, expert 2 in x and dy.
     Products p({130, 77, 300, 0, 129}, 200, 328);
@@ -162,11 +163,11 @@ static void test_nan_stays(void) {
 
     p.refer();
     each_kind([&] {
-        // What they do not touch is as ever.
+        // Results without NaN operands are as usual.
         p.run();
         p.check({1, 2}, {2});
 
-        // What they touch is NaN.
+        // Results with NaN operands are NaN.
         auto got = p.y.got();
         int64_t finite = 0;
         for (int e = 1; e <= 2; e++)
@@ -175,8 +176,8 @@ static void test_nan_stays(void) {
     });
 }
 
-// A size whose rows are no multiples of 16 bytes ends the run with exit code 2, before any work: tried in a process of
-// its own.
+// Rows whose size is no multiple of 16 bytes end the run with exit code 2 before any work. Tested in a process of its
+// own.
 static void test_refuses_sizes(void) {
     char self[4096], command[4200];
     ssize_t length = readlink("/proc/self/exe", self, sizeof(self) - 1);

@@ -1,10 +1,10 @@
-// Grouped products on the GPU beside transfers, which hold SMs: blocks that start late, because their SMs are held,
-// leave their share to the others, and no bit changes. Times count here, so nothing else may run.
+// Grouped GEMMs on the GPU while communication holds SMs. Blocks start late if their SMs are held. They must leave
+// their share to the others, and no bit may change. The test measures time, so nothing else may run.
 //
-// With 16 of 132 SMs held the forward product should take 1.14 times as long, or 1.33 where each one held costs a
-// cluster (8 rounds of work items, not 6); with a share for every block nearly twice as long, since the late ones begin
-// when the others end (1.7 seen): 1.5 is allowed. (Of the portable kernels a block owns an SM too, and draws its
-// tiles.)
+// With 16 of 132 SMs held forward should take 1.14 times as long, or 1.33 if each held SM costs a cluster (8 rounds of
+// work items, not 6). With a fixed share for every block it takes nearly twice as long (1.7 seen), because late blocks
+// begin when the others end. Allowed: 1.5. (A block of the portable kernels owns an SM too, and gets its tiles from the
+// tile scheduler.)
 #include "grouped/grouped_gemm.h"
 #include "layers/matmul.h"
 #include "mx/grouped_gemm_mx.h"
@@ -15,13 +15,13 @@
 enum { IC = 1024, OC = 2048 };
 static const Rows ROWS = {5000, 0, 1000, 5500, 1, 500};
 
-// `timed` writes y; `others` writes more, and `got` gives the bits of all.
+// `timed` writes y and `others` write more; `got` returns the bits of all outputs.
 template <typename Timed, typename Others, typename Got>
 static void check_late(X& y, Timed timed, Others others, Got got) {
     decltype(got()) free;
     float free_ms = 0;
     for (int sms : {0, 16, 112}) {
-        // The time of one and the bits of all while some SMs are held.
+        // The time of `timed` and the bits of all outputs while some SMs are held.
         y.poison();
         float ms;
         {
@@ -31,7 +31,7 @@ static void check_late(X& y, Timed timed, Others others, Got got) {
             ctx_sync(ctx);
         }
 
-        // As with none held.
+        // Compared with no SM held.
         auto now = got();
         if (getenv("TEST_ERRORS")) printf("    %d SMs held: %.3f ms\n", sms, ms);
         if (sms == 0) free = now, free_ms = ms;
@@ -69,7 +69,7 @@ static void late_portable(void) {
     ctx->portable = own;
 }
 
-// Bytes of any finite value; scales of 1.
+// Any finite MXFP8 values, with scales of 1.
 static void late_on_bytes(void) {
     Layout l(ROWS);
     Bytes x(l.held * IC, 0), w(l.El() * OC * IC, 0), x_scale(l.held * mx_stride(IC), 127),

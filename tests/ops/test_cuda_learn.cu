@@ -1,8 +1,8 @@
-// The ladder of docs/cuda.md against the reference in double. Steps 4 and 5 are for Hopper alone.
+// The steps of docs/cuda.md against the reference in double. Steps 4 and 5 are for Hopper only.
 //
-// Tolerances, as in test_cuda_grouped_gemm.cu: rounding to bf16, 8 significant bits, moves an element by at most 2^-8
-// of itself, so no row may be off by more than 2^-8 in norm, with 1e-5 for the float32 sums; over a whole tensor the
-// rounding errors come to 1.5e-3 .. 1.7e-3: 2e-3.
+// Tolerances, as in test_cuda_grouped_gemm.cu. Outputs in bf16, 8 significant bits: rounding moves an element by at
+// most 2^-8 of itself. So no row may be off by more than 2^-8 in norm, plus 1e-5 for the float32 sums. Over a whole
+// tensor the rounding errors come to 1.5e-3 .. 1.7e-3; 2e-3 is allowed.
 #include "grouped/grouped_gemm.h"
 #include "layers/matmul.h"
 #include "learn/learn.h"
@@ -10,9 +10,9 @@
 
 static const double ROW_TOLERANCE = 0x1p-8 + 1e-5, TENSOR_TOLERANCE = 2e-3;
 
-static LearnStep* step;  // that the tests call
+static LearnStep* step;  // the step that the tests call
 
-// y on the groups, poisoned before; NaN in the weights of one expert and in the rows of another, where asked (-1:
+// Compares y of the groups, in a poisoned output. nan_weights, nan_rows: experts whose weights or rows are NaN (-1:
 // none).
 static void compare(const Rows& rows, int64_t IC, int64_t OC, int nan_weights = -1, int nan_rows = -1) {
     // Operands.
@@ -36,7 +36,7 @@ static void compare(const Rows& rows, int64_t IC, int64_t OC, int nan_weights = 
     REFERENCE(grouped_gemm_forward)(y.ref(), x.ref(), w.ref(), l.reference(), IC, OC, reference_ctx);
     check_rows("y", y, l, OC, ROW_TOLERANCE, TENSOR_TOLERANCE, touched);
 
-    // What NaN touches is NaN.
+    // Results with NaN operands are NaN.
     auto got = y.got();
     int64_t finite = 0;
     for (int e : touched)
@@ -47,7 +47,7 @@ static void compare(const Rows& rows, int64_t IC, int64_t OC, int nan_weights = 
                (long long)l.end);
 }
 
-// Widths below, at and beyond those of pieces, k blocks, stages of the ring and tiles.
+// Widths below, at and beyond those of vectors, k blocks, stages of the ring and tiles.
 static void test_sizes(void) {
     for (int64_t IC : {8, 16, 24, 64, 72, 136, 192, 264})
         for (int64_t OC : {8, 24, 40, 128, 136, 264}) compare({129, 0, 1, 130}, IC, OC);
@@ -75,7 +75,7 @@ static void test_experts(void) {
     compare({129, 0, 300, 1}, 2048, 2816);
 }
 
-// NaN stays with the expert whose it is, and out of pad rows.
+// NaN stays in the rows of its expert and out of pad rows.
 static void test_nan_stays(void) { compare({130, 77, 300, 0, 129}, 200, 328, 1, 2); }
 
 int main(void) {

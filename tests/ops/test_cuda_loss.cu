@@ -1,4 +1,4 @@
-// The CUDA kernels of the cross-entropy loss against the double reference. tests/cuda.cuh has the bounds.
+// The CUDA kernels of the cross-entropy loss against the double reference. Tolerances: tests/cuda.cuh.
 #include "layers/loss.h"
 #include "tests/cuda.cuh"
 
@@ -35,7 +35,7 @@ static void loss_case(int64_t N, int64_t V, int64_t Vp, double scale) {
     for (int64_t i = 0; i < N * Vp; i++)
         if (i % Vp >= V) CHECK(got[(size_t)i] == 0, "padding holds %g", got[(size_t)i]);
     CHECK_REPEATS(loss, (restore(logits, with_nan), run(0.125f)));
-    // What is not finite does not get lost.
+    // Logits that are not finite make a loss that is not finite.
     const double bad[] = {NAN, INFINITY};
     for (double value : bad) {
         before[(size_t)((N - 1) * Vp + V / 2)] = value;
@@ -54,14 +54,14 @@ static void cross_entropy_cases(void) {
     loss_case(3, 129279, 129280, 4);
     loss_case(3, 450600, 450688, 3);  // too large for shared memory
     loss_case(600, 16390, 16448, 3);  // several rows a cluster
-    // Of the kernels for small vocabularies.
+    // Small vocabularies, which have kernels of their own.
     loss_case(100, 1000, 1000, 10);
     loss_case(600, 1030, 1088, 3);
     loss_case(700, 257, 264, 3);
     loss_case(1000, 9000, 9088, 3);
 }
 
-// The kernels of both kinds, where the GPU has Hopper's.
+// Portable kernels and Hopper's, where the GPU has them.
 static void test_cross_entropy(void) {
     const int own = ctx->portable;
     for (ctx->portable = own; ctx->portable <= 1; ctx->portable++) cross_entropy_cases();

@@ -1,7 +1,7 @@
-// The dense products against the double reference.
+// The dense GEMMs against the double reference.
 //
 // Tolerances, of the norm: a result rounded to bf16 is off by at most 2^-8 of itself, 4e-3. Float32 results have the
-// tensor cores' loss at a contraction of K, 2e-9 K + 5e-7 (tests/ops/test_cuda_exact.cu says why).
+// tensor cores' loss at a contraction of K, 2e-9 K + 5e-7 (derived in tests/ops/test_cuda_exact.cu).
 #include "layers/matmul.h"
 #include "tests/cuda.cuh"
 
@@ -18,7 +18,7 @@ static void product_case(int64_t N, int64_t IC, int64_t OC) {
     REFERENCE(matmul_forward_real)(scores.ref(), x.ref(), w.ref(), N, IC, OC, reference_ctx);
     CHECK_CLOSE(scores, bound(IC));
 
-    // Written over what the memory held, then added to it; the same bits from a sum that is split.
+    // Written over old contents, then added to them. A sum that is split has the same bits in every call.
     for (int accumulate = 0; accumulate < 2; accumulate++) {
         matmul_dgrad(dx.dev, dy.dev, w.dev, N, IC, OC, accumulate, ctx);
         REFERENCE(matmul_dgrad)(dx.ref(), dy.ref(), w.ref(), N, IC, OC, accumulate, reference_ctx);
@@ -38,7 +38,7 @@ static void test_linear(void) {
     product_case(16384, 384, 512);
 }
 
-// Without tokens a gradient is zeros, or what it was.
+// Without tokens a gradient is zeros if written, and unchanged if accumulated.
 static void test_no_tokens(void) {
     X none(8);
     R dw(64);

@@ -1,4 +1,4 @@
-// AdamW's kernel on moments in bf16 against the double reference. tests/cuda.cuh has the bounds.
+// AdamW's kernel on moments in bf16 against the double reference. Tolerances: tests/cuda.cuh.
 #include "layers/adamw.h"
 #include "tests/cuda.cuh"
 
@@ -8,7 +8,7 @@ static StepState fetch_state(const StepState* dev) {
     return s;
 }
 
-// Moments of bf16 that lie 16 bytes behind a NaN, with NaN behind them: on the GPU, and as bits for the reference.
+// bf16 moments that begin 16 bytes behind a NaN, with NaN behind them: on the GPU, and as bits for the reference.
 struct Narrow {
     X dev;
     std::vector<uint16_t> ref;
@@ -30,9 +30,9 @@ struct Narrow {
             CHECK((raw[i] & 0x7fff) > 0x7f80 && (raw[raw.size() - 1 - i] & 0x7fff) > 0x7f80, "the NaN beside is gone");
         return std::vector<uint16_t>(raw.begin() + 8, raw.end() - 8);
     }
-    // Float32 on the GPU and double in the reference, whose roundings differ only in the middle of two numbers: there
-    // are 14 * 2^-24 / 2^-8 of these, 2e-4 of all. They are neighbours then, unless the terms of m cancel: what is left
-    // of terms below 0.1 is off by 7 * 2^-24 * 0.2.
+    // The GPU computes in float32, the reference in double. Their roundings differ only near the middle of two bf16
+    // numbers: in 14 * 2^-24 / 2^-8 of all elements, 2e-4. The two results are then neighbours, unless the terms of m
+    // cancel. The difference of terms below 0.1 is off by 7 * 2^-24 * 0.2.
     void check(const char* name) {
         auto value = [](uint16_t x) { return __bfloat162float(__ushort_as_bfloat16(x)); };
         auto got = bits();
@@ -44,7 +44,7 @@ struct Narrow {
                   got[i], ref[i]);
         }
         CHECK(differ <= 2 + n / 1000, "%lld of %lld %s differ", (long long)differ, (long long)n, name);
-        ref = got;  // both go on from the same numbers
+        ref = got;  // both sides continue from the same numbers
     }
 };
 
@@ -52,7 +52,8 @@ static void moments_case(int64_t n, int64_t n_decay) {
     X weight(n);
     R master(n, 1), grad(n, 4, 3);
     Narrow m(n, 2, false), v(n, 3, true);
-    // Clipped to gradients that count: 0.95 of a bf16 alone would be the middle of two for one in twenty.
+    // Clipped gradients are large enough to matter: with 0.95 times a bf16 alone one in twenty results would be the
+    // middle of two.
     const AdamW opt = {1e-2f, 0.9f, 0.95f, 1e-8f, 0.1f, 1000};
     AdamW* there = (AdamW*)device_alloc(sizeof(opt), "a test");
     device_upload(there, &opt, sizeof(opt), ctx);
@@ -81,7 +82,7 @@ static void moments_case(int64_t n, int64_t n_decay) {
         v.check("v");
         CHECK_CLOSE(weight, BF16);
         CHECK_CLOSE(master, FLOAT);
-        // The change alone, as in adamw_case: with moments that are rounded before it, it would be 2^-9 off.
+        // Only the change, as in adamw_case. If moments were rounded before the update, it would be 2^-9 off.
         auto now = master.got();
         double off = 0, size = 0;
         for (int64_t i = 0; i < n; i++) {

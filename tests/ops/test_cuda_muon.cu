@@ -1,9 +1,9 @@
-// Muon's kernels against the reference in float64: momentum and update, whole steps of orthogonalization.
+// Muon's kernels against the reference in float64: momentum and update, and whole orthogonalizations.
 //
 // Newton-Schulz in bf16: each X is rounded to 2^-9 of its elements (rms 1.1e-3 of its norm). The iteration multiplies
-// small singular values by up to 3.4445 a step, and the rounding in their directions with them. Random matrices have
-// few of those: 5e-2 of the whole. The size of an update is what matters, so its root mean square is checked more
-// closely.
+// small singular values by up to 3.4445 in a step, and with them the rounding in their directions. Random matrices have
+// few of those: 5e-2 of the whole is allowed. The size of an update matters most, so its root mean square has a smaller
+// tolerance.
 #include "layers/muon.h"
 #include "tests/cuda.cuh"
 
@@ -14,7 +14,7 @@ static void orthogonalize_case(int64_t count, int64_t rows, int64_t columns) {
     X x(count * n, 1), work(muon_work(count, rows, columns));
     for (int64_t i = 0; i < count * n; i++) x.host[(size_t)i] *= pow(10, (double)(i / n % 3) * 3 - 4);
     if (count > 2)
-        for (int64_t i = n; i < 2 * n; i++) x.host[(size_t)i] = 0;  // an expert that got no token yet
+        for (int64_t i = n; i < 2 * n; i++) x.host[(size_t)i] = 0;  // as for an expert without tokens so far
     x.send();
     settle();
     const auto before = x.host;
@@ -22,6 +22,7 @@ static void orthogonalize_case(int64_t count, int64_t rows, int64_t columns) {
     run();
     std::vector<double> reference_work((size_t)(count * (2 * std::min(rows, columns) * std::min(rows, columns) + n)));
     REFERENCE(muon_orthogonalize)(x.ref(), (floatX*)reference_work.data(), count, rows, columns, reference_ctx);
+    // Every matrix against the reference: its elements, and its size.
     const auto got = x.got();
     for (int64_t k = 0; k < count; k++) {
         double diff = 0, norm = 0, size = 0;
@@ -40,6 +41,7 @@ static void orthogonalize_case(int64_t count, int64_t rows, int64_t columns) {
               (long long)columns, sqrt(diff / norm));
         CHECK(fabs(sqrt(size / norm) - 1) <= 1e-2, "matrix %lld has %g of its size", (long long)k, sqrt(size / norm));
     }
+    // The same bits in a second call.
     const auto first = got;
     x.host = before;
     x.send();
@@ -73,7 +75,7 @@ static void elements_case(int64_t n, int bf16) {
         host.ok = ok;
         device_upload(state, &host, sizeof(host), ctx);
         settle();
-        // Pieces of 8, 16, 24 elements and so on; more than one launch takes.
+        // Buffers of 8, 16, 24 elements and so on; more than one launch takes.
         std::vector<MuonBuffer> list;
         for (int64_t at = 0, size = 8; at < n; at += size, size = list.size() < 40 ? size + 8 : n)
             list.push_back({u.dev + at, bf16 ? (void*)(half.dev + at) : (void*)(m.dev + at), grad.dev + at,

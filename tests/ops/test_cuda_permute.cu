@@ -1,4 +1,4 @@
-// The CUDA kernels of permute and of its plan against the double reference. tests/cuda.cuh has the bounds.
+// The CUDA kernels of permute and of its plan against the double reference. Tolerances: tests/cuda.cuh.
 #include "grouped/permute.h"
 #include "tests/layout.cuh"
 
@@ -7,12 +7,13 @@ static void permute_case(int64_t N, int32_t K, int32_t El, int64_t C, Kind kind)
     l.check();
     X tokens(N * C, 1), rows(l.capacity * C);
     settle();
+    // Permute, exactly.
     permute_rows(rows.dev, tokens.dev, l.dev, (size_t)C * sizeof(floatX), ctx);
     REFERENCE(permute_rows)(rows.ref(), tokens.ref(), l.ref, (size_t)C * sizeof(double), reference_ctx);
     double error = l.error(rows, C);
     CHECK(error == 0, "permute_rows is off by %g", error);
 
-    l.send(rows, C);  // pad rows NaN: nobody may read them
+    l.send(rows, C);  // pad rows are NaN and may not be read
     X out(N * C, 2);
     auto before = out.host;
     for (int accumulate = 0; accumulate < 2; accumulate++)
@@ -23,6 +24,7 @@ static void permute_case(int64_t N, int32_t K, int32_t El, int64_t C, Kind kind)
             (out.ref(), rows.ref(), gated ? l.gate.ref() : NULL, l.ref, N, K, C, accumulate, reference_ctx);
             CHECK_CLOSE(out, BF16);
         }
+    // The gates' gradients.
     R dgate(N * K), drow_gate(l.capacity, 3);
     l.send(drow_gate, 1);
     unpermute_gates(dgate.dev, drow_gate.dev, l.dev, N, K, ctx);

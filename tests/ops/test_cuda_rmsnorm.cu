@@ -1,4 +1,4 @@
-// The CUDA kernels of RMSNorm against the double reference. tests/cuda.cuh has the bounds.
+// The CUDA kernels of RMSNorm against the double reference. Tolerances: tests/cuda.cuh.
 #include "layers/rmsnorm.h"
 #include "tests/cuda.cuh"
 
@@ -11,6 +11,7 @@ static void rmsnorm_case(int64_t N, int64_t C, int64_t stride) {
     CHECK_CLOSE(y, BF16);
     CHECK_CLOSE(rstd, FLOAT);
     rstd.send();
+    // Backward, written and accumulated.
     auto dx_before = dx.host, dw_before = dw.host;
     for (int accumulate = 0; accumulate < 2; accumulate++) {
         restore(dx, dx_before);
@@ -23,7 +24,7 @@ static void rmsnorm_case(int64_t N, int64_t C, int64_t stride) {
         (dx.ref(), dw.ref(), dy.ref(), x.ref(), stride, w.ref(), rstd.ref(), N, C, accumulate, reference_ctx);
         CHECK_CLOSE(dx, BF16);
         CHECK_CLOSE(dw, FLOAT);
-        if (stride > C) {  // what lies between the rows is left alone
+        if (stride > C) {  // elements between the rows are not written
             auto got = dx.got();
             for (int64_t i = 0; i < N * stride; i++)
                 if (i % stride >= C) CHECK(got[(size_t)i] == dx_before[(size_t)i], "wrote between rows");

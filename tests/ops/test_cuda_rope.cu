@@ -1,4 +1,4 @@
-// The CUDA kernel of RoPE against the double reference. tests/cuda.cuh has the bounds.
+// The CUDA kernel of RoPE against the double reference. Tolerances: tests/cuda.cuh.
 #include "layers/rope.h"
 #include "tests/cuda.cuh"
 

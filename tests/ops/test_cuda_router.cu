@@ -5,13 +5,14 @@
 #include "moe/balance.h"
 #include "tests/cuda.cuh"
 
-// Bounds in float32: ROUTER. dlogits as two bf16 lose 2^-17 at most, 1e-6 of their norm. The tensor cores' float32 sums
-// round toward zero after every 16 products: n products of random signs lose n / 16 * 2^-24.5 / sqrt(3) of their size,
-// 3e-6 for logits at C = 2048 and for dw's change at N = 2048. Scores, a softmax of logits of variance 4, lose 1.25
-// times as much: 4e-6, and one alone at most 3.5e-6, so that a choice by 1e-5 stays what it is.
+// Tolerance of float32 results: ROUTER. dlogits as two bf16 lose 2^-17 at most, 1e-6 of their norm. The tensor cores'
+// float32 sums round toward zero after every 16 products. Sums of n products of random signs lose n / 16 * 2^-24.5 /
+// sqrt(3) of their size: 3e-6 for logits at C = 2048 and for dw's change at N = 2048. Scores, a softmax of logits of
+// variance 4, lose 1.25 times that: 4e-6. A single score loses at most 3.5e-6, so a selection with a gap of 1e-5 does
+// not change.
 #define ROUTER 1e-5
 
-// The smallest gap that decided a token's choice: between its groups in and out, and between successive choices.
+// The smallest gap that decided a token's selection: between selected and other groups, and between successive experts.
 static double gap(const double* s, const double* bias, RouterShape shape) {
     std::vector<double> choice;
     int32_t size = shape.E / shape.groups;
@@ -41,6 +42,7 @@ static void router_case(RouterShape s, float aux) {
     I32 expert(s.N * s.K);
     I64 load(s.E), margins((int64_t)s.E * MARGIN_BINS);
     CHECK(router_workspace(s) <= ctx->workspace_bytes, "workspace of %zu", router_workspace(s));
+    // Forward. Tokens that are too close to call are left out of the comparison of experts and gates.
     auto forward = [&] { router_forward(scores.dev, expert.dev, gate.dev, x.dev, w.dev, bias.dev, s, ctx); };
     settle();
     forward();
@@ -75,7 +77,7 @@ static void router_case(RouterShape s, float aux) {
     for (auto& m : margins.host) m = (int64_t)1 << 40;
     for (auto& v : scores.host) v = (float)v;
     for (R* r : {&scores, &gate}) r->send();
-    load.send(), margins.send(), expert.send();  // from here on the reference's choice
+    load.send(), margins.send(), expert.send();  // from here on the reference's selection
     settle();
     balance_count({load.dev, margins.dev}, scores.dev, expert.dev, bias.dev, s, ctx);
     REFERENCE(balance_count)({load.ref(), margins.ref()}, scores.ref(), expert.ref(), bias.ref(), s, reference_ctx);
@@ -87,6 +89,7 @@ static void router_case(RouterShape s, float aux) {
     scores.send();
     gate.send();
     settle();
+    // Backward, on the scores and gates of the reference.
     auto dx_before = dx.host, dw_before = dw.host;
     auto run = [&] {
         router_backward(dx.dev, dw.dev, dgate.dev, scores.dev, expert.dev, gate.dev, x.dev, w.dev, aux, s, ctx);
@@ -96,7 +99,7 @@ static void router_case(RouterShape s, float aux) {
     (dx.ref(), dw.ref(), dgate.ref(), scores.ref(), expert.ref(), gate.ref(), x.ref(), w.ref(), aux, s, reference_ctx);
     CHECK_CLOSE(dx, BF16);
     CHECK_CLOSE(dw, ROUTER);
-    // What was added alone.
+    // The change of dw alone.
     auto added = dw.got();
     diff = norm = 0;
     for (size_t i = 0; i < added.size(); i++) {
@@ -124,7 +127,7 @@ static void test_router(void) {
                 0.1f);  // a long sum in dw, rows of odd length
 }
 
-// Equal scores: the lower index first. A token of NaN: K distinct experts.
+// Equal scores select the lower index first. A token of NaN selects K distinct experts.
 static void test_router_ties(void) {
     for (int score = 0; score < 2; score++)
         for (int groups = 1; groups <= 8; groups *= 4) {

@@ -1,5 +1,5 @@
-// The ground floor: random numbers, memory tables, folders. Options and their errors are tested through the program
-// (tests/model/test_options.py).
+// The basic parts: random numbers, memory arenas, folders, kernel selection. Options and their errors are tested
+// through the program (tests/model/test_options.py).
 #include <errno.h>
 #include <sys/stat.h>
 
@@ -29,7 +29,7 @@ static void philox_streams(void) {
     }
 }
 
-// Any slice of a stream is what the whole has there, also where a slice begins inside a block of four.
+// Any slice of a stream equals that part of the whole, also if it begins inside a block of four.
 static void normal_slices(void) {
     enum { N = 20000 };
     float *whole = (float*)host_alloc(N * sizeof(float)), *part = (float*)host_alloc(N * sizeof(float));
@@ -43,8 +43,8 @@ static void normal_slices(void) {
 }
 
 // The draws are the inverse distribution function of the uniforms: Phi(z), from the C library's erfc, gives the uniform
-// back. float32 z below 3 has steps of 2.4e-7, times the density (at most 0.4): 1e-7. A normal cut at 3 has variance
-// 0.97334; with 1e6 draws its estimate is good to 1.3e-3.
+// back. A float32 z below 3 has steps of 2.4e-7, times the density (at most 0.4): 1e-7. A normal cut at 3 has variance
+// 0.97334; 1e6 draws estimate it to 1.3e-3.
 static void normal_distribution(void) {
     enum { N = 1000000 };
     float* z = (float*)host_alloc(N * sizeof(float));
@@ -95,12 +95,14 @@ static void folders(void) {
     CHECK(make_folders(below) == -1 && errno == ENOTDIR, "a folder below a file: errno %d", errno);
     free(below);
     CHECK(make_folders(in_folder("file")) == -1 && errno == ENOTDIR, "a folder over a file: errno %d", errno);
+    // Files: read back, missing, a folder.
     size_t size;
     char* text = read_file(in_folder("file"), SIZE_MAX, &size);
     CHECK(text && size == 5 && strcmp(text, "12345") == 0, "read back %s", text ? text : "nothing");
     free(text);
     CHECK(!read_file(in_folder("none"), SIZE_MAX, &size) && errno == ENOENT, "a missing file: errno %d", errno);
     CHECK(!read_file(folder, SIZE_MAX, &size) && errno == EISDIR, "a folder as a file: errno %d", errno);
+    // Trees are removed. Links and FIFOs are refused.
     write_file("a/b/c/one", "1", 1);
     CHECK(
         remove_tree(in_folder("a/b")) == 0 && access(in_folder("a/b"), F_OK) != 0 && access(in_folder("a"), F_OK) == 0,
@@ -116,7 +118,8 @@ static void folders(void) {
     remove_matching("");
 }
 
-// What the program asks OpenBLAS for, by the processor and by what the library chose itself.
+// The OpenBLAS kernels that the program requests, by the processor and the library's own choice. NULL: keep that
+// choice.
 static void kernels_to_ask_for(void) {
     static const struct {
         const char* chosen;
@@ -150,13 +153,13 @@ static void kernels_to_ask_for(void) {
     }
 }
 
-// Which kernels each GPU gets, and what is said where there are none.
+// The kernels of each GPU, and the message if there are none.
 static void kernels_of_gpus(void) {
     struct {
         int capability;
         const char* asked;
         int portable;
-        const char *error, *fast;  // words of what is said
+        const char *error, *fast;  // parts of the messages
     } cases[] = {{80, NULL, 1, NULL, "9.0 (H100, H200) or 10.0"},
                  {86, "portable", 1, NULL, "--mx-gemm exact"},
                  {89, NULL, 1, NULL, "--mx-gemm exact"},
@@ -182,7 +185,7 @@ static void kernels_of_gpus(void) {
     }
 }
 
-// The address sanitizer would end the program itself where malloc must return NULL.
+// The address sanitizer would end the program where malloc must return NULL.
 const char* __asan_default_options(void) { return "allocator_may_return_null=1"; }
 
 static void out_of_memory(void) { device_alloc((size_t)1 << 60, "the moon"); }

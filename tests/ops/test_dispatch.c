@@ -1,4 +1,4 @@
-// What expert parallelism sends where.
+// The routes of expert parallelism: the rows that ranks send and receive.
 #include "moe/dispatch.h"
 #include "moe/dispatch_ops.h"
 #include "tests/routing.h"
@@ -35,7 +35,7 @@ static void run_dispatch(void* arg) {
 
 static void check_dispatch(int64_t N, int32_t K, int32_t P, int32_t El, int kind) {
     Routing r = make_routing(N, K, P * El, P * El, 0, kind == ONE_TAKES_ALL ? RANDOM : kind);
-    if (kind == ONE_TAKES_ALL)  // one rank, as far as its experts go
+    if (kind == ONE_TAKES_ALL)  // the experts of one rank first
         for (int64_t i = 0; i < N * K; i++) r.expert[i] = (int32_t)(((P - 1) * El + i % K) % (P * El));
     Sorting d = {.N = N, .K = K, .P = P, .El = El, .expert = r.expert, .gate = r.gate};
     d.sent = tensor(ragged_capacity(N, P, P, BACKEND) * K, 4);
@@ -79,9 +79,10 @@ static void test_dispatch(void) {
     }
 }
 
-// The numbers of P ranks, found by each for itself from the same counts, fit together: what one sends another receives,
-// without gaps and at the place that the first knows; and what comes home goes where it was sent from. With room for
-// one token or choice less than the fullest rank's, nothing travels, and the share is told.
+// Each of P ranks computes its numbers from the same counts, and they must agree. The rows that one rank sends, another
+// receives, without gaps and at the place known to the sender. Combine returns rows to the place that they were sent
+// from. If the capacity is one token or choice below the fullest rank's load, nothing is sent, and the needed share is
+// reported.
 static void check_numbers(int32_t P, uint32_t seed, int empty) {
     int64_t *counts = kept_bytes(2 * P * P * sizeof(int64_t)),
             *all = kept_bytes(P * ROUTE_NUMBERS * P * sizeof(int64_t));
@@ -96,7 +97,7 @@ static void check_numbers(int32_t P, uint32_t seed, int empty) {
         if (sum > tokens) tokens = sum, choices = 2 * sum;
     }
 
-    // With just enough room, and with too little of either.
+    // With exactly enough capacity, and with one too little of either.
     for (int lacks = 0; lacks < 3; lacks++) {
         StepState state;
         memset(&state, 0, sizeof(state));
@@ -110,7 +111,7 @@ static void check_numbers(int32_t P, uint32_t seed, int empty) {
         CHECK(state.overflows == (lacks ? P : 0) && state.needed == share, "overflows %g of %d ranks, needed %g",
               state.overflows, P, state.needed);
 
-        // Starts as on the GPU, whose sent rows have gaps, too.
+        // Starts also as on the GPU, where sent rows have gaps.
         int64_t wrong = 0;
         const int64_t align = lacks == 0 ? 128 : row_align(BACKEND);
         for (int32_t i = 0; i < P && lacks == 0; i++)

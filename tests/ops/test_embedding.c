@@ -1,4 +1,4 @@
-// The embedding: forward exact, backward against sums in float64. tests/oracle.h says how the dense ops are tested.
+// The embedding: forward exact, backward against sums in float64. tests/oracle.h has the method of these tests.
 #include "layers/embedding.h"
 #include "tests/oracle.h"
 

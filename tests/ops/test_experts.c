@@ -1,9 +1,9 @@
-// The experts: SwiGLU and gates between the products, and the whole path of a token through them against differences.
+// The experts: SwiGLU and gates between the GEMMs, and the whole path of a token through them against differences.
 #include "grouped/experts.h"
 #include "grouped/grouped_gemm.h"
 #include "tests/routing.h"
 
-// --- Between the products ---
+// --- Between the GEMMs ---
 
 typedef struct {
     Routing* r;
@@ -44,8 +44,8 @@ static void test_experts_swiglu(void) {
                 dh[row * 2 * F + f] = da * u * (sigmoid + g * sigmoid * (1 - sigmoid));
                 dh[row * 2 * F + F + f] = da * g * sigmoid;
             }
-        // A few operations each. dgate is a sum over 129, sqrt(129) u = 7e-7, and where there is one row its terms may
-        // well cancel to a tenth of their size.
+        // A few operations each. dgate is a sum over 129, sqrt(129) u = 7e-7. With a single row its terms may cancel to
+        // a tenth of their size.
         CHECK_CLOSE(m.a, a, used * F, TOL(5e-7, 1e-14));
         CHECK_CLOSE(m.gated_a, gated, used * F, TOL(5e-7, 1e-14));
         CHECK_CLOSE(m.dh, dh, 2 * used * F, TOL(1e-6, 1e-14));
@@ -76,6 +76,7 @@ static void run_path(void* arg) {
     Ctx* ctx = ctx_create(permute_workspace(r->N, r->K, r->El));
     real *x = poisoned(rows * C), *h = poisoned(rows * 2 * F), *a = poisoned(rows * F), *y = poisoned(rows * C);
     p->out = poisoned(r->N * C);
+    // Forward.
     permute_rows(x, p->x, g, (size_t)C * sizeof(real), ctx);
     grouped_gemm_forward(h, x, p->w13, g, C, 2 * F, ctx);
     experts_swiglu_forward(a, h, g, F, ctx);
@@ -86,6 +87,7 @@ static void run_path(void* arg) {
     real *gated_a = poisoned(rows * F), *drow_gate = poisoned(rows);
     p->dx = poisoned(r->N * C), p->dgate = poisoned(r->N * r->K);
     p->dw13 = copied(p->w13_before, r->El * 2 * F * C), p->dw2 = copied(p->w2_before, r->El * C * F);
+    // Backward.
     permute_rows(dout, p->dout, g, (size_t)C * sizeof(real), ctx);
     grouped_gemm_dgrad(dap, dout, p->w2, g, F, C, ctx);
     experts_swiglu_backward((ExpertsBackward){dh, gated_a, drow_gate, dap, h}, g, F, ctx);
@@ -98,7 +100,7 @@ static void run_path(void* arg) {
     ctx_destroy(ctx);
 }
 
-// Token by token, without any rows; returns <dout, out>.
+// Token by token, without rows. Returns <dout, out>.
 static double oracle_path(double* out, const Path* p) {
     const Routing* r = p->r;
     int64_t C = p->C, F = p->F;
@@ -133,7 +135,7 @@ static void check_path(Routing r, int64_t C, int64_t F) {
     check_threads(run_path, &p);
     double* out = zeros(r.N * C);
     oracle_path(out, &p);
-    // Two products of up to 24 terms, a function and a sum: 2 sqrt(24) u = 6e-7; the backward is twice as long.
+    // Two GEMMs of up to 24 terms, a function and a sum: 2 sqrt(24) u = 6e-7. The backward is twice as long.
     CHECK_CLOSE(p.out, out, r.N * C, TOL(1e-6, 1e-14));
     CHECK_GRADIENT(path_objective, &p, p.xd, p.dx, NULL, r.N * C, 3e-6);
     CHECK_GRADIENT(path_objective, &p, p.gated, p.dgate, NULL, r.N * r.K, 3e-6);

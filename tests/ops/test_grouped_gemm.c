@@ -1,4 +1,4 @@
-// The grouped products against sums in float64, on random and on extreme routings.
+// The grouped GEMMs against sums in float64, on random and on extreme routings.
 #include "grouped/grouped_gemm.h"
 #include "tests/routing.h"
 
@@ -51,7 +51,7 @@ static void check_grouped(Routing* r, int64_t IC, int64_t OC, int32_t broken) {
     // Sums of up to 130 products, of up to 300 in dw: sqrt(300) u = 1e-6.
     CHECK_CLOSE(g.y, y, used * OC, TOL(2e-6, 1e-14));
     CHECK_CLOSE(g.dx, dx, used * IC, TOL(2e-6, 1e-14));
-    // Without rows dw is all zeros, which no error is allowed.
+    // Without rows dw is exactly zero.
     CHECK_CLOSE(g.dw_written, dw, nw, TOL(2e-6, 1e-14));
     for (int64_t i = 0; i < nw; i++) added[i] += dw[i];
     CHECK_CLOSE(g.dw, added, nw, TOL(2e-6, 1e-14));

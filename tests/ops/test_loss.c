@@ -1,4 +1,4 @@
-// The cross-entropy loss and its gradient. tests/oracle.h says how the dense ops are tested.
+// The cross-entropy loss and its gradient. tests/oracle.h has the method of these tests.
 #include "layers/loss.h"
 #include "tests/oracle.h"
 
@@ -58,12 +58,12 @@ static void test_cross_entropy(void) {
         check_threads(run_loss, &l);
         double* ref = zeros(N);
         oracle_loss(ref, l.packed, l.target, N, V);
-        // A positive sum of exps of differences of logits: some u, whatever the logits' offset.
+        // A positive sum of exps of differences of logits: some u, for any offset of the logits.
         CHECK_CLOSE(l.loss, ref, N, TOL(1e-6, 1e-14));
         CHECK_BITS(l.loss, l.loss_only, N * sizeof(real));
         CHECK_BITS(l.untouched, l.logits, N * Vp * sizeof(real));
-        // exp of a difference of logits, rounded at 10: 10 u. An offset shifts no gradient; the differences do without
-        // it, as 1e4 + h is not exact enough.
+        // exp of a difference of logits, rounded at 10: 10 u. An offset shifts no gradient. The differences are
+        // computed without it, because 1e4 + h is not exact enough.
         for (int64_t i = 0; i < N * V; i++) l.packed[i] -= offset;
         real* gradient = packed(l.gradient, N, V, Vp);
         CHECK_GRADIENT(loss_objective, &l, l.packed, gradient, NULL, N * V, 2e-6);

@@ -1,4 +1,4 @@
-// The dense GEMMs: forward, dgrad and wgrad. tests/oracle.h says how the dense ops are tested.
+// The dense GEMMs: forward, dgrad and wgrad. tests/oracle.h has the method of these tests.
 #include "layers/matmul.h"
 #include "tests/oracle.h"
 
@@ -58,6 +58,7 @@ static void test_linear(void) {
         double tolerance = TOL(2e-6, 1e-14);
         CHECK_CLOSE(l.y, oracle_linear(l.xd, l.wd, l.N, l.IC, l.OC), ny, tolerance);
         CHECK_BITS(l.y_real, l.y, ny * sizeof(real));
+        // dgrad and wgrad, written and added.
         double *dx = zeros(nx), *added = doubles(l.dx_before, nx), *dw = zeros(nw),
                *dw_added = doubles(l.dw_before, nw);
         for (int64_t n = 0; n < l.N; n++)
@@ -72,6 +73,7 @@ static void test_linear(void) {
         CHECK_CLOSE(l.dx_added, added, nx, tolerance);
         CHECK_CLOSE(l.dw, dw, nw, tolerance);
         CHECK_CLOSE(l.dw_added, dw_added, nw, tolerance);
+        // Against differences, where the shapes are small.
         if (l.N && l.N <= 3) {
             CHECK_GRADIENT(linear_objective, &l, l.xd, l.dx, NULL, nx, tolerance);
             CHECK_GRADIENT(linear_objective, &l, l.xd, l.dx_added, l.dx_before, nx, tolerance);

@@ -1,6 +1,6 @@
-// A whole MoE block on one rank against differences, and its memory: the pool, and what is planned. (Blocks on several
-// ranks: tests/parallel/test_expert_parallel.c; the ops that it is made of: tests/ops/test_router.c, test_permute.c,
-// test_grouped_gemm.c, test_experts.c, test_dispatch.c.)
+// A whole MoE block on one rank against differences, and its memory: the pool and its plan. (Blocks on several ranks:
+// tests/parallel/test_expert_parallel.c. Its ops: tests/ops/test_router.c, test_permute.c, test_grouped_gemm.c,
+// test_experts.c, test_dispatch.c.)
 #include <unistd.h>
 
 #include "device/pool.h"
@@ -10,7 +10,7 @@
 
 // --- The pool ---
 
-// How often `pool` said that it grew while `use` ran.
+// The number of messages that `pool` grew while `use` ran.
 static int growths(void (*use)(Pool*), Pool* pool) {
     FILE* said = tmpfile();
     int before = dup(2), count = 0;
@@ -28,12 +28,12 @@ enum { ROOM = 10 * 256, MEGABYTE = 1 << 20 };
 static char* pool_memory;
 
 static void use_pool(Pool* pool) {
-    static char *grown, *large;  // where memory was found the first time
+    static char *grown, *large;  // addresses in the first run
     PoolMark empty = pool_mark(pool);
     char *a = pool_take(pool, 1), *b = pool_take(pool, 257), *none = pool_take(pool, 0);
     CHECK(a == pool_memory && b == a + 256 && none == b + 512, "%td, %td", b - a, none - b);
     PoolMark mark = pool_mark(pool);
-    char* c = pool_take(pool, ROOM - 3 * 256);  // all that is left
+    char* c = pool_take(pool, ROOM - 3 * 256);  // all of the rest
     CHECK(c == none, "%td behind", c - none);
     pool_release(pool, mark);
     CHECK(pool_take(pool, 5) == c, "released memory was not given again");
@@ -69,7 +69,7 @@ static void test_pool(void) {
 typedef struct {
     MoeShape s;
     int blocks;         // run forward one after the other, and backward
-    int64_t pool_room;  // bytes, -1: what moe_plan says
+    int64_t pool_room;  // bytes, -1: as planned by moe_plan
     real *x, *dy, *router, *w13, *w2, *shared13, *shared2, *bias;
     real *drouter_before, *dw13_before, *dw2_before, *dshared13_before, *dshared2_before;
     char* memory;
@@ -88,7 +88,7 @@ static int64_t planned(const Block* b) {
     return (int64_t)bytes;
 }
 
-// All blocks have the same x, weights and gradients; `y` and `dx` are those of the last that ran.
+// All blocks have the same x, weights and gradients. `y` and `dx` are those of the last call.
 static void run_block(void* arg) {
     Block* b = arg;
     MoeShape s = b->s;
@@ -107,6 +107,7 @@ static void run_block(void* arg) {
     MoeWeights w = {b->router, b->drouter, b->bias, &w13, &w2, &shared13, &shared2};
     b->y = poisoned(N * C), b->dx = poisoned(N * C), b->load = kept_bytes(E * sizeof(int64_t));
     b->expert = poisoned_ints(N * s.router.K);
+    // Forward of all blocks, then backward in reverse order.
     MoeSaved saved[3];
     PoolMark mark[3];
     for (int i = 0; i < b->blocks; i++) {
@@ -124,7 +125,7 @@ static void run_block(void* arg) {
     ctx_destroy(ctx);
 }
 
-// <dy, y>, with the experts that forward chose.
+// <dy, y>, with the experts that forward selected.
 static double block_objective(void* arg) {
     Block* b = arg;
     MoeShape s = b->s;
@@ -137,6 +138,7 @@ static double block_objective(void* arg) {
             p[e] = exp(dot(b->routerd + e * C, x, C));
             all += p[e];
         }
+        // Scores, then the sum over the selected experts and the shared MLP.
         for (int64_t e = 0; e < E; e++) p[e] = s.router.score == SCORE_SIGMOID ? p[e] / (1 + p[e]) : p[e] / all;
         for (int64_t k = 0; k < K; k++) chosen += p[b->expert[n * K + k]];
         for (int64_t k = -1; k < K; k++) {  // -1: the shared MLP
@@ -198,7 +200,7 @@ static void check_block(MoeShape s) {
     for (int64_t i = 0; i < N * C; i++) y += (double)b.y[i] * b.dy[i];
     for (int64_t e = 0; e < E; e++) loads += b.load[e];
     CHECK(loads == N * K, "%lld loads", (long long)loads);
-    // Every gradient against differences; y itself as <dy, y>: each of its roundings counts 1 / sqrt(N C) there.
+    // Every gradient against differences, y as <dy, y>: each of its roundings counts 1 / sqrt(N C) there.
     double objective = block_objective(&b);
     CHECK(fabs(y - objective) <= TOL(1e-6, 1e-14) * sqrt(dot(b.dyd, b.dyd, N * C) * (double)(N * C)), "%.9g and %.9g",
           y, objective);
@@ -209,20 +211,20 @@ static void check_block(MoeShape s) {
     if (sF) CHECK_GRADIENT(block_objective, &b, b.shared13d, b.dshared13, b.dshared13_before, 2 * sF * C, 2e-6);
     if (sF) CHECK_GRADIENT(block_objective, &b, b.shared2d, b.dshared2, b.dshared2_before, C * sF, 2e-6);
 
-    b.blocks = 2;  // so that the second uses what the first gave back
+    b.blocks = 2;  // so that memory which one block released is used again
     run_block(&b);
     Block again = b;
     again.s.recompute = 1;
     run_block(&again);
     check_same_block(&again, &b);
     again.s.recompute = 0;
-    again.pool_room = 512;  // next to nothing: all comes from growing
+    again.pool_room = 512;  // almost nothing: the pool must grow for every buffer
     run_block(&again);
     check_same_block(&again, &b);
     release_all();
 }
 
-#define BF16 FORMAT_VALUES, FORMAT_VALUES, FORMAT_VALUES, FORMAT_VALUES, 0  // nothing in MXFP8, and one rank
+#define BF16 FORMAT_FLOATX, FORMAT_FLOATX, FORMAT_FLOATX, FORMAT_FLOATX, 0  // nothing in MXFP8, and one rank
 static void test_block(void) {
     //             N    T   C  E  K  groups   score    norm scale force  F  shared ep recompute
     check_block((MoeShape){{1, 1, 3, 1, 1, 1, 1, SCORE_SIGMOID, 1, 1, 0}, 2, 2, 1, 0, BF16});
@@ -233,7 +235,7 @@ static void test_block(void) {
 
 static int64_t rounded(int64_t reals) { return ((int64_t)sizeof(real) * reals + 255) / 256 * 256; }
 
-// With one rank all sizes are known: the plan is what the pool is asked for, to the last buffer.
+// With one rank all sizes are known: the plan equals the use of the pool, to the last buffer.
 static void test_plan_of_block(void) {
     for (int i = 0; i < 4; i++) {
         RouterShape router = {150, 50, 24, 8, 3, 1, 1, SCORE_SIGMOID, 1, 1, 0};
@@ -246,7 +248,7 @@ static void test_plan_of_block(void) {
             bytes[recompute] = planned(&b);
             int64_t used = b.pool_room = 2 * bytes[recompute];
             run_block(&b);
-            while (used > 0 && b.memory[used - 1] == (char)0xff) used--;  // as it was
+            while (used > 0 && b.memory[used - 1] == (char)0xff) used--;  // unused
             CHECK(used <= bytes[recompute] && used > bytes[recompute] - 256, "%lld bytes planned, %lld used",
                   (long long)bytes[recompute], (long long)used);
         }

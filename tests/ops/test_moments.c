@@ -1,4 +1,4 @@
-// Moments of AdamW in bf16 against float64: stored as the nearest, the update made before that.
+// Moments of AdamW in bf16 against float64: stored rounded to nearest; the update uses them before rounding.
 #include "layers/adamw.h"
 #include "tests/mx.h"
 #include "tests/oracle.h"
@@ -13,14 +13,14 @@ typedef struct {
     uint16_t *m[STEPS + 1], *v[STEPS + 1];  // before each step and after the last
 } Run;
 
-// What 16 bits stand for.
+// The value of a bf16, given its bits.
 static double bf16_value(uint16_t x) {
     const int e = x >> 7 & 255;
     const double size = ldexp((e != 0) + (x & 127) / 128.0, (e ? e : 1) - 127);
     return e == 255 ? NAN : x >> 15 ? -size : size;
 }
 
-// Zeros, or a copy of what stands at `from`; NaN around.
+// Zeros, or a copy of the moments at `from`, with NaN around them.
 static uint16_t* narrow(const uint16_t* from, int64_t n) {
     const size_t bytes = (size_t)(n + 2 * GUARD) * sizeof(uint16_t);
     uint16_t* x = (uint16_t*)memset(kept_bytes(bytes), 0xff, bytes);
@@ -54,17 +54,17 @@ static void run(void* arg) {
     ctx_destroy(ctx);
 }
 
-// Whether a moment is the bf16 nearest to x, which arithmetic in float32 may miss by e: where x is closer than that to
-// the middle of two, it may be either. *vague counts these.
+// 1: a moment is the bf16 nearest to x. Arithmetic in float32 may be off by e. So if x is within e of the middle of
+// two, either one is accepted and counted in *vague.
 static int is_nearest(uint16_t got, double x, double e, int* vague) {
     const double low = bf16(x - e), high = bf16(x + e);
     *vague += low != high;
     return low <= bf16_value(got) && bf16_value(got) <= high;
 }
 
-// Each step anew from the bits before it. e: a moment is a sum of two terms of at most 7 roundings of float32 each, of
-// the terms' sizes. That makes 14 * 2^-24 of a number vague beside steps of bf16 of 2^-8 at least, 2e-4 of all, and
-// more where the terms cancel.
+// Every step is checked from the bits before it. e: a moment is a sum of two terms, each with at most 7 float32
+// roundings of its own size. So 14 * 2^-24 of a number is vague. The steps of bf16 are at least 2^-8, which makes 2e-4
+// of all moments vague, and more where the terms cancel.
 static void test_stored_is_nearest(void) {
     Run a;
     check_threads(run, &a);
@@ -84,7 +84,8 @@ static void test_stored_is_nearest(void) {
             moved[i] -= a.master[s][i];
         }
         CHECK(wrong == 0 && vague < 2 * LONG / 1000, "step %d: %d moments are wrong, %d vague", s, wrong, vague);
-        // The moments before they are rounded: with those after it, 2^-9 would be off. A master of 1 is rounded once.
+        // The update uses moments before they are rounded; with rounded ones it would be 2^-9 off. A master of 1 is
+        // rounded once.
         CHECK_CLOSE(moved, change, LONG, TOL(2e-6, 1e-14));
         for (int i = 0; i < GUARD; i++)
             CHECK(
@@ -94,8 +95,8 @@ static void test_stored_is_nearest(void) {
     release_all();
 }
 
-// Halves are exact: where a new moment is in the middle of two numbers of bf16, it is the even one. Below the smallest
-// normal number steps are 2^-133.
+// Halves are exact: a new moment in the middle of two bf16 numbers becomes the even one. Below the smallest normal
+// number steps are 2^-133.
 static void test_ties(void) {
     const AdamW opt = {.lr = 0.1f, .beta1 = 0.5f, .beta2 = 0.5f, .eps = 1e-8f};
     static const struct {

@@ -31,6 +31,7 @@ static void jacobi(double* u, double* s, double* v, const double* x, int64_t row
                     v[i * columns + p] = c * a - d * b, v[i * columns + q] = d * a + c * b;
                 }
             }
+    // Singular values are the norms of the columns; u gets the normalized columns.
     for (int64_t j = 0; j < columns; j++) {
         double square = 0;
         for (int64_t i = 0; i < rows; i++) square += u[i * columns + j] * u[i * columns + j];
@@ -39,7 +40,7 @@ static void jacobi(double* u, double* s, double* v, const double* x, int64_t row
     }
 }
 
-// What the op must give for one matrix: the polynomial of each singular value.
+// The expected result for one matrix: the polynomial of each singular value.
 static void oracle_orthogonalize(double* out, const double* x, int64_t rows, int64_t columns) {
     const int tall = rows >= columns;
     const int64_t m = tall ? rows : columns, n = tall ? columns : rows;
@@ -79,8 +80,8 @@ static void run_orthogonalize(void* arg) {
     ctx_destroy(ctx);
 }
 
-// The iteration multiplies small singular values by up to 3.4445^5 = 485, and rounding errors with them: u sqrt(n) 485
-// of the whole, 4.7e-4 for float32 and n up to 260.
+// The iteration multiplies small singular values by up to 3.4445^5 = 485, and rounding errors with them. This makes u
+// sqrt(n) 485 of the whole, 4.7e-4 for float32 and n up to 260.
 static void test_orthogonalize(void) {
     static const Case cases[] = {{1, 1, 1, 0},   {2, 1, 9, 0},   {2, 9, 1, 0},     {3, 16, 16, 0},
                                  {2, 40, 24, 0}, {2, 24, 40, 0}, {1, 150, 130, 0}, {1, 130, 260, 0},
@@ -106,8 +107,8 @@ static void test_orthogonalize(void) {
     }
 }
 
-// The size of an update is that of AdamW's: elements of 0.2 in the mean square, for matrices whose singular values are
-// near one another. A matrix of zeros stays zeros.
+// An update has the size of AdamW's: a root mean square of about 0.2 if the singular values are near one another. A
+// matrix of zeros stays zeros.
 static void test_sizes(void) {
     Run r = {.c = {2, 64, 96, 0}, .before = tensor(2 * 64 * 96, 9)};
     memset(r.before + 64 * 96, 0, 64 * 96 * sizeof(real));
@@ -119,7 +120,7 @@ static void test_sizes(void) {
     release_all();
 }
 
-// Momentum and update, element by element; nothing moves in a step that is not good.
+// Momentum and update, element by element. A step that is not good changes nothing.
 static void test_elements(void) {
     enum { N = 1000 };
     const Muon opt = {.lr = 0.01f, .momentum = 0.9f, .weight_decay = 0.1f};
@@ -136,6 +137,7 @@ static void test_elements(void) {
         list[0].x = x, list[1].x = x + 300;
         muon_update(list, 2, &opt, &state, ctx);
         for (int i = 0; i < N; i++) {
+            // The momentum, u with Nesterov, and the weights.
             const double g = 0.25 * (double)grad[i], after = ok ? (double)0.9f * m0[i] + g : m0[i];
             CHECK(fabs((double)m[i] - after) <= TOL(1e-6, 1e-15), "momentum %g, not %g", (double)m[i], after);
             if (ok) CHECK(fabs((double)u[i] - (g + (double)0.9f * after)) <= TOL(1e-6, 1e-15), "u is %g", (double)u[i]);
@@ -148,7 +150,7 @@ static void test_elements(void) {
     }
 }
 
-// In bf16 the momentum is rounded as it is stored; the update takes it before that.
+// A bf16 momentum is rounded when it is stored. The update uses it before rounding.
 static void test_bf16_momentum(void) {
     const Muon opt = {.lr = 0.01f, .momentum = 0.5f, .weight_decay = 0};
     const StepState state = {.ok = 1, .grad_scale = 1};
@@ -162,9 +164,9 @@ static void test_bf16_momentum(void) {
     ctx_destroy(ctx);
 }
 
-// 20 steps as torch.optim.Muon takes them with adjust_lr_fn match_rms_adamw (scripts/make_golden.py). It iterates in
-// bf16: X is off by some 2^-9 in each of 5 steps, and small singular values by more. Measured: 1 to 2 % of the weights'
-// way. Without Nesterov or decay, or with the shorter side in the scale, it is 15 to 25 %.
+// 20 steps as torch.optim.Muon does them with adjust_lr_fn match_rms_adamw (scripts/make_golden.py). It iterates in
+// bf16: X is off by some 2^-9 in each of 5 steps, and small singular values by more. Measured: 1 to 2 % of the total
+// change of the weights. Without Nesterov or decay, or with the shorter side in the scale, it is 15 to 25 %.
 static void test_torch(void) {
     static const int64_t shapes[][2] = {{24, 40}, {40, 24}, {32, 32}};
     char error[256];
@@ -178,6 +180,7 @@ static void test_torch(void) {
         for (int64_t i = 0; i < n; i++) w[i] = (real)(0.02 * cos(0.003 * (double)(i * i)));
         const double* start = doubles(w, n);
         Ctx* ctx = ctx_create(0);
+        // The same weights and gradients as in the script.
         for (int step = 0; step < 20; step++) {
             for (int64_t i = 0; i < n; i++) grad[i] = (real)sin(0.001 * pow((double)(i + 50 * step), 2) + step);
             const MuonBuffer buffer = {u, m, grad, w, w, n};
@@ -187,7 +190,7 @@ static void test_torch(void) {
         }
         ctx_destroy(ctx);
 
-        // Both ways from the start, each element a float32 in the file.
+        // The difference, relative to the total change. The file has float32.
         char name[32];
         snprintf(name, sizeof(name), "w.%ldx%ld", (long)rows, (long)columns);
         float* golden = kept_bytes((size_t)n * sizeof(float));

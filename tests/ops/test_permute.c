@@ -1,4 +1,4 @@
-// The ragged layout of a routing, and rows to and fro.
+// The ragged layout of a routing, and permute and unpermute of rows.
 #include "tests/routing.h"
 
 // --- The plan ---
@@ -31,7 +31,7 @@ static void test_permute_plan(void) {
         Routing r = make_routing(s[0], s[1], s[2], s[3], s[4], i % ROUTINGS);
         check_threads(run_plan, &r);
         check_plan(&r);
-        // Without gates: the same, and row_gate is left alone.
+        // Without gates: the same layout, and row_gate is not written.
         Ragged g = r.ragged;
         r.ragged.row_gate = poisoned(g.capacity);
         memset(g.token_row, 0x7b, r.N * r.K * sizeof(int32_t));
@@ -46,14 +46,14 @@ static void test_permute_plan(void) {
 }
 
 static void test_capacity(void) {
-    // min(K, El) choices a token may be held here. With tiles of 128 rows the worst is one row too many in every
-    // expert.
+    // At most min(K, El) choices of a token are held here. With tiles of 128 rows the worst case is one row too many in
+    // every expert.
     for (int64_t N = 1; N < 700; N += 49)
         for (int32_t K = 1; K <= 6; K++)
             for (int32_t El = 1; El <= 20; El += 3) {
                 int64_t rows = N * (K < El ? K : El), padded = 0, left = rows;
                 CHECK(ragged_capacity(N, K, El, BACKEND_CPU) >= rows, "N %lld K %d El %d", (long long)N, K, El);
-                for (int32_t e = 0; e < El && left > 0; e++) {  // a row each, the last takes what a token can give it
+                for (int32_t e = 0; e < El && left > 0; e++) {  // one row over whole tiles each; the last gets the rest
                     int64_t take = e == El - 1 ? left : 1 + (left - 1 - (El - 1 - e)) / 128 * 128;
                     take = take < 1 ? 1 : take > N ? (N - 1) / 128 * 128 + 1 : take;
                     take = take > left ? left : take;
@@ -64,7 +64,7 @@ static void test_capacity(void) {
             }
 }
 
-// --- Rows to and fro ---
+// --- Permute and unpermute ---
 
 typedef struct {
     Routing* r;
@@ -119,7 +119,7 @@ static void test_permute_rows(void) {
         // Moving rows is linear: unpermute without gates is permute's backward if <permute x, y> = <x, unpermute y>.
         for (int64_t j = 0; j < rows_used(&r) * C; j++) left += (double)m.rows[j] * m.from[j];
         for (int64_t j = 0; j < n; j++) right += (double)m.tokens[j] * m.summed[j];
-        // n = up to 2e5 random products add up to sqrt(n); the n roundings on the way, in double, to sqrt(n) u of that.
+        // n = up to 2e5 random products add up to sqrt(n). The n roundings, in double, add up to sqrt(n) u of that.
         CHECK(fabs(left - right) <= TOL(1e-6, 2e-13) * sqrt((double)rows_used(&r) * C), "%.9g and %.9g", left, right);
         release_all();
     }

@@ -1,4 +1,4 @@
-// RMSNorm, alone and with the residual addition. tests/oracle.h says how the dense ops are tested.
+// RMSNorm, alone and with the residual addition. tests/oracle.h has the method of these tests.
 #include "layers/rmsnorm.h"
 #include "tests/oracle.h"
 
@@ -56,7 +56,7 @@ static void check_norm(int64_t N, int64_t C, int64_t stride, double scale) {
     check_threads(run_norm, &t);
     double *y = zeros(N * C), *rstd = zeros(N);
     oracle_norm(y, rstd, t.xd, t.wd, N, C);
-    // A mean of up to 300 squares (all positive: errors add up to a few u), then 3 operations.
+    // A mean of up to 300 squares (all positive, so the error is a few u), then 3 operations.
     double tolerance = TOL(1e-6, 1e-14);
     CHECK_CLOSE(t.y, y, N * C, tolerance);
     CHECK_CLOSE(t.rstd, rstd, N, tolerance);
@@ -71,7 +71,7 @@ static void check_norm(int64_t N, int64_t C, int64_t stride, double scale) {
     }
     CHECK_GRADIENT(norm_objective, &t, t.wd, t.dw, t.dw_before, C, 3e-6);
     CHECK_GRADIENT(norm_objective, &t, t.wd, t.dw_again, t.dw, C, 3e-6);
-    // The residual sum is one exact-as-can-be addition, and its norm is the norm of that sum.
+    // The residual sum is one addition, rounded once. The norm is that of the rounded sum.
     real* sum = copied(x, N * C);
     for (int64_t i = 0; i < N * C; i++) sum[i] = x[i] + t.b[i];
     CHECK_BITS(t.sum, sum, N * C * sizeof(real));
@@ -92,8 +92,9 @@ static void test_rmsnorm(void) {
 }
 
 static void test_rmsnorm_small_dx(void) {
-    // Where eps counts, dx = rstd (g - x rstd^2 mean(g x)) with rstd^2 mean(x^2) = 1/2, not 1. Inputs are 1e-3, so are
-    // the steps of the differences: scale x up inside the objective's own variable instead (x = 1e-3 z, dz = 1e-3 dx).
+    // Where eps matters, dx = rstd (g - x rstd^2 mean(g x)) with rstd^2 mean(x^2) = 1/2, not 1. Inputs are 1e-3, so the
+    // steps of the differences must be too. Therefore the objective's own variable is scaled up (x = 1e-3 z, dz = 1e-3
+    // dx).
     enum { N = 3, C = 24 };
     Ctx* ctx = ctx_create(rmsnorm_workspace(N, C));
     Norm t = {.N = N, .C = C, .stride = C};

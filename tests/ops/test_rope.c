@@ -18,7 +18,7 @@ static void test_rope_table(void) {
                             {6, 10000, 0, 1, 1, 4096},       {16, 10000, 1, 40, 1, 4096},
                             {2, 500000, 0, 1, 1, 4096},      {32, 500000, 1, 8, 1, 8192},
                             {6, 100, 1, 40, 1, 600000},  // high == low == 5
-                            {8, 2, 1, 40, 1, 4096},      // high < low, which is beyond all pairs
+                            {8, 2, 1, 40, 1, 4096},      // high < low, and low is beyond all pairs
                             {16, 10000, 1, 40, 1, 1}};   // high < low = 0
     enum { T = 300 };
     for (int s = 0; s < COUNT(configs); s++) {
@@ -58,7 +58,7 @@ typedef struct {
     real *x, *table, *turned, *back, *turned_back;
 } Rope;
 
-// Of two tensors the second is empty.
+// The second of two tensors is empty.
 static void turn_one(real* x, const Rope* r, int direction, Ctx* ctx) {
     const RopeShape none = {0};
     rope_apply(x, r->shape, x, none, r->table, direction, ctx);
@@ -101,13 +101,13 @@ static void test_rope_apply(void) {
                     ref[at + 1] = r.x[at] * sin(angle) + r.x[at + 1] * cos(angle);
                     touched[at] = touched[at + 1] = 1;
                 }
-        // Two products and a sum of numbers rounded once: 3 u; twice that for there and back. In double: the angle.
+        // Two products and a sum of numbers rounded once: 3 u. There and back: twice that. In double: the angle.
         CHECK_CLOSE(r.turned, ref, n, TOL(2e-7, 3e-13));
         CHECK_CLOSE(r.back, original, n, TOL(4e-7, 1e-15));
         int64_t changed = 0;
         for (int64_t i = 0; i < n; i++) changed += !touched[i] && (r.turned[i] != r.x[i] || r.turned_back[i] != r.x[i]);
         CHECK(changed == 0, "%lld elements outside the vectors changed", (long long)changed);
-        // The turn is linear: direction -1 is its backward if <R x, y> = <x, R^-1 y> for y = another random vector.
+        // The rotation is linear: direction -1 is its backward if <R x, y> = <x, R^-1 y> for y = another random vector.
         real* y = tensor(n, 2);
         Rope other = {.shape = p, .x = y, .table = r.table};
         run_rope(&other);

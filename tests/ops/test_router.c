@@ -1,4 +1,4 @@
-// The router: scores and gates against float64, selection exactly, by ranks instead of a sort; the backward against
+// The router: scores and gates against float64; the selection exactly, by ranks instead of a sort; the backward against
 // differences of the oracle.
 #include "tests/router.h"
 
@@ -18,11 +18,11 @@ static double oracle_gate(const double* scores, const int32_t* expert, int32_t k
     return scores[expert[k]] / (s.norm ? sum : 1) * (double)s.scale;
 }
 
-// a stands before b
+// True if a is before b.
 static int before(double a, int32_t ia, double b, int32_t ib) { return a > b || (a == b && ia < ib); }
 
-// The choice of one token from its scores as the op gave them (they are checked on their own), by the rank of each
-// group and each expert. Sums in real, as a score's last bit decides between near ties.
+// The selection of one token from the op's scores (which are tested separately), by the rank of each group and each
+// expert. Sums are in real, because the last bit of a score decides near ties.
 static void oracle_select(int32_t* expert, const real* scores, const real* bias, RouterShape s) {
     int32_t per = s.E / s.groups;
     real *key = host_alloc(s.E * sizeof(real)), *group = host_alloc(s.groups * sizeof(real));
@@ -49,7 +49,7 @@ static void oracle_select(int32_t* expert, const real* scores, const real* bias,
     free(key), free(group), free(allowed);
 }
 
-// <dgate, gate> plus the auxiliary loss, the choice and the counts held.
+// <dgate, gate> plus the auxiliary loss, with fixed selection and counts.
 static double router_objective(void* arg) {
     Router* r = arg;
     RouterShape s = r->shape;
@@ -123,9 +123,8 @@ static void test_router_random(void) {
     }
 }
 
-// The gate of one expert, normalised, is `scale` whatever its score: dgate gives the router no gradient, the balance
-// loss does. What the subtraction leaves is a rounding of the gate and one of each product: 3 u dgate (1 - s) of dgate
-// s'.
+// A single expert's normalized gate is `scale` for any score. So dgate gives the router no gradient, only the balance
+// loss does. The subtraction leaves a rounding of the gate and one of each product: 3 u dgate (1 - s) of dgate s'.
 static void test_router_constant_gate(void) {
     RouterShape s = {40, 20, 24, 8, 1, 1, 1, SCORE_SIGMOID, 1, 2.5f, 0};
     for (int aux = 0; aux < 2; aux++) {
@@ -140,8 +139,7 @@ static void test_router_constant_gate(void) {
     }
 }
 
-// Tokens e_0: the logits are what w's first column says, small whole numbers, so that equal means equal in any
-// arithmetic.
+// Tokens e_0: the logits are the first column of w, small whole numbers. So equal logits are equal in any arithmetic.
 static void check_choice(RouterShape s, const double* logits, const double* bias, const int32_t* expected) {
     s.N = s.T = 3, s.C = 24;
     Router r = make_router(s);
@@ -153,7 +151,7 @@ static void check_choice(RouterShape s, const double* logits, const double* bias
         for (int32_t k = 0; k < s.K; k++) {
             int32_t e = r.expert[n * s.K + k];
             CHECK(e == expected[k], "choice %d is expert %d, expected %d", k, e, expected[k]);
-            // Gates come from s alone: without norm they are s, to the bit of the scores.
+            // Gates come from s alone: without norm they are s, with the bits of the scores.
             if (!s.norm && s.scale == 1 && e >= 0 && e < s.E)
                 CHECK(r.gate[n * s.K + k] == r.scores[n * s.E + e], "gate %g is not s", (double)r.gate[n * s.K + k]);
         }
@@ -179,8 +177,8 @@ static void test_router_choice(void) {
         s.groups = 4, s.top_groups = 2;
         CHOICE(s, ((int32_t[]){0, 1, 2, 3}), NULL, 0, 0, 0, 0, 0, 0, 0, 0);
         CHOICE(s, ((int32_t[]){2, 4, 3, 5}), NULL, 0, 0, 2, 1, 2, 1, 2, 1);
-        // The bias chooses, experts 7 and 3, and all s + bias in the chosen groups are negative: other groups are -inf,
-        // not 0.
+        // The bias selects experts 7 and 3. All s + bias in the selected groups are negative: other groups must be
+        // -inf, not 0.
         double bias[] = {-9, -9, -9, -3, -9, -9, -9, -2};
         s.K = 3;
         CHOICE(s, ((int32_t[]){7, 3, 2}), bias, 0, 0, 0, 0, 0, 0, -1, 0);
@@ -191,7 +189,7 @@ static void test_router_choice(void) {
         s.groups = 1, s.K = 2;
         CHOICE(s, ((int32_t[]){6, 1}), lift, 1, 3, 0, 0, 1, 0, -2, 0);
     }
-    // Equal logits make equal scores wherever they stand, whatever the vector width.
+    // Equal logits make equal scores at any index, whatever the vector width.
     for (int i = 0; i < 12; i++) {
         int32_t E = (int32_t[]){9, 10, 13, 18, 23, 37}[i / 2];
         RouterShape odd = {.E = E, .K = 3, .groups = 1, .top_groups = 1, .score = i % 2, .scale = 1};
@@ -206,13 +204,13 @@ static void test_router_choice(void) {
     CHOICE(two, ((int32_t[]){3, 5}), NULL, 2, -9, -9, 1, -9, 1);
     two.score = SCORE_SOFTMAX;
     CHOICE(two, ((int32_t[]){0, 1}), NULL, 2, -9, -9, 1, -9, 1);
-    // Only the two best count, not the sum over the group.
+    // Only the two best experts of a group count, not the sum over the group.
     two.score = SCORE_SIGMOID;
     CHOICE(two, ((int32_t[]){4, 3}), NULL, 1, 1, 1, 1, 2, -9);
 }
 
-// Scores that are all 0 in float32 divide by 1e-20, not by 0; a token that is not finite still gets K different
-// experts, so that the step goes on to be found and skipped.
+// If all scores are 0 in float32, gates divide by 1e-20, not by 0. A token that is not finite still gets K different
+// experts, so that the step continues until it is detected and skipped.
 static void test_router_extreme(void) {
     RouterShape s = {.N = 4, .T = 4, .C = 3, .E = 8, .K = 3, .groups = 4, .top_groups = 2, .norm = 1, .scale = 1};
     for (s.score = 0; s.score < 2; s.score++) {
@@ -232,6 +230,7 @@ static void test_router_extreme(void) {
             CHECK(fabs(gate - expected) <= 1e-6 * expected + TOL(1e-37, 0), "gate %g, expected %g", gate, expected);
         }
         for (int64_t i = 0; i < s.K; i++) CHECK(r.expert[i] == i && r.expert[s.K + i] == i, "equal scores");
+        // Tokens that are not finite.
         for (int64_t n = 2; n < s.N; n++) {
             int chosen[8] = {0}, bad = 0;
             for (int32_t k = 0; k < s.K; k++) {

@@ -1,4 +1,4 @@
-// SwiGLU. tests/oracle.h says how the dense ops are tested.
+// SwiGLU. tests/oracle.h has the method of these tests.
 #include "layers/swiglu.h"
 #include "tests/oracle.h"
 
@@ -49,15 +49,14 @@ static void test_swiglu(void) {
         // exp, a sum, a quotient, two products, and exp's own argument: a few u.
         CHECK_CLOSE(s.a, a, n, TOL(5e-7, 1e-14));
         CHECK_CLOSE(s.a_again, a, n, TOL(5e-7, 1e-14));
-        // The differences at |u| of 4000 lose 1e-16 * 4000^2 / 1e-5 of a gradient of 4000.
+        // At |u| of 4000 the differences lose 1e-16 * 4000^2 / 1e-5 of a gradient of 4000.
         if (k % 2 == 0) CHECK_GRADIENT(swiglu_objective, &s, s.hd, s.dh, NULL, 2 * n, 1e-6);
         for (int64_t i = 0; i < n && k % 2; i++) {
             double g = s.hd[i / s.F * 2 * s.F + i % s.F], u = s.hd[i / s.F * 2 * s.F + s.F + i % s.F], h = 1e-4;
             real dg = s.dh[i / s.F * 2 * s.F + i % s.F], du = s.dh[i / s.F * 2 * s.F + s.F + i % s.F];
             double slope = ((g + h) / (1 + exp(-g - h)) - (g - h) / (1 + exp(h - g))) / (2 * h) * s.dad[i] * u;
             double silu = g / (1 + exp(-g)) * s.dad[i];
-            // h^2 / 6 and 1e-16 |g| / h of slopes up to |u|; silu' goes through 0 at g = -1.28, so the bound is
-            // absolute.
+            // h^2 / 6 and 1e-16 |g| / h of slopes up to |u|. silu' is 0 at g = -1.28, so the tolerance is absolute.
             CHECK(fabs(dg - slope) <= 1e-6 * fabs(s.dad[i] * u), "g %g u %g: dg %g, slope %g", g, u, (double)dg, slope);
             CHECK(fabs(du - silu) <= 1e-6 * fabs(silu) + 1e-30, "g %g: du %g, silu %g", g, (double)du, silu);
         }

@@ -1,10 +1,10 @@
 #!/usr/bin/env python3
 """A run on many ranks, from outside: TRAIN_MOE=build/cpu/train_moe python3 tests/parallel/test_many_ranks.py (standard library only).
 
-The tiny model of tests/cli.py trains on up to four ranks of this machine. Curves and validation do not depend on how a
-run lies on its ranks; it resumes on any other layout, and bit for bit on its own. Every fault of one rank ends all of them
-with one message that names the rank and the reason, and the run goes on from its newest checkpoint as if nothing had
-happened.
+The tiny model of tests/cli.py trains on up to four ranks of this machine. Curves and validation do not depend on the rank
+layout. A run resumes on any other layout, and bit for bit on its own. Every fault of one rank ends all ranks with one
+message that names the rank and the reason. The run then resumes from its newest checkpoint and gives the same results as
+a run without the fault.
 """
 import concurrent.futures
 import json
@@ -33,7 +33,7 @@ SLOW = True
 
 
 def gpus():
-    """How many GPUs a run sees."""
+    """The number of GPUs that a run sees."""
     visible = os.environ.get("CUDA_VISIBLE_DEVICES")
     if visible is not None:
         return len([gpu for gpu in visible.split(",") if gpu])
@@ -46,31 +46,31 @@ def gpus():
 
 CUDA = pathlib.Path(cli.PROGRAM).parent.name == "cuda"
 SANITIZED = "sanitize" in cli.PROGRAM
-RANKS = min(4, gpus()) if CUDA else 4  # one a GPU
-RANKS -= RANKS == 3                    # which would not divide the 4 experts
-VICTIM = RANKS - 2 or 1                # the rank that has the fault: neither the first nor, of four, the last
-# How far curves of different layouts may lie apart. Sums in another order move float32 by 1e-8 here, bf16 by its steps. A
-# margin that tips over the edge of its bin then moves a selection bias by the bin's width over its count, and with it
-# the experts of a token: 2e-5 of a loss.
+RANKS = min(4, gpus()) if CUDA else 4  # one per GPU
+RANKS -= RANKS == 3                    # 3 does not divide the 4 experts
+VICTIM = RANKS - 2 or 1                # the rank with the fault: not the first, and of four not the last
+# The largest relative difference between curves of different layouts. Sums in another order change float32 by 1e-8 here,
+# bf16 by its steps. A margin may then cross the edge of its bin. This changes a selection bias by the bin's width over
+# its count, and the experts of a token change too: 2e-5 of a loss.
 CLOSE = 1e-2 if CUDA else 1e-4
-# Shares of some 10^4 elements, and decibels. Another order of sums tips an element in a cast, so that what follows from it
-# differs by more than last bits, and a block whose largest is next to a power of two gets another scale: 32 elements with
-# 4 times the noise, 1 block of 750. In bf16 1 % of the elements are a step aside, and the noise of a gradient is that of
-# its few largest blocks. A rank that speaks of its own rows alone is up to 1e-3 off in shares, a sum that one of two
-# ranks lacks is 3 dB.
+# Bounds of the shares (of some 10^4 elements) and of the decibels. Another order of sums may round an element of a
+# cast the other way. The values computed from it then differ by more than their last bits. A block whose largest element is
+# next to a power of two gets another scale: 32 elements with 4 times the noise, 1 block of 750. In bf16, 1 % of the
+# elements differ by one step, and the noise of a gradient is that of its few largest blocks. The bounds find two bugs. A
+# rank that counts only its own rows is up to 1e-3 off in shares. A sum without the part of one of two ranks is 3 dB off.
 STATS_CLOSE = 1e-3 if CUDA else 2e-4
 SNR_CLOSE = 0.5 if CUDA else 0.05
 
 LIMIT = 10 if CUDA else 2  # --timeout for ranks that hang, in seconds
-# Several micro-steps a step: slow enough for faults to come between two steps. Runs that share GPUs wait for one another
-# in each transfer.
+# Several micro-steps per step: slow enough for faults to happen between two steps. Runs that share GPUs wait for one
+# another in each transfer.
 RUN = dict(tokens_per_step=512 if CUDA else 2048, lr=1e-3, steps=60, save_every=10)
 AT_ONCE = 3 if CUDA else 6
 LAYOUT = dict(ep=RANKS, shard="weights")
 
 
 class Outcome:
-    """What became of a run: exit code, output, its lines of error, and seconds since the fault."""
+    """The end of a run: exit code, output, its lines of error, and seconds since the fault."""
 
     def __init__(self, code, out, err, seconds):
         self.code, self.out, self.err, self.seconds = code, out, err, seconds
@@ -81,11 +81,11 @@ class Outcome:
 
 
 class Process:
-    """A run on the ranks given as (count, command line)... Only one of them stands before a colon."""
+    """A run under mpirun. Each part is (count, command line): the ranks that run it. Colons separate the parts."""
 
     def __init__(self, folder, *parts, more=()):
         line = mpirun(1)[:-2] + list(more)
-        self.pids = tempfile.TemporaryDirectory(prefix="train_moe_pids_")  # each rank tells its process id
+        self.pids = tempfile.TemporaryDirectory(prefix="train_moe_pids_")  # each rank writes its process id
         tell = ["sh", "-c", 'echo $$ >"$0/$OMPI_COMM_WORLD_RANK"; exec "$@"', self.pids.name]
         for i, (count, command) in enumerate(parts):
             line += [":"] * (i > 0) + ["-np", str(count)] + tell + [str(word) for word in command]
@@ -95,7 +95,7 @@ class Process:
         self.began = time.monotonic()
 
     def ranks(self):
-        """{rank: process id} of those that have started."""
+        """{rank: process id} of the ranks that have started."""
         told = {int(file.name): file.read_text() for file in pathlib.Path(self.pids.name).iterdir()}
         return {rank: int(pid) for rank, pid in told.items() if pid.endswith("\n")}
 
@@ -106,7 +106,7 @@ class Process:
             time.sleep(0.001)
 
     def fault(self, ranks, number):
-        """Sends a signal to ranks; from now on the seconds count."""
+        """Sends a signal to ranks, and starts the clock of the outcome."""
         processes = self.ranks()
         for rank in ranks:
             os.kill(processes[rank], number)
@@ -140,7 +140,7 @@ class Case(cli.Case):
         return cli.command(**{"train": self.train_glob, "out": "run", **RUN, **options})
 
     def on(self, count, folder=None, code=0, **options):
-        """A run on so many ranks that ends with `code` and, if that is not 0, with one line of error."""
+        """A run on `count` ranks; checks that it ends with `code` and, if that is not 0, with one line of error."""
         folder = folder or self.dir
         outcome = Process(folder, (count, self.command(**options))).end()
         self.assertEqual(outcome.code, code, outcome)
@@ -148,7 +148,7 @@ class Case(cli.Case):
         return outcome
 
     def reference(self):
-        """The run in the layout of all faults, never stopped; every checkpoint is there. Made once a class."""
+        """An uninterrupted run in the layout of all faults, with every checkpoint; made once per class."""
         if not self.references:
             folder = pathlib.Path(self.shared.name)
             self.on(RANKS, folder, out="reference", keep=9, **LAYOUT)
@@ -175,12 +175,12 @@ def limited(limit, command):
 
 
 class Faults(Case):
-    """All of them start in setUpClass and go on again there, several at once, since they mostly wait; each test looks at
-    what became of one."""
+    """One run for each fault. All start and resume in setUpClass, several at once, because they mostly wait. Each test
+    checks the outcome of one."""
 
-    # Those that go on afterwards. The first take longest.
+    # Faults after which the run resumes. The first ones take longest.
     AGAIN = ["first_stopped", "stopped", "killed", "asked", "all_asked", "disk_full"]
-    # Those in which NCCL has a part. The others are about code that is the same in every build.
+    # Faults that involve NCCL. The others test code that is the same in every build.
     NCCL = ["killed", "connection_lost", "stopped", "first_stopped", "stopped_saving", "asked", "all_asked"]
 
     @classmethod
@@ -195,7 +195,7 @@ class Faults(Case):
             cls.faults = {name: pool.submit(self.whole, name) for name in sorted(names, key=lambda n: n not in cls.AGAIN)}
 
     def whole(self, name):
-        """What became of a run with a fault, and what was wrong with its going on."""
+        """The outcome of a run with a fault, and the error of the run that resumes after it."""
         self.folders[name].mkdir()
         outcome = getattr(self, f"fault_{name}")(self.folders[name])
         try:
@@ -212,7 +212,7 @@ class Faults(Case):
             raise wrong
 
     def check_goes_on(self, folder, outcome):
-        """From the checkpoint that was saved last: to the same bits in its layout; after a failure, close in another too."""
+        """Resumes from the last checkpoint: to the same bits in its layout; after a failure, close in another too."""
         self.assertNotEqual(outcome.code, "none: it hangs")
         newest = max(name for name in cli.checkpoints(folder / "run") if re.fullmatch(r"step_\d{8}", name))
         saved = re.findall(r"^saved run/(.*)", outcome.out, re.M)
@@ -233,12 +233,12 @@ class Faults(Case):
         self.assert_same_run(folder / "run", self.reference(), 60)
 
     def among(self, command):
-        """Everywhere but on VICTIM the usual command line."""
+        """The parts of a run in which VICTIM has `command`, and all other ranks the usual command line."""
         usual = self.command(timeout=60, **LAYOUT)
         return [part for part in ((VICTIM, usual), (1, command), (RANKS - VICTIM - 1, usual)) if part[0]]
 
     def signalled(self, folder, at, ranks, number, more=(), **options):
-        """A run that gets a signal once `at` steps are logged."""
+        """A run whose `ranks` get a signal as soon as `at` steps are logged."""
         run, log = Process(folder, (RANKS, self.command(**LAYOUT, **options)), more=more), folder / "run/log.jsonl"
         run.wait_for(lambda: log.exists() and log.read_bytes().count(b"\n") > at)
         run.fault(ranks, number)
@@ -248,7 +248,7 @@ class Faults(Case):
         return self.signalled(folder, 23, [VICTIM], signal.SIGKILL)
 
     def fault_connection_lost(self, folder):
-        """A rank is killed, mpirun leaves the others alone, and NCCL, which talks through sockets here, tells them."""
+        """A rank is killed, and mpirun does not end the others. NCCL, here over sockets, reports the loss to them."""
         return self.signalled(folder, 23, [VICTIM], signal.SIGKILL,
                               ["--mca", "orte_enable_recovery", "1", "-x", "NCCL_P2P_DISABLE=1", "-x", "NCCL_SHM_DISABLE=1"])
 
@@ -259,7 +259,7 @@ class Faults(Case):
         return self.signalled(folder, 23, [0], signal.SIGSTOP, timeout=LIMIT)
 
     def fault_stopped_saving(self, folder, rank=VICTIM):
-        """In the last save no rank waits in a step any more."""
+        """A rank stops in the last save, when no rank waits in a step any more."""
         run = Process(folder, (RANKS, self.command(timeout=LIMIT, dense_ffn=8192, **{**RUN, **LAYOUT, "steps": 4,
                                                                                 "save_every": 2})))
         run.wait_for(lambda: (folder / "run/step_00000004.tmp").exists())
@@ -296,7 +296,7 @@ class Faults(Case):
         return Process(folder, *self.among(self.command(val=self.val_glob, timeout=60, **LAYOUT))).end()
 
     def fault_other_questions(self, folder):
-        """A file of the same size in which an id is another."""
+        """One rank has a question file of the same size with another id."""
         for name, ending in (("eval.bin", [2]), ("other.bin", [3])):
             write_questions(folder / name, [([1], [ending, [4]], 0)])
         usual, other = [self.command(eval=name, timeout=60, **LAYOUT) for name in ("eval.bin", "other.bin")]
@@ -313,8 +313,8 @@ class Faults(Case):
         return Process(folder, *self.among([folder / "other", *command[1:]])).end()
 
     def fault_disk_full(self, folder):
-        """The limit comes in the second step: before it the ranks make larger files, through which they share memory.
-        Samples leave time for it."""
+        """A rank gets a limit of file sizes in its second step. Before that, the ranks create larger files for shared
+        memory. Samples leave time to set the limit."""
         shutil.copytree(self.reference(), folder / "run")
         shutil.rmtree(folder / "run/step_00000060")
         log = folder / "run/log.jsonl"
@@ -328,7 +328,7 @@ class Faults(Case):
         return outcome
 
     def failed(self, name, code, pattern):
-        """Ended on every rank, in time, with this one line of error."""
+        """Checks that the run ended on every rank, in time, with this one line of error."""
         outcome = self.outcome(name)
         self.assertEqual(outcome.code, code, outcome)
         self.assertEqual(len(outcome.errors), 1, outcome)
@@ -337,7 +337,7 @@ class Faults(Case):
         return outcome
 
     def on_all(self, name, pattern):
-        """Found by comparing the ranks, before anything is written: rank 0 says it, as wrong usage."""
+        """Checks that rank 0 reported the difference between the ranks as wrong usage, before any file was written."""
         self.failed(name, 2, rf"^rank 0 of {RANKS} \(.+\): {pattern}")
         self.assertFalse((self.folders[name] / "run").exists())
 
@@ -364,7 +364,7 @@ class Faults(Case):
         self.assertIn("step_00000002", cli.checkpoints(self.folders["stopped_saving"] / "run"))
 
     def test_asked_to_stop(self):
-        another = "because another rank was asked to"  # where a step ends before the signal has reached rank 0, too
+        another = "because another rank was asked to"  # also all_asked, where a step ends before the signal reaches rank 0
         for name, words in (("asked", another), ("all_asked", f"(by signal 10|{another})")):
             outcome = self.outcome(name)
             self.assertEqual((outcome.code, outcome.errors), (0, []), outcome)
@@ -375,7 +375,7 @@ class Faults(Case):
 
     @unittest.skipUnless(CUDA, "NCCL belongs to the CUDA build")
     def test_connection_lost(self):
-        outcome = self.outcome("connection_lost")  # mpirun's own exit code is 0: it was told to bear with dead ranks
+        outcome = self.outcome("connection_lost")  # mpirun's own exit code is 0: its option tolerates dead ranks
         self.assertNotEqual(outcome.code, "none: it hangs")
         self.assertLess(outcome.seconds, 30)
         self.assertTrue(outcome.errors)
@@ -413,7 +413,7 @@ class Faults(Case):
 @unittest.skipIf(CUDA, SAME_CODE)
 class Usage(Case):
     def test_what_does_not_fit(self):
-        """All ranks find it: one says it."""
+        """An error that all ranks find is reported by one."""
         for words, options in ((f"--ep 3 does not divide the {RANKS} ranks of the run", dict(ep=3)),
                                (f"--ep {RANKS} does not divide --experts {RANKS + 1}", dict(ep=RANKS, experts=RANKS + 1)),
                                (f"--tokens-per-step 64 is not a multiple of {RANKS} ranks x --batch 2 x --seq-len 32 = "
@@ -432,7 +432,7 @@ class Usage(Case):
             self.assertEqual(outcome.out.count("usage: " if option == "--help" else "model      tiny"), 1)
 
     def test_help_on_one_rank(self):
-        """It compares its options with the others before it leaves them."""
+        """A rank with --help or --dry-run compares its options with the other ranks before it ends."""
         for option in ("--help", "--dry-run"):
             for first in (True, False):
                 parts = [(1, self.command(out=None) + [option]), (RANKS - 1, self.command(timeout=60))]
@@ -443,7 +443,7 @@ class Usage(Case):
                 self.assertLess(outcome.seconds, 30)
 
     def test_dry_run_for_other_ranks(self):
-        """Without mpirun: --ranks says how many to plan for."""
+        """Without mpirun, --ranks is the number of ranks of the plan."""
         def mib(*words, **options):
             done = self.call(self.command(dry_run=True, out=None, save_every=None, **options))
             for word in words:
@@ -462,13 +462,13 @@ class Usage(Case):
 
 
 class Layouts(Case):
-    """All as one rank does it."""
+    """Runs on any layout agree with one rank."""
 
     LAYOUTS = [(n, ep, shard) for n, ep, shard in ((2, 1, "grads"), (2, 2, "optimizer"), (4, 4, "weights"), (4, 2, "none"))
                if n <= RANKS]
 
     def test_curves_and_validation(self):
-        """9 windows of validation, by twos: of four ranks each has its share first, then three have none."""
+        """9 windows of validation, 2 per batch: all of four ranks have a batch at first, later three have none."""
         options = dict(steps=10, save_every=None, tokens_per_step=256, val=self.val_glob, val_every=4, val_tokens=9 * 32)
         self.on(1, out="one", **options)
         _, alone = cli.read_log(self.dir / "one")
@@ -489,7 +489,7 @@ class Layouts(Case):
 
     @unittest.skipIf(CUDA, "a GEMM of other sizes may take its sums in another order")
     def test_selection_biases(self):
-        """After a first step the same bits on 1 to 8 ranks, in 1 to 4 micro-steps, with modules and recomputation too."""
+        """The first step gives the same bits on 1 to 8 ranks, in 1 to 4 micro-steps, with MTP and recomputation too."""
         def biases(out):
             found = {}
             for path in sorted((self.dir / out / "step_00000001").glob("block_[0-9]*[0-9].safetensors")):
@@ -512,7 +512,7 @@ class Layouts(Case):
                     self.assertEqual(biases(out), alone)
 
     def test_cast_statistics(self):
-        """Of the first step: later ones drift apart, as elements that tip over a border tip others."""
+        """Cast statistics of the first step agree; later steps drift apart, because one other rounding causes more."""
         options = dict(steps=1, save_every=None, tokens_per_step=256, dim=160, kv_lora=32, expert_ffn=96,
                        expert_precision="mxfp8", linear_precision="mxfp8", mx_scale="floor", mx_stats=1)
         for kind in ("exact", "fast"):
@@ -520,7 +520,7 @@ class Layouts(Case):
             alone = cli.read_log(self.dir / kind)[1][0]["mx_stats"]
             for i, (n, ep, shard) in enumerate(self.LAYOUTS):
                 if CUDA and i != len(self.LAYOUTS) - (1 if kind == "exact" else 2):
-                    continue  # one a kind: to connect GPUs takes seconds
+                    continue  # one per kind: the connection of GPUs takes seconds
                 with self.subTest(kind, ranks=n, ep=ep, shard=shard):
                     out = f"{kind}{n}{ep}{shard}"
                     self.on(n, out=out, ep=ep, shard=shard, mx_gemm=kind, recompute=("none", "block", "moe")[i % 3],
@@ -532,12 +532,12 @@ class Layouts(Case):
                             self.assertAlmostEqual(line[key], one[key], delta=delta, msg=f"{line}, not {one}")
 
     def test_resume_on_another_layout(self):
-        """Stopped at steps 20 and 40, each time to go on elsewhere; and once more where it ran first."""
+        """A run stops at steps 20 and 40, and resumes on another layout or on its first one."""
         ranks, other = self.other_layout()
         for name, places in (("same", [(RANKS, LAYOUT)] * 2), ("away", [(1, dict(ep=1)), (ranks, other)]),
                              ("back", [(ranks, other), (RANKS, LAYOUT)])):
             if CUDA and name == "same":
-                continue  # Faults.goes_on does it
+                continue  # tested by Faults.goes_on
             with self.subTest(name):
                 shutil.copytree(self.reference(), self.dir / name)
                 for step in (30, 40, 50, 60):
@@ -555,7 +555,7 @@ class Layouts(Case):
 
     @unittest.skipIf(CUDA, SAME_CODE)
     def test_resume_with_the_folder_alone(self):
-        """All ranks take the options of the record that rank 0 reads, the layout too."""
+        """All ranks take the options, layout included, from the record that rank 0 reads."""
         shutil.copytree(self.reference(), self.dir / "run")
         for step in (30, 40, 50, 60):
             shutil.rmtree(self.dir / f"run/step_000000{step}")
@@ -569,7 +569,7 @@ class Layouts(Case):
         self.assertIn("the run in run was made with --lr ", outcome.errors[0])
 
     def test_three_steps_that_are_not_finite(self):
-        """On all ranks together; the checkpoint after which none was finite gives way to the one before."""
+        """All ranks end together; the checkpoint after which no step was finite is set aside for the one before."""
         options = dict(RUN, lr=1, weight_decay=3, clip=0, save_every=1, steps=100)
         outcome = self.on(RANKS, code=1, **{**options, **LAYOUT})
         last = len(cli.curve(self.dir / "run")) - 3
@@ -578,7 +578,7 @@ class Layouts(Case):
         before = max(set(range(1, last)) - set(bad))
         self.assertRegex(outcome.errors[0], rf"^rank 0 of {RANKS} .*3 steps in a row were not finite; the run ends without")
         self.assertEqual(cli.checkpoints(self.dir / "run"), [f"step_{before:08d}", f"step_{last:08d}.diverged"])
-        # Again, where rank 0 is longer at the removal of the older one than the others wait before they end a run.
+        # The same again. Rank 0 now takes longer to remove the older one than the others wait before they end a run.
         aside = self.dir / f"run/step_{last:08d}.diverged"
         for i in range(5000):
             (aside / str(i)).touch()

@@ -1,5 +1,6 @@
-"""What becomes of a run of four ranks when one fails or hangs: it ends on all of them, within some seconds, with one message
-that says which rank and why. tests/parallel/test_ranks.c is the run, and has the faults by name."""
+"""Faults of one of four ranks, which fails or hangs: the run ends on all ranks within some seconds, with one message.
+
+The message names the rank and the reason. tests/parallel/test_ranks.c is the run, and has the faults by name."""
 
 import concurrent.futures
 import os
@@ -19,9 +20,9 @@ from run import mpirun  # noqa: E402
 SLOW = True
 
 ROOT = os.path.dirname(os.path.dirname(os.path.dirname(os.path.abspath(__file__))))
-# Beside the program under test: build/cpu or build/cpu-sanitize.
+# In the folder of the program under test: build/cpu or build/cpu-sanitize.
 PROGRAM = os.path.join(os.path.dirname(os.environ.get("TRAIN_MOE", f"{ROOT}/build/cpu/train_moe")), "tests/parallel/test_ranks")
-LIMIT = 1  # seconds a rank may wait
+LIMIT = 1  # seconds that a rank may wait
 
 # name: the fault, and the signal that a rank gets
 FAULTS = {
@@ -48,7 +49,7 @@ def running(pid):
 
 
 class Run:
-    """A run with a fault; afterwards its exit code, its output, the seconds it took, and the ranks that outlived it."""
+    """A run with a fault; then its exit code, output and duration in seconds, and the ranks that did not end with it."""
 
     def __init__(self, fault, number, victim):
         pids, lines, began = {}, [], time.monotonic()

@@ -1,8 +1,8 @@
 #!/usr/bin/env python3
 """--dispatch windows from outside: TRAIN_MOE=build/cpu/train_moe python3 tests/parallel/test_windows.py (standard library only).
 
-Whatever room there is for the tokens of an expert's rank, the run is that of --dispatch nccl, bit for bit: log,
-weights, moments, biases, positions. Steps without room run again with more, which the terminal and the log say.
+With any capacity, a run equals that of --dispatch nccl, bit for bit: log, weights, moments, biases, positions. Steps
+that overflow the capacity run again with more. The terminal and the log have these retries.
 """
 import pathlib
 import re
@@ -17,18 +17,18 @@ import test_many_ranks as many  # noqa: E402
 
 SLOW = True
 
-# NCCL's windows need what tests of other runs leave out for a faster start.
+# NCCL's windows need cuMem, which tests of other runs turn off for a faster start.
 usual = many.mpirun
 many.mpirun = lambda ranks: [word.replace("NCCL_CUMEM_ENABLE=0", "NCCL_CUMEM_ENABLE=1") for word in usual(ranks)]
 
 RANKS = many.RANKS
-# A router without load balancing that learns fast: room that was enough is too little some steps later.
+# A router without load balancing that learns fast: a capacity that was enough is too small some steps later.
 RUN = dict(seq_len=32, batch=2, tokens_per_step=4 * 64 * RANKS, lr=5e-2, steps=12, save_every=4, keep=9, balance="none")
 MX = dict(dim=64, expert_ffn=32, kv_lora=32, precision="mxfp8", combine_precision="mxfp8", wgrad_precision="mxfp8")
 
 
 def again(outcome):
-    """[(step, capacity)] of the steps that ran again."""
+    """[(step, capacity)] of the retries."""
     return [(int(step), float(capacity)) for step, capacity in
             re.findall(r"step (\d+) overflowed the capacity of an expert's rank, and runs again with "
                        r"--capacity ([\d.]+)$", outcome.err, re.M)]
@@ -36,9 +36,9 @@ def again(outcome):
 
 class Windows(many.Case):
     def both(self, **options):
-        """The outcome of a run with windows that begins with room for the mean alone, after it was compared. To start
-        on GPUs takes seconds: there the run with room from the start is left out, as
-        tests/parallel/test_expert_parallel.c has it."""
+        """Compares a run with windows, which begins with capacity 1, with one through NCCL; returns its outcome. On the
+        CPU a run with enough capacity is compared too. On GPUs, where a start takes seconds, it is left out:
+        tests/parallel/test_expert_parallel.c tests it."""
         options = {**RUN, "ep": RANKS, **options}
         self.on(RANKS, out="nccl", dispatch="nccl", **options)
         tight = self.on(RANKS, out="tight", dispatch="windows", capacity=1, **options)
@@ -52,7 +52,7 @@ class Windows(many.Case):
         return tight
 
     def test_runs_again(self):
-        """In the first step, in a later one and in one right after another, with four micro-steps each."""
+        """The first step, a later one and successive ones run again, with four micro-steps each."""
         steps = again(self.both())
         self.assertEqual(steps[0][0], 1, steps)
         self.assertGreater(len({step for step, capacity in steps}), 1, steps)
@@ -63,7 +63,7 @@ class Windows(many.Case):
 
     @unittest.skipIf(many.CUDA, "as above, and to start on GPUs takes seconds")
     def test_one_micro_step(self):
-        """The same with a save after every step, of which some ran again."""
+        """The same with one micro-step, and a save after every step, retries included."""
         self.both(tokens_per_step=64 * RANKS, save_every=1, keep=99)
 
     def test_everything_cast(self):
@@ -71,13 +71,14 @@ class Windows(many.Case):
 
     @unittest.skipIf(RANKS < 4, "two groups need four ranks")
     def test_groups(self):
-        """Where one group has no room, the other runs again with it."""
+        """Both groups run again if one of them overflows."""
         self.both(ep=2, recompute="moe", shard="grads")
 
     @unittest.skipIf(many.CUDA or RANKS != 4, "the figures are those of four ranks in float32")
     def test_room_for_what_came(self):
-        """Room for half more than the mean is enough for this step. With less it runs again with that and an eighth at
-        most: blocks after the first without room, which compute on what did not arrive, are no measure."""
+        """The capacity of a retry follows from the first block that overflows. Capacity 1.5 is enough for this step. With
+        less, it runs again with at most an eighth more than 1.5. Later blocks compute on missing tokens, so their loads are
+        no measure."""
         options = dict(RUN, ep=RANKS, layers=4, experts=16, top_k=3, lr=1e-3, steps=1, save_every=0, dim=64, expert_ffn=32,
                        kv_lora=32, combine_precision="mxfp8", dispatch="windows")
         self.assertEqual(again(self.on(RANKS, out="room", capacity=1.5, **options)), [])
@@ -87,7 +88,7 @@ class Windows(many.Case):
             self.assertLessEqual(steps[-1][1], 1.5 * 1.125 + 0.01)
 
     def test_stopped(self):
-        """A run that is stopped goes on, and begins with little room once more."""
+        """A run that was stopped resumes, and begins with the small capacity again."""
         run = {**RUN, "ep": RANKS, "steps": 300, "save_every": 300}
         self.on(RANKS, out="nccl", **run)
         options = dict(run, out="run", dispatch="windows", capacity=1)
@@ -104,7 +105,7 @@ class Windows(many.Case):
         self.assert_same_run(self.dir / "run", self.dir / "nccl", 300)
 
     def test_held_up(self):
-        """A rank that does nothing any more: those that wait for it in a transfer end, and name it."""
+        """The ranks that wait for a stopped rank in a transfer end, and name it."""
         options = dict(out="run", dispatch="windows", capacity=1, timeout=many.LIMIT,
                        **{**RUN, "ep": RANKS, "steps": 3000, "save_every": 0})
         process = many.Process(self.dir, (RANKS, self.command(**options)))
