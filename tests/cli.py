@@ -1,6 +1,6 @@
-"""What the tests of the program from outside share; standard library only. TRAIN_MOE names the program.
+"""Shared code of the tests that run the program from outside; standard library only. TRAIN_MOE names the program.
 
-A model of 36k parameters trains on shards written here, in a folder of its own for each test.
+A model of 36k parameters trains on shards written here. Each test has its own folder.
 """
 import array
 import hashlib
@@ -26,7 +26,7 @@ LOG_FIELDS = "step loss grad_norm lr max_logit ms tokens_per_s mfu load_max_over
 
 
 def text(count, seed=7):
-    """Learnable tokens: words of a small lexicon, in an order of their own for each seed; no two windows are equal."""
+    """Learnable tokens: words of a small lexicon, in an order that the seed sets; no two windows are equal."""
     lexicon, rng, tokens = random.Random(1), random.Random(seed), []
     words = [lexicon.sample(range(97, 123), 5) for _ in range(12)]
     while len(tokens) < count:
@@ -47,7 +47,7 @@ def write_tokenizer(path, tokens, eot=0, magic=20240328, version=2):
 
 
 def snapshot(folder):
-    """Every file and folder below, with what is in it. Not the lock, which a run that failed leaves."""
+    """Every file and folder below, with a hash of its contents. Not the lock, which stays after a failed run."""
     return {str(p.relative_to(folder)): hashlib.sha256(p.read_bytes()).hexdigest() if p.is_file() else "folder"
             for p in pathlib.Path(folder).rglob("*") if p.name != ".lock"}
 
@@ -61,7 +61,7 @@ def read_log(out):
 
 
 def curve(out):
-    """The log without what depends on the clock, the machine and the position of validations."""
+    """The log without the values that depend on the clock, the machine and the position of validations."""
     keys = ("step", "loss", "grad_norm", "lr", "load_max_over_mean")
     return [{key: step[key] for key in keys} for step in read_log(out)[1]]
 
@@ -75,7 +75,7 @@ def manifest(checkpoint):
 
 
 def write_manifest(checkpoint, record):
-    """Seals a changed manifest with its CRC-32; sizes and CRC-32s of the files are taken anew."""
+    """Writes a changed manifest with a new CRC-32, and with new sizes and CRC-32s of the files."""
     for entry in record["files"]:
         data = (checkpoint / entry["name"]).read_bytes()
         entry.update(bytes=len(data), crc32=zlib.crc32(data))
@@ -124,7 +124,7 @@ class Case(unittest.TestCase):
         self.dir = pathlib.Path(self.folder.name)
 
     def call(self, args, code=0, threads=1, limit=None):
-        """Runs a command line. Exit code and, for failures, that one line of error was written are always checked."""
+        """Runs a command line. Checks the exit code and, for failures, that there is one line of error."""
         def set_limit():
             resource.setrlimit(resource.RLIMIT_FSIZE, (limit, limit))
         done = subprocess.run([str(a) for a in args], cwd=self.dir, env=environment(threads), timeout=120,
@@ -141,7 +141,7 @@ class Case(unittest.TestCase):
         return self.call(command(**{"train": self.train_glob, **options}), code, threads, limit)
 
     def refused(self, code, *words, **options):
-        """A run that must end with `code` and a message with all `words`, every file as it was."""
+        """A run that must end with `code` and a message with all `words`, and change no file."""
         before = snapshot(self.dir)
         done = self.train(code, **options)
         for word in words:
@@ -150,7 +150,7 @@ class Case(unittest.TestCase):
         return done
 
     def reference(self, steps=20, **options):
-        """The folder of a run that was never stopped, with checkpoints every 10 steps; made once a class."""
+        """The folder of an uninterrupted run with checkpoints every 10 steps; made once per class."""
         key = json.dumps([steps, {k: str(v) for k, v in options.items()}], sort_keys=True)
         if key not in self.references:
             out = pathlib.Path(self.shared.name) / f"reference{len(self.references)}"
@@ -164,7 +164,7 @@ class Case(unittest.TestCase):
         return self.dir / name
 
     def assert_same_run(self, out, expected, step):
-        """Log, weights, moments, biases and data position up to `step` are those of another run, bit for bit."""
+        """Checks that log, weights, moments, biases and data position up to `step` equal another run's bit for bit."""
         a, b = [folder / ("step_%08d" % step) for folder in (out, expected)]
         self.assertEqual([line["step"] for line in curve(out)], list(range(1, len(curve(out)) + 1)))
         self.assertEqual(curve(out)[:step], curve(expected)[:step])
@@ -178,10 +178,10 @@ class Case(unittest.TestCase):
 
 
 def main():
-    """Runs the tests of the file that was started; ends with the line that tests/run.py reads."""
+    """Runs the tests of the started file; ends with the line that tests/run.py reads."""
     program = unittest.main(exit=False)
     result = program.result
-    # A test that fails in several parts is one.
+    # A test with several failed parts counts once.
     failed = len({getattr(test, "test_case", test) for test, _ in result.failures + result.errors})
     skipped = len(result.skipped)
     print(f"{max(0, result.testsRun - failed - skipped)} passed, {failed} failed, {skipped} skipped")

@@ -2,16 +2,16 @@
 """Runs tests and adds up: python3 tests/run.py [--part fast|slow] [--program TRAIN_MOE]... [--skip NAME]... [--ranks N C_TEST]...
     [--alone C_TEST]... [C_TEST | PYTHON_TEST]...
 
-The C tests by path, those with --ranks on N ranks where there is an mpirun (else on one), and tests/*/test_*.py, or of these
-the PYTHON_TESTs alone, named by path or as they lie in tests/ (model/test_resume.py). Those that need the program, and say so
-by its name TRAIN_MOE or by importing tests/cli.py, run once for each --program and find it in the environment as TRAIN_MOE.
-Those that say ONE_BUILD are about code that is the same in every build, and run for the first alone. Python files that say
-SLOW are the slow part, which `make test` leaves out. Several run at a time where there are cores for them.
+C tests are named by path. Those with --ranks run on N ranks where there is an mpirun, else on one. The Python tests are
+tests/*/test_*.py, or the PYTHON_TESTs alone, named by path or by their path in tests/ (model/test_resume.py). A test needs
+the program if its file has the word TRAIN_MOE or imports tests/cli.py. It runs once for each --program, which it gets as
+the environment variable TRAIN_MOE. Files with ONE_BUILD test code that is the same in every build: they run for the first
+--program alone. Files with SLOW are the slow part, which `make test` leaves out. The cores limit the tests at a time.
 
-Each is a process of its own, and its result is its closing line `N passed, N failed, N skipped`, or unittest's own two
-lines. A crash, a timeout, a test without a result and one that ends non-zero with nothing failed count as one failure; a
-name under --skip, of a test that this machine cannot run, and a test that lacks its program, as one skipped. The last line
-is the sum; the exit code 1 if anything failed.
+Each test is a separate process. Its result is its closing line `N passed, N failed, N skipped`, or unittest's own two
+lines. One failure is counted for a crash, a timeout, a test without a result, and a non-zero exit code without failures.
+One skipped test is counted for a --skip (the name of a test that this machine cannot run) and for a test without its
+program. The last line is the sum. The exit code is 1 if anything failed.
 """
 import argparse
 import concurrent.futures
@@ -35,9 +35,9 @@ UNITTEST = re.compile(r"^Ran (\d+) tests? in .*\n\n(?:OK|FAILED)(?: \((.*)\))?$"
 
 
 def mpirun(ranks):
-    """What a command for so many ranks begins with; nothing where they cannot be had. More ranks than cores: they give way
-    while they wait, and none is tied to a core. A root account is what a container has. NCCL connects four GPUs in half the
-    time with few channels in memory of cudaMalloc."""
+    """The first words of a command for `ranks` ranks; an empty list without mpirun. Ranks may outnumber cores: they yield
+    while they wait, and none is bound to a core. Root is allowed because containers run as root. NCCL connects four GPUs
+    in half the time with few channels in memory of cudaMalloc."""
     if not shutil.which("mpirun") or os.environ.get("MPI") == "0":
         return []
     return ["mpirun", "--allow-run-as-root", "--oversubscribe", "--bind-to", "none", "--mca", "mpi_yield_when_idle", "1",
@@ -46,7 +46,7 @@ def mpirun(ranks):
 
 
 def counts(output):
-    """(passed, failed, skipped) from what a test printed, None if it says nothing."""
+    """[passed, failed, skipped] from the output of a test; None if it has no result."""
     closing = CLOSING.findall(output)
     if closing:
         return [int(n) for n in closing[-1]]
@@ -56,11 +56,11 @@ def counts(output):
     said = {name: int(n) for name, n in re.findall(r"([a-z ]+)=(\d+)", ran[-1][1].replace(", ", ","))}
     failed = said.get("failures", 0) + said.get("errors", 0) + said.get("unexpected successes", 0)
     skipped = said.get("skipped", 0)
-    return [max(0, int(ran[-1][0]) - failed - skipped), failed, skipped]  # one test can fail in several parts
+    return [max(0, int(ran[-1][0]) - failed - skipped), failed, skipped]  # one test can have several failed parts
 
 
 def run(name, command, timeout, jobs, program):
-    """Runs one test, one of `jobs` at a time; prints a line for it and, if it failed, its output; returns its counts."""
+    """Runs one test of `jobs` at a time; prints a line and, if it failed, its output; returns its counts."""
     if not os.path.exists(command[-1]):
         print(f"{name:40}           is missing: 1 failed")
         return [0, 1, 0]
@@ -78,7 +78,7 @@ def run(name, command, timeout, jobs, program):
         except subprocess.TimeoutExpired:
             pass
         finally:
-            for number in [signal.SIGTERM, signal.SIGKILL]:  # with all that it started: mpirun needs to be asked first
+            for number in [signal.SIGTERM, signal.SIGKILL]:  # its whole process group; mpirun needs SIGTERM first
                 try:
                     os.killpg(process.pid, number)
                     process.wait(5)
@@ -119,8 +119,8 @@ def main():
     named = [path for path in options.tests if path.endswith(".py")]
     options.tests = [path for path in options.tests if path not in named]
 
-    # The longest first, so that none is left alone at the end: those of kernels, for the reference takes its time, then
-    # long files, and a GPU's runs before a CPU's.
+    # The longest tests start first, so that none runs alone at the end. First come the tests of kernels, whose reference
+    # is slow, then long files, on a GPU before the CPU.
     kernels = [path for path in options.tests if os.path.basename(path).startswith("test_cuda_")]
     tests = [(path, [os.path.abspath(path)], None) for path in kernels]
     skipped = [(name, "needs a GPU") for name in options.skip]
@@ -154,6 +154,6 @@ def main():
 
 
 if __name__ == "__main__":
-    # A shell's background jobs ignore Ctrl-C, and what they start does: then its tests could not pass.
+    # A shell's background jobs ignore Ctrl-C, and so do their children. Tests of Ctrl-C could not pass.
     signal.signal(signal.SIGINT, signal.default_int_handler)
     sys.exit(main())

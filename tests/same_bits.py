@@ -1,12 +1,12 @@
-"""What a change of the code must not change: the bits of short runs under many combinations of options.
+"""Compares the bits of short runs under many combinations of options, before and after a change of the code.
 
     python3 tests/same_bits.py record before.json [--program build/cuda/train_moe] [--ranks 4]
     python3 tests/same_bits.py compare before.json after.json
 
-`record` makes runs of 6 steps and writes the losses, gradient norms and loads of their steps and validations as the log
-has them (9 digits: a float32 to its last bit), the statistics of the casts, and the CRC-32 of every file of the last
-checkpoint: masters, moments and router biases. `compare` names each combination that differs and by how much.
-Bits depend on the machine (BLAS, GPU) and on the compiler: record before and after a change on the same one.
+`record` makes runs of 6 steps. It writes the losses, gradient norms and loads of their steps and validations from the log
+(9 digits: a float32 to its last bit), and the statistics of the casts. It also writes the CRC-32 of every file of the last
+checkpoint: masters, moments and router biases. `compare` names each combination that differs, with the difference.
+Bits depend on the machine (BLAS, GPU) and on the compiler, so record before and after a change on the same machine.
 """
 import argparse
 import array
@@ -25,7 +25,7 @@ LAUNCH = ["mpirun", "--allow-run-as-root", "--oversubscribe", "--bind-to", "none
 CPU_MODEL = ("--layers 3 --dim 64 --heads 2 --kv-lora 32 --nope-dim 32 --rope-dim 16 --v-dim 32 --dense-ffn 96 --experts 8 "
              "--top-k 2 --expert-ffn 64 --vocab 250 --seq-len 16 --batch 2 --val-tokens 256")
 CUDA_MODEL = "--model small --layers 3 --vocab 500 --seq-len 200 --batch 4 --val-tokens 3200"
-SAME = "--steps 6 --warmup 2 --lr 3e-3 --val-every 3"  # the tokens of a step follow from the batch and STEP_BATCHES
+SAME = "--steps 6 --warmup 2 --lr 3e-3 --val-every 3"  # --tokens-per-step follows from the batch and STEP_BATCHES
 STEP_BATCHES = 4
 
 FAST, EXACT = "--mx-gemm fast", "--mx-gemm exact"
@@ -72,7 +72,7 @@ CPU_RUNS = {
     "ep 4, all fast": (4, f"--ep 4 {ALL} {FAST} --recompute moe --mx-stats 2 --shard weights"),
     "ep 2 of 4, all fast": (4, f"--ep 2 {ALL} {FAST} --mx-scale floor"),
 }
-CUDA_RUNS = {  # by the number of ranks: {ep} is all of them
+CUDA_RUNS = {  # {ep} is the number of ranks
     "plain": "--ep {ep} --mx-stats 0",
     "v3": "--ep {ep} --shard grads " + DEEPSEEK_V3.replace("32", "256"),
     "v2, recompute": "--ep {ep} --recompute moe --aux-loss 0.02 --shard weights " + DEEPSEEK_V2.replace("32", "256"),
@@ -83,7 +83,7 @@ CUDA_RUNS = {  # by the number of ranks: {ep} is all of them
 
 
 def write_shards(folder, tokens):
-    """Ids from a Markov chain: something to learn, so that experts differ."""
+    """Writes ids from a Markov chain, which a model can learn, so that experts differ."""
     draw = random.Random(1)
     for name, count in (("train", tokens), ("val", tokens // 4)):
         header, ids, at = array.array("i", [20240520, 1, count] + [0] * 253), array.array("H"), 0
@@ -124,9 +124,9 @@ def record(args):
 
 
 def differences(before, after):
-    """Lines about a run that differs."""
+    """The lines for a run that differs."""
     for a, b in zip(before["log"], after["log"]):
-        for record in (a, b):  # in any order
+        for record in (a, b):  # their order may differ
             record.get("mx_stats", []).sort(key=lambda cast: (cast["layer"], cast["tensor"]))
         for key in sorted(a.keys() | b.keys()):
             x, y = a.get(key), b.get(key)

@@ -1,6 +1,6 @@
-// Prints the tokens of texts, for tests/data/test_tokenizer.py: encode TOKENIZER FILE. A file has texts with a NUL after
-// each; a text becomes a line of ids, or of the reason why not. The last line is the seconds that opening and encoding
-// took.
+// Prints the tokens of texts, for tests/data/test_tokenizer.py: encode TOKENIZER FILE. The file has texts, each with a
+// NUL after it. The output has one line for each text, with its ids or with the reason why it cannot be encoded. The
+// last line has the seconds for opening and for encoding.
 #include <stdio.h>
 #include <stdlib.h>
 #include <string.h>

@@ -1,5 +1,5 @@
-// Patterns that cut text into words, merges, and tokenizer.json. Everything here is exact; tests/data/test_tokenizer.py
-// compares with the library tokenizers on real text.
+// Patterns that cut text into words, merges, and tokenizer.json. All comparisons here are exact.
+// tests/data/test_tokenizer.py compares with the library tokenizers on real text.
 #include <stdbool.h>
 
 #include "data/split.h"
@@ -8,7 +8,7 @@
 
 // ---- Patterns
 
-// The matches in text and what lies between them, each in <>, or the reason why there are none.
+// The text with each match of the pattern in <>, or the reason why there are no matches.
 static const char* pieces(const char* text_of_pattern, const char* text) {
     static char out[1024], error[256];
     Pattern* pattern = pattern_new(text_of_pattern, error, sizeof(error));
@@ -51,7 +51,8 @@ static void test_patterns(void) {
 
 // ---- tokenizer.json
 
-// Bytes a b c d, space, e with acute, and what merges make of them. c d is later than b c, and bc d than a b.
+// The bytes a b c d, space and e with acute, and the tokens merged from them. The merge c d is later than b c, and bc d
+// is later than a b.
 #define VOCAB                                                                                                          \
     "\"a\":0,\"b\":1,\"c\":2,\"d\":3,\"\\u0120\":4,\"\\u00c3\":5,\"\\u00a9\":6,\"bc\":7,\"ab\":8,\"cd\":9,\"bcd\":10," \
     "\"\\u00c3\\u00a9\":11,\"\\u0120a\":12,\"abc\":13"
@@ -95,12 +96,13 @@ static void test_tokenizer_json(void) {
     CHECK(decodes(t, 10, "bcd") && decodes(t, 4, " ") && decodes(t, 12, " a") && decodes(t, 11, "\xc3\xa9") &&
               decodes(t, 5, "\xc3") && decodes(t, 16, "<ab>") && decodes(t, 14, ""),
           "decode");
-    // The longest match would begin with ab or abc.
+    // A longest match would begin with ab or abc.
     ENCODES(t, "abcd", 0, 10);
     ENCODES(t, "abab", 8, 8);
     ENCODES(t, "acd", 0, 9);
     ENCODES(t, "a a  a\xc3\xa9", 0, 12, 4, 12, 11);
-    // Added tokens, the longest first; what is special is text, in which bytes without a token are refused.
+    // Added tokens match first, the longest before others. A special token in a text is read as text, and its bytes
+    // without a token are refused.
     ENCODES(t, "ab<ab><ac", 8, 16, 15, 2);
     int32_t ids[4] = {77, 77, 77, 77};
     CHECK(tokenizer_encode(t, "a<|endoftext|>", ids, 4) == -1 && strstr(tokenizer_why(t), "byte 0x3c"), "%s",
@@ -112,8 +114,8 @@ static void test_tokenizer_json(void) {
           "room");
     tokenizer_close(t);
 
-    // Of equal merges the leftmost; a merge whose right part has become another token since is none, the new pair's is;
-    // what two merges have made side by side is a pair too.
+    // The leftmost of equal merges comes first. If an earlier merge changes the right token of a pair, the old pair's
+    // merge is dropped, and the new pair's merge counts. Two neighbouring results of merges are a pair too.
     t = tokenizer_open(
         json("t.json", HEAD, "", "\"BPE\"",
              "{\"a\":0,\"b\":1,\"aa\":2,\"ba\":3,\"baa\":4,\"</s>\":5,\"\\u0142\\u0143\\u0120\\u0121\":6,"
@@ -127,8 +129,8 @@ static void test_tokenizer_json(void) {
     CHECK(decodes(t, 6, "\xa0\xad \x7f"), "the alphabet's ends");
     tokenizer_close(t);
 
-    // A merge makes a pair of lower rank, which comes before the same merge further right: on its right, and on its
-    // left.
+    // A merge makes a new pair of lower rank, on its right or on its left. That pair is merged before the same merge
+    // further right.
     t = tokenizer_open(
         json("t.json", HEAD, "", "\"BPE\"", "{\"a\":0,\"b\":1,\"ab\":2,\"aba\":3,\"</s>\":4}", "\"ab a\",\"a b\""));
     ENCODES(t, "abab", 3, 1);
@@ -138,7 +140,7 @@ static void test_tokenizer_json(void) {
     ENCODES(t, "babab", 4, 1);
     tokenizer_close(t);
 
-    // Words that are tokens, whatever the merges; and cuts one after the other.
+    // With ignore_merges, words that are tokens need no merges. Two patterns cut the text in order.
     t = tokenizer_open(json("t.json",
                             "\"normalizer\":{\"type\":\"NFC\"},\"pre_tokenizer\":{\"type\":\"Sequence\","
                             "\"pretokenizers\":[{\"type\":\"Split\",\"pattern\":{\"Regex\":\"c|d+\"},\"behavior\":"
@@ -154,7 +156,7 @@ static void test_tokenizer_json(void) {
     tokenizer_close(t);
 }
 
-// Opened and decoded, but text is refused by what is named.
+// These tokenizers open and decode, but refuse text and name the unsupported feature.
 static void test_not_encoded(void) {
     const char* bpe = "\"BPE\"";
     const char *vocab = "{" VOCAB "}", *pieces_vocab =
@@ -214,7 +216,7 @@ static void test_json_refused(void) {
     DIES(open_it, "bad.json: token 'a', id 1: ", "has another id");
 }
 
-// A table, and a tokenizer.json beside it.
+// A table with a tokenizer.json next to it.
 static void test_beside(void) {
     unsigned char file[2048];
     const char* tokens[] = {"a",  "b",   "c",        "d",  " ",   "\xc3",          "\xa9", "bc",  "ab",
@@ -233,7 +235,7 @@ static void test_beside(void) {
     ENCODES(t, "abcd", 13, 3);
     tokenizer_close(t);
 
-    // End of text is what the table says.
+    // End of text comes from the table.
     json("x.json", HEAD, ADDED, "\"BPE\"", "{" VOCAB "}", MERGES);
     t = tokenizer_open(path);
     CHECK(tokenizer_exact(t) && tokenizer_eot(t) == 15 && decodes(t, 15, "") && decodes(t, 14, tokens[14]), "eot");
@@ -251,7 +253,7 @@ static void test_beside(void) {
     DIES(open_it, "x.json: not JSON");
 }
 
-// Decodes, and says what encoding takes.
+// Without Oniguruma a tokenizer decodes; encoding fails and names the missing package.
 static void test_without_oniguruma(void) {
     Tokenizer* t = tokenizer_open(json("t.json", HEAD, ADDED, "\"BPE\"", "{" VOCAB "}", MERGES));
     int32_t ids[4];

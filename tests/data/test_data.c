@@ -1,4 +1,4 @@
-// JSON, safetensors and tokenizer files. Everything here is exact.
+// JSON, safetensors and tokenizer files. All comparisons here are exact.
 #include <stdbool.h>
 
 #include "data/json.h"
@@ -71,7 +71,7 @@ static void test_json_strings(void) {
     CHECK(j && strcmp(j->text, "\"\\/\b\f\n\r\tA\xc3\xa9\xe2\x82\xac\xf0\x9f\x98\x80 \xe2\x82\xac") == 0, "%s",
           j ? j->text : "");
     json_free(j);
-    // What json_quote writes reads back; what is not UTF-8 becomes the replacement character.
+    // The output of json_quote is read back. Bytes that are not UTF-8 become the replacement character.
     const char* texts[] = {"", "plain", "q\"b\\n\nt\tr\rc\x01\x1f\x7f", "\xf0\x9f\x98\x80\xc3\xa9"};
     for (int i = 0; i < 4; i++) {
         char* quoted = json_quote(texts[i]);
@@ -121,7 +121,7 @@ static void test_json_depth(void) {
     Json* j = json_parse(text, 200, error, sizeof(error));
     CHECK(j, "100 levels: %s", error);
     json_free(j);
-    // Siblings are no depth.
+    // Siblings do not add depth.
     for (int i = 0; i < N; i++) memcpy(text + 2 * i, "1,", 2);
     text[0] = '[';
     text[2 * N - 1] = ']';
@@ -190,7 +190,7 @@ static void test_safetensors_round_trip(void) {
         CHECK(t && t->bytes == 0 && st_read(st, t, 0, 0, NULL) == 0, "empty");
         CHECK(!st_find(st, "__metadata__") && !st_find(st, "model"), "absent");
         CHECK(strcmp(json_text(json_get(st->header, "__metadata__"), "format"), "pt") == 0, "metadata");
-        // Cut off while open: an error, not zeros.
+        // A file that is truncated while it is open gives an error, not zeros.
         float last[5];
         CHECK(truncate(path, (off_t)size + 50) == 0 && st_read(st, st_find(st, "model.w"), 10, 5, last) == -1,
               "cut while open");
@@ -217,7 +217,7 @@ static void test_safetensors_round_trip(void) {
     free(header);
 }
 
-// Data begin at a multiple of 8, whatever the length of the names.
+// Data begin at a multiple of 8, for any length of the names.
 static void test_safetensors_aligned(void) {
     for (int n = 1; n < 17; n++) {
         char name[20] = "", error[512];

@@ -1,4 +1,4 @@
-"""scripts/fineweb.sh, with a folder in place of Hugging Face, and scripts/bigram.py. Needs the standard library and curl."""
+"""Tests of scripts/fineweb.sh, with a folder in place of Hugging Face, and of scripts/bigram.py. They need curl."""
 import ctypes
 import glob
 import json
@@ -60,7 +60,7 @@ class Fineweb(unittest.TestCase):
         self.assertIn(f"use:   --train '{self.here}/edu_fineweb_train_[0-9]*.bin' --val ", stdout)
 
     def test_the_use_line_can_be_pasted(self):
-        """Whatever the folder is called, and past what its name matches as a pattern."""
+        """The printed line works for every folder name, and finds no files that the name matches as a pattern."""
         (self.dir / "x").mkdir()
         (self.dir / "x/edu_fineweb_train_000001.bin").touch()
         for name in ("it's", "[x]", "*", "?", "back\\slash", "\\*", '"$HOME" `x`', "'\\''"):
@@ -76,12 +76,12 @@ class Fineweb(unittest.TestCase):
                 self.assertEqual((ctypes.CDLL(None).glob(os.fsencode(pattern), 0, None, found), found[0]), (0, 1), pattern)
 
     def test_goes_on(self):
-        """What is there is not fetched again; what was cut off is finished from where it was."""
+        """Complete files are not fetched again; interrupted downloads continue from their end."""
         self.get(2, self.here)
         first, second = self.here / "edu_fineweb_train_000001.bin", self.here / "edu_fineweb_train_000002.bin"
         whole = second.read_bytes()
         part = pathlib.Path(f"{second}.part")
-        for kept in (b"", whole[:7], b"\x55" * 1500, whole):  # what is kept stays: where it is wrong, that is told
+        for kept in (b"", whole[:7], b"\x55" * 1500, whole):  # the part stays; if it is wrong, that is reported
             second.unlink(missing_ok=True)
             part.write_bytes(kept)
             code, stdout, stderr = self.get(2, self.here)
@@ -121,7 +121,7 @@ class Bigram(unittest.TestCase):
         return done.returncode, done.stdout, done.stderr
 
     def test_cross_entropy(self):
-        """1 follows each of the 50 zeros and 0 all but the last of the ones; the least smoothing, 1/4 of a half, is best."""
+        """1 follows each of the 50 zeros, 0 all ones but the last; the smallest smoothing, 1/4 of a half, is best."""
         write_shard(self.dir / "wide.bin", [0, 1] * 50, magic=20240801, version=7)
         expected = -(math.log(50.125 / 50.25) + math.log(49.125 / 50.25)) / 2
         for train in ("good.bin", "wide.bin"):

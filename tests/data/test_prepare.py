@@ -29,7 +29,7 @@ EOT = 256
 
 
 def read_shard(path):
-    """The tokens of a shard, its header checked against its size."""
+    """The tokens of a shard; checks its header against its size."""
     with open(path, "rb") as file:
         data = file.read()
     magic, version, count = struct.unpack("<3i", data[:12])
@@ -69,7 +69,7 @@ class Prepare(unittest.TestCase):
         return path
 
     def run_it(self, *arguments, expect=0):
-        """Runs the script; returns what it printed."""
+        """Runs the script; returns its output."""
         printed = io.StringIO()
         with contextlib.redirect_stdout(printed), contextlib.redirect_stderr(printed):
             code = prepare_text.main([*arguments, "--out", self.out])
@@ -85,7 +85,7 @@ class Prepare(unittest.TestCase):
             self.assertEqual([n for n in os.listdir(self.out) if n.endswith(".tmp")], [])
 
     def run_script(self, *arguments, file_limit=None):
-        """The script as a process of its own: (exit code, stdout, stderr)."""
+        """Runs the script as a separate process: (exit code, stdout, stderr)."""
         def limit():
             if file_limit:
                 resource.setrlimit(resource.RLIMIT_FSIZE, (file_limit, file_limit))
@@ -103,7 +103,7 @@ class Prepare(unittest.TestCase):
         return [t for path in files for t in read_shard(path)]
 
     def documents(self, split, name="text"):
-        """The documents of a split of byte tokens; each has to start with end of text."""
+        """The documents of a split of byte tokens; checks that each starts with end of text."""
         tokens = self.tokens(split, name)
         if not tokens:
             return []
@@ -195,7 +195,7 @@ class Bytes(Prepare):
         said = self.run_it(d, "--val-fraction", "0", "--glob", "*.PY", "--name", "few")
         self.assertIn("4 files left out whose names match no --glob (a.md, b.txt, x.bin, ...)\n", said)
         self.assertEqual(self.documents("train", "few"), [b"d/sub/c.py"])
-        said = self.run_it(os.path.join(d, "x.bin"), "--val-fraction", "0", "--name", "named")  # a file named is a file taken
+        said = self.run_it(os.path.join(d, "x.bin"), "--val-fraction", "0", "--name", "named")  # a named file is always read
         self.assertEqual(self.documents("train", "named"), [b"d/x.bin"])
         self.assertNotIn("left out", said)
 
@@ -217,7 +217,7 @@ class Dealing(Prepare):
         train, val = self.deal(texts, "--val-fraction", "0.1")
         self.assertEqual(sorted(train + val), sorted(texts))
         self.assertTrue(140 < len(val) < 260, len(val))
-        # Neither order nor other documents change where one falls.
+        # The split of a document depends neither on the order nor on other documents.
         train2, val2 = self.deal(texts[:500:-1], "--val-fraction", "0.1", name="part")
         self.assertEqual(set(val2), set(val) & set(texts[:500:-1]))
         self.assertEqual(len(train2) + len(val2), len(texts[:500:-1]))
@@ -231,14 +231,14 @@ class Dealing(Prepare):
                 self.assertEqual(sum(map(len, train + val)), sum(map(len, texts)))
 
     def test_few_documents(self):
-        """Whatever their hashes are, validation has about its share."""
+        """Validation gets about its share of a few documents, for any hashes."""
         rng = random.Random(6)
         for n in (2, 2, 3, 5, 10, 30, 100):
             texts = [b"%d" % rng.randrange(10**9) * rng.randrange(10, 1000) for _ in range(n)]
             train, val = self.deal(texts, "--overwrite")
             share = sum(map(len, val)) / sum(map(len, texts))
             self.assertTrue(0.005 <= share <= 0.08, (n, share))
-        # Nor does the order of short and long documents matter.
+        # The order of short and long documents has no effect either.
         notes, book = [b"note %d" % i for i in range(2000)], [b"a line of the book\n" * 20000]
         for texts in (notes + book, book + notes):
             train, val = self.deal(texts, "--overwrite")
@@ -266,7 +266,7 @@ class Dealing(Prepare):
             self.assertTrue(600 <= len(val) < 620)
 
     def test_boundary_between_pieces(self):
-        """Where validation begins with a piece, it still begins with end of text."""
+        """Validation begins with end of text, also where it begins at the start of a chunk."""
         got = list(prepare_text.deal_by_end([(True, b"aaaa"), (False, b"bbbb"), (False, b"cccc")], 4))
         self.assertEqual(got, [("train", True, b"aaaa"), ("val", True, b"bbbb"), ("val", False, b"cccc")])
 
@@ -305,7 +305,7 @@ class Refused(Prepare):
         self.assertGreater(len(self.tokens("train")), 900)
         self.run_it(self.write("b.txt", b"y" * 100), "--overwrite")
         self.assertEqual(self.documents("train") + self.documents("val"), [b"y" * 98, b"y" * 2])
-        # A run that fails leaves what was there.
+        # A failed run leaves the old files.
         self.fails(os.path.join(self.folder, "none"), "--overwrite", says="No such file")
         self.assertEqual(self.documents("train"), [b"y" * 98])
 
@@ -379,12 +379,12 @@ class NotFiles(Prepare):
 
             with mock.patch.object(prepare_text.ByteTokenizer, "encode", encode_and_link):
                 self.assertIn(f"error: {path}: File exists", self.run_it(self.text, expect=1))
-            self.assertEqual(os.listdir(self.out), [name])  # nothing but the link, which is not the script's
+            self.assertEqual(os.listdir(self.out), [name])  # only the link, which the script did not make
             os.remove(path)
         self.assert_victim()
 
     def test_final_name_is_a_link(self):
-        """The link is replaced, or removed where no new shard takes its name; what it leads to stays."""
+        """A link is replaced, or removed where no new shard takes its name; its target stays."""
         names = [*tokenizer_files(), "text_train_000000.bin", "text_train_000001.bin", "text_val_000000.bin"]
         for name in names:
             os.symlink(self.victim, os.path.join(self.out, name))
@@ -395,7 +395,7 @@ class NotFiles(Prepare):
         self.assert_victim()
 
     def test_killed_run(self):
-        """Its files go with the next run of the same name, and no others."""
+        """The next run of the same name removes the temporary files of a killed run, and no others."""
         killed = ["text_train_000000.bin.tmp", "text_train_000123.bin.tmp", "text_val_1000000.bin.tmp"]
         others = ["text_train_12.bin.tmp", "text_train_0000001.bin.tmp", "text_train_000000.tmp",
                   "text_test_000000.bin.tmp", "text_train_000000.bin.tmp.tmp", "other_train_000000.bin.tmp",
@@ -407,7 +407,7 @@ class NotFiles(Prepare):
         self.assertEqual(sorted(os.listdir(self.out)), sorted(written + others))
 
     def test_another_run(self):
-        """What a run that goes on has written so far is not taken for what a killed one left."""
+        """The temporary files of a live run are not taken for those of a killed one."""
         encode, others = prepare_text.ByteTokenizer.encode, []
 
         def encode_beside_others(tokenizer, texts):
@@ -421,7 +421,7 @@ class NotFiles(Prepare):
         self.assertEqual(self.documents("train"), [b"text\n" * 100])
 
     def killed(self, at, number, *arguments):
-        """A run that gets a signal at `at`, a line of Python, where `stop` sends it: (exit code, stderr)."""
+        """A run with the line of Python `at`, in which `stop` sends it a signal: (exit code, stderr)."""
         code = (f"import functools, os, sys; sys.path.insert(0, {SCRIPTS!r}); sys.dont_write_bytecode = True; import prepare_text\n"
                 f"def stop(*_): os.kill(os.getpid(), {int(number)})\n{at}\n"
                 f"sys.argv[0] = 'prepare_text.py'; sys.exit(prepare_text.main({[*arguments, '--out', self.out]!r}))")
@@ -433,7 +433,7 @@ class NotFiles(Prepare):
             got = self.killed("prepare_text.ByteTokenizer.encode = stop", number, self.text)
             self.assertEqual(got, (-number, f"prepare_text.py: ended by {number.name}\n"))
             self.assertEqual(os.listdir(self.out), [])
-            # All is written, and the rest takes a moment.
+            # All files are written, and the rest takes a moment.
             self.assertEqual(self.killed("rename = os.replace\nos.replace = lambda *a: (stop(), rename(*a))", number, self.text,
                                          "--overwrite")[0], 0)
             self.assertEqual(sorted(os.listdir(self.out)), [*tokenizer_files(), "text_train_000000.bin", "text_val_000000.bin"])
@@ -441,7 +441,7 @@ class NotFiles(Prepare):
                 os.remove(os.path.join(self.out, name))
 
     def test_a_set_that_is_not_whole(self):
-        """A run that is killed anywhere leaves the old files, or none of them and no table of the tokenizer, or the new ones."""
+        """A run killed at any point leaves the old files, or the new ones, or no old ones and no tokenizer table."""
         other, sets = self.write("b.txt", b"other\n" * 60), {}
         count = "ops = 0\ndef counted(work, *a, **k):\n    global ops\n    ops += 1\n    if ops == {}: stop()\n    return work(*a, **k)\n"
         count += "".join(f"os.{n} = functools.partial(counted, os.{n})\n" for n in ("fsync", "remove", "replace"))
@@ -520,14 +520,14 @@ class NotFiles(Prepare):
 
 class UseLine(Prepare):
     def words(self, printed):
-        """As a shell reads them."""
+        """The words of the printed line, as a shell reads them."""
         line = os.fsencode(printed.splitlines()[-1])
         self.assertRegex(line, rb"^use:   [^\0-\x1f\x7f]+$")
         shell = ["bash", "-c", b"printf '%s\\0' " + line[4:]]
         return os.fsdecode(subprocess.run(shell, capture_output=True, check=True).stdout).split("\0")[:-1]
 
     def found_by_program(self, pattern):
-        """How many paths the C library's glob finds, the one that train_moe calls."""
+        """The number of paths that the C library's glob finds; train_moe calls it."""
         found = (ctypes.c_size_t * 32)()  # a glob_t is smaller; its first field is the count
         self.assertEqual(ctypes.CDLL(None).glob(os.fsencode(pattern), 0, None, found), 0)
         return found[0]
@@ -538,7 +538,7 @@ class UseLine(Prepare):
         for name in names:
             self.write("in.txt", b"text\n" * 100)
             self.out = os.path.join(self.folder, name)
-            for decoy in ("backslash", "x", "whatx", "b"):  # what the names match as patterns
+            for decoy in ("backslash", "x", "whatx", "b"):  # matches of the names as patterns
                 self.write(f"{decoy}/{decoy}_train_000000.bin", b"")
             text = os.path.join(self.folder, "in.txt")
             words = self.words(self.run_it(text, f"--name={name}", "--shard-tokens", "300"))

@@ -1,6 +1,6 @@
 """scripts/prepare_eval.py: python3 tests/data/test_prepare_eval.py (standard library; other tokenizers where installed).
 
-The files are read as llm.c's EvalLoader reads them, by words of this file's own.
+The files are read here in the way of llm.c's EvalLoader, with independent code.
 """
 import contextlib
 import io
@@ -42,7 +42,7 @@ PLAIN = {"context": "2 + 2 =\t", "endings": ["4", " 5", "\n6"], "label": 2}
 
 
 def read(path):
-    """(bytes per word, [(label, context, [ending, ...])]), every field checked."""
+    """(bytes per word, [(label, context, [ending, ...])]); checks every field."""
     data = pathlib.Path(path).read_bytes()
     magic, version, count, longest = struct.unpack_from("<4i", data)
     assert version == 1 and data[16:1024] == bytes(1008)
@@ -98,7 +98,7 @@ class Case(unittest.TestCase):
 
 class Bytes(Case):
     def texts(self, *arguments):
-        """What the byte tokenizer was given: [(label, context, endings)]."""
+        """The texts that the byte tokenizer got: [(label, context, endings)]."""
         self.run_it(*arguments)
         width, examples = read(self.out)
         self.assertEqual(width, 2)
@@ -128,7 +128,7 @@ class Bytes(Case):
         self.fails(self.write(HUB_ARC), "--labels", self.write("1", name="one"), says="lines of this kind have an answerKey")
 
     def test_what_is_there_already(self):
-        """It is replaced, but not if it is what is read; nor is what a temporary name belongs to."""
+        """An existing file is replaced, but not an input, nor an existing file of the temporary name."""
         path, labels = self.write(PIQA), self.write("1", name="one")
         for out in (path, labels):
             self.out = out
@@ -173,8 +173,8 @@ class Bytes(Case):
         self.fails(self.write(PLAIN), "--tokenizer", "words", says="--tokenizer words")
 
     def test_what_uint16_cannot_hold_is_uint32(self):
-        """One example of the largest size and one beyond; as many as an index can count, and one more."""
-        for context, width in ((32755, 2), (32756, 4)):  # with 6 words before and 6 behind: 65534 and 65536 bytes
+        """The largest example for uint16 and a larger one; the largest number of examples and one more."""
+        for context, width in ((32755, 2), (32756, 4)):  # with 6 words before and 6 after: 65534 and 65536 bytes
             printed = self.run_it(self.write({"context": "x" * context, "endings": ["a", "b"], "label": 1}))
             self.assertIn(f"as uint{8 * width}", printed)
             self.assertEqual(read(self.out), (width, [(1, [120] * context, [[32, 97], [32, 98]])]))
@@ -199,7 +199,7 @@ class Bytes(Case):
 
 @unittest.skipUnless(tokenizers, "the tokenizers package is not installed")
 class Libraries(Case):
-    """Against the library itself."""
+    """Comparison with the library itself."""
 
     def save(self, tokenizer):
         path = self.dir / "tokenizer.json"
@@ -207,13 +207,13 @@ class Libraries(Case):
         return f"tokenizers:{path}"
 
     def test_byte_level(self):
-        """Tokens of an ending are those that it has by itself, as llm.c's script makes them."""
+        """The tokens of an ending are those of the ending alone, as in llm.c's script."""
         t = tokenizers.Tokenizer(tokenizers.models.BPE())
         t.pre_tokenizer = tokenizers.pre_tokenizers.ByteLevel(add_prefix_space=False)
         trainer = tokenizers.trainers.BpeTrainer(vocab_size=400, special_tokens=["<|endoftext|>"], show_progress=False,
                                                  initial_alphabet=tokenizers.pre_tokenizers.ByteLevel.alphabet())
         t.train_from_iterator([json.dumps([CASH, HOW, ARC, PIQA])], trainer)
-        # More than a batch, each with other texts.
+        # More examples than a batch, each with other texts.
         rows = [{"context": f"{i}: the man writes", "endings": [f"over {i}", "snow é", "[x]"], "label": i % 3}
                 for i in range(600)]
         self.run_it(self.write(*rows), "--tokenizer", self.save(t))
@@ -225,8 +225,10 @@ class Libraries(Case):
             self.assertEqual(endings, [t.encode(" " + ending).ids for ending in row["endings"]])
 
     def test_an_ending_goes_on_where_the_context_ends(self):
-        """A tokenizer that begins every text with a space: behind a context there is none but the one between them. And
-        one that joins the two: there the ending is as it is alone."""
+        """A tokenizer that begins every text with a space adds none to an ending.
+
+        Only the space after the context is there. A tokenizer that would merge the context and the ending encodes the
+        ending alone."""
         vocab = {"</s>": 0, "▁": 1, "a": 2, "b": 3, "▁a": 4, "▁b": 5, "<unk>": 6, "b▁a": 7}
         merges = [("▁", "a"), ("▁", "b")]
         t = tokenizers.Tokenizer(tokenizers.models.BPE(vocab, merges, unk_token="<unk>"))

@@ -1,6 +1,7 @@
 #!/usr/bin/env python3
-"""Tests of scripts/text_tokenizers.py through prepare_text.py: how text is encoded. Those of other packages run where
-they are installed, and those packages say what is right."""
+"""Tests of scripts/text_tokenizers.py through prepare_text.py: the tokens of text.
+
+Tests of other packages run where these are installed, and the packages are the oracle."""
 import contextlib
 import io
 import json
@@ -29,7 +30,7 @@ except ImportError:
 os.environ["RUST_BACKTRACE"] = "0"  # panics are part of these tests
 
 class Library(Prepare):
-    """What tokenizers of libraries may do wrong, by one that does it."""
+    """Possible errors of library tokenizers, tested with a tokenizer that makes them."""
 
     def fails_with(self, ids, says, vocab=300):
         class Tokenizer(text_tokenizers.LibraryTokenizer):
@@ -53,7 +54,7 @@ class Library(Prepare):
         text_tokenizers.LibraryTokenizer("large.json", 2**24)
 
     def test_a_token_too_long_for_the_table(self):
-        """It has no bytes there, which is how train_moe knows it."""
+        """A token too long for the table has no bytes there; train_moe recognizes it by that."""
         class Tokenizer(text_tokenizers.LibraryTokenizer):
             eot = 0
 
@@ -68,7 +69,7 @@ class Library(Prepare):
 
     def test_failure(self):
         class Panic(BaseException):
-            """What libraries written in Rust raise."""
+            """The exception of libraries written in Rust."""
 
         for kind in (Panic, RuntimeError):
             def fail(kind=kind):
@@ -106,15 +107,15 @@ class HuggingFace(Prepare):
         self.assertIn("<|pad_é|>".encode(), table)
         tokens = self.tokens("train")
         starts = [i for i, t in enumerate(tokens) if t == eot]
-        self.assertEqual(len(starts), 2)  # the text's own <|endoftext|> is text
+        self.assertEqual(len(starts), 2)  # <|endoftext|> in the text is text
         self.assertEqual(starts[0], 0)
         decoded = b"".join(table[t] for t in tokens[1: starts[1]])
         self.assertEqual(decoded.decode(), TEXT)
         self.assertEqual(b"".join(table[t] for t in tokens[starts[1] + 1:]).decode(), "second ✓")
-        self.assertLess(len(tokens), len(TEXT))  # it merges
+        self.assertLess(len(tokens), len(TEXT))  # the tokenizer merges
 
     def test_texts_get_the_tokens_of_documents(self):
-        """By the tokenizer.json that is written too, whatever the one that was given puts around them or drops."""
+        """The written tokenizer.json gives the ids of the shards, without the given one's post-processor and dropout."""
         path = self.byte_level()
         with open(path, encoding="utf-8") as file:
             config = json.load(file)
@@ -158,7 +159,7 @@ class HuggingFace(Prepare):
             self.fails(a, "--tokenizer", f"tokenizers:{self.byte_level()}", "--eot", name, says="name it with --eot")
 
     def test_odd_vocabularies(self):
-        """Files that the library reads, but that no shards can be made with."""
+        """Files that the library reads, but that cannot be used for shards."""
         bytes_tokens = {character: i for i, character in enumerate(tokenizer_json.byte_level_alphabet())}
         but_one = {character: i for character, i in bytes_tokens.items() if character != "t"}
         level = {"type": "ByteLevel", "add_prefix_space": False, "trim_offsets": True, "use_regex": True}
@@ -202,7 +203,7 @@ class HuggingFace(Prepare):
 
 @unittest.skipUnless(tokenizers and tiktoken, "the tokenizers or tiktoken package is not installed")
 class Engine(Prepare):
-    """tiktoken's engine for a tokenizer.json, and where it must not be."""
+    """tiktoken's engine for a tokenizer.json, and the cases in which it must not be used."""
 
     def train(self, size=400, special=("<|endoftext|>",), pre=None, **options):
         t = tokenizers.Tokenizer(tokenizers.models.BPE(**options))
@@ -215,14 +216,14 @@ class Engine(Prepare):
         return t
 
     def ids(self, tokenizer, text=TEXT, slow=False):
-        """What the shards hold of a text, and what was printed. `tokenizers` encodes it only where that is expected."""
+        """The ids of a text in the shards, and the output. Checks that `tokenizers` encodes it only if `slow`."""
         path = os.path.join(self.folder, "tokenizer.json")
         tokenizer.save(path)
         encode = text_tokenizers.encode_slowly
         with mock.patch.object(text_tokenizers, "encode_slowly", side_effect=encode) as calls:
             printed = self.run_it(self.write("a.txt", text.encode()), "--val-fraction", "0", "--overwrite",
                                   "--tokenizer", f"tokenizers:{path}")
-        # Once to compare; TEXT goes through once more where it stays with `tokenizers`.
+        # `tokenizers` encodes once to compare, and the text once more if it is the one that is used.
         texts = [call.args[1] for call in calls.call_args_list]
         self.assertEqual([text] in texts, slow)
         self.assertEqual(" is encoded by `tokenizers`" in printed, slow)
@@ -250,7 +251,7 @@ class Engine(Prepare):
             self.assertGreater(len(expected), 40)
 
     def test_unfit(self):
-        """What tiktoken cannot stand for is encoded by `tokenizers`, with the ids that it gives."""
+        """Tokenizers that tiktoken cannot replace encode with `tokenizers`, and give its ids."""
         pre, split = tokenizers.pre_tokenizers, tokenizers.pre_tokenizers.Split
 
         def changed(change):
@@ -289,9 +290,9 @@ class Engine(Prepare):
                           (splitting(pre.Digits(True)), "it splits text by Digits"),
                           (splitting(split("a", "isolated"), pre.Digits(True)), "it splits text in 2 steps"),
                           (splitting(split(tokenizers.Regex("a"), "removed")), "it splits text by Split otherwise"),
-                          # $ is the end of a line in one library, and of the text in the other.
+                          # $ is the end of a line in one library, and the end of the text in the other.
                           (splitting(isolated[0]), "other ids for a sample"),
-                          # What a pattern leaves over is a piece in one library, and dropped by the other.
+                          # Text between matches of a pattern is a word in one library, and is dropped by the other.
                           (splitting(isolated[1]), "other ids for a sample")):
             ids, printed = self.ids(t, slow=True)
             self.assertIn(reason, printed)
@@ -299,7 +300,7 @@ class Engine(Prepare):
             self.assertEqual(ids, t.encode(TEXT).ids, reason)
 
     def test_sample_of_the_text(self):
-        """Ids are compared for the text itself too: here of a character that HARD_TEXT lacks."""
+        """Ids are compared on a sample of the text too; here it has a character that HARD_TEXT lacks."""
         t = self.train(pre=[tokenizers.pre_tokenizers.Split(tokenizers.Regex(r"[^\x{20000}-\x{2FFFF}]+"), "isolated")])
         with mock.patch.object(text_tokenizers, "HARD_TEXT", "easy"):
             text = "rare: \U00020001"
@@ -314,7 +315,7 @@ class Engine(Prepare):
         self.assertEqual(ids, expected)
 
     def test_panic(self):
-        """A run of blanks that overflows the stack of tiktoken's regular expressions is encoded all the same."""
+        """A run of blanks that overflows the stack of tiktoken's regular expressions is still encoded."""
         t = self.train()
         ranks = {bytes([i]): i for i in range(256)}
         encoding = tiktoken.Encoding("t", pat_str=tokenizer_json.GPT2_PATTERN, mergeable_ranks=ranks, special_tokens={})
@@ -362,7 +363,7 @@ class Tiktoken(Prepare):
 @unittest.skipUnless(tokenizers, "the tokenizers package is not installed")
 class Train(Prepare):
     def corpus(self, words=400):
-        """Documents that each hold a word of their own often enough to make it tokens."""
+        """Documents that each repeat one word of their own, often enough to make it a token."""
         rng = random.Random(6)
         documents = ["".join(rng.choices("abcdefghijkl", k=8)) for _ in range(words)]
         lines = "".join(json.dumps({"text": (word + " ") * 20}) + "\n" for word in documents)
@@ -384,7 +385,7 @@ class Train(Prepare):
         self.assertRegex(printed, r"warning: the text gives a tokenizer of 2\d\d tokens, not 700")
 
     def test_training_text_alone(self):
-        """Nothing of validation is trained on."""
+        """The tokenizer is trained on no validation text."""
         path, words = self.corpus()
         val = self.write("v.txt", b"zzzzzzzz " * 1000)
         self.run_it(path, "--train-tokenizer", "5000", "--val", val)
@@ -393,14 +394,14 @@ class Train(Prepare):
         self.assertNotIn("zz", vocabulary)
 
     def test_sample_is_even(self):
-        """Where the text is more than is trained on, words from all of it are learned, not from its beginning."""
+        """If the tokenizer trains on a sample of the text, it learns words from all of it, not only from its start."""
         path, words = self.corpus()
         size = os.path.getsize(path)
         with mock.patch.object(text_tokenizers, "TRAINED_ON", size // 3):
             self.run_it(path, "--train-tokenizer", "5000", "--val-fraction", "0")
         vocabulary = self.vocabulary()
         learned = ["\u0120" + word in vocabulary for word in words]
-        # A sixth to a third of the words, each drawn alike: 33 of 200 at least, and 12 is 4 deviations (5.3) below.
+        # A sixth to a third of the words, each equally likely: 33 of 200 at least, and 12 is 4 deviations (5.3) below.
         for part in (learned[:200], learned[200:]):
             self.assertTrue(12 <= sum(part) <= 100, sum(part))
 

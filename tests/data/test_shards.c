@@ -1,10 +1,10 @@
-// Shards, the order in which training reads them, and the loader. Everything here is exact.
+// Shards, the order in which training reads them, and the loader. All comparisons here are exact.
 #include <stdbool.h>
 
 #include "data/shards.h"
 #include "tests/files.h"
 
-// A shard of n tokens; token i has id first + i. lie is added to the header's count, extra bytes follow the tokens.
+// A shard of n tokens; token i has id first + i. The header's count is n + lie, and `extra` bytes follow the tokens.
 static const char* write_shard(const char* name, bool wide, int n, int first, int lie, int extra) {
     size_t width = wide ? 4 : 2, total = 1024 + (size_t)n * width + (size_t)extra;
     char* file = (char*)host_alloc(total);
@@ -21,7 +21,7 @@ static const char* write_shard(const char* name, bool wide, int n, int first, in
 
 enum { T = 8, BIG = 1 << 30 };
 
-// Three shards with a window (4, 2, 3 windows; ids from 1000, 70000, 3000), two without, both widths.
+// Three shards with windows (4, 2, 3 windows; ids from 1000, 70000, 3000) and two without, in both widths.
 static Shards* open_set(void) {
     remove_matching("*.bin");
     write_shard("s_train_000001.bin", false, 36, 1000, 0, 0);
@@ -48,14 +48,14 @@ static void test_shards_windows(void) {
                   (long long)i, t, input[t], target[t]);
     }
     shards_close(s);
-    // Windows at the edge: T tokens hold none, T + 1 hold one, 2T one, 2T + 1 two.
+    // Lengths at the edge: T tokens have no window, T + 1 and 2T have one, 2T + 1 have two.
     const int counts[] = {T, T + 1, 2 * T, 2 * T + 1}, windows[] = {0, 1, 1, 2};
     for (int i = 1; i < 4; i++) {
         s = shards_open("--val", write_shard("edge.bin", false, counts[i], 5, 0, 0), T);
         CHECK(shards_windows(s) == windows[i], "%d tokens: %lld windows", counts[i], (long long)shards_windows(s));
         shards_close(s);
     }
-    // Windows longer than the buffer they are read through, every id of 16 bits, and T = 1.
+    // Windows longer than the read buffer, every id of 16 bits, and T = 1.
     s = shards_open("--val", write_shard("all.bin", false, 65536, 0, 0, 0), 65535);
     int32_t *input = (int32_t*)host_alloc(65535 * 4), *target = (int32_t*)host_alloc(65535 * 4);
     shards_read(s, 0, 65536, input, target);
@@ -78,7 +78,7 @@ static void test_shards_hash(void) {
     s = shards_open("--val", in_folder("s_train_*.bin"), T - 1);
     CHECK(shards_hash(s) == hash, "the hash tells files, not how they are read");
     shards_close(s);
-    // A name that leaves the order as it is.
+    // A name that does not change the order.
     CHECK(rename(in_folder("s_train_000002.bin"), in_folder("s_train_000002b.bin")) == 0, "rename");
     s = shards_open("--train", in_folder("s_train_*.bin"), T);
     CHECK(shards_hash(s) != hash, "another name");
@@ -228,7 +228,7 @@ static void test_permute_bijection(void) {
     CHECK(shards_permute(1, 0, 0, huge) != shards_permute(1, 0, 1, huge), "huge");
 }
 
-// How many of n positions two orders have in common; about 1 for unrelated orders.
+// The number of positions, of n, at which two orders agree; about 1 for unrelated orders.
 static int in_common(uint64_t seed_a, int64_t epoch_a, uint64_t seed_b, int64_t epoch_b, int64_t n) {
     int same = 0;
     for (int64_t i = 0; i < n; i++)
@@ -243,7 +243,7 @@ static void test_permute_differs(void) {
     CHECK(in_common(7, 0, 8, 0, n) < 12 && in_common(0, 0, 1, 0, n) < 12, "seeds");
     CHECK(in_common(0, 1, 1, 0, n) < 12 && in_common(1, 0, 2, -1, n) < 12,
           "seed and epoch do not stand in for each other");
-    // Neighbours are torn apart, and each place is equally likely: chi-square over 10 x 10 cells of (position, value).
+    // Neighbours are separated, each position is equally likely: chi-square over 10 x 10 cells of (position, value).
     int adjacent = 0, cells[10][10] = {{0}};
     for (int64_t i = 0; i < n; i++) {
         int64_t x = shards_permute(7, 0, i, n);
@@ -254,7 +254,7 @@ static void test_permute_differs(void) {
     for (int i = 0; i < 100; i++) chi += (cells[i / 10][i % 10] - 10) * (cells[i / 10][i % 10] - 10) / 10.0;
     CHECK(adjacent < 12, "%d neighbours", adjacent);
     CHECK(chi > 40 && chi < 140, "chi-square %g, 81 expected, deviation 13", chi);
-    // All orders of three occur, none much more often than another.
+    // All orders of three windows occur, none much more often than another.
     int orders[27] = {0};
     for (int epoch = 0; epoch < 6000; epoch++)
         orders[9 * shards_permute(5, epoch, 0, 3) + 3 * shards_permute(5, epoch, 1, 3) +
@@ -269,7 +269,7 @@ static void test_permute_differs(void) {
 
 // ---- Loader
 
-// The index of each of the `calls` * batch windows that a loader gives, told by their first token; targets checked.
+// The first tokens of the `calls` * batch windows that a loader gives; they identify the windows. Checks the targets.
 static void collect(const Shards* s, int64_t batch, LoaderOrder order, int calls, int32_t* first_tokens) {
     Loader* loader = loader_start(s, batch, BIG, order);
     for (int c = 0; c < calls; c++) {
@@ -300,7 +300,7 @@ static void test_loader_epochs(void) {
         shards_read(s, shards_permute(99, w / 9, w % 9, 9), BIG, input, target);
         CHECK(got[w] == input[0], "window %d: %d, not %d", w, got[w], input[0]);
     }
-    // 9 windows, 4 a batch: epochs end inside a batch, and each holds every window once.
+    // 9 windows, 4 per batch: epochs end inside a batch, and each has every window once.
     for (int epoch = 0; epoch < 8; epoch++)
         for (int i = 0; i < 9; i++)
             for (int j = 0; j < i; j++)
@@ -314,7 +314,7 @@ static void test_loader_ranks(void) {
     enum { TOTAL = 48 };
     int32_t whole[TOTAL], part[TOTAL];
     collect(s, 1, order_of(0, 1, 0), TOTAL, whole);
-    // Any way to deal a step's windows to ranks gives the same windows to the step.
+    // Every distribution of a step's windows over ranks gives the step the same windows.
     for (int ranks = 1; ranks <= 4; ranks++)
         for (int batch = 1; batch <= 12 / ranks; batch++) {
             if (TOTAL % (ranks * batch)) continue;
@@ -326,7 +326,7 @@ static void test_loader_ranks(void) {
             }
             CHECK(differ == 0, "%d ranks, batch %d: %d differ", ranks, batch, differ);
         }
-    // A run that goes on at window w sees what it would have seen.
+    // A run that resumes at window w reads the same windows as an uninterrupted run.
     for (int w = 0; w < 30; w++) {
         collect(s, 3, order_of(w, 3, 0), (TOTAL - w) / 3, part);
         CHECK(memcmp(part, whole + w, (size_t)((TOTAL - w) / 3) * 3 * sizeof(int32_t)) == 0, "going on at %d", w);
@@ -340,7 +340,7 @@ static void test_loader_wrap(void) {
     collect(s, 1, order_of(0, 1, 0), 40, whole);
     collect(s, 4, order_of(0, 4, 8), 10, got);
     for (int i = 0; i < 40; i++) CHECK(got[i] == whole[i % 8], "window %d", i);
-    collect(s, 4, order_of(4, 8, 24), 10, got);  // rank 1 of 2, a step of 24 windows: longer than an epoch
+    collect(s, 4, order_of(4, 8, 24), 10, got);  // rank 1 of 2; a step of 24 windows, longer than an epoch
     for (int i = 0; i < 40; i++) CHECK(got[i] == whole[(4 + i / 4 * 8 + i % 4) % 24], "window %d", i);
     collect(s, 4, order_of(5 * 24 + 4, 8, 24), 10, again);  // resumed
     CHECK(memcmp(got, again, sizeof(got)) == 0, "a later step of the same batch");
@@ -362,7 +362,7 @@ static void load_bad(void) {
     const int32_t *input, *target;
     for (int c = 0; c < 9; c++) loader_next(loader, &input, &target);
 }
-// A bad window that the run does not use is no error.
+// A bad window is no error if the run does not use it.
 static void load_up_to_bad(void) {
     int good = windows_before_bad();
     Shards* s = open_set();

@@ -1,6 +1,7 @@
 #!/usr/bin/env python3
-"""Tests of scripts/text_files.py through prepare_text.py: forms of files, what is text and what is not, and that the
-number of processes does not show. Formats of other packages are tested where those are installed."""
+"""Tests of scripts/text_files.py through prepare_text.py: forms of files, text and other data, number of processes.
+
+The shards must not depend on the number of processes. Formats of other packages are tested where these are installed."""
 import gzip
 import json
 import lzma
@@ -41,7 +42,7 @@ def lines_of(texts, field="text"):
 
 class Pieces(Prepare):
     def test_pieces_do_not_show(self):
-        """However a file falls into pieces, the documents are the same."""
+        """The documents do not depend on the chunks in which a file is read."""
         rng = random.Random(1)
         texts = ["".join(rng.choice("ab\n é€😀") for _ in range(rng.choice([1, 5, 30, 200]))).strip() for _ in range(60)]
         texts = [t for t in texts if t]
@@ -67,7 +68,7 @@ class Pieces(Prepare):
             self.assertTrue(all(t.endswith(b"\n") for _, t in text_files.Text([path])))
 
     def test_long_records(self):
-        """A record of many pieces is one document, cut between characters."""
+        """A record of many chunks is one document, and chunks end between characters."""
         texts = ["é€😀x" * 500, "0123456\n" * 1000, "short"]
         path = self.write("a.jsonl", lines_of(texts))
         for piece in (64, 100, 101):
@@ -98,15 +99,15 @@ class Formats(Prepare):
         self.assertEqual(self.read(self.write("a.jsonl", data)), TEXTS)
         self.assertEqual(self.read(self.write("a.jsonl.gz", gzip.compress(data))), TEXTS)
         self.assertEqual(self.read(self.write("a.jsonl.xz", lzma.compress(data))), TEXTS)
-        # No document in blank lines and blank texts.
+        # Blank lines and blank texts are no documents.
         blank = b"\n" + data.replace(b"\n", b"\r\n\n").rstrip() + b'\n{"text": " \\n"}'
         self.assertEqual(self.read(self.write("a.jsonl", blank)), TEXTS)
         self.assertEqual(self.read(self.write("b.jsonl", lines_of(TEXTS, "content")), "--field", "content"), TEXTS)
-        self.assertEqual(self.read(self.folder, "--glob", "a.jsonl"), TEXTS * 3)  # packed or not
+        self.assertEqual(self.read(self.folder, "--glob", "a.jsonl"), TEXTS * 3)  # compressed or not
         self.assertEqual(self.read(self.write("d.ndjson", lines_of(TEXTS, "content")), "--field", "content"), TEXTS)
         plain = self.write("e.json", lines_of(TEXTS))
         self.fails(plain, "--field", "content", "--overwrite", says="--field is for records, and none of the files is .jsonl")
-        # A separator does not cut records.
+        # --split-on does not cut records.
         self.assertEqual(self.read(self.write("c.jsonl", lines_of(["a|b"])), "--split-on", "|"), ["a|b"])
 
     def test_json_lines_refused(self):
@@ -131,17 +132,17 @@ class Formats(Prepare):
     @unittest.skipUnless(zstandard, "the zstandard package is not installed")
     def test_zstd(self):
         pack = zstandard.ZstdCompressor().compress
-        noise = "".join(random.Random(3).choices("abcdefgh\n", k=1 << 20))  # more than is read at a time
+        noise = "".join(random.Random(3).choices("abcdefgh\n", k=1 << 20))  # more than one read
         whole = pack(noise.encode())
         self.assertEqual(self.read(self.write("a.txt.zst", whole)), [noise])
         self.assertEqual(self.read(self.write("a.jsonl.zst", pack(lines_of(TEXTS)))), TEXTS)
-        frames = pack(b"one ") + pack(b"") + pack(b"two ") + whole  # of any number
+        frames = pack(b"one ") + pack(b"") + pack(b"two ") + whole  # any number of frames
         self.assertEqual(self.read(self.write("a.txt.zst", frames)), ["one two " + noise])
         for data in (whole[:-1], whole[:len(whole) // 2], whole + whole[:3], frames[:-4], whole + b"more", b"not zstd"):
             path = self.write("bad.txt.zst", data)
             self.fails(path, "--overwrite", says=f"error: {path}: cannot read: ")
         parameters = zstandard.ZstdCompressionParameters.from_level(3, window_log=30, enable_ldm=True)
-        stream = zstandard.ZstdCompressor(compression_params=parameters).compressobj()  # no size: a whole window
+        stream = zstandard.ZstdCompressor(compression_params=parameters).compressobj()  # no size in the header: a whole window
         packed = stream.compress(b"long window") + stream.flush()
         self.assertEqual(self.read(self.write("a.txt.zst", packed)), ["long window"])
 
@@ -181,7 +182,7 @@ class Formats(Prepare):
         self.assertEqual(os.listdir(self.out), [])
 
     def test_damaged_gzip(self):
-        """Whichever byte is damaged: an error by name, or the text that the library makes of it."""
+        """Damage in any byte gives an error with the file's name, or the text that the library decodes."""
         whole, raised = gzip.compress(b"some text, more text, other text\n" * 20), set()
         for at in range(len(whole)):
             path = self.write("a.txt.gz", whole[:at] + bytes([whole[at] ^ 0xFF]) + whole[at + 1:])
@@ -202,7 +203,7 @@ class NotText(Prepare):
             with mock.patch.object(text_files, "PIECE", 4096):
                 path = self.write("a.txt", data)
                 self.fails(path, says=f"error: {path}: byte {at} is NUL: not text")
-                path = self.write("a.txt.gz", gzip.compress(data))  # the byte of what is in it
+                path = self.write("a.txt.gz", gzip.compress(data))  # the byte of the decompressed text
                 self.fails(path, "--split-on", "text", says=f"error: {path}: byte {at} is NUL: not text")
         path = self.write("a.txt", "UTF-16 has NULs".encode("utf-16-le"))
         self.fails(path, says=f"error: {path}: byte 1 is NUL: not text")
@@ -211,18 +212,18 @@ class NotText(Prepare):
         latin = "Text mit Umlauten: äöü.\n".encode("latin-1")
         path = self.write("a.txt", latin * 100)
         self.fails(path, says=f"error: {path}: byte 19 is not UTF-8, nor are 299 more places up to byte 2400 (1 in ")
-        with mock.patch.object(text_files, "PIECE", 4096):  # some way into a file that begins well
+        with mock.patch.object(text_files, "PIECE", 4096):  # far into a file with a good start
             path = self.write("a.txt", "ä.".encode() * 9000 + latin * 1000)
             self.fails(path, says=f"error: {path}: byte {27000 + 19} is not UTF-8, nor ")
         path = self.write("a.txt", random.Random(4).randbytes(10000).replace(b"\0", b"x"))
         self.fails(path, says=f"error: {path}: byte ")
 
     def test_damage(self):
-        """What is damaged here and there is told, and stays as it is in bytes, wherever the pieces end."""
+        """A few damaged places are reported, and byte tokens keep them, for any ends of chunks."""
         data = bytearray("ü€ text\n".encode() * 4000)
         for at in (3, 20000, 37777):
             data[at] = 0xFF
-        data += "€".encode()[:2]  # a character cut off by the end
+        data += "€".encode()[:2]  # an incomplete character at the end
         warning = "prepare_text.py: warning: {} places are not UTF-8 (the first: {}: {}); bytes keep them"
         for piece in (4096, 4097, 4098, 4099, 1 << 20):
             with mock.patch.object(text_files, "PIECE", piece):
@@ -241,10 +242,10 @@ class NotText(Prepare):
 
 
 class Left(Prepare):
-    """Files and links of a folder that are left out."""
+    """Files and links in a folder that are left out."""
 
     def folder_of_all(self):
-        """A folder with two files of text and others, and the lines that are printed about those."""
+        """A folder with two files of text and others, and the lines that are printed for the others."""
         d, damaged = os.path.join(self.folder, "d"), b"a byte in a thousand may be \xff\n" + b"text\n" * 200
         for name, data in (("a.txt", damaged), ("z.txt.gz", gzip.compress(b"last\n")), ("b.txt", b"text " * 3000 + b"\0"),
                            ("manual.txt.gz", gzip.compress(b"%PDF-1.5\n" + bytes(range(256)) * 9)),
@@ -264,9 +265,9 @@ class Left(Prepare):
             with mock.patch.object(text_files, "PIECE", piece):
                 printed = self.run_it(d, "--val-fraction", "0", "--overwrite", "--jobs", jobs)
             self.assertTrue(printed.startswith("".join(said)), printed)
-            self.assertIn("warning: 1 places are not UTF-8", printed)  # in text that is taken
+            self.assertIn("warning: 1 places are not UTF-8", printed)  # in text that is used
             self.assertEqual(self.documents("train"), [damaged, b"last\n"])
-        # Each is read for it once, even where the text is read twice, as for the share of validation here.
+        # A file is checked only once, even if the text is read twice, as for the share of validation here.
         with mock.patch.object(text_files.Text, "raw_pieces", autospec=True, side_effect=text_files.Text.raw_pieces) as read:
             self.assertTrue(self.run_it(d, "--overwrite").startswith("".join(said)))
         self.assertEqual(len([call for call in read.call_args_list if call.args[1].endswith("b.txt")]), 1)
@@ -312,7 +313,7 @@ class LineEnds(Prepare):
 
 
 class SlowTokenizer(text_tokenizers.LibraryTokenizer):
-    """Characters as ids. Texts that begin with the first letters take longer, so that results come out of order."""
+    """Characters as ids. Texts that begin with the first letters take longer, so results arrive out of order."""
     eot, eot_name = 0, "end"
 
     def __init__(self):
@@ -355,7 +356,7 @@ class Jobs(Prepare):
         self.assertGreater(len(expected), 10)
 
     def test_several_processes(self):
-        """Those that encode are others than this one, and as many as were asked for."""
+        """--jobs 3 encodes in three processes, all different from the main process."""
         seen = os.path.join(self.folder, "seen")
         os.mkdir(seen)
 
@@ -372,7 +373,7 @@ class Jobs(Prepare):
     def test_failures(self):
         class Fails(SlowTokenizer):
             def ids(self, texts):
-                raise BaseException("lost")  # as a panic of a library written in Rust
+                raise BaseException("lost")  # like a panic of a library written in Rust
 
         class Killed(SlowTokenizer):
             def ids(self, texts):
@@ -385,7 +386,7 @@ class Jobs(Prepare):
             self.assertEqual(os.listdir(self.out), [])
 
     def test_none_are_left(self):
-        """Processes end with the one that started them, even where that is killed."""
+        """Worker processes end with the main process, even if it is killed."""
         script = f"""
 import os, sys, time
 sys.path[:0] = [{SCRIPTS!r}, {os.path.dirname(os.path.abspath(__file__))!r}]
@@ -404,7 +405,7 @@ prepare_text.main([{self.corpus()!r}, "--jobs", "2", "--out", {self.out!r}])
             finally:
                 main.kill()
             self.assertEqual(len({main.pid, *workers}), 3)
-            self.assertEqual(main.stdout.read(), "")  # ends when nobody can write there any more
+            self.assertEqual(main.stdout.read(), "")  # ends when all writers have ended
 
     def test_progress(self):
         with mock.patch.object(prepare_text, "PROGRESS_S", 0):
@@ -414,12 +415,12 @@ prepare_text.main([{self.corpus()!r}, "--jobs", "2", "--out", {self.out!r}])
                 shares = [float(re.fullmatch(form, line)[1]) for line in lines]
                 self.assertGreater(len(shares), 20)
                 self.assertEqual(shares[-1], 100)
-                # Text and file bytes are in proportion, but for what of the file lies in a buffer.
+                # Text and file bytes are in proportion, except for the bytes in the read buffer.
                 for i, share in enumerate(shares):
                     self.assertAlmostEqual(share, 100 * (i + 1) / len(shares), delta=15)
             blank = self.write("blank.jsonl", lines_of([" "]))
             self.assertIn("there is no text for train", self.run_slow(blank, "--val-fraction", "0", expect=1))
-        self.assertNotIn("MB/s", self.run_slow(self.corpus()))  # nothing is said of what takes a moment
+        self.assertNotIn("MB/s", self.run_slow(self.corpus()))  # short runs print no progress
 
 
 if __name__ == "__main__":

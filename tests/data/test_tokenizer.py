@@ -1,7 +1,8 @@
 #!/usr/bin/env python3
-"""Prompts are encoded to the ids that the library tokenizers gives, on text of the repository and on hostile text, with
-tokenizers trained here: GPT-2's way of cutting words, and those of cl100k, o200k, DeepSeek-V3 and DeepSeek-Coder. The
-program tests/data/encode, of the folder that TRAIN_MOE lies in, prints what data/tokenizer.c makes of a text.
+"""Prompts are encoded to the ids of the library tokenizers, on text of the repository and on hostile text.
+
+The tokenizers are trained here. They cut words like GPT-2, cl100k, o200k, DeepSeek-V3 and DeepSeek-Coder. The program
+tests/data/encode, in the folder of TRAIN_MOE, prints the ids that data/tokenizer.c gives for a text.
 """
 import json
 import lzma
@@ -33,7 +34,7 @@ O200K = (r"[^\r\n\p{L}\p{N}]?[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]*[\p{Ll}\p{Lm}\p{Lo}
          r"\p{N}{1,3}| ?[^\s\p{L}\p{N}]+[\r\n/]*|\s*[\r\n]+|\s+(?!\S)|\s+")
 DEEPSEEK = ("[!\"#$%&'()*+,\\-./:;<=>?@\\[\\\\\\]^_`{|}~][A-Za-z]+|[^\r\n\\p{L}\\p{P}\\p{S}]?[\\p{L}\\p{M}]+|"
             " ?[\\p{P}\\p{S}]+[\r\n]*|\\s*[\r\n]+|\\s+(?!\\S)|\\s+")
-# Each kind: patterns one after the other, as (pattern, behavior, invert); then whether GPT-2's pattern follows.
+# Each kind has patterns in order, as (pattern, behavior, invert), and a flag: True adds GPT-2's pattern after them.
 KINDS = {
     "gpt2": ([], True),
     "digits": ([r"\p{N}+"], True),
@@ -50,12 +51,12 @@ WORDS = ("the", " of", " Hello", "WORLD", "'re", "'LL", " \n \n", "<|endoftext|>
 
 
 def repository():
-    """The text that the first training reads: 460 kB of documents and code."""
+    """The text of the first training run: 460 kB of documents and code."""
     return lzma.open(os.path.join(ROOT, "data/repository.txt.xz"), "rt", encoding="utf-8", newline="").read()
 
 
 def hostile(rng):
-    """Runs of one kind of character, any characters at all, words and names of added tokens."""
+    """Random text: runs of one kind of character, arbitrary characters, words and names of added tokens."""
     parts = []
     for _ in range(rng.randint(1, 40)):
         kind = rng.randrange(5)
@@ -86,7 +87,7 @@ class SameIds(unittest.TestCase):
         return os.path.join(self.folder.name, name)
 
     def train(self, cuts, bytes_cut, vocab=3000, **model):
-        """A tokenizer of a kind, with tokens added: a special one, others of which one begins with another."""
+        """Trains a tokenizer of a kind, with added tokens: a special one, and two where one is a prefix of the other."""
         steps = [c if isinstance(c, tuple) else (c, "isolated", False) for c in cuts]
         pre = tokenizers.pre_tokenizers
         t = tokenizers.Tokenizer(tokenizers.models.BPE(**model))
@@ -102,7 +103,7 @@ class SameIds(unittest.TestCase):
         return t
 
     def encode(self, texts, name="t.json"):
-        """A line for each text; and how long it took to encode them."""
+        """The line of ids of each text, and the seconds for all of them."""
         with open(self.path("texts"), "wb") as file:
             file.write(b"".join(text.encode() + b"\0" for text in texts))
         done = subprocess.run([ENCODE, self.path(name), self.path("texts")], capture_output=True, text=True)
@@ -127,21 +128,21 @@ class SameIds(unittest.TestCase):
     def test_whole_words(self):
         rng = random.Random(2)
         config = json.loads(self.train([CL100K], False).to_str())
-        config["model"].update(ignore_merges=True, merges=config["model"]["merges"][::2])  # not all words can be merged
+        config["model"].update(ignore_merges=True, merges=config["model"]["merges"][::2])  # merges cannot build all words
         t = tokenizers.Tokenizer.from_str(json.dumps(config))
         t.encode_special_tokens = True
         t.save(self.path("t.json"))
         self.check_same(t, [self.text, *(hostile(rng) for _ in range(1000))])
 
     def test_long_words(self):
-        """Text that is one word, or one run of spaces: a loop over all pairs for each merge would take hours."""
+        """Text of one long word or run of spaces is fast: a loop over all pairs per merge would take hours."""
         rng = random.Random(3)
         t = self.train([CL100K], False)
         texts = ["".join(rng.choices("etaoin", k=1 << 20)), "a" * (1 << 20), " " * (1 << 20) + "x", "\n" * (1 << 20)]
         self.assertLess(self.check_same(t, texts), 60)
 
     def test_beside_a_table(self):
-        """The table that scripts/prepare_text.py writes of the same tokenizer, with the merges beside it."""
+        """A table of scripts/prepare_text.py with a tokenizer.json next to it gives the ids of the merges."""
         t = self.train([DEEPSEEK], False)
         os.replace(self.path("t.json"), self.path("x.json"))
         book, out = self.path("book.txt"), self.path("out")
@@ -155,7 +156,7 @@ class SameIds(unittest.TestCase):
         lines, _ = self.encode([text], "x.bin")
         self.assertEqual(lines[0].split(), [str(i) for i in t.encode(text, add_special_tokens=False).ids])
         os.remove(self.path("x.json"))
-        self.assertNotEqual(self.encode([text], "x.bin")[0], lines)  # the longest match
+        self.assertNotEqual(self.encode([text], "x.bin")[0], lines)  # without merges: the longest match
 
 
 if __name__ == "__main__":

@@ -1,6 +1,8 @@
 #!/usr/bin/env python3
-"""Tests of the tokenizer.json that prepare_text.py writes beside shards: transformers' AutoTokenizer must give and read
-the ids that the shards hold. Without transformers only that of bytes is looked at."""
+"""Tests of the tokenizer.json that prepare_text.py writes with shards.
+
+transformers' AutoTokenizer must give and decode the ids in the shards. Without transformers, only the byte tokenizer's
+file is tested."""
 import json
 import os
 import shutil
@@ -28,7 +30,7 @@ TEXT = "Hello, wörld! Ünï 😀 x = [1,  2]\n\ttabs\n" * 20
 
 class Json(Prepare):
     def folder_of(self, name="text"):
-        """A folder as transformers wants it."""
+        """A folder with the file names that transformers expects."""
         folder = os.path.join(self.folder, "model")
         shutil.rmtree(folder, ignore_errors=True)
         os.mkdir(folder)
@@ -37,7 +39,7 @@ class Json(Prepare):
         return folder
 
     def test_bytes(self):
-        """The vocabulary by GPT-2's alphabet: printable bytes as they are, the others from U+0100 on in order."""
+        """The vocabulary has GPT-2's alphabet: printable bytes as they are, the others from U+0100 on in order."""
         self.run_it(self.write("a.txt", b"text\n" * 100))
         with open(os.path.join(self.folder_of(), "tokenizer.json"), encoding="utf-8") as file:
             config = json.load(file)
@@ -53,7 +55,7 @@ class Json(Prepare):
             self.assertEqual(json.load(file)["eos_token"], "<|endoftext|>")
 
     def round_trip(self, *options):
-        """The ids of the shards are those of AutoTokenizer, and decode to the text."""
+        """Checks that the ids of the shards are those of AutoTokenizer, and decode to the text."""
         texts = [TEXT, text_tokenizers.HARD_TEXT.replace("<|endoftext|>", ""), "x",
                  "unmerged", "\u0301 \n", " 12345678 \n\n  \n x\r\n" * 3 + "   "]
         path = self.write("a.jsonl", "".join(json.dumps({"text": text}) + "\n" for text in texts).encode())
@@ -78,8 +80,9 @@ class Json(Prepare):
 
     @unittest.skipUnless(transformers and tiktoken, "the transformers or tiktoken package is not installed")
     def test_auto_tiktoken(self):
-        """The patterns of gpt2, cl100k_base and o200k_base, with tokens that a training on a text could give, and one
-        that no pair makes: tiktoken gives it where a piece of the text is that token."""
+        """The patterns of gpt2, cl100k_base and o200k_base, with tokens that training on a text could give.
+
+        One more token is no merge of a pair: tiktoken gives it for a word that equals the token."""
         ranks = {bytes([i]): i for i in range(256)}
         words = sorted({TEXT.encode()[i: i + n] for i in range(200) for n in (2, 3, 4, 5)}, key=lambda w: (len(w), w))
         for word in [*words, b"12", b"123", b"1234", b"12345", b" \n", b"\n\n", b"  ", b"unmerged"]:
@@ -89,7 +92,7 @@ class Json(Prepare):
         o200k = r"""[^\r\n\p{L}\p{N}]?[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]*[\p{Ll}\p{Lm}\p{Lo}\p{M}]+(?i:'s|'t|'ll)?|""" \
                 r"""\p{N}{1,3}| ?[^\s\p{L}\p{N}]+[\r\n/]*|\s*[\r\n]+|\s+(?!\S)|\s+|[\s\S]"""
         for pattern in (tokenizer_json.GPT2_PATTERN, cl100k, o200k):
-            for hole in (0, 7):  # between the ranks and the special tokens
+            for hole in (0, 7):  # unused ids between the ranks and the special tokens
                 special = {"<|endoftext|>": len(ranks) + hole, "<|fim|>": len(ranks) + 2 * hole + 1}
                 encoding = tiktoken.Encoding("tiny", pat_str=pattern, mergeable_ranks=ranks, special_tokens=special)
                 with mock.patch.object(tiktoken, "get_encoding", lambda name: encoding):

@@ -1,8 +1,9 @@
 """The CUDA build against the CPU build: the same seed and the same real text give the same curve, and checkpoints go both ways.
 
-float32 on the CPU, bf16 on the GPU: the curves part by bf16's rounding, which training averages out. What a curve shows is a
-learning rate off by 1 %, a gradient that loses a part, a wrong mask; what it does not, because AdamW divides it out or
-attention matters little so early, is a wrong factor (bench/RESULTS.md): that is for the tests of ops. Skipped without a GPU.
+The CPU build computes in float32, the CUDA build in bf16. The curves differ by bf16's rounding, which training averages
+out. The test finds a learning rate off by 1 %, a gradient without one of its parts, a wrong mask. It does not find a wrong
+factor (bench/RESULTS.md), because AdamW divides it out, or attention matters little so early. The tests of ops find those.
+Skipped without a GPU.
 """
 import json
 import os
@@ -44,12 +45,12 @@ class Backends(unittest.TestCase):
         return [json.loads(line)["loss"] for line in (self.folder / out / "log.jsonl").read_text().splitlines()[1:]]
 
     def parted(self, cpu, cuda, first, end):
-        """By how much the mean loss of steps first + 1 .. end differs."""
+        """The relative difference of the mean loss of steps first + 1 .. end."""
         self.assertEqual(len(cpu), len(cuda))
         return abs(sum(cuda[first:end]) / sum(cpu[first:end]) - 1)
 
-    # Bounds: the mean and 8 standard deviations of what 24 seeds showed on an H200 (this text, one draw a seed). Roundings
-    # that differ grow from step to step, so the early steps say most; the largest of the 24 is given beside.
+    # Bounds: the mean and 8 standard deviations over 24 seeds on an H200 (this text, one draw per seed). Differences of
+    # rounding grow from step to step, so the early steps are the best test. Comments have mean and deviation; the largest.
 
     def test_tiny(self):
         for seed in (1, 2):
@@ -67,8 +68,9 @@ class Backends(unittest.TestCase):
         self.assertLess(self.parted(*curves, 0, 10), 0.0018)  # 0.0047 % and 0.021 %; 0.069 %
 
     def test_checkpoints_go_both_ways(self):
-        """10 steps in one go on the CPU, and with steps 6 to 10 on the GPU, and the other way round. A single step of a run
-        that was wholly on the other side differed by 0.071 % at most."""
+        """A run of 10 steps on the CPU agrees with one whose steps 6 to 10 are on the GPU, and the other way round.
+
+        A single step of a run that was completely on the other side differed by 0.071 % at most."""
         options = ["--model", "tiny", "--lr", 1e-3, "--warmup", 5, "--schedule", "constant"]
         whole = self.train(CPU, "whole", *options, "--steps", 10)
         for first, second, name in ((CPU, CUDA, "there"), (CUDA, CPU, "back")):
@@ -79,7 +81,7 @@ class Backends(unittest.TestCase):
                 self.assertLess(abs(b / a - 1), 0.002)
 
     def test_what_kernels_cannot_take(self):
-        """Refused before anything is planned."""
+        """Shapes that the kernels cannot take are refused before anything is planned."""
         for options in (("--experts", "514", "--top-k", "2"), ("--experts", "64", "--top-k", "33")):
             done = subprocess.run([CUDA, "--dry-run", *options], capture_output=True, text=True)
             self.assertEqual(done.returncode, 2, done.stdout)

@@ -1,5 +1,5 @@
-// Checkpoints: the same files whatever number of ranks writes them, read back in any layout, refused by all ranks in
-// the same words. Run alone and by several ranks (mpirun -np 4). Everything here is exact.
+// Checkpoints: the files do not depend on the number of ranks that write them, and are read back in any layout. All
+// ranks refuse bad files in the same words. Run alone and by several ranks (mpirun -np 4). All comparisons are exact.
 #include <errno.h>
 #include <signal.h>
 #include <sys/resource.h>
@@ -12,11 +12,11 @@
 #include "tests/ranks.h"
 
 static Ctx* ctx;
-static char out[128];  // where the present test saves
+static char out[128];  // the folder in which the current test saves
 
 static void open_out(const char* name) { snprintf(out, sizeof(out), "%s/%s", folder, name); }
 
-// A file of a checkpoint in `out`, in one of a few rotating buffers.
+// The path of a file of a checkpoint in `out`, in one of a few rotating buffers.
 static const char* file_of(int64_t step, const char* name) {
     static char paths[8][256];
     static int turn;
@@ -39,7 +39,7 @@ static const struct {
                       {1, "one", 1, {1, 1}},
                       {1, "a.norm", 1, {5, 1}},
                       {2, "a.weight.exp_avg", 2, {129, 64}},
-                      {2, "large.exp_avg", 2, {600, 1801}},      // more than is read at a time
+                      {2, "large.exp_avg", 2, {600, 1801}},      // more than one read
                       {2, "large.exp_avg_sq", 2, {600, 3701}}};  // the last in bf16
 
 static const char* const file_names[FILES + 1] = {"block_000.safetensors", "block_001.safetensors",
@@ -53,7 +53,7 @@ static uint64_t mix(uint64_t x) {
     return x ^ (x >> 31);
 }
 
-// Whole numbers that a float holds.
+// Whole numbers that are exact in float32.
 static real value(int64_t step, int t, int64_t i) {
     return (real)(mix(((uint64_t)step << 48) + ((uint64_t)t << 40) + (uint64_t)i) & 0xffffff);
 }
@@ -68,7 +68,7 @@ static size_t memory_bytes(const CheckpointTensor* c) {
     return (size_t)(c->count + 2 * GUARD) * st_dtype_bytes(c->dtype);
 }
 
-// What is to stand in the memory of tensor t: any bits of bf16 that are finite, zeros around.
+// The expected memory of tensor t: finite values, in bf16 with arbitrary bits, and zeros around them.
 static char* contents(const CheckpointTensor* c, int t, int64_t step) {
     char* host = (char*)host_alloc(memory_bytes(c));
     for (int64_t i = 0; i < c->count; i++) {
@@ -81,8 +81,8 @@ static char* contents(const CheckpointTensor* c, int t, int64_t step) {
     return host;
 }
 
-// What rank `index` of `parts` holds. Kind 0: equal parts. Kind 1: two ranks share a tensor, cut at any place, and the
-// others have nothing of it. Kind 2: every rank holds all and writes an equal part.
+// The state of rank `index` of `parts`. Kind 0: equal parts. Kind 1: two ranks share a tensor, cut at any place, and
+// the others have no part of it. Kind 2: every rank has all elements and writes an equal part.
 static State* state_create(int kind, int index, int parts) {
     State* s = (State*)host_alloc(sizeof(State));
     for (int t = 0; t < TENSORS; t++) {
@@ -149,7 +149,7 @@ static void save_one(Ranks* group, int64_t step, const State* s) {
     saver_destroy(saver);
 }
 
-// A state in equal parts, saved.
+// Saves a state in equal parts.
 static State* saved(int64_t step) {
     State* s = state_create(0, rank, ranks);
     fill(s, step);
@@ -174,17 +174,17 @@ static void check_load(Ranks* group, int kind, int64_t step, const char* what) {
     state_free(s);
 }
 
-// ---- Joining what the ranks wrote
+// ---- Joining the records of the ranks
 
 static void joining(void) {
     const int64_t TB = (int64_t)1 << 40;
     const unsigned char text[] = "0123456789";
     enum { CASES = 7 };
     const FileSlice cases[CASES][3] = {
-        {{0, 3, 4, 0, 0}, {0, 7, 3, 0, 0}, {1, 0, 5, 0, 0}},   // bytes 3 .. 9 of file 0: whole
+        {{0, 3, 4, 0, 0}, {0, 7, 3, 0, 0}, {1, 0, 5, 0, 0}},   // bytes 3 .. 9 of file 0: complete
         {{0, 3, 4, 0, 0}, {0, 8, 2, 0, 0}, {1, 0, 5, 0, 0}},   // a hole
         {{0, 3, 4, 0, 0}, {0, 6, 4, 0, 0}, {1, 0, 5, 0, 0}},   // a byte twice
-        {{0, 3, 4, 0, 0}, {0, 6, 3, 0, 0}, {1, 0, 5, 0, 0}},   // a byte twice, one not at all
+        {{0, 3, 4, 0, 0}, {0, 6, 3, 0, 0}, {1, 0, 5, 0, 0}},   // a byte twice, one missing
         {{0, 3, 7, 0, 0}, {0, 3, 7, 0, 0}, {1, 0, 5, 0, 0}},   // all twice
         {{0, 4, 3, 0, 0}, {0, 7, 3, 0, 0}, {1, 0, 5, 0, 0}},   // the start is missing
         {{0, 3, 4, 0, 0}, {1, 0, 5, 0, 0}, {1, 5, 5, 0, 0}}};  // the end is missing
@@ -211,7 +211,7 @@ static void joining(void) {
 
 // ---- Saving
 
-// The bytes of a file and of the manifest, made here by hand.
+// The bytes of a file and of the manifest, made by independent code.
 static void check_format(void) {
     const char* dtype = sizeof(real) == 8 ? "F64" : "F32";
     long long size = (long long)sizeof(real), a = elements(1) * size, b = a + size, c = b + 5 * size;
@@ -272,7 +272,7 @@ static void files_do_not_depend_on_ranks(void) {
         state_free(s);
     }
     for (int kind = 0; kind < KINDS; kind++) {
-        const char* const folders[KINDS] = {"kind/0", "kind/1", "kind/2"};  // the folder above is missing too
+        const char* const folders[KINDS] = {"kind/0", "kind/1", "kind/2"};  // the parent folder is missing too
         open_out(folders[kind]);
         State* s = state_create(kind, rank, ranks);
         fill(s, 7);
@@ -306,8 +306,8 @@ static void any_layout_loads(void) {
     }
 }
 
-// Rank 0's save returns while it cannot be done, because the others have not begun theirs, and its tensors may change
-// at once.
+// Rank 0's save returns before it can complete, because the others have not begun theirs. Its tensors may change at
+// once.
 static void a_save_returns_at_once(void) {
     open_out("async");
     State* s = state_create(1, rank, ranks);
@@ -323,7 +323,7 @@ static void a_save_returns_at_once(void) {
     checkpoint_wait(saver);
     CHECK(access(file_of(1, ""), F_OK) == 0, "not saved when the wait ends");
     check_load(world, 0, 1, "changed after the save");
-    // The second waits for the first.
+    // The second save waits for the first.
     fill(s, 3);
     save(saver, 3, s);
     fill(s, 4);
@@ -352,7 +352,7 @@ static void the_newest_stay(void) {
     ranks_barrier(world);
     State* s = state_create(0, rank, ranks);
     const int64_t steps[][2] = {{1, 0}, {2, 1}, {3, 2}, {4, 3}};
-    for (int keep = 2; keep >= 1; keep--) {  // two stay while a run goes on, even of --keep 1
+    for (int keep = 2; keep >= 1; keep--) {  // two checkpoints stay while a run goes on, even with --keep 1
         Saver* saver = saver_create(world, out, keep);
         CHECK(access(unfinished, F_OK) != 0, "what an unfinished save left is still there");
         for (int64_t step = 1; step <= 4; step++) {
@@ -369,7 +369,7 @@ static void the_newest_stay(void) {
         check_list(keep, steps[3]);
         saver_destroy(saver);
     }
-    // A run that went back to before step 4 saves step 3 anew; the one ahead is not its to count.
+    // A run that went back to before step 4 saves step 3 again; it does not count the checkpoint ahead for --keep.
     Saver* saver = saver_create(world, out, 1);
     fill(s, 3);
     save(saver, 3, s);
@@ -377,7 +377,7 @@ static void the_newest_stay(void) {
     ranks_barrier(world);
     check_list(2, steps[3]);
     check_load(world, 0, 3, "saved anew");
-    // After which no step was good: it goes out of the way, but the oldest never does.
+    // A checkpoint after which no step was good is set aside, but never the oldest one.
     bool aside = checkpoint_set_aside(saver, 4), oldest = checkpoint_set_aside(saver, 3);
     ranks_barrier(world);
     CHECK(aside == (rank == 0) && !oldest && access(in_folder("keep/step_00000004.diverged"), F_OK) == 0, "set aside");
@@ -386,7 +386,7 @@ static void the_newest_stay(void) {
     state_free(s);
 }
 
-// ---- Loading what is not good
+// ---- Loading bad checkpoints
 
 static void check_refused(const State* s, const char* file, const char* reason) {
     char error[512] = "", first[512], *words = host_format("%s: ", file);
@@ -402,7 +402,7 @@ static void check_refused(const State* s, const char* file, const char* reason) 
 
 typedef enum Damage { TRUNCATED, LONGER, EMPTY, FIRST, MIDDLE, LAST, MISSING, DAMAGES } Damage;
 
-// Rank 0 does it. Returns what mends it.
+// Damages a file on rank 0. Returns the good contents.
 static char* damage(int file, Damage how, size_t* size) {
     if (rank != 0) return NULL;
     const char* path = file_of(1, file_names[file]);
@@ -431,13 +431,13 @@ static void bad_files_are_refused(void) {
                                  : f == FILES                                   ? "truncated or altered"
                                  : how == FIRST || how == MIDDLE || how == LAST ? "altered (its CRC-32 is"
                                                                                 : "bytes long, the manifest says";
-            if (f == FILES && (how == LAST || how == LONGER)) continue;  // a newline, a NUL
+            if (f == FILES && (how == LAST || how == LONGER)) continue;  // only the newline, or a NUL after it
             char* good = damage(f, (Damage)how, &size);
             check_refused(s, file_names[f], reason);
             mend(f, good, size);
         }
     }
-    // Of two, the first is named, whoever reads it.
+    // The first of two bad files is named, on whichever rank it is read.
     for (int a = 0; a < FILES; a++) {
         for (int b = a + 1; b < FILES; b++) {
             for (int swap = 0; swap < 2; swap++) {
@@ -458,7 +458,7 @@ static void other_tensors_are_refused(void) {
     open_out("others");
     State* s = saved(1);
     CheckpointTensor *t = &s->tensors[3], *matrix = &s->tensors[1];
-    for (int all = 0; all < 2; all++) {  // by the last rank alone, by all
+    for (int all = 0; all < 2; all++) {  // 0: read by the last rank alone, 1: by all
         bool other = all || rank == ranks - 1;
         if (other) t->name[0] = 'b';
         check_refused(s, file_names[1], "tensor b.norm is missing");
@@ -476,7 +476,7 @@ static void other_tensors_are_refused(void) {
         check_refused(s, file_names[1], "tensor a.weight is of another shape");
         matrix->rank = 2;
     }
-    // A file that the manifest does not list comes behind one that is bad.
+    // A file that the manifest does not list is reported after one that is bad.
     s->files[2].name[0] = 'B';
     check_refused(s, "Block_002.safetensors", "the manifest does not list it");
     size_t size;
@@ -493,7 +493,7 @@ static void limit_files(void) {
     setrlimit(RLIMIT_FSIZE, &limit);
 }
 
-// Step 1 is as it was, and of step 2 nothing is left.
+// Step 1 is unchanged, and no files of step 2 are left.
 static void check_not_saved(const char* name) {
     const int64_t steps[] = {1};
     open_out(name);
@@ -515,7 +515,7 @@ static void leave_a_hole(void) {
     save_one(world, 2, s);
 }
 
-// Step 2 of this rank, with an element of tensor t that is not finite: the last it writes of it.
+// Step 2 of this rank. Its last written element of tensor t is not finite.
 static State* spoiled(int t) {
     const real infinite = INFINITY;
     const uint16_t nan = 0x7fc0;
@@ -548,7 +548,7 @@ static void a_fault_ends_the_run(void) {
     DIES(save_below_a_file, "cannot create", "file/run", "Not a directory");
 }
 
-// One of four ranks is odd. This program, alone, starts itself so.
+// One of four ranks has a fault. This program, run alone, starts itself in this way.
 enum { ODD = 2, FAULTS = 4 };
 static const char* const faults[FAULTS] = {"full", "unlike", "apart", "spoiled"};
 
@@ -568,7 +568,7 @@ static void fault(const char* name, const char* path) {
     load(world, odd ? 1 : 2, s, error, sizeof(error));
 }
 
-// Open MPI leaks memory at its end, which must not count where this is built with the address sanitizer.
+// Open MPI leaks memory at its end, which must not count in a build with the address sanitizer.
 static FILE* start_ranks(const char* name) {
     char* command = host_format(
         "ASAN_OPTIONS=detect_leaks=0 OMPI_ALLOW_RUN_AS_ROOT=1 OMPI_ALLOW_RUN_AS_ROOT_CONFIRM=1 timeout 60 mpirun "
@@ -604,7 +604,7 @@ static void one_of_several_ranks_ends_all(void) {
 int main(int argc, char** argv) {
     ranks_open(&argc, &argv, 60);
     ctx = ctx_create(0);
-    signal(SIGXFSZ, SIG_IGN);  // as the program does
+    signal(SIGXFSZ, SIG_IGN);  // like the program
     if (argc == 3) {
         fault(argv[1], argv[2]);
         return ranks_close();

@@ -1,5 +1,7 @@
-"""How the CPU build uses a machine: it sets what OpenMP and OpenBLAS need to be fast, unless the user did; bits depend neither
-on that nor on the number of threads; and threads or memory that cannot be had end a run with one line of error."""
+"""The CPU build on a machine: it sets the variables that make OpenMP and OpenBLAS fast, unless the user set them.
+
+Bits depend neither on these variables nor on the number of threads. A run that cannot get its threads or its memory ends
+with one line of error."""
 import glob
 import os
 import pathlib
@@ -15,7 +17,7 @@ import cli  # noqa: E402
 FOLDER = pathlib.Path(cli.PROGRAM).parent.name
 SET = ("OMP_WAIT_POLICY", "GOMP_SPINCOUNT", "OPENBLAS_CORETYPE", "OPENBLAS_NUM_THREADS")
 
-# Stands before OpenBLAS, as one that chose kernels for processors before AVX2, until it is asked for others.
+# Preloaded before OpenBLAS: acts as an OpenBLAS with kernels for processors before AVX2, until others are requested.
 OLD_OPENBLAS = """
 #define _GNU_SOURCE
 #include <dlfcn.h>
@@ -36,7 +38,7 @@ def processor_has(*features):
 @unittest.skipUnless(FOLDER.startswith("cpu"), "the CPU build's")
 class Processors(cli.Case):
     def start(self, limits=(), threads=2, variables={}, **options):
-        """Runs the program after nothing but `variables` was set of SET."""
+        """Runs the program; of the variables in SET only `variables` are set."""
         environment = {key: value for key, value in cli.environment(threads).items() if key not in SET}
         if threads is None:
             del environment["OMP_NUM_THREADS"]
@@ -55,7 +57,7 @@ class Processors(cli.Case):
         return next(line for line in done.stdout.splitlines() if line.startswith("device "))
 
     def process(self, *before, **variables):
-        """(environment, name, arguments, the same as they were given) of a process that trains."""
+        """(environment, name, arguments, given arguments) of a process that trains."""
         command = [*before, *map(str, cli.command(train=self.train_glob, steps=1000000))]
         environment = {key: value for key, value in cli.environment(2).items() if key not in SET}
         with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True,
@@ -73,7 +75,7 @@ class Processors(cli.Case):
                 program.kill()
 
     def test_what_is_set(self):
-        """Of this very process, under the name that pkill knows."""
+        """The variables are set in the process itself, which keeps its name, so that pkill finds it."""
         found, name, arguments, command = self.process()
         self.assertEqual((found.get("GOMP_SPINCOUNT"), found.get("OPENBLAS_NUM_THREADS")), ("2000", "1"))
         self.assertEqual((name, arguments), (os.path.basename(cli.PROGRAM), command))
@@ -97,18 +99,18 @@ class Processors(cli.Case):
         self.assertIn("(Nehalem kernels)", self.device(variables=own))
 
     def test_all_processors(self):
-        """Threads bound to processors do not leave the program with the first one's."""
+        """Threads bound to processors do not restrict the program to the processors of the first thread."""
         count = len(os.sched_getaffinity(0))
         for variables in {}, {"OMP_PROC_BIND": "true"}, {"OMP_PLACES": "cores"}:
             self.assertRegex(self.device(threads=None, variables=variables), rf"CPU, {count} threads?, ")
 
     @unittest.skipUnless(glob.glob("/lib64/ld-linux-*"), "needs glibc's loader")
     def test_started_by_the_loader(self):
-        """Where the executable is the loader, with options of its own perhaps, nothing starts again."""
+        """A program started by the dynamic loader, perhaps with the loader's options, does not restart itself."""
         self.assertEqual(self.process(glob.glob("/lib64/ld-linux-*")[0])[0], {})
 
     def test_bits(self):
-        """Neither how threads wait nor how many there are changes a bit."""
+        """The bits depend neither on the number of threads nor on OMP_WAIT_POLICY."""
         curves = []
         for i, (threads, policy) in enumerate([(1, None), (2, "active"), (2, "passive"), (2, None), (3, None), (5, "passive")]):
             done = self.start(threads=threads, variables={"OMP_WAIT_POLICY": policy} if policy else {}, steps=10, out=f"{i}")
@@ -134,7 +136,7 @@ class Processors(cli.Case):
 
     @unittest.skipIf("sanitize" in FOLDER, "the sanitizer takes terabytes of address space")
     def test_memory_that_cannot_be_had(self):
-        """From where the libraries' own start succeeds (below it, it is theirs to fail) to where there is enough."""
+        """Too little memory ends a run with one line of error, from the least with which the libraries start to enough."""
         ended = []
         for kib in (100000, 150000, 200000, 250000, 300000, 310000, 325000, 400000, 600000, 1000000, 3000000):
             done = self.start(limits=[(resource.RLIMIT_AS, kib << 10)], steps=2, out=f"{kib}")

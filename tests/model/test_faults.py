@@ -1,7 +1,7 @@
 #!/usr/bin/env python3
-"""Checkpoints, and what harms a run: TRAIN_MOE=build/cpu/train_moe python3 tests/model/test_faults.py
+"""Damaged checkpoints and full disks: TRAIN_MOE=build/cpu/train_moe python3 tests/model/test_faults.py
 
-Damaged checkpoints and full disks: each is named, and the run goes on from what is good.
+Each fault is named, and the run resumes from the newest good checkpoint.
 """
 import json
 import pathlib
@@ -20,7 +20,7 @@ ONE_BUILD = True  # tests/run.py: nothing here depends on what computes
 
 class Checkpoints(Case):
     def damage(self, checkpoint, fault):
-        """Does one of FAULTS to a checkpoint; returns what the message must name."""
+        """Does one of FAULTS to a checkpoint; returns the words that the message must have."""
         block, moments, record = [checkpoint / name for name in
                                   ("block_002.safetensors", "block_003.adam.safetensors", "manifest.json")]
         if fault == "folder renamed":
@@ -65,7 +65,7 @@ class Checkpoints(Case):
                "folder is a file"]
 
     def test_faults(self):
-        """The fault is named, the checkpoint before it used, and the folder heals: the same step is saved again."""
+        """A fault is named, the checkpoint before it is used, and the same step is saved again."""
         for fault in self.FAULTS:
             with self.subTest(fault):
                 out = self.copy_of(self.reference())
@@ -93,7 +93,7 @@ class Checkpoints(Case):
                              "no checkpoint in run is good; nothing was changed", out="run", resume=True, steps=20)
 
     def test_unfinished_folder(self):
-        """What a save that was cut short leaves is never resumed from, and goes away with the next save."""
+        """The folder of an interrupted save is never resumed from, and the next save removes it."""
         out = self.copy_of(self.reference())
         shutil.copytree(out / "step_00000020", out / "step_00000025.tmp")
         shutil.copytree(out / "step_00000020", out / "step_00000021.tmp")
@@ -113,7 +113,7 @@ class Checkpoints(Case):
         self.assertEqual(checkpoints(self.dir / "keep3"), ["step_00000010"])
 
     def test_keep_behind_a_refused_checkpoint(self):
-        """Saves of a run that went back do not count the refused one ahead: a good one always stays."""
+        """A run that went back does not count the refused checkpoint ahead for --keep, so a good one always stays."""
         out = self.copy_of(self.reference(30, keep=3))
         self.damage(out / "step_00000030", "altered block")
         self.train(out="run", resume=True, steps=25, keep=1)
@@ -145,7 +145,7 @@ class Checkpoints(Case):
                          limit=limit)
 
     def test_a_checkpoint_with_an_infinite_number_is_refused(self):
-        """Whichever of its tensors has it, and though the CRC-32 is right."""
+        """An infinite number or NaN is refused in every kind of tensor, even if the CRC-32 is right."""
         moment, bf16 = "model.layers.1.mlp.gate.weight.exp_avg", dict(moments="bf16")
         for name, tensor, value, options in (
             ("block_003.safetensors", "model.norm.weight", struct.pack("<f", float("inf")), {}),
@@ -167,7 +167,7 @@ class Checkpoints(Case):
                 self.assert_same_run(out, self.reference(**options), 20)
 
     def test_a_manifest_whose_numbers_are_odd_is_refused(self):
-        """Though its CRC-32 is right."""
+        """Invalid numbers in a manifest are refused, even if its CRC-32 is right."""
         for change, words in ((dict(window=-1), "its window is -1, that of the step is 40"),
                               (dict(window=2**63 - 1), "its window is 9223372036854775807, that of the step is 40"),
                               (dict(window=41), "its window is 41"), (dict(window=None), "its window is -1"),

@@ -214,8 +214,9 @@ class LogAndLock(Case):
         self.assertGreater(warned, 0)
 
     def test_the_log_is_on_the_disk_before_what_counts_on_it(self):
-        """The lines of a checkpoint's steps are on the disk before the checkpoint gets its name. A power cut after that
-        does not lose them. An old log is replaced only when the new one is on the disk."""
+        """The lines of a checkpoint's steps are on the disk before the checkpoint gets its name.
+
+        A power cut after that does not lose them. An old log is replaced only when the new one is on the disk."""
         self.train(out="run", steps=4, save_every=2)
         done, _ = self.operations(resume=True, steps=8, save_every=2)
         self.assertLess(done.index(("fsync", "/log.jsonl.tmp")), done.index(("rename", "/log.jsonl")))

@@ -4,7 +4,7 @@
 
 enum { BF16 = BACKEND == BACKEND_CUDA };
 
-// Reads a tensor of the golden, float32 or float64, as reals, in fresh memory.
+// Reads a tensor of the golden, float32 or float64, as reals, into new memory.
 static real* golden_read(const SafeTensors* st, const char* prefix, const char* name, int64_t count) {
     char* full = host_format("%s%s", prefix, name);
     const StTensor* t = st_find(st, full);
@@ -44,12 +44,12 @@ static void load_golden_weights(Model* m, const SafeTensors* st) {
     model_weights_set(m);
 }
 
-// Experts chosen in every MoE block: exactly the golden's, in its order (best first).
+// The selected experts in every MoE block are exactly the golden's, in its order (best first).
 static void check_experts(Model* m, const SafeTensors* st) {
     for (int64_t l = m->config.dense_layers; l < config_blocks(&m->config); l++) {
         char name[32];
         snprintf(name, sizeof(name), "expert_ids.%d", (int)l);
-        const int64_t k = max_i64(l + 1 - m->config.L, 0);  // of a module, which leaves the last k tokens out
+        const int64_t k = max_i64(l + 1 - m->config.L, 0);  // a module leaves out the last k tokens
         int64_t count = m->B * (m->T - k) * m->config.K, differ = 0;
         const StTensor* t = st_find(st, name);
         CHECK(t && t->bytes == count * 4, "%s: %s is missing or has another size", st->path, name);
@@ -77,18 +77,18 @@ static void check_gradient(const real* got, const real* want, int64_t n, double 
     }
     double cosine = norm_want > 0 ? dot / sqrt(norm_got * norm_want) : 1, ratio = sqrt(norm_got / norm_want);
     if (getenv("TEST_ERRORS")) printf("    %s: cosine %.6f, norm ratio %.4f\n", name, cosine, ratio);
-    // An expert without tokens has no gradient, exactly.
+    // The gradient of an expert without tokens is exactly 0.
     CHECK(norm_want > 0 ? cosine >= 0.999 && fabs(ratio - 1) < 0.02 : norm_got == 0,
           "gradient of %s: cosine %g, norm %g times the golden's", name, cosine, ratio);
 }
 
-// The golden of --mtp keeps its float64, and the double build is within 1e-9: roundings of 1e-16 over some 10^3 terms,
-// and RMSNorm's epsilon, which the program has in float32, with 3e-14. The other goldens are rounded once. float32
-// against float64 was measured at 5e-7 for logits, 6e-8 for the loss and 1.4e-6 for the worst gradient
-// (scripts/make_golden.py --verbose); another order of summation may be a few times worse. So 1e-5 and 1e-4 leave room
-// for that and for nothing else: the mildest slip tried (YaRN's ramp not rounded) gives 7e-3. In bf16 every stored
-// value errs by 2^-9 (rms 1.1e-3), a few dozen roundings in a row by about 1 %: logits within 2 %, a gradient's
-// direction within acos(0.999) = 2.6 degrees and its norm within 2 %.
+// Bounds. The golden of --mtp keeps its float64, and the double build is within 1e-9. Its errors are roundings of 1e-16
+// over some 10^3 terms, and 3e-14 from RMSNorm's epsilon, which is float32 in the program. The other goldens are
+// rounded once. Differences of float32 and float64 were measured: logits 5e-7, loss 6e-8, the worst gradient 1.4e-6
+// (scripts/make_golden.py --verbose). Another order of summation may be a few times worse. The bounds 1e-5 and 1e-4
+// allow for that alone: the smallest bug that was tried (YaRN's ramp not rounded) gives 7e-3. In bf16 every stored
+// value has an error of 2^-9 (rms 1.1e-3), and a few dozen roundings in a row one of about 1 %. So logits and the norm
+// of a gradient are within 2 %, and a gradient's direction is within acos(0.999) = 2.6 degrees.
 static void check_golden(const char* path) {
     char error[256];
     SafeTensors* st = st_open(path, error, sizeof(error));

@@ -1,8 +1,8 @@
 #!/usr/bin/env python3
-"""Steps that are replayed as graphs: TRAIN_MOE=build/cuda/train_moe python3 tests/model/test_graph.py
+"""Steps that are replayed as CUDA graphs: TRAIN_MOE=build/cuda/train_moe python3 tests/model/test_graph.py
 
 A run with --graph auto equals one with --graph off, bit for bit: its log, and every file of its checkpoints. The CPU build
-has no graphs and says so; there both are the same runs.
+has no graphs and reports that; there both are the same runs.
 """
 import pathlib
 import re
@@ -16,7 +16,7 @@ sys.path.insert(0, str(pathlib.Path(__file__).resolve().parent.parent))
 from cli import PROGRAM, Case, checkpoints, command, curve, environment, main, manifest, read_log  # noqa: E402
 
 CUDA = "cuda" in pathlib.Path(PROGRAM).parts
-# Widths that MXFP8 takes, experts in groups, and a chunk of the classifier that is not the whole batch's.
+# Widths that MXFP8 takes, experts in groups, and a chunk of the classifier that is smaller than the batch.
 MODEL = dict(layers=3, dim=64, kv_lora=32, expert_ffn=32, experts=8, seq_len=64, batch=2)
 UNTIMED = ("step", "loss", "grad_norm", "lr", "load_max", "load_min", "val_loss", "mx_stats")
 
@@ -28,7 +28,7 @@ def lines(out):
 
 class Graph(Case):
     def both(self, code=0, **options):
-        """The folders of a run with graphs and of one without; their outputs."""
+        """The folders of a run with graphs and of one without, and their outputs."""
         done = []
         for graph in ("auto", "off"):
             done.append(self.train(code, out=graph, graph=graph, **{**MODEL, **options}))
@@ -55,11 +55,11 @@ class Graph(Case):
         return done
 
     def test_one_micro_step(self):
-        """First and last in one; the learning rate moves."""
+        """A step of one micro-step, the first and the last, with a learning rate that changes."""
         self.check(steps=20, warmup=4, schedule="cosine", save_every=10)
 
     def test_accumulation(self):
-        """Four micro-steps: a first, two between, a last."""
+        """A step of four micro-steps: a first, two between, a last."""
         self.check(steps=10, tokens_per_step=512, warmup=2, save_every=5)
 
     def test_recompute(self):
@@ -73,8 +73,10 @@ class Graph(Case):
         self.check(steps=6, dense_layers=3)
 
     def test_mxfp8(self):
-        """Weights are cast in a step's first micro-step, but not after a validation, which casts them: after step 5 the
-        first that is recorded is one of these, step 7. Every fourth step is not replayed, because it makes statistics."""
+        """Weights are cast in a step's first micro-step, but not after a validation, which casts them.
+
+        After step 5, the first step that is recorded is one of these, step 7. Every fourth step is not replayed, because
+        it makes statistics."""
         run = {**MODEL, "tokens_per_step": 384, "mx_stats": 4, "val": self.val_glob, "val_every": 3, "val_tokens": 200,
                "q_lora": 32, "precision": "mxfp8", "linear_precision": "mxfp8", "combine_precision": "mxfp8",
                "wgrad_precision": "mxfp8"}
@@ -84,11 +86,11 @@ class Graph(Case):
         self.assert_equal_runs()
 
     def test_validation_and_samples_between(self):
-        """They take the same memory as a step, in other shapes: the last batch of a validation is smaller."""
+        """Validation and samples use the memory of a step, in other shapes: the last batch of a validation is smaller."""
         self.check(steps=12, val=self.val_glob, val_every=2, val_tokens=192, sample_every=3, sample_tokens=20, warmup=3)
 
     def test_resume(self):
-        """Stopped and gone on with, with graphs and without in turns; a process records its own."""
+        """A run stops and resumes, in turns with graphs and without; each process records its own graphs."""
         run = {**MODEL, "tokens_per_step": 384, "warmup": 2}
         self.both(steps=6, **run)
         for first, then in (("auto", "off"), ("off", "auto")):
@@ -98,7 +100,7 @@ class Graph(Case):
         self.assert_equal_runs("whole")
 
     def test_stop(self):
-        """A run that a signal stops is one that was to end there."""
+        """A run that a signal stops equals one whose --steps end there."""
         process = subprocess.Popen(list(map(str, command(train=self.train_glob, out="auto", graph="auto",
                                                          **{**MODEL, "steps": 10**6}))),
                                    cwd=self.dir, env=environment(), stdout=subprocess.PIPE, encoding="utf-8")
@@ -114,7 +116,7 @@ class Graph(Case):
         self.assert_equal_runs()
 
     def test_steps_that_are_not_finite(self):
-        """Weights double in each step until three in a row are bad: none of these is applied by a replay either."""
+        """Weights double in each step until three steps in a row are bad: a replay applies none of them either."""
         done = self.both(1, lr=1, weight_decay=3, clip=0, steps=200, save_every=1)
         warnings = [re.findall(r"warning: step (\d+): .*, so no weight was changed", run.stderr) for run in done]
         self.assertGreater(len(warnings[0]), 2)

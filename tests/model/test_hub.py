@@ -1,10 +1,12 @@
 #!/usr/bin/env python3
-"""Models in and out: TRAIN_MOE=build/cpu/train_moe python3 tests/model/test_hub.py. The oracle is transformers (with torch, on
-the CPU), and tests that need it are skipped where it is missing.
+"""Models from and to Hugging Face: TRAIN_MOE=build/cpu/train_moe python3 tests/model/test_hub.py
 
-Bounds. Losses are means over some 10^3 tokens of float32 logits: two programs that sum in other orders agree to some
-1e-7 of the loss, and 1e-6 is asked for. A wrong scale, a swapped pair of tensors, a rotation by other frequencies or a
-missing factor on the gates is 1e-3 and more, even in models as small and random as these.
+The oracle is transformers (with torch, on the CPU). Tests that need it are skipped where it is missing.
+
+Bounds. Losses are means over some 10^3 tokens of float32 logits. Two programs with other orders of sums agree to some
+1e-7 of the loss, and the bound is 1e-6. These bugs change it by
+1e-3 or more, even in models as small and random as these: a wrong scale, a swapped pair of tensors, RoPE with other
+frequencies, a missing factor on the gates.
 """
 import array
 import json
@@ -33,13 +35,13 @@ except ImportError:
     torch = None
 
 CUDA = pathlib.Path(cli.PROGRAM).parent.name == "cuda"
-# bf16 rounds every weight and activation by up to 2^-9, and so moves the loss of a small random model by some 1e-3: there the
-# test sees what is grossly wrong, and that the CUDA build takes the same roads.
+# bf16 rounds every weight and activation by up to 2^-9, which changes the loss of a small random model by some 1e-3. There
+# the test finds only gross errors, and checks that the CUDA build runs the same code.
 CLOSE = 1e-2 if CUDA else 1e-6
 NEEDS = unittest.skipUnless(torch, "needs torch, transformers and safetensors")
 VOCAB = 300
 TOKENS = dict(seq_len=32, batch=4, val_tokens=1024)
-# Tiny models of both kinds, with every feature: group-limited choice, YaRN, latent queries or none.
+# Tiny models of both kinds, with every feature: group-limited routing, YaRN, latent queries or none.
 V3_FOREIGN = dict(architectures=["DeepseekV3ForCausalLM"], model_type="deepseek_v3", n_routed_experts=8, n_group=4, topk_group=2,
                   num_experts_per_tok=3, n_shared_experts=1, norm_topk_prob=True, routed_scaling_factor=2.5, q_lora_rank=48,
                   num_hidden_layers=3, first_k_dense_replace=1)
@@ -66,7 +68,7 @@ class Case(cli.Case):
         cli.write_shard(cls.val, [rng.randrange(VOCAB) for _ in range(1200)])
 
     def write_model(self, name, config, **more):
-        """A random model as transformers saves it; norms and biases are not what they start with."""
+        """A random model as transformers saves it; norms and biases do not have their initial values."""
         config = {**SIZES, **config}
         folder = self.dir / name
         folder.mkdir()
@@ -85,7 +87,7 @@ class Case(cli.Case):
         return folder, model.eval()
 
     def loss_by_transformers(self, model):
-        """Of the windows that --evaluate takes."""
+        """The loss over the windows that --evaluate takes."""
         ids = torch.tensor(array.array("H", self.val.read_bytes()[1024:]).tolist())
         T = TOKENS["seq_len"]
         count = min(TOKENS["val_tokens"] // T, (len(ids) - 1) // T)
@@ -121,16 +123,16 @@ class Import(Case):
         self.assertLess(abs(self.evaluated(folder) / self.loss_by_transformers(model) - 1), CLOSE)
 
     def test_deepseek_v3(self):
-        """In several files, and on any layout."""
+        """A DeepSeek-V3 in several files, on any layout, has the loss of transformers."""
         folder, model = self.write_model("v3", {**V3_FOREIGN, **yarn(1.0)}, max_shard_size="200KB")
         self.assertGreater(len(list(folder.glob("*.safetensors"))), 3)
         expected = self.loss_by_transformers(model)
         self.assertLess(abs(self.evaluated(folder) / expected - 1), CLOSE)
-        if mpirun(1) and not CUDA:  # one rank a GPU
+        if mpirun(1) and not CUDA:  # one rank per GPU
             self.assertLess(abs(self.evaluated(folder, ranks=4, ep=2, shard="weights", batch=1) / expected - 1), CLOSE)
 
     def test_keys_as_transformers_reads_them(self):
-        """Of two keys that say the rotation one counts, and a DeepSeek-V2 without topk_method has no groups."""
+        """The same one of two RoPE keys is used as by transformers; a DeepSeek-V2 without topk_method has no groups."""
         long, plain = yarn(1.0)["rope_scaling"], dict(rope_type="default", rope_theta=300.0)
         for kind, changes in ((V3_FOREIGN, (dict(rope_scaling=long, rope_parameters=plain, rope_theta=50.0),
                                             dict(rope_parameters=plain, rope_theta=50.0), dict(rope_theta=50.0),
@@ -154,7 +156,7 @@ class Import(Case):
         self.assertLess(abs(self.evaluated(folder) / self.loss_by_transformers(rounded) - 1), CLOSE)
 
     def test_fp8(self):
-        """As DeepSeek-V3 is published: fp8 with a factor for each 128 x 128 block, which at the edges are smaller."""
+        """DeepSeek-V3's published format: fp8 with a scale for each 128 x 128 block; blocks at the edges are smaller."""
         folder, model = self.write_model("fp8", V3_FOREIGN)
         tensors = load_file(folder / "model.safetensors")
         stored = {}
@@ -184,7 +186,7 @@ class Import(Case):
         self.assertLess(abs(self.evaluated(folder) / self.loss_by_transformers(decoded) - 1), CLOSE)
 
     def test_what_does_not_fit(self):
-        """Each named, and by its key or tensor."""
+        """A model that does not fit is refused, and the message names its key or tensor."""
         folder, _ = self.write_model("odd", V3_FOREIGN)
         config, tensors = json.loads((folder / "config.json").read_text()), load_file(folder / "model.safetensors")
         for key, value, words in (("model_type", "llama", "neither deepseek_v3 nor deepseek_v2"),
@@ -238,11 +240,11 @@ class Import(Case):
             save_file({k: v for k, v in {**tensors, **change}.items() if v is not None}, folder / "model.safetensors")
             self.assertIn(words, self.evaluated(folder, code=2))
         save_file({**tensors, "model.layers.3.eh_proj.weight": torch.zeros(2)}, folder / "model.safetensors")
-        self.evaluated(folder)  # a layer that predicts further tokens
+        self.evaluated(folder)  # an MTP module
 
 
 def write_questions(path, questions, wide=False):
-    """llm.c's format. A question: (context, endings, label), of token ids."""
+    """Writes questions in llm.c's format. A question is (context, endings, label), of token ids."""
     kind, magic = ("I", 20240802) if wide else ("H", 20240522)
     body, longest = array.array(kind), 0
     for i, (context, endings, label) in enumerate(questions):
@@ -261,8 +263,8 @@ class Questions(Case):
         rng = random.Random(11)
         def words(low, high):
             return [rng.choice(b"abcdefghij  ") for _ in range(rng.randrange(low, high))]
-        # Contexts: every sixth empty, some longer than --seq-len. Endings: half begin with a blank; equal ones would be told
-        # apart by rounding: none.
+        # Contexts: every sixth is empty, some are longer than --seq-len. Endings: half begin with a blank, and none are
+        # equal, because only rounding would order equal ones.
         self.questions = [(words(0, 70) if i % 6 else [],
                            [[32] * rng.randrange(2) + words(0, 8) + [last] for last in b"abcd"[:rng.choice((2, 4))]],
                            rng.randrange(2)) for i in range(60)]
@@ -281,7 +283,7 @@ class Questions(Case):
     @NEEDS
     @unittest.skipIf(CUDA, "bf16 answers close questions otherwise")
     def test_item_by_item(self):
-        """A file for each question, the next to last ones wide; likelihoods by transformers, and all in one file on ranks."""
+        """A file per question, the next to last ones wide; transformers is the oracle; all in one file on ranks."""
         model = transformers.AutoModelForCausalLM.from_pretrained(self.step, dtype=torch.float32).eval()
         expected, sums = {}, [0, 0]
         for i, (context, endings, label) in enumerate(self.questions):
@@ -308,7 +310,7 @@ class Questions(Case):
             self.assertAlmostEqual(float(normalised), sums[1] / 60, delta=5.1e-5)
 
     def test_ids_of_another_tokenizer(self):
-        """No text, so no bytes to divide by."""
+        """Ids of another tokenizer have no text, so there are no bytes to divide by."""
         write_questions(self.dir / "wide.bin", [([1], [[2], [299]], 0)])
         done = self.train(1, vocab=VOCAB, steps=1, eval="wide.bin")
         self.assertIn("wide.bin: byte 1044: an id outside of the vocabulary", done.stderr)
@@ -321,7 +323,7 @@ class Questions(Case):
         self.assertTrue(all("all_acc_norm" in line for line in cli.read_log(self.dir / "asked")[1] if "all_acc" in line))
 
     def test_endings_longer_than_a_window(self):
-        """Found before there is a model; one that fills a window is not too long."""
+        """Endings that are too long are found before there is a model; one that fills a window is accepted."""
         write_questions(self.dir / "long.bin", [([1], [[2], [3] * 32], 0)])
         self.train(vocab=257, steps=1, eval="long.bin")
         done = self.train(2, vocab=257, steps=1, eval="long.bin", seq_len=31)
@@ -329,7 +331,7 @@ class Questions(Case):
         self.assertNotIn("device ", done.stdout)
 
     def test_files_of_one_name(self):
-        """They would share their columns in the log."""
+        """Question files of one name are refused, because they would have the same columns in the log."""
         for folder in ("a", "b"):
             (self.dir / folder).mkdir()
             write_questions(self.dir / folder / "all.bin", self.questions)
@@ -365,7 +367,7 @@ class Export(Case):
         return self.dir / name
 
     def test_files(self):
-        """Whatever is installed: valid JSON, every tensor of the model in the index, and floats that look like floats."""
+        """Files are valid JSON, the index has every tensor, floats look like floats; no package is needed."""
         run = self.trained(yarn=1, q_lora=16)
         step = run / "step_00000008"
         config, index, manifest = [json.loads((step / name).read_text())
@@ -410,7 +412,7 @@ class Export(Case):
             self.assertIn(words, config["train_moe_note"])
 
     def test_own_steps_come_back(self):
-        """--evaluate gives the validation loss that the run logged; --init begins with it; a trained softmax bias is kept."""
+        """--evaluate gives the logged validation loss; --init begins with it; a trained softmax bias is kept."""
         for name, options in {**MODELS, "softmax with bias": dict(score="softmax", route_norm=0)}.items():
             with self.subTest(name):
                 run = self.trained(name.replace(" ", "_"), **options)
@@ -423,7 +425,7 @@ class Export(Case):
                 self.assertLess(abs(cli.read_log(started)[1][0]["val_loss"] - logged), 1e-6)
 
     def test_altered_steps(self):
-        """Refused as --resume refuses them: weights, manifest, config.json."""
+        """Altered weights, manifests and config.json are refused, as by --resume."""
         run = self.trained(score="softmax", route_norm=0)
         for name, words in (("block_001.safetensors", r"altered \(its CRC-32 is"), ("manifest.json", "truncated or altered"),
                             ("config.json", r"altered \(its CRC-32 is")):
@@ -481,7 +483,7 @@ class Export(Case):
     @NEEDS
     @unittest.skipIf(CUDA, "bf16 goes on otherwise where two tokens are close")
     def test_greedy_text(self):
-        """200 tokens; transformers gets a prompt of the end of text, as samples begin with."""
+        """Greedy samples of 200 tokens agree; the prompt of transformers is end of text, with which samples begin."""
         for name, options in list(MODELS.items())[:3]:
             with self.subTest(name):
                 run = self.dir / name.replace(" ", "_")
@@ -496,7 +498,7 @@ class Export(Case):
 
     @NEEDS
     def test_release(self):
-        """In bfloat16, in several files; the biases and a float32 release as they are."""
+        """A release is in bfloat16 and several files; biases and a float32 release are not rounded."""
         step = self.trained(q_lora=16, steps=8) / "step_00000008"
         own = transformers.AutoModelForCausalLM.from_pretrained(step, dtype=torch.float32).state_dict()
         script = cli.ROOT / "scripts/export.py"
@@ -504,7 +506,7 @@ class Export(Case):
             out = self.dir / dtype
             code = (f"import sys; sys.path.insert(0, {str(script.parent)!r}); import export; "
                     f"export.FILE_BYTES = {40000 if files > 1 else 10**9}; sys.exit(export.main())")
-            code = "import sys; sys.modules['ml_dtypes'] = None\n" + code  # it comes with none of the packages that are needed
+            code = "import sys; sys.modules['ml_dtypes'] = None\n" + code  # no required package installs it
             done = subprocess.run([sys.executable, "-c", code, step, out, "--dtype", dtype], check=True, capture_output=True, text=True)
             self.assertEqual(done.stdout, f"wrote {out}\n")
             self.assertGreaterEqual(len(list(out.glob("*.safetensors"))), files)
@@ -515,13 +517,13 @@ class Export(Case):
             for path in out.glob("*.safetensors"):
                 for name, value in load_file(path).items():
                     self.assertEqual(value.dtype, torch.float32 if name.endswith(kept) else torch.bfloat16, name)
-            for name, value in model.state_dict().items():  # transformers may widen a tensor again: values are compared
+            for name, value in model.state_dict().items():  # transformers may widen a tensor: compare values
                 rounded = own[name] if name.endswith(kept) else own[name].to(torch.bfloat16)
                 self.assertTrue(torch.equal(value.float(), rounded.float()), name)
 
     @NEEDS
     def test_release_refused(self):
-        """One line that says why; nothing is left, and nothing of others is touched."""
+        """One line with the reason; no files are left, and other files are not touched."""
         step, script, before = self.trained() / "step_00000008", cli.ROOT / "scripts/export.py", None
 
         def refused(words, full="unlimited"):

@@ -1,6 +1,7 @@
 #!/usr/bin/env python3
-"""Modules that predict further tokens in and out of Hugging Face folders: TRAIN_MOE=build/cpu/train_moe python3
-tests/model/test_hub_mtp.py. Oracles and bounds are those of tests/model/test_hub.py.
+"""MTP modules from and to Hugging Face folders: TRAIN_MOE=build/cpu/train_moe python3 tests/model/test_hub_mtp.py
+
+Oracles and bounds are those of tests/model/test_hub.py.
 """
 import json
 import pathlib
@@ -29,7 +30,7 @@ class Modules(test_hub.Case):
         return self.dir / name
 
     def begun(self, folder, mtp, code=0):
-        """The first step's log of a run that begins with a folder's weights and changes nothing, and what it printed."""
+        """The first step's log and the output of a run that begins with a folder's weights and does not change them."""
         out = self.dir / f"begun{len(list(self.dir.iterdir()))}"
         done = self.call([cli.PROGRAM, "--init", folder, "--train", self.train_glob, "--out", out, "--steps", 1, "--lr", 0,
                           "--weight-decay", 0, "--balance", "none", "--warmup", 0, "--seq-len", 32, "--batch", 4, "--mtp", mtp],
@@ -37,7 +38,7 @@ class Modules(test_hub.Case):
         return (None if code else cli.read_log(out)[1][0]), done.stdout + done.stderr
 
     def test_modules(self):
-        """They come back by name, one that is not there is new, one that is not asked for is left out."""
+        """Modules are loaded by name; a module that the folder lacks is new; one beyond --mtp is left out."""
         run = self.trained(mtp=2, layers=2)
         step = run / "step_00000008"
         config, index = [json.loads((step / name).read_text()) for name in ("config.json", "model.safetensors.index.json")]
@@ -62,8 +63,8 @@ class Modules(test_hub.Case):
         self.assertEqual(len({line["loss"] for line in (both, one, three, none)}), 1)
         self.assertEqual([both["mtp_loss_1"]] * 2, [one["mtp_loss_1"], three["mtp_loss_1"]])
         self.assertEqual(both["mtp_loss_2"], three["mtp_loss_2"])
-        self.assertLess(both["mtp_loss_2"], 5.4)  # it has learned a little
-        self.assertLess(abs(three["mtp_loss_3"] / 5.704 - 1), 0.05)  # and a new one nothing: ln 300, which zeros give exactly
+        self.assertLess(both["mtp_loss_2"], 5.4)  # trained a little
+        self.assertLess(abs(three["mtp_loss_3"] / 5.704 - 1), 0.05)  # a new one, untrained: ln 300, exact with zeros
         self.assertGreater(abs(three["mtp_loss_3"] - 5.7037825), 1e-4)
         self.assertNotIn("mtp_loss_1", none)
         plain, text = self.begun(self.trained("plain", layers=2) / "step_00000008", 1)
@@ -72,7 +73,7 @@ class Modules(test_hub.Case):
 
     @NEEDS
     def test_modules_elsewhere(self):
-        """transformers passes over them; a release repeats the main model's tensors, as DeepSeek-V3's does, and comes back."""
+        """transformers ignores modules; a release repeats the main model's tensors, as DeepSeek-V3's, and is read back."""
         run = self.trained(mtp=1, layers=2)
         step, release = run / "step_00000008", self.dir / "release"
         model, info = transformers.AutoModelForCausalLM.from_pretrained(step, dtype=torch.float32, output_loading_info=True)
@@ -96,7 +97,7 @@ class Modules(test_hub.Case):
                               ({head: other}, f"tensor {head} is not the same as lm_head.weight, which modules of --mtp share")):
             save_file({k: v for k, v in {**tensors, **change}.items() if v is not None}, release / "model.safetensors")
             self.assertIn(words, self.begun(release, 1, code=2)[1])
-            self.evaluated(release)  # which does not read them
+            self.evaluated(release)  # it does not read the modules
 
 
 if __name__ == "__main__":

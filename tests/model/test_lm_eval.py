@@ -1,7 +1,8 @@
 #!/usr/bin/env python3
-"""lm-evaluation-harness on a checkpoint's folder: TRAIN_MOE=build/cpu/train_moe python3 tests/model/test_lm_eval.py. It reads the
-folder as any Hugging Face model, through transformers and tokenizers, from a task that is made here; --evaluate answers
-the same 200 questions, each in a file of its own. Skipped where lm_eval is not installed."""
+"""lm-evaluation-harness on a checkpoint's folder: TRAIN_MOE=build/cpu/train_moe python3 tests/model/test_lm_eval.py
+
+The harness reads the folder as any Hugging Face model, through transformers and tokenizers. The task is made here.
+--evaluate answers the same 200 questions, each in its own file. Skipped where lm_eval is not installed."""
 import importlib.util
 import json
 import os
@@ -17,7 +18,7 @@ sys.path.insert(0, str(pathlib.Path(__file__).resolve().parent.parent))
 import cli  # noqa: E402
 from test_hub import write_questions  # noqa: E402
 
-ONE_BUILD = True  # tests/run.py: bf16 answers close questions otherwise than transformers in float32
+ONE_BUILD = True  # tests/run.py: bf16 may answer close questions differently from transformers in float32
 INSTALLED = all(importlib.util.find_spec(name) for name in ("lm_eval", "datasets", "transformers", "torch", "tokenizers"))
 TASK = """task: local
 dataset_path: json
@@ -34,7 +35,7 @@ metric_list: [{metric: acc}, {metric: acc_norm}]
 @unittest.skipUnless(INSTALLED, "needs lm_eval")
 class Harness(cli.Case):
     def write_tokenizer(self, folder):
-        """Bytes: 256 tokens of a byte each, no merges, and end of text."""
+        """Writes a byte tokenizer: 256 tokens of one byte each, no merges, and end of text."""
         import tokenizers
         from tokenizers import decoders, models, pre_tokenizers
         printable = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]

@@ -1,9 +1,9 @@
-// The whole model: against finite differences, and against itself where the order of work must not matter.
+// The whole model: against finite differences, and against itself where the order of the work must not matter.
 #include "tests/model.h"
 
 enum { BF16 = BACKEND == BACKEND_CUDA };
 
-// Head sizes are the smallest that the CUDA attention takes; finite differences take others (below).
+// Head sizes are the smallest that the CUDA attention takes. The tests with finite differences have others (below).
 #define BASE                                                                                                           \
     "--layers 3 --dim 32 --heads 2 --kv-lora 16 --dense-ffn 48 --experts 6 --top-k 2 --expert-ffn 24 --vocab 50 "      \
     "--seq-len 20 "
@@ -51,7 +51,7 @@ static void check_same_load(Model* a, Model* b) {
     free(y);
 }
 
-// The squares that backward added up are those of the gradients that it left; both in double.
+// The sum of squares from backward is that of its gradients; both are in double.
 static void check_norm(Model* m) {
     double squares = 0;
     for (int u = 0; u < params_units(&m->config); u++)
@@ -66,8 +66,8 @@ static void check_norm(Model* m) {
     CHECK(fabs(got / squares - 1) < 1e-9, "sum of squares %.12g, of the gradients %.12g", got, squares);
 }
 
-// Eight sequences as 1, 2 and 8 micro-steps. The same products in another grouping: float32 sums over the tokens differ
-// by some rounding units, a few 1e-7 of the whole.
+// Eight sequences as 1, 2 and 8 micro-steps. The products are the same in another grouping. Float32 sums over the
+// tokens differ by some rounding units, a few 1e-7 of the whole.
 static void check_micro_batches(const char* more) {
     static const int splits[3] = {1, 2, 8};
     char* line = host_format(SMALL "--batch 8 --tokens-per-step 160 --aux-loss 0.01 %s", more);
@@ -78,7 +78,7 @@ static void check_micro_batches(const char* more) {
         char line[512];
         snprintf(line, sizeof(line), SMALL "--batch %d --tokens-per-step 160 --aux-loss 0.01 %s", 8 / splits[k], more);
         Model* split = fresh(line);
-        split->chunk = 16;  // several of the classifier's products in a micro-step
+        split->chunk = 16;  // several products of the classifier per micro-step
         double other = accumulate(split, 8);
         CHECK(fabs(other / loss - 1) < (BF16 ? 1e-4 : 1e-6), "%d micro-steps: loss %.9g, in one %.9g", splits[k], other,
               loss);
@@ -107,7 +107,7 @@ static void check_micro_batches(const char* more) {
 static void micro_batches(void) { check_micro_batches(""); }
 static void micro_batches_of_modules(void) { check_micro_batches("--mtp 3"); }
 
-// A step of micro-steps first .. end - 1, two sequences each. In the even ones all tokens choose expert 1 and none
+// A step of micro-steps first .. end - 1, two sequences each. In the even ones all tokens select expert 1 and none
 // expert 4, in the odd ones the other way round.
 static void steered_step(Model* m, int first, int end) {
     int64_t n = m->settings.batch * m->settings.seq_len;
@@ -127,8 +127,8 @@ static void steered_step(Model* m, int first, int end) {
     }
 }
 
-// A step's gradient is the sum of those of its micro-steps, whichever of them is the first that gives an expert tokens.
-// In every build the two differ in the float32 roundings of a few additions alone: some 1e-7, 3e-6 with room.
+// A step's gradient is the sum of those of its micro-steps, even if an expert gets its first tokens in a later one. In
+// every build the two differ only in the float32 roundings of a few additions: some 1e-7, and the bound is 3e-6.
 static void experts_without_tokens(void) {
     Model* all = fresh(SMALL "--batch 2 --tokens-per-step 160 --aux-loss 0.01");
     Model* one = fresh(SMALL "--batch 2 --tokens-per-step 160 --aux-loss 0.01");
@@ -161,8 +161,8 @@ static void experts_without_tokens(void) {
     finish(one);
 }
 
-// Of sizes whose matrices do not fill the 64 elements at which the next may start, the padding between is 0 too. (The
-// sizes of the GPU are multiples of 8, and their products of 64.)
+// Matrices start at multiples of 64 elements. The padding between matrices of other sizes is 0 too. (On the GPU, sizes
+// are multiples of 8, and their products are multiples of 64.)
 static void padding_is_written(void) {
     Model* m = fresh(
         "--layers 2 --dim 20 --heads 1 --kv-lora 6 --dense-ffn 10 --experts 6 --top-k 2 --expert-ffn 7 "
@@ -180,7 +180,7 @@ static void padding_is_written(void) {
     finish(m);
 }
 
-// Forward may be run as often as one likes in between (validation, samples): loads count training only.
+// Loads count training only. Other forward passes may run in between (validation, samples).
 static void loads_count_training_only(void) {
     Model* m = fresh(SMALL "--batch 2");
     accumulate(m, 2);
@@ -194,9 +194,9 @@ static void loads_count_training_only(void) {
 }
 
 #ifdef F64
-// The model's loss plus balance loss as a function of its parameters: d/dp along a random direction of every tensor,
-// central differences in double with h = 1e-5 (truncation h^2 = 1e-10 relative to third derivatives, rounding 1e-16 / h
-// = 1e-11). The balance loss is recomputed here from the router's scores by its definition.
+// The model's loss plus balance loss as a function of its parameters. Its derivative along a random direction of every
+// tensor is compared with central differences in double, h = 1e-5. (Truncation is h^2 = 1e-10 relative to third
+// derivatives, rounding is 1e-16 / h = 1e-11.) The balance loss is computed here from the scores, by its definition.
 static double objective(Model* m, double aux) {
     const ModelConfig* c = &m->config;
     model_step_begin(m, 1);
@@ -256,8 +256,8 @@ static void check_differences(const char* line) {
             double down = objective(m, aux);
             for (int64_t j = 0; j < n; j++) w[j] += h * direction[j];
             double numeric = (up - down) / (2 * h);
-            // Relative to the size a sum of these terms typically has, so that a sum that happens to cancel is not
-            // judged by its tiny value; 1e-9 is the rounding of the difference itself (1e-16 * loss / h, with room).
+            // The bound is relative to the typical size of a sum of these terms, because some sums cancel to tiny
+            // values. The rounding of the difference itself (1e-16 * loss / h) is below 1e-9.
             CHECK(fabs(numeric - analytic) < 1e-6 * sqrt(norm) + 1e-9,
                   "%s: %s: finite difference %.12g, gradient %.12g", line, tensors[i].name, numeric, analytic);
             accumulate(m, m->settings.batch);
@@ -296,8 +296,8 @@ static void parameter_counts(void) {
           (long long)params_active(&s.model));
     CHECK(fabs(flops_per_token(&s.model, 4096) / 16.41e9 - 1) < 5e-4, "16b FLOPs: %g", flops_per_token(&s.model, 4096));
     settings_free(&s);
-    // Published of a module of it: 11.5e9 of its own, 2.4e9 active with embedding and head, where the projection's
-    // 0.10e9 seem not to be counted. It costs their FLOPs, lm_head's once more and a block's attention's.
+    // Published for its MTP module: 11.5e9 own parameters, 2.4e9 active with embedding and head. The projection's
+    // 0.10e9 seem not to be counted there. FLOPs of a module: its active parameters, lm_head again, one attention.
     s = settings_of("--model 671b --seq-len 4096 --mtp 1");
     ModelConfig main = s.model;
     main.mtp = 0;
@@ -315,9 +315,9 @@ static void parameter_counts(void) {
     settings_free(&s);
 }
 
-// Weights are a function of the seed; their spread is as promised. The standard deviation of a normal cut at 3 sigma is
-// 0.98658 sigma; with the 4608 draws of w2 the estimate is good to 1 / sqrt(2 * 4608) = 1.0 %: 4 % is four of its
-// sigmas.
+// Weights are a function of the seed, with the documented standard deviation. A normal distribution cut at 3 sigma has
+// a standard deviation of 0.98658 sigma. With the 4608 draws of w2 the error of the estimate is 1.0 %, which is
+// 1 / sqrt(2 * 4608). So 4 % is four of its sigmas.
 static void initial_weights(void) {
     Model *a = fresh(SMALL "--batch 1"), *b = fresh(SMALL "--batch 2");
     const Unit* u = &a->units[3];

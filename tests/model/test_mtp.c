@@ -1,10 +1,10 @@
-// Modules that predict further tokens: what they count, and by how much. Their gradients: tests/model/test_model.c and
-// tests/model/test_golden.c; layouts: tests/parallel/test_layouts.c.
+// MTP modules: their loads, losses and weights. Their gradients are tested in tests/model/test_model.c and
+// tests/model/test_golden.c, their layouts in tests/parallel/test_layouts.c.
 #include "tests/model.h"
 
-// Positions without a target count nowhere: in no load, and in no loss but by what a position with one reads. Module k
-// has 20 - k positions of a sequence. Each sum of losses is some 20 logarithms of 50 words a sequence, within a tenth
-// at the start. The biases of the modules' routers move as the loads ask.
+// Positions without a target count in no load. They count in no loss, except as the context of positions with a target.
+// Module k has 20 - k positions of a sequence. The mean loss of a position is log(50), for 50 words, within a tenth at
+// the start. The biases of the modules' routers follow the loads.
 static void positions_without_target(void) {
     Model* m = small_model("--mtp 3 --balance deepseek");
     model_init(m, 3);
@@ -36,7 +36,7 @@ static void positions_without_target(void) {
     finish(m);
 }
 
-// Both steps at the switch, of the option and of a model, whose modules share the weight.
+// The weight before and after the switch, from the options and in a model, whose modules share the weight equally.
 static void weights_of_modules(void) {
     Settings w = settings_of("--mtp 2 --mtp-weight 0.4 --mtp-weight-end 0.2 --mtp-switch 0.6 --steps 10 --warmup 1");
     for (int64_t step = 1; step <= 10; step++)

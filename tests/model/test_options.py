@@ -329,7 +329,7 @@ class TokenizerBesideShards(Case):
         self.check("", 50257, train="data/texts.bin")
 
     def test_files_beside_it(self):
-        """The files next to a tokenizer are copied into checkpoints; a dot in a folder is no suffix, an empty file fails early."""
+        """Files next to a tokenizer are copied into checkpoints; a dot in a folder begins no suffix, an empty file is refused."""
         folder = self.dir / "v1.2"
         folder.mkdir()
         shutil.copy(self.beside, folder / "table")
@@ -611,7 +611,7 @@ class Reports(Case):
         self.assertIn("no --batch, --recompute or --shard makes it fit", judged(0.6))
         tight = "--batch", 1, "--seq-len", 256
         self.assertRegex(judged(3.4, *tight), r"these fit: --moments bf16 --recompute block \(")
-        self.assertIn("no --batch,", judged(3.4, *tight, "--resume", "--out", "run"))  # a resumed run keeps these options
+        self.assertIn("no --batch,", judged(3.4, *tight, "--resume", "--out", "run"))  # a resumed run keeps these
         self.refused(2, "--gpu-memory is for --dry-run", gpu_memory=8, out="run")
         if "cuda" not in PROGRAM:
             self.assertNotIn("GiB are", self.train(dry_run=True).stdout)

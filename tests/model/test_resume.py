@@ -123,8 +123,9 @@ class ResumeOptions(Case):
             shutil.rmtree(out)
 
     def test_manifest_of_the_past(self):
-        """A manifest of the first version of the format, tests/golden/manifest_1.json, still resumes. Without this test,
-        removed or renamed options could make such checkpoints useless."""
+        """A manifest of the first version of the format, tests/golden/manifest_1.json, still resumes.
+
+        Without this test, removed or renamed options could make such checkpoints useless."""
         golden = json.loads((ROOT / "tests/golden/manifest_1.json").read_text())
         flags = ("force-balance", "overfit")
         here = ("train", "val", "tokenizer", "steps", "save-every", "out", "resume", "dry-run", "ranks", "help")
@@ -132,7 +133,7 @@ class ResumeOptions(Case):
         options += ["--" + name for name in flags if golden["options"][name]]
         args = [PROGRAM, "--train", self.train_glob, "--val", self.val_glob, "--steps", 4, "--save-every", 2, *options]
         whole, out = self.dir / "whole", self.dir / "run"
-        self.call([*args, "--out", "whole", "--balance", "deepseek", "--optimizer", "adamw"])  # the only values before these options existed
+        self.call([*args, "--out", "whole", "--balance", "deepseek", "--optimizer", "adamw"])  # the values before the options
         shutil.copytree(whole, out)
         shutil.rmtree(out / "step_00000004")
         record = manifest(out / "step_00000002")

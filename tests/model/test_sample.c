@@ -1,10 +1,10 @@
-// What a model writes and what it answers: draws, the context of a sample, and the measures of multiple choice.
+// Samples and answers of a model: draws, the context of a sample, and the measures of multiple choice.
 #include "pretrained/evaluate.h"
 #include "pretrained/sample.h"
 #include "tests/model.h"
 
-// Logits are logarithms of 1 3 2 4 2, so these weigh so at temperature 1, and as their squares at 1/2. A thousand u, of
-// which none lies where one token ends and the next begins.
+// Logits are the logarithms of 1 3 2 4 2. These are the weights at temperature 1, and their squares are the weights at
+// 1/2. No u of the thousand is at a boundary between two tokens.
 static void draws(void) {
     static const struct {
         int64_t top_k;
@@ -30,7 +30,7 @@ static void draws(void) {
     }
 }
 
-// Of equal logits the first are among the top_k, and temperature 0 takes the first of all.
+// The first of equal logits are among the top_k, and temperature 0 takes the first one.
 static void draws_of_equals(void) {
     for (int64_t top_k = 0; top_k <= 4; top_k++)
         for (int i = 0; i < 100; i++) {
@@ -43,7 +43,7 @@ static void draws_of_equals(void) {
         }
 }
 
-// A sample's context is the last seq_len tokens: after more of them it goes on as one that begins with these.
+// A sample's context is the last seq_len tokens. A longer prompt continues like its last seq_len tokens.
 static void text_beyond_the_context(void) {
     Model* m = small_model("--vocab 257 --sample-tokens 12 --temperature 0 --prompt abcdefghijklmnopqrstuvwxyz");
     Tokenizer* bytes = tokenizer_open("");
@@ -58,8 +58,9 @@ static void text_beyond_the_context(void) {
     finish(m);
 }
 
-// A model of zeros, to which all tokens are equally likely. Of " a" and "bb" the first has the likeliest tokens, as the
-// second has, and by the byte the second, because its text has two and the other's without its blank one.
+// A blank before an ending counts no byte. In a model of zeros all tokens are equally likely. The endings " a" and
+// "bb", of two tokens each, then have equal likelihoods, and the first counts as best. Per byte, "bb" is best: it has
+// two bytes, and " a" without its blank has one.
 static void a_blank_counts_no_byte(void) {
     Model* m = small_model("--vocab 257");
     Tokenizer* bytes = tokenizer_open("");

@@ -1,15 +1,14 @@
 #!/usr/bin/env python3
-"""Kills, failures and damage of a run's files: TRAIN_MOE=build/cpu/train_moe python3 tests/model/test_torture.py [--kills N] [--fails N]
+"""Faults of a run's files: TRAIN_MOE=build/cpu/train_moe python3 tests/model/test_torture.py [--kills N] [--fails N]
 [--damages N] [--seed N] [--jobs N] [--only kill/17]; `make torture` runs more cases than `make test`.
 
 The runs are short, with the small model of tests/cli.py, one in 25 on two ranks. A run is killed at a file operation
 (each operation of a run in turn), or the operation fails; tests/model/torture_preload.c does both. Other runs resume from
-damaged checkpoints and logs, symbolic links included. Two runs use one folder at the same time. In every case:
+damaged checkpoints and logs, symbolic links included. Two runs use one folder at the same time.
 
-- A folder with the name of a checkpoint is complete.
-- A run ends by itself, with exit code 0 or one line of error.
-- --resume gives the bits of an undisturbed run, and leaves no other files.
-- Damage is refused with the name of the file, and nothing outside of --out changes.
+In every case, a folder with the name of a checkpoint is complete. A run ends by itself, with exit code 0 or one line of
+error. A run with --resume gives the bits of an undisturbed run, and leaves no other files. Damage is refused with the
+name of the file. Nothing outside of --out changes.
 
 Each case has its own random numbers, from --seed and its name. --only repeats it if the numbers of cases are the same.
 """

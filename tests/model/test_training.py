@@ -1,5 +1,5 @@
 #!/usr/bin/env python3
-"""What a run computes and logs: TRAIN_MOE=build/cpu/train_moe python3 tests/model/test_training.py"""
+"""Results and log of a run: TRAIN_MOE=build/cpu/train_moe python3 tests/model/test_training.py"""
 import array
 import math
 import pathlib
@@ -36,7 +36,7 @@ class Determinism(Case):
         self.assertNotEqual(curve(self.dir / "other"), curve(self.reference()))
 
     def test_data_seed(self):
-        """Paired runs: --seed draws other weights, --data-seed alone says what comes when."""
+        """Paired runs: --seed changes the weights, --data-seed alone sets the order of the data."""
         def losses(out, **options):
             self.train(out=out, steps=10, **options)
             return [step["loss"] for step in read_log(self.dir / out)[1]]
@@ -49,21 +49,21 @@ class Determinism(Case):
 
 
 class Balance(Case):
-    """16 experts, 2 a token: load 8 is every token at the same two experts. Over 3 seeds, sigmoid and softmax:
-    without balancing 4.5 to 7.6 at steps 51 to 100, and some expert without tokens for 45 to 99 steps in a row; with quantile
-    balancing 2.4 to 2.7 at steps 21 to 50, 1.8 to 1.9 at 51 to 100, and at most 18 steps."""
+    """16 experts, 2 per token: load 8 means every token at the same two experts. Measured over 3 seeds, sigmoid and softmax.
+    Without balancing: load 4.5 to 7.6 at steps 51 to 100; some expert has no tokens for 45 to 99 steps in a row. With
+    quantile balancing: load 2.4 to 2.7 at steps 21 to 50, 1.8 to 1.9 at 51 to 100; at most 18 such steps."""
     def run_of(self, out, **options):
         self.train(out=out, **{**dict(layers=4, dim=64, kv_lora=32, dense_ffn=128, expert_ffn=64, experts=16, top_k=2,
                                       seq_len=128, batch=8, warmup=20, steps=100), **options})
         return read_log(self.dir / out)[1]
 
     def load(self, steps, first, last):
-        """Mean over steps of the fullest expert of the worst block."""
+        """The load of the fullest expert in the worst block, as a mean over the steps."""
         loads = [step["load_max_over_mean"] for step in steps[first:last]]
         return sum(loads) / len(loads)
 
     def idle(self, steps):
-        """The longest time in steps for which a block had an expert without tokens."""
+        """The largest number of successive steps in which a block had an expert without tokens."""
         longest = 0
         for block in range(1, 4):
             count = 0
@@ -85,7 +85,7 @@ class Balance(Case):
 
 class Log(Case):
     def test_warmup(self):
-        """Below 1 it is a share of the steps."""
+        """A --warmup below 1 is a share of the steps."""
         for warmup, steps in ((0.25, 5), (5, 5), (0.2, 4), (0, 0)):
             self.train(out="run", steps=20, warmup=warmup, lr=1e-2)
             rates = [step["lr"] for step in read_log(self.dir / "run")[1]]
@@ -109,11 +109,11 @@ class Log(Case):
             if step["step"] in (4, 8, 10):
                 fields[8:8] = ["val_loss", "val_bits_per_byte"]
                 self.assertTrue(0 < step["val_loss"] < 6)
-                self.assertAlmostEqual(step["val_bits_per_byte"], step["val_loss"] / math.log(2), places=6)  # a byte each
+                self.assertAlmostEqual(step["val_bits_per_byte"], step["val_loss"] / math.log(2), places=6)  # one byte per token
             self.assertEqual(list(step), fields)
             self.assertAlmostEqual(step["lr"], 0.01 * min(1, step["step"] / 5))
             self.assertTrue(step["ms"] > 0 and step["grad_norm"] > 0 and step["mem_gib"] > 0)
-            self.assertTrue(1 <= step["load_max_over_mean"] <= 2)  # 4 experts, 2 a token
+            self.assertTrue(1 <= step["load_max_over_mean"] <= 2)  # 4 experts, 2 per token
             self.assertAlmostEqual(step["tokens_per_s"] * step["ms"] / 64000, 1, places=5)
             dense, worst = step["load_max"]
             self.assertEqual((dense, step["load_min"][0]), (None, None))
@@ -121,10 +121,10 @@ class Log(Case):
             self.assertTrue(0 <= step["load_min"][1] <= 1)
             self.assertEqual(step["tokens"], 64 * step["step"])
             self.assertTrue(began <= step["time"] <= time.time())
-        self.assertAlmostEqual(steps[0]["loss"], 5.55, delta=0.1)  # ln 257: nothing is known yet
+        self.assertAlmostEqual(steps[0]["loss"], 5.55, delta=0.1)  # ln 257: the model is untrained
 
     def test_bits_a_byte(self):
-        """Of the tokens that are predicted, not of those before; where some are not the tokenizer's, nothing is said."""
+        """Bits per byte count the bytes of predicted tokens only; they are left out where the tokenizer lacks a token."""
         predicted = text(300, 9)[1:65]
         for name, tokens in (("many", [b"x" * (1 + i) for i in range(255)]), ("few", [b"x"] * 110)):
             write_tokenizer(self.dir / name, tokens)
@@ -139,7 +139,7 @@ class Log(Case):
     def test_loss_goes_down(self):
         self.train(out="run", steps=300, lr=1e-2, val=self.val_glob, val_every=300, val_tokens=10**6)
         steps = read_log(self.dir / "run")[1]
-        # Within a word the next letter is nearly certain; a word is one of 12: ln(12) / 6 = 0.41 nats a token.
+        # Within a word the next letter is nearly certain; a word is one of 12: ln(12) / 6 = 0.41 nats per token.
         for loss in (sum(step["loss"] for step in steps[-10:]) / 10, steps[-1]["val_loss"]):
             self.assertTrue(0.3 < loss < 0.9, loss)
 
@@ -154,7 +154,7 @@ class Log(Case):
         self.train(out=out, steps=3, resume=True)
 
     def test_mxfp8_that_does_not_pay(self):
-        """On a GPU narrow products are no faster in MXFP8: this is said where they are asked for, and nowhere else."""
+        """Narrow products are no faster in MXFP8 on a GPU: options that ask for them get a warning, others do not."""
         words = "--mx-gemm fast at --dim {} and --expert-ffn 64: at such widths MXFP8 is for its loss, not for speed"
         for options, said in ((dict(precision="mxfp8", dim=512), CUDA), (dict(precision="mxfp8", dim=768), False),
                               (dict(precision="mxfp8-exact", dim=64), False), (dict(dim=64), False)):
@@ -163,17 +163,17 @@ class Log(Case):
 
 
 class Memory(Case):
-    """What does not fit is refused before anything is taken, with what would."""
+    """A run that does not fit is refused before it allocates memory, with options that fit."""
 
     SIZE = dict(layers=12, dense_layers=0, expert_ffn=2048, batch=32, steps=1)
 
     def planned(self, **options):
-        """GiB in this build."""
+        """The planned GiB of this build."""
         done = self.train(dry_run=True, **{**self.SIZE, **options})
         return float(re.findall(r"^  total .* = ([\d.]+) GiB$", done.stdout, re.M)[CUDA])
 
     def limited(self, gib, code, **options):
-        """A run with so much address space."""
+        """A run with `gib` GiB of address space."""
         args = command(train=self.train_glob, **{**self.SIZE, **options})
         return self.call(["sh", "-c", f'ulimit -v {int(gib * 2**20)}; exec "$@"', "sh", *args], code)
 
@@ -188,7 +188,7 @@ class Memory(Case):
         plans = {change: self.planned(**dict([change])) for change in
                  [("batch", 32), ("batch", 16), ("recompute", "moe"), ("recompute", "block")]}
         whole = plans["batch", 32]
-        # What the program's own code and libraries take of the address space.
+        # The program's code and its libraries use a part of the address space.
         free = re.search(r"([\d.]+) GiB are free", self.limited(0.75 * whole, 1).stderr)
         base = 0.75 * whole - float(free[1])
         for room in (0.97 * whole, 0.6 * whole):
@@ -199,13 +199,13 @@ class Memory(Case):
             for (name, value), plan in plans.items():
                 fits = plan < room and (name != "batch" or value == best)
                 self.assertEqual((name, str(value), f"{plan:.2f}") in named, fits, done.stderr)
-        # Room for the threads' stacks, and what is named does run.
+        # With space for the threads' stacks, the options that the message names do run.
         self.limited(base + 0.97 * whole, 0, recompute="block")
 
 
 class NotFinite(Case):
     def diverging(self, **options):
-        """Weights double in each step: some are good, and sooner or later three in a row are not. Output, last good step."""
+        """A run whose weights double in each step, until three steps in a row are bad: output, last good step."""
         done = self.train(1, **{**dict(out="run", lr=1, weight_decay=3, clip=0, steps=100), **options})
         return done, len(read_log(self.dir / "run")[1]) - 3
 
@@ -216,8 +216,10 @@ class NotFinite(Case):
         return sorted(set(range(1, last + 1)) - bad)
 
     def test_steps_that_are_not_finite(self):
-        """They change nothing, are logged, and the third in a row ends the run. None is saved, and of the good ones two
-        stay at least: a step after which none was finite gives way to the one before."""
+        """Bad steps change nothing and are logged, and the third in a row ends the run.
+
+        None is saved. At least two good checkpoints stay: one after which no step was finite is set aside for the one
+        before."""
         for keep in (1, 2):
             shutil.rmtree(self.dir / "run", ignore_errors=True)
             done, last = self.diverging(save_every=1, keep=keep)
@@ -249,7 +251,7 @@ class NotFinite(Case):
             self.assertEqual(manifest(self.dir / f"run/step_{last:08d}")["updates"], updates)
 
     def test_no_infinite_number_is_saved(self):
-        """Each lets gradients, moments or weights grow without bound, one way or another."""
+        """No checkpoint has an infinite number, for options that let gradients, moments or weights grow without bound."""
         for options in (dict(lr=1, weight_decay=1, beta1=0, beta2=0), dict(lr=100, weight_decay=100),
                         dict(lr=100, weight_decay=100, beta1=0), dict(lr=30, weight_decay=0, eps=1e-30),
                         dict(lr=3, weight_decay=1, beta1=0.999999, beta2=0.999999), dict(lr=1, route_scale=1e6)):

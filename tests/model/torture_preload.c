@@ -1,15 +1,15 @@
-// Loaded ahead of libc (LD_PRELOAD) by tests/model/test_torture.py: counts the program's operations on files below a folder,
-// and at one of them kills, stops or fails it. What the environment says:
+// Loaded before libc (LD_PRELOAD) by tests/model/test_torture.py. It counts the program's operations on files below a
+// folder. At one of them, it kills or stops the program, or fails the operation. The environment sets:
 //
 //   TORTURE_BELOW   the folder, as an absolute path
-//   TORTURE_RANK    of several ranks only this one
+//   TORTURE_RANK    the only rank, of several, that is affected
 //   TORTURE_LOG     a file that gets a line for each operation: number, name, path
-//   TORTURE_AT      the number of the operation (1 is the first) at which to do what
-//   TORTURE_DO      says: kill, stop (a signal ahead of it), half (SIGKILL after half of a write, or after another
-//                   operation), fail (with the error that TORTURE_ERROR chooses)
+//   TORTURE_AT      the number of the operation (1 is the first) for TORTURE_DO
+//   TORTURE_DO      kill, stop (a signal before the operation), half (SIGKILL after half of a write, or after another
+//                   operation), fail (with the error that TORTURE_ERROR selects)
 //
-// Not seen: what stdio reads or writes unless fflush or fclose is called for it, and system calls that do not go
-// through libc. Names that end in 64 are not needed on 64-bit Linux.
+// Two kinds of operations are not counted: reads and writes of stdio without a call of fflush or fclose, and system
+// calls that do not go through libc. Names that end in 64 are not needed on 64-bit Linux.
 #define _GNU_SOURCE
 #include <dirent.h>
 #include <dlfcn.h>
@@ -49,7 +49,7 @@ static void end(void) {
     pause();
 }
 
-// The path of what is open, or of `name` in it.
+// The path of the open file or folder fd, or of `name` in that folder.
 static const char* path_of(int fd, const char* name, char* room) {
     if (name && (*name == '/' || fd == AT_FDCWD)) return name;
     char link[64];
@@ -60,7 +60,7 @@ static const char* path_of(int fd, const char* name, char* room) {
     return room;
 }
 
-// What is to become of an operation that fails with one of `errors` (0 ends them).
+// Counts an operation, and returns whether it proceeds. It can fail with one of `errors` (0 ends them).
 static Turn turn(const char* name, const char* path, const int* errors) {
     char whole[2 * PATH_MAX] = "";
     if (!below || !path) return GO;
@@ -90,7 +90,7 @@ static Turn turn(const char* name, const char* path, const int* errors) {
 #define NAMING ERRORS(EIO, ESTALE, EDQUOT, ENOSPC)
 
 #define REAL(name) ((__typeof__(&name))dlsym(RTLD_NEXT, #name))
-// A close that fails has closed.
+// A close that fails has still closed the file.
 #define WRAP(type, name, parameters, arguments, path, errors, bad)                              \
     type name parameters {                                                                      \
         char room[PATH_MAX];                                                                    \

@@ -1,10 +1,10 @@
-// A MoE block whose experts are spread over the ranks does what the block on one rank does with all the tokens. Every
-// rank computes the one-rank block too, and sees all results. Alone it tests one rank against itself.
+// Expert parallelism: a MoE block with its experts on several ranks equals the block on one rank with all the tokens.
+// Every rank also computes the one-rank block, and gathers all results. A single rank is tested against itself.
 //
-// Tolerances. On the CPU nothing is rounded on the way, so only orders differ: a token's sum is taken rank by rank, a
-// weight's gradient group by group, and a product may take other instructions for a row that stands elsewhere in its
-// tile: some u = 6e-8 (1e-16 in double). On CUDA what travels is rounded to bf16, once for each rank that has a part in
-// a sum: such a rounding is 8e-4 of its part (2^-9, even within a binade), and three of them meet.
+// Tolerances. On the CPU the all-to-all does not round, so only the orders of sums differ. A token's sum is taken rank
+// by rank, a weight's gradient group by group. A GEMM may use other instructions for a row at another place in its
+// tile. The errors are some u = 6e-8 (1e-16 in double). On CUDA, rows are sent in bf16, and each rank's partial sum is
+// rounded once. Such a rounding is 8e-4 of its part (2^-9, uniform within a binade), and three of them add up.
 #include "layers/adamw.h"
 #include "moe/moe.h"
 #include "parallel/comm.h"
@@ -21,11 +21,11 @@
 enum { C = 32, E = 8, F = 24, T = 8 };
 enum { OUTPUTS = 7, BLOCKS = 2 };
 
-static Comm* comms[E + 1];  // by ep: of this rank's group of so many
-static char* no_windows;    // why they have none, if so
-static StepState* state;    // of dispatches with a capacity
+static Comm* comms[E + 1];  // by ep: this rank's group of ep ranks
+static char* no_windows;    // the reason if there are no windows, else NULL
+static StepState* state;    // for dispatches with a capacity
 
-// Layouts: ep = 1, 2, 4, ... as far as it divides the ranks and the experts.
+// Layouts: ep = 1, 2, 4, ... while it divides the ranks and the experts.
 static int next_ep(int ep) { return ep < E && ranks % (2 * ep) == 0 ? 2 * ep : 0; }
 
 static real* random_reals(int64_t n, uint32_t stream, double scale) {
@@ -39,26 +39,26 @@ static real* random_reals(int64_t n, uint32_t stream, double scale) {
 
 typedef struct Case {
     const char* name;
-    int64_t N[4];  // tokens of the ranks, of four at a time
+    int64_t N[4];  // tokens of each rank, repeated every four ranks
     int32_t K, score, groups;
     int64_t shared_F;
     int32_t force_balance;
-    int32_t favourite;  // the expert that every token chooses, -1: none
+    int32_t favourite;  // the expert that every token selects, -1: none
 } Case;
 
-// The same on every rank, for all its tokens and experts.
+// All tokens and experts, the same on every rank.
 typedef struct Inputs {
     real *x, *dy, *router, *w13, *w2, *shared13, *shared2, *bias;
 } Inputs;
 
-// y (N, C), dx (N, C), and the gradients of router, w13, w2, shared13, shared2: those of BLOCKS equal blocks.
+// y (N, C), dx (N, C), and the gradients of router, w13, w2, shared13, shared2, over BLOCKS equal blocks.
 typedef struct Outputs {
     real* out[OUTPUTS];
     int64_t n[OUTPUTS];
     int32_t* expert;  // (N, K)
     int64_t* load;    // (E)
-    int64_t used;     // bytes of the pool's own memory that were written
-    StepState state;  // after it
+    int64_t used;     // bytes of the pool's memory that were written
+    StepState state;  // after the blocks
 } Outputs;
 static const char* const output_names[OUTPUTS] = {"y", "dx", "drouter", "dw13", "dw2", "dshared13", "dshared2"};
 
@@ -102,8 +102,8 @@ static size_t planned(MoeShape s) {
     return bytes;
 }
 
-// BLOCKS times forward, then backward, on tokens first .. first + N - 1 and this rank's experts, with a pool of `room`
-// bytes.
+// Runs BLOCKS forward passes, then BLOCKS backward passes, on tokens first .. first + N - 1 and this rank's experts.
+// The pool has `room` bytes.
 static Outputs run_block(const Inputs* in, MoeShape s, int64_t first, size_t room) {
     int64_t N = s.router.N, K = s.router.K, El = E / s.ep, at = s.ep > 1 ? comm_index(comms[s.ep]) * El : 0;
     int64_t sF = s.shared_F, n13 = El * 2 * F * C, n2 = El * C * F;
@@ -120,7 +120,7 @@ static Outputs run_block(const Inputs* in, MoeShape s, int64_t first, size_t roo
     MoeWeights w = {send(in->router, E * C), d[2], send_real(in->bias, E), &w13, &w2, &shared13, &shared2};
     int64_t* load = (int64_t*)device_room(E * sizeof(int64_t));
 
-    // With a capacity it lies where the other ranks reach it.
+    // With a capacity, the pool is in symmetric memory, which the other ranks can write.
     char* memory = (char*)(s.capacity > 0 ? comm_window(comms[s.ep], room, "a test") : device_room(room));
     char* before = (char*)host_room(room);
     device_zero(state, sizeof(*state), ctx);
@@ -156,7 +156,7 @@ static Outputs run_block(const Inputs* in, MoeShape s, int64_t first, size_t roo
 
 // --- All ranks' results on every rank ---
 
-// (ranks, bytes) from every rank's `bytes`, of which `own` are there.
+// All-gather to (ranks, bytes). Each rank has `own` bytes, padded to `bytes`.
 static void* gather(const void* mine, size_t own, size_t bytes) {
     char *padded = (char*)host_room(bytes), *all = (char*)host_room((size_t)ranks * bytes);
     if (own) memcpy(padded, mine, own);
@@ -164,7 +164,7 @@ static void* gather(const void* mine, size_t own, size_t bytes) {
     return all;
 }
 
-// Rows of the tokens, those of the ranks one after the other.
+// The rows of all tokens, in order of the ranks.
 static void* gather_tokens(const Case* c, const void* mine, size_t row) {
     int64_t most = 0;
     for (int i = 0; i < 4; i++) most = c->N[i] > most ? c->N[i] : most;
@@ -195,11 +195,11 @@ static int same_bits(const Outputs* a, const Outputs* b) {
 
 // --- Tests ---
 
-// K = 1 with softmax: a single normalised gate is constant, and the router's gradient nothing but rounding.
+// K = 1 has softmax: with sigmoid, one normalised gate is constant, and the router's gradient is only rounding.
 static const Case cases[] = {
     //                      tokens of the ranks   K  score        groups shared force favourite
     {"random", {40, 56, 33, 129}, 3, SCORE_SIGMOID, 1, 40, 0, -1},
-    {"balanced", {40, 8, 64, 128}, 3, SCORE_SIGMOID, 1, 40, 1, -1},  // N K % E = 0: in step with one after the other
+    {"balanced", {40, 8, 64, 128}, 3, SCORE_SIGMOID, 1, 40, 1, -1},  // N K % E = 0: the turns agree with one rank
     {"all to one expert", {40, 56, 33, 129}, 1, SCORE_SOFTMAX, 1, 16, 0, 5},
     {"one expert and others", {150, 56, 33, 129}, 3, SCORE_SIGMOID, 1, 0, 0, 2},
     {"none on one rank", {40, 0, 33, 129}, 3, SCORE_SIGMOID, 1, 40, 0, -1},
@@ -246,7 +246,7 @@ static void test_layouts(void) {
     }
 }
 
-// With even loads the pool is asked for what the plan says, whatever it is made of.
+// With even loads, the pool uses the number of bytes that moe_plan planned.
 static void test_plan(void) {
     static const Case even = {"even", {2048, 2048, 2048, 2048}, 3, SCORE_SIGMOID, 1, 40, 0, -1};
     Inputs in = make_inputs(&even);
@@ -266,9 +266,9 @@ static void test_plan(void) {
     forget(0, 0);
 }
 
-// Tokens that GPUs store by numbers that no host knows: the same bits as those that it sends, if there is room. With
-// room for the mean alone and one expert that takes all, nothing travels in any block, and all ranks know how much was
-// lacking.
+// Dispatch by windows, where GPUs write tokens directly and no host has the counts. With enough capacity, it gives the
+// same bits as dispatch by NCCL. If one expert gets all tokens, with capacity 1, every block overflows and sends no
+// token. All ranks then have the needed capacity in their StepState.
 static void test_windows(void) {
     for (int i = 0; i < CASES; i++) {
         Case c = cases[i];
@@ -295,7 +295,7 @@ static void test_windows(void) {
 }
 
 int main(int argc, char** argv) {
-    setenv("NCCL_CUMEM_ENABLE", "1", 1);  // windows need what tests leave out for a faster start
+    setenv("NCCL_CUMEM_ENABLE", "1", 1);  // windows need it; other tests turn it off for a faster start
     ranks_open(&argc, &argv, 60);
     if (!device_available()) {
         SKIP(test_layouts, "no GPU");

@@ -1,10 +1,11 @@
-// Any layout against one rank, on the same global batches: the same experts, gradients and losses. Run by any number of
-// ranks that is a power of two (mpirun -np 4); each layout runs on the first ranks of them while the others wait.
+// Any layout gives the experts, gradients and losses of one rank, on the same global batches. The number of ranks is
+// any power of two (mpirun -np 4). Each layout runs on the first of the ranks, while the others wait.
 //
-// Bounds. A layout changes only the order of float sums: over tokens in the weights' gradients, over a token's experts
-// (summed per rank first), and where an activation's gradient gathers its parts.
-//   float32: some 1e-7 per sum, against 1e-5 asked for. bf16: a token's sum is rounded to bf16 once per rank it visits
-//   (2^-9 each), and what follows carries that on; 1e-2 on a gradient as in tests/model/test_model.c, 2e-3 on a loss.
+// Bounds. A layout changes only the order of float sums. These are the sums over tokens in the weights' gradients, over
+// a token's experts (summed per rank first), and over the parts of an activation's gradient.
+//   float32: some 1e-7 per sum, and the bound is 1e-5. bf16: a token's sum is rounded to bf16 once per rank that has
+//   experts of the token (2^-9 each), and later values keep the error. The bound is 1e-2 for a gradient, as in
+//   tests/model/test_model.c, and 2e-3 for a loss.
 #include <unistd.h>
 
 #include "device/files.h"
@@ -17,21 +18,21 @@
 enum { SEQUENCES = 16, STEPS = 20, BF16 = BACKEND == BACKEND_CUDA };
 static const double GRADIENT_BOUND = BF16 ? 1e-2 : 1e-5, LOSS_BOUND = BF16 ? 2e-3 : 1e-5;
 
-// With MXFP8 a sum that differs in its last bits may tip a rounding: 2^-4 of one element, which is 4e-3 of a gradient
-// of a few hundred. In float32 that is rare (2^-20 of the elements lie so close to the middle): here none is seen to
-// tip.
+// With MXFP8 a sum that differs in its last bits may round to the other side. That is 2^-4 of one element, 4e-3 of a
+// gradient of a few hundred elements. In float32 it is rare (2^-20 of the elements are so close to the middle), and it
+// does not happen here.
 static const double MX_GRADIENT_BOUND = BF16 ? 5e-2 : 4e-3, MX_LOSS_BOUND = BF16 ? 2e-3 : 1e-4;
 
-// --mx-scale floor cuts what lies above 1.75 times the power of two of its block off, a share log2(2 / 1.75) = 0.19 of
-// the blocks' largest elements, by an eighth at most and 0.08 of them rms. In --wgrad-precision's blocks, of the some 8
-// tokens that an expert gets in a micro-step of a rank, the largest holds some 0.3 of a block's squares: sqrt(0.19 *
-// 0.3) * 0.08 = 0.02 of an operand. A layout decides which tokens are a block: two operands, each in two layouts, make
-// twice that. (RCEIL cuts nothing off, and where a block's scale does not cut, it changes no element that is not 2^14
-// below it.)
+// --mx-scale floor saturates elements above 1.75 times the power of two of their block. They are a share of 0.19,
+// log2(2 / 1.75), of the blocks' largest elements, and lose at most an eighth, 0.08 rms. Blocks of --wgrad-precision
+// have some 8 tokens, which an expert gets in a micro-step of a rank. The largest has some 0.3 of such a block's
+// squares. The error of an operand is sqrt(0.19 * 0.3) * 0.08 = 0.02. The layout decides which tokens share a block.
+// Two operands, each in two layouts, have twice that error. (RCEIL saturates nothing. A scale that does not saturate
+// matters only to elements 2^14 below the largest of the block.)
 static const double CUT_GRADIENT_BOUND = 4e-2;
 
 static Ranks* world;
-static int fast;  // whether the device at hand has --mx-gemm fast
+static int fast;  // 1: this device has --mx-gemm fast
 static const char* shards[4] = {"none", "optimizer", "grads", "weights"};
 
 #define TINY                                                                                                           \
@@ -46,9 +47,9 @@ typedef struct Case {
     const char* options;  // more of them, "" for none
 } Case;
 
-// What a run showed; valid on rank 0 of its ranks.
+// The results of a run; valid on its rank 0.
 typedef struct Shown {
-    double loss[STEPS], norm[STEPS], further[STEPS];  // further: of all modules together
+    double loss[STEPS], norm[STEPS], further[STEPS];  // further: the sum over all MTP modules
     int64_t choices;
     int32_t* expert;  // of the first step, by sequence
     int tensors;
@@ -78,7 +79,7 @@ static Model* start(Ranks* group, Case c, const char* more) {
     return m;
 }
 
-// One step on random tokens that depend on the step alone. Records experts (if asked for) by sequence.
+// One step on random tokens that depend on the step alone. Records experts (if requested) by sequence.
 static StepState one_step(Model* m, int step, int32_t* expert) {
     int64_t T = m->settings.seq_len, B = m->settings.batch, K = m->config.K, R = m->layout.ranks, n = SEQUENCES * T;
     int32_t* ids = (int32_t*)host_alloc((size_t)(2 * n) * 4);
@@ -99,7 +100,7 @@ static StepState one_step(Model* m, int step, int32_t* expert) {
     return state_of(m);
 }
 
-// Adds the ranks' int32 or real values, which are 0 where a rank holds nothing.
+// Adds the ranks' int32 or real values, which are 0 where a rank has no value.
 static void add_up(Ranks* group, void* data, int64_t n, int reals) {
     size_t bytes = (size_t)n * (reals ? sizeof(real) : 4);
     char* all = (char*)host_alloc((size_t)ranks_count(group) * bytes);
@@ -115,7 +116,7 @@ static void add_up(Ranks* group, void* data, int64_t n, int reals) {
     free(all);
 }
 
-// The summed gradients, put together from the ranks' parts.
+// The summed gradients, joined from the ranks' parts.
 static void gather_gradients(Shown* shown, Model* m, Ranks* group) {
     shown->grad = (real**)host_alloc(1000 * sizeof(real*));
     shown->elements = (int64_t*)host_alloc(1000 * sizeof(int64_t));
@@ -209,8 +210,8 @@ static void all_layouts(int one_expert, const char* options, int steps) {
     for (int ranks = 1; ranks <= ranks_count(world) && ranks <= 4; ranks *= 2)
         for (int ep = 1; ep <= ranks; ep *= 2, number++)
             for (int s = 0; s < 4; s++) {
-                // To connect GPUs takes seconds: there, one level of sharding for each pair of ranks and ep, and one
-                // expert with all tokens only where they come from all ranks.
+                // The connection of GPUs takes seconds. On GPUs each pair of ranks and ep has only one level of
+                // sharding. One expert gets all tokens there only if ep is the number of ranks.
                 if (BF16 && (s != (number + one_expert) % 4 || (one_expert && ep < ranks))) continue;
                 Case c = {ranks, ep, shards[s], "none", one_expert, options};
                 Shown got = show(c, steps);
@@ -223,15 +224,16 @@ static void all_layouts(int one_expert, const char* options, int steps) {
 static void layouts_agree(void) { all_layouts(0, "", STEPS); }
 static void layouts_agree_with_muon(void) { all_layouts(0, "--optimizer muon --muon-lr 1e-4 --mtp 1", STEPS); }
 static void layouts_agree_on_one_expert(void) { all_layouts(1, "", STEPS); }
-// The head is visited twice, before and after the modules, of which the second and fourth have a slot of their own. In
-// bf16 a score that tips would move a token, a tenth of an expert's gradient, elsewhere, or a count of the balance
-// loss, and with five blocks to choose in one does: experts by turns there, with gates that depend on the scores.
+// The head is used twice, before and after the MTP modules. The second and fourth module have a third slot. In bf16 a
+// score that rounds to the other side may move a token to another expert. That is a tenth of an expert's gradient, or a
+// count of the balance loss. With five blocks, this does happen. Hence --force-balance there: experts by turns, with
+// gates that depend on the scores.
 #define MODULES(n) BF16 ? "--force-balance --aux-loss 0 --mtp " #n : "--mtp " #n
 static void layouts_agree_on_one_module(void) { all_layouts(0, MODULES(1), 5); }
 static void layouts_agree_on_modules(void) { all_layouts(0, MODULES(4), 5); }
 
-// What is cast does not depend on where it is computed, but for the blocks of --wgrad-precision, which are cut along
-// the tokens of a rank: only sums in another order can tip a rounding.
+// Casts do not depend on the rank that computes them, except in --wgrad-precision, whose blocks are along the tokens of
+// a rank. Otherwise only another order of sums can change a rounding.
 static void layouts_agree_in_mxfp8(void) {
     const char* precisions[5] = {
         MX LINEAR "--mx-gemm exact",
@@ -262,7 +264,7 @@ static void same_bits(const Shown* a, const Shown* b, const char* name, int step
           name);
 }
 
-// Twice the same layout, and with activations computed again: the same bits.
+// The same layout twice, and with activation checkpointing, gives the same bits.
 static void recompute_is_exact(void) {
     static const char* kinds[3] = {"none", "moe", "block"};
     int R = ranks_count(world) < 4 ? ranks_count(world) : 4;
@@ -284,7 +286,7 @@ static void recompute_is_exact(void) {
     }
 }
 
-// What a checkpoint's manifest says of its files, their CRC-32s in: layout and --out stand before that.
+// The manifest's list of a checkpoint's files, with their CRC-32s. Layout and --out come before the list.
 static char* files_of(const char* out) {
     char *text = read_file(path_of("%s/step_00000010/manifest.json", out).text, SIZE_MAX, NULL), *files, *end;
     ASSERT(text && (files = strstr(text, "\"files\"")) && (end = strstr(files, "manifest_crc32")));
@@ -293,7 +295,7 @@ static char* files_of(const char* out) {
     return text;
 }
 
-// A checkpoint saved again by the layout that resumed from it is the same, moments too.
+// A checkpoint that the resuming layout saves again is the same, moments included.
 static void check_saved_again(Model* m, Ranks* group, const char* folder, const char* name) {
     char* again = host_format("%s/again", folder);
     const StepState state = state_of(m);
@@ -310,7 +312,7 @@ static void check_saved_again(Model* m, Ranks* group, const char* folder, const 
     free(again);
 }
 
-// A checkpoint after ten of twenty steps, and the other ten once more from it on each layout: the curve goes on.
+// A run saves after ten of twenty steps. Each layout repeats the other ten from that checkpoint, with the same curve.
 static void check_resume(const char* options) {
     int R = ranks_count(world) < 4 ? ranks_count(world) : 4;
     Case layout[5] = {{R, R, "weights", "none", 0, options},
@@ -318,7 +320,7 @@ static void check_resume(const char* options) {
                       {1, 1, "none", "none", 0, options},
                       {R / 2, 1, "grads", "none", 0, options},
                       {R, 1, "optimizer", "none", 0, options}};
-    StepState want[STEPS + 1];  // of the first, which makes the checkpoint
+    StepState want[STEPS + 1];  // of the first run, which makes the checkpoint
     char folder[] = "/tmp/train_moe_layouts_XXXXXX";
     if (ranks_index(world) == 0) ASSERT(mkdtemp(folder));
     ranks_broadcast(world, folder, sizeof(folder), 0);
@@ -363,9 +365,7 @@ static void resumes_anywhere(void) { check_resume(""); }
 static void resumes_modules_anywhere(void) { check_resume("--mtp 2"); }
 static void resumes_bf16_moments_anywhere(void) { check_resume("--moments bf16"); }
 
-// The embedding of one rank alone is infinite for a step: a bad step for all ranks, which changes nothing on any, so
-// that the next is that of a model which nothing happened to.
-// Ranks whose own draws would differ, here by their seeds, take rank 0's.
+// Ranks whose draws would differ, here by their seeds, take those of rank 0.
 static void samples_are_rank_0s(void) {
     enum { ROOM = 1024 };
     Case c = {ranks_count(world) < 4 ? ranks_count(world) : 4, 1, "none", "none", 0, "--vocab 257 --sample-tokens 40"};
@@ -387,6 +387,8 @@ static void samples_are_rank_0s(void) {
     ranks_free(group);
 }
 
+// The embedding of one rank alone is infinite for a step. This is a bad step for all ranks, and it changes nothing on
+// any rank. The next step then equals that of an undisturbed model.
 static void not_finite_on_one_rank(void) {
     Case c = {ranks_count(world) < 4 ? ranks_count(world) : 4, 1, "none", "none", 0, ""};
     c.ep = c.ranks;

@@ -1,17 +1,17 @@
-// Ranks and their messages on the host; tests/parallel/test_ranks_faults.py runs the faults at the end. Everything is
-// exact.
+// Ranks and their messages on the host. tests/parallel/test_ranks_faults.py runs the faults at the end of this file.
+// All comparisons are exact.
 #include <pthread.h>
 #include <signal.h>
 #include <time.h>
 
 #include "tests/ranks.h"
 
-// Byte `at` of what rank `from` has for rank `to`.
+// Byte `at` of the message from rank `from` to rank `to`.
 static unsigned char byte_of(int from, int to, size_t at) {
     return (unsigned char)(from * 31 + to * 7 + at + at / 251);
 }
 
-static const size_t LARGE = ((size_t)40 << 20) + 13;  // messages go in pieces of 16 MiB
+static const size_t LARGE = ((size_t)40 << 20) + 13;  // messages are sent in chunks of 16 MiB
 
 static void* nap(void* milliseconds) {
     struct timespec t = {*(int*)milliseconds / 1000, *(int*)milliseconds % 1000 * 1000000};
@@ -60,7 +60,8 @@ static void all_gather_any_size(void) {
         }
 }
 
-// bytes(i, j) go from rank i to rank j; everything lies in reverse order of ranks with gaps of 3, which stay untouched.
+// Rank i sends bytes(i, j) bytes to rank j. Buffers have reverse order of ranks, with gaps of 3 bytes, which must not
+// change.
 static void check_exchange(Ranks* group, size_t (*bytes)(int from, int to), const char* what) {
     int count = ranks_count(group), me = ranks_index(group);
     size_t* room = (size_t*)host_alloc((size_t)(4 * count) * sizeof(size_t));
@@ -92,7 +93,7 @@ static void check_exchange(Ranks* group, size_t (*bytes)(int from, int to), cons
     free(in);
 }
 
-static size_t uneven(int from, int to) { return (size_t)(from * 1000 + to * 17); }  // rank 0 sends itself nothing
+static size_t uneven(int from, int to) { return (size_t)(from * 1000 + to * 17); }  // rank 0 sends no bytes to itself
 static size_t nothing(int from, int to) { return (void)from, (void)to, 0; }
 static size_t some_nothing(int from, int to) { return from == 1 || to == 2 ? 0 : 100; }
 static size_t one_way(int from, int to) { return from == 0 && to == 1 ? LARGE : 0; }
@@ -103,7 +104,7 @@ static void exchange_any_sizes(void) {
     check_exchange(world, one_way, "in pieces");
 }
 
-// Groups of some ranks, of one rank, and of groups.
+// Groups of several ranks, of one rank, and of groups.
 static void groups(void) {
     Ranks *odd = ranks_split(world, rank % 2), *alone = ranks_split(world, rank),
           *inner = ranks_split(odd, rank / 2 % 2);
@@ -128,7 +129,7 @@ static void groups(void) {
     ranks_free(inner);
 }
 
-// Two threads with a group each, out of step with one another from rank to rank.
+// Two threads with one group each. Their order of calls differs between ranks.
 static Ranks* thread_group;
 static int thread_failures;
 static void many_calls(Ranks* group, int sign, int* failures) {
@@ -172,7 +173,7 @@ static void barrier_waits(void) {
     CHECK(took > 0.15, "it took %g s, and the last rank came after 0.2", took);
 }
 
-// ---- Faults, by name: a run of many barriers in which something happens. ----
+// ---- Faults, by name: each happens in a run of many barriers. ----
 
 static void handle(int signal_number) { (void)signal_number; }
 static void* dies(void* unused) {
@@ -183,7 +184,7 @@ static void* dies(void* unused) {
 
 static int fault(const char* name) {
     int moment = 20, for_ever = 3600 * 1000, late = 150 * rank;
-    signal(SIGTERM, handle);  // as the program does, to save before it ends
+    signal(SIGTERM, handle);  // like the program, which saves before it ends
     warn("a warning of rank %d", rank);
     fprintf(stderr, "rank %d is %d\n", rank, (int)getpid());
     for (int turn = 0;; turn++) {
@@ -203,7 +204,7 @@ static int fault(const char* name) {
             nap(&for_ever);
         }
     }
-    nap(&late);  // ranks need not stop at the same time
+    nap(&late);  // ranks may stop at different times
     if (strcmp(name, "none") == 0 || rank != 2) return ranks_close();
     watch_stop();
     if (strcmp(name, "last") == 0) nap(&for_ever);

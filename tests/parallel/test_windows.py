@@ -76,9 +76,10 @@ class Windows(many.Case):
 
     @unittest.skipIf(many.CUDA or RANKS != 4, "the figures are those of four ranks in float32")
     def test_room_for_what_came(self):
-        """The capacity of a retry follows from the first block that overflows. Capacity 1.5 is enough for this step. With
-        less, it runs again with at most an eighth more than 1.5. Later blocks compute on missing tokens, so their loads are
-        no measure."""
+        """The capacity of a retry follows from the first block that overflows.
+
+        Capacity 1.5 is enough for this step. With less, it runs again with at most an eighth more than 1.5. Later blocks
+        compute on missing tokens, so their loads are no measure."""
         options = dict(RUN, ep=RANKS, layers=4, experts=16, top_k=3, lr=1e-3, steps=1, save_every=0, dim=64, expert_ffn=32,
                        kv_lora=32, combine_precision="mxfp8", dispatch="windows")
         self.assertEqual(again(self.on(RANKS, out="room", capacity=1.5, **options)), [])

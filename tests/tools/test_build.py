@@ -1,5 +1,6 @@
-"""What `make` compiles again, in a copy of links with a compiler that only writes what -o names; what tests/run.py counts; and that
-bench/profile.cc knows the kernels: python3 tests/tools/test_build.py"""
+"""Objects that `make` compiles again, counts of tests/run.py, kernels in bench/profile.cc: python3 tests/tools/test_build.py
+
+`make` runs in a copy made of links. Its compiler only writes the file that -o names."""
 import os
 import pathlib
 import re
@@ -30,7 +31,7 @@ class Build(unittest.TestCase):
         (self.dir / "bin/nvcc").chmod(0o755)
 
     def made(self, *arguments):
-        """The objects that it compiles."""
+        """The objects that `make` compiles."""
         environment = {name: value for name, value in os.environ.items() if name not in ("MAKEFLAGS", "MAKELEVEL", "MFLAGS")}
         environment["PATH"] = f"{self.dir}/bin:{environment['PATH']}"
         done = subprocess.run(["make", "MPI=0", *arguments], cwd=self.dir, env=environment, timeout=60, capture_output=True, text=True)
@@ -38,7 +39,7 @@ class Build(unittest.TestCase):
         return {line.split()[1] for line in done.stdout.splitlines() if line.startswith("  NVCC")}
 
     def test_other_gpus(self):
-        """Kernels are compiled again for other GPUs, nothing else is; a benchmark on the way changes nothing."""
+        """For other GPUs only kernels are compiled again, also after a benchmark was built."""
         first = self.made("cuda", "ARCHS=80")
         self.assertLessEqual({"build/cuda/train_moe.o", "build/cuda/layers/matmul.o", "build/cuda/data/bpe.o"}, first)
         self.assertEqual(self.made("cuda", "ARCHS=80"), set())

@@ -27,7 +27,7 @@ SLOW = True
 
 
 def write_shard(path, count, seed):
-    """Words of a small lexicon in the order of a seed."""
+    """Writes words of a small lexicon, in an order that the seed sets."""
     lexicon, rng, tokens = random.Random(1), random.Random(seed), []
     words = [lexicon.sample(range(97, 123), 5) for _ in range(12)]
     while len(tokens) < count:
@@ -59,7 +59,7 @@ class Compare(unittest.TestCase):
                               capture_output=True, encoding="utf-8", errors="surrogateescape")
 
     def compare(self):
-        """The comparison that most tests look at: the three sets, one equal to bf16, and a second seed."""
+        """The comparison of most tests: the three sets, one set equal to bf16, and a second seed."""
         args = ("--set", "same", "--timeout 99", "--seeds", 2, "--window", WINDOW)
         done = self.run_script(self, self.command(self, *args, more=("--save-every", "10")))
         if done.returncode:
@@ -147,13 +147,13 @@ class Compare(unittest.TestCase):
         self.assertIn("validation loss", texts)
         self.assertEqual(len(val), 4)
         heights = [{float(y) for y in re.findall(r"[ML][\d.]+ ([\d.]+)", path.get("d"))} for path in below]
-        self.assertEqual(heights[0], heights[3])  # bf16 and its equal lie on 0
+        self.assertEqual(heights[0], heights[3])  # bf16 and the set equal to it are at 0
         self.assertEqual([len(ys) == 1 for ys in heights], [True, False, False, True, False])
 
     def test_finished_runs_are_not_repeated_and_an_unfinished_one_goes_on(self):
         logs = {name: (self.out / name / "log.jsonl").read_bytes() for name in self.NAMES}
         for checkpoint in (self.out / "same").glob("step_*"):
-            shutil.rmtree(checkpoint)  # nobody needs those of a finished run
+            shutil.rmtree(checkpoint)  # a finished run does not need them
         stdout, stderr = self.again()
         self.assertEqual(stdout, self.first.stdout)
         self.assertEqual(stderr.count("finished already"), len(self.NAMES))
@@ -171,10 +171,10 @@ class Compare(unittest.TestCase):
         for name in self.NAMES:
             if name != "mxfp8":
                 self.assertEqual((self.out / name / "log.jsonl").read_bytes(), logs[name])
-        type(self).first = subprocess.CompletedProcess([], 0, stdout, stderr)  # that run's speed is another now
+        type(self).first = subprocess.CompletedProcess([], 0, stdout, stderr)  # the speed of that run has changed
 
     def test_a_log_without_its_last_line(self):
-        """Nothing goes on from the last checkpoint, so the same command would say the same for ever."""
+        """A log without its last line is an error: nothing resumes from the last checkpoint, so a retry cannot help."""
         out = self.dir / "torn"
         shutil.copytree(self.out / "bf16", out / "bf16")
         log = out / "bf16/log.jsonl"
@@ -186,9 +186,9 @@ class Compare(unittest.TestCase):
         self.assertEqual(self.run_script(command).returncode, 0)
 
     def test_a_signal_saves_and_the_same_command_goes_on(self):
-        """Also behind a launcher that keeps the signal to itself; after nohup SIGHUP does nothing."""
+        """A signal saves the runs, also behind a launcher that does not pass it on; after nohup SIGHUP does nothing."""
         launch = """sh -c 'trap : USR1; "$0" "$@"; exit $?'"""
-        odd = os.fsencode(self.dir) + b"/\xff"  # any process may have such a name
+        odd = os.fsencode(self.dir) + b"/\xff"  # the name of a process may have any bytes
         shutil.copy(shutil.which("sleep"), odd)
         other = subprocess.Popen([odd, "300"])
         self.addCleanup(other.wait)
@@ -197,7 +197,7 @@ class Compare(unittest.TestCase):
             out = self.dir / "-".join(["signal", *before, str(int(number))])
             command = self.command("--only", "mxfp8", "--launch", launch, out=out, steps=10000000)
             with subprocess.Popen([*before, *command], cwd=self.dir, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE,
-                                  stderr=subprocess.PIPE, text=True,  # whatever these tests began with
+                                  stderr=subprocess.PIPE, text=True,  # even if these tests ignore SIGHUP
                                   preexec_fn=lambda: signal.signal(signal.SIGHUP, signal.SIG_DFL)) as process:
                 log, deadline = out / "bf16/log.jsonl", time.monotonic() + 60
                 while not (log.exists() and log.read_text().count("\n") > 3) and time.monotonic() < deadline:
@@ -215,7 +215,7 @@ class Compare(unittest.TestCase):
             self.assertFalse((out / "mxfp8").exists())
 
     def test_several_at_once(self):
-        """The same losses, each run's output in its folder; one that fails stops the others, which can go on."""
+        """--at-once gives the same losses, output is in each run's folder; a failure stops the others, which can resume."""
         out = self.dir / "at_once"
         args = ("--set", "same", "--timeout 99", "--at-once", 3, "--window", WINDOW)
         done = self.run_script(self.command(*args, out=out, more=("--save-every", "10")))
@@ -270,7 +270,7 @@ class Compare(unittest.TestCase):
         self.fails(self.command("--set", "odd", "--experts no", out=out), "train_moe: error: --experts takes a whole number",
                    "odd failed with exit code 2")
         self.assertFalse((out / "compare.svg").exists())
-        # The finished ones stay; what has not begun may be named again with other options.
+        # Finished runs stay. The names of runs that did not begin may be used again with other options.
         done = self.run_script(self.command("--set", "odd", "--recompute block", "--launch", "env", out=out))
         self.assertEqual((done.returncode, done.stderr.count("finished already")), (0, 3), done.stderr)
         self.fails(self.command("--set", "odd", "--recompute moe", out=out), "odd holds a run with other options",
@@ -287,7 +287,7 @@ class Compare(unittest.TestCase):
         self.fails(self.command(out=self.dir / "file"), "file/bf16: Not a directory")
 
     def test_damaged_logs(self):
-        """Whatever is in a log: an error that names it, before anything is run."""
+        """A damaged log is an error that names it, before any run starts."""
         config, row = b'{"steps": 2}', b'{"step": 1, "loss": 1.0}'
         first = [b"", b"1", b"[]", b"{}", b"x", b'{"steps": "10"}', b'{"steps": null}', b'{"steps": true}',
                  b'{"steps": 1.5}', b'{"steps": [1]}', b"[" * 100000]
@@ -306,7 +306,7 @@ class Compare(unittest.TestCase):
         self.assertEqual(list(out.iterdir()), [log.parent])
 
     def test_numbers_that_are_not_finite(self):
-        """They are left out of means, and counted; as many runs at once as one likes."""
+        """Values that are not finite are left out of means, and counted; --at-once may exceed the number of runs."""
         out = self.dir / "huge"
         for name in self.NAMES:
             (out / name).mkdir(parents=True)

@@ -15,8 +15,8 @@ SVG = "{http://www.w3.org/2000/svg}"
 STEPS, WINDOW = 24, 4
 ONE_BUILD = True  # tests/run.py: nothing here depends on what computes
 SLOW = True
-# A program that trains nothing: its loss falls from 10 to 4, seeds are about 0.1 apart, and mxfp8 is 0.003 from bf16 of
-# the same seed, but 1 at the first steps. Its log's first line is its command.
+# A program that trains nothing: its loss falls from 10 to 4, and seeds are about 0.1 apart. The set mxfp8 is 0.003 from
+# bf16 of the same seed, but 1 at the first steps. The first line of its log is its command.
 FAKE = f"""#!{sys.executable}
 import json, math, pathlib, random, sys
 words = [word for argument in sys.argv[1:-1] for word in argument.split("=")]
@@ -53,7 +53,7 @@ class Seeds(unittest.TestCase):
                               stdin=subprocess.DEVNULL, capture_output=True, encoding="utf-8")
 
     def fake(self, name, *args, more=()):
-        """The folder of a comparison, and how the script ended."""
+        """The folder of a comparison, and the finished process of the script."""
         done = self.compare(self.dir / name, *args, more=more)
         self.assertEqual(done.returncode, 0, done.stderr)
         return self.dir / name, done
@@ -80,7 +80,7 @@ class Seeds(unittest.TestCase):
         return self.smooth({step: a[step] - b[step] for step in a})
 
     def panels(self, out):
-        """Of each panel in the picture: its group, a function from its heights to values, and its range."""
+        """For each panel of the picture: its group, a function from its heights to values, and its range."""
         root = ET.parse(out / "compare.svg").getroot()
         labels = [(float(t.get("y")) - 4.5, float(t.text)) for t in root.iter(SVG + "text")
                   if t.get("text-anchor") == "end"]
@@ -97,7 +97,7 @@ class Seeds(unittest.TestCase):
             yield group, value, (value(bottom), value(top))
 
     def assert_range(self, shown, values):
-        """It holds the values and 4 % of their height to either side; labels are rounded to 0.1 of 320 pixels."""
+        """Checks that the range covers the values and 4 % on either side; labels are rounded to 0.1 of 320 pixels."""
         low, high = min(values), max(values)
         for edge, expected in zip(shown, (low - 0.04 * (high - low), high + 0.04 * (high - low))):
             self.assertAlmostEqual(edge, expected, delta=0.004 * (high - low))
@@ -107,7 +107,7 @@ class Seeds(unittest.TestCase):
         return min(step for step in curve if first - curve[step] >= 0.8 * (first - last))
 
     def test_seeds_change_the_weights_alone(self):
-        """Every run has --data-seed of the first seed, or the one that is among the options, once."""
+        """Every run has the --data-seed of the first seed, or the given one, exactly once."""
         all_seeds = [f"{name}{end}" for name in ("bf16", "mxfp8", "a-seed-6b") for end in ("", "-seed-6", "-seed-7")]
         one = ("--set", "a-seed-6b", "--lr 1e-3", "--only", "mxfp8", "--only", "a-seed-6b", "--seed", 5, "--seeds", 3)
         for name, args, more, folders, data_seed in (
@@ -132,7 +132,7 @@ class Seeds(unittest.TestCase):
             self.assertEqual(len({tuple(command) for command in rest.values()}), 3)
 
     def test_table_of_several_seeds(self):
-        """A mean, its standard error and the number of seeds; each seed's gap is to bf16 of that seed."""
+        """The table has mean, standard error and number of seeds; each gap is relative to bf16 of the same seed."""
         out, done = self.fake("seeds", "--only", "mxfp8", "--seeds", 3, "--all-seeds")
         rows, ends = self.rows(done), ("", "-seed-2", "-seed-3")
         self.assertEqual(list(rows), ["bf16", "mxfp8"])
@@ -147,7 +147,7 @@ class Seeds(unittest.TestCase):
         for name, (val, train, largest, mean_gap, speed, memory) in rows.items():
             check(val, [self.losses(out, name + end, "val_loss")[STEPS] for end in ends])
             check(train, [statistics.fmean(self.losses(out, name + end).values()) for end in ends])
-            self.assertEqual((speed, memory), ("2,012", "3.00"))  # the median and the most of all three
+            self.assertEqual((speed, memory), ("2,012", "3.00"))  # the median and the largest of all three
         self.assertEqual(rows["bf16"][2:4], ["-", "-"])
         gaps = [self.gaps(out, "mxfp8" + end, "bf16" + end) for end in ends]
         check(rows["mxfp8"][3], [statistics.fmean(gap.values()) for gap in gaps])
@@ -157,7 +157,7 @@ class Seeds(unittest.TestCase):
         self.assertAlmostEqual(float(value), max(means.values()), delta=6e-6)
         self.assertIn("the mean ± its standard error (seeds)", done.stdout)
 
-        # Where bf16 alone has seeds, the others have rows of their own, against the first.
+        # Where bf16 alone has several seeds, each has its own row, compared with the first.
         out, done = self.fake("seeds_bf16", "--only", "mxfp8", "--seeds", 3)
         rows = self.rows(done)
         self.assertEqual(list(rows), ["bf16", "mxfp8", "bf16, seed 1", "bf16, seed 2", "bf16, seed 3"])
@@ -169,7 +169,7 @@ class Seeds(unittest.TestCase):
             self.assertAlmostEqual(float(rows[name][0]), self.losses(out, folder, "val_loss")[STEPS], delta=6e-6)
 
     def test_a_seed_that_diverged(self):
-        """The error is that of the seeds that are finite, and they are counted."""
+        """The standard error is over the finite seeds, and their number is shown."""
         args = ("--only", "mxfp8", "--seeds", 3, "--all-seeds")
         out, _ = self.fake("diverged", *args)
         path = out / "mxfp8-seed-2/log.jsonl"
@@ -181,7 +181,7 @@ class Seeds(unittest.TestCase):
                          f"{statistics.fmean(values):.5f} ± {statistics.stdev(values) / 2**0.5:.5f} (2)")
 
     def test_many_steps(self):
-        """The training loss is the mean of the last 50 steps; without --window curves are of 50, or of a tenth of less."""
+        """The training loss is a mean over the last 50 steps; the default window is 50, or a tenth of a short run."""
         for steps, window in ((600, 50), (120, 12)):
             done = self.compare(self.dir / f"many_{steps}", "--only", "bf16", more=("--steps", str(steps)), window=())
             rows = (self.dir / f"many_{steps}/bf16/log.jsonl").read_text().splitlines()[-50:]
@@ -190,7 +190,7 @@ class Seeds(unittest.TestCase):
             self.assertIn(f"as a mean of {window} steps", done.stdout)
 
     def test_bands_and_ranges(self):
-        """From the lowest to the highest seed around the mean; the first steps are drawn, but above the panels."""
+        """Bands reach from the lowest to the highest seed; the first steps are drawn, but above the panels."""
         args = ("--only", "mxfp8", "--seeds", 3, "--all-seeds")
         out, _ = self.fake("bands", *args)
         names = {name: [name + end for end in ("", "-seed-2", "-seed-3")] for name in ("bf16", "mxfp8")}
@@ -214,7 +214,7 @@ class Seeds(unittest.TestCase):
                 middle = [value(float(y)) for y in re.findall(r"[ML][\d.]+ (-?[\d.]+)", line.get("d"))]
                 for i, step in enumerate(seeds[0]):
                     at = [seed[step] for seed in seeds]
-                    # Far beyond the panel the scale, which two labels give, is as inexact as it is far.
+                    # Beyond the panel, the error of the scale, which comes from two labels, grows with the distance.
                     most = near * max(1, abs(statistics.fmean(at) - shown[1]) / (shown[1] - shown[0]) * 4)
                     for drawn, wanted in ((points[i], min(at)), (points[-1 - i], max(at)), (middle[i], sum(at) / 3)):
                         self.assertAlmostEqual(drawn, wanted, delta=most)
@@ -222,7 +222,7 @@ class Seeds(unittest.TestCase):
             self.assert_range(shown, values + [-1e-3, 1e-3] * (group is panels[1][0]))
         self.assertLess(panels[0][2][1], max(expected[0]["bf16"][0].values()) - 1)  # clipped
 
-        # A step that one seed has no finite loss of is a gap in the band.
+        # A step in which one seed has no finite loss is a gap in the band.
         log = out / "mxfp8-seed-2/log.jsonl"
         lines = log.read_text().splitlines(keepends=True)
         for step in range(10, 10 + WINDOW):
@@ -234,7 +234,7 @@ class Seeds(unittest.TestCase):
                          [2 * (STEPS - WINDOW + 1), 2 * (12 - WINDOW + 1), 2 * (STEPS - 13)])
 
     def test_another_seed_leaves_the_gaps_readable(self):
-        """It widens their panel at most threefold; without sets to compare the panel is its own."""
+        """Another seed of bf16 widens the panel of the gaps at most threefold; without other sets it has the panel."""
         out, _ = self.fake("readable", "--only", "mxfp8", "--seeds", 2)
         one, two = [self.smooth(self.losses(out, name)) for name in ("bf16", "bf16-seed-2")]
         start = self.settled({step: (one[step] + two[step]) / 2 for step in one})
@@ -250,7 +250,7 @@ class Seeds(unittest.TestCase):
         self.assert_range(list(self.panels(out))[1][2], [*seed, -1e-3, 1e-3])
 
     def test_runs_of_before(self):
-        """Without --data-seed the data had the order of --seed: the first seed's runs still count, another's do not."""
+        """Runs from before --data-seed, whose data order was --seed's, count for the first seed and no other."""
         args = ("--only", "mxfp8", "--seeds", 2)
         out, first = self.fake("before", *args)
         for name in ("bf16", "mxfp8", "bf16-seed-2"):

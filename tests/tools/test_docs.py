@@ -1,5 +1,6 @@
-"""docs/ and the README tell the truth: quoted code is the code, commands run, links and figures lead somewhere. They and
-the comments are in the words of the glossary."""
+"""docs/ and the README are true: quoted code is the code, commands run, links and figures have targets.
+
+The pages and the comments use the words of the glossary."""
 import os
 import pathlib
 import re
@@ -17,12 +18,12 @@ FIGURE_BYTES = 60_000
 
 
 def fences(page):
-    """(what stands behind the opening mark, the lines between) of each fenced block."""
+    """(the text after the opening mark, the lines between the marks) of each fenced block."""
     return re.findall(r"^```([^\n]*)\n(.*?)^```$", page.read_text(), re.M | re.S)
 
 
 def anchors(page):
-    """What GitHub makes of a page's headings."""
+    """The anchors that GitHub makes of a page's headings."""
     heads = re.findall(r"^#+ (.*)$", re.sub(r"^```.*?^```$", "", page.read_text(), flags=re.M | re.S), re.M)
     return {re.sub(r"[^\w\- ]", "", head.lower()).replace(" ", "-") for head in heads}
 
@@ -35,7 +36,7 @@ def script(page):
 
 
 def tracked():
-    """The names of the tree's files, those that are not added yet as well."""
+    """The names of the tree's files, including files that git does not track yet."""
     listed = subprocess.run(["git", "ls-files", "-z", "--cached", "--others", "--exclude-standard"], cwd=ROOT, check=True,
                             stdout=subprocess.PIPE, text=True).stdout
     return [name for name in listed.split("\0") if name and (ROOT / name).exists()]
@@ -43,7 +44,7 @@ def tracked():
 
 class Docs(unittest.TestCase):
     def test_quotes(self):
-        """A block of code names its file and stands there, line by line."""
+        """A block of code names its file, and its lines are in that file."""
         for page in PAGES:
             for mark, text in fences(page):
                 kind, _, name = mark.partition(" ")
@@ -63,7 +64,7 @@ class Docs(unittest.TestCase):
                     self.assertIn(anchor, anchors(file), f"{page.name}: {target}")
 
     def test_figures(self):
-        """Each is shown by a page, small enough to read, and known to the script that makes it."""
+        """Each figure is on a page, readable at its size, and made by scripts/figures.py."""
         shown = {page.parent / target for page in PAGES for target in re.findall(r"!\[[^\]]+\]\(([\w./]+\.svg)\)", page.read_text())}
         shown = {path.name for path in shown if path.parent == ROOT / "docs"}
         self.assertEqual({path.name for path in (ROOT / "docs").glob("*.svg")}, shown)
@@ -73,7 +74,7 @@ class Docs(unittest.TestCase):
             self.assertIn(f'"{name[:-4]}": ', script, name)
 
     def test_drawn_figures_are_the_scripts(self):
-        """Those that need no run come out as they are."""
+        """scripts/figures.py draws the same figures again, for those that need no run."""
         names = ["ragged", "dispatch", "slots", "mx_block", "step_time"]
         with tempfile.TemporaryDirectory() as folder:
             subprocess.run(["python3", ROOT / "scripts/figures.py", "--out", folder, *names], check=True,
@@ -83,8 +84,9 @@ class Docs(unittest.TestCase):
 
     @unittest.skipUnless(shutil.which("git") and (ROOT / ".git").exists(), "needs git and the repository")
     def test_commands_run(self):
-        """For two steps each, in a copy of the tree, on the text of `make train`, or that of ~/books; what they change they
-        undo."""
+        """The pages' commands run for two steps each, in a copy of the tree, and undo their changes.
+
+        The text is that of `make train`, or that of ~/books."""
         short = {"steps": 2, "warmup": 1, "val-tokens": 2048, "mx-stats": 1}
         with tempfile.TemporaryDirectory() as folder:
             tree, was = pathlib.Path(folder) / "tree", {}
@@ -108,7 +110,7 @@ class Docs(unittest.TestCase):
                     continue  # diffs change the program that a plain make cpu builds
                 commands = re.sub(rf"--({'|'.join(short)}) \d+", lambda m: f"--{m[1]} {short[m[1]]}", script(page))
                 commands = re.sub(r"step_\d{8}", f"step_{short['steps']:08d}", commands)
-                # Below a repository git apply would leave out what is not the repository's, and say nothing.
+                # Inside a repository, git apply would silently skip files that are not the repository's.
                 done = subprocess.run(["sh", "-exc", commands], cwd=tree, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE,
                                       stderr=subprocess.STDOUT, encoding="utf-8", errors="replace",
                                       env=dict(os.environ, GIT_CEILING_DIRECTORIES=folder, HOME=str(books.parent)))
@@ -116,7 +118,7 @@ class Docs(unittest.TestCase):
                 self.assertEqual([name for name in was if (tree / name).read_bytes() != was[name]], [], page.name)
 
     def test_diffs_are_tried(self):
-        """Each has a name, by which the page's commands put it into the tree, train with it and take it out again."""
+        """Each diff has a name; the page's commands apply it by this name, train with it and revert it."""
         for page in PAGES:
             for mark, _ in fences(page):
                 kind, _, name = mark.partition(" ")
@@ -124,7 +126,7 @@ class Docs(unittest.TestCase):
                     self.assertRegex(script(page), rf"(?m)^change {name}\n((?!change ).*\n)*train .*\n((?!change ).*\n)*change {name} -R$")
 
 
-# Private words, each with the field's own (docs/glossary.md).
+# Private words, each with the term of the field (docs/glossary.md).
 PRIVATE = {r"\beven(s|ed|ing)? out\b": "load balancing", r"\bfurther tokens?\b": "multi-token prediction", r"\broom for\b": "capacity, workspace",
            r"\bstands? for\b": "dequantized value", r"\bby channel\b": "column-wise", r"\bunder way\b|\bon (its|their) way\b": "in flight",
            r"\btravel(s|led|ling)?\b": "dispatch, all-to-all", r"\b(sent|goes|comes?) home\b": "combine", r"\bbesides?\b": "next to, also",
@@ -150,7 +152,7 @@ def prose():
 
 
 def sentences(paragraph):
-    """Its sentences. A remark in parentheses is read on its own, and so are the parts of a list."""
+    """The sentences of a paragraph. A remark in parentheses is a separate sentence, as is each part of a list."""
     return re.split(r"(?<=[.!?])\s+(?=[A-Z(\"]|\w+\.md\b)|[;:]\s+", re.sub(r"\([^()]*\)|\*\*", "", paragraph))
 
 
@@ -164,7 +166,7 @@ class Words(unittest.TestCase):
         self.assertEqual(found, [])
 
     def test_sentences(self):
-        """Short, and with the subject first."""
+        """Sentences are short, and begin with their subject."""
         listed = [(name, sentence) for name, text in prose() for sentence in sentences(text)]
         self.assertGreater(sum(name.endswith(".md") for name, _ in listed), 1000)
         self.assertGreater(sum(name.endswith(".h") for name, _ in listed), 1000)
@@ -172,7 +174,7 @@ class Words(unittest.TestCase):
         self.assertEqual([f"{name}: {s}" for name, s in listed if re.match(r"(Of|What)\b", s) and not s.endswith("?")], [])
 
     def test_glossary(self):
-        """A term is in one of the files that its row names, in a comment or as an identifier."""
+        """A term of the glossary is in one of the files of its row, in a comment or as an identifier."""
         rows = re.findall(r"^\| ([^|]+) \| [^|]+ \| (.+) \|$", (ROOT / "docs/glossary.md").read_text(), re.M)
         rows = [(terms, files) for terms, files in rows if terms != "term" and not terms.startswith("-")]
         self.assertGreater(len(rows), 30)

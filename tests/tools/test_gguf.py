@@ -1,11 +1,13 @@
 #!/usr/bin/env python3
-"""Models for llama.cpp: TRAIN_MOE=build/cpu/train_moe python3 tests/tools/test_gguf.py. The oracle of what they compute is
-llama.cpp itself (pip install llama-cpp-python), that of how text becomes tokens `tokenizers`; names, shapes and values are
-compared with the checkpoint's safetensors, read here, and need gguf alone. What is missing is skipped.
+"""Models for llama.cpp: TRAIN_MOE=build/cpu/train_moe python3 tests/tools/test_gguf.py
 
-Bounds. Both losses are means over some 10^3 tokens of float32 logits, whose sums are in other orders and whose exp are
-other polynomials: they are measured at most 2e-8 of the loss apart, and 1e-6 is asked for. What a wrong
-key or tensor does (a scale, a factor on the softmax, other groups, another norm) was measured as 9e-4 and more.
+The oracle of the loss is llama.cpp itself (pip install llama-cpp-python). The oracle of the tokens of a text is
+`tokenizers`. Names, shapes and values are compared with the checkpoint's safetensors, which are read here. That part needs
+gguf alone. Tests without their package are skipped.
+
+Bounds. Both losses are means over some 10^3 tokens of float32 logits. The programs have other orders of sums and other
+polynomials for exp. The losses were measured at most 2e-8 of the loss apart, and the bound is 1e-6. A wrong key or tensor
+(a scale, a factor on the softmax, other groups, another norm) was measured to change the loss by 9e-4 or more.
 """
 import array
 import contextlib
@@ -43,10 +45,10 @@ try:
 except ImportError:
     tokenizers = None
 
-ONE_BUILD = True  # tests/run.py: of float32, as files are
+ONE_BUILD = True  # tests/run.py: the files are float32
 SLOW = True
 VOCAB, END, T = 300, 256, 32
-# YaRN's frequencies differ from others within the 32 tokens of a window.
+# YaRN's frequencies make a difference within the 32 tokens of a window.
 YARN = dict(yarn=1, yarn_factor=8, yarn_original_len=16)
 MODELS = {
     "tiny": dict(),
@@ -60,7 +62,7 @@ MODELS = {
 }
 TEXT = ("Hello, World!  I've seen   it's 12345 and 3.14\n\n\tdef f(x):\r\n        return x ** 2  # naïve Ångström 你好，世界 "
         "ひらがな русский текст 😀👍🏽 !!! ??? ... <tag attr=\"1\"/>   \n  don't WE'LL   ")
-# How DeepSeek-V3 and tiktoken's GPT-2 (as tokenizer.json has it) split text.
+# The splits of text of DeepSeek-V3 and of tiktoken's GPT-2 (in the form of tokenizer.json).
 DEEPSEEK_V3 = (r"\p{N}{1,3}", "[\u4e00-\u9fa5\u3040-\u309f\u30a0-\u30ff]+",
                r"""[!"#$%&'()*+,\-./:;<=>?@\[\\\]^_`{|}~][A-Za-z]+|[^""" "\r\n" r"\p{L}\p{P}\p{S}]?[\p{L}\p{M}]+| ?[\p{P}\p{S}]+["
                "\r\n]*|\\s*[\r\n]+|" r"\s+(?!\S)|\s+")
@@ -68,7 +70,7 @@ TIKTOKEN = (r"'(?:[sdmt]|ll|ve|re)| ?\p{L}++| ?\p{N}++| ?[^\s\p{L}\p{N}]++|\s++\
 
 
 def alphabet():
-    """Byte-level BPE's character for each byte: itself where it is printed, else one after the other from 256 on."""
+    """Byte-level BPE's character for each byte: the byte itself if printable, else the next one from 256 on."""
     characters, others = [], 256
     for byte in range(256):
         printed = 33 <= byte <= 126 or 161 <= byte <= 172 or byte >= 174
@@ -78,7 +80,7 @@ def alphabet():
 
 
 def tokenizer_json(merges=(), splits=(), use_regex=False, end=END, **model):
-    """Bytes, merges of them, and the end of text."""
+    """A tokenizer.json of bytes, merges of them, and end of text."""
     vocab = {text: i for i, text in enumerate([*alphabet(), *("".join(pair) for pair in merges)])}
     level = dict(type="ByteLevel", add_prefix_space=False, trim_offsets=True, use_regex=use_regex)
     split = [dict(type="Split", pattern=dict(Regex=regex), behavior="Isolated", invert=False) for regex in splits]
@@ -91,7 +93,7 @@ def tokenizer_json(merges=(), splits=(), use_regex=False, end=END, **model):
 
 
 def read_tensors(step):
-    """All of a checkpoint's weights by name, and its selection biases wherever they lie."""
+    """All weights and selection biases of a checkpoint by name, from all its files."""
     tensors = {}
     for path in step.glob("block_*.safetensors"):
         data = path.read_bytes()
@@ -104,7 +106,7 @@ def read_tensors(step):
 
 
 def rounded(values, dtype):
-    """The bits of values in a type, rounded to nearest, ties to even."""
+    """The bits of values in `dtype`, rounded to nearest, ties to even."""
     if dtype == "f16":
         return values.astype("<f2").view(np.uint16)
     bits = values.view(np.uint32)
@@ -114,7 +116,7 @@ def rounded(values, dtype):
 @unittest.skipUnless(gguf, "needs gguf, numpy, safetensors and ml_dtypes")
 class Gguf(cli.Case):
     def trained(self, name="run", tokens=None, **options):
-        """A checkpoint after 20 steps with a tokenizer beside it, and its validation loss."""
+        """A checkpoint after 20 steps with a tokenizer, and its validation loss."""
         cli.write_tokenizer(self.dir / "tokens_tokenizer.bin", [bytes([i]) for i in range(256)] + [b""] * (VOCAB - 256), eot=END)
         self.train(out=name, steps=20, vocab=VOCAB, val=self.val_glob, val_tokens=256, tokenizer="tokens_tokenizer.bin",
                    **{"lr": 1e-2, **options})
@@ -127,14 +129,14 @@ class Gguf(cli.Case):
         done = subprocess.run(line + [word for key, value in options.items() for word in ("--" + key, value)],
                               capture_output=True, text=True)
         self.assertEqual(done.returncode, code, done.stderr)
-        self.assertNotIn("%", done.stderr)  # for a terminal
+        self.assertNotIn("%", done.stderr)  # percentages are for a terminal
         if code:
             self.assertRegex(done.stderr.splitlines()[-1], "^to_gguf.py: error: ")
         self.assertEqual(done.stdout, "" if code else f"wrote {self.dir / out}\n")
         return done.stderr if code else self.dir / out
 
     def main(self, step):
-        """As convert, in this process: (exit code, stderr)."""
+        """Like convert, but in this process: (exit code, stderr)."""
         said = io.StringIO()
         with mock.patch.object(sys, "argv", ["to_gguf.py", str(step), str(self.dir / "model.gguf")]), \
                 contextlib.redirect_stderr(said), contextlib.redirect_stdout(io.StringIO()):
@@ -143,10 +145,10 @@ class Gguf(cli.Case):
     def fields(self, path):
         return {key: field.contents() for key, field in gguf.GGUFReader(path).fields.items()}
 
-    # --- What needs gguf alone ---
+    # --- Tests that need gguf alone ---
 
     def test_tensors(self):
-        """Every tensor of the checkpoint's main model, once, at its place, expert 10 behind 9; and no other."""
+        """The file has every tensor of the main model once, in order, expert 10 after expert 9, and no other tensor."""
         H, nope, v, latent = (cli.SMALL[key] for key in ("heads", "nope_dim", "v_dim", "kv_lora"))
         step, _ = self.trained(**MODELS["latent queries, groups, YaRN"] | dict(experts=12), layers=2, dense_layers=1, mtp=1)
         own, expected = read_tensors(step), {}
@@ -207,7 +209,7 @@ class Gguf(cli.Case):
         self.assertFalse([key for key in fields if "rope.scaling" in key or "group" in key])
 
     def test_tokens(self):
-        """By id, bytes first; ids without text are unused; nothing is put before a text that does not ask for it."""
+        """Tokens are in the order of ids, bytes first; ids without text are unused; texts get a BOS only on request."""
         step, _ = self.trained()
         fields = self.fields(self.convert(step))
         tokens, types = fields["tokenizer.ggml.tokens"], fields["tokenizer.ggml.token_type"]
@@ -221,7 +223,7 @@ class Gguf(cli.Case):
         self.assertTrue(self.fields(self.convert(step, "with.gguf"))["tokenizer.ggml.add_bos_token"])
 
     def test_release(self):
-        """A release in bf16 gives the bytes that the checkpoint gives, selection biases too."""
+        """A bf16 release and its checkpoint give the same bytes, selection biases included."""
         export = cli.ROOT / "scripts/export.py"
         for name in ("tiny", "softmax, normalised, with a selection bias"):
             step, _ = self.trained(name[:4], experts=12, **MODELS[name])  # by name, the 11th would be the 3rd
@@ -238,7 +240,7 @@ class Gguf(cli.Case):
         self.assertIn("error: ", self.convert(self.dir / "tiny_out", "no.gguf", code=1))  # the library's words
 
     def test_refused(self):
-        """One line that names what does not fit; nothing is written."""
+        """A model that does not fit is refused with one line that names the reason; no file is written."""
         step, _ = self.trained(q_lora=16)
         good, config = tokenizer_json(), json.loads((step / "config.json").read_text())
         merges, splits = [("a", "b")], ("[a-z]+",)
@@ -263,7 +265,7 @@ class Gguf(cli.Case):
             self.assertIn(words, self.convert(step, code=1))
         (step / "config.json").write_text(json.dumps(config))
         cli.write_manifest(step, cli.manifest(step))
-        # A weight that f16 cannot hold, which shows only when half is written.
+        # A weight out of the range of f16, found only after half of the file is written.
         before = cli.snapshot(self.dir).keys()
         data = bytearray((step / "block_002.safetensors").read_bytes())
         name = "model.layers.1.self_attn.o_proj.weight"
@@ -278,7 +280,7 @@ class Gguf(cli.Case):
             (self.dir / name).touch()
             self.assertIn(f"{name} is there already", self.convert(step, code=1))
             (self.dir / name).unlink()
-        (step / "manifest.json").unlink()  # it is written last
+        (step / "manifest.json").unlink()  # the last file of a save
         self.assertIn("manifest.json: No such file or directory", self.convert(step, code=1))
 
     def test_progress_is_for_a_terminal(self):
@@ -290,7 +292,7 @@ class Gguf(cli.Case):
         os.close(reader)
 
     def test_two_at_once(self):
-        """The second of one name is refused, and the first has the file."""
+        """The second of two runs with one name is refused, and the first writes the file."""
         step, other = self.trained()[0], []
         with mock.patch.object(to_gguf, "check", lambda _: other.append(self.convert(step, code=1, dtype="f16"))):
             self.assertEqual(self.main(step), (0, ""))
@@ -298,7 +300,7 @@ class Gguf(cli.Case):
         self.assertEqual(self.fields(self.dir / "model.gguf")["general.file_type"], 32)
 
     def test_odd_types(self):
-        """In a release, which has no CRC-32: one line that names the file, at once, wherever the odd value is."""
+        """An odd value anywhere in a release, which has no CRC-32, ends the script at once with a line that names the file."""
         step = self.trained(**MODELS["latent queries, groups, YaRN"])[0]
         release = self.dir / "release"
         subprocess.run([sys.executable, cli.ROOT / "scripts/export.py", step, release], check=True, capture_output=True)
@@ -341,10 +343,10 @@ class Gguf(cli.Case):
             (release / "config.json").write_text(json.dumps({**config, key: value}))
             self.assertIn(f"{key} {says}", self.main(release)[1])
 
-    # --- What needs llama.cpp ---
+    # --- Tests that need llama.cpp ---
 
     def loss_by_llama_cpp(self, path):
-        """Of the windows that a validation takes; keys and values in float32 too."""
+        """The loss over the windows of a validation, with keys and values in float32 too."""
         ids = array.array("H", (self.data / "text_val_000000.bin").read_bytes()[1024:]).tolist()
         model = llama_cpp.Llama(str(path), n_ctx=T, n_batch=T, n_ubatch=T, logits_all=True, type_k=0, type_v=0, flash_attn=False,
                                 n_threads=1, verbose=False)
@@ -370,7 +372,7 @@ class Gguf(cli.Case):
 
     @unittest.skipUnless(llama_cpp and tokenizers, "needs llama-cpp-python and tokenizers")
     def test_text(self):
-        """The ids of a text are those that `tokenizers` gives, whichever way it is split."""
+        """The ids of a text are those of `tokenizers`, for every split of text."""
         for name, splits, regex in (("bytes", (), False), ("gpt-2", (), True), ("deepseek-v3", DEEPSEEK_V3, False),
                                     ("tiktoken", TIKTOKEN, False), ("every text begun", (), True)):
             with self.subTest(name):

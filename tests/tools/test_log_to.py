@@ -1,5 +1,6 @@
-"""scripts/log_to.py, read back by TensorBoard's own reader and from the bytes of W&B's file, each where its package is
-installed: python3 tests/tools/test_log_to.py
+"""Output of scripts/log_to.py for TensorBoard and for W&B: python3 tests/tools/test_log_to.py
+
+TensorBoard's own reader reads the first; the second is read from the bytes of W&B's file. Each needs its package.
 """
 import contextlib
 import io
@@ -47,7 +48,7 @@ def steps(first, last):
 
 
 def expected(rows):
-    """{column: [(step, value)]} of `steps`, written down by hand."""
+    """{column: [(step, value)]} of `steps`, written by hand."""
     out = {"loss": [(r["step"], r["loss"]) for r in rows if r["step"] != 2]}
     out |= {key: [(r["step"], r[key]) for r in rows] for key in ("lr", "ms")}
     third = [r for r in rows if r["step"] % 3 == 0]
@@ -127,7 +128,7 @@ class TensorBoard(Case):
         self.assert_scalars(self.read("board/run"), steps(1, 6))
 
     def test_wall_time(self):
-        """The column time; in a log without one, counted back from the end."""
+        """The wall time is the column `time`; without that column, it is counted back from the end."""
         clock = [{**row, "time": 1.6e9 + 100.0 * row["step"]} for row in steps(1, 3)]
         out, _ = self.run_script(self.log("clock", clock), "--tensorboard", "board")
         self.assertIn("wrote clock: 3 steps, 7 columns", out)
@@ -153,7 +154,7 @@ class TensorBoard(Case):
         self.assertEqual(start.group_name, "run")
 
     def test_again_has_no_point_twice(self):
-        """Also for a reader that was there before, and never at the cost of other files."""
+        """A second call writes no point twice, also for a reader that was already open, and harms no other files."""
         run = self.log("run", steps(1, 4))
         self.run_script(run, "--tensorboard", "board")
         reader = self.read("board/run")
@@ -173,7 +174,7 @@ class TensorBoard(Case):
         first, other = (self.log(f"{folder}/run", steps(1, n)) for folder, n in (("a", 3), ("b", 4)))
         self.run_script(first, "--tensorboard", "board")
         source = self.dir / "board/run/log_to.source"
-        source.unlink()  # as it was left before there was one
+        source.unlink()  # as in an older output, which had none
         (self.dir / "link").symlink_to("a/run")
         for name in ("a/run", "a/run/log.jsonl", first):
             self.run_script(name, "--tensorboard", "board")
@@ -185,7 +186,7 @@ class TensorBoard(Case):
         self.assertEqual({path: path.read_bytes() for path in self.dir.glob("board/run/*")}, before)
         self.assert_scalars(self.read("board/run"), steps(1, 3))
 
-        shutil.rmtree(self.dir / "board/run")  # as the message says
+        shutil.rmtree(self.dir / "board/run")  # as the message advises
         self.run_script(other, "--tensorboard", "board")
         self.assert_scalars(self.read("board/run"), steps(1, 4))
 
@@ -212,7 +213,7 @@ class TensorBoard(Case):
         self.assert_scalars(self.read("board/b"), steps(1, 4))
 
     def test_links_in_the_board_are_refused(self):
-        """Nothing is written or cut through them."""
+        """No file is written or truncated through a link."""
         run, victim = self.log("run", steps(1, 3)), self.dir / "victim"
         victim.write_text("precious")
         for name in ("log_to.tmp", "log_to.source", "events.out.tfevents.1.train_moe"):
@@ -234,7 +235,7 @@ class TensorBoard(Case):
         self.assert_scalars(self.read("board2/run"), steps(1, 3))
 
     def test_follow(self):
-        """New steps come while a run is alive, to the same file. A run that begins later comes too, and all have an end."""
+        """New steps of a live run go to the same file; a run that begins later is followed too, and all of them end."""
         run, later, half = self.log("run", steps(1, 2)), self.log("later", []), ""
         command = [sys.executable, SCRIPT, run, later, "--tensorboard", "board", "--follow", "0.1"]
         with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as process:
@@ -262,7 +263,7 @@ class TensorBoard(Case):
         self.assert_scalars(self.read("board/later"), steps(1, 6))
 
     def test_follow_a_run_that_goes_back(self):
-        """Its steps are sent anew where they are no longer those of before; Ctrl-C is the end."""
+        """After a run goes back, its steps that differ are sent again; Ctrl-C ends the script."""
         run = self.log("run", steps(1, 4))
         command = [sys.executable, SCRIPT, run, "--tensorboard", "board", "--follow", "0.1"]
         with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as process:
@@ -288,12 +289,12 @@ class TensorBoard(Case):
 
 
 def records(path):
-    """The records of a .wandb file: 7 bytes of header, then LevelDB's log format, of blocks of 32 KiB."""
+    """The records of a .wandb file: 7 bytes of header, then LevelDB's log format in blocks of 32 KiB."""
     data, at, whole = path.read_bytes(), 7, b""
     assert data[:4] == b":W&B"
     while at < len(data):
         room = 32768 - at % 32768
-        if room < 7:  # no place for another header
+        if room < 7:  # too small for another header
             at += room
             continue
         _, length, kind = struct.unpack_from("<IHB", data, at)  # kind: 1 whole, 2 first, 3 middle, 4 last part
@@ -307,7 +308,7 @@ def records(path):
 @unittest.skipUnless(wandb_internal_pb2, "wandb is not installed")
 class WandB(Case):
     def send(self, *args, mode="offline", code=0):
-        """In a process of its own, without this user's account."""
+        """Runs the script in a separate process, without this user's account."""
         environment = {k: v for k, v in os.environ.items() if not k.startswith("WANDB_")}
         environment |= {"HOME": str(self.dir), "WANDB_DIR": str(self.dir), "WANDB_MODE": mode}
         done = subprocess.run([sys.executable, SCRIPT, *map(str, args), "--wandb", "project"], env=environment,
@@ -336,13 +337,13 @@ class WandB(Case):
                     history.setdefault(column, []).append((record.step.num, row[column]))
             seen.append((run.run_id, run.display_name, history))
         self.assertEqual(sorted(name for _, name, _ in seen), ["other", "run", "run"])
-        self.assertEqual(len({run_id for run_id, _, _ in seen}), 2)  # the same run again has the id of before
+        self.assertEqual(len({run_id for run_id, _, _ in seen}), 2)  # the same run keeps its id
 
         for _, name, history in seen:
             rows = steps(1, 3 if name == "other" else len(history["lr"]))
             times = history.pop("_timestamp")
             self.assertEqual(history, expected(rows))
-            # Step s took s seconds, and the last ended when the file was written; see above for the tolerance.
+            # Step s took s seconds, and the last step ended when the file was written. The tolerance is the same as above.
             for step, time in times:
                 self.assertAlmostEqual(time, 1.7e9 - sum(range(step + 1, len(rows) + 1)), delta=1e-6)
         self.assertEqual(sorted(len(h["lr"]) for _, _, h in seen), [3, 6, 9])

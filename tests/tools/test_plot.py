@@ -48,7 +48,7 @@ class PlotLoss(unittest.TestCase):
         return out
 
     def run_script(self, *args):
-        """The script, without a process of its own: those add up."""
+        """Runs the script in this process, because separate processes would take too long."""
         command, stdout, stderr, code = [str(SCRIPT), *map(str, args)], io.StringIO(), io.StringIO(), 0
         with mock.patch.object(sys, "argv", command), contextlib.redirect_stderr(stderr), contextlib.redirect_stdout(stdout):
             try:
@@ -58,7 +58,7 @@ class PlotLoss(unittest.TestCase):
         return subprocess.CompletedProcess(command, code, stdout.getvalue(), stderr.getvalue())
 
     def plot(self, *args):
-        """Plot, parse, and return (root, texts, circles, paths that are drawn as curves)."""
+        """Plots, parses, and returns (root, texts, circles, paths that are drawn as curves)."""
         out = self.dir / "out.svg"
         done = self.run_script(*args, "--out", out)
         self.assertEqual(done.returncode, 0, done.stderr)
@@ -127,7 +127,7 @@ class PlotLoss(unittest.TestCase):
     def test_null_loss_breaks_the_line(self):
         rows = self.rows(20)
         rows[9]["loss"] = None
-        rows[10]["loss"] = float("nan")  # not what the program writes, but json.dumps does
+        rows[10]["loss"] = float("nan")  # json.dumps writes it, the program does not
         _, _, _, curves = self.plot(self.log("gap", rows))
         self.assertEqual([d.count("M") for d in curves], [2, 2])
         self.assertEqual([len(self.ys(d)) for d in curves], [18, 18])
@@ -212,14 +212,14 @@ class PlotLoss(unittest.TestCase):
         self.assertEqual(self.run_script().returncode, 2)
 
     def test_average_is_weighted_by_all_steps_so_far(self):
-        """Against its definition: after n values, weights beta^(n - i) over their sum: no pull towards 0."""
+        """The average equals its definition: after n values, weights beta^(n - i) over their sum, so no bias to 0."""
         values, beta = [5.0, None, 3.0, 4.0, 1.0, 2.0], 0.9
         for n, average in enumerate(plot_loss.smooth(values, beta), 1):
             seen = [v for v in values[:n] if v is not None]
             weights = [beta ** (len(seen) - i) for i in range(1, len(seen) + 1)]
             if values[n - 1] is None:
                 self.assertIsNone(average)
-            else:  # a dozen operations in float64
+            else:  # the rounding of a dozen operations in float64
                 self.assertAlmostEqual(average, sum(w * v for w, v in zip(weights, seen)) / sum(weights), delta=1e-14)
 
     STATS = [{"layer": i, "tensor": t, "snr_db": 30.0 + i, "inexact": None} for i in (0, 1) for t in ("x", "w13")]
@@ -236,7 +236,7 @@ class PlotLoss(unittest.TestCase):
         labels = [t.text for t in root.iter(SVG + "text") if t.get("transform")]
         self.assertEqual(labels, ["grad_norm", "loss", "mx_stats/layer1/x/snr_db"])
         counts = [(len(list(g.iter(SVG + "path"))), len(list(g.iter(SVG + "circle")))) for g in root.iter(SVG + "g")]
-        self.assertEqual(counts, [(2, 0), (3, 4), (1, 10)])  # what most steps lack is circles alone
+        self.assertEqual(counts, [(2, 0), (3, 4), (1, 10)])  # a value that most steps lack is drawn as circles alone
         tops = [float(r.get("y")) for r in root.iterfind(f"{SVG}clipPath/{SVG}rect")]
         heights = [float(r.get("height")) for r in root.iterfind(f"{SVG}clipPath/{SVG}rect")]
         for top, height, below in zip(tops, heights, tops[1:] + [float(root.get("height"))]):
@@ -313,7 +313,7 @@ class PlotLoss(unittest.TestCase):
 
     @unittest.skipUnless(matplotlib, "matplotlib is not installed")
     def test_other_formats_show_the_same(self):
-        """By the pixels: lines of each run in its colour, at the height of their value."""
+        """The pixels of other formats have the lines of each run in its colour, at the height of their value."""
         logs = [self.log(f"{os.fsdecode(self.HOSTILE)}/${loss}\\q$", [{"step": s, "loss": loss} for s in range(1, 51)])
                 for loss in (0.75, 1.75)]
         for suffix, begins in ((".png", b"\x89PNG\r\n"), (".pdf", b"%PDF-1."), (".PNG", b"\x89PNG\r\n")):
@@ -324,7 +324,7 @@ class PlotLoss(unittest.TestCase):
         picture = matplotlib.image.imread(self.dir / "loss.png")[:, :, :3]
 
         def rows_of(x, colour):
-            """The middles of the stretches of a colour in a column of pixels."""
+            """The middles of the runs of one colour in a column of pixels."""
             rgb = [int(colour[i:i + 2], 16) / 255 for i in (1, 3, 5)]
             hits = [y for y, pixel in enumerate(picture[:, x]) if max(abs(p - c) for p, c in zip(pixel, rgb)) < 0.02]
             starts = [y for y in hits if y - 1 not in hits]
@@ -333,7 +333,7 @@ class PlotLoss(unittest.TestCase):
         grid, (bottom, *_) = rows_of(-60, "#e6e6e6"), rows_of(-60, "#000000")  # a line for each 0.5, from the axis at 0
         for colour, loss in zip(plot_loss.COLOURS, (0.75, 1.75)):
             line, = rows_of(picture.shape[1] // 2, colour)
-            # The grid's distance is whole pixels, off by one of about 145 at most; so are half of them the ends.
+            # The grid's distance is in whole pixels, off by at most one of about 145; the ends are off by half of one.
             self.assertAlmostEqual((bottom - line) / (grid[2] - grid[1]) / 2, loss, delta=(loss + 0.5) / 100)
         (self.dir / "loss.png").unlink()
         done = self.run_script(*logs, "--out", self.dir / "no-folder" / "loss.png")
@@ -341,7 +341,7 @@ class PlotLoss(unittest.TestCase):
         self.assertIn("cannot write it", done.stderr)
 
     def raw_log(self, name, *lines, tail=b""):
-        """A log of lines as they are, after the configuration."""
+        """Writes a log: the configuration, then the given lines unchanged."""
         path = self.dir / name / "log.jsonl"
         path.parent.mkdir(parents=True, exist_ok=True)
         path.write_bytes(b"".join(line + b"\n" for line in (b'{"tokens-per-step": 4096}', *lines)) + tail)
@@ -389,7 +389,7 @@ class PlotLoss(unittest.TestCase):
             self.fails(path, "--over", "tokens", names=path, says="tokens-per-step")
 
     def test_huge_and_tiny_numbers(self):
-        """What float32 cannot hold is a gap, like what is not finite; the rest is drawn, on either axis."""
+        """Values beyond float32 are gaps, like values that are not finite; the rest is drawn, on either axis."""
         for loss in ("1e400", "-1e400", "1e308", "1" + "0" * 400, "3.5e38", "Infinity", "NaN", "null"):
             rows = [b'{"step": %d, "loss": %s}' % (s, b"2.0" if s != 3 else loss.encode()) for s in range(1, 6)]
             _, _, _, curves = self.plot(self.raw_log("huge", *rows), "--smooth", 0)
@@ -417,7 +417,7 @@ class PlotLoss(unittest.TestCase):
                          (1, "plot_loss.py: error: none.jsonl: cannot read it: No such file or directory\n"))
 
     def test_the_picture_replaces_what_was_there_when_it_is_whole(self):
-        """Links are not followed, a full disk leaves the picture of before, and a temporary name is nobody else's."""
+        """Links are not followed, a full disk leaves the old picture, and an existing temporary file is not touched."""
         log, victim = self.log("first", self.rows(3)), self.dir / "victim"
         for suffix in (".svg", ".pdf")[:2 if matplotlib else 1]:
             victim.write_text("precious")
@@ -439,9 +439,9 @@ class PlotLoss(unittest.TestCase):
     HOSTILE = b"a<b>&\"'\x01\x08\x0b\x1b\x7f\xc2\x85\xef\xbf\xbf\xff\xed\xa0\x80]]>\n\t \xf0\x9f\x98\x80"
 
     def test_any_title_and_name_is_drawn(self):
-        """Characters that XML cannot hold show as replacement characters."""
+        """Characters that XML does not allow become replacement characters."""
         hostile = os.fsdecode(self.HOSTILE)
-        logs = [self.log(f"{folder}/{hostile}", self.rows(3)) for folder in ("x", "y")]  # where two read the same
+        logs = [self.log(f"{folder}/{hostile}", self.rows(3)) for folder in ("x", "y")]  # two logs of equal names
         _, texts, _, _ = self.plot(*logs, "--title", hostile)
         drawn = "a<b>&\"'\ufffd\ufffd\ufffd\ufffd\x7f\x85\ufffd\ufffd\ufffd\ufffd\ufffd]]>\n\t \U0001f600"
         self.assertIn(drawn, texts)
@@ -454,7 +454,7 @@ class PlotLoss(unittest.TestCase):
         self.fails("x" * 5000, names="x" * 5000, says="File name too long")
         good = self.log("good", self.rows(3))
         os.symlink(good, self.dir / "link")
-        _, texts, _, _ = self.plot("link")  # is called as where it lies
+        _, texts, _, _ = self.plot("link")  # named by its target
         self.assertTrue(any(t.startswith("good (") for t in texts))
 
 

@@ -1,4 +1,4 @@
-"""The README and the pages on operation tell the truth: options are the program's --help, presets and memory the program's."""
+"""The README and the pages on operation are true: options are those of --help, presets and memory the program's."""
 
 import os
 import pathlib
@@ -23,7 +23,7 @@ def output(*arguments):
 
 class Readme(unittest.TestCase):
     def test_first_page(self):
-        """It is short, and leads to every other page."""
+        """The first page is short, and has a link to every other page."""
         text = page("README.md")
         self.assertLessEqual(len(text.splitlines()), README_LINES)
         for path in PAGES[1:]:
@@ -44,7 +44,7 @@ class Readme(unittest.TestCase):
                 self.assertAlmostEqual(float(printed) / float(number + unit[letter]), 1, delta=5e-3, msg=f"{name}: {said}")
 
     def test_memory(self):
-        """The table is what --dry-run says of the CUDA build; the CPU build does not know that one's workspace."""
+        """The table is that of --dry-run for the CUDA build; the CPU build only estimates the CUDA build's workspace."""
         table = re.search(r"^\| each rank holds .*?\n\n", page("docs/ranks.md"), re.M | re.S)[0]
         head, _, *rows = [[cell.strip() for cell in line.strip("|").split("|")] for line in table.strip().splitlines()]
         self.assertGreater(len(head), 1)
@@ -61,14 +61,14 @@ class Readme(unittest.TestCase):
             self.assertAlmostEqual(sum(said.values()) - said["total"], said["total"], delta=0.07, msg=column)
 
     def test_paths_exist(self):
-        """Those of the tree that a page names, its folders as well."""
+        """Files and folders of the tree that a page names exist."""
         tops = "|".join(p.name for p in ROOT.iterdir() if p.is_dir() and p.name not in (".git", "build", "runs"))
         for path in PAGES:
             for name in re.findall(rf"`((?:{tops})/(?:[\w./]+\.\w+|[\w/]*/)?)`", path.read_text()):
                 self.assertTrue((ROOT / name).exists(), f"{path.name}: {name}")
 
     def test_figures_are_measured(self):
-        """The README's figures stand in the full table."""
+        """The README's figures are in the full table."""
         results = page("bench/RESULTS.md")
         table = re.search(r"^\| what \| figure \| yardstick \|\n\|.*\n((?:\|.*\n)+)", page("README.md"), re.M)[1]
         for row in table.splitlines():

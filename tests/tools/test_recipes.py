@@ -1,5 +1,5 @@
 #!/usr/bin/env python3
-"""scripts/recipes: what they start, on what text. TRAIN_MOE=build/cpu/train_moe python3 tests/tools/test_recipes.py"""
+"""The runs and the data of scripts/recipes: TRAIN_MOE=build/cpu/train_moe python3 tests/tools/test_recipes.py"""
 import os
 import pathlib
 import shutil
@@ -18,7 +18,7 @@ SHORT = ("--layers", 2, "--dim", 32, "--heads", 2, "--kv-lora", 16, "--dense-ffn
 
 class Recipes(Case):
     def start(self, name, *options, gpus=4, program=PROGRAM, url=None):
-        """A recipe in an empty folder, with a folder in place of Hugging Face and a machine of GPUs that are not there."""
+        """Runs a recipe in an empty folder, with a folder in place of Hugging Face and with simulated GPUs."""
         there, tools = self.dir / "there", self.dir / "tools"
         for folder in (there, tools):
             folder.mkdir(exist_ok=True)

@@ -1,5 +1,4 @@
-"""scripts/script.py: how signals end scripts, and how files come into place. Standard library only:
-python3 tests/tools/test_script.py
+"""Signals and output files of scripts, by scripts/script.py: python3 tests/tools/test_script.py (standard library only).
 """
 import json
 import os
@@ -26,7 +25,7 @@ class Case(unittest.TestCase):
         self.dir = pathlib.Path(folder.name)
 
     def ended(self, number, name, *command, **options):
-        """Runs a command that gets a signal; it ends with one line and by that signal."""
+        """Runs a command that gets a signal; checks that it ends with one line and by that signal."""
         done = subprocess.run([sys.executable, *command], cwd=self.dir, capture_output=True, text=True, timeout=60, **options)
         self.assertEqual((done.returncode, done.stdout, done.stderr),
                          (-number, "", f"{name}: ended by {number.name}\n"), name)
@@ -34,7 +33,7 @@ class Case(unittest.TestCase):
 
 class Signals(Case):
     def test_while_a_script_starts(self):
-        """The module that each imports first after script.py sends the signal."""
+        """A signal in the first import after script.py; here the imported module sends it."""
         (self.dir / "argparse.py").write_text("import os\nos.kill(os.getpid(), int(os.environ['NUMBER']))\n")
         for name in NAMES:
             for number in script.SIGNALS:
@@ -42,7 +41,7 @@ class Signals(Case):
                            env=dict(os.environ, PYTHONPATH=str(self.dir), NUMBER=str(int(number))))
 
     def test_while_a_script_writes(self):
-        """Nothing is left, and earlier files are as they were."""
+        """A signal leaves no new files, and does not change earlier ones."""
         (self.dir / "in.jsonl").write_text(json.dumps({"context": "a", "endings": ["b", "c"], "label": 0}) + "\n")
         (self.dir / "log.jsonl").write_text('{"steps": 1}\n{"step": 1, "loss": 1.0}\n')
         for name, arguments in (("prepare_eval", ["in.jsonl", "--out", "out"]), ("plot_loss", ["log.jsonl", "--out", "out.svg"])):
@@ -65,7 +64,7 @@ class Signals(Case):
             self.assertEqual(os.listdir(self.dir), [])
 
     def test_one_that_is_ignored_stays_so(self):
-        """As in the background of a shell."""
+        """A signal that is ignored at the start, as in the background of a shell, stays ignored."""
         code = (f"import os, signal, sys; signal.signal(signal.SIGINT, signal.SIG_IGN); sys.path.insert(0, {str(SCRIPTS)!r})\n"
                 "sys.dont_write_bytecode = True; import script\nos.kill(os.getpid(), signal.SIGINT)")
         self.assertEqual(subprocess.run([sys.executable, "-c", code]).returncode, 0)
