@@ -30,6 +30,11 @@ class Build(unittest.TestCase):
         (self.dir / "bin/nvcc").write_text(NVCC)
         (self.dir / "bin/nvcc").chmod(0o755)
 
+    def test_missing_oniguruma(self):
+        """A compiler without Oniguruma's header builds without it."""
+        done = subprocess.run(["make", "-pn", "MPI=0", "CC=cc -nostdinc"], cwd=self.dir, timeout=60, capture_output=True, text=True)
+        self.assertRegex(done.stdout, r"(?m)^ONIG := 0$")
+
     def made(self, *arguments):
         """The objects that `make` compiles."""
         environment = {name: value for name, value in os.environ.items() if name not in ("MAKEFLAGS", "MAKELEVEL", "MFLAGS")}
