@@ -64,7 +64,7 @@ typedef struct Run {
     int64_t pending;       // the last step queued, 0 if its results are reported already
     StepState last;        // of the last step reported
     double took, fullest;  // of that step: seconds; tokens of the most loaded expert over the mean
-    double mfu;            // share of the device's bf16 peak; infinite if the peak is not known
+    double mfu;            // share of the device's bf16 peak; NaN if the peak is not known
     double val_loss;       // 0 without a validation
     Stopwatch* watch[2];   // of even and odd steps: one is read while the other runs
     double shown;          // when a progress line was last printed
@@ -120,7 +120,8 @@ static void report(Run* r, int val, int asks) {
     r->took = stopwatch_seconds(r->watch[r->pending % 2]);
     r->average_ms = r->average_ms > 0 ? 0.9 * r->average_ms + 0.1 * 1000 * r->took : 1000 * r->took;
     const double tokens_per_s = (double)s->tokens_per_step / r->took, peak = device_peak_flops(m->ctx);
-    r->mfu = tokens_per_s * flops_per_token(&s->model, s->seq_len) / ((double)s->ranks * peak);
+    const double flops_per_s = tokens_per_s * flops_per_token(&s->model, s->seq_len);
+    r->mfu = peak > 0 ? flops_per_s / ((double)s->ranks * peak) : NAN;
     r->val_loss = val ? evaluate_loss(m, r->val) : 0;
 
     // The line of the log. Losses, optimizer and speed.
