@@ -55,19 +55,19 @@ const char* const classes[][2] = {
     {"count_", "router"},
     {"add_halves", "router"},
     {"balance_", "router"},
-    {"push_kernel", "dispatch, combine"},
-    {"ranks_kernel", "dispatch, combine"},
-    {"numbers_kernel", "dispatch, combine"},
-    {"choices_", "dispatch, combine"},
-    {"quantize_kernel", "casts"},
-    {"dequantize_rows_kernel", "casts"},
-    {"channels_kernel", "casts"},
-    {"both_kernel", "casts"},
-    {"tiles_kernel", "casts"},
-    {"transposed_kernel", "casts"},
-    {"round_columns_kernel", "casts"},
-    {"stats_kernel", "casts"},
-    {"blackwell_scales_kernel", "casts"},
+    {"push_kernel", "all-to-all"},
+    {"ranks_kernel", "all-to-all"},
+    {"numbers_kernel", "all-to-all"},
+    {"choices_", "all-to-all"},
+    {"quantize_kernel", "quantization"},
+    {"dequantize_rows_kernel", "quantization"},
+    {"channels_kernel", "quantization"},
+    {"both_kernel", "quantization"},
+    {"tiles_kernel", "quantization"},
+    {"transposed_kernel", "quantization"},
+    {"round_columns_kernel", "quantization"},
+    {"stats_kernel", "quantization"},
+    {"blackwell_scales_kernel", "quantization"},
     {"memset", "copies and fills"},
     {"memcpy", "copies and fills"},
     {"gemm", "dense GEMM"},
@@ -82,7 +82,7 @@ bool is_transfer(const std::string& name) {
 }
 
 std::string class_of(const std::string& name) {
-    if (name.find("ncclDevKernel_SendRecv") == 0) return "dispatch, combine";
+    if (name.find("ncclDevKernel_SendRecv") == 0) return "all-to-all";  // dispatch, combine, matrices of Muon
     if (name.find("nccl") == 0) return "gathers, reductions";
     for (auto& c : classes)
         if (name.find(c[0]) != std::string::npos) return c[1];
