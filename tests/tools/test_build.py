@@ -80,7 +80,7 @@ class Profile(unittest.TestCase):
         self.assertEqual([kernel for kernel, name in found.items() if not name], [])
         self.assertEqual(found["attention_sum_rope_kernel"], "attention")
         self.assertEqual(found["swiglu_backward_both_kernel"], "SwiGLU")
-        self.assertEqual(found["channels_kernel"], "casts")
+        self.assertEqual(found["channels_kernel"], "quantization")
 
 
 if __name__ == "__main__":
