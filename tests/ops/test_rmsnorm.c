@@ -62,7 +62,7 @@ static void check_norm(int64_t N, int64_t C, int64_t stride, double scale) {
     CHECK_CLOSE(t.rstd, rstd, N, tolerance);
     check_gaps(t.dx, N, C, stride);
     check_gaps(t.dx_added, N, C, stride);
-    // dx is a difference of two terms of its own size, dw a sum over up to 300 tokens: 20 u. scale 1e-4: `before` is as
+    // dx is a difference of two terms of its own size, dw a sum over up to 300 tokens: 20 u. scale 1e-3: `before` is as
     // large as 1 where dx is 1e3.
     real *dx = packed(t.dx, N, C, stride), *dx_added = packed(t.dx_added, N, C, stride);
     if (scale == 1) {
