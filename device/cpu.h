@@ -55,6 +55,10 @@ struct Ctx {
 // either.
 enum { TILE = 128 };
 
+// Elements of a flat buffer that a thread takes at a time. The compiler may use other fused multiply-adds at the end of
+// a vector loop. Fixed blocks keep these ends, and so the bits, independent of the number of threads.
+enum { BLOCK = 4096 };
+
 // The workspace as `count` elements of real; ends the run if `count` exceeds the size that the op's x_workspace
 // returned.
 static inline real* ctx_workspace(Ctx* ctx, int64_t count) {

@@ -5,8 +5,7 @@
 
 #include "device/cpu.h"
 
-// Sums are in double over fixed blocks. The blocks' sums are added in order.
-enum { BLOCK = 4096 };
+// Sums are in double over blocks. The blocks' sums are added in order.
 
 void step_begin(StepState* state, Ctx* ctx) { step_begin_now(state); }
 
@@ -42,7 +41,7 @@ static void update_buffer(const AdamWBuffer* buffer, int bf16, const AdamW* opt,
     // Scalars that are the same for every element.
     real scale = (real)state->grad_scale, b1 = opt->beta1, b2 = opt->beta2, lr = opt->lr, eps = opt->eps;
     real fix1 = (real)(1 / state->correction1), fix2 = (real)(1 / state->correction2);
-#pragma omp parallel for simd schedule(static)
+#pragma omp parallel for simd schedule(static, BLOCK)
     for (int64_t i = 0; i < buffer->n; i++) {
         real m = moment(buffer->m, bf16, i), v = moment(buffer->v, bf16, i);
         // m and v, then master and weight (formulas in the header). bf16 moments are rounded as they are stored.

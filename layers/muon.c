@@ -7,7 +7,7 @@ void muon_momentum(const MuonBuffer* buffers, int count, int bf16, const Muon* o
     const real scale = (real)state->grad_scale, momentum = (real)opt->momentum;
     for (int k = 0; k < count; k++) {
         const MuonBuffer* b = &buffers[k];
-#pragma omp parallel for schedule(static)
+#pragma omp parallel for schedule(static, BLOCK)
         for (int64_t i = 0; i < b->n; i++) {
             // The momentum is a decaying sum of gradients. AdamW's first moment is a mean instead.
             const real g = scale * b->grad[i], after = momentum * moment(b->m, bf16, i) + g;
@@ -96,7 +96,7 @@ void muon_update(const MuonBuffer* buffers, int count, const Muon* opt, const St
     const real lr = (real)opt->lr, decay = (real)opt->weight_decay;
     for (int k = 0; k < count; k++) {
         const MuonBuffer* b = &buffers[k];
-#pragma omp parallel for schedule(static)
+#pragma omp parallel for schedule(static, BLOCK)
         for (int64_t i = 0; i < b->n; i++) {
             // Weight decay is decoupled from the update, as in AdamW.
             b->master[i] -= lr * (b->x[i] + decay * b->master[i]);
