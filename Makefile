@@ -81,8 +81,8 @@ NVCC     ?= nvcc
 CUDA_HOME = $(patsubst %/bin/nvcc,%,$(realpath $(shell command -v $(NVCC))))
 HAVE_NVCC := $(shell command -v $(NVCC) 2>/dev/null)
 ALL_GPUS  := $(if $(HAVE_NVCC),$(shell nvidia-smi --query-gpu=index --format=csv$(COMMA)noheader 2>/dev/null | grep '^[0-9]'))
-# The GPUs that CUDA shows; an empty CUDA_VISIBLE_DEVICES hides all.
-HAVE_GPU  := $(if $(filter undefined,$(origin CUDA_VISIBLE_DEVICES)),$(ALL_GPUS),$(if $(ALL_GPUS),$(subst $(COMMA), ,$(CUDA_VISIBLE_DEVICES))))
+# The GPUs that CUDA shows; an empty CUDA_VISIBLE_DEVICES, or -1, hides all.
+HAVE_GPU  := $(if $(filter undefined,$(origin CUDA_VISIBLE_DEVICES)),$(ALL_GPUS),$(if $(ALL_GPUS),$(filter-out -1,$(subst $(COMMA), ,$(CUDA_VISIBLE_DEVICES)))))
 GPUS      := $(words $(HAVE_GPU))
 # GPUs: A100; RTX 30 and A40; RTX 40 and L40; H100; B200; RTX 50. PTX, which drivers compile, for later ones.
 ALL_ARCHS = 80 86 89 90 100 120

@@ -5,8 +5,6 @@
 
 #include "device/cpu.h"
 
-// Sums are in double over blocks. The blocks' sums are added in order.
-
 void step_begin(StepState* state, Ctx* ctx) { step_begin_now(state); }
 
 void loss_add(double* sum, const real* loss, int64_t N, Ctx* ctx) {
@@ -15,6 +13,7 @@ void loss_add(double* sum, const real* loss, int64_t N, Ctx* ctx) {
 
 size_t adamw_workspace(int64_t n) { return (size_t)ceil_div(n, BLOCK) * sizeof(double); }
 
+// In double: a sum for each block, and then the sum of these in order.
 void grad_norm_add(StepState* state, const real* grad, int64_t n, Ctx* ctx) {
     int64_t blocks = ceil_div(n, BLOCK);
     ASSERT(adamw_workspace(n) <= ctx->workspace_bytes);

@@ -150,6 +150,26 @@ static void test_elements(void) {
     }
 }
 
+// A buffer whose length no vector divides; *arg is 1 for a bf16 momentum.
+static void run_elements(void* arg) {
+    enum { N = 8269 };
+    const int bf16 = *(const int*)arg;
+    const Muon opt = {.lr = 0.01f, .momentum = 0.9f, .weight_decay = 0.1f};
+    const StepState state = {.ok = 1, .grad_scale = 0.3};
+    void* m = bf16 ? kept_bytes(N * sizeof(uint16_t)) : tensor(N, 1);
+    if (bf16) memset(m, 0x3f, N * sizeof(uint16_t));  // 0.75
+    Ctx* ctx = ctx_create(0);
+    const MuonBuffer buffer = {tensor(N, 2), m, tensor(N, 3), tensor(N, 4), tensor(N, 5), N};
+    muon_momentum(&buffer, 1, bf16, &opt, &state, ctx);
+    muon_update(&buffer, 1, &opt, &state, ctx);
+    ctx_destroy(ctx);
+}
+
+static void test_threads(void) {
+    for (int bf16 = 0; bf16 < 2; bf16++) check_threads(run_elements, &bf16);
+    release_all();
+}
+
 // A bf16 momentum is rounded when it is stored. The update uses it before rounding.
 static void test_bf16_momentum(void) {
     const Muon opt = {.lr = 0.01f, .momentum = 0.5f, .weight_decay = 0};
@@ -210,6 +230,7 @@ int main(void) {
     RUN(test_orthogonalize);
     RUN(test_sizes);
     RUN(test_elements);
+    RUN(test_threads);
     RUN(test_bf16_momentum);
     RUN(test_torch);
     return test_summary();

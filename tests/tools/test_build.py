@@ -35,11 +35,28 @@ class Build(unittest.TestCase):
         done = subprocess.run(["make", "-pn", "MPI=0", "CC=cc -nostdinc"], cwd=self.dir, timeout=60, capture_output=True, text=True)
         self.assertRegex(done.stdout, r"(?m)^ONIG := 0$")
 
+    def test_visible_gpus(self):
+        """`make` counts the GPUs that CUDA_VISIBLE_DEVICES leaves, of two or of none."""
+        smi = self.dir / "bin/nvidia-smi"
+        for said, counts in (("echo 0; echo 1", (2, 0, 0, 1, 1, 2)), ("echo No devices were found; exit 6", 6 * (0,))):
+            smi.write_text(f"#!/bin/sh\n{said}\n")
+            smi.chmod(0o755)
+            for visible, count in zip((None, "", "-1", "0", "1", "0,1"), counts):
+                environment = {name: value for name, value in self.environment().items() if name != "CUDA_VISIBLE_DEVICES"}
+                if visible is not None:
+                    environment["CUDA_VISIBLE_DEVICES"] = visible
+                done = subprocess.run(["make", "-pn", "MPI=0", "ARCHS=80"], cwd=self.dir, env=environment, timeout=60, capture_output=True,
+                                      text=True)
+                self.assertEqual(re.findall(r"(?m)^GPUS := (\d+)$", done.stdout), [str(count)], f"{said}: {visible}")
+
+    def environment(self):
+        environment = {name: value for name, value in os.environ.items() if name not in ("MAKEFLAGS", "MAKELEVEL", "MFLAGS")}
+        return environment | {"PATH": f"{self.dir}/bin:{environment['PATH']}"}
+
     def made(self, *arguments):
         """The objects that `make` compiles."""
-        environment = {name: value for name, value in os.environ.items() if name not in ("MAKEFLAGS", "MAKELEVEL", "MFLAGS")}
-        environment["PATH"] = f"{self.dir}/bin:{environment['PATH']}"
-        done = subprocess.run(["make", "MPI=0", *arguments], cwd=self.dir, env=environment, timeout=60, capture_output=True, text=True)
+        done = subprocess.run(["make", "MPI=0", *arguments], cwd=self.dir, env=self.environment(), timeout=60, capture_output=True,
+                              text=True)
         self.assertEqual(done.returncode, 0, done.stderr)
         return {line.split()[1] for line in done.stdout.splitlines() if line.startswith("  NVCC")}
 
