@@ -196,7 +196,8 @@ static void bench_adamw(void) {
                 const AdamWBuffer buffer = {weight[i], master[i], m[i], v[i], grad[i], n, n};
                 adamw_update(&buffer, 1, bf16, there, state, ctx);
             });
-    row("grad_norm_add", "256 Mi parameters", 4.0 * (double)n, [&](int i) { grad_norm_add(state, grad[i], n, ctx); });
+    row("grad_norm_add", "256 Mi parameters", 4.0 * (double)n,
+        [&](int i) { grad_norm_add(state, grad[i], nullptr, n, ctx); });
     device_free(there);
     device_free(state);
 }

@@ -41,3 +41,8 @@ void grouped_gemm_wgrad(real* dw, const floatX* dy, const floatX* x, Ragged r, i
                  dw + (e * OC + o) * IC, IC);
         }
 }
+
+void grouped_gemm_wgrad_rounded(floatX* dw, const floatX* dy, const floatX* x, Ragged r, int64_t IC, int64_t OC,
+                                Ctx* ctx) {
+    grouped_gemm_wgrad(dw, dy, x, r, IC, OC, 0, ctx);
+}

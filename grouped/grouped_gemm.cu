@@ -95,7 +95,7 @@ __device__ __forceinline__ void multiply(Shared& s, float (&d)[PARTS<SHAPE>][COL
 }
 
 // One tile: mainloop and epilogue.
-template <Pass P, int SHAPE>
+template <Pass P, typename Out, int SHAPE>
 __device__ __forceinline__ void compute(Shared& s, const WorkItem& item, const CUtensorMap* out, int columns, int add,
                                         RingSlot<STAGES>& stage, Writer& writer) {
     // Mainloop: the tile's sums.
@@ -106,20 +106,20 @@ __device__ __forceinline__ void compute(Shared& s, const WorkItem& item, const C
 
 #pragma unroll
     for (int part = 0; part < PARTS<SHAPE>; part++) {
-        // Epilogue. WGRAD: dW_e = or += the sums. Else y or dx = the sums rounded to bf16, zeros in pad rows. (The work
-        // tile is read from shared memory only here, to save registers.)
+        // Epilogue. WGRAD: dW_e = or += the sums. Else y or dx = the sums, zeros in pad rows. (The work tile is read
+        // from shared memory only here, to save registers.)
         const int row = part * SQUARE_SIDE + warp * 16, m = item.m + row, expert = item.expert;
         if (P == WGRAD)
-            write<float, COLUMNS<SHAPE>>(writer, d[part], item.n, columns, 16,
-                                         [&](const void* piece, int n) { tma_write(add, out, piece, n, m, expert); });
+            write<Out, COLUMNS<SHAPE>>(writer, d[part], item.n, columns, 16,
+                                       [&](const void* piece, int n) { tma_write(add, out, piece, n, m, expert); });
         else
-            write<floatX, COLUMNS<SHAPE>>(writer, d[part], item.n, columns, item.valid - row,
-                                          [&](const void* piece, int n) { tma_store(out, piece, n, m); });
+            write<Out, COLUMNS<SHAPE>>(writer, d[part], item.n, columns, item.valid - row,
+                                       [&](const void* piece, int n) { tma_store(out, piece, n, m); });
     }
 }
 
 // A consumer warp: tile after tile.
-template <Pass P>
+template <Pass P, typename Out>
 __device__ __forceinline__ void consume(Shared& s, const CUtensorMap* out, int columns, int add) {
     const int lane = threadIdx.x % 32, warp = threadIdx.x / 32 - 4;
     Writer writer = {s.stores[warp], 0, lane};
@@ -134,11 +134,11 @@ __device__ __forceinline__ void consume(Shared& s, const CUtensorMap* out, int c
 
         // Its tile, by shape.
         if (shape == WIDE)
-            compute<P, WIDE>(s, item, out, columns, add, stage, writer);
+            compute<P, Out, WIDE>(s, item, out, columns, add, stage, writer);
         else if (shape == TALL)
-            compute<P, TALL>(s, item, out, columns, add, stage, writer);
+            compute<P, Out, TALL>(s, item, out, columns, add, stage, writer);
         else
-            compute<P, SQUARE>(s, item, out, columns, add, stage, writer);
+            compute<P, Out, SQUARE>(s, item, out, columns, add, stage, writer);
 
         // Release the slot of the work tile.
         __syncwarp();
@@ -151,12 +151,12 @@ __device__ __forceinline__ void consume(Shared& s, const CUtensorMap* out, int c
     __syncwarp();
 }
 
-template <Pass P>
+template <Pass P, typename Out>
 __global__ void __cluster_dims__(CLUSTER, 1, 1) __launch_bounds__(THREADS, 1)
     grouped_gemm_kernel(const __grid_constant__ CUtensorMap a, const __grid_constant__ CUtensorMap b,
                         const __grid_constant__ CUtensorMap out, const Groups g) {
     run_block<P>(
-        &a, &b, &out, g, [&](Shared& s) { consume<P>(s, &out, g.N, g.add); }, [](Shared&) {});
+        &a, &b, &out, g, [&](Shared& s) { consume<P, Out>(s, &out, g.N, g.add); }, [](Shared&) {});
 }
 
 // --- The host's side ---
@@ -177,7 +177,7 @@ bool check_sizes(const Ragged& r, int64_t IC, int64_t OC) {
 void grouped_gemm_forward(floatX* y, const floatX* x, const floatX* w, Ragged r, int64_t IC, int64_t OC, Ctx* ctx) {
     if (!check_sizes(r, IC, OC)) return;
     if (ctx->portable) return grouped_gemm_portable_forward(y, x, w, r, IC, OC, ctx);
-    launch(grouped_gemm_kernel<FORWARD>, ctx, matrix_map(x, 0, r.capacity, IC, BOX, ctx),
+    launch(grouped_gemm_kernel<FORWARD, floatX>, ctx, matrix_map(x, 0, r.capacity, IC, BOX, ctx),
            matrix_map(w, r.El, OC, IC, BOX, ctx), matrix_map(y, 0, r.capacity, OC, 16, ctx),
            groups_of(r, 0, OC, IC, ctx));
 }
@@ -185,20 +185,31 @@ void grouped_gemm_forward(floatX* y, const floatX* x, const floatX* w, Ragged r,
 void grouped_gemm_dgrad(floatX* dx, const floatX* dy, const floatX* w, Ragged r, int64_t IC, int64_t OC, Ctx* ctx) {
     if (!check_sizes(r, IC, OC)) return;
     if (ctx->portable) return grouped_gemm_portable_dgrad(dx, dy, w, r, IC, OC, ctx);
-    launch(grouped_gemm_kernel<DGRAD>, ctx, matrix_map(dy, 0, r.capacity, OC, BOX, ctx),
+    launch(grouped_gemm_kernel<DGRAD, floatX>, ctx, matrix_map(dy, 0, r.capacity, OC, BOX, ctx),
            matrix_map(w, r.El, OC, IC, BOX, ctx), matrix_map(dx, 0, r.capacity, IC, 16, ctx),
            groups_of(r, 0, IC, OC, ctx));
 }
 
 // The contraction runs over whole k blocks of 64 rows. Pad rows at an expert's end are zeros in dy and x and add
 // nothing.
-void grouped_gemm_wgrad(real* dw, const floatX* dy, const floatX* x, Ragged r, int64_t IC, int64_t OC, int accumulate,
-                        Ctx* ctx) {
+template <typename Out>
+static void wgrad(Out* dw, const floatX* dy, const floatX* x, Ragged r, int64_t IC, int64_t OC, int accumulate,
+                  Ctx* ctx) {
     if (!check_sizes(r, IC, OC))
-        return accumulate ? void() : device_zero(dw, (size_t)(r.El * OC * IC) * sizeof(real), ctx);
+        return accumulate ? void() : device_zero(dw, (size_t)(r.El * OC * IC) * sizeof(Out), ctx);
     if (ctx->portable) return grouped_gemm_portable_wgrad(dw, dy, x, r, IC, OC, accumulate, ctx);
     Groups g = groups_of(r, OC, IC, r.capacity, ctx);
     g.add = accumulate;
-    launch(grouped_gemm_kernel<WGRAD>, ctx, matrix_map(dy, 0, r.capacity, OC, BOX, ctx),
+    launch(grouped_gemm_kernel<WGRAD, Out>, ctx, matrix_map(dy, 0, r.capacity, OC, BOX, ctx),
            matrix_map(x, 0, r.capacity, IC, BOX, ctx), matrix_map(dw, r.El, OC, IC, 16, ctx), g);
+}
+
+void grouped_gemm_wgrad(real* dw, const floatX* dy, const floatX* x, Ragged r, int64_t IC, int64_t OC, int accumulate,
+                        Ctx* ctx) {
+    wgrad(dw, dy, x, r, IC, OC, accumulate, ctx);
+}
+
+void grouped_gemm_wgrad_rounded(floatX* dw, const floatX* dy, const floatX* x, Ragged r, int64_t IC, int64_t OC,
+                                Ctx* ctx) {
+    wgrad(dw, dy, x, r, IC, OC, 0, ctx);
 }

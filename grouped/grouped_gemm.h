@@ -25,3 +25,6 @@ void grouped_gemm_dgrad(floatX* dx, const floatX* dy, const floatX* w, Ragged ra
 // dW_e = sum of dy[r] x[r]^T over the rows r of expert e, 0 without rows; += with accumulate 1
 void grouped_gemm_wgrad(real* dw, const floatX* dy, const floatX* x, Ragged ragged, int64_t IC, int64_t OC,
                         int accumulate, Ctx* ctx);
+// The same without accumulation: the float32 sums are rounded once.
+void grouped_gemm_wgrad_rounded(floatX* dw, const floatX* dy, const floatX* x, Ragged ragged, int64_t IC, int64_t OC,
+                                Ctx* ctx);

@@ -348,9 +348,12 @@ void grouped_gemm_portable_dgrad(floatX* dx, const floatX* dy, const floatX* w, 
     multiply_groups<DGRAD>(dx, dy, w, groups_of(r, 0, IC, OC, ctx), ctx);
 }
 
-void grouped_gemm_portable_wgrad(real* dw, const floatX* dy, const floatX* x, Ragged r, int64_t IC, int64_t OC,
+template <typename Out>
+void grouped_gemm_portable_wgrad(Out* dw, const floatX* dy, const floatX* x, Ragged r, int64_t IC, int64_t OC,
                                  int accumulate, Ctx* ctx) {
     Groups g = groups_of(r, OC, IC, r.capacity, ctx);
     g.add = accumulate;
     multiply_groups<WGRAD>(dw, dy, x, g, ctx);
 }
+template void grouped_gemm_portable_wgrad(real*, const floatX*, const floatX*, Ragged, int64_t, int64_t, int, Ctx*);
+template void grouped_gemm_portable_wgrad(floatX*, const floatX*, const floatX*, Ragged, int64_t, int64_t, int, Ctx*);

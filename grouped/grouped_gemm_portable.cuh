@@ -9,5 +9,6 @@ void grouped_gemm_portable_forward(floatX* y, const floatX* x, const floatX* w, 
                                    Ctx* ctx);
 void grouped_gemm_portable_dgrad(floatX* dx, const floatX* dy, const floatX* w, Ragged ragged, int64_t IC, int64_t OC,
                                  Ctx* ctx);
-void grouped_gemm_portable_wgrad(real* dw, const floatX* dy, const floatX* x, Ragged ragged, int64_t IC, int64_t OC,
+template <typename Out>  // real, or floatX without accumulation
+void grouped_gemm_portable_wgrad(Out* dw, const floatX* dy, const floatX* x, Ragged ragged, int64_t IC, int64_t OC,
                                  int accumulate, Ctx* ctx);

@@ -14,8 +14,9 @@ void loss_add(double* sum, const real* loss, int64_t N, Ctx* ctx) {
 size_t adamw_workspace(int64_t n) { return (size_t)ceil_div(n, BLOCK) * sizeof(double); }
 
 // In double: a sum for each block, and then the sum of these in order.
-void grad_norm_add(StepState* state, const real* grad, int64_t n, Ctx* ctx) {
+void grad_norm_add(StepState* state, const real* grad, const floatX* rounded, int64_t n, Ctx* ctx) {
     int64_t blocks = ceil_div(n, BLOCK);
+    if (rounded) grad = rounded;
     ASSERT(adamw_workspace(n) <= ctx->workspace_bytes);
     double* partial = (double*)ctx->workspace;
 #pragma omp parallel for schedule(static)
@@ -37,6 +38,7 @@ void step_decide(StepState* state, int64_t tokens, const AdamW* opt, Ctx* ctx) {
 static void update_buffer(const AdamWBuffer* buffer, int bf16, const AdamW* opt, const StepState* state) {
     floatX* weight = buffer->weight;
     real* master = buffer->master;
+    const real* grad = buffer->rounded ? buffer->rounded : buffer->grad;
     // Scalars that are the same for every element.
     real scale = (real)state->grad_scale, b1 = opt->beta1, b2 = opt->beta2, lr = opt->lr, eps = opt->eps;
     real fix1 = (real)(1 / state->correction1), fix2 = (real)(1 / state->correction2);
@@ -44,7 +46,7 @@ static void update_buffer(const AdamWBuffer* buffer, int bf16, const AdamW* opt,
     for (int64_t i = 0; i < buffer->n; i++) {
         real m = moment(buffer->m, bf16, i), v = moment(buffer->v, bf16, i);
         // m and v, then master and weight (formulas in the header). bf16 moments are rounded as they are stored.
-        real g = scale * buffer->grad[i], decay = i < buffer->n_decay ? (real)opt->weight_decay : 0;
+        real g = scale * grad[i], decay = i < buffer->n_decay ? (real)opt->weight_decay : 0;
         m = b1 * m + (1 - b1) * g;
         v = b2 * v + (1 - b2) * g * g;
         set_moment(buffer->m, bf16, i, m);

@@ -1,8 +1,8 @@
 // AdamW, the gradient norm and the decisions of a step.
 //
 // adamw_update processes up to 32 buffers per launch. It reads master, m, v and grad once and writes master, m, v and
-// weight once: 30 bytes a parameter, or 22 with bf16 moments. Bound by memory. A thread owns 8 elements, so that 8
-// loads of 16 bytes are in flight at once (6 with bf16 moments).
+// weight once: 30 bytes a parameter, or 22 with bf16 moments; 2 less with a rounded gradient. Bound by memory. A thread
+// owns 8 elements, so that 8 loads of 16 bytes are in flight at once (6 with bf16 moments).
 //
 // Reductions are in double over fixed chunks: one block per chunk, then one block over the chunks' sums. The order of
 // summation depends neither on the number of SMs nor on timing.
@@ -29,20 +29,28 @@ static __device__ __forceinline__ double term(float x) {
     return SQUARED ? (double)x * x : (double)x;
 }
 
-template <int SQUARED>
-static __global__ void sum_chunks_kernel(double* partial, const float* x, int64_t n) {
-    // A full chunk in 16-byte vectors, or the rest in the last chunk.
+// Four values: one access of 16 bytes, or of 8.
+static __device__ __forceinline__ float4 load4(const float* p) { return *(const float4*)p; }
+static __device__ __forceinline__ float4 load4(const floatX* p) {
+    const uint2 pair = *(const uint2*)p;
+    return make_float4(__uint_as_float(pair.x << 16), __uint_as_float(pair.x & 0xffff0000u),
+                       __uint_as_float(pair.y << 16), __uint_as_float(pair.y & 0xffff0000u));
+}
+
+template <int SQUARED, typename T>
+static __global__ void sum_chunks_kernel(double* partial, const T* x, int64_t n) {
+    // A full chunk in vectors of four, or the rest in the last chunk.
     const int64_t first = blockIdx.x * (int64_t)CHUNK;
     double sum = 0;
     if (first + CHUNK <= n) {
-        const float4* p = (const float4*)(x + first);
 #pragma unroll 8
         for (int i = threadIdx.x; i < CHUNK / 4; i += THREADS) {
-            float4 f = p[i];
+            const float4 f = load4(x + first + 4 * i);
             sum += (term<SQUARED>(f.x) + term<SQUARED>(f.y)) + (term<SQUARED>(f.z) + term<SQUARED>(f.w));
         }
     } else {
-        for (int64_t i = first + threadIdx.x; i < n && i < first + CHUNK; i += THREADS) sum += term<SQUARED>(x[i]);
+        for (int64_t i = first + threadIdx.x; i < n && i < first + CHUNK; i += THREADS)
+            sum += term<SQUARED>((float)x[i]);
     }
 
     // One partial sum per chunk.
@@ -59,12 +67,12 @@ static __global__ void add_total_kernel(double* total, const double* partial, in
     if (threadIdx.x == 0) *total += sum;
 }
 
-template <int SQUARED>
-static void add_sum(double* total, const float* x, int64_t n, Ctx* ctx) {
+template <int SQUARED, typename T>
+static void add_sum(double* total, const T* x, int64_t n, Ctx* ctx) {
     ASSERT(aligned(x));
     int64_t chunks = ceil_div(n, CHUNK);
     double* partial = ctx_workspace<double>(ctx, chunks);
-    launch(sum_chunks_kernel<SQUARED>, chunks, THREADS, 0, ctx, partial, x, n);
+    launch(sum_chunks_kernel<SQUARED, T>, chunks, THREADS, 0, ctx, partial, x, n);
     launch_early(add_total_kernel, 1, TOTAL_THREADS, 0, ctx, total, partial, chunks);
 }
 
@@ -72,8 +80,8 @@ size_t adamw_workspace(int64_t n) { return (size_t)ceil_div(n, CHUNK) * sizeof(d
 
 void loss_add(double* sum, const real* loss, int64_t N, Ctx* ctx) { add_sum<0>(sum, loss, N, ctx); }
 
-void grad_norm_add(StepState* state, const real* grad, int64_t n, Ctx* ctx) {
-    add_sum<1>(&state->grad_sq, grad, n, ctx);
+void grad_norm_add(StepState* state, const real* grad, const floatX* rounded, int64_t n, Ctx* ctx) {
+    rounded ? add_sum<1>(&state->grad_sq, rounded, n, ctx) : add_sum<1>(&state->grad_sq, grad, n, ctx);
 }
 
 // One thread each: the sums and decisions of a step are a few numbers.
@@ -106,10 +114,10 @@ static __global__ void __launch_bounds__(THREADS, 4)
         const float scale = (float)state->grad_scale, fix1 = (float)(1 / state->correction1),
                     fix2 = (float)(1 / state->correction2);
         float g[8], p[8], m1[8], v1[8];
-        load_real(g, buffer.grad + i);
         load_real(p, master + i);
         load_moments(m1, m + i);
         load_moments(v1, v + i);
+        load_gradients(g, buffer, i);
 
         // The update of m, v and master (formulas in the header).
 #pragma unroll
@@ -130,6 +138,7 @@ static __global__ void __launch_bounds__(THREADS, 4)
 
 void adamw_update(const AdamWBuffer* buffers, int count, int bf16, const AdamW* opt, const StepState* state, Ctx* ctx) {
     for (int b = 0; b < count; b++)
-        ASSERT(wide(buffers[b].n, buffers[b].weight, buffers[b].master, buffers[b].m, buffers[b].v, buffers[b].grad));
+        ASSERT(wide(buffers[b].n, buffers[b].weight, buffers[b].master, buffers[b].m, buffers[b].v, buffers[b].grad,
+                    buffers[b].rounded));
     launch_list(bf16 ? adamw_kernel<floatX> : adamw_kernel<float>, buffers, count, ctx, opt, state);
 }

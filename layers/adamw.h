@@ -64,9 +64,10 @@ typedef struct AdamW {
     float lr, beta1, beta2, eps, weight_decay, clip;  // clip: largest gradient norm, 0 for none
 } AdamW;
 
-void step_begin(StepState* state, Ctx* ctx);                                     // sets the sums to 0
-void loss_add(double* sum, const real* loss, int64_t N, Ctx* ctx);               // sum += sum_n loss[n]
-void grad_norm_add(StepState* state, const real* grad, int64_t n, Ctx* ctx);     // grad_sq += sum_i grad[i]^2
+void step_begin(StepState* state, Ctx* ctx);                        // sets the sums to 0
+void loss_add(double* sum, const real* loss, int64_t N, Ctx* ctx);  // sum += sum_n loss[n]
+// grad_sq += sum_i grad[i]^2, or of `rounded` in its place; the other one is NULL.
+void grad_norm_add(StepState* state, const real* grad, const floatX* rounded, int64_t n, Ctx* ctx);
 void step_decide(StepState* state, int64_t tokens, const AdamW* opt, Ctx* ctx);  // sets the rest of StepState
 
 // A flat buffer of n parameters, with their master weights, moments and gradients.
@@ -76,6 +77,7 @@ typedef struct AdamWBuffer {
     void *m, *v;  // real, or bf16
     const real* grad;
     int64_t n, n_decay;
+    const floatX* rounded;  // the gradient in place of grad, or NULL
 } AdamWBuffer;
 
 // The update of each buffer, with decay = weight_decay for i < n_decay and 0 after it (matrices come before vectors):

@@ -24,6 +24,15 @@ static __device__ __forceinline__ int64_t list_element(const BufferList<Buffer>&
     return ((blockIdx.x - list.first[b]) * (int64_t)LIST_THREADS + threadIdx.x) * 8;
 }
 
+// 8 gradients of a buffer from element i on.
+template <typename Buffer>
+static __device__ __forceinline__ void load_gradients(float g[8], const Buffer& buffer, int64_t i) {
+    if (buffer.rounded)
+        load(g, buffer.rounded + i);
+    else
+        load_real(g, buffer.grad + i);
+}
+
 // 8 moments, stored as float32 or bf16.
 static __device__ __forceinline__ void load_moments(float m[8], const float* p) { load_real(m, p); }
 static __device__ __forceinline__ void load_moments(float m[8], const floatX* p) { load(m, p); }

@@ -7,10 +7,11 @@ void muon_momentum(const MuonBuffer* buffers, int count, int bf16, const Muon* o
     const real scale = (real)state->grad_scale, momentum = (real)opt->momentum;
     for (int k = 0; k < count; k++) {
         const MuonBuffer* b = &buffers[k];
+        const real* grad = b->rounded ? b->rounded : b->grad;
 #pragma omp parallel for schedule(static, BLOCK)
         for (int64_t i = 0; i < b->n; i++) {
             // The momentum is a decaying sum of gradients. AdamW's first moment is a mean instead.
-            const real g = scale * b->grad[i], after = momentum * moment(b->m, bf16, i) + g;
+            const real g = scale * grad[i], after = momentum * moment(b->m, bf16, i) + g;
             set_moment(b->m, bf16, i, after);
             // Nesterov momentum: the gradient once more, with the new momentum.
             b->x[i] = g + momentum * after;

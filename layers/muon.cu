@@ -26,8 +26,8 @@ static __global__ void __launch_bounds__(THREADS)
     const float scale = (float)state->grad_scale, momentum = opt->momentum;
     Momentum* m = (Momentum*)buffer.m;
     float g[8], m1[8], u[8];
-    load_real(g, buffer.grad + i);
     load_moments(m1, m + i);
+    load_gradients(g, buffer, i);
 #pragma unroll
     for (int j = 0; j < 8; j++) {
         m1[j] = momentum * m1[j] + scale * g[j];
@@ -38,7 +38,8 @@ static __global__ void __launch_bounds__(THREADS)
 }
 
 void muon_momentum(const MuonBuffer* buffers, int count, int bf16, const Muon* opt, const StepState* state, Ctx* ctx) {
-    for (int b = 0; b < count; b++) ASSERT(wide(buffers[b].n, buffers[b].x, buffers[b].m, buffers[b].grad));
+    for (int b = 0; b < count; b++)
+        ASSERT(wide(buffers[b].n, buffers[b].x, buffers[b].m, buffers[b].grad, buffers[b].rounded));
     launch_list(bf16 ? muon_momentum_kernel<floatX> : muon_momentum_kernel<float>, buffers, count, ctx, opt, state);
 }
 

@@ -37,6 +37,7 @@ typedef struct MuonBuffer {
     floatX* weight;  // may be master where floatX is real
     real* master;
     int64_t n;
+    const floatX* rounded;  // the gradient in place of grad, or NULL
 } MuonBuffer;
 
 // x = u, and the new m, of each buffer. If bf16 is 1, m is bf16. If state->ok is 0, m stays unchanged and x is

@@ -19,6 +19,14 @@ Unit* unit_begin(Model* m, int unit, int next) {
 
 void unit_end(Model* m, int unit) { weights_release(m->sharding, unit, m->ctx); }
 
+// Elements from .. end - 1 of a buffer.
+static void zero_gradients(const ParamBuffer* p, int64_t from, int64_t end, Ctx* ctx) {
+    if (p->rounded_grad)
+        device_zero(p->rounded_grad + from, (size_t)(end - from) * sizeof(floatX), ctx);
+    else
+        device_zero(p->grad + from, (size_t)(end - from) * sizeof(real), ctx);
+}
+
 // GEMMs write a fresh gradient as a whole. The gradients of embedding, router and norms are added to. So these begin
 // as 0, and with them the padding behind each matrix and buffer.
 void unit_grads_begin(Model* m, int unit) {
@@ -32,10 +40,10 @@ void unit_grads_begin(Model* m, int unit) {
             if (u->at[i] < 0 || i == ROUTER || param_buffer((ParamId)i) != b) continue;
             Weight* w = &u->w[i];
             w->accumulate = !p->fresh;
-            if (p->fresh) device_zero(p->grad + done, (size_t)(u->at[i] - done) * sizeof(real), m->ctx);
+            if (p->fresh) zero_gradients(p, done, u->at[i], m->ctx);
             done = u->at[i] + w->count * w->OC * w->IC;
         }
-        if (p->fresh) device_zero(p->grad + done, (size_t)(p->n - done) * sizeof(real), m->ctx);
+        if (p->fresh) zero_gradients(p, done, p->n, m->ctx);
     }
 }
 
@@ -45,7 +53,7 @@ void unit_grads_end(Model* m, int unit, int last) {
     Ctx* side = grads_reduce(m->sharding, unit, m->first, last, m->ctx);
     for (int b = 0; b < BUFFERS; b++) {
         const ParamBuffer* p = &m->units[unit].buffer[b];
-        if (last && p->n) grad_norm_add(m->state, p->own_grad, p->part, side);
+        if (last && p->n) grad_norm_add(m->state, p->own_grad, p->rounded_grad, p->part, side);
     }
 }
 

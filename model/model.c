@@ -89,6 +89,7 @@ static void set_weights(Unit* u) {
         if (u->at[i] < 0) continue;
         u->w[i].w = buffer->weight + u->at[i];
         if (buffer->grad) u->w[i].grad = buffer->grad + u->at[i];
+        if (buffer->rounded_grad) u->w[i].rounded_grad = buffer->rounded_grad + u->at[i];
     }
 }
 
@@ -161,11 +162,16 @@ static void plan_params(Model* m) {
     const int units = params_units(&m->config);
     m->units = (Unit*)host_alloc((size_t)units * sizeof(Unit));
     ParamBuffer** buffers = (ParamBuffer**)host_alloc((size_t)units * sizeof(ParamBuffer*));
+    // The gradients of experts are rounded to floatX where they are written once in a step and never summed.
+    const int once = m->settings.tokens_per_step == settings_micro_tokens(&m->settings);
     // Parameters, gradients and moments, then the slots that units are gathered into.
     for (int u = 0; u < units; u++) {
         m->units[u] = params_unit(&m->config, &m->layout, u);
         buffers[u] = m->units[u].buffer;
-        for (int b = 0; b < BUFFERS; b++) sharding_plan(params, &buffers[u][b], m->layout.bf16_moments);
+        for (int b = 0; b < BUFFERS; b++) {
+            ParamBuffer* p = &buffers[u][b];
+            sharding_plan(params, p, m->layout.bf16_moments, b == EXPERT_PARAMS && once && p->parts == 1);
+        }
     }
     m->sharding = sharding_plan_slots(params, buffers, units, (int)m->config.L + 1);
     free(buffers);

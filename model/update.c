@@ -29,8 +29,13 @@ static void sum_over_ranks(Model* m) {
 
 static int64_t clamp(int64_t x, int64_t most) { return x < 0 ? 0 : x < most ? x : most; }
 
-// The gradients of the owned elements.
-static const real* owned_grad(const ParamBuffer* p) { return p->own_grad - (p->first - p->owned_from); }
+// The gradients from owned element `from` on. One of the two is NULL.
+static const real* owned_grad(const ParamBuffer* p, int64_t from) {
+    return p->own_grad ? p->own_grad - (p->first - p->owned_from) + from : NULL;
+}
+static const floatX* rounded_grad(const ParamBuffer* p, int64_t from) {
+    return p->rounded_grad ? p->rounded_grad + from : NULL;
+}
 
 // AdamW's part of each buffer, after Muon's.
 static void update_by_adamw(Model* m) {
@@ -43,7 +48,8 @@ static void update_by_adamw(Model* m) {
         void* moments = moments_at(p, from, m->layout.bf16_moments);
         const int64_t decay = clamp(p->n_decay - p->owned_from - from, n);
         const AdamWBuffer buffer = {
-            p->owned_weight + from, p->master + from, moments, p->v, owned_grad(p) + from, n, decay};
+            p->owned_weight + from, p->master + from, moments, p->v, owned_grad(p, from), n, decay,
+            rounded_grad(p, from)};
         list[count++] = buffer;
     }
     adamw_update(list, count, m->layout.bf16_moments, &m->inputs->adamw, m->state, m->ctx);
@@ -59,9 +65,13 @@ static void orthogonalize(Model* m, const MuonGroup* g, floatX* x) {
 
 // n owned elements of a buffer from `from` on, and their place in x.
 static MuonBuffer muon_buffer(const Model* m, const ParamBuffer* p, int64_t from, int64_t n, floatX* x) {
-    const MuonBuffer buffer = {
-        x, moments_at(p, from, m->layout.bf16_moments), owned_grad(p) + from, p->owned_weight + from, p->master + from,
-        n};
+    const MuonBuffer buffer = {x,
+                               moments_at(p, from, m->layout.bf16_moments),
+                               owned_grad(p, from),
+                               p->owned_weight + from,
+                               p->master + from,
+                               n,
+                               rounded_grad(p, from)};
     return buffer;
 }
 

@@ -107,7 +107,8 @@ void grouped_gemm_lt_mx(floatX* y, real* y_real, MxBytes x, MxTiles w, Ragged r,
 
 // Wgrad: an expert's rows are a range of every channel. Workspace: | cuBLASLt | scales of dy | scales of x |. Experts
 // with more rows than fit are processed in slices of `rows_at_once` rows, which accumulate.
-void grouped_gemm_lt_mx_wgrad(real* dw, MxBytes dy, MxBytes x, int64_t length, Ragged r, int64_t IC, int64_t OC,
+template <typename Out>
+void grouped_gemm_lt_mx_wgrad(Out* dw, MxBytes dy, MxBytes x, int64_t length, Ragged r, int64_t IC, int64_t OC,
                               int accumulate, Ctx* ctx) {
     // Divide the workspace: the rows of a slice, and the two buffers of scales.
     const int64_t chunk_bytes = scales_bytes(OC, MX_CHUNK / MX_BLOCK) + scales_bytes(IC, MX_CHUNK / MX_BLOCK);
@@ -117,7 +118,7 @@ void grouped_gemm_lt_mx_wgrad(real* dw, MxBytes dy, MxBytes x, int64_t length, R
     HostGroups g = host_groups(r, ctx);
     g.capacity = length;  // channels are padded with zeros to the next 128 (mx/mxfp8.h)
     for (int e = 0; e < r.El; e++) {
-        if (!accumulate && g.taken(e) == 0) device_zero(dw + e * OC * IC, (size_t)(OC * IC) * sizeof(real), ctx);
+        if (!accumulate && g.taken(e) == 0) device_zero(dw + e * OC * IC, (size_t)(OC * IC) * sizeof(Out), ctx);
         for (int64_t at = 0; at < g.taken(e); at += rows_at_once) {
             // A slice of the expert's rows: convert the scales, then the GEMM.
             const int64_t row = g.start[e] + at, rows = g.taken(e) - at < rows_at_once ? g.taken(e) - at : rows_at_once;
@@ -129,7 +130,7 @@ void grouped_gemm_lt_mx_wgrad(real* dw, MxBytes dy, MxBytes x, int64_t length, R
                          .n = IC,
                          .k = rows,
                          .transpose_b = true,
-                         .real_out = true,
+                         .real_out = sizeof(Out) == sizeof(real),
                          .accumulate = accumulate || at > 0,
                          .a_scale = of_dy,
                          .b_scale = of_x},
@@ -137,3 +138,5 @@ void grouped_gemm_lt_mx_wgrad(real* dw, MxBytes dy, MxBytes x, int64_t length, R
         }
     }
 }
+template void grouped_gemm_lt_mx_wgrad(real*, MxBytes, MxBytes, int64_t, Ragged, int64_t, int64_t, int, Ctx*);
+template void grouped_gemm_lt_mx_wgrad(floatX*, MxBytes, MxBytes, int64_t, Ragged, int64_t, int64_t, int, Ctx*);

@@ -8,7 +8,8 @@
 
 // Accumulators are not short here, and any MXFP8 scales are allowed. OC is a multiple of 16.
 void grouped_gemm_lt_mx(floatX* y, real* y_real, MxBytes x, MxTiles w, Ragged ragged, int64_t IC, int64_t OC, Ctx* ctx);
-void grouped_gemm_lt_mx_wgrad(real* dw, MxBytes dy, MxBytes x, int64_t length, Ragged ragged, int64_t IC, int64_t OC,
+template <typename Out>  // real, or floatX without accumulation
+void grouped_gemm_lt_mx_wgrad(Out* dw, MxBytes dy, MxBytes x, int64_t length, Ragged ragged, int64_t IC, int64_t OC,
                               int accumulate, Ctx* ctx);
 
 // Scales as quantization writes them: p[r / rows * row_stride + b / blocks * block_stride] is that of row r, block b.

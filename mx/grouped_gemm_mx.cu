@@ -292,8 +292,8 @@ __device__ __forceinline__ void compute(Shared& s, Consumer<Scales>& c, const Wo
         const int row = part * SQUARE_SIDE + warp * 16, m = item.m + row, expert = item.expert;
         const CUtensorMap* dw = out + item.map;
         if (Scales::BY_COLUMN)
-            write<float, SQUARE_SIDE>(writer, d[part], item.n, item.of.N, 16,
-                                      [&](const void* piece, int n) { tma_write(add, dw, piece, n, m, expert); });
+            write<Out, SQUARE_SIDE>(writer, d[part], item.n, item.of.N, 16,
+                                    [&](const void* piece, int n) { tma_write(add, dw, piece, n, m, expert); });
         else
             write<Out, SQUARE_SIDE>(writer, d[part], item.n, columns, item.valid - row,
                                     [&](const void* piece, int n) { tma_store(out, piece, n, m); });
@@ -365,22 +365,23 @@ struct Outputs {
     CUtensorMap map[MOST_MATRICES];
 };
 
+template <typename Out>
 __global__ void __cluster_dims__(CLUSTER, 1, 1) __launch_bounds__(THREADS, 1)
     grouped_gemm_mx_wgrad_kernel(const __grid_constant__ CUtensorMap dy, const __grid_constant__ CUtensorMap x,
                                  const __grid_constant__ Outputs dw, const __grid_constant__ Groups g,
                                  const ChannelScales::Tensors scales) {
     run_block<MX_WGRAD>(
-        &dy, &x, dw.map, g, [&](Shared& s) { consume<real, ChannelScales>(s, scales, dw.map, g.N, g.add); },
+        &dy, &x, dw.map, g, [&](Shared& s) { consume<Out, ChannelScales>(s, scales, dw.map, g.N, g.add); },
         [&](Shared& s) { fill_column_scales(s, scales); });
 }
 
-// dW = 0 for experts without rows, because no work item writes it. blockIdx.y is the expert.
-__global__ void __launch_bounds__(256) zero_without_rows(real* dw, const int32_t* rows, int64_t size) {
+// dW = 0 for experts without rows, because no work item writes it. blockIdx.y is the expert, whose dW has `size`
+// vectors.
+__global__ void __launch_bounds__(256) zero_without_rows(uint4* dw, const int32_t* rows, int64_t size) {
     wait_for_previous();
     if (rows[blockIdx.y] > 0) return;
     dw += blockIdx.y * size;
-    for (int64_t i = (blockIdx.x * (int64_t)256 + threadIdx.x) * 4; i < size; i += gridDim.x * (int64_t)1024)
-        *(float4*)(dw + i) = {0, 0, 0, 0};
+    for (int64_t i = blockIdx.x * (int64_t)256 + threadIdx.x; i < size; i += gridDim.x * (int64_t)256) dw[i] = {};
 }
 
 }  // namespace
@@ -404,19 +405,31 @@ void grouped_gemm_mx(floatX* y, real* y_real, MxBytes x, MxTiles w, Ragged r, in
         launch(grouped_gemm_mx_kernel<real>, ctx, from, by, matrix_map(y_real, 0, r.capacity, OC, 16, ctx), g, scales);
 }
 
-void grouped_gemm_mx_wgrad(real* dw, MxBytes dy, MxBytes x, int64_t length, Ragged r, int64_t IC, int64_t OC,
-                           int accumulate, Ctx* ctx) {
+template <typename Out>
+static void wgrad(Out* dw, MxBytes dy, MxBytes x, int64_t length, Ragged r, int64_t IC, int64_t OC, int accumulate,
+                  Ctx* ctx) {
     ASSERT(IC > 0 && IC % MX_BLOCK == 0 && OC > 0 && OC % MX_BLOCK == 0 && length % MX_CHUNK == 0);
     ASSERT(r.El <= MAX_EXPERTS && length >= r.capacity);
     if (r.capacity == 0 || r.El == 0)
-        return accumulate ? void() : device_zero(dw, (size_t)(r.El * OC * IC) * sizeof(real), ctx);
+        return accumulate ? void() : device_zero(dw, (size_t)(r.El * OC * IC) * sizeof(Out), ctx);
     if (has_block_scales(ctx)) return grouped_gemm_lt_mx_wgrad(dw, dy, x, length, r, IC, OC, accumulate, ctx);
-    if (!accumulate) launch_early(zero_without_rows, dim3(16, r.El), 256, 0, ctx, dw, r.group_rows, OC * IC);
+    const int64_t vectors = OC * IC * (int64_t)sizeof(Out) / (int64_t)sizeof(uint4);
+    if (!accumulate) launch_early(zero_without_rows, dim3(16, r.El), 256, 0, ctx, (uint4*)dw, r.group_rows, vectors);
     Groups g = groups_of(r, OC, IC, 0, ctx);
     g.add = accumulate;
-    launch(grouped_gemm_mx_wgrad_kernel, ctx, matrix_map(dy.q, 0, OC, length, BOX, ctx),
+    launch(grouped_gemm_mx_wgrad_kernel<Out>, ctx, matrix_map(dy.q, 0, OC, length, BOX, ctx),
            matrix_map(x.q, 0, IC, length, BOX, ctx), Outputs{{matrix_map(dw, r.El, OC, IC, 16, ctx)}}, g,
            ChannelScales::Tensors{dy.scale, x.scale, (int)(length / MX_CHUNK)});
+}
+
+void grouped_gemm_mx_wgrad(real* dw, MxBytes dy, MxBytes x, int64_t length, Ragged r, int64_t IC, int64_t OC,
+                           int accumulate, Ctx* ctx) {
+    wgrad(dw, dy, x, length, r, IC, OC, accumulate, ctx);
+}
+
+void grouped_gemm_mx_wgrad_rounded(floatX* dw, MxBytes dy, MxBytes x, int64_t length, Ragged r, int64_t IC, int64_t OC,
+                                   Ctx* ctx) {
+    wgrad(dw, dy, x, length, r, IC, OC, 0, ctx);
 }
 
 void gemm_mx_wgrads(const MxMatrix* list, int count, MxBytes dy, MxBytes x, int64_t length, Ragged r, int accumulate,
@@ -438,7 +451,7 @@ void gemm_mx_wgrads(const MxMatrix* list, int count, MxBytes dy, MxBytes x, int6
         of_dy = max_i64(of_dy, m.dy + m.OC);
         of_x = max_i64(of_x, m.x + m.IC);
     }
-    launch(grouped_gemm_mx_wgrad_kernel, ctx, matrix_map(dy.q, 0, of_dy, length, BOX, ctx),
+    launch(grouped_gemm_mx_wgrad_kernel<real>, ctx, matrix_map(dy.q, 0, of_dy, length, BOX, ctx),
            matrix_map(x.q, 0, of_x, length, BOX, ctx), outputs, g,
            ChannelScales::Tensors{dy.scale, x.scale, (int)(length / MX_CHUNK)});
 }

@@ -43,6 +43,9 @@ void grouped_gemm_mx(floatX* y, real* y_real, MxBytes x, MxTiles w, Ragged ragge
 // flushes the accumulator to zero.
 void grouped_gemm_mx_wgrad(real* dw, MxBytes dy, MxBytes x, int64_t length, Ragged ragged, int64_t IC, int64_t OC,
                            int accumulate, Ctx* ctx);
+// The same without accumulation: the sums are rounded once.
+void grouped_gemm_mx_wgrad_rounded(floatX* dw, MxBytes dy, MxBytes x, int64_t length, Ragged ragged, int64_t IC,
+                                   int64_t OC, Ctx* ctx);
 
 // Wgrad of several matrices over the rows of one group, in one call. On Hopper this is one launch, which fills the GPU
 // where a single matrix would not. The operands of all matrices are stored one after another, each as above. For matrix

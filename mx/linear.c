@@ -311,9 +311,14 @@ void grouped_dgrad(floatX* dx, Rows dy, const Weight* w, Ragged r, Ctx* ctx) {
 
 void grouped_wgrad(Rows dy, Rows x, const Weight* w, Ragged r, Ctx* ctx) {
     weight_quantization_stats(w, ctx);
+    ASSERT(!w->rounded_grad || !w->accumulate);
     // Fast: both operands are quantized column-wise, and dy.count is the length of a channel.
-    if (dy.format.quantized)
+    if (dy.format.quantized && w->rounded_grad)
+        grouped_gemm_mx_wgrad_rounded(w->rounded_grad, dy.mx, x.mx, dy.count, r, w->IC, w->OC, ctx);
+    else if (dy.format.quantized)
         grouped_gemm_mx_wgrad(w->grad, dy.mx, x.mx, dy.count, r, w->IC, w->OC, w->accumulate, ctx);
+    else if (w->rounded_grad)
+        grouped_gemm_wgrad_rounded(w->rounded_grad, dy.value, x.value, r, w->IC, w->OC, ctx);
     else
         grouped_gemm_wgrad(w->grad, dy.value, x.value, r, w->IC, w->OC, w->accumulate, ctx);
 }

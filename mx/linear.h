@@ -57,9 +57,10 @@ enum { STATS_X, STATS_DY, STATS_W, WEIGHT_STATS };
 
 // One matrix, or those of all local experts.
 typedef struct Weight {
-    const floatX* w;  // (count, OC, IC)
-    real* grad;       // the same
-    int accumulate;   // 1: wgrad adds to grad, 0: it writes grad
+    const floatX* w;       // (count, OC, IC)
+    real* grad;            // the same
+    floatX* rounded_grad;  // grouped_: in place of grad, never added to
+    int accumulate;        // 1: wgrad adds to grad, 0: it writes grad
     int64_t count, OC, IC;
     Format format;                  // of the operands of forward and dgrad
     Format wgrad;                   // linear_: of the operands of wgrad

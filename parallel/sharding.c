@@ -61,7 +61,7 @@ void* moments_at(const ParamBuffer* p, int64_t at, int bf16_moments) {
 static int slotted_weight(const ParamBuffer* p) { return p->shard == SHARD_WEIGHTS; }
 static int slotted_grad(const ParamBuffer* p) { return p->shard >= SHARD_GRADS && !p->frozen; }
 
-void sharding_plan(Arena* arena, ParamBuffer* p, int bf16_moments) {
+void sharding_plan(Arena* arena, ParamBuffer* p, int bf16_moments, int rounded) {
     if (p->n == 0) return;
     // Working weights. Where floatX is real, masters of the same elements serve as the weights.
     int own_weight = arena->backend == BACKEND_CUDA || (p->shard != SHARD_NONE && !slotted_weight(p));
@@ -73,7 +73,10 @@ void sharding_plan(Arena* arena, ParamBuffer* p, int bf16_moments) {
     // Masters, gradients and moments.
     arena_add(arena, "master weights", ELEMENT_REAL, p->owned, 0, (void**)&p->master);
     if (p->frozen) return;
-    if (slotted_grad(p))
+    ASSERT(!rounded || p->parts == 1);
+    if (rounded)
+        arena_add(arena, "gradients", ELEMENT_X, p->n, 0, (void**)&p->rounded_grad);
+    else if (slotted_grad(p))
         arena_add(arena, "gradients (own part)", ELEMENT_REAL, p->part, 0, (void**)&p->own_grad);
     else
         arena_add(arena, "gradients", ELEMENT_REAL, p->n, 0, (void**)&p->grad);

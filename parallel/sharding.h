@@ -76,6 +76,7 @@ typedef struct ParamBuffer {
     void *m, *v;                // (owned), (owned - muon_owned): real or bf16, by the layout; Muon has no v
     real* grad;                 // (n): the output of backward, from grads_get to grads_reduce
     real* own_grad;             // (part): this rank's part of the sum over the ranks
+    floatX* rounded_grad;       // (n): in place of both where backward writes a gradient once and no sum follows
 } ParamBuffer;
 
 // The buffers of a unit. The expert buffer may have 0 elements.
@@ -91,8 +92,9 @@ int64_t muon_part(const ParamBuffer* buffer, int index);
 int64_t muon_owned(const ParamBuffer* buffer);
 // The moments m from owned element `at` on.
 void* moments_at(const ParamBuffer* buffer, int64_t at, int bf16_moments);
-// Names the buffer's arrays in `arena`.
-void sharding_plan(Arena* arena, ParamBuffer* buffer, int bf16_moments);
+// Names the buffer's arrays in `arena`. rounded 1: its gradient is rounded to floatX. Only whole buffers that one rank
+// owns alone, in steps of one micro-step.
+void sharding_plan(Arena* arena, ParamBuffer* buffer, int bf16_moments, int rounded);
 // Names the slots, which all units share. units: (count) x (BUFFERS); `pinned` is the pinned unit.
 Sharding* sharding_plan_slots(Arena* arena, ParamBuffer* const* units, int count, int pinned);
 

@@ -46,16 +46,29 @@ static inline real* host_copy(Model* m, const real* device, int64_t n) {
     return host;
 }
 
+// n elements of the buffer's gradient from element `at` on, in fresh memory.
+static inline real* host_gradient(Model* m, const ParamBuffer* p, int64_t at, int64_t n) {
+    if (!p->rounded_grad) return host_copy(m, p->grad + at, n);
+    floatX* rounded = (floatX*)host_alloc((size_t)n * sizeof(floatX));
+    real* host = (real*)host_alloc((size_t)n * sizeof(real));
+    if (n) device_download(rounded, p->rounded_grad + at, (size_t)n * sizeof(floatX), m->ctx);
+    for (int64_t i = 0; i < n; i++) host[i] = (real)rounded[i];
+    free(rounded);
+    return host;
+}
+
 // A step may not use old contents of the gradients: NaN everywhere, padding included.
 static inline void poison_gradients(Model* m) {
     for (int u = 0; u < params_units(&m->config); u++)
         for (int b = 0; b < BUFFERS; b++) {
             const ParamBuffer* p = &m->units[u].buffer[b];
             if (p->n == 0) continue;
-            real* nan = (real*)host_alloc((size_t)p->n * sizeof(real));
-            for (int64_t i = 0; i < p->n; i++) nan[i] = NAN;
-            device_upload(p->grad, nan, (size_t)p->n * sizeof(real), m->ctx);
-            device_upload(p->own_grad, nan, (size_t)p->part * sizeof(real), m->ctx);
+            // All bits set are a NaN in every type.
+            char* nan = (char*)host_alloc((size_t)p->n * sizeof(real));
+            memset(nan, 0xff, (size_t)p->n * sizeof(real));
+            if (p->rounded_grad) device_upload(p->rounded_grad, nan, (size_t)p->n * sizeof(floatX), m->ctx);
+            if (p->grad) device_upload(p->grad, nan, (size_t)p->n * sizeof(real), m->ctx);
+            if (p->own_grad) device_upload(p->own_grad, nan, (size_t)p->part * sizeof(real), m->ctx);
             free(nan);
         }
 }

@@ -122,6 +122,17 @@ static void check_rows(const char* what, const T& out, const Layout& l, int64_t 
     CHECK(behind == 0, "%s: %lld elements behind the last expert were written", what, (long long)behind);
 }
 
+// The rounded dW is the float32 one, rounded to nearest even: the sums are the same.
+static inline void check_rounded(const X& rounded, const R& dw) {
+    const auto got = rounded.got(), sums = dw.got();
+    int64_t wrong = 0;
+    for (size_t i = 0; i < got.size(); i++) {
+        const double want = (double)__bfloat162float(__float2bfloat16_rn((float)sums[i]));
+        wrong += !(got[i] == want || (isnan(got[i]) && isnan(want)));
+    }
+    CHECK(wrong == 0, "%lld elements of the rounded dW are wrong", (long long)wrong);
+}
+
 // dW in float32, `size` elements per expert, added to `start` (zeros where dW is written). The tensor cores add 16
 // products at a time and cut the running sum off at 24 bits. Each time this loses at most 2^-23 of the sum. Partial
 // sums are on average no larger than the final sum. dW is then added with one rounding. The tolerance is (rows / 16 +

@@ -133,7 +133,7 @@ static void check_golden(const char* path) {
         NamedTensor* tensors = params_tensors(&m->config, &m->layout, u, &count);
         for (int i = 0; i < count; i++) {
             int64_t n = tensors[i].count;
-            got = host_copy(m, buffer_of(m, u, &tensors[i])->grad + tensors[i].offset, n);
+            got = host_gradient(m, buffer_of(m, u, &tensors[i]), tensors[i].offset, n);
             want = golden_read(st, "grad.", tensors[i].name, n);
             check_gradient(got, want, n, exact ? 1e-9 : 1e-4, tensors[i].name);
             free(got);

@@ -57,7 +57,7 @@ static void check_norm(Model* m) {
     for (int u = 0; u < params_units(&m->config); u++)
         for (int b = 0; b < BUFFERS; b++) {
             const ParamBuffer* p = &m->units[u].buffer[b];
-            real* grad = host_copy(m, p->grad, p->n);
+            real* grad = host_gradient(m, p, 0, p->n);
             for (int64_t i = 0; i < p->n; i++) squares += (double)grad[i] * (double)grad[i];
             free(grad);
         }
@@ -87,8 +87,8 @@ static void check_micro_batches(const char* more) {
             NamedTensor* tensors = params_tensors(&whole->config, &whole->layout, u, &count);
             for (int i = 0; i < count; i++) {
                 int64_t at = tensors[i].offset, n = tensors[i].count;
-                real* a = host_copy(split, buffer_of(split, u, &tensors[i])->grad + at, n);
-                real* b = host_copy(whole, buffer_of(whole, u, &tensors[i])->grad + at, n);
+                real* a = host_gradient(split, buffer_of(split, u, &tensors[i]), at, n);
+                real* b = host_gradient(whole, buffer_of(whole, u, &tensors[i]), at, n);
                 double e = relative_error(a, b, n);
                 free(a);
                 free(b);
@@ -142,14 +142,14 @@ static void experts_without_tokens(void) {
                 real* sum = (real*)host_alloc((size_t)n * sizeof(real));
                 for (int step = first; step < first + 3; step++) {
                     steered_step(one, step, step + 1);
-                    real* part = host_copy(one, buffer_of(one, u, &tensors[i])->grad + at, n);
+                    real* part = host_gradient(one, buffer_of(one, u, &tensors[i]), at, n);
                     int64_t nonzero = 0;
                     for (int64_t j = 0; j < n; j++) nonzero += part[j] != 0, sum[j] += part[j];
                     CHECK(!strstr(tensors[i].name, step % 2 ? ".experts.1." : ".experts.4.") || nonzero == 0,
                           "%s without tokens: %lld elements are not 0", tensors[i].name, (long long)nonzero);
                     free(part);
                 }
-                real* got = host_copy(all, buffer_of(all, u, &tensors[i])->grad + at, n);
+                real* got = host_gradient(all, buffer_of(all, u, &tensors[i]), at, n);
                 CHECK(relative_error(got, sum, n) < 3e-6, "from micro-step %d on: gradient of %s is off by %g", first,
                       tensors[i].name, relative_error(got, sum, n));
                 free(got), free(sum);
@@ -171,7 +171,7 @@ static void padding_is_written(void) {
     for (int u = 0; u < params_units(&m->config); u++)
         for (int b = 0; b < BUFFERS; b++) {
             const ParamBuffer* p = &m->units[u].buffer[b];
-            real* grad = host_copy(m, p->grad, p->n);
+            real* grad = host_gradient(m, p, 0, p->n);
             int64_t bad = 0;
             for (int64_t i = 0; i < p->n; i++) bad += !isfinite(grad[i]);
             CHECK(bad == 0, "unit %d, buffer %d: %lld gradients are not finite", u, b, (long long)bad);
@@ -242,13 +242,13 @@ static void check_differences(const char* line) {
             ParamBuffer* p = buffer_of(m, u, &tensors[i]);
             int64_t n = tensors[i].count;
             real *direction = random_tensor(n, (uint32_t)(1000 * u + i)), *w = p->master + tensors[i].offset;
+            real* grads = host_gradient(m, p, 0, p->n);  // objective() clears them
             double analytic = 0, norm = 0;
             for (int64_t j = 0; j < n; j++) {
-                analytic += direction[j] * p->grad[tensors[i].offset + j];
-                norm += direction[j] * direction[j] * p->grad[tensors[i].offset + j] * p->grad[tensors[i].offset + j];
+                const double term = direction[j] * grads[tensors[i].offset + j];
+                analytic += term;
+                norm += term * term;
             }
-            real* grads = (real*)host_alloc((size_t)p->n * sizeof(real));  // objective() clears them
-            memcpy(grads, p->grad, (size_t)p->n * sizeof(real));
             const double h = 1e-5;
             for (int64_t j = 0; j < n; j++) w[j] += h * direction[j];
             double up = objective(m, aux);
@@ -261,8 +261,9 @@ static void check_differences(const char* line) {
             CHECK(fabs(numeric - analytic) < 1e-6 * sqrt(norm) + 1e-9,
                   "%s: %s: finite difference %.12g, gradient %.12g", line, tensors[i].name, numeric, analytic);
             accumulate(m, m->settings.batch);
-            CHECK(relative_error(p->grad, grads, p->n) < 1e-7, "%s: gradients do not come back", tensors[i].name);
-            free(grads);
+            real* again = host_gradient(m, p, 0, p->n);
+            CHECK(relative_error(again, grads, p->n) < 1e-7, "%s: gradients do not come back", tensors[i].name);
+            free(grads), free(again);
             free(direction);
         }
         free(tensors);

@@ -65,6 +65,13 @@ struct Product {
          l.reference(), IC, OC, accumulate, reference_ctx);
     }
     void reset() { dw.host = start, dw.send(); }
+    // The rounded dW, beside the dW of run(0). The expert too many stays as it was.
+    void check_rounding() {
+        X rounded((l.El() + 1) * OC * IC, 3, 8.0);
+        grouped_gemm_mx_wgrad_rounded(rounded.dev, {dy.q.dev, dy.scale.dev}, {x.q.dev, x.scale.dev}, dy.length,
+                                      l.device(), IC, OC, ctx);
+        check_rounded(rounded, dw);
+    }
 };
 
 // The worst of `lines` errors, each (||got - ref|| - 2^-24 ||ref||) / ||ref - start|| over `n` elements `step` apart.
@@ -90,6 +97,7 @@ static void compare(const Rows& rows, int64_t IC, int64_t OC, int accumulate) {
     Product p(rows, IC, OC);
     p.run(accumulate);
     auto got = p.dw.got();
+    if (!accumulate) p.check_rounding();
     p.reference(accumulate);
     const std::vector<double> zeros(p.start.size()), &added_to = accumulate ? p.start : zeros;
 

@@ -26,11 +26,11 @@ static void one_step(StepState* state, real* weight[], real* master[], real* m[]
     step_begin(state, ctx);
     loss_add(&state->loss_sum, loss, 130, ctx);  // two micro-steps
     loss_add(&state->loss_sum, loss + 130, TOKENS - 130, ctx);
-    for (int b = 0; b < BUFFERS; b++) grad_norm_add(state, grad[b], sizes[b], ctx);
+    for (int b = 0; b < BUFFERS; b++) grad_norm_add(state, grad[b], NULL, sizes[b], ctx);
     step_decide(state, TOKENS, opt, ctx);
     AdamWBuffer list[BUFFERS];
     for (int b = 0; b < BUFFERS; b++) {
-        const AdamWBuffer buffer = {weight[b], master[b], m[b], v[b], grad[b], sizes[b], decayed[b]};
+        const AdamWBuffer buffer = {weight[b], master[b], m[b], v[b], grad[b], sizes[b], decayed[b], NULL};
         list[b] = buffer;
     }
     adamw_update(list, BUFFERS, 0, opt, state, ctx);
@@ -142,8 +142,8 @@ static void test_norm_of_large_buffers(void) {
         omp_set_num_threads(1 + 2 * k);
         Ctx* ctx = ctx_create(adamw_workspace(N));
         step_begin(&states[k], ctx);
-        grad_norm_add(&states[k], x, N, ctx);
-        grad_norm_add(&states[k], y, 5000, ctx);
+        grad_norm_add(&states[k], x, NULL, N, ctx);
+        grad_norm_add(&states[k], y, NULL, 5000, ctx);
         loss_add(&states[k].loss_sum, x, N, ctx);
         ctx_sync(ctx);
         ctx_destroy(ctx);

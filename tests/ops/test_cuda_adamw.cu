@@ -11,11 +11,17 @@ static StepState fetch_state(const StepState* dev) {
 
 static bool close_to(double a, double b) { return fabs(a - b) <= 1e-12 * fabs(b); }
 
-static void adamw_case(int64_t n, int64_t n_decay, int64_t N, float clip) {
-    X weight(n);
-    R master(n, 1), m(n, 2, 0.1), v(n, 3), grad(n, 4, 3), loss(N, 5);
+// With `rounded` the gradient is in bf16. Its values are the same.
+static void adamw_case(int64_t n, int64_t n_decay, int64_t N, float clip, bool is_rounded) {
+    X weight(n), rounded(n, 4, 3);
+    R master(n, 1), m(n, 2, 0.1), v(n, 3), grad(n), loss(N, 5);
     for (auto& x : v.host) x = x * x;
     v.send();
+    grad.host = rounded.host, grad.send();
+    const real* exact = is_rounded ? nullptr : grad.dev;
+    const floatX* in_bf16 = is_rounded ? rounded.dev : nullptr;
+    const real* exact_rest = is_rounded ? nullptr : grad.dev + 8;
+    const floatX* bf16_rest = is_rounded ? rounded.dev + 8 : nullptr;
     const AdamW opt = {1e-2f, 0.9f, 0.95f, 1e-8f, 0.1f, clip};
     AdamW* there = (AdamW*)device_alloc(sizeof(opt), "a test");
     device_upload(there, &opt, sizeof(opt), ctx);
@@ -26,7 +32,8 @@ static void adamw_case(int64_t n, int64_t n_decay, int64_t N, float clip) {
         // A step on both sides, with two micro-steps. In step 2 one gradient is not finite.
         const bool bad = step == 2;
         auto keep = grad.host;
-        if (bad) grad.host[(size_t)(n / 2)] = step % 2 ? NAN : INFINITY, grad.send();
+        auto send = [&] { rounded.host = grad.host, grad.send(), rounded.send(); };
+        if (bad) grad.host[(size_t)(n / 2)] = step % 2 ? NAN : INFINITY, send();
         auto start = master.host;
         auto weight_before = weight.got(), master_before = master.got(), m_before = m.got(), v_before = v.got();
         settle();
@@ -36,15 +43,15 @@ static void adamw_case(int64_t n, int64_t n_decay, int64_t N, float clip) {
         loss_add(&state->loss_sum, loss.dev, N, ctx);
         REFERENCE(loss_add)(&ref.loss_sum, loss.ref(), N, reference_ctx);
         REFERENCE(loss_add)(&ref.loss_sum, loss.ref(), N, reference_ctx);
-        grad_norm_add(state, grad.dev, n, ctx);
-        grad_norm_add(state, grad.dev + 4, n - 4, ctx);
-        REFERENCE(grad_norm_add)(&ref, grad.ref(), n, reference_ctx);
-        REFERENCE(grad_norm_add)(&ref, (real*)((double*)grad.ref() + 4), n - 4, reference_ctx);
+        grad_norm_add(state, exact, in_bf16, n, ctx);
+        grad_norm_add(state, exact_rest, bf16_rest, n - 8, ctx);
+        REFERENCE(grad_norm_add)(&ref, grad.ref(), nullptr, n, reference_ctx);
+        REFERENCE(grad_norm_add)(&ref, (real*)((double*)grad.ref() + 8), nullptr, n - 8, reference_ctx);
         step_decide(state, 2 * N, there, ctx);
         REFERENCE(step_decide)(&ref, 2 * N, &opt, reference_ctx);
         // More buffers than one launch takes. All but one have no parameters; that one is in the first or in the second
         // launch.
-        const AdamWBuffer buffer = {weight.dev, master.dev, m.dev, v.dev, grad.dev, n, n_decay};
+        const AdamWBuffer buffer = {weight.dev, master.dev, m.dev, v.dev, exact, n, n_decay, in_bf16};
         const AdamWBuffer wanted = {weight.ref(), master.ref(), m.ref(), v.ref(), grad.ref(), n, n_decay};
         std::vector<AdamWBuffer> list(35, AdamWBuffer{});
         list[step % 2 ? 33 : 31] = buffer;
@@ -63,7 +70,7 @@ static void adamw_case(int64_t n, int64_t n_decay, int64_t N, float clip) {
                       bits(v.got(), v_before),
                   "a bad step changed something");
             grad.host = keep;
-            grad.send();
+            send();
             continue;
         }
         CHECK(close_to(got.grad_norm, ref.grad_norm), "norm %.17g for %.17g", got.grad_norm, ref.grad_norm);
@@ -96,7 +103,7 @@ static void adamw_case(int64_t n, int64_t n_decay, int64_t N, float clip) {
     for (StepState* s : {&first, &second}) {
         step_begin(state, ctx);
         loss_add(&state->loss_sum, loss.dev, N, ctx);
-        grad_norm_add(state, grad.dev, n, ctx);
+        grad_norm_add(state, exact, in_bf16, n, ctx);
         *s = fetch_state(state);
     }
     CHECK(memcmp(&first, &second, sizeof(first)) == 0, "sums differ from run to run");
@@ -105,10 +112,12 @@ static void adamw_case(int64_t n, int64_t n_decay, int64_t N, float clip) {
 }
 
 static void test_adamw(void) {
-    adamw_case(64, 64, 1, 0);
-    adamw_case(192, 64, 3, 1);
-    adamw_case(64 * 1000, 64 * 900, 129, 1e9f);
-    adamw_case(16384 * 40 + 64, 16384 * 30, 16384 * 2 + 5, 1);
+    for (bool rounded : {false, true}) {
+        adamw_case(64, 64, 1, 0, rounded);
+        adamw_case(192, 64, 3, 1, rounded);
+        adamw_case(64 * 1000, 64 * 900, 129, 1e9f, rounded);
+        adamw_case(16384 * 40 + 64, 16384 * 30, 16384 * 2 + 5, 1, rounded);
+    }
 }
 
 int main(void) {

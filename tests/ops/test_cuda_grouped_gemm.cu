@@ -19,8 +19,8 @@ struct Products {
     int64_t IC, OC;
     Layout l;
     RowBuffer x, dy;
-    X w, y, dx;
-    R dw, start, added;  // start: what wgrad adds to
+    X w, y, dx, rounded;  // rounded: dW in bf16
+    R dw, start, added;   // start: what wgrad adds to
 
     Products(const Rows& rows, int64_t IC, int64_t OC)
         : IC(IC),
@@ -31,20 +31,22 @@ struct Products {
           w(l.El() * OC * IC, 3),
           y(l.held * OC),
           dx(l.held * IC),
+          rounded(l.El() * OC * IC),
           dw(l.El() * OC * IC),
           start(l.El() * OC * IC, 4, 8.0),
           added(l.El() * OC * IC) {}
     // On the GPU, into poisoned outputs.
     void run() {
-        y.poison_dev(), dx.poison_dev(), dw.poison_dev();
+        y.poison_dev(), dx.poison_dev(), dw.poison_dev(), rounded.poison_dev();
         CUDA_CHECK(cudaMemcpy(added.dev, start.dev, (size_t)start.n * sizeof(real), cudaMemcpyDeviceToDevice));
         CUDA_CHECK(cudaDeviceSynchronize());
         grouped_gemm_forward(y.dev, x.dev, w.dev, l.device(), IC, OC, ctx);
         grouped_gemm_dgrad(dx.dev, dy.dev, w.dev, l.device(), IC, OC, ctx);
         grouped_gemm_wgrad(dw.dev, dy.dev, x.dev, l.device(), IC, OC, 0, ctx);
         grouped_gemm_wgrad(added.dev, dy.dev, x.dev, l.device(), IC, OC, 1, ctx);
+        grouped_gemm_wgrad_rounded(rounded.dev, dy.dev, x.dev, l.device(), IC, OC, ctx);
     }
-    std::vector<std::vector<double>> got() { return {y.got(), dx.got(), dw.got(), added.got()}; }
+    std::vector<std::vector<double>> got() { return {y.got(), dx.got(), dw.got(), added.got(), rounded.got()}; }
 
     // On the host.
     void refer() {
@@ -59,6 +61,7 @@ struct Products {
         check_rows("dx", dx, l, IC, ROW_TOLERANCE, TENSOR_TOLERANCE, nan_in_rows);
         check_weights(dw, std::vector<double>((size_t)start.n), l, OC * IC, nan_in_weights);
         check_weights(added, start.host, l, OC * IC, nan_in_weights);
+        check_rounded(rounded, dw);
     }
 };
 

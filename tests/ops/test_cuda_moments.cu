@@ -67,8 +67,8 @@ static void moments_case(int64_t n, int64_t n_decay) {
         if (bad) grad.host[(size_t)(n / 2)] = INFINITY, grad.send();
         step_begin(state, ctx);
         REFERENCE(step_begin)(&ref, reference_ctx);
-        grad_norm_add(state, grad.dev, n, ctx);
-        REFERENCE(grad_norm_add)(&ref, grad.ref(), n, reference_ctx);
+        grad_norm_add(state, grad.dev, nullptr, n, ctx);
+        REFERENCE(grad_norm_add)(&ref, grad.ref(), nullptr, n, reference_ctx);
         step_decide(state, 1, there, ctx);
         REFERENCE(step_decide)(&ref, 1, &opt, reference_ctx);
         const AdamWBuffer buffer = {weight.dev, master.dev, m.start(), v.start(), grad.dev, n, n_decay};

@@ -61,9 +61,11 @@ static void test_orthogonalize(void) {
     orthogonalize_case(1, 576, 2048);
 }
 
-static void elements_case(int64_t n, int bf16) {
-    X u(n), x(n, 4), weight(n);
-    R grad(n, 1), m(n, 2), master(n, 3);
+// With `is_rounded` the gradient is in bf16. Its values are the same.
+static void elements_case(int64_t n, int bf16, bool is_rounded) {
+    X u(n), x(n, 4), weight(n), rounded(n, 1);
+    R grad(n), m(n, 2), master(n, 3);
+    grad.host = rounded.host, grad.send();
     X half(n, 2);  // the momentum in bf16
     const Muon opt = {0.01f, 0.95f, 0.1f};
     StepState host, *state = (StepState*)device_alloc(sizeof(StepState), "a test");
@@ -78,8 +80,9 @@ static void elements_case(int64_t n, int bf16) {
         // Buffers of 8, 16, 24 elements and so on; more than one launch takes.
         std::vector<MuonBuffer> list;
         for (int64_t at = 0, size = 8; at < n; at += size, size = list.size() < 40 ? size + 8 : n)
-            list.push_back({u.dev + at, bf16 ? (void*)(half.dev + at) : (void*)(m.dev + at), grad.dev + at,
-                            weight.dev + at, master.dev + at, std::min(size, n - at)});
+            list.push_back({u.dev + at, bf16 ? (void*)(half.dev + at) : (void*)(m.dev + at),
+                            is_rounded ? nullptr : grad.dev + at, weight.dev + at, master.dev + at,
+                            std::min(size, n - at), is_rounded ? rounded.dev + at : nullptr});
         muon_momentum(list.data(), (int)list.size(), bf16, option, state, ctx);
         for (MuonBuffer& buffer : list) buffer.x = x.dev + (buffer.x - u.dev);
         muon_update(list.data(), (int)list.size(), option, state, ctx);
@@ -104,7 +107,8 @@ static void elements_case(int64_t n, int bf16) {
 
 static void test_elements(void) {
     for (int bf16 = 0; bf16 < 2; bf16++)
-        for (int64_t n : {8, 1000, 100000}) elements_case(n, bf16);
+        for (int64_t n : {8, 1000, 100000})
+            for (bool rounded : {false, true}) elements_case(n, bf16, rounded);
 }
 
 int main(void) {

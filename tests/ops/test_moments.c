@@ -33,9 +33,9 @@ static uint16_t* narrow(const uint16_t* from, int64_t n) {
 
 static void update(StepState* state, real* master, uint16_t* m, uint16_t* v, const real* grad, int64_t n,
                    const AdamW* opt, Ctx* ctx) {
-    const AdamWBuffer buffer = {master, master, m, v, grad, n, n / 2};
+    const AdamWBuffer buffer = {master, master, m, v, grad, n, n / 2, NULL};
     step_begin(state, ctx);
-    grad_norm_add(state, grad, n, ctx);
+    grad_norm_add(state, grad, NULL, n, ctx);
     step_decide(state, 1, opt, ctx);
     adamw_update(&buffer, 1, 1, opt, state, ctx);
     ctx_sync(ctx);

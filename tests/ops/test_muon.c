@@ -131,8 +131,8 @@ static void test_elements(void) {
         double *m0 = doubles(m, N), *w0 = doubles(w, N);
         Ctx* ctx = ctx_create(0);
         // Two buffers, of different lengths.
-        MuonBuffer list[2] = {{u, m, grad, weight, w, 300},
-                              {u + 300, m + 300, grad + 300, weight + 300, w + 300, N - 300}};
+        MuonBuffer list[2] = {{u, m, grad, weight, w, 300, NULL},
+                              {u + 300, m + 300, grad + 300, weight + 300, w + 300, N - 300, NULL}};
         muon_momentum(list, 2, 0, &opt, &state, ctx);
         list[0].x = x, list[1].x = x + 300;
         muon_update(list, 2, &opt, &state, ctx);
@@ -159,7 +159,7 @@ static void run_elements(void* arg) {
     void* m = bf16 ? kept_bytes(N * sizeof(uint16_t)) : tensor(N, 1);
     if (bf16) memset(m, 0x3f, N * sizeof(uint16_t));  // 0.75
     Ctx* ctx = ctx_create(0);
-    const MuonBuffer buffer = {tensor(N, 2), m, tensor(N, 3), tensor(N, 4), tensor(N, 5), N};
+    const MuonBuffer buffer = {tensor(N, 2), m, tensor(N, 3), tensor(N, 4), tensor(N, 5), N, NULL};
     muon_momentum(&buffer, 1, bf16, &opt, &state, ctx);
     muon_update(&buffer, 1, &opt, &state, ctx);
     ctx_destroy(ctx);
@@ -177,7 +177,7 @@ static void test_bf16_momentum(void) {
     uint16_t m = 0x3f80;  // 1
     real grad = (real)0x1p-9, u;
     Ctx* ctx = ctx_create(0);
-    const MuonBuffer buffer = {&u, &m, &grad, NULL, NULL, 1};
+    const MuonBuffer buffer = {&u, &m, &grad, NULL, NULL, 1, NULL};
     muon_momentum(&buffer, 1, 1, &opt, &state, ctx);
     CHECK(m == 0x3f00, "0.5 + 2^-9 is stored as %#x", m);  // half a step above 0.5, to even
     CHECK((double)u == 0x1p-9 + 0.5 * (0.5 + 0x1p-9), "u is %.9g", (double)u);
@@ -203,7 +203,7 @@ static void test_torch(void) {
         // The same weights and gradients as in the script.
         for (int step = 0; step < 20; step++) {
             for (int64_t i = 0; i < n; i++) grad[i] = (real)sin(0.001 * pow((double)(i + 50 * step), 2) + step);
-            const MuonBuffer buffer = {u, m, grad, w, w, n};
+            const MuonBuffer buffer = {u, m, grad, w, w, n, NULL};
             muon_momentum(&buffer, 1, 0, &opt, &state, ctx);
             muon_orthogonalize(u, poisoned(muon_work(1, rows, columns)), 1, rows, columns, ctx);
             muon_update(&buffer, 1, &opt, &state, ctx);

@@ -127,9 +127,13 @@ static void gather_gradients(Shown* shown, Model* m, Ranks* group) {
             ParamBuffer* p = buffer_of(m, u, &tensors[i]);
             Slice own = tensor_slice(&tensors[i], p->first, p->part);
             real* whole = (real*)host_alloc((size_t)tensors[i].count * sizeof(real));
-            if (own.count)
-                device_download(whole + own.first, p->own_grad + (tensors[i].offset + own.first - p->first),
-                                (size_t)own.count * sizeof(real), m->ctx);
+            const int64_t at = tensors[i].offset + own.first - p->first;
+            if (own.count) {
+                real* part =
+                    p->rounded_grad ? host_gradient(m, p, at, own.count) : host_copy(m, p->own_grad + at, own.count);
+                memcpy(whole + own.first, part, (size_t)own.count * sizeof(real));
+                free(part);
+            }
             add_up(group, whole, tensors[i].count, 1);
             shown->elements[shown->tensors] = tensors[i].count;
             shown->grad[shown->tensors++] = whole;
