@@ -50,6 +50,15 @@ struct Ctx {
 // (mx/grouped_gemm_blackwell.cu).
 static inline bool has_block_scales(const Ctx* ctx) { return ctx->capability >= 100; }
 
+// The two halves of a master weight (masters_upload). Half a unit of the upper half is added, which carries into it.
+// NaN must not carry into the sign.
+static inline BOTH_SIDES uint32_t master_high(uint32_t bits) {
+    return (bits & 0x7fffffff) > 0x7f800000 ? 0x7fff : (bits + 0x8000) >> 16;
+}
+static inline BOTH_SIDES uint32_t master_bits(uint32_t high, uint32_t low) {
+    return (high << 16) + (uint32_t)(int32_t)(int16_t)low;
+}
+
 // The workspace; ends the run if `count` exceeds the size that the op's x_workspace returned.
 template <typename T>
 static inline T* ctx_workspace(Ctx* ctx, int64_t count) {

@@ -259,6 +259,15 @@ void device_to_floatX(floatX* out, const real* in, int64_t n, Ctx* ctx) {
 
 void device_to_real(real* out, const floatX* in, int64_t n, Ctx* ctx) { device_to_floatX(out, in, n, ctx); }
 
+void masters_upload(Master* master, floatX* weight, const real* host, int64_t n, Ctx* ctx) {
+    memcpy(master, host, (size_t)n * sizeof(real));
+    if (weight != master) memcpy(weight, host, (size_t)n * sizeof(real));
+}
+
+void masters_download(real* host, const Master* master, const floatX* weight, int64_t n, Ctx* ctx) {
+    memcpy(host, master, (size_t)n * sizeof(real));
+}
+
 void device_add(real* out, const real* in, int64_t n, Ctx* ctx) {
 #pragma omp parallel for simd schedule(static)
     for (int64_t i = 0; i < n; i++) out[i] += in[i];

@@ -317,6 +317,39 @@ void device_to_real(real* out, const floatX* in, int64_t n, Ctx* ctx) {
     launch_early(convert<real, floatX>, 8 * ctx->sms, 256, 0, ctx, out, in, n);
 }
 
+// In chunks of `high` and `low` halves, through host memory.
+enum { MASTERS = 1 << 20 };
+
+void masters_upload(Master* master, floatX* weight, const real* host, int64_t n, Ctx* ctx) {
+    uint16_t *high = (uint16_t*)host_alloc(2 * MASTERS * sizeof(uint16_t)), *low = high + MASTERS;
+    for (int64_t at = 0; at < n; at += MASTERS) {
+        const int64_t count = min_i64(n - at, MASTERS);
+        for (int64_t i = 0; i < count; i++) {
+            uint32_t bits;
+            memcpy(&bits, host + at + i, sizeof(bits));
+            high[i] = (uint16_t)master_high(bits);
+            low[i] = (uint16_t)bits;
+        }
+        device_upload(weight + at, high, (size_t)count * sizeof(uint16_t), ctx);
+        device_upload(master + at, low, (size_t)count * sizeof(uint16_t), ctx);
+    }
+    free(high);
+}
+
+void masters_download(real* host, const Master* master, const floatX* weight, int64_t n, Ctx* ctx) {
+    uint16_t *high = (uint16_t*)host_alloc(2 * MASTERS * sizeof(uint16_t)), *low = high + MASTERS;
+    for (int64_t at = 0; at < n; at += MASTERS) {
+        const int64_t count = min_i64(n - at, MASTERS);
+        device_download(high, weight + at, (size_t)count * sizeof(uint16_t), ctx);
+        device_download(low, master + at, (size_t)count * sizeof(uint16_t), ctx);
+        for (int64_t i = 0; i < count; i++) {
+            const uint32_t bits = master_bits(high[i], low[i]);
+            memcpy(host + at + i, &bits, sizeof(bits));
+        }
+    }
+    free(high);
+}
+
 void device_add(real* out, const real* in, int64_t n, Ctx* ctx) {
     launch_early(add, 8 * ctx->sms, 256, 0, ctx, out, in, n);
 }

@@ -78,6 +78,15 @@ void stopwatch_start(Stopwatch* watch, Ctx* ctx);
 void stopwatch_stop(Stopwatch* watch, Ctx* ctx);
 double stopwatch_seconds(Stopwatch* watch);
 
+// n master weights, from and to real in host memory. On the CPU `weight` may be `master`. The CUDA build stores a
+// master weight in 32 bits together with its working weight (as TransformerEngine's FusedAdam, store_param_remainders):
+//
+//   bits of the float32 = (bits of weight << 16) + master,   master as a signed number of 16 bits
+//
+// So the weight is the master weight rounded to nearest, ties away from zero. A NaN remains a NaN.
+void masters_upload(Master* master, floatX* weight, const real* host, int64_t n, Ctx* ctx);
+void masters_download(real* host, const Master* master, const floatX* weight, int64_t n, Ctx* ctx);
+
 // out[i] = in[i], rounded to nearest even where floatX is narrower. In place only if the types are the same.
 void device_to_floatX(floatX* out, const real* in, int64_t n, Ctx* ctx);
 void device_to_real(real* out, const floatX* in, int64_t n, Ctx* ctx);

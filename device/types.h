@@ -4,6 +4,8 @@
 //   real    type of values that must not be rounded to bf16: statistics, gates, router scores, losses, parameter
 //           gradients, master weights, and moments except with --moments bf16. float32; double in the reference build
 //           with F64=1 (the oracle of finite differences).
+//   Master  what a master weight has beyond its working weight (masters_upload, device/device.h): 16 bits on CUDA, all
+//           of it on the CPU
 //
 // The program is for 64-bit Linux, where int64_t is long: printf takes it as %ld.
 //
@@ -23,6 +25,7 @@
 #include <cuda_bf16.h>
 typedef __nv_bfloat16 floatX;
 typedef float real;
+typedef uint16_t Master;
 #define BACKEND BACKEND_CUDA
 #define BOTH_SIDES __host__ __device__
 #else
@@ -32,6 +35,7 @@ typedef double real;
 typedef float real;
 #endif
 typedef real floatX;
+typedef real Master;
 #define BACKEND BACKEND_CPU
 #define BOTH_SIDES
 #endif

@@ -1,7 +1,7 @@
 // AdamW, the gradient norm and the decisions of a step.
 //
 // adamw_update processes up to 32 buffers per launch. It reads master, m, v and grad once and writes master, m, v and
-// weight once: 30 bytes a parameter, or 22 with bf16 moments; 2 less with a rounded gradient. Bound by memory. A thread
+// weight once: 28 bytes a parameter, or 20 with bf16 moments; 2 less with a rounded gradient. Bound by memory. A thread
 // owns 8 elements, so that 8 loads of 16 bytes are in flight at once (6 with bf16 moments).
 //
 // Reductions are in double over fixed chunks: one block per chunk, then one block over the chunks' sums. The order of
@@ -102,7 +102,6 @@ static __global__ void __launch_bounds__(THREADS, 4)
     adamw_kernel(const __grid_constant__ BufferList<AdamWBuffer> list, const AdamW* option, const StepState* state) {
     const int b = list_buffer(list);
     const AdamWBuffer& buffer = list.buffer[b];
-    float* master = buffer.master;
     Moment *m = (Moment*)buffer.m, *v = (Moment*)buffer.v;
     const int64_t n = buffer.n, n_decay = buffer.n_decay;
     wait_for_previous();
@@ -114,7 +113,7 @@ static __global__ void __launch_bounds__(THREADS, 4)
         const float scale = (float)state->grad_scale, fix1 = (float)(1 / state->correction1),
                     fix2 = (float)(1 / state->correction2);
         float g[8], p[8], m1[8], v1[8];
-        load_real(p, master + i);
+        load_masters(p, buffer.weight + i, buffer.master + i);
         load_moments(m1, m + i);
         load_moments(v1, v + i);
         load_gradients(g, buffer, i);
@@ -128,11 +127,10 @@ static __global__ void __launch_bounds__(THREADS, 4)
             p[j] -= opt.lr * (m1[j] * fix1 / (sqrtf(v1[j] * fix2) + opt.eps) + decay * p[j]);
         }
 
-        // Store everything; the weight is rounded.
-        store_real(master + i, p);
+        // Store everything.
+        store_masters(buffer.weight + i, buffer.master + i, p);
         store_moments(m + i, m1);
         store_moments(v + i, v1);
-        store(buffer.weight + i, p);
     }
 }
 

@@ -11,8 +11,8 @@
 // Moments are real, or bf16 as in DeepSeek-V3 (arXiv 2412.19437, section 3.3.3):
 //
 //   moments   bytes read and written per parameter
-//   float32   30
-//   bf16      22
+//   float32   28
+//   bf16      20
 //
 // With bf16 moments the update uses the new m and v before they are rounded. They are in registers, and a change that
 // the rounding loses still counts in this update. The rounding is to nearest even, so that runs are reproducible.
@@ -73,7 +73,7 @@ void step_decide(StepState* state, int64_t tokens, const AdamW* opt, Ctx* ctx); 
 // A flat buffer of n parameters, with their master weights, moments and gradients.
 typedef struct AdamWBuffer {
     floatX* weight;
-    real* master;
+    Master* master;
     void *m, *v;  // real, or bf16
     const real* grad;
     int64_t n, n_decay;
@@ -88,8 +88,9 @@ typedef struct AdamWBuffer {
 //   master -= lr * ((m / correction1) / (sqrt(v / correction2) + eps) + decay * master)
 //   weight = round(master)
 //
-// weight may be master where floatX is real. If bf16 is 1, the m and v of all buffers are bf16; they are rounded when
-// they are stored, after the update. Nothing is written if state->ok is 0. On the GPU n is a multiple of 8.
+// The two are stored as masters_upload does (device/device.h). weight may be master where floatX is real. If bf16 is 1,
+// the m and v of all buffers are bf16; they are rounded when they are stored, after the update. Nothing is written if
+// state->ok is 0. On the GPU n is a multiple of 8.
 void adamw_update(const AdamWBuffer* buffers, int count, int bf16, const AdamW* opt, const StepState* state, Ctx* ctx);
 
 // Bytes of workspace for loss_add and grad_norm_add (partial sums).

@@ -33,6 +33,29 @@ static __device__ __forceinline__ void load_gradients(float g[8], const Buffer& 
         load_real(g, buffer.grad + i);
 }
 
+// 8 master weights, with their working weights: pairs of 16 bits.
+static __device__ __forceinline__ void load_masters(float p[8], const floatX* weight, const Master* master) {
+    const uint4 high = *(const uint4*)weight, low = *(const uint4*)master;
+    const uint32_t highs[4] = {high.x, high.y, high.z, high.w}, lows[4] = {low.x, low.y, low.z, low.w};
+#pragma unroll
+    for (int i = 0; i < 4; i++) {
+        p[2 * i] = __uint_as_float(master_bits(highs[i] & 0xffff, lows[i] & 0xffff));
+        p[2 * i + 1] = __uint_as_float(master_bits(highs[i] >> 16, lows[i] >> 16));
+    }
+}
+
+static __device__ __forceinline__ void store_masters(floatX* weight, Master* master, const float p[8]) {
+    uint32_t highs[4], lows[4];
+#pragma unroll
+    for (int i = 0; i < 4; i++) {
+        const uint32_t first = __float_as_uint(p[2 * i]), second = __float_as_uint(p[2 * i + 1]);
+        highs[i] = master_high(first) | master_high(second) << 16;
+        lows[i] = (first & 0xffff) | second << 16;
+    }
+    *(uint4*)weight = make_uint4(highs[0], highs[1], highs[2], highs[3]);
+    *(uint4*)master = make_uint4(lows[0], lows[1], lows[2], lows[3]);
+}
+
 // 8 moments, stored as float32 or bf16.
 static __device__ __forceinline__ void load_moments(float m[8], const float* p) { load_real(m, p); }
 static __device__ __forceinline__ void load_moments(float m[8], const floatX* p) { load(m, p); }

@@ -146,12 +146,11 @@ static __global__ void __launch_bounds__(THREADS)
     if (i >= buffer.n || !state->ok) return;
     const float lr = opt->lr, decay = opt->weight_decay;
     float w[8], x[8];
-    load_real(w, buffer.master + i);
+    load_masters(w, buffer.weight + i, buffer.master + i);
     load(x, buffer.x + i);
 #pragma unroll
     for (int j = 0; j < 8; j++) w[j] -= lr * (x[j] + decay * w[j]);
-    store_real(buffer.master + i, w);
-    store(buffer.weight + i, w);
+    store_masters(buffer.weight + i, buffer.master + i, w);
 }
 
 void muon_update(const MuonBuffer* buffers, int count, const Muon* opt, const StepState* state, Ctx* ctx) {

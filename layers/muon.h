@@ -35,7 +35,7 @@ typedef struct MuonBuffer {
     void* m;    // real, or bf16
     const real* grad;
     floatX* weight;  // may be master where floatX is real
-    real* master;
+    Master* master;
     int64_t n;
     const floatX* rounded;  // the gradient in place of grad, or NULL
 } MuonBuffer;

@@ -375,15 +375,10 @@ Model* model_create(const Settings* s, Ranks* world) {
     return m;
 }
 
-void model_weights_set(Model* m) {
-    for (int u = 0; u < params_units(&m->config); u++) params_publish(&m->units[u], m->ctx);
-    weights_changed(m->sharding, m->ctx);
-}
-
 void model_init(Model* m, uint64_t seed) {
     for (int u = 0; u < params_units(&m->config); u++)
         params_init_unit(m->units, u, &m->config, &m->layout, seed, m->ctx);
-    model_weights_set(m);
+    weights_changed(m->sharding, m->ctx);
 }
 
 void model_destroy(Model* m) {

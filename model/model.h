@@ -143,8 +143,6 @@ void model_plan_free(Model* model);
 // weights.
 Model* model_create(const Settings* settings, Ranks* world);
 void model_init(Model* model, uint64_t seed);
-// Makes the working weights from the master weights, after a start or a resume.
-void model_weights_set(Model* model);
 void model_destroy(Model* model);
 // Bytes of workspace for the ops of both streams. For a plan of the other build: an upper bound.
 size_t model_workspace(const Model* model);

@@ -204,14 +204,6 @@ double params_muon_flops(const ModelConfig* c, int buffer) {
     return flops;
 }
 
-// The working weights from the float32 master weights, for the elements that this rank owns.
-void params_publish(Unit* unit, Ctx* ctx) {
-    for (int b = 0; b < BUFFERS; b++) {
-        const ParamBuffer* p = &unit->buffer[b];
-        if (p->n) device_to_floatX(p->owned_weight, p->master, p->owned, ctx);
-    }
-}
-
 // A number depends on the seed, its tensor and its index alone, so every layout begins with the same weights.
 void params_init_unit(Unit* units, int unit, const ModelConfig* c, const Layout* layout, uint64_t seed, Ctx* ctx) {
     const int64_t chunk = 1 << 20;
@@ -228,7 +220,8 @@ void params_init_unit(Unit* units, int unit, const ModelConfig* c, const Layout*
             const int64_t n = min_i64(mine.first + mine.count - first, chunk);
             if (t->std > 0) random_normal(drawn, n, seed, (uint32_t)unit << 20 | (uint32_t)i, (uint64_t)first, t->std);
             for (int64_t j = 0; j < n; j++) host[j] = t->std > 0 ? drawn[j] : 1;
-            device_upload(p->master + (t->offset + first - p->owned_from), host, (size_t)n * sizeof(real), ctx);
+            const int64_t at = t->offset + first - p->owned_from;
+            masters_upload(p->master + at, p->owned_weight + at, host, n, ctx);
         }
     }
     free(tensors);

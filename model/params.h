@@ -106,9 +106,6 @@ double params_muon_flops(const ModelConfig* config, int buffer);
 // A unit's kind, layout and sizes; no memory.
 Unit params_unit(const ModelConfig* config, const Layout* layout, int index);
 
-// Working weights of this rank = round(master weights), after a start or a resume.
-void params_publish(Unit* unit, Ctx* ctx);
-
 // Draws the initial weights of a unit, those of this rank: normal of std 0.02 cut at 3 sigma, residual outputs (Wo,
 // down projections) times (2L)^-1/2, norms 1. Tensor i of unit u is stream (u << 20) + i of the seed. Any slice can be
 // drawn alone, so the weights do not depend on the rank layout.

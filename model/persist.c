@@ -13,7 +13,7 @@
 static void add(CheckpointFile* file, CheckpointTensor tensor, const char* name, const char* suffix, void* data,
                 int64_t at) {
     snprintf(tensor.name, sizeof(tensor.name), "%s%s", name, suffix);
-    tensor.data = (char*)data + at * (int64_t)st_dtype_bytes(tensor.dtype);
+    tensor.data = (char*)data + at * (int64_t)(tensor.weight ? sizeof(Master) : st_dtype_bytes(tensor.dtype));
     file->tensors[file->count++] = tensor;
 }
 
@@ -40,7 +40,9 @@ static void list_unit(Model* m, int u, CheckpointFile* masters, CheckpointFile* 
                                    .save_first = own.first,
                                    .save_count = own.count};
         int64_t at = owned.count ? t->offset + owned.first - p->owned_from : 0;
+        tensor.weight = p->owned_weight + at;
         add(masters, tensor, t->name, "", p->master, at);
+        tensor.weight = NULL;
         if (m->layout.bf16_moments) tensor.dtype = ST_BF16;
 
         // The moments, or the momentum. The state of another optimizer is not loaded.
@@ -167,8 +169,7 @@ int64_t model_resume(Model* m, Ranks* world, uint32_t data_hash) {
     if (count && !resumed) die(EXIT_FAILED, "no checkpoint in %s is good; nothing was changed", out);
     if (resumed && resumed != steps[0]) warn("resuming from step_%08ld, the newest good checkpoint", resumed);
 
-    // Working weights follow from the masters.
-    if (resumed) model_weights_set(m);
+    if (resumed) weights_changed(m->sharding, m->ctx);
     free(steps);
     return resumed;
 }

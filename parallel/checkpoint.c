@@ -348,7 +348,11 @@ static char* copy_slice(Saver* s, int64_t file, const CheckpointTensor* t, int64
     int64_t size = (int64_t)st_dtype_bytes(t->dtype), bytes = t->save_count * size,
             offset = tensor_offset + t->save_first * size;
     ASSERT(t->save_first >= t->first && t->save_first + t->save_count <= t->first + t->count);
-    device_download(to, (char*)t->data + (t->save_first - t->first) * size, (size_t)bytes, ctx);
+    const int64_t at = t->save_first - t->first;
+    if (t->weight)
+        masters_download((real*)to, (Master*)t->data + at, t->weight + at, t->save_count, ctx);
+    else
+        device_download(to, (char*)t->data + at * size, (size_t)bytes, ctx);
     FileSlice slice = {.file = file, .offset = offset, .bytes = bytes, .dtype = t->dtype};
     s->slices[s->slice_count++] = slice;
     return to + bytes;

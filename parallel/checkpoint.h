@@ -32,6 +32,7 @@ typedef struct CheckpointTensor {
     int64_t first, count;            // elements first .. first + count - 1 of the tensor; count may be 0
     int64_t save_first, save_count;  // the elements that this rank writes; over all ranks each element once
     void* data;                      // device memory of the slice, contiguous
+    floatX* weight;                  // not NULL: the slice is master weights, and data their Master
 } CheckpointTensor;
 
 // A safetensors file of the checkpoint. The tensors belong to the caller.

@@ -185,7 +185,10 @@ static char* load_slice(const SafeTensors* st, const CheckpointTensor* t, void* 
             return host_format("%s: cannot read %s: %s", st->path, t->name, strerror(errno));
         const int64_t bad = first_not_finite(chunk, n, t->dtype);
         if (bad < n) return host_format("%s: element %ld of %s is not finite", st->path, t->first + at + bad, t->name);
-        device_upload((char*)t->data + at * size, chunk, (size_t)(n * size), ctx);
+        if (t->weight)
+            masters_upload((Master*)t->data + at, t->weight + at, (const real*)chunk, n, ctx);
+        else
+            device_upload((char*)t->data + at * size, chunk, (size_t)(n * size), ctx);
     }
     return NULL;
 }

@@ -71,7 +71,7 @@ void sharding_plan(Arena* arena, ParamBuffer* p, int bf16_moments, int rounded) 
         arena_add(arena, "weights", ELEMENT_X, p->n, 0, (void**)&p->weight);
 
     // Masters, gradients and moments.
-    arena_add(arena, "master weights", ELEMENT_REAL, p->owned, 0, (void**)&p->master);
+    arena_add(arena, "master weights", ELEMENT_X, p->owned, 0, (void**)&p->master);
     if (p->frozen) return;
     ASSERT(!rounded || p->parts == 1);
     if (rounded)

@@ -72,7 +72,7 @@ typedef struct ParamBuffer {
     int fresh;                  // set by grads_get. 1: backward overwrites grad, 0: it accumulates
     floatX* weight;             // (n): valid from weights_get to weights_release
     floatX* owned_weight;       // (owned): the owned weights, written by the update
-    real* master;               // (owned)
+    Master* master;             // (owned)
     void *m, *v;                // (owned), (owned - muon_owned): real or bf16, by the layout; Muon has no v
     real* grad;                 // (n): the output of backward, from grads_get to grads_reduce
     real* own_grad;             // (part): this rank's part of the sum over the ranks

@@ -134,8 +134,9 @@ static void read_values(Import* in, const SafeTensors* st, const StTensor* t, co
     }
 }
 
-// Copies a slice of a tensor of this name and shape to the device.
-static void load(Import* in, const char* name, int rank, const int64_t* shape, Slice slice, real* to, Ctx* ctx) {
+// Copies a slice of a tensor of this name and shape to the device: master weights, or reals where weight is NULL.
+static void load(Import* in, const char* name, int rank, const int64_t* shape, Slice slice, void* to, floatX* weight,
+                 Ctx* ctx) {
     const SafeTensors* st;
     const StTensor* t = find(in, name, &st);
     if (!t) die(EXIT_USAGE, "--%s %s: tensor %s is missing", in->option, in->folder, name);
@@ -151,7 +152,10 @@ static void load(Import* in, const char* name, int rank, const int64_t* shape, S
     for (int64_t at = 0; at < slice.count; at += READ_ELEMENTS) {
         const int64_t n = min_i64(slice.count - at, READ_ELEMENTS);
         read_values(in, st, t, scales, slice.first + at, n);
-        device_upload(to + at, in->values, (size_t)n * sizeof(real), ctx);
+        if (weight)
+            masters_upload((Master*)to + at, weight + at, in->values, n, ctx);
+        else
+            device_upload((real*)to + at, in->values, (size_t)n * sizeof(real), ctx);
     }
     free(scales);
 }
@@ -196,7 +200,7 @@ static void load_unit(Import* in, Model* m, int unit) {
         const ParamBuffer* p = &u->buffer[t->buffer];
         const Slice mine = tensor_slice(t, p->owned_from, p->owned);
         const int64_t at = mine.count ? t->offset + mine.first - p->owned_from : 0;
-        load(in, t->name, t->rank, t->shape, mine, p->master + at, m->ctx);
+        load(in, t->name, t->rank, t->shape, mine, p->master + at, p->owned_weight + at, m->ctx);
     }
     free(tensors);
 
@@ -205,7 +209,7 @@ static void load_unit(Import* in, Model* m, int unit) {
     if (u->at[ROUTER] >= 0 && m->config.selection_bias) {
         char* name = host_format("model.layers.%d.mlp.gate.e_score_correction_bias", u->layer);
         const Slice all = {0, m->config.E};
-        load(in, name, 1, &m->config.E, all, m->bias + u->layer * m->config.E, m->ctx);
+        load(in, name, 1, &m->config.E, all, m->bias + u->layer * m->config.E, NULL, m->ctx);
         free(name);
     }
     if (u->kind != UNIT_MODULE) return;
@@ -257,8 +261,7 @@ static void import_weights(Model* m, Ranks* world, const char* option, const cha
         }
     if (predicts_more) printf("weights    layers from %ld on are left out: they are MTP modules (--mtp)\n", layers);
 
-    // Working weights follow from the master weights.
-    model_weights_set(m);
+    weights_changed(m->sharding, m->ctx);
 
     for (int i = 0; i < in.count; i++) st_close(in.files[i]);
     free((void*)in.files);

@@ -105,6 +105,24 @@ typedef Tensor<float, double> R;   // real: float against double
 typedef Tensor<int32_t, int32_t> I32;
 typedef Tensor<int64_t, int64_t> I64;
 
+// Master weights on the GPU, with their working weights. `dev` of the base is not used.
+struct Masters : R {
+    X weight;
+    Master* low;
+
+    Masters(int64_t n, uint32_t stream) : R(n, stream), weight(n) {
+        low = (Master*)device_alloc((size_t)n * sizeof(Master), "a test");
+        const std::vector<float> values(host.begin(), host.end());
+        masters_upload(low, weight.dev, values.data(), n, ctx);
+    }
+    ~Masters() { device_free(low); }
+    std::vector<double> got() const {
+        std::vector<float> values((size_t)n);
+        masters_download(values.data(), low, weight.dev, n, ctx);
+        return std::vector<double>(values.begin(), values.end());
+    }
+};
+
 // ||out - ref|| / ||ref||; NaN or Inf in the output gives infinity. Only the first `count` elements (-1: all).
 template <typename T>
 static double tensor_error(const T& t, int64_t count = -1) {

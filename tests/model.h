@@ -57,6 +57,13 @@ static inline real* host_gradient(Model* m, const ParamBuffer* p, int64_t at, in
     return host;
 }
 
+// n of the buffer's owned master weights from element `at` on, in fresh memory.
+static inline real* host_masters(Model* m, const ParamBuffer* p, int64_t at, int64_t n) {
+    real* host = (real*)host_alloc((size_t)n * sizeof(real));
+    masters_download(host, p->master + at, p->owned_weight + at, n, m->ctx);
+    return host;
+}
+
 // A step may not use old contents of the gradients: NaN everywhere, padding included.
 static inline void poison_gradients(Model* m) {
     for (int u = 0; u < params_units(&m->config); u++)

@@ -28,8 +28,9 @@ static void load_golden_weights(Model* m, const SafeTensors* st) {
         NamedTensor* tensors = params_tensors(&m->config, &m->layout, u, &count);
         for (int i = 0; i < count; i++) {
             real* w = golden_read(st, "weight.", tensors[i].name, tensors[i].count);
-            device_upload(buffer_of(m, u, &tensors[i])->master + tensors[i].offset, w,
-                          (size_t)tensors[i].count * sizeof(real), m->ctx);
+            const ParamBuffer* p = buffer_of(m, u, &tensors[i]);
+            masters_upload(p->master + tensors[i].offset, p->owned_weight + tensors[i].offset, w, tensors[i].count,
+                           m->ctx);
             free(w);
         }
         free(tensors);
@@ -41,7 +42,7 @@ static void load_golden_weights(Model* m, const SafeTensors* st) {
         device_upload(m->bias + layer * m->config.E, bias, (size_t)m->config.E * sizeof(real), m->ctx);
         free(bias);
     }
-    model_weights_set(m);
+    weights_changed(m->sharding, m->ctx);
 }
 
 // The selected experts in every MoE block are exactly the golden's, in its order (best first).

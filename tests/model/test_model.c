@@ -322,8 +322,8 @@ static void parameter_counts(void) {
 static void initial_weights(void) {
     Model *a = fresh(SMALL "--batch 1"), *b = fresh(SMALL "--batch 2");
     const Unit* u = &a->units[3];
-    real *x = host_copy(a, u->buffer[EXPERT_PARAMS].master, u->buffer[EXPERT_PARAMS].n),
-         *y = host_copy(b, b->units[3].buffer[EXPERT_PARAMS].master, u->buffer[EXPERT_PARAMS].n);
+    real *x = host_masters(a, &u->buffer[EXPERT_PARAMS], 0, u->buffer[EXPERT_PARAMS].n),
+         *y = host_masters(b, &b->units[3].buffer[EXPERT_PARAMS], 0, u->buffer[EXPERT_PARAMS].n);
     CHECK(memcmp(x, y, (size_t)u->buffer[EXPERT_PARAMS].n * sizeof(real)) == 0, "the same seed gave other weights");
     double in = 0, out = 0, most = 0;
     int64_t n_in = 6 * 48 * 32, n_out = 6 * 24 * 32;
@@ -337,8 +337,8 @@ static void initial_weights(void) {
     CHECK(fabs(sqrt(out / (double)n_out) / (0.02 * 0.98658 / sqrt(6.0)) - 1) < 0.04, "std of w2 is %g",
           sqrt(out / (double)n_out));
     CHECK(most <= 0.0600001 && most > 0.055, "largest weight is %g, the cut is at 0.06", most);
-    real *norm = host_copy(a, u->buffer[DENSE_PARAMS].master + u->at[NORM1], 1),
-         *padding = host_copy(a, a->units[0].buffer[DENSE_PARAMS].master + 50 * 32, 1);
+    real *norm = host_masters(a, &u->buffer[DENSE_PARAMS], u->at[NORM1], 1),
+         *padding = host_masters(a, &a->units[0].buffer[DENSE_PARAMS], 50 * 32, 1);
     CHECK(*norm == 1, "norms start at 1");
     CHECK(a->units[0].buffer[DENSE_PARAMS].n == 128 * 32, "a vocabulary of 50 is padded to 128 rows");
     CHECK(*padding == 0, "padding rows of the embedding are not zero");
@@ -372,7 +372,7 @@ static void bad_step(void) {
     accumulate(m, 2);
     model_update(m, 0);
     int64_t n = m->units[2].buffer[EXPERT_PARAMS].n, cells = m->config.L * m->config.E;
-    real *w = host_copy(m, m->units[2].buffer[EXPERT_PARAMS].master, n), *bias = host_copy(m, m->bias, cells);
+    real *w = host_masters(m, &m->units[2].buffer[EXPERT_PARAMS], 0, n), *bias = host_copy(m, m->bias, cells);
     // The same batch; one gradient is NaN from the last norm down.
     floatX nan_value;
     memset((void*)&nan_value, 0xff, sizeof(nan_value));
@@ -382,7 +382,7 @@ static void bad_step(void) {
     device_upload(m->t.dnorm + 5, &nan_value, sizeof(nan_value), m->ctx);
     model_backward(m, 0, 1);
     model_update(m, 0);
-    real *w2 = host_copy(m, m->units[2].buffer[EXPERT_PARAMS].master, n), *bias2 = host_copy(m, m->bias, cells);
+    real *w2 = host_masters(m, &m->units[2].buffer[EXPERT_PARAMS], 0, n), *bias2 = host_copy(m, m->bias, cells);
     CHECK(memcmp(w, w2, (size_t)n * sizeof(real)) == 0, "a NaN gradient changed weights");
     CHECK(memcmp(bias, bias2, (size_t)cells * sizeof(real)) == 0, "a NaN gradient changed biases");
     StepState bad = state_of(m);
@@ -390,7 +390,7 @@ static void bad_step(void) {
           bad.ok, bad.bad_in_a_row, (long long)bad.updates);
     accumulate(m, 2);
     model_update(m, 0);
-    real *w3 = host_copy(m, m->units[2].buffer[EXPERT_PARAMS].master, n), *bias3 = host_copy(m, m->bias, cells);
+    real *w3 = host_masters(m, &m->units[2].buffer[EXPERT_PARAMS], 0, n), *bias3 = host_copy(m, m->bias, cells);
     CHECK(memcmp(w, w3, (size_t)n * sizeof(real)) != 0, "a good step changed no weight");
     CHECK(memcmp(bias, bias3, (size_t)cells * sizeof(real)) != 0, "a good step changed no bias");
     StepState good = state_of(m);

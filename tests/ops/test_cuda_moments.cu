@@ -49,8 +49,9 @@ struct Narrow {
 };
 
 static void moments_case(int64_t n, int64_t n_decay) {
-    X weight(n);
-    R master(n, 1), grad(n, 4, 3);
+    Masters master(n, 1);
+    X& weight = master.weight;
+    R grad(n, 4, 3);
     Narrow m(n, 2, false), v(n, 3, true);
     // Clipped gradients are large enough to matter: with 0.95 times a bf16 alone one in twenty results would be the
     // middle of two.
@@ -71,8 +72,9 @@ static void moments_case(int64_t n, int64_t n_decay) {
         REFERENCE(grad_norm_add)(&ref, grad.ref(), nullptr, n, reference_ctx);
         step_decide(state, 1, there, ctx);
         REFERENCE(step_decide)(&ref, 1, &opt, reference_ctx);
-        const AdamWBuffer buffer = {weight.dev, master.dev, m.start(), v.start(), grad.dev, n, n_decay};
-        const AdamWBuffer wanted = {weight.ref(), master.ref(), m.ref.data(), v.ref.data(), grad.ref(), n, n_decay};
+        const AdamWBuffer buffer = {weight.dev, master.low, m.start(), v.start(), grad.dev, n, n_decay};
+        const AdamWBuffer wanted = {weight.ref(), (Master*)master.ref(), m.ref.data(), v.ref.data(), grad.ref(), n,
+                                    n_decay};
         adamw_update(&buffer, 1, 1, there, state, ctx);
         REFERENCE(adamw_update)(&wanted, 1, 1, &opt, &ref, reference_ctx);
         const StepState got = fetch_state(state);

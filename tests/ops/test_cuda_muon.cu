@@ -63,8 +63,10 @@ static void test_orthogonalize(void) {
 
 // With `is_rounded` the gradient is in bf16. Its values are the same.
 static void elements_case(int64_t n, int bf16, bool is_rounded) {
-    X u(n), x(n, 4), weight(n), rounded(n, 1);
-    R grad(n), m(n, 2), master(n, 3);
+    X u(n), x(n, 4), rounded(n, 1);
+    Masters master(n, 3);
+    X& weight = master.weight;
+    R grad(n), m(n, 2);
     grad.host = rounded.host, grad.send();
     X half(n, 2);  // the momentum in bf16
     const Muon opt = {0.01f, 0.95f, 0.1f};
@@ -81,7 +83,7 @@ static void elements_case(int64_t n, int bf16, bool is_rounded) {
         std::vector<MuonBuffer> list;
         for (int64_t at = 0, size = 8; at < n; at += size, size = list.size() < 40 ? size + 8 : n)
             list.push_back({u.dev + at, bf16 ? (void*)(half.dev + at) : (void*)(m.dev + at),
-                            is_rounded ? nullptr : grad.dev + at, weight.dev + at, master.dev + at,
+                            is_rounded ? nullptr : grad.dev + at, weight.dev + at, master.low + at,
                             std::min(size, n - at), is_rounded ? rounded.dev + at : nullptr});
         muon_momentum(list.data(), (int)list.size(), bf16, option, state, ctx);
         for (MuonBuffer& buffer : list) buffer.x = x.dev + (buffer.x - u.dev);

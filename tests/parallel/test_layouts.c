@@ -404,18 +404,16 @@ static void not_finite_on_one_rank(void) {
         size_t bytes = (size_t)embedding->n * sizeof(real), block_bytes = (size_t)block->n * sizeof(real);
         real *good = (real*)host_alloc(bytes), *bad = (real*)host_alloc(bytes);
         real *before = (real*)host_alloc(block_bytes), *after = (real*)host_alloc(block_bytes);
-        device_download(good, embedding->master, bytes, m->ctx);
-        device_download(before, block->master, block_bytes, m->ctx);
+        masters_download(good, embedding->master, embedding->owned_weight, embedding->n, m->ctx);
+        masters_download(before, block->master, block->owned_weight, block->n, m->ctx);
         for (int64_t i = 0; i < embedding->n; i++) bad[i] = INFINITY;
         int poisoned = ranks_index(group) == c.ranks - 1;
-        device_upload(embedding->master, poisoned ? bad : good, bytes, m->ctx);
-        params_publish(&m->units[0], m->ctx);
+        masters_upload(embedding->master, embedding->owned_weight, poisoned ? bad : good, embedding->n, m->ctx);
         StepState state = one_step(m, 1, NULL);
         CHECK(!state.ok && state.bad_in_a_row == 1 && state.updates == 0 && !isfinite(state.loss),
               "rank %d: ok %d, loss %g", ranks_index(group), state.ok, state.loss);
-        device_upload(embedding->master, good, bytes, m->ctx);
-        params_publish(&m->units[0], m->ctx);
-        device_download(after, block->master, block_bytes, m->ctx);
+        masters_upload(embedding->master, embedding->owned_weight, good, embedding->n, m->ctx);
+        masters_download(after, block->master, block->owned_weight, block->n, m->ctx);
         CHECK(memcmp(before, after, block_bytes) == 0, "rank %d: experts have changed", ranks_index(group));
         state = one_step(m, 2, NULL);
         StepState expected = one_step(other, 2, NULL);
