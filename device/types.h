@@ -1,8 +1,8 @@
 // The number types of the two builds, and integer helpers. This file has the #ifdef of the backend.
 //
 //   floatX  type of activations and working weights: bf16 on CUDA, `real` on the CPU
-//   real    type of values that must not be rounded to bf16: statistics, gates, router scores, losses, parameter
-//           gradients, master weights, and moments except with --moments bf16. float32; double in the reference build
+//   real    type of values that must not be rounded to bf16: statistics, gates, router scores, losses, gradients that
+//           are summed, master weights, and moments except with --moments bf16. float32; double in the reference build
 //           with F64=1 (the oracle of finite differences).
 //   Master  what a master weight has beyond its working weight (masters_upload, device/device.h): 16 bits on CUDA, all
 //           of it on the CPU
