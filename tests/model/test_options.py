@@ -610,8 +610,8 @@ class Reports(Case):
         self.assertIn("it does not fit", judged(8, "--batch", 2 * batch))  # the next batch that divides the step
         self.assertIn("no --batch, --recompute or --shard makes it fit", judged(0.6))
         tight = "--batch", 1, "--seq-len", 256
-        self.assertRegex(judged(3.4, *tight), r"these fit: --moments bf16 --recompute block \(")
-        self.assertIn("no --batch,", judged(3.4, *tight, "--resume", "--out", "run"))  # a resumed run keeps these
+        self.assertRegex(judged(3, *tight), r"these fit: --moments bf16 --recompute block \(")
+        self.assertIn("no --batch,", judged(3, *tight, "--resume", "--out", "run"))  # a resumed run keeps these
         self.refused(2, "--gpu-memory is for --dry-run", gpu_memory=8, out="run")
         if "cuda" not in PROGRAM:
             self.assertNotIn("GiB are", self.train(dry_run=True).stdout)
