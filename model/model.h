@@ -130,8 +130,9 @@ typedef struct Model {
     int measures;               // 1: this step fills mx_stats; set before model_step_begin, cleared by model_update
     StepState *state, *val_state;
     StepInputs* inputs;
-    floatX *muon_x, *muon_parts, *muon_work;  // model/update.c
-    MuonGroup* muon_groups;                   // NULL without Muon
+    floatX *muon_x, *muon_waves, *muon_parts, *muon_work;  // model/update.c
+    int64_t muon_wave_size;                                // elements of one of the two in muon_waves
+    MuonGroup* muon_groups;                                // NULL without Muon
     int muon_group_count;
     Graph* graphs[GRAPHS];  // NULL: not replayed
 } Model;

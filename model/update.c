@@ -9,6 +9,12 @@
 //   owner      orthogonalizes the unit's matrices                             muon_orthogonalize
 //   all-to-all each rank gets its parts back
 //   own part   w = w - lr (x + weight_decay w)                                muon_update
+//
+// The all-to-alls run on the side stream, with the work on own parts. They overlap with the Newton-Schulz steps of the
+// wave before and of the whole buffers:
+//
+//   stream         | whole buffers | owned units of wave 0      | owned units of wave 1      |
+//   side stream    | exchange 0    | exchange 1                 | return 0    | exchange 2   | return 1 ..
 #include <stdlib.h>
 
 #include "device/check.h"
@@ -91,17 +97,45 @@ static void update_group(Model* m, const MuonGroup* g) {
 }
 
 // A wave: `count` units, at most one for each rank that shares their buffers b.
-static void update_wave(Model* m, const int* units, int count, int b, Comm* comm) {
+typedef struct Wave {
+    int b, count;
+    int* units;
+} Wave;
+
+// The waves of all sharded buffers; returns how many. The last wave of dense buffers, or of experts, may be short.
+static int list_waves(const Model* m, Wave* waves, int* units) {
+    int n = 0;
+    for (int b = 0; b < BUFFERS; b++) {
+        Wave* wave = NULL;
+        for (int u = 0; u < params_units(&m->config); u++) {
+            const ParamBuffer* p = &m->units[u].buffer[b];
+            if (p->n_muon == 0 || p->shard == SHARD_NONE) continue;
+            if (!wave || wave->count == p->parts) {
+                const Wave empty = {b, 0, units};
+                wave = &waves[n++];
+                *wave = empty;
+            }
+            wave->units[wave->count++] = u;
+            units++;
+        }
+    }
+    return n;
+}
+
+static Comm* wave_comm(const Model* m, const Wave* w) { return w->b == EXPERT_PARAMS ? m->expert_dp : m->world; }
+
+// The all-to-all of a wave, from own parts to the owners' x (back 0), or back, with the work on own parts.
+static void exchange_parts(Model* m, const Wave* w, floatX* x, int back, Ctx* ctx) {
     enum { ROW = 64 };  // elements; parts and parameters start at multiples of it
-    const int ranks = comm_count(comm), index = comm_index(comm);
+    const int ranks = comm_count(wave_comm(m, w)), index = comm_index(wave_comm(m, w));
     int64_t* rows = (int64_t*)host_alloc((size_t)(4 * ranks) * sizeof(int64_t));
     int64_t *send_start = rows, *send = rows + ranks, *recv_start = send + ranks, *recv = recv_start + ranks;
-    MuonBuffer* list = (MuonBuffer*)host_alloc((size_t)count * sizeof(MuonBuffer));
+    MuonBuffer* list = (MuonBuffer*)host_alloc((size_t)w->count * sizeof(MuonBuffer));
     int64_t at = 0;
     for (int i = 0; i < ranks; i++) {
         // This rank's part of unit i goes to rank i; rank i's part of the unit that this rank owns comes.
-        const ParamBuffer* to = i < count ? &m->units[units[i]].buffer[b] : NULL;
-        const ParamBuffer* own = index < count ? &m->units[units[index]].buffer[b] : NULL;
+        const ParamBuffer* to = i < w->count ? &m->units[w->units[i]].buffer[w->b] : NULL;
+        const ParamBuffer* own = index < w->count ? &m->units[w->units[index]].buffer[w->b] : NULL;
         send_start[i] = at;
         send[i] = to ? muon_owned(to) / ROW : 0;
         if (to) list[i] = muon_buffer(m, to, 0, muon_owned(to), m->muon_parts + at * ROW);
@@ -110,48 +144,59 @@ static void update_wave(Model* m, const int* units, int count, int b, Comm* comm
         recv[i] = own ? muon_part(own, i) / ROW : 0;
     }
 
-    // Own parts to the owners, and back.
-    muon_momentum(list, count, m->layout.bf16_moments, &m->inputs->muon, m->state, m->ctx);
-    const ExchangeBuffer there = {m->muon_x, m->muon_parts, ROW * sizeof(floatX)};
-    const ExchangeRows rows_there = {send_start, send, recv_start, recv, NULL};
-    comm_exchange(comm, &there, 1, rows_there, m->ctx);
-    for (int i = 0; i < m->muon_group_count && index < count; i++) {
-        const MuonGroup* g = &m->muon_groups[i];
-        if (g->first == units[index] && param_buffer(g->id) == b)
-            orthogonalize(m, g, m->muon_x + m->units[g->first].at[g->id]);
-    }
-    const ExchangeBuffer back = {m->muon_parts, m->muon_x, ROW * sizeof(floatX)};
-    const ExchangeRows rows_back = {recv_start, recv, send_start, send, NULL};
-    comm_exchange(comm, &back, 1, rows_back, m->ctx);
-    muon_update(list, count, &m->inputs->muon, m->state, m->ctx);
+    // The momentum comes before the exchange, the update after the return.
+    const ExchangeBuffer buffer = {back ? m->muon_parts : x, back ? x : m->muon_parts, ROW * sizeof(floatX)};
+    const ExchangeRows there = {send_start, send, recv_start, recv, NULL},
+                       again = {recv_start, recv, send_start, send, NULL};
+    if (!back) muon_momentum(list, w->count, m->layout.bf16_moments, &m->inputs->muon, m->state, ctx);
+    comm_exchange(wave_comm(m, w), &buffer, 1, back ? again : there, ctx);
+    if (back) muon_update(list, w->count, &m->inputs->muon, m->state, ctx);
     free(list);
     free(rows);
 }
 
-// A wave has one unit for each rank that holds a part of it. The last wave may be shorter.
-static void update_waves(Model* m, int b) {
-    int* wave = (int*)host_alloc((size_t)m->layout.ranks * sizeof(int));
-    int count = 0, parts = 0;
-    for (int u = 0; u < params_units(&m->config); u++) {
-        const ParamBuffer* p = &m->units[u].buffer[b];
-        if (p->n_muon == 0 || p->shard == SHARD_NONE) continue;
-        parts = (int)p->parts;
-        wave[count++] = u;
-        if (count < parts) continue;
-        update_wave(m, wave, count, b, b == EXPERT_PARAMS ? m->expert_dp : m->world);
-        count = 0;
+// The unit of the wave that this rank owns, in x.
+static void orthogonalize_unit(Model* m, const Wave* w, floatX* x) {
+    const int index = comm_index(wave_comm(m, w));
+    for (int i = 0; i < m->muon_group_count && index < w->count; i++) {
+        const MuonGroup* g = &m->muon_groups[i];
+        if (g->first == w->units[index] && param_buffer(g->id) == w->b)
+            orthogonalize(m, g, x + m->units[g->first].at[g->id]);
     }
-    if (count) update_wave(m, wave, count, b, b == EXPERT_PARAMS ? m->expert_dp : m->world);
-    free(wave);
 }
 
 // Whole buffers by groups, then parts by waves. Each parameter is in one of them.
 static void update_by_muon(Model* m) {
+    const int most = params_units(&m->config) * BUFFERS;
+    Wave* waves = (Wave*)host_alloc((size_t)most * sizeof(Wave));
+    int* units = (int*)host_alloc((size_t)most * sizeof(int));
+    const int count = list_waves(m, waves, units);
+    Ctx* side = sharding_side(m->sharding);
+    floatX* x[2] = {m->muon_waves, m->muon_waves + m->muon_wave_size};
+
+    // The first wave overlaps with the whole buffers.
+    if (count) {
+        sharding_follow(m->sharding, side, m->ctx);
+        exchange_parts(m, &waves[0], x[0], 0, side);
+    }
     for (int i = 0; i < m->muon_group_count; i++) {
         const MuonGroup* g = &m->muon_groups[i];
         if (m->units[g->first].buffer[param_buffer(g->id)].shard == SHARD_NONE) update_group(m, g);
     }
-    for (int b = 0; b < BUFFERS; b++) update_waves(m, b);
+
+    // While wave i is orthogonalized, the side stream returns wave i - 1 and exchanges wave i + 1. The stream waits for
+    // the exchange of i + 1 before the side stream is given the return of i.
+    if (count) sharding_follow(m->sharding, m->ctx, side);
+    for (int i = 0; i < count; i++) {
+        if (i + 1 < count) exchange_parts(m, &waves[i + 1], x[(i + 1) % 2], 0, side);
+        orthogonalize_unit(m, &waves[i], x[i % 2]);
+        sharding_follow(m->sharding, m->ctx, side);
+        sharding_follow(m->sharding, side, m->ctx);
+        exchange_parts(m, &waves[i], x[i % 2], 1, side);
+    }
+    if (count) sharding_follow(m->sharding, m->ctx, side);
+    free(units);
+    free(waves);
 }
 
 // The update of the routers' selection biases from the counts of the step.
@@ -219,7 +264,7 @@ static void group_matrices(Model* m) {
 }
 
 void model_plan_muon(Model* m, Arena* arena) {
-    int64_t largest = 0, largest_wave = 0, work = 0;
+    int64_t largest = 0, work = 0;
     group_matrices(m);
     for (int i = 0; i < m->muon_group_count; i++) {
         // Equal parts of at most 3 GROUP_ELEMENTS of workspace, which a square group needs.
@@ -234,11 +279,13 @@ void model_plan_muon(Model* m, Arena* arena) {
         if (p->shard == SHARD_NONE)
             largest = max_i64(largest, g->count * g->rows * g->columns);
         else
-            largest_wave = max_i64(largest_wave, p->n_muon);
+            m->muon_wave_size = max_i64(m->muon_wave_size, round_up(p->n_muon, 64));
     }
-    arena_add(arena, "Muon: matrices of a group", ELEMENT_X, max_i64(largest, largest_wave), 0, (void**)&m->muon_x);
-    if (largest_wave)
-        arena_add(arena, "Muon: own parts of a wave", ELEMENT_X, largest_wave + 64 * m->layout.ranks, 0,
+    if (largest) arena_add(arena, "Muon: matrices of a group", ELEMENT_X, largest, 0, (void**)&m->muon_x);
+    if (m->muon_wave_size) {
+        arena_add(arena, "Muon: units of two waves", ELEMENT_X, 2 * m->muon_wave_size, 0, (void**)&m->muon_waves);
+        arena_add(arena, "Muon: own parts of a wave", ELEMENT_X, m->muon_wave_size + 64 * m->layout.ranks, 0,
                   (void**)&m->muon_parts);
+    }
     arena_add(arena, "Muon: workspace", ELEMENT_X, work, 0, (void**)&m->muon_work);
 }

@@ -176,8 +176,10 @@ void sharding_destroy(Sharding* s) {
 // Whether there is communication. With one rank there is none, and the slots are empty: nothing waits.
 static int communicates(const Sharding* s) { return s->world != NULL; }
 
-// `next` waits for the work of `before` so far. The event may be used again at once: a wait is for its last record.
-static void follow(Sharding* s, Ctx* next, Ctx* before) {
+Ctx* sharding_side(const Sharding* s) { return s->side_stream; }
+
+// The event may be used again at once: a wait is for its last record.
+void sharding_follow(Sharding* s, Ctx* next, Ctx* before) {
     event_record(s->handover, before);
     event_wait(s->handover, next);
 }
@@ -218,7 +220,7 @@ void weights_release(Sharding* s, int unit, Ctx* ctx) {
 void weights_changed(Sharding* s, Ctx* ctx) {
     s->version++;
     if (!communicates(s)) return;
-    follow(s, s->side_stream, ctx);
+    sharding_follow(s, s->side_stream, ctx);
     for (int u = 0; u < s->count; u++) gather(s, u, 0);
 }
 
@@ -232,7 +234,7 @@ void grads_get(Sharding* s, int unit, int first, Ctx* ctx) {
 
 Ctx* grads_reduce(Sharding* s, int unit, int first, int last, Ctx* ctx) {
     // Backward on ctx must have written the gradients. In the last micro-step the caller also queues the update.
-    if (communicates(s) || last) follow(s, s->side_stream, ctx);
+    if (communicates(s) || last) sharding_follow(s, s->side_stream, ctx);
     for (int i = 0; i < BUFFERS; i++) {
         ParamBuffer* p = &s->units[unit][i];
         if (p->n == 0 || p->parts == 1) continue;
@@ -254,5 +256,5 @@ Ctx* grads_reduce(Sharding* s, int unit, int first, int last, Ctx* ctx) {
 
 void grads_wait(Sharding* s, Ctx* ctx) {
     // An event is enough: the side stream works in order, so all of its earlier work is done too.
-    follow(s, ctx, s->side_stream);
+    sharding_follow(s, ctx, s->side_stream);
 }

@@ -126,3 +126,7 @@ int64_t weights_version(const Sharding* sharding);  // the number of these chang
 void grads_get(Sharding* sharding, int unit, int first_micro_step, Ctx* ctx);
 Ctx* grads_reduce(Sharding* sharding, int unit, int first_micro_step, int last_micro_step, Ctx* ctx);
 void grads_wait(Sharding* sharding, Ctx* ctx);
+
+// The side stream, for transfers of the update. sharding_follow: `next` waits for all work of `before` so far.
+Ctx* sharding_side(const Sharding* sharding);
+void sharding_follow(Sharding* sharding, Ctx* next, Ctx* before);
