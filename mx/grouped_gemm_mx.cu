@@ -69,8 +69,7 @@ struct SquareScales {
     }
     __device__ __forceinline__ void start(int k_blocks, const Tensors& t, int lane) { go_on(0, k_blocks, t, lane); }
 
-    // The current chunk: sx * sw of the row whose scale this lane loaded. sw comes from another of the four lanes by a
-    // shuffle. Infinity becomes NaN.
+    // The current chunk's sx * sw. sw comes from another of the four lanes by a shuffle. Infinity becomes NaN.
     __device__ __forceinline__ float take(int k_block) {
         float scale = power(sx) * __shfl_sync(0xffffffffu, sw, k_block, 4);
         scale = fmaf(scale, 0, scale);
@@ -166,8 +165,7 @@ __device__ __forceinline__ void fill_column_scales(Shared& s, const ChannelScale
 #pragma unroll
         for (int i = 0; i < 4; i++) unit[i] = first >> 8 * i & 0xff;
 
-        // The scale loads are in flight while the stage is still in use. After the last k block the scale becomes 1
-        // (byte 0x7f).
+        // Scale loads are in flight while the stage is in use. The scale after the last k block is 1 (byte 0x7f).
         for (int k_block = 0; k_block < k_blocks; k_block++) {
             const bool last = k_block == k_blocks - 1, ends = last || k_block % RUN == RUN - 1;
             from += N;
@@ -205,8 +203,7 @@ struct Consumer {
     Scales scales;
 };
 
-// d += p * row scale: `near` for row lane / 4, `far` for the row 8 below. Then d *= columns, a factor per column (NULL:
-// none).
+// d += p * row scale: `near` for row lane / 4, `far` for the row 8 below. Then d *= columns, unless NULL.
 __device__ __forceinline__ void add_scaled(float (&d)[SQUARE_SIDE / 2], const float (&p)[SQUARE_SIDE / 2], float near,
                                            float far, const float* columns, int lane) {
 #pragma unroll
@@ -255,7 +252,7 @@ __device__ __forceinline__ void add_chunk(Shared& s, Consumer<Scales>& c, float 
 
         // Then prefetch the next scales, or run `overlap`.
         if (part == PARTS - 1 && !LAST) c.scales.ahead(k_block, k_blocks, tensors, lane);
-        if (part == PARTS - 1 && LAST) overlap();
+        if (PARTS == 2 && part == 1 && LAST) overlap();
 
         // wgmma is done. After the last part the operands are no longer needed.
         wgmma_wait<0>();
@@ -298,9 +295,7 @@ __device__ __forceinline__ void compute(Shared& s, Consumer<Scales>& c, const Wo
             write<Out, SQUARE_SIDE>(writer, d[part], item.n, columns, item.valid - row,
                                     [&](const void* piece, int n) { tma_store(out, piece, n, m); });
     };
-    auto first_part = [&] {
-        if (PARTS == 2) write_part(0);
-    };
+    auto first_part = [&] { write_part(0); };
 
     // Mainloop: d += every chunk.
     c.scales.start(k_blocks, tensors, lane);
@@ -375,8 +370,7 @@ __global__ void __cluster_dims__(CLUSTER, 1, 1) __launch_bounds__(THREADS, 1)
         [&](Shared& s) { fill_column_scales(s, scales); });
 }
 
-// dW = 0 for experts without rows, because no work item writes it. blockIdx.y is the expert, whose dW has `size`
-// vectors.
+// dW = 0 for experts without rows: no work item writes it. blockIdx.y is the expert; its dW has `size` vectors.
 __global__ void __launch_bounds__(256) zero_without_rows(uint4* dw, const int32_t* rows, int64_t size) {
     wait_for_previous();
     if (rows[blockIdx.y] > 0) return;
@@ -406,17 +400,16 @@ void grouped_gemm_mx(floatX* y, real* y_real, MxBytes x, MxTiles w, Ragged r, in
 }
 
 template <typename Out>
-static void wgrad(Out* dw, MxBytes dy, MxBytes x, int64_t length, Ragged r, int64_t IC, int64_t OC, int accumulate,
-                  Ctx* ctx) {
+static void wgrad(Out* dw, MxBytes dy, MxBytes x, int64_t length, Ragged r, int64_t IC, int64_t OC, int add, Ctx* ctx) {
     ASSERT(IC > 0 && IC % MX_BLOCK == 0 && OC > 0 && OC % MX_BLOCK == 0 && length % MX_CHUNK == 0);
     ASSERT(r.El <= MAX_EXPERTS && length >= r.capacity);
     if (r.capacity == 0 || r.El == 0)
-        return accumulate ? void() : device_zero(dw, (size_t)(r.El * OC * IC) * sizeof(Out), ctx);
-    if (has_block_scales(ctx)) return grouped_gemm_lt_mx_wgrad(dw, dy, x, length, r, IC, OC, accumulate, ctx);
+        return add ? void() : device_zero(dw, (size_t)(r.El * OC * IC) * sizeof(Out), ctx);
+    if (has_block_scales(ctx)) return grouped_gemm_lt_mx_wgrad(dw, dy, x, length, r, IC, OC, add, ctx);
     const int64_t vectors = OC * IC * (int64_t)sizeof(Out) / (int64_t)sizeof(uint4);
-    if (!accumulate) launch_early(zero_without_rows, dim3(16, r.El), 256, 0, ctx, (uint4*)dw, r.group_rows, vectors);
+    if (!add) launch_early(zero_without_rows, dim3(16, r.El), 256, 0, ctx, (uint4*)dw, r.group_rows, vectors);
     Groups g = groups_of(r, OC, IC, 0, ctx);
-    g.add = accumulate;
+    g.add = add;
     launch(grouped_gemm_mx_wgrad_kernel<Out>, ctx, matrix_map(dy.q, 0, OC, length, BOX, ctx),
            matrix_map(x.q, 0, IC, length, BOX, ctx), Outputs{{matrix_map(dw, r.El, OC, IC, 16, ctx)}}, g,
            ChannelScales::Tensors{dy.scale, x.scale, (int)(length / MX_CHUNK)});
