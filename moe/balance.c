@@ -29,6 +29,15 @@ void balance_count(BalanceCounts counts, const real* scores, const int32_t* expe
     }
 }
 
+// The K/E quantile of expert e's margins among `tokens`.
+static double margin_quantile(const int64_t* margins, int64_t e, int64_t tokens, int32_t E, int32_t K) {
+    const double wanted = (double)tokens * K / E;
+    int64_t below = 0;
+    int bin = 0;
+    while ((double)(below + margins[bin * (int64_t)E + e]) < wanted) below += margins[bin++ * (int64_t)E + e];
+    return margin_in_bin(bin, wanted, below, margins[bin * (int64_t)E + e]);
+}
+
 void balance_quantile(real* bias, const int64_t* margins, int64_t layers, int32_t E, int32_t K, const StepState* state,
                       Ctx* ctx) {
     for (int64_t l = 0; l < layers; l++, bias += E, margins += (int64_t)MARGIN_BINS * E) {

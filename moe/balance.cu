@@ -61,33 +61,69 @@ void balance_count(BalanceCounts counts, const real* scores, const int32_t* expe
     });
 }
 
-// One block per layer, one thread per expert. Bound by the latency of its loads.
-static __global__ void __launch_bounds__(ROUTER_MOST_EXPERTS)
+// The K/E quantile of expert e's margins, by one warp; NaN if there are none. Each lane has BINS neighbouring bins.
+static __device__ double margin_quantile(const int64_t* margins, int e, int32_t E, int32_t K) {
+    constexpr int BINS = (MARGIN_BINS + 31) / 32;
+    const int lane = threadIdx.x % 32;
+    int64_t count[BINS], own = 0;
+#pragma unroll
+    for (int i = 0; i < BINS; i++) {
+        const int64_t bin = lane * BINS + i;
+        count[i] = bin < MARGIN_BINS ? margins[bin * E + e] : 0;
+        own += count[i];
+    }
+
+    // The number of tokens up to each lane's last bin: an inclusive scan. Every histogram counts all tokens.
+    int64_t last = own;
+#pragma unroll
+    for (int d = 1; d < 32; d *= 2) {
+        const int64_t before = __shfl_up_sync(0xffffffffu, last, d);
+        if (lane >= d) last += before;
+    }
+    const double wanted = (double)__shfl_sync(0xffffffffu, last, 31) * K / E;
+
+    // The first lane that reaches the wanted number walks over its bins.
+    int64_t below = last - own, inside = 0;
+    int found = lane * BINS;
+#pragma unroll
+    for (int i = 0; i < BINS; i++) {
+        if ((double)(below + inside) >= wanted) break;
+        below += inside;
+        inside = count[i];
+        found = lane * BINS + i;
+    }
+    const int owner = __ffs(__ballot_sync(0xffffffffu, (double)last >= wanted)) - 1;
+    return __shfl_sync(0xffffffffu, margin_in_bin(found, wanted, below, inside), owner);
+}
+
+// One block per layer, one warp per expert at a time. Bound by the latency of its loads.
+static __global__ void __launch_bounds__(512)
     balance_quantile_kernel(float* bias, const int64_t* margins, int32_t E, int32_t K, const StepState* state) {
     wait_for_previous();
-    __shared__ double sums[ROUTER_MOST_EXPERTS / 32];
-    const int e = threadIdx.x;
+    __shared__ double raised[ROUTER_MOST_EXPERTS];
+    const int lane = threadIdx.x % 32;
     bias += blockIdx.x * (int64_t)E;
     margins += blockIdx.x * (int64_t)MARGIN_BINS * E;
+    if (!state->ok) return;
 
-    // Every expert's histogram counts all tokens.
-    int64_t tokens = 0;
-#pragma unroll 8
-    for (int64_t bin = 0; bin < MARGIN_BINS; bin++) tokens += margins[bin * E];
-    if (!state->ok || tokens == 0) return;
-
-    // Each bias rises by its quantile, then their mean becomes 0.
-    const double raised = e < E ? bias[e] + margin_quantile(margins, e, tokens, E, K) : 0, sum = warp_sum(raised);
-    if (e % 32 == 0) sums[e / 32] = sum;
+    // Each bias rises by its quantile.
+    for (int e = threadIdx.x / 32; e < E; e += 16) {
+        const double rise = margin_quantile(margins, e, E, K);
+        if (lane == 0) raised[e] = bias[e] + rise;
+    }
     __syncthreads();
-    double mean = 0;
-    for (int w = 0; w < ROUTER_MOST_EXPERTS / 32; w++) mean += sums[w] / E;
-    if (e < E) bias[e] = (float)(raised - mean);
+
+    // Their mean becomes 0. It is NaN in a layer that counted no token.
+    double sum = 0;
+    for (int e = lane; e < E; e += 32) sum += raised[e];
+    const double mean = warp_sum(sum) / E;
+    if (isnan(mean)) return;
+    for (int e = threadIdx.x; e < E; e += 512) bias[e] = (float)(raised[e] - mean);
 }
 
 void balance_quantile(real* bias, const int64_t* margins, int64_t layers, int32_t E, int32_t K, const StepState* state,
                       Ctx* ctx) {
-    launch_early(balance_quantile_kernel, (unsigned)layers, ROUTER_MOST_EXPERTS, 0, ctx, bias, margins, E, K, state);
+    launch_early(balance_quantile_kernel, (unsigned)layers, 512, 0, ctx, bias, margins, E, K, state);
 }
 
 // One block per layer.

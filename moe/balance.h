@@ -72,20 +72,8 @@ static inline BOTH_SIDES double margin_edge(int bin) {
     return negative ? -size : size;
 }
 
-// The K/E quantile of expert e's margins among `tokens`.
-static inline BOTH_SIDES double margin_quantile(const int64_t* margins, int32_t e, int64_t tokens, int32_t E,
-                                                int32_t K) {
-    // The first bin at which the cumulative count reaches the wanted number; the counts below it and in it.
-    const double wanted = (double)tokens * K / E;
-    int64_t below = 0, inside = 0;
-    int found = 0;
-    for (int bin = 0; bin < MARGIN_BINS; bin++) {
-        const int64_t count = margins[(int64_t)bin * E + e];
-        const int before = (double)(below + inside) < wanted;
-        below += before ? inside : 0;
-        inside = before ? count : inside;
-        found = before ? bin : found;
-    }
-    const double low = margin_edge(found), share = (wanted - (double)below) / (double)inside;
-    return low + share * (margin_edge(found + 1) - low);
+// The margin with `wanted` tokens below it: interpolated in its bin, which has `inside` tokens, and `below` before it.
+static inline BOTH_SIDES double margin_in_bin(int bin, double wanted, int64_t below, int64_t inside) {
+    const double low = margin_edge(bin), share = (wanted - (double)below) / (double)inside;
+    return low + share * (margin_edge(bin + 1) - low);
 }
