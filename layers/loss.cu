@@ -1,14 +1,14 @@
-// Cross-entropy, fused forward and backward. Bound by memory. A thread block cluster of four blocks shares a row of
-// logits. Each block copies its quarter once into shared memory: one slot for each 16-byte vector.
+// Cross-entropy, fused forward and backward. Bound by memory. A thread block cluster of two or four blocks shares a row
+// of logits. Each block copies its part once into shared memory: one slot for each 16-byte vector.
 //
 //   prologue             for each row of the cluster
-//   +---------------+    +----------------+    +---------------------+    +---------------------------+
-//   | row 0: fetch  |    | online softmax |    | reduction over      |    | gradient over the logits  |
-//   | by cp.async   |--->| of the quarter |--->| warp, block,        |--->| next row: fetch, into the |---> next row
-//   +---------------+    +----------------+    | and the four blocks |    | slots of read vectors     |
-//                                              +---------------------+    +---------------------------+
+//   +---------------+    +----------------+    +-----------------+    +---------------------------+
+//   | row 0: fetch  |    | online softmax |    | reduction over  |    | gradient over the logits  |
+//   | by cp.async   |--->| of the part    |--->| warp, block and |--->| next row: fetch, into the |---> next row
+//   +---------------+    +----------------+    | cluster         |    | slots of read vectors     |
+//                                              +-----------------+    +---------------------------+
 //
-// The four blocks exchange maximum and sum through distributed shared memory. Prefetch: as soon as a vector of this row
+// The blocks exchange maximum and sum through distributed shared memory. Prefetch: as soon as a vector of this row
 // is consumed, cp.async loads the next row's vector into its slot. So reads and writes of an SM overlap.
 //
 // Padding is -inf in shared memory, and full batches of vectors are processed without branches. So a logit costs 5
@@ -20,7 +20,7 @@
 #include "layers/loss.h"
 #include "layers/rows.cuh"
 
-enum { CLUSTER = 4, THREADS = 256, WARPS = THREADS / 32, BATCH = 3, ROWS = 4, ROW_LOGITS = 16384 };
+enum { THREADS = 256, WARPS = THREADS / 32, BATCH = 3, ROWS = 4, ROW_LOGITS = 16384, PAIR_LOGITS = 65536 };
 
 static const float LOG2_E = 1.44269504f, LN_2 = 0.693147181f, LOWEST = -1e38f;
 
@@ -50,14 +50,14 @@ static __device__ __forceinline__ float top_of(const Vec8 p[B]) {
 // GPUs before Hopper have no clusters and use cross_entropy_row_kernel. It is also the kernel for vocabularies that are
 // larger, or too small for a cluster's threads.
 #if defined(__CUDA_ARCH__) && __CUDA_ARCH__ < 900
-#define IN_CLUSTERS
+#define IN_CLUSTERS(blocks)
 #else
-#define IN_CLUSTERS __cluster_dims__(CLUSTER)
+#define IN_CLUSTERS(blocks) __cluster_dims__(blocks)
 #endif
 
-// The block's quarter of a row, a slot of shared memory for each 16-byte vector. A thread reads only slots that it
+// The block's part of a row, a slot of shared memory for each 16-byte vector. A thread reads only slots that it
 // filled itself.
-struct Quarter {
+struct Part {
     Vec8* slots;
     int count;  // vectors
     int valid;  // logits that are not padding
@@ -116,6 +116,7 @@ static __device__ __forceinline__ void add_batch(Softmax& mine, const Vec8* slot
 }
 
 // Reduction over the warp, the block and the cluster: every block receives the partial results of the others.
+template <int CLUSTER>
 static __device__ __forceinline__ Softmax reduce(Softmax mine, int turn, int rank, auto& cluster) {
     __shared__ Softmax of_warp[WARPS], of_block[2][CLUSTER];
 #pragma unroll
@@ -149,7 +150,8 @@ static __device__ __forceinline__ void write_gradient(floatX* z, int i, const Ve
 }
 
 // A cluster processes rows n, n + next, n + 2 next, ..
-static __global__ void IN_CLUSTERS __launch_bounds__(THREADS, 4)
+template <int CLUSTER>
+static __global__ void IN_CLUSTERS(CLUSTER) __launch_bounds__(THREADS, 4)
     cross_entropy_kernel(float* loss, floatX* logits, const int32_t* target, int64_t N, int64_t V, int64_t Vp,
                          float dscale) {
 #if !defined(__CUDA_ARCH__) || __CUDA_ARCH__ >= 900
@@ -158,37 +160,37 @@ static __global__ void IN_CLUSTERS __launch_bounds__(THREADS, 4)
     auto cluster = cooperative_groups::this_cluster();
     const int rank = (int)cluster.block_rank();
     const int vectors = (int)(Vp / 8), per = (vectors + CLUSTER - 1) / CLUSTER, first = rank * per;
-    const Quarter quarter = {(Vec8*)shared, min(per, vectors - first), (int)V - first * 8};
+    const Part part = {(Vec8*)shared, min(per, vectors - first), (int)V - first * 8};
     const int64_t next = gridDim.x / CLUSTER;
 
     // Prologue: the first row starts to load.
     int64_t n = blockIdx.x / CLUSTER;
     floatX* z = logits + n * Vp + (int64_t)first * 8;
-    for (int i = threadIdx.x; i < quarter.count; i += THREADS) quarter.fetch(i, z);
+    for (int i = threadIdx.x; i < part.count; i += THREADS) part.fetch(i, z);
     __pipeline_commit();
     cluster.sync();  // every block of the cluster runs: its shared memory may be written
     for (int turn = 0; n < N; n += next, z += next * Vp, turn ^= 1) {
-        // The block's quarter has arrived. The softmax of the row: of the thread, then over the cluster.
+        // The block's part has arrived. The softmax of the row: of the thread, then over the cluster.
         const int right = target[n] - first * 8;
         Softmax mine = {LOWEST, 0};
         __pipeline_wait_prior(0);
-        quarter.in_batches([&](int i, auto batch) { add_batch(mine, quarter.slots + i, batch); });
-        const Softmax all = reduce(mine, turn, rank, cluster);
+        part.in_batches([&](int i, auto batch) { add_batch(mine, part.slots + i, batch); });
+        const Softmax all = reduce<CLUSTER>(mine, turn, rank, cluster);
 
         // The owner of the target keeps its logit, before the next row takes the slot.
         const float scale = dscale / all.sum;
         const bool more = n + next < N;
-        const bool owner = right >= 0 && right < quarter.count * 8 && right / 8 % THREADS == threadIdx.x;
+        const bool owner = right >= 0 && right < part.count * 8 && right / 8 % THREADS == threadIdx.x;
         float z_right = 0;
-        if (owner) z_right = __bfloat162float(((const floatX*)quarter.slots)[right]);
+        if (owner) z_right = __bfloat162float(((const floatX*)part.slots)[right]);
 
         // The gradient dscale softmax(z). Meanwhile the next row is prefetched into the slots.
-        quarter.in_batches([&]<int B>(int i, Int<B>) {
+        part.in_batches([&]<int B>(int i, Int<B>) {
             Vec8 p[B];
-            read_batch(p, quarter.slots + i);
+            read_batch(p, part.slots + i);
             if (more)
 #pragma unroll
-                for (int b = 0; b < B; b++) quarter.fetch(i + b * THREADS, z + next * Vp);
+                for (int b = 0; b < B; b++) part.fetch(i + b * THREADS, z + next * Vp);
             if (dscale != 0) write_gradient(z, i, p, scale, all.top);
         });
         __pipeline_commit();
@@ -257,8 +259,9 @@ void cross_entropy(real* loss, floatX* logits, const int32_t* target, int64_t N,
                    Ctx* ctx) {
     if (N == 0) return;
     ASSERT(wide(Vp, logits));
-    // A quarter of a row fits in shared memory up to 450560 logits.
-    const int64_t shared = ceil_div(Vp / 8, CLUSTER) * 8 * (int64_t)sizeof(floatX);
+    // Two blocks share a row, and four a longer one: an SM then has several. Four parts fit up to 450560 logits.
+    const int64_t blocks = Vp <= PAIR_LOGITS ? 2 : 4;
+    const int64_t shared = ceil_div(Vp / 8, blocks) * 8 * (int64_t)sizeof(floatX);
     if (ctx->portable || shared > 220 << 10 || Vp <= ROW_LOGITS) {
         const bool narrow = Vp <= 32 * 8 * 4;  // four iterations of a warp
         return launch_early(narrow ? cross_entropy_row_kernel<32> : cross_entropy_row_kernel<THREADS>, (unsigned)N,
@@ -267,6 +270,6 @@ void cross_entropy(real* loss, floatX* logits, const int32_t* target, int64_t N,
 
     // The number of clusters leaves each a few rows, so that copies and sums overlap.
     const int64_t clusters = ceil_div(N, min_i64(ROWS, ceil_div(N, ctx->sms)));
-    launch_early(cross_entropy_kernel, clusters * CLUSTER, THREADS, shared, ctx, loss, logits, target, N, V, Vp,
-                 dscale);
+    const auto kernel = blocks == 2 ? cross_entropy_kernel<2> : cross_entropy_kernel<4>;
+    launch_early(kernel, clusters * blocks, THREADS, shared, ctx, loss, logits, target, N, V, Vp, dscale);
 }
