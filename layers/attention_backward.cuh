@@ -22,21 +22,23 @@ namespace {
 // Rows beyond T get 0 and -inf, which make P and dS 0 there.
 template <int D>
 __global__ void attention_delta_kernel(float* start_delta, float* start_lse, const floatX* dout, const floatX* out,
-                                       const float* lse, int64_t B, int64_t T, int64_t H, int64_t padded, float scale) {
+                                       const float* lse, uint32_t T, uint32_t H, uint32_t padded, float scale) {
     wait_for_previous();
-    constexpr int LANES = 2 * D / 8;                                         // threads to a row, 8 columns each
-    int64_t row = (blockIdx.x * (int64_t)blockDim.x + threadIdx.x) / LANES;  // (b, t, h)
-    int lane = threadIdx.x % LANES;
-    int64_t h = row % H, t = row / H % padded, b = row / H / padded;
-    if (b >= B) return;  // only whole warps leave (padded is a multiple of 128): the shuffles below need that
+    constexpr int LANES = 2 * D / 8;  // threads to a row, 8 columns each
+    // Row (t, h) of sequence b. 32-bit divisions: 64-bit divisions would take longer than the memory traffic.
+    const uint32_t row = blockIdx.x * (256 / LANES) + threadIdx.x / LANES, lane = threadIdx.x % LANES;
+    const uint32_t h = row % H, t = row / H;
+    const int64_t b = blockIdx.y;
+    if (t >= padded) return;  // only whole warps leave (padded is a multiple of 128): the shuffles below need that
 
-    // The thread's part of <dout, out>, then the sum over the row.
-    float sum = 0;
+    // The thread's part of <dout, out>, then the sum over the row. lse is loaded meanwhile.
+    float sum = 0, lse_of_row = INFINITY;
     if (t < T) {
-        int64_t at = ((b * T + t) * H + h) * 2 * D + lane * 8;
+        const int64_t at = ((b * T + t) * H + h) * 2 * D + lane * 8;
         float x[8], y[8];
         load(x, dout + at);
         load(y, out + at);
+        if (lane == 0) lse_of_row = lse[(b * H + h) * T + t];
 #pragma unroll
         for (int i = 0; i < 8; i++) sum += x[i] * y[i];
     }
@@ -45,9 +47,9 @@ __global__ void attention_delta_kernel(float* start_delta, float* start_lse, con
 
     // The initial accumulators of the row.
     if (lane == 0) {
-        int64_t to = (b * H + h) * padded + t;
+        const int64_t to = (b * H + h) * padded + t;
         start_delta[to] = -sum;
-        start_lse[to] = t < T ? -lse[(b * H + h) * T + t] / scale : -INFINITY;
+        start_lse[to] = -lse_of_row / scale;
     }
 }
 
@@ -75,9 +77,10 @@ __global__ void attention_sum_rope_kernel(floatX* dk_rope, const float* part, in
 // The first and the last of the four kernels, used on every GPU.
 template <int D>
 void run_delta(Workspace w, const floatX* dout, const floatX* out, const real* lse, AttnShape s, Ctx* ctx) {
-    int64_t threads = s.B * w.padded * s.H * (D / 4);
-    launch_early(attention_delta_kernel<D>, blocks_for(threads, 256), 256, 0, ctx, w.delta, w.lse, dout, out, lse, s.B,
-                 s.T, s.H, w.padded, s.scale);
+    const int64_t rows = w.padded * s.H;  // of a sequence
+    ASSERT(s.B < 65536 && rows < INT32_MAX);
+    launch_early(attention_delta_kernel<D>, dim3(blocks_for(rows, 256 / (D / 4)), (unsigned)s.B), 256, 0, ctx, w.delta,
+                 w.lse, dout, out, lse, s.T, s.H, w.padded, s.scale);
 }
 
 template <int D>
