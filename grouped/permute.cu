@@ -53,8 +53,8 @@ void permute_plan(Ragged r, const int32_t* expert, const real* gate, int64_t N, 
 }
 
 // One warp per row. Short rows (C < NARROW) would give a warp too few loads in flight, so they are merged (TOGETHER): a
-// slice is contiguous in `rows`, and a warp copies 4 KB of it at a time.
-enum { VECTORS = 8, NARROW = 1024 };
+// slice is contiguous in `rows`, and a warp copies 2 KB of it at a time.
+enum { VECTORS = 4, NARROW = 1024 };
 template <bool TOGETHER>
 static __global__ void __launch_bounds__(32 * PERMUTE_WARPS)
     permute_rows_kernel(floatX* rows, const floatX* tokens, Ragged r, int64_t C, int64_t slices) {
@@ -88,7 +88,7 @@ static __global__ void __launch_bounds__(32 * PERMUTE_WARPS)
 }
 
 void permute_rows(void* to, const void* from, Ragged r, size_t row_bytes, Ctx* ctx) {
-    // Rows are copied as 2-byte elements. At balanced load a warp copies one row, or 4 KB.
+    // Rows are copied as 2-byte elements. At balanced load a warp copies one row, or 2 KB.
     const int64_t C = (int64_t)row_bytes / 2, together = C < NARROW ? 8 * 32 * VECTORS / C : 1;
     const int64_t slices = permute_slices(r, PERMUTE_WARPS * together);
     ASSERT(row_bytes % 16 == 0 && aligned(to, from));
