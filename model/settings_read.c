@@ -77,11 +77,12 @@ static void set_for_model(Settings* s) {
     if (!is_given(s, offsetof(Settings, muon_lr))) s->muon_lr = training[s->preset].muon_lr;
     if (!is_given(s, offsetof(Settings, optimizer))) s->optimizer = *s->init ? ADAMW : training[s->preset].optimizer;
     if (!is_given(s, offsetof(Settings, moments))) s->moments = training[s->preset].bf16_moments;
-    // Load balancing: the weight of the balance loss, by --balance.
-    static const double aux_loss[] = {1e-2, 1e-4, 0};
+    // Load balancing: the weight of the balance loss, by --balance and --score (sigmoid, softmax). 1e-3 is
+    // DeepSeek-V2's (aux_loss_alpha of its published configuration).
+    static const double aux_loss[][2] = {{1e-2, 1e-3}, {1e-4, 1e-4}, {0, 0}};
     const int unbiased = *s->init && !s->model.selection_bias;
     if (unbiased && !is_given(s, offsetof(Settings, balance))) s->balance = BALANCE_NONE;
-    if (!is_given(s, offsetof(Settings, aux_loss))) s->aux_loss = aux_loss[s->balance];
+    if (!is_given(s, offsetof(Settings, aux_loss))) s->aux_loss = aux_loss[s->balance][s->model.score];
     if (s->balance != BALANCE_DEEPSEEK && is_given(s, offsetof(Settings, bias_rate)))
         die(EXIT_USAGE, "--bias-rate goes with --balance deepseek, not with --balance %s",
             s->balance == BALANCE_NONE ? "none" : "quantile");

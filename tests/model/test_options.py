@@ -97,8 +97,11 @@ class BadOptions(Case):
                     self.assertEqual(re.search(r" lr (\S+) ", printed)[1], expected)
 
     def test_balance(self):
-        """Each kind of load balancing has its own weight of the balance loss; --bias-rate belongs to one of them."""
-        for given, expected in (([], ("quantile", "0.01")), (["--balance", "deepseek"], ("deepseek", "0.0001")),
+        """Each kind of load balancing has its own weight of the balance loss, quantile one for each kind of score.
+
+        --bias-rate belongs to one of them."""
+        for given, expected in ((["--model", "small"], ("quantile", "0.01")), (["--model", "16b"], ("quantile", "0.001")),
+                                (["--balance", "deepseek"], ("deepseek", "0.0001")),
                                 (["--balance", "deepseek", "--bias-rate", "0.1"], ("deepseek", "0.0001")),
                                 (["--balance", "none"], ("none", "0")),
                                 (["--balance", "none", "--aux-loss", "0.1"], ("none", "0.1"))):
