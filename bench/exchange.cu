@@ -1,6 +1,6 @@
 // The all-to-all of expert parallelism against NCCL's all-to-all, in the same run. It times dispatch (rows, expert
 // ids and gates in one transfer) and combine (rows) of one MoE block with random routing. The yardstick is an NCCL
-// all-to-all: the rows that leave a rank in dispatch, spread evenly over the other ranks. GB/s: bytes that leave a GPU
+// all-to-all: the rows that leave the ranks in dispatch, spread evenly over all pairs. GB/s: bytes that leave a GPU
 // over the time. Times are medians over 30 calls, measured with CUDA events.
 //
 //   mpirun -np 4 build/cuda/bench/exchange [tokens a rank]
@@ -82,7 +82,9 @@ static void family(Comm* comm, ncclComm_t nccl, const char* name, int64_t N, int
     // The two transfers and the yardstick.
     double dispatch = seconds([&] { comm_exchange(comm, out, 3, outward, ctx); });
     double combine = seconds([&] { comm_exchange(comm, out, 1, back, ctx); });
-    const size_t each = (size_t)(leaves / std::max(1, P - 1) * C) * 2;
+    int64_t travel = 0;  // rows between different ranks
+    for (int i = 0; i < P * P; i++) travel += i / P == i % P ? 0 : all[(size_t)i];
+    const size_t each = (size_t)(travel / std::max(1, P * (P - 1)) * C) * 2;
     double yardstick = seconds([&] {
         ncclGroupStart();
         for (int p = 0; p < P; p++) {

@@ -255,10 +255,12 @@ static void group_matrices(Model* m) {
                     g = &m->muon_groups[k];
             if (g && g->rows == rows && g->columns == p->columns &&
                 m->units[u].buffer[param_buffer(p->id)].shard == SHARD_NONE &&
-                (g->count + mine.count) * rows * p->columns <= GROUP_ELEMENTS)
-                g->units++, g->count += mine.count;
-            else
+                (g->count + mine.count) * rows * p->columns <= GROUP_ELEMENTS) {
+                g->units++;
+                g->count += mine.count;
+            } else {
                 m->muon_groups[m->muon_group_count++] = mine;
+            }
         }
     }
 }
