@@ -12,7 +12,7 @@
 //
 //   moments   bytes read and written per parameter
 //   float32   28
-//   bf16      20
+//   bf16      20; 2 less where the gradient is rounded, in both rows
 //
 // With bf16 moments the update uses the new m and v before they are rounded. They are in registers, and a change that
 // the rounding loses still counts in this update. The rounding is to nearest even, so that runs are reproducible.

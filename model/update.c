@@ -147,9 +147,9 @@ static void exchange_parts(Model* m, const Wave* w, floatX* x, int back, Ctx* ct
     // The momentum comes before the exchange, the update after the return.
     const ExchangeBuffer buffer = {back ? m->muon_parts : x, back ? x : m->muon_parts, ROW * sizeof(floatX)};
     const ExchangeRows there = {send_start, send, recv_start, recv, NULL},
-                       again = {recv_start, recv, send_start, send, NULL};
+                       home = {recv_start, recv, send_start, send, NULL};
     if (!back) muon_momentum(list, w->count, m->layout.bf16_moments, &m->inputs->muon, m->state, ctx);
-    comm_exchange(wave_comm(m, w), &buffer, 1, back ? again : there, ctx);
+    comm_exchange(wave_comm(m, w), &buffer, 1, back ? home : there, ctx);
     if (back) muon_update(list, w->count, &m->inputs->muon, m->state, ctx);
     free(list);
     free(rows);
@@ -243,6 +243,7 @@ static void group_matrices(Model* m) {
         Param list[PARAMS];
         const int count = params_list(list, &m->config, m->units[u].kind);
         for (int i = 0; i < count; i++) {
+            // The parameter's matrices in this unit: one, or one per expert; gate and up count as two.
             const Param* p = &list[i];
             if (p->by != MUON) continue;
             const int64_t halves = p->second ? 2 : 1, rows = p->rows / halves;

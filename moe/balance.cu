@@ -97,7 +97,8 @@ static __device__ double margin_quantile(const int64_t* margins, int e, int32_t 
 }
 
 // One block per layer, one warp per expert at a time. Bound by the latency of its loads.
-static __global__ void __launch_bounds__(512)
+enum { UPDATE_THREADS = 512 };
+static __global__ void __launch_bounds__(UPDATE_THREADS)
     balance_quantile_kernel(float* bias, const int64_t* margins, int32_t E, int32_t K, const StepState* state) {
     wait_for_previous();
     __shared__ double raised[ROUTER_MOST_EXPERTS];
@@ -107,7 +108,7 @@ static __global__ void __launch_bounds__(512)
     if (!state->ok) return;
 
     // Each bias rises by its quantile.
-    for (int e = threadIdx.x / 32; e < E; e += 16) {
+    for (int e = threadIdx.x / 32; e < E; e += UPDATE_THREADS / 32) {
         const double rise = margin_quantile(margins, e, E, K);
         if (lane == 0) raised[e] = bias[e] + rise;
     }
@@ -118,12 +119,12 @@ static __global__ void __launch_bounds__(512)
     for (int e = lane; e < E; e += 32) sum += raised[e];
     const double mean = warp_sum(sum) / E;
     if (isnan(mean)) return;
-    for (int e = threadIdx.x; e < E; e += 512) bias[e] = (float)(raised[e] - mean);
+    for (int e = threadIdx.x; e < E; e += UPDATE_THREADS) bias[e] = (float)(raised[e] - mean);
 }
 
 void balance_quantile(real* bias, const int64_t* margins, int64_t layers, int32_t E, int32_t K, const StepState* state,
                       Ctx* ctx) {
-    launch_early(balance_quantile_kernel, (unsigned)layers, 512, 0, ctx, bias, margins, E, K, state);
+    launch_early(balance_quantile_kernel, (unsigned)layers, UPDATE_THREADS, 0, ctx, bias, margins, E, K, state);
 }
 
 // One block per layer.

@@ -70,7 +70,7 @@ void sharding_plan(Arena* arena, ParamBuffer* p, int bf16_moments, int rounded) 
     else if (own_weight)
         arena_add(arena, "weights", ELEMENT_X, p->n, 0, (void**)&p->weight);
 
-    // Masters, gradients and moments.
+    // Masters (as wide as floatX in both builds), gradients and moments.
     arena_add(arena, "master weights", ELEMENT_X, p->owned, 0, (void**)&p->master);
     if (p->frozen) return;
     ASSERT(!rounded || p->parts == 1);
