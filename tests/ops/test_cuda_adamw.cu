@@ -164,7 +164,7 @@ static void test_adamw(void) {
 }
 
 // Gradients so small that v is a denormal number, of 15 bits. The first update is still lr times the sign of the
-// gradient. With v flushed to 0 it would be 1e9 times as large.
+// gradient. With v flushed to 0 it would be 3e10 times as large.
 static void test_tiny_gradients(void) {
     const int64_t n = 64;
     Masters master(n, 1);
