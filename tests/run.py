@@ -69,6 +69,8 @@ def run(name, command, timeout, jobs, program):
         environment["TRAIN_MOE"] = os.path.abspath(program)
     if jobs > 1:
         environment.setdefault("OMP_NUM_THREADS", str(max(1, CORES // jobs)))
+    # A folder of its own: an mpirun that ends removes the common folder of sessions, which one that starts may have found.
+    environment["TMPDIR"] = scratch = tempfile.mkdtemp(prefix="train_moe_")
     began, code = time.monotonic(), None
     with tempfile.TemporaryFile() as file:
         process = subprocess.Popen(command, stdin=subprocess.DEVNULL, stdout=file, stderr=subprocess.STDOUT,
@@ -87,6 +89,7 @@ def run(name, command, timeout, jobs, program):
             process.wait()
         file.seek(0)
         output = file.read().decode(errors="replace")
+    shutil.rmtree(scratch, ignore_errors=True)
     result, problem = counts(output), ""
     if code is None:
         problem = f"took more than {timeout:g} s"
