@@ -71,6 +71,7 @@ def run(name, command, timeout, jobs, program):
         environment.setdefault("OMP_NUM_THREADS", str(max(1, CORES // jobs)))
     # A folder of its own: an mpirun that ends removes the common folder of sessions, which one that starts may have found.
     environment["TMPDIR"] = scratch = tempfile.mkdtemp(prefix="train_moe_")
+    os.chmod(scratch, 0o755)  # test_prepare.py runs a program as another user
     began, code = time.monotonic(), None
     with tempfile.TemporaryFile() as file:
         process = subprocess.Popen(command, stdin=subprocess.DEVNULL, stdout=file, stderr=subprocess.STDOUT,
