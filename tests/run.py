@@ -31,6 +31,7 @@ NEEDS_PROGRAM = re.compile(r"TRAIN_MOE|^(?:import|from) cli\b", re.M)
 ONE_BUILD = re.compile(r"^ONE_BUILD = True", re.M)
 SLOW = re.compile(r"^SLOW = True", re.M)
 CORES = len(os.sched_getaffinity(0))
+SESSIONS = tempfile.TemporaryDirectory(prefix="train_moe_sessions_")
 UNITTEST = re.compile(r"^Ran (\d+) tests? in .*\n\n(?:OK|FAILED)(?: \((.*)\))?$", re.M)
 
 
@@ -40,7 +41,9 @@ def mpirun(ranks):
     in half the time with few channels in memory of cudaMalloc."""
     if not shutil.which("mpirun") or os.environ.get("MPI") == "0":
         return []
-    return ["mpirun", "--allow-run-as-root", "--oversubscribe", "--bind-to", "none", "--mca", "mpi_yield_when_idle", "1",
+    # A session directory of its own: an mpirun that ends removes the common one, while another may be starting in it.
+    return ["env", "TMPDIR=" + tempfile.mkdtemp(dir=SESSIONS.name), "mpirun", "--allow-run-as-root",
+            "--oversubscribe", "--bind-to", "none", "--mca", "mpi_yield_when_idle", "1",
             "-x", "OMP_NUM_THREADS=1", "-x", "ASAN_OPTIONS=detect_leaks=0",  # Open MPI leaks
             "-x", "NCCL_CUMEM_ENABLE=0", "-x", "NCCL_MAX_NCHANNELS=2", "-np", str(ranks)]
 
@@ -69,9 +72,6 @@ def run(name, command, timeout, jobs, program):
         environment["TRAIN_MOE"] = os.path.abspath(program)
     if jobs > 1:
         environment.setdefault("OMP_NUM_THREADS", str(max(1, CORES // jobs)))
-    # A folder of its own: an mpirun that ends removes the common folder of sessions, which one that starts may have found.
-    environment["TMPDIR"] = scratch = tempfile.mkdtemp(prefix="train_moe_")
-    os.chmod(scratch, 0o755)  # test_prepare.py runs a program as another user
     began, code = time.monotonic(), None
     with tempfile.TemporaryFile() as file:
         process = subprocess.Popen(command, stdin=subprocess.DEVNULL, stdout=file, stderr=subprocess.STDOUT,
@@ -90,7 +90,6 @@ def run(name, command, timeout, jobs, program):
             process.wait()
         file.seek(0)
         output = file.read().decode(errors="replace")
-    shutil.rmtree(scratch, ignore_errors=True)
     result, problem = counts(output), ""
     if code is None:
         problem = f"took more than {timeout:g} s"

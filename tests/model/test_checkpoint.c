@@ -568,8 +568,8 @@ static void fault(const char* name, const char* path) {
     load(world, odd ? 1 : 2, s, error, sizeof(error));
 }
 
-// Open MPI leaks memory at its end, which must not count in a build with the address sanitizer. Each run has a folder
-// of its own for sessions: an mpirun that ends removes the common one, which another that starts may have found.
+// Open MPI leaks memory at its end, which must not count in a build with the address sanitizer. Each run has a session
+// directory of its own: an mpirun that ends removes the common one, while another may be starting in it.
 static FILE* start_ranks(const char* name) {
     char* command = host_format(
         "TMPDIR=`mktemp -d %s/XXXXXX` ASAN_OPTIONS=detect_leaks=0 OMPI_ALLOW_RUN_AS_ROOT=1 "
