@@ -164,7 +164,8 @@ static void test_adamw(void) {
 }
 
 // Gradients so small that v is a denormal number, of 15 bits. The first update is still lr times the sign of the
-// gradient. With v flushed to 0 it would be 3e10 times as large.
+// gradient. With v flushed to 0 it would be 3e10 times as large. The tolerance: the rounding of v changes an update by
+// 2^-17 of it, 8e-8, and masters below 4 are rounded to 1.2e-7. 1e-6 is five times as much.
 static void test_tiny_gradients(void) {
     const int64_t n = 64;
     Masters master(n, 1);
@@ -188,7 +189,7 @@ static void test_tiny_gradients(void) {
     const auto after = master.got();
     for (size_t i = 0; i < (size_t)n; i++) {
         const double moved = after[i] - before[i], wanted = i % 2 ? -1e-2 : 1e-2;
-        CHECK(fabs(moved - wanted) < 1e-5, "weight %zu moved by %g", i, moved);
+        CHECK(fabs(moved - wanted) < 1e-6, "weight %zu moved by %g", i, moved);
     }
     device_free(there);
     device_free(state);
