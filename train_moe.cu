@@ -159,8 +159,9 @@ static void report(Run* r, int val, int asks) {
 
     // A step that was not finite changed no weight; the third in a row ends the run.
     if (!r->last.ok)
-        warn("step %ld: loss %g, gradient norm %g: not finite, so no weight was changed", r->pending, r->last.loss,
-             r->last.grad_norm);
+        warn("step %ld: loss %g, gradient norm %g: %s, so no weight was changed", r->pending, r->last.loss,
+             r->last.grad_norm,
+             isfinite(r->last.loss) && isfinite(r->last.grad_norm) ? "its square overflows float32" : "not finite");
     if (r->last.bad_in_a_row >= 3) end_diverged(r);
     if (r->pending == r->first) watch_settled();
     r->pending = 0;

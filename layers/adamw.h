@@ -4,9 +4,10 @@
 //
 //   step_begin -> (loss_add per micro-step) -> grad_norm_add per buffer -> step_decide -> adamw_update
 //
-// If the loss or the gradient norm is not finite (ok = 0), weights and moments stay unchanged. The same holds for a
-// step whose dispatch overflowed its capacity (moe/dispatch.h), and for all steps after it. The host grows the capacity
-// and retries these steps.
+// If the loss or the gradient norm is not finite (ok = 0), weights and moments stay unchanged. The same holds if the
+// square of the norm, after clipping, overflows float32: second moments would become infinite, and their weights would
+// never move again. It also holds for a step whose dispatch overflowed its capacity (moe/dispatch.h), and for all steps
+// after it. The host grows the capacity and retries these steps.
 //
 // Moments are real, or bf16 as in DeepSeek-V3 (arXiv 2412.19437, section 3.3.3):
 //
@@ -50,7 +51,7 @@ typedef struct StepState {
     double correction1;       // 1 - beta1^updates
     double correction2;       // 1 - beta2^updates
     int64_t updates;          // updates applied so far, this one included; saved in checkpoints
-    int32_t ok;               // 1: this step's loss and gradient norm are finite
+    int32_t ok;               // 1: the loss is finite, and the square of the clipped gradient norm is in float32
     int32_t bad_in_a_row;     // steps in a row that were not
     real max_logit;           // largest attention logit of the step, of all layers
     int32_t retry;  // 1: a dispatch overflowed in this step or an earlier one. Steps change nothing until the host
@@ -111,7 +112,7 @@ static inline BOTH_SIDES void step_decide_now(StepState* s, int64_t tokens, cons
     s->correction1 = 1 - pow((double)opt->beta1, (double)(s->updates + 1));
     s->correction2 = 1 - pow((double)opt->beta2, (double)(s->updates + 1));
     s->retry |= s->overflows > 0;
-    s->ok = !s->retry && isfinite(s->loss) && isfinite(s->grad_norm);
+    s->ok = !s->retry && isfinite(s->loss) && isfinite((float)(s->grad_sq * s->grad_scale * s->grad_scale));
     if (!s->retry) s->bad_in_a_row = s->ok ? 0 : s->bad_in_a_row + 1;
     s->updates += s->ok;
 }

@@ -24,8 +24,9 @@ def tensor(path, name):
 
 
 def bf16(x):
-    mantissa, exponent = math.frexp(x)
-    return math.ldexp(round(math.ldexp(mantissa, 8)), exponent - 8)
+    """The working weight of a master weight in the CUDA build (device/device.h): to nearest, ties away from zero."""
+    mantissa, exponent = math.frexp(abs(x))
+    return math.copysign(math.ldexp(math.floor(math.ldexp(mantissa, 8) + 0.5), exponent - 8), x)
 
 
 def cast(matrix, tile_rows, tile_columns, mode):

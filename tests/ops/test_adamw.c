@@ -205,7 +205,8 @@ static void test_step_not_finite(void) {
 }
 
 // Gradients of zero are a step like any other: the norm is 0, and clip / 0 must not matter. Gradients whose square is
-// too large for float32 still make a finite norm.
+// too large for float32 still make a finite norm. Clipped, they are a good step; without clipping, their second moments
+// would be infinite, so the step changes nothing.
 static void test_extreme_gradients(void) {
     Ctx* ctx = ctx_create(adamw_workspace(300));
     StepState* state = kept_bytes(sizeof(StepState));
@@ -229,6 +230,18 @@ static void test_extreme_gradients(void) {
     CHECK_NUMBER(state->grad_norm, 1e30 * sqrt(430.0), 1e-6);
     CHECK_NUMBER(state->grad_scale, 1 / (1e30 * sqrt(430.0)), 1e-6);
     CHECK(state->ok == 1 && isfinite(weight[0][0]), "ok %d, weight %g", state->ok, (double)weight[0][0]);
+    // The largest norm that passes is that whose square is the largest float32, 1.8e19.
+    AdamW unclipped = options;
+    unclipped.clip = 0;
+    for (int fits = 0; fits < 2; fits++) {
+        const real before = weight[0][0], g = (real)((fits ? 1.8e19 : 1.9e19) / sqrt(430.0));
+        for (int b = 0; b < BUFFERS; b++)
+            for (int64_t i = 0; i < sizes[b]; i++) grad[b][i] = g;
+        one_step(state, weight, weight, m, v, loss, grad, &unclipped, ctx);
+        CHECK(state->ok == fits && (weight[0][0] != before) == fits && isfinite((float)v[0][0]),
+              "norm %g: ok %d, weight %g was %g, second moment %g", state->grad_norm, state->ok, (double)weight[0][0],
+              (double)before, (double)v[0][0]);
+    }
     ctx_destroy(ctx);
     release_all();
 }
