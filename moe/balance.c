@@ -1,18 +1,36 @@
 #include "moe/balance.h"
 
-#include "device/cpu.h"
 #include "layers/adamw.h"
+#include "moe/router_cpu.h"
 
-// alpha_n of one token: the largest s + bias of the experts that it did not select. In float32 in every build.
-static float best_unselected(const real* score, const real* bias, const int32_t* selected, RouterShape s) {
-    float best = -INFINITY;
-    for (int32_t e = 0; e < s.E; e++) {
-        int taken = 0;
-        for (int32_t k = 0; k < s.K; k++) taken |= selected[k] == e;
-        const float compared = (float)score[e] + (float)bias[e];
-        if (!taken && compared > best) best = compared;
+// The smallest s + bias that selects each expert, of one token (moe/balance.h): margin = threshold - (s + bias).
+static void thresholds(float* threshold, const real* compared, const int32_t* selected, RouterShape s) {
+    const int32_t size = s.E / s.groups;
+    char taken[ROUTER_MOST_EXPERTS] = {0}, inside[ROUTER_MOST_EXPERTS];
+    real score[ROUTER_MOST_EXPERTS];
+    best_groups(inside, score, compared, s);
+
+    // alpha and omega.
+    real best = -INFINITY, smallest = INFINITY, omega = INFINITY;
+    for (int32_t k = 0; k < s.K; k++) {
+        taken[selected[k]] = 1;
+        smallest = compared[selected[k]] < smallest ? compared[selected[k]] : smallest;
     }
-    return best;
+    for (int32_t e = 0; e < s.E; e++)
+        if (!taken[e] && inside[e / size] && compared[e] > best) best = compared[e];
+    for (int32_t g = 0; g < s.groups; g++)
+        if (inside[g] && score[g] < omega) omega = score[g];
+    const real alpha = best > -INFINITY ? best : smallest;
+
+    // The threshold of an expert of another group also lifts that group to omega.
+    for (int32_t e = 0; e < s.E; e++) {
+        threshold[e] = (float)alpha;
+        if (inside[e / size]) continue;
+        real partner = group_of_pairs(s) ? -INFINITY : 0;
+        for (int32_t i = e / size * size; group_of_pairs(s) && i < (e / size + 1) * size; i++)
+            if (i != e && compared[i] > partner) partner = compared[i];
+        threshold[e] = fmaxf(threshold[e], (float)omega - (float)partner);
+    }
 }
 
 void balance_count(BalanceCounts counts, const real* scores, const int32_t* expert, const real* bias, RouterShape s,
@@ -20,12 +38,13 @@ void balance_count(BalanceCounts counts, const real* scores, const int32_t* expe
     for (int64_t i = 0; i < s.N * s.K; i++) counts.load[expert[i]]++;
     if (!counts.margins) return;
 
-    // The histogram of alpha_n - (s + bias) for each expert. Values are negative where the expert is selected.
     for (int64_t n = 0; n < s.N; n++) {
-        const real* score = scores + n * s.E;
-        const float alpha = best_unselected(score, bias, expert + n * s.K, s);
+        real compared[ROUTER_MOST_EXPERTS];
+        float threshold[ROUTER_MOST_EXPERTS];
+        for (int64_t e = 0; e < s.E; e++) compared[e] = (float)scores[n * s.E + e] + (float)bias[e];
+        thresholds(threshold, compared, expert + n * s.K, s);
         for (int64_t e = 0; e < s.E; e++)
-            counts.margins[margin_bin(alpha - ((float)score[e] + (float)bias[e])) * (int64_t)s.E + e]++;
+            counts.margins[margin_bin(threshold[e] - (float)compared[e]) * (int64_t)s.E + e]++;
     }
 }
 
@@ -38,18 +57,19 @@ static double margin_quantile(const int64_t* margins, int64_t e, int64_t tokens,
     return margin_in_bin(bin, wanted, below, margins[bin * (int64_t)E + e]);
 }
 
-void balance_quantile(real* bias, const int64_t* margins, int64_t layers, int32_t E, int32_t K, const StepState* state,
-                      Ctx* ctx) {
+void balance_quantile(real* bias, const int64_t* margins, int64_t layers, int32_t E, int32_t K, int32_t groups,
+                      const StepState* state, Ctx* ctx) {
     for (int64_t l = 0; l < layers; l++, bias += E, margins += (int64_t)MARGIN_BINS * E) {
         // Every expert's histogram counts all tokens.
         int64_t tokens = 0;
         for (int64_t bin = 0; bin < MARGIN_BINS; bin++) tokens += margins[bin * E];
         if (!state->ok || tokens == 0) continue;
 
-        // Each bias rises by its quantile, then their mean becomes 0.
+        // Each bias rises by its quantile, with groups by half of it. Then their mean becomes 0.
+        const double rate = groups > 1 ? 0.5 : 1;
         double mean = 0;
         for (int32_t e = 0; e < E; e++)
-            mean += (double)(bias[e] += (real)margin_quantile(margins, e, tokens, E, K)) / E;
+            mean += (double)(bias[e] += (real)(rate * margin_quantile(margins, e, tokens, E, K))) / E;
         for (int32_t e = 0; e < E; e++) bias[e] -= (real)mean;
     }
 }

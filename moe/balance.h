@@ -2,16 +2,22 @@
 // So the selection of a token depends on past steps and on the token itself, never on other tokens of its sequence. It
 // is causal, and the same in training and in inference.
 //
-// The margin of expert e for token n: the rise of its bias at which the token selects it. Selected experts have
-// negative margins.
+// The margin of expert e for token n is how far s + bias is below the threshold at which the token selects the expert.
+// Selected experts have negative margins, the others positive ones; margins of ties are 0.
 //
-//   margin_ne = alpha_n - (s_ne + bias_e),   alpha_n = the largest s + bias of the experts that the token did not
-//   select
+//   margin_ne = alpha_n - (s_ne + bias_e)
+//   alpha_n   = the best s + bias among the experts that the token did not select, in the groups that it selected
 //
-// Without groups alpha_n is the (K+1)-th largest s + bias. A histogram has MARGIN_OCTAVES octaves of |margin| on each
-// side of 0, and in the middle one bin for smaller margins. An octave has MARGIN_SPLIT bins of equal width. So the
-// relative precision is the same for sigmoid scores and for softmax scores, which are near 1 / E. Margins beyond the
-// last bin count in it.
+// If the token selected all experts of these groups, alpha_n is the smallest s + bias that it selected. Without groups
+// it is the (K+1)-th best. An expert of a group that the token did not select must also lift this group to omega_n, the
+// score of the worst selected group:
+//
+//   margin_ne  = max(alpha_n, omega_n - partner_ne) - (s_ne + bias_e)
+//   partner_ne = the best s + bias among the other experts of its group; 0 if a group's score is that of one expert
+//
+// A histogram has MARGIN_OCTAVES octaves of |margin| on each side of 0, and in the middle one bin for smaller margins.
+// An octave has MARGIN_SPLIT bins of equal width. So the relative precision is the same for sigmoid scores and for
+// softmax scores, which are near 1 / E. Margins beyond the last bin count in it.
 #pragma once
 
 #include <math.h>
@@ -33,6 +39,7 @@ typedef struct BalanceCounts {
 } BalanceCounts;
 
 // counts += the loads and margins of N tokens, from the scores (N, E), experts (N, K) and biases (E) of the router.
+// Margins are computed in float32 in every build.
 void balance_count(BalanceCounts counts, const real* scores, const int32_t* expert, const real* bias, RouterShape shape,
                    Ctx* ctx);
 
@@ -42,9 +49,10 @@ void balance_count(BalanceCounts counts, const real* scores, const int32_t* expe
 //
 // Quantile balancing (J. Su, kexue.fm 11619; Kimi K3 technical report, section 2.3.3 and appendix D):
 //   bias_e += the K/E quantile of margin_.e, interpolated in its bin;   then bias -= mean_e bias
-// With the new bias and the same alpha, a fraction K/E of the tokens would select expert e.
-void balance_quantile(real* bias, const int64_t* margins, int64_t layers, int32_t E, int32_t K, const StepState* state,
-                      Ctx* ctx);
+// With the new bias and the same threshold, a fraction K/E of the tokens would select expert e. With groups > 1 a bias
+// moves by half of the quantile: two experts lift their group together, and whole quantiles would overshoot.
+void balance_quantile(real* bias, const int64_t* margins, int64_t layers, int32_t E, int32_t K, int32_t groups,
+                      const StepState* state, Ctx* ctx);
 
 // Auxiliary-loss-free balancing (arXiv 2408.15664; DeepSeek-V3, section 2.1.2):
 //   bias_e += rate * sign(mean load - load_e)

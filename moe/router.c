@@ -1,6 +1,6 @@
 #include "moe/router.h"
 
-#include "device/cpu.h"
+#include "moe/router_cpu.h"
 
 // Never vectorized: the vector exp and the scalar exp of leftover elements differ in the last bit. Equal logits must
 // make equal scores at every index.
@@ -29,28 +29,31 @@ static int32_t take_best(const real* value, char* taken, int32_t n) {
     return best;
 }
 
-// Sets `choice` to -inf for every expert outside the best groups.
-static void limit_groups(real* choice, RouterShape s) {
-    real group_score[ROUTER_MOST_EXPERTS];
-    char taken[ROUTER_MOST_EXPERTS] = {0};
-    int32_t size = s.E / s.groups;
-    // A group's score is the sum of its two best experts with sigmoid, and its best with softmax.
+void best_groups(char* selected, real* score, const real* compared, RouterShape s) {
+    const int32_t size = s.E / s.groups;
     for (int32_t g = 0; g < s.groups; g++) {
         real best = -INFINITY, second = -INFINITY;
         for (int32_t e = g * size; e < (g + 1) * size; e++) {
-            if (choice[e] > best) {
+            if (compared[e] > best) {
                 second = best;
-                best = choice[e];
-            } else if (choice[e] > second) {
-                second = choice[e];
+                best = compared[e];
+            } else if (compared[e] > second) {
+                second = compared[e];
             }
         }
-        group_score[g] = s.score == SCORE_SIGMOID && size > 1 ? best + second : best;
+        score[g] = group_of_pairs(s) ? best + second : best;
+        selected[g] = 0;
     }
-    // Keep the best groups and exclude the experts of all others.
-    for (int32_t i = 0; i < s.top_groups; i++) take_best(group_score, taken, s.groups);
+    for (int32_t i = 0; i < s.top_groups; i++) take_best(score, selected, s.groups);
+}
+
+// Sets `choice` to -inf for every expert outside the best groups.
+static void limit_groups(real* choice, RouterShape s) {
+    real score[ROUTER_MOST_EXPERTS];
+    char selected[ROUTER_MOST_EXPERTS];
+    best_groups(selected, score, choice, s);
     for (int32_t e = 0; e < s.E; e++)
-        if (!taken[e / size]) choice[e] = -INFINITY;
+        if (!selected[e / (s.E / s.groups)]) choice[e] = -INFINITY;
 }
 
 // Backward needs dlogits (N, E) and counts (sequences, E).

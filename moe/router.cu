@@ -27,33 +27,6 @@
 #include "layers/matmul.h"
 #include "moe/router.cuh"
 
-// Floats as integers of the same order, all above 1; NaN is 1, below everything; 0 means "taken".
-static __device__ __forceinline__ uint32_t ordered(float x) {
-    if (x != x) return 1;
-    uint32_t u = __float_as_uint(x + 0.0f);  // -0 becomes 0: they are equal
-    return u & 0x80000000u ? ~u : u | 0x80000000u;
-}
-
-// Index of the largest of `value`, the lowest of equals; its lane marks it as taken. Lane l has indices l, l + 32, ...
-template <int J>
-static __device__ __forceinline__ int take_best(uint32_t value[J]) {
-    const int lane = threadIdx.x % 32;
-    uint32_t best = 0;
-    int index = 32 * J;
-#pragma unroll
-    for (int j = 0; j < J; j++)
-        if (value[j] > best) {
-            best = value[j];
-            index = lane + 32 * j;
-        }
-    uint32_t highest = __reduce_max_sync(0xffffffffu, best);
-    int taken = (int)__reduce_min_sync(0xffffffffu, best == highest ? (uint32_t)index : 32u * J);
-#pragma unroll
-    for (int j = 0; j < J; j++)
-        if (taken == lane + 32 * j) value[j] = 0;
-    return taken;
-}
-
 // p = sigmoid(p) or softmax(p) over a token's experts; -inf beyond E.
 template <int J>
 static __device__ __forceinline__ void to_scores(float (&p)[J], const RouterShape& s) {
@@ -80,28 +53,10 @@ template <int J>
 static __device__ __forceinline__ void limit_to_groups(uint32_t (&value)[J], float* compared, const RouterShape& s) {
     const int lane = threadIdx.x % 32, size = s.E / s.groups;
     uint32_t group[J];
+    float best[J], second[J];
+    best_groups(group, best, second, compared, s);
 
-    // A group's score: the sum of its two best (sigmoid) or its best (softmax). Lane l has groups l, l + 32, ...
-#pragma unroll
-    for (int j = 0; j < J; j++) {
-        const int g = lane + 32 * j;
-        group[j] = 0;
-        if (g >= s.groups) continue;
-        float best = -INFINITY, second = -INFINITY;
-        for (int i = 0; i < size; i++) {
-            float x = compared[g * size + (i + lane) % size];  // lanes start apart: no bank conflicts
-            if (x > best) {
-                second = best;
-                best = x;
-            } else if (x > second) {
-                second = x;
-            }
-        }
-        group[j] = ordered(s.score == SCORE_SIGMOID && size > 1 ? best + second : best);
-    }
-
-    // The best groups are marked as taken; each lane then looks up the groups of its experts.
-    for (int i = 0; i < s.top_groups; i++) take_best<J>(group);
+    // Each lane looks up the groups of its experts.
     __syncwarp();
 #pragma unroll
     for (int j = 0; j < J; j++)

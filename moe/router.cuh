@@ -13,3 +13,56 @@ static void by_experts(RouterShape s, Launch launch_for) {
         if (s.E > 32 * J) return by_experts<2 * J>(s, launch_for);
     launch_for(Int<J>());
 }
+
+// Floats as integers of the same order, all above 1; NaN is 1, below everything; 0 means "taken".
+static __device__ __forceinline__ uint32_t ordered(float x) {
+    if (x != x) return 1;
+    uint32_t u = __float_as_uint(x + 0.0f);  // -0 becomes 0: they are equal
+    return u & 0x80000000u ? ~u : u | 0x80000000u;
+}
+
+// Index of the largest of `value`, the lowest of equals; its lane marks it as taken. Lane l has indices l, l + 32, ...
+template <int J>
+static __device__ __forceinline__ int take_best(uint32_t value[J]) {
+    const int lane = threadIdx.x % 32;
+    uint32_t best = 0;
+    int index = 32 * J;
+#pragma unroll
+    for (int j = 0; j < J; j++)
+        if (value[j] > best) {
+            best = value[j];
+            index = lane + 32 * j;
+        }
+    uint32_t highest = __reduce_max_sync(0xffffffffu, best);
+    int taken = (int)__reduce_min_sync(0xffffffffu, best == highest ? (uint32_t)index : 32u * J);
+#pragma unroll
+    for (int j = 0; j < J; j++)
+        if (taken == lane + 32 * j) value[j] = 0;
+    return taken;
+}
+
+// The groups of a token from `compared`, its s + bias in shared memory. Lane l has groups l, l + 32, ...: their two
+// best experts, and `group`, which is 0 for the top_groups best groups (selected) and for groups that do not exist.
+template <int J>
+static __device__ __forceinline__ void best_groups(uint32_t (&group)[J], float (&best)[J], float (&second)[J],
+                                                   const float* compared, const RouterShape& s) {
+    const int lane = threadIdx.x % 32, size = s.E / s.groups;
+#pragma unroll
+    for (int j = 0; j < J; j++) {
+        const int g = lane + 32 * j;
+        group[j] = 0;
+        best[j] = second[j] = -INFINITY;
+        if (g >= s.groups) continue;
+        for (int i = 0; i < size; i++) {
+            const float x = compared[g * size + (i + lane) % size];  // lanes start apart: no bank conflicts
+            if (x > best[j]) {
+                second[j] = best[j];
+                best[j] = x;
+            } else if (x > second[j]) {
+                second[j] = x;
+            }
+        }
+        group[j] = ordered(group_of_pairs(s) ? best[j] + second[j] : best[j]);
+    }
+    for (int i = 0; i < s.top_groups; i++) take_best<J>(group);
+}

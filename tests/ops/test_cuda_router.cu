@@ -122,6 +122,8 @@ static void test_router(void) {
     router_case({300, 300, 1024, 256, 8, 8, 4, SCORE_SIGMOID, 1, 2.5f, 0}, 0.5f);
     router_case({129, 129, 40, 500, 5, 100, 10, SCORE_SIGMOID, 1, 1, 0}, 0);
     router_case({200, 100, 1000, 6, 2, 6, 3, SCORE_SIGMOID, 0, 1, 0}, 0);
+    router_case({200, 100, 256, 8, 2, 4, 1, SCORE_SIGMOID, 1, 1, 0}, 0);  // a token selects all experts of its group
+    router_case({200, 100, 256, 8, 2, 4, 1, SCORE_SOFTMAX, 1, 1, 0}, 0);
     router_case({777, 111, 65, 70, 7, 7, 2, SCORE_SIGMOID, 1, 1, 1}, 0.3f);
     router_case({2048, 1024, 72, 37, 5, 1, 1, SCORE_SIGMOID, 1, 1, 0},
                 0.1f);  // a long sum in dw, rows of odd length
