@@ -352,6 +352,8 @@ static void open_model(Run* r) {
         model_begin(r->model, r->world);
     if (r->saved >= s->steps)
         printf("nothing to do: the run has %ld steps, --steps is %ld; a larger one goes on\n", r->saved, s->steps);
+    else if (r->saved)
+        report_schedule(s, r->saved);
     free(out);
 }
 

@@ -22,7 +22,7 @@ char* record_json(const Settings* s) {
         free(quoted);
         free(text);
     }
-    host_append(&json, "}");
+    host_append(&json, ", \"warmup-steps\": %.17g}", s->warmup_steps);
     return json;
 }
 
@@ -125,6 +125,10 @@ void record_recall(const Json* record, Settings* s) {
         options_set(o, s, text, "");
         free(text);
     }
+    // Other --steps change the schedule, but not the warm-up: it is behind, or has begun. Older records lack its steps.
+    const Json* warmup = json_get(record, "warmup-steps");
+    s->warmup_steps = warmup ? warmup->number : settings_warmup(&was);
+    s->steps_before = was.steps;
     if (json_int(record, "even-start", 0))
         printf(
             "options    --even-start of the checkpoint no longer exists: from here on routers select by their scores "

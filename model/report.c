@@ -237,6 +237,18 @@ void report_data(const Settings* s, const Shards* train, const Tokenizer* tokeni
     free(name);
 }
 
+void report_schedule(const Settings* s, int64_t step) {
+    Settings was = *s;
+    was.steps = s->steps_before;
+    const double lr = settings_lr(s, step + 1), mtp = settings_mtp_weight(s, step + 1);
+    const int mtp_changes = s->model.mtp && mtp != settings_mtp_weight(&was, step + 1);
+    if (lr == settings_lr(&was, step + 1) && !mtp_changes) return;
+    printf("schedule   --steps was %ld and is %ld: learning rate %.4g at step %ld, %.4g at step %ld", was.steps,
+           s->steps, settings_lr(&was, step), step, lr, step + 1);
+    if (mtp_changes) printf("; MTP weight %.4g, then %.4g", settings_mtp_weight(&was, step), mtp);
+    printf("\n");
+}
+
 void report_device(const Model* m) {
     const char* unreplayed = model_unreplayed(m);
     const char* dispatch = m->capacity > 0 ? "windows" : BACKEND == BACKEND_CUDA ? "nccl" : "MPI";

@@ -20,6 +20,9 @@ void report_model(const Settings* settings);
 void report_dry_run(const Settings* settings);
 // The training shards and the epochs of the run, and the tokenizer.
 void report_data(const Settings* settings, const Shards* train, const Tokenizer* tokenizer);
+// A run that goes on after `step` with other --steps: a line where these change the learning rate, or the weight of the
+// MTP losses, of the next step.
+void report_schedule(const Settings* settings, int64_t step);
 // The device, and whether steps run as CUDA graphs.
 void report_device(const Model* model);
 // On the device that was chosen, before any rank of this machine takes memory: ends the run where `rank` needs more

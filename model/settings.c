@@ -256,10 +256,12 @@ double settings_mtp_weight(const Settings* s, int64_t step) {
     return (double)step <= s->mtp_switch * (double)s->steps ? s->mtp_weight : s->mtp_weight_end;
 }
 
+double settings_warmup(const Settings* s) { return s->warmup < 1 ? ceil(s->warmup * (double)s->steps) : s->warmup; }
+
 // The learning rate over its peak.
 static double schedule(const Settings* s, int64_t step) {
     // The way up, then how much of the rest is left.
-    const double warmup = s->warmup < 1 ? ceil(s->warmup * (double)s->steps) : s->warmup, steps = (double)s->steps;
+    const double warmup = s->warmup_steps, steps = (double)s->steps;
     if ((double)step <= warmup) return (double)step / warmup;
     double left = steps > warmup ? fmax((steps - (double)step) / (steps - warmup), 0) : 0;
 

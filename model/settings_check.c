@@ -148,8 +148,8 @@ static void check_run(const Settings* s) {
         die(EXIT_USAGE, "--clip %g is next to nothing: at least 1e-30, or 0 for no clipping", s->clip);
 
     // Allowed, but hardly meant: warnings.
-    if (s->warmup > (double)s->steps && s->schedule != SCHEDULE_CONSTANT)
-        warn("--warmup %g is longer than --steps %ld: the learning rate never reaches --lr", s->warmup, s->steps);
+    if (s->warmup_steps > (double)s->steps && s->schedule != SCHEDULE_CONSTANT)
+        warn("--warmup %g is longer than --steps %ld: the learning rate never reaches --lr", s->warmup_steps, s->steps);
     if (s->moments && s->beta2 > 0.99)
         warn("--moments bf16 --beta2 %g: second moments follow gradients that shrink late or never; --beta2 0.95 helps",
              s->beta2);

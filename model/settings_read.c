@@ -149,6 +149,7 @@ Settings settings_read(Settings s, int ranks, const Json* record) {
     if (folder) take_folder(&s, option, folder);
     if (folder && folder != s.init) set_for_use(&s, folder);
     if (!record) set_for_model(&s);
+    if (!record) s.warmup_steps = settings_warmup(&s);
     find_tokenizer(&s, record != NULL, record || folder);
 
     // Checks.

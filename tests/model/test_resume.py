@@ -247,6 +247,38 @@ class ResumeOptions(Case):
             self.assertEqual({**snapshot(out), "log.jsonl": ""}, {**before, "log.jsonl": ""})
             self.assertEqual(curve(out), curve(self.reference()))
 
+    def test_other_steps(self):
+        """The warm-up stays as the run began with it. One line has the learning rate before and after a change."""
+        for options, at, steps, line in (
+            # Step 20 has the last rate of a warm-up of 2 and 18 steps down. Of 38 steps down, 21 is the middle.
+            (dict(schedule="cosine", warmup=2), 20, 40, "learning rate 0.0003 at step 20, 0.00165 at step 21"),
+            (dict(schedule="linear", warmup=0.1), 20, 40, "learning rate 0.0003 at step 20, 0.00165 at step 21"),
+            (dict(schedule="constant", warmup=0.25), 20, 100, None),
+            # The last fifth of the 15 steps after the warm-up begins with step 18, that of 45 with step 42.
+            (dict(schedule="wsd", warmup=0.25), 10, 50, None),
+            (dict(schedule="wsd", warmup=0.25), 20, 50, "learning rate 0.0003 at step 20, 0.003 at step 21"),
+            # The weight of the MTP losses ends at step 13 of 20, and at step 26 of 40.
+            (dict(mtp=1), 20, 40, "learning rate 0.003 at step 20, 0.003 at step 21; MTP weight 0.1, then 0.3"),
+        ):
+            for older in (False, True):
+                with self.subTest(options, at=at, older=older):
+                    out, warmup = self.copy_of(self.reference(**options)), options.get("warmup", 0)
+                    warmup = warmup if warmup >= 1 else 20 * warmup
+                    if at < 20:
+                        shutil.rmtree(out / "step_00000020")
+                    if older:  # from before the checkpoint had the steps of the warm-up
+                        record = manifest(out / f"step_{at:08d}")
+                        del record["options"]["warmup-steps"]
+                        write_manifest(out / f"step_{at:08d}", record)
+                    done = self.train(out="run", resume=True, **{**options, "steps": steps})
+                    said = re.findall(r"(?m)^schedule   (.*)$", done.stdout)
+                    self.assertEqual(said, [f"--steps was 20 and is {steps}: {line}"] if line else [])
+                    self.train(out="run", resume=True, **{**options, "steps": steps + 1})
+                    self.assertEqual(manifest(out / f"step_{steps + 1:08d}")["options"]["warmup-steps"], warmup)
+                    if not line:
+                        peak = [step["step"] for step in curve(out) if step["lr"] == 0.003]
+                        self.assertEqual(peak[:30], list(range(int(warmup), int(warmup) + 30)))
+
     def test_data_differs(self):
         self.copy_of(self.reference())
         resume = dict(out="run", resume=True, steps=30)
