@@ -33,9 +33,12 @@ class BadOptions(Case):
             (("--step", "did you mean --steps?"), ["--step", "5"]),
             (("--batchs", "did you mean --batch?"), ["--batchs", "5"]),
             *(((f"--{name}", f"did you mean --{option}?"), [f"--{name}", "5"]) for name, option in (
-                ("learning-rate", "lr"), ("max-steps", "steps"), ("batch-size", "batch"), ("data", "train"), ("dtype", "precision"))),
+                ("learning-rate", "lr"), ("max-steps", "steps"), ("batch-size", "batch"), ("data", "train"), ("dtype", "precision"),
+                ("context-length", "seq-len"), ("block_size", "seq-len"), ("n-layer", "layers"), ("n_embd", "dim"), ("config", "model"),
+                ("gradient-accumulation-steps", "tokens-per-step"), ("max_iters", "steps"), ("out_dir", "out"), ("min-lr", "final-lr-frac"),
+                ("eval_interval", "val-every"), ("max-grad-norm", "clip"), ("seq_len", "seq-len"), ("num-train-epochs", "steps"))),
             *(((f"unknown option --{name} (--help all lists all)",), [f"--{name}", "5"]) for name in (
-                "wandb", "config", "compile", "optimiser-name")),
+                "wandb", "compile", "optimiser-name")),
             (("unknown option --step; did you mean --steps?",), ["--step=5"]),
             (("--lr takes a number", "not ''"), ["--lr="]),
             (("--resume takes no value, and was given '1'",), ["--resume=1"]),
@@ -225,6 +228,12 @@ class BadOptions(Case):
             self.assertEqual(re.search(r" moments (\S+) ", printed)[1], expected)
         self.assertEqual(self.train(dry_run=True, moments="bf16", beta2=0.99).stderr, "")
         self.assertEqual(self.train(dry_run=True, beta2=0.999).stderr, "")
+        for options, expected in ((dict(optimizer="muon"), []), (dict(optimizer="muon", muon_momentum=0.98, beta1=0.98), []),
+                                  (dict(optimizer="muon", muon_momentum=0.99), [("muon-momentum 0.99", 72)]), (dict(beta1=0.999), [("beta1 0.999", 20)])):
+            said = re.findall(r"warning: --moments bf16 --(\S+ \S+): rounding may stop momenta at (\d+) % of a steady gradient; --\S+ 0\.\S+ helps\n",
+                              self.train(dry_run=True, moments="bf16", **options).stderr)
+            self.assertEqual([(name, int(share)) for name, share in said], expected)
+            self.assertNotIn("--moments", self.train(dry_run=True, **options).stderr)
         self.assertIn("warning: --moments bf16 --beta2 0.999: second moments follow gradients that shrink late or never",
                       self.train(dry_run=True, moments="bf16", beta2=0.999).stderr)
 

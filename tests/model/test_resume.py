@@ -108,6 +108,19 @@ class ResumeOptions(Case):
                          muon_momentum=0.9)
             shutil.rmtree(out)
 
+    def test_learning_rate_of_muon_of_an_older_checkpoint(self):
+        """A checkpoint from before Muon has no --muon-lr: the preset's is the default, as of a newer one."""
+        for model, rate in (("tiny", 0.012), ("small", 0.002)):
+            for older in (False, True):
+                out = self.copy_of(self.reference(model=model, vocab=257))
+                record = manifest(out / "step_00000020")
+                if older:
+                    for name in ("optimizer", "muon-lr", "muon-momentum"):
+                        del record["options"][name]
+                    write_manifest(out / "step_00000020", record)
+                self.train(out="run", resume=True, steps=21, model=model, vocab=257, optimizer="muon")
+                self.assertEqual(manifest(out / "step_00000021")["options"]["muon-lr"], rate)
+
     def test_option_that_was_removed(self):
         """A checkpoint with --even-start, from before --balance: one line reports the change, the balancing stays."""
         for rate, balance in ((0.005, "deepseek"), (0, "none")):
@@ -119,6 +132,8 @@ class ResumeOptions(Case):
             done = self.train(out="run", resume=True, steps=21)
             self.assertEqual(done.stdout.count("options    --even-start of the checkpoint no longer exists: from here on routers select "
                                                f"by their scores and biases, with --balance {balance}\n"), 1)
+            self.assertEqual(done.stdout.count("options    the checkpoint's biases moved by --bias-rate times 1 - load / mean load; from here "
+                                               "on by --bias-rate up or down\n"), int(rate > 0))
             self.assertEqual(manifest(out / "step_00000021")["options"]["balance"], balance)
             shutil.rmtree(out)
 
