@@ -17,7 +17,8 @@ import unittest
 
 sys.path.insert(0, str(pathlib.Path(__file__).resolve().parent.parent))
 
-from cli import Case, PROGRAM, ROOT, SMALL, checkpoints, command, curve, main, snapshot, text, write_shard, write_tokenizer  # noqa: E402
+from cli import (Case, PROGRAM, ROOT, SMALL, checkpoints, command, curve, main, manifest, snapshot, text,  # noqa: E402
+                 write_manifest, write_shard, write_tokenizer)
 
 ONE_BUILD = True  # tests/run.py: nothing here depends on what computes
 
@@ -167,6 +168,16 @@ class BadOptions(Case):
         self.refused(2, "--resume needs --out", resume=True)
         self.refused(2, "--save-every needs --out", save_every=5)
         self.refused(2, "--mx-stats needs --out", mx_stats=5, dispatch_precision="mxfp8")
+
+    def test_length_that_a_manifest_names(self):
+        step = self.copy_of(self.reference()) / "step_00000020"
+        for length in (1 << 62, (1 << 20) + 1):
+            record = manifest(step)
+            record["options"]["seq-len"] = length
+            write_manifest(step, record)
+            done = self.call([PROGRAM, "--evaluate", step, "--val", self.val_glob], 2)
+            self.assertIn(f"--evaluate {step}/manifest.json: it means --seq-len {length:.9g}, which must be from 1 to 1048576", done.stderr)
+            self.assertNotIn("runtime error", done.stderr)
 
     def test_sizes_that_cannot_be_counted(self):
         for words, options in (
