@@ -418,7 +418,7 @@ int main(int argc, char** argv) {
     } else if (asks) {
         if (!s->help) puts(version_text());
     } else if (s->dry_run) {
-        report_dry_run(s);
+        report_dry_run(s, ranks_count(r.world));
     } else {
         use_model(r.world, s);
     }

@@ -170,7 +170,7 @@ class Memory(Case):
     def planned(self, **options):
         """The planned GiB of this build."""
         done = self.train(dry_run=True, **{**self.SIZE, **options})
-        return float(re.findall(r"^  total .* = ([\d.]+) GiB$", done.stdout, re.M)[CUDA])
+        return float(re.search(r"^  total .* = ([\d.]+) GiB$", done.stdout, re.M)[1])
 
     def limited(self, gib, code, **options):
         """A run with `gib` GiB of address space."""
