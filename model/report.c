@@ -68,6 +68,7 @@ static size_t report_arena(const Arena* arena, int64_t tokens) {
         lines[k].bytes += (double)e->count * (double)element_bytes(e->element, arena->backend);
     }
 
+    // The purpose, and then its buffers.
     size_t total = report_line(arena->purpose, arena_bytes(arena));
     for (const Line* l = lines; l < lines + count; l++) {
         if (l->bytes == 0) continue;
@@ -197,7 +198,7 @@ static void report_items(const Model* m, Backend build) {
 }
 
 void report_dry_run(const Settings* s, int running) {
-    // For a GPU of --gpu-memory, or for what is at hand. Nothing is known of machines for other --ranks.
+    // The plan is for a GPU of --gpu-memory, or for this machine. Nothing is known of machines for other --ranks.
     const size_t given = (size_t)(s->gpu_memory * 0x1p30);
     const Backend build = given ? BACKEND_CUDA : BACKEND, other = build == BACKEND_CPU ? BACKEND_CUDA : BACKEND_CPU;
     size_t available = 0;  // 0: not known

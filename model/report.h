@@ -16,9 +16,9 @@
 // "15.71e9 parameters (2.66e9 active a token), 16.41e9 FLOPs a token"
 void report_model(const Settings* settings);
 // --dry-run: model, memory in both builds and whether it fits, and checkpoints; then the configuration, and the memory
-// of a rank item by item. With --gpu-memory the plan is that of the CUDA build for such a GPU, else that of this build
-// for the GPU or machine at hand. Nothing is known of the machine where the CPU build plans for other --ranks than the
-// `running` ones. Ends the run with EXIT_FAILED if it does not fit.
+// of a rank item by item. The plan is this build's, for the GPU or machine at hand; with --gpu-memory it is the CUDA
+// build's, for such a GPU. Nothing is known of the machines for other --ranks than the `running` ones. Ends the run
+// with EXIT_FAILED if it does not fit.
 void report_dry_run(const Settings* settings, int running);
 // The training shards and the epochs of the run, and the tokenizer.
 void report_data(const Settings* settings, const Shards* train, const Tokenizer* tokenizer);

@@ -557,6 +557,9 @@ class Reports(Case):
         lines = re.findall(r"(?m)^  --.*$", common)
         self.assertEqual(len(lines), 30)
         self.assertTrue(set(lines) < set(done.stdout.splitlines()))
+        hints = re.findall(r'(?m)^    \{"([\w-]+)",', (ROOT / "device/options.c").read_text())
+        self.assertGreater(len(hints), 30)
+        self.assertEqual(set(hints) - set(re.findall(r"(?m)^  --(\S+) ", done.stdout)), set())
 
     @unittest.skipUnless(os.path.exists("/dev/full"), "needs /dev/full")
     def test_output_that_is_lost(self):
